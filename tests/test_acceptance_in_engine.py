@@ -10,7 +10,6 @@ import dataclasses
 import itertools
 import logging
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -83,12 +82,12 @@ class Drawing(Proposer):
 
 
 @pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def directory(tmp_path_factory):
     return write_tokenizer(random_checkpoint(tmp_path_factory.mktemp("model"), LLAMA))
 
 
 @pytest.fixture(scope="module")
-def llm(directory: Path) -> Iterator[LLM]:
+def llm(directory):
     with make_llm(
         directory, speculative_config={**SPECULATIVE, "acceptance": "rejection"}, **SETTINGS
     ) as llm:
@@ -98,7 +97,7 @@ def llm(directory: Path) -> Iterator[LLM]:
 
 
 @pytest.fixture(scope="module")
-def log_probabilities(llm: LLM) -> list[np.ndarray]:
+def log_probabilities(llm):
     """Of one of the eight tokens behind none, one and two of them: arrays of one, two and three axes."""
     without_drafts(llm)
     texts = list(itertools.product(TOKENS.tolist(), repeat=NUM_TOKENS))
@@ -160,9 +159,7 @@ def texts_of(llm: LLM, params: list[SamplingParams]) -> list[Any]:
         ("tree, chosen", "cold, top-k, penalty"),
     ],
 )
-def test_texts_follow_the_distribution(
-    kind: str, sampler: str, llm: LLM, log_probabilities: list[np.ndarray]
-) -> None:
+def test_texts_follow_the_distribution(kind, sampler, llm, log_probabilities):
     draft_with(
         llm._engine, Drawing(CHAIN if kind == "chain" else TREE, drawn=kind != "tree, chosen")
     )
@@ -174,7 +171,7 @@ def test_texts_follow_the_distribution(
 
 
 @pytest.fixture(scope="module")
-def draft_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def draft_model(tmp_path_factory):
     """Mostly of the opinion that one of the eight tokens comes next."""
     tensors = random_tensors(LLAMA, seed=5)
     tensors["lm_head.weight"] *= np.where(np.isin(np.arange(257), TOKENS), 2.0, 0.0)[
@@ -186,9 +183,7 @@ def draft_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("sampler", SAMPLERS)
-def test_drafts_that_a_model_draws_change_no_distribution(
-    sampler: str, drawing: LLM, log_probabilities: list[np.ndarray]
-) -> None:
+def test_drafts_that_a_model_draws_change_no_distribution(sampler, drawing, log_probabilities):
     before = drawing.stats()["spec_decode_num_accepted_tokens_total"]
     counts = counted(texts_of(drawing, requested(400, n=4, **SAMPLERS[sampler])))
     assert abs(z_score(counts, expected(log_probabilities, **SAMPLERS[sampler]))) < 4
@@ -197,11 +192,8 @@ def test_drafts_that_a_model_draws_change_no_distribution(
 
 @pytest.mark.sweep  # a proposer that does so: below
 def test_a_model_that_draws_from_something_else_shows(
-    directory: Path,
-    draft_model: Path,
-    log_probabilities: list[np.ndarray],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    directory, draft_model, log_probabilities, monkeypatch
+):
     """Than it says."""
     real = drafting.draw_draft
 
@@ -229,12 +221,12 @@ def start_drawing(directory: Path, draft_model: Path) -> LLM:
 
 
 @pytest.fixture(scope="module")
-def drawing(directory: Path, draft_model: Path) -> Iterator[LLM]:
+def drawing(directory, draft_model):
     with start_drawing(directory, draft_model) as llm:
         yield llm
 
 
-def test_a_proposer_that_lies_shows(llm: LLM, log_probabilities: list[np.ndarray]) -> None:
+def test_a_proposer_that_lies_shows(llm, log_probabilities):
     """About what it drew from: the distribution is another one. Where it says nothing, it is the right one: see `Draft`."""
     liar = Drawing(CHAIN)
     liar.says = np.roll(liar.q, 1, axis=1)
@@ -257,7 +249,7 @@ def test_a_proposer_that_lies_shows(llm: LLM, log_probabilities: list[np.ndarray
     )
 
 
-def test_preemption_changes_no_distribution(llm: LLM, log_probabilities: list[np.ndarray]) -> None:
+def test_preemption_changes_no_distribution(llm, log_probabilities):
     """Every third step the newest request is preempted, with the samples that it was forked into; the prompt is found in the cache."""
     draft_with(llm._engine, Drawing(TREE))
     engine, before = llm._engine, llm.stats()
@@ -281,7 +273,7 @@ def test_preemption_changes_no_distribution(llm: LLM, log_probabilities: list[np
     assert num_preemptions - num_before > 60
 
 
-def test_greedy_texts_are_those_without_drafts(llm: LLM) -> None:
+def test_greedy_texts_are_those_without_drafts(llm):
     rng = np.random.default_rng(3)
     prompts = [rng.integers(1, 100, int(length)).tolist() for length in rng.integers(1, 40, 12)]
     params = SamplingParams(
@@ -311,7 +303,7 @@ class Knowing(Proposer):
         )
 
 
-def test_a_text_is_a_function_of_its_seed_and_its_drafts(llm: LLM) -> None:
+def test_a_text_is_a_function_of_its_seed_and_its_drafts(llm):
     """Not of its neighbours, nor of what happens to them."""
     prompts = [
         [9, 8, 7, seed] for seed in range(4)
@@ -330,7 +322,7 @@ def test_a_text_is_a_function_of_its_seed_and_its_drafts(llm: LLM) -> None:
     assert together != [output.outputs for output in llm.generate(prompts, params, use_tqdm=False)]
 
 
-def test_every_parameter_holds(llm: LLM) -> None:
+def test_every_parameter_holds(llm):
     """Of sampled requests with drafts, drawn from everything and of nonsense: what is asked for, and log probabilities of what came out."""
     letters = np.sort(
         [llm.tokenizer.encode(letter, add_special_tokens=False)[0] for letter in "abct01 "]
@@ -408,7 +400,7 @@ def scored(llm: LLM, outputs: list[Any]) -> None:
                 assert abs(entry.logprob - wanted[token_id].logprob) < 1e-4
 
 
-def test_a_log_of_drafts_that_were_drawn_is_replayed(llm: LLM, tmp_path: Path) -> None:
+def test_a_log_of_drafts_that_were_drawn_is_replayed(llm, tmp_path):
     path = tmp_path / "a.jsonl"
     driver = llm._driver
     tokenizer = llm.tokenizer
@@ -425,9 +417,7 @@ def test_a_log_of_drafts_that_were_drawn_is_replayed(llm: LLM, tmp_path: Path) -
 # --- typical acceptance
 
 
-def test_typical_acceptance_is_announced_and_changes_sampled_texts_alone(
-    directory: Path, llm: LLM, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_typical_acceptance_is_announced_and_changes_sampled_texts_alone(directory, llm, caplog):
     with caplog.at_level(logging.WARNING):
         lossy = make_llm(
             directory,

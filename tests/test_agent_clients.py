@@ -14,7 +14,6 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -148,7 +147,7 @@ class Runs:
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory, compiled_when_used: None) -> Iterator[Runs]:
+def runs(tmp_path_factory, compiled_when_used):
     directory = tmp_path_factory.mktemp("clients")
     with agent_server(tmp_path_factory.mktemp("models") / "demo") as server:
         yield Runs(server, directory)
@@ -156,7 +155,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory, compiled_when_used: None) -> 
 
 
 @pytest.mark.parametrize(("client", "route", "stream"), CASES)
-def test_a_conversation_with_tools(runs: Runs, client: Client, route: str, stream: str) -> None:
+def test_a_conversation_with_tools(runs, client, route, stream):
     """All calls run with their arguments, all texts come, and the model sees the same prompts in both ways."""
     outcome = runs.outcome(client, route, stream)
     assert "error" not in outcome.printed, outcome.printed["error"]
@@ -192,7 +191,7 @@ RECORDED = {
 
 
 @pytest.mark.parametrize(("name", "called"), RECORDED.items(), ids=RECORDED)
-def test_a_recorded_request_of_an_agent(runs: Runs, name: str, called: str | None) -> None:
+def test_a_recorded_request_of_an_agent(runs, name, called):
     """A template that takes one message of the system, at the beginning, shows it, and the answer has the call or no call."""
     recorded = json.loads(
         (DRIVERS.parent / "support" / "recorded_requests" / f"{name}.json").read_text()

@@ -116,7 +116,7 @@ KINDS = [
 
 @pytest.mark.parametrize("dialect", OTHERS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_conversation_has_the_same_prompt_in_every_dialect(kind: str, dialect: str) -> None:
+def test_a_conversation_has_the_same_prompt_in_every_dialect(kind, dialect):
     known = context(
         tokenizer=with_template(TEMPLATES[kind]), tool_parser="auto", reasoning_parser="auto"
     )

@@ -60,9 +60,7 @@ def chat(**fields: Any) -> dict[str, Any]:
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("is_strict", [False, True])
-def test_an_effort_becomes_what_the_template_knows(
-    template: str, fields: dict[str, Any], shown: str, ignored: tuple[str, ...], is_strict: bool
-) -> None:
+def test_an_effort_becomes_what_the_template_knows(template, fields, shown, ignored, is_strict):
     known = context(tokenizer=with_template(template), strict_requests=is_strict)
     exchange = open_chat(chat(**fields), known)
     assert str(exchange.prompts[0].prompt).endswith(f"<{shown}>")
@@ -73,7 +71,7 @@ def test_an_effort_becomes_what_the_template_knows(
 
 
 @given(words=st.sets(st.sampled_from(EFFORTS), min_size=1), effort=st.sampled_from(EFFORTS))
-def test_a_template_gets_a_word_that_it_compares(words: set[str], effort: str) -> None:
+def test_a_template_gets_a_word_that_it_compares(words, effort):
     template = f"{{% if reasoning_effort in {sorted(words)} %}}{{% endif %}}"
     values, ignored = variables_for(template, effort, None)
     word = values["reasoning_effort"]
@@ -82,7 +80,7 @@ def test_a_template_gets_a_word_that_it_compares(words: set[str], effort: str) -
     assert bool(ignored) == (effort == "none" and word != "none")
 
 
-def test_what_is_stored_nowhere_is_told() -> None:
+def test_what_is_stored_nowhere_is_told():
     assert open_chat(chat(store=True), context()).ignored_fields == ("store",)
     assert open_chat(chat(store=False), context(strict_requests=True)).ignored_fields == ()
 
@@ -98,7 +96,7 @@ def test_what_is_stored_nowhere_is_told() -> None:
         ({"content": [{"type": "text", "text": "Hm."}, {"type": "refusal", "refusal": "No."}]}, "Hm.\nNo."),
     ],
 )  # fmt: skip
-def test_a_refusal_is_what_the_assistant_said(message: dict[str, Any], text: str) -> None:
+def test_a_refusal_is_what_the_assistant_said(message, text):
     body = chat()
     body["messages"] = [USER, {"role": "assistant", **message}, USER]
     exchange = open_chat(body, context(strict_requests=True))
@@ -123,9 +121,7 @@ def test_a_refusal_is_what_the_assistant_said(message: dict[str, Any], text: str
         (PLAIN, False, "", ()),
     ],
 )
-def test_ollama_thinks_as_much_as_it_is_told(
-    template: str, think: Any, shown: str, ignored: tuple[str, ...]
-) -> None:
+def test_ollama_thinks_as_much_as_it_is_told(template, think, shown, ignored):
     known = context(tokenizer=with_template(template))
     exchange = open_ollama_chat(chat(think=think), known)
     assert str(exchange.prompts[0].prompt).endswith(f"<{shown}>")
@@ -146,9 +142,7 @@ MANY_WORDS = "<{{ reasoning_effort }}{% set rank = " + str(ANY_OF) + "[reasoning
         (PLAIN, "", ""),
     ],
 )
-def test_thinking_is_turned_on_and_off_alike_in_all_dialects(
-    template: str, on: str, off: str
-) -> None:
+def test_thinking_is_turned_on_and_off_alike_in_all_dialects(template, on, off):
     served = context(tokenizer=with_template(template), reasoning_parser="think")
     for is_on, shown in ((True, on), (False, off)):
         kind = {"type": "enabled" if is_on else "disabled"}
@@ -165,14 +159,14 @@ def test_thinking_is_turned_on_and_off_alike_in_all_dialects(
         assert is_named == 4 * [template == PLAIN and not is_on]
 
 
-def test_a_switch_without_a_form_of_reasoning_has_an_effect() -> None:
+def test_a_switch_without_a_form_of_reasoning_has_an_effect():
     """The fields that turn thinking on are named only if nothing comes of them."""
     for template, ignored in ((SWITCH, ()), (PLAIN, ("thinking.type",))):
         served = context(tokenizer=with_template(template))
         assert open_chat(chat(thinking={"type": "enabled"}), served).ignored_fields == ignored
 
 
-def test_ollama_may_be_told_to_think_where_a_model_always_does() -> None:
+def test_ollama_may_be_told_to_think_where_a_model_always_does():
     thinks = context(tokenizer=with_template(PLAIN), reasoning_parser="think")
     for think, ignored in ((True, ()), (False, ("think",)), (None, ())):
         exchange = open_ollama_chat(chat(think=think), thinks)
@@ -218,7 +212,7 @@ DEFAULTS = {
 }
 
 
-def test_ollamas_own_defaults_are_taken() -> None:
+def test_ollamas_own_defaults_are_taken():
     body = chat(options=DEFAULTS, truncate=True, keep_alive="5m", think=False)
     exchange = open_ollama_chat(body, context(strict_requests=True))
     assert exchange.ignored_fields == ()
@@ -236,9 +230,7 @@ def test_ollamas_own_defaults_are_taken() -> None:
         ({"repeat_penalty": 1.1}, 1.1, ()),
     ],
 )
-def test_penalties_look_at_the_whole_sequence(
-    options: dict[str, Any], penalty: float, ignored: tuple[str, ...]
-) -> None:
+def test_penalties_look_at_the_whole_sequence(options, penalty, ignored):
     exchange = open_ollama_chat(chat(options=options), context())
     assert exchange.prompts[0].params.repetition_penalty == penalty
     assert exchange.ignored_fields == ignored
@@ -248,5 +240,5 @@ def test_penalties_look_at_the_whole_sequence(
     ("number", "text"),
     [(0, ""), (999, "999"), (362_000_000, "362M"), (8_030_261_248, "8.0B"), (8 * 10**9, "8B"), (134_515_008, "134.52M")],
 )  # fmt: skip
-def test_counts_are_short(number: int, text: str) -> None:
+def test_counts_are_short(number, text):
     assert short_count(number) == text

@@ -66,14 +66,14 @@ def without_ids(calls: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{name: value for name, value in call.items() if name != "id"} for call in calls]
 
 
-def test_the_model_sees_a_custom_tool_as_a_function() -> None:
+def test_the_model_sees_a_custom_tool_as_a_function():
     prompt = str(open_chat(chat([PLAIN, PATCH, F]), KNOWN).prompts[0].prompt)
     assert prompt.startswith(
         f"[note: Writes a note.][patch: The input keeps to this lark grammar:\n{LARK}][f: ]"
     )
 
 
-def test_a_call_of_a_custom_tool_has_its_input() -> None:
+def test_a_call_of_a_custom_tool_has_its_input():
     text = '<tool_call>{"name": "note", "arguments": {"input": "a \\"b\\"\\n"}}</tool_call>'
     wanted = {"type": "custom", "custom": {"name": "note", "input": 'a "b"\n'}}
     body = chat([F, PLAIN])
@@ -81,7 +81,7 @@ def test_a_call_of_a_custom_tool_has_its_input() -> None:
     assert without_ids(streamed_calls(open_chat(body, KNOWN), *text)) == [wanted]
 
 
-def test_a_chunk_has_one_call() -> None:
+def test_a_chunk_has_one_call():
     call = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
     exchange = open_chat(chat([F], stream=True), KNOWN)
     scripts = [Scripted([call * 3])]
@@ -93,7 +93,7 @@ def test_a_chunk_has_one_call() -> None:
 
 
 @pytest.mark.parametrize("arguments", ['{"text": "a"}', '{"input": 1}', "{}"])
-def test_an_input_under_another_name_stays_as_the_model_wrote_it(arguments: str) -> None:
+def test_an_input_under_another_name_stays_as_the_model_wrote_it(arguments):
     text = f'<tool_call>{{"name": "note", "arguments": {arguments}}}</tool_call>'
     (call,) = calls_of(open_chat(chat([PLAIN]), KNOWN), text)
     assert json.loads(call["custom"]["input"]) == json.loads(arguments)
@@ -107,9 +107,7 @@ def test_an_input_under_another_name_stays_as_the_model_wrote_it(arguments: str)
         (custom("regex", "[0-9]{3}"), {"regex": "[0-9]{3}"}, "123", "12"),
     ],
 )
-def test_the_grammar_of_a_named_custom_tool_is_kept(
-    known: Any, tool: Any, outputs: Any, good: str, bad: str
-) -> None:
+def test_the_grammar_of_a_named_custom_tool_is_kept(known, tool, outputs, good, bad):
     exchange = open_chat(chat([F, tool], tool_choice=NAMED), known)
     held = exchange.prompts[0].params.structured_outputs
     assert {held[0]: json.loads(held[1])} == outputs
@@ -120,7 +118,7 @@ def test_the_grammar_of_a_named_custom_tool_is_kept(
     assert admits(held, good) and not admits(held, bad)
 
 
-def test_a_named_custom_tool_without_a_grammar_is_called() -> None:
+def test_a_named_custom_tool_without_a_grammar_is_called():
     choice = {"type": "custom", "custom": {"name": "note"}}
     exchange = open_chat(chat([PLAIN], tool_choice=choice), KNOWN)
     assert "grammar" in exchange.prompts[0].params.structured_outputs
@@ -147,9 +145,7 @@ def test_a_named_custom_tool_without_a_grammar_is_called() -> None:
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("is_strict", [False, True])
-def test_a_tool_of_another_vendor_is_passed_over(
-    choice: Any, shown: str, param: str | None, is_strict: bool
-) -> None:
+def test_a_tool_of_another_vendor_is_passed_over(choice, shown, param, is_strict):
     known = context(
         tokenizer=with_template(TEMPLATE), tool_parser="hermes", strict_requests=is_strict
     )
@@ -167,7 +163,7 @@ def test_a_tool_of_another_vendor_is_passed_over(
 @pytest.mark.parametrize(
     ("choice", "is_refused"), [(None, False), ("auto", False), ("none", False), ("required", True)]
 )
-def test_nothing_but_tools_of_other_vendors(choice: Any, is_refused: bool) -> None:
+def test_nothing_but_tools_of_other_vendors(choice, is_refused):
     body = chat([SEARCH], tool_choice=choice)
     if is_refused:
         with pytest.raises(ApiError, match="no tool is a function: tools.0..type is 'web_search'"):
@@ -194,16 +190,14 @@ def test_nothing_but_tools_of_other_vendors(choice: Any, is_refused: bool) -> No
          "response_format.json_schema.schema.items.not", "no grammar can"),
     ],
 )  # fmt: skip
-def test_a_tool_that_cannot_be_honoured_is_refused(
-    tools: Any, fields: Any, param: str, message: str
-) -> None:
+def test_a_tool_that_cannot_be_honoured_is_refused(tools, fields, param, message):
     with pytest.raises(ApiError, match=message) as refused:
         open_chat(chat(tools, **fields), KNOWN)
     assert (refused.value.status, refused.value.param) == (400, param)
 
 
 @pytest.mark.parametrize("space", ["", "\n", "\n\n"])
-def test_white_space_may_stand_between_required_calls(space: str) -> None:
+def test_white_space_may_stand_between_required_calls(space):
     """Templates write a line break before each call, and models write what templates write."""
     held = open_chat(chat([F], tool_choice="required"), KNOWN).prompts[0].params.structured_outputs
     assert admits(held, space + CALL + space + CALL)
@@ -227,9 +221,7 @@ CALL = '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
 
 @pytest.mark.parametrize("response_format", FORMATS, ids=["object", "schema"])
 @pytest.mark.parametrize("prompt_ends_with", ["", "<think>\n"])
-def test_a_format_holds_the_text_of_an_answer_that_calls_no_tool(
-    response_format: Any, prompt_ends_with: str
-) -> None:
+def test_a_format_holds_the_text_of_an_answer_that_calls_no_tool(response_format, prompt_ends_with):
     known = context(
         tokenizer=with_template(TEMPLATE + prompt_ends_with),
         tool_parser="hermes",
@@ -257,14 +249,14 @@ def test_a_format_holds_the_text_of_an_answer_that_calls_no_tool(
 
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "f"}}])
-def test_a_format_has_no_effect_where_a_call_is_required(choice: Any) -> None:
+def test_a_format_has_no_effect_where_a_call_is_required(choice):
     exchange = open_chat(chat([F], tool_choice=choice, response_format=FORMATS[1]), KNOWN)
     assert exchange.ignored_fields == ("response_format",)
     held = exchange.prompts[0].params.structured_outputs
     assert admits(held, CALL) and not admits(held, '{"a": 1}')
 
 
-def test_a_format_beside_calls_needs_a_marker_before_them() -> None:
+def test_a_format_beside_calls_needs_a_marker_before_them():
     known = context(tokenizer=with_template(TEMPLATE), tool_parser="llama3_json")
     with pytest.raises(ApiError, match="no marker of the model's form tells") as refused:
         open_chat(chat([F], response_format=FORMATS[0]), known)
@@ -296,7 +288,7 @@ def result(call_id: str) -> dict[str, Any]:
         ([called("a"), USER, called("b"), result("b")], None, ""),
     ],
 )  # fmt: skip
-def test_results_belong_to_calls(messages: list[Any], param: str | None, message: str) -> None:
+def test_results_belong_to_calls(messages, param, message):
     if param is None:
         assert open_chat(chat(None, *messages), KNOWN).prompts
         return
@@ -311,9 +303,7 @@ def test_results_belong_to_calls(messages: list[Any], param: str | None, message
         st.tuples(st.sampled_from(["call", "result"]), st.sampled_from("abc")), max_size=8
     )
 )
-def test_a_conversation_is_accepted_if_each_call_is_new_and_each_result_is_the_first(
-    events: list[tuple[str, str]],
-) -> None:
+def test_a_conversation_is_accepted_if_each_call_is_new_and_each_result_is_the_first(events):
     messages = [called(each) if kind == "call" else result(each) for kind, each in events]
     calls = [each for kind, each in events if kind == "call"]
     results = [each for kind, each in events if kind == "result"]
@@ -334,7 +324,7 @@ def test_a_conversation_is_accepted_if_each_call_is_new_and_each_result_is_the_f
         assert is_good
 
 
-def test_a_call_of_a_custom_tool_in_a_history() -> None:
+def test_a_call_of_a_custom_tool_in_a_history():
     call = {"id": "c", "type": "custom", "custom": {"name": "note", "input": 'a"'}}
     said = {"role": "assistant", "content": None, "tool_calls": [call]}
     exchange = open_chat(chat([PLAIN], said, result("c")), KNOWN)
@@ -365,9 +355,7 @@ def said(role: str, content: str) -> dict[str, Any]:
          "[user]a[assistant][tool]r[tool]r\n\nb"),
     ],
 )  # fmt: skip
-def test_a_template_that_refuses_the_order_gets_a_strict_one(
-    messages: list[Any], prompt: str
-) -> None:
+def test_a_template_that_refuses_the_order_gets_a_strict_one(messages, prompt):
     body = {"model": "demo", "messages": messages}
     strict = open_chat(body, context(tokenizer=with_template(STRICT)))
     assert strict.prompts[0].prompt == prompt
@@ -377,7 +365,7 @@ def test_a_template_that_refuses_the_order_gets_a_strict_one(
     assert shown.count("[") == len(messages)
 
 
-def test_a_template_that_refuses_every_order_says_why() -> None:
+def test_a_template_that_refuses_every_order_says_why():
     always = with_template("{{ raise_exception('order ' ~ messages | length) }}")
     body = {"model": "demo", "messages": [USER, USER]}
     with pytest.raises(ApiError, match="refuses these messages: order 2") as refused:

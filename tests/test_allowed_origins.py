@@ -26,14 +26,14 @@ PATHS = ("/v1/completions", "/api/generate")
 
 
 @pytest.fixture(scope="module")
-def built() -> Any:
+def built():
     built = demo_engine()
     yield built
     built.engine.runner.close()
 
 
 @pytest.mark.parametrize("keys", [(), (KEY,)], ids=["open", "key"])
-def test_an_allowed_page_may_use_the_server_and_no_other_page(built: Any, keys: tuple[str]) -> None:
+def test_an_allowed_page_may_use_the_server_and_no_other_page(built, keys):
     key = {"Authorization": f"Bearer {KEY}"} if keys else {}
     with serving(built, api_keys=keys, allowed_origins=(PAGE, "https://other.example")) as running:
         for path in PATHS:
@@ -64,7 +64,7 @@ def test_an_allowed_page_may_use_the_server_and_no_other_page(built: Any, keys: 
             assert ask(running, "POST", PATHS[0], SHORT, **requested)[0] == 403
 
 
-def test_without_the_setting_no_answer_has_the_headers(built: Any) -> None:
+def test_without_the_setting_no_answer_has_the_headers(built):
     with serving(built, api_keys=(KEY,)) as running:
         requested = {"Origin": PAGE, "Authorization": f"Bearer {KEY}"}
         status, headers, _ = ask(running, "POST", PATHS[0], SHORT, **requested)
@@ -86,7 +86,7 @@ def test_without_the_setting_no_answer_has_the_headers(built: Any) -> None:
         ("file://", "must be origins as browsers send them"),
     ],
 )
-def test_a_pattern_and_what_is_no_origin_is_refused_in_one_line(origin: str, text: str) -> None:
+def test_a_pattern_and_what_is_no_origin_is_refused_in_one_line(origin, text):
     with pytest.raises(ConfigError, match=text) as refused:
         resolve_both(None, {}, {"allowed_origins": ("http://localhost:3000", origin)})
     assert str(refused.value).startswith("argument: allowed_origins.1: ") and "\n" not in str(
@@ -105,7 +105,7 @@ ASK = """async ([address, key]) => {
 
 
 @pytest.mark.skipif(not CHROMIUM.exists(), reason="needs Chromium")
-def test_in_a_browser(built: Any) -> None:
+def test_in_a_browser(built):
     playwright = pytest.importorskip("playwright.sync_api")
 
     class Empty(BaseHTTPRequestHandler):

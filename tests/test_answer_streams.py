@@ -7,7 +7,6 @@ import contextlib
 import itertools
 import json
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -189,7 +188,7 @@ def app_of(*steps: Step) -> ASGIApp:
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_a_stream_is_silent_for_no_longer_than_it_may_be(path: str) -> None:
+def test_a_stream_is_silent_for_no_longer_than_it_may_be(path):
     """Before the engine has the request, in its prompt, and while parts say nothing."""
 
     async def work() -> None:
@@ -207,7 +206,7 @@ def test_a_stream_is_silent_for_no_longer_than_it_may_be(path: str) -> None:
     run(work())
 
 
-def test_headers_wait_for_the_engine_but_not_longer() -> None:
+def test_headers_wait_for_the_engine_but_not_longer():
     async def work() -> None:
         for delay, headers in ((4.9, [b"1"]), (5.1, [])):
             sent = Sent("/v1/chat/completions")
@@ -233,8 +232,8 @@ REFUSALS: list[tuple[Exception, int, str]] = [
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize(("error", "status", "reason"), REFUSALS)
 def test_a_refusal_has_a_status_until_the_headers_are_out_and_ends_the_stream_then(
-    path: str, error: Exception, status: int, reason: str
-) -> None:
+    path, error, status, reason
+):
     async def work() -> None:
         soon = Sent(path)
         await soon.answer(app_of(want, wait(4), refuse(error)))
@@ -256,7 +255,7 @@ def test_a_refusal_has_a_status_until_the_headers_are_out_and_ends_the_stream_th
     run(work())
 
 
-def test_only_what_asks_for_a_stream_gets_one() -> None:
+def test_only_what_asks_for_a_stream_gets_one():
     async def work() -> None:
         sent = Sent("/v1/chat/completions")
         await sent.answer(app_of(wait(60), refuse(ApiError(400, "no"))))
@@ -272,7 +271,7 @@ def test_only_what_asks_for_a_stream_gets_one() -> None:
     run(work())
 
 
-def test_a_client_that_does_not_read_gets_one_comment_at_a_time() -> None:
+def test_a_client_that_does_not_read_gets_one_comment_at_a_time():
     async def work() -> None:
         sent = Sent("/v1/chat/completions")
 
@@ -299,9 +298,7 @@ def test_a_client_that_does_not_read_gets_one_comment_at_a_time() -> None:
     st.lists(st.tuples(st.floats(0, 20), st.sampled_from([say, say_nothing])), max_size=12),
     st.floats(0.1, 30),
 )
-def test_no_silence_is_longer_than_it_may_be(
-    plan: list[tuple[float, Step]], seconds: float
-) -> None:
+def test_no_silence_is_longer_than_it_may_be(plan, seconds):
     async def work() -> None:
         sent = Sent("/api/chat")
         steps = [step for delay, spoken in plan for step in (wait(delay), spoken)]
@@ -404,7 +401,7 @@ def generating(path: str, driver: Driver, open_seconds: float, body: dict[str, A
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_comments_come_while_a_request_is_read_queued_and_computed(path: str) -> None:
+def test_comments_come_while_a_request_is_read_queued_and_computed(path):
     async def work() -> None:
         body = body_of(path)
         driver = Driver(6, [13, 1, 11], ["The ", "", "house"])
@@ -440,7 +437,7 @@ def _texts(body: bytes) -> str:
     return "".join(text for text in texts if isinstance(text, str))
 
 
-def test_a_chat_says_how_much_of_its_prompt_is_computed() -> None:
+def test_a_chat_says_how_much_of_its_prompt_is_computed():
     """By the form of llama.cpp: the share is processed / total, and cache is a part of processed."""
 
     async def work() -> None:
@@ -476,7 +473,7 @@ def test_a_chat_says_how_much_of_its_prompt_is_computed() -> None:
 
 
 @pytest.mark.parametrize("leaves_at", [1, 4, 7, 10, 20])
-def test_a_client_that_leaves_takes_everything_along(leaves_at: float) -> None:
+def test_a_client_that_leaves_takes_everything_along(leaves_at):
     async def work() -> None:
         body = body_of("/v1/chat/completions")
         driver = Driver(6, [9, 9], ["a", "b"])
@@ -501,7 +498,7 @@ def test_a_client_that_leaves_takes_everything_along(leaves_at: float) -> None:
     run(work())
 
 
-def test_a_request_that_loads_a_model_of_ollama_has_one_line_after_the_spaces() -> None:
+def test_a_request_that_loads_a_model_of_ollama_has_one_line_after_the_spaces():
     async def work() -> None:
         for delay in (1, 12):
             for body in ({"model": "demo"}, {"model": "demo", "stream": True}):
@@ -548,9 +545,7 @@ class Table:
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages", "/api/chat"])
 @pytest.mark.parametrize("fails", [False, True])
-def test_a_stream_lives_while_its_model_is_loaded(
-    path: str, fails: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stream_lives_while_its_model_is_loaded(path, fails, tmp_path, monkeypatch):
     file = tmp_path / "models.yaml"
     file.write_text("models:\n  - {name: demo, model: demo}\n")
     config = ServerConfig(models_file=str(file))
@@ -576,7 +571,7 @@ def test_a_stream_lives_while_its_model_is_loaded(
     run(work())
 
 
-def test_the_clock_is_that_of_the_setting() -> None:
+def test_the_clock_is_that_of_the_setting():
     assert ServerConfig().sse_keep_alive_seconds == SECONDS
     with pytest.raises(Exception, match="sse_keep_alive_seconds"):
         ServerConfig(sse_keep_alive_seconds=-1)

@@ -26,7 +26,7 @@ PARAMS: list[Any] = [
 CONTINUATIONS = [[5, 6], [7], [8]]
 
 
-def test_coroutines_share_an_engine(tmp_path: Any) -> None:
+def test_coroutines_share_an_engine(tmp_path):
     model = random_checkpoint(tmp_path, LLAMA)
     with make_llm(model) as llm:
         wanted = llm.generate(PROMPTS, PARAMS, use_tqdm=False)
@@ -94,7 +94,7 @@ def test_coroutines_share_an_engine(tmp_path: Any) -> None:
     asyncio.run(run())
 
 
-def test_scores_and_vectors_and_other_weights_are_those_of_llm(tmp_path: Any) -> None:
+def test_scores_and_vectors_and_other_weights_are_those_of_llm(tmp_path):
     model = random_checkpoint(tmp_path, LLAMA)
     weights = [random_tensors(LLAMA, seed=seed) for seed in (0, 1)]
     scores: list[Any] = []
@@ -160,7 +160,7 @@ def test_scores_and_vectors_and_other_weights_are_those_of_llm(tmp_path: Any) ->
     asyncio.run(run())
 
 
-def test_the_other_verbs_are_those_of_llm(tmp_path: Any) -> None:
+def test_the_other_verbs_are_those_of_llm(tmp_path):
     model, prefix = random_checkpoint(tmp_path, LLAMA), list(range(1, 38))
     greedy = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
     with make_llm(model) as llm:
@@ -212,9 +212,7 @@ def _ends(outputs: Any) -> list[tuple[Any, int]]:
     ]
 
 
-def test_an_abort_finds_a_request_whatever_it_waits_for(
-    tmp_path: Any, compiled_when_used: None
-) -> None:
+def test_an_abort_finds_a_request_whatever_it_waits_for(tmp_path, compiled_when_used):
     """For its task to begin, for its preparation, for the engine, for other weights, for a wake-up."""
     model = random_checkpoint(tmp_path, LLAMA)
     params = SamplingParams(temperature=0.0, max_tokens=200, ignore_eos=True)

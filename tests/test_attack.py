@@ -19,7 +19,7 @@ from tools.attack import GROWTH_BYTES, LOG_BYTES, Siege, sent
 DOCUMENT = openapi(context(), [dialect.document for dialect in DIALECTS])
 
 
-def test_every_field_of_every_request_is_attacked() -> None:
+def test_every_field_of_every_request_is_attacked():
     names = [attack.name for kind in kinds_of(DOCUMENT) for attack in kind]
     for path, methods in DOCUMENT["paths"].items():
         if "post" in methods:
@@ -35,7 +35,7 @@ def test_every_field_of_every_request_is_attacked() -> None:
     assert "/v1/completions structured_outputs: construct json, properties x n 64" in names
 
 
-def test_attacks_are_the_same_for_the_same_seed() -> None:
+def test_attacks_are_the_same_for_the_same_seed():
     first, again, other = (
         [attack.name for attack in itertools.islice(attacks(DOCUMENT, seed), 50)]
         for seed in (1, 1, 2)
@@ -46,7 +46,7 @@ def test_attacks_are_the_same_for_the_same_seed() -> None:
 
 
 @pytest.mark.parametrize("sending", SENDINGS)
-def test_a_body_is_sent_whole_or_cut(sending: Any) -> None:
+def test_a_body_is_sent_whole_or_cut(sending):
     body = json.dumps({"a": "b" * 3000}).encode()
     head, _, rest = b"".join(sent(Attack("", "/x", None, sending=sending), body)).partition(
         b"\r\n\r\n"
@@ -77,9 +77,7 @@ KEPT: dict[str, Any] = {
         ({}, None),
     ],
 )
-def test_broken_promises_are_told(
-    broken: Any, message: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_broken_promises_are_told(broken, message, monkeypatch):
     seen = SimpleNamespace(**{**KEPT, **broken})
     siege = object.__new__(Siege)
     process = SimpleNamespace(poll=lambda: seen.returncode, returncode=seen.returncode)

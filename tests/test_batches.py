@@ -52,7 +52,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("raw", "code", "text"), REFUSED, ids=[one[1] for one in REFUSED])
-def test_a_line_that_asks_for_nothing_is_one_sentence(raw: str, code: str, text: str) -> None:
+def test_a_line_that_asks_for_nothing_is_one_sentence(raw, code, text):
     refused = read_line(1, raw.encode(), {"seen"})
     assert not isinstance(refused, Line) and refused.code == code and text in refused.message
     answer = json.loads(refused.answer())
@@ -101,9 +101,7 @@ def run(client: Echo, source: Path, target: Path, window: int = 8) -> OutputFile
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_a_batch_that_is_killed_again_and_again_has_each_line_once(
-    tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_batch_that_is_killed_again_and_again_has_each_line_once(tmp_path, seed, monkeypatch):
     monkeypatch.setattr("jaxpage.serving.batches.running._FIRST_PAUSE_SECONDS", 0.001)
     chance = random.Random(seed)
     source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
@@ -138,7 +136,7 @@ def test_a_batch_that_is_killed_again_and_again_has_each_line_once(
     assert target.read_bytes() == before
 
 
-def test_lines_that_begin_alike_follow_each_other_within_a_window(tmp_path: Path) -> None:
+def test_lines_that_begin_alike_follow_each_other_within_a_window(tmp_path):
     source = tmp_path / "in.jsonl"
     system = [
         {"role": "system", "content": text} for text in ("You count. " * 9, "You rhyme. " * 9)
@@ -158,7 +156,7 @@ def test_lines_that_begin_alike_follow_each_other_within_a_window(tmp_path: Path
     assert systems(1) == [[0], [1]] * 6
 
 
-def test_files_that_do_not_belong_together_are_refused(tmp_path: Path) -> None:
+def test_files_that_do_not_belong_together_are_refused(tmp_path):
     source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     source.write_text("\n".join(line(number) for number in range(6)))
     run(Echo(), source, target)
@@ -190,14 +188,14 @@ def test_files_that_do_not_belong_together_are_refused(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_what_is_no_form(content_type: str, body: bytes, status: int) -> None:
+def test_what_is_no_form(content_type, body, status):
     with pytest.raises(ApiError) as refused:
         read_form(content_type, body)
     assert refused.value.status == status
 
 
 @pytest.mark.parametrize("content", [b"a", b"\r\n--b\n\0\xff\r\n", b"\r\n" * 3, os.urandom(5000)])
-def test_a_form_is_what_a_client_sent(content: bytes) -> None:
+def test_a_form_is_what_a_client_sent(content):
     request = httpx.Request(
         "POST", "http://x", files={"file": ('a "b".jsonl', content)}, data={"purpose": "batch"}
     )
@@ -206,7 +204,7 @@ def test_a_form_is_what_a_client_sent(content: bytes) -> None:
 
 
 @pytest.fixture(scope="module")
-def built() -> Any:
+def built():
     built = demo_engine()
     yield built
     built.engine.runner.close()
@@ -234,9 +232,7 @@ ASKED: list[tuple[str, dict[str, Any]]] = [
 TO_THE_ANSWER = {"id", "created", "system_fingerprint"}
 
 
-def test_run_batch_answers_as_the_server_does(
-    built: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_run_batch_answers_as_the_server_does(built, tmp_path, capsys):
     assert {url for url, _ in ASKED} | {"/v1/responses"} == set(URLS)
     source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     source.write_text("\n".join(line(n, body, url=url) for n, (url, body) in enumerate(ASKED)))
@@ -260,7 +256,7 @@ def test_run_batch_answers_as_the_server_does(
 
 
 @pytest.fixture
-def client_of() -> Any:
+def client_of():
     """Makes clients of a server, each with its key."""
     made: list[openai.OpenAI] = []
 
@@ -300,9 +296,7 @@ def owners_of_lines(running: Any, monkeypatch: pytest.MonkeyPatch) -> set[str]:
     return owners
 
 
-def test_openais_client_runs_a_batch(
-    built: Any, client_of: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_openais_client_runs_a_batch(built, client_of, tmp_path, monkeypatch):
     tmp_path.chmod(0o755)
     with serving(built, api_keys=("one", "two"), batch_directory=str(tmp_path)) as running:
         client, other = client_of(running, "one"), client_of(running, "two")
@@ -360,9 +354,7 @@ def test_openais_client_runs_a_batch(
             client.files.create(file=b"x", purpose="vision")
 
 
-def test_texts_that_others_could_read_are_made_private_or_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_texts_that_others_could_read_are_made_private_or_refused(tmp_path, monkeypatch):
     directory = tmp_path / "batches"
     store = Store(directory, MAX_BYTES)
     file_id = f"file-{'a' * 32}"
@@ -390,9 +382,7 @@ def test_texts_that_others_could_read_are_made_private_or_refused(
         Store(directory, MAX_BYTES)
 
 
-def test_a_batch_is_cancelled_and_bounds_are_kept(
-    built: Any, client_of: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_batch_is_cancelled_and_bounds_are_kept(built, client_of, tmp_path, monkeypatch):
     long = {**GREEDY, "max_tokens": 400, "ignore_eos": True}
     monkeypatch.setattr("jaxpage.serving.batches.store.MAX_FILES", 3)
     settings: Any = {"batch_directory": str(tmp_path), "batch_directory_bytes": 1 << 20}
@@ -417,9 +407,7 @@ def test_a_batch_is_cancelled_and_bounds_are_kept(
             uploaded(client, ["x"])
 
 
-def test_a_batch_goes_on_when_the_server_starts_again(
-    built: Any, client_of: Any, tmp_path: Path
-) -> None:
+def test_a_batch_goes_on_when_the_server_starts_again(built, client_of, tmp_path):
     lines = [line(number, {**GREEDY, "max_tokens": 24}) for number in range(30)]
     settings: Any = {"batch_directory": str(tmp_path), "shutdown_timeout_seconds": 0.0}
     with serving(built, **settings) as running:

@@ -66,15 +66,13 @@ def lengths(
     ("dataset", "mean_input", "mean_output"),
     [("sharegpt", 161, 338), ("alpaca", 19.31, 58.45), ("random", 550, 550)],
 )
-def test_mean_lengths_are_the_stated_ones(
-    dataset: str, mean_input: float, mean_output: float
-) -> None:
+def test_mean_lengths_are_the_stated_ones(dataset, mean_input, mean_output):
     inputs, outputs = lengths(dataset, 100_000, cap=1000 if dataset == "random" else 10**6)
     assert inputs.mean() == pytest.approx(mean_input, rel=0.02)
     assert outputs.mean() == pytest.approx(mean_output, rel=0.02)
 
 
-def test_spreads_of_sharegpt_are_the_stated_ones() -> None:
+def test_spreads_of_sharegpt_are_the_stated_ones():
     inputs, outputs = lengths("sharegpt", 200_000)
     assert inputs.std() / inputs.mean() == pytest.approx(1.3, rel=0.05)
     assert outputs.std() == pytest.approx(296, rel=0.02), "what figure 2 of the paper implies"
@@ -82,7 +80,7 @@ def test_spreads_of_sharegpt_are_the_stated_ones() -> None:
 
 
 @pytest.mark.parametrize("dataset", DATASETS)
-def test_workloads_keep_to_the_caps_and_repeat(dataset: str) -> None:
+def test_workloads_keep_to_the_caps_and_repeat(dataset):
     work = make_workload(dataset, 300, seed=5, vocab_size=50, max_input=40, max_output=30)
     assert work == make_workload(dataset, 300, seed=5, vocab_size=50, max_input=40, max_output=30)
     assert work != make_workload(dataset, 300, seed=6, vocab_size=50, max_input=40, max_output=30)
@@ -93,7 +91,7 @@ def test_workloads_keep_to_the_caps_and_repeat(dataset: str) -> None:
     assert tokens == set(range(50))
 
 
-def test_prefixes_and_chats_share_what_they_should() -> None:
+def test_prefixes_and_chats_share_what_they_should():
     sizes = {"seed": 1, "vocab_size": 1000, "max_input": 48, "max_output": 9}
     work = prefix_repetition(9, **sizes, num_prefixes=3, prefix_len=20)
     assert (
@@ -120,7 +118,7 @@ WORKLOAD_FILES = {
 
 
 @pytest.mark.parametrize("kind", WORKLOAD_FILES)
-def test_workloads_from_files(kind: str, tmp_path: Path) -> None:
+def test_workloads_from_files(kind, tmp_path):
     path = tmp_path / "work"
     path.write_text(WORKLOAD_FILES[kind])
     count = 2 if kind == "trace" else 1
@@ -167,7 +165,7 @@ def measurement(
     )
 
 
-def test_rates_are_counts_by_duration() -> None:
+def test_rates_are_counts_by_duration():
     result = measurement().as_dict()
     assert (result["completed"], result["total_input_tokens"], result["total_output_tokens"]) == (
         2,
@@ -185,18 +183,18 @@ def test_rates_are_counts_by_duration() -> None:
     )
 
 
-def test_work_that_was_not_done_is_no_result() -> None:
+def test_work_that_was_not_done_is_no_result():
     with pytest.raises(RuntimeError, match="jaxpage gave 1 tokens for request 0, not 2"):
         measurement(outputs=((1,), (3,)))
 
 
-def test_the_table_has_a_column_per_engine() -> None:
+def test_the_table_has_a_column_per_engine():
     header, *rows = table([measurement(), measurement("transformers x 16")]).splitlines()
     assert header.split() == ["jaxpage", "transformers", "x", "16"]
     assert ["output", "tokens/s", "1.5", "1.5"] in [row.split() for row in rows]
 
 
-def test_the_result_has_the_baseline_inside() -> None:
+def test_the_result_has_the_baseline_inside():
     result = as_result([measurement(), measurement("other", ((1, 2), (9,)))], dataset="random")
     assert result["engine"] == "jaxpage" and result["dataset"] == "random"
     assert result["baselines"][0]["engine"] == "other" and result["identical_outputs"] == [1]
@@ -206,7 +204,7 @@ def test_the_result_has_the_baseline_inside() -> None:
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def model(tmp_path_factory):
     return random_checkpoint(tmp_path_factory.mktemp("bench") / "llama", LLAMA)
 
 
@@ -225,9 +223,7 @@ def flags(model: Path) -> list[str]:
     ]
 
 
-def test_bench_throughput_end_to_end(
-    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_bench_throughput_end_to_end(model, tmp_path, capsys):
     pytest.importorskip("torch", reason="the baseline runs on torch")
     path = tmp_path / "result.json"
     words = [
@@ -250,9 +246,7 @@ def test_bench_throughput_end_to_end(
     assert result["config"]["num_blocks"] == 33 and result["seed"] == 0
 
 
-def test_engines_with_other_settings_stand_beside(
-    model: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_engines_with_other_settings_stand_beside(model, capsys):
     words = [
         *flags(model),
         "--num-blocks",
@@ -297,7 +291,7 @@ def test_engines_with_other_settings_stand_beside(
     assert "6 of 6 outputs equal those of preemption_mode=recompute" in shown
 
 
-def test_run_batch_stands_beside(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_run_batch_stands_beside(model, capsys):
     """With the same outputs, from a file of the same requests; its engine is made for each repeat."""
     words = [*flags(model), "--run-batch", "--repeats", "2"]
     assert cli.main(["bench", "throughput", *words]) == 0
@@ -329,7 +323,7 @@ def result_of(*seconds: float, **changes: Any) -> dict[str, Any]:
     return {**as_result([median], **work), **changes}
 
 
-def test_a_ratio_to_an_earlier_run_has_the_spread_of_both(tmp_path: Path) -> None:
+def test_a_ratio_to_an_earlier_run_has_the_spread_of_both(tmp_path):
     path = tmp_path / "baseline.json"
     path.write_text(json.dumps(result_of(2.0, 4.0, 1.0)))
     baseline = read_baseline(str(path))
@@ -385,9 +379,7 @@ def test_a_ratio_to_an_earlier_run_has_the_spread_of_both(tmp_path: Path) -> Non
         ({"seed": "0", "self": 1}, "seed must be a valid integer, got '0'"),
     ],
 )
-def test_a_baseline_whose_fields_cannot_be_compared_is_refused(
-    changes: dict[str, Any], said: str, tmp_path: Path
-) -> None:
+def test_a_baseline_whose_fields_cannot_be_compared_is_refused(changes, said, tmp_path):
     path = tmp_path / "baseline.json"
     path.write_text(json.dumps({**result_of(2.0, 4.0, 1.0), **changes}))
     with pytest.raises(
@@ -397,21 +389,19 @@ def test_a_baseline_whose_fields_cannot_be_compared_is_refused(
         read_baseline(str(path))
 
 
-def test_a_baseline_of_brackets_is_refused(tmp_path: Path) -> None:
+def test_a_baseline_of_brackets_is_refused(tmp_path):
     path = tmp_path / "baseline.json"
     path.write_text("[" * 100_000)
     with pytest.raises(UsageError, match="the file is not JSON, so it is no result"):
         read_baseline(str(path))
 
 
-def test_a_quantised_kv_cache_has_a_dtype_of_its_own() -> None:
+def test_a_quantised_kv_cache_has_a_dtype_of_its_own():
     llm: Any = SimpleNamespace(spec=SimpleNamespace(layout=ModelLayout("bfloat16", "int8")))
     assert dtypes(llm) == {"effective_dtype": "bfloat16", "effective_kv_cache_dtype": "int8"}
 
 
-def test_a_gate_fails_where_all_runs_are_slower(
-    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_gate_fails_where_all_runs_are_slower(model, tmp_path, capsys):
     path, document = tmp_path / "baseline.json", tmp_path / "page.md"
     document.write_text(f"# Page\n\n{history.BEGIN}\n{history.END}\n\nMore.\n")
     words = ["bench", "throughput", *flags(model), "--max-output", "4"]
@@ -462,7 +452,7 @@ def test_a_gate_fails_where_all_runs_are_slower(
         assert f"--compare {path}: {said}" in capsys.readouterr().err
 
 
-def test_runs_that_are_too_short_are_called_so() -> None:
+def test_runs_that_are_too_short_are_called_so():
     short, long = (dataclasses.replace(measurement(), duration=seconds) for seconds in (0.1, 5.0))
     assert "Do not compare the times: a run of 0.10 s is too short" in too_short([short, long])
     assert too_short([long, long]) == too_short([short]) == ""
@@ -473,20 +463,14 @@ def test_runs_that_are_too_short_are_called_so() -> None:
     [(True, False, False), (True, True, True), (False, False, True)],
 )
 def test_the_line_for_programs_is_not_for_people(
-    at_terminal: bool,
-    json_flag: bool,
-    is_printed: bool,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    at_terminal, json_flag, is_printed, monkeypatch, capsys
+):
     monkeypatch.setattr(sys.stdout, "isatty", lambda: at_terminal)
     print_result({"duration": 1}, argparse.Namespace(json=json_flag, output_json=None))
     assert capsys.readouterr().out == ('{"duration": 1}\n' if is_printed else "")
 
 
-def test_a_start_is_timed_by_phase(
-    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_start_is_timed_by_phase(model, tmp_path, capsys):
     path = tmp_path / "result.json"
     words = [
         "--model",
@@ -519,7 +503,7 @@ def test_a_start_is_timed_by_phase(
     assert min(warm.values()) > 0 and result["warm_seconds"] + result["cold_seconds"] < seconds
 
 
-def test_a_start_that_fails_says_why(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_start_that_fails_says_why(tmp_path, capsys):
     assert cli.main(["bench", "startup", str(tmp_path / "nowhere"), "--starts", "1"]) == 1
     *_, before, line = capsys.readouterr().err.splitlines()
     assert (
@@ -529,12 +513,7 @@ def test_a_start_that_fails_says_why(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "--starts must be at least 1, got 0" in capsys.readouterr().err
 
 
-def test_the_tool_is_the_same_program(
-    model: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_the_tool_is_the_same_program(model, monkeypatch, capsys, caplog):
     tool = Path(__file__).parents[1] / "tools" / "bench_throughput.py"
     monkeypatch.setattr(sys, "argv", [str(tool), *flags(model), "--max-output", "100"])
     with pytest.raises(SystemExit) as ended:
@@ -573,17 +552,15 @@ def test_the_tool_is_the_same_program(
         ),
     ],
 )
-def test_flags_that_make_no_sense(
-    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_flags_that_make_no_sense(words, message, capsys):
     assert cli.main(["bench", "throughput", *words]) == 2
     assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("kind", ["throughput", "latency"])
 def test_what_would_fail_at_the_end_is_refused_at_the_beginning(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+    kind, tmp_path, monkeypatch, capsys
+):
     """Before any model is looked for."""
     words = ["bench", kind, "./no-such-model"]
     for path in (tmp_path / "no" / "such", tmp_path):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -121,7 +120,7 @@ class FakeServer:
 
 
 @pytest.fixture
-def server() -> Iterator[FakeServer]:
+def server():
     server = FakeServer()
     yield server
     server.close()
@@ -141,7 +140,7 @@ def bench(
 # ---- numbers
 
 
-def test_latencies_by_their_definitions() -> None:
+def test_latencies_by_their_definitions():
     """By hand: 4 tokens in 3 outputs; 1 token; a failure, which counts nowhere else."""
     answers = [
         TimedAnswer(
@@ -176,7 +175,7 @@ def test_latencies_by_their_definitions() -> None:
     assert {name: result[name] for name in wanted} == wanted
 
 
-def test_a_latency_without_a_sample_is_no_number() -> None:
+def test_a_latency_without_a_sample_is_no_number():
     """A mean of nothing is not 0: not where all requests failed, and not where each has one token."""
     failed = summary([TimedAnswer(due=0.0, error="x")], 1.0)
     single = TimedAnswer(
@@ -193,7 +192,7 @@ def test_a_latency_without_a_sample_is_no_number() -> None:
     assert not any("TPOT" in line or "ITL" in line for line in lines)
 
 
-def test_a_run_between_two_polls_has_no_means_of_the_server() -> None:
+def test_a_run_between_two_polls_has_no_means_of_the_server():
     """Of a server that was idle before it and after it, and busy at each poll within."""
     gauges = "vllm:num_requests_running {}\nvllm:kv_cache_usage_perc {}\n# TYPE a gauge\n"
     gauges += "# TYPE vllm:num_preemptions counter\nvllm:num_preemptions_total {}\n"
@@ -220,7 +219,7 @@ def test_a_run_between_two_polls_has_no_means_of_the_server() -> None:
     assert longer["server_series"]["num_requests_running"] == [3]
 
 
-def test_a_rate_that_was_not_held_is_told() -> None:
+def test_a_rate_that_was_not_held_is_told():
     """By hand: due after 1, 2 and 3 s, the last sent after 4."""
     answers = [
         TimedAnswer(due=10.0 + due, sent=10.0 + sent) for due, sent in ((1, 1), (2, 2), (3, 4))
@@ -255,9 +254,7 @@ vllm:prefix_cache_hits_total {hits}
 """
 
 
-def test_what_the_servers_metrics_say(
-    server: FakeServer, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_what_the_servers_metrics_say(server, capsys, tmp_path):
     server.metrics = [
         METRICS.format(usage=0.5, preemptions=2, queries=10, hits=5),
         METRICS.format(usage=0.25, preemptions=5, queries=50, hits=15),
@@ -279,9 +276,7 @@ def test_what_the_servers_metrics_say(
 # ---- the client
 
 
-def test_the_rounds_of_a_chat_go_on_from_the_answers(
-    server: FakeServer, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_rounds_of_a_chat_go_on_from_the_answers(server, capsys):
     result = bench(
         server, "--dataset", "chat", "--num-rounds", "2", "--num-prompts", "6", capsys=capsys
     )
@@ -298,9 +293,7 @@ def test_the_rounds_of_a_chat_go_on_from_the_answers(
     )
 
 
-def test_a_server_without_extensions_is_measured_too(
-    server: FakeServer, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_server_without_extensions_is_measured_too(server, capsys):
     server.is_plain = True
     result = bench(server, "--num-prompts", "2", "--max-concurrency", "1", capsys=capsys)
     assert result["completed"] == 2 and result["arrivals"] == "closed loop"
@@ -314,9 +307,7 @@ def test_a_server_without_extensions_is_measured_too(
     }
 
 
-def test_ratios_to_an_earlier_run(
-    server: FakeServer, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_ratios_to_an_earlier_run(server, capsys, tmp_path):
     path = str(tmp_path / "baseline.json")
     first = bench(
         server, "--num-prompts", "3", "--repeats", "2", "--output-json", path, capsys=capsys
@@ -355,9 +346,7 @@ def test_ratios_to_an_earlier_run(
         assert f"--compare {path}: {said}" in capsys.readouterr().err
 
 
-def test_every_request_is_sent_and_counted(
-    server: FakeServer, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_every_request_is_sent_and_counted(server, capsys, tmp_path):
     path = tmp_path / "result.json"
     result = bench(
         server, "--num-prompts", "9", "--seed", "3", "--output-json", str(path), capsys=capsys
@@ -377,16 +366,14 @@ def test_every_request_is_sent_and_counted(
     assert result["request_rate"] is None and "device" not in result["environment"]
 
 
-def test_no_more_requests_at_a_time_than_asked_for(
-    server: FakeServer, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_no_more_requests_at_a_time_than_asked_for(server, capsys):
     server.together = 3
     bench(server, "--num-prompts", "12", "--max-concurrency", "3", "--model", "b", capsys=capsys)
     assert server.most == 3 and server.bodies[-1]["model"] == "b"
 
 
 @pytest.mark.parametrize("whole", [False, True])
-def test_a_place_that_is_free_is_given_on_unless_batches_stay_whole(whole: bool) -> None:
+def test_a_place_that_is_free_is_given_on_unless_batches_stay_whole(whole):
     async def run() -> list[list[int]]:
         places, admitted, seen = Places(2, whole=whole), [], []
 
@@ -409,9 +396,7 @@ def test_a_place_that_is_free_is_given_on_unless_batches_stay_whole(whole: bool)
     assert asyncio.run(run()) == (in_batches if whole else one_by_one)
 
 
-def test_static_batches_wait_for_their_last(
-    server: FakeServer, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_static_batches_wait_for_their_last(server, capsys):
     result = bench(
         server,
         "--num-prompts",
@@ -439,9 +424,7 @@ def test_static_batches_wait_for_their_last(
     assert not log
 
 
-def test_requests_arrive_at_the_rate_that_was_asked_for(
-    server: FakeServer, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_requests_arrive_at_the_rate_that_was_asked_for(server, capsys):
     """200 requests at 500 a second: not before the last is due. A slow machine may take longer."""
     result = bench(
         server, "--num-prompts", "200", "--request-rate", "500", "--max-output", "1", capsys=capsys
@@ -449,9 +432,7 @@ def test_requests_arrive_at_the_rate_that_was_asked_for(
     assert result["duration"] > 0.3 and result["request_throughput"] < 650
 
 
-def test_failures_are_counted_and_the_status_is_1(
-    server: FakeServer, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_failures_are_counted_and_the_status_is_1(server, capsys):
     good = asyncio.run(Client(server.url).complete({"prompt": [1], "max_tokens": 2}, 0.0))
     assert good.error is None and len(good.outputs) == 2
     for frames, error in (
@@ -509,16 +490,12 @@ def test_failures_are_counted_and_the_status_is_1(
         ),
     ],
 )
-def test_wrong_use_of_bench_serve(
-    words: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_wrong_use_of_bench_serve(words, message, capsys):
     assert cli.main(["bench", "serve", *words]) == 2
     assert message in capsys.readouterr().err
 
 
-def test_a_server_that_cannot_be_measured(
-    server: FakeServer, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_server_that_cannot_be_measured(server, capsys):
     assert cli.main(["bench", "serve", "--base-url", server.url, "--model", "c"]) == 2
     assert "the server has no such model" in capsys.readouterr().err
     server.frames = [b"data: [DONE]\n\n"]
@@ -530,13 +507,11 @@ def test_a_server_that_cannot_be_measured(
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def model(tmp_path_factory):
     return random_checkpoint(tmp_path_factory.mktemp("bench") / "llama", LLAMA)
 
 
-def test_latency_of_a_batch_and_of_other_settings_beside_it(
-    model: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_latency_of_a_batch_and_of_other_settings_beside_it(model, capsys, tmp_path):
     words = [
         "--model",
         str(model),
@@ -597,8 +572,6 @@ def test_latency_of_a_batch_and_of_other_settings_beside_it(
         ),
     ],
 )
-def test_wrong_use_of_bench_latency(
-    words: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_wrong_use_of_bench_latency(words, message, capsys):
     assert cli.main(["bench", "latency", *words]) == 2
     assert message in capsys.readouterr().err

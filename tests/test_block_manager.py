@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 import pytest
 from hypothesis import Phase, settings
@@ -232,7 +232,7 @@ class Tables(RuleBasedStateMachine):
 STATE_MACHINE = settings(max_examples=150, stateful_step_count=30)
 
 
-def test_block_tables_agree_with_the_model() -> None:
+def test_block_tables_agree_with_the_model():
     run_state_machine_as_test(Tables, settings=STATE_MACHINE)
 
 
@@ -342,7 +342,7 @@ class SharesTheTableItself(BlockTables):
         ForetellsTooManyCopies,
     ],
 )
-def test_the_state_machine_sees_planted_mistakes(mistaken: type[BlockManager]) -> None:
+def test_the_state_machine_sees_planted_mistakes(mistaken):
     machine = type("Mistaken", (Tables,), {"tables_class": mistaken})
     with pytest.raises((AssertionError, KeyError)):
         run_state_machine_as_test(
@@ -350,7 +350,7 @@ def test_the_state_machine_sees_planted_mistakes(mistaken: type[BlockManager]) -
         )
 
 
-def test_reserve_refuses_gaps_and_empty_ranges() -> None:
+def test_reserve_refuses_gaps_and_empty_ranges():
     manager = BlockTables(BlockPool(8), 4)
     with pytest.raises(ValueError, match="cannot reserve"):
         manager.reserve(1, 5, 6)
@@ -362,7 +362,7 @@ def test_reserve_refuses_gaps_and_empty_ranges() -> None:
         manager.reserve(1, 5, 6)
 
 
-def test_what_does_not_fit_is_refused_with_the_numbers() -> None:
+def test_what_does_not_fit_is_refused_with_the_numbers():
     manager = BlockTables(BlockPool(3), 4)
     with pytest.raises(CapacityError, match="3 KV blocks are needed, 2 of 2 are free"):
         manager.reserve(1, 0, 9)
@@ -378,7 +378,7 @@ def cached_manager(num_blocks: int, *sequences: list[int]) -> BlockManager:
     return manager
 
 
-def test_a_block_that_is_free_and_cached_is_no_room_for_stored_ones() -> None:
+def test_a_block_that_is_free_and_cached_is_no_room_for_stored_ones():
     manager = cached_manager(3, [1, 2, 3, 4], [5, 6, 7, 8])
     assert manager.cached is not None
     pool = manager.groups[0].pool
@@ -399,9 +399,7 @@ class BringsOldBlocksBack(CachedBlocks):
 
 
 @pytest.mark.parametrize("kind", [CachedBlocks, BringsOldBlocksBack])
-def test_a_sequence_of_before_a_reset_adds_no_block_until_it_starts_over(
-    kind: type[CachedBlocks], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_sequence_of_before_a_reset_adds_no_block_until_it_starts_over(kind, monkeypatch):
     """Neither itself, nor a fork of it, nor after a swap."""
     monkeypatch.setattr(block_manager, "CachedBlocks", kind)
     groups = [BlockTables(BlockPool(20), 2, host_pool=BlockPool(9))]
@@ -429,7 +427,7 @@ def test_a_sequence_of_before_a_reset_adds_no_block_until_it_starts_over(
     manager.check()
 
 
-def test_equal_blocks_of_one_step_become_one_in_each_group() -> None:
+def test_equal_blocks_of_one_step_become_one_in_each_group():
     groups = [BlockTables(BlockPool(10), 2), BlockTables(BlockPool(20, first=10), 2)]
     manager = BlockManager(groups, PrefixIndex(2))
     tokens = [1, 2, 3, 4, 5]
@@ -444,7 +442,7 @@ def test_equal_blocks_of_one_step_become_one_in_each_group() -> None:
     manager.check()
 
 
-def test_who_writes_into_a_cached_block_again_has_it_cached_no_more() -> None:
+def test_who_writes_into_a_cached_block_again_has_it_cached_no_more():
     """Its own copy holds other tokens; they are noted when they are computed."""
     manager = cached_manager(6, [1, 2, 3, 4, 5, 6, 7, 8])
     assert manager.cached is not None
@@ -455,7 +453,7 @@ def test_who_writes_into_a_cached_block_again_has_it_cached_no_more() -> None:
     assert manager.find([1, 2, 3, 4, 5, 6, 9, 9, 0], [], None).num_tokens == 8
 
 
-def test_a_child_needs_a_new_id_and_a_living_parent() -> None:
+def test_a_child_needs_a_new_id_and_a_living_parent():
     manager = BlockTables(BlockPool(8), 4)
     manager.reserve(1, 0, 4)
     with pytest.raises(ValueError, match="sequence 1 has a block table"):
@@ -464,7 +462,7 @@ def test_a_child_needs_a_new_id_and_a_living_parent() -> None:
         manager.fork(2, 3)
 
 
-def test_the_table_is_built_anew_only_when_it_changes() -> None:
+def test_the_table_is_built_anew_only_when_it_changes():
     manager = BlockTables(BlockPool(8), 4)
     manager.reserve(1, 0, 5)
     table = manager.block_table(1)
@@ -505,7 +503,7 @@ def _swap_without_release(tables: BlockTables) -> None:
         (_swap_without_release, "sequence 1 is in two pools"),
     ],
 )
-def test_check_sees_damage(damage: Callable[[BlockTables], None], message: str) -> None:
+def test_check_sees_damage(damage, message):
     tables = BlockTables(BlockPool(8), 4, host_pool=BlockPool(8))
     tables.reserve(1, 0, 8)
     assert tables.block_table(1) == (1, 2)
@@ -515,7 +513,7 @@ def test_check_sees_damage(damage: Callable[[BlockTables], None], message: str) 
         tables.check()
 
 
-def test_the_head_of_a_released_sequence_is_handed_out_last() -> None:
+def test_the_head_of_a_released_sequence_is_handed_out_last():
     manager = BlockTables(BlockPool(4), 1)
     manager.reserve(1, 0, 3)
     manager.release(1)
@@ -523,7 +521,7 @@ def test_the_head_of_a_released_sequence_is_handed_out_last() -> None:
     assert manager.block_table(2) == (3, 2, 1)
 
 
-def test_the_split_counts_shared_slots_once_and_known_tokens_as_reserved() -> None:
+def test_the_split_counts_shared_slots_once_and_known_tokens_as_reserved():
     tables = BlockTables(BlockPool(11), 4)
     tables.reserve(1, 0, 10)
     tables.fork(1, 2)
@@ -537,6 +535,6 @@ def test_the_split_counts_shared_slots_once_and_known_tokens_as_reserved() -> No
 
 
 @pytest.mark.parametrize("block_size", [0, -1])
-def test_a_block_has_slots(block_size: int) -> None:
+def test_a_block_has_slots(block_size):
     with pytest.raises(ValueError, match="block_size"):
         BlockTables(BlockPool(4), block_size)

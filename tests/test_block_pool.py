@@ -7,7 +7,7 @@ import pytest
 from jaxpage.memory import NULL_BLOCK, BlockPool
 
 
-def test_every_block_but_the_null_block_is_handed_out_once() -> None:
+def test_every_block_but_the_null_block_is_handed_out_once():
     pool = BlockPool(6)
     assert (pool.num_usable, pool.num_free) == (5, 5)
     blocks = [pool.allocate() for _ in range(5)]
@@ -17,7 +17,7 @@ def test_every_block_but_the_null_block_is_handed_out_once() -> None:
     pool.check()
 
 
-def test_the_free_order_can_be_given_and_what_is_released_goes_last() -> None:
+def test_the_free_order_can_be_given_and_what_is_released_goes_last():
     pool = BlockPool(6, free_order=[4, 2])
     assert [pool.allocate(), pool.allocate()] == [4, 2]
     pool.release(4)
@@ -25,17 +25,17 @@ def test_the_free_order_can_be_given_and_what_is_released_goes_last() -> None:
 
 
 @pytest.mark.parametrize("free_order", [[1, 1], [0], [6], [-1]])
-def test_a_wrong_free_order_is_refused(free_order: list[int]) -> None:
+def test_a_wrong_free_order_is_refused(free_order):
     with pytest.raises(ValueError, match="free_order"):
         BlockPool(6, free_order=free_order)
 
 
-def test_a_pool_of_the_null_block_alone_is_refused() -> None:
+def test_a_pool_of_the_null_block_alone_is_refused():
     with pytest.raises(ValueError, match="num_blocks=1"):
         BlockPool(1)
 
 
-def test_a_shared_block_is_free_after_its_last_release() -> None:
+def test_a_shared_block_is_free_after_its_last_release():
     pool = BlockPool(3)
     block = pool.allocate()
     pool.share(block)
@@ -47,20 +47,20 @@ def test_a_shared_block_is_free_after_its_last_release() -> None:
 
 
 @pytest.mark.parametrize("misuse", ["release", "share"])
-def test_a_free_block_can_be_neither_released_nor_shared(misuse: str) -> None:
+def test_a_free_block_can_be_neither_released_nor_shared(misuse):
     pool = BlockPool(3)
     with pytest.raises(AssertionError, match="block 1 is not in use"):
         getattr(pool, misuse)(1)
 
 
-def test_an_empty_pool_hands_nothing_out() -> None:
+def test_an_empty_pool_hands_nothing_out():
     pool = BlockPool(2)
     pool.allocate()
     with pytest.raises(AssertionError, match="no free block"):
         pool.allocate()
 
 
-def test_kept_blocks_are_handed_out_last_the_least_recently_used_first() -> None:
+def test_kept_blocks_are_handed_out_last_the_least_recently_used_first():
     pool = BlockPool(5)
     first, second, third = (pool.allocate() for _ in range(3))
     for block in (first, second):
@@ -75,7 +75,7 @@ def test_kept_blocks_are_handed_out_last_the_least_recently_used_first() -> None
     pool.check()
 
 
-def test_a_kept_block_comes_back_into_use_as_it_is() -> None:
+def test_a_kept_block_comes_back_into_use_as_it_is():
     pool = BlockPool(4)
     block = pool.allocate()
     pool.keep(block)
@@ -121,7 +121,7 @@ def _kept_and_free(pool: BlockPool) -> None:
     "damage",
     [_hand_out_null, _lose, _free_twice, _free_while_used, _cached_and_free, _kept_and_free],
 )
-def test_check_sees_damage(damage) -> None:
+def test_check_sees_damage(damage):
     pool = BlockPool(4)
     pool.check()
     damage(pool)

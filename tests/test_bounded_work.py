@@ -7,7 +7,6 @@ import json
 import re
 import threading
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -45,7 +44,7 @@ from jaxpage.serving.wire.rerank import open_rerank
 from jaxpage.step.request import Sequence
 from tests.support.fake_device import make_group
 from tests.support.raw_http import answer_of, ask
-from tests.support.running import WAIT_SECONDS, Running, demo_engine, serving, wait_until
+from tests.support.running import WAIT_SECONDS, demo_engine, serving, wait_until
 from tests.support.wire import chatml, context
 
 COMPLETIONS = "/v1/completions"
@@ -53,7 +52,7 @@ USER = {"role": "user", "content": "Hello"}
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+def server(tmp_path_factory):
     directory = tmp_path_factory.mktemp("batches")
     with serving(demo_engine(), batch_directory=str(directory)) as running:
         yield running
@@ -97,7 +96,7 @@ def entries_of(output: RequestOutput) -> int:
 
 
 @given(data=st.data())
-def test_deltas_of_a_bounded_size_are_the_whole(data: st.DataObject) -> None:
+def test_deltas_of_a_bounded_size_are_the_whole(data):
     n = data.draw(st.integers(1, 5))
     wanted = data.draw(st.none() | st.integers(0, 4))
     group = make_group("r", 0, [1, 2], n=n, max_tokens=64, logprobs=wanted)
@@ -139,7 +138,7 @@ def test_deltas_of_a_bounded_size_are_the_whole(data: st.DataObject) -> None:
             assert len(text) == (sequence.text_ends[shown - 1] if shown else 0)
 
 
-def test_a_large_whole_is_brief_until_another_thread_completes_it() -> None:
+def test_a_large_whole_is_brief_until_another_thread_completes_it():
     def made(max_entries: int | None) -> tuple[RequestOutput, Reporter]:
         group = make_group("r", 0, range(20), max_tokens=64, logprobs=2, prompt_logprobs=1)
         group.prompt_logprobs = [
@@ -169,7 +168,7 @@ def test_a_large_whole_is_brief_until_another_thread_completes_it() -> None:
     )
 
 
-def test_the_text_of_a_token_is_decoded_once_for_a_request() -> None:
+def test_the_text_of_a_token_is_decoded_once_for_a_request():
     group = make_group("r", 0, [1], max_tokens=64, logprobs=4)
     for _ in range(50):
         draw(group.sequences[0], 7, "a", 4)
@@ -194,9 +193,7 @@ DIALECTS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("path", DIALECTS)
-def test_what_a_reader_has_missed_comes_in_bounded_pieces(
-    path: str, server: Running, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_a_reader_has_missed_comes_in_bounded_pieces(path, server, monkeypatch):
     from jaxpage.serving.requests import generating
 
     monkeypatch.setattr(async_driver, "MAX_ENTRIES", 24)
@@ -238,9 +235,7 @@ def test_what_a_reader_has_missed_comes_in_bounded_pieces(
         assert rows == dict.fromkeys(range(4), 50)
 
 
-def test_large_answers_are_made_on_threads_of_their_own(
-    server: Running, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_large_answers_are_made_on_threads_of_their_own(server, monkeypatch):
     threads: list[str] = []
     row = Reporter._logprobs
     whole = encoding.encode
@@ -266,7 +261,7 @@ def test_large_answers_are_made_on_threads_of_their_own(
 # The event loop.
 
 
-def test_a_turn_of_the_loop_encodes_a_bounded_number_of_entries() -> None:
+def test_a_turn_of_the_loop_encodes_a_bounded_number_of_entries():
     async def main() -> None:
         shares = loop_turns.LoopTurns()
         loop = asyncio.get_running_loop()
@@ -297,7 +292,7 @@ def test_a_turn_of_the_loop_encodes_a_bounded_number_of_entries() -> None:
 
 
 @given(sizes=st.lists(st.tuples(st.integers(0, 3000), st.integers(0, 6)), max_size=12))
-def test_deltas_of_many_prompts_are_divided(sizes: list[tuple[int, int]]) -> None:
+def test_deltas_of_many_prompts_are_divided(sizes):
     deltas = []
     for index, (count, wanted) in enumerate(sizes):
         entry = {token_id: Logprob(-1.0, 1) for token_id in range(1 + wanted)}
@@ -313,9 +308,7 @@ def test_deltas_of_many_prompts_are_divided(sizes: list[tuple[int, int]]) -> Non
         assert len(group) == 1 or number <= loop_turns.MAX_ENTRIES
 
 
-def test_a_connection_parses_a_bounded_number_of_bytes_at_a_time(
-    server: Running, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_connection_parses_a_bounded_number_of_bytes_at_a_time(server, monkeypatch):
     sizes: list[int] = []
     receive = HTTPParser.receive_data
 
@@ -337,7 +330,7 @@ def test_a_connection_parses_a_bounded_number_of_bytes_at_a_time(
 
 
 @pytest.mark.parametrize("path", ["/metrics", "/openapi.json"])
-def test_a_page_is_made_once_for_all_that_wait(path: str, server: Running) -> None:
+def test_a_page_is_made_once_for_all_that_wait(path, server):
     status, headers, body = ask(server, "GET", path)
     assert status == 200 and headers["content-type"].startswith(
         "text/plain" if path == "/metrics" else "application/json"
@@ -345,7 +338,7 @@ def test_a_page_is_made_once_for_all_that_wait(path: str, server: Running) -> No
     assert body == ask(server, "GET", path)[2] or path == "/metrics"
 
 
-def test_shared_answers_are_true_and_few() -> None:
+def test_shared_answers_are_true_and_few():
     async def main() -> None:
         now = 0
         begun: list[int] = []
@@ -382,7 +375,7 @@ def test_shared_answers_are_true_and_few() -> None:
     asyncio.run(main())
 
 
-def test_the_document_is_made_anew_for_other_names(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_document_is_made_anew_for_other_names(monkeypatch):
     async def main() -> None:
         adapters: dict[str, Any] = {}
         document = OpenApiDocument(context(adapters=adapters))
@@ -414,7 +407,7 @@ def test_the_document_is_made_anew_for_other_names(monkeypatch: pytest.MonkeyPat
         max_leaves=60,
     )
 )  # fmt: skip
-def test_parts_of_an_answer_are_the_answer(value: Any) -> None:
+def test_parts_of_an_answer_are_the_answer(value):
     usual = encoding.MAX_VALUES, encoding.PART_BYTES
     encoding.MAX_VALUES, encoding.PART_BYTES = 5, 16
     try:
@@ -424,7 +417,7 @@ def test_parts_of_an_answer_are_the_answer(value: Any) -> None:
     assert b"".join(parts) == encoding.encode(value) and all(len(one) >= 16 for one in parts[:-1])
 
 
-def test_no_call_encodes_many_values(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_call_encodes_many_values(monkeypatch):
     def num_values(value: Any) -> int:
         items = value.values() if isinstance(value, dict) else value
         return 1 + sum(map(num_values, items)) if isinstance(value, dict | list) else 1
@@ -473,9 +466,7 @@ class Counted:
         return self._usual(text, **how)
 
 
-def test_a_score_encodes_its_prompt_once_and_refuses_early(
-    server: Running, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_score_encodes_its_prompt_once_and_refuses_early(server, monkeypatch):
     tokenizer = Counted()
     requested = {"model": "demo", "prompt": "Once upon a time ", "continuation": [f"c{n}" for n in range(256)]}  # fmt: skip
     answer = open_score(requested, context(tokenizer=tokenizer))
@@ -501,7 +492,7 @@ def test_a_score_encodes_its_prompt_once_and_refuses_early(
     assert status == 200 and threads == ["jaxpage-aside"] * 3
 
 
-def test_a_query_counts_once_for_each_document_that_it_is_read_with() -> None:
+def test_a_query_counts_once_for_each_document_that_it_is_read_with():
     limits = RequestLimits(max_score_characters=1000)
     requested = {"model": "demo", "query": "q" * 99, "documents": ["d"] * 10}
     ranking = context(limits=limits, reranker=YesNo(1, 2))
@@ -511,7 +502,7 @@ def test_a_query_counts_once_for_each_document_that_it_is_read_with() -> None:
     assert open_rerank({**requested, "documents": ["d"] * 11}, context(limits=limits))
 
 
-def test_large_requests_and_long_texts_are_read_aside(server: Running) -> None:
+def test_large_requests_and_long_texts_are_read_aside(server):
     """While a large one is being read, a small one is."""
 
     async def main() -> None:
@@ -562,7 +553,7 @@ BAD_JSON: dict[str, tuple[str, str]] = {
 
 
 @pytest.mark.parametrize("kind", BAD_JSON)
-def test_json_in_a_text_is_read_as_bodies_are(kind: str) -> None:
+def test_json_in_a_text_is_read_as_bodies_are(kind):
     text, message = BAD_JSON[kind]
     call = {"id": "1", "function": {"name": "f", "arguments": '{"a": 1.5}'}}
     other = {"id": "2", "function": {"name": "f", "arguments": text}}
@@ -583,7 +574,7 @@ def _tokenized(body: dict[str, Any], context: Any) -> Any:
     return tokenize(body, context)
 
 
-def test_the_texts_of_a_request_share_its_limits() -> None:
+def test_the_texts_of_a_request_share_its_limits():
     part = "[" + "[]," * (MAX_CONTAINERS // 3) + "[]]"
     reader = JsonReader()
     for _ in range(2):
@@ -606,9 +597,7 @@ def test_the_texts_of_a_request_share_its_limits() -> None:
         (open_completion, {"logprobs": 1, "n": 1, "best_of": 64, "max_tokens": 512}, "logprobs"),
     ],
 )  # fmt: skip
-def test_log_probabilities_of_outputs_have_a_limit(
-    opens: Any, fields: dict[str, Any], param: str
-) -> None:
+def test_log_probabilities_of_outputs_have_a_limit(opens, fields, param):
     limits = RequestLimits(max_output_logprobs=60_000)
     body = {"model": "demo", "messages": [USER]} if opens is open_chat else {"model": "demo", "prompt": "x"}  # fmt: skip
     error = refused(opens, {**body, **fields}, context(limits=limits))
@@ -620,7 +609,7 @@ def test_log_probabilities_of_outputs_have_a_limit(
     assert fits.prompts[0].params.max_tokens == longest
 
 
-def test_an_output_without_a_length_gets_the_room_that_there_is() -> None:
+def test_an_output_without_a_length_gets_the_room_that_there_is():
     limits = RequestLimits(max_output_logprobs=4200)
     body = {"model": "demo", "messages": [USER], "logprobs": True, "top_logprobs": 20, "n": 2}
     assert open_chat(body, context(limits=limits)).prompts[0].params.max_tokens == 100
@@ -630,7 +619,7 @@ def test_an_output_without_a_length_gets_the_room_that_there_is() -> None:
     assert "fewer sequences" in few.message
 
 
-def test_too_many_tokens_to_detokenize_are_not_read() -> None:
+def test_too_many_tokens_to_detokenize_are_not_read():
     most = context().limits.max_detokenize_tokens
     error = refused(detokenize, {"tokens": ["no token"] * (most + 1)}, context())
     assert error.param == "tokens" and f"at most {most}" in error.message
@@ -660,15 +649,13 @@ NO_LIMITS = ["0" * 5000 + "11", "01", "10001", "0", "-1", "+5", "", " 5", "5.0",
 
 
 @pytest.mark.parametrize("boundary", [b"--a\r\n\r\n", b"\r\n--a", PART])
-def test_an_upload_of_boundaries_is_not_split(boundary: bytes) -> None:
+def test_an_upload_of_boundaries_is_not_split(boundary):
     body = Searched(b"--a\r\n" + boundary * 100_000 + b"\r\n--a--")
     assert refused(read_form, "multipart/form-data; boundary=a", body).status == 400
     assert body.num_searches <= 40
 
 
-def test_files_are_written_and_synced_off_the_event_loop(
-    server: Running, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_files_are_written_and_synced_off_the_event_loop(server, monkeypatch):
     threads: list[str] = []
     write = store._write
 
@@ -696,7 +683,7 @@ def test_files_are_written_and_synced_off_the_event_loop(
     assert len(threads) >= 6 and server.thread.name not in threads
 
 
-def test_room_for_a_file_is_kept_while_it_is_written(tmp_path: Path) -> None:
+def test_room_for_a_file_is_kept_while_it_is_written(tmp_path):
     files = Store(tmp_path, 100)
     with files.room(60):
         assert "has 60" not in refused(files.room(41).__enter__).message
@@ -717,9 +704,7 @@ def test_room_for_a_file_is_kept_while_it_is_written(tmp_path: Path) -> None:
     text=st.text(max_size=20) | st.just('"usage":{"prompt_tokens":9}'),
     after=st.sampled_from([{}, {"prompt_logprobs": [None, {"1": {"rank": 1}}]}, {"user": "usage"}]),
 )
-def test_a_large_answer_of_a_batch_is_counted_without_reading_it(
-    custom_id: str, text: str, after: dict[str, Any]
-) -> None:
+def test_a_large_answer_of_a_batch_is_counted_without_reading_it(custom_id, text, after):
     usage = {"prompt_tokens": 2, "completion_tokens": 3, "prompt_tokens_details": {"cached_tokens": 1}}  # fmt: skip
     body = {
         "choices": [{"text": text + "a" * LARGE_LINE_BYTES, "usage": 1}],
@@ -740,7 +725,7 @@ def test_a_large_answer_of_a_batch_is_counted_without_reading_it(
 
 @pytest.mark.parametrize("given_limit", NO_LIMITS)
 @pytest.mark.parametrize("path", ["/v1/files", "/v1/batches"])
-def test_limits_of_lists_that_are_no_limits(path: str, given_limit: str, server: Running) -> None:
+def test_limits_of_lists_that_are_no_limits(path, given_limit, server):
     from urllib.parse import quote
 
     status, _, body = ask(server, "GET", f"{path}?limit={quote(given_limit)}")
@@ -752,21 +737,21 @@ def test_limits_of_lists_that_are_no_limits(path: str, given_limit: str, server:
     ("query", "param"),
     [("limit=1&limit=2", "limit"), ("after=x", "after"), ("after=" + "9" * 6000, "after"), ("x=1", "query")],
 )  # fmt: skip
-def test_queries_that_are_refused(query: str, param: str, server: Running) -> None:
+def test_queries_that_are_refused(query, param, server):
     for path in ("/v1/files", "/v1/batches"):
         status, _, body = ask(server, "GET", f"{path}?{query}")
         assert (status, json.loads(body)["error"]["param"]) == (400, param)
 
 
 @pytest.mark.parametrize("limit", [1, 9, 10, 10_000])
-def test_limits_of_lists(limit: int) -> None:
+def test_limits_of_lists(limit):
     scope = {"type": "http", "query_string": f"limit={limit}".encode(), "headers": []}
     records = [{"id": f"{number}"} for number in range(20)]
     page = json.loads(bytes(page_of(Request(scope), records, {"limit"}, 5).body))
     assert len(page["data"]) == min(limit, 20) and page["has_more"] == (limit < 20)
 
 
-def test_a_level_of_sleep_with_many_digits_is_refused() -> None:
+def test_a_level_of_sleep_with_many_digits_is_refused():
     from jaxpage.serving.several.switchboard import Switchboard
 
     scope = {

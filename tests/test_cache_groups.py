@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -59,7 +58,7 @@ SEEDED = SamplingParams(temperature=1.0, seed=3, n=2, max_tokens=LENGTH, ignore_
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def model(tmp_path_factory):
     return random_checkpoint(tmp_path_factory.mktemp("qwen"), QWEN)
 
 
@@ -71,7 +70,7 @@ def texts(llm: LLM) -> list[list[list[int]]]:
 
 
 @pytest.fixture(scope="module")
-def expected(model: Path) -> list[list[list[int]]]:
+def expected(model):
     """Of an engine that has room for all, with blocks of 16 and other chunks."""
     with make_llm(model, num_blocks=129, max_num_batched_tokens=64) as llm:
         assert [group.sliding_window for group in llm.spec.groups] == [None, WINDOW]
@@ -88,9 +87,7 @@ def expected(model: Path) -> list[list[list[int]]]:
     ],
     ids=["recomputed", "swapped", "with drafts"],
 )
-def test_tokens_do_not_depend_on_the_pools(
-    model: Path, expected: list[list[list[int]]], settings: dict[str, Any]
-) -> None:
+def test_tokens_do_not_depend_on_the_pools(model, expected, settings):
     with make_llm(model, **{**SETTINGS, **settings}) as llm:
         full, window = llm._engine.scheduler.block_manager.groups
         assert (full.pool.num_usable, window.pool.num_usable) == (80, 4 * window.max_blocks(192))
@@ -108,9 +105,7 @@ def test_tokens_do_not_depend_on_the_pools(
             assert stats["num_preemptions_total"][mode] > 0
 
 
-def test_a_pool_holds_what_would_not_fit_otherwise(
-    model: Path, expected: list[list[list[int]]]
-) -> None:
+def test_a_pool_holds_what_would_not_fit_otherwise(model, expected):
     """In as many bytes as 47 blocks of all layers take, a sequence of 48 blocks fits: three of four layers keep 7 of them."""
     block_bytes = 4 * 2 * BLOCK_SIZE * 2 * 16 * 4
     with make_llm(
@@ -124,9 +119,7 @@ def test_a_pool_holds_what_would_not_fit_otherwise(
         )
 
 
-def test_the_plan_says_what_windows_save(
-    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_plan_says_what_windows_save(model, tmp_path, capsys):
     config = json.loads((model / "config.json").read_text())
     (tmp_path / "config.json").write_text(
         json.dumps({**config, "layer_types": ["full_attention"] * 4})
@@ -151,7 +144,7 @@ def test_the_plan_says_what_windows_save(
     assert mixed["users"] == full["users"] > 0
 
 
-def test_a_block_of_another_group_is_refused(model: Path) -> None:
+def test_a_block_of_another_group_is_refused(model):
     with make_llm(model, **SETTINGS, num_blocks=81) as llm:
         builder = llm._engine.builder
         row = Row(0, 0, (1,), ((1,), (81,)))
@@ -165,7 +158,7 @@ def test_a_block_of_another_group_is_refused(model: Path) -> None:
                 builder.build(StepPlan(0, (row,), (), copies=copies))
 
 
-def test_the_inspector_shows_every_group(model: Path) -> None:
+def test_the_inspector_shows_every_group(model):
     """Its reference counts are what the block tables add up to, while a window slides."""
     with make_llm(model, **SETTINGS, num_blocks=81) as llm:
         engine, inspector = llm._engine, Inspector()
@@ -189,7 +182,7 @@ def test_the_inspector_shows_every_group(model: Path) -> None:
         engine.abort_all()
 
 
-def test_layers_are_grouped_by_how_far_they_see() -> None:
+def test_layers_are_grouped_by_how_far_they_see():
     target = KVSpec(num_layers=4, num_kv_heads=2, head_dim=16, sliding_windows=(8, None, 32, 8))
     drafter = KVSpec(num_layers=2, num_kv_heads=1, head_dim=16, sliding_windows=(None, 64))
     groups = cache_groups((target, drafter), max_length=64, block_size=4, dtype="float32")
@@ -208,9 +201,7 @@ def test_layers_are_grouped_by_how_far_they_see() -> None:
     windows=st.lists(st.tuples(st.integers(1, 50), st.integers(1, 30)), max_size=3),
     num_bytes=st.integers(1, 5000),
 )
-def test_the_largest_pool_in_so_many_bytes(
-    first: int, windows: list[tuple[int, int]], num_bytes: int
-) -> None:
+def test_the_largest_pool_in_so_many_bytes(first, windows, num_bytes):
     plan = dataclasses.replace(
         MemoryPlan(
             device="cpu",
@@ -234,7 +225,7 @@ def test_the_largest_pool_in_so_many_bytes(
     )
 
 
-def test_logits_of_mixed_windows_are_those_of_transformers(tmp_path: Path) -> None:
+def test_logits_of_mixed_windows_are_those_of_transformers(tmp_path):
     torch = pytest.importorskip("torch")
     model = save_model("qwen2-layer-types", tmp_path)
     prompt = np.random.default_rng(3).integers(0, model.config.vocab_size, 30).tolist()

@@ -23,7 +23,7 @@ from jaxpage.cli.resolving import say
 from jaxpage.errors import CapacityError
 from jaxpage.outputs import CompletionOutput, RequestOutput
 from tests.support.fake_llm import FakeLLM
-from tests.support.terminal import ALT_ENTER, CTRL_C, CTRL_D, ENTER, READY, UP, Terminal, terminal
+from tests.support.terminal import ALT_ENTER, CTRL_C, CTRL_D, ENTER, READY, UP, terminal
 
 ROOT = Path(__file__).parents[1]
 
@@ -37,7 +37,7 @@ def conversation(*turns: str, **settings: Any) -> Conversation:
 # ---- commands
 
 
-def test_the_messages_are_those_of_the_turns() -> None:
+def test_the_messages_are_those_of_the_turns():
     found = conversation("a", system="Be brief")
     system, user = {"role": "system", "content": "Be brief"}, {"role": "user", "content": "b"}
     assert found.messages("b") == [
@@ -50,7 +50,7 @@ def test_the_messages_are_those_of_the_turns() -> None:
     assert conversation().messages("b") == [user]
 
 
-def test_help_lists_every_command() -> None:
+def test_help_lists_every_command():
     lines = conversation().command("/help").splitlines()
     assert [line.split()[0] for line in lines[: len(COMMANDS)]] == list(COMMANDS)
     assert {"/help", "/system", "/set", "/save", "/load", "/image", "/reset", "/exit"} == set(
@@ -58,7 +58,7 @@ def test_help_lists_every_command() -> None:
     )
 
 
-def test_pictures_are_shown_with_the_next_question(tmp_path: Path) -> None:
+def test_pictures_are_shown_with_the_next_question(tmp_path):
     found = conversation("a")
     path = tmp_path / "a b.png"
     assert "there is no file" in found.command(f"/image {path}")
@@ -91,14 +91,14 @@ def test_pictures_are_shown_with_the_next_question(tmp_path: Path) -> None:
         ("/", "there are /help"),
     ],
 )
-def test_an_unknown_command_is_told_and_changes_nothing(line: str, hint: str) -> None:
+def test_an_unknown_command_is_told_and_changes_nothing(line, hint):
     found = conversation("a")
     told = found.command(line)
     assert hint in told and "Nothing was sent" in told
     assert len(found.turns) == 1 and not found.has_ended
 
 
-def test_the_system_message_is_set_and_removed() -> None:
+def test_the_system_message_is_set_and_removed():
     found = conversation("a")
     found.command("/system  Be  brief ")
     assert found.system == "Be  brief" and len(found.turns) == 1
@@ -107,7 +107,7 @@ def test_the_system_message_is_set_and_removed() -> None:
     assert "no system message" in found.command("/system") and found.messages() == []
 
 
-def test_parameters_are_set_one_by_one() -> None:
+def test_parameters_are_set_one_by_one():
     found = conversation(sampling={"max_tokens": 200}, defaults={"temperature": 0.7, "top_p": 0.9})
     assert (found.params.temperature, found.params.top_p, found.params.max_tokens) == (
         0.7,
@@ -157,13 +157,13 @@ def test_parameters_are_set_one_by_one() -> None:
         ("/set seed 1.5", "seed must be"),
     ],
 )
-def test_a_wrong_parameter_is_told_and_changes_nothing(line: str, message: str) -> None:
+def test_a_wrong_parameter_is_told_and_changes_nothing(line, message):
     found = conversation(sampling={"temperature": 0.5})
     assert message in found.command(line)
     assert found.params == conversation(sampling={"temperature": 0.5}).params
 
 
-def test_a_conversation_is_saved_and_loaded(tmp_path: Path) -> None:
+def test_a_conversation_is_saved_and_loaded(tmp_path):
     path = tmp_path / "talk.json"
     found = conversation("a", "ü\n", system="Be brief")
     assert found.command(f"/save {path}") == f"Written to {path}"
@@ -201,9 +201,7 @@ def test_a_conversation_is_saved_and_loaded(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_what_is_no_conversation_is_neither_loaded_nor_overwritten(
-    tmp_path: Path, content: str, message: str
-) -> None:
+def test_what_is_no_conversation_is_neither_loaded_nor_overwritten(tmp_path, content, message):
     path = tmp_path / "other.json"
     path.write_text(content)
     found = conversation("a", system="Be brief")
@@ -215,7 +213,7 @@ def test_what_is_no_conversation_is_neither_loaded_nor_overwritten(
     )
 
 
-def test_files_that_cannot_be_had_are_told(tmp_path: Path) -> None:
+def test_files_that_cannot_be_had_are_told(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     for command in ("/load", "/save"):
         assert "give the name of a file" in conversation().command(command)
@@ -224,7 +222,7 @@ def test_files_that_cannot_be_had_are_told(tmp_path: Path) -> None:
             assert told.startswith(f"{command}: "), told
 
 
-def test_exit_ends_it() -> None:
+def test_exit_ends_it():
     found = conversation()
     assert found.command("/exit ") == "" and found.has_ended
 
@@ -242,7 +240,7 @@ def test_exit_ends_it() -> None:
         ("plain", False, "plain"),
     ],
 )
-def test_triple_quotes(text: str, goes_on: bool, said: str) -> None:
+def test_triple_quotes(text, goes_on, said):
     assert is_open(text) is goes_on
     assert unquote(text) == said
 
@@ -254,7 +252,7 @@ def words(messages: list[dict[str, str]]) -> int:
     return sum(len(message["content"].split()) for message in messages)
 
 
-def test_the_oldest_turns_make_room() -> None:
+def test_the_oldest_turns_make_room():
     """A turn has 4 words, the system message 2; a context of 20 leaves 5 for the answer."""
     found = conversation("a", "b", "c", "d", system="Be brief")
     assert words(found.messages("e")) == 19
@@ -319,11 +317,11 @@ class Script:
 
 
 @pytest.fixture(autouse=True)
-def _forgotten() -> None:
+def _forgotten():
     FakeLLM.forget()
 
 
-def test_a_full_context_drops_turns_with_a_notice(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_full_context_drops_turns_with_a_notice(capsys):
     found = conversation(system="Be brief")
     texts = [f"{index} {'x ' * 5}".strip() for index in range(4)]
     assert converse(Scripted(), found, Script(*texts, "word " * 50, "end"), say) == 1
@@ -334,7 +332,7 @@ def test_a_full_context_drops_turns_with_a_notice(capsys: pytest.CaptureFixture[
     assert [turn[0] for turn in found.turns] == [texts[3], "end"] and "re: end\n" in out
 
 
-def test_a_failure_is_told_and_the_conversation_goes_on(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_failure_is_told_and_the_conversation_goes_on(capsys):
     found = conversation()
     assert (
         converse(
@@ -351,7 +349,7 @@ def test_a_failure_is_told_and_the_conversation_goes_on(capsys: pytest.CaptureFi
     assert out == "re: \nre: and now?\n" and found.turns[-1] == ("and now?", "re: and now?")
 
 
-def test_ctrl_c_keeps_what_was_said(capsys: pytest.CaptureFixture[str]) -> None:
+def test_ctrl_c_keeps_what_was_said(capsys):
     found = conversation()
     assert converse(Scripted(), found, Script("stop", "go on"), say) == 0
     assert found.turns == [("stop", "re: "), ("go on", "re: go on")]
@@ -364,7 +362,7 @@ def test_ctrl_c_keeps_what_was_said(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.fixture
-def fake(monkeypatch: pytest.MonkeyPatch) -> type[FakeLLM]:
+def fake(monkeypatch):
     monkeypatch.setattr("jaxpage.llm.LLM", FakeLLM)
     return FakeLLM
 
@@ -374,9 +372,7 @@ def chat(monkeypatch: pytest.MonkeyPatch, text: str, *words: str) -> int:
     return cli.main(["chat", *words])
 
 
-def test_a_pipe_is_read_to_its_end(
-    fake: type[FakeLLM], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_pipe_is_read_to_its_end(fake, monkeypatch, capsys):
     """An empty line is nothing; only answers go to standard output."""
     text = 'Hi\n\n \nAnd?\n/reset\n"""\ntwo\n\nlines\n"""\n/exti\nlast'
     assert chat(monkeypatch, text, "demo", "--system", "Be brief") == 0
@@ -391,28 +387,24 @@ def test_a_pipe_is_read_to_its_end(
     assert "> " not in err and "did you mean /exit?" in err
 
 
-def test_exit_ends_a_pipe_too(fake: type[FakeLLM], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_exit_ends_a_pipe_too(fake, monkeypatch):
     assert chat(monkeypatch, "/exit\nmore\n") == 0 and not fake.calls
 
 
-def test_a_question_of_a_pipe_that_is_not_answered_is_status_1(
-    fake: type[FakeLLM], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_question_of_a_pipe_that_is_not_answered_is_status_1(fake, monkeypatch, capsys):
     monkeypatch.setattr(FakeLLM, "memory", SimpleNamespace(max_model_len=8))
     assert chat(monkeypatch, "one two three four five six seven eight\nshort\n") == 1
     assert capsys.readouterr().out == "Hello wörld\n"
 
 
-def test_a_pipe_that_cannot_be_read_ends_it(
-    fake: type[FakeLLM], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_pipe_that_cannot_be_read_ends_it(fake, monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\xff\n"), encoding="utf-8"))
     assert cli.main(["chat"]) == 1 and not fake.calls
     sys.stdin.close()
     assert cli.main(["chat"]) == 1
 
 
-def test_a_text_in_quotes_may_be_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_text_in_quotes_may_be_cut_off(monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.StringIO('"""one\n\ntwo'))
     lines = Lines()
     assert (lines.read(), lines.read()) == ('"""one\n\ntwo', None)
@@ -448,14 +440,8 @@ def test_a_text_in_quotes_may_be_cut_off(monkeypatch: pytest.MonkeyPatch) -> Non
     ],
 )
 def test_where_generation_config_is_silent_a_chat_takes_its_own(
-    stated: dict[str, float],
-    words: list[str],
-    want: tuple[float, float],
-    told: str | None,
-    fake: type[FakeLLM],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    stated, words, want, told, fake, monkeypatch, capsys
+):
     monkeypatch.setattr(FakeLLM, "sampling_defaults", stated)
     assert chat(monkeypatch, "Hi\nAnd?\n", *words) == 0
     assert {(params.temperature, params.top_p) for _, params in fake.calls} == {want}
@@ -464,7 +450,7 @@ def test_where_generation_config_is_silent_a_chat_takes_its_own(
     assert told is None or told in err
 
 
-def test_only_a_chat_has_defaults_of_its_own(fake: type[FakeLLM]) -> None:
+def test_only_a_chat_has_defaults_of_its_own(fake):
     assert cli.main(["generate", "x"]) == 0
     assert (fake.calls[0][1].temperature, fake.calls[0][1].top_p) == (1.0, 1.0)
     assert chat_defaults({}) == {"temperature": 0.7, "top_p": 0.9}
@@ -473,9 +459,7 @@ def test_only_a_chat_has_defaults_of_its_own(fake: type[FakeLLM]) -> None:
 # ---- history
 
 
-def test_history_is_private_and_never_a_failure(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_history_is_private_and_never_a_failure(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     history, path = open_history(), tmp_path / "state" / "jaxpage" / "chat_history"
     history.store_string("two\nlines")
@@ -531,14 +515,14 @@ print("ended")
 
 
 @pytest.fixture
-def program(tmp_path: Path) -> str:
+def program(tmp_path):
     path = tmp_path / "chatting.py"
     path.write_text(PROGRAM)
     return str(path)
 
 
 @pytest.fixture
-def screen(program: str, tmp_path: Path) -> Iterator[Terminal]:
+def screen(program, tmp_path):
     with terminal(
         [sys.executable, program], PYTHONPATH=str(ROOT), XDG_STATE_HOME=str(tmp_path)
     ) as screen:
@@ -546,7 +530,7 @@ def screen(program: str, tmp_path: Path) -> Iterator[Terminal]:
         yield screen
 
 
-def test_keys(screen: Terminal, tmp_path: Path) -> None:
+def test_keys(screen, tmp_path):
     screen.paste("Tell me\n\nls -l\n/exit\n")  # one text, whatever is in it
     screen.press(ENTER)
     screen.expect(r"[1 'Tell me\n\nls -l\n/exit']")
@@ -578,7 +562,7 @@ def test_keys(screen: Terminal, tmp_path: Path) -> None:
     assert "+ls -l" in (tmp_path / "jaxpage" / "chat_history").read_text()
 
 
-def test_nothing_of_a_paste_reaches_the_shell(program: str, tmp_path: Path) -> None:
+def test_nothing_of_a_paste_reaches_the_shell(program, tmp_path):
     """Of a terminal without bracketed paste: each line is a text of its own, and an empty line ends nothing."""
     marker = tmp_path / "marker"
     environment = {
@@ -605,7 +589,7 @@ def test_nothing_of_a_paste_reaches_the_shell(program: str, tmp_path: Path) -> N
         assert not marker.exists()
 
 
-def test_the_demo_model_at_a_terminal(tmp_path: Path) -> None:
+def test_the_demo_model_at_a_terminal(tmp_path):
     """The command as it is, in a process of its own."""
     command = [sys.executable, "-m", "jaxpage", "chat", "demo", "--max-tokens", "8", "--seed", "1"]
     with terminal(command, PYTHONPATH=str(ROOT), XDG_STATE_HOME=str(tmp_path)) as screen:

@@ -168,7 +168,7 @@ def calls_of(message: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_what_a_template_renders_is_read_back(name: str) -> None:
+def test_what_a_template_renders_is_read_back(name):
     form, problem = derived(TEMPLATES[name])
     assert problem is None and form.tool_form
     for arguments in ARGUMENTS:
@@ -194,7 +194,7 @@ def test_what_a_template_renders_is_read_back(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(set(TEMPLATES) - NO_REASONING_RENDERED))
-def test_reasoning_is_read_back(name: str) -> None:
+def test_reasoning_is_read_back(name):
     form, _ = derived(TEMPLATES[name])
     one = [("get_weather", ARGUMENTS[1])]
     for calls, content in (((), "So: 4."), (one, "")):
@@ -228,9 +228,7 @@ WRITES_ANY_JSON = [
 @pytest.mark.parametrize("name", WRITES_ANY_JSON)
 @settings(max_examples=10, deadline=None)
 @given(value=JSON_VALUES, data=st.data())
-def test_any_json_is_read_back_however_it_is_cut(
-    name: str, value: Any, data: st.DataObject
-) -> None:
+def test_any_json_is_read_back_however_it_is_cut(name, value, data):
     form = derived(TEMPLATES[name]).form
     prompt, text = answer(name, [("get_weather", {"x": value})])
     message = read(form, cut(text, data), prompt, None)
@@ -240,7 +238,7 @@ def test_any_json_is_read_back_however_it_is_cut(
 @pytest.mark.parametrize("name", TEMPLATES)
 @settings(max_examples=15, deadline=None)
 @given(data=st.data())
-def test_what_does_not_fit_is_content_however_it_is_cut(name: str, data: st.DataObject) -> None:
+def test_what_does_not_fit_is_content_however_it_is_cut(name, data):
     """The markers of the form in any order, with calls among them."""
     form = derived(TEMPLATES[name]).form
     assert form.tools is not None
@@ -286,21 +284,21 @@ def test_what_does_not_fit_is_content_however_it_is_cut(name: str, data: st.Data
     ],
 )
 @pytest.mark.timeout(60)  # a reader that is not linear takes longer
-def test_a_long_text_of_markers_is_content_in_little_time(name: str, begin: str, unit: str) -> None:
+def test_a_long_text_of_markers_is_content_in_little_time(name, begin, unit):
     form, text = derived(TEMPLATES[name]).form, begin + unit * (120_000 // len(unit))
     message = read(form, [text[place : place + 3] for place in range(0, len(text), 3)], "")
     assert (message["content"], message["tool_calls"]) == (text, [])
     assert read(form, [text], "") == message
 
 
-def test_a_template_without_a_form_says_so() -> None:
+def test_a_template_without_a_form_says_so():
     form, problem = derived(UNCLEAR)
     assert form.tool_form is None and form.has_tools and problem
     form, problem = derived(NO_TOOLS)
     assert form.tool_form is None and not form.has_tools and problem is None
 
 
-def test_a_template_that_cannot_show_some_schemas_has_a_form() -> None:
+def test_a_template_that_cannot_show_some_schemas_has_a_form():
     """Hermes' own macro for types fails where a tool has an array."""
     fails = "{% for t in tools or [] %}{% if 'array' in t | tojson %}{{ raise_exception('no arrays') }}{% endif %}{% endfor %}"
     form, problem = derived(fails + TEMPLATES["object in tags"])
@@ -315,7 +313,7 @@ def test_a_template_that_cannot_show_some_schemas_has_a_form() -> None:
         ("keys and values", "\nSo it is."),
     ],
 )
-def test_content_has_no_mark_where_the_prompt_skips_the_reasoning(name: str, text: str) -> None:
+def test_content_has_no_mark_where_the_prompt_skips_the_reasoning(name, text):
     form = derived(TEMPLATES[name]).form
     requested = [{"role": "user", "content": "Hi"}]
     prompt = render(TEMPLATES[name], requested, generates=True, enable_thinking=False)
@@ -325,7 +323,7 @@ def test_content_has_no_mark_where_the_prompt_skips_the_reasoning(name: str, tex
 
 
 @pytest.mark.parametrize("variables", [{}, {"enable_thinking": True}])
-def test_reasoning_that_only_a_prompt_opens_is_read(variables: dict[str, Any]) -> None:
+def test_reasoning_that_only_a_prompt_opens_is_read(variables):
     """As in templates that render an earlier answer as it is, and have no marker after reasoning."""
     opened = "{% if enable_thinking %}<think>\n{% endif %}" if variables else "<think>"
     source = TEMPLATES["object in tags"].replace(THOUGHT, "")
@@ -338,7 +336,7 @@ def test_reasoning_that_only_a_prompt_opens_is_read(variables: dict[str, Any]) -
     assert read(form, "Yes.", render(source, requested))["content"] == "Yes."
 
 
-def test_a_form_shows_one_call() -> None:
+def test_a_form_shows_one_call():
     lines = "<tool_call>\n<function=NAME>\n<parameter=KEY>\nVALUE\n</parameter>\n</function>\n</tool_call>"
     shown = {
         "parameters on lines": lines,
@@ -348,7 +346,7 @@ def test_a_form_shows_one_call() -> None:
         assert derived(TEMPLATES[name]).form.tools.example.strip() == example  # type: ignore[union-attr]
 
 
-def test_a_plan_before_calls_is_reasoning() -> None:
+def test_a_plan_before_calls_is_reasoning():
     source = TEMPLATES["array, channels and an open end"]
     plans = source.replace("reasoning_content", "tool_plan")
     form = derived(plans).form
@@ -356,7 +354,7 @@ def test_a_plan_before_calls_is_reasoning() -> None:
     assert replace(form, sent=derived(source).form.sent) == derived(source).form
 
 
-def test_the_schema_decides_what_a_bare_value_is() -> None:
+def test_the_schema_decides_what_a_bare_value_is():
     form = derived(TEMPLATES["parameters on lines"]).form
     given = {"city": "3", "days": "3", "metric": "True", "deep": "{'k': 1}", "tags": '["a"]', "note": "None"}  # fmt: skip
     prompt, text = answer("parameters on lines", [("get_weather", given)])
@@ -384,16 +382,16 @@ NOT_READABLE = {
 
 
 @pytest.mark.parametrize("name", NOT_READABLE)
-def test_a_template_whose_calls_cannot_be_read_has_a_problem(name: str) -> None:
+def test_a_template_whose_calls_cannot_be_read_has_a_problem(name):
     form, problem = derived(EACH + NOT_READABLE[name] + END)
     assert form.tool_form is None and form.has_tools and problem
 
 
-def test_a_template_that_always_raises_has_no_form() -> None:
+def test_a_template_that_always_raises_has_no_form():
     assert derived("{{ raise_exception('no') }}") == Derived(ChatFormat(), None)
 
 
-def test_the_marker_of_the_content_may_be_what_ends_the_reasoning() -> None:
+def test_the_marker_of_the_content_may_be_what_ends_the_reasoning():
     source = TEMPLATES["object in tags"].replace("</think>\n\n", "").replace("</think>", "")
     source = source.replace(
         "{{ m.content }}" + "{% if m.tool_calls %}",
@@ -409,7 +407,7 @@ def test_the_marker_of_the_content_may_be_what_ends_the_reasoning() -> None:
 
 
 @pytest.mark.timeout(60)  # a reader or a grammar of exponential time takes longer
-def test_nested_schemas_are_followed_in_little_time() -> None:
+def test_nested_schemas_are_followed_in_little_time():
     """References to each other, and arrays in arrays that never end."""
     refers = [{"$ref": "#/properties/city"}] * 40
     (tool,) = tools = parameters_of("look-up2", city={"anyOf": [*refers, {"type": "integer"}]})
@@ -440,9 +438,7 @@ def test_nested_schemas_are_followed_in_little_time() -> None:
         ("channels", f"<|channel|>analysis {'x' * 600}<|message|>Hm."),
     ],
 )
-def test_a_name_or_a_header_that_is_too_long_is_content_however_it_is_cut(
-    name: str, text: str
-) -> None:
+def test_a_name_or_a_header_that_is_too_long_is_content_however_it_is_cut(name, text):
     form = derived(TEMPLATES[name]).form
     message = read(form, [text], "", None)
     assert message == {"content": text, "reasoning_content": "", "tool_calls": []}
@@ -450,7 +446,7 @@ def test_a_name_or_a_header_that_is_too_long_is_content_however_it_is_cut(
 
 
 @pytest.mark.parametrize("name", ["name, mark, JSON", "function tag around JSON", "object in tags"])
-def test_the_name_of_a_tool_may_have_spaces(name: str) -> None:
+def test_the_name_of_a_tool_may_have_spaces(name):
     form = derived(TEMPLATES[name]).form
     prompt, text = answer(name, [("look up", {"city": "x"})])
     tools = parameters_of("look up", city={"type": "string"})
@@ -458,14 +454,14 @@ def test_the_name_of_a_tool_may_have_spaces(name: str) -> None:
 
 
 @pytest.mark.parametrize("text", ["1, 2", "3 # three", "'a', 'b'", "[1] # one"])
-def test_a_text_that_only_python_reads_as_a_literal_is_a_string(text: str) -> None:
+def test_a_text_that_only_python_reads_as_a_literal_is_a_string(text):
     form = derived(TEMPLATES["parameters on lines"]).form
     prompt, written = answer("parameters on lines", [("look-up2", {"city": text})])
     assert calls_of(read(form, [written], prompt, None)) == [("look-up2", {"city": text})]
 
 
 @pytest.mark.parametrize("kept", [3, 30, 60])
-def test_a_call_that_is_cut_off_is_content(kept: int) -> None:
+def test_a_call_that_is_cut_off_is_content(kept):
     for name in ("object in tags", "parameters on lines", "code", "name, mark, JSON"):
         form = derived(TEMPLATES[name]).form
         _, text = answer(name, [("look-up2", {"city": "a long name of a city", "days": 1})])
@@ -474,7 +470,7 @@ def test_a_call_that_is_cut_off_is_content(kept: int) -> None:
         assert (message["content"], message["tool_calls"]) == (text[:kept], [])
 
 
-def test_a_template_that_changes_values_has_no_form() -> None:
+def test_a_template_that_changes_values_has_no_form():
     """Long strings are written backwards, so that the probes are read and the round trips are not."""
     reverses = "{{ (v | reverse if v | length > 8 else v) if v is string"
     form, problem = derived(
@@ -483,9 +479,7 @@ def test_a_template_that_changes_values_has_no_form() -> None:
     assert form.tool_form is None and problem and "look_up" in problem and "yadnoM" in problem
 
 
-def test_a_mistake_in_the_reader_is_found_by_the_round_trips(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_mistake_in_the_reader_is_found_by_the_round_trips(monkeypatch):
     monkeypatch.setattr("jaxpage.chat_forms.calls.value_of", lambda text, form, allowed: text[:-1])
     derived.cache_clear()
     try:
@@ -531,13 +525,7 @@ CALLED = [("look-up2", {"city": "Oslo"})]
 )  # fmt: skip
 @settings(max_examples=8, deadline=None)
 @given(data=st.data())
-def test_headers_are_read_in_the_order_of_the_model(
-    text: str,
-    reasoning: str,
-    content: str,
-    calls: list[tuple[str, dict[str, Any]]],
-    data: st.DataObject,
-) -> None:
+def test_headers_are_read_in_the_order_of_the_model(text, reasoning, content, calls, data):
     """As in the published description of harmony, which the template renders in one way only."""
     form = derived(TEMPLATES["channels"]).form
     prompt = render(TEMPLATES["channels"], [{"role": "user", "content": "Hi"}], generates=True)
@@ -548,7 +536,7 @@ def test_headers_are_read_in_the_order_of_the_model(
 
 
 @pytest.mark.timeout(60)  # a reader that is not linear takes longer
-def test_many_headers_without_calls_are_read_in_little_time() -> None:
+def test_many_headers_without_calls_are_read_in_little_time():
     form = derived(TEMPLATES["channels"]).form
     for rest in (' to=functions.look-up2<|message|>{"a": [', "<|channel|>"):
         text = ("<|end|><|start|>assistant" + rest) * (120_000 // (25 + len(rest)))
@@ -556,7 +544,7 @@ def test_many_headers_without_calls_are_read_in_little_time() -> None:
         assert read(form, [text], "") == message and message["tool_calls"] == []
 
 
-def test_a_prompt_may_begin_a_message() -> None:
+def test_a_prompt_may_begin_a_message():
     form = derived(TEMPLATES["channels"]).form
     prompt = "<|start|>user<|message|>Hi<|end|><|start|>assistant"
     thought = "<|channel|>analysis<|message|>Hm"
@@ -568,7 +556,7 @@ def test_a_prompt_may_begin_a_message() -> None:
         assert message[field] == "So." and sum(map(len, message.values())) == 3
 
 
-def test_parts_of_an_answer_that_are_not_read_are_content() -> None:
+def test_parts_of_an_answer_that_are_not_read_are_content():
     form = derived(TEMPLATES["channels"]).form
     call = f" to=functions.look-up2<|channel|>commentary json{GIVEN}"
     pieces = [*(reader := form.parser(None, "")).push(THINKS + call), *reader.finish()]
@@ -599,9 +587,7 @@ RESPONDS = "response:look-up2{value:3}"
 )  # fmt: skip
 @settings(max_examples=8, deadline=None)
 @given(data=st.data())
-def test_the_marker_of_a_response_is_no_content_and_what_follows_is(
-    text: str, content: str, num_calls: int, data: st.DataObject
-) -> None:
+def test_the_marker_of_a_response_is_no_content_and_what_follows_is(text, content, num_calls, data):
     """A model stops with the marker, or goes on as if it were the tool."""
     form = derived(TEMPLATES["a response in the same answer"]).form
     message = read(form, [text], "")
@@ -610,7 +596,7 @@ def test_the_marker_of_a_response_is_no_content_and_what_follows_is(
     assert read(form, text, "") == read(form, cut(text, data), "") == message
 
 
-def test_the_marker_of_a_response_is_found_where_an_answer_has_no_end() -> None:
+def test_the_marker_of_a_response_is_found_where_an_answer_has_no_end():
     form = derived(TEMPLATES["keys and values"]).form
     prompt, text = answer("keys and values", [("look-up2", {"city": "x"})])
     message = read(form, [text, "<|observation|>"], prompt)
@@ -618,7 +604,7 @@ def test_the_marker_of_a_response_is_found_where_an_answer_has_no_end() -> None:
 
 
 @pytest.mark.parametrize("name", TOLD)
-def test_calls_are_read_as_a_template_tells_to_write_them(name: str) -> None:
+def test_calls_are_read_as_a_template_tells_to_write_them(name):
     """Where it passes over the calls of a message."""
     source, call = TOLD[name]
     form, problem = derived(source)
@@ -639,12 +625,12 @@ def test_calls_are_read_as_a_template_tells_to_write_them(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", UNTOLD)
-def test_what_a_template_tells_unclearly_is_no_form(name: str) -> None:
+def test_what_a_template_tells_unclearly_is_no_form(name):
     form, problem = derived(UNTOLD[name])
     assert (form.tool_form, form.has_tools, problem) == (None, False, None)
 
 
-def test_what_a_template_renders_goes_before_what_it_tells() -> None:
+def test_what_a_template_renders_goes_before_what_it_tells():
     form = derived(TOLD_OTHERWISE).form
     assert form.tools is not None and form.tools.trigger == "<call>"
 
@@ -666,7 +652,7 @@ RESPONSE_TEMPLATE = {
 }
 
 
-def test_a_declared_response_template_is_read_where_no_form_is_derived() -> None:
+def test_a_declared_response_template_is_read_where_no_form_is_derived():
     """By transformers' own parser; what it cannot read is content."""
     declares = with_template(NO_TOOLS)
     declares.response_template = RESPONSE_TEMPLATE
@@ -722,7 +708,7 @@ def writer_of(form: ChatFormat) -> Callable[[str], bool]:
 
 
 @pytest.mark.parametrize("name", sorted(set(TEMPLATES) - OTHERWISE - {NO_GRAMMAR}))
-def test_required_calls_are_held_to_the_form_and_the_schema(name: str) -> None:
+def test_required_calls_are_held_to_the_form_and_the_schema(name):
     form = derived(TEMPLATES[name]).form
     tools = form.tools
     assert tools is not None
@@ -747,7 +733,7 @@ def test_required_calls_are_held_to_the_form_and_the_schema(name: str) -> None:
     assert not may_write(("another", {"city": "x"}))
 
 
-def test_required_calls_of_messages_with_headers_may_be_written_as_the_model_does() -> None:
+def test_required_calls_of_messages_with_headers_may_be_written_as_the_model_does():
     form = derived(TEMPLATES["channels"]).form
     may_write = writer_of(form)
     opened = "<|channel|>commentary to=functions.look-up2"
@@ -762,7 +748,7 @@ def test_required_calls_of_messages_with_headers_may_be_written_as_the_model_doe
     assert not may_write(f"{opened}<|message|>{{}}<|call|>")
 
 
-def test_a_form_that_no_grammar_can_hold_is_refused() -> None:
+def test_a_form_that_no_grammar_can_hold_is_refused():
     with pytest.raises(ValueError, match="as text"):
         grammar_of(
             derived(TEMPLATES[NO_GRAMMAR]).form,
@@ -798,7 +784,7 @@ def same_however_cut(form: ChatFormat, text: str, prompt: str, data: st.DataObje
 @pytest.mark.parametrize("name", WRITES_OBJECTS)
 @settings(max_examples=3, deadline=None)
 @given(data=st.data())
-def test_arguments_may_have_the_other_usual_key(name: str, data: st.DataObject) -> None:
+def test_arguments_may_have_the_other_usual_key(name, data):
     form = derived(TEMPLATES[name]).form
     prompt, text = answer(name, OSLO)
     key = form.tools.arguments_path[-1]  # type: ignore[union-attr]
@@ -809,7 +795,7 @@ def test_arguments_may_have_the_other_usual_key(name: str, data: st.DataObject) 
 
 
 @pytest.mark.parametrize("name", WRITES_OBJECTS)
-def test_an_object_may_be_that_of_a_request(name: str) -> None:
+def test_an_object_may_be_that_of_a_request(name):
     form = derived(TEMPLATES[name]).form
     prompt, text = answer(name, [("look-up2", {})])
     begin, end = text.index("{"), text.rindex("}") + 1
@@ -825,9 +811,7 @@ def test_an_object_may_be_that_of_a_request(name: str) -> None:
 @pytest.mark.parametrize("city", ["Oslo", "a, b) ]", "3", "", "Sao\\nPaulo"])
 @settings(max_examples=5, deadline=None)
 @given(data=st.data())
-def test_code_may_have_other_quotes_than_the_template(
-    quote: str, city: str, data: st.DataObject
-) -> None:
+def test_code_may_have_other_quotes_than_the_template(quote, city, data):
     """As LFM2.5's, whose template puts texts between single quotes as they are."""
     source = TEMPLATES["code"].replace("{{ v | tojson }}", '{{ "\'" + v + "\'" }}', 1)
     form, problem = derived(source)
@@ -857,7 +841,7 @@ def without_outer_tag(name: str, calls: Any) -> str:
 @pytest.mark.parametrize("name", HAS_OUTER_TAG)
 @settings(max_examples=3, deadline=None)
 @given(data=st.data())
-def test_a_call_may_lack_its_opening_tag(name: str, data: st.DataObject) -> None:
+def test_a_call_may_lack_its_opening_tag(name, data):
     """On a line of its own; of two calls none is lost, and the orphan closing tag is no content."""
     form = derived(TEMPLATES[name]).form
     bare = form.tools.bare  # type: ignore[union-attr]
@@ -874,7 +858,7 @@ def test_a_call_may_lack_its_opening_tag(name: str, data: st.DataObject) -> None
             assert (message["content"], calls_of(message)) == (content, calls), text
 
 
-def test_qwen_may_lack_the_tag_of_one_call_and_not_of_the_other() -> None:
+def test_qwen_may_lack_the_tag_of_one_call_and_not_of_the_other():
     form, prompt = derived(TEMPLATES["parameters on lines"]).form, "<think>\n\n</think>\n\n"
     bare = "<function=look-up2>\n<parameter=city>\nOslo\n</parameter>\n<parameter=days>\n3\n</parameter>\n</function>"
     other = "<tool_call>\n<function=get_weather>\n<parameter=city>\nBern\n</parameter>\n</function>\n</tool_call>"
@@ -908,7 +892,7 @@ WITH_REASONING = [name for name in sorted(TEMPLATES) if derived(TEMPLATES[name])
 
 
 @pytest.mark.parametrize("name", WITH_REASONING)
-def test_the_markers_of_a_budget_are_those_of_the_reasoning(name: str) -> None:
+def test_the_markers_of_a_budget_are_those_of_the_reasoning(name):
     """What is between them is read as reasoning, and what follows as content."""
     form, prompt = derived(TEMPLATES[name]).form, thinking_prompt(TEMPLATES[name])
     known = context(chat_format=form)
@@ -932,7 +916,7 @@ THINKS_AND_CALLS = [
 @pytest.mark.parametrize("name", THINKS_AND_CALLS)
 @settings(max_examples=3, deadline=None)
 @given(data=st.data())
-def test_calls_at_the_end_of_reasoning_are_calls(name: str, data: st.DataObject) -> None:
+def test_calls_at_the_end_of_reasoning_are_calls(name, data):
     """A model forgets to end its reasoning. If it goes on after a call, it only thinks of calling."""
     form = derived(TEMPLATES[name]).form
     assert form.tools is not None and form.reasoning is not None
@@ -961,7 +945,7 @@ def test_calls_at_the_end_of_reasoning_are_calls(name: str, data: st.DataObject)
     "name",
     ["object without a tag, one only", "object in tags", "objects in one tag", "name, mark, JSON"],
 )
-def test_calls_in_json_may_have_other_signs_between_them(name: str, between: str) -> None:
+def test_calls_in_json_may_have_other_signs_between_them(name, between):
     form, (prompt, text) = derived(TEMPLATES[name]).form, answer(name, OSLO)
     tools = form.tools
     assert tools is not None
@@ -976,9 +960,7 @@ def test_calls_in_json_may_have_other_signs_between_them(name: str, between: str
 @pytest.mark.parametrize("name", HINTED)
 @settings(max_examples=5, deadline=None)
 @given(data=st.data())
-def test_forms_by_name_are_those_of_models_whose_templates_render_no_calls(
-    name: str, data: st.DataObject
-) -> None:
+def test_forms_by_name_are_those_of_models_whose_templates_render_no_calls(name, data):
     source, call = HINTED[name]
     form, problem = derived(source)
     assert (form.tool_form, form.has_tools, problem) == (name, True, None)
@@ -992,7 +974,7 @@ def test_forms_by_name_are_those_of_models_whose_templates_render_no_calls(
     assert read(form, quoted, "")["content"] == quoted
 
 
-def test_a_prompt_tells_what_stands_around_reasoning_and_answer() -> None:
+def test_a_prompt_tells_what_stands_around_reasoning_and_answer():
     """As Granite 3.3's, if it is asked for reasoning."""
     form = derived(TOLD_TO_THINK).form
     requested = [{"role": "user", "content": "Hi"}]
@@ -1017,8 +999,8 @@ def test_a_prompt_tells_what_stands_around_reasoning_and_answer() -> None:
 @settings(max_examples=5, deadline=None)
 @given(data=st.data())
 def test_a_stray_mark_after_an_answer_is_no_content_where_the_template_drops_it(
-    text: str, content: str, data: st.DataObject
-) -> None:
+    text, content, data
+):
     form, problem = derived(STRAY)
     assert problem is None
     prompt = render(STRAY, [{"role": "user", "content": "Hi"}], generates=True)
@@ -1028,12 +1010,12 @@ def test_a_stray_mark_after_an_answer_is_no_content_where_the_template_drops_it(
 
 
 @pytest.mark.parametrize("earlier", [None, "an answer that is folded away"])
-def test_a_header_is_that_of_the_prompt_where_no_earlier_answer_shows_another(earlier: Any) -> None:
+def test_a_header_is_that_of_the_prompt_where_no_earlier_answer_shows_another(earlier):
     prober = Prober(lambda _: earlier)
     assert _header(prober, 0, "<assistant>text", "<assistant>") == "<assistant>"
 
 
-def test_a_result_belongs_to_the_first_call() -> None:
+def test_a_result_belongs_to_the_first_call():
     rendered_ones: list[str] = []
     calls = [Call("look_up", {}), Call("add", {"a": 1})]
     Prober(lambda text: rendered_ones.append(text)).answer(calls, result="3")
@@ -1044,7 +1026,7 @@ def test_a_result_belongs_to_the_first_call() -> None:
 
 
 @pytest.mark.parametrize("name", WRITES_OBJECTS)
-def test_the_definition_of_a_tool_is_no_call(name: str) -> None:
+def test_the_definition_of_a_tool_is_no_call(name):
     """A model that lists its tools quotes what the prompt shows of them."""
     form = derived(TEMPLATES[name]).form
     tools = form.tools
@@ -1059,9 +1041,7 @@ def test_the_definition_of_a_tool_is_no_call(name: str) -> None:
 @pytest.mark.parametrize("name", THINKS_AND_CALLS)
 @settings(max_examples=10, deadline=None)
 @given(data=st.data())
-def test_reasoning_and_calls_in_any_order_are_the_same_however_they_are_cut(
-    name: str, data: st.DataObject
-) -> None:
+def test_reasoning_and_calls_in_any_order_are_the_same_however_they_are_cut(name, data):
     """Whole calls, calls without their first tag, and markers, within the reasoning and after it."""
     form = derived(TEMPLATES[name]).form
     assert form.tools is not None and form.reasoning is not None
@@ -1075,7 +1055,7 @@ def test_reasoning_and_calls_in_any_order_are_the_same_however_they_are_cut(
 
 @pytest.mark.timeout(60)  # a reader that is not linear takes longer
 @pytest.mark.parametrize("after", ["", "x"])
-def test_many_calls_in_reasoning_are_read_in_little_time(after: str) -> None:
+def test_many_calls_in_reasoning_are_read_in_little_time(after):
     form = derived(TEMPLATES["object in tags, always thought"]).form
     call = '<call>{"name": "look-up2", "arguments": {}}</call>'
     text = (call + after) * (120_000 // len(call)) + "x"
@@ -1086,9 +1066,7 @@ def test_many_calls_in_reasoning_are_read_in_little_time(after: str) -> None:
 @pytest.mark.parametrize(
     ("marker", "left"), [("<end>", " \n\nx"), ("<end>\n", "x"), ("<end> ", "x"), ("<end> \n", "x")]
 )
-def test_white_space_after_a_marker_belongs_to_one_that_ends_with_some(
-    marker: str, left: str
-) -> None:
+def test_white_space_after_a_marker_belongs_to_one_that_ends_with_some(marker, left):
     buffer = TextBuffer("<end> \n\nx", has_ended=True)
     assert not list(buffer.literal(marker)) and buffer.text[buffer.position :] == left
 
@@ -1096,7 +1074,7 @@ def test_white_space_after_a_marker_belongs_to_one_that_ends_with_some(
 @pytest.mark.parametrize("report", REPORTS)
 @settings(max_examples=2, deadline=None)
 @given(data=st.data())
-def test_what_models_wrote_in_public_reports_is_read(report: str, data: st.DataObject) -> None:
+def test_what_models_wrote_in_public_reports_is_read(report, data):
     name, text, reasoning, content, calls = REPORTS[report]
     form = derived(TEMPLATES[name]).form
     prompt = thinking_prompt(TEMPLATES[name])
@@ -1115,7 +1093,7 @@ def test_what_models_wrote_in_public_reports_is_read(report: str, data: st.DataO
 @pytest.mark.parametrize("name", sorted(set(TEMPLATES) - {"types and numbered calls"}))
 @settings(max_examples=3, deadline=None)
 @given(data=st.data())
-def test_a_quoted_call_that_a_text_goes_on_after_is_no_call(name: str, data: st.DataObject) -> None:
+def test_a_quoted_call_that_a_text_goes_on_after_is_no_call(name, data):
     """In a block of code and in a sentence, if its first tag is missing; with it, if it is not one's own."""
     form = derived(TEMPLATES[name]).form
     assert form.tools is not None

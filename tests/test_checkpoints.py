@@ -148,7 +148,7 @@ def edit_json(file: Path, change: Callable[[dict[str, Any]], None]) -> None:
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_every_parameter_of_the_model_gets_its_tensor(tmp_path: Path, name: str) -> None:
+def test_every_parameter_of_the_model_gets_its_tensor(tmp_path, name):
     directory = random_checkpoint(tmp_path, CONFIGS[name])
     opened = open_model(directory)
     loaded = load(directory)
@@ -161,14 +161,14 @@ def test_every_parameter_of_the_model_gets_its_tensor(tmp_path: Path, name: str)
 
 @pytest.mark.parametrize("shards", [1, 3])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_dtypes_and_shards(tmp_path: Path, dtype: str, shards: int) -> None:
+def test_dtypes_and_shards(tmp_path, dtype, shards):
     directory = random_checkpoint(tmp_path, LLAMA, dtype=dtype, shards=shards)
     assert_same_bits(load(directory), expected(LLAMA, dtype))
     assert open_model(directory).plan.most_common_dtype() == dtype
 
 
 @pytest.mark.parametrize("wanted", DTYPES)
-def test_conversion_is_numpys_and_arrays_are_owned(tmp_path: Path, wanted: str) -> None:
+def test_conversion_is_numpys_and_arrays_are_owned(tmp_path, wanted):
     directory = random_checkpoint(tmp_path, GPT2, dtype="bfloat16")
     loaded = load(directory, wanted)
     assert_same_bits(
@@ -183,21 +183,21 @@ def test_conversion_is_numpys_and_arrays_are_owned(tmp_path: Path, wanted: str) 
 
 @pytest.mark.parametrize("headless_names", [False, True])
 @pytest.mark.parametrize("tied_head", [False, True])
-def test_tied_weights_either_way(tmp_path: Path, tied_head: bool, headless_names: bool) -> None:
+def test_tied_weights_either_way(tmp_path, tied_head, headless_names):
     directory = random_checkpoint(
         tmp_path, TIED, tied_head=tied_head, headless_names=headless_names
     )
     assert_same_bits(load(directory), expected(TIED))
 
 
-def test_a_tied_model_may_keep_only_its_head(tmp_path: Path) -> None:
+def test_a_tied_model_may_keep_only_its_head(tmp_path):
     tensors = random_tensors(TIED)
     tensors["lm_head.weight"] = tensors.pop("model.embed_tokens.weight")
     write_tensors(random_checkpoint(tmp_path, TIED), tensors)
     assert_same_bits(load(tmp_path), expected(TIED))
 
 
-def test_a_tied_head_that_differs_is_refused(tmp_path: Path) -> None:
+def test_a_tied_head_that_differs_is_refused(tmp_path):
     tensors = random_tensors(TIED)
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"] + 1
     write_tensors(random_checkpoint(tmp_path, TIED), tensors)
@@ -208,9 +208,7 @@ def test_a_tied_head_that_differs_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("quantization", [None, "int8", "int4"])
-def test_beside_the_weights_the_host_holds_a_few_times_the_largest_one(
-    tmp_path: Path, quantization: str | None
-) -> None:
+def test_beside_the_weights_the_host_holds_a_few_times_the_largest_one(tmp_path, quantization):
     config = {**LLAMA, "hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 8}
     files = open_model(random_checkpoint(tmp_path, config), quantization)
     load_weights(files.plan, "float32", lambda array: array.nbytes)  # imports, once
@@ -223,14 +221,14 @@ def test_beside_the_weights_the_host_holds_a_few_times_the_largest_one(
     assert peak < 2 * largest < whole / 8, f"{peak:,} bytes"
 
 
-def test_nan_and_infinite_weights_are_loaded_as_they_are(tmp_path: Path) -> None:
+def test_nan_and_infinite_weights_are_loaded_as_they_are(tmp_path):
     tensors = random_tensors(LLAMA)
     tensors["model.norm.weight"][:3] = [np.nan, np.inf, -np.inf]
     write_tensors(random_checkpoint(tmp_path, LLAMA), tensors)
     np.testing.assert_array_equal(load(tmp_path)["norm", "scale"][:3], [np.nan, np.inf, -np.inf])
 
 
-def test_tensors_that_carry_nothing_may_have_any_dtype(tmp_path: Path) -> None:
+def test_tensors_that_carry_nothing_may_have_any_dtype(tmp_path):
     tensors = {
         **random_tensors(GPT2),
         "transformer.h.0.attn.bias": np.ones((1, 1, 40, 40), np.uint8),
@@ -242,9 +240,7 @@ def test_tensors_that_carry_nothing_may_have_any_dtype(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "headless_names"), [("deepseek-v3-groups", False), ("glm4-moe-lite-mixed", True)]
 )
-def test_layers_that_draft_are_those_that_the_config_counts(
-    tmp_path: Path, name: str, headless_names: bool
-) -> None:
+def test_layers_that_draft_are_those_that_the_config_counts(tmp_path, name, headless_names):
     """Layers 3 and 4 of three layers and two more; a further one, or one that nobody counted, is of another model."""
     config = config_json(name)
     random_checkpoint(
@@ -268,7 +264,7 @@ def test_layers_that_draft_are_those_that_the_config_counts(
     assert "num_nextn_predict_layers = 1000000000 is above 64" in refusal(tmp_path)
 
 
-def test_weights_bytes_reads_headers_only(tmp_path: Path) -> None:
+def test_weights_bytes_reads_headers_only(tmp_path):
     """A Llama 2 7B whose data is a hole in the file: 13.5 GB that are never read."""
     config = {**LLAMA, "vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 11008}
     config |= {"num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 32}
@@ -295,7 +291,7 @@ def test_weights_bytes_reads_headers_only(tmp_path: Path) -> None:
 # ---- What does not fit is one error with all of it ----
 
 
-def test_a_method_of_quantisation_and_a_family_are_looked_at_apart(tmp_path: Path) -> None:
+def test_a_method_of_quantisation_and_a_family_are_looked_at_apart(tmp_path):
     config = {**LLAMA, "hidden_act": "spiral", "quantization_config": {"quant_method": "hqq"}}
     (random_checkpoint(tmp_path, LLAMA) / "config.json").write_text(json.dumps(config))
     text = refusal(tmp_path)
@@ -306,7 +302,7 @@ def test_a_method_of_quantisation_and_a_family_are_looked_at_apart(tmp_path: Pat
     )
 
 
-def test_everything_wrong_is_listed_at_once_and_nothing_is_put(tmp_path: Path) -> None:
+def test_everything_wrong_is_listed_at_once_and_nothing_is_put(tmp_path):
     tensors = random_tensors(LLAMA)
     del tensors["model.layers.0.mlp.up_proj.weight"], tensors["lm_head.weight"]
     tensors["model.norm.weight"] = np.ones(33, np.float32)
@@ -334,7 +330,7 @@ def test_everything_wrong_is_listed_at_once_and_nothing_is_put(tmp_path: Path) -
     assert str(caught.value) == text
 
 
-def test_a_tensor_that_does_not_fit_is_told_with_its_shard(tmp_path: Path) -> None:
+def test_a_tensor_that_does_not_fit_is_told_with_its_shard(tmp_path):
     """By the name that the file has in the directory, though it may be a link to a name of the hub's cache."""
     directory = random_checkpoint(tmp_path / "models--a--b" / "snapshots" / "0123", LLAMA, shards=3)
     blobs = directory.parents[1] / "blobs"
@@ -358,9 +354,7 @@ def test_a_tensor_that_does_not_fit_is_told_with_its_shard(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("of_config", "config"), [(5, LLAMA), (1, LLAMA), (5, GPT2)], ids=["more", "fewer", "gpt2"]
 )
-def test_another_number_of_layers_is_one_sentence(
-    tmp_path: Path, of_config: int, config: dict[str, Any]
-) -> None:
+def test_another_number_of_layers_is_one_sentence(tmp_path, of_config, config):
     random_checkpoint(tmp_path, config)
     name = "n_layer" if config is GPT2 else "num_hidden_layers"
     edit_json(tmp_path / "config.json", lambda content: content.update({name: of_config}))
@@ -379,7 +373,7 @@ def test_another_number_of_layers_is_one_sentence(
     )
 
 
-def test_a_missing_tensor_is_told_with_where_it_was_looked_for(tmp_path: Path) -> None:
+def test_a_missing_tensor_is_told_with_where_it_was_looked_for(tmp_path):
     tensors = random_tensors(LLAMA)
     del tensors["model.norm.weight"]
     write_tensors(random_checkpoint(tmp_path, LLAMA, shards=3), tensors, shards=3)
@@ -388,7 +382,7 @@ def test_a_missing_tensor_is_told_with_where_it_was_looked_for(tmp_path: Path) -
     )
 
 
-def test_every_missing_tensor_is_listed_even_when_all_are(tmp_path: Path) -> None:
+def test_every_missing_tensor_is_listed_even_when_all_are(tmp_path):
     random_checkpoint(tmp_path, LLAMA)
     (tmp_path / "model.safetensors").write_bytes(safetensors({}))
     assert [
@@ -492,14 +486,14 @@ FILES: dict[str, tuple[bytes, str]] = {
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_corrupt_files(tmp_path: Path, name: str) -> None:
+def test_corrupt_files(tmp_path, name):
     content, text = FILES[name]
     random_checkpoint(tmp_path, LLAMA)
     (tmp_path / "model.safetensors").write_bytes(content)
     assert text in refusal(tmp_path)
 
 
-def test_faults_of_several_files_are_listed_together(tmp_path: Path) -> None:
+def test_faults_of_several_files_are_listed_together(tmp_path):
     random_checkpoint(tmp_path, LLAMA, shards=3)
     edit_json(
         tmp_path / "config.json", lambda c: c.update(vocab_size=2**31, architectures=["Evil"])
@@ -583,14 +577,14 @@ INDEX_FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
 
 
 @pytest.mark.parametrize("name", INDEX_FAULTS)
-def test_faulty_index(tmp_path: Path, name: str) -> None:
+def test_faulty_index(tmp_path, name):
     change, text = INDEX_FAULTS[name]
     directory = random_checkpoint(tmp_path / "x", LLAMA, shards=2)
     change(directory)
     assert text in refusal(directory)
 
 
-def test_links_of_the_hub_cache_are_followed_but_no_others(tmp_path: Path) -> None:
+def test_links_of_the_hub_cache_are_followed_but_no_others(tmp_path):
     snapshot = random_checkpoint(tmp_path / "models--a--b" / "snapshots" / "0123", LLAMA)
     # of the model, and shared by all models
     for folder in (snapshot.parents[1] / "blobs", tmp_path / "blobs"):
@@ -648,7 +642,7 @@ CONFIG_FAULTS: dict[str, tuple[str | None, str]] = {
 
 
 @pytest.mark.parametrize("name", CONFIG_FAULTS)
-def test_faulty_config(tmp_path: Path, name: str) -> None:
+def test_faulty_config(tmp_path, name):
     content, text = CONFIG_FAULTS[name]
     random_checkpoint(tmp_path, LLAMA)
     (tmp_path / "config.json").unlink()
@@ -657,7 +651,7 @@ def test_faulty_config(tmp_path: Path, name: str) -> None:
     assert text in refusal(tmp_path)
 
 
-def test_a_limit_may_be_infinity(tmp_path: Path) -> None:
+def test_a_limit_may_be_infinity(tmp_path):
     """Older files have it so for the time steps of Mamba 2."""
     config = {**GRANITE_4, "time_step_limit": [0.5, math.inf]}
     random_checkpoint(tmp_path, config)
@@ -668,7 +662,7 @@ def test_a_limit_may_be_infinity(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "name", ["tokenizer.json", "tokenizer_config.json", "additional_chat_templates/x.jinja"]
 )
-def test_a_pipe_among_the_files_of_a_tokenizer_is_refused(tmp_path: Path, name: str) -> None:
+def test_a_pipe_among_the_files_of_a_tokenizer_is_refused(tmp_path, name):
     """Whoever opened it would wait for good."""
     if name != "tokenizer.json":
         shutil.copy(DEMO / "tokenizer.json", tmp_path)
@@ -680,9 +674,7 @@ def test_a_pipe_among_the_files_of_a_tokenizer_is_refused(tmp_path: Path, name: 
         load_tokenizer(tmp_path)
 
 
-def test_a_tokenizer_model_alone_needs_the_package_that_reads_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_tokenizer_model_alone_needs_the_package_that_reads_it(tmp_path, monkeypatch):
     (tmp_path / "tokenizer.model").write_bytes(b"\n\x0c\n\x05<unk>")
     (tmp_path / "tokenizer_config.json").write_text("{}")
     monkeypatch.setattr(
@@ -695,9 +687,7 @@ def test_a_tokenizer_model_alone_needs_the_package_that_reads_it(
         load_tokenizer(tmp_path)
 
 
-def test_a_chat_template_that_does_not_parse_is_said_at_the_start(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_chat_template_that_does_not_parse_is_said_at_the_start(tmp_path, caplog):
     shutil.copy(DEMO / "tokenizer.json", tmp_path)
     for template in (
         "{% for m in messages %}{% generation %}x{% endgeneration %}{% break %}{% endfor %}",
@@ -714,7 +704,7 @@ def test_a_chat_template_that_does_not_parse_is_said_at_the_start(
         )
 
 
-def test_no_message_is_megabytes(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_no_message_is_megabytes(tmp_path, caplog):
     """Tensors, added tokens and ends of texts that nobody expects: the first ones, and how many there are."""
     random_checkpoint(tmp_path, LLAMA, generation_config={"eos_token_id": [*range(1, 20_000)]})
     tensors = random_tensors(LLAMA) | {
@@ -737,7 +727,7 @@ def test_no_message_is_megabytes(tmp_path: Path, caplog: pytest.LogCaptureFixtur
 
 
 @pytest.mark.parametrize("dtype", ["../../x", "floaty", 16, ["float32"]])
-def test_a_dtype_that_is_none_is_refused(tmp_path: Path, dtype: Any) -> None:
+def test_a_dtype_that_is_none_is_refused(tmp_path, dtype):
     random_checkpoint(tmp_path, LLAMA)
     for name in ("dtype", "torch_dtype"):
         edit_json(
@@ -752,7 +742,7 @@ def test_a_dtype_that_is_none_is_refused(tmp_path: Path, dtype: Any) -> None:
     open_model(tmp_path)
 
 
-def test_a_byte_order_mark_before_json_is_nothing(tmp_path: Path) -> None:
+def test_a_byte_order_mark_before_json_is_nothing(tmp_path):
     file = random_checkpoint(tmp_path, LLAMA) / "config.json"
     file.write_bytes(codecs.BOM_UTF8 + file.read_bytes())
     assert_same_bits(load(tmp_path), expected(LLAMA))
@@ -761,9 +751,7 @@ def test_a_byte_order_mark_before_json_is_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_published_models_whose_architecture_is_known_need_no_code_of_their_own(
-    tmp_path: Path, name: str
-) -> None:
+def test_published_models_whose_architecture_is_known_need_no_code_of_their_own(tmp_path, name):
     (tmp_path / "config.json").write_text(json.dumps(PUBLISHED[name]))
     spec = describe_model(tmp_path).spec
     assert (spec.kv.num_layers, spec.vocab_size) == (
@@ -772,9 +760,7 @@ def test_published_models_whose_architecture_is_known_need_no_code_of_their_own(
     )
 
 
-def test_code_of_a_model_is_never_run_and_the_own_class_takes_its_place(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_code_of_a_model_is_never_run_and_the_own_class_takes_its_place(tmp_path, caplog):
     canary = tmp_path / "canary"
     random_checkpoint(tmp_path, LLAMA)
     (tmp_path / "evil.py").write_text(f"open({str(canary)!r}, 'w')")
@@ -808,7 +794,7 @@ def note_opened(event: str, args: tuple[Any, ...]) -> None:
 
 
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "consolidated.00.pth", "model.pt"])
-def test_pickles_are_refused_unopened(tmp_path: Path, name: str) -> None:
+def test_pickles_are_refused_unopened(tmp_path, name):
     random_checkpoint(tmp_path, LLAMA)
     (tmp_path / "model.safetensors").rename(tmp_path / name)
     sys.addaudithook(note_opened)  # for good: a hook cannot be taken away, only told to be quiet
@@ -821,7 +807,7 @@ def test_pickles_are_refused_unopened(tmp_path: Path, name: str) -> None:
     assert not any(file.endswith(name) for file in opened_files)
 
 
-def test_no_weights_at_all(tmp_path: Path) -> None:
+def test_no_weights_at_all(tmp_path):
     random_checkpoint(tmp_path, LLAMA)
     (tmp_path / "model.safetensors").rename(tmp_path / "other.safetensors")
     assert "(1 problem)" in refusal(tmp_path)
@@ -842,14 +828,12 @@ def test_no_weights_at_all(tmp_path: Path) -> None:
         ({"eos_token_id": 0}, {"eos_token_id": 2}, {0}),
     ],
 )
-def test_eos_token_ids(
-    tmp_path: Path, generation: Any, config: dict[str, Any], ids: set[int]
-) -> None:
+def test_eos_token_ids(tmp_path, generation, config, ids):
     random_checkpoint(tmp_path, {**LLAMA, **config}, generation_config=generation)
     assert eos_token_ids(tmp_path, read_config(tmp_path)) == ids
 
 
-def test_an_id_that_ends_a_text_and_is_none_is_told_with_the_rest(tmp_path: Path) -> None:
+def test_an_id_that_ends_a_text_and_is_none_is_told_with_the_rest(tmp_path):
     config = {**LLAMA, "hidden_act": "spiral", "eos_token_id": [1, "2"]}
     (random_checkpoint(tmp_path, LLAMA) / "config.json").write_text(json.dumps(config))
     text = refusal(tmp_path)
@@ -862,7 +846,7 @@ def test_an_id_that_ends_a_text_and_is_none_is_told_with_the_rest(tmp_path: Path
 
 @pytest.mark.parametrize("wrong", ["2", True, -1, 1.0, [1, None], 2**40, 2**70, {"a": 1}])
 @pytest.mark.parametrize("place", ["generation_config.json", "config.json"])
-def test_eos_token_ids_that_are_none(tmp_path: Path, place: str, wrong: Any) -> None:
+def test_eos_token_ids_that_are_none(tmp_path, place, wrong):
     """Also in config.json where generation_config.json, which is the one that counts, is right."""
     random_checkpoint(tmp_path, LLAMA, generation_config={"eos_token_id": 1})
     edit_json(tmp_path / place, lambda fields: fields.update(eos_token_id=wrong))
@@ -871,7 +855,7 @@ def test_eos_token_ids_that_are_none(tmp_path: Path, place: str, wrong: Any) -> 
         eos_token_ids(tmp_path, json.loads((tmp_path / "config.json").read_text()))
 
 
-def test_the_tokenizer_s_own_end_of_text_is_one_too(tmp_path: Path) -> None:
+def test_the_tokenizer_s_own_end_of_text_is_one_too(tmp_path):
     """As in vLLM: a chat model whose generation_config.json lacks the token that its template writes would never stop."""
     random_checkpoint(tmp_path, LLAMA, generation_config={"eos_token_id": [7, 8]})
     vocabulary = {f"t{index}": index for index in range(64)}
@@ -896,7 +880,7 @@ orbax_complaints = pytest.mark.filterwarnings(
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", CONFIGS)
-def test_the_way_to_orbax_and_back_is_exact(tmp_path: Path, name: str, dtype: str) -> None:
+def test_the_way_to_orbax_and_back_is_exact(tmp_path, name, dtype):
     source = random_checkpoint(
         tmp_path / "hf", CONFIGS[name], dtype=dtype, shards=2, generation_config={"eos_token_id": 3}
     )
@@ -917,9 +901,7 @@ def test_the_way_to_orbax_and_back_is_exact(tmp_path: Path, name: str, dtype: st
     assert sorted(os.listdir(tmp_path)) == ["back", "hf", "new"]
 
 
-def test_conversion_writes_shards_and_a_bar_on_standard_error(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_conversion_writes_shards_and_a_bar_on_standard_error(tmp_path, capfd, monkeypatch):
     (tmp_path / "orbax").mkdir()  # an empty directory is as good as none
     source = random_checkpoint(tmp_path / "hf", LLAMA)
     convert(source, tmp_path / "quiet")
@@ -934,7 +916,7 @@ def test_conversion_writes_shards_and_a_bar_on_standard_error(
     assert captured.out == "" and "converting: 100%" in captured.err
 
 
-def test_mixed_dtypes_convert_exactly(tmp_path: Path) -> None:
+def test_mixed_dtypes_convert_exactly(tmp_path):
     tensors = random_tensors(LLAMA)
     for i, name in enumerate(tensors):
         tensors[name] = tensors[name].astype(list(DTYPES.values())[i % 3])
@@ -945,9 +927,7 @@ def test_mixed_dtypes_convert_exactly(tmp_path: Path) -> None:
     assert_same_bits(dict(load_file(back / "model.safetensors")), tensors)
 
 
-def test_conversion_overwrites_nothing_and_leaves_nothing_behind(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_conversion_overwrites_nothing_and_leaves_nothing_behind(tmp_path, monkeypatch):
     source = random_checkpoint(tmp_path / "hf", LLAMA)
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "precious").write_text("x")
@@ -1029,14 +1009,12 @@ ORBAX_FAULTS: dict[str, tuple[Callable[[Path], object], list[str]]] = {
 
 
 @pytest.fixture(scope="module")
-def orbax_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def orbax_checkpoint(tmp_path_factory):
     folder = tmp_path_factory.mktemp("orbax")
     return convert(random_checkpoint(folder / "hf", LLAMA), folder / "orbax", progress=False)
 
 
-def test_a_tensor_of_orbax_is_released_with_the_last_piece_that_it_fills(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_tensor_of_orbax_is_released_with_the_last_piece_that_it_fills(monkeypatch):
     restored = {"layer": {"shared": np.ones(2, np.float32), "alone": np.zeros(2, np.float32)}}
     infos = {
         name: SimpleNamespace(name=f"layer.{name}", dtype="F32", shape=(2,))
@@ -1057,7 +1035,7 @@ def test_a_tensor_of_orbax_is_released_with_the_last_piece_that_it_fills(
 
 @orbax_complaints
 @pytest.mark.parametrize("name", ORBAX_FAULTS)
-def test_faulty_orbax_directories(tmp_path: Path, orbax_checkpoint: Path, name: str) -> None:
+def test_faulty_orbax_directories(tmp_path, orbax_checkpoint, name):
     change, texts = ORBAX_FAULTS[name]
     directory = tmp_path / "x"
     shutil.copytree(orbax_checkpoint, directory)
@@ -1066,7 +1044,7 @@ def test_faulty_orbax_directories(tmp_path: Path, orbax_checkpoint: Path, name: 
     assert [part for part in texts if part not in text] == []
 
 
-def test_orbax_holds_the_names_and_shapes_of_the_checkpoint(orbax_checkpoint: Path) -> None:
+def test_orbax_holds_the_names_and_shapes_of_the_checkpoint(orbax_checkpoint):
     """Read by Orbax alone, without any knowledge of ours."""
     with orbax.checkpoint.StandardCheckpointer() as checkpointer:
         restored = checkpointer.restore(orbax_checkpoint / "orbax")
@@ -1075,16 +1053,14 @@ def test_orbax_holds_the_names_and_shapes_of_the_checkpoint(orbax_checkpoint: Pa
 
 
 @orbax_complaints
-def test_orbax_files_beyond_ours_do_no_harm(tmp_path: Path, orbax_checkpoint: Path) -> None:
+def test_orbax_files_beyond_ours_do_no_harm(tmp_path, orbax_checkpoint):
     shutil.copytree(orbax_checkpoint, tmp_path / "x")
     (tmp_path / "x" / "orbax" / "notes.txt").write_text("mine")
     assert_same_bits(load(tmp_path / "x"), expected(LLAMA))
 
 
 @orbax_complaints
-def test_orbax_data_lost_after_the_check_is_a_checkpoint_error(
-    tmp_path: Path, orbax_checkpoint: Path
-) -> None:
+def test_orbax_data_lost_after_the_check_is_a_checkpoint_error(tmp_path, orbax_checkpoint):
     shutil.copytree(orbax_checkpoint, tmp_path / "x")
     plan = open_model(tmp_path / "x").plan
     truncate_all(tmp_path / "x")
@@ -1117,7 +1093,7 @@ print("sharded")
 
 
 @orbax_complaints
-def test_sharded_restore_on_four_devices(tmp_path: Path, orbax_checkpoint: Path) -> None:
+def test_sharded_restore_on_four_devices(tmp_path, orbax_checkpoint):
     environment = {
         **os.environ,
         "JAX_PLATFORMS": "cpu",
@@ -1135,7 +1111,7 @@ def test_sharded_restore_on_four_devices(tmp_path: Path, orbax_checkpoint: Path)
     assert done.stderr.count("loading weights: 100%") >= 3
 
 
-def test_sharded_load_on_one_device(tmp_path: Path) -> None:
+def test_sharded_load_on_one_device(tmp_path):
     one = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     plan = open_model(random_checkpoint(tmp_path, TIED, dtype="float16")).plan
     assert_same_bits(
@@ -1143,7 +1119,7 @@ def test_sharded_load_on_one_device(tmp_path: Path) -> None:
     )
 
 
-def test_nothing_slow_is_imported_before_it_is_needed() -> None:
+def test_nothing_slow_is_imported_before_it_is_needed():
     code = "import sys, jaxpage.checkpoints; print([m for m in ('orbax', 'huggingface_hub', 'torch') if m in sys.modules])"
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True
@@ -1183,7 +1159,7 @@ def use_hub(monkeypatch: pytest.MonkeyPatch, answer: Path | Exception) -> Hub:
     return hub
 
 
-def test_local_directories_and_the_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_local_directories_and_the_demo(tmp_path, monkeypatch):
     hub = use_hub(monkeypatch, RuntimeError("the hub must not be asked"))
     monkeypatch.chdir(tmp_path)
     (tmp_path / "models" / "llama").mkdir(parents=True)
@@ -1207,9 +1183,7 @@ def test_local_directories_and_the_demo(tmp_path: Path, monkeypatch: pytest.Monk
     "name",
     ["./models/lama", "{tmp}/models/lama", "models/lama/", "~/x", "a/b/c", "", "\0", "x" * 9999],
 )
-def test_paths_that_lead_nowhere_never_reach_the_hub(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
+def test_paths_that_lead_nowhere_never_reach_the_hub(tmp_path, monkeypatch, name):
     hub = use_hub(monkeypatch, RuntimeError("asked"))
     monkeypatch.chdir(tmp_path)
     (tmp_path / "models" / "llama").mkdir(parents=True)
@@ -1221,7 +1195,7 @@ def test_paths_that_lead_nowhere_never_reach_the_hub(
     assert len(hub.calls) == (name[:1] == "x")
 
 
-def test_a_file_is_not_a_model(tmp_path: Path) -> None:
+def test_a_file_is_not_a_model(tmp_path):
     random_checkpoint(tmp_path, LLAMA)
     with pytest.raises(ModelNotFoundError, match="is not a directory"):
         resolve_model(tmp_path / "model.safetensors")
@@ -1260,9 +1234,7 @@ UNWANTED = [
         ["orbax/manifest.ocdbt", "orbax/d/1234"],
     ],
 )
-def test_all_files_of_a_hub_model_come_from_one_pinned_snapshot(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, weights: list[str]
-) -> None:
+def test_all_files_of_a_hub_model_come_from_one_pinned_snapshot(tmp_path, monkeypatch, weights):
     shards = [name for name in weights if name.endswith(".safetensors")]
     for name in (*WANTED, *UNWANTED, *weights):
         (tmp_path / "repository" / name).parent.mkdir(parents=True, exist_ok=True)
@@ -1288,7 +1260,7 @@ def test_all_files_of_a_hub_model_come_from_one_pinned_snapshot(
     assert found == {*WANTED} - {"generation_config.json", "hf_quant_config.json"}
 
 
-def test_a_hub_that_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hub_that_does_not_answer(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     use_hub(monkeypatch, ConnectionError("no route to host\nand more"))
     with pytest.raises(
@@ -1319,14 +1291,8 @@ REFUSED = "the hub refused access: the token may be old.*Log in anew"
 )
 @pytest.mark.parametrize("refused", ["/api/", "/"])
 def test_the_real_hub_client_refused(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    status: int,
-    code: str,
-    message: str,
-    expected: str,
-    refused: str,
-) -> None:
+    tmp_path, monkeypatch, status, code, message, expected, refused
+):
     """By a hub that refuses all, or that says which files a model has and does not give them."""
 
     class Answer(BaseHTTPRequestHandler):
@@ -1367,7 +1333,7 @@ def test_the_real_hub_client_refused(
     assert "cannot be reached" not in str(raised.value)
 
 
-def test_the_real_hub_client_offline(tmp_path: Path) -> None:
+def test_the_real_hub_client_offline(tmp_path):
     code = "from jaxpage.checkpoints.finding import resolve_model; resolve_model('some-org/some-model')"
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
     command = [sys.executable, "-c", code]
@@ -1438,9 +1404,7 @@ fuzz = settings(
 @pytest.mark.parametrize("name", ["model.safetensors", INDEX, "config.json"])
 @fuzz
 @given(data=st.data())
-def test_damaged_files_raise_nothing_but_checkpoint_errors(
-    tmp_path: Path, name: str, data: st.DataObject
-) -> None:
+def test_damaged_files_raise_nothing_but_checkpoint_errors(tmp_path, name, data):
     config = data.draw(st.sampled_from([LLAMA, GPT2, OPT])) if name == "config.json" else LLAMA
     if not (tmp_path / "keep").exists():
         random_checkpoint(tmp_path / "keep", LLAMA, shards=2 if name == INDEX else 1)

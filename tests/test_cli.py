@@ -46,15 +46,13 @@ def run(*words: str) -> int:
 
 
 @pytest.fixture
-def fake(monkeypatch: pytest.MonkeyPatch) -> type[FakeLLM]:
+def fake(monkeypatch):
     monkeypatch.setattr(jaxpage.llm, "LLM", FakeLLM)
     FakeLLM.forget()
     return FakeLLM
 
 
-def test_generated_text_alone_goes_to_standard_output(
-    fake: type[FakeLLM], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_generated_text_alone_goes_to_standard_output(fake, capsys):
     assert (
         run(
             "generate",
@@ -79,7 +77,7 @@ def test_generated_text_alone_goes_to_standard_output(
     assert fake.settings["block_size"] == 8 and fake.closed
 
 
-def test_penalties_are_parameters_of_the_request(fake: type[FakeLLM]) -> None:
+def test_penalties_are_parameters_of_the_request(fake):
     penalties = {"presence_penalty": -1.5, "frequency_penalty": 0.5, "repetition_penalty": 1.1}
     words = [
         word
@@ -91,9 +89,7 @@ def test_penalties_are_parameters_of_the_request(fake: type[FakeLLM]) -> None:
     assert params == SamplingParams(**penalties, top_k=40, max_tokens=200)
 
 
-def test_the_prompt_may_be_printed_before_the_text(
-    fake: type[FakeLLM], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_prompt_may_be_printed_before_the_text(fake, capsys, monkeypatch):
     assert run("generate", "Once: ", "--echo") == 0
     monkeypatch.setattr(sys, "stdin", io.StringIO("from a pipe "))
     assert run("generate", "-", "--echo") == 0
@@ -104,26 +100,24 @@ def test_the_prompt_may_be_printed_before_the_text(
     assert capsys.readouterr().out == "Once: Hello wörld\nHello wörld\n"
 
 
-def test_a_prompt_from_standard_input(fake: type[FakeLLM], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_prompt_from_standard_input(fake, monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.StringIO("from a pipe"))
     assert run("generate", "-") == 0
     assert fake.calls[0][0] == "from a pipe"
 
 
-def test_seed_of_generate_is_that_of_the_noise(fake: type[FakeLLM]) -> None:
+def test_seed_of_generate_is_that_of_the_noise(fake):
     assert run("generate", "x", "--seed", "7") == 0
     assert fake.calls[0][1].seed == 7 and "seed" not in fake.settings
 
 
-def test_speculation_may_be_the_word_auto(fake: type[FakeLLM]) -> None:
+def test_speculation_may_be_the_word_auto(fake):
     assert run("generate", "x", "--speculative-config", "auto") == 0
     config = EngineConfig(speculative_config=fake.settings["speculative_config"])
     assert config.speculative_config is not None and config.speculative_config.method == "auto"
 
 
-def test_one_request_at_a_time_compiles_for_one(
-    fake: type[FakeLLM], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_request_at_a_time_compiles_for_one(fake, monkeypatch):
     assert run("generate", "x") == 0
     assert fake.settings["max_num_seqs"] == 1
     monkeypatch.setenv("JAXPAGE_MAX_NUM_SEQS", "3")
@@ -151,12 +145,7 @@ def test_one_request_at_a_time_compiles_for_one(
     ],
     ids=" ".join,
 )
-def test_the_model_by_position_or_as_a_flag(
-    words: tuple[str, ...],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_the_model_by_position_or_as_a_flag(words, tmp_path, monkeypatch, capsys):
     """Each looks for it there, before anything else."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("jaxpage.serving.metrics.logs.configure", lambda config: None)
@@ -164,7 +153,7 @@ def test_the_model_by_position_or_as_a_flag(
     assert "model = './here': there is no such directory" in capsys.readouterr().err
 
 
-def test_one_word_is_a_prompt_and_two_are_model_and_prompt(fake: type[FakeLLM]) -> None:
+def test_one_word_is_a_prompt_and_two_are_model_and_prompt(fake):
     assert (
         run("generate", "demon")
         == run("generate", "demo", "Once")
@@ -175,7 +164,7 @@ def test_one_word_is_a_prompt_and_two_are_model_and_prompt(fake: type[FakeLLM]) 
     assert fake.settings["model"] == "demo"
 
 
-def test_quiet_and_verbose(fake: type[FakeLLM], capsys: pytest.CaptureFixture[str]) -> None:
+def test_quiet_and_verbose(fake, capsys):
     for words, want in (
         ((), (True, False)),
         (("-v",), (True, True)),
@@ -195,9 +184,7 @@ def test_quiet_and_verbose(fake: type[FakeLLM], capsys: pytest.CaptureFixture[st
     assert capsys.readouterr().err.count("All executables") == 1
 
 
-def test_a_failed_text_is_told_even_quietly(
-    fake: type[FakeLLM], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_failed_text_is_told_even_quietly(fake, monkeypatch, capsys):
     def failing(self: FakeLLM) -> Iterator[RequestOutput]:
         output = CompletionOutput(
             index=0, text="a", token_ids=[0], finish_reason="error", stop_reason="no token left"
@@ -211,12 +198,7 @@ def test_a_failed_text_is_told_even_quietly(
     assert "finish reason: error, no token left" in capsys.readouterr().err
 
 
-def test_a_model_without_text_is_told_before_it_is_loaded(
-    fake: type[FakeLLM],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_model_without_text_is_told_before_it_is_loaded(fake, tmp_path, monkeypatch, capsys):
     packaged, mute = Path(jaxpage.__file__).parent / "demo", tmp_path / "mute"
     mute.mkdir()
     for name in ("config.json", "model.safetensors"):
@@ -235,9 +217,7 @@ def test_a_model_without_text_is_told_before_it_is_loaded(
     assert run("chat", str(tmp_path)) == 1, "of what is no model more is missing than a tokenizer"
 
 
-def test_compile_reports_what_was_compiled(
-    fake: type[FakeLLM], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_compile_reports_what_was_compiled(fake, capsys):
     assert run("compile", "--max-num-seqs", "4") == 0
     assert "All executables are in the compile cache; this took 1.5 s" in capsys.readouterr().err
 
@@ -251,27 +231,21 @@ def test_compile_reports_what_was_compiled(
         (KeyError("x"), 1),
     ],
 )
-def test_failures_are_lines_and_not_tracebacks(
-    fake: type[FakeLLM], error: Exception, status: int, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_failures_are_lines_and_not_tracebacks(fake, error, status, capsys):
     fake.fails = error
     assert run("generate", "x") == status
     out, err = capsys.readouterr()
     assert out == "" and err.startswith("jaxpage: error: ") and "Traceback" not in err
 
 
-def test_debug_shows_the_traceback(
-    fake: type[FakeLLM], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_debug_shows_the_traceback(fake, monkeypatch, capsys):
     fake.fails = KeyError("x")
     monkeypatch.setenv("JAXPAGE_DEBUG", "1")
     assert run("generate", "x") == 1
     assert "Traceback" in capsys.readouterr().err
 
 
-def test_an_interrupt_is_a_line(
-    fake: type[FakeLLM], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_interrupt_is_a_line(fake, monkeypatch, capsys):
     def interrupted(self: FakeLLM) -> Iterator[RequestOutput]:
         raise KeyboardInterrupt
         yield
@@ -357,9 +331,7 @@ WRONG_USE = [
 @pytest.mark.parametrize(
     ("words", "message"), WRONG_USE, ids=[" ".join(words) for words, _ in WRONG_USE]
 )
-def test_wrong_use_is_status_2(
-    fake: type[FakeLLM], words: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_wrong_use_is_status_2(fake, words, message, capsys):
     assert run(*words) == 2
     out, err = capsys.readouterr()
     assert out == "" and message in err and "Traceback" not in err
@@ -375,21 +347,19 @@ def test_wrong_use_is_status_2(
         ),
     ],
 )
-def test_what_is_not_supported_is_one_line_and_status_2(
-    fake: type[FakeLLM], words: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_is_not_supported_is_one_line_and_status_2(fake, words, message, capsys):
     assert run(*words) == 2
     out, err = capsys.readouterr()
     assert out == "" and message in err and err.count("\n") == 1 and not fake.calls
 
 
-def test_jaxpage_alone_prints_its_help(capsys: pytest.CaptureFixture[str]) -> None:
+def test_jaxpage_alone_prints_its_help(capsys):
     assert run() == 0
     out, err = capsys.readouterr()
     assert "serve" in out and "generate" in out and err == ""
 
 
-def test_answers_for_flags_of_vllm_are_true_of_the_parser() -> None:
+def test_answers_for_flags_of_vllm_are_true_of_the_parser():
     """What is the same is there, all else is not, and flags in the answers exist."""
     own = options("serve")
     for flag, answer in answers("flags").items():
@@ -401,7 +371,7 @@ KINDS = ["same", "other name", "always on", "not needed", "not there"]
 
 
 @pytest.mark.parametrize("what", ["flags", "fields", "settings", "sampling", "metrics"])
-def test_a_name_of_vllm_has_one_answer_of_a_known_kind(what: str) -> None:
+def test_a_name_of_vllm_has_one_answer_of_a_known_kind(what):
     kinds = tomllib.loads(
         resources.files("jaxpage.settings").joinpath("from_vllm.toml").read_text()
     )
@@ -415,7 +385,7 @@ def test_a_name_of_vllm_has_one_answer_of_a_known_kind(what: str) -> None:
     assert not any(answer.text.endswith(".") for answer in answers(what).values())
 
 
-def test_answers_for_fields_of_vllm_are_true_of_the_requests() -> None:
+def test_answers_for_fields_of_vllm_are_true_of_the_requests():
     models = [*REQUESTS, *(model for each in DIALECTS for model in each.document.requests)]
     anywhere = {name for model in models for name in model.model_fields}
     generation = {*CompletionRequest.model_fields, *ChatCompletionRequest.model_fields}
@@ -433,9 +403,7 @@ def test_answers_for_fields_of_vllm_are_true_of_the_requests() -> None:
         ("--compilation-config.mode=3", "every step is compiled ahead of time"),
     ],
 )
-def test_flags_of_vllm_are_answered_in_every_form(
-    word: str, answer: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_flags_of_vllm_are_answered_in_every_form(word, answer, capsys):
     assert run("serve", "demo", word) == 2
     assert f"; {answer}" in capsys.readouterr().err
 
@@ -450,7 +418,7 @@ def options(command: str) -> set[str]:
 
 
 @pytest.mark.parametrize("cut", [1, 3, 100])
-def test_words_are_broken_at_the_edge_of_the_terminal(cut: int) -> None:
+def test_words_are_broken_at_the_edge_of_the_terminal(cut):
     """The oracle is textwrap, for a text in which every word fits; wide characters count two columns."""
     text = "Once upon a time there lived a young rabbit in an old town with a crooked tower and nothing else"
     wrapper = Wrapper(20)
@@ -463,9 +431,7 @@ def test_words_are_broken_at_the_edge_of_the_terminal(cut: int) -> None:
     assert wide.feed("日本 日本 x\ny ") + wide.finish() == "日本 \n日本 x\ny "
 
 
-def test_config_show_prints_values_and_origins(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_config_show_prints_values_and_origins(tmp_path, monkeypatch, capsys):
     path = tmp_path / "engine.yaml"
     path.write_text("max_num_seqs: 4\nblock_size: 8\n")
     monkeypatch.setenv("JAXPAGE_BLOCK_SIZE", "32")
@@ -479,7 +445,7 @@ def test_config_show_prints_values_and_origins(
     assert lines["seed"] == "seed: 0 # built-in"
 
 
-def test_config_validate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_config_validate(tmp_path, capsys):
     path = tmp_path / "engine.yaml"
     path.write_text("max_model_length: 4\n")
     assert run("config", "validate", str(path)) == 2
@@ -493,7 +459,7 @@ def test_config_validate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert out == "" and "is valid" in err
 
 
-def test_each_answer_to_a_foreign_command_names_commands_and_paths_that_exist() -> None:
+def test_each_answer_to_a_foreign_command_names_commands_and_paths_that_exist():
     """They are in the guide too, which is where they are explained."""
     guide = (Path(__file__).parents[1] / "docs" / "guides" / "from-ollama.md").read_text()
     [commands] = [
@@ -511,7 +477,7 @@ def test_each_answer_to_a_foreign_command_names_commands_and_paths_that_exist() 
             assert f"`ollama {name}" in guide, f"the guide lacks {name}"
 
 
-def test_doctor_reports_and_does_not_fail(capsys: pytest.CaptureFixture[str]) -> None:
+def test_doctor_reports_and_does_not_fail(capsys):
     assert run("doctor") == 0
     lines = capsys.readouterr().out.splitlines()
     report = dict(line.split(maxsplit=1) for line in lines)
@@ -542,9 +508,7 @@ def test_doctor_reports_and_does_not_fail(capsys: pytest.CaptureFixture[str]) ->
         (None, r"none \(g\+\+, clang\+\+, c\+\+ or \$CXX\): kernels for CPUs .*"),
     ],
 )
-def test_doctor_names_the_compiler(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: str | None, expected: str
-) -> None:
+def test_doctor_names_the_compiler(tmp_path, monkeypatch, program, expected):
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
     if program is not None:
@@ -555,9 +519,7 @@ def test_doctor_names_the_compiler(
     assert re.fullmatch(expected, line)
 
 
-def test_doctor_breaks_long_lines_on_a_terminal(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_doctor_breaks_long_lines_on_a_terminal(capsys, monkeypatch):
     values = [("short", "one"), ("empty", ""), ("long", "word-of-ten " * 12)]
     monkeypatch.setattr("jaxpage.cli.doctor.report", lambda model: iter(values))
     monkeypatch.setenv("COLUMNS", "60")
@@ -569,9 +531,7 @@ def test_doctor_breaks_long_lines_on_a_terminal(
     assert all(line.startswith(" " * 21 + "word-of-ten") for line in lines[3:])
 
 
-def test_doctor_looks_at_a_model(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_doctor_looks_at_a_model(tmp_path, capsys, monkeypatch):
     def told(model: str) -> dict[str, str]:
         assert run("doctor", model) == 0
         lines = capsys.readouterr().out.splitlines()
@@ -591,9 +551,7 @@ def test_doctor_looks_at_a_model(
     assert "ZeroDivisionError" in told("demo")["model"]
 
 
-def test_doctor_says_what_several_devices_and_hosts_could_do(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_doctor_says_what_several_devices_and_hosts_could_do(monkeypatch, capsys):
     for name in [name for name in os.environ if name.startswith("SLURM_")]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("JAXPAGE_HOSTS_SECRET", "nobody may read this")
@@ -636,13 +594,7 @@ def test_doctor_says_what_several_devices_and_hosts_could_do(
         (None, "none found"),
     ],
 )
-def test_doctor_warns_of_an_old_nvidia_driver(
-    printed: str | None,
-    told: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_doctor_warns_of_an_old_nvidia_driver(printed, told, tmp_path, monkeypatch, capsys):
     if printed is not None:
         program = tmp_path / "nvidia-smi"
         program.write_text(f"#!/bin/sh\n{printed}\n")
@@ -652,9 +604,7 @@ def test_doctor_warns_of_an_old_nvidia_driver(
     assert re.search(rf"^NVIDIA driver +{told}", capsys.readouterr().out, re.M)
 
 
-def test_doctor_reports_a_broken_jax(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_doctor_reports_a_broken_jax(monkeypatch, capsys):
     import jax
 
     def broken() -> list[Any]:
@@ -684,7 +634,7 @@ def process(*words: str, **environment: str) -> subprocess.CompletedProcess[str]
     ],
     ids=" ".join,
 )
-def test_help_is_quick_because_it_loads_nothing_heavy(words: list[str]) -> None:
+def test_help_is_quick_because_it_loads_nothing_heavy(words):
     """Half a second is the promise; what would break it is an import, and that can be told without a clock."""
     code = (
         "import sys, contextlib\n"
@@ -715,7 +665,7 @@ def test_help_is_quick_because_it_loads_nothing_heavy(words: list[str]) -> None:
     }
 
 
-def test_help_lists_what_exists_and_nothing_else() -> None:
+def test_help_lists_what_exists_and_nothing_else():
     text = process("--help").stdout
     for command in (
         "generate",
@@ -743,7 +693,7 @@ COMPLETIONS = [
 
 
 @pytest.mark.skipif(shutil.which("bash") is None, reason="there is no bash")
-def test_bash_completes_commands_flags_and_files() -> None:
+def test_bash_completes_commands_flags_and_files():
     """By the function that it is told to call."""
     script = process("--print-completion", "bash").stdout
     program = script + "\nfunction=$(complete -p jaxpage | sed 's/.*-F \\([^ ]*\\) .*/\\1/')\n"
@@ -761,13 +711,13 @@ def test_bash_completes_commands_flags_and_files() -> None:
     assert process("--print-completion", "zsh").stdout.startswith("#compdef jaxpage")
 
 
-def test_a_reader_that_goes_away_is_no_traceback() -> None:
+def test_a_reader_that_goes_away_is_no_traceback():
     command = f"{sys.executable} -m jaxpage config show | true"
     result = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60)
     assert "Traceback" not in result.stderr
 
 
-def test_the_first_command_of_the_readme() -> None:
+def test_the_first_command_of_the_readme():
     """The packaged model, end to end, in a process of its own: what the README quotes is what everybody reads."""
     readme = (Path(__file__).parents[1] / "README.md").read_text()
     quoted = " ".join(
@@ -780,7 +730,7 @@ def test_the_first_command_of_the_readme() -> None:
     assert len(result.stderr.splitlines()) == 2, f"no table, no warnings: {result.stderr}"
 
 
-def test_nobody_is_told_that_torch_is_missing() -> None:
+def test_nobody_is_told_that_torch_is_missing():
     """By transformers, at its import, where there is none."""
     code = (
         "import importlib.util as util; find = util.find_spec\n"

@@ -17,14 +17,14 @@ from tests.support.model_configs import MODELS, config_json
 CONFIGS = {name: config for name in MODELS if "text_config" not in (config := config_json(name))}
 
 
-def test_all_families_are_tried() -> None:
+def test_all_families_are_tried():
     assert {config["architectures"][0] for config in CONFIGS.values()} >= {
         name for name in FAMILY_OF if not name.endswith("ForConditionalGeneration")
     }
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_a_field_that_is_left_out_is_the_default_of_transformers(name: str) -> None:
+def test_a_field_that_is_left_out_is_the_default_of_transformers(name):
     """Each field alone, and all of them."""
     config = CONFIGS[name]
     fields = [field for field in config if field not in KEPT]
@@ -36,7 +36,7 @@ def test_a_field_that_is_left_out_is_the_default_of_transformers(name: str) -> N
     assert [text for text in map(difference, tried) if text] == []
 
 
-def test_a_field_goes_by_the_other_name_that_its_class_has_for_it() -> None:
+def test_a_field_goes_by_the_other_name_that_its_class_has_for_it():
     differences = []
     for name, config in CONFIGS.items():
         config = {"num_nextn_predict_layers": 1, **config}
@@ -97,7 +97,7 @@ ALIKE: dict[str, tuple[str, Config, Config]] = {
 
 
 @pytest.mark.parametrize("case", ALIKE)
-def test_what_transformers_takes_is_taken(case: str) -> None:
+def test_what_transformers_takes_is_taken(case):
     name, given, plain = ALIKE[case]
     found, wanted = read({**CONFIGS[name], **given}), read({**CONFIGS[name], **plain})
     assert found == wanted and not isinstance(found, str), found
@@ -105,7 +105,7 @@ def test_what_transformers_takes_is_taken(case: str) -> None:
 
 
 @pytest.mark.sweep
-def test_random_fields_that_are_left_out_are_the_defaults_of_transformers() -> None:
+def test_random_fields_that_are_left_out_are_the_defaults_of_transformers():
     seed = datetime.datetime.now(datetime.UTC).toordinal()
     print(f"seed {seed}")
     cases = itertools.islice(random_cases(random.Random(seed), None), 6_000)

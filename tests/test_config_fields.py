@@ -82,20 +82,18 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("name", few(CASES, always))
 
 
-def test_a_field_that_moves_logits_is_read_or_refused(name: str) -> None:
+def test_a_field_that_moves_logits_is_read_or_refused(name):
     moving, idle = passed_over(name)
     assert moving and idle == []
 
 
-def test_a_field_that_is_passed_over_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_field_that_is_passed_over_is_found(monkeypatch):
     monkeypatch.setattr(Fields, "activation", lambda *_: "silu")
     assert [each.split()[0] for each in passed_over("seed-oss-grouped")[1]] == ["hidden_act"]
 
 
 @pytest.mark.parametrize("keyword", ["", "seed_oss"])
-def test_the_name_of_a_family_selects_its_cases(
-    keyword: str, request: pytest.FixtureRequest
-) -> None:
+def test_the_name_of_a_family_selects_its_cases(keyword, request):
     """Underscores of a module's name are dashes in those of cases; conftest.py takes both."""
     drawn: list[Any] = []
     metafunc: Any = SimpleNamespace(
@@ -109,7 +107,7 @@ def test_the_name_of_a_family_selects_its_cases(
     assert request.node.name.replace("-", "_") in request.node.listextrakeywords()
 
 
-def test_special_tokens_are_null_where_the_class_takes_null() -> None:
+def test_special_tokens_are_null_where_the_class_takes_null():
     """CWM's class takes no null for the first token; a family of it would fail on its first test."""
     for model_type in ("cwm", "modernbert-decoder", "llama"):
         tokens = no_special_tokens(model_type)

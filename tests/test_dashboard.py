@@ -71,7 +71,7 @@ def problems(expression: str) -> list[str]:
     expressions(),
     ids=[f"{title}: {text}" for title, text in expressions()],
 )
-def test_queries_name_what_the_server_has(title: str, expression: str) -> None:
+def test_queries_name_what_the_server_has(title, expression):
     assert _SELECTOR.search(expression) and not problems(expression)
     assert expression.count("(") == expression.count(")") and expression.count(
         "{"
@@ -97,11 +97,11 @@ def test_queries_name_what_the_server_has(title: str, expression: str) -> None:
         ),
     ],
 )
-def test_a_wrong_query_would_be_found(expression: str, problem: str) -> None:
+def test_a_wrong_query_would_be_found(expression, problem):
     assert any(text.startswith(problem) for text in problems(expression))
 
 
-def test_the_dashboard_can_be_imported_anywhere() -> None:
+def test_the_dashboard_can_be_imported_anywhere():
     """No fixed data source, every panel in its place, ids that differ."""
     dashboard = json.loads(DASHBOARD.read_text())
     panels = dashboard["panels"]
@@ -120,7 +120,7 @@ def test_the_dashboard_can_be_imported_anywhere() -> None:
         taken |= cells
 
 
-def test_what_matters_is_on_it() -> None:
+def test_what_matters_is_on_it():
     requested = " ".join(text for _, text in expressions())
     shown = {name for name in HELP if re.search(rf"jaxpage_{name}(_bucket|_sum)?\b", requested)}
     assert set(HELP) - shown <= {

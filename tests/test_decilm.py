@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -58,7 +57,7 @@ def of_llama(tensors: dict[str, np.ndarray]) -> LlamaForCausalLM:
 
 
 @torch.no_grad()
-def test_tokens_are_those_of_a_llama_with_halves_that_do_nothing(tmp_path: Path) -> None:
+def test_tokens_are_those_of_a_llama_with_halves_that_do_nothing(tmp_path):
     tensors = random_tensors(CONFIG)
     assert tensors["model.layers.0.mlp.up_proj.weight"].shape == (512, WIDTH)
     assert tensors["model.layers.1.mlp.up_proj.weight"].shape == (256, WIDTH)
@@ -102,7 +101,7 @@ def test_tokens_are_those_of_a_llama_with_halves_that_do_nothing(tmp_path: Path)
         ),
     ],
 )
-def test_what_is_not_honoured_is_refused_by_name(kind: Any, says: str, blocks: Any) -> None:
+def test_what_is_not_honoured_is_refused_by_name(kind, says, blocks):
     config = {**CONFIG, "block_configs": blocks}
     with pytest.raises(kind, match=says):
         load_family(config).Spec.from_config(config)

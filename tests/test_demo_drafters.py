@@ -47,7 +47,7 @@ def heads_with(tmp_path: Path, accuracies: Any) -> SpeculativeConfig:
     )
 
 
-def test_a_tree_is_searched_from_the_accuracies_in_the_config(tmp_path: Path) -> None:
+def test_a_tree_is_searched_from_the_accuracies_in_the_config(tmp_path):
     rows = [[0.1, 0.6], [0.2, 0.3]]
     config = heads_with(tmp_path / "a", rows)
     found = open_heads(config, TARGET)
@@ -63,7 +63,7 @@ def test_a_tree_is_searched_from_the_accuracies_in_the_config(tmp_path: Path) ->
     "accuracies",
     [[[0.5]], [[0.5], []], [[0.5], [0.6, 0.5]], [[0.5], [-0.1]], [[0.5], ["a"]], 1, []],
 )
-def test_accuracies_that_are_none_are_refused(tmp_path: Path, accuracies: Any) -> None:
+def test_accuracies_that_are_none_are_refused(tmp_path, accuracies):
     with pytest.raises(CheckpointError, match="jaxpage_accuracies must be a list of shares"):
         open_heads(heads_with(tmp_path / "a", accuracies), TARGET)
 
@@ -71,7 +71,7 @@ def test_accuracies_that_are_none_are_refused(tmp_path: Path, accuracies: Any) -
 # --- what jaxpage brings along
 
 
-def test_they_are_there_and_small() -> None:
+def test_they_are_there_and_small():
     for name in ("draft", "medusa", "eagle3"):
         assert resolve_model(f"demo/{name}") == DEMO / name
     files = [
@@ -96,9 +96,7 @@ def test_they_are_there_and_small() -> None:
             assert f"| {line} |" in card
 
 
-def test_a_directory_with_a_packaged_name_is_not_overlooked(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_directory_with_a_packaged_name_is_not_overlooked(tmp_path, monkeypatch, caplog):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "demo" / "medusa").mkdir(parents=True)
     assert resolve_model("demo/medusa") == DEMO / "medusa"
@@ -111,7 +109,7 @@ def test_a_directory_with_a_packaged_name_is_not_overlooked(
     assert caplog.text == ""
 
 
-def test_the_packaged_draft_model_loads() -> None:
+def test_the_packaged_draft_model_loads():
     files, target = open_model(DEMO / "draft"), open_model(DEMO)
     assert files.spec.vocab_size == target.spec.vocab_size
     assert files.spec.max_position_embeddings == target.spec.max_position_embeddings
@@ -119,7 +117,7 @@ def test_the_packaged_draft_model_loads() -> None:
     load_weights(files.plan, "bfloat16", jnp.asarray)
 
 
-def test_the_packaged_eagle_head_belongs_to_the_model() -> None:
+def test_the_packaged_eagle_head_belongs_to_the_model():
     config = json.loads((DEMO / "eagle3" / "config.json").read_text())
     tensors = load_file(DEMO / "eagle3" / "model.safetensors")
     token_map = np.arange(config["draft_vocab_size"]) + tensors["d2t"]
@@ -136,7 +134,7 @@ def load_bytes(name: str) -> int:
 
 
 @pytest.fixture(scope="module")
-def plain() -> Any:
+def plain():
     with LLM(
         model="demo", max_num_seqs=2, max_num_batched_tokens=32, max_model_len=160, use_tqdm=False
     ) as llm:
@@ -168,7 +166,7 @@ BUDGETS = [
 ]
 
 
-def test_a_budget_for_reasoning_is_spent_where_it_is_said(plain: list[list[int]]) -> None:
+def test_a_budget_for_reasoning_is_spent_where_it_is_said(plain):
     """Otherwise the drafts of budgets would be those of other requests."""
     tokenizer = load_tokenizer(DEMO)
     free, at_once, later, quoted, unspent = plain
@@ -192,13 +190,7 @@ def test_a_budget_for_reasoning_is_spent_where_it_is_said(plain: list[list[int]]
         ("mtp", None, {"num_speculative_tokens": 4}, 2.5),
     ],
 )
-def test_packaged_drafters_save_steps_and_change_nothing(
-    plain: list[list[int]],
-    method: str,
-    name: str | None,
-    settings: dict[str, Any],
-    at_least: float,
-) -> None:
+def test_packaged_drafters_save_steps_and_change_nothing(plain, method, name, settings, at_least):
     """Also where a budget forces the end of the reasoning, in the middle of drafts."""
     with started(method, name, **settings) as llm:
         assert texts_of(llm, GREEDY) == plain[:1]
@@ -231,7 +223,7 @@ def right(llm: LLM, prompts: list[str]) -> tuple[float, list[list[int]]]:
     return accepted / steps, [output.outputs[0].token_ids for output in found]
 
 
-def test_the_head_in_the_model_is_right_as_often_as_eagle_and_is_replaced_with_the_model() -> None:
+def test_the_head_in_the_model_is_right_as_often_as_eagle_and_is_replaced_with_the_model():
     prompts = [PROMPT, *acceptance.NOVELS]
     with started("eagle3", "eagle3", num_speculative_tokens=4) as llm:
         eagle, texts = right(llm, prompts)

@@ -32,9 +32,7 @@ def workloads() -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 @pytest.mark.parametrize(("name", "spec"), [*workloads()], ids=lambda value: str(value)[:12])
-def test_each_workload_of_the_cluster_has_what_an_operator_relies_on(
-    name: str, spec: dict[str, Any]
-) -> None:
+def test_each_workload_of_the_cluster_has_what_an_operator_relies_on(name, spec):
     pod = spec["template"]["spec"]
     assert spec["selector"]["matchLabels"] == spec["template"]["metadata"]["labels"]
     assert pod["securityContext"]["runAsNonRoot"] and pod["securityContext"]["runAsUser"]
@@ -59,7 +57,7 @@ def test_each_workload_of_the_cluster_has_what_an_operator_relies_on(
     assert {*mounts} == volumes and mounts["tmp"] == "/tmp"
 
 
-def test_the_servers_of_the_cluster_keep_their_caches_and_are_found() -> None:
+def test_the_servers_of_the_cluster_keep_their_caches_and_are_found():
     specs = dict(workloads())
     spec = specs["jaxpage"]
     [container] = spec["template"]["spec"]["containers"]
@@ -81,7 +79,7 @@ def test_the_servers_of_the_cluster_keep_their_caches_and_are_found() -> None:
     assert services["jaxpage"]["selector"] == specs["vllm-router"]["selector"]["matchLabels"]
 
 
-def test_images_have_pinned_versions_and_say_their_own() -> None:
+def test_images_have_pinned_versions_and_say_their_own():
     text = (DEPLOY / "Dockerfile").read_text()
     assert f"ARG VERSION={__version__}\n" in text
     assert 'org.opencontainers.image.version="$VERSION"' in text
@@ -115,7 +113,7 @@ server.serve_forever()
 
 
 @pytest.mark.parametrize(("status", "expected"), [(200, 0), (503, 1)])
-def test_the_health_check_finds_the_port_of_the_server(status: int, expected: int) -> None:
+def test_the_health_check_finds_the_port_of_the_server(status, expected):
     """Whatever the port is, and whatever else the process listens on."""
     text = (DEPLOY / "Dockerfile").read_text()
     [place] = re.findall(r"^COPY deploy/healthcheck.py (\S+)$", text, re.M)
@@ -135,7 +133,7 @@ def unit() -> ConfigParser:
     return parser
 
 
-def test_the_unit_starts_the_server_and_keeps_its_caches() -> None:
+def test_the_unit_starts_the_server_and_keeps_its_caches():
     service = unit()["Service"]
     start = shlex.split(service["ExecStart"])
     parsed = make_parser().parse_args(start[1:])
@@ -147,7 +145,7 @@ def test_the_unit_starts_the_server_and_keeps_its_caches() -> None:
     assert "MemoryDenyWriteExecute" not in service, "XLA writes code and runs it"
 
 
-def test_systemd_understands_the_unit(tmp_path: Path) -> None:
+def test_systemd_understands_the_unit(tmp_path):
     program = shutil.which("systemd-analyze")
     if program is None:
         pytest.skip("systemd-analyze is not here")

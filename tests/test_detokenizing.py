@@ -50,9 +50,7 @@ class Counting(StreamDetokenizer):
     [(PIECES[0], 2, 1), (PIECES[0], 2, 1), (PIECES[1], 3, 1), (PIECES[0], 3, 1)]
 )  # one broken character after the other
 @example([(PIECES[2], 1, 1), (END, 1, 12), (PIECES[0], 3, 1)])
-def test_the_text_is_the_tokenizers_and_the_window_has_an_end(
-    pieces: list[tuple[tuple[int, ...], int, int]],
-) -> None:
+def test_the_text_is_the_tokenizers_and_the_window_has_an_end(pieces):
     """Broken characters, bytes that no character has, and special tokens, up to twelve times in a row."""
     token_ids = [token_id for piece, cut, times in pieces for token_id in times * piece[:cut]]
     stream = Counting(TOKENIZER, (), skip_special_tokens=True)
@@ -65,7 +63,7 @@ def test_the_text_is_the_tokenizers_and_the_window_has_an_end(
     "piece", [PIECES[3], END, PIECES[0][:1]], ids=["a byte", "special", "beginnings"]
 )
 @pytest.mark.parametrize("skip", [True, False])
-def test_a_thousand_of_them_are_shown_as_they_come(piece: tuple[int, ...], skip: bool) -> None:
+def test_a_thousand_of_them_are_shown_as_they_come(piece, skip):
     stream = Counting(TOKENIZER, (), skip_special_tokens=skip)
     shown = "".join([stream.push(piece[0]) for _ in range(1000)])
     whole = TOKENIZER.decode(1000 * piece, skip_special_tokens=skip)
@@ -191,7 +189,7 @@ def ids_of(name: str) -> st.SearchStrategy[list[int]]:
 
 
 @pytest.mark.parametrize("name", VOCABULARIES)
-def test_text_in_pieces_is_the_text_of_the_whole(name: str) -> None:
+def test_text_in_pieces_is_the_text_of_the_whole(name):
     @settings(max_examples=100)
     @given(ids_of(name), st.integers(0, 20), st.booleans())
     def search(token_ids: list[int], cut: int, skips: bool) -> None:
@@ -210,7 +208,7 @@ def test_text_in_pieces_is_the_text_of_the_whole(name: str) -> None:
         "\u9f98\u9f98",
     ],
 )
-def test_characters_that_are_no_tokens_follow_each_other(name: str, text: str) -> None:
+def test_characters_that_are_no_tokens_follow_each_other(name, text):
     """They come out when the run of bytes ends, or each with its last byte if none are held back."""
     tokenizer = VOCABULARIES[name]
     token_ids = [*text.encode(), tokenizer.convert_tokens_to_ids("a")]
@@ -222,7 +220,7 @@ def test_characters_that_are_no_tokens_follow_each_other(name: str, text: str) -
     assert [piece for each in token_ids if (piece := stream.push(each))] == [*text, "a"]
 
 
-def test_of_a_run_without_an_end_complete_characters_are_shown() -> None:
+def test_of_a_run_without_an_end_complete_characters_are_shown():
     """What is held back stays short, and what was shown stays when an invalid byte follows."""
     stream = StreamDetokenizer(VOCABULARIES["gemma"], (), skip_special_tokens=True)
     token_ids = list(("\U0001f389" * 100).encode())
@@ -233,7 +231,7 @@ def test_of_a_run_without_an_end_complete_characters_are_shown() -> None:
 
 
 @pytest.mark.parametrize("length", [4, 250, 256, 257, 1000])
-def test_a_prompt_may_end_anywhere_in_a_long_run_of_bytes(length: int) -> None:
+def test_a_prompt_may_end_anywhere_in_a_long_run_of_bytes(length):
     token_ids = list(("\U0001f389\u9f98\u00e9" * 200).encode())
     prompt, follows = token_ids[:length], token_ids[length : length + 9]
     stream = StreamDetokenizer(
@@ -247,9 +245,7 @@ def test_a_prompt_may_end_anywhere_in_a_long_run_of_bytes(length: int) -> None:
 @pytest.mark.parametrize("name", ["gemma", "byte level"])
 @given(parts=st.data())
 @settings(max_examples=50)
-def test_log_probabilities_tell_the_bytes_of_tokens_and_where_they_begin(
-    name: str, parts: st.DataObject
-) -> None:
+def test_log_probabilities_tell_the_bytes_of_tokens_and_where_they_begin(name, parts):
     """A token begins where the character begins that it is a part of; all bytes together are the text."""
     token_ids = parts.draw(ids_of(name))
     tokenizer = VOCABULARIES[name]
@@ -267,7 +263,7 @@ def test_log_probabilities_tell_the_bytes_of_tokens_and_where_they_begin(
         assert said.decode() == text
 
 
-def test_the_second_token_of_an_answer_begins_after_the_space_of_the_first() -> None:
+def test_the_second_token_of_an_answer_begins_after_the_space_of_the_first():
     tokenizer = VOCABULARIES["llama"]
     word, letter = tokenizer.convert_tokens_to_ids(["\u2581a", "a"])
     places = TextOffsets(tokenizer, prompt_token_ids=[letter])

@@ -94,7 +94,7 @@ def array_bytes(pages: Any) -> list[int]:
         ],
     ),
 )
-def test_attention_keeps_its_sums_in_registers(name: str, backend: str) -> None:
+def test_attention_keeps_its_sums_in_registers(name, backend):
     found = compiled_attention(find(name), backend)
     assert found.calls["paged_attention"] == 1 and found.spilled_bytes == 0
     for kernel in found.kernels:
@@ -120,7 +120,7 @@ def test_attention_keeps_its_sums_in_registers(name: str, backend: str) -> None:
         [("bfloat16", "decode 64x2048")],
     ),
 )
-def test_latents_keep_their_sums_in_registers(page_dtype: str, call: str) -> None:
+def test_latents_keep_their_sums_in_registers(page_dtype, call):
     """Those of DeepSeek-V3: 512 of 576 numbers are values, and all 128 heads share them."""
     latent = {"num_heads": 128, "num_kv_heads": 1, "head_dim": 576, "page_dtype": page_dtype}
     spec = dataclasses.replace(find(f"llama-3-8b {call}"), **latent)
@@ -131,7 +131,7 @@ def test_latents_keep_their_sums_in_registers(page_dtype: str, call: str) -> Non
         assert (kernel.shared_bytes or 0) <= 99 * 1024 and not kernel.machine.stack_bytes
 
 
-def test_the_next_keys_and_values_are_on_their_way_while_these_are_multiplied() -> None:
+def test_the_next_keys_and_values_are_on_their_way_while_these_are_multiplied():
     """Two turns of keys and two of values are in shared memory. With three or four stages it is one: the block table takes the others."""
     spec = find("llama-3-8b decode 64x2048")
     cut = triton.heuristic(shape_of_spec(spec))
@@ -153,7 +153,7 @@ def test_the_next_keys_and_values_are_on_their_way_while_these_are_multiplied() 
         [("chunk 2048+0", 256)],
     ),
 )
-def test_tiles_fit_in_the_shared_memory_of_small_gpus(call: str, width: int) -> None:
+def test_tiles_fit_in_the_shared_memory_of_small_gpus(call, width):
     """99 KiB of Ada and its like."""
     spec = dataclasses.replace(find(f"llama-3-8b {call}"), head_dim=width)
     tiles = triton.heuristic(shape_of_spec(spec), (8, 9))
@@ -168,9 +168,7 @@ def test_tiles_fit_in_the_shared_memory_of_small_gpus(call: str, width: int) -> 
         [("int8", "decode 64x2048")],
     ),
 )
-def test_attention_over_quantised_pages_keeps_its_sums_in_registers(
-    page_dtype: str, call: str
-) -> None:
+def test_attention_over_quantised_pages_keeps_its_sums_in_registers(page_dtype, call):
     spec = dataclasses.replace(find(f"llama-3-8b {call}"), page_dtype=page_dtype)
     assert compiled_attention(spec).spilled_bytes == 0
 
@@ -185,7 +183,7 @@ def test_attention_over_quantised_pages_keeps_its_sums_in_registers(
         ],
     ),
 )
-def test_a_product_is_one_launch_that_makes_no_weight(name: str) -> None:
+def test_a_product_is_one_launch_that_makes_no_weight(name):
     """Temporary are inputs of two halves, and the sums of splits."""
     spec = next(spec for spec in PRODUCTS if spec.name == name)
     found = compiled_case(product_case(spec))
@@ -202,7 +200,7 @@ def test_a_product_is_one_launch_that_makes_no_weight(name: str) -> None:
 
 
 @pytest.mark.parametrize("page_dtype", ["int8", "bfloat16"])
-def test_decode_has_enough_bytes_on_their_way(page_dtype: str) -> None:
+def test_decode_has_enough_bytes_on_their_way(page_dtype):
     """An H200 reads 4.8 TB/s, which takes about 33 KiB in flight on each multiprocessor: those of the next turn of its programs."""
     spec = dataclasses.replace(find("llama-3-8b decode 64x2048"), page_dtype=page_dtype)
     tiles = triton.heuristic(shape_of_spec(spec))
@@ -217,18 +215,18 @@ def test_decode_has_enough_bytes_on_their_way(page_dtype: str) -> None:
     ("page_dtype", "backend"),
     [*((each, "triton") for each in ("bfloat16", "int8", "uint8")), ("bfloat16", "mosaic")],
 )
-def test_new_keys_and_values_are_written_in_place(page_dtype: str, backend: str) -> None:
+def test_new_keys_and_values_are_written_in_place(page_dtype, backend):
     case = write_case(64, page_dtype=page_dtype, backend=backend)
     assert_in_place(compiled_case(case), case.arguments[0], own=backend == "triton")
 
 
-def test_selection_keeps_its_sums_in_registers() -> None:
+def test_selection_keeps_its_sums_in_registers():
     found = compiled_case(selection_case(64))
     assert found.calls == {"cutoffs": 1, "likeliest": 1} and found.spilled_bytes == 0
 
 
 @pytest.mark.parametrize("backend", ["triton", "mosaic"])
-def test_blocks_are_copied_in_place(backend: str) -> None:
+def test_blocks_are_copied_in_place(backend):
     case = copy_case(16, backend=backend)
     assert_in_place(compiled_case(case), case.arguments[0], own=backend == "triton")
 
@@ -253,9 +251,7 @@ def assert_in_place(found: Findings, pages: Any, *, own: bool) -> None:
         [("decode", "triton", 1), ("verify", "triton", 1), ("chunk", "triton", 0)],
     ),
 )
-def test_a_step_is_one_cuda_graph_and_changes_its_pages_in_place(
-    kind: str, backend: str, reduced: int
-) -> None:
+def test_a_step_is_one_cuda_graph_and_changes_its_pages_in_place(kind, backend, reduced):
     shapes = step_shapes(BUCKETS[kind], backend=backend, num_layers=LAYERS)
     compiled, thunks_text = compile_with_thunks(
         shapes.step, *shapes.arguments, options=compiler_options("gpu")
@@ -318,7 +314,7 @@ LLAMA_3_1B = {
         ],
     ),
 )
-def test_attention_fits_the_card(gpu: str, call: str, heads: str, page_dtype: str) -> None:
+def test_attention_fits_the_card(gpu, call, heads, page_dtype):
     spec = dataclasses.replace(find(f"llama-3-8b {call}"), page_dtype=page_dtype, **HEADS[heads])
     case = attention_case(spec, "triton")
     if page_dtype == "uint8" and gpu in WITHOUT_FP8:
@@ -353,7 +349,7 @@ def test_a_product_of_fp8_is_compiled_for_a_card_that_does_not_convert_it(
 
 @pytest.mark.sweep
 @pytest.mark.parametrize("gpu", CARDS)
-def test_pages_are_changed_in_place_on_the_card(gpu: str) -> None:
+def test_pages_are_changed_in_place_on_the_card(gpu):
     for case in (
         copy_case(16),
         *(write_case(64, page_dtype=page_dtype) for page_dtype in ("bfloat16", "int8", "uint8")),
@@ -376,9 +372,7 @@ def test_pages_are_changed_in_place_on_the_card(gpu: str) -> None:
         ("b200", LLAMA_3_8B, "decode", 32),
     ],
 )
-def test_a_step_on_the_card_is_one_cuda_graph(
-    gpu: str, config: Any, kind: str, num_layers: int
-) -> None:
+def test_a_step_on_the_card_is_one_cuda_graph(gpu, config, kind, num_layers):
     # Of so many blocks a layer's keys are larger than the logits, and their copies, of what is
     # verified.
     shapes = step_shapes(
@@ -394,7 +388,7 @@ def test_a_step_on_the_card_is_one_cuda_graph(
 
 
 @pytest.mark.sweep
-def test_a_card_without_kernels_is_refused_them_and_runs_plain_xla_in_float16() -> None:
+def test_a_card_without_kernels_is_refused_them_and_runs_plain_xla_in_float16():
     """XLA has no Triton for a T4. Plain XLA computes a step of float16 there without a copy of a weight in float32."""
     case = attention_case(find("llama-3-8b decode 64x2048"), "auto")
     with pytest.raises(
@@ -419,7 +413,7 @@ def test_a_card_without_kernels_is_refused_them_and_runs_plain_xla_in_float16() 
 
 @pytest.mark.skipif(fa3.library()[0] is None, reason=fa3.library()[1])
 @pytest.mark.parametrize("kind", ["decode", "chunk"])
-def test_a_step_with_a_library_is_a_cuda_graph_between_its_calls(kind: str) -> None:
+def test_a_step_with_a_library_is_a_cuda_graph_between_its_calls(kind):
     """Its memory for scheduling lives during the call alone, so that it must not be recorded."""
     shapes = step_shapes(BUCKETS[kind], backend="fa3", num_layers=LAYERS)
     compiled, thunks_text = compile_with_thunks(
@@ -433,7 +427,7 @@ def test_a_step_with_a_library_is_a_cuda_graph_between_its_calls(kind: str) -> N
     assert compiled.as_text().count('custom_call_target="flash_mha_fwd"') == LAYERS
 
 
-def test_a_norm_is_one_kernel() -> None:
+def test_a_norm_is_one_kernel():
     """And no matrix product, as on CPU."""
 
     def norm(x: jax.Array) -> jax.Array:
@@ -447,7 +441,7 @@ def test_a_norm_is_one_kernel() -> None:
 # What the checks are for, planted.
 
 
-def test_a_loop_that_waits_for_the_host_is_found() -> None:
+def test_a_loop_that_waits_for_the_host_is_found():
     def step(x: jax.Array) -> jax.Array:
         return jax.lax.while_loop(lambda y: jnp.sum(y) < 100.0, lambda y: y * 2.0, x)
 
@@ -457,7 +451,7 @@ def test_a_loop_that_waits_for_the_host_is_found() -> None:
         assert thunks.on_host(compile_with_thunks(jax.jit(step), x, options=options)[1]) == found
 
 
-def test_xla_flags_have_the_last_word(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_xla_flags_have_the_last_word(monkeypatch):
     assert (
         compiler_options("cpu") == {}
         and "WHILE" in compiler_options("gpu")["xla_gpu_enable_command_buffer"]
@@ -466,7 +460,7 @@ def test_xla_flags_have_the_last_word(monkeypatch: pytest.MonkeyPatch) -> None:
     assert compiler_options("gpu") == {}
 
 
-def test_pages_that_are_not_donated_are_found() -> None:
+def test_pages_that_are_not_donated_are_found():
     case = write_case(64)
     sizes = array_bytes(case.arguments[0])
     found = inspect(compile_for(jax.jit(case.function.__wrapped__), *case.arguments))
@@ -475,7 +469,7 @@ def test_pages_that_are_not_donated_are_found() -> None:
     assert any("(copy)" in problem for problem in listed)
 
 
-def test_a_scan_that_copies_the_layers_pages_is_found() -> None:
+def test_a_scan_that_copies_the_layers_pages_is_found():
     pages = jax.ShapeDtypeStruct((4, 1024, 16, 8, 128), jnp.bfloat16)
     new = jax.ShapeDtypeStruct((8, 128), jnp.bfloat16)
 
@@ -495,7 +489,7 @@ def kernel(body: Any, name: str, shape: jax.ShapeDtypeStruct, **settings: Any) -
     return jax.jit(lambda x: call(x)[0], donate_argnums=0)
 
 
-def test_a_kernel_that_spills_is_found() -> None:
+def test_a_kernel_that_spills_is_found():
     def square(x_ref: Any, out_ref: Any) -> None:
         row, middle, column = jnp.arange(128)[:, None], jnp.arange(32), jnp.arange(128)[None, :]
         left = triton_backend.load(x_ref.at[row, middle[None, :]])
@@ -512,7 +506,7 @@ def test_a_kernel_that_spills_is_found() -> None:
     )
 
 
-def test_an_array_that_a_kernel_does_not_change_in_place_is_found() -> None:
+def test_an_array_that_a_kernel_does_not_change_in_place_is_found():
     def add_one(x_ref: Any, out_ref: Any) -> None:
         index = jnp.arange(1024)
         triton_backend.store(out_ref.at[index], triton_backend.load(x_ref.at[index]) + 1)

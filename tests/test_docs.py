@@ -35,7 +35,7 @@ FENCE = re.compile(r"^ *```([^\n]*)\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
 HEREDOC = re.compile(r"<< *'?(\w+)'?\n.*?^\1$", re.MULTILINE | re.DOTALL)
 
 
-def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
+def test_the_site_builds_without_a_warning(tmp_path):
     pytest.importorskip("sphinx", reason="jaxpage[docs] is not installed")
     command = [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", "docs", str(tmp_path)]
     done = subprocess.run(
@@ -81,7 +81,7 @@ def look_at_site(site: Path) -> None:
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.stem)
-def test_commands_have_flags_that_exist(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_commands_have_flags_that_exist(path, capsys):
     """Whole commands in blocks; in the text those that leave something out are fine."""
     text, parser = path.read_text(encoding="utf-8"), make_parser()
     spans = re.findall(r"`(jaxpage [^`]*)`", FENCE.sub("", text))
@@ -99,7 +99,7 @@ def test_commands_have_flags_that_exist(path: Path, capsys: pytest.CaptureFixtur
     assert not wrong, "\n".join(wrong)
 
 
-def test_links_are_called_by_what_they_lead_to() -> None:
+def test_links_are_called_by_what_they_lead_to():
     """No link to a page has the page's file for a text. A link to a file that is no page may have its path."""
     found = [
         f"{path.relative_to(ROOT)}: {link}"
@@ -122,9 +122,7 @@ def links_called_by_files(text: str) -> Iterator[str]:
             yield link[0]
 
 
-def test_the_example_of_the_architecture_is_what_the_engine_does(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_example_of_the_architecture_is_what_the_engine_does(monkeypatch):
     told = (ROOT / "docs" / "internals" / "architecture.md").read_text(encoding="utf-8")
     steps: list[tuple[StepPlan, StepResult]] = []
     with make_llm("demo", **BLOCKS_OF_4, dtype="float32") as llm:
@@ -156,7 +154,7 @@ def test_the_example_of_the_architecture_is_what_the_engine_does(
     assert len(steps) == 4
 
 
-def test_commands_are_found_in_shell() -> None:
+def test_commands_are_found_in_shell():
     page = """```{eval-rst}
 jaxpage no
 ```
@@ -179,7 +177,7 @@ END
 @pytest.mark.sweep
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("tutorial", TUTORIALS, ids=lambda path: path.stem)
-def test_the_commands_of_a_tutorial_run(tutorial: Path, tmp_path: Path) -> None:
+def test_the_commands_of_a_tutorial_run(tutorial, tmp_path):
     """As a reader types them: the environment has jaxpage, and what the tutorial installs into it."""
     if os.environ.get("NO_INDEX"):
         pytest.skip("the package index is not wanted")

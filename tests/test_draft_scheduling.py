@@ -125,7 +125,7 @@ MACHINES = (Speculating, SpeculatingInASmallPool)
 
 
 @pytest.mark.parametrize("machine", MACHINES)
-def test_with_drafts_every_request_draws_what_it_draws_alone(machine: type[Scheduling]) -> None:
+def test_with_drafts_every_request_draws_what_it_draws_alone(machine):
     run_state_machine_as_test(machine, settings=STATE_MACHINE)
     assert machine.num_right > 100  # type: ignore[attr-defined]
 
@@ -236,7 +236,7 @@ class BranchesWhereShapesHoldChains(Scheduler):
         BranchesWhereShapesHoldChains,
     ],
 )
-def test_the_machines_see_planted_mistakes(mistaken: type) -> None:
+def test_the_machines_see_planted_mistakes(mistaken):
     machine = mistaken_machine(Speculating, mistaken)
     with pytest.raises((AssertionError, KeyError, IndexError, ValueError)):
         run_state_machine_as_test(
@@ -263,9 +263,7 @@ right_samples = opening.make_draft_samples
 @pytest.mark.parametrize(
     "mistaken", few([forgets_the_branch, counts_places_for_depths], [counts_places_for_depths])
 )
-def test_the_machines_see_mistakes_in_what_is_drawn(
-    mistaken: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_machines_see_mistakes_in_what_is_drawn(mistaken, monkeypatch):
     monkeypatch.setattr(opening, "make_draft_samples", mistaken)
     with pytest.raises(AssertionError):
         run_state_machine_as_test(
@@ -275,7 +273,7 @@ def test_the_machines_see_mistakes_in_what_is_drawn(
 
 
 @pytest.mark.sweep
-def test_the_machines_see_that_nothing_is_moved(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_machines_see_that_nothing_is_moved(monkeypatch):
     verify = FakeDevice.verify
 
     def stays(self, row, drawn):
@@ -305,7 +303,7 @@ def drafting(driver: Driver, *drafts: Draft) -> None:
     driver.propose = propose
 
 
-def test_drafts_are_cut_to_the_blocks_that_are_free() -> None:
+def test_drafts_are_cut_to_the_blocks_that_are_free():
     """5 blocks of 4: two sequences of 7 known tokens have 4, one of the drafts that go on behind them gets the last."""
     driver = make_driver(num_blocks=6, block_size=4, verified=((2, 9),))
     wrong = chain((NUM_TOKEN_IDS - 1,) * 8)
@@ -325,7 +323,7 @@ def test_drafts_are_cut_to_the_blocks_that_are_free() -> None:
     )
 
 
-def test_a_tree_is_a_chain_where_shapes_hold_chains_only() -> None:
+def test_a_tree_is_a_chain_where_shapes_hold_chains_only():
     tree = Draft((1, 2, 3, 4, 5), (-1, -1, 0, 1, 2))
     for trees, parents in ((True, (0, 0, 1, 2, 3)), (False, (0, 1, 2))):
         driver = make_driver(verified=((2, 9),), trees=trees)
@@ -338,6 +336,6 @@ def test_a_tree_is_a_chain_where_shapes_hold_chains_only() -> None:
         assert driver.plans[-1].rows[0].token_ids[1:] == ((1, 2, 3, 4, 5) if trees else (1, 3, 5))
 
 
-def test_limits_say_how_many_drafts_a_row_may_have() -> None:
+def test_limits_say_how_many_drafts_a_row_may_have():
     limits = StepLimits(8, 16, 4, False, ((2, 9), (4, 4), (8, 2)))
     assert [limits.max_drafts(rows) for rows in (1, 2, 3, 4, 5, 8, 9)] == [8, 8, 3, 3, 1, 1, 0]

@@ -58,12 +58,12 @@ def prompt_of(sequence_id: int, num_tokens: int = 5) -> StepPlan:
     )
 
 
-def test_without_a_controller_it_always_drafts_as_far_as_there_is_room() -> None:
+def test_without_a_controller_it_always_drafts_as_far_as_there_is_room():
     sync = DrafterSync(LIMITS, None, block_size=4)
     assert {run(sync, plan_of((1, 5))) for _ in range(500)} == {7} and sync.ready == {1}
 
 
-def test_it_is_off_when_it_has_lost_too_much_and_on_again_with_a_new_request() -> None:
+def test_it_is_off_when_it_has_lost_too_much_and_on_again_with_a_new_request():
     """What it loses is at most that share of the steps, by count."""
     sync = DrafterSync(LIMITS, wishes(depth=0), block_size=4)
     steps = [run(sync, plan_of((1, 5))) for _ in range(LONG)]
@@ -78,7 +78,7 @@ def test_it_is_off_when_it_has_lost_too_much_and_on_again_with_a_new_request() -
     )
 
 
-def test_while_drafts_gain_it_stays_on() -> None:
+def test_while_drafts_gain_it_stays_on():
     sync = DrafterSync(LIMITS, wishes(drafts=True, each=0.1), block_size=4)
     assert {run(sync, plan_of((1, 5)), 2) for _ in range(500)} == {3}
     assert None in {run(sync, plan_of((1, 5)), 1) for _ in range(LONG)}, (
@@ -87,7 +87,7 @@ def test_while_drafts_gain_it_stays_on() -> None:
 
 
 @pytest.mark.parametrize(("prompt_token", "is_off"), [(0.05, False), (0.5, True)])
-def test_prompts_that_cost_more_than_drafts_gain(prompt_token: float, is_off: bool) -> None:
+def test_prompts_that_cost_more_than_drafts_gain(prompt_token, is_off):
     """What it takes to compute prompts is weighed against what drafts gain of the few tokens after them."""
     controller = wishes(drafts=True)
     controller.costs.prompt_token = prompt_token
@@ -98,7 +98,7 @@ def test_prompts_that_cost_more_than_drafts_gain(prompt_token: float, is_off: bo
     assert (last[-1] is None) == is_off
 
 
-def test_many_prompts_in_a_row_do_not_turn_off_what_pays() -> None:
+def test_many_prompts_in_a_row_do_not_turn_off_what_pays():
     """As where requests that began together end together: the drafts of those prompts are yet to come."""
     controller = wishes(drafts=True)
     controller.costs.prompt_token = 0.05
@@ -111,7 +111,7 @@ def test_many_prompts_in_a_row_do_not_turn_off_what_pays() -> None:
     assert not sync.is_off
 
 
-def test_heads_without_a_kv_cache_run_only_where_they_draft() -> None:
+def test_heads_without_a_kv_cache_run_only_where_they_draft():
     controller = wishes(depth=0)
     sync = DrafterSync(LIMITS, controller, block_size=4, has_kv=False)
     assert {run(sync, plan_of((1, 5))) for _ in range(LONG)} == {None} and not (
@@ -121,7 +121,7 @@ def test_heads_without_a_kv_cache_run_only_where_they_draft() -> None:
     assert run(sync, plan_of((1, 5))) == 3 and sync.ready == {1}
 
 
-def test_before_prompts_nothing_is_drafted() -> None:
+def test_before_prompts_nothing_is_drafted():
     """The next step computes prompts, and verifies nothing; but where prompts and decoding alternate, it decodes."""
     sync = DrafterSync(LIMITS, None, block_size=4)
     assert sync.depth(prompt_of(1), others_wait=True) == 0
@@ -131,7 +131,7 @@ def test_before_prompts_nothing_is_drafted() -> None:
     assert alternating.depth(prompt_of(1), others_wait=True) == 7
 
 
-def test_drafts_hold_until_their_sequence_has_run() -> None:
+def test_drafts_hold_until_their_sequence_has_run():
     """A step between, that computes the prompts of others, does not take them away."""
     sync = DrafterSync(dataclasses.replace(LIMITS, mixed=False), None, block_size=4)
     run(sync, plan_of((1, 5)))
@@ -144,7 +144,7 @@ def test_drafts_hold_until_their_sequence_has_run() -> None:
     assert not sync.ready
 
 
-def test_a_fork_of_as_many_draws_as_its_prompt_has_tokens_is_no_decoding() -> None:
+def test_a_fork_of_as_many_draws_as_its_prompt_has_tokens_is_no_decoding():
     """What the drafter has missed of a prompt, it has missed of its samples."""
     sync = DrafterSync(LIMITS, wishes(), block_size=4)
     samples = tuple(Sample(0, 2, child, SamplingParams(), 0, 0, 3) for child in (5, 6, 4))
@@ -165,9 +165,7 @@ events = st.lists(
 
 
 @given(events)
-def test_it_drafts_for_those_alone_whose_every_token_it_has_computed(
-    history: list[tuple[bool, int, int, int, bool]],
-) -> None:
+def test_it_drafts_for_those_alone_whose_every_token_it_has_computed(history):
     """Against a record of every slot. Sequences grow, or new ones adopt the first blocks of others, as from the prefix cache; some begin
     anew, and some are forked."""
     sync = DrafterSync(LIMITS, None, block_size=SIZE)

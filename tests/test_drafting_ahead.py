@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -69,7 +69,7 @@ def _param(case: Case) -> Any:
 
 
 @pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def root(tmp_path_factory):
     """Of the models: the target, and of each case a drafter. One has shapes like the target's."""
     root = tmp_path_factory.mktemp("models")
     random_checkpoint(root / "target", LLAMA, 1)
@@ -136,12 +136,12 @@ def start(root: Path, case: Case, **settings: Any) -> LLM:
 
 
 @pytest.fixture(scope="module", params=[_param(case) for case in CASES])
-def case(request: pytest.FixtureRequest) -> Case:
+def case(request):
     return request.param
 
 
 @pytest.fixture(scope="module")
-def tight(case: Case, root: Path) -> Iterator[LLM]:
+def tight(case, root):
     """An engine whose requests preempt each other, with blocks that no draft ends on evenly."""
     mode = "swap" if case.tree else "recompute"
     with start(
@@ -243,7 +243,7 @@ def hf_model(directory: Path) -> Any:
 
 
 @pytest.fixture(scope="module")
-def reference(case: Case, root: Path) -> Reference:
+def reference(case, root):
     if case.method == "draft_model":
         return of_a_model(root / case.drafter)
     head = MTP_HEADS[case.drafter] if case.method == "mtp" else heads()[case.method]
@@ -275,12 +275,12 @@ SAMPLED = SamplingParams(
 
 
 @pytest.fixture(scope="module")
-def plain(root: Path, case: Case) -> list[tuple[SamplingParams, list[Any]]]:
+def plain(root, case):
     with make_llm(case.target(root)) as llm:
         return [(params, outputs(llm, params)) for params in (GREEDY, SAMPLED)]
 
 
-def test_it_drafts_what_the_reference_does(tight: LLM, reference: Reference) -> None:
+def test_it_drafts_what_the_reference_does(tight, reference):
     """Behind prompts of several chunks, wrong drafts, and tokens that were computed once more."""
     drafts = record(tight)
     before = tight.stats()
@@ -295,7 +295,7 @@ def test_it_drafts_what_the_reference_does(tight: LLM, reference: Reference) -> 
     invariants(tight)
 
 
-def test_no_draft_changes_a_text(tight: LLM, plain: list[tuple[SamplingParams, list[Any]]]) -> None:
+def test_no_draft_changes_a_text(tight, plain):
     num_compiled = tight.stats()["compile_total"]
     for params, wanted in plain:
         assert outputs(tight, params) == wanted
@@ -303,9 +303,7 @@ def test_no_draft_changes_a_text(tight: LLM, plain: list[tuple[SamplingParams, l
     invariants(tight)
 
 
-def test_found_prefixes_and_samples_of_one_prompt_are_drafted_for(
-    tight: LLM, reference: Reference
-) -> None:
+def test_found_prefixes_and_samples_of_one_prompt_are_drafted_for(tight, reference):
     """A head's numbers for a token follow from the token behind it, so that a block is found only before the same token."""
     drafts = record(tight)
     params = SamplingParams(temperature=1e-6, n=2, seed=1, max_tokens=8, ignore_eos=True)
@@ -336,7 +334,7 @@ def simulated(
     return drafted, accepted
 
 
-def test_counts_are_those_of_a_simulation(tight: LLM, case: Case, reference: Reference) -> None:
+def test_counts_are_those_of_a_simulation(tight, case, reference):
     """A head whose rows are missing drafts badly and changes no text, so that counts alone show it: alone, behind a prefix that ends
     before another token, in a batch, and recomputed."""
     if case.method != "mtp" or case.tree:
@@ -392,9 +390,7 @@ HEAD_MISTAKES: dict[str, tuple[Any, str, Any]] = {
 
 
 @pytest.mark.parametrize("mistake", few(HEAD_MISTAKES, ["a block before another token"]))
-def test_a_mistake_in_the_rows_of_a_head_is_seen(
-    mistake: str, root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_mistake_in_the_rows_of_a_head_is_seen(mistake, root, monkeypatch):
     monkeypatch.setattr(*HEAD_MISTAKES[mistake])
     case = next(case for case in CASES if case.method == "mtp" and not case.tree)
     with start(root, case, block_size=4, num_blocks=26, max_model_len=96) as llm:
@@ -408,9 +404,7 @@ def test_a_mistake_in_the_rows_of_a_head_is_seen(
 
 @pytest.mark.sweep
 @pytest.mark.parametrize("mistake", ["_fork_last_blocks", "_inherit"])
-def test_a_planted_mistake_is_seen(
-    mistake: str, root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_planted_mistake_is_seen(mistake, root, monkeypatch):
     """Pages as they were: scratch does not hold what stands before the drafts."""
     unmoved: dict[str, Any] = {
         "_fork_last_blocks": lambda pages, *_: pages,
@@ -424,12 +418,7 @@ def test_a_planted_mistake_is_seen(
             assert_as_the_reference(llm, drafts, of_a_model(root / CASES[1].drafter))
 
 
-def test_a_model_that_drafts_for_itself_is_always_right(
-    tight: LLM,
-    case: Case,
-    plain: list[tuple[SamplingParams, list[Any]]],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_model_that_drafts_for_itself_is_always_right(tight, case, plain, monkeypatch):
     """At any temperature. To executables parameters are arguments."""
     if case.drafter != "alike":
         pytest.skip("its shapes are not the target's")
@@ -446,7 +435,7 @@ def test_a_model_that_drafts_for_itself_is_always_right(
     tight.reset_prefix_cache()
 
 
-def test_a_step_in_which_the_drafter_is_off_is_that_of_the_target_alone(root: Path) -> None:
+def test_a_step_in_which_the_drafter_is_off_is_that_of_the_target_alone(root):
     sizes = {"max_num_seqs": 1, "max_num_batched_tokens": 16, "max_model_len": 64}
     config = {"method": "eagle3", "model": str(root / "eagle3"), "num_speculative_tokens": "auto"}
     with (
@@ -468,7 +457,7 @@ def instructions(step: Any) -> list[str]:
 
 
 @pytest.mark.parametrize("number", few([3, "auto"], [3]))
-def test_a_recurrent_model_takes_typical_acceptance_and_auto(root: Path, number: Any) -> None:
+def test_a_recurrent_model_takes_typical_acceptance_and_auto(root, number):
     """The log probabilities of a lossy text are those of transformers for that text, in float64: no wrong draft left a state."""
     case = CASES[4]
     settings = {

@@ -31,7 +31,7 @@ def assert_same(draft: Draft, wanted: Draft) -> None:
     np.testing.assert_array_equal(draft.q.probabilities_NW, wanted.q.probabilities_NW)
 
 
-def test_what_is_cut_keeps_its_own() -> None:
+def test_what_is_cut_keeps_its_own():
     assert_same(DRAFT.cut(2), Draft((5, 3), (-1, -1), Candidates(IDS[:2], ODDS[:2])))
     assert_same(DRAFT.first_branch(), Draft((5, 8), (-1, 0), Candidates(IDS[[0, 2]], ODDS[[0, 2]])))
     assert_same(DRAFT.sound(20, 9), DRAFT)
@@ -58,7 +58,7 @@ def test_what_is_cut_keeps_its_own() -> None:
         (IDS, np.where(IDS == 8, 0, ODDS) + np.where(IDS == 9, 0.3, 0), "cannot be drawn from"),
     ],
 )
-def test_what_no_draft_was_drawn_from_is_an_error(ids: Any, odds: Any, message: str) -> None:
+def test_what_no_draft_was_drawn_from_is_an_error(ids, odds, message):
     with pytest.raises(ValueError, match=message):
         DRAFT._replace(q=Candidates(ids, odds)).sound(20, 9)
 
@@ -70,13 +70,13 @@ class Forbidding:
         return None if drafts else np.zeros(1, np.uint32)
 
 
-def test_no_grammar_takes_out_what_was_drawn() -> None:
+def test_no_grammar_takes_out_what_was_drawn():
     """Of chosen drafts it does: what is certain to be wrong was not drawn by chance."""
     assert_same(filter_drafts({7: DRAFT}, {7: Forbidding()})[7], DRAFT)  # type: ignore[dict-item]
     assert not filter_drafts({7: DRAFT._replace(q=None)}, {7: Forbidding()})  # type: ignore[dict-item]
 
 
-def test_a_log_gives_them_back() -> None:
+def test_a_log_gives_them_back():
     row = Row(4, 30, (1, *DRAFT.token_ids), ((3,),), parents=(0, 0, 1, 2), q=DRAFT.q)
     sequence_id, draft = _draft(*json.loads(json.dumps(_drafts(row))), vocab_size=20)
     assert sequence_id == 4
@@ -95,7 +95,7 @@ def test_a_log_gives_them_back() -> None:
             _draft(4, [5, 3, 8, 1], [-1, -1, 0, 1], wrong, vocab_size=20)
 
 
-def test_a_step_is_told_what_each_draft_was_drawn_from() -> None:
+def test_a_step_is_told_what_each_draft_was_drawn_from():
     """Of chosen drafts, and of what is no draft, the token itself."""
     menu = make_menu(
         4, 16, num_drafts=(7,), max_verified_tokens=64, trees=True, q_width=MOST_CANDIDATES

@@ -45,7 +45,7 @@ class Target(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Target:
+def target(tmp_path_factory):
     directory = random_checkpoint(tmp_path_factory.mktemp("models") / "target", TARGET)
     model = transformers.AutoModelForCausalLM.from_pretrained(directory).eval()
     with torch.no_grad():
@@ -170,7 +170,7 @@ def check_eagle(directory: Path, head: Eagle, target: Target) -> ModelDrafterFil
 
 
 @pytest.mark.parametrize("fc_bias", [True, False])
-def test_eagle_as_its_authors_publish_it(tmp_path: Path, target: Target, fc_bias: bool) -> None:
+def test_eagle_as_its_authors_publish_it(tmp_path, target, fc_bias):
     """The tables are the target's, which are not held twice."""
     head = Eagle(fc_bias=fc_bias)
     head.take(target.tensors, "tokens", "head")
@@ -187,7 +187,7 @@ def test_eagle_as_its_authors_publish_it(tmp_path: Path, target: Target, fc_bias
     assert check_eagle(copies, head, target).num_bytes("float32") == 4 * own
 
 
-def test_eagle_as_vllm_has_it(tmp_path: Path, target: Target) -> None:
+def test_eagle_as_vllm_has_it(tmp_path, target):
     """With a config in the config, a prefix, two layers and tables of its own."""
     head = Eagle(num_hidden_layers=2)
     tensors = head.tensors()
@@ -199,7 +199,7 @@ def test_eagle_as_vllm_has_it(tmp_path: Path, target: Target) -> None:
     assert drafter.num_bytes("float32") == 4 * sum(tensor.size for tensor in tensors.values())
 
 
-def test_eagle_with_biases_and_a_vocabulary_of_its_own(tmp_path: Path, target: Target) -> None:
+def test_eagle_with_biases_and_a_vocabulary_of_its_own(tmp_path, target):
     head = Eagle(attention_bias=True, mlp_bias=True)
     known = np.random.default_rng(3).permutation(VOCAB)[:50]
     head.table.weight = torch.nn.Parameter(head.table.weight[torch.tensor(known)])
@@ -266,7 +266,7 @@ def check_eagle3(
     check_spread(found.logits, logits, known)
 
 
-def test_eagle3_as_its_authors_publish_it(tmp_path: Path, target: Target) -> None:
+def test_eagle3_as_its_authors_publish_it(tmp_path, target):
     head = Eagle3(rows=len(KNOWN))
     head.take(target.tensors, "tokens")
     tensors = with_midlayer({**head.tensors(), **D2T})
@@ -274,9 +274,7 @@ def test_eagle3_as_its_authors_publish_it(tmp_path: Path, target: Target) -> Non
 
 
 @pytest.mark.parametrize("norm_before_residual", [True, False, None])
-def test_eagle3_of_speculators(
-    tmp_path: Path, target: Target, norm_before_residual: bool | None
-) -> None:
+def test_eagle3_of_speculators(tmp_path, target, norm_before_residual):
     """A residual without a word on it is normed here, and nowhere else."""
     head = Eagle3(rows=len(KNOWN), norm_before_residual=norm_before_residual is not False)
     said = {} if norm_before_residual is None else {"norm_before_residual": norm_before_residual}
@@ -286,7 +284,7 @@ def test_eagle3_of_speculators(
     )
 
 
-def test_eagle3_with_all_its_norms_of_speculators(tmp_path: Path, target: Target) -> None:
+def test_eagle3_with_all_its_norms_of_speculators(tmp_path, target):
     """Two layers of Qwen3's kind, with norms of heads, one with a window; four states; all tokens, in another order than the model's."""
     norms = {
         "norm_before_residual": True,
@@ -342,9 +340,7 @@ def test_eagle3_with_all_its_norms_of_speculators(tmp_path: Path, target: Target
         ({"eagle_aux_hidden_state_layer_ids": None, "eagle_config": None}, (2, 3, 4)),
     ],
 )
-def test_where_layer_ids_stand_says_what_they_count(
-    tmp_path: Path, target: Target, ids: dict[str, Any], aux_layers: tuple[int, ...]
-) -> None:
+def test_where_layer_ids_stand_says_what_they_count(tmp_path, target, ids, aux_layers):
     """At the top level layers that are entered, in `eagle_config` layers that are left; the former outrank the latter."""
     tensors = {**Eagle3(rows=len(KNOWN)).tensors(), **D2T}
     assert (
@@ -353,9 +349,7 @@ def test_where_layer_ids_stand_says_what_they_count(
     )
 
 
-def test_eagle3_narrower_than_its_target_that_takes_the_states_of_its_last_layer(
-    tmp_path: Path, target: Target
-) -> None:
+def test_eagle3_narrower_than_its_target_that_takes_the_states_of_its_last_layer(tmp_path, target):
     """SpecForge's form. The state that leaves the last layer is no state of the oracle's, so here it is one like any other."""
     head = Eagle3(target_width=WIDTH, rows=VOCAB, hidden_size=32)
     config = {**EAGLE3, "hidden_size": 32, "target_hidden_size": WIDTH, "draft_vocab_size": VOCAB}
@@ -365,7 +359,7 @@ def test_eagle3_narrower_than_its_target_that_takes_the_states_of_its_last_layer
     check_eagle3(directory, head, last, aux_layers=(7, 0, 3), known=np.arange(VOCAB))
 
 
-def test_eagle3_without_a_head_takes_the_target_s(tmp_path: Path, target: Target) -> None:
+def test_eagle3_without_a_head_takes_the_target_s(tmp_path, target):
     head = Eagle3()
     head.take(target.tensors, "head", "tokens")
     config = {**EAGLE3, "draft_vocab_size": VOCAB}
@@ -375,7 +369,7 @@ def test_eagle3_without_a_head_takes_the_target_s(tmp_path: Path, target: Target
     check_eagle3(directory, head, target, known=np.arange(VOCAB))
 
 
-def test_a_head_on_what_the_target_itself_computes(tmp_path: Path, target: Target) -> None:
+def test_a_head_on_what_the_target_itself_computes(tmp_path, target):
     """The whole chain in one jitted function: the model with auxiliary hidden states, features, the head with the model's tables."""
     head = Eagle3(rows=len(KNOWN))
     head.take(target.tensors, "tokens")
@@ -402,7 +396,7 @@ def test_a_head_on_what_the_target_itself_computes(tmp_path: Path, target: Targe
     check_spread(np.asarray(forward(parameters, TOKENS)), logits, KNOWN)
 
 
-def test_a_head_in_half_precision(tmp_path: Path, target: Target) -> None:
+def test_a_head_in_half_precision(tmp_path, target):
     """Its weights are kept so; logits are in float32, and token ids are what they are."""
     head = Eagle3(rows=len(KNOWN))
     drafter = opened(write(tmp_path, EAGLE3, {**head.tensors(), **D2T}), "eagle3", target)
@@ -522,9 +516,7 @@ def head_tensors() -> dict[str, np.ndarray]:
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_a_head_that_does_not_fit_is_refused_with_the_numbers(
-    tmp_path: Path, target: Target, name: str
-) -> None:
+def test_a_head_that_does_not_fit_is_refused_with_the_numbers(tmp_path, target, name):
     wrong, words = WRONG[name]
     config, tensors = dict(EAGLE3), dict(head_tensors())
     opened(write(tmp_path / "right", config, tensors), "eagle3", target)
@@ -533,7 +525,7 @@ def test_a_head_that_does_not_fit_is_refused_with_the_numbers(
     assert all(word in message for word in words), message
 
 
-def test_everything_that_is_wrong_comes_at_once(tmp_path: Path, target: Target) -> None:
+def test_everything_that_is_wrong_comes_at_once(tmp_path, target):
     config = {**EAGLE3, "vocab_size": 99, "target_hidden_size": 7}
     message = refusal(
         write(tmp_path, config, head_tensors(), without=("norm.weight", "fc.weight")),
@@ -548,7 +540,7 @@ def test_everything_that_is_wrong_comes_at_once(tmp_path: Path, target: Target) 
     )
 
 
-def test_a_head_of_the_other_method_is_told_so(tmp_path: Path, target: Target) -> None:
+def test_a_head_of_the_other_method_is_told_so(tmp_path, target):
     first, third = (
         write(tmp_path / "1", AUTHORS, Eagle().tensors()),
         write(tmp_path / "3", EAGLE3, head_tensors()),
@@ -557,7 +549,7 @@ def test_a_head_of_the_other_method_is_told_so(tmp_path: Path, target: Target) -
     assert "of method 'eagle3', not 'eagle'" in refusal(third, "eagle", target)
 
 
-def test_a_table_that_only_the_target_has_must_fit(tmp_path: Path, target: Target) -> None:
+def test_a_table_that_only_the_target_has_must_fit(tmp_path, target):
     """A narrower head cannot do with the target's embedding, nor a head with a vocabulary of its own with the target's."""
     narrow = Eagle3(target_width=WIDTH, rows=len(KNOWN), hidden_size=32)
     config = {**EAGLE3, "hidden_size": 32, "target_hidden_size": WIDTH}
@@ -572,21 +564,21 @@ def test_a_table_that_only_the_target_has_must_fit(tmp_path: Path, target: Targe
     assert "no lm_head.weight" in message and "(131, 48)" in message and "(60, 48)" in message
 
 
-def test_without_layer_ids_a_target_of_two_layers_is_refused(tmp_path: Path) -> None:
+def test_without_layer_ids_a_target_of_two_layers_is_refused(tmp_path):
     shallow = open_model(random_checkpoint(tmp_path / "target", {**TARGET, "num_hidden_layers": 2}))
     directory = write(tmp_path / "head", EAGLE3, head_tensors())
     with pytest.raises(CheckpointError, match=r"\[2, 1, -1\] are inputs of layers .* has 2 layers"):
         open_drafter(SpeculativeConfig(method="eagle3", model=str(directory)), shallow)
 
 
-def test_files_without_a_tensor_are_refused(tmp_path: Path, target: Target) -> None:
+def test_files_without_a_tensor_are_refused(tmp_path, target):
     assert "of method 'eagle', not 'eagle3'" in refusal(
         write(tmp_path, AUTHORS, {}), "eagle3", target
     )
     assert "'fc.weight' of shape (48, 96) is missing" in refusal(tmp_path, "eagle", target)
 
 
-def test_pickles_are_refused_unopened(tmp_path: Path, target: Target) -> None:
+def test_pickles_are_refused_unopened(tmp_path, target):
     (tmp_path / "config.json").write_text(json.dumps(AUTHORS))
     (tmp_path / "pytorch_model.bin").write_bytes(b"cos\nsystem\n(S'false'\ntR.")
     assert "pickled ('pytorch_model.bin')" in refusal(tmp_path, "eagle", target)
@@ -596,9 +588,7 @@ def test_pickles_are_refused_unopened(tmp_path: Path, target: Target) -> None:
 
 
 @pytest.mark.parametrize("name", ["llama-tied-bias", "gpt2-usual", "qwen3-windows"])
-def test_a_draft_model_has_the_logits_of_transformers(
-    tmp_path: Path, target: Target, name: str
-) -> None:
+def test_a_draft_model_has_the_logits_of_transformers(tmp_path, target, name):
     model = save_model(name, tmp_path)
     drafter = opened(tmp_path, "draft_model", target)
     assert drafter.aux_layers is None and drafter.kv == open_model(tmp_path).spec.kv
@@ -612,9 +602,7 @@ def test_a_draft_model_has_the_logits_of_transformers(
 
 
 @pytest.mark.parametrize("vocab_size", [VOCAB - 20, VOCAB + 20])
-def test_tables_of_one_vocabulary_may_be_padded_differently(
-    tmp_path: Path, target: Target, vocab_size: int
-) -> None:
+def test_tables_of_one_vocabulary_may_be_padded_differently(tmp_path, target, vocab_size):
     """Known by the tokenizers, of which the one with the longer table may name some of the padding."""
     model = save_model("llama-grouped", tmp_path / "draft", vocab_size=vocab_size)
     message = refusal(tmp_path / "draft", "draft_model", target)  # the target has no tokenizer
@@ -639,7 +627,7 @@ def test_tables_of_one_vocabulary_may_be_padded_differently(
     check_spread(np.asarray(ours), theirs[:, :VOCAB], np.arange(min(vocab_size, VOCAB)))
 
 
-def test_a_draft_model_with_other_tokens_is_refused(tmp_path: Path, target: Target) -> None:
+def test_a_draft_model_with_other_tokens_is_refused(tmp_path, target):
     save_model("llama-grouped", tmp_path / "target")
     save_model("llama-grouped", tmp_path / "draft", vocab_size=100)
     other = (tmp_path / "draft" / "tokenizer.json").read_text().replace('"t7"', '"seven"')
@@ -650,5 +638,5 @@ def test_a_draft_model_with_other_tokens_is_refused(tmp_path: Path, target: Targ
     assert "has 100 tokens, and the model has 131" in message and "as 7" in message
 
 
-def test_other_methods_have_no_drafter_here(target: Target) -> None:
+def test_other_methods_have_no_drafter_here(target):
     assert open_drafter(SpeculativeConfig(method="ngram"), target.files) is None

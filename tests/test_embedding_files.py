@@ -50,7 +50,7 @@ OLDER = (
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any, Any]:
+def saved(tmp_path_factory):
     tokenizer = small_tokenizer()
     directory = tmp_path_factory.mktemp("model")
     sizes = {"vocab_size": len(tokenizer), "max_position_embeddings": 1024, "head_dim": 16}
@@ -61,7 +61,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any, Any]:
 
 
 @pytest.fixture(scope="module")
-def llm(saved: tuple[Path, Any, Any]) -> Any:
+def llm(saved):
     with make_llm(saved[0], max_model_len=256 * 4) as made:
         yield made
 
@@ -173,9 +173,7 @@ def near(found: Any, expected: Any) -> None:
 
 @pytest.mark.parametrize("form", ["older", "compact", "list"])
 @pytest.mark.parametrize("mode", MODES)
-def test_the_pooling_is_that_of_the_files(
-    form: str, mode: str, saved: Any, llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_pooling_is_that_of_the_files(form, mode, saved, llm, tmp_path, monkeypatch):
     pooling: dict[str, Any] = {"embedding_dimension": WIDTH, "pooling_mode": mode}
     modes = [mode]
     if form == "older":
@@ -210,9 +208,7 @@ LAYERS: dict[str, tuple[Any, ...]] = {
 
 
 @pytest.mark.parametrize("name", LAYERS)
-def test_a_vector_goes_through_the_modules(
-    name: str, saved: Any, llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_vector_goes_through_the_modules(name, saved, llm, tmp_path, monkeypatch):
     layers = LAYERS[name]
     write_files(tmp_path, {"pooling_mode": "mean"}, layers)
     use(llm, tmp_path, monkeypatch)
@@ -249,13 +245,8 @@ DOCUMENT_PROMPTS: list[tuple[dict[str, Any], str]] = [
 @pytest.mark.parametrize("include", [True, False])
 @pytest.mark.parametrize("mode", ["mean", "weightedmean", "cls", "max"])
 def test_prompts_come_before_texts_and_may_not_count(
-    mode: str,
-    include: bool,
-    saved: Any,
-    llm: LLM,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    mode, include, saved, llm, tmp_path, monkeypatch
+):
     texts = {"prompts": PROMPTS, "default_prompt_name": "sorting", "similarity_fn_name": "dot"}
     write_files(tmp_path, {"pooling_mode": mode, "include_prompt": include}, (), texts)
     use(llm, tmp_path, monkeypatch)
@@ -277,13 +268,13 @@ def test_prompts_come_before_texts_and_may_not_count(
 
 
 @pytest.mark.parametrize(("prompts", "expected"), DOCUMENT_PROMPTS)
-def test_documents_have_a_prompt(prompts: Any, expected: str, tmp_path: Path) -> None:
+def test_documents_have_a_prompt(prompts, expected, tmp_path):
     write_files(tmp_path, {"pooling_mode": "mean"}, (), {"prompts": prompts})
     assert read_embedding_files(tmp_path).document_prompt == expected
 
 
 @pytest.mark.parametrize("similarity", [None, "cosine", "dot", "euclidean", "manhattan"])
-def test_the_similarity_is_that_of_the_files(similarity: Any, tmp_path: Path) -> None:
+def test_the_similarity_is_that_of_the_files(similarity, tmp_path):
     write_files(tmp_path, {"pooling_mode": "mean"}, (), {"similarity_fn_name": similarity})
     reranker = reranker_of(TextEmbedding(read_embedding_files(tmp_path)))
     assert isinstance(reranker, ByVectors)
@@ -360,9 +351,7 @@ REFUSED: dict[str, tuple[str, Any, str]] = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_is_not_supported_is_refused_for_embeddings_alone(
-    case: str, llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_not_supported_is_refused_for_embeddings_alone(case, llm, tmp_path, monkeypatch):
     """In one line, before anything is compiled; the model generates text all the same."""
     file, content, text = REFUSED[case]
     write_files(tmp_path, {"pooling_mode": "mean"})
@@ -386,7 +375,7 @@ def test_what_is_not_supported_is_refused_for_embeddings_alone(
         assert text in message and "\n" not in message
 
 
-def test_a_weight_that_does_not_fit_is_an_error(tmp_path: Path) -> None:
+def test_a_weight_that_does_not_fit_is_an_error(tmp_path):
     write_files(tmp_path, {"pooling_mode": "mean"}, (dense(9, 4, "activation.Tanh"),))
     files = read_embedding_files(tmp_path)
     with pytest.raises(CheckpointError, match="takes vectors of 9 numbers, and gets 48"):
@@ -401,12 +390,12 @@ def test_a_weight_that_does_not_fit_is_an_error(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dimensions", [0, True, 49, "8"])
-def test_dimensions_are_a_part_of_the_vector(dimensions: Any, llm: LLM) -> None:
+def test_dimensions_are_a_part_of_the_vector(dimensions, llm):
     with pytest.raises(ValueError, match="dimensions"):
         llm.embed("x", dimensions, use_tqdm=False)
 
 
-def test_convert_takes_the_files_along(saved: Any, tmp_path: Path) -> None:
+def test_convert_takes_the_files_along(saved, tmp_path):
     layers = (dense(WIDTH, 8, "activation.Tanh"), "Normalize")
     for file in saved[0].iterdir():
         (tmp_path / "from").mkdir(exist_ok=True)
@@ -419,9 +408,7 @@ def test_convert_takes_the_files_along(saved: Any, tmp_path: Path) -> None:
     np.testing.assert_array_equal(there.finish(x), here.finish(x))
 
 
-def test_an_event_loop_embeds_likewise(
-    saved: Any, llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_event_loop_embeds_likewise(saved, llm, tmp_path, monkeypatch):
     from jaxpage import AsyncLLM
     from tests.support.engines import BLOCKS_OF_16
 

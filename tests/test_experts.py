@@ -62,7 +62,7 @@ AT_ONCE = make_layer_kernels(Backend("triton", interpret=True))
 @pytest.mark.parametrize(
     "kernels", [make_layer_kernels(Backend("auto")), AT_ONCE], ids=["by tiles", "at once"]
 )
-def test_the_mixture_is_a_sum_over_each_tokens_experts(kernels: LayerKernels) -> None:
+def test_the_mixture_is_a_sum_over_each_tokens_experts(kernels):
     """The oracle takes every expert for every token, in float64."""
     run, parameters = mixture(6, 3)
     x = np.random.default_rng(1).standard_normal((40, WIDTH)).astype(np.float32)
@@ -86,7 +86,7 @@ def test_the_mixture_is_a_sum_over_each_tokens_experts(kernels: LayerKernels) ->
 
 
 @pytest.mark.parametrize("compared", [0, 100])
-def test_pairs_are_sorted_by_expert(compared: int) -> None:
+def test_pairs_are_sorted_by_expert(compared):
     expert_P = np.random.default_rng(0).integers(0, 7, 40)
     order_P, place_P = experts._sort(jnp.asarray(expert_P), compared)
     np.testing.assert_array_equal(order_P, np.argsort(expert_P, kind="stable"))
@@ -98,9 +98,7 @@ def test_pairs_are_sorted_by_expert(compared: int) -> None:
     [(None, None), ("int8", None), ("int4", None), (None, [48, 32])],
     ids=str,
 )
-def test_experts_at_once_make_what_they_make_one_after_another(
-    quantization: str | None, block: Any
-) -> None:
+def test_experts_at_once_make_what_they_make_one_after_another(quantization, block):
     """Numbers that are no expert's get zeros. The sums of eight-bit inputs are the same to the bit."""
     spec = ExpertsSpec(Routing(6, 2, normalized=True), 96)
     module = make_experts(
@@ -162,9 +160,7 @@ def test_experts_at_once_make_what_they_make_one_after_another(
         ),
     ],
 )
-def test_a_token_has_its_bits_among_any_others(
-    num_experts: int, per_token: int, more: dict[str, Any]
-) -> None:
+def test_a_token_has_its_bits_among_any_others(num_experts, per_token, more):
     """Tiles of 8, 16 and 32 rows."""
     run, parameters = mixture(num_experts, per_token, **more)
     x = np.random.default_rng(1).standard_normal((256, WIDTH)).astype(np.float32)
@@ -177,7 +173,7 @@ def test_a_token_has_its_bits_among_any_others(
     )
 
 
-def test_the_work_goes_with_the_tokens_and_not_with_the_experts() -> None:
+def test_the_work_goes_with_the_tokens_and_not_with_the_experts():
     """XLA's own count of operations, in which a tile counts once. There are no more tiles than pairs of a token and an expert."""
     operations = {}
     for num_experts in (4, 64):
@@ -187,7 +183,7 @@ def test_the_work_goes_with_the_tokens_and_not_with_the_experts() -> None:
     assert operations[64] < 2 * operations[4], "16 times as many experts"
 
 
-def test_an_engine_gives_the_same_bits_however_it_is_run(tmp_path: Path) -> None:
+def test_an_engine_gives_the_same_bits_however_it_is_run(tmp_path):
     model = random_checkpoint(tmp_path, MOE)
     plain = texts(model)
     assert (
@@ -233,12 +229,12 @@ def save_gpt_oss(directory: Path, **overrides: Any) -> Any:
 
 
 @pytest.fixture(scope="module")
-def in_four_bits(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+def in_four_bits(tmp_path_factory):
     directory = tmp_path_factory.mktemp("mxfp4")
     return directory, save_gpt_oss(directory)
 
 
-def test_experts_in_mxfp4_are_multiplied_as_they_are_stored(in_four_bits: tuple[Path, Any]) -> None:
+def test_experts_in_mxfp4_are_multiplied_as_they_are_stored(in_four_bits):
     """With a mistake planted: nibbles the other way round."""
     import torch
 
@@ -260,9 +256,7 @@ def test_experts_in_mxfp4_are_multiplied_as_they_are_stored(in_four_bits: tuple[
     assert difference() > 1e-2
 
 
-def test_an_engine_with_experts_in_mxfp4_gives_the_tokens_of_transformers(
-    in_four_bits: tuple[Path, Any],
-) -> None:
+def test_an_engine_with_experts_in_mxfp4_gives_the_tokens_of_transformers(in_four_bits):
     import torch
 
     directory, model = in_four_bits
@@ -275,9 +269,7 @@ def test_an_engine_with_experts_in_mxfp4_gives_the_tokens_of_transformers(
         assert found[index][0] == ids[len(PROMPTS[index]) :]
 
 
-def test_scales_of_experts_that_are_no_numbers_are_refused(
-    in_four_bits: tuple[Path, Any], tmp_path: Path
-) -> None:
+def test_scales_of_experts_that_are_no_numbers_are_refused(in_four_bits, tmp_path):
     directory, _ = in_four_bits
     tensors = dict(load_file(directory / "model.safetensors"))
     tensors["model.layers.1.mlp.experts.down_proj_scales"].flat[3] = 255

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -162,19 +162,19 @@ POINTS = {
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[Running]:
+def server():
     with running(ServerConfig()) as one:
         yield one
 
 
 @pytest.fixture(scope="module")
-def right(server: Running) -> list[Any]:
+def right(server):
     """The answers of a server in which nothing fails, each alone."""
     return [asyncio.run(_ask_all(server, [request]))[0] for request in REQUESTS]
 
 
 @pytest.fixture
-def broken_laws(server: Running, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def broken_laws(server, monkeypatch):
     """What does not hold behind a step. It would end a request if it was raised there, and be taken for the failure."""
     engine, found = server.loop.engine, []
 
@@ -192,13 +192,7 @@ def broken_laws(server: Running, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 @pytest.mark.parametrize("point", POINTS)
-def test_the_kth_failure(
-    server: Running,
-    right: list[Any],
-    broken_laws: list[str],
-    monkeypatch: pytest.MonkeyPatch,
-    point: str,
-) -> None:
+def test_the_kth_failure(server, right, broken_laws, monkeypatch, point):
     injector, num_harmed = Injector(), 0
     POINTS[point].plant(monkeypatch, server, injector)
     for k in (*range(1, 9), *range(9, MAX_CALLS, 3)):  # later calls are for tokens like the others

@@ -100,7 +100,7 @@ request_time_per_output_token_seconds lora_requests_info engine_sleep_state
 
 
 @pytest.mark.parametrize("name", sorted({*LLM_KEYWORDS, *ENGINE_ARGS.split()}))
-def test_every_keyword_of_an_llm_is_a_setting_or_has_an_answer(name: str) -> None:
+def test_every_keyword_of_an_llm_is_a_setting_or_has_an_answer(name):
     settings: Any = {name: object()}
     if name in EngineConfig.model_fields:
         return
@@ -112,7 +112,7 @@ def test_every_keyword_of_an_llm_is_a_setting_or_has_an_answer(name: str) -> Non
     assert engine_config("demo", {name: None}) == EngineConfig(model="demo")  # type: ignore[misc]
 
 
-def test_the_defaults_of_an_llm_are_taken() -> None:
+def test_the_defaults_of_an_llm_are_taken():
     defaults: Any = {**LLM_KEYWORDS}
     assert engine_config("demo", defaults).replace() == EngineConfig(
         **{name: value for name, value in defaults.items() if name in EngineConfig.model_fields}
@@ -134,19 +134,19 @@ def test_the_defaults_of_an_llm_are_taken() -> None:
         ({"max_sequences": 4}, "did you mean"),
     ],
 )  # fmt: skip
-def test_other_values_are_refused_with_what_to_use(settings: Any, text: str) -> None:
+def test_other_values_are_refused_with_what_to_use(settings, text):
     with pytest.raises(ConfigError, match=re.escape(text)):
         engine_config("demo", settings)
 
 
-def test_fp8_has_vllms_name_too() -> None:
+def test_fp8_has_vllms_name_too():
     assert engine_config("demo", {"kv_cache_dtype": "fp8_e4m3"}).kv_cache_dtype == "fp8"
     with pytest.raises(ConfigError, match="there is no fp8_e5m2"):
         EngineConfig(kv_cache_dtype="fp8_e5m2")
 
 
 @pytest.mark.parametrize("name", SAMPLING)
-def test_every_sampling_parameter_is_there_or_has_an_answer(name: str) -> None:
+def test_every_sampling_parameter_is_there_or_has_an_answer(name):
     if name in inspect.signature(SamplingParams).parameters:
         return
     other: Any = {name: object()}
@@ -157,7 +157,7 @@ def test_every_sampling_parameter_is_there_or_has_an_answer(name: str) -> None:
     assert str(caught.value) == f"SamplingParams has no parameter {name!r}; {answer.text}"
 
 
-def test_the_defaults_of_sampling_are_taken() -> None:
+def test_the_defaults_of_sampling_are_taken():
     assert SamplingParams(**SAMPLING) == SamplingParams()
     assert BeamSearchParams(2, detokenize=True) == BeamSearchParams(2)  # type: ignore[call-arg]
     with pytest.raises(TypeError, match="has no parameter 'temperature'; parameters are"):
@@ -178,15 +178,13 @@ def test_the_defaults_of_sampling_are_taken() -> None:
         ["-o", "b.jsonl", "a.jsonl"],
     ],
 )
-def test_files_of_a_batch_are_given_as_to_vllm(words: list[str]) -> None:
+def test_files_of_a_batch_are_given_as_to_vllm(words):
     found = make_parser().parse_args(["run-batch", *words, "-tp", "2", "--model", "demo"])
     assert (found.input, found.output, found.tensor_parallel_size) == ("a.jsonl", "b.jsonl", 2)
 
 
 @pytest.mark.parametrize("words", [["a"], ["-i", "a"], ["a", "b", "-i", "c"], []])
-def test_a_batch_needs_both_files_once(
-    words: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_batch_needs_both_files_once(words, capsys):
     with pytest.raises(SystemExit) as caught:
         make_parser().parse_args(["run-batch", *words])
     assert caught.value.code == 2 and "-file" in capsys.readouterr().err
@@ -196,13 +194,13 @@ def test_a_batch_needs_both_files_once(
     ("word", "text"),
     [("-pp", "--tensor-parallel-size"), ("-dp", "router"), ("-q", "--quantization"), ("-O3", "executable"), ("-cc", "--max-num-seqs")],
 )  # fmt: skip
-def test_short_flags_have_answers(word: str, text: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_short_flags_have_answers(word, text, capsys):
     with pytest.raises(SystemExit):
         make_parser().parse_args(["serve", "demo", word, "2"])
     assert text in capsys.readouterr().err
 
 
-def test_vllms_dashboard_has_its_metrics() -> None:
+def test_vllms_dashboard_has_its_metrics():
     known = answers("metrics")
     assert set(DASHBOARD.split()) <= known.keys()
     same = {name for name, answer in known.items() if answer.kind == "same"}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import random
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,18 +19,14 @@ from tests.support.checkpoint_fuzzing import failure, fuzz
 CASE = Case("llama-tied-bias", {"rms_norm_eps": 1e-3}, ("head_dim",), ("shards", "auto_map"))
 
 
-def test_equal_checkpoints_pass_and_another_activation_is_found(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_equal_checkpoints_pass_and_another_activation_is_found(tmp_path, monkeypatch):
     assert failure(CASE, tmp_path) == ""
     assert len([*tmp_path.glob("*.safetensors")]) > 1
     monkeypatch.setattr(Fields, "activation", lambda *_: "gelu")
     assert "logits differ by" in failure(CASE, tmp_path)
 
 
-def test_a_default_that_is_read_wrongly_is_found_and_shrunk(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_default_that_is_read_wrongly_is_found_and_shrunk(monkeypatch):
     integer = Fields.integer
 
     def wrong(self: Fields, name: str, default: Any = REQUIRED, **more: Any) -> int:
@@ -43,7 +38,7 @@ def test_a_default_that_is_read_wrongly_is_found_and_shrunk(
     assert "changed={}, dropped=('head_dim',), files=()" in told[-1]
 
 
-def test_a_case_of_each_architecture_is_drawn() -> None:
+def test_a_case_of_each_architecture_is_drawn():
     """Of some models the class names no text model (`mistral3`): its text may be of several families."""
     cases = [*itertools.islice(random_cases(random.Random(2), None), len(bases(None)))]
     assert {case.config["architectures"][0] for case in cases} == bases(None).keys()
@@ -52,11 +47,11 @@ def test_a_case_of_each_architecture_is_drawn() -> None:
 
 
 @pytest.mark.parametrize("name", ["mistral3-latents", "exaone4-5-images"])
-def test_a_head_that_config_leaves_open_is_tied_as_the_files_say(name: str, tmp_path: Path) -> None:
+def test_a_head_that_config_leaves_open_is_tied_as_the_files_say(name, tmp_path):
     assert failure(Case(name, {}, ("tie_word_embeddings",)), tmp_path) == ""
 
 
-def test_every_field_but_the_sizes_is_left_out_now_and_then() -> None:
+def test_every_field_but_the_sizes_is_left_out_now_and_then():
     cases = [*itertools.islice(random_cases(random.Random(1), "llama"), 300)]
     dropped = {name for case in cases for name in case.dropped}
     assert dropped >= {"num_key_value_heads", "rope_scaling", "tie_word_embeddings"}

@@ -137,9 +137,7 @@ def refusal(path: Path) -> str:
 # ---- Numbers ----
 
 
-def test_every_type_of_tensor_has_the_numbers_of_the_package(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_type_of_tensor_has_the_numbers_of_the_package(tmp_path, monkeypatch):
     """Of any bytes, also in several pieces; and our reader of headers finds what the package's does."""
     writer, rng = gguf.GGUFWriter(tmp_path / "x.gguf", "llama"), np.random.default_rng(0)
     kinds = []
@@ -193,7 +191,7 @@ MODELS = {
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_logits_are_those_of_transformers(tmp_path: Path, name: str) -> None:
+def test_logits_are_those_of_transformers(tmp_path, name):
     torch = pytest.importorskip("torch", reason="the oracle is transformers on torch")
     from transformers import AutoModelForCausalLM
 
@@ -211,7 +209,7 @@ def test_logits_are_those_of_transformers(tmp_path: Path, name: str) -> None:
 
 @pytest.mark.sweep
 @pytest.mark.timeout(900)
-def test_gemma_3_270m_says_what_transformers_says(tmp_path: Path) -> None:
+def test_gemma_3_270m_says_what_transformers_says(tmp_path):
     """Real weights, of the package index: Gemma's terms of use allow to test with them, and nothing here ships them."""
     torch = pytest.importorskip("torch", reason="the oracle is transformers on torch")
     from transformers import AutoModelForCausalLM
@@ -254,9 +252,7 @@ def test_gemma_3_270m_says_what_transformers_says(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "config", [BIASED, {**QWEN3, "head_dim": 32}], ids=["llama with biases", "narrow qwen3"]
 )
-def test_what_transformers_does_not_read_has_the_tensors_that_were_written(
-    tmp_path: Path, config: dict[str, Any]
-) -> None:
+def test_what_transformers_does_not_read_has_the_tensors_that_were_written(tmp_path, config):
     path = write(tmp_path / "model.gguf", config)
     files = open_model(path)
     assert files.plan.most_common_dtype() == "float32"
@@ -266,7 +262,7 @@ def test_what_transformers_does_not_read_has_the_tensors_that_were_written(
     assert not stored
 
 
-def test_a_converted_file_is_a_directory_of_the_same_model(tmp_path: Path) -> None:
+def test_a_converted_file_is_a_directory_of_the_same_model(tmp_path):
     """transformers loads it; config, tokenizer, chat template and the ends of texts are there."""
     path = write(
         tmp_path / "model.gguf",
@@ -313,7 +309,7 @@ MIXED = {
 
 
 @pytest.mark.parametrize("kind", KEPT_BITS)
-def test_what_is_kept_are_the_numbers_of_the_package(kind: str) -> None:
+def test_what_is_kept_are_the_numbers_of_the_package(kind):
     """To the last bit, of any bytes."""
     number = gguf.GGMLQuantizationType[kind]
     block, num_bytes = gguf.GGML_QUANT_SIZES[number]
@@ -348,9 +344,7 @@ def test_what_is_kept_are_the_numbers_of_the_package(kind: str) -> None:
 @pytest.mark.parametrize(
     "config", [TIED, {**QWEN2, "tie_word_embeddings": False}], ids=["llama, tied", "qwen2"]
 )
-def test_a_model_that_is_kept_has_the_logits_of_the_dequantised(
-    tmp_path: Path, config: dict[str, Any], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_model_that_is_kept_has_the_logits_of_the_dequantised(tmp_path, config, capsys):
     """Rows in llama.cpp's order, products of parts of several types, tables of few bits, and one type that cannot be kept."""
     path = write(tmp_path / "model.gguf", config, "Q4_1", kinds=MIXED)
     files = open_model(path, "gguf")
@@ -370,7 +364,7 @@ def test_a_model_that_is_kept_has_the_logits_of_the_dequantised(
     assert json.loads(capsys.readouterr().out)["weights_bytes"] == wanted
 
 
-def test_what_cannot_be_kept_is_refused(tmp_path: Path) -> None:
+def test_what_cannot_be_kept_is_refused(tmp_path):
     for kind, reason in (
         ("F16", "no matrix of the file is in Q8_0, .*: they are in F16"),
         ("Q5_1", "in Q5_1"),
@@ -383,9 +377,7 @@ def test_what_cannot_be_kept_is_refused(tmp_path: Path) -> None:
         open_model(resolve_model("demo"), "gguf")
 
 
-def test_who_rounds_what_has_been_rounded_is_warned(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_who_rounds_what_has_been_rounded_is_warned(tmp_path, caplog):
     path = write(tmp_path / "model.gguf", kind="Q4_1")
     open_files(EngineConfig(model=str(path), quantization="int4"))
     assert "'int4' rounds weights a second time that the file has in Q4_1" in caplog.text
@@ -424,7 +416,7 @@ ROPES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", ROPES)
-def test_scaled_frequencies_are_those_of_transformers(tmp_path: Path, name: str) -> None:
+def test_scaled_frequencies_are_those_of_transformers(tmp_path, name):
     torch = pytest.importorskip("torch", reason="the oracle is transformers on torch")
     from transformers import LlamaConfig
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
@@ -458,7 +450,7 @@ def vocabulary_file(path: Path, pre: str, words: Sequence[str] = WORDS, **option
 
 
 @pytest.mark.parametrize("pre", ["gpt-2", "llama-bpe", "tekken", "deepseek-r1-qwen"])
-def test_byte_level_tokens_are_those_of_transformers(tmp_path: Path, pre: str) -> None:
+def test_byte_level_tokens_are_those_of_transformers(tmp_path, pre):
     pytest.importorskip(
         "torch", reason="transformers reads tokenizers of GGUF files beside torch alone"
     )
@@ -505,7 +497,7 @@ ESCAPES = [
 
 
 @pytest.mark.parametrize("name", [*ESCAPES, "tool\u2044use"])
-def test_a_name_of_a_chat_template_is_no_path(name: str, tmp_path: Path) -> None:
+def test_a_name_of_a_chat_template_is_no_path(name, tmp_path):
     """`convert` makes it the name of a file."""
     path = with_templates(tmp_path / "x.gguf", "tool_use", name)
     with pytest.raises(
@@ -516,7 +508,7 @@ def test_a_name_of_a_chat_template_is_no_path(name: str, tmp_path: Path) -> None
 
 @given(names=st.lists(st.text("aZ9_-./\\ \n\u00e9", max_size=5), min_size=1, unique=True))
 @settings(max_examples=30, deadline=None)
-def test_templates_become_files_of_one_directory(names: list[str]) -> None:
+def test_templates_become_files_of_one_directory(names):
     with tempfile.TemporaryDirectory() as directory:
         path = with_templates(Path(directory) / "x.gguf", *names)
         destination = Path(directory) / "to" / "model"
@@ -547,12 +539,12 @@ def test_templates_become_files_of_one_directory(names: list[str]) -> None:
         ),
     ],
 )
-def test_chat_templates_are_texts(options: dict[str, Any], text: str, tmp_path: Path) -> None:
+def test_chat_templates_are_texts(options, text, tmp_path):
     with pytest.raises(CheckpointError, match=re.escape(text)):
         gguf_tokenizer(vocabulary_file(tmp_path / "x.gguf", "gpt-2", WORDS[:1], **options))
 
 
-def test_qwen2_text_is_normalised_as_by_its_tokenizer(tmp_path: Path) -> None:
+def test_qwen2_text_is_normalised_as_by_its_tokenizer(tmp_path):
     words = [*WORDS, "the\nquick"]  # a token that no text gives: it is cut before its bytes are
     vocabulary, merges = byte_level_vocabulary(words)
     oracle = Qwen2Tokenizer(
@@ -563,7 +555,7 @@ def test_qwen2_text_is_normalised_as_by_its_tokenizer(tmp_path: Path) -> None:
         assert tokenizer(text)["input_ids"] == oracle(text)["input_ids"], text
 
 
-def test_smollm_cuts_out_digits_before_words(tmp_path: Path) -> None:
+def test_smollm_cuts_out_digits_before_words(tmp_path):
     vocabulary, merges = byte_level_vocabulary([*WORDS, "  12"])
     words = GPT2Tokenizer(
         vocab=vocabulary, merges=merges, unk_token=None, bos_token=None, eos_token="<|end|>"
@@ -576,9 +568,7 @@ def test_smollm_cuts_out_digits_before_words(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("space", [None, False])
-def test_sentence_piece_tokens_are_those_of_transformers(
-    tmp_path: Path, space: bool | None
-) -> None:
+def test_sentence_piece_tokens_are_those_of_transformers(tmp_path, space):
     pytest.importorskip(
         "torch", reason="transformers reads tokenizers of GGUF files beside torch alone"
     )
@@ -605,7 +595,7 @@ def test_sentence_piece_tokens_are_those_of_transformers(
             assert tokenizer.decode(found[1:]) == text
 
 
-def test_sentence_piece_tokens_are_sentence_piece_s(tmp_path: Path) -> None:
+def test_sentence_piece_tokens_are_sentence_piece_s(tmp_path):
     """Of each text between special tokens, as llama.cpp has it; spaces at its beginning, its end and inside are kept."""
     library = pytest.importorskip("sentencepiece", reason="the oracle is SentencePiece")
     library.SentencePieceTrainer.train(
@@ -669,8 +659,8 @@ def test_sentence_piece_tokens_are_sentence_piece_s(tmp_path: Path) -> None:
     ],
 )
 def test_a_tokenizer_model_without_a_config_is_sentence_piece_or_refused(
-    tmp_path: Path, options: dict[str, Any], problem: str | None
-) -> None:
+    tmp_path, options, problem
+):
     library = pytest.importorskip("sentencepiece", reason="the oracle is SentencePiece")
     usual = {
         "model_type": "bpe",
@@ -702,9 +692,7 @@ def test_a_tokenizer_model_without_a_config_is_sentence_piece_or_refused(
     assert (tokenizer.eos_token_id, tokenizer.unk_token_id) == (oracle.eos_id(), oracle.unk_id())
 
 
-def test_ends_of_texts_and_defaults_of_sampling(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_ends_of_texts_and_defaults_of_sampling(tmp_path, caplog):
     ends = {
         "tokenizer.ggml.eot_token_id": ("uint32", 7),
         "tokenizer.ggml.eom_token_id": ("uint32", 0),
@@ -724,7 +712,7 @@ def test_ends_of_texts_and_defaults_of_sampling(
 # ---- In the engine, and on the command line ----
 
 
-def test_an_engine_of_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_engine_of_a_file(tmp_path, capsys):
     """Greedy tokens are those of transformers; plan and generate take the file."""
     torch = pytest.importorskip("torch", reason="the oracle is transformers on torch")
     from transformers import AutoModelForCausalLM
@@ -752,7 +740,7 @@ def test_an_engine_of_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert json.loads(capsys.readouterr().out)["weights_bytes"] == 4 * weights
 
 
-def test_names_of_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_names_of_files(tmp_path, monkeypatch):
     path = write(tmp_path / "model.gguf")
     assert resolve_model(path) == path
     (tmp_path / "sha256-0123").symlink_to(path)  # as Ollama names them
@@ -833,13 +821,13 @@ WRONG: dict[str, tuple[dict[str, Any], dict[str, tuple[str, Any]], str]] = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_what_is_not_computed_is_refused(tmp_path: Path, name: str) -> None:
+def test_what_is_not_computed_is_refused(tmp_path, name):
     options, metadata, expected = WRONG[name]
     text = refusal(write(tmp_path / "x.gguf", metadata=metadata, **options))
     assert expected in text and (name == "too many heads" or "(1 problem)" in text), text
 
 
-def test_another_architecture_is_refused_with_those_that_are_read(tmp_path: Path) -> None:
+def test_another_architecture_is_refused_with_those_that_are_read(tmp_path):
     writer = gguf.GGUFWriter(tmp_path / "x.gguf", "starcoder")
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -851,7 +839,7 @@ def test_another_architecture_is_refused_with_those_that_are_read(tmp_path: Path
     )
 
 
-def test_all_that_is_wrong_with_tensors_is_in_one_error(tmp_path: Path) -> None:
+def test_all_that_is_wrong_with_tensors_is_in_one_error(tmp_path):
     tensors = random_tensors(CONFIG)
     del tensors["model.layers.0.self_attn.q_proj.weight"], tensors["model.norm.weight"]
     tensors["model.layers.1.mlp.up_proj.weight"] = np.ones((96, 32), np.float32)
@@ -888,7 +876,7 @@ DAMAGED: dict[str, tuple[Callable[[bytes], bytes], str]] = {
 
 
 @pytest.mark.parametrize("name", DAMAGED)
-def test_a_damaged_file_says_what_is_wrong_with_it(tmp_path: Path, name: str) -> None:
+def test_a_damaged_file_says_what_is_wrong_with_it(tmp_path, name):
     damage, expected = DAMAGED[name]
     path = tmp_path / "x.gguf"
     path.write_bytes(damage(write(tmp_path / "good.gguf").read_bytes()))
@@ -896,7 +884,7 @@ def test_a_damaged_file_says_what_is_wrong_with_it(tmp_path: Path, name: str) ->
     assert expected in message and message.count(expected) == 1 and "(1 problem)" in message
 
 
-def test_a_type_that_cannot_be_dequantised(tmp_path: Path) -> None:
+def test_a_type_that_cannot_be_dequantised(tmp_path):
     path = write(tmp_path / "x.gguf", kind="Q8_0")
     file = path.read_bytes()
     at = file.index(b"blk.0.attn_q.weight") + len(b"blk.0.attn_q.weight") + 4 + 16
@@ -910,7 +898,7 @@ def test_a_type_that_cannot_be_dequantised(tmp_path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def sound(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+def sound(tmp_path_factory):
     directory = tmp_path_factory.mktemp("sound")
     config = {**CONFIG, "num_hidden_layers": 1, "vocab_size": 300}
     return write(
@@ -919,9 +907,7 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> bytes:
 
 
 @given(data=st.data())
-def test_any_bytes_load_or_are_refused(
-    sound: bytes, data: Any, tmp_path_factory: pytest.TempPathFactory
-) -> None:
+def test_any_bytes_load_or_are_refused(sound, data, tmp_path_factory):
     """Never another error, and never more memory or time than the file has bytes for."""
     end = sound.index(b"output_norm.weight") if data.draw(st.booleans()) else 1500
     file = bytearray(sound)
@@ -950,9 +936,7 @@ def test_any_bytes_load_or_are_refused(
         ("eos_token_id", ("uint32", 9999), "eos_token_id is 9999, and there are 2"),
     ],
 )
-def test_a_tokenizer_that_cannot_be_built(
-    tmp_path: Path, key: str, value: Any, expected: str
-) -> None:
+def test_a_tokenizer_that_cannot_be_built(tmp_path, key, value, expected):
     path = vocabulary_file(tmp_path / "x.gguf", "gpt-2", **{f"tokenizer.ggml.{key}": value})
     with pytest.raises(CheckpointError, match=re.escape(expected)) as caught:
         gguf_tokenizer(path)

@@ -67,7 +67,7 @@ CLASSES: dict[str, Any] = {
 }
 
 
-def test_what_classes_of_transformers_ignore_is_ignored() -> None:
+def test_what_classes_of_transformers_ignore_is_ignored():
     assert len(CLASSES) >= 22
     expected = {
         architecture: unknown
@@ -81,7 +81,7 @@ def test_what_classes_of_transformers_ignore_is_ignored() -> None:
     assert expected == {}
 
 
-def test_a_tensor_that_no_class_ignores_is_expected() -> None:
+def test_a_tensor_that_no_class_ignores_is_expected():
     for architecture in CLASSES:
         stray = ["model.layers.0.stray.weight", "mtq.weight", "lm_head.weight"]
         assert expected_by(architecture, stray) == stray

@@ -41,7 +41,7 @@ PAIR = {"exclusiveMinimum": 0, "exclusiveMaximum": 0.5}
 
 
 @pytest.fixture(scope="module")
-def grammar() -> Any:
+def grammar():
     return tokenizer_of(json.dumps(json.loads(tokenizer().backend_tokenizer.to_str())))
 
 
@@ -112,9 +112,7 @@ def admitted(grammar: Any, schema: Any, texts: list[str]) -> list[str]:
             "http://json-schema.org/schema#")],
     ],
 )  # fmt: skip
-def test_what_comes_through_is_valid(
-    schema: Any, texts: list[str], some: list[str], grammar: Any
-) -> None:
+def test_what_comes_through_is_valid(schema, texts, some, grammar):
     found = admitted(grammar, schema, texts)
     valid = jsonschema.Draft202012Validator(schema, format_checker=jsonschema.FormatChecker())
     assert all(valid.is_valid(json.loads(text, parse_float=Decimal)) for text in found), found
@@ -132,9 +130,7 @@ def test_what_comes_through_is_valid(
         ({"type": "integer", "exclusiveMinimum": True}, ["3"]),
     ],
 )
-def test_bounds_of_draft_4_are_exclusive_by_a_boolean(
-    schema: Any, texts: list[str], grammar: Any
-) -> None:
+def test_bounds_of_draft_4_are_exclusive_by_a_boolean(schema, texts, grammar):
     valid = jsonschema.Draft4Validator(schema)
     found = admitted(grammar, schema, texts)
     assert found == [text for text in texts if valid.is_valid(json.loads(text))]
@@ -152,7 +148,7 @@ def test_bounds_of_draft_4_are_exclusive_by_a_boolean(
         {"dependentRequired": {"a": ["b"]}},
     ],
 )
-def test_what_cannot_be_said_in_other_keywords_is_refused(schema: Any, grammar: Any) -> None:
+def test_what_cannot_be_said_in_other_keywords_is_refused(schema, grammar):
     matcher = matcher_of(grammar[0], source_of("json", json.dumps(schema)))
     assert "keywords that are not supported" in str(problem_of(matcher, grammar[1]))
 
@@ -168,7 +164,7 @@ def test_what_cannot_be_said_in_other_keywords_is_refused(schema: Any, grammar: 
         ({"exclusiveMinimum": 0, "maximum": 1e-10}, "exclusiveMinimum is 0, which is too near"),
     ],
 )  # fmt: skip
-def test_what_would_not_be_enforced_is_refused_by_its_keyword(schema: Any, message: str) -> None:
+def test_what_would_not_be_enforced_is_refused_by_its_keyword(schema, message):
     with pytest.raises(ValueError, match=message):
         source_of("json", json.dumps(schema))
 
@@ -178,8 +174,8 @@ def test_what_would_not_be_enforced_is_refused_by_its_keyword(schema: Any, messa
     [("^a", True), ("b$", True), ("^ab$", True), ("", True), ("^x|[0-9]", False)],
 )
 def test_a_property_with_two_schemas_is_refused_before_anything_is_generated(
-    pattern: str, covers: bool, grammar: Any
-) -> None:
+    pattern, covers, grammar
+):
     schema = {
         "items": {
             "properties": {"ab": {"type": "string"}},

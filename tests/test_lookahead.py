@@ -7,7 +7,6 @@ import itertools
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -188,9 +187,7 @@ TEXTS = st.lists(st.integers(0, 9), min_size=1, max_size=12)
 
 @given(st.sampled_from(sorted(MODELS)), TEXTS, SIZES)
 @settings(max_examples=60, deadline=None)
-def test_every_step_is_that_of_the_published_algorithm(
-    model: str, prompt: list[int], sizes: Lookahead
-) -> None:
+def test_every_step_is_that_of_the_published_algorithm(model, prompt, sizes):
     assert differs_from_the_published(MODELS[model], prompt, sizes, 25) is None
 
 
@@ -212,16 +209,14 @@ def test_every_step_is_that_of_the_published_algorithm(
         "it begins with something else",
     ],
 )
-def test_a_planted_mistake_is_seen(
-    name: str, mistake: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_planted_mistake_is_seen(name, mistake, monkeypatch):
     requested = MODELS["coupled"], [1, 2, 3, 4, 5], Lookahead(4, 4, 3), 25
     assert differs_from_the_published(*requested) is None
     monkeypatch.setattr(Window, name, mistake)
     assert differs_from_the_published(*requested) is not None
 
 
-def test_what_is_by_place_alone_is_right_at_once() -> None:
+def test_what_is_by_place_alone_is_right_at_once():
     """A guess is right when it was drawn, so that behind k steps k rows of the window are. Columns that begin anew take their time."""
     sizes = Lookahead(7, 5, 7)
     proposer, group = LookaheadProposer(sizes), make_group("a", 0, [3, 1, 4], max_tokens=999)
@@ -230,7 +225,7 @@ def test_what_is_by_place_alone_is_right_at_once() -> None:
     assert sum(gains) > 3 * len(gains)
 
 
-def test_n_grams_are_learnt_ahead_of_the_text() -> None:
+def test_n_grams_are_learnt_ahead_of_the_text():
     """A walk through 300 tokens that never meets one again: nothing of the text helps, but columns that began elsewhere have been there."""
     order = np.random.default_rng(0).permutation(300).tolist()
     follows = dict(itertools.pairwise([*order, order[0]]))
@@ -250,9 +245,7 @@ def test_n_grams_are_learnt_ahead_of_the_text() -> None:
 
 @given(st.data(), SIZES, st.sampled_from(sorted(MODELS)))
 @settings(max_examples=60, deadline=None)
-def test_whatever_is_left_of_a_draft_the_window_goes_on(
-    data: st.DataObject, sizes: Lookahead, name: str
-) -> None:
+def test_whatever_is_left_of_a_draft_the_window_goes_on(data, sizes, name):
     """Three samples of a request and one of another; drafts that are cut, thinned out by a grammar, not made or not heard of, draws that
     are none, steps without drafts, and requests that end."""
     proposer, model = LookaheadProposer(sizes), MODELS[name]
@@ -312,7 +305,7 @@ def thinned(draft: Draft, stays: list[bool]) -> Draft:
     return Draft(tuple(tokens), tuple(parents))
 
 
-def test_n_grams_come_first_in_a_draft_and_the_window_by_columns() -> None:
+def test_n_grams_come_first_in_a_draft_and_the_window_by_columns():
     proposer, group = (
         LookaheadProposer(Lookahead(3, 3, 2)),
         make_group("a", 0, [5, 6, 7, 5, 8, 9, 5], max_tokens=99),
@@ -333,7 +326,7 @@ def test_n_grams_come_first_in_a_draft_and_the_window_by_columns() -> None:
     )
 
 
-def test_what_was_not_drawn_is_in_no_n_gram() -> None:
+def test_what_was_not_drawn_is_in_no_n_gram():
     pool, window = Pool(3, 4), Window(Lookahead(3, 3, 4), [1, 2])
     window.hear([11, None, 13], pool)
     assert window.rows == [[1, 2, 1], [2, 13, 2]] and not list(pool.behind(1))
@@ -341,7 +334,7 @@ def test_what_was_not_drawn_is_in_no_n_gram() -> None:
     assert list(pool.behind(1)) == [(2, 21)] and list(pool.behind(2)) == [(13, 22)]
 
 
-def test_a_pool_keeps_the_latest() -> None:
+def test_a_pool_keeps_the_latest():
     pool = Pool(3, 2, max_keys=2)
     for tail in ((1, 1), (2, 2), (1, 1), (3, 3)):
         pool.add(7, tail)
@@ -379,7 +372,7 @@ class Hearing(LookaheadProposer):
             raise RuntimeError("it fails")
 
 
-def test_draws_are_told_by_row_and_by_draft(caplog: pytest.LogCaptureFixture) -> None:
+def test_draws_are_told_by_row_and_by_draft(caplog):
     proposer = Hearing()
     speculator = ProposingSpeculator(proposer, LIMITS, None, vocab_size=VOCAB)
     rows = (
@@ -407,7 +400,7 @@ def test_draws_are_told_by_row_and_by_draft(caplog: pytest.LogCaptureFixture) ->
     assert len(proposer.heard) == 3 and "the proposer failed" in caplog.text
 
 
-def test_long_prompts_are_taken_in_by_and_by(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_prompts_are_taken_in_by_and_by(monkeypatch):
     monkeypatch.setattr(under_test, "AT_ONCE", 10)
     group = make_group("a", 0, [*range(50), 3], max_tokens=99)
     proposer = LookaheadProposer(Lookahead(1, 3, 1))
@@ -416,7 +409,7 @@ def test_long_prompts_are_taken_in_by_and_by(monkeypatch: pytest.MonkeyPatch) ->
     assert len(proposer._pools["a"]._tails) == 18, "n-grams that end within the first twenty"
 
 
-def test_samples_share_n_grams_and_requests_do_not() -> None:
+def test_samples_share_n_grams_and_requests_do_not():
     proposer = LookaheadProposer(Lookahead(1, 3, 4))
     group, other = (
         make_group("a", 0, [1, 2], max_tokens=99, n=2),
@@ -434,7 +427,7 @@ def test_samples_share_n_grams_and_requests_do_not() -> None:
 # --- the engine
 
 
-def test_drafts_for_which_no_step_has_room_are_refused(tmp_path: Path) -> None:
+def test_drafts_for_which_no_step_has_room_are_refused(tmp_path):
     with pytest.raises(
         ConfigError,
         match="the smallest step with drafts has 63 tokens; max_num_batched_tokens is 62",
@@ -446,7 +439,7 @@ def test_drafts_for_which_no_step_has_room_are_refused(tmp_path: Path) -> None:
         )
 
 
-def test_it_is_refused_for_models_with_windows(tmp_path: Path) -> None:
+def test_it_is_refused_for_models_with_windows(tmp_path):
     with pytest.raises(
         UnsupportedError,
         match="method 'lookahead' is not supported for .*sliding windows or states; use a method",
@@ -470,13 +463,11 @@ def test_it_is_refused_for_models_with_windows(tmp_path: Path) -> None:
         ({"lookahead_guesses": 7}, (14, 4, 7)),
     ],
 )
-def test_sizes_fill_the_drafts_that_there_are(
-    given: dict[str, Any], sizes: tuple[int, int, int]
-) -> None:
+def test_sizes_fill_the_drafts_that_there_are(given, sizes):
     assert SpeculativeConfig(method="lookahead", **given).lookahead == sizes
 
 
-def test_any_number_of_drafts_gives_sizes_that_fit() -> None:
+def test_any_number_of_drafts_gives_sizes_that_fit():
     for number in range(1, 64):
         config = SpeculativeConfig(method="lookahead", num_speculative_tokens=number)
         assert not list(config.problems()) and config.lookahead.num_drafts <= number, number
@@ -510,7 +501,7 @@ def test_any_number_of_drafts_gives_sizes_that_fit() -> None:
         ({"lookahead_guesses": 0}, "lookahead_guesses"),
     ],
 )
-def test_sizes_that_make_no_sense_are_refused(given: dict[str, Any], message: str) -> None:
+def test_sizes_that_make_no_sense_are_refused(given, message):
     with pytest.raises(ConfigError, match=message):
         EngineConfig(speculative_config={"method": "lookahead", **given})  # type: ignore[arg-type]
 
@@ -532,7 +523,7 @@ def told(right: int, dear: float = 1.0) -> Controller:
     return controller
 
 
-def test_all_drafts_or_none() -> None:
+def test_all_drafts_or_none():
     """By how many of them are right: no node of a window ever seems worth it, and without them there is nothing to draft."""
     draft = Draft((5,) * 6, PARENTS)
     worth = told(right=3)
@@ -544,7 +535,7 @@ def test_all_drafts_or_none() -> None:
 
 
 @pytest.mark.parametrize("rate", [0.0, 0.3, 0.9])
-def test_it_does_not_lose(rate: float) -> None:
+def test_it_does_not_lose(rate):
     """On a simulated device on which such a step costs four times as much: beside none, and beside always. A look at what is that dear has
     to be saved up for, some hundred steps."""
     device = ShapedDevice(fixed=1e-3, weights=7e-3, token=2e-3)

@@ -643,7 +643,7 @@ def test_what_is_wrong_with_adapters_of_a_server_is_told_at_once_before_its_mode
         check_lora_modules(engine, ServerConfig(lora_modules=modules[:1]), ("good",))
 
 
-def test_a_product_that_is_absorbed_takes_no_adapter() -> None:
+def test_a_product_that_is_absorbed_takes_no_adapter():
     """Its weight stands in for it: nothing would add what an adapter adds."""
     config = config_json("deepseek-v3-groups")
     family = load_family(config)
@@ -652,7 +652,7 @@ def test_a_product_that_is_absorbed_takes_no_adapter() -> None:
     assert f"{attention}.o_proj" in targets and f"{attention}.kv_b_proj" not in targets
 
 
-def test_a_product_of_several_layers_takes_no_adapter() -> None:
+def test_a_product_of_several_layers_takes_no_adapter():
     """Files name that of one layer, and the others would have it too."""
     config = config_json("zamba2-turns")
     family = load_family(config)

@@ -7,7 +7,7 @@ import contextlib
 import json
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import httpx
@@ -120,18 +120,18 @@ RAW = (
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[Running]:
+def server():
     with running(ServerConfig(max_queued_requests=MAX_QUEUED)) as one:
         yield one
 
 
 @pytest.fixture
-def client(server: Running) -> Iterator[httpx.Client]:
+def client(server):
     with httpx.Client(base_url=server.address, timeout=120) as one:
         yield one
 
 
-def test_a_hundred_hostile_clients_change_nothing_for_fifty_honest_ones(server: Running) -> None:
+def test_a_hundred_hostile_clients_change_nothing_for_fifty_honest_ones(server):
     alone = [asyncio.run(_together(server, [one], 0))[0][0] for one in HONEST]
     answers, statuses = asyncio.run(_together(server, [*HONEST] * 5, 100))
     for index, answer in enumerate(answers):
@@ -237,12 +237,8 @@ PROMPT_STEPS = 3  # of 150 tokens, 64 in a step
 )
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_client_that_leaves_frees_its_blocks_within_a_step(
-    server: Running,
-    client: httpx.Client,
-    monkeypatch: pytest.MonkeyPatch,
-    kind: str,
-    num_steps: int,
-) -> None:
+    server, client, monkeypatch, kind, num_steps
+):
     body = {
         **LONG,
         "prompt": list(range(1000, 1150)),
@@ -282,9 +278,7 @@ async def _leave(server: Running, raw: bytes, steps: Steps, num_steps: int) -> b
     return has_it
 
 
-def test_a_client_that_leaves_before_the_engine_has_its_request(
-    server: Running, client: httpx.Client
-) -> None:
+def test_a_client_that_leaves_before_the_engine_has_its_request(server, client):
     """In the middle of its body, and while the engine is busy with somebody else."""
     generated = metrics(client)["jaxpage_generation_tokens_total"]
     raw = json.dumps({**LONG, "prompt": TEXT}).encode()
@@ -311,9 +305,7 @@ async def _leave_waiting(server: Running, raw: bytes) -> None:
     writer.transport.abort()
 
 
-def test_nobody_waits_for_texts_that_are_only_tokenized(
-    server: Running, client: httpx.Client, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nobody_waits_for_texts_that_are_only_tokenized(server, client, monkeypatch):
     """It may take seconds for each of them, and there may be many."""
     goes_on, requested = threading.Event(), threading.Semaphore(0)
 
@@ -348,7 +340,7 @@ def test_nobody_waits_for_texts_that_are_only_tokenized(
     assert [answer.status_code for answer in answers] == [200] * 8
 
 
-def test_a_thousand_clients_at_once(server: Running) -> None:
+def test_a_thousand_clients_at_once(server):
     """As many as there are places are served; the others are told at once to come again, while those wait."""
     places = server.loop.engine.scheduler.max_num_seqs + MAX_QUEUED
     with contextlib.ExitStack() as holding:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxpage import LLM, SamplingParams
+from jaxpage import SamplingParams
 from jaxpage.checkpoints.tokenizers.tokenizer_files import load_tokenizer
 from jaxpage.decoding import Constraint, Grammar, SamplingStrategy
 from jaxpage.decoding import grammars as rules
@@ -36,12 +35,12 @@ REGEXES = ("((ab|ba){1,3})( (10|00))?(dog|cat)s?", "[ab]{2,12}", "(dog|cat)+", "
 
 
 @pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def directory(tmp_path_factory):
     return write_tokenizer(random_checkpoint(tmp_path_factory.mktemp("model"), LLAMA))
 
 
 @pytest.fixture(scope="module")
-def grammar_of(directory: Path) -> Iterator[Callable[..., Grammar]]:
+def grammar_of(directory):
     compiler = GrammarCompiler(load_tokenizer(directory), VOCAB)
     made: dict[str, Grammar] = {}
 
@@ -87,14 +86,7 @@ STEPS = st.lists(st.tuples(st.integers(0, 5), st.lists(st.integers(0, 9), max_si
     stop=st.booleans(),
     few=st.booleans(),
 )
-def test_behind_drafts_as_behind_tokens(
-    grammar_of: Callable[..., Grammar],
-    regex: str,
-    steps: Any,
-    min_tokens: int,
-    stop: bool,
-    few: bool,
-) -> None:
+def test_behind_drafts_as_behind_tokens(grammar_of, regex, steps, min_tokens, stop, few):
     """Looks ahead along many paths, takes a token, looks again. Every mask is that of a sequence that never looked ahead."""
     grammar = grammar_of(regex)
     letters = [int(i) for i in ids_of(Constraint(grammar, request()).mask)]
@@ -141,9 +133,7 @@ def test_behind_drafts_as_behind_tokens(
         known += (token_id,)
 
 
-def test_looking_ahead_twice_costs_once(
-    grammar_of: Callable[..., Grammar], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_looking_ahead_twice_costs_once(grammar_of, monkeypatch):
     """And a token that was a draft costs nothing more."""
     constraint, computed, real = Constraint(grammar_of(REGEXES[1]), request()), [], Grammar.admit
     monkeypatch.setattr(
@@ -162,14 +152,7 @@ def test_looking_ahead_twice_costs_once(
     ("size", "limit", "fails", "mistaken"),
     [(12, 1500, False, False), (30, 300, True, False), (30, 300, True, True)],
 )
-def test_what_drafts_find_does_not_count(
-    size: int,
-    limit: int,
-    fails: bool,
-    mistaken: bool,
-    directory: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_what_drafts_find_does_not_count(size, limit, fails, mistaken, directory, monkeypatch):
     """llguidance bounds the states that a grammar finds: a sequence comes to that bound where it would without wrong drafts."""
     monkeypatch.setattr(rules, "MAX_LEXER_STATES", limit)
     letters = [load_tokenizer(directory)(letter)["input_ids"][0] for letter in "ab"]
@@ -210,7 +193,7 @@ def test_what_drafts_find_does_not_count(
 # ---- what else stands before a draw
 
 
-def test_draws_behind_drafts_are_processed_as_behind_tokens() -> None:
+def test_draws_behind_drafts_are_processed_as_behind_tokens():
     """Penalties, min_tokens and bad words see the path to a draft as if it were known. The tree branches."""
     requested = Request(
         request_id="a",
@@ -270,9 +253,7 @@ TREES = st.integers(0, 9).flatmap(
 
 
 @given(tree=TREES, regex=st.none() | st.sampled_from(REGEXES))
-def test_what_stays_is_what_can_be(
-    grammar_of: Callable[..., Grammar], tree: Any, regex: str | None
-) -> None:
+def test_what_stays_is_what_can_be(grammar_of, tree, regex):
     """Of every path exactly the part that a sequence could take, each place once and in order."""
     token_ids, parents = tree
     grammar = grammar_of(regex) if regex else None
@@ -290,7 +271,7 @@ def test_what_stays_is_what_can_be(
     assert (7 in kept) == bool(want)
 
 
-def test_what_stays_keeps_its_parents() -> None:
+def test_what_stays_keeps_its_parents():
     class Forbidding:
         """A grammar that admits no 3."""
 
@@ -302,12 +283,12 @@ def test_what_stays_keeps_its_parents() -> None:
 
 
 @pytest.fixture(scope="module")
-def llm(directory: Path) -> Iterator[LLM]:
+def llm(directory):
     with make_llm(directory, speculative_config=DRAFTING) as llm:
         yield llm
 
 
-def test_wild_drafts_change_nothing(llm: LLM) -> None:
+def test_wild_drafts_change_nothing(llm):
     """Tokens that are none, and tokens behind what a grammar admits, beside right ones: the same text, and nobody else notices."""
     params = [
         SamplingParams(
@@ -343,9 +324,7 @@ def test_wild_drafts_change_nothing(llm: LLM) -> None:
     invariants(llm)
 
 
-def test_an_exception_on_the_way_to_a_mask_ends_that_request_only(
-    llm: LLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_exception_on_the_way_to_a_mask_ends_that_request_only(llm, monkeypatch):
     neighbour = SamplingParams(temperature=1.0, seed=6, max_tokens=12, ignore_eos=True, logprobs=1)
     requested = dataclasses.replace(neighbour, structured_outputs={"regex": REGEXES[2]})
     without_drafts(llm)

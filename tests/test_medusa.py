@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -95,7 +95,7 @@ def assert_same(ours: Any, theirs: Any) -> None:
 
 
 @pytest.mark.parametrize("layers", [0, 1, 2])
-def test_both_formats_hold_the_same_heads(tmp_path: Path, layers: int) -> None:
+def test_both_formats_hold_the_same_heads(tmp_path, layers):
     heads = random_heads(3, layers)
     wanted = parameters_of(heads) if layers else {"tables": parameters_of(heads)["tables"]}
     # whose config says that there are 2
@@ -104,7 +104,7 @@ def test_both_formats_hold_the_same_heads(tmp_path: Path, layers: int) -> None:
     assert_same(loaded(write_vllm(tmp_path / "c", heads, prefix="medusa_heads.")), wanted)
 
 
-def test_heads_of_vllm_without_biases_and_with_one_table(tmp_path: Path) -> None:
+def test_heads_of_vllm_without_biases_and_with_one_table(tmp_path):
     heads = random_heads(2)
     directory = write_vllm(tmp_path / "a", heads, medusa_fc_bias=False, original_lm_head=True)
     tensors = load_file(directory / "model.safetensors")
@@ -124,7 +124,7 @@ def test_heads_of_vllm_without_biases_and_with_one_table(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("dtype", [np.int64, np.int32])
-def test_heads_that_know_a_part_of_the_vocabulary(tmp_path: Path, dtype: Any) -> None:
+def test_heads_that_know_a_part_of_the_vocabulary(tmp_path, dtype):
     heads = random_heads(2)
     token_map = np.array([40, 3, 17, 9, 63, 0, 21, 8], dtype)
     cut = [Head(head.blocks, head.table[token_map]) for head in heads]
@@ -136,7 +136,7 @@ def test_heads_that_know_a_part_of_the_vocabulary(tmp_path: Path, dtype: Any) ->
     np.testing.assert_array_equal(ids_BJW, np.stack(wanted, axis=1))
 
 
-def test_all_that_does_not_fit_is_told_at_once(tmp_path: Path) -> None:
+def test_all_that_does_not_fit_is_told_at_once(tmp_path):
     heads = random_heads(3)
     heads[1] = Head(heads[1].blocks, heads[1].table[:-1])
     directory = write_original(tmp_path / "a", heads, medusa_num_layers=2, hidden_size=32)
@@ -156,7 +156,7 @@ def test_all_that_does_not_fit_is_told_at_once(tmp_path: Path) -> None:
         assert line in text, text
 
 
-def test_a_gap_between_heads_is_a_missing_head(tmp_path: Path) -> None:
+def test_a_gap_between_heads_is_a_missing_head(tmp_path):
     directory = write_original(tmp_path / "a", random_heads(3))
     tensors = load_file(directory / "medusa_lm_head.safetensors")
     save_file(
@@ -184,15 +184,13 @@ def test_a_gap_between_heads_is_a_missing_head(tmp_path: Path) -> None:
         (None, {"num_hidden_layers": 2}, "num_hidden_layers is 2, but the tensors have 1"),
     ],
 )
-def test_vocabularies_that_contradict_themselves_are_refused(
-    tmp_path: Path, token_map: np.ndarray | None, config: dict[str, Any], message: str
-) -> None:
+def test_vocabularies_that_contradict_themselves_are_refused(tmp_path, token_map, config, message):
     assert message in refusal(
         write_vllm(tmp_path / "a", random_heads(2), token_map=token_map, **config)
     )
 
 
-def test_what_is_pickled_or_holds_no_heads_is_refused(tmp_path: Path) -> None:
+def test_what_is_pickled_or_holds_no_heads_is_refused(tmp_path):
     directory = write_original(tmp_path / "a", random_heads(1))
     (directory / "medusa_lm_head.safetensors").unlink()
     (directory / "medusa_lm_head.pt").write_bytes(b"\x80\x04N.")
@@ -213,7 +211,7 @@ def reference(head: Head, hidden_BD: np.ndarray) -> np.ndarray:
 
 
 @pytest.mark.parametrize("layers", [0, 1, 3])
-def test_heads_compute_what_the_paper_says(tmp_path: Path, layers: int) -> None:
+def test_heads_compute_what_the_paper_says(tmp_path, layers):
     heads = random_heads(3, layers)
     ours = module(write_original(tmp_path / "a", heads))
     hidden_BD = jnp.asarray(np.random.default_rng(1).standard_normal((5, WIDTH)), jnp.float32)
@@ -240,9 +238,7 @@ def expected_right(
 
 
 @given(ACCURACIES, st.integers(1, 4))
-def test_the_greedy_tree_is_the_best_of_all_trees(
-    accuracies: list[list[float]], num_drafts: int
-) -> None:
+def test_the_greedy_tree_is_the_best_of_all_trees(accuracies, num_drafts):
     ranks = [range(len(row)) for row in accuracies]
     paths = [
         path for depth in range(1, len(ranks) + 1) for path in itertools.product(*ranks[:depth])
@@ -264,7 +260,7 @@ def test_the_greedy_tree_is_the_best_of_all_trees(
     assert search(accuracies, num_drafts - 1) == found[: num_drafts - 1]
 
 
-def test_trees_without_measurements() -> None:
+def test_trees_without_measurements():
     rows = assume_accuracies(3)
     assert [row[0] for row in rows] == pytest.approx([0.6, 0.48, 0.384])
     assert all(list(row) == sorted(row, reverse=True) and sum(row) < 1 for row in rows)
@@ -277,7 +273,7 @@ def test_trees_without_measurements() -> None:
 # --- the proposer
 
 
-def test_guesses_hold_until_more_is_known() -> None:
+def test_guesses_hold_until_more_is_known():
     proposer = MedusaProposer(((0,), (1,), (1, 0), (1, 0, 2)))
     group = make_group("a", 0, [5, 6, 7])
     sequence = group.sequences[0]
@@ -330,12 +326,12 @@ class Count(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def model(tmp_path_factory):
     return cycle_checkpoint(tmp_path_factory.mktemp("medusa") / "model")
 
 
 @pytest.fixture(scope="module")
-def heads(model: Path) -> Path:
+def heads(model):
     return write_original(model.parent / "heads", knowing_heads(3))
 
 
@@ -355,13 +351,13 @@ def engine_with(
 
 
 @pytest.fixture(scope="module")
-def plain(model: Path) -> Iterator[LLM]:
+def plain(model):
     with engine_with(model, None) as llm:
         yield llm
 
 
 @pytest.fixture(scope="module")
-def chains(model: Path, heads: Path) -> Iterator[LLM]:
+def chains(model, heads):
     with engine_with(
         model, {"method": "medusa", "model": str(heads), "num_speculative_tokens": 3}
     ) as llm:
@@ -369,7 +365,7 @@ def chains(model: Path, heads: Path) -> Iterator[LLM]:
 
 
 @pytest.fixture(scope="module")
-def trees(model: Path, heads: Path) -> Iterator[LLM]:
+def trees(model, heads):
     settings = {
         "method": "medusa",
         "model": str(heads),
@@ -437,7 +433,7 @@ def second_knows() -> list[Head]:
     return [Head(first.blocks, first.table + 1.5 * table_of((times(2) + 1) % WIDTH)), *others]
 
 
-def test_heads_that_know_are_right_each_time(plain: LLM, chains: LLM) -> None:
+def test_heads_that_know_are_right_each_time(plain, chains):
     text, _ = run(plain, GREEDY, PROMPTS[:1])
     ids = text[0][0][0]
     assert list(ids) == [times(place)[PROMPTS[0][-1]] for place in range(1, 26)], (
@@ -450,7 +446,7 @@ def test_heads_that_know_are_right_each_time(plain: LLM, chains: LLM) -> None:
     )
 
 
-def test_samples_of_a_request_draft_from_their_first_token_on(plain: LLM, chains: LLM) -> None:
+def test_samples_of_a_request_draft_from_their_first_token_on(plain, chains):
     params = SamplingParams(temperature=1e-3, n=2, seed=1, max_tokens=25, ignore_eos=True)
     drafted, count = run(chains, params, PROMPTS[:1])
     assert drafted == run(plain, params, PROMPTS[:1])[0]
@@ -460,9 +456,7 @@ def test_samples_of_a_request_draft_from_their_first_token_on(plain: LLM, chains
 
 
 @pytest.mark.parametrize(("params", "gives_way"), [(GREEDY, -1), (SAMPLED, 3)])
-def test_no_heads_change_a_text(
-    plain: LLM, chains: LLM, trees: LLM, params: SamplingParams, gives_way: int
-) -> None:
+def test_no_heads_change_a_text(plain, chains, trees, params, gives_way):
     text, _ = run(plain, params)
     counts = {}
     for name, heads in (("own", None), ("random", random_heads(3)), ("second", second_knows())):
@@ -478,9 +472,7 @@ def test_no_heads_change_a_text(
     )
 
 
-def test_a_wrong_order_of_heads_shows_in_what_is_right_and_in_no_text(
-    plain: LLM, chains: LLM
-) -> None:
+def test_a_wrong_order_of_heads_shows_in_what_is_right_and_in_no_text(plain, chains):
     heads = knowing_heads(4)[1:]
     drafted, count = run(chains, GREEDY, heads=heads)
     assert drafted == run(plain, GREEDY)[0]
@@ -489,8 +481,8 @@ def test_a_wrong_order_of_heads_shows_in_what_is_right_and_in_no_text(
 
 @pytest.mark.sweep
 def test_guesses_behind_a_wrong_token_show_in_what_is_right_and_in_no_text(
-    plain: LLM, model: Path, heads: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    plain, model, heads, monkeypatch
+):
     monkeypatch.setattr(steps, "last_of", lambda paths_BQ: jnp.maximum(paths_BQ[:, 0], 0))
     settings = {"method": "medusa", "model": str(heads), "num_speculative_tokens": 3}
     with engine_with(model, settings, max_num_seqs=2) as llm:
@@ -499,7 +491,7 @@ def test_guesses_behind_a_wrong_token_show_in_what_is_right_and_in_no_text(
     assert 0 < count.right < 0.6 * count.drafts
 
 
-def test_what_is_aborted_is_forgotten(chains: LLM) -> None:
+def test_what_is_aborted_is_forgotten(chains):
     engine = chains._engine
     proposer: Any = engine.speculator.proposer  # type: ignore[attr-defined]
     engine.add("a", engine.prepare(None, [1, 2], SAMPLED))
@@ -511,9 +503,7 @@ def test_what_is_aborted_is_forgotten(chains: LLM) -> None:
     invariants(chains)
 
 
-def test_heads_that_cannot_be_told_end_the_drafts_and_no_request(
-    plain: LLM, chains: LLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_heads_that_cannot_be_told_end_the_drafts_and_no_request(plain, chains, monkeypatch):
     speculator: Any = chains._engine.speculator
     monkeypatch.setattr(speculator.proposer, "observe", lambda *_: 1 / 0)
     reporter = chains._engine.add("a", chains._engine.prepare(None, PROMPTS[0], GREEDY))
@@ -526,9 +516,7 @@ def test_heads_that_cannot_be_told_end_the_drafts_and_no_request(
     assert [[(output.token_ids, output.logprobs)]] == run(plain, GREEDY, PROMPTS[:1])[0]
 
 
-def test_engines_without_heads_have_steps_without_guesses(
-    plain: LLM, chains: LLM, trees: LLM
-) -> None:
+def test_engines_without_heads_have_steps_without_guesses(plain, chains, trees):
     for llm, count in ((plain, 3), (chains, 4)):
         runner = llm._engine.runner
         for bucket in llm._engine.builder.menu.buckets:
@@ -543,7 +531,7 @@ def test_engines_without_heads_have_steps_without_guesses(
 # --- settings
 
 
-def test_memory_counts_the_heads(plain: LLM, chains: LLM, heads: Path) -> None:
+def test_memory_counts_the_heads(plain, chains, heads):
     stored = open_medusa(heads, hidden_size=WIDTH, vocab_size=WIDTH).num_bytes("float32")
     assert stored == sum(
         leaf.nbytes for leaf in jax.tree.leaves(chains._engine.runner.parameters["drafter"])
@@ -573,9 +561,7 @@ def test_memory_counts_the_heads(plain: LLM, chains: LLM, heads: Path) -> None:
         ({"method": "ngram", "medusa_choices": [[0]]}, "it belongs to medusa"),
     ],
 )
-def test_settings_that_contradict_themselves_are_refused(
-    settings: dict[str, Any], message: str
-) -> None:
+def test_settings_that_contradict_themselves_are_refused(settings, message):
     with pytest.raises(ConfigError, match=message):
         EngineConfig(speculative_config={"method": "medusa", **settings})  # type: ignore[arg-type]
 
@@ -590,9 +576,7 @@ def test_settings_that_contradict_themselves_are_refused(
         ),
     ],
 )
-def test_more_than_the_heads_guess_is_refused(
-    model: Path, heads: Path, settings: dict[str, Any], message: str
-) -> None:
+def test_more_than_the_heads_guess_is_refused(model, heads, settings, message):
     with pytest.raises(ConfigError, match=message):
         engine_with(model, {"method": "medusa", "model": str(heads), **settings})
 
@@ -612,13 +596,7 @@ def test_more_than_the_heads_guess_is_refused(
         ),
     ],
 )
-def test_drafts_are_cut_to_shapes_from_their_end(
-    heads: Path,
-    settings: dict[str, Any],
-    lengths: tuple[int, ...],
-    choices: Any,
-    num_candidates: int,
-) -> None:
+def test_drafts_are_cut_to_shapes_from_their_end(heads, settings, lengths, choices, num_candidates):
     config = EngineConfig(speculative_config={"method": "medusa", "model": str(heads), **settings})  # type: ignore[arg-type]
     assert config.speculative_config is not None
     assert config.speculative_config.draft_lengths == lengths
@@ -626,7 +604,7 @@ def test_drafts_are_cut_to_shapes_from_their_end(
     assert found.choices == choices and found.num_candidates == num_candidates
 
 
-def test_a_guess_beyond_the_tokens_of_the_heads_is_refused(tmp_path: Path) -> None:
+def test_a_guess_beyond_the_tokens_of_the_heads_is_refused(tmp_path):
     directory = write_vllm(tmp_path / "a", random_heads(1, rows=8), token_map=np.arange(8))
     settings = {"method": "medusa", "model": str(directory), "tree": True}
     for more, wrong in (
@@ -642,7 +620,7 @@ def test_a_guess_beyond_the_tokens_of_the_heads_is_refused(tmp_path: Path) -> No
             assert open_heads(config, TARGET).choices
 
 
-def test_heads_of_another_model_are_refused(model: Path, tmp_path: Path) -> None:
+def test_heads_of_another_model_are_refused(model, tmp_path):
     other = write_original(tmp_path / "other", random_heads(2, width=32))
     with pytest.raises(
         CheckpointError, match=r"has shape \(32, 32\), and the model needs \(64, 64\)"
@@ -650,7 +628,7 @@ def test_heads_of_another_model_are_refused(model: Path, tmp_path: Path) -> None
         engine_with(model, {"method": "medusa", "model": str(other)})
 
 
-def test_choices_survive_the_settings_as_json() -> None:
+def test_choices_survive_the_settings_as_json():
     settings = {
         "method": "medusa",
         "model": "m",

@@ -7,13 +7,12 @@ import struct
 import sys
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxpage import LLM, MemoryReport, SamplingParams, cli
+from jaxpage import MemoryReport, SamplingParams, cli
 from jaxpage.memory import MemoryHistory, MemorySplit
 from jaxpage.memory.memory_split import split_memory
 from tests.support.engines import LLAMA, make_llm
@@ -33,7 +32,7 @@ def block_tables(draw: st.DrawFn, block_size: int) -> tuple[list[int], int, int]
 
 
 @given(st.data(), st.sampled_from([1, 2, 4]))
-def test_the_split_counts_slots(data: st.DataObject, block_size: int) -> None:
+def test_the_split_counts_slots(data, block_size):
     tables = data.draw(st.lists(block_tables(block_size), max_size=4))
     pinned = [
         (blocks, computed)
@@ -65,7 +64,7 @@ def test_the_split_counts_slots(data: st.DataObject, block_size: int) -> None:
     )
 
 
-def test_a_pin_saves_nothing_until_two_use_it() -> None:
+def test_a_pin_saves_nothing_until_two_use_it():
     prefix, tables = ([1, 2], 7), [([1, 2, 3], 9, 10)]
     alone = split_memory([], 4, 7, [prefix])
     assert (alone.token_slots, alone.internal_fragmentation_slots) == (7, 1)
@@ -98,9 +97,7 @@ def run(
 
 
 @given(st.integers(0, 300), st.sampled_from([2, 4, 8, 10]))
-def test_samples_are_every_kth_step_however_many_there_are(
-    num_steps: int, max_samples: int
-) -> None:
+def test_samples_are_every_kth_step_however_many_there_are(num_steps, max_samples):
     splits, history = [held(step % 97) for step in range(num_steps)], MemoryHistory(max_samples)
     seen = run(history, splits, [0.5] * num_steps)
     report = history.report(num_blocks=100, block_size=1)
@@ -125,7 +122,7 @@ def test_samples_are_every_kth_step_however_many_there_are(
     )
 
 
-def test_means_are_over_time() -> None:
+def test_means_are_over_time():
     history = MemoryHistory()
     run(
         history,
@@ -150,7 +147,7 @@ def test_means_are_over_time() -> None:
     ]
 
 
-def test_a_step_that_failed_is_sampled_once_and_takes_no_time() -> None:
+def test_a_step_that_failed_is_sampled_once_and_takes_no_time():
     history = MemoryHistory()
     history.begin(lambda: held(90), used_blocks=90, num_preempted=0)
     run(history, [held(10)], [2.0])
@@ -159,32 +156,32 @@ def test_a_step_that_failed_is_sampled_once_and_takes_no_time() -> None:
     assert (report.num_steps, report.seconds, report.peak_blocks) == (1, 2.0, 90)
 
 
-def test_a_report_of_nothing() -> None:
+def test_a_report_of_nothing():
     report = MemoryHistory().report(num_blocks=4, block_size=16)
     assert report.mean_shares == {} and report.saved_by_sharing == 0.0 and report.samples == ()
     assert "peak use" in str(report) and json.dumps(report.as_dict())
 
 
 @pytest.mark.parametrize("max_samples", [0, 3, -2])
-def test_a_history_needs_an_even_number_of_samples(max_samples: int) -> None:
+def test_a_history_needs_an_even_number_of_samples(max_samples):
     with pytest.raises(ValueError, match="must be an even number from 2"):
         MemoryHistory(max_samples)
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def model(tmp_path_factory):
     return random_checkpoint(tmp_path_factory.mktemp("memory") / "llama", LLAMA)
 
 
 @pytest.fixture(scope="module")
-def llm(model: Path) -> Any:
+def llm(model):
     with make_llm(
         model, num_blocks=14, max_model_len=64, dtype="float32", enable_prefix_caching=True
     ) as llm:
         yield llm
 
 
-def test_the_report_of_an_engine(llm: LLM) -> None:
+def test_the_report_of_an_engine(llm):
     """Three sequences of 20 prompt tokens that decode to 32: what each step held is counted from the lengths alone."""
     llm.memory_report(reset=True)
     assert llm.memory_report().num_steps == 0
@@ -215,7 +212,7 @@ def test_the_report_of_an_engine(llm: LLM) -> None:
     assert llm.memory_report(reset=True) == report and llm.memory_report().num_steps == 0
 
 
-def test_an_engine_that_shares_a_prefix_says_what_it_saves(llm: LLM) -> None:
+def test_an_engine_that_shares_a_prefix_says_what_it_saves(llm):
     """A prefix of two blocks that three have: two blocks for what would be six, next to a block of its own for each."""
     prefix = list(range(100, 132))
     llm.generate([[*prefix, 1]], SamplingParams(temperature=0, max_tokens=1), use_tqdm=False)
@@ -231,7 +228,7 @@ def test_an_engine_that_shares_a_prefix_says_what_it_saves(llm: LLM) -> None:
     assert (stats["kv_saved_by_sharing_blocks"], stats["kv_saved_by_sharing_perc"]) == (0, 0.0)
 
 
-def test_preemptions_and_the_peak_are_those_of_the_run(llm: LLM) -> None:
+def test_preemptions_and_the_peak_are_those_of_the_run(llm):
     llm.memory_report(reset=True)
     before = llm.stats()["num_preemptions_total"]["recompute"]
     prompts = [[seed + i for i in range(40)] for seed in (1, 60, 120, 180)]
@@ -244,7 +241,7 @@ def test_preemptions_and_the_peak_are_those_of_the_run(llm: LLM) -> None:
     assert llm.memory_report().num_preemptions == 0
 
 
-def test_the_picture_has_an_area_for_each_kind(llm: LLM, tmp_path: Path) -> None:
+def test_the_picture_has_an_area_for_each_kind(llm, tmp_path):
     pytest.importorskip("matplotlib", reason="the picture is drawn with matplotlib")
     from jaxpage.bench import memory_plot
 
@@ -293,9 +290,7 @@ def bench(model: Path, *words: str) -> int:
     return cli.main(["bench", "throughput", "--model", str(model), *workload, *limits, *words])
 
 
-def test_bench_throughput_reports_and_draws_its_memory(
-    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_bench_throughput_reports_and_draws_its_memory(model, tmp_path, capsys):
     pytest.importorskip("matplotlib", reason="the picture is drawn with matplotlib")
     path = tmp_path / "memory.png"
     assert bench(model, "--plot", str(path)) == 0
@@ -315,17 +310,13 @@ def test_bench_throughput_reports_and_draws_its_memory(
         ("no/such/memory.png", "no such directory"),
     ],
 )
-def test_a_picture_that_cannot_be_written_is_refused_at_once(
-    path: str, message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_picture_that_cannot_be_written_is_refused_at_once(path, message, capsys):
     pytest.importorskip("matplotlib", reason="without it the first refusal is another")
     assert bench(Path("no-such-model"), "--plot", path) == 2
     assert message in capsys.readouterr().err
 
 
-def test_without_matplotlib_the_extra_is_named(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_without_matplotlib_the_extra_is_named(monkeypatch, capsys):
     for name in [name for name in sys.modules if name.partition(".")[0] == "matplotlib"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.delitem(sys.modules, "jaxpage.bench.memory_plot", raising=False)

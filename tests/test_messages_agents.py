@@ -179,7 +179,7 @@ HISTORIES: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
 
 
 @pytest.mark.parametrize("name", HISTORIES)
-def test_a_history_is_that_of_the_chat(name: str) -> None:
+def test_a_history_is_that_of_the_chat(name):
     fields, messages = HISTORIES[name]
     answer = open_message(message(**fields, tools=[TOOL]), qwen(strict=True))
     function = {"name": "weather", "description": "Tells the weather.", "parameters": SCHEMA}
@@ -188,7 +188,7 @@ def test_a_history_is_that_of_the_chat(name: str) -> None:
     assert answer.prompts == wanted.prompts and answer.ignored_fields == ()
 
 
-def test_what_another_server_ran_is_passed_over_and_named() -> None:
+def test_what_another_server_ran_is_passed_over_and_named():
     """So are the lines for Anthropic's accounts, with which no prompt would have the prefix of the last."""
     server_blocks: list[dict[str, Any]] = [
         {"type": "redacted_thinking", "data": "AAAA"},
@@ -219,7 +219,7 @@ ALTERNATING = (
 )
 
 
-def test_a_text_after_a_result_is_part_of_it_where_turns_must_alternate() -> None:
+def test_a_text_after_a_result_is_part_of_it_where_turns_must_alternate():
     known = context(tokenizer=with_template(ALTERNATING))
     turns = [
         USER,
@@ -238,7 +238,7 @@ def test_a_text_after_a_result_is_part_of_it_where_turns_must_alternate() -> Non
     assert caught.value.param == "messages"
 
 
-def test_an_answer_goes_on_from_text_only() -> None:
+def test_an_answer_goes_on_from_text_only():
     begun = open_message(message(messages=[USER, said(text("It was"))]), qwen())
     assert str(begun.prompts[0].prompt).endswith("It was")
     called = open_message(message(messages=[USER, said(use())], tools=[TOOL]), qwen())
@@ -297,7 +297,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
 
 
 @pytest.mark.parametrize(("fields", "param", "problem"), REFUSED)
-def test_an_error_has_the_clients_path(fields: dict[str, Any], param: str, problem: str) -> None:
+def test_an_error_has_the_clients_path(fields, param, problem):
     """The count of tokens has the same."""
     for opens, body in (
         (open_message, message(**fields)),
@@ -330,7 +330,7 @@ def test_an_error_has_the_clients_path(fields: dict[str, Any], param: str, probl
         ),
     ],
 )
-def test_a_choice_is_that_of_the_chat(choice: Any, body: dict[str, Any]) -> None:
+def test_a_choice_is_that_of_the_chat(choice, body):
     strict = {**TOOL, "type": "custom", "strict": True, "input_examples": [{"place": "Rome"}]}
     chat = translated(tools=[SEARCH, strict], tool_choice=choice).body
     assert {
@@ -349,18 +349,18 @@ def test_a_choice_is_that_of_the_chat(choice: Any, body: dict[str, Any]) -> None
     "web_search_20250305", "web_fetch_20260318", "bash_20250124", "text_editor_20250728", "computer_20251124",
     "computer_toolset_20260801", "memory_20250818", "code_execution_20260521", "mcp_toolset", "tool_search_tool_regex_20251119",
 ])  # fmt: skip
-def test_a_tool_of_a_server_is_passed_over(kind: str) -> None:
+def test_a_tool_of_a_server_is_passed_over(kind):
     answer = open_message(message(tools=[{"type": kind, "name": "x"}]), qwen(strict=True))
     assert answer.ignored_fields == ("tools[0]",)
 
 
-def test_a_schema_that_nothing_enforces_refuses_no_request() -> None:
+def test_a_schema_that_nothing_enforces_refuses_no_request():
     """In auto the template has it as it is."""
     look_ahead = {"type": "object", "properties": {"a": {"type": "string", "pattern": "^(?!x).*$"}}}
     open_message(message(tools=[{**TOOL, "input_schema": look_ahead}]), qwen(strict=True))
 
 
-def test_no_tools_ask_for_nothing() -> None:
+def test_no_tools_ask_for_nothing():
     """As agents send them for titles and summaries."""
     for choice in (None, {"type": "auto"}, {"type": "none"}):
         answer = open_message(message(tools=[], tool_choice=choice), qwen(strict=True))
@@ -400,9 +400,7 @@ LOW = {"effort": "low"}
     ],
 )
 @pytest.mark.parametrize("is_strict", [False, True])
-def test_thinking_is_what_the_template_knows(
-    template: str, fields: dict[str, Any], shown: str, ignored: tuple[str, ...], is_strict: bool
-) -> None:
+def test_thinking_is_what_the_template_knows(template, fields, shown, ignored, is_strict):
     known = context(tokenizer=with_template(template), strict_requests=is_strict)
     answer = open_message(message(**fields), known)
     assert str(answer.prompts[0].prompt).partition("<")[2].startswith(f"{shown}>")
@@ -411,7 +409,7 @@ def test_thinking_is_what_the_template_knows(
     assert counted.ignored_fields == ignored
 
 
-def test_a_budget_is_that_of_the_chat() -> None:
+def test_a_budget_is_that_of_the_chat():
     """Where the reasoning has a form, without which nothing finds its end."""
     thinking = {"type": "enabled", "budget_tokens": 2048}
     chat = translated(thinking=thinking)
@@ -453,9 +451,7 @@ def histories(draw: st.DrawFn) -> list[dict[str, Any]]:
     ),
     thinking=st.sampled_from([None, OFF, ON]),
 )
-def test_as_many_tokens_are_counted_as_the_prompt_has(
-    turns: Any, choice: Any, thinking: Any
-) -> None:
+def test_as_many_tokens_are_counted_as_the_prompt_has(turns, choice, thinking):
     tools = [TOOL, SEARCH, {**TOOL, "name": "other"}]
     fields = {"messages": turns, "tools": tools, "tool_choice": choice, "thinking": thinking}
     fields["system"] = [text("Be brief.", cache_control={"type": "ephemeral"})]
@@ -524,9 +520,7 @@ prose = st.text(st.sampled_from("ab é\n"), min_size=1, max_size=8)
     places=st.lists(st.integers(0, 1000), max_size=12),
     ends=st.sampled_from(["stop", "length"]),
 )
-def test_a_stream_is_the_whole_answer_to_anthropics_client(
-    thought: str | None, parts: list[str], places: list[int], ends: str
-) -> None:
+def test_a_stream_is_the_whole_answer_to_anthropics_client(thought, parts, places, ends):
     said = "" if thought is None else f"<think>\n{thought}\n</think>\n\n"
     said += "".join(parts)
     body = message(tools=[TOOL])
@@ -544,7 +538,7 @@ def test_a_stream_is_the_whole_answer_to_anthropics_client(
     )
 
 
-def test_a_stream_with_a_call_has_anthropics_events() -> None:
+def test_a_stream_with_a_call_has_anthropics_events():
     said = '<think>\nHm\n</think>\n\nI look.<tool_call>\n{"name": "weather", "arguments": {"place": "Oslo"}}\n</tool_call>'
     events = streamed(message(tools=[TOOL]), Scripted(list(said)), qwen())
     names = [
@@ -586,9 +580,7 @@ def test_a_stream_with_a_call_has_anthropics_events() -> None:
         ('{"a": "\\ud83d', "length", {}, "max_tokens"),
     ],
 )  # fmt: skip
-def test_a_call_that_is_cut_has_what_is_complete(
-    choice: Any, said: str, ends: str, given_input: dict[str, Any], reason: str
-) -> None:
+def test_a_call_that_is_cut_has_what_is_complete(choice, said, ends, given_input, reason):
     """A model without a form of calls writes the arguments alone, so that a cut call can be seen."""
     known = context(tokenizer=with_template("{{ messages[0].content }}"))
     body = message(tools=[TOOL], tool_choice={"type": "tool", "name": "weather"})
@@ -599,7 +591,7 @@ def test_a_call_that_is_cut_has_what_is_complete(
     assert again["content"] == plain(answer)["content"] and again["stop_reason"] == reason
 
 
-def test_thinking_may_be_left_out_of_the_answer() -> None:
+def test_thinking_may_be_left_out_of_the_answer():
     body = message(thinking={"type": "adaptive", "display": "omitted"})
     said = "<think>\nHm\n</think>\n\nYes."
     answer = whole(body, Scripted([said]), qwen())
@@ -610,7 +602,7 @@ def test_thinking_may_be_left_out_of_the_answer() -> None:
     assert "Hm" not in json.dumps(events)
 
 
-def test_an_answer_is_sent_back_as_it_came() -> None:
+def test_an_answer_is_sent_back_as_it_came():
     """By Anthropic's client, which adds fields of its own."""
     said_before = '<think>\nHm\n</think>\n\nI look.<tool_call>\n{"name": "weather", "arguments": {"place": "Oslo"}}\n</tool_call>'
     answer = whole(message(tools=[TOOL]), Scripted([said_before]), qwen())
@@ -632,7 +624,7 @@ def test_an_answer_is_sent_back_as_it_came() -> None:
         (429, "rate_limit_error"),
     ],
 )
-def test_a_stream_that_fails_ends_with_anthropics_error(status: int, kind: str) -> None:
+def test_a_stream_that_fails_ends_with_anthropics_error(status, kind):
     (chunk,) = DIALECT.failure_chunks(ApiError(status, "no"), None)
     frame = DIALECT.new_frame()(chunk)
     begin, data = frame.decode().split("\ndata: ")
@@ -650,7 +642,7 @@ def test_a_stream_that_fails_ends_with_anthropics_error(status: int, kind: str) 
     {"diagnostics": {"previous_message_id": None}, "system": [], "cache_control": {"type": "ephemeral"}},
     {"thinking": None, "output_config": None, "tool_choice": None, "tools": None, "system": ""},
 ])  # fmt: skip
-def test_what_asks_for_nothing_is_accepted(fields: dict[str, Any]) -> None:
+def test_what_asks_for_nothing_is_accepted(fields):
     answer = open_message(message(**fields), qwen(strict=True))
     assert answer.prompts == open_message(message(), qwen()).prompts
     assert answer.ignored_fields == ()
@@ -666,12 +658,12 @@ def test_what_asks_for_nothing_is_accepted(fields: dict[str, Any]) -> None:
     ("diagnostics", {"previous_message_id": "msg_1"}),
     ("fallbacks", [{"model": "x"}]),
 ])  # fmt: skip
-def test_what_only_anthropics_servers_do_is_named(name: str, value: Any) -> None:
+def test_what_only_anthropics_servers_do_is_named(name, value):
     answer = open_message(message(**{name: value}), qwen(strict=True))
     assert answer.ignored_fields == (name,)
 
 
-def test_an_answer_keeps_to_a_format() -> None:
+def test_an_answer_keeps_to_a_format():
     """As Claude Code asks for titles."""
     schema = {"type": "object", "properties": {"title": {"type": "string"}}}
     wanted = {"format": {"type": "json_schema", "schema": schema}}
@@ -685,7 +677,7 @@ def test_an_answer_keeps_to_a_format() -> None:
 
 @pytest.mark.parametrize("name", ["main", "tool_turn", "title", "count_tokens", "compaction"])
 @pytest.mark.parametrize("is_strict", [False, True])
-def test_a_request_of_claude_code_is_answered(name: str, is_strict: bool) -> None:
+def test_a_request_of_claude_code_is_answered(name, is_strict):
     """Recorded ones, of which texts and names are replaced."""
     requested = json.loads((REQUESTS / f"claude_code_{name}.json").read_text())
     body = requested["body"]

@@ -4,7 +4,6 @@ recycling is told is what transformers says."""
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -81,7 +80,7 @@ SELDOM_NEW = [
 
 
 @pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def directory(tmp_path_factory):
     """A model to which the last token matters most, so that what is recycled is of use."""
     path = random_checkpoint(tmp_path_factory.mktemp("llama"), LLAMA)
     tensors = random_tensors(LLAMA)
@@ -91,7 +90,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def engines(directory: Path) -> Iterator[Callable[..., LLM]]:
+def engines(directory):
     """By name, made when first asked for, with a proposer of this method that has seen nothing yet."""
     made: dict[str, LLM] = {}
 
@@ -111,7 +110,7 @@ def engines(directory: Path) -> Iterator[Callable[..., LLM]]:
 
 
 @pytest.fixture(scope="module")
-def want(engines: Callable[..., LLM]) -> list[Any]:
+def want(engines):
     return everything(engines("without").generate(PROMPTS, REQUESTS, use_tqdm=False))
 
 
@@ -122,9 +121,7 @@ def right_drafts(llm: LLM) -> int:
 
 @pytest.mark.parametrize("engine", few(["roomy", "recomputing", "swapping"], ["roomy", "swapping"]))
 @pytest.mark.parametrize("method", METHODS)
-def test_nothing_changes(
-    method: str, engine: str, engines: Callable[..., LLM], want: list[Any]
-) -> None:
+def test_nothing_changes(method, engine, engines, want):
     """Greedy and seeded, several samples, grammars, bad words, penalties and ends; blocks of 1, 4 and 16 tokens; and who is preempted."""
     llm, chosen = engines(engine, method), HELD[engine]
     before, right = llm.stats()["num_preemptions_total"], right_drafts(llm)
@@ -146,7 +143,7 @@ def test_nothing_changes(
     )
 
 
-def test_nothing_changes_where_much_is_right(engines: Callable[..., LLM]) -> None:
+def test_nothing_changes_where_much_is_right(engines):
     plain = everything(engines("without").generate(FEW, SELDOM_NEW, use_tqdm=False))
     llm = engines("roomy", "lookahead")
     before = right_drafts(llm)
@@ -157,9 +154,7 @@ def test_nothing_changes_where_much_is_right(engines: Callable[..., LLM]) -> Non
 
 @pytest.mark.parametrize("engine", few(["recomputing", "swapping"], ["swapping"]))
 @pytest.mark.parametrize("method", METHODS)
-def test_nothing_changes_for_who_gives_way_in_the_middle(
-    method: str, engine: str, engines: Callable[..., LLM], want: list[Any]
-) -> None:
+def test_nothing_changes_for_who_gives_way_in_the_middle(method, engine, engines, want):
     """A window outlives it, and so does a table."""
     llm, chosen = engines(engine, method), [0, 2]
     before = right_drafts(llm)
@@ -178,7 +173,7 @@ def test_nothing_changes_for_who_gives_way_in_the_middle(
     invariants(llm)
 
 
-def test_stops_cut_inside_an_accepted_run(engines: Callable[..., LLM]) -> None:
+def test_stops_cut_inside_an_accepted_run(engines):
     few = SamplingParams(
         temperature=1.5, max_tokens=30, ignore_eos=True, allowed_token_ids=[66, 67], seed=1, n=2
     )
@@ -193,9 +188,7 @@ def test_stops_cut_inside_an_accepted_run(engines: Callable[..., LLM]) -> None:
     assert right_drafts(llm) - before > len(stops)
 
 
-def test_a_prefix_is_pinned_where_right_drafts_would_take_it_to_its_end(
-    engines: Callable[..., LLM],
-) -> None:
+def test_a_prefix_is_pinned_where_right_drafts_would_take_it_to_its_end(engines):
     """The last chunk of the prefix is one token, behind which the next ones are known from before."""
     llm = engines("swapping", "token_recycling")
     greedy = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
@@ -263,9 +256,7 @@ def differs_from_transformers(
     return None
 
 
-def test_what_recycling_is_told_is_what_transformers_says(
-    engines: Callable[..., LLM], directory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_recycling_is_told_is_what_transformers_says(engines, directory, monkeypatch):
     assert (
         differs_from_transformers(engines("roomy", "token_recycling"), directory, monkeypatch)
         is None
@@ -273,9 +264,7 @@ def test_what_recycling_is_told_is_what_transformers_says(
 
 
 @pytest.mark.sweep
-def test_a_wrong_order_of_what_is_likely_is_seen(
-    directory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_wrong_order_of_what_is_likely_is_seen(directory, monkeypatch):
     top_ids = drafter.top_ids
     monkeypatch.setattr(drafter, "top_ids", lambda logits_RV, count: top_ids(-logits_RV, count))
     with make_llm(

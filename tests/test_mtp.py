@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -36,7 +35,7 @@ MTP = SpeculativeConfig(method="mtp", num_speculative_tokens=1)
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Model]:
+def saved(tmp_path_factory):
     found: dict[str, Model] = {}
 
     def of_family(family: str) -> Model:
@@ -77,7 +76,7 @@ def assert_as_the_reference(found: Run, model: Model) -> None:
 @pytest.mark.parametrize(
     "family", few(MODELS, ["deepseek_v3", "glm_moe_dsa", "qwen3_next", "qwen3_5", "qwen3_5_moe"])
 )
-def test_rows_are_those_of_the_reference(family: str, saved: Callable[[str], Model]) -> None:
+def test_rows_are_those_of_the_reference(family, saved):
     """The last one is behind its own output, which gives the second draft."""
     model = saved(family)
     assert_as_the_reference(run_on(model), model)
@@ -120,16 +119,14 @@ _call = MtpHead.__call__
 @pytest.mark.parametrize(
     "mistake", few([_before_the_norm, _zeroed, _swapped], [_before_the_norm, _zeroed])
 )
-def test_a_planted_mistake_is_seen(
-    mistake: Any, saved: Callable[[str], Model], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_planted_mistake_is_seen(mistake, saved, monkeypatch):
     monkeypatch.setattr(MtpHead, "__call__", mistake)
     model = saved("qwen3_5")
     with pytest.raises(AssertionError):
         assert_as_the_reference(run_on(model), model)
 
 
-def test_the_reference_is_that_of_transformers(saved: Callable[[str], Model]) -> None:
+def test_the_reference_is_that_of_transformers(saved):
     """Of DeepSeek: its `MtpModel`, from the same files, over the same rows."""
     from transformers import DeepseekV3ForCausalLM
     from transformers.modeling_layers import MtpModel
@@ -151,7 +148,7 @@ def test_the_reference_is_that_of_transformers(saved: Callable[[str], Model]) ->
     np.testing.assert_allclose(rows[0].numpy(), outputs, atol=1e-5, rtol=1e-5)
 
 
-def test_a_head_is_read_from_arrays_by_name(saved: Callable[[str], Model]) -> None:
+def test_a_head_is_read_from_arrays_by_name(saved):
     """Those of `from_parameters` and `update_parameters`; a module has no tensors of a head."""
     model = saved("deepseek_v3")
     config = json.loads((model.directory / "config.json").read_text())
@@ -216,9 +213,7 @@ REFUSED: dict[str, tuple[str, str, dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_heads_that_cannot_be_used_are_refused_by_name(
-    case: str, saved: Callable[[str], Model], tmp_path: Path
-) -> None:
+def test_heads_that_cannot_be_used_are_refused_by_name(case, saved, tmp_path):
     """The model loads all the same."""
     family, drop, fields, text = REFUSED[case]
     directory = changed(saved(family), tmp_path, drop, **fields)
@@ -226,7 +221,7 @@ def test_heads_that_cannot_be_used_are_refused_by_name(
         open_drafter(MTP, open_model(directory))
 
 
-def test_a_model_without_heads_is_refused(saved: Callable[[str], Model], tmp_path: Path) -> None:
+def test_a_model_without_heads_is_refused(saved, tmp_path):
     model = saved("deepseek_v3")
     directory = changed(model, tmp_path, "model.layers.3.", num_nextn_predict_layers=0)
     with pytest.raises(UnsupportedError, match="needs a model with MTP heads"):
@@ -243,9 +238,7 @@ def test_a_model_without_heads_is_refused(saved: Callable[[str], Model], tmp_pat
         ("nemotron-h-experts", "mtp."),
     ],
 )
-def test_heads_that_are_not_read_are_passed_over_and_refused(
-    name: str, start: str, tmp_path: Path
-) -> None:
+def test_heads_that_are_not_read_are_passed_over_and_refused(name, start, tmp_path):
     """transformers passes them over, too. Qwen 2 with heads is MiMo-7B."""
     tensors = random_tensors(config_json(name))
     config = config_json(name, num_nextn_predict_layers=1)
@@ -255,9 +248,7 @@ def test_heads_that_are_not_read_are_passed_over_and_refused(
         open_drafter(MTP, open_model(tmp_path))
 
 
-def test_auto_is_mtp_where_the_checkpoint_has_a_head(
-    saved: Callable[[str], Model], tmp_path: Path
-) -> None:
+def test_auto_is_mtp_where_the_checkpoint_has_a_head(saved, tmp_path):
     """Suffix decoding drafts for any other model."""
     requested = EngineConfig(speculative_config="auto").speculative_config
     model = saved("deepseek_v3")
@@ -271,9 +262,7 @@ def test_auto_is_mtp_where_the_checkpoint_has_a_head(
 # --- quantised heads
 
 
-def test_a_head_in_blocks_of_float8_is_read_as_it_is_stored(
-    saved: Callable[[str], Model], tmp_path: Path
-) -> None:
+def test_a_head_in_blocks_of_float8_is_read_as_it_is_stored(saved, tmp_path):
     """As DeepSeek publishes it: products of the layer in float8 with a scale for each block, eh_proj and norms not."""
     model = saved("deepseek_v3")
     tensors, changed_head = {}, {}

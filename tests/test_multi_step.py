@@ -4,8 +4,6 @@ bit; and what needs the host between two tokens goes one at a time."""
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
@@ -101,7 +99,7 @@ HOSTED = [
 
 
 @pytest.fixture(scope="module")
-def directories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def directories(tmp_path_factory):
     models = {"llama": LLAMA, "mistral": MISTRAL}
     return {
         name: write_tokenizer(random_checkpoint(tmp_path_factory.mktemp(name), each))
@@ -110,7 +108,7 @@ def directories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="module")
-def engines(directories: dict[str, Path]) -> Iterator[Callable[[str], LLM]]:
+def engines(directories):
     with engines_by_name(
         ENGINES, lambda name: directories["mistral" if "mistral" in name else "llama"]
     ) as engine:
@@ -118,7 +116,7 @@ def engines(directories: dict[str, Path]) -> Iterator[Callable[[str], LLM]]:
 
 
 @pytest.fixture(scope="module")
-def want(engines: Callable[[str], LLM]) -> list[Any]:
+def want(engines):
     return everything(engines("without").generate(PROMPTS, REQUESTS, use_tqdm=False))
 
 
@@ -138,7 +136,7 @@ def decoded(llm: LLM) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("engine", few(["roomy", "recomputing", "swapping"], ["roomy", "swapping"]))
-def test_nothing_changes(engine: str, engines: Callable[[str], LLM], want: list[Any]) -> None:
+def test_nothing_changes(engine, engines, want):
     """Greedy and seeded, several samples, log probabilities, to the last position; and who is preempted."""
     llm = engines(engine)
     before, (rows, tokens) = llm.stats()["num_preemptions_total"], decoded(llm)
@@ -155,9 +153,7 @@ def test_nothing_changes(engine: str, engines: Callable[[str], LLM], want: list[
     invariants(llm)
 
 
-def test_what_needs_the_host_goes_one_at_a_time(
-    engines: Callable[[str], LLM], want: list[Any]
-) -> None:
+def test_what_needs_the_host_goes_one_at_a_time(engines, want):
     """Grammars, penalties, bad words, min_tokens, biases, beams: alone, and with it what decodes beside it."""
     llm = engines("roomy")
     for index in sorted({*range(len(REQUESTS))} - {*HOSTLESS}):
@@ -191,9 +187,7 @@ def hosted_output(engine: Engine, hosted: Any, prompt: list[int], steps_before: 
 @pytest.mark.parametrize(
     ("engine", "prompt"), [("roomy", CACHED), ("mixed", [70])], ids=["cached", "one token"]
 )
-def test_what_needs_the_host_may_be_admitted_in_a_step_that_decodes(
-    engine: str, prompt: list[int], engines: Callable[[str], LLM]
-) -> None:
+def test_what_needs_the_host_may_be_admitted_in_a_step_that_decodes(engine, prompt, engines):
     """A prompt that is cached but for its last token, or that has no other, gets its first token beside those that decode."""
     plain, several = engines("without"), engines(engine)
     several.generate([prompt], SamplingParams(temperature=0.0, max_tokens=2), use_tqdm=False)
@@ -203,9 +197,7 @@ def test_what_needs_the_host_may_be_admitted_in_a_step_that_decodes(
     invariants(several)
 
 
-def test_what_needs_the_host_may_come_back_in_a_step_that_decodes(
-    engines: Callable[[str], LLM],
-) -> None:
+def test_what_needs_the_host_may_come_back_in_a_step_that_decodes(engines):
     plain, llm = engines("without"), engines("swapping")
     for hosted in HOSTED:
         want = everything(plain.generate([[70, 71]], hosted, use_tqdm=False))
@@ -220,9 +212,7 @@ def test_what_needs_the_host_may_come_back_in_a_step_that_decodes(
 
 
 @pytest.mark.parametrize("needs", ["parameter", "suppressed", "mask"])
-def test_a_step_of_several_tokens_with_masks_is_refused(
-    needs: str, engines: Callable[[str], LLM]
-) -> None:
+def test_a_step_of_several_tokens_with_masks_is_refused(needs, engines):
     """Its masks would be filed by draw and read by row, so no request could be sure of its own."""
     builder = engines("roomy")._engine.builder
     params = SamplingParams(allowed_token_ids=(5,)) if needs == "parameter" else SamplingParams()
@@ -237,7 +227,7 @@ def test_a_step_of_several_tokens_with_masks_is_refused(
         builder.build(plan, masks)
 
 
-def test_nothing_changes_behind_a_window(engines: Callable[[str], LLM]) -> None:
+def test_nothing_changes_behind_a_window(engines):
     chosen = [0, 1, 2, 3, 11]
     assert ask(engines("mistral"), chosen) == ask(engines("mistral without"), chosen)
     rows, tokens = decoded(engines("mistral"))
@@ -245,9 +235,7 @@ def test_nothing_changes_behind_a_window(engines: Callable[[str], LLM]) -> None:
     invariants(engines("mistral"))
 
 
-def test_a_step_has_as_many_tokens_as_are_wanted(
-    engines: Callable[[str], LLM], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_step_has_as_many_tokens_as_are_wanted(engines, monkeypatch):
     """The longest row decides how many steps are made; no token is computed behind the last."""
     llm, plans = engines("roomy"), []
     build = llm._engine.builder.build
@@ -267,9 +255,7 @@ def test_a_step_has_as_many_tokens_as_are_wanted(
 
 
 @pytest.mark.parametrize("include", [False, True])
-def test_a_stop_cuts_inside_a_step(
-    include: bool, engines: Callable[[str], LLM], want: list[Any]
-) -> None:
+def test_a_stop_cuts_inside_a_step(include, engines, want):
     whole = want[1][1][0]
     texts = sorted({whole.text[place : place + 3] for place in range(len(whole.text) - 2)})
     requests = [
@@ -291,9 +277,7 @@ def test_a_stop_cuts_inside_a_step(
 
 
 @pytest.mark.parametrize("engine", few(["recomputing", "swapping"], ["swapping"]))
-def test_who_gives_way_in_the_middle_goes_on(
-    engine: str, engines: Callable[[str], LLM], want: list[Any]
-) -> None:
+def test_who_gives_way_in_the_middle_goes_on(engine, engines, want):
     llm, chosen = engines(engine), [0, 2]
     for step in (2, 4, 5):
         prepared = [llm._engine.prepare(None, PROMPTS[index], REQUESTS[index]) for index in chosen]
@@ -307,7 +291,7 @@ def test_who_gives_way_in_the_middle_goes_on(
     invariants(llm)
 
 
-def test_what_it_cached_is_what_others_find(engines: Callable[[str], LLM], want: list[Any]) -> None:
+def test_what_it_cached_is_what_others_find(engines, want):
     llm = engines("roomy")
     chosen = [1, 2, 3]
     ask(llm, chosen)
@@ -321,9 +305,7 @@ def test_what_it_cached_is_what_others_find(engines: Callable[[str], LLM], want:
     assert everything(got) == everything(expected)
 
 
-def test_a_log_of_it_is_replayed(
-    directories: dict[str, Path], want: list[Any], tmp_path: Path
-) -> None:
+def test_a_log_of_it_is_replayed(directories, want, tmp_path):
     path = tmp_path / "log"
     with make_llm(directories["llama"], **ENGINES["swapping"], event_log=str(path)) as llm:
         chosen = [0, 2, 11]
@@ -362,9 +344,7 @@ OF_FAMILY = {FAMILY_OF[config_json(name)["architectures"][0]]: name for name in 
 
 @pytest.mark.parametrize("backend", ["auto", pytest.param("scan", marks=pytest.mark.sweep)])
 @pytest.mark.parametrize("family", few(OF_FAMILY, ["gemma2"]))
-def test_no_family_has_other_bits_in_several_steps(
-    family: str, backend: str, tmp_path: Path
-) -> None:
+def test_no_family_has_other_bits_in_several_steps(family, backend, tmp_path):
     """What XLA takes out of the loop over the steps it may round otherwise. A bias of nothing is computed one step at a time.
 
     On a CPU norms are XLA's with scan alone, and they differ only where they are compiled as for users (`--optimized`).
@@ -386,16 +366,14 @@ def test_no_family_has_other_bits_in_several_steps(
     "mistake",
     few([forgets_the_token, forgets_the_place, writes_to_one_slot], [writes_to_one_slot]),
 )
-def test_a_planted_mistake_is_seen(
-    mistake: Any, directories: dict[str, Path], want: list[Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_planted_mistake_is_seen(mistake, directories, want, monkeypatch):
     monkeypatch.setattr(steps, "at_step", mistake)
     small = {"max_num_seqs": 2, "max_num_batched_tokens": 16, "num_scheduler_steps": NUM_STEPS}
     with make_llm(directories["llama"], **small) as llm:
         assert ask(llm, [0, 1, 2]) != [want[index] for index in (0, 1, 2)]
 
 
-def test_wrong_settings() -> None:
+def test_wrong_settings():
     for value in (0, 33):
         with pytest.raises(ConfigError, match="num_scheduler_steps"):
             EngineConfig(num_scheduler_steps=value)
@@ -408,7 +386,7 @@ def test_wrong_settings() -> None:
         )
 
 
-def test_a_request_that_is_aborted_between_two_steps_is_gone(engines: Callable[[str], LLM]) -> None:
+def test_a_request_that_is_aborted_between_two_steps_is_gone(engines):
     llm = engines("roomy")
     with llm.stream(
         PROMPTS[0], SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)

@@ -54,9 +54,7 @@ def headless(name: str) -> str:
         ("gemma3n-images", headless),
     ],
 )
-def test_files_with_older_names_fill_the_same_parameters(
-    name: str, older: Callable[[str], str]
-) -> None:
+def test_files_with_older_names_fill_the_same_parameters(name, older):
     state, _, _ = oracle(name)
     family, spec = read_spec(name)
     renamed = {older(key): value for key, value in state.items()}
@@ -69,7 +67,7 @@ def test_files_with_older_names_fill_the_same_parameters(
     assert jax.tree.all(same)
 
 
-def test_a_published_config_of_gemma_3_that_leaves_sizes_out_is_read_as_by_transformers() -> None:
+def test_a_published_config_of_gemma_3_that_leaves_sizes_out_is_read_as_by_transformers():
     """The 4B model has no number of heads, no width of a head and no vocabulary."""
     text = {
         **{"model_type": "gemma3_text", "hidden_size": 2560, "intermediate_size": 10240},
@@ -98,7 +96,7 @@ def test_a_published_config_of_gemma_3_that_leaves_sizes_out_is_read_as_by_trans
         "exaone4-5-images",
     ],
 )
-def test_absent_fields_mean_what_the_class_of_the_text_model_says(name: str) -> None:
+def test_absent_fields_mean_what_the_class_of_the_text_model_says(name):
     """Each field alone is left out, and the config that transformers makes of the rest is read."""
     config = config_json(name)
     optional = {*config["text_config"]} - {
@@ -119,16 +117,14 @@ def test_absent_fields_mean_what_the_class_of_the_text_model_says(name: str) -> 
         assert found == family.Spec.from_config(whole), left
 
 
-def test_a_text_model_that_is_not_known_is_refused_by_its_type() -> None:
+def test_a_text_model_that_is_not_known_is_refused_by_its_type():
     config = config_json("mistral3-images", model_type="mistral9")
     with pytest.raises(UnsupportedError, match="'mistral9', which is not one of mistral, min"):
         load_family(config)
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_files_say_whether_a_head_is_tied_where_the_config_does_not(
-    tmp_path: Path, tied: bool
-) -> None:
+def test_files_say_whether_a_head_is_tied_where_the_config_does_not(tmp_path, tied):
     save_model("mistral3-images", tmp_path, tie_word_embeddings=tied)
     path = tmp_path / "config.json"
     config = json.loads(path.read_text())
@@ -150,14 +146,7 @@ def test_files_say_whether_a_head_is_tied_where_the_config_does_not(
         ("llama4-images", (), (), "images"),
     ],
 )
-def test_tensors_for_images_are_counted_in_one_line(
-    name: str,
-    others: tuple[str, ...],
-    idle: tuple[str, ...],
-    what: str,
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_tensors_for_images_are_counted_in_one_line(name, others, idle, what, tmp_path, caplog):
     """Those of layers that share pages are not needed either, and count as none of them."""
     save_model(name, tmp_path)
     file = tmp_path / "model.safetensors"
@@ -179,9 +168,7 @@ def test_tensors_for_images_are_counted_in_one_line(
 @pytest.mark.parametrize(
     ("name", "older"), [("mistral3-images", as_llava), ("qwen2-vl", as_qwen), ("qwen3-vl", str)]
 )
-def test_names_in_a_quantisation_are_matched_as_by_the_library(
-    name: str, older: Callable[[str], str], rest: bool
-) -> None:
+def test_names_in_a_quantisation_are_matched_as_by_the_library(name, older, rest):
     """Exact names of linear modules, in today's words or in older ones; a name of what contains them is of none."""
     library = pytest.importorskip("compressed_tensors.quantization")
     layers = "model.language_model.layers"

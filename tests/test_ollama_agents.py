@@ -108,7 +108,7 @@ CALL = written("get_weather", '{"city": "Par\\u00ees", "days": 2}')
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_client_calls_tools_and_sends_their_results(stream: bool) -> None:
+def test_a_client_calls_tools_and_sends_their_results(stream):
     """As in Ollama's documents: a function of Python is the tool, and its result names it."""
     client = Client(
         ["<think>\nHm", "\n</think>\n\n", "I look.", CALL[:20], CALL[20:] + CALL], ["Fog", "."]
@@ -141,7 +141,7 @@ def test_a_client_calls_tools_and_sends_their_results(stream: bool) -> None:
     assert client.headers == {}
 
 
-def test_tools_are_those_of_the_chat() -> None:
+def test_tools_are_those_of_the_chat():
     """What Ollama's clients leave out is put in, and the remainder goes to the template as it is."""
     nullable = {"type": ["string", "null"], "enum": ["a", None]}
     function = {"name": "f", "description": "d"}
@@ -216,7 +216,7 @@ RESULTS["of calls with an id and without one"][0][1]["tool_name"] = "g"
 
 
 @pytest.mark.parametrize("case", RESULTS)
-def test_a_result_finds_its_call(case: str) -> None:
+def test_a_result_finds_its_call(case):
     messages, expected = RESULTS[case]
     (requested,) = open_ollama_chat(
         {"model": "demo", "messages": [USER, *messages]}, reads_calls()
@@ -225,7 +225,7 @@ def test_a_result_finds_its_call(case: str) -> None:
 
 
 @given(st.data())
-def test_results_in_any_order_find_the_calls_of_their_names(data: st.DataObject) -> None:
+def test_results_in_any_order_find_the_calls_of_their_names(data):
     """Against a chat with the same calls, and the ids that its client would give."""
     names = data.draw(st.lists(st.sampled_from("fgh"), min_size=1, max_size=6))
     order = data.draw(st.permutations(range(len(names))))
@@ -252,7 +252,7 @@ def test_results_in_any_order_find_the_calls_of_their_names(data: st.DataObject)
 
 
 @pytest.mark.parametrize("text", ['{"a": 1}', "", " {} "])
-def test_arguments_may_be_the_text_of_an_object(text: str) -> None:
+def test_arguments_may_be_the_text_of_an_object(text):
     objects = json.loads(text or "{}")
     prompts = [
         open_ollama_chat({"model": "demo", "messages": [told(call_of("f", value))]}, reads_calls())
@@ -291,16 +291,14 @@ WRONG: list[tuple[list[dict[str, Any]], str]] = [
 
 
 @pytest.mark.parametrize(("messages", "problem"), WRONG)
-def test_a_wrong_history_is_refused_by_the_path_of_the_client(
-    messages: list[dict[str, Any]], problem: str
-) -> None:
+def test_a_wrong_history_is_refused_by_the_path_of_the_client(messages, problem):
     with pytest.raises(ApiError) as caught:
         open_ollama_chat({"model": "demo", "messages": messages}, reads_calls())
     assert caught.value.message.startswith(problem) and caught.value.status == 400
     assert caught.value.param and problem.startswith(caught.value.param)
 
 
-def test_tools_that_cannot_be_called_are_refused_or_passed_over() -> None:
+def test_tools_that_cannot_be_called_are_refused_or_passed_over():
     tool = {"type": "function", "function": {"name": "f"}}
     search = {"type": "web_search"}
     client = Client(["a"], ["a"])
@@ -331,7 +329,7 @@ def test_tools_that_cannot_be_called_are_refused_or_passed_over() -> None:
         (written("f", '{"a": "\\ud800"}'), "stop"),  # which UTF-8 cannot express
     ],
 )
-def test_a_call_that_is_no_object_is_content(cut: str, reason: str) -> None:
+def test_a_call_that_is_no_object_is_content(cut, reason):
     body = {"model": "demo", "messages": [USER], "tools": [{"function": {"name": "f"}}]}
     for stream in (False, True):
         exchange = open_ollama_chat({**body, "stream": stream}, reads_calls())
@@ -383,9 +381,7 @@ MARKS = [
 @example(written("f", '{"a": "\\ud800"}'), [], "stop")
 @example("<think>\nHm", [9], "length")
 @example("", [], "stop")
-def test_the_lines_of_a_stream_are_the_answer_wherever_they_are_cut(
-    text: str, cuts: list[int], reason: str
-) -> None:
+def test_the_lines_of_a_stream_are_the_answer_wherever_they_are_cut(text, cuts, reason):
     edges = sorted({0, *(cut for cut in cuts if cut < len(text)), len(text)})
     texts = [text[start:stop] for start, stop in itertools.pairwise(edges)] or [""]
     body = {"model": "demo", "messages": [USER], "tools": [{"function": {"name": "f"}}]}
@@ -402,7 +398,7 @@ def test_the_lines_of_a_stream_are_the_answer_wherever_they_are_cut(
     assert answers[0][1] == reason
 
 
-def test_clients_learn_what_a_model_can_do() -> None:
+def test_clients_learn_what_a_model_can_do():
     card = ModelCard(family="llama", num_parameters=1_500_000, modified_at=86_400.0)
     known = context(
         tokenizer=reads_calls().tokenizer, chat_format=reads_calls().chat_format, card=card
@@ -442,9 +438,7 @@ def test_clients_learn_what_a_model_can_do() -> None:
         (TEMPLATES["code"], ("auto", "auto"), ["completion", "tools"]),
     ],
 )
-def test_capabilities_are_those_of_the_template(
-    template: str, parsers: tuple[str, str], expected: list[str]
-) -> None:
+def test_capabilities_are_those_of_the_template(template, parsers, expected):
     """A tool is refused by a model that does not say "tools"."""
     loaded = with_template(template)
     form: ChatFormat = choose_form(derive_form(loaded).form, *parsers)
@@ -458,14 +452,14 @@ def test_capabilities_are_those_of_the_template(
             open_ollama_chat(body, known)
 
 
-def test_a_model_for_embeddings_says_so() -> None:
+def test_a_model_for_embeddings_says_so():
     embedding = TextEmbedding(EmbeddingFiles(is_stated=True))
     for known in (context(embedding=embedding, tokenizer=None), context(embedding=embedding)):
         body = show_ollama({"model": "demo"}, known).body
         assert body["capabilities"] == ["completion", "embedding"]
 
 
-def test_clients_that_ask_for_a_version_of_ollama_are_served() -> None:
+def test_clients_that_ask_for_a_version_of_ollama_are_served():
     """VS Code demands 0.6.4 and Codex 0.13.4, for the paths that are here."""
     (version,) = DIALECT.versions.values()
     assert tuple(map(int, version.split("."))) >= (0, 13, 4)

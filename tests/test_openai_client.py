@@ -7,7 +7,6 @@ import shutil
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,6 @@ from jaxpage.serving.config import ServerConfig
 from tests.support.running import (
     SMALL,
     Promises,
-    Running,
     demo_with_template,
     metrics,
     running,
@@ -59,12 +57,12 @@ GREEDY: Any = {"model": "demo", "temperature": 0.0, "max_tokens": 12}
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+def model(tmp_path_factory):
     return demo_with_template(tmp_path_factory.mktemp("models") / "demo", CHATML)
 
 
 @pytest.fixture(scope="module")
-def offline(model: str) -> dict[str, Any]:
+def offline(model):
     """What `LLM` makes of the same requests, before the server is there."""
     with LLM(model, **SMALL, use_tqdm=False) as llm:
 
@@ -103,7 +101,7 @@ def offline(model: str) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def server(model: str, offline: dict[str, Any]) -> Iterator[Running]:
+def server(model, offline):
     config = ServerConfig(tool_parser="hermes", reasoning_parser="think", max_queued_requests=12)
     with running(config, model=model, api_keys=[KEY]) as found:
         yield found
@@ -111,7 +109,7 @@ def server(model: str, offline: dict[str, Any]) -> Iterator[Running]:
 
 
 @pytest.fixture(scope="module")
-def http(server: Running) -> Iterator[httpx.Client]:
+def http(server):
     with httpx.Client(
         base_url=server.address, headers={"Authorization": f"Bearer {KEY}"}, timeout=60
     ) as client:
@@ -119,12 +117,12 @@ def http(server: Running) -> Iterator[httpx.Client]:
 
 
 @pytest.fixture(scope="module")
-def promises(http: httpx.Client) -> Promises:
+def promises(http):
     return Promises(http)
 
 
 @pytest.fixture
-def client(server: Running, promises: Promises) -> Iterator[openai.OpenAI]:
+def client(server, promises):
     """After each test the server is as it was."""
     with openai.OpenAI(
         base_url=f"{server.address}/v1", api_key=KEY, max_retries=0, timeout=60
@@ -140,7 +138,7 @@ def texts(answer: Any) -> list[str]:
 # Completions
 
 
-def test_a_completion_is_what_llm_generates(client: openai.OpenAI, offline: dict[str, Any]) -> None:
+def test_a_completion_is_what_llm_generates(client, offline):
     answer = client.completions.create(prompt=PROMPT, logprobs=3, **GREEDY)
     (choice,), (wanted,) = answer.choices, offline["greedy"]
     assert (choice.text, choice.finish_reason) == (wanted.text, wanted.finish_reason)
@@ -161,9 +159,7 @@ def test_a_completion_is_what_llm_generates(client: openai.OpenAI, offline: dict
     assert answer.system_fingerprint
 
 
-def test_a_seed_with_n_is_what_llm_generates(
-    client: openai.OpenAI, offline: dict[str, Any]
-) -> None:
+def test_a_seed_with_n_is_what_llm_generates(client, offline):
     requested: Any = {
         "model": "demo",
         "prompt": PROMPT,
@@ -179,16 +175,12 @@ def test_a_seed_with_n_is_what_llm_generates(
     assert [choice.index for choice in answers[0].choices] == [0, 1, 2]
 
 
-def test_what_is_not_said_is_the_models_default(
-    client: openai.OpenAI, offline: dict[str, Any]
-) -> None:
+def test_what_is_not_said_is_the_models_default(client, offline):
     answer = client.completions.create(model="demo", prompt=PROMPT, seed=11)
     assert texts(answer) == [output.text for output in offline["defaults"]]
 
 
-def test_fields_of_extra_body_reach_the_engine(
-    client: openai.OpenAI, offline: dict[str, Any]
-) -> None:
+def test_fields_of_extra_body_reach_the_engine(client, offline):
     extra = {
         "top_k": 5,
         "min_p": 0.01,
@@ -203,7 +195,7 @@ def test_fields_of_extra_body_reach_the_engine(
     assert raw.headers["x-jaxpage-ignored-fields"] == "temprature"
 
 
-def test_best_of_and_beams(client: openai.OpenAI, offline: dict[str, Any]) -> None:
+def test_best_of_and_beams(client, offline):
     best = client.completions.create(model="demo", prompt=PROMPT, best_of=3, seed=5, max_tokens=8)
     assert texts(best) == [offline["best"][0].text]
     beams = client.completions.create(
@@ -218,7 +210,7 @@ def test_best_of_and_beams(client: openai.OpenAI, offline: dict[str, Any]) -> No
     assert texts(beams) == [output.text for output in offline["beams"]]
 
 
-def test_stops_are_cut_and_told(client: openai.OpenAI, offline: dict[str, Any]) -> None:
+def test_stops_are_cut_and_told(client, offline):
     whole = offline["greedy"][0].text
     stop = whole[5:9]
     answer = client.completions.create(prompt=PROMPT, stop=[stop, "never said"], **GREEDY)
@@ -229,16 +221,14 @@ def test_stops_are_cut_and_told(client: openai.OpenAI, offline: dict[str, Any]) 
     assert "".join(chunk.choices[0].text for chunk in chunks) == choice.text
 
 
-def test_several_prompts_and_echo(client: openai.OpenAI, offline: dict[str, Any]) -> None:
+def test_several_prompts_and_echo(client, offline):
     answer = client.completions.create(prompt=[PROMPT, "The old house"], echo=True, **GREEDY)
     assert [choice.index for choice in answer.choices] == [0, 1]
     assert answer.choices[0].text == PROMPT + offline["greedy"][0].text
     assert answer.choices[1].text.startswith("The old house")
 
 
-def test_a_prompt_may_be_token_ids(
-    client: openai.OpenAI, http: httpx.Client, offline: dict[str, Any]
-) -> None:
+def test_a_prompt_may_be_token_ids(client, http, offline):
     token_ids = http.post("/tokenize", json={"prompt": PROMPT}).json()["tokens"]
     for prompt in (token_ids, [token_ids]):
         assert texts(client.completions.create(prompt=prompt, **GREEDY)) == [
@@ -246,7 +236,7 @@ def test_a_prompt_may_be_token_ids(
         ]
 
 
-def test_a_streamed_completion_is_the_whole(client: openai.OpenAI, offline: dict[str, Any]) -> None:
+def test_a_streamed_completion_is_the_whole(client, offline):
     requested: Any = {
         "model": "demo",
         "prompt": PROMPT,
@@ -280,7 +270,7 @@ def test_a_streamed_completion_is_the_whole(client: openai.OpenAI, offline: dict
 # Chat
 
 
-def test_a_chat_is_what_llm_chats(client: openai.OpenAI, offline: dict[str, Any]) -> None:
+def test_a_chat_is_what_llm_chats(client, offline):
     answer = client.chat.completions.create(
         messages=MESSAGES, logprobs=True, top_logprobs=2, **GREEDY
     )
@@ -301,7 +291,7 @@ def test_a_chat_is_what_llm_chats(client: openai.OpenAI, offline: dict[str, Any]
     assert answer.object == "chat.completion" and answer.id.startswith("chatcmpl-")
 
 
-def test_a_streamed_chat_is_the_whole(client: openai.OpenAI, offline: dict[str, Any]) -> None:
+def test_a_streamed_chat_is_the_whole(client, offline):
     """The client's helper raises where an answer was cut off, so this one stops."""
     text = offline["chat"].outputs[0].text
     requested: Any = {"messages": MESSAGES, "stop": text[-6:], **GREEDY}
@@ -318,7 +308,7 @@ def test_a_streamed_chat_is_the_whole(client: openai.OpenAI, offline: dict[str, 
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == text
 
 
-def test_an_answer_keeps_to_a_schema(client: openai.OpenAI) -> None:
+def test_an_answer_keeps_to_a_schema(client):
     wanted: Any = {
         "type": "json_schema",
         "json_schema": {"name": "person", "schema": SCHEMA, "strict": True},
@@ -349,7 +339,7 @@ def test_an_answer_keeps_to_a_schema(client: openai.OpenAI) -> None:
 @pytest.mark.parametrize(
     "choice", ["required", {"type": "function", "function": {"name": "meet"}}], ids=["any", "named"]
 )
-def test_a_tool_is_called_with_arguments_that_fit(client: openai.OpenAI, choice: Any) -> None:
+def test_a_tool_is_called_with_arguments_that_fit(client, choice):
     requested: Any = {
         "model": "demo",
         "messages": MESSAGES,
@@ -380,7 +370,7 @@ def test_a_tool_is_called_with_arguments_that_fit(client: openai.OpenAI, choice:
     ).choices
 
 
-def test_reasoning_is_told_apart(client: openai.OpenAI) -> None:
+def test_reasoning_is_told_apart(client):
     extra = {"chat_template_kwargs": {"enable_thinking": True}}
     message = (
         client.chat.completions.create(messages=MESSAGES, extra_body=extra, **GREEDY)
@@ -404,9 +394,7 @@ def test_reasoning_is_told_apart(client: openai.OpenAI) -> None:
 # Embeddings and scores
 
 
-def test_embeddings_are_hidden_states_of_length_one(
-    client: openai.OpenAI, http: httpx.Client, offline: dict[str, Any]
-) -> None:
+def test_embeddings_are_hidden_states_of_length_one(client, http, offline):
     """Whatever the form, and between the steps of a request that generates."""
     inputs, texts_of = (
         [PROMPT, "The old house"],
@@ -449,9 +437,7 @@ def test_embeddings_are_hidden_states_of_length_one(
         assert caught.value.param == param
 
 
-def test_scores_are_the_log_probabilities_of_completions(
-    client: openai.OpenAI, http: httpx.Client, offline: dict[str, Any]
-) -> None:
+def test_scores_are_the_log_probabilities_of_completions(client, http, offline):
     """Of the greedy text as it was reported, and of another as echo reports it."""
     (greedy,) = offline["greedy"]
     requested = {"model": "demo", "prompt": PROMPT, "continuation": [greedy.text, " zebra"]}
@@ -478,7 +464,7 @@ def test_scores_are_the_log_probabilities_of_completions(
 # Models, errors, retries
 
 
-def test_models(client: openai.OpenAI) -> None:
+def test_models(client):
     (model,) = client.models.list().data
     assert (model.id, model.object) == ("demo", "model")
     assert client.models.retrieve("demo").id == "demo"
@@ -487,7 +473,7 @@ def test_models(client: openai.OpenAI) -> None:
     assert caught.value.code == "model_not_found"
 
 
-def test_errors_are_those_of_the_client(client: openai.OpenAI, server: Running) -> None:
+def test_errors_are_those_of_the_client(client, server):
     for change, param, code in (
         ({"temperature": 3}, "temperature", None),
         ({"prompt": "x " * 600}, "prompt", "context_length_exceeded"),
@@ -533,7 +519,7 @@ def retrying(client: openai.OpenAI, relieve: Any) -> tuple[openai.OpenAI, list[i
     return client.with_options(max_retries=2, http_client=http), statuses
 
 
-def test_a_full_queue_is_tried_again(client: openai.OpenAI, http: httpx.Client) -> None:
+def test_a_full_queue_is_tried_again(client, http):
     """16 places: 4 that run, 12 that wait."""
     full = client.completions.create(**{**LONG, "prompt": [PROMPT] * 16, "stream": True})
     next(iter(full))
@@ -547,7 +533,7 @@ def test_a_full_queue_is_tried_again(client: openai.OpenAI, http: httpx.Client) 
     assert metrics(http)["jaxpage_rejected_total/queue_full"] >= 2
 
 
-def test_a_server_that_shuts_down_is_tried_again(client: openai.OpenAI, server: Running) -> None:
+def test_a_server_that_shuts_down_is_tried_again(client, server):
     def opened() -> None:
         server.server.visitors.is_closed = False
 
@@ -564,9 +550,7 @@ def test_a_server_that_shuts_down_is_tried_again(client: openai.OpenAI, server: 
     assert statuses == [503, 200]
 
 
-def test_a_client_that_waits_no_longer_frees_everything(
-    client: openai.OpenAI, server: Running
-) -> None:
+def test_a_client_that_waits_no_longer_frees_everything(client, server):
     """The engine is held until the client has given up."""
     held = threading.Event()
     done = server.loop.call(lambda engine: held.wait(60))
@@ -579,9 +563,7 @@ def test_a_client_that_waits_no_longer_frees_everything(
 
 
 @pytest.mark.parametrize("n", [1, 3])
-def test_a_stream_that_is_left_frees_everything(
-    client: openai.OpenAI, http: httpx.Client, n: int
-) -> None:
+def test_a_stream_that_is_left_frees_everything(client, http, n):
     before = metrics(http)["jaxpage_aborted_total/disconnect"]
     with client.completions.create(**LONG, n=n, stream=True) as stream:
         next(iter(stream))
@@ -592,9 +574,7 @@ def test_a_stream_that_is_left_frees_everything(
     )
 
 
-def test_an_error_within_a_stream_reaches_the_client(
-    client: openai.OpenAI, server: Running, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_error_within_a_stream_reaches_the_client(client, server, monkeypatch):
     """A step that fails on the device ends the stream with an event that the client raises; the server serves on."""
     runner = server.loop.engine.runner
     stream = client.completions.create(**LONG, stream=True)
@@ -623,7 +603,7 @@ def readme(language: str) -> str:
 
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="there is no curl")
-def test_the_curl_lines_of_the_readme(client: openai.OpenAI, server: Running) -> None:
+def test_the_curl_lines_of_the_readme(client, server):
     answers = []
     for line in readme("").splitlines():
         assert line.startswith("curl ")
@@ -644,7 +624,7 @@ def test_the_curl_lines_of_the_readme(client: openai.OpenAI, server: Running) ->
     assert json.loads(models)["data"][0]["id"] == "demo"
 
 
-def test_the_program_of_the_readme(client: openai.OpenAI, server: Running) -> None:
+def test_the_program_of_the_readme(client, server):
     program = (
         readme("python")
         .replace("http://127.0.0.1:8000", server.address)

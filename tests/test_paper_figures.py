@@ -65,7 +65,7 @@ class Story:
         return self.manager.usage(self.lengths)
 
 
-def test_figure_5_and_6_one_request() -> None:
+def test_figure_5_and_6_one_request():
     story = Story(free_order=[7, 1, 3])
     story.write(A, FOUR_SCORE[:7])  # 1: the prompt takes logical blocks 0 and 1
     assert story.table(A) == [(7, 4), (1, 3)]
@@ -83,7 +83,7 @@ def test_figure_5_and_6_one_request() -> None:
     assert story.read(A) == FOUR_SCORE
 
 
-def test_figure_7_two_requests_interleave() -> None:
+def test_figure_7_two_requests_interleave():
     story = Story(free_order=[7, 1, 5, 2, 3])
     story.write(A, FOUR_SCORE[:7])
     story.write(B, BEST_OF_TIMES[:6])
@@ -98,7 +98,7 @@ def test_figure_7_two_requests_interleave() -> None:
     assert story.read(B) == BEST_OF_TIMES
 
 
-def test_figure_8_parallel_sampling_copies_on_write_once() -> None:
+def test_figure_8_parallel_sampling_copies_on_write_once():
     story = Story(free_order=[7, 1, 3])
     a1, a2 = 1, 2
     story.write(a1, FOUR_SCORE[:7])
@@ -121,7 +121,7 @@ def test_figure_8_parallel_sampling_copies_on_write_once() -> None:
     assert story.read(a2) == [*FOUR_SCORE[:7], "mothers"]
 
 
-def test_figure_9_beam_search_shares_and_frees() -> None:
+def test_figure_9_beam_search_shares_and_frees():
     """Beam width 4. The paper numbers blocks from 0; here block 0 is the null block, so every number is one higher."""
 
     def ours(*blocks: int) -> list[int]:
@@ -213,9 +213,7 @@ class Contiguous:
     [(Contiguous(2048, 7, 2), (7, 1, 2, 2038)), (Contiguous(512, 3, 1), (3, 1, 1, 507))],
     ids=["A", "B"],
 )
-def test_figure_3_waste_of_reservation_and_of_paging(
-    request_: Contiguous, printed: tuple[int, ...]
-) -> None:
+def test_figure_3_waste_of_reservation_and_of_paging(request_, printed):
     """The same two requests in one contiguous piece, as printed, and in blocks, whose waste is below one block at every step."""
     assert request_.kinds() == printed
     assert sum(request_.kinds()) == request_.max_length
@@ -234,7 +232,7 @@ def test_figure_3_waste_of_reservation_and_of_paging(
         )
 
 
-def test_figure_3_both_requests_at_once() -> None:
+def test_figure_3_both_requests_at_once():
     story = Story(free_order=[])
     story.write(A, ["prompt"] * 7 + ["current"])
     story.write(B, ["prompt"] * 3 + ["current"])
@@ -257,7 +255,7 @@ def test_figure_3_both_requests_at_once() -> None:
 
 
 @pytest.mark.parametrize(("num_samples", "printed"), [(2, 6.09), (4, 8.53), (6, 9.79)])
-def test_figure_15_parallel_sampling_saves_the_prompt(num_samples: int, printed: float) -> None:
+def test_figure_15_parallel_sampling_saves_the_prompt(num_samples, printed):
     """Section 3: the prompts take 12 % of the memory (of which k - 1 of k copies are saved); figure 15a prints what was measured."""
     story = Story(free_order=[], num_blocks=1000)
     story.write(0, ["prompt"] * 4 * 12)
@@ -305,7 +303,7 @@ def drawn_as_scripted(engine: Any, result: StepResult) -> StepResult:
 
 
 @pytest.fixture(scope="module")
-def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
+def llm(tmp_path_factory):
     directory = random_checkpoint(tmp_path_factory.mktemp("model"), LLAMA)
     with make_llm(directory, block_size=4, num_blocks=65, enable_prefix_caching=False) as llm:
         yield llm
@@ -341,7 +339,7 @@ def stepped(
     engine.builder.build = build
 
 
-def test_figure_9_through_the_engine(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_figure_9_through_the_engine(llm, monkeypatch):
     """The same sharing by a beam search that is asked for, with candidates that make it the paper's."""
     engine, pool = llm._engine, llm._engine.scheduler.block_manager.groups[0].pool
     run = engine.runner.run
@@ -380,7 +378,7 @@ def test_figure_9_through_the_engine(llm: LLM, monkeypatch: pytest.MonkeyPatch) 
     assert sorted(theirs for ours, theirs in place.items() if ours not in held) == [2, 4, 5, 8]
 
 
-def test_beams_copy_the_last_partial_block_and_nothing_else(llm: LLM) -> None:
+def test_beams_copy_the_last_partial_block_and_nothing_else(llm):
     """Of those that share it all but one, when they write to it; whole blocks are shared for good, and in the end all is free."""
     pool = llm._engine.scheduler.block_manager.groups[0].pool
     num_copies = 0

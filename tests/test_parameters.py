@@ -84,7 +84,7 @@ def refusal(directory: Path, weights: Any, ignored: tuple[str, ...] = ()) -> str
 # --- a model whose checkpoint has its products apart, together, or in eight bits
 
 
-def test_products_stored_apart_and_together_are_one_model(tmp_path: Path) -> None:
+def test_products_stored_apart_and_together_are_one_model(tmp_path):
     apart, together = random_tensors(QWEN2), fused(random_tensors(QWEN2))
     # of each layer three weights, three biases and two weights
     assert len(together) == len(apart) - 2 * (2 + 2 + 1)
@@ -101,7 +101,7 @@ def test_products_stored_apart_and_together_are_one_model(tmp_path: Path) -> Non
         ] * 2
 
 
-def test_what_is_stored_together_is_converted_as_it_is_stored(tmp_path: Path) -> None:
+def test_what_is_stored_together_is_converted_as_it_is_stored(tmp_path):
     tensors = fused(random_tensors(QWEN2))
     there = convert(write(tmp_path / "a", tensors), tmp_path / "b", progress=False)
     convert(there, tmp_path / "c", progress=False)
@@ -109,7 +109,7 @@ def test_what_is_stored_together_is_converted_as_it_is_stored(tmp_path: Path) ->
     assert_same(loaded(open_model(there).plan), loaded(open_model(tmp_path / "a").plan))
 
 
-def test_of_products_that_are_incomplete_either_way_those_apart_are_missing(tmp_path: Path) -> None:
+def test_of_products_that_are_incomplete_either_way_those_apart_are_missing(tmp_path):
     tensors = fused(random_tensors(QWEN2))
     del (
         tensors["model.layers.0.self_attn.qkv_proj.weight"],
@@ -154,9 +154,7 @@ def quantized(
 
 
 @pytest.mark.parametrize("together", [False, True])
-def test_weights_of_eight_bits_stand_for_what_they_are_with_their_scales(
-    tmp_path: Path, together: bool
-) -> None:
+def test_weights_of_eight_bits_stand_for_what_they_are_with_their_scales(tmp_path, together):
     """Modules are replaced by path and load what they declare themselves; no family knows."""
     stored, exact = quantized(random_tensors(QWEN2))
     directory = write(tmp_path / "int8", fused(stored) if together else stored)
@@ -186,7 +184,7 @@ def test_weights_of_eight_bits_stand_for_what_they_are_with_their_scales(
     assert np.abs(wanted - original).max() > 1e-3  # else the last lines say little
 
 
-def test_weights_of_eight_bits_that_do_not_fit_are_refused_with_all_others(tmp_path: Path) -> None:
+def test_weights_of_eight_bits_that_do_not_fit_are_refused_with_all_others(tmp_path):
     stored, _ = quantized(random_tensors(QWEN2))
     for name in ("model.layers.0.mlp.down_proj.weight", "model.norm.weight"):
         stored[name] = stored[name].astype(np.float32 if name.endswith("_proj.weight") else np.int8)
@@ -208,7 +206,7 @@ def test_weights_of_eight_bits_that_do_not_fit_are_refused_with_all_others(tmp_p
         open_model(tmp_path / "x")
 
 
-def test_a_module_is_replaced_by_its_path_and_not_looked_into() -> None:
+def test_a_module_is_replaced_by_its_path_and_not_looked_into():
     requested = []
 
     def rule(path: tuple[str | int, ...], module: nnx.Module) -> nnx.Module | None:
@@ -291,7 +289,7 @@ WANTED = {
 }
 
 
-def test_a_parameter_is_stacked_joined_or_cut_out_of_what_is_stored(tmp_path: Path) -> None:
+def test_a_parameter_is_stacked_joined_or_cut_out_of_what_is_stored(tmp_path):
     together = {name: value for name, value in TENSORS.items() if name not in PARTS} | {
         "gate_up": STACKED
     }
@@ -308,7 +306,7 @@ def test_a_parameter_is_stacked_joined_or_cut_out_of_what_is_stored(tmp_path: Pa
     )
 
 
-def test_an_orbax_tensor_that_fills_several_parameters_is_read_for_each(tmp_path: Path) -> None:
+def test_an_orbax_tensor_that_fills_several_parameters_is_read_for_each(tmp_path):
     tree: dict[str, Any] = {}
     for name, value in TENSORS.items():
         insert(tree, name.split("."), value)
@@ -319,7 +317,7 @@ def test_an_orbax_tensor_that_fills_several_parameters_is_read_for_each(tmp_path
     assert_same(load_sharded(plan, "float32", lambda weight: ONE_DEVICE), WANTED)
 
 
-def test_any_part_of_a_parameter_is_that_part_of_the_whole(tmp_path: Path) -> None:
+def test_any_part_of_a_parameter_is_that_part_of_the_whole(tmp_path):
     plan = check_weights(write(tmp_path / "x", TENSORS), weights_of(Toy()))
     (filled,) = (filled for filled in plan.parameters if filled.weight.path == ("gate_up",))
     arrays = [TENSORS[piece.name] for piece, _ in filled.pieces]
@@ -332,7 +330,7 @@ def test_any_part_of_a_parameter_is_that_part_of_the_whole(tmp_path: Path) -> No
         np.testing.assert_array_equal(part, STACKED[index])
 
 
-def test_a_part_of_a_tensor_that_is_missing_or_misshapen_is_told_once(tmp_path: Path) -> None:
+def test_a_part_of_a_tensor_that_is_missing_or_misshapen_is_told_once(tmp_path):
     tensors = {name: value for name, value in TENSORS.items() if name != "whole"}
     assert "(1 problem):\n  - tensor 'whole' of shape (6, 9) is missing" in refusal(
         write(tmp_path / "a", tensors), weights_of(Toy())
@@ -361,7 +359,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_a_declaration_that_contradicts_itself_is_refused(name: str) -> None:
+def test_a_declaration_that_contradicts_itself_is_refused(name):
     right: dict[str, Any] = {
         "axes": ("ffn", "embed"),
         "dtype": "float32",

@@ -61,9 +61,7 @@ class Naive:
 @pytest.mark.parametrize("policy", sorted(POLICIES))
 @settings(max_examples=300)
 @given(events=st.lists(st.tuples(st.sampled_from("aaapprs"), st.integers(0, 10**6)), max_size=60))
-def test_the_queue_is_in_the_order_of_its_definition(
-    policy: str, events: list[tuple[str, int]]
-) -> None:
+def test_the_queue_is_in_the_order_of_its_definition(policy, events):
     queue, naive = POLICIES[policy](), Naive(policy)
     naive.began = {}
     running: list[SequenceGroup] = []
@@ -165,7 +163,7 @@ def service(driver: Driver) -> Counter[str]:
 
 
 @pytest.mark.parametrize("policy", ["fair", "fcfs"])
-def test_who_floods_the_queue_gets_no_larger_share(policy: str) -> None:
+def test_who_floods_the_queue_gets_no_larger_share(policy):
     """Both users always have requests that wait. The bound is that of virtual token counters (Sheng et al., theorem 4.4): the service
     of two backlogged users differs by at most twice the larger of the longest prompt and what the running batch can hold."""
     driver = make_driver(num_blocks=65, block_size=4, max_num_seqs=4, max_tokens=16, policy=policy)
@@ -182,7 +180,7 @@ def test_who_floods_the_queue_gets_no_larger_share(policy: str) -> None:
     assert (largest <= bound) == (policy == "fair"), f"{largest} against {bound}"
 
 
-def test_the_urgent_go_first_and_give_way_last() -> None:
+def test_the_urgent_go_first_and_give_way_last():
     driver = make_driver(
         num_blocks=9, block_size=2, max_num_seqs=2, max_tokens=16, policy="priority"
     )
@@ -228,7 +226,7 @@ def contended(seed: int, **settings_: Any) -> Driver:
 @pytest.mark.parametrize("wait", ["readmitted", "completed"])
 @pytest.mark.parametrize("mode", ["recompute", "swap"])
 @pytest.mark.parametrize("policy", sorted(POLICIES))
-def test_everybody_finishes_and_nobody_thrashes(policy: str, mode: Any, wait: Any) -> None:
+def test_everybody_finishes_and_nobody_thrashes(policy, mode, wait):
     """Whoever comes back has a block for each running sequence ahead: no group is preempted twice within a block's worth of its steps."""
     for seed in range(6):
         driver = contended(
@@ -260,9 +258,7 @@ def test_everybody_finishes_and_nobody_thrashes(policy: str, mode: Any, wait: An
                 assert sequence.output_token_ids == alone(group.request, sequence.sample_index)
 
 
-def test_the_reserve_is_what_keeps_the_preempted_from_thrashing(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_reserve_is_what_keeps_the_preempted_from_thrashing(monkeypatch):
     """The control of the test above: with the watermark alone, some come back and are preempted at once."""
     monkeypatch.setattr(
         "jaxpage.scheduling.running_set.spare_blocks",
@@ -272,7 +268,7 @@ def test_the_reserve_is_what_keeps_the_preempted_from_thrashing(
         test_everybody_finishes_and_nobody_thrashes("fcfs", "recompute", "readmitted")
 
 
-def test_new_ones_wait_for_the_preempted_as_they_are_told_to() -> None:
+def test_new_ones_wait_for_the_preempted_as_they_are_told_to():
     """Under the paper's literal sentence nobody new runs from a preemption until the preempted have finished."""
     for wait, overtakes in (("readmitted", True), ("completed", False)):
         found = False
@@ -293,7 +289,7 @@ def test_new_ones_wait_for_the_preempted_as_they_are_told_to() -> None:
         assert found == overtakes
 
 
-def test_a_better_newcomer_runs_where_nobody_does_and_the_preempted_come_later() -> None:
+def test_a_better_newcomer_runs_where_nobody_does_and_the_preempted_come_later():
     """New requests wait for the preempted to complete only while something runs: the preempted one is not first here."""
     driver = make_driver(
         num_blocks=6,
@@ -317,7 +313,7 @@ def test_a_better_newcomer_runs_where_nobody_does_and_the_preempted_come_later()
     driver.run()
 
 
-def test_who_comes_after_a_user_that_had_the_engine_alone_has_no_head_start() -> None:
+def test_who_comes_after_a_user_that_had_the_engine_alone_has_no_head_start():
     queue = FairShare()
 
     arrivals, order = itertools.count(), []
@@ -345,7 +341,7 @@ def test_who_comes_after_a_user_that_had_the_engine_alone_has_no_head_start() ->
     )
 
 
-def test_an_id_that_comes_again_with_another_priority_has_that_one() -> None:
+def test_an_id_that_comes_again_with_another_priority_has_that_one():
     queue = ByPriority()
     before, again, other = (
         make_group(name, number, range(3), priority=priority)
@@ -359,7 +355,7 @@ def test_an_id_that_comes_again_with_another_priority_has_that_one() -> None:
 
 
 @pytest.mark.parametrize("mixed", [False, True])
-def test_a_long_prompt_stalls_nobody_beyond_the_budget(mixed: bool) -> None:
+def test_a_long_prompt_stalls_nobody_beyond_the_budget(mixed):
     """Between two tokens of a decoding sequence lies at most one step of other work, of at most the budget; none where steps mix."""
     driver = make_driver(
         num_blocks=129, block_size=4, max_num_seqs=4, max_tokens=16, max_chunk_rows=4, mixed=mixed
@@ -391,7 +387,7 @@ def test_a_long_prompt_stalls_nobody_beyond_the_budget(mixed: bool) -> None:
     assert computed >= (20 * 14 if mixed else 10 * 16) * 0.7, "the long prompt goes on all the same"
 
 
-def test_policies_are_queues() -> None:
+def test_policies_are_queues():
     assert {name: type(make()) for name, make in POLICIES.items()} == {
         "fcfs": FirstCome,
         "priority": ByPriority,

@@ -286,7 +286,7 @@ GROUPS = ((None, 3), (None, 2, 5), (None, 1), (4,), (5, 2))
 
 @pytest.mark.parametrize("windows", [((None,),), GROUPS], ids=["one group", "several"])
 @pytest.mark.parametrize("collides", [False, True], ids=["blake2b", "4 bits"])
-def test_cached_tables_agree_with_the_pages(collides: bool, windows: Any) -> None:
+def test_cached_tables_agree_with_the_pages(collides, windows):
     machine = type("Tables", (CachedTables,), {"collides": collides, "windows": windows})
     run_state_machine_as_test(machine, settings=STATE_MACHINE)
 
@@ -483,9 +483,7 @@ def mistaken_machine(mistake: type, collides: bool, windows: Any) -> type[Cached
         ],
     ],
 )
-def test_the_state_machine_sees_planted_mistakes(
-    mistake: type, collides: bool, windows: Any
-) -> None:
+def test_the_state_machine_sees_planted_mistakes(mistake, collides, windows):
     machine = mistaken_machine(mistake, collides, windows)
     with pytest.raises((AssertionError, KeyError, ValueError, IndexError, CapacityError)):
         run_state_machine_as_test(
@@ -544,7 +542,7 @@ class LeavesTheSaltOut(BlockManager):
         ("index_class", IgnoresTheSalt),
     ],
 )
-def test_the_state_machine_of_the_scheduler_sees_planted_mistakes(name: str, mistake: type) -> None:
+def test_the_state_machine_of_the_scheduler_sees_planted_mistakes(name, mistake):
     machine = type("Mistaken", (Caching,), {name: mistake})
     with pytest.raises(Exception):  # noqa: B017 - an assertion, or what the confusion leads to
         run_state_machine_as_test(
@@ -563,7 +561,7 @@ def run_one(driver: Driver, request_id: str, prompt: list[int], **how: object):
     return group
 
 
-def test_a_prompt_starts_behind_what_is_cached_and_leaves_a_token_to_compute() -> None:
+def test_a_prompt_starts_behind_what_is_cached_and_leaves_a_token_to_compute():
     driver = make_driver(caching=True, block_size=4, max_tokens=16)
     prompt = list(range(24))
     assert run_one(driver, "first", prompt).num_cached_tokens == 0
@@ -583,7 +581,7 @@ def test_a_prompt_starts_behind_what_is_cached_and_leaves_a_token_to_compute() -
     )
 
 
-def test_generated_tokens_are_found_too() -> None:
+def test_generated_tokens_are_found_too():
     driver = make_driver(caching=True, block_size=4)
     first = run_one(driver, "first", list(range(6)), max_tokens=11)
     turn = [*first.sequences[0].token_ids, 5, 5]
@@ -592,7 +590,7 @@ def test_generated_tokens_are_found_too() -> None:
     )  # the seventeenth token was drawn, never computed
 
 
-def test_a_hit_that_leaves_one_token_decodes() -> None:
+def test_a_hit_that_leaves_one_token_decodes():
     driver = make_driver(caching=True, block_size=4, mixed=False)
     run_one(driver, "first", list(range(20)))
     running = make_group("running", 1, [9] * 4, max_tokens=12, ignore_eos=True)
@@ -605,7 +603,7 @@ def test_a_hit_that_leaves_one_token_decodes() -> None:
     assert hit.num_cached_tokens == 16 and hit.sequences[0].output_token_ids == alone(hit.request)
 
 
-def test_blocks_in_use_by_others_are_shared_and_cost_nothing() -> None:
+def test_blocks_in_use_by_others_are_shared_and_cost_nothing():
     driver = make_driver(caching=True, num_blocks=9, block_size=4, max_tokens=32)
     scheduler, pool = driver.scheduler, driver.scheduler.block_manager.groups[0].pool
     prompt = [1, 2, 3, 4] * 5
@@ -630,7 +628,7 @@ def test_blocks_in_use_by_others_are_shared_and_cost_nothing() -> None:
     )  # the last one of new is full
 
 
-def test_revived_blocks_count_as_taken() -> None:
+def test_revived_blocks_count_as_taken():
     """Six blocks are cached, of eight: a prompt that starts with them and needs nine does not fit; one of eight does."""
     driver = make_driver(caching=True, num_blocks=9, block_size=2)
     run_one(driver, "first", [1, 2, 3] * 4, max_tokens=1)
@@ -643,7 +641,7 @@ def test_revived_blocks_count_as_taken() -> None:
     assert pool.num_cached == 8
 
 
-def test_tails_are_evicted_before_heads_and_the_least_recently_used_first() -> None:
+def test_tails_are_evicted_before_heads_and_the_least_recently_used_first():
     driver = make_driver(caching=True, num_blocks=9, block_size=2)
     run_one(driver, "a", [1] * 8, max_tokens=1)
     run_one(driver, "b", [2] * 8, max_tokens=1)
@@ -654,7 +652,7 @@ def test_tails_are_evicted_before_heads_and_the_least_recently_used_first() -> N
     assert pool.num_cached == 8 - 1
 
 
-def test_what_a_preempted_request_finds_again_is_counted_apart() -> None:
+def test_what_a_preempted_request_finds_again_is_counted_apart():
     driver = make_driver(caching=True, block_size=4, max_tokens=64)
     group = make_group("a", 0, range(30), max_tokens=8, ignore_eos=True)
     driver.scheduler.add(group)
@@ -672,7 +670,7 @@ def test_what_a_preempted_request_finds_again_is_counted_apart() -> None:
     assert group.sequences[0].output_token_ids == alone(group.request)
 
 
-def test_aborted_requests_leave_what_they_computed() -> None:
+def test_aborted_requests_leave_what_they_computed():
     driver = make_driver(caching=True, block_size=4, max_tokens=8)
     driver.scheduler.add(make_group("a", 0, range(30)))
     driver.step()
@@ -681,7 +679,7 @@ def test_aborted_requests_leave_what_they_computed() -> None:
     assert run_one(driver, "b", list(range(30))).num_cached_tokens == 16
 
 
-def test_equal_prompts_of_one_step_end_up_in_one_set_of_blocks() -> None:
+def test_equal_prompts_of_one_step_end_up_in_one_set_of_blocks():
     driver = make_driver(caching=True, block_size=4, max_tokens=64)
     for i in range(3):
         driver.scheduler.add(make_group(str(i), i, [1, 2, 3] * 4, max_tokens=3, ignore_eos=True))
@@ -691,7 +689,7 @@ def test_equal_prompts_of_one_step_end_up_in_one_set_of_blocks() -> None:
     driver.run()
 
 
-def test_salts_keep_requests_apart() -> None:
+def test_salts_keep_requests_apart():
     driver = make_driver(caching=True, block_size=4)
     prompt = list(range(24))
     run_one(driver, "plain", prompt)
@@ -701,7 +699,7 @@ def test_salts_keep_requests_apart() -> None:
     assert run_one(driver, "plain again", prompt).num_cached_tokens == 20
 
 
-def test_without_an_index_nothing_is_kept() -> None:
+def test_without_an_index_nothing_is_kept():
     driver = make_driver(caching=False, block_size=4)
     run_one(driver, "a", list(range(24)))
     again = run_one(driver, "b", list(range(24)))
@@ -712,7 +710,7 @@ def test_without_an_index_nothing_is_kept() -> None:
     assert driver.scheduler.prefix_counts.num_queried == 0 and not again.sequences[0].block_digests
 
 
-def test_each_block_is_hashed_once_however_long_a_request_waits() -> None:
+def test_each_block_is_hashed_once_however_long_a_request_waits():
     calls: list[bytes] = []
 
     class Counting(PrefixIndex):
@@ -732,7 +730,7 @@ def test_each_block_is_hashed_once_however_long_a_request_waits() -> None:
     assert max(len(call) for call in calls) <= 32 + 4 * 4
 
 
-def test_a_chain_ends_where_a_hash_collides() -> None:
+def test_a_chain_ends_where_a_hash_collides():
     """Both chains have one digest per place: the second is not cached, and what is found is never the other's."""
     index = PrefixIndex(2, lambda content: b"same" if len(content) == 12 else b"root")
     manager = BlockManager([BlockTables(BlockPool(9), 2)], index)
@@ -745,7 +743,7 @@ def test_a_chain_ends_where_a_hash_collides() -> None:
     assert manager.find([3, 3, 9], [], None) == manager.nothing
 
 
-def test_the_root_depends_on_the_salt_alone() -> None:
+def test_the_root_depends_on_the_salt_alone():
     index = PrefixIndex(2)
     digests = [index.extend([], [1, 2], salt, 1)[0] for salt in (None, "a", "b", "no salt")]
     assert len(set(digests)) == 4 and digests[0] == PrefixIndex(2).extend([], [1, 2], None, 1)[0]
@@ -753,7 +751,7 @@ def test_the_root_depends_on_the_salt_alone() -> None:
     assert grown == index.extend([], [1, 2, 3, 4], None, 2) and grown[0] == digests[0]
 
 
-def test_blocks_that_depend_on_the_next_token_are_found_before_it_alone() -> None:
+def test_blocks_that_depend_on_the_next_token_are_found_before_it_alone():
     """And not before it is computed. Of a fork that goes on otherwise the shared block is not found."""
     manager = BlockManager([BlockTables(BlockPool(20), 2)], PrefixIndex(2, num_following=1))
     assert manager.cached is not None
@@ -777,7 +775,7 @@ def test_blocks_that_depend_on_the_next_token_are_found_before_it_alone() -> Non
     assert manager.find([7, 7, 2, 0], [], None) == manager.nothing
 
 
-def test_the_last_token_of_a_pin_is_computed_again_where_it_depends_on_the_next_one() -> None:
+def test_the_last_token_of_a_pin_is_computed_again_where_it_depends_on_the_next_one():
     """Request 1 continues the pinned tokens 1, 2 with another token than the request of the pin."""
     manager = BlockManager([BlockTables(BlockPool(20), 1)], PrefixIndex(1, num_following=1))
     manager.reserve(0, 0, 3)
@@ -809,7 +807,7 @@ def _shorten(index: PrefixIndex) -> None:
 
 
 @pytest.mark.parametrize("damage", [_point_elsewhere, _lose_the_head, _change_tokens, _shorten])
-def test_check_sees_damage(damage) -> None:
+def test_check_sees_damage(damage):
     manager = BlockManager([BlockTables(BlockPool(5), 2)], PrefixIndex(2))
     manager.reserve(0, 0, 4)
     manager.cache(0, 4, [1, 1, 2, 2], [], None)
@@ -819,7 +817,7 @@ def test_check_sees_damage(damage) -> None:
         manager.check()
 
 
-def test_cached_blocks_are_trimmed_before_they_are_written_again() -> None:
+def test_cached_blocks_are_trimmed_before_they_are_written_again():
     manager = BlockManager([BlockTables(BlockPool(8), 2)], PrefixIndex(2))
     manager.reserve(0, 0, 6)
     manager.cache(0, 6, [1] * 6, [], None)

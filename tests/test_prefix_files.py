@@ -6,7 +6,6 @@ import os
 import shutil
 import time
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -28,7 +27,7 @@ PROMPTS = [
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def model(tmp_path_factory):
     return random_checkpoint(tmp_path_factory.mktemp("model") / "m", LLAMA)
 
 
@@ -50,13 +49,13 @@ def counts(llm: LLM) -> dict[str, int]:
 
 
 @pytest.fixture(scope="module")
-def plain(model: Path) -> list[Any]:
+def plain(model):
     with make_llm(model) as llm:
         return answers(llm)
 
 
 @pytest.fixture
-def filled(model: Path, tmp_path: Path, plain: list[Any]) -> Path:
+def filled(model, tmp_path, plain):
     """A directory with what the prompts left behind."""
     with make_llm(model, prefix_cache_directory=str(tmp_path), preemption_mode="swap") as llm:
         assert answers(llm) == plain
@@ -66,9 +65,7 @@ def filled(model: Path, tmp_path: Path, plain: list[Any]) -> Path:
     return tmp_path
 
 
-def test_a_restart_finds_what_was_computed_with_the_same_bits(
-    model: Path, filled: Path, plain: list[Any]
-) -> None:
+def test_a_restart_finds_what_was_computed_with_the_same_bits(model, filled, plain):
     with make_llm(model, prefix_cache_directory=str(filled), preemption_mode="swap") as llm:
         assert answers(llm) == plain
         assert counts(llm) == {"written": 0, "restored": 6 + 1 + 1, "skipped": 0, "dropped": 0}
@@ -83,9 +80,7 @@ def test_a_restart_finds_what_was_computed_with_the_same_bits(
     np.testing.assert_array_equal(restored, computed)
 
 
-def test_a_small_pool_and_other_prompts_beside_it(
-    model: Path, filled: Path, plain: list[Any]
-) -> None:
+def test_a_small_pool_and_other_prompts_beside_it(model, filled, plain):
     """Nothing is put out of its place by what comes from files, and requests that are preempted find it as well."""
     with make_llm(
         model, **{**SMALL_POOL, "preemption_mode": "swap"}, prefix_cache_directory=str(filled)
@@ -95,9 +90,7 @@ def test_a_small_pool_and_other_prompts_beside_it(
             assert [found[tuple(prompt)] for prompt in PROMPTS] == plain
 
 
-def test_restored_blocks_that_no_request_uses_yet_are_evicted_from_the_end(
-    model: Path, filled: Path
-) -> None:
+def test_restored_blocks_that_no_request_uses_yet_are_evicted_from_the_end(model, filled):
     """The first block is found in memory, and a later one is restored: the chain ends up in order."""
     with make_llm(model, prefix_cache_directory=str(filled), start=False) as llm:
         engine = llm._engine
@@ -111,9 +104,7 @@ def test_restored_blocks_that_no_request_uses_yet_are_evicted_from_the_end(
 @pytest.mark.parametrize(
     "damage", ["cut", "flipped", "another's", "other tokens", "empty", "a directory"]
 )
-def test_damaged_and_foreign_files_are_skipped(
-    damage: str, model: Path, filled: Path, plain: list[Any]
-) -> None:
+def test_damaged_and_foreign_files_are_skipped(damage, model, filled, plain):
     paths = sorted(filled.glob("*/*.safetensors"))
     contents = {path: path.read_bytes() for path in paths}
     for path, other in zip(paths, [*paths[1:], paths[0]], strict=True):
@@ -145,9 +136,7 @@ def test_damaged_and_foreign_files_are_skipped(
         )
 
 
-def test_other_weights_find_nothing(
-    model: Path, filled: Path, tmp_path: Path, plain: list[Any]
-) -> None:
+def test_other_weights_find_nothing(model, filled, tmp_path, plain):
     other = random_checkpoint(tmp_path / "other", LLAMA, seed=1)
     with make_llm(other, prefix_cache_directory=str(filled), preemption_mode="swap") as llm:
         assert answers(llm) != plain and counts(llm)["restored"] == 0
@@ -159,7 +148,7 @@ def test_other_weights_find_nothing(
         )
 
 
-def test_the_files_are_bounded_and_the_least_recently_used_go_first(tmp_path: Path) -> None:
+def test_the_files_are_bounded_and_the_least_recently_used_go_first(tmp_path):
     blocks = [StoredBlock(bytes([index]) * 32, b"", (index,)) for index in range(8)]
     contents = np.arange(4000, dtype=np.uint8)
     (tmp_path / "key").mkdir(mode=0o755)
@@ -193,7 +182,7 @@ def test_the_files_are_bounded_and_the_least_recently_used_go_first(tmp_path: Pa
     assert foreign.stat().st_size == 100_000, "a file of another name stays"
 
 
-def test_what_cannot_be_deleted_or_written_ends_no_thread(tmp_path: Path) -> None:
+def test_what_cannot_be_deleted_or_written_ends_no_thread(tmp_path):
     contents = np.arange(4000, dtype=np.uint8)
     files = PrefixFiles(tmp_path, "key", 5000)
     first, second, third = (StoredBlock(bytes([index]) * 32, b"", (index,)) for index in range(3))
@@ -223,9 +212,7 @@ def test_what_cannot_be_deleted_or_written_ends_no_thread(tmp_path: Path) -> Non
     files.close()
 
 
-def test_swapped_blocks_lie_in_a_file_where_memory_has_no_room(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_swapped_blocks_lie_in_a_file_where_memory_has_no_room(model, tmp_path, monkeypatch):
     long = [[token] * 30 for token in range(1, 5)], replace(PARAMS, max_tokens=70)
     with make_llm(model) as llm:
         in_memory = answers(llm, *long)
@@ -251,7 +238,7 @@ def test_swapped_blocks_lie_in_a_file_where_memory_has_no_room(
     )
 
 
-def test_what_cannot_be_had_is_refused(model: Path, tmp_path: Path) -> None:
+def test_what_cannot_be_had_is_refused(model, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="prefix_cache_directory .*cannot be used"):
         make_llm(model, prefix_cache_directory=str(tmp_path / "file"), preemption_mode="swap")

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from starlette.applications import Starlette
@@ -17,7 +15,7 @@ from jaxpage.serving.wire.errors import ApiError
 
 
 @pytest.fixture
-def traces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+def traces(tmp_path, monkeypatch):
     """What is asked of JAX's profiler, which is itself slow to start."""
     requested: list[str] = []
     monkeypatch.setattr(
@@ -29,11 +27,11 @@ def traces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str
     yield requested
 
 
-def test_without_a_directory_there_is_nothing() -> None:
+def test_without_a_directory_there_is_nothing():
     assert profiling.profiler_routes(ServerConfig()) == []
 
 
-def test_one_trace_at_a_time(traces: list[str]) -> None:
+def test_one_trace_at_a_time(traces):
     routes = profiling.profiler_routes(ServerConfig(profile_directory="/traces"))
     app = Starlette(
         routes=routes,
@@ -58,9 +56,7 @@ def test_one_trace_at_a_time(traces: list[str]) -> None:
     assert traces == ["start /traces", "stop"] * 2
 
 
-def test_a_trace_that_nobody_ends_ends_by_itself(
-    traces: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_trace_that_nobody_ends_ends_by_itself(traces, monkeypatch):
     monkeypatch.setattr(profiling, "LONGEST_SECONDS", 0.01)
 
     async def run() -> None:
@@ -72,7 +68,7 @@ def test_a_trace_that_nobody_ends_ends_by_itself(
     asyncio.run(asyncio.wait_for(run(), 60))
 
 
-def test_a_trace_is_a_file_that_jax_wrote(tmp_path: Path) -> None:
+def test_a_trace_is_a_file_that_jax_wrote(tmp_path):
     async def run() -> None:
         profiler = profiling.Profiler(str(tmp_path))
         assert await profiler.start() and await profiler.stop()

@@ -66,8 +66,8 @@ def looked_up(text: Sequence[int], shortest: int, longest: int, num_drafts: int)
 
 @given(LONG_TEXTS, st.integers(1, 9), st.integers(1, 3), st.integers(0, 5), st.integers(1, 6))
 def test_prompt_lookup_goes_on_as_behind_the_longest_and_latest_match(
-    text: list[int], num_prompt_tokens: int, shortest: int, more: int, num_drafts: int
-) -> None:
+    text, num_prompt_tokens, shortest, more, num_drafts
+):
     proposer = NGramProposer(shortest, shortest + more)
     group = make_group("a", 0, text[:num_prompt_tokens], max_tokens=99)
     for token_id in (*text[num_prompt_tokens:], None):
@@ -78,7 +78,7 @@ def test_prompt_lookup_goes_on_as_behind_the_longest_and_latest_match(
         write(group, [] if token_id is None else [token_id])
 
 
-def test_prompt_lookup_keeps_nothing_of_what_has_ended() -> None:
+def test_prompt_lookup_keeps_nothing_of_what_has_ended():
     proposer = NGramProposer(2, 4)
     group = make_group("a", 0, [1, 2, 3, 1, 2])
     assert ask(proposer, group, 2) == chain((3, 1))
@@ -159,9 +159,7 @@ def both(events: Iterable[tuple[int, int]], depth: int) -> tuple[SuffixTree, Nai
 
 
 @given(EVENTS, st.integers(2, 6))
-def test_the_tree_counts_every_run_and_knows_no_other(
-    events: list[tuple[int, int]], depth: int
-) -> None:
+def test_the_tree_counts_every_run_and_knows_no_other(events, depth):
     tree, naive = both(events, depth)
     for length in range(1, depth):
         for run in itertools.product(range(3), repeat=length):
@@ -175,8 +173,8 @@ def test_the_tree_counts_every_run_and_knows_no_other(
 
 @given(EVENTS, st.integers(2, 6), st.integers(1, 6), st.sampled_from([0.0, 0.1, 0.4, 0.6]))
 def test_the_path_is_of_the_most_frequent_and_of_equals_the_latest(
-    events: list[tuple[int, int]], depth: int, num_tokens: int, least: float
-) -> None:
+    events, depth, num_tokens, least
+):
     tree, naive = both(events, depth)
     for length in range(1, depth):
         for run in itertools.product(range(3), repeat=length):
@@ -188,9 +186,7 @@ def test_the_path_is_of_the_most_frequent_and_of_equals_the_latest(
 
 
 @given(EVENTS, st.integers(2, 6), st.integers(1, 8), st.sampled_from([0.0, 0.1, 0.4]))
-def test_the_tree_of_drafts_has_the_likeliest_each_once(
-    events: list[tuple[int, int]], depth: int, num_tokens: int, least: float
-) -> None:
+def test_the_tree_of_drafts_has_the_likeliest_each_once(events, depth, num_tokens, least):
     tree, naive = both(events, depth)
     for run in itertools.product(range(3), repeat=min(2, depth - 1)):
         if naive.count(run):
@@ -209,9 +205,7 @@ def test_the_tree_of_drafts_has_the_likeliest_each_once(
 
 
 @given(st.lists(TEXTS, min_size=1, max_size=3), st.integers(2, 6))
-def test_what_grows_token_by_token_is_what_is_built_at_once(
-    texts: list[list[int]], depth: int
-) -> None:
+def test_what_grows_token_by_token_is_what_is_built_at_once(texts, depth):
     slow, fast = SuffixTree(depth), SuffixTree(depth)
     for text, tokens in enumerate(texts):
         for tree in (slow, fast):
@@ -222,7 +216,7 @@ def test_what_grows_token_by_token_is_what_is_built_at_once(
     assert vars(slow) == vars(fast)
 
 
-def test_a_tree_knows_nothing_of_tokens_that_it_has_not_taken_in() -> None:
+def test_a_tree_knows_nothing_of_tokens_that_it_has_not_taken_in():
     tree = SuffixTree(8)
     text = tree.begin([1, 2, 2, 3, 2, 4])
     tree.grow(text, 4)
@@ -232,7 +226,7 @@ def test_a_tree_knows_nothing_of_tokens_that_it_has_not_taken_in() -> None:
     assert tree.tree(tree.find([1])[0], 4, 4, 0.0).token_ids == [2, 2, 3]
 
 
-def test_a_tree_is_no_larger_than_what_repeats() -> None:
+def test_a_tree_is_no_larger_than_what_repeats():
     def edges(tokens: list[int]) -> int:
         tree = SuffixTree(24)
         tree.begin(tokens)
@@ -276,12 +270,8 @@ STEPS = st.lists(st.tuples(st.integers(0, 2), st.integers(0, 3), st.integers(0, 
     st.integers(1, 5),
 )
 def test_suffix_decoding_says_the_best_of_what_the_definition_offers(
-    prompts: list[list[int]],
-    steps: list[tuple[int, int, int]],
-    depth: int,
-    factor: float,
-    num_drafts: int,
-) -> None:
+    prompts, steps, depth, factor, num_drafts
+):
     """Three sequences, of which the third is of another salt, grow by some tokens at a time; each asks when it has grown."""
     settings = SuffixDecoding(depth, 100, factor, 0.1)
     proposer = SuffixProposer(settings)
@@ -338,7 +328,7 @@ def continues(
     return draft
 
 
-def test_a_sequence_goes_on_as_an_earlier_answer_did_its_last_tokens_included() -> None:
+def test_a_sequence_goes_on_as_an_earlier_answer_did_its_last_tokens_included():
     proposer = suffix_proposer()
     answered(proposer, 1, [10, 11, 12, 13, 14])
     assert continues(proposer, [99, 10, 11, 12]) == chain((13, 14))
@@ -348,7 +338,7 @@ def test_a_sequence_goes_on_as_an_earlier_answer_did_its_last_tokens_included() 
     assert ask(proposer, group, 4) == chain((13, 14))  # what is the same begins in the prompt
 
 
-def test_prompts_are_nobody_elses() -> None:
+def test_prompts_are_nobody_elses():
     proposer = suffix_proposer()
     group = make_group("a", 1, [10, 11, 12, 13], max_tokens=99)
     write(group, [14, 15])
@@ -358,7 +348,7 @@ def test_prompts_are_nobody_elses() -> None:
     assert continues(proposer, [14]) == chain((15,))
 
 
-def test_what_was_written_under_a_salt_is_drafted_under_that_salt_only() -> None:
+def test_what_was_written_under_a_salt_is_drafted_under_that_salt_only():
     proposer = suffix_proposer()
     answered(proposer, 1, [10, 11, 12, 13], salt="a")
     answered(proposer, 2, [20, 21, 22, 23])
@@ -368,7 +358,7 @@ def test_what_was_written_under_a_salt_is_drafted_under_that_salt_only() -> None
         assert continues(proposer, known, salt=salt) is None
 
 
-def test_the_sequences_own_tokens_win_over_those_of_others() -> None:
+def test_the_sequences_own_tokens_win_over_those_of_others():
     proposer = suffix_proposer()
     answered(proposer, 1, [10, 11])
     # Both have seen 10 twice, themselves included, and once with something behind it; the scores
@@ -377,13 +367,13 @@ def test_the_sequences_own_tokens_win_over_those_of_others() -> None:
     assert continues(proposer, [10, 77, 10]) == chain((77,))
 
 
-def test_a_longer_match_wins_over_an_equally_likely_shorter_one() -> None:
+def test_a_longer_match_wins_over_an_equally_likely_shorter_one():
     tokens = [1, 2, 3, 4, 9, 2, 5, 6, 7, 1, 2]
     assert continues(suffix_proposer(0), tokens) == chain((3, 4))
 
 
 @pytest.mark.parametrize("most", [1, 2, 3, 7, 10])
-def test_the_latest_answers_are_kept_and_never_more_than_may_be(most: int) -> None:
+def test_the_latest_answers_are_kept_and_never_more_than_may_be(most):
     proposer = suffix_proposer(most)
     for number in range(40):
         first = 3 * number + 300
@@ -398,14 +388,14 @@ def test_the_latest_answers_are_kept_and_never_more_than_may_be(most: int) -> No
         assert min(number + 1, max(1, most // 2)) <= len(kept) <= most
 
 
-def test_no_answers_are_kept_where_none_may_be() -> None:
+def test_no_answers_are_kept_where_none_may_be():
     proposer = suffix_proposer(0)
     answered(proposer, 1, [10, 11, 12, 13])
     assert continues(proposer, [10, 11, 12]) is None
     assert not proposer._shared._young
 
 
-def test_shared_trees_stay_within_their_edges_while_one_sequence_never_ends() -> None:
+def test_shared_trees_stay_within_their_edges_while_one_sequence_never_ends():
     proposer = suffix_proposer(shared_edges=200)
     group = make_group("a", 1, [0], max_tokens=9999)
     seen = 0
@@ -424,14 +414,14 @@ def test_shared_trees_stay_within_their_edges_while_one_sequence_never_ends() ->
     assert seen > 100
 
 
-def test_many_salts_are_many_answers_and_no_more() -> None:
+def test_many_salts_are_many_answers_and_no_more():
     proposer = suffix_proposer(10)
     for number in range(100):
         answered(proposer, number, [1, 2, 3], salt=f"s{number}")
         assert len(proposer._shared._young) + len(proposer._shared._old) <= 10
 
 
-def test_sequences_without_room_for_a_tree_draft_from_what_others_wrote() -> None:
+def test_sequences_without_room_for_a_tree_draft_from_what_others_wrote():
     proposer = suffix_proposer(own_edges=50)
     answered(proposer, 1, [10, 11, 12, 13])
     small = make_group("small", 2, [5, 6, 7, 5, 6], max_tokens=99)
@@ -446,7 +436,7 @@ def test_sequences_without_room_for_a_tree_draft_from_what_others_wrote() -> Non
     assert (proposer._num_own_edges, proposer._own, proposer._shared._written) == (0, {}, {})
 
 
-def test_a_long_prompt_is_taken_in_over_several_steps_and_drafts_follow_when_it_is() -> None:
+def test_a_long_prompt_is_taken_in_over_several_steps_and_drafts_follow_when_it_is():
     proposer = suffix_proposer(at_once=10)
     prompt = [*range(40), 3, 4]
     group, other = (
@@ -460,7 +450,7 @@ def test_a_long_prompt_is_taken_in_over_several_steps_and_drafts_follow_when_it_
     assert ask(proposer, other, 4) == chain((2,))
 
 
-def test_drafts_branch_where_they_may() -> None:
+def test_drafts_branch_where_they_may():
     tokens = [1, 2, 3, 1, 2, 4, 1, 2]
     assert continues(suffix_proposer(0, tree=True), tokens) == Draft((3, 4), (-1, -1))
     assert continues(suffix_proposer(0), tokens) == chain((4, 1))
@@ -469,7 +459,7 @@ def test_drafts_branch_where_they_may() -> None:
 # --- drafts of which a set share is right
 
 
-def test_so_many_are_right_as_was_asked_for_and_the_others_are_wrong() -> None:
+def test_so_many_are_right_as_was_asked_for_and_the_others_are_wrong():
     rates = (0.8, 0.5, 0.5, 0.1)
     output = [number * 7 % VOCAB for number in range(6000)]
     proposer = SyntheticProposer({(1,): [output]}, rates, vocab_size=VOCAB)
@@ -498,7 +488,7 @@ def z(count: int, total: int, rate: float) -> float:
     return (count - total * rate) / math.sqrt(total * rate * (1 - rate))
 
 
-def test_synthetic_drafts_end_with_the_output_and_refuse_another_one() -> None:
+def test_synthetic_drafts_end_with_the_output_and_refuse_another_one():
     proposer = SyntheticProposer({(1,): [[5, 6, 7]]}, (1.0,) * 4, vocab_size=VOCAB)
     group = make_group("a", 0, [1], max_tokens=99)
     assert ask(proposer, group, 4) == chain((5, 6, 7))
@@ -516,7 +506,7 @@ def test_synthetic_drafts_end_with_the_output_and_refuse_another_one() -> None:
 
 
 @given(st.integers(1, 8), st.floats(0, 1))
-def test_the_schedule_of_a_mean_length_has_that_mean(num_drafts: int, share: float) -> None:
+def test_the_schedule_of_a_mean_length_has_that_mean(num_drafts, share):
     mean = 1 + share * num_drafts
     rates = rates_of(mean, num_drafts)
     assert 1 + sum(rates) == pytest.approx(mean)
@@ -525,13 +515,13 @@ def test_the_schedule_of_a_mean_length_has_that_mean(num_drafts: int, share: flo
 
 
 @pytest.mark.parametrize("mean", [0.9, 4.1, math.nan])
-def test_a_mean_that_no_drafts_give_is_refused(mean: float) -> None:
+def test_a_mean_that_no_drafts_give_is_refused(mean):
     with pytest.raises(ValueError, match="mean_length"):
         rates_of(mean, 3)
 
 
 @pytest.mark.parametrize("rates", [(0.5, 0.6), (1.1,), (-0.1,), (math.nan,)])
-def test_rates_that_rise_or_are_none_are_refused(rates: tuple[float, ...]) -> None:
+def test_rates_that_rise_or_are_none_are_refused(rates):
     with pytest.raises(ValueError, match="rates"):
         SyntheticProposer({}, rates, vocab_size=4)
 
@@ -572,7 +562,7 @@ def test_rates_that_rise_or_are_none_are_refused(rates: tuple[float, ...]) -> No
         ),
     ],
 )
-def test_what_contradicts_itself_is_refused(settings: dict[str, Any], message: str) -> None:
+def test_what_contradicts_itself_is_refused(settings, message):
     with pytest.raises(ConfigError, match=message):
         EngineConfig(speculative_config=settings)  # type: ignore[arg-type]
 
@@ -580,7 +570,7 @@ def test_what_contradicts_itself_is_refused(settings: dict[str, Any], message: s
 @pytest.mark.parametrize(
     "name", ["max_tree_depth", "max_spec_factor", "min_token_prob", "max_cached_requests"]
 )
-def test_settings_of_suffix_decoding_out_of_their_range_are_refused(name: str) -> None:
+def test_settings_of_suffix_decoding_out_of_their_range_are_refused(name):
     for value in (-1, math.inf, math.nan, "1"):
         with pytest.raises(ConfigError, match=f"suffix_decoding_{name}"):
             EngineConfig(speculative_config={"method": "suffix", f"suffix_decoding_{name}": value})  # type: ignore[arg-type]
@@ -593,12 +583,12 @@ def test_settings_of_suffix_decoding_out_of_their_range_are_refused(name: str) -
         {"method": "lookahead", "acceptance": "typical"},
     ],
 )
-def test_what_this_version_does_not_do_is_refused(settings: dict[str, Any]) -> None:
+def test_what_this_version_does_not_do_is_refused(settings):
     with pytest.raises(UnsupportedError, match="is not supported: .*; use "):
         EngineConfig(speculative_config=settings)  # type: ignore[arg-type]
 
 
-def test_every_method_that_is_supported_has_a_proposer_with_its_settings() -> None:
+def test_every_method_that_is_supported_has_a_proposer_with_its_settings():
     target = DraftedModel(VOCAB)
     ngram = make_proposer(
         SpeculativeConfig(method="ngram", prompt_lookup_min=1, prompt_lookup_max=1), target
@@ -653,7 +643,7 @@ def decisions_by_method(tree: ast.AST) -> list[int]:
     return found
 
 
-def test_only_speculation_and_settings_decide_by_the_name_of_a_method() -> None:
+def test_only_speculation_and_settings_decide_by_the_name_of_a_method():
     planted = "method == 'ngram'\nby_name = {'medusa': 1}\nmethod in ('eagle', 'suffix')"
     assert set(decisions_by_method(ast.parse(planted))) == {1, 2, 3}
     modules = read_modules(Path(__file__).parents[1])
@@ -661,7 +651,7 @@ def test_only_speculation_and_settings_decide_by_the_name_of_a_method() -> None:
     assert not {path for path in found if not path.startswith(HOMES)}
 
 
-def test_a_method_with_a_drafter_changes_four_files_of_others_at_most() -> None:
+def test_a_method_with_a_drafter_changes_four_files_of_others_at_most():
     """MTP, with its own files and those of the families that have heads left out."""
     pages = {entry.partition(":")[0] for entry in FAMILIES.values()}
     shared = {"parts/decoder_config", "parts/experts"}  # the configs of all families with heads
@@ -683,9 +673,7 @@ def test_a_method_with_a_drafter_changes_four_files_of_others_at_most() -> None:
     ("given_min", "given_max", "lengths"),
     [(None, None, (2, 16)), (None, 1, (1, 1)), (20, None, (20, 20)), (3, 5, (3, 5))],
 )
-def test_the_default_of_one_length_gives_way_to_the_other(
-    given_min: int | None, given_max: int | None, lengths: tuple[int, int]
-) -> None:
+def test_the_default_of_one_length_gives_way_to_the_other(given_min, given_max, lengths):
     config = SpeculativeConfig(
         method="ngram", prompt_lookup_min=given_min, prompt_lookup_max=given_max
     )
@@ -693,7 +681,7 @@ def test_the_default_of_one_length_gives_way_to_the_other(
     assert not list(config.problems())
 
 
-def test_settings_of_suffix_decoding_are_those_that_are_given_and_the_defaults() -> None:
+def test_settings_of_suffix_decoding_are_those_that_are_given_and_the_defaults():
     config = SpeculativeConfig(method="suffix", suffix_decoding_max_cached_requests=0)
     assert config.suffix_decoding == SuffixDecoding(24, 0, 1.0, 0.1)
 
@@ -706,9 +694,7 @@ def test_settings_of_suffix_decoding_are_those_that_are_given_and_the_defaults()
     st.lists(st.integers(-3, 8), max_size=9),
     st.integers(0, 8),
 )
-def test_what_is_left_of_a_draft_is_a_tree_of_known_tokens(
-    token_ids: list[int], parents: list[int], most: int
-) -> None:
+def test_what_is_left_of_a_draft_is_a_tree_of_known_tokens(token_ids, parents, most):
     draft = Draft(tuple(token_ids), tuple(parents)).sound(5, most)
     count = len(draft.token_ids)
     assert draft == Draft(tuple(token_ids[:count]), tuple(parents[:count])) and count <= most
@@ -722,9 +708,7 @@ def test_what_is_left_of_a_draft_is_a_tree_of_known_tokens(
 LIMITS = StepLimits(max_rows=4, max_tokens=64, max_chunk_rows=4, mixed=False, verified=((4, 4),))
 
 
-def test_a_proposer_that_fails_is_not_asked_again_and_hurts_nobody(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_proposer_that_fails_is_not_asked_again_and_hurts_nobody(caplog):
     double = proposers.fails(after=1)
     speculator = ProposingSpeculator(double, LIMITS, None, vocab_size=VOCAB)
     groups = [make_group(f"{i}", i, [1, 2]) for i in range(3)]
@@ -740,7 +724,7 @@ def test_a_proposer_that_fails_is_not_asked_again_and_hurts_nobody(
     ]
 
 
-def test_only_what_can_be_verified_reaches_a_plan() -> None:
+def test_only_what_can_be_verified_reaches_a_plan():
     for name, double in proposers.harmless(VOCAB).items():
         speculator = ProposingSpeculator(double, LIMITS, None, vocab_size=VOCAB)
         num_drafts = 0
@@ -755,7 +739,7 @@ def test_only_what_can_be_verified_reaches_a_plan() -> None:
 
 
 @pytest.fixture(scope="module")
-def llm(tmp_path_factory: pytest.TempPathFactory) -> LLM:
+def llm(tmp_path_factory):
     directory: Path = tmp_path_factory.mktemp("llama")
     random_checkpoint(directory, LLAMA)
     return make_llm(directory, speculative_config={"method": "ngram", "num_speculative_tokens": 3})
@@ -783,7 +767,7 @@ def run(llm: LLM, proposer: Proposer | None) -> tuple[dict[Any, Any], int]:
     return texts, llm.stats()["engine_steps_total"] - before
 
 
-def test_no_proposer_changes_a_text_or_fails_a_step(llm: LLM) -> None:
+def test_no_proposer_changes_a_text_or_fails_a_step(llm):
     expected, num_steps = run(llm, None)
     # a stop falls inside a run
     assert any(len(sample) < 24 for samples in expected.values() for sample in samples)
@@ -801,7 +785,7 @@ def test_no_proposer_changes_a_text_or_fails_a_step(llm: LLM) -> None:
         assert run(llm, proposer)[0] == expected
 
 
-def test_right_drafts_save_the_steps_that_they_stand_for_also_past_the_end(llm: LLM) -> None:
+def test_right_drafts_save_the_steps_that_they_stand_for_also_past_the_end(llm):
     expected, num_steps = run(llm, None)
     for proposer in (proposers.oracle(expected, 3, VOCAB), proposers.PastTheEnd(expected)):
         texts, steps = run(llm, proposer)

@@ -412,7 +412,7 @@ class Loaded:
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_a_checkpoint_stands_for_its_weights(name: str, tmp_path: Path) -> None:
+def test_a_checkpoint_stands_for_its_weights(name, tmp_path):
     """It is kept as it is stored, and its products are those with the weights that the format stands for."""
     exact = quantized_checkpoint(tmp_path, name)
     loaded = Loaded(tmp_path, dtype="bfloat16")
@@ -503,17 +503,13 @@ def assert_parts(numbers: Callable[..., list[np.ndarray]], exact: dict[str, np.n
 @pytest.mark.parametrize(
     ("name", "num_devices"), few([(name, n) for name in FORMATS for n in (1, 2)], DIVIDED)
 )
-def test_a_shard_has_its_part_of_a_quantised_weight(
-    name: str, num_devices: int, tmp_path: Path
-) -> None:
+def test_a_shard_has_its_part_of_a_quantised_weight(name, num_devices, tmp_path):
     """Codes, scales and zeros, of outputs and of inputs, on one device or on two."""
     exact = quantized_checkpoint(tmp_path, name, SHARED)
     assert_parts(numbers_of_shards(tmp_path, num_devices), exact)
 
 
-def test_a_scale_that_is_not_divided_as_its_codes_is_seen(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_scale_that_is_not_divided_as_its_codes_is_seen(tmp_path, monkeypatch):
     """A planted mistake, of which the test above would say nothing if it saw the codes alone."""
     exact, real = quantized_checkpoint(tmp_path, "W4A16", SHARED), ShardedWeight.boxes
 
@@ -525,7 +521,7 @@ def test_a_scale_that_is_not_divided_as_its_codes_is_seen(
         assert_parts(numbers_of_shards(tmp_path, 1), exact)
 
 
-def test_a_group_that_two_shards_would_share_is_refused_with_the_numbers(tmp_path: Path) -> None:
+def test_a_group_that_two_shards_would_share_is_refused_with_the_numbers(tmp_path):
     config = {
         **SHARED,
         "intermediate_size": 192,
@@ -538,7 +534,7 @@ def test_a_group_that_two_shards_would_share_is_refused_with_the_numbers(tmp_pat
 
 
 @pytest.mark.parametrize(("name", "bits"), [("int8", 8), ("int4", 4)])
-def test_a_checkpoint_is_rounded_at_load(name: str, bits: int, tmp_path: Path) -> None:
+def test_a_checkpoint_is_rounded_at_load(name, bits, tmp_path):
     """By the definition, written anew: the nearest multiple of a scale, which is that of an output or of 32 inputs."""
     loaded = Loaded(random_checkpoint(tmp_path, CONFIG), name)
     weight = random_tensors(CONFIG)["model.layers.1.mlp.down_proj.weight"]
@@ -560,7 +556,7 @@ def test_a_checkpoint_is_rounded_at_load(name: str, bits: int, tmp_path: Path) -
     assert np.abs(rounded - weight).max() > 0, "else this shows nothing"
 
 
-def test_products_in_eight_bits_are_exact_sums() -> None:
+def test_products_in_eight_bits_are_exact_sums():
     """Inputs by their own rounding, in integers; one row, many rows and any order give the same bits."""
     x = RNG.standard_normal((40, 96)).astype(np.float32)
     x[3] = 0
@@ -587,9 +583,7 @@ def test_products_in_eight_bits_are_exact_sums() -> None:
         [("int8", "bfloat16")],
     ),
 )
-def test_an_engine_gives_the_same_bits_however_it_is_run(
-    quantization: str, dtype: str, tmp_path: Path
-) -> None:
+def test_an_engine_gives_the_same_bits_however_it_is_run(quantization, dtype, tmp_path):
     model = random_checkpoint(tmp_path, CONFIG)
     settings = {"quantization": quantization, "dtype": dtype}
     plain = texts(model, **settings)
@@ -604,7 +598,7 @@ def test_an_engine_gives_the_same_bits_however_it_is_run(
     )
 
 
-def test_an_engine_of_kept_gguf_gives_the_same_bits_however_it_is_run(tmp_path: Path) -> None:
+def test_an_engine_of_kept_gguf_gives_the_same_bits_however_it_is_run(tmp_path):
     """Products of parts of several types, with minima and without, and a table in eight bits."""
     kinds = {"embed": "Q8_0", "v_proj": "Q8_0", "down_proj": "Q4_0"}
     model = write_gguf(
@@ -618,7 +612,7 @@ def test_an_engine_of_kept_gguf_gives_the_same_bits_however_it_is_run(tmp_path: 
     assert texts(model, quantization="gguf", **SMALL_POOL) == plain
 
 
-def test_a_quantised_checkpoint_goes_through_every_door(tmp_path: Path) -> None:
+def test_a_quantised_checkpoint_goes_through_every_door(tmp_path):
     """Into Orbax and back, as a draft model and behind one."""
     (tmp_path / "awq").mkdir()
     quantized_checkpoint(tmp_path / "awq", "awq")
@@ -705,7 +699,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_is_not_honoured_is_refused_by_name(case: str, tmp_path: Path) -> None:
+def test_what_is_not_honoured_is_refused_by_name(case, tmp_path):
     quantization, text = REFUSED[case]
     random_checkpoint(tmp_path, CONFIG)
     (tmp_path / "config.json").write_text(
@@ -728,7 +722,7 @@ LEFT_OUT: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", LEFT_OUT)
-def test_a_part_of_a_product_may_be_left_as_it_was(name: str, tmp_path: Path) -> None:
+def test_a_part_of_a_product_may_be_left_as_it_was(name, tmp_path):
     """Queries and keys are quantised, and values are not."""
     exact = quantized_checkpoint(tmp_path, name)
     tensors = {
@@ -767,9 +761,7 @@ def _filled(module: nnx.Module, arrays: Any) -> nnx.State:
 @pytest.mark.parametrize(
     ("bias", "text"), [(0.0, None), (0.5, "is unexpected: the layer has no bias")]
 )
-def test_zeros_for_biases_that_the_layers_do_not_have_are_nothing(
-    bias: float, text: str | None, tmp_path: Path
-) -> None:
+def test_zeros_for_biases_that_the_layers_do_not_have_are_nothing(bias, text, tmp_path):
     """Old AutoGPTQ wrote them for every quantised layer."""
     quantized_checkpoint(tmp_path, "gptq")
     tensors = dict(load_file(tmp_path / "model.safetensors"))
@@ -788,7 +780,7 @@ def test_zeros_for_biases_that_the_layers_do_not_have_are_nothing(
     assert "(1 problem)" in str(caught.value) and "layers.1.mlp.down_proj.bias" in str(caught.value)
 
 
-def test_symmetric_gptq_may_have_the_middle_itself_as_its_zeros(tmp_path: Path) -> None:
+def test_symmetric_gptq_may_have_the_middle_itself_as_its_zeros(tmp_path):
     """Nobody reads them: what writes the first form without taking a one from each code has 8 where 7 is meant."""
     exact = quantized_checkpoint(tmp_path, "gptq")
     tensors = dict(load_file(tmp_path / "model.safetensors"))
@@ -806,7 +798,7 @@ def test_symmetric_gptq_may_have_the_middle_itself_as_its_zeros(tmp_path: Path) 
     np.testing.assert_allclose(Loaded(tmp_path).multiply(x, "mlp", "down"), x @ weight.T, atol=1e-4)
 
 
-def test_all_wrong_fields_of_a_quantisation_are_told_at_once(tmp_path: Path) -> None:
+def test_all_wrong_fields_of_a_quantisation_are_told_at_once(tmp_path):
     weights = {
         "num_bits": 3,
         "type": "int",
@@ -851,7 +843,7 @@ def test_all_wrong_fields_of_a_quantisation_are_told_at_once(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("swapped", [False, True])
-def test_the_most_specific_target_decides_as_in_the_library(swapped: bool) -> None:
+def test_the_most_specific_target_decides_as_in_the_library(swapped):
     library = pytest.importorskip("compressed_tensors.quantization")
     transformers = pytest.importorskip("transformers")
     up = "model.layers.1.mlp.up_proj"
@@ -887,7 +879,7 @@ def _places(value: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]
 
 
 @pytest.mark.parametrize("name", ["W8A8", "fp8 blocks", "awq", "gptq", "nvfp4 of modelopt"])
-def test_no_value_of_a_field_is_a_crash(name: str) -> None:
+def test_no_value_of_a_field_is_a_crash(name):
     """Whatever a field is, the scheme is read or refused as users see it."""
     for *parents, last in _places(FORMATS[name][0]):
         for value in (None, True, -1, 1.5, "re:(", [], [None], ["a"], {"a": 1}, {"a": {}}):
@@ -909,9 +901,7 @@ def test_no_value_of_a_field_is_a_crash(name: str) -> None:
         ),
     ],
 )
-def test_a_checkpoint_that_asks_for_a_kv_cache_in_fp8_has_it(
-    name: str, stated: dict[str, Any], scales: tuple[str, str], tmp_path: Path
-) -> None:
+def test_a_checkpoint_that_asks_for_a_kv_cache_in_fp8_has_it(name, stated, scales, tmp_path):
     """With a scale for each token and head, whatever those of the checkpoint are; and not where the setting says something else."""
     beside = {
         f"model.layers.{layer}.self_attn.{scale}": np.float32([0.25])
@@ -929,7 +919,7 @@ def test_a_checkpoint_that_asks_for_a_kv_cache_in_fp8_has_it(
             assert {str(layer.k_pages.dtype) for layer in llm._engine.runner._pages} == {dtype}
 
 
-def test_modelopt_s_own_file_is_read(tmp_path: Path) -> None:
+def test_modelopt_s_own_file_is_read(tmp_path):
     """Its older versions leave config.json as it was."""
     quantized_checkpoint(tmp_path, "nvfp4 of modelopt")
     stated = read_config(tmp_path)["quantization_config"]
@@ -1052,7 +1042,7 @@ def write_stated(directory: Path, stated: Any, own: Any) -> None:
 
 
 @pytest.mark.parametrize("place", STATED)
-def test_modules_of_modelopt_may_have_different_algorithms(place: str, tmp_path: Path) -> None:
+def test_modules_of_modelopt_may_have_different_algorithms(place, tmp_path):
     exact = mixed_checkpoint(tmp_path)
     write_stated(tmp_path, *STATED[place])
     loaded = Loaded(tmp_path)
@@ -1074,7 +1064,7 @@ def test_modules_of_modelopt_may_have_different_algorithms(place: str, tmp_path:
 
 
 @pytest.mark.parametrize("algorithm", MAKERS)
-def test_a_quantised_head_of_modelopt_is_refused_by_name(algorithm: str, tmp_path: Path) -> None:
+def test_a_quantised_head_of_modelopt_is_refused_by_name(algorithm, tmp_path):
     mixed_checkpoint(tmp_path, algorithm)
     layers = MIXED_LAYERS | {"lm_head": {"quant_algo": algorithm}}
     stated = {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION"}
@@ -1099,9 +1089,7 @@ FP8_OF_32B = {"kv_cache_quant_algo": "FP8", "exclude_modules": ["lm_head"]}
         ({"quant_algo": "FP8", **FP8_OF_32B}, None),
     ],
 )
-def test_two_files_of_modelopt_complete_each_other(
-    stated: dict[str, Any], own: Any, tmp_path: Path
-) -> None:
+def test_two_files_of_modelopt_complete_each_other(stated, own, tmp_path):
     quantized_checkpoint(tmp_path, "fp8 of modelopt")
     write_stated(tmp_path, stated, own)
     scheme = open_model(tmp_path).quantization
@@ -1158,9 +1146,7 @@ _IN_GROUPS = {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION"}
         ),
     ],
 )
-def test_what_files_of_modelopt_may_not_say(
-    stated: dict[str, Any], own: Any, text: str, tmp_path: Path
-) -> None:
+def test_what_files_of_modelopt_may_not_say(stated, own, text, tmp_path):
     random_checkpoint(tmp_path, CONFIG)
     write_stated(tmp_path, stated, own)
     with pytest.raises(JaxpageError) as caught:
@@ -1168,13 +1154,13 @@ def test_what_files_of_modelopt_may_not_say(
     assert text in str(caught.value)
 
 
-def test_a_file_of_modelopt_next_to_another_method_is_not_read(tmp_path: Path) -> None:
+def test_a_file_of_modelopt_next_to_another_method_is_not_read(tmp_path):
     quantized_checkpoint(tmp_path, "awq")
     write_stated(tmp_path, FORMATS["awq"][0], {"quant_algo": "NVFP4"})
     assert read_config(tmp_path)["quantization_config"] == FORMATS["awq"][0]
 
 
-def test_damaged_scales_and_missing_tensors_are_told_together(tmp_path: Path) -> None:
+def test_damaged_scales_and_missing_tensors_are_told_together(tmp_path):
     quantized_checkpoint(tmp_path, "awq")
     tensors = dict(load_file(tmp_path / "model.safetensors"))
     for name, numbers in (("mlp.down_proj", [np.nan]), ("mlp.up_proj", [0.0, np.inf, -0.0])):
@@ -1221,9 +1207,7 @@ def test_damaged_scales_and_missing_tensors_are_told_together(tmp_path: Path) ->
         ("bitsandbytes", "weight_format", lambda order: np.full_like(order, 2), "not in rows"),
     ],
 )
-def test_tensors_that_are_not_used_must_say_what_is_known(
-    name: str, tensor: str, change: Callable[[Any], np.ndarray], text: str, tmp_path: Path
-) -> None:
+def test_tensors_that_are_not_used_must_say_what_is_known(name, tensor, change, text, tmp_path):
     quantized_checkpoint(tmp_path, name)
     tensors, key = (
         dict(load_file(tmp_path / "model.safetensors")),
@@ -1238,7 +1222,7 @@ def test_tensors_that_are_not_used_must_say_what_is_known(
     assert text in str(caught.value) and "(such tensors: 1)" in str(caught.value)
 
 
-def test_of_several_tensors_that_are_not_used_the_first_is_named(tmp_path: Path) -> None:
+def test_of_several_tensors_that_are_not_used_the_first_is_named(tmp_path):
     quantized_checkpoint(tmp_path, "gptq")
     tensors = dict(load_file(tmp_path / "model.safetensors"))
     first, second = (f"model.layers.{layer}.self_attn.q_proj.qzeros" for layer in (0, 1))
@@ -1252,7 +1236,7 @@ def test_of_several_tensors_that_are_not_used_the_first_is_named(tmp_path: Path)
 
 
 @pytest.mark.parametrize("name", ["awq", "fp8 by output", "nvfp4 of modelopt"])
-def test_quantised_weights_without_their_config_are_one_sentence(name: str, tmp_path: Path) -> None:
+def test_quantised_weights_without_their_config_are_one_sentence(name, tmp_path):
     quantized_checkpoint(tmp_path, name)
     tensors = {
         key: np.array(map_array(info))
@@ -1286,9 +1270,7 @@ def test_quantised_weights_without_their_config_are_one_sentence(name: str, tmp_
         ),
     ],
 )
-def test_quantised_weights_of_other_modules_are_one_sentence(
-    change: dict[str, Any], text: str, tmp_path: Path
-) -> None:
+def test_quantised_weights_of_other_modules_are_one_sentence(change, text, tmp_path):
     quantized_checkpoint(tmp_path, "W8A8")
     (tmp_path / "config.json").write_text(
         json.dumps({**CONFIG, "quantization_config": FORMATS["W8A8"][0] | change})
@@ -1320,9 +1302,7 @@ def test_quantised_weights_of_other_modules_are_one_sentence(
         ("awq", {"group_size": 32}, "change group_size in quantization_config of config.json"),
     ],
 )
-def test_sizes_that_are_not_the_checkpoint_s_are_one_sentence(
-    name: str, change: dict[str, Any], text: str, tmp_path: Path
-) -> None:
+def test_sizes_that_are_not_the_checkpoint_s_are_one_sentence(name, change, text, tmp_path):
     quantized_checkpoint(tmp_path, name)
     (tmp_path / "config.json").write_text(
         json.dumps({**CONFIG, "quantization_config": FORMATS[name][0] | change})
@@ -1333,9 +1313,7 @@ def test_sizes_that_are_not_the_checkpoint_s_are_one_sentence(
 
 
 @pytest.mark.parametrize("name", ["awq", "fp8 by output"])
-def test_weights_that_are_not_quantised_as_their_config_says_are_one_sentence(
-    name: str, tmp_path: Path
-) -> None:
+def test_weights_that_are_not_quantised_as_their_config_says_are_one_sentence(name, tmp_path):
     quantized_checkpoint(tmp_path, name)
     stored = read_tensors(tmp_path, Problems(tmp_path))
     tensors = {key: np.array(map_array(info)) for key, info in stored.items()}
@@ -1354,7 +1332,7 @@ def test_weights_that_are_not_quantised_as_their_config_says_are_one_sentence(
     assert "(such modules: 1)" in text
 
 
-def test_two_values_of_one_field_are_refused() -> None:
+def test_two_values_of_one_field_are_refused():
     awq = FORMATS["awq"][0]
     for config, text in (
         ({**awq, "w_bit": 8}, r"quantization_config.bits = 4 contradicts w_bit = 8"),
@@ -1378,13 +1356,13 @@ def test_two_values_of_one_field_are_refused() -> None:
         quantization_of(both, None)
 
 
-def test_the_setting_takes_the_name_of_each_format() -> None:
+def test_the_setting_takes_the_name_of_each_format():
     names, _ = get_args(EngineConfig.model_fields["quantization"].annotation)
     assert set(get_args(names)) == {*SCHEMES, gguf.NAME, *METHODS}
     assert {config["quant_method"] for config, _ in FORMATS.values()} | {"mxfp4"} == set(METHODS)
 
 
-def test_the_setting_and_the_checkpoint_must_agree(tmp_path: Path) -> None:
+def test_the_setting_and_the_checkpoint_must_agree(tmp_path):
     quantized_checkpoint(tmp_path, "awq")
     assert open_model(tmp_path, "awq").quantization.name == "awq"
     with pytest.raises(
@@ -1405,9 +1383,7 @@ def test_the_setting_and_the_checkpoint_must_agree(tmp_path: Path) -> None:
         LLM(model=str(tmp_path / "plain"), quantization="int3")
 
 
-def test_the_benchmark_says_what_rounding_costs(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_benchmark_says_what_rounding_costs(tmp_path, capsys):
     words = [
         "bench",
         "quantization",

@@ -133,9 +133,7 @@ ALWAYS = ("fp8 blocks", "W8A8", "W4A16 with zeros", "mxfp4", "nvfp4", "awq")
 
 
 @pytest.mark.parametrize("name", few(CASES, ALWAYS))
-def test_a_checkpoint_stands_for_its_weights(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_checkpoint_stands_for_its_weights(name, tmp_path, monkeypatch):
     """With a mistake planted: the scales of two experts exchanged. Experts in blocks take no more bytes than in the file."""
     model = checkpoint(tmp_path, CASES[name], "qwen3-moe-mixed", **MIXED)
     if name == "W8A8":
@@ -155,14 +153,14 @@ def test_a_checkpoint_stands_for_its_weights(
 
 
 @pytest.fixture(scope="module")
-def latent(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+def latent(tmp_path_factory):
     """DeepSeek-V3's shape in fp8, and the model of transformers."""
     directory = tmp_path_factory.mktemp("latent")
     sizes = {"hidden_size": 64, "vocab_size": 257, "max_position_embeddings": 256}
     return directory, checkpoint(directory, SMALL_BLOCKS, "deepseek-v3-groups", **sizes)
 
 
-def test_the_product_that_is_absorbed_is_dequantised(latent: tuple[Path, Any]) -> None:
+def test_the_product_that_is_absorbed_is_dequantised(latent):
     """With mistakes planted: in its codes, and in those of experts."""
     directory, model = latent
     files = open_model(directory)
@@ -182,8 +180,8 @@ def test_the_product_that_is_absorbed_is_dequantised(latent: tuple[Path, Any]) -
 
 
 def test_an_engine_of_latents_and_experts_gives_the_tokens_of_transformers_however_it_is_run(
-    latent: tuple[Path, Any],
-) -> None:
+    latent,
+):
     directory, model = latent
     plain = texts(directory)
     for index in (0, 3):  # the greedy ones
@@ -205,9 +203,7 @@ MOE = {
 }
 
 
-def test_an_engine_of_experts_that_are_rounded_gives_the_same_bits_however_it_is_run(
-    tmp_path: Path,
-) -> None:
+def test_an_engine_of_experts_that_are_rounded_gives_the_same_bits_however_it_is_run(tmp_path):
     model = random_checkpoint(tmp_path, MOE)
     plain = texts(model, quantization="int8")
     assert texts(model, quantization="int8", **SMALL_POOL, preemption_mode="swap") == plain
@@ -215,7 +211,7 @@ def test_an_engine_of_experts_that_are_rounded_gives_the_same_bits_however_it_is
 
 @pytest.mark.parametrize("on_gpu", [False, True])
 @pytest.mark.parametrize("name", ["fp8", "int8"])
-def test_no_more_than_one_experts_weights_are_made_of_their_codes(name: str, on_gpu: bool) -> None:
+def test_no_more_than_one_experts_weights_are_made_of_their_codes(name, on_gpu):
     """By XLA's own count of the memory beside arguments and results, which a copy of all experts would not fit in."""
     if on_gpu and (reason := unavailable()):
         pytest.skip(reason)
@@ -243,9 +239,7 @@ def test_no_more_than_one_experts_weights_are_made_of_their_codes(name: str, on_
 
 
 @pytest.mark.parametrize("quantization", [None, "int8"])
-def test_tensors_of_experts_are_listed_where_a_checkpoint_is_opened(
-    quantization: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tensors_of_experts_are_listed_where_a_checkpoint_is_opened(quantization, monkeypatch):
     """DeepSeek-V3 has 90,000 of them, and its module is made several times."""
     listed, sources, scheme = [], ExpertLinearSpec.sources, quantization_of({}, quantization)
     monkeypatch.setattr(
@@ -276,7 +270,7 @@ def stacked(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 
 @pytest.mark.parametrize("name", ["int8", "int4"])
-def test_experts_are_rounded_alike_apart_and_stacked(name: str, tmp_path: Path) -> None:
+def test_experts_are_rounded_alike_apart_and_stacked(name, tmp_path):
     """Each as a linear layer of its own would be (see `test_quantization`)."""
     directory = random_checkpoint(tmp_path / "apart", MOE)
     (tmp_path / "stacked").mkdir()
@@ -309,9 +303,7 @@ def test_experts_are_rounded_alike_apart_and_stacked(name: str, tmp_path: Path) 
         ("granitemoehybrid-mixed", "block_sparse_moe.output_linear.weight"),
     ],
 )
-def test_experts_that_are_one_tensor_are_rounded_too(
-    name: str, tensor: str, tmp_path: Path
-) -> None:
+def test_experts_that_are_one_tensor_are_rounded_too(name, tensor, tmp_path):
     """GPT-OSS has them as `[in, out]`, Granite under another name than in memory."""
     save_model(name, tmp_path)
     weight = load_file(tmp_path / "model.safetensors")[f"model.layers.1.{tensor}"]
@@ -324,9 +316,7 @@ def test_experts_that_are_one_tensor_are_rounded_too(
     assert wrong.max() > 0 and (wrong <= 0.501 * down["scale"]).all()
 
 
-def test_what_cannot_be_rounded_or_differs_within_a_stack_is_refused_by_name(
-    tmp_path: Path,
-) -> None:
+def test_what_cannot_be_rounded_or_differs_within_a_stack_is_refused_by_name(tmp_path):
     directory = random_checkpoint(tmp_path, {**MOE, "moe_intermediate_size": 48})
     with pytest.raises(CheckpointError) as caught:
         open_model(directory, "int4")
@@ -343,7 +333,7 @@ def test_what_cannot_be_rounded_or_differs_within_a_stack_is_refused_by_name(
         open_model(directory)
 
 
-def test_stacked_experts_of_other_formats_are_refused_in_one_sentence(tmp_path: Path) -> None:
+def test_stacked_experts_of_other_formats_are_refused_in_one_sentence(tmp_path):
     """What it says to do about experts that are not quantised is tried. GPT-OSS has none but stacked ones."""
     quantization, make = FORMATS["W4A16"]
     tensors, kept = (

@@ -12,7 +12,6 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
@@ -71,7 +70,7 @@ def conversation(prompt: str) -> list[dict[str, str]]:
 
 
 @pytest.fixture(scope="module")
-def wanted() -> dict[str, str]:
+def wanted():
     """The texts that an engine without a server gives."""
     params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
     with LLM(use_tqdm=False, **SETTINGS) as llm:
@@ -115,7 +114,7 @@ class Cluster:
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[Cluster]:
+def cluster():
     # The name is short, since those of Ray's sockets begin with it.
     with tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as directory:
         started = Cluster(directory)
@@ -160,9 +159,7 @@ class Asked:
             self.error = error
 
 
-def test_a_killed_replica_ends_its_requests_with_an_error_and_is_replaced(
-    cluster: Cluster, wanted: dict[str, str]
-) -> None:
+def test_a_killed_replica_ends_its_requests_with_an_error_and_is_replaced(cluster, wanted):
     url = cluster.url
     requested = [Asked(url, prompt, stream=n < NUM_STREAMS) for n, prompt in enumerate(PROMPTS)]
     streams = requested[:NUM_STREAMS]
@@ -199,7 +196,7 @@ def test_a_killed_replica_ends_its_requests_with_an_error_and_is_replaced(
     assert {one.prompt: one.text for one in later} == wanted
 
 
-def test_without_a_key_only_requests_to_this_machine_pass_the_proxy(cluster: Cluster) -> None:
+def test_without_a_key_only_requests_to_this_machine_pass_the_proxy(cluster):
     """Ray's proxy passes the client's Host on, so the guard of the server sees it."""
     for host, status in (("evil.example", 403), ("localhost", 200)):
         assert httpx.get(f"{cluster.url}/v1/models", headers={"Host": host}).status_code == status

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -75,21 +74,19 @@ GROUPS = {"lfm2": [(1 + 3, True, (0, 1))], "jamba": [(16 + 1, True, (0, 1)), (1 
 
 
 @pytest.fixture(scope="module")
-def qwen(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def qwen(tmp_path_factory):
     return random_checkpoint(tmp_path_factory.mktemp("qwen"), QWEN3_5)
 
 
 @pytest.fixture(scope="module", params=few(MODELS, ["qwen3_5"]))
-def model(
-    request: pytest.FixtureRequest, qwen: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Path:
+def model(request, qwen, tmp_path_factory):
     if request.param == "qwen3_5":
         return qwen
     return random_checkpoint(tmp_path_factory.mktemp(request.param), MODELS[request.param])
 
 
 @pytest.fixture(scope="module")
-def head(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def head(tmp_path_factory):
     """An EAGLE-3 head with random weights that knows four tokens, so that it is right now and then, and takes what enters all layers."""
     directory, rng = tmp_path_factory.mktemp("head"), np.random.default_rng(1)
     norms = (
@@ -120,7 +117,7 @@ def head(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def engines(model: Path, head: Path) -> Iterator[Callable[[str], LLM]]:
+def engines(model, head):
     made: dict[str, LLM] = {}
 
     def engine(name: str) -> LLM:
@@ -149,7 +146,7 @@ def bits(outputs: list[CompletionOutput]) -> list[Any]:
 
 
 @pytest.fixture(scope="module")
-def expected(engines: Callable[[str], LLM], model: Path) -> list[Any]:
+def expected(engines, model):
     """Each request by itself, with blocks of 16 and nothing cached."""
     llm = engines("alone")
     groups = next((GROUPS[name] for name in GROUPS if name in model.name), [(16 + 3, True, (0, 1))])
@@ -165,9 +162,7 @@ def expected(engines: Callable[[str], LLM], model: Path) -> list[Any]:
 
 
 @pytest.mark.parametrize("name", [name for name in ENGINES if name != "alone"])
-def test_no_bit_depends_on_the_engine(
-    name: str, engines: Callable[[str], LLM], expected: list[Any]
-) -> None:
+def test_no_bit_depends_on_the_engine(name, engines, expected):
     """In a batch, in chunks and other blocks, recomputed or swapped, forked, behind drafts and behind cached prefixes."""
     llm = engines(name)
     before = llm.stats()
@@ -186,7 +181,7 @@ def test_no_bit_depends_on_the_engine(
         assert 20 < accepted < drafted - 20
 
 
-def test_behind_a_pinned_prefix(engines: Callable[[str], LLM], expected: list[Any]) -> None:
+def test_behind_a_pinned_prefix(engines, expected):
     """It ends within a block, whose state has seen more than some of what begins with it."""
     llm = engines("recomputing")
     other = PROMPTS[0][:34] + PROMPTS[2]
@@ -252,7 +247,7 @@ def summed(inputs: np.ndarray, recurrence: Recurrence) -> np.ndarray:
     [(SUM, True), (SUM, False), (STATELESS, True)],
     ids=["row by row", "all at once", "without a state"],
 )
-def test_steps_over_pages_are_the_recurrence(recurrence_: Recurrence, by_row: bool) -> None:
+def test_steps_over_pages_are_the_recurrence(recurrence_, by_row):
     """Of three sequences in steps of 1 to 6 tokens each, some of which are rejected and come once more; as on CPUs and as on GPUs."""
     size, num_tokens, longest, rng = 4, 16, 48, np.random.default_rng(2)
     sequences = rng.standard_normal((3, longest, 3)).astype(np.float32)
@@ -338,9 +333,7 @@ MISTAKES: dict[str, tuple[str, Callable[[pytest.MonkeyPatch], None]]] = {
 
 
 @pytest.mark.parametrize("mistake", few(MISTAKES, ["what was rejected stays"]))
-def test_a_planted_mistake_is_seen(
-    mistake: str, model: Path, expected: list[Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_planted_mistake_is_seen(mistake, model, expected, monkeypatch):
     if "lfm2" in model.name and "window" not in mistake:
         pytest.skip("it has no states")
     name, plant = MISTAKES[mistake]
@@ -349,7 +342,7 @@ def test_a_planted_mistake_is_seen(
         assert texts(llm) != expected
 
 
-def test_gives_way_at_every_step(engines: Callable[[str], LLM], expected: list[Any]) -> None:
+def test_gives_way_at_every_step(engines, expected):
     """In the middle of a block, at its end, behind it: swapped."""
     llm = engines("swapping")
     engine = llm._engine
@@ -375,13 +368,13 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_is_not_honoured_is_refused_by_name(case: str, model: Path) -> None:
+def test_what_is_not_honoured_is_refused_by_name(case, model):
     settings, text = REFUSED[case]
     with pytest.raises(UnsupportedError, match=text):
         make_llm(model, **settings)
 
 
-def test_key_heads_that_shards_cannot_share_are_refused(qwen: Path) -> None:
+def test_key_heads_that_shards_cannot_share_are_refused(qwen):
     with pytest.raises(
         ConfigError, match="2 key heads of linear attention cannot be divided into 4 equal parts"
     ):
@@ -391,18 +384,14 @@ def test_key_heads_that_shards_cannot_share_are_refused(qwen: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "part"), [("granite_4", "mamba"), ("lfm2", "conv"), ("jamba", "mamba")]
 )
-def test_layers_that_are_not_divided_are_refused_by_name(
-    name: str, part: str, tmp_path: Path
-) -> None:
+def test_layers_that_are_not_divided_are_refused_by_name(name, part, tmp_path):
     directory = random_checkpoint(tmp_path, MODELS[name])
     text = rf"tensor_parallel_size: model.layers.0.{part}.in_proj.weight is of a layer that .* not divide"
     with pytest.raises(UnsupportedError, match=text):
         make_llm(directory, tensor_parallel_reduction="invariant")
 
 
-def test_a_checkpoint_that_asks_for_quantised_pages_gets_others_and_says_so(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_checkpoint_that_asks_for_quantised_pages_gets_others_and_says_so(tmp_path, caplog):
     group = {
         "targets": ["re:none"],
         "weights": {"num_bits": 8, "type": "int", "strategy": "channel"},
@@ -422,13 +411,13 @@ def test_a_checkpoint_that_asks_for_quantised_pages_gets_others_and_says_so(
     )
 
 
-def test_a_draft_model_with_states_is_refused(model: Path) -> None:
+def test_a_draft_model_with_states_is_refused(model):
     drafts = {"method": "draft_model", "model": str(model), "num_speculative_tokens": 2}
     with pytest.raises(UnsupportedError, match="a draft model with recurrent layers"):
         make_llm(model, speculative_config=drafts)
 
 
-def test_the_plan_counts_states(qwen: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_plan_counts_states(qwen, capsys):
     """By hand: of a block of 4, for each layer that attends 2 heads of keys and values; for each other one 4 inputs and a state."""
     plan = planned(
         capsys, str(qwen), "--block-size", "4", "--num-blocks", "81", "--max-num-seqs", "1"
@@ -439,9 +428,7 @@ def test_the_plan_counts_states(qwen: Path, capsys: pytest.CaptureFixture[str]) 
     assert plan["windows"][0][1] == 2 * (inputs + state)
 
 
-def test_a_pool_that_states_keep_small_says_so(
-    qwen: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_pool_that_states_keep_small_says_so(qwen, capsys, caplog):
     words = (
         "--block-size",
         "4",

@@ -45,9 +45,7 @@ def paths(draft: Draft | None) -> list[tuple[int, ...]]:
     last=st.integers(0, VOCAB - 1),
     most=st.integers(1, MOST_DRAFTS),
 )
-def test_drafts_are_what_was_likely_the_last_time_rank_by_rank(
-    heard: list[tuple[list[tuple[str | None, int]], int]], tree: bool, last: int, most: int
-) -> None:
+def test_drafts_are_what_was_likely_the_last_time_rank_by_rank(heard, tree, last, most):
     proposer = RecyclingProposer(VOCAB, tree=tree)
     known: dict[tuple[str | None, int], list[int]] = {}
     for draws, seed in heard:
@@ -69,7 +67,7 @@ def test_drafts_are_what_was_likely_the_last_time_rank_by_rank(
         assert paths(proposer.propose(group.request, group.sequences[0], most)) == want[:most]
 
 
-def test_salts_that_nobody_uses_give_way(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_salts_that_nobody_uses_give_way(monkeypatch):
     monkeypatch.setattr(recycling, "MOST_TABLES", 2)
     monkeypatch.setattr(recycling, "KEPT", 2)
     proposer = RecyclingProposer(VOCAB, tree=False)
@@ -93,7 +91,7 @@ def test_salts_that_nobody_uses_give_way(monkeypatch: pytest.MonkeyPatch) -> Non
     assert drafts("b", "a", "c", None) == [False, True, True, True]
 
 
-def test_models_of_fewer_tokens_than_are_kept() -> None:
+def test_models_of_fewer_tokens_than_are_kept():
     proposer = RecyclingProposer(VOCAB, tree=True)
     proposer.on_top_k([None], [3], np.array([[3, 1, 4]], np.int32))
     group = make_group("one", 0, [3])
@@ -105,7 +103,7 @@ def test_models_of_fewer_tokens_than_are_kept() -> None:
     )
 
 
-def test_auto_is_refused() -> None:
+def test_auto_is_refused():
     with pytest.raises(UnsupportedError, match="'auto' is not supported: .* use 1 to 63"):
         EngineConfig(speculative_config={"method": "token_recycling"})  # type: ignore[arg-type]
 
@@ -114,7 +112,7 @@ def test_auto_is_refused() -> None:
 
 
 @pytest.mark.usefixtures("compiled_when_used")
-def test_it_is_worth_something_on_the_demo_model() -> None:
+def test_it_is_worth_something_on_the_demo_model():
     """Greedily and hot: what one tale taught is of use in the next one."""
     with LLM(
         model="demo",

@@ -24,7 +24,7 @@ ROOT = Path(__file__).parent.parent
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 
 
-def test_the_reference_is_what_the_code_says(request: pytest.FixtureRequest) -> None:
+def test_the_reference_is_what_the_code_says(request):
     for name, text in pages().items():
         path = ROOT / "docs" / "reference" / name
         if request.config.getoption("--write-reference"):
@@ -34,7 +34,7 @@ def test_the_reference_is_what_the_code_says(request: pytest.FixtureRequest) -> 
         )
 
 
-def test_the_readme_has_the_number_of_architectures(request: pytest.FixtureRequest) -> None:
+def test_the_readme_has_the_number_of_architectures(request):
     path = ROOT / "README.md"
     text, count = re.subn(r"\d+ architectures", f"{len(FAMILIES)} architectures", path.read_text())
     if request.config.getoption("--write-reference"):
@@ -44,7 +44,7 @@ def test_the_readme_has_the_number_of_architectures(request: pytest.FixtureReque
     )
 
 
-def test_the_page_of_python_lists_every_name(request: pytest.FixtureRequest) -> None:
+def test_the_page_of_python_lists_every_name(request):
     path = ROOT / "docs" / "reference" / "python.md"
     if request.config.getoption("--write-reference"):
         path.write_text(python_page(path.read_text()))
@@ -55,9 +55,7 @@ def test_the_page_of_python_lists_every_name(request: pytest.FixtureRequest) -> 
     assert documented == {name for name in jaxpage.__all__ if not name.startswith("_")}
 
 
-def test_flags_and_keywords_are_those_of_the_declared_settings(
-    request: pytest.FixtureRequest,
-) -> None:
+def test_flags_and_keywords_are_those_of_the_declared_settings(request):
     """A setting is declared once. What reads it without pydantic, or without running it, is written from there."""
     flags, typed = (
         ROOT / "jaxpage" / name for name in ("cli/setting_flags.py", "settings/engine_settings.py")
@@ -72,13 +70,13 @@ def test_flags_and_keywords_are_those_of_the_declared_settings(
         )
 
 
-def test_the_tests_of_the_page_of_models_exist() -> None:
+def test_the_tests_of_the_page_of_models_exist():
     for name in (name for names in TESTS.values() for name in names):
         file, _, function = name.partition("::")
         assert f"\ndef {function}(" in (ROOT / "tests" / file).read_text(), name
 
 
-def test_published_models_have_architectures_that_load_and_each_of_them_has_one() -> None:
+def test_published_models_have_architectures_that_load_and_each_of_them_has_one():
     entries = [entry for group in ENTRIES.values() for entry in group]
     found = {OTHER_NAMES.get(kind, kind) for _, _, kind, _ in entries}
     assert found == set(FAMILIES)
@@ -98,9 +96,7 @@ def test_published_models_have_architectures_that_load_and_each_of_them_has_one(
         [("walkthrough.ipynb", "walkthrough.md")],
     ),
 )
-def test_a_notebook_prints_what_it_shows(
-    name: str, page: str, request: pytest.FixtureRequest
-) -> None:
+def test_a_notebook_prints_what_it_shows(name, page, request):
     """Its assertions hold, and the notebook and the page have what its cells print."""
     path = ROOT / "examples" / name
     notebook = executed(path)
@@ -112,7 +108,7 @@ def test_a_notebook_prints_what_it_shows(
         )
 
 
-def test_every_setting_and_parameter_is_explained() -> None:
+def test_every_setting_and_parameter_is_explained():
     for name, column in (("settings.md", 2), ("sampling-parameters.md", 3)):
         rows = [
             line[2:-2].split(" | ") for line in pages()[name].splitlines() if line.startswith("| `")
@@ -122,7 +118,7 @@ def test_every_setting_and_parameter_is_explained() -> None:
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=[str(path.relative_to(ROOT)) for path in DOCUMENTS])
-def test_links_lead_somewhere(path: Path) -> None:
+def test_links_lead_somewhere(path):
     text = re.sub(r"```.*?```", "", path.read_text(), flags=re.DOTALL)
     for target in re.findall(r"\]\(([^)\s]+)\)|srcset=\"([^\"]+)\"|src=\"([^\"]+)\"", text):
         link = next(filter(None, target))

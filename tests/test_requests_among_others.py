@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -66,7 +64,7 @@ ASKED: Asked = [(prompt_of(length), params) for length, params in ALL.values()]
 
 
 @pytest.fixture(scope="module")
-def directories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def directories(tmp_path_factory):
     return {
         name: write_tokenizer(random_checkpoint(tmp_path_factory.mktemp(name), config))
         for name, config in {"llama": LLAMA, "mistral": MISTRAL}.items()
@@ -84,7 +82,7 @@ def generated(llm: LLM, requested: Asked) -> list[Any]:
 
 
 @pytest.fixture(scope="module")
-def alone(directories: dict[str, Path]) -> dict[str, list[Any]]:
+def alone(directories):
     """What each request gives by itself, with nothing cached, by family; the strangers come last."""
     found = {}
     for family, directory in directories.items():
@@ -95,7 +93,7 @@ def alone(directories: dict[str, Path]) -> dict[str, list[Any]]:
 
 
 @pytest.fixture(scope="module")
-def engines(directories: dict[str, Path]) -> Iterator[Callable[[str], LLM]]:
+def engines(directories):
     """Engines of `ENGINES` with room for all requests at once, and engines that preempt."""
     settings = {name: {**each, "max_num_seqs": 16} for name, each in ENGINES.items()}
     for mode in ("swap", "recompute"):
@@ -115,7 +113,7 @@ def is_of_mistral(name: str) -> bool:
     return "window" in name or "mistral" in name
 
 
-def test_the_requests_show_something(alone: dict[str, list[Any]]) -> None:
+def test_the_requests_show_something(alone):
     """They end in every way, and a window gives other texts."""
     outputs = {name: outputs for name, (outputs, _) in zip(ALL, alone["llama"], strict=False)}
     ends = {name: {one.finish_reason for one in each} for name, each in outputs.items()}
@@ -132,9 +130,7 @@ def test_the_requests_show_something(alone: dict[str, list[Any]]) -> None:
 
 
 @pytest.mark.parametrize("engine", few(ENGINES, {*ENGINES} - {"blocks of 4"}))
-def test_requests_give_among_others_what_they_give_alone(
-    engine: str, engines: Callable[[str], LLM], alone: dict[str, list[Any]]
-) -> None:
+def test_requests_give_among_others_what_they_give_alone(engine, engines, alone):
     """In both orders, so that prefixes are found the second time, in a pool that is too small for all."""
     llm, expected = engines(engine), alone["mistral" if is_of_mistral(engine) else "llama"]
     requested = [*ASKED, *CROWD]
@@ -154,9 +150,7 @@ def test_requests_give_among_others_what_they_give_alone(
         [("llama", "recompute"), ("mistral", "swap")],
     ),
 )
-def test_requests_that_give_way_at_any_step_go_on_as_they_were(
-    family: str, mode: str, engines: Callable[[str], LLM], alone: dict[str, list[Any]]
-) -> None:
+def test_requests_that_give_way_at_any_step_go_on_as_they_were(family, mode, engines, alone):
     """In a prompt, before and after it forks, later: all but the oldest request give way at once."""
     llm = engines(f"{family} {mode}")
     engine, older = llm._engine, ([3] * 9, CROWD[0][1])

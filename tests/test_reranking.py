@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxpage import LLM, AsyncLLM
+from jaxpage import AsyncLLM
 from jaxpage.checkpoints import read_embedding_files
 from jaxpage.engine.texts import (
     ByVectors,
@@ -82,7 +82,7 @@ def small_tokenizer(marks: tuple[str, ...] = ("<|im_start|>", "<|im_end|>")) -> 
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any, Any]:
+def saved(tmp_path_factory):
     """The two have one architecture. The names of tensors are those of Qwen3-Embedding, without "model."."""
     tokenizer = small_tokenizer()
     directory = tmp_path_factory.mktemp("model")
@@ -101,7 +101,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any, Any]:
 
 
 @pytest.fixture(scope="module")
-def llm(saved: tuple[Path, Any, Any]) -> Any:
+def llm(saved):
     with make_llm(saved[0], max_model_len=256 * 4) as made:
         yield made
 
@@ -148,7 +148,7 @@ def reranker_for(tokenizer: Any, directory: Path, method: RerankMethod = "auto")
     return reranker_of(TextEmbedding(read_embedding_files(directory), tokenizer), method)
 
 
-def test_yes_and_no_are_those_of_the_model_card(saved: Any, llm: LLM) -> None:
+def test_yes_and_no_are_those_of_the_model_card(saved, llm):
     _, model, tokenizer = saved
     assert isinstance(reranker_for(tokenizer, saved[0]), YesNo)
     for instruction in (None, INSTRUCTION):
@@ -161,15 +161,13 @@ def test_yes_and_no_are_those_of_the_model_card(saved: Any, llm: LLM) -> None:
 @pytest.mark.parametrize(
     ("name", "mistake"), [("_BEHIND", "<|im_end|>\n"), ("DEFAULT_INSTRUCTION", "Rank")]
 )
-def test_a_mistake_in_the_template_would_be_seen(
-    saved: Any, llm: LLM, monkeypatch: pytest.MonkeyPatch, name: str, mistake: str
-) -> None:
+def test_a_mistake_in_the_template_would_be_seen(saved, llm, monkeypatch, name, mistake):
     monkeypatch.setattr(f"jaxpage.engine.texts.reranking.{name}", mistake)
     with pytest.raises(AssertionError):
         check(llm.rerank(QUERY, DOCUMENTS), by_yes_and_no(saved[1], saved[2], TASK))
 
 
-def test_vectors_are_those_of_the_model_card(saved: Any, llm: LLM) -> None:
+def test_vectors_are_those_of_the_model_card(saved, llm):
     _, model, tokenizer = saved
     results = llm.rerank(QUERY, DOCUMENTS, method="embedding")
     check(results, by_vectors(model, tokenizer, ""))
@@ -177,7 +175,7 @@ def test_vectors_are_those_of_the_model_card(saved: Any, llm: LLM) -> None:
     check(results, by_vectors(model, tokenizer, f"Instruct: {INSTRUCTION}\nQuery:"))
 
 
-def test_an_event_loop_ranks_likewise(saved: Any, llm: LLM) -> None:
+def test_an_event_loop_ranks_likewise(saved, llm):
     async def both() -> list[Any]:
         settings = {**BLOCKS_OF_16, "max_model_len": 1024, "preemption_mode": "recompute"}
         async with AsyncLLM(saved[0], **settings) as other:
@@ -199,7 +197,7 @@ def write_files(directory: Path, pooling: dict[str, Any], prompts: Any = None) -
         file.write_text(json.dumps({"prompts": prompts}))
 
 
-def test_the_files_of_a_model_say_how_it_ranks(tmp_path: Path) -> None:
+def test_the_files_of_a_model_say_how_it_ranks(tmp_path):
     tokenizer = small_tokenizer()
     assert reranker_for(tokenizer, tmp_path) == YesNo(
         *map(tokenizer.convert_tokens_to_ids, ("yes", "no"))
@@ -243,14 +241,14 @@ def test_the_files_of_a_model_say_how_it_ranks(tmp_path: Path) -> None:
         (("q", ["d"], True), ValueError, "top_n must be"),
     ],
 )
-def test_what_cannot_be_ranked(arguments: Any, error: Any, text: str, llm: LLM) -> None:
+def test_what_cannot_be_ranked(arguments, error, text, llm):
     with pytest.raises(error, match=text):
         llm.rerank(*arguments)
     with pytest.raises(ValueError, match="method"):
         llm.rerank("q", ["d"], method="other")  # type: ignore[arg-type]
 
 
-def test_the_wire_has_the_forms_of_jina_and_cohere() -> None:
+def test_the_wire_has_the_forms_of_jina_and_cohere():
     context = wire.context()
     requested = {"model": "demo", "query": "a", "documents": ["x", "y", "z"], "top_n": 2}
     answer = open_rerank(requested, context).whole([0.1, 0.5, 0.3], 7)

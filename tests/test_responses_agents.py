@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +39,7 @@ from jaxpage.serving.requests.response_store import (
 from jaxpage.serving.wire.encoding import numbered_events
 from jaxpage.serving.wire.errors import ApiError
 from tests.support.chat_templates import TEMPLATES
-from tests.support.running import Running, demo_with_template, running
+from tests.support.running import demo_with_template, running
 from tests.support.wire import Scripted, context, deltas, output, with_template
 
 TEMPLATE = TEMPLATES["object in tags"]
@@ -84,7 +84,7 @@ def refused(body: dict[str, Any], responses: OwnerResponses | None = None) -> Ap
 
 
 @pytest.fixture
-def chat_of(monkeypatch: pytest.MonkeyPatch) -> Any:
+def chat_of(monkeypatch):
     """The body of the chat that a request is translated into."""
     bodies: list[dict[str, Any]] = []
 
@@ -109,7 +109,7 @@ def chat_of(monkeypatch: pytest.MonkeyPatch) -> Any:
 # Requests
 
 
-def test_tools_and_choices_are_those_of_a_chat(chat_of: Any) -> None:
+def test_tools_and_choices_are_those_of_a_chat(chat_of):
     grammar = {"syntax": "lark", "definition": "start: 'a'"}
     others = [{"type": "web_search"}, {"type": "namespace", "tools": [LOOK]}]
     with_grammar = {**PATCH, "format": {"type": "grammar", **grammar}}
@@ -163,7 +163,7 @@ def test_tools_and_choices_are_those_of_a_chat(chat_of: Any) -> None:
         assert "tool_choice" not in chat and "parallel_tool_calls" not in chat
 
 
-def test_how_much_is_reasoned_and_said_is_that_of_a_chat(chat_of: Any) -> None:
+def test_how_much_is_reasoned_and_said_is_that_of_a_chat(chat_of):
     chat = chat_of(
         reasoning={"effort": "high", "max_tokens": 7, "summary": None}, text={"verbosity": "low"}
     )
@@ -172,7 +172,7 @@ def test_how_much_is_reasoned_and_said_is_that_of_a_chat(chat_of: Any) -> None:
     assert "reasoning_effort" not in chat_of(reasoning={}, text={"format": {"type": "text"}})
 
 
-def test_what_has_no_effect_is_named_by_the_clients_path() -> None:
+def test_what_has_no_effect_is_named_by_the_clients_path():
     body = request(
         tools=[{**LOOK, "defer_loading": True}, {"type": "web_search"}],
         reasoning={"effort": "high", "summary": "auto"},
@@ -205,7 +205,7 @@ def test_what_has_no_effect_is_named_by_the_clients_path() -> None:
     assert opened(neutral).ignored_fields == ()
 
 
-def test_a_format_of_the_text_is_no_matter_where_there_is_none() -> None:
+def test_a_format_of_the_text_is_no_matter_where_there_is_none():
     """As instructor sends it with the one function that must be called."""
     format_ = {"type": "json_schema", "name": "x", "schema": LOOK["parameters"]}
     body = request(tools=[LOOK], text={"format": format_})
@@ -275,7 +275,7 @@ SAY = {"role": "user", "content": "Go"}
         ({"input": "x" * 100_000}, "input", "characters"),
     ],
 )  # fmt: skip
-def test_a_refusal_names_the_clients_path(fields: dict[str, Any], param: str, words: str) -> None:
+def test_a_refusal_names_the_clients_path(fields, param, words):
     error = refused(request(**fields))
     assert error.param == param and words in error.message, error.message
     assert error.message.startswith(param) or "item_reference" in str(fields) or error.status == 400
@@ -367,7 +367,7 @@ def as_texts(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 @given(messages=conversations())
-def test_items_are_the_messages_of_the_chat(messages: list[dict[str, Any]]) -> None:
+def test_items_are_the_messages_of_the_chat(messages):
     made = ChatMessages()
     items = items_of(messages)
     made.add(source_stored(items, "previous_response_id"))
@@ -377,14 +377,14 @@ def test_items_are_the_messages_of_the_chat(messages: list[dict[str, Any]]) -> N
 
 
 @given(text=st.text(), cut=st.integers(0, 40))
-def test_encoded_reasoning_is_read_and_that_of_others_is_not(text: str, cut: int) -> None:
+def test_encoded_reasoning_is_read_and_that_of_others_is_not(text, cut):
     encoded = encode_reasoning(text)
     assert encoded.isascii() and decode_reasoning(encoded) == text
     assert decode_reasoning("gAAAA" + encoded) is None
     assert decode_reasoning(encoded[:cut]) != text or text == "" or cut >= len(encoded)
 
 
-def test_reasoning_comes_from_the_encoded_content_where_there_is_no_other() -> None:
+def test_reasoning_comes_from_the_encoded_content_where_there_is_no_other():
     said = {"role": "assistant", "content": "It was"}
     thought = {"type": "reasoning", "summary": [], "encrypted_content": encode_reasoning("Hm")}
     exchange = opened(request(input=[SAY, thought, said, SAY]))
@@ -493,9 +493,7 @@ def without_ids(items: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     cuts=st.lists(st.integers(0, 300), max_size=30),
     is_cut=st.booleans(),
 )
-def test_events_are_the_whole_response_whatever_the_cut(
-    thought: str, said: str, calls: list[str], cuts: list[int], is_cut: bool
-) -> None:
+def test_events_are_the_whole_response_whatever_the_cut(thought, said, calls, cuts, is_cut):
     """Also as OpenAI's own client reads them."""
     text = thought + said + "".join("\n" + call for call in calls)
     places = sorted({0, len(text), *(cut for cut in cuts if cut < len(text))})
@@ -546,8 +544,8 @@ def test_events_are_the_whole_response_whatever_the_cut(
 @settings(max_examples=30)
 @given(thought=THOUGHTS, said=SAYINGS, calls=CALLS, num_deltas=st.integers(0, 40))
 def test_a_response_that_fails_is_told_and_kept_with_what_it_has_said(
-    thought: str, said: str, calls: list[str], num_deltas: int
-) -> None:
+    thought, said, calls, num_deltas
+):
     store = ResponseStore(1 << 20, 60)
     text = thought + said + "".join("\n" + call for call in calls)
     texts = [text[place : place + 5] for place in range(0, len(text), 5)] or [""]
@@ -598,7 +596,7 @@ def test_a_response_that_fails_is_told_and_kept_with_what_it_has_said(
         (ApiError(400, "no", code="context_length_exceeded"), "context_length_exceeded"),
     ],
 )
-def test_the_code_of_a_response_that_failed_is_one_of_openais(error: ApiError, code: str) -> None:
+def test_the_code_of_a_response_that_failed_is_one_of_openais(error, code):
     exchange = opened(request(stream=True, store=False))
     *begin, told, last = dialect.DIALECT.failure_chunks(error, exchange)
     assert [event["type"] for event in begin] == ["response.created", "response.in_progress"]
@@ -609,7 +607,7 @@ def test_the_code_of_a_response_that_failed_is_one_of_openais(error: ApiError, c
     assert dialect.DIALECT.failure_chunks(error, None) == [told]
 
 
-def test_a_response_says_what_was_requested() -> None:
+def test_a_response_says_what_was_requested():
     choice = {
         "type": "allowed_tools",
         "mode": "auto",
@@ -649,7 +647,7 @@ def test_a_response_says_what_was_requested() -> None:
     ids=lambda path: path.stem,
 )
 @pytest.mark.parametrize("is_strict", [False, True])
-def test_a_request_of_an_agent_is_answered(path: Path, is_strict: bool) -> None:
+def test_a_request_of_an_agent_is_answered(path, is_strict):
     body = json.loads(path.read_text())
     known = context(
         tokenizer=with_template(TEMPLATE),
@@ -729,9 +727,7 @@ def valid_leavings(bodies: list[dict[str, Any]]) -> list[list[int]]:
 
 
 @given(messages=conversations(), room=st.integers(0, 30), moved=st.booleans())
-def test_the_oldest_messages_go_until_there_is_room(
-    messages: list[dict[str, Any]], room: int, moved: bool
-) -> None:
+def test_the_oldest_messages_go_until_there_is_room(messages, room, moved):
     messages = [{"role": "system", "content": "Be brief."}, *messages]
     results = [index for index, message in enumerate(messages) if message["role"] == "tool"]
     if moved and results:  # a result after the next message of the user
@@ -747,7 +743,7 @@ def test_the_oldest_messages_go_until_there_is_room(
     assert places == wanted
 
 
-def test_a_long_conversation_is_cut_on_request_only() -> None:
+def test_a_long_conversation_is_cut_on_request_only():
     turns: list[dict[str, Any]] = []
     for number in range(40):
         call = {**CALL, "call_id": f"c{number}", "arguments": json.dumps({"at": f"door {number}"})}
@@ -861,11 +857,11 @@ class StoreMachine(RuleBasedStateMachine):
                     path.unlink()
 
 
-def test_a_store_has_what_it_must() -> None:
+def test_a_store_has_what_it_must():
     run_machine(StoreMachine, 60)
 
 
-def test_a_store_with_files_has_what_it_must(tmp_path: Path) -> None:
+def test_a_store_with_files_has_what_it_must(tmp_path):
     run_machine(type("WithFiles", (StoreMachine,), {"directory": tmp_path}), 20)
 
 
@@ -875,7 +871,7 @@ def run_machine(machine: Any, number: int) -> None:
     case("runTest").runTest()
 
 
-def test_files_are_private_whole_and_in_use_once(tmp_path: Path) -> None:
+def test_files_are_private_whole_and_in_use_once(tmp_path):
     directory = tmp_path / "responses"
     store = ResponseStore(1000, 60, directory)
     stored = StoredResponse(b'[{"role":"user","content":"\xc3\xa4"}]', b'{"output":[]}')
@@ -904,9 +900,7 @@ def test_files_are_private_whole_and_in_use_once(tmp_path: Path) -> None:
         ResponseStore(1000, 60, tmp_path / "file")
 
 
-def test_a_disk_without_room_stops_no_answer(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_disk_without_room_stops_no_answer(tmp_path, caplog):
     store = ResponseStore(1000, 60, tmp_path)
     tmp_path.chmod(0o700)
     for number in (1, 2):
@@ -922,7 +916,7 @@ def finish(exchange: Any, text: str = "It is shut.") -> dict[str, Any]:
     return answer
 
 
-def test_a_conversation_goes_on_from_a_response_without_its_instructions() -> None:
+def test_a_conversation_goes_on_from_a_response_without_its_instructions():
     store = ResponseStore(1 << 20, 60)
     mine = store.of_owner("one")
     first = finish(
@@ -958,7 +952,7 @@ def test_a_conversation_goes_on_from_a_response_without_its_instructions() -> No
         assert error.code == "previous_response_not_found"
 
 
-def test_a_reference_is_the_item_of_a_response_that_is_kept() -> None:
+def test_a_reference_is_the_item_of_a_response_that_is_kept():
     """As the AI SDK sends a conversation."""
     store = ResponseStore(1 << 20, 60)
     mine = store.of_owner("one")
@@ -990,7 +984,7 @@ def test_a_reference_is_the_item_of_a_response_that_is_kept() -> None:
         ({"store": True, "input": "x" * 900}, False, ("store",)),
     ],
 )
-def test_what_is_kept(fields: dict[str, Any], is_stored: bool, ignored: tuple[str, ...]) -> None:
+def test_what_is_kept(fields, is_stored, ignored):
     store = ResponseStore(900 + 900 * is_stored, 60)
     exchange = opened(request(**fields), store.of_owner(""))
     assert exchange.ignored_fields == ignored and store.num_bytes == 0
@@ -1013,7 +1007,7 @@ KEYS = ("one", "two")
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+def server(tmp_path_factory):
     directory = tmp_path_factory.mktemp("models")
     model = demo_with_template(directory / "demo", TEMPLATE)
     config = ServerConfig(response_store_directory=str(directory / "kept"))
@@ -1023,7 +1017,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
 
 
 @pytest.fixture(params=KEYS[:1])
-def client(server: Running, request: pytest.FixtureRequest) -> Iterator[openai.OpenAI]:
+def client(server, request):
     with openai.OpenAI(
         base_url=f"{server.address}/v1", api_key=request.param, max_retries=0, timeout=60
     ) as found:
@@ -1041,7 +1035,7 @@ ASK: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("streams", [False, True])
-def test_openais_client_talks_for_some_turns(client: openai.OpenAI, streams: bool) -> None:
+def test_openais_client_talks_for_some_turns(client, streams):
     """By previous_response_id, and by sending everything: both have the same answers."""
 
     def ask(**fields: Any) -> Any:
@@ -1087,7 +1081,7 @@ def test_openais_client_talks_for_some_turns(client: openai.OpenAI, streams: boo
     assert caught.value.code == "previous_response_not_found"
 
 
-def test_a_response_belongs_to_its_key(server: Running, client: openai.OpenAI) -> None:
+def test_a_response_belongs_to_its_key(server, client):
     mine = client.responses.create(**{**ASK, "max_output_tokens": 4}, input="Hello")
     url = f"{server.address}/v1/responses/{mine.id}"
     gone = f"{server.address}/v1/responses/resp_{'0' * 32}"

@@ -94,7 +94,7 @@ def answers(url: str) -> bool:
 
 
 @pytest.fixture
-def replicas(tmp_path: Path) -> Iterator[list[Replica]]:
+def replicas(tmp_path):
     started = [Replica(tmp_path / f"{index}.log") for index in range(2)]
     try:
         for one in started:
@@ -193,7 +193,7 @@ def assert_a_killed_server_is_not_missed(url: str, replicas: list[Replica]) -> N
 
 
 @if_installed("vllm-router")
-def test_vllm_router(replicas: list[Replica], tmp_path: Path) -> None:
+def test_vllm_router(replicas, tmp_path):
     """It hears of the caches by KV events."""
     words = ["--policy", "kv_aware", "--worker-urls", *(one.url for one in replicas)]
     words += ["--kv-event-block-size", "16", "--kv-event-model", "demo"]
@@ -211,7 +211,7 @@ def test_vllm_router(replicas: list[Replica], tmp_path: Path) -> None:
 
 
 @if_installed("smg")
-def test_smg(replicas: list[Replica], tmp_path: Path) -> None:
+def test_smg(replicas, tmp_path):
     """It remembers where it sent which text."""
     words = ["launch", "--policy", "cache_aware", "--worker-urls", *(one.url for one in replicas)]
     with routed("smg", *words, log=tmp_path / "router.log") as url:

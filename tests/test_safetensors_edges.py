@@ -31,7 +31,7 @@ def entry(begin: int, end: int, *shape: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("names", ["abc", "bac", "cab", "cba"])
-def test_empty_tensors_may_stand_anywhere_in_the_list(tmp_path: Path, names: str) -> None:
+def test_empty_tensors_may_stand_anywhere_in_the_list(tmp_path, names):
     """At the offset of their neighbour, before it or after it in the header, and at the end of the file."""
     entries = {"a": entry(0, 8, 2), "b": entry(0, 0, 0), "c": entry(8, 8, 3, 0)}
     assert problems_of(tmp_path, {name: entries[name] for name in names}, bytes(8)) == []
@@ -39,18 +39,16 @@ def test_empty_tensors_may_stand_anywhere_in_the_list(tmp_path: Path, names: str
 
 
 @pytest.mark.parametrize(("size", "is_taken"), [(2**63 - 1, True), (2**63, False)])
-def test_a_size_is_below_two_to_the_63(tmp_path: Path, size: int, is_taken: bool) -> None:
+def test_a_size_is_below_two_to_the_63(tmp_path, size, is_taken):
     assert bool(problems_of(tmp_path, {"a": entry(0, 0, size, 0)})) != is_taken
 
 
 @pytest.mark.parametrize(("rank", "is_taken"), [(0, True), (32, True), (33, False)])
-def test_a_tensor_has_at_most_32_axes(tmp_path: Path, rank: int, is_taken: bool) -> None:
+def test_a_tensor_has_at_most_32_axes(tmp_path, rank, is_taken):
     assert bool(problems_of(tmp_path, {"a": entry(0, 4, *[1] * rank)}, bytes(4))) != is_taken
 
 
-def test_a_header_that_is_too_long_is_not_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_header_that_is_too_long_is_not_read(tmp_path, monkeypatch):
     """Though the file has as many bytes as it claims: a hole. One that is exactly as long as allowed is."""
     with (tmp_path / SINGLE).open("wb") as file:
         file.write(struct.pack("<Q", MAX_HEADER_BYTES + 1))
@@ -71,9 +69,7 @@ def test_a_header_that_is_too_long_is_not_read(
 @pytest.mark.parametrize(
     ("max_shard_bytes", "files"), [(24, 1), (23, 2), (16, 2), (15, 3), (8, 3), (1, 3)]
 )
-def test_what_fills_a_shard_exactly_stays_in_one(
-    tmp_path: Path, max_shard_bytes: int, files: int
-) -> None:
+def test_what_fills_a_shard_exactly_stays_in_one(tmp_path, max_shard_bytes, files):
     """Three tensors of eight bytes."""
     arrays = {name: np.full(2, index, np.float32) for index, name in enumerate("abc")}
     tensors = [(name, array.dtype, array.shape) for name, array in arrays.items()]

@@ -406,7 +406,7 @@ STATE_MACHINE = settings(stateful_step_count=25)
 
 
 @pytest.mark.parametrize("machine", [Scheduling, Searching, Swapping, Caching])
-def test_scheduler_agrees_with_every_request_alone(machine: type[Scheduling]) -> None:
+def test_scheduler_agrees_with_every_request_alone(machine):
     run_state_machine_as_test(machine, settings=STATE_MACHINE)
 
 
@@ -517,7 +517,7 @@ class ForgetsMinTokens(Scheduler):
         ForgetsMinTokens,
     ],
 )
-def test_the_state_machine_sees_planted_mistakes(mistaken: type) -> None:
+def test_the_state_machine_sees_planted_mistakes(mistaken):
     machine = mistaken_machine(Scheduling, mistaken)
     with pytest.raises((AssertionError, KeyError, CapacityError)):
         run_state_machine_as_test(
@@ -551,9 +551,7 @@ class ReadsWhatIsNotScored(RunningSet):
 @pytest.mark.parametrize(
     ("machine", "mistaken"), [(Swapping, ForgetsWhatIsScored), (Caching, ReadsWhatIsNotScored)]
 )
-def test_the_state_machine_sees_mistakes_of_scoring(
-    machine: type[Scheduling], mistaken: type
-) -> None:
+def test_the_state_machine_sees_mistakes_of_scoring(machine, mistaken):
     machine = mistaken_machine(machine, mistaken)
     with pytest.raises(AssertionError):
         run_state_machine_as_test(
@@ -655,9 +653,7 @@ class PinsForAll(BlockManager):
         (Scheduling, NeverSlides),
     ],
 )
-def test_the_state_machine_sees_mistakes_of_memory(
-    machine: type[Scheduling], mistaken: type
-) -> None:
+def test_the_state_machine_sees_mistakes_of_memory(machine, mistaken):
     machine = mistaken_machine(machine, mistaken)
     with pytest.raises((AssertionError, KeyError, IndexError, ValueError, CapacityError)):
         run_state_machine_as_test(
@@ -666,7 +662,7 @@ def test_the_state_machine_sees_mistakes_of_memory(
 
 
 @pytest.mark.parametrize("manager_class", [BlockManager, PinsTooMuch, PinsForAll])
-def test_a_pin_is_found_by_its_tokens_and_salt(manager_class: type[BlockManager]) -> None:
+def test_a_pin_is_found_by_its_tokens_and_salt(manager_class):
     """The pin ends in the middle of a block, which whoever goes on behind it copies first; the last token is never found."""
     driver = make_driver(block_size=4, manager_class=manager_class)
     prompt = [*range(10)]
@@ -701,7 +697,7 @@ def test_a_pin_is_found_by_its_tokens_and_salt(manager_class: type[BlockManager]
             others()
 
 
-def test_a_pin_that_has_slid_is_not_found_by_who_needs_what_it_gave_up() -> None:
+def test_a_pin_that_has_slid_is_not_found_by_who_needs_what_it_gave_up():
     """A window of 3 in blocks of 4. Behind 14 tokens the pin has no block 0 to 1 any more; behind 8 that are shared block 1 is read."""
     driver = make_driver(block_size=4, windows=(3,), num_blocks=20)
     scheduler, manager = driver.scheduler, driver.scheduler.block_manager
@@ -724,7 +720,7 @@ def test_a_pin_that_has_slid_is_not_found_by_who_needs_what_it_gave_up() -> None
         )
 
 
-def test_what_fits_only_behind_its_pin_begins_there() -> None:
+def test_what_fits_only_behind_its_pin_begins_there():
     """More of the prompt is cached, in blocks of its own: reviving those takes blocks that are not there."""
     driver = make_driver(block_size=4, num_blocks=9, caching=True)
     scheduler, manager, pool = (
@@ -761,7 +757,7 @@ def test_what_fits_only_behind_its_pin_begins_there() -> None:
     assert group.sequences[0].output_token_ids == alone(group.request)
 
 
-def test_a_step_that_admits_preempts_nobody() -> None:
+def test_a_step_that_admits_preempts_nobody():
     """Two sequences are at the end of a block when a newcomer, cached but for its last token, leaves one block: the second waits."""
     driver = make_driver(block_size=4, num_blocks=6, caching=True)
     scheduler = driver.scheduler
@@ -781,7 +777,7 @@ def test_a_step_that_admits_preempts_nobody() -> None:
     driver.run()
 
 
-def test_a_prompt_is_computed_in_chunks_within_the_budget() -> None:
+def test_a_prompt_is_computed_in_chunks_within_the_budget():
     driver = make_driver(max_tokens=16)
     driver.scheduler.add(make_group("a", 0, range(40), max_tokens=2, ignore_eos=True))
     driver.run()
@@ -792,7 +788,7 @@ def test_a_prompt_is_computed_in_chunks_within_the_budget() -> None:
     assert (sample.row, sample.offset, sample.position) == (0, 7, 40)
 
 
-def test_sequence_slots_that_are_free_for_who_waits() -> None:
+def test_sequence_slots_that_are_free_for_who_waits():
     driver = make_driver(max_tokens=64)
     scheduler = driver.scheduler
     assert not scheduler.has_sequence_slots, "nobody waits"
@@ -809,7 +805,7 @@ def test_sequence_slots_that_are_free_for_who_waits() -> None:
     driver.run()
 
 
-def test_chunks_and_decoding_alternate_where_they_do_not_mix() -> None:
+def test_chunks_and_decoding_alternate_where_they_do_not_mix():
     driver = make_driver(max_tokens=16, mixed=False)
     driver.scheduler.add(make_group("a", 0, range(4), max_tokens=8, ignore_eos=True))
     driver.step()
@@ -819,7 +815,7 @@ def test_chunks_and_decoding_alternate_where_they_do_not_mix() -> None:
     assert query_lens(driver) == [[4], [1], [16], [1], [16], [1]]
 
 
-def test_decoding_rows_come_first_where_steps_mix() -> None:
+def test_decoding_rows_come_first_where_steps_mix():
     driver = make_driver(max_tokens=16, mixed=True)
     driver.scheduler.add(make_group("a", 0, range(4), max_tokens=8, ignore_eos=True))
     driver.step()
@@ -830,9 +826,7 @@ def test_decoding_rows_come_first_where_steps_mix() -> None:
 
 
 @pytest.mark.parametrize("mixed", [False, True])
-def test_prompts_get_their_turn_beside_more_decoding_rows_than_a_chunk_step_holds(
-    mixed: bool,
-) -> None:
+def test_prompts_get_their_turn_beside_more_decoding_rows_than_a_chunk_step_holds(mixed):
     driver = make_driver(max_num_seqs=8, max_chunk_rows=2, max_tokens=8, mixed=mixed)
     for i in range(4):
         driver.scheduler.add(
@@ -855,7 +849,7 @@ class CountsRowsAlone(Scheduler):
 
 
 @pytest.mark.parametrize("scheduler_class", [Scheduler, CountsRowsAlone])
-def test_a_step_has_no_more_draws_than_rows(scheduler_class: type[Scheduler]) -> None:
+def test_a_step_has_no_more_draws_than_rows(scheduler_class):
     """Three samples draw from one row, so of the prompts beside it one may draw."""
     driver = make_driver(
         max_tokens=16, max_chunk_rows=4, mixed=True, scheduler_class=scheduler_class
@@ -882,7 +876,7 @@ def test_a_step_has_no_more_draws_than_rows(scheduler_class: type[Scheduler]) ->
     ]
 
 
-def test_newest_give_way_and_come_back_in_order() -> None:
+def test_newest_give_way_and_come_back_in_order():
     driver = make_driver(num_blocks=7, block_size=2, max_tokens=32)
     groups = [make_group(str(i), i, range(3), max_tokens=8, ignore_eos=True) for i in range(3)]
     for group in groups:
@@ -898,7 +892,7 @@ def test_newest_give_way_and_come_back_in_order() -> None:
     assert all(group.sequences[0].output_token_ids == alone(group.request) for group in groups)
 
 
-def test_nobody_overtakes_the_preempted() -> None:
+def test_nobody_overtakes_the_preempted():
     driver = make_driver(num_blocks=9, block_size=2, max_tokens=32)
     driver.scheduler.add(make_group("old", 0, range(4), max_tokens=12, ignore_eos=True))
     driver.scheduler.add(make_group("big", 1, range(8), max_tokens=8, ignore_eos=True))
@@ -910,7 +904,7 @@ def test_nobody_overtakes_the_preempted() -> None:
     assert [group.request.request_id for group in driver.scheduler.waiting] == ["big", "small"]
 
 
-def test_what_can_never_fit_is_refused_with_the_numbers() -> None:
+def test_what_can_never_fit_is_refused_with_the_numbers():
     driver = make_driver(num_blocks=5, block_size=4, max_num_seqs=2)
     with pytest.raises(
         CapacityError,
@@ -929,7 +923,7 @@ def test_what_can_never_fit_is_refused_with_the_numbers() -> None:
 
 
 @pytest.mark.parametrize("num_prompt", [0, 5])
-def test_a_prompt_has_a_token_and_leaves_room_for_one(num_prompt: int) -> None:
+def test_a_prompt_has_a_token_and_leaves_room_for_one(num_prompt):
     driver = make_driver()
     group = make_group("a", 0, range(5), max_tokens=1)
     object.__setattr__(group.request, "prompt_token_ids", tuple(range(num_prompt)))
@@ -938,7 +932,7 @@ def test_a_prompt_has_a_token_and_leaves_room_for_one(num_prompt: int) -> None:
         driver.scheduler.add(group)
 
 
-def test_an_id_is_used_once_at_a_time() -> None:
+def test_an_id_is_used_once_at_a_time():
     driver = make_driver()
     driver.scheduler.add(make_group("a", 0, range(5)))
     with pytest.raises(ValueError, match="'a' exists already"):
@@ -947,7 +941,7 @@ def test_an_id_is_used_once_at_a_time() -> None:
     driver.scheduler.add(make_group("a", 2, range(5)))
 
 
-def test_abort_gives_the_blocks_back_at_once_even_while_a_step_is_under_way() -> None:
+def test_abort_gives_the_blocks_back_at_once_even_while_a_step_is_under_way():
     driver = make_driver()
     scheduler = driver.scheduler
     for i in range(2):
@@ -963,7 +957,7 @@ def test_abort_gives_the_blocks_back_at_once_even_while_a_step_is_under_way() ->
     scheduler.check()
 
 
-def test_min_tokens_suppresses_every_token_that_would_end_the_sequence() -> None:
+def test_min_tokens_suppresses_every_token_that_would_end_the_sequence():
     driver = make_driver()
     group = make_group("a", 0, range(5), max_tokens=4, min_tokens=2, stop_token_ids=(3, 1))
     driver.scheduler.add(group)
@@ -992,7 +986,7 @@ def test_min_tokens_suppresses_every_token_that_would_end_the_sequence() -> None
 
 
 @pytest.mark.parametrize(("min_tokens", "early"), [(0, [False, False]), (3, [True, False])])
-def test_stop_ids_end_drafts_from_min_tokens_on(min_tokens: int, early: list[bool]) -> None:
+def test_stop_ids_end_drafts_from_min_tokens_on(min_tokens, early):
     driver = make_driver()
     options = {"max_tokens": 4, "min_tokens": min_tokens, "stop_token_ids": (3, 1)}
     group = make_group("a", 0, range(5), **options)
@@ -1003,7 +997,7 @@ def test_stop_ids_end_drafts_from_min_tokens_on(min_tokens: int, early: list[boo
     assert [sample.is_early for sample in samples] == early
 
 
-def test_edits_change_sequences() -> None:
+def test_edits_change_sequences():
     driver = make_driver()
     driver.scheduler.add(make_group("a", 0, range(5), n=3, max_tokens=8, ignore_eos=True))
     first = TokenLogprobs(token_id=9, logprob=-0.5, rank=1)
@@ -1039,7 +1033,7 @@ def test_edits_change_sequences() -> None:
 
 
 @pytest.mark.parametrize("mode", ["recompute", "auto"])
-def test_random_forks_and_drops_keep_every_beam_intact(mode: Any) -> None:
+def test_random_forks_and_drops_keep_every_beam_intact(mode):
     """Beams in miniature: at each step losers are dropped and winners forked, under a pool that forces preemption."""
     rng = random.Random(5)
     driver = make_driver(
@@ -1095,7 +1089,7 @@ def test_random_forks_and_drops_keep_every_beam_intact(mode: Any) -> None:
     assert driver.scheduler.block_manager.groups[0].pool.num_free == 40
 
 
-def test_a_draw_of_another_step_is_refused() -> None:
+def test_a_draw_of_another_step_is_refused():
     driver = make_driver()
     driver.scheduler.add(make_group("a", 0, range(5)))
     plan = driver.scheduler.plan()
@@ -1105,7 +1099,7 @@ def test_a_draw_of_another_step_is_refused() -> None:
         driver.scheduler.commit(plan, [Append(0, 3)])
 
 
-def test_a_decoding_row_carries_one_token_and_the_same_table_until_it_grows() -> None:
+def test_a_decoding_row_carries_one_token_and_the_same_table_until_it_grows():
     driver = make_driver(block_size=4)
     driver.scheduler.add(make_group("a", 0, range(9), max_tokens=8, ignore_eos=True))
     driver.run()
@@ -1117,7 +1111,7 @@ def test_a_decoding_row_carries_one_token_and_the_same_table_until_it_grows() ->
     ] + [True] * 3
 
 
-def test_the_split_of_a_running_prompt() -> None:
+def test_the_split_of_a_running_prompt():
     driver = make_driver(num_blocks=11, block_size=4, max_tokens=6)
     driver.scheduler.add(make_group("a", 0, range(10), max_tokens=4, ignore_eos=True))
     driver.step()
@@ -1135,7 +1129,7 @@ def test_the_split_of_a_running_prompt() -> None:
     )
 
 
-def test_limits_are_positive_and_rows_hold_the_sequences() -> None:
+def test_limits_are_positive_and_rows_hold_the_sequences():
     with pytest.raises(ValueError, match="max_tokens=0"):
         StepLimits(4, 0, 4, mixed=False)
     manager = BlockManager([BlockTables(BlockPool(4), 4)])
@@ -1144,7 +1138,7 @@ def test_limits_are_positive_and_rows_hold_the_sequences() -> None:
             Scheduler(StepLimits(4, 8, 4, mixed=False), manager, max_num_seqs=max_num_seqs)
 
 
-def test_admission_leaves_a_reserve_free_while_others_run() -> None:
+def test_admission_leaves_a_reserve_free_while_others_run():
     """With every block given away, the next token of the older request would preempt the newcomer at once."""
     driver = make_driver(num_blocks=7, block_size=4, max_tokens=32)
     driver.scheduler.add(make_group("old", 0, range(12), max_tokens=8, ignore_eos=True))

@@ -154,7 +154,7 @@ with_unusual = st.builds(lambda schema, more: {**schema, **more}, schemas, unusu
 
 
 @pytest.fixture(scope="module")
-def grammar() -> Any:
+def grammar():
     return tokenizer_of(json.dumps(json.loads(tokenizer().backend_tokenizer.to_str())))
 
 
@@ -184,7 +184,7 @@ def _closes(token_id: int) -> bool:
     return str(tokenizer().decode([int(token_id)]))[:1] in ('"', "]", "}")
 
 
-def test_whatever_a_grammar_admits_is_valid_by_its_schema(grammar: Any) -> None:
+def test_whatever_a_grammar_admits_is_valid_by_its_schema(grammar):
     ends: Counter[str] = Counter()
 
     @given(schema=schemas | schemas | with_unusual, seed=st.integers(0, 2**32))

@@ -78,18 +78,18 @@ class Witness:
 
 
 @pytest.fixture(scope="module")
-def witness() -> Witness:
+def witness():
     return Witness()
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[Running]:
+def server():
     with running(ServerConfig(), api_keys=KEYS) as one:
         yield one
 
 
 @pytest.fixture
-def client(server: Running) -> Iterator[httpx.Client]:
+def client(server):
     """With a key. Whatever it is answered has nothing of the machine in it."""
 
     def check(answer: httpx.Response) -> None:
@@ -112,7 +112,7 @@ def _port(server: Running) -> int:
 # Doors
 
 
-def test_one_socket_listens_and_only_to_this_machine(server: Running, client: httpx.Client) -> None:
+def test_one_socket_listens_and_only_to_this_machine(server, client):
     assert ServerConfig().host == "127.0.0.1"
     # starts its process
     client.post("/v1/completions", json={**COMPLETION, "structured_outputs": {"choice": ["a"]}})
@@ -160,7 +160,7 @@ WRONG: tuple[dict[str, str], ...] = (
 )
 
 
-def test_every_path_but_two_needs_a_key(server: Running) -> None:
+def test_every_path_but_two_needs_a_key(server):
     paths = [
         route.path.replace("{name:path}", "demo")
         for route in server.server.routes
@@ -200,9 +200,7 @@ def _status(server: Running, method: str, path: str, headers: dict[str, str]) ->
 
 
 @pytest.mark.parametrize("given", [KEYS[0], KEYS[1], "no key"])
-def test_a_key_is_compared_with_all_in_constant_time(
-    server: Running, monkeypatch: pytest.MonkeyPatch, given: str
-) -> None:
+def test_a_key_is_compared_with_all_in_constant_time(server, monkeypatch, given):
     compared: list[tuple[bytes, bytes]] = []
 
     def compare(first: bytes, second: bytes) -> bool:
@@ -218,7 +216,7 @@ def test_a_key_is_compared_with_all_in_constant_time(
     }, "digests, all"
 
 
-def test_the_page_is_off(client: httpx.Client) -> None:
+def test_the_page_is_off(client):
     assert [
         client.get(path).status_code for path in ("/ui", "/ui/", "/debug/state", "/debug/events")
     ] == [404] * 4
@@ -227,9 +225,7 @@ def test_the_page_is_off(client: httpx.Client) -> None:
 # What is asked for from outside
 
 
-def test_nobody_is_called_and_no_file_is_read(
-    server: Running, client: httpx.Client, witness: Witness, tmp_path: Path
-) -> None:
+def test_nobody_is_called_and_no_file_is_read(server, client, witness, tmp_path):
     secret = tmp_path / "secret.txt"
     secret.write_text("secret")
     urls = (
@@ -273,13 +269,13 @@ def test_nobody_is_called_and_no_file_is_read(
     assert not [path for path in read if "secret.txt" in path or "passwd" in path]
 
 
-def test_compressed_bodies_are_refused(client: httpx.Client) -> None:
+def test_compressed_bodies_are_refused(client):
     bomb = gzip.compress(b" " * (50 * MIB))
     headers = {"Content-Encoding": "gzip", "Content-Type": "application/json"}
     assert client.post("/v1/completions", content=bomb, headers=headers).status_code == 415
 
 
-def test_headers_without_end_take_no_memory(server: Running) -> None:
+def test_headers_without_end_take_no_memory(server):
     process, before = psutil.Process(), psutil.Process().memory_info().rss
     line, sent = b"x-a: " + b"b" * 8000 + b"\r\n", 0
     with socket.create_connection(("127.0.0.1", _port(server)), timeout=60) as connection:
@@ -296,7 +292,7 @@ def test_headers_without_end_take_no_memory(server: Running) -> None:
     assert process.memory_info().rss < before + 16 * MIB
 
 
-def test_helpers_have_limits_too(client: httpx.Client) -> None:
+def test_helpers_have_limits_too(client):
     assert client.post("/detokenize", json={"tokens": [1] * 1_000_001}).status_code == 400
     assert client.post("/tokenize", json={"prompt": "a" * 1_000_001}).status_code == 400
     assert client.post("/detokenize", json={"tokens": [1] * 3_000_000}).status_code == 413
@@ -335,9 +331,7 @@ INJECTIONS = (
 
 
 @pytest.mark.parametrize("template", INJECTIONS, ids=range(len(INJECTIONS)))
-def test_templates_of_a_model_cannot_leave_their_sandbox(
-    witness: Witness, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, template: str
-) -> None:
+def test_templates_of_a_model_cannot_leave_their_sandbox(witness, monkeypatch, tmp_path, template):
     """Refused, or harmless: nothing is run, nothing is written, nothing of Python shows in the prompt.
 
     The process that renders does so in this one, where the witness sees it.
@@ -380,9 +374,7 @@ EXPRESSIONS = {
 
 
 @pytest.mark.parametrize("expression", EXPRESSIONS.values(), ids=EXPRESSIONS)
-def test_a_template_has_its_time_and_its_memory(
-    server: Running, client: httpx.Client, monkeypatch: pytest.MonkeyPatch, expression: str
-) -> None:
+def test_a_template_has_its_time_and_its_memory(server, client, monkeypatch, expression):
     """What goes beyond them is a 400; meanwhile another client is answered, and afterwards the memory is back."""
     monkeypatch.setattr(templates, "RENDER_SECONDS", 0.5)
     template = "{% if messages[0].content == 'x ' %}" + expression + "{% else %}fine{% endif %}"
@@ -423,14 +415,14 @@ def test_a_template_has_its_time_and_its_memory(
         {"chat_template_kwargs": {"return_dict": True}},
     ],
 )
-def test_a_request_brings_no_template(client: httpx.Client, fields: dict[str, Any]) -> None:
+def test_a_request_brings_no_template(client, fields):
     assert client.post("/v1/chat/completions", json={**CHAT, **fields}).status_code == 400
 
 
 # What one client learns of another, or does to it
 
 
-def test_a_salt_hides_a_prompt_from_others(client: httpx.Client) -> None:
+def test_a_salt_hides_a_prompt_from_others(client):
     """How soon an answer comes tells whether its prompt is cached, so others' prompts must not be found."""
 
     def cached(salt: str | None) -> int:
@@ -449,7 +441,7 @@ def test_a_salt_hides_a_prompt_from_others(client: httpx.Client) -> None:
     assert all(cached(salt) >= 48 for salt in ("mine", "yours", None))
 
 
-def test_ids_are_the_servers_own(server: Running, client: httpx.Client) -> None:
+def test_ids_are_the_servers_own(server, client):
     """Two requests under one id of their clients: one leaves, and the other is answered."""
     headers = {"X-Request-Id": "the-same"}
     body = {**COMPLETION, "max_tokens": 50, "ignore_eos": True}
@@ -482,7 +474,7 @@ def test_ids_are_the_servers_own(server: Running, client: httpx.Client) -> None:
 
 
 @pytest.mark.parametrize("given", ["x" * 10_000, "a b", "é", "", "../../x", "<script>"])
-def test_ids_that_are_none_are_replaced(client: httpx.Client, given: str) -> None:
+def test_ids_that_are_none_are_replaced(client, given):
     answer = client.get("/health", headers={"X-Request-Id": given.encode("latin-1")})
     assert re.fullmatch("[0-9a-f]{32}", answer.headers["x-request-id"])
 
@@ -490,7 +482,7 @@ def test_ids_that_are_none_are_replaced(client: httpx.Client, given: str) -> Non
 # What grows
 
 
-def test_what_clients_make_up_is_no_label(server: Running, client: httpx.Client) -> None:
+def test_what_clients_make_up_is_no_label(server, client):
     def series() -> set[tuple[str, str]]:
         found = text_string_to_metric_families(client.get("/metrics").text)
         return {(sample.name, str(sample.labels)) for family in found for sample in family.samples}
@@ -507,9 +499,7 @@ def test_what_clients_make_up_is_no_label(server: Running, client: httpx.Client)
     assert series() == before
 
 
-def test_unique_schemas_are_forgotten(
-    server: Running, client: httpx.Client, witness: Witness
-) -> None:
+def test_unique_schemas_are_forgotten(server, client, witness):
     def ask(number: int) -> None:
         properties = {
             f"name_{number}_{place}": {"type": "string", "maxLength": 20} for place in range(20)
@@ -538,7 +528,7 @@ def test_unique_schemas_are_forgotten(
     assert not written, "no file is made"
 
 
-def test_a_grammar_has_its_time_of_the_processor() -> None:
+def test_a_grammar_has_its_time_of_the_processor():
     """A machine that is busy with others refuses no grammar for that; one that works without end is ended."""
     program = """
 import json, os, time
@@ -565,12 +555,7 @@ for grammar_worker._try in (waits, works):
 # What is told
 
 
-def test_keys_and_prompts_are_in_no_log(
-    server: Running,
-    client: httpx.Client,
-    caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_keys_and_prompts_are_in_no_log(server, client, caplog, monkeypatch):
     """At the lowest level, whatever becomes of the request: answered, refused, failed, left."""
     caplog.set_level(logging.DEBUG)
     secret = "xylophone"
@@ -605,7 +590,7 @@ def test_keys_and_prompts_are_in_no_log(
             assert secret not in told and not any(key in told for key in KEYS), told
 
 
-def test_the_tests_that_are_promised_exist() -> None:
+def test_the_tests_that_are_promised_exist():
     promised = set(re.findall(r"`(test_\w+)`", (ROOT / "SECURITY.md").read_text()))
     files = (ROOT / "tests").glob("test_*.py")
     assert len(promised) > 30

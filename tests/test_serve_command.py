@@ -70,12 +70,12 @@ def copied(*command: str) -> str:
 
 
 @pytest.fixture(scope="module")
-def served() -> Iterator[Served]:
+def served():
     with serving("--log-json", ready='"message": "ready"', JAXPAGE_API_KEY=KEY) as server:
         yield server
 
 
-def test_start_up_has_phases_and_ends_with_calls_that_can_be_copied() -> None:
+def test_start_up_has_phases_and_ends_with_calls_that_can_be_copied():
     with serving(ready=r"print\(client.*\n", JAXPAGE_API_KEY=KEY) as server:
         phases = re.findall(r"^\[(\d)/5\] (.*)$", server.said, re.MULTILINE)
         assert phases == [
@@ -103,14 +103,14 @@ def test_start_up_has_phases_and_ends_with_calls_that_can_be_copied() -> None:
         assert server.process.wait(60) == 0
 
 
-def test_with_json_logs_every_line_is_an_object(served: Served) -> None:
+def test_with_json_logs_every_line_is_an_object(served):
     records = [json.loads(line) for line in served.said.splitlines()]
     assert [record["message"] for record in records][-1] == "ready"
     assert [record["message"] for record in records][:-1] == list(PHASES)
     assert all(record["seconds"] >= 0 for record in records if record["logger"].endswith("startup"))
 
 
-def test_capabilities_tell_what_this_server_is(served: Served) -> None:
+def test_capabilities_tell_what_this_server_is(served):
     with httpx.Client(base_url=served.url, headers={"Authorization": f"Bearer {KEY}"}) as client:
         found = client.get("/v1/capabilities").json()
         assert found["model"]["max_model_len"] == 64 and found["model"]["has_chat_template"]
@@ -127,20 +127,18 @@ def test_capabilities_tell_what_this_server_is(served: Served) -> None:
         )
 
 
-def test_nothing_is_told_without_the_key(served: Served) -> None:
+def test_nothing_is_told_without_the_key(served):
     for path in ("/metrics", "/v1/capabilities", "/start_profile", "/"):
         assert httpx.get(served.url + path).status_code == 401
 
 
-def test_an_interrupt_while_it_starts_ends_it_at_once() -> None:
+def test_an_interrupt_while_it_starts_ends_it_at_once():
     with serving(ready=rf"\[{len(PHASES)}/{len(PHASES)}\]") as server:
         server.process.send_signal(signal.SIGINT)
         assert server.process.wait(10) == -signal.SIGINT
 
 
-def test_bench_serve_measures_it(
-    served: Served, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_bench_serve_measures_it(served, monkeypatch, capsys):
     """What the client counts is what the server counted."""
     monkeypatch.setenv("JAXPAGE_API_KEY", KEY)
     words = [

@@ -49,7 +49,7 @@ def resolve(
 # ---- values
 
 
-def test_it_is_closed_unless_somebody_opens_it() -> None:
+def test_it_is_closed_unless_somebody_opens_it():
     config = ServerConfig()
     assert (config.host, config.is_local, config.ui, config.log_requests) == (
         "127.0.0.1",
@@ -138,7 +138,7 @@ def test_it_is_closed_unless_somebody_opens_it() -> None:
         ),
     ],
 )
-def test_a_bad_value_is_refused_with_name_and_value(name: str, value: object, message: str) -> None:
+def test_a_bad_value_is_refused_with_name_and_value(name, value, message):
     with pytest.raises(ConfigError) as error:
         ServerConfig(**{name: value})
     assert str(error.value).startswith(message)
@@ -151,12 +151,12 @@ def test_a_bad_value_is_refused_with_name_and_value(name: str, value: object, me
         *(("0.0.0.0", False), ("::", False), ("10.0.0.1", False), ("example.org", False)),
     ],
 )
-def test_which_addresses_are_this_machine_s_own(host: str, local: bool) -> None:
+def test_which_addresses_are_this_machine_s_own(host, local):
     assert ServerConfig(host=host).is_local is local
 
 
 @pytest.mark.parametrize("level", ["warning", "error"])
-def test_what_no_log_would_show_is_not_asked_for(level: Any) -> None:
+def test_what_no_log_would_show_is_not_asked_for(level):
     with pytest.raises(
         ConfigError, match=f"log_requests: cannot be true while log_level is '{level}'"
     ):
@@ -167,7 +167,7 @@ def test_what_no_log_would_show_is_not_asked_for(level: Any) -> None:
 # ---- sources
 
 
-def test_a_wrong_setting_is_one_error_and_a_missing_one_has_no_origin() -> None:
+def test_a_wrong_setting_is_one_error_and_a_missing_one_has_no_origin():
     with pytest.raises(ConfigError) as wrong:
         resolve(num_hosts=2, coordinator="foo")
     assert str(wrong.value) == f"argument: {NO_COORDINATOR}, got 'foo'"
@@ -177,7 +177,7 @@ def test_a_wrong_setting_is_one_error_and_a_missing_one_has_no_origin() -> None:
     assert ServerConfig(num_hosts=2, coordinator="[::1]:65534").coordinator == "[::1]:65534"
 
 
-def test_precedence_and_origins(tmp_path: Path) -> None:
+def test_precedence_and_origins(tmp_path):
     path = write(
         tmp_path,
         "model: demo\nserver:\n  port: 1\n  host: a.example\n  served_model_name: [x, y]\n  ui: true\n",
@@ -201,9 +201,7 @@ def test_precedence_and_origins(tmp_path: Path) -> None:
     assert engine.origins["model"] == f"{path}:1" and engine.config.seed == 5
 
 
-def test_the_engine_leaves_the_server_s_section_to_the_server(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_engine_leaves_the_server_s_section_to_the_server(tmp_path, monkeypatch):
     path = write(tmp_path, "max_num_seqs: 2\nserver:\n  port: 1\n")
     monkeypatch.setenv("JAXPAGE_PORT", "2")
     assert resolve_config(path).config == EngineConfig(max_num_seqs=2)
@@ -234,15 +232,13 @@ def test_the_engine_leaves_the_server_s_section_to_the_server(
         ("servers:\n  port: 1\n", "server.yaml:1: servers: unknown setting"),
     ],
 )
-def test_a_file_s_mistakes_are_told_with_their_line(
-    tmp_path: Path, text: str, message: str
-) -> None:
+def test_a_file_s_mistakes_are_told_with_their_line(tmp_path, text, message):
     with pytest.raises(ConfigError) as error:
         resolve(write(tmp_path, text))
     assert message in str(error.value) and str(error.value).count("\n") == 0
 
 
-def test_mistakes_in_the_environment() -> None:
+def test_mistakes_in_the_environment():
     with pytest.raises(ConfigError, match="JAXPAGE_PORT: port: must be a valid integer, got 'abc'"):
         resolve(environment={"JAXPAGE_PORT": "abc"})
     with pytest.raises(
@@ -251,7 +247,7 @@ def test_mistakes_in_the_environment() -> None:
         resolve(environment={"JAXPAGE_LOG_LEVL": "info"})
 
 
-def test_what_kubernetes_says_of_a_service_called_jaxpage_is_no_setting() -> None:
+def test_what_kubernetes_says_of_a_service_called_jaxpage_is_no_setting():
     environment = {
         "JAXPAGE_PORT": "tcp://10.0.0.1:8000",
         "JAXPAGE_SERVICE_HOST": "10.0.0.1",
@@ -264,7 +260,7 @@ def test_what_kubernetes_says_of_a_service_called_jaxpage_is_no_setting() -> Non
     assert resolve(environment=environment) == ServerConfig()
 
 
-def test_no_setting_of_one_is_taken_for_a_misspelt_one_of_the_other() -> None:
+def test_no_setting_of_one_is_taken_for_a_misspelt_one_of_the_other():
     """Both read the same variables, each its own."""
     for names, others in (
         (EngineConfig.model_fields, ServerConfig.model_fields),
@@ -273,14 +269,12 @@ def test_no_setting_of_one_is_taken_for_a_misspelt_one_of_the_other() -> None:
         assert not [name for name in names if nearest_name(name, others, cutoff=0.8)]
 
 
-def test_flags_cover_every_setting() -> None:
+def test_flags_cover_every_setting():
     assert {flag.setting for flag in SERVER_FLAGS} == set(ServerConfig.model_fields)
     assert not {flag.setting for flag in SERVER_FLAGS} & {flag.setting for flag in ENGINE_FLAGS}
 
 
-def test_config_show_is_a_file_that_loads_to_the_same(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_config_show_is_a_file_that_loads_to_the_same(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("JAXPAGE_API_KEY", "do-not-show-me")
     words = [
         "--served-model-name",
@@ -302,9 +296,7 @@ def test_config_show_is_a_file_that_loads_to_the_same(
     )
 
 
-def test_config_validate_tells_everything_at_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_config_validate_tells_everything_at_once(tmp_path, monkeypatch, capsys):
     """Of the file, of variables and of flags; of the engine and of the server."""
     lines = [
         "dtype: int3",
@@ -337,19 +329,17 @@ def test_config_validate_tells_everything_at_once(
     }
 
 
-def test_config_validate_looks_at_the_server_too(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_config_validate_looks_at_the_server_too(tmp_path, capsys):
     assert cli.main(["config", "validate", str(write(tmp_path, "server:\n  port: x\n"))]) == 2
     assert "server.yaml:2: port: must be a valid integer" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.name)
-def test_the_configs_of_the_repository_are_valid(path: Path) -> None:
+def test_the_configs_of_the_repository_are_valid(path):
     resolve(path)
 
 
-def test_checks_hold_under_python_optimised() -> None:
+def test_checks_hold_under_python_optimised():
     program = "from jaxpage.serving.config import *\ntry:\n    ServerConfig(port=-1)\nexcept ValueError as error:\n    print(error)"
     result = subprocess.run(
         [sys.executable, "-O", "-c", program], capture_output=True, text=True, check=True
@@ -360,7 +350,7 @@ def test_checks_hold_under_python_optimised() -> None:
 # ---- API keys
 
 
-def test_keys_come_from_the_file_and_from_the_environment(tmp_path: Path) -> None:
+def test_keys_come_from_the_file_and_from_the_environment(tmp_path):
     path = tmp_path / "keys"
     path.write_text("# of the team\nfirst\n\n  second  \nfirst\n")
     config = ServerConfig(api_key_file=str(path))
@@ -376,7 +366,7 @@ def test_keys_come_from_the_file_and_from_the_environment(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     "content", ["", "\n# none\n", "two words\n", "ümlaut\n", "a\x00b\n", "\x7f\n", "k" * 2**17]
 )
-def test_a_source_without_a_usable_key_is_no_open_door(tmp_path: Path, content: str) -> None:
+def test_a_source_without_a_usable_key_is_no_open_door(tmp_path, content):
     path = tmp_path / "keys"
     path.write_text(content)
     with pytest.raises(ConfigError) as error:
@@ -387,7 +377,7 @@ def test_a_source_without_a_usable_key_is_no_open_door(tmp_path: Path, content: 
             read_api_keys(ServerConfig(), {"JAXPAGE_API_KEY": content})
 
 
-def test_a_key_file_that_cannot_be_read(tmp_path: Path) -> None:
+def test_a_key_file_that_cannot_be_read(tmp_path):
     (tmp_path / "binary").write_bytes(b"\xff\xfe")
     os.mkfifo(tmp_path / "pipe")
     for name in ("missing", "", "binary", "pipe"):
@@ -398,7 +388,7 @@ def test_a_key_file_that_cannot_be_read(tmp_path: Path) -> None:
 # ---- before there is a server
 
 
-def test_an_address_that_is_taken_is_known_before_a_model_is_loaded() -> None:
+def test_an_address_that_is_taken_is_known_before_a_model_is_loaded():
     with bind_socket(ServerConfig(port=0)) as listener:
         port = listener.getsockname()[1]
         assert address_of(listener) == f"http://127.0.0.1:{port}"
@@ -435,7 +425,7 @@ def test_an_address_that_is_taken_is_known_before_a_model_is_loaded() -> None:
         pass
 
 
-def test_an_address_can_be_had_again_at_once() -> None:
+def test_an_address_can_be_had_again_at_once():
     """Of a server that closed its connections itself, which the system remembers for a while."""
     with bind_socket(ServerConfig(port=0)) as listener:
         port = listener.getsockname()[1]
@@ -448,7 +438,7 @@ def test_an_address_can_be_had_again_at_once() -> None:
         pass
 
 
-def test_a_unix_socket_that_was_left_is_replaced_and_nothing_else_is(tmp_path: Path) -> None:
+def test_a_unix_socket_that_was_left_is_replaced_and_nothing_else_is(tmp_path):
     path = tmp_path / "socket"
 
     def refusal(path: Path) -> str:
@@ -477,13 +467,13 @@ def test_a_unix_socket_that_was_left_is_replaced_and_nothing_else_is(tmp_path: P
 
 
 @pytest.mark.parametrize("prefix", ["llm", "/", "/llm/", "//llm", "/l lm", "/a?b", "/%61", "/\n"])
-def test_a_prefix_that_no_path_has_is_refused(prefix: str) -> None:
+def test_a_prefix_that_no_path_has_is_refused(prefix):
     with pytest.raises(ConfigError, match="root_path: must begin with / and not end with it"):
         ServerConfig(root_path=prefix)
 
 
 @pytest.mark.parametrize("host", ["x" * 64 + ".example", "a..b"])
-def test_a_host_that_is_no_name_is_one_line(host: str) -> None:
+def test_a_host_that_is_no_name_is_one_line(host):
     with (
         pytest.raises(ConfigError, match="the host name cannot be resolved"),
         bind_socket(ServerConfig(host=host)),
@@ -491,7 +481,7 @@ def test_a_host_that_is_no_name_is_one_line(host: str) -> None:
         pass
 
 
-def test_every_address_is_told_as_one_that_can_be_asked() -> None:
+def test_every_address_is_told_as_one_that_can_be_asked():
     with bind_socket(ServerConfig(host="0.0.0.0", port=0)) as listener:
         assert address_of(listener).startswith("http://127.0.0.1:")
 
@@ -500,9 +490,7 @@ def test_every_address_is_told_as_one_that_can_be_asked() -> None:
     ("host", "key", "warned"),
     [("0.0.0.0", None, True), ("0.0.0.0", "k", False), ("127.0.0.1", None, False)],
 )
-def test_a_door_that_is_open_to_everybody_is_told(
-    host: str, key: str | None, warned: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_door_that_is_open_to_everybody_is_told(host, key, warned, monkeypatch, tmp_path):
     said: list[str] = []
     monkeypatch.setattr(startup.logs, "configure", lambda config: None)
     monkeypatch.setattr(
@@ -517,7 +505,7 @@ def test_a_door_that_is_open_to_everybody_is_told(
     assert [text.split(":")[0] for text in said] == (["no API key"] if warned else [])
 
 
-def test_what_clients_call_the_model(tmp_path: Path) -> None:
+def test_what_clients_call_the_model(tmp_path):
     (tmp_path / "my-model").mkdir()
     assert model_names(EngineConfig(), ServerConfig()) == ("demo",)
     assert model_names(EngineConfig(model="organisation/name"), ServerConfig()) == (
@@ -527,7 +515,7 @@ def test_what_clients_call_the_model(tmp_path: Path) -> None:
     assert model_names(EngineConfig(), ServerConfig(served_model_name=("a", "b"))) == ("a", "b")
 
 
-def test_a_model_without_a_template_is_asked_for_completions() -> None:
+def test_a_model_without_a_template_is_asked_for_completions():
     """Of text where there is a tokenizer, of token ids where there is none; the body that is shown is JSON in a shell's quotes."""
     for tokenizer, prompt in ((SimpleNamespace(), "Once upon a time"), (None, [1, 2, 3])):
         context = ModelContext(
@@ -546,7 +534,7 @@ def test_a_model_without_a_template_is_asked_for_completions() -> None:
         assert "http_client=httpx.Client(transport=httpx.HTTPTransport(uds='/run/a b'))" in text
 
 
-def test_the_image_has_the_kernels_for_cpus_and_the_servers_of_the_compose_file_use_it() -> None:
+def test_the_image_has_the_kernels_for_cpus_and_the_servers_of_the_compose_file_use_it():
     """The image is not built here: its commands are read. An image without a compiler needs the kernels in the wheel."""
     root = Path(__file__).parents[1]
     dockerfile = (root / "deploy" / "Dockerfile").read_text()

@@ -8,7 +8,6 @@ import json
 import logging
 import socket
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +16,12 @@ import numpy as np
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from jaxpage import LLM, BeamSearchParams, SamplingParams
+from jaxpage import BeamSearchParams, SamplingParams
 from jaxpage.assembly import Built
 from jaxpage.engine.latencies import SECONDS, TOKENS, Histogram, Latencies
 from jaxpage.errors import ModelNotFoundError
 from jaxpage.memory import CacheObserver, PrefixIndex
-from jaxpage.outputs import RequestMetrics, RequestOutput
+from jaxpage.outputs import RequestMetrics
 from jaxpage.serving import asgi
 from jaxpage.serving.cache_events.kv_events import KVEvents
 from jaxpage.serving.config import ServerConfig
@@ -37,7 +36,7 @@ from tests.support.random_checkpoints import random_checkpoint
 
 
 @pytest.fixture(scope="module")
-def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
+def llm(tmp_path_factory):
     speculation = {"method": "ngram", "num_speculative_tokens": 2}
     with make_llm(
         random_checkpoint(tmp_path_factory.mktemp("llama"), LLAMA), speculative_config=speculation
@@ -46,7 +45,7 @@ def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
 
 
 @pytest.fixture(scope="module")
-def outputs(llm: LLM) -> list[RequestOutput]:
+def outputs(llm):
     """Requests of several kinds, some of which wait for others; all that `llm` ever had."""
     prompts = [list(range(1, 20 + 7 * index)) for index in range(7)]
     greedy = SamplingParams(temperature=0.0, max_tokens=9, ignore_eos=True)
@@ -63,12 +62,12 @@ def outputs(llm: LLM) -> list[RequestOutput]:
 
 
 @pytest.mark.parametrize("bounds", [SECONDS, TOKENS])
-def test_bounds_rise_in_steps_of_one_two_five(bounds: tuple[float, ...]) -> None:
+def test_bounds_rise_in_steps_of_one_two_five(bounds):
     shown = [float(bound) for bound in list(Histogram(bounds).snapshot()["buckets"])[:-1]]
     assert shown == sorted(set(shown)) and {f"{bound:e}"[0] for bound in shown} == {"1", "2", "5"}
 
 
-def test_a_value_counts_in_every_bucket_that_holds_it() -> None:
+def test_a_value_counts_in_every_bucket_that_holds_it():
     histogram, values = Histogram((1, 2, 5)), [0.5, 1, 1.5, 2, 2, 4, 5, 9, 0]
     for value in values:
         histogram.observe(value)
@@ -79,7 +78,7 @@ def test_a_value_counts_in_every_bucket_that_holds_it() -> None:
     }
 
 
-def test_latencies_are_recounted_from_the_requests(llm: LLM, outputs: list[RequestOutput]) -> None:
+def test_latencies_are_recounted_from_the_requests(llm, outputs):
     """Each request carries its times; the histograms are made of them again, with sums and buckets."""
     stats = llm.stats()
     requests = [output.metrics for output in outputs]
@@ -122,9 +121,7 @@ def test_latencies_are_recounted_from_the_requests(llm: LLM, outputs: list[Reque
     )
 
 
-def test_what_is_aborted_has_no_latency(
-    llm: LLM, outputs: list[RequestOutput], by_hand: None
-) -> None:
+def test_what_is_aborted_has_no_latency(llm, outputs, by_hand):
     before = llm.stats()
     with llm.stream([1, 2, 3], SamplingParams(max_tokens=30, ignore_eos=True)) as chunks:
         next(chunks)
@@ -147,7 +144,7 @@ def parsed(text: bytes) -> dict[str, Any]:
     return {family.name: family for family in text_string_to_metric_families(text.decode())}
 
 
-def test_metrics_have_the_facts_of_stats(llm: LLM, outputs: list[RequestOutput]) -> None:
+def test_metrics_have_the_facts_of_stats(llm, outputs):
     stats = llm.stats()
     families = parsed(ServerMetrics("my model").exposition(stats))
     samples = {
@@ -188,7 +185,7 @@ def test_metrics_have_the_facts_of_stats(llm: LLM, outputs: list[RequestOutput])
     }
 
 
-def test_every_metric_says_what_it_is(llm: LLM, outputs: list[RequestOutput]) -> None:
+def test_every_metric_says_what_it_is(llm, outputs):
     stats = llm.stats()
     assert {"rejected_total", "aborted_total", *stats} == set(HELP)
     labelled = {
@@ -208,7 +205,7 @@ def test_every_metric_says_what_it_is(llm: LLM, outputs: list[RequestOutput]) ->
     assert all(family.documentation for family in families.values())
 
 
-def test_metrics_of_the_interface_are_there(llm: LLM, outputs: list[RequestOutput]) -> None:
+def test_metrics_of_the_interface_are_there(llm, outputs):
     """The names that dashboards made for vLLM ask for, with our prefix."""
     text = ServerMetrics("m").exposition(llm.stats()).decode()
     for suffix in (
@@ -241,7 +238,7 @@ def test_metrics_of_the_interface_are_there(llm: LLM, outputs: list[RequestOutpu
     assert 'jaxpage_request_success_total{finished_reason="length"' in text
 
 
-def test_reasons_are_a_closed_set() -> None:
+def test_reasons_are_a_closed_set():
     metrics = ServerMetrics("m")
     size = len(metrics.exposition({}).splitlines())
     for index in range(1000):
@@ -260,7 +257,7 @@ def test_reasons_are_a_closed_set() -> None:
         assert values == {**dict.fromkeys(reasons, 0), **counted}
 
 
-def test_a_model_s_name_cannot_break_the_text() -> None:
+def test_a_model_s_name_cannot_break_the_text():
     name = 'a"b\\c\nd'
     [sample] = parsed(ServerMetrics(name).exposition({"engine_steps_total": 3}))[
         "jaxpage_engine_steps"
@@ -272,7 +269,7 @@ def test_a_model_s_name_cannot_break_the_text() -> None:
 
 
 @pytest.fixture
-def log(capsys: pytest.CaptureFixture[str]) -> Iterator[Any]:
+def log(capsys):
     """Configures the log and gives what was written since."""
     root, own = logging.getLogger(), logging.getLogger("jaxpage")
     before = root.handlers[:], root.level, own.level
@@ -291,7 +288,7 @@ def log(capsys: pytest.CaptureFixture[str]) -> Iterator[Any]:
 HOSTILE = "first\r\n12:00:00 ERROR forged\x1b[2J\u2028\x85 \x7f"
 
 
-def test_a_record_is_a_line_whatever_stands_in_it(log: Any) -> None:
+def test_a_record_is_a_line_whatever_stands_in_it(log):
     written = log()
     logging.getLogger("jaxpage.x").info("asked: %s", HOSTILE, extra={"request_id": HOSTILE})
     text = written()
@@ -299,7 +296,7 @@ def test_a_record_is_a_line_whatever_stands_in_it(log: Any) -> None:
     assert r"first\x0d\x0a12:00:00 ERROR forged\x1b[2J\x2028\x85 \x7f" in text
 
 
-def test_no_line_of_a_traceback_looks_like_a_record(log: Any) -> None:
+def test_no_line_of_a_traceback_looks_like_a_record(log):
     written = log()
     try:
         raise ValueError(HOSTILE)
@@ -313,7 +310,7 @@ def test_no_line_of_a_traceback_looks_like_a_record(log: Any) -> None:
     )
 
 
-def test_json_records_are_objects_line_by_line(log: Any) -> None:
+def test_json_records_are_objects_line_by_line(log):
     written = log(log_json=True)
     try:
         raise ValueError(HOSTILE)
@@ -336,7 +333,7 @@ def test_json_records_are_objects_line_by_line(log: Any) -> None:
     assert abs(record["time"] - time.time()) < 600
 
 
-def test_the_level_is_that_of_jaxpage_alone(log: Any) -> None:
+def test_the_level_is_that_of_jaxpage_alone(log):
     written = log(log_level="error")
     logging.getLogger("jaxpage.x").warning("not this")
     logging.getLogger("jaxpage.x").error("this")
@@ -348,9 +345,7 @@ def test_the_level_is_that_of_jaxpage_alone(log: Any) -> None:
     assert written().count("\n") == 1
 
 
-def test_activity_is_told_once_and_only_where_there_is_some(
-    llm: LLM, outputs: list[RequestOutput]
-) -> None:
+def test_activity_is_told_once_and_only_where_there_is_some(llm, outputs):
     before = llm.stats()
     assert logs.activity(before, llm.stats(), 10.0) is None
     llm.generate(
@@ -375,7 +370,7 @@ def test_activity_is_told_once_and_only_where_there_is_some(
     assert "prefill 8.1k tok/s" in str(logs.activity(after, busy, 10.0))
 
 
-def test_the_log_has_a_line_per_active_interval(log: Any) -> None:
+def test_the_log_has_a_line_per_active_interval(log):
     """Of four snapshots the second and the third differ: one line."""
     written = log()
     quiet = {name: 0 for name in HELP}
@@ -397,7 +392,7 @@ def test_the_log_has_a_line_per_active_interval(log: Any) -> None:
     assert written().count("Running 0") == 1
 
 
-def test_latencies_of_a_failed_request_are_left_out() -> None:
+def test_latencies_of_a_failed_request_are_left_out():
     request = Request(
         request_id="a",
         prompt=None,
@@ -428,7 +423,7 @@ def test_latencies_of_a_failed_request_are_left_out() -> None:
 # ---- what routers read
 
 
-def test_routers_and_dashboards_find_vllms_names(llm: LLM, outputs: list[RequestOutput]) -> None:
+def test_routers_and_dashboards_find_vllms_names(llm, outputs):
     """The endpoint picker of the Gateway API reads the gauges, vLLM's dashboard the others, too."""
     stats = llm.stats()
     families = parsed(ServerMetrics("m", 16).exposition(stats))
@@ -455,7 +450,7 @@ def test_routers_and_dashboards_find_vllms_names(llm: LLM, outputs: list[Request
 
 
 @pytest.mark.parametrize("following", [0, 1])
-def test_events_of_an_index(following: int) -> None:
+def test_events_of_an_index(following):
     """A block takes those behind it along, and nothing is told of a salt, nor of a token that follows."""
     batches: list[Any] = []
     index, events = PrefixIndex(2, num_following=following), KVEvents(2, batches.append)
@@ -487,7 +482,7 @@ def free_endpoint() -> str:
         return f"tcp://127.0.0.1:{found.getsockname()[1]}"
 
 
-def test_subscribers_know_what_the_cache_will_find(llm: LLM) -> None:
+def test_subscribers_know_what_the_cache_will_find(llm):
     """Put together from the events alone, through evictions. Salted prefixes are left out. What was missed is sent again."""
     zmq, msgpack = pytest.importorskip("zmq"), pytest.importorskip("msgpack")
     rng, engine = np.random.default_rng(0), llm._engine
@@ -590,9 +585,7 @@ def test_subscribers_know_what_the_cache_will_find(llm: LLM) -> None:
     engine.events, cached.index.observer = before, CacheObserver()
 
 
-def test_the_application_runs_in_the_servers_of_others(
-    llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_application_runs_in_the_servers_of_others(llm, tmp_path, monkeypatch):
     """With the lifespan of ASGI, by which its engine ends."""
     with pytest.raises(ModelNotFoundError, match="nowhere"):
         asgi.asgi_app(

@@ -42,7 +42,7 @@ DRAWN = [{"temperature": 0.0}, {"temperature": 0.9, "seed": 5}]
 
 
 @pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def directory(tmp_path_factory):
     return random_checkpoint(tmp_path_factory.mktemp("several") / "model", LLAMA, seed=3)
 
 
@@ -103,7 +103,7 @@ def serving(path: Path, models: list[dict[str, Any]], **settings: Any) -> Iterat
 
 
 @pytest.fixture(scope="module")
-def running(directory: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+def running(directory, tmp_path_factory):
     kept = tmp_path_factory.mktemp("kept")
     models = models_of(directory)
     with serving(kept / "models.yaml", models, batch_directory=str(kept / "batches")) as server:
@@ -112,7 +112,7 @@ def running(directory: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 
 
 @pytest.fixture
-def client(running: Running) -> Iterator[httpx.Client]:
+def client(running):
     with httpx.Client(base_url=running.address, timeout=300) as client:
         yield client
 
@@ -123,7 +123,7 @@ def requested(model: str, prompt: int, drawn: int, **more: Any) -> dict[str, Any
 
 
 @pytest.fixture(scope="module")
-def wanted(directory: Path) -> dict[tuple[str, int, int], list[int]]:
+def wanted(directory):
     """The tokens of engines that do nothing else, one request after the other."""
     found = {}
     for name, model, settings in (("demo", "demo", SMALL), ("other", directory, BLOCKS_OF_16)):
@@ -152,9 +152,7 @@ async def answered(client: httpx.AsyncClient, body: dict[str, Any]) -> list[int]
     return found
 
 
-def test_no_request_is_lost_under_changing_load_with_room_for_one(
-    running: Running, wanted: dict[tuple[str, int, int], list[int]]
-) -> None:
+def test_no_request_is_lost_under_changing_load_with_room_for_one(running, wanted):
     loads: list[str] = []
     load = running.table._load
 
@@ -193,9 +191,7 @@ def test_no_request_is_lost_under_changing_load_with_room_for_one(
     wait_until(lambda: not any(slot.num_leases for slot in running.table.slots.values()))
 
 
-def test_a_model_that_is_gone_answers_so_and_the_rest_goes_on(
-    client: httpx.Client, wanted: dict[tuple[str, int, int], list[int]]
-) -> None:
+def test_a_model_that_is_gone_answers_so_and_the_rest_goes_on(client, wanted):
     before = client.post("/v1/completions", json=requested("demo", 0, 0)).json()
     answer = client.post("/v1/completions", json=requested("gone", 0, 0))
     error = answer.json()["error"]
@@ -212,7 +208,7 @@ def test_a_model_that_is_gone_answers_so_and_the_rest_goes_on(
 
 
 @pytest.mark.parametrize("level", [1, 2])
-def test_a_model_sleeps_and_wakes_for_a_request(client: httpx.Client, level: int) -> None:
+def test_a_model_sleeps_and_wakes_for_a_request(client, level):
     body = requested("other", 1, 1)
     before = client.post("/v1/completions", json=body).json()["choices"]
     num_compiled = metric(client, "jaxpage_compile_total", "other")
@@ -251,8 +247,8 @@ def test_a_model_is_paused_and_the_others_go_on(
 
 
 def test_requests_that_come_while_their_model_falls_asleep_wait_and_wake_it(
-    running: Running, client: httpx.Client, wanted: dict[tuple[str, int, int], list[int]]
-) -> None:
+    running, client, wanted
+):
     asks = {
         "/v1/completions": requested("demo", 0, 0),
         "/v1/embeddings": {"model": "demo", "input": [1, 2, 3]},
@@ -293,7 +289,7 @@ def unload(client: httpx.Client, *names: str) -> None:
     wait_until(lambda: not client.get("/api/ps").json()["models"], "the models are unloaded")
 
 
-def test_a_look_at_a_model_does_not_load_it(running: Running, client: httpx.Client) -> None:
+def test_a_look_at_a_model_does_not_load_it(running, client):
     def show(name: str) -> dict[str, Any]:
         answer = client.post("/api/show", json={"model": name, "verbose": True})
         assert answer.status_code == 200 and "x-jaxpage-ignored-fields" not in answer.headers
@@ -316,7 +312,7 @@ def test_a_look_at_a_model_does_not_load_it(running: Running, client: httpx.Clie
     assert show("other")["details"]["family"] == "llama"
 
 
-def test_ollamas_durations_have_the_time_of_loading(client: httpx.Client) -> None:
+def test_ollamas_durations_have_the_time_of_loading(client):
     asks: dict[str, dict[str, Any]] = {
         "/api/generate": {"prompt": "Once", "options": {"num_predict": 2}, "stream": False},
         "/api/chat": {"messages": [{"role": "user", "content": "Once"}], "stream": False},
@@ -350,9 +346,7 @@ def test_ollamas_durations_have_the_time_of_loading(client: httpx.Client) -> Non
         *(("/v1/embeddings", {"input": "x"}), ("/api/embed", {"input": "x"}), ("/api/show", {})),
     ],
 )
-def test_a_name_that_is_nearly_right_is_answered_with_the_right_one(
-    client: httpx.Client, path: str, body: dict[str, Any]
-) -> None:
+def test_a_name_that_is_nearly_right_is_answered_with_the_right_one(client, path, body):
     for name in ("demoo", "DEMO", "demo2:latest", "org/demo"):
         answer = client.post(path, json={"model": name, **body})
         assert answer.status_code == 404 and "did you mean 'demo'?" in answer.text, answer.text
@@ -371,7 +365,7 @@ def metric(client: httpx.Client, name: str, model: str) -> float:
     return value
 
 
-def test_metrics_have_each_name_once_and_each_model_in_memory(client: httpx.Client) -> None:
+def test_metrics_have_each_name_once_and_each_model_in_memory(client):
     client.post("/v1/completions", json=requested("demo", 0, 0))
     text = client.get("/metrics").text
     assert client.post("/sleep", json={"model": "demo"}).status_code == 200
@@ -382,7 +376,7 @@ def test_metrics_have_each_name_once_and_each_model_in_memory(client: httpx.Clie
     assert len(helps) == len(set(helps)) and len(helps) >= text.count("# HELP")
 
 
-def test_ollamas_list_describes_what_is_loaded_and_what_is_not(client: httpx.Client) -> None:
+def test_ollamas_list_describes_what_is_loaded_and_what_is_not(client):
     client.post("/v1/completions", json=requested("demo", 0, 0))
     listed = {model["name"]: model for model in client.get("/api/tags").json()["models"]}
     for model in listed.values():
@@ -395,7 +389,7 @@ def test_ollamas_list_describes_what_is_loaded_and_what_is_not(client: httpx.Cli
     assert loaded["demo"]["details"] == listed["demo"]["details"]
 
 
-def test_ollamas_keep_alive(client: httpx.Client) -> None:
+def test_ollamas_keep_alive(client):
     def until() -> str:
         [model] = client.get("/api/ps").json()["models"]
         assert model["name"] == "demo"
@@ -418,9 +412,7 @@ def test_ollamas_keep_alive(client: httpx.Client) -> None:
     wait_until(lambda: not client.get("/api/ps").json()["models"], "the model is unloaded")
 
 
-def test_a_batch_of_two_models_leaves_out_no_line(
-    client: httpx.Client, wanted: dict[tuple[str, int, int], list[int]]
-) -> None:
+def test_a_batch_of_two_models_leaves_out_no_line(client, wanted):
     cases = [*sorted(wanted), ("gone", 0, 0)]
     line = {"method": "POST", "url": "/v1/completions"}
     lines = [{**line, "custom_id": str(case), "body": requested(*case)} for case in cases]
@@ -447,7 +439,7 @@ def test_a_batch_of_two_models_leaves_out_no_line(
     }
 
 
-def test_a_shutdown_during_a_load_answers_those_that_wait(directory: Path, tmp_path: Path) -> None:
+def test_a_shutdown_during_a_load_answers_those_that_wait(directory, tmp_path):
     reached, go_on = threading.Event(), threading.Event()
     answers: list[httpx.Response] = []
     with serving(
@@ -493,7 +485,7 @@ WRONG_FILES = {
 
 
 @pytest.mark.parametrize("text", WRONG_FILES)
-def test_a_wrong_file_is_refused_with_the_place(text: str, tmp_path: Path) -> None:
+def test_a_wrong_file_is_refused_with_the_place(text, tmp_path):
     path = tmp_path / "models.yaml"
     path.write_text(text)
     with pytest.raises(ConfigError, match=WRONG_FILES[text]) as refused:
@@ -504,9 +496,7 @@ def test_a_wrong_file_is_refused_with_the_place(text: str, tmp_path: Path) -> No
         read_models_file(tmp_path / "absent.yaml", ServerConfig())
 
 
-def test_settings_of_one_model_do_not_go_with_several(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_settings_of_one_model_do_not_go_with_several(tmp_path, capsys):
     path = tmp_path / "models.yaml"
     path.write_text(f"models: [{A}}}]")
     assert main(["serve", "demo", "--models", str(path)]) == 2
@@ -519,7 +509,7 @@ def test_settings_of_one_model_do_not_go_with_several(
     ]
 
 
-def test_models_that_do_not_fit_together_are_refused_with_the_numbers(tmp_path: Path) -> None:
+def test_models_that_do_not_fit_together_are_refused_with_the_numbers(tmp_path):
     path = tmp_path / "models.yaml"
 
     def sizes(**memory: str) -> dict[str, int]:
@@ -538,7 +528,7 @@ def test_models_that_do_not_fit_together_are_refused_with_the_numbers(tmp_path: 
         sizes(a="60MiB", b="41MiB")
 
 
-def test_spans_of_several_models_have_the_time_of_loading(tmp_path: Path) -> None:
+def test_spans_of_several_models_have_the_time_of_loading(tmp_path):
     """The span begins before its model is there, whichever model the request names."""
     pytest.importorskip("opentelemetry.sdk", reason="spans need the extra [otel]")
     otlp = pytest.importorskip("jaxpage.serving.metrics.otlp")
@@ -571,16 +561,14 @@ def test_spans_of_several_models_have_the_time_of_loading(tmp_path: Path) -> Non
     assert servers[3].attributes["http.response.status_code"] == 404
 
 
-def test_kernels_that_the_device_does_not_run_are_refused_before_a_request(tmp_path: Path) -> None:
+def test_kernels_that_the_device_does_not_run_are_refused_before_a_request(tmp_path):
     path = tmp_path / "models.yaml"
     path.write_text("models: [{name: a, model: demo, settings: {attention_backend: fa3}}]")
     with pytest.raises(UnsupportedError, match="attention_backend 'fa3' needs a GPU"):
         open_table(*read_models_file(path, ServerConfig()), ServerConfig())
 
 
-def test_the_server_keeps_the_responses_of_all_models(
-    client: httpx.Client, running: Running
-) -> None:
+def test_the_server_keeps_the_responses_of_all_models(client, running):
     """Whatever becomes of a model. Only one of these has a chat template."""
     response_id = f"resp_{'1' * 32}"
     stored = StoredResponse(b'[{"role":"user","content":"x"}]', b'{"output":[]}')

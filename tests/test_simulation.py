@@ -22,7 +22,7 @@ from jaxpage.simulation.simulator import Simulator
 from jaxpage.simulation.traces import Arrival, poisson_trace
 from jaxpage.step.plan import StepPlan
 from tools.lab.scheduler_lab.host_time import Decoding, Queue
-from tools.lab.scheduler_lab.pressure import Mode, press, requests_at_once
+from tools.lab.scheduler_lab.pressure import press, requests_at_once
 from tools.lab.scheduler_lab.saturation import saturate
 
 # A step takes a second, whatever it does; a block takes a hundred to swap.
@@ -73,7 +73,7 @@ def simulate(trace: list[Arrival], setup: Setup = SMALL, average: TimeAverage | 
     return run
 
 
-def test_one_request_takes_the_sum_by_hand() -> None:
+def test_one_request_takes_the_sum_by_hand():
     """Each of the three steps: 13 ms + 0.2 ms + 19.7 ms of weights; contexts of 100, 101 and 102 tokens at 0.75 µs."""
     run = Simulator([Arrival(5.0, 100, 3)], Setup().new_scheduler(), A100_OPT_13B).run()
     [served] = run.served.values()
@@ -84,12 +84,12 @@ def test_one_request_takes_the_sum_by_hand() -> None:
     assert run.longest_step == pytest.approx(0.0329 + 102 * 0.75e-6, abs=1e-12)
 
 
-def test_a_long_prompt_is_bound_by_arithmetic() -> None:
+def test_a_long_prompt_is_bound_by_arithmetic():
     run = Simulator([Arrival(0.0, 1000, 1)], Setup().new_scheduler(), A100_OPT_13B).run()
     assert run.seconds == pytest.approx(0.013 + 0.0002 + 1000 * 0.12e-3 + 1000 * 0.75e-6, abs=1e-12)
 
 
-def test_memory_is_averaged_over_time() -> None:
+def test_memory_is_averaged_over_time():
     """A prompt of 10 in chunks of 8 tokens and blocks of 4, then two more tokens, after a pause of 6 s."""
     setup = replace(SMALL, num_blocks=5, max_num_seqs=2, max_num_batched_tokens=8)
     average = Recorded()
@@ -115,7 +115,7 @@ def test_memory_is_averaged_over_time() -> None:
     assert run.mean.pool_waste == pytest.approx(1 - 41 / 200)
 
 
-def test_only_what_lies_in_the_window_counts() -> None:
+def test_only_what_lies_in_the_window_counts():
     average = Recorded(6.5, 8.25)
     run = simulate(
         [Arrival(6.0, 10, 3)], replace(SMALL, num_blocks=5, max_num_batched_tokens=8), average
@@ -129,7 +129,7 @@ def test_only_what_lies_in_the_window_counts() -> None:
 
 @pytest.mark.parametrize("num_samples", [1, 3])
 @pytest.mark.parametrize("prefix_caching", [False, True])
-def test_every_request_finishes_with_its_length(num_samples: int, prefix_caching: bool) -> None:
+def test_every_request_finishes_with_its_length(num_samples, prefix_caching):
     trace, average = small_trace(num_samples=num_samples), Recorded()
     setup = replace(
         SMALL, num_blocks=46, max_num_seqs=8 * num_samples, prefix_caching=prefix_caching
@@ -150,7 +150,7 @@ def test_every_request_finishes_with_its_length(num_samples: int, prefix_caching
         )
 
 
-def test_littles_law() -> None:
+def test_littles_law():
     """Requests in the system, integrated over time, are the sum of the latencies, but for the rest of the step in which one comes."""
     trace = small_trace(rate=0.05)
     run = simulate(trace)
@@ -160,18 +160,18 @@ def test_littles_law() -> None:
     assert run.mean.running + run.mean.waiting > 0.3, "it is no empty statement"
 
 
-def test_a_run_is_a_function_of_its_seed() -> None:
+def test_a_run_is_a_function_of_its_seed():
     runs = [simulate(small_trace(seed)) for seed in (3, 3, 4)]
     facts = [(run.mean, run.served, run.seconds) for run in runs]
     assert facts[0] == facts[1] != facts[2]
 
 
-def test_what_can_never_run_is_refused() -> None:
+def test_what_can_never_run_is_refused():
     with pytest.raises(CapacityError, match="may need 43 KV blocks"):
         simulate([Arrival(0.0, 160, 10)])
 
 
-def test_swapping_takes_its_time() -> None:
+def test_swapping_takes_its_time():
     class Swaps(PagedScheduler):
         """Says of its second step that it swaps."""
 
@@ -188,13 +188,13 @@ def test_swapping_takes_its_time() -> None:
     assert run.seconds == 3 + 400 and run.longest_step == 401
 
 
-def test_swapping_costs_what_the_paper_measured() -> None:
+def test_swapping_costs_what_the_paper_measured():
     """Figure 19a, one way, for the 310 tokens of a request: about 65 ms in blocks of 1, about 10 ms in blocks of 256."""
     assert A100_OPT_13B.swap_seconds(310, 1) == pytest.approx(0.065, rel=0.05)
     assert A100_OPT_13B.swap_seconds(1, 256) * 310 / 256 == pytest.approx(0.010, rel=0.1)
 
 
-def test_arrivals_are_a_poisson_process() -> None:
+def test_arrivals_are_a_poisson_process():
     trace = poisson_trace("sharegpt", rate=2.0, seconds=5000, seed=1)
     times = np.array([arrival.seconds for arrival in trace])
     gaps = np.diff(times)
@@ -212,7 +212,7 @@ def saturated() -> State:
     return result.runs[0].mean
 
 
-def test_less_than_four_percent_of_the_pool_is_wasted_at_saturation() -> None:
+def test_less_than_four_percent_of_the_pool_is_wasted_at_saturation():
     """The paper's claim (96.3 % in its figure 2). A request leaves half a block unfilled, as long as its length is any."""
     mean = saturated()
     assert mean.waiting > 10, "the machine is to be saturated"
@@ -223,7 +223,7 @@ def test_less_than_four_percent_of_the_pool_is_wasted_at_saturation() -> None:
 
 
 @pytest.mark.parametrize("mode", ["recompute", "swap"])
-def test_a_pool_of_thirty_percent_of_the_demand_finishes_everything(mode: Mode) -> None:
+def test_a_pool_of_thirty_percent_of_the_demand_finishes_everything(mode):
     requests = requests_at_once("sharegpt", 40)
     result = press(requests, 0.3, mode)
     run, lengths = result.run, [a.num_prompt_tokens + a.num_output_tokens - 1 for a in requests]
@@ -239,7 +239,7 @@ def test_a_pool_of_thirty_percent_of_the_demand_finishes_everything(mode: Mode) 
     )
 
 
-def test_a_larger_watermark_is_seen_as_waste(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_larger_watermark_is_seen_as_waste(monkeypatch):
     monkeypatch.setattr("jaxpage.scheduling.admitting.WATERMARK", 0.1)
     assert saturated().pool_waste > 0.04
 
@@ -295,11 +295,11 @@ def assert_flat(plan: Callable[[Scheduler], StepPlan | None]) -> None:
     assert not walks, "a walk in C is one call, however long"
 
 
-def test_a_step_costs_the_same_however_many_wait() -> None:
+def test_a_step_costs_the_same_however_many_wait():
     assert_flat(Scheduler.plan)
 
 
-def test_a_walk_along_the_queue_is_seen() -> None:
+def test_a_walk_along_the_queue_is_seen():
     def counts(scheduler: Scheduler) -> StepPlan | None:
         assert all(not group.finished for group in scheduler.waiting)
         return scheduler.plan()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from itertools import accumulate
 from operator import mul
 from types import SimpleNamespace
@@ -97,7 +97,7 @@ SOME = [("CPU", (1, 5, 17)), ("A100 with a head", (2, 64))]
 @pytest.mark.parametrize(
     ("device", "batches"), few([(device, BATCHES) for device in DEVICES] + SOME, SOME)
 )
-def test_no_batch_loses(device: str, batches: tuple[int, ...]) -> None:
+def test_no_batch_loses(device, batches):
     """Of all cells the mean is within 2 % of the best fixed number."""
     shares = []
     for profile, num_rows in itertools.product(PROFILES, batches):
@@ -126,7 +126,7 @@ def of_none(rates: tuple[float, ...], num_rows: int, seed: int) -> float:
 
 
 @pytest.mark.parametrize("num_rows", few([1, 4, 16], [1, 16]))
-def test_costs_that_were_measured_wrong_do_not_make_it_lose_for_long(num_rows: int) -> None:
+def test_costs_that_were_measured_wrong_do_not_make_it_lose_for_long(num_rows):
     shares = [
         of_none(PROFILES[profile], num_rows, seed)
         for profile in ("seldom", "often")
@@ -136,7 +136,7 @@ def test_costs_that_were_measured_wrong_do_not_make_it_lose_for_long(num_rows: i
     assert min(shares) >= 0.95
 
 
-def test_the_simulated_device_counts_right() -> None:
+def test_the_simulated_device_counts_right():
     """A fixed number of drafts gives what the sum says: so the sum may stand for it elsewhere."""
     for num_rows, num_drafts in ((1, 3), (5, 1), (16, 7)):
         loop = loop_of(
@@ -148,7 +148,7 @@ def test_the_simulated_device_counts_right() -> None:
         loop.scheduler.check()
 
 
-def test_unequal_sequences_have_unequal_drafts() -> None:
+def test_unequal_sequences_have_unequal_drafts():
     """One in four is nearly always right, the others hardly ever: more than any number for all gives."""
 
     def rates(place: int, step: int) -> tuple[float, ...]:
@@ -183,7 +183,7 @@ def recovery(device: ShapedDevice, num_rows: int, before: float, after: float) -
     ("device", "num_rows"),
     few([("A100", 2), ("A100", 32), ("CPU", 1), ("CPU", 3)], [("A100", 32), ("CPU", 3)]),
 )
-def test_it_follows_a_change(device: str, num_rows: int) -> None:
+def test_it_follows_a_change(device, num_rows):
     away, back = (recovery(DEVICES[device], num_rows, *rates) for rates in ((0.9, 0.0), (0.0, 0.9)))
     print(
         f"{device}, {num_rows} rows: {away} steps until drafts are gone, {back} until they are back"
@@ -191,7 +191,7 @@ def test_it_follows_a_change(device: str, num_rows: int) -> None:
     assert away <= 120 and back <= 600
 
 
-def test_a_device_drafter_that_loses_is_off_and_is_on_again_when_it_pays() -> None:
+def test_a_device_drafter_that_loses_is_off_and_is_on_again_when_it_pays():
     """Requests of 400 tokens: it begins anew with a new one."""
     loop = loop_of(HEAD, lambda place, step: (0.0 if step < 4000 else 0.9,) * 7, 2)
     loop.run(1000)
@@ -206,7 +206,7 @@ def test_a_device_drafter_that_loses_is_off_and_is_on_again_when_it_pays() -> No
 
 
 @pytest.mark.parametrize("device", few(["A100", "A100 with a head"], ["A100 with a head"]))
-def test_the_best_shape_is_found_though_it_was_measured_too_dear(device: str) -> None:
+def test_the_best_shape_is_found_though_it_was_measured_too_dear(device):
     """No kind of probe keeps the others waiting for good."""
 
     def tokens_per_second(mistake: float) -> float:
@@ -222,7 +222,7 @@ def test_the_best_shape_is_found_though_it_was_measured_too_dear(device: str) ->
 
 
 @pytest.mark.parametrize(("num_rows", "found"), few([(1, 0.0), (1, 0.02), (4, 0.02)], [(1, 0.02)]))
-def test_drafts_that_are_seldom_found_and_cost_the_host(num_rows: int, found: float) -> None:
+def test_drafts_that_are_seldom_found_and_cost_the_host(num_rows, found):
     """A proposer that takes as long as half a step and finds something once in fifty asks, or never, is asked no more."""
     device = dataclasses.replace(CPU, draft=0.4e-3)
     loop = SpeculativeLoop(device, Guesses(lambda place, step: (0.9,) * 7, found=found), num_rows)
@@ -256,15 +256,13 @@ def trusts_the_start(patch: pytest.MonkeyPatch) -> None:
         ),
     ],
 )
-def test_a_mistake_is_seen(
-    mistake: Callable[..., None], seen: Callable[[], bool], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_mistake_is_seen(mistake, seen, monkeypatch):
     assert not seen(), "without the mistake"
     mistake(monkeypatch)
     assert seen()
 
 
-def test_the_same_events_give_the_same_choices() -> None:
+def test_the_same_events_give_the_same_choices():
     def choices() -> list[tuple[int, int]]:
         return loop_of(CPU, lambda place, step: PROFILES["falling"], 5).run(300).shapes
 
@@ -272,7 +270,7 @@ def test_the_same_events_give_the_same_choices() -> None:
 
 
 @pytest.mark.parametrize("num_outputs", [8, 20])
-def test_short_requests_are_probed(monkeypatch: pytest.MonkeyPatch, num_outputs: int) -> None:
+def test_short_requests_are_probed(monkeypatch, num_outputs):
     """Steps in which nothing is decided must not end between two requests each time."""
     monkeypatch.setattr(simulated_speculation, "NUM_OUTPUT_TOKENS", num_outputs)
     loop = loop_of(CPU, lambda place, step: (0.0 if step < 1000 else 0.9,) * 7, 1)
@@ -351,16 +349,12 @@ RatesOfAll = st.lists(
 
 
 @given(seconds=Seconds, rates=RatesOfAll, each_depth=st.sampled_from([0.0, 0.01, 0.1]))
-def test_the_choice_is_the_best_of_all(
-    seconds: list[float], rates: list[list[float]], each_depth: float
-) -> None:
+def test_the_choice_is_the_best_of_all(seconds, rates, each_depth):
     assert is_the_best(seconds, rates, each_depth)
 
 
 @pytest.mark.parametrize("mistake", ["_goodput", "_nodes"])
-def test_a_choice_that_is_not_the_best_is_seen(
-    mistake: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_choice_that_is_not_the_best_is_seen(mistake, monkeypatch):
     """The most tokens, or the drafts of one sequence after those of another, whatever their chances."""
 
     def unranked(*arguments: Any) -> list[Any]:
@@ -374,7 +368,7 @@ def test_a_choice_that_is_not_the_best_is_seen(
     assert not is_the_best(seconds, rates, 0.0)
 
 
-def test_what_hardly_promises_more_is_not_begun_and_what_hardly_promises_less_goes_on() -> None:
+def test_what_hardly_promises_more_is_not_begun_and_what_hardly_promises_less_goes_on():
     def after(*ratios: float) -> bool:
         controller = settled(
             controller_of(dict.fromkeys(SHAPES, 1.0)), dict.fromkeys(range(4), [1.0] * 7)
@@ -424,7 +418,7 @@ def drive(
 TABLE = {(4, 4): 1.0, (4, 8): 1.5, (4, 16): 2.5, (4, 32): 4.5}
 
 
-def test_it_is_off_while_drafts_lose_and_on_again_when_they_pay() -> None:
+def test_it_is_off_while_drafts_lose_and_on_again_when_they_pay():
     controller = controller_of(TABLE)
     drive(controller, 60, 0, TABLE)
     assert not controller.is_on
@@ -436,7 +430,7 @@ def test_it_is_off_while_drafts_lose_and_on_again_when_they_pay() -> None:
     assert np.mean(drive(controller, 200, 7, TABLE)) > 20
 
 
-def test_it_is_seldom_asked_while_it_is_off() -> None:
+def test_it_is_seldom_asked_while_it_is_off():
     controller = controller_of(TABLE)
     drive(controller, 100, 0, TABLE)
     assert (
@@ -445,7 +439,7 @@ def test_it_is_seldom_asked_while_it_is_off() -> None:
     )
 
 
-def test_steps_without_drafts_are_probed_while_it_is_on() -> None:
+def test_steps_without_drafts_are_probed_while_it_is_on():
     """All gains are against them: that steps with drafts have become dear is not put down to the pace of all for long."""
     controller = controller_of(TABLE)
     drive(controller, 300, 2, TABLE)
@@ -455,7 +449,7 @@ def test_steps_without_drafts_are_probed_while_it_is_on() -> None:
     assert not controller.is_on
 
 
-def test_a_method_with_a_warm_up_is_probed_so_many_steps_in_a_row() -> None:
+def test_a_method_with_a_warm_up_is_probed_so_many_steps_in_a_row():
     controller = controller_of({(4, 4): 1.0, (4, 32): 1.2}, unit=7, warm_up=5)
     history = drive(controller, 6000, 0, {(4, 4): 1.0, (4, 8): 1.2, (4, 16): 1.2, (4, 32): 1.2})[
         200:

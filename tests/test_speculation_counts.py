@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -37,18 +36,18 @@ SCRIPT = {1: (2, 1), 5: (4, 0), 10: (4, 0)}
 
 
 @pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def directory(tmp_path_factory):
     return random_checkpoint(tmp_path_factory.mktemp("model"), LLAMA)
 
 
 @pytest.fixture(scope="module")
-def llm(directory: Path) -> Iterator[LLM]:
+def llm(directory):
     with make_llm(directory, speculative_config=DRAFTING) as llm:
         yield llm
 
 
 @pytest.fixture(scope="module")
-def text(llm: LLM) -> list[int]:
+def text(llm):
     """What the request is, with the prompt."""
     without_drafts(llm)
     tokens = llm.generate([PROMPT], PARAMS, use_tqdm=False)[0].outputs[0].token_ids
@@ -85,7 +84,7 @@ def counted(llm: LLM, text: list[int], params: Any) -> tuple[dict[str, Any], Any
     return added, output
 
 
-def test_a_request_by_hand(llm: LLM, text: list[int]) -> None:
+def test_a_request_by_hand(llm, text):
     added, output = counted(llm, text, PARAMS)
     assert output.outputs[0].token_ids == text[len(PROMPT) :]
     assert added == {
@@ -107,7 +106,7 @@ def test_a_request_by_hand(llm: LLM, text: list[int]) -> None:
     )
 
 
-def test_what_a_stop_cuts_off_is_not_accepted(llm: LLM, text: list[int]) -> None:
+def test_what_a_stop_cuts_off_is_not_accepted(llm, text):
     """The third of four right drafts ends the text: the fourth was right, and is no token of it."""
     stop = text[len(PROMPT) + 7]
     params = SamplingParams(
@@ -121,7 +120,7 @@ def test_what_a_stop_cuts_off_is_not_accepted(llm: LLM, text: list[int]) -> None
     assert (output.metrics.num_draft_tokens, output.metrics.num_accepted_tokens) == (7, 5)
 
 
-def test_samples_count_together_and_requests_apart(llm: LLM, text: list[int]) -> None:
+def test_samples_count_together_and_requests_apart(llm, text):
     first_id = llm._engine._num_sequences
     draft_with(llm._engine, Scripted({first_id: text}, lambda *_: (4, 0)))
     params = [SamplingParams(n=2, temperature=1.0, seed=3, max_tokens=12, ignore_eos=True), PARAMS]
@@ -145,7 +144,7 @@ def test_samples_count_together_and_requests_apart(llm: LLM, text: list[int]) ->
     assert after["decode_rows_total"] - before["decode_rows_total"] == 33 - 8
 
 
-def test_without_drafts_there_is_nothing_to_count(llm: LLM) -> None:
+def test_without_drafts_there_is_nothing_to_count(llm):
     without_drafts(llm)
     before = llm.stats()
     outputs = llm.generate([PROMPT, [1, 2]], [PARAMS, BeamSearchParams(2, 5)], use_tqdm=False)
@@ -156,7 +155,7 @@ def test_without_drafts_there_is_nothing_to_count(llm: LLM) -> None:
     assert all(output.metrics.num_drafts == 0 for output in outputs)
 
 
-def test_names_of_an_engine_that_has_done_nothing() -> None:
+def test_names_of_an_engine_that_has_done_nothing():
     assert SpeculationCounts().snapshot() == {
         **dict.fromkeys(NAMES, 0),
         "spec_decode_num_accepted_tokens_per_pos_total": {},
@@ -191,7 +190,7 @@ def plan_of(*rows: Row, draws: Sequence[tuple[int, int]]) -> StepPlan:
     return StepPlan(1, rows, tuple(samples))
 
 
-def test_of_a_tree_a_position_is_a_depth() -> None:
+def test_of_a_tree_a_position_is_a_depth():
     """Two first drafts, and one behind the second of them: positions 0 and 1, three tokens."""
     tree = Row(4, 9, (7, 1, 2, 3), ((1,),), parents=(0, 0, 2))
     plan = plan_of(tree, draws=[(0, offset) for offset in range(4)])
@@ -208,7 +207,7 @@ def test_of_a_tree_a_position_is_a_depth() -> None:
     assert (counts.num_draft_tokens, counts.num_decode_rows, counts.num_decode_tokens) == (3, 1, 3)
 
 
-def test_only_rows_that_decode_are_target_steps() -> None:
+def test_only_rows_that_decode_are_target_steps():
     """A prompt's last token and a token that is computed again draw nothing of a step that decodes."""
     groups = group_of(1, 2, 3, num_prompt_tokens=5)
     rows = (Row(1, 4, (5,), ((1,),)), Row(2, 6, (8,), ((2,),)), Row(3, 7, (8,), ((3,),)))
@@ -222,7 +221,7 @@ def test_only_rows_that_decode_are_target_steps() -> None:
     ) == (1, 1, 1)
 
 
-def test_who_was_aborted_in_the_middle_of_a_step_is_passed_over() -> None:
+def test_who_was_aborted_in_the_middle_of_a_step_is_passed_over():
     gone = Row(4, 9, (7, 1, 2), ((1,),), parents=(0, 1))
     plan = plan_of(
         gone,
@@ -238,7 +237,7 @@ def test_who_was_aborted_in_the_middle_of_a_step_is_passed_over() -> None:
     assert counts.add(plan, [], {}) == [] and counts.num_drafts == 1
 
 
-def test_the_line_behind_a_text_says_what_was_accepted() -> None:
+def test_the_line_behind_a_text_says_what_was_accepted():
     metrics = RequestMetrics(arrival_time=0.0)
     assert _describe_drafts(None) == _describe_drafts(metrics) == ""
     metrics = replace(metrics, num_drafts=3, num_draft_tokens=8, num_accepted_tokens=7)

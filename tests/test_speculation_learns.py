@@ -74,7 +74,7 @@ def observe(
     speculator.observe(StepReport(drafts, plan, result, edits, []))
 
 
-def test_drafts_that_a_grammar_refuses_are_given_up() -> None:
+def test_drafts_that_a_grammar_refuses_are_given_up():
     """Nobody verifies them, so that they would be taken for right as often as at first, and asked for in every step."""
     proposer = Always()
     strategies: Any = {3: Refusing(0)}
@@ -100,13 +100,7 @@ def test_drafts_that_a_grammar_refuses_are_given_up() -> None:
         (2, 0, (8,), []),
     ],
 )
-def test_what_is_learned(
-    admitted: int,
-    in_step: int,
-    drawn: tuple[int, ...],
-    learned: list[Any],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_what_is_learned(admitted, in_step, drawn, learned, monkeypatch):
     told: list[Any] = []
     controller = controller_of()
     monkeypatch.setattr(controller, "ask", lambda *_: {3: 3})
@@ -129,7 +123,7 @@ def test_what_is_learned(
     assert told == learned
 
 
-def test_where_there_is_nothing_to_decide_nobody_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_there_is_nothing_to_decide_nobody_is_asked(monkeypatch):
     requested: list[int] = []
     controller = controller_of()
     monkeypatch.setattr(controller, "ask", lambda *_: requested.append(1) or {})
@@ -146,7 +140,7 @@ def test_where_there_is_nothing_to_decide_nobody_is_asked(monkeypatch: pytest.Mo
     )
 
 
-def test_a_proposer_that_failed_is_not_asked_again(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_proposer_that_failed_is_not_asked_again(caplog):
     class Failing(Always):
         def propose(self, *_: Any) -> Draft:
             raise RuntimeError("it fails")

@@ -22,7 +22,7 @@ def known() -> Costs:
 
 
 @pytest.mark.parametrize("table_width", [1, 2, 3, 40])
-def test_full_steps_fit_into_the_shortest_context(table_width: int) -> None:
+def test_full_steps_fit_into_the_shortest_context(table_width):
     """A shape may have room for more tokens of a row than a sequence can have."""
     menu = make_menu(4, 64, num_drafts=(3, 31), max_verified_tokens=256)
     for groups in ([range(1, 9)], [range(1, 9), range(9, 12)]):
@@ -36,7 +36,7 @@ def test_full_steps_fit_into_the_shortest_context(table_width: int) -> None:
             assert batch.bucket == bucket or bucket.num_tokens > 8 * table_width * bucket.num_rows
 
 
-def test_costs_follow_the_machine_and_not_its_pauses() -> None:
+def test_costs_follow_the_machine_and_not_its_pauses():
     costs = known()
     for shape, seconds in 20 * list(FIRST.items()):
         costs.add(shape, None, seconds)
@@ -49,7 +49,7 @@ def test_costs_follow_the_machine_and_not_its_pauses() -> None:
 
 
 @pytest.mark.parametrize("wrong", [0.5, 0.7, 1.5, 2.0])
-def test_what_was_measured_wrong_at_the_start_is_put_right(wrong: float) -> None:
+def test_what_was_measured_wrong_at_the_start_is_put_right(wrong):
     """By four probes; and it is not put down to the pace, so that other shapes do not seem to have changed."""
     costs, random = known(), np.random.default_rng(0)
     for _ in range(4):
@@ -60,7 +60,7 @@ def test_what_was_measured_wrong_at_the_start_is_put_right(wrong: float) -> None
     assert costs.of(PLAIN) == pytest.approx(1.3, rel=0.08)
 
 
-def test_a_drafter_takes_time_by_its_depth() -> None:
+def test_a_drafter_takes_time_by_its_depth():
     costs = known()
     assert [costs.of(PLAIN, depth) for depth in (None, 0, 1, 2, 9)] == pytest.approx(
         [1.0, 1.1, 1.3, 1.5, 1.5]
@@ -72,7 +72,7 @@ def test_a_drafter_takes_time_by_its_depth() -> None:
     )
 
 
-def test_a_clock_that_stands_still() -> None:
+def test_a_clock_that_stands_still():
     costs = Costs()
     costs.at_start(PLAIN, 0.0)
     for seconds in (0.0, 1.0, 0.0):

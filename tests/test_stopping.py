@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import codecs
 import itertools
-from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -173,7 +172,7 @@ cases = given(
 @example([2, 2], ["ab"], True, 0, 20)
 def test_streamed_text_is_the_whole_text_cut_at_the_first_stop(
     token_ids, stops, include, min_tokens, max_tokens
-) -> None:
+):
     agree_with_the_oracle(token_ids, stops, include, min_tokens, max_tokens)
 
 
@@ -184,9 +183,7 @@ def test_streamed_text_is_the_whole_text_cut_at_the_first_stop(
     include=st.booleans(),
     borders=st.lists(st.integers(0, 16), max_size=6),
 )
-def test_where_the_pieces_end_makes_no_difference(
-    text: str, stops: list[str], include: bool, borders: list[int]
-) -> None:
+def test_where_the_pieces_end_makes_no_difference(text, stops, include, borders):
     def cut(pieces: list[str]) -> tuple[str, str | None]:
         strings, shown = StopStrings(tuple(stops), include=include), ""
         for piece in pieces:
@@ -259,9 +256,7 @@ class FindsOldStopsAgain(StopStrings):
         FindsOldStopsAgain,
     ],
 )
-def test_the_oracle_sees_planted_mistakes(
-    mistaken: type[StopStrings], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_oracle_sees_planted_mistakes(mistaken, monkeypatch):
     monkeypatch.setattr(stopping_module, "StopStrings", mistaken)
     search = settings(
         max_examples=3000, phases=[p for p in settings().phases if p.name == "generate"]
@@ -277,47 +272,45 @@ def verdicts(
     return [(v.text, v.reason, v.stop_reason, v.last_text) for v in map(stopping.push, token_ids)]
 
 
-def test_eos_and_stop_ids_bring_no_text_but_release_what_was_held() -> None:
+def test_eos_and_stop_ids_bring_no_text_but_release_what_was_held():
     request = make_request(stop=["abc"], stop_token_ids=[STOP_ID, 5])
     assert verdicts(request, [2, EOS]) == [("", None, None, ""), ("", "stop", None, "ab")]
     # token 5 is "c": it is not shown
     assert verdicts(request, [2, 5]) == [("", None, None, ""), ("", "stop", 5, "ab")]
 
 
-def test_an_id_that_is_both_eos_and_stop_id_counts_as_eos() -> None:
+def test_an_id_that_is_both_eos_and_stop_id_counts_as_eos():
     assert verdicts(make_request(stop_token_ids=[EOS]), [EOS]) == [("", "stop", None, "")]
 
 
-def test_ignored_eos_goes_on() -> None:
+def test_ignored_eos_goes_on():
     request = make_request(ignore_eos=True, max_tokens=2)
     assert verdicts(request, [EOS, 0]) == [("", None, None, ""), ("a", "length", None, "")]
 
 
-def test_the_length_of_the_model_ends_before_max_tokens() -> None:
+def test_the_length_of_the_model_ends_before_max_tokens():
     request = make_request(max_tokens=10, max_total_tokens=5)
     assert verdicts(request, [0, 1])[-1] == ("b", "length", None, "")
 
 
-def test_eos_at_the_last_token_is_a_stop_and_an_incomplete_character_comes_out() -> None:
+def test_eos_at_the_last_token_is_a_stop_and_an_incomplete_character_comes_out():
     assert verdicts(make_request(max_tokens=2), [6, EOS])[-1] == ("", "stop", None, "�")
     assert verdicts(make_request(max_tokens=2), [6, 7])[-1] == ("", "length", None, "�")
 
 
-def test_min_tokens_outlasts_every_kind_of_stop() -> None:
+def test_min_tokens_outlasts_every_kind_of_stop():
     request = make_request(min_tokens=3, stop=["a"], stop_token_ids=[STOP_ID])
     assert [v[1:3] for v in verdicts(request, [0, EOS, STOP_ID, 0])] == [(None, None)] * 3 + [
         ("stop", "a")
     ]
 
 
-def test_min_tokens_does_not_outlast_the_length() -> None:
+def test_min_tokens_does_not_outlast_the_length():
     assert verdicts(make_request(min_tokens=2, max_tokens=2), [0, 0])[-1][1] == "length"
 
 
 @pytest.mark.parametrize(("min_tokens", "reason"), [(0, ("stop", "b�")), (1, ("length", None))])
-def test_a_stop_string_in_the_last_text_counts_above_min_tokens(
-    min_tokens: int, reason: tuple[str, str | None]
-) -> None:
+def test_a_stop_string_in_the_last_text_counts_above_min_tokens(min_tokens, reason):
     """A character that was never completed completes the stop string when the length ends the sequence."""
     text, *rest, last_text = verdicts(
         make_request(stop=["b�"], min_tokens=min_tokens, max_tokens=1), [13]
@@ -326,13 +319,13 @@ def test_a_stop_string_in_the_last_text_counts_above_min_tokens(
 
 
 @pytest.mark.parametrize("end", [End("stop", None), End("error", "structured_outputs: no")])
-def test_the_end_of_a_grammar_wins_over_a_length_at_the_same_token(end: End) -> None:
+def test_the_end_of_a_grammar_wins_over_a_length_at_the_same_token(end):
     stopping = Stopping(make_request(max_tokens=1), ByteDetokenizer())
     verdict = stopping.push(0, end)
     assert (verdict.text, verdict.reason, verdict.stop_reason) == ("a", *end)
 
 
-def test_strategy_answers_with_edits_per_sequence() -> None:
+def test_strategy_answers_with_edits_per_sequence():
     strategy = SamplingStrategy(make_request(stop=["ab"], max_tokens=4), ByteDetokenizer)
     logprobs = TokenLogprobs(token_id=0, logprob=-1.0, rank=1)
     draws = [Draw(10, 0, logprobs), Draw(11, 1)]  # the text of each is its own
@@ -344,7 +337,7 @@ def test_strategy_answers_with_edits_per_sequence() -> None:
 @pytest.mark.parametrize(
     ("token_id", "reason"), [(NOT_FINITE, "not finite"), (NOTHING_ALLOWED, "leave no token")]
 )
-def test_a_draw_without_a_token_ends_its_sequence_alone(token_id: int, reason: str) -> None:
+def test_a_draw_without_a_token_ends_its_sequence_alone(token_id, reason):
     first, second = SamplingStrategy(make_request(), ByteDetokenizer).advance(
         [Draw(10, token_id), Draw(11, 1)]
     )
@@ -362,9 +355,7 @@ class Done:
 
 
 @pytest.mark.parametrize(("token_id", "reason"), [(NOT_FINITE, "error"), (NOTHING_ALLOWED, "stop")])
-def test_a_grammar_that_may_end_does_so_only_where_nothing_is_allowed(
-    token_id: int, reason: str
-) -> None:
+def test_a_grammar_that_may_end_does_so_only_where_nothing_is_allowed(token_id, reason):
     """Logits that are no numbers are an error of the model wherever the grammar stands."""
     strategy = SamplingStrategy(make_request(stop=["ab"]), ByteDetokenizer)
     strategy._constraint_of[10] = Done()  # type: ignore[assignment]
@@ -374,7 +365,7 @@ def test_a_grammar_that_may_end_does_so_only_where_nothing_is_allowed(
     assert last.text == ("a" if reason == "stop" else "")
 
 
-def test_a_mask_that_cannot_be_made_admits_nothing() -> None:
+def test_a_mask_that_cannot_be_made_admits_nothing():
     class Fails(SamplingStrategy):
         def mask(self, sequence_id: int, drafts: tuple[int, ...] = ()) -> Mask | None:
             raise RuntimeError("no mask")
@@ -385,7 +376,7 @@ def test_a_mask_that_cannot_be_made_admits_nothing() -> None:
     assert masks.keys() == {0} and masks[0] is not None and not masks[0].any()
 
 
-def test_advance_gives_each_draw_to_its_strategy_with_the_logprobs_that_were_asked_for() -> None:
+def test_advance_gives_each_draw_to_its_strategy_with_the_logprobs_that_were_asked_for():
     requested: list[int | None] = [None, 0, 2, 1]
     plan = StepPlan(
         step_id=1,
@@ -414,5 +405,5 @@ def test_advance_gives_each_draw_to_its_strategy_with_the_logprobs_that_were_ask
 
 
 @pytest.mark.parametrize("make", [make_request, lambda: make_request(stop=["ab"])])
-def test_empty_text_is_no_trouble(make: Callable[[], Request]) -> None:
+def test_empty_text_is_no_trouble(make):
     assert verdicts(make(), [12, 12]) == [("", None, None, "")] * 2

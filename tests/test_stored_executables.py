@@ -42,7 +42,7 @@ print(json.dumps(found))
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def model(tmp_path_factory):
     return random_checkpoint(tmp_path_factory.mktemp("model"), LLAMA)
 
 
@@ -57,7 +57,7 @@ def start(model: Path, cache: Path, num_engines: int) -> tuple[list[Any], str]:
     return json.loads(done.stdout.splitlines()[-1]), done.stderr
 
 
-def test_a_second_start_compiles_nothing_and_says_the_same(model: Path, tmp_path: Path) -> None:
+def test_a_second_start_compiles_nothing_and_says_the_same(model, tmp_path):
     """The engines that come after them in the second process find what was compiled again, too."""
     cache = with_compiled_kernels(tmp_path / "cache")
     first, _ = start(model, cache, 2)
@@ -81,7 +81,7 @@ def test_a_second_start_compiles_nothing_and_says_the_same(model: Path, tmp_path
     assert sum(engine["all"] - engine["found"] for engine in second) == len(files[::4])
 
 
-def test_other_flags_may_make_other_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_flags_may_make_other_code(tmp_path, monkeypatch):
     compile_one = functools.partial(lambda: jax.jit(lambda x: x + 1.0).lower(1.0).compile())
     stored = StoredExecutables(tmp_path / "executables", jax.devices())
     surroundings = stored_executables._surroundings
@@ -95,9 +95,7 @@ def test_other_flags_may_make_other_code(tmp_path: Path, monkeypatch: pytest.Mon
             assert stored.num_found == num_found
 
 
-def test_what_a_file_is_expected_to_hold_is_what_a_step_gives(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_what_a_file_is_expected_to_hold_is_what_a_step_gives(monkeypatch):
     """Also of a step with more rows than the drafter grows trees for: it gives no candidates."""
     tree = {
         "method": "draft_model",
@@ -131,9 +129,7 @@ def test_what_a_file_is_expected_to_hold_is_what_a_step_gives(
     assert given == {True, False}
 
 
-def test_what_cannot_be_stored_is_said_in_a_line(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_what_cannot_be_stored_is_said_in_a_line(tmp_path, caplog):
     compile_one = functools.partial(lambda: jax.jit(lambda x: [x] * 300).lower(1.0).compile())
     stored = StoredExecutables(tmp_path / "executables", jax.devices())
     kept = stored.get(compile_one, (1.0,), {"other": 1.0})
@@ -144,9 +140,7 @@ def test_what_cannot_be_stored_is_said_in_a_line(
     ) < 300 + len(str(tmp_path))
 
 
-def test_a_step_that_calls_python_is_not_stored_and_no_warning(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_step_that_calls_python_is_not_stored_and_no_warning(tmp_path, caplog):
     def calls_python(x: jax.Array) -> jax.Array:
         return jax.pure_callback(lambda given: given, jax.ShapeDtypeStruct((), x.dtype), x)
 

@@ -53,7 +53,7 @@ TEMPLATES = {
     "messages", [[USER], CALLED, [*CALLED, {"role": "assistant", "content": "So"}]], ids=len
 )
 @pytest.mark.parametrize("template", TEMPLATES.values(), ids=TEMPLATES)
-def test_a_prompt_is_what_transformers_makes(template: str, messages: list[dict[str, Any]]) -> None:
+def test_a_prompt_is_what_transformers_makes(template, messages):
     tokenizer = with_template(template)
     tools = [TOOL] if "tools" in template else None
     continues = messages[-1]["role"] == "assistant"
@@ -104,7 +104,7 @@ def requested(template: str) -> dict[str, Any]:
     }
 
 
-def test_a_process_that_is_gone_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_is_gone_is_replaced(monkeypatch):
     """Killed from outside, it or its child; a child that its limits end is replaced by the process itself."""
     renderers = Renderers()
     started: list[WorkerProcess] = []

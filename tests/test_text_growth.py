@@ -50,7 +50,7 @@ FIFTY = normalizers.Replace("a", "a" * 50)
         ),
     ],
 )
-def test_a_tokenizer_that_multiplies_a_text_is_refused(parts: Any, growth: str) -> None:
+def test_a_tokenizer_that_multiplies_a_text_is_refused(parts, growth):
     with pytest.raises(ValueError, match=growth.replace("+", r"\+")):
         check_growth(tokenizer_with(**parts))
 
@@ -86,11 +86,11 @@ def test_a_tokenizer_that_multiplies_a_text_is_refused(parts: Any, growth: str) 
         },
     ],
 )
-def test_what_published_tokenizers_do_is_taken(parts: Any) -> None:
+def test_what_published_tokenizers_do_is_taken(parts):
     check_growth(tokenizer_with(**parts))
 
 
-def test_a_checkpoint_with_such_a_tokenizer_does_not_load(tmp_path: Path) -> None:
+def test_a_checkpoint_with_such_a_tokenizer_does_not_load(tmp_path):
     directory = write_tokenizer(random_checkpoint(tmp_path, LLAMA))
     assert load_tokenizer(directory) is not None
     assert load_tokenizer(Path(jaxpage.__file__).parent / "demo") is not None

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -50,18 +49,18 @@ TEMPLATE = (
 
 
 @pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def directory(tmp_path_factory):
     path = random_checkpoint(tmp_path_factory.mktemp("model"), LLAMA)
     return write_tokenizer(path, SPECIAL, TEMPLATE)
 
 
 @pytest.fixture(scope="module")
-def tokenizer(directory: Path) -> Any:
+def tokenizer(directory):
     return load_tokenizer(directory)
 
 
 @pytest.fixture(scope="module")
-def llm(directory: Path) -> Iterator[Any]:
+def llm(directory):
     with make_llm(directory, speculative_config=DRAFTING) as llm:
         without_drafts(llm)
         yield llm
@@ -126,9 +125,7 @@ MARKERS = st.sampled_from(
     prompt=st.sampled_from(["", "a", "ab", "(", "<think>", "aa\n"]),
     data=st.data(),
 )
-def test_a_place_is_what_all_tokens_say(
-    tokenizer: Any, markers: Any, num_tokens: int, prompt: str, data: st.DataObject
-) -> None:
+def test_a_place_is_what_all_tokens_say(tokenizer, markers, num_tokens, prompt, data):
     """Token by token, with the tokens that are forced and such as come near the markers."""
     ids = tokenizer(prompt, add_special_tokens=False)["input_ids"]
     budget = for_prompt(budget_of(tokenizer, VOCAB, num_tokens, markers), ids)
@@ -155,7 +152,7 @@ def test_a_place_is_what_all_tokens_say(
         place = thinking.follow(budget, place, token_id)
 
 
-def test_every_part_of_a_marker_has_tokens_for_the_rest(tokenizer: Any) -> None:
+def test_every_part_of_a_marker_has_tokens_for_the_rest(tokenizer):
     for markers in (LETTERS, ("", "(ä)", False), ("", "so:", False)):
         budget = budget_of(tokenizer, VOCAB, 1, markers)
         text = markers[1].encode()
@@ -223,7 +220,7 @@ def params_of(name: str) -> SamplingParams:
 
 
 @pytest.fixture(scope="module")
-def wanted(llm: Any) -> dict[str, list[list[int]]]:
+def wanted(llm):
     """The tokens of each sample of each case, by hand."""
     tokens = {}
     for name, (text, _) in CASES.items():
@@ -285,11 +282,11 @@ WAYS: dict[str, Callable[..., Any]] = {
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_tokens_are_those_of_the_rule_by_hand(llm: Any, wanted: Any, way: str) -> None:
+def test_tokens_are_those_of_the_rule_by_hand(llm, wanted, way):
     assert WAYS[way](llm, wanted) == wanted
 
 
-def test_the_cases_are_what_they_say(llm: Any, wanted: dict[str, list[list[int]]]) -> None:
+def test_the_cases_are_what_they_say(llm, wanted):
     (close,) = llm.tokenizer("</think>", add_special_tokens=False)["input_ids"]
     assert [tokens.index(close) for tokens in wanted["sampled"]] == [5, 5]
     assert wanted["sampled"][0] != wanted["sampled"][1]
@@ -330,16 +327,12 @@ def counting_drafts_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("mistake", [off_by_one, forgetting_drafts, counting_drafts_once])
-def test_a_mistake_is_seen(
-    llm: Any, wanted: Any, monkeypatch: pytest.MonkeyPatch, mistake: Callable[..., None]
-) -> None:
+def test_a_mistake_is_seen(llm, wanted, monkeypatch, mistake):
     mistake(monkeypatch)
     assert drafting(llm, wanted) != wanted
 
 
-def test_steps_of_several_tokens_and_a_replay(
-    directory: Path, wanted: dict[str, list[list[int]]], tmp_path: Path
-) -> None:
+def test_steps_of_several_tokens_and_a_replay(directory, wanted, tmp_path):
     """A neighbour without a budget takes several at a time again when the others have ended; and the log gives all of it again."""
     log = tmp_path / "log.jsonl"
     with make_llm(directory, num_scheduler_steps=4, event_log=str(log)) as llm:
@@ -354,7 +347,7 @@ def test_steps_of_several_tokens_and_a_replay(
 # Parameters that do not go together
 
 
-def test_what_cannot_be_forced_is_refused(llm: Any) -> None:
+def test_what_cannot_be_forced_is_refused(llm):
     for params in ({"allowed_token_ids": [5, 6]}, {"bad_words": ["</think>"]}):
         with pytest.raises(ValueError, match=r"thinking_token_budget=3 forces '</think>'"):
             llm.generate(["a"], SamplingParams(thinking_token_budget=3, **params), use_tqdm=False)
@@ -366,7 +359,7 @@ def test_what_cannot_be_forced_is_refused(llm: Any) -> None:
         )
 
 
-def test_a_grammar_and_the_budget_hold_together(llm: Any) -> None:
+def test_a_grammar_and_the_budget_hold_together(llm):
     """Where a grammar does not admit the marker, it holds alone."""
     (close,) = llm.tokenizer("</think>", add_special_tokens=False)["input_ids"]
     until = f'start: r <[{close}]> "(" /[a-d]/ ")"\nr: /(.|\\n)*/'
@@ -389,7 +382,7 @@ def test_a_grammar_and_the_budget_hold_together(llm: Any) -> None:
 
 
 @pytest.mark.parametrize("space", [("", ""), ("\n", "\n\n"), ("", "\n")])
-def test_the_grammar_of_required_calls_takes_the_bare_marker(space: tuple[str, str]) -> None:
+def test_the_grammar_of_required_calls_takes_the_bare_marker(space):
     """Without the white space that the template has before it; what follows the marker is no reasoning any more."""
     close = f"{space[0]}</think>{space[1]}"
     form = ChatFormat(tools=HERMES, reasoning=ReasoningForm("<think>", close))
@@ -432,7 +425,7 @@ def params_in(exchange: Any) -> Any:
 
 
 @pytest.fixture(scope="module")
-def reasoning(tokenizer: Any) -> Any:
+def reasoning(tokenizer):
     return context(
         tokenizer=tokenizer, vocab_size=VOCAB, max_model_len=256, reasoning_parser="auto"
     )
@@ -449,9 +442,7 @@ def reasoning(tokenizer: Any) -> Any:
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])
-def test_an_answer_has_so_many_tokens_of_reasoning(
-    llm: Any, reasoning: Any, fields: dict[str, Any], stream: bool
-) -> None:
+def test_an_answer_has_so_many_tokens_of_reasoning(llm, reasoning, fields, stream):
     body = of_chat(**fields, seed=3, max_tokens=20, ignore_eos=True, stream=stream)
     if stream:
         body["stream_options"] = {"include_usage": True}
@@ -492,15 +483,13 @@ def test_an_answer_has_so_many_tokens_of_reasoning(
         ),
     ],
 )
-def test_a_model_without_reasoning_has_no_budget(
-    fields: dict[str, Any], ignored: tuple[str, ...]
-) -> None:
+def test_a_model_without_reasoning_has_no_budget(fields, ignored):
     exchange = open_chat(of_chat(**fields), context(strict_requests=True))
     assert exchange.ignored_fields == ignored
     assert params_in(exchange).thinking_token_budget is None
 
 
-def test_a_format_leaves_no_room_for_reasoning(reasoning: Any) -> None:
+def test_a_format_leaves_no_room_for_reasoning(reasoning):
     for held in (
         {"response_format": {"type": "json_object"}},
         {"structured_outputs": {"regex": "a+"}},
@@ -515,7 +504,7 @@ def test_a_format_leaves_no_room_for_reasoning(reasoning: Any) -> None:
     assert (params.thinking_token_budget, params.thinking_markers) == (6, THINK_MARKERS)
 
 
-def test_what_clients_ask_of_reasoning_besides(reasoning: Any) -> None:
+def test_what_clients_ask_of_reasoning_besides(reasoning):
     opened: tuple[dict[str, Any], ...] = (
         {"reasoning": {"enabled": True}},
         {"thinking": {"type": "adaptive"}},

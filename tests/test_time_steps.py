@@ -149,7 +149,7 @@ MIXER_EPSILON = {"zamba2-turns": 1e-5}
 
 @pytest.mark.parametrize("limit", LIMITS)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_time_steps_are_cut_by_their_limit(family: str, limit: str, tmp_path: Path) -> None:
+def test_time_steps_are_cut_by_their_limit(family, limit, tmp_path):
     names = FAMILIES[family]
     save_model(names.form, tmp_path, **names.overrides)
     config = json.loads((tmp_path / "config.json").read_text())

@@ -60,7 +60,7 @@ def arguments(**properties: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("schema", STRANGE, ids=lambda value: f"{value!r:.50}")
-def test_with_auto_a_schema_goes_to_the_template_as_it_is(schema: Any) -> None:
+def test_with_auto_a_schema_goes_to_the_template_as_it_is(schema):
     """And calls are read by whatever it says."""
     shows = with_template("{{ tools | tojson }}{{ messages }}")
     whole = [schema] if isinstance(schema, dict | bool) else []
@@ -92,7 +92,7 @@ KNOWN = (
 )
 
 
-def test_bare_values_are_read_whatever_a_schema_says() -> None:
+def test_bare_values_are_read_whatever_a_schema_says():
     known = context(tokenizer=with_template(TAGGED), tool_parser="auto")
     for schema in STRANGE:
         exchange = open_chat(chat(tool("f", arguments(a=schema))), known)
@@ -108,7 +108,7 @@ def test_bare_values_are_read_whatever_a_schema_says() -> None:
     assert json.loads(read) == {"a": "3", "b": 3}
 
 
-def test_with_auto_a_schema_may_be_as_large_as_a_body() -> None:
+def test_with_auto_a_schema_may_be_as_large_as_a_body():
     large = arguments(**{f"p{index}": {"description": "x" * 100} for index in range(1000)})
     known = context(tool_parser="hermes")
     assert open_chat(chat(tool("f", large)), known).prompts
@@ -116,7 +116,7 @@ def test_with_auto_a_schema_may_be_as_large_as_a_body() -> None:
         open_chat(chat(tool("f", large), tool_choice="required"), known)
 
 
-def test_only_tools_that_must_be_called_need_a_grammar() -> None:
+def test_only_tools_that_must_be_called_need_a_grammar():
     strange = [tool(f"s{index}", arguments(a=schema)) for index, schema in enumerate(STRANGE)]
     known = context(tool_parser="hermes")
     for choice in (
@@ -142,7 +142,7 @@ def test_only_tools_that_must_be_called_need_a_grammar() -> None:
         ({"propertyNames": {"type": "integer"}}, ".propertyNames", "no grammar can enforce"),
     ],
 )
-def test_what_no_grammar_holds_is_refused_by_its_path(schema: Any, path: str, message: str) -> None:
+def test_what_no_grammar_holds_is_refused_by_its_path(schema, path, message):
     known = context(tool_parser="hermes")
     tools = [tool(f"t{index}", arguments()) for index in range(3)]
     wanted = {"name": "x", "schema": arguments(email=schema)}
@@ -170,9 +170,7 @@ def test_what_no_grammar_holds_is_refused_by_its_path(schema: Any, path: str, me
         ({"type": "string", "format": "jwt"}, "format", {"type": "string"}),
     ],
 )
-def test_what_a_format_says_already_is_left_out_and_told(
-    schema: Any, keyword: str, rest: Any
-) -> None:
+def test_what_a_format_says_already_is_left_out_and_told(schema, keyword, rest):
     for choice in ("required", CHOICE):
         body = chat(tool("f", arguments(email=schema)), tool_choice=choice)
         exchange = open_chat(body, context(tool_parser="hermes"))
@@ -194,13 +192,13 @@ def test_what_a_format_says_already_is_left_out_and_told(
             open_chat(chat(response_format=wanted), context(strict_requests=True))
 
 
-def test_sets_of_tools_are_told() -> None:
+def test_sets_of_tools_are_told():
     body = chat(tool("f", arguments(a={"type": "array", "uniqueItems": True})), tool_choice=CHOICE)
     exchange = open_chat(body, context())
     assert exchange.ignored_fields == ("tools[0].function.parameters.uniqueItems",)
 
 
-def test_allowed_tools() -> None:
+def test_allowed_tools():
     def opened(mode: str, *names: str) -> Any:
         allowed = [{"type": "function", "function": {"name": name}} for name in names]
         choice = {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": allowed}}
@@ -265,7 +263,7 @@ ANYTHING = st.recursive(
     choice=st.sampled_from(("auto", "required", CHOICE)),
     is_tagged=st.booleans(),
 )
-def test_any_schema_is_taken_or_refused(parameters: Any, choice: Any, is_tagged: bool) -> None:
+def test_any_schema_is_taken_or_refused(parameters, choice, is_tagged):
     """With "auto" it is always taken."""
     try:
         open_chat(chat(tool("f", parameters), tool_choice=choice), KNOWN[is_tagged])
@@ -352,9 +350,7 @@ def _opens(schema: Any) -> bool:
 
 
 @given(schema=_object(schemas), definition=_object(st.just(INTEGER)), value=values)
-def test_objects_are_closed_as_by_unevaluated_properties(
-    schema: Any, definition: Any, value: Any
-) -> None:
+def test_objects_are_closed_as_by_unevaluated_properties(schema, definition, value):
     schema = {**schema, "$defs": {"d": definition}}
     before = copy.deepcopy(schema)
     closed = jsonschema.Draft202012Validator(close_schema(schema))
@@ -382,7 +378,7 @@ def test_objects_are_closed_as_by_unevaluated_properties(
         (arguments(next={"$ref": "#"}), [{"next": {"next": {}}}], [{"next": {"x": 1}}]),
     ],
 )  # fmt: skip
-def test_enforced_calls_have_no_other_keys(schema: Any, good: list[Any], bad: list[Any]) -> None:
+def test_enforced_calls_have_no_other_keys(schema, good, bad):
     body = chat(tool("f", schema), tool_choice=CHOICE)
     held = open_chat(body, context()).prompts[0].params.structured_outputs
     assert all(admits(held, json.dumps(value)) for value in good)

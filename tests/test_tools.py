@@ -52,25 +52,21 @@ def check_usage(
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_every_program_says_how_it_is_used(
-    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_every_program_says_how_it_is_used(name, monkeypatch, capsys):
     assert {*NAMED} <= {*PROGRAMS}
     if name == "make_random_model":
         pytest.importorskip("torch")
     check_usage(name, monkeypatch, capsys)
 
 
-def test_a_random_model_is_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_random_model_is_written(tmp_path, monkeypatch, capsys):
     pytest.importorskip("torch", reason="transformers makes the model on torch")
     run_program("make_random_model", "llama-15m", str(tmp_path), monkeypatch=monkeypatch)
     assert json.loads((tmp_path / "config.json").read_text())["hidden_size"] == 288
     assert capsys.readouterr().out.startswith("llama-15m: ")
 
 
-def test_a_step_is_timed_with_its_parts(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_step_is_timed_with_its_parts(capsys):
     words = ["--models", "tiny", "--rows", "2", "--contexts", "32", "--round", "0.001"]
     assert bench_step.main(words) == 0
     [row] = json.loads(capsys.readouterr().out.splitlines()[-1])["rows"]
@@ -78,13 +74,13 @@ def test_a_step_is_timed_with_its_parts(capsys: pytest.CaptureFixture[str]) -> N
     assert row["rows"] == 2 and all(row[part] > 0 for part in parts)
 
 
-def test_a_table_of_the_paper_is_made(tmp_path: Path) -> None:
+def test_a_table_of_the_paper_is_made(tmp_path):
     words = ["--quick", "--figures", "table1", "--out", str(tmp_path), "--processes", "1"]
     assert draw_figures(words, measure_attention=measure_attention) == 0
     assert "OPT-13B" in (tmp_path / "paper.md").read_text()
 
 
-def test_what_a_minute_on_a_gpu_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_a_minute_on_a_gpu_runs(tmp_path, capsys):
     words = ["--list", "--state", str(tmp_path / "state"), "--out", str(tmp_path / "out")]
     assert gpu_slot.main(words) == 0
     names = [line[:22].strip() for line in capsys.readouterr().out.splitlines()]
@@ -110,9 +106,7 @@ def test_a_program_finds_its_modules_where_jaxpage_is_not_installed(name, monkey
     assert str(TOOLS.parent) in sys.path
 
 
-def test_a_table_is_written_checked_and_found_old(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_table_is_written_checked_and_found_old(tmp_path, monkeypatch, capsys):
     rows = [kernel_tables.Row("attend (triton)", "decode", 116, 0, 39117, (0, 32, 32, 0))]
     monkeypatch.setattr(inspect_kernels, "unavailable", lambda: None)
     monkeypatch.setattr(inspect_kernels.sass, "disassembler", lambda: "nvdisasm")
@@ -140,13 +134,7 @@ def test_a_table_is_written_checked_and_found_old(
 
 
 @pytest.mark.parametrize(("others", "busy"), [(20, False), (80, True)])
-def test_nothing_is_written_on_a_busy_machine(
-    others: int,
-    busy: bool,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_nothing_is_written_on_a_busy_machine(others, busy, tmp_path, monkeypatch, capsys):
     """Other programs have 0.2 and 0.8 seconds of two cores in five; the engine's 4 do not count."""
     children = argparse.Namespace(ru_utime=1.0, ru_stime=0.0)
     stat, clock, written = tmp_path / "stat", iter([10.0, 15.0]), tmp_path / "results.md"

@@ -62,7 +62,7 @@ CHAT = {
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _loggers() -> Iterator[None]:
+def _loggers():
     """What `open_spans` sets for a server's process is not for the other tests of this one."""
     logger = logging.getLogger("opentelemetry")
     before = logger.level
@@ -130,7 +130,7 @@ class Shared:
 
 
 @pytest.fixture(scope="module")
-def engine() -> Iterator[Shared]:
+def engine():
     with when_used():
         shared = Shared()
         yield shared
@@ -139,12 +139,12 @@ def engine() -> Iterator[Shared]:
 
 
 @pytest.fixture
-def shared(engine: Shared) -> Kept:
+def shared(engine):
     return engine.kept()
 
 
 @pytest.fixture
-def built(engine: Shared) -> Built:
+def built(engine):
     """For a server of the test's own."""
     engine.close()
     return engine.built
@@ -216,7 +216,7 @@ def usage_of(path: str, body: dict[str, Any], client: httpx.Client) -> dict[str,
 
 
 @pytest.mark.parametrize("name", BODIES)
-def test_spans_have_the_numbers_of_the_answer(shared: Kept, name: str) -> None:
+def test_spans_have_the_numbers_of_the_answer(shared, name):
     path, body, num_prompts = BODIES[name]
     before = shared.stats()
     usage = usage_of(path, body, shared.client)
@@ -258,7 +258,7 @@ def test_spans_have_the_numbers_of_the_answer(shared: Kept, name: str) -> None:
         assert moments == sorted(moments) and moments[-1] <= server.end_time
 
 
-def test_no_text_of_a_request_is_in_its_spans(shared: Kept) -> None:
+def test_no_text_of_a_request_is_in_its_spans(shared):
     answer = shared.client.post("/v1/completions", json=DRAWN).json()
     spans = shared.spans(1)
     text = "".join(span.to_json() for span in spans)
@@ -266,7 +266,7 @@ def test_no_text_of_a_request_is_in_its_spans(shared: Kept) -> None:
     assert server_span(spans).attributes["gen_ai.response.id"] == answer["id"]
 
 
-def test_preemptions_and_drafts_are_those_of_the_engine(shared: Kept) -> None:
+def test_preemptions_and_drafts_are_those_of_the_engine(shared):
     """Four requests that do not fit together; each number is in the spans of one of them."""
     names = {
         "jaxpage.preemptions": "num_preemptions_total",
@@ -302,7 +302,7 @@ def test_preemptions_and_drafts_are_those_of_the_engine(shared: Kept) -> None:
     assert min(told.values()) > 0, told
 
 
-def test_embeddings_and_ranks_have_the_tokens_that_they_read(shared: Kept) -> None:
+def test_embeddings_and_ranks_have_the_tokens_that_they_read(shared):
     requested = {"model": "demo", "input": ["A cat", "The old house"]}
     usage = shared.client.post("/v1/embeddings", json=requested).json()["usage"]
     [span] = shared.spans(1)
@@ -315,7 +315,7 @@ def test_embeddings_and_ranks_have_the_tokens_that_they_read(shared: Kept) -> No
     assert span.attributes["gen_ai.usage.input_tokens"] == usage["total_tokens"]
 
 
-def test_a_dialect_says_what_each_of_its_paths_does() -> None:
+def test_a_dialect_says_what_each_of_its_paths_does():
     for dialect in DIALECTS:
         assert set(dialect.operations) == {
             *(*dialect.exchanges, *dialect.conversations, *dialect.vectors)
@@ -323,7 +323,7 @@ def test_a_dialect_says_what_each_of_its_paths_does() -> None:
         assert dialect.operations.items() <= OPERATIONS.items()
 
 
-def test_every_path_of_a_model_has_an_operation(shared: Kept) -> None:
+def test_every_path_of_a_model_has_an_operation(shared):
     routes = [route for route in shared.server.server.routes if isinstance(route, Route)]
     posts = {route.path for route in routes if "POST" in (route.methods or ())}
     assert posts - set(OPERATIONS) == {
@@ -355,7 +355,7 @@ def test_every_path_of_a_model_has_an_operation(shared: Kept) -> None:
         (None, "root"),
     ],
 )
-def test_the_span_is_a_child_of_the_caller_s(shared: Kept, given: str | None, found: str) -> None:
+def test_the_span_is_a_child_of_the_caller_s(shared, given, found):
     headers = {} if given is None else {"traceparent": given, "tracestate": "vendor=1"}
     requested = {**DRAWN, "max_tokens": 2}
     shared.client.post("/v1/completions", json=requested, headers=headers).raise_for_status()
@@ -377,7 +377,7 @@ def test_the_span_is_a_child_of_the_caller_s(shared: Kept, given: str | None, fo
 # ---- requests that do not end well
 
 
-def test_a_client_that_leaves_has_a_span_of_what_was_done(shared: Kept) -> None:
+def test_a_client_that_leaves_has_a_span_of_what_was_done(shared):
     requested = {**DRAWN, "max_tokens": 200, "stream": True}
     with shared.client.stream("POST", "/v1/completions", json=requested) as answer:
         next(answer.iter_lines())
@@ -401,9 +401,7 @@ def test_a_client_that_leaves_has_a_span_of_what_was_done(shared: Kept) -> None:
         ({"prompt": "cat " * 300}, 400, "text_completion demo"),  # it is read, then refused
     ],
 )
-def test_a_refused_request_has_a_span(
-    shared: Kept, change: dict[str, Any], status: int, name: str
-) -> None:
+def test_a_refused_request_has_a_span(shared, change, status, name):
     answer = shared.client.post("/v1/completions", json={**DRAWN, **change})
     assert answer.status_code == status
     [span] = shared.spans(1)
@@ -414,9 +412,7 @@ def test_a_refused_request_has_a_span(
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_failed_step_is_an_error_of_the_server(
-    shared: Kept, stream: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_step_is_an_error_of_the_server(shared, stream, monkeypatch):
     engine = shared.server.engine
     step = engine.step
     num_steps = 0
@@ -441,7 +437,7 @@ def test_a_failed_step_is_an_error_of_the_server(
 
 
 @pytest.mark.parametrize("num_known", [1, 2, 3, 4])
-def test_a_part_that_was_cut_short_ends_with_the_request(num_known: int) -> None:
+def test_a_part_that_was_cut_short_ends_with_the_request(num_known):
     """Whichever of the engine's times are known when the request ends."""
     times = ["arrival_time", "first_scheduled_time", "first_token_time", "last_token_time"]
     record = RequestRecord(bare_scope())
@@ -458,7 +454,7 @@ def test_a_part_that_was_cut_short_ends_with_the_request(num_known: int) -> None
     assert [part.ended for part in parts] == ends
 
 
-def test_a_writer_that_fails_does_not_fail_the_request(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_writer_that_fails_does_not_fail_the_request(caplog):
     async def answer(scope: Any, receive: Any, send: Any) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": []})
         await send({"type": "http.response.body", "body": b""})
@@ -514,15 +510,13 @@ class Receiver:
 
 
 @pytest.fixture
-def receiver() -> Iterator[Receiver]:
+def receiver():
     receiver = Receiver()
     yield receiver
     receiver.close()
 
 
-def test_spans_arrive_by_otlp_at_the_latest_at_the_shutdown(
-    built: Built, receiver: Receiver, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_spans_arrive_by_otlp_at_the_latest_at_the_shutdown(built, receiver, monkeypatch):
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_HEADERS", "x-tenant=seven")
     monkeypatch.setenv("OTEL_RESOURCE_ATTRIBUTES", "deployment.environment.name=test")
     monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "600000")
@@ -560,9 +554,7 @@ def test_spans_arrive_by_otlp_at_the_latest_at_the_shutdown(
         ("OTEL_SERVICE_NAME", "theirs", 1),
     ],
 )
-def test_the_sdk_reads_its_own_variables(
-    name: str, value: str, number: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_sdk_reads_its_own_variables(name, value, number, monkeypatch):
     monkeypatch.setenv(name, value)
     exporter = InMemorySpanExporter()
     spans = otlp.Spans(exporter)
@@ -574,12 +566,8 @@ def test_the_sdk_reads_its_own_variables(
 
 @pytest.mark.parametrize("kind", ["closed", "silent", "refusing"])
 def test_an_endpoint_that_does_not_answer_costs_one_warning(
-    built: Built,
-    receiver: Receiver,
-    kind: str,
-    caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    built, receiver, kind, caplog, monkeypatch
+):
     """With a queue that is full after two spans."""
     monkeypatch.setenv("OTEL_BSP_MAX_QUEUE_SIZE", "2")
     monkeypatch.setenv("OTEL_BSP_MAX_EXPORT_BATCH_SIZE", "1")
@@ -609,9 +597,7 @@ def test_an_endpoint_that_does_not_answer_costs_one_warning(
     assert not [record for record in caplog.records if record.name.startswith("opentelemetry")]
 
 
-def test_a_shutdown_waits_for_an_endpoint_within_a_bound(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_shutdown_waits_for_an_endpoint_within_a_bound(monkeypatch, caplog):
     monkeypatch.setattr(otlp, "FLUSH_SECONDS", 0.2)
     is_ended = threading.Event()
 
@@ -628,9 +614,7 @@ def test_a_shutdown_waits_for_an_endpoint_within_a_bound(
     assert is_ended.is_set() and "the last spans are not sent" in caplog.text
 
 
-def test_an_endpoint_that_comes_back_is_warned_of_again(
-    receiver: Receiver, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_endpoint_that_comes_back_is_warned_of_again(receiver, caplog):
     telling = otlp.Telling(otlp.OTLPSpanExporter(receiver.endpoint), receiver.endpoint)
     caplog.set_level(logging.INFO, "jaxpage")
     for status in (400, 400, 200, 200, 400):
@@ -645,7 +629,7 @@ def test_an_endpoint_that_comes_back_is_warned_of_again(
 # ---- the setting
 
 
-def test_without_the_setting_nothing_of_opentelemetry_is_imported() -> None:
+def test_without_the_setting_nothing_of_opentelemetry_is_imported():
     program = (
         "import sys\n"
         "from jaxpage.serving import asgi, server, startup\n"
@@ -660,7 +644,7 @@ def test_without_the_setting_nothing_of_opentelemetry_is_imported() -> None:
     subprocess.run([sys.executable, "-c", program], check=True, timeout=300)
 
 
-def test_a_missing_package_is_named_with_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_is_named_with_the_extra(monkeypatch):
     real = builtins.__import__
 
     def without(name: str, *arguments: Any, **named: Any) -> Any:
@@ -686,9 +670,7 @@ def test_a_missing_package_is_named_with_the_extra(monkeypatch: pytest.MonkeyPat
         ("OTEL_BSP_MAX_QUEUE_SIZE", "3", "max_export_batch_size must be"),
     ],
 )
-def test_a_variable_that_is_not_supported_is_refused(
-    name: str, value: str, message: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_variable_that_is_not_supported_is_refused(name, value, message, monkeypatch):
     monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError, match=message):
         open_tracing(ServerConfig(otlp_traces_endpoint=ENDPOINT))

@@ -7,7 +7,6 @@ own code says of it (MaxText's `checkpoint_conversion`, Tunix' and gemma's modul
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import flax.traverse_util
@@ -238,14 +237,14 @@ def apart(arrays: Arrays) -> Arrays:
 
 @pytest.mark.parametrize("scanned", [True, False], ids=["scanned", "each layer"])
 @pytest.mark.parametrize("case", [case for case in CASES if case != "gemma"])
-def test_names_of_maxtext(case: str, scanned: bool) -> None:
+def test_names_of_maxtext(case, scanned):
     config, arrays = weights(case)
     want = apart(arrays)
     assert_as_hugging_face(case, config, of_maxtext(case, config, want, scanned), want)
 
 
 @pytest.mark.parametrize("case", ["llama", "qwen2", "qwen3"])
-def test_names_of_tunix(case: str) -> None:
+def test_names_of_tunix(case):
     config, arrays = weights(case)
     assert_as_hugging_face(case, config, of_tunix(case, config, arrays), arrays)
 
@@ -264,7 +263,7 @@ class Node(nnx.Module):
             setattr(self, name, made)
 
 
-def test_a_module_of_tunix_is_taken_as_its_arrays_are() -> None:
+def test_a_module_of_tunix_is_taken_as_its_arrays_are():
     config, arrays = weights("llama")
     tree = flax.traverse_util.unflatten_dict(of_tunix("llama", config, arrays), sep=".")
     found = open_parameters(config, Node(tree)).plan.arrays
@@ -274,12 +273,12 @@ def test_a_module_of_tunix_is_taken_as_its_arrays_are() -> None:
 
 
 @pytest.mark.parametrize("case", ["gemma", "gemma2", "gemma3"])
-def test_names_of_gemma(case: str) -> None:
+def test_names_of_gemma(case):
     config, arrays = weights(case)
     assert_as_hugging_face(case, config, of_gemma(case, config, arrays), arrays)
 
 
-def test_a_checkpoint_of_maxtext_is_converted_and_its_arrays_are_parameters(tmp_path: Path) -> None:
+def test_a_checkpoint_of_maxtext_is_converted_and_its_arrays_are_parameters(tmp_path):
     """An engine of either gives the tokens of transformers. A mistake planted: no turned pairs."""
     config, arrays = weights("llama")
     source = tmp_path / "trained"
@@ -313,7 +312,7 @@ def greedy(llm: Any, prompt: list[int]) -> list[int]:
     return list(llm.generate([prompt], params, use_tqdm=False)[0].outputs[0].token_ids)
 
 
-def test_an_architecture_without_a_table_is_refused_by_name() -> None:
+def test_an_architecture_without_a_table_is_refused_by_name():
     found = {"token_embedder.embedding": np.zeros((4, 2))}
     with pytest.raises(UnsupportedError, match="names of MaxText.*not for OPTForCausalLM"):
         hugging_face_names(found, config_json("opt-norm-first"))

@@ -26,7 +26,7 @@ from jaxpage.serving.dialects.responses import open_response
 from jaxpage.serving.wire.derived_forms import choose_form, derive_form
 from jaxpage.serving.wire.exchange import open_chat
 from tests.support import successors
-from tests.support.running import Promises, Running, demo_with_template, running
+from tests.support.running import Promises, demo_with_template, running
 from tests.support.wire import CHATML, context, with_template
 
 DEMO = resolve_model("demo")
@@ -60,7 +60,7 @@ OLLAMA: Any = {"model": "demo", "options": {"temperature": 0, "num_predict": 12}
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+def server(tmp_path_factory):
     model = demo_with_template(tmp_path_factory.mktemp("models") / "demo", CHATML)
     with running(ServerConfig(reasoning_parser="think"), model=model, api_keys=[KEY]) as found:
         yield found
@@ -68,7 +68,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
 
 
 @pytest.fixture(scope="module")
-def http(server: Running) -> Iterator[httpx.Client]:
+def http(server):
     with httpx.Client(
         base_url=server.address, headers={"Authorization": f"Bearer {KEY}"}, timeout=60
     ) as client:
@@ -76,12 +76,12 @@ def http(server: Running) -> Iterator[httpx.Client]:
 
 
 @pytest.fixture(scope="module")
-def promises(http: httpx.Client) -> Promises:
+def promises(http):
     return Promises(http)
 
 
 @pytest.fixture
-def open_ai(server: Running, promises: Promises) -> Iterator[openai.OpenAI]:
+def open_ai(server, promises):
     with openai.OpenAI(
         base_url=f"{server.address}/v1", api_key=KEY, max_retries=0, timeout=60
     ) as found:
@@ -90,7 +90,7 @@ def open_ai(server: Running, promises: Promises) -> Iterator[openai.OpenAI]:
 
 
 @pytest.fixture
-def claude(server: Running, promises: Promises) -> Iterator[anthropic.Anthropic]:
+def claude(server, promises):
     with anthropic.Anthropic(
         base_url=server.address, api_key=KEY, max_retries=0, timeout=60
     ) as found:
@@ -99,7 +99,7 @@ def claude(server: Running, promises: Promises) -> Iterator[anthropic.Anthropic]
 
 
 @pytest.fixture
-def llama(server: Running, promises: Promises) -> Iterator[ollama.Client]:
+def llama(server, promises):
     with ollama.Client(
         server.address, headers={"authorization": f"Bearer {KEY}"}, timeout=60
     ) as found:
@@ -108,7 +108,7 @@ def llama(server: Running, promises: Promises) -> Iterator[ollama.Client]:
 
 
 @pytest.fixture(scope="module")
-def chat(http: httpx.Client) -> Any:
+def chat(http):
     """The answer of the chat that the requests of this file are translated into."""
 
     def requested(**fields: Any) -> Any:
@@ -246,9 +246,7 @@ TOLD = {"role": "assistant", "content": "It was"}
     ],
     ids=["responses", "messages", "ollama"],
 )
-def test_a_translated_request_is_that_of_the_chat(
-    opens: Any, body: dict[str, Any], wanted: dict[str, Any]
-) -> None:
+def test_a_translated_request_is_that_of_the_chat(opens, body, wanted):
     known = context(tokenizer=THINKING, strict_requests=True)
     found, chat = (
         open_({"model": "demo", **fields}, known)
@@ -288,7 +286,7 @@ def reads_reasoning(field: str, *, refuses: bool = False) -> Any:
 
 @pytest.mark.parametrize("field", FIELDS)
 @pytest.mark.parametrize("dialect", ["chat", "vllm", "responses", "messages", "ollama"])
-def test_reasoning_that_is_sent_back_reaches_the_template(field: str, dialect: str) -> None:
+def test_reasoning_that_is_sent_back_reaches_the_template(field, dialect):
     """By whatever name the template reads it, and the dialect has it."""
     thinking = {"type": "thinking", "thinking": "Hm", "signature": ""}
     said = {
@@ -318,9 +316,7 @@ def test_reasoning_that_is_sent_back_reaches_the_template(field: str, dialect: s
 
 @pytest.mark.parametrize("field", FIELDS[:-1])
 @pytest.mark.parametrize("content", ["I look.", "", None, " "])
-def test_a_preamble_before_a_call_goes_with_the_reasoning_where_only_one_is_taken(
-    field: str, content: str | None
-) -> None:
+def test_a_preamble_before_a_call_goes_with_the_reasoning_where_only_one_is_taken(field, content):
     call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}
     said = {"role": "assistant", "content": content, "reasoning": "Hm", "tool_calls": [call]}
     result = {"role": "tool", "tool_call_id": "a", "content": "3"}
@@ -335,7 +331,7 @@ def test_a_preamble_before_a_call_goes_with_the_reasoning_where_only_one_is_take
 # Responses
 
 
-def test_a_response_is_the_chat(open_ai: openai.OpenAI, chat: Any) -> None:
+def test_a_response_is_the_chat(open_ai, chat):
     wanted = chat()
     answer = open_ai.responses.create(**RESPONSE)
     assert answer.output_text == text_of(wanted) and answer.id.startswith("resp_")
@@ -364,7 +360,7 @@ def test_a_response_is_the_chat(open_ai: openai.OpenAI, chat: Any) -> None:
     )
 
 
-def test_a_response_is_sent_back(open_ai: openai.OpenAI, chat: Any) -> None:
+def test_a_response_is_sent_back(open_ai, chat):
     """As it came, in a conversation of which nothing was kept."""
     first = open_ai.responses.create(**RESPONSE)
     said = [
@@ -383,7 +379,7 @@ def test_a_response_is_sent_back(open_ai: openai.OpenAI, chat: Any) -> None:
     )
 
 
-def test_a_response_keeps_to_a_schema(open_ai: openai.OpenAI) -> None:
+def test_a_response_keeps_to_a_schema(open_ai):
     """And ends by itself: the client's helper gives the whole of it."""
     wanted: Any = {
         "format": {"type": "json_schema", "name": "house", "schema": SCHEMA, "strict": True}
@@ -395,7 +391,7 @@ def test_a_response_keeps_to_a_schema(open_ai: openai.OpenAI) -> None:
     jsonschema.validate(json.loads(answer.output_text), SCHEMA)
 
 
-def test_what_responses_do_not_have_is_refused(open_ai: openai.OpenAI) -> None:
+def test_what_responses_do_not_have_is_refused(open_ai):
     wrong: list[tuple[dict[str, Any], str]] = [
         ({"conversation": "conv_1"}, "conversation"),
         ({"tools": [{"type": "web_search"}], "tool_choice": "required"}, "tool_choice"),
@@ -430,7 +426,7 @@ def test_what_responses_do_not_have_is_refused(open_ai: openai.OpenAI) -> None:
 # Messages
 
 
-def test_a_message_is_the_chat(claude: anthropic.Anthropic, chat: Any) -> None:
+def test_a_message_is_the_chat(claude, chat):
     wanted = chat()
     answer: Any = claude.messages.create(**MESSAGE)
     assert [(block.type, block.text) for block in answer.content] == [("text", text_of(wanted))]
@@ -454,7 +450,7 @@ def test_a_message_is_the_chat(claude: anthropic.Anthropic, chat: Any) -> None:
     ]
 
 
-def test_a_message_stops_and_goes_on(claude: anthropic.Anthropic, chat: Any) -> None:
+def test_a_message_stops_and_goes_on(claude, chat):
     """A stop sequence is told; a last message of the assistant is gone on with."""
     whole = text_of(chat())
     stop = whole[5:9]
@@ -478,7 +474,7 @@ def test_a_message_stops_and_goes_on(claude: anthropic.Anthropic, chat: Any) -> 
     assert more.content[0].text == text_of(wanted)
 
 
-def test_the_tokens_of_a_message_are_counted(claude: anthropic.Anthropic, chat: Any) -> None:
+def test_the_tokens_of_a_message_are_counted(claude, chat):
     """As the chat has them. What a message may not have, its count may not either."""
     requested: Any = {name: MESSAGE[name] for name in ("model", "system", "messages")}
     assert (
@@ -498,7 +494,7 @@ def test_the_tokens_of_a_message_are_counted(claude: anthropic.Anthropic, chat: 
         claude.messages.count_tokens(**{**requested, "model": "claude"})
 
 
-def test_what_messages_do_not_have_is_refused(claude: anthropic.Anthropic, server: Running) -> None:
+def test_what_messages_do_not_have_is_refused(claude, server):
     wrong: list[tuple[dict[str, Any], str]] = [
         ({"tools": [{"name": "f", "input_schema": []}]}, "tools[0].input_schema must be"),
         ({"thinking": {"type": "enabled", "budget_tokens": 0}}, "thinking.budget_tokens must be"),
@@ -523,7 +519,7 @@ def test_what_messages_do_not_have_is_refused(claude: anthropic.Anthropic, serve
     assert outside.value.body["error"]["type"] == "authentication_error"  # type: ignore[index]
 
 
-def test_a_key_may_be_in_the_header_of_messages(server: Running, promises: Promises) -> None:
+def test_a_key_may_be_in_the_header_of_messages(server, promises):
     """As older clients send it. One in `Authorization` goes before it."""
     body = {name: value for name, value in MESSAGE.items() if name != "extra_body"}
     for headers, status in (
@@ -548,7 +544,7 @@ WEATHER: Any = {
 
 
 @pytest.mark.parametrize("choice", [{"type": "any"}, {"type": "tool", "name": "weather"}])
-def test_a_conversation_with_a_tool(claude: anthropic.Anthropic, choice: Any) -> None:
+def test_a_conversation_with_a_tool(claude, choice):
     """A grammar makes the small model call it; the client sends back what it got, and a result."""
     requested: Any = {**MESSAGE, "max_tokens": 64, "tools": [WEATHER]}
     requested["tool_choice"] = {**choice, "disable_parallel_tool_use": True}
@@ -577,7 +573,7 @@ def test_a_conversation_with_a_tool(claude: anthropic.Anthropic, choice: Any) ->
 
 
 @pytest.mark.parametrize("name", ["main", "tool_turn", "title", "count_tokens", "compaction"])
-def test_a_request_of_claude_code_comes_through_the_server(name: str, http: httpx.Client) -> None:
+def test_a_request_of_claude_code_comes_through_the_server(name, http):
     recorded = Path(__file__).parent / "support" / "agent_requests" / f"claude_code_{name}.json"
     requested = json.loads(recorded.read_text())
     if "max_tokens" in requested["body"]:
@@ -591,7 +587,7 @@ def test_a_request_of_claude_code_comes_through_the_server(name: str, http: http
         assert answer.text.rstrip().endswith('data: {"type":"message_stop"}')
 
 
-def test_every_error_below_messages_is_anthropics(http: httpx.Client) -> None:
+def test_every_error_below_messages_is_anthropics(http):
     body = {name: value for name, value in MESSAGE.items() if name != "extra_body"}
     kinds = {
         400: "invalid_request_error",
@@ -624,7 +620,7 @@ def test_every_error_below_messages_is_anthropics(http: httpx.Client) -> None:
 # Ollama
 
 
-def test_ollama_chats(llama: ollama.Client, chat: Any) -> None:
+def test_ollama_chats(llama, chat):
     wanted = chat()
     answer = llama.chat(messages=MESSAGES, **OLLAMA)
     assert answer.message.role == "assistant" and answer.message.content == text_of(wanted)
@@ -638,7 +634,7 @@ def test_ollama_chats(llama: ollama.Client, chat: Any) -> None:
     assert (last.done, last.done_reason, last.eval_count) == (True, "length", answer.eval_count)
 
 
-def test_ollama_thinks(llama: ollama.Client, chat: Any) -> None:
+def test_ollama_thinks(llama, chat):
     wanted = chat(chat_template_kwargs={"enable_thinking": True})["choices"][0]["message"][
         "reasoning_content"
     ]
@@ -649,7 +645,7 @@ def test_ollama_thinks(llama: ollama.Client, chat: Any) -> None:
     assert "".join(part.message.thinking or "" for part in streamed) == wanted
 
 
-def test_ollama_generates(llama: ollama.Client, http: httpx.Client, chat: Any) -> None:
+def test_ollama_generates(llama, http, chat):
     """As a chat, or from the prompt as it is."""
     requested: Any = {**OLLAMA, "prompt": "The old house"}
     assert llama.generate(**requested, system="Tell it.").response == text_of(chat())
@@ -667,7 +663,7 @@ def test_ollama_generates(llama: ollama.Client, http: httpx.Client, chat: Any) -
     assert [model.model for model in llama.list().models] == ["demo"]
 
 
-def test_ollama_clients_find_the_model(llama: ollama.Client, http: httpx.Client, chat: Any) -> None:
+def test_ollama_clients_find_the_model(llama, http, chat):
     """What they ask at their start, with the name that they give a model without a tag."""
     length = http.get("/v1/models").json()["data"][0]["max_model_len"]
     assert [(model.model, model.context_length) for model in llama.ps().models] == [
@@ -711,9 +707,7 @@ def test_ollama_clients_find_the_model(llama: ollama.Client, http: httpx.Client,
         assert caught.value.status_code in (400, 404)
 
 
-def test_ollama_loads_the_model_where_there_is_no_prompt(
-    llama: ollama.Client, http: httpx.Client
-) -> None:
+def test_ollama_loads_the_model_where_there_is_no_prompt(llama, http):
     for prompt in ({}, {"prompt": ""}):
         answer = llama.generate(model="demo:latest", **prompt)
         assert (answer.response, answer.done, answer.done_reason) == ("", True, "load")
@@ -727,7 +721,7 @@ def test_ollama_loads_the_model_where_there_is_no_prompt(
     assert caught.value.status_code == 404
 
 
-def test_ollama_embeds(llama: ollama.Client, open_ai: openai.OpenAI) -> None:
+def test_ollama_embeds(llama, open_ai):
     texts = ["The old house", "A garden"]
     wanted = open_ai.embeddings.create(model="demo", input=texts)
     answer = llama.embed("demo:latest", texts, options={"temperature": 0})
@@ -749,9 +743,7 @@ def test_ollama_embeds(llama: ollama.Client, open_ai: openai.OpenAI) -> None:
         assert caught.value.status_code == status and message in caught.value.error
 
 
-def test_what_ollama_says_of_its_machine_changes_nothing(
-    llama: ollama.Client, http: httpx.Client, chat: Any
-) -> None:
+def test_what_ollama_says_of_its_machine_changes_nothing(llama, http, chat):
     """And {} is a schema: any JSON."""
     options = {
         **OLLAMA["options"],
@@ -779,7 +771,7 @@ def test_what_ollama_says_of_its_machine_changes_nothing(
     assert (answer.status_code, answer.json()) == (400, {"error": "shift is not supported"})
 
 
-def test_what_ollama_has_beyond_us_is_refused(llama: ollama.Client) -> None:
+def test_what_ollama_has_beyond_us_is_refused(llama):
     wrong: list[tuple[dict[str, Any], int, str]] = [
         ({"options": {"mirostat": 1}}, 400, "options.mirostat is not supported"),
         ({"options": {"num_ctx": 4096}}, 400, "options.num_ctx"),
@@ -806,13 +798,8 @@ def test_what_ollama_has_beyond_us_is_refused(llama: ollama.Client) -> None:
 
 @pytest.mark.parametrize("kind", ["responses", "messages", "ollama"])
 def test_an_error_within_a_stream_reaches_the_client(
-    kind: str,
-    open_ai: openai.OpenAI,
-    claude: anthropic.Anthropic,
-    llama: ollama.Client,
-    server: Running,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    kind, open_ai, claude, llama, server, monkeypatch
+):
     """A step that fails on the device ends the stream as the client expects it; the server serves on."""
     streams: dict[str, Any] = {
         "responses": lambda: open_ai.responses.create(
@@ -883,14 +870,14 @@ STREAMS: dict[str, tuple[str, dict[str, Any], Callable[[Any], str | None]]] = {
 
 
 @pytest.fixture(scope="module")
-def repeating(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+def repeating(tmp_path_factory):
     directory = tmp_path_factory.mktemp("models") / "demo"
     with running(model=successors.write_successors(directory)) as found:
         yield found
 
 
 @pytest.mark.parametrize("name", STREAMS)
-def test_characters_that_are_no_tokens_reach_every_stream(repeating: Running, name: str) -> None:
+def test_characters_that_are_no_tokens_reach_every_stream(repeating, name):
     """With byte fallback, where each of their bytes is a token."""
     path, body, text_of_event = STREAMS[name]
     sampling = {} if "options" in body else {"temperature": 0}

@@ -128,7 +128,7 @@ COMPLETIONS: list[tuple[str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("name", "fields"), COMPLETIONS, ids=[name for name, _ in COMPLETIONS])
-def test_a_streamed_completion_is_the_whole(name: str, fields: dict[str, Any]) -> None:
+def test_a_streamed_completion_is_the_whole(name, fields):
     num_choices = fields.get("n", 1)
     exchange = completion(**fields)
     scripts = [
@@ -163,7 +163,7 @@ def test_a_streamed_completion_is_the_whole(name: str, fields: dict[str, Any]) -
     assert all(chunk["usage"] is None for chunk in chunks[:-1])
 
 
-def test_what_a_completion_says() -> None:
+def test_what_a_completion_says():
     exchange = completion(prompt=["ab", "c"], n=2, echo=True)
     scripts = [
         [Scripted(["x", "y"]), Scripted(["z"], "length")],
@@ -189,7 +189,7 @@ def test_what_a_completion_says() -> None:
     )
 
 
-def test_the_columns_of_an_echo_with_log_probabilities() -> None:
+def test_the_columns_of_an_echo_with_log_probabilities():
     """What lm-eval's local-completions reads: a number for every token but the first, and offsets into the text."""
     exchange = completion(prompt=[300, 301, 302], echo=True, logprobs=2)
     script = [Scripted([tokenizer().decode([400])], "length", token_ids=[400])]
@@ -210,7 +210,7 @@ def test_the_columns_of_an_echo_with_log_probabilities() -> None:
 
 @pytest.mark.parametrize("text", ["a\N{PILE OF POO}b\u4e2d\u6587!", "\u4e2d", "no pieces"])
 @pytest.mark.parametrize("is_cut", [False, True])
-def test_offsets_are_places_in_the_text(text: str, is_cut: bool) -> None:
+def test_offsets_are_places_in_the_text(text, is_cut):
     """Each token that is text by itself is found there; pieces of a character are where it is; bytes that are none count as shown."""
     ids = tokenizer()(text)["input_ids"]
     if is_cut:
@@ -245,7 +245,7 @@ def test_offsets_are_places_in_the_text(text: str, is_cut: bool) -> None:
         {"echo": True, "prompt": "<|endoftext|>ab"},
     ],
 )
-def test_a_special_token_that_is_not_shown_takes_no_place(fields: dict[str, Any]) -> None:
+def test_a_special_token_that_is_not_shown_takes_no_place(fields):
     """Among the generated ones, and in front of an echoed prompt, where the tokenizer puts one; a user may write one that is shown."""
     special, letter = (
         tokenizer().convert_tokens_to_ids("<|endoftext|>"),
@@ -273,7 +273,7 @@ def test_a_special_token_that_is_not_shown_takes_no_place(fields: dict[str, Any]
     assert columns["text_offset"][-1] == len(choice["text"]) - len(columns["tokens"][-1])
 
 
-def test_nothing_but_the_prompt() -> None:
+def test_nothing_but_the_prompt():
     exchange = completion(prompt=[300, 301], echo=True, logprobs=1, max_tokens=0)
     assert exchange.prompts[0].params.max_tokens == 1
     whole = exchange.whole([output(exchange, [Scripted(["x"])])])
@@ -283,7 +283,7 @@ def test_nothing_but_the_prompt() -> None:
     assert whole["usage"]["completion_tokens"] == 0
 
 
-def test_the_probabilities_of_a_prompt() -> None:
+def test_the_probabilities_of_a_prompt():
     exchange = completion(prompt=[300, 301, 302], prompt_logprobs=1)
     choice = exchange.whole([output(exchange, [Scripted(["x"])])])["choices"][0]
     assert choice["prompt_logprobs"][0] is None
@@ -297,7 +297,7 @@ def test_the_probabilities_of_a_prompt() -> None:
     assert len(chatted.whole([output(chatted, [Scripted(["x"])])])["prompt_logprobs"][1]) == 1
 
 
-def test_infinity_has_a_number() -> None:
+def test_infinity_has_a_number():
     exchange = completion(logprobs=1)
     whole = output(exchange, [Scripted(["x"])])
     ((token_id, one),) = list(whole.outputs[0].logprobs[0].items())[:1]
@@ -316,7 +316,7 @@ CHATS: list[tuple[str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("name", "fields"), CHATS, ids=[name for name, _ in CHATS])
-def test_a_streamed_chat_is_the_whole(name: str, fields: dict[str, Any]) -> None:
+def test_a_streamed_chat_is_the_whole(name, fields):
     scripts = [
         [
             Scripted(TEXTS[: 6 - index], "length" if index else "stop")
@@ -349,7 +349,7 @@ def test_a_streamed_chat_is_the_whole(name: str, fields: dict[str, Any]) -> None
     assert counts == sorted(counts) and counts[0] < counts[-1]
 
 
-def test_the_rows_of_a_chats_log_probabilities() -> None:
+def test_the_rows_of_a_chats_log_probabilities():
     exchange = chat(logprobs=True, top_logprobs=2)
     whole = read(
         ChatCompletion,
@@ -399,9 +399,7 @@ TOOL_CHATS: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
     ("name", "settings", "fields", "text"), TOOL_CHATS, ids=[name for name, *_ in TOOL_CHATS]
 )
 @given(data=st.data())
-def test_a_stream_with_tools_is_the_whole(
-    name: str, settings: Any, fields: Any, text: str, data: st.DataObject
-) -> None:
+def test_a_stream_with_tools_is_the_whole(name, settings, fields, text, data):
     cuts = sorted(data.draw(st.sets(st.integers(0, len(text)), max_size=30)))
     pieces = [text[begin:end] for begin, end in zip([0, *cuts], [*cuts, len(text)], strict=True)]
     exchange, script = chat(settings, **fields), [Scripted(pieces)]
@@ -420,9 +418,7 @@ def test_a_stream_with_tools_is_the_whole(
     ("name", "settings", "fields", "text"), TOOL_CHATS, ids=[name for name, *_ in TOOL_CHATS]
 )
 @pytest.mark.parametrize("is_cut", [False, True])
-def test_the_official_client_sees_each_call_end(
-    name: str, settings: Any, fields: Any, text: str, is_cut: bool
-) -> None:
+def test_the_official_client_sees_each_call_end(name, settings, fields, text, is_cut):
     """Its stream tells of a call that is complete when another begins, or when the answer ends in a chunk of its own."""
     exchange, script = chat(settings, **fields), [Scripted([*text] if is_cut else [text])]
     message = exchange.whole([output(exchange, script)])["choices"][0]["message"]
@@ -485,14 +481,8 @@ def begins_of(token_ids: Sequence[int]) -> list[int]:
     num_choices=st.integers(1, 2),
 )
 def test_tokens_of_reasoning_are_those_that_begin_between_its_markers(
-    template: str,
-    words: list[str],
-    said: str,
-    is_cut: bool,
-    tail: str,
-    cuts: list[int],
-    num_choices: int,
-) -> None:
+    template, words, said, is_cut, tail, cuts, num_choices
+):
     """Whole and streamed, whatever the tokens are; also in the events of Responses."""
     before, after = THOUGHT_IN[template]
     thought = "".join(words)
@@ -538,9 +528,7 @@ def test_tokens_of_reasoning_are_those_that_begin_between_its_markers(
 @pytest.mark.parametrize(
     ("name", "settings", "fields", "text"), TOOL_CHATS, ids=[name for name, *_ in TOOL_CHATS]
 )
-def test_an_answer_can_be_sent_back_as_it_came(
-    name: str, settings: Any, fields: Any, text: str
-) -> None:
+def test_an_answer_can_be_sent_back_as_it_came(name, settings, fields, text):
     """As JSON, as OpenAI's client gives it, and as it puts a stream together, where no unknown field passes."""
     exchange, script = chat(settings, **fields), [Scripted([text[:9], text[9:]])]
     whole = exchange.whole([output(exchange, script)])
@@ -571,7 +559,7 @@ RECALLING = with_template(
 )
 
 
-def test_what_comes_back_with_an_answer_and_is_not_of_it_is_told() -> None:
+def test_what_comes_back_with_an_answer_and_is_not_of_it_is_told():
     message = {
         "role": "assistant",
         "content": "x",
@@ -587,7 +575,7 @@ def test_what_comes_back_with_an_answer_and_is_not_of_it_is_told() -> None:
 
 
 @pytest.mark.parametrize(("opens", "num_chunks"), [(completion, 2), (chat, 4)])
-def test_usage_in_every_chunk_needs_no_chunk_of_its_own(opens: Any, num_chunks: int) -> None:
+def test_usage_in_every_chunk_needs_no_chunk_of_its_own(opens, num_chunks):
     stream, script = (
         opens(stream=True, stream_options={"continuous_usage_stats": True}),
         [Scripted(["a", "b"])],
@@ -622,9 +610,7 @@ def without_ids(message: dict[str, Any]) -> dict[str, Any]:
         ("json", "stop", "{}", []),
     ],
 )
-def test_what_an_answer_with_tools_says(
-    name: str, reason: str, content: str | None, calls: list[Any]
-) -> None:
+def test_what_an_answer_with_tools_says(name, reason, content, calls):
     settings, fields, text = next(rest for known, *rest in TOOL_CHATS if known == name)
     exchange = chat(settings, **fields)
     choice = read(ChatCompletion, exchange.whole([output(exchange, [Scripted([text])])])).choices[0]
@@ -649,9 +635,7 @@ def test_what_an_answer_with_tools_says(
         ("abort", None, 503, "was aborted"),
     ],
 )
-def test_a_failed_generation_is_an_error(
-    reason: str, stop_reason: str | None, status: int, message: str
-) -> None:
+def test_a_failed_generation_is_an_error(reason, stop_reason, status, message):
     script = [Scripted(["a", "b"], reason, stop_reason)]
     for opens in (completion, chat):
         exchange = opens()
@@ -665,7 +649,7 @@ def test_a_failed_generation_is_an_error(
             stream.chunks(0, last)
 
 
-def test_a_stream_tells_the_tokens_of_its_prompt_once() -> None:
+def test_a_stream_tells_the_tokens_of_its_prompt_once():
     for opens in (completion, chat):
         stream = opens(stream=True, n=2, return_token_ids=True)
         script = [Scripted(["a", "b"]), Scripted(["c", "d"])]
@@ -678,7 +662,7 @@ def test_a_stream_tells_the_tokens_of_its_prompt_once() -> None:
         assert "prompt_token_ids" not in json.dumps(chunks)
 
 
-def test_a_sequence_that_has_ended_says_nothing_more() -> None:
+def test_a_sequence_that_has_ended_says_nothing_more():
     stream = completion(stream=True, n=2)
     script = [Scripted(["a"]), Scripted(["b", "c", "d"])]
     chunks = [stream.chunks(0, delta) for delta in deltas(output(stream, script), script)]
@@ -688,7 +672,7 @@ def test_a_sequence_that_has_ended_says_nothing_more() -> None:
     assert not stream.last_chunks()
 
 
-def test_a_part_of_a_stream_is_one_line_for_everybody() -> None:
+def test_a_part_of_a_stream_is_one_line_for_everybody():
     """Clients of lines (ollama's, LiteLLM's) end one wherever Unicode does."""
     for text in ("".join(map(chr, range(0x3000))), "a\x85b", "a\u2028b", "a\u2029b"):
         check_lines(text)
@@ -702,7 +686,7 @@ def check_lines(text: str) -> None:
         assert json.loads(ends[-1].removeprefix("data: "))["text"] == text
 
 
-def test_tokens_with_one_text_are_all_told() -> None:
+def test_tokens_with_one_text_are_all_told():
     """Pieces of characters look alike; the likeliest of them must not hide behind the chosen one."""
     entry = {5: Logprob(-2.0, 2, "\ufffd"), 6: Logprob(-1.0, 1, "\ufffd")}
     found = completion_logprobs([5], [entry], 2, TextOffsets(None), TokenTexts(None))

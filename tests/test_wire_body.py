@@ -47,7 +47,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("raw", "message"), REFUSED, ids=[f"{raw[:20]!r}" for raw, _ in REFUSED])
-def test_a_body_that_is_no_json_object_is_refused(raw: bytes, message: str) -> None:
+def test_a_body_that_is_no_json_object_is_refused(raw, message):
     with pytest.raises(ApiError) as caught:
         parse_object(raw)
     assert caught.value.status == 400
@@ -76,9 +76,7 @@ ACCEPTED = [
         ('"a"', "262144 strings"),
     ],
 )
-def test_what_would_be_many_objects_is_refused_before_it_becomes_any(
-    item: str, what: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_would_be_many_objects_is_refused_before_it_becomes_any(item, what, monkeypatch):
     number = int(what.split()[0])
     assert (
         len(parse_object(f'{{"a":[{",".join([item] * (number - 2))}]}}'.encode())["a"])
@@ -89,13 +87,13 @@ def test_what_would_be_many_objects_is_refused_before_it_becomes_any(
         parse_object(f'{{"a":[{",".join([item] * (number + 1))}]}}'.encode())
 
 
-def test_brackets_in_a_text_are_text() -> None:
+def test_brackets_in_a_text_are_text():
     text = json.dumps("[" * 100_000 + "{}" * 100_000 + '"' * 300_000)
     assert parse_object(f'{{"prompt":{text}}}'.encode())["prompt"].count('"') == 300_000
 
 
 @pytest.mark.parametrize("raw", ACCEPTED, ids=range(len(ACCEPTED)))
-def test_a_json_object_is_what_it_says(raw: bytes) -> None:
+def test_a_json_object_is_what_it_says(raw):
     assert parse_object(raw) == json.loads(raw)
 
 
@@ -103,7 +101,7 @@ def test_a_json_object_is_what_it_says(raw: bytes) -> None:
     st.binary(max_size=200)
     | st.text(alphabet='{}[]":,\\ \n01eE+-.uda8tfn', max_size=200).map(str.encode)
 )
-def test_whatever_comes_is_an_object_or_a_refusal(raw: bytes) -> None:
+def test_whatever_comes_is_an_object_or_a_refusal(raw):
     """The parser of the standard library is the oracle of what is JSON."""
     try:
         found = parse_object(raw)
@@ -120,6 +118,6 @@ def test_whatever_comes_is_an_object_or_a_refusal(raw: bytes) -> None:
         max_leaves=5,
     )
 )
-def test_what_is_written_is_read(value: object) -> None:
+def test_what_is_written_is_read(value):
     body = {"value": value}
     assert parse_object(json.dumps(body, ensure_ascii=False).encode()) == body

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -37,14 +36,14 @@ TOOLS = [
 
 
 @pytest.fixture(scope="module")
-def llm() -> Iterator[LLM]:
+def llm():
     with LLM("demo", use_tqdm=False, **SMALL) as built:
         yield built
         invariants(built)
 
 
 @pytest.fixture(scope="module")
-def server(llm: LLM) -> ModelContext:
+def server(llm):
     return context(max_model_len=256, tokenizer=llm.tokenizer, tool_parser="hermes")
 
 
@@ -89,9 +88,7 @@ STREAMS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("fields", STREAMS, ids=lambda value: f"{value!r:.60}")
-def test_what_is_streamed_is_the_whole(
-    llm: LLM, server: ModelContext, fields: dict[str, Any]
-) -> None:
+def test_what_is_streamed_is_the_whole(llm, server, fields):
     whole = generated(llm, opened(server, fields))
     stream = opened(server, {**fields, "stream": True, "stream_options": {"include_usage": True}})
     chunks = streamed(llm, stream)
@@ -115,7 +112,7 @@ def test_what_is_streamed_is_the_whole(
             assert functions[0] == functions[1]
 
 
-def test_what_a_grammar_makes_the_model_write(llm: LLM, server: ModelContext) -> None:
+def test_what_a_grammar_makes_the_model_write(llm, server):
     formatted, named, required = [
         generated(llm, opened(server, fields))["choices"][0] for fields in STREAMS[-3:]
     ]
@@ -131,7 +128,7 @@ HARMONY = ("<|return|>", "<|start|>", "<|channel|>", "<|message|>", "<|end|>", "
 
 
 @pytest.fixture(scope="module")
-def gpt_oss(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
+def gpt_oss(tmp_path_factory):
     """The packaged model with harmony's marks as special tokens, of which two end a text."""
     directory = Path(demo_with_template(tmp_path_factory.mktemp("models") / "demo", ""))
     write_tokenizer(directory, HARMONY, TEMPLATES["channels"])
@@ -148,7 +145,7 @@ def of_gpt_oss(llm: LLM, fields: dict[str, Any], **parsers: str) -> Exchange:
     return opened(context(tokenizer=llm.tokenizer, **read), requested)
 
 
-def test_marks_that_are_special_tokens_are_read(gpt_oss: LLM) -> None:
+def test_marks_that_are_special_tokens_are_read(gpt_oss):
     """Decoding leaves special tokens out otherwise. A grammar holds the model to these tokens."""
     text = (
         "<|channel|>analysis<|message|>Is <it> {so}?<|end|>"
@@ -173,9 +170,7 @@ def test_marks_that_are_special_tokens_are_read(gpt_oss: LLM) -> None:
 
 
 @pytest.mark.parametrize("reasoning_parser", ["auto", "none"])
-def test_a_required_call_may_end_with_a_token_that_ends_the_text(
-    gpt_oss: LLM, reasoning_parser: str
-) -> None:
+def test_a_required_call_may_end_with_a_token_that_ends_the_text(gpt_oss, reasoning_parser):
     """As `<|call|>` of gpt-oss does, which a grammar can therefore not demand."""
     call_on = gpt_oss.tokenizer(" to", add_special_tokens=False)["input_ids"]
     fields = {"tool_choice": "required", "logit_bias": {str(one): 100 for one in call_on}}
@@ -187,7 +182,7 @@ def test_a_required_call_may_end_with_a_token_that_ends_the_text(
     jsonschema.validate(json.loads(call["function"]["arguments"]), SCHEMA)
 
 
-def test_the_best_hypotheses_come_first(llm: LLM, server: ModelContext) -> None:
+def test_the_best_hypotheses_come_first(llm, server):
     body = {"prompt": "Once", "use_beam_search": True, "n": 2, "best_of": 3, "max_tokens": 6}
     exchange = opened(server, body)
     whole = generated(llm, exchange)
@@ -221,9 +216,7 @@ REFUSED: list[tuple[dict[str, Any], str, str | None]] = [
 @pytest.mark.parametrize(
     ("fields", "param", "code"), REFUSED, ids=[f"{fields!r:.60}" for fields, *_ in REFUSED]
 )
-def test_what_the_engine_refuses_has_the_clients_names(
-    llm: LLM, server: ModelContext, fields: dict[str, Any], param: str, code: str | None
-) -> None:
+def test_what_the_engine_refuses_has_the_clients_names(llm, server, fields, param, code):
     exchange = opened(server, fields)
     with pytest.raises(Exception) as caught:
         generated(llm, exchange)
@@ -232,9 +225,7 @@ def test_what_the_engine_refuses_has_the_clients_names(
     assert "request '" not in error.message, "an id of the engine's says nothing to a client"
 
 
-def test_a_request_that_leaves_no_token_is_the_clients_fault(
-    llm: LLM, server: ModelContext
-) -> None:
+def test_a_request_that_leaves_no_token_is_the_clients_fault(llm, server):
     with pytest.raises(ApiError, match="leave no token") as caught:
         generated(
             llm,

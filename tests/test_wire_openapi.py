@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from typing import Any
 
 import jsonschema
 import pytest
@@ -35,7 +34,7 @@ def validator(name: str) -> jsonschema.Draft202012Validator:
     )
 
 
-def test_it_is_json_whose_schemas_are_schemas_and_whose_references_lead_somewhere() -> None:
+def test_it_is_json_whose_schemas_are_schemas_and_whose_references_lead_somewhere():
     text = json.dumps(DOCUMENT, allow_nan=False)
     for schema in DOCUMENT["components"]["schemas"].values():
         jsonschema.Draft202012Validator.check_schema(schema)
@@ -46,7 +45,7 @@ def test_it_is_json_whose_schemas_are_schemas_and_whose_references_lead_somewher
 @pytest.mark.parametrize(
     "fields", [fields for fields, _ in ACCEPTED], ids=lambda value: f"{value!r:.50}"
 )
-def test_what_is_accepted_is_what_it_says(fields: dict[str, Any]) -> None:
+def test_what_is_accepted_is_what_it_says(fields):
     validator("CompletionRequest").validate(completion(**fields))
     validator("ChatCompletionRequest").validate(chat(**fields))
 
@@ -58,7 +57,7 @@ def test_what_is_accepted_is_what_it_says(fields: dict[str, Any]) -> None:
         ("ChatCompletionRequest", open_chat, chat, COMMON_REFUSED + CHAT_REFUSED),
     ],
 )
-def test_whatever_it_forbids_is_refused(name: str, opens: Any, new: Any, table: list[Any]) -> None:
+def test_whatever_it_forbids_is_refused(name, opens, new, table):
     """And most of what is refused it forbids: the rest is what one field says of another."""
     forbidden = [fields for fields, *_ in table if not validator(name).is_valid(new(**fields))]
     assert len(forbidden) > len(table) / 2
@@ -67,7 +66,7 @@ def test_whatever_it_forbids_is_refused(name: str, opens: Any, new: Any, table: 
             opens(new(**fields), context())
 
 
-def test_the_answers_are_what_it_says() -> None:
+def test_the_answers_are_what_it_says():
     for opens, body, name in (
         (open_completion, completion(), "Completion"),
         (open_chat, chat(), "ChatCompletion"),

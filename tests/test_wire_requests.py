@@ -352,7 +352,7 @@ def refused(opens: Any, body: dict[str, Any], **settings: Any) -> ApiError:
     COMMON_REFUSED + COMPLETION_REFUSED,
     ids=lambda value: f"{value!r:.50}",
 )
-def test_a_bad_completion_is_refused(fields: dict[str, Any], param: str, message: str) -> None:
+def test_a_bad_completion_is_refused(fields, param, message):
     error = refused(open_completion, completion(**fields))
     assert (error.status, error.type, error.param) == (400, "invalid_request_error", param)
     assert message in error.message
@@ -363,7 +363,7 @@ def test_a_bad_completion_is_refused(fields: dict[str, Any], param: str, message
     COMMON_REFUSED + CHAT_REFUSED,
     ids=lambda value: f"{value!r:.50}",
 )
-def test_a_bad_chat_is_refused(fields: dict[str, Any], param: str, message: str) -> None:
+def test_a_bad_chat_is_refused(fields, param, message):
     error = refused(open_chat, chat(**fields))
     assert (error.status, error.type, error.param) == (400, "invalid_request_error", param)
     assert message in error.message
@@ -372,7 +372,7 @@ def test_a_bad_chat_is_refused(fields: dict[str, Any], param: str, message: str)
 @pytest.mark.parametrize(
     "pattern", [r"\\1", r"a\\\\2", "[(?=]", r"[\](?!]", r"\(?=", "[?](a)", r"[\1]", r"\[(a)\]"]
 )
-def test_a_pattern_that_only_looks_as_if_it_looked_around_is_taken(pattern: str) -> None:
+def test_a_pattern_that_only_looks_as_if_it_looked_around_is_taken(pattern):
     re.compile(pattern)
     assert open_completion(
         completion(response_format=schema_format({"type": "string", "pattern": pattern})), context()
@@ -382,7 +382,7 @@ def test_a_pattern_that_only_looks_as_if_it_looked_around_is_taken(pattern: str)
 @pytest.mark.parametrize(
     "pattern", [r"(a)\1", r"(a)\\\1", "[a](?=b)", r"\[(?!b)", r"(?<n>a)\k<n>", "(?<=a)b"]
 )
-def test_a_pattern_that_looks_around_or_back_is_refused(pattern: str) -> None:
+def test_a_pattern_that_looks_around_or_back_is_refused(pattern):
     error = refused(
         open_completion,
         completion(response_format=schema_format({"type": "string", "pattern": pattern})),
@@ -391,14 +391,14 @@ def test_a_pattern_that_looks_around_or_back_is_refused(pattern: str) -> None:
 
 
 @pytest.mark.parametrize("missing", ["model", "prompt"])
-def test_what_is_missing_is_named(missing: str) -> None:
+def test_what_is_missing_is_named(missing):
     body = completion()
     del body[missing]
     assert refused(open_completion, body).message == f"{missing} is required"
 
 
 @pytest.mark.parametrize("name", ["../../etc", "gpt-4", "Demo", "d", "d" * 256, "", "d" * 257])
-def test_another_model_is_not_found(name: str) -> None:
+def test_another_model_is_not_found(name):
     for opens, body in (
         (open_completion, completion()),
         (open_chat, chat()),
@@ -437,9 +437,7 @@ ACCEPTED: list[tuple[dict[str, Any], dict[str, Any]]] = [
 
 @pytest.mark.parametrize(("fields", "wanted"), ACCEPTED, ids=lambda value: f"{value!r:.50}")
 @pytest.mark.parametrize("kind", ["completion", "chat"])
-def test_what_is_accepted_comes_to_the_engine(
-    kind: str, fields: dict[str, Any], wanted: dict[str, Any]
-) -> None:
+def test_what_is_accepted_comes_to_the_engine(kind, fields, wanted):
     exchange = (
         open_completion(completion(**fields), context())
         if kind == "completion"
@@ -450,7 +448,7 @@ def test_what_is_accepted_comes_to_the_engine(
     assert exchange.ignored_fields == ()
 
 
-def test_every_field_of_a_request_has_a_test_that_refuses_a_value() -> None:
+def test_every_field_of_a_request_has_a_test_that_refuses_a_value():
     """A field whose type or bound nobody looks at would let anything through."""
     tested = {
         name
@@ -493,9 +491,7 @@ BOUNDS: list[tuple[Any, dict[str, Any], dict[str, tuple[int, int]]]] = [
         for name, bounds in fields.items()
     ],
 )
-def test_a_number_is_taken_at_its_bounds_and_refused_beyond(
-    model: Any, body: dict[str, Any], name: str, least: int, most: int
-) -> None:
+def test_a_number_is_taken_at_its_bounds_and_refused_beyond(model, body, name, least, most):
     for value in (least, most):
         model.model_validate({**body, name: value})
     for value in (least - 1, most + 1):
@@ -503,14 +499,14 @@ def test_a_number_is_taken_at_its_bounds_and_refused_beyond(
             model.model_validate({**body, name: value})
 
 
-def test_metadata_are_taken_at_their_bound_and_refused_beyond() -> None:
+def test_metadata_are_taken_at_their_bound_and_refused_beyond():
     for length, fits in ((16, True), (17, False)):
         metadata = dict.fromkeys(map(str, range(length)), "x")
         with contextlib.nullcontext() if fits else pytest.raises(ValidationError, match="metadata"):
             ResponsesRequest.model_validate({"model": "demo", "input": "a", "metadata": metadata})
 
 
-def test_the_models_defaults_stand_behind_the_request() -> None:
+def test_the_models_defaults_stand_behind_the_request():
     defaults = {"temperature": 0.7, "top_p": 0.9}
     params = (
         open_completion(completion(top_p=0.5), context(sampling_defaults=defaults))
@@ -521,7 +517,7 @@ def test_the_models_defaults_stand_behind_the_request() -> None:
     assert (params.temperature, params.top_p) == (0.7, 0.5)
 
 
-def test_lengths_when_nothing_is_said() -> None:
+def test_lengths_when_nothing_is_said():
     assert open_completion(completion(), context()).prompts[0].params.max_tokens == 16
     assert open_chat(chat(), context()).prompts[0].params.max_tokens is None
     assert open_chat(chat(max_tokens=7), context()).prompts[0].params.max_tokens == 7
@@ -544,14 +540,14 @@ def test_lengths_when_nothing_is_said() -> None:
         ("<|im_end|><|endoftext|>", ["<|im_end|><|endoftext|>"]),
     ],
 )
-def test_every_form_of_prompt(prompt: Any, prompts: list[Any]) -> None:
+def test_every_form_of_prompt(prompt, prompts):
     exchange = open_completion(completion(prompt=prompt, add_special_tokens=False), context())
     assert [prompt_request.prompt for prompt_request in exchange.prompts] == prompts
     assert not any(prompt_request.add_special_tokens for prompt_request in exchange.prompts)
 
 
 @pytest.mark.parametrize("name", ["n", "best_of"])
-def test_as_many_sequences_as_there_may_be_and_no_more(name: str) -> None:
+def test_as_many_sequences_as_there_may_be_and_no_more(name):
     """Prompts times the samples that are drawn for each, which best_of raises above n."""
     limits = RequestLimits(max_sequences=6)
     taken = open_completion(completion(prompt=["a", "b"], **{name: 3}), context(limits=limits))
@@ -561,7 +557,7 @@ def test_as_many_sequences_as_there_may_be_and_no_more(name: str) -> None:
             open_completion(completion(prompt=prompts, **{name: wanted}), context(limits=limits))
 
 
-def test_an_input_of_a_vector_may_fill_the_model() -> None:
+def test_an_input_of_a_vector_may_fill_the_model():
     """Nothing is generated behind it."""
     body = {"model": "demo", "input": [[1] * 512]}
     assert open_embeddings(body, context()).prompts[0].prompt == (1,) * 512
@@ -569,7 +565,7 @@ def test_an_input_of_a_vector_may_fill_the_model() -> None:
         open_embeddings({**body, "input": [[1] * 513]}, context())
 
 
-def test_a_beam_search_is_as_wide_as_best_of() -> None:
+def test_a_beam_search_is_as_wide_as_best_of():
     body = completion(
         use_beam_search=True, n=2, best_of=4, length_penalty=0.5, early_stopping=True, max_tokens=9
     )
@@ -584,14 +580,14 @@ def test_a_beam_search_is_as_wide_as_best_of() -> None:
 
 
 @pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens"])
-def test_a_length_beyond_the_context_is_cut_and_told(name: str) -> None:
+def test_a_length_beyond_the_context_is_cut_and_told(name):
     for length, told in ((512, ()), (513, (name,))):
         assert open_chat(chat(**{name: length}), context()).ignored_fields == told
         if name == "max_tokens":
             assert open_completion(completion(max_tokens=length), context()).ignored_fields == told
 
 
-def test_sets_are_told() -> None:
+def test_sets_are_told():
     """pydantic writes them, no grammar keeps an array to them, and strict requests are refused by its compiler."""
     schema = {
         "type": "object",
@@ -612,7 +608,7 @@ def test_sets_are_told() -> None:
     assert schema["properties"]["a"]["uniqueItems"] is True
 
 
-def test_the_defaults_of_vllms_structured_outputs_ask_for_nothing() -> None:
+def test_the_defaults_of_vllms_structured_outputs_ask_for_nothing():
     others = dict.fromkeys(
         (
             "json_object",
@@ -637,13 +633,13 @@ def test_the_defaults_of_vllms_structured_outputs_ask_for_nothing() -> None:
             open_chat(chat(structured_outputs={**given, name: True}), context())
 
 
-def test_no_tools_leave_nothing_to_choose_from() -> None:
+def test_no_tools_leave_nothing_to_choose_from():
     assert open_chat(chat(tools=[], tool_choice="auto"), context(strict_requests=True)).prompts
     with pytest.raises(ApiError, match="tool_choice needs tools"):
         open_chat(chat(tools=[], tool_choice="required"), context())
 
 
-def test_errors_of_a_grammar_are_in_the_clients_terms() -> None:
+def test_errors_of_a_grammar_are_in_the_clients_terms():
     """And fields that were once its own tell their successor."""
     exchange = open_chat(chat(response_format=schema_format({"type": "object"})), context())
     for shown in (
@@ -666,7 +662,7 @@ def test_errors_of_a_grammar_are_in_the_clients_terms() -> None:
             open_chat(chat(**{field: {}}), context())
 
 
-def test_unknown_fields_are_told_and_refused_where_that_is_wanted() -> None:
+def test_unknown_fields_are_told_and_refused_where_that_is_wanted():
     body = chat(temprature=1, **{"x\r\nEvil: 1": 2})
     body["messages"] = [{**USER, "mood": "good", "audio": None}]
     exchange = open_chat(body, context())
@@ -721,16 +717,14 @@ NOTHING_ASKED: list[dict[str, Any]] = [  # in completions and in chat
 
 @pytest.mark.parametrize("fields", NOTHING_ASKED, ids=lambda value: f"{value!r:.60}")
 @pytest.mark.parametrize(("opens", "new"), [(open_completion, completion), (open_chat, chat)])
-def test_what_asks_for_nothing_passes_where_nothing_unknown_does(
-    opens: Any, new: Any, fields: dict[str, Any]
-) -> None:
+def test_what_asks_for_nothing_passes_where_nothing_unknown_does(opens, new, fields):
     exchange = opens(new(**fields), context(strict_requests=True))
     requested = {name: fields[name] for name in ("n", "stream") if name in fields}
     assert exchange.ignored_fields == ()
     assert exchange.prompts == opens(new(**requested), context()).prompts
 
 
-def test_an_empty_prompt_behind_an_echo_has_nothing_to_choose_the_best_of() -> None:
+def test_an_empty_prompt_behind_an_echo_has_nothing_to_choose_the_best_of():
     assert open_completion(
         completion(max_tokens=0, echo=True, best_of=1), context(strict_requests=True)
     ).prompts
@@ -775,9 +769,7 @@ BOUNDED = [
 
 
 @pytest.mark.parametrize(("request_kind", "opens", "new"), BOUNDED)
-def test_every_parameter_is_taken_at_its_bounds_and_refused_beyond(
-    request_kind: str, opens: Any, new: Any
-) -> None:
+def test_every_parameter_is_taken_at_its_bounds_and_refused_beyond(request_kind, opens, new):
     """In each API by its own name, and the engine gets the value."""
     for field, name, value in fields_at_bounds(request_kind):
         needs = NEEDS.get((request_kind, name), {})
@@ -796,9 +788,7 @@ def test_every_parameter_is_taken_at_its_bounds_and_refused_beyond(
 
 @pytest.mark.parametrize(("model", "opens", "body"), ENDPOINTS)
 @pytest.mark.parametrize("is_strict", [False, True])
-def test_another_value_of_a_field_that_is_not_honoured_is_refused(
-    model: Any, opens: Any, body: dict[str, Any], is_strict: bool
-) -> None:
+def test_another_value_of_a_field_that_is_not_honoured_is_refused(model, opens, body, is_strict):
     """By name, and a value that Python only takes for the same is another one."""
     for name in model.known:
         values = neutral_values(model, name)
@@ -811,15 +801,13 @@ def test_another_value_of_a_field_that_is_not_honoured_is_refused(
 
 
 @pytest.mark.parametrize(("model", "opens", "body"), ENDPOINTS)
-def test_a_field_that_is_null_counts_as_left_out(
-    model: Any, opens: Any, body: dict[str, Any]
-) -> None:
+def test_a_field_that_is_null_counts_as_left_out(model, opens, body):
     nulls = dict.fromkeys([*model.model_fields, *model.known, "x"])
     found = opens({**nulls, **body}, context(strict_requests=True))
     assert found.ignored_fields == ()
 
 
-def test_the_document_says_what_asks_for_nothing() -> None:
+def test_the_document_says_what_asks_for_nothing():
     document = (
         (Path(__file__).parents[1] / "docs" / "reference" / "wire-format.md")
         .read_text()
@@ -846,7 +834,7 @@ def test_the_document_says_what_asks_for_nothing() -> None:
         assert wanted.replace("\n", " ") in document, wanted
 
 
-def test_a_model_without_tokenizer_takes_token_ids() -> None:
+def test_a_model_without_tokenizer_takes_token_ids():
     bare = context(tokenizer=None)
     assert open_completion(completion(prompt=[1, 2]), bare).prompts[0].prompt == (1, 2)
     for body in (completion(), completion(prompt=[1], echo=True)):
@@ -861,7 +849,7 @@ def test_a_model_without_tokenizer_takes_token_ids() -> None:
     ("reason", "said"),
     [(None, "writes none or --tool-parser is none"), ("the template has two forms", "two forms")],
 )
-def test_a_server_that_reads_no_calls_says_why(reason: str | None, said: str) -> None:
+def test_a_server_that_reads_no_calls_says_why(reason, said):
     body = chat(tools=[tool()], tool_choice="required")
     error = refused(open_chat, body, no_form=reason)
     assert error.status == 400 and error.param == "tool_choice"
@@ -869,7 +857,7 @@ def test_a_server_that_reads_no_calls_says_why(reason: str | None, said: str) ->
     assert error.message.endswith(said)
 
 
-def test_the_template_renders_what_was_said() -> None:
+def test_the_template_renders_what_was_said():
     call: dict[str, Any] = {
         "id": "1",
         "type": "function",
@@ -915,13 +903,13 @@ SSTI = [
 
 
 @pytest.mark.parametrize("template", SSTI)
-def test_a_hostile_template_is_a_refused_request(template: str) -> None:
+def test_a_hostile_template_is_a_refused_request(template):
     error = refused(open_chat, chat(), tokenizer=with_template(template))
     assert (error.status, error.param) == (400, "messages")
     assert "secret" not in error.message and "deadbeef" not in error.message
 
 
-def test_a_template_that_reads_a_variable_does_not_lend_the_renderers_arguments() -> None:
+def test_a_template_that_reads_a_variable_does_not_lend_the_renderers_arguments():
     lends = with_template("{{ chat_template }}{{ tokenize }}{{ bos_token }}{{ mood }}")
     for name in ("chat_template", "tokenize", "bos_token", "sanitize_control_tokens"):
         error = refused(open_chat, chat(chat_template_kwargs={name: "evil"}), tokenizer=lends)
@@ -934,7 +922,7 @@ def test_a_template_that_reads_a_variable_does_not_lend_the_renderers_arguments(
     )
 
 
-def test_a_surrogate_that_only_the_template_lays_open_is_refused() -> None:
+def test_a_surrogate_that_only_the_template_lays_open_is_refused():
     call = {"id": "1", "function": {"name": "f", "arguments": '{"a": "\\ud800"}'}}
     body = chat(messages=[USER, {"role": "assistant", "tool_calls": [call]}])
     parse_object(json.dumps(body).encode())
@@ -949,7 +937,7 @@ def test_a_surrogate_that_only_the_template_lays_open_is_refused() -> None:
     ["prompt", "messages", "tools", "stop_token_ids", "allowed_token_ids", "bad_words", "stop"],
 )
 @pytest.mark.parametrize("item", [{}, None, [[]]])
-def test_a_million_wrong_items_are_not_a_million_errors(name: str, item: Any) -> None:
+def test_a_million_wrong_items_are_not_a_million_errors(name, item):
     kind = ChatCompletionRequest if name in ("messages", "tools") else CompletionRequest
     with pytest.raises(ValidationError) as caught:
         kind.model_validate(
@@ -976,13 +964,13 @@ def test_a_million_wrong_items_are_not_a_million_errors(name: str, item: Any) ->
         ({"cache_salt": "a\0b"}, "cache_salt", "NUL"),
     ],
 )
-def test_scores_that_are_refused(fields: dict[str, Any], param: str, text: str) -> None:
+def test_scores_that_are_refused(fields, param, text):
     body = {"model": "demo", "prompt": "Once", "continuation": " upon", **fields}
     error = refused(open_score, body, strict_requests=True)
     assert (error.status, error.param) == (400, param) and text in error.message
 
 
-def test_a_prompt_and_its_continuation_are_encoded_together() -> None:
+def test_a_prompt_and_its_continuation_are_encoded_together():
     """As lm-eval does: the space between them belongs to the word behind it."""
     spelled = tokenizer()("Once upon a time")["input_ids"]
     for prompt, continuation in (("Once upon", " a time"), ("Once upon ", "a time")):
@@ -993,7 +981,7 @@ def test_a_prompt_and_its_continuation_are_encoded_together() -> None:
         assert found._num_prompt_tokens == [len(tokenizer()("Once upon")["input_ids"])] * 2
 
 
-def test_errors_of_the_engine_in_the_clients_terms() -> None:
+def test_errors_of_the_engine_in_the_clients_terms():
     exchange = open_completion(completion(response_format={"type": "json_object"}), context())
     error = exchange.refusal(
         ValueError("structured_outputs={'json_object': True} is refused: too large")
@@ -1017,7 +1005,7 @@ def test_errors_of_the_engine_in_the_clients_terms() -> None:
 
 
 @pytest.mark.parametrize(("opens", "param"), [(open_completion, "prompt"), (open_chat, "messages")])
-def test_a_request_that_never_fits_is_told_by_its_parameter(opens: Any, param: str) -> None:
+def test_a_request_that_never_fits_is_told_by_its_parameter(opens, param):
     """In the words of the engine's roster, which has no parameters."""
     exchange = opens(completion() if opens is open_completion else chat(), context())
     scheduler = Scheduler(
@@ -1058,7 +1046,7 @@ def test_a_request_that_never_fits_is_told_by_its_parameter(opens: Any, param: s
         (MemoryError(), 500),
     ],
 )
-def test_any_error_has_a_status(error: Exception, status: int) -> None:
+def test_any_error_has_a_status(error, status):
     found = as_api_error(error)
     assert found.status == status
     assert "secret" not in found.message
@@ -1068,7 +1056,7 @@ def test_any_error_has_a_status(error: Exception, status: int) -> None:
         assert "Retry-After" in found.headers
 
 
-def test_messages_show_nothing_of_the_machine() -> None:
+def test_messages_show_nothing_of_the_machine():
     raw = (
         "at 0x7f00ab in /home/somebody/site-packages/x.py <jaxpage.Engine object at 0x12> Traceback"
     )
@@ -1091,7 +1079,7 @@ PATHS = [
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_what_the_client_said_is_told_as_it_said_it(path: str) -> None:
+def test_what_the_client_said_is_told_as_it_said_it(path):
     for opens, body in (
         (open_completion, completion(model=path)),
         (open_completion, completion(response_format={"type": path})),
@@ -1119,7 +1107,7 @@ def refused_as_it_is(opens: Any, body: dict[str, Any]) -> str:
     return caught.value.message
 
 
-def test_what_the_client_said_stands_beside_what_it_is_not_told() -> None:
+def test_what_the_client_said_stands_beside_what_it_is_not_told():
     said = "/a/b/("
     machine = "at 0x7f00ab in /home/somebody/site-packages/x.py <jaxpage.Engine object at 0x12> Traceback /a/bc/("
     for opens, body in (
@@ -1151,7 +1139,7 @@ def exchange_fails(exchange: Any, reason: str) -> str:
     return caught.value.message
 
 
-def test_tokens_and_back() -> None:
+def test_tokens_and_back():
     text = "Once upon a time, é"
     found = tokenize({"model": "demo", "prompt": text, "return_token_strs": True}, context()).body
     assert found["tokens"] == tokenizer()(text)["input_ids"]
@@ -1180,14 +1168,12 @@ def test_tokens_and_back() -> None:
         (detokenize, {"tokens": [0] * 1_000_001}, "tokens"),
     ],
 )
-def test_the_small_endpoints_have_bounds_too(
-    function: Any, body: dict[str, Any], param: str
-) -> None:
+def test_the_small_endpoints_have_bounds_too(function, body, param):
     error = refused(function, body)
     assert (error.status, error.param) == (400, param)
 
 
-def test_a_text_to_tokenize_is_no_longer_than_a_prompt() -> None:
+def test_a_text_to_tokenize_is_no_longer_than_a_prompt():
     longest = context().max_prompt_characters
     assert tokenize({"prompt": "x" * longest}, context()).body["count"]
     for body, param in (
@@ -1198,7 +1184,7 @@ def test_a_text_to_tokenize_is_no_longer_than_a_prompt() -> None:
         assert (error.param, error.code) == (param, "context_length_exceeded")
 
 
-def test_unknown_fields_of_the_small_endpoints_are_told() -> None:
+def test_unknown_fields_of_the_small_endpoints_are_told():
     assert tokenize({"prompt": "x", "mood": 1}, context()).ignored_fields == ("mood",)
     assert tokenize({"messages": [{**USER, "mood": 1}]}, context()).ignored_fields == (
         "messages[0].mood",
@@ -1240,7 +1226,7 @@ FIELDS = sorted(
 
 @settings(max_examples=max(400, settings().max_examples))
 @given(st.dictionaries(st.sampled_from(FIELDS), VALUES, max_size=4), st.booleans())
-def test_any_body_is_understood_or_refused(fields: dict[str, Any], is_strict: bool) -> None:
+def test_any_body_is_understood_or_refused(fields, is_strict):
     raw = json.dumps({**completion(), **fields}).encode()
     server = context(tool_parser="hermes", reasoning_parser="think", strict_requests=is_strict)
     for function in (open_completion, open_chat, tokenize, detokenize):

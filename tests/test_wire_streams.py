@@ -16,7 +16,7 @@ from jaxpage.serving.dialects.ollama import open_ollama_chat
 from jaxpage.serving.dialects.registry import dialect_of
 from jaxpage.serving.dialects.responses import open_response
 from jaxpage.serving.wire.exchange import open_chat, open_completion
-from tests.support.running import Promises, Running, demo_engine, serving
+from tests.support.running import Promises, demo_engine, serving
 from tests.support.wire import Scripted, context, deltas, output
 
 MESSAGES = [{"role": "user", "content": "Hello"}]
@@ -74,7 +74,7 @@ def stream_of(path: str) -> tuple[bytes, list[dict[str, Any]]]:
 
 
 @pytest.mark.parametrize("path", APIS)
-def test_a_stream_cut_anywhere_is_the_whole(path: str) -> None:
+def test_a_stream_cut_anywhere_is_the_whole(path):
     data, chunks = stream_of(path)
     whole = read(path, [data])
     told = (
@@ -91,13 +91,13 @@ def test_a_stream_cut_anywhere_is_the_whole(path: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[Running]:
+def server():
     with serving(demo_engine()) as running:
         yield running
 
 
 @pytest.mark.parametrize("path", APIS)
-def test_who_leaves_after_any_part_frees_everything(path: str, server: Running) -> None:
+def test_who_leaves_after_any_part_frees_everything(path, server):
     _, body = APIS[path]
     requested = {"model": "demo", "stream": True, **body}
     with httpx.Client(base_url=server.address, timeout=60) as client:

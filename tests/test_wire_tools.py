@@ -100,7 +100,7 @@ CASES = [
 @pytest.mark.parametrize(
     ("name", "text", "wanted"), CASES, ids=[f"{name} {text[:40]}" for name, text, _ in CASES]
 )
-def test_what_a_text_says(name: str, text: str, wanted: list[tuple[str, str, str]]) -> None:
+def test_what_a_text_says(name, text, wanted):
     assert said(PARSERS[name](), [text]) == wanted
     assert said(PARSERS[name](), text) == wanted, "a character at a time"
 
@@ -130,9 +130,7 @@ TEXT = st.lists(
 
 @pytest.mark.parametrize("name", PARSERS)
 @given(text=TEXT, data=st.data())
-def test_it_makes_no_difference_how_a_text_is_cut(
-    name: str, text: str, data: st.DataObject
-) -> None:
+def test_it_makes_no_difference_how_a_text_is_cut(name, text, data):
     cuts = sorted(data.draw(st.sets(st.integers(0, len(text)), max_size=8)))
     pieces = [text[begin:end] for begin, end in zip([0, *cuts], [*cuts, len(text)], strict=True)]
     whole = said(PARSERS[name](), [text])
@@ -162,14 +160,14 @@ ADVERSARIAL = [
     ("name", "unit"), ADVERSARIAL, ids=[f"{name} {unit[:20]}" for name, unit in ADVERSARIAL]
 )
 @pytest.mark.timeout(15)  # a parser that is not linear takes longer
-def test_a_long_text_takes_no_longer_than_it_is(name: str, unit: str) -> None:
+def test_a_long_text_takes_no_longer_than_it_is(name, unit):
     text = unit * (200_000 // len(unit))
     assert said(PARSERS[name](), [text])
     assert said(PARSERS[name](), (text[place : place + 3] for place in range(0, len(text), 3)))
 
 
 @given(st.text(max_size=30))
-def test_arguments_are_what_the_model_wrote(text: str) -> None:
+def test_arguments_are_what_the_model_wrote(text):
     arguments = {"a": [text, 1.5, None]}
     for ascii_only in (True, False):
         written = json.dumps({"name": "f", "arguments": arguments}, ensure_ascii=ascii_only)
@@ -177,7 +175,7 @@ def test_arguments_are_what_the_model_wrote(text: str) -> None:
         assert (kind, name, json.loads(found)) == ("call", "f", arguments)
 
 
-def test_a_lone_surrogate_in_arguments_can_be_sent() -> None:
+def test_a_lone_surrogate_in_arguments_can_be_sent():
     written = '<tool_call>{"name": "f", "arguments": {"a": "\\ud800"}}</tool_call>'
     ((_, _, found),) = said(PARSERS["hermes"](), [written])
     assert json.loads(found.encode()) == {"a": "\ud800"}
@@ -190,7 +188,7 @@ RECURSIVE = {
 }
 
 
-def test_required_calls_keep_to_the_schemas_of_the_tools() -> None:
+def test_required_calls_keep_to_the_schemas_of_the_tools():
     """In the model's own form, with one call or more."""
 
     def written(*calls: Any) -> str:
@@ -253,9 +251,7 @@ OTHERS = [None, True, 1, " 18", [], [{}]]
 @pytest.mark.parametrize(
     ("schema", "good", "bad"), SCHEMAS, ids=[f"{schema!r:.60}" for schema, *_ in SCHEMAS]
 )
-def test_arguments_are_an_object_that_keeps_to_the_schema(
-    schema: dict[str, Any], good: list[Any], bad: list[Any]
-) -> None:
+def test_arguments_are_an_object_that_keeps_to_the_schema(schema, good, bad):
     """Whatever else the schema admits, and with what it refers to beside another tool's of the same names."""
     choice = {"type": "function", "function": {"name": "f"}}
     named, alone = held_to(choice, schema), held_to(choice, schema, "none")
@@ -313,14 +309,14 @@ def refused_parameters(schema: Any, choice: Any) -> ApiError:
     ids=lambda value: f"{value!r:.50}",
 )  # fmt: skip
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "f"}}])
-def test_parameters_that_admit_no_object_are_refused(schema: dict[str, Any], choice: Any) -> None:
+def test_parameters_that_admit_no_object_are_refused(schema, choice):
     error = refused_parameters(schema, choice)
     assert (error.status, error.param) == (400, "tools[0].function.parameters")
     assert "must allow an object" in error.message
 
 
 @pytest.mark.parametrize("schema", [True, False, [], "x"])
-def test_parameters_are_a_schema_that_is_an_object(schema: Any) -> None:
+def test_parameters_are_a_schema_that_is_an_object(schema):
     assert refused_parameters(schema, "required").param == "tools[0].function.parameters"
 
 
@@ -336,9 +332,7 @@ def test_parameters_are_a_schema_that_is_an_object(schema: Any) -> None:
     ],
     ids=lambda value: f"{value!r:.50}",
 )  # fmt: skip
-def test_a_schema_that_goes_round_or_nowhere_is_the_compilers_to_refuse(
-    schema: dict[str, Any],
-) -> None:
+def test_a_schema_that_goes_round_or_nowhere_is_the_compilers_to_refuse(schema):
     """Looking whether it admits an object ends, in a time that grows with its length."""
     assert held_to("required", schema)
 
@@ -352,7 +346,7 @@ def test_a_schema_that_goes_round_or_nowhere_is_the_compilers_to_refuse(
         {"$dynamicRef": "http://a/b"},
     ],
 )
-def test_references_lead_nowhere_outside_wherever_they_stand(schema: dict[str, Any]) -> None:
+def test_references_lead_nowhere_outside_wherever_they_stand(schema):
     assert "external references are not fetched" in refused_parameters(schema, "required").message
 
 
@@ -371,7 +365,7 @@ def opened(choice: Any, fields: dict[str, Any] | None = None, **settings: Any) -
     return open_chat(body, context(**{"tool_parser": "hermes", **settings}))
 
 
-def test_what_a_choice_of_tools_asks_of_the_engine() -> None:
+def test_what_a_choice_of_tools_asks_of_the_engine():
     named = opened({"type": "function", "function": {"name": "g"}}, tool_parser="none")
     closed = {**RECURSIVE, "additionalProperties": False}
     assert json.loads(named.prompts[0].params.structured_outputs[1]) == closed
@@ -386,7 +380,7 @@ def test_what_a_choice_of_tools_asks_of_the_engine() -> None:
 
 
 @pytest.mark.parametrize("function", [{}, {"parameters": {}}, {"parameters": RECURSIVE}])
-def test_the_model_is_shown_the_schema_that_it_is_held_to(function: dict[str, Any]) -> None:
+def test_the_model_is_shown_the_schema_that_it_is_held_to(function):
     shows = with_template("{{ tools[0].function.parameters | tojson }}")
     body = {"model": "demo", "messages": [{"role": "user", "content": "x"}]}
     body |= {"tools": [{"type": "function", "function": {"name": "f", **function}}]}
@@ -396,13 +390,13 @@ def test_the_model_is_shown_the_schema_that_it_is_held_to(function: dict[str, An
     assert {**json.loads(prompt_request.prompt), "additionalProperties": False} == held
 
 
-def test_marks_that_are_special_tokens_are_kept_in_the_text() -> None:
+def test_marks_that_are_special_tokens_are_kept_in_the_text():
     assert opened("auto").prompts[0].params.skip_special_tokens
     special = with_template(chatml().chat_template)
     special.add_special_tokens({"additional_special_tokens": ["<tool_call>", "</tool_call>"]})
     assert not opened("auto", tokenizer=special).prompts[0].params.skip_special_tokens
 
 
-def test_a_template_without_tools_has_none_to_choose_from() -> None:
+def test_a_template_without_tools_has_none_to_choose_from():
     with pytest.raises(ApiError, match="does not support tools"):
         opened("auto", tokenizer=tokenizer())
