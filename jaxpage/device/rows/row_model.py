@@ -25,9 +25,9 @@ from jaxpage.device.pages.kv_pages import KVPages, page_shapes
 from jaxpage.device.recurrence import make_recur
 from jaxpage.device.rows.dense import dense_logits
 from jaxpage.device.rows.division import BLOCK_SIZE, Division, divide_rows
-from jaxpage.device.sampler import log_probabilities
 from jaxpage.device.selection_kernels import selection_kernels
 from jaxpage.device.steps import SCORED_AT_ONCE
+from jaxpage.device.token_logprobs import log_probabilities
 from jaxpage.layers.context import ForwardContext
 from jaxpage.layers.trace_scope import Routes, TraceScope
 from jaxpage.models import KVSpec, abstract
