@@ -206,7 +206,7 @@ def main(words: Sequence[str] | None = None) -> list[Step]:
     parser.add_argument("--samples", type=int, default=8, help="of each prompt; default: 8")
     parser.add_argument("--letter", default="o", help="what is rewarded; default: o")
     parser.add_argument("--dtype", default="float32", help="default: float32")
-    parser.add_argument("--learning-rate", type=float, default=1e-3, help="default: 1e-3")
+    parser.add_argument("--learning-rate", type=float, default=2e-4, help="default: 2e-4")
     parser.add_argument("--out", type=Path, default=Path("grpo"), help="a directory; default: grpo")
     arguments = parser.parse_args(words)
     arguments.out.mkdir(parents=True, exist_ok=True)

@@ -18,6 +18,7 @@ from tests.support.sources import WHEEL, Module, imports, is_import_by_name, rea
 PUBLIC = {
     "jaxpage": "docs/reference/python.md",
     "jaxpage.errors": "docs/reference/python.md",
+    "jaxpage.integrations": "docs/guides/weights.md",
     "jaxpage.integrations.tunix": "docs/guides/weights.md",
     "jaxpage.models": "docs/reference/python.md",
     "jaxpage.training": "docs/reference/python.md",
