@@ -20,7 +20,7 @@ from jaxpage.checkpoints.in_memory import ModelConfig, name_parameters, open_par
 from jaxpage.device.hardware import choose_backend
 from jaxpage.device.rows import RowModel
 from jaxpage.errors import UnsupportedError
-from jaxpage.models import make_model
+from jaxpage.models import EncoderConfig, make_model
 
 # A nested dict of arrays; some of them join several arrays of the checkpoint.
 Parameters = dict[Any, Any]
@@ -66,13 +66,16 @@ class TrainableModel:
 
         Raises:
             CheckpointError: Something does not fit; the message lists everything.
-            UnsupportedError: The weights are quantised, or the device does not run these kernels.
+            UnsupportedError: The weights are quantised, the model is an encoder, or the device does not
+                run these kernels.
         """
         files = open_parameters(config, parameters)
         if files.quantization is not None:
             raise UnsupportedError(
                 f"quantised weights ({files.quantization.described}) cannot be trained"
             )
+        if isinstance(files.spec, EncoderConfig):
+            raise UnsupportedError("encoders cannot be trained: they give vectors, not logits")
         model = make_model(files.family, files.spec, dtype, None)
         backend = choose_backend(attention_backend, jax.devices()[0])
         rows = RowModel(model, files.spec.kv, backend, dtype, exact=exact)
@@ -87,16 +90,16 @@ class TrainableModel:
     ) -> Float[Array, "R C V"]:
         """Returns the float32 logits of rows of C tokens, each from position 0.
 
-        They are those of a step of the engine, to the last bit.
-        Tokens after the end of a row (padding) change nothing before it. The ids are not checked
-        while they are traced.
+        They are those of the engine, to the last bit. Tokens after the end of a row (padding)
+        change nothing before it. The ids are not checked while they are traced.
 
         Args:
             parameters: The parameters.
             token_ids_RC: The rows, of one length.
 
         Raises:
-            TypeError: The token ids are no rows of integers.
+            TypeError: The token ids are no rows of integers, or a parameter has not the type that
+                it was loaded in.
             ValueError: An id is none of the model's.
         """
         token_ids = token_ids_RC

@@ -13,11 +13,12 @@ import pytest
 
 from jaxpage import LLM, SamplingParams
 from jaxpage.device.rows.division import STREAM_TOKENS, divide_rows
+from jaxpage.errors import UnsupportedError
 from jaxpage.training import TrainableModel
 from pallas_kernels.cpu import packed
 from tests.support.engines import GRANITE_4, LLAMA, QWEN3_5, make_llm
 from tests.support.model_configs import config_json
-from tests.support.random_checkpoints import random_checkpoint
+from tests.support.random_checkpoints import random_checkpoint, random_tensors
 from tests.support.sweeps import few
 
 VOCAB_SIZE = 20  # so few that an engine reports the log probabilities of all tokens
@@ -201,6 +202,19 @@ def test_derivatives_are_those_of_the_dense_pass(name: str, make: Any) -> None:
         found.append(differentiate(weights))
     for ours, dense in zip(*map(jax.tree.leaves, found), strict=True):
         np.testing.assert_allclose(ours, dense, atol=1e-5 * max(1.0, float(abs(dense).max())))
+
+
+def test_what_has_other_types_or_no_logits_is_refused() -> None:
+    config: dict[str, Any] = {**LLAMA, "vocab_size": VOCAB_SIZE}
+    model, weights = TrainableModel.load(config, random_tensors(config), dtype="bfloat16")
+    weights["tokens"]["table"] = weights["tokens"]["table"].astype(jnp.float32)
+    with pytest.raises(TypeError, match=r"table'\] is float32, .* computes in bfloat16: cast it"):
+        model.log_probabilities(weights, ROWS)
+    config = {"architectures": ["BertModel"], "model_type": "bert", "num_hidden_layers": 1}
+    config |= {"hidden_size": 48, "num_attention_heads": 4, "intermediate_size": 80}
+    config |= {"vocab_size": VOCAB_SIZE, "max_position_embeddings": 32}
+    with pytest.raises(UnsupportedError, match="encoders cannot be trained"):
+        TrainableModel.load(config, random_tensors(config))
 
 
 def test_panels_on_the_device_are_those_of_the_host() -> None:

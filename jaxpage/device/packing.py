@@ -85,7 +85,8 @@ def panels_of_weights(parameters: Any, packings: Packings) -> Any:
     tree = jax.tree.map(lambda array: array, parameters)
     for path, how in packings.items():
         branch = _branch(tree, path)
-        branch[path[-1]] = packed.panels_of(branch[path[-1]], how.numbers)
+        if (array := branch.get(path[-1])) is not None:
+            branch[path[-1]] = packed.panels_of(array, how.numbers)
     return tree
 
 

@@ -57,7 +57,7 @@ class RowModel:
             exact: False computes values in the dense pass, too.
         """
         self._exact = exact
-        self._dense_graph, _ = abstract(module)
+        self._dense_graph, self._shapes = abstract(module)
         self._packings = backend.pack_modules(module)
         self._graph, _ = abstract(module)
         self._kv = kv
@@ -68,9 +68,16 @@ class RowModel:
         self._compute = jax.custom_batching.sequential_vmap(jax.jit(self._compute_steps))
 
     def logits(self, parameters: Any, token_ids_RC: Int[Array, "R C"]) -> Float[Array, "R C V"]:
-        """Returns the logits after each token. They have the bits of steps, and derivatives."""
-        compute = _with_dense_derivative if self._exact else RowModel.dense_logits
-        logits_TV: jax.Array = compute(self, parameters, token_ids_RC)
+        """Returns the logits after each token. They have the bits of steps, and derivatives.
+
+        Raises:
+            TypeError: A parameter has another type than the module's, for exact values.
+        """
+        if self._exact:
+            jax.tree.map_with_path(_check_type, self._shapes, parameters)
+            logits_TV = _with_dense_derivative(self, parameters, token_ids_RC)
+        else:
+            logits_TV = self.dense_logits(parameters, token_ids_RC)
         return logits_TV.reshape(*token_ids_RC.shape, -1)
 
     def dense_logits(
@@ -140,6 +147,15 @@ class RowModel:
         with selection_kernels(self._backend):
             logprobs_B, *_ = log_probabilities(*rows, by_row=self._by_row)
         return jax.lax.optimization_barrier(logprobs_B)
+
+
+def _check_type(path: Any, shape: jax.ShapeDtypeStruct, array: jax.Array) -> None:
+    if jnp.result_type(array) != shape.dtype:
+        name = jax.tree_util.keystr(path)
+        raise TypeError(
+            f"parameters{name} is {jnp.result_type(array)}, but the model computes in "
+            f"{shape.dtype}: cast it, or load the model with another dtype"
+        )
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
