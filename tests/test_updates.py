@@ -23,7 +23,7 @@ from jaxpage.replay import IncidentRing, Recorder, Report, check_new, replay
 from jaxpage.replay.log_walk import Walk
 from jaxpage.step.events import Both
 from jaxpage.step.update import Mode
-from tests.support.engines import ENGINES, LLAMA, invariants, make_kind, make_llm
+from tests.support.engines import BLOCKS_OF_16, ENGINES, LLAMA, invariants, make_kind, make_llm
 from tests.support.executables import when_used
 from tests.support.random_checkpoints import random_checkpoint, random_tensors
 from tests.support.running import wait_until
@@ -540,6 +540,26 @@ def test_the_weights_of_a_replay_are_found_by_their_checksum(
     assert f"no weights with the checksum {updates[1]['checksum']}" in message
     assert f"{directories[1]} has {updates[0]['checksum']}" in message
     assert f"{tmp_path} cannot be used" in message
+
+
+def test_a_model_in_memory_is_kept_with_its_log(tmp_path: Path) -> None:
+    """Whoever replays the log needs nothing else."""
+    path = tmp_path / "run.jsonl"
+    settings: dict[str, Any] = {**BLOCKS_OF_16, "dtype": "float32", "event_log": str(path)}
+    with (
+        when_used(),
+        LLM.from_parameters(
+            LLAMA, random_tensors(LLAMA, seed=4), event_log_weights=True, **settings
+        ) as llm,
+    ):
+        llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+        llm.update_parameters(random_tensors(LLAMA, seed=1))
+        llm.update_parameters(random_tensors(LLAMA, seed=4))  # those of the start
+        llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+    assert len(list(Path(f"{path}.weights").iterdir())) == 2
+    with when_used():
+        report = replay(path, progress=False)
+    assert (report.num_tokens, report.difference, report.ending) == (60, None, None)
 
 
 def test_a_changed_update_is_found(
