@@ -394,13 +394,13 @@ def test_an_update_leaves_the_requests_of_an_incident_to_its_snapshot(
         ring, walk = IncidentRing(50, keeps_token_ids=True), Walk()
         llm._engine.events = Both(ring, Recorder(walk.follow))
         handles = run_by_hand(llm, PROMPTS, [GREEDY, scored, scored])
-        for num_steps in (5, 3):
+        for num_steps in (3, 4):  # the third prompt is partly computed, and then all are
             for _ in range(num_steps):
                 llm._driver.step()
             llm.update_parameters(random_tensors(LLAMA, seed=1), mode=mode)
             scheduler = llm._engine.scheduler
             waiting = [each for group in scheduler.waiting for each in group.unfinished]
-            assert waiting if mode == "recompute" or num_steps == 5 else True
+            assert len(waiting) == (3 if mode == "recompute" else num_steps == 3)
             assert {key for key, each in walk.sequences.items() if not each.is_running} == {
                 sequence.sequence_id for sequence in waiting
             }
@@ -576,7 +576,7 @@ def test_a_changed_update_is_found(
         with when_used():
             return replay(path, progress=False).difference
 
-    assert "tokens" in str(replayed(mode="recompute")) or "plan" in str(replayed(mode="recompute"))
+    assert "preempted of its update" in str(replayed(mode="recompute"))
     assert "version" in str(replayed(version=7))
     for fields in ({"mode": "now"}, {"mode": "wait"}):
         with pytest.raises(EventLogError, match="this update cannot be replayed"):
