@@ -283,7 +283,9 @@ def test_a_pinned_prefix_and_a_log_and_quantised_weights_are_refused(
     with pytest.raises(RuntimeError, match=r"prefixes of the old ones are pinned \(1\)"):
         llm.update_parameters(random_tensors(LLAMA))
     pinned.release()
-    with pytest.raises(UnsupportedError, match="event_log is not supported with from_parameters"):
+    with pytest.raises(
+        UnsupportedError, match="event_log needs event_log_weights=True with from_p"
+    ):
         LLM.from_parameters(LLAMA, random_tensors(LLAMA), event_log=str(tmp_path / "log"))
     with make_llm(random_checkpoint(tmp_path, LLAMA), quantization="int8") as quantized:
         for call in (quantized.parameters, lambda: quantized.update_parameters({})):

@@ -14,7 +14,7 @@ from jaxpage.errors import UnsupportedError
 from jaxpage.prefix_store import PrefixFiles, PrefixTier
 from jaxpage.replay.event_log import EventLog, check_new
 from jaxpage.replay.log_header import engine_header
-from jaxpage.replay.log_weights import log_weights
+from jaxpage.replay.log_weights import keep_model, log_weights, place_of_model
 from jaxpage.settings.engine_config import EngineConfig
 from jaxpage.settings.engine_settings import EngineSettings, LLMSettings, engine_config
 
@@ -49,9 +49,14 @@ def open_engine(
     if config.prefix_cache_directory is not None:
         built.engine.events = _prefix_tier(Path(config.prefix_cache_directory), config, built)
     if config.event_log is not None:
+        logged = config
+        if files is not None:
+            logged = config.replace(model=str(place_of_model(built, config)))
         built.engine.events = EventLog(
-            config.event_log, engine_header(config, built.engine, built.spec, built.model)
+            config.event_log, engine_header(logged, built.engine, built.spec, built.model)
         )
+        if files is not None:
+            keep_model(built, Path(logged.model))
         return log_weights(built, config)
     return built
 
@@ -74,7 +79,7 @@ def open_in_memory(
 
     Raises:
         TypeError: The settings name a model, or the tokenizer is none.
-        UnsupportedError: An event log is asked for.
+        UnsupportedError: An event log without the weights is asked for.
         CheckpointError: The weights do not fit the model.
     """
     if "model" in settings:
@@ -91,9 +96,10 @@ def open_in_memory(
             f"tokenizer must be a tokenizer of transformers with a backend_tokenizer, or a directory; got {tokenizer_of_model!r:.80}"
         )
     config = engine_config("parameters", LLMSettings(**settings, tokenizer=path))
-    if config.event_log is not None:
+    if config.event_log is not None and not config.event_log_weights:
         raise UnsupportedError(
-            "event_log is not supported with from_parameters: a replay could not find the weights"
+            "event_log needs event_log_weights=True with from_parameters: without the weights next "
+            "to the log a replay could not find them"
         )
     files = open_parameters(model, parameters, config.quantization)
     return config, open_engine(config, hooks, files=files, tokenizer=tokenizer_of_model)

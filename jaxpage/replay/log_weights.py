@@ -6,6 +6,7 @@ LOG.weights/CHECKSUM/model.safetensors   the arrays, with `event_log_weights`
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -14,9 +15,10 @@ from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
 import numpy as np
+from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
-from jaxpage.assembly import Built, checkpoint_parts, weights_on_device
+from jaxpage.assembly import Built, check_replaceable, checkpoint_parts, weights_on_device
 from jaxpage.checkpoints import ModelFiles, with_weights_of
 from jaxpage.checkpoints.in_memory import name_parameters
 from jaxpage.errors import CheckpointError, EventLogError
@@ -38,6 +40,27 @@ def log_weights(built: Built, config: EngineConfig) -> Built:
     return replace(built, checksum_of=partial(_checksum_of, built, directory))
 
 
+def place_of_model(built: Built, config: EngineConfig) -> Path:
+    """Returns the directory, next to its log, in which `keep_model` keeps a model in memory.
+
+    Raises:
+        UnsupportedError: The weights are quantised, so that they have no names.
+    """
+    assert config.event_log is not None
+    check_replaceable(built.model, "event_log")
+    return weights_of_log(config.event_log).absolute() / hash_update(built, built.engine.parameters)
+
+
+def keep_model(built: Built, directory: Path) -> None:
+    """Writes the weights and the config.json of a model in memory.
+
+    Raises:
+        EventLogError: They cannot be written.
+    """
+    _keep(built, built.engine.parameters, directory)
+    (directory / "config.json").write_text(json.dumps(built.model.config))
+
+
 def _checksum_of(built: Built, directory: Path | None, weights: Mapping[str, Any]) -> str:
     """Returns the hash of weights, and writes them to the directory if there is one.
 
@@ -46,23 +69,22 @@ def _checksum_of(built: Built, directory: Path | None, weights: Mapping[str, Any
     """
     checksum = hash_update(built, weights)
     if directory is not None:
-        try:
-            _keep(built, weights, directory / checksum)
-        except OSError as error:
-            raise EventLogError(
-                f"event_log_weights: {directory} cannot be written: {error.strerror}; the old "
-                "weights stay in use"
-            ) from error
+        _keep(built, weights, directory / checksum)
     return checksum
 
 
 def hash_update(built: Built, weights: Mapping[str, Any]) -> str:
     """Returns the hash of the names, shapes, types and bytes of other weights."""
-    return weights_hash(weights if len(weights) > 1 else weights["target"], built.engine.packed)
+    present = {name: part for name, part in weights.items() if part is not None}
+    return weights_hash(present if len(present) > 1 else present["target"], built.engine.packed)
 
 
 def _keep(built: Built, weights: Mapping[str, Any], directory: Path) -> None:
-    """Writes weights by their names in the checkpoint; only their owner can read them."""
+    """Writes weights by their names in the checkpoint; only their owner can read them.
+
+    Raises:
+        EventLogError: They cannot be written.
+    """
     path = directory / "model.safetensors"
     if path.exists():
         return  # those of an earlier update
@@ -72,11 +94,17 @@ def _keep(built: Built, weights: Mapping[str, Any], directory: Path) -> None:
         for plan, part in checkpoint_parts(files, built.spec, built.engine.packed, weights)
         for name, array in name_parameters(plan, part).items()
     }
-    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     unfinished = path.with_suffix(".unfinished")
-    save_file(arrays, unfinished)
-    unfinished.chmod(0o600)
-    unfinished.replace(path)
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        save_file(arrays, unfinished)
+        unfinished.chmod(0o600)
+        unfinished.replace(path)
+    except (OSError, SafetensorError) as error:
+        raise EventLogError(
+            f"event_log_weights: {directory} cannot be written, and the weights stay as they were: "
+            f"{error}"
+        ) from error
 
 
 class Update(NamedTuple):
