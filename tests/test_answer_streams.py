@@ -34,7 +34,8 @@ from tests.support.table_fuzzing import JumpingLoop
 from tests.support.wire import Scripted, context, deltas, output
 
 SECONDS = 5.0
-PATHS = [path for dialect in DIALECTS for path in dialect.exchanges]
+# /v1/generate does not stream.
+PATHS = [path for dialect in DIALECTS for path in dialect.exchanges if path != "/v1/generate"]
 BODIES: dict[str, dict[str, Any]] = {
     "/v1/completions": {"prompt": "x"},
     "/v1/responses": {"input": "x"},

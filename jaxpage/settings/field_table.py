@@ -157,11 +157,13 @@ def _field(
         name: The name of the field.
         kind: Its type and bounds.
         requests: What differs in a kind of request: its name, its kind, or both; None if a
-            completion or a chat does not have it. Requests of other kinds have it if they are here.
+            completion, a chat or a request to /v1/generate ("rollouts") does not have it. Requests
+            of other kinds have it if they are here.
         columns: The other columns; see `Field`.
     """
     forms: dict[str, tuple[str, Kind | None]] = {}
-    for request, form in ({"completions": name, "chats": name} | dict(requests or {})).items():
+    usual = dict.fromkeys(("completions", "chats", "rollouts"), name)
+    for request, form in (usual | dict(requests or {})).items():
         if isinstance(form, tuple):
             forms[request] = form
         elif isinstance(form, str):
@@ -313,7 +315,13 @@ PARAMETERS = (
         beams=(0,),
         engine=None,
     ),
-    _field("top_logprobs", Int(0, MAX_LOGPROBS), {"completions": None}, neutral=(0,), engine=None),
+    _field(
+        "top_logprobs",
+        Int(0, MAX_LOGPROBS),
+        {"completions": None, "rollouts": None},
+        neutral=(0,),
+        engine=None,
+    ),
     _field("prompt_logprobs", Int(0, MAX_LOGPROBS), beams=()),
     _field("priority", Int(-(2**31)), {"scores": "priority"}, beams=(0,)),
     _field("cache_salt", Text(MAX_CACHE_SALT_CHARACTERS), {"scores": "cache_salt"}, beams=()),
@@ -325,8 +333,8 @@ PARAMETERS = (
     ),
     _field("logprobs_mode", Choice(("raw", "processed")), beams=("raw",)),
     _field("return_sampling_mask", Bool(), {"completions": None, "chats": None}, neutral=(False,)),
-    _field("length_penalty", Float(), neutral=(1,), engine=None),
-    _field("early_stopping", None, neutral=(False,), engine=None),
+    _field("length_penalty", Float(), {"rollouts": None}, neutral=(1,), engine=None),
+    _field("early_stopping", None, {"rollouts": None}, neutral=(False,), engine=None),
 )
 _BY_NAME = {field.name: field for field in PARAMETERS}
 

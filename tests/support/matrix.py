@@ -36,6 +36,7 @@ SETTINGS: dict[str, Any] = {
     "scheduling_policy": "priority",
     "enable_prefix_caching": False,
     "preemption_mode": "swap",
+    "enable_return_sampling_mask": True,
 }
 REGEX = "[ a-z,.]{12,400}"
 
@@ -153,6 +154,8 @@ def _joined(old: CompletionOutput, new: CompletionOutput) -> CompletionOutput:
         text=old.text + new.text,
         token_ids=old.token_ids + new.token_ids,
         logprobs=None if new.logprobs is None else (old.logprobs or []) + new.logprobs,
+        num_kept=None if new.num_kept is None else (old.num_kept or []) + new.num_kept,
+        sampling_mask=new.sampling_mask and old.sampling_mask + new.sampling_mask,
     )
 
 
@@ -269,6 +272,19 @@ def _closes(llm: LLM, num_tokens: int, marker: str, situation: Situation) -> boo
     )
 
 
+def _counts_kept(situation: Situation) -> bool:
+    numbers = [number for output in situation.outputs for number in output.num_kept]
+    return min(numbers) > 5 if situation.params.greedy else 0 < max(numbers) <= 5
+
+
+def _has_masks(situation: Situation) -> bool:
+    return all(
+        token_id in ids and len(ids) <= 5
+        for output in situation.outputs
+        for token_id, ids in zip(output.token_ids, output.sampling_mask.token_ids, strict=True)
+    )
+
+
 def sampling_cases(llm: LLM) -> dict[str, Case]:
     """One for every field of `SamplingParams`."""
     eos = llm.tokenizer.eos_token_id
@@ -338,6 +354,8 @@ def sampling_cases(llm: LLM) -> dict[str, Case]:
         "priority": Case(_nothing, 3),
         "cache_salt": Case(_nothing, "a salt"),
         "user": Case(_nothing, "somebody"),
+        "logprobs_mode": Case(_counts_kept, "processed", {"logprobs": 1, "top_k": 5}),
+        "return_sampling_mask": Case(_has_masks, True, {"top_k": 5}),
     }
 
 

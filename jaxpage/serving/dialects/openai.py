@@ -6,7 +6,8 @@ from typing import Any
 
 from jaxpage.serving.dialects.dialect import Dialect
 from jaxpage.serving.wire.encoding import event, plain_events
-from jaxpage.serving.wire.exchange import open_chat, open_completion
+from jaxpage.serving.wire.exchange import open_chat, open_completion, open_generate
+from jaxpage.serving.wire.generate import ROLLOUT, GenerateRequest
 from jaxpage.serving.wire.openapi_parts import (
     EVENTS,
     INTEGER,
@@ -39,7 +40,7 @@ def _completion(kind: str, **choice: Any) -> dict[str, Any]:
 
 
 DOCUMENT = DialectDocument(
-    (CompletionRequest, ChatCompletionRequest),
+    (CompletionRequest, ChatCompletionRequest, GenerateRequest),
     {
         "/v1/completions": post(
             "Completes prompts.", ["CompletionRequest"], "Completion", streams=EVENTS
@@ -50,19 +51,33 @@ DOCUMENT = DialectDocument(
             "ChatCompletion",
             streams=EVENTS,
         ),
+        "/v1/generate": post(
+            "Continues token ids, for trainers: token ids and arrays.",
+            ["GenerateRequest"],
+            "Rollout",
+        ),
     },
     {
         "Completion": _completion("text_completion", text=STRING),
         "ChatCompletion": _completion(
             "chat.completion", message=object_of(role={"const": "assistant"}, content=OPTIONAL)
         ),
+        "Rollout": ROLLOUT,
     },
 )
 DIALECT = Dialect(
-    beginnings=("/v1/completions", "/v1/chat/completions"),
+    beginnings=("/v1/completions", "/v1/chat/completions", "/v1/generate"),
     new_frame=plain_events,
     end=event(b"[DONE]"),
-    exchanges={"/v1/completions": open_completion, "/v1/chat/completions": open_chat},
-    operations={"/v1/completions": "text_completion", "/v1/chat/completions": "chat"},
+    exchanges={
+        "/v1/completions": open_completion,
+        "/v1/chat/completions": open_chat,
+        "/v1/generate": open_generate,
+    },
+    operations={
+        "/v1/completions": "text_completion",
+        "/v1/chat/completions": "chat",
+        "/v1/generate": "text_completion",
+    },
     document=DOCUMENT,
 )

@@ -48,6 +48,8 @@ def capabilities(
         "reasoning": form.reasoning_form,
         "structured_outputs": tokenizer is not None,
         "speculation": _speculation(engine),
+        # What requests to /v1/generate may ask for.
+        "returns": {"sampling_mask": engine.enable_return_sampling_mask},
         "prefix_caching": engine.enable_prefix_caching,
         "scheduling_policy": engine.scheduling_policy,
         "unknown_fields": "refused"

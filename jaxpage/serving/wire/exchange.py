@@ -11,6 +11,7 @@ from jaxpage.outputs import RequestOutput
 from jaxpage.serving.wire.chat_completions import open_chat
 from jaxpage.serving.wire.completions import open_completion
 from jaxpage.serving.wire.errors import ApiError
+from jaxpage.serving.wire.generate import open_generate
 from jaxpage.serving.wire.prompt_request import PromptRequest
 from jaxpage.serving.wire.score import open_score
 from jaxpage.serving.wire.tokenizing import detokenize, tokenize
@@ -22,6 +23,7 @@ __all__ = [
     "detokenize",
     "open_chat",
     "open_completion",
+    "open_generate",
     "open_score",
     "tokenize",
 ]

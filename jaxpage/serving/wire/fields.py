@@ -85,6 +85,18 @@ REFUSED = (
     Field("watermarking", neutral=(False,)),
     Field("web_search_options"),
 )
+# A request to /v1/generate refuses these.
+OF_ROLLOUTS = (
+    Field("add_special_tokens", neutral=(False,)),
+    Field("features"),
+    Field("response_format", neutral=({"type": "text"},)),
+    Field("return_token_ids", neutral=(True,)),
+    Field("sampling_params"),
+    Field("stream", neutral=(False,)),
+    Field("stream_options", neutral=({},)),
+    Field("token_ids"),
+    Field("use_beam_search", neutral=(False,)),
+)
 OF_RANKINGS = (
     Field("max_chunks_per_doc"),
     Field("max_tokens_per_doc"),

@@ -147,7 +147,7 @@ def _check_length(name: str, value: Any, context: ModelContext, longest: int) ->
     if name in ("stop_token_ids", "allowed_token_ids") and len(value) > context.vocab_size:
         message = f"{name} has {len(value)} entries; the model has {context.vocab_size} token ids"
         raise ApiError(400, message, param=name)
-    if name not in ("prompt", "continuation", "input"):
+    if name not in ("prompt", "prompt_token_ids", "continuation", "input"):
         return
     for prompt in (value, *value[: context.limits.max_prompts]):
         if (

@@ -1,0 +1,210 @@
+"""Reads requests to POST /v1/generate and makes their answers: token ids in, ids and arrays out.
+
+Trainers use it. An array travels as base64 of its numbers, little-endian and row by row:
+
+    {"dtype": "float32", "shape": [12], "data": "AACAv..."}
+"""
+
+from __future__ import annotations
+
+import base64
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, cast
+
+import numpy as np
+import numpy.typing as npt
+from pydantic import Field
+
+from jaxpage.outputs import Logprob, RequestOutput
+from jaxpage.serving.wire.answering import Answer
+from jaxpage.serving.wire.context import ModelContext
+from jaxpage.serving.wire.errors import ApiError, quotes
+from jaxpage.serving.wire.field_types import (
+    Items,
+    ModelName,
+    RequestObject,
+    TokenId,
+    by_name,
+    with_parameters,
+)
+from jaxpage.serving.wire.fields import OF_CHATS, OF_GENERATION, OF_ROLLOUTS, REFUSED
+from jaxpage.serving.wire.openapi_parts import INTEGER, STRING, USAGE, list_of, object_of
+from jaxpage.serving.wire.prompt_request import PromptRequest
+from jaxpage.serving.wire.reading import beyond_context, read
+from jaxpage.serving.wire.request_fields import GenerationRequest
+from jaxpage.serving.wire.sampling_request import sampling_params
+from jaxpage.serving.wire.thinking import Wish, budget_values
+from jaxpage.settings import field_table as table
+
+DEFAULT_MAX_TOKENS = 16
+Entry = dict[int, Logprob]
+NO_TOKEN = -1  # pads the ids of the most likely tokens
+
+
+class RolloutRequest(RequestObject):
+    """Holds the fields that are no parameters of the engine."""
+
+    known = by_name(*table.PARAMETERS, *OF_GENERATION, *OF_CHATS, *OF_ROLLOUTS, *REFUSED)
+
+    model: ModelName
+    prompt_token_ids: Annotated[Items[TokenId], Field(min_length=1)]
+
+    # What all requests that generate have.
+    stream: ClassVar[bool] = False
+    stream_options: ClassVar[None] = None
+    response_format: ClassVar[None] = None
+    return_token_ids: ClassVar[bool] = True
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            """Returns a parameter."""
+
+
+class GenerateRequest(with_parameters("rollouts", RolloutRequest)):  # type: ignore[misc]
+    """A request to POST /v1/generate."""
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """Returns the number of most likely tokens whose log probabilities are asked for."""
+        return self.logprobs  # type: ignore[no-any-return]
+
+
+@quotes
+def open_generate(body: dict[str, Any], context: ModelContext) -> GenerateAnswer:
+    """Returns the exchange of a request to POST /v1/generate.
+
+    Raises:
+        ApiError: The request is refused.
+    """
+    request, ignored = read(body, GenerateRequest, context)
+    num_samples = max(request.n or 1, request.best_of or 1)
+    if num_samples > (most := context.limits.max_sequences):
+        raise ApiError(400, f"n={num_samples} is more than {most} sequences at once", param="n")
+    budget = Wish(request.thinking_token_budget, "thinking_token_budget")
+    can_reason = request.structured_outputs is None
+    values, idle = budget_values(budget, context, can_reason=can_reason)
+    params = sampling_params(
+        cast(GenerationRequest, request),
+        context,
+        max_tokens=request.max_tokens or DEFAULT_MAX_TOKENS,
+        **values,
+    )
+    _check_mask(request, context, num_samples, params.max_tokens or 0)
+    prompt = PromptRequest(
+        tuple(request.prompt_token_ids), params, False, context.adapter(request.model)
+    )
+    ignored += beyond_context(context, max_tokens=request.max_tokens) + idle
+    return GenerateAnswer(cast(GenerationRequest, request), context, [prompt], ignored)
+
+
+def _check_mask(
+    request: GenerateRequest, context: ModelContext, num_samples: int, max_tokens: int
+) -> None:
+    """Raises ApiError if the masks of an answer could have too many token ids."""
+    if not request.return_sampling_mask:
+        return
+    number = num_samples * min(max_tokens, context.max_model_len) * (request.top_k or 0)
+    if number > (most := context.limits.max_output_logprobs):
+        message = (
+            f"return_sampling_mask: the response could have {number} token ids ({num_samples} "
+            f"samples times max_tokens times top_k); at most {most} are allowed"
+        )
+        raise ApiError(400, message, param="return_sampling_mask")
+
+
+class GenerateAnswer(Answer):
+    """Answers a prompt with `n` samples."""
+
+    _prefix = "gen"
+    _object = "rollout"
+    _parameter_names = MappingProxyType({})
+
+    def whole(self, outputs: list[RequestOutput]) -> dict[str, Any]:
+        """Returns the response; see `Exchange`."""
+        (output,) = outputs
+        body = super().whole(outputs)
+        body["weights_version"] = output.weights_version
+        if output.prompt_logprobs is not None:
+            entries = cast(list[Entry], output.prompt_logprobs[1:])
+            arrays = _logprob_arrays(entries, output.prompt_token_ids[1:], self._num_top_of_prompt)
+            body |= {f"prompt_{name}": array for name, array in arrays.items()}
+        return body
+
+    @property
+    def _num_top_of_prompt(self) -> int:
+        return self._request.prompt_logprobs or 0
+
+    def _choice(self, index: int, output: RequestOutput, position: int) -> dict[str, Any]:
+        completion = output.outputs[position]
+        choice = {
+            "index": index,
+            **self._end(completion, completion.finish_reason),
+            "cumulative_logprob": completion.cumulative_logprob,
+        }
+        if completion.logprobs is not None:
+            entries = cast(list[Entry], completion.logprobs)
+            num_top = self._request.num_logprobs or 0
+            choice |= _logprob_arrays(entries, completion.token_ids, num_top)
+        if completion.num_kept is not None:
+            choice["num_kept"] = array_body(np.array(completion.num_kept, np.int32))
+        if (mask := completion.sampling_mask) is not None:
+            choice["sampling_mask"] = {
+                "num_kept": array_body(mask.num_kept),
+                "kept_token_ids": array_body(mask.kept_token_ids),
+            }
+        return choice
+
+
+def _logprob_arrays(entries: list[Entry], token_ids: list[int], num_top: int) -> dict[str, Any]:
+    """Returns the log probabilities [T] of tokens, and the most likely tokens [T, N] with theirs.
+
+    Where fewer than N tokens could be drawn, ids are padded with -1 and log probabilities with
+    minus infinity.
+    """
+    own = [entry[token].logprob for entry, token in zip(entries, token_ids, strict=True)]
+    arrays = {"logprobs": array_body(np.array(own, np.float32))}
+    if not num_top:
+        return arrays
+    top_ids = np.full((len(entries), num_top), NO_TOKEN, np.int32)
+    top = np.full((len(entries), num_top), -np.inf, np.float32)
+    for place, entry in enumerate(entries):
+        ranked = sorted(entry.items(), key=lambda item: item[1].rank)[:num_top]
+        top_ids[place, : len(ranked)] = [token_id for token_id, _ in ranked]
+        top[place, : len(ranked)] = [logprob.logprob for _, logprob in ranked]
+    return {**arrays, "top_token_ids": array_body(top_ids), "top_logprobs": array_body(top)}
+
+
+def array_body(array: npt.NDArray[Any]) -> dict[str, Any]:
+    """Returns an array as it is in an answer."""
+    little = np.ascontiguousarray(array, array.dtype.newbyteorder("<"))
+    return {
+        "dtype": array.dtype.name,
+        "shape": list(array.shape),
+        "data": base64.b64encode(little.tobytes()).decode(),
+    }
+
+
+_ARRAY = object_of(dtype=STRING, shape=list_of(INTEGER), data=STRING)
+_CHOICE = object_of(
+    index=INTEGER,
+    token_ids=list_of(INTEGER),
+    finish_reason={"enum": ["stop", "length"]},
+    cumulative_logprob={"type": ["number", "null"]},
+)
+_CHOICE["properties"] |= {
+    **dict.fromkeys(("logprobs", "top_token_ids", "top_logprobs", "num_kept"), _ARRAY),
+    "sampling_mask": object_of(num_kept=_ARRAY, kept_token_ids=_ARRAY),
+}
+ROLLOUT = object_of(
+    id=STRING,
+    object={"const": "rollout"},
+    created=INTEGER,
+    model=STRING,
+    weights_version=INTEGER,
+    choices=list_of(_CHOICE),
+    usage=USAGE,
+)
+ROLLOUT["properties"] |= dict.fromkeys(
+    ("prompt_logprobs", "prompt_top_token_ids", "prompt_top_logprobs"), _ARRAY
+)
