@@ -460,6 +460,7 @@ def test_every_field_of_a_request_has_a_test_that_refuses_a_value():
         "add_special_tokens",
         "return_token_ids",
         "return_progress",
+        "receipt",
         "parallel_tool_calls",
     }
     names = CompletionRequest.model_fields.keys() | ChatCompletionRequest.model_fields.keys()
