@@ -170,6 +170,7 @@ def _target_step(
         token_ids_R,
         paths,
         last_B,
+        None if vectors is None else vectors[:, 0],
     )
     return StepOutput(drawn, scored, paths), target, pages
 
