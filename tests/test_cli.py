@@ -539,7 +539,9 @@ def test_doctor_looks_at_a_model(tmp_path, capsys, monkeypatch):
 
     demo = told("demo")
     assert "config and tensors fit" in demo["model"] and demo["tokenizer"] == "2048 tokens"
-    assert demo["chat template"].startswith("makes ")
+    assert demo["chat template"].startswith("makes ") and "pictures" not in demo
+    seeing = told("demo-vision")
+    assert seeing["pictures"] == "processed by Idefics3ImageProcessor; '<image>' stands for one"
     broken = Path(shutil.copytree(Path(jaxpage.__file__).parent / "demo", tmp_path / "broken"))
     (broken / "chat_template.jinja").write_text("{% for x in %}")
     assert "TemplateSyntaxError" in told(str(broken))["chat template"]

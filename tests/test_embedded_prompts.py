@@ -13,9 +13,11 @@ from hypothesis import strategies as st
 from safetensors.numpy import load_file
 
 from jaxpage import AsyncLLM, SamplingParams
+from jaxpage.checkpoints.finding.resolve import DEMO
 from jaxpage.errors import UnsupportedError
 from jaxpage.memory import PrefixIndex, words_of
 from jaxpage.step.embedded import EmbeddedPrompt, EmbeddedSpan, Vectors
+from jaxpage.step.events import Events
 from tests.support.engines import (
     BLOCKS_OF_4,
     LLAMA,
@@ -311,6 +313,31 @@ def test_async(directories, prompts, alone):
 
     output = asyncio.run(run())
     assert tokens_of([output]) == [alone("llama")[1]]
+
+
+class Drafts(Events):
+    """The drafts of each step."""
+
+    def __init__(self):
+        self.of_steps = []
+
+    def planned(self, plan):
+        self.of_steps.append([row.token_ids[1:] for row in plan.rows if row.parents])
+
+
+def test_a_head_of_the_model_drafts_from_the_vectors():
+    """The same as from the tokens whose rows they are."""
+    drafting = {"method": "mtp", "num_speculative_tokens": 3}
+    params = dataclasses.replace(GREEDY, max_tokens=16, logprobs=None)
+    with make_llm("demo", enable_prompt_embeds=True, speculative_config=drafting) as llm:
+        table = load_file(DEMO / "model.safetensors")["model.embed_tokens.weight"]
+        ids = llm.get_tokenizer()("One day a clever fox met a hare")["input_ids"]
+        found = []
+        for prompt in ({"prompt_token_ids": ids}, {"prompt_embeds": table[ids]}):
+            llm._engine.events = drafts = Drafts()
+            (output,) = llm.generate([prompt], params, use_tqdm=False)
+            found.append((output.outputs[0].token_ids, drafts.of_steps))
+    assert found[0] == found[1] and any(found[0][1])
 
 
 _KEYS = st.integers(0, 3).map(lambda number: bytes([number]) * 32)

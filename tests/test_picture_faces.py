@@ -22,7 +22,7 @@ from safetensors.numpy import save
 from jaxpage import SamplingParams
 from jaxpage.assembly import build_engine
 from jaxpage.errors import UnsupportedError
-from jaxpage.images import load_picture, picture_in, takes_parts_alone
+from jaxpage.images import LastUsed, load_picture, picture_in, takes_parts_alone
 from jaxpage.serving.dialects.messages import count_tokens, open_message
 from jaxpage.serving.dialects.ollama import open_ollama_chat, open_ollama_generate, show_ollama
 from jaxpage.serving.dialects.responses import open_response
@@ -414,7 +414,7 @@ def test_messages_in_strict_order_keep_their_pictures() -> None:
 
 
 def test_the_same_picture_is_processed_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    known = wire_pictures._KnownPictures(100_000)
+    known: LastUsed[Any] = LastUsed(100_000)
     monkeypatch.setattr(wire_pictures, "_KNOWN", known)
     made = []
 
@@ -428,12 +428,13 @@ def test_the_same_picture_is_processed_once(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(wire_pictures, "_arrays_of", arrays_of)
     processor = processor_of("qwen3_vl")
     other = processor_of("qwen2_5_vl")
-    one = known.find_or_make(processor, "one")
-    assert known.find_or_make(processor, "one") is one and made == ["one"]
-    assert known.find_or_make(other, "one").key != one.key and made == ["one"] * 2
-    known.find_or_make(processor, "two")  # there is room for one
-    known.find_or_make(processor, "one")
-    assert made == ["one", "one", "two", "one"] and known._num_bytes <= 100_000
+    process = wire_pictures._process
+    one = process(processor, "one")
+    assert process(processor, "one") is one and made == ["one"]
+    assert process(other, "one").key != one.key and made == ["one"] * 2
+    process(processor, "two")  # there is room for one
+    process(processor, "one")
+    assert made == ["one", "one", "two", "one"] and 0 < known.num_bytes <= 100_000
 
 
 def test_processing_has_limits_of_time(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -335,6 +335,27 @@ def test_keys_are_of_the_processed_picture_and_the_settings() -> None:
     assert same_arrays.key != first.key
 
 
+def test_keys_follow_what_a_file_says_of_its_pixels() -> None:
+    """The orientation of EXIF data, and what is below transparent parts; nothing else of a file."""
+    source = picture(30, 30, mode="RGBA")
+    turned = Image.Exif()
+    turned[0x0112] = 6
+    named = Image.Exif()
+    named[0x010E] = "a title"
+    opaque = Image.alpha_composite(Image.new("RGBA", source.size, "white"), source)
+    black = Image.alpha_composite(Image.new("RGBA", source.size, "black"), source)
+    files = [
+        encoded(source),
+        encoded(source, exif=named),
+        encoded(source, compress_level=1),
+        encoded(opaque.convert("RGB")),
+        encoded(source, exif=turned),
+        encoded(black),
+    ]
+    keys = [each.key for each in processor_of("qwen2_5_vl").process(files)]
+    assert len({*keys[:4]}) == 1 and len({*keys}) == 3
+
+
 def test_settings_are_read_from_either_file() -> None:
     image = {"image_processor_type": "Qwen2VLImageProcessorFast", "patch_size": 7}
     for processor, alone in (({"x": 1}, image), ({"x": 1, "image_processor": image}, {"a": 2})):

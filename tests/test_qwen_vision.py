@@ -126,11 +126,12 @@ def rows_of(name: str, picture: Picture) -> np.ndarray:
     family, spec, parameters, forward = encoder(name)
     (call,) = family.calls(spec, picture.arrays)
     shapes = family.input_shapes(spec, call.size)
-    assert {key: (array.shape, array.dtype) for key, array in call.inputs.items()} == {
+    inputs = call.make_inputs()
+    assert {key: (array.shape, array.dtype) for key, array in inputs.items()} == {
         key: (shape.shape, shape.dtype) for key, shape in shapes.items()
     }
     assert call.size in spec.sizes and call.num_rows == picture.num_rows
-    return np.asarray(forward(parameters, call.inputs))[: call.num_rows]
+    return np.asarray(forward(parameters, inputs))[: call.num_rows]
 
 
 def their_rows(name: str, picture: Picture) -> np.ndarray:

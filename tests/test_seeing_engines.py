@@ -14,8 +14,11 @@ from safetensors.numpy import load_file, save_file
 from jaxpage import BeamSearchParams, SamplingParams, cli
 from jaxpage.errors import ConfigError, EventLogError, UnsupportedError
 from jaxpage.replay.reading import RecordedSteps
+from jaxpage.replay.recorder import Recorder
 from jaxpage.replay.replaying import replay
 from jaxpage.serving.cache_events.kv_events import KVEvents
+from jaxpage.serving.inspector.recorded import _vectors as describe_recorded
+from jaxpage.serving.inspector.state import Inspector
 from jaxpage.step.embedded import EmbeddedPrompt
 from tests.support.engines import (
     BLOCKS_OF_4,
@@ -234,6 +237,31 @@ def test_a_log_is_replayed(name, directories, tmp_path):
     files[0].write_bytes(b"damaged")
     with when_used(), pytest.raises(EventLogError, match="cannot be read"):
         replay(path, progress=False)
+
+
+def test_a_snapshot_says_which_positions_pictures_fill(directories):
+    """As what a log says of its requests does."""
+    records = []
+    with make_llm(directories("smolvlm"), enable_prompt_embeds=True) as llm:
+        engine = llm._engine
+        engine.events = Recorder(records.append)
+        inspector = Inspector()
+        inspector.inspect(engine)
+        first, second = (seeing.picture("smolvlm", 1, size) for size in (1, 2))
+        parts = [[3, 4], first, [5], second, second, [6]]
+        requests = [
+            seeing.prompt("smolvlm", parts),
+            engine.prompt_of_vectors(np.ones((20, 64), np.float32)),
+            ([7, 8, 9], None),
+        ]
+        for number, (ids, embedded) in enumerate(requests):
+            engine.add(f"{number}", engine.prepare(None, ids, PARAMS, embedded))
+        shown = [request.get("vectors") for request in inspector.inspect(engine)["requests"]]
+        engine.abort_all()
+    assert shown == [[[2, 4, 1, 0], [7, 8, 2, 0], [15, 8, 3, 0]], [[0, 20, 0, 0]], None]
+    arrivals = [record for record in records if record["event"] == "arrival"]
+    logged = [describe_recorded(each) if "embedded" in each else None for each in arrivals]
+    assert logged == shown
 
 
 def test_other_weights(directories, alone):

@@ -96,6 +96,7 @@ def _model(model: str) -> Iterator[tuple[str, str]]:
         yield "model", _unknown(error)
         return
     yield from _part("model", lambda: _checkpoint(model))
+    yield from _part("pictures", lambda: _pictures(model))
     yield from _part("tokenizer", lambda: _tokenizer(model))
     if texts := list(_part("texts", lambda: _texts(model))):
         yield from texts
@@ -242,6 +243,24 @@ def _checkpoint(model: str) -> Iterator[str]:
     files = open_model(resolve_model(model))
     architecture = ", ".join(files.config.get("architectures") or ["of no named architecture"])
     yield f"{files.directory}, {architecture}: config and tensors fit"
+
+
+def _pictures(model: str) -> Iterator[str]:
+    """Yields what a model does with pictures; nothing for one without an encoder."""
+    from jaxpage.assembly import open_pictures
+    from jaxpage.checkpoints import open_model
+    from jaxpage.checkpoints.finding import resolve_model
+    from jaxpage.checkpoints.tokenizers import load_tokenizer
+
+    directory = resolve_model(model)
+    files = open_model(directory, vision=True)
+    if files.vision is None:
+        return
+    pictures = open_pictures(directory, files.config, load_tokenizer(directory))
+    if pictures is None:
+        yield "refused: the files name no image processor that is known"
+    else:
+        yield f"processed by {pictures.settings.kind}; {pictures.rule.marker!r} stands for one"
 
 
 def _texts(model: str) -> Iterator[str]:

@@ -173,6 +173,7 @@ def _target_step(
         token_ids_R,
         paths,
         last_B,
+        None if vectors is None else vectors[:, 0],
     )
     output = StepOutput(drawn, scored, paths, masks=masks if options.returns_masks else None)
     return output, target, pages

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from jaxpage.images import LastUsed
 from jaxpage.step.embedded import Picture
 
 Rows = npt.NDArray[Any]
@@ -64,8 +64,7 @@ class PictureEncoder:
         self.max_pictures = max_pictures
         self.counts = EncoderCounts()
         self._encode = encode
-        self._cache_bytes = cache_bytes
-        self._rows: OrderedDict[bytes, Rows] = OrderedDict()  # the last used comes last
+        self._rows: LastUsed[Rows] = LastUsed(cache_bytes)
 
     def check(self, pictures: Sequence[Picture]) -> None:
         """Refuses pictures that the encoder does not take; any thread may call it.
@@ -104,22 +103,14 @@ class PictureEncoder:
         rows = self._rows.get(key)
         if rows is not None:
             self.counts.num_found += 1
-            self._rows.move_to_end(key)
             return rows
         calls = self.family.Model.calls(self.spec, picture.arrays)
-        parts = [self._encode(call.size, call.inputs)[: call.num_rows] for call in calls]
+        parts = [self._encode(call.size, call.make_inputs())[: call.num_rows] for call in calls]
         rows = np.concatenate(parts)
         self.counts.num_encoded += 1
-        self._keep(key, rows)
+        self._rows.add(key, rows, rows.nbytes)
+        self.counts.num_bytes = self._rows.num_bytes
         return rows
-
-    def _keep(self, key: bytes, rows: Rows) -> None:
-        """Keeps rows, and gives up those that were not used for the longest time."""
-        self._rows[key] = rows
-        self.counts.num_bytes += rows.nbytes
-        while self.counts.num_bytes > self._cache_bytes:
-            _, others = self._rows.popitem(last=False)
-            self.counts.num_bytes -= others.nbytes
 
     def clear(self) -> None:
         """Gives up all rows, since other weights would give others."""

@@ -66,7 +66,11 @@ class VectorSources:
             UnsupportedError: The engine takes no pictures.
             ValueError: The vectors do not fit the prompt or the model; the message has the numbers.
         """
-        embedded = self._with_checked_vectors(embedded)
+        sources = {
+            key: Vectors(self._check(source.rows)) if isinstance(source, Vectors) else source
+            for key, source in embedded.sources.items()
+        }
+        embedded = replace(embedded, sources=sources)
         self._check_spans(len(token_ids), embedded)
         pictures = [
             source
@@ -88,14 +92,6 @@ class VectorSources:
                 f"{(self._num_axes, len(token_ids))}"
             )
         return replace(embedded, axes_AT=axes_AT)
-
-    def _with_checked_vectors(self, embedded: EmbeddedPrompt) -> EmbeddedPrompt:
-        """Returns the prompt with vectors of callers in the type of the model's activations."""
-        sources = {
-            key: Vectors(self._check(source.rows)) if isinstance(source, Vectors) else source
-            for key, source in embedded.sources.items()
-        }
-        return replace(embedded, sources=sources)
 
     def _check_spans(self, num_tokens: int, embedded: EmbeddedPrompt) -> None:
         position = 0
@@ -122,39 +118,43 @@ class VectorSources:
     def prompt_of(self, values: Any) -> tuple[tuple[int, ...], EmbeddedPrompt]:
         """Returns the token ids and the vectors of a prompt that a caller gives as vectors.
 
-        Any thread may call it.
+        Any thread may call it. `complete` checks the vectors.
 
         Args:
             values: An array [T, D] of numpy, JAX or PyTorch.
 
         Raises:
             UnsupportedError: The engine takes no vectors of callers.
-            ValueError: It is no such array, or has numbers that are not finite.
+            ValueError: The numbers are no floating-point ones.
         """
         if not self.takes_prompt_embeds:
             raise UnsupportedError(NOT_ENABLED)
-        rows = self._check(values)
+        rows = np.atleast_1d(self._in_type(values))
         about = f"prompt_embeds {rows.dtype} {rows.shape} "
         key = hashlib.sha256(about.encode() + rows.tobytes()).digest()
         spans = (EmbeddedSpan(0, len(rows), key),)
         return (PLACEHOLDER_ID,) * len(rows), EmbeddedPrompt(spans, {key: Vectors(rows)})
 
-    def _check(self, values: Any) -> npt.NDArray[Any]:
-        """Returns the rows in the type of the model's activations."""
+    def _in_type(self, values: Any) -> npt.NDArray[Any]:
+        """Returns an array in the type of the model's activations."""
         if hasattr(values, "detach"):  # PyTorch; numpy has no bfloat16 of its own
             values = values.detach().float().cpu().numpy()
         rows = np.asarray(values)
+        is_float = np.issubdtype(rows.dtype, np.floating) or rows.dtype.name == "bfloat16"
+        if not is_float:
+            raise ValueError(f"prompt_embeds must have floating-point numbers, got {rows.dtype}")
+        with np.errstate(over="ignore"):
+            return np.ascontiguousarray(rows.astype(self.vectors.dtype, copy=False))
+
+    def _check(self, values: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        """Returns the rows in the type of the model's activations."""
+        rows = self._in_type(values)
         width = self.vectors.shape[1]
         if rows.ndim != 2 or rows.shape[1] != width or not len(rows):
             raise ValueError(
                 f"prompt_embeds has the shape {rows.shape}; it must be (T, {width}): a vector of "
                 f"the model's width for each of T positions, at least one"
             )
-        is_float = np.issubdtype(rows.dtype, np.floating) or rows.dtype.name == "bfloat16"
-        if not is_float:
-            raise ValueError(f"prompt_embeds must have floating-point numbers, got {rows.dtype}")
-        with np.errstate(over="ignore"):
-            rows = np.ascontiguousarray(rows.astype(self.vectors.dtype))
         if num_wrong := int((~np.isfinite(rows.astype(np.float32))).sum()):
             raise ValueError(
                 f"prompt_embeds has {num_wrong} numbers of {rows.size} that are not finite in "

@@ -19,6 +19,9 @@ if TYPE_CHECKING:
         picture_in,  # gives the picture of a part
         takes_parts_alone,  # says whether a chat template shows no content that is a text
     )
+    from jaxpage.images.last_used import (
+        LastUsed,  # keeps what was made of the pictures that were used last
+    )
     from jaxpage.images.loading import (
         load_picture,  # gives a picture as RGB
     )

@@ -74,14 +74,10 @@ class VectorInput:
         """
         if self.vision is None:
             return 0
-        size = sizes_for(self.vision.spec, max_rows)[-1]
-        tower: Any = getattr(self.vision.spec, "tower", None)
-        width = max(
-            4 * getattr(tower, "hidden_size", self.width), getattr(tower, "intermediate_size", 0)
-        )
-        num_heads: int = getattr(tower, "num_heads", 16)
-        num_bytes: int = 4 * size * (6 * width + 3 * QUERY_TILE * num_heads)
-        return num_bytes
+        spec = self.vision.spec
+        width = max(4 * spec.width, spec.inner)
+        num_bytes: int = 6 * width + 3 * QUERY_TILE * spec.num_heads
+        return 4 * sizes_for(spec, max_rows)[-1] * num_bytes
 
 
 def find_vision(

@@ -14,12 +14,12 @@ layers have. So it takes no block of a sequence, and a fork or a copy never sees
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from jaxpage.device.attention import make_attend
 from jaxpage.device.drafters.drafter import TargetStep
@@ -123,6 +123,7 @@ def _extend(drafting: _DraftStep, pages: KVPages) -> tuple[Float[Array, "T D"], 
         if drafter.aux_layers is None:
             return drafter(inputs.token_ids_T, None, pages, context)
         next_T = token_ids_R if target.bucket.verifies else _next_tokens(inputs, token_ids_R)
+        context = replace(context, vectors=_next_vectors(target))
         return drafter(jnp.maximum(next_T, 0), drafter.fuse(target.states), pages, context)
 
     shape = jax.eval_shape(compute, pages)[0]
@@ -138,13 +139,29 @@ def _next_tokens(inputs: StepInputs, token_ids_R: Int[Array, "R"]) -> Int[Array,
     If several tokens are drawn after one, it returns any of them.
     """
     num_tokens = inputs.token_ids_T.shape[0]
-    end_B = jnp.where(
-        inputs.query_start[1:] > inputs.query_start[:-1], inputs.query_start[1:] - 1, num_tokens
-    )
+    end_B = _ends_of_rows(inputs)
     # Padding draws for position 0.
     drawn_R = jnp.where(inputs.drawn_position_R > 0, inputs.drawn_token_R, num_tokens)
     next_T = jnp.roll(inputs.token_ids_T, -1).at[end_B].set(inputs.next_token_B, mode="drop")
     return next_T.at[drawn_R].set(token_ids_R, mode="drop")
+
+
+def _next_vectors(target: TargetStep) -> tuple[Bool[Array, "T"], Float[Array, "T D"]] | None:
+    """Returns which tokens have a vector in place of the token after them, and these vectors.
+
+    The vector after the last token of a row is not in the step. A draft may be worse for that.
+    """
+    if target.vectors_TD is None:
+        return None
+    is_next_T = jnp.roll(target.inputs.is_vector_T, -1) > 0
+    is_next_T = is_next_T.at[_ends_of_rows(target.inputs)].set(False, mode="drop")
+    return is_next_T, jnp.roll(target.vectors_TD, -1, axis=0)
+
+
+def _ends_of_rows(inputs: StepInputs) -> Int[Array, "B"]:
+    """Returns the last token of each row; of those without tokens, the end of the stream."""
+    starts = inputs.query_start
+    return jnp.where(starts[1:] > starts[:-1], starts[1:] - 1, inputs.token_ids_T.shape[0])
 
 
 def _draft_ahead(

@@ -1,8 +1,9 @@
 """Multi-token prediction (MTP): the head inside a checkpoint, which drafts for its model.
 
-Row t takes the embedding of token t + 1 and the model's hidden state of token t, after the final
-norm, and predicts token t + 2. What it returns for row t takes the place of a hidden state where
-the model has not been yet (DeepSeek-V3, arXiv:2412.19437, section 2.2).
+Row t takes the embedding of token t + 1, or the vector in its place, and the model's hidden state
+of token t, after the final norm, and predicts token t + 2. What it returns for row t takes the
+place of a hidden state where the model has not been yet (DeepSeek-V3, arXiv:2412.19437, section
+2.2).
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ class MtpHead(nnx.Module):
         context: ForwardContext,
     ) -> tuple[Float[Array, "T D"], Pages]:
         """Returns the hidden states, which are the next features, and the pages."""
-        embedded_TD = self.embedding_norm(self.tokens(token_ids_T))
+        embedded_TD = self.embedding_norm(context.place_vectors(self.tokens(token_ids_T)))
         both = jnp.concatenate([embedded_TD, self.hidden_norm(feature_TD)], axis=-1)
         output_TD, pages, _ = run_layers(self.layers, self.norm, self.fc(both), pages, context)
         return output_TD, pages

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
@@ -18,12 +18,12 @@ class VisionCall(NamedTuple):
 
     Attributes:
         size: The number of patches of the executable, one of `VisionSpec.sizes`.
-        inputs: The arrays, padded to this size.
+        make_inputs: Returns the arrays, padded to this size. Who counts rows needs none.
         num_rows: The number of leading rows of the result that count.
     """
 
     size: int
-    inputs: dict[str, npt.NDArray[Any]]
+    make_inputs: Callable[[], dict[str, npt.NDArray[Any]]]
     num_rows: int
 
 
@@ -38,6 +38,21 @@ class VisionSpec(Protocol):
     @property
     def hidden_size(self) -> int:
         """Returns the width of the text model's hidden states (D)."""
+        ...
+
+    @property
+    def width(self) -> int:
+        """Returns the width of the encoder's hidden states."""
+        ...
+
+    @property
+    def inner(self) -> int:
+        """Returns the width of a feed-forward half of the encoder."""
+        ...
+
+    @property
+    def num_heads(self) -> int:
+        """Returns the number of heads of the encoder."""
         ...
 
     @property

@@ -148,6 +148,21 @@ class VisionConfig:
     sizes: tuple[int, ...]
     num_deep: int = 0
 
+    @property
+    def width(self) -> int:
+        """Returns the width of the encoder's hidden states."""
+        return self.tower.hidden_size
+
+    @property
+    def inner(self) -> int:
+        """Returns the width of a feed-forward half of the encoder."""
+        return self.tower.intermediate_size
+
+    @property
+    def num_heads(self) -> int:
+        """Returns the number of heads of the encoder."""
+        return self.tower.num_heads
+
 
 def check_blocks(fields: VisionFields, tower: TowerConfig, block: int) -> None:
     """Notes a picture of which blocks of patches would leave some out."""

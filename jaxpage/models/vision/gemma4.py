@@ -188,12 +188,16 @@ def _call(
             f"a picture of {height} x {width} patches has no whole blocks of {block} x {block}"
         )
     size = size_for(spec.sizes, num_patches)
-    grid = {"patch_PI": patches, "place_P2": places}
-    inputs = {
-        name: by_blocks(each[:num_patches].reshape(height, width, -1), block)
-        for name, each in grid.items()
-    }
-    return VisionCall(size, fill_up(inputs, size), num_patches // block**2)
+
+    def make_inputs() -> dict[str, npt.NDArray[Any]]:
+        grid = {"patch_PI": patches, "place_P2": places}
+        inputs = {
+            name: by_blocks(each[:num_patches].reshape(height, width, -1), block)
+            for name, each in grid.items()
+        }
+        return fill_up(inputs, size)
+
+    return VisionCall(size, make_inputs, num_patches // block**2)
 
 
 def _axis_angles(place_P2: Int[Array, "P 2"], config: Gemma4VisionConfig) -> list[Angles]:

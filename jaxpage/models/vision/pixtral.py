@@ -171,13 +171,17 @@ def _call(spec: VisionConfig, picture: npt.NDArray[Any]) -> VisionCall:
             f"{side} x {side}: the processor must resize it"
         )
     height, width = (length // tower.patch_size for length in picture.shape[1:])
-    places = np.moveaxis(np.indices((height, width), np.int32), 0, -1)
     size = size_for(spec.sizes, height * width)
-    inputs = {
-        "patch_PI": cut_patches(picture, tower.patch_size, block),
-        "place_P2": by_blocks(places, block),
-    }
-    return VisionCall(size, fill_up(inputs, size), height * width // block**2)
+
+    def make_inputs() -> dict[str, npt.NDArray[Any]]:
+        places = np.moveaxis(np.indices((height, width), np.int32), 0, -1)
+        inputs = {
+            "patch_PI": cut_patches(picture, tower.patch_size, block),
+            "place_P2": by_blocks(places, block),
+        }
+        return fill_up(inputs, size)
+
+    return VisionCall(size, make_inputs, height * width // block**2)
 
 
 def two_axis_angles(place_P2: Int[Array, "P 2"], head_dim: int, theta: float) -> Angles:

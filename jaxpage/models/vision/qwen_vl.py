@@ -10,6 +10,7 @@ which are interpolated to the size of the picture; the mergers of Qwen3-VL give 
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Protocol
@@ -181,22 +182,8 @@ class QwenVision(VisionTower):
                 f"{spec.sizes[-1]}: make it smaller, or lower size in preprocessor_config.json"
             )
         size = size_for(spec.sizes, grid.num_patches)
-        inputs: dict[str, npt.NDArray[Any]] = {
-            "patch_PI": np.asarray(arrays["pixel_values"], np.float32),
-            "place_P2": grid.places().T,
-        }
-        if spec.num_entries:
-            inputs["entry_P4"], inputs["share_P4"] = grid.interpolate(spec.num_entries)
-        if not spec.window:
-            return [VisionCall(size, fill_up(inputs, size), grid.num_blocks)]
-        order_R, window_R = grid.windows(spec.window)
-        each = spec.block**2
-        order_P = (order_R[:, None] * each + np.arange(each)).reshape(-1)
-        inputs = {name: array[order_P] for name, array in inputs.items()}
-        inputs["window_P"] = np.repeat(1 + window_R, each)
-        row_R = np.zeros(size // each, np.int32)
-        row_R[: grid.num_blocks] = np.argsort(order_R)
-        return [VisionCall(size, {**fill_up(inputs, size), "row_R": row_R}, grid.num_blocks)]
+        make_inputs = functools.partial(_inputs, spec, grid, arrays["pixel_values"], size)
+        return [VisionCall(size, make_inputs, grid.num_blocks)]
 
     @staticmethod
     def input_shapes(spec: QwenVisionConfig, size: int) -> dict[str, jax.ShapeDtypeStruct]:
@@ -236,6 +223,27 @@ class QwenVision(VisionTower):
                 deep.append(self.deep_mergers[len(deep)](hidden_PW))
         rows = jnp.stack([self.merger(hidden_PW), *deep], axis=1)
         return rows[inputs["row_R"]] if config.window else rows
+
+
+def _inputs(
+    spec: QwenVisionConfig, grid: PatchGrid, pixels_PI: npt.NDArray[Any], size: int
+) -> dict[str, npt.NDArray[Any]]:
+    inputs: dict[str, npt.NDArray[Any]] = {
+        "patch_PI": np.asarray(pixels_PI, np.float32),
+        "place_P2": grid.places().T,
+    }
+    if spec.num_entries:
+        inputs["entry_P4"], inputs["share_P4"] = grid.interpolate(spec.num_entries)
+    if not spec.window:
+        return fill_up(inputs, size)
+    order_R, window_R = grid.windows(spec.window)
+    each = spec.block**2
+    order_P = (order_R[:, None] * each + np.arange(each)).reshape(-1)
+    inputs = {name: array[order_P] for name, array in inputs.items()}
+    inputs["window_P"] = np.repeat(1 + window_R, each)
+    row_R = np.zeros(size // each, np.int32)
+    row_R[: grid.num_blocks] = np.argsort(order_R)
+    return {**fill_up(inputs, size), "row_R": row_R}
 
 
 class Qwen2Vision(QwenVision, config=Qwen2VisionConfig):

@@ -152,12 +152,18 @@ def _call(spec: VisionConfig, tile: npt.NDArray[Any]) -> VisionCall:
         raise UnsupportedError(
             f"a tile of {height} x {width} patches has no whole blocks of {block} x {block}"
         )
-    places = place_in_table(height, tower.side)[:, None] * tower.side
-    places = places + place_in_table(width, tower.side)[None, :]
-    patches = cut_patches(tile, tower.patch_size, block)
-    size = size_for(spec.sizes, len(patches))
-    inputs = {"patch_PI": patches, "position_P": by_blocks(places, block).astype(np.int32)}
-    return VisionCall(size, fill_up(inputs, size), len(patches) // block**2)
+    size = size_for(spec.sizes, height * width)
+
+    def make_inputs() -> dict[str, npt.NDArray[Any]]:
+        places = place_in_table(height, tower.side)[:, None] * tower.side
+        places = places + place_in_table(width, tower.side)[None, :]
+        inputs = {
+            "patch_PI": cut_patches(tile, tower.patch_size, block),
+            "position_P": by_blocks(places, block).astype(np.int32),
+        }
+        return fill_up(inputs, size)
+
+    return VisionCall(size, make_inputs, height * width // block**2)
 
 
 def place_in_table(num_patches: int, side: int) -> Int[np.ndarray, "P"]:

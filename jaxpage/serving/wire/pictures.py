@@ -9,15 +9,13 @@ from __future__ import annotations
 
 import hashlib
 import tempfile
-import threading
-from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy.typing as npt
 from safetensors.numpy import load
 
-from jaxpage.images import MAX_PIXELS, PictureProcessor, ReadyPicture, base64_in
+from jaxpage.images import MAX_PIXELS, LastUsed, PictureProcessor, ReadyPicture, base64_in
 from jaxpage.serving.wire.context import ModelContext
 from jaxpage.serving.wire.errors import ApiError
 from jaxpage.serving.wire.rendering import RENDERERS
@@ -66,7 +64,7 @@ class RequestedPictures(NamedTuple):
         num_tokens = 0
         for picture in self.pictures:
             try:
-                ready.append(_KNOWN.find_or_make(self.processor, picture.base64))
+                ready.append(_process(self.processor, picture.base64))
             except ValueError as error:
                 problem = str(error)
                 if problem.startswith("it "):  # what the process says of its limits
@@ -131,7 +129,7 @@ class PictureList:
         except ValueError as error:
             raise ApiError(400, f"{path} {error}", param=path) from None
 
-    def requested(self) -> RequestedPictures | None:
+    def collect(self) -> RequestedPictures | None:
         """Returns the pictures, or None if there are none."""
         processor = self._context.pictures
         if processor is None or not self._pictures:
@@ -139,43 +137,23 @@ class PictureList:
         return RequestedPictures(processor, tuple(self._pictures), self._context.max_model_len)
 
 
-class _KnownPictures:
-    """Keeps the pictures that were processed last, so that they are not processed again."""
-
-    def __init__(self, max_bytes: int) -> None:
-        self._max_bytes = max_bytes
-        self._num_bytes = 0
-        self._pictures: OrderedDict[bytes, ReadyPicture] = OrderedDict()
-        self._lock = threading.Lock()
-
-    def find_or_make(self, processor: PictureProcessor, base64: str) -> ReadyPicture:
-        """Returns a picture as a model takes it.
-
-        Raises:
-            ValueError: It is refused.
-        """
-        about = processor.settings.digest_text().encode()
-        key = hashlib.sha256(hashlib.sha256(about).digest() + base64.encode()).digest()
-        with self._lock:
-            if (known := self._pictures.get(key)) is not None:
-                self._pictures.move_to_end(key)
-                return known
-        ready = processor.finish(_arrays_of(processor, base64))
-        with self._lock:
-            if key not in self._pictures:
-                self._pictures[key] = ready
-                self._num_bytes += _num_bytes(ready)
-            while self._num_bytes > self._max_bytes:
-                _, dropped = self._pictures.popitem(last=False)
-                self._num_bytes -= _num_bytes(dropped)
-        return ready
+# The pictures that were processed last, which are not processed again.
+_KNOWN: LastUsed[ReadyPicture] = LastUsed(KNOWN_BYTES)
 
 
-_KNOWN = _KnownPictures(KNOWN_BYTES)
+def _process(processor: PictureProcessor, base64: str) -> ReadyPicture:
+    """Returns a picture as a model takes it.
 
-
-def _num_bytes(ready: ReadyPicture) -> int:
-    return sum(array.nbytes for array in ready.picture.arrays.values())
+    Raises:
+        ValueError: It is refused.
+    """
+    about = processor.settings.digest_text().encode()
+    key = hashlib.sha256(hashlib.sha256(about).digest() + base64.encode()).digest()
+    if (known := _KNOWN.get(key)) is not None:
+        return known
+    ready = processor.finish(_arrays_of(processor, base64))
+    _KNOWN.add(key, ready, sum(array.nbytes for array in ready.picture.arrays.values()))
+    return ready
 
 
 def _arrays_of(processor: PictureProcessor, base64: str) -> dict[str, npt.NDArray[Any]]:

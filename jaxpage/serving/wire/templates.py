@@ -112,7 +112,7 @@ def render(
     ignored = tuple(effort.path if name == "reasoning_effort" else name for name in wished.ignored)
     if switch.value and effort.value is None and not may_reason(context):
         ignored += (switch.path,)
-    return Rendered(text, ignored, pictures.requested())
+    return Rendered(text, ignored, pictures.collect())
 
 
 def _render_in_order(requested: dict[str, Any]) -> str:
