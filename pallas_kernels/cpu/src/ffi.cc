@@ -606,7 +606,7 @@ ffi::Error add_and_norm(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer a
   return norm_rows(pool, p, x, scale, out, epsilon, offset);
 }
 
-// These have no elements where they are not there: `added`, and the sum with it; the scale; the bias.
+// Where `added` (and with it the sum), the scale or the bias are not there, they have no elements.
 ffi::Error layer_norm(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer added,
                       ffi::AnyBuffer scale, ffi::AnyBuffer bias, ffi::Result<ffi::AnyBuffer> sum,
                       ffi::Result<ffi::AnyBuffer> out, float epsilon, float offset) {
