@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -90,6 +91,13 @@ def describe_tpu(device: Any) -> Iterator[None]:
         sharding.use_abstract_mesh(mesh.abstract_mesh),
     ):
         yield
+
+
+def libtpu_reason() -> str:
+    """Returns the command that installs what JAX needs to see a TPU, or "" if it is there."""
+    if importlib.util.find_spec("libtpu"):
+        return ""
+    return "libtpu is not installed: pip install 'jaxpage[tpu]'"
 
 
 def x64_reason() -> str | None:

@@ -26,7 +26,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import jax
 from tqdm import tqdm
 
-from jaxpage.device.hardware.backends import Backend
 from tools.inspect_kernels import replaced
 from tools.lab.kernel_lab.inspection.deviceless_tpu import (
     TPUS,
@@ -34,7 +33,7 @@ from tools.lab.kernel_lab.inspection.deviceless_tpu import (
     inspect_for_tpu,
     unavailable,
 )
-from tools.step_shapes import BUCKETS, LLAMA_3_8B, step_shapes
+from tools.step_shapes import BUCKETS, LLAMA_3_8B, ON_TPU, step_shapes
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENT = ROOT / "docs" / "tpu-results.md"
@@ -54,7 +53,6 @@ MODELS: Mapping[str, tuple[Mapping[str, Any], int]] = {
     "Llama-3-8B": (LLAMA_3_8B, 8192),
 }
 KINDS = ("decode", "verify", "chunk")
-AUTO = Backend("auto", interleaved=True)  # what `choose_backend` gives for a TPU
 COLUMNS = (
     "TPU",
     "model",
@@ -78,7 +76,7 @@ def rows(
         config, num_blocks = MODELS[model]
         shapes = step_shapes(
             BUCKETS[kind],
-            backend=AUTO,
+            backend=ON_TPU,
             config=config,
             num_layers=min(num_layers, config["num_hidden_layers"]),
             num_blocks=num_blocks,

@@ -64,6 +64,7 @@ QWEN3_30B_A3B: Mapping[str, Any] = {  # Qwen/Qwen3-30B-A3B
 # DeepSeek and Qwen use these blocks.
 FP8_BLOCKS: Mapping[str, Any] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
 
+ON_TPU = Backend("auto", interleaved=True)  # what `choose_backend` makes of "auto" on a TPU
 BUCKETS = {
     "decode": Bucket(num_tokens=16, num_rows=16, max_query_len=1),
     "verify": Bucket(num_tokens=128, num_rows=16, max_query_len=8, verifies=True),

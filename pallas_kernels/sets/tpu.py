@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import importlib.util
 from collections.abc import Callable
 from typing import Any
 
@@ -25,13 +24,12 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.arguments import Arguments
-from pallas_kernels.compat import x64_reason
+from pallas_kernels.compat import libtpu_reason, x64_reason
 from pallas_kernels.kernel_set import Call, first_reason
 from pallas_kernels.page_layouts import INTERLEAVED, LANES, fill_up
 from pallas_kernels.query_tiles import token_rows
 from pallas_kernels.sets import reference
 
-INSTALL = "pip install 'jaxpage[tpu]'"  # libtpu: without it JAX sees no TPU
 QUERY_DTYPES = ("bfloat16", "float32")
 # The positions of a turn of the loop over the context, and the query tokens of a program. They
 # depend on nothing else, so a token's sums do not depend on how many rows a step has.
@@ -100,17 +98,12 @@ def _without_blocks_before_the_window(arguments: Arguments) -> tuple[jax.Array, 
     return length_B - num_hidden_B * block_size, shifted_BM
 
 
-def missing_reason() -> str:
-    """Returns the command that installs what JAX needs to see a TPU, or "" if it is there."""
-    return "" if importlib.util.find_spec("libtpu") else f"libtpu is not installed: {INSTALL}"
-
-
 def supports(device: Any, call: Call) -> str | None:
     """Returns why the set refuses a call, or None if it takes it."""
     if call.interpret or call.tiles is not None:
         return "JAX's kernel takes neither interpret nor tiles"
     if device.platform != "tpu":
-        missing = missing_reason()
+        missing = libtpu_reason()
         return f"needs a TPU, and the device is a {device.platform}" + (
             f". {missing}" if missing else ""
         )

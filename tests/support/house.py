@@ -192,6 +192,10 @@ LAZY_IMPORTS: dict[tuple[str, str], str] = {
         "jaxpage/checkpoints/finding/resolve.py",
         "huggingface_hub",
     ): "a local model needs no HTTP client",
+    (
+        "pallas_kernels/sets/tpu.py",
+        "jax.experimental.pallas.ops.tpu.ragged_paged_attention",
+    ): "it brings Pallas for TPUs, and most machines have none",
     ("jaxpage/cli/chat.py", "*"): "a pipe needs no line editor, and a wrong flag no jax",
     (
         "jaxpage/cli/commands.py",

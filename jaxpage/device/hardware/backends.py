@@ -24,13 +24,13 @@ from pallas_kernels import (
     candidates,
     set_for,
 )
+from pallas_kernels.compat import libtpu_reason
 from pallas_kernels.cpu.build import compiler
 from pallas_kernels.cpu.library import DOT, NONE, TILES
 from pallas_kernels.cpu.library import load as load_cpu_library
 from pallas_kernels.cpu.packed import NUMBERS
 from pallas_kernels.kernel_set import capability
 from pallas_kernels.page_layouts import INTERLEAVED
-from pallas_kernels.sets.tpu import missing_reason
 
 _NAMED = {DOT: "dot products", TILES: "tiles (AMX)"}  # instructions of a CPU
 BFLOAT16_CAPABILITY = (8, 0)  # earlier GPUs of NVIDIA have float16 alone
@@ -77,7 +77,7 @@ def choose_backend(name: str, device: Any, kv_cache_dtype: str = "auto") -> Back
     interpret = not chosen.runs_on(device.platform)
     if interpret and not (chosen.interpretable and device.platform == "cpu"):
         needed = " or ".join(chosen.platforms).upper()
-        missing = missing_reason() if "tpu" in chosen.platforms else ""
+        missing = libtpu_reason() if "tpu" in chosen.platforms else ""
         raise UnsupportedError(
             f"attention_backend {name!r} needs a {needed}: jax {jax.__version__} does not "
             f"interpret it on this device{missing and f'; {missing}'}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,13 +12,12 @@ import numpy as np
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from pallas_kernels.compat import describe_tpu, without_compile_cache
+from pallas_kernels.compat import describe_tpu, libtpu_reason, without_compile_cache
 from tools.lab.kernel_lab.inspection import hlo
 from tools.lab.kernel_lab.inspection.executable_findings import page_problems
 
 # The names of libtpu for the smallest topologies; only one device of each is used.
 TPUS = {"v5e": "v5e:2x2", "v6e": "v6e:2x2", "v7x": "tpu7x:2x2x1"}
-INSTALL = 'pip install "jax[tpu]=={}" (or jaxpage with its extra "tpu")'
 # What a machine with a TPU knows of itself. Without them libtpu asks the network.
 _SURROUNDINGS = {
     "TPU_SKIP_MDS_QUERY": "1",
@@ -73,9 +71,7 @@ class Findings:
 
 def unavailable() -> str | None:
     """Returns why nothing can be compiled here, with the command that helps; None if it can."""
-    if importlib.util.find_spec("libtpu"):
-        return None
-    return f"libtpu is not installed: {INSTALL.format(jax.__version__)}"
+    return libtpu_reason() or None
 
 
 def compile_for_tpu(function: Any, *arguments: Any, tpu: str = "v5e") -> Any:
