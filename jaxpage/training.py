@@ -66,8 +66,8 @@ class TrainableModel:
 
         Raises:
             CheckpointError: Something does not fit; the message lists everything.
-            UnsupportedError: The weights are quantised, the model is an encoder, or the device does not
-                run these kernels.
+            UnsupportedError: The weights are quantised, the model is an encoder, or the device
+                does not run these kernels.
         """
         files = open_parameters(config, parameters)
         if files.quantization is not None:

@@ -22,7 +22,8 @@ from safetensors.numpy import load_file
 
 import jaxpage
 from jaxpage import LLM, AsyncLLM, BeamSearchParams, SamplingParams, cli
-from jaxpage.errors import ReceiptError, UnsupportedError
+from jaxpage.errors import CapacityError, ReceiptError, UnsupportedError
+from jaxpage.outputs import Logprob
 from jaxpage.receipts import check_receiptable, parse_receipt, read_receipt, verify
 from jaxpage.receipts.receipt import MAX_FILE_BYTES, checksum_of
 from tests.support.engines import BLOCKS_OF_4, make_llm
@@ -31,7 +32,7 @@ from tests.support.running import SMALL, Running, running
 ROOT = Path(__file__).parents[1]
 DEMO = Path(jaxpage.__file__).parent / "demo"
 PROMPT = "Once upon a time"
-SAMPLED: dict[str, Any] = {"temperature": 0.8, "max_tokens": 8}
+SAMPLED: dict[str, Any] = {"temperature": 1.5, "max_tokens": 8}
 DRAFTS: dict[str, Any] = {"method": "ngram", "num_speculative_tokens": 3}
 pytestmark = pytest.mark.usefixtures("compiled_when_used")
 
@@ -44,7 +45,7 @@ def llm() -> Iterator[LLM]:
 
 @pytest.fixture(scope="module")
 def receipt(llm: LLM) -> dict[str, Any]:
-    return made(llm, **SAMPLED)
+    return made(llm, **SAMPLED, seed=3)
 
 
 def made(llm: LLM, **params: Any) -> dict[str, Any]:
@@ -206,7 +207,7 @@ def another(value: Any) -> Any:
 
 
 # A receipt with these changed, and the checksum made anew, is no other true one.
-DECIDING = {"n", "temperature", "repetition_penalty", "max_tokens", "structured_outputs"}
+DECIDING = {"n", "temperature", "max_tokens", "structured_outputs"}
 
 
 def test_no_changed_receipt_is_equal(llm: LLM, receipt: dict[str, Any]) -> None:
@@ -295,6 +296,43 @@ def test_the_first_token_that_differs_is_told(llm: LLM, receipt: dict[str, Any])
         del shorter["outputs"][0][name][-1]
     difference = llm.verify(shorter).difference
     assert difference is not None and (difference.token, difference.receipt_value) == (7, None)
+
+
+def test_bits_that_depend_on_the_batch_are_a_difference(llm: LLM, receipt: dict[str, Any]) -> None:
+    """And an engine that gives up does not tell."""
+    parsed = parse_receipt(receipt)
+    _, weights = llm._receipts.hash_weights()
+    about = parsed, llm._receipts.facts, weights, 512
+
+    def among_others(prompts: Any, params: Any) -> Any:
+        (output, *_) = llm.generate(prompts, params, use_tqdm=False)
+        if len(prompts) == 4:
+            entry = output.outputs[0].logprobs[6]
+            token_id, logprob = next(iter(entry.items()))
+            entry[token_id] = Logprob(float(np.nextafter(np.float32(logprob.logprob), 0)), 1)
+        return [output]
+
+    difference = verify(*about, among_others).difference
+    assert difference is not None
+    assert (difference.computed, difference.token, difference.field) == (
+        "among others",
+        6,
+        "logprobs",
+    )
+
+    def too_much(prompts: Any, params: Any) -> Any:
+        raise CapacityError("there is no room")
+
+    told = verify(*about, too_much)
+    assert (told.result, told.reasons) == ("unknown", ("there is no room",))
+    assert "room for 11" in verify(*about[:3], 11, too_much).reasons[0]
+
+
+def test_a_grammar_needs_its_library(llm: LLM) -> None:
+    body = made(llm, **SAMPLED, structured_outputs={"choice": ["a king", "a queen"]})
+    assert body["engine"]["llguidance"]
+    verdict = llm.verify(with_checksum(with_value(body, ("engine", "llguidance"), "0.1")))
+    assert verdict.result == "unknown" and "llguidance '0.1'" in verdict.reasons[0]
 
 
 def test_another_processor_makes_a_difference_no_proof(llm: LLM, receipt: dict[str, Any]) -> None:
@@ -396,7 +434,7 @@ def test_a_file_that_is_no_receipt_is_wrong_use(
         "\0",
         written.replace('"version": 1', '"version": 2'),
         written.replace('"version": 1', '"version": 1, "version": 1'),
-        written.replace('"temperature": 0.8', '"temperature": NaN'),
+        written.replace('"temperature": 1.5', '"temperature": NaN'),
         written.replace('"n": 1', f'"n": {"9" * 5000}'),
         written.replace('"n": 1', '"n": 2'),
         written.replace('"n": 1', '"nn": 1'),
