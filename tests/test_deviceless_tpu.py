@@ -5,11 +5,15 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import jax
 import jax.numpy as jnp
 import pytest
 
 from jaxpage.device.hardware.backends import Backend
+from tests.support.notebooks import executed
 from tools import inspect_tpu
 from tools.lab.kernel_lab.inspection import deviceless_tpu
 from tools.lab.kernel_lab.inspection.deviceless_tpu import (
@@ -19,6 +23,7 @@ from tools.lab.kernel_lab.inspection.deviceless_tpu import (
 )
 from tools.step_shapes import BUCKETS, ON_TPU, StepShapes, step_shapes
 
+ROOT = Path(__file__).parents[1]
 needs_libtpu = pytest.mark.skipif(unavailable() is not None, reason=str(unavailable()))
 
 
@@ -89,3 +94,16 @@ def test_the_table_is_put_between_its_marks(
     with pytest.raises(SystemExit):
         inspect_tpu.main(["--tpus", "v5e"])
     assert "make a part of the table, which --print shows" in capsys.readouterr().err
+
+
+@pytest.mark.sweep
+def test_the_notebook_for_a_first_run_is_rehearsed_on_a_cpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    executed(ROOT / "examples" / "tpu.ipynb")
+    seen = json.loads((tmp_path / "tpu-results.json").read_text())
+    errors = seen["errors"]
+    assert errors["float32, heads 128 wide"] < 1e-5
+    assert errors["bfloat16, heads 128 wide"] < 0.02 and errors["bfloat16, heads 64 wide"] < 0.02
+    assert seen["demo, auto"]["alone as among others"]
