@@ -17,6 +17,7 @@ from jaxpage.errors import UnsupportedError
 from jaxpage.layers.context import Attend, AttentionOptions, ForwardContext, Recur, Recurrence
 from jaxpage.layers.product import product
 from jaxpage.layers.trace_scope import LayerKernels, Routes, TraceScope
+from jaxpage.layers.weight_kinds import Grouped
 
 
 def dense_logits(
@@ -126,9 +127,10 @@ def dense_recur(num_rows: int) -> Recur:
 
 
 def _multiply_groups(
-    x_PI: jax.Array, weight_EOI: jax.Array, count_E: jax.Array, result: DTypeLike
+    x_PI: jax.Array, weight_EOI: jax.Array | Grouped, count_E: jax.Array, result: DTypeLike
 ) -> jax.Array:
     """Multiplies rows that are sorted by group, as `LayerKernels.by_group`."""
+    assert not isinstance(weight_EOI, Grouped), "quantised weights are not trained"
 
     def ragged(x_PI: jax.Array, weight_EOI: jax.Array, count_E: jax.Array) -> jax.Array:
         return jax.lax.ragged_dot(
