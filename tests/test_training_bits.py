@@ -137,12 +137,11 @@ def test_neither_batches_nor_transformations_change_a_bit(name: str, make: Any) 
     def loss(weights: Any, rows: Any) -> tuple[jax.Array, jax.Array]:
         return weighted(model, weights, rows)
 
-    for function in (loss, jax.checkpoint(loss)):
+    for function, size in ((loss, 1), (loss, 4), (jax.checkpoint(loss), 4)):
         differentiate = jax.jit(jax.value_and_grad(function, has_aux=True))
-        for size in (1, 3, 4):
-            parts = [ROWS[at : at + size] for at in range(0, 4, size)]
-            found = [differentiate(weights, part)[0][1] for part in parts]
-            np.testing.assert_array_equal(np.concatenate(found), expected)
+        parts = [ROWS[at : at + size] for at in range(0, 4, size)]
+        found = [differentiate(weights, part)[0][1] for part in parts]
+        np.testing.assert_array_equal(np.concatenate(found), expected)
 
     def accumulate(total: Any, rows: jax.Array) -> tuple[Any, jax.Array]:
         (_, logprobs), gradients = jax.value_and_grad(loss, has_aux=True)(weights, rows)

@@ -127,11 +127,10 @@ def dense_recur(num_rows: int) -> Recur:
 
 
 def _multiply_groups(
-    x_PI: jax.Array, weight: jax.Array | Grouped, count_E: jax.Array, result: DTypeLike
+    x_PI: jax.Array, weight_EOI: jax.Array | Grouped, count_E: jax.Array, result: DTypeLike
 ) -> jax.Array:
     """Multiplies rows that are sorted by group, as `LayerKernels.by_group`."""
-    if isinstance(weight, Grouped):
-        _refuse()
+    assert not isinstance(weight_EOI, Grouped), "quantised weights are not trained"
 
     def ragged(x_PI: jax.Array, weight_EOI: jax.Array, count_E: jax.Array) -> jax.Array:
         return jax.lax.ragged_dot(
@@ -158,12 +157,12 @@ def _multiply_groups(
 
     count_E = count_E.astype(jnp.int32)
     y_PO: jax.Array = jax.lax.platform_dependent(
-        x_PI, weight, count_E, cpu=one_by_one, default=ragged
+        x_PI, weight_EOI, count_E, cpu=one_by_one, default=ragged
     )
     return y_PO
 
 
-def _refuse(*_: Any, **__: Any) -> NoReturn:
+def _refuse(*_: Any) -> NoReturn:
     raise UnsupportedError("quantised weights have no derivative")
 
 
