@@ -135,7 +135,9 @@ def _tensors(
             insert(tree, place, array if how is None else unpack_weight(array, how))
         if divided:
             tree = join_weights([divided[path]], tree)
+        whole = np.asarray(entry_at(tree, path))
         if files.quantization is not None:
-            yield ".".join(map(str, path)), np.asarray(entry_at(tree, path))
-        else:
-            yield from name_parameters(replace(files.plan, parameters=(filled,)), tree).items()
+            yield ".".join(map(str, path)), whole
+            continue
+        insert(tree, path, whole)  # JAX would compile its slices
+        yield from name_parameters(replace(files.plan, parameters=(filled,)), tree).items()

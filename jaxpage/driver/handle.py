@@ -136,6 +136,7 @@ class Handle:
         max_entries: The bound of an output that is made on the driver's thread; see `Reporter`.
             None where nobody but the reader waits for that thread.
         reporter: Makes the outputs, once the engine has the request.
+        weights_version: The version of the weights when the engine got the request.
     """
 
     needs_place = True  # a driver has so many places
@@ -160,9 +161,11 @@ class Handle:
         self.added: PendingAnswer[None] | None = None
         self.max_entries = max_entries
         self.reporter: Reporter | None = None
+        self.weights_version = 0
 
     def begin(self, engine: Engine) -> None:
         """Gives the request to the engine; it raises the same errors as `Engine.add`."""
+        self.weights_version = engine.weights_version
         self.reporter = engine.add(self.request_id, self.request)
 
     @property

@@ -54,8 +54,8 @@ class Receipts:
             RuntimeError: The model sleeps.
         """
         with self._lock:
-            version, parameters = self._driver.wait(self._driver.call(_lend))
-            if self._hashed is None or self._hashed[0] != version:
+            if self._hashed is None or self._hashed[0] != self._built.engine.weights_version:
+                version, parameters = self._driver.wait(self._driver.call(_lend))
                 built = self._built
                 about = built.model, built.spec, built.engine.packed, parameters
                 self._hashed = version, hash_model(*about, progress=self._progress)
@@ -92,10 +92,10 @@ class Receipts:
         assert handle.reporter is not None, "the engine had the request"
         request, output = handle.reporter.ended()
         version, weights = self.hash_weights()
-        if version != output.weights_version:
+        if version != handle.weights_version:
             raise UnsupportedError(
-                f"receipt: the answer began with version {output.weights_version} of the weights, "
-                f"which were replaced by version {version} before it had ended"
+                f"receipt: the request began with version {handle.weights_version} of the weights, "
+                f"which were replaced by version {version} before its receipt was made"
             )
         if not names_tensors:
             weights = weights.model_copy(update={"tensors": None})

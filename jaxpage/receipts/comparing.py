@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import zip_longest
@@ -9,7 +10,7 @@ from typing import Any, Literal
 
 from jaxpage.receipts.hashing import hash_weights
 from jaxpage.receipts.receipt import AnswerFacts, EngineFacts, Receipt, WeightFacts, logprob_of
-from jaxpage.settings.argument_checks import count, show
+from jaxpage.settings.argument_checks import show
 from jaxpage.versions import package_version
 
 _NAMES = {
@@ -24,7 +25,6 @@ _NAMES = {
     "tokenizer": "a tokenizer with the hash",
 }
 _MAY_DIFFER = frozenset({"processor", "llguidance"})
-_NOTHING = "nothing"
 _NAMED_TENSORS = 3
 
 
@@ -87,8 +87,15 @@ class Verification:
     num_tokens: int = 0
 
     def body(self) -> dict[str, Any]:
-        """Returns the verdict as a JSON object."""
-        return asdict(self)
+        """Returns the result as a JSON object, in which numbers that are not finite are texts."""
+        return asdict(self, dict_factory=_as_object)
+
+
+def _as_object(fields: list[tuple[str, Any]]) -> dict[str, Any]:
+    return {
+        name: str(value) if isinstance(value, float) and not math.isfinite(value) else value
+        for name, value in fields
+    }
 
 
 def obstacles(receipt: Receipt, facts: EngineFacts, weights: WeightFacts) -> list[str]:
@@ -133,7 +140,7 @@ def _describe_weights(theirs: WeightFacts, ours: WeightFacts) -> str:
     ]
     shown = ", ".join(map(show, names[:_NAMED_TENSORS]))
     more = f" and {len(names) - _NAMED_TENSORS} more" if len(names) > _NAMED_TENSORS else ""
-    return f"{begin}; {count(len(names), 'tensor')} differ: {shown}{more}"
+    return f"{begin}; other tensors: {shown}{more}"
 
 
 def first_difference(

@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import aclosing
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 from starlette.requests import ClientDisconnect
@@ -48,8 +48,11 @@ class Generating:
         self._driver = driver
         self._preparing = preparing
         self._metrics = metrics
-        self._receipts = Receipts(driver, driver.built)
         self._loop_turns = LoopTurns()
+
+    @cached_property
+    def _receipts(self) -> Receipts:
+        return Receipts(self._driver, self._driver.built)
 
     async def answer(
         self,
