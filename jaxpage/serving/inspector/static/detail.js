@@ -99,8 +99,8 @@ function storyOf(request) {
     : "";
   const ended = request.reasons ? `; ended: ${request.reasons.join(", ")}` : "";
   return (
-    `is ${request.state}: ${count(request.prompt_tokens, "token")} of prompt${pictures}${found}, at most ` +
-    `${request.max_total_tokens} in total${kind}${gave}${ended}.`
+    `is ${request.state}: ${count(request.prompt_tokens, "token")} of prompt${pictures}${found}, ` +
+    `at most ${request.max_total_tokens} in total${kind}${gave}${ended}.`
   );
 }
 

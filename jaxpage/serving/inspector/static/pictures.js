@@ -1,5 +1,5 @@
 // The pictures of the next message of a chat: chosen, dropped or pasted, and shown small, each with
-// a button that takes it away. They are drawn on canvases, so that the page needs no image of a URL.
+// a button that takes it away. They are drawn on canvases, so that no image has a URL.
 
 import { $, count, el } from "./dom.js";
 
@@ -7,7 +7,7 @@ const FORMATS = ["image/png", "image/jpeg", "image/webp", "image/gif"];
 const SIDE = 96; // px of the longer side of a small picture
 
 export class Pictures {
-  /** isChat(): whether a chat is chosen. history(): its messages so far, which are sent again. */
+  /** Takes isChat(): whether a chat is chosen; and history(): its messages so far. */
   constructor({ isChat, history }) {
     Object.assign(this, { isChat, history, items: [], facts: null });
     $("picture-file").addEventListener("change", (event) => {

@@ -292,8 +292,8 @@ export class Playground {
       stream_options: isBeam ? undefined : { include_usage: true },
     };
     const withProbabilities = $("probabilities").checked && !isBeam;
-    if (!this.isChat)
-      return { ...body, prompt: content, logprobs: withProbabilities ? NUM_ALTERNATIVES : undefined };
+    const logprobs = withProbabilities ? NUM_ALTERNATIVES : undefined;
+    if (!this.isChat) return { ...body, prompt: content, logprobs };
     const system = $("system").value ? [{ role: "system", content: $("system").value }] : [];
     return {
       ...body,

@@ -103,8 +103,10 @@ export function vectorsIn({ vectors = NONE }, start, stop) {
 }
 
 /** Says what vectors are: "picture 1, rows 0 to 15". */
-export const vectorsText = ({ from, to, picture, row }) =>
-  `${picture ? `picture ${picture}` : "vectors of the client"}, rows ${row} to ${row + to - from - 1}`;
+export function vectorsText({ from, to, picture, row }) {
+  const source = picture ? `picture ${picture}` : "vectors of the client";
+  return `${source}, rows ${row} to ${row + to - from - 1}`;
+}
 
 /** Notes at the blocks of a sequence which slots vectors fill. blockOf(place): may be undefined. */
 function placeVectors(request, size, blockOf) {
