@@ -25,7 +25,7 @@ from jaxpage.device import (
 from jaxpage.device.hardware import make_mesh
 from jaxpage.device.inputs import Bucket
 from jaxpage.device.pages import KVPages
-from jaxpage.device.vision import vision_jobs, without_vision
+from jaxpage.device.vision import vision_jobs, vision_model, without_vision
 from jaxpage.errors import UnsupportedError
 from jaxpage.models import EncoderConfig, abstract, abstract_model, make_model
 from jaxpage.models.parameters import adapter_weights
@@ -38,7 +38,8 @@ class Compiled:
 
     Attributes:
         parameters: The weights of the model and of its drafter.
-        packed: Which of them are in panels, by their paths from "target" or "drafter".
+        packed: Which of them are in panels, by their paths from "target", "drafter" or
+            "vision".
         adapters: A and B of every layer that takes LoRA adapters.
         pages: The shapes of the KV pages of all layers.
         executables: The table of compiled steps.
@@ -154,9 +155,9 @@ def load_parameters(
     parameters: dict[str, Any] = {"target": weights}
     if drafting is not None:
         parameters["drafter"] = drafting.load(dtype, mesh.put, progress=progress)
-    pack_weights(parameters, packed)
     if files.vision is not None:
         parameters["vision"] = load_weights(files.vision.plan, dtype, mesh.put, progress=progress)
+    pack_weights(parameters, packed)
     return parameters
 
 
@@ -170,6 +171,10 @@ def _step_model(files: ModelFiles, spec: EngineSpec) -> tuple[nnx.Module, Packin
         "target": drafted.pack(model),
         "drafter": spec.described.drafting.find_packings(drafted),
     }
+    kernels = spec.described.kernels
+    if (vision := files.vision) is not None and kernels is not None:
+        dtype = spec.layout.dtype
+        parts["vision"] = vision_model(vision.family, vision.spec, dtype, kernels)[1]
     packed = {(key, *path): how for key, part in parts.items() for path, how in part.items()}
     return model, packed
 

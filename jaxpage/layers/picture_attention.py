@@ -1,7 +1,7 @@
 """Attends both ways among the patches of a picture, or among those of windows of it.
 
 Queries are computed tile by tile, so that the scores of a large picture need not be there at once.
-Padding sees itself alone. Scores and softmax are in float32.
+Padding sees itself alone. Scores and softmax are in float32. On a CPU a kernel computes it.
 """
 
 from __future__ import annotations
@@ -9,6 +9,8 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
+
+from jaxpage.layers.trace_scope import trace_scope
 
 # A tile has at least so many queries, and at most so many, if its scores are not more than these.
 _LEAST_QUERIES = 64
@@ -33,9 +35,12 @@ def attend_in_segments(
         q_TNH: The queries.
         k_TKH: The keys; query head n uses key/value head n // (N / K).
         v_TKH: The values.
-        segment_T: The number of each patch's segment: the picture, a window of it, or padding.
+        segment_T: The number of each patch's segment, whose patches follow each other: the picture,
+            a window of it, or padding.
         scale: The factor of scores.
     """
+    if (mixed := _attend_in_kernel(q_TNH, k_TKH, v_TKH, segment_T, scale)) is not None:
+        return mixed
     num_patches, num_heads, _ = q_TNH.shape
     k_TNH, v_TNH = (jnp.repeat(each, num_heads // each.shape[1], axis=1) for each in (k_TKH, v_TKH))
 
@@ -47,10 +52,20 @@ def attend_in_segments(
     num_queries = min(_MOST_QUERIES, fitting)
     if num_patches <= num_queries:
         return attend_tile((q_TNH, segment_T))
-    mixed: jax.Array = jax.lax.map(
+    by_tile: jax.Array = jax.lax.map(
         attend_tile, (_tiles(q_TNH, num_queries), _tiles(segment_T, num_queries))
     )
-    return mixed.reshape(-1, *q_TNH.shape[1:])[:num_patches]
+    return by_tile.reshape(-1, *q_TNH.shape[1:])[:num_patches]
+
+
+def _attend_in_kernel(
+    q_TNH: jax.Array, k_TKH: jax.Array, v_TKH: jax.Array, segment_T: jax.Array, scale: float
+) -> jax.Array | None:
+    """Returns the result of the kernel for CPUs; None where none takes these heads."""
+    kernels = trace_scope().kernels
+    if kernels is None or kernels.attend_both_ways is None:
+        return None
+    return kernels.attend_both_ways(q_TNH, k_TKH, v_TKH, segment_T, scale=scale)
 
 
 def attend_in_windows(
@@ -78,6 +93,8 @@ def attend_in_windows(
         longest: The most patches of a window.
         scale: The factor of scores.
     """
+    if (mixed := _attend_in_kernel(q_TNH, k_TNH, v_TNH, window_T, scale)) is not None:
+        return mixed
     window_GQ = _tiles(window_T, longest)
     seen = (
         _with_neighbours(_tiles(k_TNH, longest), 0),
@@ -90,8 +107,8 @@ def attend_in_windows(
         return _attend(q_QNH, k_KNH, v_KNH, window_Q[:, None] == window_K[None, :], scale)
 
     tiles = (_tiles(q_TNH, longest), window_GQ, *seen)
-    mixed: jax.Array = jax.lax.map(attend_tile, tiles, batch_size=_WINDOWS_AT_ONCE)
-    return mixed.reshape(-1, *q_TNH.shape[1:])[: len(q_TNH)]
+    by_tile: jax.Array = jax.lax.map(attend_tile, tiles, batch_size=_WINDOWS_AT_ONCE)
+    return by_tile.reshape(-1, *q_TNH.shape[1:])[: len(q_TNH)]
 
 
 def _attend(

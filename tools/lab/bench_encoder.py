@@ -5,13 +5,15 @@ machine that others use, compare the seconds of CPU: these are of all threads of
 
     python tools/lab/bench_encoder.py --model minilm --counts 1,32,256 --tokens 20,200
 
-With sentence-transformers installed, `--peer sentence-transformers` compares with it.
+`--peers transformers,sentence-transformers,fastembed` compares with all three, where they are
+installed. fastembed takes the graph of the same weights in ONNX from `--onnx DIRECTORY`.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -74,10 +76,29 @@ def sentence_encoder(directory: str) -> Callable[[Sequence[str]], np.ndarray]:
     return lambda texts: model.encode(list(texts), batch_size=BATCH, show_progress_bar=False)
 
 
-def time_once(embed: Callable[[Sequence[str]], np.ndarray], texts: Sequence[str]) -> np.ndarray:
+def fastembed_encoder(directory: str, graph: str) -> Callable[[Sequence[str]], np.ndarray]:
+    """Returns the function of fastembed that embeds, with as many threads as there are cores."""
+    library = importlib.import_module("fastembed")  # which the extras do not have
+    description = importlib.import_module("fastembed.common.model_description")
+    width = AutoModel.from_pretrained(directory).config.hidden_size
+    library.TextEmbedding.add_custom_model(
+        model="lab/encoder",
+        pooling=description.PoolingType.MEAN,
+        normalization=True,
+        sources=description.ModelSource(hf="lab/encoder"),
+        dim=width,
+        model_file="model.onnx",
+    )
+    model = library.TextEmbedding(
+        "lab/encoder", specific_model_path=graph, threads=len(os.sched_getaffinity(0))
+    )
+    return lambda texts: np.stack(list(model.embed(list(texts), batch_size=BATCH)))
+
+
+def time_once(call: Callable[[Any], Any], argument: Any) -> np.ndarray:
     """Returns the seconds of wall and of CPU that a call takes."""
     began = time.perf_counter(), time.process_time()
-    embed(texts)
+    call(argument)
     return np.array([time.perf_counter() - began[0], time.process_time() - began[1]])
 
 
@@ -91,35 +112,54 @@ def main() -> None:
     parser.add_argument("--tokens", default="20,200", help="tokens of a text")
     parser.add_argument("--rounds", type=int, default=5, help="default: 5")
     parser.add_argument(
-        "--peer", choices=("transformers", "sentence-transformers"), default="transformers"
+        "--peers",
+        default="transformers",
+        help="transformers, sentence-transformers, fastembed; default: transformers",
     )
+    parser.add_argument("--onnx", help="directory of the graph for fastembed")
     arguments = parser.parse_args()
-    makers = {"transformers": transformers_encoder, "sentence-transformers": sentence_encoder}
+    makers = {
+        "transformers": transformers_encoder,
+        "sentence-transformers": sentence_encoder,
+        "fastembed": lambda directory: fastembed_encoder(directory, arguments.onnx),
+    }
     with LLM(arguments.model, use_tqdm=False, verbose=False) as llm:
         directory = str(llm._model.directory)
-        peer = makers[arguments.peer](directory)
-        runs = {"jaxpage": lambda texts: llm.embed(texts, use_tqdm=False), arguments.peer: peer}
-        print(
-            f"| texts | tokens | jaxpage ms | CPU ms | {arguments.peer} ms | CPU ms | wall | CPU |"
-        )
-        print("|---|---|---|---|---|---|---|---|")
+        peers = {name: makers[name](directory) for name in arguments.peers.split(",")}
+        columns = [f"{name} ms | CPU ms | wall | CPU" for name in peers]
+        print(f"| texts | tokens | jaxpage ms | CPU ms | {' | '.join(columns)} |")
+        print("|---" * (4 + 4 * len(peers)) + "|")
         for num_tokens in map(int, arguments.tokens.split(",")):
             for count in map(int, arguments.counts.split(",")):
                 texts = make_texts(llm.get_tokenizer(), count, num_tokens)
-                far = np.abs(runs["jaxpage"](texts) - peer(texts)).max()
-                assert far < 1e-5, f"the vectors differ by {far}"
-                taken = {name: np.full(2, np.inf) for name in runs}
-                for _ in range(arguments.rounds):
-                    for name, embed in runs.items():
-                        taken[name] = np.minimum(taken[name], time_once(embed, texts))
-                ours, theirs = (1e3 * each for each in taken.values())
-                ratios = theirs / ours
-                numbers = [*ours, *theirs]
-                shown = " | ".join(f"{number:.1f}" for number in numbers)
-                print(
-                    f"| {count} | {num_tokens} | {shown} | {ratios[0]:.2f} | {ratios[1]:.2f} |",
-                    flush=True,
-                )
+                shown = compare(llm, peers, texts, arguments.rounds)
+                print(f"| {count} | {num_tokens} | {shown} |", flush=True)
+
+
+def compare(
+    llm: LLM,
+    peers: dict[str, Callable[[Sequence[str]], np.ndarray]],
+    texts: Sequence[str],
+    rounds: int,
+) -> str:
+    """Returns the numbers of a row: the times, and for peers how many times as fast we are."""
+
+    def embed(texts: Sequence[str]) -> np.ndarray:
+        return np.asarray(llm.embed(texts, use_tqdm=False))
+
+    vectors = embed(texts)
+    for name, peer in peers.items():
+        far = np.abs(vectors - peer(texts)).max()
+        assert far < 1e-5, f"the vectors differ from those of {name} by {far}"
+    least = {name: np.full(2, np.inf) for name in ("jaxpage", *peers)}
+    for _ in range(rounds):
+        for name, call in {"jaxpage": embed, **peers}.items():
+            least[name] = np.minimum(least[name], time_once(call, texts))
+    numbers = [f"{1e3 * number:.1f}" for number in least["jaxpage"]]
+    for name in peers:
+        numbers += [f"{1e3 * number:.1f}" for number in least[name]]
+        numbers += [f"{ratio:.2f}" for ratio in least[name] / least["jaxpage"]]
+    return " | ".join(numbers)
 
 
 if __name__ == "__main__":

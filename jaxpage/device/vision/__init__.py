@@ -11,6 +11,7 @@ if TYPE_CHECKING:
         sizes_for,  # gives the numbers of patches for which an encoder is compiled
         vision_jobs,  # gives the calls that compile an encoder of pictures
         vision_key,  # names its executable for a number of patches
+        vision_model,  # gives the module of an encoder, and which of its weights are in panels
         without_vision,  # gives the weights of the other parts of a model
     )
 

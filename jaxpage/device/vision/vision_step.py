@@ -15,8 +15,9 @@ from jaxpage.device.executables import compile_ahead
 from jaxpage.device.hardware.backends import Backend
 from jaxpage.device.hardware.mesh import DeviceMesh
 from jaxpage.device.inputs.buckets import Bucket
+from jaxpage.device.packing import Packings
 from jaxpage.layers.trace_scope import TraceScope
-from jaxpage.models import abstract_model
+from jaxpage.models import abstract, make_model
 from jaxpage.settings.cuda_graphs import GraphSettings
 
 
@@ -36,6 +37,21 @@ def sizes_for(spec: Any, max_rows: int) -> tuple[int, ...]:
     """Returns the numbers of patches that pictures of so many rows, or fewer, need."""
     sizes: tuple[int, ...] = spec.sizes
     return sizes[: 1 + bisect.bisect_left(sizes, max_rows * spec.block**2)]
+
+
+def vision_model(
+    family: Any, spec: Any, dtype: DTypeLike, backend: Backend
+) -> tuple[nnx.Module, Packings]:
+    """Returns an encoder of pictures, and which of its weights are in panels, by their paths.
+
+    Args:
+        family: The family of the encoder.
+        spec: The spec of the encoder.
+        dtype: The type of its weights.
+        backend: The kernels.
+    """
+    model = make_model(family, spec, dtype, None)
+    return model, backend.pack_modules(model)
 
 
 def vision_jobs(
@@ -61,7 +77,7 @@ def vision_jobs(
         mesh: The devices, each of which has the whole encoder.
         max_rows: The most positions that a picture fills in a prompt.
     """
-    graph, _ = abstract_model(family, spec, dtype)
+    graph, _ = abstract(vision_model(family, spec, dtype, backend)[0])
     return {
         vision_key(size): functools.partial(
             compile_vision,
