@@ -16,43 +16,16 @@ from flax import nnx  # noqa: E402
 from jaxpage import LLM, SamplingParams  # noqa: E402
 from jaxpage.models.base import make_model  # noqa: E402
 from jaxpage.models.registry import load_family  # noqa: E402
-from tests.support.engines import LogitsWitness, invariants, make_llm, tokens_of  # noqa: E402
+from tests.support.engines import invariants, make_llm, tokens_of  # noqa: E402
 from tests.support.family_names import FAMILY_OF  # noqa: E402
 from tests.support.hf_models import MODELS, config_json, save_model  # noqa: E402
 from tests.support.model_forms import SIZES  # noqa: E402
-from tests.support.random_checkpoints import random_checkpoint  # noqa: E402
 from tests.support.scripted import draft_with, without_drafts  # noqa: E402
 from tests.support.sweeps import few  # noqa: E402
 from tests.support.synthetic import SyntheticProposer  # noqa: E402
 
 PROMPT_LENGTHS = (3, 41, 17, 30)
 NUM_TOKENS = 14
-# Of each family. The numbers of all configurations are compared in tests/test_models.py; here it is
-# what the engine makes of them.
-ONE_OF_EACH = (
-    *(
-        "llama-grouped",
-        "mistral-window",
-        "qwen2-layer-types",
-        "qwen3-windows",
-        "opt-350m-form",
-        "gpt2-usual",
-    ),
-    *(
-        "gemma2-caps",
-        "gemma3-types",
-        "gemma4-shared",
-        "gemma3n-shared",
-        "cohere2-parallel",
-        "olmo3-windows",
-        "glm4-interleaved",
-        "falcon-grouped",
-    ),
-    *("gpt-oss-windows", "deepseek-v2-groups", "deepseek-v3-groups", "qwen3-5-mixed"),
-    *("granitemoehybrid-mixed", "lfm2-mixed", "llama4-chunks"),
-)
-# These keep their pages as others of them do, and differ in what tests/test_models.py compares.
-KEPT_ALIKE = {"qwen2-layer-types", "glm4-interleaved", "falcon-grouped", "olmo3-windows"}
 # Chunks of 16 tokens cut every long prompt; 17 blocks of 4 do not hold the first two sequences to
 # their end.
 TIGHT = {
@@ -72,84 +45,58 @@ ALONE = {
         "max_model_len": 60,
     },
 }
-SIXTEEN = {"hidden_size": 64, "head_dim": 16}
-# A model of each family, one of the above where there is one: engines of the same model share what
-# is compiled.
-OF_FAMILY = {
-    FAMILY_OF[config_json(name)["architectures"][0]]: name
-    for name in (*reversed(MODELS), *ONE_OF_EACH)
-}
-# More of these is shown always, by tests/test_path_independence.py, tests/test_speculation.py and
-# tests/test_recurrent.py.
-ELSEWHERE = {"llama", "mistral", "opt", "qwen3_5"}
-# Of the others these, which have every trait of all; the rest in a sweep.
-ALWAYS = (
-    *("afmoe", "apertus", "bloom", "codegen", "cohere", "deepseek_v2", "deepseek_v3", "exaone4"),
-    *("falcon_h1", "falcon_mamba", "gemma2", "gemma3n", "gemma4", "gpt2", "gpt_oss"),
-    *("granitemoehybrid", "jamba", "kimi_linear", "lfm2", "lfm3", "llama4", "mamba"),
-    *("mimo_v2_flash", "ministral3", "mistral4", "nanochat", "nemotron", "nemotron_h", "olmo"),
-    *("olmo3", "olmo_hybrid", "olmoe", "phimoe", "qwen3_next", "stablelm", "starcoder2", "xglm"),
-    "zamba2",
+# Models whose layers differ from each other.
+VARIED = (
+    *("llama-grouped", "mistral-window", "qwen2-layer-types", "qwen3-windows", "opt-350m-form"),
+    *("gpt2-usual", "gemma2-caps", "gemma3-types", "gemma4-shared", "gemma3n-shared"),
+    *("cohere2-parallel", "olmo3-windows", "glm4-interleaved", "falcon-grouped"),
+    *("gpt-oss-windows", "deepseek-v2-groups", "deepseek-v3-groups", "qwen3-5-mixed"),
+    *("granitemoehybrid-mixed", "lfm2-mixed", "llama4-chunks"),
 )
+# A model of each family.
+OF_FAMILY = {
+    FAMILY_OF[config_json(name)["architectures"][0]]: name for name in (*reversed(MODELS), *VARIED)
+}
+# These have every trait of all families; the others run in a sweep.
+ALWAYS = (
+    *("apertus", "bloom", "codegen", "cohere", "deepseek_v3", "falcon_h1", "falcon_mamba"),
+    *("gemma2", "gemma3n", "gemma4", "gpt_bigcode", "gpt_oss", "granitemoehybrid", "jamba"),
+    *("kimi_linear", "lfm2", "lfm3", "llama", "llama4", "mamba", "mimo_v2_flash", "ministral3"),
+    *("mistral4", "mpt", "nanochat", "nemotron_h", "olmo_hybrid", "opt", "qwen3_next", "zamba2"),
+)
+# torch computes these recurrences in chunks.
+CHUNKED = ("qwen3-5", "qwen3-next", "granitemoehybrid", "zamba2", "olmo-hybrid", "kimi-linear")
+# Modules that compute each token by itself: their kinds are traits, their numbers and flags are not.
+BY_TOKEN = ("LayerNorm", "RMSNorm", "Linear", "ExpertLinear", "Router")
 # Attributes of modules that say nothing of their operations.
 PASSED_OVER = ("config", "name", "layer_index", "index", "convolution_index")
 KINDS = ("activation", "kind", "norm")
 
 
 @torch.no_grad()
-def greedy_with_logits(model, prompt, num_tokens):
-    """Transformers' own forward over the growing sequence: tokens, and the logits of each."""
-    ids, logits = list(prompt), []
-    for _ in range(num_tokens):
-        row = model(torch.tensor([ids])).logits[0, -1].double().numpy()
-        logits.append(row)
-        ids.append(int(row.argmax()))
-    return ids[len(prompt) :], logits
-
-
-@pytest.mark.parametrize("name", few(MODELS, {*ONE_OF_EACH} - KEPT_ALIKE))
-def test_tokens_and_logits_are_those_of_transformers(name, tmp_path):
-    model = save_model(name, tmp_path)
-    model.generation_config.eos_token_id = None
-    rng = np.random.default_rng(3)
-    prompts = [
-        rng.integers(0, model.config.get_text_config().vocab_size, length).tolist()
-        for length in PROMPT_LENGTHS
-    ]
-    with make_llm(tmp_path, **TIGHT) as llm:
-        witness = LogitsWitness(llm)
-        outputs = llm.generate(
-            prompts,
-            SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True),
-            use_tqdm=False,
-        )
-        invariants(llm)
-        if (
-            llm._engine.scheduler.block_manager.groups[0].sliding_window is None
-        ):  # else blocks that fell out of the window are enough
-            assert llm.stats()["num_preemptions_total"]["recompute"] > 0
-    # torch computes recurrences in chunks
-    chunked = ("qwen3-5", "qwen3-next", "granitemoehybrid", "zamba2", "olmo-hybrid", "kimi-linear")
-    tolerance = 2e-4 if name.startswith(chunked) else 1e-4
-    for index, (prompt, output) in enumerate(zip(prompts, outputs, strict=True)):
-        tokens, logits = greedy_with_logits(model, prompt, NUM_TOKENS)
-        assert output.outputs[0].token_ids == tokens
-        for place, row in enumerate(logits):
-            np.testing.assert_allclose(
-                witness.logits[index, len(prompt) + place], row, atol=tolerance
-            )
+def assert_as_transformers(model: Any, name: str, prompts: Any, outputs: Any) -> None:
+    """Each greedy token is the likeliest one, and all reported log probabilities agree."""
+    tolerance = 2e-4 if name.startswith(CHUNKED) else 1e-4
+    for prompt, (tokens, logprobs) in zip(prompts, outputs, strict=True):
+        logits = model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1].double()
+        expected = logits.log_softmax(-1)
+        for place, entries in enumerate(logprobs):
+            for token, logprob in entries.items():
+                assert abs(logprob - float(expected[place, token])) < tolerance
+            assert max(entries.values()) > float(expected[place].max()) - tolerance
 
 
 def test_there_is_a_model_of_each_family():
     assert OF_FAMILY.keys() == set(FAMILY_OF.values())
 
 
-def family_and_config(family: str) -> tuple[Any, dict[str, Any]]:
-    name = OF_FAMILY[family]
-    # Heads of 16 are those of the kernel for CPUs, which compiles faster than what takes its place.
-    sizes = {} if name in ONE_OF_EACH or family in SIZES else SIXTEEN
-    config = config_json(name, **sizes)
-    return load_family(config), config
+def sizes_of(name: str) -> dict[str, int]:
+    """Heads of 16 are those of the kernel for CPUs, which compiles faster than what takes its place."""
+    config = config_json(name)
+    family = FAMILY_OF[config["architectures"][0]]
+    is_other = OF_FAMILY[family] != name or "kv_lora_rank" in config
+    is_sized = name in VARIED or family in SIZES or is_other
+    return {} if is_sized else {"hidden_size": 64, "head_dim": 16}
 
 
 def traits(value: Any, name: str) -> set[str]:
@@ -177,21 +124,22 @@ def traits_of_model(model: Any) -> set[str]:
         for name, value in vars(module).items():
             if isinstance(value, nnx.Module | nnx.Variable):
                 found.add(f"{kind}.{name}: {type(value).__name__}")
-            elif name not in PASSED_OVER and not name.startswith("_"):
+            elif name not in PASSED_OVER and not name.startswith("_") and kind not in BY_TOKEN:
                 found |= traits(value, f"{kind}.{name}")
     return found
 
 
 def test_those_that_run_always_have_every_trait_of_all():
     found = {}
-    for family in OF_FAMILY:
-        module, config = family_and_config(family)
+    for family, name in OF_FAMILY.items():
+        config = config_json(name, **sizes_of(name))
+        module = load_family(config)
         spec = module.Spec.from_config(config)
         model = make_model(module, spec, "float32", None)
         found[family] = traits(spec.kv, "kv") | traits_of_model(model)
     assert len(set().union(*found.values())) > 200
-    kept = set().union(*(found[family] for family in {*ALWAYS, *ELSEWHERE}))
-    assert {family: own - kept for family, own in found.items() if own - kept} == {}
+    always = set().union(*(found[family] for family in ALWAYS))
+    assert {family: own - always for family, own in found.items() if own - always} == {}
 
 
 class BesideOthers(SyntheticProposer):
@@ -210,16 +158,16 @@ class BesideOthers(SyntheticProposer):
 
 
 @pytest.mark.parametrize(
-    ("family", "alone"),
+    ("name", "alone"),
     few(
-        itertools.product(sorted(OF_FAMILY), ALONE),
-        [(family, "the same") for family in ALWAYS],
+        itertools.product(MODELS, ALONE),
+        [(OF_FAMILY[family], "the same") for family in ALWAYS],
     ),
 )
-def test_no_bit_depends_on_the_engine(family, alone, tmp_path):
-    """Alone; then in chunks beside others, preempted, behind prefixes and drafts. In a sweep also with other blocks, token by token."""
-    _, config = family_and_config(family)
-    random_checkpoint(tmp_path, config)
+def test_tokens_are_those_of_transformers_and_no_bit_depends_on_the_engine(name, alone, tmp_path):
+    """Alone; then in chunks beside others, preempted, with prefixes and drafts. In a sweep also with other blocks, token by token."""
+    model = save_model(name, tmp_path, **sizes_of(name))
+    model.generation_config.eos_token_id = None
     params = [
         SamplingParams(temperature=heat, seed=3, max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=2)
         for heat in (0.0, 0.9, 0.9, 0.0)
@@ -233,6 +181,7 @@ def test_no_bit_depends_on_the_engine(family, alone, tmp_path):
             for one in zip(prompts, params, strict=True)
         ]
     assert len({tuple(tokens) for tokens, _ in want}) == len(prompts)
+    assert_as_transformers(model, name, prompts, want)
     known = {tuple(prompt): [tokens] for prompt, (tokens, _) in zip(prompts, want, strict=True)}
     drafts = {"method": "ngram", "num_speculative_tokens": 3}
     with make_llm(tmp_path, **TIGHT, speculative_config=drafts) as llm:
@@ -275,7 +224,10 @@ def test_half_precision_weights_load_and_run(name, dtype, tmp_path):
     prompt = list(range(1, 20))
     params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, logprobs=1)
     settings = {"max_num_seqs": 2, "max_num_batched_tokens": 16}
-    want, _ = greedy_with_logits(model, prompt, 8)
+    generated = model.generate(
+        torch.tensor([prompt]), max_new_tokens=8, do_sample=False, eos_token_id=None
+    )
+    want = generated[0, len(prompt) :].tolist()
     with make_llm(tmp_path, **settings, max_model_len=60) as llm:  # auto: float32 on CPU
         assert llm.generate(prompt, params, use_tqdm=False)[0].outputs[0].token_ids == want
     with LLM(

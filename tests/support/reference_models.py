@@ -37,8 +37,7 @@ _WIDE = {"hidden_size": 128, "intermediate_size": 64, "moe_intermediate_size": 6
 TESTS = {
     "cases": [
         "test_models.py::test_logits_are_those_of_transformers",
-        "test_engine_models.py::test_tokens_and_logits_are_those_of_transformers",
-        "test_engine_models.py::test_no_bit_depends_on_the_engine",
+        "test_engine_models.py::test_tokens_are_those_of_transformers_and_no_bit_depends_on_the_engine",
     ],
     "error": [
         "test_models.py::test_logits_are_those_of_transformers",
