@@ -37,7 +37,7 @@ from tools.step_shapes import BUCKETS, LLAMA_3_8B, ON_TPU, step_shapes
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENT = ROOT / "docs" / "tpu-results.md"
-MARKS = tuple(f"<!-- {word}: tools/inspect_tpu.py -->" for word in ("begin", "end"))
+MARKS = ("<!-- begin: tools/inspect_tpu.py -->", "<!-- end: tools/inspect_tpu.py -->")
 LLAMA_3_2_1B: Mapping[str, Any] = {  # what gives shapes; its heads are 64 wide
     **LLAMA_3_8B,
     "hidden_size": 2048,

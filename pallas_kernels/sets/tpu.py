@@ -1,4 +1,4 @@
-"""Defines the kernel set for TPUs: JAX's own ragged paged attention, and plain XLA for the others.
+"""Defines the kernel set for TPUs: JAX's own ragged paged attention, and plain XLA for the rest.
 
 The kernel is part of JAX (`jax.experimental.pallas.ops.tpu.ragged_paged_attention`), with the same
 signature in jax 0.10 to 0.12. It takes decodes, chains of drafts and prompt chunks in one call, and

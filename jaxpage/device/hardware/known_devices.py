@@ -12,7 +12,7 @@ class KnownDevice:
     """Describes one device as JAX shows it, from public documents.
 
     Attributes:
-        name: The platform, and the maker's name in brackets.
+        name: The platform of JAX, a space, and the name that people know.
         memory_gb: Its memory, in 10^9 bytes.
         has_bfloat16: True if it computes in bfloat16.
     """
