@@ -162,7 +162,7 @@ def _multiply_groups(
     return y_PO
 
 
-def _refuse(*_: Any) -> NoReturn:
+def _refuse(*_: Any, **__: Any) -> NoReturn:
     raise UnsupportedError("quantised weights have no derivative")
 
 
