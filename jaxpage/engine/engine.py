@@ -418,10 +418,9 @@ class Engine:
                 in a mode that does not allow it.
         """
         self._check_awake()
-        what = "weights cannot be replaced"
-        self._check_unpinned(what, "prefixes of the old ones")
+        self._check_unpinned("weights cannot be replaced", "prefixes of the old ones")
         if mode not in ("keep", "recompute"):
-            self._check_idle(what)
+            self._check_idle("weights cannot be replaced")
         self.runner.replace_parameters(weights)
         if self.sources is not None:
             self.sources.weights_replaced()
