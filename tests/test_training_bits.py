@@ -25,7 +25,7 @@ VOCAB_SIZE = 20  # so few that an engine reports the log probabilities of all to
 ROWS = np.random.default_rng(5).integers(0, VOCAB_SIZE, (4, 24)).astype(np.int32)
 CONFIGS: dict[str, dict[str, Any]] = {
     "llama": LLAMA,
-    "qwen3.5": QWEN3_5,  # delta rules
+    "qwen3.5": {**QWEN3_5, "max_position_embeddings": 1024},  # delta rules
     "granite 4": GRANITE_4,  # Mamba 2 and experts
     "jamba": config_json("jamba-mixed"),
     "gemma 3": config_json("gemma3-types"),
