@@ -302,9 +302,7 @@ class Engine:
             self._groups[sequence_id] = group
             self._strategies[sequence_id] = strategy
         self.events.arrived(group)
-        return Reporter(
-            group, self.metrics.arrived(request_id), self.tokenizer, self.weights_version
-        )
+        return Reporter(group, self.metrics.add(request_id), self.tokenizer, self.weights_version)
 
     def open_adapter(self, requested: LoRARequest) -> NamedAdapter:
         """Returns the adapter of a request; any thread may call it.
