@@ -27,7 +27,7 @@ from tests.support.distributions import probabilities, z_score
 from tests.support.reference_sampling import processed
 from tests.support.sweeps import few
 
-VOCAB, START, LENGTH, NUM_GENERATIONS = 8, 2, 3, 12_000
+VOCAB, START, LENGTH, NUM_GENERATIONS = 8, 2, 3, 5_000
 REJECTION, TYPICAL = AcceptanceRule("rejection"), AcceptanceRule("typical")
 rng = np.random.default_rng(11)
 TABLE = rng.normal(0, 1.2, (VOCAB, VOCAB)).astype(np.float32)  # logits of what follows each token
@@ -334,7 +334,7 @@ def expected(name: str) -> np.ndarray:
         ],
     ),
 )
-def test_rejection_changes_no_distribution(shape: str, sampler: str) -> None:
+def test_rejection_changes_no_distribution(shape, sampler):
     counts, num_accepted_B = generated(rejecting(shape), SAMPLERS[sampler])
     assert counts.sum() == NUM_GENERATIONS and num_accepted_B.max() > 0
     assert abs(z_score(counts, expected(sampler))) < 4
@@ -354,7 +354,7 @@ MISTAKES: dict[str, tuple[Shape, AcceptanceRule]] = {
 
 
 @pytest.mark.parametrize("mistake", few(MISTAKES, ["another q", "typical acceptance"]))
-def test_a_mistake_shows(mistake: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mistake_shows(mistake, monkeypatch):
     if mistake == "drawn from p where a draft was rejected":
         monkeypatch.setattr(acceptance, "residual", no_residual)
     if mistake == "a residual with the noise of the drafts":
@@ -367,12 +367,12 @@ def test_a_mistake_shows(mistake: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
         monkeypatch.setattr(acceptance, "_try", forgetful)
     counts, _ = generated(step_of(*MISTAKES[mistake]), SAMPLERS["temperature 1"])
-    assert z_score(counts, expected("temperature 1")) > 10
+    assert z_score(counts, expected("temperature 1")) > 4  # so the test above fails
 
 
 @pytest.mark.parametrize("sampler", ["temperature 1", "top-k 3", "grammar"])
 @pytest.mark.parametrize("shape", ["chain", "chain, chosen"])
-def test_as_many_drafts_are_accepted_as_can_be(shape: str, sampler: str) -> None:
+def test_as_many_drafts_are_accepted_as_can_be(shape, sampler):
     """Of drafts that are drawn from q the sum of min(p, q), of a chosen one its p: behind every token."""
     start_B = np.arange(NUM_GENERATIONS) % VOCAB
     _, num_accepted_B = rejecting(shape)(begun(start_B), settings_of(SAMPLERS[sampler]))
@@ -436,7 +436,7 @@ def decided(
 
 @pytest.mark.parametrize("by_row", [True, False])
 @pytest.mark.parametrize("rule", [REJECTION, TYPICAL], ids=["rejection", "typical"])
-def test_every_rule_gives_the_greedy_text(rule: AcceptanceRule, by_row: bool) -> None:
+def test_every_rule_gives_the_greedy_text(rule, by_row):
     for seed in range(20):
         logits_RV = (
             np.random.default_rng(seed)
@@ -454,7 +454,7 @@ def test_every_rule_gives_the_greedy_text(rule: AcceptanceRule, by_row: bool) ->
 
 @pytest.mark.parametrize("by_row", [True, False])
 @pytest.mark.parametrize("rule", [REJECTION, TYPICAL], ids=["rejection", "typical"])
-def test_where_nothing_can_be_drawn_a_path_ends(rule: AcceptanceRule, by_row: bool) -> None:
+def test_where_nothing_can_be_drawn_a_path_ends(rule, by_row):
     """Greedy or not: logits that are no numbers behind a right draft, or none at all, and a mask that forbids all of them."""
     token_ids, parents, starts = (
         np.zeros(72, np.int64),
@@ -486,7 +486,7 @@ def test_where_nothing_can_be_drawn_a_path_ends(rule: AcceptanceRule, by_row: bo
 
 
 @pytest.mark.parametrize("rule", [REJECTION, TYPICAL], ids=["rejection", "typical"])
-def test_where_nothing_is_drafted_nothing_is_different(rule: AcceptanceRule) -> None:
+def test_where_nothing_is_drafted_nothing_is_different(rule):
     """A row in a step with drafts of others draws what it draws in one without."""
     num_bare = 0
     for seed in range(5):
@@ -508,7 +508,7 @@ def test_where_nothing_is_drafted_nothing_is_different(rule: AcceptanceRule) -> 
     assert num_bare > 9
 
 
-def test_texts_are_the_same_by_row_and_together() -> None:
+def test_texts_are_the_same_by_row_and_together():
     """And another seed gives others."""
     rows = random_rows(3)
     logits_RV = np.random.default_rng(3).normal(0, 1, (ROWS * MOST, VOCAB)).astype(np.float32)
@@ -561,7 +561,7 @@ def best_path(
 @pytest.mark.parametrize(
     "rule", [TYPICAL, AcceptanceRule("typical", 0.3, 0.09)], ids=["default", "other"]
 )
-def test_typical_acceptance_is_that_of_medusa(rule: AcceptanceRule) -> None:
+def test_typical_acceptance_is_that_of_medusa(rule):
     num_paths, lengths = 0, set()
     for seed in range(40):
         token_ids, parents, starts = random_rows(seed)

@@ -300,7 +300,7 @@ class Engine:
             self._groups[sequence_id] = group
             self._strategies[sequence_id] = strategy
         self.events.arrived(group)
-        return Reporter(group, self.metrics.arrived(request_id), self.tokenizer)
+        return Reporter(group, self.metrics.add(request_id), self.tokenizer)
 
     def open_adapter(self, requested: LoRARequest) -> NamedAdapter:
         """Returns the adapter of a request; any thread may call it.

@@ -37,7 +37,7 @@ class EngineMetrics:
     encoder: EncoderCounts = field(default_factory=EncoderCounts)
     _step_began: float = 0.0  # in seconds of time.monotonic
 
-    def arrived(self, request_id: str) -> RequestMetrics:
+    def add(self, request_id: str) -> RequestMetrics:
         """Returns the new metrics of a request that arrived."""
         metrics = self.requests[request_id] = RequestMetrics(arrival_time=time.monotonic())
         return metrics

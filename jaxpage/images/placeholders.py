@@ -131,11 +131,11 @@ class _RowsRule:
     notes: frozenset[str] = frozenset()
 
     def __init__(self, tokenizer: Any, settings: ProcessorSettings, config: _Arrays) -> None:
-        given = settings.of_prompts
-        self.marker = self.token = str(given.get("image_token", "[IMG]"))
-        self._break = str(given.get("image_break_token", "[IMG_BREAK]"))
-        self._end = str(given.get("image_end_token", "[IMG_END]"))
-        self._side = int(given.get("patch_size", 16)) * int(given.get("spatial_merge_size", 1))
+        fields = settings.of_prompts
+        self.marker = self.token = str(fields.get("image_token", "[IMG]"))
+        self._break = str(fields.get("image_break_token", "[IMG_BREAK]"))
+        self._end = str(fields.get("image_end_token", "[IMG_END]"))
+        self._side = int(fields.get("patch_size", 16)) * int(fields.get("spatial_merge_size", 1))
         self.options: Mapping[str, Any] = {"patch_size": self._side}
 
     def text_of(self, arrays: _Arrays) -> str:

@@ -63,8 +63,8 @@ class MemoryReport:
         """Returns the share of blocks, 0 to 1, that sharing saved over all the time."""
         weighted = list(self._with_weights())
         unshared = sum(weight * split.unshared_blocks for split, weight in weighted)
-        saved = sum(weight * split.saved_blocks for split, weight in weighted)
-        return saved / unshared if unshared else 0.0
+        savings = sum(weight * split.saved_blocks for split, weight in weighted)
+        return savings / unshared if unshared else 0.0
 
     def _with_weights(self) -> Iterator[tuple[MemorySplit, float]]:
         """Returns each split with the seconds until the next one, or 1.0 if no time has passed."""

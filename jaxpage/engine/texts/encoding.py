@@ -101,22 +101,22 @@ def encode(
     """
     has_types = {"return_token_type_ids": True} if len(texts) > 1 else {}
     try:
-        encoded = tokenizer(*texts, add_special_tokens=add_special_tokens, **has_types)
+        encoding = tokenizer(*texts, add_special_tokens=add_special_tokens, **has_types)
     except BaseException as panic:
         # If a regular expression of tokenizer.json fails, Rust raises an error that is no
         # Exception.
         if isinstance(panic, Exception) or type(panic).__name__ != "PanicException":
             raise
         raise ValueError("prompt: the model's tokenizer gives up on this text") from None
-    ids: Sequence[int] = encoded["input_ids"]
-    types: Sequence[int] = encoded["token_type_ids"] if has_types else ()
+    ids: Sequence[int] = encoding["input_ids"]
+    types: Sequence[int] = encoding["token_type_ids"] if has_types else ()
     if truncation is not None and len(ids) > truncation.most:
-        if not encoded.encodings:
+        if not encoding.encodings:
             raise ValueError(
                 "truncate_prompt_tokens is not supported: the model's tokenizer is written in "
                 "Python and does not tell its special tokens; cut the text before"
             )
-        places = truncation.places(encoded.encodings[0], tokenizer)
+        places = truncation.places(encoding.encodings[0], tokenizer)
         ids = [ids[place] for place in places]
         types = [types[place] for place in places] if has_types else ()
     return Encoded(tuple(ids), types.index(1) if 1 in types else None)
@@ -139,7 +139,7 @@ def encode_together(
     if tokenizer is None or len(texts) < 2:
         return list(prompts)
     try:
-        encoded = iter(tokenizer(texts)["input_ids"])
+        id_lists = iter(tokenizer(texts)["input_ids"])
     except BaseException as error:
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
@@ -147,7 +147,7 @@ def encode_together(
     most = None if truncation is None else truncation.most
     with_ids: list[Mapping[str, Any]] = []
     for prompt in prompts:
-        ids = prompt["prompt_token_ids"] if "prompt_token_ids" in prompt else next(encoded)
+        ids = prompt["prompt_token_ids"] if "prompt_token_ids" in prompt else next(id_lists)
         is_whole = most is None or len(ids) <= most
         with_ids.append({**prompt, "prompt_token_ids": ids} if is_whole else prompt)
     return with_ids

@@ -139,9 +139,9 @@ class ByPairs:
         prompts = []
         poolings = []
         for query, document in pairs:
-            encoded = encode(tokenizer, query, document, truncation=truncation)
-            prompts.append({"prompt": document, "prompt_token_ids": encoded.token_ids})
-            poolings.append(TokenPooling((), second_text=encoded.second_text))
+            encoding = encode(tokenizer, query, document, truncation=truncation)
+            prompts.append({"prompt": document, "prompt_token_ids": encoding.token_ids})
+            poolings.append(TokenPooling((), second_text=encoding.second_text))
         return prompts, poolings
 
     def scores(

@@ -344,7 +344,7 @@ def plain_projection(num_in: int, at: Scope, *parts: tuple[str, int], bias: bool
     return projection(num_in, at, *parts, axes=(None, None), bias=bias)
 
 
-def fused_projection(num_in: int, at: Scope, name: str, each: Sequence[int]) -> Linear:
+def fuse_projections(num_in: int, at: Scope, name: str, each: Sequence[int]) -> Linear:
     """Returns a linear layer with biases that the checkpoint has as one, whose parts are `each`."""
     parts = [Part(rows, None, None) for rows in each]
     fused = (at / name).name

@@ -38,7 +38,7 @@ from jaxpage.models.parts.vision_tower import (
     PictureBlock,
     VisionTower,
     fill_up,
-    fused_projection,
+    fuse_projections,
     placed_patch_shapes,
     plain_projection,
     size_for,
@@ -140,7 +140,7 @@ class QwenVision(VisionTower):
         return PictureBlock(
             cls.make_norm(width, at / "norm1"),
             PictureAttention(
-                fused_projection(width, attention, "qkv", (width,) * 3),
+                fuse_projections(width, attention, "qkv", (width,) * 3),
                 plain_projection(width, attention, ("proj", width), bias=True),
                 head_dim=width // config.num_heads,
                 longest=(config.window * config.block) ** 2 if has_windows else None,
