@@ -28,6 +28,7 @@ from jaxpage.checkpoints import load_weights
 from jaxpage.checkpoints.config_file import check_sizes
 from jaxpage.checkpoints.opening import check_spec, open_model
 from jaxpage.checkpoints.problems import Problems
+from jaxpage.device.rows.dense import dense_recur
 from jaxpage.errors import CheckpointError, UnsupportedError
 from jaxpage.layers.activations import ACTIVATIONS
 from jaxpage.layers.context import ForwardContext
@@ -37,7 +38,6 @@ from jaxpage.models.base import abstract_model, model_weights
 from jaxpage.models.config.alibi import alibi_slopes
 from jaxpage.models.config.fields import Fields
 from jaxpage.models.registry import ENCODERS, FAMILIES, load_family
-from jaxpage.training import dense_recur
 from tests.support import measured_errors
 from tests.support.dense import dense_attend, logits_of
 from tests.support.family_names import FAMILY_OF

@@ -21,6 +21,7 @@ from safetensors.numpy import load_file
 from jaxpage import SamplingParams
 from jaxpage.device.attention import make_layer_kernels
 from jaxpage.device.hardware.backends import Backend
+from jaxpage.device.rows.dense import dense_recur
 from jaxpage.errors import CheckpointError, UnsupportedError
 from jaxpage.layers.context import ForwardContext
 from jaxpage.layers.rope import Rope
@@ -30,7 +31,6 @@ from jaxpage.models.base import model_weights
 from jaxpage.models.config.mrope import Sections
 from jaxpage.models.vision.patch_grid import PatchGrid, rotary_positions
 from jaxpage.step.embedded import EmbeddedPrompt, EmbeddedSpan, Picture
-from jaxpage.training import dense_recur
 from tests.support.dense import dense_attend
 from tests.support.engines import make_llm
 from tests.support.hf_models import config_json, randomise

@@ -13,10 +13,10 @@ from flax import nnx
 
 from jaxpage.device.attention import make_layer_kernels
 from jaxpage.device.hardware.backends import Backend
+from jaxpage.device.rows.dense import dense_recur
 from jaxpage.layers.context import ForwardContext
 from jaxpage.layers.trace_scope import TraceScope
 from jaxpage.models.base import abstract_model
-from jaxpage.training import dense_recur
 
 
 def dense_attend(window_error: int = 0) -> Callable[..., Any]:
