@@ -48,7 +48,7 @@ def loaded(directory: Path, oracle: Any, **settings: Any) -> tuple[TrainableMode
             *("llama-grouped", "gemma2-caps", "gemma3-types", "opt-350m-form"),
             *("deepseek-v3-halves", "deepseek-v3-groups", "deepseek-v2-greedy", "qwen3-5-mixed"),
             *("llama4-chunks", "qwen3-moe-mixed", "olmoe-many", "gpt-oss-windows", "jamba-mixed"),
-            *("granitemoehybrid-mixed", "qwen3-5-moe", "nemotron-h-experts", "lfm2-moe-mixed"),
+            *("nemotron-h-experts", "lfm2-moe-mixed"),
         ],
         [
             *("llama-grouped", "gemma3-types", "deepseek-v3-groups", "qwen3-5-mixed"),
