@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import functools
 import json
+import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -26,6 +27,8 @@ import transformers
 
 import jaxpage
 from jaxpage import LLM, SamplingParams
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from tools.lab.bench_encoder import time_once
 
 TILE = 512
