@@ -46,7 +46,12 @@ import jaxtyping  # noqa: E402
 import pytest  # noqa: E402
 
 hypothesis.settings.register_profile(
-    "deterministic", derandomize=True, deadline=None, database=None, print_blob=True
+    "deterministic",
+    max_examples=60,
+    derandomize=True,
+    deadline=None,
+    database=None,
+    print_blob=True,
 )
 hypothesis.settings.register_profile("nightly", max_examples=500, deadline=None, print_blob=True)
 hypothesis.settings.register_profile("explore", max_examples=2000, deadline=None, print_blob=True)

@@ -226,9 +226,9 @@ def want(directory):
 
 
 def test_what_is_fast_gives_the_same_tokens(directory, want):
-    for settings in ({}, {**ON_4, "tensor_parallel_reduction": "fast"}):
-        found = generated(directory, prompts_of(257), 0.9, **settings)
-        assert [tokens for tokens, _ in found] == [tokens for tokens, _ in want]
+    fast = {**ON_4, "tensor_parallel_reduction": "fast"}
+    found = generated(directory, prompts_of(257), 0.9, **fast)
+    assert [tokens for tokens, _ in found] == [tokens for tokens, _ in want]
 
 
 @pytest.mark.sweep
@@ -240,7 +240,7 @@ def test_bfloat16_too(directory):
     assert one == four
 
 
-@pytest.mark.parametrize("mistake", ["order", "heads"])
+@pytest.mark.parametrize("mistake", few(["order", "heads"], ["order"]))
 def test_a_planted_mistake_is_seen(directory, want, mistake, monkeypatch):
     if mistake == "order":  # two sums, of which the second depends on the devices
 
@@ -389,13 +389,13 @@ def test_adapters_give_the_same_bits_and_those_of_peft(adapters, monkeypatch):
     model, directory = adapters
     names = ["third", None, "narrow"]
     found = {
-        layout: generated_with(directory, names, **settings) for layout, settings in LAYOUTS.items()
+        layout: generated_with(directory, names, **LAYOUTS[layout]) for layout in ("one", "four")
     }
     for name, prompt, one in zip(names, prompts_of(131), found["one"], strict=True):
         with model.disable_adapter() if name is None else nullcontext():
             model.set_adapter(name or "third")
             assert_as_transformers(model, [prompt], [one])
-    assert found["one"] == found["two"] == found["four"]
+    assert found["one"] == found["four"]
     # a planted mistake: each device has the part of the first
     real = dividing.ShardedWeight.part
     monkeypatch.setattr(

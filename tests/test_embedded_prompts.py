@@ -29,6 +29,7 @@ from tests.support.engines import (
     tokens_of,
 )
 from tests.support.random_checkpoints import random_checkpoint
+from tests.support.sweeps import few
 
 PARAMS = SamplingParams(
     temperature=0.9, top_p=0.95, seed=11, max_tokens=40, ignore_eos=True, logprobs=3
@@ -126,6 +127,13 @@ def mixed(llm, token_ids, spans):
 
 
 @pytest.fixture(scope="module")
+def llm(directories):
+    with make_llm(directories("llama"), enable_prompt_embeds=True) as llm:
+        yield llm
+        invariants(llm)
+
+
+@pytest.fixture(scope="module")
 def alone(directories, prompts):
     """What each prompt of tokens gives by itself, in an engine that takes no vectors."""
     known = {}
@@ -141,7 +149,7 @@ def alone(directories, prompts):
     return of
 
 
-@pytest.mark.parametrize("family", ["llama", "opt", "gemma2"])
+@pytest.mark.parametrize("family", few(["llama", "opt", "gemma2"], ["llama", "opt"]))
 def test_the_tables_rows_are_the_tokens(family, directories, prompts, alone):
     with make_llm(directories(family), enable_prompt_embeds=True) as llm:
         vectors = as_vectors(llm, prompts)
@@ -154,7 +162,7 @@ def test_the_tables_rows_are_the_tokens(family, directories, prompts, alone):
         invariants(llm)
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", few(ENGINES, ["mixed, fair", "several steps", "drafts"]))
 def test_every_path(engine, directories, prompts, alone):
     params = GREEDY if engine == "drafts" else PARAMS
     want = alone("llama", params)
@@ -192,39 +200,36 @@ def test_tokens_and_vectors_in_one_prompt(mode, directories, prompts, alone):
         invariants(llm)
 
 
-def test_samples_of_a_prompt_that_ends_with_a_vector(directories, prompts):
+def test_samples_of_a_prompt_that_ends_with_a_vector(llm, prompts):
     """More samples than a step of chunks has rows: its last token is computed when all draw."""
     many = dataclasses.replace(PARAMS, n=4, max_tokens=6)
-    with make_llm(directories("llama"), enable_prompt_embeds=True) as llm:
-        (of_tokens,) = llm.generate([prompts[2]], many, use_tqdm=False)
-        (of_vectors,) = llm.generate(as_vectors(llm, [prompts[2]]), many, use_tqdm=False)
-        assert [each.token_ids for each in of_vectors.outputs] == [
-            each.token_ids for each in of_tokens.outputs
-        ]
-        invariants(llm)
+    (of_tokens,) = llm.generate([prompts[2]], many, use_tqdm=False)
+    (of_vectors,) = llm.generate(as_vectors(llm, [prompts[2]]), many, use_tqdm=False)
+    assert [each.token_ids for each in of_vectors.outputs] == [
+        each.token_ids for each in of_tokens.outputs
+    ]
 
 
-def test_prefixes_are_found_by_the_vectors(directories, prompts):
-    with make_llm(directories("llama"), enable_prompt_embeds=True) as llm:
-        rows = table_of(llm)[prompts[1]]
-        changed = rows.copy()
-        changed[20] += 0.01
+def test_prefixes_are_found_by_the_vectors(llm, prompts):
+    llm.reset_prefix_cache()
+    rows = table_of(llm)[prompts[1]]
+    changed = rows.copy()
+    changed[20] += 0.01
 
-        def num_cached(prompt):
-            (output,) = llm.generate(prompt, GREEDY, use_tqdm=False)
-            return output.metrics.num_cached_tokens
+    def num_cached(prompt):
+        (output,) = llm.generate(prompt, GREEDY, use_tqdm=False)
+        return output.metrics.num_cached_tokens
 
-        assert num_cached({"prompt_embeds": rows}) == 0
-        assert num_cached({"prompt_embeds": rows}) == 48
-        # The key is that of the whole array, so other arrays share nothing.
-        assert num_cached({"prompt_embeds": changed}) == 0
-        assert num_cached([0] * 61) == 0 and num_cached(prompts[1]) == 0
-        assert num_cached([0] * 61) == 48
-        with llm.pin_prefix({"prompt_embeds": rows}):
-            llm.reset_prefix_cache()
-            assert num_cached({"prompt_embeds": rows}) == 60
-            assert num_cached([0] * 61) == 0
-        invariants(llm)
+    assert num_cached({"prompt_embeds": rows}) == 0
+    assert num_cached({"prompt_embeds": rows}) == 48
+    # The key is that of the whole array, so other arrays share nothing.
+    assert num_cached({"prompt_embeds": changed}) == 0
+    assert num_cached([0] * 61) == 0 and num_cached(prompts[1]) == 0
+    assert num_cached([0] * 61) == 48
+    with llm.pin_prefix({"prompt_embeds": rows}):
+        llm.reset_prefix_cache()
+        assert num_cached({"prompt_embeds": rows}) == 60
+        assert num_cached([0] * 61) == 0
 
 
 def test_prefixes_outlive_the_engine(directories, prompts, tmp_path, alone):
@@ -260,14 +265,13 @@ def test_transformers_gives_the_same(directories):
             assert abs(entry.logprob - want[token_id]) < 2e-4, family
 
 
-def test_penalties_do_not_count_placeholders(directories, prompts):
+def test_penalties_do_not_count_placeholders(llm, prompts):
     """A prompt of vectors has no tokens that a text could repeat."""
     penalised = dataclasses.replace(GREEDY, repetition_penalty=5.0, max_tokens=1)
     biased = dataclasses.replace(penalised, logit_bias={0: 20.0})
-    with make_llm(directories("llama"), enable_prompt_embeds=True) as llm:
-        (prompt,) = as_vectors(llm, [prompts[1]])
-        (output,) = llm.generate(prompt, biased, use_tqdm=False)
-        assert output.outputs[0].token_ids == [0]
+    (prompt,) = as_vectors(llm, [prompts[1]])
+    (output,) = llm.generate(prompt, biased, use_tqdm=False)
+    assert output.outputs[0].token_ids == [0]
 
 
 @pytest.mark.parametrize(
@@ -281,28 +285,24 @@ def test_penalties_do_not_count_placeholders(directories, prompts):
         (np.zeros((256, 64), np.float32), "256 tokens, which leaves no room"),
     ],
 )
-def test_wrong_vectors_are_refused(values, text, directories):
-    with (
-        make_llm(directories("llama"), enable_prompt_embeds=True) as llm,
-        pytest.raises(ValueError, match=text),
-    ):
+def test_wrong_vectors_are_refused(values, text, llm):
+    with pytest.raises(ValueError, match=text):
         llm.generate({"prompt_embeds": values}, GREEDY, use_tqdm=False)
 
 
-def test_what_is_not_possible_is_refused(directories, tmp_path):
+def test_what_is_not_possible_is_refused(directories, llm):
     rows = {"prompt_embeds": np.zeros((3, 64), np.float32)}
     with (
-        make_llm(directories("llama")) as llm,
+        make_llm(directories("llama")) as plain,
         pytest.raises(UnsupportedError, match="needs enable_prompt_embeds=True"),
     ):
-        llm.generate(rows, GREEDY, use_tqdm=False)
-    with make_llm(directories("llama"), enable_prompt_embeds=True) as llm:
-        with pytest.raises(UnsupportedError, match="prompt_logprobs=1 is not possible"):
-            llm.generate(rows, dataclasses.replace(GREEDY, prompt_logprobs=1), use_tqdm=False)
-        with pytest.raises(TypeError, match="unknown keys"):
-            llm.generate({**rows, "prompt": "a"}, GREEDY, use_tqdm=False)
-        with pytest.raises(UnsupportedError, match="embed takes texts and token ids"):
-            llm.embed(rows, use_tqdm=False)
+        plain.generate(rows, GREEDY, use_tqdm=False)
+    with pytest.raises(UnsupportedError, match="prompt_logprobs=1 is not possible"):
+        llm.generate(rows, dataclasses.replace(GREEDY, prompt_logprobs=1), use_tqdm=False)
+    with pytest.raises(TypeError, match="unknown keys"):
+        llm.generate({**rows, "prompt": "a"}, GREEDY, use_tqdm=False)
+    with pytest.raises(UnsupportedError, match="embed takes texts and token ids"):
+        llm.embed(rows, use_tqdm=False)
 
 
 def test_async(directories, prompts, alone):
