@@ -486,7 +486,12 @@ def test_refusals_name_the_argument():
         ),
         (ValueError, "must be alike", (new, new, pages[0], pages[1][1:], index), {}),
         (ValueError, "v_pages must go with v_TKH", (new, None, *pages, index), {}),
-        (ValueError, "a multiple of 128 wide", (new, new, pages[0][:, :, :2], None, index), {}),
+        (
+            ValueError,
+            "a multiple of 128 wide",
+            (*(new[:, :1],) * 2, pages[0][:, :, :2], None, index),
+            {},
+        ),
         (
             ValueError,
             r"k_pages must have 4 axes and not be empty, but its shape is \(4, 3, 20\)",
