@@ -456,7 +456,7 @@ def test_refusals_name_the_argument():
     for error, message, arguments, options in (
         (
             ValueError,
-            "backend must be 'auto' or one of triton, fa3, mosaic, cpu, scan, reference, not 'xla'",
+            "backend must be 'auto' or one of triton, .*, cpu, tpu, scan, reference, not 'xla'",
             (new, new, *pages, index),
             {"backend": "xla"},
         ),
@@ -485,6 +485,13 @@ def test_refusals_name_the_argument():
             {},
         ),
         (ValueError, "must be alike", (new, new, pages[0], pages[1][1:], index), {}),
+        (ValueError, "v_pages must go with v_TKH", (new, None, *pages, index), {}),
+        (
+            ValueError,
+            "a multiple of 128 wide",
+            (*(new[:, :1],) * 2, pages[0][:, :, :2], None, index),
+            {},
+        ),
         (
             ValueError,
             r"k_pages must have 4 axes and not be empty, but its shape is \(4, 3, 20\)",

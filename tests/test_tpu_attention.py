@@ -18,6 +18,7 @@ from pallas_kernels.page_layouts import INTERLEAVED, interleave
 from tests.support.attention import hidden, make_case, oracle
 from tests.support.engines import LLAMA, invariants, make_llm
 from tests.support.random_checkpoints import random_checkpoint
+from tests.support.sweeps import few
 from tests.support.tpu_interpreter import interpreted
 
 # Rows of every kind, and empty ones in each place; more than a turn of the loop over the context.
@@ -59,7 +60,7 @@ def test_the_kernel_of_jax_matches_float64_without_races(rows):
         assert not has_races()
 
 
-@pytest.mark.parametrize("window", [3, 17])
+@pytest.mark.parametrize("window", few([3, 17], [3]))
 def test_windows_begin_at_a_block_and_softcaps_hold(window):
     contexts, queries = [60, 5, 0, 33], [1, 5, 0, 9]
     case = hidden(make_case(2, contexts, queries, width=128), queries, window)
@@ -195,7 +196,10 @@ PLANTED = {
 }
 
 
-@pytest.mark.parametrize("mistake", PLANTED)
+@pytest.mark.parametrize(
+    "mistake",
+    few([*PLANTED], ["values before keys", "an empty row has no context", "a row too few"]),
+)
 def test_a_planted_mistake_is_seen(mistake, monkeypatch):
     def kernel(q_TNH, *arrays, **options):
         return ragged_paged_attention(q_TNH, *PLANTED[mistake](*arrays), **options)
