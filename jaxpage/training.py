@@ -1,7 +1,8 @@
 """Gives a trainer the forward pass of generation, as a differentiable function: `TrainableModel`.
 
 The layers, the parameters and their names are those of the engine, and values have its bits:
-docs/guides/weights.md says of which engines. Derivatives are those of a dense pass over whole rows.
+docs/guides/reinforcement-learning.md says of which engines. Derivatives are those of a dense pass
+over whole rows.
 """
 
 from __future__ import annotations

@@ -18,8 +18,8 @@ from tests.support.sources import WHEEL, Module, imports, is_import_by_name, rea
 PUBLIC = {
     "jaxpage": "docs/reference/python.md",
     "jaxpage.errors": "docs/reference/python.md",
-    "jaxpage.integrations": "docs/guides/weights.md",
-    "jaxpage.integrations.tunix": "docs/guides/weights.md",
+    "jaxpage.integrations": "docs/guides/reinforcement-learning.md",
+    "jaxpage.integrations.tunix": "docs/guides/reinforcement-learning.md",
     "jaxpage.models": "docs/reference/python.md",
     "jaxpage.training": "docs/reference/python.md",
     "jaxpage.serving.asgi": "docs/guides/replicas.md",
