@@ -116,7 +116,7 @@ def time_side(directory: Path, model: Any, side: int, rounds: int) -> None:
     def picture() -> np.ndarray:
         return draw.integers(0, 256, (side, side, 3), np.uint8)
 
-    options = {"dtype": "float32", "max_model_len": 1024, "max_num_seqs": 1}
+    options: dict[str, Any] = {"dtype": "float32", "max_model_len": 1024, "max_num_seqs": 1}
     with LLM(str(directory), enable_prefix_caching=False, verbose=False, **options) as llm:
         pixels = picture()
         output = make_prompt(llm, pixels)
@@ -141,7 +141,7 @@ def time_side(directory: Path, model: Any, side: int, rounds: int) -> None:
 
 def _encoder_of(llm: LLM) -> Callable[[dict[str, torch.Tensor]], np.ndarray]:
     """Returns a function that encodes a picture by the engine's executable."""
-    pictures = llm._engine.sources.encoder
+    pictures: Any = llm._engine.sources and llm._engine.sources.encoder
 
     def encode(arrays: dict[str, torch.Tensor]) -> np.ndarray:
         as_numpy = {name: array.numpy() for name, array in arrays.items()}
