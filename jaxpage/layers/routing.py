@@ -12,6 +12,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxpage.layers.parameter import Source, parameter
 from jaxpage.layers.product import product
+from jaxpage.layers.trace_scope import trace_scope
 
 ROUTED_AT_ONCE = 16  # The tokens of a tile on CPU: see `Router._choose_by_tiles`.
 
@@ -105,6 +106,8 @@ class Router(nnx.Module):
         expert_TX, weight_TX = jax.lax.platform_dependent(
             logits_TE, cpu=self._choose_by_tiles, default=self._choose
         )
+        if (routes := trace_scope().routes) is not None:
+            routes.append(expert_TX)
         return expert_TX, weight_TX.astype(x_TD.dtype)
 
     def _choose(

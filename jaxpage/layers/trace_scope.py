@@ -100,11 +100,14 @@ class TraceScope:
         adapters: The adapters of the tokens; None for a model without LoRA layers.
         divided_logits: True if each device keeps the logits of its part of the vocabulary, and none
             gathers them.
+        routes: The list to which each layer with experts adds the experts [T, X] of the tokens;
+            None if nobody asks for them.
     """
 
     kernels: LayerKernels | None = None
     adapters: TokenAdapters | None = None
     divided_logits: bool = False
+    routes: list[Int[Array, "T X"]] | None = None
 
     @contextmanager
     def open(self) -> Iterator[None]:
