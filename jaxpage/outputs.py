@@ -173,6 +173,10 @@ class CompletionOutput:
             for log probabilities with logprobs_mode="processed".
         sampling_mask: The tokens that each token was drawn from; None unless the request has
             `return_sampling_mask`.
+        routed_experts: The experts of each token in each layer, int16 [tokens, layers, experts per
+            token]: of the tokens of the prompt, then of those of the output but for the last, which
+            is never computed. A layer without experts has -1. None unless the request has
+            `return_routed_experts`; in a stream it comes with the end of the sequence.
     """
 
     index: int
@@ -186,6 +190,7 @@ class CompletionOutput:
     weights_versions: list[int] = field(default_factory=list)
     num_kept: list[int] | None = None
     sampling_mask: SamplingMask | None = None
+    routed_experts: npt.NDArray[np.int16] | None = field(default=None, compare=False)
 
     def __getitem__(self, name: str) -> Any:
         """Returns a field by its name, for scripts of engines whose outputs are dicts."""

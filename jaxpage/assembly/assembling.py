@@ -158,8 +158,10 @@ def assemble(opened: Opened, spec: EngineSpec, compiled: Compiled, hooks: Hooks)
 
 def _refusals(config: EngineConfig) -> dict[str, str]:
     """Returns the reasons for which requests cannot ask for what the steps do not return."""
-    flags = {"return_sampling_mask": "enable_return_sampling_mask"}
-    return {name: f"needs {flag}=True" for name, flag in flags.items() if not getattr(config, flag)}
+    names = ("return_sampling_mask", "return_routed_experts")
+    return {
+        name: f"needs enable_{name}=True" for name in names if not getattr(config, f"enable_{name}")
+    }
 
 
 def _scheduler(spec: EngineSpec) -> Scheduler:

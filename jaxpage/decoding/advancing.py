@@ -8,9 +8,10 @@ from dataclasses import replace
 from itertools import groupby
 
 import numpy as np
+import numpy.typing as npt
 
 from jaxpage.outputs import TokenLogprobs
-from jaxpage.step.edits import Edit, Finish, Fork, Score
+from jaxpage.step.edits import Edit, Finish, Fork, Route, Score
 from jaxpage.step.plan import Sample, StepPlan, StepResult
 from jaxpage.step.strategy import Draw, Strategy
 from jaxpage.step.token_masks import Mask, ids_of
@@ -45,7 +46,7 @@ def masks_of(plan: StepPlan, strategies: Mapping[int, Strategy]) -> dict[int, Ma
 
 
 def advance(plan: StepPlan, result: StepResult, strategies: Mapping[int, Strategy]) -> list[Edit]:
-    """Returns the edits of a step: first the scores of its rows, then the edits of its draws.
+    """Returns the edits of a step: the scores and routes of its rows, then those of its draws.
 
     Args:
         plan: The plan of the step.
@@ -54,6 +55,8 @@ def advance(plan: StepPlan, result: StepResult, strategies: Mapping[int, Strateg
             none are ignored.
     """
     edits: list[Edit] = [] if result.scored is None else _scores(plan, result.scored)
+    if result.routes is not None:
+        edits += _routes(plan, result, result.routes)
     for strategy, drawn in groupby(
         _that_count(plan, result), lambda item: strategies.get(item[1].sequence_id)
     ):
@@ -101,6 +104,20 @@ def _scores(plan: StepPlan, scored: StepResult) -> list[Edit]:
             edits.append(Score(row.sequence_id, row.start + row.first_scored + 1, tuple(logprobs)))
         first += len(row.token_ids)
     return edits
+
+
+def _routes(
+    plan: StepPlan, result: StepResult, routes_TLX: npt.NDArray[np.int16]
+) -> Iterator[Edit]:
+    """Yields the routes of the tokens that stay, of each row that asks for them."""
+    first = 0
+    for index, row in enumerate(plan.rows):
+        places = np.arange(first, first + len(row.token_ids))
+        if result.paths is not None:
+            places = result.paths[index][result.paths[index] >= 0]
+        if row.is_routed:
+            yield Route(row.sequence_id, row.start, list(routes_TLX[places]))
+        first += len(row.token_ids)
 
 
 def _draw(result: StepResult, index: int, sample: Sample, drafted: bool) -> Draw:

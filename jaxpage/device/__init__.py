@@ -41,6 +41,10 @@ if TYPE_CHECKING:
     from jaxpage.device.prompt_logits import (
         logits_of_prompt,  # computes the logits after every token of a prompt
     )
+    from jaxpage.device.routes import (
+        RoutedLayers,  # says which layers of a model have experts
+        routed_layers,  # finds them
+    )
     from jaxpage.device.steps import (
         SCORED_AT_ONCE,  # is the number of tokens that are scored at once
         StepOptions,  # says what a step is compiled for

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+from dataclasses import replace
 from typing import Any, NamedTuple, cast
 
 import jax
@@ -28,6 +29,7 @@ from jaxpage.device.inputs.step_inputs import (
 from jaxpage.device.moving import copy_blocks, copy_slots
 from jaxpage.device.pages.kv_pages import KVPages
 from jaxpage.device.recurrence import make_recur
+from jaxpage.device.routes import RoutedLayers, stack_routes
 from jaxpage.device.sampler import draw
 from jaxpage.device.selection_kernels import selection_kernels
 from jaxpage.device.verify import accept, last_of, moves
@@ -66,6 +68,7 @@ class StepOptions(NamedTuple):
     # [1 + n, D], the vectors that may take the place of a token; n are for later layers.
     vectors: jax.ShapeDtypeStruct | None = None
     returns_masks: bool = False  # of the tokens that could be drawn
+    routed: RoutedLayers | None = None  # the layers whose routes are returned
 
 
 class StepOutput(NamedTuple):
@@ -76,6 +79,7 @@ class StepOutput(NamedTuple):
     paths: jax.Array  # [B, Q] from `decide` in a step that verifies; empty otherwise
     draft_candidates: jax.Array | None = None  # see `DeviceDrafter.step`
     masks: jax.Array | None = None  # uint32 [R, U], from `pack_draws`, with `returns_masks`
+    routes: jax.Array | None = None  # int16 [T, L, X], with `routed`
 
 
 def model_step(
@@ -146,8 +150,9 @@ def _target_step(
 ) -> tuple[StepOutput, TargetStep, KVPages]:
     by_row = options.sample_by_row
     backend = options.attention_backend
+    routes = Routes()
     model, hidden_TD, pages, states = _run_model(
-        parameters, pages, inputs, bucket, options, vectors
+        parameters, pages, inputs, bucket, options, vectors, routes
     )
     own_RU = _logits_to_draw_from(model, hidden_TD, inputs, options, divided=True)
     logits = Logits(own_RU, options.vocab_size, options.sharding)
@@ -175,7 +180,13 @@ def _target_step(
         last_B,
         None if vectors is None else vectors[:, 0],
     )
-    output = StepOutput(drawn, scored, paths, masks=masks if options.returns_masks else None)
+    output = StepOutput(
+        drawn,
+        scored,
+        paths,
+        masks=masks if options.returns_masks else None,
+        routes=stack_routes(routes.chosen, options.routed),
+    )
     return output, target, pages
 
 
@@ -252,7 +263,7 @@ def _multi_step(
         output, _, pages = _target_step(
             parameters, pages, now, processor_inputs, single_step, options
         )
-        return (output.drawn, output.masks), pages
+        return (output.drawn, output.masks, output.routes), pages
 
     def next_step(state: tuple[Any, ...]) -> tuple[Any, ...]:
         index, token_ids_B, pages, arrays = state
@@ -270,12 +281,12 @@ def _multi_step(
         lambda row: jnp.zeros((num_tokens, *row.shape[1:]), row.dtype),
         jax.eval_shape(step, *start)[0],
     )
-    *_, pages, (drawn, masks) = jax.lax.while_loop(
+    *_, pages, (drawn, *returned) = jax.lax.while_loop(
         lambda state: state[0] < length_B.max(), next_step, (*start, arrays)
     )
     place_Q = jnp.arange(bucket.max_query_len)
     paths = jnp.where(place_Q < length_B[:, None], first_B[:, None] + place_Q, -1).astype(jnp.int32)
-    return StepOutput(drawn, drawn[:0], paths, masks=masks), pages
+    return StepOutput(drawn, drawn[:0], paths, None, *returned), pages
 
 
 def _scope(options: StepOptions, lora_slot_T: jax.Array, *, divided: bool = False) -> TraceScope:
@@ -405,8 +416,12 @@ def _run_model(
     bucket: Bucket,
     options: StepOptions,
     vectors: jax.Array | None = None,
+    routes: Routes | None = None,
 ) -> tuple[Any, jax.Array, KVPages, tuple[jax.Array, ...]]:
-    """Returns the model, its hidden states, its pages, and the states that a drafter takes."""
+    """Returns the model, its hidden states, its pages, and the states that a drafter takes.
+
+    `routes` gets the experts of the tokens; see `TraceScope`.
+    """
     model = nnx.merge(options.graph, parameters)
     groups = options.layer_groups[: len(pages) : options.sharding.num_local]
     attend = make_attend(
@@ -423,7 +438,7 @@ def _run_model(
         axes_AT=inputs.rotary_AT,
         deep_nTD=None if vectors is None else jnp.moveaxis(vectors[:, 1:], 1, 0),
     )
-    with _scope(options, inputs.lora_slot_T).open():
+    with replace(_scope(options, inputs.lora_slot_T), routes=routes).open():
         hidden_TD, by_layer, states = model(
             inputs.token_ids_T, _by_layer(pages, options.sharding), context
         )

@@ -55,6 +55,7 @@ class Batch:
         num_scored: The number of tokens of the stream up to the last one that is scored.
         draft_depth: The depth to which the step drafts; see `StepPlan`.
         returns_masks: True if a draw asks for the tokens that could be drawn.
+        returns_routes: True if a row asks for its routes.
     """
 
     bucket: Bucket
@@ -69,6 +70,7 @@ class Batch:
     num_scored: int
     draft_depth: int | None
     returns_masks: bool = False
+    returns_routes: bool = False
 
 
 class BatchBuilder:
@@ -188,6 +190,7 @@ class BatchBuilder:
             num_scored=num_scored,
             draft_depth=plan.draft_depth,
             returns_masks=any(sample.params.return_sampling_mask for sample in plan.samples),
+            returns_routes=any(row.is_routed for row in plan.rows),
         )
 
     def _fill_rows(self, fields: dict[str, Any], rows: tuple[Row, ...]) -> None:

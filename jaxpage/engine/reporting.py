@@ -14,6 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from jaxpage.decoding import hypothesis_score
 from jaxpage.outputs import (
@@ -151,6 +152,7 @@ class Reporter:
         params = self._group.request.params
         if params.logprobs is not None or params.return_sampling_mask:
             number += self.num_output_tokens * self._entries_per_token
+        number += sum(len(sequence.routes) for sequence in self._group.sequences)
         return number
 
     def _stops(self) -> dict[int, int]:
@@ -268,13 +270,14 @@ class Reporter:
         is_last = stop >= sequence.num_output_tokens
         last_character = len(sequence.text) if is_last else _text_end(sequence, stop)
         first = sequence.num_prompt_tokens
-        num_logprobs = self._group.request.params.logprobs
+        request = self._group.request
+        num_logprobs = request.params.logprobs
         return CompletionOutput(
             index=sequence.sample_index,
             text=sequence.text[characters:last_character],
             token_ids=sequence.token_ids[first + tokens : first + stop],
             cumulative_logprob=None
-            if self._group.request.num_logprobs is None
+            if request.num_logprobs is None
             else sequence.cumulative_logprob,
             logprobs=None
             if num_logprobs is None or is_brief
@@ -282,11 +285,8 @@ class Reporter:
             finish_reason=sequence.finish_reason if is_last else None,
             stop_reason=sequence.stop_reason if is_last else None,
             weights_versions=sequence.weights_versions(tokens, stop),
-            **(
-                {}
-                if is_brief
-                else _cuts(self._group.request.params, sequence.logprobs[tokens:stop])
-            ),
+            routed_experts=None if is_brief or not is_last else _routed_experts(sequence),
+            **({} if is_brief else _cuts(request.params, sequence.logprobs[tokens:stop])),
         )
 
     def _logprobs(self, token: TokenLogprobs, num_logprobs: int) -> dict[int, Logprob]:
@@ -320,6 +320,13 @@ def _cuts(params: SamplingParams, tokens: list[TokenLogprobs]) -> dict[str, Any]
             np.concatenate(kept) if kept else np.zeros(0, np.int32),
         )
     return fields
+
+
+def _routed_experts(sequence: Sequence) -> npt.NDArray[np.int16] | None:
+    """Returns the experts of all tokens but the last, once the sequence has ended."""
+    if not sequence.routes or not sequence.finished:
+        return None
+    return np.stack(sequence.routes[: sequence.num_known_tokens - 1])
 
 
 def _text_end(sequence: Sequence, num_tokens: int) -> int:

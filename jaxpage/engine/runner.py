@@ -99,6 +99,8 @@ class Runner:
             result = replace(result, scored=StepResult(**scored._asdict()))
         if batch.returns_masks:
             result = replace(result, masks=np.asarray(output.masks)[: batch.num_draws])
+        if batch.returns_routes:
+            result = replace(result, routes=np.asarray(output.routes))
         if output.paths.size:
             result = replace(result, paths=np.asarray(output.paths)[: batch.num_rows])
         if output.draft_candidates is not None:

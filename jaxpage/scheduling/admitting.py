@@ -73,8 +73,8 @@ def blocks_alone(group: SequenceGroup, manager: BlockManager) -> Counts:
     # The last token is drawn and never computed.
     blocks = manager.max_blocks(request.max_total_tokens - 1)
     num_pinned = 0
-    # A prompt that is scored is computed in full, whatever is pinned of it.
-    if request.params.prompt_logprobs is None:
+    # A prompt that is scored or routed is computed in full, whatever is pinned of it.
+    if not request.params.computes_prompt:
         prefix = manager.find_pinned(request.content_ids, request.prefix_salt)
         num_pinned = prefix.num_tokens // manager.block_size
     return tuple(
@@ -163,8 +163,8 @@ class PrefixCounts:
             self.num_resumed_hits += num_hits
             return
         group.num_cached_tokens = num_hits
-        # A request whose prompt is scored cannot use the cache, so it does not count as a query.
-        if may_hit and group.request.params.prompt_logprobs is None:
+        # Such a request cannot use the cache, so it does not count as a query.
+        if may_hit and not group.request.params.computes_prompt:
             self.num_queried += sum(sequence.num_known_tokens for sequence, _ in hits)
             self.num_hits += num_hits
 
@@ -176,8 +176,9 @@ def beginnings(group: SequenceGroup, manager: BlockManager) -> Iterator[list[Hit
     does not: the cached blocks may be other ones than the pinned blocks, and where a window slides
     the blocks that are found come on top of those that the sequence needs at a time.
 
-    Tokens that are found are not computed, so there are no logits for them. A prompt that is being
-    scored therefore begins with at most the tokens that were scored before.
+    Tokens that are found are not computed, so there are neither logits nor routes for them. A
+    prompt that is being scored therefore begins with at most the tokens that were scored before,
+    and a sequence whose routes are wanted with those that were routed before.
     """
     salt = group.request.prefix_salt
     cached: list[Hit] = []
@@ -187,6 +188,8 @@ def beginnings(group: SequenceGroup, manager: BlockManager) -> Iterator[list[Hit
         if group.num_unscored:
             # One token more than those that are scored: the last token is never found.
             known = known[: len(group.prompt_logprobs) + 1]
+        if group.request.params.return_routed_experts:
+            known = known[: len(sequence.routes) + 1]
         cached.append(Hit(sequence, manager.find(known, sequence.block_digests, salt)))
         pinned.append(Hit(sequence, manager.find_pinned(known, salt)))
     pairs = zip(pinned, cached, strict=True)

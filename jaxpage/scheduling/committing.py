@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import MutableMapping
 
 from jaxpage.memory import BlockManager
-from jaxpage.step.edits import Append, Drop, Edit, Finish, Fork, Score
+from jaxpage.step.edits import Append, Drop, Edit, Finish, Fork, Route, Score
 from jaxpage.step.request import Sequence, SequenceGroup
 
 Sequences = MutableMapping[int, tuple[SequenceGroup, Sequence]]  # the key is a sequence id
@@ -38,6 +38,9 @@ def apply_edit(
             _append(sequence, edit)
         case Score():
             _score(group, edit)
+        case Route():
+            # Tokens that are computed again after a preemption have the routes that they had.
+            sequence.routes[edit.position : edit.position + len(edit.routes)] = edit.routes
         case Fork():
             child = _fork(sequence, edit)
             group.sequences.append(child)
@@ -89,6 +92,7 @@ def _fork(parent: Sequence, edit: Fork) -> Sequence:
         text=parent.text,
         text_ends=parent.text_ends.copy(),
         logprobs=parent.logprobs.copy(),
+        routes=parent.routes.copy(),
         cumulative_logprob=parent.cumulative_logprob,
         weights=parent.weights.copy(),
     )

@@ -95,6 +95,8 @@ class PlanBuilder:
             row = Row(sequence.sequence_id, start, token_ids, tables)
             if sequence.embedded is not None and sequence.needs_embedded:
                 row = row._replace(embedded=sequence.embedded)
+            if group.request.params.return_routed_experts:
+                row = row._replace(is_routed=True)
             if group.request.lora:
                 row = row._replace(lora=group.request.lora.digest)
             if not draws:

@@ -224,6 +224,11 @@ class EngineConfig(Settings):
         False,
         "prompts may be vectors in place of tokens, as {'prompt_embeds': array}",
     )
+    enable_return_routed_experts: bool = setting(
+        False,
+        "requests may ask for the experts of each token, with return_routed_experts "
+        "(docs/guides/decoding.md)",
+    )
     enable_return_sampling_mask: bool = setting(
         False,
         "requests may ask for the tokens that each token was drawn from, with "

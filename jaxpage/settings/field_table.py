@@ -332,7 +332,10 @@ PARAMETERS = (
         engine=lambda user: user or None,
     ),
     _field("logprobs_mode", Choice(("raw", "processed")), beams=("raw",)),
-    _field("return_sampling_mask", Bool(), {"completions": None, "chats": None}, neutral=(False,)),
+    *(
+        _field(name, Bool(), {"completions": None, "chats": None}, neutral=(False,))
+        for name in ("return_sampling_mask", "return_routed_experts")
+    ),
     _field("length_penalty", Float(), {"rollouts": None}, neutral=(1,), engine=None),
     _field("early_stopping", None, {"rollouts": None}, neutral=(False,), engine=None),
 )

@@ -102,6 +102,9 @@ class SamplingParams:
     # with enable_return_sampling_mask, a temperature above 0 and top_k above 0: return the tokens
     # that each token was drawn from
     return_sampling_mask: bool
+    # with enable_return_routed_experts, in models with experts: return the experts of each token;
+    # the prompt is then computed without the prefix cache
+    return_routed_experts: bool
 
     @names_checked
     def __init__(
@@ -136,6 +139,7 @@ class SamplingParams:
         user: str | None = None,
         logprobs_mode: LogprobsMode = "raw",
         return_sampling_mask: bool = False,
+        return_routed_experts: bool = False,
     ) -> None:
         n = check_int("n", n, 1, MAX_SEQUENCES)
         max_tokens = _check_optional("max_tokens", max_tokens)
@@ -172,6 +176,7 @@ class SamplingParams:
             user=_check_optional("user", user),
             logprobs_mode=check("logprobs_mode", logprobs_mode),
             return_sampling_mask=check("return_sampling_mask", return_sampling_mask),
+            return_routed_experts=check("return_routed_experts", return_routed_experts),
         )
 
     def _store(self, **fields: Any) -> None:
@@ -193,6 +198,11 @@ class SamplingParams:
         """Returns `logprobs`, or 0 where only ranking or a mask needs those of the tokens."""
         is_needed = self.ranks or self.return_sampling_mask
         return 0 if self.logprobs is None and is_needed else self.logprobs
+
+    @property
+    def computes_prompt(self) -> bool:
+        """Returns whether the whole prompt is computed, whatever is cached or pinned of it."""
+        return self.prompt_logprobs is not None or self.return_routed_experts
 
     @functools.cached_property  # every step reads it
     def processes_logits(self) -> bool:

@@ -7,6 +7,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
+
 from jaxpage.outputs import TokenLogprobs
 
 
@@ -47,6 +50,23 @@ class Score:
     sequence_id: int
     position: int
     logprobs: tuple[TokenLogprobs, ...]
+
+
+@dataclass(frozen=True)
+class Route:
+    """The tokens from `position` on have these experts.
+
+    No strategy answers with this edit either.
+
+    Attributes:
+        sequence_id: The sequence that computed them.
+        position: The position of the first token.
+        routes: The experts [L, X] of each token; drafts that were wrong are not among them.
+    """
+
+    sequence_id: int
+    position: int
+    routes: list[npt.NDArray[np.int16]]
 
 
 @dataclass(frozen=True)
@@ -94,4 +114,4 @@ class Finish:
     text: str = ""
 
 
-Edit = Append | Score | Fork | Drop | Finish
+Edit = Append | Score | Route | Fork | Drop | Finish

@@ -44,6 +44,7 @@ class Row(NamedTuple):
         lora: The digest of the LoRA adapter.
         embedded: What vectors take the place of which tokens of the prompt; None if it is of no
             concern to the row.
+        is_routed: True if the experts of its tokens are wanted.
     """
 
     sequence_id: int
@@ -58,6 +59,7 @@ class Row(NamedTuple):
     next_token_id: int = -1
     lora: str | None = None
     embedded: EmbeddedPrompt | None = None
+    is_routed: bool = False
 
     @property
     def context_length(self) -> int:
@@ -215,6 +217,8 @@ class StepResult:
         num_kept: [R] The tokens that could be drawn, where the log probabilities are of those.
         masks: [R, U] The tokens that could be drawn, in the form of `token_masks`, where a sample
             asks for them.
+        routes: [T, L, X] The experts of the tokens of all rows, where a row asks for them; padded
+            at the end.
     """
 
     token_ids: npt.NDArray[np.int32]
@@ -227,3 +231,4 @@ class StepResult:
     scored: StepResult | None = None
     num_kept: npt.NDArray[np.int32] | None = None
     masks: npt.NDArray[np.uint32] | None = None
+    routes: npt.NDArray[np.int16] | None = None

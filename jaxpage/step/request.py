@@ -10,6 +10,9 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
+
 from jaxpage.outputs import TokenLogprobs
 from jaxpage.settings.sampling_params import BeamSearchParams, SamplingParams
 from jaxpage.step.embedded import EmbeddedPrompt
@@ -152,6 +155,7 @@ class Sequence:
         text: The text that may be shown. Text that a stop string could still cut is held back.
         text_ends: The length of the text in characters after each output token.
         logprobs: The log probabilities of the output tokens; empty unless asked for.
+        routes: The experts [L, X] of each computed token, prompt first; empty unless asked for.
         cumulative_logprob: The sum of the log probabilities of the output tokens.
         finish_reason: The reason why it ended; None while it has not.
         stop_reason: The stop string or token that ended it, or what went wrong.
@@ -169,6 +173,7 @@ class Sequence:
     text: str = ""
     text_ends: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
+    routes: list[npt.NDArray[np.int16]] = field(default_factory=list)
     cumulative_logprob: float = 0.0
     finish_reason: str | None = None
     stop_reason: int | str | None = None

@@ -416,6 +416,7 @@ def random_sampling(chance: random.Random, num_tokens: int, *, has_text: bool) -
         "min_tokens": lambda: chance.randint(1, min(params["max_tokens"], 16)),
         "ignore_eos": lambda: True,
         "logprobs": lambda: chance.randint(0, 3),
+        "logprobs_mode": lambda: "processed",
         "prompt_logprobs": lambda: 1,
         "priority": lambda: chance.randint(-1, 1),
         "user": lambda: chance.choice("ab"),

@@ -49,7 +49,10 @@ def capabilities(
         "structured_outputs": tokenizer is not None,
         "speculation": _speculation(engine),
         # What requests to /v1/generate may ask for.
-        "returns": {"sampling_mask": engine.enable_return_sampling_mask},
+        "returns": {
+            "sampling_mask": engine.enable_return_sampling_mask,
+            "routed_experts": engine.enable_return_routed_experts,
+        },
         "prefix_caching": engine.enable_prefix_caching,
         "scheduling_policy": engine.scheduling_policy,
         "unknown_fields": "refused"

@@ -153,6 +153,8 @@ class GenerateAnswer(Answer):
                 "num_kept": array_body(mask.num_kept),
                 "kept_token_ids": array_body(mask.kept_token_ids),
             }
+        if completion.routed_experts is not None:
+            choice["routed_experts"] = array_body(completion.routed_experts)
         return choice
 
 
@@ -193,7 +195,9 @@ _CHOICE = object_of(
     cumulative_logprob={"type": ["number", "null"]},
 )
 _CHOICE["properties"] |= {
-    **dict.fromkeys(("logprobs", "top_token_ids", "top_logprobs", "num_kept"), _ARRAY),
+    **dict.fromkeys(
+        ("logprobs", "top_token_ids", "top_logprobs", "num_kept", "routed_experts"), _ARRAY
+    ),
     "sampling_mask": object_of(num_kept=_ARRAY, kept_token_ids=_ARRAY),
 }
 ROLLOUT = object_of(
