@@ -17,7 +17,6 @@ from jaxpage.checkpoints import ModelFiles, insert, load_shards, load_weights
 from jaxpage.device import (
     Executables,
     Packings,
-    RoutedLayers,
     StepOptions,
     encoder_jobs,
     open_stored_executables,
@@ -32,7 +31,6 @@ from jaxpage.errors import UnsupportedError
 from jaxpage.models import EncoderConfig, abstract, abstract_model, make_model
 from jaxpage.models.parameters import adapter_weights
 from jaxpage.models.sharding import ShardedWeight, shard_weights, with_sharding
-from jaxpage.settings.engine_config import EngineConfig
 
 
 @dataclass(frozen=True)
@@ -189,27 +187,17 @@ def shards_of_weights(files: ModelFiles, spec: EngineSpec) -> list[ShardedWeight
     return shard_weights([filled.weight for filled in files.plan.parameters], shapes, spec.sharding)
 
 
-def _routed_layers(config: EngineConfig, model: nnx.Module) -> RoutedLayers | None:
-    """Returns the layers whose routes the steps return; None if they return none.
-
-    Raises:
-        UnsupportedError: The settings ask for routes, and the model has no experts.
-    """
-    if not config.enable_return_routed_experts:
-        return None
-    if (layers := routed_layers(model)) is None:
-        raise UnsupportedError(
-            f"enable_return_routed_experts is not supported for {config.model}: the model has no "
-            "experts"
-        )
-    return layers
-
-
 def _step_options(spec: EngineSpec, model: nnx.Module, *, by_row: bool) -> StepOptions:
     lora = spec.described.lora
     kernels = spec.described.kernels
     drafter = spec.described.drafting.drafter
     assert kernels is not None, "the device is at hand"
+    routed = routed_layers(model) if spec.config.enable_return_routed_experts else None
+    if routed is None and spec.config.enable_return_routed_experts:
+        raise UnsupportedError(
+            f"enable_return_routed_experts is not supported for {spec.config.model}: the model has "
+            "no experts"
+        )
     return StepOptions(
         abstract(model)[0],
         spec.vocab_size,
@@ -225,5 +213,5 @@ def _step_options(spec: EngineSpec, model: nnx.Module, *, by_row: bool) -> StepO
         graphs=spec.config.graphs,
         vectors=spec.vectors,
         returns_masks=spec.config.enable_return_sampling_mask,
-        routed=_routed_layers(spec.config, model),
+        routed=routed,
     )

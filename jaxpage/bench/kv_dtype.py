@@ -20,9 +20,10 @@ from jaxpage.bench.file_texts import read_token_ids
 from jaxpage.bench.results import environment, print_result
 from jaxpage.checkpoints import ModelFiles, load_weights, open_model
 from jaxpage.checkpoints.finding import resolve_model
-from jaxpage.device import logits_of_prompt, pack_weights
+from jaxpage.device import pack_weights
 from jaxpage.device.hardware import DeviceSpec, choose_backend
 from jaxpage.device.pages import bytes_per_layer, page_dtype
+from jaxpage.device.rows import logits_of_prompt
 from jaxpage.errors import UsageError
 from jaxpage.models import abstract, make_model
 from jaxpage.settings.engine_config import EngineConfig

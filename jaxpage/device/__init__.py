@@ -1,8 +1,8 @@
 """Runs steps on the device: step functions, the table of executables, and what runs next to them.
 
 Nothing in this room sees a request. Its inner rooms are `hardware` (devices and kernels), `inputs`
-(the shapes and the inputs of steps), `pages` (keys and values), `drafters` and `vision` (encoders
-of pictures). Names are loaded at first use, so that a part that asks for one of them does not load
+(the shapes and the inputs of steps), `pages` (keys and values), `rows` (whole rows of tokens),
+`drafters` and `vision` (encoders of pictures). Names are loaded at first use, so that a part that asks for one of them does not load
 the others.
 """
 
@@ -38,13 +38,7 @@ if TYPE_CHECKING:
         unpack_weight,  # gives one of them as it was
         unpack_weights,  # gives the weights of a model as they were
     )
-    from jaxpage.device.prompt_logits import (
-        logits_of_prompt,  # computes the logits after every token of a prompt
-    )
-    from jaxpage.device.routes import (
-        RoutedLayers,  # says which layers of a model have experts
-        routed_layers,  # finds them
-    )
+    from jaxpage.device.routes import routed_layers  # finds the layers of a model with experts
     from jaxpage.device.steps import (
         SCORED_AT_ONCE,  # is the number of tokens that are scored at once
         StepOptions,  # says what a step is compiled for

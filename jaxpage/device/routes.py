@@ -24,7 +24,7 @@ class RoutedLayers(NamedTuple):
 
 def routed_layers(model: nnx.Module) -> RoutedLayers | None:
     """Returns the layers of a model that have experts; None if there are none."""
-    paths = [path for path, node in nnx.iter_graph(model) if isinstance(node, Router)]
+    paths: list[Any] = [path for path, node in nnx.iter_graph(model) if isinstance(node, Router)]
     if not paths:
         return None
     depth = next(place for place, part in enumerate(paths[0]) if isinstance(part, int))

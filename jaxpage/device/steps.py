@@ -35,7 +35,7 @@ from jaxpage.device.selection_kernels import selection_kernels
 from jaxpage.device.verify import accept, last_of, moves
 from jaxpage.layers.context import ForwardContext
 from jaxpage.layers.sharding import UNDIVIDED, Sharding
-from jaxpage.layers.trace_scope import TraceScope, adapters_of
+from jaxpage.layers.trace_scope import Routes, TraceScope, adapters_of
 from jaxpage.settings.cuda_graphs import USUAL_GRAPHS, GraphSettings
 from jaxpage.settings.draft_settings import AcceptanceRule
 from jaxpage.step.token_masks import num_mask_words

@@ -21,7 +21,18 @@ from jaxpage.step.request import Request
 from jaxpage.versions import package_version
 
 # These parameters change neither tokens nor log probabilities, or have a field of their own.
-_LEFT_OUT = frozenset({"cache_salt", "logprobs", "priority", "prompt_logprobs", "seed", "user"})
+_LEFT_OUT = frozenset(
+    {
+        "cache_salt",
+        "logprobs",
+        "priority",
+        "prompt_logprobs",
+        "return_routed_experts",
+        "return_sampling_mask",
+        "seed",
+        "user",
+    }
+)
 
 
 def check_receiptable(

@@ -141,10 +141,9 @@ class SamplingParams:
         return_sampling_mask: bool = False,
         return_routed_experts: bool = False,
     ) -> None:
-        n = check_int("n", n, 1, MAX_SEQUENCES)
         max_tokens = _check_optional("max_tokens", max_tokens)
         self._store(
-            n=n,
+            n=check_int("n", n, 1, MAX_SEQUENCES),
             best_of=_optional_int("best_of", best_of, n, MAX_SEQUENCES),
             temperature=_temperature(temperature),
             top_p=check("top_p", top_p),

@@ -49,6 +49,8 @@ class RolloutRequest(RequestObject):
     model: ModelName
     prompt_token_ids: Annotated[Items[TokenId], Field(min_length=1)]
 
+    receipt: bool | None = None
+
     # What all requests that generate have.
     stream: ClassVar[bool] = False
     stream_options: ClassVar[None] = None
@@ -92,7 +94,11 @@ def open_generate(body: dict[str, Any], context: ModelContext) -> GenerateAnswer
     )
     _check_mask(request, context, num_samples, params.max_tokens or 0)
     prompt = PromptRequest(
-        tuple(request.prompt_token_ids), params, False, context.adapter(request.model)
+        tuple(request.prompt_token_ids),
+        params,
+        False,
+        context.adapter(request.model),
+        receipt=bool(request.receipt),
     )
     ignored += beyond_context(context, max_tokens=request.max_tokens) + idle
     return GenerateAnswer(cast(GenerationRequest, request), context, [prompt], ignored)
