@@ -2,8 +2,8 @@
 
 Nothing in this room sees a request. Its inner rooms are `hardware` (devices and kernels), `inputs`
 (the shapes and the inputs of steps), `pages` (keys and values), `rows` (whole rows of tokens),
-`drafters` and `vision` (encoders of pictures). Names are loaded at first use, so that a part that asks for one of them does not load
-the others.
+`drafters` and `vision` (encoders of pictures). Names are loaded at first use, so that a part that
+asks for one of them does not load the others.
 """
 
 from __future__ import annotations
