@@ -102,6 +102,7 @@ def test_nothing_but_ids_unless_it_is_asked_for(llm):
         "finish_reason",
         "stop_reason",
         "cumulative_logprob",
+        "weights_versions",
     }
 
 
@@ -128,7 +129,7 @@ def test_every_parameter_of_the_engine_is_honoured_or_refused():
             assert getattr(prompt.params, field.name) is not None, name
     names = GenerateRequest.model_fields.keys() - {"model", "prompt_token_ids"}
     of_engine = SamplingParams.__dataclass_fields__.keys() - {"thinking_markers"}
-    assert names == of_engine
+    assert names == of_engine | {"receipt"}
 
 
 @pytest.mark.parametrize(("name", "value", "place"), fields_beyond("rollouts"))
