@@ -13,16 +13,18 @@ from typing import Any, Protocol, runtime_checkable
 import jax
 import numpy as np
 import pytest
+from flax import nnx
 
 from jaxpage import LLM
 from jaxpage.errors import UnsupportedError
+from jaxpage.training import TrainableModel
 from tests.support.engines import BLOCKS_OF_16
 
 base_rollout = pytest.importorskip(
     "tunix.rl.rollout.base_rollout", reason="google-tunix is not installed"
 )
 
-from jaxpage.integrations.tunix import JaxpageRollout  # noqa: E402
+from jaxpage.integrations.tunix import JaxpageRollout, TrainedModule  # noqa: E402
 
 
 @runtime_checkable
@@ -121,6 +123,39 @@ def test_a_completion_ends_with_its_first_end_of_sequence_token(rollout: Any) ->
     eos = rollout.eos_id()
     logps = rollout.get_per_token_logps([[eos, eos, 5, 6]], [[7, eos, eos, eos]])
     assert logps[0, :2].all() and not logps[0, 2:].any()
+
+
+def test_a_trained_module_has_the_bits_of_the_rollout_whatever_the_padding(
+    rollout: Any, llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    common = pytest.importorskip("tunix.rl.common")
+    monkeypatch.setattr(common, "selective_log_softmax", common.selective_log_softmax)
+    dtype = str(next(iter(llm.parameters().values())).dtype)
+    model, parameters = TrainableModel.load(llm.hf_config, llm.parameters(), dtype=dtype)
+    module = TrainedModule(model, parameters)
+    module.use_log_softmax()
+    assert module.named(nnx.state(module)).keys() == llm.parameters().keys()
+    output = rollout.generate(PROMPTS, config())
+    completions = np.full((3, 14), rollout.pad_id(), np.int32)
+    for row, tokens in zip(completions, output.tokens, strict=True):
+        row[: len(tokens)] = tokens
+    graph, state = nnx.split(module)
+
+    def logprobs(state: Any) -> jax.Array:
+        return common.compute_per_token_logps(
+            graph,
+            state,
+            output.left_padded_prompt_tokens,
+            completions,
+            rollout.pad_id(),
+            rollout.eos_id(),
+            stop_gradient=False,
+        )
+
+    for row, tokens, drawn in zip(logprobs(state), output.tokens, output.logprobs, strict=True):
+        np.testing.assert_array_equal(row[: len(tokens)], drawn)
+    gradients = jax.grad(lambda state: logprobs(state)[:, :4].sum())(state)
+    assert all(np.isfinite(leaf).all() and leaf.any() for leaf in jax.tree.leaves(gradients))
 
 
 def request(prompt: Any, **changes: Any) -> SimpleNamespace:
