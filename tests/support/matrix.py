@@ -156,6 +156,7 @@ def _joined(old: CompletionOutput, new: CompletionOutput) -> CompletionOutput:
         logprobs=None if new.logprobs is None else (old.logprobs or []) + new.logprobs,
         num_kept=None if new.num_kept is None else (old.num_kept or []) + new.num_kept,
         sampling_mask=new.sampling_mask and old.sampling_mask + new.sampling_mask,
+        weights_versions=old.weights_versions + new.weights_versions,
     )
 
 
