@@ -208,10 +208,7 @@ export class Playground {
         signal: this.running.signal,
       });
       if (isChat && exchange.firstText)
-        history.push(
-          { role: "user", content },
-          { role: "assistant", content: exchange.firstText },
-        );
+        history.push({ role: "user", content }, { role: "assistant", content: exchange.firstText });
       else if (isChat && !$("prompt").value && !this.pictures.items.length) {
         $("prompt").value = text; // nothing came of it
         this.pictures.set(items);
