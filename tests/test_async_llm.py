@@ -241,7 +241,9 @@ def test_an_abort_finds_a_request_whatever_it_waits_for(tmp_path, compiled_when_
 
             assert await aborted(begin()) == [("abort", 0)] * 4  # before any of them begins
             prepare, may_prepare = llm._prepare, threading.Event()
-            llm._prepare = lambda *given: (may_prepare.wait(60), prepare(*given))[1]  # type: ignore[method-assign]
+            llm._prepare = lambda *given, **named: (may_prepare.wait(60), prepare(*given, **named))[
+                1
+            ]  # type: ignore[method-assign]
             tasks = begin()
             await asyncio.sleep(0.05)  # their preparation has begun
             await llm.abort(["generate", "stream", "chat", "beams"])

@@ -8,7 +8,6 @@ import re
 import threading
 from collections import Counter
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -752,7 +751,7 @@ def test_limits_of_lists(limit):
 
 
 def test_a_level_of_sleep_with_many_digits_is_refused():
-    from jaxpage.serving.several.switchboard import Switchboard
+    from jaxpage.serving.model.pausing import read_order
 
     scope = {
         "type": "http",
@@ -763,6 +762,5 @@ def test_a_level_of_sleep_with_many_digits_is_refused():
     async def receive() -> Any:
         return {"type": "http.request", "body": b"", "more_body": False}
 
-    fake: Any = SimpleNamespace()
-    fields = asyncio.run(Switchboard._order(fake, Request(scope, receive), {"model", "level"}))
+    fields = asyncio.run(read_order(Request(scope, receive), {"model", "level"}))
     assert fields["level"] == "1" * 5000, "a text, which is no level"

@@ -84,6 +84,7 @@ def test_fields_and_defaults_are_those_of_the_interface() -> None:
         "cudagraph_update_mode": "auto",
         "cudagraph_collectives": False,
         "event_log": None,
+        "event_log_weights": False,
         "prefix_cache_directory": None,
         "prefix_cache_disk_bytes": 8 * 2**30,
     }

@@ -734,7 +734,9 @@ def test_a_salt_keeps_requests_apart_and_changes_no_token(llm):
 def test_the_cache_can_be_turned_off(directory, llm):
     prompt = prompts_of(50, seed=79)[0]
     with make_llm(directory, enable_prefix_caching=False, num_blocks=33) as off:
-        assert one(off, prompt, GREEDY) == one(off, prompt, GREEDY) == one(llm, prompt, GREEDY)
+        outputs = [one(engine, prompt, GREEDY) for engine in (off, off, llm)]
+        first, *others = [dataclasses.replace(output, weights_versions=[]) for output in outputs]
+        assert others == [first, first]
         assert cached_tokens(off, prompt) == 0
         stats = off.stats()
         assert stats["num_blocks_cached"] == stats["prefix_cache_queries_total"] == 0

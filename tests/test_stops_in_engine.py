@@ -267,7 +267,7 @@ class ShowsBytes(StreamDetokenizer):
     [
         (stopping_module, "StopStrings", HoldsNothing),
         (stopping_module, "StopStrings", HoldsAllThatItCan),
-        ("jaxpage.engine.engine", "StreamDetokenizer", ShowsBytes),
+        ("jaxpage.engine.strategies", "StreamDetokenizer", ShowsBytes),
         ("jaxpage.decoding.sampling", "Stopping", None),
     ],
 )
