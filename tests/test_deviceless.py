@@ -281,7 +281,7 @@ def test_a_step_is_one_cuda_graph_and_changes_its_pages_in_place(kind, backend, 
         tokens = BUCKETS[kind].num_tokens
         logits_bytes = 4 * tokens * LLAMA_3_8B["vocab_size"]
         # One copy of the logits, and five of those of rows that are processed at once.
-        assert found.temporary_bytes < logits_bytes * (1 + 5.5 * PROCESSED_AT_ONCE / tokens)
+        assert found.temporary_bytes < logits_bytes * (1 + 6.5 * PROCESSED_AT_ONCE / tokens)
     assert len(found.kernels) == sum(found.calls.values())
 
 
