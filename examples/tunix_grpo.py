@@ -79,12 +79,16 @@ class ComparedRollout(JaxpageRollout):
         )
         rows = zip(np.asarray(computed), output.logprobs, strict=True)
         differences = np.concatenate([row[: len(drawn)] - drawn for row, drawn in rows])
-        self.report.compared(differences)
+        self.report.differences = differences
         return output
 
 
 class Report:
-    """Writes steps.csv and steps.png, and moves the progress bar."""
+    """Writes steps.csv and steps.png, and moves the progress bar.
+
+    Attributes:
+        differences: The trainer's log probabilities of the last rollout minus the rollout's.
+    """
 
     def __init__(self, directory: Path, letter: str, first_step: int, num_steps: int):
         self.path = directory / "steps.csv"
@@ -109,10 +113,6 @@ class Report:
             if row.keys() == kinds.keys()
         ]
         return [step for step in steps if step.step < first_step]
-
-    def compared(self, differences: np.ndarray) -> None:
-        """Takes the trainer's log probabilities minus the rollout's."""
-        self.differences = differences
 
     def reward(
         self, prompts: Sequence[str], completions: Sequence[str], **kwargs: Any
@@ -187,8 +187,8 @@ def open_model(path: str, num_experts: int, **settings: Any) -> LLM:
         return LLM.from_parameters(config, parameters, llm.tokenizer, **settings)
 
 
-def main(words: Sequence[str] | None = None) -> list[Step]:
-    """Trains, and returns the rows of steps.csv."""
+def parse_arguments(words: Sequence[str] | None) -> argparse.Namespace:
+    """Reads the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -208,16 +208,58 @@ def main(words: Sequence[str] | None = None) -> list[Step]:
     parser.add_argument("--dtype", default="float32", help="default: float32")
     parser.add_argument("--learning-rate", type=float, default=2e-4, help="default: 2e-4")
     parser.add_argument("--out", type=Path, default=Path("grpo"), help="a directory; default: grpo")
-    arguments = parser.parse_args(words)
+    return parser.parse_args(words)
+
+
+def open_cluster(
+    llm: LLM,
+    module: TrainedModule,
+    report: Report,
+    checkpoints: Path,
+    arguments: argparse.Namespace,
+) -> rl_cluster.RLCluster:
+    """Returns Tunix's trainer and rollout engine; the trainer goes on from the last checkpoint."""
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]).reshape(1, 1), ("fsdp", "tp"))
+    roles = rl_cluster.Role
+    training = rl_cluster.RLTrainingConfig(
+        actor_optimizer=optax.adam(arguments.learning_rate),
+        eval_every_n_steps=arguments.steps + 1,
+        max_steps=arguments.steps,
+        checkpoint_root_directory=str(checkpoints),
+        checkpointing_options=orbax.checkpoint.CheckpointManagerOptions(
+            save_interval_steps=10, max_to_keep=2
+        ),
+        pbar_description=None,
+    )
+    rollouts = RolloutConfig(
+        max_tokens_to_generate=NUM_TOKENS,
+        max_prompt_length=PROMPT_LENGTH,
+        kv_cache_size=64,
+        temperature=1.0,
+        return_logprobs=True,
+    )
+    config = rl_cluster.ClusterConfig(
+        role_to_mesh=dict.fromkeys([roles.ACTOR, roles.ROLLOUT, roles.REFERENCE], mesh),
+        rollout_engine=functools.partial(ComparedRollout, report, llm=llm, named=module.named),
+        training_config=training,
+        rollout_config=rollouts,
+    )
+    cluster = rl_cluster.RLCluster(actor=module, tokenizer=llm.tokenizer, cluster_config=config)
+    cluster.rollout.update_params(nnx.state(cluster.actor_trainer.model, nnx.Param))
+    return cluster
+
+
+def main(words: Sequence[str] | None = None) -> list[Step]:
+    """Trains, and returns the rows of steps.csv."""
+    arguments = parse_arguments(words)
     arguments.out.mkdir(parents=True, exist_ok=True)
     logging.disable(logging.WARNING)  # Tunix warns of what is no TPU
-    num_rows = len(PROMPTS) * arguments.samples
     with open_model(
         arguments.model,
         arguments.experts,
         dtype=arguments.dtype,
         max_model_len=64,
-        max_num_seqs=num_rows,
+        max_num_seqs=len(PROMPTS) * arguments.samples,
         use_tqdm=False,
     ) as llm:
         is_exact = arguments.trainer == "exact"
@@ -228,40 +270,11 @@ def main(words: Sequence[str] | None = None) -> list[Step]:
         if is_exact:
             module.use_log_softmax()
         checkpoints = (arguments.out / "checkpoints").absolute()
-        options = orbax.checkpoint.CheckpointManagerOptions(save_interval_steps=10, max_to_keep=2)
         with orbax.checkpoint.CheckpointManager(checkpoints / "actor") as manager:
             first_step = manager.latest_step() or 0
         report = Report(arguments.out, arguments.letter, first_step, arguments.steps)
-        mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]).reshape(1, 1), ("fsdp", "tp"))
-        roles = rl_cluster.Role
-        cluster = rl_cluster.RLCluster(
-            actor=module,
-            tokenizer=llm.tokenizer,
-            cluster_config=rl_cluster.ClusterConfig(
-                role_to_mesh=dict.fromkeys([roles.ACTOR, roles.ROLLOUT, roles.REFERENCE], mesh),
-                rollout_engine=functools.partial(
-                    ComparedRollout, report, llm=llm, named=module.named
-                ),
-                training_config=rl_cluster.RLTrainingConfig(
-                    actor_optimizer=optax.adam(arguments.learning_rate),
-                    eval_every_n_steps=arguments.steps + 1,
-                    max_steps=arguments.steps,
-                    checkpoint_root_directory=str(checkpoints),
-                    checkpointing_options=options,
-                    pbar_description=None,
-                ),
-                rollout_config=RolloutConfig(
-                    max_tokens_to_generate=NUM_TOKENS,
-                    max_prompt_length=PROMPT_LENGTH,
-                    kv_cache_size=64,
-                    temperature=1.0,
-                    return_logprobs=True,
-                ),
-            ),
-        )
-        cluster.rollout.update_params(nnx.state(cluster.actor_trainer.model, nnx.Param))
         learner = GRPOLearner(
-            rl_cluster=cluster,
+            rl_cluster=open_cluster(llm, module, report, checkpoints, arguments),
             reward_fns=report.reward,
             algo_config=GRPOConfig(num_generations=arguments.samples, beta=0.0),
         )

@@ -47,7 +47,7 @@ from jaxpage.engine.texts import (
 )
 from jaxpage.memory import MemoryReport
 from jaxpage.outputs import CompletionOutput, Pooling, RequestOutput, RerankResult, TokenPooling
-from jaxpage.receipts import Verification, parse_receipt, verify
+from jaxpage.receipts import Verification
 from jaxpage.replay import open_engine, open_in_memory
 from jaxpage.settings.engine_config import EngineConfig
 from jaxpage.settings.engine_settings import AnyPath, EngineSettings, LLMSettings, engine_config
@@ -265,19 +265,13 @@ class AsyncLLM(DrivenModel):
             EngineFailed: The engine has failed.
             ShuttingDown: The engine is shutting down. The other errors are those of `LLM.verify`.
         """
-        parsed = parse_receipt(receipt)
         loop = asyncio.get_running_loop()
 
         def generate(prompts: Any, params: Any) -> list[RequestOutput]:
             outputs = self._whole(prompts, params)
             return asyncio.run_coroutine_threadsafe(outputs, loop).result()
 
-        def run() -> Verification:
-            _, weights = self._receipts.hash_weights()
-            about = self._receipts.facts, weights, self.memory.max_model_len
-            return verify(parsed, *about, generate)
-
-        return await asyncio.to_thread(run)
+        return await asyncio.to_thread(self._receipts.verify, receipt, generate)
 
     async def score(
         self,

@@ -44,7 +44,7 @@ from jaxpage.engine.texts import (
 from jaxpage.errors import JaxpageError
 from jaxpage.memory import MemoryReport
 from jaxpage.outputs import Pooling, RequestOutput, RerankResult, TokenPooling
-from jaxpage.receipts import Verification, parse_receipt, verify
+from jaxpage.receipts import Verification
 from jaxpage.replay import open_engine, open_in_memory
 from jaxpage.settings.engine_config import EngineConfig
 from jaxpage.settings.engine_settings import AnyPath, EngineSettings, LLMSettings, engine_config
@@ -315,13 +315,8 @@ class LLM(DrivenModel):
             ReceiptError: It is no receipt, or has a version that is not known.
             UnsupportedError: The answers of this engine have no receipts.
         """
-        _, weights = self._receipts.hash_weights()
-        return verify(
-            parse_receipt(receipt),
-            self._receipts.facts,
-            weights,
-            self.memory.max_model_len,
-            lambda prompts, params: self.generate(prompts, params, use_tqdm=False),
+        return self._receipts.verify(
+            receipt, lambda prompts, params: self.generate(prompts, params, use_tqdm=False)
         )
 
     def stream(

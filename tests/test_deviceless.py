@@ -269,18 +269,18 @@ def test_a_step_is_one_cuda_graph_and_changes_its_pages_in_place(kind, backend, 
     calls = {name: number for name, number in found.calls.items() if name not in selecting}
     assert calls == {name: number for name, number in expected.items() if number}
     if backend == "triton":
-        # The loops are over processed rows, over steps, and over prompt tokens that are scored: no
-        # cut-off is bisected, no row is sorted.
+        # The loops are over processed rows, to draw and for the log probabilities of what they were
+        # drawn from, over steps, and over prompt tokens that are scored: no cut-off is bisected, no
+        # row is sorted.
         assert selecting <= set(found.calls)
         processes_some = BUCKETS[kind].num_processed > PROCESSED_AT_ONCE
-        assert thunks_text.count("kWhile") == processes_some + (
-            kind in ("several steps", "chunk", "verify")
-        )
+        num_loops = 2 * processes_some + (kind in ("several steps", "chunk"))
+        assert thunks_text.count("kWhile") == num_loops
         assert len(re.findall(r"kCustomKernel .* sort", thunks_text)) == found.calls["likeliest"]
     if kind == "verify":
         tokens = BUCKETS[kind].num_tokens
         logits_bytes = 4 * tokens * LLAMA_3_8B["vocab_size"]
-        # One copy of the logits, and five of those of rows that are processed at once.
+        # One copy of the logits, and six of those of rows that are processed at once.
         assert found.temporary_bytes < logits_bytes * (1 + 6.5 * PROCESSED_AT_ONCE / tokens)
     assert len(found.kernels) == sum(found.calls.values())
 

@@ -16,6 +16,7 @@ import pytest
 
 from jaxpage import AsyncLLM, BeamSearchParams, SamplingParams
 from jaxpage.device import drawn as drawn_module
+from jaxpage.device import sampler
 from jaxpage.device.inputs.step_inputs import unpack
 from jaxpage.errors import UnsupportedError
 from jaxpage.step.token_masks import ids_of
@@ -163,7 +164,7 @@ def test_the_oracle_sees_planted_mistakes(mistake, directory, monkeypatch):
 
 def test_rows_at_once_have_what_rows_have_one_by_one(monkeypatch):
     """Some rows at a time, as on a GPU, and a few of them twice."""
-    monkeypatch.setattr(drawn_module, "PROCESSED_AT_ONCE", 24)
+    monkeypatch.setattr(sampler, "PROCESSED_AT_ONCE", 24)
     rng = np.random.default_rng(5)
     logits = rng.standard_normal((NUM_ROWS, WIDTH)).astype(np.float32) * 3
     temperatures = rng.choice([0.0, 0.7, 1.0, 2.5], NUM_ROWS)

@@ -227,13 +227,7 @@ def _explain_refused_experts(
     scheme: Scheme,
 ) -> str | None:
     """Returns why experts of this scheme cannot be read; None if they can, or if there are none."""
-    known = {
-        name
-        for weight in weights
-        for source in weight.sources
-        for piece in source.pieces
-        for name in piece.names
-    }
+    known = {name for weight in weights for name in weight.tensor_names}
     return explain_refused_experts(scheme, weights, _find_unexpected(stored, known, ignored))
 
 

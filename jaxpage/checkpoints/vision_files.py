@@ -47,13 +47,7 @@ def fit_vision(
         compare: True to compare the numbers of a tensor that is stored under two names.
     """
     weights = model_weights(family, spec)
-    names = {
-        name
-        for weight in weights
-        for source in weight.sources
-        for piece in source.pieces
-        for name in piece.names
-    }
+    names = {name for weight in weights for name in weight.tensor_names}
     if names.isdisjoint(stored):
         return None
     plan = fit_stored(empty, stored, weights, ("*",), problems, compare=compare)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from jaxpage.device.inputs.step_inputs import Flags, ProcessorInputs, StepInputs
-from jaxpage.device.sampler import PROCESSED_AT_ONCE, scale_logits
+from jaxpage.device.sampler import in_parts, scale_logits
 from jaxpage.device.token_logprobs import log_probabilities
 from jaxpage.shapes import NUM_CANDIDATES
 from jaxpage.step.token_masks import MASK_BITS
@@ -90,60 +89,26 @@ def pack_draws(
     """
     num_rows = logits_RV.shape[0]
     raw_RX = pack_drawn(logits_RV, token_ids_R, inputs.flags[Flags.LOGPROBS] > 0, by_row=by_row)
+    of_draws = {name: getattr(inputs, name) for name in inputs._fields if "_R" in name}
+    rows = logits_RV, token_ids_R, of_draws, processor_inputs
+    no_masks_RU = jnp.zeros((num_rows, num_words), jnp.uint32)
 
-    def pack(place_B: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Packs the draws at some places."""
-        of_draws = {name: getattr(inputs, name) for name in inputs._fields if "_R" in name}
-        rows = logits_RV, token_ids_R, of_draws, processor_inputs
-        some_BV, ids_B, some, wide = jax.tree.map(lambda leaf: jnp.asarray(leaf)[place_B], rows)
+    def pack(rows: Any) -> tuple[jax.Array, jax.Array]:
+        some_BV, ids_B, some, wide = rows
         scaled_BV = scale_logits(some_BV, inputs._replace(**some), wide, by_row=by_row)
         is_kept_BV = scaled_BV > -jnp.inf
         packed_BX = pack_drawn(scaled_BV, ids_B, True, by_row=by_row)
         packed_BX = packed_BX.at[:, _NUM_KEPT].set(jnp.sum(is_kept_BV, axis=1, dtype=jnp.int32))
         return packed_BX, _words_of(is_kept_BV)[:, :num_words]
 
-    def processed() -> tuple[jax.Array, jax.Array]:
-        if by_row:
-            packed_RX, masks_RU = pack(jnp.arange(num_rows))
-        else:
-            packed_RX, masks_RU = _in_parts(pack, num_rows, (raw_RX.shape[1], num_words))
+    def pack_processed() -> tuple[jax.Array, jax.Array]:
+        empty = jnp.zeros_like(raw_RX), no_masks_RU
+        packed_RX, masks_RU = pack(rows) if by_row else in_parts(pack, rows, empty)
         return jnp.where(inputs.is_processed_R[:, None] > 0, packed_RX, raw_RX), masks_RU
 
     return jax.lax.cond(
-        inputs.flags[Flags.PROCESSED] > 0,
-        processed,
-        lambda: (raw_RX, jnp.zeros((num_rows, num_words), jnp.uint32)),
+        inputs.flags[Flags.PROCESSED] > 0, pack_processed, lambda: (raw_RX, no_masks_RU)
     )
-
-
-def _in_parts(
-    pack: Callable[[jax.Array], tuple[jax.Array, jax.Array]],
-    num_rows: int,
-    widths: tuple[int, int],
-) -> tuple[jax.Array, jax.Array]:
-    """Returns what `pack` does of all rows, of which it takes some at a time.
-
-    Otherwise processing would take several times the memory of the logits.
-    """
-    at_once = min(PROCESSED_AT_ONCE, num_rows)
-
-    def pack_some(
-        index: jax.Array, arrays: tuple[jax.Array, jax.Array]
-    ) -> tuple[jax.Array, jax.Array]:
-        # The last rows may be packed twice, with the same result.
-        place_B = jnp.minimum(index * at_once, num_rows - at_once) + jnp.arange(at_once)
-        packed_RX, masks_RU = arrays
-        packed_BX, masks_BU = pack(place_B)
-        return packed_RX.at[place_B].set(packed_BX), masks_RU.at[place_B].set(masks_BU)
-
-    empty = (
-        jnp.zeros((num_rows, widths[0]), jnp.int32),
-        jnp.zeros((num_rows, widths[1]), jnp.uint32),
-    )
-    arrays: tuple[jax.Array, jax.Array] = jax.lax.fori_loop(
-        0, -(-num_rows // at_once), pack_some, empty
-    )
-    return arrays
 
 
 def _words_of(is_set_BV: jax.Array) -> jax.Array:

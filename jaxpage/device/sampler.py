@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -31,6 +31,7 @@ from jaxpage.shapes import MOST_CANDIDATES, NOT_FINITE, NOTHING_ALLOWED
 # Draws that are processed together, where all draws of a step are made at once (on a GPU):
 # processing takes several times the memory of their logits.
 PROCESSED_AT_ONCE = 16
+Result = TypeVar("Result")
 
 
 class Draws(NamedTuple):
@@ -128,31 +129,45 @@ def _draw_at_once(
 
     Where logits are processed, it draws from some rows at a time.
     """
-    num_rows = logits_RV.shape[0]
-    at_once = min(PROCESSED_AT_ONCE, num_rows)
     rows = logits_RV, processor_inputs, penalties_of(inputs), draws_of(inputs)
 
-    def process(index: jax.Array, token_ids_R: jax.Array) -> jax.Array:
-        # Rows are taken by place, because XLA keeps a loop that takes slices out of CUDA graphs.
-        # The last rows may be drawn twice, with the same result.
-        first = jnp.minimum(index * at_once, num_rows - at_once)
-        place = first + jnp.arange(at_once)
-        some_RV, some_inputs, penalties, draws = jax.tree.map(
-            lambda leaf: jnp.asarray(leaf)[place], rows
-        )
-        some_RV = process_rows(some_RV, inputs.flags, some_inputs, penalties, by_row=False)
-        return token_ids_R.at[place].set(_draw(some_RV, draws, inputs.flags, by_row=False))
-
-    def all_processed() -> jax.Array:
-        return jax.lax.fori_loop(
-            0, -(-num_rows // at_once), process, jnp.zeros(num_rows, jnp.int32)
-        )
+    def process(rows: tuple[Any, ...]) -> jax.Array:
+        some_BV, some_inputs, penalties, draws = rows
+        some_BV = process_rows(some_BV, inputs.flags, some_inputs, penalties, by_row=False)
+        return _draw(some_BV, draws, inputs.flags, by_row=False)
 
     return jax.lax.cond(
         are_processed(inputs.flags),
-        all_processed,
+        lambda: in_parts(process, rows, jnp.zeros(logits_RV.shape[0], jnp.int32)),
         lambda: _draw(logits_RV, draws_of(inputs), inputs.flags, by_row=False),
     )
+
+
+def in_parts(function: Callable[[Any], Result], rows: Any, results: Result) -> Result:
+    """Returns what a function gives for all rows, of which it takes some at a time.
+
+    Otherwise processing would take several times the memory of the logits.
+
+    Args:
+        function: Takes rows, and returns arrays with an entry for each.
+        rows: Arrays with an entry for each row.
+        results: Arrays for what the function returns, of all rows.
+    """
+    num_rows = jax.tree.leaves(results)[0].shape[0]
+    at_once = min(PROCESSED_AT_ONCE, num_rows)
+
+    def compute(index: jax.Array, results: Result) -> Result:
+        # Rows are taken by place, because XLA keeps a loop that takes slices out of CUDA graphs.
+        # The last rows may be computed twice, with the same result.
+        place_B = jnp.minimum(index * at_once, num_rows - at_once) + jnp.arange(at_once)
+        some = function(jax.tree.map(lambda leaf: jnp.asarray(leaf)[place_B], rows))
+        computed: Result = jax.tree.map(
+            lambda array, part: array.at[place_B].set(part), results, some
+        )
+        return computed
+
+    filled: Result = jax.lax.fori_loop(0, -(-num_rows // at_once), compute, results)
+    return filled
 
 
 def are_finite(logits_BV: Float[Array, "B V"]) -> Bool[Array, "B"]:

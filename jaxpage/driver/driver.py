@@ -32,7 +32,7 @@ from jaxpage.driver.turns import Turns
 from jaxpage.engine import Engine, PreparedRequest, WakingWeights
 from jaxpage.errors import ShuttingDown
 from jaxpage.outputs import RequestOutput, TokenPooling
-from jaxpage.step.update import Mode
+from jaxpage.step.update import RUNNING_MODES, Mode
 
 _Result = TypeVar("_Result")
 _Item = TypeVar("_Item")
@@ -293,7 +293,7 @@ class Driver:
         return self.changing(
             lambda engine: engine.replace_weights(weights, mode, checksum),
             frees_weights=False,
-            waits=mode not in ("keep", "recompute"),
+            waits=mode not in RUNNING_MODES,
             abort=mode == "abort",
             tells=tells,
             queues=queues,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +13,16 @@ from jaxpage.driver.driver import Driver
 from jaxpage.driver.handle import Handle
 from jaxpage.engine import Engine, PreparedRequest
 from jaxpage.errors import UnsupportedError
-from jaxpage.receipts import EngineFacts, WeightFacts, check_receiptable, make_receipt
+from jaxpage.receipts import (
+    EngineFacts,
+    Generate,
+    Verification,
+    WeightFacts,
+    check_receiptable,
+    make_receipt,
+    parse_receipt,
+    verify,
+)
 from jaxpage.settings.sampling_params import SamplingParams
 
 
@@ -76,6 +85,21 @@ class Receipts:
         _ = self.facts
         self.hash_weights()
 
+    def verify(self, receipt: Mapping[str, Any], generate: Generate) -> Verification:
+        """Computes the answer of a receipt again; see `LLM.verify`.
+
+        Args:
+            receipt: The receipt.
+            generate: Generates with the driver's engine.
+
+        Raises:
+            ReceiptError: It is no receipt, or has a version that is not known.
+            UnsupportedError: The answers of this engine have no receipts.
+        """
+        parsed = parse_receipt(receipt)
+        _, weights = self.hash_weights()
+        return verify(parsed, self.facts, weights, self._built.memory.max_model_len, generate)
+
     def make(
         self, handle: Handle, model: str, *, names_tensors: bool = True
     ) -> dict[str, Any] | None:
@@ -90,7 +114,7 @@ class Receipts:
             UnsupportedError: The weights were replaced since the request was added.
         """
         assert handle.reporter is not None, "the engine had the request"
-        request, output = handle.reporter.ended()
+        request, output = handle.reporter.answer()
         version, weights = self.hash_weights()
         if version != handle.weights_version:
             raise UnsupportedError(

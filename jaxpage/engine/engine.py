@@ -43,7 +43,7 @@ from jaxpage.step.plan import StepPlan, StepResult
 from jaxpage.step.report import StepReport
 from jaxpage.step.request import Sequence, SequenceGroup
 from jaxpage.step.strategy import Strategy
-from jaxpage.step.update import Mode, WeightsUpdate
+from jaxpage.step.update import RUNNING_MODES, Mode, WeightsUpdate
 
 logger = logging.getLogger(__name__)
 
@@ -419,7 +419,7 @@ class Engine:
         """
         self._check_awake()
         self._check_unpinned("weights cannot be replaced", "prefixes of the old ones")
-        if mode not in ("keep", "recompute"):
+        if mode not in RUNNING_MODES:
             self._check_idle("weights cannot be replaced")
         self.runner.replace_parameters(weights)
         if self.sources is not None:

@@ -117,7 +117,7 @@ class Reporter:
             return replace(output, prompt_logprobs=self._prompt_logprobs())
         return self._whole(is_brief=False)
 
-    def ended(self) -> tuple[Request, RequestOutput]:
+    def answer(self) -> tuple[Request, RequestOutput]:
         """Returns a request that has ended and its whole output; any thread may call it."""
         return self._group.request, self._whole(is_brief=False)
 

@@ -29,5 +29,6 @@ from jaxpage.receipts.receipt import (
 )
 from jaxpage.receipts.verifying import (
     NUM_OTHERS,  # is the number of the other requests in the batch of a verification
+    Generate,  # is the type of what generates for prompts in one batch
     verify,  # computes an answer again, alone and among others
 )

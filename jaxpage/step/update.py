@@ -8,6 +8,8 @@ from typing import Literal, NamedTuple
 # they end, they go on with the keys and values that they have, or all their tokens are computed
 # again.
 Mode = Literal["wait", "abort", "keep", "recompute"]
+# In these modes nothing has to finish or end before.
+RUNNING_MODES = ("keep", "recompute")
 
 
 class WeightsUpdate(NamedTuple):

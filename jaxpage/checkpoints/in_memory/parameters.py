@@ -97,13 +97,7 @@ def with_parameters(files: ModelFiles, parameters: Parameters) -> ModelFiles:
     else:
         arrays = dict(flat(parameters))
     arrays = hugging_face_names(arrays, files.config)
-    known = {
-        name
-        for weight in weights
-        for source in weight.sources
-        for piece in source.pieces
-        for name in piece.names
-    }
+    known = {name for weight in weights for name in weight.tensor_names}
     if (
         arrays
         and arrays.keys() == {_place(weight) for weight in weights}

@@ -104,7 +104,13 @@ class RowModel:
         panels = panels_of_weights(parameters, self._packings)
         model = nnx.merge(self._graph, jax.lax.optimization_barrier(panels))
         step = functools.partial(self._step, model, division)
-        shapes = page_shapes(self._kv, division.num_blocks, BLOCK_SIZE, self._page_dtype)
+        shapes = page_shapes(
+            self._kv,
+            division.num_blocks,
+            BLOCK_SIZE,
+            self._page_dtype,
+            interleaved=self._backend.interleaved,
+        )
         pages = jax.tree.map(lambda page: jnp.zeros(page.shape, page.dtype), shapes)
         _, of_steps = jax.lax.scan(step, pages, division.divide(token_ids_RC))
         hidden_TD, *chosen = map(division.join, of_steps)

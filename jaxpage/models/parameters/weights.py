@@ -35,6 +35,11 @@ class Weight:
     dtype: str | None = None
 
     @property
+    def tensor_names(self) -> set[str]:
+        """Returns all names that a checkpoint may have for its tensors."""
+        return {name for source in self.sources for piece in source.pieces for name in piece.names}
+
+    @property
     def size(self) -> int:
         """Returns how many numbers the parameter has."""
         return math.prod(self.shape)

@@ -7,7 +7,7 @@ import contextlib
 import itertools
 import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -109,9 +109,28 @@ class Switchboard:
         )
         self._openapi = encode(document)
         self._shared_exposition = Shared(self._make_exposition, METRICS_SECONDS)
-        self.routes: list[BaseRoute] = [
+        self.routes = self._make_routes(paths_of_requests(document), has_page=config.ui)
+        # A line of a batch takes a lease as any request does, so its model is neither unloaded nor
+        # put to sleep meanwhile.
+        self.batches = open_batches(
+            config,
+            self.visitors,
+            self.routes,
+            self.metrics,
+            num_at_once=max(entry.engine.max_num_seqs for entry in entries.values()),
+            is_dead=lambda: False,
+        )
+
+    def _make_routes(self, paths: Iterable[str], *, has_page: bool) -> list[BaseRoute]:
+        """Returns the routes of all paths but those of batches.
+
+        Args:
+            paths: The paths of requests that a model answers.
+            has_page: True if there is the page.
+        """
+        routes: list[BaseRoute] = [
             *(route for dialect in DIALECTS for route in self._routes_of(dialect)),
-            *(post_route(path, self._answer) for path in paths_of_requests(document)),
+            *(post_route(path, self._answer) for path in paths),
             Route("/sleep", self._sleep, methods=["POST"]),
             Route("/wake_up", self._wake_up, methods=["POST"]),
             Route("/is_sleeping", self._is_sleeping),
@@ -126,21 +145,12 @@ class Switchboard:
             Route("/openapi.json", self._document),
             Route("/", self._index),
         ]
-        if config.ui:
+        if has_page:
             # The page comes first, so that its route for / wins over the index.
-            self.routes[:0] = routes_of_page(
-                lambda query: table.slots[self._find_model(self._name_in(query))]
+            routes[:0] = routes_of_page(
+                lambda query: self._table.slots[self._find_model(self._name_in(query))]
             )
-        # A line of a batch takes a lease as any request does, so its model is neither unloaded nor
-        # put to sleep meanwhile.
-        self.batches = open_batches(
-            config,
-            self.visitors,
-            self.routes,
-            self.metrics,
-            num_at_once=max(entry.engine.max_num_seqs for entry in entries.values()),
-            is_dead=lambda: False,
-        )
+        return routes
 
     def _routes_of(self, dialect: Dialect) -> Iterator[BaseRoute]:
         """Yields the routes of a dialect for which no model needs to be loaded."""
