@@ -431,6 +431,7 @@ def test_an_interrupt_while_other_weights_wait_for_what_runs(llm, monkeypatch):
     with llm.stream(prompts_of(40)[0], GREEDY) as stream:
         gate.permits.release()
         first = next(stream)
+        gate.wait_before_step(2)  # nothing reads the inbox from here on
 
         def interrupt():
             wait_until(llm._driver.turns.inbox.qsize, "the weights wait")
@@ -449,14 +450,15 @@ def test_an_interrupt_while_other_weights_wait_for_what_runs(llm, monkeypatch):
 
 @contextlib.contextmanager
 def weights_that_wait(llm, gate):
-    """A stream runs, and an update or a sleep of another thread waits for it; the gate is closed."""
+    """A stream runs, other weights wait for it, and the engine stands before the fourth step."""
     stream = llm.stream([1, 2, 3], dataclasses.replace(GREEDY, max_tokens=30))
     gate.permits.release()
     next(stream)
     weights = llm._prepare_weights(random_tensors(LLAMA), check_finite=False, mode="wait")
     with llm._driver.replacing(weights) as version:
         gate.permits.release(2)
-        wait_until(lambda: llm._driver.turns.change is not None, "the weights wait")
+        gate.wait_before_step(4)
+        assert llm._driver.turns.change is not None  # the weights wait
         yield
         gate.open()
         llm._driver.wait(version)

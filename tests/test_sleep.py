@@ -286,8 +286,10 @@ def test_a_drain_counts_a_request_that_waits_for_other_weights(directory):
     with make_llm(directory) as llm, ThreadPoolExecutor(2) as pool:
         stream = llm.stream(PROMPTS[0], dataclasses.replace(GREEDY, max_tokens=60))
         first = next(stream)
+        holds = threading.Event()
         gate = threading.Event()
-        llm._driver.call(lambda engine: gate.wait(60))
+        llm._driver.call(lambda engine: holds.set() or gate.wait(60))
+        assert holds.wait(60)  # what is in the inbox from here on are the calls
         update = pool.submit(llm.update_parameters, random_tensors(LLAMA, seed=4))
         turns = llm._driver.turns
         wait_until(lambda: turns.inbox.qsize() == 1, "the update is there")

@@ -5,24 +5,29 @@ from __future__ import annotations
 import asyncio
 import threading
 
+from tests.support.running import wait_until
+
 
 class Gate:
     """Stands before the steps of an engine, and lets so many through."""
 
     def __init__(self, monkeypatch, engine):
-        self.permits, self.entered, self.num_steps = (
-            threading.Semaphore(0),
-            threading.Semaphore(0),
-            0,
-        )
+        self.permits = threading.Semaphore(0)
+        self.entered = threading.Semaphore(0)
+        self.num_entered = self.num_steps = 0
         self._step = engine.step
         monkeypatch.setattr(engine, "step", self.step)
 
     def step(self):
+        self.num_entered += 1
         self.entered.release()
         self.permits.acquire()
         self.num_steps += 1
         return self._step()
+
+    def wait_before_step(self, number):
+        """Waits until the engine stands before that step, the first of which is 1."""
+        wait_until(lambda: self.num_entered >= number, f"the engine stands before step {number}")
 
     def open(self):
         self.permits.release(10_000)
