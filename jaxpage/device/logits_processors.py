@@ -7,6 +7,7 @@ to the last bit.
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import jax
@@ -61,6 +62,7 @@ def process_logits(
     return jax.lax.cond(are_processed(inputs.flags), process, lambda: logits_BV)
 
 
+@functools.partial(jax.jit, static_argnames="by_row")
 def process_rows(
     logits_BV: Float[Array, "B V"],
     flags: Int[Array, "_"],

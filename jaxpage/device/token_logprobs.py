@@ -47,6 +47,7 @@ def _select_log_probabilities(
     return chosen_B1[:, 0], ranks_B, jnp.take_along_axis(some_ids_BW, order_BW, axis=1), top_BW
 
 
+@jax.jit
 def _log_probabilities(logits_BV: jax.Array, token_ids_B: jax.Array) -> LogProbabilities:
     normalised_BV = jax.nn.log_softmax(logits_BV, axis=-1)
     chosen_B1 = jnp.take_along_axis(normalised_BV, jnp.maximum(token_ids_B, 0)[:, None], axis=-1)

@@ -7,6 +7,7 @@ On a GPU a kernel finds the same cut-offs (`selection_kernels`).
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -52,6 +53,7 @@ def where_wanted(
     return jax.lax.cond(getattr(requested, by_any), select, otherwise) if by_any else select()
 
 
+@functools.partial(jax.jit, static_argnames="by_row")
 def truncate(
     logits_V: Float[Array, "V"],
     top_k: jax.Array,
