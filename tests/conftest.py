@@ -47,7 +47,7 @@ import pytest  # noqa: E402
 
 hypothesis.settings.register_profile(
     "deterministic",
-    max_examples=60,
+    max_examples=40,
     derandomize=True,
     deadline=None,
     database=None,
