@@ -17,6 +17,7 @@ import pytest
 from jaxpage import AsyncLLM, BeamSearchParams, SamplingParams
 from jaxpage.device import drawn as drawn_module
 from jaxpage.device import sampler
+from jaxpage.device import steps as steps_module
 from jaxpage.device.inputs.step_inputs import unpack
 from jaxpage.errors import UnsupportedError
 from jaxpage.step.token_masks import ids_of
@@ -131,7 +132,7 @@ def test_the_numbers_are_those_of_the_distribution_drawn_from(name, llm):
     check_oracle(llm, params if params.greedy else with_mask(params))
 
 
-_scale_logits = drawn_module.scale_logits
+_scale_logits = steps_module.scale_logits
 
 
 def raw_logits(logits_RV, *_, **__):
@@ -157,7 +158,7 @@ MISTAKES = {
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_the_oracle_sees_planted_mistakes(mistake, directory, monkeypatch):
     function, name = MISTAKES[mistake]
-    monkeypatch.setattr(drawn_module, "scale_logits", function)
+    monkeypatch.setattr(steps_module, "scale_logits", function)
     with make_llm(directory) as llm, pytest.raises(AssertionError):
         check_oracle(llm, REQUESTS[name])
 
@@ -180,9 +181,11 @@ def test_rows_at_once_have_what_rows_have_one_by_one(monkeypatch):
     masks = NEUTRAL._replace(mask_RU=np.full_like(NEUTRAL.mask_RU, ~np.uint32(1 << 1)))
 
     def pack(by_row):
-        packs = functools.partial(drawn_module.pack_draws, by_row=by_row, num_words=1)
+        inputs = unpack(packed, BUCKET, TABLES)
+        scaled = sampler.scale_logits(logits, inputs, masks, by_row=True) if by_row else None
+        packs = functools.partial(drawn_module.pack_draws, num_words=1)
         tokens = np.asarray(run_draw(logits, packed, masks))
-        rows, kept_RU = jax.jit(packs)(logits, tokens, unpack(packed, BUCKET, TABLES), masks)
+        rows, kept_RU = jax.jit(packs)(logits, tokens, inputs, masks, scaled_RV=scaled)
         return drawn_module.unpack_drawn(np.asarray(rows), NUM_ROWS), np.asarray(kept_RU)
 
     (one, kept_one), (other, kept_other) = pack(True), pack(False)

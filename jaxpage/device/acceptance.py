@@ -38,15 +38,16 @@ def decide(
     rule: AcceptanceRule,
     *,
     by_row: bool,
+    scaled_RV: Float[Array, "R V"] | None = None,
 ) -> tuple[Int[Array, "R"], Int[Array, "B Q"]]:
     """Returns the token after each draw, and each row's path of accepted drafts.
 
     The step is one that verifies, and the paths are like those of `verify.accept`. The rules other
     than "coupled" draw only after the last token of each path: after an earlier token of a path the
-    token is the next draft, and after a token on no path it is 0.
+    token is the next draft, and after a token on no path it is 0. `draw` gets `scaled_RV`.
     """
     if rule.name == "coupled":
-        drawn_R = draw(logits_RV, inputs, processor_inputs, by_row=by_row)
+        drawn_R = draw(logits_RV, inputs, processor_inputs, by_row=by_row, scaled_BV=scaled_RV)
         return drawn_R, accept(
             drawn_R, inputs.token_ids_T, inputs.parents_T, inputs.query_start, bucket.max_query_len
         )

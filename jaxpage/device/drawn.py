@@ -41,28 +41,29 @@ def pack_drawn(
     logits_BV: jax.Array, token_ids_B: jax.Array, has_logprobs: jax.Array | bool, *, by_row: bool
 ) -> jax.Array:
     """Returns draws, and their log probabilities if any row asks, as int32 [B, 4 + 2 W]."""
-
-    def with_logprobs() -> jax.Array:
-        logprobs_B, ranks_B, ids_BW, top_BW = log_probabilities(
-            logits_BV, token_ids_B, by_row=by_row
-        )
-        not_cut_B1 = jnp.zeros((logits_BV.shape[0], 1), jnp.int32)
-        columns = (
-            bits_of(logprobs_B[:, None]),
-            ranks_B[:, None],
-            not_cut_B1,
-            ids_BW,
-            bits_of(top_BW),
-        )
-        return jnp.concatenate(columns, axis=1)
-
     num_rows, vocab_size = logits_BV.shape
+    no_cuts_B = jnp.zeros(num_rows, jnp.int32)
     logprobs = jax.lax.cond(
         has_logprobs,
-        with_logprobs,
+        lambda: _pack_logprobs(logits_BV, token_ids_B, no_cuts_B, by_row=by_row),
         lambda: jnp.zeros((num_rows, packed_width(vocab_size) - 1), jnp.int32),
     )
     return jnp.concatenate([token_ids_B[:, None], logprobs], axis=1)
+
+
+def _pack_logprobs(
+    logits_BV: jax.Array, token_ids_B: jax.Array, num_kept_B: jax.Array, *, by_row: bool
+) -> jax.Array:
+    """Returns the columns that follow the tokens in what `pack_drawn` returns."""
+    logprobs_B, ranks_B, ids_BW, top_BW = log_probabilities(logits_BV, token_ids_B, by_row=by_row)
+    columns = (
+        bits_of(logprobs_B[:, None]),
+        ranks_B[:, None],
+        num_kept_B[:, None],
+        ids_BW,
+        bits_of(top_BW),
+    )
+    return jnp.concatenate(columns, axis=1)
 
 
 def pack_draws(
@@ -71,7 +72,7 @@ def pack_draws(
     inputs: StepInputs,
     processor_inputs: ProcessorInputs,
     *,
-    by_row: bool,
+    scaled_RV: jax.Array | None,
     num_words: int,
 ) -> tuple[jax.Array, jax.Array]:
     """Returns what `pack_drawn` does, and the tokens of each draw that were not cut off.
@@ -83,32 +84,64 @@ def pack_draws(
         token_ids_R: The drawn tokens.
         inputs: The metadata of the step.
         processor_inputs: The wide arrays of logits processors.
-        by_row: Computes one row at a time.
+        scaled_RV: What `scale_logits` returns, where one row is computed at a time; else None.
         num_words: U, the words of the masks [R, U], in which each token that could be drawn has a
             bit; 0 for none.
     """
-    num_rows = logits_RV.shape[0]
-    raw_RX = pack_drawn(logits_RV, token_ids_R, inputs.flags[Flags.LOGPROBS] > 0, by_row=by_row)
+    if scaled_RV is None:
+        return _pack_in_parts(logits_RV, token_ids_R, inputs, processor_inputs, num_words)
+    is_processed_R = inputs.is_processed_R > 0
+    num_rows, vocab_size = logits_RV.shape
+
+    def pack() -> tuple[jax.Array, jax.Array]:
+        num_kept_R, masks_RU = _count_kept(scaled_RV, num_words)
+        of_RV = jnp.where(is_processed_R[:, None], scaled_RV, logits_RV)
+        num_kept_R = jnp.where(is_processed_R, num_kept_R, 0)
+        return _pack_logprobs(of_RV, token_ids_R, num_kept_R, by_row=True), masks_RU
+
+    def pack_nothing() -> tuple[jax.Array, jax.Array]:
+        width = packed_width(vocab_size) - 1
+        return jnp.zeros((num_rows, width), jnp.int32), jnp.zeros((num_rows, num_words), jnp.uint32)
+
+    has_any = inputs.flags[Flags.LOGPROBS] + inputs.flags[Flags.PROCESSED] > 0
+    logprobs, masks_RU = jax.lax.cond(has_any, pack, pack_nothing)
+    return jnp.concatenate([token_ids_R[:, None], logprobs], axis=1), masks_RU
+
+
+def _pack_in_parts(
+    logits_RV: jax.Array,
+    token_ids_R: jax.Array,
+    inputs: StepInputs,
+    processor_inputs: ProcessorInputs,
+    num_words: int,
+) -> tuple[jax.Array, jax.Array]:
+    """Returns what `pack_draws` returns, without a second array as large as the logits."""
+    raw_RX = pack_drawn(logits_RV, token_ids_R, inputs.flags[Flags.LOGPROBS] > 0, by_row=False)
     of_draws = {name: getattr(inputs, name) for name in inputs._fields if "_R" in name}
     rows = logits_RV, token_ids_R, of_draws, processor_inputs
-    no_masks_RU = jnp.zeros((num_rows, num_words), jnp.uint32)
+    no_masks_RU = jnp.zeros((logits_RV.shape[0], num_words), jnp.uint32)
 
     def pack(rows: Any) -> tuple[jax.Array, jax.Array]:
         some_BV, ids_B, some, wide = rows
-        scaled_BV = scale_logits(some_BV, inputs._replace(**some), wide, by_row=by_row)
-        is_kept_BV = scaled_BV > -jnp.inf
-        packed_BX = pack_drawn(scaled_BV, ids_B, True, by_row=by_row)
-        packed_BX = packed_BX.at[:, _NUM_KEPT].set(jnp.sum(is_kept_BV, axis=1, dtype=jnp.int32))
-        return packed_BX, _words_of(is_kept_BV)[:, :num_words]
+        scaled_BV = scale_logits(some_BV, inputs._replace(**some), wide, by_row=False)
+        num_kept_B, masks_BU = _count_kept(scaled_BV, num_words)
+        logprobs = _pack_logprobs(scaled_BV, ids_B, num_kept_B, by_row=False)
+        return jnp.concatenate([ids_B[:, None], logprobs], axis=1), masks_BU
 
     def pack_processed() -> tuple[jax.Array, jax.Array]:
-        empty = jnp.zeros_like(raw_RX), no_masks_RU
-        packed_RX, masks_RU = pack(rows) if by_row else in_parts(pack, rows, empty)
+        packed_RX, masks_RU = in_parts(pack, rows, (jnp.zeros_like(raw_RX), no_masks_RU))
         return jnp.where(inputs.is_processed_R[:, None] > 0, packed_RX, raw_RX), masks_RU
 
     return jax.lax.cond(
         inputs.flags[Flags.PROCESSED] > 0, pack_processed, lambda: (raw_RX, no_masks_RU)
     )
+
+
+def _count_kept(scaled_BV: jax.Array, num_words: int) -> tuple[jax.Array, jax.Array]:
+    """Returns the number of tokens that are not cut off, and masks of them."""
+    is_kept_BV = scaled_BV > -jnp.inf
+    num_kept_B = jnp.sum(is_kept_BV, axis=1, dtype=jnp.int32)
+    return num_kept_B, _words_of(is_kept_BV)[:, :num_words]
 
 
 def _words_of(is_set_BV: jax.Array) -> jax.Array:

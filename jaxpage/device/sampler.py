@@ -97,27 +97,57 @@ def draw(
     processor_inputs: ProcessorInputs,
     *,
     by_row: bool,
+    scaled_BV: Float[Array, "B V"] | None = None,
 ) -> Int[Array, "B"]:
     """Returns one token id per row; NOT_FINITE or NOTHING_ALLOWED where none can be chosen.
 
     With `by_row` it loops over rows instead of one wide computation: on CPU greedy rows then cost
     no noise, and a row's sums have one shape.
+
+    Args:
+        logits_BV: The model's logits.
+        inputs: The metadata of the step.
+        processor_inputs: The wide arrays of logits processors.
+        by_row: Computes one row at a time.
+        scaled_BV: What `scale_logits` returns; None computes it.
     """
     is_finite_B = are_finite(logits_BV)
-    if by_row:
-        logits_BV = process_logits(logits_BV, inputs, processor_inputs, by_row=True)
-        token_ids_B = _draw(logits_BV, draws_of(inputs), inputs.flags, by_row=True)
-    else:
+    if not by_row:
         token_ids_B = _draw_at_once(logits_BV, inputs, processor_inputs)
+    else:
+        if scaled_BV is None:
+            scaled_BV = scale_logits(logits_BV, inputs, processor_inputs, by_row=True)
+        token_ids_B = _draw_each(scaled_BV, draws_of(inputs), inputs.flags)
     return jnp.where(is_finite_B, token_ids_B, NOT_FINITE)
 
 
-def _draw(logits_RV: jax.Array, draws: Draws, flags: jax.Array, *, by_row: bool) -> jax.Array:
-    def greedy() -> jax.Array:
-        return jax.vmap(functools.partial(_first_of_the_largest, in_one_pass=not by_row))(logits_RV)
+def _draw_each(scaled_RV: jax.Array, draws: Draws, flags: jax.Array) -> jax.Array:
+    """Draws from one row after the other, whose logits are scaled and cut off."""
+
+    def draw_row(row: tuple[jax.Array, Draws]) -> jax.Array:
+        scaled_V, own = row
+        key = noise_key(own.seed_R2, own.sample_index_R, own.position_R)
+        return jax.lax.cond(
+            own.temperature_R > 0.0,
+            lambda: with_noise(scaled_V, key),
+            lambda: _first_of_the_largest(scaled_V),
+        )
+
+    return jax.lax.cond(
+        flags[Flags.RANDOM] > 0,
+        lambda: jax.lax.map(draw_row, (scaled_RV, draws)),
+        lambda: jax.vmap(_first_of_the_largest)(scaled_RV),
+    )
+
+
+def _draw_wide(logits_RV: jax.Array, draws: Draws, flags: jax.Array) -> jax.Array:
+    """Draws from all rows at once, whose logits are processed."""
 
     def random() -> jax.Array:
-        return _each_draw(_draw_row, (logits_RV, *draws), by_row=by_row)
+        return _each_draw(_draw_row, (logits_RV, *draws), by_row=False)
+
+    def greedy() -> jax.Array:
+        return jax.vmap(functools.partial(_first_of_the_largest, in_one_pass=True))(logits_RV)
 
     return jax.lax.cond(flags[Flags.RANDOM] > 0, random, greedy)
 
@@ -134,12 +164,12 @@ def _draw_at_once(
     def process(rows: tuple[Any, ...]) -> jax.Array:
         some_BV, some_inputs, penalties, draws = rows
         some_BV = process_rows(some_BV, inputs.flags, some_inputs, penalties, by_row=False)
-        return _draw(some_BV, draws, inputs.flags, by_row=False)
+        return _draw_wide(some_BV, draws, inputs.flags)
 
     return jax.lax.cond(
         are_processed(inputs.flags),
         lambda: in_parts(process, rows, jnp.zeros(logits_RV.shape[0], jnp.int32)),
-        lambda: _draw(logits_RV, draws_of(inputs), inputs.flags, by_row=False),
+        lambda: _draw_wide(logits_RV, draws_of(inputs), inputs.flags),
     )
 
 
@@ -262,10 +292,16 @@ def scale_logits(
         scaled = functools.partial(_scale, logits_V, temperature, *cuts, **options)
         return where_wanted(temperature > 0.0, options["requested"], "", scaled, lambda: logits_V)
 
-    logits_RV = process_logits(logits_RV, inputs, processor_inputs, by_row=by_row)
-    rows = (logits_RV, inputs.temperature_R, inputs.top_k_R, inputs.top_p_R, inputs.min_p_R)
-    scaled_RV: jax.Array = _each_draw(scale, rows, by_row=by_row)
-    return scaled_RV
+    def scale_all() -> jax.Array:
+        processed_RV = process_logits(logits_RV, inputs, processor_inputs, by_row=by_row)
+        cuts = (inputs.temperature_R, inputs.top_k_R, inputs.top_p_R, inputs.min_p_R)
+        scaled_RV: jax.Array = _each_draw(scale, (processed_RV, *cuts), by_row=by_row)
+        return scaled_RV
+
+    if not by_row:
+        return scale_all()
+    changes_any = are_processed(inputs.flags) | (inputs.flags[Flags.RANDOM] > 0)
+    return jax.lax.cond(changes_any, scale_all, lambda: logits_RV)
 
 
 def draw_draft(
@@ -296,17 +332,9 @@ def draw_draft(
 def _draw_row(
     logits_V: jax.Array, temperature: jax.Array, *cuts: jax.Array, **options: Any
 ) -> jax.Array:
-    if not options["by_row"]:
-        perturbed_V = jnp.where(
-            temperature > 0.0, _perturb(logits_V, temperature, *cuts, **options), logits_V
-        )
-        return _first_of_the_largest(perturbed_V, in_one_pass=True)
-    return where_wanted(
-        temperature > 0.0,
-        options["requested"],
-        "",
-        lambda: _first_of_the_largest(_perturb(logits_V, temperature, *cuts, **options)),
-        lambda: _first_of_the_largest(logits_V),
+    perturbed_V = _perturb(logits_V, temperature, *cuts, **options)
+    return _first_of_the_largest(
+        jnp.where(temperature > 0.0, perturbed_V, logits_V), in_one_pass=True
     )
 
 

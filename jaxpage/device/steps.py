@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 from dataclasses import replace
 from typing import Any, NamedTuple, cast
@@ -30,7 +29,7 @@ from jaxpage.device.moving import copy_blocks, copy_slots
 from jaxpage.device.pages.kv_pages import KVPages
 from jaxpage.device.recurrence import make_recur
 from jaxpage.device.routes import RoutedLayers, stack_routes
-from jaxpage.device.sampler import draw
+from jaxpage.device.sampler import draw, scale_logits
 from jaxpage.device.selection_kernels import selection_kernels
 from jaxpage.device.verify import accept, last_of, moves
 from jaxpage.layers.context import ForwardContext
@@ -201,24 +200,36 @@ def _draw(
     by_row = options.sample_by_row
     no_paths = jnp.zeros((0, 0), jnp.int32)
     num_words = num_mask_words(logits.vocab_size) if options.returns_masks else 0
-    pack = functools.partial(
-        pack_draws,
-        inputs=inputs,
-        processor_inputs=processor_inputs,
-        by_row=by_row,
-        num_words=num_words,
-    )
 
     def of_whole_rows() -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
         logits_RV = logits.whole()
+        scaled_RV = None
+        if by_row:  # at once it would be a second array as large as the logits
+            scaled_RV = scale_logits(logits_RV, inputs, processor_inputs, by_row=True)
         paths = no_paths
         if bucket.verifies:
             token_ids_R, paths = decide(
-                logits_RV, inputs, processor_inputs, bucket, options.acceptance, by_row=by_row
+                logits_RV,
+                inputs,
+                processor_inputs,
+                bucket,
+                options.acceptance,
+                by_row=by_row,
+                scaled_RV=scaled_RV,
             )
         else:
-            token_ids_R = draw(logits_RV, inputs, processor_inputs, by_row=by_row)
-        return token_ids_R, paths, *pack(logits_RV, token_ids_R)
+            token_ids_R = draw(
+                logits_RV, inputs, processor_inputs, by_row=by_row, scaled_BV=scaled_RV
+            )
+        packed = pack_draws(
+            logits_RV,
+            token_ids_R,
+            inputs,
+            processor_inputs,
+            scaled_RV=scaled_RV,
+            num_words=num_words,
+        )
+        return token_ids_R, paths, *packed
 
     def of_parts() -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
         token_ids_R = draw_from_parts(logits, inputs, by_row=by_row)
