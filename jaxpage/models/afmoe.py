@@ -17,12 +17,12 @@ from jaxpage.layers.experts import ExpertsSpec
 from jaxpage.models.config.corrected_experts import first_dense
 from jaxpage.models.config.experts import read_experts
 from jaxpage.models.config.fields import Fields
-from jaxpage.models.config.layer_windows import layer_types, rope_with_windows, windows_of
+from jaxpage.models.config.layer_windows import layer_types, read_windows, slides
+from jaxpage.models.llama import Llama
 from jaxpage.models.parts.attention import Gates, grouped_query_attention, norms_of_heads
 from jaxpage.models.parts.block import Block
-from jaxpage.models.parts.decoder import Decoder
-from jaxpage.models.parts.decoder_config import key_value_heads, read_common
-from jaxpage.models.parts.experts import ExpertNames, ExpertsConfig, mlp_or_experts
+from jaxpage.models.parts.decoder_config import Defaults
+from jaxpage.models.parts.experts import ExpertNames, ExpertsConfig
 from jaxpage.models.parts.norms import rms_norm
 from jaxpage.models.parts.scope import Scope
 
@@ -43,29 +43,19 @@ class AfmoeConfig(ExpertsConfig):
     """
 
     model_type = "afmoe"
+    defaults = Defaults(head_dim=128, max_length=16_384, epsilon=1e-5, attention_bias=False)
 
     embedding_scale: float
 
     @classmethod
     def read(cls, fields: Fields) -> AfmoeConfig:
         """Returns what the fields say."""
-        head_dim = fields.integer("head_dim", 128)
         types = layer_types(fields, fields.integer("global_attn_every_n_layers", 4))
-        window = fields.optional_integer("sliding_window", 1024)
-        rope, max_length = fields.rope(head_dim, fields.integer("max_position_embeddings", 16_384))
         is_scaled = fields.flag("mup_enabled", False)
-        return cls(
-            **read_common(
-                fields,
-                num_kv_heads=key_value_heads(fields, None),
-                head_dim=head_dim,
-                max_position_embeddings=max_length,
-                sliding_windows=windows_of(fields, types, window),
-                rope=(rope, max_length),
-                epsilon=("rms_norm_eps", 1e-5),
-            ),
-            rope_by_layer=rope_with_windows(rope, types),
-            attention_bias=fields.flag("attention_bias", False),
+        return cls.from_fields(
+            fields,
+            sliding_windows=read_windows(fields, types, 1024),
+            rotates=slides(types),
             embedding_scale=math.sqrt(fields.integer("hidden_size")) if is_scaled else 1.0,
             experts=_read_experts(fields),
             sparse_layers=first_dense(fields, 1, "num_dense_layers"),
@@ -89,8 +79,10 @@ def _read_experts(fields: Fields) -> ExpertsSpec:
     )
 
 
-class Afmoe(Decoder, config=AfmoeConfig):
+class Afmoe(Llama, config=AfmoeConfig):
     """Trinity (Arcee AI, 2025) has gated attention, four norms in a layer, and sigmoid routing."""
+
+    expert_names = NAMES
 
     @classmethod
     def make_block(cls, config: Any, index: int, at: Scope) -> nnx.Module:
@@ -100,7 +92,7 @@ class Afmoe(Decoder, config=AfmoeConfig):
             attention=cls.make_attention(config, index, at / "self_attn"),
             post_attention_norm=rms_norm(config, at / "post_attention_layernorm"),
             mlp_norm=rms_norm(config, at / "pre_mlp_layernorm"),
-            mlp=mlp_or_experts(config, index, at, names=NAMES),
+            mlp=cls.make_mlp(config, index, at),
             post_mlp_norm=rms_norm(config, at / "post_mlp_layernorm"),
         )
 

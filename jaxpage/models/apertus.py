@@ -13,7 +13,7 @@ from jaxpage.models.config.fields import Fields
 from jaxpage.models.parts.attention import grouped_query_attention, norms_of_heads
 from jaxpage.models.parts.block import Block
 from jaxpage.models.parts.decoder import Decoder
-from jaxpage.models.parts.decoder_config import DecoderConfig, key_value_heads, read_common
+from jaxpage.models.parts.decoder_config import DecoderConfig, Defaults
 from jaxpage.models.parts.mlp import plain_mlp
 from jaxpage.models.parts.norms import rms_norm
 from jaxpage.models.parts.scope import Scope
@@ -37,6 +37,12 @@ class ApertusConfig(DecoderConfig):
     """
 
     model_type = "apertus"
+    defaults = Defaults(
+        max_length=65_536,
+        theta=12_000_000.0,
+        epsilon=1e-5,
+        attention_bias=False,
+    )
 
     xielu: bool
 
@@ -50,18 +56,9 @@ class ApertusConfig(DecoderConfig):
     def read(cls, fields: Fields) -> ApertusConfig:
         """Returns what the fields say."""
         learned = fields.get("hidden_act", "xielu") == "xielu"
-        return cls(
-            **read_common(
-                fields,
-                num_kv_heads=key_value_heads(fields, None),
-                max_position_embeddings=fields.integer("max_position_embeddings", 65_536),
-                rope={"theta": 12_000_000.0},
-                epsilon=("rms_norm_eps", 1e-5),
-                activation="silu" if learned else ("hidden_act", "silu"),
-            ),
-            attention_bias=fields.flag("attention_bias", False),
-            xielu=learned,
-        )
+        if learned:
+            fields.config["hidden_act"] = "silu"
+        return cls.from_fields(fields, xielu=learned)
 
 
 class Apertus(Decoder, config=ApertusConfig):

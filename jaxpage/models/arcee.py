@@ -6,9 +6,8 @@ from typing import Any
 
 from flax import nnx
 
-from jaxpage.models.config.fields import Fields
 from jaxpage.models.llama import Llama
-from jaxpage.models.parts.decoder_config import DecoderConfig, key_value_heads, read_common
+from jaxpage.models.parts.decoder_config import DecoderConfig, Defaults
 from jaxpage.models.parts.mlp import plain_mlp
 from jaxpage.models.parts.scope import Scope
 
@@ -17,21 +16,9 @@ class ArceeConfig(DecoderConfig):
     """Reads transformers' `ArceeConfig`."""
 
     model_type = "arcee"
-
-    @classmethod
-    def read(cls, fields: Fields) -> ArceeConfig:
-        """Returns what the fields say."""
-        return cls(
-            **read_common(
-                fields,
-                num_kv_heads=key_value_heads(fields, None),
-                max_position_embeddings=fields.integer("max_position_embeddings", 4096),
-                epsilon=("rms_norm_eps", 1e-5),
-                activation=("hidden_act", "relu2"),
-            ),
-            attention_bias=fields.flag("attention_bias", False),
-            mlp_bias=fields.flag("mlp_bias", False),
-        )
+    defaults = Defaults(
+        max_length=4096, epsilon=1e-5, activation="relu2", attention_bias=False, mlp_bias=False
+    )
 
 
 class Arcee(Llama, config=ArceeConfig):

@@ -15,7 +15,7 @@ from jaxpage.models.config.mamba_config import read_mamba
 from jaxpage.models.llama import Llama
 from jaxpage.models.parts.block import Block
 from jaxpage.models.parts.decoder import ModuleNames
-from jaxpage.models.parts.decoder_config import DecoderConfig, key_value_heads, read_common
+from jaxpage.models.parts.decoder_config import DecoderConfig, Defaults
 from jaxpage.models.parts.mlp import gated_mlp
 from jaxpage.models.parts.norms import rms_norm
 from jaxpage.models.parts.recurrences import mamba2
@@ -33,6 +33,14 @@ class BambaConfig(DecoderConfig):
     """
 
     model_type = "bamba"
+    defaults = Defaults(
+        num_kv_heads=8,
+        max_length=262_144,
+        partial=0.5,
+        epsilon=1e-5,
+        attention_bias=False,
+        mlp_bias=False,
+    )
 
     recurrent: MambaSpec
 
@@ -52,19 +60,7 @@ class BambaConfig(DecoderConfig):
             attending = []
         mamba = read_mamba(fields)
         states = tuple(None if index in attending else mamba.state for index in range(num_layers))
-        return cls(
-            **read_common(
-                fields,
-                num_kv_heads=key_value_heads(fields, 8),
-                max_position_embeddings=fields.integer("max_position_embeddings", 262_144),
-                rope={"partial": 0.5},
-                epsilon=("rms_norm_eps", 1e-5),
-                kv={"states": states},
-            ),
-            attention_bias=fields.flag("attention_bias", False),
-            mlp_bias=fields.flag("mlp_bias", False),
-            recurrent=mamba,
-        )
+        return cls.from_fields(fields, kv={"states": states}, recurrent=mamba)
 
 
 class Bamba(Llama, config=BambaConfig):

@@ -25,7 +25,7 @@ from jaxpage.models.config.fields import Fields
 from jaxpage.models.llama import Llama
 from jaxpage.models.parts.attention import grouped_query_attention
 from jaxpage.models.parts.block import HalfBlock
-from jaxpage.models.parts.decoder_config import DecoderConfig, read_common
+from jaxpage.models.parts.decoder_config import DecoderConfig, Defaults
 from jaxpage.models.parts.mlp import gated_mlp
 from jaxpage.models.parts.scope import Scope
 
@@ -56,6 +56,7 @@ class DeciLMConfig(DecoderConfig):
     """
 
     model_type = "nemotron-nas"
+    defaults = Defaults(attention_bias=False, mlp_bias=False)
 
     halves: tuple[Halves, ...]
 
@@ -77,17 +78,12 @@ class DeciLMConfig(DecoderConfig):
             "decoder_layers": len(halves),
             "heads": tuple((count, head_dim) for count in heads) if len({*heads}) > 1 else (),
         }
-        return cls(
-            **read_common(
-                fields,
-                num_kv_heads=max(heads),
-                head_dim=head_dim,
-                max_position_embeddings=fields.integer("max_position_embeddings", 2048),
-                kv=kv,
-                intermediate_size=max(each.width or WIDTH_STEP for each in halves),
-            ),
-            attention_bias=fields.flag("attention_bias", False),
-            mlp_bias=fields.flag("mlp_bias", False),
+        return cls.from_fields(
+            fields,
+            num_kv_heads=max(heads),
+            head_dim=head_dim,
+            kv=kv,
+            intermediate_size=max(each.width or WIDTH_STEP for each in halves),
             halves=halves,
         )
 

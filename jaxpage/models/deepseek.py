@@ -25,7 +25,8 @@ from jaxpage.models.config.fields import Fields
 from jaxpage.models.config.mtp_names import read_numbered_names
 from jaxpage.models.llama import Llama
 from jaxpage.models.parts.block import Block
-from jaxpage.models.parts.experts import DEEPSEEK_NAMES, ExpertsConfig, mlp_or_experts
+from jaxpage.models.parts.decoder_config import Defaults
+from jaxpage.models.parts.experts import DEEPSEEK_NAMES, ExpertsConfig
 from jaxpage.models.parts.latent import (
     LatentSpec,
     latent_attention,
@@ -53,6 +54,7 @@ class DeepseekV2Config(ExpertsConfig):
 
     model_type = "deepseek_v2"
     aliases = {"n_routed_experts": "num_experts"}
+    defaults = Defaults(mlp_bias=False)
 
     latent: LatentSpec
 
@@ -71,9 +73,9 @@ class DeepseekV2Config(ExpertsConfig):
         width = ("moe_intermediate_size", 1407)
         groups = None if method == "greedy" else read_groups(fields, count, best=1)
         factor = fields.number("routed_scaling_factor", 1.0)
-        return cls(
+        return cls.from_fields(
+            fields,
             **read_latent_decoder(fields, max_length=2048, query_rank=1536),
-            mlp_bias=fields.flag("mlp_bias", False),
             experts=read_experts(
                 fields,
                 count=count,
@@ -91,15 +93,12 @@ class DeepseekV2Config(ExpertsConfig):
 class DeepseekV2(Llama, config=DeepseekV2Config):
     """DeepSeek-V2 (DeepSeek-AI, 2024) has latent attention, and experts."""
 
+    expert_names = DEEPSEEK_NAMES
+
     @classmethod
     def make_attention(cls, config: Any, index: int, at: Scope) -> nnx.Module:
         """Returns the attention of a layer."""
         return latent_attention(config, config.latent, index, at)
-
-    @classmethod
-    def make_mlp(cls, config: Any, index: int, layer: Scope) -> nnx.Module:
-        """Returns the feed-forward half of a layer, or its experts."""
-        return mlp_or_experts(config, index, layer, names=DEEPSEEK_NAMES)
 
 
 class DeepseekV3Config(DeepseekV2Config):
@@ -107,11 +106,13 @@ class DeepseekV3Config(DeepseekV2Config):
 
     model_type = "deepseek_v3"
     aliases = ALIASES
+    defaults = Defaults()
 
     @classmethod
     def read(cls, fields: Fields) -> DeepseekV3Config:
         """Returns what the fields say."""
-        return cls(
+        return cls.from_fields(
+            fields,
             **read_latent_decoder(fields, max_length=4096, query_rank=1536),
             experts=read_corrected_experts(
                 fields, count=256, per_token=8, width=2048, groups=(8, 4), factor=2.5
@@ -133,11 +134,13 @@ class DeepseekV32Config(DeepseekV2Config):
 
     model_type = "deepseek_v32"
     aliases = {"n_routed_experts": "num_local_experts"}
+    defaults = Defaults()
 
     @classmethod
     def read(cls, fields: Fields) -> DeepseekV32Config:
         """Returns what the fields say."""
-        return cls(
+        return cls.from_fields(
+            fields,
             **read_indexed_decoder(fields, max_length=163_840, query_rank=1536),
             experts=read_corrected_experts(
                 fields, count=256, per_token=8, width=2048, groups=(8, 4), factor=2.5
@@ -158,12 +161,14 @@ class YoutuConfig(DeepseekV2Config):
 
     model_type = "youtu"
     aliases = {}
+    defaults = Defaults(tied=True)
 
     @classmethod
     def read(cls, fields: Fields) -> YoutuConfig:
         """Returns what the fields say."""
-        return cls(
-            **read_latent_decoder(fields, max_length=131_072, query_rank=1536, tied=True),
+        return cls.from_fields(
+            fields,
+            **read_latent_decoder(fields, max_length=131_072, query_rank=1536),
             experts=None,
             sparse_layers=(False,) * fields.integer("num_hidden_layers"),
         )
@@ -182,12 +187,14 @@ class AXK1Config(DeepseekV2Config):
 
     model_type = "axk1"
     aliases = {"n_routed_experts": "num_local_experts"}
+    defaults = Defaults()
 
     @classmethod
     def read(cls, fields: Fields) -> AXK1Config:
         """Returns what the fields say."""
         heads = read_numbered_names(fields)
-        return cls(
+        return cls.from_fields(
+            fields,
             **read_latent_decoder(fields, max_length=32_768, query_rank=1536),
             experts=read_corrected_experts(
                 fields,

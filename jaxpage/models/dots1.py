@@ -6,17 +6,12 @@ Llama's.
 
 from __future__ import annotations
 
-from typing import Any
-
-from flax import nnx
-
 from jaxpage.models.config.corrected_experts import first_dense, read_corrected_experts
 from jaxpage.models.config.fields import REQUIRED, Fields
 from jaxpage.models.config.layer_windows import windows_of
-from jaxpage.models.parts.attention import grouped_query_attention
-from jaxpage.models.parts.decoder_config import key_value_heads, read_common
+from jaxpage.models.llama import Llama
+from jaxpage.models.parts.decoder_config import Defaults
 from jaxpage.models.parts.experts import DEEPSEEK_NAMES, ExpertsConfig
-from jaxpage.models.parts.scope import Scope
 from jaxpage.models.qwen import Qwen3Moe
 
 
@@ -25,6 +20,7 @@ class Dots1Config(ExpertsConfig):
 
     model_type = "dots1"
     aliases = {"n_routed_experts": "num_local_experts"}
+    defaults = Defaults(num_kv_heads=32, attention_bias=False)
 
     @classmethod
     def read(cls, fields: Fields) -> Dots1Config:
@@ -35,14 +31,9 @@ class Dots1Config(ExpertsConfig):
             "sliding_attention" if window and index >= first else "full_attention"
             for index in range(fields.integer("num_hidden_layers"))
         ]
-        return cls(
-            **read_common(
-                fields,
-                num_kv_heads=key_value_heads(fields, 32),
-                max_position_embeddings=fields.integer("max_position_embeddings", 2048),
-                sliding_windows=windows_of(fields, fields.layer_types(types), window),
-            ),
-            attention_bias=fields.flag("attention_bias", False),
+        return cls.from_fields(
+            fields,
+            sliding_windows=windows_of(fields, fields.layer_types(types), window),
             experts=read_corrected_experts(
                 fields,
                 count=REQUIRED,
@@ -68,6 +59,14 @@ class SolarOpenConfig(ExpertsConfig):
 
     model_type = "solar_open"
     aliases = {"n_routed_experts": "num_local_experts"}
+    defaults = Defaults(
+        num_kv_heads=8,
+        head_dim=128,
+        max_length=131_072,
+        theta=1_000_000.0,
+        epsilon=1e-5,
+        attention_bias=False,
+    )
 
     @classmethod
     def read(cls, fields: Fields) -> SolarOpenConfig:
@@ -77,26 +76,15 @@ class SolarOpenConfig(ExpertsConfig):
         experts = read_corrected_experts(
             fields, count=128, per_token=8, width=1280, groups=(1, 1), factor=1.0
         )
-        return cls(
-            **read_common(
-                fields,
-                num_kv_heads=key_value_heads(fields, 8),
-                head_dim=fields.integer("head_dim", 128),
-                max_position_embeddings=fields.integer("max_position_embeddings", 131_072),
-                rope={"theta": 1_000_000.0},
-                epsilon=("rms_norm_eps", 1e-5),
-                intermediate_size=experts.width,  # No layer is dense.
-            ),
-            attention_bias=fields.flag("attention_bias", False),
+        return cls.from_fields(
+            fields,
+            intermediate_size=experts.width,  # No layer is dense.
             experts=experts,
-            sparse_layers=(True,) * fields.integer("num_hidden_layers"),
         )
 
 
-class SolarOpen(Dots1, config=SolarOpenConfig):
+class SolarOpen(Llama, config=SolarOpenConfig):
     """Solar Open (Upstage, 2025) is Llama with the experts of DeepSeek-V3 in all layers."""
 
-    @classmethod
-    def make_attention(cls, config: Any, index: int, at: Scope) -> nnx.Module:
-        """Returns the attention of a layer, with biases where the config has `attention_bias`."""
-        return grouped_query_attention(config, index, at, output_bias=False)
+    expert_names = DEEPSEEK_NAMES
+    output_bias = False

@@ -12,7 +12,6 @@ from typing import Any
 from flax import nnx
 
 from jaxpage.layers.attention import Scores
-from jaxpage.layers.norms import LayerNorm
 from jaxpage.layers.rope import NO_ROTATION
 from jaxpage.models.config.alibi import alibi_slopes
 from jaxpage.models.config.config_fields import RefusedField, WrongField
@@ -20,7 +19,7 @@ from jaxpage.models.config.fields import Fields
 from jaxpage.models.parts.attention import AttentionNames, grouped_query_attention
 from jaxpage.models.parts.block import Block
 from jaxpage.models.parts.decoder import Decoder, ModuleNames
-from jaxpage.models.parts.decoder_config import DecoderConfig, read_common
+from jaxpage.models.parts.decoder_config import DecoderConfig, Defaults
 from jaxpage.models.parts.mlp import plain_mlp
 from jaxpage.models.parts.norms import layer_norm
 from jaxpage.models.parts.scope import Scope
@@ -38,6 +37,9 @@ class FalconConfig(DecoderConfig):
 
     model_type = "falcon"
     aliases = {"hidden_size": "n_embed"}
+    defaults = Defaults(
+        epsilon=("layer_norm_epsilon", 1e-5), activation=("activation", "gelu"), tied=True
+    )
 
     alibi_slopes: tuple[float, ...] | None
     parallel: bool
@@ -49,23 +51,16 @@ class FalconConfig(DecoderConfig):
         num_heads = fields.integer("num_attention_heads")
         width = fields.integer("hidden_size")
         head_dim = fields.divide("hidden_size", "num_attention_heads")
-        max_length = fields.integer("max_position_embeddings", 2048)
         has_alibi = fields.flag("alibi", False)
         bias = fields.flag("bias", False)
-        common = read_common(
+        max_length = fields.integer("max_position_embeddings", 2048)
+        parallel, num_norms = _order(fields)
+        return cls.from_fields(
             fields,
             num_kv_heads=_kv_heads(fields, num_heads),
             head_dim=head_dim,
-            max_position_embeddings=max_length,
             rope=(NO_ROTATION, max_length) if has_alibi else None,
             intermediate_size=fields.optional_integer("ffn_hidden_size", None) or 4 * width,
-            epsilon=("layer_norm_epsilon", 1e-5),
-            activation=("activation", "gelu"),
-            tied=True,
-        )
-        parallel, num_norms = _order(fields)
-        return cls(
-            **common,
             attention_bias=bias,
             mlp_bias=bias,
             name="transformer",
@@ -116,6 +111,7 @@ class Falcon(Decoder, config=FalconConfig):
 
     prefix = "transformer."
     names = ModuleNames(tokens="word_embeddings", layers="h", norm="ln_f")
+    make_norm = staticmethod(layer_norm)
 
     @classmethod
     def make_block(cls, config: Any, index: int, at: Scope) -> nnx.Module:
@@ -137,8 +133,3 @@ class Falcon(Decoder, config=FalconConfig):
             mlp=plain_mlp(config, at / "mlp", "dense_h_to_4h", "dense_4h_to_h"),
             parallel=config.parallel,
         )
-
-    @classmethod
-    def make_norm(cls, config: Any, at: Scope) -> LayerNorm:
-        """Returns a norm of hidden states."""
-        return layer_norm(config, at)

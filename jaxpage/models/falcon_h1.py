@@ -28,12 +28,7 @@ from jaxpage.models.config.fields import Fields
 from jaxpage.models.config.mamba_config import read_mamba
 from jaxpage.models.parts.attention import grouped_query_attention
 from jaxpage.models.parts.decoder import Decoder, ModuleNames
-from jaxpage.models.parts.decoder_config import (
-    DecoderConfig,
-    key_value_heads,
-    read_common,
-    read_head_dim,
-)
+from jaxpage.models.parts.decoder_config import DecoderConfig, Defaults, read_head_dim
 from jaxpage.models.parts.mlp import gated_mlp
 from jaxpage.models.parts.norms import rms_norm
 from jaxpage.models.parts.recurrences import cache_of_states, mamba2
@@ -104,6 +99,9 @@ class FalconH1Config(DecoderConfig):
     """
 
     model_type = "falcon_h1"
+    defaults = Defaults(
+        num_kv_heads=8, max_length=8192, epsilon=1e-5, attention_bias=False, mlp_bias=False
+    )
 
     recurrent: MambaSpec
     factors: FalconFactors
@@ -126,17 +124,10 @@ class FalconH1Config(DecoderConfig):
             factors=_factors(fields, "ssm_multipliers", 5),
         )
         num_layers = fields.integer("num_hidden_layers")
-        return cls(
-            **read_common(
-                fields,
-                num_kv_heads=key_value_heads(fields, 8),
-                head_dim=head_dim,
-                max_position_embeddings=fields.integer("max_position_embeddings", 8192),
-                epsilon=("rms_norm_eps", 1e-5),
-                kv=cache_of_states((mamba.state, None) * num_layers, num_layers),
-            ),
-            attention_bias=fields.flag("attention_bias", False),
-            mlp_bias=fields.flag("mlp_bias", False),
+        return cls.from_fields(
+            fields,
+            head_dim=head_dim,
+            kv=cache_of_states((mamba.state, None) * num_layers, num_layers),
             recurrent=mamba,
             factors=FalconFactors.read(fields),
         )

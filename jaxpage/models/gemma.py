@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import jax
@@ -19,12 +19,12 @@ from jaxpage.layers.attention import HeadNorms, Scores
 from jaxpage.layers.norms import RMSNorm
 from jaxpage.models.config.config_fields import RefusedField
 from jaxpage.models.config.fields import Fields
-from jaxpage.models.config.layer_windows import layer_types, windows_of
+from jaxpage.models.config.layer_windows import layer_types, read_ropes, read_windows
 from jaxpage.models.llama import Llama
 from jaxpage.models.parts.attention import grouped_query_attention, norms_of_heads
 from jaxpage.models.parts.block import Block
 from jaxpage.models.parts.decoder import cap_logits
-from jaxpage.models.parts.decoder_config import DecoderConfig, key_value_heads, read_common
+from jaxpage.models.parts.decoder_config import DecoderConfig, Defaults
 from jaxpage.models.parts.mlp import gated_mlp
 from jaxpage.models.parts.norms import rms_norm
 from jaxpage.models.parts.scope import Scope
@@ -55,6 +55,14 @@ class GemmaConfig(DecoderConfig):
     """
 
     model_type = "gemma"
+    defaults = Defaults(
+        num_kv_heads=16,
+        head_dim=256,
+        max_length=8192,
+        activation=ACTIVATION,
+        tied=True,
+        attention_bias=False,
+    )
 
     @classmethod
     def complete(cls, config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -71,26 +79,13 @@ class GemmaConfig(DecoderConfig):
             text = f"hidden_activation = {other!r} is not supported with hidden_act = {used!r}, which is used"
             fields.note(RefusedField(text), hidden_activation=None)
         refuse_bidirectional(fields)
-        return cls(
-            **read_common(
-                fields,
-                num_kv_heads=key_value_heads(fields, 16),
-                head_dim=fields.integer("head_dim", 256),
-                max_position_embeddings=fields.integer("max_position_embeddings", 8192),
-                activation=("hidden_act", ACTIVATION),
-                tied=True,
-            ),
-            attention_bias=fields.flag("attention_bias", False),
-        )
+        return cls.from_fields(fields)
 
 
 class Gemma(Llama, config=GemmaConfig):
     """Gemma 1 (Gemma Team, 2024) is Llama with wide heads, scaled embeddings and GELU."""
 
-    @classmethod
-    def make_norm(cls, config: Any, at: Scope) -> RMSNorm:
-        """Returns a norm of hidden states."""
-        return gemma_norm(config, at)
+    make_norm = staticmethod(gemma_norm)
 
     def embed_tokens(self, token_ids_T: jax.Array) -> jax.Array:
         """Returns what vectors may take the place of."""
@@ -107,6 +102,14 @@ class Gemma2Config(DecoderConfig):
     """
 
     model_type = "gemma2"
+    defaults = Defaults(
+        num_kv_heads=4,
+        head_dim=256,
+        max_length=8192,
+        activation=("hidden_activation", ACTIVATION),
+        tied=True,
+        attention_bias=False,
+    )
     default_softcaps: ClassVar[tuple[float | None, float | None]] = (50.0, 30.0)
 
     scores: Scores
@@ -115,13 +118,8 @@ class Gemma2Config(DecoderConfig):
     @classmethod
     def read(cls, fields: Fields) -> Gemma2Config:
         """Returns what the fields say."""
-        types = layer_types(fields, 2)
-        window = fields.optional_integer("sliding_window", 4096)
-        return cls.read_gemma(
-            fields,
-            max_position_embeddings=fields.integer("max_position_embeddings", 8192),
-            sliding_windows=windows_of(fields, types, window),
-        )
+        windows = read_windows(fields, layer_types(fields, 2), 4096)
+        return cls.read_gemma(fields, sliding_windows=windows)
 
     @classmethod
     def read_gemma(cls, fields: Fields, **options: Any) -> Gemma2Config:
@@ -129,25 +127,18 @@ class Gemma2Config(DecoderConfig):
 
         Args:
             fields: The fields of the config.
-            **options: Further arguments of `read_common`.
+            **options: Further arguments of `from_fields`.
         """
         refuse_bidirectional(fields)
         score_cap, logit_cap = cls.default_softcaps
-        return cls(
-            **read_common(
-                fields,
-                num_kv_heads=key_value_heads(fields, 4),
-                head_dim=fields.integer("head_dim", 256),
-                activation=("hidden_activation", ACTIVATION),
-                tied=True,
-                **options,
-            ),
-            attention_bias=fields.flag("attention_bias", False),
+        return cls.from_fields(
+            fields,
             scores=Scores(
                 scale=fields.number("query_pre_attn_scalar", 256.0) ** -0.5,
                 logit_softcap=fields.optional_number("attn_logit_softcapping", score_cap),
             ),
             logit_softcap=fields.optional_number("final_logit_softcapping", logit_cap),
+            **options,
         )
 
 
@@ -219,16 +210,11 @@ class Gemma3Config(Gemma2Config):
             text = "attn_logit_softcapping is not supported: attention of Gemma 3 has no softcap"
             fields.note(RefusedField(text), attn_logit_softcapping=None)
         types = layer_types(fields, fields.integer("sliding_window_pattern", 6))
-        window = fields.optional_integer("sliding_window", 4096)
-        max_length = fields.integer("max_position_embeddings", 131_072)
-        ropes, reach = fields.ropes_by_type(fields.integer("head_dim", 256), max_length, THETA)
-        config = cls.read_gemma(
+        return cls.read_gemma(
             fields,
-            max_position_embeddings=reach,
-            sliding_windows=windows_of(fields, types, window),
-            rope=(ropes["full_attention"], reach),
+            sliding_windows=read_windows(fields, types, 4096),
+            **read_ropes(fields, types, fields.integer("head_dim", 256), 131_072, THETA),
         )
-        return replace(config, rope_by_layer=tuple(ropes[kind] for kind in types))
 
 
 class Gemma3(Gemma2, config=Gemma3Config):

@@ -22,7 +22,6 @@ from jaxtyping import Array, Float, Int
 
 from jaxpage.layers.context import ForwardContext, LayerPages
 from jaxpage.layers.experts import ExpertsSpec
-from jaxpage.layers.norms import RMSNorm
 from jaxpage.layers.parameter import parameter, tensor
 from jaxpage.layers.rope import Rope
 from jaxpage.layers.routing import Routing
@@ -45,7 +44,7 @@ from jaxpage.models.gemma4_layer import (
     find_shared_layers,
     gemma4_attention,
 )
-from jaxpage.models.parts.decoder_config import key_value_heads, read_common
+from jaxpage.models.parts.decoder_config import Defaults, key_value_heads
 from jaxpage.models.parts.mlp import gated_mlp
 from jaxpage.models.parts.norms import rms_norm
 from jaxpage.models.parts.scope import Scope
@@ -70,6 +69,9 @@ class Gemma4Config(Gemma4LayersConfig):
     """
 
     model_type = "gemma4_text"
+    defaults = Defaults(
+        activation=("hidden_activation", ACTIVATION), tied=True, attention_bias=False
+    )
 
     padding_id: int
     experts: ExpertsSpec | None
@@ -96,18 +98,12 @@ class Gemma4Config(Gemma4LayersConfig):
         cache = cache_of_types(types, places, fields.integer("sliding_window", 512))
         kinds_with_pages = types[: cache["num_layers"]]
         num_kv_heads, head_dim = heads[SLIDING]
-        return cls(
-            **read_common(
-                fields,
-                num_kv_heads=num_kv_heads,
-                head_dim=head_dim,
-                max_position_embeddings=max_length,
-                rope=(ropes[FULL], max_length),
-                activation=("hidden_activation", ACTIVATION),
-                tied=True,
-                kv={**cache, "heads": tuple(heads[kind] for kind in kinds_with_pages)},
-            ),
-            attention_bias=fields.flag("attention_bias", False),
+        return cls.from_fields(
+            fields,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            rope=(ropes[FULL], max_length),
+            kv={**cache, "heads": tuple(heads[kind] for kind in kinds_with_pages)},
             rope_by_layer=tuple(ropes[kind] for kind in types),
             layer_forms=_layer_forms(fields, types, places),
             inputs=_inputs(fields),
@@ -267,16 +263,12 @@ class Gemma4(Gemma2, config=Gemma4Config):
     """
 
     takes_vectors = True
+    make_norm = staticmethod(rms_norm)
 
     def __init__(self, config: Gemma4Config, *, dtype: DTypeLike):
         super().__init__(config, dtype=dtype)
         inputs, at = config.inputs, Scope(config.name, dtype)
         self.inputs = None if inputs is None else PerLayerInputs(config, inputs, at)
-
-    @classmethod
-    def make_norm(cls, config: Any, at: Scope) -> RMSNorm:
-        """Returns a norm of hidden states."""
-        return rms_norm(config, at)
 
     @classmethod
     def make_block(cls, config: Any, index: int, at: Scope) -> nnx.Module:

@@ -21,14 +21,12 @@ from jaxpage.models.config.mtp_names import read_numbered_names
 from jaxpage.models.deepseek import ALIASES, INDEXER, DeepseekV2, DeepseekV2Config
 from jaxpage.models.llama import Llama
 from jaxpage.models.parts.attention import grouped_query_attention, norms_of_heads
-from jaxpage.models.parts.decoder_config import key_value_heads, read_common
+from jaxpage.models.parts.decoder_config import Defaults
 from jaxpage.models.parts.experts import DEEPSEEK_NAMES, ExpertsConfig
 from jaxpage.models.parts.latent import read_indexed_decoder, read_latent_decoder
 from jaxpage.models.parts.norms import rms_norm
 from jaxpage.models.parts.scope import Scope
 from jaxpage.models.qwen import Qwen3Moe
-
-EPSILON = ("rms_norm_eps", 1e-5)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,21 +39,17 @@ class Glm4MoeConfig(ExpertsConfig):
 
     model_type = "glm4_moe"
     aliases = ALIASES
+    defaults = Defaults(
+        num_kv_heads=8, max_length=131_072, partial=0.5, epsilon=1e-5, attention_bias=False
+    )
 
     has_head_norms: bool
 
     @classmethod
     def read(cls, fields: Fields) -> Glm4MoeConfig:
         """Returns what the fields say."""
-        return cls(
-            **read_common(
-                fields,
-                num_kv_heads=key_value_heads(fields, 8),
-                max_position_embeddings=fields.integer("max_position_embeddings", 131_072),
-                rope={"partial": 0.5},
-                epsilon=EPSILON,
-            ),
-            attention_bias=fields.flag("attention_bias", False),
+        return cls.from_fields(
+            fields,
             has_head_norms=fields.flag("use_qk_norm", False),
             experts=read_corrected_experts(
                 fields, count=128, per_token=8, width=1408, groups=(1, 1), factor=1.0
@@ -84,15 +78,15 @@ class Glm4MoeLiteConfig(DeepseekV2Config):
 
     model_type = "glm4_moe_lite"
     aliases = {"n_routed_experts": "num_local_experts", "qk_rope_head_dim": "head_dim"}
+    defaults = Defaults(epsilon=1e-5)
 
     @classmethod
     def read(cls, fields: Fields) -> Glm4MoeLiteConfig:
         """Returns what the fields say."""
         num_layers = fields.integer("num_hidden_layers")
-        return cls(
-            **read_latent_decoder(
-                fields, epsilon=EPSILON, max_length=202_752, query_rank=768, plain=192, value=256
-            ),
+        return cls.from_fields(
+            fields,
+            **read_latent_decoder(fields, max_length=202_752, query_rank=768, plain=192, value=256),
             experts=read_corrected_experts(
                 fields, count=64, per_token=4, width=1536, groups=(1, 1), factor=1.8
             ),
@@ -117,13 +111,15 @@ class GlmMoeDsaConfig(DeepseekV2Config):
 
     model_type = "glm_moe_dsa"
     aliases = {"n_routed_experts": "num_local_experts"}
+    defaults = Defaults(epsilon=1e-5)
 
     @classmethod
     def read(cls, fields: Fields) -> GlmMoeDsaConfig:
         """Returns what the fields say."""
-        return cls(
+        return cls.from_fields(
+            fields,
             **read_indexed_decoder(
-                fields, epsilon=EPSILON, max_length=202_752, query_rank=2048, plain=192, value=256
+                fields, max_length=202_752, query_rank=2048, plain=192, value=256
             ),
             experts=read_corrected_experts(
                 fields, count=256, per_token=8, width=2048, groups=(1, 1), factor=2.5

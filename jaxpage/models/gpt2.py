@@ -13,14 +13,13 @@ from flax import nnx
 from jaxpage.layers.attention import Attention, Projections, Scores
 from jaxpage.layers.linear import Linear, Part, linear
 from jaxpage.layers.mlp import MLP
-from jaxpage.layers.norms import LayerNorm
 from jaxpage.layers.rope import NO_ROTATION
 from jaxpage.models.base import KVSpec
 from jaxpage.models.config.fields import Fields
 from jaxpage.models.parts.attention import AttentionNames, grouped_query_attention
 from jaxpage.models.parts.block import Block
 from jaxpage.models.parts.decoder import Decoder, ModuleNames
-from jaxpage.models.parts.decoder_config import DecoderConfig, read_common
+from jaxpage.models.parts.decoder_config import DecoderConfig, Defaults
 from jaxpage.models.parts.mlp import plain_mlp
 from jaxpage.models.parts.norms import layer_norm
 from jaxpage.models.parts.scope import Scope
@@ -93,6 +92,7 @@ class GPT2(Decoder, config=GPT2Config):
         "*.crossattention.bias",
     )
     names = ModuleNames(tokens="wte", positions="wpe", layers="h", norm="ln_f")
+    make_norm = staticmethod(layer_norm)
 
     @classmethod
     def make_block(cls, config: Any, index: int, at: Scope) -> nnx.Module:
@@ -103,11 +103,6 @@ class GPT2(Decoder, config=GPT2Config):
             mlp_norm=layer_norm(config, at / "ln_2"),
             mlp=cls.make_mlp(config, at / "mlp"),
         )
-
-    @classmethod
-    def make_norm(cls, config: Any, at: Scope) -> LayerNorm:
-        """Returns a norm of hidden states."""
-        return layer_norm(config, at)
 
     @classmethod
     def make_attention(cls, config: Any, index: int, at: Scope) -> nnx.Module:
@@ -163,26 +158,25 @@ class GPTBigCodeConfig(DecoderConfig):
 
     model_type = "gpt_bigcode"
     aliases = ALIASES
+    defaults = Defaults(
+        max_length=1024,
+        has_rope=False,
+        epsilon=EPSILON,
+        activation=("activation_function", "gelu_pytorch_tanh"),
+        tied=True,
+    )
 
     attention_scale: float | None
 
     @classmethod
     def read(cls, fields: Fields) -> GPTBigCodeConfig:
         """Returns what the fields say."""
-        max_length = fields.integer("max_position_embeddings", 1024)
         heads = fields.integer("num_attention_heads")
-        return cls(
-            **read_common(
-                fields,
-                num_kv_heads=1 if fields.flag("multi_query", True) else heads,
-                head_dim=fields.divide("hidden_size", "num_attention_heads"),
-                max_position_embeddings=max_length,
-                intermediate_size=inner_width(fields, "n_inner"),
-                rope=(NO_ROTATION, max_length),
-                epsilon=EPSILON,
-                activation=("activation_function", "gelu_pytorch_tanh"),
-                tied=True,
-            ),
+        return cls.from_fields(
+            fields,
+            num_kv_heads=1 if fields.flag("multi_query", True) else heads,
+            head_dim=fields.divide("hidden_size", "num_attention_heads"),
+            intermediate_size=inner_width(fields, "n_inner"),
             attention_bias=True,
             mlp_bias=True,
             name="transformer",

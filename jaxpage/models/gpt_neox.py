@@ -15,8 +15,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from jaxpage.layers.attention import Attention, Projections, Scores
-from jaxpage.layers.norms import LayerNorm
-from jaxpage.layers.rope import NO_ROTATION, Rope
+from jaxpage.layers.rope import Rope
 from jaxpage.layers.rope_scaling import make_rope
 from jaxpage.models.config.config_fields import RefusedField, WrongField
 from jaxpage.models.config.fields import Fields, without
@@ -24,7 +23,7 @@ from jaxpage.models.gpt2 import ALIASES, EPSILON, GPT2, inner_width
 from jaxpage.models.parts.attention import AttentionNames, grouped_query_attention
 from jaxpage.models.parts.block import Block
 from jaxpage.models.parts.decoder import Decoder, ModuleNames
-from jaxpage.models.parts.decoder_config import DecoderConfig, read_common
+from jaxpage.models.parts.decoder_config import DecoderConfig, Defaults
 from jaxpage.models.parts.mlp import plain_mlp
 from jaxpage.models.parts.norms import layer_norm
 from jaxpage.models.parts.scope import Scope
@@ -41,6 +40,9 @@ class GPTNeoXConfig(DecoderConfig):
     """
 
     model_type = "gpt_neox"
+    defaults = Defaults(
+        plain_heads=True, epsilon=("layer_norm_eps", 1e-5), activation="gelu", attention_bias=True
+    )
 
     parallel: bool
 
@@ -58,19 +60,12 @@ class GPTNeoXConfig(DecoderConfig):
         head_dim = fields.divide("hidden_size", "num_attention_heads")
         theta = fields.number("rotary_emb_base", 10_000.0)
         share = fields.number("rotary_pct", 0.25)
+        max_length = fields.integer("max_position_embeddings", 2048)
         # transformers passes these over, too; who wrote them expects something of them.
         fields.only(rope_theta=theta, head_dim=head_dim)
-        return cls(
-            **read_common(
-                fields,
-                num_kv_heads=fields.integer("num_attention_heads"),
-                head_dim=head_dim,
-                max_position_embeddings=fields.integer("max_position_embeddings", 2048),
-                rope={"theta": theta, "partial": share},
-                epsilon=("layer_norm_eps", 1e-5),
-                activation=("hidden_act", "gelu"),
-            ),
-            attention_bias=fields.flag("attention_bias", True),
+        return cls.from_fields(
+            fields,
+            rope=fields.rope(head_dim, max_length, theta=theta, partial=share),
             mlp_bias=True,
             name="gpt_neox",
             parallel=fields.flag("use_parallel_residual", True),
@@ -86,6 +81,7 @@ class GPTNeoX(Decoder, config=GPTNeoXConfig):
     prefix = "gpt_neox."
     ignored = ("*.attention.bias", "*.attention.masked_bias", "*rotary_emb.inv_freq")
     names = ModuleNames(tokens="embed_in", norm="final_layer_norm", heads=("embed_out", "lm_head"))
+    make_norm = staticmethod(layer_norm)
 
     @classmethod
     def make_block(cls, config: Any, index: int, at: Scope) -> nnx.Module:
@@ -99,34 +95,25 @@ class GPTNeoX(Decoder, config=GPTNeoXConfig):
             parallel=config.parallel,
         )
 
-    @classmethod
-    def make_norm(cls, config: Any, at: Scope) -> LayerNorm:
-        """Returns a norm of hidden states."""
-        return layer_norm(config, at)
-
 
 class GPTJConfig(DecoderConfig):
     """Reads transformers' `GPTJConfig`. Dropouts are for training."""
 
     model_type = "gptj"
     aliases = ALIASES
+    defaults = Defaults(
+        plain_heads=True, epsilon=EPSILON, activation=("activation_function", "gelu_new")
+    )
 
     @classmethod
     def read(cls, fields: Fields) -> GPTJConfig:
         """Returns what the fields say."""
         head_dim = fields.divide("hidden_size", "num_attention_heads")
         max_length = fields.integer("max_position_embeddings", 2048)
-        return cls(
-            **read_common(
-                fields,
-                num_kv_heads=fields.integer("num_attention_heads"),
-                head_dim=head_dim,
-                max_position_embeddings=max_length,
-                intermediate_size=inner_width(fields, "n_inner"),
-                rope=(_gptj_rope(fields, head_dim, max_length), max_length),
-                epsilon=EPSILON,
-                activation=("activation_function", "gelu_new"),
-            ),
+        return cls.from_fields(
+            fields,
+            intermediate_size=inner_width(fields, "n_inner"),
+            rope=(_gptj_rope(fields, head_dim, max_length), max_length),
             mlp_bias=True,
             name="transformer",
         )
@@ -153,6 +140,7 @@ class GPTJ(Decoder, config=GPTJConfig):
     ignored = ("*.attn.bias", "*.attn.masked_bias", "*.attn.causal_mask")
     names = ModuleNames(tokens="wte", layers="h", norm="ln_f")
     head_bias = True
+    make_norm = staticmethod(layer_norm)
 
     @classmethod
     def make_block(cls, config: Any, index: int, at: Scope) -> nnx.Module:
@@ -164,11 +152,6 @@ class GPTJ(Decoder, config=GPTJConfig):
             mlp=plain_mlp(config, at / "mlp", "fc_in", "fc_out"),
             parallel=True,
         )
-
-    @classmethod
-    def make_norm(cls, config: Any, at: Scope) -> LayerNorm:
-        """Returns a norm of hidden states."""
-        return layer_norm(config, at)
 
     @classmethod
     def make_attention(cls, config: Any, index: int, at: Scope) -> Attention:
@@ -226,27 +209,22 @@ class GPTNeoConfig(DecoderConfig):
 
     model_type = "gpt_neo"
     aliases = {"num_attention_heads": "num_heads", "num_hidden_layers": "num_layers"}
+    defaults = Defaults(
+        has_rope=False,
+        plain_heads=True,
+        epsilon=EPSILON,
+        activation=("activation_function", "gelu_new"),
+        tied=True,
+    )
 
     @classmethod
     def read(cls, fields: Fields) -> GPTNeoConfig:
         """Returns what the fields say."""
-        max_length = fields.integer("max_position_embeddings", 2048)
         window = fields.integer("window_size", 256)
-        return cls(
-            **read_common(
-                fields,
-                num_kv_heads=fields.integer("num_attention_heads"),
-                head_dim=fields.divide("hidden_size", "num_attention_heads"),
-                max_position_embeddings=max_length,
-                intermediate_size=inner_width(fields, "intermediate_size"),
-                sliding_windows=tuple(
-                    window if kind == "local" else None for kind in _kinds(fields)
-                ),
-                rope=(NO_ROTATION, max_length),
-                epsilon=EPSILON,
-                activation=("activation_function", "gelu_new"),
-                tied=True,
-            ),
+        return cls.from_fields(
+            fields,
+            intermediate_size=inner_width(fields, "intermediate_size"),
+            sliding_windows=tuple(window if kind == "local" else None for kind in _kinds(fields)),
             mlp_bias=True,
             name="transformer",
         )

@@ -18,12 +18,12 @@ from jaxpage.layers.experts import ExpertsSpec
 from jaxpage.models.config.config_fields import WrongField
 from jaxpage.models.config.experts import read_experts
 from jaxpage.models.config.fields import Fields
-from jaxpage.models.config.layer_windows import layer_types, windows_of
+from jaxpage.models.config.layer_windows import layer_types, read_windows
 from jaxpage.models.llama import Llama
-from jaxpage.models.parts import attention, decoder_config
+from jaxpage.models.parts import attention
 from jaxpage.models.parts.block import Block
-from jaxpage.models.parts.decoder_config import DecoderConfig, key_value_heads, read_common
-from jaxpage.models.parts.experts import ExpertNames, ExpertsConfig, mlp_or_experts
+from jaxpage.models.parts.decoder_config import DecoderConfig, Defaults
+from jaxpage.models.parts.experts import ExpertNames, ExpertsConfig
 from jaxpage.models.parts.mlp import MLPNames
 from jaxpage.models.parts.norms import rms_norm
 from jaxpage.models.parts.scope import Scope
@@ -67,22 +67,14 @@ class GraniteConfig(DecoderConfig):
     """
 
     model_type = "granite"
+    defaults = Defaults(attention_bias=False, mlp_bias=False)
 
     factors: GraniteFactors
 
     @classmethod
     def read(cls, fields: Fields) -> GraniteConfig:
         """Returns what the fields say."""
-        return cls(
-            **read_common(
-                fields,
-                num_kv_heads=key_value_heads(fields, None),
-                max_position_embeddings=fields.integer("max_position_embeddings", 2048),
-            ),
-            attention_bias=fields.flag("attention_bias", False),
-            mlp_bias=fields.flag("mlp_bias", False),
-            factors=GraniteFactors.read(fields),
-        )
+        return cls.from_fields(fields, factors=GraniteFactors.read(fields))
 
 
 class Granite(Llama, config=GraniteConfig):
@@ -119,22 +111,17 @@ class GraniteMoeConfig(ExpertsConfig):
     """Reads transformers' `GraniteMoeConfig`."""
 
     model_type = "granitemoe"
+    defaults = Defaults(attention_bias=False)
 
     factors: GraniteFactors
 
     @classmethod
     def read(cls, fields: Fields) -> GraniteMoeConfig:
         """Returns what the fields say."""
-        return cls(
-            **read_common(
-                fields,
-                num_kv_heads=key_value_heads(fields, None),
-                max_position_embeddings=fields.integer("max_position_embeddings", 2048),
-            ),
-            attention_bias=fields.flag("attention_bias", False),
+        return cls.from_fields(
+            fields,
             factors=GraniteFactors.read(fields),
             experts=granite_experts(fields, cls.shared_width(fields)),
-            sparse_layers=(True,) * fields.integer("num_hidden_layers"),
         )
 
     @classmethod
@@ -158,10 +145,8 @@ def granite_experts(fields: Fields, shared_width: int | None) -> ExpertsSpec:
 class GraniteMoe(Granite, config=GraniteMoeConfig):
     """Granite 3 with experts (IBM, 2024) is Granite whose layers all have experts."""
 
-    @classmethod
-    def make_mlp(cls, config: Any, index: int, layer: Scope) -> nnx.Module:
-        """Returns the experts of a layer."""
-        return mlp_or_experts(config, index, layer, names=EXPERT_NAMES, mlp_names=MLP_NAMES)
+    expert_names = EXPERT_NAMES
+    mlp_names = MLP_NAMES
 
 
 class GraniteMoeSharedConfig(GraniteMoeConfig):
@@ -183,30 +168,31 @@ class GraniteSWAConfig(GraniteConfig):
     """Reads transformers' `GraniteSWAConfig`."""
 
     model_type = "granite_swa"
+    defaults = Defaults(
+        num_kv_heads=4,
+        max_length=8192,
+        epsilon=1e-5,
+        tied=True,
+        attention_bias=False,
+        mlp_bias=False,
+    )
 
     @classmethod
     def read(cls, fields: Fields) -> GraniteSWAConfig:
         """Returns what the fields say."""
-        return cls(
-            **read_swash(fields, kv_heads=4, max_length=8192, epsilon=1e-5, tied=True),
-            attention_bias=fields.flag("attention_bias", False),
-            mlp_bias=fields.flag("mlp_bias", False),
-            factors=GraniteFactors.read(fields),
+        return cls.from_fields(
+            fields, **read_swash(fields, cls.defaults), factors=GraniteFactors.read(fields)
         )
 
 
-def read_swash(
-    fields: Fields, *, kv_heads: int | None, max_length: int, epsilon: float, tied: bool
-) -> dict[str, Any]:
-    """Returns the fields of a `DecoderConfig` of Granite Swash; the arguments are defaults.
+def read_swash(fields: Fields, defaults: Defaults) -> dict[str, Any]:
+    """Returns the arguments of `from_fields` that say what differs from layer to layer.
 
     By default three of four layers have a sliding window. Each layer has its own `rope_theta`, or
     no rotary embedding.
     """
-    head_dim = decoder_config.read_head_dim(fields)
-    max_length = fields.integer("max_position_embeddings", max_length)
-    types = layer_types(fields, 4, first=0)
-    rope, reach = fields.rope(head_dim, max_length)
+    head_dim = defaults.read_head_dim(fields)
+    max_length = fields.integer("max_position_embeddings", defaults.max_length)
     parameters = fields.rope_parameters(max_length, 10_000.0)
     thetas = _read_thetas(fields, parameters["rope_theta"])
     ropes = {
@@ -214,18 +200,10 @@ def read_swash(
         for theta in thetas
         if theta
     }
-    window = fields.optional_integer("sliding_window", 128)
-    common = read_common(
-        fields,
-        num_kv_heads=key_value_heads(fields, kv_heads),
-        max_position_embeddings=reach,
-        head_dim=head_dim,
-        sliding_windows=windows_of(fields, types, window),
-        rope=(rope, reach),
-        epsilon=("rms_norm_eps", epsilon),
-        tied=tied,
-    )
-    return {**common, "rope_by_layer": tuple(ropes.get(theta) for theta in thetas)}
+    return {
+        "sliding_windows": read_windows(fields, layer_types(fields, 4, first=0), 128),
+        "rope_by_layer": tuple(ropes.get(theta) for theta in thetas),
+    }
 
 
 def _read_thetas(fields: Fields, usual: float) -> list[float]:
@@ -263,19 +241,16 @@ class GraniteMoeSWAConfig(GraniteMoeSharedConfig):
     @classmethod
     def read(cls, fields: Fields) -> GraniteMoeSWAConfig:
         """Returns what the fields say."""
-        return cls(
-            **read_swash(fields, kv_heads=None, max_length=2048, epsilon=1e-6, tied=False),
-            attention_bias=fields.flag("attention_bias", False),
+        return cls.from_fields(
+            fields,
+            **read_swash(fields, cls.defaults),
             factors=GraniteFactors.read(fields),
             experts=granite_experts(fields, cls.shared_width(fields)),
-            sparse_layers=(True,) * fields.integer("num_hidden_layers"),
         )
 
 
 class GraniteMoeSWA(GraniteSWA, config=GraniteMoeSWAConfig):
     """Granite Swash with experts (IBM, 2026) may have a shared expert next to the routed ones."""
 
-    @classmethod
-    def make_mlp(cls, config: Any, index: int, layer: Scope) -> nnx.Module:
-        """Returns the experts of a layer."""
-        return mlp_or_experts(config, index, layer, names=EXPERT_NAMES, mlp_names=MLP_NAMES)
+    expert_names = EXPERT_NAMES
+    mlp_names = MLP_NAMES

@@ -16,7 +16,7 @@ from jaxpage.models.config.config_fields import RefusedField
 from jaxpage.models.config.fields import Fields
 from jaxpage.models.config.mamba_config import read_mamba
 from jaxpage.models.granite import GraniteFactors, GraniteMoe, granite_experts
-from jaxpage.models.parts.decoder_config import key_value_heads, read_common
+from jaxpage.models.parts.decoder_config import Defaults
 from jaxpage.models.parts.experts import ExpertsConfig
 from jaxpage.models.parts.recurrences import mamba2
 from jaxpage.models.parts.scope import Scope
@@ -36,6 +36,7 @@ class GraniteMoeHybridConfig(ExpertsConfig):
 
     model_type = "granitemoehybrid"
     aliases = {"layer_types": "layers_block_type"}
+    defaults = Defaults(attention_bias=False)
 
     factors: GraniteFactors
     recurrent: MambaSpec
@@ -56,16 +57,11 @@ class GraniteMoeHybridConfig(ExpertsConfig):
             fields.note(RefusedField(text), position_embedding_type="rope")
         shared_width = fields.integer("shared_intermediate_size", 1024)
         has_experts = fields.integer("num_local_experts", 8, least=0) > 0
-        return cls(
-            **read_common(
-                fields,
-                num_kv_heads=key_value_heads(fields, None),
-                max_position_embeddings=fields.integer("max_position_embeddings", 2048),
-                kv={"states": tuple(mamba.state if kind == LINEAR else None for kind in types)},
-                intermediate_size=shared_width,
-            ),
+        return cls.from_fields(
+            fields,
+            kv={"states": tuple(mamba.state if kind == LINEAR else None for kind in types)},
+            intermediate_size=shared_width,
             rope_by_layer=() if positions == "rope" else (None,) * num_layers,
-            attention_bias=fields.flag("attention_bias", False),
             recurrent=mamba,
             experts=granite_experts(fields, shared_width) if has_experts else None,
             sparse_layers=(has_experts,) * num_layers,

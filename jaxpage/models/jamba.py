@@ -13,7 +13,6 @@ from typing import Any
 from flax import nnx
 
 from jaxpage.layers.mamba1 import Mamba1Spec
-from jaxpage.layers.rope import NO_ROTATION
 from jaxpage.models.config.config_fields import WrongField
 from jaxpage.models.config.experts import read_experts
 from jaxpage.models.config.fields import Fields
@@ -21,7 +20,7 @@ from jaxpage.models.config.mamba_config import read_rank
 from jaxpage.models.llama import Llama
 from jaxpage.models.parts.block import Block
 from jaxpage.models.parts.decoder import ModuleNames
-from jaxpage.models.parts.decoder_config import key_value_heads, read_common, read_head_dim
+from jaxpage.models.parts.decoder_config import Defaults
 from jaxpage.models.parts.experts import ExpertNames, ExpertsConfig, mlp_or_experts
 from jaxpage.models.parts.mlp import MLPNames
 from jaxpage.models.parts.norms import rms_norm
@@ -44,6 +43,7 @@ class JambaConfig(ExpertsConfig):
 
     model_type = "jamba"
     aliases = {"num_local_experts": "num_experts"}
+    defaults = Defaults(num_kv_heads=8, max_length=262_144, has_rope=False)
 
     recurrent: Mamba1Spec
 
@@ -76,20 +76,13 @@ class JambaConfig(ExpertsConfig):
                 normalized=False,
             )
         sparse = _every(fields, "expert_layer", 2, 1, num_layers)
-        max_length = fields.integer("max_position_embeddings", 262_144)
         states = (
             *(None if each else mamba.state for each in attends),
             *(mamba.convolved for each in attends if not each),
         )
-        return cls(
-            **read_common(
-                fields,
-                num_kv_heads=key_value_heads(fields, 8),
-                head_dim=read_head_dim(fields),
-                max_position_embeddings=max_length,
-                rope=(NO_ROTATION, max_length),
-                kv=cache_of_states(states, num_layers),
-            ),
+        return cls.from_fields(
+            fields,
+            kv=cache_of_states(states, num_layers),
             recurrent=mamba,
             experts=experts,
             sparse_layers=tuple(experts is not None and each for each in sparse),

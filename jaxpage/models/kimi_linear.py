@@ -24,7 +24,6 @@ from typing import Any
 from flax import nnx
 
 from jaxpage.layers.delta_net import ChannelProducts, DeltaWidths
-from jaxpage.layers.rope import NO_ROTATION
 from jaxpage.models.config.config_fields import RefusedField, WrongField
 from jaxpage.models.config.corrected_experts import (
     first_dense,
@@ -34,8 +33,8 @@ from jaxpage.models.config.corrected_experts import (
 from jaxpage.models.config.delta_config import check_activation
 from jaxpage.models.config.fields import Fields
 from jaxpage.models.llama import Llama
-from jaxpage.models.parts.decoder_config import read_common
-from jaxpage.models.parts.experts import ExpertNames, ExpertsConfig, mlp_or_experts
+from jaxpage.models.parts.decoder_config import Defaults
+from jaxpage.models.parts.experts import ExpertNames, ExpertsConfig
 from jaxpage.models.parts.latent import LatentSpec, latent_attention, read_widths
 from jaxpage.models.parts.projection import projection
 from jaxpage.models.parts.recurrences import delta_net
@@ -73,6 +72,7 @@ class KimiLinearConfig(ExpertsConfig):
         "num_experts_per_tok": "num_experts_per_token",
         "n_shared_experts": "num_shared_experts",
     }
+    defaults = Defaults(max_length=1_048_576, has_rope=False, epsilon=1e-5)
 
     latent: LatentSpec
     recurrent: DeltaWidths
@@ -100,20 +100,14 @@ class KimiLinearConfig(ExpertsConfig):
         types = _layer_types(fields, nested or {})
         delta = _read_delta(fields)
         widths = read_widths(fields, query_rank=None)
-        max_length = fields.integer("max_position_embeddings", 1_048_576)
-        return cls(
-            **read_common(
-                fields,
-                num_kv_heads=1,
-                head_dim=widths.kept,
-                max_position_embeddings=max_length,
-                rope=(NO_ROTATION, max_length),
-                epsilon=("rms_norm_eps", 1e-5),
-                kv={
-                    "value_width": widths.rank,
-                    "states": tuple(delta.state if kind == LINEAR else None for kind in types),
-                },
-            ),
+        return cls.from_fields(
+            fields,
+            num_kv_heads=1,
+            head_dim=widths.kept,
+            kv={
+                "value_width": widths.rank,
+                "states": tuple(delta.state if kind == LINEAR else None for kind in types),
+            },
             latent=LatentSpec(widths, widths.query**-0.5, fields.flag("attention_bias", False)),
             recurrent=delta,
             experts=read_corrected_experts(
@@ -188,6 +182,7 @@ class KimiLinear(Llama, config=KimiLinearConfig):
         # These are the names that transformers has in memory.
         **{f".self_attn.{part}": f".self_attn.forget_gate.{part}" for part in DECAY},
     }
+    expert_names = EXPERT_NAMES
 
     @classmethod
     def make_attention(cls, config: Any, index: int, at: Scope) -> nnx.Module:
@@ -219,8 +214,3 @@ class KimiLinear(Llama, config=KimiLinearConfig):
                 projection(rank, at, ("g_b_proj", delta.values), axes=outer),
             ),
         )
-
-    @classmethod
-    def make_mlp(cls, config: Any, index: int, layer: Scope) -> nnx.Module:
-        """Returns the feed-forward half of a layer, or its experts."""
-        return mlp_or_experts(config, index, layer, names=EXPERT_NAMES)

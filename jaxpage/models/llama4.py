@@ -23,10 +23,9 @@ from jaxpage.models.config.experts import read_experts
 from jaxpage.models.config.fields import Fields
 from jaxpage.models.config.layer_windows import rotating_layers
 from jaxpage.models.llama import Llama
-from jaxpage.models.parts import decoder_config
 from jaxpage.models.parts.attention import grouped_query_attention, norms_of_heads
-from jaxpage.models.parts.decoder_config import key_value_heads, read_common
-from jaxpage.models.parts.experts import ExpertNames, ExpertsConfig, mlp_or_experts
+from jaxpage.models.parts.decoder_config import Defaults
+from jaxpage.models.parts.experts import ExpertNames, ExpertsConfig
 from jaxpage.models.parts.mlp import MLPNames
 from jaxpage.models.parts.norms import unscaled_rms_norm
 from jaxpage.models.parts.scope import Scope
@@ -55,6 +54,14 @@ class Llama4Config(ExpertsConfig):
     """
 
     model_type = "llama4_text"
+    defaults = Defaults(
+        num_kv_heads=8,
+        max_length=131_072,
+        theta=500_000.0,
+        interleaved=True,
+        epsilon=1e-5,
+        attention_bias=False,
+    )
 
     use_qk_norm: bool
     temperature_tuning: tuple[float, int, int] | None
@@ -62,23 +69,13 @@ class Llama4Config(ExpertsConfig):
     @classmethod
     def read(cls, fields: Fields) -> Llama4Config:
         """Returns what the fields say."""
-        head_dim = fields.optional_integer("head_dim", 128) or decoder_config.read_head_dim(fields)
-        max_length = fields.integer("max_position_embeddings", 131_072)
-        rope, reach = fields.rope(head_dim, max_length, theta=500_000.0, interleaved=True)
         rotates = rotating_layers(fields)
-        return cls(
-            **read_common(
-                fields,
-                num_kv_heads=key_value_heads(fields, 8),
-                head_dim=head_dim,
-                max_position_embeddings=reach,
-                sliding_windows=_chunks(fields, rotates),
-                rope=(rope, reach),
-                epsilon=("rms_norm_eps", 1e-5),
-                intermediate_size=fields.integer("intermediate_size_mlp", 16_384),
-            ),
-            rope_by_layer=tuple(rope if does_rotate else None for does_rotate in rotates),
-            attention_bias=fields.flag("attention_bias", False),
+        return cls.from_fields(
+            fields,
+            head_dim=fields.optional_integer("head_dim", 128),
+            sliding_windows=_chunks(fields, rotates),
+            intermediate_size=fields.integer("intermediate_size_mlp", 16_384),
+            rotates=rotates,
             use_qk_norm=fields.flag("use_qk_norm", True),
             temperature_tuning=_temperature_tuning(fields),
             experts=read_experts(
@@ -133,6 +130,9 @@ def _sparse_layers(fields: Fields) -> tuple[bool, ...]:
 class Llama4(Llama, config=Llama4Config):
     """Llama 4, text (Meta, 2025), attends to chunks of positions in the layers that rotate."""
 
+    expert_names = EXPERT_NAMES
+    mlp_names = MLP_NAMES
+
     @classmethod
     def make_attention(cls, config: Any, index: int, at: Scope) -> nnx.Module:
         """Returns attention with norms if it rotates, and with growing queries if not."""
@@ -143,8 +143,3 @@ class Llama4(Llama, config=Llama4Config):
         elif config.use_qk_norm:
             norms = norms_of_heads(config, at, unscaled_rms_norm, after_rotation=True)
         return grouped_query_attention(config, index, at, norms=norms, scores=scores)
-
-    @classmethod
-    def make_mlp(cls, config: Any, index: int, layer: Scope) -> nnx.Module:
-        """Returns the feed-forward half of a layer, or its experts."""
-        return mlp_or_experts(config, index, layer, names=EXPERT_NAMES, mlp_names=MLP_NAMES)

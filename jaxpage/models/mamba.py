@@ -19,7 +19,7 @@ from jaxpage.models.config.fields import Fields
 from jaxpage.models.config.mamba_config import read_groups, read_rank, read_time_steps
 from jaxpage.models.parts.block import HalfBlock
 from jaxpage.models.parts.decoder import Decoder, ModuleNames
-from jaxpage.models.parts.decoder_config import DecoderConfig, read_common
+from jaxpage.models.parts.decoder_config import DecoderConfig, Defaults
 from jaxpage.models.parts.norms import rms_norm
 from jaxpage.models.parts.recurrences import cache_of_states, mamba1, mamba2
 from jaxpage.models.parts.scope import Scope
@@ -39,6 +39,7 @@ class MambaConfig(DecoderConfig):
     """
 
     model_type = "mamba"
+    defaults = Defaults(epsilon=("layer_norm_epsilon", 1e-5), activation=("", "silu"), tied=True)
 
     recurrent: Mamba1Spec
 
@@ -55,17 +56,12 @@ class MambaConfig(DecoderConfig):
         # No layer attends. A config has heads of attention all the same.
         fields.config |= {"num_attention_heads": 1, "intermediate_size": mamba.inner}
         states = (mamba.state,) * num_layers + (mamba.convolved,) * num_layers
-        return cls(
-            **read_common(
-                fields,
-                num_kv_heads=1,
-                head_dim=64,
-                max_position_embeddings=LONGEST,
-                epsilon=("layer_norm_epsilon", 1e-5),
-                activation="silu",
-                tied=True,
-                kv=cache_of_states(states, num_layers),
-            ),
+        return cls.from_fields(
+            fields,
+            num_kv_heads=1,
+            head_dim=64,
+            rope=fields.rope(64, LONGEST),
+            kv=cache_of_states(states, num_layers),
             recurrent=mamba,
             name="backbone",
         )
@@ -133,6 +129,7 @@ class Mamba2Config(DecoderConfig):
     """
 
     model_type = "mamba2"
+    defaults = Defaults(epsilon=("layer_norm_epsilon", 1e-5), activation=("", "silu"))
 
     recurrent: MambaSpec
 
@@ -143,16 +140,12 @@ class Mamba2Config(DecoderConfig):
         num_layers = fields.integer("num_hidden_layers", 64)
         # No layer attends. A config has heads of attention all the same.
         fields.config |= {"num_attention_heads": mamba.heads, "intermediate_size": mamba.inner}
-        return cls(
-            **read_common(
-                fields,
-                num_kv_heads=mamba.heads,
-                head_dim=64,
-                max_position_embeddings=LONGEST,
-                epsilon=("layer_norm_epsilon", 1e-5),
-                activation="silu",
-                kv={"states": (mamba.state,) * num_layers},
-            ),
+        return cls.from_fields(
+            fields,
+            num_kv_heads=mamba.heads,
+            head_dim=64,
+            rope=fields.rope(64, LONGEST),
+            kv={"states": (mamba.state,) * num_layers},
             recurrent=mamba,
             name="backbone",
         )

@@ -8,9 +8,9 @@ from __future__ import annotations
 from jaxpage.models.config.corrected_experts import sparse_by_type
 from jaxpage.models.config.experts import read_experts
 from jaxpage.models.config.fields import Fields
-from jaxpage.models.config.layer_windows import refuse_rope_scaling, windows_of
+from jaxpage.models.config.layer_windows import read_ropes, read_windows, refuse_rope_scaling
 from jaxpage.models.config.mtp_names import unread_heads
-from jaxpage.models.parts.decoder_config import key_value_heads, read_common
+from jaxpage.models.parts.decoder_config import Defaults
 from jaxpage.models.parts.experts import ExpertsConfig
 from jaxpage.models.qwen import Qwen3Moe
 
@@ -22,6 +22,7 @@ class MellumConfig(ExpertsConfig):
 
     model_type = "mellum"
     aliases = {"num_experts": "num_local_experts", "num_nextn_predict_layers": "num_mtp_layers"}
+    defaults = Defaults(num_kv_heads=4, attention_bias=False)
 
     @classmethod
     def read(cls, fields: Fields) -> MellumConfig:
@@ -31,20 +32,11 @@ class MellumConfig(ExpertsConfig):
         head_dim = fields.integer("head_dim", 128)
         num_layers = fields.integer("num_hidden_layers")
         types = fields.layer_types(["full_attention"] * num_layers)
-        window = fields.optional_integer("sliding_window", 1024)
-        max_length = fields.integer("max_position_embeddings", 131_072)
-        ropes, max_length = fields.ropes_by_type(head_dim, max_length, THETA)
-        return cls(
-            **read_common(
-                fields,
-                num_kv_heads=key_value_heads(fields, 4),
-                head_dim=head_dim,
-                max_position_embeddings=max_length,
-                sliding_windows=windows_of(fields, types, window),
-                rope=(ropes["full_attention"], max_length),
-            ),
-            rope_by_layer=tuple(ropes[kind] for kind in types),
-            attention_bias=fields.flag("attention_bias", False),
+        return cls.from_fields(
+            fields,
+            head_dim=head_dim,
+            sliding_windows=read_windows(fields, types, 1024),
+            **read_ropes(fields, types, head_dim, 131_072, THETA),
             experts=read_experts(
                 fields,
                 count=("num_experts", 64),

@@ -12,7 +12,7 @@ from flax import nnx
 from jaxpage.models.config.experts import read_experts
 from jaxpage.models.config.fields import Fields
 from jaxpage.models.parts.attention import grouped_query_attention, norms_over_all_heads
-from jaxpage.models.parts.decoder_config import key_value_heads, read_common
+from jaxpage.models.parts.decoder_config import Defaults
 from jaxpage.models.parts.experts import ExpertNames, ExpertsConfig
 from jaxpage.models.parts.norms import rms_norm
 from jaxpage.models.parts.scope import Scope
@@ -27,6 +27,7 @@ class MiniMaxM2Config(ExpertsConfig):
 
     model_type = "minimax_m2"
     aliases = {"num_local_experts": "num_experts"}
+    defaults = Defaults(num_kv_heads=8)
 
     @classmethod
     def read(cls, fields: Fields) -> MiniMaxM2Config:
@@ -35,16 +36,13 @@ class MiniMaxM2Config(ExpertsConfig):
         fields.only(use_qk_norm=True, qk_norm_type="per_layer", scoring_func="sigmoid")
         fields.only(use_routing_bias=True, shared_intermediate_size=0)
         head_dim = fields.integer("head_dim", 128)
+        max_length = fields.integer("max_position_embeddings", 196_608)
         rotary_dim = fields.optional_integer("rotary_dim", None)
         share = 1.0 if rotary_dim is None else rotary_dim / head_dim
-        return cls(
-            **read_common(
-                fields,
-                num_kv_heads=key_value_heads(fields, 8),
-                head_dim=head_dim,
-                max_position_embeddings=fields.integer("max_position_embeddings", 196_608),
-                rope={"theta": 5_000_000.0, "partial": share},
-            ),
+        return cls.from_fields(
+            fields,
+            head_dim=head_dim,
+            rope=fields.rope(head_dim, max_length, theta=5_000_000.0, partial=share),
             experts=read_experts(
                 fields,
                 count=("num_local_experts", 256),
@@ -53,7 +51,6 @@ class MiniMaxM2Config(ExpertsConfig):
                 normalized=True,
                 routing={"sigmoid": True, "corrected": True},
             ),
-            sparse_layers=(True,) * fields.integer("num_hidden_layers"),
         )
 
 

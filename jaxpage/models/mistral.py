@@ -16,10 +16,9 @@ from jaxpage.models.config.config_fields import RefusedField, WrongField
 from jaxpage.models.config.experts import read_experts
 from jaxpage.models.config.fields import NO_ROPE, Fields
 from jaxpage.models.llama import Llama
-from jaxpage.models.parts import decoder_config
 from jaxpage.models.parts.attention import grouped_query_attention
-from jaxpage.models.parts.decoder_config import DecoderConfig, key_value_heads, read_common
-from jaxpage.models.parts.experts import ExpertNames, ExpertsConfig, mlp_or_experts
+from jaxpage.models.parts.decoder_config import DecoderConfig, Defaults
+from jaxpage.models.parts.experts import ExpertNames, ExpertsConfig
 from jaxpage.models.parts.scope import Scope
 
 EXPERT_NAMES = ExpertNames("block_sparse_moe", "w1", "w3", "w2")
@@ -44,6 +43,7 @@ class MistralConfig(DecoderConfig):
     """
 
     model_type = "mistral"
+    defaults = Defaults(num_kv_heads=8, max_length=4096 * 32)
 
     @classmethod
     def read(cls, fields: Fields) -> MistralConfig:
@@ -53,14 +53,7 @@ class MistralConfig(DecoderConfig):
         if any(kind != uniform for kind in fields.get("layer_types", None) or ()):
             text = "layer_types that alternate are not part of the mistral family"
             fields.note(RefusedField(text), layer_types=None)
-        return cls(
-            **read_common(
-                fields,
-                num_kv_heads=key_value_heads(fields, 8),
-                max_position_embeddings=fields.integer("max_position_embeddings", 4096 * 32),
-                sliding_windows=(window,) * fields.integer("num_hidden_layers"),
-            )
-        )
+        return cls.from_fields(fields, sliding_windows=window)
 
 
 class Mistral(Llama, config=MistralConfig):
@@ -72,20 +65,14 @@ class MixtralConfig(ExpertsConfig):
 
     model_type = "mixtral"
     aliases = {"num_local_experts": "num_experts"}
+    defaults = Defaults(num_kv_heads=8, max_length=4096 * 32, theta=1_000_000.0, epsilon=1e-5)
 
     @classmethod
     def read(cls, fields: Fields) -> MixtralConfig:
         """Returns what the fields say."""
-        num_layers = fields.integer("num_hidden_layers")
-        return cls(
-            **read_common(
-                fields,
-                num_kv_heads=key_value_heads(fields, 8),
-                max_position_embeddings=fields.integer("max_position_embeddings", 4096 * 32),
-                sliding_windows=(fields.optional_integer("sliding_window", None),) * num_layers,
-                rope={"theta": 1_000_000.0},
-                epsilon=("rms_norm_eps", 1e-5),
-            ),
+        return cls.from_fields(
+            fields,
+            sliding_windows=fields.optional_integer("sliding_window", None),
             experts=read_experts(
                 fields,
                 count=("num_local_experts", 8),
@@ -93,17 +80,13 @@ class MixtralConfig(ExpertsConfig):
                 width=("intermediate_size", 14336),
                 normalized=True,
             ),
-            sparse_layers=(True,) * num_layers,
         )
 
 
 class Mixtral(Llama, config=MixtralConfig):
     """Mixtral (Jiang et al., 2024) is Mistral with experts."""
 
-    @classmethod
-    def make_mlp(cls, config: Any, index: int, layer: Scope) -> nnx.Module:
-        """Returns the experts of a layer."""
-        return mlp_or_experts(config, index, layer, names=EXPERT_NAMES)
+    expert_names = EXPERT_NAMES
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,6 +98,7 @@ class Ministral3Config(DecoderConfig):
     """
 
     model_type = "ministral3"
+    defaults = Defaults(num_kv_heads=8, max_length=262_144, epsilon=1e-5)
 
     temperature_tuning: tuple[float, int, int] | None
 
@@ -127,19 +111,12 @@ class Ministral3Config(DecoderConfig):
     @classmethod
     def read(cls, fields: Fields) -> Ministral3Config:
         """Returns what the fields say."""
-        head_dim = fields.optional_integer("head_dim", 128)
-        max_length = fields.integer("max_position_embeddings", 262_144)
         window = fields.optional_integer("sliding_window", None)
-        return cls(
-            **read_common(
-                fields,
-                num_kv_heads=key_value_heads(fields, 8),
-                head_dim=head_dim or decoder_config.read_head_dim(fields),
-                max_position_embeddings=max_length,
-                sliding_windows=(window,) * fields.integer("num_hidden_layers"),
-                epsilon=("rms_norm_eps", 1e-5),
-            ),
-            temperature_tuning=read_growth(fields, max_length),
+        return cls.from_fields(
+            fields,
+            head_dim=fields.optional_integer("head_dim", 128),
+            sliding_windows=window,
+            temperature_tuning=read_growth(fields, cls.defaults.max_length),
         )
 
 
@@ -150,8 +127,9 @@ def read_growth(fields: Fields, max_length: int) -> tuple[float, int, int] | Non
 
     Args:
         fields: The fields of the config.
-        max_length: The number of positions.
+        max_length: The default of `max_position_embeddings`.
     """
+    max_length = fields.integer("max_position_embeddings", max_length)
     parameters = fields.rope_parameters(max_length, 10_000.0)
     rate, length = (
         parameters.get(name)

@@ -15,6 +15,7 @@ from jaxpage.models import mistral
 from jaxpage.models.config.corrected_experts import first_dense, read_corrected_experts
 from jaxpage.models.config.fields import Fields
 from jaxpage.models.deepseek import DeepseekV2, DeepseekV2Config
+from jaxpage.models.parts.decoder_config import Defaults
 from jaxpage.models.parts.latent import latent_attention, read_latent_decoder
 from jaxpage.models.parts.scope import Scope
 
@@ -34,6 +35,7 @@ class Mistral4Config(DeepseekV2Config):
 
     model_type = "mistral4"
     aliases = {"n_routed_experts": "num_local_experts"}
+    defaults = Defaults()
 
     temperature_tuning: tuple[float, int, int] | None
 
@@ -48,7 +50,8 @@ class Mistral4Config(DeepseekV2Config):
     def read(cls, fields: Fields) -> Mistral4Config:
         """Returns what the fields say."""
         max_length = fields.integer("max_position_embeddings", 1_048_576)
-        return cls(
+        return cls.from_fields(
+            fields,
             **read_latent_decoder(
                 fields, max_length=max_length, rank=256, query_rank=1024, plain=64, turns_share=True
             ),

@@ -11,13 +11,11 @@ from typing import Any
 import jax
 from flax import nnx
 
-from jaxpage.layers.norms import RMSNorm
 from jaxpage.models.config.fields import Fields
 from jaxpage.models.llama import Llama
-from jaxpage.models.parts import decoder_config
 from jaxpage.models.parts.attention import grouped_query_attention, norms_of_heads
 from jaxpage.models.parts.decoder import cap_logits
-from jaxpage.models.parts.decoder_config import DecoderConfig, key_value_heads, read_common
+from jaxpage.models.parts.decoder_config import DecoderConfig, Defaults, read_head_dim
 from jaxpage.models.parts.mlp import plain_mlp
 from jaxpage.models.parts.norms import unscaled_rms_norm
 from jaxpage.models.parts.scope import Scope
@@ -32,26 +30,18 @@ class NanoChatConfig(DecoderConfig):
     """
 
     model_type = "nanochat"
+    defaults = Defaults(activation="relu2", attention_bias=False)
 
     logit_softcap: float | None
 
     @classmethod
     def read(cls, fields: Fields) -> NanoChatConfig:
         """Returns what the fields say."""
-        head_dim = decoder_config.read_head_dim(fields)
-        max_length = fields.integer("max_position_embeddings", 2048)
-        rope, reach = fields.rope(head_dim, max_length)
+        rope, reach = cls.defaults.read_rope(fields, read_head_dim(fields))
         backwards = tuple(-frequency for frequency in rope.frequencies)
-        return cls(
-            **read_common(
-                fields,
-                num_kv_heads=key_value_heads(fields, None),
-                head_dim=head_dim,
-                max_position_embeddings=reach,
-                rope=(replace(rope, frequencies=backwards), reach),
-                activation=("hidden_act", "relu2"),
-            ),
-            attention_bias=fields.flag("attention_bias", False),
+        return cls.from_fields(
+            fields,
+            rope=(replace(rope, frequencies=backwards), reach),
             logit_softcap=fields.optional_number("final_logit_softcapping", 15.0),
         )
 
@@ -62,10 +52,7 @@ class NanoChat(Llama, config=NanoChatConfig):
     Token embeddings are normalised too. The rotary embedding turns in the opposite direction.
     """
 
-    @classmethod
-    def make_norm(cls, config: Any, at: Scope) -> RMSNorm:
-        """Returns a norm of hidden states."""
-        return unscaled_rms_norm(config, at)
+    make_norm = staticmethod(unscaled_rms_norm)
 
     @classmethod
     def make_attention(cls, config: Any, index: int, at: Scope) -> nnx.Module:

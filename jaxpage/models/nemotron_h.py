@@ -29,8 +29,8 @@ from jaxpage.models.config.mtp_names import counts_heads, unread_heads
 from jaxpage.models.parts.attention import grouped_query_attention
 from jaxpage.models.parts.block import HalfBlock
 from jaxpage.models.parts.decoder import Decoder, ModuleNames
-from jaxpage.models.parts.decoder_config import read_common
-from jaxpage.models.parts.experts import ExpertNames, ExpertsConfig, mixture_of_experts
+from jaxpage.models.parts.decoder_config import Defaults
+from jaxpage.models.parts.experts import ExpertNames, ExpertsConfig, make_experts
 from jaxpage.models.parts.mlp import plain_mlp
 from jaxpage.models.parts.norms import rms_norm
 from jaxpage.models.parts.projection import projection
@@ -67,6 +67,13 @@ class NemotronHConfig(ExpertsConfig):
 
     model_type = "nemotron_h"
     aliases = {"layer_types": "layers_block_type", "n_routed_experts": "num_local_experts"}
+    defaults = Defaults(
+        head_dim=128,
+        max_length=4096,
+        epsilon=("layer_norm_epsilon", 1e-5),
+        activation=("mlp_hidden_act", "relu2"),
+        mlp_bias=False,
+    )
 
     types: tuple[str, ...]
     recurrent: MambaSpec
@@ -99,18 +106,11 @@ class NemotronHConfig(ExpertsConfig):
         states = [
             mamba.state if kind == LINEAR else None for kind in types if kind not in WITHOUT_PAGES
         ]
-        return cls(
-            **read_common(
-                fields,
-                num_kv_heads=fields.integer("num_key_value_heads", 8),
-                head_dim=fields.integer("head_dim", 128),
-                max_position_embeddings=fields.integer("max_position_embeddings", 4096),
-                epsilon=("layer_norm_epsilon", 1e-5),
-                activation=("mlp_hidden_act", "relu2"),
-                kv=cache_of_states(states, len(types)),
-            ),
+        return cls.from_fields(
+            fields,
+            num_kv_heads=fields.integer("num_key_value_heads", 8),
+            kv=cache_of_states(states, len(types)),
             rope_by_layer=(None,) * len(states),
-            mlp_bias=fields.flag("mlp_bias", False),
             recurrent=mamba,
             types=types,
             experts=_read_experts(fields) if EXPERTS in types else None,
@@ -237,4 +237,13 @@ class NemotronH(Decoder, config=NemotronHConfig):
         names = ExpertNames(
             module="mixer", in_memory=("mixer", "gate", "gate.e_score_correction_bias")
         )
-        return mixture_of_experts(config, experts, layer, names=names, shared=shared, latent=latent)
+        return make_experts(
+            experts,
+            width,
+            names,
+            layer=layer.name,
+            activation=config.activation,
+            shared=(shared, None),
+            latent=latent,
+            dtype=layer.dtype,
+        )

@@ -6,6 +6,7 @@ well. OLMo Hybrid is in `olmo_hybrid.py`.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,14 +14,14 @@ from flax import nnx
 
 from jaxpage.models.config.experts import read_experts
 from jaxpage.models.config.fields import Fields
-from jaxpage.models.config.layer_windows import layer_types, windows_of
+from jaxpage.models.config.layer_windows import layer_types, read_ropes, read_windows
 from jaxpage.models.llama import Llama
 from jaxpage.models.parts import decoder_config
 from jaxpage.models.parts.attention import grouped_query_attention, norms_over_all_heads
 from jaxpage.models.parts.block import Block
-from jaxpage.models.parts.decoder_config import DecoderConfig, key_value_heads, read_common
-from jaxpage.models.parts.experts import ExpertsConfig, mlp_or_experts
-from jaxpage.models.parts.norms import Norm, layer_norm, rms_norm
+from jaxpage.models.parts.decoder_config import DecoderConfig, Defaults
+from jaxpage.models.parts.experts import ExpertsConfig
+from jaxpage.models.parts.norms import layer_norm, rms_norm
 from jaxpage.models.parts.scope import Scope
 
 # In `Olmo3Config` too, `rope_theta` does not reach layers with windows.
@@ -36,31 +37,20 @@ class OlmoConfig(DecoderConfig):
     """
 
     model_type = "olmo"
+    defaults = Defaults(epsilon=("", 1e-5), attention_bias=False)
 
     clip_qkv: float | None
 
     @classmethod
     def read(cls, fields: Fields) -> OlmoConfig:
         """Returns what the fields say."""
-        return cls(
-            **read_common(
-                fields,
-                num_kv_heads=key_value_heads(fields, None),
-                max_position_embeddings=fields.integer("max_position_embeddings", 2048),
-                epsilon=1e-5,
-            ),
-            attention_bias=fields.flag("attention_bias", False),
-            clip_qkv=fields.optional_number("clip_qkv", None),
-        )
+        return cls.from_fields(fields, clip_qkv=fields.optional_number("clip_qkv", None))
 
 
 class Olmo(Llama, config=OlmoConfig):
     """OLMo 1 (Groeneveld et al., 2024) is Llama with LayerNorm that has neither scale nor bias."""
 
-    @classmethod
-    def make_norm(cls, config: Any, at: Scope) -> Norm:
-        """Returns a norm of hidden states."""
-        return layer_norm(config, at, affine=False)
+    make_norm = staticmethod(functools.partial(layer_norm, affine=False))
 
     @classmethod
     def make_attention(cls, config: Any, index: int, at: Scope) -> nnx.Module:
@@ -72,19 +62,7 @@ class Olmo2Config(DecoderConfig):
     """Reads transformers' `Olmo2Config`."""
 
     model_type = "olmo2"
-
-    @classmethod
-    def read(cls, fields: Fields) -> Olmo2Config:
-        """Returns what the fields say."""
-        return cls(
-            **read_common(
-                fields,
-                num_kv_heads=key_value_heads(fields, None),
-                max_position_embeddings=fields.integer("max_position_embeddings", 2048),
-                epsilon=("rms_norm_eps", 1e-5),
-            ),
-            attention_bias=fields.flag("attention_bias", False),
-        )
+    defaults = Defaults(epsilon=1e-5, attention_bias=False)
 
 
 class Olmo2(Llama, config=Olmo2Config):
@@ -116,27 +94,18 @@ class Olmo3Config(DecoderConfig):
     """Reads transformers' `Olmo3Config`."""
 
     model_type = "olmo3"
+    defaults = Defaults(epsilon=1e-5, attention_bias=False)
 
     @classmethod
     def read(cls, fields: Fields) -> Olmo3Config:
         """Returns what the fields say."""
         head_dim = decoder_config.read_head_dim(fields)
         types = layer_types(fields, 4)
-        max_length = fields.integer("max_position_embeddings", 2048)
-        ropes, reach = fields.ropes_by_type(head_dim, max_length, THETA)
-        window = fields.optional_integer("sliding_window", 4096)
-        return cls(
-            **read_common(
-                fields,
-                num_kv_heads=key_value_heads(fields, None),
-                head_dim=head_dim,
-                max_position_embeddings=reach,
-                sliding_windows=windows_of(fields, types, window),
-                epsilon=("rms_norm_eps", 1e-5),
-                rope=(ropes["full_attention"], reach),
-            ),
-            rope_by_layer=tuple(ropes[kind] for kind in types),
-            attention_bias=fields.flag("attention_bias", False),
+        return cls.from_fields(
+            fields,
+            head_dim=head_dim,
+            sliding_windows=read_windows(fields, types, 4096),
+            **read_ropes(fields, types, head_dim, 2048, THETA),
         )
 
 
@@ -153,20 +122,15 @@ class OlmoeConfig(ExpertsConfig):
 
     model_type = "olmoe"
     aliases = {"num_experts": "num_local_experts"}
+    defaults = Defaults(max_length=4096, epsilon=1e-5, attention_bias=False)
 
     clip_qkv: float | None
 
     @classmethod
     def read(cls, fields: Fields) -> OlmoeConfig:
         """Returns what the fields say."""
-        return cls(
-            **read_common(
-                fields,
-                num_kv_heads=key_value_heads(fields, None),
-                max_position_embeddings=fields.integer("max_position_embeddings", 4096),
-                epsilon=("rms_norm_eps", 1e-5),
-            ),
-            attention_bias=fields.flag("attention_bias", False),
+        return cls.from_fields(
+            fields,
             clip_qkv=fields.optional_number("clip_qkv", None),
             experts=read_experts(
                 fields,
@@ -175,7 +139,6 @@ class OlmoeConfig(ExpertsConfig):
                 width=("intermediate_size", 2048),
                 normalized=None,
             ),
-            sparse_layers=(True,) * fields.integer("num_hidden_layers"),
         )
 
 
@@ -188,29 +151,19 @@ class Olmoe(Llama, config=OlmoeConfig):
         norms = norms_over_all_heads(config, at, rms_norm)
         return grouped_query_attention(config, index, at, norms=norms, clip_qkv=config.clip_qkv)
 
-    @classmethod
-    def make_mlp(cls, config: Any, index: int, layer: Scope) -> nnx.Module:
-        """Returns the experts of a layer."""
-        return mlp_or_experts(config, index, layer)
-
 
 class FlexOlmoConfig(ExpertsConfig):
     """Reads transformers' `FlexOlmoConfig`."""
 
     model_type = "flex_olmo"
     aliases = {"num_experts": "num_local_experts"}
+    defaults = Defaults(max_length=4096, theta=500_000.0, attention_bias=False)
 
     @classmethod
     def read(cls, fields: Fields) -> FlexOlmoConfig:
         """Returns what the fields say."""
-        return cls(
-            **read_common(
-                fields,
-                num_kv_heads=key_value_heads(fields, None),
-                max_position_embeddings=fields.integer("max_position_embeddings", 4096),
-                rope={"theta": 500_000.0},
-            ),
-            attention_bias=fields.flag("attention_bias", False),
+        return cls.from_fields(
+            fields,
             experts=read_experts(
                 fields,
                 count=("num_experts", 7),
@@ -218,14 +171,8 @@ class FlexOlmoConfig(ExpertsConfig):
                 width=("intermediate_size", 11008),
                 normalized=None,
             ),
-            sparse_layers=(True,) * fields.integer("num_hidden_layers"),
         )
 
 
 class FlexOlmo(Olmo2, config=FlexOlmoConfig):
     """FlexOlmo (Shi et al., 2025) has the layers of OLMo 2 and the experts of OLMoE."""
-
-    @classmethod
-    def make_mlp(cls, config: Any, index: int, layer: Scope) -> nnx.Module:
-        """Returns the experts of a layer."""
-        return mlp_or_experts(config, index, layer)

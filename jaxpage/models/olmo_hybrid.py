@@ -19,7 +19,7 @@ from jaxpage.models.config.mtp_names import unread_heads
 from jaxpage.models.olmo import Olmo2
 from jaxpage.models.parts import decoder_config
 from jaxpage.models.parts.block import Block
-from jaxpage.models.parts.decoder_config import DecoderConfig, key_value_heads, read_common
+from jaxpage.models.parts.decoder_config import DecoderConfig, Defaults
 from jaxpage.models.parts.norms import rms_norm
 from jaxpage.models.parts.recurrences import delta_net_of_tensors
 from jaxpage.models.parts.scope import Scope
@@ -37,6 +37,7 @@ class OlmoHybridConfig(DecoderConfig):
     """
 
     model_type = "olmo_hybrid"
+    defaults = Defaults(attention_bias=False)
 
     recurrent: DeltaWidths
 
@@ -48,16 +49,11 @@ class OlmoHybridConfig(DecoderConfig):
         delta = _read_delta(fields)
         head_dim = decoder_config.read_head_dim(fields)
         rope, max_length = _read_rope(fields, head_dim)
-        return cls(
-            **read_common(
-                fields,
-                num_kv_heads=key_value_heads(fields, None),
-                head_dim=head_dim,
-                max_position_embeddings=max_length,
-                kv={"states": tuple(delta.state if kind == LINEAR else None for kind in types)},
-                rope=(rope, max_length),
-            ),
-            attention_bias=fields.flag("attention_bias", False),
+        return cls.from_fields(
+            fields,
+            head_dim=head_dim,
+            kv={"states": tuple(delta.state if kind == LINEAR else None for kind in types)},
+            rope=(rope, max_length),
             recurrent=delta,
             draft_heads=unread_heads(fields),
         )

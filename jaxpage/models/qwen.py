@@ -18,8 +18,8 @@ from jaxpage.models.config.layer_windows import windows_by_layer
 from jaxpage.models.config.mtp_names import MtpNames, counts_heads, unread_heads
 from jaxpage.models.llama import Llama
 from jaxpage.models.parts.attention import grouped_query_attention, norms_of_heads
-from jaxpage.models.parts.decoder_config import DecoderConfig, key_value_heads, read_common
-from jaxpage.models.parts.experts import ExpertNames, ExpertsConfig, mlp_or_experts
+from jaxpage.models.parts.decoder_config import DecoderConfig, Defaults
+from jaxpage.models.parts.experts import ExpertNames, ExpertsConfig
 from jaxpage.models.parts.norms import rms_norm
 from jaxpage.models.parts.scope import Scope
 
@@ -28,17 +28,14 @@ class Qwen2Config(DecoderConfig):
     """Reads transformers' `Qwen2Config`."""
 
     model_type = "qwen2"
+    defaults = Defaults(num_kv_heads=32, max_length=32768)
 
     @classmethod
     def read(cls, fields: Fields) -> Qwen2Config:
         """Returns what the fields say."""
-        return cls(
-            **read_common(
-                fields,
-                num_kv_heads=key_value_heads(fields, 32),
-                max_position_embeddings=fields.integer("max_position_embeddings", 32768),
-                sliding_windows=windows_by_layer(fields),
-            ),
+        return cls.from_fields(
+            fields,
+            sliding_windows=windows_by_layer(fields),
             attention_bias=True,
             draft_heads=_read_mimo_heads(fields),
         )
@@ -56,10 +53,7 @@ def _read_mimo_heads(fields: Fields) -> MtpNames | None:
 class Qwen2(Llama, config=Qwen2Config):
     """Qwen2 and Qwen2.5 (Yang et al., 2024) are Llama with biases on queries, keys and values."""
 
-    @classmethod
-    def make_attention(cls, config: Any, index: int, at: Scope) -> nnx.Module:
-        """Returns the attention of a layer, with biases where the config has `attention_bias`."""
-        return grouped_query_attention(config, index, at, output_bias=False)
+    output_bias = False
 
 
 class Qwen3Config(DecoderConfig):
@@ -69,20 +63,12 @@ class Qwen3Config(DecoderConfig):
     """
 
     model_type = "qwen3"
+    defaults = Defaults(num_kv_heads=32, head_dim=128, max_length=32768, attention_bias=False)
 
     @classmethod
     def read(cls, fields: Fields) -> Qwen3Config:
         """Returns what the fields say."""
-        return cls(
-            **read_common(
-                fields,
-                num_kv_heads=key_value_heads(fields, 32),
-                head_dim=fields.integer("head_dim", 128),
-                max_position_embeddings=fields.integer("max_position_embeddings", 32768),
-                sliding_windows=windows_by_layer(fields),
-            ),
-            attention_bias=fields.flag("attention_bias", False),
-        )
+        return cls.from_fields(fields, sliding_windows=windows_by_layer(fields))
 
 
 class Qwen3(Llama, config=Qwen3Config):
@@ -100,6 +86,7 @@ class Qwen2MoeConfig(ExpertsConfig):
     """Reads transformers' `Qwen2MoeConfig`."""
 
     model_type = "qwen2_moe"
+    defaults = Defaults(num_kv_heads=16, max_length=32768)
 
     @classmethod
     def read(cls, fields: Fields) -> Qwen2MoeConfig:
@@ -107,12 +94,8 @@ class Qwen2MoeConfig(ExpertsConfig):
         if fields.flag("use_sliding_window", False):
             text = "use_sliding_window = true is not supported for this family"
             fields.note(RefusedField(text), use_sliding_window=False)
-        return cls(
-            **read_common(
-                fields,
-                num_kv_heads=key_value_heads(fields, 16),
-                max_position_embeddings=fields.integer("max_position_embeddings", 32768),
-            ),
+        return cls.from_fields(
+            fields,
             attention_bias=fields.flag("qkv_bias", True),
             experts=read_experts(
                 fields,
@@ -129,11 +112,6 @@ class Qwen2MoeConfig(ExpertsConfig):
 class Qwen2Moe(Qwen2, config=Qwen2MoeConfig):
     """Qwen2 with experts (Yang et al., 2024) has one expert that takes all tokens."""
 
-    @classmethod
-    def make_mlp(cls, config: Any, index: int, layer: Scope) -> nnx.Module:
-        """Returns the feed-forward half of a layer, or its experts."""
-        return mlp_or_experts(config, index, layer)
-
 
 class Qwen3MoeConfig(ExpertsConfig):
     """Reads transformers' `Qwen3MoeConfig`.
@@ -143,6 +121,7 @@ class Qwen3MoeConfig(ExpertsConfig):
 
     model_type = "qwen3_moe"
     aliases = {"num_experts": "num_local_experts"}
+    defaults = Defaults(num_kv_heads=4, max_length=32768, attention_bias=False)
 
     @classmethod
     def read(cls, fields: Fields) -> Qwen3MoeConfig:
@@ -150,14 +129,9 @@ class Qwen3MoeConfig(ExpertsConfig):
         window = None
         if fields.flag("use_sliding_window", False):
             window = fields.optional_integer("sliding_window", 4096)
-        return cls(
-            **read_common(
-                fields,
-                num_kv_heads=key_value_heads(fields, 4),
-                max_position_embeddings=fields.integer("max_position_embeddings", 32768),
-                sliding_windows=(window,) * fields.integer("num_hidden_layers"),
-            ),
-            attention_bias=fields.flag("attention_bias", False),
+        return cls.from_fields(
+            fields,
+            sliding_windows=window,
             experts=read_experts(
                 fields,
                 count=("num_experts", 128),
@@ -171,13 +145,6 @@ class Qwen3MoeConfig(ExpertsConfig):
 
 class Qwen3Moe(Qwen3, config=Qwen3MoeConfig):
     """Qwen3 with experts (Yang et al., 2025) has experts in the layers that its config names."""
-
-    expert_names = ExpertNames()
-
-    @classmethod
-    def make_mlp(cls, config: Any, index: int, layer: Scope) -> nnx.Module:
-        """Returns the feed-forward half of a layer, or its experts."""
-        return mlp_or_experts(config, index, layer, names=cls.expert_names)
 
 
 class Qwen3VLMoeText(Qwen3Moe):

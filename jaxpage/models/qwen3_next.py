@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from flax import nnx
@@ -21,9 +21,9 @@ from jaxpage.models.config.fields import Fields, without_axes
 from jaxpage.models.config.mtp_names import MtpNames, name_apart
 from jaxpage.models.llama import Llama
 from jaxpage.models.parts.attention import Gates, grouped_query_attention, norms_of_heads
-from jaxpage.models.parts.decoder_config import DecoderConfig, key_value_heads, read_common
-from jaxpage.models.parts.experts import ExpertsConfig, mlp_or_experts
-from jaxpage.models.parts.norms import Norm, rms_norm
+from jaxpage.models.parts.decoder_config import DecoderConfig, Defaults
+from jaxpage.models.parts.experts import ExpertsConfig
+from jaxpage.models.parts.norms import rms_norm
 from jaxpage.models.parts.projection import projection
 from jaxpage.models.parts.recurrences import delta_net
 from jaxpage.models.parts.scope import Scope
@@ -41,7 +41,9 @@ class HybridConfig(DecoderConfig):
         recurrent: The widths of the delta rule in the layers of which `kv.states` has a state.
     """
 
-    default_kv_heads: ClassVar[int] = 2
+    defaults = Defaults(
+        num_kv_heads=2, head_dim=256, max_length=32768, partial=0.25, attention_bias=False
+    )
     draft_field: ClassVar[str] = "mtp_num_hidden_layers"  # the number of MTP heads
     by_key_heads: ClassVar[bool] = False  # see `DeltaWidths.grouped`
 
@@ -57,16 +59,9 @@ class HybridConfig(DecoderConfig):
             [LINEAR if number % every else FULL for number in numbers], kinds=(FULL, LINEAR)
         )
         delta = cls.read_delta(fields)
-        return cls(
-            **read_common(
-                fields,
-                num_kv_heads=key_value_heads(fields, cls.default_kv_heads),
-                head_dim=fields.integer("head_dim", 256),
-                max_position_embeddings=fields.integer("max_position_embeddings", 32768),
-                rope={"partial": 0.25},
-                kv={"states": tuple(delta.state if kind == LINEAR else None for kind in types)},
-            ),
-            attention_bias=fields.flag("attention_bias", False),
+        return cls.from_fields(
+            fields,
+            kv={"states": tuple(delta.state if kind == LINEAR else None for kind in types)},
             recurrent=delta,
             draft_heads=cls.read_draft_heads(fields),
             **more,
@@ -99,7 +94,7 @@ class Qwen3_5Config(HybridConfig):
     """Reads transformers' `Qwen3_5TextConfig`."""
 
     model_type = "qwen3_5_text"
-    default_kv_heads = 4
+    defaults = replace(HybridConfig.defaults, num_kv_heads=4)
 
     @classmethod
     def complete(cls, config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -116,11 +111,7 @@ class Qwen3_5(Llama, config=Qwen3_5Config):
     """Qwen3.5 and 3.6, dense, text (Qwen Team, 2026), have a gated delta rule in 3 of 4 layers."""
 
     ignored = (*Llama.ignored, "model.visual.*")
-
-    @classmethod
-    def make_norm(cls, config: Any, at: Scope) -> Norm:
-        """Returns a norm of hidden states."""
-        return offset_norm(config, at)
+    make_norm = staticmethod(offset_norm)
 
     @classmethod
     def make_mixer(cls, config: Any, index: int, layer: Scope) -> nnx.Module:
@@ -184,17 +175,11 @@ class Qwen3_5MoeConfig(HybridConfig, ExpertsConfig):
         return cls.read_hybrid(
             fields,
             experts=hybrid_experts(fields, 256, 8, normalized=True),
-            sparse_layers=(True,) * fields.integer("num_hidden_layers"),
         )
 
 
 class Qwen3_5Moe(Qwen3_5, config=Qwen3_5MoeConfig):
     """Qwen3.5 and 3.6 with experts, text (Qwen Team, 2026), have one expert for all tokens."""
-
-    @classmethod
-    def make_mlp(cls, config: Any, index: int, layer: Scope) -> nnx.Module:
-        """Returns the feed-forward half of a layer, or its experts."""
-        return mlp_or_experts(config, index, layer)
 
 
 @dataclass(frozen=True, kw_only=True)

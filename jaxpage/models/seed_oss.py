@@ -10,7 +10,7 @@ from flax import nnx
 from jaxpage.models.config.fields import Fields
 from jaxpage.models.llama import Llama
 from jaxpage.models.parts.attention import grouped_query_attention
-from jaxpage.models.parts.decoder_config import DecoderConfig, key_value_heads, read_common
+from jaxpage.models.parts.decoder_config import DecoderConfig, Defaults
 from jaxpage.models.parts.scope import Scope
 
 
@@ -23,22 +23,17 @@ class SeedOssConfig(DecoderConfig):
     """
 
     model_type = "seed_oss"
+    defaults = Defaults(num_kv_heads=8, max_length=524_288, attention_bias=True, mlp_bias=False)
 
     attention_out_bias: bool
 
     @classmethod
     def read(cls, fields: Fields) -> SeedOssConfig:
         """Returns what the fields say."""
-        return cls(
-            **read_common(
-                fields,
-                num_kv_heads=key_value_heads(fields, 8),
-                head_dim=fields.optional_integer("head_dim", 128),
-                max_position_embeddings=fields.integer("max_position_embeddings", 524_288),
-            ),
-            attention_bias=fields.flag("attention_bias", True),
+        return cls.from_fields(
+            fields,
+            head_dim=fields.optional_integer("head_dim", 128),
             attention_out_bias=fields.flag("attention_out_bias", False),
-            mlp_bias=fields.flag("mlp_bias", False),
         )
 
 

@@ -15,9 +15,9 @@ from jaxpage.models.config.fields import Fields
 from jaxpage.models.parts.attention import grouped_query_attention
 from jaxpage.models.parts.block import Block
 from jaxpage.models.parts.decoder import Decoder
-from jaxpage.models.parts.decoder_config import DecoderConfig, key_value_heads, read_common
+from jaxpage.models.parts.decoder_config import DecoderConfig, Defaults
 from jaxpage.models.parts.mlp import gated_mlp
-from jaxpage.models.parts.norms import Norm, layer_norm, scales_by_head
+from jaxpage.models.parts.norms import layer_norm, scales_by_head
 from jaxpage.models.parts.scope import Scope
 
 
@@ -31,6 +31,9 @@ class StableLmConfig(DecoderConfig):
     """
 
     model_type = "stablelm"
+    defaults = Defaults(
+        num_kv_heads=32, max_length=4096, partial=0.25, epsilon=("layer_norm_eps", 1e-5)
+    )
 
     use_parallel_residual: bool
     qk_layernorm: bool
@@ -38,15 +41,9 @@ class StableLmConfig(DecoderConfig):
     @classmethod
     def read(cls, fields: Fields) -> StableLmConfig:
         """Returns what the fields say."""
-        return cls(
-            **read_common(
-                fields,
-                num_kv_heads=key_value_heads(fields, 32),
-                head_dim=fields.divide("hidden_size", "num_attention_heads"),
-                max_position_embeddings=fields.integer("max_position_embeddings", 4096),
-                rope={"partial": 0.25},
-                epsilon=("layer_norm_eps", 1e-5),
-            ),
+        return cls.from_fields(
+            fields,
+            head_dim=fields.divide("hidden_size", "num_attention_heads"),
             attention_bias=fields.flag("use_qkv_bias", False),
             use_parallel_residual=fields.flag("use_parallel_residual", False),
             qk_layernorm=fields.flag("qk_layernorm", False),
@@ -59,6 +56,8 @@ class StableLm(Decoder, config=StableLmConfig):
     Some of its models compute both halves of a layer in parallel, or have a norm for each head.
     """
 
+    make_norm = staticmethod(layer_norm)
+
     @classmethod
     def make_block(cls, config: Any, index: int, at: Scope) -> nnx.Module:
         """Returns a layer; where its halves are parallel, the second one has no norm of its own."""
@@ -70,11 +69,6 @@ class StableLm(Decoder, config=StableLmConfig):
             mlp=gated_mlp(config, at / "mlp"),
             parallel=parallel,
         )
-
-    @classmethod
-    def make_norm(cls, config: Any, at: Scope) -> Norm:
-        """Returns a norm of hidden states."""
-        return layer_norm(config, at)
 
     @classmethod
     def make_attention(cls, config: Any, index: int, at: Scope) -> nnx.Module:

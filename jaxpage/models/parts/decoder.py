@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -65,6 +65,8 @@ class Decoder(nnx.Module):
     OVERFLOWS_FLOAT16: ClassVar[bool] = False
     names: ClassVar[ModuleNames] = ModuleNames()
     head_bias: ClassVar[bool] = False  # True if logits have biases
+    # Returns a norm of hidden states, of the kind that the family has, of a config and a scope.
+    make_norm: ClassVar[Callable[..., Norm]] = staticmethod(rms_norm)
     # True if vectors may take the place of tokens. In a family with a `__call__` of its own it is
     # False unless the family says otherwise.
     takes_vectors: ClassVar[bool] = True
@@ -127,11 +129,6 @@ class Decoder(nnx.Module):
             axis=None,
             dtype=at.dtype,
         )
-
-    @classmethod
-    def make_norm(cls, config: Any, at: Scope) -> Norm:
-        """Returns a norm of hidden states, of the kind that the family has."""
-        return rms_norm(config, at)
 
     @classmethod
     def has_head_bias(cls, config: Any) -> bool:
