@@ -16,10 +16,10 @@ from jaxpage.layers.attention import HeadNorms
 from jaxpage.models.config.fields import Fields
 from jaxpage.models.config.layer_windows import layer_types, read_windows, slides
 from jaxpage.models.llama import Llama
-from jaxpage.models.parts.attention import grouped_query_attention
+from jaxpage.models.parts.attention import norms_by_head
 from jaxpage.models.parts.block import Block
 from jaxpage.models.parts.decoder_config import DecoderConfig, Defaults, read_head_dim
-from jaxpage.models.parts.norms import layer_norm, scales_by_head
+from jaxpage.models.parts.norms import layer_norm
 from jaxpage.models.parts.scope import Scope
 
 THETA = 500_000.0
@@ -78,15 +78,9 @@ class Cohere(Llama, config=CohereConfig):
         )
 
     @classmethod
-    def make_attention(cls, config: Any, index: int, at: Scope) -> nnx.Module:
-        """Returns the attention of a layer."""
-        norms = HeadNorms()
-        if config.use_qk_norm:
-            norms = HeadNorms(
-                scales_by_head(config, at / "q_norm", config.num_query_heads, "heads"),
-                scales_by_head(config, at / "k_norm", config.kv.num_kv_heads, "kv_heads"),
-            )
-        return grouped_query_attention(config, index, at, norms=norms)
+    def make_head_norms(cls, config: Any, at: Scope) -> HeadNorms:
+        """Returns the norms of queries and keys, which the config may ask for."""
+        return norms_by_head(config, at) if config.use_qk_norm else HeadNorms()
 
     def logits(self, hidden_BD: jax.Array) -> jax.Array:
         """Returns the logits in float32."""

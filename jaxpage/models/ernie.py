@@ -12,14 +12,6 @@ from jaxpage.models.llama import Llama
 from jaxpage.models.parts.decoder_config import DecoderConfig, Defaults
 from jaxpage.models.parts.experts import ExpertNames, ExpertsConfig
 
-EXPERT_NAMES = ExpertNames(
-    shared=("shared_experts", None),
-    correction="moe_statics.e_score_correction_bias",
-    corrections_in_row=True,
-    in_memory=("mlp", "gate", "gate.moe_statics.e_score_correction_bias"),
-)
-
-
 DEFAULTS = Defaults(
     num_kv_heads=2,
     max_length=131_072,
@@ -97,7 +89,12 @@ class Ernie4_5Moe(Llama, config=Ernie4_5MoeConfig):
 
     # Published files have one MTP head: `model.mtp_block.0`, `model.mtp_emb_norm.0` and others.
     ignored = (*Llama.ignored, "*mtp*")
-    expert_names = EXPERT_NAMES
+    expert_names = ExpertNames(
+        shared=("shared_experts", None),
+        correction="moe_statics.e_score_correction_bias",
+        corrections_in_row=True,
+        in_memory=("mlp", "gate", "gate.moe_statics.e_score_correction_bias"),
+    )
 
     @classmethod
     def has_head_bias(cls, config: Any) -> bool:

@@ -8,27 +8,16 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from flax import nnx
-
 from jaxpage.models.config.config_fields import RefusedField
-from jaxpage.models.config.corrected_experts import (
-    first_dense,
-    read_corrected_experts,
-    sparse_by_type,
-)
+from jaxpage.models.config.experts import first_dense, read_corrected_experts, sparse_by_type
 from jaxpage.models.config.fields import Fields
 from jaxpage.models.config.layer_windows import slides, windows_of
 from jaxpage.models.config.mtp_names import unread_heads
 from jaxpage.models.olmo import Olmo2
-from jaxpage.models.parts.attention import grouped_query_attention, norms_of_heads
+from jaxpage.models.parts.attention import norms_of_heads
 from jaxpage.models.parts.decoder_config import DecoderConfig, Defaults
 from jaxpage.models.parts.experts import DEEPSEEK_NAMES, ExpertsConfig
-from jaxpage.models.parts.norms import rms_norm
-from jaxpage.models.parts.scope import Scope
 from jaxpage.models.qwen import Qwen3
-
-EXPERT_NAMES = replace(DEEPSEEK_NAMES, correction="e_score_correction_bias")
-
 
 DEFAULTS = Defaults(num_kv_heads=32, epsilon=1e-5)
 
@@ -79,12 +68,7 @@ class Exaone4(Olmo2, config=Exaone4Config):
 
     # Files of EXAONE 4.5 have MTP heads, which are not loaded.
     ignored = (*Olmo2.ignored, "*mtp.*")
-
-    @classmethod
-    def make_attention(cls, config: Any, index: int, at: Scope) -> nnx.Module:
-        """Returns the attention of a layer."""
-        norms = norms_of_heads(config, at, rms_norm)
-        return grouped_query_attention(config, index, at, norms=norms)
+    make_head_norms = staticmethod(norms_of_heads)
 
 
 class ExaoneMoeConfig(ExpertsConfig):
@@ -121,4 +105,4 @@ class ExaoneMoe(Qwen3, config=ExaoneMoeConfig):
     """
 
     ignored = (*Qwen3.ignored, "*mtp.*")
-    expert_names = EXPERT_NAMES
+    expert_names = replace(DEEPSEEK_NAMES, correction="e_score_correction_bias")

@@ -21,21 +21,22 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from jaxpage.layers.context import ForwardContext, LayerPages
-from jaxpage.layers.experts import ExpertsSpec
-from jaxpage.layers.parameter import parameter, tensor
+from jaxpage.layers.expert_linear import ExpertLinear, ExpertLinearSpec
+from jaxpage.layers.experts import Experts, ExpertsSpec
+from jaxpage.layers.parameter import Axis, parameter, tensor
 from jaxpage.layers.rope import Rope
-from jaxpage.layers.routing import Routing
+from jaxpage.layers.routing import Router, Routing
 from jaxpage.models.base import Hidden, Pages, run_layers
 from jaxpage.models.config.config_fields import RefusedField, WrongField
 from jaxpage.models.config.fields import Fields
 from jaxpage.models.config.layer_windows import layer_types
 from jaxpage.models.config.proportional_rope import read_rope
-from jaxpage.models.gemma import ACTIVATION, Gemma2
-from jaxpage.models.gemma4_experts import Gemma4Experts
-from jaxpage.models.gemma4_layer import (
+from jaxpage.models.gemma import (
+    ACTIVATION,
     FULL,
     SLIDING,
     GatedInput,
+    Gemma2,
     Gemma4LayersConfig,
     InputsForm,
     LayerForm,
@@ -44,7 +45,7 @@ from jaxpage.models.gemma4_layer import (
     find_shared_layers,
     gemma4_attention,
 )
-from jaxpage.models.parts.decoder_config import Defaults, key_value_heads
+from jaxpage.models.parts.decoder_config import DecoderConfig, Defaults, key_value_heads
 from jaxpage.models.parts.mlp import gated_mlp
 from jaxpage.models.parts.norms import rms_norm
 from jaxpage.models.parts.scope import Scope
@@ -57,6 +58,80 @@ ROPES: dict[str, dict[str, Any]] = {
         "rope_theta": 1_000_000.0,
     },
 }
+
+
+class Gemma4Experts(nnx.Module):
+    """Adds chosen experts, which take the input of the feed-forward half before its norm, to it.
+
+    The router has a norm of its own, and each expert a factor of its weight.
+    """
+
+    def __init__(self, config: DecoderConfig, experts: ExpertsSpec, layer: Scope):
+        """Makes the experts.
+
+        Args:
+            config: The config of the model.
+            experts: The experts.
+            layer: The scope of the layer, which has their modules.
+        """
+        width, dtype = config.hidden_size, layer.dtype
+        count = experts.routing.num_experts
+        inner = experts.width
+
+        def stack(part: str, sizes: tuple[int, int], axes: tuple[str, Axis]) -> ExpertLinear:
+            return ExpertLinear(
+                ExpertLinearSpec(
+                    count,
+                    *sizes,
+                    *axes,
+                    name=(layer / "experts" / part).name,
+                    transposed=False,
+                    modules=(),
+                    bias=False,
+                    dtype=dtype,
+                )
+            )
+
+        both: Axis = (("ffn", inner), ("ffn", inner))
+        self.experts = Experts(
+            stack("gate_up_proj", (width, 2 * inner), ("embed", both)),
+            stack("down_proj", (inner, width), ("ffn", "embed")),
+            activation=config.activation,
+            swiglu=None,
+        )
+        router = (layer / "router").name
+        self.router = Router(
+            experts.routing,
+            width,
+            weight=tensor(f"{router}.proj.weight", count, width),
+            bias=tensor(f"{router}.bias", count),
+            correction=tensor(f"{router}.correction", count),
+            dtype=dtype,
+        )
+        self.router_norm = rms_norm(config, None)
+        self.router_scale = parameter(
+            (width,), axes=("embed",), dtype=dtype, sources=[tensor(f"{router}.scale", width)]
+        )
+        self.factor = parameter(
+            (count,),
+            axes=(None,),
+            dtype=dtype,
+            sources=[tensor(f"{router}.per_expert_scale", count)],
+        )
+        self.norm = rms_norm(config, layer / "pre_feedforward_layernorm_2")
+        self.behind = rms_norm(config, layer / "post_feedforward_layernorm_2")
+        self.behind_dense = rms_norm(config, layer / "post_feedforward_layernorm_1")
+
+    def __call__(
+        self, x_TD: Float[Array, "T D"], dense_TD: Float[Array, "T D"]
+    ) -> Float[Array, "T D"]:
+        """Returns the sum of the experts' output and that of the dense half."""
+        scale = x_TD.shape[1] ** -0.5
+        routed_TD = self.router_norm(x_TD) * self.router_scale[...][None] * scale
+        expert_TX, weight_TX = self.router(routed_TD)
+        weight_TX = weight_TX * self.factor[...][expert_TX]
+        made_TD = self.experts(self.norm(x_TD), expert_TX, weight_TX)
+        return self.behind_dense(dense_TD) + self.behind(made_TD)
 
 
 @dataclass(frozen=True, kw_only=True)

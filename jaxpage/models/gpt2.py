@@ -1,6 +1,7 @@
 """GPT-2 (Radford et al., 2019), and GPT-BigCode (SantaCoder and StarCoder, 2023), which is like it.
 
 They have norms first, and learned positions. Queries, keys and values come from one product.
+StarCoder2 (2024) rotates in their place, and has the layers of Llama with LayerNorm and biases.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from jaxpage.layers.mlp import MLP
 from jaxpage.layers.rope import NO_ROTATION
 from jaxpage.models.base import KVSpec
 from jaxpage.models.config.fields import Fields
+from jaxpage.models.llama import Llama
 from jaxpage.models.parts.attention import AttentionNames, grouped_query_attention
 from jaxpage.models.parts.block import Block
 from jaxpage.models.parts.decoder import Decoder, ModuleNames
@@ -200,3 +202,42 @@ class GPTBigCode(GPT2, config=GPTBigCodeConfig):
     def make_mlp(cls, config: Any, at: Scope) -> nnx.Module:
         """Returns the feed-forward half of a layer."""
         return plain_mlp(config, at, "c_fc", "c_proj")
+
+
+class Starcoder2Config(DecoderConfig):
+    """Reads transformers' `Starcoder2Config`. Dropouts are for training."""
+
+    model_type = "starcoder2"
+    defaults = Defaults(
+        num_kv_heads=2,
+        max_length=4096,
+        epsilon=("norm_epsilon", 1e-5),
+        activation="gelu_pytorch_tanh",
+        tied=True,
+    )
+
+    @classmethod
+    def read(cls, fields: Fields) -> Starcoder2Config:
+        """Returns what the fields say."""
+        window = fields.optional_integer("sliding_window", None)
+        bias = fields.flag("use_bias", True)
+        return cls.from_fields(
+            fields,
+            sliding_windows=window,
+            attention_bias=bias,
+            mlp_bias=bias,
+        )
+
+
+class Starcoder2(Llama, config=Starcoder2Config):
+    """StarCoder2 (Lozhkov et al., 2024) has LayerNorm, biases, and an MLP without gates.
+
+    Its window is that of all layers.
+    """
+
+    make_norm = staticmethod(layer_norm)
+
+    @classmethod
+    def make_mlp(cls, config: Any, index: int, layer: Scope) -> nnx.Module:
+        """Returns the feed-forward half of a layer."""
+        return plain_mlp(config, layer / "mlp", "c_fc", "c_proj")

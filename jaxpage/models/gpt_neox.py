@@ -1,7 +1,8 @@
-"""GPT-NeoX, GPT-J and GPT-Neo (EleutherAI, 2021 and 2022), and CodeGen (Salesforce, 2022).
+"""GPT-NeoX, GPT-J and GPT-Neo (EleutherAI, 2021 and 2022), and those that came of them.
 
 GPT-NeoX and GPT-J compute both halves of a layer in parallel and rotate a part of each head.
-CodeGen is GPT-J. GPT-Neo is older: it has learned positions, and windows in every other layer.
+CodeGen (Salesforce, 2022) is GPT-J. GPT-Neo is older: it has learned positions, and windows in
+every other layer. StableLM (Bellagente et al., 2024) began as GPT-NeoX and has gates.
 """
 
 from __future__ import annotations
@@ -14,13 +15,14 @@ import jax
 from flax import nnx
 from jaxtyping import Array, Float
 
-from jaxpage.layers.attention import Attention, Projections, Scores
+from jaxpage.layers.attention import Attention, HeadNorms, Projections, Scores
 from jaxpage.layers.rope import Rope
 from jaxpage.layers.rope_scaling import make_rope
 from jaxpage.models.config.config_fields import RefusedField, WrongField
 from jaxpage.models.config.fields import Fields, without
 from jaxpage.models.gpt2 import ALIASES, EPSILON, GPT2, inner_width
-from jaxpage.models.parts.attention import AttentionNames, grouped_query_attention
+from jaxpage.models.llama import Llama
+from jaxpage.models.parts.attention import AttentionNames, grouped_query_attention, norms_by_head
 from jaxpage.models.parts.block import Block
 from jaxpage.models.parts.decoder import Decoder, ModuleNames
 from jaxpage.models.parts.decoder_config import DecoderConfig, Defaults
@@ -269,3 +271,59 @@ class GPTNeo(GPT2, config=GPTNeoConfig):
     def make_mlp(cls, config: Any, at: Scope) -> nnx.Module:
         """Returns the feed-forward half of a layer."""
         return plain_mlp(config, at, "c_fc", "c_proj")
+
+
+@dataclass(frozen=True, kw_only=True)
+class StableLmConfig(DecoderConfig):
+    """Reads transformers' `StableLmConfig`. Dropouts are for training.
+
+    Attributes:
+        use_parallel_residual: True if both halves of a layer take its input.
+        qk_layernorm: True if queries and keys have norms, one for each head.
+    """
+
+    model_type = "stablelm"
+    defaults = Defaults(
+        num_kv_heads=32, max_length=4096, partial=0.25, epsilon=("layer_norm_eps", 1e-5)
+    )
+
+    use_parallel_residual: bool
+    qk_layernorm: bool
+
+    @classmethod
+    def read(cls, fields: Fields) -> StableLmConfig:
+        """Returns what the fields say."""
+        return cls.from_fields(
+            fields,
+            head_dim=fields.divide("hidden_size", "num_attention_heads"),
+            attention_bias=fields.flag("use_qkv_bias", False),
+            use_parallel_residual=fields.flag("use_parallel_residual", False),
+            qk_layernorm=fields.flag("qk_layernorm", False),
+        )
+
+
+class StableLm(Llama, config=StableLmConfig):
+    """StableLM (Bellagente et al., 2024) has LayerNorm and rotates a quarter of each head.
+
+    Some of its models compute both halves of a layer in parallel, or have a norm for each head.
+    """
+
+    make_norm = staticmethod(layer_norm)
+    output_bias = False
+
+    @classmethod
+    def make_block(cls, config: Any, index: int, at: Scope) -> nnx.Module:
+        """Returns a layer; where its halves are parallel, the second one has no norm of its own."""
+        parallel = config.use_parallel_residual
+        return Block(
+            attention_norm=layer_norm(config, at / "input_layernorm"),
+            attention=cls.make_attention(config, index, at / "self_attn"),
+            mlp_norm=None if parallel else layer_norm(config, at / "post_attention_layernorm"),
+            mlp=cls.make_mlp(config, index, at),
+            parallel=parallel,
+        )
+
+    @classmethod
+    def make_head_norms(cls, config: Any, at: Scope) -> HeadNorms:
+        """Returns the norms of queries and keys, which the config may ask for."""
+        return norms_by_head(config, at, apart=True) if config.qk_layernorm else HeadNorms()

@@ -21,11 +21,6 @@ from jaxpage.models.parts.decoder_config import Defaults
 from jaxpage.models.parts.experts import ExpertNames, ExpertsConfig
 from jaxpage.models.parts.scope import Scope
 
-NAMES = ExpertNames(
-    router="router",
-    in_memory=("mlp", "router", ""),
-    only_stacked=True,
-)
 ROPE = {
     **{"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False},
     "original_max_position_embeddings": 4096,
@@ -75,7 +70,11 @@ class GptOssConfig(ExpertsConfig):
 class GptOss(Llama, config=GptOssConfig):
     """GPT-OSS (OpenAI, 2025) has experts with biases, and attention sinks."""
 
-    expert_names = NAMES
+    expert_names = ExpertNames(
+        router="router",
+        in_memory=("mlp", "router", ""),
+        only_stacked=True,
+    )
 
     @classmethod
     def make_attention(cls, config: Any, index: int, at: Scope) -> nnx.Module:

@@ -1,7 +1,8 @@
-"""Granite 3 (IBM, 2024), dense and with experts, and Granite Swash (IBM, 2026) with both.
+"""Granite 3 and 4 (IBM, 2024 and 2025), dense and with experts, and Granite Swash (IBM, 2026).
 
-All multiply embeddings, scores of attention, what halves add, and logits by factors. Granite 4 has
-them too (`granitemoehybrid.py`).
+All multiply embeddings, scores of attention, what halves add, and logits by factors. Layers of
+Granite 4 have Mamba 2 or attention, most without positions; files without the letter H have
+attention in all layers.
 """
 
 from __future__ import annotations
@@ -15,10 +16,12 @@ from flax import nnx
 
 from jaxpage.layers.attention import Scores
 from jaxpage.layers.experts import ExpertsSpec
-from jaxpage.models.config.config_fields import WrongField
+from jaxpage.layers.mamba import MambaSpec
+from jaxpage.models.config.config_fields import RefusedField, WrongField
 from jaxpage.models.config.experts import read_experts
 from jaxpage.models.config.fields import Fields
 from jaxpage.models.config.layer_windows import layer_types, read_windows
+from jaxpage.models.config.recurrent_fields import read_mamba
 from jaxpage.models.llama import Llama
 from jaxpage.models.parts import attention
 from jaxpage.models.parts.block import Block
@@ -26,6 +29,7 @@ from jaxpage.models.parts.decoder_config import DecoderConfig, Defaults
 from jaxpage.models.parts.experts import ExpertNames, ExpertsConfig
 from jaxpage.models.parts.mlp import MLPNames
 from jaxpage.models.parts.norms import rms_norm
+from jaxpage.models.parts.recurrences import mamba2
 from jaxpage.models.parts.scope import Scope
 
 MLP_NAMES = MLPNames("shared_mlp", None, None, "output_linear", "input_linear")
@@ -36,6 +40,8 @@ EXPERT_NAMES = ExpertNames(
     in_memory=("block_sparse_moe", "router", ""),
     together=("input_linear", "output_linear"),
 )
+FULL = "full_attention"
+LINEAR = "linear_attention"
 
 
 @dataclass(frozen=True)
@@ -254,3 +260,56 @@ class GraniteMoeSWA(GraniteSWA, config=GraniteMoeSWAConfig):
 
     expert_names = EXPERT_NAMES
     mlp_names = MLP_NAMES
+
+
+@dataclass(frozen=True, kw_only=True)
+class GraniteMoeHybridConfig(ExpertsConfig):
+    """Reads transformers' `GraniteMoeHybridConfig`.
+
+    Attributes:
+        factors: See `GraniteConfig`.
+        recurrent: The layers of which `kv.states` has a state.
+    """
+
+    model_type = "granitemoehybrid"
+    aliases = {"layer_types": "layers_block_type"}
+    defaults = Defaults(attention_bias=False)
+
+    factors: GraniteFactors
+    recurrent: MambaSpec
+
+    @classmethod
+    def read(cls, fields: Fields) -> GraniteMoeHybridConfig:
+        """Returns what the fields say."""
+        num_layers = fields.integer("num_hidden_layers")
+        types = fields.layer_types(
+            (LINEAR,) * num_layers,
+            kinds=(FULL, LINEAR),
+            older={"attention": FULL, "mamba": LINEAR},
+        )
+        mamba = read_mamba(fields)
+        positions = fields.get("position_embedding_type", None)
+        if positions not in (None, "nope", "rope"):
+            text = f"position_embedding_type = {positions!r} is not one of rope, nope, null"
+            fields.note(RefusedField(text), position_embedding_type="rope")
+        shared_width = fields.integer("shared_intermediate_size", 1024)
+        has_experts = fields.integer("num_local_experts", 8, least=0) > 0
+        return cls.from_fields(
+            fields,
+            kv={"states": tuple(mamba.state if kind == LINEAR else None for kind in types)},
+            intermediate_size=shared_width,
+            rope_by_layer=() if positions == "rope" else (None,) * num_layers,
+            recurrent=mamba,
+            experts=granite_experts(fields, shared_width) if has_experts else None,
+            sparse_layers=(has_experts,) * num_layers,
+            factors=GraniteFactors.read(fields),
+        )
+
+
+class GraniteMoeHybrid(GraniteMoe, config=GraniteMoeHybridConfig):
+    """Granite 4 (IBM, 2025) is Granite with layers of Mamba 2, with experts or without."""
+
+    @classmethod
+    def make_recurrence(cls, config: Any, index: int, layer: Scope) -> nnx.Module:
+        """Returns Mamba 2 of a layer that keeps a state."""
+        return mamba2(config, config.recurrent, index, layer / "mamba")

@@ -2,32 +2,24 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import Any
-
-from flax import nnx
 
 from jaxpage.models.config.config_fields import WrongField
 from jaxpage.models.config.experts import read_experts
 from jaxpage.models.config.fields import NO_ROPE, Fields
 from jaxpage.models.llama import Llama
-from jaxpage.models.parts.attention import grouped_query_attention, norms_of_heads
+from jaxpage.models.parts.attention import norms_of_heads
 from jaxpage.models.parts.decoder_config import DecoderConfig, Defaults, read_head_dim
 from jaxpage.models.parts.experts import ExpertNames, ExpertsConfig
-from jaxpage.models.parts.norms import rms_norm
-from jaxpage.models.parts.scope import Scope
 
 HEAD_NORMS = ("query_layernorm", "key_layernorm")
-EXPERT_NAMES = ExpertNames(
-    router="gate.wg", shared=("shared_mlp", None), in_memory=("mlp", "gate.wg", "")
-)
-
-
 DEFAULTS = Defaults(epsilon=1e-5, attention_bias=False)
 
 
 def replace_alpha(fields: Fields) -> None:
-    """Replaces a "dynamic" rope with `alpha`: a larger base at every length, and no other scaling."""
+    """Replaces a "dynamic" rope with `alpha` by one with a larger base at every length."""
     head_dim = read_head_dim(fields)
     max_length = fields.integer("max_position_embeddings", 2048)
     parameters = fields.rope_parameters(max_length, 10_000.0)
@@ -63,11 +55,9 @@ class HunYuanDenseConfig(DecoderConfig):
 class HunYuanDense(Llama, config=HunYuanDenseConfig):
     """HunYuan, dense (Tencent, 2025), is Llama with norms of queries and keys after rotation."""
 
-    @classmethod
-    def make_attention(cls, config: Any, index: int, at: Scope) -> nnx.Module:
-        """Returns the attention of a layer."""
-        norms = norms_of_heads(config, at, rms_norm, names=HEAD_NORMS, after_rotation=True)
-        return grouped_query_attention(config, index, at, norms=norms)
+    make_head_norms = staticmethod(
+        functools.partial(norms_of_heads, names=HEAD_NORMS, after_rotation=True)
+    )
 
 
 class HunYuanMoeConfig(ExpertsConfig):
@@ -111,4 +101,6 @@ def _one_of(value: Any) -> Any:
 class HunYuanMoe(HunYuanDense, config=HunYuanMoeConfig):
     """HunYuan A13B (Tencent, 2025) has experts in all layers, one of them for all tokens."""
 
-    expert_names = EXPERT_NAMES
+    expert_names = ExpertNames(
+        router="gate.wg", shared=("shared_mlp", None), in_memory=("mlp", "gate.wg", "")
+    )

@@ -16,8 +16,7 @@ from flax import nnx
 from jaxpage.layers.convolution import ConvolutionSpec
 from jaxpage.layers.rope import NO_ROTATION, Rope
 from jaxpage.models.config.config_fields import WrongField
-from jaxpage.models.config.corrected_experts import first_dense
-from jaxpage.models.config.experts import read_experts
+from jaxpage.models.config.experts import first_dense, read_experts
 from jaxpage.models.config.fields import NO_ROPE, Fields
 from jaxpage.models.config.layer_windows import read_windows
 from jaxpage.models.config.proportional_rope import read_rope
@@ -35,15 +34,6 @@ from jaxpage.models.parts.scope import Scope
 FULL = "full_attention"
 SLIDING = "sliding_attention"
 CONVOLUTION = "conv"
-MLP_NAMES = MLPNames("feed_forward", "w1", "w3", "w2", None)
-EXPERT_NAMES = ExpertNames(
-    "feed_forward",
-    "w1",
-    "w3",
-    "w2",
-    correction="expert_bias",
-    in_memory=("feed_forward", "gate", "expert_bias"),
-)
 ROPES: dict[str, dict[str, Any]] = {
     SLIDING: {"rope_type": "default", "rope_theta": 10_000.0},
     FULL: {
@@ -52,8 +42,6 @@ ROPES: dict[str, dict[str, Any]] = {
         "partial_rotary_factor": 0.5,
     },
 }
-
-
 DEFAULTS = Defaults(
     num_kv_heads=8,
     max_length=128_000,
@@ -147,7 +135,7 @@ class Lfm2(Llama, config=Lfm2Config):
     """
 
     names = ModuleNames(norm="embedding_norm")
-    mlp_names = MLP_NAMES
+    mlp_names = MLPNames("feed_forward", "w1", "w3", "w2", None)
 
     @classmethod
     def make_block(cls, config: Any, index: int, at: Scope) -> nnx.Module:
@@ -160,11 +148,9 @@ class Lfm2(Llama, config=Lfm2Config):
         )
 
     @classmethod
-    def make_mixer(cls, config: Any, index: int, layer: Scope) -> nnx.Module:
-        """Returns the convolution of a layer, or its attention."""
-        if config.kv.state_of(index) is not None:
-            return gated_convolution(config.convolution, index, layer / "conv")
-        return cls.make_attention(config, index, layer / "self_attn")
+    def make_recurrence(cls, config: Any, index: int, layer: Scope) -> nnx.Module:
+        """Returns the convolution of a layer."""
+        return gated_convolution(config.convolution, index, layer / "conv")
 
     @classmethod
     def make_attention(cls, config: Any, index: int, at: Scope) -> nnx.Module:
@@ -175,7 +161,7 @@ class Lfm2(Llama, config=Lfm2Config):
             index,
             at,
             names=attention.AttentionNames("out_proj"),
-            norms=attention.norms_of_heads(config, at, rms_norm, names=names),
+            norms=attention.norms_of_heads(config, at, names=names),
         )
 
 
@@ -218,7 +204,14 @@ class Lfm2MoeConfig(Lfm2Config, ExpertsConfig):
 class Lfm2Moe(Lfm2, config=Lfm2MoeConfig):
     """LFM2 with experts (Liquid AI, 2025) is LFM2 with experts in all but the first few layers."""
 
-    expert_names = EXPERT_NAMES
+    expert_names = ExpertNames(
+        "feed_forward",
+        "w1",
+        "w3",
+        "w2",
+        correction="expert_bias",
+        in_memory=("feed_forward", "gate", "expert_bias"),
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -318,5 +311,5 @@ class Lfm3(Lfm2, config=Lfm3Config):
         """Returns the attention of a layer."""
         # Files have the first name, transformers in memory the second one.
         gates = attention.Gates(1, "gate_proj", "g_proj") if config.gated else None
-        norms = attention.norms_of_heads(config, at, rms_norm)
+        norms = attention.norms_of_heads(config, at)
         return attention.grouped_query_attention(config, index, at, norms=norms, gates=gates)

@@ -19,7 +19,7 @@ from jaxpage.layers.attention import Attention, Projections, Scores, Values
 from jaxpage.layers.linear import Part, linear
 from jaxpage.layers.rope import Rope
 from jaxpage.models.config.config_fields import RefusedField, WrongField
-from jaxpage.models.config.corrected_experts import read_corrected_experts, sparse_by_type
+from jaxpage.models.config.experts import read_corrected_experts, sparse_by_type
 from jaxpage.models.config.fields import Fields
 from jaxpage.models.config.layer_windows import refuse_rope_scaling, windows_of
 from jaxpage.models.config.mtp_names import unread_heads

@@ -1,6 +1,8 @@
-"""Mistral (Jiang et al., 2023), Mixtral, which has experts, and Ministral 3 (Mistral AI, 2025).
+"""Mistral (Jiang et al., 2023), Mixtral, Ministral 3 (Mistral AI, 2025) and Mistral 4 (2026).
 
-Mistral is Llama with a sliding window. Ministral 3 scales queries by their positions.
+Mistral is Llama with a sliding window, and Mixtral has experts. Ministral 3 scales queries by their
+positions, and so does Mistral 4, which has the latent attention of DeepSeek and experts that are
+routed by a softmax.
 """
 
 from __future__ import annotations
@@ -13,17 +15,18 @@ from flax import nnx
 
 from jaxpage.layers.attention import Scores
 from jaxpage.models.config.config_fields import RefusedField, WrongField
-from jaxpage.models.config.experts import read_experts
+from jaxpage.models.config.experts import first_dense, read_corrected_experts, read_experts
 from jaxpage.models.config.fields import NO_ROPE, Fields
+from jaxpage.models.deepseek import DeepseekV2, DeepseekV2Config
 from jaxpage.models.llama import Llama
 from jaxpage.models.parts.attention import grouped_query_attention
 from jaxpage.models.parts.decoder_config import DecoderConfig, Defaults
 from jaxpage.models.parts.experts import ExpertNames, ExpertsConfig
+from jaxpage.models.parts.latent import latent_attention, read_latent_decoder
 from jaxpage.models.parts.scope import Scope
 
-EXPERT_NAMES = ExpertNames("block_sparse_moe", "w1", "w3", "w2")
 # The parameters of a config of Ministral 3 that has neither `rope_parameters` nor `rope_scaling`.
-ROPE = {
+MINISTRAL3_ROPE = {
     "rope_type": "yarn",
     "rope_theta": 1_000_000.0,
     "factor": 16.0,
@@ -33,6 +36,10 @@ ROPE = {
     "mscale": 1.0,
     "mscale_all_dim": 1.0,
     "llama_4_scaling_beta": 0.1,
+}
+MISTRAL4_ROPE = {  # The parameters of a config that has neither `rope_parameters` nor `rope_scaling`.
+    **MINISTRAL3_ROPE,
+    **{"rope_theta": 10_000.0, "factor": 128.0, "original_max_position_embeddings": 8192},
 }
 
 
@@ -86,7 +93,7 @@ class MixtralConfig(ExpertsConfig):
 class Mixtral(Llama, config=MixtralConfig):
     """Mixtral (Jiang et al., 2024) is Mistral with experts."""
 
-    expert_names = EXPERT_NAMES
+    expert_names = ExpertNames("block_sparse_moe", "w1", "w3", "w2")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,7 +113,7 @@ class Ministral3Config(DecoderConfig):
     def complete(cls, config: Mapping[str, Any]) -> Mapping[str, Any]:
         """Returns the config with the rotation that it means."""
         is_stated = config.get("rope_parameters") is not None or config.get("rope_scaling")
-        return config if is_stated else {**config, "rope_parameters": ROPE}
+        return config if is_stated else {**config, "rope_parameters": MINISTRAL3_ROPE}
 
     @classmethod
     def read(cls, fields: Fields) -> Ministral3Config:
@@ -155,3 +162,58 @@ class Ministral3(Llama, config=Ministral3Config):
         """Returns the attention of a layer."""
         scores = Scores(temperature_tuning=config.temperature_tuning)
         return grouped_query_attention(config, index, at, scores=scores)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mistral4Config(DeepseekV2Config):
+    """Reads transformers' `Mistral4Config`.
+
+    Attributes:
+        temperature_tuning: How queries are scaled by position; see `Scores`.
+    """
+
+    model_type = "mistral4"
+    aliases = {"n_routed_experts": "num_local_experts"}
+    defaults = Defaults()
+
+    temperature_tuning: tuple[float, int, int] | None
+
+    @classmethod
+    def complete(cls, config: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Returns the config with the rotation that it means."""
+        if config.get("rope_parameters") is None and not config.get("rope_scaling"):
+            return {**config, "rope_parameters": MISTRAL4_ROPE}
+        return config
+
+    @classmethod
+    def read(cls, fields: Fields) -> Mistral4Config:
+        """Returns what the fields say."""
+        max_length = fields.integer("max_position_embeddings", 1_048_576)
+        return cls.from_fields(
+            fields,
+            **read_latent_decoder(
+                fields, max_length=max_length, rank=256, query_rank=1024, plain=64, turns_share=True
+            ),
+            experts=read_corrected_experts(
+                fields,
+                count=128,
+                per_token=4,
+                width=2048,
+                groups=(1, 1),
+                factor=1.0,
+                sigmoid=False,
+                corrected=False,
+            ),
+            sparse_layers=first_dense(fields, 0),
+            temperature_tuning=read_growth(fields, max_length),
+        )
+
+
+class Mistral4(DeepseekV2, config=Mistral4Config):
+    """Mistral 4 (Mistral AI, 2026) has latent attention, experts and queries scaled by position."""
+
+    @classmethod
+    def make_attention(cls, config: Any, index: int, at: Scope) -> nnx.Module:
+        """Returns the attention of a layer."""
+        tuning = config.temperature_tuning
+        return latent_attention(config, config.latent, index, at, temperature_tuning=tuning)

@@ -28,7 +28,6 @@ from jaxpage.models.parts.norms import layer_norm
 from jaxpage.models.parts.scope import Scope
 
 ATTENTION_NAMES = attention.AttentionNames(output="dense")
-EXPERT_NAMES = ExpertNames("block_sparse_moe", "w1", "w3", "w2", in_memory=("mlp", "router", ""))
 MOE_THETA = 1_000_000.0
 OLDER_ROPE_TYPES = {"su": "longrope", "yarn": "longrope"}
 
@@ -191,7 +190,9 @@ class Phimoe(Llama, config=PhimoeConfig):
     """
 
     make_norm = staticmethod(layer_norm)
-    expert_names = EXPERT_NAMES
+    expert_names = ExpertNames(
+        "block_sparse_moe", "w1", "w3", "w2", in_memory=("mlp", "router", "")
+    )
 
     @classmethod
     def has_head_bias(cls, config: Any) -> bool:

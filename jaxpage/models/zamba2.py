@@ -47,7 +47,7 @@ from jaxpage.layers.rope import NO_ROTATION
 from jaxpage.models.base import Hidden, Pages, run_layers
 from jaxpage.models.config.config_fields import RefusedField, WrongField
 from jaxpage.models.config.fields import Fields
-from jaxpage.models.config.mamba_config import read_groups, read_time_steps
+from jaxpage.models.config.recurrent_fields import read_groups, read_time_steps
 from jaxpage.models.parameters.replacing import Path, replace_modules
 from jaxpage.models.parts.attention import grouped_query_attention
 from jaxpage.models.parts.decoder import Decoder, ModuleNames

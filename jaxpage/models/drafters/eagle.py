@@ -171,7 +171,7 @@ def _make_attention(
         at,
         input_bias=spec.input_bias,
         output_bias=spec.output_bias,
-        norms=norms_of_heads(decoder, at, rms_norm) if spec.has_head_norms else HeadNorms(),
+        norms=norms_of_heads(decoder, at) if spec.has_head_norms else HeadNorms(),
         input_width=input_width,
     )
 

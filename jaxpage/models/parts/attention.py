@@ -11,8 +11,9 @@ from flax import nnx
 from jaxpage.layers.attention import Attention, HeadNorms, Projections, Scores, query_key_value
 from jaxpage.layers.linear import Linear, Part, linear
 from jaxpage.layers.norms import HeadNorm, LayerNorm, RMSNorm
-from jaxpage.layers.parameter import parameter, tensor
+from jaxpage.layers.parameter import parameter, stack, tensor
 from jaxpage.models.parts.decoder_config import DecoderConfig
+from jaxpage.models.parts.norms import rms_norm
 from jaxpage.models.parts.projection import projection
 from jaxpage.models.parts.scope import Scope
 
@@ -142,10 +143,15 @@ def _make_gates(
     )
 
 
+def no_head_norms(config: DecoderConfig, at: Scope) -> HeadNorms:
+    """Returns no norms of queries and keys; see `norms_of_heads`."""
+    return HeadNorms()
+
+
 def norms_of_heads(
     config: DecoderConfig,
     at: Scope,
-    make_norm: Callable[..., AnyNorm],
+    make_norm: Callable[..., AnyNorm] = rms_norm,
     *,
     names: tuple[str, str] = ("q_norm", "k_norm"),
     after_rotation: bool = False,
@@ -165,17 +171,41 @@ def norms_of_heads(
     return HeadNorms(query, key, after_rotation=after_rotation)
 
 
-def norms_over_all_heads(
-    config: DecoderConfig, at: Scope, make_norm: Callable[..., AnyNorm]
-) -> HeadNorms:
+def norms_over_all_heads(config: DecoderConfig, at: Scope) -> HeadNorms:
     """Returns norms of queries and keys over all heads together; see `norms_of_heads`."""
     head_dim = config.kv.head_dim
     query_rows = config.num_query_heads * head_dim
     key_rows = config.kv.num_kv_heads * head_dim
     return HeadNorms(
-        make_norm(config, at / "q_norm", width=query_rows, axis="heads"),
-        make_norm(config, at / "k_norm", width=key_rows, axis="kv_heads"),
+        rms_norm(config, at / "q_norm", width=query_rows, axis="heads"),
+        rms_norm(config, at / "k_norm", width=key_rows, axis="kv_heads"),
         over_all_heads=True,
+    )
+
+
+def norms_by_head(config: DecoderConfig, at: Scope, *, apart: bool = False) -> HeadNorms:
+    """Returns norms of queries and keys with a scale for each head.
+
+    Args:
+        config: The config of the model.
+        at: The scope of the attention.
+        apart: True if each head has a tensor of its own (StableLM); False for one tensor of all
+            (Cohere).
+    """
+    head_dim = config.kv.head_dim
+
+    def norm(part: str, num_heads: int, axis: str) -> HeadNorm:
+        if apart:
+            norms = (at / f"{part}_layernorm.norms").name
+            each = [tensor(f"{norms}.{head}.weight", head_dim) for head in range(num_heads)]
+            source = stack(each)
+        else:
+            source = tensor(f"{(at / part).name}_norm.weight", num_heads, head_dim)
+        return HeadNorm(source, axis=axis, epsilon=config.norm_epsilon, dtype=at.dtype)
+
+    num_kv_heads = config.kv.num_kv_heads
+    return HeadNorms(
+        norm("q", config.num_query_heads, "heads"), norm("k", num_kv_heads, "kv_heads")
     )
 
 

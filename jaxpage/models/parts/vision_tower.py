@@ -27,7 +27,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxpage.errors import CheckpointError, UnsupportedError
 from jaxpage.layers.linear import Linear, Part, linear
-from jaxpage.layers.norms import add_and_norm
+from jaxpage.layers.norms import RMSNorm, add_and_norm
 from jaxpage.layers.parameter import Piece, Source, parameter, tensor
 from jaxpage.layers.picture_attention import attend_in_segments, attend_in_windows
 from jaxpage.layers.product import product
@@ -162,6 +162,38 @@ class VisionConfig:
     def num_heads(self) -> int:
         """Returns the number of heads of the encoder."""
         return self.tower.num_heads
+
+
+def read_tower(
+    fields: VisionFields,
+    *,
+    width: int,
+    inner: int,
+    depth: int,
+    num_heads: int,
+    patch_size: int,
+    image_size: int,
+    activation: str,
+    norm_epsilon: float | None = None,
+) -> TowerConfig:
+    """Returns what the fields say that most towers have; the arguments are defaults of fields.
+
+    `norm_epsilon` is that of a tower without a field for it.
+    """
+    fields.config.setdefault("hidden_size", width)
+    fields.config.setdefault("num_attention_heads", num_heads)
+    return TowerConfig(
+        hidden_size=fields.integer("hidden_size"),
+        intermediate_size=fields.integer("intermediate_size", inner),
+        num_layers=fields.integer("num_hidden_layers", depth),
+        num_heads=fields.integer("num_attention_heads"),
+        head_dim=fields.divide("hidden_size", "num_attention_heads"),
+        num_channels=fields.integer("num_channels", 3),
+        patch_size=fields.side("patch_size", patch_size),
+        image_size=fields.side("image_size", image_size),
+        norm_epsilon=norm_epsilon or fields.number("layer_norm_eps", 1e-6),
+        activation=fields.activation("hidden_act", activation),
+    )
 
 
 def check_blocks(fields: VisionFields, tower: TowerConfig, block: int) -> None:
@@ -351,6 +383,12 @@ def fuse_projections(num_in: int, at: Scope, name: str, each: Sequence[int]) -> 
     return linear(num_in, *parts, fused=fused, input_axis=None, bias=True, dtype=at.dtype)
 
 
+def tower_norm(width: int, at: Scope | None, epsilon: float) -> RMSNorm:
+    """Returns an RMS norm that every device has; without a scale if there is no scope."""
+    name, dtype = (None, "float32") if at is None else (at.name, at.dtype)
+    return RMSNorm(width, name=name, epsilon=epsilon, axis=None, dtype=dtype)
+
+
 class PictureBlock(nnx.Module):
     """Computes `y = x + attention(norm(x))`, then `y + mlp(norm(y))`."""
 
@@ -394,3 +432,8 @@ class VisionTower(nnx.Module):
     def __init__(self, config: Any, *, dtype: DTypeLike):
         self.config = config
         self.dtype = dtype
+
+    @staticmethod
+    def input_shapes(spec: Any, size: int) -> dict[str, jax.ShapeDtypeStruct]:
+        """Returns the shapes and types of the inputs of one size."""
+        return placed_patch_shapes(spec.tower.patch_width, size)

@@ -1,12 +1,13 @@
-"""Reads what configs say of layers of Mamba and of Mamba 2."""
+"""Reads what configs say of recurrent layers: Mamba, Mamba 2 and the gated delta rule."""
 
 from __future__ import annotations
 
 import math
 from typing import Any
 
+from jaxpage.layers.delta_net import DeltaWidths
 from jaxpage.layers.mamba import MambaSpec
-from jaxpage.models.config.config_fields import WrongField
+from jaxpage.models.config.config_fields import RefusedField, WrongField
 from jaxpage.models.config.fields import Fields
 
 # The forms in which files say that there is no largest time step.
@@ -87,3 +88,19 @@ def read_rank(fields: Fields, name: str) -> int:
     if fields.get(name, "auto") == "auto":
         return -(-fields.integer("hidden_size") // 16)
     return fields.integer(name, 1)
+
+
+def check_heads(fields: Fields, widths: DeltaWidths) -> None:
+    """Notes an error if the number of key heads does not divide that of value heads."""
+    if widths.value_heads % widths.key_heads:
+        error = WrongField(
+            f"linear_num_key_heads = {widths.key_heads} must divide linear_num_value_heads = {widths.value_heads}"
+        )
+        fields.note(error, linear_num_key_heads=1, linear_num_value_heads=1)
+
+
+def check_activation(fields: Fields) -> None:
+    """Refuses a `hidden_act` other than silu, which the convolutions have."""
+    if (activation := fields.get("hidden_act", "silu")) != "silu":
+        text = f"hidden_act = {activation!r} is not supported: the convolution of linear attention has silu"
+        fields.note(RefusedField(text), hidden_act="silu")
