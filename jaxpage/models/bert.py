@@ -7,6 +7,7 @@ half, rotations, gates, and windows to both sides.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -18,6 +19,7 @@ from jaxpage.layers.attention import query_key_value
 from jaxpage.layers.embedding import Embedding
 from jaxpage.models.config.config_fields import WrongField
 from jaxpage.models.config.fields import Fields
+from jaxpage.models.parts.block import Block
 from jaxpage.models.parts.decoder_config import read_head_dim
 from jaxpage.models.parts.encoder import (
     DISTANCE_BUCKETS,
@@ -25,7 +27,6 @@ from jaxpage.models.parts.encoder import (
     EncoderConfig,
     HeadPooling,
     PostNormBlock,
-    PreNormBlock,
     ScoreHead,
     attention_both_ways,
     read_encoder,
@@ -385,7 +386,7 @@ class ModernBert(Encoder, config=ModernBertConfig):
         return layer_norm(config, at / "final_norm", bias=config.norm_bias)
 
     @classmethod
-    def make_block(cls, config: Any, index: int, at: Scope) -> PreNormBlock:
+    def make_block(cls, config: Any, index: int, at: Scope) -> Block:
         """Returns a layer; the first one has no norm before its attention."""
         width = config.hidden_size
         bias = config.attention_bias
@@ -395,11 +396,12 @@ class ModernBert(Encoder, config=ModernBertConfig):
         )
         output = projection(width, attention, ("Wo", width), axes=("heads", "embed"), bias=bias)
         names = MLPNames("mlp", None, None, "Wo", "Wi")
-        return PreNormBlock(
-            attention_both_ways(config, index, inputs, output),
-            layer_norm(config, at / "attn_norm", bias=config.norm_bias) if index else None,
-            gated_mlp(config, at / "mlp", names=names),
-            layer_norm(config, at / "mlp_norm", bias=config.norm_bias),
+        norm = functools.partial(layer_norm, bias=config.norm_bias)
+        return Block(
+            attention_norm=norm(config, at / "attn_norm") if index else None,
+            attention=attention_both_ways(config, index, inputs, output),
+            mlp_norm=norm(config, at / "mlp_norm"),
+            mlp=gated_mlp(config, at / "mlp", names=names),
         )
 
     @classmethod

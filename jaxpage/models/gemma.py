@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -33,7 +33,7 @@ from jaxpage.models.parts.block import Block
 from jaxpage.models.parts.decoder import cap_logits
 from jaxpage.models.parts.decoder_config import DecoderConfig, Defaults
 from jaxpage.models.parts.mlp import gated_mlp
-from jaxpage.models.parts.norms import rms_norm
+from jaxpage.models.parts.norms import Norm, rms_norm
 from jaxpage.models.parts.projection import projection
 from jaxpage.models.parts.scope import Scope
 
@@ -95,7 +95,7 @@ class GemmaConfig(DecoderConfig):
 class Gemma(Llama, config=GemmaConfig):
     """Gemma 1 (Gemma Team, 2024) is Llama with wide heads, scaled embeddings and GELU."""
 
-    make_norm = staticmethod(gemma_norm)
+    make_norm: ClassVar[Callable[..., Norm]] = staticmethod(gemma_norm)
 
     def embed_tokens(self, token_ids_T: jax.Array) -> jax.Array:
         """Returns what vectors may take the place of."""
@@ -303,7 +303,9 @@ def find_shared_layers(fields: Fields, types: tuple[str, ...], default: int) -> 
     first = len(types) - fields.integer("num_kv_shared_layers", default, least=0)
     types_with_pages = types[: max(0, first)]
     if missing := {*types[len(types_with_pages) :]} - {*types_with_pages}:
-        text = f"num_kv_shared_layers leaves no layer of type {', '.join(sorted(missing))} with keys"
+        text = (
+            f"num_kv_shared_layers leaves no layer of type {', '.join(sorted(missing))} with keys"
+        )
         fields.note(WrongField(text), num_kv_shared_layers=0)
         return tuple(range(len(types)))
     last = {kind: place for place, kind in enumerate(types_with_pages)}

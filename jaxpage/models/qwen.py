@@ -11,12 +11,13 @@ gives gates of the heads' outputs as well.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from flax import nnx
 
+from jaxpage.layers.attention import HeadNorms
 from jaxpage.layers.delta_net import DeltaWidths
 from jaxpage.layers.experts import ExpertsSpec
 from jaxpage.models.config.config_fields import RefusedField
@@ -100,7 +101,7 @@ class Qwen3Config(DecoderConfig):
 class Qwen3(Llama, config=Qwen3Config):
     """Qwen3, dense (Yang et al., 2025), has norms of queries and keys in place of biases."""
 
-    make_head_norms = staticmethod(norms_of_heads)
+    make_head_norms: ClassVar[Callable[..., HeadNorms]] = staticmethod(norms_of_heads)
 
 
 class Qwen2MoeConfig(ExpertsConfig):

@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -32,6 +32,7 @@ from jaxpage.layers.parameter import Piece, Source, parameter, tensor
 from jaxpage.layers.picture_attention import attend_in_segments, attend_in_windows
 from jaxpage.layers.product import product
 from jaxpage.layers.rope import Angles
+from jaxpage.models.base import FamilyModule
 from jaxpage.models.config.config_fields import FieldError, RefusedField, WrongField
 from jaxpage.models.config.fields import Fields, text_part
 from jaxpage.models.parts.projection import projection
@@ -410,24 +411,11 @@ class PictureBlock(nnx.Module):
         return y_PD + fed_PD
 
 
-class VisionTower(nnx.Module):
-    """Computes an encoder. The class is the family, as that of a `Decoder` is; see `VisionFamily`.
+class VisionTower(FamilyModule):
+    """Computes an encoder of pictures; see `VisionFamily`.
 
     class SmolVLMVision(VisionTower, config=SmolVLMVisionConfig): ...
     """
-
-    Spec: ClassVar[Any]
-    Model: ClassVar[Any]
-    prefix: ClassVar[str | tuple[str, ...]] = "model."
-    ignored: ClassVar[tuple[str, ...]] = ()
-    older_names: ClassVar[tuple[tuple[str, tuple[str, ...]], ...]] = ()
-
-    def __init_subclass__(cls, config: type[VisionConfig] | None = None, **options: Any) -> None:
-        """Makes the class a family: its model is the class itself, its spec a config."""
-        super().__init_subclass__(**options)
-        cls.Model = cls
-        if config is not None:
-            cls.Spec = config
 
     def __init__(self, config: Any, *, dtype: DTypeLike):
         self.config = config
