@@ -135,17 +135,8 @@ class Lfm2(Llama, config=Lfm2Config):
     """
 
     names = ModuleNames(norm="embedding_norm")
+    norm_names = ("operator_norm", "ffn_norm")
     mlp_names = MLPNames("feed_forward", "w1", "w3", "w2", None)
-
-    @classmethod
-    def make_block(cls, config: Any, index: int, at: Scope) -> nnx.Module:
-        """Returns a layer."""
-        return Block(
-            attention_norm=rms_norm(config, at / "operator_norm"),
-            attention=cls.make_mixer(config, index, at),
-            mlp_norm=rms_norm(config, at / "ffn_norm"),
-            mlp=cls.make_mlp(config, index, at),
-        )
 
     @classmethod
     def make_recurrence(cls, config: Any, index: int, layer: Scope) -> nnx.Module:

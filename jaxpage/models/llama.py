@@ -35,7 +35,7 @@ from jaxpage.models.parts.decoder import Decoder, cap_logits
 from jaxpage.models.parts.decoder_config import DecoderConfig, Defaults, read_head_dim
 from jaxpage.models.parts.experts import PLAIN_NAMES, ExpertNames, ExpertsConfig, mlp_or_experts
 from jaxpage.models.parts.mlp import LLAMA_NAMES, MLPNames, gated_mlp, plain_mlp
-from jaxpage.models.parts.norms import rms_norm, unscaled_rms_norm
+from jaxpage.models.parts.norms import unscaled_rms_norm
 from jaxpage.models.parts.scope import Scope
 
 CHUNKED = "chunked_attention"
@@ -72,6 +72,8 @@ class Llama(Decoder, config=LlamaConfig):
     Many families differ from it in one of these methods alone, or in these attributes.
     """
 
+    # The norms before the two halves of a layer.
+    norm_names: ClassVar[tuple[str, str]] = ("input_layernorm", "post_attention_layernorm")
     mlp_names: ClassVar[MLPNames] = LLAMA_NAMES
     expert_names: ClassVar[ExpertNames] = PLAIN_NAMES
     # Returns the norms of queries and keys, of a config and the scope of attention.
@@ -82,10 +84,11 @@ class Llama(Decoder, config=LlamaConfig):
     @classmethod
     def make_block(cls, config: Any, index: int, at: Scope) -> nnx.Module:
         """Returns a layer."""
+        attention_norm, mlp_norm = cls.norm_names
         return Block(
-            attention_norm=cls.make_norm(config, at / "input_layernorm"),
+            attention_norm=cls.make_norm(config, at / attention_norm),
             attention=cls.make_mixer(config, index, at),
-            mlp_norm=cls.make_norm(config, at / "post_attention_layernorm"),
+            mlp_norm=cls.make_norm(config, at / mlp_norm),
             mlp=cls.make_mlp(config, index, at),
         )
 
@@ -362,26 +365,20 @@ class ApertusConfig(DecoderConfig):
         return cls.from_fields(fields, xielu=learned)
 
 
-class Apertus(Decoder, config=ApertusConfig):
+class Apertus(Llama, config=ApertusConfig):
     """Apertus (Swiss AI, 2025) has a learned activation function, and norms of queries and keys."""
 
     # Files may have the two constants of the activation function, which are the same in all layers.
-    ignored = (*Decoder.ignored, "*.act_fn.beta", "*.act_fn.eps")
+    ignored = (*Llama.ignored, "*.act_fn.beta", "*.act_fn.eps")
+    norm_names = ("attention_layernorm", "feedforward_layernorm")
+    make_head_norms = staticmethod(norms_of_heads)
 
     @classmethod
-    def make_block(cls, config: Any, index: int, at: Scope) -> nnx.Module:
-        """Returns a layer."""
-        attention = at / "self_attn"
-        mlp = at / "mlp"
-        learned = XIELU(name=f"{mlp.name}.act_fn", dtype=at.dtype) if config.xielu else None
-        return Block(
-            attention_norm=rms_norm(config, at / "attention_layernorm"),
-            attention=grouped_query_attention(
-                config, index, attention, norms=norms_of_heads(config, attention)
-            ),
-            mlp_norm=rms_norm(config, at / "feedforward_layernorm"),
-            mlp=plain_mlp(config, mlp, "up_proj", "down_proj", activation=learned),
-        )
+    def make_mlp(cls, config: Any, index: int, layer: Scope) -> nnx.Module:
+        """Returns the feed-forward half of a layer."""
+        at = layer / "mlp"
+        learned = XIELU(name=f"{at.name}.act_fn", dtype=at.dtype) if config.xielu else None
+        return plain_mlp(config, at, "up_proj", "down_proj", activation=learned)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,17 +21,16 @@ from jaxpage.models.config.config_fields import WrongField
 from jaxpage.models.config.experts import read_experts
 from jaxpage.models.config.fields import Fields, without
 from jaxpage.models.config.recurrent_fields import (
-    read_groups,
     read_mamba,
+    read_mamba2,
     read_rank,
-    read_time_steps,
 )
 from jaxpage.models.llama import Llama
-from jaxpage.models.parts.block import Block, HalfBlock
+from jaxpage.models.parts.block import HalfBlock
 from jaxpage.models.parts.decoder import Decoder, ModuleNames
 from jaxpage.models.parts.decoder_config import DecoderConfig, Defaults
 from jaxpage.models.parts.experts import ExpertNames, ExpertsConfig
-from jaxpage.models.parts.mlp import MLPNames, gated_mlp
+from jaxpage.models.parts.mlp import MLPNames
 from jaxpage.models.parts.norms import rms_norm
 from jaxpage.models.parts.recurrences import cache_of_states, mamba1, mamba2
 from jaxpage.models.parts.scope import Scope
@@ -170,19 +169,7 @@ def _read_mamba2(fields: Fields) -> MambaSpec:
     if heads * head != inner:
         text = f"num_heads = {heads} times head_dim = {head} must be expand * hidden_size = {inner}"
         fields.note(WrongField(text), num_heads=heads, head_dim=head)
-    bias = fields.flag("use_bias", False)
-    return MambaSpec(
-        heads=heads,
-        head=head,
-        groups=read_groups(fields, ("n_groups", 8), num_heads=heads),
-        vector=fields.integer("state_size", 128),
-        kernel=fields.integer("conv_kernel", 4),
-        activation=fields.activation("hidden_act", "silu"),
-        time_steps=read_time_steps(fields),
-        convolution_bias=fields.flag("use_conv_bias", True),
-        input_bias=bias,
-        output_bias=bias,
-    )
+    return read_mamba2(fields, "num_heads", "head_dim", "state_size", "hidden_act")
 
 
 class Mamba2Decoder(Mamba, config=Mamba2Config):
@@ -280,20 +267,11 @@ class Jamba(Llama, config=JambaConfig):
     """Jamba (AI21, 2024) has Mamba in most layers, attention in the others, and experts in some."""
 
     names = ModuleNames(norm="final_layernorm")
+    norm_names = ("input_layernorm", "pre_ff_layernorm")
     mlp_names = MLPNames("feed_forward")
     expert_names = ExpertNames(
         "feed_forward", router="router", in_memory=("feed_forward", "router", "")
     )
-
-    @classmethod
-    def make_block(cls, config: Any, index: int, at: Scope) -> nnx.Module:
-        """Returns a layer."""
-        return Block(
-            attention_norm=rms_norm(config, at / "input_layernorm"),
-            attention=cls.make_mixer(config, index, at),
-            mlp_norm=rms_norm(config, at / "pre_ff_layernorm"),
-            mlp=cls.make_mlp(config, index, at),
-        )
 
     @classmethod
     def make_recurrence(cls, config: Any, index: int, layer: Scope) -> nnx.Module:
@@ -349,16 +327,8 @@ class Bamba(Llama, config=BambaConfig):
     """Bamba (IBM, Princeton and UIUC, 2024) has Mamba 2 in most layers, attention in the others."""
 
     names = ModuleNames(norm="final_layernorm")
-
-    @classmethod
-    def make_block(cls, config: Any, index: int, at: Scope) -> nnx.Module:
-        """Returns a layer."""
-        return Block(
-            attention_norm=rms_norm(config, at / "input_layernorm"),
-            attention=cls.make_mixer(config, index, at),
-            mlp_norm=rms_norm(config, at / "pre_ff_layernorm"),
-            mlp=gated_mlp(config, at / "feed_forward"),
-        )
+    norm_names = ("input_layernorm", "pre_ff_layernorm")
+    mlp_names = MLPNames("feed_forward")
 
     @classmethod
     def make_recurrence(cls, config: Any, index: int, layer: Scope) -> nnx.Module:

@@ -20,7 +20,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from flax import nnx
@@ -33,7 +33,7 @@ from jaxpage.models.config.config_fields import RefusedField, WrongField
 from jaxpage.models.config.experts import read_corrected_experts
 from jaxpage.models.config.fields import Fields
 from jaxpage.models.config.mtp_names import counts_heads, unread_heads
-from jaxpage.models.config.recurrent_fields import read_groups, read_time_steps
+from jaxpage.models.config.recurrent_fields import read_mamba2
 from jaxpage.models.llama import Llama
 from jaxpage.models.parts.attention import grouped_query_attention
 from jaxpage.models.parts.block import HalfBlock
@@ -161,7 +161,9 @@ class NemotronHConfig(ExpertsConfig):
         if fields.flag("tie_word_embeddings", False):
             text = "tie_word_embeddings = true is not supported for this family: transformers ties nothing"
             fields.note(RefusedField(text), tie_word_embeddings=False)
-        mamba = _read_mamba(fields)
+        names = ("mamba_num_heads", "mamba_head_dim", "ssm_state_size", "mamba_hidden_act")
+        # Time steps as in NVIDIA's own code and vLLM; transformers begins at time_step_min.
+        mamba = read_mamba2(fields, *names)
         states = [
             mamba.state if kind == LINEAR else None for kind in types if kind not in WITHOUT_PAGES
         ]
@@ -222,24 +224,6 @@ def _layer_types(fields: Fields) -> tuple[str, ...]:
     else:
         return tuple(types)
     return (FULL,)
-
-
-def _read_mamba(fields: Fields) -> MambaSpec:
-    heads = fields.integer("mamba_num_heads", 128)
-    bias = fields.flag("use_bias", False)
-    return MambaSpec(
-        heads=heads,
-        head=fields.integer("mamba_head_dim", 64),
-        groups=read_groups(fields, ("n_groups", 8), mamba_num_heads=heads),
-        vector=fields.integer("ssm_state_size", 128),
-        kernel=fields.integer("conv_kernel", 4),
-        activation=fields.activation("mamba_hidden_act", "silu"),
-        # As in NVIDIA's own code, mlx-lm and vLLM; transformers has (time_step_min, infinity).
-        time_steps=read_time_steps(fields),
-        convolution_bias=fields.flag("use_conv_bias", True),
-        input_bias=bias,
-        output_bias=bias,
-    )
 
 
 class NemotronH(Decoder, config=NemotronHConfig):
@@ -450,8 +434,7 @@ class DeciLM(Llama, config=DeciLMConfig):
     @classmethod
     def make_attention(cls, config: Any, index: int, at: Scope) -> nnx.Module:
         """Returns the attention of a layer."""
-        kv = replace(config.kv, num_kv_heads=config.halves[index].num_kv_heads)
-        return grouped_query_attention(replace(config, kv=kv), config.layer_places[index], at)
+        return grouped_query_attention(config, config.layer_places[index], at)
 
     @classmethod
     def make_mlp(cls, config: Any, index: int, layer: Scope) -> nnx.Module:

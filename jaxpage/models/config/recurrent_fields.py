@@ -48,6 +48,24 @@ def read_mamba(fields: Fields, inner: int | None = None, **more: Any) -> MambaSp
     )
 
 
+def read_mamba2(fields: Fields, heads: str, head: str, vector: str, activation: str) -> MambaSpec:
+    """Reads the fields that Mamba 2 and Nemotron-H have; the arguments name those that differ."""
+    count = fields.integer(heads, 128)
+    bias = fields.flag("use_bias", False)
+    return MambaSpec(
+        heads=count,
+        head=fields.integer(head, 64),
+        groups=read_groups(fields, ("n_groups", 8), **{heads: count}),
+        vector=fields.integer(vector, 128),
+        kernel=fields.integer("conv_kernel", 4),
+        activation=fields.activation(activation, "silu"),
+        time_steps=read_time_steps(fields),
+        convolution_bias=fields.flag("use_conv_bias", True),
+        input_bias=bias,
+        output_bias=bias,
+    )
+
+
 def read_groups(fields: Fields, name: tuple[str, int], **heads: int) -> int:
     """Reads the number of groups of heads, which must divide that of heads.
 

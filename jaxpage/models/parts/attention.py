@@ -86,8 +86,7 @@ def grouped_query_attention(
         input_width: The width of the input; None for that of the model.
     """
     width = config.hidden_size
-    num_kv_heads = config.kv.num_kv_heads
-    head_dim = config.kv.head_dim
+    num_kv_heads, head_dim = config.kv.heads_of(index)
     query_rows = config.num_query_heads * head_dim
     # With one head the fused product is as others are: all queries, the key, the value.
     is_grouped = names.fused is not None and names.in_groups and num_kv_heads > 1
