@@ -275,10 +275,8 @@ class Dots1Config(ExpertsConfig):
                 count=REQUIRED,
                 per_token=REQUIRED,
                 width=1408,
-                groups=(1, 1),
-                factor=1.0,
                 normalized=False,
-                shared=REQUIRED,
+                shared=("n_shared_experts", REQUIRED),
             ),
             sparse_layers=first_dense(fields, 0),
         )
@@ -309,9 +307,7 @@ class SolarOpenConfig(ExpertsConfig):
         """Returns what the fields say."""
         # Published files have these fields; transformers' class does not.
         fields.only(first_k_dense_replace=0, use_qk_norm=False)
-        experts = read_corrected_experts(
-            fields, count=128, per_token=8, width=1280, groups=(1, 1), factor=1.0
-        )
+        experts = read_corrected_experts(fields, count=128, per_token=8, width=1280)
         return cls.from_fields(
             fields,
             intermediate_size=experts.width,  # No layer is dense.
@@ -388,7 +384,6 @@ class KimiLinearConfig(ExpertsConfig):
                 count_field="num_local_experts",
                 per_token=8,
                 width=1024,
-                groups=(1, 1),
                 factor=2.446,
             ),
             sparse_layers=sparse_by_type(fields, first_dense(fields, 1)),

@@ -86,11 +86,10 @@ class ExaoneMoeConfig(ExpertsConfig):
             experts=read_corrected_experts(
                 fields,
                 count_field="num_experts",
-                shared_field="num_shared_experts",
+                shared=("num_shared_experts", 1),
                 count=64,
                 per_token=8,
                 width=1024,
-                groups=(1, 1),
                 factor=2.5,
             ),
             sparse_layers=sparse_by_type(fields, first_dense(fields, 1)),

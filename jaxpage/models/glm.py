@@ -98,9 +98,7 @@ class Glm4MoeConfig(ExpertsConfig):
         return cls.from_fields(
             fields,
             has_head_norms=fields.flag("use_qk_norm", False),
-            experts=read_corrected_experts(
-                fields, count=128, per_token=8, width=1408, groups=(1, 1), factor=1.0
-            ),
+            experts=read_corrected_experts(fields, count=128, per_token=8, width=1408),
             sparse_layers=first_dense(fields, 1),
             draft_heads=read_numbered_names(fields),
         )
@@ -134,9 +132,7 @@ class Glm4MoeLiteConfig(DeepseekV2Config):
         return cls.from_fields(
             fields,
             **read_latent_decoder(fields, max_length=202_752, query_rank=768, plain=192, value=256),
-            experts=read_corrected_experts(
-                fields, count=64, per_token=4, width=1536, groups=(1, 1), factor=1.8
-            ),
+            experts=read_corrected_experts(fields, count=64, per_token=4, width=1536, factor=1.8),
             sparse_layers=sparse_by_type(fields, (False, *(True,) * (num_layers - 1))),
             draft_heads=read_numbered_names(fields),
         )
@@ -168,9 +164,7 @@ class GlmMoeDsaConfig(DeepseekV2Config):
             **read_indexed_decoder(
                 fields, max_length=202_752, query_rank=2048, plain=192, value=256
             ),
-            experts=read_corrected_experts(
-                fields, count=256, per_token=8, width=2048, groups=(1, 1), factor=2.5
-            ),
+            experts=read_corrected_experts(fields, count=256, per_token=8, width=2048, factor=2.5),
             sparse_layers=sparse_by_type(fields, first_dense(fields, 3)),
             draft_heads=read_numbered_names(fields, INDEXER),
         )

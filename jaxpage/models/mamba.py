@@ -20,11 +20,7 @@ from jaxpage.layers.mamba1 import Mamba1Spec
 from jaxpage.models.config.config_fields import WrongField
 from jaxpage.models.config.experts import read_experts
 from jaxpage.models.config.fields import Fields, without
-from jaxpage.models.config.recurrent_fields import (
-    read_mamba,
-    read_mamba2,
-    read_rank,
-)
+from jaxpage.models.config.recurrent_fields import read_mamba, read_mamba2, read_rank
 from jaxpage.models.llama import Llama
 from jaxpage.models.parts.block import HalfBlock
 from jaxpage.models.parts.decoder import Decoder, ModuleNames

@@ -80,12 +80,10 @@ class MiMoV2FlashConfig(ExpertsConfig):
             rope_by_layer=tuple(ropes[kind] for kind in types),
             experts=read_corrected_experts(
                 fields,
-                shared_field=None,
+                shared=None,
                 count=256,
                 per_token=8,
                 width=2048,
-                groups=(1, 1),
-                factor=1.0,
             ),
             sparse_layers=sparse,
             draft_heads=unread_heads(fields, "model.mtp."),

@@ -199,8 +199,6 @@ class Mistral4Config(DeepseekV2Config):
                 count=128,
                 per_token=4,
                 width=2048,
-                groups=(1, 1),
-                factor=1.0,
                 sigmoid=False,
                 corrected=False,
             ),

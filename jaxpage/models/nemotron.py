@@ -188,9 +188,7 @@ def _read_experts(fields: Fields) -> ExpertsSpec:
         count=8,
         per_token=2,
         width=7688,
-        groups=(1, 1),
-        factor=1.0,
-        shared_field=None,
+        shared=None,
         more={
             "shared_width": fields.integer("moe_shared_expert_intermediate_size", 7688),
             "has_gates": False,

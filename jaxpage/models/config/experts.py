@@ -99,19 +99,18 @@ def read_corrected_experts(
     count: Any,
     per_token: Any,
     width: int,
-    groups: tuple[int, int],
-    factor: float,
+    groups: tuple[int, int] = (1, 1),
+    factor: float = 1.0,
     normalized: bool = True,
-    shared: Any = 1,
+    shared: tuple[str, Any] | None = ("n_shared_experts", 1),
     count_field: str = "n_routed_experts",
-    shared_field: str | None = "n_shared_experts",
     more: Mapping[str, Any] | None = None,
     **routing: Any,
 ) -> ExpertsSpec:
     """Returns the experts of a family whose scores are sigmoids with corrections by default.
 
-    `count_field` and `shared_field` name the fields with the numbers of experts and of shared ones;
-    `shared_field` is None if there are no shared experts. `more` has further fields of
+    `count_field` names the field with the number of experts; `shared` is the field with that of
+    shared ones, and its default, or None if there are none. `more` has further fields of
     `ExpertsSpec`, `routing` fields of `Routing` that differ. The other arguments are the family's
     defaults of fields.
     """
@@ -131,8 +130,7 @@ def read_corrected_experts(
             **routing,
         },
         **{
-            "shared_width": shared_field
-            and fields.integer(*named_width) * fields.integer(shared_field, shared),
+            "shared_width": shared and fields.integer(*named_width) * fields.integer(*shared),
             **(more or {}),
         },
     )

@@ -60,7 +60,6 @@ def grouped_query_attention(
     at: Scope,
     *,
     names: AttentionNames = LLAMA,
-    input_bias: bool | None = None,
     output_bias: bool | None = None,
     norms: HeadNorms = HeadNorms(),
     scores: Scores = Scores(),
@@ -76,9 +75,8 @@ def grouped_query_attention(
         index: The number of the layer.
         at: The scope of the attention.
         names: The names of its products.
-        input_bias: True if the products for queries, keys and values have biases; None for
-            `attention_bias` of the config.
-        output_bias: True if the product for the output has a bias; None like `input_bias`.
+        output_bias: True if the product for the output has a bias; None if it is like those for
+            queries, keys and values, which `attention_bias` of the config says.
         norms: The norms of queries and keys.
         scores: How scores are made; the window is that of the config.
         gates: The gates of the heads' outputs; None if there are none.
@@ -98,7 +96,7 @@ def grouped_query_attention(
         name=at.name,
         fused=names.fused,
         is_grouped=is_grouped,
-        bias=config.attention_bias if input_bias is None else input_bias,
+        bias=config.attention_bias,
         dtype=at.dtype,
     )
     output = projection(
