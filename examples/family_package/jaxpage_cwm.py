@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxpage.models.config.fields import Fields
-from jaxpage.models.config.layer_windows import windows_of
+from jaxpage.models.config.layer_windows import read_windows
 from jaxpage.models.llama import Llama
-from jaxpage.models.parts.decoder_config import DecoderConfig, key_value_heads, read_common
+from jaxpage.models.parts.decoder_config import DecoderConfig, Defaults
 
 ROPE = {
     **{"rope_type": "llama3", "rope_theta": 1_000_000.0, "factor": 16.0},
@@ -20,6 +20,9 @@ class CwmConfig(DecoderConfig):
     """Reads transformers' `CwmConfig`. Dropout and `pretraining_tp` mean nothing here."""
 
     model_type = "cwm"
+    defaults = Defaults(
+        num_kv_heads=8, head_dim=128, max_length=131_072, epsilon=1e-5, mlp_bias=False
+    )
 
     @classmethod
     def complete(cls, config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -34,18 +37,7 @@ class CwmConfig(DecoderConfig):
         types = fields.layer_types(
             ["sliding_attention" if layer % 4 else "full_attention" for layer in layers]
         )
-        window = fields.optional_integer("sliding_window", 8192)
-        return cls(
-            **read_common(
-                fields,
-                num_kv_heads=key_value_heads(fields, 8),
-                head_dim=fields.integer("head_dim", 128),
-                max_position_embeddings=fields.integer("max_position_embeddings", 131_072),
-                sliding_windows=windows_of(fields, types, window),
-                epsilon=("rms_norm_eps", 1e-5),
-            ),
-            mlp_bias=fields.flag("mlp_bias", False),
-        )
+        return cls.from_fields(fields, sliding_windows=read_windows(fields, types, 8192))
 
 
 class Cwm(Llama, config=CwmConfig):

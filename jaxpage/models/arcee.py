@@ -1,15 +1,29 @@
-"""Arcee (AFM-4.5B, 2025) is Llama with a feed-forward half without gates, of squared ReLU."""
+"""AFM-4.5B and Trinity (Arcee AI, 2025).
+
+AFM is Llama with a feed-forward half without gates. Trinity has gated attention, four norms in a
+layer, and sigmoid routing; layers with windows rotate, and the others have no positions.
+"""
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass
 from typing import Any
 
+import jax
 from flax import nnx
 
+from jaxpage.layers.experts import ExpertsSpec
+from jaxpage.models.config.experts import first_dense, read_experts
 from jaxpage.models.config.fields import Fields
+from jaxpage.models.config.layer_windows import layer_types, read_windows, slides
 from jaxpage.models.llama import Llama
-from jaxpage.models.parts.decoder_config import DecoderConfig, key_value_heads, read_common
+from jaxpage.models.parts.attention import Gates, grouped_query_attention, norms_of_heads
+from jaxpage.models.parts.block import Block
+from jaxpage.models.parts.decoder_config import DecoderConfig, Defaults
+from jaxpage.models.parts.experts import ExpertNames, ExpertsConfig
 from jaxpage.models.parts.mlp import plain_mlp
+from jaxpage.models.parts.norms import rms_norm
 from jaxpage.models.parts.scope import Scope
 
 
@@ -17,21 +31,9 @@ class ArceeConfig(DecoderConfig):
     """Reads transformers' `ArceeConfig`."""
 
     model_type = "arcee"
-
-    @classmethod
-    def read(cls, fields: Fields) -> ArceeConfig:
-        """Returns what the fields say."""
-        return cls(
-            **read_common(
-                fields,
-                num_kv_heads=key_value_heads(fields, None),
-                max_position_embeddings=fields.integer("max_position_embeddings", 4096),
-                epsilon=("rms_norm_eps", 1e-5),
-                activation=("hidden_act", "relu2"),
-            ),
-            attention_bias=fields.flag("attention_bias", False),
-            mlp_bias=fields.flag("mlp_bias", False),
-        )
+    defaults = Defaults(
+        max_length=4096, epsilon=1e-5, activation="relu2", attention_bias=False, mlp_bias=False
+    )
 
 
 class Arcee(Llama, config=ArceeConfig):
@@ -41,3 +43,82 @@ class Arcee(Llama, config=ArceeConfig):
     def make_mlp(cls, config: Any, index: int, layer: Scope) -> nnx.Module:
         """Returns the feed-forward half of a layer."""
         return plain_mlp(config, layer / "mlp", "up_proj", "down_proj")
+
+
+@dataclass(frozen=True, kw_only=True)
+class AfmoeConfig(ExpertsConfig):
+    """Reads transformers' `AfmoeConfig`.
+
+    Attributes:
+        embedding_scale: The factor of embeddings.
+    """
+
+    model_type = "afmoe"
+    defaults = Defaults(head_dim=128, max_length=16_384, epsilon=1e-5, attention_bias=False)
+
+    embedding_scale: float
+
+    @classmethod
+    def read(cls, fields: Fields) -> AfmoeConfig:
+        """Returns what the fields say."""
+        types = layer_types(fields, fields.integer("global_attn_every_n_layers", 4))
+        is_scaled = fields.flag("mup_enabled", False)
+        return cls.from_fields(
+            fields,
+            sliding_windows=read_windows(fields, types, 1024),
+            rotates=slides(types),
+            embedding_scale=math.sqrt(fields.integer("hidden_size")) if is_scaled else 1.0,
+            experts=_read_experts(fields),
+            sparse_layers=first_dense(fields, 1, "num_dense_layers"),
+        )
+
+
+def _read_experts(fields: Fields) -> ExpertsSpec:
+    # Published files have these fields; transformers' class does not.
+    fields.only(score_func="sigmoid", route_norm=True, n_group=1, topk_group=1)
+    fields.only(num_expert_groups=1, num_limited_groups=1)
+    width = ("moe_intermediate_size", 1408)
+    factor = fields.number("route_scale", 1.0)
+    return read_experts(
+        fields,
+        count=("num_experts", 64),
+        per_token=6,
+        width=width,
+        normalized=True,
+        routing={"sigmoid": True, "corrected": True, "factor": factor},
+        shared_width=fields.integer(*width) * fields.integer("num_shared_experts", 2),
+    )
+
+
+class Afmoe(Llama, config=AfmoeConfig):
+    """Trinity (Arcee AI, 2025) has gated attention, four norms in a layer, and sigmoid routing."""
+
+    expert_names = ExpertNames(
+        router="router.gate",
+        shared=("shared_experts", None),
+        correction="expert_bias",
+        in_memory=("mlp", "router.gate", "expert_bias"),
+    )
+
+    @classmethod
+    def make_block(cls, config: Any, index: int, at: Scope) -> nnx.Module:
+        """Returns a layer."""
+        return Block(
+            attention_norm=rms_norm(config, at / "input_layernorm"),
+            attention=cls.make_attention(config, index, at / "self_attn"),
+            post_attention_norm=rms_norm(config, at / "post_attention_layernorm"),
+            mlp_norm=rms_norm(config, at / "pre_mlp_layernorm"),
+            mlp=cls.make_mlp(config, index, at),
+            post_mlp_norm=rms_norm(config, at / "post_mlp_layernorm"),
+        )
+
+    @classmethod
+    def make_attention(cls, config: Any, index: int, at: Scope) -> nnx.Module:
+        """Returns the attention of a layer, with a gate for each channel of a head's output."""
+        gates = Gates(config.kv.head_dim, "gate_proj", "g_proj")
+        norms = norms_of_heads(config, at)
+        return grouped_query_attention(config, index, at, norms=norms, gates=gates)
+
+    def enter(self, embedded_TD: jax.Array, positions_T: jax.Array) -> jax.Array:
+        """Returns the input of the first layer, made of embedded tokens."""
+        return super().enter(embedded_TD, positions_T) * self.config.embedding_scale

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, cast, runtime_checkable
+from typing import Any, ClassVar, Protocol, cast, runtime_checkable
 
 import jax
 from flax import nnx
@@ -154,6 +154,30 @@ class Family(Protocol):
     Model: ModelFactory
     prefix: str | tuple[str, ...]  # the prefix of names in the checkpoint; see `other_names`
     ignored: tuple[str, ...]  # globs over names of checkpoint tensors that carry nothing
+
+
+class FamilyModule(nnx.Module):
+    """Is a model whose class is its family, too; see `Family`.
+
+        class Granite(Decoder, config=GraniteConfig): ...
+
+    The first line of the docstring stands in the list of models. For `older_names` and `renamed`
+    see `other_names`.
+    """
+
+    Spec: ClassVar[Any]
+    Model: ClassVar[Any]
+    prefix: ClassVar[str | tuple[str, ...]] = "model."
+    ignored: ClassVar[tuple[str, ...]] = ()
+    older_names: ClassVar[tuple[tuple[str, tuple[str, ...]], ...]] = ()
+    renamed: ClassVar[Mapping[str, str]] = {}
+
+    def __init_subclass__(cls, config: type[Any] | None = None, **options: Any) -> None:
+        """Makes the class a family: its model is the class itself, its spec a config."""
+        super().__init_subclass__(**options)
+        cls.Model = cls
+        if config is not None:
+            cls.Spec = config
 
 
 def run_layers(

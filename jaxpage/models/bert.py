@@ -1,29 +1,51 @@
-"""Holds the lineage of BERT: learned positions, and norms after each half of a layer."""
+"""Holds the lineage of BERT (Devlin et al., 2019): encoders of texts and of pairs of texts.
+
+BERT and RoBERTa have learned positions, and norms after each half of a layer. MPNet adds a bias by
+the distance of two tokens; NomicBERT has rotations and gates; ModernBERT has norms before each
+half, rotations, gates, and windows to both sides.
+"""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import jax.numpy as jnp
 
+from jaxpage.layers.activations import ACTIVATIONS
+from jaxpage.layers.attention import query_key_value
 from jaxpage.layers.embedding import Embedding
+from jaxpage.models.config.config_fields import WrongField
 from jaxpage.models.config.fields import Fields
+from jaxpage.models.parts.block import Block
+from jaxpage.models.parts.decoder_config import read_head_dim
 from jaxpage.models.parts.encoder import (
+    DISTANCE_BUCKETS,
     Encoder,
     EncoderConfig,
+    HeadPooling,
     PostNormBlock,
     ScoreHead,
     attention_both_ways,
     read_encoder,
 )
-from jaxpage.models.parts.mlp import plain_mlp
+from jaxpage.models.parts.mlp import MLPNames, gated_mlp, plain_mlp
 from jaxpage.models.parts.norms import layer_norm
 from jaxpage.models.parts.projection import projection
 from jaxpage.models.parts.scope import Scope
 
 _POOLER = "*pooler.dense.*"
+_MPNET_PADDING_ID = 1  # whatever config.json says
+# The activation is that of the second product in the file.
+_NOMIC_MLP = MLPNames("mlp", "fc12", "fc11", "fc2", None)
+_MODERN_FULL = "full_attention"
+_MODERN_THETA = {
+    _MODERN_FULL: ("global_rope_theta", 160_000.0),
+    "sliding_attention": ("local_rope_theta", 1e4),
+}
+_MODERN_HEAD = ("head.*", "classifier.*")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,3 +172,245 @@ class XLMRobertaConfig(RobertaConfig):
 
 class XLMRoberta(Roberta, config=XLMRobertaConfig):
     """XLM-RoBERTa, and what was trained from it: multilingual E5, BGE-M3 and its rerankers."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MPNetConfig(EncoderConfig):
+    """Holds what a config.json of MPNet says."""
+
+    model_type = "mpnet"
+
+    name: str = "mpnet"
+
+    @classmethod
+    def read(cls, fields: Fields) -> MPNetConfig:
+        """Reads the fields; the rows of positions begin after that of the padding token."""
+        fields.only(relative_attention_num_buckets=DISTANCE_BUCKETS)
+        rows = fields.integer("max_position_embeddings", 512, least=_MPNET_PADDING_ID + 2)
+        return cls(
+            **read_encoder(fields, num_positions=rows - _MPNET_PADDING_ID - 1),
+            has_distances=True,
+            first_position=_MPNET_PADDING_ID + 1,
+            padding_id=_MPNET_PADDING_ID,
+            idle_tensors=("*pooler.dense.*",),
+        )
+
+
+class MPNet(Roberta, config=MPNetConfig):
+    """MPNet, and what was trained from it: all-mpnet-base, multi-qa-mpnet, paraphrase-mpnet."""
+
+    prefix = "mpnet."
+    ignored: ClassVar[tuple[str, ...]] = ("*position_ids", "lm_head.*")
+
+    @classmethod
+    def make_distances(cls, config: Any, at: Scope) -> Embedding:
+        """Returns the table of biases, a row for each bucket of distances and a column a head."""
+        name = (at / "encoder.relative_attention_bias").name
+        heads = config.num_query_heads
+        return Embedding(DISTANCE_BUCKETS, heads, name=name, axis=None, dtype=at.dtype)
+
+    @classmethod
+    def make_block(cls, config: Any, index: int, at: Scope) -> PostNormBlock:
+        """Returns a layer."""
+        width = config.hidden_size
+        inner = config.num_query_heads * config.kv.head_dim
+        attention = at / "attention.attn"
+        parts = [(name, inner) for name in ("q", "k", "v")]
+        inputs = projection(width, attention, *parts, bias=True)
+        output = projection(inner, attention, ("o", width), axes=("heads", "embed"), bias=True)
+        return PostNormBlock(
+            attention_both_ways(config, index, inputs, output),
+            layer_norm(config, at / "attention.LayerNorm"),
+            plain_mlp(config, at, "intermediate.dense", "output.dense", bias=True),
+            layer_norm(config, at / "output.LayerNorm"),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class NomicBertConfig(EncoderConfig):
+    """Holds what a config.json of NomicBERT says."""
+
+    model_type = "nomic_bert"
+
+    name: str = "nomic_bert"
+
+    @classmethod
+    def read(cls, fields: Fields) -> NomicBertConfig:
+        """Reads the fields."""
+        head_dim = read_head_dim(fields)
+        positions = fields.integer("max_position_embeddings", 2048)
+        common = read_encoder(
+            fields, num_positions=positions, activation=("hidden_act", "silu"), head_dim=head_dim
+        )
+        rope, length = fields.rope(head_dim, positions, theta=1000.0)
+        common |= {"rope": rope, "max_position_embeddings": length}
+        return cls(
+            **common,
+            token_types=fields.integer("type_vocab_size", 2),
+            idle_tensors=("*pooler.dense.*",),
+        )
+
+
+class NomicBert(Bert, config=NomicBertConfig):
+    """NomicBERT of nomic-embed-text: BERT with rotations and gates, and without most biases."""
+
+    prefix = "nomic_bert."
+    layers_name = "encoder.layers"
+    ignored: ClassVar[tuple[str, ...]] = ("*position_ids", "*token_type_ids", "cls.*")
+    renamed: ClassVar[Mapping[str, str]] = {}
+
+    @classmethod
+    def make_tables(
+        cls, config: Any, at: Scope
+    ) -> tuple[Embedding, Embedding | None, Embedding | None]:
+        """Returns the tables of tokens and of token types."""
+        tokens, types = (
+            Embedding(rows, config.hidden_size, name=(at / name).name, axis=axis, dtype=at.dtype)
+            for rows, name, axis in (
+                (config.vocab_size, "embeddings.word_embeddings", "vocab"),
+                (config.token_types, "embeddings.token_type_embeddings", None),
+            )
+        )
+        return tokens, None, types
+
+    @classmethod
+    def make_table_norm(cls, config: Any, at: Scope) -> Any:
+        """Returns the norm of the sum of the tables' rows."""
+        return layer_norm(config, at / "emb_ln")
+
+    @classmethod
+    def make_block(cls, config: Any, index: int, at: Scope) -> PostNormBlock:
+        """Returns a layer."""
+        width = config.hidden_size
+        inner = config.num_query_heads * config.kv.head_dim
+        attention = at / "attn"
+        inputs = query_key_value(
+            width, inner, inner, name=attention.name, fused="Wqkv", bias=False, dtype=at.dtype
+        )
+        output = projection(inner, attention, ("out_proj", width), axes=("heads", "embed"))
+        return PostNormBlock(
+            attention_both_ways(config, index, inputs, output),
+            layer_norm(config, at / "norm1"),
+            gated_mlp(config, at / "mlp", names=_NOMIC_MLP),
+            layer_norm(config, at / "norm2"),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModernBertConfig(EncoderConfig):
+    """Holds what a config.json of ModernBERT says.
+
+    Attributes:
+        norm_bias: True if norms have biases.
+        head_bias: True if the first product of the head has a bias.
+        head_activation: The function after it.
+    """
+
+    model_type = "modernbert"
+
+    name: str = "model"
+    norm_bias: bool = False
+    head_bias: bool = False
+    head_activation: str = "gelu"
+
+    @classmethod
+    def read(cls, fields: Fields) -> ModernBertConfig:
+        """Reads the fields."""
+        common = read_encoder(
+            fields,
+            num_positions=fields.integer("max_position_embeddings", 8192),
+            epsilon=("norm_eps", 1e-5),
+            activation=("hidden_activation", "gelu"),
+        )
+        fields.only(rope_scaling=None)
+        num_layers = common["kv"].num_decoder_layers
+        every = fields.integer("global_attn_every_n_layers", 3)
+        default = [
+            "sliding_attention" if index % every else _MODERN_FULL for index in range(num_layers)
+        ]
+        kinds = fields.layer_types(default)
+        positions = common["max_position_embeddings"]
+        ropes, length = fields.ropes_by_type(read_head_dim(fields), positions, _MODERN_THETA)
+        reach = fields.integer("local_attention", 128) // 2
+        common |= {
+            "max_position_embeddings": length,
+            "rope_by_layer": tuple(ropes[kind] for kind in kinds),
+            "reach": tuple(None if kind == _MODERN_FULL else reach for kind in kinds),
+        }
+        return cls(
+            **common,
+            attention_bias=fields.flag("attention_bias", False),
+            mlp_bias=fields.flag("mlp_bias", False),
+            norm_bias=fields.flag("norm_bias", False),
+            head_bias=fields.flag("classifier_bias", False),
+            head_activation=fields.activation("classifier_activation", "gelu"),
+            head_pooling=_read_head_pooling(fields),
+            idle_tensors=() if common["num_labels"] else _MODERN_HEAD,
+        )
+
+
+def _read_head_pooling(fields: Fields) -> HeadPooling:
+    stated = fields.get("classifier_pooling", "cls")
+    if stated == "mean":
+        return "mean"
+    if stated != "cls":
+        error = WrongField(f"classifier_pooling must be cls or mean, not {stated!r}")
+        fields.note(error, classifier_pooling="cls")
+    return "cls"
+
+
+class ModernBert(Encoder, config=ModernBertConfig):
+    """ModernBERT, and what was trained from it: GTE and Granite encoders, and their rerankers."""
+
+    prefix = "model."
+    ignored: ClassVar[tuple[str, ...]] = ("decoder.*",)
+    layers_name = "layers"
+
+    @classmethod
+    def make_tables(
+        cls, config: Any, at: Scope
+    ) -> tuple[Embedding, Embedding | None, Embedding | None]:
+        """Returns the table of tokens, which is alone."""
+        name = (at / "embeddings.tok_embeddings").name
+        table = Embedding(config.vocab_size, config.hidden_size, name=name, dtype=at.dtype)
+        return table, None, None
+
+    @classmethod
+    def make_table_norm(cls, config: Any, at: Scope) -> Any:
+        """Returns the norm of the rows of the table."""
+        return layer_norm(config, at / "embeddings.norm", bias=config.norm_bias)
+
+    @classmethod
+    def make_norm(cls, config: Any, at: Scope) -> Any:
+        """Returns the norm after the last layer."""
+        return layer_norm(config, at / "final_norm", bias=config.norm_bias)
+
+    @classmethod
+    def make_block(cls, config: Any, index: int, at: Scope) -> Block:
+        """Returns a layer; the first one has no norm before its attention."""
+        width = config.hidden_size
+        bias = config.attention_bias
+        attention = at / "attn"
+        inputs = query_key_value(
+            width, width, width, name=attention.name, fused="Wqkv", bias=bias, dtype=at.dtype
+        )
+        output = projection(width, attention, ("Wo", width), axes=("heads", "embed"), bias=bias)
+        names = MLPNames("mlp", None, None, "Wo", "Wi")
+        norm = functools.partial(layer_norm, bias=config.norm_bias)
+        return Block(
+            attention_norm=norm(config, at / "attn_norm") if index else None,
+            attention=attention_both_ways(config, index, inputs, output),
+            mlp_norm=norm(config, at / "mlp_norm"),
+            mlp=gated_mlp(config, at / "mlp", names=names),
+        )
+
+    @classmethod
+    def make_head(cls, config: Any, at: Scope) -> ScoreHead:
+        """Returns the head: a product, its function and norm, and the classifier."""
+        width = config.hidden_size
+        return ScoreHead(
+            projection(width, at / "head", ("dense", width), bias=config.head_bias),
+            ACTIVATIONS[config.head_activation],
+            projection(width, at, ("classifier", config.num_labels), bias=True),
+            layer_norm(config, at / "head.norm", bias=config.norm_bias),
+        )

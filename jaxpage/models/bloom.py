@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -11,18 +12,19 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from jaxpage.layers.attention import Scores
-from jaxpage.layers.norms import LayerNorm
-from jaxpage.models.config.alibi import alibi_slopes, read_without_positions
+from jaxpage.layers.rope import NO_ROTATION
+from jaxpage.models.config.alibi import alibi_slopes
 from jaxpage.models.config.config_fields import RefusedField, WrongField
 from jaxpage.models.config.fields import Fields
 from jaxpage.models.parts.attention import AttentionNames, grouped_query_attention
 from jaxpage.models.parts.block import Block
 from jaxpage.models.parts.decoder import Decoder, ModuleNames
-from jaxpage.models.parts.decoder_config import DecoderConfig
+from jaxpage.models.parts.decoder_config import DecoderConfig, Defaults
 from jaxpage.models.parts.mlp import plain_mlp
 from jaxpage.models.parts.norms import layer_norm
 from jaxpage.models.parts.scope import Scope
 
+EPSILON = ("layer_norm_epsilon", 1e-5)
 # The fields of `attn_config` that are read or refused.
 ATTENTION = (
     *("attn_type", "clip_qkv", "softmax_scale", "prefix_lm", "qk_ln", "alibi", "alibi_bias_max"),
@@ -42,6 +44,7 @@ class BloomConfig(DecoderConfig):
         "num_attention_heads": "n_head",
         "num_hidden_layers": "n_layer",
     }
+    defaults = Defaults(plain_heads=True, epsilon=EPSILON, activation=("", "gelu_new"), tied=True)
 
     @classmethod
     def read(cls, fields: Fields) -> BloomConfig:
@@ -49,9 +52,10 @@ class BloomConfig(DecoderConfig):
         if fields.flag("apply_residual_connection_post_layernorm", False):
             text = "apply_residual_connection_post_layernorm = true is not supported"
             fields.note(RefusedField(text), apply_residual_connection_post_layernorm=False)
-        max_length = fields.integer("seq_length", 2048)
-        return cls(
-            **read_without_positions(fields, max_length, activation="gelu_new"),
+        return cls.from_fields(
+            fields,
+            rope=(NO_ROTATION, fields.integer("seq_length", 2048)),
+            intermediate_size=4 * fields.integer("hidden_size"),
             attention_bias=True,
             mlp_bias=True,
             name="transformer",
@@ -67,6 +71,7 @@ class Bloom(Decoder, config=BloomConfig):
     prefix = "transformer."
     ignored = ()
     names = ModuleNames(tokens="word_embeddings", layers="h", norm="ln_f")
+    make_norm = staticmethod(layer_norm)
 
     def __init__(self, config: BloomConfig, *, dtype: DTypeLike):
         super().__init__(config, dtype=dtype)
@@ -88,11 +93,6 @@ class Bloom(Decoder, config=BloomConfig):
             mlp_norm=layer_norm(config, at / "post_attention_layernorm"),
             mlp=plain_mlp(config, at / "mlp", "dense_h_to_4h", "dense_4h_to_h"),
         )
-
-    @classmethod
-    def make_norm(cls, config: Any, at: Scope) -> LayerNorm:
-        """Returns a norm of hidden states."""
-        return layer_norm(config, at)
 
     def enter(self, embedded_TD: jax.Array, positions_T: jax.Array) -> jax.Array:
         """Returns the input of the first layer, made of embedded tokens."""
@@ -117,6 +117,7 @@ class MptConfig(DecoderConfig):
         "num_attention_heads": "n_heads",
         "num_hidden_layers": "n_layers",
     }
+    defaults = Defaults(plain_heads=True, epsilon=EPSILON, activation=("", "gelu"), tied=True)
 
     attention_scale: float | None
     clip_qkv: float | None
@@ -138,9 +139,10 @@ class MptConfig(DecoderConfig):
         fields.only(qk_ln=False, prefix_lm=False, attn_uses_sequence_id=False, rope=False)
         fields.only(kv_n_heads=fields.integer("num_attention_heads"), sliding_window_size=-1)
         fields.only(expansion_ratio=4, no_bias=True, logit_scale=None)
-        max_length = fields.integer("max_seq_len", 2048)
-        return cls(
-            **read_without_positions(fields, max_length, activation="gelu"),
+        return cls.from_fields(
+            fields,
+            rope=(NO_ROTATION, fields.integer("max_seq_len", 2048)),
+            intermediate_size=4 * fields.integer("hidden_size"),
             attention_scale=fields.optional_number("softmax_scale", None),
             clip_qkv=fields.optional_number("clip_qkv", None),
             name="transformer",
@@ -153,6 +155,7 @@ class Mpt(Decoder, config=MptConfig):
     prefix = "transformer."
     ignored = ()
     names = ModuleNames(tokens="wte", layers="blocks", norm="norm_f")
+    make_norm = staticmethod(functools.partial(layer_norm, bias=False))
 
     @classmethod
     def make_block(cls, config: Any, index: int, at: Scope) -> nnx.Module:
@@ -171,8 +174,3 @@ class Mpt(Decoder, config=MptConfig):
             mlp_norm=cls.make_norm(config, at / "norm_2"),
             mlp=plain_mlp(config, at / "ffn", "up_proj", "down_proj"),
         )
-
-    @classmethod
-    def make_norm(cls, config: Any, at: Scope) -> LayerNorm:
-        """Returns a norm of hidden states."""
-        return layer_norm(config, at, bias=False)

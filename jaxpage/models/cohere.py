@@ -5,7 +5,8 @@ They have LayerNorm without biases, and rotate interleaved.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import functools
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -13,17 +14,12 @@ from flax import nnx
 
 from jaxpage.layers.attention import HeadNorms
 from jaxpage.models.config.fields import Fields
-from jaxpage.models.config.layer_windows import layer_types, rope_with_windows, windows_of
+from jaxpage.models.config.layer_windows import layer_types, read_windows, slides
 from jaxpage.models.llama import Llama
-from jaxpage.models.parts.attention import grouped_query_attention
+from jaxpage.models.parts.attention import norms_by_head
 from jaxpage.models.parts.block import Block
-from jaxpage.models.parts.decoder_config import (
-    DecoderConfig,
-    key_value_heads,
-    read_common,
-    read_head_dim,
-)
-from jaxpage.models.parts.norms import Norm, layer_norm, scales_by_head
+from jaxpage.models.parts.decoder_config import DecoderConfig, Defaults, read_head_dim
+from jaxpage.models.parts.norms import layer_norm
 from jaxpage.models.parts.scope import Scope
 
 THETA = 500_000.0
@@ -42,6 +38,7 @@ class CohereConfig(DecoderConfig):
     """
 
     model_type = "cohere"
+    defaults = Defaults(epsilon=("layer_norm_eps", 1e-5), tied=True, attention_bias=False)
 
     logit_scale: float
     use_qk_norm: bool = False
@@ -52,16 +49,10 @@ class CohereConfig(DecoderConfig):
         max_length = fields.integer("max_position_embeddings", 8192)
         if fields.rope_parameters(max_length, THETA)["rope_type"] == "default":
             max_length = fields.optional_integer("model_max_length", None) or max_length
-        return cls(
-            **read_common(
-                fields,
-                num_kv_heads=key_value_heads(fields, None),
-                max_position_embeddings=max_length,
-                rope={"theta": THETA, "interleaved": True},
-                epsilon=("layer_norm_eps", 1e-5),
-                tied=True,
-            ),
-            attention_bias=fields.flag("attention_bias", False),
+        rope = fields.rope(read_head_dim(fields), max_length, theta=THETA, interleaved=True)
+        return cls.from_fields(
+            fields,
+            rope=rope,
             logit_scale=fields.number("logit_scale", 0.0625),
             use_qk_norm=fields.flag("use_qk_norm", False),
         )
@@ -72,6 +63,8 @@ class Cohere(Llama, config=CohereConfig):
 
     R+ has norms of queries and keys.
     """
+
+    make_norm = staticmethod(functools.partial(layer_norm, bias=False))
 
     @classmethod
     def make_block(cls, config: Any, index: int, at: Scope) -> nnx.Module:
@@ -85,20 +78,9 @@ class Cohere(Llama, config=CohereConfig):
         )
 
     @classmethod
-    def make_norm(cls, config: Any, at: Scope) -> Norm:
-        """Returns a norm of hidden states."""
-        return layer_norm(config, at, bias=False)
-
-    @classmethod
-    def make_attention(cls, config: Any, index: int, at: Scope) -> nnx.Module:
-        """Returns the attention of a layer."""
-        norms = HeadNorms()
-        if config.use_qk_norm:
-            norms = HeadNorms(
-                scales_by_head(config, at / "q_norm", config.num_query_heads, "heads"),
-                scales_by_head(config, at / "k_norm", config.kv.num_kv_heads, "kv_heads"),
-            )
-        return grouped_query_attention(config, index, at, norms=norms)
+    def make_head_norms(cls, config: Any, at: Scope) -> HeadNorms:
+        """Returns the norms of queries and keys, which the config may ask for."""
+        return norms_by_head(config, at) if config.use_qk_norm else HeadNorms()
 
     def logits(self, hidden_BD: jax.Array) -> jax.Array:
         """Returns the logits in float32."""
@@ -109,28 +91,16 @@ class Cohere2Config(CohereConfig):
     """Reads transformers' `Cohere2Config`."""
 
     model_type = "cohere2"
+    defaults = replace(CohereConfig.defaults, max_length=8192, interleaved=True)
 
     @classmethod
     def read(cls, fields: Fields) -> Cohere2Config:
         """Returns what the fields say."""
-        head_dim = read_head_dim(fields)
         types = layer_types(fields, fields.integer("sliding_window_pattern", 4))
-        max_length = fields.integer("max_position_embeddings", 8192)
-        rope, reach = fields.rope(head_dim, max_length, interleaved=True)
-        window = fields.optional_integer("sliding_window", 4096)
-        return cls(
-            **read_common(
-                fields,
-                num_kv_heads=key_value_heads(fields, None),
-                head_dim=head_dim,
-                max_position_embeddings=reach,
-                sliding_windows=windows_of(fields, types, window),
-                rope=(rope, reach),
-                epsilon=("layer_norm_eps", 1e-5),
-                tied=True,
-            ),
-            rope_by_layer=rope_with_windows(rope, types),
-            attention_bias=fields.flag("attention_bias", False),
+        return cls.from_fields(
+            fields,
+            sliding_windows=read_windows(fields, types, 4096),
+            rotates=slides(types),
             logit_scale=fields.number("logit_scale", 0.0625),
         )
 

@@ -2,58 +2,38 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
-
-from flax import nnx
 
 from jaxpage.models.config.experts import read_experts
 from jaxpage.models.config.fields import Fields
 from jaxpage.models.config.mtp_names import unread_heads
 from jaxpage.models.llama import Llama
-from jaxpage.models.parts import decoder_config
-from jaxpage.models.parts.decoder_config import DecoderConfig, key_value_heads, read_common
-from jaxpage.models.parts.experts import ExpertNames, ExpertsConfig, mlp_or_experts
-from jaxpage.models.parts.scope import Scope
+from jaxpage.models.parts.decoder_config import DecoderConfig, Defaults
+from jaxpage.models.parts.experts import ExpertNames, ExpertsConfig
 
-EXPERT_NAMES = ExpertNames(
-    shared=("shared_experts", None),
-    correction="moe_statics.e_score_correction_bias",
-    corrections_in_row=True,
-    in_memory=("mlp", "gate", "gate.moe_statics.e_score_correction_bias"),
+DEFAULTS = Defaults(
+    num_kv_heads=2,
+    max_length=131_072,
+    theta=500_000.0,
+    interleaved=True,
+    epsilon=1e-5,
+    tied=True,
 )
-
-
-def read_ernie(fields: Fields, head_dim: int, num_kv_heads: int) -> dict[str, Any]:
-    """Returns the fields of a `DecoderConfig` that both families read.
-
-    Args:
-        fields: The fields of the config.
-        head_dim: The width of a head.
-        num_kv_heads: The default of `num_key_value_heads`.
-    """
-    bias = fields.flag("use_bias", False)
-    common = read_common(
-        fields,
-        num_kv_heads=key_value_heads(fields, num_kv_heads),
-        head_dim=head_dim,
-        max_position_embeddings=fields.integer("max_position_embeddings", 131_072),
-        rope={"theta": 500_000.0, "interleaved": True},
-        epsilon=("rms_norm_eps", 1e-5),
-        tied=True,
-    )
-    return {**common, "attention_bias": bias, "mlp_bias": bias}
 
 
 class Ernie4_5Config(DecoderConfig):
     """Reads transformers' `Ernie4_5Config`."""
 
     model_type = "ernie4_5"
+    defaults = DEFAULTS
 
     @classmethod
     def read(cls, fields: Fields) -> Ernie4_5Config:
         """Returns what the fields say."""
+        bias = fields.flag("use_bias", False)
         head_dim = fields.optional_integer("head_dim", 128)
-        return cls(**read_ernie(fields, head_dim or decoder_config.read_head_dim(fields), 2))
+        return cls.from_fields(fields, head_dim=head_dim, attention_bias=bias, mlp_bias=bias)
 
 
 class Ernie4_5(Llama, config=Ernie4_5Config):
@@ -68,6 +48,7 @@ class Ernie4_5MoeConfig(ExpertsConfig):
 
     model_type = "ernie4_5_moe"
     aliases = {"moe_num_experts": "num_experts", "num_experts_per_tok": "moe_k"}
+    defaults = replace(DEFAULTS, num_kv_heads=4)
 
     @classmethod
     def read(cls, fields: Fields) -> Ernie4_5MoeConfig:
@@ -75,8 +56,11 @@ class Ernie4_5MoeConfig(ExpertsConfig):
         fields.only(moe_norm_min=1e-12)
         width = ("moe_intermediate_size", 1536)
         num_shared = fields.integer("moe_num_shared_experts", 2, least=0)
-        return cls(
-            **read_ernie(fields, decoder_config.read_head_dim(fields), 4),
+        bias = fields.flag("use_bias", False)
+        return cls.from_fields(
+            fields,
+            attention_bias=bias,
+            mlp_bias=bias,
             experts=read_experts(
                 fields,
                 count=("moe_num_experts", 64),
@@ -105,11 +89,12 @@ class Ernie4_5Moe(Llama, config=Ernie4_5MoeConfig):
 
     # Published files have one MTP head: `model.mtp_block.0`, `model.mtp_emb_norm.0` and others.
     ignored = (*Llama.ignored, "*mtp*")
-
-    @classmethod
-    def make_mlp(cls, config: Any, index: int, layer: Scope) -> nnx.Module:
-        """Returns the feed-forward half of a layer, or its experts."""
-        return mlp_or_experts(config, index, layer, names=EXPERT_NAMES)
+    expert_names = ExpertNames(
+        shared=("shared_experts", None),
+        correction="moe_statics.e_score_correction_bias",
+        corrections_in_row=True,
+        in_memory=("mlp", "gate", "gate.moe_statics.e_score_correction_bias"),
+    )
 
     @classmethod
     def has_head_bias(cls, config: Any) -> bool:

@@ -25,17 +25,18 @@ from jaxtyping import Array, Float, Int
 from jaxpage.layers.activations import ACTIVATIONS
 from jaxpage.layers.context import ForwardContext, LayerPages
 from jaxpage.layers.linear import Linear
-from jaxpage.layers.norms import RMSNorm, mean
+from jaxpage.layers.norms import mean
 from jaxpage.layers.parameter import parameter, tensor
 from jaxpage.models.base import Hidden, Pages, run_layers
 from jaxpage.models.config.config_fields import WrongField
 from jaxpage.models.config.fields import Fields
-from jaxpage.models.config.layer_windows import layer_types
-from jaxpage.models.gemma import ACTIVATION, Gemma2
-from jaxpage.models.gemma4_layer import (
+from jaxpage.models.config.layer_windows import layer_types, read_ropes
+from jaxpage.models.gemma import (
+    ACTIVATION,
     FULL,
     SLIDING,
     GatedInput,
+    Gemma2,
     Gemma4LayersConfig,
     InputsForm,
     LayerForm,
@@ -45,7 +46,7 @@ from jaxpage.models.gemma4_layer import (
     gemma4_attention,
     undivided,
 )
-from jaxpage.models.parts.decoder_config import key_value_heads, read_common
+from jaxpage.models.parts.decoder_config import Defaults
 from jaxpage.models.parts.mlp import gated_mlp
 from jaxpage.models.parts.norms import rms_norm
 from jaxpage.models.parts.scope import Scope
@@ -95,33 +96,28 @@ class Gemma3nConfig(Gemma4LayersConfig):
     """
 
     model_type = "gemma3n_text"
+    defaults = Defaults(
+        num_kv_heads=2,
+        head_dim=256,
+        activation=("hidden_activation", ACTIVATION),
+        tied=True,
+        attention_bias=False,
+    )
 
     states: StatesForm
 
     @classmethod
     def read(cls, fields: Fields) -> Gemma3nConfig:
         """Returns what the fields say."""
-        head_dim = fields.integer("head_dim", 256)
         types = layer_types(fields, 5)
-        max_length = fields.integer("max_position_embeddings", 32_768)
-        ropes, max_length = fields.ropes_by_type(head_dim, max_length, ROPES)
         places = find_shared_layers(fields, types, 15)
         widths = _inner_widths(fields, len(types))
         sparsities = _sparsities(fields, len(types))
-        return cls(
-            **read_common(
-                fields,
-                num_kv_heads=key_value_heads(fields, 2),
-                head_dim=head_dim,
-                max_position_embeddings=max_length,
-                rope=(ropes[FULL], max_length),
-                activation=("hidden_activation", ACTIVATION),
-                intermediate_size=max(widths),
-                tied=True,
-                kv=cache_of_types(types, places, fields.integer("sliding_window", 512)),
-            ),
-            attention_bias=fields.flag("attention_bias", False),
-            rope_by_layer=tuple(ropes[kind] for kind in types),
+        return cls.from_fields(
+            fields,
+            **read_ropes(fields, types, fields.integer("head_dim", 256), 32_768, ROPES),
+            intermediate_size=max(widths),
+            kv=cache_of_types(types, places, fields.integer("sliding_window", 512)),
             layer_forms=tuple(
                 LayerForm(place, width, sparsity=sparsity)
                 for place, width, sparsity in zip(places, widths, sparsities, strict=True)
@@ -287,6 +283,8 @@ class Gemma3n(Gemma2, config=Gemma3nConfig):
     Embeddings and logits are those of Gemma 2. Norms store their scales as they are.
     """
 
+    make_norm = staticmethod(rms_norm)
+
     def __init__(self, config: Gemma3nConfig, *, dtype: DTypeLike):
         super().__init__(config, dtype=dtype)
         inputs, at = config.inputs, Scope(config.name, dtype)
@@ -299,11 +297,6 @@ class Gemma3n(Gemma2, config=Gemma3nConfig):
 
         self.entering = nnx.List(projections("altup_projections"))
         self.leaving = nnx.List(projections("altup_unembed_projections"))
-
-    @classmethod
-    def make_norm(cls, config: Any, at: Scope) -> RMSNorm:
-        """Returns a norm of hidden states."""
-        return rms_norm(config, at)
 
     @classmethod
     def make_block(cls, config: Any, index: int, at: Scope) -> nnx.Module:

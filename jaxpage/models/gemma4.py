@@ -21,22 +21,22 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from jaxpage.layers.context import ForwardContext, LayerPages
-from jaxpage.layers.experts import ExpertsSpec
-from jaxpage.layers.norms import RMSNorm
-from jaxpage.layers.parameter import parameter, tensor
+from jaxpage.layers.expert_linear import ExpertLinear, ExpertLinearSpec
+from jaxpage.layers.experts import Experts, ExpertsSpec
+from jaxpage.layers.parameter import Axis, parameter, tensor
 from jaxpage.layers.rope import Rope
-from jaxpage.layers.routing import Routing
+from jaxpage.layers.routing import Router, Routing
 from jaxpage.models.base import Hidden, Pages, run_layers
 from jaxpage.models.config.config_fields import RefusedField, WrongField
 from jaxpage.models.config.fields import Fields
 from jaxpage.models.config.layer_windows import layer_types
 from jaxpage.models.config.proportional_rope import read_rope
-from jaxpage.models.gemma import ACTIVATION, Gemma2
-from jaxpage.models.gemma4_experts import Gemma4Experts
-from jaxpage.models.gemma4_layer import (
+from jaxpage.models.gemma import (
+    ACTIVATION,
     FULL,
     SLIDING,
     GatedInput,
+    Gemma2,
     Gemma4LayersConfig,
     InputsForm,
     LayerForm,
@@ -45,7 +45,7 @@ from jaxpage.models.gemma4_layer import (
     find_shared_layers,
     gemma4_attention,
 )
-from jaxpage.models.parts.decoder_config import key_value_heads, read_common
+from jaxpage.models.parts.decoder_config import DecoderConfig, Defaults, key_value_heads
 from jaxpage.models.parts.mlp import gated_mlp
 from jaxpage.models.parts.norms import rms_norm
 from jaxpage.models.parts.scope import Scope
@@ -60,6 +60,80 @@ ROPES: dict[str, dict[str, Any]] = {
 }
 
 
+class Gemma4Experts(nnx.Module):
+    """Adds chosen experts, which take the input of the feed-forward half before its norm, to it.
+
+    The router has a norm of its own, and each expert a factor of its weight.
+    """
+
+    def __init__(self, config: DecoderConfig, experts: ExpertsSpec, layer: Scope):
+        """Makes the experts.
+
+        Args:
+            config: The config of the model.
+            experts: The experts.
+            layer: The scope of the layer, which has their modules.
+        """
+        width, dtype = config.hidden_size, layer.dtype
+        count = experts.routing.num_experts
+        inner = experts.width
+
+        def stack(part: str, sizes: tuple[int, int], axes: tuple[str, Axis]) -> ExpertLinear:
+            return ExpertLinear(
+                ExpertLinearSpec(
+                    count,
+                    *sizes,
+                    *axes,
+                    name=(layer / "experts" / part).name,
+                    transposed=False,
+                    modules=(),
+                    bias=False,
+                    dtype=dtype,
+                )
+            )
+
+        both: Axis = (("ffn", inner), ("ffn", inner))
+        self.experts = Experts(
+            stack("gate_up_proj", (width, 2 * inner), ("embed", both)),
+            stack("down_proj", (inner, width), ("ffn", "embed")),
+            activation=config.activation,
+            swiglu=None,
+        )
+        router = (layer / "router").name
+        self.router = Router(
+            experts.routing,
+            width,
+            weight=tensor(f"{router}.proj.weight", count, width),
+            bias=tensor(f"{router}.bias", count),
+            correction=tensor(f"{router}.correction", count),
+            dtype=dtype,
+        )
+        self.router_norm = rms_norm(config, None)
+        self.router_scale = parameter(
+            (width,), axes=("embed",), dtype=dtype, sources=[tensor(f"{router}.scale", width)]
+        )
+        self.factor = parameter(
+            (count,),
+            axes=(None,),
+            dtype=dtype,
+            sources=[tensor(f"{router}.per_expert_scale", count)],
+        )
+        self.norm = rms_norm(config, layer / "pre_feedforward_layernorm_2")
+        self.behind = rms_norm(config, layer / "post_feedforward_layernorm_2")
+        self.behind_dense = rms_norm(config, layer / "post_feedforward_layernorm_1")
+
+    def __call__(
+        self, x_TD: Float[Array, "T D"], dense_TD: Float[Array, "T D"]
+    ) -> Float[Array, "T D"]:
+        """Returns the sum of the experts' output and that of the dense half."""
+        scale = x_TD.shape[1] ** -0.5
+        routed_TD = self.router_norm(x_TD) * self.router_scale[...][None] * scale
+        expert_TX, weight_TX = self.router(routed_TD)
+        weight_TX = weight_TX * self.factor[...][expert_TX]
+        made_TD = self.experts(self.norm(x_TD), expert_TX, weight_TX)
+        return self.behind_dense(dense_TD) + self.behind(made_TD)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Gemma4Config(Gemma4LayersConfig):
     """Reads transformers' `Gemma4TextConfig`.
@@ -70,6 +144,9 @@ class Gemma4Config(Gemma4LayersConfig):
     """
 
     model_type = "gemma4_text"
+    defaults = Defaults(
+        activation=("hidden_activation", ACTIVATION), tied=True, attention_bias=False
+    )
 
     padding_id: int
     experts: ExpertsSpec | None
@@ -96,18 +173,12 @@ class Gemma4Config(Gemma4LayersConfig):
         cache = cache_of_types(types, places, fields.integer("sliding_window", 512))
         kinds_with_pages = types[: cache["num_layers"]]
         num_kv_heads, head_dim = heads[SLIDING]
-        return cls(
-            **read_common(
-                fields,
-                num_kv_heads=num_kv_heads,
-                head_dim=head_dim,
-                max_position_embeddings=max_length,
-                rope=(ropes[FULL], max_length),
-                activation=("hidden_activation", ACTIVATION),
-                tied=True,
-                kv={**cache, "heads": tuple(heads[kind] for kind in kinds_with_pages)},
-            ),
-            attention_bias=fields.flag("attention_bias", False),
+        return cls.from_fields(
+            fields,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            rope=(ropes[FULL], max_length),
+            kv={**cache, "heads": tuple(heads[kind] for kind in kinds_with_pages)},
             rope_by_layer=tuple(ropes[kind] for kind in types),
             layer_forms=_layer_forms(fields, types, places),
             inputs=_inputs(fields),
@@ -267,16 +338,12 @@ class Gemma4(Gemma2, config=Gemma4Config):
     """
 
     takes_vectors = True
+    make_norm = staticmethod(rms_norm)
 
     def __init__(self, config: Gemma4Config, *, dtype: DTypeLike):
         super().__init__(config, dtype=dtype)
         inputs, at = config.inputs, Scope(config.name, dtype)
         self.inputs = None if inputs is None else PerLayerInputs(config, inputs, at)
-
-    @classmethod
-    def make_norm(cls, config: Any, at: Scope) -> RMSNorm:
-        """Returns a norm of hidden states."""
-        return rms_norm(config, at)
 
     @classmethod
     def make_block(cls, config: Any, index: int, at: Scope) -> nnx.Module:

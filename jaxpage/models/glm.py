@@ -1,50 +1,55 @@
-"""GLM-4-9B, GLM-Edge and dense GLM-4 (Zeng et al., 2024) rotate half of each head, interleaved."""
+"""GLM-4 and GLM-Edge (Zeng et al., 2024), GLM-4.5 to 4.7 (Z.ai, 2025) and GLM-5 (2026).
+
+They rotate half of each head. GLM-4.5 to 4.7 have the experts of DeepSeek-V3; GLM-4.7 Flash and
+GLM-5 have its latent attention as well, and GLM-5 also the indexer of V3.2.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 from flax import nnx
 
+from jaxpage.layers.attention import HeadNorms
+from jaxpage.models.config.experts import first_dense, read_corrected_experts, sparse_by_type
 from jaxpage.models.config.fields import Fields
+from jaxpage.models.config.mtp_names import read_numbered_names
+from jaxpage.models.deepseek import ALIASES, INDEXER, DeepseekV2, DeepseekV2Config
 from jaxpage.models.llama import Llama
-from jaxpage.models.parts import decoder_config
-from jaxpage.models.parts.attention import grouped_query_attention
+from jaxpage.models.parts.attention import norms_of_heads
 from jaxpage.models.parts.block import Block
-from jaxpage.models.parts.decoder_config import DecoderConfig, key_value_heads, read_common
+from jaxpage.models.parts.decoder_config import DecoderConfig, Defaults
+from jaxpage.models.parts.experts import DEEPSEEK_NAMES, ExpertsConfig
+from jaxpage.models.parts.latent import read_indexed_decoder, read_latent_decoder
 from jaxpage.models.parts.norms import rms_norm
 from jaxpage.models.parts.scope import Scope
+from jaxpage.models.qwen import Qwen3Moe
 
 
 class GlmConfig(DecoderConfig):
     """Reads transformers' `GlmConfig`."""
 
     model_type = "glm"
+    defaults = Defaults(
+        num_kv_heads=2,
+        max_length=131_072,
+        partial=0.5,
+        interleaved=True,
+        epsilon=1.5625e-7,
+        attention_bias=True,
+    )
 
     @classmethod
     def read(cls, fields: Fields) -> GlmConfig:
         """Returns what the fields say."""
-        head_dim = fields.optional_integer("head_dim", 128)
-        return cls(
-            **read_common(
-                fields,
-                num_kv_heads=key_value_heads(fields, 2),
-                head_dim=head_dim or decoder_config.read_head_dim(fields),
-                max_position_embeddings=fields.integer("max_position_embeddings", 131_072),
-                rope={"partial": 0.5, "interleaved": True},
-                epsilon=("rms_norm_eps", 1.5625e-7),
-            ),
-            attention_bias=fields.flag("attention_bias", True),
-        )
+        return cls.from_fields(fields, head_dim=fields.optional_integer("head_dim", 128))
 
 
 class Glm(Llama, config=GlmConfig):
     """GLM-4-9B and GLM-Edge (Zeng et al., 2024) rotate half of each head, interleaved."""
 
-    @classmethod
-    def make_attention(cls, config: Any, index: int, at: Scope) -> nnx.Module:
-        """Returns the attention of a layer, with biases on queries, keys and values alone."""
-        return grouped_query_attention(config, index, at, output_bias=False)
+    output_bias = False
 
 
 class Glm4Config(GlmConfig):
@@ -69,3 +74,104 @@ class Glm4(Glm, config=Glm4Config):
             mlp=cls.make_mlp(config, index, at),
             post_mlp_norm=rms_norm(config, at / "post_mlp_layernorm"),
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Glm4MoeConfig(ExpertsConfig):
+    """Reads transformers' `Glm4MoeConfig`.
+
+    Attributes:
+        has_head_norms: True if queries and keys have norms.
+    """
+
+    model_type = "glm4_moe"
+    aliases = ALIASES
+    defaults = Defaults(
+        num_kv_heads=8, max_length=131_072, partial=0.5, epsilon=1e-5, attention_bias=False
+    )
+
+    has_head_norms: bool
+
+    @classmethod
+    def read(cls, fields: Fields) -> Glm4MoeConfig:
+        """Returns what the fields say."""
+        return cls.from_fields(
+            fields,
+            has_head_norms=fields.flag("use_qk_norm", False),
+            experts=read_corrected_experts(fields, count=128, per_token=8, width=1408),
+            sparse_layers=first_dense(fields, 1),
+            draft_heads=read_numbered_names(fields),
+        )
+
+
+class Glm4Moe(Qwen3Moe, config=Glm4MoeConfig):
+    """GLM-4.5 to 4.7 (Z.ai, 2025) rotate half of a head, and have the experts of DeepSeek-V3."""
+
+    expert_names = DEEPSEEK_NAMES
+    output_bias = False
+    # The MTP heads of published files (GLM-4.5 and its Air), where config.json does not count them.
+    ignored = (*Llama.ignored, "*layers.92.*", "*layers.46.*")
+
+    @classmethod
+    def make_head_norms(cls, config: Any, at: Scope) -> HeadNorms:
+        """Returns the norms of queries and keys, which the config may ask for."""
+        return norms_of_heads(config, at) if config.has_head_norms else HeadNorms()
+
+
+class Glm4MoeLiteConfig(DeepseekV2Config):
+    """Reads transformers' `Glm4MoeLiteConfig`."""
+
+    model_type = "glm4_moe_lite"
+    aliases = {"n_routed_experts": "num_local_experts", "qk_rope_head_dim": "head_dim"}
+    defaults = Defaults(epsilon=1e-5)
+
+    @classmethod
+    def read(cls, fields: Fields) -> Glm4MoeLiteConfig:
+        """Returns what the fields say."""
+        num_layers = fields.integer("num_hidden_layers")
+        return cls.from_fields(
+            fields,
+            **read_latent_decoder(fields, max_length=202_752, query_rank=768, plain=192, value=256),
+            experts=read_corrected_experts(fields, count=64, per_token=4, width=1536, factor=1.8),
+            sparse_layers=sparse_by_type(fields, (False, *(True,) * (num_layers - 1))),
+            draft_heads=read_numbered_names(fields),
+        )
+
+
+class Glm4MoeLite(DeepseekV2, config=Glm4MoeLiteConfig):
+    """GLM-4.7 Flash (Z.ai, 2026) has the layers of DeepSeek-V3 in another size."""
+
+    # The MTP head of published files, where config.json does not count it.
+    ignored = (*Llama.ignored, "*layers.47.*")
+
+
+class GlmMoeDsaConfig(DeepseekV2Config):
+    """Reads transformers' `GlmMoeDsaConfig`.
+
+    Which layers have an indexer of their own (`indexer_types`) does not matter where all positions
+    are chosen.
+    """
+
+    model_type = "glm_moe_dsa"
+    aliases = {"n_routed_experts": "num_local_experts"}
+    defaults = Defaults(epsilon=1e-5)
+
+    @classmethod
+    def read(cls, fields: Fields) -> GlmMoeDsaConfig:
+        """Returns what the fields say."""
+        return cls.from_fields(
+            fields,
+            **read_indexed_decoder(
+                fields, max_length=202_752, query_rank=2048, plain=192, value=256
+            ),
+            experts=read_corrected_experts(fields, count=256, per_token=8, width=2048, factor=2.5),
+            sparse_layers=sparse_by_type(fields, first_dense(fields, 3)),
+            draft_heads=read_numbered_names(fields, INDEXER),
+        )
+
+
+class GlmMoeDsa(DeepseekV2, config=GlmMoeDsaConfig):
+    """GLM-5 to 5.2 (Z.ai, 2026) are DeepSeek-V3.2 in another size."""
+
+    # The MTP head of published files, where config.json does not count it.
+    ignored = (*Llama.ignored, INDEXER, "*layers.78.*")

@@ -1,6 +1,7 @@
 """GPT-2 (Radford et al., 2019), and GPT-BigCode (SantaCoder and StarCoder, 2023), which is like it.
 
 They have norms first, and learned positions. Queries, keys and values come from one product.
+StarCoder2 (2024) rotates in their place, and has the layers of Llama with LayerNorm and biases.
 """
 
 from __future__ import annotations
@@ -13,14 +14,14 @@ from flax import nnx
 from jaxpage.layers.attention import Attention, Projections, Scores
 from jaxpage.layers.linear import Linear, Part, linear
 from jaxpage.layers.mlp import MLP
-from jaxpage.layers.norms import LayerNorm
 from jaxpage.layers.rope import NO_ROTATION
 from jaxpage.models.base import KVSpec
 from jaxpage.models.config.fields import Fields
+from jaxpage.models.llama import Llama
 from jaxpage.models.parts.attention import AttentionNames, grouped_query_attention
 from jaxpage.models.parts.block import Block
 from jaxpage.models.parts.decoder import Decoder, ModuleNames
-from jaxpage.models.parts.decoder_config import DecoderConfig, read_common
+from jaxpage.models.parts.decoder_config import DecoderConfig, Defaults
 from jaxpage.models.parts.mlp import plain_mlp
 from jaxpage.models.parts.norms import layer_norm
 from jaxpage.models.parts.scope import Scope
@@ -93,6 +94,7 @@ class GPT2(Decoder, config=GPT2Config):
         "*.crossattention.bias",
     )
     names = ModuleNames(tokens="wte", positions="wpe", layers="h", norm="ln_f")
+    make_norm = staticmethod(layer_norm)
 
     @classmethod
     def make_block(cls, config: Any, index: int, at: Scope) -> nnx.Module:
@@ -103,11 +105,6 @@ class GPT2(Decoder, config=GPT2Config):
             mlp_norm=layer_norm(config, at / "ln_2"),
             mlp=cls.make_mlp(config, at / "mlp"),
         )
-
-    @classmethod
-    def make_norm(cls, config: Any, at: Scope) -> LayerNorm:
-        """Returns a norm of hidden states."""
-        return layer_norm(config, at)
 
     @classmethod
     def make_attention(cls, config: Any, index: int, at: Scope) -> nnx.Module:
@@ -163,26 +160,25 @@ class GPTBigCodeConfig(DecoderConfig):
 
     model_type = "gpt_bigcode"
     aliases = ALIASES
+    defaults = Defaults(
+        max_length=1024,
+        has_rope=False,
+        epsilon=EPSILON,
+        activation=("activation_function", "gelu_pytorch_tanh"),
+        tied=True,
+    )
 
     attention_scale: float | None
 
     @classmethod
     def read(cls, fields: Fields) -> GPTBigCodeConfig:
         """Returns what the fields say."""
-        max_length = fields.integer("max_position_embeddings", 1024)
         heads = fields.integer("num_attention_heads")
-        return cls(
-            **read_common(
-                fields,
-                num_kv_heads=1 if fields.flag("multi_query", True) else heads,
-                head_dim=fields.divide("hidden_size", "num_attention_heads"),
-                max_position_embeddings=max_length,
-                intermediate_size=inner_width(fields, "n_inner"),
-                rope=(NO_ROTATION, max_length),
-                epsilon=EPSILON,
-                activation=("activation_function", "gelu_pytorch_tanh"),
-                tied=True,
-            ),
+        return cls.from_fields(
+            fields,
+            num_kv_heads=1 if fields.flag("multi_query", True) else heads,
+            head_dim=fields.divide("hidden_size", "num_attention_heads"),
+            intermediate_size=inner_width(fields, "n_inner"),
             attention_bias=True,
             mlp_bias=True,
             name="transformer",
@@ -206,3 +202,42 @@ class GPTBigCode(GPT2, config=GPTBigCodeConfig):
     def make_mlp(cls, config: Any, at: Scope) -> nnx.Module:
         """Returns the feed-forward half of a layer."""
         return plain_mlp(config, at, "c_fc", "c_proj")
+
+
+class Starcoder2Config(DecoderConfig):
+    """Reads transformers' `Starcoder2Config`. Dropouts are for training."""
+
+    model_type = "starcoder2"
+    defaults = Defaults(
+        num_kv_heads=2,
+        max_length=4096,
+        epsilon=("norm_epsilon", 1e-5),
+        activation="gelu_pytorch_tanh",
+        tied=True,
+    )
+
+    @classmethod
+    def read(cls, fields: Fields) -> Starcoder2Config:
+        """Returns what the fields say."""
+        window = fields.optional_integer("sliding_window", None)
+        bias = fields.flag("use_bias", True)
+        return cls.from_fields(
+            fields,
+            sliding_windows=window,
+            attention_bias=bias,
+            mlp_bias=bias,
+        )
+
+
+class Starcoder2(Llama, config=Starcoder2Config):
+    """StarCoder2 (Lozhkov et al., 2024) has LayerNorm, biases, and an MLP without gates.
+
+    Its window is that of all layers.
+    """
+
+    make_norm = staticmethod(layer_norm)
+
+    @classmethod
+    def make_mlp(cls, config: Any, index: int, layer: Scope) -> nnx.Module:
+        """Returns the feed-forward half of a layer."""
+        return plain_mlp(config, layer / "mlp", "c_fc", "c_proj")

@@ -1,7 +1,8 @@
-"""GPT-NeoX, GPT-J and GPT-Neo (EleutherAI, 2021 and 2022), and CodeGen (Salesforce, 2022).
+"""GPT-NeoX, GPT-J and GPT-Neo (EleutherAI, 2021 and 2022), and those that came of them.
 
 GPT-NeoX and GPT-J compute both halves of a layer in parallel and rotate a part of each head.
-CodeGen is GPT-J. GPT-Neo is older: it has learned positions, and windows in every other layer.
+CodeGen (Salesforce, 2022) is GPT-J. GPT-Neo is older: it has learned positions, and windows in
+every other layer. StableLM (Bellagente et al., 2024) began as GPT-NeoX and has gates.
 """
 
 from __future__ import annotations
@@ -14,17 +15,17 @@ import jax
 from flax import nnx
 from jaxtyping import Array, Float
 
-from jaxpage.layers.attention import Attention, Projections, Scores
-from jaxpage.layers.norms import LayerNorm
-from jaxpage.layers.rope import NO_ROTATION, Rope
+from jaxpage.layers.attention import Attention, HeadNorms, Projections, Scores
+from jaxpage.layers.rope import Rope
 from jaxpage.layers.rope_scaling import make_rope
 from jaxpage.models.config.config_fields import RefusedField, WrongField
 from jaxpage.models.config.fields import Fields, without
 from jaxpage.models.gpt2 import ALIASES, EPSILON, GPT2, inner_width
-from jaxpage.models.parts.attention import AttentionNames, grouped_query_attention
+from jaxpage.models.llama import Llama
+from jaxpage.models.parts.attention import AttentionNames, grouped_query_attention, norms_by_head
 from jaxpage.models.parts.block import Block
 from jaxpage.models.parts.decoder import Decoder, ModuleNames
-from jaxpage.models.parts.decoder_config import DecoderConfig, read_common
+from jaxpage.models.parts.decoder_config import DecoderConfig, Defaults
 from jaxpage.models.parts.mlp import plain_mlp
 from jaxpage.models.parts.norms import layer_norm
 from jaxpage.models.parts.scope import Scope
@@ -41,6 +42,9 @@ class GPTNeoXConfig(DecoderConfig):
     """
 
     model_type = "gpt_neox"
+    defaults = Defaults(
+        plain_heads=True, epsilon=("layer_norm_eps", 1e-5), activation="gelu", attention_bias=True
+    )
 
     parallel: bool
 
@@ -58,19 +62,12 @@ class GPTNeoXConfig(DecoderConfig):
         head_dim = fields.divide("hidden_size", "num_attention_heads")
         theta = fields.number("rotary_emb_base", 10_000.0)
         share = fields.number("rotary_pct", 0.25)
+        max_length = fields.integer("max_position_embeddings", 2048)
         # transformers passes these over, too; who wrote them expects something of them.
         fields.only(rope_theta=theta, head_dim=head_dim)
-        return cls(
-            **read_common(
-                fields,
-                num_kv_heads=fields.integer("num_attention_heads"),
-                head_dim=head_dim,
-                max_position_embeddings=fields.integer("max_position_embeddings", 2048),
-                rope={"theta": theta, "partial": share},
-                epsilon=("layer_norm_eps", 1e-5),
-                activation=("hidden_act", "gelu"),
-            ),
-            attention_bias=fields.flag("attention_bias", True),
+        return cls.from_fields(
+            fields,
+            rope=fields.rope(head_dim, max_length, theta=theta, partial=share),
             mlp_bias=True,
             name="gpt_neox",
             parallel=fields.flag("use_parallel_residual", True),
@@ -86,6 +83,7 @@ class GPTNeoX(Decoder, config=GPTNeoXConfig):
     prefix = "gpt_neox."
     ignored = ("*.attention.bias", "*.attention.masked_bias", "*rotary_emb.inv_freq")
     names = ModuleNames(tokens="embed_in", norm="final_layer_norm", heads=("embed_out", "lm_head"))
+    make_norm = staticmethod(layer_norm)
 
     @classmethod
     def make_block(cls, config: Any, index: int, at: Scope) -> nnx.Module:
@@ -99,34 +97,25 @@ class GPTNeoX(Decoder, config=GPTNeoXConfig):
             parallel=config.parallel,
         )
 
-    @classmethod
-    def make_norm(cls, config: Any, at: Scope) -> LayerNorm:
-        """Returns a norm of hidden states."""
-        return layer_norm(config, at)
-
 
 class GPTJConfig(DecoderConfig):
     """Reads transformers' `GPTJConfig`. Dropouts are for training."""
 
     model_type = "gptj"
     aliases = ALIASES
+    defaults = Defaults(
+        plain_heads=True, epsilon=EPSILON, activation=("activation_function", "gelu_new")
+    )
 
     @classmethod
     def read(cls, fields: Fields) -> GPTJConfig:
         """Returns what the fields say."""
         head_dim = fields.divide("hidden_size", "num_attention_heads")
         max_length = fields.integer("max_position_embeddings", 2048)
-        return cls(
-            **read_common(
-                fields,
-                num_kv_heads=fields.integer("num_attention_heads"),
-                head_dim=head_dim,
-                max_position_embeddings=max_length,
-                intermediate_size=inner_width(fields, "n_inner"),
-                rope=(_gptj_rope(fields, head_dim, max_length), max_length),
-                epsilon=EPSILON,
-                activation=("activation_function", "gelu_new"),
-            ),
+        return cls.from_fields(
+            fields,
+            intermediate_size=inner_width(fields, "n_inner"),
+            rope=(_gptj_rope(fields, head_dim, max_length), max_length),
             mlp_bias=True,
             name="transformer",
         )
@@ -153,6 +142,7 @@ class GPTJ(Decoder, config=GPTJConfig):
     ignored = ("*.attn.bias", "*.attn.masked_bias", "*.attn.causal_mask")
     names = ModuleNames(tokens="wte", layers="h", norm="ln_f")
     head_bias = True
+    make_norm = staticmethod(layer_norm)
 
     @classmethod
     def make_block(cls, config: Any, index: int, at: Scope) -> nnx.Module:
@@ -164,11 +154,6 @@ class GPTJ(Decoder, config=GPTJConfig):
             mlp=plain_mlp(config, at / "mlp", "fc_in", "fc_out"),
             parallel=True,
         )
-
-    @classmethod
-    def make_norm(cls, config: Any, at: Scope) -> LayerNorm:
-        """Returns a norm of hidden states."""
-        return layer_norm(config, at)
 
     @classmethod
     def make_attention(cls, config: Any, index: int, at: Scope) -> Attention:
@@ -226,27 +211,22 @@ class GPTNeoConfig(DecoderConfig):
 
     model_type = "gpt_neo"
     aliases = {"num_attention_heads": "num_heads", "num_hidden_layers": "num_layers"}
+    defaults = Defaults(
+        has_rope=False,
+        plain_heads=True,
+        epsilon=EPSILON,
+        activation=("activation_function", "gelu_new"),
+        tied=True,
+    )
 
     @classmethod
     def read(cls, fields: Fields) -> GPTNeoConfig:
         """Returns what the fields say."""
-        max_length = fields.integer("max_position_embeddings", 2048)
         window = fields.integer("window_size", 256)
-        return cls(
-            **read_common(
-                fields,
-                num_kv_heads=fields.integer("num_attention_heads"),
-                head_dim=fields.divide("hidden_size", "num_attention_heads"),
-                max_position_embeddings=max_length,
-                intermediate_size=inner_width(fields, "intermediate_size"),
-                sliding_windows=tuple(
-                    window if kind == "local" else None for kind in _kinds(fields)
-                ),
-                rope=(NO_ROTATION, max_length),
-                epsilon=EPSILON,
-                activation=("activation_function", "gelu_new"),
-                tied=True,
-            ),
+        return cls.from_fields(
+            fields,
+            intermediate_size=inner_width(fields, "intermediate_size"),
+            sliding_windows=tuple(window if kind == "local" else None for kind in _kinds(fields)),
             mlp_bias=True,
             name="transformer",
         )
@@ -291,3 +271,59 @@ class GPTNeo(GPT2, config=GPTNeoConfig):
     def make_mlp(cls, config: Any, at: Scope) -> nnx.Module:
         """Returns the feed-forward half of a layer."""
         return plain_mlp(config, at, "c_fc", "c_proj")
+
+
+@dataclass(frozen=True, kw_only=True)
+class StableLmConfig(DecoderConfig):
+    """Reads transformers' `StableLmConfig`. Dropouts are for training.
+
+    Attributes:
+        use_parallel_residual: True if both halves of a layer take its input.
+        qk_layernorm: True if queries and keys have norms, one for each head.
+    """
+
+    model_type = "stablelm"
+    defaults = Defaults(
+        num_kv_heads=32, max_length=4096, partial=0.25, epsilon=("layer_norm_eps", 1e-5)
+    )
+
+    use_parallel_residual: bool
+    qk_layernorm: bool
+
+    @classmethod
+    def read(cls, fields: Fields) -> StableLmConfig:
+        """Returns what the fields say."""
+        return cls.from_fields(
+            fields,
+            head_dim=fields.divide("hidden_size", "num_attention_heads"),
+            attention_bias=fields.flag("use_qkv_bias", False),
+            use_parallel_residual=fields.flag("use_parallel_residual", False),
+            qk_layernorm=fields.flag("qk_layernorm", False),
+        )
+
+
+class StableLm(Llama, config=StableLmConfig):
+    """StableLM (Bellagente et al., 2024) has LayerNorm and rotates a quarter of each head.
+
+    Some of its models compute both halves of a layer in parallel, or have a norm for each head.
+    """
+
+    make_norm = staticmethod(layer_norm)
+    output_bias = False
+
+    @classmethod
+    def make_block(cls, config: Any, index: int, at: Scope) -> nnx.Module:
+        """Returns a layer; where its halves are parallel, the second one has no norm of its own."""
+        parallel = config.use_parallel_residual
+        return Block(
+            attention_norm=layer_norm(config, at / "input_layernorm"),
+            attention=cls.make_attention(config, index, at / "self_attn"),
+            mlp_norm=None if parallel else layer_norm(config, at / "post_attention_layernorm"),
+            mlp=cls.make_mlp(config, index, at),
+            parallel=parallel,
+        )
+
+    @classmethod
+    def make_head_norms(cls, config: Any, at: Scope) -> HeadNorms:
+        """Returns the norms of queries and keys, which the config may ask for."""
+        return norms_by_head(config, at, apart=True) if config.qk_layernorm else HeadNorms()

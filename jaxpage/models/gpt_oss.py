@@ -14,18 +14,13 @@ from jaxpage.layers.attention import Scores
 from jaxpage.layers.experts import ClampedSwiGLU
 from jaxpage.models.config.experts import read_experts
 from jaxpage.models.config.fields import Fields
-from jaxpage.models.config.layer_windows import layer_types, windows_of
+from jaxpage.models.config.layer_windows import layer_types, read_windows
 from jaxpage.models.llama import Llama
 from jaxpage.models.parts.attention import attention_sinks, grouped_query_attention
-from jaxpage.models.parts.decoder_config import key_value_heads, read_common
-from jaxpage.models.parts.experts import ExpertNames, ExpertsConfig, mlp_or_experts
+from jaxpage.models.parts.decoder_config import Defaults
+from jaxpage.models.parts.experts import ExpertNames, ExpertsConfig
 from jaxpage.models.parts.scope import Scope
 
-NAMES = ExpertNames(
-    router="router",
-    in_memory=("mlp", "router", ""),
-    only_stacked=True,
-)
 ROPE = {
     **{"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False},
     "original_max_position_embeddings": 4096,
@@ -37,6 +32,14 @@ class GptOssConfig(ExpertsConfig):
 
     model_type = "gpt_oss"
     aliases = {"num_local_experts": "num_experts", "num_experts_per_tok": "experts_per_token"}
+    defaults = Defaults(
+        num_kv_heads=8,
+        head_dim=64,
+        max_length=131_072,
+        theta=150_000.0,
+        epsilon=1e-5,
+        attention_bias=True,
+    )
 
     @classmethod
     def complete(cls, config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -48,19 +51,10 @@ class GptOssConfig(ExpertsConfig):
     def read(cls, fields: Fields) -> GptOssConfig:
         """Returns what the fields say."""
         types = layer_types(fields, 2)
-        window = fields.optional_integer("sliding_window", 128)
         limit = fields.number("swiglu_limit", 7.0)
-        return cls(
-            **read_common(
-                fields,
-                num_kv_heads=key_value_heads(fields, 8),
-                head_dim=fields.integer("head_dim", 64),
-                max_position_embeddings=fields.integer("max_position_embeddings", 131_072),
-                sliding_windows=windows_of(fields, types, window),
-                rope={"theta": 150_000.0},
-                epsilon=("rms_norm_eps", 1e-5),
-            ),
-            attention_bias=fields.flag("attention_bias", True),
+        return cls.from_fields(
+            fields,
+            sliding_windows=read_windows(fields, types, 128),
             experts=read_experts(
                 fields,
                 count=("num_local_experts", 128),
@@ -70,20 +64,20 @@ class GptOssConfig(ExpertsConfig):
                 routing={"bias": True},
                 swiglu=ClampedSwiGLU(limit, fields.number("swiglu_alpha", 1.702)),
             ),
-            sparse_layers=(True,) * fields.integer("num_hidden_layers"),
         )
 
 
 class GptOss(Llama, config=GptOssConfig):
     """GPT-OSS (OpenAI, 2025) has experts with biases, and attention sinks."""
 
+    expert_names = ExpertNames(
+        router="router",
+        in_memory=("mlp", "router", ""),
+        only_stacked=True,
+    )
+
     @classmethod
     def make_attention(cls, config: Any, index: int, at: Scope) -> nnx.Module:
         """Returns the attention of a layer."""
         scores = Scores(sinks=attention_sinks(config, at / "sinks"))
         return grouped_query_attention(config, index, at, scores=scores)
-
-    @classmethod
-    def make_mlp(cls, config: Any, index: int, layer: Scope) -> nnx.Module:
-        """Returns the experts of a layer."""
-        return mlp_or_experts(config, index, layer, names=NAMES)

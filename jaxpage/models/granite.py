@@ -1,7 +1,8 @@
-"""Granite 3 (IBM, 2024), dense and with experts, and Granite Swash (IBM, 2026) with both.
+"""Granite 3 and 4 (IBM, 2024 and 2025), dense and with experts, and Granite Swash (IBM, 2026).
 
-All multiply embeddings, scores of attention, what halves add, and logits by factors. Granite 4 has
-them too (`granitemoehybrid.py`).
+All multiply embeddings, scores of attention, what halves add, and logits by factors. Layers of
+Granite 4 have Mamba 2 or attention, most without positions; files without the letter H have
+attention in all layers.
 """
 
 from __future__ import annotations
@@ -15,17 +16,20 @@ from flax import nnx
 
 from jaxpage.layers.attention import Scores
 from jaxpage.layers.experts import ExpertsSpec
-from jaxpage.models.config.config_fields import WrongField
+from jaxpage.layers.mamba import MambaSpec
+from jaxpage.models.config.config_fields import RefusedField, WrongField
 from jaxpage.models.config.experts import read_experts
 from jaxpage.models.config.fields import Fields
-from jaxpage.models.config.layer_windows import layer_types, windows_of
+from jaxpage.models.config.layer_windows import layer_types, read_windows
+from jaxpage.models.config.recurrent_fields import read_mamba
 from jaxpage.models.llama import Llama
-from jaxpage.models.parts import attention, decoder_config
+from jaxpage.models.parts import attention
 from jaxpage.models.parts.block import Block
-from jaxpage.models.parts.decoder_config import DecoderConfig, key_value_heads, read_common
-from jaxpage.models.parts.experts import ExpertNames, ExpertsConfig, mlp_or_experts
+from jaxpage.models.parts.decoder_config import DecoderConfig, Defaults
+from jaxpage.models.parts.experts import ExpertNames, ExpertsConfig
 from jaxpage.models.parts.mlp import MLPNames
 from jaxpage.models.parts.norms import rms_norm
+from jaxpage.models.parts.recurrences import mamba2
 from jaxpage.models.parts.scope import Scope
 
 MLP_NAMES = MLPNames("shared_mlp", None, None, "output_linear", "input_linear")
@@ -36,6 +40,8 @@ EXPERT_NAMES = ExpertNames(
     in_memory=("block_sparse_moe", "router", ""),
     together=("input_linear", "output_linear"),
 )
+FULL = "full_attention"
+LINEAR = "linear_attention"
 
 
 @dataclass(frozen=True)
@@ -67,22 +73,14 @@ class GraniteConfig(DecoderConfig):
     """
 
     model_type = "granite"
+    defaults = Defaults(attention_bias=False, mlp_bias=False)
 
     factors: GraniteFactors
 
     @classmethod
     def read(cls, fields: Fields) -> GraniteConfig:
         """Returns what the fields say."""
-        return cls(
-            **read_common(
-                fields,
-                num_kv_heads=key_value_heads(fields, None),
-                max_position_embeddings=fields.integer("max_position_embeddings", 2048),
-            ),
-            attention_bias=fields.flag("attention_bias", False),
-            mlp_bias=fields.flag("mlp_bias", False),
-            factors=GraniteFactors.read(fields),
-        )
+        return cls.from_fields(fields, factors=GraniteFactors.read(fields))
 
 
 class Granite(Llama, config=GraniteConfig):
@@ -119,22 +117,17 @@ class GraniteMoeConfig(ExpertsConfig):
     """Reads transformers' `GraniteMoeConfig`."""
 
     model_type = "granitemoe"
+    defaults = Defaults(attention_bias=False)
 
     factors: GraniteFactors
 
     @classmethod
     def read(cls, fields: Fields) -> GraniteMoeConfig:
         """Returns what the fields say."""
-        return cls(
-            **read_common(
-                fields,
-                num_kv_heads=key_value_heads(fields, None),
-                max_position_embeddings=fields.integer("max_position_embeddings", 2048),
-            ),
-            attention_bias=fields.flag("attention_bias", False),
+        return cls.from_fields(
+            fields,
             factors=GraniteFactors.read(fields),
             experts=granite_experts(fields, cls.shared_width(fields)),
-            sparse_layers=(True,) * fields.integer("num_hidden_layers"),
         )
 
     @classmethod
@@ -158,10 +151,8 @@ def granite_experts(fields: Fields, shared_width: int | None) -> ExpertsSpec:
 class GraniteMoe(Granite, config=GraniteMoeConfig):
     """Granite 3 with experts (IBM, 2024) is Granite whose layers all have experts."""
 
-    @classmethod
-    def make_mlp(cls, config: Any, index: int, layer: Scope) -> nnx.Module:
-        """Returns the experts of a layer."""
-        return mlp_or_experts(config, index, layer, names=EXPERT_NAMES, mlp_names=MLP_NAMES)
+    expert_names = EXPERT_NAMES
+    mlp_names = MLP_NAMES
 
 
 class GraniteMoeSharedConfig(GraniteMoeConfig):
@@ -183,30 +174,31 @@ class GraniteSWAConfig(GraniteConfig):
     """Reads transformers' `GraniteSWAConfig`."""
 
     model_type = "granite_swa"
+    defaults = Defaults(
+        num_kv_heads=4,
+        max_length=8192,
+        epsilon=1e-5,
+        tied=True,
+        attention_bias=False,
+        mlp_bias=False,
+    )
 
     @classmethod
     def read(cls, fields: Fields) -> GraniteSWAConfig:
         """Returns what the fields say."""
-        return cls(
-            **read_swash(fields, kv_heads=4, max_length=8192, epsilon=1e-5, tied=True),
-            attention_bias=fields.flag("attention_bias", False),
-            mlp_bias=fields.flag("mlp_bias", False),
-            factors=GraniteFactors.read(fields),
+        return cls.from_fields(
+            fields, **read_swash(fields, cls.defaults), factors=GraniteFactors.read(fields)
         )
 
 
-def read_swash(
-    fields: Fields, *, kv_heads: int | None, max_length: int, epsilon: float, tied: bool
-) -> dict[str, Any]:
-    """Returns the fields of a `DecoderConfig` of Granite Swash; the arguments are defaults.
+def read_swash(fields: Fields, defaults: Defaults) -> dict[str, Any]:
+    """Returns the arguments of `from_fields` that say what differs from layer to layer.
 
     By default three of four layers have a sliding window. Each layer has its own `rope_theta`, or
     no rotary embedding.
     """
-    head_dim = decoder_config.read_head_dim(fields)
-    max_length = fields.integer("max_position_embeddings", max_length)
-    types = layer_types(fields, 4, first=0)
-    rope, reach = fields.rope(head_dim, max_length)
+    head_dim = defaults.read_head_dim(fields)
+    max_length = fields.integer("max_position_embeddings", defaults.max_length)
     parameters = fields.rope_parameters(max_length, 10_000.0)
     thetas = _read_thetas(fields, parameters["rope_theta"])
     ropes = {
@@ -214,18 +206,10 @@ def read_swash(
         for theta in thetas
         if theta
     }
-    window = fields.optional_integer("sliding_window", 128)
-    common = read_common(
-        fields,
-        num_kv_heads=key_value_heads(fields, kv_heads),
-        max_position_embeddings=reach,
-        head_dim=head_dim,
-        sliding_windows=windows_of(fields, types, window),
-        rope=(rope, reach),
-        epsilon=("rms_norm_eps", epsilon),
-        tied=tied,
-    )
-    return {**common, "rope_by_layer": tuple(ropes.get(theta) for theta in thetas)}
+    return {
+        "sliding_windows": read_windows(fields, layer_types(fields, 4, first=0), 128),
+        "rope_by_layer": tuple(ropes.get(theta) for theta in thetas),
+    }
 
 
 def _read_thetas(fields: Fields, usual: float) -> list[float]:
@@ -263,19 +247,69 @@ class GraniteMoeSWAConfig(GraniteMoeSharedConfig):
     @classmethod
     def read(cls, fields: Fields) -> GraniteMoeSWAConfig:
         """Returns what the fields say."""
-        return cls(
-            **read_swash(fields, kv_heads=None, max_length=2048, epsilon=1e-6, tied=False),
-            attention_bias=fields.flag("attention_bias", False),
+        return cls.from_fields(
+            fields,
+            **read_swash(fields, cls.defaults),
             factors=GraniteFactors.read(fields),
             experts=granite_experts(fields, cls.shared_width(fields)),
-            sparse_layers=(True,) * fields.integer("num_hidden_layers"),
         )
 
 
 class GraniteMoeSWA(GraniteSWA, config=GraniteMoeSWAConfig):
     """Granite Swash with experts (IBM, 2026) may have a shared expert next to the routed ones."""
 
+    expert_names = EXPERT_NAMES
+    mlp_names = MLP_NAMES
+
+
+@dataclass(frozen=True, kw_only=True)
+class GraniteMoeHybridConfig(ExpertsConfig):
+    """Reads transformers' `GraniteMoeHybridConfig`.
+
+    Attributes:
+        factors: See `GraniteConfig`.
+        recurrent: The layers of which `kv.states` has a state.
+    """
+
+    model_type = "granitemoehybrid"
+    aliases = {"layer_types": "layers_block_type"}
+    defaults = Defaults(attention_bias=False)
+
+    factors: GraniteFactors
+    recurrent: MambaSpec
+
     @classmethod
-    def make_mlp(cls, config: Any, index: int, layer: Scope) -> nnx.Module:
-        """Returns the experts of a layer."""
-        return mlp_or_experts(config, index, layer, names=EXPERT_NAMES, mlp_names=MLP_NAMES)
+    def read(cls, fields: Fields) -> GraniteMoeHybridConfig:
+        """Returns what the fields say."""
+        num_layers = fields.integer("num_hidden_layers")
+        types = fields.layer_types(
+            (LINEAR,) * num_layers,
+            kinds=(FULL, LINEAR),
+            older={"attention": FULL, "mamba": LINEAR},
+        )
+        mamba = read_mamba(fields)
+        positions = fields.get("position_embedding_type", None)
+        if positions not in (None, "nope", "rope"):
+            text = f"position_embedding_type = {positions!r} is not one of rope, nope, null"
+            fields.note(RefusedField(text), position_embedding_type="rope")
+        shared_width = fields.integer("shared_intermediate_size", 1024)
+        has_experts = fields.integer("num_local_experts", 8, least=0) > 0
+        return cls.from_fields(
+            fields,
+            kv={"states": tuple(mamba.state if kind == LINEAR else None for kind in types)},
+            intermediate_size=shared_width,
+            rope_by_layer=() if positions == "rope" else (None,) * num_layers,
+            recurrent=mamba,
+            experts=granite_experts(fields, shared_width) if has_experts else None,
+            sparse_layers=(has_experts,) * num_layers,
+            factors=GraniteFactors.read(fields),
+        )
+
+
+class GraniteMoeHybrid(GraniteMoe, config=GraniteMoeHybridConfig):
+    """Granite 4 (IBM, 2025) is Granite with layers of Mamba 2, with experts or without."""
+
+    @classmethod
+    def make_recurrence(cls, config: Any, index: int, layer: Scope) -> nnx.Module:
+        """Returns Mamba 2 of a layer that keeps a state."""
+        return mamba2(config, config.recurrent, index, layer / "mamba")

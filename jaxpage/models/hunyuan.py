@@ -2,78 +2,62 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import Any
-
-from flax import nnx
 
 from jaxpage.models.config.config_fields import WrongField
 from jaxpage.models.config.experts import read_experts
 from jaxpage.models.config.fields import NO_ROPE, Fields
 from jaxpage.models.llama import Llama
-from jaxpage.models.parts import decoder_config
-from jaxpage.models.parts.attention import grouped_query_attention, norms_of_heads
-from jaxpage.models.parts.decoder_config import DecoderConfig, key_value_heads, read_common
-from jaxpage.models.parts.experts import ExpertNames, ExpertsConfig, mlp_or_experts
-from jaxpage.models.parts.norms import rms_norm
-from jaxpage.models.parts.scope import Scope
+from jaxpage.models.parts.attention import norms_of_heads
+from jaxpage.models.parts.decoder_config import DecoderConfig, Defaults, read_head_dim
+from jaxpage.models.parts.experts import ExpertNames, ExpertsConfig
 
 HEAD_NORMS = ("query_layernorm", "key_layernorm")
-EXPERT_NAMES = ExpertNames(
-    router="gate.wg", shared=("shared_mlp", None), in_memory=("mlp", "gate.wg", "")
-)
+DEFAULTS = Defaults(epsilon=1e-5, attention_bias=False)
 
 
-def read_hunyuan(fields: Fields) -> dict[str, Any]:
-    """Returns the fields of a `DecoderConfig` that both families read.
-
-    A "dynamic" rope with `alpha` has a larger base at every length, and no other scaling.
-    """
-    head_dim = decoder_config.read_head_dim(fields)
+def replace_alpha(fields: Fields) -> None:
+    """Replaces a "dynamic" rope with `alpha` by one with a larger base at every length."""
+    head_dim = read_head_dim(fields)
     max_length = fields.integer("max_position_embeddings", 2048)
     parameters = fields.rope_parameters(max_length, 10_000.0)
     alpha = parameters.get("alpha")
-    if parameters["rope_type"] == "dynamic" and alpha:
-        theta = parameters["rope_theta"]
-        numbers = [alpha, theta]
-        if all(isinstance(each, int | float) and 0 < each < 1e30 for each in numbers):
-            stretched = float(theta) * float(alpha) ** (head_dim / (head_dim - 2))
-            fields.config |= {
-                **dict.fromkeys(("rope_scaling", "rope_theta")),
-                "rope_parameters": {"rope_type": "default", "rope_theta": stretched},
-            }
-        else:
-            text = f"rope alpha and rope_theta must be positive numbers, not {numbers}"
-            fields.note(WrongField(text), **NO_ROPE)
-    common = read_common(
-        fields,
-        num_kv_heads=key_value_heads(fields, None),
-        head_dim=head_dim,
-        max_position_embeddings=max_length,
-        epsilon=("rms_norm_eps", 1e-5),
-    )
-    return {**common, "attention_bias": fields.flag("attention_bias", False)}
+    if parameters["rope_type"] != "dynamic" or not alpha:
+        return
+    theta = parameters["rope_theta"]
+    numbers = [alpha, theta]
+    if all(isinstance(each, int | float) and 0 < each < 1e30 for each in numbers):
+        stretched = float(theta) * float(alpha) ** (head_dim / (head_dim - 2))
+        fields.config |= {
+            **dict.fromkeys(("rope_scaling", "rope_theta")),
+            "rope_parameters": {"rope_type": "default", "rope_theta": stretched},
+        }
+    else:
+        text = f"rope alpha and rope_theta must be positive numbers, not {numbers}"
+        fields.note(WrongField(text), **NO_ROPE)
 
 
 class HunYuanDenseConfig(DecoderConfig):
     """Reads transformers' `HunYuanDenseV1Config`."""
 
     model_type = "hunyuan_v1_dense"
+    defaults = DEFAULTS
 
     @classmethod
     def read(cls, fields: Fields) -> HunYuanDenseConfig:
         """Returns what the fields say."""
-        return cls(**read_hunyuan(fields))
+        replace_alpha(fields)
+        return cls.from_fields(fields)
 
 
 class HunYuanDense(Llama, config=HunYuanDenseConfig):
     """HunYuan, dense (Tencent, 2025), is Llama with norms of queries and keys after rotation."""
 
-    @classmethod
-    def make_attention(cls, config: Any, index: int, at: Scope) -> nnx.Module:
-        """Returns the attention of a layer."""
-        norms = norms_of_heads(config, at, rms_norm, names=HEAD_NORMS, after_rotation=True)
-        return grouped_query_attention(config, index, at, norms=norms)
+    make_head_norms = staticmethod(
+        functools.partial(norms_of_heads, names=HEAD_NORMS, after_rotation=True)
+    )
 
 
 class HunYuanMoeConfig(ExpertsConfig):
@@ -81,6 +65,7 @@ class HunYuanMoeConfig(ExpertsConfig):
 
     model_type = "hunyuan_v1_moe"
     aliases = {"num_experts_per_tok": "moe_topk", "num_experts": "num_local_experts"}
+    defaults = DEFAULTS
 
     @classmethod
     def complete(cls, config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -92,8 +77,9 @@ class HunYuanMoeConfig(ExpertsConfig):
     def read(cls, fields: Fields) -> HunYuanMoeConfig:
         """Returns what the fields say."""
         width = fields.integer("intermediate_size")
-        return cls(
-            **read_hunyuan(fields),
+        replace_alpha(fields)
+        return cls.from_fields(
+            fields,
             experts=read_experts(
                 fields,
                 count=("num_experts", 1),
@@ -102,7 +88,6 @@ class HunYuanMoeConfig(ExpertsConfig):
                 normalized=True,
                 shared_width=width,
             ),
-            sparse_layers=(True,) * fields.integer("num_hidden_layers"),
         )
 
 
@@ -116,7 +101,6 @@ def _one_of(value: Any) -> Any:
 class HunYuanMoe(HunYuanDense, config=HunYuanMoeConfig):
     """HunYuan A13B (Tencent, 2025) has experts in all layers, one of them for all tokens."""
 
-    @classmethod
-    def make_mlp(cls, config: Any, index: int, layer: Scope) -> nnx.Module:
-        """Returns the experts of a layer."""
-        return mlp_or_experts(config, index, layer, names=EXPERT_NAMES)
+    expert_names = ExpertNames(
+        router="gate.wg", shared=("shared_mlp", None), in_memory=("mlp", "gate.wg", "")
+    )

@@ -8,7 +8,7 @@ and by default norms after attention, the convolution and the MLP.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from flax import nnx
@@ -16,21 +16,17 @@ from flax import nnx
 from jaxpage.layers.convolution import ConvolutionSpec
 from jaxpage.layers.rope import NO_ROTATION, Rope
 from jaxpage.models.config.config_fields import WrongField
-from jaxpage.models.config.corrected_experts import first_dense
-from jaxpage.models.config.experts import read_experts
+from jaxpage.models.config.experts import first_dense, read_experts
 from jaxpage.models.config.fields import NO_ROPE, Fields
-from jaxpage.models.config.layer_windows import windows_of
+from jaxpage.models.config.layer_windows import read_windows
 from jaxpage.models.config.proportional_rope import read_rope
+from jaxpage.models.llama import Llama
 from jaxpage.models.parts import attention
 from jaxpage.models.parts.block import Block
-from jaxpage.models.parts.decoder import Decoder, ModuleNames
-from jaxpage.models.parts.decoder_config import (
-    DecoderConfig,
-    key_value_heads,
-    read_common,
-)
-from jaxpage.models.parts.experts import ExpertNames, ExpertsConfig, mlp_or_experts
-from jaxpage.models.parts.mlp import MLPNames, gated_mlp
+from jaxpage.models.parts.decoder import ModuleNames
+from jaxpage.models.parts.decoder_config import DecoderConfig, Defaults
+from jaxpage.models.parts.experts import ExpertNames, ExpertsConfig
+from jaxpage.models.parts.mlp import MLPNames
 from jaxpage.models.parts.norms import Norm, rms_norm
 from jaxpage.models.parts.recurrences import gated_convolution
 from jaxpage.models.parts.scope import Scope
@@ -38,15 +34,6 @@ from jaxpage.models.parts.scope import Scope
 FULL = "full_attention"
 SLIDING = "sliding_attention"
 CONVOLUTION = "conv"
-MLP_NAMES = MLPNames("feed_forward", "w1", "w3", "w2", None)
-EXPERT_NAMES = ExpertNames(
-    "feed_forward",
-    "w1",
-    "w3",
-    "w2",
-    correction="expert_bias",
-    in_memory=("feed_forward", "gate", "expert_bias"),
-)
 ROPES: dict[str, dict[str, Any]] = {
     SLIDING: {"rope_type": "default", "rope_theta": 10_000.0},
     FULL: {
@@ -55,15 +42,14 @@ ROPES: dict[str, dict[str, Any]] = {
         "partial_rotary_factor": 0.5,
     },
 }
-
-
-def read_convolution(fields: Fields, *, kernel: int) -> ConvolutionSpec:
-    """Returns the convolution; `kernel` is the default number of tokens that it spans."""
-    return ConvolutionSpec(
-        width=fields.integer("hidden_size"),
-        kernel=fields.integer("conv_L_cache", kernel),
-        bias=fields.flag("conv_bias", False),
-    )
+DEFAULTS = Defaults(
+    num_kv_heads=8,
+    max_length=128_000,
+    theta=1_000_000.0,
+    epsilon=("norm_eps", 1e-5),
+    activation=("", "silu"),
+    tied=True,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,6 +61,7 @@ class Lfm2Config(DecoderConfig):
     """
 
     model_type = "lfm2"
+    defaults = DEFAULTS
     # The names of fields in published files, which outrank those of the class in transformers.
     published: ClassVar[Mapping[str, str]] = {
         "tie_embedding": "tie_word_embeddings",
@@ -97,35 +84,24 @@ class Lfm2Config(DecoderConfig):
         types = fields.layer_types(
             _usual_types(fields), kinds=(FULL, CONVOLUTION), older={"attention": FULL}
         )
-        return cls(**read_lfm2(fields, types, intermediate_size=width))
+        return cls.from_fields(fields, intermediate_size=width, **read_kinds(fields, types))
 
 
-def read_lfm2(fields: Fields, types: Sequence[str], **options: Any) -> dict[str, Any]:
-    """Returns the fields of a config that LFM2 has with and without experts.
+def read_kinds(fields: Fields, types: Sequence[str], *, kernel: int = 3) -> dict[str, Any]:
+    """Returns the arguments of `from_fields` that say which layers are convolutions.
 
     Args:
         fields: The fields of the config.json.
         types: The types of the layers.
-        **options: Further arguments of `read_common`.
+        kernel: The default of the number of tokens that a convolution spans.
     """
-    convolution = read_convolution(fields, kernel=3)
-    common = read_common(
-        fields,
-        num_kv_heads=key_value_heads(fields, 8),
-        max_position_embeddings=fields.integer("max_position_embeddings", 128_000),
-        rope={"theta": 1_000_000.0},
-        epsilon=("norm_eps", 1e-5),
-        activation="silu",
-        tied=True,
-        kv={"states": states_of(types, convolution)},
-        **options,
+    convolution = ConvolutionSpec(
+        width=fields.integer("hidden_size"),
+        kernel=fields.integer("conv_L_cache", kernel),
+        bias=fields.flag("conv_bias", False),
     )
-    return {**common, "convolution": convolution}
-
-
-def states_of(types: Sequence[str], convolution: ConvolutionSpec) -> tuple[Any, ...]:
-    """Returns what each layer keeps in place of keys and values; None if it has these."""
-    return tuple(convolution.state if kind == CONVOLUTION else None for kind in types)
+    states = tuple(convolution.state if kind == CONVOLUTION else None for kind in types)
+    return {"kv": {"states": states}, "convolution": convolution}
 
 
 def _usual_types(fields: Fields) -> list[str]:
@@ -152,30 +128,20 @@ def _feed_forward_width(fields: Fields) -> int:
     return -(-int(factor * width) // multiple) * multiple
 
 
-class Lfm2(Decoder, config=Lfm2Config):
+class Lfm2(Llama, config=Lfm2Config):
     """LFM2 (Liquid AI, 2025) has gated short convolutions in most layers, attention in the others.
 
     A convolution keeps the inputs of the last few tokens, and no state.
     """
 
     names = ModuleNames(norm="embedding_norm")
+    norm_names = ("operator_norm", "ffn_norm")
+    mlp_names = MLPNames("feed_forward", "w1", "w3", "w2", None)
 
     @classmethod
-    def make_block(cls, config: Any, index: int, at: Scope) -> nnx.Module:
-        """Returns a layer."""
-        return Block(
-            attention_norm=rms_norm(config, at / "operator_norm"),
-            attention=cls.make_mixer(config, index, at),
-            mlp_norm=rms_norm(config, at / "ffn_norm"),
-            mlp=cls.make_mlp(config, index, at),
-        )
-
-    @classmethod
-    def make_mixer(cls, config: Any, index: int, layer: Scope) -> nnx.Module:
-        """Returns the convolution of a layer, or its attention."""
-        if config.kv.state_of(index) is not None:
-            return gated_convolution(config.convolution, index, layer / "conv")
-        return cls.make_attention(config, index, layer / "self_attn")
+    def make_recurrence(cls, config: Any, index: int, layer: Scope) -> nnx.Module:
+        """Returns the convolution of a layer."""
+        return gated_convolution(config.convolution, index, layer / "conv")
 
     @classmethod
     def make_attention(cls, config: Any, index: int, at: Scope) -> nnx.Module:
@@ -186,13 +152,8 @@ class Lfm2(Decoder, config=Lfm2Config):
             index,
             at,
             names=attention.AttentionNames("out_proj"),
-            norms=attention.norms_of_heads(config, at, rms_norm, names=names),
+            norms=attention.norms_of_heads(config, at, names=names),
         )
-
-    @classmethod
-    def make_mlp(cls, config: Any, index: int, layer: Scope) -> nnx.Module:
-        """Returns the feed-forward half of a layer, or its experts."""
-        return gated_mlp(config, layer / MLP_NAMES.module, names=MLP_NAMES)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -223,8 +184,9 @@ class Lfm2MoeConfig(Lfm2Config, ExpertsConfig):
             },
         )
         types = fields.layer_types([FULL] * num_layers, kinds=(FULL, CONVOLUTION))
-        return cls(
-            **read_lfm2(fields, types),
+        return cls.from_fields(
+            fields,
+            **read_kinds(fields, types),
             experts=experts,
             sparse_layers=first_dense(fields, 2, "num_dense_layers"),
         )
@@ -233,10 +195,14 @@ class Lfm2MoeConfig(Lfm2Config, ExpertsConfig):
 class Lfm2Moe(Lfm2, config=Lfm2MoeConfig):
     """LFM2 with experts (Liquid AI, 2025) is LFM2 with experts in all but the first few layers."""
 
-    @classmethod
-    def make_mlp(cls, config: Any, index: int, layer: Scope) -> nnx.Module:
-        """Returns the feed-forward half of a layer, or its experts."""
-        return mlp_or_experts(config, index, layer, names=EXPERT_NAMES, mlp_names=MLP_NAMES)
+    expert_names = ExpertNames(
+        "feed_forward",
+        "w1",
+        "w3",
+        "w2",
+        correction="expert_bias",
+        in_memory=("feed_forward", "gate", "expert_bias"),
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -253,6 +219,7 @@ class Lfm3Config(Lfm2Config):
     model_type = "lfm3"
     aliases = {"norm_eps": "rms_norm_eps"}
     published = {}
+    defaults = replace(DEFAULTS, num_kv_heads=4, attention_bias=False)
 
     gated: bool
     has_norms_after: bool
@@ -267,24 +234,13 @@ class Lfm3Config(Lfm2Config):
         head_dim = fields.integer("head_dim", 128)
         ropes = _read_ropes(fields, types, head_dim)
         max_length = fields.integer("max_position_embeddings", 128_000)
-        convolution = read_convolution(fields, kernel=7)
-        window = fields.optional_integer("sliding_window", 256)
-        return cls(
-            **read_common(
-                fields,
-                num_kv_heads=key_value_heads(fields, 4),
-                head_dim=head_dim,
-                max_position_embeddings=max_length,
-                sliding_windows=windows_of(fields, types, window),
-                rope=(ropes.get(FULL, NO_ROTATION), max_length),
-                epsilon=("norm_eps", 1e-5),
-                activation="silu",
-                tied=True,
-                kv={"states": states_of(types, convolution)},
-            ),
-            attention_bias=fields.flag("attention_bias", False),
+        return cls.from_fields(
+            fields,
+            head_dim=head_dim,
+            sliding_windows=read_windows(fields, types, 256),
+            **read_kinds(fields, types, kernel=7),
+            rope=(ropes.get(FULL, NO_ROTATION), max_length),
             rope_by_layer=tuple(ropes.get(kind) for kind in types),
-            convolution=convolution,
             gated=fields.flag("use_attention_gate", True),
             has_norms_after=fields.flag("use_sandwich_norm", True),
         )
@@ -346,5 +302,5 @@ class Lfm3(Lfm2, config=Lfm3Config):
         """Returns the attention of a layer."""
         # Files have the first name, transformers in memory the second one.
         gates = attention.Gates(1, "gate_proj", "g_proj") if config.gated else None
-        norms = attention.norms_of_heads(config, at, rms_norm)
+        norms = attention.norms_of_heads(config, at)
         return attention.grouped_query_attention(config, index, at, norms=norms, gates=gates)

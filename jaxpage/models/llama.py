@@ -1,22 +1,53 @@
-"""Llama 1 to 3 have the form in which many other models are published.
+"""Llama 1 to 4 (Meta, 2023 to 2025), and families that are Llama but for one thing or two.
 
-See Touvron et al., 2023, and Grattafiori et al., 2024.
+Llama 1 to 3 have the form in which many other models are published; see Touvron et al., 2023, and
+Grattafiori et al., 2024. Llama 4 attends to chunks of positions, except in layers that do not
+rotate. Three layers of four rotate, and there a token sees those positions of its own chunk that
+are not after it (`AttentionOptions.attention_chunk`). To the cache a chunk is a window of its size,
+which holds all that a token sees of its chunk and more. Where no sequence is longer than a chunk,
+all layers are full ones:
+
+    position        0  1  2  3   4  5  6  7     attention_chunk_size 4
+    5 sees                       x  x           in a layer that rotates
+    5 sees          x  x  x  x   x  x           in a layer that does not
 """
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
+import jax
 from flax import nnx
 
+from jaxpage.layers.attention import HeadNorms, Scores
+from jaxpage.layers.mlp import XIELU
+from jaxpage.models.config.config_fields import RefusedField, WrongField
+from jaxpage.models.config.experts import read_experts
 from jaxpage.models.config.fields import Fields
+from jaxpage.models.config.layer_windows import rotating_layers, windows_of
 from jaxpage.models.config.mtp_names import read_numbered_names
-from jaxpage.models.parts.attention import grouped_query_attention
+from jaxpage.models.parts.attention import grouped_query_attention, no_head_norms, norms_of_heads
 from jaxpage.models.parts.block import Block
-from jaxpage.models.parts.decoder import Decoder
-from jaxpage.models.parts.decoder_config import DecoderConfig, key_value_heads, read_common
-from jaxpage.models.parts.mlp import gated_mlp
+from jaxpage.models.parts.decoder import Decoder, cap_logits
+from jaxpage.models.parts.decoder_config import DecoderConfig, Defaults, read_head_dim
+from jaxpage.models.parts.experts import PLAIN_NAMES, ExpertNames, ExpertsConfig, mlp_or_experts
+from jaxpage.models.parts.mlp import LLAMA_NAMES, MLPNames, gated_mlp, plain_mlp
+from jaxpage.models.parts.norms import unscaled_rms_norm
 from jaxpage.models.parts.scope import Scope
+
+CHUNKED = "chunked_attention"
+FULL = "full_attention"
+APERTUS_ROPE = {  # The parameters of a config that has neither `rope_parameters` nor `rope_scaling`.
+    "rope_type": "llama3",
+    "rope_theta": 12_000_000.0,
+    "factor": 8.0,
+    "original_max_position_embeddings": 8192,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+}
 
 
 class LlamaConfig(DecoderConfig):
@@ -27,49 +58,374 @@ class LlamaConfig(DecoderConfig):
     """
 
     model_type = "llama"
+    defaults = Defaults(attention_bias=False, mlp_bias=False)
 
     @classmethod
     def read(cls, fields: Fields) -> LlamaConfig:
         """Returns what the fields say."""
-        return cls(
-            **read_common(
-                fields,
-                num_kv_heads=key_value_heads(fields, None),
-                max_position_embeddings=fields.integer("max_position_embeddings", 2048),
-            ),
-            attention_bias=fields.flag("attention_bias", False),
-            mlp_bias=fields.flag("mlp_bias", False),
-            draft_heads=read_numbered_names(fields),
-        )
+        return cls.from_fields(fields, draft_heads=read_numbered_names(fields))
 
 
 class Llama(Decoder, config=LlamaConfig):
     """Llama 1 to 3 have the form in which many other models are published.
 
-    Many families differ from it in one of these methods alone.
+    Many families differ from it in one of these methods alone, or in these attributes.
     """
+
+    # The norms before the two halves of a layer.
+    norm_names: ClassVar[tuple[str, str]] = ("input_layernorm", "post_attention_layernorm")
+    mlp_names: ClassVar[MLPNames] = LLAMA_NAMES
+    expert_names: ClassVar[ExpertNames] = PLAIN_NAMES
+    # Returns the norms of queries and keys, of a config and the scope of attention.
+    make_head_norms: ClassVar[Callable[..., HeadNorms]] = staticmethod(no_head_norms)
+    # True if the product for the output of attention has a bias; None if it is like the others.
+    output_bias: ClassVar[bool | None] = None
 
     @classmethod
     def make_block(cls, config: Any, index: int, at: Scope) -> nnx.Module:
         """Returns a layer."""
+        attention_norm, mlp_norm = cls.norm_names
         return Block(
-            attention_norm=cls.make_norm(config, at / "input_layernorm"),
+            attention_norm=cls.make_norm(config, at / attention_norm),
             attention=cls.make_mixer(config, index, at),
-            mlp_norm=cls.make_norm(config, at / "post_attention_layernorm"),
+            mlp_norm=cls.make_norm(config, at / mlp_norm),
             mlp=cls.make_mlp(config, index, at),
         )
 
     @classmethod
     def make_mixer(cls, config: Any, index: int, layer: Scope) -> nnx.Module:
         """Returns the half of a layer in which tokens see others: attention, or a recurrence."""
+        if config.kv.state_of(index) is not None:
+            return cls.make_recurrence(config, index, layer)
         return cls.make_attention(config, index, layer / "self_attn")
+
+    @classmethod
+    def make_recurrence(cls, config: Any, index: int, layer: Scope) -> nnx.Module:
+        """Returns what a layer that keeps a state has in the place of attention."""
+        raise NotImplementedError
 
     @classmethod
     def make_attention(cls, config: Any, index: int, at: Scope) -> nnx.Module:
         """Returns the attention of a layer, whose scope is `at`."""
-        return grouped_query_attention(config, index, at)
+        norms = cls.make_head_norms(config, at)
+        return grouped_query_attention(config, index, at, norms=norms, output_bias=cls.output_bias)
 
     @classmethod
     def make_mlp(cls, config: Any, index: int, layer: Scope) -> nnx.Module:
         """Returns the feed-forward half of a layer, or its experts."""
-        return gated_mlp(config, layer / "mlp")
+        names = cls.mlp_names
+        if isinstance(config, ExpertsConfig):
+            return mlp_or_experts(config, index, layer, names=cls.expert_names, mlp_names=names)
+        return gated_mlp(config, layer / names.module, names=names)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Llama4Config(ExpertsConfig):
+    """Reads transformers' `Llama4TextConfig`.
+
+    The jitter of the router is for training.
+
+    Attributes:
+        use_qk_norm: True if queries and keys of layers that rotate have norms.
+        temperature_tuning: How queries of the other layers grow with positions; see `Scores`.
+    """
+
+    model_type = "llama4_text"
+    defaults = Defaults(
+        num_kv_heads=8,
+        max_length=131_072,
+        theta=500_000.0,
+        interleaved=True,
+        epsilon=1e-5,
+        attention_bias=False,
+    )
+
+    use_qk_norm: bool
+    temperature_tuning: tuple[float, int, int] | None
+
+    @classmethod
+    def read(cls, fields: Fields) -> Llama4Config:
+        """Returns what the fields say."""
+        rotates = rotating_layers(fields)
+        return cls.from_fields(
+            fields,
+            head_dim=fields.optional_integer("head_dim", 128),
+            sliding_windows=_chunks(fields, rotates),
+            intermediate_size=fields.integer("intermediate_size_mlp", 16_384),
+            rotates=rotates,
+            use_qk_norm=fields.flag("use_qk_norm", True),
+            temperature_tuning=_temperature_tuning(fields),
+            experts=read_experts(
+                fields,
+                count=("num_local_experts", 16),
+                per_token=1,
+                width=("intermediate_size", 8192),
+                normalized=False,
+                routing={"sigmoid": True},
+                shared_width=fields.integer("intermediate_size", 8192),
+                scales_input=True,
+            ),
+            sparse_layers=_sparse_layers(fields),
+        )
+
+
+def _chunks(fields: Fields, rotates: tuple[bool, ...]) -> tuple[int | None, ...]:
+    """Returns the size of the chunks in each layer; None in those that see everything."""
+    types = fields.layer_types(
+        [CHUNKED if does_rotate else FULL for does_rotate in rotates], kinds=(CHUNKED, FULL)
+    )
+    size = fields.optional_integer("attention_chunk_size", 8192)
+    if size is None:  # transformers refuses it, whatever the layers are.
+        text = "attention_chunk_size must be an integer >= 1, not None"
+        fields.note(WrongField(text), attention_chunk_size=8192)
+    return tuple(size if kind == CHUNKED else None for kind in types)
+
+
+def _temperature_tuning(fields: Fields) -> tuple[float, int, int] | None:
+    """Returns how queries grow with positions, counted from 1, in layers that do not rotate."""
+    tuned = fields.get("attn_temperature_tuning", True)
+    growth = fields.number("attn_scale", 0.1), fields.integer("floor_scale", 8192), 1
+    if not isinstance(tuned, int | None):  # The published files have 4 for true.
+        text = f"attn_temperature_tuning must be true or false, not {tuned!r}"
+        fields.note(WrongField(text), attn_temperature_tuning=True)
+    return growth if tuned else None
+
+
+def _sparse_layers(fields: Fields) -> tuple[bool, ...]:
+    """Returns which layers have experts."""
+    num_layers = fields.integer("num_hidden_layers")
+    every = fields.integer("interleave_moe_layer_step", 1)
+    sparse = fields.get("moe_layers", None)
+    sparse = list(range(every - 1, num_layers, every)) if sparse is None else sparse
+    if not isinstance(sparse, list) or not all(type(layer) is int for layer in sparse):
+        text = f"moe_layers must be the numbers of layers, not {sparse!r}"
+        fields.note(WrongField(text), moe_layers=None)
+        sparse = []
+    return tuple(layer in sparse for layer in range(num_layers))
+
+
+class Llama4(Llama, config=Llama4Config):
+    """Llama 4, text (Meta, 2025), attends to chunks of positions in the layers that rotate."""
+
+    expert_names = ExpertNames(
+        module="feed_forward",
+        router="router",
+        shared=("shared_expert", None),
+        in_memory=("feed_forward", "router", ""),
+        only_stacked=True,
+    )
+    mlp_names = MLPNames(module="feed_forward")
+
+    @classmethod
+    def make_attention(cls, config: Any, index: int, at: Scope) -> nnx.Module:
+        """Returns attention with norms if it rotates, and with growing queries if not."""
+        norms = HeadNorms()
+        scores = Scores(chunked=True)
+        if config.rope_of(index) is None:
+            scores = Scores(chunked=True, temperature_tuning=config.temperature_tuning)
+        elif config.use_qk_norm:
+            norms = norms_of_heads(config, at, unscaled_rms_norm, after_rotation=True)
+        return grouped_query_attention(config, index, at, norms=norms, scores=scores)
+
+
+class SmolLM3Config(DecoderConfig):
+    """Reads transformers' `SmolLM3Config`.
+
+    `no_rope_layers` has a 1 for each layer that rotates. Where the config uses a window, it is that
+    of the layers that do not rotate.
+    """
+
+    model_type = "smollm3"
+    defaults = Defaults(
+        num_kv_heads=4,
+        max_length=32768,
+        theta=2_000_000.0,
+        tied=True,
+        attention_bias=False,
+        mlp_bias=False,
+    )
+
+    @classmethod
+    def read(cls, fields: Fields) -> SmolLM3Config:
+        """Returns what the fields say."""
+        rotates = rotating_layers(fields)
+        window = None
+        if fields.flag("use_sliding_window", False):
+            window = fields.optional_integer("sliding_window", None)
+        types = fields.layer_types(
+            [
+                "sliding_attention" if window and not does_rotate else "full_attention"
+                for does_rotate in rotates
+            ]
+        )
+        return cls.from_fields(
+            fields,
+            sliding_windows=windows_of(fields, types, window),
+            rotates=rotates,
+        )
+
+
+class SmolLM3(Llama, config=SmolLM3Config):
+    """SmolLM3 (Hugging Face, 2025) is Llama in which every fourth layer has no positions (NoPE)."""
+
+
+class HeliumConfig(DecoderConfig):
+    """Reads transformers' `HeliumConfig`."""
+
+    model_type = "helium"
+    defaults = Defaults(
+        num_kv_heads=20,
+        max_length=4096,
+        theta=100_000.0,
+        interleaved=True,
+        epsilon=1e-8,
+        attention_bias=False,
+        mlp_bias=False,
+    )
+
+    @classmethod
+    def read(cls, fields: Fields) -> HeliumConfig:
+        """Returns what the fields say."""
+        head_dim = fields.integer("head_dim", 128)
+        usual = fields.divide("hidden_size", "num_attention_heads")
+        if head_dim != usual:
+            text = f"head_dim = {head_dim} is not hidden_size / num_attention_heads = {usual}"
+            fields.note(RefusedField(text), head_dim=usual)
+        return cls.from_fields(fields, head_dim=usual)
+
+
+class Helium(Llama, config=HeliumConfig):
+    """Helium (Kyutai, 2025) is Llama that rotates interleaved."""
+
+    output_bias = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class SeedOssConfig(DecoderConfig):
+    """Reads transformers' `SeedOssConfig`. Dropouts are for training.
+
+    Attributes:
+        attention_out_bias: True if the product for the output of attention has a bias.
+    """
+
+    model_type = "seed_oss"
+    defaults = Defaults(num_kv_heads=8, max_length=524_288, attention_bias=True, mlp_bias=False)
+
+    attention_out_bias: bool
+
+    @classmethod
+    def read(cls, fields: Fields) -> SeedOssConfig:
+        """Returns what the fields say."""
+        return cls.from_fields(
+            fields,
+            head_dim=fields.optional_integer("head_dim", 128),
+            attention_out_bias=fields.flag("attention_out_bias", False),
+        )
+
+
+class SeedOss(Llama, config=SeedOssConfig):
+    """Seed-OSS (ByteDance Seed, 2025) is Llama with biases on queries, keys and values."""
+
+    @classmethod
+    def make_attention(cls, config: Any, index: int, at: Scope) -> nnx.Module:
+        """Returns the attention of a layer."""
+        return grouped_query_attention(config, index, at, output_bias=config.attention_out_bias)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ApertusConfig(DecoderConfig):
+    """Reads transformers' `ApertusConfig`.
+
+    Attributes:
+        xielu: True if the activation function is the learned one, and not `activation`.
+    """
+
+    model_type = "apertus"
+    defaults = Defaults(
+        max_length=65_536,
+        theta=12_000_000.0,
+        epsilon=1e-5,
+        attention_bias=False,
+    )
+
+    xielu: bool
+
+    @classmethod
+    def complete(cls, config: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Returns the config with the rotation that it means."""
+        rope = config.get("rope_parameters") or config.get("rope_scaling")
+        return config if rope else {**config, "rope_parameters": APERTUS_ROPE}
+
+    @classmethod
+    def read(cls, fields: Fields) -> ApertusConfig:
+        """Returns what the fields say."""
+        learned = fields.get("hidden_act", "xielu") == "xielu"
+        if learned:
+            fields.config["hidden_act"] = "silu"
+        return cls.from_fields(fields, xielu=learned)
+
+
+class Apertus(Llama, config=ApertusConfig):
+    """Apertus (Swiss AI, 2025) has a learned activation function, and norms of queries and keys."""
+
+    # Files may have the two constants of the activation function, which are the same in all layers.
+    ignored = (*Llama.ignored, "*.act_fn.beta", "*.act_fn.eps")
+    norm_names = ("attention_layernorm", "feedforward_layernorm")
+    make_head_norms = staticmethod(norms_of_heads)
+
+    @classmethod
+    def make_mlp(cls, config: Any, index: int, layer: Scope) -> nnx.Module:
+        """Returns the feed-forward half of a layer."""
+        at = layer / "mlp"
+        learned = XIELU(name=f"{at.name}.act_fn", dtype=at.dtype) if config.xielu else None
+        return plain_mlp(config, at, "up_proj", "down_proj", activation=learned)
+
+
+@dataclass(frozen=True, kw_only=True)
+class NanoChatConfig(DecoderConfig):
+    """Reads transformers' `NanoChatConfig`.
+
+    Attributes:
+        logit_softcap: The soft cap of logits; None for none.
+    """
+
+    model_type = "nanochat"
+    defaults = Defaults(activation="relu2", attention_bias=False)
+
+    logit_softcap: float | None
+
+    @classmethod
+    def read(cls, fields: Fields) -> NanoChatConfig:
+        """Returns what the fields say."""
+        rope, reach = cls.defaults.read_rope(fields, read_head_dim(fields))
+        backwards = tuple(-frequency for frequency in rope.frequencies)
+        return cls.from_fields(
+            fields,
+            rope=(replace(rope, frequencies=backwards), reach),
+            logit_softcap=fields.optional_number("final_logit_softcapping", 15.0),
+        )
+
+
+class NanoChat(Llama, config=NanoChatConfig):
+    """nanochat (Karpathy, 2025) has RMS norms without scales, and squared ReLU.
+
+    Token embeddings are normalised too. The rotary embedding turns in the opposite direction.
+    """
+
+    make_norm = staticmethod(unscaled_rms_norm)
+    make_head_norms = staticmethod(
+        functools.partial(norms_of_heads, make_norm=unscaled_rms_norm, after_rotation=True)
+    )
+
+    @classmethod
+    def make_mlp(cls, config: Any, index: int, layer: Scope) -> nnx.Module:
+        """Returns the feed-forward half of a layer."""
+        return plain_mlp(config, layer / "mlp", "fc1", "fc2")
+
+    def enter(self, embedded_TD: jax.Array, positions_T: jax.Array) -> jax.Array:
+        """Returns normalised embeddings; `norm` serves for them too, because it has no scale."""
+        return self.norm(super().enter(embedded_TD, positions_T))
+
+    def logits(self, hidden_BD: jax.Array) -> jax.Array:
+        """Returns the logits in float32."""
+        return cap_logits(super().logits(hidden_BD), self.config.logit_softcap)

@@ -1,12 +1,15 @@
-"""Mamba 1 and 2 alone (Gu and Dao, 2023; Dao and Gu, 2024), and Falcon Mamba (TII, 2024).
+"""Mamba 1 and 2 (Gu and Dao, 2023; Dao and Gu, 2024), alone and with attention in some layers.
 
-They have no attention and no feed-forward layers. What a sequence keeps does not grow with its
-length.
+Mamba, Mamba 2 and Falcon Mamba (TII, 2024) have no attention and no feed-forward layers: what a
+sequence keeps does not grow with its length. Jamba (AI21, 2024) has Mamba in most layers, attention
+without positions in the others, and experts in some; Bamba (IBM, Princeton and UIUC, 2024) has
+Mamba 2. A layer of Mamba 1 has two layers of the cache: its states are where other layers have keys
+and values, and the inputs of its convolution come after all of these.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,11 +18,15 @@ from flax import nnx
 from jaxpage.layers.mamba import MambaSpec
 from jaxpage.layers.mamba1 import Mamba1Spec
 from jaxpage.models.config.config_fields import WrongField
-from jaxpage.models.config.fields import Fields
-from jaxpage.models.config.mamba_config import read_groups, read_rank, read_time_steps
+from jaxpage.models.config.experts import read_experts
+from jaxpage.models.config.fields import Fields, without
+from jaxpage.models.config.recurrent_fields import read_mamba, read_mamba2, read_rank
+from jaxpage.models.llama import Llama
 from jaxpage.models.parts.block import HalfBlock
 from jaxpage.models.parts.decoder import Decoder, ModuleNames
-from jaxpage.models.parts.decoder_config import DecoderConfig, read_common
+from jaxpage.models.parts.decoder_config import DecoderConfig, Defaults
+from jaxpage.models.parts.experts import ExpertNames, ExpertsConfig
+from jaxpage.models.parts.mlp import MLPNames
 from jaxpage.models.parts.norms import rms_norm
 from jaxpage.models.parts.recurrences import cache_of_states, mamba1, mamba2
 from jaxpage.models.parts.scope import Scope
@@ -39,6 +46,7 @@ class MambaConfig(DecoderConfig):
     """
 
     model_type = "mamba"
+    defaults = Defaults(epsilon=("layer_norm_epsilon", 1e-5), activation=("", "silu"), tied=True)
 
     recurrent: Mamba1Spec
 
@@ -55,17 +63,12 @@ class MambaConfig(DecoderConfig):
         # No layer attends. A config has heads of attention all the same.
         fields.config |= {"num_attention_heads": 1, "intermediate_size": mamba.inner}
         states = (mamba.state,) * num_layers + (mamba.convolved,) * num_layers
-        return cls(
-            **read_common(
-                fields,
-                num_kv_heads=1,
-                head_dim=64,
-                max_position_embeddings=LONGEST,
-                epsilon=("layer_norm_epsilon", 1e-5),
-                activation="silu",
-                tied=True,
-                kv=cache_of_states(states, num_layers),
-            ),
+        return cls.from_fields(
+            fields,
+            num_kv_heads=1,
+            head_dim=64,
+            rope=fields.rope(64, LONGEST),
+            kv=cache_of_states(states, num_layers),
             recurrent=mamba,
             name="backbone",
         )
@@ -133,6 +136,7 @@ class Mamba2Config(DecoderConfig):
     """
 
     model_type = "mamba2"
+    defaults = Defaults(epsilon=("layer_norm_epsilon", 1e-5), activation=("", "silu"))
 
     recurrent: MambaSpec
 
@@ -143,16 +147,12 @@ class Mamba2Config(DecoderConfig):
         num_layers = fields.integer("num_hidden_layers", 64)
         # No layer attends. A config has heads of attention all the same.
         fields.config |= {"num_attention_heads": mamba.heads, "intermediate_size": mamba.inner}
-        return cls(
-            **read_common(
-                fields,
-                num_kv_heads=mamba.heads,
-                head_dim=64,
-                max_position_embeddings=LONGEST,
-                epsilon=("layer_norm_epsilon", 1e-5),
-                activation="silu",
-                kv={"states": (mamba.state,) * num_layers},
-            ),
+        return cls.from_fields(
+            fields,
+            num_kv_heads=mamba.heads,
+            head_dim=64,
+            rope=fields.rope(64, LONGEST),
+            kv={"states": (mamba.state,) * num_layers},
             recurrent=mamba,
             name="backbone",
         )
@@ -165,19 +165,7 @@ def _read_mamba2(fields: Fields) -> MambaSpec:
     if heads * head != inner:
         text = f"num_heads = {heads} times head_dim = {head} must be expand * hidden_size = {inner}"
         fields.note(WrongField(text), num_heads=heads, head_dim=head)
-    bias = fields.flag("use_bias", False)
-    return MambaSpec(
-        heads=heads,
-        head=head,
-        groups=read_groups(fields, ("n_groups", 8), num_heads=heads),
-        vector=fields.integer("state_size", 128),
-        kernel=fields.integer("conv_kernel", 4),
-        activation=fields.activation("hidden_act", "silu"),
-        time_steps=read_time_steps(fields),
-        convolution_bias=fields.flag("use_conv_bias", True),
-        input_bias=bias,
-        output_bias=bias,
-    )
+    return read_mamba2(fields, "num_heads", "head_dim", "state_size", "hidden_act")
 
 
 class Mamba2Decoder(Mamba, config=Mamba2Config):
@@ -190,3 +178,155 @@ class Mamba2Decoder(Mamba, config=Mamba2Config):
     def make_mixer(cls, config: Any, index: int, at: Scope) -> nnx.Module:
         """Returns the recurrence of a layer."""
         return mamba2(config, config.recurrent, index, at)
+
+
+@dataclass(frozen=True, kw_only=True)
+class JambaConfig(ExpertsConfig):
+    """Reads transformers' `JambaConfig`.
+
+    Attributes:
+        recurrent: The layers of Mamba.
+    """
+
+    model_type = "jamba"
+    aliases = {"num_local_experts": "num_experts"}
+    defaults = Defaults(num_kv_heads=8, max_length=262_144, has_rope=False)
+
+    recurrent: Mamba1Spec
+
+    @property
+    def layer_places(self) -> Sequence[int | tuple[int, ...]]:
+        """Returns for each layer the place of its pages; see `run_layers`."""
+        return [self.places_of(index) for index in range(self.num_layers)]
+
+    def places_of(self, index: int) -> int | tuple[int, int]:
+        """Returns the places of states and of convolutions, or the one of keys and values."""
+        states = self.kv.states
+        if states[index] is None:
+            return index
+        return index, self.num_layers + sum(state is not None for state in states[:index])
+
+    @classmethod
+    def read(cls, fields: Fields) -> JambaConfig:
+        """Returns what the fields say."""
+        fields.only(sliding_window=None, mamba_inner_layernorms=True)
+        num_layers = fields.integer("num_hidden_layers")
+        mamba = _read_mamba(fields)
+        attends = _every(fields, "attn_layer", 8, 4, num_layers)
+        experts = None
+        if fields.integer("num_local_experts", 16, least=0) > 1:
+            experts = read_experts(
+                fields,
+                count=("num_local_experts", 16),
+                per_token=2,
+                width=("intermediate_size", 14336),
+                normalized=False,
+            )
+        sparse = _every(fields, "expert_layer", 2, 1, num_layers)
+        states = (
+            *(None if each else mamba.state for each in attends),
+            *(mamba.convolved for each in attends if not each),
+        )
+        return cls.from_fields(
+            fields,
+            kv=cache_of_states(states, num_layers),
+            recurrent=mamba,
+            experts=experts,
+            sparse_layers=tuple(experts is not None and each for each in sparse),
+        )
+
+
+def _every(fields: Fields, name: str, period: int, offset: int, num_layers: int) -> list[bool]:
+    """Returns for each layer whether it is one of a kind that comes again after a period."""
+    names = f"{name}_period", f"{name}_offset"
+    period = fields.integer(names[0], period)
+    offset = fields.integer(names[1], offset, least=0)
+    if offset >= period:
+        text = f"{names[1]} = {offset} must be smaller than {names[0]} = {period}"
+        fields.note(WrongField(text), **dict(zip(names, (1, 0), strict=True)))
+    return [index % period == offset for index in range(num_layers)]
+
+
+def _read_mamba(fields: Fields) -> Mamba1Spec:
+    return Mamba1Spec(
+        inner=fields.integer("mamba_expand", 2) * fields.integer("hidden_size"),
+        vector=fields.integer("mamba_d_state", 16),
+        rank=read_rank(fields, "mamba_dt_rank"),
+        kernel=fields.integer("mamba_d_conv", 4),
+        activation=fields.activation("hidden_act", "silu"),
+        convolution_bias=fields.flag("mamba_conv_bias", True),
+        bias=fields.flag("mamba_proj_bias", False),
+    )
+
+
+class Jamba(Llama, config=JambaConfig):
+    """Jamba (AI21, 2024) has Mamba in most layers, attention in the others, and experts in some."""
+
+    names = ModuleNames(norm="final_layernorm")
+    norm_names = ("input_layernorm", "pre_ff_layernorm")
+    mlp_names = MLPNames("feed_forward")
+    expert_names = ExpertNames(
+        "feed_forward", router="router", in_memory=("feed_forward", "router", "")
+    )
+
+    @classmethod
+    def make_recurrence(cls, config: Any, index: int, layer: Scope) -> nnx.Module:
+        """Returns Mamba of a layer."""
+        states, convolution = config.places_of(index)
+        return mamba1(
+            config, config.recurrent, states, layer / "mamba", convolution_index=convolution
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class BambaConfig(DecoderConfig):
+    """Reads transformers' `BambaConfig`.
+
+    The share of a head that is rotated is a half, unless `rope_parameters` says otherwise.
+
+    Attributes:
+        recurrent: The layers of which `kv.states` has a state.
+    """
+
+    model_type = "bamba"
+    defaults = Defaults(
+        num_kv_heads=8,
+        max_length=262_144,
+        partial=0.5,
+        epsilon=1e-5,
+        attention_bias=False,
+        mlp_bias=False,
+    )
+
+    recurrent: MambaSpec
+
+    @classmethod
+    def complete(cls, config: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Returns the config without a share that transformers passes over."""
+        return without(config, "partial_rotary_factor")
+
+    @classmethod
+    def read(cls, fields: Fields) -> BambaConfig:
+        """Returns what the fields say."""
+        num_layers = fields.integer("num_hidden_layers")
+        attending = fields.get("attn_layer_indices", None) or []
+        if not isinstance(attending, list):
+            text = f"attn_layer_indices must be a list, not {attending!r}"
+            fields.note(WrongField(text), attn_layer_indices=None)
+            attending = []
+        mamba = read_mamba(fields)
+        states = tuple(None if index in attending else mamba.state for index in range(num_layers))
+        return cls.from_fields(fields, kv={"states": states}, recurrent=mamba)
+
+
+class Bamba(Llama, config=BambaConfig):
+    """Bamba (IBM, Princeton and UIUC, 2024) has Mamba 2 in most layers, attention in the others."""
+
+    names = ModuleNames(norm="final_layernorm")
+    norm_names = ("input_layernorm", "pre_ff_layernorm")
+    mlp_names = MLPNames("feed_forward")
+
+    @classmethod
+    def make_recurrence(cls, config: Any, index: int, layer: Scope) -> nnx.Module:
+        """Returns Mamba 2 of a layer."""
+        return mamba2(config, config.recurrent, index, layer / "mamba")

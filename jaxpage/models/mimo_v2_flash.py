@@ -19,12 +19,12 @@ from jaxpage.layers.attention import Attention, Projections, Scores, Values
 from jaxpage.layers.linear import Part, linear
 from jaxpage.layers.rope import Rope
 from jaxpage.models.config.config_fields import RefusedField, WrongField
-from jaxpage.models.config.corrected_experts import read_corrected_experts, sparse_by_type
+from jaxpage.models.config.experts import read_corrected_experts, sparse_by_type
 from jaxpage.models.config.fields import Fields
 from jaxpage.models.config.layer_windows import refuse_rope_scaling, windows_of
 from jaxpage.models.config.mtp_names import unread_heads
 from jaxpage.models.parts.attention import attention_sinks
-from jaxpage.models.parts.decoder_config import read_common
+from jaxpage.models.parts.decoder_config import Defaults
 from jaxpage.models.parts.experts import DEEPSEEK_NAMES, ExpertsConfig
 from jaxpage.models.parts.projection import projection
 from jaxpage.models.parts.scope import Scope
@@ -47,6 +47,7 @@ class MiMoV2FlashConfig(ExpertsConfig):
 
     model_type = "mimo_v2_flash"
     aliases = {"n_routed_experts": "num_local_experts"}
+    defaults = Defaults(epsilon=1e-5, attention_bias=False)
 
     value_head_dim: int
     value_scale: float
@@ -69,27 +70,20 @@ class MiMoV2FlashConfig(ExpertsConfig):
         heads = tuple((num_kv_heads * (1 + (kind == SLIDING)), head_dim) for kind in types)
         _refuse_contradictions(fields, types, sparse)
         ropes, max_length = _ropes(fields, head_dim)
-        return cls(
-            **read_common(
-                fields,
-                num_kv_heads=num_kv_heads,
-                head_dim=head_dim,
-                max_position_embeddings=max_length,
-                kv={"heads": heads},
-                sliding_windows=windows_of(fields, types, _window(fields)),
-                rope=(ropes[FULL], max_length),
-                epsilon=("rms_norm_eps", 1e-5),
-            ),
+        return cls.from_fields(
+            fields,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            kv={"heads": heads},
+            sliding_windows=windows_of(fields, types, _window(fields)),
+            rope=(ropes[FULL], max_length),
             rope_by_layer=tuple(ropes[kind] for kind in types),
-            attention_bias=fields.flag("attention_bias", False),
             experts=read_corrected_experts(
                 fields,
-                shared_field=None,
+                shared=None,
                 count=256,
                 per_token=8,
                 width=2048,
-                groups=(1, 1),
-                factor=1.0,
             ),
             sparse_layers=sparse,
             draft_heads=unread_heads(fields, "model.mtp."),

@@ -1,6 +1,8 @@
-"""Mistral (Jiang et al., 2023), Mixtral, which has experts, and Ministral 3 (Mistral AI, 2025).
+"""Mistral (Jiang et al., 2023), Mixtral, Ministral 3 (Mistral AI, 2025) and Mistral 4 (2026).
 
-Mistral is Llama with a sliding window. Ministral 3 scales queries by their positions.
+Mistral is Llama with a sliding window, and Mixtral has experts. Ministral 3 scales queries by their
+positions, and so does Mistral 4, which has the latent attention of DeepSeek and experts that are
+routed by a softmax.
 """
 
 from __future__ import annotations
@@ -13,18 +15,18 @@ from flax import nnx
 
 from jaxpage.layers.attention import Scores
 from jaxpage.models.config.config_fields import RefusedField, WrongField
-from jaxpage.models.config.experts import read_experts
+from jaxpage.models.config.experts import first_dense, read_corrected_experts, read_experts
 from jaxpage.models.config.fields import NO_ROPE, Fields
+from jaxpage.models.deepseek import DeepseekV2, DeepseekV2Config
 from jaxpage.models.llama import Llama
-from jaxpage.models.parts import decoder_config
 from jaxpage.models.parts.attention import grouped_query_attention
-from jaxpage.models.parts.decoder_config import DecoderConfig, key_value_heads, read_common
-from jaxpage.models.parts.experts import ExpertNames, ExpertsConfig, mlp_or_experts
+from jaxpage.models.parts.decoder_config import DecoderConfig, Defaults
+from jaxpage.models.parts.experts import ExpertNames, ExpertsConfig
+from jaxpage.models.parts.latent import latent_attention, read_latent_decoder
 from jaxpage.models.parts.scope import Scope
 
-EXPERT_NAMES = ExpertNames("block_sparse_moe", "w1", "w3", "w2")
 # The parameters of a config of Ministral 3 that has neither `rope_parameters` nor `rope_scaling`.
-ROPE = {
+MINISTRAL3_ROPE = {
     "rope_type": "yarn",
     "rope_theta": 1_000_000.0,
     "factor": 16.0,
@@ -35,6 +37,10 @@ ROPE = {
     "mscale_all_dim": 1.0,
     "llama_4_scaling_beta": 0.1,
 }
+MISTRAL4_ROPE = {  # The parameters of a config that has neither `rope_parameters` nor `rope_scaling`.
+    **MINISTRAL3_ROPE,
+    **{"rope_theta": 10_000.0, "factor": 128.0, "original_max_position_embeddings": 8192},
+}
 
 
 class MistralConfig(DecoderConfig):
@@ -44,6 +50,7 @@ class MistralConfig(DecoderConfig):
     """
 
     model_type = "mistral"
+    defaults = Defaults(num_kv_heads=8, max_length=4096 * 32)
 
     @classmethod
     def read(cls, fields: Fields) -> MistralConfig:
@@ -53,14 +60,7 @@ class MistralConfig(DecoderConfig):
         if any(kind != uniform for kind in fields.get("layer_types", None) or ()):
             text = "layer_types that alternate are not part of the mistral family"
             fields.note(RefusedField(text), layer_types=None)
-        return cls(
-            **read_common(
-                fields,
-                num_kv_heads=key_value_heads(fields, 8),
-                max_position_embeddings=fields.integer("max_position_embeddings", 4096 * 32),
-                sliding_windows=(window,) * fields.integer("num_hidden_layers"),
-            )
-        )
+        return cls.from_fields(fields, sliding_windows=window)
 
 
 class Mistral(Llama, config=MistralConfig):
@@ -72,20 +72,14 @@ class MixtralConfig(ExpertsConfig):
 
     model_type = "mixtral"
     aliases = {"num_local_experts": "num_experts"}
+    defaults = Defaults(num_kv_heads=8, max_length=4096 * 32, theta=1_000_000.0, epsilon=1e-5)
 
     @classmethod
     def read(cls, fields: Fields) -> MixtralConfig:
         """Returns what the fields say."""
-        num_layers = fields.integer("num_hidden_layers")
-        return cls(
-            **read_common(
-                fields,
-                num_kv_heads=key_value_heads(fields, 8),
-                max_position_embeddings=fields.integer("max_position_embeddings", 4096 * 32),
-                sliding_windows=(fields.optional_integer("sliding_window", None),) * num_layers,
-                rope={"theta": 1_000_000.0},
-                epsilon=("rms_norm_eps", 1e-5),
-            ),
+        return cls.from_fields(
+            fields,
+            sliding_windows=fields.optional_integer("sliding_window", None),
             experts=read_experts(
                 fields,
                 count=("num_local_experts", 8),
@@ -93,17 +87,13 @@ class MixtralConfig(ExpertsConfig):
                 width=("intermediate_size", 14336),
                 normalized=True,
             ),
-            sparse_layers=(True,) * num_layers,
         )
 
 
 class Mixtral(Llama, config=MixtralConfig):
     """Mixtral (Jiang et al., 2024) is Mistral with experts."""
 
-    @classmethod
-    def make_mlp(cls, config: Any, index: int, layer: Scope) -> nnx.Module:
-        """Returns the experts of a layer."""
-        return mlp_or_experts(config, index, layer, names=EXPERT_NAMES)
+    expert_names = ExpertNames("block_sparse_moe", "w1", "w3", "w2")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,6 +105,7 @@ class Ministral3Config(DecoderConfig):
     """
 
     model_type = "ministral3"
+    defaults = Defaults(num_kv_heads=8, max_length=262_144, epsilon=1e-5)
 
     temperature_tuning: tuple[float, int, int] | None
 
@@ -122,24 +113,17 @@ class Ministral3Config(DecoderConfig):
     def complete(cls, config: Mapping[str, Any]) -> Mapping[str, Any]:
         """Returns the config with the rotation that it means."""
         is_stated = config.get("rope_parameters") is not None or config.get("rope_scaling")
-        return config if is_stated else {**config, "rope_parameters": ROPE}
+        return config if is_stated else {**config, "rope_parameters": MINISTRAL3_ROPE}
 
     @classmethod
     def read(cls, fields: Fields) -> Ministral3Config:
         """Returns what the fields say."""
-        head_dim = fields.optional_integer("head_dim", 128)
-        max_length = fields.integer("max_position_embeddings", 262_144)
         window = fields.optional_integer("sliding_window", None)
-        return cls(
-            **read_common(
-                fields,
-                num_kv_heads=key_value_heads(fields, 8),
-                head_dim=head_dim or decoder_config.read_head_dim(fields),
-                max_position_embeddings=max_length,
-                sliding_windows=(window,) * fields.integer("num_hidden_layers"),
-                epsilon=("rms_norm_eps", 1e-5),
-            ),
-            temperature_tuning=read_growth(fields, max_length),
+        return cls.from_fields(
+            fields,
+            head_dim=fields.optional_integer("head_dim", 128),
+            sliding_windows=window,
+            temperature_tuning=read_growth(fields, cls.defaults.max_length),
         )
 
 
@@ -150,8 +134,9 @@ def read_growth(fields: Fields, max_length: int) -> tuple[float, int, int] | Non
 
     Args:
         fields: The fields of the config.
-        max_length: The number of positions.
+        max_length: The default of `max_position_embeddings`.
     """
+    max_length = fields.integer("max_position_embeddings", max_length)
     parameters = fields.rope_parameters(max_length, 10_000.0)
     rate, length = (
         parameters.get(name)
@@ -177,3 +162,56 @@ class Ministral3(Llama, config=Ministral3Config):
         """Returns the attention of a layer."""
         scores = Scores(temperature_tuning=config.temperature_tuning)
         return grouped_query_attention(config, index, at, scores=scores)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mistral4Config(DeepseekV2Config):
+    """Reads transformers' `Mistral4Config`.
+
+    Attributes:
+        temperature_tuning: How queries are scaled by position; see `Scores`.
+    """
+
+    model_type = "mistral4"
+    aliases = {"n_routed_experts": "num_local_experts"}
+    defaults = Defaults()
+
+    temperature_tuning: tuple[float, int, int] | None
+
+    @classmethod
+    def complete(cls, config: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Returns the config with the rotation that it means."""
+        if config.get("rope_parameters") is None and not config.get("rope_scaling"):
+            return {**config, "rope_parameters": MISTRAL4_ROPE}
+        return config
+
+    @classmethod
+    def read(cls, fields: Fields) -> Mistral4Config:
+        """Returns what the fields say."""
+        max_length = fields.integer("max_position_embeddings", 1_048_576)
+        return cls.from_fields(
+            fields,
+            **read_latent_decoder(
+                fields, max_length=max_length, rank=256, query_rank=1024, plain=64, turns_share=True
+            ),
+            experts=read_corrected_experts(
+                fields,
+                count=128,
+                per_token=4,
+                width=2048,
+                sigmoid=False,
+                corrected=False,
+            ),
+            sparse_layers=first_dense(fields, 0),
+            temperature_tuning=read_growth(fields, max_length),
+        )
+
+
+class Mistral4(DeepseekV2, config=Mistral4Config):
+    """Mistral 4 (Mistral AI, 2026) has latent attention, experts and queries scaled by position."""
+
+    @classmethod
+    def make_attention(cls, config: Any, index: int, at: Scope) -> nnx.Module:
+        """Returns the attention of a layer."""
+        tuning = config.temperature_tuning
+        return latent_attention(config, config.latent, index, at, temperature_tuning=tuning)

@@ -97,13 +97,13 @@ MULTIMODAL = {
     ),
     "Idefics3ForConditionalGeneration": _IDEFICS3,
     "Llama4ForConditionalGeneration": MultimodalCheckpoint(
-        {"llama4_text": "llama4:Llama4"}, ("vision_model.", "multi_modal_projector."), "images"
+        {"llama4_text": "llama:Llama4"}, ("vision_model.", "multi_modal_projector."), "images"
     ),
     "Mistral3ForConditionalGeneration": MultimodalCheckpoint(
         {
             "mistral": "mistral:Mistral",
             "ministral3": "mistral:Ministral3",
-            "mistral4": "mistral4:Mistral4",
+            "mistral4": "mistral:Mistral4",
         },
         _LLAVA,
         "images",
@@ -142,12 +142,12 @@ MULTIMODAL = {
         sections=QWEN3_VL,
     ),
     "Qwen3_5ForConditionalGeneration": MultimodalCheckpoint(
-        {"qwen3_5_text": "qwen3_next:Qwen3_5"},
+        {"qwen3_5_text": "qwen:Qwen3_5"},
         vision="vision.qwen_vl:Qwen3_5Vision",
         sections=QWEN3_5,
     ),
     "Qwen3_5MoeForConditionalGeneration": MultimodalCheckpoint(
-        {"qwen3_5_moe_text": "qwen3_next:Qwen3_5Moe"},
+        {"qwen3_5_moe_text": "qwen:Qwen3_5Moe"},
         vision="vision.qwen_vl:Qwen3_5Vision",
         sections=QWEN3_5,
     ),

@@ -1,30 +1,39 @@
-"""OLMo 1 to 3 (Ai2, 2024 and 2025), OLMoE and FlexOlmo, which have experts.
+"""OLMo 1 to 3 and OLMo Hybrid (Ai2, 2024 to 2026), OLMoE and FlexOlmo, which have experts.
 
 OLMo 1 is Llama with LayerNorm. OLMo 2 has norms after both halves of a layer, and OLMo 3 windows as
-well. OLMo Hybrid is in `olmo_hybrid.py`.
+well. OLMo Hybrid has a gated delta rule in three of four layers, with norms before it and before
+the MLP; the others are those of OLMo 2. Its published models have no rotary embedding.
 """
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
 from flax import nnx
 
+from jaxpage.layers.delta_net import DeltaWidths
+from jaxpage.layers.rope import NO_ROTATION, Rope
 from jaxpage.models.config.experts import read_experts
 from jaxpage.models.config.fields import Fields
-from jaxpage.models.config.layer_windows import layer_types, windows_of
+from jaxpage.models.config.layer_windows import layer_types, read_ropes, read_windows
+from jaxpage.models.config.mtp_names import unread_heads
+from jaxpage.models.config.recurrent_fields import check_activation, check_heads
 from jaxpage.models.llama import Llama
 from jaxpage.models.parts import decoder_config
 from jaxpage.models.parts.attention import grouped_query_attention, norms_over_all_heads
 from jaxpage.models.parts.block import Block
-from jaxpage.models.parts.decoder_config import DecoderConfig, key_value_heads, read_common
-from jaxpage.models.parts.experts import ExpertsConfig, mlp_or_experts
-from jaxpage.models.parts.norms import Norm, layer_norm, rms_norm
+from jaxpage.models.parts.decoder_config import DecoderConfig, Defaults
+from jaxpage.models.parts.experts import ExpertsConfig
+from jaxpage.models.parts.norms import layer_norm, rms_norm
+from jaxpage.models.parts.recurrences import delta_net_of_tensors
 from jaxpage.models.parts.scope import Scope
 
 # In `Olmo3Config` too, `rope_theta` does not reach layers with windows.
-THETA = {"full_attention": ("rope_theta", 500_000.0), "sliding_attention": ("", 500_000.0)}
+OLMO3_THETA = {"full_attention": ("rope_theta", 500_000.0), "sliding_attention": ("", 500_000.0)}
+FULL = "full_attention"
+LINEAR = "linear_attention"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,31 +45,20 @@ class OlmoConfig(DecoderConfig):
     """
 
     model_type = "olmo"
+    defaults = Defaults(epsilon=("", 1e-5), attention_bias=False)
 
     clip_qkv: float | None
 
     @classmethod
     def read(cls, fields: Fields) -> OlmoConfig:
         """Returns what the fields say."""
-        return cls(
-            **read_common(
-                fields,
-                num_kv_heads=key_value_heads(fields, None),
-                max_position_embeddings=fields.integer("max_position_embeddings", 2048),
-                epsilon=1e-5,
-            ),
-            attention_bias=fields.flag("attention_bias", False),
-            clip_qkv=fields.optional_number("clip_qkv", None),
-        )
+        return cls.from_fields(fields, clip_qkv=fields.optional_number("clip_qkv", None))
 
 
 class Olmo(Llama, config=OlmoConfig):
     """OLMo 1 (Groeneveld et al., 2024) is Llama with LayerNorm that has neither scale nor bias."""
 
-    @classmethod
-    def make_norm(cls, config: Any, at: Scope) -> Norm:
-        """Returns a norm of hidden states."""
-        return layer_norm(config, at, affine=False)
+    make_norm = staticmethod(functools.partial(layer_norm, affine=False))
 
     @classmethod
     def make_attention(cls, config: Any, index: int, at: Scope) -> nnx.Module:
@@ -72,19 +70,7 @@ class Olmo2Config(DecoderConfig):
     """Reads transformers' `Olmo2Config`."""
 
     model_type = "olmo2"
-
-    @classmethod
-    def read(cls, fields: Fields) -> Olmo2Config:
-        """Returns what the fields say."""
-        return cls(
-            **read_common(
-                fields,
-                num_kv_heads=key_value_heads(fields, None),
-                max_position_embeddings=fields.integer("max_position_embeddings", 2048),
-                epsilon=("rms_norm_eps", 1e-5),
-            ),
-            attention_bias=fields.flag("attention_bias", False),
-        )
+    defaults = Defaults(epsilon=1e-5, attention_bias=False)
 
 
 class Olmo2(Llama, config=Olmo2Config):
@@ -92,6 +78,8 @@ class Olmo2(Llama, config=Olmo2Config):
 
     Norms of queries and keys are over all heads together.
     """
+
+    make_head_norms = staticmethod(norms_over_all_heads)
 
     @classmethod
     def make_block(cls, config: Any, index: int, at: Scope) -> nnx.Module:
@@ -105,38 +93,23 @@ class Olmo2(Llama, config=Olmo2Config):
             post_mlp_norm=rms_norm(config, at / "post_feedforward_layernorm"),
         )
 
-    @classmethod
-    def make_attention(cls, config: Any, index: int, at: Scope) -> nnx.Module:
-        """Returns the attention of a layer."""
-        norms = norms_over_all_heads(config, at, rms_norm)
-        return grouped_query_attention(config, index, at, norms=norms)
-
 
 class Olmo3Config(DecoderConfig):
     """Reads transformers' `Olmo3Config`."""
 
     model_type = "olmo3"
+    defaults = Defaults(epsilon=1e-5, attention_bias=False)
 
     @classmethod
     def read(cls, fields: Fields) -> Olmo3Config:
         """Returns what the fields say."""
         head_dim = decoder_config.read_head_dim(fields)
         types = layer_types(fields, 4)
-        max_length = fields.integer("max_position_embeddings", 2048)
-        ropes, reach = fields.ropes_by_type(head_dim, max_length, THETA)
-        window = fields.optional_integer("sliding_window", 4096)
-        return cls(
-            **read_common(
-                fields,
-                num_kv_heads=key_value_heads(fields, None),
-                head_dim=head_dim,
-                max_position_embeddings=reach,
-                sliding_windows=windows_of(fields, types, window),
-                epsilon=("rms_norm_eps", 1e-5),
-                rope=(ropes["full_attention"], reach),
-            ),
-            rope_by_layer=tuple(ropes[kind] for kind in types),
-            attention_bias=fields.flag("attention_bias", False),
+        return cls.from_fields(
+            fields,
+            head_dim=head_dim,
+            sliding_windows=read_windows(fields, types, 4096),
+            **read_ropes(fields, types, head_dim, 2048, OLMO3_THETA),
         )
 
 
@@ -153,20 +126,15 @@ class OlmoeConfig(ExpertsConfig):
 
     model_type = "olmoe"
     aliases = {"num_experts": "num_local_experts"}
+    defaults = Defaults(max_length=4096, epsilon=1e-5, attention_bias=False)
 
     clip_qkv: float | None
 
     @classmethod
     def read(cls, fields: Fields) -> OlmoeConfig:
         """Returns what the fields say."""
-        return cls(
-            **read_common(
-                fields,
-                num_kv_heads=key_value_heads(fields, None),
-                max_position_embeddings=fields.integer("max_position_embeddings", 4096),
-                epsilon=("rms_norm_eps", 1e-5),
-            ),
-            attention_bias=fields.flag("attention_bias", False),
+        return cls.from_fields(
+            fields,
             clip_qkv=fields.optional_number("clip_qkv", None),
             experts=read_experts(
                 fields,
@@ -175,7 +143,6 @@ class OlmoeConfig(ExpertsConfig):
                 width=("intermediate_size", 2048),
                 normalized=None,
             ),
-            sparse_layers=(True,) * fields.integer("num_hidden_layers"),
         )
 
 
@@ -185,13 +152,8 @@ class Olmoe(Llama, config=OlmoeConfig):
     @classmethod
     def make_attention(cls, config: Any, index: int, at: Scope) -> nnx.Module:
         """Returns the attention of a layer."""
-        norms = norms_over_all_heads(config, at, rms_norm)
+        norms = norms_over_all_heads(config, at)
         return grouped_query_attention(config, index, at, norms=norms, clip_qkv=config.clip_qkv)
-
-    @classmethod
-    def make_mlp(cls, config: Any, index: int, layer: Scope) -> nnx.Module:
-        """Returns the experts of a layer."""
-        return mlp_or_experts(config, index, layer)
 
 
 class FlexOlmoConfig(ExpertsConfig):
@@ -199,18 +161,13 @@ class FlexOlmoConfig(ExpertsConfig):
 
     model_type = "flex_olmo"
     aliases = {"num_experts": "num_local_experts"}
+    defaults = Defaults(max_length=4096, theta=500_000.0, attention_bias=False)
 
     @classmethod
     def read(cls, fields: Fields) -> FlexOlmoConfig:
         """Returns what the fields say."""
-        return cls(
-            **read_common(
-                fields,
-                num_kv_heads=key_value_heads(fields, None),
-                max_position_embeddings=fields.integer("max_position_embeddings", 4096),
-                rope={"theta": 500_000.0},
-            ),
-            attention_bias=fields.flag("attention_bias", False),
+        return cls.from_fields(
+            fields,
             experts=read_experts(
                 fields,
                 count=("num_experts", 7),
@@ -218,14 +175,105 @@ class FlexOlmoConfig(ExpertsConfig):
                 width=("intermediate_size", 11008),
                 normalized=None,
             ),
-            sparse_layers=(True,) * fields.integer("num_hidden_layers"),
         )
 
 
 class FlexOlmo(Olmo2, config=FlexOlmoConfig):
     """FlexOlmo (Shi et al., 2025) has the layers of OLMo 2 and the experts of OLMoE."""
 
+
+@dataclass(frozen=True, kw_only=True)
+class OlmoHybridConfig(DecoderConfig):
+    """Reads transformers' `OlmoHybridConfig`.
+
+    Attributes:
+        recurrent: The layers of which `kv.states` has a state.
+    """
+
+    model_type = "olmo_hybrid"
+    defaults = Defaults(attention_bias=False)
+
+    recurrent: DeltaWidths
+
     @classmethod
-    def make_mlp(cls, config: Any, index: int, layer: Scope) -> nnx.Module:
-        """Returns the experts of a layer."""
-        return mlp_or_experts(config, index, layer)
+    def read(cls, fields: Fields) -> OlmoHybridConfig:
+        """Returns what the fields say."""
+        check_activation(fields)
+        types = _layer_types(fields)
+        delta = _read_delta(fields)
+        head_dim = decoder_config.read_head_dim(fields)
+        rope, max_length = _read_rope(fields, head_dim)
+        return cls.from_fields(
+            fields,
+            head_dim=head_dim,
+            kv={"states": tuple(delta.state if kind == LINEAR else None for kind in types)},
+            rope=(rope, max_length),
+            recurrent=delta,
+            draft_heads=unread_heads(fields),
+        )
+
+
+def _layer_types(fields: Fields) -> tuple[str, ...]:
+    """Returns the kinds of the layers.
+
+    By default every fourth has attention. If there are fewer than four, the last one has.
+    """
+    numbers = range(1, fields.integer("num_hidden_layers") + 1)
+    usual = [LINEAR if number % 4 else FULL for number in numbers]
+    if FULL not in usual:
+        usual[-1] = FULL
+    return fields.layer_types(usual, kinds=(FULL, LINEAR))
+
+
+def _read_delta(fields: Fields) -> DeltaWidths:
+    heads = fields.integer("num_attention_heads")
+    key_heads = fields.optional_integer("linear_num_key_heads", None) or heads
+    share = int(0.75 * fields.integer("hidden_size") / key_heads)
+    key = fields.optional_integer("linear_key_head_dim", None) or share
+    widths = DeltaWidths(
+        key_heads=key_heads,
+        value_heads=fields.optional_integer("linear_num_value_heads", None) or heads,
+        key=key,
+        value=fields.optional_integer("linear_value_head_dim", None) or 2 * key,
+        kernel=fields.integer("linear_conv_kernel_dim", 4),
+        apart=True,
+        beta_factor=2.0 if fields.flag("linear_allow_neg_eigval", True) else 1.0,
+        epsilon=1e-5,
+    )
+    check_heads(fields, widths)
+    return widths
+
+
+def _read_rope(fields: Fields, head_dim: int) -> tuple[Rope, int]:
+    """Returns the rotary embedding and its number of positions.
+
+    There is no rotary embedding if `rope_theta` is null.
+    """
+    max_length = fields.integer("max_position_embeddings", 65_536)
+    rope = fields.get("rope_scaling", None) or fields.get("rope_parameters", None) or {}
+    theta = fields.get("rope_theta", 10_000.0)
+    if isinstance(rope, dict):
+        theta = rope.get("rope_theta", theta)
+    return (NO_ROTATION, max_length) if theta is None else fields.rope(head_dim, max_length)
+
+
+class OlmoHybrid(Olmo2, config=OlmoHybridConfig):
+    """OLMo Hybrid (Ai2, 2026) is OLMo 2 with a gated delta rule in three of four layers."""
+
+    # Older files, and those that transformers saves, have the second names.
+    renamed = {
+        "input_layernorm": "attention_layer_norm",
+        "post_attention_layernorm": "feedforward_layer_norm",
+    }
+
+    @classmethod
+    def make_block(cls, config: Any, index: int, at: Scope) -> nnx.Module:
+        """Returns a layer, which is that of OLMo 2 where it keeps no state."""
+        if config.kv.state_of(index) is None:
+            return super().make_block(config, index, at)
+        return Block(
+            attention_norm=rms_norm(config, at / "input_layernorm"),
+            attention=delta_net_of_tensors(config, config.recurrent, index, at / "linear_attn"),
+            mlp_norm=rms_norm(config, at / "post_attention_layernorm"),
+            mlp=cls.make_mlp(config, index, at),
+        )

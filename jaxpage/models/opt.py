@@ -20,12 +20,11 @@ from jaxpage.layers.context import ForwardContext, LayerPages
 from jaxpage.layers.embedding import Embedding, token_tables
 from jaxpage.layers.linear import Linear
 from jaxpage.layers.norms import LayerNorm
-from jaxpage.layers.rope import NO_ROTATION
 from jaxpage.models.config.fields import Fields
 from jaxpage.models.parts.attention import AttentionNames, grouped_query_attention
 from jaxpage.models.parts.block import Block
 from jaxpage.models.parts.decoder import Decoder, ModuleNames
-from jaxpage.models.parts.decoder_config import DecoderConfig, read_common
+from jaxpage.models.parts.decoder_config import DecoderConfig, Defaults
 from jaxpage.models.parts.mlp import plain_mlp
 from jaxpage.models.parts.norms import layer_norm
 from jaxpage.models.parts.projection import projection
@@ -49,6 +48,13 @@ class OPTConfig(DecoderConfig):
     """
 
     model_type = "opt"
+    defaults = Defaults(
+        has_rope=False,
+        plain_heads=True,
+        epsilon=("", EPSILON),
+        activation=("activation_function", "relu"),
+        tied=True,
+    )
 
     embedding_width: int
     norm_first: bool
@@ -59,21 +65,11 @@ class OPTConfig(DecoderConfig):
     def read(cls, fields: Fields) -> OPTConfig:
         """Returns what the fields say."""
         width = fields.integer("hidden_size")
-        max_length = fields.integer("max_position_embeddings", 2048)
         norm_first = fields.flag("do_layer_norm_before", True)
         bias = fields.flag("enable_bias", True)
-        return cls(
-            **read_common(
-                fields,
-                num_kv_heads=fields.integer("num_attention_heads"),
-                head_dim=fields.divide("hidden_size", "num_attention_heads"),
-                max_position_embeddings=max_length,
-                intermediate_size=fields.integer("ffn_dim"),
-                rope=(NO_ROTATION, max_length),
-                epsilon=EPSILON,
-                activation=("activation_function", "relu"),
-                tied=True,
-            ),
+        return cls.from_fields(
+            fields,
+            intermediate_size=fields.integer("ffn_dim"),
             attention_bias=bias,
             mlp_bias=bias,
             name="model.decoder",
@@ -184,6 +180,13 @@ class XGLMConfig(DecoderConfig):
         "num_attention_heads": "attention_heads",
         "num_hidden_layers": "num_layers",
     }
+    defaults = Defaults(
+        has_rope=False,
+        plain_heads=True,
+        epsilon=("", EPSILON),
+        activation=("activation_function", "gelu"),
+        tied=True,
+    )
 
     embedding_scale: float
 
@@ -191,19 +194,9 @@ class XGLMConfig(DecoderConfig):
     def read(cls, fields: Fields) -> XGLMConfig:
         """Returns what the fields say."""
         width = fields.integer("hidden_size")
-        max_length = fields.integer("max_position_embeddings", 2048)
-        return cls(
-            **read_common(
-                fields,
-                num_kv_heads=fields.integer("num_attention_heads"),
-                head_dim=fields.divide("hidden_size", "num_attention_heads"),
-                max_position_embeddings=max_length,
-                intermediate_size=fields.integer("ffn_dim"),
-                rope=(NO_ROTATION, max_length),
-                epsilon=EPSILON,
-                activation=("activation_function", "gelu"),
-                tied=True,
-            ),
+        return cls.from_fields(
+            fields,
+            intermediate_size=fields.integer("ffn_dim"),
             attention_bias=True,
             mlp_bias=True,
             embedding_scale=width**0.5 if fields.flag("scale_embedding", True) else 1.0,
@@ -215,6 +208,7 @@ class XGLM(Decoder, config=XGLMConfig):
 
     ignored = ("*.embed_positions.weights",)
     names = ModuleNames(norm="layer_norm")
+    make_norm = staticmethod(layer_norm)
 
     @classmethod
     def make_block(cls, config: Any, index: int, at: Scope) -> nnx.Module:
@@ -226,11 +220,6 @@ class XGLM(Decoder, config=XGLMConfig):
             mlp_norm=layer_norm(config, at / "final_layer_norm"),
             mlp=plain_mlp(config, at, "fc1", "fc2"),
         )
-
-    @classmethod
-    def make_norm(cls, config: Any, at: Scope) -> LayerNorm:
-        """Returns a norm of hidden states."""
-        return layer_norm(config, at)
 
     def embed_tokens(self, token_ids_T: jax.Array) -> jax.Array:
         """Returns what vectors may take the place of."""

@@ -21,14 +21,13 @@ from jaxpage.models.llama import Llama
 from jaxpage.models.parts import attention, decoder_config
 from jaxpage.models.parts.block import Block
 from jaxpage.models.parts.decoder import Decoder, ModuleNames
-from jaxpage.models.parts.decoder_config import DecoderConfig, key_value_heads, read_common
-from jaxpage.models.parts.experts import ExpertNames, ExpertsConfig, mlp_or_experts
+from jaxpage.models.parts.decoder_config import DecoderConfig, Defaults
+from jaxpage.models.parts.experts import ExpertNames, ExpertsConfig
 from jaxpage.models.parts.mlp import plain_mlp
-from jaxpage.models.parts.norms import Norm, layer_norm
+from jaxpage.models.parts.norms import layer_norm
 from jaxpage.models.parts.scope import Scope
 
 ATTENTION_NAMES = attention.AttentionNames(output="dense")
-EXPERT_NAMES = ExpertNames("block_sparse_moe", "w1", "w3", "w2", in_memory=("mlp", "router", ""))
 MOE_THETA = 1_000_000.0
 OLDER_ROPE_TYPES = {"su": "longrope", "yarn": "longrope"}
 
@@ -42,22 +41,16 @@ class PhiConfig(DecoderConfig):
     """
 
     model_type = "phi"
+    defaults = Defaults(partial=0.5, epsilon=("layer_norm_eps", 1e-5), activation="gelu_new")
 
     qk_layernorm: bool
 
     @classmethod
     def read(cls, fields: Fields) -> PhiConfig:
         """Returns what the fields say."""
-        return cls(
-            **read_common(
-                fields,
-                num_kv_heads=key_value_heads(fields, None),
-                head_dim=fields.divide("hidden_size", "num_attention_heads"),
-                max_position_embeddings=fields.integer("max_position_embeddings", 2048),
-                rope={"partial": 0.5},
-                epsilon=("layer_norm_eps", 1e-5),
-                activation=("hidden_act", "gelu_new"),
-            ),
+        return cls.from_fields(
+            fields,
+            head_dim=fields.divide("hidden_size", "num_attention_heads"),
             attention_bias=True,
             mlp_bias=True,
             qk_layernorm=fields.flag("qk_layernorm", False),
@@ -72,6 +65,7 @@ class Phi(Decoder, config=PhiConfig):
 
     names = ModuleNames(norm="final_layernorm")
     head_bias = True
+    make_norm = staticmethod(layer_norm)
 
     @classmethod
     def make_block(cls, config: Any, index: int, at: Scope) -> nnx.Module:
@@ -83,11 +77,6 @@ class Phi(Decoder, config=PhiConfig):
             mlp=plain_mlp(config, at / "mlp", "fc1", "fc2"),
             parallel=True,
         )
-
-    @classmethod
-    def make_norm(cls, config: Any, at: Scope) -> Norm:
-        """Returns a norm of hidden states."""
-        return layer_norm(config, at)
 
     @classmethod
     def make_attention(cls, config: Any, index: int, at: Scope) -> nnx.Module:
@@ -108,21 +97,21 @@ class Phi3Config(DecoderConfig):
     """
 
     model_type = "phi3"
+    defaults = Defaults(epsilon=1e-5)
 
     @classmethod
     def read(cls, fields: Fields) -> Phi3Config:
         """Returns what the fields say."""
         window = fields.optional_integer("sliding_window", None)
-        return cls(
-            **read_common(
-                fields,
-                num_kv_heads=key_value_heads(fields, None),
-                head_dim=fields.divide("hidden_size", "num_attention_heads"),
-                max_position_embeddings=fields.integer("max_position_embeddings", 4096),
-                sliding_windows=(window,) * fields.integer("num_hidden_layers"),
-                rope={"partial": 1.0, "aliases": OLDER_ROPE_TYPES, "original": 4096},
-                epsilon=("rms_norm_eps", 1e-5),
-            )
+        head_dim = fields.divide("hidden_size", "num_attention_heads")
+        max_length = fields.integer("max_position_embeddings", 4096)
+        return cls.from_fields(
+            fields,
+            head_dim=head_dim,
+            sliding_windows=window,
+            rope=fields.rope(
+                head_dim, max_length, partial=1.0, aliases=OLDER_ROPE_TYPES, original=4096
+            ),
         )
 
 
@@ -145,6 +134,7 @@ class PhimoeConfig(ExpertsConfig):
 
     model_type = "phimoe"
     aliases = {"num_local_experts": "num_experts"}
+    defaults = Defaults(num_kv_heads=8, epsilon=1e-5, attention_bias=False)
 
     lm_head_bias: bool
 
@@ -159,20 +149,13 @@ class PhimoeConfig(ExpertsConfig):
     def read(cls, fields: Fields) -> PhimoeConfig:
         """Returns what the fields say."""
         fields.only(num_experts_per_tok=2)
-        num_layers = fields.integer("num_hidden_layers")
         head_dim = decoder_config.read_head_dim(fields)
         rope, max_length = _read_moe_rope(fields, head_dim)
-        return cls(
-            **read_common(
-                fields,
-                num_kv_heads=key_value_heads(fields, 8),
-                head_dim=head_dim,
-                max_position_embeddings=max_length,
-                sliding_windows=(fields.optional_integer("sliding_window", None),) * num_layers,
-                rope=(rope, max_length),
-                epsilon=("rms_norm_eps", 1e-5),
-            ),
-            attention_bias=fields.flag("attention_bias", False),
+        return cls.from_fields(
+            fields,
+            head_dim=head_dim,
+            sliding_windows=fields.optional_integer("sliding_window", None),
+            rope=(rope, max_length),
             lm_head_bias=fields.flag("lm_head_bias", False),
             experts=read_experts(
                 fields,
@@ -182,7 +165,6 @@ class PhimoeConfig(ExpertsConfig):
                 normalized=True,
                 routing={"jitter": fields.number("router_jitter_noise", 0.01)},
             ),
-            sparse_layers=(True,) * num_layers,
         )
 
 
@@ -207,15 +189,10 @@ class Phimoe(Llama, config=PhimoeConfig):
     It has LayerNorm.
     """
 
-    @classmethod
-    def make_norm(cls, config: Any, at: Scope) -> Norm:
-        """Returns a norm of hidden states."""
-        return layer_norm(config, at)
-
-    @classmethod
-    def make_mlp(cls, config: Any, index: int, layer: Scope) -> nnx.Module:
-        """Returns the experts of a layer."""
-        return mlp_or_experts(config, index, layer, names=EXPERT_NAMES)
+    make_norm = staticmethod(layer_norm)
+    expert_names = ExpertNames(
+        "block_sparse_moe", "w1", "w3", "w2", in_memory=("mlp", "router", "")
+    )
 
     @classmethod
     def has_head_bias(cls, config: Any) -> bool:

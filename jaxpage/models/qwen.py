@@ -1,44 +1,68 @@
-"""Qwen 2 and 3 (Alibaba, 2024 and 2025), each with a mixture of experts as well.
+"""Qwen 2 to 3.6 (Alibaba, 2024 to 2026), and models with the layers of Qwen 3.
 
 Qwen 2 has biases on queries, keys and values; Qwen 3 has norms of queries and keys in their place.
 Qwen2-MoE has one expert that takes all tokens, and Qwen3-MoE has none. MiMo-7B (Xiaomi, 2025) is
-Qwen 2 with MTP heads, which are not loaded.
+Qwen 2 with MTP heads, which are not loaded. Mellum 2 and MiniMax-M2 are Qwen 3 with experts and
+windows, or with norms over all heads. Three of four layers of Qwen3-Next, Qwen3.5 and 3.6 have a
+gated delta rule, which keeps a state of constant size; in the others the projection to queries
+gives gates of the heads' outputs as well.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
 from flax import nnx
 
+from jaxpage.layers.attention import HeadNorms
+from jaxpage.layers.delta_net import DeltaWidths
+from jaxpage.layers.experts import ExpertsSpec
 from jaxpage.models.config.config_fields import RefusedField
-from jaxpage.models.config.experts import read_experts, sparse_layers
-from jaxpage.models.config.fields import Fields
-from jaxpage.models.config.layer_windows import windows_by_layer
-from jaxpage.models.config.mtp_names import MtpNames, counts_heads, unread_heads
+from jaxpage.models.config.experts import read_experts, sparse_by_type, sparse_layers
+from jaxpage.models.config.fields import Fields, without_axes
+from jaxpage.models.config.layer_windows import (
+    read_ropes,
+    read_windows,
+    refuse_rope_scaling,
+    windows_by_layer,
+)
+from jaxpage.models.config.mtp_names import MtpNames, counts_heads, name_apart, unread_heads
+from jaxpage.models.config.recurrent_fields import check_activation, check_heads
 from jaxpage.models.llama import Llama
-from jaxpage.models.parts.attention import grouped_query_attention, norms_of_heads
-from jaxpage.models.parts.decoder_config import DecoderConfig, key_value_heads, read_common
-from jaxpage.models.parts.experts import ExpertNames, ExpertsConfig, mlp_or_experts
+from jaxpage.models.parts.attention import (
+    Gates,
+    grouped_query_attention,
+    norms_of_heads,
+    norms_over_all_heads,
+)
+from jaxpage.models.parts.decoder_config import DecoderConfig, Defaults
+from jaxpage.models.parts.experts import ExpertNames, ExpertsConfig
 from jaxpage.models.parts.norms import rms_norm
+from jaxpage.models.parts.projection import projection
+from jaxpage.models.parts.recurrences import delta_net
 from jaxpage.models.parts.scope import Scope
+
+MELLUM_THETA = {"full_attention": ("", 500_000.0), "sliding_attention": ("", 10_000.0)}
+FULL = "full_attention"
+LINEAR = "linear_attention"
+offset_norm = functools.partial(rms_norm, offset=1.0)  # The stored scale is less 1.
 
 
 class Qwen2Config(DecoderConfig):
     """Reads transformers' `Qwen2Config`."""
 
     model_type = "qwen2"
+    defaults = Defaults(num_kv_heads=32, max_length=32768)
 
     @classmethod
     def read(cls, fields: Fields) -> Qwen2Config:
         """Returns what the fields say."""
-        return cls(
-            **read_common(
-                fields,
-                num_kv_heads=key_value_heads(fields, 32),
-                max_position_embeddings=fields.integer("max_position_embeddings", 32768),
-                sliding_windows=windows_by_layer(fields),
-            ),
+        return cls.from_fields(
+            fields,
+            sliding_windows=windows_by_layer(fields),
             attention_bias=True,
             draft_heads=_read_mimo_heads(fields),
         )
@@ -56,10 +80,7 @@ def _read_mimo_heads(fields: Fields) -> MtpNames | None:
 class Qwen2(Llama, config=Qwen2Config):
     """Qwen2 and Qwen2.5 (Yang et al., 2024) are Llama with biases on queries, keys and values."""
 
-    @classmethod
-    def make_attention(cls, config: Any, index: int, at: Scope) -> nnx.Module:
-        """Returns the attention of a layer, with biases where the config has `attention_bias`."""
-        return grouped_query_attention(config, index, at, output_bias=False)
+    output_bias = False
 
 
 class Qwen3Config(DecoderConfig):
@@ -69,37 +90,25 @@ class Qwen3Config(DecoderConfig):
     """
 
     model_type = "qwen3"
+    defaults = Defaults(num_kv_heads=32, head_dim=128, max_length=32768, attention_bias=False)
 
     @classmethod
     def read(cls, fields: Fields) -> Qwen3Config:
         """Returns what the fields say."""
-        return cls(
-            **read_common(
-                fields,
-                num_kv_heads=key_value_heads(fields, 32),
-                head_dim=fields.integer("head_dim", 128),
-                max_position_embeddings=fields.integer("max_position_embeddings", 32768),
-                sliding_windows=windows_by_layer(fields),
-            ),
-            attention_bias=fields.flag("attention_bias", False),
-        )
+        return cls.from_fields(fields, sliding_windows=windows_by_layer(fields))
 
 
 class Qwen3(Llama, config=Qwen3Config):
     """Qwen3, dense (Yang et al., 2025), has norms of queries and keys in place of biases."""
 
-    @classmethod
-    def make_attention(cls, config: Any, index: int, at: Scope) -> nnx.Module:
-        """Returns the attention of a layer."""
-        return grouped_query_attention(
-            config, index, at, norms=norms_of_heads(config, at, rms_norm)
-        )
+    make_head_norms: ClassVar[Callable[..., HeadNorms]] = staticmethod(norms_of_heads)
 
 
 class Qwen2MoeConfig(ExpertsConfig):
     """Reads transformers' `Qwen2MoeConfig`."""
 
     model_type = "qwen2_moe"
+    defaults = Defaults(num_kv_heads=16, max_length=32768)
 
     @classmethod
     def read(cls, fields: Fields) -> Qwen2MoeConfig:
@@ -107,12 +116,8 @@ class Qwen2MoeConfig(ExpertsConfig):
         if fields.flag("use_sliding_window", False):
             text = "use_sliding_window = true is not supported for this family"
             fields.note(RefusedField(text), use_sliding_window=False)
-        return cls(
-            **read_common(
-                fields,
-                num_kv_heads=key_value_heads(fields, 16),
-                max_position_embeddings=fields.integer("max_position_embeddings", 32768),
-            ),
+        return cls.from_fields(
+            fields,
             attention_bias=fields.flag("qkv_bias", True),
             experts=read_experts(
                 fields,
@@ -129,11 +134,6 @@ class Qwen2MoeConfig(ExpertsConfig):
 class Qwen2Moe(Qwen2, config=Qwen2MoeConfig):
     """Qwen2 with experts (Yang et al., 2024) has one expert that takes all tokens."""
 
-    @classmethod
-    def make_mlp(cls, config: Any, index: int, layer: Scope) -> nnx.Module:
-        """Returns the feed-forward half of a layer, or its experts."""
-        return mlp_or_experts(config, index, layer)
-
 
 class Qwen3MoeConfig(ExpertsConfig):
     """Reads transformers' `Qwen3MoeConfig`.
@@ -143,6 +143,7 @@ class Qwen3MoeConfig(ExpertsConfig):
 
     model_type = "qwen3_moe"
     aliases = {"num_experts": "num_local_experts"}
+    defaults = Defaults(num_kv_heads=4, max_length=32768, attention_bias=False)
 
     @classmethod
     def read(cls, fields: Fields) -> Qwen3MoeConfig:
@@ -150,14 +151,9 @@ class Qwen3MoeConfig(ExpertsConfig):
         window = None
         if fields.flag("use_sliding_window", False):
             window = fields.optional_integer("sliding_window", 4096)
-        return cls(
-            **read_common(
-                fields,
-                num_kv_heads=key_value_heads(fields, 4),
-                max_position_embeddings=fields.integer("max_position_embeddings", 32768),
-                sliding_windows=(window,) * fields.integer("num_hidden_layers"),
-            ),
-            attention_bias=fields.flag("attention_bias", False),
+        return cls.from_fields(
+            fields,
+            sliding_windows=window,
             experts=read_experts(
                 fields,
                 count=("num_experts", 128),
@@ -172,15 +168,274 @@ class Qwen3MoeConfig(ExpertsConfig):
 class Qwen3Moe(Qwen3, config=Qwen3MoeConfig):
     """Qwen3 with experts (Yang et al., 2025) has experts in the layers that its config names."""
 
-    expert_names = ExpertNames()
-
-    @classmethod
-    def make_mlp(cls, config: Any, index: int, layer: Scope) -> nnx.Module:
-        """Returns the feed-forward half of a layer, or its experts."""
-        return mlp_or_experts(config, index, layer, names=cls.expert_names)
-
 
 class Qwen3VLMoeText(Qwen3Moe):
     """Qwen3-VL with experts, text (2025), is Qwen3 with experts whose files have them stacked."""
 
     expert_names = ExpertNames(only_stacked=True, in_rows_too=True)
+
+
+class MellumConfig(ExpertsConfig):
+    """Reads transformers' `MellumConfig`."""
+
+    model_type = "mellum"
+    aliases = {"num_experts": "num_local_experts", "num_nextn_predict_layers": "num_mtp_layers"}
+    defaults = Defaults(num_kv_heads=4, attention_bias=False)
+
+    @classmethod
+    def read(cls, fields: Fields) -> MellumConfig:
+        """Returns what the fields say."""
+        refuse_rope_scaling(fields)
+        fields.only(rope_theta=500_000.0)  # transformers does not read this field.
+        head_dim = fields.integer("head_dim", 128)
+        num_layers = fields.integer("num_hidden_layers")
+        types = fields.layer_types(["full_attention"] * num_layers)
+        return cls.from_fields(
+            fields,
+            head_dim=head_dim,
+            sliding_windows=read_windows(fields, types, 1024),
+            **read_ropes(fields, types, head_dim, 131_072, MELLUM_THETA),
+            experts=read_experts(
+                fields,
+                count=("num_experts", 64),
+                per_token=8,
+                width=("moe_intermediate_size", 896),
+                normalized=fields.flag("norm_topk_prob", True),
+            ),
+            sparse_layers=sparse_by_type(fields, (True,) * num_layers),
+            draft_heads=unread_heads(fields),
+        )
+
+
+class Mellum(Qwen3Moe, config=MellumConfig):
+    """Mellum 2 (JetBrains, 2026) is Qwen3 with experts, and with sliding windows in some layers."""
+
+
+class MiniMaxM2Config(ExpertsConfig):
+    """Reads transformers' `MiniMaxM2Config`.
+
+    Published files have `rotary_dim`, which is a width and not a share.
+    """
+
+    model_type = "minimax_m2"
+    aliases = {"num_local_experts": "num_experts"}
+    defaults = Defaults(num_kv_heads=8)
+
+    @classmethod
+    def read(cls, fields: Fields) -> MiniMaxM2Config:
+        """Returns what the fields say."""
+        # Published configs name these, which transformers' class does not have.
+        fields.only(use_qk_norm=True, qk_norm_type="per_layer", scoring_func="sigmoid")
+        fields.only(use_routing_bias=True, shared_intermediate_size=0)
+        head_dim = fields.integer("head_dim", 128)
+        max_length = fields.integer("max_position_embeddings", 196_608)
+        rotary_dim = fields.optional_integer("rotary_dim", None)
+        share = 1.0 if rotary_dim is None else rotary_dim / head_dim
+        return cls.from_fields(
+            fields,
+            head_dim=head_dim,
+            rope=fields.rope(head_dim, max_length, theta=5_000_000.0, partial=share),
+            experts=read_experts(
+                fields,
+                count=("num_local_experts", 256),
+                per_token=8,
+                width=("intermediate_size", 1536),
+                normalized=True,
+                routing={"sigmoid": True, "corrected": True},
+            ),
+        )
+
+
+class MiniMaxM2(Qwen3Moe, config=MiniMaxM2Config):
+    """MiniMax-M2 (MiniMax, 2025) has experts in all layers, and norms over all heads together."""
+
+    expert_names = ExpertNames(
+        "block_sparse_moe",
+        "w1",
+        "w3",
+        "w2",
+        correction="e_score_correction_bias",
+        in_memory=("mlp", "gate", "e_score_correction_bias"),
+    )
+    make_head_norms = staticmethod(norms_over_all_heads)
+
+
+@dataclass(frozen=True, kw_only=True)
+class HybridConfig(DecoderConfig):
+    """Holds what the configs of these families say.
+
+    Attributes:
+        recurrent: The widths of the delta rule in the layers of which `kv.states` has a state.
+    """
+
+    defaults = Defaults(
+        num_kv_heads=2, head_dim=256, max_length=32768, partial=0.25, attention_bias=False
+    )
+    draft_field: ClassVar[str] = "mtp_num_hidden_layers"  # the number of MTP heads
+    by_key_heads: ClassVar[bool] = False  # see `DeltaWidths.grouped`
+
+    recurrent: DeltaWidths
+
+    @classmethod
+    def read_hybrid(cls, fields: Fields, **more: Any) -> HybridConfig:
+        """Returns what the fields say; `more` are fields of the config that the family adds."""
+        check_activation(fields)
+        every = fields.integer("full_attention_interval", 4)
+        numbers = range(1, 1 + fields.integer("num_hidden_layers"))
+        types = fields.layer_types(
+            [LINEAR if number % every else FULL for number in numbers], kinds=(FULL, LINEAR)
+        )
+        delta = cls.read_delta(fields)
+        return cls.from_fields(
+            fields,
+            kv={"states": tuple(delta.state if kind == LINEAR else None for kind in types)},
+            recurrent=delta,
+            draft_heads=cls.read_draft_heads(fields),
+            **more,
+        )
+
+    @classmethod
+    def read_delta(cls, fields: Fields) -> DeltaWidths:
+        """Returns the widths of the delta rule."""
+        widths = DeltaWidths(
+            key_heads=fields.integer("linear_num_key_heads", 16),
+            value_heads=fields.integer("linear_num_value_heads", 32),
+            key=fields.integer("linear_key_head_dim", 128),
+            value=fields.integer("linear_value_head_dim", 128),
+            kernel=fields.integer("linear_conv_kernel_dim", 4),
+            grouped=cls.by_key_heads,
+        )
+        check_heads(fields, widths)
+        return widths
+
+    @classmethod
+    def read_draft_heads(cls, fields: Fields) -> MtpNames:
+        """Returns the names of MTP heads, which cannot be used with a token table of their own."""
+        has_table = fields.flag("mtp_use_dedicated_embeddings", False)
+        refusal = "mtp_use_dedicated_embeddings = true of config.json" if has_table else ""
+        count = fields.integer(cls.draft_field, 1, least=0)
+        return name_apart(count, cls.draft_field, refusal)
+
+
+class Qwen3_5Config(HybridConfig):
+    """Reads transformers' `Qwen3_5TextConfig`."""
+
+    model_type = "qwen3_5_text"
+    defaults = replace(HybridConfig.defaults, num_kv_heads=4)
+
+    @classmethod
+    def complete(cls, config: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Returns the config without the axes of positions."""
+        return without_axes(config)
+
+    @classmethod
+    def read(cls, fields: Fields) -> HybridConfig:
+        """Returns what the fields say."""
+        return cls.read_hybrid(fields)
+
+
+class Qwen3_5(Llama, config=Qwen3_5Config):
+    """Qwen3.5 and 3.6, dense, text (Qwen Team, 2026), have a gated delta rule in 3 of 4 layers."""
+
+    ignored = (*Llama.ignored, "model.visual.*")
+    make_norm = staticmethod(offset_norm)
+
+    @classmethod
+    def make_attention(cls, config: Any, index: int, at: Scope) -> nnx.Module:
+        """Returns the attention of a layer, with a gate for each channel of a head."""
+        norms = norms_of_heads(config, at, offset_norm)
+        gates = Gates(config.kv.head_dim)
+        return grouped_query_attention(config, index, at, norms=norms, gates=gates)
+
+    @classmethod
+    def make_recurrence(cls, config: Any, index: int, layer: Scope) -> nnx.Module:
+        """Returns the delta rule of a layer."""
+        at = layer / "linear_attn"
+        width, delta = config.hidden_size, config.recurrent
+        queries_to_gates = ("in_proj_qkv", delta.convolved), ("in_proj_z", delta.values)
+        betas_and_steps = ("in_proj_b", delta.value_heads), ("in_proj_a", delta.value_heads)
+        return delta_net(
+            config,
+            delta,
+            index,
+            at,
+            input=projection(width, at, *queries_to_gates, each=delta.parts),
+            beta_step=projection(width, at, *betas_and_steps),
+        )
+
+
+def hybrid_experts(fields: Fields, count: int, per_token: int, *, normalized: bool) -> ExpertsSpec:
+    """Returns the experts, one of which takes all tokens; see `read_experts` for the defaults."""
+    return read_experts(
+        fields,
+        count=("num_experts", count),
+        per_token=per_token,
+        width=("moe_intermediate_size", 512),
+        normalized=normalized,
+        shared_width=fields.integer("shared_expert_intermediate_size", 512),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Qwen3_5MoeConfig(HybridConfig, ExpertsConfig):
+    """Reads transformers' `Qwen3_5MoeTextConfig`.
+
+    All layers have experts, so there is no other inner width.
+    """
+
+    model_type = "qwen3_5_moe_text"
+
+    @classmethod
+    def complete(cls, config: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Returns the config without the axes of positions."""
+        return {"intermediate_size": 1, **without_axes(config)}
+
+    @classmethod
+    def read(cls, fields: Fields) -> HybridConfig:
+        """Returns what the fields say."""
+        return cls.read_hybrid(
+            fields,
+            experts=hybrid_experts(fields, 256, 8, normalized=True),
+        )
+
+
+class Qwen3_5Moe(Qwen3_5, config=Qwen3_5MoeConfig):
+    """Qwen3.5 and 3.6 with experts, text (Qwen Team, 2026), have one expert for all tokens."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Qwen3NextConfig(HybridConfig, ExpertsConfig):
+    """Reads transformers' `Qwen3NextConfig`."""
+
+    model_type = "qwen3_next"
+    aliases = {"num_experts": "num_local_experts"}
+    draft_field = "num_nextn_predict_layers"
+    by_key_heads = True
+
+    @classmethod
+    def read(cls, fields: Fields) -> HybridConfig:
+        """Returns what the fields say."""
+        normalized = fields.flag("norm_topk_prob", True)
+        return cls.read_hybrid(
+            fields,
+            experts=hybrid_experts(fields, 512, 10, normalized=normalized),
+            sparse_layers=sparse_layers(fields),
+        )
+
+
+class Qwen3Next(Qwen3_5Moe, config=Qwen3NextConfig):
+    """Qwen3-Next (Qwen Team, 2025) is Qwen3.5 with experts, in another order of products."""
+
+    @classmethod
+    def make_recurrence(cls, config: Any, index: int, layer: Scope) -> nnx.Module:
+        """Returns the delta rule of a layer, whose projections go by key heads."""
+        at = layer / "linear_attn"
+        width, delta = config.hidden_size, config.recurrent
+        return delta_net(
+            config,
+            delta,
+            index,
+            at,
+            input=projection(width, at, ("in_proj_qkvz", delta.convolved + delta.values)),
+            beta_step=projection(width, at, ("in_proj_ba", 2 * delta.value_heads)),
+        )

@@ -47,11 +47,11 @@ from jaxpage.layers.rope import NO_ROTATION
 from jaxpage.models.base import Hidden, Pages, run_layers
 from jaxpage.models.config.config_fields import RefusedField, WrongField
 from jaxpage.models.config.fields import Fields
-from jaxpage.models.config.mamba_config import read_groups, read_time_steps
+from jaxpage.models.config.recurrent_fields import read_groups, read_time_steps
 from jaxpage.models.parameters.replacing import Path, replace_modules
 from jaxpage.models.parts.attention import grouped_query_attention
 from jaxpage.models.parts.decoder import Decoder, ModuleNames
-from jaxpage.models.parts.decoder_config import DecoderConfig, key_value_heads, read_common
+from jaxpage.models.parts.decoder_config import DecoderConfig, Defaults, key_value_heads
 from jaxpage.models.parts.mlp import MLPNames, gated_mlp
 from jaxpage.models.parts.norms import rms_norm
 from jaxpage.models.parts.projection import projection
@@ -106,6 +106,7 @@ class Zamba2Config(DecoderConfig):
 
     model_type = "zamba2"
     aliases = {"layer_types": "layers_block_type", "head_dim": "attention_head_dim"}
+    defaults = Defaults(max_length=4096, epsilon=1e-5, activation="gelu", tied=True)
 
     recurrent: MambaSpec
     blocks: SharedBlocks
@@ -156,19 +157,12 @@ class Zamba2Config(DecoderConfig):
         rotates = fields.flag("use_mem_rope", False)
         of_types = {LINEAR: (mamba.state,), HYBRID: (None, mamba.state)}
         states = [state for kind in types for state in of_types[kind]]
-        return cls(
-            **read_common(
-                fields,
-                num_kv_heads=key_value_heads(fields, None),
-                head_dim=head_dim,
-                max_position_embeddings=max_length,
-                rope=fields.rope(head_dim, max_length) if rotates else (NO_ROTATION, max_length),
-                epsilon=("rms_norm_eps", 1e-5),
-                activation=("hidden_act", "gelu"),
-                intermediate_size=fields.optional_integer("intermediate_size", None) or 4 * width,
-                tied=True,
-                kv=cache_of_states(states, num_layers),
-            ),
+        return cls.from_fields(
+            fields,
+            head_dim=head_dim,
+            rope=None if rotates else (NO_ROTATION, max_length),
+            intermediate_size=fields.optional_integer("intermediate_size", None) or 4 * width,
+            kv=cache_of_states(states, num_layers),
             mlp_bias=fields.flag("add_bias_linear", False),
             recurrent=mamba,
             blocks=SharedBlocks(

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
-from jaxpage.layers.rope import Rope
 from jaxpage.models.config.config_fields import RefusedField, WrongField
 from jaxpage.models.config.fields import NO_ROPE, Fields
 
@@ -64,9 +64,38 @@ def windows_of(fields: Fields, types: Sequence[str], window: int | None) -> tupl
     return tuple(window if kind == "sliding_attention" else None for kind in types)
 
 
-def rope_with_windows(rope: Rope, types: Sequence[str]) -> tuple[Rope | None, ...]:
-    """Returns the rotary embedding of each layer; only those with a sliding window have one."""
-    return tuple(rope if kind == "sliding_attention" else None for kind in types)
+def read_windows(fields: Fields, types: Sequence[str], default: int) -> tuple[int | None, ...]:
+    """Returns the window of each layer by `sliding_window`, whose default the family has."""
+    return windows_of(fields, types, fields.optional_integer("sliding_window", default))
+
+
+def slides(types: Sequence[str]) -> list[bool]:
+    """Returns which layers have a window."""
+    return [kind == "sliding_attention" for kind in types]
+
+
+def read_ropes(
+    fields: Fields,
+    types: Sequence[str],
+    head_dim: int,
+    max_length: int,
+    theta: Mapping[str, tuple[str, float]],
+    **options: Any,
+) -> dict[str, Any]:
+    """Returns the arguments `rope` and `rope_by_layer` of `DecoderConfig.from_fields`.
+
+    Args:
+        fields: The fields of the config.
+        types: The type of each layer, by which rotations differ.
+        head_dim: The width of a head.
+        max_length: The default of `max_position_embeddings`.
+        theta: See `Fields.ropes_by_type`.
+        **options: Further arguments of it.
+    """
+    max_length = fields.integer("max_position_embeddings", max_length)
+    ropes, max_length = fields.ropes_by_type(head_dim, max_length, theta, **options)
+    by_layer = tuple(ropes[kind] for kind in types)
+    return {"rope": (ropes["full_attention"], max_length), "rope_by_layer": by_layer}
 
 
 def refuse_rope_scaling(fields: Fields) -> None:

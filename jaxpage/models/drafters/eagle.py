@@ -9,7 +9,7 @@ head of its own.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import jax
@@ -164,14 +164,13 @@ class Eagle(_Eagle):
 def _make_attention(
     spec: EagleSpec, index: int, at: Scope, input_width: int | None = None
 ) -> Attention:
-    decoder = spec.decoder
+    decoder = replace(spec.decoder, attention_bias=spec.input_bias)
     return grouped_query_attention(
         decoder,
         index,
         at,
-        input_bias=spec.input_bias,
         output_bias=spec.output_bias,
-        norms=norms_of_heads(decoder, at, rms_norm) if spec.has_head_norms else HeadNorms(),
+        norms=norms_of_heads(decoder, at) if spec.has_head_norms else HeadNorms(),
         input_width=input_width,
     )
 

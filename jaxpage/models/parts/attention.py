@@ -11,8 +11,9 @@ from flax import nnx
 from jaxpage.layers.attention import Attention, HeadNorms, Projections, Scores, query_key_value
 from jaxpage.layers.linear import Linear, Part, linear
 from jaxpage.layers.norms import HeadNorm, LayerNorm, RMSNorm
-from jaxpage.layers.parameter import parameter, tensor
+from jaxpage.layers.parameter import parameter, stack, tensor
 from jaxpage.models.parts.decoder_config import DecoderConfig
+from jaxpage.models.parts.norms import rms_norm
 from jaxpage.models.parts.projection import projection
 from jaxpage.models.parts.scope import Scope
 
@@ -59,7 +60,6 @@ def grouped_query_attention(
     at: Scope,
     *,
     names: AttentionNames = LLAMA,
-    input_bias: bool | None = None,
     output_bias: bool | None = None,
     norms: HeadNorms = HeadNorms(),
     scores: Scores = Scores(),
@@ -75,9 +75,8 @@ def grouped_query_attention(
         index: The number of the layer.
         at: The scope of the attention.
         names: The names of its products.
-        input_bias: True if the products for queries, keys and values have biases; None for
-            `attention_bias` of the config.
-        output_bias: True if the product for the output has a bias; None like `input_bias`.
+        output_bias: True if the product for the output has a bias; None if it is like those for
+            queries, keys and values, which `attention_bias` of the config says.
         norms: The norms of queries and keys.
         scores: How scores are made; the window is that of the config.
         gates: The gates of the heads' outputs; None if there are none.
@@ -85,8 +84,7 @@ def grouped_query_attention(
         input_width: The width of the input; None for that of the model.
     """
     width = config.hidden_size
-    num_kv_heads = config.kv.num_kv_heads
-    head_dim = config.kv.head_dim
+    num_kv_heads, head_dim = config.kv.heads_of(index)
     query_rows = config.num_query_heads * head_dim
     # With one head the fused product is as others are: all queries, the key, the value.
     is_grouped = names.fused is not None and names.in_groups and num_kv_heads > 1
@@ -98,7 +96,7 @@ def grouped_query_attention(
         name=at.name,
         fused=names.fused,
         is_grouped=is_grouped,
-        bias=config.attention_bias if input_bias is None else input_bias,
+        bias=config.attention_bias,
         dtype=at.dtype,
     )
     output = projection(
@@ -142,10 +140,15 @@ def _make_gates(
     )
 
 
+def no_head_norms(config: DecoderConfig, at: Scope) -> HeadNorms:
+    """Returns no norms of queries and keys; see `norms_of_heads`."""
+    return HeadNorms()
+
+
 def norms_of_heads(
     config: DecoderConfig,
     at: Scope,
-    make_norm: Callable[..., AnyNorm],
+    make_norm: Callable[..., AnyNorm] = rms_norm,
     *,
     names: tuple[str, str] = ("q_norm", "k_norm"),
     after_rotation: bool = False,
@@ -165,17 +168,41 @@ def norms_of_heads(
     return HeadNorms(query, key, after_rotation=after_rotation)
 
 
-def norms_over_all_heads(
-    config: DecoderConfig, at: Scope, make_norm: Callable[..., AnyNorm]
-) -> HeadNorms:
+def norms_over_all_heads(config: DecoderConfig, at: Scope) -> HeadNorms:
     """Returns norms of queries and keys over all heads together; see `norms_of_heads`."""
     head_dim = config.kv.head_dim
     query_rows = config.num_query_heads * head_dim
     key_rows = config.kv.num_kv_heads * head_dim
     return HeadNorms(
-        make_norm(config, at / "q_norm", width=query_rows, axis="heads"),
-        make_norm(config, at / "k_norm", width=key_rows, axis="kv_heads"),
+        rms_norm(config, at / "q_norm", width=query_rows, axis="heads"),
+        rms_norm(config, at / "k_norm", width=key_rows, axis="kv_heads"),
         over_all_heads=True,
+    )
+
+
+def norms_by_head(config: DecoderConfig, at: Scope, *, apart: bool = False) -> HeadNorms:
+    """Returns norms of queries and keys with a scale for each head.
+
+    Args:
+        config: The config of the model.
+        at: The scope of the attention.
+        apart: True if each head has a tensor of its own (StableLM); False for one tensor of all
+            (Cohere).
+    """
+    head_dim = config.kv.head_dim
+
+    def norm(part: str, num_heads: int, axis: str) -> HeadNorm:
+        if apart:
+            norms = (at / f"{part}_layernorm.norms").name
+            each = [tensor(f"{norms}.{head}.weight", head_dim) for head in range(num_heads)]
+            source = stack(each)
+        else:
+            source = tensor(f"{(at / part).name}_norm.weight", num_heads, head_dim)
+        return HeadNorm(source, axis=axis, epsilon=config.norm_epsilon, dtype=at.dtype)
+
+    num_kv_heads = config.kv.num_kv_heads
+    return HeadNorms(
+        norm("q", config.num_query_heads, "heads"), norm("k", num_kv_heads, "kv_heads")
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -15,8 +15,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxpage.layers.context import ForwardContext
 from jaxpage.layers.embedding import Embedding, token_tables
-from jaxpage.models.base import Hidden, Pages, run_layers
-from jaxpage.models.parts.decoder_config import DecoderConfig
+from jaxpage.models.base import FamilyModule, Hidden, Pages, run_layers
 from jaxpage.models.parts.norms import Norm, rms_norm
 from jaxpage.models.parts.scope import Scope
 
@@ -45,38 +44,29 @@ def cap_logits(logits_BV: jax.Array, cap: float | None) -> jax.Array:
     return logits_BV if cap is None else cap * jnp.tanh(logits_BV / cap)
 
 
-class Decoder(nnx.Module):
+class Decoder(FamilyModule):
     """Computes a decoder; see `models.base.Model`.
 
     A family makes its block, and overrides what else differs:
 
         class Granite(Decoder, config=GraniteConfig): ...
-
-    The class is the family: see `models.base.Family` for what its attributes say. The first line of
-    its docstring stands in the list of models.
     """
 
-    Spec: ClassVar[type[DecoderConfig]]
-    Model: ClassVar[Any]
-    prefix: ClassVar[str | tuple[str, ...]] = "model."
     ignored: ClassVar[tuple[str, ...]] = ("*rotary_emb.inv_freq",)
-    older_names: ClassVar[tuple[tuple[str, tuple[str, ...]], ...]] = ()
-    renamed: ClassVar[Mapping[str, str]] = {}
     OVERFLOWS_FLOAT16: ClassVar[bool] = False
     names: ClassVar[ModuleNames] = ModuleNames()
     head_bias: ClassVar[bool] = False  # True if logits have biases
+    # Returns a norm of hidden states, of the kind that the family has, of a config and a scope.
+    make_norm: ClassVar[Callable[..., Norm]] = staticmethod(rms_norm)
     # True if vectors may take the place of tokens. In a family with a `__call__` of its own it is
     # False unless the family says otherwise.
     takes_vectors: ClassVar[bool] = True
 
-    def __init_subclass__(cls, config: type[DecoderConfig] | None = None, **options: Any) -> None:
-        """Makes the class a family: its model is the class itself, its spec a config."""
+    def __init_subclass__(cls, **options: Any) -> None:
+        """Makes the class a family; see `FamilyModule`."""
         super().__init_subclass__(**options)
-        cls.Model = cls
         if "__call__" in cls.__dict__ and "takes_vectors" not in cls.__dict__:
             cls.takes_vectors = False
-        if config is not None:
-            cls.Spec = config
 
     def __init__(self, config: Any, *, dtype: DTypeLike):
         names = self.names
@@ -127,11 +117,6 @@ class Decoder(nnx.Module):
             axis=None,
             dtype=at.dtype,
         )
-
-    @classmethod
-    def make_norm(cls, config: Any, at: Scope) -> Norm:
-        """Returns a norm of hidden states, of the kind that the family has."""
-        return rms_norm(config, at)
 
     @classmethod
     def has_head_bias(cls, config: Any) -> bool:

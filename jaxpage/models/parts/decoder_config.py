@@ -4,13 +4,97 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 from jaxpage.layers.rope import NO_ROTATION, Rope
 from jaxpage.models.base import KVSpec
 from jaxpage.models.config.config_fields import WrongField
 from jaxpage.models.config.fields import Fields
 from jaxpage.models.config.mtp_names import MtpNames
+
+
+@dataclass(frozen=True, kw_only=True)
+class Defaults:
+    """Says what a family takes in the place of fields that a config.json lacks.
+
+    Where a pair is allowed, it is another field than the usual one, and its default; the field is
+    "" for a family that has none.
+
+    Attributes:
+        num_kv_heads: In the place of `num_key_value_heads`; None for one for each query head.
+        head_dim: In the place of `head_dim`; None to call `read_head_dim`.
+        max_length: In the place of `max_position_embeddings`.
+        theta: In the place of `rope_theta`.
+        partial: The share of each head that is rotated; None for a family that rotates all.
+        interleaved: See `Rope`; no field says it.
+        has_rope: False for a family that does not rotate.
+        plain_heads: True for a family in which no field says the number of key/value heads, which
+            is that of query heads, or the width of a head.
+        epsilon: In the place of `rms_norm_eps`, or a pair.
+        activation: In the place of `hidden_act`, or a pair.
+        tied: In the place of `tie_word_embeddings`.
+        attention_bias: In the place of this field; None for a family that has none.
+        mlp_bias: Like `attention_bias`.
+    """
+
+    num_kv_heads: int | None = None
+    head_dim: int | None = None
+    max_length: int = 2048
+    theta: float = 10_000.0
+    partial: float | None = None
+    interleaved: bool = False
+    has_rope: bool = True
+    plain_heads: bool = False
+    epsilon: tuple[str, float] | float = 1e-6
+    activation: tuple[str, str] | str = "silu"
+    tied: bool = False
+    attention_bias: bool | None = None
+    mlp_bias: bool | None = None
+
+    def read_kv_heads(self, fields: Fields) -> int:
+        """Returns the number of key/value heads."""
+        if self.plain_heads:
+            return fields.integer("num_attention_heads")
+        return key_value_heads(fields, self.num_kv_heads)
+
+    def read_head_dim(self, fields: Fields) -> int:
+        """Returns the width of a head."""
+        if self.plain_heads:
+            return fields.divide("hidden_size", "num_attention_heads")
+        if self.head_dim is None:
+            return read_head_dim(fields)
+        return fields.integer("head_dim", self.head_dim)
+
+    def read_rope(self, fields: Fields, head_dim: int) -> tuple[Rope, int]:
+        """Returns the rotation of heads, and the number of positions for which it holds."""
+        max_length = fields.integer("max_position_embeddings", self.max_length)
+        if not self.has_rope:
+            return NO_ROTATION, max_length
+        return fields.rope(
+            head_dim,
+            max_length,
+            theta=self.theta,
+            partial=self.partial,
+            interleaved=self.interleaved,
+        )
+
+    def read_epsilon(self, fields: Fields) -> float:
+        """Returns the number that norms add to the variance."""
+        pair = self.epsilon if isinstance(self.epsilon, tuple) else ("rms_norm_eps", self.epsilon)
+        return fields.number(*pair) if pair[0] else pair[1]
+
+    def read_activation(self, fields: Fields) -> str:
+        """Returns the function of a feed-forward half."""
+        usual = self.activation
+        pair = usual if isinstance(usual, tuple) else ("hidden_act", usual)
+        return fields.activation(*pair) if pair[0] else pair[1]
+
+    def read_biases(self, fields: Fields) -> dict[str, bool]:
+        """Returns which products have biases, as far as the family has fields for it."""
+        biases = {"attention_bias": self.attention_bias, "mlp_bias": self.mlp_bias}
+        return {
+            name: fields.flag(name, usual) for name, usual in biases.items() if usual is not None
+        }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +116,7 @@ class DecoderConfig:
     """
 
     model_type: ClassVar[str]
+    defaults: ClassVar[Defaults] = Defaults()
     aliases: ClassVar[Mapping[str, str]] = {}  # other names of fields; see `Fields`
 
     vocab_size: int
@@ -64,8 +149,64 @@ class DecoderConfig:
 
     @classmethod
     def read(cls, fields: Fields) -> DecoderConfig:
-        """Reads the fields; each family has its own way."""
-        raise NotImplementedError
+        """Returns what the fields say; a family whose config says more overrides it."""
+        return cls.from_fields(fields)
+
+    @classmethod
+    def from_fields(
+        cls,
+        fields: Fields,
+        *,
+        num_kv_heads: int | None = None,
+        head_dim: int | None = None,
+        rope: tuple[Rope, int] | None = None,
+        sliding_windows: tuple[int | None, ...] | int | None = None,
+        rotates: Sequence[bool] | None = None,
+        kv: Mapping[str, Any] | None = None,
+        intermediate_size: int | None = None,
+        **more: Any,
+    ) -> Self:
+        """Returns the config of fields that most families have, with what the caller reads.
+
+        An argument that is None is read, with the `defaults` of the family.
+
+        Args:
+            fields: The fields of the config.
+            num_kv_heads: The number of key/value heads.
+            head_dim: The width of a head.
+            rope: The rotation, and the number of positions for which it holds.
+            sliding_windows: The window of each layer, or the one of all; None if there is none.
+            rotates: True for each layer that rotates; None if all do.
+            kv: The fields of `KVSpec` that differ from what the other arguments say.
+            intermediate_size: The width of a feed-forward half.
+            **more: Further fields of the config, or others than those that are read.
+        """
+        usual = cls.defaults
+        num_layers = fields.integer("num_hidden_layers")
+        num_query_heads = fields.integer("num_attention_heads")
+        num_kv_heads = num_kv_heads or usual.read_kv_heads(fields)
+        _check_heads(fields, num_query_heads, num_kv_heads)
+        head_dim = head_dim or usual.read_head_dim(fields)
+        rotation, length = rope or usual.read_rope(fields, head_dim)
+        windows = sliding_windows
+        if not isinstance(windows, tuple):
+            windows = (windows,) * num_layers
+        common: dict[str, Any] = {
+            "vocab_size": fields.integer("vocab_size"),
+            "hidden_size": fields.integer("hidden_size"),
+            "intermediate_size": intermediate_size or fields.integer("intermediate_size"),
+            "num_query_heads": num_query_heads,
+            "max_position_embeddings": length,
+            "kv": replace(KVSpec(num_layers, num_kv_heads, head_dim, windows), **(kv or {})),
+            "rope": rotation,
+            "norm_epsilon": usual.read_epsilon(fields),
+            "activation": usual.read_activation(fields),
+            "tie_word_embeddings": fields.flag("tie_word_embeddings", usual.tied),
+            **usual.read_biases(fields),
+        }
+        if rotates is not None:
+            common["rope_by_layer"] = tuple(rotation if turns else None for turns in rotates)
+        return cls(**{**common, **more})
 
     @property
     def num_layers(self) -> int:
@@ -88,60 +229,11 @@ class DecoderConfig:
         return None if rope == NO_ROTATION else rope
 
 
-def read_common(
-    fields: Fields,
-    *,
-    num_kv_heads: int,
-    max_position_embeddings: int,
-    head_dim: int | None = None,
-    kv: Mapping[str, Any] | None = None,
-    sliding_windows: tuple[int | None, ...] | None = None,
-    rope: tuple[Rope, int] | Mapping[str, Any] | None = None,
-    epsilon: tuple[str, float] | float = ("rms_norm_eps", 1e-6),
-    activation: tuple[str, str] | str = ("hidden_act", "silu"),
-    intermediate_size: int | None = None,
-    tied: bool = False,
-) -> dict[str, Any]:
-    """Returns the fields of a `DecoderConfig` that most configs have under the same names.
-
-    Args:
-        fields: The fields of the config.
-        num_kv_heads: The number of key/value heads.
-        max_position_embeddings: The number of positions.
-        head_dim: The width of a head; None to call `read_head_dim`.
-        kv: The fields of `KVSpec` that differ from what the other arguments say.
-        sliding_windows: The window of each layer; None if no layer has one.
-        rope: The rotation and the number of positions for which it holds; or arguments with which
-            to call `Fields.rope`.
-        epsilon: The field of the norms' epsilon, and its default; a number if it has no field.
-        activation: The field of the activation, and its default; the activation itself if it has no
-            field.
-        intermediate_size: The width of a feed-forward half; None to read the field.
-        tied: The default of `tie_word_embeddings`.
-    """
-    num_layers = fields.integer("num_hidden_layers")
-    num_query_heads = fields.integer("num_attention_heads")
+def _check_heads(fields: Fields, num_query_heads: int, num_kv_heads: int) -> None:
     if num_query_heads % num_kv_heads:
         text = f"num_key_value_heads = {num_kv_heads} must divide num_attention_heads = {num_query_heads}"
         heads = dict.fromkeys(("num_key_value_heads", "num_attention_heads"), num_query_heads)
         fields.note(WrongField(text), **heads)
-    head_dim = head_dim or read_head_dim(fields)
-    if not isinstance(rope, tuple):
-        rope = fields.rope(head_dim, max_position_embeddings, **(rope or {}))
-    rotation, length = rope
-    windows = sliding_windows or (None,) * num_layers
-    return {
-        "vocab_size": fields.integer("vocab_size"),
-        "hidden_size": fields.integer("hidden_size"),
-        "intermediate_size": intermediate_size or fields.integer("intermediate_size"),
-        "num_query_heads": num_query_heads,
-        "max_position_embeddings": length,
-        "kv": replace(KVSpec(num_layers, num_kv_heads, head_dim, windows), **(kv or {})),
-        "rope": rotation,
-        "norm_epsilon": fields.number(*epsilon) if isinstance(epsilon, tuple) else epsilon,
-        "activation": activation if isinstance(activation, str) else fields.activation(*activation),
-        "tie_word_embeddings": fields.flag("tie_word_embeddings", tied),
-    }
 
 
 def key_value_heads(fields: Fields, default: int | None) -> int:

@@ -6,7 +6,7 @@ An encoder keeps nothing between calls: no keys, no values and no pages.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -19,12 +19,12 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from jaxpage.layers.attention import Attention, Projections, Scores
-from jaxpage.layers.context import ForwardContext
+from jaxpage.layers.context import ForwardContext, LayerPages
 from jaxpage.layers.embedding import Embedding
 from jaxpage.layers.linear import Linear
-from jaxpage.layers.norms import add_and_norm, norm_of_sum
+from jaxpage.layers.norms import norm_of_sum
 from jaxpage.layers.rope import NO_ROTATION
-from jaxpage.models.base import KVSpec
+from jaxpage.models.base import FamilyModule, KVSpec
 from jaxpage.models.config.config_fields import RefusedField
 from jaxpage.models.config.fields import Fields
 from jaxpage.models.parts.decoder_config import DecoderConfig, read_head_dim
@@ -190,30 +190,13 @@ class PostNormBlock(nnx.Module):
         self.mlp = mlp
         self.mlp_norm = mlp_norm
 
-    def __call__(self, x_TD: Float[Array, "T D"], context: ForwardContext) -> Float[Array, "T D"]:
-        """Returns the output of the layer."""
-        attended_TD, _ = self.attention(x_TD, (), context)
+    def __call__(
+        self, x_TD: Float[Array, "T D"], layer_pages: LayerPages, context: ForwardContext
+    ) -> tuple[Float[Array, "T D"], LayerPages]:
+        """Returns the output of the layer and its pages; see `Block`."""
+        attended_TD, layer_pages = self.attention(x_TD, layer_pages, context)
         y_TD = norm_of_sum(self.attention_norm, x_TD, attended_TD)
-        return norm_of_sum(self.mlp_norm, y_TD, self.mlp(y_TD))
-
-
-class PreNormBlock(nnx.Module):
-    """Computes `y = x + attention(norm(x))`, then `y + mlp(norm(y))`. A norm may be None."""
-
-    def __init__(self, attention: Attention, attention_norm: Any | None, mlp: Any, mlp_norm: Any):
-        """Makes the block of its halves and of the norms of their inputs."""
-        self.attention = attention
-        self.attention_norm = attention_norm
-        self.mlp = mlp
-        self.mlp_norm = mlp_norm
-
-    def __call__(self, x_TD: Float[Array, "T D"], context: ForwardContext) -> Float[Array, "T D"]:
-        """Returns the output of the layer."""
-        normed_TD = x_TD if self.attention_norm is None else self.attention_norm(x_TD)
-        attended_TD, _ = self.attention(normed_TD, (), context)
-        y_TD, normed_TD = add_and_norm(self.mlp_norm, x_TD, attended_TD)
-        fed_TD: jax.Array = self.mlp(normed_TD)
-        return y_TD + fed_TD
+        return norm_of_sum(self.mlp_norm, y_TD, self.mlp(y_TD)), layer_pages
 
 
 class ScoreHead(nnx.Module):
@@ -240,29 +223,16 @@ class ScoreHead(nnx.Module):
         return self.output(inner_RD).astype(jnp.float32)
 
 
-class Encoder(nnx.Module):
-    """Computes an encoder. The class is the family, as that of a `Decoder` is.
+class Encoder(FamilyModule):
+    """Computes an encoder.
 
         class Bert(Encoder, config=BertConfig): ...
 
-    A family makes its tables, its block and its head. The first line of its docstring stands in the
-    list of models.
+    A family makes its tables, its block (`PostNormBlock` or `Block`) and its head.
     """
 
-    Spec: ClassVar[type[EncoderConfig]]
-    Model: ClassVar[Any]
-    prefix: ClassVar[str | tuple[str, ...]] = ""
-    ignored: ClassVar[tuple[str, ...]] = ()
-    older_names: ClassVar[tuple[tuple[str, tuple[str, ...]], ...]] = ()
-    renamed: ClassVar[Mapping[str, str]] = {}
+    prefix = ""
     layers_name: ClassVar[str] = "encoder.layer"
-
-    def __init_subclass__(cls, config: type[EncoderConfig] | None = None, **options: Any) -> None:
-        """Makes the class a family: its model is the class itself, its spec a config."""
-        super().__init_subclass__(**options)
-        cls.Model = cls
-        if config is not None:
-            cls.Spec = config
 
     def __init__(self, config: Any, *, dtype: DTypeLike):
         at = Scope(config.name, dtype)
@@ -323,7 +293,7 @@ class Encoder(nnx.Module):
             hidden_TD = hidden_TD + self.positions(context.positions_T)
         hidden_TD = self.table_norm(hidden_TD)
         for layer in self.layers:
-            hidden_TD = layer(hidden_TD, context)
+            hidden_TD, _ = layer(hidden_TD, (), context)
         return hidden_TD if self.norm is None else self.norm(hidden_TD)
 
     def score(self, pooled_RD: Float[Array, "R D"]) -> Float[Array, "R Z"]:

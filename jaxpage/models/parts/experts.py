@@ -6,7 +6,7 @@ The experts are apart, as they are published, or stacked, as transformers keeps 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import cast
+from typing import Any, Self, cast
 
 from jax.typing import DTypeLike
 
@@ -16,6 +16,7 @@ from jaxpage.layers.linear import Linear
 from jaxpage.layers.mlp import MLP, GatedMLP
 from jaxpage.layers.parameter import Axis, Piece, Source, Stored, tensor
 from jaxpage.layers.routing import Router, Routing
+from jaxpage.models.config.fields import Fields
 from jaxpage.models.parameters.weights import FLOATS
 from jaxpage.models.parts.decoder_config import DecoderConfig
 from jaxpage.models.parts.mlp import LLAMA_NAMES, MLPNames, gated_mlp
@@ -75,6 +76,12 @@ class ExpertsConfig(DecoderConfig):
     experts: ExpertsSpec | None
     sparse_layers: tuple[bool, ...]
 
+    @classmethod
+    def from_fields(cls, fields: Fields, **options: Any) -> Self:
+        """Returns the config; all layers have experts where `sparse_layers` is left out."""
+        options.setdefault("sparse_layers", (True,) * fields.integer("num_hidden_layers"))
+        return super().from_fields(fields, **options)
+
     def experts_of(self, index: int) -> ExpertsSpec | None:
         """Returns the experts of a layer; None if it has a feed-forward half without."""
         return self.experts if self.sparse_layers[index] else None
@@ -106,46 +113,18 @@ def mlp_or_experts(
     experts = config.experts_of(index)
     if experts is None:
         return gated_mlp(config, at, names=mlp_names)
-    if experts.shared_width is None:
-        return mixture_of_experts(config, experts, layer, names=names)
-    shared_name, gate = names.shared
-    shared = gated_mlp(
-        config, at / (shared_name or ""), names=mlp_names, width=experts.shared_width
-    )
-    return mixture_of_experts(
-        config, experts, layer, names=names, shared=shared, shared_gate=gate and (at / gate).name
-    )
-
-
-def mixture_of_experts(
-    config: DecoderConfig,
-    experts: ExpertsSpec,
-    layer: Scope,
-    *,
-    names: ExpertNames = PLAIN_NAMES,
-    shared: MLP | GatedMLP | None = None,
-    shared_gate: str | None = None,
-    latent: tuple[Linear, Linear] | None = None,
-) -> MixtureOfExperts:
-    """Returns experts, of which each token takes a few.
-
-    Args:
-        config: The config of the model.
-        experts: The experts.
-        layer: The scope of the layer.
-        names: The names of their weights.
-        shared: The expert of all tokens; None if there is none.
-        shared_gate: The name of the weight of its gate; None if it has no gate.
-        latent: The products before and after the routed experts, if `latent_width` is given.
-    """
+    shared = None
+    if experts.shared_width is not None:
+        name, gate = names.shared
+        half = gated_mlp(config, at / (name or ""), names=mlp_names, width=experts.shared_width)
+        shared = half, gate and (at / gate).name
     return make_experts(
         experts,
         config.hidden_size,
         names,
         layer=layer.name,
         activation=config.activation,
-        shared=None if shared is None else (shared, shared_gate),
-        latent=latent,
+        shared=shared,
         dtype=layer.dtype,
     )
 
@@ -188,22 +167,19 @@ def make_experts(
         )
         name = f"{in_memory}.experts.{part}"
         aliases = (f"{published}.{together[part]}.weight",) if together else ()
-        bias = spec.swiglu is not None
-        sizes = (count, num_in, num_out)
         output_axis, input_axis = axes
-        spec_of_all = ExpertLinearSpec(
-            *sizes,
-            input_axis,
-            output_axis,
-            name,
-            names.only_stacked,
-            modules,
-            bias,
-            dtype,
-            aliases,
-            names.in_rows_too,
+        return ExpertLinear(
+            ExpertLinearSpec(
+                *(count, num_in, num_out, input_axis, output_axis),
+                name,
+                names.only_stacked,
+                modules,
+                bias=spec.swiglu is not None,
+                dtype=dtype,
+                aliases=aliases,
+                in_rows_too=names.in_rows_too,
+            )
         )
-        return ExpertLinear(spec_of_all)
 
     outer = spec.latent_width or hidden_size
     both: Axis = "ffn" if spec.swiglu else (("ffn", inner), ("ffn", inner))

@@ -12,7 +12,7 @@ from jaxpage.layers.norms import RMSNorm
 from jaxpage.layers.rope import Rope
 from jaxpage.models.config.config_fields import WrongField
 from jaxpage.models.config.fields import NO_ROPE, Fields
-from jaxpage.models.parts.decoder_config import DecoderConfig, read_common
+from jaxpage.models.parts.decoder_config import DecoderConfig
 from jaxpage.models.parts.projection import projection
 from jaxpage.models.parts.scope import Scope
 
@@ -106,34 +106,22 @@ def _stretch(fields: Fields) -> float:
     return 0.1 * share * math.log(factor) + 1.0
 
 
-def read_latent_decoder(
-    fields: Fields,
-    *,
-    epsilon: tuple[str, float] = ("rms_norm_eps", 1e-6),
-    tied: bool = False,
-    **defaults: Any,
-) -> dict[str, Any]:
-    """Returns what `read_common` does for a decoder with latent attention, and its `latent`.
+def read_latent_decoder(fields: Fields, **defaults: Any) -> dict[str, Any]:
+    """Returns the arguments of `DecoderConfig.from_fields` for a decoder with latent attention.
 
     Args:
         fields: The fields of the config.
-        epsilon: See `read_common`.
-        tied: See `read_common`.
         **defaults: Further arguments of `read_latent`.
     """
     fields.only(moe_layer_freq=1, ep_size=1)
     latent, rope, length = read_latent(fields, **defaults)
-    common = read_common(
-        fields,
-        num_kv_heads=1,
-        head_dim=latent.widths.kept,
-        max_position_embeddings=length,
-        kv={"value_width": latent.widths.rank},
-        rope=(rope, length),
-        epsilon=epsilon,
-        tied=tied,
-    )
-    return {**common, "latent": latent}
+    return {
+        "num_kv_heads": 1,
+        "head_dim": latent.widths.kept,
+        "rope": (rope, length),
+        "kv": {"value_width": latent.widths.rank},
+        "latent": latent,
+    }
 
 
 def read_indexed_decoder(fields: Fields, *, query_rank: int, **defaults: Any) -> dict[str, Any]:
@@ -153,10 +141,10 @@ def read_indexed_decoder(fields: Fields, *, query_rank: int, **defaults: Any) ->
     fields.integer("q_lora_rank", query_rank)
     kind = "indexed_attention"
     fields.layer_types([kind] * fields.integer("num_hidden_layers"), kinds=(kind,))
-    common = read_latent_decoder(fields, query_rank=query_rank, **defaults)
-    length = min(common["max_position_embeddings"], fields.integer("index_topk", 2048))
-    rope = replace(common["rope"], interleaved=True)  # also where the field is null
-    return {**common, "max_position_embeddings": length, "rope": rope}
+    arguments = read_latent_decoder(fields, query_rank=query_rank, **defaults)
+    rope, length = arguments["rope"]
+    rope = replace(rope, interleaved=True)  # also where the field is null
+    return {**arguments, "rope": (rope, min(length, fields.integer("index_topk", 2048)))}
 
 
 def latent_attention(

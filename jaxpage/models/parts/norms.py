@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from jaxpage.layers.norms import HeadNorm, LayerNorm, RMSNorm
-from jaxpage.layers.parameter import stack, tensor
+from jaxpage.layers.norms import LayerNorm, RMSNorm
 from jaxpage.models.parts.decoder_config import DecoderConfig
 from jaxpage.models.parts.scope import Scope
 
@@ -75,26 +74,3 @@ def layer_norm(
         offset=offset,
         dtype=at.dtype,
     )
-
-
-def scales_by_head(
-    config: DecoderConfig, at: Scope, num_heads: int, axis: str, *, apart: bool = False
-) -> HeadNorm:
-    """Returns a norm of queries, or of keys, with a scale for each head.
-
-    Args:
-        config: The config of the model.
-        at: The scope of the norm.
-        num_heads: The number of heads.
-        axis: The axis of the heads.
-        apart: True if each head has a tensor of its own (StableLM); False for one tensor of all
-            (Cohere).
-    """
-    head_dim = config.kv.head_dim
-    if apart:
-        norms = f"{at.name.removesuffix('_norm')}_layernorm.norms"
-        each = [tensor(f"{norms}.{head}.weight", head_dim) for head in range(num_heads)]
-        source = stack(each)
-    else:
-        source = tensor(f"{at.name}.weight", num_heads, head_dim)
-    return HeadNorm(source, axis=axis, epsilon=config.norm_epsilon, dtype=at.dtype)

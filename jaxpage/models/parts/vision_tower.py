@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -27,11 +27,12 @@ from jaxtyping import Array, Float, Int
 
 from jaxpage.errors import CheckpointError, UnsupportedError
 from jaxpage.layers.linear import Linear, Part, linear
-from jaxpage.layers.norms import add_and_norm
+from jaxpage.layers.norms import RMSNorm, add_and_norm
 from jaxpage.layers.parameter import Piece, Source, parameter, tensor
 from jaxpage.layers.picture_attention import attend_in_segments, attend_in_windows
 from jaxpage.layers.product import product
 from jaxpage.layers.rope import Angles
+from jaxpage.models.base import FamilyModule
 from jaxpage.models.config.config_fields import FieldError, RefusedField, WrongField
 from jaxpage.models.config.fields import Fields, text_part
 from jaxpage.models.parts.projection import projection
@@ -162,6 +163,38 @@ class VisionConfig:
     def num_heads(self) -> int:
         """Returns the number of heads of the encoder."""
         return self.tower.num_heads
+
+
+def read_tower(
+    fields: VisionFields,
+    *,
+    width: int,
+    inner: int,
+    depth: int,
+    num_heads: int,
+    patch_size: int,
+    image_size: int,
+    activation: str,
+    norm_epsilon: float | None = None,
+) -> TowerConfig:
+    """Returns what the fields say that most towers have; the arguments are defaults of fields.
+
+    `norm_epsilon` is that of a tower without a field for it.
+    """
+    fields.config.setdefault("hidden_size", width)
+    fields.config.setdefault("num_attention_heads", num_heads)
+    return TowerConfig(
+        hidden_size=fields.integer("hidden_size"),
+        intermediate_size=fields.integer("intermediate_size", inner),
+        num_layers=fields.integer("num_hidden_layers", depth),
+        num_heads=fields.integer("num_attention_heads"),
+        head_dim=fields.divide("hidden_size", "num_attention_heads"),
+        num_channels=fields.integer("num_channels", 3),
+        patch_size=fields.side("patch_size", patch_size),
+        image_size=fields.side("image_size", image_size),
+        norm_epsilon=norm_epsilon or fields.number("layer_norm_eps", 1e-6),
+        activation=fields.activation("hidden_act", activation),
+    )
 
 
 def check_blocks(fields: VisionFields, tower: TowerConfig, block: int) -> None:
@@ -351,6 +384,12 @@ def fuse_projections(num_in: int, at: Scope, name: str, each: Sequence[int]) -> 
     return linear(num_in, *parts, fused=fused, input_axis=None, bias=True, dtype=at.dtype)
 
 
+def tower_norm(width: int, at: Scope | None, epsilon: float) -> RMSNorm:
+    """Returns an RMS norm that every device has; without a scale if there is no scope."""
+    name, dtype = (None, "float32") if at is None else (at.name, at.dtype)
+    return RMSNorm(width, name=name, epsilon=epsilon, axis=None, dtype=dtype)
+
+
 class PictureBlock(nnx.Module):
     """Computes `y = x + attention(norm(x))`, then `y + mlp(norm(y))`."""
 
@@ -372,25 +411,17 @@ class PictureBlock(nnx.Module):
         return y_PD + fed_PD
 
 
-class VisionTower(nnx.Module):
-    """Computes an encoder. The class is the family, as that of a `Decoder` is; see `VisionFamily`.
+class VisionTower(FamilyModule):
+    """Computes an encoder of pictures; see `VisionFamily`.
 
     class SmolVLMVision(VisionTower, config=SmolVLMVisionConfig): ...
     """
 
-    Spec: ClassVar[Any]
-    Model: ClassVar[Any]
-    prefix: ClassVar[str | tuple[str, ...]] = "model."
-    ignored: ClassVar[tuple[str, ...]] = ()
-    older_names: ClassVar[tuple[tuple[str, tuple[str, ...]], ...]] = ()
-
-    def __init_subclass__(cls, config: type[VisionConfig] | None = None, **options: Any) -> None:
-        """Makes the class a family: its model is the class itself, its spec a config."""
-        super().__init_subclass__(**options)
-        cls.Model = cls
-        if config is not None:
-            cls.Spec = config
-
     def __init__(self, config: Any, *, dtype: DTypeLike):
         self.config = config
         self.dtype = dtype
+
+    @staticmethod
+    def input_shapes(spec: Any, size: int) -> dict[str, jax.ShapeDtypeStruct]:
+        """Returns the shapes and types of the inputs of one size."""
+        return placed_patch_shapes(spec.tower.patch_width, size)

@@ -27,13 +27,7 @@ from jaxpage.models.quantization.decoding import (
     unpack,
 )
 from jaxpage.models.quantization.quantization_fields import QuantizationFields
-from jaxpage.models.quantization.scheme import (
-    KV_SCALES,
-    Check,
-    Scheme,
-    check_order,
-    read_kv_cache,
-)
+from jaxpage.models.quantization.scheme import KV_SCALES, Check, Scheme, check_order, read_kv_cache
 
 NAME = "compressed-tensors"
 SIZE_FIELDS = "num_bits, strategy, group_size or block_structure"

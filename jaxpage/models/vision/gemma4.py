@@ -36,11 +36,11 @@ from jaxpage.models.parts.vision_tower import (
     VisionTower,
     by_blocks,
     fill_up,
-    placed_patch_shapes,
     plain_projection,
     read_theta,
     size_for,
     text_width,
+    tower_norm,
     vision_part,
 )
 
@@ -133,7 +133,7 @@ class Gemma4Vision(VisionTower, config=Gemma4VisionConfig):
             for index in range(tower.num_layers)
         )
         self.pooling = BlockMeans(config, at)
-        self.norm = _norm(tower, None, tower.hidden_size)
+        self.norm = tower_norm(tower.hidden_size, None, tower.norm_epsilon)
         self.projection = plain_projection(
             tower.hidden_size,
             Scope("model.embed_vision", dtype),
@@ -159,11 +159,6 @@ class Gemma4Vision(VisionTower, config=Gemma4VisionConfig):
         pictures = pixels.reshape(-1, pixels.shape[-2], width)
         positions = places.reshape(len(pictures), -1, 2)
         return [_call(spec, *each) for each in zip(pictures, positions, strict=True)]
-
-    @staticmethod
-    def input_shapes(spec: Any, size: int) -> dict[str, jax.ShapeDtypeStruct]:
-        """Returns the shapes and types of the inputs of one size."""
-        return placed_patch_shapes(spec.tower.patch_width, size)
 
     def __call__(self, inputs: Mapping[str, jax.Array]) -> Float[Array, "R 1 D"]:
         """Returns a row for each block of patches."""
@@ -210,16 +205,6 @@ def _axis_angles(place_P2: Int[Array, "P 2"], config: Gemma4VisionConfig) -> lis
     return [Angles(jnp.cos(each), jnp.sin(each)) for each in angles]
 
 
-def _norm(config: TowerConfig, at: Scope | None, width: int) -> RMSNorm:
-    return RMSNorm(
-        width,
-        name=None if at is None else at.name,
-        epsilon=config.norm_epsilon,
-        axis=None,
-        dtype="float32" if at is None else at.dtype,
-    )
-
-
 class BoundedLinear(nnx.Module):
     """Computes a product whose inputs and outputs have bounds, which may be infinite."""
 
@@ -256,9 +241,9 @@ class Gemma4PictureAttention(nnx.Module):
         self.key = BoundedLinear(config, at / "k_proj", tower.hidden_size, keys)
         self.value = BoundedLinear(config, at / "v_proj", tower.hidden_size, keys)
         self.output = BoundedLinear(config, at / "o_proj", queries, tower.hidden_size)
-        self.query_norm = _norm(tower, at / "q_norm", tower.head_dim)
-        self.key_norm = _norm(tower, at / "k_norm", tower.head_dim)
-        self.value_norm = _norm(tower, None, tower.head_dim)
+        self.query_norm = tower_norm(tower.head_dim, at / "q_norm", tower.norm_epsilon)
+        self.key_norm = tower_norm(tower.head_dim, at / "k_norm", tower.norm_epsilon)
+        self.value_norm = tower_norm(tower.head_dim, None, tower.norm_epsilon)
 
     def __call__(
         self, x_PD: Float[Array, "P D"], segment_P: Int[Array, "P"], turn: Sequence[Angles]
@@ -287,14 +272,18 @@ class Gemma4PictureLayer(nnx.Module):
         tower = config.tower
         width, inner = tower.hidden_size, tower.intermediate_size
         self.activation = ACTIVATIONS[tower.activation]
-        self.attention_norm = _norm(tower, at / "input_layernorm", width)
+        self.attention_norm = tower_norm(width, at / "input_layernorm", tower.norm_epsilon)
         self.attention = Gemma4PictureAttention(config, at / "self_attn")
-        self.post_attention_norm = _norm(tower, at / "post_attention_layernorm", width)
-        self.mlp_norm = _norm(tower, at / "pre_feedforward_layernorm", width)
+        self.post_attention_norm = tower_norm(
+            width, at / "post_attention_layernorm", tower.norm_epsilon
+        )
+        self.mlp_norm = tower_norm(width, at / "pre_feedforward_layernorm", tower.norm_epsilon)
         self.gate = BoundedLinear(config, at / "mlp.gate_proj", width, inner)
         self.up = BoundedLinear(config, at / "mlp.up_proj", width, inner)
         self.down = BoundedLinear(config, at / "mlp.down_proj", inner, width)
-        self.post_mlp_norm = _norm(tower, at / "post_feedforward_layernorm", width)
+        self.post_mlp_norm = tower_norm(
+            width, at / "post_feedforward_layernorm", tower.norm_epsilon
+        )
 
     def __call__(
         self, x_PD: Float[Array, "P D"], segment_P: Int[Array, "P"], turn: Sequence[Angles]

@@ -21,7 +21,6 @@ from jaxtyping import Array, Float, Int
 from jaxpage.errors import UnsupportedError
 from jaxpage.layers.activations import ACTIVATIONS
 from jaxpage.layers.mlp import GatedMLP
-from jaxpage.layers.norms import RMSNorm
 from jaxpage.layers.rope import Angles
 from jaxpage.models.config.config_fields import RefusedField
 from jaxpage.models.config.fields import text_part
@@ -38,13 +37,14 @@ from jaxpage.models.parts.vision_tower import (
     cut_patches,
     fill_up,
     picture_attention,
-    placed_patch_shapes,
     plain_projection,
     read_theta,
+    read_tower,
     size_for,
     size_menu,
     some_fields,
     text_width,
+    tower_norm,
     vision_part,
 )
 
@@ -78,7 +78,17 @@ class PixtralConfig(VisionConfig):
             "multimodal_projector_bias",
         )
         with VisionFields(vision_part(config, "pixtral"), "") as fields:
-            tower = _read_tower(fields)
+            tower = read_tower(
+                fields,
+                width=1024,
+                inner=4096,
+                depth=24,
+                num_heads=16,
+                patch_size=16,
+                image_size=1024,
+                activation="gelu",
+                norm_epsilon=_EPSILON,
+            )
             block = own.integer("spatial_merge_size", 2)
             if own.get("vision_feature_layer", -1) not in (-1, tower.num_layers):
                 text_of_error = "vision_feature_layer other than the last layer is not supported"
@@ -97,23 +107,6 @@ class PixtralConfig(VisionConfig):
         )
 
 
-def _read_tower(fields: VisionFields) -> TowerConfig:
-    fields.config.setdefault("hidden_size", 1024)
-    fields.config.setdefault("num_attention_heads", 16)
-    return TowerConfig(
-        hidden_size=fields.integer("hidden_size"),
-        intermediate_size=fields.integer("intermediate_size", 4096),
-        num_layers=fields.integer("num_hidden_layers", 24),
-        num_heads=fields.integer("num_attention_heads"),
-        head_dim=fields.divide("hidden_size", "num_attention_heads"),
-        num_channels=fields.integer("num_channels", 3),
-        patch_size=fields.side("patch_size", 16),
-        image_size=fields.side("image_size", 1024),
-        norm_epsilon=_EPSILON,
-        activation=fields.activation("hidden_act", "gelu"),
-    )
-
-
 class PixtralVision(VisionTower, config=PixtralConfig):
     """The encoder of Mistral 3 and Ministral 3: Pixtral, and products for blocks of patches."""
 
@@ -121,7 +114,7 @@ class PixtralVision(VisionTower, config=PixtralConfig):
         super().__init__(config, dtype=dtype)
         at = Scope("model.vision_tower", dtype)
         self.patches = PatchEmbedding(config.tower, at / "patch_conv", bias=False)
-        self.patch_norm = _norm(config.tower, at / "ln_pre", _EPSILON)
+        self.patch_norm = tower_norm(config.tower.hidden_size, at / "ln_pre", _EPSILON)
         self.layers = nnx.List(
             _block(config.tower, at / f"transformer.layers.{index}")
             for index in range(config.tower.num_layers)
@@ -146,11 +139,6 @@ class PixtralVision(VisionTower, config=PixtralConfig):
             _call(spec, picture[:, :height, :width])
             for picture, (height, width) in zip(pictures, sizes, strict=True)
         ]
-
-    @staticmethod
-    def input_shapes(spec: Any, size: int) -> dict[str, jax.ShapeDtypeStruct]:
-        """Returns the shapes and types of the inputs of one size."""
-        return placed_patch_shapes(spec.tower.patch_width, size)
 
     def __call__(self, inputs: Mapping[str, jax.Array]) -> Float[Array, "R 1 D"]:
         """Returns a row for each block of patches."""
@@ -198,10 +186,6 @@ def two_axis_angles(place_P2: Int[Array, "P 2"], head_dim: int, theta: float) ->
     return Angles(jnp.cos(angles_PE), jnp.sin(angles_PE))
 
 
-def _norm(config: TowerConfig, at: Scope, epsilon: float) -> RMSNorm:
-    return RMSNorm(config.hidden_size, name=at.name, epsilon=epsilon, axis=None, dtype=at.dtype)
-
-
 def _block(config: TowerConfig, at: Scope) -> PictureBlock:
     width, inner = config.hidden_size, config.intermediate_size
     fed = at / "feed_forward"
@@ -211,9 +195,9 @@ def _block(config: TowerConfig, at: Scope) -> PictureBlock:
         activation=config.activation,
     )
     return PictureBlock(
-        _norm(config, at / "attention_norm", _EPSILON),
+        tower_norm(width, at / "attention_norm", _EPSILON),
         picture_attention(config, at / "attention", output="o_proj", bias=False),
-        _norm(config, at / "ffn_norm", _EPSILON),
+        tower_norm(width, at / "ffn_norm", _EPSILON),
         mlp,
     )
 
@@ -226,7 +210,7 @@ class PatchMerger(nnx.Module):
         bias = config.joined_bias
         self.activation = ACTIVATIONS[config.joined_activation]
         self.num_patches = config.block**2
-        self.norm = _norm(config.tower, at / "norm", config.joined_epsilon)
+        self.norm = tower_norm(width, at / "norm", config.joined_epsilon)
         joined = width * self.num_patches
         self.merge = plain_projection(
             joined, at / "patch_merger", ("merging_layer", width), bias=False

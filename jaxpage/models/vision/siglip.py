@@ -36,6 +36,7 @@ from jaxpage.models.parts.vision_tower import (
     fill_up,
     picture_attention,
     plain_projection,
+    read_tower,
     size_for,
     some_fields,
     text_width,
@@ -43,24 +44,11 @@ from jaxpage.models.parts.vision_tower import (
 )
 
 
-def read_siglip(
-    fields: VisionFields, *, width: int, num_heads: int, patch_size: int
-) -> TowerConfig:
-    """Returns the config of the layers; the arguments are defaults."""
-    hidden_size = fields.integer("hidden_size", width)
-    fields.config.setdefault("hidden_size", hidden_size)
-    fields.config.setdefault("num_attention_heads", num_heads)
-    return TowerConfig(
-        hidden_size=hidden_size,
-        intermediate_size=fields.integer("intermediate_size", 3072),
-        num_layers=fields.integer("num_hidden_layers", 12),
-        num_heads=fields.integer("num_attention_heads"),
-        head_dim=fields.divide("hidden_size", "num_attention_heads"),
-        num_channels=fields.integer("num_channels", 3),
-        patch_size=fields.side("patch_size", patch_size),
-        image_size=fields.side("image_size", 224),
-        norm_epsilon=fields.number("layer_norm_eps", 1e-6),
-        activation=fields.activation("hidden_act", "gelu_pytorch_tanh"),
+def read_siglip(fields: VisionFields, **defaults: int) -> TowerConfig:
+    """Returns the config of the layers; see `read_tower`."""
+    activation = "gelu_pytorch_tanh"
+    return read_tower(
+        fields, inner=3072, depth=12, image_size=224, activation=activation, **defaults
     )
 
 

@@ -1,12 +1,13 @@
-"""Reads what configs say of layers of Mamba and of Mamba 2."""
+"""Reads what configs say of recurrent layers: Mamba, Mamba 2 and the gated delta rule."""
 
 from __future__ import annotations
 
 import math
 from typing import Any
 
+from jaxpage.layers.delta_net import DeltaWidths
 from jaxpage.layers.mamba import MambaSpec
-from jaxpage.models.config.config_fields import WrongField
+from jaxpage.models.config.config_fields import RefusedField, WrongField
 from jaxpage.models.config.fields import Fields
 
 # The forms in which files say that there is no largest time step.
@@ -44,6 +45,24 @@ def read_mamba(fields: Fields, inner: int | None = None, **more: Any) -> MambaSp
         convolution_bias=fields.flag("mamba_conv_bias", True),
         input_bias=fields.flag("mamba_proj_bias", False),
         **more,
+    )
+
+
+def read_mamba2(fields: Fields, heads: str, head: str, vector: str, activation: str) -> MambaSpec:
+    """Reads the fields that Mamba 2 and Nemotron-H have; the arguments name those that differ."""
+    count = fields.integer(heads, 128)
+    bias = fields.flag("use_bias", False)
+    return MambaSpec(
+        heads=count,
+        head=fields.integer(head, 64),
+        groups=read_groups(fields, ("n_groups", 8), **{heads: count}),
+        vector=fields.integer(vector, 128),
+        kernel=fields.integer("conv_kernel", 4),
+        activation=fields.activation(activation, "silu"),
+        time_steps=read_time_steps(fields),
+        convolution_bias=fields.flag("use_conv_bias", True),
+        input_bias=bias,
+        output_bias=bias,
     )
 
 
@@ -87,3 +106,19 @@ def read_rank(fields: Fields, name: str) -> int:
     if fields.get(name, "auto") == "auto":
         return -(-fields.integer("hidden_size") // 16)
     return fields.integer(name, 1)
+
+
+def check_heads(fields: Fields, widths: DeltaWidths) -> None:
+    """Notes an error if the number of key heads does not divide that of value heads."""
+    if widths.value_heads % widths.key_heads:
+        error = WrongField(
+            f"linear_num_key_heads = {widths.key_heads} must divide linear_num_value_heads = {widths.value_heads}"
+        )
+        fields.note(error, linear_num_key_heads=1, linear_num_value_heads=1)
+
+
+def check_activation(fields: Fields) -> None:
+    """Refuses a `hidden_act` other than silu, which the convolutions have."""
+    if (activation := fields.get("hidden_act", "silu")) != "silu":
+        text = f"hidden_act = {activation!r} is not supported: the convolution of linear attention has silu"
+        fields.note(RefusedField(text), hidden_act="silu")
