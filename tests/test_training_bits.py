@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,10 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxpage import LLM, SamplingParams
+from jaxpage import LLM, LoRARequest, SamplingParams
 from jaxpage.device.rows.division import STREAM_TOKENS, divide_rows
-from jaxpage.errors import UnsupportedError
-from jaxpage.training import TrainableModel
+from jaxpage.errors import CheckpointError, UnsupportedError
+from jaxpage.training import LoRAWeights, TrainableModel
 from pallas_kernels.cpu import packed
 from tests.support.engines import GRANITE_4, LLAMA, QWEN3_5, make_llm
 from tests.support.model_configs import config_json
@@ -224,3 +225,114 @@ def test_panels_on_the_device_are_those_of_the_host() -> None:
             array = jnp.asarray(weight, dtype)
             panels = jax.jit(packed.panels_of, static_argnums=1)(array, numbers)
             np.testing.assert_array_equal(panels, packed.pack(np.asarray(array), numbers))
+
+
+def trained_adapter(model: TrainableModel, seed: int, **settings: Any) -> LoRAWeights:
+    """An adapter whose matrices B are not zero."""
+    adapter = model.make_adapter(seed=seed, **settings)
+    rng = np.random.default_rng(seed)
+    tensors = {
+        name: jnp.asarray(0.3 * rng.standard_normal(array.shape), "float32")
+        for name, array in adapter.tensors.items()
+    }
+    return dataclasses.replace(adapter, tensors=tensors)
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    few(
+        [(name, dtype) for name in CONFIGS for dtype in ("float32", "bfloat16")],
+        [("llama", "bfloat16"), ("qwen3 moe", "float32"), ("granite 4", "float32")],
+    ),
+)
+def test_an_adapter_has_the_engine_s_bits_before_and_after_it_is_trained(
+    name: str, dtype: str, make: Any
+) -> None:
+    llm = make(name, dtype=dtype, enable_lora=True, max_loras=2, max_lora_rank=8)
+    model, weights = load(llm, dtype=dtype, max_lora_rank=8)
+    adapter = trained_adapter(model, 1, rank=5, alpha=7)
+    policy = LoRARequest("policy", 1)
+    without = scores(llm)
+
+    @jax.jit
+    def differentiate(adapter: LoRAWeights, rows: Any) -> Any:
+        def loss(adapter: LoRAWeights) -> tuple[jax.Array, jax.Array]:
+            logprobs = model.log_probabilities(weights, rows, adapter)
+            return logprobs.mean(), logprobs
+
+        return jax.value_and_grad(loss, has_aux=True)(adapter)
+
+    for _ in range(2):
+        llm.update_adapter(policy, adapter.tensors, adapter.config)
+        prompts, continuations = ROWS[:, :1].tolist(), ROWS[:, 1:].tolist()
+        expected = np.array(llm.score(prompts, continuations, lora_request=policy), np.float32)
+        (_, logprobs), gradients = differentiate(adapter, ROWS)
+        np.testing.assert_array_equal(logprobs, expected)
+        parts = [differentiate(adapter, row[None])[0][1] for row in ROWS]
+        np.testing.assert_array_equal(np.concatenate(parts), expected)
+        assert np.mean(expected == without) < 0.1
+        assert gradients.tensors.keys() == adapter.tensors.keys()
+        sizes = [float(jnp.abs(gradient).max()) for gradient in jax.tree.leaves(gradients)]
+        assert np.isfinite(sizes).all() and np.mean(np.array(sizes) > 0) > 0.9
+        adapter = jax.tree.map(lambda a, g: a + 0.1 * g, adapter, gradients)
+        without, expected = scores(llm), without
+        np.testing.assert_array_equal(without, expected, "the base is frozen")
+
+
+def test_derivatives_of_an_adapter_are_those_of_the_dense_pass(make: Any) -> None:
+    """And of the model that has the adapter in its weights: the parameters' own are the same."""
+    llm = make("llama")
+    found = []
+    for exact in (True, False):
+        model, weights = load(llm, exact=exact)
+        adapter = trained_adapter(model, 2, target_modules=["q_proj", "down_proj"])
+        both = jax.jit(
+            jax.grad(
+                lambda w, a, m=model: jnp.sin(m.log_probabilities(w, ROWS, a)).sum(), argnums=(0, 1)
+            )
+        )
+        found.append(both(weights, adapter))
+    assert len(adapter.tensors) == 2 * 2 * LLAMA["num_hidden_layers"]
+    for ours, dense in zip(*map(jax.tree.leaves, found), strict=True):
+        np.testing.assert_allclose(ours, dense, atol=1e-5 * max(1.0, float(abs(dense).max())))
+    alone = jax.jit(jax.grad(lambda a: jnp.sin(model.log_probabilities(weights, ROWS, a)).sum()))(
+        adapter
+    )
+    for ours, dense in zip(jax.tree.leaves(alone), jax.tree.leaves(found[0][1]), strict=True):
+        np.testing.assert_allclose(ours, dense, atol=1e-5 * max(1.0, float(abs(dense).max())))
+
+
+def test_adapters_that_cannot_be_trained_are_refused() -> None:
+    config: dict[str, Any] = {**CONFIGS["qwen3 moe"], "vocab_size": VOCAB_SIZE}
+    model, weights = TrainableModel.load(config, random_tensors(config), max_lora_rank=8)
+    for names, text in (
+        (["experts.0.up_proj"], "that take no adapter: 'model.layers.*experts.0.up_proj'"),
+        (["embed_tokens"], "'embed_tokens' is the name of modules that take no adapter"),
+        (["lm_head"], "'lm_head' is the name of modules that take no adapter"),
+    ):
+        with pytest.raises(UnsupportedError, match=text):
+            model.make_adapter(target_modules=names)
+    with pytest.raises(ValueError, match="the model has no 'query'; what .* 'k_proj', 'o_proj'"):
+        model.make_adapter(target_modules=["q_proj", "query"])
+    with pytest.raises(ValueError, match="target_modules must have a name"):
+        model.make_adapter(target_modules=[])
+    with pytest.raises(TypeError, match="a list of names of modules, or 'all-linear'; got 'q_proj"):
+        model.make_adapter(target_modules="q_proj")
+    for rank in (0, 9):
+        with pytest.raises(ValueError, match=f"from 1 to max_lora_rank, which is 8; got {rank}"):
+            model.make_adapter(rank=rank)
+    for wrong in ({"rank": 2.0}, {"alpha": "8"}):
+        with pytest.raises(TypeError, match="must be a"):
+            model.make_adapter(**wrong)
+    with pytest.raises(ValueError, match="alpha must be finite, got nan"):
+        model.make_adapter(alpha=float("nan"))
+    adapter = model.make_adapter(target_modules=["q_proj"])
+    tensors = dict(adapter.tensors)
+    tensors.popitem()
+    tensors["x"] = jnp.zeros((2, 2), jnp.int32)
+    with pytest.raises(CheckpointError) as refusal:
+        model.logits(weights, ROWS, dataclasses.replace(adapter, tensors=tensors))
+    assert "the adapter in (parameters in memory) does not fit (2 problems)" in str(refusal.value)
+    assert "has no lora_" in str(refusal.value) and "'x' is not one of" in str(refusal.value)
+    with pytest.raises(TypeError, match="adapter must be LoRAWeights or None, not dict"):
+        model.logits(weights, ROWS, adapter.tensors)

@@ -311,9 +311,18 @@ class Engine:
             ModelNotFoundError: There is no such directory.
             CheckpointError: The adapter does not fit the model.
         """
+        return NamedAdapter(requested.lora_name, self._adapters_for(requested).open(requested))
+
+    def update_adapter(
+        self, requested: LoRARequest, tensors: Mapping[str, Any], config: Mapping[str, Any]
+    ) -> str:
+        """Takes an adapter from memory; see `LLM.update_adapter`. Any thread may call it."""
+        return self._adapters_for(requested).update(requested, tensors, config)
+
+    def _adapters_for(self, requested: LoRARequest) -> Adapters:
         if self.adapters is None:
             raise UnsupportedError(f"LoRA adapter {requested.lora_name!r} needs enable_lora=True")
-        return NamedAdapter(requested.lora_name, self.adapters.open(requested))
+        return self.adapters
 
     def forget_adapter(self, lora_int_id: int) -> None:
         """Forgets an adapter that nothing uses, if the engine has it."""
