@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import functools
 import json
+import logging
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -36,6 +37,11 @@ from jaxpage.errors import UnsupportedError
 from jaxpage.models import EncoderConfig, make_model
 from jaxpage.models.parameters import LoRASpec, lora_targets
 from jaxpage.models.sharding import entry_at
+
+if TYPE_CHECKING:
+    from jaxpage.llm import LLM
+
+logger = logging.getLogger(__name__)
 
 # A nested dict of arrays; some of them join several arrays of the checkpoint.
 Parameters = dict[Any, Any]
@@ -106,6 +112,62 @@ class TrainableModel:
         lora = LoRASpec(1, max_lora_rank, lora_targets(files.family, files.spec))
         weights = load_weights(files.plan, dtype, jnp.asarray)
         return cls(files, make_rows(None), make_rows, lora, dtype), weights
+
+    @classmethod
+    def for_engine(cls, llm: LLM, *, exact: bool = True) -> tuple[Self, Parameters]:
+        """Returns the model of an engine with the settings that decide bits, and its parameters.
+
+        If the engine has settings that a trainer has not, one line of the log names them; see
+        `find_differences`.
+
+        Args:
+            llm: The engine.
+            exact: See `load`.
+
+        Raises:
+            UnsupportedError: The weights are quantised, or the model is an encoder.
+        """
+        config = llm.config
+        model, parameters = cls.load(
+            llm.hf_config,
+            llm.parameters(),
+            dtype=llm.spec.layout.dtype,
+            attention_backend=config.attention_backend,
+            exact=exact,
+            max_lora_rank=config.max_lora_rank,
+        )
+        if differences := model.find_differences(llm):
+            logger.warning("values differ from the engine's in bits: %s", "; ".join(differences))
+        return model, parameters
+
+    def find_differences(self, llm: LLM) -> list[str]:
+        """Returns the reasons for which an engine's values may have other bits; none if empty.
+
+        Settings and the model are compared, and no weights.
+        """
+        theirs = llm.spec
+        kernels = theirs.described.kernels
+        assert kernels is not None, "the engine runs"
+        rows = self._rows
+        sides = {
+            "dtype": (self.dtype, theirs.layout.dtype),
+            "kv_cache_dtype": (self.dtype, str(theirs.page_dtype)),
+            "attention_backend": (rows.backend.name, kernels.name),
+            "products in C++": (rows.backend.in_cpp, kernels.in_cpp),
+            "quantization": ("none", theirs.quantization or "none"),
+            "shards whose sums are added": (1, theirs.sharding.num_shards),
+            "exact": (rows.exact, True),
+        }
+        if llm.config.enable_lora:
+            sides["max_lora_rank"] = (self._lora.rank, llm.config.max_lora_rank)
+        differences = [
+            f"{name} is {ours} here and {other} in the engine"
+            for name, (ours, other) in sides.items()
+            if ours != other
+        ]
+        if self._files.spec != theirs.described.model:
+            differences.append("config.json describes another model")
+        return differences
 
     def named(self, parameters: Parameters) -> dict[str, jax.Array]:
         """Returns the parameters by Hugging Face's names, for `LLM.update_parameters`."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 
 from jaxpage import LLM, LoRARequest, SamplingParams
+from jaxpage.device.hardware import choose_backend
 from jaxpage.device.rows.division import STREAM_TOKENS, divide_rows
 from jaxpage.errors import CheckpointError, UnsupportedError
 from jaxpage.training import LoRAWeights, TrainableModel
@@ -242,14 +244,15 @@ def trained_adapter(model: TrainableModel, seed: int, **settings: Any) -> LoRAWe
     ("name", "dtype"),
     few(
         [(name, dtype) for name in CONFIGS for dtype in ("float32", "bfloat16")],
-        [("llama", "bfloat16"), ("qwen3 moe", "float32"), ("granite 4", "float32")],
+        [("llama", "bfloat16"), ("granite 4", "float32")],
     ),
 )
 def test_an_adapter_has_the_engine_s_bits_before_and_after_it_is_trained(
     name: str, dtype: str, make: Any
 ) -> None:
     llm = make(name, dtype=dtype, enable_lora=True, max_loras=2, max_lora_rank=8)
-    model, weights = load(llm, dtype=dtype, max_lora_rank=8)
+    model, weights = TrainableModel.for_engine(llm)
+    assert model.dtype == dtype and model.find_differences(llm) == []
     adapter = trained_adapter(model, 1, rank=5, alpha=7)
     policy = LoRARequest("policy", 1)
     without = scores(llm)
@@ -300,6 +303,42 @@ def test_derivatives_of_an_adapter_are_those_of_the_dense_pass(make: Any) -> Non
     )
     for ours, dense in zip(jax.tree.leaves(alone), jax.tree.leaves(found[0][1]), strict=True):
         np.testing.assert_allclose(ours, dense, atol=1e-5 * max(1.0, float(abs(dense).max())))
+
+
+def test_an_engine_with_other_settings_is_known_by_them(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    config: dict[str, Any] = {**LLAMA, "vocab_size": VOCAB_SIZE}
+    loaded = TrainableModel.load(config, random_tensors(config), exact=False)
+    other = TrainableModel.load({**config, "rms_norm_eps": 0.1}, random_tensors(config))[0]
+    described = SimpleNamespace(
+        kernels=choose_backend("scan", jax.devices()[0]), model=other._files.spec
+    )
+    spec = SimpleNamespace(
+        layout=SimpleNamespace(dtype="bfloat16"),
+        page_dtype=jnp.dtype("float8_e4m3fn"),
+        described=described,
+        quantization="int8",
+        sharding=SimpleNamespace(num_shards=4),
+    )
+    settings = SimpleNamespace(enable_lora=True, max_lora_rank=8, attention_backend="scan")
+    llm: Any = SimpleNamespace(spec=spec, config=settings, hf_config=config, parameters=dict)
+    expected = [
+        "dtype is float32 here and bfloat16 in the engine",
+        "kv_cache_dtype is float32 here and float8_e4m3fn in the engine",
+        "attention_backend is auto here and scan in the engine",
+        "quantization is none here and int8 in the engine",
+        "shards whose sums are added is 1 here and 4 in the engine",
+        "exact is False here and True in the engine",
+        "max_lora_rank is 16 here and 8 in the engine",
+        "config.json describes another model",
+    ]
+    differences = loaded[0].find_differences(llm)
+    assert [line for line in differences if not line.startswith("products")] == expected
+    monkeypatch.setattr(TrainableModel, "load", lambda *_, **__: loaded)
+    assert TrainableModel.for_engine(llm) is loaded
+    (line,) = caplog.messages
+    assert all(difference in line for difference in expected)
 
 
 def test_adapters_that_cannot_be_trained_are_refused() -> None:

@@ -69,6 +69,7 @@ class StepOptions(NamedTuple):
     vectors: jax.ShapeDtypeStruct | None = None
     returns_masks: bool = False  # of the tokens that could be drawn
     routed: RoutedLayers | None = None  # the layers whose routes are returned
+    returns_hidden: bool = False  # states that tokens are drawn from
 
 
 class StepOutput(NamedTuple):
@@ -80,6 +81,7 @@ class StepOutput(NamedTuple):
     draft_candidates: jax.Array | None = None  # see `DeviceDrafter.step`
     masks: jax.Array | None = None  # uint32 [R, U], from `pack_draws`, with `returns_masks`
     routes: jax.Array | None = None  # int16 [T, L, X], with `routed`
+    hidden: jax.Array | None = None  # float32 [R, D], with `returns_hidden`
 
 
 def model_step(
@@ -186,6 +188,9 @@ def _target_step(
         paths,
         masks=masks if options.returns_masks else None,
         routes=stack_routes(routes.chosen, options.routed),
+        hidden=hidden_TD[inputs.drawn_token_R].astype(jnp.float32)
+        if options.returns_hidden
+        else None,
     )
     return output, target, pages
 
@@ -263,7 +268,7 @@ def _multi_step(
         output, _, pages = _target_step(
             parameters, pages, now, processor_inputs, single_step, options
         )
-        return (output.drawn, output.masks, output.routes), pages
+        return (output.drawn, output.masks, output.routes, output.hidden), pages
 
     def next_step(state: tuple[Any, ...]) -> tuple[Any, ...]:
         index, token_ids_B, pages, arrays = state

@@ -105,6 +105,9 @@ class SamplingParams:
     # with enable_return_routed_experts, in models with experts: return the experts of each token;
     # the prompt is then computed without the prefix cache
     return_routed_experts: bool
+    # with enable_return_hidden_states: return the last layer's normed hidden state that each token
+    # was drawn from
+    return_hidden_states: bool
 
     @names_checked
     def __init__(
@@ -140,6 +143,7 @@ class SamplingParams:
         logprobs_mode: LogprobsMode = "raw",
         return_sampling_mask: bool = False,
         return_routed_experts: bool = False,
+        return_hidden_states: bool = False,
     ) -> None:
         max_tokens = _check_optional("max_tokens", max_tokens)
         self._store(
@@ -176,6 +180,7 @@ class SamplingParams:
             logprobs_mode=check("logprobs_mode", logprobs_mode),
             return_sampling_mask=check("return_sampling_mask", return_sampling_mask),
             return_routed_experts=check("return_routed_experts", return_routed_experts),
+            return_hidden_states=check("return_hidden_states", return_hidden_states),
         )
 
     def _store(self, **fields: Any) -> None:
@@ -194,8 +199,8 @@ class SamplingParams:
 
     @property
     def num_logprobs(self) -> int | None:
-        """Returns `logprobs`, or 0 where only ranking or a mask needs those of the tokens."""
-        is_needed = self.ranks or self.return_sampling_mask
+        """Returns `logprobs`, or 0 where only what comes with them is needed of the tokens."""
+        is_needed = self.ranks or self.return_sampling_mask or self.return_hidden_states
         return 0 if self.logprobs is None and is_needed else self.logprobs
 
     @property

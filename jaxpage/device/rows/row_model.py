@@ -41,6 +41,8 @@ class RowModel:
 
     Attributes:
         shapes: The shapes and types of the parameters, as `abstract` gives them.
+        exact: True if values have the bits of steps, False if they are those of the dense pass.
+        backend: The kernels.
     """
 
     def __init__(
@@ -64,13 +66,13 @@ class RowModel:
             lora_slot: 1 if the module has one slot for adapters, which is that of all tokens; 0 if
                 it takes none.
         """
-        self._exact = exact
+        self.exact = exact
         self._lora_slot = lora_slot
         self._dense_graph, self.shapes = abstract(module)
         self._packings = backend.pack_modules(module)
         self._graph, _ = abstract(module)
         self._kv = kv
-        self._backend = backend
+        self.backend = backend
         self._page_dtype = page_dtype
         self._by_row = jax.default_backend() == "cpu"
         # Operations that are not compiled together would be rounded in another way.
@@ -82,7 +84,7 @@ class RowModel:
         Raises:
             TypeError: A parameter has another type than the module's, for exact values.
         """
-        if self._exact:
+        if self.exact:
             jax.tree.map_with_path(_check_type, self.shapes, parameters)
             logits_TV = _with_dense_derivative(self, parameters, token_ids_RC)
         else:
@@ -121,7 +123,7 @@ class RowModel:
             division.num_blocks,
             BLOCK_SIZE,
             self._page_dtype,
-            interleaved=self._backend.interleaved,
+            interleaved=self.backend.interleaved,
         )
         pages = jax.tree.map(lambda page: jnp.zeros(page.shape, page.dtype), shapes)
         _, of_steps = jax.lax.scan(step, pages, division.divide(token_ids_RC))
@@ -136,7 +138,7 @@ class RowModel:
         pages, inputs = jax.lax.optimization_barrier((pages, inputs))
         groups = (0,) * self._kv.num_layers
         attend = make_attend(
-            inputs, backend=self._backend, bucket=division.bucket, layer_groups=groups
+            inputs, backend=self.backend, bucket=division.bucket, layer_groups=groups
         )
         recur = make_recur(inputs, layer_groups=groups, by_row=self._by_row)
         context = ForwardContext(inputs.positions_T, attend, recur=recur)
@@ -162,12 +164,12 @@ class RowModel:
 
     def _scope(self, lora_slot_T: jax.Array, routes: Routes | None = None) -> TraceScope:
         adapters = adapters_of(lora_slot_T, self._lora_slot)
-        return TraceScope(make_layer_kernels(self._backend), adapters, routes=routes)
+        return TraceScope(make_layer_kernels(self.backend), adapters, routes=routes)
 
     @functools.partial(jax.jit, static_argnums=0)
     def _log_probabilities(self, logits_BV: jax.Array, token_ids_B: jax.Array) -> jax.Array:
         rows = jax.lax.optimization_barrier((logits_BV, token_ids_B))
-        with selection_kernels(self._backend):
+        with selection_kernels(self.backend):
             logprobs_B, *_ = log_probabilities(*rows, by_row=self._by_row)
         return jax.lax.optimization_barrier(logprobs_B)
 
