@@ -229,7 +229,7 @@ def test_numbers_in_memory_that_cannot_be(model, llm):
     wrong = {**tensors, KEY.format("A"): np.full((3, 48), np.nan), "x": [1]}
     with pytest.raises(CheckpointError) as refusal:
         llm.update_adapter(policy, wrong, {**config, "use_dora": True})
-    for text in ("use_dora = True", "'x' is a list", "is not one of"):
+    for text in ("use_dora = True", "'x' is a list", "dtype float64, not one of float32,"):
         assert text in str(refusal.value)
     with pytest.raises(CheckpointError, match="has NaN or infinite numbers"):
         llm.update_adapter(
@@ -260,14 +260,11 @@ def named_adapter(whole, name):
     }
 
 
-def test_derivatives_of_an_adapter_are_those_of_peft(tmp_path):
+def test_a_trained_adapter_has_the_bits_of_the_engine_and_derivatives_of_peft(model, llm, tmp_path):
     """And differences in float64 along a random direction of all its numbers."""
-    save_model(NAME, tmp_path / "model")
     whole = with_adapters(make_model(NAME), tmp_path, ["wide"])
     whole.set_adapter("wide")
-    trainer, weights = TrainableModel.load(
-        config_json(NAME), load_file(tmp_path / "model" / "model.safetensors")
-    )
+    trainer, weights = TrainableModel.for_engine(llm)
     adapter = trainer.load_adapter(tmp_path / "wide")
     rows = [prompt_of(24, 1), prompt_of(24, 2)]
     expected = logprobs_of_torch(whole, rows)
@@ -284,6 +281,10 @@ def test_derivatives_of_an_adapter_are_those_of_peft(tmp_path):
 
     (_, logprobs), gradients = differentiate(adapter)
     np.testing.assert_allclose(logprobs, expected.detach().numpy(), atol=5e-5)
+    policy = LoRARequest("trained", 60)
+    llm.update_adapter(policy, adapter.tensors, adapter.config)
+    pairs = [row[:1] for row in rows], [row[1:] for row in rows]
+    np.testing.assert_array_equal(logprobs, np.array(llm.score(*pairs, lora_request=policy), "f"))
     assert gradients.tensors.keys() == parameters.keys()
     for name, parameter in parameters.items():
         gradient = parameter.grad.numpy()

@@ -244,7 +244,7 @@ def trained_adapter(model: TrainableModel, seed: int, **settings: Any) -> LoRAWe
     ("name", "dtype"),
     few(
         [(name, dtype) for name in CONFIGS for dtype in ("float32", "bfloat16")],
-        [("llama", "bfloat16"), ("granite 4", "float32")],
+        [("llama", "bfloat16")],  # float32 is in tests/test_lora.py
     ),
 )
 def test_an_adapter_has_the_engine_s_bits_before_and_after_it_is_trained(
@@ -258,51 +258,27 @@ def test_an_adapter_has_the_engine_s_bits_before_and_after_it_is_trained(
     without = scores(llm)
 
     @jax.jit
-    def differentiate(adapter: LoRAWeights, rows: Any) -> Any:
+    def differentiate(adapter: LoRAWeights) -> Any:
         def loss(adapter: LoRAWeights) -> tuple[jax.Array, jax.Array]:
-            logprobs = model.log_probabilities(weights, rows, adapter)
+            logprobs = model.log_probabilities(weights, ROWS, adapter)
             return logprobs.mean(), logprobs
 
         return jax.value_and_grad(loss, has_aux=True)(adapter)
 
+    compute = jax.jit(model.log_probabilities)
     for _ in range(2):
         llm.update_adapter(policy, adapter.tensors, adapter.config)
         prompts, continuations = ROWS[:, :1].tolist(), ROWS[:, 1:].tolist()
         expected = np.array(llm.score(prompts, continuations, lora_request=policy), np.float32)
-        (_, logprobs), gradients = differentiate(adapter, ROWS)
+        (_, logprobs), gradients = differentiate(adapter)
         np.testing.assert_array_equal(logprobs, expected)
-        parts = [differentiate(adapter, row[None])[0][1] for row in ROWS]
-        np.testing.assert_array_equal(np.concatenate(parts), expected)
+        np.testing.assert_array_equal(compute(weights, ROWS[1:2], adapter), expected[1:2])
         assert np.mean(expected == without) < 0.1
         assert gradients.tensors.keys() == adapter.tensors.keys()
         sizes = [float(jnp.abs(gradient).max()) for gradient in jax.tree.leaves(gradients)]
         assert np.isfinite(sizes).all() and np.mean(np.array(sizes) > 0) > 0.9
         adapter = jax.tree.map(lambda a, g: a + 0.1 * g, adapter, gradients)
-        without, expected = scores(llm), without
-        np.testing.assert_array_equal(without, expected, "the base is frozen")
-
-
-def test_derivatives_of_an_adapter_are_those_of_the_dense_pass(make: Any) -> None:
-    """And of the model that has the adapter in its weights: the parameters' own are the same."""
-    llm = make("llama")
-    found = []
-    for exact in (True, False):
-        model, weights = load(llm, exact=exact)
-        adapter = trained_adapter(model, 2, target_modules=["q_proj", "down_proj"])
-        both = jax.jit(
-            jax.grad(
-                lambda w, a, m=model: jnp.sin(m.log_probabilities(w, ROWS, a)).sum(), argnums=(0, 1)
-            )
-        )
-        found.append(both(weights, adapter))
-    assert len(adapter.tensors) == 2 * 2 * LLAMA["num_hidden_layers"]
-    for ours, dense in zip(*map(jax.tree.leaves, found), strict=True):
-        np.testing.assert_allclose(ours, dense, atol=1e-5 * max(1.0, float(abs(dense).max())))
-    alone = jax.jit(jax.grad(lambda a: jnp.sin(model.log_probabilities(weights, ROWS, a)).sum()))(
-        adapter
-    )
-    for ours, dense in zip(jax.tree.leaves(alone), jax.tree.leaves(found[0][1]), strict=True):
-        np.testing.assert_allclose(ours, dense, atol=1e-5 * max(1.0, float(abs(dense).max())))
+    np.testing.assert_array_equal(scores(llm), without)
 
 
 def test_an_engine_with_other_settings_is_known_by_them(
@@ -368,7 +344,7 @@ def test_adapters_that_cannot_be_trained_are_refused() -> None:
     adapter = model.make_adapter(target_modules=["q_proj"])
     tensors = dict(adapter.tensors)
     tensors.popitem()
-    tensors["x"] = jnp.zeros((2, 2), jnp.int32)
+    tensors["x"] = jnp.zeros((2, 2))
     with pytest.raises(CheckpointError) as refusal:
         model.logits(weights, ROWS, dataclasses.replace(adapter, tensors=tensors))
     assert "the adapter in (parameters in memory) does not fit (2 problems)" in str(refusal.value)

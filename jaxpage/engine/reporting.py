@@ -336,10 +336,10 @@ def _routed_experts(sequence: Sequence) -> npt.NDArray[np.int16] | None:
 
 def _hidden_states(sequence: Sequence) -> npt.NDArray[np.float32] | None:
     """Returns the hidden states of all tokens of the output, once the sequence has ended."""
-    states = [token.hidden_state for token in sequence.logprobs]
-    if not sequence.finished or not any(states):
+    if not sequence.finished or not sequence.logprobs or not sequence.logprobs[0].hidden_state:
         return None
-    return np.frombuffer(b"".join(states), np.float32).reshape(len(states), -1)
+    numbers = bytearray().join(token.hidden_state for token in sequence.logprobs)
+    return np.frombuffer(numbers, np.float32).reshape(len(sequence.logprobs), -1)
 
 
 def _text_end(sequence: Sequence, num_tokens: int) -> int:

@@ -129,9 +129,9 @@ def _fit(
     check_config(config, problems)
     headers = {}
     for name, array in tensors.items():
-        if flaw := find_flaw(array):
+        if flaw := find_flaw(array, _CODES):
             problems.add(f"tensor {quote(name)} {flaw}")
         else:
-            code = _CODES.get(array.dtype, str(array.dtype))
-            headers[name] = TensorInfo(str(name), code, tuple(array.shape), PLACE, 0, 0)
+            shape = tuple(array.shape)
+            headers[name] = TensorInfo(str(name), _CODES[array.dtype], shape, PLACE, 0, 0)
     return fit_adapter(config, headers, spec, problems), problems

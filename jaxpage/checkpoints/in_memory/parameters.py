@@ -5,7 +5,7 @@ The names are those of Hugging Face, as in files; those of some trainers are tur
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -201,12 +201,12 @@ def array_headers(arrays: Mapping[str, Any]) -> dict[str, TensorInfo]:
     }
 
 
-def find_flaw(array: Any) -> str | None:
-    """Returns why an array cannot be a weight of any model; None if it can."""
+def find_flaw(array: Any, dtypes: Collection[np.dtype[Any]] = _CODES) -> str | None:
+    """Returns why an array cannot be a weight that has one of these types; None if it can."""
     if not isinstance(array, np.ndarray | jax.Array):
         return f"is a {type(array).__name__}, and no array of numpy or JAX"
-    if array.dtype not in _CODES:
-        return f"has dtype {array.dtype}, not one of {', '.join(map(str, _CODES))}"
+    if array.dtype not in dtypes:
+        return f"has dtype {array.dtype}, not one of {', '.join(map(str, dtypes))}"
     is_traced = isinstance(array, jax.core.Tracer)
     if isinstance(array, jax.Array) and not is_traced and array.is_deleted():
         return "was deleted or donated: its numbers are gone"
