@@ -312,7 +312,7 @@ def test_an_engine_with_other_settings_is_known_by_them(
     differences = loaded[0].find_differences(llm)
     assert [line for line in differences if not line.startswith("products")] == expected
     monkeypatch.setattr(TrainableModel, "load", lambda *_, **__: loaded)
-    assert TrainableModel.for_engine(llm) is loaded
+    assert TrainableModel.for_engine(llm)[0] is loaded[0]
     (line,) = caplog.messages
     assert all(difference in line for difference in expected)
 
