@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 from dataclasses import replace
 from typing import Any, NamedTuple, cast
 
@@ -27,7 +26,7 @@ from jaxpage.device.inputs.step_inputs import (
     unpack,
 )
 from jaxpage.device.moving import copy_blocks, copy_slots
-from jaxpage.device.pages.kv_pages import KVPages
+from jaxpage.device.pages.kv_pages import KVPages, by_layer, in_a_row
 from jaxpage.device.recurrence import make_recur
 from jaxpage.device.routes import RoutedLayers, stack_routes
 from jaxpage.device.sampler import draw
@@ -444,24 +443,10 @@ def _run_model(
         deep_nTD=None if vectors is None else jnp.moveaxis(vectors[:, 1:], 1, 0),
     )
     with replace(_scope(options, inputs.lora_slot_T), routes=routes).open():
-        hidden_TD, by_layer, states = model(
-            inputs.token_ids_T, _by_layer(pages, options.sharding), context
+        hidden_TD, of_layers, states = model(
+            inputs.token_ids_T, by_layer(pages, options.sharding), context
         )
-    return model, hidden_TD, _in_a_row(by_layer, options.sharding), states or (hidden_TD,)
-
-
-def _by_layer(pages: KVPages, sharding: Sharding) -> tuple[Any, ...]:
-    """Returns each layer's pages; in a divided model, a layer's pages in each of its shards."""
-    count = sharding.num_local
-    return (
-        tuple(pages[at : at + count] for at in range(0, len(pages), count))
-        if sharding.is_divided
-        else pages
-    )
-
-
-def _in_a_row(by_layer: tuple[Any, ...], sharding: Sharding) -> KVPages:
-    return tuple(itertools.chain(*by_layer)) if sharding.is_divided else by_layer
+    return model, hidden_TD, in_a_row(of_layers, options.sharding), states or (hidden_TD,)
 
 
 def copy_step(pages: KVPages, pairs: jax.Array, *, backend: Backend) -> KVPages:

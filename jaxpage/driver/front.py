@@ -171,7 +171,7 @@ class DrivenModel(BuiltModel):
         self._driver.check_open()
         if not isinstance(requested, LoRARequest):
             raise TypeError(f"lora_request must be LoRARequest, not {type(requested).__name__}")
-        return self._engine.update_adapter(requested, tensors, config)
+        return self._engine.adapters_for(requested).update(requested, tensors, config)
 
     def _prepare_prefix(self, prefix: Any, cache_salt: str | None) -> PreparedRequest:
         """Prepares a prefix that is computed to be pinned."""

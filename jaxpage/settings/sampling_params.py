@@ -150,9 +150,7 @@ class SamplingParams:
             n=check_int("n", n, 1, MAX_SEQUENCES),
             best_of=_optional_int("best_of", best_of, n, MAX_SEQUENCES),
             temperature=_temperature(temperature),
-            top_p=check("top_p", top_p),
             top_k=max(check("top_k", top_k), 0),
-            min_p=check("min_p", min_p),
             presence_penalty=check("presence_penalty", presence_penalty),
             frequency_penalty=check("frequency_penalty", frequency_penalty),
             repetition_penalty=check("repetition_penalty", repetition_penalty),
@@ -162,7 +160,6 @@ class SamplingParams:
             seed=_seed(seed),
             stop=_stop(stop),
             stop_token_ids=_token_ids("stop_token_ids", stop_token_ids),
-            ignore_eos=check("ignore_eos", ignore_eos),
             max_tokens=max_tokens,
             min_tokens=_min_tokens(min_tokens, max_tokens),
             logprobs=_check_optional("logprobs", logprobs),
@@ -174,7 +171,7 @@ class SamplingParams:
             structured_outputs=check_structured_outputs(structured_outputs),
             thinking_token_budget=_check_optional("thinking_token_budget", thinking_token_budget),
             thinking_markers=_markers(thinking_markers),
-            priority=check("priority", priority),
+            **_check_each(top_p=top_p, min_p=min_p, ignore_eos=ignore_eos, priority=priority),
             cache_salt=_cache_salt(cache_salt),
             user=_check_optional("user", user),
             logprobs_mode=check("logprobs_mode", logprobs_mode),
@@ -287,6 +284,10 @@ class BeamSearchParams:
         }
         for name, value in fields.items():
             object.__setattr__(self, name, value)
+
+
+def _check_each(**fields: Any) -> dict[str, Any]:
+    return {name: check(name, value) for name, value in fields.items()}
 
 
 def _check_optional(name: str, value: Any) -> Any:
