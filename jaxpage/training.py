@@ -323,7 +323,7 @@ class TrainableModel:
         """Returns the parameters with those of the adapter, which are zeros where it has none."""
         layers = layers_of_weights(adapter, self._lora, self.dtype)
         tree: Parameters = jax.tree.map(lambda array: array, parameters)
-        for path in {target.path for target in self._lora.targets.values()}:
+        for path in dict.fromkeys(target.path for target in self._lora.targets.values()):
             for index, name in enumerate("ab"):
                 place = (*path, "lora", name)
                 shape = entry_at(self._adapted_rows.shapes, place).shape[1:]
