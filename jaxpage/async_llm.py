@@ -51,7 +51,7 @@ from jaxpage.receipts import Verification
 from jaxpage.replay import open_engine, open_in_memory
 from jaxpage.settings.engine_config import EngineConfig
 from jaxpage.settings.engine_settings import AnyPath, EngineSettings, LLMSettings, engine_config
-from jaxpage.settings.lora_request import LoRARequest
+from jaxpage.settings.lora_request import LoRARequest, LoRARequests
 from jaxpage.settings.sampling_params import BeamSearchParams, SamplingParams
 from jaxpage.step.update import Mode
 
@@ -279,6 +279,7 @@ class AsyncLLM(DrivenModel):
         continuation_token_ids: Sequence[int] | Sequence[Sequence[int]],
         *,
         truncate_prompt_tokens: int | None = None,
+        lora_request: LoRARequests = None,
     ) -> list[float] | list[list[float]]:
         """Scores continuations; see `LLM.score`.
 
@@ -288,7 +289,7 @@ class AsyncLLM(DrivenModel):
             ShuttingDown: The engine is shutting down. The other errors are those of `LLM.score`.
         """
         truncation = self._truncation(truncate_prompt_tokens)
-        if texts := self._text_pairs(prompt_token_ids, continuation_token_ids):
+        if texts := self._text_pairs(prompt_token_ids, continuation_token_ids, lora_request):
             by = self._reranker("auto")
             assert not isinstance(by, YesNo), "an encoder draws no tokens"
             prepared = await asyncio.to_thread(self._prepare_pairs, by, texts, truncation)
@@ -296,7 +297,7 @@ class AsyncLLM(DrivenModel):
         check_scored_whole(truncation)
         single, pairs = pair_arguments(prompt_token_ids, continuation_token_ids)
         prompts = [prompt + continuation for prompt, continuation in pairs]
-        return scores_of(await self._whole(prompts, SCORING), pairs, single=single)
+        return scores_of(await self._whole(prompts, SCORING, lora_request), pairs, single=single)
 
     async def embed(
         self,
@@ -373,9 +374,11 @@ class AsyncLLM(DrivenModel):
         scores = reranker.scores(outputs, dict(zip(lacking, others, strict=True)))
         return rank(scores, documents, top_n)
 
-    async def _whole(self, prompts: Any, params: Any) -> list[RequestOutput]:
+    async def _whole(
+        self, prompts: Any, params: Any, lora_request: Any = None
+    ) -> list[RequestOutput]:
         """Generates for prompts that nobody streams."""
-        requests = await asyncio.to_thread(self._prepare, prompts, params)
+        requests = await asyncio.to_thread(self._prepare, prompts, params, lora_request)
         handles = await self._driver.submit(requests, stream=False)
         try:
             return [await handle.whole() for handle in handles]
@@ -414,6 +417,12 @@ class AsyncLLM(DrivenModel):
         )
         checksum = await asyncio.to_thread(self._checksum_of, weights)
         return await self._driver.replace_weights(weights, mode, checksum)
+
+    async def update_adapter(
+        self, lora_request: LoRARequest, tensors: Mapping[str, Any], config: Mapping[str, Any]
+    ) -> str:
+        """Takes the numbers of a LoRA adapter from memory; see `LLM.update_adapter`."""
+        return await asyncio.to_thread(self._take_adapter, lora_request, tensors, config)
 
     async def pause(self) -> None:
         """Has no step run until `resume`; see `LLM.pause`."""

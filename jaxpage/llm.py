@@ -48,13 +48,12 @@ from jaxpage.receipts import Verification
 from jaxpage.replay import open_engine, open_in_memory
 from jaxpage.settings.engine_config import EngineConfig
 from jaxpage.settings.engine_settings import AnyPath, EngineSettings, LLMSettings, engine_config
-from jaxpage.settings.lora_request import LoRARequest
+from jaxpage.settings.lora_request import LoRARequest, LoRARequests
 from jaxpage.settings.sampling_params import BeamSearchParams, SamplingParams
 from jaxpage.settings.sources import resolve_config
 from jaxpage.step.update import Mode
 
 Params = SamplingParams | BeamSearchParams
-LoRARequests = LoRARequest | Sequence[LoRARequest | None] | None
 
 
 class LLM(DrivenModel):
@@ -215,6 +214,31 @@ class LLM(DrivenModel):
         with self._driver.replacing(weights, mode, checksum, queues=True) as version:
             return self._driver.wait(version)
 
+    def update_adapter(
+        self, lora_request: LoRARequest, tensors: Mapping[str, Any], config: Mapping[str, Any]
+    ) -> str:
+        """Takes the numbers of a LoRA adapter from memory, without compiling anything.
+
+        Requests from now on that name the adapter have these numbers. Those that run or wait keep
+        the ones with which they began, and the prefix cache keeps both apart.
+
+        Args:
+            lora_request: The adapter, without a `lora_path`.
+            tensors: A [rank, in] and B [out, rank] of each module as arrays of numpy or JAX, by
+                their names in peft's files; `LoRAWeights.tensors` of a trainer. They are copied.
+            config: The content of adapter_config.json; `LoRAWeights.config` of a trainer.
+
+        Returns:
+            The digest of the numbers, in hexadecimal digits.
+
+        Raises:
+            TypeError: An argument is of another type.
+            ValueError: The adapter has a `lora_path`, or its number belongs to another one.
+            CheckpointError: The adapter does not fit the model; the message lists everything.
+            UnsupportedError: The engine takes no adapters (`enable_lora`).
+        """
+        return self._take_adapter(lora_request, tensors, config)
+
     def pause(self) -> None:
         """Has no step run until `resume`; a second call does nothing.
 
@@ -354,6 +378,7 @@ class LLM(DrivenModel):
         use_tqdm: bool = False,
         *,
         truncate_prompt_tokens: int | None = None,
+        lora_request: LoRARequests = None,
     ) -> list[float] | list[list[float]]:
         """Returns the log probability of each token of a continuation, given the tokens before it.
 
@@ -369,6 +394,8 @@ class LLM(DrivenModel):
             continuation_token_ids: At least one token id, or one list for each prompt.
             use_tqdm: Show a progress bar on standard error.
             truncate_prompt_tokens: See `rerank`; only for texts.
+            lora_request: The adapter for all pairs, or a list with that of each, where None is the
+                model without one; only for token ids.
 
         Returns:
             A number for each token of the continuation; for lists, a list for each. Of pairs of
@@ -380,9 +407,11 @@ class LLM(DrivenModel):
             CapacityError: A request can never fit into the pool.
             RuntimeError: A step failed.
             WeightsReplaced: Another thread updated the weights with the mode "abort".
+            UnsupportedError: An adapter is given for pairs of texts, or the engine takes none. The
+                other errors of an adapter are those of `generate`.
         """
         truncation = self._truncation(truncate_prompt_tokens)
-        if texts := self._text_pairs(prompt_token_ids, continuation_token_ids):
+        if texts := self._text_pairs(prompt_token_ids, continuation_token_ids, lora_request):
             by = self._reranker("auto")
             assert not isinstance(by, YesNo), "an encoder draws no tokens"
             requests, poolings = self._prepare_pairs(by, texts, truncation)
@@ -390,7 +419,10 @@ class LLM(DrivenModel):
         check_scored_whole(truncation)
         single, pairs = pair_arguments(prompt_token_ids, continuation_token_ids)
         outputs = self.generate(
-            [prompt + continuation for prompt, continuation in pairs], SCORING, use_tqdm
+            [prompt + continuation for prompt, continuation in pairs],
+            SCORING,
+            use_tqdm,
+            lora_request=lora_request,
         )
         return scores_of(outputs, pairs, single=single)
 

@@ -70,6 +70,7 @@ class TokenLogprobs:
         top_logprobs: Their log probabilities.
         num_kept: The number of tokens that could be drawn, with logprobs_mode="processed".
         kept: The ids of these tokens as int32, with `return_sampling_mask`.
+        hidden_state: The numbers of the hidden state as float32, with `return_hidden_states`.
     """
 
     token_id: int
@@ -79,6 +80,7 @@ class TokenLogprobs:
     top_logprobs: tuple[float, ...] = ()
     num_kept: int = 0
     kept: bytes = b""
+    hidden_state: bytes = field(default=b"", repr=False)
 
 
 class SamplingMask:
@@ -177,6 +179,9 @@ class CompletionOutput:
             token]: of the tokens of the prompt, then of those of the output but for the last, which
             is never computed. A layer without experts has -1. None unless the request has
             `return_routed_experts`; in a stream it comes with the end of the sequence.
+        hidden_states: The last layer's hidden state that each token was drawn from, after the last
+            norm, float32 [tokens, features]. None unless the request has `return_hidden_states`;
+            in a stream it comes with the end of the sequence.
     """
 
     index: int
@@ -191,6 +196,7 @@ class CompletionOutput:
     num_kept: list[int] | None = None
     sampling_mask: SamplingMask | None = None
     routed_experts: npt.NDArray[np.int16] | None = field(default=None, compare=False)
+    hidden_states: npt.NDArray[np.float32] | None = field(default=None, compare=False)
 
     def __getitem__(self, name: str) -> Any:
         """Returns a field by its name, for scripts of engines whose outputs are dicts."""

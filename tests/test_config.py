@@ -65,6 +65,7 @@ def test_fields_and_defaults_are_those_of_the_interface() -> None:
         "speculative_config": None,
         "enable_lora": False,
         "enable_prompt_embeds": False,
+        "enable_return_hidden_states": False,
         "enable_return_routed_experts": False,
         "enable_return_sampling_mask": False,
         "limit_images": None,

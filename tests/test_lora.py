@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 import warnings
@@ -10,6 +11,7 @@ from contextlib import nullcontext
 
 import httpx
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -27,6 +29,7 @@ from jaxpage.models.registry import load_family  # noqa: E402
 from jaxpage.serving import startup  # noqa: E402
 from jaxpage.serving.config import ServerConfig, resolve_both  # noqa: E402
 from jaxpage.serving.model.lora_modules import check_lora_modules  # noqa: E402
+from jaxpage.training import TrainableModel  # noqa: E402
 from tests.support.engines import LogitsWitness, invariants, make_llm  # noqa: E402
 from tests.support.hf_models import config_json, make_model, save_model  # noqa: E402
 from tests.support.running import serving  # noqa: E402
@@ -188,6 +191,165 @@ def test_an_adapter_that_changes_is_another_adapter(model, llm, tmp_path):
     after = llm.generate(prompt_of(), GREEDY, False, lora_request=requested)
     tokens = [greedy_of_peft(model[0], name, prompt_of())[0] for name in ("wide", "narrow")]
     assert [before[0].outputs[0].token_ids, after[0].outputs[0].token_ids] == tokens
+
+
+def in_memory(model, name):
+    """The tensors and the config of an adapter, as a program has them."""
+    config = json.loads((model[1] / name / "adapter_config.json").read_text())
+    return load_file(model[1] / name / "adapter_model.safetensors"), config
+
+
+def test_an_adapter_in_memory_is_updated_while_requests_run(model, llm):
+    """New requests have the new numbers, and blocks of them alone; one that runs keeps its own."""
+    policy = LoRARequest("policy", 40)
+    with pytest.raises(ModelNotFoundError, match="update_adapter has not given its numbers"):
+        llm.generate(prompt_of(), GREEDY, False, lora_request=policy)
+    tokens = {name: greedy_of_peft(model[0], name, prompt_of())[0] for name in ("wide", "narrow")}
+    digest = llm.update_adapter(policy, *in_memory(model, "wide"))
+    stream = llm.stream(prompt_of(), GREEDY, lora_request=policy)
+    parts = [next(stream)]
+    assert llm.update_adapter(policy, *in_memory(model, "narrow")) != digest
+    after = llm.generate(prompt_of(), GREEDY, False, lora_request=policy)[0].outputs[0]
+    parts += stream
+    assert [token for part in parts for token in part.outputs[0].token_ids] == tokens["wide"]
+    assert after.token_ids == tokens["narrow"]
+    assert llm.update_adapter(policy, *in_memory(model, "wide")) == digest
+    pairs = [prompt_of()], [tokens["wide"]]
+    (of_memory,), (of_files,) = (
+        llm.score(*pairs, lora_request=requested) for requested in (policy, lora(model, "wide"))
+    )
+    assert of_memory == of_files and [of_memory] != llm.score(*pairs)
+
+
+def test_numbers_in_memory_that_cannot_be(model, llm):
+    tensors, config = in_memory(model, "narrow")
+    policy = LoRARequest("policy 2", 41)
+    llm.update_adapter(policy, tensors, config)
+    before = results(llm.generate(prompt_of(), GREEDY, False, lora_request=policy))
+    wrong = {**tensors, KEY.format("A"): np.full((3, 48), np.nan), "x": [1]}
+    with pytest.raises(CheckpointError) as refusal:
+        llm.update_adapter(policy, wrong, {**config, "use_dora": True})
+    for text in ("use_dora = True", "'x' is a list", "dtype float64, not one of float32,"):
+        assert text in str(refusal.value)
+    with pytest.raises(CheckpointError, match="has NaN or infinite numbers"):
+        llm.update_adapter(
+            policy, {**tensors, KEY.format("A"): wrong[KEY.format("A")].astype("f")}, config
+        )
+    with pytest.raises(TypeError, match="config of an adapter must be a dict"):
+        llm.update_adapter(policy, tensors, 3)
+    with pytest.raises(TypeError, match="lora_request must be LoRARequest, not str"):
+        llm.update_adapter("policy", tensors, config)
+    with pytest.raises(ValueError, match="one that is updated has no lora_path"):
+        llm.update_adapter(lora(model, "wide"), tensors, config)
+    with pytest.raises(ValueError, match="lora_int_id=41 is 'policy 2' in memory"):
+        llm.update_adapter(LoRARequest("other", 41), tensors, config)
+    assert results(llm.generate(prompt_of(), GREEDY, False, lora_request=policy)) == before
+
+
+def logprobs_of_torch(whole, rows):
+    logprobs = whole(torch.tensor(rows)).logits[:, :-1].log_softmax(-1)
+    return logprobs.gather(-1, torch.tensor(rows)[:, 1:, None])[..., 0]
+
+
+def named_adapter(whole, name):
+    """The adapter's parameters of peft's model by their names in files."""
+    return {
+        key.replace(f".{name}.weight", ".weight"): parameter
+        for key, parameter in whole.named_parameters()
+        if f".{name}.weight" in key
+    }
+
+
+def test_a_trained_adapter_has_the_bits_of_the_engine_and_derivatives_of_peft(model, llm, tmp_path):
+    """And differences in float64 along a random direction of all its numbers."""
+    whole = with_adapters(make_model(NAME), tmp_path, ["wide"])
+    whole.set_adapter("wide")
+    trainer, weights = TrainableModel.for_engine(llm)
+    adapter = trainer.load_adapter(tmp_path / "wide")
+    rows = [prompt_of(24, 1), prompt_of(24, 2)]
+    expected = logprobs_of_torch(whole, rows)
+    expected.mean().backward()
+    parameters = named_adapter(whole, "wide")
+
+    @jax.jit
+    def differentiate(adapter):
+        def mean(adapter):
+            logprobs = trainer.log_probabilities(weights, jnp.array(rows), adapter)
+            return logprobs.mean(), logprobs
+
+        return jax.value_and_grad(mean, has_aux=True)(adapter)
+
+    (_, logprobs), gradients = differentiate(adapter)
+    np.testing.assert_allclose(logprobs, expected.detach().numpy(), atol=5e-5)
+    policy = LoRARequest("trained", 60)
+    llm.update_adapter(policy, adapter.tensors, adapter.config)
+    pairs = [row[:1] for row in rows], [row[1:] for row in rows]
+    np.testing.assert_array_equal(logprobs, np.array(llm.score(*pairs, lora_request=policy), "f"))
+    assert gradients.tensors.keys() == parameters.keys()
+    for name, parameter in parameters.items():
+        gradient = parameter.grad.numpy()
+        np.testing.assert_allclose(
+            gradients.tensors[name], gradient, atol=2e-5 * max(1.0, np.abs(gradient).max())
+        )
+    whole = whole.double()
+    rng = np.random.default_rng(2)
+    directions = {name: rng.standard_normal(array.shape) for name, array in parameters.items()}
+    slope = sum(
+        float((np.asarray(gradients.tensors[name], np.float64) * direction).sum())
+        for name, direction in directions.items()
+    )
+    means = []
+    with torch.no_grad():
+        for step in (1e-6, -2e-6):
+            for name, parameter in named_adapter(whole, "wide").items():
+                parameter += step * torch.tensor(directions[name])
+            means.append(logprobs_of_torch(whole, rows).mean().item())
+    np.testing.assert_allclose(slope, (means[0] - means[1]) / 2e-6, rtol=1e-3)
+
+
+def test_a_new_adapter_is_peft_s_and_its_directory_is_loaded_by_both(model, llm, tmp_path):
+    trainer, _ = TrainableModel.load(
+        config_json(NAME), load_file(model[1] / "model" / "model.safetensors"), max_lora_rank=8
+    )
+    settings = {"r": 4, "lora_alpha": 6, "target_modules": ["q_proj", "down_proj"]}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        whole = peft.get_peft_model(make_model(NAME), peft.LoraConfig(**settings))
+    adapter = trainer.make_adapter(
+        rank=4, alpha=6, target_modules=settings["target_modules"], seed=3
+    )
+    expected = named_adapter(whole, "default")
+    assert adapter.tensors.keys() == expected.keys()
+    for name, array in adapter.tensors.items():
+        theirs = expected[name].detach().numpy()
+        assert array.shape == theirs.shape and array.dtype == jnp.float32
+        assert float(abs(array).max()) == pytest.approx(abs(theirs).max(), rel=0.1)
+    assert {**adapter.config, **settings} == adapter.config
+    others = trainer.make_adapter(rank=4, alpha=6, target_modules=settings["target_modules"])
+    a_names = [name for name in adapter.tensors if "lora_A" in name]
+    assert all((adapter.tensors[name] != others.tensors[name]).any() for name in a_names)
+    rng = np.random.default_rng(1)
+    trained = dataclasses.replace(
+        adapter,
+        tensors={
+            name: jnp.asarray(0.3 * rng.standard_normal(array.shape), "bfloat16")
+            for name, array in adapter.tensors.items()
+        },
+    )
+    for saved, name in ((adapter, "new"), (trained, "trained")):
+        saved.save(tmp_path / "saved")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
+            loaded = peft.PeftModel.from_pretrained(make_model(NAME), tmp_path / "saved", name)
+        tokens, _ = greedy_of_peft(loaded, name, prompt_of())
+        requested = LoRARequest("saved", 50, str(tmp_path / "saved"))
+        (output,) = llm.generate(prompt_of(), GREEDY, False, lora_request=requested)
+        assert output.outputs[0].token_ids == tokens
+        assert (tokens == greedy_of_peft(model[0], None, prompt_of())[0]) == (name == "new")
+        again = trainer.load_adapter(tmp_path / "saved")
+        for key, array in saved.tensors.items():
+            np.testing.assert_array_equal(again.tensors[key], array)
+            assert again.tensors[key].dtype == array.dtype
 
 
 def test_more_adapters_than_slots(model, llm):

@@ -1,4 +1,4 @@
-"""return_routed_experts: the experts are those of transformers' routers, of every token once, however an engine computes it."""
+"""return_routed_experts and return_hidden_states: both are those of transformers, of every token once, however an engine computes it."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from jaxpage import SamplingParams
 from jaxpage.decoding import advancing
 from jaxpage.errors import UnsupportedError
 from jaxpage.scheduling import admitting
+from jaxpage.serving.wire.errors import ApiError
 from jaxpage.serving.wire.generate import open_generate
 from jaxpage.step.edits import Route
 from tests.support.engines import LLAMA, invariants, make_llm, run_giving_way
@@ -23,10 +24,18 @@ torch = pytest.importorskip("torch", reason="the oracle is transformers on torch
 LAYERS = {"qwen3-moe-mixed": (0, 2), "mixtral-window": (0, 1)}  # those that have experts
 NAME = "qwen3-moe-mixed"
 PARAMS = SamplingParams(
-    temperature=0.9, seed=7, max_tokens=8, ignore_eos=True, return_routed_experts=True
+    temperature=0.9,
+    seed=7,
+    max_tokens=8,
+    ignore_eos=True,
+    logprobs=0,
+    return_routed_experts=True,
+    return_hidden_states=True,
 )
+SILENT = dataclasses.replace(PARAMS, return_routed_experts=False, return_hidden_states=False)
 PROMPT = [3, 9, 1, 7, 7, 2, 30, 3, 9, 1, 7, 7, 2, 30, 5, 6, 3, 9, 1, 7, 7]
-MODEL = {"max_model_len": 64, "enable_return_routed_experts": True, "dtype": "float32"}
+RETURNS = {"enable_return_routed_experts": True, "enable_return_hidden_states": True}
+MODEL = {"max_model_len": 64, "dtype": "float32", **RETURNS}
 
 
 @pytest.fixture(scope="module")
@@ -69,8 +78,24 @@ def check_oracle(model, completion, layers):
     for logits, layer in zip(rated, layers, strict=True):
         wanted = np.asarray(logits.reshape(len(token_ids), -1).topk(routes.shape[2]).indices)
         np.testing.assert_array_equal(np.sort(routes[:, layer]), np.sort(wanted))
+    check_hidden_states(model, completion)
     others = [layer for layer in range(routes.shape[1]) if layer not in layers]
     assert (routes[:, others] == -1).all()
+
+
+def check_hidden_states(model, completion):
+    """Compares them with those of transformers, and what the head makes of them with the log probabilities."""
+    token_ids = [*PROMPT, *completion.token_ids[:-1]]
+    states = completion.hidden_states
+    with torch.no_grad():
+        wanted = model.model(torch.tensor([token_ids])).last_hidden_state[0, len(PROMPT) - 1 :]
+        logprobs = model.lm_head(torch.tensor(states)).log_softmax(-1).numpy()
+    assert states.dtype == np.float32
+    np.testing.assert_allclose(states, wanted.numpy(), atol=1e-4)
+    for place, (token_id, entry) in enumerate(
+        zip(completion.token_ids, completion.logprobs, strict=True)
+    ):
+        assert logprobs[place, token_id] == pytest.approx(entry[token_id].logprob, abs=1e-5)
 
 
 @pytest.mark.parametrize("name", LAYERS)
@@ -105,6 +130,7 @@ def same(outputs, others):
     for output, other in zip(outputs, others, strict=True):
         assert output == other
         np.testing.assert_array_equal(output.routed_experts, other.routed_experts)
+        np.testing.assert_array_equal(output.hidden_states, other.hidden_states)
 
 
 ENGINES = {
@@ -127,7 +153,7 @@ def test_an_engine_changes_no_route(name, saved, alone):
 
 
 def test_a_cached_prompt_is_computed_for_its_routes(llm, alone):
-    generate(llm, dataclasses.replace(PARAMS, return_routed_experts=False))
+    generate(llm, SILENT)
     (output,) = llm.generate([PROMPT], PARAMS, use_tqdm=False)
     same(output.outputs, alone)
     assert output.metrics.num_cached_tokens == 0
@@ -135,12 +161,11 @@ def test_a_cached_prompt_is_computed_for_its_routes(llm, alone):
 
 def test_what_is_cached_has_no_routes_unless_it_is_computed(llm, alone, monkeypatch):
     """The test above sees it if a prompt is taken from the cache all the same."""
-    generate(llm, dataclasses.replace(PARAMS, return_routed_experts=False))
-    silent = dataclasses.replace(PARAMS, return_routed_experts=False)
+    generate(llm, SILENT)
     beginnings = admitting.beginnings
 
     def cached_all_the_same(group, manager):
-        params, group.request.__dict__["params"] = group.request.params, silent
+        params, group.request.__dict__["params"] = group.request.params, SILENT
         try:
             yield from list(beginnings(group, manager))
         finally:
@@ -168,40 +193,50 @@ def test_samples_share_the_routes_of_their_prompt(llm, alone):
         routes = output.routed_experts
         assert len(routes) == len(PROMPT) + len(output.token_ids) - 1
         np.testing.assert_array_equal(routes[: len(PROMPT)], alone[0].routed_experts[: len(PROMPT)])
+        assert len(output.hidden_states) == len(output.token_ids)
+        np.testing.assert_array_equal(output.hidden_states[0], alone[0].hidden_states[0])
 
 
 def test_a_stream_has_them_at_the_end(llm, alone):
     parts = [part.outputs[0] for part in llm.stream(PROMPT, PARAMS)]
-    assert all(part.routed_experts is None for part in parts[:-1])
+    for part in parts[:-1]:
+        assert part.routed_experts is part.hidden_states is None
     np.testing.assert_array_equal(parts[-1].routed_experts, alone[0].routed_experts)
+    np.testing.assert_array_equal(parts[-1].hidden_states, alone[0].hidden_states)
 
 
-def test_the_route_of_http_has_the_array(llm, alone):
+def test_the_route_of_http_has_the_arrays(llm, alone):
     exchange = open_generate(
         {
             **{"model": "demo", "prompt_token_ids": PROMPT, "temperature": 0.9, "seed": 7},
             **{"max_tokens": 8, "ignore_eos": True, "return_routed_experts": True},
+            **{"return_hidden_states": True},
         },
         context(),
     )
     outputs = llm.generate([PROMPT], exchange.prompts[0].params, use_tqdm=False)
-    array = exchange.whole(outputs)["choices"][0]["routed_experts"]
-    numbers = np.frombuffer(base64.b64decode(array["data"]), "<i2").reshape(array["shape"])
-    assert array["dtype"] == "int16"
-    np.testing.assert_array_equal(numbers, alone[0].routed_experts)
+    choice = exchange.whole(outputs)["choices"][0]
+    for name, dtype in (("routed_experts", "int16"), ("hidden_states", "float32")):
+        array = choice[name]
+        numbers = np.frombuffer(base64.b64decode(array["data"]), dtype).reshape(array["shape"])
+        assert array["dtype"] == dtype
+        np.testing.assert_array_equal(numbers, getattr(alone[0], name))
+    body = {"model": "demo", "prompt_token_ids": PROMPT, "return_hidden_states": True}
+    with pytest.raises(ApiError, match="could have 76800000 numbers .*at most 64000000"):
+        open_generate({**body, "max_tokens": 300, "n": 2}, context(hidden_size=128_000))
 
 
 def test_who_does_not_ask_has_no_routes(llm, alone):
-    (output,) = generate(llm, dataclasses.replace(PARAMS, return_routed_experts=False))
-    assert output.routed_experts is None and output.token_ids == alone[0].token_ids
+    (output,) = generate(llm, SILENT)
+    assert output.routed_experts is output.hidden_states is None
+    assert output == alone[0], "the same tokens and log probabilities"
 
 
 def test_refusals(saved, tmp_path):
-    with (
-        make_llm(saved[NAME][0], max_model_len=64) as plain,
-        pytest.raises(UnsupportedError, match="needs enable_return_routed_experts=True"),
-    ):
-        generate(plain)
+    with make_llm(saved[NAME][0], max_model_len=64) as plain:
+        for name in ("return_routed_experts", "return_hidden_states"):
+            with pytest.raises(UnsupportedError, match=f"needs enable_{name}=True"):
+                generate(plain, dataclasses.replace(SILENT, **{name: True}))
     with pytest.raises(UnsupportedError, match="the model has no experts"):
         make_llm(random_checkpoint(tmp_path, LLAMA), enable_return_routed_experts=True)
 

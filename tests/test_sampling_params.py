@@ -138,6 +138,7 @@ def test_parameters_and_defaults_are_those_of_the_interface() -> None:
         include_stop_str_in_output=False, skip_special_tokens=True, structured_outputs=None, priority=0, cache_salt=None,
         user=None, thinking_token_budget=None, thinking_markers=None,
         logprobs_mode="raw", return_sampling_mask=False, return_routed_experts=False,
+        return_hidden_states=False,
     )  # fmt: skip
     beam = {
         name: parameter.default

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -11,10 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxpage import LLM, SamplingParams
+from jaxpage import LLM, LoRARequest, SamplingParams
+from jaxpage.device.hardware import choose_backend
 from jaxpage.device.rows.division import STREAM_TOKENS, divide_rows
-from jaxpage.errors import UnsupportedError
-from jaxpage.training import TrainableModel
+from jaxpage.errors import CheckpointError, UnsupportedError
+from jaxpage.training import LoRAWeights, TrainableModel
 from pallas_kernels.cpu import packed
 from tests.support.engines import GRANITE_4, LLAMA, QWEN3_5, make_llm
 from tests.support.model_configs import config_json
@@ -224,3 +227,127 @@ def test_panels_on_the_device_are_those_of_the_host() -> None:
             array = jnp.asarray(weight, dtype)
             panels = jax.jit(packed.panels_of, static_argnums=1)(array, numbers)
             np.testing.assert_array_equal(panels, packed.pack(np.asarray(array), numbers))
+
+
+def trained_adapter(model: TrainableModel, seed: int, **settings: Any) -> LoRAWeights:
+    """An adapter whose matrices B are not zero."""
+    adapter = model.make_adapter(seed=seed, **settings)
+    rng = np.random.default_rng(seed)
+    tensors = {
+        name: jnp.asarray(0.3 * rng.standard_normal(array.shape), "float32")
+        for name, array in adapter.tensors.items()
+    }
+    return dataclasses.replace(adapter, tensors=tensors)
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    few(
+        [(name, dtype) for name in CONFIGS for dtype in ("float32", "bfloat16")],
+        [("llama", "bfloat16")],  # float32 is in tests/test_lora.py
+    ),
+)
+def test_an_adapter_has_the_engine_s_bits_before_and_after_it_is_trained(
+    name: str, dtype: str, make: Any
+) -> None:
+    llm = make(name, dtype=dtype, enable_lora=True, max_loras=2, max_lora_rank=8)
+    model, weights = TrainableModel.for_engine(llm)
+    assert model.dtype == dtype and model.find_differences(llm) == []
+    adapter = trained_adapter(model, 1, rank=5, alpha=7)
+    policy = LoRARequest("policy", 1)
+    without = scores(llm)
+
+    @jax.jit
+    def differentiate(adapter: LoRAWeights) -> Any:
+        def loss(adapter: LoRAWeights) -> tuple[jax.Array, jax.Array]:
+            logprobs = model.log_probabilities(weights, ROWS, adapter)
+            return logprobs.mean(), logprobs
+
+        return jax.value_and_grad(loss, has_aux=True)(adapter)
+
+    compute = jax.jit(model.log_probabilities)
+    for _ in range(2):
+        llm.update_adapter(policy, adapter.tensors, adapter.config)
+        prompts, continuations = ROWS[:, :1].tolist(), ROWS[:, 1:].tolist()
+        expected = np.array(llm.score(prompts, continuations, lora_request=policy), np.float32)
+        (_, logprobs), gradients = differentiate(adapter)
+        np.testing.assert_array_equal(logprobs, expected)
+        np.testing.assert_array_equal(compute(weights, ROWS[1:2], adapter), expected[1:2])
+        assert np.mean(expected == without) < 0.1
+        assert gradients.tensors.keys() == adapter.tensors.keys()
+        sizes = [float(jnp.abs(gradient).max()) for gradient in jax.tree.leaves(gradients)]
+        assert np.isfinite(sizes).all() and np.mean(np.array(sizes) > 0) > 0.9
+        adapter = jax.tree.map(lambda a, g: a + 0.1 * g, adapter, gradients)
+    np.testing.assert_array_equal(scores(llm), without)
+
+
+def test_an_engine_with_other_settings_is_known_by_them(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    config: dict[str, Any] = {**LLAMA, "vocab_size": VOCAB_SIZE}
+    loaded = TrainableModel.load(config, random_tensors(config), exact=False)
+    other = TrainableModel.load({**config, "rms_norm_eps": 0.1}, random_tensors(config))[0]
+    described = SimpleNamespace(
+        kernels=choose_backend("scan", jax.devices()[0]), model=other._files.spec
+    )
+    spec = SimpleNamespace(
+        layout=SimpleNamespace(dtype="bfloat16"),
+        page_dtype=jnp.dtype("float8_e4m3fn"),
+        described=described,
+        quantization="int8",
+        sharding=SimpleNamespace(num_shards=4),
+    )
+    settings = SimpleNamespace(enable_lora=True, max_lora_rank=8, attention_backend="scan")
+    llm: Any = SimpleNamespace(spec=spec, config=settings, hf_config=config, parameters=dict)
+    expected = [
+        "dtype is float32 here and bfloat16 in the engine",
+        "kv_cache_dtype is float32 here and float8_e4m3fn in the engine",
+        "attention_backend is auto here and scan in the engine",
+        "quantization is none here and int8 in the engine",
+        "shards whose sums are added is 1 here and 4 in the engine",
+        "exact is False here and True in the engine",
+        "max_lora_rank is 16 here and 8 in the engine",
+        "config.json describes another model",
+    ]
+    differences = loaded[0].find_differences(llm)
+    assert [line for line in differences if not line.startswith("products")] == expected
+    monkeypatch.setattr(TrainableModel, "load", lambda *_, **__: loaded)
+    assert TrainableModel.for_engine(llm)[0] is loaded[0]
+    (line,) = caplog.messages
+    assert all(difference in line for difference in expected)
+
+
+def test_adapters_that_cannot_be_trained_are_refused() -> None:
+    config: dict[str, Any] = {**CONFIGS["qwen3 moe"], "vocab_size": VOCAB_SIZE}
+    model, weights = TrainableModel.load(config, random_tensors(config), max_lora_rank=8)
+    for names, text in (
+        (["experts.0.up_proj"], "that take no adapter: 'model.layers.*experts.0.up_proj'"),
+        (["embed_tokens"], "'embed_tokens' is the name of modules that take no adapter"),
+        (["lm_head"], "'lm_head' is the name of modules that take no adapter"),
+    ):
+        with pytest.raises(UnsupportedError, match=text):
+            model.make_adapter(target_modules=names)
+    with pytest.raises(ValueError, match="the model has no 'query'; what .* 'k_proj', 'o_proj'"):
+        model.make_adapter(target_modules=["q_proj", "query"])
+    with pytest.raises(ValueError, match="target_modules must have a name"):
+        model.make_adapter(target_modules=[])
+    with pytest.raises(TypeError, match="a list of names of modules, or 'all-linear'; got 'q_proj"):
+        model.make_adapter(target_modules="q_proj")
+    for rank in (0, 9):
+        with pytest.raises(ValueError, match=f"from 1 to max_lora_rank, which is 8; got {rank}"):
+            model.make_adapter(rank=rank)
+    for wrong in ({"rank": 2.0}, {"alpha": "8"}):
+        with pytest.raises(TypeError, match="must be a"):
+            model.make_adapter(**wrong)
+    with pytest.raises(ValueError, match="alpha must be finite, got nan"):
+        model.make_adapter(alpha=float("nan"))
+    adapter = model.make_adapter(target_modules=["q_proj"])
+    tensors = dict(adapter.tensors)
+    tensors.popitem()
+    tensors["x"] = jnp.zeros((2, 2))
+    with pytest.raises(CheckpointError) as refusal:
+        model.logits(weights, ROWS, dataclasses.replace(adapter, tensors=tensors))
+    assert "the adapter in (parameters in memory) does not fit (2 problems)" in str(refusal.value)
+    assert "has no lora_" in str(refusal.value) and "'x' is not one of" in str(refusal.value)
+    with pytest.raises(TypeError, match="adapter must be LoRAWeights or None, not dict"):
+        model.logits(weights, ROWS, adapter.tensors)

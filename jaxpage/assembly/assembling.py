@@ -158,7 +158,7 @@ def assemble(opened: Opened, spec: EngineSpec, compiled: Compiled, hooks: Hooks)
 
 def _refusals(config: EngineConfig) -> dict[str, str]:
     """Returns the reasons for which requests cannot ask for what the steps do not return."""
-    names = ("return_sampling_mask", "return_routed_experts")
+    names = ("return_sampling_mask", "return_routed_experts", "return_hidden_states")
     return {
         name: f"needs enable_{name}=True" for name in names if not getattr(config, f"enable_{name}")
     }

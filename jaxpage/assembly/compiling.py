@@ -214,4 +214,5 @@ def _step_options(spec: EngineSpec, model: nnx.Module, *, by_row: bool) -> StepO
         vectors=spec.vectors,
         returns_masks=spec.config.enable_return_sampling_mask,
         routed=routed,
+        returns_hidden=spec.config.enable_return_hidden_states,
     )

@@ -1,12 +1,13 @@
-"""Reads a LoRA adapter in PEFT's layout, or lists all that is wrong with it."""
+"""Reads and writes a LoRA adapter in PEFT's layout, or lists all that is wrong with it."""
 
 from __future__ import annotations
 
 import hashlib
+import json
 import math
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,9 +16,10 @@ import numpy as np
 
 from jaxpage.checkpoints.files import file_in, read_object
 from jaxpage.checkpoints.problems import Problems, quote
-from jaxpage.checkpoints.safetensors_files import map_array
+from jaxpage.checkpoints.safetensors_files import map_array, write_file
 from jaxpage.checkpoints.safetensors_header import TensorInfo, read_header
 from jaxpage.models.parameters import LoRASpec, LoRATarget
+from jaxpage.models.parameters import Path as LayerPath
 
 CONFIG = "adapter_config.json"
 TENSORS = "adapter_model.safetensors"
@@ -89,7 +91,26 @@ class Adapter:
     """
 
     digest: str
-    layers: Mapping[tuple[str | int, ...], tuple[np.ndarray, np.ndarray]]
+    layers: Mapping[LayerPath, tuple[np.ndarray, np.ndarray]]
+
+
+@dataclass(frozen=True)
+class AdapterModule:
+    """Holds what an adapter has for a module of the checkpoint.
+
+    Attributes:
+        name: The name of the module.
+        target: The rows of a linear layer that the module is.
+        a: The header of A [rank, in].
+        b: The header of B [out, rank].
+        factor: What the product is multiplied by.
+    """
+
+    name: str
+    target: LoRATarget
+    a: TensorInfo
+    b: TensorInfo
+    factor: float
 
 
 def read_adapter(directory: Path, spec: LoRASpec) -> Adapter:
@@ -100,13 +121,38 @@ def read_adapter(directory: Path, spec: LoRASpec) -> Adapter:
             or numbers that do not fit. The error lists all of them.
     """
     problems = Problems(directory, "adapter")
-    config = {}
-    tensors = {}
+    modules = fit_adapter(*open_adapter(directory, problems), spec, problems)
+    return make_adapter(modules, map_array, spec, problems)
+
+
+def open_adapter(
+    directory: Path, problems: Problems
+) -> tuple[dict[str, Any], dict[str, TensorInfo]]:
+    """Returns the configuration of an adapter, and the headers of its tensors by name."""
+    config: dict[str, Any] = {}
+    tensors: dict[str, TensorInfo] = {}
     with problems.collect():
         config = read_object(directory, CONFIG)
-        _check_config(config, problems)
+        check_config(config, problems)
     with problems.collect():
         tensors = read_header(file_in(directory, TENSORS), TENSORS, problems)
+    return config, tensors
+
+
+def fit_adapter(
+    config: Mapping[str, Any],
+    tensors: Mapping[str, TensorInfo],
+    spec: LoRASpec,
+    problems: Problems,
+) -> list[AdapterModule]:
+    """Returns the modules of an adapter, and adds to `problems` what does not fit the model.
+
+    Args:
+        config: The content of adapter_config.json.
+        tensors: The headers of its tensors by name.
+        spec: The layers that take adapters.
+        problems: What is wrong with the adapter so far. If anything is, the error is raised here.
+    """
     can_be_read = not problems
     pairs = _pairs(tensors, spec.targets, problems)
     if not can_be_read:
@@ -114,40 +160,105 @@ def read_adapter(directory: Path, spec: LoRASpec) -> Adapter:
         if isinstance(rank, int) and rank > spec.rank:
             problems.add(f"{CONFIG}: r = {rank} is above max_lora_rank, which is {spec.rank}")
         problems.raise_if_any()
-    layers: dict[Any, tuple[np.ndarray, np.ndarray]] = {}
+    modules = []
     filled: set[tuple[Any, int]] = set()
     for module, (a_info, b_info) in sorted(pairs.items()):
         target = spec.targets[module]
         if text := _misfit(a_info, b_info, target, _rank(config, module), spec.rank):
             problems.add(f"{quote(module)} {text}")
             continue
-        a_RI, b_OR = (np.asarray(map_array(info), np.float32) for info in (a_info, b_info))
-        with np.errstate(over="ignore"):
-            b_OR = b_OR * np.float32(_factor(config, module))
-        for info, array in ((a_info, a_RI), (b_info, b_OR)):
-            if not np.isfinite(array).all():
-                problems.add(f"{info.described} has NaN or infinite numbers")
         if twice := filled & {(target.path, part) for part in target.parts}:
             problems.add(
                 f"{quote(module)} changes what another module changes ({len(twice)} products)"
             )
         filled |= {(target.path, part) for part in target.parts}
-        if target.path not in layers:
-            shapes = (
-                (target.num_layer_parts * spec.rank, target.num_in),
-                (target.num_layer_rows, spec.rank),
-            )
-            layers[target.path] = np.zeros(shapes[0], np.float32), np.zeros(shapes[1], np.float32)
-        a, b = layers[target.path]
-        rank = len(a_RI)
-        for part in target.parts:
-            a[part * spec.rank : part * spec.rank + rank] = a_RI
-        b[target.first_row : target.first_row + target.num_rows, :rank] = b_OR
+        modules.append(AdapterModule(module, target, a_info, b_info, _factor(config, module)))
+    return modules
+
+
+def make_adapter(
+    modules: Sequence[AdapterModule],
+    read: Callable[[TensorInfo], np.ndarray],
+    spec: LoRASpec,
+    problems: Problems,
+) -> Adapter:
+    """Returns the adapter of modules that fit.
+
+    Raises:
+        CheckpointError: There are problems, or numbers that are NaN or infinite.
+    """
+    matrices = []
+    for module in modules:
+        with np.errstate(over="ignore"):
+            a_RI, b_OR = scaled_matrices(module, read(module.a), read(module.b))
+        for info, array in ((module.a, a_RI), (module.b, b_OR)):
+            if not np.isfinite(array).all():
+                problems.add(f"{info.described} has NaN or infinite numbers")
+        matrices.append((a_RI, b_OR))
     problems.raise_if_any()
+    layers = join_matrices(modules, matrices, spec.rank)
     return Adapter(_digest(layers), layers)
 
 
-def _check_config(config: Mapping[str, Any], problems: Problems) -> None:
+def scaled_matrices(module: AdapterModule, a_RI: Any, b_OR: Any) -> tuple[Any, Any]:
+    """Returns A and B of a module in float32, with its factor in B."""
+    return a_RI.astype(np.float32), b_OR.astype(np.float32) * np.float32(module.factor)
+
+
+def join_matrices(
+    modules: Sequence[AdapterModule], matrices: Sequence[tuple[Any, Any]], rank: int, xp: Any = np
+) -> dict[LayerPath, tuple[Any, Any]]:
+    """Returns A [parts * rank, in] and B [out, rank] of each linear layer, by its path.
+
+    Args:
+        modules: The modules.
+        matrices: A and B of each, from `scaled_matrices`.
+        rank: The rank to which they are padded with zeros.
+        xp: The library of the arrays, `numpy` or `jax.numpy`.
+    """
+    of_layers: dict[LayerPath, list[tuple[LoRATarget, Any, Any]]] = {}
+    for module, (a_RI, b_OR) in zip(modules, matrices, strict=True):
+        a_RI = xp.pad(a_RI, ((0, rank - a_RI.shape[0]), (0, 0)))
+        b_OR = xp.pad(b_OR, ((0, 0), (0, rank - b_OR.shape[1])))
+        of_layers.setdefault(module.target.path, []).append((module.target, a_RI, b_OR))
+    layers = {}
+    for path, targets in of_layers.items():
+        layer = targets[0][0]
+        a_parts = [xp.zeros((rank, layer.num_in), np.float32)] * layer.num_layer_parts
+        b_parts = []
+        row = 0
+        for target, a_RI, b_OR in sorted(targets, key=lambda entry: entry[0].first_row):
+            for part in target.parts:
+                a_parts[part] = a_RI
+            b_parts += [xp.zeros((target.first_row - row, rank), np.float32), b_OR]
+            row = target.first_row + target.num_rows
+        b_parts.append(xp.zeros((layer.num_layer_rows - row, rank), np.float32))
+        layers[path] = xp.concatenate(a_parts), xp.concatenate(b_parts)
+    return layers
+
+
+def write_adapter(
+    directory: Path, config: Mapping[str, Any], tensors: Mapping[str, np.ndarray]
+) -> None:
+    """Writes an adapter in PEFT's layout. A reader sees the old files or the new ones, each whole.
+
+    Args:
+        directory: The directory, which is made if it is not there.
+        config: The content of adapter_config.json.
+        tensors: The tensors by name.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    headers = [(name, array.dtype, array.shape) for name, array in tensors.items()]
+    new = {name: directory / f".{name}.new" for name in (CONFIG, TENSORS)}
+    new[CONFIG].write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    write_file(new[TENSORS], headers, iter(tensors.values()))
+    for name, file in new.items():
+        file.replace(directory / name)
+
+
+def check_config(config: Mapping[str, Any], problems: Problems) -> None:
+    """Adds to `problems` the fields of adapter_config.json that are not supported."""
+
     def add(name: str, why: str) -> None:
         problems.add(f"{CONFIG}: {name} = {quote(config.get(name))} {why}")
 

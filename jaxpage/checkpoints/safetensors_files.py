@@ -110,7 +110,7 @@ def write_safetensors(
     )
     remaining = iter(arrays)
     for name, shard in zip(names, shards, strict=True):
-        _write_file(directory / name, shard, remaining)
+        write_file(directory / name, shard, remaining)
     if count > 1:
         weight_map = {
             tensor[0]: name for name, shard in zip(names, shards, strict=True) for tensor in shard
@@ -168,11 +168,12 @@ def _num_bytes(tensor: tuple[str, np.dtype[Any], tuple[int, ...]]) -> int:
     return dtype.itemsize * int(np.prod(shape, dtype=np.int64))
 
 
-def _write_file(
+def write_file(
     file: Path,
     tensors: Sequence[tuple[str, np.dtype[Any], tuple[int, ...]]],
     arrays: Iterable[np.ndarray],
 ) -> None:
+    """Writes the next arrays, those of `tensors` (name, dtype, shape), to one file."""
     codes = {dtype: code for code, dtype in NUMPY_DTYPES.items()}
     # The library transformers asks for this word.
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}

@@ -179,6 +179,12 @@ ENGINE_FLAGS = (
         "prompts may be vectors in place of tokens, as {'prompt_embeds': array}; default: no",
     ),
     Flag(
+        "enable_return_hidden_states",
+        None,
+        "requests may ask for the last hidden state of each token, with return_hidden_states "
+        "(docs/guides/decoding.md); default: no",
+    ),
+    Flag(
         "enable_return_routed_experts",
         None,
         "requests may ask for the experts of each token, with return_routed_experts "

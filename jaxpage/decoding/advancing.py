@@ -130,6 +130,8 @@ def _draw(result: StepResult, index: int, sample: Sample, drafted: bool) -> Draw
         logprobs = _of_kept(logprobs, result, index)
     if sample.params.return_sampling_mask and result.masks is not None:
         logprobs = replace(logprobs, kept=ids_of(result.masks[index]).tobytes())
+    if sample.params.return_hidden_states and result.hidden is not None:
+        logprobs = replace(logprobs, hidden_state=result.hidden[index].tobytes())
     return Draw(sample.sequence_id, token_id, logprobs, drafted)
 
 

@@ -385,7 +385,8 @@ def _trees(job: functools.partial[Any]) -> tuple[Any, Any]:
     if job.func is _compile_step:
         parameters, pages, bucket, options, mesh = job.args
         drafts = options.drafter is not None and options.drafter.drafts_in(bucket)
-        may_be_there = (drafts, options.returns_masks, options.routed is not None)
+        routes = options.routed is not None
+        may_be_there = (drafts, options.returns_masks, routes, options.returns_hidden)
         leaves: Any = (0, 0, 0, *(0 if is_there else None for is_there in may_be_there))
         return (parameters, pages, *step_call(parameters, pages, bucket, options, mesh)[1]), (
             StepOutput(*leaves),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import replace
 from typing import Any, NamedTuple, cast
 
@@ -26,7 +25,7 @@ from jaxpage.device.inputs.step_inputs import (
     unpack,
 )
 from jaxpage.device.moving import copy_blocks, copy_slots
-from jaxpage.device.pages.kv_pages import KVPages
+from jaxpage.device.pages.kv_pages import KVPages, by_layer, in_a_row
 from jaxpage.device.recurrence import make_recur
 from jaxpage.device.routes import RoutedLayers, stack_routes
 from jaxpage.device.sampler import draw, scale_logits
@@ -68,6 +67,7 @@ class StepOptions(NamedTuple):
     vectors: jax.ShapeDtypeStruct | None = None
     returns_masks: bool = False  # of the tokens that could be drawn
     routed: RoutedLayers | None = None  # the layers whose routes are returned
+    returns_hidden: bool = False  # states that tokens are drawn from
 
 
 class StepOutput(NamedTuple):
@@ -79,6 +79,7 @@ class StepOutput(NamedTuple):
     draft_candidates: jax.Array | None = None  # see `DeviceDrafter.step`
     masks: jax.Array | None = None  # uint32 [R, U], from `pack_draws`, with `returns_masks`
     routes: jax.Array | None = None  # int16 [T, L, X], with `routed`
+    hidden: jax.Array | None = None  # float32 [R, D], with `returns_hidden`
 
 
 def model_step(
@@ -185,6 +186,9 @@ def _target_step(
         paths,
         masks=masks if options.returns_masks else None,
         routes=stack_routes(routes.chosen, options.routed),
+        hidden=hidden_TD[inputs.drawn_token_R].astype(jnp.float32)
+        if options.returns_hidden
+        else None,
     )
     return output, target, pages
 
@@ -274,7 +278,7 @@ def _multi_step(
         output, _, pages = _target_step(
             parameters, pages, now, processor_inputs, single_step, options
         )
-        return (output.drawn, output.masks, output.routes), pages
+        return (output.drawn, output.masks, output.routes, output.hidden), pages
 
     def next_step(state: tuple[Any, ...]) -> tuple[Any, ...]:
         index, token_ids_B, pages, arrays = state
@@ -450,24 +454,10 @@ def _run_model(
         deep_nTD=None if vectors is None else jnp.moveaxis(vectors[:, 1:], 1, 0),
     )
     with replace(_scope(options, inputs.lora_slot_T), routes=routes).open():
-        hidden_TD, by_layer, states = model(
-            inputs.token_ids_T, _by_layer(pages, options.sharding), context
+        hidden_TD, of_layers, states = model(
+            inputs.token_ids_T, by_layer(pages, options.sharding), context
         )
-    return model, hidden_TD, _in_a_row(by_layer, options.sharding), states or (hidden_TD,)
-
-
-def _by_layer(pages: KVPages, sharding: Sharding) -> tuple[Any, ...]:
-    """Returns each layer's pages; in a divided model, a layer's pages in each of its shards."""
-    count = sharding.num_local
-    return (
-        tuple(pages[at : at + count] for at in range(0, len(pages), count))
-        if sharding.is_divided
-        else pages
-    )
-
-
-def _in_a_row(by_layer: tuple[Any, ...], sharding: Sharding) -> KVPages:
-    return tuple(itertools.chain(*by_layer)) if sharding.is_divided else by_layer
+    return model, hidden_TD, in_a_row(of_layers, options.sharding), states or (hidden_TD,)
 
 
 def copy_step(pages: KVPages, pairs: jax.Array, *, backend: Backend) -> KVPages:

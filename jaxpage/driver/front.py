@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import queue
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any, Self
@@ -164,6 +164,15 @@ class DrivenModel(BuiltModel):
         }
         return [opened.get(adapter) for adapter in requested]
 
+    def _take_adapter(
+        self, requested: LoRARequest, tensors: Mapping[str, Any], config: Mapping[str, Any]
+    ) -> str:
+        """Takes the numbers of an adapter from memory; see `LLM.update_adapter`."""
+        self._driver.check_open()
+        if not isinstance(requested, LoRARequest):
+            raise TypeError(f"lora_request must be LoRARequest, not {type(requested).__name__}")
+        return self._engine.adapters_for(requested).update(requested, tensors, config)
+
     def _prepare_prefix(self, prefix: Any, cache_salt: str | None) -> PreparedRequest:
         """Prepares a prefix that is computed to be pinned."""
         params = SamplingParams(
@@ -209,10 +218,13 @@ class DrivenModel(BuiltModel):
         prompts = encode_together(self.tokenizer, prompts, truncation)
         return self._prepare(prompts, self._embedding.params, truncation=truncation), poolings
 
-    def _text_pairs(self, first: Any, second: Any) -> list[Pair] | None:
+    def _text_pairs(self, first: Any, second: Any, lora_request: Any) -> list[Pair] | None:
         """Returns the pairs of texts that an encoder scores; None for token ids, or no encoder."""
-        has_texts = self.spec.encoded and (are_texts(first) or are_texts(second))
-        return check_pairs(first, second) if has_texts else None
+        if not self.spec.encoded or not (are_texts(first) or are_texts(second)):
+            return None
+        if lora_request is not None:
+            raise UnsupportedError("lora_request is not supported for pairs of texts")
+        return check_pairs(first, second)
 
     def _reranker(self, method: RerankMethod) -> YesNo | ByVectors | ByPairs:
         """Returns the way in which the model ranks.

@@ -6,10 +6,12 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Container, Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from jaxpage.checkpoints import Adapter, adapter_version, read_adapter
+from jaxpage.checkpoints.in_memory import make_adapter_from
 from jaxpage.engine.batch_builder import NO_SLOTS
 from jaxpage.errors import ModelNotFoundError
 from jaxpage.models.parameters import LoRASpec
@@ -22,7 +24,7 @@ WriteLayer = Callable[[LayerPath, int, tuple[np.ndarray, np.ndarray] | None], No
 
 
 class Adapters:
-    """Reads adapters, and gives each adapter of a step a slot on the device.
+    """Reads adapters or takes them from memory, and gives those of a step slots on the device.
 
     An adapter is known by the digest of its numbers, so that files which have changed are another
     adapter. It keeps its slot until another one needs it. The scheduler makes sure that running
@@ -36,8 +38,9 @@ class Adapters:
         self.spec = spec
         self._paths = {target.path for target in spec.targets.values()}
         self._write = write
-        self._lock = threading.Lock()  # guards the next two
-        self._meant: dict[int, tuple[str, str]] = {}  # name and path, by lora_int_id
+        self._lock = threading.Lock()  # guards the next three
+        self._meant: dict[int, tuple[str, str | None]] = {}  # name and path, by lora_int_id
+        self._in_memory: dict[int, Adapter] = {}  # those without a path, by lora_int_id
         # Adapters by path; the one that was used last comes last.
         self._read: OrderedDict[str, tuple[object, Adapter]] = OrderedDict()
         self._slots: OrderedDict[str, int] = OrderedDict()  # by digest; the last used comes last
@@ -51,30 +54,66 @@ class Adapters:
 
         Raises:
             ValueError: The number lora_int_id belongs to another adapter.
-            ModelNotFoundError: There is no such directory.
+            ModelNotFoundError: There is no such directory, or no `update` of an adapter that has
+                none.
             CheckpointError: The adapter does not fit the model; the message lists all problems.
         """
+        self._check_number(requested)
+        if requested.lora_path is None:
+            return self._find_in_memory(requested)
         directory = directory_of(requested)
-        this = (requested.lora_name, requested.lora_path)
         with self._lock:
-            meant = self._meant.get(requested.lora_int_id, this)
             known = self._read.get(requested.lora_path)
-        if meant != this:
-            raise ValueError(
-                f"lora_int_id={requested.lora_int_id} is {meant[0]!r} in {meant[1]}; give "
-                f"{requested.lora_name!r} another number"
-            )
         version = adapter_version(directory)
         if known is None or known[0] != version:
             known = version, read_adapter(directory, self.spec)
         with self._lock:
-            self._meant[requested.lora_int_id] = this
+            self._meant[requested.lora_int_id] = _meaning(requested)
             self._read[requested.lora_path] = known
             self._read.move_to_end(requested.lora_path)
             # The rest stays in memory for later requests.
             while len(self._read) > self.spec.num_slots:
                 self._read.popitem(last=False)
         return known[1]
+
+    def update(
+        self, requested: LoRARequest, tensors: Mapping[str, Any], config: Mapping[str, Any]
+    ) -> str:
+        """Takes the numbers of an adapter from memory; see `LLM.update_adapter`.
+
+        Any thread may call it.
+        """
+        if requested.lora_path is not None:
+            raise ValueError(
+                f"LoRA adapter {requested.lora_name!r} is in {requested.lora_path}; one that is "
+                "updated has no lora_path"
+            )
+        self._check_number(requested)
+        adapter = make_adapter_from(config, tensors, self.spec)
+        with self._lock:
+            self._meant[requested.lora_int_id] = _meaning(requested)
+            self._in_memory[requested.lora_int_id] = adapter
+        return adapter.digest
+
+    def _check_number(self, requested: LoRARequest) -> None:
+        with self._lock:
+            meant = self._meant.get(requested.lora_int_id, _meaning(requested))
+        if meant != _meaning(requested):
+            place = "memory" if meant[1] is None else meant[1]
+            raise ValueError(
+                f"lora_int_id={requested.lora_int_id} is {meant[0]!r} in {place}; give "
+                f"{requested.lora_name!r} another number"
+            )
+
+    def _find_in_memory(self, requested: LoRARequest) -> Adapter:
+        with self._lock:
+            adapter = self._in_memory.get(requested.lora_int_id)
+        if adapter is None:
+            raise ModelNotFoundError(
+                f"LoRA adapter {requested.lora_name!r} has no lora_path, and update_adapter has "
+                "not given its numbers"
+            )
+        return adapter
 
     def hold(self, request_id: str, adapter: Adapter) -> None:
         """Keeps the adapter of a request that was added."""
@@ -116,6 +155,11 @@ class Adapters:
         """Allows that the number is given to another adapter."""
         with self._lock:
             self._meant.pop(lora_int_id, None)
+            self._in_memory.pop(lora_int_id, None)
+
+
+def _meaning(requested: LoRARequest) -> tuple[str, str | None]:
+    return requested.lora_name, requested.lora_path
 
 
 def directory_of(requested: LoRARequest) -> Path:
@@ -124,6 +168,7 @@ def directory_of(requested: LoRARequest) -> Path:
     Raises:
         ModelNotFoundError: There is no such directory.
     """
+    assert requested.lora_path is not None, "one in memory has no directory"
     if not (directory := Path(requested.lora_path)).is_dir():
         raise ModelNotFoundError(
             f"LoRA adapter {requested.lora_name!r}: there is no directory {requested.lora_path}"

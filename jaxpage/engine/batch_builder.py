@@ -56,6 +56,7 @@ class Batch:
         draft_depth: The depth to which the step drafts; see `StepPlan`.
         returns_masks: True if a draw asks for the tokens that could be drawn.
         returns_routes: True if a row asks for its routes.
+        returns_hidden: True if a draw asks for the hidden state that it is made from.
     """
 
     bucket: Bucket
@@ -71,6 +72,7 @@ class Batch:
     draft_depth: int | None
     returns_masks: bool = False
     returns_routes: bool = False
+    returns_hidden: bool = False
 
 
 class BatchBuilder:
@@ -191,6 +193,7 @@ class BatchBuilder:
             draft_depth=plan.draft_depth,
             returns_masks=any(sample.params.return_sampling_mask for sample in plan.samples),
             returns_routes=any(row.is_routed for row in plan.rows),
+            returns_hidden=any(sample.params.return_hidden_states for sample in plan.samples),
         )
 
     def _fill_rows(self, fields: dict[str, Any], rows: tuple[Row, ...]) -> None:

@@ -311,14 +311,17 @@ class Engine:
             ModelNotFoundError: There is no such directory.
             CheckpointError: The adapter does not fit the model.
         """
+        return NamedAdapter(requested.lora_name, self.adapters_for(requested).open(requested))
+
+    def adapters_for(self, requested: LoRARequest) -> Adapters:
+        """Returns what keeps the adapters, for a call about one of them; any thread may call it.
+
+        Raises:
+            UnsupportedError: The engine has no adapters (`enable_lora` is False).
+        """
         if self.adapters is None:
             raise UnsupportedError(f"LoRA adapter {requested.lora_name!r} needs enable_lora=True")
-        return NamedAdapter(requested.lora_name, self.adapters.open(requested))
-
-    def forget_adapter(self, lora_int_id: int) -> None:
-        """Forgets an adapter that nothing uses, if the engine has it."""
-        if self.adapters is not None:
-            self.adapters.forget(lora_int_id)
+        return self.adapters
 
     def abort(self, request_id: str) -> None:
         """Ends a request, whatever it is doing; its blocks are free at once.

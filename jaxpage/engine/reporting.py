@@ -150,7 +150,11 @@ class Reporter:
         """Returns how many log probabilities the whole output has."""
         number = self._num_prompt_entries
         params = self._group.request.params
-        if params.logprobs is not None or params.return_sampling_mask:
+        if (
+            params.logprobs is not None
+            or params.return_sampling_mask
+            or params.return_hidden_states
+        ):
             number += self.num_output_tokens * self._entries_per_token
         number += sum(len(sequence.routes) for sequence in self._group.sequences)
         return number
@@ -286,6 +290,7 @@ class Reporter:
             stop_reason=sequence.stop_reason if is_last else None,
             weights_versions=sequence.weights_versions(tokens, stop),
             routed_experts=None if is_brief or not is_last else _routed_experts(sequence),
+            hidden_states=None if is_brief or not is_last else _hidden_states(sequence),
             **({} if is_brief else _cuts(request.params, sequence.logprobs[tokens:stop])),
         )
 
@@ -327,6 +332,14 @@ def _routed_experts(sequence: Sequence) -> npt.NDArray[np.int16] | None:
     if not sequence.routes or not sequence.finished:
         return None
     return np.stack(sequence.routes[: sequence.num_known_tokens - 1])
+
+
+def _hidden_states(sequence: Sequence) -> npt.NDArray[np.float32] | None:
+    """Returns the hidden states of all tokens of the output, once the sequence has ended."""
+    if not sequence.finished or not sequence.logprobs or not sequence.logprobs[0].hidden_state:
+        return None
+    numbers = bytearray().join(token.hidden_state for token in sequence.logprobs)
+    return np.frombuffer(numbers, np.float32).reshape(len(sequence.logprobs), -1)
 
 
 def _text_end(sequence: Sequence, num_tokens: int) -> int:

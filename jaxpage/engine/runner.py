@@ -101,6 +101,8 @@ class Runner:
             result = replace(result, masks=np.asarray(output.masks)[: batch.num_draws])
         if batch.returns_routes:
             result = replace(result, routes=np.asarray(output.routes))
+        if batch.returns_hidden:
+            result = replace(result, hidden=np.asarray(output.hidden)[: batch.num_draws])
         if output.paths.size:
             result = replace(result, paths=np.asarray(output.paths)[: batch.num_rows])
         if output.draft_candidates is not None:

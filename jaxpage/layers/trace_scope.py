@@ -108,7 +108,8 @@ class TokenAdapters(NamedTuple):
 
     slot_T: Int[Array, "T"]  # 0 for none
     present: Int[Array, "L"]  # the slots that any token has, from 1; then the others
-    num_present: Int[Array, ""]
+    # An int, where it is known before the trace, gives the loop over adapters a derivative.
+    num_present: Int[Array, ""] | int
 
 
 def adapters_of(slot_T: Int[Array, "T"], num_slots: int) -> TokenAdapters:

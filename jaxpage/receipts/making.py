@@ -27,6 +27,7 @@ _LEFT_OUT = frozenset(
         "logprobs",
         "priority",
         "prompt_logprobs",
+        "return_hidden_states",
         "return_routed_experts",
         "return_sampling_mask",
         "seed",

@@ -224,6 +224,11 @@ class EngineConfig(Settings):
         False,
         "prompts may be vectors in place of tokens, as {'prompt_embeds': array}",
     )
+    enable_return_hidden_states: bool = setting(
+        False,
+        "requests may ask for the last hidden state of each token, with return_hidden_states "
+        "(docs/guides/decoding.md)",
+    )
     enable_return_routed_experts: bool = setting(
         False,
         "requests may ask for the experts of each token, with return_routed_experts "

@@ -68,6 +68,7 @@ class EngineSettings(TypedDict, total=False):
     max_loras: int
     max_lora_rank: int
     enable_prompt_embeds: bool
+    enable_return_hidden_states: bool
     enable_return_routed_experts: bool
     enable_return_sampling_mask: bool
     limit_images: int | None

@@ -334,7 +334,7 @@ PARAMETERS = (
     _field("logprobs_mode", Choice(("raw", "processed")), beams=("raw",)),
     *(
         _field(name, Bool(), {"completions": None, "chats": None}, neutral=(False,))
-        for name in ("return_sampling_mask", "return_routed_experts")
+        for name in ("return_sampling_mask", "return_routed_experts", "return_hidden_states")
     ),
     _field("length_penalty", Float(), {"rollouts": None}, neutral=(1,), engine=None),
     _field("early_stopping", None, {"rollouts": None}, neutral=(False,), engine=None),

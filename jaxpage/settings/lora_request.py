@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class LoRARequest:
-    """Names a LoRA adapter in PEFT's layout.
+    """Names a LoRA adapter, in files of PEFT's layout or in memory.
 
-    The files are read by the first call that uses the adapter.
+    Files are read by the first call that uses the adapter.
 
     Args:
         lora_name: The name for people and for error messages.
         lora_int_id: An id of at least 1. It means one name and one path for the life of an engine.
-        lora_path: The directory of `adapter_config.json` and `adapter_model.safetensors`.
+        lora_path: The directory of `adapter_config.json` and `adapter_model.safetensors`; None for
+            an adapter whose numbers `LLM.update_adapter` gives.
 
     Raises:
         TypeError: A field has the wrong type; the message names the field and its value.
@@ -24,7 +26,7 @@ class LoRARequest:
 
     lora_name: str
     lora_int_id: int
-    lora_path: str
+    lora_path: str | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.lora_name, str):
@@ -35,8 +37,13 @@ class LoRARequest:
             raise TypeError(f"lora_int_id must be an integer, got {self.lora_int_id!r:.80}")
         if self.lora_int_id < 1:
             raise ValueError(f"lora_int_id must be at least 1, got {self.lora_int_id}")
+        if self.lora_path is None:
+            return
         if not isinstance(self.lora_path, str | os.PathLike):
             raise TypeError(f"lora_path must be a path, got {self.lora_path!r:.80}")
         object.__setattr__(self, "lora_path", os.fspath(self.lora_path))
         if not self.lora_path:
             raise ValueError("lora_path must not be empty")
+
+
+LoRARequests = LoRARequest | Sequence[LoRARequest | None] | None  # of all prompts, or of each

@@ -105,6 +105,9 @@ class SamplingParams:
     # with enable_return_routed_experts, in models with experts: return the experts of each token;
     # the prompt is then computed without the prefix cache
     return_routed_experts: bool
+    # with enable_return_hidden_states: return the last layer's normed hidden state that each token
+    # was drawn from
+    return_hidden_states: bool
 
     @names_checked
     def __init__(
@@ -140,15 +143,14 @@ class SamplingParams:
         logprobs_mode: LogprobsMode = "raw",
         return_sampling_mask: bool = False,
         return_routed_experts: bool = False,
+        return_hidden_states: bool = False,
     ) -> None:
         max_tokens = _check_optional("max_tokens", max_tokens)
         self._store(
             n=check_int("n", n, 1, MAX_SEQUENCES),
             best_of=_optional_int("best_of", best_of, n, MAX_SEQUENCES),
             temperature=_temperature(temperature),
-            top_p=check("top_p", top_p),
             top_k=max(check("top_k", top_k), 0),
-            min_p=check("min_p", min_p),
             presence_penalty=check("presence_penalty", presence_penalty),
             frequency_penalty=check("frequency_penalty", frequency_penalty),
             repetition_penalty=check("repetition_penalty", repetition_penalty),
@@ -158,7 +160,6 @@ class SamplingParams:
             seed=_seed(seed),
             stop=_stop(stop),
             stop_token_ids=_token_ids("stop_token_ids", stop_token_ids),
-            ignore_eos=check("ignore_eos", ignore_eos),
             max_tokens=max_tokens,
             min_tokens=_min_tokens(min_tokens, max_tokens),
             logprobs=_check_optional("logprobs", logprobs),
@@ -170,12 +171,13 @@ class SamplingParams:
             structured_outputs=check_structured_outputs(structured_outputs),
             thinking_token_budget=_check_optional("thinking_token_budget", thinking_token_budget),
             thinking_markers=_markers(thinking_markers),
-            priority=check("priority", priority),
+            **_check_each(top_p=top_p, min_p=min_p, ignore_eos=ignore_eos, priority=priority),
             cache_salt=_cache_salt(cache_salt),
             user=_check_optional("user", user),
             logprobs_mode=check("logprobs_mode", logprobs_mode),
             return_sampling_mask=check("return_sampling_mask", return_sampling_mask),
             return_routed_experts=check("return_routed_experts", return_routed_experts),
+            return_hidden_states=check("return_hidden_states", return_hidden_states),
         )
 
     def _store(self, **fields: Any) -> None:
@@ -194,8 +196,8 @@ class SamplingParams:
 
     @property
     def num_logprobs(self) -> int | None:
-        """Returns `logprobs`, or 0 where only ranking or a mask needs those of the tokens."""
-        is_needed = self.ranks or self.return_sampling_mask
+        """Returns `logprobs`, or 0 where only what comes with them is needed of the tokens."""
+        is_needed = self.ranks or self.return_sampling_mask or self.return_hidden_states
         return 0 if self.logprobs is None and is_needed else self.logprobs
 
     @property
@@ -282,6 +284,10 @@ class BeamSearchParams:
         }
         for name, value in fields.items():
             object.__setattr__(self, name, value)
+
+
+def _check_each(**fields: Any) -> dict[str, Any]:
+    return {name: check(name, value) for name, value in fields.items()}
 
 
 def _check_optional(name: str, value: Any) -> Any:

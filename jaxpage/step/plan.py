@@ -219,6 +219,7 @@ class StepResult:
             asks for them.
         routes: [T, L, X] The experts of the tokens of all rows, where a row asks for them; padded
             at the end.
+        hidden: [R, D] The hidden states that tokens are drawn from, where a sample asks for them.
     """
 
     token_ids: npt.NDArray[np.int32]
@@ -232,3 +233,4 @@ class StepResult:
     num_kept: npt.NDArray[np.int32] | None = None
     masks: npt.NDArray[np.uint32] | None = None
     routes: npt.NDArray[np.int16] | None = None
+    hidden: npt.NDArray[np.float32] | None = None

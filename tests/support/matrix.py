@@ -36,6 +36,7 @@ SETTINGS: dict[str, Any] = {
     "scheduling_policy": "priority",
     "enable_prefix_caching": False,
     "preemption_mode": "swap",
+    "enable_return_hidden_states": True,
     "enable_return_sampling_mask": True,
 }
 REGEX = "[ a-z,.]{12,400}"
@@ -357,6 +358,9 @@ def sampling_cases(llm: LLM) -> dict[str, Case]:
         "user": Case(_nothing, "somebody"),
         "logprobs_mode": Case(_counts_kept, "processed", {"logprobs": 1, "top_k": 5}),
         "return_sampling_mask": Case(_has_masks, True, {"top_k": 5}),
+        "return_hidden_states": Case(
+            _all(lambda o: o.hidden_states.shape[0] == len(o.token_ids)), True
+        ),
     }
 
 

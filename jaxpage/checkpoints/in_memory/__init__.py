@@ -1,5 +1,11 @@
-"""Opens models whose weights are arrays in memory."""
+"""Opens models and adapters whose weights are arrays in memory."""
 
+from jaxpage.checkpoints.in_memory.adapters import (
+    LoRAWeights,  # holds a LoRA adapter that is trained
+    layers_of_weights,  # gives its matrices as an engine has them in a slot
+    make_adapter_from,  # makes an adapter for an engine of arrays in memory
+    read_lora_weights,  # reads such an adapter from its files
+)
 from jaxpage.checkpoints.in_memory.parameters import (
     ModelConfig,  # says what a caller may give as config.json
     Parameters,  # says what a caller may give as weights

@@ -5,7 +5,7 @@ The names are those of Hugging Face, as in files; those of some trainers are tur
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -118,7 +118,7 @@ def _fit_vision(
     """Fits the encoder of pictures; None if it is not among the arrays."""
     empty = LoadPlan(PLACE, "memory", arrays=arrays)
     stored = array_headers(
-        {name: array for name, array in arrays.items() if _unusable(array) is None}
+        {name: array for name, array in arrays.items() if find_flaw(array) is None}
     )
     fitted = fit_vision(vision.family, vision.spec, empty, stored, problems, compare=False)
     problems.raise_if_any()
@@ -159,7 +159,7 @@ def _fit(
     weights: Sequence[Weight],
     problems: Problems,
 ) -> LoadPlan:
-    refused = {name: problem for name, array in arrays.items() if (problem := _unusable(array))}
+    refused = {name: problem for name, array in arrays.items() if (problem := find_flaw(array))}
     stored = {name: TensorInfo(name, "", (), PLACE, 0, 0) for name in refused} | array_headers(
         {name: array for name, array in arrays.items() if name not in refused}
     )
@@ -201,13 +201,14 @@ def array_headers(arrays: Mapping[str, Any]) -> dict[str, TensorInfo]:
     }
 
 
-def _unusable(array: Any) -> str | None:
-    """Returns why an array cannot be a weight of any model; None if it can."""
+def find_flaw(array: Any, dtypes: Collection[np.dtype[Any]] = _CODES) -> str | None:
+    """Returns why an array cannot be a weight that has one of these types; None if it can."""
     if not isinstance(array, np.ndarray | jax.Array):
         return f"is a {type(array).__name__}, and no array of numpy or JAX"
-    if array.dtype not in _CODES:
-        return f"has dtype {array.dtype}, not one of {', '.join(map(str, _CODES))}"
-    if isinstance(array, jax.Array) and array.is_deleted():
+    if array.dtype not in dtypes:
+        return f"has dtype {array.dtype}, not one of {', '.join(map(str, dtypes))}"
+    is_traced = isinstance(array, jax.core.Tracer)
+    if isinstance(array, jax.Array) and not is_traced and array.is_deleted():
         return "was deleted or donated: its numbers are gone"
     return None
 

@@ -7,15 +7,17 @@ Block 0 is the null block, which takes padding.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from jaxpage.device.hardware.mesh import DeviceMesh
+from jaxpage.layers.sharding import Sharding
 from jaxpage.models import KVSpec
 from pallas_kernels import is_quantized
 from pallas_kernels.page_layouts import interleaved_width
@@ -149,3 +151,18 @@ def in_groups(
         ):
             moved[layer] = new
     return tuple(moved)
+
+
+def by_layer(pages: KVPages, sharding: Sharding) -> tuple[Any, ...]:
+    """Returns each layer's pages; in a divided model, a layer's pages in each of its shards."""
+    count = sharding.num_local
+    return (
+        tuple(pages[at : at + count] for at in range(0, len(pages), count))
+        if sharding.is_divided
+        else pages
+    )
+
+
+def in_a_row(of_layers: tuple[Any, ...], sharding: Sharding) -> KVPages:
+    """Returns the pages of all layers in a row; see `by_layer`."""
+    return tuple(itertools.chain(*of_layers)) if sharding.is_divided else of_layers

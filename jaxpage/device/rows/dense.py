@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Int
 from jaxpage.errors import UnsupportedError
 from jaxpage.layers.context import Attend, AttentionOptions, ForwardContext, Recur, Recurrence
 from jaxpage.layers.product import product
-from jaxpage.layers.trace_scope import LayerKernels, Routes, TraceScope
+from jaxpage.layers.trace_scope import LayerKernels, Routes, TokenAdapters, TraceScope
 from jaxpage.layers.weight_kinds import Grouped
 
 
@@ -25,6 +25,8 @@ def dense_logits(
     num_layers: int,
     token_ids_RC: Int[Array, "R C"],
     chosen: Sequence[jax.Array] | None = None,
+    *,
+    has_adapter: bool = False,
 ) -> Float[Array, "T V"]:
     """Returns the float32 logits after each token of rows, each of which begins at position 0.
 
@@ -33,11 +35,14 @@ def dense_logits(
         num_layers: The number of its layers that keep something.
         token_ids_RC: The rows.
         chosen: The experts of each token, by router; None if the routers choose them.
+        has_adapter: True if the model has one slot for adapters, which is that of all tokens.
     """
     num_rows, length = token_ids_RC.shape
     positions_T = jnp.tile(jnp.arange(length), num_rows)
     context = ForwardContext(positions_T, dense_attend(num_rows), recur=dense_recur(num_rows))
-    with TraceScope(_KERNELS, routes=Routes(chosen)).open():
+    ones_T = jnp.ones(token_ids_RC.size, jnp.int32)
+    adapters = TokenAdapters(ones_T, ones_T[:1], 1) if has_adapter else None
+    with TraceScope(_KERNELS, adapters, routes=Routes(chosen)).open():
         hidden_TD, _, _ = model(token_ids_RC.reshape(-1), (None,) * num_layers, context)
         logits_TV: jax.Array = model.logits(hidden_TD)
     return logits_TV

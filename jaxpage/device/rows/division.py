@@ -74,8 +74,14 @@ class Division(NamedTuple):
         of_rows = of_rows.reshape(self.num_streams * self.rows_at_once, -1, *last)
         return of_rows[: self.num_rows, : self.length].reshape(-1, *last)
 
-    def inputs(self, token_ids_T: jax.Array, chunk: jax.Array) -> StepInputs:
-        """Returns the inputs of a step. The block tables of its rows count up."""
+    def inputs(self, token_ids_T: jax.Array, chunk: jax.Array, lora_slot: int) -> StepInputs:
+        """Returns the inputs of a step. The block tables of its rows count up.
+
+        Args:
+            token_ids_T: The tokens.
+            chunk: The place of the step's chunk in a row.
+            lora_slot: The slot of the adapter of all tokens; 0 for none.
+        """
         tables = TableShape(1, self.table_width)
         place_T = np.tile(np.arange(self.chunk), self.rows_at_once)
         row_T = np.repeat(np.arange(self.rows_at_once), self.chunk)
@@ -91,6 +97,7 @@ class Division(NamedTuple):
             "block_table_ZBM": table_BM[None],
             "context_len_B": jnp.where(row_B < self.rows_at_once, (chunk + 1) * self.chunk, 0),
             "query_start": ends_B,
+            "lora_slot_T": np.full(len(row_T), lora_slot),
         }
         packed, _ = empty_inputs(self.bucket, tables)
         inputs = unpack(jnp.asarray(packed), self.bucket, tables)

@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.custom_derivatives import SymbolicZero
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
@@ -29,14 +30,20 @@ from jaxpage.device.selection_kernels import selection_kernels
 from jaxpage.device.steps import SCORED_AT_ONCE
 from jaxpage.device.token_logprobs import log_probabilities
 from jaxpage.layers.context import ForwardContext
-from jaxpage.layers.trace_scope import Routes, TraceScope
+from jaxpage.layers.trace_scope import Routes, TraceScope, adapters_of
 from jaxpage.models import KVSpec, abstract
 
 ChosenExperts = tuple[Int[Array, "T X"], ...]  # by router
 
 
 class RowModel:
-    """Computes a model over rows of tokens, each from position 0."""
+    """Computes a model over rows of tokens, each from position 0.
+
+    Attributes:
+        shapes: The shapes and types of the parameters, as `abstract` gives them.
+        exact: True if values have the bits of steps, False if they are those of the dense pass.
+        backend: The kernels.
+    """
 
     def __init__(
         self,
@@ -46,6 +53,7 @@ class RowModel:
         page_dtype: DTypeLike,
         *,
         exact: bool = True,
+        lora_slot: int = 0,
     ) -> None:
         """Puts weights in panels where the kernels multiply by such; it changes the module.
 
@@ -55,13 +63,16 @@ class RowModel:
             backend: The kernels.
             page_dtype: The type of the pages.
             exact: False computes values in the dense pass, too.
+            lora_slot: 1 if the module has one slot for adapters, which is that of all tokens; 0 if
+                it takes none.
         """
-        self._exact = exact
-        self._dense_graph, self._shapes = abstract(module)
+        self.exact = exact
+        self._lora_slot = lora_slot
+        self._dense_graph, self.shapes = abstract(module)
         self._packings = backend.pack_modules(module)
         self._graph, _ = abstract(module)
         self._kv = kv
-        self._backend = backend
+        self.backend = backend
         self._page_dtype = page_dtype
         self._by_row = jax.default_backend() == "cpu"
         # Operations that are not compiled together would be rounded in another way.
@@ -73,8 +84,8 @@ class RowModel:
         Raises:
             TypeError: A parameter has another type than the module's, for exact values.
         """
-        if self._exact:
-            jax.tree.map_with_path(_check_type, self._shapes, parameters)
+        if self.exact:
+            jax.tree.map_with_path(_check_type, self.shapes, parameters)
             logits_TV = _with_dense_derivative(self, parameters, token_ids_RC)
         else:
             logits_TV = self.dense_logits(parameters, token_ids_RC)
@@ -88,7 +99,10 @@ class RowModel:
     ) -> Float[Array, "T V"]:
         """Returns the logits in plain operations of XLA; see `dense.dense_logits`."""
         model = nnx.merge(self._dense_graph, parameters)
-        return dense_logits(model, self._kv.num_layers, token_ids_RC, chosen)
+        has_adapter = self._lora_slot > 0
+        return dense_logits(
+            model, self._kv.num_layers, token_ids_RC, chosen, has_adapter=has_adapter
+        )
 
     def log_probabilities(
         self, logits_BV: Float[Array, "B V"], token_ids_B: Int[Array, "B"]
@@ -109,7 +123,7 @@ class RowModel:
             division.num_blocks,
             BLOCK_SIZE,
             self._page_dtype,
-            interleaved=self._backend.interleaved,
+            interleaved=self.backend.interleaved,
         )
         pages = jax.tree.map(lambda page: jnp.zeros(page.shape, page.dtype), shapes)
         _, of_steps = jax.lax.scan(step, pages, division.divide(token_ids_RC))
@@ -120,25 +134,26 @@ class RowModel:
         self, model: Any, division: Division, pages: KVPages, tokens: tuple[jax.Array, jax.Array]
     ) -> tuple[KVPages, tuple[jax.Array, ...]]:
         """Returns the pages, and the hidden states of the tokens and their experts."""
-        inputs = division.inputs(*tokens)
+        inputs = division.inputs(*tokens, self._lora_slot)
         pages, inputs = jax.lax.optimization_barrier((pages, inputs))
         groups = (0,) * self._kv.num_layers
         attend = make_attend(
-            inputs, backend=self._backend, bucket=division.bucket, layer_groups=groups
+            inputs, backend=self.backend, bucket=division.bucket, layer_groups=groups
         )
         recur = make_recur(inputs, layer_groups=groups, by_row=self._by_row)
         context = ForwardContext(inputs.positions_T, attend, recur=recur)
         routes = Routes()
-        with TraceScope(make_layer_kernels(self._backend), routes=routes).open():
+        with self._scope(inputs.lora_slot_T, routes).open():
             hidden_TD, pages, _ = model(inputs.token_ids_T, pages, context)
         return jax.lax.optimization_barrier((pages, (hidden_TD, *routes.chosen)))
 
     def _logits(self, model: Any, hidden_TD: jax.Array) -> jax.Array:
         """Returns the logits of hidden states, in the tiles of steps that score."""
+        slot_B = jnp.full(SCORED_AT_ONCE, self._lora_slot)
 
         def of_tile(hidden_BD: jax.Array) -> jax.Array:
-            hidden_BD = jax.lax.optimization_barrier(hidden_BD)
-            with TraceScope(make_layer_kernels(self._backend)).open():
+            hidden_BD, lora_slot_B = jax.lax.optimization_barrier((hidden_BD, slot_B))
+            with self._scope(lora_slot_B).open():
                 logits_BV: jax.Array = jax.lax.optimization_barrier(model.logits(hidden_BD))
             return logits_BV
 
@@ -147,10 +162,14 @@ class RowModel:
         tiles = jax.lax.map(of_tile, padded.reshape(-1, SCORED_AT_ONCE, width))
         return tiles.reshape(len(padded), -1)[:num_tokens]
 
+    def _scope(self, lora_slot_T: jax.Array, routes: Routes | None = None) -> TraceScope:
+        adapters = adapters_of(lora_slot_T, self._lora_slot)
+        return TraceScope(make_layer_kernels(self.backend), adapters, routes=routes)
+
     @functools.partial(jax.jit, static_argnums=0)
     def _log_probabilities(self, logits_BV: jax.Array, token_ids_B: jax.Array) -> jax.Array:
         rows = jax.lax.optimization_barrier((logits_BV, token_ids_B))
-        with selection_kernels(self._backend):
+        with selection_kernels(self.backend):
             logprobs_B, *_ = log_probabilities(*rows, by_row=self._by_row)
         return jax.lax.optimization_barrier(logprobs_B)
 
@@ -170,18 +189,26 @@ def _with_dense_derivative(rows: RowModel, parameters: Any, token_ids_RC: jax.Ar
     return logits_TV
 
 
-@_with_dense_derivative.defjvp
 def _differentiate_logits(
     rows: RowModel, primals: tuple[Any, jax.Array], tangents: tuple[Any, Any]
 ) -> tuple[jax.Array, jax.Array]:
+    """Differentiates with respect to the parameters that change; the others may be frozen."""
     parameters, token_ids_RC = primals
     logits_TV, chosen = rows._compute(parameters, token_ids_RC)
+    arrays, structure = jax.tree.flatten(parameters)
+    changes = dict(enumerate(jax.tree.leaves(tangents[0])))
+    changes = {at: change for at, change in changes.items() if not isinstance(change, SymbolicZero)}
 
-    def of_parameters(parameters: Any) -> jax.Array:
-        return rows.dense_logits(parameters, token_ids_RC, chosen)
+    def of_changing(changing: dict[int, jax.Array]) -> jax.Array:
+        whole = [changing.get(at, array) for at, array in enumerate(arrays)]
+        return rows.dense_logits(jax.tree.unflatten(structure, whole), token_ids_RC, chosen)
 
-    _, change_TV = jax.jvp(of_parameters, (parameters,), tangents[:1])
+    changing = {at: arrays[at] for at in changes}
+    _, change_TV = jax.jvp(of_changing, (changing,), (changes,))
     return logits_TV, change_TV
+
+
+_with_dense_derivative.defjvp(_differentiate_logits, symbolic_zeros=True)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))

@@ -52,6 +52,7 @@ def capabilities(
         "returns": {
             "sampling_mask": engine.enable_return_sampling_mask,
             "routed_experts": engine.enable_return_routed_experts,
+            "hidden_states": engine.enable_return_hidden_states,
         },
         "prefix_caching": engine.enable_prefix_caching,
         "scheduling_policy": engine.scheduling_policy,

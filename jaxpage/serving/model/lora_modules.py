@@ -172,7 +172,7 @@ class RuntimeAdapters:
 
     def _forget(self, requested: LoRARequest | None) -> None:
         if requested is not None:
-            self._engine.forget_adapter(requested.lora_int_id)
+            self._engine.adapters_for(requested).forget(requested.lora_int_id)
 
 
 def lora_routes(

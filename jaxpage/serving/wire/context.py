@@ -57,6 +57,7 @@ class RequestLimits:
             document that it is read with.
         max_output_logprobs: The most log probabilities of an answer's output: its sequences times
             their tokens times 1 + the most likely tokens of each.
+        max_output_hidden: The most numbers of an answer's hidden states.
     """
 
     max_prompts: int = 256
@@ -66,6 +67,7 @@ class RequestLimits:
     max_detokenize_tokens: int = 262_144
     max_score_characters: int = 8_000_000
     max_output_logprobs: int = 1_000_000
+    max_output_hidden: int = 64_000_000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,6 +79,7 @@ class ModelContext:
         adapters: The LoRA adapters by name. Adapters come and go while the server runs.
         max_model_len: The most tokens of a sequence, prompt and output together.
         vocab_size: The width of the logits (V); token ids are smaller.
+        hidden_size: The width of the hidden states (D); 0 if it is not known.
         tokenizer: The tokenizer of transformers. None if there is no text.
         sampling_defaults: The fields of SamplingParams where a request does not set them.
         system_fingerprint: The fingerprint of the weights at the start; empty for none.
@@ -95,6 +98,7 @@ class ModelContext:
     adapters: dict[str, LoRARequest] = field(default_factory=dict)
     max_model_len: int
     vocab_size: int
+    hidden_size: int = 0
     tokenizer: Any | None
     sampling_defaults: dict[str, Any] = field(default_factory=dict)
     system_fingerprint: str = ""

@@ -65,7 +65,6 @@ REFUSED = (
     Field("prompt_embeds"),
     Field("regex"),
     Field("repetition_detection"),
-    Field("return_hidden_states", neutral=(False,)),
     Field("return_mm_kwargs", neutral=(False,)),
     Field("return_prompt_text", neutral=(False,)),
     Field("return_token_offsets", neutral=(False,)),

@@ -92,7 +92,7 @@ def open_generate(body: dict[str, Any], context: ModelContext) -> GenerateAnswer
         max_tokens=request.max_tokens or DEFAULT_MAX_TOKENS,
         **values,
     )
-    _check_mask(request, context, num_samples, params.max_tokens or 0)
+    _check_sizes(request, context, num_samples * min(params.max_tokens or 0, context.max_model_len))
     prompt = PromptRequest(
         tuple(request.prompt_token_ids),
         params,
@@ -104,19 +104,19 @@ def open_generate(body: dict[str, Any], context: ModelContext) -> GenerateAnswer
     return GenerateAnswer(cast(GenerationRequest, request), context, [prompt], ignored)
 
 
-def _check_mask(
-    request: GenerateRequest, context: ModelContext, num_samples: int, max_tokens: int
-) -> None:
-    """Raises ApiError if the masks of an answer could have too many token ids."""
-    if not request.return_sampling_mask:
-        return
-    number = num_samples * min(max_tokens, context.max_model_len) * (request.top_k or 0)
-    if number > (most := context.limits.max_output_logprobs):
-        message = (
-            f"return_sampling_mask: the response could have {number} token ids ({num_samples} "
-            f"samples times max_tokens times top_k); at most {most} are allowed"
-        )
-        raise ApiError(400, message, param="return_sampling_mask")
+def _check_sizes(request: GenerateRequest, context: ModelContext, num_tokens: int) -> None:
+    """Raises ApiError if an answer of so many tokens could have too large arrays."""
+    limits = context.limits
+    for name, per_token, what, most in (
+        ("return_sampling_mask", request.top_k or 0, "token ids", limits.max_output_logprobs),
+        ("return_hidden_states", context.hidden_size, "numbers", limits.max_output_hidden),
+    ):
+        if getattr(request, name) and (number := num_tokens * per_token) > most:
+            message = (
+                f"{name}: the response could have {number} {what} (n times max_tokens, "
+                f"{num_tokens}, times {per_token}); at most {most} are allowed"
+            )
+            raise ApiError(400, message, param=name)
 
 
 class GenerateAnswer(Answer):
@@ -161,6 +161,8 @@ class GenerateAnswer(Answer):
             }
         if completion.routed_experts is not None:
             choice["routed_experts"] = array_body(completion.routed_experts)
+        if completion.hidden_states is not None:
+            choice["hidden_states"] = array_body(completion.hidden_states)
         return choice
 
 
@@ -204,6 +206,7 @@ _CHOICE["properties"] |= {
     **dict.fromkeys(
         ("logprobs", "top_token_ids", "top_logprobs", "num_kept", "routed_experts"), _ARRAY
     ),
+    "hidden_states": _ARRAY,
     "sampling_mask": object_of(num_kept=_ARRAY, kept_token_ids=_ARRAY),
 }
 ROLLOUT = object_of(
