@@ -13,11 +13,13 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from tqdm import tqdm
 
 from jaxpage.checkpoints.fitting import Filled, LoadPlan
 from jaxpage.checkpoints.gguf.tensors import read_gguf_array
+from jaxpage.checkpoints.joining import are_on_devices, join_arrays
 from jaxpage.checkpoints.orbax_files import restore_orbax
 from jaxpage.checkpoints.safetensors_files import NUMPY_DTYPES, map_array
 from jaxpage.checkpoints.safetensors_header import TensorInfo
@@ -34,8 +36,8 @@ def load_weights(
     The array has the parameter's shape and `dtype` (or its own), is row major and owns its memory,
     so that `put` may keep it. Parameters are read and converted one at a time, those of GGUF one
     for each core, so that the host never holds two copies of the model. (An Orbax checkpoint is
-    restored whole, and released piece by piece.) A parameter that is an array of JAX on one device,
-    as it is needed, is copied there and does not come to the host.
+    restored whole, and released piece by piece.) What is filled by arrays of JAX that need not be
+    decoded is made on their devices and does not come to the host.
 
     Args:
         plan: The tensors that fill the parameters.
@@ -59,14 +61,15 @@ def load_weights(
             # The copy is without the mesh of the array's owner, who may donate it.
             local = array.addressable_data(0)
             array = jax.device_put(local, local.sharding, may_alias=False)
+        elif are_on_devices(filled, arrays):
+            array = join_arrays(filled, arrays, target_dtype)
         else:
             array = _assemble(
                 filled, [np.asarray(array) for array in arrays], target_dtype, _whole(filled)
             )
         return {filled.weight.path: put(array)}, array.nbytes
 
-    read = (lambda info: plan.arrays[info.name]) if plan.arrays else make_array_reader(plan)
-    return _load(plan, dtype, load, read, progress)
+    return _load(plan, dtype, load, _make_reader(plan), progress)
 
 
 def load_sharded(
@@ -112,7 +115,7 @@ def load_shards(
     dtype: str | None,
     weights: Sequence[ShardedWeight],
     put: Callable[[np.ndarray], Any],
-    put_shards: Callable[[tuple[int, ...], Any, Callable[[int], np.ndarray]], Any],
+    put_shards: Callable[[tuple[int, ...], Any, Callable[[int], Any]], Any],
     *,
     progress: bool = False,
 ) -> dict[Any, Any]:
@@ -133,12 +136,15 @@ def load_shards(
     def load(filled: Filled, arrays: list[Any]) -> tuple[dict[Path, Any], int]:
         sharded = divided[filled.weight.path]
         target_dtype = filled.dtype(dtype)
-        part_of: Callable[[tuple[slice, ...]], np.ndarray] = functools.partial(
-            _assemble, filled, arrays, target_dtype
-        )
-        # A stored tensor is decoded once, not for each of its parts.
-        if any(piece.stored for piece, _ in filled.pieces):
-            part_of = part_of(_whole(filled)).__getitem__
+        part_of: Callable[[tuple[slice, ...]], Any]
+        if are_on_devices(filled, arrays):
+            part_of = join_arrays(filled, arrays, target_dtype).__getitem__
+        else:
+            held = [np.asarray(array) for array in arrays]
+            part_of = functools.partial(_assemble, filled, held, target_dtype)
+            # A stored tensor is decoded once, not for each of its parts.
+            if any(piece.stored for piece, _ in filled.pieces):
+                part_of = part_of(_whole(filled)).__getitem__
         made = {}
         for place in sharded.places:
             if sharded.axis is None:
@@ -149,28 +155,29 @@ def load_shards(
                 )
         return made, filled.weight.size * target_dtype.itemsize
 
-    return _load(plan, dtype, load, make_array_reader(plan), progress)
+    return _load(plan, dtype, load, _make_reader(plan), progress)
 
 
 def _shard(
     sharded: ShardedWeight,
     place: Place,
-    part_of: Callable[[tuple[slice, ...]], np.ndarray],
+    part_of: Callable[[tuple[slice, ...]], Any],
     device: int,
-) -> np.ndarray:
+) -> Any:
     """Returns the part of a weight that a device has for one of its parameters.
 
     It is padded with zeros where it is smaller than the parameter.
     """
     assert sharded.axis is not None
     parts = [part_of(box) for box in sharded.boxes(place, device)]
+    library = jnp if isinstance(parts[0], jax.Array) else np
     lacking = place.shape[sharded.axis] - sum(part.shape[sharded.axis] for part in parts)
     if lacking:
         shape = [
             lacking if index == sharded.axis else size for index, size in enumerate(place.shape)
         ]
-        parts.append(np.zeros(shape, parts[0].dtype))
-    return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=sharded.axis)
+        parts.append(library.zeros(shape, parts[0].dtype))
+    return parts[0] if len(parts) == 1 else library.concatenate(parts, axis=sharded.axis)
 
 
 def _is_whole(filled: Filled) -> bool:
@@ -185,6 +192,11 @@ def _is_whole(filled: Filled) -> bool:
 
 def _whole(filled: Filled) -> tuple[slice, ...]:
     return tuple(slice(0, size) for size in filled.weight.shape)
+
+
+def _make_reader(plan: LoadPlan) -> Callable[[TensorInfo], Any]:
+    """Returns a function that reads tensors; those in memory stay where they are."""
+    return (lambda info: plan.arrays[info.name]) if plan.arrays else make_array_reader(plan)
 
 
 def make_array_reader(

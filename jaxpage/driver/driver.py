@@ -18,7 +18,7 @@ import queue
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
@@ -65,6 +65,7 @@ class Driver:
         num_places: int | None = None,
         request_timeout_seconds: float | None = None,
         stalled_after_seconds: float = 60.0,
+        max_aborted_requests: int = 0,
     ) -> None:
         """Makes a driver that is not started.
 
@@ -74,13 +75,20 @@ class Driver:
             num_places: The most requests at a time; more are refused. None means any number.
             request_timeout_seconds: The time from the arrival to the end of a request.
             stalled_after_seconds: A turn that takes longer makes `healthy` false.
+            max_aborted_requests: The most aborted requests that are kept, so that they can be
+                continued.
         """
         check_process()
         self.engine = engine
         self.timeout_seconds = (
             math.inf if request_timeout_seconds is None else request_timeout_seconds
         )
-        self.turns = Turns(engine, num_places=num_places, timeout_seconds=self.timeout_seconds)
+        self.turns = Turns(
+            engine,
+            num_places=num_places,
+            timeout_seconds=self.timeout_seconds,
+            max_aborted_requests=max_aborted_requests,
+        )
         self._stalled_after = stalled_after_seconds
         self._thread: threading.Thread | None = None
         self.is_by_hand = True
@@ -197,7 +205,7 @@ class Driver:
             QueueFull: There are too few free places now.
             CapacityError: There are too few places for so many requests at once.
             ShuttingDown: The driver accepts no more requests.
-            EngineFailed: The engine has failed.
+            EngineFailed: The engine has failed. The answer may also be RequestGone.
         """
         turns = self.turns
         added: PendingAnswer[None] = PendingAnswer()
@@ -208,6 +216,16 @@ class Driver:
             turns.end(handles)
             raise
         return added
+
+    def find_aborted(self, name: Hashable) -> PreparedRequest:
+        """Returns an aborted request, for a handle with this name that continues it.
+
+        Raises:
+            RequestGone: It is not kept.
+            UnsupportedError: It is a beam search.
+        """
+        self.check_open()
+        return self.turns.aborted.find(name)
 
     def end(self, handles: Sequence[Handle]) -> None:
         """Ends requests before the next step. A finaliser may call this, on any thread."""

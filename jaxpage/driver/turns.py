@@ -13,10 +13,11 @@ import math
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
+from jaxpage.driver.aborted_requests import AbortedRequests
 from jaxpage.driver.handle import (
     LATER,
     Change,
@@ -34,6 +35,7 @@ from jaxpage.errors import (
     DeadlineExceeded,
     EngineFailed,
     JaxpageError,
+    RequestGone,
     ShuttingDown,
     WeightsReplaced,
 )
@@ -48,15 +50,24 @@ class Turns:
     middle of another of them, on the same thread.
     """
 
-    def __init__(self, engine: Engine, *, num_places: int | None, timeout_seconds: float) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        num_places: int | None,
+        timeout_seconds: float,
+        max_aborted_requests: int = 0,
+    ) -> None:
         """Makes the turns of an engine.
 
         Args:
             engine: The engine, which belongs to the turns from now on.
             num_places: The most requests at a time; None means any number.
             timeout_seconds: The time of a request that has a deadline, for the message.
+            max_aborted_requests: The most aborted requests that are kept.
         """
         self.engine = engine
+        self.aborted = AbortedRequests(max_aborted_requests)
         self.inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
         # This future ends with the turns. If an exception ended them, it has EngineFailed with that
         # cause.
@@ -261,14 +272,17 @@ class Turns:
 
         Raises:
             ShuttingDown: A drain has begun.
+            RequestGone: One continues a request that is not kept any more.
         """
         if not self._accepts:
             assert self.draining is not None
             raise copy_error(self.draining)
         if not handles:
             return None  # nobody else would answer
+        self._take_aborted([handle for handle in handles if handle.continues])
         for handle in handles:
-            handle.request_id = f"{name}-{next(self._numbers)}"
+            if not handle.continues:
+                handle.request_id = f"{name}-{next(self._numbers)}"
             handle.added = added
         self.live.update((handle.request_id, handle) for handle in handles)
         self._later.add(added)
@@ -276,6 +290,24 @@ class Turns:
             self._begin([handle for handle in handles if handle.is_aborted])
         self._run_command(Command(lambda engine: self._begin(handles), waits_for_weights=True))
         return LATER
+
+    def _take_aborted(self, handles: Sequence[Handle]) -> None:
+        """Gives handles the aborted requests that they continue, all or none."""
+        taken: list[Handle] = []
+        try:
+            for handle in handles:
+                handle.request = self.aborted.take(handle.name)
+                taken.append(handle)
+                assert handle.request.aborted and handle.request.aborted.request
+                handle.request_id = handle.request.aborted.request.request_id
+                if handle.request_id in self.live:
+                    raise RequestGone(
+                        "a request cannot be continued before its last output was read"
+                    )
+        except JaxpageError:
+            for handle in taken:
+                self.aborted.keep(handle.name, handle.request)
+            raise
 
     def _begin(self, handles: Sequence[Handle]) -> None:
         """Gives accepted requests to the engine, all or none, but for those that have ended."""
@@ -321,9 +353,31 @@ class Turns:
         if handle.added is not None:
             self._begin([handle])
             return
-        self.engine.abort(handle.request_id)
+        self._abort(handle)
         handle.is_updated = True
         self._offer(handle)
+
+    def abort_named(self, names: Collection[Hashable]) -> int:
+        """Ends the requests with these names; see `abort`. Returns how many there were."""
+        handles = [
+            handle
+            for handle in self.live.values()
+            if handle.name is not None and handle.name in names and handle.is_unfinished
+        ]
+        for handle in handles:
+            self.abort(handle)
+        return len(handles)
+
+    def _abort(self, handle: Handle) -> None:
+        """Ends a request in the engine, and keeps it if it may be continued."""
+        aborted = self.engine.abort(handle.request_id)
+        if not handle.is_kept:
+            return
+        if aborted is not None:
+            request = handle.request._replace(aborted=aborted)
+            self.aborted.keep(handle.name or handle.request_id, request)
+        elif handle.continues and handle.reporter is None:
+            self.aborted.keep(handle.name, handle.request)  # it ends before the engine has it
 
     def _want(self, handle: Handle) -> None:
         handle.is_wanted = True
@@ -376,7 +430,8 @@ class Turns:
         handle.is_over = True
         self._places.give_back(handle)
         if self.live.pop(handle.request_id, None) is not None:
-            self.engine.abort(handle.request_id)
+            handle.is_kept &= not isinstance(why, EngineFailed | ShuttingDown)
+            self._abort(handle)
         self._answer_added(handle)
         if why is not None:
             self._updates.append((handle, why))

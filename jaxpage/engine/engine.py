@@ -35,13 +35,14 @@ from jaxpage.settings.lora_request import LoRARequest
 from jaxpage.settings.sampling_params import BeamSearchParams, SamplingParams
 from jaxpage.shapes import NOT_FINITE
 from jaxpage.speculation import NoSpeculation, Speculator
+from jaxpage.step.aborted import AbortedRequest
 from jaxpage.step.draft import Drafts
 from jaxpage.step.edits import Edit, Finish, Fork
 from jaxpage.step.embedded import EmbeddedPrompt
 from jaxpage.step.events import Events
 from jaxpage.step.plan import StepPlan, StepResult
 from jaxpage.step.report import StepReport
-from jaxpage.step.request import Sequence, SequenceGroup
+from jaxpage.step.request import Request, Sequence, SequenceGroup
 from jaxpage.step.strategy import Strategy
 from jaxpage.step.update import RUNNING_MODES, Mode, WeightsUpdate
 
@@ -267,30 +268,21 @@ class Engine:
     def add(self, request_id: str, prepared: PreparedRequest) -> Reporter:
         """Takes in a request, and compiles its grammar if it has one that is not compiled.
 
+        A request that is continued has the id that it had.
+
         Raises:
             CapacityError: The request can never fit into the pool.
             ValueError: The request id is in use; or what `compile_grammar` raises.
         """
-        request = self.admission.admit(request_id, prepared)
+        aborted = prepared.aborted
+        request = aborted and aborted.request
+        request = request or self.admission.admit(request_id, prepared)
         grammar = prepared.grammar or self.compile_grammar(prepared.params)
-        first_id, *other_ids = range(
-            self._num_sequences, self._num_sequences + request.num_sequence_ids
-        )
-        sequence = Sequence(
-            sequence_id=first_id,
-            sample_index=0,
-            num_prompt_tokens=len(request.prompt_token_ids),
-            token_ids=list(request.prompt_token_ids),
-            embedded=request.embedded,
-            weights=[(0, self.weights_version)],
-        )
-        group = SequenceGroup(request, [sequence])
-        if request.beam:
-            group.reserved_ids = (first_id, *other_ids)
-        else:
-            group.child_ids = tuple(other_ids)
+        group = self._new_group(request, aborted)
         strategy = self._new_strategy(group, grammar)
         self.scheduler.add(group)
+        if aborted is not None:
+            strategy = aborted.adopt(group, strategy)
         if self.adapters is not None and prepared.lora is not None:
             self.adapters.hold(request_id, prepared.lora.adapter)
         if self.sources is not None and request.embedded is not None:
@@ -301,6 +293,23 @@ class Engine:
             self._strategies[sequence_id] = strategy
         self.events.arrived(group)
         return Reporter(group, self.metrics.add(request_id), self.tokenizer)
+
+    def _new_group(self, request: Request, aborted: AbortedRequest | None) -> SequenceGroup:
+        first = self._num_sequences
+        sequence_ids = tuple(range(first, first + request.num_sequence_ids))
+        if aborted is not None:
+            return aborted.resume(request, sequence_ids, self.weights_version)
+        sequence = Sequence(
+            sequence_id=first,
+            sample_index=0,
+            num_prompt_tokens=len(request.prompt_token_ids),
+            token_ids=list(request.prompt_token_ids),
+            embedded=request.embedded,
+            weights=[(0, self.weights_version)],
+        )
+        if request.beam:
+            return SequenceGroup(request, [sequence], reserved_ids=sequence_ids)
+        return SequenceGroup(request, [sequence], child_ids=sequence_ids[1:])
 
     def open_adapter(self, requested: LoRARequest) -> NamedAdapter:
         """Returns the adapter of a request; any thread may call it.
@@ -320,14 +329,20 @@ class Engine:
         if self.adapters is not None:
             self.adapters.forget(lora_int_id)
 
-    def abort(self, request_id: str) -> None:
+    def abort(self, request_id: str) -> AbortedRequest | None:
         """Ends a request, whatever it is doing; its blocks are free at once.
 
-        An unknown or finished request is no error.
+        Returns:
+            What it had, with which it can be added again; None if there is no such request, or if
+            it has finished.
         """
-        if group := self.scheduler.abort(request_id):
-            self.events.aborted(group)
-            self._forget(group)
+        group = self.scheduler.abort(request_id)
+        if group is None:
+            return None
+        strategy = self._strategies[group.sequences[0].sequence_id]
+        self.events.aborted(group)
+        self._forget(group)
+        return AbortedRequest.of(group, strategy)
 
     def step(self) -> list[SequenceGroup]:
         """Runs one step on the device, and returns the groups that it changed.

@@ -209,6 +209,11 @@ def scrub(record: Record) -> Record:
             }
             both = {"params": params, "beam": beam}
             requested = {name: value for name, value in both.items() if name in fields}
+            if "present" in fields:
+                requested["present"] = [
+                    {**sequence, "token_ids": [None] * len(sequence["token_ids"])}
+                    for sequence in fields["present"]
+                ]
             return {**fields, **requested, "num_prompt_tokens": len(record["prompt_token_ids"])}
         case "plan" if "drafts" in record:
             return {

@@ -70,6 +70,7 @@ class EngineSettings(TypedDict, total=False):
     enable_prompt_embeds: bool
     enable_return_routed_experts: bool
     enable_return_sampling_mask: bool
+    max_aborted_requests: int
     limit_images: int | None
     encoder_cache_bytes: int | str
     tensor_parallel_size: int
