@@ -185,7 +185,7 @@ class LLM(DrivenModel):
     def update_parameters(
         self, parameters: Parameters, *, check_finite: bool = False, mode: Mode = "wait"
     ) -> int:
-        """Takes other weights, without compiling anything, and empties the prefix cache.
+        """Takes other weights, without compiling a step, and empties the prefix cache.
 
         If anything is wrong, the old weights stay in use.
 

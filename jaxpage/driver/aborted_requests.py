@@ -11,7 +11,7 @@ from jaxpage.errors import RequestGone, UnsupportedError
 class AbortedRequests:
     """Holds aborted requests by the ids that their callers know.
 
-    Only the thread that takes the turns changes it; any thread may look.
+    Only the thread that takes the turns uses it.
     """
 
     def __init__(self, most: int) -> None:

@@ -217,15 +217,13 @@ class Driver:
             raise
         return added
 
-    def find_aborted(self, name: Hashable) -> PreparedRequest:
-        """Returns an aborted request, for a handle with this name that continues it.
+    def find_aborted(self, name: Hashable) -> PendingAnswer[PreparedRequest]:
+        """Asks for an aborted request, for a handle with this name that continues it.
 
-        Raises:
-            RequestGone: It is not kept.
-            UnsupportedError: It is a beam search.
+        The answer may be RequestGone, or UnsupportedError for a beam search.
         """
-        self.check_open()
-        return self.turns.aborted.find(name)
+        turns = self.turns
+        return self.call(lambda engine: turns.aborted.find(name))
 
     def end(self, handles: Sequence[Handle]) -> None:
         """Ends requests before the next step. A finaliser may call this, on any thread."""

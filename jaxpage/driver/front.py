@@ -125,7 +125,7 @@ class DrivenModel(BuiltModel):
         self._driver.check_awake()
         if not isinstance(request_id, str):
             raise TypeError(f"request_id must be a string, got {request_id!r:.80}")
-        return self._driver.find_aborted(request_id)
+        return self._driver.wait(self._driver.find_aborted(request_id))
 
     def _prepare_stream(
         self, name: str, prompt: Any, params: Any, lora_request: Any, *, receipt: bool = False

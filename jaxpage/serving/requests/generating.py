@@ -120,7 +120,8 @@ class Generating:
         kept_as = None if request_id is None else (owner, request_id)
         try:
             if exchange.prompts[0].continues:
-                requests = [self._driver.find_aborted(kept_as)]
+                aborted = await asyncio.wrap_future(self._driver.find_aborted(kept_as))
+                requests = [aborted]
                 _check_adapter(exchange, requests[0])
                 exchange.prompts[0] = exchange.prompts[0]._replace(params=requests[0].params)
             else:
