@@ -438,6 +438,11 @@ class AsyncLLM(DrivenModel):
         checksum = await asyncio.to_thread(self._checksum_of, weights)
         return await self._driver.replace_weights(weights, mode, checksum)
 
+    async def weights_checksum(self) -> str:
+        """Returns the SHA-256 of the weights in use; see `LLM.weights_checksum`."""
+        _, facts = await asyncio.to_thread(self._receipts.hash_weights)
+        return facts.hash
+
     async def pause(self) -> None:
         """Has no step run until `resume`; see `LLM.pause`."""
         await asyncio.wrap_future(self._driver.pause())

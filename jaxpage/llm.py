@@ -215,6 +215,18 @@ class LLM(DrivenModel):
         with self._driver.replacing(weights, mode, checksum, queues=True) as version:
             return self._driver.wait(version)
 
+    def weights_checksum(self) -> str:
+        """Returns the SHA-256 of the weights in use, however they are divided and packed.
+
+        Equal weights have equal checksums. It is the `weights.hash` of receipts
+        (docs/guides/receipts.md), and is computed once for each version, on the host.
+
+        Raises:
+            RuntimeError: The model sleeps.
+        """
+        _, facts = self._receipts.hash_weights()
+        return facts.hash
+
     def pause(self) -> None:
         """Has no step run until `resume`; a second call does nothing.
 

@@ -284,7 +284,7 @@ def test_requests_over_http_are_aborted_and_go_on(checkpoint: Path, tmp_path: Pa
                 "request_not_found",
             )
             for wrong, param in (
-                ({**body, **more}, "prompt_token_ids"),
+                ({**more, "prompt_token_ids": [1]}, "prompt_token_ids"),
                 ({**more, "n": 2}, "n"),
                 ({**more, "request_id": "a"}, "request_id"),
                 ({"model": "demo"}, "prompt_token_ids"),

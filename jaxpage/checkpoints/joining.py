@@ -1,4 +1,4 @@
-"""Joins tensors that are on devices into a parameter there, so that they do not come to the host."""
+"""Joins tensors into parameters on their devices, so that they do not come to the host."""
 
 from __future__ import annotations
 

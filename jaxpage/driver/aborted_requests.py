@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Container, Hashable, Iterable
 
+from jaxpage.driver.handle import Handle
 from jaxpage.engine import PreparedRequest
-from jaxpage.errors import RequestGone, UnsupportedError
+from jaxpage.errors import (
+    EngineFailed,
+    JaxpageError,
+    RequestGone,
+    ShuttingDown,
+    UnsupportedError,
+)
+from jaxpage.step.aborted import AbortedRequest
 
 
 class AbortedRequests:
@@ -25,6 +33,52 @@ class AbortedRequests:
         self._requests[name] = request
         while len(self._requests) > self._most:
             del self._requests[next(iter(self._requests))]
+
+    def keep_of(
+        self, handle: Handle, aborted: AbortedRequest | None, why: JaxpageError | None = None
+    ) -> None:
+        """Keeps the request of a handle that has ended, if it may be continued.
+
+        Args:
+            handle: The handle.
+            aborted: What the request had; None if the engine does not have it.
+            why: The error with which it ended, if it did.
+        """
+        if not handle.is_kept or isinstance(why, EngineFailed | ShuttingDown):
+            return
+        if aborted is not None:
+            request = handle.request._replace(aborted=aborted)
+            self.keep(handle.name or handle.request_id, request)
+        elif handle.continues and handle.reporter is None:
+            self.keep(handle.name, handle.request)  # it ends before the engine has it again
+
+    def give(self, handles: Iterable[Handle], live: Container[str]) -> None:
+        """Gives handles the requests that they continue, all or none, with the ids of these.
+
+        Args:
+            handles: The handles; those of new requests stay as they are.
+            live: The ids of requests whose last output was not read.
+
+        Raises:
+            RequestGone: A request is not here, or its last output was not read.
+        """
+        taken: list[Handle] = []
+        try:
+            for handle in handles:
+                if not handle.continues:
+                    continue
+                handle.request = self.take(handle.name)
+                taken.append(handle)
+                assert handle.request.aborted and handle.request.aborted.request
+                handle.request_id = handle.request.aborted.request.request_id
+                if handle.request_id in live:
+                    raise RequestGone(
+                        "a request cannot be continued before its last output was read"
+                    )
+        except JaxpageError:
+            for handle in taken:
+                self.keep(handle.name, handle.request)
+            raise
 
     def find(self, name: Hashable) -> PreparedRequest:
         """Returns a request, which stays here.

@@ -304,7 +304,18 @@ class AsyncDriver(Driver):
     async def abort_named(self, names: Collection[Hashable]) -> int:
         """Ends the requests with these names, with a last output; returns how many there were."""
         turns = self.turns
-        return await asyncio.wrap_future(self.call(lambda engine: turns.abort_named(names)))
+
+        def abort(engine: Engine) -> int:
+            handles = [
+                handle
+                for handle in turns.live.values()
+                if handle.name in names and handle.is_unfinished
+            ]
+            for handle in handles:
+                turns.abort(handle)
+            return len(handles)
+
+        return await self.snapshot(abort)
 
     @contextlib.asynccontextmanager
     async def in_time(self, arrived: float) -> AsyncIterator[None]:

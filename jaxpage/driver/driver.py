@@ -26,6 +26,7 @@ import numpy as np
 import numpy.typing as npt
 
 from jaxpage.device import AnyEmbedder
+from jaxpage.driver.aborted_requests import AbortedRequests
 from jaxpage.driver.handle import Change, Command, Handle, PendingAnswer, Update, copy_error
 from jaxpage.driver.process import check_process, new_thread
 from jaxpage.driver.turns import Turns
@@ -87,7 +88,7 @@ class Driver:
             engine,
             num_places=num_places,
             timeout_seconds=self.timeout_seconds,
-            max_aborted_requests=max_aborted_requests,
+            aborted=AbortedRequests(max_aborted_requests),
         )
         self._stalled_after = stalled_after_seconds
         self._thread: threading.Thread | None = None

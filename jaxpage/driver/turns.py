@@ -13,7 +13,7 @@ import math
 import queue
 import threading
 import time
-from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -35,7 +35,6 @@ from jaxpage.errors import (
     DeadlineExceeded,
     EngineFailed,
     JaxpageError,
-    RequestGone,
     ShuttingDown,
     WeightsReplaced,
 )
@@ -56,7 +55,7 @@ class Turns:
         *,
         num_places: int | None,
         timeout_seconds: float,
-        max_aborted_requests: int = 0,
+        aborted: AbortedRequests,
     ) -> None:
         """Makes the turns of an engine.
 
@@ -64,10 +63,10 @@ class Turns:
             engine: The engine, which belongs to the turns from now on.
             num_places: The most requests at a time; None means any number.
             timeout_seconds: The time of a request that has a deadline, for the message.
-            max_aborted_requests: The most aborted requests that are kept.
+            aborted: Keeps requests that were aborted.
         """
         self.engine = engine
-        self.aborted = AbortedRequests(max_aborted_requests)
+        self.aborted = aborted
         self.inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
         # This future ends with the turns. If an exception ended them, it has EngineFailed with that
         # cause.
@@ -156,7 +155,11 @@ class Turns:
             while not self._is_stopping:
                 self.turn()
             if self._keeps_engine:
-                self._leave_off(error)
+                # After the last reference is gone nobody waits for answers to earlier commands.
+                # At the interpreter's exit only threads wait that end anyway, and an error would
+                # make them print a traceback.
+                self.refusal = error
+                self.is_over = True
                 return
             self.end_all(error)
             self.close_engine()
@@ -251,8 +254,9 @@ class Turns:
         logger.error("a step failed; all requests end with an error", exc_info=error)
         failure = EngineFailed("The engine failed during generation")
         failure.__cause__ = error
-        for handle in self._in_engine():
-            self.end_one(handle, copy_error(failure))
+        for handle in list(self.live.values()):
+            if handle.reporter is not None:
+                self.end_one(handle, copy_error(failure))
         self.engine.abort_all()
         self.engine.rebuild_pages()
         stats = self.engine.stats()
@@ -279,35 +283,16 @@ class Turns:
             raise copy_error(self.draining)
         if not handles:
             return None  # nobody else would answer
-        self._take_aborted([handle for handle in handles if handle.continues])
         for handle in handles:
-            if not handle.continues:
-                handle.request_id = f"{name}-{next(self._numbers)}"
+            handle.request_id = f"{name}-{next(self._numbers)}"
             handle.added = added
+        self.aborted.give(handles, self.live)
         self.live.update((handle.request_id, handle) for handle in handles)
         self._later.add(added)
         if self._awaits_weights:
             self._begin([handle for handle in handles if handle.is_aborted])
         self._run_command(Command(lambda engine: self._begin(handles), waits_for_weights=True))
         return LATER
-
-    def _take_aborted(self, handles: Sequence[Handle]) -> None:
-        """Gives handles the aborted requests that they continue, all or none."""
-        taken: list[Handle] = []
-        try:
-            for handle in handles:
-                handle.request = self.aborted.take(handle.name)
-                taken.append(handle)
-                assert handle.request.aborted and handle.request.aborted.request
-                handle.request_id = handle.request.aborted.request.request_id
-                if handle.request_id in self.live:
-                    raise RequestGone(
-                        "a request cannot be continued before its last output was read"
-                    )
-        except JaxpageError:
-            for handle in taken:
-                self.aborted.keep(handle.name, handle.request)
-            raise
 
     def _begin(self, handles: Sequence[Handle]) -> None:
         """Gives accepted requests to the engine, all or none, but for those that have ended."""
@@ -353,31 +338,9 @@ class Turns:
         if handle.added is not None:
             self._begin([handle])
             return
-        self._abort(handle)
+        self.aborted.keep_of(handle, self.engine.abort(handle.request_id))
         handle.is_updated = True
         self._offer(handle)
-
-    def abort_named(self, names: Collection[Hashable]) -> int:
-        """Ends the requests with these names; see `abort`. Returns how many there were."""
-        handles = [
-            handle
-            for handle in self.live.values()
-            if handle.name is not None and handle.name in names and handle.is_unfinished
-        ]
-        for handle in handles:
-            self.abort(handle)
-        return len(handles)
-
-    def _abort(self, handle: Handle) -> None:
-        """Ends a request in the engine, and keeps it if it may be continued."""
-        aborted = self.engine.abort(handle.request_id)
-        if not handle.is_kept:
-            return
-        if aborted is not None:
-            request = handle.request._replace(aborted=aborted)
-            self.aborted.keep(handle.name or handle.request_id, request)
-        elif handle.continues and handle.reporter is None:
-            self.aborted.keep(handle.name, handle.request)  # it ends before the engine has it
 
     def _want(self, handle: Handle) -> None:
         handle.is_wanted = True
@@ -430,8 +393,7 @@ class Turns:
         handle.is_over = True
         self._places.give_back(handle)
         if self.live.pop(handle.request_id, None) is not None:
-            handle.is_kept &= not isinstance(why, EngineFailed | ShuttingDown)
-            self._abort(handle)
+            self.aborted.keep_of(handle, self.engine.abort(handle.request_id), why)
         self._answer_added(handle)
         if why is not None:
             self._updates.append((handle, why))
@@ -439,10 +401,6 @@ class Turns:
             handle.is_updated = True
             self._offer(handle)
         self._answer_drains()
-
-    def _in_engine(self) -> list[Handle]:
-        """Returns the requests that run in the engine, or wait there."""
-        return [handle for handle in self.live.values() if handle.reporter is not None]
 
     def end_all(self, why: JaxpageError) -> int:
         """Ends every request with a copy of an error, and returns how many there were."""
@@ -473,7 +431,7 @@ class Turns:
 
     def fail_later(self, answer: PendingAnswer[Any] | None, error: Exception) -> None:
         """Gives an error as an answer that came later, unless the answer was given already."""
-        if answer is not None and answer in self._later:
+        if answer in self._later:
             self._later.remove(answer)
             answer.set_exception(error)
 
@@ -580,15 +538,6 @@ class Turns:
 
     def _leave(self, engine: Engine) -> None:
         self._is_stopping = self._keeps_engine = True
-
-    def _leave_off(self, error: JaxpageError) -> None:
-        """Refuses later commands, and leaves earlier ones unanswered.
-
-        After the last reference is gone, nobody waits. At the interpreter's exit only threads wait
-        that end anyway, and an error would make them print a traceback.
-        """
-        self.refusal = error
-        self.is_over = True
 
     def _close(self, error: JaxpageError) -> None:
         """Refuses everything from now on; only the first call has an effect."""

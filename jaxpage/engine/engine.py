@@ -35,14 +35,14 @@ from jaxpage.settings.lora_request import LoRARequest
 from jaxpage.settings.sampling_params import BeamSearchParams, SamplingParams
 from jaxpage.shapes import NOT_FINITE
 from jaxpage.speculation import NoSpeculation, Speculator
-from jaxpage.step.aborted import AbortedRequest
+from jaxpage.step.aborted import AbortedRequest, begin_group
 from jaxpage.step.draft import Drafts
 from jaxpage.step.edits import Edit, Finish, Fork
 from jaxpage.step.embedded import EmbeddedPrompt
 from jaxpage.step.events import Events
 from jaxpage.step.plan import StepPlan, StepResult
 from jaxpage.step.report import StepReport
-from jaxpage.step.request import Request, Sequence, SequenceGroup
+from jaxpage.step.request import SequenceGroup
 from jaxpage.step.strategy import Strategy
 from jaxpage.step.update import RUNNING_MODES, Mode, WeightsUpdate
 
@@ -275,10 +275,11 @@ class Engine:
             ValueError: The request id is in use; or what `compile_grammar` raises.
         """
         aborted = prepared.aborted
-        request = aborted and aborted.request
-        request = request or self.admission.admit(request_id, prepared)
+        request = (aborted and aborted.request) or self.admission.admit(request_id, prepared)
         grammar = prepared.grammar or self.compile_grammar(prepared.params)
-        group = self._new_group(request, aborted)
+        first_id = self._num_sequences
+        sequence_ids = tuple(range(first_id, first_id + request.num_sequence_ids))
+        group = begin_group(request, sequence_ids, self.weights_version, aborted)
         strategy = self._new_strategy(group, grammar)
         self.scheduler.add(group)
         if aborted is not None:
@@ -293,23 +294,6 @@ class Engine:
             self._strategies[sequence_id] = strategy
         self.events.arrived(group)
         return Reporter(group, self.metrics.add(request_id), self.tokenizer)
-
-    def _new_group(self, request: Request, aborted: AbortedRequest | None) -> SequenceGroup:
-        first = self._num_sequences
-        sequence_ids = tuple(range(first, first + request.num_sequence_ids))
-        if aborted is not None:
-            return aborted.resume(request, sequence_ids, self.weights_version)
-        sequence = Sequence(
-            sequence_id=first,
-            sample_index=0,
-            num_prompt_tokens=len(request.prompt_token_ids),
-            token_ids=list(request.prompt_token_ids),
-            embedded=request.embedded,
-            weights=[(0, self.weights_version)],
-        )
-        if request.beam:
-            return SequenceGroup(request, [sequence], reserved_ids=sequence_ids)
-        return SequenceGroup(request, [sequence], child_ids=sequence_ids[1:])
 
     def open_adapter(self, requested: LoRARequest) -> NamedAdapter:
         """Returns the adapter of a request; any thread may call it.

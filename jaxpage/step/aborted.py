@@ -73,6 +73,35 @@ class AbortedRequest(NamedTuple):
         return strategy
 
 
+def begin_group(
+    request: Request,
+    sequence_ids: tuple[int, ...],
+    version: int,
+    aborted: AbortedRequest | None,
+) -> SequenceGroup:
+    """Returns the group of a request that is new, or goes on with what it had.
+
+    Args:
+        request: The request.
+        sequence_ids: The ids that its sequences may have.
+        version: The version of the weights that draw its next tokens.
+        aborted: What it had; None for a new request.
+    """
+    if aborted is not None:
+        return aborted.resume(request, sequence_ids, version)
+    sequence = Sequence(
+        sequence_id=sequence_ids[0],
+        sample_index=0,
+        num_prompt_tokens=len(request.prompt_token_ids),
+        token_ids=list(request.prompt_token_ids),
+        embedded=request.embedded,
+        weights=[(0, version)],
+    )
+    if request.beam:
+        return SequenceGroup(request, [sequence], reserved_ids=sequence_ids)
+    return SequenceGroup(request, [sequence], child_ids=sequence_ids[1:])
+
+
 def _copy(sequence: Sequence, sequence_id: int) -> Sequence:
     """Returns a copy of a sequence that goes on if it was aborted; nothing of it is computed."""
     goes_on = sequence.finish_reason == ABORT

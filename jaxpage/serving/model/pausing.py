@@ -1,6 +1,6 @@
-"""Pauses and resumes the steps of an engine, and aborts requests by their ids.
+"""Pauses and resumes the steps of an engine, aborts requests, and empties the prefix cache.
 
-The paths are POST /pause, /resume and /abort_requests.
+The paths are POST /pause, /resume, /abort_requests and /reset_prefix_cache.
 
 The names of the paths and of their fields are vLLM's.
 """
@@ -16,6 +16,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from jaxpage.driver import AsyncDriver
+from jaxpage.engine import Engine
 from jaxpage.errors import ShuttingDown
 from jaxpage.serving.http.answers import json_answer
 from jaxpage.serving.http.api_keys import owner_of
@@ -94,7 +95,13 @@ def pause_routes(
         number = await driver_of(order).abort_named({(owner, name) for name in ids})
         return json_answer({"aborted": number})
 
+    async def reset(request: Request) -> Response:
+        order = await read_order(request, naming)
+        await driver_of(order).snapshot(Engine.reset_prefix_cache)
+        return json_answer({"status": "reset"})
+
     return [
+        Route("/reset_prefix_cache", reset, methods=["POST"]),
         Route("/abort_requests", abort, methods=["POST"]),
         Route("/pause", pause, methods=["POST"]),
         Route("/resume", resume, methods=["POST"]),

@@ -74,7 +74,7 @@ class RolloutRequest(RequestObject):
                 raise ApiError(400, "prompt_token_ids is required", param="prompt_token_ids")
             return
         allowed = {"model", "continue_from", "user"}
-        for name in self.model_fields_set - allowed:
+        for name in sorted(self.model_fields_set - allowed):
             if getattr(self, name) is not None:
                 raise ApiError(
                     400,
