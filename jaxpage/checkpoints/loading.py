@@ -8,18 +8,17 @@ from __future__ import annotations
 import functools
 import os
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from tqdm import tqdm
 
 from jaxpage.checkpoints.fitting import Filled, LoadPlan
 from jaxpage.checkpoints.gguf.tensors import read_gguf_array
-from jaxpage.checkpoints.joining import are_on_devices, join_arrays
+from jaxpage.checkpoints.joining import are_on_devices, join_arrays, split_array
 from jaxpage.checkpoints.orbax_files import restore_orbax
 from jaxpage.checkpoints.safetensors_files import NUMPY_DTYPES, map_array
 from jaxpage.checkpoints.safetensors_header import TensorInfo
@@ -114,7 +113,7 @@ def load_shards(
     plan: LoadPlan,
     dtype: str | None,
     weights: Sequence[ShardedWeight],
-    put: Callable[[np.ndarray], Any],
+    put: Callable[[Any], Any],
     put_shards: Callable[[tuple[int, ...], Any, Callable[[int], Any]], Any],
     *,
     progress: bool = False,
@@ -136,15 +135,17 @@ def load_shards(
     def load(filled: Filled, arrays: list[Any]) -> tuple[dict[Path, Any], int]:
         sharded = divided[filled.weight.path]
         target_dtype = filled.dtype(dtype)
-        part_of: Callable[[tuple[slice, ...]], Any]
+        num_bytes = filled.weight.size * target_dtype.itemsize
         if are_on_devices(filled, arrays):
-            part_of = join_arrays(filled, arrays, target_dtype).__getitem__
-        else:
-            held = [np.asarray(array) for array in arrays]
-            part_of = functools.partial(_assemble, filled, held, target_dtype)
-            # A stored tensor is decoded once, not for each of its parts.
-            if any(piece.stored for piece, _ in filled.pieces):
-                part_of = part_of(_whole(filled)).__getitem__
+            whole = join_arrays(filled, arrays, target_dtype)
+            return dict(_divide(sharded, whole, put, put_shards)), num_bytes
+        held = [np.asarray(array) for array in arrays]
+        part_of: Callable[[tuple[slice, ...]], np.ndarray] = functools.partial(
+            _assemble, filled, held, target_dtype
+        )
+        # A stored tensor is decoded once, not for each of its parts.
+        if any(piece.stored for piece, _ in filled.pieces):
+            part_of = part_of(_whole(filled)).__getitem__
         made = {}
         for place in sharded.places:
             if sharded.axis is None:
@@ -153,31 +154,46 @@ def load_shards(
                 made[place.path] = put_shards(
                     place.shape, target_dtype, functools.partial(_shard, sharded, place, part_of)
                 )
-        return made, filled.weight.size * target_dtype.itemsize
+        return made, num_bytes
 
     return _load(plan, dtype, load, _make_reader(plan), progress)
+
+
+def _divide(
+    sharded: ShardedWeight,
+    whole: jax.Array,
+    put: Callable[[Any], Any],
+    put_shards: Callable[[tuple[int, ...], Any, Callable[[int], Any]], Any],
+) -> Iterator[tuple[Path, Any]]:
+    """Yields the parameters that have parts of a weight on devices; see `load_shards`."""
+    for place in sharded.places:
+        if sharded.axis is None:
+            yield place.path, put(whole)
+            continue
+        boxes = [sharded.boxes(place, device) for device in range(sharded.sharding.num_devices)]
+        parts = split_array(whole, boxes, sharded.axis, place.shape[sharded.axis])
+        yield place.path, put_shards(place.shape, whole.dtype, parts.__getitem__)
 
 
 def _shard(
     sharded: ShardedWeight,
     place: Place,
-    part_of: Callable[[tuple[slice, ...]], Any],
+    part_of: Callable[[tuple[slice, ...]], np.ndarray],
     device: int,
-) -> Any:
+) -> np.ndarray:
     """Returns the part of a weight that a device has for one of its parameters.
 
     It is padded with zeros where it is smaller than the parameter.
     """
     assert sharded.axis is not None
     parts = [part_of(box) for box in sharded.boxes(place, device)]
-    library = jnp if isinstance(parts[0], jax.Array) else np
     lacking = place.shape[sharded.axis] - sum(part.shape[sharded.axis] for part in parts)
     if lacking:
         shape = [
             lacking if index == sharded.axis else size for index, size in enumerate(place.shape)
         ]
-        parts.append(library.zeros(shape, parts[0].dtype))
-    return parts[0] if len(parts) == 1 else library.concatenate(parts, axis=sharded.axis)
+        parts.append(np.zeros(shape, parts[0].dtype))
+    return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=sharded.axis)
 
 
 def _is_whole(filled: Filled) -> bool:
