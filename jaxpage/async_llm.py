@@ -180,6 +180,28 @@ class AsyncLLM(DrivenModel):
             async for delta in deltas:
                 yield delta
 
+    async def continue_request(self, request_id: str) -> AsyncIterator[RequestOutput]:
+        """Goes on with an aborted request, as if it had never been aborted.
+
+        Yields the whole output so far, as `generate` does. A request is kept if it was ended by
+        `abort`, by an update of the weights with the mode "abort", or because its reader left; see
+        `LLM.continue_request`.
+
+        Args:
+            request_id: The id that the request had, which it has again.
+
+        Raises:
+            ValueError: The request is running.
+            QueueFull: Too many requests wait.
+            EngineFailed: The engine has failed.
+            ShuttingDown: The engine is shutting down. The other errors are those of
+                `LLM.continue_request`.
+        """
+        outputs = self._outputs_so_far(lambda: self._find_aborted(request_id), request_id)
+        async with aclosing(outputs):
+            async for output in outputs:
+                yield output
+
     async def _outputs_so_far(
         self,
         prepare: Callable[[], PreparedRequest],
@@ -215,7 +237,8 @@ class AsyncLLM(DrivenModel):
         self._running[request_id] = handle = None
         try:
             request = await asyncio.to_thread(prepare)
-            handle = self._driver.handle(request, stream=_is_streamable(request))
+            streams = _is_streamable(request)
+            handle = self._driver.handle(request, stream=streams, name=request_id)
             handle.is_aborted = request_id in self._aborted
             self._running[request_id] = handle
             await self._driver.add_all([handle])
@@ -423,6 +446,11 @@ class AsyncLLM(DrivenModel):
     ) -> str:
         """Takes the numbers of a LoRA adapter from memory; see `LLM.update_adapter`."""
         return await asyncio.to_thread(self._take_adapter, lora_request, tensors, config)
+
+    async def weights_checksum(self) -> str:
+        """Returns the SHA-256 of the weights in use; see `LLM.weights_checksum`."""
+        _, facts = await asyncio.to_thread(self._receipts.hash_weights)
+        return facts.hash
 
     async def pause(self) -> None:
         """Has no step run until `resume`; see `LLM.pause`."""

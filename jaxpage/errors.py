@@ -68,5 +68,9 @@ class WeightsReplaced(JaxpageError):
     """Says that the request was ended because the model gets other weights."""
 
 
+class RequestGone(JaxpageError, LookupError):
+    """Says that a request cannot be continued, because it is not kept, or never was aborted."""
+
+
 class DeadlineExceeded(JaxpageError, TimeoutError):
     """Says that the request did not finish within `request_timeout_seconds` and was ended."""

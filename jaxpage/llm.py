@@ -104,7 +104,7 @@ class LLM(DrivenModel):
         self, config: EngineConfig, built: Built, *, start: bool = True, progress: bool = False
     ) -> None:
         super()._use(config, built)
-        self._driver = Driver(built.engine)
+        self._driver = Driver(built.engine, max_aborted_requests=config.max_aborted_requests)
         self._receipts = Receipts(self._driver, built, progress=progress)
         if start:
             self._driver.start()
@@ -184,7 +184,7 @@ class LLM(DrivenModel):
     def update_parameters(
         self, parameters: Parameters, *, check_finite: bool = False, mode: Mode = "wait"
     ) -> int:
-        """Takes other weights, without compiling anything, and empties the prefix cache.
+        """Takes other weights, without compiling a step, and empties the prefix cache.
 
         If anything is wrong, the old weights stay in use.
 
@@ -238,6 +238,18 @@ class LLM(DrivenModel):
             UnsupportedError: The engine takes no adapters (`enable_lora`).
         """
         return self._take_adapter(lora_request, tensors, config)
+
+    def weights_checksum(self) -> str:
+        """Returns the SHA-256 of the weights in use, however they are divided and packed.
+
+        Equal weights have equal checksums. It is the `weights.hash` of receipts
+        (docs/guides/receipts.md), and is computed once for each version, on the host.
+
+        Raises:
+            RuntimeError: The model sleeps.
+        """
+        _, facts = self._receipts.hash_weights()
+        return facts.hash
 
     def pause(self) -> None:
         """Has no step run until `resume`; a second call does nothing.
@@ -299,11 +311,55 @@ class LLM(DrivenModel):
         """
         requests = self._prepare(prompts, params, lora_request, receipt=receipt)
         box: queue.SimpleQueue[list[Update]] = queue.SimpleQueue()
-        handles = [Handle(request, box.put) for request in requests]
+        handles = [Handle(request, box.put, is_kept=True) for request in requests]
+        outputs = self._run(handles, box, use_tqdm=use_tqdm)
+        if receipt:
+            for handle, output in zip(handles, outputs, strict=True):
+                output.receipt = self._new_receipt(handle)
+        return outputs
+
+    def continue_request(
+        self, request_id: str | Sequence[str], use_tqdm: bool = True
+    ) -> list[RequestOutput]:
+        """Goes on with aborted requests, as if they had never been aborted.
+
+        These are requests of `generate` and `stream` that ended early: another thread updated the
+        weights with the mode "abort", a stream was closed, or the call was interrupted. The last
+        ones are kept (`max_aborted_requests`). Each goes on with the prompt, the parameters and
+        the tokens that it had, under the weights of now. With the same weights its output has the
+        tokens and log probabilities that it would have had.
+
+        Args:
+            request_id: The id (`RequestOutput.request_id`), or a list of ids. An output has the
+                same id again.
+            use_tqdm: Show a progress bar on standard error.
+
+        Returns:
+            The outputs in the order of the ids, with all tokens from the first on.
+
+        Raises:
+            TypeError: An id is no string.
+            RequestGone: A request is not kept; then none goes on.
+            UnsupportedError: A request is a beam search.
+            CapacityError: A request does not fit any more next to pinned prefixes.
+        """
+        ids = [request_id] if isinstance(request_id, str) else list(request_id)
+        requests = [self._find_aborted(name) for name in ids]
+        box: queue.SimpleQueue[list[Update]] = queue.SimpleQueue()
+        handles = [
+            Handle(request, box.put, is_kept=True, name=name)
+            for request, name in zip(requests, ids, strict=True)
+        ]
+        return self._run(handles, box, use_tqdm=use_tqdm)
+
+    def _run(
+        self, handles: list[Handle], box: queue.SimpleQueue[list[Update]], *, use_tqdm: bool
+    ) -> list[RequestOutput]:
+        """Returns the outputs of requests whose updates come into a box."""
         outputs: dict[Handle, RequestOutput] = {}
         num_tokens = 0
         disable = None if use_tqdm else True
-        with tqdm(total=len(requests), desc="Generating", unit="request", disable=disable) as bar:
+        with tqdm(total=len(handles), desc="Generating", unit="request", disable=disable) as bar:
             try:
                 self._driver.wait(self._driver.add(handles))
                 while len(outputs) < len(handles):
@@ -317,9 +373,6 @@ class LLM(DrivenModel):
                         bar.set_postfix_str(f"{rate:.0f} tokens/s", refresh=False)
             finally:
                 self._driver.end(handles)
-        if receipt:
-            for handle, output in outputs.items():
-                output.receipt = self._new_receipt(handle)
         return [outputs[handle] for handle in handles]
 
     def _new_receipt(self, handle: Handle) -> dict[str, Any] | None:

@@ -19,7 +19,11 @@ from safetensors.numpy import load_file
 torch = pytest.importorskip("torch", reason="the oracle is transformers on torch")
 
 from jaxpage import LLM, LoRARequest, SamplingParams  # noqa: E402
+from jaxpage.checkpoints import load_shards  # noqa: E402
+from jaxpage.checkpoints.in_memory import open_parameters, with_parameters  # noqa: E402
+from jaxpage.device.hardware import make_mesh  # noqa: E402
 from jaxpage.layers import sharding  # noqa: E402
+from jaxpage.models import abstract_model  # noqa: E402
 from jaxpage.models.sharding import dividing  # noqa: E402
 from jaxpage.replay import replay  # noqa: E402
 from jaxpage.support import support_matrix  # noqa: E402
@@ -223,6 +227,38 @@ def directory(tmp_path_factory):
 @pytest.fixture(scope="module")
 def want(directory):
     return generated(directory, prompts_of(257), 0.9, **INVARIANT)
+
+
+@pytest.mark.parametrize("invariant", [True, False])
+def test_arrays_on_devices_are_divided_there(invariant):
+    """Those of one device, of all four, and some of each; JAX itself lets nothing of the host in."""
+    tensors = random_tensors(LLAMA)
+    mesh = make_mesh(4)
+    places = [
+        jax.NamedSharding(jax.sharding.Mesh(np.array(jax.devices()), "x"), spec)
+        for spec in (jax.P("x"), jax.P())
+    ] + [jax.devices()[2]]
+    arrays = {
+        name: jax.device_put(array, places[index % 3 if array.shape[0] % 4 == 0 else 2])
+        for index, (name, array) in enumerate(tensors.items())
+    }
+    on_host = open_parameters(LLAMA, tensors)
+    on_device = with_parameters(on_host, arrays)
+    divided = dividing.Sharding(2, 4, 4, invariant=invariant)
+    rule = dividing.with_sharding(divided, on_host.rule)
+    _, shapes = abstract_model(on_host.family, on_host.spec, "float32", rule)
+    weights = dividing.shard_weights(
+        [filled.weight for filled in on_host.plan.parameters], shapes, divided
+    )
+    about = weights, mesh.put, mesh.put_shards
+    for dtype in ("float32", "bfloat16"):
+        wanted = load_shards(on_host.plan, dtype, *about)
+        with jax.transfer_guard_host_to_device("disallow_explicit"):
+            made = load_shards(on_device.plan, dtype, *about)
+        for array, other in zip(*map(jax.tree.leaves, (made, wanted)), strict=True):
+            assert array.sharding == other.sharding
+            np.testing.assert_array_equal(np.asarray(array), np.asarray(other))
+    assert not any(array.is_deleted() for array in arrays.values())
 
 
 def test_what_is_fast_gives_the_same_tokens(directory, want):

@@ -68,6 +68,7 @@ def test_fields_and_defaults_are_those_of_the_interface() -> None:
         "enable_return_hidden_states": False,
         "enable_return_routed_experts": False,
         "enable_return_sampling_mask": False,
+        "max_aborted_requests": 256,
         "limit_images": None,
         "encoder_cache_bytes": 512 * 2**20,
         "max_loras": 4,

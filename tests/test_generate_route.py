@@ -129,7 +129,7 @@ def test_every_parameter_of_the_engine_is_honoured_or_refused():
             assert getattr(prompt.params, field.name) is not None, name
     names = GenerateRequest.model_fields.keys() - {"model", "prompt_token_ids"}
     of_engine = SamplingParams.__dataclass_fields__.keys() - {"thinking_markers"}
-    assert names == of_engine | {"receipt"}
+    assert names == of_engine | {"receipt", "request_id", "continue_from"}
 
 
 @pytest.mark.parametrize(("name", "value", "place"), fields_beyond("rollouts"))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import os
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -18,6 +18,7 @@ from tqdm import tqdm
 
 from jaxpage.checkpoints.fitting import Filled, LoadPlan
 from jaxpage.checkpoints.gguf.tensors import read_gguf_array
+from jaxpage.checkpoints.joining import are_on_devices, join_arrays, split_array
 from jaxpage.checkpoints.orbax_files import restore_orbax
 from jaxpage.checkpoints.safetensors_files import NUMPY_DTYPES, map_array
 from jaxpage.checkpoints.safetensors_header import TensorInfo
@@ -34,8 +35,8 @@ def load_weights(
     The array has the parameter's shape and `dtype` (or its own), is row major and owns its memory,
     so that `put` may keep it. Parameters are read and converted one at a time, those of GGUF one
     for each core, so that the host never holds two copies of the model. (An Orbax checkpoint is
-    restored whole, and released piece by piece.) A parameter that is an array of JAX on one device,
-    as it is needed, is copied there and does not come to the host.
+    restored whole, and released piece by piece.) What is filled by arrays of JAX that need not be
+    decoded is made on their devices and does not come to the host.
 
     Args:
         plan: The tensors that fill the parameters.
@@ -59,14 +60,15 @@ def load_weights(
             # The copy is without the mesh of the array's owner, who may donate it.
             local = array.addressable_data(0)
             array = jax.device_put(local, local.sharding, may_alias=False)
+        elif are_on_devices(filled, arrays):
+            array = join_arrays(filled, arrays, target_dtype)
         else:
             array = _assemble(
                 filled, [np.asarray(array) for array in arrays], target_dtype, _whole(filled)
             )
         return {filled.weight.path: put(array)}, array.nbytes
 
-    read = (lambda info: plan.arrays[info.name]) if plan.arrays else make_array_reader(plan)
-    return _load(plan, dtype, load, read, progress)
+    return _load(plan, dtype, load, _make_reader(plan), progress)
 
 
 def load_sharded(
@@ -111,8 +113,8 @@ def load_shards(
     plan: LoadPlan,
     dtype: str | None,
     weights: Sequence[ShardedWeight],
-    put: Callable[[np.ndarray], Any],
-    put_shards: Callable[[tuple[int, ...], Any, Callable[[int], np.ndarray]], Any],
+    put: Callable[[Any], Any],
+    put_shards: Callable[[tuple[int, ...], Any, Callable[[int], Any]], Any],
     *,
     progress: bool = False,
 ) -> dict[Any, Any]:
@@ -133,8 +135,13 @@ def load_shards(
     def load(filled: Filled, arrays: list[Any]) -> tuple[dict[Path, Any], int]:
         sharded = divided[filled.weight.path]
         target_dtype = filled.dtype(dtype)
+        num_bytes = filled.weight.size * target_dtype.itemsize
+        if are_on_devices(filled, arrays):
+            whole = join_arrays(filled, arrays, target_dtype)
+            return dict(_divide(sharded, whole, put, put_shards)), num_bytes
+        held = [np.asarray(array) for array in arrays]
         part_of: Callable[[tuple[slice, ...]], np.ndarray] = functools.partial(
-            _assemble, filled, arrays, target_dtype
+            _assemble, filled, held, target_dtype
         )
         # A stored tensor is decoded once, not for each of its parts.
         if any(piece.stored for piece, _ in filled.pieces):
@@ -147,9 +154,25 @@ def load_shards(
                 made[place.path] = put_shards(
                     place.shape, target_dtype, functools.partial(_shard, sharded, place, part_of)
                 )
-        return made, filled.weight.size * target_dtype.itemsize
+        return made, num_bytes
 
-    return _load(plan, dtype, load, make_array_reader(plan), progress)
+    return _load(plan, dtype, load, _make_reader(plan), progress)
+
+
+def _divide(
+    sharded: ShardedWeight,
+    whole: jax.Array,
+    put: Callable[[Any], Any],
+    put_shards: Callable[[tuple[int, ...], Any, Callable[[int], Any]], Any],
+) -> Iterator[tuple[Path, Any]]:
+    """Yields the parameters that have parts of a weight on devices; see `load_shards`."""
+    for place in sharded.places:
+        if sharded.axis is None:
+            yield place.path, put(whole)
+            continue
+        boxes = [sharded.boxes(place, device) for device in range(sharded.sharding.num_devices)]
+        parts = split_array(whole, boxes, sharded.axis, place.shape[sharded.axis])
+        yield place.path, put_shards(place.shape, whole.dtype, parts.__getitem__)
 
 
 def _shard(
@@ -185,6 +208,11 @@ def _is_whole(filled: Filled) -> bool:
 
 def _whole(filled: Filled) -> tuple[slice, ...]:
     return tuple(slice(0, size) for size in filled.weight.shape)
+
+
+def _make_reader(plan: LoadPlan) -> Callable[[TensorInfo], Any]:
+    """Returns a function that reads tensors; those in memory stay where they are."""
+    return (lambda info: plan.arrays[info.name]) if plan.arrays else make_array_reader(plan)
 
 
 def make_array_reader(

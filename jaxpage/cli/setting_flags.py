@@ -197,6 +197,12 @@ ENGINE_FLAGS = (
         "return_sampling_mask (docs/guides/decoding.md); default: no",
     ),
     Flag(
+        "max_aborted_requests",
+        int,
+        "most aborted requests that are kept, so that they can be continued "
+        "(docs/guides/reinforcement-learning.md); default: 256",
+    ),
+    Flag(
         "limit_images",
         int,
         "most pictures of a prompt; 0 leaves the encoder of pictures out, so that the model takes"

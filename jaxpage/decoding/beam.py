@@ -7,7 +7,7 @@ Hugging Face's `generate(num_beams=...)`; its `_beam_search` is the definition.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from jaxpage.decoding.stopping import Detokenizer, Stopping
@@ -105,6 +105,10 @@ class BeamStrategy:
 
     def mask(self, sequence_id: int, drafts: tuple[int, ...] = ()) -> None:
         """Returns None: beam search takes no grammar."""
+
+    def renumber(self, sequence_ids: Mapping[int, int]) -> None:
+        """Raises an error, since no beam search is continued."""
+        raise NotImplementedError("a beam search cannot be continued")
 
     def _rank(self, draws: Sequence[Draw]) -> list[_Candidate]:
         """Returns the candidates of all beams, the most likely first.

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from jaxpage.decoding.constraints import Constraint, Grammar
 from jaxpage.decoding.mask_budget import MaskBudget, Unlimited
@@ -86,6 +87,13 @@ class SamplingStrategy:
         both = admitted & forced
         return both if both.any() else admitted
 
+    def renumber(self, sequence_ids: Mapping[int, int]) -> None:
+        """Gives the sequences new ids, by the old ones; see `Strategy`."""
+        for of_sequence in self._by_id:
+            states = {sequence_ids[old]: state for old, state in of_sequence.items()}
+            of_sequence.clear()
+            of_sequence.update(states)
+
     def _mask_of_grammar(self, sequence_id: int, drafts: tuple[int, ...]) -> Mask | None:
         """Returns the tokens that the grammar admits after these drafts, or None for no mask."""
         if self.grammar is None:
@@ -156,8 +164,13 @@ class SamplingStrategy:
         return [append, Finish(sequence_id, verdict.reason, verdict.stop_reason, verdict.last_text)]
 
     def _forget(self, sequence_id: int) -> None:
-        for of_sequence in (self._stopping_of, self._constraint_of, self._place_of):
+        for of_sequence in self._by_id:
             of_sequence.pop(sequence_id, None)
+
+    @property
+    def _by_id(self) -> tuple[dict[int, Any], ...]:
+        """Returns all that is kept of sequences."""
+        return self._stopping_of, self._constraint_of, self._place_of
 
     def _last(self, draw: Draw) -> Finish:
         """Returns the end of a sequence that drew no token.

@@ -7,7 +7,14 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Callable,
+    Collection,
+    Hashable,
+    Sequence,
+)
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -63,6 +70,7 @@ class AwaitedHandle(Handle):
         stream: bool,
         deadline: float,
         max_entries: int = MAX_ENTRIES,
+        name: Hashable | None = None,
     ) -> None:
         self._home = asyncio.get_running_loop()
         super().__init__(
@@ -72,6 +80,8 @@ class AwaitedHandle(Handle):
             is_pushed=False,
             deadline=deadline,
             max_entries=max_entries,
+            is_kept=name is not None,
+            name=name,
         )
         self._turns = driver.turns
         self._completing = driver.completing
@@ -197,6 +207,7 @@ class AsyncDriver(Driver):
             num_places=self.num_places,
             request_timeout_seconds=request_timeout_seconds,
             stalled_after_seconds=stalled_after_seconds,
+            max_aborted_requests=built.spec.config.max_aborted_requests,
         )
         self.built = built
         self.completing = ThreadPoolExecutor(1, thread_name_prefix="jaxpage-outputs")
@@ -223,6 +234,7 @@ class AsyncDriver(Driver):
         stream: bool,
         name: str = "request",
         arrived: float | None = None,
+        kept_as: Hashable | None = None,
     ) -> list[AwaitedHandle]:
         """Gives requests to the engine, all or none.
 
@@ -231,6 +243,8 @@ class AsyncDriver(Driver):
             stream: True if the reader asks for deltas; False if it asks for `whole`, once.
             name: The beginning of their ids, before a number of the driver's own.
             arrived: The time when they came in, by `time.monotonic`; None for now.
+            kept_as: The id by which one request can be continued after it was aborted, or goes on;
+                None if it cannot.
 
         Raises:
             QueueFull: There are too few free places now.
@@ -240,7 +254,9 @@ class AsyncDriver(Driver):
         """
         max_entries = max(_MIN_ENTRIES, MAX_ENTRIES // max(1, len(requests)))
         handles = [
-            self.handle(request, stream=stream, arrived=arrived, max_entries=max_entries)
+            self.handle(
+                request, stream=stream, arrived=arrived, max_entries=max_entries, name=kept_as
+            )
             for request in requests
         ]
         await self.add_all(handles, name)
@@ -253,13 +269,27 @@ class AsyncDriver(Driver):
         stream: bool,
         arrived: float | None = None,
         max_entries: int = MAX_ENTRIES,
+        name: Hashable | None = None,
     ) -> AwaitedHandle:
-        """Returns a handle for `add_all`; it may be aborted before. For the rest see `submit`."""
+        """Returns a handle for `add_all`; it may be aborted before. For the rest see `submit`.
+
+        Args:
+            request: The request.
+            stream: See `submit`.
+            arrived: See `submit`.
+            max_entries: See `Handle`.
+            name: The id by which it can be continued after it was aborted; None if it cannot.
+        """
         if stream:
             check_streamable(request.params)
         deadline = (time.monotonic() if arrived is None else arrived) + self.timeout_seconds
         return AwaitedHandle(
-            self, request, stream=stream, deadline=deadline, max_entries=max_entries
+            self,
+            request,
+            stream=stream,
+            deadline=deadline,
+            max_entries=max_entries,
+            name=name,
         )
 
     async def add_all(self, handles: Sequence[AwaitedHandle], name: str = "request") -> None:
@@ -270,6 +300,22 @@ class AsyncDriver(Driver):
         except BaseException:  # even if cancelled: the engine may have the requests by now
             self.end(handles)
             raise
+
+    async def abort_named(self, names: Collection[Hashable]) -> int:
+        """Ends the requests with these names, with a last output; returns how many there were."""
+        turns = self.turns
+
+        def abort(engine: Engine) -> int:
+            handles = [
+                handle
+                for handle in turns.live.values()
+                if handle.name in names and handle.is_unfinished
+            ]
+            for handle in handles:
+                turns.abort(handle)
+            return len(handles)
+
+        return await self.snapshot(abort)
 
     @contextlib.asynccontextmanager
     async def in_time(self, arrived: float) -> AsyncIterator[None]:

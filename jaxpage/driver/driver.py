@@ -18,7 +18,7 @@ import queue
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
@@ -26,6 +26,7 @@ import numpy as np
 import numpy.typing as npt
 
 from jaxpage.device import AnyEmbedder
+from jaxpage.driver.aborted_requests import AbortedRequests
 from jaxpage.driver.handle import Change, Command, Handle, PendingAnswer, Update, copy_error
 from jaxpage.driver.process import check_process, new_thread
 from jaxpage.driver.turns import Turns
@@ -65,6 +66,7 @@ class Driver:
         num_places: int | None = None,
         request_timeout_seconds: float | None = None,
         stalled_after_seconds: float = 60.0,
+        max_aborted_requests: int = 0,
     ) -> None:
         """Makes a driver that is not started.
 
@@ -74,13 +76,20 @@ class Driver:
             num_places: The most requests at a time; more are refused. None means any number.
             request_timeout_seconds: The time from the arrival to the end of a request.
             stalled_after_seconds: A turn that takes longer makes `healthy` false.
+            max_aborted_requests: The most aborted requests that are kept, so that they can be
+                continued.
         """
         check_process()
         self.engine = engine
         self.timeout_seconds = (
             math.inf if request_timeout_seconds is None else request_timeout_seconds
         )
-        self.turns = Turns(engine, num_places=num_places, timeout_seconds=self.timeout_seconds)
+        self.turns = Turns(
+            engine,
+            num_places=num_places,
+            timeout_seconds=self.timeout_seconds,
+            aborted=AbortedRequests(max_aborted_requests),
+        )
         self._stalled_after = stalled_after_seconds
         self._thread: threading.Thread | None = None
         self.is_by_hand = True
@@ -197,7 +206,7 @@ class Driver:
             QueueFull: There are too few free places now.
             CapacityError: There are too few places for so many requests at once.
             ShuttingDown: The driver accepts no more requests.
-            EngineFailed: The engine has failed.
+            EngineFailed: The engine has failed. The answer may also be RequestGone.
         """
         turns = self.turns
         added: PendingAnswer[None] = PendingAnswer()
@@ -208,6 +217,14 @@ class Driver:
             turns.end(handles)
             raise
         return added
+
+    def find_aborted(self, name: Hashable) -> PendingAnswer[PreparedRequest]:
+        """Asks for an aborted request, for a handle with this name that continues it.
+
+        The answer may be RequestGone, or UnsupportedError for a beam search.
+        """
+        turns = self.turns
+        return self.call(lambda engine: turns.aborted.find(name))
 
     def end(self, handles: Sequence[Handle]) -> None:
         """Ends requests before the next step. A finaliser may call this, on any thread."""

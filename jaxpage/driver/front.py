@@ -114,6 +114,19 @@ class DrivenModel(BuiltModel):
             self._receipts.check(requests)
         return requests
 
+    def _find_aborted(self, request_id: str) -> PreparedRequest:
+        """Returns an aborted request, for a handle with this name that continues it.
+
+        Raises:
+            TypeError: The id is no string.
+            RequestGone: The request is not kept.
+            UnsupportedError: It is a beam search.
+        """
+        self._driver.check_awake()
+        if not isinstance(request_id, str):
+            raise TypeError(f"request_id must be a string, got {request_id!r:.80}")
+        return self._driver.wait(self._driver.find_aborted(request_id))
+
     def _prepare_stream(
         self, name: str, prompt: Any, params: Any, lora_request: Any, *, receipt: bool = False
     ) -> PreparedRequest:
@@ -369,7 +382,7 @@ class RequestStream(Iterator[RequestOutput]):
         self._new_receipt = new_receipt
         self._box: queue.SimpleQueue[list[Update]] = queue.SimpleQueue()
         self._updates: Iterator[Update] = iter(())
-        self._handle: Handle | None = Handle(request, self._box.put, is_stream=True)
+        self._handle: Handle | None = Handle(request, self._box.put, is_stream=True, is_kept=True)
         try:
             driver.wait(driver.add([self._handle]))
         except BaseException:

@@ -7,7 +7,7 @@ import math
 import queue
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from concurrent.futures import Future
 from typing import Any, Final, Generic, NamedTuple, TypeVar
 
@@ -136,7 +136,9 @@ class Handle:
         max_entries: The bound of an output that is made on the driver's thread; see `Reporter`.
             None where nobody but the reader waits for that thread.
         reporter: Makes the outputs, once the engine has the request.
-        weights_version: The version of the weights when the engine got the request.
+        weights_version: The version of the weights that the request began with.
+        is_kept: True if the request can be continued after it was aborted.
+        name: The id by which its caller knows it; None if that is `request_id`.
     """
 
     needs_place = True  # a driver has so many places
@@ -150,8 +152,12 @@ class Handle:
         is_pushed: bool = True,
         deadline: float = math.inf,
         max_entries: int | None = None,
+        is_kept: bool = False,
+        name: Hashable | None = None,
     ) -> None:
         self.request_id = ""
+        self.is_kept = is_kept
+        self.name = name
         self.request = request
         self.deadline = deadline
         self.deliver = deliver
@@ -165,8 +171,13 @@ class Handle:
 
     def begin(self, engine: Engine) -> None:
         """Gives the request to the engine; it raises the same errors as `Engine.add`."""
-        self.weights_version = engine.weights_version
         self.reporter = engine.add(self.request_id, self.request)
+        self.weights_version = self.reporter.first_weights_version
+
+    @property
+    def continues(self) -> bool:
+        """Returns whether it goes on with an aborted request, which is kept by its name."""
+        return self.request.aborted is not None
 
     @property
     def reads_weights(self) -> bool:

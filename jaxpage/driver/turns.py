@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
+from jaxpage.driver.aborted_requests import AbortedRequests
 from jaxpage.driver.handle import (
     LATER,
     Change,
@@ -48,15 +49,24 @@ class Turns:
     middle of another of them, on the same thread.
     """
 
-    def __init__(self, engine: Engine, *, num_places: int | None, timeout_seconds: float) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        num_places: int | None,
+        timeout_seconds: float,
+        aborted: AbortedRequests,
+    ) -> None:
         """Makes the turns of an engine.
 
         Args:
             engine: The engine, which belongs to the turns from now on.
             num_places: The most requests at a time; None means any number.
             timeout_seconds: The time of a request that has a deadline, for the message.
+            aborted: Keeps requests that were aborted.
         """
         self.engine = engine
+        self.aborted = aborted
         self.inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
         # This future ends with the turns. If an exception ended them, it has EngineFailed with that
         # cause.
@@ -145,7 +155,11 @@ class Turns:
             while not self._is_stopping:
                 self.turn()
             if self._keeps_engine:
-                self._leave_off(error)
+                # After the last reference is gone nobody waits for answers to earlier commands.
+                # At the interpreter's exit only threads wait that end anyway, and an error would
+                # make them print a traceback.
+                self.refusal = error
+                self.is_over = True
                 return
             self.end_all(error)
             self.close_engine()
@@ -240,8 +254,9 @@ class Turns:
         logger.error("a step failed; all requests end with an error", exc_info=error)
         failure = EngineFailed("The engine failed during generation")
         failure.__cause__ = error
-        for handle in self._in_engine():
-            self.end_one(handle, copy_error(failure))
+        for handle in list(self.live.values()):
+            if handle.reporter is not None:
+                self.end_one(handle, copy_error(failure))
         self.engine.abort_all()
         self.engine.rebuild_pages()
         stats = self.engine.stats()
@@ -261,6 +276,7 @@ class Turns:
 
         Raises:
             ShuttingDown: A drain has begun.
+            RequestGone: One continues a request that is not kept any more.
         """
         if not self._accepts:
             assert self.draining is not None
@@ -270,6 +286,7 @@ class Turns:
         for handle in handles:
             handle.request_id = f"{name}-{next(self._numbers)}"
             handle.added = added
+        self.aborted.give(handles, self.live)
         self.live.update((handle.request_id, handle) for handle in handles)
         self._later.add(added)
         if self._awaits_weights:
@@ -321,7 +338,7 @@ class Turns:
         if handle.added is not None:
             self._begin([handle])
             return
-        self.engine.abort(handle.request_id)
+        self.aborted.keep_of(handle, self.engine.abort(handle.request_id))
         handle.is_updated = True
         self._offer(handle)
 
@@ -376,7 +393,7 @@ class Turns:
         handle.is_over = True
         self._places.give_back(handle)
         if self.live.pop(handle.request_id, None) is not None:
-            self.engine.abort(handle.request_id)
+            self.aborted.keep_of(handle, self.engine.abort(handle.request_id), why)
         self._answer_added(handle)
         if why is not None:
             self._updates.append((handle, why))
@@ -384,10 +401,6 @@ class Turns:
             handle.is_updated = True
             self._offer(handle)
         self._answer_drains()
-
-    def _in_engine(self) -> list[Handle]:
-        """Returns the requests that run in the engine, or wait there."""
-        return [handle for handle in self.live.values() if handle.reporter is not None]
 
     def end_all(self, why: JaxpageError) -> int:
         """Ends every request with a copy of an error, and returns how many there were."""
@@ -418,7 +431,7 @@ class Turns:
 
     def fail_later(self, answer: PendingAnswer[Any] | None, error: Exception) -> None:
         """Gives an error as an answer that came later, unless the answer was given already."""
-        if answer is not None and answer in self._later:
+        if answer in self._later:
             self._later.remove(answer)
             answer.set_exception(error)
 
@@ -525,15 +538,6 @@ class Turns:
 
     def _leave(self, engine: Engine) -> None:
         self._is_stopping = self._keeps_engine = True
-
-    def _leave_off(self, error: JaxpageError) -> None:
-        """Refuses later commands, and leaves earlier ones unanswered.
-
-        After the last reference is gone, nobody waits. At the interpreter's exit only threads wait
-        that end anyway, and an error would make them print a traceback.
-        """
-        self.refusal = error
-        self.is_over = True
 
     def _close(self, error: JaxpageError) -> None:
         """Refuses everything from now on; only the first call has an effect."""

@@ -23,6 +23,7 @@ from jaxpage.settings.sampling_params import (
     ThinkingMarkers,
 )
 from jaxpage.shapes import MAX_BIASES, NUM_CANDIDATES
+from jaxpage.step.aborted import AbortedRequest
 from jaxpage.step.embedded import EmbeddedPrompt
 from jaxpage.step.request import LoRAAdapter, Request
 from jaxpage.step.thinking import ThinkingBudget
@@ -76,6 +77,7 @@ class PreparedRequest(NamedTuple):
         is_prefix: True if the prompt is computed in order to be pinned.
         lora: The adapter, if the request has one.
         embedded: The vectors that take the place of tokens, if any do.
+        aborted: What the request had before it was aborted, if it is continued.
     """
 
     prompt: str | None
@@ -85,6 +87,7 @@ class PreparedRequest(NamedTuple):
     is_prefix: bool = False
     lora: NamedAdapter | None = None
     embedded: EmbeddedPrompt | None = None
+    aborted: AbortedRequest | None = None
 
     @property
     def params(self) -> SamplingParams | BeamSearchParams:

@@ -35,13 +35,14 @@ from jaxpage.settings.lora_request import LoRARequest
 from jaxpage.settings.sampling_params import BeamSearchParams, SamplingParams
 from jaxpage.shapes import NOT_FINITE
 from jaxpage.speculation import NoSpeculation, Speculator
+from jaxpage.step.aborted import AbortedRequest, begin_group
 from jaxpage.step.draft import Drafts
 from jaxpage.step.edits import Edit, Finish, Fork
 from jaxpage.step.embedded import EmbeddedPrompt
 from jaxpage.step.events import Events
 from jaxpage.step.plan import StepPlan, StepResult
 from jaxpage.step.report import StepReport
-from jaxpage.step.request import Sequence, SequenceGroup
+from jaxpage.step.request import SequenceGroup
 from jaxpage.step.strategy import Strategy
 from jaxpage.step.update import RUNNING_MODES, Mode, WeightsUpdate
 
@@ -267,30 +268,22 @@ class Engine:
     def add(self, request_id: str, prepared: PreparedRequest) -> Reporter:
         """Takes in a request, and compiles its grammar if it has one that is not compiled.
 
+        A request that is continued has the id that it had.
+
         Raises:
             CapacityError: The request can never fit into the pool.
             ValueError: The request id is in use; or what `compile_grammar` raises.
         """
-        request = self.admission.admit(request_id, prepared)
+        aborted = prepared.aborted
+        request = (aborted and aborted.request) or self.admission.admit(request_id, prepared)
         grammar = prepared.grammar or self.compile_grammar(prepared.params)
-        first_id, *other_ids = range(
-            self._num_sequences, self._num_sequences + request.num_sequence_ids
-        )
-        sequence = Sequence(
-            sequence_id=first_id,
-            sample_index=0,
-            num_prompt_tokens=len(request.prompt_token_ids),
-            token_ids=list(request.prompt_token_ids),
-            embedded=request.embedded,
-            weights=[(0, self.weights_version)],
-        )
-        group = SequenceGroup(request, [sequence])
-        if request.beam:
-            group.reserved_ids = (first_id, *other_ids)
-        else:
-            group.child_ids = tuple(other_ids)
+        first_id = self._num_sequences
+        sequence_ids = tuple(range(first_id, first_id + request.num_sequence_ids))
+        group = begin_group(request, sequence_ids, self.weights_version, aborted)
         strategy = self._new_strategy(group, grammar)
         self.scheduler.add(group)
+        if aborted is not None:
+            strategy = aborted.adopt(group, strategy)
         if self.adapters is not None and prepared.lora is not None:
             self.adapters.hold(request_id, prepared.lora.adapter)
         if self.sources is not None and request.embedded is not None:
@@ -323,14 +316,20 @@ class Engine:
             raise UnsupportedError(f"LoRA adapter {requested.lora_name!r} needs enable_lora=True")
         return self.adapters
 
-    def abort(self, request_id: str) -> None:
+    def abort(self, request_id: str) -> AbortedRequest | None:
         """Ends a request, whatever it is doing; its blocks are free at once.
 
-        An unknown or finished request is no error.
+        Returns:
+            What it had, with which it can be added again; None if there is no such request, or if
+            it has finished.
         """
-        if group := self.scheduler.abort(request_id):
-            self.events.aborted(group)
-            self._forget(group)
+        group = self.scheduler.abort(request_id)
+        if group is None:
+            return None
+        strategy = self._strategies[group.sequences[0].sequence_id]
+        self.events.aborted(group)
+        self._forget(group)
+        return AbortedRequest.of(group, strategy)
 
     def step(self) -> list[SequenceGroup]:
         """Runs one step on the device, and returns the groups that it changed.

@@ -59,6 +59,11 @@ class Reporter:
         return self._group.finished
 
     @property
+    def first_weights_version(self) -> int:
+        """Returns the version of the weights that the request began with."""
+        return min(sequence.weights[0][1] for sequence in self._group.sequences)
+
+    @property
     def num_output_tokens(self) -> int:
         """Returns the number of output tokens of all sequences."""
         return sum(sequence.num_output_tokens for sequence in self._group.sequences)

@@ -1,1 +1,1 @@
-"""jaxpage as a part of other projects' programs; each module needs the project of its name."""
+"""jaxpage as a part of other projects' programs, each a module of its name."""

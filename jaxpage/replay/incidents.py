@@ -208,7 +208,12 @@ def scrub(record: Record) -> Record:
                 if name not in _OF_TEXT
             }
             both = {"params": params, "beam": beam}
-            requested = {name: value for name, value in both.items() if name in fields}
+            requested: Record = {name: both[name] for name in both if name in fields}
+            if "present" in fields:
+                requested["present"] = [
+                    {**sequence, "token_ids": [None] * len(sequence["token_ids"])}
+                    for sequence in fields["present"]
+                ]
             return {**fields, **requested, "num_prompt_tokens": len(record["prompt_token_ids"])}
         case "plan" if "drafts" in record:
             return {

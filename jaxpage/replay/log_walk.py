@@ -114,7 +114,10 @@ class Walk:
         }
         for present in record.get("present", [{"sequence": record["sequences"][0]}]):
             fields = {name: value for name, value in present.items() if name != "sequence"}
-            self.sequences[present["sequence"]] = SequenceWalk(request_id, **fields)
+            if fields.get("finish_reason") is None:
+                sequence = SequenceWalk(request_id, **fields)
+                sequence.token_ids = sequence.token_ids.copy()  # the record keeps its own
+                self.sequences[present["sequence"]] = sequence
 
     def _follow_plan(self, plan: Record) -> None:
         self._plan = plan

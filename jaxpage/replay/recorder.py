@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxpage.replay.log_aborted import describe_continued
 from jaxpage.settings.sampling_params import BeamSearchParams, SamplingParams
 from jaxpage.step.draft import Draft, chain
 from jaxpage.step.edits import Append, Drop, Edit, Finish, Fork, Score
@@ -65,6 +66,7 @@ class Recorder(Events):
                 else {}
             ),
             **({"embedded": _spans(request.embedded)} if request.embedded else {}),
+            **describe_continued(group),
             **self._beside_arrival(group),
         )
 

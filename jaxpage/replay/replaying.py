@@ -25,6 +25,7 @@ from jaxpage.engine import Engine, EngineParts, NamedAdapter, NoText
 from jaxpage.errors import JaxpageError
 from jaxpage.replay.differences import Differs, Leave, differ, without_text
 from jaxpage.replay.event_log import LogReader, encode_record, is_after
+from jaxpage.replay.log_aborted import read_continued
 from jaxpage.replay.log_header import (
     check_replayable,
     compare_engines,
@@ -434,7 +435,8 @@ def add_arrival(
     checked = admission.check_params(_read_params(record))
     checked = checked._replace(bad_word_token_ids=admission.check_words(words))
     prepared = engine.prepare(None, record["prompt_token_ids"], checked, embedded)
-    engine.add(record["request_id"], prepared._replace(lora=lora))
+    continued = prepared._replace(lora=lora, aborted=read_continued(record))
+    engine.add(record["request_id"], continued)
 
 
 def _read_params(record: Record) -> SamplingParams | BeamSearchParams:

@@ -193,7 +193,7 @@ class RunningSet:
         if not group.num_preemptions:
             self._num_admissions += 1
             group.admission = self._num_admissions
-            num_tokens = sum(sequence.num_pending_tokens for sequence in group.sequences)
+            num_tokens = sum(sequence.num_pending_tokens for sequence in group.unfinished)
             self._queue.admitted(group, num_tokens)
         self._run(group)
         self._num_sequence_slots += group.request.num_sequences

@@ -239,6 +239,11 @@ class EngineConfig(Settings):
         "requests may ask for the tokens that each token was drawn from, with "
         "return_sampling_mask (docs/guides/decoding.md)",
     )
+    max_aborted_requests: Annotated[int, Field(ge=0, lt=2**31)] = setting(
+        256,
+        "most aborted requests that are kept, so that they can be continued "
+        "(docs/guides/reinforcement-learning.md)",
+    )
     limit_images: Annotated[int, Field(ge=0, lt=2**31)] | None = setting(
         None,
         "most pictures of a prompt; 0 leaves the encoder of pictures out, so that the model takes "

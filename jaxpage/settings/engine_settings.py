@@ -71,6 +71,7 @@ class EngineSettings(TypedDict, total=False):
     enable_return_hidden_states: bool
     enable_return_routed_experts: bool
     enable_return_sampling_mask: bool
+    max_aborted_requests: int
     limit_images: int | None
     encoder_cache_bytes: int | str
     tensor_parallel_size: int

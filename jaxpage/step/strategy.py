@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 from jaxpage.outputs import TokenLogprobs
@@ -53,6 +53,10 @@ class Strategy(Protocol):
             sequence_id: The sequence that is about to draw.
             drafts: The drafts between its known tokens and the draw.
         """
+        ...
+
+    def renumber(self, sequence_ids: Mapping[int, int]) -> None:
+        """Gives the sequences new ids, by the old ones, because an aborted request goes on."""
         ...
 
 

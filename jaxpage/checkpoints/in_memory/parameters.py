@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
@@ -185,12 +186,21 @@ def _fit(
                 if name in stored.keys() - refused - {info.name}
             ]
             if info.name not in refused and any(
-                not np.array_equal(np.asarray(arrays[info.name]), np.asarray(copy))
-                for copy in copies
+                not _have_same_numbers(arrays[info.name], copy) for copy in copies
             ):
                 problems.add(f"{info.name!r} is given under another name too, with other numbers")
     problems.raise_if_any()
     return plan
+
+
+def _have_same_numbers(array: Any, other: Any) -> bool:
+    """Returns whether two arrays are equal; arrays of JAX are compared where they are."""
+    if array is other:
+        return True
+    is_on_devices = isinstance(array, jax.Array) and isinstance(other, jax.Array)
+    if is_on_devices and array.devices() == other.devices():
+        return bool(jnp.array_equal(array, other))
+    return np.array_equal(np.asarray(array), np.asarray(other))
 
 
 def array_headers(arrays: Mapping[str, Any]) -> dict[str, TensorInfo]:
@@ -220,14 +230,17 @@ def name_parameters(plan: LoadPlan, tree: Mapping[Any, Any]) -> dict[str, jax.Ar
 
 
 def check_all_finite(plan: LoadPlan, tree: Mapping[Any, Any]) -> None:
-    """Checks the tensors of loaded weights, one at a time on the host.
+    """Checks the tensors of loaded weights where they are; those that are wrong come to the host.
 
     Raises:
         CheckpointError: Some have numbers that are NaN or infinite.
     """
     problems = Problems(plan.directory)
     for filled in plan.parameters:
-        for name, part in _parts(plan, filled, np.asarray(entry_at(tree, filled.weight.path))):
+        array = entry_at(tree, filled.weight.path)
+        if bool(jnp.isfinite(array).all()):
+            continue
+        for name, part in _parts(plan, filled, np.asarray(array)):
             if not np.isfinite(part).all():
                 problems.add(f"{name!r} has numbers that are NaN or infinite")
     problems.raise_if_any()

@@ -77,21 +77,25 @@ class DeviceMesh:
         )
 
     def put_shards(
-        self, shape: tuple[int, ...], dtype: Any, make: Callable[[int], np.ndarray]
+        self, shape: tuple[int, ...], dtype: Any, make: Callable[[int], Any]
     ) -> jax.Array:
         """Makes an array of which each device has a part, joined along the first axis.
 
         Args:
             shape: The shape of a part.
             dtype: The type.
-            make: Makes the part for the place of a device.
+            make: Makes the part for the place of a device, as an array of numpy or of JAX.
         """
         if self.size == 1:
             return self.put(make(0))
 
-        def part(index: tuple[slice, ...] | None) -> np.ndarray:
+        def part(index: tuple[slice, ...] | None) -> Any:
             assert index, "it has the axis that is divided"
-            return make((index[0].start or 0) // shape[0])
+            place = (index[0].start or 0) // shape[0]
+            made = make(place)
+            if isinstance(made, jax.Array):  # it does not come to the host
+                return jax.device_put(made, self.devices[place])
+            return made
 
         return jax.make_array_from_callback(
             (self.size * shape[0], *shape[1:]), self._along(0), part, dtype=dtype

@@ -115,8 +115,8 @@ def request_lines(
             plan = record
             if request_id in record.get("preempted", ()):
                 yield f"{place}preempted"
-        elif (
-            record["event"] in ("arrival", "snapshot") and request_id in walk.arrivals and not seen
+        elif (record["event"] == "arrival" and record["request_id"] == request_id) or (
+            record["event"] == "snapshot" and request_id in walk.arrivals
         ):
             seen = True
             yield f"{place}{_describe_arrival(walk.arrivals[request_id], is_late=record['event'] == 'snapshot')}"
@@ -236,6 +236,8 @@ def _describe_arrival(arrival: Record, *, is_late: bool) -> str:
     requested: Record = arrival.get("beam") or arrival.get("params") or {}
     parameters = ", ".join(f"{name}={value!r}" for name, value in requested.items())
     was_there = "was there when the log begins" if is_late else "arrived"
+    if "scored" in arrival and not is_late:
+        was_there = "goes on after it was aborted"
     return (
         f"{was_there}: {count(num_prompt_tokens(arrival), 'prompt token')}, seed "
         f"{arrival.get('seed')}" + (parameters and f", {parameters}")

@@ -15,6 +15,7 @@ from jaxpage.errors import (
     EngineFailed,
     NativeError,
     QueueFull,
+    RequestGone,
     ShuttingDown,
     WeightsReplaced,
 )
@@ -87,6 +88,8 @@ def refusal_of(error: Exception) -> ApiError | None:
             return ApiError(503, str(error), code="shutting_down", headers=RETRY_AFTER)
         case WeightsReplaced():
             return ApiError(503, str(error), code="weights_replaced", headers=RETRY_AFTER)
+        case RequestGone():
+            return ApiError(404, str(error), param="continue_from", code="request_not_found")
         case DeadlineExceeded():
             return ApiError(504, str(error))
         case EngineFailed():

@@ -1,4 +1,6 @@
-"""Pauses and resumes the steps of an engine, for POST /pause and POST /resume.
+"""Pauses and resumes the steps of an engine, aborts requests, and empties the prefix cache.
+
+The paths are POST /pause, /resume, /abort_requests and /reset_prefix_cache.
 
 The names of the paths and of their fields are vLLM's.
 """
@@ -14,8 +16,10 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from jaxpage.driver import AsyncDriver
+from jaxpage.engine import Engine
 from jaxpage.errors import ShuttingDown
 from jaxpage.serving.http.answers import json_answer
+from jaxpage.serving.http.api_keys import owner_of
 from jaxpage.serving.http.host_guard import check_origin
 from jaxpage.serving.wire.body import check_fields, parse_object
 from jaxpage.serving.wire.errors import ApiError
@@ -46,7 +50,7 @@ async def read_order(request: Request, known: set[str]) -> dict[str, Any]:
 def pause_routes(
     driver_of: Callable[[Mapping[str, Any]], AsyncDriver], naming: set[str]
 ) -> list[Route]:
-    """Returns the routes that pause and resume steps, and that tell whether they are paused.
+    """Returns the routes that pause and resume steps, tell whether they are paused, and abort.
 
     Args:
         driver_of: Returns the driver that an order is for, from its fields.
@@ -80,7 +84,25 @@ def pause_routes(
         check_fields(order, naming)
         return json_answer({"is_paused": driver_of(order).is_paused})
 
+    async def abort(request: Request) -> Response:
+        order = await read_order(request, {"request_ids", *naming})
+        ids = order.get("request_ids")
+        if not isinstance(ids, list) or not all(isinstance(name, str) for name in ids):
+            raise ApiError(
+                400, f"request_ids must be a list of strings, got {show(ids)}", param="request_ids"
+            )
+        owner = owner_of(request.scope)
+        number = await driver_of(order).abort_named({(owner, name) for name in ids})
+        return json_answer({"aborted": number})
+
+    async def reset(request: Request) -> Response:
+        order = await read_order(request, naming)
+        await driver_of(order).snapshot(Engine.reset_prefix_cache)
+        return json_answer({"status": "reset"})
+
     return [
+        Route("/reset_prefix_cache", reset, methods=["POST"]),
+        Route("/abort_requests", abort, methods=["POST"]),
         Route("/pause", pause, methods=["POST"]),
         Route("/resume", resume, methods=["POST"]),
         Route("/is_paused", tell),

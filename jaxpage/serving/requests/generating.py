@@ -26,6 +26,7 @@ from jaxpage.serving.http.answers import (
     to_api_error,
     whole_answer,
 )
+from jaxpage.serving.http.api_keys import owner_of
 from jaxpage.serving.http.loop_turns import LoopTurns, num_entries, portions
 from jaxpage.serving.metrics.metrics import ServerMetrics
 from jaxpage.serving.metrics.tracing import record_of
@@ -91,7 +92,7 @@ class Generating:
                 exchange = await open_exchange()
                 stream_of(scope).exchange = exchange
                 record.opened(exchange)
-                submitted = await self._submit(exchange, arrived)
+                submitted = await self._submit(exchange, arrived, owner_of(scope))
                 record.submitted(submitted)
         except DeadlineExceeded as error:
             raise self._failure_of(error) from error
@@ -112,16 +113,28 @@ class Generating:
             for handle in submitted:
                 handle.cancel()
 
-    async def _submit(self, exchange: Exchange, arrived: float) -> list[AwaitedHandle]:
+    async def _submit(self, exchange: Exchange, arrived: float, owner: str) -> list[AwaitedHandle]:
         if not exchange.prompts:
             return []
+        request_id = exchange.prompts[0].request_id
+        kept_as = None if request_id is None else (owner, request_id)
         try:
-            requests = await self._preparing.requests(exchange.prompts)
+            if exchange.prompts[0].continues:
+                aborted = await asyncio.wrap_future(self._driver.find_aborted(kept_as))
+                requests = [aborted]
+                _check_adapter(exchange, requests[0])
+                exchange.prompts[0] = exchange.prompts[0]._replace(params=requests[0].params)
+            else:
+                requests = await self._preparing.requests(exchange.prompts)
             if exchange.prompts[0].receipt:
                 await self._preparing.receipt(partial(self._receipts.check, requests))
             _check_prompt_logprobs(requests)
             return await self._driver.submit(
-                requests, stream=exchange.stream, name=exchange.id, arrived=arrived
+                requests,
+                stream=exchange.stream,
+                name=exchange.id,
+                arrived=arrived,
+                kept_as=kept_as,
             )
         except Exception as error:
             raise await make_refusal(error, exchange.refusal) from error
@@ -264,6 +277,18 @@ def _progress_of(chat: ChatAnswer, handle: AwaitedHandle, frame: Frame) -> bytes
     num_tokens = len(handle.request.token_ids)
     chunks = chat.progress_chunks(num_tokens, handle.num_computed_tokens, handle.metrics)
     return b"".join(map(frame, chunks))
+
+
+def _check_adapter(exchange: Exchange, request: PreparedRequest) -> None:
+    """Raises ApiError if a request is continued with another adapter than it began with."""
+    named = exchange.prompts[0].lora
+    if (named and named.lora_name) != (request.lora and request.lora.name):
+        raise ApiError(
+            400,
+            f"model: the request did not begin with {exchange.model!r}, and goes on with the "
+            "adapter that it had",
+            param="model",
+        )
 
 
 def _check_prompt_logprobs(requests: Sequence[PreparedRequest]) -> None:

@@ -59,7 +59,7 @@ class Answer:
         options = self._request.stream_options
         chunks = []
         for position, output in enumerate(delta.outputs):
-            check_finished(output, self._request, self._parameter_names)
+            self._check_finished(output)
             index = job_index * self._num_choices + output.index
             if index in self._ended:
                 continue
@@ -91,7 +91,7 @@ class Answer:
             self._usage.add(job_index, output)
             self._weights_version = max(self._weights_version, output.weights_version)
             for position, completion in enumerate(output.outputs):
-                check_finished(completion, self._request, self._parameter_names)
+                self._check_finished(completion)
                 choices.append(
                     self._choice(job_index * self._num_choices + completion.index, output, position)
                 )
@@ -99,6 +99,10 @@ class Answer:
         if self._request.receipt:
             response["receipt"] = outputs[0].receipt
         return response
+
+    def _check_finished(self, output: CompletionOutput) -> None:
+        """Raises the client's error for a sequence that the engine gave up."""
+        check_finished(output, self._request, self._parameter_names)
 
     def _stream_choices(
         self, index: int, job_index: int, delta: RequestOutput, position: int

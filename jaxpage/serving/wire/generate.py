@@ -15,13 +15,14 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import Field
 
-from jaxpage.outputs import Logprob, RequestOutput
+from jaxpage.outputs import CompletionOutput, Logprob, RequestOutput
 from jaxpage.serving.wire.answering import Answer
 from jaxpage.serving.wire.context import ModelContext
 from jaxpage.serving.wire.errors import ApiError, quotes
 from jaxpage.serving.wire.field_types import (
     Items,
     ModelName,
+    Name,
     RequestObject,
     TokenId,
     by_name,
@@ -35,6 +36,7 @@ from jaxpage.serving.wire.request_fields import GenerationRequest
 from jaxpage.serving.wire.sampling_request import sampling_params
 from jaxpage.serving.wire.thinking import Wish, budget_values
 from jaxpage.settings import field_table as table
+from jaxpage.settings.sampling_params import SamplingParams
 
 DEFAULT_MAX_TOKENS = 16
 Entry = dict[int, Logprob]
@@ -47,8 +49,10 @@ class RolloutRequest(RequestObject):
     known = by_name(*table.PARAMETERS, *OF_GENERATION, *OF_CHATS, *OF_ROLLOUTS, *REFUSED)
 
     model: ModelName
-    prompt_token_ids: Annotated[Items[TokenId], Field(min_length=1)]
+    prompt_token_ids: Annotated[Items[TokenId], Field(min_length=1)] | None = None
 
+    request_id: Name | None = None
+    continue_from: Name | None = None
     receipt: bool | None = None
 
     # What all requests that generate have.
@@ -61,6 +65,23 @@ class RolloutRequest(RequestObject):
 
         def __getattr__(self, name: str) -> Any:
             """Returns a parameter."""
+
+    def check(self) -> None:
+        """Raises ApiError for fields that do not go together."""
+        super().check()
+        if self.continue_from is None:
+            if self.prompt_token_ids is None:
+                raise ApiError(400, "prompt_token_ids is required", param="prompt_token_ids")
+            return
+        allowed = {"model", "continue_from", "user"}
+        for name in sorted(self.model_fields_set - allowed):
+            if getattr(self, name) is not None:
+                raise ApiError(
+                    400,
+                    f"{name} cannot be given with continue_from: the request goes on with the "
+                    "prompt, the parameters and the id that it had",
+                    param=name,
+                )
 
 
 class GenerateRequest(with_parameters("rollouts", RolloutRequest)):  # type: ignore[misc]
@@ -80,6 +101,16 @@ def open_generate(body: dict[str, Any], context: ModelContext) -> GenerateAnswer
         ApiError: The request is refused.
     """
     request, ignored = read(body, GenerateRequest, context)
+    if request.continue_from is not None:
+        goes_on = PromptRequest(
+            (),
+            SamplingParams(),
+            False,
+            context.adapter(request.model),
+            request_id=request.continue_from,
+            continues=True,
+        )
+        return GenerateAnswer(cast(GenerationRequest, request), context, [goes_on], ignored)
     num_samples = max(request.n or 1, request.best_of or 1)
     if num_samples > (most := context.limits.max_sequences):
         raise ApiError(400, f"n={num_samples} is more than {most} sequences at once", param="n")
@@ -99,6 +130,7 @@ def open_generate(body: dict[str, Any], context: ModelContext) -> GenerateAnswer
         False,
         context.adapter(request.model),
         receipt=bool(request.receipt),
+        request_id=request.request_id,
     )
     ignored += beyond_context(context, max_tokens=request.max_tokens) + idle
     return GenerateAnswer(cast(GenerationRequest, request), context, [prompt], ignored)
@@ -130,6 +162,8 @@ class GenerateAnswer(Answer):
         """Returns the response; see `Exchange`."""
         (output,) = outputs
         body = super().whole(outputs)
+        if (request_id := self.prompts[0].request_id) is not None:
+            body["request_id"] = request_id
         body["weights_version"] = output.weights_version
         if output.prompt_logprobs is not None:
             entries = cast(list[Entry], output.prompt_logprobs[1:])
@@ -137,9 +171,18 @@ class GenerateAnswer(Answer):
             body |= {f"prompt_{name}": array for name, array in arrays.items()}
         return body
 
+    def _check_finished(self, output: CompletionOutput) -> None:
+        if output.finish_reason != "abort":
+            super()._check_finished(output)
+
+    @property
+    def _params(self) -> SamplingParams:
+        """Returns the parameters, which a request that is continued had before."""
+        return cast(SamplingParams, self.prompts[0].params)
+
     @property
     def _num_top_of_prompt(self) -> int:
-        return self._request.prompt_logprobs or 0
+        return self._params.prompt_logprobs or 0
 
     def _choice(self, index: int, output: RequestOutput, position: int) -> dict[str, Any]:
         completion = output.outputs[position]
@@ -150,7 +193,7 @@ class GenerateAnswer(Answer):
         }
         if completion.logprobs is not None:
             entries = cast(list[Entry], completion.logprobs)
-            num_top = self._request.num_logprobs or 0
+            num_top = self._params.logprobs or 0
             choice |= _logprob_arrays(entries, completion.token_ids, num_top)
         if completion.num_kept is not None:
             choice["num_kept"] = array_body(np.array(completion.num_kept, np.int32))
@@ -199,7 +242,7 @@ _ARRAY = object_of(dtype=STRING, shape=list_of(INTEGER), data=STRING)
 _CHOICE = object_of(
     index=INTEGER,
     token_ids=list_of(INTEGER),
-    finish_reason={"enum": ["stop", "length"]},
+    finish_reason={"enum": ["stop", "length", "abort"]},
     cumulative_logprob={"type": ["number", "null"]},
 )
 _CHOICE["properties"] |= {
@@ -221,3 +264,4 @@ ROLLOUT = object_of(
 ROLLOUT["properties"] |= dict.fromkeys(
     ("prompt_logprobs", "prompt_top_token_ids", "prompt_top_logprobs"), _ARRAY
 )
+ROLLOUT["properties"]["request_id"] = STRING

@@ -23,6 +23,10 @@ class PromptRequest(NamedTuple):
         pictures: The pictures of the prompt, if it has any.
         vectors: The vectors that the prompt is, an array [T, D]; None if it is a text or token ids.
         receipt: True if the answer has a receipt.
+        request_id: The client's id for the request, which it may be continued by; None if it has
+            none.
+        continues: True if the aborted request of this id goes on. Then it has the prompt and the
+            parameters.
     """
 
     prompt: str | tuple[int, ...]
@@ -33,6 +37,8 @@ class PromptRequest(NamedTuple):
     pictures: RequestedPictures | None = None
     vectors: Any = None
     receipt: bool = False
+    request_id: str | None = None
+    continues: bool = False
 
 
 def prompts_of(prompts: Any) -> list[Any]:
