@@ -22,8 +22,8 @@ import pytest
 
 from jaxpage import LLM, AsyncLLM, BeamSearchParams, SamplingParams
 from jaxpage.decoding import SamplingStrategy
-from jaxpage.device.executables import Waiting
 from jaxpage.device.inputs.buckets import make_menu
+from jaxpage.device.waiting import Waiting
 from jaxpage.errors import (
     CapacityError,
     CheckpointError,

@@ -10,10 +10,9 @@ import contextlib
 import functools
 import logging
 import os
-import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,7 +20,6 @@ import jax
 import jax.monitoring
 import jax.numpy as jnp
 import numpy as np
-from tqdm import tqdm
 
 from jaxpage.device.compiler_options import compiler_options
 from jaxpage.device.drafters.drafter import DeviceDrafter, split_layers
@@ -33,6 +31,7 @@ from jaxpage.device.moving import gather_blocks, scatter_blocks
 from jaxpage.device.pages.kv_pages import KVPages, in_groups
 from jaxpage.device.steps import StepOptions, StepOutput, copy_step, model_step
 from jaxpage.device.stored_executables import Found, StoredExecutables, workspace_bytes
+from jaxpage.device.waiting import Waiting, run_all
 from jaxpage.settings.cuda_graphs import USUAL_GRAPHS, GraphSettings
 from pallas_kernels.compat import target_device
 from pallas_kernels.cpu.library import make_private
@@ -79,26 +78,6 @@ class CompiledStep(NamedTuple):
             parameters = {**parameters, "drafter": None}
         output, pages = self.executable(parameters, pages, packed, filled, *vectors)
         return output, pages + others
-
-
-class Waiting:
-    """Stands for an executable until it is made: by a thread in the background, or when it is used.
-
-    Args:
-        make: Loads or compiles the executable.
-    """
-
-    def __init__(self, make: Callable[[], Any]) -> None:
-        self._make = make
-        self._making = threading.Lock()
-        self._made: Any = None
-
-    def result(self) -> Any:
-        """Returns the executable; the first thread that asks makes it, and others wait for it."""
-        with self._making:
-            if self._made is None:
-                self._made = self._make()
-            return self._made
 
 
 class Executables:
@@ -165,7 +144,7 @@ class Executables:
         self._until_closed = contextlib.ExitStack()
         if first is None:
             with contextlib.nullcontext() if stored is None else stored.in_use():
-                entries = _run_all(
+                entries = run_all(
                     {key: functools.partial(_get, stored, job) for key, job in jobs.items()},
                     progress,
                 )
@@ -458,32 +437,6 @@ def _workspace_bytes(executable: Any) -> int:
     return (
         executable.workspace_bytes if isinstance(executable, Found) else workspace_bytes(executable)
     )
-
-
-def _run_all(
-    jobs: dict[Bucket | str, functools.partial[Any]], progress: bool
-) -> dict[Bucket | str, Any]:
-    """Runs all jobs on a few threads.
-
-    XLA compiles outside Python's lock, so threads help although tracing is serial.
-    """
-    table: dict[Bucket | str, Any] = {}
-    with (
-        ThreadPoolExecutor(min(len(jobs), os.cpu_count() or 1)) as pool,
-        tqdm(
-            total=len(jobs), desc="Compiling", unit="shape", disable=None if progress else True
-        ) as bar,
-    ):
-        futures = {pool.submit(job): key for key, job in jobs.items()}
-        try:
-            for future in as_completed(futures):
-                table[futures[future]] = future.result()
-                bar.set_postfix_str(str(futures[future]))
-                bar.update()
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
-    return table
 
 
 def use_compile_cache(directory: Path) -> bool:

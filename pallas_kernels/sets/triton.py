@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import importlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -308,10 +307,16 @@ def _operation(module: str, name: str) -> Callable[..., Any]:
     """Returns an operation of a module of `pallas_kernels.triton`, imported at the first call."""
 
     def call(*arguments: Any, **options: Any) -> Any:
-        operations = importlib.import_module(f"pallas_kernels.triton.{module}")
-        return getattr(operations, name)(*arguments, **options)
+        return getattr(_operations()[module], name)(*arguments, **options)
 
     return call
+
+
+@functools.cache
+def _operations() -> dict[str, Any]:
+    from pallas_kernels.triton import move, product, select, write
+
+    return {"move": move, "product": product, "select": select, "write": write}
 
 
 SET = KernelSet(

@@ -2,14 +2,14 @@
 
 transformers decides what the files of a tokenizer mean, and takes a second to import. Here its
 decision is kept: the tokenizer as tokenizer.json has it, and the few facts next to it. The key is
-the contents of all files that transformers may read, and the versions of the libraries.
+the contents of all files that transformers may read, the versions of the libraries, and the code
+of this room.
 """
 
 from __future__ import annotations
 
 import functools
 import hashlib
-import importlib.metadata
 import json
 import logging
 import os
@@ -21,11 +21,11 @@ from typing import Any, NamedTuple
 
 from tokenizers import Tokenizer
 
-from jaxpage import __version__
 from jaxpage.checkpoints.files import has_file
 from jaxpage.checkpoints.gguf.header import is_gguf
 from jaxpage.private_files import make_private, open_private
 from jaxpage.user_cache import user_cache
+from jaxpage.versions import package_version
 
 logger = logging.getLogger(__name__)
 
@@ -195,8 +195,10 @@ def _files(directory: Path) -> Iterator[Path]:
 @functools.cache
 def _surroundings() -> tuple[Any, ...]:
     """Returns what the meaning of a tokenizer's files depends on besides the files."""
-    versions = [importlib.metadata.version(name) for name in ("transformers", "tokenizers")]
-    return __version__, versions, [find_spec(name) is not None for name in _OPTIONAL]
+    code = b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py")))
+    versions = [package_version(name) for name in ("transformers", "tokenizers")]
+    optional = [find_spec(name) is not None for name in _OPTIONAL]
+    return hashlib.sha256(code).hexdigest(), versions, optional
 
 
 def _read(path: Path) -> tuple[Tokenizer, Facts] | None:
