@@ -98,8 +98,9 @@ def engine_for_one(
 ) -> LLM:
     """Returns an engine for one text at a time.
 
-    By default it has no shape that only several sequences would use. It is ready before all shapes
-    are compiled: those of the first steps come first, and others when a step asks for them.
+    By default it has no shape that only several sequences would use. Without speculation it is
+    ready before all shapes are compiled: those of the first steps come first, and others when a
+    step asks for them.
 
     Args:
         arguments: The command line.
@@ -124,7 +125,9 @@ def engine_for_one(
         except Exception:  # The engine says what is wrong with the prompt.
             return []
 
-    return engine(config, quiet=arguments.quiet, verbose=arguments.verbose, first=first)
+    # Speculation may measure all shapes before the first step.
+    early = first if config.speculative_config is None else None
+    return engine(config, quiet=arguments.quiet, verbose=arguments.verbose, first=early)
 
 
 def engine(
