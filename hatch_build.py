@@ -1,6 +1,9 @@
-"""Builds the kernels for CPUs into a wheel, for all instruction sets of this kind of machine, where JAXPAGE_BUILD_KERNELS=1 asks for it.
+"""Builds the kernels for CPUs into a wheel, for all instruction sets of this kind of machine.
 
-Without it the wheel is pure Python and the kernels are compiled at the first use: an installation needs no compiler and no JAX to build.
+`pip install .` does so where there is a C++ compiler. Where it cannot, the wheel is pure Python,
+a warning says why (pip shows it with -v), and the kernels are compiled at the first use.
+JAXPAGE_BUILD_KERNELS=1 makes an error of what prevents it, for wheels that are published;
+JAXPAGE_BUILD_KERNELS=0 builds a wheel of pure Python, which needs no JAX to build.
 """
 
 from __future__ import annotations
@@ -15,27 +18,34 @@ from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
-WANTED = os.environ.get("JAXPAGE_BUILD_KERNELS") == "1"
+CHOICE = os.environ.get("JAXPAGE_BUILD_KERNELS", "")
+if CHOICE not in ("", "0", "1"):
+    raise ValueError(f"JAXPAGE_BUILD_KERNELS={CHOICE!r}: it may be 0 or 1, or not set")
 
 
 class Kernels(BuildHookInterface):
     def dependencies(self) -> list[str]:
         """Returns what the build needs: the oldest JAX that jaxpage allows, whose headers of XLA newer ones accept."""
-        return ["jax>=0.10,<0.11"] if WANTED else []
+        if CHOICE == "0" or (CHOICE == "" and self._lacks_compiler() is not None):
+            return []
+        return ["jax>=0.10,<0.11"]
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
-        if not WANTED or version == "editable":
+        if CHOICE == "0" or version == "editable":
             return
-        import jax  # there only when it is needed
-
-        how = runpy.run_path(str(Path(self.root) / "pallas_kernels" / "cpu" / "build.py"))
-        on_arm = platform.machine() in ("aarch64", "arm64")
-        sets = how["ARM"] if on_arm else {name: flags for name, (_, flags) in how["X86"].items()}
         self._directory = tempfile.TemporaryDirectory()
-        for name, flags in sets.items():
-            path = Path(self._directory.name) / f"{name}.so"
-            how["build"](path, how["SOURCES"], how["options"](name, flags, jax.ffi.include_dir()))
-            build_data["force_include"][str(path)] = f"pallas_kernels/cpu/prebuilt/{name}.so"
+        try:
+            libraries = self._build(Path(self._directory.name))
+        except Exception as error:
+            self._directory.cleanup()
+            if CHOICE == "1":
+                raise
+            self.app.display_warning(
+                f"The kernels for CPUs are not in the wheel, but compiled at the first use: {error}"
+            )
+            return
+        for path in libraries:
+            build_data["force_include"][str(path)] = f"pallas_kernels/cpu/prebuilt/{path.name}"
         build_data["pure_python"] = False
         # A Python for both kinds of Macs says universal2; the kernels are those of this machine alone.
         system = sysconfig.get_platform().replace("universal2", platform.machine())
@@ -44,3 +54,36 @@ class Kernels(BuildHookInterface):
     def finalize(self, version: str, build_data: dict[str, Any], artifact_path: str) -> None:
         if hasattr(self, "_directory"):
             self._directory.cleanup()
+
+    def _how(self) -> dict[str, Any]:
+        """Returns the names of the module that compiles the kernels, which needs no JAX."""
+        return runpy.run_path(str(Path(self.root) / "pallas_kernels" / "cpu" / "build.py"))
+
+    def _lacks_compiler(self) -> str | None:
+        """Returns why nothing can be compiled here, or None."""
+        try:
+            self._how()["compiler"]()
+        except RuntimeError as error:
+            return str(error)
+        return None
+
+    def _build(self, directory: Path) -> list[Path]:
+        """Compiles the kernels into a directory, and returns the libraries.
+
+        Raises:
+            RuntimeError: There is no compiler, or it failed.
+            ImportError: There is no JAX.
+        """
+        if reason := self._lacks_compiler():
+            raise RuntimeError(reason)
+        import jax  # there only when it is needed
+
+        how = self._how()
+        on_arm = platform.machine() in ("aarch64", "arm64")
+        sets = how["ARM"] if on_arm else {name: flags for name, (_, flags) in how["X86"].items()}
+        libraries = []
+        for name, flags in sets.items():
+            path = directory / f"{name}.so"
+            how["build"](path, how["SOURCES"], how["options"](name, flags, jax.ffi.include_dir()))
+            libraries.append(path)
+        return libraries

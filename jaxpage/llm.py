@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import queue
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self, Unpack
 
 import jax
@@ -13,6 +13,7 @@ from tqdm import tqdm
 
 from jaxpage.assembly import Built, Hooks
 from jaxpage.checkpoints.in_memory import ModelConfig, Parameters
+from jaxpage.device.inputs import Bucket, BucketMenu
 from jaxpage.driver import (
     DrivenModel,
     Driver,
@@ -76,6 +77,10 @@ class LLM(DrivenModel):
         start: Start the engine's thread. Without it a call takes the steps that it waits for
             itself, and no step runs between calls. This is for tests and measurements
             that step by hand; the calls must come from one thread at a time.
+        first: Chooses, of the shapes of steps, those that are compiled in the background, the first
+            ones first. The LLM is ready before that, and other shapes are compiled when a step asks
+            for them. This is for programs of one text, such as `jaxpage generate`. None compiles
+            every shape in the constructor.
         settings: The other fields of `EngineConfig`, by name.
 
     Raises:
@@ -94,10 +99,11 @@ class LLM(DrivenModel):
         use_tqdm: bool = True,
         verbose: bool | None = None,
         start: bool = True,
+        first: Callable[[BucketMenu], Sequence[Bucket]] | None = None,
         **settings: Unpack[LLMSettings],
     ):
         config = engine_config(model, settings)
-        hooks = Hooks(progress=use_tqdm, verbose=verbose)
+        hooks = Hooks(progress=use_tqdm, verbose=verbose, first=first)
         self._use(config, open_engine(config, hooks), start=start, progress=use_tqdm)
 
     def _use(

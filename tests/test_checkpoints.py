@@ -46,7 +46,8 @@ from jaxpage.checkpoints.fitting import check_weights
 from jaxpage.checkpoints.loading import load_sharded
 from jaxpage.checkpoints.opening import weights_bytes
 from jaxpage.checkpoints.safetensors_files import SINGLE
-from jaxpage.checkpoints.tokenizers.tokenizer_files import ends_of_text, load_tokenizer
+from jaxpage.checkpoints.tokenizers.model_tokenizer import ends_of_text
+from jaxpage.checkpoints.tokenizers.tokenizer_files import load_tokenizer
 from jaxpage.errors import CheckpointError, ConfigError, ModelNotFoundError
 from jaxpage.models.base import abstract_model, model_weights
 from jaxpage.models.registry import load_family

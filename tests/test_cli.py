@@ -21,6 +21,8 @@ import pytest
 
 import jaxpage.llm
 from jaxpage import __version__, cli
+from jaxpage.checkpoints.finding.resolve import DEMO
+from jaxpage.checkpoints.tokenizers.stored_tokenizers import open_tokenizer
 from jaxpage.cli import doctor
 from jaxpage.cli.foreign_commands import ANSWERS
 from jaxpage.cli.parsers import make_parser
@@ -725,8 +727,21 @@ def test_the_first_command_of_the_readme():
     quoted = " ".join(
         line.removeprefix(">").strip() for line in readme.splitlines() if line.startswith(">")
     )
-    result = process("generate", "Once upon a time", "--echo")
+    open_tokenizer(DEMO)  # as an earlier start would, so that this one needs no transformers
+    code = (
+        "import sys\nfrom jaxpage.cli import main\n"
+        "status = main(['generate', 'Once upon a time', '--echo'])\n"
+        "print(sorted(sys.modules))\nsys.exit(status)"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=600, check=False
+    )
     assert result.returncode == 0, result.stderr
+    loaded = set(ast.literal_eval(result.stdout.splitlines()[-1]))
+    assert {"jax", "flax.nnx", "tokenizers"} <= loaded
+    heavy = ("transformers", "torch", "prompt_toolkit", "jinja2", "orbax.checkpoint")
+    later = ("jax.experimental.pallas", "uvicorn", "starlette", "huggingface_hub", "PIL", "gguf")
+    assert not loaded & {*heavy, *later}
     assert len(quoted) > 100 and " ".join(result.stdout.split()).startswith(quoted)
     assert "200 tokens" in result.stderr and "generation_config.json" in result.stderr
     assert len(result.stderr.splitlines()) == 2, f"no table, no warnings: {result.stderr}"

@@ -5,10 +5,12 @@ from __future__ import annotations
 import itertools
 import os
 import re
+import runpy
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import jax
@@ -589,6 +591,67 @@ def test_a_library_of_the_wheel_is_used_and_a_damaged_one_is_not(tmp_path: Path)
             f"{name}.so cannot be used: the file is damaged" in done.stderr
             and "/bin/false failed" in done.stdout
         )
+
+
+@pytest.fixture
+def build_hook(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Makes the hook of a wheel as hatchling would, which is not installed here; with it come the warnings."""
+
+    def make(choice: str | None, compiler: str) -> tuple[Any, list[str]]:
+        said: list[str] = []
+        interface: Any = ModuleType("interface")
+        app = SimpleNamespace(display_warning=said.append)
+        interface.BuildHookInterface = type("Hook", (), {"root": str(ROOT), "app": app})
+        parts = ["hatchling", "builders", "hooks", "plugin", "interface"]
+        for end in range(1, len(parts)):
+            name = ".".join(parts[:end])
+            monkeypatch.setitem(sys.modules, name, ModuleType(name))
+        monkeypatch.setitem(sys.modules, ".".join(parts), interface)
+        monkeypatch.delenv("JAXPAGE_BUILD_KERNELS", raising=False)
+        if choice is not None:
+            monkeypatch.setenv("JAXPAGE_BUILD_KERNELS", choice)
+        monkeypatch.setenv("CXX", compiler)
+        return runpy.run_path(str(ROOT / "hatch_build.py"))["Kernels"](), said
+
+    return make
+
+
+def test_an_installation_compiles_the_kernels_or_says_why_not(
+    build_hook: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def data() -> dict[str, Any]:
+        return {"force_include": {}, "pure_python": True}
+
+    hook, said = build_hook(None, "/bin/true")
+    assert hook.dependencies() == ["jax>=0.10,<0.11"]
+    monkeypatch.setattr(type(hook), "_build", lambda self, directory: [tmp_path / "avx2.so"])
+    hook.initialize("standard", built := data())
+    hook.finalize("standard", built, "")
+    assert built["force_include"] == {
+        str(tmp_path / "avx2.so"): "pallas_kernels/cpu/prebuilt/avx2.so"
+    }
+    assert built["tag"].startswith("py3-none-") and not built["pure_python"] and not said
+    hook.initialize("editable", edited := data())
+    assert edited == data()
+
+    hook, said = build_hook(None, "/bin/false")
+    hook.initialize("standard", built := data())
+    assert built == data(), "a wheel of pure Python"
+    assert len(said) == 1 and said[0].endswith("at the first use: /bin/false failed: exit status 1")
+    hook, _ = build_hook("1", "/bin/false")
+    with pytest.raises(RuntimeError, match="/bin/false failed"):
+        hook.initialize("standard", data())
+
+    # Without a compiler nothing is downloaded for a build, unless the kernels must be there.
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    for choice, needs in ((None, []), ("0", []), ("1", ["jax>=0.10,<0.11"])):
+        hook, said = build_hook(choice, "")
+        assert hook.dependencies() == needs
+        if choice != "1":
+            hook.initialize("standard", built := data())
+            assert built == data() and len(said) == (choice is None)
+    with pytest.raises(ValueError, match="JAXPAGE_BUILD_KERNELS='yes': it may be 0 or 1"):
+        build_hook("yes", "")
 
 
 def test_a_damaged_library_of_the_cache_is_compiled_again(

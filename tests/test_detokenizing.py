@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,14 @@ from tokenizers import AddedToken, Tokenizer, decoders, models
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 import jaxpage
+from jaxpage.checkpoints.tokenizers.stored_tokenizers import StoredTokenizer, open_tokenizer
+from jaxpage.checkpoints.tokenizers.tokenizer_files import load_tokenizer
 from jaxpage.engine.text import StreamDetokenizer
 from jaxpage.outputs import Logprob
+from jaxpage.receipts.hashing import hash_tokenizer
 from jaxpage.serving.wire.logprobs import TextOffsets, TokenTexts, chat_logprobs
-from tests.support.tokenizers import byte_letters
+from tests.support.encoders import word_tokenizer
+from tests.support.tokenizers import byte_letters, write_tokenizer
 
 TOKENIZER = AutoTokenizer.from_pretrained(Path(jaxpage.__file__).parent / "demo")
 BYTES = {byte: TOKENIZER.convert_tokens_to_ids(letter) for byte, letter in byte_letters().items()}
@@ -268,3 +273,113 @@ def test_the_second_token_of_an_answer_begins_after_the_space_of_the_first():
     word, letter = tokenizer.convert_tokens_to_ids(["\u2581a", "a"])
     places = TextOffsets(tokenizer, prompt_token_ids=[letter])
     assert [places.after(token_id, "a") for token_id in (word, letter)] == [0, 2]
+
+
+# What tokenizer_config.json may say of the demo's tokenizer.json, and whether `tokenizers` alone does the same.
+CONFIGS = {
+    "as it is": ({}, True),
+    "with BOS": ({"bos_token": "<s>", "add_bos_token": True}, True),
+    "of a class that makes its parts": ({"tokenizer_class": "Qwen2Tokenizer"}, True),
+    "of GPT-2": ({"tokenizer_class": "GPT2Tokenizer"}, True),
+    "that has two templates": ({"chat_template": {"default": "{{ 1 }}", "tool_use": "x"}}, True),
+    "that removes spaces": (
+        {
+            "clean_up_tokenization_spaces": True,
+            "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output": True,
+        },
+        False,
+    ),
+    "that cuts special tokens": ({"split_special_tokens": True}, False),
+}
+MARKS = ("<|endoftext|>", "<s>", "[CLS]", "<|end|>", " .", "\u2581", "12", "e\u0301", "\r\n")
+
+
+def agree(stored: Any, whole: Any) -> None:
+    """In all that a start asks for, and in texts."""
+    assert stored.get_vocab() == whole.get_vocab() and len(stored) == len(whole)
+    for name in ("eos_token_id", "all_special_ids", "chat_template"):
+        assert getattr(stored, name) == getattr(whole, name)
+    assert hash_tokenizer(stored) == hash_tokenizer(whole)
+
+    @settings(max_examples=30)
+    @given(
+        st.lists(st.one_of(st.text(max_size=5), st.sampled_from(MARKS)), max_size=4).map("".join),
+        st.lists(st.integers(0, len(whole) - 1), max_size=8),
+        st.booleans(),
+    )
+    def same(text, token_ids, flag):
+        for texts in (text, [text, "a"]):
+            assert ids_or_error(stored, texts, flag) == ids_or_error(whole, texts, flag)
+        text = whole.decode(token_ids, skip_special_tokens=flag)
+        assert stored.decode(token_ids, skip_special_tokens=flag) == text
+
+    same()
+
+
+def ids_or_error(tokenizer: Any, texts: Any, adds: bool) -> Any:
+    try:
+        return tokenizer(texts, add_special_tokens=adds)["input_ids"]
+    except Exception as error:  # such as that of a vocabulary that has no token for other words
+        return str(error)
+
+
+def open_twice(directory: Path) -> tuple[Any, Any]:
+    """What a second start opens, and the tokenizer of transformers, which the first one opened."""
+    first = open_tokenizer(directory)
+    assert not isinstance(first, StoredTokenizer)
+    return open_tokenizer(directory), first
+
+
+@pytest.mark.parametrize("name", [*VOCABULARIES, "words of BERT", "demo", "demo_vision"])
+def test_a_stored_tokenizer_is_that_of_transformers(name, tmp_path, monkeypatch):
+    monkeypatch.setenv("JAXPAGE_CACHE_DIR", str(tmp_path / "cache"))
+    directory = Path(jaxpage.__file__).parent / name
+    if not name.startswith("demo"):
+        directory = tmp_path / "model"
+        (word_tokenizer() if name == "words of BERT" else VOCABULARIES[name]).save_pretrained(
+            directory
+        )
+    again, whole = open_twice(directory)
+    # Decoders that are not BPE's lose spaces before full stops, as this setting of old wants it.
+    assert isinstance(again, StoredTokenizer) == (not whole.clean_up_tokenization_spaces)
+    agree(again, load_tokenizer(directory))
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_tokenizer_that_asks_for_more_is_left_to_transformers(name, tmp_path, monkeypatch):
+    monkeypatch.setenv("JAXPAGE_CACHE_DIR", str(tmp_path / "cache"))
+    config, is_plain = CONFIGS[name]
+    directory = tmp_path / "model"
+    TOKENIZER.save_pretrained(directory)
+    path = directory / "tokenizer_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **config}))
+    again, whole = open_twice(directory)
+    assert isinstance(again, StoredTokenizer) == is_plain
+    agree(again, load_tokenizer(directory))
+    if is_plain:
+        # Everything else is that of transformers, which is loaded for it.
+        assert again.pad_token_id == whole.pad_token_id and again("a", "b") == whole("a", "b")
+        assert type(again.whole) is type(whole) and again.whole is again.whole
+
+
+def test_a_stored_tokenizer_follows_its_files(tmp_path, monkeypatch, caplog):
+    cache = tmp_path / "cache"
+    monkeypatch.setenv("JAXPAGE_CACHE_DIR", str(cache))
+    directory = write_tokenizer(tmp_path / "model", template="{% if %}")
+    again, _ = open_twice(directory)
+    assert isinstance(again, StoredTokenizer) and again.chat_template == "{% if %}"
+    warnings = [text for text in caplog.messages if "does not parse" in text]
+    assert len(warnings) == 2 and len(set(warnings)) == 1, "each start says so"
+    # Other files are another tokenizer, and a file that was changed or renamed is none.
+    write_tokenizer(directory, special=("<|stop|>",))
+    again, _ = open_twice(directory)
+    assert "<|stop|>" in again.get_vocab() and "<|end|>" not in again.get_vocab()
+    first, second = sorted((cache / "tokenizers").iterdir(), key=lambda file: file.stat().st_mtime)
+    assert first.stat().st_mode & 0o077 == 0
+    for change in (lambda: first.replace(second), lambda: second.write_bytes(b"")):
+        change()
+        again, _ = open_twice(directory)
+        assert isinstance(again, StoredTokenizer) and "<|stop|>" in again.get_vocab()
+    # Where nothing can be kept, transformers loads it each time.
+    monkeypatch.setenv("JAXPAGE_CACHE_DIR", "/dev/null")
+    assert not isinstance(open_twice(directory)[0], StoredTokenizer)

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import jax.monitoring
@@ -22,6 +23,7 @@ import pytest
 from jaxpage import LLM, AsyncLLM, BeamSearchParams, SamplingParams
 from jaxpage.decoding import SamplingStrategy
 from jaxpage.device.inputs.buckets import make_menu
+from jaxpage.device.waiting import Waiting
 from jaxpage.errors import (
     CapacityError,
     CheckpointError,
@@ -68,6 +70,51 @@ def prompts_of(*lengths, seed=0):
 
 def one(llm, prompt, params):
     return llm.generate(prompt, params, use_tqdm=False)[0].outputs[0]
+
+
+def test_an_engine_for_one_text_compiles_what_its_steps_ask_for(llm, directory):
+    """And draws the tokens of an engine that compiles every shape before it is ready."""
+    short, long = prompts_of(4, 40)
+    settings = {"num_blocks": 33, "at_start": True, "first": lambda menu: menu.of_one_text(4)}
+    with make_llm(directory, **settings) as other:
+        table = other._engine.runner.executables._table
+
+        def used():
+            return {key for key, entry in table.items() if not isinstance(entry, Waiting)}
+
+        assert not used()
+        assert one(other, short, GREEDY) == one(llm, short, GREEDY)
+        assert used() == {*other._engine.builder.menu.of_one_text(4)}
+        assert one(other, long, GREEDY) == one(llm, long, GREEDY)
+        assert used() < table.keys(), "no block was copied"
+
+
+def test_the_shapes_of_one_text_are_those_of_its_first_steps():
+    menu = make_menu(2, 256, num_drafts=(3,), max_verified_tokens=8, num_steps=4)
+    for num_tokens, largest in ((5, 64), (64, 64), (65, 128), (256, 256), (1000, 256)):
+        prompt, *others = menu.of_one_text(num_tokens)
+        assert prompt.num_tokens == largest and prompt.max_query_len > 1
+        assert others == [menu.decode[0], menu.multi_step[0], menu.verify[0]]
+    assert menu.of_one_text(1) == [menu.decode[0], menu.multi_step[0], menu.verify[0]]
+    assert {*menu.of_one_text(5)} < {*menu.by_first_use()} == {*menu.buckets}
+
+
+def test_what_is_waited_for_is_made_once_however_many_ask():
+    """If it fails, whoever asks next tries again."""
+    made = []
+
+    def make():
+        made.append(threading.get_ident())
+        if len(made) == 1:
+            raise RuntimeError("the first time")
+        return object()
+
+    waiting = Waiting(make)
+    with pytest.raises(RuntimeError, match="the first time"):
+        waiting.result()
+    with ThreadPoolExecutor(4) as pool:
+        results = {*pool.map(lambda _: waiting.result(), range(8))}
+    assert len(results) == 1 and len(made) == 2
 
 
 def test_of_several_prompts_the_refused_one_has_its_number(llm):

@@ -149,10 +149,10 @@ def assemble(opened: Opened, spec: EngineSpec, compiled: Compiled, hooks: Hooks)
         hooks.before_steps(spec)
     if (controller := getattr(engine.speculator, "controller", None)) is not None:
         measure_costs(engine.builder, engine.runner, controller)
-    scratch_bytes = mesh.num_bytes_of_device(compiled.pages) - spec.memory.pool_bytes
-    workspace_bytes = compiled.executables.workspace_bytes() + scratch_bytes
-    spec = replace(spec, memory=replace(spec.memory, workspace_bytes=workspace_bytes))
-    hooks.show([_of_cache(spec.memory, compiled.executables)])
+    if (workspace_bytes := compiled.executables.workspace_bytes()) is not None:
+        workspace_bytes += mesh.num_bytes_of_device(compiled.pages) - spec.memory.pool_bytes
+        spec = replace(spec, memory=replace(spec.memory, workspace_bytes=workspace_bytes))
+        hooks.show([_of_cache(spec.memory, compiled.executables)])
     return Built(engine, tokenizer, opened.sampling_defaults, spec, files)
 
 

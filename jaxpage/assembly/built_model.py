@@ -10,6 +10,7 @@ import jax
 from jaxpage.assembly.assembling import Built
 from jaxpage.assembly.model_weights import check_replaceable, checkpoint_parts
 from jaxpage.checkpoints.in_memory import name_parameters
+from jaxpage.checkpoints.tokenizers import whole_tokenizer
 from jaxpage.engine.calls import (
     chat_prompt,
     check_token_ids,
@@ -23,7 +24,7 @@ class BuiltModel:
 
     def _use(self, config: EngineConfig, built: Built) -> None:
         self.config = config
-        self.tokenizer = built.tokenizer
+        self._tokenizer = built.tokenizer
         self.spec = built.spec
         self.memory = built.memory
         # The sampling parameters of the model's generation_config.json.
@@ -62,11 +63,20 @@ class BuiltModel:
             UnsupportedError: A message has a picture, and the model takes none.
             TypeError: The messages are no list of dicts.
         """
-        if self.tokenizer is None or not getattr(self.tokenizer, "chat_template", None):
+        if self._tokenizer is None or not getattr(self._tokenizer, "chat_template", None):
             raise ValueError(f"The model {self.config.model!r} has no chat template; use generate")
         return chat_prompt(
-            self.tokenizer, messages, tools, chat_template_kwargs or {}, self._pictures
+            self._tokenizer, messages, tools, chat_template_kwargs or {}, self._pictures
         )
+
+    @property
+    def tokenizer(self) -> Any:
+        """Returns the tokenizer of transformers, or None if the model has none."""
+        return whole_tokenizer(self._tokenizer)
+
+    @tokenizer.setter
+    def tokenizer(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
 
     def get_tokenizer(self) -> Any:
         """Returns the tokenizer of transformers, or None if the model has none."""
@@ -83,10 +93,10 @@ class BuiltModel:
             TypeError: The token ids are no list of integers.
             ValueError: The model has no tokenizer, or has no such id.
         """
-        if self.tokenizer is None:
+        if self._tokenizer is None:
             raise ValueError(f"The model {self.config.model!r} has no tokenizer")
         checked = check_token_ids(token_ids, self.spec.vocab_size)
-        return str(self.tokenizer.decode(checked, skip_special_tokens=skip_special_tokens))
+        return str(self._tokenizer.decode(checked, skip_special_tokens=skip_special_tokens))
 
     def default_sampling_params(self, **overrides: Any) -> SamplingParams:
         """Returns the sampling parameters of the model's generation_config.json.

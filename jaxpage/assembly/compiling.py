@@ -97,6 +97,7 @@ def compile_steps(opened: Opened, spec: EngineSpec, hooks: Hooks) -> Compiled:
             target_only=drafting.may_be_off,
             stored=open_stored_executables(mesh),
             further=further,
+            first=hooks.first,
             progress=hooks.progress,
         )
     except NotImplementedError as refusal:  # the message has every backend's reason

@@ -16,7 +16,7 @@ from jaxpage.assembly.planning.vectors import VisionPart, vector_input
 from jaxpage.assembly.sampling_defaults import read_sampling_defaults
 from jaxpage.checkpoints import ModelFiles, list_names, open_model, read_embedding_files
 from jaxpage.checkpoints.finding import resolve_model, resolve_tokenizer
-from jaxpage.checkpoints.tokenizers import load_tokenizer
+from jaxpage.checkpoints.tokenizers import open_tokenizer
 from jaxpage.device import compile_cache_directory, use_compile_cache
 from jaxpage.device.hardware import DeviceMesh, DeviceSpec, choose_backend, make_mesh, open_devices
 from jaxpage.errors import CheckpointError, ConfigError, UnsupportedError
@@ -190,7 +190,7 @@ def _tokenizer(requested: str | None, files: ModelFiles) -> Any | None:
         CheckpointError: It has no files, or does not fit the model.
     """
     directory = resolve_tokenizer(requested) if requested else files.directory
-    tokenizer = load_tokenizer(directory)
+    tokenizer = open_tokenizer(directory)
     if tokenizer is None:
         if requested:
             raise CheckpointError(

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from jaxpage.assembly.planning.engine_spec import EngineSpec
+from jaxpage.device.inputs import Bucket, BucketMenu
 from jaxpage.engine import EngineParts
 
 PHASES = (
@@ -29,6 +30,9 @@ class Hooks:
         phase: Is called with each of `PHASES` when it begins.
         planned: Is called with the specification before anything is loaded, and returns settings
             with which the engine is planned again.
+        first: Chooses the shapes of steps that are compiled in the background, in this order, while
+            the others are compiled when a step asks for them. None compiles all before the engine
+            is ready.
         before_steps: Is called with the specification before any step runs; the first steps are
             those that are measured for speculation.
         parts: Parts that replace the engine's own, for instance in a replay.
@@ -38,6 +42,7 @@ class Hooks:
     verbose: bool | None = None
     phase: Callable[[str], None] = lambda name: None
     planned: Callable[[EngineSpec], Mapping[str, int]] | None = None
+    first: Callable[[BucketMenu], Sequence[Bucket]] | None = None
     before_steps: Callable[[EngineSpec], None] | None = None
     parts: EngineParts = field(default_factory=EngineParts)
 

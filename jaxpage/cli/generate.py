@@ -18,7 +18,6 @@ from jaxpage.cli.resolving import (
     say,
     teller,
 )
-from jaxpage.cli.wrapping import Wrapper
 from jaxpage.errors import UsageError
 from jaxpage.outputs import RequestMetrics, RequestOutput
 from jaxpage.receipts import write_receipt
@@ -52,7 +51,7 @@ def generate(arguments: argparse.Namespace) -> int:
     path = arguments.receipt
     if path is not None and os.path.lexists(path):
         raise UsageError(f"--receipt {path}: the file exists already")
-    with engine_for_one(arguments) as llm:
+    with engine_for_one(arguments, prompt=prompt) as llm:
         params = _with_model_defaults(llm, sampling, tell)
         with refusals():
             chunks = llm.stream(prompt, params, receipt=path is not None)
@@ -95,7 +94,11 @@ def print_stream(
     Returns:
         The last chunk.
     """
-    wrapper = Wrapper(shutil.get_terminal_size().columns) if sys.stdout.isatty() else None
+    wrapper = None
+    if sys.stdout.isatty():
+        from jaxpage.cli.wrapping import Wrapper
+
+        wrapper = Wrapper(shutil.get_terminal_size().columns)
 
     def show(text: str) -> None:
         print(text if wrapper is None else wrapper.feed(text), end="", flush=True)

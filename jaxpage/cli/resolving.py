@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from jaxpage.cli.flags import engine_settings, sampling_settings, server_settings
@@ -19,6 +19,7 @@ from jaxpage.settings.sampling_params import SamplingParams
 from jaxpage.settings.sources import BUILT_IN, Resolved, ResolvedConfig, resolve_config
 
 if TYPE_CHECKING:
+    from jaxpage.device.inputs import Bucket, BucketMenu
     from jaxpage.llm import LLM
 
 DEFAULT_MAX_TOKENS = 200
@@ -92,13 +93,18 @@ def resolve_both_settings(
     return resolve_both(file or arguments.config, *explicit, overrides_origin="command line")
 
 
-def engine_for_one(arguments: argparse.Namespace, *, chats: bool = False) -> LLM:
+def engine_for_one(
+    arguments: argparse.Namespace, *, prompt: str | None = None, chats: bool = False
+) -> LLM:
     """Returns an engine for one text at a time.
 
-    By default it compiles no shape that only several sequences would use.
+    By default it has no shape that only several sequences would use. Without speculation it is
+    ready before all shapes are compiled: those of the first steps come first, and others when a
+    step asks for them.
 
     Args:
         arguments: The command line.
+        prompt: The prompt, if it is the only one; None compiles all shapes in the background.
         chats: The model needs a chat template.
 
     Raises:
@@ -109,18 +115,36 @@ def engine_for_one(arguments: argparse.Namespace, *, chats: bool = False) -> LLM
     config = settings.config
     if settings.origins["max_num_seqs"] == BUILT_IN:
         config = config.replace(max_num_seqs=1)
-    _check_text(config, chats=chats)
-    return engine(config, quiet=arguments.quiet, verbose=arguments.verbose)
+    tokenizer = _check_text(config, chats=chats)
+
+    def first(menu: BucketMenu) -> list[Bucket]:
+        if prompt is None:
+            return menu.by_first_use()
+        try:
+            return menu.of_one_text(len(tokenizer(prompt)["input_ids"]))
+        except Exception:  # The engine says what is wrong with the prompt.
+            return []
+
+    # Speculation may measure all shapes before the first step.
+    early = first if config.speculative_config is None else None
+    return engine(config, quiet=arguments.quiet, verbose=arguments.verbose, first=early)
 
 
-def engine(config: EngineConfig, *, quiet: bool, verbose: bool) -> LLM:
-    """Returns an engine with these settings."""
+def engine(
+    config: EngineConfig,
+    *,
+    quiet: bool,
+    verbose: bool,
+    first: Callable[[BucketMenu], Sequence[Bucket]] | None = None,
+) -> LLM:
+    """Returns an engine with these settings; for `first` see `LLM`."""
     from jaxpage.llm import LLM  # late, because this imports jax
 
-    return LLM(**config.explicit_settings(), use_tqdm=not quiet, verbose=verbose)
+    return LLM(**config.explicit_settings(), use_tqdm=not quiet, verbose=verbose, first=first)
 
 
-def _check_text(config: EngineConfig, *, chats: bool) -> None:
+def _check_text(config: EngineConfig, *, chats: bool) -> Any:
+    """Returns the model's tokenizer, which has a template if the model chats."""
     from jaxpage.checkpoints import open_model
     from jaxpage.checkpoints.finding import resolve_model
     from jaxpage.checkpoints.tokenizers import tokenizer_of
@@ -135,3 +159,4 @@ def _check_text(config: EngineConfig, *, chats: bool) -> None:
         )
     if chats and not getattr(tokenizer, "chat_template", None):
         raise UsageError(f"the model {config.model!r} has no chat template; use jaxpage generate")
+    return tokenizer

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from prompt_toolkit.utils import get_cwidth
+from wcwidth import wcwidth
 
 _PIECES = re.compile(r"\n|[^\S\n]+|\S+")
 
@@ -40,7 +40,7 @@ class Wrapper:
         if piece == "\n":
             self._column = 0
             return piece
-        width = get_cwidth(piece)
+        width = sum(max(0, wcwidth(character)) for character in piece)
         if self._column and not piece.isspace() and self._column + width > self._width:
             self._column = width
             return f"\n{piece}"

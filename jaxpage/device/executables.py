@@ -1,14 +1,18 @@
-"""Keeps the table of executables, which are compiled ahead of time; the hot path only looks up."""
+"""Keeps the table of executables, which are compiled ahead of time; the hot path only looks up.
+
+A program for one text may begin before all are there: those of its first steps are compiled in the
+background, and the others when a step asks for them.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import functools
-import itertools
 import logging
 import os
 import time
-from collections.abc import Iterable
-from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,7 +20,6 @@ import jax
 import jax.monitoring
 import jax.numpy as jnp
 import numpy as np
-from tqdm import tqdm
 
 from jaxpage.device.compiler_options import compiler_options
 from jaxpage.device.drafters.drafter import DeviceDrafter, split_layers
@@ -28,6 +31,7 @@ from jaxpage.device.moving import gather_blocks, scatter_blocks
 from jaxpage.device.pages.kv_pages import KVPages, in_groups
 from jaxpage.device.steps import StepOptions, StepOutput, copy_step, model_step
 from jaxpage.device.stored_executables import Found, StoredExecutables, workspace_bytes
+from jaxpage.device.waiting import Waiting, run_all
 from jaxpage.settings.cuda_graphs import USUAL_GRAPHS, GraphSettings
 from pallas_kernels.compat import target_device
 from pallas_kernels.cpu.library import make_private
@@ -95,6 +99,7 @@ class Executables:
         target_only: bool = False,
         stored: StoredExecutables | None = None,
         further: dict[Bucket | str, functools.partial[Any]] | None = None,
+        first: Callable[[BucketMenu], Sequence[Bucket]] | None = None,
         progress: bool,
     ):
         """Compiles all executables, or finds them as files.
@@ -109,6 +114,9 @@ class Executables:
             target_only: The drafter may be off.
             stored: The executables of earlier starts; None if there are none and none are kept.
             further: Compile an encoder, by key.
+            first: Chooses the buckets whose executables are compiled in the background, in this
+                order, while the others are compiled when a step asks for them. None compiles all
+                before this returns.
             progress: Shows a progress bar.
         """
         self.options = options
@@ -132,17 +140,27 @@ class Executables:
         jobs = self._step_jobs(menu, parameters, pages) | (further or {})
         jobs |= self._block_jobs(menu, pages)
         self._stored = stored
-        if stored is None:
-            self._table = _run_all(jobs, progress)
+        self._workspace_bytes: int | None = None
+        self._until_closed = contextlib.ExitStack()
+        if first is None:
+            with contextlib.nullcontext() if stored is None else stored.in_use():
+                entries = run_all(
+                    {key: functools.partial(_get, stored, job) for key, job in jobs.items()},
+                    progress,
+                )
+            self._workspace_bytes = max(map(_workspace_bytes, entries.values()))
+            self._table = {
+                key: Waiting(entry.load) if isinstance(entry, Found) else entry
+                for key, entry in entries.items()
+            }
+            self._make_in_background([*menu.by_first_use(), *self._table])
         else:
-            with stored.in_use():
-                found_or_made = {
-                    key: functools.partial(stored.get, job, *_trees(job))
-                    for key, job in jobs.items()
-                }
-                self._table = _run_all(found_or_made, progress)
-        self._workspace_bytes = max(map(_workspace_bytes, self._table.values()))
-        self._load_in_background([*_by_first_use(menu), *self._table])
+            if stored is not None:
+                self._until_closed.enter_context(stored.in_use())
+            self._table = {
+                key: Waiting(functools.partial(_make, stored, job)) for key, job in jobs.items()
+            }
+            self._make_in_background(first(menu))
         self.compile_seconds = time.monotonic() - started
 
     def _step_jobs(
@@ -257,28 +275,30 @@ class Executables:
         In the first second after a start from files a step may wait until its own is loaded.
         """
         executable = self._table[key]
-        if isinstance(executable, Future):
+        if isinstance(executable, Waiting):
             self._table[key] = executable = executable.result()
         return executable
 
-    def _load_in_background(self, keys: Iterable[Bucket | str]) -> None:
-        """Loads the executables that were found as files on other threads, in this order."""
+    def _make_in_background(self, keys: Iterable[Bucket | str]) -> None:
+        """Makes the executables that are waited for on other threads, in this order."""
         pool = ThreadPoolExecutor(os.cpu_count() or 1, thread_name_prefix="executables")
-        for key in keys:
-            if isinstance(entry := self._table[key], Found):
-                self._table[key] = pool.submit(entry.load)
+        for key in dict.fromkeys(keys):
+            if isinstance(waiting := self._table[key], Waiting):
+                pool.submit(waiting.result)
         pool.shutdown(wait=False)
+        self._until_closed.callback(pool.shutdown, cancel_futures=True)
 
     def close(self) -> None:
         """Drops all executables."""
-        for executable in self._table.values():
-            if isinstance(executable, Future):
-                executable.cancel()
+        self._until_closed.close()
         self._table = {}
         self._neutral = {}
 
-    def workspace_bytes(self) -> int:
-        """Returns the most temporary memory that one executable takes, as XLA planned it."""
+    def workspace_bytes(self) -> int | None:
+        """Returns the most temporary memory that one executable takes, as XLA planned it.
+
+        It is None if not all are compiled before the first step.
+        """
         return self._workspace_bytes
 
 
@@ -380,6 +400,17 @@ def _shapes_of_swap(pages: KVPages, num_blocks: int, mesh: DeviceMesh) -> tuple[
     )
 
 
+def _get(stored: StoredExecutables | None, job: functools.partial[Any]) -> Any:
+    """Returns what a job compiles, or where it is stored."""
+    return job() if stored is None else stored.get(job, *_trees(job))
+
+
+def _make(stored: StoredExecutables | None, job: functools.partial[Any]) -> Any:
+    """Returns what a job compiles, or loads it."""
+    executable = _get(stored, job)
+    return executable.load() if isinstance(executable, Found) else executable
+
+
 def _trees(job: functools.partial[Any]) -> tuple[Any, Any]:
     """Returns trees like a job's arguments and results; their leaves mean nothing."""
     if job.func is _compile_step:
@@ -403,47 +434,10 @@ def _trees(job: functools.partial[Any]) -> tuple[Any, Any]:
     return moves.get(job.func, ((pages, 0), 0))  # else of an encoder, with one array as its result
 
 
-def _by_first_use(menu: BucketMenu) -> list[Bucket]:
-    """Returns the buckets in the order in which they are likely to be used first.
-
-    The smallest of each kind come first, since the first request is usually small.
-    """
-    kinds = menu.chunk, menu.decode, menu.vectors, menu.verify, menu.multi_step
-    return [
-        bucket for rank in itertools.zip_longest(*kinds) for bucket in rank if bucket is not None
-    ]
-
-
 def _workspace_bytes(executable: Any) -> int:
     return (
         executable.workspace_bytes if isinstance(executable, Found) else workspace_bytes(executable)
     )
-
-
-def _run_all(
-    jobs: dict[Bucket | str, functools.partial[Any]], progress: bool
-) -> dict[Bucket | str, Any]:
-    """Runs all jobs on a few threads.
-
-    XLA compiles outside Python's lock, so threads help although tracing is serial.
-    """
-    table: dict[Bucket | str, Any] = {}
-    with (
-        ThreadPoolExecutor(min(len(jobs), os.cpu_count() or 1)) as pool,
-        tqdm(
-            total=len(jobs), desc="Compiling", unit="shape", disable=None if progress else True
-        ) as bar,
-    ):
-        futures = {pool.submit(job): key for key, job in jobs.items()}
-        try:
-            for future in as_completed(futures):
-                table[futures[future]] = future.result()
-                bar.set_postfix_str(str(futures[future]))
-                bar.update()
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
-    return table
 
 
 def use_compile_cache(directory: Path) -> bool:

@@ -209,7 +209,7 @@ class DrivenModel(BuiltModel):
         """Prepares prompts whose vectors are computed, with how each is pooled."""
         truncation = self._truncation(truncate_prompt_tokens)
         prompts, poolings = self._embedding.add_prompts(prompts, pooling)
-        prompts = encode_together(self.tokenizer, prompts, truncation)
+        prompts = encode_together(self._tokenizer, prompts, truncation)
         if requests := self._prepare(prompts, self._embedding.params, truncation=truncation):
             return requests, poolings
         raise ValueError("embed needs at least one prompt")
@@ -228,7 +228,7 @@ class DrivenModel(BuiltModel):
         """Prepares prompts of whose vectors or scores the scores of pairs are made."""
         texts, poolings = reranker.inputs(pairs, instruction, truncation)
         prompts = [{"prompt": text} if isinstance(text, str) else text for text in texts]
-        prompts = encode_together(self.tokenizer, prompts, truncation)
+        prompts = encode_together(self._tokenizer, prompts, truncation)
         return self._prepare(prompts, self._embedding.params, truncation=truncation), poolings
 
     def _text_pairs(self, first: Any, second: Any, lora_request: Any) -> list[Pair] | None:
@@ -245,14 +245,14 @@ class DrivenModel(BuiltModel):
         Raises:
             ValueError: The model has no tokenizer, or cannot rank in this way.
         """
-        if self.tokenizer is None:
+        if self._tokenizer is None:
             raise ValueError(f"The model {self.config.model!r} has no tokenizer to rank texts")
         return reranker_of(self._embedding, method)
 
     def _prompt_of(self, text: str) -> dict[str, Any]:
         """Returns a text that has all its special tokens in itself, as a prompt."""
-        assert self.tokenizer is not None  # `_reranker` needs one
-        token_ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        assert self._tokenizer is not None  # `_reranker` needs one
+        token_ids = self._tokenizer(text, add_special_tokens=False)["input_ids"]
         return {"prompt": text, "prompt_token_ids": token_ids}
 
     def _prepare_weights(self, parameters: Parameters, *, check_finite: bool, mode: Mode) -> Any:

@@ -25,7 +25,7 @@ from jaxpage.assembly.planning import find_vision
 from jaxpage.chat_forms import TOOL_FORMS, ChatFormat
 from jaxpage.checkpoints import describe_model
 from jaxpage.checkpoints.finding import resolve_model_config, resolve_tokenizer
-from jaxpage.checkpoints.tokenizers import load_tokenizer
+from jaxpage.checkpoints.tokenizers import load_tokenizer, whole_tokenizer
 from jaxpage.engine.texts import (
     ByPairs,
     reranker_of,
@@ -118,7 +118,9 @@ def model_context(built: Built, engine: EngineConfig, server: ServerConfig) -> M
     """Returns the facts about the model that the wire format needs; check the adapters first."""
     names = model_names(engine, server)
     most = engine.limit_images
-    form, no_form = _chat_format(built.tokenizer, server)
+    # Now, so that no request waits until transformers is imported.
+    tokenizer = whole_tokenizer(built.tokenizer)
+    form, no_form = _chat_format(tokenizer, server)
     described = json.dumps([__version__, jax.__version__, engine.model_dump()], sort_keys=True)
     return ModelContext(
         model_names=names,
@@ -126,7 +128,7 @@ def model_context(built: Built, engine: EngineConfig, server: ServerConfig) -> M
         max_model_len=built.memory.max_model_len,
         vocab_size=built.engine.vocab_size,
         hidden_size=built.spec.hidden_size,
-        tokenizer=built.tokenizer,
+        tokenizer=tokenizer,
         sampling_defaults=built.sampling_defaults,
         system_fingerprint=f"fp_{hashlib.blake2s(described.encode(), digest_size=6).hexdigest()}",
         card=card_of(built.model, engine.quantization),

@@ -9,13 +9,17 @@ kernel combines them (`triton.reduce`).
 
 The ends of the splits of a tile depend only on the tile, so the sums of a token have one order in
 every bucket and batch (`tiles` names the exception).
+
+The kernels are imported at the first use: Pallas takes a quarter of a second to import, and a CPU
+needs none of it.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -26,10 +30,9 @@ from pallas_kernels.compat import target_device, x64_reason
 from pallas_kernels.kernel_set import Call, KernelSet, capability, describe, first_reason
 from pallas_kernels.query_tiles import QueryCut, mask_words, query_cut
 from pallas_kernels.tiles import Shape, Tiles, find_tuned, shape_of
-from pallas_kernels.triton import backend as tb
-from pallas_kernels.triton import move, product, select, write
-from pallas_kernels.triton.attention import Config, kernel
-from pallas_kernels.triton.reduce import reduce_splits
+
+if TYPE_CHECKING:
+    from pallas_kernels.triton.attention import Config
 
 QUERY_DTYPES = ("bfloat16", "float16", "float32")
 PAGE_DTYPES = (*QUERY_DTYPES, "int8", "float8_e4m3fn", "uint8")
@@ -112,6 +115,8 @@ def attend(
     arguments: Arguments, *, tiles: Tiles | None = None, interpret: bool = False
 ) -> jax.Array:
     """Returns out_TNH in the queries' type."""
+    from pallas_kernels.triton.attention import Config
+
     shape, programs = _shape_and_programs(arguments)
     tiles = tiles or find_tuned("triton", shape) or heuristic(shape)
     if tiles.query_rows < shape.group:
@@ -146,6 +151,8 @@ def _shape_and_programs(arguments: Arguments) -> tuple[Shape, int]:
 
 def supports(device: Any, call: Call) -> str | None:
     """Returns why the set refuses a call, or None if it takes it."""
+    from pallas_kernels.triton import backend as tb
+
     if reason := tb.missing_reason():
         return reason
     has = None if call.interpret else capability(device)
@@ -212,6 +219,10 @@ def unaddressable(page_dtype: DTypeLike) -> range:
 # It is traced and lowered once for all layers of a model.
 @functools.partial(jax.jit, static_argnames="config")
 def _attend(arguments: Arguments, config: Config) -> jax.Array:
+    from pallas_kernels.triton import backend as tb
+    from pallas_kernels.triton.attention import kernel
+    from pallas_kernels.triton.reduce import reduce_splits
+
     tiles = config.tiles
     q_TNH = arguments.q_TNH
     cut = query_cut(arguments, config.query_tokens)
@@ -292,18 +303,34 @@ def _schedule(arguments: Arguments, cut: QueryCut, tiles: Tiles) -> tuple[jax.Ar
     return jnp.stack(fields, axis=1).astype(jnp.int32), splits_T.astype(jnp.int32)
 
 
+def _operation(module: str, name: str) -> Callable[..., Any]:
+    """Returns an operation of a module of `pallas_kernels.triton`, imported at the first call."""
+
+    def call(*arguments: Any, **options: Any) -> Any:
+        return getattr(_operations()[module], name)(*arguments, **options)
+
+    return call
+
+
+@functools.cache
+def _operations() -> dict[str, Any]:
+    from pallas_kernels.triton import move, product, select, write
+
+    return {"move": move, "product": product, "select": select, "write": write}
+
+
 SET = KernelSet(
     name="triton",
     attend=attend,
-    write=write.write,
-    copy_blocks=move.copy_blocks,
-    copy_slots=move.copy_slots,
-    gather_blocks=move.gather_blocks,
-    scatter_blocks=move.scatter_blocks,
-    multiply=product.multiply,
-    multiply_grouped=product.multiply_grouped,
-    cutoffs=select.cutoffs,
-    top_candidates=select.top_candidates,
+    write=_operation("write", "write"),
+    copy_blocks=_operation("move", "copy_blocks"),
+    copy_slots=_operation("move", "copy_slots"),
+    gather_blocks=_operation("move", "gather_blocks"),
+    scatter_blocks=_operation("move", "scatter_blocks"),
+    multiply=_operation("product", "multiply"),
+    multiply_grouped=_operation("product", "multiply_grouped"),
+    cutoffs=_operation("select", "cutoffs"),
+    top_candidates=_operation("select", "top_candidates"),
     honours=frozenset(
         {"scale", "sliding_window", "logit_softcap", "value_width", "sinks", "tree_mask_TQ"}
     ),

@@ -183,6 +183,10 @@ LAZY_IMPORTS: dict[tuple[str, str], str] = {
         "jaxpage/checkpoints/conversion.py",
         "jaxpage.checkpoints.tokenizers.gguf_tokenizer",
     ): "transformers takes a second to import, and directories are converted without it",
+    (
+        "jaxpage/checkpoints/tokenizers/stored_tokenizers.py",
+        "jaxpage.checkpoints.tokenizers.tokenizer_files",
+    ): "transformers takes a second to import, and stored tokenizers need none of it",
     ("jaxpage/checkpoints/gguf/types.py", "gguf"): "a model in another format needs none of it",
     (
         "jaxpage/checkpoints/orbax_files.py",
@@ -213,6 +217,14 @@ LAZY_IMPORTS: dict[tuple[str, str], str] = {
         "jaxpage/images/processor.py",
         "*",
     ): "Pillow and the image processors are imported for the first picture, and texts need neither",
+    (
+        "jaxpage/engine/calls/prompts.py",
+        "jinja2",
+    ): "only chats have templates, which transformers renders",
+    (
+        "jaxpage/cli/generate.py",
+        "jaxpage.cli.wrapping",
+    ): "only a terminal has columns, and a pipe needs no table of characters",
     ("jaxpage/cli/doctor.py", "*"): "doctor reports what cannot be imported",
     (
         "jaxpage/cli/resolving.py",
@@ -222,6 +234,10 @@ LAZY_IMPORTS: dict[tuple[str, str], str] = {
         "jaxpage/bench/throughput.py",
         "jaxpage.bench.baseline_transformers",
     ): "the baseline needs torch, the rest does not",
+    (
+        "pallas_kernels/sets/triton.py",
+        "*",
+    ): "Pallas takes a quarter of a second to import, and a CPU needs none",
     (
         "pallas_kernels/sets/mosaic.py",
         "*",

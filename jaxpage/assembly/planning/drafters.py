@@ -30,7 +30,7 @@ from jaxpage.checkpoints.drafters import (
     open_mtp,
 )
 from jaxpage.checkpoints.finding import HUB_FILES, resolve_model
-from jaxpage.checkpoints.tokenizers import load_tokenizer
+from jaxpage.checkpoints.tokenizers import open_tokenizer
 from jaxpage.device import Packings
 from jaxpage.device.drafters import (
     Choice,
@@ -377,7 +377,7 @@ def _check_padding(files: ModelFiles, target: ModelFiles) -> None:
         CheckpointError: They differ in more.
     """
     sizes = (files.spec.vocab_size, target.spec.vocab_size)
-    tokenizers = [load_tokenizer(model.directory) for model in (files, target)]
+    tokenizers = [open_tokenizer(model.directory) for model in (files, target)]
     differ = (
         f"the draft model in {files.directory} has {sizes[0]} tokens, and the model has {sizes[1]}"
     )

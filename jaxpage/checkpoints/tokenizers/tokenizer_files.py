@@ -7,24 +7,30 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from tokenizers import Tokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from transformers.utils.chat_template_utils import _compile_jinja_template
 
-from jaxpage.checkpoints.config_file import eos_token_ids
 from jaxpage.checkpoints.files import has_file, read_object, read_object_if_there
-from jaxpage.checkpoints.finding.resolve import TOKENIZER_FILES, resolve_model, resolve_tokenizer
+from jaxpage.checkpoints.finding.resolve import TOKENIZER_FILES
 from jaxpage.checkpoints.gguf.header import is_gguf
-from jaxpage.checkpoints.opening import ModelFiles
 from jaxpage.checkpoints.problems import list_names, quote
 from jaxpage.checkpoints.tokenizers.gguf_tokenizer import gguf_tokenizer
 from jaxpage.checkpoints.tokenizers.sentence_piece import sentence_piece_tokenizer
+from jaxpage.checkpoints.tokenizers.stored_tokenizers import (
+    VOCABULARY_FILES,
+    Facts,
+    StoredTokenizer,
+)
 from jaxpage.checkpoints.tokenizers.text_growth import check_growth
 from jaxpage.errors import CheckpointError
-from jaxpage.settings.engine_config import EngineConfig
 
 logger = logging.getLogger(__name__)
 
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+# What a class of transformers inherits if the library `tokenizers` alone does the same.
+_INHERITED = ("__call__", "_encode_plus", "decode", "_decode", "get_vocab", "backend_tokenizer")
+# Texts by which this is tried, too; the third one is the names of special tokens.
+_TRIED = ("", " Hello,\t 1234  \u00e9t\u00e9 e\u0301 \u4f60\u597d \U0001f600\r\n\n ")
 
 
 def load_tokenizer(directory: Path) -> Any | None:
@@ -37,7 +43,7 @@ def load_tokenizer(directory: Path) -> Any | None:
     """
     if is_gguf(directory):
         return _check(gguf_tokenizer(directory), directory)
-    if not any(has_file(directory, name) for name in _TOKENIZER_FILES):
+    if not any(has_file(directory, name) for name in VOCABULARY_FILES):
         return None
     _check_regular(directory)
     if not has_file(directory, "tokenizer.json") and has_file(directory, "tokenizer.model"):
@@ -82,7 +88,8 @@ def _check(tokenizer: Any | None, directory: Path) -> Any | None:
             check_growth(tokenizer)
         except ValueError as error:
             raise CheckpointError(f"{directory}: the tokenizer is refused: {error}") from None
-    _warn_of_templates(directory, tokenizer)
+    for problem in _template_problems(tokenizer):
+        logger.warning("%s: %s", directory, problem)
     return tokenizer
 
 
@@ -107,8 +114,8 @@ def _check_regular(directory: Path) -> None:
         )
 
 
-def _warn_of_templates(directory: Path, tokenizer: Any) -> None:
-    """Logs which chat templates do not parse.
+def _template_problems(tokenizer: Any) -> list[str]:
+    """Returns which chat templates do not parse, and why.
 
     Such a model completes text, and its chats are all refused.
     """
@@ -116,17 +123,67 @@ def _warn_of_templates(directory: Path, tokenizer: Any) -> None:
     if isinstance(templates, str):
         templates = {"default": templates}
     environment = _compile_jinja_template("").environment
+    problems = []
     for name, template in templates.items():
         try:
             # It is not compiled: this would compute its constants, which may take all memory.
             environment.parse(template)
         except Exception as error:  # The parser may raise anything.
-            logger.warning(
-                "%s: the chat template %s does not parse, and every chat will be refused: %s",
-                directory,
-                quote(name),
-                f"{error!s:.300}",
+            problems.append(
+                f"the chat template {quote(name)} does not parse, and every chat will be refused: "
+                f"{error!s:.300}"
             )
+    return problems
+
+
+def stored_form(tokenizer: Any) -> tuple[Tokenizer, Facts] | None:
+    """Returns a tokenizer of the library `tokenizers` that does the same, and the facts next to it.
+
+    It is None for a tokenizer that does more with texts than that library: its class has methods of
+    its own, or it removes spaces from texts. It is tried on a few texts, too.
+    """
+    if _removes_spaces(tokenizer) or any(
+        getattr(type(tokenizer), name, None) is not getattr(PreTrainedTokenizerFast, name)
+        for name in _INHERITED
+    ):
+        return None
+    backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
+    backend.no_truncation()
+    backend.no_padding()
+    facts = Facts(
+        tokenizer.chat_template,
+        tokenizer.eos_token_id,
+        list(tokenizer.all_special_ids),
+        _template_problems(tokenizer),
+    )
+    alone = StoredTokenizer(backend, facts, lambda: None)
+    texts = (*_TRIED, "".join(map(str, tokenizer.all_special_tokens)))
+    is_same = all(_uses(alone, text) == _uses(tokenizer, text) for text in texts)
+    return (backend, facts) if is_same and alone.get_vocab() == tokenizer.get_vocab() else None
+
+
+def _uses(tokenizer: Any, text: str) -> list[Any]:
+    """Returns the token ids of a text, and the texts of these, in all ways in which they differ.
+
+    Of a text for which the tokenizer has no tokens, it returns the error.
+    """
+    try:
+        ids = [tokenizer(text, add_special_tokens=adds)["input_ids"] for adds in (True, False)]
+        texts = [tokenizer.decode(ids[0], skip_special_tokens=skips) for skips in (True, False)]
+    except BaseException as error:  # Rust's panics are no Exception.
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        return [str(error)]
+    return [*ids, *texts]
+
+
+def _removes_spaces(tokenizer: Any) -> bool:
+    """Returns whether decoding removes spaces before punctuation marks."""
+    if not tokenizer.clean_up_tokenization_spaces:
+        return False
+    name = "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output"
+    is_bpe = type(tokenizer.backend_tokenizer.model).__name__ == "BPE"
+    return not is_bpe or bool(getattr(tokenizer, name, True))
 
 
 def _check_sentence_piece(directory: Path) -> None:
@@ -151,32 +208,3 @@ def _needs_code(directory: Path) -> bool:
     if not all(has_file(directory, name) for name in ("tokenizer.json", "tokenizer_config.json")):
         return False
     return bool(read_object(directory, "tokenizer_config.json").get("auto_map"))
-
-
-def tokenizer_of(config: EngineConfig) -> Any | None:
-    """Returns the tokenizer of a configuration's model, or None if it has none.
-
-    Raises:
-        ModelNotFoundError: There is no such model.
-        CheckpointError: The tokenizer cannot be loaded, or is refused.
-    """
-    model = resolve_model(config.model, config.revision)
-    return load_tokenizer(resolve_tokenizer(config.tokenizer) if config.tokenizer else model)
-
-
-def ends_of_text(files: ModelFiles, tokenizer: Any | None) -> frozenset[int]:
-    """Returns the ids that end a text: those of the model's files and the tokenizer's own.
-
-    vLLM adds the tokenizer's too. Ids beyond the model's vocabulary are left out, with a warning.
-    """
-    token_ids = eos_token_ids(files.directory, files.config)
-    if tokenizer is not None and tokenizer.eos_token_id is not None:
-        token_ids |= {tokenizer.eos_token_id}
-    beyond = {token_id for token_id in token_ids if token_id >= files.spec.vocab_size}
-    if beyond:
-        logger.warning(
-            "eos_token_id %s can never be drawn: the model's ids end at %d",
-            list_names(sorted(beyond)),
-            files.spec.vocab_size - 1,
-        )
-    return token_ids - beyond

@@ -6,6 +6,7 @@ service.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, replace
 
 # A token alone would be computed as a matrix-vector product, which XLA rounds differently from a
@@ -118,6 +119,28 @@ class BucketMenu:
         """Returns the menu with the number of blocks that one call swaps: a power of two."""
         most = 1 << max(0, (SWAPPED_BYTES // block_bytes).bit_length() - 1)
         return replace(self, num_swapped=min(MOST_SWAPPED, most))
+
+    def by_first_use(self) -> list[Bucket]:
+        """Returns the buckets in the order in which they are likely to be used first.
+
+        The smallest of each kind come first, since the first request is usually small.
+        """
+        kinds = self.chunk, self.decode, self.vectors, self.verify, self.multi_step
+        return [
+            bucket
+            for rank in itertools.zip_longest(*kinds)
+            for bucket in rank
+            if bucket is not None
+        ]
+
+    def of_one_text(self, num_tokens: int) -> list[Bucket]:
+        """Returns the buckets of the first steps of a text alone, whose prompt has so many tokens.
+
+        They are for the first part of the prompt, and for one row of each other kind.
+        """
+        prompt = self.choose([min(num_tokens, self.chunk[-1].num_tokens)])
+        smallest = [kind[0] for kind in (self.decode, self.multi_step, self.verify) if kind]
+        return list(dict.fromkeys((prompt, *smallest)))
 
     def choose(
         self,

@@ -9,8 +9,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ParamSpec, TypeVar
 
-from jinja2 import TemplateError
-
 from jaxpage.engine.vector_sources import NO_PICTURES
 from jaxpage.errors import UnsupportedError
 from jaxpage.images import (
@@ -158,6 +156,8 @@ def chat_prompt(
         name for name in requested if not re.search(rf"\b{re.escape(name)}\b", template)
     ]:
         raise ValueError(f"the model's chat template has no {', '.join(unknown)}")
+    from jinja2 import TemplateError
+
     try:
         text = tokenizer.apply_chat_template(
             messages, tools=tools or None, tokenize=False, add_generation_prompt=True, **variables

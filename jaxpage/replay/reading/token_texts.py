@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from jaxpage.checkpoints.finding import local_model
-from jaxpage.checkpoints.tokenizers import load_tokenizer
+from jaxpage.checkpoints.tokenizers import open_tokenizer
 from jaxpage.replay.reading.looking import header_of, records_of
 from jaxpage.replay.recorder import Record
 
@@ -28,7 +28,7 @@ def tokenizer_of_log(path: str | os.PathLike[str], model: str | None = None) -> 
     """
     config = header_of(path)["config"]
     directory = local_model(str(model or config.get("tokenizer") or config.get("model")))
-    return None if directory is None else load_tokenizer(directory)
+    return None if directory is None else open_tokenizer(directory)
 
 
 def with_texts(

@@ -1,0 +1,60 @@
+"""Makes executables on several threads: all at once, or each when it is waited for."""
+
+from __future__ import annotations
+
+import functools
+import os
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from typing import Any
+
+from tqdm import tqdm
+
+from jaxpage.device.inputs.buckets import Bucket
+
+
+class Waiting:
+    """Stands for an executable until it is made: by a thread in the background, or when it is used.
+
+    Args:
+        make: Loads or compiles the executable.
+    """
+
+    def __init__(self, make: Callable[[], Any]) -> None:
+        self._make = make
+        self._making = threading.Lock()
+        self._made: Any = None
+
+    def result(self) -> Any:
+        """Returns the executable; the first thread that asks makes it, and others wait for it."""
+        with self._making:
+            if self._made is None:
+                self._made = self._make()
+            return self._made
+
+
+def run_all(
+    jobs: dict[Bucket | str, functools.partial[Any]], progress: bool
+) -> dict[Bucket | str, Any]:
+    """Runs all jobs on a few threads.
+
+    XLA compiles outside Python's lock, so threads help although tracing is serial.
+    """
+    table: dict[Bucket | str, Any] = {}
+    with (
+        ThreadPoolExecutor(min(len(jobs), os.cpu_count() or 1)) as pool,
+        tqdm(
+            total=len(jobs), desc="Compiling", unit="shape", disable=None if progress else True
+        ) as bar,
+    ):
+        futures = {pool.submit(job): key for key, job in jobs.items()}
+        try:
+            for future in as_completed(futures):
+                table[futures[future]] = future.result()
+                bar.set_postfix_str(str(futures[future]))
+                bar.update()
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+    return table
