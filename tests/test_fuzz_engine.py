@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import random
+import time
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any, get_args
 
 import pytest
@@ -27,6 +29,8 @@ from tests.support.engines import BLOCKS_OF_16
 from tests.support.fuzz_cases import Ask, Case, Event, random_case, random_shapes, shrunk
 from tests.support.fuzz_models import MODELS
 from tests.support.fuzzing import Fuzzer
+from tests.support.performance import Performance, WrongBehaviour
+from tests.support.stage import RealTime
 
 SETTINGS = {**BLOCKS_OF_16, "dtype": "float32", "max_model_len": 96, "num_blocks": 19}
 GREEDY = {"temperature": 0.0, "seed": 1, "ignore_eos": True}
@@ -301,6 +305,29 @@ def test_calls_on_threads_pass_while_a_signal_interrupts_one(fuzzer: Fuzzer) -> 
         Event(5, "embed", (0, 1), ("last",)),
     ]
     assert fuzzer.failure(dataclasses.replace(case(*calls), in_threads=True)) == ""
+
+
+class Waiting(Performance):
+    """Its call takes 0.3 s; the engine is in a turn meanwhile, or is not."""
+
+    async def _perform(self, number: int, actor: Any) -> None:
+        time.sleep(0.3)
+
+
+@pytest.mark.parametrize("is_busy", [True, False])
+def test_a_call_waits_for_a_turn_and_not_for_an_idle_engine(
+    is_busy: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps are compiled in turns, which takes a minute where many programs share a core."""
+    monkeypatch.setattr("tests.support.performance.MOST_SECONDS", 0.1)
+    llm = SimpleNamespace(is_paused=False, is_sleeping=False)
+    engine: Any = SimpleNamespace(llm=llm, is_busy=is_busy, watch=lambda: None, version=0)
+    event = Event(0, "generate", (0,))
+    waiting = Waiting(case(event), RealTime(), [engine], [])
+    outcome = contextlib.nullcontext() if is_busy else pytest.raises(WrongBehaviour, match="ended")
+    with outcome:
+        waiting.play_in_threads()
+        assert waiting.actors[0].is_over
 
 
 def test_a_case_is_shrunk_to_what_fails() -> None:

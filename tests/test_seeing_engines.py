@@ -192,6 +192,30 @@ def test_prefixes_are_found_through_a_picture(name, directories, alone):
         invariants(llm)
 
 
+@pytest.mark.parametrize("name", ["qwen3-vl", "smolvlm"])
+@pytest.mark.parametrize("caching", [False, True])
+def test_requests_that_begin_alike_have_as_many_pictures_as_they_say(name, caching, directories):
+    """Sent together, each adding pictures to those of the one before (sglang #5455)."""
+    text = np.random.default_rng(5).integers(1, 250, 9).tolist()
+    album = [seeing.picture(name, seed, size) for seed, size in ((1, 2), (2, 3), (1, 2), (3, 2))]
+    parts = [part for picture in album for part in (picture, text[:2])]
+    prompts = [seeing.prompt(name, (text, *parts[: 2 * count])) for count in range(1, 5)]
+    first = dataclasses.replace(GREEDY, max_tokens=2, logprobs=8)
+    want = []
+    for ids, embedded in prompts:
+        pictures = [embedded.sources[span.key] for span in embedded.spans]
+        want.append(seeing.their_logprobs(name, ids, pictures))
+    with make_llm(directories(name), enable_prefix_caching=caching) as llm:
+        for order in (1, -1):  # the second time prefixes are found
+            outputs = run(llm, prompts[::order], first)[::order]
+            for output, theirs in zip(outputs, want, strict=True):
+                for token_id, entry in output.outputs[0].logprobs[0].items():
+                    assert abs(entry.logprob - theirs[token_id]) < 1e-4
+        assert bool(outputs[-1].metrics.num_cached_tokens) == caching
+        assert llm._engine.sources.encoder.counts.num_encoded == 3
+        invariants(llm)
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_samples_and_beams(name, directories):
     """Also where a prompt ends with a picture, whose last token is computed with the others."""

@@ -29,7 +29,8 @@ from tests.support.fuzz_cases import NUM_SETS, Ask, Case, Event
 from tests.support.fuzz_models import Weights, other_weights
 from tests.support.stage import Interrupt, RealTime, Stage
 
-MOST_SECONDS = 20.0  # of calls on threads, and of the last drain
+MOST_SECONDS = 20.0  # of the last drain, and of calls on threads while their engines do nothing
+MOST_BUSY_SECONDS = 600.0  # of calls on threads; steps are compiled in turns, which may take minutes
 MOST_SCORED = 12  # tokens of a continuation, so that prompt and continuation fit
 
 
@@ -214,6 +215,12 @@ class PlayedEngine:
         """Returns the version of the weights."""
         return int(self.llm._engine.weights_version)
 
+    @property
+    def is_busy(self) -> bool:
+        """Returns whether its driver is in a turn in which there is something to do."""
+        turns = self.llm._driver.turns
+        return turns.running_thread is not None and turns.began is not None
+
     def watch(self) -> None:
         """Checks its steps and what the caller holds.
 
@@ -302,13 +309,19 @@ class Performance:
                 if actor.task is None:
                     actor.task = Future()
                     actor.task.set_exception(Interrupt())
-        end = time.monotonic() + MOST_SECONDS
+        began = idle_since = time.monotonic()
         for thread in threads:
-            while thread.is_alive() and time.monotonic() < end:
-                thread.join(0.5)
+            while thread.is_alive():
+                thread.join(0.05)
                 self._wake_for_threads(threads)
-            if thread.is_alive():
-                raise WrongBehaviour(f"a call has not ended after {MOST_SECONDS:g} s")
+                now = time.monotonic()
+                if any(engine.is_busy for engine in self.engines):
+                    idle_since = now
+                if now - idle_since > MOST_SECONDS or now - began > MOST_BUSY_SECONDS:
+                    raise WrongBehaviour(
+                        f"a call has not ended after {now - began:.0f} s, and its engine has done "
+                        f"nothing for {now - idle_since:.0f} s"
+                    )
         for engine in self.engines:
             engine.watch()
         for actor in self.actors:

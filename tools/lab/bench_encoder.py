@@ -7,6 +7,10 @@ machine that others use, compare the seconds of CPU: these are of all threads of
 
 `--peers transformers,sentence-transformers,fastembed` compares with all three, where they are
 installed. fastembed takes the graph of the same weights in ONNX from `--onnx DIRECTORY`.
+
+    python tools/lab/bench_encoder.py --nearest "A child is afraid of the dark."
+
+prints the ten sentences of a small corpus that are nearest, and fails if a peer has other ones.
 """
 
 from __future__ import annotations
@@ -14,6 +18,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import os
+import re
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -25,6 +30,7 @@ from transformers import AutoModel, AutoTokenizer
 
 from jaxpage import LLM
 
+NUM_NEAREST = 10
 BATCH = 32  # texts that torch computes together, as sentence-transformers does
 TEXT = Path(__file__).parents[2] / "jaxpage" / "bench" / "tales.txt"
 
@@ -102,6 +108,29 @@ def time_once(call: Callable[[Any], Any], argument: Any) -> np.ndarray:
     return np.array([time.perf_counter() - began[0], time.process_time() - began[1]])
 
 
+def print_nearest(
+    llm: LLM, peers: dict[str, Callable[[Sequence[str]], np.ndarray]], query: str
+) -> None:
+    """Prints the nearest sentences of a corpus, whose vectors have length 1.
+
+    Raises:
+        AssertionError: A peer has others, or another order.
+    """
+    sentences = sorted(set(re.findall(r"[A-Z][^.!?\"]{20,}[.!?]", TEXT.read_text())))
+    makers = {"jaxpage": lambda texts: np.asarray(llm.embed(texts, use_tqdm=False)), **peers}
+    scores = {}
+    for name, embed in makers.items():
+        first, *vectors = embed([query, *sentences])
+        scores[name] = np.stack(vectors) @ first
+    orders = {name: np.argsort(-each)[:NUM_NEAREST].tolist() for name, each in scores.items()}
+    assert all(order == orders["jaxpage"] for order in orders.values()), orders
+    print(f"of {len(sentences)} sentences:\n\n| {' | '.join(scores)} | sentence |")
+    print("|---" * (1 + len(scores)) + "|")
+    for index in orders["jaxpage"]:
+        numbers = [f"{each[index]:.6f}" for each in scores.values()]
+        print(f"| {' | '.join(numbers)} | {' '.join(sentences[index].split())} |")
+
+
 def main() -> None:
     """Prints a table."""
     parser = argparse.ArgumentParser(
@@ -117,6 +146,7 @@ def main() -> None:
         help="transformers, sentence-transformers, fastembed; default: transformers",
     )
     parser.add_argument("--onnx", help="directory of the graph for fastembed")
+    parser.add_argument("--nearest", metavar="QUERY", help="print the nearest sentences instead")
     arguments = parser.parse_args()
     makers = {
         "transformers": transformers_encoder,
@@ -126,6 +156,9 @@ def main() -> None:
     with LLM(arguments.model, use_tqdm=False, verbose=False) as llm:
         directory = str(llm._model.directory)
         peers = {name: makers[name](directory) for name in arguments.peers.split(",")}
+        if arguments.nearest:
+            print_nearest(llm, peers, arguments.nearest)
+            return
         columns = [f"{name} ms | CPU ms | wall | CPU" for name in peers]
         print(f"| texts | tokens | jaxpage ms | CPU ms | {' | '.join(columns)} |")
         print("|---" * (4 + 4 * len(peers)) + "|")
