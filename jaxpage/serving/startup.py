@@ -127,7 +127,7 @@ def model_context(built: Built, engine: EngineConfig, server: ServerConfig) -> M
         adapters=open_lora_modules(built.engine, server),
         max_model_len=built.memory.max_model_len,
         vocab_size=built.engine.vocab_size,
-        hidden_size=built.spec.hidden_size,
+        hidden_size=built.spec.described.model.hidden_size,
         tokenizer=tokenizer,
         sampling_defaults=built.sampling_defaults,
         system_fingerprint=f"fp_{hashlib.blake2s(described.encode(), digest_size=6).hexdigest()}",

@@ -229,8 +229,8 @@ def _write(path: Path, backend: Tokenizer, facts: Facts) -> None:
         finally:
             temporary.unlink(missing_ok=True)
         used = sorted(path.parent.iterdir(), key=lambda file: file.stat().st_mtime, reverse=True)
-        for file in used[MOST_FILES:]:
-            file.unlink(missing_ok=True)
+        for unused in used[MOST_FILES:]:
+            unused.unlink(missing_ok=True)
     except OSError as error:
         logger.info("cannot keep the tokenizer in %s: %s", path.parent, error)
 
