@@ -77,10 +77,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 # The others differ from these in nothing that is divided; that two devices have two shards each is
 # seen in on_four_devices_logits.py.
-ALWAYS = (
-    *("llama-grouped", "bloom-plain", "gpt-oss-windows", "falcon-grouped"),
-    *("deepseek-v3-groups", "qwen3-5-mixed"),
-)
+ALWAYS = (*("llama-grouped", "gpt-oss-windows", "deepseek-v3-groups", "qwen3-5-mixed"),)
 # Where each device has the part of the first, which must be seen.
 PLANTED = {
     **{

@@ -417,19 +417,24 @@ def test_a_log_of_drafts_that_were_drawn_is_replayed(llm, tmp_path):
 # --- typical acceptance
 
 
-def test_typical_acceptance_is_announced_and_changes_sampled_texts_alone(directory, llm, caplog):
-    with caplog.at_level(logging.WARNING):
-        lossy = make_llm(
-            directory,
-            speculative_config={**SPECULATIVE, "acceptance": "typical"},
-            **{**SETTINGS, "max_num_seqs": 4},
-        )
+@pytest.fixture
+def lossy(directory, caplog):
+    settings = {**SETTINGS, "max_num_seqs": 4}
+    typical = {**SPECULATIVE, "acceptance": "typical"}
+    with (
+        caplog.at_level(logging.WARNING),
+        make_llm(directory, speculative_config=typical, **settings) as llm,
+    ):
+        yield llm
+        invariants(llm)
+
+
+def test_typical_acceptance_is_announced_and_changes_sampled_texts_alone(lossy, caplog):
     assert "acceptance 'typical' is lossy" in caplog.text
-    with lossy:
-        for check in (
-            test_greedy_texts_are_those_without_drafts,
-            test_a_text_is_a_function_of_its_seed_and_its_drafts,
-        ):
-            check(lossy)
-        test_every_parameter_holds(lossy)
-        invariants(lossy)
+    test_greedy_texts_are_those_without_drafts(lossy)
+    test_a_text_is_a_function_of_its_seed_and_its_drafts(lossy)
+
+
+@pytest.mark.sweep  # with acceptance by rejection: above
+def test_every_parameter_holds_with_typical_acceptance(lossy):
+    test_every_parameter_holds(lossy)

@@ -456,7 +456,8 @@ def instructions(step: Any) -> list[str]:
     return [re.sub(r", metadata=\{.*\}", "", line) for line in lines]
 
 
-@pytest.mark.parametrize("number", few([3, "auto"], [3]))
+@pytest.mark.sweep
+@pytest.mark.parametrize("number", [3, "auto"])
 def test_a_recurrent_model_takes_typical_acceptance_and_auto(root, number):
     """The log probabilities of a lossy text are those of transformers for that text, in float64: no wrong draft left a state."""
     case = CASES[4]

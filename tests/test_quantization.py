@@ -1383,6 +1383,7 @@ def test_the_setting_and_the_checkpoint_must_agree(tmp_path):
         LLM(model=str(tmp_path / "plain"), quantization="int3")
 
 
+@pytest.mark.sweep
 def test_the_benchmark_says_what_rounding_costs(tmp_path, capsys):
     words = [
         "bench",
