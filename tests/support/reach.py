@@ -20,6 +20,7 @@ PUBLIC = {
     "jaxpage.errors": "docs/reference/python.md",
     "jaxpage.integrations": "docs/guides/reinforcement-learning.md",
     "jaxpage.integrations.tunix": "docs/guides/reinforcement-learning.md",
+    "jaxpage.integrations.trl": "docs/guides/reinforcement-learning.md",
     "jaxpage.models": "docs/reference/python.md",
     "jaxpage.training": "docs/reference/python.md",
     "jaxpage.serving.asgi": "docs/guides/replicas.md",
