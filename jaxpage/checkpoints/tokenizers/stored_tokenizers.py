@@ -228,7 +228,7 @@ def _write(path: Path, backend: Tokenizer, facts: Facts) -> None:
             temporary.replace(path)
         finally:
             temporary.unlink(missing_ok=True)
-        used = sorted(path.parent.iterdir(), key=lambda file: file.stat().st_mtime, reverse=True)
+        used = sorted(path.parent.iterdir(), key=lambda entry: entry.stat().st_mtime, reverse=True)
         for unused in used[MOST_FILES:]:
             unused.unlink(missing_ok=True)
     except OSError as error:
