@@ -11,19 +11,24 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
+from flax import nnx
 
 from jaxpage import cli
 from jaxpage.assembly.planning import ModelLayout
+from jaxpage.assembly.planning.vectors import VectorInput, VisionPart
 from jaxpage.checkpoints import describe_model
 from jaxpage.checkpoints.finding import resolve_model_config
 from jaxpage.cli.flag import byte_size
 from jaxpage.cli.flags import PLAN_SETTINGS, PLANNED_SETTINGS
 from jaxpage.cli.setting_flags import ENGINE_FLAGS
+from jaxpage.device.vision import sizes_for
 from jaxpage.errors import CapacityError, ConfigError, UnsupportedError
 from jaxpage.layers.sharding import Sharding
 from jaxpage.memory import BlockManager, BlockPool, BlockTables
+from jaxpage.models import load_family
 from jaxpage.models.base import abstract_model
 from jaxpage.models.sharding.dividing import Divisions, shard_weights, with_sharding
 from jaxpage.settings.checked_settings import UnsupportedSettings
@@ -242,6 +247,48 @@ def test_the_workspace_holds_a_draw_behind_every_draft(
     assert workspace("128", *drafting) - workspace("128") >= (128 - 64) * logits, (
         "16 sequences with 7 drafts"
     )
+
+
+_QWEN2_5_VL = {
+    **{"model_type": "qwen2_5_vl", "depth": 2, "hidden_size": 1280, "intermediate_size": 3420},
+    **{"num_heads": 16, "out_hidden_size": 3584, "window_size": 112, "fullatt_block_indexes": [1]},
+}
+_GEMMA3 = {
+    **{"model_type": "siglip_vision_model", "hidden_size": 1152, "intermediate_size": 4304},
+    **{"num_attention_heads": 16, "image_size": 896, "patch_size": 14, "num_hidden_layers": 2},
+}
+_SEEING = {
+    "Qwen2_5_VLForConditionalGeneration": ("qwen2_5_vl", _QWEN2_5_VL),
+    "Gemma3ForConditionalGeneration": ("gemma3", _GEMMA3),
+}
+
+
+@pytest.mark.parametrize(
+    ("architecture", "rows", "most"),
+    [
+        ("Qwen2_5_VLForConditionalGeneration", 16384, 1.8),
+        ("Qwen2_5_VLForConditionalGeneration", 1024, 2.5),
+        ("Gemma3ForConditionalGeneration", 256, 2.5),
+    ],
+)
+def test_the_workspace_of_a_picture_is_near_what_its_encoder_takes(
+    architecture: str, rows: int, most: float
+) -> None:
+    """Of published sizes with two layers, as compiled: never below, and so many times at most."""
+    kind, seen = _SEEING[architecture]
+    text = {"hidden_size": 3584, "num_attention_heads": 28, "num_key_value_heads": 4}
+    parts = {"vision_config": seen, "text_config": text, "mm_tokens_per_image": 256}
+    config = {"architectures": [architecture], "model_type": kind, **parts}
+    model: Any = load_family(config)
+    family = model.Vision
+    spec = family.Spec.from_config(config)
+    graph, parameters = abstract_model(family, spec, "float32")
+    inputs = family.Model.input_shapes(spec, sizes_for(spec, rows)[-1])
+    encode = jax.jit(lambda weights, arrays: nnx.merge(graph, weights)(arrays))
+    analysis = encode.lower(parameters, inputs).compile().memory_analysis()
+    taken = analysis.temp_size_in_bytes + analysis.output_size_in_bytes
+    estimate = VectorInput(64, VisionPart(family, spec)).vision_workspace_bytes(rows, "float32")
+    assert 1 <= estimate / taken <= most
 
 
 @pytest.mark.parametrize("method", ['"lookahead"', '"suffix", "tree": true'])

@@ -102,13 +102,16 @@ def alone(directories):
 @pytest.mark.parametrize("name", MODELS)
 def test_transformers_gives_the_same(name, directories):
     first = dataclasses.replace(GREEDY, max_tokens=1, logprobs=8)
+    worst = 0.0
     with make_llm(directories(name)) as llm:
         for ids, embedded in prompts_of(name):
             pictures = [embedded.sources[span.key] for span in embedded.spans] if embedded else []
             want = seeing.their_logprobs(name, ids, pictures)
             (output,) = run(llm, [(ids, embedded)], first)
-            for token_id, entry in output.outputs[0].logprobs[0].items():
-                assert abs(entry.logprob - want[token_id]) < 1e-4
+            entries = output.outputs[0].logprobs[0].items()
+            worst = max(worst, *(abs(entry.logprob - want[id_]) for id_, entry in entries))
+    print(f"{name}: {worst:.1e}")
+    assert worst < 1e-4
 
 
 ENGINES = {

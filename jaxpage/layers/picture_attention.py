@@ -48,14 +48,19 @@ def attend_in_segments(
         q_QNH, segment_Q = tile
         return _attend(q_QNH, k_TNH, v_TNH, segment_Q[:, None] == segment_T[None, :], scale)
 
-    fitting = max(_LEAST_QUERIES, _MOST_SCORES // (num_heads * num_patches))
-    num_queries = min(_MOST_QUERIES, fitting)
+    num_queries = queries_at_once(num_patches, num_heads)
     if num_patches <= num_queries:
         return attend_tile((q_TNH, segment_T))
     by_tile: jax.Array = jax.lax.map(
         attend_tile, (_tiles(q_TNH, num_queries), _tiles(segment_T, num_queries))
     )
     return by_tile.reshape(-1, *q_TNH.shape[1:])[:num_patches]
+
+
+def queries_at_once(num_patches: int, num_heads: int) -> int:
+    """Returns the number of queries in a tile; plans of memory count the scores of one."""
+    fitting = max(_LEAST_QUERIES, _MOST_SCORES // (num_heads * num_patches))
+    return min(_MOST_QUERIES, fitting)
 
 
 def _attend_in_kernel(
