@@ -26,6 +26,7 @@ import pytest
 from starlette.routing import Route
 from tokenizers import Regex, pre_tokenizers
 
+from jaxpage.checkpoints.tokenizers import whole_tokenizer
 from jaxpage.engine.admission import Admission
 from jaxpage.errors import ConfigError
 from jaxpage.serving import app, server
@@ -1151,19 +1152,21 @@ def test_parameters_are_checked_once_and_nothing_is_tokenized_on_the_engines_thr
     built, monkeypatch
 ):
     """However many prompts share them, and more lists of bad words than any cache of tokens would hold."""
-    check_params, encode = Admission.check_params, type(built.tokenizer)._encode_plus
-    checked, encoding = [], set()
+    check_params, checked, encoding = Admission.check_params, [], set()
+    kinds = {type(built.tokenizer), type(whole_tokenizer(built.tokenizer))}
+    encode = {kind: kind.__call__ for kind in kinds}
 
     def watched_check(self, params):
         checked.append(threading.current_thread().name)
         return check_params(self, params)
 
-    def watched_encode(*args, **kwargs):
+    def watched_encode(self, *args, **kwargs):
         encoding.add(threading.current_thread().name)
-        return encode(*args, **kwargs)
+        return encode[type(self)](self, *args, **kwargs)
 
     monkeypatch.setattr(Admission, "check_params", watched_check)
-    monkeypatch.setattr(type(built.tokenizer), "_encode_plus", watched_encode)
+    for kind in kinds:
+        monkeypatch.setattr(kind, "__call__", watched_encode)
     body = {**SHORT, "prompt": ["a"] * 40, "max_tokens": 1, "stop_token_ids": [7] * 2000}
     with serving(built) as running:
         assert ask(running, "POST", COMPLETIONS, {**body, "bad_words": ["fox", "fox"]})[0] == 200
@@ -1430,9 +1433,11 @@ def test_a_body_is_let_go_of_without_the_garbage_collector(open_server):
 
 def test_a_tokenizer_that_gives_up_is_a_refusal(built, caplog):
     """A regular expression of tokenizer.json that backtracks ends in a panic of Rust, which is no Exception."""
-    backend = built.engine.tokenizer.backend_tokenizer
-    usual = backend.pre_tokenizer
-    backend.pre_tokenizer = pre_tokenizers.Split(Regex("(a+)+b"), "isolated")
+    tokenizers = (built.engine.tokenizer, whole_tokenizer(built.tokenizer))
+    backends = [tokenizer.backend_tokenizer for tokenizer in tokenizers]
+    usual = [backend.pre_tokenizer for backend in backends]
+    for backend in backends:
+        backend.pre_tokenizer = pre_tokenizers.Split(Regex("(a+)+b"), "isolated")
     try:
         with serving(built) as running:
             for path, fields in (
@@ -1445,7 +1450,8 @@ def test_a_tokenizer_that_gives_up_is_a_refusal(built, caplog):
                 assert status == 400, path
                 assert "gives up on this text" in error_of(answer)["message"]
     finally:
-        backend.pre_tokenizer = usual
+        for backend, pre_tokenizer in zip(backends, usual, strict=True):
+            backend.pre_tokenizer = pre_tokenizer
     assert not [record for record in caplog.records if record.exc_info]
     assert all(len(record.getMessage()) < 400 for record in caplog.records)
 
