@@ -1,9 +1,10 @@
-"""Builds the kernels for CPUs into a wheel, for all instruction sets of this kind of machine.
+"""Builds the kernels for CPUs into a wheel.
 
-`pip install .` does so where there is a C++ compiler. Where it cannot, the wheel is pure Python,
-a warning says why (pip shows it with -v), and the kernels are compiled at the first use.
-JAXPAGE_BUILD_KERNELS=1 makes an error of what prevents it, for wheels that are published;
-JAXPAGE_BUILD_KERNELS=0 builds a wheel of pure Python, which needs no JAX to build.
+`pip install .` builds those of this machine, where there is a C++ compiler. Where it cannot, the
+wheel is pure Python, a warning says why (pip shows it with -v), and the kernels are compiled at the
+first use. JAXPAGE_BUILD_KERNELS=1, for wheels that are published, builds those of every instruction
+set of this kind of machine, and makes an error of what prevents it. JAXPAGE_BUILD_KERNELS=0 builds
+a wheel of pure Python, which needs no JAX to build.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ class Kernels(BuildHookInterface):
         """Compiles the kernels into a directory, and returns the libraries.
 
         Raises:
-            RuntimeError: There is no compiler, or it failed.
+            RuntimeError: There is no compiler, or it failed, or no kernel is for this machine.
             ImportError: There is no JAX.
         """
         if reason := self._lacks_compiler():
@@ -81,6 +82,10 @@ class Kernels(BuildHookInterface):
         how = self._how()
         on_arm = platform.machine() in ("aarch64", "arm64")
         sets = how["ARM"] if on_arm else {name: flags for name, (_, flags) in how["X86"].items()}
+        if CHOICE == "":
+            if (best := how["instruction_set"]()) is None:
+                raise RuntimeError("this processor has neither AVX2 nor NEON")
+            sets = dict([best])
         libraries = []
         for name, flags in sets.items():
             path = directory / f"{name}.so"

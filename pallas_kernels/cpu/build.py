@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import platform
 import shlex
 import shutil
 import subprocess
@@ -37,6 +38,23 @@ X86 = {
 }
 ARM = {"neon": ()}
 _DIGEST_BYTES = hashlib.sha256().digest_size
+
+
+def instruction_set() -> tuple[str, Sequence[str]] | None:
+    """Returns the best instruction set of this machine, and the compiler's flags for it."""
+    if platform.machine() in ("aarch64", "arm64"):
+        return next(iter(ARM.items()))
+    has = _processor_flags()
+    return next(((name, flags) for name, (needed, flags) in X86.items() if needed <= has), None)
+
+
+def _processor_flags() -> set[str]:
+    try:
+        return set(
+            Path("/proc/cpuinfo").read_text().partition("flags")[2].partition("\n")[0].split()
+        )
+    except OSError:
+        return set()
 
 
 def compiler() -> list[str]:

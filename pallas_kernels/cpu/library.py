@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import jax
 
-from pallas_kernels.cpu.build import ARM, SOURCES, X86, build, is_whole, options
+from pallas_kernels.cpu.build import SOURCES, build, instruction_set, is_whole, options
 
 logger = logging.getLogger(__name__)
 _LOADING = threading.Lock()
@@ -104,23 +104,6 @@ def _register(name: str, find: Callable[[], Path]) -> Library:
     except (OSError, AttributeError, RuntimeError) as error:
         return Library("", str(error))
     return Library(name, None, MappingProxyType(best))
-
-
-def instruction_set() -> tuple[str, Sequence[str]] | None:
-    """Returns the best instruction set of this machine, and the compiler's flags for it."""
-    if platform.machine() in ("aarch64", "arm64"):
-        return next(iter(ARM.items()))
-    has = _processor_flags()
-    return next(((name, flags) for name, (needed, flags) in X86.items() if needed <= has), None)
-
-
-def _processor_flags() -> set[str]:
-    try:
-        return set(
-            Path("/proc/cpuinfo").read_text().partition("flags")[2].partition("\n")[0].split()
-        )
-    except OSError:
-        return set()
 
 
 def compile_library(name: str, flags: Sequence[str]) -> Path:
