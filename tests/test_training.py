@@ -51,8 +51,7 @@ def loaded(directory: Path, oracle: Any, **settings: Any) -> tuple[TrainableMode
             *("nemotron-h-experts", "lfm2-moe-mixed"),
         ],
         [
-            *("llama-grouped", "gemma3-types", "deepseek-v3-groups", "qwen3-5-mixed"),
-            *("llama4-chunks", "qwen3-moe-mixed", "gpt-oss-windows"),
+            *("llama-grouped", "gemma3-types", "qwen3-5-mixed", "qwen3-moe-mixed"),
         ],
     ),
 )
