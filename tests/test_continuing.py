@@ -24,9 +24,11 @@ from jaxpage.replay import Report, replay
 from jaxpage.replay.log_walk import Walk
 from tests.support.engines import ENGINES, LLAMA, invariants, make_kind, make_llm
 from tests.support.executables import when_used
+from tests.support.notebooks import as_text, executed
 from tests.support.random_checkpoints import random_checkpoint, random_tensors
 from tests.support.running import serving, wait_until
 
+ROOT = Path(__file__).parent.parent
 PROMPTS = [[1, 2, 3, 4] * 9, [7, 8, 9], [5] * 20]
 SHARED: dict[str, Any] = {"max_tokens": 24, "ignore_eos": True, "logprobs": 2}
 PARAMS = [
@@ -295,6 +297,12 @@ def test_requests_over_http_are_aborted_and_go_on(checkpoint: Path, tmp_path: Pa
                 assert refused.json()["error"]["param"] == param
             refused = client.post("/abort_requests", json={"request_ids": "mine"})
             assert refused.status_code == 400 and "must be a list of strings" in refused.text
+
+
+@pytest.mark.sweep
+def test_the_notebook_prints_what_it_shows():
+    path = ROOT / "examples" / "reinforcement_learning.ipynb"
+    assert path.read_text(encoding="utf-8") == as_text(executed(path))
 
 
 @contextlib.contextmanager
