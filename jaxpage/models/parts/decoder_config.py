@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, TypeVar
 
 from jaxpage.layers.rope import NO_ROTATION, Rope
 from jaxpage.models.base import KVSpec
 from jaxpage.models.config.config_fields import WrongField
 from jaxpage.models.config.fields import Fields
 from jaxpage.models.config.mtp_names import MtpNames
+
+_Config = TypeVar("_Config", bound="DecoderConfig")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,7 +156,7 @@ class DecoderConfig:
 
     @classmethod
     def from_fields(
-        cls,
+        cls: type[_Config],
         fields: Fields,
         *,
         num_kv_heads: int | None = None,
@@ -165,7 +167,7 @@ class DecoderConfig:
         kv: Mapping[str, Any] | None = None,
         intermediate_size: int | None = None,
         **more: Any,
-    ) -> Self:
+    ) -> _Config:
         """Returns the config of fields that most families have, with what the caller reads.
 
         An argument that is None is read, with the `defaults` of the family.

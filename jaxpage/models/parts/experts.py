@@ -6,7 +6,7 @@ The experts are apart, as they are published, or stacked, as transformers keeps 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, Self, cast
+from typing import Any, TypeVar, cast
 
 from jax.typing import DTypeLike
 
@@ -21,6 +21,8 @@ from jaxpage.models.parameters.weights import FLOATS
 from jaxpage.models.parts.decoder_config import DecoderConfig
 from jaxpage.models.parts.mlp import LLAMA_NAMES, MLPNames, gated_mlp
 from jaxpage.models.parts.scope import Scope
+
+_Config = TypeVar("_Config", bound="ExpertsConfig")
 
 
 @dataclass(frozen=True)
@@ -77,7 +79,7 @@ class ExpertsConfig(DecoderConfig):
     sparse_layers: tuple[bool, ...]
 
     @classmethod
-    def from_fields(cls, fields: Fields, **options: Any) -> Self:
+    def from_fields(cls: type[_Config], fields: Fields, **options: Any) -> _Config:
         """Returns the config; all layers have experts where `sparse_layers` is left out."""
         options.setdefault("sparse_layers", (True,) * fields.integer("num_hidden_layers"))
         return super().from_fields(fields, **options)
