@@ -19,8 +19,8 @@ from jaxpage.engine.text import StreamDetokenizer
 from jaxpage.outputs import Logprob
 from jaxpage.receipts.hashing import hash_tokenizer
 from jaxpage.serving.wire.logprobs import TextOffsets, TokenTexts, chat_logprobs
-from tests.support.encoders import word_tokenizer
 from tests.support.tokenizers import byte_letters, write_tokenizer
+from tests.support.word_tokenizer import word_tokenizer
 
 TOKENIZER = AutoTokenizer.from_pretrained(Path(jaxpage.__file__).parent / "demo")
 BYTES = {byte: TOKENIZER.convert_tokens_to_ids(letter) for byte, letter in byte_letters().items()}

@@ -39,13 +39,12 @@ from pallas_kernels import AttentionOptions
 torch = pytest.importorskip("torch", reason="the oracle is transformers on torch")
 
 from tests.support.encoders import (  # noqa: E402
-    POSITIONS,
     random_texts,
     save_encoder,
     states_of,
-    word_tokenizer,
     write_json,
 )
+from tests.support.word_tokenizer import POSITIONS, word_tokenizer  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("compiled_when_used")
 
