@@ -44,14 +44,18 @@ def decide(
 
     The step is one that verifies, and the paths are like those of `verify.accept`. The rules other
     than "coupled" draw only after the last token of each path: after an earlier token of a path the
-    token is the next draft, and after a token on no path it is 0. `draw` gets `scaled_RV`.
+    token is the next draft, and after a token on no path it is 0.
+
+    `scaled_RV` is what `scale_logits` returns; None computes it.
     """
     if rule.name == "coupled":
         drawn_R = draw(logits_RV, inputs, processor_inputs, by_row=by_row, scaled_BV=scaled_RV)
         return drawn_R, accept(
             drawn_R, inputs.token_ids_T, inputs.parents_T, inputs.query_start, bucket.max_query_len
         )
-    log_p_RV = distributions(logits_RV, inputs, processor_inputs, by_row=by_row)
+    log_p_RV = distributions(
+        logits_RV, inputs, processor_inputs, by_row=by_row, scaled_BV=scaled_RV
+    )
     if rule.name == "rejection":
         paths_BQ, drawn_B = rejection(log_p_RV, inputs, bucket.max_query_len, by_row=by_row)
     else:

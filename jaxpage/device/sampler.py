@@ -125,10 +125,10 @@ def _draw_each(scaled_RV: jax.Array, draws: Draws, flags: jax.Array) -> jax.Arra
     """Draws from one row after the other, whose logits are scaled and cut off."""
 
     def draw_row(row: tuple[jax.Array, Draws]) -> jax.Array:
-        scaled_V, own = row
-        key = noise_key(own.seed_R2, own.sample_index_R, own.position_R)
+        scaled_V, draw = row
+        key = noise_key(draw.seed_R2, draw.sample_index_R, draw.position_R)
         return jax.lax.cond(
-            own.temperature_R > 0.0,
+            draw.temperature_R > 0.0,
             lambda: with_noise(scaled_V, key),
             lambda: _first_of_the_largest(scaled_V),
         )
@@ -286,16 +286,10 @@ def scale_logits(
     those after masks, biases and penalties, as in vLLM.
     """
 
-    def scale(
-        logits_V: jax.Array, temperature: jax.Array, *cuts: jax.Array, **options: Any
-    ) -> jax.Array:
-        scaled = functools.partial(_scale, logits_V, temperature, *cuts, **options)
-        return where_wanted(temperature > 0.0, options["requested"], "", scaled, lambda: logits_V)
-
     def scale_all() -> jax.Array:
         processed_RV = process_logits(logits_RV, inputs, processor_inputs, by_row=by_row)
         cuts = (inputs.temperature_R, inputs.top_k_R, inputs.top_p_R, inputs.min_p_R)
-        scaled_RV: jax.Array = _each_draw(scale, (processed_RV, *cuts), by_row=by_row)
+        scaled_RV: jax.Array = _each_draw(_scale_row, (processed_RV, *cuts), by_row=by_row)
         return scaled_RV
 
     if not by_row:
@@ -366,36 +360,47 @@ def distributions(
     processor_inputs: ProcessorInputs,
     *,
     by_row: bool,
+    scaled_BV: Float[Array, "B V"] | None = None,
 ) -> Float[Array, "B V"]:
     """Returns the log probabilities of what `draw` draws; a greedy row has 0 for its token.
 
-    They are all -inf where no token can be chosen.
+    They are all -inf where no token can be chosen. The arguments are those of `draw`.
     """
     is_finite_B = are_finite(logits_BV)
-    logits_BV = process_logits(logits_BV, inputs, processor_inputs, by_row=by_row)
-    rows = (logits_BV, inputs.temperature_R, inputs.top_k_R, inputs.top_p_R, inputs.min_p_R)
-    log_p_BV = _each_draw(_distribution, rows, by_row=by_row)
+    if not by_row:
+        logits_BV = process_logits(logits_BV, inputs, processor_inputs, by_row=False)
+        rows = (logits_BV, inputs.temperature_R, inputs.top_k_R, inputs.top_p_R, inputs.min_p_R)
+        log_p_BV = _each_draw(_distribution, rows, by_row=False)
+    else:
+        if scaled_BV is None:
+            scaled_BV = scale_logits(logits_BV, inputs, processor_inputs, by_row=True)
+        log_p_BV = each_row(_normalise, (scaled_BV, inputs.temperature_R), by_row=True)
     return jnp.where(is_finite_B[:, None], log_p_BV, -jnp.inf)
 
 
 def _distribution(
-    logits_V: jax.Array,
-    temperature: jax.Array,
-    top_k: jax.Array,
-    top_p: jax.Array,
-    min_p: jax.Array,
-    **options: Any,
+    logits_V: jax.Array, temperature: jax.Array, *cuts: jax.Array, **options: Any
 ) -> jax.Array:
-    def random() -> jax.Array:
-        return _scale(logits_V, temperature, top_k, top_p, min_p, **options)
+    return _normalise(_scale_row(logits_V, temperature, *cuts, **options), temperature)
 
-    def greedy() -> jax.Array:
-        return jnp.where(
-            jnp.arange(logits_V.shape[0]) == _first_of_the_largest(logits_V), 0.0, -jnp.inf
-        )
 
-    chosen_V = where_wanted(temperature > 0.0, options["requested"], "", random, greedy)
+def _normalise(scaled_V: jax.Array, temperature: jax.Array) -> jax.Array:
+    """Returns the log probabilities of scaled logits; those of a greedy row have one token."""
+
+    def keep_first() -> jax.Array:
+        place_V = jnp.arange(scaled_V.shape[0])
+        return jnp.where(place_V == _first_of_the_largest(scaled_V), 0.0, -jnp.inf)
+
+    chosen_V = jax.lax.cond(temperature > 0.0, lambda: scaled_V, keep_first)
     return jnp.where(jnp.isfinite(jnp.max(chosen_V)), jax.nn.log_softmax(chosen_V), -jnp.inf)
+
+
+def _scale_row(
+    logits_V: jax.Array, temperature: jax.Array, *cuts: jax.Array, **options: Any
+) -> jax.Array:
+    """Returns the logits divided and cut off where the draw is random, else as they are."""
+    scaled = functools.partial(_scale, logits_V, temperature, *cuts, **options)
+    return where_wanted(temperature > 0.0, options["requested"], "", scaled, lambda: logits_V)
 
 
 def _scale(
