@@ -215,7 +215,8 @@ def make_array_reader(
     """Returns a function that reads tensors; those in memory stay where they are.
 
     Others are views of their files, or dequantised; from Orbax they are numpy arrays, or of the
-    form of `targets[name]`. A tensor of Orbax is released with the last of the pieces that it fills.
+    form of `targets[name]`. A tensor of Orbax is released with the last of the pieces that it
+    fills.
     """
     if plan.layout == "safetensors":
         return map_array
