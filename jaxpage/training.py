@@ -12,7 +12,7 @@ import json
 import logging
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -59,7 +59,6 @@ class TrainableModel:
 
     _files: ModelFiles
     _rows: RowModel
-    _make_rows: Callable[[LoRASpec | None], RowModel]
     _lora: LoRASpec
     dtype: str
 
@@ -102,16 +101,11 @@ class TrainableModel:
         if isinstance(files.spec, EncoderConfig):
             raise UnsupportedError("encoders cannot be trained: they give vectors, not logits")
         backend = choose_backend(attention_backend, jax.devices()[0])
-
-        def make_rows(lora: LoRASpec | None) -> RowModel:
-            rule = None if lora is None else lora.rule(files.rule)
-            model = make_model(files.family, files.spec, dtype, rule)
-            lora_slot = 0 if lora is None else lora.num_slots
-            return RowModel(model, files.spec.kv, backend, dtype, exact=exact, lora_slot=lora_slot)
-
+        model = make_model(files.family, files.spec, dtype, None)
+        rows = RowModel(model, files.spec.kv, backend, dtype, exact=exact)
         lora = LoRASpec(1, max_lora_rank, lora_targets(files.family, files.spec))
         weights = load_weights(files.plan, dtype, jnp.asarray)
-        return cls(files, make_rows(None), make_rows, lora, dtype), weights
+        return cls(files, rows, lora, dtype), weights
 
     @classmethod
     def for_engine(cls, llm: LLM, *, exact: bool = True) -> tuple[Self, Parameters]:
@@ -223,9 +217,16 @@ class TrainableModel:
             tensors[f"{name}.lora_B.weight"] = jnp.zeros((target.num_rows, rank))
         of_caller = modules if target_modules == "all-linear" else list(target_modules)
         config = {
-            **{"peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": None},
-            **{"r": rank, "lora_alpha": alpha, "target_modules": of_caller, "bias": "none"},
-            **{"lora_dropout": 0.0, "use_rslora": False, "inference_mode": True},
+            "peft_type": "LORA",
+            "task_type": "CAUSAL_LM",
+            "base_model_name_or_path": None,
+            "r": rank,
+            "lora_alpha": alpha,
+            "target_modules": of_caller,
+            "bias": "none",
+            "lora_dropout": 0.0,
+            "use_rslora": False,
+            "inference_mode": True,
         }
         return LoRAWeights(tensors, json.dumps(config))
 
@@ -255,10 +256,10 @@ class TrainableModel:
         for end in target_modules:
             modules = {name for name in names if f".{name}".endswith(f".{end}")}
             if not modules:
-                known = sorted({name.rpartition(".")[2] for name in takers})
+                last_names = sorted({name.rpartition(".")[2] for name in takers})
                 raise ValueError(
                     f"target_modules: the model has no {end!r}; what takes adapters has the names "
-                    f"{list_names(known, 20)}"
+                    f"{list_names(last_names, 20)}"
                 )
             if others := sorted(modules - set(takers)):
                 raise UnsupportedError(
@@ -272,7 +273,18 @@ class TrainableModel:
 
     @functools.cached_property
     def _adapted_rows(self) -> RowModel:
-        return self._make_rows(self._lora)
+        """Returns the rows of the model with a slot for an adapter in every linear layer."""
+        files = self._files
+        rows = self._rows
+        model = make_model(files.family, files.spec, self.dtype, self._lora.rule(files.rule))
+        return RowModel(
+            model,
+            files.spec.kv,
+            rows.backend,
+            self.dtype,
+            exact=rows.exact,
+            lora_slot=self._lora.num_slots,
+        )
 
     def logits(
         self,

@@ -142,7 +142,7 @@ def test_arrays_on_devices_are_joined_there(
     arrays = {name: jnp.asarray(array) for name, array in tensors.items()}
     on_device = with_parameters(on_host, arrays)
     for dtype in ("float32", "bfloat16", "float16"):
-        wanted = load_weights(on_host.plan, dtype, lambda array: array)
+        expected = load_weights(on_host.plan, dtype, lambda array: array)
         with monkeypatch.context() as patch, jax.transfer_guard_host_to_device("disallow_explicit"):
             patch.setattr(loading, "np", NoHostCopies())
             made = load_weights(on_device.plan, dtype, lambda array: array)
@@ -150,7 +150,7 @@ def test_arrays_on_devices_are_joined_there(
                 load_weights(on_host.plan, dtype, jnp.asarray)
         leaves = jax.tree.leaves(made)
         assert all(isinstance(leaf, jax.Array) for leaf in leaves)
-        pairs = zip(map(bits_of, leaves), map(bits_of, jax.tree.leaves(wanted)), strict=True)
+        pairs = zip(map(bits_of, leaves), map(bits_of, jax.tree.leaves(expected)), strict=True)
         assert all(np.array_equal(*pair) for pair in pairs)
         pointers = {array.unsafe_buffer_pointer() for array in arrays.values()}
         assert pointers.isdisjoint(leaf.unsafe_buffer_pointer() for leaf in leaves)

@@ -13,6 +13,7 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxpage.checkpoints.fitting import Filled
+from jaxpage.layers.parameter import Piece
 
 
 class _Geometry(NamedTuple):
@@ -21,12 +22,12 @@ class _Geometry(NamedTuple):
     Attributes:
         shape: The shape of the parameter.
         dtype: Its type.
-        pieces: The shape, the offset, the transposition and the rows of each piece; see `Piece`.
+        pieces: The pieces that fill it, without their names.
     """
 
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
-    pieces: tuple[tuple[Any, ...], ...]
+    pieces: tuple[Piece, ...]
 
 
 def are_on_devices(filled: Filled, arrays: Sequence[Any]) -> bool:
@@ -51,10 +52,8 @@ def join_arrays(filled: Filled, arrays: Sequence[jax.Array], dtype: np.dtype[Any
         arrays: Its tensors, which `are_on_devices`.
         dtype: The type of the parameter.
     """
-    device = min(arrays[0].devices(), key=lambda each: each.id)
-    pieces = tuple(
-        (piece.shape, piece.offset, piece.transpose, piece.rows) for piece, _ in filled.pieces
-    )
+    device = min(arrays[0].devices(), key=lambda device: device.id)
+    pieces = tuple(piece._replace(name="", aliases=()) for piece, _ in filled.pieces)
     local = [_move(array, device) for array in arrays]
     return _join(_Geometry(filled.weight.shape, dtype, pieces), local)
 
@@ -68,7 +67,7 @@ def _move(array: jax.Array, device: jax.Device) -> jax.Array:
         array = _gather(array.sharding.mesh)(array)
     if array.is_fully_replicated:
         shards = array.addressable_shards
-        array = next((each.data for each in shards if each.device == device), shards[0].data)
+        array = next((shard.data for shard in shards if shard.device == device), shards[0].data)
     return jax.device_put(array, device)
 
 
@@ -80,12 +79,12 @@ def _gather(mesh: Any) -> Callable[[jax.Array], jax.Array]:
 @functools.partial(jax.jit, static_argnums=0)
 def _join(geometry: _Geometry, arrays: list[jax.Array]) -> jax.Array:
     whole = jnp.zeros(geometry.shape, geometry.dtype)
-    for (shape, offset, transpose, rows), array in zip(geometry.pieces, arrays, strict=True):
-        part = _orient(array, shape, rows, transpose=transpose).astype(geometry.dtype)
-        if shape == geometry.shape:
+    for piece, array in zip(geometry.pieces, arrays, strict=True):
+        part = orient(piece, array).astype(geometry.dtype)
+        if piece.shape == geometry.shape:
             # A result that is its argument would share memory with it.
             return jnp.copy(part)
-        whole = lax.dynamic_update_slice(whole, part, offset)
+        whole = lax.dynamic_update_slice(whole, part, piece.offset)
     return whole
 
 
@@ -123,9 +122,14 @@ def _split(
     return parts
 
 
-def _orient(
-    array: jax.Array, shape: tuple[int, ...], rows: tuple[int, int] | None, *, transpose: bool
-) -> jax.Array:
-    """Returns a tensor in the shape of its piece."""
-    array = array.swapaxes(-1, -2) if transpose else array
-    return (array if rows is None else array[slice(*rows)]).reshape(shape)
+def orient(piece: Piece, array: Any, others: Sequence[Any] = ()) -> Any:
+    """Returns a stored tensor in the shape of its piece: a view, if numpy's need no decoding.
+
+    Args:
+        piece: The piece.
+        array: The tensor, an array of numpy or JAX.
+        others: The tensors that its decoding takes, too.
+    """
+    array = array.swapaxes(-1, -2) if piece.transpose else array
+    array = piece.stored.decode(array, *others) if piece.stored else array
+    return (array if piece.rows is None else array[slice(*piece.rows)]).reshape(piece.shape)

@@ -18,11 +18,10 @@ from tqdm import tqdm
 
 from jaxpage.checkpoints.fitting import Filled, LoadPlan
 from jaxpage.checkpoints.gguf.tensors import read_gguf_array
-from jaxpage.checkpoints.joining import are_on_devices, join_arrays, split_array
+from jaxpage.checkpoints.joining import are_on_devices, join_arrays, orient, split_array
 from jaxpage.checkpoints.orbax_files import restore_orbax
 from jaxpage.checkpoints.safetensors_files import NUMPY_DTYPES, map_array
 from jaxpage.checkpoints.safetensors_header import TensorInfo
-from jaxpage.layers.parameter import Piece
 from jaxpage.models.parameters import Path, Weight
 from jaxpage.models.sharding import Place, ShardedWeight
 
@@ -68,7 +67,7 @@ def load_weights(
             )
         return {filled.weight.path: put(array)}, array.nbytes
 
-    return _load(plan, dtype, load, _make_reader(plan), progress)
+    return _load(plan, dtype, load, make_array_reader(plan), progress)
 
 
 def load_sharded(
@@ -139,9 +138,9 @@ def load_shards(
         if are_on_devices(filled, arrays):
             whole = join_arrays(filled, arrays, target_dtype)
             return dict(_divide(sharded, whole, put, put_shards)), num_bytes
-        held = [np.asarray(array) for array in arrays]
+        on_host = [np.asarray(array) for array in arrays]
         part_of: Callable[[tuple[slice, ...]], np.ndarray] = functools.partial(
-            _assemble, filled, held, target_dtype
+            _assemble, filled, on_host, target_dtype
         )
         # A stored tensor is decoded once, not for each of its parts.
         if any(piece.stored for piece, _ in filled.pieces):
@@ -156,7 +155,7 @@ def load_shards(
                 )
         return made, num_bytes
 
-    return _load(plan, dtype, load, _make_reader(plan), progress)
+    return _load(plan, dtype, load, make_array_reader(plan), progress)
 
 
 def _divide(
@@ -210,25 +209,21 @@ def _whole(filled: Filled) -> tuple[slice, ...]:
     return tuple(slice(0, size) for size in filled.weight.shape)
 
 
-def _make_reader(plan: LoadPlan) -> Callable[[TensorInfo], Any]:
-    """Returns a function that reads tensors; those in memory stay where they are."""
-    return (lambda info: plan.arrays[info.name]) if plan.arrays else make_array_reader(plan)
-
-
 def make_array_reader(
     plan: LoadPlan, targets: Mapping[str, Any] | None = None
 ) -> Callable[[TensorInfo], Any]:
-    """Returns a function that reads tensors.
+    """Returns a function that reads tensors; those in memory stay where they are.
 
-    They are views of their files, or dequantised; from Orbax they are numpy arrays, or of the form
-    of `targets[name]`. A tensor of Orbax is released with the last of the pieces that it fills.
+    Others are views of their files, or dequantised; from Orbax they are numpy arrays, or of the
+    form of `targets[name]`. A tensor of Orbax is released with the last of the pieces that it
+    fills.
     """
     if plan.layout == "safetensors":
         return map_array
     if plan.layout == "gguf":
         return read_gguf_array
     if plan.arrays:
-        return lambda info: np.asarray(plan.arrays[info.name])
+        return lambda info: plan.arrays[info.name]
     files: dict[str, Any] = {}
     for info in plan.tensors.values():
         # One element is enough for all: the target only tells Orbax the shape and the dtype.
@@ -300,12 +295,5 @@ def _assemble(
         if any(part.start == part.stop for part in into):
             continue  # The piece has nothing of this part, and is not decoded.
         others = [by_name[name] for name in piece.stored.beside] if piece.stored else []
-        result[tuple(into)] = _orient(piece, array, others)[tuple(out_of)]
+        result[tuple(into)] = orient(piece, array, others)[tuple(out_of)]
     return result
-
-
-def _orient(piece: Piece, array: np.ndarray, others: Sequence[np.ndarray]) -> np.ndarray:
-    """Returns a stored tensor in the shape of the piece: a view, unless it has to be decoded."""
-    array = np.swapaxes(array, -1, -2) if piece.transpose else array
-    array = piece.stored.decode(array, *others) if piece.stored else array
-    return (array if piece.rows is None else array[slice(*piece.rows)]).reshape(piece.shape)

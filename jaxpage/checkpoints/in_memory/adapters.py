@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpage.checkpoints.in_memory.parameters import PLACE, find_flaw
+from jaxpage.checkpoints.in_memory.parameters import PLACE, array_headers, find_flaw
 from jaxpage.checkpoints.lora_files import (
     DTYPES,
     Adapter,
@@ -28,11 +28,10 @@ from jaxpage.checkpoints.lora_files import (
 )
 from jaxpage.checkpoints.problems import Problems, quote
 from jaxpage.checkpoints.safetensors_files import NUMPY_DTYPES, map_array
-from jaxpage.checkpoints.safetensors_header import TensorInfo
 from jaxpage.models.parameters import LoRASpec
 from jaxpage.models.parameters import Path as LayerPath
 
-_CODES = {NUMPY_DTYPES[code]: code for code in DTYPES}
+_DTYPES = [NUMPY_DTYPES[code] for code in DTYPES]
 
 
 @jax.tree_util.register_dataclass
@@ -127,11 +126,10 @@ def _fit(
             raise TypeError(f"{name} of an adapter must be a dict, got {value!r:.80}")
     problems = Problems(PLACE, "adapter")
     check_config(config, problems)
-    headers = {}
+    fitting = {}
     for name, array in tensors.items():
-        if flaw := find_flaw(array, _CODES):
+        if flaw := find_flaw(array, _DTYPES):
             problems.add(f"tensor {quote(name)} {flaw}")
         else:
-            shape = tuple(array.shape)
-            headers[name] = TensorInfo(str(name), _CODES[array.dtype], shape, PLACE, 0, 0)
-    return fit_adapter(config, headers, spec, problems), problems
+            fitting[name] = array
+    return fit_adapter(config, array_headers(fitting), spec, problems), problems

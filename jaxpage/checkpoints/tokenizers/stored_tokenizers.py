@@ -66,7 +66,7 @@ class Encoding(dict[str, Any]):
 
 
 class StoredTokenizer:
-    """Stands for a tokenizer of transformers, which is loaded when more is asked for.
+    """Serves as a tokenizer of transformers, which is loaded when more is asked for.
 
     It encodes texts, decodes tokens and has the vocabulary by itself. Everything else, such as
     rendering a chat template, is that of the tokenizer of transformers.
@@ -92,7 +92,7 @@ class StoredTokenizer:
             if isinstance(text := texts[0], str):
                 encoding = self.backend_tokenizer.encode(text, **options)
                 return Encoding(encoding.ids, [encoding])
-            if isinstance(text, list) and text and all(isinstance(each, str) for each in text):
+            if isinstance(text, list) and text and all(isinstance(part, str) for part in text):
                 encodings = self.backend_tokenizer.encode_batch(text, **options)
                 return Encoding([encoding.ids for encoding in encodings], encodings)
         return self.whole(*texts, **options)
@@ -135,8 +135,8 @@ def whole_tokenizer(tokenizer: Any | None) -> Any | None:
 def open_tokenizer(directory: Path) -> Any | None:
     """Returns the tokenizer of a model directory or GGUF file.
 
-    It is that of `load_tokenizer`, or stands for it without having imported transformers, if an
-    earlier start has kept what it needs.
+    It is that of `load_tokenizer`, or a `StoredTokenizer`, which does the same without having
+    imported transformers, if an earlier start has stored it.
 
     Raises:
         CheckpointError: The tokenizer cannot be loaded, or is refused.
@@ -228,9 +228,9 @@ def _write(path: Path, backend: Tokenizer, facts: Facts) -> None:
             temporary.replace(path)
         finally:
             temporary.unlink(missing_ok=True)
-        used = sorted(path.parent.iterdir(), key=lambda entry: entry.stat().st_mtime, reverse=True)
-        for unused in used[MOST_FILES:]:
-            unused.unlink(missing_ok=True)
+        files = sorted(path.parent.iterdir(), key=lambda entry: entry.stat().st_mtime, reverse=True)
+        for file_to_delete in files[MOST_FILES:]:
+            file_to_delete.unlink(missing_ok=True)
     except OSError as error:
         logger.info("cannot keep the tokenizer in %s: %s", path.parent, error)
 

@@ -158,11 +158,13 @@ def stored_form(tokenizer: Any) -> tuple[Tokenizer, Facts] | None:
     )
     alone = StoredTokenizer(backend, facts, lambda: None)
     texts = (*_TRIED, "".join(map(str, tokenizer.all_special_tokens)))
-    is_same = all(_uses(alone, text) == _uses(tokenizer, text) for text in texts)
+    is_same = all(
+        _encode_and_decode(alone, text) == _encode_and_decode(tokenizer, text) for text in texts
+    )
     return (backend, facts) if is_same and alone.get_vocab() == tokenizer.get_vocab() else None
 
 
-def _uses(tokenizer: Any, text: str) -> list[Any]:
+def _encode_and_decode(tokenizer: Any, text: str) -> list[Any]:
     """Returns the token ids of a text, and the texts of these, in all ways in which they differ.
 
     Of a text for which the tokenizer has no tokens, it returns the error.

@@ -41,6 +41,7 @@ def dense_logits(
     positions_T = jnp.tile(jnp.arange(length), num_rows)
     context = ForwardContext(positions_T, dense_attend(num_rows), recur=dense_recur(num_rows))
     ones_T = jnp.ones(token_ids_RC.size, jnp.int32)
+    # The number of adapters is an int: a loop of a traced number of rounds has no gradient.
     adapters = TokenAdapters(ones_T, ones_T[:1], 1) if has_adapter else None
     with TraceScope(_KERNELS, adapters, routes=Routes(chosen)).open():
         hidden_TD, _, _ = model(token_ids_RC.reshape(-1), (None,) * num_layers, context)
