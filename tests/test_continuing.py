@@ -52,7 +52,8 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def seeded(llm: LLM, params: list[Any]) -> list[Any]:
     """Prepared requests, which have the seeds that an engine would draw for its first ones."""
     return llm._prepare(
-        PROMPTS, [dataclasses.replace(each, seed=index) for index, each in enumerate(params)]
+        PROMPTS,
+        [dataclasses.replace(sampling, seed=index) for index, sampling in enumerate(params)],
     )
 
 
@@ -189,10 +190,10 @@ def test_what_is_gone_is_one_error(checkpoint: Path) -> None:
             llm.continue_request([7], use_tqdm=False)  # type: ignore[list-item]
         with pytest.raises(RequestGone):  # and then neither goes on
             llm.continue_request([names[2], names[2]], use_tqdm=False)
-        kept = llm._find_aborted(names[2]).aborted
-        assert kept is not None and kept.request is not None
+        aborted = llm._find_aborted(names[2]).aborted
+        assert aborted is not None and aborted.request is not None
         [output] = llm.continue_request([names[2]], use_tqdm=False)
-        seeded = dataclasses.replace(drawn, seed=kept.request.seed)
+        seeded = dataclasses.replace(drawn, seed=aborted.request.seed)
         [expected] = llm.generate([PROMPTS[1]], seeded, use_tqdm=False)
         assert output.request_id == names[2] and output.outputs == expected.outputs
         with pytest.raises(RequestGone):
@@ -220,8 +221,7 @@ def test_coroutines_continue_by_their_own_ids(checkpoint: Path) -> None:
         with pytest.raises(ValueError, match="running already"):
             await anext(llm.continue_request("a"))
         await llm.abort(first.request_id)
-        last = await last_of(outputs)
-        return last
+        return await last_of(outputs)
 
     async def check() -> None:
         async with make_kind(AsyncLLM, checkpoint) as llm:
@@ -261,7 +261,7 @@ def test_requests_over_http_are_aborted_and_go_on(checkpoint: Path, tmp_path: Pa
                 order = {"request_ids": ["mine", "other"]}
                 assert client.post("/abort_requests", json=order).json() == {"aborted": 1}
                 part = cut.result().json()
-                assert {each["finish_reason"] for each in part["choices"]} == {"abort"}
+                assert {choice["finish_reason"] for choice in part["choices"]} == {"abort"}
                 assert part["request_id"] == "mine"
                 more = {"model": "demo", "continue_from": "mine"}
                 with steps_of(running, 7):
@@ -275,7 +275,7 @@ def test_requests_over_http_are_aborted_and_go_on(checkpoint: Path, tmp_path: Pa
                 running.loop.resume().result()
                 whole = client.post("/v1/generate", json=more).json()
             versions = [choice.pop("weights_versions") for choice in whole["choices"]]
-            assert all({version for version, _ in each} == {0, 1} for each in versions)
+            assert all({version for version, _ in spans} == {0, 1} for spans in versions)
             for choice in expected["choices"]:
                 del choice["weights_versions"]
             fixed |= {"system_fingerprint": "", "weights_version": 0}

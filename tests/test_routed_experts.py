@@ -88,10 +88,10 @@ def check_hidden_states(model, completion):
     token_ids = [*PROMPT, *completion.token_ids[:-1]]
     states = completion.hidden_states
     with torch.no_grad():
-        wanted = model.model(torch.tensor([token_ids])).last_hidden_state[0, len(PROMPT) - 1 :]
+        expected = model.model(torch.tensor([token_ids])).last_hidden_state[0, len(PROMPT) - 1 :]
         logprobs = model.lm_head(torch.tensor(states)).log_softmax(-1).numpy()
     assert states.dtype == np.float32
-    np.testing.assert_allclose(states, wanted.numpy(), atol=1e-4)
+    np.testing.assert_allclose(states, expected.numpy(), atol=1e-4)
     for place, (token_id, entry) in enumerate(
         zip(completion.token_ids, completion.logprobs, strict=True)
     ):

@@ -47,7 +47,11 @@ class Model:
 def test_methods_take_what_trl_gives_them():
     for name, arguments in METHODS.items():
         parameters = list(inspect.signature(getattr(JaxpageClient, name)).parameters.values())[1:]
-        positional = [each.name for each in parameters if each.kind is not each.KEYWORD_ONLY]
+        positional = [
+            parameter.name
+            for parameter in parameters
+            if parameter.kind is not parameter.KEYWORD_ONLY
+        ]
         assert positional == arguments, name
     assert {"messages"} <= inspect.signature(JaxpageClient.chat).parameters.keys()
 
@@ -104,7 +108,7 @@ def check(llm: LLM, answer: dict[str, Any], params: SamplingParams) -> None:
     ):
         for entry, values, tokens in zip(sample.logprobs or [], logprobs, ids, strict=True):
             assert entry is not None
-            assert {token: each.logprob for token, each in entry.items()} == dict(
+            assert {token: logprob.logprob for token, logprob in entry.items()} == dict(
                 zip(tokens, values, strict=True)
             )
             assert values == sorted(values, reverse=True)

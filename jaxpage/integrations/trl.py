@@ -177,7 +177,7 @@ class JaxpageClient:
         }
         with ThreadPoolExecutor(_AT_ONCE) as pool:
             prompts = list(
-                pool.map(lambda each: self._tokenize({"messages": list(each), **options}), messages)
+                pool.map(lambda chat: self._tokenize({"messages": list(chat), **options}), messages)
             )
         return self.generate(prompts, **sampling)
 
@@ -255,8 +255,8 @@ class JaxpageClient:
         return {
             "prompt_ids": [token_ids for token_ids, _ in answers],
             "completion_ids": [choice["token_ids"] for choice in choices],
-            "logprobs": entries and [[logprobs for _, logprobs in each] for each in entries],
-            "logprob_token_ids": entries and [[ids for ids, _ in each] for each in entries],
+            "logprobs": entries and [[logprobs for _, logprobs in tokens] for tokens in entries],
+            "logprob_token_ids": entries and [[ids for ids, _ in tokens] for tokens in entries],
         }
 
     def _token_ids(self, prompt: str | Sequence[int]) -> list[int]:
@@ -284,22 +284,17 @@ class JaxpageClient:
 
 def _entries(choice: Mapping[str, Any]) -> list[tuple[list[int], list[float]]]:
     """Returns, for each token, ids and log probabilities, the most likely first."""
-    own = _array(choice["logprobs"]).tolist()
-    entries: list[tuple[list[int], list[float]]] = [
-        ([token_id], [logprob]) for token_id, logprob in zip(choice["token_ids"], own, strict=True)
-    ]
+    drawn = zip(choice["token_ids"], _array(choice["logprobs"]).tolist(), strict=True)
     if "top_token_ids" not in choice:
-        return entries
-    tops = zip(_array(choice["top_token_ids"]), _array(choice["top_logprobs"]), strict=True)
-    for (ids, logprobs), (top_ids, top) in zip(entries, tops, strict=True):
-        ranked = [
-            pair
-            for pair in zip(top_ids.tolist(), top.tolist(), strict=True)
-            if pair[0] not in (-1, ids[0])
-        ]
-        ranked = sorted([(ids[0], logprobs[0]), *ranked], key=lambda pair: -pair[1])
-        ids[:] = [token_id for token_id, _ in ranked]
-        logprobs[:] = [logprob for _, logprob in ranked]
+        return [([token_id], [logprob]) for token_id, logprob in drawn]
+    top_ids = _array(choice["top_token_ids"]).tolist()
+    top_logprobs = _array(choice["top_logprobs"]).tolist()
+    entries = []
+    for pair, ids, logprobs in zip(drawn, top_ids, top_logprobs, strict=True):
+        top = zip(ids, logprobs, strict=True)
+        others = [other for other in top if other[0] not in (-1, pair[0])]
+        ranked = sorted([pair, *others], key=lambda entry: -entry[1])
+        entries.append(([token_id for token_id, _ in ranked], [logprob for _, logprob in ranked]))
     return entries
 
 

@@ -63,9 +63,8 @@ class AbortedRequest(NamedTuple):
             strategy: A new strategy.
         """
         if self.strategy is not None:
-            before = {sequence.sample_index: sequence.sequence_id for sequence in self.sequences}
-            new_ids = {before[each.sample_index]: each.sequence_id for each in group.sequences}
-            self.strategy.renumber(new_ids)
+            pairs = zip(self.sequences, group.sequences, strict=True)
+            self.strategy.renumber({old.sequence_id: new.sequence_id for old, new in pairs})
             return self.strategy
         for sequence in group.unfinished:
             for token_id in sequence.output_token_ids:

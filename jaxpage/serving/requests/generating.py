@@ -116,17 +116,17 @@ class Generating:
     async def _submit(self, exchange: Exchange, arrived: float, owner: str) -> list[AwaitedHandle]:
         if not exchange.prompts:
             return []
-        request_id = exchange.prompts[0].request_id
-        kept_as = None if request_id is None else (owner, request_id)
+        first = exchange.prompts[0]
+        kept_as = None if first.request_id is None else (owner, first.request_id)
         try:
-            if exchange.prompts[0].continues:
+            if first.continues:
                 aborted = await asyncio.wrap_future(self._driver.find_aborted(kept_as))
+                _check_adapter(exchange, aborted)
+                exchange.prompts[0] = first._replace(params=aborted.params)
                 requests = [aborted]
-                _check_adapter(exchange, requests[0])
-                exchange.prompts[0] = exchange.prompts[0]._replace(params=requests[0].params)
             else:
                 requests = await self._preparing.requests(exchange.prompts)
-            if exchange.prompts[0].receipt:
+            if first.receipt:
                 await self._preparing.receipt(partial(self._receipts.check, requests))
             _check_prompt_logprobs(requests)
             return await self._driver.submit(

@@ -247,9 +247,12 @@ _CHOICE = object_of(
 )
 _CHOICE["properties"] |= {
     **dict.fromkeys(
-        ("logprobs", "top_token_ids", "top_logprobs", "num_kept", "routed_experts"), _ARRAY
+        (
+            *("logprobs", "top_token_ids", "top_logprobs"),
+            *("num_kept", "routed_experts", "hidden_states"),
+        ),
+        _ARRAY,
     ),
-    "hidden_states": _ARRAY,
     "sampling_mask": object_of(num_kept=_ARRAY, kept_token_ids=_ARRAY),
 }
 ROLLOUT = object_of(
