@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -380,6 +382,14 @@ def test_a_stored_tokenizer_follows_its_files(tmp_path, monkeypatch, caplog):
         change()
         again, _ = open_twice(directory)
         assert isinstance(again, StoredTokenizer) and "<|stop|>" in again.get_vocab()
+
+    # One that is kept in a file system that is only read is found.
+    def refuse(path):
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "utime", refuse)
+        assert isinstance(open_tokenizer(directory), StoredTokenizer)
     # Where nothing can be kept, transformers loads it each time.
     monkeypatch.setenv("JAXPAGE_CACHE_DIR", "/dev/null")
     assert not isinstance(open_twice(directory)[0], StoredTokenizer)

@@ -8,6 +8,7 @@ of this room.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import json
@@ -205,9 +206,10 @@ def _read(path: Path) -> tuple[Tokenizer, Facts] | None:
     """Returns the tokenizer in a file; None if the file is missing or damaged."""
     try:
         contents = path.read_bytes()
-        os.utime(path)
     except OSError:
         return None
+    with contextlib.suppress(OSError):  # the file system may be read-only
+        os.utime(path)
     digest, _, contents = contents.partition(b"\n")
     facts, _, backend = contents.partition(b"\n")
     if digest != _digest(path, contents):
