@@ -19,11 +19,9 @@ from jaxpage.models.config.fields import Fields
 from jaxpage.models.config.layer_windows import layer_types, read_windows, slides
 from jaxpage.models.llama import Llama
 from jaxpage.models.parts.attention import Gates, grouped_query_attention, norms_of_heads
-from jaxpage.models.parts.block import Block
 from jaxpage.models.parts.decoder_config import DecoderConfig, Defaults
 from jaxpage.models.parts.experts import ExpertNames, ExpertsConfig
 from jaxpage.models.parts.mlp import plain_mlp
-from jaxpage.models.parts.norms import rms_norm
 from jaxpage.models.parts.scope import Scope
 
 
@@ -93,24 +91,14 @@ def _read_experts(fields: Fields) -> ExpertsSpec:
 class Afmoe(Llama, config=AfmoeConfig):
     """Trinity (Arcee AI, 2025) has gated attention, four norms in a layer, and sigmoid routing."""
 
+    norm_names = ("input_layernorm", "pre_mlp_layernorm")
+    output_norm_names = ("post_attention_layernorm", "post_mlp_layernorm")
     expert_names = ExpertNames(
         router="router.gate",
         shared=("shared_experts", None),
         correction="expert_bias",
         in_memory=("mlp", "router.gate", "expert_bias"),
     )
-
-    @classmethod
-    def make_block(cls, config: Any, index: int, at: Scope) -> nnx.Module:
-        """Returns a layer."""
-        return Block(
-            attention_norm=rms_norm(config, at / "input_layernorm"),
-            attention=cls.make_attention(config, index, at / "self_attn"),
-            post_attention_norm=rms_norm(config, at / "post_attention_layernorm"),
-            mlp_norm=rms_norm(config, at / "pre_mlp_layernorm"),
-            mlp=cls.make_mlp(config, index, at),
-            post_mlp_norm=rms_norm(config, at / "post_mlp_layernorm"),
-        )
 
     @classmethod
     def make_attention(cls, config: Any, index: int, at: Scope) -> nnx.Module:

@@ -77,6 +77,7 @@ class Bert(Encoder, config=BertConfig):
         "LayerNorm.weight": "LayerNorm.gamma",
         "LayerNorm.bias": "LayerNorm.beta",
     }
+    has_positions: ClassVar[bool] = True  # True if there is a table of learned positions
 
     @classmethod
     def make_tables(
@@ -92,7 +93,7 @@ class Bert(Encoder, config=BertConfig):
 
         return (
             table(config.vocab_size, "word_embeddings", "vocab"),
-            table(num_positions, "position_embeddings"),
+            table(num_positions, "position_embeddings") if cls.has_positions else None,
             table(config.token_types, "token_type_embeddings") if config.token_types else None,
         )
 
@@ -192,7 +193,7 @@ class MPNetConfig(EncoderConfig):
             has_distances=True,
             first_position=_MPNET_PADDING_ID + 1,
             padding_id=_MPNET_PADDING_ID,
-            idle_tensors=("*pooler.dense.*",),
+            idle_tensors=(_POOLER,),
         )
 
 
@@ -200,7 +201,6 @@ class MPNet(Roberta, config=MPNetConfig):
     """MPNet, and what was trained from it: all-mpnet-base, multi-qa-mpnet, paraphrase-mpnet."""
 
     prefix = "mpnet."
-    ignored: ClassVar[tuple[str, ...]] = ("*position_ids", "lm_head.*")
 
     @classmethod
     def make_distances(cls, config: Any, at: Scope) -> Embedding:
@@ -247,7 +247,7 @@ class NomicBertConfig(EncoderConfig):
         return cls(
             **common,
             token_types=fields.integer("type_vocab_size", 2),
-            idle_tensors=("*pooler.dense.*",),
+            idle_tensors=(_POOLER,),
         )
 
 
@@ -258,20 +258,7 @@ class NomicBert(Bert, config=NomicBertConfig):
     layers_name = "encoder.layers"
     ignored: ClassVar[tuple[str, ...]] = ("*position_ids", "*token_type_ids", "cls.*")
     renamed: ClassVar[Mapping[str, str]] = {}
-
-    @classmethod
-    def make_tables(
-        cls, config: Any, at: Scope
-    ) -> tuple[Embedding, Embedding | None, Embedding | None]:
-        """Returns the tables of tokens and of token types."""
-        tokens, types = (
-            Embedding(rows, config.hidden_size, name=(at / name).name, axis=axis, dtype=at.dtype)
-            for rows, name, axis in (
-                (config.vocab_size, "embeddings.word_embeddings", "vocab"),
-                (config.token_types, "embeddings.token_type_embeddings", None),
-            )
-        )
-        return tokens, None, types
+    has_positions = False
 
     @classmethod
     def make_table_norm(cls, config: Any, at: Scope) -> Any:

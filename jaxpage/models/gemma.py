@@ -29,10 +29,8 @@ from jaxpage.models.config.fields import Fields
 from jaxpage.models.config.layer_windows import layer_types, read_ropes, read_windows
 from jaxpage.models.llama import Llama
 from jaxpage.models.parts.attention import grouped_query_attention, norms_of_heads
-from jaxpage.models.parts.block import Block
 from jaxpage.models.parts.decoder import cap_logits
 from jaxpage.models.parts.decoder_config import DecoderConfig, Defaults
-from jaxpage.models.parts.mlp import gated_mlp
 from jaxpage.models.parts.norms import Norm, rms_norm
 from jaxpage.models.parts.projection import projection
 from jaxpage.models.parts.scope import Scope
@@ -156,18 +154,11 @@ class Gemma2(Gemma, config=Gemma2Config):
     """Gemma 2 (Gemma Team, 2024) has windows in every second layer, and four norms in a layer."""
 
     OVERFLOWS_FLOAT16 = True
-
-    @classmethod
-    def make_block(cls, config: Any, index: int, at: Scope) -> nnx.Module:
-        """Returns a layer."""
-        return Block(
-            attention_norm=gemma_norm(config, at / "input_layernorm"),
-            attention=cls.make_attention(config, index, at / "self_attn"),
-            post_attention_norm=gemma_norm(config, at / "post_attention_layernorm"),
-            mlp_norm=gemma_norm(config, at / "pre_feedforward_layernorm"),
-            mlp=gated_mlp(config, at / "mlp"),
-            post_mlp_norm=gemma_norm(config, at / "post_feedforward_layernorm"),
-        )
+    norm_names = ("input_layernorm", "pre_feedforward_layernorm")
+    output_norm_names: ClassVar[tuple[str | None, str | None]] = (
+        "post_attention_layernorm",
+        "post_feedforward_layernorm",
+    )
 
     @classmethod
     def make_attention(cls, config: Any, index: int, at: Scope) -> nnx.Module:
@@ -190,16 +181,7 @@ class VaultGemma(Gemma2, config=VaultGemmaConfig):
     """VaultGemma (Google, 2025) is Gemma 2 with two norms in a layer."""
 
     OVERFLOWS_FLOAT16 = False
-
-    @classmethod
-    def make_block(cls, config: Any, index: int, at: Scope) -> nnx.Module:
-        """Returns a layer."""
-        return Block(
-            attention_norm=gemma_norm(config, at / "input_layernorm"),
-            attention=cls.make_attention(config, index, at / "self_attn"),
-            mlp_norm=gemma_norm(config, at / "pre_feedforward_layernorm"),
-            mlp=gated_mlp(config, at / "mlp"),
-        )
+    output_norm_names = (None, None)
 
 
 class Gemma3Config(Gemma2Config):

@@ -9,8 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from flax import nnx
-
 from jaxpage.layers.attention import HeadNorms
 from jaxpage.models.config.experts import first_dense, read_corrected_experts, sparse_by_type
 from jaxpage.models.config.fields import Fields
@@ -18,11 +16,9 @@ from jaxpage.models.config.mtp_names import read_numbered_names
 from jaxpage.models.deepseek import ALIASES, INDEXER, DeepseekV2, DeepseekV2Config
 from jaxpage.models.llama import Llama
 from jaxpage.models.parts.attention import norms_of_heads
-from jaxpage.models.parts.block import Block
 from jaxpage.models.parts.decoder_config import DecoderConfig, Defaults
 from jaxpage.models.parts.experts import DEEPSEEK_NAMES, ExpertsConfig
 from jaxpage.models.parts.latent import read_indexed_decoder, read_latent_decoder
-from jaxpage.models.parts.norms import rms_norm
 from jaxpage.models.parts.scope import Scope
 from jaxpage.models.qwen import Qwen3Moe
 
@@ -62,18 +58,7 @@ class Glm4(Glm, config=Glm4Config):
     """GLM-4, dense (Zeng et al., 2024; 0414 and later), is GLM-4-9B with four norms in a layer."""
 
     OVERFLOWS_FLOAT16 = True
-
-    @classmethod
-    def make_block(cls, config: Any, index: int, at: Scope) -> nnx.Module:
-        """Returns a layer."""
-        return Block(
-            attention_norm=rms_norm(config, at / "input_layernorm"),
-            attention=cls.make_attention(config, index, at / "self_attn"),
-            post_attention_norm=rms_norm(config, at / "post_self_attn_layernorm"),
-            mlp_norm=rms_norm(config, at / "post_attention_layernorm"),
-            mlp=cls.make_mlp(config, index, at),
-            post_mlp_norm=rms_norm(config, at / "post_mlp_layernorm"),
-        )
+    output_norm_names = ("post_self_attn_layernorm", "post_mlp_layernorm")
 
 
 @dataclass(frozen=True, kw_only=True)

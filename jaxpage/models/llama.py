@@ -72,8 +72,12 @@ class Llama(Decoder, config=LlamaConfig):
     Many families differ from it in one of these methods alone, or in these attributes.
     """
 
-    # The norms before the two halves of a layer.
-    norm_names: ClassVar[tuple[str, str]] = ("input_layernorm", "post_attention_layernorm")
+    # The norms before the two halves of a layer, and those of their outputs; None for none.
+    norm_names: ClassVar[tuple[str | None, str | None]] = (
+        "input_layernorm",
+        "post_attention_layernorm",
+    )
+    output_norm_names: ClassVar[tuple[str | None, str | None]] = (None, None)
     mlp_names: ClassVar[MLPNames] = LLAMA_NAMES
     expert_names: ClassVar[ExpertNames] = PLAIN_NAMES
     # Returns the norms of queries and keys, of a config and the scope of attention.
@@ -84,12 +88,17 @@ class Llama(Decoder, config=LlamaConfig):
     @classmethod
     def make_block(cls, config: Any, index: int, at: Scope) -> nnx.Module:
         """Returns a layer."""
-        attention_norm, mlp_norm = cls.norm_names
+        attention_norm, mlp_norm, post_attention_norm, post_mlp_norm = (
+            None if name is None else cls.make_norm(config, at / name)
+            for name in (*cls.norm_names, *cls.output_norm_names)
+        )
         return Block(
-            attention_norm=cls.make_norm(config, at / attention_norm),
+            attention_norm=attention_norm,
             attention=cls.make_mixer(config, index, at),
-            mlp_norm=cls.make_norm(config, at / mlp_norm),
+            post_attention_norm=post_attention_norm,
+            mlp_norm=mlp_norm,
             mlp=cls.make_mlp(config, index, at),
+            post_mlp_norm=post_mlp_norm,
         )
 
     @classmethod

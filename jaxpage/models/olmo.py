@@ -79,19 +79,9 @@ class Olmo2(Llama, config=Olmo2Config):
     Norms of queries and keys are over all heads together.
     """
 
+    norm_names = (None, None)
+    output_norm_names = ("post_attention_layernorm", "post_feedforward_layernorm")
     make_head_norms = staticmethod(norms_over_all_heads)
-
-    @classmethod
-    def make_block(cls, config: Any, index: int, at: Scope) -> nnx.Module:
-        """Returns a layer."""
-        return Block(
-            attention_norm=None,
-            attention=cls.make_attention(config, index, at / "self_attn"),
-            post_attention_norm=rms_norm(config, at / "post_attention_layernorm"),
-            mlp_norm=None,
-            mlp=cls.make_mlp(config, index, at),
-            post_mlp_norm=rms_norm(config, at / "post_feedforward_layernorm"),
-        )
 
 
 class Olmo3Config(DecoderConfig):

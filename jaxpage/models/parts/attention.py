@@ -194,8 +194,9 @@ def norms_by_head(config: DecoderConfig, at: Scope, *, apart: bool = False) -> H
     def norm(part: str, num_heads: int, axis: str) -> HeadNorm:
         if apart:
             norms = (at / f"{part}_layernorm.norms").name
-            each = [tensor(f"{norms}.{head}.weight", head_dim) for head in range(num_heads)]
-            source = stack(each)
+            source = stack(
+                [tensor(f"{norms}.{head}.weight", head_dim) for head in range(num_heads)]
+            )
         else:
             source = tensor(f"{(at / part).name}_norm.weight", num_heads, head_dim)
         return HeadNorm(source, axis=axis, epsilon=config.norm_epsilon, dtype=at.dtype)
