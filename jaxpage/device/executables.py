@@ -141,27 +141,32 @@ class Executables:
         jobs |= self._block_jobs(menu, pages)
         self._stored = stored
         self._workspace_bytes: int | None = None
+        self._table: dict[Bucket | str, Any] = {}
         self._until_closed = contextlib.ExitStack()
+        in_use = contextlib.nullcontext() if stored is None else stored.in_use()
         if first is None:
-            with contextlib.nullcontext() if stored is None else stored.in_use():
-                entries = run_all(
-                    {key: functools.partial(_get, stored, job) for key, job in jobs.items()},
-                    progress,
-                )
-            self._workspace_bytes = max(map(_workspace_bytes, entries.values()))
-            self._table = {
-                key: Waiting(entry.load) if isinstance(entry, Found) else entry
-                for key, entry in entries.items()
-            }
+            with in_use:
+                self._get_all(jobs, progress)
             self._make_in_background([*menu.by_first_use(), *self._table])
         else:
-            if stored is not None:
-                self._until_closed.enter_context(stored.in_use())
+            self._until_closed.enter_context(in_use)
             self._table = {
                 key: Waiting(functools.partial(_make, stored, job)) for key, job in jobs.items()
             }
             self._make_in_background(first(menu))
         self.compile_seconds = time.monotonic() - started
+
+    def _get_all(self, jobs: dict[Bucket | str, functools.partial[Any]], progress: bool) -> None:
+        """Fills the table with what is compiled now, and what is to be loaded from files."""
+        entries = run_all(
+            {key: functools.partial(_get, self._stored, job) for key, job in jobs.items()},
+            progress,
+        )
+        self._workspace_bytes = max(map(_workspace_bytes, entries.values()))
+        self._table = {
+            key: Waiting(entry.load) if isinstance(entry, Found) else entry
+            for key, entry in entries.items()
+        }
 
     def _step_jobs(
         self, menu: BucketMenu, parameters: Any, pages: KVPages

@@ -15,23 +15,23 @@ from jaxpage.device.inputs.buckets import Bucket
 
 
 class Waiting:
-    """Stands for an executable until it is made: by a thread in the background, or when it is used.
+    """Makes an executable once: on a thread in the background, or when it is used.
 
     Args:
-        make: Loads or compiles the executable.
+        make: Loads or compiles the executable. It is let go then: it may hold weights or a file.
     """
 
     def __init__(self, make: Callable[[], Any]) -> None:
-        self._make = make
+        self._make: Callable[[], Any] | None = make
         self._making = threading.Lock()
-        self._made: Any = None
+        self._executable: Any = None
 
     def result(self) -> Any:
         """Returns the executable; the first thread that asks makes it, and others wait for it."""
         with self._making:
-            if self._made is None:
-                self._made = self._make()
-            return self._made
+            if self._make is not None:
+                self._executable, self._make = self._make(), None
+            return self._executable
 
 
 def run_all(
