@@ -13,6 +13,9 @@ from tqdm import tqdm
 
 from jaxpage.device.inputs.buckets import Bucket
 
+# The calls that compile executables, by the keys of a table.
+Jobs = dict[Bucket | str, functools.partial[Any]]
+
 
 class Waiting:
     """Makes an executable once: on a thread in the background, or when it is used.
@@ -34,9 +37,7 @@ class Waiting:
             return self._executable
 
 
-def run_all(
-    jobs: dict[Bucket | str, functools.partial[Any]], progress: bool
-) -> dict[Bucket | str, Any]:
+def run_all(jobs: Jobs, progress: bool) -> dict[Bucket | str, Any]:
     """Runs all jobs on a few threads.
 
     XLA compiles outside Python's lock, so threads help although tracing is serial.
