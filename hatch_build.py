@@ -27,7 +27,7 @@ if CHOICE not in ("", "0", "1"):
 class Kernels(BuildHookInterface):
     def dependencies(self) -> list[str]:
         """Returns what the build needs: the oldest JAX that jaxpage allows, whose headers of XLA newer ones accept."""
-        if CHOICE == "0" or (CHOICE == "" and self._lacks_compiler() is not None):
+        if CHOICE == "0" or (CHOICE == "" and not self._has_compiler()):
             return []
         return ["jax>=0.10,<0.11"]
 
@@ -60,13 +60,12 @@ class Kernels(BuildHookInterface):
         """Returns the names of the module that compiles the kernels, which needs no JAX."""
         return runpy.run_path(str(Path(self.root) / "pallas_kernels" / "cpu" / "build.py"))
 
-    def _lacks_compiler(self) -> str | None:
-        """Returns why nothing can be compiled here, or None."""
+    def _has_compiler(self) -> bool:
         try:
             self._how()["compiler"]()
-        except RuntimeError as error:
-            return str(error)
-        return None
+        except RuntimeError:
+            return False
+        return True
 
     def _build(self, directory: Path) -> list[Path]:
         """Compiles the kernels into a directory, and returns the libraries.
@@ -75,19 +74,18 @@ class Kernels(BuildHookInterface):
             RuntimeError: There is no compiler, or it failed, or no kernel is for this machine.
             ImportError: There is no JAX.
         """
-        if reason := self._lacks_compiler():
-            raise RuntimeError(reason)
+        how = self._how()
+        how["compiler"]()  # where there is none, there may be no JAX either
         import jax  # there only when it is needed
 
-        how = self._how()
-        on_arm = platform.machine() in ("aarch64", "arm64")
-        sets = how["ARM"] if on_arm else {name: flags for name, (_, flags) in how["X86"].items()}
-        if CHOICE == "":
-            if (best := how["instruction_set"]()) is None:
-                raise RuntimeError("this processor has neither AVX2 nor NEON")
-            sets = dict([best])
+        if CHOICE == "1":
+            sets = [(name, flags) for name, (_, flags) in how["instruction_sets"]().items()]
+        elif (best := how["instruction_set"]()) is not None:
+            sets = [best]
+        else:
+            raise RuntimeError("this processor has neither AVX2 nor NEON")
         libraries = []
-        for name, flags in sets.items():
+        for name, flags in sets:
             path = directory / f"{name}.so"
             how["build"](path, how["SOURCES"], how["options"](name, flags, jax.ffi.include_dir()))
             libraries.append(path)

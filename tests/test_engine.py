@@ -100,7 +100,7 @@ def test_the_shapes_of_one_text_are_those_of_its_first_steps():
 
 
 def test_what_is_waited_for_is_made_once_however_many_ask():
-    """If it fails, whoever asks next tries again."""
+    """If it fails, whoever asks next tries again. A job may hold weights, which are let go."""
     made = []
 
     def make():
@@ -115,6 +115,10 @@ def test_what_is_waited_for_is_made_once_however_many_ask():
     with ThreadPoolExecutor(4) as pool:
         results = {*pool.map(lambda _: waiting.result(), range(8))}
     assert len(results) == 1 and len(made) == 2
+    job = weakref.ref(make)
+    del make
+    gc.collect()
+    assert job() is None
 
 
 def test_of_several_prompts_the_refused_one_has_its_number(llm):

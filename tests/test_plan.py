@@ -275,9 +275,9 @@ def test_the_workspace_of_a_picture_is_near_what_its_encoder_takes(
     architecture: str, rows: int, most: float
 ) -> None:
     """Of published sizes with two layers, as compiled: never below, and so many times at most."""
-    kind, seen = _SEEING[architecture]
+    kind, vision = _SEEING[architecture]
     text = {"hidden_size": 3584, "num_attention_heads": 28, "num_key_value_heads": 4}
-    parts = {"vision_config": seen, "text_config": text, "mm_tokens_per_image": 256}
+    parts = {"vision_config": vision, "text_config": text, "mm_tokens_per_image": 256}
     config = {"architectures": [architecture], "model_type": kind, **parts}
     model: Any = load_family(config)
     family = model.Vision
@@ -286,9 +286,9 @@ def test_the_workspace_of_a_picture_is_near_what_its_encoder_takes(
     inputs = family.Model.input_shapes(spec, sizes_for(spec, rows)[-1])
     encode = jax.jit(lambda weights, arrays: nnx.merge(graph, weights)(arrays))
     analysis = encode.lower(parameters, inputs).compile().memory_analysis()
-    taken = analysis.temp_size_in_bytes + analysis.output_size_in_bytes
+    num_bytes = analysis.temp_size_in_bytes + analysis.output_size_in_bytes
     estimate = VectorInput(64, VisionPart(family, spec)).vision_workspace_bytes(rows, "float32")
-    assert 1 <= estimate / taken <= most
+    assert 1 <= estimate / num_bytes <= most
 
 
 @pytest.mark.parametrize("method", ['"lookahead"', '"suffix", "tree": true'])

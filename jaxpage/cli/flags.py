@@ -42,12 +42,8 @@ PLAN_SETTINGS = (
     ),
     *("tensor_parallel_reduction", "enable_lora", "max_loras", "max_lora_rank"),
     *("enable_prompt_embeds", "enable_return_routed_experts"),
-    *(
-        "enable_return_hidden_states",
-        "enable_return_sampling_mask",
-        "limit_images",
-        "encoder_cache_bytes",
-    ),
+    *("enable_return_hidden_states", "enable_return_sampling_mask"),
+    *("limit_images", "encoder_cache_bytes"),
 )
 # `jaxpage plan` takes values of these settings that this version cannot run.
 PLANNED_SETTINGS = (

@@ -31,7 +31,7 @@ from jaxpage.device.moving import gather_blocks, scatter_blocks
 from jaxpage.device.pages.kv_pages import KVPages, in_groups
 from jaxpage.device.steps import StepOptions, StepOutput, copy_step, model_step
 from jaxpage.device.stored_executables import Found, StoredExecutables, workspace_bytes
-from jaxpage.device.waiting import Waiting, run_all
+from jaxpage.device.waiting import Jobs, Waiting, run_all
 from jaxpage.settings.cuda_graphs import USUAL_GRAPHS, GraphSettings
 from pallas_kernels.compat import target_device
 from pallas_kernels.cpu.library import make_private
@@ -98,7 +98,7 @@ class Executables:
         mesh: DeviceMesh,
         target_only: bool = False,
         stored: StoredExecutables | None = None,
-        further: dict[Bucket | str, functools.partial[Any]] | None = None,
+        further: Jobs | None = None,
         first: Callable[[BucketMenu], Sequence[Bucket]] | None = None,
         progress: bool,
     ):
@@ -141,34 +141,37 @@ class Executables:
         jobs |= self._block_jobs(menu, pages)
         self._stored = stored
         self._workspace_bytes: int | None = None
+        self._table: dict[Bucket | str, Any] = {}
         self._until_closed = contextlib.ExitStack()
+        in_use = contextlib.nullcontext() if stored is None else stored.in_use()
         if first is None:
-            with contextlib.nullcontext() if stored is None else stored.in_use():
-                entries = run_all(
-                    {key: functools.partial(_get, stored, job) for key, job in jobs.items()},
-                    progress,
-                )
-            self._workspace_bytes = max(map(_workspace_bytes, entries.values()))
-            self._table = {
-                key: Waiting(entry.load) if isinstance(entry, Found) else entry
-                for key, entry in entries.items()
-            }
+            with in_use:
+                self._get_all(jobs, progress)
             self._make_in_background([*menu.by_first_use(), *self._table])
         else:
-            if stored is not None:
-                self._until_closed.enter_context(stored.in_use())
+            self._until_closed.enter_context(in_use)
             self._table = {
                 key: Waiting(functools.partial(_make, stored, job)) for key, job in jobs.items()
             }
             self._make_in_background(first(menu))
         self.compile_seconds = time.monotonic() - started
 
-    def _step_jobs(
-        self, menu: BucketMenu, parameters: Any, pages: KVPages
-    ) -> dict[Bucket | str, functools.partial[Any]]:
+    def _get_all(self, jobs: Jobs, progress: bool) -> None:
+        """Fills the table with what is compiled now, and what is to be loaded from files."""
+        entries = run_all(
+            {key: functools.partial(_get, self._stored, job) for key, job in jobs.items()},
+            progress,
+        )
+        self._workspace_bytes = max(map(_workspace_bytes, entries.values()))
+        self._table = {
+            key: Waiting(entry.load) if isinstance(entry, Found) else entry
+            for key, entry in entries.items()
+        }
+
+    def _step_jobs(self, menu: BucketMenu, parameters: Any, pages: KVPages) -> Jobs:
         """Returns what compiles the steps, by the keys of the table."""
         options = self.options
-        jobs: dict[Bucket | str, functools.partial[Any]] = {
+        jobs: Jobs = {
             bucket: functools.partial(_compile_step, parameters, pages, bucket, options, self._mesh)
             for bucket in menu.buckets
         }
@@ -180,11 +183,9 @@ class Executables:
             )
         return jobs
 
-    def _block_jobs(
-        self, menu: BucketMenu, pages: KVPages
-    ) -> dict[Bucket | str, functools.partial[Any]]:
+    def _block_jobs(self, menu: BucketMenu, pages: KVPages) -> Jobs:
         """Returns what compiles the copies and swaps of blocks, by the keys of the table."""
-        jobs: dict[Bucket | str, functools.partial[Any]] = {}
+        jobs: Jobs = {}
         settings = self.options.attention_backend, self._mesh
         for group in {*self.options.layer_groups}:
             group_pages = self._of_group(pages, group)

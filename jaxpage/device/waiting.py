@@ -13,30 +13,31 @@ from tqdm import tqdm
 
 from jaxpage.device.inputs.buckets import Bucket
 
+# The calls that compile executables, by the keys of a table.
+Jobs = dict[Bucket | str, functools.partial[Any]]
+
 
 class Waiting:
-    """Stands for an executable until it is made: by a thread in the background, or when it is used.
+    """Makes an executable once: on a thread in the background, or when it is used.
 
     Args:
-        make: Loads or compiles the executable.
+        make: Loads or compiles the executable. It is let go then: it may hold weights or a file.
     """
 
     def __init__(self, make: Callable[[], Any]) -> None:
-        self._make = make
+        self._make: Callable[[], Any] | None = make
         self._making = threading.Lock()
-        self._made: Any = None
+        self._executable: Any = None
 
     def result(self) -> Any:
         """Returns the executable; the first thread that asks makes it, and others wait for it."""
         with self._making:
-            if self._made is None:
-                self._made = self._make()
-            return self._made
+            if self._make is not None:
+                self._executable, self._make = self._make(), None
+            return self._executable
 
 
-def run_all(
-    jobs: dict[Bucket | str, functools.partial[Any]], progress: bool
-) -> dict[Bucket | str, Any]:
+def run_all(jobs: Jobs, progress: bool) -> dict[Bucket | str, Any]:
     """Runs all jobs on a few threads.
 
     XLA compiles outside Python's lock, so threads help although tracing is serial.

@@ -29,23 +29,27 @@ FLAGS = (
     "-w",
 )
 # For each instruction set, the best first: the needed flags of /proc/cpuinfo, and the compiler's.
-X86 = {
+X86: dict[str, tuple[set[str], tuple[str, ...]]] = {
     "avx512": (
         {"avx512f", "avx512bw", "avx512dq", "avx512vl"},
         ("-march=skylake-avx512", "-mprefer-vector-width=512"),
     ),
     "avx2": ({"avx2", "fma"}, ("-march=haswell",)),
 }
-ARM = {"neon": ()}
+ARM: dict[str, tuple[set[str], tuple[str, ...]]] = {"neon": (set(), ())}
 _DIGEST_BYTES = hashlib.sha256().digest_size
+
+
+def instruction_sets() -> dict[str, tuple[set[str], tuple[str, ...]]]:
+    """Returns the instruction sets of this kind of machine, as `X86` and `ARM` have them."""
+    return ARM if platform.machine() in ("aarch64", "arm64") else X86
 
 
 def instruction_set() -> tuple[str, Sequence[str]] | None:
     """Returns the best instruction set of this machine, and the compiler's flags for it."""
-    if platform.machine() in ("aarch64", "arm64"):
-        return next(iter(ARM.items()))
     has = _processor_flags()
-    return next(((name, flags) for name, (needed, flags) in X86.items() if needed <= has), None)
+    sets = instruction_sets().items()
+    return next(((name, flags) for name, (needed, flags) in sets if needed <= has), None)
 
 
 def _processor_flags() -> set[str]:

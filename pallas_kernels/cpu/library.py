@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 _LOADING = threading.Lock()
 
 NONE, DOT, TILES = range(3)  # see `Library.instructions`
-# A wheel that was built with JAXPAGE_BUILD_KERNELS=1 has this directory.
+# A wheel has this directory if the kernels were compiled when it was built (`hatch_build.py`).
 PREBUILT = Path(__file__).parent / "prebuilt"
 _FORM = "with a digest"  # part of a file's name, so that files of another form are not read
 FUNCTIONS = (

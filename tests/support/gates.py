@@ -26,8 +26,8 @@ class Gate:
         return self._step()
 
     def wait_before_step(self, number):
-        """Waits until the engine stands before that step, the first of which is 1."""
-        wait_until(lambda: self.num_entered >= number, f"the engine stands before step {number}")
+        """Waits until that step is about to begin; the first is step 1."""
+        wait_until(lambda: self.num_entered >= number, f"step {number} is about to begin")
 
     def open(self):
         self.permits.release(10_000)

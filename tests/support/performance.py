@@ -30,9 +30,7 @@ from tests.support.fuzz_models import Weights, other_weights
 from tests.support.stage import Interrupt, RealTime, Stage
 
 MOST_SECONDS = 20.0  # of the last drain, and of calls on threads while their engines do nothing
-MOST_BUSY_SECONDS = (
-    600.0  # of calls on threads; steps are compiled in turns, which may take minutes
-)
+MOST_BUSY_SECONDS = 600.0  # of calls on threads: steps are compiled in turns, which takes minutes
 MOST_SCORED = 12  # tokens of a continuation, so that prompt and continuation fit
 
 

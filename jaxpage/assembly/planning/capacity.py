@@ -108,8 +108,8 @@ def _without_blocks(
     vision_bytes = 0
     if (vectors := described.vectors) is not None:
         vision_bytes = vectors.vision_bytes(layout.dtype)
-        seen_bytes = vectors.vision_workspace_bytes(max_length, layout.dtype)
-        workspace_bytes = max(workspace_bytes, seen_bytes)
+        encoder_bytes = vectors.vision_workspace_bytes(max_length, layout.dtype)
+        workspace_bytes = max(workspace_bytes, encoder_bytes)
     dtype = page_dtype(layout.kv_cache_dtype, layout.dtype)
     if drafting.kvs:
         scratch = drafting.pages(

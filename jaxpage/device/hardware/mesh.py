@@ -92,10 +92,10 @@ class DeviceMesh:
         def part(index: tuple[slice, ...] | None) -> Any:
             assert index, "it has the axis that is divided"
             place = (index[0].start or 0) // shape[0]
-            made = make(place)
-            if isinstance(made, jax.Array):  # it does not come to the host
-                return jax.device_put(made, self.devices[place])
-            return made
+            shard = make(place)
+            if isinstance(shard, jax.Array):  # it does not come to the host
+                return jax.device_put(shard, self.devices[place])
+            return shard
 
         return jax.make_array_from_callback(
             (self.size * shape[0], *shape[1:]), self._along(0), part, dtype=dtype
