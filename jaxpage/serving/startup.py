@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import hashlib
 import json
 import logging
@@ -82,10 +83,14 @@ class StartUp:
     def ready(self, text: str, address: str) -> None:
         """Reports that the server answers.
 
+        From here on Python's garbage collector leaves out what the start has made, which stays
+        anyway: to look through it would stop all streams for half a second, time and again.
+
         Args:
             text: Instructions for people.
             address: The URL of the server, for programs.
         """
+        gc.freeze()
         self._end_phase()
         seconds = time.monotonic() - self._began
         if self._as_records:
