@@ -55,6 +55,8 @@ from jaxpage.settings.engine_config import EngineConfig
 from jaxpage.step.events import Both
 
 logger = logging.getLogger(__name__)
+# Python's own thresholds for garbage collections. Cycles of requests are found soon with them.
+_PYTHON_THRESHOLDS = (700, 10, 10)
 
 
 class StartUp:
@@ -91,6 +93,7 @@ class StartUp:
             address: The URL of the server, for programs.
         """
         gc.freeze()
+        gc.set_threshold(*_PYTHON_THRESHOLDS)  # commands of jaxpage begin with higher ones
         self._end_phase()
         seconds = time.monotonic() - self._began
         if self._as_records:
