@@ -31,12 +31,9 @@ from jaxpage.models.base import Hidden, Pages, run_layers
 from jaxpage.models.config.config_fields import WrongField
 from jaxpage.models.config.fields import Fields
 from jaxpage.models.config.layer_windows import layer_types, read_ropes
-from jaxpage.models.gemma import (
-    ACTIVATION,
-    FULL,
-    SLIDING,
+from jaxpage.models.gemma import ACTIVATION, FULL, SLIDING, Gemma2
+from jaxpage.models.gemma_layers import (
     GatedInput,
-    Gemma2,
     Gemma4LayersConfig,
     InputsForm,
     LayerForm,

@@ -1,8 +1,9 @@
 """Granite 3 and 4 (IBM, 2024 and 2025), dense and with experts, and Granite Swash (IBM, 2026).
 
-All multiply embeddings, scores of attention, what halves add, and logits by factors. Layers of
-Granite 4 have Mamba 2 or attention, most without positions; files without the letter H have
-attention in all layers.
+All multiply four things by factors of their config: embeddings, scores of attention, the output of
+each half of a layer before it is added to the residual stream, and logits. A layer of Granite 4 has
+Mamba 2 or attention, most often without positions; models without the letter H in their names have
+attention in all layers. Granite Swash has attention sinks, and windows in three layers of four.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from jaxpage.models.parts.norms import rms_norm
 from jaxpage.models.parts.recurrences import mamba2
 from jaxpage.models.parts.scope import Scope
 
-MLP_NAMES = MLPNames("shared_mlp", None, None, "output_linear", "input_linear")
+MLP_NAMES = MLPNames("shared_mlp", gate=None, up=None, down="output_linear", fused="input_linear")
 EXPERT_NAMES = ExpertNames(
     "block_sparse_moe",
     router="router.layer",
@@ -46,7 +47,7 @@ LINEAR = "linear_attention"
 
 @dataclass(frozen=True)
 class GraniteFactors:
-    """Holds the factors of embeddings, scores, what halves add, and logits."""
+    """Holds the factors of embeddings, of scores, of the outputs of halves, and of logits."""
 
     embedding: float
     attention: float
@@ -88,7 +89,7 @@ class Granite(Llama, config=GraniteConfig):
 
     @classmethod
     def make_block(cls, config: Any, index: int, at: Scope) -> nnx.Module:
-        """Returns a layer."""
+        """Returns a layer of Llama in which the outputs of both halves have a factor."""
         return Block(
             attention_norm=rms_norm(config, at / "input_layernorm"),
             attention=cls.make_mixer(config, index, at),
@@ -194,8 +195,8 @@ class GraniteSWAConfig(GraniteConfig):
 def read_swash(fields: Fields, defaults: Defaults) -> dict[str, Any]:
     """Returns the arguments of `from_fields` that say what differs from layer to layer.
 
-    By default three of four layers have a sliding window. Each layer has its own `rope_theta`, or
-    no rotary embedding.
+    By default layers 0, 4, 8, ... see all positions and the others have a sliding window. Each
+    layer has its own `rope_theta`, or no rotary embedding.
     """
     head_dim = defaults.read_head_dim(fields)
     max_length = fields.integer("max_position_embeddings", defaults.max_length)
@@ -268,7 +269,7 @@ class GraniteMoeHybridConfig(ExpertsConfig):
 
     Attributes:
         factors: See `GraniteConfig`.
-        recurrent: The layers of which `kv.states` has a state.
+        recurrent: Mamba 2, which each layer has that has a state in `kv.states`.
     """
 
     model_type = "granitemoehybrid"

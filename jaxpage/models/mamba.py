@@ -42,7 +42,7 @@ class MambaConfig(DecoderConfig):
     the convolutions.
 
     Attributes:
-        recurrent: The layers.
+        recurrent: Mamba 1, which all layers have.
     """
 
     model_type = "mamba"
@@ -132,7 +132,7 @@ class Mamba2Config(DecoderConfig):
     """Reads transformers' `Mamba2Config`.
 
     Attributes:
-        recurrent: The layers.
+        recurrent: Mamba 2, which all layers have.
     """
 
     model_type = "mamba2"
@@ -185,7 +185,7 @@ class JambaConfig(ExpertsConfig):
     """Reads transformers' `JambaConfig`.
 
     Attributes:
-        recurrent: The layers of Mamba.
+        recurrent: Mamba 1, which some layers have in the place of attention.
     """
 
     model_type = "jamba"
@@ -285,7 +285,7 @@ class BambaConfig(DecoderConfig):
     The share of a head that is rotated is a half, unless `rope_parameters` says otherwise.
 
     Attributes:
-        recurrent: The layers of which `kv.states` has a state.
+        recurrent: Mamba 2, which each layer has that has a state in `kv.states`.
     """
 
     model_type = "bamba"

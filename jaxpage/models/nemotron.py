@@ -121,7 +121,7 @@ class NemotronHConfig(ExpertsConfig):
 
     Attributes:
         types: The kind of each layer.
-        recurrent: The layers of Mamba 2.
+        recurrent: Mamba 2, in the layers that have it.
     """
 
     model_type = "nemotron_h"

@@ -43,7 +43,7 @@ FAMILIES = {
     "DeepseekV3ForCausalLM": "deepseek:DeepseekV3",
     "DeepseekV32ForCausalLM": "deepseek:DeepseekV32",
     "YoutuForCausalLM": "deepseek:Youtu",
-    "KimiLinearForCausalLM": "deepseek:KimiLinear",
+    "KimiLinearForCausalLM": "kimi:KimiLinear",
     "AXK1ForCausalLM": "deepseek:AXK1",
     "Mistral4ForCausalLM": "mistral:Mistral4",
     "Glm4MoeLiteForCausalLM": "glm:Glm4MoeLite",

@@ -15,37 +15,37 @@ class Events:
     """Listens to an engine and ignores all events. Listeners override what they want to hear."""
 
     def arrived(self, group: SequenceGroup) -> None:
-        """A request was admitted to the queue."""
+        """Reports that a request was admitted to the queue."""
 
     def aborted(self, group: SequenceGroup) -> None:
-        """A request was ended from outside."""
+        """Reports that a request was aborted."""
 
     def pinned(self, group: SequenceGroup, pin_id: int) -> None:
-        """A request was ended, and its prompt stays in place."""
+        """Reports that a request was ended, and that its prompt stays in the cache."""
 
     def unpinned(self, pin_id: int) -> None:
-        """A pin was given up."""
+        """Reports that a pin was released."""
 
     def planned(self, plan: StepPlan) -> None:
-        """A step is about to run."""
+        """Reports that a step is about to run."""
 
     def stepped(self, report: StepReport) -> None:
-        """A step ran and was committed."""
+        """Reports that a step ran and was committed."""
 
     def failed(self, plan: StepPlan, error: Exception) -> None:
-        """A step raised; the running requests are about to end."""
+        """Reports that a step raised an exception; the running requests are about to end."""
 
     def pages_rebuilt(self) -> None:
-        """The pages were made anew: what ran starts over, nothing is cached."""
+        """Reports that the pages are new: running requests start over, and nothing is cached."""
 
     def prefix_cache_reset(self) -> None:
-        """Nothing is found any more of what was computed before."""
+        """Reports that no prefix that was computed before is in the cache."""
 
     def weights_replaced(self, update: WeightsUpdate) -> None:
-        """The model has other weights from here on; `prefix_cache_reset` follows."""
+        """Reports that the model has other weights; `prefix_cache_reset` follows."""
 
     def closed(self) -> None:
-        """The engine is shut down; nothing follows."""
+        """Reports that the engine is shut down; nothing follows."""
 
 
 class Both(Events):
