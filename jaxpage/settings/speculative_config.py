@@ -253,5 +253,5 @@ class SpeculativeConfig(BaseModel):
                 f"{self.method!r} drafts a fixed number; "
                 f"use 1 to {MOST_DRAFTS}"
             )
-        if self.tree and self.method == "ngram":
-            yield "tree=True is not supported: method 'ngram' drafts chains; use False"
+        if self.tree and not all(METHODS[name].has_trees for name in self._possible):
+            yield f"tree=True is not supported: method {self.method!r} drafts chains; use False"
