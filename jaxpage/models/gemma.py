@@ -85,7 +85,10 @@ class GemmaConfig(DecoderConfig):
         used = fields.get("hidden_act", ACTIVATION)
         other = fields.get("hidden_activation", None)
         if other not in (None, used):
-            text = f"hidden_activation = {other!r} is not supported with hidden_act = {used!r}, which is used"
+            text = (
+                f"hidden_activation = {other!r} is not supported with hidden_act = {used!r}, "
+                "which is used"
+            )
             fields.note(RefusedField(text), hidden_activation=None)
         refuse_bidirectional(fields)
         return cls.from_fields(fields)

@@ -223,7 +223,10 @@ def _read_thetas(fields: Fields, usual: float) -> list[float]:
         or len(thetas) != num_layers
         or not all(type(each) in (int, float) and 0 <= each < math.inf for each in thetas)
     ):
-        text = f"layer_rope_theta must have a number, or 0, for each of {num_layers} layers, not {thetas!r}"
+        text = (
+            f"layer_rope_theta must have a number, or 0, for each of {num_layers} layers, not "
+            f"{thetas!r}"
+        )
         fields.note(WrongField(text), layer_rope_theta=None, num_hidden_layers=num_layers)
         thetas = [usual] * num_layers
     return thetas

@@ -40,7 +40,8 @@ from jaxpage.models.parts.scope import Scope
 
 CHUNKED = "chunked_attention"
 FULL = "full_attention"
-APERTUS_ROPE = {  # The parameters of a config that has neither `rope_parameters` nor `rope_scaling`.
+# The parameters of a config that has neither `rope_parameters` nor `rope_scaling`.
+APERTUS_ROPE = {
     "rope_type": "llama3",
     "rope_theta": 12_000_000.0,
     "factor": 8.0,

@@ -234,7 +234,10 @@ def _refuse(fields: Fields) -> None:
     heads = fields.integer("num_attention_heads")
     kv_heads = key_value_heads(fields, None)
     if fields.flag("use_shared_attention_adapter", False) and kv_heads != heads:
-        text = f"use_shared_attention_adapter = true needs num_key_value_heads = {kv_heads} to be num_attention_heads = {heads}"
+        text = (
+            f"use_shared_attention_adapter = true needs num_key_value_heads = {kv_heads} to be "
+            f"num_attention_heads = {heads}"
+        )
         fields.note(WrongField(text), num_key_value_heads=heads, use_shared_attention_adapter=False)
 
 

@@ -221,7 +221,9 @@ class SpeculativeConfig(BaseModel):
                 if num_drafts == "auto"
                 else f"num_speculative_tokens, {most}"
             )
-            yield f"{window}, {ngram} and {guesses} take {sizes.num_drafts} drafts, more than {whose}"
+            yield (
+                f"{window}, {ngram} and {guesses} take {sizes.num_drafts} drafts, more than {whose}"
+            )
 
     def _wrong_choices(self, choices: tuple[tuple[int, ...], ...]) -> Iterable[str]:
         known = set(choices)
