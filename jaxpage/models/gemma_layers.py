@@ -126,7 +126,7 @@ def cache_of_types(types: Sequence[str], places: Sequence[int], window: int) -> 
     }
 
 
-def undivided(num_in: int, at: Scope, name: str, num_out: int) -> Linear:
+def whole_projection(num_in: int, at: Scope, name: str, num_out: int) -> Linear:
     """Returns a projection that is not divided among devices."""
     return projection(num_in, at, (name, num_out), axes=(None, None))
 
@@ -146,7 +146,7 @@ class PerLayerInputs(nnx.Module):
         table = (at / "embed_tokens_per_layer").name
         norm = at / "per_layer_projection_norm"
         self.table = Embedding(inputs.vocab_size, width, name=table, axis=None, dtype=at.dtype)
-        self.product = undivided(config.hidden_size, at, "per_layer_model_projection", width)
+        self.product = whole_projection(config.hidden_size, at, "per_layer_model_projection", width)
         self.norm = rms_norm(config, norm, width=inputs.width, axis=None)
         self.scale = config.hidden_size**-0.5
         self.input_width = inputs.width
@@ -166,8 +166,8 @@ class GatedInput(nnx.Module):
 
     def __init__(self, config: Gemma4LayersConfig, input_width: int, layer: Scope):
         width = config.hidden_size
-        self.gate = undivided(width, layer, "per_layer_input_gate", input_width)
-        self.product = undivided(input_width, layer, "per_layer_projection", width)
+        self.gate = whole_projection(width, layer, "per_layer_input_gate", input_width)
+        self.product = whole_projection(input_width, layer, "per_layer_projection", width)
         self.norm = rms_norm(config, layer / "post_per_layer_input_norm")
         self.activation = config.activation
 

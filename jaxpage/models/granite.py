@@ -128,11 +128,11 @@ class GraniteMoeConfig(ExpertsConfig):
         return cls.from_fields(
             fields,
             factors=GraniteFactors.read(fields),
-            experts=granite_experts(fields, cls.shared_width(fields)),
+            experts=granite_experts(fields, cls.read_shared_width(fields)),
         )
 
     @classmethod
-    def shared_width(cls, fields: Fields) -> int | None:
+    def read_shared_width(cls, fields: Fields) -> int | None:
         """Returns the width of the expert of all tokens; None if there is none."""
         return None
 
@@ -162,7 +162,7 @@ class GraniteMoeSharedConfig(GraniteMoeConfig):
     model_type = "granitemoeshared"
 
     @classmethod
-    def shared_width(cls, fields: Fields) -> int | None:
+    def read_shared_width(cls, fields: Fields) -> int | None:
         """Returns the width of the expert of all tokens; None if there is none."""
         return fields.integer("shared_intermediate_size", 0, least=0) or None
 
@@ -255,7 +255,7 @@ class GraniteMoeSWAConfig(GraniteMoeSharedConfig):
             fields,
             **read_swash(fields, cls.defaults),
             factors=GraniteFactors.read(fields),
-            experts=granite_experts(fields, cls.shared_width(fields)),
+            experts=granite_experts(fields, cls.read_shared_width(fields)),
         )
 
 

@@ -62,7 +62,7 @@ class MambaConfig(DecoderConfig):
         num_layers = fields.integer("num_hidden_layers")
         # No layer attends. A config has heads of attention all the same.
         fields.config |= {"num_attention_heads": 1, "intermediate_size": mamba.inner}
-        states = (mamba.state,) * num_layers + (mamba.convolved,) * num_layers
+        states = (mamba.state,) * num_layers + (mamba.convolution_state,) * num_layers
         return cls.from_fields(
             fields,
             num_kv_heads=1,
@@ -225,7 +225,7 @@ class JambaConfig(ExpertsConfig):
         sparse = _every(fields, "expert_layer", 2, 1, num_layers)
         states = (
             *(None if each else mamba.state for each in attends),
-            *(mamba.convolved for each in attends if not each),
+            *(mamba.convolution_state for each in attends if not each),
         )
         return cls.from_fields(
             fields,
