@@ -26,7 +26,6 @@ from jaxpage.models.config.fields import REQUIRED, Fields
 from jaxpage.models.config.layer_windows import windows_of
 from jaxpage.models.config.mtp_names import read_numbered_names
 from jaxpage.models.llama import Llama
-from jaxpage.models.parts.block import Block
 from jaxpage.models.parts.decoder_config import Defaults
 from jaxpage.models.parts.experts import DEEPSEEK_NAMES, ExpertsConfig
 from jaxpage.models.parts.latent import (
@@ -35,7 +34,6 @@ from jaxpage.models.parts.latent import (
     read_indexed_decoder,
     read_latent_decoder,
 )
-from jaxpage.models.parts.norms import rms_norm
 from jaxpage.models.parts.scope import Scope
 from jaxpage.models.qwen import Qwen3Moe
 
@@ -222,16 +220,12 @@ class AXK1(DeepseekV2, config=AXK1Config):
     renamed = {f".{NORM_AFTER_EXPERTS}": f".mlp.{NORM_AFTER_EXPERTS}"}
 
     @classmethod
-    def make_block(cls, config: Any, index: int, at: Scope) -> nnx.Module:
-        """Returns a layer."""
-        has_norm = config.experts_of(index) is not None
-        return Block(
-            attention_norm=rms_norm(config, at / "input_layernorm"),
-            attention=cls.make_attention(config, index, at / "self_attn"),
-            mlp_norm=rms_norm(config, at / "post_attention_layernorm"),
-            mlp=cls.make_mlp(config, index, at),
-            post_mlp_norm=rms_norm(config, at / NORM_AFTER_EXPERTS) if has_norm else None,
-        )
+    def make_norms(cls, config: Any, index: int, layer: Scope) -> dict[str, Any]:
+        """Returns the norms of a layer, with one after the experts if it has any."""
+        norms = super().make_norms(config, index, layer)
+        if config.experts_of(index) is not None:
+            norms["post_mlp_norm"] = cls.make_norm(config, layer / NORM_AFTER_EXPERTS)
+        return norms
 
 
 class Dots1Config(ExpertsConfig):

@@ -29,7 +29,6 @@ from jaxpage.models.parts.block import Block
 from jaxpage.models.parts.decoder_config import DecoderConfig, Defaults
 from jaxpage.models.parts.experts import ExpertNames, ExpertsConfig
 from jaxpage.models.parts.mlp import MLPNames
-from jaxpage.models.parts.norms import rms_norm
 from jaxpage.models.parts.recurrences import mamba2
 from jaxpage.models.parts.scope import Scope
 
@@ -91,9 +90,8 @@ class Granite(Llama, config=GraniteConfig):
     def make_block(cls, config: Any, index: int, at: Scope) -> nnx.Module:
         """Returns a layer of Llama in which the outputs of both halves have a factor."""
         return Block(
-            attention_norm=rms_norm(config, at / "input_layernorm"),
+            **cls.make_norms(config, index, at),
             attention=cls.make_mixer(config, index, at),
-            mlp_norm=rms_norm(config, at / "post_attention_layernorm"),
             mlp=cls.make_mlp(config, index, at),
             residual_scale=config.factors.residual,
         )
