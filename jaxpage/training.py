@@ -272,7 +272,7 @@ class TrainableModel:
         return sorted(chosen)
 
     @functools.cached_property
-    def _adapted_rows(self) -> RowModel:
+    def _rows_with_adapter(self) -> RowModel:
         """Returns the rows of the model with a slot for an adapter in every linear layer."""
         files = self._files
         rows = self._rows
@@ -328,7 +328,7 @@ class TrainableModel:
                 )
         if adapter is None:
             return self._rows.logits(parameters, token_ids_RC)
-        rows = self._adapted_rows
+        rows = self._rows_with_adapter
         return rows.logits(self._with_adapter(parameters, adapter), token_ids_RC)
 
     def _with_adapter(self, parameters: Parameters, adapter: LoRAWeights) -> Parameters:
@@ -338,7 +338,7 @@ class TrainableModel:
         for path in dict.fromkeys(target.path for target in self._lora.targets.values()):
             for index, name in enumerate("ab"):
                 place = (*path, "lora", name)
-                shape = entry_at(self._adapted_rows.shapes, place).shape[1:]
+                shape = entry_at(self._rows_with_adapter.shapes, place).shape[1:]
                 matrix = layers[path][index] if path in layers else jnp.zeros(shape, self.dtype)
                 insert(tree, place, matrix[None])
         return tree

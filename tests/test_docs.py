@@ -116,6 +116,25 @@ def test_links_are_called_by_what_they_lead_to():
     ]
 
 
+def test_the_recipes_name_what_is_there():
+    """Each "`NAME` of `file`" of CONTRIBUTING.md is a name that the file defines."""
+    text = " ".join((ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8").split())
+    folders = ("jaxpage", "pallas_kernels", "tests", "tools")
+    sources = [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
+    pairs = re.findall(r"(?:`(\w+)` (?:and|or) )?`(\w+)` (?:of|in) `([\w/]+\.py)`", text)
+    wrong = [
+        f"`{name}` of `{file}`"
+        for *names, file in pairs
+        for name in filter(None, names)
+        if not any(
+            re.search(rf"^ *(class |def )?{name}\b *[:=(]", path.read_text(), re.MULTILINE)
+            for path in sources
+            if path.as_posix().endswith(f"/{file}")
+        )
+    ]
+    assert len(pairs) > 20 and not wrong, wrong
+
+
 def links_called_by_files(text: str) -> Iterator[str]:
     for link in re.finditer(r"\[([^\]]*)\]\([^)\s]*\.md(?:#[^)]*)?\)", text):
         if re.search(r"(\.md|/)`?$", link[1]):

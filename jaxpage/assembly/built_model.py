@@ -122,4 +122,7 @@ class BuiltModel:
     def __repr__(self) -> str:
         names = ("max_model_len", "num_blocks", "block_size", "device")
         sizes = ", ".join(f"{name}={getattr(self.memory, name)!r}" for name in names)
-        return f"{type(self).__name__}(model={self.config.model!r}, dtype={self.spec.layout.dtype!r}, {sizes})"
+        return (
+            f"{type(self).__name__}(model={self.config.model!r}, "
+            f"dtype={self.spec.layout.dtype!r}, {sizes})"
+        )

@@ -81,6 +81,7 @@ def _warnings_of_model(
         yield f"{text} the checkpoint's {count} tensors for them are not loaded"
     if files.quantization and layout.kv_cache_dtype == "auto" != files.quantization.kv_cache_dtype:
         yield (
-            f"config.json asks for a KV cache in {files.quantization.kv_cache_dtype}, which a model with recurrent layers cannot have: "
+            f"config.json asks for a KV cache in {files.quantization.kv_cache_dtype}, which "
+            "a model with recurrent layers cannot have: "
             f"it stays in {layout.dtype}"
         )

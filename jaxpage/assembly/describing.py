@@ -101,10 +101,14 @@ def open_files(config: EngineConfig) -> ModelFiles:
     files = open_model(directory, config.quantization, vision=config.limit_images != 0)
     if config.load_format not in ("auto", files.plan.layout):
         raise ConfigError(
-            f"load_format is {config.load_format!r}, but {files.directory} holds {files.plan.layout}"
+            f"load_format is {config.load_format!r}, but {files.directory} holds "
+            f"{files.plan.layout}"
         )
     if kinds := files.rounded_before:
-        text = "quantization=%r rounds weights a second time that the file has in %s; quantization='gguf' keeps them as they are"
+        text = (
+            "quantization=%r rounds weights a second time that the file has in %s; "
+            "quantization='gguf' keeps them as they are"
+        )
         logger.warning(text, config.quantization, ", ".join(kinds))
     return files
 
@@ -135,7 +139,8 @@ def choose_dtype(requested: str, device: DeviceSpec, stored: str, family: Family
     if requested == "float16" and overflows:
         held = "bfloat16" if device.has_bfloat16 else "float32"
         raise UnsupportedError(
-            f"dtype 'float16': it does not hold this model's numbers, which overflow; use dtype {held!r}"
+            "dtype 'float16': it does not hold this model's numbers, which overflow; use "
+            f"dtype {held!r}"
         )
     if requested != "auto":
         return requested

@@ -62,7 +62,8 @@ def read_sampling_defaults(directory: Path) -> dict[str, Any]:
     do_sample = requested.get("do_sample")
     if do_sample not in (None, True, False):
         raise CheckpointError(
-            f"{directory}: generation_config.json: do_sample must be true or false, not {do_sample!r}"
+            f"{directory}: generation_config.json: do_sample must be true or false, not "
+            f"{do_sample!r}"
         )
     if left_out := [
         f"{name}={requested[name]!r:.80}"

@@ -76,7 +76,8 @@ def run_kv_dtype(arguments: argparse.Namespace, config: EngineConfig) -> None:
         )
     )
     print(
-        f"{len(token_ids)} tokens of {arguments.text or 'random ids'}; sequences of {longest:,} tokens"
+        f"{len(token_ids)} tokens of {arguments.text or 'random ids'}; sequences of "
+        f"{longest:,} tokens"
     )
     context = {
         "num_tokens": len(token_ids),
@@ -143,7 +144,8 @@ def _token_ids(arguments: argparse.Namespace, config: EngineConfig, files: Model
     for name, least in (("num_tokens", 2), ("seed", 0)):
         if getattr(arguments, name) < least:
             raise UsageError(
-                f"--{name.replace('_', '-')} must be at least {least}, got {getattr(arguments, name)}"
+                f"--{name.replace('_', '-')} must be at least {least}, got "
+                f"{getattr(arguments, name)}"
             )
     if arguments.text is None:
         draw = np.random.default_rng(arguments.seed)

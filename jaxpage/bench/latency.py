@@ -135,7 +135,8 @@ def _check(arguments: argparse.Namespace) -> None:
     ):
         if getattr(arguments, name) < least:
             raise UsageError(
-                f"--{name.replace('_', '-')} must be at least {least}, got {getattr(arguments, name)}"
+                f"--{name.replace('_', '-')} must be at least {least}, got "
+                f"{getattr(arguments, name)}"
             )
     if arguments.seed < 0:
         raise UsageError(f"--seed must not be negative, got {arguments.seed}")
@@ -146,7 +147,8 @@ def _check(arguments: argparse.Namespace) -> None:
 def _check_length(arguments: argparse.Namespace, llm: LLM) -> None:
     if (length := arguments.input_len + arguments.output_len) > llm.memory.max_model_len:
         raise UsageError(
-            f"--input-len {arguments.input_len} and --output-len {arguments.output_len} are {length} tokens together, "
+            f"--input-len {arguments.input_len} and --output-len {arguments.output_len} are "
+            f"{length} tokens together, "
             f"and max_model_len is {llm.memory.max_model_len}"
         )
 

@@ -54,7 +54,8 @@ def run_quantization(arguments: argparse.Namespace, config: EngineConfig) -> Non
     files = open_model(resolve_model(config.model, config.revision))
     if files.quantization is not None:
         raise UsageError(
-            f"{config.model} is quantised already ({files.quantization.described}): there is nothing to compare it with"
+            f"{config.model} is quantised already ({files.quantization.described}): there is "
+            "nothing to compare it with"
         )
     place = DeviceSpec.of(jax.devices()[0], config.gpu_memory_utilization)
     dtype = choose_dtype(config.dtype, place, files.plan.most_common_dtype(), files.family)
@@ -93,7 +94,8 @@ def run_quantization(arguments: argparse.Namespace, config: EngineConfig) -> Non
         )
     )
     print(
-        f"{len(token_ids)} tokens of {arguments.text or 'random ids'}; decoding after {CONTEXT} tokens"
+        f"{len(token_ids)} tokens of {arguments.text or 'random ids'}; decoding after "
+        f"{CONTEXT} tokens"
     )
     context = {
         "num_tokens": len(token_ids),

@@ -78,7 +78,8 @@ class Measurement:
         for index, (item, output) in enumerate(zip(workload, outputs, strict=True)):
             if len(output) != item.num_output_tokens:
                 raise RuntimeError(
-                    f"{engine} gave {len(output)} tokens for request {index}, not {item.num_output_tokens}"
+                    f"{engine} gave {len(output)} tokens for request {index}, not "
+                    f"{item.num_output_tokens}"
                 )
         return cls(
             engine=engine,
@@ -135,8 +136,10 @@ def too_short(measurements: Sequence[Measurement]) -> str:
     if len(measurements) < 2 or shortest >= COMPARABLE_SECONDS:
         return ""
     return (
-        f"Do not compare the times: a run of {shortest:.2f} s is too short. To compare them give more or longer requests, so "
-        f"that each run takes {COMPARABLE_SECONDS:g} s or more (--num-prompts, --max-output), or --repeats\n"
+        f"Do not compare the times: a run of {shortest:.2f} s is too short. To compare them "
+        "give more or longer requests, so "
+        f"that each run takes {COMPARABLE_SECONDS:g} s or more (--num-prompts, "
+        "--max-output), or --repeats\n"
     )
 
 

@@ -202,7 +202,8 @@ def _check(arguments: argparse.Namespace, config: EngineConfig) -> None:
         )
     if config.num_scheduler_steps > 1:
         raise UsageError(
-            f"bench roofline measures single steps: num_scheduler_steps is {config.num_scheduler_steps}; use 1"
+            "bench roofline measures single steps: num_scheduler_steps is "
+            f"{config.num_scheduler_steps}; use 1"
         )
     check_writable("--output-json", arguments.output_json)
 

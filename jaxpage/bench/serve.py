@@ -205,7 +205,8 @@ def _workload(
     )
     if not size:
         raise UsageError(
-            "the server does not tell the size of its vocabulary: give --vocab-size N or --tokenizer MODEL"
+            "the server does not tell the size of its vocabulary: give --vocab-size N or "
+            "--tokenizer MODEL"
         )
     max_input, max_output = max_lengths(arguments, card.get("max_model_len") or _UNKNOWN_LENGTH)
     work = workload_of(

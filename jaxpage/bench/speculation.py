@@ -141,7 +141,8 @@ def _report(cells: Sequence[Cell], arguments: argparse.Namespace, config: Engine
     """Prints the table and the JSON object, and draws the picture if it is asked for."""
     print(table(cells))
     print(
-        f"{arguments.max_output} tokens of each sequence, temperature {arguments.temperature:g}; ratio: to the mean of none and none again"
+        f"{arguments.max_output} tokens of each sequence, temperature "
+        f"{arguments.temperature:g}; ratio: to the mean of none and none again"
     )
     context = {
         name: getattr(arguments, name)
@@ -283,14 +284,16 @@ def _check(arguments: argparse.Namespace, config: EngineConfig) -> None:
     if config.speculative_config is not None and config.speculative_config.method not in methods:
         method = config.speculative_config.method
         raise UsageError(
-            f"--methods {' '.join(methods)}: speculative_config is for {method}, name it in --methods, too"
+            f"--methods {' '.join(methods)}: speculative_config is for {method}, name it in "
+            "--methods, too"
         )
     if unknown := [task for task in arguments.tasks if task not in TASKS]:
         raise UsageError(f"--tasks {unknown[0]}: it is not one of {', '.join(TASKS)}")
     for name in ("batches", "num_speculative_tokens"):
         if min(getattr(arguments, name)) < 1:
             raise UsageError(
-                f"--{name.replace('_', '-')} must be at least 1, got {min(getattr(arguments, name))}"
+                f"--{name.replace('_', '-')} must be at least 1, got "
+                f"{min(getattr(arguments, name))}"
             )
     for name in ("starts", "repeats", "max_output"):
         if getattr(arguments, name) < 1:
@@ -383,7 +386,8 @@ def _prompts(arguments: argparse.Namespace, config: EngineConfig) -> Mapping[str
         token_ids = read_token_ids(arguments.text or str(tales), config)
     if len(token_ids) < NUM_INPUT_TOKENS:
         raise UsageError(
-            f"--text {arguments.text}: at least {NUM_INPUT_TOKENS} tokens are needed, got {len(token_ids)}"
+            f"--text {arguments.text}: at least {NUM_INPUT_TOKENS} tokens are needed, got "
+            f"{len(token_ids)}"
         )
     room = len(token_ids) - NUM_INPUT_TOKENS
     starts = [room * index // max(1, count - 1) for index in range(count)]

@@ -104,7 +104,10 @@ def run_throughput(
     _print_report(measurements, len(workload))
     memory = measurements[0].memory
     if draw and memory:
-        title = f"What the KV pool held: {config.model}, {arguments.num_prompts} requests ({arguments.dataset})"
+        title = (
+            f"What the KV pool held: {config.model}, {arguments.num_prompts} requests "
+            f"({arguments.dataset})"
+        )
         draw(memory, title=title).savefig(arguments.plot)
     if comparison:
         print(comparison.describe())

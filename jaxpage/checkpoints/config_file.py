@@ -75,7 +75,8 @@ def check_config(directory: Path, problems: Problems) -> dict[str, Any]:
         files := sorted(file.name for file in directory.glob("*.gguf"))
     ):
         problems.add(
-            f"there is a GGUF file in it ({', '.join(map(quote, files[:5]))}): name the file and not the directory"
+            f"there is a GGUF file in it ({', '.join(map(quote, files[:5]))}): name the file "
+            "and not the directory"
         )
         return config
     generation: dict[str, Any] = {}
@@ -111,7 +112,8 @@ def check_config(directory: Path, problems: Problems) -> dict[str, Any]:
 @functools.lru_cache(maxsize=64)
 def _warn_of_code(directory: Path, names: tuple[str, ...]) -> None:
     logger.warning(
-        "%s: auto_map in %s names remote code, and remote code is never run: jaxpage's own classes take its place",
+        "%s: auto_map in %s names remote code, and remote code is never run: jaxpage's own "
+        "classes take its place",
         directory,
         " and ".join(names),
     )
@@ -228,7 +230,8 @@ def check_sizes(config: dict[str, Any], problems: Problems) -> None:
         problems.add("config.json is an empty object")
     for key in out_of_bounds(config):
         problems.add(
-            f"config.json: {key} is {quote(config[key])}, not a whole number from {LEAST.get(key, 1)} to {LIMITS[key]}"
+            f"config.json: {key} is {quote(config[key])}, not a whole number from "
+            f"{LEAST.get(key, 1)} to {LIMITS[key]}"
         )
 
 

@@ -190,7 +190,7 @@ def make_adapter(
     matrices = []
     for module in modules:
         with np.errstate(over="ignore"):
-            a_RI, b_OR = scaled_matrices(module, read(module.a), read(module.b))
+            a_RI, b_OR = scale_matrices(module, read(module.a), read(module.b))
         for info, array in ((module.a, a_RI), (module.b, b_OR)):
             if not np.isfinite(array).all():
                 problems.add(f"{info.described} has NaN or infinite numbers")
@@ -200,7 +200,7 @@ def make_adapter(
     return Adapter(_digest(layers), layers)
 
 
-def scaled_matrices(module: AdapterModule, a_RI: Any, b_OR: Any) -> tuple[Any, Any]:
+def scale_matrices(module: AdapterModule, a_RI: Any, b_OR: Any) -> tuple[Any, Any]:
     """Returns A and B of a module in float32, with its factor in B."""
     return a_RI.astype(np.float32), b_OR.astype(np.float32) * np.float32(module.factor)
 
@@ -212,7 +212,7 @@ def join_matrices(
 
     Args:
         modules: The modules.
-        matrices: A and B of each, from `scaled_matrices`.
+        matrices: A and B of each, from `scale_matrices`.
         rank: The rank to which they are padded with zeros.
         xp: The library of the arrays, `numpy` or `jax.numpy`.
     """

@@ -32,7 +32,8 @@ def serve(arguments: argparse.Namespace) -> int:
         return _serve_several(settings, server)
     if settings.origins["model"] == BUILT_IN:
         raise UsageError(
-            "serve which model? jaxpage serve demo, a directory, a GGUF file, a hub id, or --config FILE with a model"
+            "serve which model? jaxpage serve demo, a directory, a GGUF file, a hub id, or "
+            "--config FILE with a model"
         )
     config = server.config
     if config.coordinator == AUTO:

@@ -171,7 +171,10 @@ def _tensor_parallel() -> Iterator[str]:
         if count > 1
         else ""
     )
-    yield f"{count} {jax.devices()[0].platform} device(s), so tensor_parallel_size can be up to {count}{advice}"
+    yield (
+        f"{count} {jax.devices()[0].platform} device(s), so tensor_parallel_size can be up to "
+        f"{count}{advice}"
+    )
 
 
 def _several_hosts() -> Iterator[str]:
@@ -179,10 +182,16 @@ def _several_hosts() -> Iterator[str]:
 
     job = find_job(DETECTION_SECONDS)
     if job is None:
-        yield "jax.distributed detects no job of Slurm, Open MPI or Kubernetes: give --num-hosts, --host-rank and --coordinator"
+        yield (
+            "jax.distributed detects no job of Slurm, Open MPI or Kubernetes: give --num-hosts, "
+            "--host-rank and --coordinator"
+        )
     else:
         host = job.coordinator.rpartition(":")[0]
-        yield f"process {job.process_id} of {job.num_processes} of a job, process 0 on {host}: --coordinator auto"
+        yield (
+            f"process {job.process_id} of {job.num_processes} of a job, process 0 on {host}: "
+            "--coordinator auto"
+        )
 
 
 def _host_memory() -> Iterator[str]:
@@ -202,7 +211,10 @@ def _cpp_compiler() -> Iterator[str]:
     try:
         command = cpp_compiler()
     except RuntimeError:
-        yield "none (g++, clang++, c++ or $CXX): kernels for CPUs come from a wheel that has them, or not at all"
+        yield (
+            "none (g++, clang++, c++ or $CXX): kernels for CPUs come from a wheel that has them, "
+            "or not at all"
+        )
         return
     done = subprocess.run(
         [*command, "--version"],
@@ -226,7 +238,10 @@ def _compile_cache() -> Iterator[str]:
     files = [path for path in directory.rglob("*") if path.is_file()]
     mode = stat.S_IMODE(directory.stat().st_mode)
     warning = "" if mode & 0o077 == 0 else " (others can enter it: it holds code; chmod 700)"
-    yield f"{directory}, {len(files)} files, {sum(path.stat().st_size for path in files) / 2**20:.1f} MiB, mode {mode:o}{warning}"
+    yield (
+        f"{directory}, {len(files)} files, "
+        f"{sum(path.stat().st_size for path in files) / 2**20:.1f} MiB, mode {mode:o}{warning}"
+    )
 
 
 def _demo_model() -> Iterator[str]:
@@ -322,7 +337,10 @@ def _chat_form(model: str) -> Iterator[str]:
     else:
         yield "tool calls: the template writes none"
     if form.reasoning is not None:
-        yield f"reasoning: {form.reasoning_form}, from {form.reasoning.open!r} to {form.reasoning.close!r}"
+        yield (
+            f"reasoning: {form.reasoning_form}, from {form.reasoning.open!r} to "
+            f"{form.reasoning.close!r}"
+        )
     else:
         yield "reasoning: the template writes none"
 
@@ -353,7 +371,10 @@ def families_of_packages() -> Iterator[str]:
 def _quantizations() -> Iterator[str]:
     from jaxpage.models.quantization import GGUF_FORMATS, METHODS, SCHEMES
 
-    yield f"checkpoints of {', '.join(METHODS)}; at load {', '.join(SCHEMES)}; kept of GGUF files {', '.join(GGUF_FORMATS)}"
+    yield (
+        f"checkpoints of {', '.join(METHODS)}; at load {', '.join(SCHEMES)}; kept of GGUF files "
+        f"{', '.join(GGUF_FORMATS)}"
+    )
 
 
 def _gib(num_bytes: int) -> str:

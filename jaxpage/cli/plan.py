@@ -230,7 +230,8 @@ def _print_encoder(subject: Subject, chosen: Option, *, as_json: bool) -> None:
     rows = [
         (
             "model",
-            f"{subject.config.model}: {subject.architecture}, {subject.num_parameters:,} parameters",
+            f"{subject.config.model}: {subject.architecture}, {subject.num_parameters:,} "
+            "parameters",
         ),
         ("keys and values", "none: the model is an encoder, which keeps nothing of a text"),
         ("dtype", chosen.layout.dtype),
@@ -296,7 +297,8 @@ def _drafting(config: EngineConfig) -> Drafting:
         files = open_model(resolve_model(config.model, config.revision), config.quantization)
     except CheckpointError as error:
         raise CheckpointError(
-            f"a plan with speculative_config method {requested.method!r} reads the headers of the model's "
+            f"a plan with speculative_config method {requested.method!r} reads the headers "
+            "of the model's "
             f"weight files (without these leave speculative_config out): {error}"
         ) from error
     return open_drafting(requested, files)
@@ -383,7 +385,8 @@ def _describe_choice(subject: Subject, chosen: Option) -> list[str]:
     rows = [
         (
             "model",
-            f"{subject.config.model}: {subject.architecture}, {subject.num_parameters:,} parameters",
+            f"{subject.config.model}: {subject.architecture}, {subject.num_parameters:,} "
+            "parameters",
         ),
         ("keys and values", _describe_cache(kv)),
         ("dtype", f"{layout.dtype}; of keys and values: {layout.kv_cache_dtype}"),

@@ -68,7 +68,8 @@ def lines(options: list[Planned], num_devices: int, length: int) -> list[str]:
             numbers = (gib(plan.weights_bytes), f"{plan.num_slots:,}", *users, "")
         rows.append((str(size), str(num_devices // size), *numbers))
     title = (
-        f"{num_devices} devices as replicas, each on one or more of them (tensor_parallel_size), and how many users"
+        f"{num_devices} devices as replicas, each on one or more of them "
+        "(tensor_parallel_size), and how many users"
         " fit in the memory of all, by the tokens of each user:"
     )
     return ["", title, *align(rows)]

@@ -148,7 +148,8 @@ def _open(
         cost = ShapeCost(*measure_shapes(built))
     if len(spec.groups) > 1 or spec.groups[0].sliding_window:
         raise UsageError(
-            "--slo simulates models whose layers all see the whole sequence; this one has sliding windows"
+            "--slo simulates models whose layers all see the whole sequence; this one has "
+            "sliding windows"
         )
     return spec, cost
 
@@ -173,7 +174,8 @@ def _lines(
 ) -> list[str]:
     slo = ", ".join(f"{name} <= {1000 * seconds:g} ms" for name, seconds in question.slo.items())
     lines = [
-        f"Simulated: {len(SEEDS)} times {question.num_requests} requests of {question.dataset}, Poisson arrivals; sustained: "
+        f"Simulated: {len(SEEDS)} times {question.num_requests} requests of "
+        f"{question.dataset}, Poisson arrivals; sustained: "
         f"{SUSTAINED:.0%} of the requests have {slo}.",
         "",
         *align([_COLUMNS, *(_cells(each) for each in (highest, requested) if each)]),
@@ -184,11 +186,13 @@ def _lines(
     else:
         shown = ", ".join(f"{rate:,.4g}" for rate in sorted(rates))
         lines.append(
-            f"The highest rate that all traces sustain is {min(rates):,.4g} requests/s ({shown} by trace)."
+            f"The highest rate that all traces sustain is {min(rates):,.4g} requests/s "
+            f"({shown} by trace)."
         )
     if requested:
         lines.append(
-            f"{requested.rate:g} requests/s are {'' if requested.is_sustained else 'not '}sustained."
+            f"{requested.rate:g} requests/s are "
+            f"{'' if requested.is_sustained else 'not '}sustained."
         )
     return lines
 

@@ -68,7 +68,8 @@ def read_sampling(arguments: argparse.Namespace) -> dict[str, Any]:
         raise UsageError(str(error)) from None
     if params.n > 1:
         raise UnsupportedError(
-            f"n={params.n} is not supported on the command line, which streams one output; use LLM.generate"
+            f"n={params.n} is not supported on the command line, which streams one output; "
+            "use LLM.generate"
         )
     return sampling
 
@@ -154,7 +155,8 @@ def _check_text(config: EngineConfig, *, chats: bool) -> Any:
         # If this is no model at all, the error must say so instead.
         open_model(resolve_model(config.model, config.revision))
         raise UsageError(
-            f"the model {config.model!r} has no tokenizer, so it cannot read text: set --tokenizer, or give token ids to "
+            f"the model {config.model!r} has no tokenizer, so it cannot read text: set "
+            "--tokenizer, or give token ids to "
             "LLM.generate"
         )
     if chats and not getattr(tokenizer, "chat_template", None):

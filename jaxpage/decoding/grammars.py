@@ -120,9 +120,10 @@ def overlap_of(tokenizer: LLTokenizer, schema: str) -> str | None:
         )
         token_ids = tokenizer.tokenize_str(json.dumps(name, ensure_ascii=False))
         if matcher.try_consume_tokens(token_ids) == len(token_ids) and matcher.is_accepting():
-            return f"the property {name!r} is also covered by the pattern {pattern!r} of patternProperties"[
-                :_MAX_MESSAGE
-            ]
+            return (
+                f"the property {name!r} is also covered by the pattern {pattern!r} of "
+                "patternProperties"[:_MAX_MESSAGE]
+            )
     return None
 
 

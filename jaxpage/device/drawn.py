@@ -32,7 +32,7 @@ class Drawn(NamedTuple):
     num_kept: npt.NDArray[np.int32]  # [B], see `StepResult`
 
 
-def packed_width(vocab_size: int) -> int:
+def width_of_draw(vocab_size: int) -> int:
     """Returns the number of int32 for each draw in what `pack_drawn` returns: 4 + 2 W."""
     return 4 + 2 * min(NUM_CANDIDATES, vocab_size)
 
@@ -46,7 +46,7 @@ def pack_drawn(
     logprobs = jax.lax.cond(
         has_logprobs,
         lambda: _pack_logprobs(logits_BV, token_ids_B, no_cuts_B, by_row=by_row),
-        lambda: jnp.zeros((num_rows, packed_width(vocab_size) - 1), jnp.int32),
+        lambda: jnp.zeros((num_rows, width_of_draw(vocab_size) - 1), jnp.int32),
     )
     return jnp.concatenate([token_ids_B[:, None], logprobs], axis=1)
 
@@ -100,7 +100,7 @@ def pack_draws(
         return _pack_logprobs(of_RV, token_ids_R, num_kept_R, by_row=True), masks_RU
 
     def pack_nothing() -> tuple[jax.Array, jax.Array]:
-        width = packed_width(vocab_size) - 1
+        width = width_of_draw(vocab_size) - 1
         return jnp.zeros((num_rows, width), jnp.int32), jnp.zeros((num_rows, num_words), jnp.uint32)
 
     has_any = inputs.flags[Flags.LOGPROBS] + inputs.flags[Flags.PROCESSED] > 0

@@ -13,7 +13,7 @@ from jaxpage.device.acceptance import decide
 from jaxpage.device.attention import make_attend, make_layer_kernels
 from jaxpage.device.divided_logits import Logits, draw_from_parts, need_whole_rows
 from jaxpage.device.drafters.drafter import DeviceDrafter, TargetStep, split_layers
-from jaxpage.device.drawn import pack_drawn, pack_draws, packed_width
+from jaxpage.device.drawn import pack_drawn, pack_draws, width_of_draw
 from jaxpage.device.hardware.backends import Backend
 from jaxpage.device.inputs.buckets import Bucket
 from jaxpage.device.inputs.step_inputs import (
@@ -246,7 +246,7 @@ def _draw(
                 inputs.query_start,
                 bucket.max_query_len,
             )
-        width = packed_width(logits.vocab_size)
+        width = width_of_draw(logits.vocab_size)
         drawn = jnp.pad(token_ids_R[:, None], ((0, 0), (0, width - 1)))
         return token_ids_R, paths, drawn, jnp.zeros((len(drawn), num_words), jnp.uint32)
 

@@ -89,7 +89,7 @@ class AbortedRequests:
         """
         request = self._requests.get(name)
         if request is None:
-            raise self._gone(name)
+            raise self._write_gone(name)
         if beam := request.checked.beam:
             raise UnsupportedError(
                 f"a beam search (beam_width={beam.beam_width}) cannot be continued"
@@ -102,7 +102,7 @@ class AbortedRequests:
         del self._requests[name]
         return request
 
-    def _gone(self, name: Hashable) -> RequestGone:
+    def _write_gone(self, name: Hashable) -> RequestGone:
         shown = name[-1] if isinstance(name, tuple) else name
         why = (
             f"the last {self._most} that were aborted are kept, and it is not among them"

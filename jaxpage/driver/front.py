@@ -89,7 +89,8 @@ class DrivenModel(BuiltModel):
         ):
             if not isinstance(params_of_prompt, SamplingParams | BeamSearchParams):
                 raise TypeError(
-                    f"params must be SamplingParams or BeamSearchParams, not {type(params_of_prompt).__name__}"
+                    "params must be SamplingParams or BeamSearchParams, not "
+                    f"{type(params_of_prompt).__name__}"
                 )
             try:
                 if id(params_of_prompt) not in checked:
@@ -355,7 +356,8 @@ def check_streamable(params: SamplingParams | BeamSearchParams) -> None:
         )
     if params.ranks:
         raise UnsupportedError(
-            f"streaming cannot show best_of={params.best_of}: which are the best n={params.n} is known only at the end"
+            f"streaming cannot show best_of={params.best_of}: which are the best "
+            f"n={params.n} is known only at the end"
         )
 
 

@@ -301,7 +301,8 @@ class BatchBuilder:
             values = fields[name][part]
             if values.min() < 0 or values.max() >= limit:
                 raise ValueError(
-                    f"{name} has entries from {values.min()} to {values.max()}, allowed are 0 to {limit - 1}"
+                    f"{name} has entries from {values.min()} to {values.max()}, allowed are "
+                    f"0 to {limit - 1}"
                 )
 
 
@@ -318,7 +319,8 @@ def _check_hostless(samples: tuple[Sample, ...], masks: Mapping[int, Mask]) -> N
     }
     if asking:
         raise ValueError(
-            f"sequences {sorted(asking)} need the host between two tokens, in a step that draws several"
+            f"sequences {sorted(asking)} need the host between two tokens, in a step that "
+            "draws several"
         )
 
 

@@ -53,6 +53,7 @@ def picture_in(part: Mapping[str, Any]) -> Any:
         place = places[0]
         return f"data:;base64,{part[place]}" if place == "base64" else part[place]
     raise ValueError(
-        f"a part of type {kind!r} must have one picture: {{'type': 'image', 'image': a path, bytes, "
+        f"a part of type {kind!r} must have one picture: {{'type': 'image', 'image': a path, "
+        "bytes, "
         f"or a PIL.Image}}; got {sorted(map(str, part))}"
     )

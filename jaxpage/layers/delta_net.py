@@ -90,7 +90,7 @@ class DeltaWidths:
         return self.keys, self.keys, self.values
 
     @property
-    def convolved(self) -> int:
+    def convolution_width(self) -> int:
         """Returns the width of the convolution: queries, keys and values of all heads."""
         return sum(self.parts)
 
@@ -103,7 +103,7 @@ class DeltaWidths:
         """
         shape = (self.value_heads, self.key, self.value)
         numbers = self.value_heads * (1 + self.decays)
-        return StateSpec(shape, self.convolved + numbers, self.kernel - 1)
+        return StateSpec(shape, self.convolution_width + numbers, self.kernel - 1)
 
 
 class ChannelProducts(nnx.Module):
@@ -168,11 +168,11 @@ class GatedDeltaNet(nnx.Module):
         self.channels = channels
         kernel = (1, widths.kernel)
         heads = widths.value_heads
-        convolution = [tensor(f"{name}.conv1d.weight", widths.convolved, *kernel)]
+        convolution = [tensor(f"{name}.conv1d.weight", widths.convolution_width, *kernel)]
         if widths.apart:
             # transformers saves three parts of equal size, even if keys and values differ in width.
-            third = -(-widths.convolved // 3)
-            equal = (third, third, widths.convolved - 2 * third)
+            third = -(-widths.convolution_width // 3)
+            equal = (third, third, widths.convolution_width - 2 * third)
             for parts in dict.fromkeys((equal, widths.parts)):
                 each = [
                     tensor(f"{name}.{part}_conv1d.weight", rows, *kernel)
@@ -189,7 +189,7 @@ class GatedDeltaNet(nnx.Module):
             return parameter(shape, axes=axes, dtype=dtype, sources=sources)
 
         axis = tuple(("heads", rows) for rows in widths.parts)
-        self.convolution = declare(axis, widths.convolved, *kernel, sources=convolution)
+        self.convolution = declare(axis, widths.convolution_width, *kernel, sources=convolution)
         self.rate = declare("heads", heads, sources=[rate])
         self.time_step_bias = declare(
             "heads", num_steps, sources=[tensor(f"{name}.dt_bias", num_steps)]
@@ -221,7 +221,7 @@ class GatedDeltaNet(nnx.Module):
             time_steps, gate = self.channels(x_TD)
             return jnp.concatenate([mixed, numbers, time_steps], axis=1), gate
         if not widths.grouped:
-            mixed, gate = jnp.split(mixed, [widths.convolved], axis=1)
+            mixed, gate = jnp.split(mixed, [widths.convolution_width], axis=1)
             return jnp.concatenate([mixed, numbers], axis=1), gate
         mixed, numbers = (
             each.reshape(num_tokens, widths.key_heads, -1) for each in (mixed, numbers)
@@ -239,7 +239,9 @@ class GatedDeltaNet(nnx.Module):
         """
         widths = self.widths
         inputs_BWE = inputs_BWE.astype(jnp.float32)
-        mixed_BC = short_convolution(inputs_BWE[..., : widths.convolved], self.convolution[...])
+        mixed_BC = short_convolution(
+            inputs_BWE[..., : widths.convolution_width], self.convolution[...]
+        )
         q, k, v = jnp.split(jax.nn.silu(mixed_BC), [widths.keys, 2 * widths.keys], axis=-1)
 
         def of_heads(x: jax.Array) -> jax.Array:
@@ -248,7 +250,7 @@ class GatedDeltaNet(nnx.Module):
             return jnp.repeat(x * length, widths.per_key, axis=1)
 
         beta_BN, time_step_BE = jnp.split(
-            inputs_BWE[:, -1, widths.convolved :], [widths.value_heads], axis=-1
+            inputs_BWE[:, -1, widths.convolution_width :], [widths.value_heads], axis=-1
         )
         beta_BN = jax.nn.sigmoid(beta_BN)
         if widths.beta_factor != 1.0:

@@ -76,7 +76,7 @@ class MambaSpec:
         return self.groups * self.vector
 
     @property
-    def convolved(self) -> int:
+    def convolution_width(self) -> int:
         """Returns the width of the convolution: inputs, vectors B and vectors C."""
         return self.inner + 2 * self.vectors
 
@@ -92,7 +92,7 @@ class MambaSpec:
         The input of a token has the numbers that are convolved, and the time step of each head.
         """
         shape = (self.heads, self.vector, self.head)
-        return StateSpec(shape, self.convolved + self.heads, self.kernel - 1)
+        return StateSpec(shape, self.convolution_width + self.heads, self.kernel - 1)
 
 
 class Mamba2(nnx.Module):
@@ -134,7 +134,7 @@ class Mamba2(nnx.Module):
                 shape, axes=axes, dtype=dtype, sources=[tensor(f"{name}.{part}", *shape)]
             )
 
-        width = spec.convolved
+        width = spec.convolution_width
         self.convolution = declare("conv1d.weight", None, width, 1, spec.kernel)
         self.convolution_bias = (
             declare("conv1d.bias", None, width) if spec.convolution_bias else None
@@ -173,7 +173,7 @@ class Mamba2(nnx.Module):
         inputs_BWE = inputs_BWE.astype(jnp.float32)
         bias_C = None if self.convolution_bias is None else self.convolution_bias[...]
         mixed_BC = short_convolution(
-            inputs_BWE[..., : spec.convolved], self.convolution[...], bias_C
+            inputs_BWE[..., : spec.convolution_width], self.convolution[...], bias_C
         )
         x, in_vector, out_vector = jnp.split(
             ACTIVATIONS[spec.activation](mixed_BC),
@@ -188,7 +188,7 @@ class Mamba2(nnx.Module):
         rate_1N, bias_1N = (
             each[...].astype(jnp.float32)[None] for each in (self.rate, self.time_step_bias)
         )
-        time_step_BN = jax.nn.softplus(inputs_BWE[:, -1, spec.convolved :] + bias_1N)
+        time_step_BN = jax.nn.softplus(inputs_BWE[:, -1, spec.convolution_width :] + bias_1N)
         if spec.time_steps != (0.0, float("inf")):
             time_step_BN = jnp.clip(time_step_BN, *spec.time_steps)
         decay_BN = jnp.exp(-jnp.exp(rate_1N) * time_step_BN)

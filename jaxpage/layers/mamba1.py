@@ -65,7 +65,7 @@ class Mamba1Spec:
         return StateSpec((1, self.vector, self.inner), 2 * (self.inner + self.vector), 0)
 
     @property
-    def convolved(self) -> StateSpec:
+    def convolution_state(self) -> StateSpec:
         """Returns what the convolution keeps: the channels of each token, and no state."""
         return StateSpec(None, self.inner, self.kernel - 1)
 
@@ -133,7 +133,7 @@ class Mamba1(nnx.Module):
         spec = self.spec
         state_pages, convolution_pages = layer_pages
         x_TE, gate_TE = jnp.split(self.input(x_TD), 2, axis=1)
-        recurrence = Recurrence(self._convolve, None, spec.convolved)
+        recurrence = Recurrence(self._convolve, None, spec.convolution_state)
         x_TE, convolution_pages = context.recur(
             self.convolution_index, x_TE, recurrence, convolution_pages
         )

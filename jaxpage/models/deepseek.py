@@ -4,19 +4,17 @@ Attention keeps a latent for each token in place of keys and values, and some of
 all tokens. V3 chooses experts by sigmoids with corrections, where V2 has a softmax. V3.2 adds an
 indexer, which is not read: it matters in longer sequences than are taken. A.X K1 and Youtu-LLM have
 such layers, and so have GLM-4.7 Flash and GLM-5 (`glm.py`) and Mistral 4 (`mistral.py`). dots.llm1
-and Solar Open have the experts alone. Kimi Linear has latents in every fourth layer.
+and Solar Open have the experts alone. Kimi Linear has both (`kimi.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from flax import nnx
 
-from jaxpage.layers.delta_net import ChannelProducts, DeltaWidths
-from jaxpage.models.config.config_fields import RefusedField, WrongField
+from jaxpage.models.config.config_fields import RefusedField
 from jaxpage.models.config.experts import (
     first_dense,
     read_corrected_experts,
@@ -27,21 +25,15 @@ from jaxpage.models.config.experts import (
 from jaxpage.models.config.fields import REQUIRED, Fields
 from jaxpage.models.config.layer_windows import windows_of
 from jaxpage.models.config.mtp_names import read_numbered_names
-from jaxpage.models.config.recurrent_fields import check_activation
 from jaxpage.models.llama import Llama
-from jaxpage.models.parts.block import Block
 from jaxpage.models.parts.decoder_config import Defaults
-from jaxpage.models.parts.experts import DEEPSEEK_NAMES, ExpertNames, ExpertsConfig
+from jaxpage.models.parts.experts import DEEPSEEK_NAMES, ExpertsConfig
 from jaxpage.models.parts.latent import (
     LatentSpec,
     latent_attention,
     read_indexed_decoder,
     read_latent_decoder,
-    read_widths,
 )
-from jaxpage.models.parts.norms import rms_norm
-from jaxpage.models.parts.projection import projection
-from jaxpage.models.parts.recurrences import delta_net
 from jaxpage.models.parts.scope import Scope
 from jaxpage.models.qwen import Qwen3Moe
 
@@ -51,17 +43,6 @@ ALIASES = {
 }
 NORM_AFTER_EXPERTS = "post_mlp_layernorm"
 INDEXER = "*.self_attn.indexer.*"  # It chooses all positions; see `read_indexed_decoder`.
-FULL = "full_attention"
-LINEAR = "linear_attention"
-KIMI_EXPERTS = "block_sparse_moe"
-KIMI_HALF = ("shared_experts", "gate_proj", "up_proj", "down_proj")
-KIMI_DECAY = ("f_a_proj", "f_b_proj", "dt_bias", "A_log")
-# Fields of `linear_attn_config` in published files, with their names in transformers' class.
-KIMI_NESTED = {
-    "head_dim": "linear_head_dim",
-    "num_heads": "linear_num_heads",
-    "short_conv_kernel_size": "linear_conv_kernel_dim",
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -239,16 +220,12 @@ class AXK1(DeepseekV2, config=AXK1Config):
     renamed = {f".{NORM_AFTER_EXPERTS}": f".mlp.{NORM_AFTER_EXPERTS}"}
 
     @classmethod
-    def make_block(cls, config: Any, index: int, at: Scope) -> nnx.Module:
-        """Returns a layer."""
-        has_norm = config.experts_of(index) is not None
-        return Block(
-            attention_norm=rms_norm(config, at / "input_layernorm"),
-            attention=cls.make_attention(config, index, at / "self_attn"),
-            mlp_norm=rms_norm(config, at / "post_attention_layernorm"),
-            mlp=cls.make_mlp(config, index, at),
-            post_mlp_norm=rms_norm(config, at / NORM_AFTER_EXPERTS) if has_norm else None,
-        )
+    def make_norms(cls, config: Any, index: int, layer: Scope) -> dict[str, Any]:
+        """Returns the norms of a layer, with one after the experts if it has any."""
+        norms = super().make_norms(config, index, layer)
+        if config.experts_of(index) is not None:
+            norms["post_mlp_norm"] = cls.make_norm(config, layer / NORM_AFTER_EXPERTS)
+        return norms
 
 
 class Dots1Config(ExpertsConfig):
@@ -320,163 +297,3 @@ class SolarOpen(Llama, config=SolarOpenConfig):
 
     expert_names = DEEPSEEK_NAMES
     output_bias = False
-
-
-@dataclass(frozen=True, kw_only=True)
-class KimiLinearConfig(ExpertsConfig):
-    """Reads transformers' `KimiLinearConfig`.
-
-    Attributes:
-        latent: The latent attention.
-        recurrent: The widths of the delta rule in the layers of which `kv.states` has a state.
-    """
-
-    model_type = "kimi_linear"
-    aliases = {
-        "max_position_embeddings": "model_max_length",
-        "norm_topk_prob": "moe_renormalize",
-        "n_group": "num_expert_group",
-        "num_local_experts": "num_experts",
-        "num_experts_per_tok": "num_experts_per_token",
-        "n_shared_experts": "num_shared_experts",
-    }
-    defaults = Defaults(max_length=1_048_576, has_rope=False, epsilon=1e-5)
-
-    latent: LatentSpec
-    recurrent: DeltaWidths
-
-    @classmethod
-    def complete(cls, config: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Returns the config with what `linear_attn_config` says of the widths."""
-        nested = config.get("linear_attn_config")
-        nested = nested if isinstance(nested, dict) else {}
-        return {
-            **config,
-            **{field: nested[name] for name, field in KIMI_NESTED.items() if name in nested},
-        }
-
-    @classmethod
-    def read(cls, fields: Fields) -> KimiLinearConfig:
-        """Returns what the fields say."""
-        nested = fields.get("linear_attn_config", None)
-        if nested is not None and not isinstance(nested, dict):
-            text = f"linear_attn_config must be an object, not {nested!r}"
-            fields.note(WrongField(text), linear_attn_config=None)
-            nested = None
-        check_activation(fields)
-        _refuse(fields)
-        types = _layer_types(fields, nested or {})
-        delta = _read_delta(fields)
-        widths = read_widths(fields, query_rank=None)
-        return cls.from_fields(
-            fields,
-            num_kv_heads=1,
-            head_dim=widths.kept,
-            kv={
-                "value_width": widths.rank,
-                "states": tuple(delta.state if kind == LINEAR else None for kind in types),
-            },
-            latent=LatentSpec(widths, widths.query**-0.5, fields.flag("attention_bias", False)),
-            recurrent=delta,
-            experts=read_corrected_experts(
-                fields,
-                count=256,
-                count_field="num_local_experts",
-                per_token=8,
-                width=1024,
-                factor=2.446,
-            ),
-            sparse_layers=sparse_by_type(fields, first_dense(fields, 1)),
-        )
-
-
-def _refuse(fields: Fields) -> None:
-    """Refuses values of published configs that transformers does not implement."""
-    fields.only(
-        mla_use_nope=True,
-        moe_router_activation_func="sigmoid",
-        use_grouped_topk=True,
-        moe_layer_freq=1,
-    )
-    if fields.flag("tie_word_embeddings", False):
-        text = (
-            "tie_word_embeddings = true is not supported for this family: transformers ignores it"
-        )
-        fields.note(RefusedField(text), tie_word_embeddings=False)
-
-
-def _layer_types(fields: Fields, nested: Mapping[str, Any]) -> tuple[str, ...]:
-    """Returns the kinds of the layers, which published files number from 1."""
-    numbers = range(1, fields.integer("num_hidden_layers") + 1)
-    usual = [FULL if number > 1 and number % 4 == 1 else LINEAR for number in numbers]
-    lists = [nested.get(name) for name in ("full_attn_layers", "kda_layers")]
-    if fields.get("layer_types", None) is None and None not in lists:
-        named = {
-            number: kind
-            for kind, each in zip((FULL, LINEAR), lists, strict=True)
-            for number in (each if isinstance(each, list) else [])
-        }
-        if named.keys() != {*numbers}:
-            text = f"linear_attn_config must name each of {len(numbers)} layers, not {lists!r}"
-            fields.note(WrongField(text), linear_attn_config=None)
-        usual = [named.get(number, LINEAR) for number in numbers]
-    return fields.layer_types(usual, kinds=(FULL, LINEAR))
-
-
-def _read_delta(fields: Fields) -> DeltaWidths:
-    heads = fields.integer("linear_num_heads", 32)
-    width = fields.integer("linear_head_dim", 128)
-    return DeltaWidths(
-        key_heads=heads,
-        value_heads=heads,
-        key=width,
-        value=width,
-        kernel=fields.integer("linear_conv_kernel_dim", 4),
-        apart=True,
-        by_channel=True,
-    )
-
-
-class KimiLinear(Llama, config=KimiLinearConfig):
-    """Kimi Linear (Moonshot AI, 2025) has a gated delta rule with a decay for each channel of keys.
-
-    Every fourth layer has the latent attention of DeepSeek-V3 without rotary embedding.
-    """
-
-    renamed = {
-        # When transformers saves a model, it renames these in all layers, also in dense ones.
-        **{f".mlp.{part}": f".{KIMI_EXPERTS}.{part}" for part in KIMI_HALF},
-        # These are the names that transformers has in memory.
-        **{f".self_attn.{part}": f".self_attn.forget_gate.{part}" for part in KIMI_DECAY},
-    }
-    expert_names = ExpertNames(KIMI_EXPERTS, "w1", "w3", "w2", shared=("shared_experts", None))
-
-    @classmethod
-    def make_attention(cls, config: Any, index: int, at: Scope) -> nnx.Module:
-        """Returns the latent attention of a layer."""
-        return latent_attention(config, config.latent, index, at)
-
-    @classmethod
-    def make_recurrence(cls, config: Any, index: int, layer: Scope) -> nnx.Module:
-        """Returns the delta rule of a layer."""
-        at = layer / "self_attn"
-        width, delta = config.hidden_size, config.recurrent
-        rank = delta.key  # the width between the two projections in a row
-        inner, outer = ("embed", None), (None, "heads")
-        return delta_net(
-            config,
-            delta,
-            index,
-            at,
-            input=projection(
-                width, at, ("q_proj", delta.keys), ("k_proj", delta.keys), ("v_proj", delta.values)
-            ),
-            beta_step=projection(width, at, ("b_proj", delta.value_heads)),
-            norm="o_norm",
-            output="o_proj",
-            channels=ChannelProducts(
-                projection(width, at, ("f_a_proj", rank), ("g_a_proj", rank), axes=inner),
-                projection(rank, at, ("f_b_proj", delta.keys), axes=outer),
-                projection(rank, at, ("g_b_proj", delta.values), axes=outer),
-            ),
-        )

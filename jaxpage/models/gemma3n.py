@@ -31,12 +31,9 @@ from jaxpage.models.base import Hidden, Pages, run_layers
 from jaxpage.models.config.config_fields import WrongField
 from jaxpage.models.config.fields import Fields
 from jaxpage.models.config.layer_windows import layer_types, read_ropes
-from jaxpage.models.gemma import (
-    ACTIVATION,
-    FULL,
-    SLIDING,
+from jaxpage.models.gemma import ACTIVATION, FULL, SLIDING, Gemma2
+from jaxpage.models.gemma_layers import (
     GatedInput,
-    Gemma2,
     Gemma4LayersConfig,
     InputsForm,
     LayerForm,
@@ -44,7 +41,7 @@ from jaxpage.models.gemma import (
     cache_of_types,
     find_shared_layers,
     gemma4_attention,
-    undivided,
+    whole_projection,
 )
 from jaxpage.models.parts.decoder_config import Defaults
 from jaxpage.models.parts.mlp import gated_mlp
@@ -169,9 +166,9 @@ class SparseMLP(nnx.Module):
 
     def __init__(self, config: Gemma3nConfig, form: LayerForm, at: Scope):
         width, inner = config.hidden_size, form.intermediate_size
-        self.gate = undivided(width, at, "gate_proj", inner)
-        self.up = undivided(width, at, "up_proj", inner)
-        self.down = undivided(inner, at, "down_proj", width)
+        self.gate = whole_projection(width, at, "gate_proj", inner)
+        self.up = whole_projection(width, at, "up_proj", inner)
+        self.down = whole_projection(inner, at, "down_proj", width)
         self.deviations = NormalDist().inv_cdf(form.sparsity)
         self.activation = config.activation
 
@@ -192,9 +189,9 @@ class AltUp(nnx.Module):
     def __init__(self, config: Gemma3nConfig, at: Scope):
         width, count = config.hidden_size, config.states.count
         self.norm = rms_norm(config, at / "router_norm")
-        self.router = undivided(width, at, "modality_router", count)
-        self.prediction = undivided(count, at, "prediction_coefs", count**2)
-        self.correction = undivided(count, at, "correction_coefs", count)
+        self.router = whole_projection(width, at, "modality_router", count)
+        self.prediction = whole_projection(count, at, "prediction_coefs", count**2)
+        self.correction = whole_projection(count, at, "correction_coefs", count)
         scale = tensor((at / "correct_output_scale").name, width)
         self.scale = parameter((width,), axes=("embed",), dtype=at.dtype, sources=[scale])
         self.active = config.states.active
@@ -237,8 +234,8 @@ class Gemma3nLayer(nnx.Module):
         form, inputs = config.layer_forms[index], config.inputs
         assert inputs is not None
         self.altup = AltUp(config, at / "altup")
-        self.low = undivided(width, laurel, "linear_left", rank)
-        self.high = undivided(rank, laurel, "linear_right", width)
+        self.low = whole_projection(width, laurel, "linear_left", rank)
+        self.high = whole_projection(rank, laurel, "linear_right", width)
         self.behind_low_rank = rms_norm(config, laurel / "post_laurel_norm")
         self.attention_norm = rms_norm(config, at / "input_layernorm")
         self.attention = gemma4_attention(config, index, at / "self_attn")
@@ -293,7 +290,7 @@ class Gemma3n(Gemma2, config=Gemma3nConfig):
 
         def projections(name: str) -> list[Linear]:
             width, number = config.hidden_size, range(config.states.count - 1)
-            return [undivided(width, at / name, str(each), width) for each in number]
+            return [whole_projection(width, at / name, str(each), width) for each in number]
 
         self.entering = nnx.List(projections("altup_projections"))
         self.leaving = nnx.List(projections("altup_unembed_projections"))

@@ -31,12 +31,9 @@ from jaxpage.models.config.config_fields import RefusedField, WrongField
 from jaxpage.models.config.fields import Fields
 from jaxpage.models.config.layer_windows import layer_types
 from jaxpage.models.config.proportional_rope import read_rope
-from jaxpage.models.gemma import (
-    ACTIVATION,
-    FULL,
-    SLIDING,
+from jaxpage.models.gemma import ACTIVATION, FULL, SLIDING, Gemma2
+from jaxpage.models.gemma_layers import (
     GatedInput,
-    Gemma2,
     Gemma4LayersConfig,
     InputsForm,
     LayerForm,

@@ -1,8 +1,9 @@
 """Granite 3 and 4 (IBM, 2024 and 2025), dense and with experts, and Granite Swash (IBM, 2026).
 
-All multiply embeddings, scores of attention, what halves add, and logits by factors. Layers of
-Granite 4 have Mamba 2 or attention, most without positions; files without the letter H have
-attention in all layers.
+All multiply four things by factors of their config: embeddings, scores of attention, the output of
+each half of a layer before it is added to the residual stream, and logits. A layer of Granite 4 has
+Mamba 2 or attention, most often without positions; models without the letter H in their names have
+attention in all layers. Granite Swash has attention sinks, and windows in three layers of four.
 """
 
 from __future__ import annotations
@@ -28,11 +29,10 @@ from jaxpage.models.parts.block import Block
 from jaxpage.models.parts.decoder_config import DecoderConfig, Defaults
 from jaxpage.models.parts.experts import ExpertNames, ExpertsConfig
 from jaxpage.models.parts.mlp import MLPNames
-from jaxpage.models.parts.norms import rms_norm
 from jaxpage.models.parts.recurrences import mamba2
 from jaxpage.models.parts.scope import Scope
 
-MLP_NAMES = MLPNames("shared_mlp", None, None, "output_linear", "input_linear")
+MLP_NAMES = MLPNames("shared_mlp", gate=None, up=None, down="output_linear", fused="input_linear")
 EXPERT_NAMES = ExpertNames(
     "block_sparse_moe",
     router="router.layer",
@@ -46,7 +46,7 @@ LINEAR = "linear_attention"
 
 @dataclass(frozen=True)
 class GraniteFactors:
-    """Holds the factors of embeddings, scores, what halves add, and logits."""
+    """Holds the factors of embeddings, of scores, of the outputs of halves, and of logits."""
 
     embedding: float
     attention: float
@@ -88,11 +88,10 @@ class Granite(Llama, config=GraniteConfig):
 
     @classmethod
     def make_block(cls, config: Any, index: int, at: Scope) -> nnx.Module:
-        """Returns a layer."""
+        """Returns a layer of Llama in which the outputs of both halves have a factor."""
         return Block(
-            attention_norm=rms_norm(config, at / "input_layernorm"),
+            **cls.make_norms(config, index, at),
             attention=cls.make_mixer(config, index, at),
-            mlp_norm=rms_norm(config, at / "post_attention_layernorm"),
             mlp=cls.make_mlp(config, index, at),
             residual_scale=config.factors.residual,
         )
@@ -127,11 +126,11 @@ class GraniteMoeConfig(ExpertsConfig):
         return cls.from_fields(
             fields,
             factors=GraniteFactors.read(fields),
-            experts=granite_experts(fields, cls.shared_width(fields)),
+            experts=granite_experts(fields, cls.read_shared_width(fields)),
         )
 
     @classmethod
-    def shared_width(cls, fields: Fields) -> int | None:
+    def read_shared_width(cls, fields: Fields) -> int | None:
         """Returns the width of the expert of all tokens; None if there is none."""
         return None
 
@@ -161,7 +160,7 @@ class GraniteMoeSharedConfig(GraniteMoeConfig):
     model_type = "granitemoeshared"
 
     @classmethod
-    def shared_width(cls, fields: Fields) -> int | None:
+    def read_shared_width(cls, fields: Fields) -> int | None:
         """Returns the width of the expert of all tokens; None if there is none."""
         return fields.integer("shared_intermediate_size", 0, least=0) or None
 
@@ -194,8 +193,8 @@ class GraniteSWAConfig(GraniteConfig):
 def read_swash(fields: Fields, defaults: Defaults) -> dict[str, Any]:
     """Returns the arguments of `from_fields` that say what differs from layer to layer.
 
-    By default three of four layers have a sliding window. Each layer has its own `rope_theta`, or
-    no rotary embedding.
+    By default layers 0, 4, 8, ... see all positions and the others have a sliding window. Each
+    layer has its own `rope_theta`, or no rotary embedding.
     """
     head_dim = defaults.read_head_dim(fields)
     max_length = fields.integer("max_position_embeddings", defaults.max_length)
@@ -222,7 +221,10 @@ def _read_thetas(fields: Fields, usual: float) -> list[float]:
         or len(thetas) != num_layers
         or not all(type(each) in (int, float) and 0 <= each < math.inf for each in thetas)
     ):
-        text = f"layer_rope_theta must have a number, or 0, for each of {num_layers} layers, not {thetas!r}"
+        text = (
+            f"layer_rope_theta must have a number, or 0, for each of {num_layers} layers, not "
+            f"{thetas!r}"
+        )
         fields.note(WrongField(text), layer_rope_theta=None, num_hidden_layers=num_layers)
         thetas = [usual] * num_layers
     return thetas
@@ -251,7 +253,7 @@ class GraniteMoeSWAConfig(GraniteMoeSharedConfig):
             fields,
             **read_swash(fields, cls.defaults),
             factors=GraniteFactors.read(fields),
-            experts=granite_experts(fields, cls.shared_width(fields)),
+            experts=granite_experts(fields, cls.read_shared_width(fields)),
         )
 
 
@@ -268,7 +270,7 @@ class GraniteMoeHybridConfig(ExpertsConfig):
 
     Attributes:
         factors: See `GraniteConfig`.
-        recurrent: The layers of which `kv.states` has a state.
+        recurrent: Mamba 2, which each layer has that has a state in `kv.states`.
     """
 
     model_type = "granitemoehybrid"

@@ -22,12 +22,10 @@ from jaxpage.models.config.layer_windows import read_windows
 from jaxpage.models.config.proportional_rope import read_rope
 from jaxpage.models.llama import Llama
 from jaxpage.models.parts import attention
-from jaxpage.models.parts.block import Block
 from jaxpage.models.parts.decoder import ModuleNames
 from jaxpage.models.parts.decoder_config import DecoderConfig, Defaults
 from jaxpage.models.parts.experts import ExpertNames, ExpertsConfig
 from jaxpage.models.parts.mlp import MLPNames
-from jaxpage.models.parts.norms import Norm, rms_norm
 from jaxpage.models.parts.recurrences import gated_convolution
 from jaxpage.models.parts.scope import Scope
 
@@ -282,20 +280,13 @@ class Lfm3(Lfm2, config=Lfm3Config):
     """LFM3 (Liquid AI, 2026) is LFM2 with windows in some layers, and a gate for each head."""
 
     @classmethod
-    def make_block(cls, config: Any, index: int, at: Scope) -> nnx.Module:
-        """Returns a layer."""
-
-        def norm_after(name: str) -> Norm | None:
-            return rms_norm(config, at / name) if config.has_norms_after else None
-
-        return Block(
-            attention_norm=rms_norm(config, at / "operator_norm"),
-            attention=cls.make_mixer(config, index, at),
-            post_attention_norm=norm_after("post_operator_norm"),
-            mlp_norm=rms_norm(config, at / "ffn_norm"),
-            mlp=cls.make_mlp(config, index, at),
-            post_mlp_norm=norm_after("post_ffn_norm"),
-        )
+    def make_norms(cls, config: Any, index: int, layer: Scope) -> dict[str, Any]:
+        """Returns the norms of a layer; those of the outputs of its halves may be left out."""
+        norms = super().make_norms(config, index, layer)
+        if config.has_norms_after:
+            norms["post_attention_norm"] = cls.make_norm(config, layer / "post_operator_norm")
+            norms["post_mlp_norm"] = cls.make_norm(config, layer / "post_ffn_norm")
+        return norms
 
     @classmethod
     def make_attention(cls, config: Any, index: int, at: Scope) -> nnx.Module:

@@ -40,7 +40,8 @@ from jaxpage.models.parts.scope import Scope
 
 CHUNKED = "chunked_attention"
 FULL = "full_attention"
-APERTUS_ROPE = {  # The parameters of a config that has neither `rope_parameters` nor `rope_scaling`.
+# The parameters of a config that has neither `rope_parameters` nor `rope_scaling`.
+APERTUS_ROPE = {
     "rope_type": "llama3",
     "rope_theta": 12_000_000.0,
     "factor": 8.0,
@@ -88,18 +89,18 @@ class Llama(Decoder, config=LlamaConfig):
     @classmethod
     def make_block(cls, config: Any, index: int, at: Scope) -> nnx.Module:
         """Returns a layer."""
-        attention_norm, mlp_norm, post_attention_norm, post_mlp_norm = (
-            None if name is None else cls.make_norm(config, at / name)
-            for name in (*cls.norm_names, *cls.output_norm_names)
-        )
         return Block(
-            attention_norm=attention_norm,
+            **cls.make_norms(config, index, at),
             attention=cls.make_mixer(config, index, at),
-            post_attention_norm=post_attention_norm,
-            mlp_norm=mlp_norm,
             mlp=cls.make_mlp(config, index, at),
-            post_mlp_norm=post_mlp_norm,
         )
+
+    @classmethod
+    def make_norms(cls, config: Any, index: int, layer: Scope) -> dict[str, Any]:
+        """Returns the norms of a layer, by the arguments of `Block` that take them."""
+        parts = ("attention_norm", "mlp_norm", "post_attention_norm", "post_mlp_norm")
+        names = zip(parts, (*cls.norm_names, *cls.output_norm_names), strict=True)
+        return {part: name and cls.make_norm(config, layer / name) for part, name in names}
 
     @classmethod
     def make_mixer(cls, config: Any, index: int, layer: Scope) -> nnx.Module:

@@ -42,7 +42,7 @@ class MambaConfig(DecoderConfig):
     the convolutions.
 
     Attributes:
-        recurrent: The layers.
+        recurrent: Mamba 1, which all layers have.
     """
 
     model_type = "mamba"
@@ -62,7 +62,7 @@ class MambaConfig(DecoderConfig):
         num_layers = fields.integer("num_hidden_layers")
         # No layer attends. A config has heads of attention all the same.
         fields.config |= {"num_attention_heads": 1, "intermediate_size": mamba.inner}
-        states = (mamba.state,) * num_layers + (mamba.convolved,) * num_layers
+        states = (mamba.state,) * num_layers + (mamba.convolution_state,) * num_layers
         return cls.from_fields(
             fields,
             num_kv_heads=1,
@@ -132,7 +132,7 @@ class Mamba2Config(DecoderConfig):
     """Reads transformers' `Mamba2Config`.
 
     Attributes:
-        recurrent: The layers.
+        recurrent: Mamba 2, which all layers have.
     """
 
     model_type = "mamba2"
@@ -185,7 +185,7 @@ class JambaConfig(ExpertsConfig):
     """Reads transformers' `JambaConfig`.
 
     Attributes:
-        recurrent: The layers of Mamba.
+        recurrent: Mamba 1, which some layers have in the place of attention.
     """
 
     model_type = "jamba"
@@ -225,7 +225,7 @@ class JambaConfig(ExpertsConfig):
         sparse = _every(fields, "expert_layer", 2, 1, num_layers)
         states = (
             *(None if each else mamba.state for each in attends),
-            *(mamba.convolved for each in attends if not each),
+            *(mamba.convolution_state for each in attends if not each),
         )
         return cls.from_fields(
             fields,
@@ -285,7 +285,7 @@ class BambaConfig(DecoderConfig):
     The share of a head that is rotated is a half, unless `rope_parameters` says otherwise.
 
     Attributes:
-        recurrent: The layers of which `kv.states` has a state.
+        recurrent: Mamba 2, which each layer has that has a state in `kv.states`.
     """
 
     model_type = "bamba"

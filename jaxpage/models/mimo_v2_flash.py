@@ -97,7 +97,10 @@ def _widths(fields: Fields, types: Sequence[str]) -> tuple[int, int, int]:
     num_kv_heads = fields.integer("num_key_value_heads", 4)
     num_heads = fields.integer("num_attention_heads")
     if SLIDING in types and num_heads % (2 * num_kv_heads):
-        text = f"num_attention_heads = {num_heads} must be a multiple of twice num_key_value_heads = {num_kv_heads} (sliding-window layers)"
+        text = (
+            f"num_attention_heads = {num_heads} must be a multiple of twice num_key_value_heads "
+            f"= {num_kv_heads} (sliding-window layers)"
+        )
         fields.note(WrongField(text), num_key_value_heads=num_heads, num_attention_heads=num_heads)
     head_dim = fields.integer("head_dim", 192)
     value_width = fields.integer("v_head_dim", 128)

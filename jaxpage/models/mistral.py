@@ -37,7 +37,8 @@ MINISTRAL3_ROPE = {
     "mscale_all_dim": 1.0,
     "llama_4_scaling_beta": 0.1,
 }
-MISTRAL4_ROPE = {  # The parameters of a config that has neither `rope_parameters` nor `rope_scaling`.
+# The parameters of a config that has neither `rope_parameters` nor `rope_scaling`.
+MISTRAL4_ROPE = {
     **MINISTRAL3_ROPE,
     **{"rope_theta": 10_000.0, "factor": 128.0, "original_max_position_embeddings": 8192},
 }

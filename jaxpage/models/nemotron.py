@@ -121,7 +121,7 @@ class NemotronHConfig(ExpertsConfig):
 
     Attributes:
         types: The kind of each layer.
-        recurrent: The layers of Mamba 2.
+        recurrent: Mamba 2, in the layers that have it.
     """
 
     model_type = "nemotron_h"
@@ -159,7 +159,10 @@ class NemotronHConfig(ExpertsConfig):
         # As in transformers, the number of layers is that of the types.
         fields.config["num_hidden_layers"] = len(types)
         if fields.flag("tie_word_embeddings", False):
-            text = "tie_word_embeddings = true is not supported for this family: transformers ties nothing"
+            text = (
+                "tie_word_embeddings = true is not supported for this family: transformers ties "
+                "nothing"
+            )
             fields.note(RefusedField(text), tie_word_embeddings=False)
         names = ("mamba_num_heads", "mamba_head_dim", "ssm_state_size", "mamba_hidden_act")
         # Time steps as in NVIDIA's own code and vLLM; transformers begins at time_step_min.
@@ -214,7 +217,10 @@ def _layer_types(fields: Fields) -> tuple[str, ...]:
         types = None
     types = [OLDER.get(str(kind), kind) for kind in types] if isinstance(types, list) else []
     if not {*map(str, types)} - {*WITHOUT_PAGES}:
-        text = f"{layer_types} must name layers of {FULL} (*), {LINEAR} (M), {MLP} (-) and {EXPERTS} (E), and not the last two alone"
+        text = (
+            f"{layer_types} must name layers of {FULL} (*), {LINEAR} (M), {MLP} (-) and "
+            f"{EXPERTS} (E), and not the last two alone"
+        )
         fields.note(WrongField(text), **_CORRECTED)
     elif unknown := sorted({str(kind) for kind in types} - {*KINDS}):
         text = f"{layer_types} has layers {', '.join(unknown)}, which are not supported"
@@ -357,7 +363,10 @@ def _read_halves(fields: Fields) -> tuple[Halves, ...]:
     for index, block in enumerate(blocks):
         for half in ("attention", "ffn"):
             if idle := [name for name in DECILM_NOT_HONOURED if block[half].get(name)]:
-                text = f"block_configs: {idle[0]} = {block[half][idle[0]]!r} of {half} in layer {index} is not supported"
+                text = (
+                    f"block_configs: {idle[0]} = {block[half][idle[0]]!r} of {half} in layer "
+                    f"{index} is not supported"
+                )
                 fields.note(RefusedField(text), block_configs=None)
                 return usual
     halves = tuple(Halves(_kv_heads(fields, block), _width(fields, block)) for block in blocks)

@@ -177,7 +177,7 @@ class OlmoHybridConfig(DecoderConfig):
     """Reads transformers' `OlmoHybridConfig`.
 
     Attributes:
-        recurrent: The layers of which `kv.states` has a state.
+        recurrent: The widths of the delta rule in the layers of which `kv.states` has a state.
     """
 
     model_type = "olmo_hybrid"

@@ -352,7 +352,7 @@ class Qwen3_5(Llama, config=Qwen3_5Config):
         """Returns the delta rule of a layer."""
         at = layer / "linear_attn"
         width, delta = config.hidden_size, config.recurrent
-        queries_to_gates = ("in_proj_qkv", delta.convolved), ("in_proj_z", delta.values)
+        queries_to_gates = ("in_proj_qkv", delta.convolution_width), ("in_proj_z", delta.values)
         betas_and_steps = ("in_proj_b", delta.value_heads), ("in_proj_a", delta.value_heads)
         return delta_net(
             config,
@@ -436,6 +436,6 @@ class Qwen3Next(Qwen3_5Moe, config=Qwen3NextConfig):
             delta,
             index,
             at,
-            input=projection(width, at, ("in_proj_qkvz", delta.convolved + delta.values)),
+            input=projection(width, at, ("in_proj_qkvz", delta.convolution_width + delta.values)),
             beta_step=projection(width, at, ("in_proj_ba", 2 * delta.value_heads)),
         )

@@ -43,7 +43,7 @@ FAMILIES = {
     "DeepseekV3ForCausalLM": "deepseek:DeepseekV3",
     "DeepseekV32ForCausalLM": "deepseek:DeepseekV32",
     "YoutuForCausalLM": "deepseek:Youtu",
-    "KimiLinearForCausalLM": "deepseek:KimiLinear",
+    "KimiLinearForCausalLM": "kimi:KimiLinear",
     "AXK1ForCausalLM": "deepseek:AXK1",
     "Mistral4ForCausalLM": "mistral:Mistral4",
     "Glm4MoeLiteForCausalLM": "glm:Glm4MoeLite",
@@ -188,7 +188,8 @@ def load_family(config: Mapping[str, Any]) -> Family:
     names = config.get("architectures")
     if not isinstance(names, list) or not names or not isinstance(names[0], str):
         raise CheckpointError(
-            f"config.json must name the model in architectures, not {names!r}; `jaxpage doctor` lists those that are known"
+            f"config.json must name the model in architectures, not {names!r}; `jaxpage "
+            "doctor` lists those that are known"
         )
     name = OTHER_NAMES.get(names[0], names[0])
     if name in FAMILIES and name not in _registered:
@@ -235,7 +236,8 @@ def _register_installed(architecture: str, *, brings_code: bool) -> None:
             " (its auto_map names remote code, and remote code is never run)" if brings_code else ""
         )
         raise UnsupportedError(
-            f"config.json: architecture {architecture!r} is not one of the {len(_list_known())} that `jaxpage doctor` lists{code}; "
+            f"config.json: architecture {architecture!r} is not one of the "
+            f"{len(_list_known())} that `jaxpage doctor` lists{code}; "
             "register_model adds one of your own"
         )
     packages = ", ".join(
@@ -243,7 +245,8 @@ def _register_installed(architecture: str, *, brings_code: bool) -> None:
     )
     if len(installed) > 1:
         raise UnsupportedError(
-            f"config.json: several packages have architecture {architecture!r}: {packages}; keep one"
+            f"config.json: several packages have architecture {architecture!r}: {packages}; "
+            "keep one"
         )
     try:
         register_model(architecture, next(iter(installed)).load())

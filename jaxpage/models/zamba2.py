@@ -66,7 +66,7 @@ DEFAULT_TYPES = (
     *(*(LINEAR,) * 4, HYBRID, *(LINEAR,) * 3, HYBRID, *(LINEAR,) * 2),
 )
 MAMBA_EPSILON = 1e-5  # of the norm in Mamba 2, for which there is no field
-MLP_NAMES = MLPNames("feed_forward", None, None)
+MLP_NAMES = MLPNames("feed_forward", gate=None, up=None)
 
 
 @dataclass(frozen=True)
@@ -151,7 +151,7 @@ class Zamba2Config(DecoderConfig):
         width = fields.integer("hidden_size")
         mamba = _read_mamba(fields, width)
         head_dim = _read_head_dim(fields, width)
-        _same(fields, hybrid_layer_ids=[*hybrid], attention_hidden_size=2 * width)
+        _refuse_others(fields, hybrid_layer_ids=[*hybrid], attention_hidden_size=2 * width)
         _refuse(fields)
         max_length = fields.integer("max_position_embeddings", 4096)
         rotates = fields.flag("use_mem_rope", False)
@@ -181,7 +181,7 @@ def _read_mamba(fields: Fields, width: int) -> MambaSpec:
         text = f"n_mamba_heads = {heads} does not divide mamba_expand * hidden_size = {inner}"
         fields.note(WrongField(text), n_mamba_heads=1, mamba_headdim=None, mamba_ngroups=1)
         heads = 1
-    _same(fields, mamba_headdim=inner // heads)
+    _refuse_others(fields, mamba_headdim=inner // heads)
     bias = fields.flag("add_bias_linear", False)
     return MambaSpec(
         heads=heads,
@@ -204,11 +204,11 @@ def _read_head_dim(fields: Fields, width: int) -> int:
         sizes = dict.fromkeys(("num_attention_heads", "num_key_value_heads"), 1)
         fields.note(WrongField(text), **sizes, head_dim=None, attention_head_dim=None)
         heads = 1
-    _same(fields, head_dim=2 * width // heads)
+    _refuse_others(fields, head_dim=2 * width // heads)
     return 2 * width // heads
 
 
-def _same(fields: Fields, **derived: Any) -> None:
+def _refuse_others(fields: Fields, **derived: Any) -> None:
     """Refuses fields that say something else than what follows from others."""
     for name, value in derived.items():
         if (stated := fields.get(name, None)) not in (None, value):
@@ -234,7 +234,10 @@ def _refuse(fields: Fields) -> None:
     heads = fields.integer("num_attention_heads")
     kv_heads = key_value_heads(fields, None)
     if fields.flag("use_shared_attention_adapter", False) and kv_heads != heads:
-        text = f"use_shared_attention_adapter = true needs num_key_value_heads = {kv_heads} to be num_attention_heads = {heads}"
+        text = (
+            f"use_shared_attention_adapter = true needs num_key_value_heads = {kv_heads} to be "
+            f"num_attention_heads = {heads}"
+        )
         fields.note(WrongField(text), num_key_value_heads=heads, use_shared_attention_adapter=False)
 
 

@@ -57,7 +57,10 @@ class Difference:
         """Returns the difference in words."""
         place = f"output {self.output}, computed {self.computed}"
         if self.token is None:
-            return f"{place}: {self.field} is {show(self.receipt_value)} in the receipt, and {show(self.computed_value)} here"
+            return (
+                f"{place}: {self.field} is {show(self.receipt_value)} in the receipt, and "
+                f"{show(self.computed_value)} here"
+            )
         ours = _describe_token(self.computed_value, self.computed_logprob)
         theirs = _describe_token(self.receipt_value, self.receipt_logprob)
         return f"{place}: token {self.token} is {theirs} in the receipt, and {ours} here"
@@ -108,7 +111,8 @@ def obstacles(receipt: Receipt, facts: EngineFacts, weights: WeightFacts) -> lis
     """
     theirs = receipt.engine.model_dump()
     reasons = [
-        f"the receipt was made with {_NAMES.get(name, name)} {show(theirs[name])}, and this engine has {show(value)}"
+        f"the receipt was made with {_NAMES.get(name, name)} {show(theirs[name])}, and this "
+        f"engine has {show(value)}"
         for name, value in facts.model_dump().items()
         if theirs[name] != value and name not in _MAY_DIFFER
     ]
@@ -116,7 +120,8 @@ def obstacles(receipt: Receipt, facts: EngineFacts, weights: WeightFacts) -> lis
     grammars = package_version("llguidance") if has_grammar else None
     if theirs["llguidance"] != grammars:
         reasons.append(
-            f"the receipt was made with llguidance {show(theirs['llguidance'])}, and this engine has {show(grammars)}"
+            f"the receipt was made with llguidance {show(theirs['llguidance'])}, and this "
+            f"engine has {show(grammars)}"
         )
     if receipt.weights.hash != weights.hash:
         reasons.append(_describe_weights(receipt.weights, weights))

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     )
     from jaxpage.replay.log_header import (
         engine_header,  # makes the first record of a log, which says what engine it is
-        package_versions,  # gives the versions of Python and of the packages that decide the numbers
+        package_versions,  # gives the versions of Python and of packages that decide the numbers
     )
     from jaxpage.replay.recorder import (
         Record,  # is one JSON object of a log

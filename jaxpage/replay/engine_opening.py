@@ -93,7 +93,8 @@ def open_in_memory(
         and getattr(tokenizer_of_model, "backend_tokenizer", None) is None
     ):
         raise TypeError(
-            f"tokenizer must be a tokenizer of transformers with a backend_tokenizer, or a directory; got {tokenizer_of_model!r:.80}"
+            "tokenizer must be a tokenizer of transformers with a backend_tokenizer, or a "
+            f"directory; got {tokenizer_of_model!r:.80}"
         )
     config = engine_config("parameters", LLMSettings(**settings, tokenizer=path))
     if config.event_log is not None and not config.event_log_weights:
@@ -114,7 +115,8 @@ def _prefix_tier(directory: Path, config: EngineConfig, built: Built) -> PrefixT
     """
     if len(built.spec.groups) > 1:
         raise UnsupportedError(
-            f"prefix_cache_directory is not supported for {len(built.spec.groups)} cache groups: their blocks are kept apart"
+            f"prefix_cache_directory is not supported for {len(built.spec.groups)} cache "
+            "groups: their blocks are kept apart"
         )
     about = engine_header(config, built.engine, built.spec)
     names = ("versions", "device", "weights_hash")

@@ -132,7 +132,8 @@ def check_replayable(log: LogReader, incident: Record) -> None:
     """
     if incident.get("why_not_replayable"):
         log.refuse(
-            f"this incident cannot be run again: {incident['why_not_replayable']}. Look into it with --request, --diff or --state"
+            f"this incident cannot be run again: {incident['why_not_replayable']}. Look into "
+            "it with --request, --diff or --state"
         )
 
 
@@ -197,7 +198,8 @@ def compare_engines(logged: Record, ours: Record, *, force: bool) -> None:
         problems.append("the settings in the log were changed after it was written")
     if logged["weights_hash"] != ours["weights_hash"]:
         problems.append(
-            f"the weights of {ours['config']['model']!r} are not those of the log (hash {ours['weights_hash']}, there "
+            f"the weights of {ours['config']['model']!r} are not those of the log (hash "
+            f"{ours['weights_hash']}, there "
             f"{show(logged['weights_hash'])}); --model names another directory"
         )
     for name, value in ours["engine"].items():

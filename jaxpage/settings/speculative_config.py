@@ -221,7 +221,9 @@ class SpeculativeConfig(BaseModel):
                 if num_drafts == "auto"
                 else f"num_speculative_tokens, {most}"
             )
-            yield f"{window}, {ngram} and {guesses} take {sizes.num_drafts} drafts, more than {whose}"
+            yield (
+                f"{window}, {ngram} and {guesses} take {sizes.num_drafts} drafts, more than {whose}"
+            )
 
     def _wrong_choices(self, choices: tuple[tuple[int, ...], ...]) -> Iterable[str]:
         known = set(choices)
@@ -253,5 +255,5 @@ class SpeculativeConfig(BaseModel):
                 f"{self.method!r} drafts a fixed number; "
                 f"use 1 to {MOST_DRAFTS}"
             )
-        if self.tree and self.method == "ngram":
-            yield "tree=True is not supported: method 'ngram' drafts chains; use False"
+        if self.tree and not all(METHODS[name].has_trees for name in self._possible):
+            yield f"tree=True is not supported: method {self.method!r} drafts chains; use False"

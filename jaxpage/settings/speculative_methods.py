@@ -19,17 +19,19 @@ class Method(NamedTuple):
         weights: The checkpoint that the drafter's weights are in; None if it has none.
         fields: The fields of `SpeculativeConfig` that no other method reads.
         is_fixed: True if it takes no `num_speculative_tokens="auto"`.
+        has_trees: False if it drafts chains alone, and refuses `tree=True`.
     """
 
     drafter: DrafterKind | None = None
     weights: Literal["own", "model"] | None = None
     fields: tuple[str, ...] = ()
     is_fixed: bool = False
+    has_trees: bool = True
 
 
 METHODS: Mapping[str, Method] = MappingProxyType(
     {
-        "ngram": Method(fields=("prompt_lookup_min", "prompt_lookup_max")),
+        "ngram": Method(fields=("prompt_lookup_min", "prompt_lookup_max"), has_trees=False),
         "suffix": Method(
             fields=(
                 "suffix_decoding_max_tree_depth",

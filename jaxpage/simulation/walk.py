@@ -94,7 +94,8 @@ class BlockWalk:
         for block in sorted(self.words):
             if count := self.pool.ref_count(block):
                 print(
-                    f"  block {block:>2} x{count} |{'|'.join(word.center(8) for word in self.words[block])}|"
+                    f"  block {block:>2} x{count} "
+                    f"|{'|'.join(word.center(8) for word in self.words[block])}|"
                 )
 
 
@@ -150,9 +151,11 @@ def walk_steps(
             for sequence in group.unfinished:
                 table = manager.block_tables(sequence.sequence_id)[0]
                 print(
-                    f"   request {group.request.request_id}, sequence {sequence.sequence_id}: blocks {list(table)}"
+                    f"   request {group.request.request_id}, sequence "
+                    f"{sequence.sequence_id}: blocks {list(table)}"
                 )
         print(
-            f"   {manager.num_free} of {manager.num_usable} blocks are free; {scheduler.num_waiting} requests wait"
+            f"   {manager.num_free} of {manager.num_usable} blocks are free; "
+            f"{scheduler.num_waiting} requests wait"
         )
     return plans

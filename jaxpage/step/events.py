@@ -5,6 +5,9 @@ A listener ignores the events, writes them to a log, or compares them with a log
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 from jaxpage.step.plan import StepPlan
 from jaxpage.step.report import StepReport
 from jaxpage.step.request import SequenceGroup
@@ -15,86 +18,56 @@ class Events:
     """Listens to an engine and ignores all events. Listeners override what they want to hear."""
 
     def arrived(self, group: SequenceGroup) -> None:
-        """A request was admitted to the queue."""
+        """Reports that a request was admitted to the queue."""
 
     def aborted(self, group: SequenceGroup) -> None:
-        """A request was ended from outside."""
+        """Reports that a request was aborted."""
 
     def pinned(self, group: SequenceGroup, pin_id: int) -> None:
-        """A request was ended, and its prompt stays in place."""
+        """Reports that a request was ended, and that its prompt stays in the cache."""
 
     def unpinned(self, pin_id: int) -> None:
-        """A pin was given up."""
+        """Reports that a pin was released."""
 
     def planned(self, plan: StepPlan) -> None:
-        """A step is about to run."""
+        """Reports that a step is about to run."""
 
     def stepped(self, report: StepReport) -> None:
-        """A step ran and was committed."""
+        """Reports that a step ran and was committed."""
 
     def failed(self, plan: StepPlan, error: Exception) -> None:
-        """A step raised; the running requests are about to end."""
+        """Reports that a step raised an exception; the running requests are about to end."""
 
     def pages_rebuilt(self) -> None:
-        """The pages were made anew: what ran starts over, nothing is cached."""
+        """Reports that the pages are new: running requests start over, and nothing is cached."""
 
     def prefix_cache_reset(self) -> None:
-        """Nothing is found any more of what was computed before."""
+        """Reports that no prefix that was computed before is in the cache."""
 
     def weights_replaced(self, update: WeightsUpdate) -> None:
-        """The model has other weights from here on; `prefix_cache_reset` follows."""
+        """Reports that the model has other weights; `prefix_cache_reset` follows."""
 
     def closed(self) -> None:
-        """The engine is shut down; nothing follows."""
+        """Reports that the engine is shut down; nothing follows."""
 
 
 class Both(Events):
-    """Tells two listeners, one after the other."""
+    """Tells each event to two listeners, one after the other."""
 
     def __init__(self, first: Events, second: Events) -> None:
         self._first = first
         self._second = second
 
-    def arrived(self, group: SequenceGroup) -> None:
-        self._first.arrived(group)
-        self._second.arrived(group)
 
-    def aborted(self, group: SequenceGroup) -> None:
-        self._first.aborted(group)
-        self._second.aborted(group)
+def _tell_both(event: str) -> Callable[..., None]:
+    def tell(both: Both, *details: Any) -> None:
+        getattr(both._first, event)(*details)
+        getattr(both._second, event)(*details)
 
-    def pinned(self, group: SequenceGroup, pin_id: int) -> None:
-        self._first.pinned(group, pin_id)
-        self._second.pinned(group, pin_id)
+    return tell
 
-    def unpinned(self, pin_id: int) -> None:
-        self._first.unpinned(pin_id)
-        self._second.unpinned(pin_id)
 
-    def planned(self, plan: StepPlan) -> None:
-        self._first.planned(plan)
-        self._second.planned(plan)
-
-    def stepped(self, report: StepReport) -> None:
-        self._first.stepped(report)
-        self._second.stepped(report)
-
-    def failed(self, plan: StepPlan, error: Exception) -> None:
-        self._first.failed(plan, error)
-        self._second.failed(plan, error)
-
-    def pages_rebuilt(self) -> None:
-        self._first.pages_rebuilt()
-        self._second.pages_rebuilt()
-
-    def prefix_cache_reset(self) -> None:
-        self._first.prefix_cache_reset()
-        self._second.prefix_cache_reset()
-
-    def weights_replaced(self, update: WeightsUpdate) -> None:
-        self._first.weights_replaced(update)
-        self._second.weights_replaced(update)
-
-    def closed(self) -> None:
-        self._first.closed()
-        self._second.closed()
+# A new event cannot be forgotten here.
+for _event in vars(Events):
+    if not _event.startswith("_"):
+        setattr(Both, _event, _tell_both(_event))

@@ -136,8 +136,8 @@ def _attention_reason(arguments: Arguments) -> str | None:
 
 def _fills_tiles(num_heads: int, dtype: str) -> bool:
     """Returns whether XLA keeps so many heads in whole tiles; it is the kernel's own condition."""
-    packed, rest = divmod(num_heads, 4 // jnp.dtype(dtype).itemsize)
-    return not rest and (packed in (1, 2, 4) or packed % 8 == 0)
+    num_packed, remainder = divmod(num_heads, 4 // jnp.dtype(dtype).itemsize)
+    return not remainder and (num_packed in (1, 2, 4) or num_packed % 8 == 0)
 
 
 SET = dataclasses.replace(

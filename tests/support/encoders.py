@@ -28,11 +28,12 @@ def save_encoder(directory: Path, architecture: str, **fields: Any) -> Any:
     Args:
         directory: The directory.
         architecture: The class in transformers.
-        fields: Fields of its config, for those of `SIZES`.
+        fields: Fields of its config, for those of `SIZES`; None leaves one of these out.
     """
     tokenizer = word_tokenizer()
     kind = getattr(transformers, architecture)
-    config = kind.config_class(**{**SIZES, "vocab_size": len(tokenizer), **fields})
+    fields = {**SIZES, "vocab_size": len(tokenizer), **fields}
+    config = kind.config_class(**{name: x for name, x in fields.items() if x is not None})
     torch.manual_seed(0)
     model = kind(config).eval()
     with torch.no_grad():  # biases and norms are not what they start as

@@ -315,8 +315,10 @@ def check_length(config: EngineConfig, model: ModelSpec) -> None:
     max_length = model.max_position_embeddings
     if config.max_model_len is not None and config.max_model_len > max_length:
         raise ConfigError(
-            f"max_model_len is {config.max_model_len}, but the model's positions end at {max_length}"
-            " (original_max_position_embeddings, where the model has LongRoPE; index_topk, where an indexer"
+            f"max_model_len is {config.max_model_len}, but the model's positions end at "
+            f"{max_length}"
+            " (original_max_position_embeddings, where the model has LongRoPE; index_topk, "
+            "where an indexer"
             " chooses the positions that are attended to: it is not computed)"
         )
 
@@ -393,7 +395,8 @@ def step_menu(
     )
     if drafts is not None and not menu.verify:
         raise ConfigError(
-            f"speculative_config: the smallest step with drafts has {1 + min(drafts.draft_lengths)} tokens; "
+            "speculative_config: the smallest step with drafts has "
+            f"{1 + min(drafts.draft_lengths)} tokens; "
             f"max_num_batched_tokens is {most}"
         )
     return menu

@@ -116,12 +116,14 @@ def _check_kind(file: GGUFFile) -> None:
         )
     if file.architecture not in ARCHITECTURES:
         raise UnsupportedError(
-            f"general.architecture is {quote(file.metadata.get('general.architecture'))}; for GGUF files those of "
+            f"general.architecture is {quote(file.metadata.get('general.architecture'))}; "
+            "for GGUF files those of "
             f"{', '.join(ARCHITECTURES)} are read, of other models a Hugging Face directory"
         )
     if file.metadata.get("split.count", 1) not in (0, 1):
         raise UnsupportedError(
-            f"this is a part of {quote(file.metadata['split.count'])} files; join them with `llama-gguf-split --merge` first"
+            f"this is a part of {quote(file.metadata['split.count'])} files; join them with "
+            "`llama-gguf-split --merge` first"
         )
 
 
@@ -137,7 +139,8 @@ def _add_sizes(file: GGUFFile, config: dict[str, Any], problems: Problems) -> No
     epsilon = file.of_model("attention.layer_norm_rms_epsilon")
     if not isinstance(epsilon, float) or not 0 < epsilon < math.inf:
         problems.add(
-            f"{file.architecture}.attention.layer_norm_rms_epsilon is {quote(epsilon)}, not a positive number"
+            f"{file.architecture}.attention.layer_norm_rms_epsilon is {quote(epsilon)}, not "
+            "a positive number"
         )
     else:
         config["rms_norm_eps"] = as_number(epsilon)
@@ -155,7 +158,8 @@ def _add_heads(file: GGUFFile, config: dict[str, Any]) -> None:
     for key in ("attention.value_length", "rope.dimension_count"):
         if file.of_model(key) not in (None, head_dim):
             raise UnsupportedError(
-                f"{file.architecture}.{key} is {quote(file.of_model(key))}, and heads are {head_dim} wide: only the same is supported"
+                f"{file.architecture}.{key} is {quote(file.of_model(key))}, and heads are "
+                f"{head_dim} wide: only the same is supported"
             )
     config["head_dim"] = head_dim
 

@@ -23,7 +23,7 @@ from jaxpage.checkpoints.lora_files import (
     join_matrices,
     make_adapter,
     open_adapter,
-    scaled_matrices,
+    scale_matrices,
     write_adapter,
 )
 from jaxpage.checkpoints.problems import Problems, quote
@@ -111,7 +111,7 @@ def layers_of_weights(
     modules, problems = _fit(weights.config, weights.tensors, spec)
     problems.raise_if_any()
     matrices = [
-        scaled_matrices(module, weights.tensors[module.a.name], weights.tensors[module.b.name])
+        scale_matrices(module, weights.tensors[module.a.name], weights.tensors[module.b.name])
         for module in modules
     ]
     layers = join_matrices(modules, matrices, spec.rank, jnp)

@@ -138,7 +138,7 @@ def _multiply_groups(
     """Multiplies rows that are sorted by group, as `LayerKernels.by_group`."""
     assert not isinstance(weight_EOI, Grouped), "quantised weights are not trained"
 
-    def ragged(x_PI: jax.Array, weight_EOI: jax.Array, count_E: jax.Array) -> jax.Array:
+    def multiply_ragged(x_PI: jax.Array, weight_EOI: jax.Array, count_E: jax.Array) -> jax.Array:
         return jax.lax.ragged_dot(
             x_PI,
             weight_EOI.swapaxes(1, 2),
@@ -148,7 +148,7 @@ def _multiply_groups(
         )
 
     def one_by_one(x_PI: jax.Array, weight_EOI: jax.Array, count_E: jax.Array) -> jax.Array:
-        """Multiplies all rows by each weight: on a CPU `ragged` makes E copies of the rows."""
+        """Multiplies all rows by each weight: on a CPU the other makes E copies of them."""
         place_P = jnp.arange(len(x_PI))
 
         def multiply(y_PO: jax.Array, group: tuple[jax.Array, ...]) -> tuple[jax.Array, None]:
@@ -163,7 +163,7 @@ def _multiply_groups(
 
     count_E = count_E.astype(jnp.int32)
     y_PO: jax.Array = jax.lax.platform_dependent(
-        x_PI, weight_EOI, count_E, cpu=one_by_one, default=ragged
+        x_PI, weight_EOI, count_E, cpu=one_by_one, default=multiply_ragged
     )
     return y_PO
 

@@ -284,7 +284,8 @@ def reranker_of(
         if method == "auto":
             return by_vectors
         raise ConfigError(
-            f"method='yes_no' needs the tokens {', '.join((*_MARKS, 'yes', 'no'))}, and the model's "
+            f"method='yes_no' needs the tokens {', '.join((*_MARKS, 'yes', 'no'))}, and the "
+            "model's "
             f"tokenizer has no {', '.join(lacking)}: use method='embedding'"
         )
     return YesNo(vocabulary["yes"], vocabulary["no"])

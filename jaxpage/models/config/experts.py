@@ -47,7 +47,8 @@ def read_experts(
     )
     if chosen.per_token > chosen.num_experts:
         error = WrongField(
-            f"num_experts_per_tok = {chosen.per_token} of {count[0]} = {chosen.num_experts} experts cannot be"
+            f"num_experts_per_tok = {chosen.per_token} of {count[0]} = {chosen.num_experts} "
+            "experts cannot be"
         )
         fields.note(error, **{"num_experts_per_tok": 1, count[0]: chosen.num_experts})
     return ExpertsSpec(chosen, fields.integer(*width), **more)
@@ -158,14 +159,16 @@ def read_groups(
     num_experts = fields.integer(*count)
     if num_experts % number or num_kept > number or (number > 1 and num_experts // number < best):
         error = WrongField(
-            f"{num_experts} experts cannot be in n_group = {number} groups, of which topk_group = {num_kept} are taken"
+            f"{num_experts} experts cannot be in n_group = {number} groups, of which "
+            f"topk_group = {num_kept} are taken"
         )
         fields.note(error, **ONE_GROUP)
         number = num_kept = 1
     per_token = fields.integer("num_experts_per_tok", per_token)
     if per_token > num_experts // number * num_kept:
         error = WrongField(
-            f"topk_group = {num_kept} of n_group = {number} have fewer than num_experts_per_tok = {per_token} experts"
+            f"topk_group = {num_kept} of n_group = {number} have fewer than "
+            f"num_experts_per_tok = {per_token} experts"
         )
         fields.note(error, **ONE_GROUP, num_experts_per_tok=1)
     return Groups(number, num_kept, best) if num_kept < number else None

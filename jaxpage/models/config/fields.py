@@ -106,7 +106,8 @@ class Fields(ConfigFields):
         if named != model_type and _OTHER_MODEL_TYPES.get(str(named)) != model_type:
             self.note(
                 WrongField(
-                    f"architectures {config.get('architectures')} are of model_type {model_type!r}, "
+                    f"architectures {config.get('architectures')} are of model_type "
+                    f"{model_type!r}, "
                     f"but model_type is {named!r}"
                 ),
                 model_type=model_type,
@@ -199,7 +200,10 @@ class Fields(ConfigFields):
         if isinstance(types, list) and older:
             types = [older.get(kind, kind) if isinstance(kind, str) else kind for kind in types]
         if not isinstance(types, list) or len(types) != len(default):
-            text = f"{self.in_file('layer_types')} must name each of the {len(default)} layers, not {types!r}"
+            text = (
+                f"{self.in_file('layer_types')} must name each of the {len(default)} layers, not "
+                f"{types!r}"
+            )
             self.note(WrongField(text), layer_types=None, num_hidden_layers=len(default))
             return tuple(default)
         unknown = sorted({str(kind) for kind in types} - {*kinds})

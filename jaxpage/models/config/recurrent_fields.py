@@ -25,7 +25,10 @@ def read_mamba(fields: Fields, inner: int | None = None, **more: Any) -> MambaSp
     heads = fields.integer("mamba_n_heads", 128)
     inner = inner or fields.integer("mamba_expand", 2) * fields.integer("hidden_size")
     if inner % heads:
-        text = f"mamba_n_heads = {heads} must divide the {inner} inputs of all heads (mamba_expand * hidden_size, or mamba_d_ssm)"
+        text = (
+            f"mamba_n_heads = {heads} must divide the {inner} inputs of all heads (mamba_expand "
+            "* hidden_size, or mamba_d_ssm)"
+        )
         fields.note(WrongField(text), mamba_n_heads=1, mamba_d_head="auto")
         heads = 1
     width = fields.get("mamba_d_head", "auto")
@@ -112,7 +115,8 @@ def check_heads(fields: Fields, widths: DeltaWidths) -> None:
     """Notes an error if the number of key heads does not divide that of value heads."""
     if widths.value_heads % widths.key_heads:
         error = WrongField(
-            f"linear_num_key_heads = {widths.key_heads} must divide linear_num_value_heads = {widths.value_heads}"
+            f"linear_num_key_heads = {widths.key_heads} must divide linear_num_value_heads = "
+            f"{widths.value_heads}"
         )
         fields.note(error, linear_num_key_heads=1, linear_num_value_heads=1)
 
@@ -120,5 +124,8 @@ def check_heads(fields: Fields, widths: DeltaWidths) -> None:
 def check_activation(fields: Fields) -> None:
     """Refuses a `hidden_act` other than silu, which the convolutions have."""
     if (activation := fields.get("hidden_act", "silu")) != "silu":
-        text = f"hidden_act = {activation!r} is not supported: the convolution of linear attention has silu"
+        text = (
+            f"hidden_act = {activation!r} is not supported: the convolution of linear attention "
+            "has silu"
+        )
         fields.note(RefusedField(text), hidden_act="silu")

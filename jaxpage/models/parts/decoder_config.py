@@ -233,7 +233,10 @@ class DecoderConfig:
 
 def _check_heads(fields: Fields, num_query_heads: int, num_kv_heads: int) -> None:
     if num_query_heads % num_kv_heads:
-        text = f"num_key_value_heads = {num_kv_heads} must divide num_attention_heads = {num_query_heads}"
+        text = (
+            f"num_key_value_heads = {num_kv_heads} must divide num_attention_heads = "
+            f"{num_query_heads}"
+        )
         heads = dict.fromkeys(("num_key_value_heads", "num_attention_heads"), num_query_heads)
         fields.note(WrongField(text), **heads)
 

@@ -150,7 +150,8 @@ def _int8_inputs(group: QuantizationFields, *, by_output: bool) -> bool:
     if not by_output or not dynamic or inputs.get("num_bits") != 8:
         group.refuse(
             "input_activations",
-            "is not supported: inputs can be int8 for symmetric int8 weights of one scale per output, dynamic per token",
+            "is not supported: inputs can be int8 for symmetric int8 weights of one scale "
+            "per output, dynamic per token",
         )
     return True
 

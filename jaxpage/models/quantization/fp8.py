@@ -29,7 +29,10 @@ def read(config: QuantizationFields) -> Scheme:
     rows, size = block or (1, None)
     form = WeightFormat("fp8", plain("float8_e4m3fn"), scale, group_size=size, block_rows=rows)
     excluded = config.names(KEPT_FIELD, "ignored_layers")
-    described = f"fp8 weights, a scale for each {'block of ' + ' x '.join(map(str, block)) if block else 'weight'}"
+    described = (
+        "fp8 weights, a scale for each "
+        f"{'block of ' + ' x '.join(map(str, block)) if block else 'weight'}"
+    )
     return Scheme(
         NAME,
         described,

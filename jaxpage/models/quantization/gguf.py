@@ -66,7 +66,8 @@ def choose_scheme(counts: Mapping[str, int], kind_of: Callable[[str], str | None
     counts_of_formats = [f"{count} in {kind}" for kind, count in counts.items() if kind in FORMATS]
     if not counts_of_formats:
         raise CheckpointError(
-            f"quantization is {NAME!r}, but no matrix of the file is in {', '.join(FORMATS)}: they are in {', '.join(counts)}"
+            f"quantization is {NAME!r}, but no matrix of the file is in "
+            f"{', '.join(FORMATS)}: they are in {', '.join(counts)}"
         )
     others = [f"{count} in {kind}" for kind, count in counts.items() if kind not in FORMATS]
     others_text = f"; in the model's dtype {', '.join(others)}" if others else ""

@@ -37,7 +37,8 @@ class ExpertScheme(Scheme):
             return None
         if module.spec.num_in % MXFP4_GROUP:
             raise CheckpointError(
-                f"config.json: {module.spec.name} has {module.spec.num_in} inputs, and in MXFP4 {MXFP4_GROUP} share a scale"
+                f"config.json: {module.spec.name} has {module.spec.num_in} inputs, and in "
+                f"MXFP4 {MXFP4_GROUP} share a scale"
             )
         return MXFP4ExpertLinear(module.spec)
 

@@ -60,7 +60,8 @@ def quantization_of(config: Mapping[str, Any], requested: str | None) -> Scheme 
         if requested == gguf.NAME:
             raise CheckpointError(f"quantization is {requested!r}, but the model is no GGUF file")
         raise CheckpointError(
-            f"quantization is {requested!r}, but the checkpoint has no quantization_config; use {', '.join(SCHEMES)}, "
+            f"quantization is {requested!r}, but the checkpoint has no quantization_config; "
+            f"use {', '.join(SCHEMES)}, "
             f"{gguf.NAME} for a GGUF file, or none"
         )
     if not isinstance(quantization, dict):
@@ -72,7 +73,8 @@ def quantization_of(config: Mapping[str, Any], requested: str | None) -> Scheme 
     method = quantization.get("quant_method")
     if not isinstance(method, str) or method not in METHODS:
         raise UnsupportedError(
-            f"config.json: quantization_config.quant_method = {method!r} is not one of {', '.join(METHODS)}; use a checkpoint in one "
+            f"config.json: quantization_config.quant_method = {method!r} is not one of "
+            f"{', '.join(METHODS)}; use a checkpoint in one "
             f"of them, or {UNQUANTISED}"
         )
     if requested not in (None, method):
@@ -90,6 +92,7 @@ def _check_same(quantization: Mapping[str, Any], place: str, other: Any) -> None
     for name in quantization:
         if name in other and quantization[name] != other[name]:
             raise CheckpointError(
-                f"config.json: {FIELDS[0]}.{name} = {quantization[name]!r}, but {place}.{name} = {other[name]!r}: "
+                f"config.json: {FIELDS[0]}.{name} = {quantization[name]!r}, but "
+                f"{place}.{name} = {other[name]!r}: "
                 f"remove {FIELDS[0]} or {place}"
             )

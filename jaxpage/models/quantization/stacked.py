@@ -45,6 +45,7 @@ def explain_refused_experts(
     elif apart:
         advice = f"use a checkpoint that has tensors for each expert, such as {apart!r}"
     return (
-        f"experts quantised by {scheme.name!r} are not loaded from {others[0]!a} and {len(others) - 1} other tensors; {advice}, "
+        f"experts quantised by {scheme.name!r} are not loaded from {others[0]!a} and "
+        f"{len(others) - 1} other tensors; {advice}, "
         f"or use {UNQUANTISED}"
     )

@@ -72,7 +72,8 @@ def make_sharding(spec: ModelSpec, num_devices: int, *, invariant: bool) -> Shar
     num_shards = next(fitting)
     if num_shards % num_devices:
         raise ConfigError(
-            f"tensor_parallel_reduction 'invariant' adds up {num_shards} parts of this model, which {num_devices} devices cannot "
+            f"tensor_parallel_reduction 'invariant' adds up {num_shards} parts of this "
+            f"model, which {num_devices} devices cannot "
             "share evenly; use 'fast'"
         )
     return Sharding(num_kv_heads, num_devices, num_shards, invariant=True)
@@ -321,7 +322,8 @@ def _refuse_heads(weight: Weight) -> None:
     names = {name for index in range(len(weight.shape)) for name, _ in _parts(weight, index)}
     if len(weight.shape) > 1 and names & {"heads", "kv_heads"}:
         raise UnsupportedError(
-            f"tensor_parallel_size: {weight.sources[0].pieces[0].name} is of a layer that this version does not divide"
+            f"tensor_parallel_size: {weight.sources[0].pieces[0].name} is of a layer that "
+            "this version does not divide"
         )
 
 

@@ -72,7 +72,7 @@ class PixtralConfig(VisionConfig):
     def from_config(cls, config: Mapping[str, Any]) -> PixtralConfig:
         """Reads config.json."""
         text = text_part(config)
-        own = some_fields(
+        outer = some_fields(
             config,
             *("spatial_merge_size", "projector_hidden_act", "vision_feature_layer"),
             "multimodal_projector_bias",
@@ -89,10 +89,10 @@ class PixtralConfig(VisionConfig):
                 activation="gelu",
                 norm_epsilon=_EPSILON,
             )
-            block = own.integer("spatial_merge_size", 2)
-            if own.get("vision_feature_layer", -1) not in (-1, tower.num_layers):
+            block = outer.integer("spatial_merge_size", 2)
+            if outer.get("vision_feature_layer", -1) not in (-1, tower.num_layers):
                 text_of_error = "vision_feature_layer other than the last layer is not supported"
-                own.note(RefusedField(text_of_error), vision_feature_layer=-1)
+                outer.note(RefusedField(text_of_error), vision_feature_layer=-1)
             theta = read_theta(fields, 10_000.0)
         epsilon = _TEXT_EPSILONS.get(text.get("model_type", ""), 1e-6)
         return cls(
@@ -102,8 +102,8 @@ class PixtralConfig(VisionConfig):
             sizes=size_menu((-(-tower.side // block) * block) ** 2, block),
             rope_theta=theta,
             joined_epsilon=some_fields(text, "rms_norm_eps").number("rms_norm_eps", epsilon),
-            joined_activation=own.activation("projector_hidden_act", "gelu"),
-            joined_bias=own.flag("multimodal_projector_bias", False),
+            joined_activation=outer.activation("projector_hidden_act", "gelu"),
+            joined_bias=outer.flag("multimodal_projector_bias", False),
         )
 
 

@@ -102,7 +102,8 @@ def read_line(
     if not isinstance(stated_id, str) or not 0 < len(stated_id) <= MAX_CUSTOM_ID_CHARACTERS:
         return refuse(
             "invalid_custom_id",
-            f"custom_id must be a string of 1 to {MAX_CUSTOM_ID_CHARACTERS} characters, got {show(stated_id)}",
+            f"custom_id must be a string of 1 to {MAX_CUSTOM_ID_CHARACTERS} characters, got "
+            f"{show(stated_id)}",
         )
     custom_id = stated_id
     if custom_id in seen:

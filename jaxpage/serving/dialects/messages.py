@@ -19,7 +19,7 @@ from jaxpage.serving.dialects.messages_fields import (
 from jaxpage.serving.dialects.translating import AnswerBlock, InBlocks
 from jaxpage.serving.wire.chat_completions import open_chat
 from jaxpage.serving.wire.context import ModelContext
-from jaxpage.serving.wire.encoding import named_events
+from jaxpage.serving.wire.encoding import name_events
 from jaxpage.serving.wire.errors import ApiError, quotes
 from jaxpage.serving.wire.reading import read
 from jaxpage.serving.wire.tokenizing import Transformed, count_prompt
@@ -202,7 +202,7 @@ def _write_error(error: ApiError) -> dict[str, Any]:
 DIALECT = Dialect(
     beginnings=("/v1/messages",),
     error=_write_error,
-    new_frame=named_events,
+    new_frame=name_events,
     exchanges={"/v1/messages": open_message},
     transforms={"/v1/messages/count_tokens": count_tokens},
     operations={"/v1/messages": "chat"},

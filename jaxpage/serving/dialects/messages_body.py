@@ -124,9 +124,9 @@ def _translate_thinking(request: CountTokensRequest, context: ModelContext) -> T
     effort = request.output_config.effort if request.output_config else None
     thinking = request.thinking
     efforts = {"reasoning_effort": "output_config.effort"}
-    wanted = {} if effort is None else {"reasoning_effort": effort}
+    body: dict[str, Any] = {} if effort is None else {"reasoning_effort": effort}
     if thinking is None:
-        return Translation(wanted, efforts)
+        return Translation(body, efforts)
     can_think = may_reason(context)
     if thinking.type in ("disabled", "between_tools"):
         # Templates turn thinking on or off for a whole answer; Anthropic's models that cannot think
@@ -135,13 +135,13 @@ def _translate_thinking(request: CountTokensRequest, context: ModelContext) -> T
         ignored = ("thinking",) if thinking.type == "between_tools" else ()
         return Translation(off, {"thinking.type": "thinking"}, ignored)
     if not can_think:
-        return Translation(wanted, efforts, ("thinking",))
+        return Translation(body, efforts, ("thinking",))
     names = {
         **efforts,
         "thinking.type": "thinking",
         "thinking_token_budget": "thinking.budget_tokens",
     }
-    body: dict[str, Any] = {"thinking": {"type": "enabled"}, **wanted}
+    body["thinking"] = {"type": "enabled"}
     ignored = ()
     if isinstance(thinking, ThinkingWithBudget) and thinking.budget_tokens is not None:
         # Only the end of reasoning that has a form can be found.
@@ -155,13 +155,13 @@ def _translate_thinking(request: CountTokensRequest, context: ModelContext) -> T
 def _translate_format(request: CountTokensRequest) -> Translation:
     config = request.output_config
     path = "output_config.format"
-    wanted = config.format if config else None
-    if wanted is None:
+    answer_format = config.format if config else None
+    if answer_format is None:
         path = "output_format"
-        wanted = request.output_format
-    if wanted is None:
+        answer_format = request.output_format
+    if answer_format is None:
         return Translation({})
-    json_schema = {"name": "answer", "schema": wanted.schema_}
+    json_schema = {"name": "answer", "schema": answer_format.schema_}
     names = {"response_format": path, "response_format.json_schema.schema": f"{path}.schema"}
     body = {"response_format": {"type": "json_schema", "json_schema": json_schema}}
     return Translation(body, names)

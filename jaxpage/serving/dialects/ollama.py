@@ -242,7 +242,10 @@ def _check_options(options: OllamaOptions, context: ModelContext) -> None:
         if name in OllamaOptions.known and not is_neutral(OllamaOptions, name, value):
             raise ApiError(400, f"options.{name} is not supported", param=f"options.{name}")
     if (options.num_ctx or 0) > context.max_model_len:
-        message = f"options.num_ctx is {options.num_ctx}, and the server has max_model_len={context.max_model_len}"
+        message = (
+            f"options.num_ctx is {options.num_ctx}, and the server has "
+            f"max_model_len={context.max_model_len}"
+        )
         raise ApiError(400, message, param="options.num_ctx")
 
 
@@ -261,7 +264,10 @@ def _thinking(request: OllamaRequest, context: ModelContext) -> dict[str, Any]:
     if may_reason(context):
         return {"thinking": {"type": "enabled" if request.think else "disabled"}}
     if request.think:
-        message = f"{show(request.model)} does not support thinking: its chat template has no variable for it"
+        message = (
+            f"{show(request.model)} does not support thinking: its chat template has no variable "
+            "for it"
+        )
         raise ApiError(400, message, param="think")
     return {}
 

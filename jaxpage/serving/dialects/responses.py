@@ -28,7 +28,7 @@ from jaxpage.serving.requests.response_store import (
 )
 from jaxpage.serving.wire.chat_completions import open_chat
 from jaxpage.serving.wire.context import ModelContext
-from jaxpage.serving.wire.encoding import encode_parts, numbered_events
+from jaxpage.serving.wire.encoding import encode_parts, number_events
 from jaxpage.serving.wire.errors import ApiError, quotes
 from jaxpage.serving.wire.exchange import Exchange
 from jaxpage.serving.wire.reading import read
@@ -323,7 +323,7 @@ def _fail(error: ApiError, exchange: Exchange | None) -> list[dict[str, Any]]:
 DIALECT = Dialect(
     beginnings=("/v1/responses",),
     fail=_fail,
-    new_frame=numbered_events,
+    new_frame=number_events,
     conversations={"/v1/responses": open_response},
     operations={"/v1/responses": "chat"},
     document=DOCUMENT,

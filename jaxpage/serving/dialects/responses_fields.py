@@ -238,7 +238,10 @@ class ResponsesRequest(with_parameters("responses", RequestObject)):  # type: ig
         for index, item in enumerate(self.input):
             if isinstance(item, ResponsesCompaction):
                 path = f"input[{index}].type"
-                message = f"{path} {item.type!r} is not supported: only the server that made it can read it"
+                message = (
+                    f"{path} {item.type!r} is not supported: only the server that made it can "
+                    "read it"
+                )
                 raise ApiError(400, message, param=path)
 
 

@@ -99,7 +99,10 @@ class RequestedConversation:
         for item in self._outputs[response_id]:
             if item["id"] == item_id:
                 return item
-        message = f"{path}.id {show(item_id)} is not the id of an item that the server keeps; send the item itself"
+        message = (
+            f"{path}.id {show(item_id)} is not the id of an item that the server keeps; send the "
+            "item itself"
+        )
         raise ApiError(404, message, param=f"{path}.id", code="item_not_found")
 
 

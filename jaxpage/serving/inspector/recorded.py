@@ -290,7 +290,9 @@ class _RecordView:
         }
 
     def _pool(self) -> Snapshot:
-        tables = [one.tables for one in self._walk.sequences.values() if one.is_running]
+        tables = [
+            sequence.tables for sequence in self._walk.sequences.values() if sequence.is_running
+        ]
         num_blocks: int = self._engine["num_blocks"]
         first_block = num_blocks
         groups = []

@@ -48,8 +48,10 @@ PAGE_PATHS = frozenset({"/", "/ui", "/ui/", *_FILES})
 # The page may load nothing but its own files, and has no inline code or style. No other page may
 # put it into a frame, and no script may make HTML of a string.
 _POLICY = (
-    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; base-uri 'none'; "
-    "form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'; trusted-types 'none'"
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src "
+    "'self'; base-uri 'none'; "
+    "form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'; "
+    "trusted-types 'none'"
 )
 _HEADERS = {
     "content-security-policy": _POLICY,
@@ -148,7 +150,8 @@ def state_routes(
         if feed.num_viewers >= MOST_VIEWERS:
             raise ApiError(
                 503,
-                f"The inspector has {MOST_VIEWERS} viewers already, and no more are allowed; close one",
+                f"The inspector has {MOST_VIEWERS} viewers already, and no more are allowed; "
+                "close one",
                 headers=RETRY_AFTER,
             )
         if "seconds_per_step" in request.query_params:
@@ -177,12 +180,16 @@ def _seconds_per_step(value: Any, *, can_be_slow: bool) -> float:
         float(value) if isinstance(value, int | float) and not isinstance(value, bool) else math.nan
     )
     if not 0 <= seconds <= MAX_SECONDS_PER_STEP:
-        message = f"seconds_per_step is {show(value)}; it must be a number from 0 to {MAX_SECONDS_PER_STEP:g}"
+        message = (
+            f"seconds_per_step is {show(value)}; it must be a number from 0 to "
+            f"{MAX_SECONDS_PER_STEP:g}"
+        )
         raise ApiError(400, message, param="seconds_per_step")
     if seconds and not can_be_slow:
         raise ApiError(
             403,
-            "Slow motion delays the requests of everybody, so it exists only where the server listens on this machine alone",
+            "Slow motion delays the requests of everybody, so it exists only where the "
+            "server listens on this machine alone",
             param="seconds_per_step",
         )
     return seconds

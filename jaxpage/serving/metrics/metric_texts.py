@@ -36,7 +36,8 @@ HELP = {
     "prefix_files_dropped_blocks_total": "KV blocks that could not be written to prefix_cache_directory, or not in time",
     "pictures_encoded_total": "Pictures that were encoded; with encoder_cache_hits_total, those that steps needed",
     "encoder_cache_hits_total": "Pictures of a step that were encoded before, and kept",
-    "encoder_cache_bytes": "Bytes of the host that encoded pictures take; the most is the setting encoder_cache_bytes",
+    "encoder_cache_bytes": "Bytes of the host that encoded pictures take; the most is the setting "
+    "encoder_cache_bytes",
     "prompt_tokens_total": "Prompt tokens computed; recomputed ones count again",
     "generation_tokens_total": "Generated tokens",
     "copy_on_write_blocks_total": "KV blocks copied on write, because several sequences share them",

@@ -300,7 +300,8 @@ def _check_prompt_logprobs(requests: Sequence[PreparedRequest]) -> None:
     )
     if number > MAX_PROMPT_LOGPROBS:
         raise ValueError(
-            f"prompt_logprobs: the response would have {number} log probabilities (tokens of all prompts times 1 + prompt_logprobs "
+            f"prompt_logprobs: the response would have {number} log probabilities (tokens of "
+            "all prompts times 1 + prompt_logprobs "
             f"times n); at most {MAX_PROMPT_LOGPROBS} are allowed"
         )
 

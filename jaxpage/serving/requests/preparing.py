@@ -202,7 +202,8 @@ class Preparing:
         """Compiles a grammar, or raises TimeoutError if the request has waited for it too long."""
         if time.monotonic() - requested_at > GRAMMAR_QUEUE_SECONDS:
             raise TimeoutError(
-                f"structured_outputs: timed out after {GRAMMAR_QUEUE_SECONDS:g} s waiting for the grammar compiler; try again"
+                f"structured_outputs: timed out after {GRAMMAR_QUEUE_SECONDS:g} s waiting "
+                "for the grammar compiler; try again"
             )
         return self._engine.compile_grammar(params)
 

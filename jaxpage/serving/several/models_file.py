@@ -209,7 +209,8 @@ def _misfits(entries: Sequence[ModelEntry], memory_bytes: int, text: str) -> Ite
                 for neighbour in others
             )
             yield (
-                f"model {entry.name!r} ({mib(needed)}) does not fit next to {names}, never unloaded "
+                f"model {entry.name!r} ({mib(needed)}) does not fit next to {names}, never "
+                "unloaded "
                 f"because of keep_alive: -1: {text} is {mib(memory_bytes)}"
             )
 

@@ -100,7 +100,10 @@ def _check_number(request: CompletionRequest, context: ModelContext, num_prompts
     if request.receipt and num_prompts > 1:
         raise ApiError(400, f"receipt is for one prompt, not {num_prompts}", param="receipt")
     if num_sequences > limits.max_sequences:
-        message = f"n={request.n or 1} for {num_prompts} prompts is more than {limits.max_sequences} sequences at once"
+        message = (
+            f"n={request.n or 1} for {num_prompts} prompts is more than {limits.max_sequences} "
+            "sequences at once"
+        )
         raise ApiError(400, message, param="n")
 
 

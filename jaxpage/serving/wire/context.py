@@ -212,7 +212,10 @@ class ModelContext:
     def check_length(self, text: str, param: str) -> None:
         """Raises ApiError for a text with more characters than any text that fits in the model."""
         if len(text) > self.max_prompt_characters:
-            message = f"The prompt has {len(text)} characters, which cannot fit in max_model_len={self.max_model_len} tokens"
+            message = (
+                f"The prompt has {len(text)} characters, which cannot fit in "
+                f"max_model_len={self.max_model_len} tokens"
+            )
             raise ApiError(400, message, param=param, code="context_length_exceeded")
 
 

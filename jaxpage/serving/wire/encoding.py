@@ -116,14 +116,14 @@ def plain_events() -> Frame:
     return lambda value: event(encode(value))
 
 
-def named_events() -> Frame:
+def name_events() -> Frame:
     """Returns a frame that names each event after its `type`."""
     return lambda value: b"event: " + value["type"].encode() + b"\n" + event(encode(value))
 
 
-def numbered_events() -> Frame:
+def number_events() -> Frame:
     """Returns a frame that names each event after its `type`, and numbers it."""
-    frame = named_events()
+    frame = name_events()
     numbers = itertools.count()
     return lambda value: frame({**value, "sequence_number": next(numbers)})
 

@@ -29,7 +29,8 @@ RETRY_AFTER = {"Retry-After": "1"}
 INTERNAL = "The server failed to answer this request"
 # Addresses, reprs of objects, files (but not the routes under /v1/) and traces.
 _OF_THE_MACHINE = re.compile(
-    r"0x[0-9a-fA-F]+|<[\w.]+ object[^>]*>|object at\b|(?<![\w/])/(?!v1/)(?:[\w.+@-]+/)+[\w.+@-]*|site-packages|Traceback"
+    r"0x[0-9a-fA-F]+|<[\w.]+ object[^>]*>|object "
+    r"at\b|(?<![\w/])/(?!v1/)(?:[\w.+@-]+/)+[\w.+@-]*|site-packages|Traceback"
 )
 # The engine's messages about a whole request begin with an id that the client does not know. Each
 # entry has the pattern of that beginning, the parameter to name instead, and the words after it.
@@ -40,7 +41,8 @@ _PARAMETERS_OF_REQUESTS = (
 )
 _IS_TOO_LONG = re.compile(r"The prompt has|[0-9]+ tokens are more than")
 _OF_GRAMMAR = re.compile(
-    r"(structured_outputs)(?:=\{.*?(?:\}|\.\.\.)|=a \w+ too large to print)?(?= is refused: | cannot be honoured: |: )",
+    r"(structured_outputs)(?:=\{.*?(?:\}|\.\.\.)|=a \w+ too large to print)?(?= is refused: "
+    r"| cannot be honoured: |: )",
     re.DOTALL,
 )
 _Arguments = ParamSpec("_Arguments")

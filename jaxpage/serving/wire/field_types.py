@@ -194,5 +194,8 @@ def _type_of(kind: table.Kind) -> Any:
     texts = Annotated[Items[text], Field(max_length=kind.max_items)]
     if not kind.or_one:
         return texts
-    expected = f"a string of 1 to {kind.max_characters} characters, or a list of at most {kind.max_items} of them"
+    expected = (
+        f"a string of 1 to {kind.max_characters} characters, or a list of at most "
+        f"{kind.max_items} of them"
+    )
     return Annotated[text | texts, one_of(expected)]

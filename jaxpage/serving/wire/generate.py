@@ -215,8 +215,8 @@ def _logprob_arrays(entries: list[Entry], token_ids: list[int], num_top: int) ->
     Where fewer than N tokens could be drawn, ids are padded with -1 and log probabilities with
     minus infinity.
     """
-    own = [entry[token].logprob for entry, token in zip(entries, token_ids, strict=True)]
-    arrays = {"logprobs": array_body(np.array(own, np.float32))}
+    logprobs = [entry[token].logprob for entry, token in zip(entries, token_ids, strict=True)]
+    arrays = {"logprobs": array_body(np.array(logprobs, np.float32))}
     if not num_top:
         return arrays
     top_ids = np.full((len(entries), num_top), NO_TOKEN, np.int32)

@@ -324,7 +324,10 @@ class ChatCompletionRequest(with_parameters("chats", GenerationRequest), Convers
         if self.top_logprobs is not None and not self.logprobs:
             raise ApiError(400, "top_logprobs is only for logprobs=true", param="top_logprobs")
         if self.max_tokens is not None and self.max_tokens != self.max_new_tokens:
-            message = f"max_completion_tokens={self.max_completion_tokens} and max_tokens={self.max_tokens} differ; give one of them"
+            message = (
+                f"max_completion_tokens={self.max_completion_tokens} and "
+                f"max_tokens={self.max_tokens} differ; give one of them"
+            )
             raise ApiError(400, message, param="max_completion_tokens")
 
 

@@ -209,7 +209,8 @@ def check_pairs_fit(
             first, second = names
             raise ApiError(
                 400,
-                f"{second} have {number} characters, where the {first} counts once for each; at most {longest} are allowed",
+                f"{second} have {number} characters, where the {first} counts once for each; "
+                f"at most {longest} are allowed",
                 param=second,
             )
     if isinstance(context.reranker, ByVectors):

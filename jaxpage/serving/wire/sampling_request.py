@@ -86,7 +86,8 @@ def _max_tokens_with_logprobs(
     name = "top_logprobs" if getattr(request, "top_logprobs", None) else "logprobs"
     raise ApiError(
         400,
-        f"{name}: the response could have {number} log probabilities ({num_sequences} sequences times {max_tokens} tokens "
+        f"{name}: the response could have {number} log probabilities ({num_sequences} "
+        f"sequences times {max_tokens} tokens "
         f"times 1 + {params.logprobs}); at most {most} are allowed: ask for {advice}",
         param=name,
     )

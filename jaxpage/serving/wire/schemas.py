@@ -87,7 +87,8 @@ def _check_part(part: dict[str, Any], path: str, param: str) -> None:
         reference = part.get(name, "#")
         if not isinstance(reference, str) or not reference.startswith("#"):
             refuse(
-                f"{name} {show(reference)} is not within the schema; external references are not fetched",
+                f"{name} {show(reference)} is not within the schema; external references are "
+                "not fetched",
                 name,
             )
     if "pattern" in part and (problem := problem_of_pattern(part["pattern"])):

@@ -138,13 +138,17 @@ def _pairs(request: ScoreRequest, context: ModelContext) -> list[tuple[Any, Any]
     if len(prompts) == 1:
         prompts *= len(continuations)
     if len(prompts) != len(continuations):
-        message = f"continuation must be one for each prompt: there are {len(prompts)} prompts and {len(continuations)}"
+        message = (
+            f"continuation must be one for each prompt: there are {len(prompts)} prompts and "
+            f"{len(continuations)}"
+        )
         raise ApiError(400, message, param="continuation")
     number = sum(len(text) for text in prompts if isinstance(text, str))
     if number > (longest := context.limits.max_score_characters):
         raise ApiError(
             400,
-            f"prompt has {number} characters, counted once for each continuation; at most {longest} are allowed",
+            f"prompt has {number} characters, counted once for each continuation; at most "
+            f"{longest} are allowed",
             param="prompt",
         )
     return list(zip(prompts, continuations, strict=True))
@@ -184,7 +188,10 @@ class _Encoder:
             token_ids = (*prompt, *continuation)
         # A prompt that is too long is refused before it is encoded with other continuations.
         if len(token_ids) > (longest := self._context.max_model_len):
-            message = f"The prompt has {len(token_ids)} tokens with its continuation, and max_model_len is {longest}"
+            message = (
+                f"The prompt has {len(token_ids)} tokens with its continuation, and "
+                f"max_model_len is {longest}"
+            )
             raise ApiError(400, message, param="prompt", code="context_length_exceeded")
         num_prompt_tokens = self._num_tokens(prompt) if isinstance(prompt, str) else len(prompt)
         if not num_prompt_tokens:

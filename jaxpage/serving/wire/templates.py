@@ -278,13 +278,17 @@ def _variables(variables: dict[str, Any], template: str, context: ModelContext) 
             names = sorted(known)[:_MAX_VARIABLES]
             raise ApiError(
                 400,
-                f"{param}: {show(name)} is not a variable of the model's template, which has {names}",
+                f"{param}: {show(name)} is not a variable of the model's template, which has "
+                f"{names}",
                 param=param,
             )
         is_small = value is None or isinstance(value, bool)
         is_small = is_small or (isinstance(value, int | float) and abs(value) <= _MAX_NUMBER)
         if not is_small and not (isinstance(value, str) and len(value) <= _MAX_TEXT):
-            expected = f"true, false, a number up to {_MAX_NUMBER} or a text of at most {_MAX_TEXT} characters"
+            expected = (
+                f"true, false, a number up to {_MAX_NUMBER} or a text of at most {_MAX_TEXT} "
+                "characters"
+            )
             raise ApiError(
                 400, f"{param}: {show(name)} must be {expected}, got {show(value)}", param=param
             )

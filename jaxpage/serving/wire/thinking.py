@@ -105,6 +105,9 @@ def _agree(wishes: list[Wish]) -> Wish:
     first, *others = [wish for wish in wishes if wish.value is not None] or [Wish()]
     for other in others:
         if other.value != first.value:
-            message = f"{other.path}={show(other.value)} and {first.path}={show(first.value)} differ; give one of them"
+            message = (
+                f"{other.path}={show(other.value)} and {first.path}={show(first.value)} differ; "
+                "give one of them"
+            )
             raise ApiError(400, message, param=other.path)
     return first

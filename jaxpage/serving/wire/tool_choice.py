@@ -172,7 +172,10 @@ def tool_use(request: ChatCompletionRequest, context: ModelContext) -> ToolUse:
             isinstance(choice, AllowedToolsChoice) and choice.allowed_tools.mode == "auto"
         ):
             return use
-        message = f"tool_choice demands a call, and no tool is a function: tools[0].type is {show(tools[0].type)}"
+        message = (
+            "tool_choice demands a call, and no tool is a function: tools[0].type is "
+            f"{show(tools[0].type)}"
+        )
         raise ApiError(400, message, param="tool_choice")
     if request.structured_outputs is not None:
         message = "structured_outputs is not supported with tools that may be called"
@@ -208,7 +211,10 @@ def tool_use(request: ChatCompletionRequest, context: ModelContext) -> ToolUse:
     if text_format is None or not functions:
         return use
     if context.chat_format.tools is None:
-        message = "response_format is not supported with tools that may be called: the model has no form of calls that a grammar holds"
+        message = (
+            "response_format is not supported with tools that may be called: the model has no "
+            "form of calls that a grammar holds"
+        )
         raise ApiError(400, message, param="response_format")
     return use._replace(text_format=text_format, parameter=request.format_parameter)
 
@@ -222,7 +228,10 @@ def _require(
         raise ApiError(400, message, param="tool_choice")
     for index in functions:
         if grammar_of_input(tools[index]) is not None:
-            message = f"tools[{index}].custom.format: a grammar is enforced only where tool_choice names the tool"
+            message = (
+                f"tools[{index}].custom.format: a grammar is enforced only where tool_choice "
+                "names the tool"
+            )
             raise ApiError(400, message, param=f"tools[{index}].custom.format")
     return _enforce(use._replace(must_call=True), functions, context)
 
@@ -288,7 +297,8 @@ def _enforce(use: ToolUse, functions: dict[int, FunctionTool], context: ModelCon
         if not admits_object(schema):
             raise ApiError(
                 400,
-                f"{parameter}: it must allow an object, because the arguments of a call are an object",
+                f"{parameter}: it must allow an object, because the arguments of a call are "
+                "an object",
                 param=parameter,
             )
         schemas[tool.function.name] = make_named_schema(close_schema(schema))
@@ -305,7 +315,10 @@ def _no_form(choice: str, context: ModelContext) -> str:
     refused = f"tool_choice {choice!r} is not supported"
     if context.no_form is not None:
         return f"{refused}: {context.no_form}"
-    return f"{refused}: the server reads no tool calls, because its model's chat template writes none or --tool-parser is none"
+    return (
+        f"{refused}: the server reads no tool calls, because its model's chat template writes "
+        "none or --tool-parser is none"
+    )
 
 
 def _check_names(tools: list[AnyTool], functions: dict[int, FunctionTool]) -> None:
