@@ -515,7 +515,7 @@ BAD = {
                 "bias": "all",
                 "new_thing": 1,
             },
-            **{"rank_pattern": {".*q": 4}, "r": 999},
+            **{"rank_pattern": {".*q": 4, "k_proj": 4, ".*v": 4}, "r": 999},
         },
         {},
         [
@@ -530,7 +530,7 @@ BAD = {
                 "init_lora_weights = 'pissa'",
                 "bias = 'all'",
                 "'new_thing' = 1 is not known",
-                "rank_pattern",
+                "has '.*q': only names of modules",
                 "r = 999 is above max_lora_rank",
                 "(10 problems)",
             ),

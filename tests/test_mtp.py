@@ -74,7 +74,8 @@ def assert_as_the_reference(found: Run, model: Model) -> None:
 
 
 @pytest.mark.parametrize(
-    "family", few(MODELS, ["deepseek_v3", "glm_moe_dsa", "qwen3_next", "qwen3_5", "qwen3_5_moe"])
+    "family",
+    few(MODELS, ["deepseek_v3", "glm_moe_dsa", "qwen3_next", "qwen3_5", "qwen3_5_moe", "mimo"]),
 )
 def test_rows_are_those_of_the_reference(family, saved):
     """The last one is behind its own output, which gives the second draft."""
@@ -234,12 +235,11 @@ def test_a_model_without_heads_is_refused(saved, tmp_path):
         ("exaone-moe-windows", "mtp."),
         ("mellum-windows", "mtp."),
         ("mimo-v2-flash-windows", "model.mtp."),
-        ("qwen2-full", "model.mtp_layers.0."),
         ("nemotron-h-experts", "mtp."),
     ],
 )
 def test_heads_that_are_not_read_are_passed_over_and_refused(name, start, tmp_path):
-    """transformers passes them over, too. Qwen 2 with heads is MiMo-7B."""
+    """transformers passes them over, too."""
     tensors = random_tensors(config_json(name))
     config = config_json(name, num_nextn_predict_layers=1)
     (tmp_path / "config.json").write_text(json.dumps(config))
@@ -295,6 +295,10 @@ def test_a_head_in_blocks_of_float8_is_read_as_it_is_stored(saved, tmp_path):
     wanted = run_on(model._replace(directory=plain))
     assert len(changed_head) > 8
     np.testing.assert_allclose(found.outputs, wanted.outputs, atol=1e-4, rtol=1e-4)
+    codes, scale = _in_blocks(tensors["lm_head.weight"])
+    write_tensors(tmp_path, tensors | {"lm_head.weight": codes, "lm_head.weight_scale_inv": scale})
+    with pytest.raises(CheckpointError, match="use a model whose lm_head is not"):
+        open_drafter(MTP, open_model(tmp_path))
 
 
 def _is_quantised(name: str) -> bool:

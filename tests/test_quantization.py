@@ -28,7 +28,9 @@ from jaxpage.checkpoints.safetensors_files import map_array, read_tensors
 from jaxpage.device.attention import make_layer_kernels
 from jaxpage.device.hardware.backends import Backend
 from jaxpage.errors import CheckpointError, ConfigError, JaxpageError
+from jaxpage.layers.embedding import Embedding
 from jaxpage.layers.product import product, weight_numbers
+from jaxpage.layers.quantized import QuantizedEmbedding
 from jaxpage.layers.sharding import Sharding
 from jaxpage.layers.trace_scope import TraceScope
 from jaxpage.layers.weight_kinds import Scaled
@@ -352,12 +354,22 @@ def stored_at(place: int, name: str, num_out: int, num_in: int) -> Stored:
 
 
 def quantized_checkpoint(
-    directory: Path, name: str, config: dict[str, Any] = CONFIG, beside: Tensors | None = None
+    directory: Path,
+    name: str,
+    config: dict[str, Any] = CONFIG,
+    beside: Tensors | None = None,
+    head: bool = False,
 ) -> dict[str, np.ndarray]:
-    """Writes one; returns the weights that its products stand for."""
+    """Writes one, with a quantised head or without; returns the weights that its products stand for."""
     directory.mkdir(exist_ok=True)
     tensors, exact = random_tensors(config), {}
     modules = [key for key in tensors if key.endswith("_proj.weight")]
+    modules += ["lm_head.weight"] * head
+    quantization = FORMATS[name][0]
+    if head:
+        lists = {field: [] for field in ("ignore", "ignored_layers") if field in quantization}
+        marked = {"lm_head": True} if quantization["quant_method"] in ("gptq", "awq") else {}
+        quantization = {**quantization, **lists, **marked}
     for place, key in enumerate(modules):
         stored, weight = stored_at(place, name, *tensors.pop(key).shape)
         exact[key] = weight
@@ -365,7 +377,7 @@ def quantized_checkpoint(
             f"{key.removesuffix('weight')}{suffix}": array for suffix, array in stored.items()
         }
     (directory / "config.json").write_text(
-        json.dumps({**config, "quantization_config": FORMATS[name][0]})
+        json.dumps({**config, "quantization_config": quantization})
     )
     write_tensors(directory, tensors | (beside or {}))
     return exact
@@ -438,6 +450,65 @@ def test_a_checkpoint_stands_for_its_weights(name, tmp_path):
         np.testing.assert_allclose(
             loaded.multiply(x, *path), wanted, atol=tolerance * np.abs(wanted).max()
         )
+
+
+WITH_HEAD = {**CONFIG, "vocab_size": 264}  # whole words of GPTQ's and AWQ's codes
+
+
+@pytest.mark.parametrize(
+    "name",
+    few(FORMATS, ["W8A8", "W4A16 with zeros", "fp8 blocks", "nvfp4 of modelopt", "awq", "gptq"]),
+)
+def test_a_head_is_read_in_the_format_of_its_checkpoint(name, tmp_path):
+    """Its logits are those with the weights that its codes stand for, in float64; the token table stays as it is."""
+    weight = quantized_checkpoint(tmp_path, name, WITH_HEAD, head=True)["lm_head.weight"]
+    assert_logits(Loaded(tmp_path), weight, 0.02 if name == "W8A8" else 1e-5)
+
+
+def assert_logits(loaded: Loaded, weight: np.ndarray, tolerance: float = 1e-5) -> None:
+    head = loaded.model.head
+    assert "kernel" in loaded.parameters["head"] and "table" in loaded.parameters["tokens"]
+    nnx.update(head, _filled(head, loaded.parameters["head"]))
+    x = RNG.standard_normal((5, weight.shape[1])).astype(np.float32)
+    wanted = x.astype(np.float64) @ weight.astype(np.float64).T
+    with TraceScope(make_layer_kernels(Backend("auto"))).open():
+        logits = np.asarray(head.logits(jnp.asarray(x)))
+    assert logits.dtype == np.float32
+    np.testing.assert_allclose(logits, wanted, atol=tolerance * np.abs(wanted).max())
+
+
+def test_a_quantised_head_keeps_its_biases():
+    """Those of Phi, for example."""
+    form = quantization_of({"quantization_config": FORMATS["gptq"][0]}, None).form_of("lm_head")
+    whole = Embedding(16, 32, name="lm_head", bias="lm_head.bias", dtype="float32")
+    assert QuantizedEmbedding(whole, form).bias is whole.bias is not None
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (
+            {"quantization_config": {**FORMATS["gptq"][0], "modules_to_not_convert": ["lm_head"]}},
+            r"'lm_head\.\w+' .* but quantization_config of config.json says that it is not",
+        ),
+        ({"tie_word_embeddings": True}, "use a checkpoint where lm_head is not quantised"),
+    ],
+)
+def test_a_head_of_codes_that_config_json_contradicts_is_refused(change, text, tmp_path):
+    quantized_checkpoint(tmp_path, "gptq", WITH_HEAD, head=True)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | change))
+    with pytest.raises(CheckpointError, match=text):
+        open_model(tmp_path)
+
+
+def test_a_head_that_is_not_quantised_is_read_whatever_the_config_says(tmp_path):
+    """Files of the library may leave it out of `ignore`, and GPTQModel's may say `lm_head: true`."""
+    for name, change in {"W4A16": {"ignore": []}, "gptq": {"lm_head": True}}.items():
+        quantized_checkpoint(tmp_path, name)
+        stated = {**CONFIG, "quantization_config": FORMATS[name][0] | change}
+        (tmp_path / "config.json").write_text(json.dumps(stated))
+        assert "table" in Loaded(tmp_path).parameters["head"]
 
 
 # two shards can have the groups of all formats
@@ -613,16 +684,15 @@ def test_an_engine_of_kept_gguf_gives_the_same_bits_however_it_is_run(tmp_path):
 
 
 def test_a_quantised_checkpoint_goes_through_every_door(tmp_path):
-    """Into Orbax and back, as a draft model and behind one."""
-    (tmp_path / "awq").mkdir()
-    quantized_checkpoint(tmp_path / "awq", "awq")
+    """With a quantised head: into Orbax and back, as a draft model and behind one."""
+    quantized_checkpoint(tmp_path / "awq", "awq", WITH_HEAD, head=True)
     plain = texts(tmp_path / "awq")
     convert(tmp_path / "awq", tmp_path / "orbax", progress=False)
     assert texts(tmp_path / "orbax") == plain
     convert(tmp_path / "orbax", tmp_path / "back", progress=False)
-    assert (tmp_path / "back" / "model.safetensors").stat().st_size == (
-        tmp_path / "awq" / "model.safetensors"
-    ).stat().st_size
+    stored, back = (load_file(tmp_path / name / "model.safetensors") for name in ("awq", "back"))
+    assert stored.keys() == back.keys()
+    assert all(np.array_equal(tensor, back[name]) for name, tensor in stored.items())
     drafting = {
         "method": "draft_model",
         "model": str(tmp_path / "awq"),
@@ -962,9 +1032,11 @@ def mixed_checkpoint(directory: Path, head: str | None = None) -> dict[str, np.n
     `head` is the algorithm of lm_head, if it is quantised.
     """
     tensors = random_tensors(CONFIG)
+    of_head = {}
     if head is not None:
-        stored, _ = stored_at(0, MAKERS[head], *tensors.pop("lm_head.weight").shape)
+        stored, weight = stored_at(0, MAKERS[head], *tensors.pop("lm_head.weight").shape)
         tensors |= {f"lm_head.{end}": array for end, array in stored.items()}
+        of_head = {"lm_head.weight": weight}
     exact = {key: array for key, array in tensors.items() if key.endswith("_proj.weight")}
     for place, key in enumerate(exact):
         module = key.split(".", 3)[3].removesuffix(".weight")
@@ -975,7 +1047,7 @@ def mixed_checkpoint(directory: Path, head: str | None = None) -> dict[str, np.n
                 f"{key.removesuffix('weight')}{end}": array for end, array in stored.items()
             }
     write_tensors(directory, tensors)
-    return exact
+    return exact | of_head
 
 
 # `quantization_config` of config.json, and `quantization` of hf_quant_config.json, or None.
@@ -1064,16 +1136,12 @@ def test_modules_of_modelopt_may_have_different_algorithms(place, tmp_path):
 
 
 @pytest.mark.parametrize("algorithm", MAKERS)
-def test_a_quantised_head_of_modelopt_is_refused_by_name(algorithm, tmp_path):
-    mixed_checkpoint(tmp_path, algorithm)
+def test_a_head_of_modelopt_may_have_an_algorithm_of_its_own(algorithm, tmp_path):
+    exact = mixed_checkpoint(tmp_path, algorithm)
     layers = MIXED_LAYERS | {"lm_head": {"quant_algo": algorithm}}
     stated = {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION"}
     write_stated(tmp_path, {**stated, "quantized_layers": layers}, None)
-    with pytest.raises(
-        CheckpointError, match="checkpoint where lm_head is not quantised"
-    ) as caught:
-        open_model(tmp_path)
-    assert "(1 problem)" in str(caught.value)
+    assert_logits(Loaded(tmp_path), exact["lm_head.weight"])
 
 
 FP8_OF_32B = {"kv_cache_quant_algo": "FP8", "exclude_modules": ["lm_head"]}
@@ -1261,8 +1329,8 @@ def test_quantised_weights_without_their_config_are_one_sentence(name, tmp_path)
     [
         (
             {"ignore": []},
-            "'lm_head.weight' has dtype I8, which is of quantised weights (such modules: 2), but only those of linear "
-            "layers and experts are supported: use a checkpoint where lm_head is not quantised",
+            "'model.embed_tokens.weight' has dtype I8, which is of quantised weights (such modules: 1), but only those of linear "
+            "layers, experts and an untied head are supported: use a checkpoint where model.embed_tokens is not quantised",
         ),
         (
             {"config_groups": {}},

@@ -42,6 +42,15 @@ def test_it_is_json_whose_schemas_are_schemas_and_whose_references_lead_somewher
     assert names <= DOCUMENT["components"]["schemas"].keys()
 
 
+def test_routes_say_with_which_statuses_they_refuse():
+    """All that have a body alike; 401 is that of a server with a key."""
+    statuses = {"200", "400", "401", "404", "408", "413", "415", "429", "503", "504"}
+    bodies = {path: item["post"] for path, item in DOCUMENT["paths"].items() if "post" in item}
+    assert "/v1/chat/completions" in bodies and "/v1/messages" in bodies
+    for path, route in bodies.items():
+        assert route["responses"].keys() == statuses, path
+
+
 @pytest.mark.parametrize(
     "fields", [fields for fields, _ in ACCEPTED], ids=lambda value: f"{value!r:.50}"
 )

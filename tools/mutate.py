@@ -120,6 +120,12 @@ EQUIVALENT: tuple[tuple[str, str, str, str], ...] = (
     ),
     ("", "ReplaceFalseWithTrue", "progress: bool = False", "it only shows a bar"),
     (
+        "jaxpage/memory/block_manager.py",
+        "NumberReplacer",
+        "return self.groups[0].sequence_ids",
+        "all groups have the same sequences, as `check` asserts",
+    ),
+    (
         "jaxpage/scheduling/scheduler.py",
         "ReplaceComparisonOperator_Gt_GtE",
         "if self.block_manager.num_to_cache(",

@@ -117,13 +117,16 @@ def check_weights(
             that is stored twice with different numbers.
     """
     problems = Problems(Path(directory))
-    plan = fit(Path(directory), weights, ignored, problems)
+    layout, stored = read_layout(Path(directory), problems)
+    plan = fit(Path(directory), layout, stored, weights, ignored, problems)
     problems.raise_if_any()
     return plan
 
 
 def fit(
     directory: Path,
+    layout: str,
+    stored: Mapping[str, TensorInfo],
     weights: Sequence[Weight],
     ignored: Sequence[str],
     problems: Problems,
@@ -135,13 +138,14 @@ def fit(
 
     Args:
         directory: The directory or file.
+        layout: The layout that `read_layout` has found.
+        stored: The tensors that it has found.
         weights: The parameters of the model.
         ignored: Globs over names of tensors that may stay unused.
         problems: The list that errors are added to.
         compare: True to compare the numbers of a tensor that is stored under two names.
         scheme: The scheme of a quantised checkpoint.
     """
-    layout, stored = read_layout(directory, problems)
     plan = LoadPlan(directory, layout)
     if layout == "gguf":
         plan = replace(plan, names=gguf_names(directory, weights))
@@ -318,8 +322,11 @@ def _of_other_form(
             advice = (
                 "quantization_config of config.json says that it is not quantised: correct that"
             )
-            if module == "lm_head" or scheme.form_of(module):
-                advice = f"only those of linear layers and experts are supported: use a checkpoint where {module} is not quantised"
+            if scheme.form_of(module):
+                advice = (
+                    "only those of linear layers, experts and an untied head are supported: use a "
+                    f"checkpoint where {module} is not quantised"
+                )
         problems.add(
             f"{other_forms[0].described} has dtype {other_forms[0].dtype}, which is of quantised weights (such modules: {len(modules)}), "
             "but "

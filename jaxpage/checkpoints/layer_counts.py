@@ -26,10 +26,7 @@ def layers_beyond(
         weights: The parameters of the model.
         problems: The list that errors are added to.
     """
-    of_model = [
-        name for weight in weights for piece in weight.sources[0].pieces for name in piece.names
-    ]
-    needed = _layers(of_model)
+    needed = _layers(name for weight in weights for name in weight.tensor_names)
     layers = _layers(stored)
     both: dict[str, int] = {}
     for stem in needed.keys() & layers.keys():

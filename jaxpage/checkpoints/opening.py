@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxpage.checkpoints.config_file import check_config, out_of_bounds
-from jaxpage.checkpoints.fitting import LoadPlan, fit, read_layout
+from jaxpage.checkpoints.fitting import CODES, LoadPlan, fit, read_layout
 from jaxpage.checkpoints.gguf.header import GGUFTensor, is_gguf
 from jaxpage.checkpoints.gguf.tensors import gguf_scheme
 from jaxpage.checkpoints.problems import Problems, quote
@@ -144,7 +144,11 @@ def with_weights_of(files: ModelFiles, directory: str | os.PathLike[str]) -> Mod
             )
     weights = model_weights(files.family, files.spec, files.rule)
     plan = fit(
-        problems.directory, weights, find_ignored_tensors(files.family, files.spec), problems
+        problems.directory,
+        *read_layout(problems.directory, problems),
+        weights,
+        find_ignored_tensors(files.family, files.spec),
+        problems,
     )
     vision = files.vision
     if vision is not None:
@@ -209,26 +213,29 @@ def weights_bytes(directory: str | os.PathLike[str], dtype: str | None = None) -
 def _open(directory: Path, quantization: str | None, *, compare: bool) -> ModelFiles:
     problems = Problems(directory)
     described = _describe(directory, quantization, problems)
+    layout, stored = read_layout(directory, problems)
     if described is None:
-        read_layout(directory, problems)  # The faults of the files belong in the same list.
         problems.raise_if_any()
     assert described is not None
-    config = described.config
     family = described.family
     spec = described.spec
-    scheme = described.quantization
     with problems.collect():
+        if (scheme := described.quantization) is not None:
+            codes = {name for name, info in stored.items() if info.dtype in CODES}
+            described = replace(described, quantization=scheme.with_head(codes))
         weights = model_weights(family, spec, described.rule)
         plan = fit(
             directory,
+            layout,
+            stored,
             weights,
             find_ignored_tensors(family, spec),
             problems,
             compare=compare,
-            scheme=scheme,
+            scheme=described.quantization,
         )
     problems.raise_if_any()
-    return ModelFiles(directory, config, family, spec, plan, scheme)
+    return ModelFiles(directory, described.config, family, spec, plan, described.quantization)
 
 
 def _describe(

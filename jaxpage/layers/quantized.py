@@ -216,6 +216,7 @@ class QuantizedEmbedding(Quantized, Embedding):
         table = whole.table.get_value()
         self.name = whole.name
         self.axis = whole.axis
+        self.bias = whole.bias
         part = Part(table.shape[0], whole.axis, whole.name)
         self._declare_all(LinearSpec(table.shape[1], (part,), "embed", False, table.dtype), form)
 

@@ -2,10 +2,10 @@
 
 Qwen 2 has biases on queries, keys and values; Qwen 3 has norms of queries and keys in their place.
 Qwen2-MoE has one expert that takes all tokens, and Qwen3-MoE has none. MiMo-7B (Xiaomi, 2025) is
-Qwen 2 with MTP heads, which are not loaded. Mellum 2 and MiniMax-M2 are Qwen 3 with experts and
-windows, or with norms over all heads. Three of four layers of Qwen3-Next, Qwen3.5 and 3.6 have a
-gated delta rule, which keeps a state of constant size; in the others the projection to queries
-gives gates of the heads' outputs as well.
+Qwen 2 with an MTP head. Mellum 2 and MiniMax-M2 are Qwen 3 with experts and windows, or with norms
+over all heads. Three of four layers of Qwen3-Next, Qwen3.5 and 3.6 have a gated delta rule, which
+keeps a state of constant size; in the others the projection to queries gives gates of the heads'
+outputs as well.
 """
 
 from __future__ import annotations
@@ -69,12 +69,21 @@ class Qwen2Config(DecoderConfig):
 
 
 def _read_mimo_heads(fields: Fields) -> MtpNames | None:
-    """Returns the names of the MTP heads of MiMo-7B; None if the config does not count heads.
-
-    Their product takes the hidden state before the embedding, and `MtpHead` has them in the other
-    order, so that they are not read.
-    """
-    return unread_heads(fields, "model.mtp_layers.") if counts_heads(fields) else None
+    """Returns the names of the MTP heads of MiMo-7B; None if the config does not count heads."""
+    if not counts_heads(fields):
+        return None
+    field, heads = "num_nextn_predict_layers", "model.mtp_layers."
+    return MtpNames(
+        fields.integer(field),
+        field,
+        (heads,),
+        layer=f"{heads}0",
+        product=f"{heads}0.input_proj",
+        embedding_norm=f"{heads}0.token_layernorm",
+        hidden_norm=f"{heads}0.hidden_layernorm",
+        output_norm=f"{heads}0.final_layernorm",
+        hidden_first=True,
+    )
 
 
 class Qwen2(Llama, config=Qwen2Config):

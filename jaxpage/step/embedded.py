@@ -109,14 +109,6 @@ class EmbeddedPrompt:
     axes_AT: npt.NDArray[np.int32] | None = None
 
     @property
-    def position_offset(self) -> int:
-        """Returns what the rotary position of a token after the prompt has more than its place."""
-        if self.axes_AT is None:
-            return 0
-        highest = int(self.axes_AT.max())
-        return highest + 1 - int(self.axes_AT.shape[1])
-
-    @property
     def stop(self) -> int:
         """Returns the position after the last one that a span fills."""
         return self.spans[-1].stop if self.spans else 0
@@ -152,7 +144,8 @@ class EmbeddedPrompt:
         assert self.axes_AT is not None
         length = self.axes_AT.shape[1]
         of_prompt_AT = self.axes_AT[:, np.minimum(positions_T, length - 1)]
-        return np.where(positions_T < length, of_prompt_AT, positions_T + self.position_offset)
+        after_T = positions_T - length + int(self.axes_AT.max()) + 1
+        return np.where(positions_T < length, of_prompt_AT, after_T)
 
     def replace_ids(self, token_ids: Sequence[int]) -> list[int]:
         """Returns a sequence's tokens as the prefix cache compares them.

@@ -27,9 +27,11 @@ MODELS = {
     "qwen3_5": ("qwen3-5-mixed", False),
     "qwen3_5_moe": ("qwen3-5-moe", False),
     "qwen3_5_images": ("qwen3-5-images", False),
+    "mimo": ("qwen2-yarn", False),
 }
 # Families whose heads are layers after the model's last one, by number.
 NUMBERED = ("deepseek_v3", "deepseek_v32", "glm4_moe_lite", "glm4_moe", "glm_moe_dsa")
+MIMO = "qwen2"  # Its model is Qwen 2, and so is the reference.
 # The layer attends, and has experts if the model has.
 ONE_LAYER = {
     "num_hidden_layers": 1,
@@ -70,7 +72,8 @@ class Head(torch.nn.Module):
     def forward(self, token_ids: np.ndarray, features: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Outputs (the features of the next places) and logits of every row; token_ids: of the places behind the rows."""
         embedded = self.enorm(self.decoder.embed_tokens(torch.tensor(token_ids)))
-        both = torch.cat([embedded, self.hnorm(torch.tensor(features).double())], -1)
+        parts = [embedded, self.hnorm(torch.tensor(features).double())]
+        both = torch.cat(parts[::-1] if self.config.model_type == MIMO else parts, -1)
         output = self.decoder(inputs_embeds=self.fc(both)[None], use_cache=False)
         output = output.last_hidden_state[0]
         return output.numpy(), self.table(output).numpy()
@@ -79,21 +82,22 @@ class Head(torch.nn.Module):
         """As files name them; apart: experts are one by one."""
         decoder = {name: value.float() for name, value in self.decoder.state_dict().items()}
         numbered = self.config.model_type in NUMBERED
-        layer = f"model.layers.{self.num_layers}." if numbered else "mtp.layers.0."
-        others = (
-            {"fc": f"{layer}eh_proj", "enorm": f"{layer}enorm", "hnorm": f"{layer}hnorm"}
-            if numbered
-            else {
-                "fc": "mtp.fc",
-                "enorm": "mtp.pre_fc_norm_embedding",
-                "hnorm": "mtp.pre_fc_norm_hidden",
-            }
-        )
+        if numbered:
+            layer = start = f"model.layers.{self.num_layers}."
+            names = "eh_proj enorm hnorm shared_head.norm"
+        elif self.config.model_type == MIMO:
+            layer = start = "model.mtp_layers.0."
+            names = "input_proj token_layernorm hidden_layernorm final_layernorm"
+        else:
+            layer, start = "mtp.layers.0.", "mtp."
+            names = "fc pre_fc_norm_embedding pre_fc_norm_hidden norm"
+        values = [each.weight.float() for each in (self.fc, self.enorm, self.hnorm)]
         found = {
-            f"{name}.weight": getattr(self, ours).weight.float() for ours, name in others.items()
+            f"{start}{name}.weight": value
+            for name, value in zip(
+                names.split(), [*values, decoder.pop("norm.weight")], strict=True
+            )
         }
-        norm = f"{layer}shared_head.norm" if numbered else "mtp.norm"
-        found[f"{norm}.weight"] = decoder.pop("norm.weight")
         if numbered:  # copies of the model's tables
             found[f"{layer}embed_tokens.weight"] = decoder["embed_tokens.weight"]
             found[f"{layer}shared_head.head.weight"] = self.table.weight.float()
@@ -138,8 +142,10 @@ def save_with_head(
             model.get_output_embeddings().weight[num_tokens:] *= 0.1
     head = Head(model)
     config = json.loads((directory / "config.json").read_text())
-    if family in NUMBERED:
+    if family in NUMBERED or family == "mimo":
         config["num_nextn_predict_layers"] = 1
+    if family == "mimo":
+        config |= {"architectures": ["MiMoForCausalLM"], "model_type": "mimo"}
     (directory / "config.json").write_text(json.dumps(config))
     tensors = head.tensors(apart=apart)
     stored = load_file(directory / "model.safetensors")

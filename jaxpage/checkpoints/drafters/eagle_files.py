@@ -225,18 +225,13 @@ def _own(
 
     A copy of the target's is not one, and is taken out of `stored`.
     """
-    tables = {
-        filled.weight.path[0]: filled.pieces[0][1]
-        for filled in target.plan.parameters
-        if filled.weight.path[-1] == "table"
-    }
-    table = tables.get(name, tables.get("tokens"))
+    table = shared_table(name, target)
     own_table = stored.get(TABLES[name])
     if table is None:
         if own_table is None:
             problems.add(
                 f"there is no {TABLES[name]}, and the model's, in few bits, cannot take its place: "
-                "leave out quantization"
+                "use a model whose table is not quantised, or another method"
             )
         return own_table is not None
     if own_table is None:
@@ -253,3 +248,18 @@ def _own(
         del stored[TABLES[name]]
         return False
     return True
+
+
+def shared_table(name: str, target: ModelFiles) -> TensorInfo | None:
+    """Returns the model's tensor that a drafter without the table shares; None if it is quantised.
+
+    Args:
+        name: A key of `TABLES`. A model without a head has its token table in its place.
+        target: The model.
+    """
+    of_table = {
+        place: [filled for filled in target.plan.parameters if filled.weight.path[0] == place]
+        for place in (name, "tokens")
+    }
+    filled = of_table[name] or of_table["tokens"]
+    return next((each.pieces[0][1] for each in filled if each.weight.path[-1] == "table"), None)

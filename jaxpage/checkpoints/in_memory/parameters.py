@@ -16,7 +16,7 @@ import numpy as np
 from flax import nnx
 
 from jaxpage.checkpoints.config_file import check_sizes
-from jaxpage.checkpoints.fitting import Filled, LoadPlan, fit_stored
+from jaxpage.checkpoints.fitting import CODES, Filled, LoadPlan, fit_stored
 from jaxpage.checkpoints.in_memory.trainer_names import hugging_face_names, trainer_of
 from jaxpage.checkpoints.opening import ModelFiles, describe_config
 from jaxpage.checkpoints.problems import Problems
@@ -74,6 +74,10 @@ def open_parameters(
     described = describe_config(config, lambda: quantization_of(config, quantization), problems)
     problems.raise_if_any()
     assert described is not None
+    if (scheme := described.quantization) is not None and isinstance(parameters, Mapping):
+        of_codes = [NUMPY_DTYPES[code] for code in CODES]
+        codes = {name for name, array in flat(parameters) if find_flaw(array, of_codes) is None}
+        described = replace(described, quantization=scheme.with_head(codes))
     empty = ModelFiles(plan=LoadPlan(PLACE, "memory"), directory=PLACE, **vars(described))
     return with_parameters(empty, parameters)
 

@@ -26,6 +26,7 @@ class MtpNames:
         shared: Globs over tensors that are not read: tables, which are copies of the model's, and
             what the family does not read of its own layers.
         refusal: The reason why the head cannot be used; empty if it can.
+        hidden_first: Whether the product takes the hidden state before the embedding.
     """
 
     count: int
@@ -38,6 +39,7 @@ class MtpNames:
     output_norm: str
     shared: tuple[str, ...] = ()
     refusal: str = ""
+    hidden_first: bool = False
 
     @property
     def globs(self) -> tuple[str, ...]:

@@ -27,6 +27,7 @@ from jaxpage.models.parts.scope import Scope
 class MtpHead(nnx.Module):
     """Computes `norm(layer(fc([norm(embedding); norm(hidden state)])))`; see `Drafter`.
 
+    In some families `fc` takes the hidden state first (`MtpNames.hidden_first`).
     The token table and the head that gives logits are the model's (`models.drafters.join`).
     """
 
@@ -44,6 +45,7 @@ class MtpHead(nnx.Module):
         """
         width, of_layer = config.hidden_size, config.of_draft_layer()
         self.kv = of_layer.kv
+        self.hidden_first = names.hidden_first
         self.tokens = Embedding(config.vocab_size, width, name=None, dtype=dtype)
         self.head = Embedding(config.vocab_size, width, name=None, dtype=dtype)
         self.embedding_norm, self.hidden_norm, self.norm = (
@@ -69,7 +71,8 @@ class MtpHead(nnx.Module):
     ) -> tuple[Float[Array, "T D"], Pages]:
         """Returns the hidden states, which are the next features, and the pages."""
         embedded_TD = self.embedding_norm(context.place_vectors(self.tokens(token_ids_T)))
-        both = jnp.concatenate([embedded_TD, self.hidden_norm(feature_TD)], axis=-1)
+        parts = embedded_TD, self.hidden_norm(feature_TD)
+        both = jnp.concatenate(parts[::-1] if self.hidden_first else parts, axis=-1)
         output_TD, pages, _ = run_layers(self.layers, self.norm, self.fc(both), pages, context)
         return output_TD, pages
 

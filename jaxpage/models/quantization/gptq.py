@@ -44,7 +44,7 @@ def read(config: QuantizationFields) -> Scheme:
             "(inputs in the order of activations) is not supported; use a GPTQ or AWQ checkpoint without it, or "
             + UNQUANTISED,
         )
-    config.absent("lm_head")
+    config.flag("lm_head", False)  # The tensors decide: see `Scheme.with_head`.
     version = config.one_of("checkpoint_format", ("gptq", "gptq_v2"), "gptq")
     symmetric = config.flag("sym", True)
 

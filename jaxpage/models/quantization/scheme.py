@@ -12,9 +12,15 @@ import numpy as np
 from flax import nnx
 
 from jaxpage.errors import CheckpointError
+from jaxpage.layers.embedding import Embedding
 from jaxpage.layers.expert_linear import ExpertLinear
 from jaxpage.layers.linear import Linear
-from jaxpage.layers.quantized import LinearOfParts, QuantizedLinear, WeightFormat
+from jaxpage.layers.quantized import (
+    LinearOfParts,
+    QuantizedEmbedding,
+    QuantizedLinear,
+    WeightFormat,
+)
 from jaxpage.layers.quantized_experts import QuantizedExpertLinear
 from jaxpage.models.parameters.replacing import Path, Rule
 from jaxpage.models.quantization.quantization_fields import QuantizationFields
@@ -22,6 +28,7 @@ from jaxpage.models.quantization.quantization_fields import QuantizationFields
 # This can be used in place of any other checkpoint.
 UNQUANTISED = "the unquantised checkpoint with quantization='int8' or 'int4'"
 KV_SCALES = ("*.k_scale", "*.v_scale")
+HEAD = "lm_head"
 
 
 @runtime_checkable
@@ -59,6 +66,7 @@ class Scheme:
         ignored: Globs over names of tensors that say nothing that is not known already.
         kv_cache_dtype: The meaning of the setting "auto" for this checkpoint.
         checks: The checks of ignored tensors.
+        head: The format of the head; None if it is not quantised.
     """
 
     name: str
@@ -67,6 +75,22 @@ class Scheme:
     ignored: tuple[str, ...] = ()
     kv_cache_dtype: Literal["auto", "fp8"] = "auto"
     checks: tuple[Check, ...] = ()
+    head: WeightFormat | None = None
+
+    def with_head(self, codes: Set[str]) -> Scheme:
+        """Returns this scheme for a checkpoint whose head is quantised if its codes are stored.
+
+        Configs do not tell: most give the head a format by their rule for all linear layers.
+
+        Args:
+            codes: The names of the tensors that hold codes.
+        """
+        form = self.form_of(HEAD)
+        if form is None or form.is_rounded:
+            return self
+        end = f".{HEAD}.{form.values.name}"
+        is_stored = any(f".{name}".endswith(end) for name in codes)
+        return replace(self, head=form) if is_stored else self
 
     def of_stored(self, codes: Set[str]) -> Scheme:
         """Returns this scheme for those modules alone whose codes are stored.
@@ -102,6 +126,10 @@ class Scheme:
         return self._replacement
 
     def _replacement(self, path: Path, module: nnx.Module) -> nnx.Module | None:
+        if isinstance(module, Embedding):
+            if self.head is None or module.name != HEAD:
+                return None
+            return QuantizedEmbedding(module, self.head)
         if isinstance(module, Linear):
             names = [part.name for part in module.spec.parts if part.name is not None] or [
                 module.spec.fused or ""
@@ -140,14 +168,14 @@ class Scheme:
 
 
 def everywhere_but(excluded: Sequence[str], form: WeightFormat) -> FormOf:
-    """Returns `Scheme.form_of` for one format of all modules but the head and the kept ones.
+    """Returns `Scheme.form_of` for one format of all modules but the kept ones.
 
     A module is kept if any of its names is.
     """
 
     @functools.cache
     def form_of(*names: str) -> WeightFormat | None:
-        return None if any(matches(name, ("lm_head", *excluded)) for name in names) else form
+        return None if any(matches(name, excluded) for name in names) else form
 
     return form_of
 
