@@ -36,6 +36,7 @@ from jaxpage.serving.batches.routes import BatchRoutes, upload_limits
 from jaxpage.serving.config import ServerConfig
 from jaxpage.serving.dialects.dialect import Dialect, ListedModel, ModelList
 from jaxpage.serving.dialects.registry import DIALECTS
+from jaxpage.serving.hosts.leader import Leader
 from jaxpage.serving.http.allowed_origins import for_pages_of
 from jaxpage.serving.http.answer_stream import stream_of
 from jaxpage.serving.http.answers import (
@@ -327,6 +328,7 @@ def build_app(
     capabilities: Mapping[str, Any] | None = None,
     api_keys: Sequence[str] = (),
     incidents: Incidents | None = None,
+    hosts: Leader | None = None,
     tracing: SpanWriter | None = None,
 ) -> Starlette:
     """Builds the application with its middlewares; `app.state.server` is its `Server`.
@@ -341,6 +343,7 @@ def build_app(
             every path is open; if `config.host` is then an address of this machine alone,
             requests under another host name or from a page of another origin are refused.
         incidents: The records of the last steps; None where they are not kept.
+        hosts: The leader of the other hosts; None where this is the only one.
         tracing: The writer of spans; None where there are none.
     """
     server = Server(driver, context, config, metrics, capabilities or {})
@@ -358,7 +361,7 @@ def build_app(
             driver, show_prompts=config.ui_show_prompts, can_be_slow=config.is_local
         )
     lora = lora_routes(config, driver.engine, server.preparing, context)
-    weights = weights_routes(config, driver, server.visitors)
+    weights = weights_routes(config, driver, server.visitors, hosts)
     debug = [*incident_routes(driver, incidents), *profiler_routes(config)]
     # The page comes first, so that its route for / wins over the index of the server.
     routes = [*pages, *server.routes, *lora, *weights, *debug]
