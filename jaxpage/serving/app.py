@@ -40,7 +40,6 @@ from jaxpage.serving.hosts.leader import Leader
 from jaxpage.serving.http.allowed_origins import for_pages_of
 from jaxpage.serving.http.answer_stream import stream_of
 from jaxpage.serving.http.answers import (
-    error_answer,
     json_answer,
     make_ignored_header,
     whole_answer,
@@ -48,7 +47,7 @@ from jaxpage.serving.http.answers import (
 from jaxpage.serving.http.api_keys import OPEN_PATHS, ApiKeys, owner_of
 from jaxpage.serving.http.envelope import Envelope
 from jaxpage.serving.http.host_guard import HostGuard
-from jaxpage.serving.http.missing_paths import WHY_MISSING
+from jaxpage.serving.http.missing_paths import answer_missing
 from jaxpage.serving.http.plain_paths import PlainPaths
 from jaxpage.serving.http.posting import json_body, post_route
 from jaxpage.serving.http.request_limits import Limits
@@ -407,24 +406,10 @@ def guard(
         ),
     ]
     files = BatchRoutes(batches).routes if batches else []
-    handlers = {HTTPException: _http_error}
+    handlers = {HTTPException: answer_missing}
     app = Starlette(routes=[*routes, *files], middleware=middleware, exception_handlers=handlers)
     app.state.server = server
     app.state.tracing = tracing
     # `PlainPaths` has taken the slashes away for which Starlette would redirect.
     app.router.redirect_slashes = False
     return app
-
-
-async def _http_error(request: Request, error: Exception) -> Response:
-    """Answers a request for which the router has no route."""
-    if not isinstance(error, HTTPException):
-        raise error
-    code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code)
-    message = {404: "This path does not exist", 405: "This path does not support the method"}.get(
-        error.status_code, error.detail
-    )
-    if error.status_code == 404:
-        message = WHY_MISSING.get(request.scope["path"], message)
-    refusal = ApiError(error.status_code, message, code=code, headers=error.headers)
-    return error_answer(refusal, request.scope["path"])
