@@ -221,6 +221,8 @@ class RequestOutput:
         weights_version: The version of the weights that it last ran with: the number of calls of
             `LLM.update_parameters` before. What drew each token is in
             `CompletionOutput.weights_versions`.
+        adapter_digest: The digest of the numbers of the LoRA adapter that it ran with, as
+            `LLM.update_adapter` returns it; None without an adapter.
         receipt: The receipt of the finished request, if it asked for one and was not cut short
             (docs/guides/receipts.md).
     """
@@ -233,6 +235,7 @@ class RequestOutput:
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     metrics: RequestMetrics | None = field(default=None, repr=False)
     weights_version: int = 0
+    adapter_digest: str | None = None
     receipt: dict[str, Any] | None = field(default=None, repr=False)
 
     def echoed(self, index: int = 0, *, prompt: str | None = None) -> CompletionOutput:

@@ -22,6 +22,7 @@ from jaxpage import LLM, LoRARequest, SamplingParams  # noqa: E402
 from jaxpage.checkpoints import load_shards  # noqa: E402
 from jaxpage.checkpoints.in_memory import open_parameters, with_parameters  # noqa: E402
 from jaxpage.device.hardware import make_mesh  # noqa: E402
+from jaxpage.errors import CheckpointError  # noqa: E402
 from jaxpage.layers import sharding  # noqa: E402
 from jaxpage.models import abstract_model  # noqa: E402
 from jaxpage.models.sharding import dividing  # noqa: E402
@@ -322,6 +323,12 @@ def test_one_engine_in_every_other_way(directory, want, tmp_path):
         assert tokens_of(llm.generate(prompts, params, use_tqdm=False)) != want
         llm.update_parameters(held)
         assert tokens_of(llm.generate(prompts, params, use_tqdm=False)) == want
+        wrong = "model.layers.1.mlp.down_proj.weight"
+        changed = held[wrong].copy()
+        changed[0, -1] = np.nan  # in the part of the last device
+        with pytest.raises(CheckpointError, match=f"{wrong}' has numbers that are NaN") as refused:
+            llm.update_parameters({**held, wrong: changed}, check_finite=True)
+        assert str(refused.value).count("has numbers") == 1
     with when_used(), LLM(str(directory), **{**SETTINGS, **INVARIANT}) as llm:
         np.testing.assert_array_equal(llm.embed(prompts, use_tqdm=False), vectors)
     with when_used(), LLM(str(directory), **{**SETTINGS, **ON_4}, event_log=str(log)) as llm:

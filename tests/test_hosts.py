@@ -7,6 +7,7 @@ import json
 import os
 import random
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -22,11 +23,12 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 
 from jaxpage import LLM, SamplingParams
-from jaxpage.assembly import Hooks, build_engine, compiling
-from jaxpage.errors import ConfigError, UnsupportedError
+from jaxpage.assembly import Built, Hooks, build_engine, compiling
+from jaxpage.driver import Handle
+from jaxpage.errors import CheckpointError, ConfigError, EngineFailed, UnsupportedError
 from jaxpage.replay import replaying
 from jaxpage.replay.differences import Differs
 from jaxpage.replay.recorder import Recorder
@@ -39,6 +41,11 @@ from jaxpage.serving.hosts.host_records import HostRecorder
 from jaxpage.serving.hosts.job import hosts_of_job
 from jaxpage.serving.hosts.leader import HostLost, Leader
 from jaxpage.serving.hosts.secret import read_secret
+from jaxpage.serving.hosts.weight_loading import (
+    LoadedWeights,
+    WeightsOfFollower,
+    load_with_hash,
+)
 from jaxpage.settings.engine_config import EngineConfig
 from jaxpage.settings.lora_request import LoRARequest
 from jaxpage.step.events import Events
@@ -166,9 +173,9 @@ def test_a_secret_is_needed(tmp_path):
                     "lora_directory is not supported with num_hosts = 2",
                 ),
                 (
-                    {},
-                    {"weights_directory": "d"},
-                    "weights_directory is not supported with num_hosts = 2",
+                    {"event_log": "log"},
+                    {"weights_directory": "."},
+                    "event_log with weights_directory is not supported with num_hosts = 2",
                 ),
                 (
                     {},
@@ -251,6 +258,15 @@ def test_drafters_and_adapters_are_compared_by_their_files(directory, tmp_path):
     without = {**about(0), "files": {**about(0)["files"], "drafter": None}}
     assert joining._difference(without, about(0), 3) == "the drafter is given on rank 0 alone"
     assert joining._difference(about(0), without, 3) == "the drafter is given on rank 3 alone"
+
+
+def test_all_hosts_take_other_weights_or_none_does(directory):
+    with_weights, without = (
+        joining._about(EngineConfig(model=str(directory)), ServerConfig(weights_directory=path))
+        for path in (".", None)
+    )
+    why = joining._difference(without, with_weights, 1)
+    assert why == "the weights_directory is given on rank 0 alone"
 
 
 def on_both_hosts(
@@ -413,6 +429,132 @@ def test_the_first_difference_is_told_by_its_step(told, directory, event, field,
         Differs, match=f"First difference: step {step}, {named}\n  rank 0: +.*9.*\n  this rank: "
     ):
         followed(directory, records)
+
+
+# ---- other weights
+
+
+@pytest.fixture(scope="module")
+def others(tmp_path_factory):
+    """Directories with other weights: whole ones, a file that is cut off, and a NaN in what rank 1 of two has."""
+    parent = tmp_path_factory.mktemp("others")
+    for name in ("new", "newer", "cut", "nan"):
+        random_checkpoint(parent / name, LLAMA, seed=1 + (name == "newer"))
+    whole = (parent / "cut" / "model.safetensors").read_bytes()
+    (parent / "cut" / "model.safetensors").write_bytes(whole[:-64])
+    tensors = load_file(parent / "nan" / "model.safetensors")
+    tensors["model.layers.0.self_attn.q_proj.weight"][-1, 3] = np.nan
+    save_file(tensors, parent / "nan" / "model.safetensors")
+    return parent
+
+
+@pytest.fixture(scope="module")
+def retold(directory, others):
+    """What an engine tells of a request whose weights are replaced twice while it runs."""
+    records: list[Any] = []
+    params = SamplingParams(temperature=0.9, seed=5, max_tokens=12, ignore_eos=True, logprobs=1)
+    with make_llm(directory) as llm:
+        engine = llm._engine
+        engine.events = HostRecorder(lambda record: records.append(json.loads(json.dumps(record))))
+        engine.add("a", engine.prepare(None, (3, 4, 5), params))
+        for number, (name, mode) in enumerate((("new", "keep"), ("newer", "recompute"))):
+            for _ in range(4):
+                engine.step()
+            built = Built(engine, None, {}, llm.spec, llm._model)
+            loaded = load_with_hash(built, others / name, check_finite=True)
+            order = {"number": number, "path": name, "check_finite": True}
+            records.append({"event": "load", **order})
+            engine.replace_weights(loaded.weights, mode, loaded.checksum)
+            records.append({"event": "forget", "number": number})
+        while engine.has_unfinished:
+            engine.step()
+        engine.tell_end()
+        engine.events = Events()
+    return records
+
+
+@contextlib.contextmanager
+def follower_of(directory: Path, weights: Path) -> Iterator[tuple[Channel, Any]]:
+    """The channel of rank 0 to a follower, which runs, and the future of its exit status."""
+    with (
+        make_llm(directory) as llm,
+        greeted() as (leader, channel, _),
+        ThreadPoolExecutor(1) as pool,
+    ):
+        built = Built(llm._engine, None, {}, llm.spec, llm._model)
+        follower = Follower(llm._engine, channel, 30.0, weights=WeightsOfFollower(built, weights))
+        leader.set_timeout(30.0)
+        status = pool.submit(follower.run)
+        try:
+            yield leader, status
+        finally:  # a follower whose connection ends without this ends the process
+            leader.send({"event": "end"})
+            status.result(60)
+            for thread in threading.enumerate():
+                if thread.name == "jaxpage-rank-0":
+                    thread.join(10)
+
+
+def test_a_follower_takes_the_weights_that_rank_0_takes(retold, directory, others):
+    """Its tokens and log probabilities are those of rank 0, or it would tell of a difference."""
+    assert [record["event"] for record in retold].count("update") == 2
+    with follower_of(directory, others) as (leader, status):
+        for record in retold:
+            leader.send(record)
+            if record["event"] == "load":
+                checksum = joining.model_hash(others / record["path"])
+                assert leader.receive() == {"event": "loaded", "checksum": checksum}
+        assert status.result(60) == 0
+
+
+def test_a_follower_says_what_is_wrong_with_weights(retold, directory, others):
+    order = {"event": "load", "check_finite": True}
+    wrong = {
+        "cut": "model.safetensors",
+        "nan": "q_proj.weight' has numbers that are NaN",
+        "no": "no such directory below weights_directory",
+        "..": "no such directory",
+    }
+    with follower_of(directory, others) as (leader, status):
+        for number, (path, why) in enumerate(wrong.items()):
+            leader.send({**order, "number": number, "path": path})
+            assert why in leader.receive()["why"]
+        # An update that is withdrawn while it is loaded leaves nothing.
+        leader.send({"event": "forget", "number": 9})
+        leader.send({**order, "number": 9, "path": "new"})
+        assert leader.receive()["checksum"] == joining.model_hash(others / "new")
+        leader.send(next(record for record in retold if record["event"] == "update"))
+        assert "weights that this rank has not loaded" in leader.receive()["difference"]
+        assert status.result(60) == 1
+
+
+def test_rank_0_takes_no_weights_unless_all_hosts_have_the_same():
+    def load(answer: Any) -> Any:
+        with greeted() as (ours, theirs, wire), ThreadPoolExecutor(1) as pool:
+            leader = Leader({1: ours}, 30.0)
+            leader.start(lambda why: None)
+            loading = pool.submit(
+                leader.load_on_all,
+                7,
+                "new",
+                check_finite=False,
+                load=lambda: LoadedWeights("weights", "a hash"),
+            )
+            order = {"number": 7, "path": "new", "check_finite": False}
+            assert theirs.receive() == {"event": "load", **order}
+            if answer is None:
+                wire.shutdown(socket.SHUT_RDWR)
+            else:
+                theirs.send({"event": "loaded", **answer})
+            return loading.result(30)
+
+    assert load({"checksum": "a hash"}) == ("weights", "a hash")
+    with pytest.raises(CheckpointError, match="^rank 1: new: model.safetensors is cut off$"):
+        load({"why": "new: model.safetensors is cut off"})
+    with pytest.raises(CheckpointError, match="^rank 1: the files of new differ .hash b there, a "):
+        load({"checksum": "b"})
+    with pytest.raises(EngineFailed, match="a host was lost"):
+        load(None)
 
 
 DRAFTING = {  # as in test_methods_in_engines
@@ -809,3 +951,100 @@ def test_two_processes_take_several_steps_at_once_with_an_adapter(directory, tmp
         assert steps and int(steps[1]) < 40, "fewer than tokens"
         leader.process.terminate()
         assert (leader.ended(), other.ended()) == (0, 0)
+
+
+def updated_alone(
+    llm: LLM, token_ids: list[int], params: SamplingParams, mode: Any, num_tokens: int, weights: Any
+) -> tuple[list[int], list[float]]:
+    """What one process gives when its weights are replaced after that many tokens."""
+    updates: list[Any] = []
+    [request] = llm._prepare([token_ids], params)
+    handle = Handle(request, updates.extend)
+    llm._driver.add([handle])
+    while (
+        handle.reporter is None
+        or handle.reporter._group.sequences[0].num_output_tokens < num_tokens
+    ):
+        llm._driver.step()
+    llm.update_parameters(weights, mode=mode)
+    while llm._driver.step():
+        pass
+    [(_, output)] = updates
+    [sample] = output.outputs
+    entries = zip(sample.token_ids, sample.logprobs, strict=True)
+    return sample.token_ids, [logprobs[token].logprob for token, logprobs in entries]
+
+
+@pytest.mark.sweep
+def test_two_processes_take_other_weights_while_a_request_runs(directory, others, tmp_path):
+    """As one process does; and where a host cannot, nothing has changed on either."""
+    for rank in range(2):
+        shutil.copytree(others, tmp_path / f"{rank}")
+    for name in ("cut", "changed"):
+        for rank in range(2):
+            shutil.copytree(others / "new", tmp_path / f"{rank}" / name, dirs_exist_ok=True)
+        file = tmp_path / "1" / name / "model.safetensors"
+        whole = file.read_bytes()
+        file.write_bytes(whole[:-64] if name == "cut" else whole[:-1] + b"\0")
+    port = free_ports()
+    sizes = {"max_model_len": 256, "num_blocks": 70}
+    flags = [word for name, size in sizes.items() for word in (f"--{name.replace('_', '-')}", f"{size}")]  # fmt: skip
+    of_rank = [[*flags, "--weights-directory", str(tmp_path / f"{rank}")] for rank in range(2)]
+    params = {**ASKED, "max_tokens": 200}
+    with (
+        started(directory, port, 0, SECRET, "--served-model-name", "m", *of_rank[0]) as leader,
+        started(directory, port, 1, SECRET, *of_rank[1]) as follower,
+        LLM(
+            str(directory),
+            **{**SETTINGS, **sizes, "tensor_parallel_reduction": "invariant"},
+            use_tqdm=False,
+            start=False,
+        ) as alone,
+    ):
+        url = leader.wait_for(r"http://[^\s/\"]+")
+        body = {"model": "m", "prompt": PROMPTS[1], **params, "stream": True}
+        for version, (name, mode) in enumerate((("new", "keep"), ("newer", "recompute")), 1):
+            stream = {**body, "return_token_ids": True}
+            tokens: list[int] = []
+            logprobs: list[float] = []
+            versions: list[Any] = []
+            with httpx.stream("POST", f"{url}/v1/completions", json=stream, timeout=120) as answer:
+                for line in answer.iter_lines():
+                    if not line.startswith("data: {"):
+                        continue
+                    [choice] = json.loads(line.removeprefix("data: "))["choices"]
+                    if not tokens:
+                        httpx.post(f"{url}/pause").raise_for_status()
+                        update = {"path": name, "mode": mode}
+                        taken = httpx.post(f"{url}/v1/update_weights", json=update, timeout=60)
+                        assert taken.json() == {"weights_version": version}
+                        httpx.post(f"{url}/resume").raise_for_status()
+                    tokens += choice["token_ids"]
+                    logprobs += (choice["logprobs"] or {"token_logprobs": []})["token_logprobs"]
+                    versions += choice["weights_versions"]
+            num_old = sum(number for before, number in versions if before == version - 1)
+            assert 0 < num_old < 200 and len(tokens) == 200
+            expected = updated_alone(
+                alone,
+                PROMPTS[1],
+                SamplingParams(**params),
+                mode,
+                num_old,
+                load_file(others / name / "model.safetensors"),
+            )
+            assert (tokens, logprobs) == expected, "to the last bit"
+        before = answered(url)
+        for name, why in {
+            "cut": "rank 1: .*model.safetensors",
+            "changed": "rank 1: the files of changed differ",
+            "nan": "rank 1: .*q_proj.weight.* has numbers that are NaN",
+        }.items():
+            refusal = httpx.post(f"{url}/v1/update_weights", json={"path": name}, timeout=60)
+            assert refusal.status_code == 400 and re.search(why, refusal.text), refusal.text
+            assert answered(url) == before
+        for path in ("/reset_prefix_cache", "/pause", "/resume"):
+            httpx.post(f"{url}{path}").raise_for_status()
+        taken = httpx.post(f"{url}/v1/update_weights", json={"path": "new", "mode": "abort"})
+        assert taken.json() == {"weights_version": 3} and answered(url) != before
+        leader.process.terminate()
+        assert (leader.ended(), follower.ended()) == (0, 0)

@@ -713,6 +713,48 @@ def test_the_server_has_adapters_by_name(model, client):
     assert texts(client, "second", "demo") == [404, want[None]]
 
 
+def test_a_trainer_gives_new_numbers_to_an_adapter_that_is_served(model, llm, client):
+    """New requests have them, those that run keep theirs, and outputs say which they had; the files are not needed any longer."""
+    want = {name: greedy_of_peft(model[0], name, prompt_of())[0] for name in ("wide", "third")}
+    body = {"model": "policy", "max_tokens": NUM_TOKENS, "temperature": 0, "ignore_eos": True}
+    update = {"lora_name": "policy", "lora_path": "step", "load_inplace": True}
+
+    def load(name):
+        shutil.copytree(model[1] / name, model[1] / "step")
+        try:
+            answer = client.post("/v1/load_lora_adapter", json=update).raise_for_status()
+        finally:
+            shutil.rmtree(model[1] / "step")
+        return answer.headers["x-jaxpage-adapter-digest"]
+
+    def generate(**fields):
+        fields = {**body, "prompt_token_ids": prompt_of(), **fields}
+        answer = client.post("/v1/generate", json=fields).raise_for_status().json()
+        return answer["choices"][0]["token_ids"], answer.get("adapter_digest")
+
+    first = load("wide")
+    assert generate() == (want["wide"], first)
+    streamed = {**body, "prompt": prompt_of(), "stream": True, "return_token_ids": True}
+    tokens = []
+    with client.stream("POST", "/v1/completions", json=streamed) as answer:
+        for line in answer.iter_lines():
+            if line.startswith("data: {"):
+                second = second if tokens else load("third")
+                [choice] = json.loads(line.removeprefix("data: "))["choices"]
+                tokens += choice["token_ids"]
+    assert tokens == want["wide"]
+    assert generate() == (want["third"], second) and second != first
+    assert load("wide") == first, "the digest is of the numbers"
+    broken = client.post("/v1/load_lora_adapter", json={**update, "lora_path": "model"})
+    assert broken.status_code == 400 and generate() == (want["wide"], first)
+    assert generate(model="demo")[1] is None
+    params = SamplingParams(max_tokens=1)
+    wide = LoRARequest("wide", 77, str(model[1] / "wide"))
+    [output] = llm.generate([prompt_of()], params, lora_request=wide)
+    assert output.adapter_digest == first
+    assert llm.generate([prompt_of()], params)[0].adapter_digest is None
+
+
 def test_adapters_are_loaded_from_below_their_directory_alone(model, client, tmp_path):
     outside = tmp_path / "outside"
     shutil.copytree(model[1] / "narrow", outside)

@@ -85,6 +85,7 @@ def test_a_trainer_generates_and_updates(tmp_path: Path) -> None:
             client.update_named_param("nothing", np.zeros(3, np.float32))
             with pytest.raises(RuntimeError, match="/v1/update_weights: 400.*nothing"):
                 client.reset_prefix_cache()
+            check_retries(client, weights, changed, sampling)
             with pytest.raises(RuntimeError, match="/v1/generate: 400.*temperature"):
                 client.generate(PROMPTS, temperature=-1.0)
             with pytest.raises(ValueError, match="weights_directory is needed"):
@@ -95,6 +96,28 @@ def test_a_trainer_generates_and_updates(tmp_path: Path) -> None:
                 assert "no weights by NCCL" in refused.json()["error"]["message"]
     with pytest.raises(ConnectionError, match="cannot be reached"):
         JaxpageClient("http://127.0.0.1:9")
+
+
+def check_retries(
+    client: JaxpageClient, old: dict[str, Any], new: dict[str, Any], sampling: dict[str, Any]
+) -> None:
+    """After weights that the server refused, others are taken; those that never reached it stay for the next try."""
+
+    def generate() -> Any:
+        return client.generate(PROMPTS, **sampling, generation_kwargs={"seed": 7})
+
+    before = generate()
+    client.update_model_params(Model(new))
+    changed = generate()
+    assert changed != before
+    address = client.base_url
+    client.base_url = "http://127.0.0.1:9"
+    with pytest.raises(OSError, match="refused"):
+        client.update_model_params(Model(old))
+    client.base_url = address
+    assert generate() == changed
+    client.reset_prefix_cache()
+    assert generate() == before
 
 
 def check(llm: LLM, answer: dict[str, Any], params: SamplingParams) -> None:

@@ -5,14 +5,21 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any, get_args
 
+import jax
+
 from jaxpage.assembly.compiling import adapters_of, load_parameters, shards_of_weights
 from jaxpage.assembly.planning.engine_spec import EngineSpec
 from jaxpage.checkpoints import LoadPlan, ModelFiles
-from jaxpage.checkpoints.in_memory import Parameters, check_all_finite, with_parameters
+from jaxpage.checkpoints.in_memory import (
+    Parameters,
+    check_all_finite,
+    check_finite_parts,
+    with_parameters,
+)
 from jaxpage.device import Packings, to_device, unpack_weights
 from jaxpage.engine import Runner, WakingWeights
 from jaxpage.errors import UnsupportedError
-from jaxpage.models.sharding import join_weights
+from jaxpage.models.sharding import entry_at, join_weights
 from jaxpage.settings.argument_checks import check_choice
 from jaxpage.step.update import Mode
 
@@ -79,9 +86,40 @@ def weights_on_device(
     in_model = drafting if drafting.plan_in_model else None
     weights = load_parameters(files, spec, packed, drafting=in_model)
     if finite:
+        _check_finite(files, spec, packed, weights)
+    return weights
+
+
+def _check_finite(
+    files: ModelFiles, spec: EngineSpec, packed: Packings, weights: Mapping[str, Any]
+) -> None:
+    """Checks the numbers that this process has; other hosts have the other parts of the model.
+
+    Raises:
+        CheckpointError: Some are NaN or infinite.
+    """
+    if not spec.sharding.is_divided:
         for plan, part in checkpoint_parts(files, spec, packed, weights):
             check_all_finite(plan, part)
-    return weights
+        return
+    unpacked = unpack_weights(weights, packed)
+    parts = {
+        sharded.weight.path: [
+            shard.data
+            for place in sharded.places
+            for shard in entry_at(unpacked["target"], place.path).addressable_shards
+        ]
+        for sharded in shards_of_weights(files, spec)
+    }
+    check_finite_parts(files.plan, parts)
+    further = {
+        "drafter": spec.described.drafting.plan_in_model,
+        "vision": None if files.vision is None else files.vision.plan,
+    }
+    for name, load_plan in further.items():
+        if load_plan is not None:  # every device has all of it
+            whole = jax.tree.map(lambda array: array.addressable_data(0), unpacked[name])
+            check_all_finite(load_plan, whole)
 
 
 def weights_for_waking(files: ModelFiles, spec: EngineSpec, runner: Runner) -> WakingWeights:

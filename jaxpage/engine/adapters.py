@@ -89,7 +89,22 @@ class Adapters:
                 "updated has no lora_path"
             )
         self._check_number(requested)
-        adapter = make_adapter_from(config, tensors, self.spec)
+        return self._keep(requested, make_adapter_from(config, tensors, self.spec))
+
+    def update_from(self, requested: LoRARequest, directory: Path) -> str:
+        """Takes the numbers of an adapter without a path from files, which are read only now.
+
+        Any thread may call it.
+
+        Returns:
+            The digest of the numbers.
+
+        Raises:
+            CheckpointError: The adapter does not fit the model; the message lists all problems.
+        """
+        return self._keep(requested, read_adapter(directory, self.spec))
+
+    def _keep(self, requested: LoRARequest, adapter: Adapter) -> str:
         with self._lock:
             self._meant[requested.lora_int_id] = _meaning(requested)
             self._in_memory[requested.lora_int_id] = adapter

@@ -255,6 +255,7 @@ class Reporter:
             prompt_logprobs=prompt_logprobs,
             metrics=self.metrics,
             weights_version=max(sequence.weights[-1][1] for sequence in self._group.sequences),
+            adapter_digest=None if request.lora is None else request.lora.digest,
         )
 
     def _completion(

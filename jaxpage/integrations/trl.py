@@ -221,8 +221,12 @@ class JaxpageClient:
     def reset_prefix_cache(self) -> None:
         """Has the server take the weights that were kept, or else empty its prefix cache.
 
+        Weights that do not fit the model (status 400) are not kept any longer. After other errors
+        they are: the next call tries again.
+
         Raises:
             RuntimeError: The server refuses them; the text is its answer.
+            OSError: The server cannot be reached, or the weights cannot be written.
         """
         if not self._weights:
             self._ask("/reset_prefix_cache", {})
@@ -233,6 +237,10 @@ class JaxpageClient:
         try:
             save_file(self._weights, path / "model.safetensors")
             self._ask("/v1/update_weights", {"path": path.name, "mode": self._mode})
+        except RuntimeError as error:
+            if isinstance(error.__cause__, urllib.error.HTTPError) and error.__cause__.code == 400:
+                self._weights = {}
+            raise
         finally:
             shutil.rmtree(path, ignore_errors=True)
         self._weights = {}

@@ -36,10 +36,10 @@ from jaxpage.serving.batches.routes import BatchRoutes, upload_limits
 from jaxpage.serving.config import ServerConfig
 from jaxpage.serving.dialects.dialect import Dialect, ListedModel, ModelList
 from jaxpage.serving.dialects.registry import DIALECTS
+from jaxpage.serving.hosts.leader import Leader
 from jaxpage.serving.http.allowed_origins import for_pages_of
 from jaxpage.serving.http.answer_stream import stream_of
 from jaxpage.serving.http.answers import (
-    error_answer,
     json_answer,
     make_ignored_header,
     whole_answer,
@@ -47,7 +47,7 @@ from jaxpage.serving.http.answers import (
 from jaxpage.serving.http.api_keys import OPEN_PATHS, ApiKeys, owner_of
 from jaxpage.serving.http.envelope import Envelope
 from jaxpage.serving.http.host_guard import HostGuard
-from jaxpage.serving.http.missing_paths import WHY_MISSING
+from jaxpage.serving.http.missing_paths import answer_missing
 from jaxpage.serving.http.plain_paths import PlainPaths
 from jaxpage.serving.http.posting import json_body, post_route
 from jaxpage.serving.http.request_limits import Limits
@@ -327,6 +327,7 @@ def build_app(
     capabilities: Mapping[str, Any] | None = None,
     api_keys: Sequence[str] = (),
     incidents: Incidents | None = None,
+    hosts: Leader | None = None,
     tracing: SpanWriter | None = None,
 ) -> Starlette:
     """Builds the application with its middlewares; `app.state.server` is its `Server`.
@@ -341,6 +342,7 @@ def build_app(
             every path is open; if `config.host` is then an address of this machine alone,
             requests under another host name or from a page of another origin are refused.
         incidents: The records of the last steps; None where they are not kept.
+        hosts: The leader of the other hosts; None where this is the only one.
         tracing: The writer of spans; None where there are none.
     """
     server = Server(driver, context, config, metrics, capabilities or {})
@@ -358,7 +360,7 @@ def build_app(
             driver, show_prompts=config.ui_show_prompts, can_be_slow=config.is_local
         )
     lora = lora_routes(config, driver.engine, server.preparing, context)
-    weights = weights_routes(config, driver, server.visitors)
+    weights = weights_routes(config, driver, server.visitors, hosts)
     debug = [*incident_routes(driver, incidents), *profiler_routes(config)]
     # The page comes first, so that its route for / wins over the index of the server.
     routes = [*pages, *server.routes, *lora, *weights, *debug]
@@ -404,24 +406,10 @@ def guard(
         ),
     ]
     files = BatchRoutes(batches).routes if batches else []
-    handlers = {HTTPException: _http_error}
+    handlers = {HTTPException: answer_missing}
     app = Starlette(routes=[*routes, *files], middleware=middleware, exception_handlers=handlers)
     app.state.server = server
     app.state.tracing = tracing
     # `PlainPaths` has taken the slashes away for which Starlette would redirect.
     app.router.redirect_slashes = False
     return app
-
-
-async def _http_error(request: Request, error: Exception) -> Response:
-    """Answers a request for which the router has no route."""
-    if not isinstance(error, HTTPException):
-        raise error
-    code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code)
-    message = {404: "This path does not exist", 405: "This path does not support the method"}.get(
-        error.status_code, error.detail
-    )
-    if error.status_code == 404:
-        message = WHY_MISSING.get(request.scope["path"], message)
-    refusal = ApiError(error.status_code, message, code=code, headers=error.headers)
-    return error_answer(refusal, request.scope["path"])

@@ -495,8 +495,8 @@ def of_several_hosts(engine: EngineConfig, server: ServerConfig) -> list[Jaxpage
         )
     explicit: dict[str, Any] = {
         "prefix_cache_directory": engine.prefix_cache_directory,
-        "weights_directory": server.weights_directory,
         "lora_directory": server.lora_directory,
+        "event_log with weights_directory": engine.event_log and server.weights_directory,
         "enable_prompt_embeds": engine.enable_prompt_embeds or None,
     }
     errors += [

@@ -95,6 +95,7 @@ def run_server(
         capabilities=capabilities,
         api_keys=api_keys,
         incidents=incidents,
+        hosts=hosts,
         tracing=tracing,
     )
     if hosts is not None:

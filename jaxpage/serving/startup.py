@@ -40,6 +40,7 @@ from jaxpage.serving.hosts.follower import Follower
 from jaxpage.serving.hosts.joining import agree, join, smallest_sizes
 from jaxpage.serving.hosts.leader import Leader
 from jaxpage.serving.hosts.processes import leave_processes
+from jaxpage.serving.hosts.weight_loading import WeightsOfFollower
 from jaxpage.serving.http.listening import address_of
 from jaxpage.serving.metrics import logs
 from jaxpage.serving.metrics.incident_files import open_incidents
@@ -370,7 +371,11 @@ def follow(engine: EngineConfig, server: ServerConfig) -> int:
     start_up.ready(
         f"Rank {server.host_rank} of {server.num_hosts} follows rank 0.", server.coordinator or ""
     )
-    status = Follower(built.engine, channels[0], server.host_timeout_seconds, adapters).run()
+    weights = None
+    if server.weights_directory is not None:
+        weights = WeightsOfFollower(built, Path(server.weights_directory))
+    seconds = server.host_timeout_seconds
+    status = Follower(built.engine, channels[0], seconds, adapters, weights).run()
     if status:
         os._exit(status)  # otherwise JAX waits at its exit for the other hosts
     leave_processes()

@@ -18,8 +18,8 @@ class WeightsUpdate(NamedTuple):
     Attributes:
         version: The version of the weights from here on.
         mode: What happened to the requests that ran.
-        checksum: The hash of the new weights. None for those of the model's own checkpoint, and
-            where nobody logs events.
+        checksum: The hash of the new weights; on several hosts, of their files. None for those of
+            the model's own checkpoint, and where nobody logs events.
         preempted: The ids of the requests that ran and compute all their tokens again.
     """
 

@@ -27,6 +27,7 @@ from jaxpage.errors import UnsupportedError
 from jaxpage.layers.parameter import tensor
 from jaxpage.models import find_ignored_tensors, model_weights
 from jaxpage.models.config import text_part
+from jaxpage.models.parameters import Path as LayerPath
 from jaxpage.models.parameters import Weight
 from jaxpage.models.quantization import quantization_of
 from jaxpage.models.sharding import entry_at
@@ -247,6 +248,25 @@ def check_all_finite(plan: LoadPlan, tree: Mapping[Any, Any]) -> None:
         for name, part in _parts(plan, filled, np.asarray(array)):
             if not np.isfinite(part).all():
                 problems.add(f"{name!r} has numbers that are NaN or infinite")
+    problems.raise_if_any()
+
+
+def check_finite_parts(plan: LoadPlan, parts: Mapping[LayerPath, Sequence[jax.Array]]) -> None:
+    """Checks weights that are divided among devices, without joining them.
+
+    Args:
+        plan: The tensors that fill the parameters.
+        parts: The parts of each parameter that are on devices of this process, by its path.
+
+    Raises:
+        CheckpointError: Some have numbers that are NaN or infinite.
+    """
+    problems = Problems(plan.directory)
+    for filled in plan.parameters:
+        if all(bool(jnp.isfinite(part).all()) for part in parts[filled.weight.path]):
+            continue
+        names = " or ".join(repr(piece.name) for piece, _ in filled.pieces)
+        problems.add(f"{names} has numbers that are NaN or infinite")
     problems.raise_if_any()
 
 

@@ -15,6 +15,7 @@ from jaxpage.errors import JaxpageError
 from jaxpage.replay import Differs, LoggedDrafts, Record, add_arrival, differ, encode_record
 from jaxpage.serving.hosts.channel import Channel
 from jaxpage.serving.hosts.host_records import HostRecorder
+from jaxpage.serving.hosts.weight_loading import WeightsOfFollower
 from jaxpage.settings.argument_checks import show
 from jaxpage.settings.lora_request import LoRARequest
 from jaxpage.step.plan import StepPlan
@@ -45,6 +46,7 @@ class Follower:
         channel: Channel,
         timeout_seconds: float,
         adapters: Mapping[str, LoRARequest] | None = None,
+        weights: WeightsOfFollower | None = None,
     ) -> None:
         """Listens to the engine and to the channel.
 
@@ -53,6 +55,7 @@ class Follower:
             channel: The channel to rank 0.
             timeout_seconds: Rank 0 is taken for gone if it is silent for longer.
             adapters: The adapters that requests may have, by name.
+            weights: Loads other weights; None where there are no updates.
         """
         engine.events = _Told(self._came)
         # The drafts come from the records. The engine's own speculator might choose another number
@@ -61,6 +64,7 @@ class Follower:
         self._engine = engine
         self._channel = channel
         self._adapters = adapters or {}
+        self._weights = weights
         self._received: queue.SimpleQueue[Record] = queue.SimpleQueue()
         self._theirs: Record | None = None  # the record that this engine must make next
         self._ours: deque[Record] = deque()  # records of this engine that rank 0 has not sent yet
@@ -77,6 +81,8 @@ class Follower:
             while (record := self._received.get())["event"] != "end":
                 if record["event"] == "ping":
                     self._channel.send({"event": "pong"})
+                elif record["event"] in ("load", "loaded", "forget"):
+                    self._prepare_update(record)
                 else:
                     self.follow(record)
         except Differs as difference:
@@ -84,6 +90,17 @@ class Follower:
             self._channel.send({"event": "differs", "difference": str(difference)})
             return 1
         return 0
+
+    def _prepare_update(self, record: Record) -> None:
+        """Has other weights loaded, tells rank 0 how that went, or forgets them."""
+        assert self._weights is not None, "rank 0 has compared the settings of both"
+        match record["event"]:
+            case "load":
+                self._weights.load(record, self._received.put)
+            case "loaded":
+                self._channel.send(self._weights.answer(record["number"], record["loading"]))
+            case "forget":
+                self._weights.forget(record["number"])
 
     def follow(self, record: Record) -> None:
         """Does what one record says, and compares the records of both engines.
@@ -112,6 +129,9 @@ class Follower:
                 engine.reset_prefix_cache()
             case "rebuild":
                 engine.rebuild_pages()
+            case "update" if self._weights is not None:
+                checksum = record["checksum"]
+                engine.replace_weights(self._weights.take(checksum), record["mode"], checksum)
 
     def _add(self, record: Record) -> None:
         try:

@@ -272,6 +272,8 @@ def _about(engine: EngineConfig, server: ServerConfig) -> Record:
         if engine.tokenizer is None
         else model_hash(resolve_tokenizer(engine.tokenizer)),
         **{f"LoRA adapter {name!r}": model_hash(Path(path)) for name, _, path in adapters},
+        # The files in it are compared when they are loaded.
+        "weights_directory": None if server.weights_directory is None else "",
     }
     record = {
         "event": "header",

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import logging
+import queue
 import threading
 from collections.abc import Callable, Mapping
 
+from jaxpage.errors import CheckpointError, EngineFailed
 from jaxpage.replay import Leave, Record
 from jaxpage.serving.hosts.channel import Channel
 from jaxpage.serving.hosts.host_records import HostRecorder
+from jaxpage.serving.hosts.weight_loading import LoadedWeights
 from jaxpage.step.plan import StepPlan
 
 logger = logging.getLogger(__name__)
@@ -42,6 +45,8 @@ class Leader(HostRecorder):
         self._lost: str | None = None
         self._tell: Callable[[BaseException], None] = lambda lost: None
         self._ended = threading.Event()
+        # What other hosts say of weights, by rank; None when no more will come.
+        self._loaded: queue.SimpleQueue[tuple[int, Record] | None] = queue.SimpleQueue()
 
     def start(self, tell: Callable[[BaseException], None]) -> None:
         """Starts the threads that send pings and receive the answers.
@@ -82,6 +87,62 @@ class Leader(HostRecorder):
         if self._lost is None:
             super().closed()
         self._ended.set()
+        self._loaded.put(None)
+
+    def load_on_all(
+        self, number: int, path: str, *, check_finite: bool, load: Callable[[], LoadedWeights]
+    ) -> LoadedWeights:
+        """Loads other weights on all hosts at the same time, and returns those of this one.
+
+        It is called on one thread at a time. The other hosts keep theirs until the engine of rank 0
+        takes its own, or `forget_weights`.
+
+        Args:
+            number: The number of the update; each is greater than the one before.
+            path: The directory, below the one that each host has for weights.
+            check_finite: True refuses NaN and infinite numbers.
+            load: Loads the weights on this host.
+
+        Raises:
+            CheckpointError: A host cannot load them, or has other files; the message names its
+                rank. The errors of `load` come as they are.
+            EngineFailed: A host was lost, or the engine has ended.
+        """
+        order = {"number": number, "path": path, "check_finite": check_finite}
+        self._send({"event": "load", **order})
+        try:
+            loaded = load()
+        finally:
+            answers = self._wait_for_answers()  # or the next update would get them
+        problems = []
+        for rank, answer in sorted(answers.items()):
+            if (why := answer.get("why")) is not None:
+                problems.append(f"rank {rank}: {why}")
+            elif answer["checksum"] != loaded.checksum:
+                problems.append(
+                    f"rank {rank}: the files of {path} differ (hash {answer['checksum']} there, "
+                    f"{loaded.checksum} on rank 0)"
+                )
+        if problems:
+            raise CheckpointError("\n".join(problems))
+        return loaded
+
+    def _wait_for_answers(self) -> dict[int, Record]:
+        answers: dict[int, Record] = {}
+        while len(answers) < len(self._channels):
+            answer = self._loaded.get()
+            if answer is None:
+                self._loaded.put(None)  # for the next one that waits
+                raise EngineFailed("The engine has ended, or a host was lost")
+            answers[answer[0]] = answer[1]
+        return answers
+
+    def forget_weights(self, number: int) -> None:
+        """Lets the other hosts drop the weights of an update that has ended.
+
+        It is called between two steps, so that they hear first of an update that was made.
+        """
+        self._send({"event": "forget", "number": number})
 
     def _send(self, record: Record) -> None:
         for rank, channel in self._channels.items():
@@ -104,6 +165,8 @@ class Leader(HostRecorder):
                 return self._lose(f"rank {rank} has not answered for {self._timeout:g} s")
             except (OSError, ValueError) as error:
                 return self._lose(f"rank {rank} is gone: {error}")
+            if record.get("event") == "loaded":
+                self._loaded.put((rank, record))
             if record.get("event") == "differs":
                 return self._lose(f"rank {rank} does something else\n{record.get('difference')}")
 
@@ -115,6 +178,7 @@ class Leader(HostRecorder):
                 return
             self._lost = why
         self._ended.set()
+        self._loaded.put(None)
         logger.critical("the hosts cannot go on together: %s", why)
         # The other hosts see that their connection has ended, and end, too.
         for channel in self._channels.values():

@@ -15,7 +15,12 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 # The headers in which a browser says for which page it sends a request.
 _OF_THE_PAGE = {b"origin", b"referer", b"sec-fetch-site", b"sec-fetch-mode", b"sec-fetch-dest"}
-_ANSWER_HEADERS = ("x-request-id", "x-jaxpage-ignored-fields", "retry-after")
+_ANSWER_HEADERS = (
+    "x-request-id",
+    "x-jaxpage-ignored-fields",
+    "x-jaxpage-adapter-digest",
+    "retry-after",
+)
 
 
 class _AllowedPages:

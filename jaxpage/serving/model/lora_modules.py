@@ -113,8 +113,12 @@ class RuntimeAdapters:
         self._directory = directory
         self._numbers = itertools.count(1 + len(context.adapters))
 
-    def load(self, body: dict[str, Any]) -> str:
-        """Loads an adapter, and returns the text of the answer.
+    def load(self, body: dict[str, Any]) -> Response:
+        """Loads an adapter; the answer has the digest of its numbers in a header.
+
+        With `load_inplace` the numbers are kept in memory, and its files are not read again. The
+        adapter may be there already; then new requests have the new numbers, and those that run or
+        wait keep theirs.
 
         Raises:
             ApiError: A field is wrong, the name is taken, there are too many adapters, or the
@@ -142,17 +146,27 @@ class RuntimeAdapters:
         inside = directory_inside(
             self._directory, path, setting="lora_directory", param="lora_path"
         )
-        requested = LoRARequest(name, next(self._numbers), str(inside))
+        before = served.get(name)
+        requested = LoRARequest(name, next(self._numbers), None if in_place else str(inside))
+        if in_place and before is not None and before.lora_path is None:
+            requested = before  # requests that are being prepared still find its number
         try:
-            self._engine.open_adapter(requested)
+            if in_place:
+                digest = self._engine.adapters_for(requested).update_from(requested, inside)
+            else:
+                digest = self._engine.open_adapter(requested).adapter.digest
         except (CheckpointError, ModelNotFoundError) as error:
             raise ApiError(400, str(error), param="lora_path").quoting(body) from error
-        self._forget(served.get(name))
+        if before != requested:
+            self._forget(before)
         served[name] = requested
-        return f"Success: LoRA adapter '{name}' added successfully."
+        return PlainTextResponse(
+            f"Success: LoRA adapter '{name}' added successfully.",
+            headers={"x-jaxpage-adapter-digest": digest},
+        )
 
-    def unload(self, body: dict[str, Any]) -> str:
-        """Unloads an adapter, and returns the text of the answer; running requests keep it.
+    def unload(self, body: dict[str, Any]) -> Response:
+        """Unloads an adapter; running requests keep it.
 
         Raises:
             ApiError: A field is wrong, or there is no such adapter.
@@ -168,7 +182,7 @@ class RuntimeAdapters:
                 code="not_found",
             )
         self._forget(requested)
-        return f"Success: LoRA adapter '{name}' removed successfully."
+        return PlainTextResponse(f"Success: LoRA adapter '{name}' removed successfully.")
 
     def _forget(self, requested: LoRARequest | None) -> None:
         if requested is not None:
@@ -186,12 +200,12 @@ def lora_routes(
         return []
     adapters = RuntimeAdapters(engine, context, Path(config.lora_directory))
 
-    def answering(do: Callable[[dict[str, Any]], str]) -> Callable[[Request], Any]:
+    def answering(do: Callable[[dict[str, Any]], Response]) -> Callable[[Request], Any]:
         async def answer(request: Request) -> Response:
             check_origin(request.headers)
             check_is_json(request.headers)
             raw = await request.body()
-            return PlainTextResponse(await preparing.aside(lambda: do(parse_object(raw))))
+            return await preparing.aside(lambda: do(parse_object(raw)))
 
         return answer
 

@@ -6,6 +6,7 @@ The new weights are files below one directory, which a setting gives.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
 from pathlib import Path
 from typing import Any, get_args
@@ -14,11 +15,16 @@ from starlette.datastructures import Headers
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from jaxpage.assembly import check_replaceable, weights_on_device
-from jaxpage.checkpoints import with_weights_of
+from jaxpage.assembly import check_replaceable
 from jaxpage.driver import AsyncDriver
 from jaxpage.errors import CheckpointError, QueueFull, ShuttingDown, UnsupportedError
 from jaxpage.serving.config import ServerConfig
+from jaxpage.serving.hosts.leader import Leader
+from jaxpage.serving.hosts.weight_loading import (
+    LoadedWeights,
+    load_other_weights,
+    load_with_hash,
+)
 from jaxpage.serving.http.answers import json_answer
 from jaxpage.serving.http.host_guard import check_origin
 from jaxpage.serving.http.posting import json_body, post_route
@@ -39,10 +45,19 @@ MAX_PROBLEMS_CHARACTERS = 100_000
 class Updating:
     """Loads new weights, one update at a time; the old ones are in use until an update ends."""
 
-    def __init__(self, driver: AsyncDriver, directory: Path):
+    def __init__(self, driver: AsyncDriver, directory: Path, hosts: Leader | None = None) -> None:
+        """Starts with the weights of the driver's engine.
+
+        Args:
+            driver: The driver of the engine.
+            directory: The directory below which other weights are.
+            hosts: The leader of the other hosts; None where this is the only one.
+        """
         self._driver = driver
         self._directory = directory
+        self._hosts = hosts
         self._loading = Workers("weights", 1, 0)
+        self._numbers = itertools.count()
 
     async def update(self, body: dict[str, Any]) -> dict[str, Any]:
         """Loads and takes the weights that a request names.
@@ -72,11 +87,12 @@ class Updating:
         path = directory_inside(
             self._directory, text_field(body, "path"), setting="weights_directory", param="path"
         )
+        number = next(self._numbers)
         try:
-            weights, checksum = await self._loading.run(
-                lambda: self._load(path, check_finite=check_finite)
+            loaded = await self._loading.run(
+                lambda: self._load(number, path, body["path"], check_finite=check_finite)
             )
-            version = await self._driver.replace_weights(weights, mode, checksum)
+            version = await self._driver.replace_weights(loaded.weights, mode, loaded.checksum)
         except (CheckpointError, UnsupportedError) as error:
             message = str(error).replace(str(path), body["path"])
             raise ApiError(400, message, param="path", limit=MAX_PROBLEMS_CHARACTERS).quoting(
@@ -90,23 +106,41 @@ class Updating:
             raise
         except RuntimeError as error:
             raise ApiError(409, str(error), code="conflict") from error
+        finally:
+            self._forget(number)
         return {"weights_version": version}
 
-    def _load(self, path: Path, *, check_finite: bool) -> tuple[Any, str | None]:
-        """Returns the weights on the device, and their hash for an event log.
+    def _load(
+        self, number: int, directory: Path, path: str, *, check_finite: bool
+    ) -> LoadedWeights:
+        """Returns the weights of a directory, which all other hosts have loaded, too.
 
-        With `check_finite` numbers that are NaN or infinite are an error, too. The errors are those
-        of `weights_on_device`.
+        With `check_finite` numbers that are NaN or infinite are an error. The errors are those of
+        `weights_on_device` and `Leader.load_on_all`.
         """
         built = self._driver.built
-        others = with_weights_of(built.model, path)
-        packed = built.engine.packed
-        weights = weights_on_device(others, built.spec, packed, finite=check_finite)
-        return weights, built.checksum_of(weights)
+        if self._hosts is None:
+            weights = load_other_weights(built, directory, check_finite=check_finite)
+            return LoadedWeights(weights, built.checksum_of(weights))
+        return self._hosts.load_on_all(
+            number,
+            path,
+            check_finite=check_finite,
+            load=lambda: load_with_hash(built, directory, check_finite=check_finite),
+        )
+
+    def _forget(self, number: int) -> None:
+        """Lets other hosts drop the weights of an update that has ended in whatever way."""
+        hosts = self._hosts
+        if hosts is not None:
+            self._driver.call(lambda engine: hosts.forget_weights(number))
 
 
 def weights_routes(
-    config: ServerConfig, driver: AsyncDriver, visitors: InFlightRequests
+    config: ServerConfig,
+    driver: AsyncDriver,
+    visitors: InFlightRequests,
+    hosts: Leader | None = None,
 ) -> list[Route]:
     """Returns the routes that update the weights, and pause; none without `weights_directory`.
 
@@ -114,6 +148,7 @@ def weights_routes(
         config: The settings of the server.
         driver: The driver of the engine.
         visitors: The counter of the requests for which a shutdown waits.
+        hosts: The leader of the other hosts; None where this is the only one.
 
     Raises:
         UnsupportedError: The weights of this model cannot be replaced.
@@ -122,7 +157,7 @@ def weights_routes(
         return []
     built = driver.built
     check_replaceable(built.model, "weights_directory")
-    updating = Updating(driver, Path(config.weights_directory))
+    updating = Updating(driver, Path(config.weights_directory), hosts)
 
     async def answer(scope: Scope, receive: Receive, send: Send) -> None:
         with visitors.inside():

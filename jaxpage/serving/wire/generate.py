@@ -165,6 +165,8 @@ class GenerateAnswer(Answer):
         if (request_id := self.prompts[0].request_id) is not None:
             body["request_id"] = request_id
         body["weights_version"] = output.weights_version
+        if output.adapter_digest is not None:
+            body["adapter_digest"] = output.adapter_digest
         if output.prompt_logprobs is not None:
             entries = cast(list[Entry], output.prompt_logprobs[1:])
             arrays = _logprob_arrays(entries, output.prompt_token_ids[1:], self._num_top_of_prompt)
@@ -267,4 +269,4 @@ ROLLOUT = object_of(
 ROLLOUT["properties"] |= dict.fromkeys(
     ("prompt_logprobs", "prompt_top_token_ids", "prompt_top_logprobs"), _ARRAY
 )
-ROLLOUT["properties"]["request_id"] = STRING
+ROLLOUT["properties"] |= {"request_id": STRING, "adapter_digest": STRING}
