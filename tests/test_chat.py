@@ -26,6 +26,7 @@ from tests.support.fake_llm import FakeLLM
 from tests.support.terminal import ALT_ENTER, CTRL_C, CTRL_D, ENTER, READY, UP, terminal
 
 ROOT = Path(__file__).parents[1]
+YELLOW = ROOT / "examples" / "pictures" / "yellow.png"
 
 
 def conversation(*turns: str, **settings: Any) -> Conversation:
@@ -61,8 +62,10 @@ def test_help_lists_every_command():
 def test_pictures_are_shown_with_the_next_question(tmp_path):
     found = conversation("a")
     path = tmp_path / "a b.png"
-    assert "there is no file" in found.command(f"/image {path}")
+    assert "is no file" in found.command(f"/image {path}")
     path.write_bytes(b"x")
+    assert "is no PNG, JPEG, WebP or GIF file" in found.command(f"/image {path}")
+    path.write_bytes(YELLOW.read_bytes())
     assert found.command(f"/image {path}") == "The next question has 1 picture"
     assert found.command(f"/image {path}") == "The next question has 2 pictures"
     picture = {"type": "image", "image": str(path)}
@@ -385,6 +388,31 @@ def test_a_pipe_is_read_to_its_end(fake, monkeypatch, capsys):
     out, err = capsys.readouterr()
     assert out == "Hello wörld\n" * 4
     assert "> " not in err and "did you mean /exit?" in err
+
+
+def test_pictures_of_the_command_line_are_shown_with_the_first_question(fake, monkeypatch, capsys):
+    asked = []
+    prompt = {"prompt": "Hi", "prompt_token_ids": [1]}
+    monkeypatch.setattr(
+        FakeLLM, "chat_prompt", lambda _, messages: asked.append(messages) or prompt
+    )
+    assert chat(monkeypatch, "Hi\n", "demo", "--image", str(YELLOW), "--image", str(YELLOW)) == 0
+    picture = {"type": "image", "image": str(YELLOW)}
+    content = [picture, picture, {"type": "text", "text": "Hi"}]
+    assert asked[-1] == [{"role": "user", "content": content}]
+    assert "The first question has 2 pictures" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [("missing.png", "is no file"), ("x" * 300, "File name too long"), (".", "is no file")],
+)
+def test_a_wrong_picture_of_the_command_line_is_told_before_the_start(
+    name, problem, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setattr("jaxpage.cli.chat.engine_for_one", lambda *_, **__: pytest.fail("started"))
+    assert chat(monkeypatch, "Hi\n", "demo", "--image", str(tmp_path / name)) == 2
+    assert problem in capsys.readouterr().err
 
 
 def test_exit_ends_a_pipe_too(fake, monkeypatch):

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import transformers
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from PIL import Image
 from transformers.image_utils import load_image
@@ -168,6 +168,7 @@ def test_damaged_files_are_pictures_or_refused(data: st.DataObject) -> None:
 
 @settings(max_examples=100, deadline=None)
 @given(source=st.one_of(st.text(), st.binary(), st.none(), st.integers(), st.lists(st.integers())))
+@example("iVBORw0KGgo" * 30)  # base64 is no path: longer than a name may be
 def test_anything_else_is_refused(source: object) -> None:
     with pytest.raises((TypeError, ValueError)):
         load_picture(source)  # type: ignore[arg-type]

@@ -8,10 +8,11 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from jaxpage.cli.conversation import Conversation, Message, is_open, unquote
+from jaxpage.cli.conversation import Conversation, Message, find_picture, is_open, unquote
 from jaxpage.cli.generate import print_stream
 from jaxpage.cli.resolving import Say, engine_for_one, read_sampling, say, teller
 from jaxpage.errors import JaxpageError, UsageError
+from jaxpage.settings.argument_checks import count
 
 if TYPE_CHECKING:
     from jaxpage.llm import LLM
@@ -45,12 +46,14 @@ def chat(arguments: argparse.Namespace) -> int:
     """
     sampling = read_sampling(arguments)
     tell = teller(arguments)
+    pictures = [_find_picture(path) for path in arguments.image or ()]
     with engine_for_one(arguments, chats=True) as llm:
         conversation = Conversation(
             sampling, defaults=_defaults(llm, sampling, tell), system=arguments.system
         )
-        for path in arguments.image or ():
-            tell(_show(conversation, path))
+        if pictures:
+            conversation.pictures += pictures
+            tell(f"The first question has {count(len(pictures), 'picture')}")
         if not _has_terminal():
             return 1 if converse(llm, conversation, Lines(), tell) else 0
         from jaxpage.cli.line_editor import LineEditor
@@ -84,10 +87,10 @@ def _defaults(llm: LLM, sampling: dict[str, object], tell: Say) -> dict[str, obj
     return {name: value for name, value, _ in defaults}
 
 
-def _show(conversation: Conversation, path: Path) -> str:
-    """Shows a picture of the command line, and returns what to print."""
+def _find_picture(path: Path) -> Path:
+    """Returns a picture of the command line."""
     try:
-        return conversation.show(path)
+        return find_picture(path)
     except ValueError as error:
         raise UsageError(f"--image: {error}") from None
 

@@ -41,6 +41,20 @@ def is_open(text: str) -> bool:
     return text.lstrip().startswith(QUOTES) and text.count(QUOTES) % 2 == 1
 
 
+def find_picture(path: Path) -> Path:
+    """Returns the absolute path of a picture.
+
+    It is decoded: an error that came with the next question would lose the question.
+
+    Raises:
+        ValueError: The file is missing, or no picture that is taken.
+    """
+    from jaxpage.images import load_picture  # late, because this imports Pillow and NumPy
+
+    load_picture(path)
+    return path.resolve()
+
+
 def unquote(text: str) -> str:
     """Returns the text between triple quotes, or the text as it is if there is anything else."""
     stripped = text.strip()
@@ -119,11 +133,9 @@ class Conversation:
         """Shows a picture with the next question, and returns what to print.
 
         Raises:
-            ValueError: There is no such file.
+            ValueError: The file is missing, or no picture that is taken.
         """
-        if not path.is_file():
-            raise ValueError(f"there is no file {path}")
-        self.pictures.append(path.resolve())
+        self.pictures.append(find_picture(path))
         return f"The next question has {count(len(self.pictures), 'picture')}"
 
     def num_to_drop(

@@ -67,9 +67,9 @@ def _bytes_of(text: str) -> bytes | Path:
 
 
 def _read(path: Path) -> bytes:
-    if not path.is_file():
-        raise ValueError(f"the picture {show(str(path))} is no file")
     try:
+        if not path.is_file():
+            raise ValueError(f"the picture {show(str(path))} is no file")
         return path.read_bytes()
     except OSError as error:
         raise ValueError(
