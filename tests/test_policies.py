@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from jaxpage.scheduling import POLICIES, Preemption, WaitingQueue
 from jaxpage.scheduling.admitting import spare_blocks
-from jaxpage.scheduling.queues import ByPriority, FairShare, FirstCome
+from jaxpage.scheduling.queues import ByPriority, FairShare
 from jaxpage.step.request import SequenceGroup
 from tests.support.fake_device import Driver, alone, make_group
 from tests.test_scheduler import make_driver
@@ -387,12 +387,7 @@ def test_a_long_prompt_stalls_nobody_beyond_the_budget(mixed):
     assert computed >= (20 * 14 if mixed else 10 * 16) * 0.7, "the long prompt goes on all the same"
 
 
-def test_policies_are_queues():
-    assert {name: type(make()) for name, make in POLICIES.items()} == {
-        "fcfs": FirstCome,
-        "priority": ByPriority,
-        "fair": FairShare,
-    }
+def test_only_so_many_users_who_do_not_wait_are_remembered():
     queue: WaitingQueue = FairShare()
     for number in range(3 * FairShare.MOST_IDLE):
         group = make_group(str(number), number, range(3), user=f"user {number}")
