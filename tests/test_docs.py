@@ -35,6 +35,7 @@ FENCE = re.compile(r"^ *```([^\n]*)\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
 HEREDOC = re.compile(r"<< *'?(\w+)'?\n.*?^\1$", re.MULTILINE | re.DOTALL)
 
 
+@pytest.mark.sweep  # it takes half a minute: .ci/run runs it by itself
 def test_the_site_builds_without_a_warning(tmp_path):
     pytest.importorskip("sphinx", reason="jaxpage[docs] is not installed")
     command = [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", "docs", str(tmp_path)]

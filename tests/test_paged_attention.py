@@ -159,8 +159,13 @@ def test_every_set_takes_a_chunk_that_no_row_is_longer_than():
         assert (refused is None) == (chunk == longest), refused
 
 
-@pytest.mark.parametrize("backend", SHARED_BACKENDS)
-@pytest.mark.parametrize("page_dtype", few(["float32", "int8", "uint8"], ["float32", "int8"]))
+@pytest.mark.parametrize(
+    ("page_dtype", "backend"),
+    few(
+        itertools.product(["float32", "int8", "uint8"], SHARED_BACKENDS),
+        [("int8", backend) for backend in SHARED_BACKENDS] + [("float32", "scan")],
+    ),
+)
 def test_values_within_the_keys(backend, page_dtype):
     """Of queries and new keys as well, written in the same call; padding gives zeros. A mistake planted: another width."""
     case = make_case(

@@ -32,6 +32,7 @@ from tests.support.engines import (
 )
 from tests.support.random_checkpoints import random_checkpoint
 from tests.support.reference_sampling import processed
+from tests.support.sweeps import few
 from tests.test_sampler import BUCKET, NEUTRAL, NUM_ROWS, TABLES, flags_of, inputs_for, run_draw
 from tests.test_sampler import VOCAB as WIDTH
 
@@ -155,7 +156,7 @@ MISTAKES = {
 }
 
 
-@pytest.mark.parametrize("mistake", MISTAKES)
+@pytest.mark.parametrize("mistake", few(MISTAKES, ["without masks"]))
 def test_the_oracle_sees_planted_mistakes(mistake, directory, monkeypatch):
     function, name = MISTAKES[mistake]
     monkeypatch.setattr(steps_module, "scale_logits", function)
@@ -248,7 +249,7 @@ ENGINES = {
 }
 
 
-@pytest.mark.parametrize("name", ENGINES)
+@pytest.mark.parametrize("name", few(ENGINES, ["several steps", "drafts"]))
 def test_an_engine_changes_no_number(name, directory, alone):
     with make_llm(directory, enable_return_sampling_mask=True, **ENGINES[name]) as llm:
         outputs = generate(llm, *REQUESTS.values())

@@ -161,7 +161,14 @@ def expected(engines, model):
     return found
 
 
-@pytest.mark.parametrize("name", [name for name in ENGINES if name != "alone"])
+# Drafts from the step of a recurrent model, preempted and rejected, are in tests/test_drafting_ahead.py, too.
+@pytest.mark.parametrize(
+    "name",
+    few(
+        [name for name in ENGINES if name != "alone"],
+        ["recomputing", "swapping", "drafting", "several steps"],
+    ),
+)
 def test_no_bit_depends_on_the_engine(name, engines, expected):
     """In a batch, in chunks and other blocks, recomputed or swapped, forked, behind drafts and behind cached prefixes."""
     llm = engines(name)

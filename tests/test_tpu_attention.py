@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 import jax.numpy as jnp
 import numpy as np
@@ -99,8 +100,13 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize("backend", ["scan", "reference"])
+@pytest.mark.parametrize(
+    ("backend", "options"),
+    few(
+        itertools.product(["scan", "reference"], OPTIONS),
+        [*[("scan", options) for options in OPTIONS], ("reference", "sinks")],
+    ),
+)
 def test_plain_xla_reads_interleaved_pages_to_the_same_bits(backend, options):
     """What the kernel of JAX refuses is computed by plain XLA, from the same pages."""
     case = make_case(1, *ROWS["rows of every kind"], width=16)
