@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import io
 import json
@@ -26,6 +27,7 @@ from jaxpage.images import LastUsed, load_picture, picture_in, takes_parts_alone
 from jaxpage.serving.dialects.messages import count_tokens, open_message
 from jaxpage.serving.dialects.ollama import open_ollama_chat, open_ollama_generate, show_ollama
 from jaxpage.serving.dialects.responses import open_response
+from jaxpage.serving.http.answers import make_refusal
 from jaxpage.serving.wire import pictures as wire_pictures
 from jaxpage.serving.wire.context import ModelContext, RequestLimits
 from jaxpage.serving.wire.errors import ApiError
@@ -232,7 +234,7 @@ def refused(opens: Any, body: dict[str, Any], served: ModelContext) -> ApiError:
             try:
                 prompt.pictures.process()
             except ApiError as error:
-                raise exchange.refusal(error) from None
+                raise asyncio.run(make_refusal(error, exchange.refusal)) from None
     assert caught.value.status == 400
     return caught.value
 
@@ -343,14 +345,14 @@ def test_there_are_as_many_pictures_as_places() -> None:
     error = refused(open_chat, chat(said("What is <|image_pad|>?")), served)
     assert (error.param, error.message) == (
         "messages",
-        "messages: The prompt has 1 place for pictures ('<|image_pad|>'), but there are 0 pictures",
+        "messages: The prompt has 1 place ('<|image_pad|>') for 0 pictures; each picture takes one",
     )
     error = refused(open_completion, {"model": MODEL, "prompt": "<|image_pad|>"}, served)
-    assert error.param == "prompt" and "1 place for pictures" in error.message
+    assert error.param == "prompt" and "1 place (" in error.message
     # A template that does not know pictures leaves them out.
     blind = seeing(template="{% for m in messages %}{{ m.content }}{% endfor %}")
     error = refused(open_chat, chat(said([image(SMALL)])), blind)
-    assert "has 0 places for pictures ('<|image_pad|>'), but there are 1 picture" in error.message
+    assert "has 0 places ('<|image_pad|>') for 1 picture" in error.message
 
 
 def test_there_are_not_too_many_pictures() -> None:
@@ -655,7 +657,7 @@ def test_python_gives_what_transformers_gives(model: Seeing) -> None:
     [
         ({"prompt": "a", "multi_modal_data": {"image": SMALL}}, ValueError, "0 places .* 1 pict"),
         ({"prompt": "<image>", "multi_modal_data": {"image": []}}, ValueError, "1 place .* 0 pict"),
-        ("<image>", ValueError, "1 place for pictures"),
+        ("<image>", ValueError, "1 place .* 0 pictures"),
         ({"prompt": "<image>", "multi_modal_data": {"video": 1}}, UnsupportedError, "'video'"),
         ({"prompt": "<image>", "multi_modal_data": [SMALL]}, TypeError, "multi_modal_data must"),
         ({"prompt": "<image>", "multi_modal_data": {"image": 3}}, TypeError, "a picture must be"),

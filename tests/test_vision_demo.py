@@ -13,7 +13,7 @@ from PIL import Image
 from safetensors.flax import load_file
 from tokenizers import Tokenizer
 
-from jaxpage import LLM, SamplingParams
+from jaxpage import LLM, SamplingParams, cli
 from jaxpage.checkpoints.finding.resolve import DEMO_VISION, resolve_model
 from tools.lab.demo_model import drawings, picture_talk, seeing_accuracy, seeing_examples
 from tools.lab.demo_model.seeing_files import import_seeing
@@ -65,6 +65,15 @@ def test_it_is_packaged_under_its_name_and_small():
     tensors = load_file(DEMO_VISION / "model.safetensors")
     assert {value.dtype for value in tensors.values()} == {jnp.dtype("bfloat16")}
     assert 1_000_000 < sum(value.size for value in tensors.values()) < 3_000_000
+
+
+def test_a_plan_counts_its_parameters(capsys):
+    tensors = load_file(DEMO_VISION / "model.safetensors")
+    num_text = sum(value.size for name, value in tensors.items() if "text_model" in name)
+    for words, num in (([], sum(value.size for value in tensors.values())), (["0"], num_text)):
+        limit = ["--limit-images", *words] if words else []
+        assert cli.main(["plan", "demo-vision", *limit]) == 0
+        assert f", {num:,} parameters" in capsys.readouterr().out
 
 
 def test_the_example_pictures_are_those_that_the_tool_draws(tmp_path):

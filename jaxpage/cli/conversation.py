@@ -49,7 +49,7 @@ def find_picture(path: Path) -> Path:
     Raises:
         ValueError: The file is missing, or no picture that is taken.
     """
-    from jaxpage.images import load_picture  # late, because this imports Pillow and NumPy
+    from jaxpage.images import load_picture  # late, because this imports Pillow
 
     load_picture(path)
     return path.resolve()

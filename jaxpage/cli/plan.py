@@ -71,7 +71,8 @@ class Subject:
         model: The model, as its config.json describes it.
         divisions: The divisions over devices that are possible, and the weights of the engine,
             quantised if the checkpoint or a setting says so.
-        num_parameters: The parameters of the model; a quantised weight counts like a plain one.
+        num_parameters: The parameters of the model, those of its encoder of pictures included; a
+            quantised weight counts like a plain one.
         device: The device.
         drafting: The draft model or the draft head, if there is one.
         lora: The adapters that the engine takes, if it takes any.
@@ -269,6 +270,8 @@ def _describe(
     unquantised = (
         divisions.weights if model.rule is None else model_weights(model.family, model.spec)
     )
+    if (vision := find_vision(config, model.family, model.config)) is not None:
+        unquantised = [*unquantised, *model_weights(vision.family, vision.spec)]
     num_parameters = sum(weight.size for weight in unquantised)
     drafting = _drafting(config)
     lora = lora_spec(config, model.family, model.spec)

@@ -92,8 +92,10 @@ def _decode(data: bytes, max_pixels: int) -> Image.Image:
     try:
         picture = Image.open(io.BytesIO(data), formats=FORMATS)
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
+        num_pixels = re.search(r"\d+", str(error))
         raise ValueError(
-            f"the picture has more than the {max_pixels} pixels that are allowed: {error!s:.100}"
+            f"the picture has {num_pixels[0] if num_pixels else 'too many'} pixels; at most "
+            f"{max_pixels} are allowed"
         ) from None
     except Exception:  # decoders raise errors of any type
         raise ValueError(

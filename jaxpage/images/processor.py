@@ -110,8 +110,8 @@ class PictureProcessor:
     def _check_count(self, num_markers: int, num_pictures: int) -> None:
         if num_markers != num_pictures:
             raise ValueError(
-                f"The prompt has {count(num_markers, 'place')} for pictures "
-                f"({self.rule.marker!r}), but there are {count(num_pictures, 'picture')}"
+                f"The prompt has {count(num_markers, 'place')} ({self.rule.marker!r}) for "
+                f"{count(num_pictures, 'picture')}; each picture takes one"
             )
 
     def expand(

@@ -201,6 +201,7 @@ LAZY_IMPORTS: dict[tuple[str, str], str] = {
         "jax.experimental.pallas.ops.tpu.ragged_paged_attention",
     ): "it brings Pallas for TPUs, and most machines have none",
     ("jaxpage/cli/chat.py", "*"): "a pipe needs no line editor, and a wrong flag no jax",
+    ("jaxpage/cli/conversation.py", "jaxpage.images"): "a text needs no Pillow",
     (
         "jaxpage/cli/commands.py",
         "*",

@@ -113,11 +113,12 @@ async def make_refusal(error: Exception, ask: Callable[[Exception], ApiError]) -
 
     Args:
         error: The exception.
-        ask: Returns what the request says of an exception that `refusal_of` does not know. It may
-            look for a quote in all of the request, so it runs on another thread.
+        ask: Returns what the request says of an exception that `refusal_of` does not know, and of
+            an ApiError, whose parameter may have another name in the client's API. It may look for
+            a quote in all of the request, so it runs on another thread.
     """
     refusal = refusal_of(error)
-    if refusal is None:
+    if refusal is None or refusal is error:
         refusal = await asyncio.to_thread(ask, error)
     # `to_api_error` logs an error that the client may not see.
     return to_api_error(error) if refusal.status == 500 else refusal
