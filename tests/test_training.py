@@ -133,7 +133,7 @@ def test_derivatives_of_experts_are_differences_in_float64(tmp_path: Path) -> No
     """Along a random direction of all weights; the oracle's own routes do not change on the way."""
     oracle = save_model("qwen3-moe-mixed", tmp_path)
     model, weights = loaded(tmp_path, oracle)
-    gradients = jax.grad(lambda w: model.log_probabilities(w, ROWS).mean())(weights)
+    gradients = jax.jit(jax.grad(lambda w: model.log_probabilities(w, ROWS).mean()))(weights)
     named = model.named(gradients)
     oracle.set_experts_implementation("eager")  # the others have no float64
     oracle = oracle.double()
