@@ -21,6 +21,7 @@ import jax.monitoring
 import jax.numpy as jnp
 import numpy as np
 
+from jaxpage.device.batch_invariance import refuse_sums
 from jaxpage.device.compiler_options import compiler_options
 from jaxpage.device.drafters.drafter import DeviceDrafter, split_layers
 from jaxpage.device.hardware.backends import Backend
@@ -346,6 +347,8 @@ def _compile_step(
     parameters: Any, pages: KVPages, bucket: Bucket, options: StepOptions, mesh: DeviceMesh
 ) -> Any:
     step, shapes = step_call(parameters, pages, bucket, options, mesh)
+    if options.attention_backend.batch_invariant:
+        refuse_sums(step.trace(parameters, pages, *shapes).jaxpr)
     return compile_ahead(step, parameters, pages, *shapes, graphs=options.graphs)
 
 

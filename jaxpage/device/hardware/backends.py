@@ -43,6 +43,7 @@ class Backend(NamedTuple):
     interpret: bool = False  # kernels run on CPU, operation by operation
     in_cpp: bool = False  # kernels for CPUs multiply by weights, which may be in panels
     interleaved: bool = False  # keys and values share an array of pages; see `page_shapes`
+    batch_invariant: bool = False  # the order of a token's sums does not depend on the batch
 
     @property
     def options(self) -> dict[str, Any]:
