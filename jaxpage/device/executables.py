@@ -21,7 +21,7 @@ import jax.monitoring
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpage.device.batch_invariance import refuse_sums
+from jaxpage.device.batch_invariance import EXACT_OPTIONS, refuse_sums
 from jaxpage.device.compiler_options import compiler_options
 from jaxpage.device.drafters.drafter import DeviceDrafter, split_layers
 from jaxpage.device.hardware.backends import Backend
@@ -347,14 +347,29 @@ def _compile_step(
     parameters: Any, pages: KVPages, bucket: Bucket, options: StepOptions, mesh: DeviceMesh
 ) -> Any:
     step, shapes = step_call(parameters, pages, bucket, options, mesh)
-    if options.attention_backend.batch_invariant:
-        refuse_sums(step.trace(parameters, pages, *shapes).jaxpr)
-    return compile_ahead(step, parameters, pages, *shapes, graphs=options.graphs)
+    return compile_ahead(
+        step, parameters, pages, *shapes, graphs=options.graphs, backend=options.attention_backend
+    )
 
 
-def compile_ahead(function: Any, *shapes: Any, graphs: GraphSettings = USUAL_GRAPHS) -> Any:
-    """Compiles a function for arguments of these shapes."""
-    return function.lower(*shapes).compile(compiler_options(target_device().platform, graphs))
+def compile_ahead(
+    function: Any,
+    *shapes: Any,
+    graphs: GraphSettings = USUAL_GRAPHS,
+    backend: Backend | None = None,
+) -> Any:
+    """Compiles a function for arguments of these shapes.
+
+    Raises:
+        UnsupportedError: The backend is batch invariant, and the function is not.
+    """
+    traced = function.trace(*shapes)
+    options = compiler_options(target_device().platform, graphs)
+    if backend is not None and backend.batch_invariant:
+        if not backend.interpret:  # on a CPU the sampler adds up row by row
+            refuse_sums(traced.jaxpr)
+        options |= EXACT_OPTIONS
+    return traced.lower().compile(options)
 
 
 def _processor_shapes(num_draws: int, options: StepOptions) -> ProcessorInputs:
