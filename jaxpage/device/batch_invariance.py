@@ -24,7 +24,7 @@ from pallas_kernels import SETS, QuantizedWeight, batch_invariant_product
 
 # By default XLA keeps the bits of a bfloat16 number that were to be rounded away, where it computes
 # on with it in the same kernel.
-EXACT_OPTIONS = {"xla_allow_excess_precision": "false"}
+EXACT_OPTIONS = {"xla_allow_excess_precision": "False"}
 # XLA adds up in an order of its own in these, or devices do.
 SUMS = frozenset(
     {

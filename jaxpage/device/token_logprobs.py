@@ -41,7 +41,9 @@ def _select_log_probabilities(
     chosen_B1 = own_B1 - largest_B1 - log_sum_B1
     ranks_B = 1 + jnp.sum(logits_BV - largest_B1 - log_sum_B1 > chosen_B1, axis=1, dtype=jnp.int32)
     count = min(NUM_CANDIDATES, logits_BV.shape[1])
-    some_BW, some_ids_BW = kernels.top_candidates(logits_BV, largest_B1[:, 0], log_sum_B1[:, 0], count)
+    some_BW, some_ids_BW = kernels.top_candidates(
+        logits_BV, largest_B1[:, 0], log_sum_B1[:, 0], count
+    )
     top_BW, order_BW = jax.lax.top_k(some_BW, count)  # sorting so few takes one launch
     return chosen_B1[:, 0], ranks_B, jnp.take_along_axis(some_ids_BW, order_BW, axis=1), top_BW
 

@@ -314,9 +314,7 @@ def _attend(arguments: Arguments, config: Config) -> jax.Array:
     )
     if apart and config.is_ordered:
         sinks_N = arguments.options.sinks
-        return fold_splits(
-            *result, splits_T, sinks_N, q_TNH.dtype, interpret=config.interpret
-        )
+        return fold_splits(*result, splits_T, sinks_N, q_TNH.dtype, interpret=config.interpret)
     if apart:
         out_ZTNH, weight_ZTN = result
         return reduce_splits(

@@ -29,7 +29,6 @@ from pallas_kernels.triton import backend as tb
 from pallas_kernels.triton.reduce import LOG2_E, LOWEST, fold, start
 
 
-
 @dataclass(frozen=True)
 class Config:
     """Holds the constants that a kernel is compiled for, apart from shapes.
