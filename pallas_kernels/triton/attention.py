@@ -228,7 +228,7 @@ def kernel(  # type: ignore[no-untyped-def]
             carry = new_top_A, total_A, sum_AH * shrink_A[:, None] + values_AH, *outer
             if not config.folds:
                 return carry
-            return lax.cond((index + 1) % segment == 0, fold_segment, lambda carry: carry, carry)
+            return lax.cond(lax.rem(index + 1, segment) == 0, fold_segment, lambda carry: carry, carry)
 
         def fold_segment(carry):  # type: ignore[no-untyped-def]
             inner, outer = carry[:3], carry[3:]

@@ -198,7 +198,7 @@ def _fold_segments(one_turn: Any, empty: Any, turns: int, share: int) -> Any:
     def turn_and_fold(turn: Any, state: Any) -> Any:
         sum_RO, total_RO = state
         state = one_turn(turn, sum_RO), total_RO
-        return lax.cond((turn + 1) % share == 0, fold, lambda state: state, state)
+        return lax.cond(lax.rem(turn + 1, share) == 0, fold, lambda state: state, state)
 
     sum_RO, total_RO = lax.fori_loop(0, turns, turn_and_fold, (empty, empty))
     return total_RO + sum_RO if turns % share else total_RO
