@@ -57,6 +57,12 @@ def with_ordered_sums(kernels: LayerKernels, backend: Backend) -> LayerKernels:
             x_TI, QuantizedWeight(*weight), result=result, **backend.options
         )
 
+    def multiply_by_group(*_: Any) -> jax.Array:
+        raise UnsupportedError(
+            "batch_invariant with experts: the rows of an expert would be summed in an order that "
+            "depends on their number; leave it out for such models"
+        )
+
     functions = SETS[backend.name].rows
     rows = RowKernels(
         **{
@@ -66,7 +72,7 @@ def with_ordered_sums(kernels: LayerKernels, backend: Backend) -> LayerKernels:
         takes=functions["takes"],
     )
     return kernels._replace(
-        multiply=multiply_grouped, multiply_numbers=multiply, by_group=None, rows=rows
+        multiply=multiply_grouped, multiply_numbers=multiply, by_group=multiply_by_group, rows=rows
     )
 
 

@@ -62,8 +62,8 @@ ROWS = (
     "log_sums",
 )
 # With more tokens a program goes through all segments, since the partial results of segments would
-# take much memory: 2 MiB for each token of 32 heads of 128.
-MOST_TOKENS_APART = 128
+# take much memory: half a MiB for each token of 32 heads of 128.
+MOST_TOKENS_APART = 256
 
 
 def heuristic(shape: Shape, has: tuple[int, int] | None = None) -> Tiles:
