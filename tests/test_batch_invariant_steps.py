@@ -8,13 +8,17 @@ from collections import Counter
 import jax
 import pytest
 
+from jaxpage import LLM, SamplingParams
 from jaxpage.device.batch_invariance import EXACT_OPTIONS, refuse_sums
 from jaxpage.device.compiler_options import compiler_options
 from jaxpage.device.hardware.backends import Backend, choose_backend
 from jaxpage.errors import UnsupportedError
 from pallas_kernels.compat import DescribedGPU, DescribedTPU, describe_gpu
+from pallas_kernels.triton import backend as triton_backend
+from tests.support import tensor_core
 from tests.support.sweeps import few
 from tools.lab.kernel_lab.inspection import compile_for, unavailable
+from tools.lab.step_times import random_model
 from tools.step_shapes import BUCKETS, LLAMA_3_8B, QWEN3_30B_A3B, step_shapes
 
 EXACT = Backend("triton", batch_invariant=True)
@@ -107,3 +111,39 @@ def test_what_the_compiler_makes_of_steps_is_alike_in_every_bucket():
     )
     assert few_rows[0] == many_rows[0] == chunk[0] == []
     assert few_rows[1] == many_rows[1] and few_rows[1].keys() <= chunk[1].keys()
+
+
+@pytest.mark.sweep
+def test_an_engine_answers_the_same_in_every_batch(monkeypatch):
+    """With interpreted kernels in the order of sums of a tensor core: alone, together, in chunks and with drafts, to the bit of log probabilities."""
+    monkeypatch.setattr(triton_backend, "dot", tensor_core.dot)
+    config = LLAMA_3_8B | SMALL | {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16}
+    config |= {"num_hidden_layers": 1, "vocab_size": 128}
+    parameters = random_model(config, "bfloat16")
+    prompts = [[5, 6, 7] * 15, [9] * 20, list(range(30, 70))]
+    sampling = SamplingParams(max_tokens=12, temperature=0.7, seed=3, logprobs=1, ignore_eos=True)
+
+    def answers(batches, **settings):
+        found = []
+        with LLM.from_parameters(
+            config,
+            parameters,
+            attention_backend="triton",
+            batch_invariant=True,
+            dtype="bfloat16",
+            max_model_len=96,
+            num_blocks=64,
+            max_num_seqs=4,
+            swap_space_blocks=0,
+            enable_prefix_caching=False,
+            **settings,
+        ) as llm:
+            for batch in batches:
+                found += llm.generate(batch, sampling, use_tqdm=False)
+        return [
+            (list(each.outputs[0].token_ids), each.outputs[0].cumulative_logprob) for each in found
+        ]
+
+    drafts = {"method": "ngram", "num_speculative_tokens": 3}
+    alone = answers([[prompt] for prompt in prompts], max_num_batched_tokens=64)
+    assert answers([prompts], max_num_batched_tokens=32, speculative_config=drafts) == alone

@@ -83,6 +83,23 @@ def log_sums_of(backend: Backend) -> Callable[..., jax.Array] | None:
     return functools.partial(SETS[backend.name].rows["log_sums"], interpret=backend.interpret)
 
 
+def exact_options(backend: Backend, jaxpr: Any) -> dict[str, str]:
+    """Returns more options of XLA for a function, which is refused if XLA would add up in it.
+
+    Args:
+        backend: The kernels; there are no such options if they are not batch invariant.
+        jaxpr: The closed jaxpr of the function.
+
+    Raises:
+        UnsupportedError: See `refuse_sums`.
+    """
+    if not backend.batch_invariant:
+        return {}
+    if not backend.interpret:  # on a CPU the sampler adds up row by row
+        refuse_sums(jaxpr)
+    return EXACT_OPTIONS
+
+
 def refuse_sums(jaxpr: Any) -> None:
     """Refuses a step in which XLA adds up floats.
 

@@ -21,7 +21,7 @@ import jax.monitoring
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpage.device.batch_invariance import EXACT_OPTIONS, refuse_sums
+from jaxpage.device.batch_invariance import exact_options
 from jaxpage.device.compiler_options import compiler_options
 from jaxpage.device.drafters.drafter import DeviceDrafter, split_layers
 from jaxpage.device.hardware.backends import Backend
@@ -365,10 +365,8 @@ def compile_ahead(
     """
     traced = function.trace(*shapes)
     options = compiler_options(target_device().platform, graphs)
-    if backend is not None and backend.batch_invariant:
-        if not backend.interpret:  # on a CPU the sampler adds up row by row
-            refuse_sums(traced.jaxpr)
-        options |= EXACT_OPTIONS
+    if backend is not None:
+        options |= exact_options(backend, traced.jaxpr)
     return traced.lower().compile(options)
 
 

@@ -313,8 +313,16 @@ def _attend(arguments: Arguments, config: Config) -> jax.Array:
         arguments.options.sinks,
     )
     if apart and config.is_ordered:
-        sinks_N = arguments.options.sinks
-        return fold_splits(*result, splits_T, sinks_N, q_TNH.dtype, interpret=config.interpret)
+        sum_ZTNH, top_ZTN, total_ZTN = result
+        return fold_splits(
+            sum_ZTNH,
+            top_ZTN,
+            total_ZTN,
+            splits_T,
+            arguments.options.sinks,
+            q_TNH.dtype,
+            interpret=config.interpret,
+        )
     if apart:
         out_ZTNH, weight_ZTN = result
         return reduce_splits(

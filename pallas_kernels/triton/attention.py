@@ -228,7 +228,9 @@ def kernel(  # type: ignore[no-untyped-def]
             carry = new_top_A, total_A, sum_AH * shrink_A[:, None] + values_AH, *outer
             if not config.folds:
                 return carry
-            return lax.cond(lax.rem(index + 1, segment) == 0, fold_segment, lambda carry: carry, carry)
+            return lax.cond(
+                lax.rem(index + 1, segment) == 0, fold_segment, lambda carry: carry, carry
+            )
 
         def fold_segment(carry):  # type: ignore[no-untyped-def]
             inner, outer = carry[:3], carry[3:]
@@ -237,7 +239,7 @@ def kernel(  # type: ignore[no-untyped-def]
         size = config.tiles.query_rows
         zeros_AH = jnp.zeros(q_AH.shape, jnp.float32)
         no_segment = jnp.full(size, LOWEST), jnp.zeros(size), zeros_AH
-        carry = no_segment
+        carry: tuple[jax.Array, ...] = no_segment
         if config.folds or not config.is_ordered:  # or else `fold_splits` takes the sinks
             used_A = lanes.used_A & (split == 0)
             carry = *start(sinks_ref, lanes.head_A, used_A), zeros_AH
@@ -252,13 +254,11 @@ def kernel(  # type: ignore[no-untyped-def]
         if len(out_refs) == 1:
             tb.store(out_refs[0].at[at_AH], out_AH.astype(q_AH.dtype), mask=mask_AH)
         else:
-            if config.is_ordered:
-                all_out = sum_AH, top_A, total_A
-            else:
-                weight_A = jnp.where(total_A == 0.0, LOWEST, top_A + jnp.log2(total_A))
-                all_out = out_AH, weight_A
-            tb.store(out_refs[0].at[(split, *at_AH)], all_out[0], mask=mask_AH)
-            for out_ref, out_A in zip(out_refs[1:], all_out[1:], strict=True):
+            weight_A = jnp.where(total_A == 0.0, LOWEST, top_A + jnp.log2(total_A))
+            of_lanes = [top_A, total_A] if config.is_ordered else [weight_A]
+            all_AH = sum_AH if config.is_ordered else out_AH
+            tb.store(out_refs[0].at[(split, *at_AH)], all_AH, mask=mask_AH)
+            for out_ref, out_A in zip(out_refs[1:], of_lanes, strict=True):
                 tb.store(out_ref.at[(split, *at_A)], out_A, mask=lanes.used_A)
 
 
