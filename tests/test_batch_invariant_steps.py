@@ -115,7 +115,7 @@ def test_what_the_compiler_makes_of_steps_is_alike_in_every_bucket():
 
 @pytest.mark.sweep
 def test_an_engine_answers_the_same_in_every_batch(monkeypatch):
-    """Alone, together, in chunks and with drafts, to the bit of log probabilities: by interpreted kernels, with the sums of a tensor core."""
+    """Alone, together, in chunks and with drafts to the bit of log probabilities: by interpreted kernels with the sums of a tensor core."""
     monkeypatch.setattr(triton_backend, "dot", tensor_core.dot)
     config = LLAMA_3_8B | SMALL | {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16}
     config |= {"num_hidden_layers": 1, "vocab_size": 128}
