@@ -268,8 +268,8 @@ def kernel_with(**wrong):
 
 
 def shorter(schedule):
-    def wrong(*arguments):
-        schedule_RF, splits_T = schedule(*arguments)
+    def wrong(*arguments, **order):
+        schedule_RF, splits_T = schedule(*arguments, **order)
         return schedule_RF.at[:, 6].add(-1), splits_T
 
     return wrong
@@ -316,8 +316,8 @@ MISTAKES = {  # name: what is wrong, where, and the mistake made of what is righ
     "no sinks": (triton, "kernel", lambda right: kernel_with(sinks=None)),
     "sinks in every split": (
         triton_kernel,
-        "_start",
-        lambda right: lambda s, lanes, split, size: right(s, lanes, 0, size),
+        "start",
+        lambda right: lambda sinks, head_A, used_A: right(sinks, head_A, jnp.ones_like(used_A)),
     ),
     "no softcap": (triton_kernel, "_scores", lambda right: switched(right, logit_softcap=None)),
 }

@@ -333,7 +333,7 @@ def _attend(arguments: Arguments, config: Config) -> jax.Array:
 
 
 def _schedule(
-    arguments: Arguments, cut: QueryCut, tiles: Tiles, *, is_ordered: bool
+    arguments: Arguments, cut: QueryCut, tiles: Tiles, *, is_ordered: bool = False
 ) -> tuple[jax.Array, jax.Array]:
     """Returns the fields of each tile, [R, 8] (see `Tile`), and each token's number of splits.
 
