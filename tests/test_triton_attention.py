@@ -18,6 +18,7 @@ from pallas_kernels.query_tiles import query_cut
 from pallas_kernels.sets import triton
 from pallas_kernels.tiles import Shape
 from pallas_kernels.triton import attention as triton_kernel
+from pallas_kernels.triton import reduce as triton_reduce
 from tests.support.attention import Case, make_case, oracle, run
 from tests.support.sweeps import few
 from tools.lab.kernel_lab.specs import SPECS
@@ -256,13 +257,14 @@ def switched(function, **changes):
 def kernel_with(**wrong):
     """The kernel with one operand taken from elsewhere."""
     names = ("schedule", "q", "k", "v", "table", "tree", "k_scale", "v_scale", "sinks")
+    right = triton_kernel.kernel
 
     def mistaken(*refs, config):
         operands = dict(zip(names, refs, strict=False))
         operands |= {
             name: None if other is None else operands[other] for name, other in wrong.items()
         }
-        return triton_kernel.kernel(*operands.values(), *refs[len(names) :], config=config)
+        return right(*operands.values(), *refs[len(names) :], config=config)
 
     return mistaken
 
@@ -276,9 +278,9 @@ def shorter(schedule):
 
 
 MISTAKES = {  # name: what is wrong, where, and the mistake made of what is right
-    "values read as keys": (triton, "kernel", lambda right: kernel_with(k="v")),
-    "no scale of keys": (triton, "kernel", lambda right: kernel_with(k_scale=None)),
-    "no scale of values": (triton, "kernel", lambda right: kernel_with(v_scale=None)),
+    "values read as keys": (triton_kernel, "kernel", lambda right: kernel_with(k="v")),
+    "no scale of keys": (triton_kernel, "kernel", lambda right: kernel_with(k_scale=None)),
+    "no scale of values": (triton_kernel, "kernel", lambda right: kernel_with(v_scale=None)),
     "table rows swapped": (
         triton_kernel,
         "_place",
@@ -304,7 +306,7 @@ MISTAKES = {  # name: what is wrong, where, and the mistake made of what is righ
         lambda right: lambda tile, first, *rest, **tree: right(tile, first + 1, *rest, **tree),
     ),
     "a split dropped": (
-        triton,
+        triton_reduce,
         "reduce_splits",
         lambda right: lambda o, w, s, *r, **k: right(o, w, s - 1, *r, **k),
     ),
@@ -313,7 +315,7 @@ MISTAKES = {  # name: what is wrong, where, and the mistake made of what is righ
         "_find_visible",
         lambda right: switched(right, sliding_window=10),
     ),
-    "no sinks": (triton, "kernel", lambda right: kernel_with(sinks=None)),
+    "no sinks": (triton_kernel, "kernel", lambda right: kernel_with(sinks=None)),
     "sinks in every split": (
         triton_kernel,
         "start",
