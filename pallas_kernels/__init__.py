@@ -20,7 +20,12 @@ from pallas_kernels.paged_attention import (
     write_and_attend,
 )
 from pallas_kernels.quantized_pages import is_quantized
-from pallas_kernels.quantized_product import grouped_product, has_grouped_product, quantized_product
+from pallas_kernels.quantized_product import (
+    batch_invariant_product,
+    grouped_product,
+    has_grouped_product,
+    quantized_product,
+)
 from pallas_kernels.quantized_weight import QuantizedWeight, numbers
 from pallas_kernels.selection import mass_of
 from pallas_kernels.sets import (
@@ -49,6 +54,7 @@ __all__ = [
     "QuantizedWeight",
     "Tiles",
     "attend_to_pages",
+    "batch_invariant_product",
     "candidates",
     "copy_blocks",
     "copy_slots",

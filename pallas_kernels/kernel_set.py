@@ -6,8 +6,8 @@ A set also says which calls it takes.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -34,6 +34,8 @@ class Call:
             yet.
         tiles: The tiles of attention; None like `attention`, or for the set's own choice.
         weight: The weight of a product.
+        batch_invariant: True to refuse sets in which the order of a token's sums depends on the
+            batch or on the kind of step.
     """
 
     interpret: bool = False
@@ -42,6 +44,7 @@ class Call:
     attention: Arguments | None = None
     tiles: Tiles | None = None
     weight: QuantizedWeight | None = None
+    batch_invariant: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +68,8 @@ class KernelSet:
         multiply: (x_TI, QuantizedWeight, type of the result) -> y_TO; see `quantized_product`.
         multiply_grouped: (x_PI, weight, count_E, type of the result) -> y_PO; see
             `grouped_product`. None if the set has no such kernel.
+        multiply_by_segments: (x_TI, weight, type of the result) -> y_TO; see
+            `batch_invariant_product`. None if the set has no such kernel.
         write_and_attend: (k_TKH, v_TKH, slots_T, Arguments) -> out_TNH and what `write` returns.
             None unless one kernel does both.
         cutoffs: Selects in rows of logits (see `selection`); None if the set has no kernel.
@@ -85,6 +90,10 @@ class KernelSet:
         prefers_mixed_steps: Says whether decodes and prompt chunks are best computed in one step.
         comes_first: The kinds of step (`Shape.kind`) whose attention "auto" gives to this set
             before the others, if nothing was measured.
+        rows: What layers compute between products, row by row; see `triton.rows`. Empty if the set
+            has no such kernels.
+        is_batch_invariant: Says whether its attention takes `batch_invariant=True`, with which the
+            order of a token's sums depends on positions alone.
     """
 
     name: str
@@ -96,6 +105,7 @@ class KernelSet:
     scatter_blocks: Callable[..., Leaves]
     multiply: Callable[..., jax.Array]
     multiply_grouped: Callable[..., jax.Array] | None = None
+    multiply_by_segments: Callable[..., jax.Array] | None = None
     write_and_attend: Callable[..., tuple[jax.Array, tuple[jax.Array | None, ...]]] | None = None
     cutoffs: Callable[..., jax.Array] | None = None
     top_candidates: Callable[..., tuple[jax.Array, jax.Array]] | None = None
@@ -108,6 +118,8 @@ class KernelSet:
     interpretable: bool = False
     prefers_mixed_steps: bool = False
     comes_first: tuple[str, ...] = ()
+    rows: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
+    is_batch_invariant: bool = False
 
     def runs_on(self, platform: str) -> bool:
         """Returns whether the set runs natively on a platform of JAX."""
@@ -116,6 +128,8 @@ class KernelSet:
     def refusal(self, device: Any, call: Call) -> str | None:
         """Returns why the set does not take a call on a `jax.Device`, or None if it does."""
         reason = self.supports(device, call)
+        if reason is None and call.batch_invariant and not self.is_batch_invariant:
+            return "its sums depend on the batch (batch_invariant)"
         if reason is None and call.layout is not None and call.layout not in self.layouts:
             return f"{call.layout} pages of keys and values (only {', '.join(self.layouts)} ones)"
         if reason is None and call.attention is not None:

@@ -38,6 +38,7 @@ def paged_attention(
     interpret: bool = False,
     max_query_len: int | None = None,
     tiles: Tiles | None = None,
+    batch_invariant: bool = False,
     **options: Any,
 ) -> Float[Array, "T N _"]:
     """Returns the attention of a ragged stream of query tokens over keys and values in blocks.
@@ -71,6 +72,9 @@ def paged_attention(
             tiles; T by default.
         tiles: The way a kernel cuts its work; by default the tiles that were measured on this kind
             of GPU, or else a rule.
+        batch_invariant: Asks for sums whose order depends on positions alone: a token has the same
+            bits in decode, in verification of drafts without a tree and in a chunk, in any tiles of
+            the same turns and segments. Only a backend that has such a kernel takes the call.
         **options: The fields of `AttentionOptions`, which describes them: `scale`, and any others.
 
     Returns:
@@ -94,7 +98,13 @@ def paged_attention(
         interleaved=interleaved,
         max_query_len=sys.maxsize if max_query_len is None else max_query_len,
     )
-    return attend_to_pages(arguments, backend=backend, interpret=interpret, tiles=tiles)
+    return attend_to_pages(
+        arguments,
+        backend=backend,
+        interpret=interpret,
+        tiles=tiles,
+        batch_invariant=batch_invariant,
+    )
 
 
 def attend_to_pages(
@@ -103,6 +113,7 @@ def attend_to_pages(
     backend: str = "auto",
     interpret: bool = False,
     tiles: Tiles | None = None,
+    batch_invariant: bool = False,
 ) -> Float[Array, "T N _"]:
     """Returns what `paged_attention` does, for arguments that are one record."""
     call = Call(
@@ -111,6 +122,7 @@ def attend_to_pages(
         layout=arguments.layout,
         attention=arguments,
         tiles=tiles,
+        batch_invariant=batch_invariant,
     )
     return first_that_takes(
         "paged_attention",
@@ -144,6 +156,7 @@ def write_and_attend(
     *,
     backend: str = "auto",
     interpret: bool = False,
+    batch_invariant: bool = False,
 ) -> tuple[jax.Array, tuple[jax.Array | None, ...]]:
     """Does `write_kv` and then `paged_attention` over its pages, with one kernel set.
 
@@ -156,6 +169,7 @@ def write_and_attend(
         arguments: The call of attention, with the pages as they are before the write.
         backend: One of `BACKENDS`, or "auto".
         interpret: Runs kernels on CPU, operation by operation.
+        batch_invariant: See `paged_attention`.
 
     Returns:
         The output of `paged_attention` and what `write_kv` returns.
@@ -172,6 +186,7 @@ def write_and_attend(
         page_dtype=arguments.k_pages.dtype.name,
         layout=arguments.layout,
         attention=arguments,
+        batch_invariant=batch_invariant,
     )
     return first_that_takes(
         "write_and_attend",
@@ -200,7 +215,8 @@ def _write_and_attend(
     if each.write_and_attend is not None:
         return each.write_and_attend(k_TKH, v_TKH, slots_T, arguments, **options)
     old = arguments.k_pages, arguments.v_pages, slots_T, arguments.k_scale, arguments.v_scale
-    pages = each.write(k_TKH, v_TKH, *old, **options)
+    of_write = {name: value for name, value in options.items() if name == "interpret"}
+    pages = each.write(k_TKH, v_TKH, *old, **of_write)
     written: dict[str, Any] = dict(
         zip(("k_pages", "v_pages", "k_scale", "v_scale"), pages, strict=False)
     )

@@ -91,6 +91,43 @@ def grouped_product(
     return y_PO
 
 
+def batch_invariant_product(
+    x_TI: Float[Array, "T I"],
+    weight: Float[Array, "O I"] | QuantizedWeight,
+    *,
+    result: DTypeLike | None = None,
+    backend: str = "auto",
+    interpret: bool = False,
+) -> Float[Array, "T O"]:
+    """Returns `x @ w.T`, in which a row has the same bits among any number of rows.
+
+    The inputs are in segments whose length depends on the weight's shape and type alone. Each is
+    summed in one order, and the sums are added up in order.
+
+    Args:
+        x_TI: The rows.
+        weight: The weight: numbers of x's type, or codes.
+        result: The type of the product; that of x by default.
+        backend: One of `BACKENDS`, or "auto", as in `paged_attention`.
+        interpret: Runs a kernel on CPU, operation by operation.
+
+    Raises:
+        NotImplementedError: No backend takes the call; the message has every backend's reason.
+    """
+    y_TO: jax.Array = first_that_takes(
+        "batch_invariant_product",
+        _use_segments,
+        x_TI,
+        weight,
+        result or x_TI.dtype,
+        call=Call(
+            weight=weight if isinstance(weight, QuantizedWeight) else None, interpret=interpret
+        ),
+        backend=backend,
+    )
+    return y_TO
+
+
 def has_grouped_product(*, backend: str = "auto", interpret: bool = False) -> bool:
     """Returns whether any set that would be tried has a kernel for it."""
     platform = target_device().platform
@@ -99,6 +136,10 @@ def has_grouped_product(*, backend: str = "auto", interpret: bool = False) -> bo
 
 def _use_grouped(kernels: KernelSet) -> Callable[..., jax.Array]:
     return kernels.multiply_grouped or _no_kernel
+
+
+def _use_segments(kernels: KernelSet) -> Callable[..., jax.Array]:
+    return kernels.multiply_by_segments or _no_kernel
 
 
 def _no_kernel(*_: object, **__: object) -> jax.Array:

@@ -61,6 +61,7 @@ def test_fields_and_defaults_are_those_of_the_interface() -> None:
         "preemption_mode": "auto",
         "enable_prefix_caching": True,
         "attention_backend": "auto",
+        "batch_invariant": False,
         "seed": 0,
         "speculative_config": None,
         "enable_lora": False,

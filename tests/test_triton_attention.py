@@ -18,6 +18,7 @@ from pallas_kernels.query_tiles import query_cut
 from pallas_kernels.sets import triton
 from pallas_kernels.tiles import Shape
 from pallas_kernels.triton import attention as triton_kernel
+from pallas_kernels.triton import reduce as triton_reduce
 from tests.support.attention import Case, make_case, oracle, run
 from tests.support.sweeps import few
 from tools.lab.kernel_lab.specs import SPECS
@@ -256,29 +257,30 @@ def switched(function, **changes):
 def kernel_with(**wrong):
     """The kernel with one operand taken from elsewhere."""
     names = ("schedule", "q", "k", "v", "table", "tree", "k_scale", "v_scale", "sinks")
+    right = triton_kernel.kernel
 
     def mistaken(*refs, config):
         operands = dict(zip(names, refs, strict=False))
         operands |= {
             name: None if other is None else operands[other] for name, other in wrong.items()
         }
-        return triton_kernel.kernel(*operands.values(), *refs[len(names) :], config=config)
+        return right(*operands.values(), *refs[len(names) :], config=config)
 
     return mistaken
 
 
 def shorter(schedule):
-    def wrong(*arguments):
-        schedule_RF, splits_T = schedule(*arguments)
+    def wrong(*arguments, **order):
+        schedule_RF, splits_T = schedule(*arguments, **order)
         return schedule_RF.at[:, 6].add(-1), splits_T
 
     return wrong
 
 
 MISTAKES = {  # name: what is wrong, where, and the mistake made of what is right
-    "values read as keys": (triton, "kernel", lambda right: kernel_with(k="v")),
-    "no scale of keys": (triton, "kernel", lambda right: kernel_with(k_scale=None)),
-    "no scale of values": (triton, "kernel", lambda right: kernel_with(v_scale=None)),
+    "values read as keys": (triton_kernel, "kernel", lambda right: kernel_with(k="v")),
+    "no scale of keys": (triton_kernel, "kernel", lambda right: kernel_with(k_scale=None)),
+    "no scale of values": (triton_kernel, "kernel", lambda right: kernel_with(v_scale=None)),
     "table rows swapped": (
         triton_kernel,
         "_place",
@@ -304,7 +306,7 @@ MISTAKES = {  # name: what is wrong, where, and the mistake made of what is righ
         lambda right: lambda tile, first, *rest, **tree: right(tile, first + 1, *rest, **tree),
     ),
     "a split dropped": (
-        triton,
+        triton_reduce,
         "reduce_splits",
         lambda right: lambda o, w, s, *r, **k: right(o, w, s - 1, *r, **k),
     ),
@@ -313,11 +315,11 @@ MISTAKES = {  # name: what is wrong, where, and the mistake made of what is righ
         "_find_visible",
         lambda right: switched(right, sliding_window=10),
     ),
-    "no sinks": (triton, "kernel", lambda right: kernel_with(sinks=None)),
+    "no sinks": (triton_kernel, "kernel", lambda right: kernel_with(sinks=None)),
     "sinks in every split": (
         triton_kernel,
-        "_start",
-        lambda right: lambda s, lanes, split, size: right(s, lanes, 0, size),
+        "start",
+        lambda right: lambda sinks, head_A, used_A: right(sinks, head_A, jnp.ones_like(used_A)),
     ),
     "no softcap": (triton_kernel, "_scores", lambda right: switched(right, logit_softcap=None)),
 }

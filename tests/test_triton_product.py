@@ -20,7 +20,7 @@ from pallas_kernels import (
 )
 from pallas_kernels.compat import describe_gpu
 from pallas_kernels.quantized_weight import FP4
-from pallas_kernels.triton import product
+from pallas_kernels.triton import product, product_cut
 from tests.support.sweeps import few
 
 NUM_ROWS = 40
@@ -49,7 +49,7 @@ def make_weight(code, shape, group_size, extra=None, seed=0):
     rng = np.random.default_rng(seed)
     num_groups, num_out, num_in = shape
     bits = rng.integers(
-        0, 256, (num_groups, num_out, num_in // (2 if code in product.PACKED else 1))
+        0, 256, (num_groups, num_out, num_in // (2 if code in product_cut.PACKED else 1))
     ).astype(np.uint8)
     if code == "fp8":
         bits[(bits & 127) == 127] = 3
@@ -124,11 +124,11 @@ def test_weights_of_few_bits(name):
 )
 def test_rows_of_any_groups(dtype, num_out, num_in, monkeypatch):
     """The inputs are shared by splits, some of which get none, in the first case."""
-    monkeypatch.setattr(product, "LEAST_TURNS", 1)
+    monkeypatch.setattr(product_cut, "LEAST_TURNS", 1)
     rng = np.random.default_rng(3)
     weight = jnp.asarray(rng.standard_normal((6, num_out, num_in)), dtype)
     x_PI = rows_of(dtype, num_in)
-    cut = product.heuristic((NUM_ROWS, num_in), (6, num_out), dtype, None, roomy=True)
+    cut = product_cut.heuristic((NUM_ROWS, num_in), (6, num_out), dtype, None, roomy=True)
     assert cut.splits == (8 if dtype == "float32" else 1)
     for counts in COUNTS:
         got = grouped_product(x_PI, weight, jnp.array(counts), **options())

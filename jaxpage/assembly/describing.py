@@ -68,7 +68,12 @@ def describe(
     if files.vision is not None:
         vision = VisionPart(files.vision.family, files.vision.spec)
     cache_dtype = choose_kv_cache_dtype(config.kv_cache_dtype, files.spec, files.quantization)
-    kernels = choose_backend(config.attention_backend, mesh.first, cache_dtype)
+    kernels = choose_backend(
+        config.attention_backend,
+        mesh.first,
+        cache_dtype,
+        batch_invariant=config.batch_invariant,
+    )
     drafting = open_drafting(config.speculative_config, files)
     device = DeviceSpec.of(mesh.first, config.gpu_memory_utilization, mesh.size)
     stored = files.plan.most_common_dtype()

@@ -147,6 +147,13 @@ ENGINE_FLAGS = (
         "(docs/internals/kernels.md); default: auto",
     ),
     Flag(
+        "batch_invariant",
+        None,
+        "on a GPU, a token has the same bits whatever else is in the batch, and in decode, "
+        "verification and chunks: kernels add up in fixed orders; on a CPU it always has; "
+        "default: no",
+    ),
+    Flag(
         "seed",
         int,
         "from which the seeds of requests without a seed are drawn; default: 0",

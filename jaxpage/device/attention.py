@@ -12,6 +12,7 @@ from typing import Any
 import jax
 from jax.typing import DTypeLike
 
+from jaxpage.device.batch_invariance import with_ordered_sums
 from jaxpage.device.hardware.backends import Backend
 from jaxpage.device.inputs.buckets import Bucket
 from jaxpage.device.inputs.step_inputs import StepInputs
@@ -92,9 +93,10 @@ def make_attend(
             interleaved=layer_pages.is_interleaved,
             **layer_pages._asdict(),
         )
+        settings = {**backend.options, "batch_invariant": backend.batch_invariant}
         if k_TKH is None:
-            return attend_to_pages(arguments, **backend.options), layer_pages
-        out_TNH, pages = write_and_attend(k_TKH, v_TKH, slots_T, arguments, **backend.options)
+            return attend_to_pages(arguments, **settings), layer_pages
+        out_TNH, pages = write_and_attend(k_TKH, v_TKH, slots_T, arguments, **settings)
         return out_TNH, LayerPages(*pages)  # type: ignore[arg-type]
 
     return attend
@@ -130,7 +132,7 @@ def make_layer_kernels(backend: Backend) -> LayerKernels:
             return None
 
     has_groups = has_grouped_product(backend=backend.name, interpret=backend.interpret)
-    return LayerKernels(
+    kernels = LayerKernels(
         multiply,
         lambda weight: numbers(QuantizedWeight(*weight)),
         multiply_packed,
@@ -139,3 +141,4 @@ def make_layer_kernels(backend: Backend) -> LayerKernels:
         ROW_KERNELS if backend.in_cpp else None,
         attend_both_ways if backend.in_cpp else None,
     )
+    return with_ordered_sums(kernels, backend) if backend.batch_invariant else kernels

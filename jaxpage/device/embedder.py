@@ -149,7 +149,12 @@ class Embedder:
         whole_step = self._mesh.on_each(step, (self._parameters, pages, None, None), (None, pages))
         step = jax.jit(whole_step, donate_argnums=1)
         skipped = self._mesh.whole(np.zeros((), np.int32))
-        return compile_ahead(step, self._parameters, pages, packed, skipped, graphs=options.graphs)
+        return compile_ahead(
+            step,
+            *(self._parameters, pages, packed, skipped),
+            graphs=options.graphs,
+            backend=options.attention_backend,
+        )
 
 
 def _pool(

@@ -66,14 +66,18 @@ def compile_encoder(
     """Compiles an encoder for streams of this many tokens."""
     packed = mesh.whole(jax.ShapeDtypeStruct((size_of_inputs(num_tokens),), jnp.int32))
     step = functools.partial(encoder_step, num_tokens=num_tokens, longest=longest, options=options)
-    return compile_ahead(jax.jit(step), parameters, packed, graphs=options.graphs)
+    return compile_ahead(
+        jax.jit(step), parameters, packed, graphs=options.graphs, backend=options.attention_backend
+    )
 
 
 def compile_head(parameters: Any, width: int, options: StepOptions, mesh: DeviceMesh) -> Any:
     """Compiles the head of an encoder for states of this width."""
     pooled = mesh.whole(jax.ShapeDtypeStruct((HEAD_ROWS, width), jnp.float32))
     step = functools.partial(score_step, options=options)
-    return compile_ahead(jax.jit(step), parameters, pooled, graphs=options.graphs)
+    return compile_ahead(
+        jax.jit(step), parameters, pooled, graphs=options.graphs, backend=options.attention_backend
+    )
 
 
 def _key(num_tokens: int) -> str:

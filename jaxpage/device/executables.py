@@ -21,6 +21,7 @@ import jax.monitoring
 import jax.numpy as jnp
 import numpy as np
 
+from jaxpage.device.batch_invariance import exact_options
 from jaxpage.device.compiler_options import compiler_options
 from jaxpage.device.drafters.drafter import DeviceDrafter, split_layers
 from jaxpage.device.hardware.backends import Backend
@@ -346,12 +347,27 @@ def _compile_step(
     parameters: Any, pages: KVPages, bucket: Bucket, options: StepOptions, mesh: DeviceMesh
 ) -> Any:
     step, shapes = step_call(parameters, pages, bucket, options, mesh)
-    return compile_ahead(step, parameters, pages, *shapes, graphs=options.graphs)
+    return compile_ahead(
+        step, parameters, pages, *shapes, graphs=options.graphs, backend=options.attention_backend
+    )
 
 
-def compile_ahead(function: Any, *shapes: Any, graphs: GraphSettings = USUAL_GRAPHS) -> Any:
-    """Compiles a function for arguments of these shapes."""
-    return function.lower(*shapes).compile(compiler_options(target_device().platform, graphs))
+def compile_ahead(
+    function: Any,
+    *shapes: Any,
+    graphs: GraphSettings = USUAL_GRAPHS,
+    backend: Backend | None = None,
+) -> Any:
+    """Compiles a function for arguments of these shapes.
+
+    Raises:
+        UnsupportedError: The backend is batch invariant, and the function is not.
+    """
+    traced = function.trace(*shapes)
+    options = compiler_options(target_device().platform, graphs)
+    if backend is not None:
+        options |= exact_options(backend, traced.jaxpr)
+    return traced.lower().compile(options)
 
 
 def _processor_shapes(num_draws: int, options: StepOptions) -> ProcessorInputs:

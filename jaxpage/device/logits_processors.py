@@ -104,7 +104,9 @@ def _mask(logits_V: jax.Array, words_U: jax.Array) -> jax.Array:
 
 
 def _add_bias(logits_V: jax.Array, ids_E: jax.Array, bias_E: jax.Array) -> jax.Array:
-    return logits_V.at[ids_E].add(bias_E, mode="drop", wrap_negative_indices=False)
+    # The ids of a row differ, so that nothing is added up, which a GPU does in any order.
+    biased_E = logits_V.at[ids_E].get(mode="fill", fill_value=0.0) + bias_E
+    return logits_V.at[ids_E].set(biased_E, mode="drop", wrap_negative_indices=False)
 
 
 def _penalise(

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import jax
 
+from jaxpage.device.batch_invariance import log_sums_of
 from jaxpage.device.hardware.backends import Backend
 from pallas_kernels import Call, candidates
 from pallas_kernels.compat import target_device
@@ -26,10 +27,13 @@ class SelectionKernels(NamedTuple):
             the least logit of each row that stays.
         top_candidates: Takes (logits_RV, largest_R, log_sum_R, count), and returns log
             probabilities and ids, in the order of the ids where they are equal.
+        log_sums: Takes (logits_RV, largest_R), and returns the logarithms of the sums of the
+            exponentials of logits less the largest one. None where XLA computes them.
     """
 
     cutoffs: Callable[..., jax.Array]
     top_candidates: Callable[..., tuple[jax.Array, jax.Array]]
+    log_sums: Callable[..., jax.Array] | None
 
 
 _kernels: ContextVar[SelectionKernels | None] = ContextVar("selection_kernels", default=None)
@@ -55,7 +59,9 @@ def _find(backend: Backend) -> SelectionKernels | None:
             continue
         if each.refusal(device, Call(interpret=backend.interpret)) is None:
             bound = functools.partial(functools.partial, interpret=backend.interpret)
-            return SelectionKernels(bound(each.cutoffs), bound(each.top_candidates))
+            return SelectionKernels(
+                bound(each.cutoffs), bound(each.top_candidates), log_sums_of(backend)
+            )
     return None
 
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jaxpage.device.selection_kernels import kernels_in_use
+from jaxpage.device.selection_kernels import SelectionKernels, kernels_in_use
 from jaxpage.shapes import NUM_CANDIDATES
 
 LogProbabilities = tuple[Float[Array, "B"], Int[Array, "B"], Int[Array, "B W"], Float[Array, "B W"]]
@@ -26,23 +24,26 @@ def log_probabilities(
         rows: LogProbabilities = jax.lax.map(lambda row: _log_probabilities(*row), alone)
         return jax.tree.map(lambda array: array[:, 0], rows)
     if (kernels := kernels_in_use()) is not None:
-        return _select_log_probabilities(logits_BV, token_ids_B, kernels.top_candidates)
+        return _select_log_probabilities(logits_BV, token_ids_B, kernels)
     return _log_probabilities(logits_BV, token_ids_B)
 
 
 def _select_log_probabilities(
-    logits_BV: jax.Array,
-    token_ids_B: jax.Array,
-    top_candidates: Callable[..., tuple[jax.Array, jax.Array]],
+    logits_BV: jax.Array, token_ids_B: jax.Array, kernels: SelectionKernels
 ) -> LogProbabilities:
     """Returns what `log_probabilities` returns, without an array as large as the logits."""
     largest_B1 = jnp.max(logits_BV, axis=1, keepdims=True)
-    log_sum_B1 = jnp.log(jnp.sum(jnp.exp(logits_BV - largest_B1), axis=1, keepdims=True))
+    if kernels.log_sums is None:
+        log_sum_B1 = jnp.log(jnp.sum(jnp.exp(logits_BV - largest_B1), axis=1, keepdims=True))
+    else:
+        log_sum_B1 = kernels.log_sums(logits_BV, largest_B1[:, 0])[:, None]
     own_B1 = jnp.take_along_axis(logits_BV, jnp.maximum(token_ids_B, 0)[:, None], axis=1)
     chosen_B1 = own_B1 - largest_B1 - log_sum_B1
     ranks_B = 1 + jnp.sum(logits_BV - largest_B1 - log_sum_B1 > chosen_B1, axis=1, dtype=jnp.int32)
     count = min(NUM_CANDIDATES, logits_BV.shape[1])
-    some_BW, some_ids_BW = top_candidates(logits_BV, largest_B1[:, 0], log_sum_B1[:, 0], count)
+    some_BW, some_ids_BW = kernels.top_candidates(
+        logits_BV, largest_B1[:, 0], log_sum_B1[:, 0], count
+    )
     top_BW, order_BW = jax.lax.top_k(some_BW, count)  # sorting so few takes one launch
     return chosen_B1[:, 0], ranks_B, jnp.take_along_axis(some_ids_BW, order_BW, axis=1), top_BW
 

@@ -38,6 +38,9 @@ def product(
         return _kernels().multiply(x_TI, weight, result or x_TI.dtype)
     if isinstance(weight, Packed | PackedCodes):
         return _kernels().multiply_packed(x_TI, weight, result or x_TI.dtype, None)
+    kernels = trace_scope().kernels
+    if kernels is not None and kernels.multiply_numbers is not None:
+        return kernels.multiply_numbers(x_TI, weight, result or x_TI.dtype)
     precision = (
         jax.lax.Precision.HIGHEST if weight.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
     )

@@ -90,6 +90,8 @@ class LayerKernels(NamedTuple):
         attend_both_ways: Returns `pallas_kernels.cpu.both_ways.attend_both_ways` of queries, keys,
             values and segments, or None for heads that it does not take. It is None where there is
             no such kernel.
+        multiply_numbers: Returns `x @ weight.T` for a weight of numbers, in the type that is given.
+            It is None where XLA multiplies.
     """
 
     multiply: Callable[[jax.Array, Grouped, DTypeLike], jax.Array]
@@ -101,6 +103,7 @@ class LayerKernels(NamedTuple):
     )
     rows: RowKernels | None = None
     attend_both_ways: Callable[..., jax.Array | None] | None = None
+    multiply_numbers: Callable[[jax.Array, jax.Array, DTypeLike], jax.Array] | None = None
 
 
 class TokenAdapters(NamedTuple):

@@ -202,6 +202,11 @@ class EngineConfig(Settings):
         "auto (the first that supports the model and the device), or the name of a kernel set "
         "(docs/internals/kernels.md)",
     )
+    batch_invariant: bool = setting(
+        False,
+        "on a GPU, a token has the same bits whatever else is in the batch, and in decode, "
+        "verification and chunks: kernels add up in fixed orders; on a CPU it always has",
+    )
     seed: Annotated[int, Field(ge=0, lt=2**64)] = setting(
         0,
         "from which the seeds of requests without a seed are drawn",

@@ -62,6 +62,7 @@ class EngineSettings(TypedDict, total=False):
     prefix_cache_directory: AnyPath | None
     prefix_cache_disk_bytes: int | str
     attention_backend: str
+    batch_invariant: bool
     seed: int
     speculative_config: Mapping[str, Any] | SpeculativeConfig | Literal["auto"] | None
     enable_lora: bool

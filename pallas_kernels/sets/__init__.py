@@ -96,7 +96,8 @@ def first_that_takes(
     device = target_device()
     refusals = list[str]()
     refused = list[KernelSet]()
-    options = {name: value for name in ("interpret", "tiles") if (value := getattr(call, name))}
+    names = ("interpret", "tiles", "batch_invariant")
+    options = {name: value for name in names if (value := getattr(call, name))}
     for each in candidates(backend, device.platform, interpret=call.interpret, shape=_shape(call)):
         try:
             if (reason := each.refusal(device, call)) is None:

@@ -47,6 +47,23 @@ LITTLE_SHARED_MEMORY = ((8, 6), (8, 9), (12, 0), (12, 1))
 # Below this capability Triton converts nothing to float8_e4m3fn.
 FLOAT8 = ("float8_e4m3fn", "uint8")
 FLOAT8_CAPABILITY = (8, 9)
+# With `batch_invariant` a context has segments of so many positions, or of the first power of two
+# that gives no more than `MOST_SEGMENTS`.
+SEGMENT = 256
+MOST_SEGMENTS = 32
+ROWS = (
+    "takes",
+    "gate",
+    "rms_norm",
+    "add_and_norm",
+    "layer_norm",
+    "rotate",
+    "split_and_rotate",
+    "log_sums",
+)
+# With more tokens a program goes through all segments, since the partial results of segments would
+# take much memory: half a MiB for each token of 32 heads of 128.
+MOST_TOKENS_APART = 256
 
 
 def heuristic(shape: Shape, has: tuple[int, int] | None = None) -> Tiles:
@@ -111,13 +128,49 @@ def heuristic(shape: Shape, has: tuple[int, int] | None = None) -> Tiles:
     )
 
 
+def ordered_tiles(shape: Shape, num_positions: int, num_tokens: int) -> Tiles:
+    """Returns tiles with which the sums of a token have one order in every kind of step.
+
+    Turns are of the same positions, and so are segments, whose length depends on the longest
+    possible context. Few tokens have a program for each segment; in a chunk a program goes through
+    all of them.
+
+    Args:
+        shape: The shape of the call.
+        num_positions: The positions of a block table.
+        num_tokens: The query tokens of the call.
+    """
+    context = heuristic(dataclasses.replace(shape, kind="verify")).context
+    length = SEGMENT
+    while num_positions > MOST_SEGMENTS * length:
+        length *= 2
+    is_apart = shape.kind != "chunk" and num_tokens <= MOST_TOKENS_APART
+    return dataclasses.replace(
+        heuristic(shape),
+        context=context,
+        max_splits=max(1, -(-num_positions // length)) if is_apart else 1,
+        split_context=length,
+    )
+
+
 def attend(
-    arguments: Arguments, *, tiles: Tiles | None = None, interpret: bool = False
+    arguments: Arguments,
+    *,
+    tiles: Tiles | None = None,
+    interpret: bool = False,
+    batch_invariant: bool = False,
 ) -> jax.Array:
     """Returns out_TNH in the queries' type."""
     from pallas_kernels.triton.attention import Config
 
+    if batch_invariant and arguments.options.tree_mask_TQ is not None:
+        raise NotImplementedError(
+            "a tree of drafts with batch_invariant: its keys are not at their positions"
+        )
     shape, programs = _shape_and_programs(arguments)
+    if tiles is None and batch_invariant:
+        num_positions = arguments.block_table_BM.shape[1] * shape.block_size
+        tiles = ordered_tiles(shape, num_positions, arguments.q_TNH.shape[0])
     tiles = tiles or find_tuned("triton", shape) or heuristic(shape)
     if tiles.query_rows < shape.group:
         raise NotImplementedError(
@@ -131,6 +184,7 @@ def attend(
         query_tokens=min(tiles.query_tokens(shape.group), arguments.max_query_len),
         options=arguments.options.static,
         interpret=interpret,
+        is_ordered=batch_invariant,
     )
     return _attend(arguments, config)
 
@@ -221,16 +275,19 @@ def unaddressable(page_dtype: DTypeLike) -> range:
 def _attend(arguments: Arguments, config: Config) -> jax.Array:
     from pallas_kernels.triton import backend as tb
     from pallas_kernels.triton.attention import kernel
-    from pallas_kernels.triton.reduce import reduce_splits
+    from pallas_kernels.triton.reduce import fold_splits, reduce_splits
 
     tiles = config.tiles
     q_TNH = arguments.q_TNH
     cut = query_cut(arguments, config.query_tokens)
-    schedule_RF, splits_T = _schedule(arguments, cut, tiles)
+    schedule_RF, splits_T = _schedule(arguments, cut, tiles, is_ordered=config.is_ordered)
     apart = tiles.max_splits > 1
     shape = (*q_TNH.shape[:2], arguments.out_width)
     many = (tiles.max_splits, *shape)
-    out = [jax.ShapeDtypeStruct(many, jnp.float32), jax.ShapeDtypeStruct(many[:3], jnp.float32)]
+    of_lanes = jax.ShapeDtypeStruct(many[:3], jnp.float32)
+    out = [jax.ShapeDtypeStruct(many, jnp.float32), of_lanes]
+    if config.is_ordered:
+        out.append(of_lanes)
     if not apart:
         out = [jax.ShapeDtypeStruct(shape, q_TNH.dtype)]
     call = tb.kernel_call(
@@ -255,6 +312,17 @@ def _attend(arguments: Arguments, config: Config) -> jax.Array:
         arguments.v_scale,
         arguments.options.sinks,
     )
+    if apart and config.is_ordered:
+        sum_ZTNH, top_ZTN, total_ZTN = result
+        return fold_splits(
+            sum_ZTNH,
+            top_ZTN,
+            total_ZTN,
+            splits_T,
+            arguments.options.sinks,
+            q_TNH.dtype,
+            interpret=config.interpret,
+        )
     if apart:
         out_ZTNH, weight_ZTN = result
         return reduce_splits(
@@ -264,7 +332,9 @@ def _attend(arguments: Arguments, config: Config) -> jax.Array:
     return jnp.where((splits_T > 0)[:, None, None], result[0], 0)
 
 
-def _schedule(arguments: Arguments, cut: QueryCut, tiles: Tiles) -> tuple[jax.Array, jax.Array]:
+def _schedule(
+    arguments: Arguments, cut: QueryCut, tiles: Tiles, *, is_ordered: bool = False
+) -> tuple[jax.Array, jax.Array]:
     """Returns the fields of each tile, [R, 8] (see `Tile`), and each token's number of splits.
 
     Padding has 0 splits.
@@ -281,6 +351,8 @@ def _schedule(arguments: Arguments, cut: QueryCut, tiles: Tiles) -> tuple[jax.Ar
         jnp.zeros_like(end_R) if window is None else jnp.maximum(cut.position_R - window + 1, 0)
     )
     turn_R = begin_R // tiles.context
+    if is_ordered:  # the first split begins where a segment does
+        turn_R = begin_R // tiles.split_context * (tiles.split_context // tiles.context)
     turns_R = jnp.maximum((end_R + tiles.context - 1) // tiles.context - turn_R, 0)
     share_R = (turns_R + tiles.max_splits - 1) // tiles.max_splits
     share_R = (
@@ -314,9 +386,10 @@ def _operation(module: str, name: str) -> Callable[..., Any]:
 
 @functools.cache
 def _operations() -> dict[str, Any]:
-    from pallas_kernels.triton import move, product, select, write
+    from pallas_kernels.triton import move, product, rows, select, write
 
-    return {"move": move, "product": product, "select": select, "write": write}
+    modules = (move, product, rows, select, write)
+    return {module.__name__.rpartition(".")[2]: module for module in modules}
 
 
 SET = KernelSet(
@@ -329,6 +402,7 @@ SET = KernelSet(
     scatter_blocks=_operation("move", "scatter_blocks"),
     multiply=_operation("product", "multiply"),
     multiply_grouped=_operation("product", "multiply_grouped"),
+    multiply_by_segments=_operation("product", "multiply_by_segments"),
     cutoffs=_operation("select", "cutoffs"),
     top_candidates=_operation("select", "top_candidates"),
     honours=frozenset(
@@ -340,4 +414,6 @@ SET = KernelSet(
     platforms=("gpu",),
     interpretable=True,
     prefers_mixed_steps=True,
+    rows={name: _operation("rows", name) for name in ROWS},
+    is_batch_invariant=True,
 )

@@ -3,12 +3,17 @@
 It has more letters for shapes. A is lanes, the rows of a tile's products: query tokens times the G
 query heads of one key/value head, then padding. All heads share latents; a tile has only a part of
 the heads then. C is the positions of a turn, and F the fields of a tile's schedule.
+
+If sums are ordered, the context is in segments of `Tiles.split_context` positions from position 0
+on. Each is summed on its own, and they are added up in order: by the program that goes through
+them, or by `reduce.fold_splits` if each has a program of its own. Sums over the positions of a turn
+are then products with ones, since a tensor core adds up in the same order for any tile, which a
+sum over the threads of a tile does not.
 """
 
 from __future__ import annotations
 
 import functools
-import math
 import operator
 from dataclasses import dataclass
 
@@ -21,10 +26,7 @@ from jax.experimental import pallas as pl
 from pallas_kernels.attention_options import AttentionOptions
 from pallas_kernels.tiles import Tiles
 from pallas_kernels.triton import backend as tb
-
-# A running maximum starts here. It is finite, so that a masked score, minus infinity, is below it.
-LOWEST = -1e30
-LOG2_E = math.log2(math.e)
+from pallas_kernels.triton.reduce import LOG2_E, LOWEST, fold, start
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,7 @@ class Config:
         query_tokens: The most query tokens of a tile.
         options: The options of attention, without arrays.
         interpret: Says whether the kernel runs on CPU.
+        is_ordered: True if sums have one order for any tiles with these turns and segments.
     """
 
     tiles: Tiles
@@ -46,6 +49,12 @@ class Config:
     query_tokens: int
     options: AttentionOptions
     interpret: bool
+    is_ordered: bool = False
+
+    @property
+    def folds(self) -> bool:
+        """Returns whether a program goes through all segments and adds them up."""
+        return self.is_ordered and self.tiles.max_splits == 1
 
 
 @dataclass(frozen=True)
@@ -153,8 +162,12 @@ def kernel(  # type: ignore[no-untyped-def]
     split = pl.program_id(2)
     kv_head = heads if config.programs == 1 else heads // config.programs
     tile = Tile(*(tb.load(schedule_ref.at[tile_index, np.int32(field)]) for field in range(8)))
-    first = tile.begin // config.tiles.context + split * tile.share
-    stop = jnp.minimum(first + tile.share, pl.cdiv(tile.end, config.tiles.context))
+    context = config.tiles.context
+    segment = config.tiles.split_context // context  # in turns
+    first = tile.begin // context
+    origin = first // segment * segment if config.is_ordered else first
+    first = jnp.maximum(origin + split * tile.share, first)
+    stop = jnp.minimum(origin + (split + 1) * tile.share, pl.cdiv(tile.end, context))
 
     @pl.when(first < stop)
     def _() -> None:
@@ -192,11 +205,11 @@ def kernel(  # type: ignore[no-untyped-def]
             if needed_C is not None:
                 seen_AC = _find_visible(tile, lanes, position_C, tree_ref, config)
                 scores_AC = jnp.where(seen_AC & needed_C[None, :], scores_AC, -jnp.inf)
-            top_A, total_A, sum_AH = carry
+            top_A, total_A, sum_AH, *outer = carry
             new_top_A = jnp.maximum(top_A, jnp.max(scores_AC, axis=1) * factor)
             weights_AC = exp2_of(scores_AC, factor, new_top_A[:, None])
             shrink_A = exp2_of(top_A, 1.0, new_top_A)
-            total_A = total_A * shrink_A + jnp.sum(weights_AC, axis=1)
+            total_A = total_A * shrink_A + _sum(weights_AC, q_AH.dtype, config)
             v_scale_C = _read_scale(
                 k_scale_ref if v_ref is None else v_scale_ref, place, kv_head, needed_C
             )
@@ -212,37 +225,50 @@ def kernel(  # type: ignore[no-untyped-def]
             if v_scale_C is not None:
                 weights_AC *= v_scale_C[None, :]
             values_AH = tb.dot(weights_AC.astype(v_CH.dtype), v_CH, precision=lax.Precision.HIGHEST)
-            return new_top_A, total_A, sum_AH * shrink_A[:, None] + values_AH
+            carry = new_top_A, total_A, sum_AH * shrink_A[:, None] + values_AH, *outer
+            if not config.folds:
+                return carry
+            return lax.cond(
+                lax.rem(index + 1, segment) == 0, fold_segment, lambda carry: carry, carry
+            )
+
+        def fold_segment(carry):  # type: ignore[no-untyped-def]
+            inner, outer = carry[:3], carry[3:]
+            return *no_segment, *fold(outer, inner, exp2_of)
 
         size = config.tiles.query_rows
-        carry = *_start(sinks_ref, lanes, split, size), jnp.zeros(q_AH.shape, jnp.float32)
+        zeros_AH = jnp.zeros(q_AH.shape, jnp.float32)
+        no_segment = jnp.full(size, LOWEST), jnp.zeros(size), zeros_AH
+        carry: tuple[jax.Array, ...] = no_segment
+        if config.folds or not config.is_ordered:  # or else `fold_splits` takes the sinks
+            used_A = lanes.used_A & (split == 0)
+            carry = *start(sinks_ref, lanes.head_A, used_A), zeros_AH
+        if config.folds:
+            carry = *no_segment, *carry
         for low, high, masked in _stretches(tile, first, stop, config, tree=tree_ref is not None):
             carry = lax.fori_loop(low, high, functools.partial(turn, masked=masked), carry)
-        top_A, total_A, sum_AH = carry
+        top_A, total_A, sum_AH = fold_segment(carry)[3:] if config.folds else carry
         out_AH = sum_AH / jnp.where(total_A == 0.0, 1.0, total_A)[:, None]
         at_AH = at_A[0][:, None], at_A[1][:, None], of_values.at_H[None, :]
         mask_AH = lanes.used_A[:, None] & of_values.inside_H[None, :]
         if len(out_refs) == 1:
             tb.store(out_refs[0].at[at_AH], out_AH.astype(q_AH.dtype), mask=mask_AH)
         else:
-            tb.store(out_refs[0].at[(split, *at_AH)], out_AH, mask=mask_AH)
             weight_A = jnp.where(total_A == 0.0, LOWEST, top_A + jnp.log2(total_A))
-            tb.store(out_refs[1].at[(split, *at_A)], weight_A, mask=lanes.used_A)
+            of_lanes = [top_A, total_A] if config.is_ordered else [weight_A]
+            all_AH = sum_AH if config.is_ordered else out_AH
+            tb.store(out_refs[0].at[(split, *at_AH)], all_AH, mask=mask_AH)
+            for out_ref, out_A in zip(out_refs[1:], of_lanes, strict=True):
+                tb.store(out_ref.at[(split, *at_A)], out_A, mask=lanes.used_A)
 
 
-def _start(sinks_ref, lanes: Lanes, split, size: int):  # type: ignore[no-untyped-def]
-    """Returns the maximum and the sum of a softmax before its first turn.
-
-    The sinks are in those of the first split.
-    """
-    if sinks_ref is None:
-        return jnp.full(size, LOWEST), jnp.zeros(size)
-    sink_A = (
-        tb.load(sinks_ref.at[lanes.head_A], mask=lanes.used_A & (split == 0), other=-jnp.inf)
-        * LOG2_E
-    )
-    top_A = jnp.maximum(sink_A, LOWEST)
-    return top_A, jnp.where(top_A > LOWEST, 1.0, 0.0)
+def _sum(weights_AC: jax.Array, dtype: jnp.dtype, config: Config) -> jax.Array:
+    """Returns the sum of each lane's weights; if it is ordered, that of what values are times."""
+    if not config.is_ordered:
+        return jnp.sum(weights_AC, axis=1)
+    ones_CO = jnp.ones((weights_AC.shape[1], 16), dtype)
+    sums_AO = tb.dot(weights_AC.astype(dtype), ones_CO, precision=lax.Precision.HIGHEST)
+    return jnp.max(sums_AO, axis=1)  # of sixteen equal numbers
 
 
 def _stretches(

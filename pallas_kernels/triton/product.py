@@ -13,13 +13,17 @@ Codes become numbers of x's type in registers, each with the scale of its group 
 output has one scale, the sum is multiplied by it. Products of 8-bit integers are summed as
 integers. If there are few tiles, several programs (splits) share the turns of a tile, and their
 sums are added up.
+
+`multiply_by_segments` is the same kernel with one group and another cut (`cut_by_weight`): the
+inputs are in segments of fixed length, whose sums are added up in order, by the program that goes
+through them or, after split programs, by a second kernel.
 """
 
 from __future__ import annotations
 
 import functools
 import operator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -32,38 +36,20 @@ from pallas_kernels.compat import target_device
 from pallas_kernels.kernel_set import capability
 from pallas_kernels.quantized_weight import QuantizedWeight
 from pallas_kernels.triton import backend as tb
+from pallas_kernels.triton.product_cut import (
+    PACKED,
+    ROOMY,
+    Cut,
+    cut_by_weight,
+    heuristic,
+    num_tiles,
+)
 from pallas_kernels.xla.product import has_scales_of_outputs, multiply_on_gpu
 
-PACKED = ("int4", "fp4")  # two codes in a byte
-ROOMY = ((9, 0), (10, 0))  # compute capabilities whose programs may have 227 KiB of shared memory
 FLOAT8_CAPABILITY = (8, 9)  # below it Triton converts nothing from float8_e4m3fn
-PROGRAMS = 512  # these keep all of a GPU's processors reading: 132 of an H100, four each
-LEAST_TURNS = 4
-MOST_SPLITS = 8
 # With more rows a temporary array of the weight costs less than decoding it for each tile of rows.
 # This is an estimate, which was not measured.
 MOST_ROWS = 512
-
-
-@dataclass(frozen=True)
-class Cut:
-    """Says how a product is cut.
-
-    Attributes:
-        rows: The rows of a tile.
-        cols: The outputs of a program.
-        depth: The inputs of a turn.
-        num_warps: The warps of a program.
-        num_stages: The turns whose loads are in flight.
-        splits: The programs that share the turns of a tile.
-    """
-
-    rows: int
-    cols: int
-    depth: int
-    num_warps: int
-    num_stages: int
-    splits: int = 1
 
 
 @dataclass(frozen=True)
@@ -184,15 +170,56 @@ def kernel(  # type: ignore[no-untyped-def]
         integers = jnp.issubdtype(x_ref.dtype, jnp.integer)
         empty = jnp.zeros((cut.rows, cut.cols), jnp.int32 if integers else jnp.float32)
         turns = pl.cdiv(num_columns, width)
-        share = pl.cdiv(turns, cut.splits)
-        end = share if cut.splits == 1 else jnp.minimum((split + 1) * share, turns)
-        sum_RO = lax.fori_loop(split * share, end, one_turn, empty)
-        if scale_ref is not None and config.scale_group is None:
+        share = pl.cdiv(turns, cut.segments)
+        if cut.folds > 1:
+            sum_RO = _fold_segments(one_turn, empty, turns, share)
+        else:
+            end = share if cut.splits == 1 else jnp.minimum((split + 1) * share, turns)
+            sum_RO = lax.fori_loop(split * share, end, one_turn, empty)
+        has_whole_sum = cut.splits == 1 or not cut.is_ordered
+        if scale_ref is not None and config.scale_group is None and has_whole_sum:
             scale_O = tb.load(scale_ref.at[group, scale_row_O, 0], mask=has_O, other=0)
             sum_RO *= scale_O.astype(jnp.float32)[None, :]
         mask_RO = has_R[:, None] & has_O[None, :]
         out = out_ref.at[split, (first + row_R)[:, None], at_O[None, :]]
         tb.store(out, sum_RO.astype(out_ref.dtype), mask=mask_RO)
+
+
+def _fold_segments(one_turn: Any, empty: Any, turns: int, share: int) -> Any:
+    """Returns the sum of all turns, in which each run of `share` turns is summed on its own.
+
+    It is one loop, since between two loops the pipeline of loads runs dry.
+    """
+
+    def fold(state: Any) -> Any:
+        sum_RO, total_RO = state
+        return empty, total_RO + sum_RO
+
+    def turn_and_fold(turn: Any, state: Any) -> Any:
+        sum_RO, total_RO = state
+        state = one_turn(turn, sum_RO), total_RO
+        return lax.cond(lax.rem(turn + 1, share) == 0, fold, lambda state: state, state)
+
+    sum_RO, total_RO = lax.fori_loop(0, turns, turn_and_fold, (empty, empty))
+    return total_RO + sum_RO if turns % share else total_RO
+
+
+def fold_kernel(sums_ref, scale_ref, scale_row_ref, out_ref, *, cols: int) -> None:  # type: ignore[no-untyped-def]
+    """Adds up the sums of segments [segments, P, O] in order, and multiplies by scales [O, 1]."""
+    row = pl.program_id(0)
+    at_O = pl.program_id(1) * cols + jnp.arange(cols)
+    has_O = at_O < sums_ref.shape[2]
+
+    def add(segment: Any, total_O: Any) -> Any:
+        return total_O + tb.load(sums_ref.at[segment, row, at_O], mask=has_O, other=0)
+
+    total_O = lax.fori_loop(0, sums_ref.shape[0], add, jnp.zeros(cols, sums_ref.dtype))
+    if scale_ref is not None:
+        row_O = (
+            at_O if scale_row_ref is None else tb.load(scale_row_ref.at[at_O], mask=has_O, other=0)
+        )
+        total_O *= tb.load(scale_ref.at[row_O, 0], mask=has_O, other=0).astype(jnp.float32)
+    tb.store(out_ref.at[row, at_O], total_O.astype(out_ref.dtype), mask=has_O)
 
 
 def _place(count_ref: Any, tile: Any, rows: int, num_rows: int) -> tuple[Any, Any, Any]:
@@ -260,44 +287,6 @@ def _float4(nibble: jax.Array) -> jax.Array:
     return jnp.where(nibble > 7, -number, number)
 
 
-def heuristic(
-    x_shape: tuple[int, int], w_shape: tuple[int, int], dtype: str, code: str | None, *, roomy: bool
-) -> Cut:
-    """Returns the cut of a product for a GPU on which nothing was measured.
-
-    It depends on shapes alone, so that the order of a row's sums does too.
-
-    Args:
-        x_shape: The rows and inputs.
-        w_shape: The groups and outputs.
-        dtype: The type of x.
-        code: The code of the weights, or None.
-        roomy: Says whether a program has 227 KiB of shared memory.
-    """
-    num_rows, num_in = x_shape
-    num_groups, num_out = w_shape
-    average = num_rows / num_groups
-    rows = (
-        16 if average <= 16 else 32 if average <= 32 else 64 if average <= 128 or not roomy else 128
-    )
-    warps = 8 if rows == 128 else 4
-    stages = 4 if roomy else 3
-    if dtype == "float32":  # without tensor cores, operands of products are in registers
-        cut = Cut(min(rows, 32), 64, 32, 4, 2)
-    elif code is None:
-        cut = Cut(rows, 128, 128 if dtype == "int8" else 64, warps, stages)
-    else:
-        cut = Cut(rows, 64, 256 if code in PACKED and rows == 16 else 128, warps, stages)
-    programs = _num_tiles(num_rows, num_groups, cut.rows) * pl.cdiv(num_out, cut.cols)
-    splits = min(PROGRAMS // programs, num_in // (LEAST_TURNS * cut.depth), MOST_SPLITS)
-    return replace(cut, splits=max(1, splits))
-
-
-def _num_tiles(num_rows: int, num_groups: int, rows: int) -> int:
-    """Returns the largest possible number of tiles."""
-    return num_rows // rows + min(num_groups, num_rows)
-
-
 def multiply_grouped(
     x_PI: jax.Array,
     weight: jax.Array | QuantizedWeight,
@@ -318,19 +307,67 @@ def multiply_grouped(
     Raises:
         NotImplementedError: Scales belong to groups of inputs that do not fit a turn.
     """
+    values = weight.values if isinstance(weight, QuantizedWeight) else weight
+    code = weight.code if isinstance(weight, QuantizedWeight) else None
+    shapes = (x_PI.shape[0], x_PI.shape[1]), (values.shape[0], values.shape[1])
+    cut = heuristic(*shapes, x_PI.dtype.name, code, roomy=_is_roomy())
+    return _multiply_cut(x_PI, weight, count_E, result, cut, interpret=interpret)
+
+
+def multiply_by_segments(
+    x_TI: jax.Array,
+    weight: jax.Array | QuantizedWeight,
+    result: DTypeLike,
+    *,
+    interpret: bool = False,
+) -> jax.Array:
+    """Multiplies as `pallas_kernels.batch_invariant_product` says.
+
+    Args:
+        x_TI: The rows.
+        weight: The weight [O, I], of numbers of x's type or of codes.
+        result: The type of the product.
+        interpret: Runs the kernel on CPU.
+
+    Raises:
+        NotImplementedError: Scales belong to groups of inputs that do not fit a turn, or a weight
+            of numbers has another type than x.
+    """
+    if isinstance(weight, QuantizedWeight):
+        stacked: jax.Array | QuantizedWeight = stack(weight)
+        num_out, code = weight.values.shape[0], weight.code
+    else:
+        if weight.dtype != x_TI.dtype:
+            raise NotImplementedError(f"a product of {x_TI.dtype} with a weight of {weight.dtype}")
+        stacked, num_out, code = weight[None], weight.shape[0], None
+    shape = (x_TI.shape[0], x_TI.shape[1])
+    cut = cut_by_weight(shape, num_out, x_TI.dtype.name, code, roomy=_is_roomy())
+    return _multiply_cut(x_TI, stacked, None, result, cut, interpret=interpret)
+
+
+def _is_roomy() -> bool:
+    has = capability(target_device())
+    return has is None or has in ROOMY
+
+
+def _multiply_cut(
+    x_PI: jax.Array,
+    weight: jax.Array | QuantizedWeight,
+    count_E: jax.Array | None,
+    result: DTypeLike,
+    cut: Cut,
+    *,
+    interpret: bool,
+) -> jax.Array:
     quantized = weight if isinstance(weight, QuantizedWeight) else None
     values = weight.values if isinstance(weight, QuantizedWeight) else weight
-    code = None if quantized is None else quantized.code
-    num_groups, num_out = values.shape[:2]
     has = capability(target_device())
-    shapes = (x_PI.shape[0], x_PI.shape[1]), (num_groups, num_out)
-    cut = heuristic(*shapes, x_PI.dtype.name, code, roomy=has is None or has in ROOMY)
     config = Config(
         cut=cut,
-        code=code,
+        code=None if quantized is None else quantized.code,
         scale_group=None if quantized is None else _scale_group(quantized, cut),
         num_in=x_PI.shape[1],
-        num_out=num_out,
+        num_out=values.shape[1],
         result=jnp.dtype(result).name,
         converts=(has or FLOAT8_CAPABILITY) >= FLOAT8_CAPABILITY,
         interpret=interpret,
@@ -371,14 +408,14 @@ def _multiply(operands: list[Any], config: Config) -> jax.Array:
     cut = config.cut
     num_rows = x_PI.shape[0]
     num_groups = values.shape[0]
-    num_tiles = _num_tiles(num_rows, num_groups, cut.rows)
+    tiles = num_tiles(num_rows, num_groups, cut.rows)
     blocks = pl.cdiv(config.num_out, cut.cols)
     apart = cut.splits > 1
     sums_dtype = jnp.int32 if jnp.issubdtype(x_PI.dtype, jnp.integer) else jnp.float32
     call = tb.kernel_call(
         functools.partial(kernel, config=config),
         name="grouped_product",
-        grid=(*((num_tiles, blocks) if num_groups == 1 else (blocks, num_tiles)), cut.splits),
+        grid=(*((tiles, blocks) if num_groups == 1 else (blocks, tiles)), cut.splits),
         out_shape=jax.ShapeDtypeStruct(
             (cut.splits, num_rows, config.num_out),
             sums_dtype if apart else jnp.dtype(config.result),
@@ -390,7 +427,29 @@ def _multiply(operands: list[Any], config: Config) -> jax.Array:
     if config.code in PACKED:
         x_PI = x_PI.reshape(num_rows, -1, 2).swapaxes(1, 2)
     out_ZPO: jax.Array = call(count_E, x_PI, values, *of_groups)
+    if apart and cut.is_ordered:
+        return _fold(out_ZPO, of_groups, config)
     return functools.reduce(operator.add, list(out_ZPO)).astype(config.result)
+
+
+def _fold(sums_ZPO: jax.Array, of_groups: list[Any], config: Config) -> jax.Array:
+    """Returns the sum over segments; XLA might keep more bits of it where it goes on."""
+    scale_EOJ, _, _, scale_row_O = of_groups
+    is_scaled = scale_EOJ is not None and config.scale_group is None
+    num_rows, num_out = sums_ZPO.shape[1:]
+    cols = min(1024, pl.next_power_of_2(num_out))
+    call = tb.kernel_call(
+        functools.partial(fold_kernel, cols=cols),
+        name="product_fold",
+        grid=(num_rows, pl.cdiv(num_out, cols)),
+        out_shape=jax.ShapeDtypeStruct((num_rows, num_out), jnp.dtype(config.result)),
+        num_warps=4,
+        num_stages=1,
+        interpret=config.interpret,
+    )
+    scales = (scale_EOJ[0], scale_row_O) if is_scaled else (None, None)
+    out_PO: jax.Array = call(sums_ZPO, *scales)
+    return out_PO
 
 
 def stack(weight: QuantizedWeight) -> QuantizedWeight:

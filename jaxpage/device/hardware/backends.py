@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
@@ -32,6 +33,7 @@ from pallas_kernels.cpu.packed import NUMBERS
 from pallas_kernels.kernel_set import capability
 from pallas_kernels.page_layouts import INTERLEAVED
 
+logger = logging.getLogger(__name__)
 _NAMED = {DOT: "dot products", TILES: "tiles (AMX)"}  # instructions of a CPU
 BFLOAT16_CAPABILITY = (8, 0)  # earlier GPUs of NVIDIA have float16 alone
 
@@ -43,6 +45,7 @@ class Backend(NamedTuple):
     interpret: bool = False  # kernels run on CPU, operation by operation
     in_cpp: bool = False  # kernels for CPUs multiply by weights, which may be in panels
     interleaved: bool = False  # keys and values share an array of pages; see `page_shapes`
+    batch_invariant: bool = False  # the order of a token's sums does not depend on the batch
 
     @property
     def options(self) -> dict[str, Any]:
@@ -60,15 +63,29 @@ class Backend(NamedTuple):
         return pack_modules(module, lambda dtype: NUMBERS.get(jnp.dtype(dtype).name))
 
 
-def choose_backend(name: str, device: Any, kv_cache_dtype: str = "auto") -> Backend:
+def choose_backend(
+    name: str, device: Any, kv_cache_dtype: str = "auto", *, batch_invariant: bool = False
+) -> Backend:
     """Returns the backend for a value of the setting `attention_backend` on a `jax.Device`.
 
     "auto" chooses call by call. Kernels for GPUs are interpreted on a CPU; kernels for CPUs are
     compiled here, unless they are there already.
 
+    Args:
+        name: The value of `attention_backend`.
+        device: The device.
+        kv_cache_dtype: The setting of this name.
+        batch_invariant: The setting of this name.
+
     Raises:
-        UnsupportedError: The device does not run that kernel set; the text says what it needs.
+        UnsupportedError: The device does not run that kernel set, or the set is not batch
+            invariant there; the text says what it needs.
     """
+    if batch_invariant:
+        invariant = _invariant_set(name, device.platform)
+        if invariant is not None:
+            chosen_backend = choose_backend(invariant, device, kv_cache_dtype)
+            return chosen_backend._replace(batch_invariant=True)
     interleaved = keeps_interleaved(name, device.platform)
     if name == "auto":
         in_cpp = device.platform == "cpu" and not load_cpu_library().reason
@@ -90,6 +107,26 @@ def choose_backend(name: str, device: Any, kv_cache_dtype: str = "auto") -> Back
             f"{XLA_ADVICE}"
         )
     return Backend(name, interpret, in_cpp=name == "cpu", interleaved=interleaved)
+
+
+def _invariant_set(name: str, platform: str) -> str | None:
+    """Returns the kernel set with which a platform is batch invariant; None where any set is."""
+    names = [each for each, kernels in SETS.items() if kernels.is_batch_invariant]
+    if platform == "cpu":
+        if name not in names:
+            logger.info("batch_invariant has no effect: on a CPU every engine is batch invariant")
+        return name if name in names else None
+    if platform != "gpu":
+        raise UnsupportedError(
+            f"batch_invariant is for GPUs, and the device is a {platform}: XLA multiplies there, "
+            "in an order that may depend on the batch; leave it out"
+        )
+    if name not in ("auto", *names):
+        raise UnsupportedError(
+            f"batch_invariant with attention_backend {name!r}: the sums of that kernel set depend "
+            f"on the batch; use {' or '.join(('auto', *names))}"
+        )
+    return names[0]
 
 
 def keeps_interleaved(name: str, platform: str) -> bool:

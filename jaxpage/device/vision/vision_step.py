@@ -105,7 +105,7 @@ def compile_vision(
     """Compiles an encoder for inputs of these shapes."""
     step = functools.partial(vision_step, graph=graph, dtype=dtype, backend=backend)
     on_each = mesh.on_each(step, (parameters, dict.fromkeys(inputs)), None)
-    return compile_ahead(jax.jit(on_each), parameters, inputs, graphs=graphs)
+    return compile_ahead(jax.jit(on_each), parameters, inputs, graphs=graphs, backend=backend)
 
 
 def vision_step(

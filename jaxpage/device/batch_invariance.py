@@ -1,0 +1,135 @@
+"""Keeps the bits of a token the same in any batch, on a device where XLA would not.
+
+XLA chooses how to add up by the number of rows: products, norms and softmaxes have other bits for
+one row than for a thousand. In this mode kernels compute what adds up floats, each in an order that
+depends on shapes of weights and on positions alone. What is left to XLA must add up no floats: the
+trace of each step is searched for that before it is compiled.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from jaxpage.device.hardware.backends import Backend
+from jaxpage.errors import UnsupportedError
+from jaxpage.layers.trace_scope import LayerKernels, RowKernels
+from jaxpage.layers.weight_kinds import Grouped
+from pallas_kernels import SETS, QuantizedWeight, batch_invariant_product
+
+# By default XLA keeps the bits of a bfloat16 number that were to be rounded away, where it computes
+# on with it in the same kernel.
+EXACT_OPTIONS = {"xla_allow_excess_precision": "False"}
+# XLA adds up in an order of its own in these, or devices do.
+SUMS = frozenset(
+    {
+        "conv_general_dilated",
+        "cumlogsumexp",
+        "cumprod",
+        "cumsum",
+        "dot_general",
+        "psum",
+        "psum_invariant",
+        "ragged_dot_general",
+        "reduce_prod",
+        "reduce_scatter",
+        "reduce_sum",
+        "reduce_window_sum",
+        "scatter-add",
+        "scatter-mul",
+    }
+)
+
+
+def with_ordered_sums(kernels: LayerKernels, backend: Backend) -> LayerKernels:
+    """Returns the kernels of layers, of which those that add up do so in one order."""
+
+    def multiply(x_TI: jax.Array, weight: jax.Array, result: DTypeLike) -> jax.Array:
+        return batch_invariant_product(x_TI, weight, result=result, **backend.options)
+
+    def multiply_grouped(x_TI: jax.Array, weight: Grouped, result: DTypeLike) -> jax.Array:
+        return batch_invariant_product(
+            x_TI, QuantizedWeight(*weight), result=result, **backend.options
+        )
+
+    def multiply_by_group(*_: Any) -> jax.Array:
+        raise UnsupportedError(
+            "batch_invariant with experts: the rows of an expert would be summed in an order that "
+            "depends on their number; leave it out for such models"
+        )
+
+    functions = SETS[backend.name].rows
+    rows = RowKernels(
+        **{
+            name: functools.partial(functions[name], interpret=backend.interpret)
+            for name in RowKernels._fields[1:]
+        },
+        takes=functions["takes"],
+    )
+    return kernels._replace(
+        multiply=multiply_grouped, multiply_numbers=multiply, by_group=multiply_by_group, rows=rows
+    )
+
+
+def log_sums_of(backend: Backend) -> Callable[..., jax.Array] | None:
+    """Returns the kernel for the logarithms of sums of exponentials; None where XLA computes it."""
+    if not backend.batch_invariant:
+        return None
+    return functools.partial(SETS[backend.name].rows["log_sums"], interpret=backend.interpret)
+
+
+def exact_options(backend: Backend, jaxpr: Any) -> dict[str, str]:
+    """Returns more options of XLA for a function, which is refused if XLA would add up in it.
+
+    Args:
+        backend: The kernels; there are no such options if they are not batch invariant.
+        jaxpr: The closed jaxpr of the function.
+
+    Raises:
+        UnsupportedError: See `refuse_sums`.
+    """
+    if not backend.batch_invariant:
+        return {}
+    if not backend.interpret:  # on a CPU the sampler adds up row by row
+        refuse_sums(jaxpr)
+    return EXACT_OPTIONS
+
+
+def refuse_sums(jaxpr: Any) -> None:
+    """Refuses a step in which XLA adds up floats.
+
+    Args:
+        jaxpr: The closed jaxpr of the step.
+
+    Raises:
+        UnsupportedError: It does; the text says where.
+    """
+    places = dict.fromkeys(_sums(jaxpr))
+    if places:
+        raise UnsupportedError(
+            "batch_invariant: the order of these sums would depend on the batch, because XLA adds "
+            f"up: {'; '.join(list(places)[:8])}. Only dense models without adapters are computed "
+            "in one order on a GPU; leave batch_invariant out for others"
+        )
+
+
+def _sums(jaxpr: Any) -> Iterator[str]:
+    """Yields the places where a jaxpr adds up floats outside of kernels."""
+    for equation in jaxpr.eqns:
+        name = equation.primitive.name
+        if name == "pallas_call":
+            continue
+        dtype = equation.outvars[0].aval.dtype if equation.outvars else None
+        if name in SUMS and dtype is not None and jnp.issubdtype(dtype, jnp.inexact):
+            frame = equation.source_info.name_stack
+            yield f"{name} of {dtype} ({frame})" if str(frame) else f"{name} of {dtype}"
+        for inner in jax.tree.leaves(
+            list(equation.params.values()), is_leaf=lambda each: hasattr(each, "eqns")
+        ):
+            if hasattr(inner, "eqns"):
+                yield from _sums(inner)

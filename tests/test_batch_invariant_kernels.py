@@ -1,0 +1,303 @@
+"""Kernels whose sums have one order for any number of rows, in the interpreter with the order of sums of a tensor core."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import QuantizedWeight, batch_invariant_product, paged_attention
+from pallas_kernels import numbers as weight_numbers
+from pallas_kernels.sets import triton
+from pallas_kernels.tiles import Shape
+from pallas_kernels.triton import backend, product, product_cut, rows
+from tests.support.attention import make_case, oracle
+from tests.support.sweeps import few
+from tests.support.tensor_core import dot
+
+NUM_OUT, NUM_IN = 40, 1024  # four segments
+
+
+@pytest.fixture(autouse=True)
+def order_of_a_tensor_core(monkeypatch):
+    """Kernels that were traced with another `dot` are forgotten."""
+    caches = (product._multiply, triton._attend)
+    monkeypatch.setattr(backend, "dot", dot)
+    for function in caches:
+        function.clear_cache()
+    yield
+    for function in caches:
+        function.clear_cache()
+
+
+def bits(x: jax.Array) -> np.ndarray:
+    return np.asarray(x).view(np.uint16 if x.dtype.itemsize == 2 else np.uint32)
+
+
+def numbers(seed: int, *shape: int, dtype: str = "bfloat16") -> jax.Array:
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), dtype)
+
+
+def product_of(x_TI: jax.Array, weight: jax.Array | QuantizedWeight, **options) -> jax.Array:
+    return batch_invariant_product(x_TI, weight, backend="triton", interpret=True, **options)
+
+
+def int4_weight() -> QuantizedWeight:
+    rng = np.random.default_rng(5)
+    values = jnp.asarray(rng.integers(0, 256, (NUM_OUT, NUM_IN // 2)), jnp.uint8)
+    scale = jnp.asarray(rng.uniform(0.5, 2, (NUM_OUT, NUM_IN // 32)), jnp.float32)
+    return QuantizedWeight(values, scale, None, "int4", 32)
+
+
+def int8_weight() -> QuantizedWeight:
+    """With one scale for each output, by which whole sums are multiplied."""
+    rng = np.random.default_rng(6)
+    values = jnp.asarray(rng.integers(-128, 128, (NUM_OUT, NUM_IN)), jnp.int8)
+    scale = jnp.asarray(rng.uniform(0.5, 2, (NUM_OUT, 1)), jnp.float32)
+    return QuantizedWeight(values, scale, None, "int8", NUM_IN)
+
+
+def segments_by_rows(monkeypatch):
+    right = product.cut_by_weight
+    monkeypatch.setattr(
+        product,
+        "cut_by_weight",
+        lambda *args, **more: dataclasses.replace(right(*args, **more), folds=2),
+    )
+
+
+def fold_from_the_last_segment(monkeypatch):
+    monkeypatch.setattr(
+        product,
+        "_fold_segments",
+        lambda turn, empty, turns, share: sum(
+            jax.lax.fori_loop(first, first + share, turn, empty)
+            for first in reversed(range(0, turns, share))
+        ),
+    )
+
+
+def test_a_row_of_a_product_has_the_same_bits_among_any_number_of_rows(monkeypatch):
+    """In tiles of 16, 32 and 64 rows, with a program for each segment and with one for all; other orders are seen."""
+    monkeypatch.setattr(product_cut, "MOST_ROWS_APART", 32)
+    x_TI, weight = numbers(2, 33, NUM_IN), numbers(1, NUM_OUT, NUM_IN)
+
+    def of_rows(count: int) -> np.ndarray:
+        return np.asarray(product_of(x_TI[:count], weight, result="float32"))
+
+    whole = of_rows(33)
+    exact = np.asarray(x_TI, np.float64) @ np.asarray(weight, np.float64).T
+    size = np.abs(np.asarray(x_TI, np.float64)) @ np.abs(np.asarray(weight, np.float64)).T
+    assert (np.abs(whole - exact) / size).max() < 1e-5
+    for count in (1, 17):
+        np.testing.assert_array_equal(of_rows(count), whole[:count])
+    for mistake in (segments_by_rows, fold_from_the_last_segment):
+        with monkeypatch.context() as patches:
+            mistake(patches)
+            product._multiply.clear_cache()
+            assert (of_rows(33) != whole).mean() > 0.05, mistake
+
+
+@pytest.mark.parametrize("make_weight", [int4_weight, int8_weight])
+def test_so_has_a_row_of_a_product_with_a_weight_of_few_bits(make_weight, monkeypatch):
+    monkeypatch.setattr(product_cut, "MOST_ROWS_APART", 16)
+    x_TI, weight = numbers(2, 17, NUM_IN), make_weight()
+    whole = bits(product_of(x_TI, weight))
+    np.testing.assert_array_equal(bits(product_of(x_TI[:2], weight)), whole[:2])
+    x, w = np.asarray(x_TI, np.float64), np.asarray(weight_numbers(weight), np.float64)
+    error = np.abs(whole.view(jnp.bfloat16).astype(np.float64) - x @ w.T)
+    assert (error / (np.abs(x) @ np.abs(w).T)).max() < 2.0**-8
+
+
+@pytest.mark.parametrize(
+    ("num_out", "num_in", "segments"),  # of Llama-3-8B: qkv, output, gate and up, down, head
+    [
+        (6144, 4096, 4),
+        (4096, 4096, 8),
+        (28672, 4096, 1),
+        (4096, 14336, 8),
+        (128256, 4096, 1),
+        (64, 64, 1),
+    ],
+)
+def test_segments_depend_on_the_weight_alone(num_out, num_in, segments):
+    for code in (None, "int8", "int4"):
+        cuts = [
+            product_cut.cut_by_weight((count, num_in), num_out, "bfloat16", code, roomy=roomy)
+            for count in (1, 16, 17, 64, 129, 257, 4096)
+            for roomy in (False, True)
+        ]
+        assert len({(cut.segments, cut.depth) for cut in cuts}) == 1
+        if code is None:
+            assert cuts[0].segments == segments
+        assert all(cut.splits == 1 or cut.folds == 1 for cut in cuts)
+
+
+CONTEXT, QUERIES = 150, 24
+HEADS = (4, 2)
+SINKS = np.array([0.5, -1.0, 2.0, 0.0], np.float32)
+WITH_ALL = {"sliding_window": 100, "sinks": SINKS, "logit_softcap": 3.0}
+PLACES = (0, 9, 23)
+
+
+def attend(case, stretches, **options) -> np.ndarray:
+    """The outputs of stretches of the query tokens of one row, each as a row of its own in one call."""
+    context = [CONTEXT - QUERIES + stop for _, stop in stretches]
+    lengths = [stop - first for first, stop in stretches]
+    out = paged_attention(
+        np.concatenate([case.q_TNH[first:stop] for first, stop in stretches]),
+        case.k_pages,
+        case.v_pages,
+        np.repeat(case.block_table_BM, len(stretches), axis=0),
+        np.array(context, np.int32),
+        np.cumsum([0, *lengths]).astype(np.int32),
+        scale=0.25,
+        backend="triton",
+        interpret=True,
+        max_query_len=max(lengths),
+        batch_invariant=True,
+        **options,
+    )
+    return bits(out)
+
+
+@pytest.fixture
+def small_segments(monkeypatch):
+    """Segments of 32 positions, in turns of 16: five in the context of the case."""
+    right = triton.heuristic
+    monkeypatch.setattr(triton, "SEGMENT", 32)
+    monkeypatch.setattr(
+        triton, "heuristic", lambda *args: dataclasses.replace(right(*args), context=16)
+    )
+
+
+def one_row(**options):
+    settings = {"heads": HEADS, "width": 16, "padding": 0, "dtype": "bfloat16"}
+    return make_case(7, [CONTEXT], [QUERIES], **settings, page_dtype="bfloat16", **options)
+
+
+@pytest.mark.parametrize("options", few([WITH_ALL, {}], [WITH_ALL]))
+def test_a_token_has_the_same_bits_in_decode_verification_and_chunks(
+    options, small_segments, monkeypatch
+):
+    """Segments of other lengths are seen to give others."""
+    case = one_row()
+    decoded = attend(case, [(place, place + 1) for place in PLACES], **options)
+    monkeypatch.setattr(triton, "MOST_TOKENS_APART", 3)  # a program goes through all segments
+    whole = attend(case, [(0, QUERIES)], **options)
+    np.testing.assert_array_equal(decoded, whole[list(PLACES)])
+    expected = oracle(case, scale=0.25, **options)
+    got = whole.view(jnp.bfloat16).astype(np.float64)
+    np.testing.assert_allclose(got, expected, atol=2e-2, rtol=2e-2)
+    monkeypatch.setattr(triton, "SEGMENT", 64)
+    assert (whole != attend(case, [(0, QUERIES)], **options)).sum() > 20
+
+
+@pytest.mark.parametrize("num_positions", [100, 8192, 131072])
+@pytest.mark.parametrize("dtypes", [("bfloat16",) * 2, ("float32",) * 2, ("bfloat16", "int8")])
+def test_turns_and_segments_are_the_same_in_every_kind_of_step(num_positions, dtypes):
+    for head_dim in (64, 128, 256):
+        shape = Shape(
+            kind="decode",
+            group=4,
+            head_dim=head_dim,
+            block_size=16,
+            dtype=dtypes[0],
+            page_dtype=dtypes[1],
+        )
+        all_tiles = [
+            triton.ordered_tiles(dataclasses.replace(shape, kind=kind), num_positions, num_tokens)
+            for kind, num_tokens in (
+                ("decode", 2),
+                ("decode", 256),
+                ("verify", 64),
+                ("chunk", 2048),
+            )
+        ]
+        assert len({(tiles.context, tiles.split_context) for tiles in all_tiles}) == 1
+        for tiles in all_tiles:
+            reached = tiles.max_splits * tiles.split_context
+            assert tiles.max_splits == 1 or reached >= num_positions
+
+
+def test_a_tree_of_drafts_is_refused():
+    case = one_row()
+    with pytest.raises(NotImplementedError, match="its keys are not at their positions"):
+        attend(case, [(0, QUERIES)], tree_mask_TQ=np.ones((QUERIES, QUERIES), bool))
+
+
+WIDE = 80  # of a row, which a power of two covers
+
+
+def norm_of(x, scale, offset=0.0):
+    return x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-5) * (scale + offset)
+
+
+def test_rows_are_what_the_layers_say():
+    """Against float64, of numbers in float32."""
+    x, added = (numbers(seed, 5, WIDE, dtype="float32") for seed in (1, 2))
+    scale, bias = (numbers(seed, WIDE, dtype="float32") for seed in (3, 4))
+    wide, others, scales, biases = (
+        np.asarray(each, np.float64) for each in (x, added, scale, bias)
+    )
+    sums = wide + others
+    centred = sums - sums.mean(-1, keepdims=True)
+    half = WIDE // 2
+    silu = wide[:, :half] / (1 + np.exp(-wide[:, :half]))
+    expected = {
+        "norm": norm_of(wide, scales, 1.0),
+        "sum": sums,
+        "norm of sum": norm_of(sums, scales),
+        "layer norm": norm_of(centred, scales) + biases,
+        "gate": silu * wide[:, half:],
+        "log sums": np.log(np.exp(wide - 2.0).sum(-1)),
+    }
+    both = rows.add_and_norm(x, added, scale, 1e-5, 0.0, interpret=True)
+    results = {
+        "norm": rows.rms_norm(x, scale, 1e-5, 1.0, interpret=True),
+        "sum": both[0],
+        "norm of sum": both[1],
+        "layer norm": rows.layer_norm(x, scale, bias, 1e-5, 0.0, added, interpret=True)[1],
+        "gate": rows.gate(x, "silu", interpret=True),
+        "log sums": rows.log_sums(x, jnp.full(5, 2.0), interpret=True),
+    }
+    for name, result in results.items():
+        np.testing.assert_allclose(result, expected[name], atol=3e-6, rtol=3e-6, err_msg=name)
+
+
+def test_queries_and_keys_are_turned_and_values_are_not():
+    num_pairs, head_dim = 12, 32
+    x_TF = numbers(1, 3, 6 * head_dim, dtype="float32")  # of four queries, one key and one value
+    angles = np.random.default_rng(2).uniform(0, 6, (3, num_pairs))
+    cos, sin = (jnp.asarray(each, jnp.float32) for each in (np.cos(angles), np.sin(angles)))
+    q, k, v = rows.split_and_rotate(x_TF, cos, sin, 1, head_dim, interpret=True)
+    heads = np.asarray(x_TF, np.float64).reshape(3, 6, head_dim)
+    pairs = heads[..., :num_pairs] + 1j * heads[..., num_pairs : 2 * num_pairs]
+    turned = pairs * np.exp(1j * angles)[:, None]
+    expected = np.concatenate([turned.real, turned.imag, heads[..., 2 * num_pairs :]], axis=-1)
+    np.testing.assert_allclose(np.concatenate([q, k], axis=1), expected[:, :5], atol=1e-5)
+    np.testing.assert_array_equal(v, x_TF.reshape(3, 6, head_dim)[:, 5:])
+
+
+def test_warps_of_a_row_depend_on_its_width_alone(monkeypatch):
+    seen = set()
+    right = backend.kernel_call
+    rows._norm.clear_cache()
+
+    def noted(*args, **settings):
+        seen.add((settings["num_warps"], settings["out_shape"][0].shape[1]))
+        return right(*args, **settings)
+
+    monkeypatch.setattr(backend, "kernel_call", noted)
+    for count in (1, 16, 300):
+        for width in (64, 4096):
+            scale = jnp.ones(width, jnp.bfloat16)
+            jax.eval_shape(
+                lambda x, scale=scale: rows.rms_norm(x, scale, 1e-5, 0.0, interpret=True),
+                jax.ShapeDtypeStruct((count, width), jnp.bfloat16),
+            )
+    assert seen == {(1, 64), (4, 4096)}
+    rows._norm.clear_cache()

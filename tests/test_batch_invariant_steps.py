@@ -1,0 +1,149 @@
+"""Steps with `batch_invariant` leave no sum of floats to XLA, in any bucket, and the setting is refused where that cannot be."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+
+import jax
+import pytest
+
+from jaxpage import LLM, SamplingParams
+from jaxpage.device.batch_invariance import EXACT_OPTIONS, refuse_sums
+from jaxpage.device.compiler_options import compiler_options
+from jaxpage.device.hardware.backends import Backend, choose_backend
+from jaxpage.errors import UnsupportedError
+from pallas_kernels.compat import DescribedGPU, DescribedTPU, describe_gpu
+from pallas_kernels.triton import backend as triton_backend
+from tests.support import tensor_core
+from tests.support.sweeps import few
+from tools.lab.kernel_lab.inspection import compile_for, unavailable
+from tools.lab.step_times import random_model
+from tools.step_shapes import BUCKETS, LLAMA_3_8B, QWEN3_30B_A3B, step_shapes
+
+EXACT = Backend("triton", batch_invariant=True)
+SMALL = {
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "vocab_size": 512,
+    "max_position_embeddings": 1024,
+}
+H200 = DescribedGPU("NVIDIA H200", "9.0")
+
+
+def small_step(kind: str, backend: Backend = EXACT, config=LLAMA_3_8B):
+    return step_shapes(
+        BUCKETS[kind],
+        backend=backend,
+        config={**config, **SMALL, "moe_intermediate_size": 64, "num_experts": 8},
+        num_layers=1,
+        num_blocks=1024,
+    )
+
+
+def trace(kind: str, **options):
+    with describe_gpu():
+        shapes = small_step(kind, **options)
+        return shapes.step.trace(*shapes.arguments).jaxpr
+
+
+@pytest.mark.parametrize("kind", few(BUCKETS, ["verify"]))
+def test_a_step_leaves_no_sum_of_floats_to_xla(kind):
+    refuse_sums(trace(kind))
+
+
+def test_a_sum_that_is_left_to_xla_is_refused():
+    with pytest.raises(UnsupportedError, match=r"dot_general of bfloat16 .product") as refusal:
+        refuse_sums(trace("decode", backend=Backend("triton")))
+    assert "reduce_sum of float32" in str(refusal.value)
+
+
+def test_experts_are_refused():
+    with pytest.raises(UnsupportedError, match="batch_invariant with experts"):
+        trace("decode", config=QWEN3_30B_A3B)
+
+
+def test_devices_and_kernel_sets_that_cannot_keep_it_are_refused():
+    cpu = jax.devices("cpu")[0]
+    for name in ("auto", "triton"):
+        assert choose_backend(name, H200, batch_invariant=True) == EXACT
+    assert choose_backend("auto", cpu, batch_invariant=True) == choose_backend("auto", cpu)
+    assert choose_backend("triton", cpu, batch_invariant=True) == EXACT._replace(interpret=True)
+    for name, device, reason in (
+        ("scan", H200, r"attention_backend 'scan'.* depend on the batch; use auto or triton"),
+        ("auto", DescribedTPU("TPU v5e"), "batch_invariant is for GPUs, and the device is a tpu"),
+    ):
+        with pytest.raises(UnsupportedError, match=reason):
+            choose_backend(name, device, batch_invariant=True)
+
+
+def float_work(kind: str, backend: Backend) -> tuple[list[str], Counter[tuple[str, ...]]]:
+    """The sums that XLA computes in a step for an H100, and what each of its fusions does with floats."""
+    shapes = small_step(kind, backend)
+    options = compiler_options("gpu") | EXACT_OPTIONS
+    text = compile_for(shapes.step, *shapes.arguments, gpu="h100", options=options).as_text()
+    bodies = dict(re.findall(r"^(?:ENTRY )?%?([\w.\-$]+) \(.*\{$(.*?)^\}", text, re.M | re.S))
+    adding = [name for name, body in bodies.items() if re.search(r"= \w*f\w+\[\]\S* add\(", body)]
+    sums = re.findall(r"cublas|__triton_gemm| (?:dot|convolution)\(", text)
+    sums += [name for name in adding if re.search(rf"to_apply=%?{re.escape(name)}\b", text)]
+    work = Counter(
+        tuple(re.findall(r"= (?:b?f\d+)\[.*?\]\S* ([\w\-]+)\(", body))
+        for name, body in bodies.items()
+        if name.startswith("fused")
+    )
+    arithmetic = ("add", "subtract", "multiply", "divide", "cosine", "sine", "log", "exponential")
+    only: Counter[tuple[str, ...]] = Counter()
+    for operations, count in work.items():
+        only[tuple(each for each in operations if each in arithmetic)] += count
+    return sums, only
+
+
+@pytest.mark.sweep
+@pytest.mark.skipif(unavailable() is not None, reason=str(unavailable()))
+def test_what_the_compiler_makes_of_steps_is_alike_in_every_bucket():
+    """But a chunk scores tokens of the prompt, too."""
+    assert float_work("decode", Backend("triton"))[0]  # it is found where it is
+    few_rows, many_rows, chunk = (
+        float_work(kind, EXACT) for kind in ("decode", "decode of 64", "chunk")
+    )
+    assert few_rows[0] == many_rows[0] == chunk[0] == []
+    assert few_rows[1] == many_rows[1] and few_rows[1].keys() <= chunk[1].keys()
+
+
+@pytest.mark.sweep
+def test_an_engine_answers_the_same_in_every_batch(monkeypatch):
+    """Alone, together, in chunks and with drafts to the bit of log probabilities: by interpreted kernels with the sums of a tensor core."""
+    monkeypatch.setattr(triton_backend, "dot", tensor_core.dot)
+    config = LLAMA_3_8B | SMALL | {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16}
+    config |= {"num_hidden_layers": 1, "vocab_size": 128}
+    parameters = random_model(config, "bfloat16")
+    prompts = [[5, 6, 7] * 15, [9] * 20, list(range(30, 70))]
+    sampling = SamplingParams(max_tokens=12, temperature=0.7, seed=3, logprobs=1, ignore_eos=True)
+
+    def answers(batches, **settings):
+        found = []
+        with LLM.from_parameters(
+            config,
+            parameters,
+            attention_backend="triton",
+            batch_invariant=True,
+            dtype="bfloat16",
+            max_model_len=96,
+            num_blocks=64,
+            max_num_seqs=4,
+            swap_space_blocks=0,
+            enable_prefix_caching=False,
+            **settings,
+        ) as llm:
+            for batch in batches:
+                found += llm.generate(batch, sampling, use_tqdm=False)
+        return [
+            (list(each.outputs[0].token_ids), each.outputs[0].cumulative_logprob) for each in found
+        ]
+
+    drafts = {"method": "ngram", "num_speculative_tokens": 3}
+    alone = answers([[prompt] for prompt in prompts], max_num_batched_tokens=64)
+    assert answers([prompts], max_num_batched_tokens=32, speculative_config=drafts) == alone
