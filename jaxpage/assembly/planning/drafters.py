@@ -46,7 +46,7 @@ from jaxpage.device.drafters import (
 )
 from jaxpage.device.hardware import Backend
 from jaxpage.device.inputs import BucketMenu
-from jaxpage.errors import CheckpointError, ConfigError, UnsupportedError
+from jaxpage.errors import CheckpointError, ConfigError
 from jaxpage.layers.embedding import Embedding
 from jaxpage.layers.sharding import UNDIVIDED, ShardedEmbedding, Sharding
 from jaxpage.models import KVSpec, abstract
@@ -302,17 +302,7 @@ class AssistantFiles:
         return engine.pack(self.module(engine.dtype))
 
     def make(self, engine: DraftedEngine) -> AssistantDrafter:
-        """Returns the drafter for this engine.
-
-        Raises:
-            UnsupportedError: The target is divided over several devices.
-        """
-        if engine.sharding.is_divided:
-            raise UnsupportedError(
-                "speculative_config.model is an assistant of Gemma 4, which reads the pages of a "
-                "model on one device, and the model is divided over several: use one, or another "
-                "method"
-            )
+        """Returns the drafter for this engine."""
         shape = tree_shape(engine.menu)
         module = self.module(engine.dtype)
         engine.pack(module)

@@ -26,6 +26,11 @@ from jaxpage.models.parameters import weights_of
 
 MODEL_TYPES = ("gemma4_assistant", "gemma4_unified_assistant")
 TOKEN_ORDER = "masked_embedding.token_ordering"
+# What absent fields mean, by the model_type of the layers, which are alike in both.
+_DEFAULTS = {
+    "gemma4_text": {"backbone_hidden_size": 1536},
+    "gemma4_unified_text": {"backbone_hidden_size": 3840, "sliding_window": 1024},
+}
 # With other values than these the layers would be of another form.
 _FIXED = {
     "hidden_size_per_layer_input": 0,
@@ -113,6 +118,12 @@ def _spec(
     config: Mapping[str, Any], family: Any, target: ModelFiles, problems: Problems
 ) -> AssistantSpec | None:
     """Returns the spec; None if something is wrong, which is then in `problems`."""
+    kind = config.get("model_type", "gemma4_text")
+    if kind not in _DEFAULTS:
+        known = ", ".join(_DEFAULTS)
+        problems.add(f"config.json: text_config.model_type is {quote(kind)}, not one of {known}")
+        return None
+    config = {**_DEFAULTS[kind], **config, "model_type": "gemma4_text"}
     for name, value in _FIXED.items():
         if (stated := config.get(name, value)) != value:
             problems.add(f"config.json: {name} is {quote(stated)}, and must be {value}")
@@ -122,7 +133,7 @@ def _spec(
         problems.add(
             f"config.json: num_kv_shared_layers is {stated}, and must be num_hidden_layers, {layers}"
         )
-    usual = {"num_kv_shared_layers": 0, **_FIXED, "vocab_size_per_layer_input": None}
+    usual = {"num_kv_shared_layers": 0, **_FIXED, "vocab_size_per_layer_input": 1}
     own: Any = check_spec(family, {**config, **usual}, problems)
     centroids = _centroids(config, problems)
     if own is None:

@@ -135,11 +135,12 @@ class Assistant(nnx.Module):
         )
         self.norm = rms_norm(config, at / "model.norm")
         self.after = undivided(width, at, "post_projection", spec.target_width)
+        groups = spec.centroids
         self.centroids = self.token_order = None
-        if spec.centroids is not None:
-            count = spec.centroids.count
-            self.centroids = undivided(width, at, "masked_embedding.centroids", count)
-            self.token_order = parameter((config.vocab_size,), axes=("vocab",), dtype=jnp.int32)
+        if groups is not None:
+            product = undivided(width, at, "masked_embedding.centroids", groups.count)
+            order = parameter((config.vocab_size,), axes=("vocab",), dtype=jnp.int32)
+            self.centroids, self.token_order = nnx.data(product), nnx.data(order)
 
     def __call__(
         self,
