@@ -179,9 +179,10 @@ class Assistant(nnx.Module):
         order_CK = token_order[...].reshape(self.spec.centroids.count, -1)
         _, chosen_BG = jax.lax.top_k(centroids(output_BD), self.spec.centroids.num_chosen)
         ids_BT = order_CK[chosen_BG].reshape(len(output_BD), -1)
+        rows_BTD = self.head(ids_BT.reshape(-1)).reshape(*ids_BT.shape, -1)
         logits_BT = jnp.einsum(
-            "BD,BTD->BT", output_BD, self.head(ids_BT), preferred_element_type=jnp.float32
+            "BD,BTD->BT", output_BD, rows_BTD, preferred_element_type=jnp.float32
         )
         row_B1 = jnp.arange(len(output_BD))[:, None]
-        everywhere_BV = jnp.full((len(output_BD), self.head.num_rows), -jnp.inf)
+        everywhere_BV = jnp.full((len(output_BD), self.spec.decoder.vocab_size), -jnp.inf)
         return everywhere_BV.at[row_B1, ids_BT].set(logits_BT)
