@@ -18,15 +18,12 @@ torch = pytest.importorskip("torch", reason="the oracle is transformers on torch
 
 WINDOW = 7
 NUM_DRAFTS = 3
-SIZES = {
-    **{"vocab_size": 96, "max_position_embeddings": 256, "vocab_size_per_layer_input": 96},
-    **{"head_dim": 16, "global_head_dim": 32},
-}
+SIZES = {"vocab_size": 96, "max_position_embeddings": 256, "vocab_size_per_layer_input": 96}
 TYPES = ["sliding_attention", "sliding_attention", "full_attention"]
 # The target's heads, in layers half as wide and of another number.
 LAYERS = {
     **{"vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3},
-    **{"num_attention_heads": 8, "head_dim": 16, "global_head_dim": 32, "layer_types": TYPES},
+    **{"num_attention_heads": 8, "head_dim": 8, "global_head_dim": 16, "layer_types": TYPES},
     **{"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0},
     **{"sliding_window": WINDOW, "max_position_embeddings": 256},
 }
