@@ -278,7 +278,7 @@ def _choice(engine: DraftedEngine, shape: TreeShape) -> Choice:
 
 
 @dataclass(frozen=True)
-class AssistantFiles:
+class PlannedAssistant:
     """Holds an assistant of Gemma 4, which has no KV cache of its own.
 
     Attributes:
@@ -382,16 +382,16 @@ def _open_mtp(config: SpeculativeConfig, target: ModelFiles) -> ModelDrafterFile
     )
 
 
-def _open_assistant(directory: Path, target: ModelFiles) -> AssistantFiles:
+def _open_assistant(directory: Path, target: ModelFiles) -> PlannedAssistant:
     files = open_assistant(directory, target)
-    return AssistantFiles(
+    return PlannedAssistant(
         files.spec.make, files.num_bytes, functools.partial(load_assistant, files)
     )
 
 
 def open_draft_model(
     config: SpeculativeConfig, target: ModelFiles
-) -> ModelDrafterFiles | AssistantFiles:
+) -> ModelDrafterFiles | PlannedAssistant:
     """Opens a draft model, which has the target's vocabulary.
 
     It is a model of its own, or an assistant of Gemma 4.

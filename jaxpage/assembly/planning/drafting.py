@@ -11,10 +11,10 @@ from typing import Any
 from jax.typing import DTypeLike
 
 from jaxpage.assembly.planning.drafters import (
-    AssistantFiles,
     DraftedEngine,
     DrafterFiles,
     ModelDrafterFiles,
+    PlannedAssistant,
     open_drafter,
     tree_shape,
 )
@@ -103,7 +103,7 @@ class Drafting:
         Raises:
             UnsupportedError: It reads the pages of the target, and they are divided.
         """
-        if isinstance(self.drafter, AssistantFiles) and sharding.is_divided:
+        if isinstance(self.drafter, PlannedAssistant) and sharding.is_divided:
             raise UnsupportedError(
                 "speculative_config.model is an assistant of Gemma 4, which reads the keys and "
                 f"values of a whole model, and this one is divided into {sharding.num_shards} "

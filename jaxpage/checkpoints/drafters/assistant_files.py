@@ -20,7 +20,7 @@ from jaxpage.checkpoints.problems import Problems, quote
 from jaxpage.checkpoints.safetensors_files import read_tensors
 from jaxpage.checkpoints.safetensors_header import TensorInfo
 from jaxpage.errors import CheckpointError, UnsupportedError
-from jaxpage.models import load_family
+from jaxpage.models import KVSpec, load_family
 from jaxpage.models.drafters import AssistantSpec, Centroids, find_target_layers, follow_target
 from jaxpage.models.parameters import weights_of
 
@@ -134,18 +134,18 @@ def _spec(
             f"config.json: num_kv_shared_layers is {stated}, and must be num_hidden_layers, {layers}"
         )
     usual = {"num_kv_shared_layers": 0, **_FIXED, "vocab_size_per_layer_input": 1}
-    own: Any = check_spec(family, {**config, **usual}, problems)
+    described: Any = check_spec(family, {**config, **usual}, problems)
     centroids = _centroids(config, problems)
-    if own is None:
+    if described is None:
         return None
-    to: Any = target.spec
-    for name, stated, here in (
-        ("vocab_size", own.vocab_size, to.vocab_size),
-        ("backbone_hidden_size", config.get("backbone_hidden_size"), to.hidden_size),
+    model: Any = target.spec
+    for name, stated, expected in (
+        ("vocab_size", described.vocab_size, model.vocab_size),
+        ("backbone_hidden_size", config.get("backbone_hidden_size"), model.hidden_size),
     ):
-        if stated != here:
-            problems.add(f"config.json: {name} is {quote(stated)}, but the model's is {here}")
-    places = _fit_layers(own, to, problems)
+        if stated != expected:
+            problems.add(f"config.json: {name} is {quote(stated)}, but the model's is {expected}")
+    places = _fit_layers(described.kv, model.kv, problems)
     if not any(filled.weight.path == ("tokens", "table") for filled in target.plan.parameters):
         problems.add(
             "it takes embeddings of the model, whose token table is in few bits: leave out "
@@ -154,35 +154,41 @@ def _spec(
     if places is None:
         return None
     return AssistantSpec(
-        decoder=follow_target(own, to, places),
-        first_layer=len(to.layer_forms),
-        target_width=to.hidden_size,
+        decoder=follow_target(described, model, places),
+        first_layer=len(model.layer_forms),
+        target_width=model.hidden_size,
         centroids=centroids,
     )
 
 
-def _fit_layers(own: Any, target: Any, problems: Problems) -> tuple[int, ...] | None:
-    """Returns the target's layer whose pages each layer reads; None if one fits none of them."""
-    found = find_target_layers(target.kv, own.kv.sliding_windows)
-    places = tuple(place for place in found if place is not None)
-    for layer, place in enumerate(found):
-        window = own.kv.sliding_windows[layer]
+def _fit_layers(kv: KVSpec, target_kv: KVSpec, problems: Problems) -> tuple[int, ...] | None:
+    """Returns the target's layer whose pages each layer reads; None if one fits none of them.
+
+    Args:
+        kv: What the layers would keep, had they keys and values of their own.
+        target_kv: What the target keeps.
+        problems: The list that errors are added to.
+    """
+    all_places = find_target_layers(target_kv, kv.sliding_windows)
+    places = tuple(place for place in all_places if place is not None)
+    for layer, place in enumerate(all_places):
+        window = kv.sliding_windows[layer]
         kind = "with a window" if window else "without a window"
         if place is None:
             problems.add(
                 f"config.json: layer {layer} is one {kind}, of which the model has none with keys"
             )
             continue
-        for what, stated, here in (
-            ("key/value heads and their width", own.kv.heads_of(layer), target.kv.heads_of(place)),
-            ("sliding_window", window, target.kv.sliding_windows[place]),
+        for what, stated, expected in (
+            ("key/value heads and their width", kv.heads_of(layer), target_kv.heads_of(place)),
+            ("sliding_window", window, target_kv.sliding_windows[place]),
         ):
-            if stated != here:
+            if stated != expected:
                 problems.add(
                     f"config.json: in layers {kind}, as layer {layer}, {what} are {stated}, but "
-                    f"{here} in the model"
+                    f"{expected} in the model"
                 )
-    return places if len(places) == len(found) else None
+    return places if len(places) == len(all_places) else None
 
 
 def _centroids(config: Mapping[str, Any], problems: Problems) -> Centroids | None:

@@ -33,13 +33,13 @@ from jaxpage.models.parts.scope import Scope
 
 @dataclass(frozen=True)
 class Centroids:
-    """Says how a head computes a part of its logits.
+    """Says which tokens a head chooses among.
 
-    Its tokens are divided into groups of one size, of which those with the best centroids count.
+    They are divided into groups of one size, of which those with the best centroids count.
 
     Attributes:
         count: The number of groups.
-        num_chosen: The number of groups whose tokens have logits.
+        num_chosen: The number of groups whose tokens have logits; those of others are -inf.
     """
 
     count: int
@@ -172,17 +172,15 @@ class Assistant(nnx.Module):
 
     def logits(self, output_BD: Float[Array, "B D"]) -> Float[Array, "B V"]:
         """Returns the logits of the target's vocabulary; -inf for tokens of other groups."""
-        centroids, token_order = self.centroids, self.token_order
-        if centroids is None or token_order is None:
-            return self.head.logits(output_BD)
-        assert self.spec.centroids is not None
-        order_CK = token_order[...].reshape(self.spec.centroids.count, -1)
-        _, chosen_BG = jax.lax.top_k(centroids(output_BD), self.spec.centroids.num_chosen)
-        ids_BT = order_CK[chosen_BG].reshape(len(output_BD), -1)
-        rows_BTD = self.head(ids_BT.reshape(-1)).reshape(*ids_BT.shape, -1)
-        logits_BT = jnp.einsum(
-            "BD,BTD->BT", output_BD, rows_BTD, preferred_element_type=jnp.float32
-        )
+        logits_BV = self.head.logits(output_BD)
+        groups, centroids, token_order = self.spec.centroids, self.centroids, self.token_order
+        if groups is None or centroids is None or token_order is None:
+            return logits_BV
+        _, chosen_BG = jax.lax.top_k(centroids(output_BD), groups.num_chosen)
         row_B1 = jnp.arange(len(output_BD))[:, None]
-        everywhere_BV = jnp.full((len(output_BD), self.spec.decoder.vocab_size), -jnp.inf)
-        return everywhere_BV.at[row_B1, ids_BT].set(logits_BT)
+        is_chosen_BC = (
+            jnp.zeros((len(output_BD), groups.count), bool).at[row_B1, chosen_BG].set(True)
+        )
+        in_order_BV = jnp.repeat(is_chosen_BC, logits_BV.shape[1] // groups.count, axis=1)
+        has_logit_BV = jnp.zeros(logits_BV.shape, bool).at[:, token_order[...]].set(in_order_BV)
+        return jnp.where(has_logit_BV, logits_BV, -jnp.inf)
