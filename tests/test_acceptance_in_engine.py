@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from jaxpage import LLM, SamplingParams
-from jaxpage.device.drafters import drafting
+from jaxpage.device.drafters import growing
 from jaxpage.speculation import Proposer
 from jaxpage.step.draft import Candidates, Draft
 from jaxpage.step.request import Request, Sequence
@@ -195,7 +195,7 @@ def test_a_model_that_draws_from_something_else_shows(
     directory, draft_model, log_probabilities, monkeypatch
 ):
     """Than it says."""
-    real = drafting.draw_draft
+    real = growing.draw_draft
 
     def lie(*given: Any, **options: Any) -> Any:
         token_ids, drawn_from = real(*given, **options)
@@ -203,7 +203,7 @@ def test_a_model_that_draws_from_something_else_shows(
             q_RW=drawn_from.q_RW.at[:, :8].set(drawn_from.q_RW[:, 7::-1])
         )
 
-    monkeypatch.setattr(drafting, "draw_draft", lie)
+    monkeypatch.setattr(growing, "draw_draft", lie)
     monkeypatch.setattr(Candidates, "check", lambda *_: None)
     with start_drawing(directory, draft_model) as llm:
         counts = counted(texts_of(llm, requested(400, n=4, temperature=1.0)))

@@ -178,6 +178,7 @@ def _target_step(
         token_ids_R,
         paths,
         last_B,
+        pages,
         None if vectors is None else vectors[:, 0],
     )
     output = StepOutput(

@@ -22,9 +22,12 @@ from jaxpage.checkpoints.drafters import (
     MEDUSA_FILES,
     EagleMethod,
     MedusaFiles,
+    is_assistant,
+    load_assistant,
     load_eagle,
     load_medusa,
     load_mtp,
+    open_assistant,
     open_eagle,
     open_medusa,
     open_mtp,
@@ -33,6 +36,7 @@ from jaxpage.checkpoints.finding import HUB_FILES, resolve_model
 from jaxpage.checkpoints.tokenizers import open_tokenizer
 from jaxpage.device import Packings
 from jaxpage.device.drafters import (
+    AssistantDrafter,
     Choice,
     DeviceDrafter,
     HeadDrafter,
@@ -46,7 +50,7 @@ from jaxpage.errors import CheckpointError, ConfigError
 from jaxpage.layers.embedding import Embedding
 from jaxpage.layers.sharding import UNDIVIDED, ShardedEmbedding, Sharding
 from jaxpage.models import KVSpec, abstract
-from jaxpage.models.drafters import DraftModel, MedusaHeads, MtpHead
+from jaxpage.models.drafters import Assistant, DraftModel, MedusaHeads, MtpHead
 from jaxpage.models.parameters import Path as LayerPath
 from jaxpage.models.parameters import replace_modules
 from jaxpage.settings.speculative_config import SpeculativeConfig
@@ -257,16 +261,53 @@ class ModelDrafterFiles:
     def make(self, engine: DraftedEngine) -> ModelDrafter:
         """Returns the drafter for this engine."""
         shape = tree_shape(engine.menu)
-        rule = engine.acceptance
-        choice: Choice = "coupled" if rule == "coupled" else "likeliest"
-        if rule == "rejection" and shape.num_branches == 1:
-            choice = "drawn"
+        choice = _choice(engine, shape)
         own_groups = engine.layer_groups[-self.kv.num_layers :]
         module = self.divide(engine.dtype, engine.sharding)
         engine.pack(module)
         return ModelDrafter(
             abstract(module)[0], self.aux_layers, own_groups, shape, engine.num_blocks, choice
         )
+
+
+def _choice(engine: DraftedEngine, shape: TreeShape) -> Choice:
+    """Returns how a drafter chooses its tokens under the acceptance rule of an engine."""
+    if engine.acceptance == "rejection" and shape.num_branches == 1:
+        return "drawn"
+    return "coupled" if engine.acceptance == "coupled" else "likeliest"
+
+
+@dataclass(frozen=True)
+class PlannedAssistant:
+    """Holds an assistant of Gemma 4, which has no KV cache of its own.
+
+    Attributes:
+        module: Makes the module for a dtype.
+        num_bytes: Gives the bytes of its weights in a dtype.
+        load: Loads its parameters.
+    """
+
+    module: Callable[[DTypeLike], Assistant]
+    num_bytes: Callable[[str], int]
+    load: Callable[..., dict[str, Any]]
+    kvs: ClassVar[tuple[KVSpec, ...]] = ()
+    plan_in_model: ClassVar[LoadPlan | None] = None
+
+    def depths(self, menu: BucketMenu) -> Sequence[int]:
+        """Returns how many places ahead it can draft."""
+        return range(1, 1 + tree_shape(menu).num_levels)
+
+    def find_packings(self, engine: DraftedEngine) -> Packings:
+        """Returns which of its weights this engine has in panels."""
+        return engine.pack(self.module(engine.dtype))
+
+    def make(self, engine: DraftedEngine) -> AssistantDrafter:
+        """Returns the drafter for this engine."""
+        shape = tree_shape(engine.menu)
+        module = self.module(engine.dtype)
+        engine.pack(module)
+        graph = abstract(module)[0]
+        return AssistantDrafter(graph, engine.layer_groups, shape, _choice(engine, shape))
 
 
 def tree_shape(menu: BucketMenu) -> TreeShape:
@@ -341,9 +382,24 @@ def _open_mtp(config: SpeculativeConfig, target: ModelFiles) -> ModelDrafterFile
     )
 
 
-def open_draft_model(config: SpeculativeConfig, target: ModelFiles) -> ModelDrafterFiles:
-    """Opens a draft model, which is a model of its own with the target's vocabulary."""
-    files = open_model(drafter_directory(config))
+def _open_assistant(directory: Path, target: ModelFiles) -> PlannedAssistant:
+    files = open_assistant(directory, target)
+    return PlannedAssistant(
+        files.spec.make, files.num_bytes, functools.partial(load_assistant, files)
+    )
+
+
+def open_draft_model(
+    config: SpeculativeConfig, target: ModelFiles
+) -> ModelDrafterFiles | PlannedAssistant:
+    """Opens a draft model, which has the target's vocabulary.
+
+    It is a model of its own, or an assistant of Gemma 4.
+    """
+    directory = drafter_directory(config)
+    if is_assistant(directory):
+        return _open_assistant(directory, target)
+    files = open_model(directory)
     positions = files.spec.max_position_embeddings
     needed = target.spec.max_position_embeddings
     if positions < needed:

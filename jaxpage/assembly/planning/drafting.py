@@ -14,6 +14,7 @@ from jaxpage.assembly.planning.drafters import (
     DraftedEngine,
     DrafterFiles,
     ModelDrafterFiles,
+    PlannedAssistant,
     open_drafter,
     tree_shape,
 )
@@ -22,6 +23,7 @@ from jaxpage.device import Packings
 from jaxpage.device.inputs import BucketMenu
 from jaxpage.device.pages import KVPages, page_shapes
 from jaxpage.errors import CheckpointError, UnsupportedError
+from jaxpage.layers.sharding import Sharding
 from jaxpage.models import KVSpec
 from jaxpage.settings.speculative_config import SpeculativeConfig
 from jaxpage.settings.speculative_methods import AUTO
@@ -94,6 +96,20 @@ class Drafting:
         if self.config is None or self.plan_in_model is None:
             return self
         return replace(self, drafter=open_drafter(self.config, target))
+
+    def check_sharding(self, sharding: Sharding) -> None:
+        """Checks that the drafter can draft for a target that is divided like this.
+
+        Raises:
+            UnsupportedError: It reads the pages of the target, and they are divided.
+        """
+        if isinstance(self.drafter, PlannedAssistant) and sharding.is_divided:
+            raise UnsupportedError(
+                "speculative_config.model is an assistant of Gemma 4, which reads the keys and "
+                f"values of a whole model, and this one is divided into {sharding.num_shards} "
+                "shards: set tensor_parallel_size to 1 and tensor_parallel_reduction to fast, or "
+                "use another method"
+            )
 
     def num_bytes(self, dtype: str) -> int:
         """Returns the bytes of the drafter's weights."""

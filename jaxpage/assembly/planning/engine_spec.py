@@ -263,6 +263,7 @@ def engine_spec_of(described: Described, *, swaps: bool = True) -> EngineSpec:
     check_length(config, model)
     mixed = mixes(config, described.device)
     sharding = choose_sharding(described)
+    described.drafting.check_sharding(sharding)
     weights_bytes = (
         described.weights_bytes + described.drafting.num_bytes(layout.dtype) * sharding.num_devices
     )

@@ -1,5 +1,10 @@
-"""Reads what drafts next to a model: Medusa's heads, EAGLE heads, and MTP heads."""
+"""Reads what drafts next to a model: Medusa's heads, EAGLE and MTP heads, and assistants."""
 
+from jaxpage.checkpoints.drafters.assistant_files import (
+    is_assistant,  # says if a directory has an assistant of Gemma 4
+    load_assistant,  # loads one
+    open_assistant,  # opens one
+)
 from jaxpage.checkpoints.drafters.eagle_files import (
     EAGLE_FILES,  # names the files of an EAGLE head
     EagleMethod,  # is the kind of head

@@ -37,6 +37,7 @@ class TargetStep(NamedTuple):
     paths_BQ: Int[Array, "_ _"]  # in a step that verifies: see `acceptance.decide`
     # The last draw of each sequence; a step that verifies has one for each row.
     last_B: Int[Array, "B"]
+    pages: KVPages  # of the target's own layers, with the tokens of the step
     # [T, D]: what takes the place of tokens, where `inputs.is_vector_T` says so; None for none.
     vectors_TD: jax.Array | None
 

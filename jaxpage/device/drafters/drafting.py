@@ -15,7 +15,7 @@ layers have. So it takes no block of a sequence, and a fork or a copy never sees
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,22 +24,16 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxpage.device.attention import make_attend
 from jaxpage.device.drafters.drafter import TargetStep
 from jaxpage.device.drafters.ends import Ends, ends_of
+from jaxpage.device.drafters.growing import Choice, Growing, Tree
 from jaxpage.device.drafters.tree_shape import TreeShape
-from jaxpage.device.drawn import bits_of
 from jaxpage.device.hardware.backends import Backend
 from jaxpage.device.inputs.buckets import Bucket
-from jaxpage.device.inputs.step_inputs import Flags, StepInputs
+from jaxpage.device.inputs.step_inputs import StepInputs
 from jaxpage.device.moving import copy_blocks, copy_slots
 from jaxpage.device.pages.kv_pages import KVPages, in_groups
-from jaxpage.device.sampler import Draws, draw_draft, perturb_logits
 from jaxpage.device.verify import moves
 from jaxpage.layers.context import ForwardContext
 from jaxpage.models.drafters import Drafter, join
-from jaxpage.shapes import MOST_CANDIDATES
-
-# A drafter chooses as the target will draw, with the target's noise; or the most likely token; or
-# by a draw of its own.
-Choice = Literal["coupled", "likeliest", "drawn"]
 
 
 @dataclass(frozen=True)
@@ -63,11 +57,6 @@ class ModelDrafter:
         """Returns which hidden states of the target it takes; an empty tuple if it takes none."""
         return self.own_aux_layers or ()
 
-    @property
-    def num_fields(self) -> int:
-        """Returns G, the numbers of each candidate."""
-        return 3 + 2 * MOST_CANDIDATES * (self.choice == "drawn")
-
     def drafts_in(self, bucket: Bucket) -> bool:
         """Returns whether there are scratch blocks for all rows of the shape."""
         return bucket.num_rows <= self.shape.max_rows
@@ -75,7 +64,7 @@ class ModelDrafter:
     def step(
         self, parameters: Any, target: TargetStep, pages: KVPages
     ) -> tuple[jax.Array | None, KVPages]:
-        """Returns candidates [B, J, G, Y], as `_draft_ahead` makes them, and the pages."""
+        """Returns candidates [B, J, G, Y], see `Tree`, and the pages."""
         drafting = _DraftStep(join(self.graph, parameters), self, target)
         output_TD, pages = _extend(drafting, pages)
         if target.bucket.trees:  # the accepted drafts of a chain are in place
@@ -84,18 +73,6 @@ class ModelDrafter:
         if not self.drafts_in(target.bucket):
             return None, pages
         return _draft_ahead(drafting, pages, output_TD)
-
-
-class _Tree(NamedTuple):
-    """Holds drafts as they grow: the branches that go on, and the candidates of every level."""
-
-    pages: KVPages
-    token_id_BX: jax.Array  # the last token of each branch
-    branch_BX: jax.Array  # the branch of the level before that it continues
-    output_BXD: jax.Array  # the drafter's output for the branches of the level before
-    score_BX: jax.Array  # log probability of the branch
-    node_BX: jax.Array  # its last token's place among the candidates
-    candidates_BJGY: jax.Array
 
 
 class _DraftStep(NamedTuple):
@@ -169,11 +146,7 @@ def _draft_ahead(
 ) -> tuple[Int[Array, "B J G Y"], KVPages]:
     """Grows a tree of drafts after each of `target.last_B`, level by level.
 
-    The best X candidates of a level are continued, each by its own best X. These are dynamic trees
-    as in EAGLE-2 (Li et al. 2024, arXiv:2406.16858), for any drafter; with one branch a tree is a
-    chain. A candidate's score is its branch's log probability under the drafter, and if the choice
-    is "coupled" also under the row's own noise. Drafts are then right wherever the target draws
-    what the drafter would draw (Daliri, Musco, Suresh 2024, arXiv:2408.07978).
+    For how it grows see `Growing`.
 
     Args:
         drafting: The drafter and the step.
@@ -181,109 +154,34 @@ def _draft_ahead(
         output_TD: The output of `_extend`.
 
     Returns:
-        For each of the Y = X * X candidates of a level: the token, the place in [J * Y] of the one
-        before it (-1 for none), and the bits of its score, which is -inf for what is no candidate.
-        A draft that was drawn also has the ids [W] and the bits of the probabilities [W] that it
-        was drawn from. Only as many levels as the draft depth are filled. And the pages.
+        `Tree.candidates_BJGY`, and the pages.
     """
-    options = drafting.options
-    depth = drafting.target.depth
+    options, target = drafting.options, drafting.target
+    growing = Growing(drafting.drafter.logits, options.shape, options.choice, target)
     takes_features = drafting.drafter.aux_layers is not None
-    ends = ends_of(drafting.target, output_TD if takes_features else None)
+    ends = ends_of(target, output_TD if takes_features else None)
 
-    def follow_and_grow(level: jax.Array, tree: _Tree) -> _Tree:
-        return _grow(drafting, ends, _follow(drafting, ends, tree, level - takes_features), level)
+    def follow_and_grow(level: jax.Array, tree: Tree) -> Tree:
+        tree = _follow(drafting, ends, tree, level - takes_features)
+        return growing.grow(ends, tree, level)
 
-    def draft(_: jax.Array, tree: _Tree) -> _Tree:
-        tree = tree._replace(
-            pages=_fork_last_blocks(tree.pages, ends, options, drafting.target.backend)
-        )
+    def draft(_: jax.Array, tree: Tree) -> Tree:
+        tree = tree._replace(pages=_fork_last_blocks(tree.pages, ends, options, target.backend))
         if takes_features:  # its output is already for the drawn token
-            tree = _grow(drafting, ends, tree, 0)
-        stop = jnp.minimum(depth, options.shape.num_levels)
-        return jax.lax.fori_loop(int(takes_features), stop, follow_and_grow, tree)
+            tree = growing.grow(ends, tree, 0)
+        return jax.lax.fori_loop(int(takes_features), growing.stop, follow_and_grow, tree)
 
     # A loop of one round or none, for the same reason as in `_extend`.
-    tree = jax.lax.fori_loop(
-        0, (depth > 0).astype(jnp.int32), draft, _root(ends, output_TD, pages, options)
-    )
+    num_rows = ends.token_id_B.shape[0]
+    output_BD = ends.output_BD
+    if output_BD is None:
+        output_BD = jnp.zeros((num_rows, output_TD.shape[1]), output_TD.dtype)
+    rounds = (target.depth > 0).astype(jnp.int32)
+    tree = jax.lax.fori_loop(0, rounds, draft, growing.root(ends, output_BD, pages))
     return tree.candidates_BJGY, tree.pages
 
 
-def _root(ends: Ends, output_TD: jax.Array, pages: KVPages, options: ModelDrafter) -> _Tree:
-    """Returns a tree in which every branch is the drawn token, and only the first one counts."""
-    num_rows = ends.token_id_B.shape[0]
-    width = options.shape.num_branches
-    zeros_BX = jnp.zeros((num_rows, width), jnp.int32)
-    output_BD = (
-        jnp.zeros((num_rows, output_TD.shape[1]), output_TD.dtype)
-        if ends.output_BD is None
-        else ends.output_BD
-    )
-    return _Tree(
-        pages,
-        token_id_BX=zeros_BX + ends.token_id_B[:, None],
-        branch_BX=zeros_BX,
-        output_BXD=jnp.repeat(output_BD[:, None], width, axis=1),
-        score_BX=jnp.where(jnp.arange(width) == 0, 0.0, -jnp.inf) + zeros_BX,
-        node_BX=zeros_BX - 1,
-        candidates_BJGY=jnp.full(
-            (num_rows, options.shape.num_levels, options.num_fields, width * width),
-            bits_of(jnp.float32(-jnp.inf)),
-        ),
-    )
-
-
-def _grow(drafting: _DraftStep, ends: Ends, tree: _Tree, level: Any) -> _Tree:
-    """Adds the candidates that follow the branches, and makes the best of them the new branches."""
-    num_rows, width = tree.token_id_BX.shape
-    draws = ends.draws._replace(position_R=ends.draws.position_R + 1 + level)
-    draws = jax.tree.map(lambda array: jnp.repeat(array, width, axis=0), draws)
-    logits = drafting.drafter.logits(tree.output_BXD.reshape(num_rows * width, -1))
-    token_ids, scores, drawn_from = _best(drafting, logits, draws)
-    score_BY = (tree.score_BX[:, :, None] + scores.reshape(num_rows, width, width)).reshape(
-        num_rows, -1
-    )
-    token_id_BY = token_ids.reshape(num_rows, -1).astype(jnp.int32)
-    parent_BY = jnp.repeat(tree.node_BX, width, axis=1)
-    candidates = [jnp.stack([token_id_BY, parent_BY, bits_of(score_BY)], axis=1), *drawn_from]
-    score_BX, place_BX = jax.lax.top_k(score_BY, width)
-    return tree._replace(
-        token_id_BX=jnp.take_along_axis(token_id_BY, place_BX, axis=1),
-        branch_BX=place_BX // width,
-        score_BX=score_BX,
-        node_BX=level * width * width + place_BX,
-        candidates_BJGY=tree.candidates_BJGY.at[:, level].set(jnp.concatenate(candidates, axis=1)),
-    )
-
-
-def _best(
-    drafting: _DraftStep, logits: jax.Array, draws: Draws
-) -> tuple[jax.Array, jax.Array, list[jax.Array]]:
-    """Returns the X tokens that may follow each branch, with their log probabilities.
-
-    The last result has the ids and the probabilities that each was drawn from, for the choice
-    "drawn"; otherwise it is empty. Scores of drawn tokens are 0.
-    """
-    width = drafting.options.shape.num_branches
-    choice = drafting.options.choice
-    target = drafting.target
-    if choice == "drawn":
-        token_ids, (ids_BW, q_BW) = draw_draft(logits, draws, by_row=target.by_row)
-        return (
-            token_ids,
-            jnp.zeros(token_ids.shape),
-            [ids_BW[:, :, None], bits_of(q_BW)[:, :, None]],
-        )
-    if choice == "coupled":
-        logits = perturb_logits(
-            logits, draws, target.inputs.flags[Flags.RANDOM] > 0, by_row=target.by_row
-        )
-    scores, token_ids = jax.lax.top_k(jax.nn.log_softmax(logits), width)
-    return token_ids, scores, []
-
-
-def _follow(drafting: _DraftStep, ends: Ends, tree: _Tree, index: Any) -> _Tree:
+def _follow(drafting: _DraftStep, ends: Ends, tree: Tree, index: Any) -> Tree:
     """Runs the drafter over the last token of each branch, the `index`-th token in its scratch."""
     drafter, options, target = drafting
     backend = target.backend
@@ -317,7 +215,7 @@ def _follow(drafting: _DraftStep, ends: Ends, tree: _Tree, index: Any) -> _Tree:
 
 
 def _inherit(
-    tree: _Tree,
+    tree: Tree,
     ends: Ends,
     first_block_ZBX: jax.Array,
     index: Any,

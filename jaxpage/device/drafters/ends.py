@@ -15,6 +15,7 @@ from jaxpage.device.sampler import Draws, draws_of
 class Ends(NamedTuple):
     """Describes the token that was drawn for each row."""
 
+    row_B: Int[Array, "B"]  # the row of the step that it follows
     block_table_ZBM: Int[Array, "Z B M"]
     position_B: Int[Array, "B"]  # the position of that token
     token_id_B: Int[Array, "B"]
@@ -46,6 +47,7 @@ def ends_of(target: TargetStep, output_TD: jax.Array | None) -> Ends:
     row_B = jnp.searchsorted(inputs.query_start[1:], token_B, side="right", method="compare_all")
     axes_AT = inputs.rotary_AT
     return Ends(
+        row_B,
         inputs.block_table_ZBM[:, row_B],
         draws.position_R,
         jnp.maximum(target.token_ids_R[last_B], 0),

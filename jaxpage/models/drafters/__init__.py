@@ -1,4 +1,4 @@
-"""Holds the models that draft for another one: EAGLE and MTP heads, Medusa's, and small models."""
+"""Holds what drafts for a model: EAGLE and MTP heads, Medusa's, assistants, and small models."""
 
 from __future__ import annotations
 
@@ -9,6 +9,13 @@ from jaxpage.lazy import open_door
 if TYPE_CHECKING:
     from jaxpage.models.config.mtp_names import (
         MtpNames,  # names the tensors of an MTP head in a checkpoint
+    )
+    from jaxpage.models.drafters.assistant import (
+        Assistant,  # is an assistant of Gemma 4
+        AssistantSpec,  # is its spec
+        Centroids,  # says which tokens have logits
+        find_target_layers,  # finds the layers of the target whose pages it reads
+        follow_target,  # returns the config of its layers
     )
     from jaxpage.models.drafters.draft_model import (
         DraftModel,  # is a drafter with a family of its own
