@@ -84,20 +84,27 @@ def float_work(kind: str, backend: Backend) -> tuple[list[str], Counter[tuple[st
     """The sums that XLA computes in a step for an H100, and what each of its fusions does with floats."""
     shapes = small_step(kind, backend)
     options = compiler_options("gpu") | EXACT_OPTIONS
-    text = compile_for(shapes.step, *shapes.arguments, gpu="h100", options=options).as_text()
-    bodies = dict(re.findall(r"^(?:ENTRY )?%?([\w.\-$]+) \(.*\{$(.*?)^\}", text, re.M | re.S))
+    return work_in(
+        compile_for(shapes.step, *shapes.arguments, gpu="h100", options=options).as_text()
+    )
+
+
+def work_in(text: str) -> tuple[list[str], Counter[tuple[str, ...]]]:
+    header = r"^(?:ENTRY )?%?([\w.\-$]+) \([^\n]*\{ *$"
+    bodies = dict(re.findall(header + r"(.*?)^\}", text, re.M | re.S))
     adding = [name for name, body in bodies.items() if re.search(r"= \w*f\w+\[\]\S* add\(", body)]
     sums = re.findall(r"cublas|__triton_gemm| (?:dot|convolution)\(", text)
     sums += [name for name in adding if re.search(rf"to_apply=%?{re.escape(name)}\b", text)]
     work = Counter(
         tuple(re.findall(r"= (?:b?f\d+)\[.*?\]\S* ([\w\-]+)\(", body))
         for name, body in bodies.items()
-        if name.startswith("fused")
+        if "fused" in name
     )
     arithmetic = ("add", "subtract", "multiply", "divide", "cosine", "sine", "log", "exponential")
     only: Counter[tuple[str, ...]] = Counter()
     for operations, count in work.items():
         only[tuple(each for each in operations if each in arithmetic)] += count
+    del only[()]  # of integers, or moves
     return sums, only
 
 
