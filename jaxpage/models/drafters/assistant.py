@@ -25,8 +25,8 @@ from jaxpage.layers.context import ForwardContext
 from jaxpage.layers.embedding import Embedding
 from jaxpage.layers.parameter import parameter
 from jaxpage.models.base import KVSpec, Pages, run_layers
-from jaxpage.models.gemma import LayerForm, undivided
 from jaxpage.models.gemma4 import Gemma4Config, Gemma4Layer
+from jaxpage.models.gemma_layers import LayerForm, whole_projection
 from jaxpage.models.parts.norms import rms_norm
 from jaxpage.models.parts.scope import Scope
 
@@ -128,17 +128,17 @@ class Assistant(nnx.Module):
         self.spec = spec
         self.tokens = Embedding(config.vocab_size, spec.target_width, name=None, dtype=dtype)
         self.head = Embedding(config.vocab_size, width, name=name, aliases=aliases, dtype=dtype)
-        self.before = undivided(2 * spec.target_width, at, "pre_projection", width)
+        self.before = whole_projection(2 * spec.target_width, at, "pre_projection", width)
         self.layers = nnx.List(
             Gemma4Layer(config, spec.first_layer + number, at / f"model.layers.{number}")
             for number in range(len(spec.places))
         )
         self.norm = rms_norm(config, at / "model.norm")
-        self.after = undivided(width, at, "post_projection", spec.target_width)
+        self.after = whole_projection(width, at, "post_projection", spec.target_width)
         groups = spec.centroids
         self.centroids = self.token_order = None
         if groups is not None:
-            product = undivided(width, at, "masked_embedding.centroids", groups.count)
+            product = whole_projection(width, at, "masked_embedding.centroids", groups.count)
             order = parameter((config.vocab_size,), axes=("vocab",), dtype=jnp.int32)
             self.centroids, self.token_order = nnx.data(product), nnx.data(order)
 
