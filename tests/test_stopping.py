@@ -332,15 +332,17 @@ def test_strategy_answers_with_edits_per_sequence():
     assert strategy.advance(draws) == [Append(10, 0, "", logprobs), Append(11, 1, "b")]
     assert strategy.advance([Draw(10, 1)]) == [Append(10, 1, ""), Finish(10, "stop", "ab")]
     assert strategy.advance([Draw(11, EOS)]) == [Append(11, EOS, ""), Finish(11, "stop", None)]
+    assert not any(strategy._by_id)  # Nothing is kept of a sequence that has ended.
 
 
 @pytest.mark.parametrize(
     ("token_id", "reason"), [(NOT_FINITE, "not finite"), (NOTHING_ALLOWED, "leave no token")]
 )
 def test_a_draw_without_a_token_ends_its_sequence_alone(token_id, reason):
-    first, second = SamplingStrategy(make_request(), ByteDetokenizer).advance(
-        [Draw(10, token_id), Draw(11, 1)]
-    )
+    strategy = SamplingStrategy(make_request(), ByteDetokenizer)
+    assert strategy.advance([Draw(10, 1)]) == [Append(10, 1, "b")]
+    first, second = strategy.advance([Draw(10, token_id), Draw(11, 1)])
+    assert strategy._stopping_of.keys() == {11}
     assert isinstance(first, Finish) and (first.sequence_id, first.reason) == (10, "error")
     assert reason in str(first.stop_reason) and second == Append(11, 1, "b")
 

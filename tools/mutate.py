@@ -97,6 +97,7 @@ FIRST_TESTS = {
     "serving/wire/template_worker": "templates",
     "serving/wire/tools": "wire_tools wire_answers",
     "serving/dialects/messages": "messages_agents",
+    "serving/dialects/ollama": "ollama_agents",
     "serving/dialects/responses": "responses_agents",
     "serving/wire/fields": "wire_requests",
     "checkpoints/drafters/eagle": "eagle",

@@ -70,6 +70,8 @@ class SamplingStrategy:
             seen.add(draw.sequence_id)
             if isinstance(edits[-1], Finish):
                 ended.add(draw.sequence_id)
+                for of_sequence in self._by_id:
+                    of_sequence.pop(draw.sequence_id, None)
         return edits
 
     def mask(self, sequence_id: int, drafts: tuple[int, ...] = ()) -> Mask | None:
@@ -140,7 +142,6 @@ class SamplingStrategy:
         return self._budget.is_spent(self._request.request_id, self._request.num_sequence_ids)
 
     def _too_slow(self, sequence_id: int) -> Finish:
-        self._forget(sequence_id)
         return Finish(sequence_id, "error", f"structured_outputs: {_TOO_SLOW}")
 
     def _advance(self, draw: Draw) -> list[Edit]:
@@ -160,12 +161,7 @@ class SamplingStrategy:
         append = Append(sequence_id, token_id, verdict.text, draw.logprobs, draw.drafted)
         if verdict.reason is None:
             return [append]
-        self._forget(sequence_id)
         return [append, Finish(sequence_id, verdict.reason, verdict.stop_reason, verdict.last_text)]
-
-    def _forget(self, sequence_id: int) -> None:
-        for of_sequence in self._by_id:
-            of_sequence.pop(sequence_id, None)
 
     @property
     def _by_id(self) -> tuple[dict[int, Any], ...]:
