@@ -777,6 +777,20 @@ def test_a_step_that_admits_preempts_nobody():
     driver.run()
 
 
+@pytest.mark.parametrize("mixed", [False, True])
+def test_a_prompt_that_was_found_decodes_before_the_next_gets_a_chunk(mixed):
+    driver = make_driver(block_size=4, caching=True, mixed=mixed)
+    scheduler = driver.scheduler
+    scheduler.add(make_group("before", 0, range(9), max_tokens=1, ignore_eos=True))
+    driver.run()
+    scheduler.add(make_group("found", 1, range(9), max_tokens=2, ignore_eos=True))
+    scheduler.add(make_group("new", 2, range(20, 28), max_tokens=1, ignore_eos=True))
+    driver.step()
+    assert [row.sequence_id for row in driver.plans[-1].rows] == [1]
+    assert scheduler.num_running == 2
+    driver.run()
+
+
 def test_a_prompt_is_computed_in_chunks_within_the_budget():
     driver = make_driver(max_tokens=16)
     driver.scheduler.add(make_group("a", 0, range(40), max_tokens=2, ignore_eos=True))
