@@ -198,6 +198,7 @@ def test_a_fault_in_what_it_reads_is_seen(pair: Pair, fault: Any, monkeypatch: A
         assert_as_transformers(llm, pair)
 
 
+@pytest.mark.sweep  # an assistant keeps nothing between steps, so that preemption and chunks have nothing of it to lose
 def test_no_draft_changes_a_text(llm: Any, pair: Pair) -> None:
     """Among prompts of several chunks, preempted requests and found prefixes."""
     prompts = [*PROMPTS, RNG.integers(1, 96, 40).tolist(), PROMPTS[2][:20]]
