@@ -10,11 +10,11 @@ from unittest import mock
 import numpy as np
 import pytest
 import transformers
-from transformers.generation import candidate_generator
 
 from tests.support.hf_models import randomise, save_model
 
 torch = pytest.importorskip("torch", reason="the oracle is transformers on torch")
+from transformers.generation import candidate_generator  # noqa: E402 - it needs torch
 
 WINDOW = 7
 NUM_DRAFTS = 3
