@@ -671,6 +671,19 @@ def test_a_declared_response_template_is_read_where_no_form_is_derived():
     assert message["content"] == "<<<{no}>>>" and calls_of(message) == [("look-up2", {})]
 
 
+def test_the_text_of_a_declared_call_is_no_content():
+    """Here a region is the name of a tool, which the parser gives out as it comes."""
+    calls = {**RESPONSE_TEMPLATE["fields"]["tool_calls"], "content": "text"}
+    calls["transform"] = {"type": "function", "function": {"name": "{content}", "arguments": {}}}
+    fields = {**RESPONSE_TEMPLATE["fields"], "tool_calls": calls}
+    declares = with_template(NO_TOOLS)
+    declares.response_template = {**RESPONSE_TEMPLATE, "fields": fields}
+    form, _ = derive_form(declares)
+    for text in ("Well <<<look-up2>>>", [*"Well <<<look-up2>>>"]):
+        message = read(form, text, "<|assistant|>")
+        assert message["content"].strip() == "Well" and calls_of(message) == [("look-up2", {})]
+
+
 HELD = {
     "type": "object",
     "properties": {
