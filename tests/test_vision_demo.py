@@ -19,6 +19,8 @@ from tools.lab.demo_model import drawings, picture_talk, seeing_accuracy, seeing
 from tools.lab.demo_model.seeing_files import import_seeing
 from tools.lab.demo_model.seeing_model import Seen, answer_logits
 
+pytestmark = pytest.mark.optimized
+
 PICTURES = Path(__file__).parents[1] / "examples" / "pictures"
 ANSWERS: dict[str, dict[str, str]] = json.loads((PICTURES / "answers.json").read_text())
 # Of the card's accuracy, for a sample of 96 questions: three standard deviations or more.
