@@ -209,7 +209,9 @@ def test_turns_and_segments_are_the_same_in_every_kind_of_step(num_positions, dt
             page_dtype=dtypes[1],
         )
         all_tiles = [
-            triton.ordered_tiles(dataclasses.replace(shape, kind=kind), num_positions, num_tokens)
+            triton.choose_ordered_tiles(
+                dataclasses.replace(shape, kind=kind), num_positions, num_tokens
+            )
             for kind, num_tokens in (
                 ("decode", 2),
                 ("decode", 256),
@@ -287,11 +289,11 @@ def test_warps_of_a_row_depend_on_its_width_alone(monkeypatch):
     right = backend.kernel_call
     rows._norm.clear_cache()
 
-    def noted(*args, **settings):
+    def note_call(*args, **settings):
         seen.add((settings["num_warps"], settings["out_shape"][0].shape[1]))
         return right(*args, **settings)
 
-    monkeypatch.setattr(backend, "kernel_call", noted)
+    monkeypatch.setattr(backend, "kernel_call", note_call)
     for count in (1, 16, 300):
         for width in (64, 4096):
             scale = jnp.ones(width, jnp.bfloat16)

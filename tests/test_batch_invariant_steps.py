@@ -131,7 +131,7 @@ def test_an_engine_answers_the_same_in_every_batch(monkeypatch):
     sampling = SamplingParams(max_tokens=12, temperature=0.7, seed=3, logprobs=1, ignore_eos=True)
 
     def answers(batches, **settings):
-        found = []
+        outputs = []
         with LLM.from_parameters(
             config,
             parameters,
@@ -146,9 +146,10 @@ def test_an_engine_answers_the_same_in_every_batch(monkeypatch):
             **settings,
         ) as llm:
             for batch in batches:
-                found += llm.generate(batch, sampling, use_tqdm=False)
+                outputs += llm.generate(batch, sampling, use_tqdm=False)
         return [
-            (list(each.outputs[0].token_ids), each.outputs[0].cumulative_logprob) for each in found
+            (list(each.outputs[0].token_ids), each.outputs[0].cumulative_logprob)
+            for each in outputs
         ]
 
     drafts = {"method": "ngram", "num_speculative_tokens": 3}

@@ -953,7 +953,7 @@ def test_two_processes_take_several_steps_at_once_with_an_adapter(directory, tmp
         assert (leader.ended(), other.ended()) == (0, 0)
 
 
-def updated_alone(
+def run_updated_alone(
     llm: LLM, token_ids: list[int], params: SamplingParams, mode: Any, num_tokens: int, weights: Any
 ) -> tuple[list[int], list[float]]:
     """What one process gives when its weights are replaced after that many tokens."""
@@ -1024,7 +1024,7 @@ def test_two_processes_take_other_weights_while_a_request_runs(directory, others
                     versions += choice["weights_versions"]
             num_old = sum(number for before, number in versions if before == version - 1)
             assert 0 < num_old < 200 and len(tokens) == 200
-            expected = updated_alone(
+            expected = run_updated_alone(
                 alone,
                 PROMPTS[1],
                 SamplingParams(**params),

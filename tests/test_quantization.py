@@ -23,7 +23,7 @@ from safetensors.numpy import load_file
 from jaxpage import LLM, cli
 from jaxpage.checkpoints import convert, load_shards, load_weights, open_model
 from jaxpage.checkpoints.config_file import read_config
-from jaxpage.checkpoints.drafters.eagle_files import shared_table
+from jaxpage.checkpoints.drafters.eagle_files import find_shared_table
 from jaxpage.checkpoints.problems import Problems
 from jaxpage.checkpoints.safetensors_files import map_array, read_tensors
 from jaxpage.device.attention import make_layer_kernels
@@ -470,7 +470,7 @@ def assert_logits(loaded: Loaded, weight: np.ndarray, tolerance: float = 1e-5) -
     head = loaded.model.head
     assert "kernel" in loaded.parameters["head"] and "table" in loaded.parameters["tokens"]
     # A drafter can share the one, and not the other.
-    assert shared_table("tokens", loaded.files) and not shared_table("head", loaded.files)
+    assert find_shared_table("tokens", loaded.files) and not find_shared_table("head", loaded.files)
     nnx.update(head, _filled(head, loaded.parameters["head"]))
     x = RNG.standard_normal((5, weight.shape[1])).astype(np.float32)
     wanted = x.astype(np.float64) @ weight.astype(np.float64).T

@@ -91,7 +91,7 @@ def distributions(llm: LLM) -> np.ndarray:
 
 
 @jax.jit  # by itself each operation would be compiled for each shape
-def stepped(weights: Any, gradients: Any, rate: float) -> Any:
+def add_gradients(weights: Any, gradients: Any, rate: float) -> Any:
     return jax.tree.map(lambda w, g: (w + rate * g).astype(w.dtype), weights, gradients)
 
 
@@ -133,7 +133,7 @@ def test_every_bit_is_the_engine_s_before_and_after_an_update(
     np.testing.assert_array_equal(logprobs, scores(llm))
     for path, gradient in jax.tree.leaves_with_path(gradients):
         assert np.isfinite(np.asarray(gradient, np.float32)).all(), path
-    weights = stepped(weights, gradients, -1e-2)
+    weights = add_gradients(weights, gradients, -1e-2)
     llm.update_parameters(model.named(weights))
     (_, others), _ = differentiate(weights)
     assert np.mean(np.asarray(others) == np.asarray(logprobs)) < 0.1
@@ -288,7 +288,7 @@ def test_an_adapter_has_the_engine_s_bits_before_and_after_it_is_trained(
         assert gradients.tensors.keys() == adapter.tensors.keys()
         sizes = [float(np.abs(gradient).max()) for gradient in jax.tree.leaves(gradients)]
         assert np.isfinite(sizes).all() and np.mean(np.array(sizes) > 0) > 0.9
-        adapter = stepped(adapter, gradients, 0.1)
+        adapter = add_gradients(adapter, gradients, 0.1)
     np.testing.assert_array_equal(scores(llm), without)
 
 

@@ -93,10 +93,7 @@ def run_throughput(
     if arguments.baseline:
         measurements.append(baseline(arguments, config, directory, workload))
     result = as_result(
-        measurements,
-        **workload_fields(arguments),
-        **sizes,
-        config=config.model_dump(),
+        measurements, **workload_fields(arguments), **sizes, config=config.model_dump()
     )
     comparison = compare(path, earlier, result) if earlier else None
     if comparison:

@@ -301,8 +301,7 @@ def _drafting(config: EngineConfig) -> Drafting:
     except CheckpointError as error:
         raise CheckpointError(
             f"a plan with speculative_config method {requested.method!r} reads the headers "
-            "of the model's "
-            f"weight files (without these leave speculative_config out): {error}"
+            f"of the model's weight files (without these leave speculative_config out): {error}"
         ) from error
     return open_drafting(requested, files)
 

@@ -270,8 +270,7 @@ class Admission:
         if params.return_sampling_mask and (params.greedy or not params.top_k):
             raise UnsupportedError(
                 "return_sampling_mask=True needs a temperature above 0 and a top_k above 0, "
-                "because "
-                "greedy decoding cuts nothing and top_k bounds the mask; they are "
+                "because greedy decoding cuts nothing and top_k bounds the mask; they are "
                 f"{params.temperature:g} and {params.top_k}"
             )
 

@@ -54,6 +54,5 @@ def picture_in(part: Mapping[str, Any]) -> Any:
         return f"data:;base64,{part[place]}" if place == "base64" else part[place]
     raise ValueError(
         f"a part of type {kind!r} must have one picture: {{'type': 'image', 'image': a path, "
-        "bytes, "
-        f"or a PIL.Image}}; got {sorted(map(str, part))}"
+        f"bytes, or a PIL.Image}}; got {sorted(map(str, part))}"
     )

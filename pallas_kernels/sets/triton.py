@@ -128,7 +128,7 @@ def heuristic(shape: Shape, has: tuple[int, int] | None = None) -> Tiles:
     )
 
 
-def ordered_tiles(shape: Shape, num_positions: int, num_tokens: int) -> Tiles:
+def choose_ordered_tiles(shape: Shape, num_positions: int, num_tokens: int) -> Tiles:
     """Returns tiles with which the sums of a token have one order in every kind of step.
 
     Turns are of the same positions, and so are segments, whose length depends on the longest
@@ -170,7 +170,7 @@ def attend(
     shape, programs = _shape_and_programs(arguments)
     if tiles is None and batch_invariant:
         num_positions = arguments.block_table_BM.shape[1] * shape.block_size
-        tiles = ordered_tiles(shape, num_positions, arguments.q_TNH.shape[0])
+        tiles = choose_ordered_tiles(shape, num_positions, arguments.q_TNH.shape[0])
     tiles = tiles or find_tuned("triton", shape) or heuristic(shape)
     if tiles.query_rows < shape.group:
         raise NotImplementedError(

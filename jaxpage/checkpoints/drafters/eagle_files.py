@@ -225,7 +225,7 @@ def _own(
 
     A copy of the target's is not one, and is taken out of `stored`.
     """
-    table = shared_table(name, target)
+    table = find_shared_table(name, target)
     own_table = stored.get(TABLES[name])
     if table is None:
         if own_table is None:
@@ -250,7 +250,7 @@ def _own(
     return True
 
 
-def shared_table(name: str, target: ModelFiles) -> TensorInfo | None:
+def find_shared_table(name: str, target: ModelFiles) -> TensorInfo | None:
     """Returns the model's tensor that a drafter without the table shares; None if it is quantised.
 
     Args:

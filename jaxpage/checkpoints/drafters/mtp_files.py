@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from jax.typing import DTypeLike
 
-from jaxpage.checkpoints.drafters.eagle_files import TABLES, shared_table
+from jaxpage.checkpoints.drafters.eagle_files import TABLES, find_shared_table
 from jaxpage.checkpoints.fitting import CODES, LoadPlan, fit_stored
 from jaxpage.checkpoints.in_memory.parameters import array_headers
 from jaxpage.checkpoints.loading import load_weights
@@ -84,7 +84,7 @@ def open_mtp(target: ModelFiles) -> MtpFiles:
     )
     stored = {name: info for name, info in headers.items() if name.startswith(names.prefixes)}
     _check_count(names, stored, problems)
-    if not all(shared_table(name, target) for name in TABLES):
+    if not all(find_shared_table(name, target) for name in TABLES):
         problems.add(
             f"{WHAT} takes the model's token table and head, which are quantised: use a model "
             "whose lm_head is not, or another method"

@@ -117,8 +117,8 @@ def _check_kind(file: GGUFFile) -> None:
     if file.architecture not in ARCHITECTURES:
         raise UnsupportedError(
             f"general.architecture is {quote(file.metadata.get('general.architecture'))}; "
-            "for GGUF files those of "
-            f"{', '.join(ARCHITECTURES)} are read, of other models a Hugging Face directory"
+            f"for GGUF files those of {', '.join(ARCHITECTURES)} are read, of other models a "
+            "Hugging Face directory"
         )
     if file.metadata.get("split.count", 1) not in (0, 1):
         raise UnsupportedError(

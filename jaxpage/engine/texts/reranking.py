@@ -285,8 +285,7 @@ def reranker_of(
             return by_vectors
         raise ConfigError(
             f"method='yes_no' needs the tokens {', '.join((*_MARKS, 'yes', 'no'))}, and the "
-            "model's "
-            f"tokenizer has no {', '.join(lacking)}: use method='embedding'"
+            f"model's tokenizer has no {', '.join(lacking)}: use method='embedding'"
         )
     return YesNo(vocabulary["yes"], vocabulary["no"])
 

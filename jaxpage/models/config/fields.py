@@ -107,8 +107,7 @@ class Fields(ConfigFields):
             self.note(
                 WrongField(
                     f"architectures {config.get('architectures')} are of model_type "
-                    f"{model_type!r}, "
-                    f"but model_type is {named!r}"
+                    f"{model_type!r}, but model_type is {named!r}"
                 ),
                 model_type=model_type,
             )
