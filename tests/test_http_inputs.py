@@ -192,6 +192,11 @@ FIELDS = [
         for token_id in (VOCAB, 2**31)
     ],
     Row(400, completion(priority=1), "priority"),
+    Row(400, completion(min_tokens=600, max_tokens=600), "min_tokens"),
+    Row(400, completion(use_beam_search=True, n=100), "n"),
+    Row(400, completion(n=5), "n"),
+    Row(400, completion(best_of=5), "best_of"),
+    Row(400, chat(n=5), "n", path=CHAT),
     *[
         Row(400, completion(repetition_penalty=value), "repetition_penalty")
         for value in (5e-324, 1e-300, 1e300)

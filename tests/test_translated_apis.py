@@ -6,8 +6,6 @@ import functools
 import json
 import math
 import re
-from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import anthropic
@@ -25,7 +23,6 @@ from jaxpage.serving.dialects.ollama import OLLAMA_VERSION, open_ollama_chat
 from jaxpage.serving.dialects.responses import open_response
 from jaxpage.serving.wire.derived_forms import choose_form, derive_form
 from jaxpage.serving.wire.exchange import open_chat
-from tests.support import successors
 from tests.support.running import Promises, demo_with_template, running
 from tests.support.wire import CHATML, context, with_template
 
@@ -170,8 +167,16 @@ TOLD = {"role": "assistant", "content": "It was"}
                 "top_p": 0.5,
                 "max_output_tokens": 7,
                 "user": "me",
+                "text": {"format": {"type": "json_schema", "name": "house", "schema": SCHEMA}},
             },
-            {"messages": [*SAID, MORE], "top_p": 0.5, "max_tokens": 7, "user": "me"},
+            {
+                "messages": [*SAID, MORE],
+                **{"top_p": 0.5, "max_tokens": 7, "user": "me"},
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"name": "house", "schema": SCHEMA},
+                },
+            },
         ),
         (
             open_message,
@@ -360,69 +365,6 @@ def test_a_response_is_the_chat(open_ai, chat):
     )
 
 
-def test_a_response_is_sent_back(open_ai, chat):
-    """As it came, in a conversation of which nothing was kept."""
-    first = open_ai.responses.create(**RESPONSE)
-    said = [
-        *MESSAGES,
-        {"role": "assistant", "content": first.output_text},
-        {"role": "user", "content": "Go on"},
-    ]
-    requested: Any = [USER, *[item.model_dump() for item in first.output], said[-1]]
-    answer, wanted = (
-        open_ai.responses.create(**{**RESPONSE, "input": requested}),
-        chat(messages=said),
-    )
-    assert answer.output_text == text_of(wanted)
-    assert (
-        answer.usage is not None and answer.usage.input_tokens == wanted["usage"]["prompt_tokens"]
-    )
-
-
-def test_a_response_keeps_to_a_schema(open_ai):
-    """And ends by itself: the client's helper gives the whole of it."""
-    wanted: Any = {
-        "format": {"type": "json_schema", "name": "house", "schema": SCHEMA, "strict": True}
-    }
-    requested: Any = {**RESPONSE, "max_output_tokens": 64, "text": wanted}
-    with open_ai.responses.stream(**requested) as stream:
-        answer = stream.get_final_response()
-    assert answer.status == "completed"
-    jsonschema.validate(json.loads(answer.output_text), SCHEMA)
-
-
-def test_what_responses_do_not_have_is_refused(open_ai):
-    wrong: list[tuple[dict[str, Any], str]] = [
-        ({"conversation": "conv_1"}, "conversation"),
-        ({"tools": [{"type": "web_search"}], "tool_choice": "required"}, "tool_choice"),
-        (
-            {"input": [{"type": "function_call_output", "call_id": "1", "output": "x"}]},
-            "input[0].call_id",
-        ),
-        ({"input": "x" * 100_000}, "input"),
-        (
-            {
-                "text": {
-                    "format": {"type": "json_schema", "name": "x", "schema": {"type": "banana"}}
-                }
-            },
-            "text.format.schema",
-        ),
-        ({"max_output_tokens": 0}, "max_output_tokens"),
-    ]
-    for fields, param in wrong:
-        with pytest.raises(openai.BadRequestError) as caught:
-            open_ai.responses.create(**{**RESPONSE, **fields})
-        assert caught.value.param == param
-    with pytest.raises(openai.NotFoundError):
-        open_ai.responses.retrieve("resp_1")
-    with pytest.raises(openai.NotFoundError):
-        open_ai.responses.create(**RESPONSE, previous_response_id="resp_1")
-    for store in (False, True):
-        answer = open_ai.responses.create(**RESPONSE, store=store, tools=[], truncation="disabled")
-        assert answer.output_text and answer.model_extra is not None and answer.store is store
-
-
 # Messages
 
 
@@ -474,51 +416,6 @@ def test_a_message_stops_and_goes_on(claude, chat):
     assert more.content[0].text == text_of(wanted)
 
 
-def test_the_tokens_of_a_message_are_counted(claude, chat):
-    """As the chat has them. What a message may not have, its count may not either."""
-    requested: Any = {name: MESSAGE[name] for name in ("model", "system", "messages")}
-    assert (
-        claude.messages.count_tokens(**requested).input_tokens == chat()["usage"]["prompt_tokens"]
-    )
-    begun: Any = {"role": "assistant", "content": [{"type": "text", "text": "It was"}]}
-    wanted = chat(messages=[*MESSAGES, begun], continue_final_message=True)["usage"][
-        "prompt_tokens"
-    ]
-    assert (
-        claude.messages.count_tokens(**{**requested, "messages": [USER, begun]}).input_tokens
-        == wanted
-    )
-    with pytest.raises(anthropic.BadRequestError, match="tools.0..input_schema"):
-        claude.messages.count_tokens(**requested, tools=[{"name": "f", "input_schema": []}])  # type: ignore[typeddict-item]
-    with pytest.raises(anthropic.NotFoundError):
-        claude.messages.count_tokens(**{**requested, "model": "claude"})
-
-
-def test_what_messages_do_not_have_is_refused(claude, server):
-    wrong: list[tuple[dict[str, Any], str]] = [
-        ({"tools": [{"name": "f", "input_schema": []}]}, "tools[0].input_schema must be"),
-        ({"thinking": {"type": "enabled", "budget_tokens": 0}}, "thinking.budget_tokens must be"),
-        ({"max_tokens": 0}, "max_tokens must be"),
-        (
-            {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},
-            "messages[0].content[0].source.type is required",
-        ),
-        ({"messages": [{"role": "user", "content": "x" * 100_000}]}, "max_model_len"),
-    ]
-    for fields, message in wrong:
-        with pytest.raises(anthropic.BadRequestError) as caught:
-            claude.messages.create(**{**MESSAGE, **fields})
-        body: Any = caught.value.body
-        assert body["type"] == "error" and body["error"]["type"] == "invalid_request_error"
-        assert message in body["error"]["message"]
-    with pytest.raises(anthropic.NotFoundError) as lost:
-        claude.messages.create(**{**MESSAGE, "model": "claude"})
-    assert lost.value.body["error"]["type"] == "not_found_error"  # type: ignore[index]
-    with pytest.raises(anthropic.AuthenticationError) as outside:
-        claude.with_options(api_key="wrong").messages.create(**MESSAGE)
-    assert outside.value.body["error"]["type"] == "authentication_error"  # type: ignore[index]
-
-
 def test_a_key_may_be_in_the_header_of_messages(server, promises):
     """As older clients send it. One in `Authorization` goes before it."""
     body = {name: value for name, value in MESSAGE.items() if name != "extra_body"}
@@ -530,61 +427,6 @@ def test_a_key_may_be_in_the_header_of_messages(server, promises):
         for path in ("/v1/messages", "/v1/messages/count_tokens"):
             answer = httpx.post(f"{server.address}{path}", json=body, headers=headers, timeout=60)
             assert answer.status_code == status
-
-
-WEATHER: Any = {
-    "name": "weather",
-    "description": "Tells the weather.",
-    "input_schema": {
-        "type": "object",
-        "properties": {"rain": {"type": "boolean"}},
-        "required": ["rain"],
-    },
-}
-
-
-@pytest.mark.parametrize("choice", [{"type": "any"}, {"type": "tool", "name": "weather"}])
-def test_a_conversation_with_a_tool(claude, choice):
-    """A grammar makes the small model call it; the client sends back what it got, and a result."""
-    requested: Any = {**MESSAGE, "max_tokens": 64, "tools": [WEATHER]}
-    requested["tool_choice"] = {**choice, "disable_parallel_tool_use": True}
-    messages = [*MESSAGE["messages"]]
-    for _ in range(2):
-        requested["messages"] = messages
-        answer: Any = claude.messages.create(**requested)
-        (block,) = answer.content
-        assert (block.type, block.name, answer.stop_reason) == ("tool_use", "weather", "tool_use")
-        assert block.id.startswith("toolu_") and block.input in ({"rain": True}, {"rain": False})
-        with claude.messages.stream(**requested) as stream:
-            again: Any = stream.get_final_message()
-        assert (again.content[0].input, again.stop_reason) == (block.input, "tool_use")
-        counted = {name: requested[name] for name in ("model", "system", "messages", "tools")}
-        usage = answer.usage
-        assert (
-            claude.messages.count_tokens(**counted).input_tokens
-            == usage.input_tokens + usage.cache_read_input_tokens
-        )
-        result = {"type": "tool_result", "tool_use_id": block.id, "content": "It rains."}
-        messages = [
-            *messages,
-            {"role": "assistant", "content": answer.content},
-            {"role": "user", "content": [result, {"type": "text", "text": "And now?"}]},
-        ]
-
-
-@pytest.mark.parametrize("name", ["main", "tool_turn", "title", "count_tokens", "compaction"])
-def test_a_request_of_claude_code_comes_through_the_server(name, http):
-    recorded = Path(__file__).parent / "support" / "agent_requests" / f"claude_code_{name}.json"
-    requested = json.loads(recorded.read_text())
-    if "max_tokens" in requested["body"]:
-        requested["body"]["max_tokens"] = 24
-    answer = http.post(requested["path"], json=requested["body"], headers=requested["headers"])
-    assert answer.status_code == 200, answer.text
-    if name == "count_tokens":
-        assert answer.json().keys() == {"input_tokens"}
-    else:
-        assert answer.text.startswith("event: message_start\n")
-        assert answer.text.rstrip().endswith('data: {"type":"message_stop"}')
 
 
 def test_every_error_below_messages_is_anthropics(http):
@@ -632,17 +474,6 @@ def test_ollama_chats(llama, chat):
     assert len(parts) > 1 and not any(part.done for part in parts)
     assert "".join(part.message.content or "" for part in parts) == answer.message.content
     assert (last.done, last.done_reason, last.eval_count) == (True, "length", answer.eval_count)
-
-
-def test_ollama_thinks(llama, chat):
-    wanted = chat(chat_template_kwargs={"enable_thinking": True})["choices"][0]["message"][
-        "reasoning_content"
-    ]
-    assert wanted
-    for think, thinking in ((True, wanted), (False, None)):
-        assert llama.chat(messages=MESSAGES, think=think, **OLLAMA).message.thinking == thinking
-    streamed = list(llama.chat(messages=MESSAGES, think=True, stream=True, **OLLAMA))
-    assert "".join(part.message.thinking or "" for part in streamed) == wanted
 
 
 def test_ollama_generates(llama, http, chat):
@@ -743,34 +574,6 @@ def test_ollama_embeds(llama, open_ai):
         assert caught.value.status_code == status and message in caught.value.error
 
 
-def test_what_ollama_says_of_its_machine_changes_nothing(llama, http, chat):
-    """And {} is a schema: any JSON."""
-    options = {
-        **OLLAMA["options"],
-        "num_gpu": 99,
-        "num_thread": 4,
-        "use_mmap": True,
-        "main_gpu": 0,
-        "num_batch": 512,
-    }
-    assert llama.chat(messages=MESSAGES, model="demo", options=options).message.content == text_of(
-        chat()
-    )
-    options = {**OLLAMA["options"], "temperature": 1.0, "num_predict": 200}
-    json.loads(
-        llama.chat(
-            messages=MESSAGES, model="demo", options={**options, "seed": 3}, format={}
-        ).message.content
-        or ""
-    )
-    body = {"model": "demo", "messages": MESSAGES, "stream": False}
-    for field in ({"truncate": False}, {"truncate": True}, {"shift": False}):
-        answer = http.post("/api/chat", json={**body, **field, "options": {"num_predict": 1}})
-        assert answer.status_code == 200
-    answer = http.post("/api/chat", json={**body, "shift": True})
-    assert (answer.status_code, answer.json()) == (400, {"error": "shift is not supported"})
-
-
 def test_what_ollama_has_beyond_us_is_refused(llama):
     wrong: list[tuple[dict[str, Any], int, str]] = [
         ({"options": {"mirostat": 1}}, 400, "options.mirostat is not supported"),
@@ -830,60 +633,3 @@ def test_an_error_within_a_stream_reaches_the_client(
         assert "0x" not in str(caught.value)
     monkeypatch.undo()
     server.errors.clear()  # that it failed was logged, and had to be
-
-
-def _events(answer: httpx.Response) -> Iterator[Any]:
-    """The objects of a stream, of server-sent events or of lines of JSON."""
-    for line in answer.text.splitlines():
-        line = line.removeprefix("data: ")
-        if line.startswith("{"):
-            yield json.loads(line)
-
-
-STREAMS: dict[str, tuple[str, dict[str, Any], Callable[[Any], str | None]]] = {
-    "completions": (
-        "/v1/completions",
-        {"prompt": ":", "max_tokens": 39},
-        lambda event: event["choices"][0]["text"],
-    ),
-    "chat": (
-        "/v1/chat/completions",
-        {"messages": [USER], "max_tokens": 39},
-        lambda event: event["choices"][0]["delta"].get("content"),
-    ),
-    "responses": (
-        "/v1/responses",
-        {"input": "The old house", "max_output_tokens": 39},
-        lambda event: event["delta"] if event["type"] == "response.output_text.delta" else "",
-    ),
-    "messages": (
-        "/v1/messages",
-        {"messages": [USER], "max_tokens": 39},
-        lambda event: event.get("delta", {}).get("text"),
-    ),
-    "ollama": (
-        "/api/chat",
-        {"messages": [USER], "options": {"temperature": 0, "num_predict": 39}},
-        lambda event: event["message"]["content"],
-    ),
-}
-
-
-@pytest.fixture(scope="module")
-def repeating(tmp_path_factory):
-    directory = tmp_path_factory.mktemp("models") / "demo"
-    with running(model=successors.write_successors(directory)) as found:
-        yield found
-
-
-@pytest.mark.parametrize("name", STREAMS)
-def test_characters_that_are_no_tokens_reach_every_stream(repeating, name):
-    """With byte fallback, where each of their bytes is a token."""
-    path, body, text_of_event = STREAMS[name]
-    sampling = {} if "options" in body else {"temperature": 0}
-    body = {"model": "demo", "stream": True, **sampling, **body}
-    answer = httpx.post(repeating.address + path, json=body, timeout=60)
-    assert answer.status_code == 200, answer.text
-    texts = [text for event in _events(answer) if (text := text_of_event(event))]
-    assert "".join(texts) == 3 * successors.TEXT
-    assert len(texts) == 3, "a run of bytes comes when it ends"
