@@ -10,10 +10,7 @@ import json
 import logging
 import re
 import resource
-import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 from http.client import HTTPResponse
@@ -1445,105 +1442,6 @@ def test_what_does_not_finish_in_time_is_told_so(built):
             assert answer_of(whole)[0] == 503
         running.thread.join()
         assert running.status == 0 and running.aborted() == {"shutdown": 2}
-
-
-@pytest.fixture(scope="module")
-def command(tmp_path_factory):
-    """Starts `jaxpage serve demo` on a free port; gives the process and its port once it answers."""
-    started = []
-
-    def start(*flags, program=("-m", "jaxpage")):
-        words = [sys.executable, *program, "serve", "demo", "--port", "0", "--max-num-seqs", "4"]
-        words += ["--num-blocks", "65", "--max-num-batched-tokens", "16", *flags]
-        process = subprocess.Popen(words, stderr=subprocess.PIPE, text=True)
-        started.append(process)
-        lines = []
-        for line in process.stderr:
-            lines.append(line)
-            if found := re.search(r"http://127\.0\.0\.1:(\d+)/v1", line):
-                break
-        else:
-            raise AssertionError("".join(lines))
-        threading.Thread(target=lambda: lines.extend(process.stderr), daemon=True).start()
-        return process, int(found[1]), lines
-
-    yield start
-    for process in started:
-        process.kill()
-        process.wait()
-        process.stderr.close()
-
-
-def test_sigterm_under_load_then_exit_status_0_and_no_child_left(command):
-    """Beforehand SIGHUP changes nothing, and says so."""
-    process, port, lines = command()
-    process.send_signal(signal.SIGHUP)
-    wait_until(lambda: any("SIGHUP is ignored" in line for line in lines))
-    url, statuses, texts = f"http://127.0.0.1:{port}{COMPLETIONS}", [], []
-    requested = {
-        **SHORT,
-        "max_tokens": 60,
-        "ignore_eos": True,
-        "structured_outputs": {"regex": "[a-z ]{70,90}"},
-    }
-
-    def post():
-        try:
-            answer = httpx.post(url, json=requested, timeout=60)
-        except httpx.HTTPError:
-            statuses.append("closed")
-        else:
-            statuses.append(answer.status_code)
-            texts.extend([answer.json()["choices"][0]["text"]] if answer.status_code == 200 else [])
-
-    warm = httpx.post(url, json=requested, timeout=60)
-    expected = warm.json()["choices"][0]["text"]
-    children = psutil.Process(process.pid).children(recursive=True)
-    assert children  # the process that tries grammars
-    threads = [threading.Thread(target=post) for _ in range(10)]
-    for thread in threads:
-        thread.start()
-    metrics = f"http://127.0.0.1:{port}/metrics"
-    wait_until(
-        lambda: 'num_requests_running{model_name="demo"} 4.0' in httpx.get(metrics, timeout=60).text
-    )
-    process.send_signal(signal.SIGTERM)
-    assert process.wait(60) == 0, "".join(lines)
-    assert any("SIGTERM: finishing what runs" in line for line in lines)
-    for thread in threads:
-        thread.join()
-    assert (
-        set(statuses) <= {200, 503, "closed"}
-        and statuses.count(200) >= 4
-        and set(texts) == {expected}
-    )
-    assert not psutil.wait_procs(children, timeout=30)[1], "a child is left"
-    assert "Traceback" not in "".join(lines)
-
-
-def test_a_second_signal_ends_it_at_once(command):
-    """A request that does not end, and a thread that writes an answer for ever, are left behind."""
-    stuck = "from jaxpage.serving.wire.completions import CompletionAnswer as A; A.whole = lambda *_: threading.Event().wait()"
-    stuck = f"import sys, threading; {stuck}; from jaxpage.cli import main; sys.exit(main(sys.argv[1:]))"
-    process, port, lines = command("--shutdown-timeout-seconds", "3600", program=("-c", stuck))
-    url = f"http://127.0.0.1:{port}"
-    with (
-        socket.create_connection(("127.0.0.1", port)) as client,
-        socket.create_connection(("127.0.0.1", port)) as other,
-    ):
-        # a visitor that stays
-        client.sendall(request_bytes("POST", COMPLETIONS, b"{", Content_Length="1000"))
-        other.sendall(request_bytes("POST", COMPLETIONS, SHORT))
-        wait_until(
-            lambda: (
-                'generation_tokens_total{model_name="demo"} 8.0' in httpx.get(f"{url}/metrics").text
-            )
-        )
-        process.send_signal(signal.SIGTERM)
-        wait_until(lambda: httpx.get(f"{url}/ready").status_code == 503)
-        process.send_signal(signal.SIGINT)
-        assert process.wait(30) == 1, "".join(lines)
-    assert "Traceback" not in "".join(lines)
 
 
 # ---- a Unix socket, a prefix of the paths, idle connections
