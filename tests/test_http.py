@@ -527,7 +527,8 @@ def test_bodies_are_plain_json(open_server, headers, status):
 
 def test_ollamas_paths_take_json_under_any_name_but_from_no_other_page(shared, open_server):
     """LiteLLM gives none, and curl its own; a page of another site could do that as well, but for its origin."""
-    body = json.dumps({"model": "demo", "prompt": "a", "raw": True, "stream": False}).encode()
+    asked = {"model": "demo", "prompt": "a", "raw": True, "stream": False}
+    body = json.dumps({**asked, "options": {"num_predict": 1}}).encode()
     kinds = [
         {"Content_Type": kind} for kind in ("application/x-www-form-urlencoded", "", "text/plain")
     ]
@@ -1087,14 +1088,13 @@ def test_parameters_are_checked_once_and_nothing_is_tokenized_on_the_engines_thr
     monkeypatch.setattr(Admission, "check_params", watched_check)
     for kind in kinds:
         monkeypatch.setattr(kind, "__call__", watched_encode)
-    body = {**SHORT, "prompt": ["a"] * 40, "max_tokens": 1, "stop_token_ids": [7] * 2000}
+    one = {**SHORT, "max_tokens": 1}
+    body = {**one, "prompt": ["a"] * 40, "stop_token_ids": [7] * 2000}
     with serving(built) as running:
         assert ask(running, "POST", COMPLETIONS, {**body, "bad_words": ["fox", "fox"]})[0] == 200
         assert len(checked) == 1
         for word in range(70):
-            assert (
-                ask(running, "POST", COMPLETIONS, {**SHORT, "bad_words": [f"fox{word}"]})[0] == 200
-            )
+            assert ask(running, "POST", COMPLETIONS, {**one, "bad_words": [f"fox{word}"]})[0] == 200
     assert encoding and all("jaxpage-reading" in name for name in (*checked, *encoding))
 
 

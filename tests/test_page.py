@@ -35,7 +35,7 @@ from jaxpage.serving.inspector.state import Inspector
 from jaxpage.settings.engine_config import EngineConfig
 from jaxpage.step.events import Both
 from tests.support.browsing import CHROMIUM, launched, let_go, open_log, opened
-from tests.support.engines import make_llm
+from tests.support.engines import LLAMA, make_llm
 from tests.support.executables import when_used
 from tests.support.inspecting import POOL, run_crowd
 from tests.support.random_checkpoints import random_checkpoint
@@ -60,7 +60,8 @@ CONFIG = EngineConfig(model="demo", **SIZES)
 
 @pytest.fixture(scope="module")
 def built() -> Built:
-    return build_engine(CONFIG)
+    with when_used():
+        return build_engine(CONFIG)
 
 
 class Crowd(NamedTuple):
@@ -89,17 +90,20 @@ def crowd(built: Built, tmp_path_factory: Directories) -> Crowd:
 
 @pytest.fixture(scope="module")
 def crowd_of_several_steps(tmp_path_factory: Directories) -> Crowd:
-    config = CONFIG.replace(num_scheduler_steps=2)
-    built = build_engine(config)
-    return crowd_of(built.engine, built.spec, config, tmp_path_factory.mktemp("several"))
+    return crowd_of_model(LLAMA, tmp_path_factory, num_scheduler_steps=2)
 
 
 @pytest.fixture(scope="module")
 def crowd_of_groups(tmp_path_factory: Directories) -> Crowd:
     """Some layers see a window, so they have block tables of their own."""
-    directory = random_checkpoint(tmp_path_factory.mktemp("qwen"), {**QWEN, "sliding_window": 24})
-    with make_llm(directory, **POOL, preemption_mode="auto", swap_space_blocks=24) as llm:
-        return crowd_of(llm._engine, llm.spec, llm.config, tmp_path_factory.mktemp("groups"))
+    return crowd_of_model({**QWEN, "sliding_window": 24}, tmp_path_factory)
+
+
+def crowd_of_model(config: Any, directories: Directories, **settings: Any) -> Crowd:
+    directory = random_checkpoint(directories.mktemp("model"), config)
+    sizes = {**SIZES, "preemption_mode": "auto", **settings}
+    with make_llm(directory, **sizes) as llm:
+        return crowd_of(llm._engine, llm.spec, llm.config, directories.mktemp("crowd"))
 
 
 def crowd_of(engine: Engine, spec: Any, config: EngineConfig, directory: Path) -> Crowd:
