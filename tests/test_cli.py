@@ -79,18 +79,6 @@ def test_generated_text_alone_goes_to_standard_output(fake, capsys):
     assert fake.settings["block_size"] == 8 and fake.closed
 
 
-def test_penalties_are_parameters_of_the_request(fake):
-    penalties = {"presence_penalty": -1.5, "frequency_penalty": 0.5, "repetition_penalty": 1.1}
-    words = [
-        word
-        for name, value in penalties.items()
-        for word in (f"--{name.replace('_', '-')}", str(value))
-    ]
-    assert run("generate", "x", *words) == 0
-    [(_, params)] = fake.calls
-    assert params == SamplingParams(**penalties, top_k=40, max_tokens=200)
-
-
 def test_the_prompt_may_be_printed_before_the_text(fake, capsys, monkeypatch):
     assert run("generate", "Once: ", "--echo") == 0
     monkeypatch.setattr(sys, "stdin", io.StringIO("from a pipe "))

@@ -605,7 +605,7 @@ WORDS = "aé😀b xyz ab abc é"
 
 @pytest.mark.parametrize(
     "stop",
-    [[WORDS], ["ab", "abc"], ["abc", "ab"], ["😀"], ["😀b xy"], [" xyz ab"], ["é"], ["a"], ["never"], ["Hello"], ["é", "zz", "z"]],
+    [[WORDS], ["abc", "ab"], ["😀b xy"], ["Hello"], ["é", "zz", "z"]],
     ids=str,
 )  # fmt: skip
 def test_a_stop_cuts_at_its_first_place(server, client, stop):
@@ -672,7 +672,7 @@ def bounded(body: Any, path: str) -> Any:
 
 
 # for each way to post
-EXAMPLES = 4 if os.environ.get("HYPOTHESIS_PROFILE", "deterministic") == "deterministic" else 60
+EXAMPLES = 2 if os.environ.get("HYPOTHESIS_PROFILE", "deterministic") == "deterministic" else 60
 
 
 @pytest.mark.parametrize(

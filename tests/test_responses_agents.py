@@ -25,10 +25,8 @@ from jaxpage.serving.dialects import responses as dialect
 from jaxpage.serving.dialects.responses import open_response
 from jaxpage.serving.dialects.responses_items import (
     ChatMessage,
-    ChatMessages,
     decode_reasoning,
     encode_reasoning,
-    source_stored,
 )
 from jaxpage.serving.dialects.responses_truncation import fit_messages
 from jaxpage.serving.requests.response_store import (
@@ -41,6 +39,7 @@ from jaxpage.serving.wire.errors import ApiError
 from tests.support.chat_templates import TEMPLATES
 from tests.support.running import demo_with_template, running
 from tests.support.wire import Scripted, context, deltas, output, with_template
+from tests.test_agent_dialects import as_chat, conversations
 
 TEMPLATE = TEMPLATES["object in tags"]
 REQUESTS = Path(__file__).parent / "support" / "agent_requests"
@@ -281,99 +280,7 @@ def test_a_refusal_names_the_clients_path(fields, param, words):
     assert error.status == (404 if words == "send the item" else 400)
 
 
-# Conversations: a chat written as items comes back as the chat.
-
-NAMES = st.sampled_from(["look", "update"])
-TEXT = st.text("ab <>\n", min_size=1, max_size=6)
-ARGUMENTS = st.dictionaries(st.sampled_from("ab"), st.integers(0, 9)).map(json.dumps)
-
-
-@st.composite
-def conversations(draw: st.DrawFn) -> list[dict[str, Any]]:
-    """Messages of a chat."""
-    messages: list[dict[str, Any]] = []
-    number = 0
-    for _ in range(draw(st.integers(1, 4))):
-        role = draw(st.sampled_from(["user", "user", "developer", "system"]))
-        messages.append({"role": role, "content": draw(TEXT)})
-        for _ in range(draw(st.integers(0, 2))):
-            answer: dict[str, Any] = {"role": "assistant", "content": None}
-            if draw(st.booleans()):
-                answer["reasoning_content"] = draw(TEXT)
-            calls = []
-            for _ in range(draw(st.integers(0, 3))):
-                number += 1
-                name = draw(NAMES)
-                called: dict[str, Any] = {"name": name, "arguments": draw(ARGUMENTS)}
-                kind = draw(st.sampled_from(["function", "custom"]))
-                if kind == "custom":
-                    called = {"name": name, "input": draw(TEXT)}
-                calls.append({"id": f"call_{number}", "type": kind, kind: called})
-            if calls:
-                answer["tool_calls"] = calls
-            if not calls or draw(st.booleans()):
-                answer["content"] = draw(TEXT)
-            messages.append(answer)
-            messages += [
-                {"role": "tool", "tool_call_id": call["id"], "content": draw(TEXT)}
-                for call in calls
-            ]
-            if not calls:
-                break
-    return messages
-
-
-def items_of(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """A chat as the items that OpenAI's client would send."""
-    items: list[dict[str, Any]] = []
-    kinds = {
-        call["id"]: call["type"] for message in messages for call in message.get("tool_calls", ())
-    }
-    for message in messages:
-        content = message["content"]
-        if message["role"] == "tool":
-            call_id = message["tool_call_id"]
-            kind = {"function": "function_call_output", "custom": "custom_tool_call_output"}
-            items.append({"type": kind[kinds[call_id]], "call_id": call_id, "output": content})
-            continue
-        if reasoning := message.get("reasoning_content"):
-            thought = {"type": "reasoning_text", "text": reasoning}
-            items.append({"type": "reasoning", "id": "rs_1", "summary": [], "content": [thought]})
-        if message["role"] == "assistant" and content is not None:
-            part = {"type": "output_text", "text": content, "annotations": [], "logprobs": []}
-            items.append({"type": "message", "role": "assistant", "content": [part]})
-        elif content is not None:
-            items.append({"role": message["role"], "content": content})
-        for call in message.get("tool_calls", ()):
-            called = call[call["type"]]
-            kind_of_item = {"function": "function_call", "custom": "custom_tool_call"}[call["type"]]
-            items.append(
-                {"type": kind_of_item, "call_id": call["id"], "status": "completed", **called}
-            )
-    return items
-
-
-def as_texts(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Messages with each content as one text, and an empty one as none."""
-    return [
-        {
-            **message,
-            "content": "".join(part["text"] for part in message["content"])
-            if isinstance(message["content"], list)
-            else message["content"] or None,
-        }
-        for message in messages
-    ]
-
-
-@given(messages=conversations())
-def test_items_are_the_messages_of_the_chat(messages):
-    made = ChatMessages()
-    items = items_of(messages)
-    made.add(source_stored(items, "previous_response_id"))
-    assert as_texts([message.body for message in made.messages]) == as_texts(messages)
-    assert [source.body for source in made.items] == items and made.ignored == []
-    opened(request(input=items))
+# Reasoning that is sent back
 
 
 @given(text=st.text(), cut=st.integers(0, 40))
@@ -725,9 +632,9 @@ def valid_leavings(bodies: list[dict[str, Any]]) -> list[list[int]]:
     return leavings
 
 
-@given(messages=conversations(), room=st.integers(0, 30), moved=st.booleans())
-def test_the_oldest_messages_go_until_there_is_room(messages, room, moved):
-    messages = [{"role": "system", "content": "Be brief."}, *messages]
+@given(turns=conversations(), room=st.integers(0, 30), moved=st.booleans())
+def test_the_oldest_messages_go_until_there_is_room(turns, room, moved):
+    messages = [{"role": "system", "content": "Be brief."}, *as_chat(turns)]
     results = [index for index, message in enumerate(messages) if message["role"] == "tool"]
     if moved and results:  # a result after the next message of the user
         messages.append({"role": "user", "content": "And?"})
