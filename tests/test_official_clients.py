@@ -1,4 +1,4 @@
-"""The official clients of other APIs than completions and chat: what each reads is what the chat or completion says that it sent."""
+"""The official clients, unchanged: OpenAI's reads what `LLM` generates, and those of other APIs what a chat or completion says."""
 
 from __future__ import annotations
 
@@ -6,16 +6,21 @@ import functools
 import json
 import math
 import re
+import shutil
+import subprocess
+from pathlib import Path
 from typing import Any
 
 import anthropic
 import httpx
 import jsonschema
+import numpy as np
 import ollama
 import openai
 import pytest
 from safetensors import safe_open
 
+from jaxpage import LLM, BeamSearchParams, SamplingParams
 from jaxpage.checkpoints.finding import resolve_model
 from jaxpage.serving.config import ServerConfig
 from jaxpage.serving.dialects.messages import open_message
@@ -23,7 +28,7 @@ from jaxpage.serving.dialects.ollama import OLLAMA_VERSION, open_ollama_chat
 from jaxpage.serving.dialects.responses import open_response
 from jaxpage.serving.wire.derived_forms import choose_form, derive_form
 from jaxpage.serving.wire.exchange import open_chat
-from tests.support.running import Promises, demo_with_template, running
+from tests.support.running import SMALL, Promises, demo_with_template, metrics, running
 from tests.support.wire import CHATML, context, with_template
 
 DEMO = resolve_model("demo")
@@ -56,10 +61,64 @@ MESSAGE: Any = {
 OLLAMA: Any = {"model": "demo", "options": {"temperature": 0, "num_predict": 12}}
 
 
+PROMPT = "Once upon a time there was a"
+LONG: Any = {
+    "model": "demo",
+    "prompt": PROMPT,
+    "max_tokens": 400,
+    "extra_body": {"ignore_eos": True},
+}
+GREEDY: Any = {"model": "demo", "temperature": 0.0, "max_tokens": 12}
+
+
 @pytest.fixture(scope="module")
-def server(tmp_path_factory):
-    model = demo_with_template(tmp_path_factory.mktemp("models") / "demo", CHATML)
-    with running(ServerConfig(reasoning_parser="think"), model=model, api_keys=[KEY]) as found:
+def model(tmp_path_factory):
+    return demo_with_template(tmp_path_factory.mktemp("models") / "demo", CHATML)
+
+
+@pytest.fixture(scope="module")
+def offline(model):
+    """What `LLM` makes of the same requests, before the server is there."""
+    with LLM(model, **SMALL, use_tqdm=False) as llm:
+
+        def generate(**params: Any) -> list[Any]:
+            return llm.generate(PROMPT, llm.default_sampling_params(**params), use_tqdm=False)[
+                0
+            ].outputs
+
+        return {
+            "greedy": generate(temperature=0.0, max_tokens=12, logprobs=3),
+            "seeded": generate(n=3, seed=7, max_tokens=12, temperature=0.9, top_p=0.8),
+            "defaults": generate(seed=11),
+            "extra": generate(
+                seed=3,
+                max_tokens=12,
+                top_k=5,
+                min_p=0.01,
+                repetition_penalty=1.3,
+                min_tokens=3,
+                stop_token_ids=[5],
+            ),
+            "best": generate(n=1, best_of=3, seed=5, max_tokens=8),
+            "beams": llm.generate(PROMPT, BeamSearchParams(3, max_tokens=8, n=2), use_tqdm=False)[
+                0
+            ].outputs,
+            "hidden": {
+                pooling: llm.embed(
+                    [PROMPT, "The old house"], pooling=pooling, normalize=False, use_tqdm=False
+                )
+                for pooling in ("last", "mean")
+            },
+            "chat": llm.chat(
+                MESSAGES, SamplingParams(temperature=0.0, max_tokens=12), use_tqdm=False
+            )[0],
+        }
+
+
+@pytest.fixture(scope="module")
+def server(model, offline):
+    config = ServerConfig(tool_parser="hermes", reasoning_parser="think", max_queued_requests=12)
+    with running(config, model=model, api_keys=[KEY]) as found:
         yield found
         assert found.errors == []
 
@@ -599,12 +658,13 @@ def test_what_ollama_has_beyond_us_is_refused(llama):
 # Errors in streams
 
 
-@pytest.mark.parametrize("kind", ["responses", "messages", "ollama"])
+@pytest.mark.parametrize("kind", ["completions", "responses", "messages", "ollama"])
 def test_an_error_within_a_stream_reaches_the_client(
     kind, open_ai, claude, llama, server, monkeypatch
 ):
     """A step that fails on the device ends the stream as the client expects it; the server serves on."""
     streams: dict[str, Any] = {
+        "completions": lambda: open_ai.completions.create(**LONG, stream=True),
         "responses": lambda: open_ai.responses.create(
             **{**RESPONSE, "max_output_tokens": 400}, stream=True
         ),
@@ -628,8 +688,324 @@ def test_an_error_within_a_stream_reaches_the_client(
         kept = open_ai.responses.retrieve(last.response.id)
         assert kept.to_dict() == last.response.to_dict() and kept.output_text
     else:
-        with pytest.raises((anthropic.APIError, ollama.ResponseError)) as caught:
+        errors = (openai.APIError, anthropic.APIError, ollama.ResponseError)
+        with pytest.raises(errors) as caught:
             list(parts)
         assert "0x" not in str(caught.value)
     monkeypatch.undo()
     server.errors.clear()  # that it failed was logged, and had to be
+
+
+# Completions and chats of OpenAI's
+
+
+def texts(answer: Any) -> list[str]:
+    return [choice.text for choice in answer.choices]
+
+
+def test_a_completion_is_what_llm_generates(open_ai, offline):
+    answer = open_ai.completions.create(prompt=PROMPT, logprobs=3, **GREEDY)
+    (choice,), (wanted,) = answer.choices, offline["greedy"]
+    assert (choice.text, choice.finish_reason) == (wanted.text, wanted.finish_reason)
+    assert choice.logprobs is not None and wanted.logprobs is not None
+    assert choice.logprobs.token_logprobs == [
+        entry[token].logprob for token, entry in zip(wanted.token_ids, wanted.logprobs, strict=True)
+    ]
+    assert "".join(choice.logprobs.tokens or []) == choice.text
+    assert [len(top) for top in choice.logprobs.top_logprobs or []] == [3] * len(wanted.token_ids)
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens == len(wanted.token_ids)
+    assert answer.usage.total_tokens == answer.usage.prompt_tokens + answer.usage.completion_tokens
+    assert (
+        answer.model == "demo"
+        and answer.object == "text_completion"
+        and answer.id.startswith("cmpl-")
+    )
+    assert answer.system_fingerprint
+
+
+def test_what_is_not_said_is_the_models_default(open_ai, offline):
+    answer = open_ai.completions.create(model="demo", prompt=PROMPT, seed=11)
+    assert texts(answer) == [output.text for output in offline["defaults"]]
+
+
+def test_fields_of_extra_body_reach_the_engine(open_ai, offline):
+    extra = {
+        "top_k": 5,
+        "min_p": 0.01,
+        "repetition_penalty": 1.3,
+        "min_tokens": 3,
+        "stop_token_ids": [5],
+    }
+    raw = open_ai.completions.with_raw_response.create(
+        model="demo", prompt=PROMPT, seed=3, max_tokens=12, extra_body={**extra, "temprature": 5}
+    )
+    assert texts(raw.parse()) == [output.text for output in offline["extra"]]
+    assert raw.headers["x-jaxpage-ignored-fields"] == "temprature"
+
+
+def test_best_of_and_beams(open_ai, offline):
+    best = open_ai.completions.create(model="demo", prompt=PROMPT, best_of=3, seed=5, max_tokens=8)
+    assert texts(best) == [offline["best"][0].text]
+    beams = open_ai.completions.create(
+        model="demo",
+        prompt=PROMPT,
+        n=2,
+        best_of=3,
+        max_tokens=8,
+        temperature=0,
+        extra_body={"use_beam_search": True},
+    )
+    assert texts(beams) == [output.text for output in offline["beams"]]
+
+
+def test_stops_are_cut_and_told(open_ai, offline):
+    whole = offline["greedy"][0].text
+    stop = whole[5:9]
+    answer = open_ai.completions.create(prompt=PROMPT, stop=[stop, "never said"], **GREEDY)
+    (choice,) = answer.choices
+    assert (choice.text, choice.finish_reason) == (whole[: whole.index(stop)], "stop")
+    assert choice.model_extra is not None and choice.model_extra["stop_reason"] == stop
+    chunks = list(open_ai.completions.create(prompt=PROMPT, stop=[stop], stream=True, **GREEDY))
+    assert "".join(chunk.choices[0].text for chunk in chunks) == choice.text
+
+
+def test_a_streamed_completion_is_the_whole(open_ai, offline):
+    requested: Any = {
+        "model": "demo",
+        "prompt": PROMPT,
+        "n": 3,
+        "seed": 7,
+        "max_tokens": 12,
+        "temperature": 0.9,
+        "top_p": 0.8,
+    }
+    chunks = list(
+        open_ai.completions.create(**requested, stream=True, stream_options={"include_usage": True})
+    )
+    *said, last = chunks
+    found, reasons = {0: "", 1: "", 2: ""}, {}
+    for chunk in said:
+        assert chunk.usage is None
+        for choice in chunk.choices:
+            found[choice.index] += choice.text
+            reasons[choice.index] = choice.finish_reason
+    assert list(found.values()) == [output.text for output in offline["seeded"]]
+    assert [reasons[index] for index in range(3)] == [
+        output.finish_reason for output in offline["seeded"]
+    ]
+    assert last.choices == [] and last.usage is not None
+    assert last.usage.completion_tokens == sum(
+        len(output.token_ids) for output in offline["seeded"]
+    )
+    assert {chunk.id for chunk in chunks} == {last.id}
+
+
+def test_a_chat_is_what_llm_chats(open_ai, offline):
+    answer = open_ai.chat.completions.create(
+        messages=MESSAGES, logprobs=True, top_logprobs=2, **GREEDY
+    )
+    wanted = offline["chat"]
+    (choice,) = answer.choices
+    assert choice.message.role == "assistant" and choice.message.content == wanted.outputs[0].text
+    assert choice.finish_reason == wanted.outputs[0].finish_reason
+    assert answer.usage is not None and answer.usage.prompt_tokens == len(wanted.prompt_token_ids)
+    assert choice.logprobs is not None and choice.logprobs.content is not None
+    assert "".join(row.token for row in choice.logprobs.content) == choice.message.content
+    for row in choice.logprobs.content:
+        assert (
+            row.top_logprobs[0].logprob
+            == max(top.logprob for top in row.top_logprobs)
+            == row.logprob
+        )
+        assert len(row.top_logprobs) == 2
+    assert answer.object == "chat.completion" and answer.id.startswith("chatcmpl-")
+
+
+def test_a_streamed_chat_is_the_whole(open_ai, offline):
+    """The client's helper raises where an answer was cut off, so this one stops."""
+    text = offline["chat"].outputs[0].text
+    requested: Any = {"messages": MESSAGES, "stop": text[-6:], **GREEDY}
+    with open_ai.chat.completions.stream(
+        **requested, stream_options={"include_usage": True}
+    ) as stream:
+        whole = stream.get_final_completion()
+    assert whole.choices[0].message.content == text[: text.index(text[-6:])]
+    assert whole.usage is not None and whole.usage.completion_tokens > 0
+    chunks = list(open_ai.chat.completions.create(messages=MESSAGES, stream=True, **GREEDY))
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert [chunk.choices[0].finish_reason for chunk in chunks[:-1]] == [None] * (len(chunks) - 1)
+    assert chunks[-1].choices[0].finish_reason == "length"
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == text
+
+
+# Embeddings and scores
+
+
+def test_embeddings_are_hidden_states_of_length_one(open_ai, http, offline):
+    """Whatever the form, and between the steps of a request that generates."""
+    inputs, texts_of = (
+        [PROMPT, "The old house"],
+        {"model": "demo", "input": [PROMPT, "The old house"]},
+    )
+    with open_ai.completions.create(**LONG, stream=True) as stream:
+        next(iter(stream))
+        answer = open_ai.embeddings.create(**texts_of)  # type: ignore[arg-type] # the client asks for base64
+        assert metrics(http)["jaxpage_num_requests_running"] == 1
+    for pooling, hidden in offline["hidden"].items():
+        wanted = hidden / np.sqrt((hidden.astype(np.float64) ** 2).sum(axis=1, keepdims=True))
+        requested: Any = {
+            **texts_of,
+            "encoding_format": "float",
+            "extra_body": {"pooling": pooling},
+        }
+        found = open_ai.embeddings.create(**requested, dimensions=hidden.shape[1])
+        np.testing.assert_allclose([one.embedding for one in found.data], wanted, atol=1e-6)
+        raw = open_ai.embeddings.create(
+            **{**requested, "extra_body": {"pooling": pooling, "normalize": False}}
+        )
+        np.testing.assert_array_equal(
+            np.array([one.embedding for one in raw.data], np.float32), hidden
+        )
+        if pooling == "last":
+            np.testing.assert_allclose([one.embedding for one in answer.data], wanted, atol=1e-6)
+    token_ids = [http.post("/tokenize", json={"prompt": one}).json()["tokens"] for one in inputs]
+    same = open_ai.embeddings.create(model="demo", input=token_ids)
+    assert same.data == answer.data and [one.index for one in same.data] == [0, 1]
+    assert same.usage.prompt_tokens == same.usage.total_tokens == sum(map(len, token_ids))
+    for change, param in (
+        ({"dimensions": 7}, "dimensions"),
+        ({"input": []}, "input"),
+        ({"input": [9999]}, "input"),
+        ({"input": "x " * 600}, "input"),
+        ({"encoding_format": "int8"}, "encoding_format"),
+    ):
+        with pytest.raises(openai.BadRequestError) as caught:
+            open_ai.embeddings.create(**{**texts_of, **change})
+        assert caught.value.param == param
+
+
+def test_scores_are_the_log_probabilities_of_completions(open_ai, http, offline):
+    """Of the greedy text as it was reported, and of another as echo reports it."""
+    (greedy,) = offline["greedy"]
+    requested = {"model": "demo", "prompt": PROMPT, "continuation": [greedy.text, " zebra"]}
+    first, second = http.post("/v1/score", json=requested).json()["data"]
+    reported = [
+        entry[token].logprob for entry, token in zip(greedy.logprobs, greedy.token_ids, strict=True)
+    ]
+    assert (first["token_ids"], first["is_greedy"]) == (greedy.token_ids, True)
+    np.testing.assert_allclose(first["token_logprobs"], reported, atol=1e-5)
+    echo = open_ai.completions.create(
+        model="demo", prompt=PROMPT + " zebra", echo=True, logprobs=1, max_tokens=0
+    )
+    logprobs: Any = echo.choices[0].logprobs
+    assert echo.choices[0].text == PROMPT + " zebra"
+    wanted = [
+        one
+        for one, at in zip(logprobs.token_logprobs, logprobs.text_offset, strict=True)
+        if at >= len(PROMPT)
+    ]
+    assert (second["token_logprobs"], second["is_greedy"]) == (wanted, False)
+    assert second["score"] == pytest.approx(sum(wanted))
+
+
+# Models, errors, retries
+
+
+def test_errors_are_those_of_the_client(open_ai):
+    for change, param, code in (
+        ({"temperature": 3}, "temperature", None),
+        ({"prompt": "x " * 600}, "prompt", "context_length_exceeded"),
+        ({"stream": True, "max_tokens": -1}, "max_tokens", None),  # before the stream begins
+    ):
+        with pytest.raises(openai.BadRequestError) as caught:
+            open_ai.completions.create(**{**GREEDY, "prompt": PROMPT, **change})
+        assert (caught.value.param, caught.value.code) == (param, code)
+        assert caught.value.type == "invalid_request_error" and caught.value.request_id
+    with pytest.raises(openai.NotFoundError) as missing:
+        open_ai.completions.create(model="gpt-4", prompt=PROMPT)
+    assert (missing.value.code, missing.value.param) == ("model_not_found", "model")
+    with pytest.raises(openai.AuthenticationError) as refused:
+        open_ai.with_options(api_key=KEY[:-1]).models.list()
+    assert refused.value.code == "invalid_api_key"
+
+
+def retrying(client: openai.OpenAI, relieve: Any) -> tuple[openai.OpenAI, list[int]]:
+    """A client that tries again as the official one does, the statuses that it got, and what happens after the first."""
+    statuses: list[int] = []
+
+    def see(response: httpx.Response) -> None:
+        statuses.append(response.status_code)
+        if len(statuses) == 1:
+            assert response.headers["retry-after"] == "1"
+            relieve()
+
+    http = httpx.Client(event_hooks={"response": [see]}, timeout=60)
+    return client.with_options(max_retries=2, http_client=http), statuses
+
+
+def test_a_full_queue_is_tried_again(open_ai, http):
+    """16 places: 4 that run, 12 that wait."""
+    full = open_ai.completions.create(**{**LONG, "prompt": [PROMPT] * 16, "stream": True})
+    next(iter(full))
+    with pytest.raises(openai.RateLimitError) as caught:
+        open_ai.completions.create(prompt=PROMPT, **GREEDY)
+    assert caught.value.code == "rate_limit_exceeded"
+    again, statuses = retrying(open_ai, full.close)
+    with again:
+        assert again.completions.create(prompt=PROMPT, **GREEDY).choices
+    assert statuses == [429, 200]
+    assert metrics(http)["jaxpage_rejected_total/queue_full"] >= 2
+
+
+def test_a_server_that_shuts_down_is_tried_again(open_ai, server):
+    def opened() -> None:
+        server.server.visitors.is_closed = False
+
+    server.server.visitors.is_closed = True
+    try:
+        with pytest.raises(openai.InternalServerError) as caught:
+            open_ai.completions.create(prompt=PROMPT, **GREEDY)
+        assert caught.value.status_code == 503
+        again, statuses = retrying(open_ai, opened)
+        with again:
+            assert again.completions.create(prompt=PROMPT, **GREEDY).choices
+    finally:
+        opened()
+    assert statuses == [503, 200]
+
+
+# What the README says
+
+
+def readme(language: str) -> str:
+    """What is written in that language below "Serving", for the server of this test."""
+    text = (Path(__file__).parent.parent / "README.md").read_text()
+    return text.partition("\n## Serving\n")[2].partition(f"```{language}\n")[2].partition("```")[0]
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="there is no curl")
+def test_the_curl_lines_of_the_readme(open_ai, server):
+    answers = []
+    for line in readme("").splitlines():
+        assert line.startswith("curl ")
+        command = (
+            line.replace("http://127.0.0.1:8000", server.address)
+            + f" -sSf -H 'Authorization: Bearer {KEY}'"
+        )
+        answers.append(
+            subprocess.run(
+                ["bash", "-c", command], capture_output=True, text=True, check=True
+            ).stdout
+        )
+    completion, stream = answers
+    assert json.loads(completion)["choices"][0]["text"]
+    *events, last = [line.removeprefix("data: ") for line in stream.splitlines() if line[:1] == "d"]
+    assert "".join(json.loads(event)["choices"][0]["delta"].get("content", "") for event in events)
+    assert last == "[DONE]"
+
+
+def test_the_program_of_the_readme(open_ai, server, capsys):
+    program = readme("python").replace("http://127.0.0.1:8000", server.address)
+    exec(program.replace('"none"', repr(KEY)), {})
+    assert capsys.readouterr().out.strip()
