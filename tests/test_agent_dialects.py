@@ -54,13 +54,16 @@ ARGUMENTS = st.dictionaries(st.sampled_from(["city", "at"]), st.sampled_from(["O
 
 
 @st.composite
-def conversations(draw: st.DrawFn) -> list[Turn]:
-    """Questions, each with answers that call tools until one calls none, or the user goes on."""
+def conversations(draw: st.DrawFn, min_answers: int = 1) -> list[Turn]:
+    """Questions, each with answers that call tools until one calls none, or the user goes on.
+
+    Messages joins questions that follow each other, so there are none unless `min_answers` is 0.
+    """
     turns: list[Turn] = []
     number = 0
     for _ in range(draw(st.integers(1, 3))):
         turns.append(Turn(asked=draw(QUESTIONS)))
-        for _ in range(draw(st.integers(0, 2))):
+        for _ in range(draw(st.integers(min_answers, 2))):
             calls = []
             for _ in range(draw(st.integers(0, 2))):
                 calls.append(Called(number, draw(ARGUMENTS), draw(ANSWERS)))

@@ -632,7 +632,7 @@ def valid_leavings(bodies: list[dict[str, Any]]) -> list[list[int]]:
     return leavings
 
 
-@given(turns=conversations(), room=st.integers(0, 30), moved=st.booleans())
+@given(turns=conversations(min_answers=0), room=st.integers(0, 30), moved=st.booleans())
 def test_the_oldest_messages_go_until_there_is_room(turns, room, moved):
     messages = [{"role": "system", "content": "Be brief."}, *as_chat(turns)]
     results = [index for index, message in enumerate(messages) if message["role"] == "tool"]

@@ -370,6 +370,7 @@ TOOL_CHATS: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
 @pytest.mark.parametrize(
     ("name", "settings", "fields", "text"), TOOL_CHATS, ids=[name for name, *_ in TOOL_CHATS]
 )
+@settings(max_examples=12)
 @given(data=st.data())
 def test_a_stream_with_tools_is_the_whole(name, settings, fields, text, data):
     cuts = sorted(data.draw(st.sets(st.integers(0, len(text)), max_size=30)))

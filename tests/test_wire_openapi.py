@@ -70,7 +70,7 @@ def test_what_is_accepted_is_what_it_says(fields):
 def test_whatever_it_forbids_is_refused(kind, name, opens, new, refused):
     """And most of what is refused it forbids: the rest is what one field says of another."""
     table = [fields for fields, *_ in COMMON_REFUSED + refused]
-    table += [{name: value} for name, value, _ in fields_beyond(kind)]
+    table += [{name: value} for name, value, _ in fields_beyond(kind)[::3]]
     valid = validator(name)
     forbidden = [fields for fields in table if not valid.is_valid(new(**fields))]
     assert len(forbidden) > len(table) / 2
