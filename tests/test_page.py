@@ -429,6 +429,7 @@ def test_a_chat_goes_on_from_top_to_bottom_and_after_a_reload(page: Any, server:
 
 
 SILENT = {"model": {"sampling_defaults": {}, "chat_defaults": {"temperature": 0.7, "top_p": 0.9}}}
+GREEDY = {"model": {"sampling_defaults": {"temperature": 0.0, "top_k": 20}, "chat_defaults": {}}}
 DRAWN = ("temperature", "top_p", "top_k")
 
 
@@ -442,18 +443,13 @@ DRAWN = ("temperature", "top_p", "top_k")
             {"temperature": 0.7, "top_p": 0.9},
             {"Completion": ["1", "1", "0"], "Chat": ["0.7", "0.9", "0"]},
         ),
-        (
-            {
-                "model": {
-                    "sampling_defaults": {"temperature": 0.0, "top_k": 20},
-                    "chat_defaults": {},
-                }
-            },
+        pytest.param(
+            GREEDY,
             {},
             {"Completion": ["0", "1", "20"], "Chat": ["0", "1", "20"]},
+            marks=pytest.mark.sweep,
         ),
     ],
-    ids=["demo", "silent", "greedy"],
 )
 def test_what_nobody_sets_is_the_model_s(
     page: Any, server: str, facts: Any, chat_sends: dict[str, float], shown: dict[str, list[str]]
@@ -714,7 +710,10 @@ def without_times(snapshot: Any) -> Any:
     }
 
 
-@pytest.mark.parametrize("which", ["crowd", "crowd_of_several_steps", "crowd_of_groups"])
+CROWDS = ["crowd", "crowd_of_several_steps", "crowd_of_groups"]
+
+
+@pytest.mark.parametrize("which", few(CROWDS, ["crowd", "crowd_of_groups"]))
 def test_a_log_shows_what_the_engine_showed(which: str, request: pytest.FixtureRequest) -> None:
     """Every block, request and step, as the engine had them while the log was recorded."""
     log, text, snapshots, _ = request.getfixturevalue(which)
