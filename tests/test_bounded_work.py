@@ -192,7 +192,7 @@ DIALECTS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("path", few(DIALECTS, ["/v1/chat/completions", "/api/generate"]))
+@pytest.mark.parametrize("path", few(DIALECTS, [COMPLETIONS, "/v1/chat/completions"]))
 def test_what_a_reader_has_missed_comes_in_bounded_pieces(path, server, monkeypatch):
     from jaxpage.serving.requests import generating
 

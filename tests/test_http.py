@@ -527,13 +527,14 @@ def test_bodies_are_plain_json(open_server, headers, status):
 
 def test_ollamas_paths_take_json_under_any_name_but_from_no_other_page(shared, open_server):
     """LiteLLM gives none, and curl its own; a page of another site could do that as well, but for its origin."""
-    asked = {"model": "demo", "prompt": "a", "raw": True, "stream": False}
-    body = json.dumps({**asked, "options": {"num_predict": 1}}).encode()
+    shown = {"model": "demo"}
+    asked = {**shown, "prompt": "a", "raw": True, "stream": False, "options": {"num_predict": 1}}
     kinds = [
         {"Content_Type": kind} for kind in ("application/x-www-form-urlencoded", "", "text/plain")
     ]
     for kind in kinds:
-        for path in ("/api/generate", "/api/show"):
+        for path, fields in (("/api/generate", asked), ("/api/show", shown)):
+            body = json.dumps(fields).encode()
             assert ask(open_server, "POST", path, body, **kind)[0] == 200
             assert ask(open_server, "POST", path, body, **kind, Content_Encoding="gzip")[0] == 415
     running = shared.get(host="0.0.0.0")
