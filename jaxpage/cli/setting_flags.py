@@ -39,9 +39,9 @@ ENGINE_FLAGS = (
     Flag(
         "quantization",
         str,
-        "weights of few bits: int8 or int4, rounded at load; gguf, as a GGUF file has them; or "
-        "the name of the checkpoint's own method; default: as the checkpoint; for a GGUF file, "
-        "dequantised",
+        "weights of few bits: int8 or int4, rounded at load, int8+head or int4+head with the "
+        "head; gguf, as a GGUF file has them; or the name of the checkpoint's own method; "
+        "default: as the checkpoint; for a GGUF file, dequantised",
     ),
     Flag(
         "kv_cache_dtype",

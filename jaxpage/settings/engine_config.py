@@ -100,6 +100,8 @@ class EngineConfig(Settings):
         Literal[
             "int8",
             "int4",
+            "int8+head",
+            "int4+head",
             "gguf",
             "compressed-tensors",
             "fp8",
@@ -112,9 +114,8 @@ class EngineConfig(Settings):
         | None
     ) = setting(
         None,
-        "weights of few bits: int8 or int4, rounded at load; gguf, as a GGUF file has them; or the "
-        "name of the "
-        "checkpoint's own method",
+        "weights of few bits: int8 or int4, rounded at load, int8+head or int4+head with the "
+        "head; gguf, as a GGUF file has them; or the name of the checkpoint's own method",
         shown="as the checkpoint; for a GGUF file, dequantised",
     )
     kv_cache_dtype: Annotated[Literal["auto", "int8", "fp8"], BeforeValidator(_kv_cache_dtype)] = (

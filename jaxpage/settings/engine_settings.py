@@ -33,6 +33,8 @@ class EngineSettings(TypedDict, total=False):
         Literal[
             "int8",
             "int4",
+            "int8+head",
+            "int4+head",
             "gguf",
             "compressed-tensors",
             "fp8",
