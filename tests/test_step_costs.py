@@ -5,13 +5,34 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from jaxpage.assembly.step_costs import full_step
+from jaxpage.assembly.step_costs import describe_break_even, full_step
 from jaxpage.device.inputs.buckets import make_menu
 from jaxpage.engine.batch_builder import BatchBuilder
-from jaxpage.speculation.controller import Costs
+from jaxpage.speculation.controller import Controller, Costs
+from jaxpage.step.limits import StepLimits
 
 PLAIN, DRAFTS, MORE = (4, 4), (4, 16), (4, 32)
 FIRST = {PLAIN: 1.0, DRAFTS: 2.0, MORE: 4.0}
+
+
+def make_limits(drafts: int) -> StepLimits:
+    return StepLimits(8, 64, 1, True, verified=((4, 1 + drafts),), decoded=(4,))
+
+
+def test_drafts_pay_from_what_their_step_takes_longer():
+    """A step of four rows with three drafts each takes 1.75 times as long."""
+    controller = Controller(make_limits(3))
+    controller.costs.at_start((4, 4), 1.0)
+    controller.costs.at_start((4, 16), 1.75)
+    assert controller.break_even(4) == 0.75
+    assert describe_break_even(controller, [4]) == (
+        "drafts pay by the accepted ones of a sequence and step: from 0.75 with 4 sequences"
+    )
+    controller = Controller(make_limits(1))
+    controller.costs.at_start((4, 4), 1.0)
+    controller.costs.at_start((4, 8), 2.5)
+    assert controller.break_even(4) is None
+    assert "never with 4 sequences" in describe_break_even(controller, [4])
 
 
 def known() -> Costs:

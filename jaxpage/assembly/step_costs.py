@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -43,6 +43,21 @@ def measure_costs(builder: BatchBuilder, runner: Runner, controller: Controller)
         else:
             each = np.interp(range(1 + deepest), depths, by_depth).tolist() if deepest else ()
             costs.at_start((bucket.num_rows, bucket.num_tokens), alone, each)
+
+
+def describe_break_even(controller: Controller, decoded: Sequence[int]) -> str:
+    """Returns a line that says from how many accepted drafts on speculation pays.
+
+    Args:
+        controller: The controller, which knows the costs.
+        decoded: The numbers of rows that steps can have, from small to large.
+    """
+    texts = []
+    for num_rows in dict.fromkeys((decoded[0], decoded[len(decoded) // 2], decoded[-1])):
+        accepted = controller.break_even(num_rows)
+        needed = "never" if accepted is None else f"from {accepted:.2f}"
+        texts.append(f"{needed} with {num_rows} sequence{'s' * (num_rows > 1)}")
+    return f"drafts pay by the accepted ones of a sequence and step: {', '.join(texts)}"
 
 
 def _fastest(builder: BatchBuilder, runner: Runner, plans: Iterable[StepPlan]) -> list[float]:

@@ -202,6 +202,26 @@ class Controller:
         # The last draft's; the next draft is expected to have the same.
         self._parents: tuple[int, ...] = ()
 
+    def break_even(self, num_rows: int) -> float | None:
+        """Returns the accepted drafts of a sequence and step above which drafts pay.
+
+        It is that of the shape which needs the fewest, by the costs known now. None means that no
+        shape has so many drafts.
+
+        Args:
+            num_rows: The rows of a step.
+        """
+        plain, *shapes = self._shapes(num_rows)
+        seconds = self.costs.of(plain)
+        needed = []
+        for shape in shapes:
+            num_drafts = (shape[1] - num_rows) / num_rows
+            for depth in self.depths or (None,):
+                accepted = max(0.0, self.costs.of(shape, depth) / seconds - 1.0)
+                if accepted < num_drafts:
+                    needed.append(accepted)
+        return min(needed, default=None)
+
     def skips(self) -> bool:
         """Begins a step, and returns whether it has no drafts and there is nothing to decide."""
         self._step += 1

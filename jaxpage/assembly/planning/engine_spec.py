@@ -204,6 +204,11 @@ class EngineSpec:
         if self.sharding.is_divided:
             yield "reduction", self.reduction.partition(" on ")[0]
         yield "step shapes", str(len(self.menu.buckets))
+        if drafts := self.described.drafting.config:
+            number = drafts.num_speculative_tokens
+            chosen = "as many drafts as pay" if number == "auto" else f"{number} drafts"
+            shape = "a tree of " * drafts.tree
+            yield "speculation", f"{drafts.method}, {shape}{chosen}, acceptance {drafts.acceptance}"
 
     @property
     def reduction(self) -> str:

@@ -8,7 +8,6 @@ from typing import Any
 import jax
 
 from jaxpage import LLM, SamplingParams
-from jaxpage.models.quantization import SCHEMES
 from tools.lab.peers.task import Prompts, answer, read_task
 
 
@@ -16,7 +15,7 @@ def main() -> None:
     """Answers the task."""
     task = read_task()
     quantized = {"dtype": "bfloat16", "quantization": task.dtype}
-    weights: dict[str, Any] = quantized if task.dtype in SCHEMES else {"dtype": task.dtype}
+    weights: dict[str, Any] = quantized if task.dtype.startswith("int") else {"dtype": task.dtype}
     llm = LLM(
         task.model,
         **weights,
