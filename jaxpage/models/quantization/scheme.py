@@ -130,7 +130,6 @@ class Scheme:
             form = self.head
             if form is None or not (module.is_head if form.is_rounded else module.name == HEAD):
                 return None
-            _check_groups(form, module.name or "the head", module.table.get_value().shape[1])
             return QuantizedEmbedding(module, form)
         if isinstance(module, Linear):
             names = [part.name for part in module.spec.parts if part.name is not None] or [
@@ -161,18 +160,12 @@ class Scheme:
             raise CheckpointError(
                 f"config.json: {', '.join(named)} are one product, and must be quantised alike"
             )
-        if form:
-            _check_groups(form, names[0], num_in)
+        if form and form.is_rounded and num_in % (form.group_size or 1):
+            raise CheckpointError(
+                f"quantization: {names[0]} has {num_in} inputs, which are no multiple of "
+                f"{form.group_size}, of which each group has a scale; use int8"
+            )
         return form
-
-
-def _check_groups(form: WeightFormat, module: str, num_in: int) -> None:
-    """Raises CheckpointError where a module's inputs cannot be rounded in groups."""
-    if form.is_rounded and num_in % (form.group_size or 1):
-        raise CheckpointError(
-            f"quantization: {module} has {num_in} inputs, which are no multiple of "
-            f"{form.group_size}, of which each group has a scale; use int8"
-        )
 
 
 def everywhere_but(excluded: Sequence[str], form: WeightFormat) -> FormOf:
