@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections import Counter
 
@@ -11,11 +12,14 @@ import pytest
 from jaxpage import LLM, SamplingParams
 from jaxpage.device.batch_invariance import EXACT_OPTIONS, refuse_sums
 from jaxpage.device.compiler_options import compiler_options
+from jaxpage.device.executables import compile_ahead
 from jaxpage.device.hardware.backends import Backend, choose_backend
 from jaxpage.errors import UnsupportedError
 from pallas_kernels.compat import DescribedGPU, DescribedTPU, describe_gpu
 from pallas_kernels.triton import backend as triton_backend
+from pallas_kernels.triton import product_cut
 from tests.support import tensor_core
+from tests.support.model_configs import config_json
 from tests.support.sweeps import few
 from tools.lab.kernel_lab.inspection import compile_for, unavailable
 from tools.lab.step_times import random_model
@@ -34,13 +38,23 @@ SMALL = {
 H200 = DescribedGPU("NVIDIA H200", "9.0")
 
 
-def small_step(kind: str, backend: Backend = EXACT, config=LLAMA_3_8B):
+EXPERTS = {"moe_intermediate_size": 64, "num_experts": 8, "num_experts_per_tok": 2}
+MODELS = {
+    "dense": {**LLAMA_3_8B, **SMALL},
+    "experts": {**QWEN3_30B_A3B, **SMALL, **EXPERTS},
+    "an expert of all tokens": {
+        **{**QWEN3_30B_A3B, **SMALL, **EXPERTS},
+        "architectures": ["Qwen2MoeForCausalLM"],
+        "model_type": "qwen2_moe",
+        "shared_expert_intermediate_size": 128,
+    },
+}
+
+
+def small_step(kind: str, backend: Backend = EXACT, model="dense"):
+    config = MODELS[model] if isinstance(model, str) else model
     return step_shapes(
-        BUCKETS[kind],
-        backend=backend,
-        config={**config, **SMALL, "moe_intermediate_size": 64, "num_experts": 8},
-        num_layers=1,
-        num_blocks=1024,
+        BUCKETS[kind], backend=backend, config=config, num_layers=1, num_blocks=1024
     )
 
 
@@ -50,9 +64,31 @@ def trace(kind: str, **options):
         return shapes.step.trace(*shapes.arguments).jaxpr
 
 
-@pytest.mark.parametrize("kind", few(BUCKETS, ["verify"]))
-def test_a_step_leaves_no_sum_of_floats_to_xla(kind):
-    refuse_sums(trace(kind))
+@pytest.mark.parametrize(
+    ("model", "kind"),
+    few(itertools.product(MODELS, BUCKETS), [("dense", "verify"), ("experts", "decode")]),
+)
+def test_a_step_leaves_no_sum_of_floats_to_xla(model, kind):
+    refuse_sums(trace(kind, model=model))
+
+
+# Of every family whose layers attend to whole keys and values.
+WITH_EXPERTS = (
+    *("mixtral-window", "qwen3-moe-mixed", "olmoe-many", "flex-olmo-norms", "phimoe-biases"),
+    *("gpt-oss-windows", "granitemoe-factors", "granitemoeshared-shared", "glm4-moe-groups"),
+    *("gemma4-keys-are-values", "dots1-windows", "solar-open-groups", "exaone-moe-windows"),
+    *("afmoe-gates", "mimo-v2-flash-windows", "mellum-windows", "minimax-m2-norms"),
+    *("ernie4-5-moe-shared", "hunyuan-v1-moe-shared"),
+)
+
+
+@pytest.mark.parametrize("name", few(WITH_EXPERTS, ["gpt-oss-windows"]))
+def test_models_with_experts_leave_none_either(name):
+    with describe_gpu():
+        shapes = step_shapes(
+            BUCKETS["decode"], backend=EXACT, config=config_json(name), num_blocks=64
+        )
+        refuse_sums(shapes.step.trace(*shapes.arguments).jaxpr)
 
 
 def test_a_sum_that_is_left_to_xla_is_refused():
@@ -61,9 +97,18 @@ def test_a_sum_that_is_left_to_xla_is_refused():
     assert "reduce_sum of float32" in str(refusal.value)
 
 
-def test_experts_are_refused():
-    with pytest.raises(UnsupportedError, match="batch_invariant with experts"):
-        trace("decode", config=QWEN3_30B_A3B)
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        (MODELS["experts"] | {"hidden_act": "gelu"}, "batch_invariant: .*the activation gelu"),
+        (config_json("deepseek-v3-groups"), r"batch_invariant: .*TNI,NIO->TNO"),
+    ],
+    ids=["activation", "latent attention"],
+)
+def test_models_that_cannot_keep_it_are_refused(config, reason):
+    with describe_gpu(), pytest.raises(UnsupportedError, match=reason):
+        shapes = small_step("decode", model=config)
+        compile_ahead(shapes.step, *shapes.arguments, backend=EXACT)
 
 
 def test_devices_and_kernel_sets_that_cannot_keep_it_are_refused():
@@ -80,9 +125,11 @@ def test_devices_and_kernel_sets_that_cannot_keep_it_are_refused():
             choose_backend(name, device, batch_invariant=True)
 
 
-def float_work(kind: str, backend: Backend) -> tuple[list[str], Counter[tuple[str, ...]]]:
+def float_work(
+    kind: str, backend: Backend, model: str
+) -> tuple[list[str], Counter[tuple[str, ...]]]:
     """The sums that XLA computes in a step for an H100, and what each of its fusions does with floats."""
-    shapes = small_step(kind, backend)
+    shapes = small_step(kind, backend, model)
     options = compiler_options("gpu") | EXACT_OPTIONS
     return work_in(
         compile_for(shapes.step, *shapes.arguments, gpu="h100", options=options).as_text()
@@ -110,22 +157,26 @@ def work_in(text: str) -> tuple[list[str], Counter[tuple[str, ...]]]:
 
 @pytest.mark.sweep
 @pytest.mark.skipif(unavailable() is not None, reason=str(unavailable()))
-def test_what_the_compiler_makes_of_steps_is_alike_in_every_bucket():
+@pytest.mark.parametrize("model", MODELS)
+def test_what_the_compiler_makes_of_steps_is_alike_in_every_bucket(model):
     """But a chunk scores tokens of the prompt, too."""
-    assert float_work("decode", Backend("triton"))[0]  # it is found where it is
+    assert float_work("decode", Backend("triton"), model)[0]  # it is found where it is
     few_rows, many_rows, chunk = (
-        float_work(kind, EXACT) for kind in ("decode", "decode of 64", "chunk")
+        float_work(kind, EXACT, model) for kind in ("decode", "decode of 64", "chunk")
     )
     assert few_rows[0] == many_rows[0] == chunk[0] == []
     assert few_rows[1] == many_rows[1] and few_rows[1].keys() <= chunk[1].keys()
 
 
 @pytest.mark.sweep
-def test_an_engine_answers_the_same_in_every_batch(monkeypatch):
+@pytest.mark.parametrize("model", ["dense", "an expert of all tokens"])
+def test_an_engine_answers_the_same_in_every_batch(model, monkeypatch):
     """Alone, together, in chunks and with drafts to the bit of log probabilities: by interpreted kernels with the sums of a tensor core."""
     monkeypatch.setattr(triton_backend, "dot", tensor_core.dot)
-    config = LLAMA_3_8B | SMALL | {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16}
-    config |= {"num_hidden_layers": 1, "vocab_size": 128}
+    monkeypatch.setattr(product_cut, "LEAST_TURNS", 1)  # two segments of 128 inputs
+    monkeypatch.setattr(product_cut, "MOST_ROWS_APART", 16)
+    config = MODELS[model] | {"hidden_size": 128, "intermediate_size": 128, "head_dim": 16}
+    config |= {"num_hidden_layers": 1, "vocab_size": 128, "num_experts": 4}
     parameters = random_model(config, "bfloat16")
     prompts = [[5, 6, 7] * 15, [9] * 20, list(range(30, 70))]
     sampling = SamplingParams(max_tokens=12, temperature=0.7, seed=3, logprobs=1, ignore_eos=True)
@@ -146,7 +197,8 @@ def test_an_engine_answers_the_same_in_every_batch(monkeypatch):
             **settings,
         ) as llm:
             for batch in batches:
-                outputs += llm.generate(batch, sampling, use_tqdm=False)
+                outputs += llm.generate(batch, sampling, use_tqdm=False, receipt=True)
+        assert all(each.receipt["engine"]["batch_invariant"] for each in outputs)
         return [
             (list(each.outputs[0].token_ids), each.outputs[0].cumulative_logprob)
             for each in outputs
