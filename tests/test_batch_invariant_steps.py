@@ -5,16 +5,21 @@ from __future__ import annotations
 import itertools
 import re
 from collections import Counter
+from types import SimpleNamespace
 
 import jax
 import pytest
 
 from jaxpage import LLM, SamplingParams
+from jaxpage.assembly.planning.described import ModelLayout
+from jaxpage.assembly.planning.engine_spec import choose_sharding
 from jaxpage.device.batch_invariance import EXACT_OPTIONS, refuse_sums
 from jaxpage.device.compiler_options import compiler_options
 from jaxpage.device.executables import compile_ahead
 from jaxpage.device.hardware.backends import Backend, choose_backend
-from jaxpage.errors import UnsupportedError
+from jaxpage.errors import ConfigError, UnsupportedError
+from jaxpage.models.registry import load_family
+from jaxpage.settings.engine_config import EngineConfig
 from pallas_kernels.compat import DescribedGPU, DescribedTPU, describe_gpu
 from pallas_kernels.triton import backend as triton_backend
 from pallas_kernels.triton import product_cut
@@ -123,6 +128,29 @@ def test_devices_and_kernel_sets_that_cannot_keep_it_are_refused():
     ):
         with pytest.raises(UnsupportedError, match=reason):
             choose_backend(name, device, batch_invariant=True)
+
+
+def test_sums_over_devices_have_one_order_or_are_refused():
+    spec = load_family(LLAMA_3_8B).Spec.from_config(LLAMA_3_8B)
+
+    def sharding(num_devices, reduction="auto", *, is_cpu=False, **settings):
+        return choose_sharding(
+            SimpleNamespace(
+                config=EngineConfig(tensor_parallel_reduction=reduction, **settings),
+                layout=ModelLayout("bfloat16", "auto", num_devices),
+                device=SimpleNamespace(is_cpu=is_cpu),
+                model=spec,
+            )
+        )
+
+    for num_devices, is_invariant in ((1, False), (2, True), (4, True)):
+        assert sharding(num_devices, batch_invariant=True).invariant is is_invariant
+    for num_devices, reduction in ((2, "fast"), (8, "auto")):
+        reason = f"tensor_parallel_size {num_devices} and .*'{reduction}'.* use 'invariant', for 2"
+        with pytest.raises(ConfigError, match=reason):
+            sharding(num_devices, reduction, batch_invariant=True)
+        for others in ({}, {"batch_invariant": True, "is_cpu": True}):
+            assert not sharding(num_devices, reduction, **others).invariant
 
 
 def float_work(

@@ -16,8 +16,6 @@ No family knows of this: `models.dividing` puts these layers in the place of the
 
 from __future__ import annotations
 
-import functools
-import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
@@ -135,6 +133,17 @@ def gather(x: jax.Array, axis: int, sharding: Sharding) -> jax.Array:
 def sum_over_devices(x: jax.Array, sharding: Sharding) -> jax.Array:
     """Returns the sum over all devices, in any order."""
     return x if sharding.num_devices == 1 else jax.lax.psum(x, DEVICE_AXIS)
+
+
+def numbers_of_one(x: jax.Array, sharding: Sharding) -> jax.Array:
+    """Returns the numbers that one device has, where all others have zeros.
+
+    In the mode with a fixed tree their bits are added as integers: no order changes that sum.
+    """
+    if not sharding.invariant:
+        return sum_over_devices(x, sharding)
+    bits = jax.lax.bitcast_convert_type(x, jnp.dtype(f"int{8 * x.dtype.itemsize}"))
+    return jax.lax.bitcast_convert_type(sum_over_devices(bits, sharding), x.dtype)
 
 
 def place_of_device(sharding: Sharding) -> jax.Array | int:
@@ -429,15 +438,15 @@ class ShardedEmbedding(nnx.Module):
         self.shards = nnx.List(shard_of(whole, sharding) for _ in range(sharding.num_local))
 
     def __call__(self, ids_T: Int[Array, "T"]) -> Float[Array, "T D"]:
-        """Returns the rows of these ids. One shard has a row, and the others add zeros to it."""
+        """Returns the rows of these ids, each of which one shard has."""
         first = place_of_device(self.sharding) * self.sharding.num_local
-        embeddings = []
+        embedding_TD: jax.Array | float = 0.0
         for index, shard in enumerate(self.shards):
             row_T = ids_T - (first + index) * self.rows_of_shard
             is_own_T1 = ((row_T >= 0) & (row_T < self.rows_of_shard))[:, None]
             row_TD = shard(jnp.clip(row_T, 0, self.rows_of_shard - 1))
-            embeddings.append(jnp.where(is_own_T1, row_TD, jnp.zeros_like(row_TD)))
-        return sum_over_devices(functools.reduce(operator.add, embeddings), self.sharding)
+            embedding_TD = jnp.where(is_own_T1, row_TD, jnp.asarray(embedding_TD, row_TD.dtype))
+        return numbers_of_one(embedding_TD, self.sharding)
 
     def logits(self, hidden_BD: Float[Array, "B D"]) -> Float[Array, "B V"]:
         """Returns the logits of the whole vocabulary, or of this device's rows.
@@ -480,4 +489,4 @@ class ShardedExperts(Experts):
         own_TX = expert_TX - place_of_device(self.sharding) * count
         # Experts of other devices get a number that is no expert's here.
         own_TX = jnp.where((own_TX >= 0) & (own_TX < count), own_TX, count)
-        return sum_over_devices(super().run(x_TD, own_TX), self.sharding)
+        return numbers_of_one(super().run(x_TD, own_TX), self.sharding)
