@@ -440,12 +440,14 @@ class ShardedEmbedding(nnx.Module):
     def __call__(self, ids_T: Int[Array, "T"]) -> Float[Array, "T D"]:
         """Returns the rows of these ids, each of which one shard has."""
         first = place_of_device(self.sharding) * self.sharding.num_local
-        embedding_TD: jax.Array | float = 0.0
+        embedding_TD: jax.Array | None = None
         for index, shard in enumerate(self.shards):
             row_T = ids_T - (first + index) * self.rows_of_shard
             is_own_T1 = ((row_T >= 0) & (row_T < self.rows_of_shard))[:, None]
             row_TD = shard(jnp.clip(row_T, 0, self.rows_of_shard - 1))
-            embedding_TD = jnp.where(is_own_T1, row_TD, jnp.asarray(embedding_TD, row_TD.dtype))
+            others_TD = jnp.zeros_like(row_TD) if embedding_TD is None else embedding_TD
+            embedding_TD = jnp.where(is_own_T1, row_TD, others_TD)
+        assert embedding_TD is not None, "a device has a shard"
         return numbers_of_one(embedding_TD, self.sharding)
 
     def logits(self, hidden_BD: Float[Array, "B D"]) -> Float[Array, "B V"]:
