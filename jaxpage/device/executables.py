@@ -33,7 +33,6 @@ from jaxpage.device.pages.kv_pages import KVPages, in_groups
 from jaxpage.device.steps import StepOptions, StepOutput, copy_step, model_step
 from jaxpage.device.stored_executables import Found, StoredExecutables, workspace_bytes
 from jaxpage.device.waiting import Jobs, Waiting, run_all
-from jaxpage.errors import UnsupportedError
 from jaxpage.settings.cuda_graphs import USUAL_GRAPHS, GraphSettings
 from pallas_kernels.compat import target_device
 from pallas_kernels.cpu.library import make_private
@@ -364,14 +363,7 @@ def compile_ahead(
     Raises:
         UnsupportedError: The backend is batch invariant, and the function is not.
     """
-    try:
-        traced = function.trace(*shapes)
-    except NotImplementedError as refusal:
-        if backend is None or not backend.batch_invariant:
-            raise
-        raise UnsupportedError(
-            f"batch_invariant: {refusal}; leave it out for this model"
-        ) from refusal
+    traced = function.trace(*shapes)
     options = compiler_options(target_device().platform, graphs)
     if backend is not None:
         options |= exact_options(backend, traced.jaxpr)

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -131,19 +131,13 @@ def gather(x: jax.Array, axis: int, sharding: Sharding) -> jax.Array:
 
 
 def sum_over_devices(x: jax.Array, sharding: Sharding) -> jax.Array:
-    """Returns the sum over all devices, in any order."""
-    return x if sharding.num_devices == 1 else jax.lax.psum(x, DEVICE_AXIS)
+    """Returns the sum over all devices, in any order.
 
-
-def numbers_of_one(x: jax.Array, sharding: Sharding) -> jax.Array:
-    """Returns the numbers that one device has, where all others have zeros.
-
-    In the mode with a fixed tree their bits are added as integers: no order changes that sum.
+    With `Sharding.invariant` one device at most has another number than zero in a place, and bits
+    are added as integers, which is exact in any order.
     """
-    if not sharding.invariant:
-        return sum_over_devices(x, sharding)
-    bits = jax.lax.bitcast_convert_type(x, jnp.dtype(f"int{8 * x.dtype.itemsize}"))
-    return jax.lax.bitcast_convert_type(sum_over_devices(bits, sharding), x.dtype)
+    added = x.view(f"int{8 * x.dtype.itemsize}") if sharding.invariant else x
+    return x if sharding.num_devices == 1 else jax.lax.psum(added, DEVICE_AXIS).view(x.dtype)
 
 
 def place_of_device(sharding: Sharding) -> jax.Array | int:
@@ -154,8 +148,7 @@ def place_of_device(sharding: Sharding) -> jax.Array | int:
 def total(parts: Sequence[jax.Array], sharding: Sharding) -> jax.Array:
     """Returns the sum over all logical shards, of which `parts` are this device's."""
     if not sharding.invariant:
-        (part,) = parts
-        return sum_over_devices(part, sharding)
+        return sum_over_devices(*parts, sharding)
     # The barrier keeps XLA from computing products and sums in another way where both are on one
     # device.
     stacked = jax.lax.optimization_barrier(gather(jnp.stack(parts), 0, sharding))
@@ -440,15 +433,13 @@ class ShardedEmbedding(nnx.Module):
     def __call__(self, ids_T: Int[Array, "T"]) -> Float[Array, "T D"]:
         """Returns the rows of these ids, each of which one shard has."""
         first = place_of_device(self.sharding) * self.sharding.num_local
-        embedding_TD: jax.Array | None = None
+        embedding_TD: Any = 0
         for index, shard in enumerate(self.shards):
             row_T = ids_T - (first + index) * self.rows_of_shard
             is_own_T1 = ((row_T >= 0) & (row_T < self.rows_of_shard))[:, None]
-            row_TD = shard(jnp.clip(row_T, 0, self.rows_of_shard - 1))
-            others_TD = jnp.zeros_like(row_TD) if embedding_TD is None else embedding_TD
-            embedding_TD = jnp.where(is_own_T1, row_TD, others_TD)
-        assert embedding_TD is not None, "a device has a shard"
-        return numbers_of_one(embedding_TD, self.sharding)
+            row_T = jnp.clip(row_T, 0, self.rows_of_shard - 1)
+            embedding_TD = jnp.where(is_own_T1, shard(row_T), embedding_TD)
+        return sum_over_devices(embedding_TD, self.sharding)
 
     def logits(self, hidden_BD: Float[Array, "B D"]) -> Float[Array, "B V"]:
         """Returns the logits of the whole vocabulary, or of this device's rows.
@@ -491,4 +482,4 @@ class ShardedExperts(Experts):
         own_TX = expert_TX - place_of_device(self.sharding) * count
         # Experts of other devices get a number that is no expert's here.
         own_TX = jnp.where((own_TX >= 0) & (own_TX < count), own_TX, count)
-        return numbers_of_one(super().run(x_TD, own_TX), self.sharding)
+        return sum_over_devices(super().run(x_TD, own_TX), self.sharding)
