@@ -148,7 +148,7 @@ def place_of_device(sharding: Sharding) -> jax.Array | int:
 def total(parts: Sequence[jax.Array], sharding: Sharding) -> jax.Array:
     """Returns the sum over all logical shards, of which `parts` are this device's."""
     if not sharding.invariant:
-        return sum_over_devices(*parts, sharding)
+        return sum_over_devices(parts[0], sharding)  # a device has one
     # The barrier keeps XLA from computing products and sums in another way where both are on one
     # device.
     stacked = jax.lax.optimization_barrier(gather(jnp.stack(parts), 0, sharding))
