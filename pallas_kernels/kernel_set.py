@@ -68,7 +68,7 @@ class KernelSet:
         multiply: (x_TI, QuantizedWeight, type of the result) -> y_TO; see `quantized_product`.
         multiply_grouped: (x_PI, weight, count_E, type of the result) -> y_PO; see
             `grouped_product`. None if the set has no such kernel.
-        multiply_by_segments: (x_TI, weight, type of the result) -> y_TO; see
+        multiply_by_segments: (x_TI, weight, count_E or None, type of the result) -> y_TO; see
             `batch_invariant_product`. None if the set has no such kernel.
         write_and_attend: (k_TKH, v_TKH, slots_T, Arguments) -> out_TNH and what `write` returns.
             None unless one kernel does both.

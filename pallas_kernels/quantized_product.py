@@ -92,21 +92,23 @@ def grouped_product(
 
 
 def batch_invariant_product(
-    x_TI: Float[Array, "T I"],
-    weight: Float[Array, "O I"] | QuantizedWeight,
+    x_TI: Shaped[Array, "T I"],
+    weight: Shaped[Array, "*E O I"] | QuantizedWeight,
+    count_E: Int[Array, "E"] | None = None,
     *,
     result: DTypeLike | None = None,
     backend: str = "auto",
     interpret: bool = False,
-) -> Float[Array, "T O"]:
+) -> Shaped[Array, "T O"]:
     """Returns `x @ w.T`, in which a row has the same bits among any number of rows.
 
     The inputs are in segments whose length depends on the weight's shape and type alone. Each is
     summed in one order, and the sums are added up in order.
 
     Args:
-        x_TI: The rows.
-        weight: The weight: numbers of x's type, or codes.
+        x_TI: The rows; with `count_E` sorted by group, as in `grouped_product`.
+        weight: The weight: numbers of x's type, or codes; with `count_E` the weights of groups.
+        count_E: The number of rows of each group; None for one weight.
         result: The type of the product; that of x by default.
         backend: One of `BACKENDS`, or "auto", as in `paged_attention`.
         interpret: Runs a kernel on CPU, operation by operation.
@@ -119,6 +121,7 @@ def batch_invariant_product(
         _use_segments,
         x_TI,
         weight,
+        count_E,
         result or x_TI.dtype,
         call=Call(
             weight=weight if isinstance(weight, QuantizedWeight) else None, interpret=interpret

@@ -233,7 +233,7 @@ ENGINE_FLAGS = (
         str,
         "how what the devices compute is added up: invariant (the same bits on 1, 2 and 4 "
         "devices), fast (whatever is fastest there), or auto (invariant on 2 or 4 CPU devices, "
-        "else fast); default: auto",
+        "and with batch_invariant; else fast); default: auto",
     ),
     Flag(
         "cudagraph_update_mode",

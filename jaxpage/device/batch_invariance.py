@@ -49,19 +49,14 @@ SUMS = frozenset(
 def with_ordered_sums(kernels: LayerKernels, backend: Backend) -> LayerKernels:
     """Returns the kernels of layers, of which those that add up do so in one order."""
 
-    def multiply(x_TI: jax.Array, weight: jax.Array, result: DTypeLike) -> jax.Array:
-        return batch_invariant_product(x_TI, weight, result=result, **backend.options)
+    def multiply(x_TI: jax.Array, weight: jax.Array | Grouped, result: DTypeLike) -> jax.Array:
+        return multiply_by_group(x_TI, weight, None, result)
 
-    def multiply_grouped(x_TI: jax.Array, weight: Grouped, result: DTypeLike) -> jax.Array:
-        return batch_invariant_product(
-            x_TI, QuantizedWeight(*weight), result=result, **backend.options
-        )
-
-    def multiply_by_group(*_: Any) -> jax.Array:
-        raise UnsupportedError(
-            "batch_invariant with experts: the rows of an expert would be summed in an order that "
-            "depends on their number; leave it out for such models"
-        )
+    def multiply_by_group(
+        x_PI: jax.Array, weight: jax.Array | Grouped, count_E: jax.Array | None, result: DTypeLike
+    ) -> jax.Array:
+        stacked = QuantizedWeight(*weight) if isinstance(weight, Grouped) else weight
+        return batch_invariant_product(x_PI, stacked, count_E, result=result, **backend.options)
 
     functions = SETS[backend.name].rows
     rows = RowKernels(
@@ -72,7 +67,7 @@ def with_ordered_sums(kernels: LayerKernels, backend: Backend) -> LayerKernels:
         takes=functions["takes"],
     )
     return kernels._replace(
-        multiply=multiply_grouped, multiply_numbers=multiply, by_group=multiply_by_group, rows=rows
+        multiply=multiply, multiply_numbers=multiply, by_group=multiply_by_group, rows=rows
     )
 
 
@@ -113,8 +108,9 @@ def refuse_sums(jaxpr: Any) -> None:
     if places:
         raise UnsupportedError(
             "batch_invariant: the order of these sums would depend on the batch, because XLA adds "
-            f"up: {'; '.join(list(places)[:8])}. Only dense models without adapters are computed "
-            "in one order on a GPU; leave batch_invariant out for others"
+            f"up: {'; '.join(list(places)[:8])}. Models of dense layers, experts and attention to "
+            "whole keys and values, without adapters, are computed in one order on a GPU; leave "
+            "batch_invariant out for others"
         )
 
 

@@ -60,6 +60,10 @@ class RowKernels(NamedTuple):
         rotate: Returns x with its pairs turned, of x, cosines and sines.
         split_and_rotate: Returns queries, keys and values of rows that have them, the first two
             turned, of the rows, cosines, sines, the number of keys and the width of a head.
+        odds: Returns the odds of a router's experts, of the logits; with `sigmoid=True` sigmoids,
+            else exponentials. None where XLA computes them.
+        weighted_sum: Returns the sum of a token's rows with their weights, of arrays [T, X, D] and
+            [T, X]; None like `odds`.
     """
 
     takes: Callable[[DTypeLike], bool]
@@ -73,6 +77,8 @@ class RowKernels(NamedTuple):
     split_and_rotate: Callable[
         [jax.Array, jax.Array, jax.Array, int, int], tuple[jax.Array, jax.Array, jax.Array]
     ]
+    odds: Callable[..., jax.Array] | None = None
+    weighted_sum: Callable[[jax.Array, jax.Array], jax.Array] | None = None
 
 
 class LayerKernels(NamedTuple):

@@ -268,7 +268,8 @@ class EngineConfig(Settings):
         "auto",
         "how what the devices compute is added up: invariant (the same bits on 1, 2 and 4 "
         "devices), fast (whatever "
-        "is fastest there), or auto (invariant on 2 or 4 CPU devices, else fast)",
+        "is fastest there), or auto (invariant on 2 or 4 CPU devices, and with batch_invariant; "
+        "else fast)",
     )
     cudagraph_update_mode: Literal[
         "auto", "always_update", "skip_profiled", "never_update", "capture_cmd_never_update"

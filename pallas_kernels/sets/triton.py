@@ -60,6 +60,8 @@ ROWS = (
     "rotate",
     "split_and_rotate",
     "log_sums",
+    "odds",
+    "weighted_sum",
 )
 # With more tokens a program goes through all segments, since the partial results of segments would
 # take much memory: half a MiB for each token of 32 heads of 128.

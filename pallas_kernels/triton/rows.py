@@ -291,6 +291,58 @@ def _log_sum(logits_ref: Any, largest_ref: Any, out_ref: Any, *, width: int) -> 
     tb.store(out_ref.at[row], jnp.log(jnp.sum(total_V)))
 
 
+def odds(
+    logits_TE: Float[Array, "T E"], *, sigmoid: bool, interpret: bool = False
+) -> Float[Array, "T E"]:
+    """Returns the sigmoid of each logit, or `exp(logits - their maximum)` of each row."""
+    num_rows, width = logits_TE.shape
+    body = functools.partial(_odds_row, width=width, sigmoid=sigmoid)
+    shape = jax.ShapeDtypeStruct(logits_TE.shape, logits_TE.dtype)
+    odds_TE: jax.Array = _call(body, "odds", (num_rows,), shape, width, interpret)(logits_TE)
+    return odds_TE
+
+
+def _odds_row(logits_ref: Any, out_ref: Any, *, width: int, sigmoid: bool) -> None:
+    row = pl.program_id(0)
+    at_E = jnp.arange(pl.next_power_of_2(width))
+    has_E = at_E < width
+    logits_E = tb.load(logits_ref.at[row, at_E], mask=has_E, other=-jnp.inf)
+    if sigmoid:
+        odds_E = 1.0 / (1.0 + jnp.exp(-logits_E))
+    else:
+        odds_E = jnp.exp(logits_E - jnp.max(logits_E))
+    tb.store(out_ref.at[row, at_E], odds_E, mask=has_E)
+
+
+def weighted_sum(
+    x_TXD: Float[Array, "T X D"], weight_TX: Float[Array, "T X"], *, interpret: bool = False
+) -> Float[Array, "T D"]:
+    """Returns the sum of the X rows of each token with these weights, added up one by one."""
+    num_tokens, count, width = x_TXD.shape
+    cols = min(1024, pl.next_power_of_2(width))
+    shape = jax.ShapeDtypeStruct((num_tokens, width), x_TXD.dtype)
+    body = functools.partial(_weighted_sum, count=count, width=width, cols=cols)
+    grid = (num_tokens, pl.cdiv(width, cols))
+    sum_TD: jax.Array = _call(body, "weighted_sum", grid, shape, cols, interpret)(x_TXD, weight_TX)
+    return sum_TD
+
+
+def _weighted_sum(
+    x_ref: Any, weight_ref: Any, out_ref: Any, *, count: int, width: int, cols: int
+) -> None:
+    token = pl.program_id(0)
+    at_D = pl.program_id(1) * cols + jnp.arange(cols)
+    has_D = at_D < width
+
+    def add(place: Any, total_D: Any) -> Any:
+        weight = tb.load(weight_ref.at[token, place]).astype(jnp.float32)
+        x_D = tb.load(x_ref.at[token, place, at_D], mask=has_D, other=0).astype(jnp.float32)
+        return total_D + x_D * weight
+
+    total_D = lax.fori_loop(0, count, add, jnp.zeros(cols, jnp.float32))
+    tb.store(out_ref.at[token, at_D], total_D.astype(out_ref.dtype), mask=has_D)
+
+
 def _call(
     body: Callable[..., None],
     name: str,

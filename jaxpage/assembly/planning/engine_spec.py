@@ -348,12 +348,20 @@ def choose_sharding(described: Described) -> Sharding:
     """
     requested = described.config.tensor_parallel_reduction
     num_devices = described.layout.tensor_parallel_size
+    is_cpu = described.device.is_cpu
+    batch_invariant = described.config.batch_invariant and not is_cpu
     invariant = requested == "invariant" or (
         requested == "auto"
-        and described.device.is_cpu
+        and (is_cpu or batch_invariant)
         and num_devices > 1
         and LOGICAL_SHARDS % num_devices == 0
     )
+    if batch_invariant and num_devices > 1 and not invariant:
+        raise ConfigError(
+            f"batch_invariant with tensor_parallel_size {num_devices} and "
+            f"tensor_parallel_reduction {requested!r}: devices would add up in an order that "
+            "depends on the batch; use 'invariant', for 2 or 4 devices"
+        )
     return make_sharding(described.model, num_devices, invariant=invariant)
 
 
