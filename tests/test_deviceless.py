@@ -18,8 +18,10 @@ import pytest
 from jaxpage.device.compiler_options import compiler_options
 from jaxpage.device.sampler import PROCESSED_AT_ONCE
 from jaxpage.layers import norms
+from pallas_kernels import batch_invariant_product
 from pallas_kernels.sets import fa3, triton
 from pallas_kernels.triton import backend as triton_backend
+from pallas_kernels.triton import product_cut
 from tests.support.sweeps import few
 from tools.lab.kernel_lab.inspection import (
     Findings,
@@ -197,6 +199,45 @@ def test_a_product_is_one_launch_that_makes_no_weight(name):
             sass.count(instructions, "HGMMA" if "2048" in name or "512 tokens" in name else "HMMA")
             > 0
         )
+
+
+@pytest.mark.parametrize(
+    ("rows", "weight", "dtype"),
+    few(
+        [
+            *itertools.product(
+                (2, 64, 2048),
+                [(6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)],
+                ["bfloat16"],
+            ),
+            (2, (4096, 4096), "float32"),
+        ],
+        [(64, (4096, 4096), "bfloat16"), (2048, (4096, 4096), "bfloat16")],
+    ),
+)
+def test_a_product_in_one_order_adds_outside_the_tensor_core_at_the_ends_of_segments(
+    rows, weight, dtype
+):
+    """With `batch_invariant` a program of few rows adds up nothing else, and one of many rows the sums of its segments.
+
+    In float32 there is no tensor core, so that additions are found there.
+    """
+    if sass.disassembler() is None:
+        pytest.skip("no nvdisasm: pip install triton")
+    arrays = [jax.ShapeDtypeStruct(shape, dtype) for shape in ((rows, weight[1]), weight)]
+    found = inspect(compile_for(jax.jit(batch_invariant_product), *arrays))
+    (main,) = (kernel for kernel in found.kernels if kernel.name == "grouped_product")
+    cut = product_cut.cut_by_weight(arrays[0].shape, (1, weight[0]), dtype, None, roomy=True)
+    sums_of_a_thread = cut.rows * cut.cols // (main.threads or 0)
+    instructions = sass.opcodes(main.image)
+    additions = sass.count(instructions, "FADD") + sass.count(instructions, "FFMA")
+    if dtype == "float32":
+        assert additions >= sums_of_a_thread
+        return
+    assert additions == (sums_of_a_thread if cut.folds > 1 else 0)
+    assert sass.count(instructions, "HMMA", "16816", "F32", "BF16") or sass.count(
+        instructions, "HGMMA"
+    )
 
 
 @pytest.mark.parametrize("page_dtype", ["int8", "bfloat16"])
