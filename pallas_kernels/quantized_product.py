@@ -10,7 +10,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Shaped
 
 from pallas_kernels.compat import target_device
-from pallas_kernels.kernel_set import Call, KernelSet
+from pallas_kernels.kernel_set import Call, KernelSet, no_kernel
 from pallas_kernels.quantized_weight import QuantizedWeight
 from pallas_kernels.sets import candidates, first_that_takes
 
@@ -135,12 +135,8 @@ def has_grouped_product(*, backend: str = "auto", interpret: bool = False) -> bo
 
 
 def _use_grouped(kernels: KernelSet) -> Callable[..., jax.Array]:
-    return kernels.multiply_grouped or _no_kernel
+    return kernels.multiply_grouped or no_kernel
 
 
 def _use_segments(kernels: KernelSet) -> Callable[..., jax.Array]:
-    return kernels.multiply_by_segments or _no_kernel
-
-
-def _no_kernel(*_: object, **__: object) -> jax.Array:
-    raise NotImplementedError("it has no such kernel")
+    return kernels.multiply_by_segments or no_kernel

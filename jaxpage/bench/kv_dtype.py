@@ -169,7 +169,9 @@ def position_logits(
 
     The engine's own step computes them.
     """
-    backend = choose_backend(config.attention_backend, jax.devices()[0])
+    device = jax.devices()[0]
+    place = DeviceSpec.of(device, config.gpu_memory_utilization)
+    backend = choose_backend(config.attention_backend, device)
     model = make_model(files.family, files.spec, jnp.dtype(dtype), files.rule)
     packings = backend.pack_modules(model)
     parameters = load_weights(files.plan, dtype, jax.device_put, progress=False)
@@ -180,7 +182,7 @@ def position_logits(
         parameters,
         token_ids,
         backend=backend,
-        block_size=config.block_size,
+        block_size=place.choose_block_size(config.block_size),
         page_dtype=page_dtype,
     )
 

@@ -19,7 +19,8 @@ from jaxpage.device.inputs.step_inputs import StepInputs
 from jaxpage.device.packing import multiply_packed, read_packed_rows
 from jaxpage.device.pages.kv_pages import LayerPages
 from jaxpage.device.verify import unpack_tree_mask
-from jaxpage.layers.context import Attend
+from jaxpage.layers.context import Attend, RotateAndWrite
+from jaxpage.layers.rope import Angles
 from jaxpage.layers.trace_scope import LayerKernels, RowKernels
 from jaxpage.layers.weight_kinds import Grouped
 from pallas_kernels import (
@@ -29,8 +30,10 @@ from pallas_kernels import (
     attend_to_pages,
     grouped_product,
     has_grouped_product,
+    has_rotate_and_write,
     numbers,
     quantized_product,
+    rotate_and_write,
     write_and_attend,
 )
 from pallas_kernels.cpu import both_ways, rows
@@ -100,6 +103,32 @@ def make_attend(
         return out_TNH, LayerPages(*pages)  # type: ignore[arg-type]
 
     return attend
+
+
+def make_rotate_and_write(
+    inputs: StepInputs, *, backend: Backend, layer_groups: tuple[int, ...]
+) -> RotateAndWrite | None:
+    """Returns the function of this name for the layers of one step; None where no kernel does it.
+
+    The arguments are those of `make_attend`.
+    """
+    if not has_rotate_and_write(**backend.options):
+        return None
+
+    @jax.named_scope("attention")
+    def write_rotated(
+        layer_index: int, x_TMH: jax.Array, angles: Angles, layer_pages: LayerPages, /
+    ) -> tuple[jax.Array, LayerPages] | None:
+        if angles.interleaved or layer_pages.v_pages is None:
+            return None
+        slots_T = inputs.slots_ZT[layer_groups[layer_index]]
+        pages = layer_pages._asdict()
+        q_TNH, written = rotate_and_write(
+            x_TMH, angles.cos_TE, angles.sin_TE, slots_T=slots_T, **pages, **backend.options
+        )
+        return q_TNH, LayerPages(*written)
+
+    return write_rotated
 
 
 def attend_both_ways(
