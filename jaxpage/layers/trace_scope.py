@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 import jax
@@ -154,12 +154,17 @@ class TraceScope:
         divided_logits: True if each device keeps the logits of its part of the vocabulary, and none
             gathers them.
         routes: The experts that routers choose; None where nobody asks for them.
+        sums: By its id, each sum that a norm after it may compute in its own call, with both
+            arrays of which it is the sum; see `norms.add_before_norm`.
     """
 
     kernels: LayerKernels | None = None
     adapters: TokenAdapters | None = None
     divided_logits: bool = False
     routes: Routes | None = None
+    sums: dict[int, tuple[jax.Array, jax.Array, jax.Array]] = field(
+        default_factory=dict, init=False, repr=False
+    )
 
     @contextmanager
     def open(self) -> Iterator[None]:
