@@ -24,6 +24,7 @@ from pallas_kernels.quantized_product import (
     batch_invariant_product,
     grouped_product,
     has_grouped_product,
+    product_and_sums,
     quantized_product,
 )
 from pallas_kernels.quantized_weight import QuantizedWeight, numbers
@@ -67,6 +68,7 @@ __all__ = [
     "numbers",
     "paged_attention",
     "pages_from_PSKH",
+    "product_and_sums",
     "quantized_product",
     "rotate_and_write",
     "scatter_blocks",

@@ -68,8 +68,8 @@ class KernelSet:
         multiply: (x_TI, QuantizedWeight, type of the result) -> y_TO; see `quantized_product`.
         multiply_grouped: (x_PI, weight, count_E, type of the result) -> y_PO; see
             `grouped_product`. None if the set has no such kernel.
-        multiply_by_segments: (x_TI, weight, type of the result) -> y_TO; see
-            `batch_invariant_product`. None if the set has no such kernel.
+        multiply_by_segments: (x_TI, weight, type of the result) -> y_TO, and the sums of segments
+            or None; see `product_and_sums`. None if the set has no such kernel.
         rotate_and_write: (x_TMH, cos_TE, sin_TE, k_pages, v_pages, slots_T, k_scale, v_scale) ->
             q_TNH, and the pages and scales; see `kv_write.rotate_and_write`. None if the set has no
             such kernel.
@@ -108,7 +108,7 @@ class KernelSet:
     scatter_blocks: Callable[..., Leaves]
     multiply: Callable[..., jax.Array]
     multiply_grouped: Callable[..., jax.Array] | None = None
-    multiply_by_segments: Callable[..., jax.Array] | None = None
+    multiply_by_segments: Callable[..., tuple[jax.Array, jax.Array | None]] | None = None
     rotate_and_write: Callable[..., tuple[jax.Array, ...]] | None = None
     write_and_attend: Callable[..., tuple[jax.Array, tuple[jax.Array | None, ...]]] | None = None
     cutoffs: Callable[..., jax.Array] | None = None

@@ -99,6 +99,21 @@ def batch_invariant_product(
     backend: str = "auto",
     interpret: bool = False,
 ) -> Float[Array, "T O"]:
+    """Returns the first result of `product_and_sums`.
+
+    The arguments and the errors are those of this function, too.
+    """
+    return product_and_sums(x_TI, weight, result=result, backend=backend, interpret=interpret)[0]
+
+
+def product_and_sums(
+    x_TI: Float[Array, "T I"],
+    weight: Float[Array, "O I"] | QuantizedWeight,
+    *,
+    result: DTypeLike | None = None,
+    backend: str = "auto",
+    interpret: bool = False,
+) -> tuple[Float[Array, "T O"], Float[Array, "Z T O"] | None]:
     """Returns `x @ w.T`, in which a row has the same bits among any number of rows.
 
     The inputs are in segments whose length depends on the weight's shape and type alone. Each is
@@ -111,10 +126,14 @@ def batch_invariant_product(
         backend: One of `BACKENDS`, or "auto", as in `paged_attention`.
         interpret: Runs a kernel on CPU, operation by operation.
 
+    Returns:
+        The product, and the sums of its segments for a kernel that adds them up in order, rounds
+        them to the type of the product, and goes on; None where there are none.
+
     Raises:
         NotImplementedError: No backend takes the call; the message has every backend's reason.
     """
-    y_TO: jax.Array = first_that_takes(
+    both: tuple[jax.Array, jax.Array | None] = first_that_takes(
         "batch_invariant_product",
         _use_segments,
         x_TI,
@@ -125,7 +144,7 @@ def batch_invariant_product(
         ),
         backend=backend,
     )
-    return y_TO
+    return both
 
 
 def has_grouped_product(*, backend: str = "auto", interpret: bool = False) -> bool:
@@ -138,5 +157,5 @@ def _use_grouped(kernels: KernelSet) -> Callable[..., jax.Array]:
     return kernels.multiply_grouped or no_kernel
 
 
-def _use_segments(kernels: KernelSet) -> Callable[..., jax.Array]:
+def _use_segments(kernels: KernelSet) -> Callable[..., tuple[jax.Array, jax.Array | None]]:
     return kernels.multiply_by_segments or no_kernel

@@ -262,7 +262,7 @@ def test_a_step_is_one_cuda_graph_and_changes_its_pages_in_place(kind, backend, 
     written = LAYERS if backend == "triton" else 0  # Mosaic leaves it to XLA
     expected = {
         "paged_attention": LAYERS,
-        "write_kv": written,
+        "rotate_and_write": written,
         "paged_attention_reduce": reduced * LAYERS,
     }
     selecting = {"cutoffs", "likeliest"}
@@ -386,7 +386,7 @@ def test_a_step_on_the_card_is_one_cuda_graph(gpu, config, kind, num_layers):
     assert thunks.on_host(text) == [] and thunks.num_command_buffers(text) == 1
     found = inspect(compiled)
     assert found.problems(pages_bytes=shapes.pages_bytes, array_bytes=shapes.array_bytes) == []
-    assert found.calls["paged_attention"] == found.calls["write_kv"] == num_layers
+    assert found.calls["paged_attention"] == found.calls["rotate_and_write"] == num_layers
 
 
 @pytest.mark.sweep

@@ -21,7 +21,7 @@ from jaxpage.device.pages.kv_pages import LayerPages
 from jaxpage.device.verify import unpack_tree_mask
 from jaxpage.layers.context import Attend, RotateAndWrite
 from jaxpage.layers.rope import Angles
-from jaxpage.layers.trace_scope import LayerKernels, RowKernels
+from jaxpage.layers.trace_scope import LayerKernels, RowKernels, trace_scope
 from jaxpage.layers.weight_kinds import Grouped
 from pallas_kernels import (
     Arguments,
@@ -117,14 +117,25 @@ def make_rotate_and_write(
 
     @jax.named_scope("attention")
     def write_rotated(
-        layer_index: int, x_TMH: jax.Array, angles: Angles, layer_pages: LayerPages, /
+        layer_index: int,
+        x_TF: jax.Array,
+        head_dim: int,
+        angles: Angles,
+        layer_pages: LayerPages,
+        /,
     ) -> tuple[jax.Array, LayerPages] | None:
         if angles.interleaved or layer_pages.v_pages is None:
             return None
         slots_T = inputs.slots_ZT[layer_groups[layer_index]]
-        pages = layer_pages._asdict()
+        sums = trace_scope().segments_of(x_TF)
         q_TNH, written = rotate_and_write(
-            x_TMH, angles.cos_TE, angles.sin_TE, slots_T=slots_T, **pages, **backend.options
+            sums.reshape(*sums.shape[:-1], -1, head_dim),
+            angles.cos_TE,
+            angles.sin_TE,
+            slots_T=slots_T,
+            dtype=x_TF.dtype,
+            **layer_pages._asdict(),
+            **backend.options,
         )
         return q_TNH, LayerPages(*written)
 

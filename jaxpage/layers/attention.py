@@ -186,8 +186,9 @@ class Attention(nnx.Module):
         angles = context.angles(self.rope)
         x_TF = self.query_key_value(x_TI)
         if context.rotate_and_write is not None:
-            x_TMH = x_TF.reshape(len(x_TF), -1, self.head_dim)
-            written = context.rotate_and_write(self.layer_index, x_TMH, angles, layer_pages)
+            written = context.rotate_and_write(
+                self.layer_index, x_TF, self.head_dim, angles, layer_pages
+            )
             if written is not None:
                 return written[0], None, None, written[1]
         num_keys = self.query_key_value.spec.parts[1].rows // self.head_dim

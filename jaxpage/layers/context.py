@@ -57,13 +57,20 @@ class RotateAndWrite(Protocol):
     """Splits heads into queries, keys and values, rotates the first two, and writes the others."""
 
     def __call__(
-        self, layer_index: int, x_TMH: jax.Array, angles: Angles, layer_pages: LayerPages, /
+        self,
+        layer_index: int,
+        x_TF: jax.Array,
+        head_dim: int,
+        angles: Angles,
+        layer_pages: LayerPages,
+        /,
     ) -> tuple[jax.Array, LayerPages] | None:
         """Returns the queries, with which `Attend` reads the pages; None where no kernel does that.
 
         Args:
             layer_index: See `Attend`.
-            x_TMH: The heads of queries, keys and values, in this order.
+            x_TF: The heads of queries, keys and values, in this order.
+            head_dim: The width of a head.
             angles: The angles by which the pairs of queries and keys turn.
             layer_pages: The pages of this layer.
         """

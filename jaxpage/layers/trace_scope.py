@@ -156,6 +156,8 @@ class TraceScope:
         routes: The experts that routers choose; None where nobody asks for them.
         sums: By its id, each sum that a norm after it may compute in its own call, with both
             arrays of which it is the sum; see `norms.add_before_norm`.
+        segments: By its id, each product that a kernel after it may round itself, with the sums of
+            segments [Z, T, O] that it is made of.
     """
 
     kernels: LayerKernels | None = None
@@ -165,6 +167,14 @@ class TraceScope:
     sums: dict[int, tuple[jax.Array, jax.Array, jax.Array]] = field(
         default_factory=dict, init=False, repr=False
     )
+
+    segments: dict[int, tuple[jax.Array, jax.Array]] = field(
+        default_factory=dict, init=False, repr=False
+    )
+
+    def segments_of(self, product_TO: jax.Array) -> jax.Array:
+        """Returns the sums [Z, T, O] of which an array is the rounded sum, or the array itself."""
+        return self.segments.get(id(product_TO), (product_TO, product_TO))[1]
 
     @contextmanager
     def open(self) -> Iterator[None]:

@@ -311,7 +311,8 @@ def multiply_grouped(
     code = weight.code if isinstance(weight, QuantizedWeight) else None
     shapes = (x_PI.shape[0], x_PI.shape[1]), (values.shape[0], values.shape[1])
     cut = heuristic(*shapes, x_PI.dtype.name, code, roomy=_is_roomy())
-    return _multiply_cut(x_PI, weight, count_E, result, cut, interpret=interpret)
+    operands, config = _prepare(x_PI, weight, count_E, result, cut, interpret=interpret)
+    return _add_up(_sum_segments(operands, config), operands[3:], config)
 
 
 def multiply_by_segments(
@@ -320,7 +321,7 @@ def multiply_by_segments(
     result: DTypeLike,
     *,
     interpret: bool = False,
-) -> jax.Array:
+) -> tuple[jax.Array, jax.Array | None]:
     """Multiplies as `pallas_kernels.batch_invariant_product` says.
 
     Args:
@@ -328,6 +329,10 @@ def multiply_by_segments(
         weight: The weight [O, I], of numbers of x's type or of codes.
         result: The type of the product.
         interpret: Runs the kernel on CPU.
+
+    Returns:
+        The product, and the sums of segments [Z, T, O] of which it is the rounded sum; None in
+        their place if a program adds them up, or scales follow.
 
     Raises:
         NotImplementedError: Scales belong to groups of inputs that do not fit a turn, or a weight
@@ -342,7 +347,11 @@ def multiply_by_segments(
         stacked, num_out, code = weight[None], weight.shape[0], None
     shape = (x_TI.shape[0], x_TI.shape[1])
     cut = cut_by_weight(shape, num_out, x_TI.dtype.name, code, roomy=_is_roomy())
-    return _multiply_cut(x_TI, stacked, None, result, cut, interpret=interpret)
+    operands, config = _prepare(x_TI, stacked, None, result, cut, interpret=interpret)
+    sums_ZTO = _sum_segments(operands, config)
+    y_TO = _add_up(sums_ZTO, operands[3:], config)
+    is_folded = cut.splits > 1 and not isinstance(weight, QuantizedWeight)
+    return y_TO, sums_ZTO if is_folded else None
 
 
 def _is_roomy() -> bool:
@@ -350,7 +359,7 @@ def _is_roomy() -> bool:
     return has is None or has in ROOMY
 
 
-def _multiply_cut(
+def _prepare(
     x_PI: jax.Array,
     weight: jax.Array | QuantizedWeight,
     count_E: jax.Array | None,
@@ -358,7 +367,8 @@ def _multiply_cut(
     cut: Cut,
     *,
     interpret: bool,
-) -> jax.Array:
+) -> tuple[list[Any], Config]:
+    """Returns the operands of the kernel, the last four of which are scales, and its constants."""
     quantized = weight if isinstance(weight, QuantizedWeight) else None
     values = weight.values if isinstance(weight, QuantizedWeight) else weight
     has = capability(target_device())
@@ -385,7 +395,7 @@ def _multiply_cut(
         ]
     )
     count_E = None if count_E is None else count_E.astype(jnp.int32)
-    return _multiply([count_E, x_PI, values, *of_groups], config)
+    return [count_E, x_PI, values, *of_groups], config
 
 
 def _scale_group(weight: QuantizedWeight, cut: Cut) -> int | None:
@@ -403,7 +413,8 @@ def _scale_group(weight: QuantizedWeight, cut: Cut) -> int | None:
 
 # It is traced and lowered once for all layers of a model.
 @functools.partial(jax.jit, static_argnames="config")
-def _multiply(operands: list[Any], config: Config) -> jax.Array:
+def _sum_segments(operands: list[Any], config: Config) -> jax.Array:
+    """Returns the sums of segments, or of parts that are added in any order; one if not split."""
     count_E, x_PI, values, *of_groups = operands
     cut = config.cut
     num_rows = x_PI.shape[0]
@@ -427,9 +438,14 @@ def _multiply(operands: list[Any], config: Config) -> jax.Array:
     if config.code in PACKED:
         x_PI = x_PI.reshape(num_rows, -1, 2).swapaxes(1, 2)
     out_ZPO: jax.Array = call(count_E, x_PI, values, *of_groups)
-    if apart and cut.is_ordered:
-        return _fold(out_ZPO, of_groups, config)
-    return functools.reduce(operator.add, list(out_ZPO)).astype(config.result)
+    return out_ZPO
+
+
+@functools.partial(jax.jit, static_argnames="config")
+def _add_up(sums_ZPO: jax.Array, of_groups: list[Any], config: Config) -> jax.Array:
+    if config.cut.splits > 1 and config.cut.is_ordered:
+        return _fold(sums_ZPO, of_groups, config)
+    return functools.reduce(operator.add, list(sums_ZPO)).astype(config.result)
 
 
 def _fold(sums_ZPO: jax.Array, of_groups: list[Any], config: Config) -> jax.Array:

@@ -16,10 +16,11 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels.triton import backend
 from pallas_kernels.triton.backend import load, store
+from pallas_kernels.triton.rows import fold_segments
 from pallas_kernels.triton.write import TILE, WARP_BYTES, quantize
 
 
-@functools.partial(jax.jit, static_argnames="interpret")
+@functools.partial(jax.jit, static_argnames=("dtype", "interpret"))
 def rotate_and_write(
     x_TMH: jax.Array,
     cos_TE: jax.Array,
@@ -30,17 +31,18 @@ def rotate_and_write(
     k_scale: jax.Array | None,
     v_scale: jax.Array | None,
     *,
+    dtype: str,
     interpret: bool = False,
 ) -> tuple[jax.Array, ...]:
     """Returns rotated queries, and the pages; see `pallas_kernels.rotate_and_write`."""
-    num_tokens, num_all, width = x_TMH.shape
+    num_tokens, num_all, width = x_TMH.shape[-3:]
     num_keys = k_pages.shape[2]
     num_queries = num_all - 2 * num_keys
     padded_width = pl.next_power_of_2(width)
     alike = math.gcd(num_queries, num_keys)
     heads = min(alike & -alike, max(1, TILE // padded_width))
     pages = [array for array in (k_pages, v_pages, k_scale, v_scale) if array is not None]
-    shapes = [jax.ShapeDtypeStruct((num_tokens, num_queries, width), x_TMH.dtype)]
+    shapes = [jax.ShapeDtypeStruct((num_tokens, num_queries, width), dtype)]
     shapes += [jax.ShapeDtypeStruct(array.shape, array.dtype) for array in pages]
     body = functools.partial(_kernel, num_pages=len(pages), heads=heads, padded_width=padded_width)
     call = backend.kernel_call(
@@ -49,7 +51,7 @@ def rotate_and_write(
         grid=(num_tokens, num_all // heads),
         out_shape=shapes,
         input_output_aliases={4 + index: 1 + index for index in range(len(pages))},
-        num_warps=max(1, min(8, heads * padded_width * x_TMH.dtype.itemsize // WARP_BYTES)),
+        num_warps=max(1, min(8, heads * padded_width * jnp.dtype(dtype).itemsize // WARP_BYTES)),
         num_stages=1,  # the kernel has no loop
         interpret=interpret,
     )
@@ -74,9 +76,8 @@ def _kernel(
     at_M1 = head + jnp.arange(heads)[:, None]
     at_1H = jnp.arange(padded_width)[None, :]
     has_1H = at_1H < width if width < padded_width else None
-    other = None if has_1H is None else 0.0
     # As they are: numbers of values, which are not rotated, keep all bits, those of NaN too.
-    x_MH = load(x_ref.at[token, at_M1, at_1H], mask=has_1H, other=other)
+    x_MH = fold_segments(x_ref, q_ref.dtype, (token, at_M1, at_1H), has_1H)
     turned_MH = _turn(x_MH, x_ref, cos_ref, sin_ref, token, at_M1, at_1H)
 
     @pl.when(head < num_queries)
@@ -126,7 +127,7 @@ def _turn(
     cos_1H, sin_1H = (
         load(ref.at[token, pair_1H], mask=is_turned_1H, other=0.0) for ref in (cos_ref, sin_ref)
     )
-    across_MH = load(x_ref.at[token, at_M1, other_1H], mask=is_turned_1H, other=0.0)
+    across_MH = fold_segments(x_ref, x_MH.dtype, (token, at_M1, other_1H), is_turned_1H)
     across_MH = across_MH.astype(jnp.float32) * sin_1H
     turned_MH = x_MH.astype(jnp.float32) * cos_1H
     turned_MH = turned_MH + jnp.where(is_second_1H, across_MH, -across_MH)
