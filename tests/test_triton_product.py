@@ -245,7 +245,7 @@ def test_it_lowers_for_cuda_once_for_all_layers(name, num_rows):
         )
         text = jax.jit(layers).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("@__gpu$xla.gpu.triton") == 1
-    assert text.count("call @_multiply") == 3
+    assert text.count("call @_sum_segments") == 3
 
 
 @pytest.mark.parametrize(("capability", "converts"), [("8.0", False), ("8.9", True)])
