@@ -124,10 +124,10 @@ def rotate_and_write(
         k_TKH, v_TKH, k_pages, v_pages, slots_T, k_scale, v_scale
     )
     call = Call(interpret=interpret, page_dtype=k_pages.dtype.name, layout=SEPARATE)
-    kept = jnp.dtype(dtype or x_TMH.dtype).name
+    dtype_name = jnp.dtype(dtype or x_TMH.dtype).name
 
     def pick(kernels: KernelSet) -> Callable[..., tuple[jax.Array, ...]]:
-        return functools.partial(kernels.rotate_and_write or no_kernel, dtype=kept)
+        return functools.partial(kernels.rotate_and_write or no_kernel, dtype=dtype_name)
 
     q_TNH, *written = first_that_takes(
         "rotate_and_write",

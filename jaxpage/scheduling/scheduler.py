@@ -15,19 +15,12 @@ from jaxpage.scheduling.committing import apply_edit
 from jaxpage.scheduling.plan_builder import PlanBuilder
 from jaxpage.scheduling.queues import ByPriority, FirstCome, WaitingQueue
 from jaxpage.scheduling.running_set import RunningSet
+from jaxpage.scheduling.several_steps import SeveralSteps
 from jaxpage.step.draft import NO_DRAFTS, PLACEHOLDER, Draft, Drafts, chain
 from jaxpage.step.edits import Append, Edit, Score
 from jaxpage.step.limits import StepLimits
 from jaxpage.step.plan import Row, StepPlan
 from jaxpage.step.request import Sequence, SequenceGroup
-
-# The steps between two arrivals for each decode step that one executable runs, where their number
-# adapts. A request that comes in the middle waits for all of them, up to 60 ms on a GPU, and what
-# was computed behind the end of a text is dropped. With this bound the wait is at most a sixteenth
-# of the time since the last arrival, also where requests come at a steady rate, and so is the loss
-# of a request alone, while the host's part falls to an eighth. Steps are counted, not seconds: a
-# plan depends on events alone, which a replay repeats.
-STEPS_FOR_ONE_MORE = 16
 
 # A group, and those of its sequences that are not finished.
 Members = tuple[SequenceGroup, list[Sequence]]
@@ -113,8 +106,7 @@ class Scheduler:
         self._gives_way = False
         self._last_was_chunk = False  # where the two kinds of steps alternate: the kind of the last
         self._num_steps = 0  # the number of steps that were planned
-        # The same since the last arrival, where each decode step of an executable counts.
-        self._num_quiet_steps = 0
+        self._several = SeveralSteps(limits)
 
     @property
     def running(self) -> tuple[SequenceGroup, ...]:
@@ -182,7 +174,7 @@ class Scheduler:
                 may become.
         """
         self._requests.add(group)
-        self._num_quiet_steps = 0
+        self._several.arrived()
 
     def abort(self, request_id: str, reason: str = "abort") -> SequenceGroup | None:
         """Ends a group in whatever state it is, and gives its blocks back at once.
@@ -307,10 +299,7 @@ class Scheduler:
         if drafts.of:
             self._plan_drafts(step, drafts.of)
         self._num_steps += 1
-        self._num_quiet_steps += 1
-        if self.runs_several_steps:
-            lengths = [len(draft.token_ids) for draft in step.drafts.values()]
-            self._num_quiet_steps += max(lengths, default=0)
+        self._several.planned(step)
         return step.freeze(self._num_steps, self.block_manager)
 
     def _has_room_for_whole(self, computing: list[Members], num_decoding: int) -> bool:
@@ -368,25 +357,10 @@ class Scheduler:
             return NO_DRAFTS
         if step.takes_vectors:
             return NO_DRAFTS
-        if (num_steps := self._choose_num_steps(step)) < 2:
+        if (num_steps := self._several.choose(step, self._requests)) < 2:
             return NO_DRAFTS
         places = chain((PLACEHOLDER,) * (num_steps - 1))
         return Drafts({sequence.sequence_id: places for _, sequence, _ in step.work})
-
-    def _choose_num_steps(self, step: PlanBuilder) -> int:
-        """Returns how many decode steps the executable of a step may run.
-
-        Where that adapts, it is one while anybody waits for the end of a step: a request in the
-        queue, one that was preempted or swapped out, or one whose prompt is not computed yet.
-        """
-        most = self.limits.num_steps
-        if not self.limits.adapts_num_steps:
-            return most
-        if self.num_waiting or step.preempted or step.num_admitted:
-            return 1
-        if len({id(group) for group, _, _ in step.work}) < self.num_running:
-            return 1  # the prompts of the others are computed in the next step
-        return min(most, self._num_quiet_steps // STEPS_FOR_ONE_MORE)
 
     def _plan_drafts(self, step: PlanBuilder, drafts: Mapping[int, Draft]) -> None:
         """Adds drafts to a step in which every sequence decodes.
