@@ -123,6 +123,7 @@ def test_the_tiles_of_a_spec_are_those_of_its_call():
         num_tokens, shape = sum(cut.queries), (3, cut.block_size, cut.num_kv_heads, cut.head_dim)
         arguments = SimpleNamespace(
             max_query_len=cut.max_query_len,
+            group=cut.num_heads // cut.num_kv_heads,
             q_TNH=jax.ShapeDtypeStruct((num_tokens, cut.num_heads, cut.head_dim), cut.dtype),
             k_pages=jax.ShapeDtypeStruct(shape, cut.page_dtype),
         )
