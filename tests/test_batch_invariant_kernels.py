@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +20,13 @@ from jaxpage.layers.routing import Groups, Routing
 from jaxpage.layers.trace_scope import LayerKernels, TraceScope
 from jaxpage.models.base import abstract
 from jaxpage.models.parts.experts import PLAIN_NAMES, make_experts
-from pallas_kernels import QuantizedWeight, batch_invariant_product, paged_attention
+from pallas_kernels import (
+    QuantizedWeight,
+    batch_invariant_product,
+    paged_attention,
+    product_and_sums,
+    rotate_and_write,
+)
 from pallas_kernels import numbers as weight_numbers
 from pallas_kernels.sets import triton
 from pallas_kernels.tiles import Shape
@@ -40,7 +47,7 @@ ROUTINGS = {
 @pytest.fixture(autouse=True)
 def order_of_a_tensor_core(monkeypatch):
     """Kernels that were traced with another `dot` are forgotten."""
-    caches = (product._multiply, triton._attend)
+    caches = (product._sum_segments, triton._attend)
     monkeypatch.setattr(backend, "dot", dot)
     for function in caches:
         function.clear_cache()
@@ -115,7 +122,7 @@ def test_a_row_of_a_product_has_the_same_bits_among_any_number_of_rows(monkeypat
     for mistake in (segments_by_rows, fold_from_the_last_segment):
         with monkeypatch.context() as patches:
             mistake(patches)
-            product._multiply.clear_cache()
+            product._sum_segments.clear_cache()
             assert (of_rows(33) != whole).mean() > 0.05, mistake
 
 
@@ -383,6 +390,45 @@ def test_rows_are_what_the_layers_say():
     }
     for name, result in results.items():
         np.testing.assert_allclose(result, expected[name], atol=3e-6, rtol=3e-6, err_msg=name)
+
+
+def backwards(segments: Any, dtype: Any) -> jax.Array:
+    """Sums of segments in the order of their numbers, from the last one."""
+    total = jnp.zeros(segments.shape[1:], jnp.float32)
+    for segment in reversed(segments):
+        total = total + segment
+    return total.astype(dtype)
+
+
+def test_sums_of_segments_are_added_up_where_rows_are_read():
+    """A norm, and a rotation with its writes, of sums: the bits of those of the rounded product."""
+    x_TI, weight = numbers(2, 5, NUM_IN), numbers(1, NUM_OUT, NUM_IN)
+    y_TO, sums_ZTO = product_and_sums(x_TI, weight, backend="triton", interpret=True)
+    assert sums_ZTO is not None and sums_ZTO.shape == (4, 5, NUM_OUT)
+    np.testing.assert_array_equal(bits(y_TO), bits(product_of(x_TI, weight)))
+    x_TO, scale_O = numbers(3, 5, NUM_OUT), numbers(4, NUM_OUT)
+
+    def normed(added: jax.Array) -> list[np.ndarray]:
+        results = rows.add_and_norm(x_TO, added, scale_O, 1e-5, 0.0, interpret=True)
+        return [*map(bits, results)]
+
+    angles = np.random.default_rng(5).uniform(0, 9, (5, 2)).astype(np.float32)
+    pages = jnp.zeros((2, 4, 1, 8), jnp.bfloat16)
+    slots = jnp.arange(2, 7)
+
+    def rotated(heads: jax.Array) -> list[np.ndarray]:
+        x_TMH = heads.reshape(*heads.shape[:-1], 5, 8)
+        turns = np.cos(angles), np.sin(angles), pages, pages, slots
+        options = {"dtype": "bfloat16", "backend": "triton", "interpret": True}
+        return [*map(bits, jax.tree.leaves(rotate_and_write(x_TMH, *turns, **options)))]
+
+    for of in (normed, rotated):
+        wanted = of(y_TO)
+        for got, want in zip(of(sums_ZTO), wanted, strict=True):
+            np.testing.assert_array_equal(got, want)
+        big = sums_ZTO.at[0].multiply(1e6).at[1].set(-1e6 * sums_ZTO[0])  # order shows here
+        right, wrong = of(big), of(backwards(big, jnp.bfloat16))
+        assert any((got != want).any() for got, want in zip(right, wrong, strict=True)), of
 
 
 def test_queries_and_keys_are_turned_and_values_are_not():

@@ -246,7 +246,7 @@ def test_it_lowers_for_cuda_once_for_all_layers(name, num_rows):
         )
         text = jax.jit(layers).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("@__gpu$xla.gpu.triton") == 1
-    assert text.count("call @_multiply") == 3
+    assert text.count("call @_sum_segments") == 3
 
 
 @pytest.mark.parametrize(("num_rows", "launches"), [(8, 2), (4096, 1)])
@@ -374,10 +374,10 @@ def test_a_mistake_in_the_kernel_is_seen(mistake, monkeypatch):
     code, _, num_out, num_in, *rest = CODES[name]
     weight, exact = make_weight(code, (6, num_out, num_in), *rest)
     x_PI = rows_of("float32", num_in)
-    product._multiply.clear_cache()
+    product._sum_segments.clear_cache()
     try:
         got = grouped_product(x_PI, weight, jnp.array(COUNTS[0]), **options())
         error = error_of(got, x_PI, exact, COUNTS[0])
     finally:
-        product._multiply.clear_cache()
+        product._sum_segments.clear_cache()
     assert not error < 1e-3, f"{mistake}: {error}"

@@ -172,7 +172,7 @@ def _scheduler(spec: EngineSpec) -> Scheduler:
     tables = [
         BlockTables(
             BlockPool(blocks.stop, first=blocks.start),
-            config.block_size,
+            spec.memory.block_size,
             host_pool=BlockPool(host_blocks.stop, first=host_blocks.start) if host_blocks else None,
             sliding_window=group.sliding_window,
             max_tokens=spec.limits.max_row_length,
@@ -182,7 +182,7 @@ def _scheduler(spec: EngineSpec) -> Scheduler:
         )
     ]
     num_following = spec.described.drafting.num_following
-    index = PrefixIndex(config.block_size, num_following=num_following)
+    index = PrefixIndex(spec.memory.block_size, num_following=num_following)
     manager = BlockManager(tables, index if config.enable_prefix_caching else None)
     return Scheduler(
         spec.limits,

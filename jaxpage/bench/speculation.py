@@ -26,6 +26,7 @@ from jaxpage.bench.throughput import check_plot
 from jaxpage.checkpoints import read_config
 from jaxpage.checkpoints.finding import resolve_model
 from jaxpage.checkpoints.tokenizers import tokenizer_of
+from jaxpage.device.hardware import USUAL_BLOCK_SIZE
 from jaxpage.errors import UnsupportedError, UsageError
 from jaxpage.settings.engine_config import EngineConfig
 from jaxpage.settings.sampling_params import SamplingParams
@@ -375,9 +376,13 @@ def _ways(arguments: argparse.Namespace) -> list[Way]:
 def _size_config(config: EngineConfig, batch: int, num_tokens: int) -> EngineConfig:
     """Returns a configuration that is just large enough: three engines are in memory at once."""
     length = config.max_model_len or num_tokens
-    num_blocks = config.num_blocks or 1 + batch * (1 + -(-length // config.block_size))
+    block_size = USUAL_BLOCK_SIZE if config.block_size == "auto" else config.block_size
     return config.replace(
-        max_model_len=length, num_blocks=num_blocks, max_num_seqs=batch, enable_prefix_caching=False
+        max_model_len=length,
+        block_size=block_size,
+        num_blocks=config.num_blocks or 1 + batch * (1 + -(-length // block_size)),
+        max_num_seqs=batch,
+        enable_prefix_caching=False,
     )
 
 

@@ -18,9 +18,9 @@ from jax.typing import DTypeLike
 
 from jaxpage.device.hardware.backends import Backend
 from jaxpage.errors import UnsupportedError
-from jaxpage.layers.trace_scope import LayerKernels, RowKernels
+from jaxpage.layers.trace_scope import LayerKernels, RowKernels, trace_scope
 from jaxpage.layers.weight_kinds import Grouped
-from pallas_kernels import SETS, QuantizedWeight, batch_invariant_product
+from pallas_kernels import SETS, QuantizedWeight, batch_invariant_product, product_and_sums
 
 # By default XLA keeps the bits of a bfloat16 number that were to be rounded away, where it computes
 # on with it in the same kernel.
@@ -49,14 +49,22 @@ SUMS = frozenset(
 def with_ordered_sums(kernels: LayerKernels, backend: Backend) -> LayerKernels:
     """Returns the kernels of layers, of which those that add up do so in one order."""
 
+    def stored(weight: jax.Array | Grouped) -> jax.Array | QuantizedWeight:
+        return QuantizedWeight(*weight) if isinstance(weight, Grouped) else weight
+
     def multiply(x_TI: jax.Array, weight: jax.Array | Grouped, result: DTypeLike) -> jax.Array:
-        return multiply_by_group(x_TI, weight, None, result)
+        y_TO, sums_ZTO = product_and_sums(x_TI, stored(weight), result=result, **backend.options)
+        if sums_ZTO is not None:
+            # The compiler leaves the product out where kernels after it read the sums alone.
+            trace_scope().segments[id(y_TO)] = (y_TO, sums_ZTO)
+        return y_TO
 
     def multiply_by_group(
         x_PI: jax.Array, weight: jax.Array | Grouped, count_E: jax.Array | None, result: DTypeLike
     ) -> jax.Array:
-        stacked = QuantizedWeight(*weight) if isinstance(weight, Grouped) else weight
-        return batch_invariant_product(x_PI, stacked, count_E, result=result, **backend.options)
+        return batch_invariant_product(
+            x_PI, stored(weight), count_E, result=result, **backend.options
+        )
 
     functions = SETS[backend.name].rows
     rows = RowKernels(
@@ -66,8 +74,20 @@ def with_ordered_sums(kernels: LayerKernels, backend: Backend) -> LayerKernels:
         },
         takes=functions["takes"],
     )
+
+    def add_and_norm(
+        x_TD: jax.Array, added_TD: jax.Array, *norm: Any
+    ) -> tuple[jax.Array, jax.Array]:
+        if added_TD.dtype == x_TD.dtype:
+            added_TD = trace_scope().segments_of(added_TD)
+        return rows.add_and_norm(x_TD, added_TD, *norm)
+
+    rows_of_sums = rows._replace(add_and_norm=add_and_norm)
     return kernels._replace(
-        multiply=multiply, multiply_numbers=multiply, by_group=multiply_by_group, rows=rows
+        multiply=multiply,
+        multiply_numbers=multiply,
+        by_group=multiply_by_group,
+        rows=rows_of_sums,
     )
 
 

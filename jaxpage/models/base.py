@@ -12,6 +12,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from jaxpage.layers.context import ForwardContext, LayerPages, StateSpec
+from jaxpage.layers.norms import keep_and_norm
 from jaxpage.models.parameters.replacing import Rule, replace_modules
 from jaxpage.models.parameters.weights import Weight, weights_of
 
@@ -216,7 +217,7 @@ def run_layers(
         if number < len(deep_nTD):
             hidden_TD = hidden_TD + deep_nTD[number].astype(hidden_TD.dtype)
         entering.append(hidden_TD)
-    output_TD = hidden_TD if norm is None else norm(hidden_TD)
+    output_TD = keep_and_norm(norm, hidden_TD)[1]
     return output_TD, tuple(new_pages), tuple(entering[index] for index in context.aux_layers)
 
 

@@ -315,7 +315,8 @@ def multiply_grouped(
         NotImplementedError: Scales belong to groups of inputs that do not fit a turn.
     """
     cut = heuristic(*_shapes(x_PI, weight), roomy=_is_roomy())
-    return _multiply_cut(x_PI, weight, count_E, result, cut, interpret=interpret)
+    operands, config = _prepare(x_PI, weight, count_E, result, cut, interpret=interpret)
+    return _add_up(operands, _sum_segments(operands, config), config)
 
 
 def multiply_by_segments(
@@ -325,7 +326,7 @@ def multiply_by_segments(
     result: DTypeLike,
     *,
     interpret: bool = False,
-) -> jax.Array:
+) -> tuple[jax.Array, jax.Array | None]:
     """Multiplies as `pallas_kernels.batch_invariant_product` says.
 
     Args:
@@ -334,6 +335,10 @@ def multiply_by_segments(
         count_E: The rows of each group; None for one weight.
         result: The type of the product.
         interpret: Runs the kernel on CPU.
+
+    Returns:
+        The product, and the sums of segments [Z, T, O] of which it is the rounded sum; None in
+        their place if a program adds them up, or scales follow.
 
     Raises:
         NotImplementedError: Scales belong to groups of inputs that do not fit a turn, or a weight
@@ -344,7 +349,11 @@ def multiply_by_segments(
     if count_E is None:
         weight = stack(weight) if isinstance(weight, QuantizedWeight) else weight[None]
     cut = cut_by_weight(*_shapes(x_TI, weight), roomy=_is_roomy())
-    return _multiply_cut(x_TI, weight, count_E, result, cut, interpret=interpret)
+    operands, config = _prepare(x_TI, weight, count_E, result, cut, interpret=interpret)
+    sums_ZTO = _sum_segments(operands, config)
+    y_TO = _add_up(operands, sums_ZTO, config)
+    is_folded = cut.splits > 1 and count_E is None and not isinstance(weight, QuantizedWeight)
+    return y_TO, sums_ZTO if is_folded else None
 
 
 def _shapes(
@@ -362,7 +371,7 @@ def _is_roomy() -> bool:
     return has is None or has in ROOMY
 
 
-def _multiply_cut(
+def _prepare(
     x_PI: jax.Array,
     weight: jax.Array | QuantizedWeight,
     count_E: jax.Array | None,
@@ -370,7 +379,8 @@ def _multiply_cut(
     cut: Cut,
     *,
     interpret: bool,
-) -> jax.Array:
+) -> tuple[list[Any], Config]:
+    """Returns the operands of the kernel, the last four of which are scales, and its constants."""
     quantized = weight if isinstance(weight, QuantizedWeight) else None
     values = weight.values if isinstance(weight, QuantizedWeight) else weight
     has = capability(target_device())
@@ -397,7 +407,7 @@ def _multiply_cut(
         ]
     )
     count_E = None if count_E is None else count_E.astype(jnp.int32)
-    return _multiply([count_E, x_PI, values, *of_groups], config)
+    return [count_E, x_PI, values, *of_groups], config
 
 
 def _scale_group(weight: QuantizedWeight, cut: Cut) -> int | None:
@@ -415,7 +425,8 @@ def _scale_group(weight: QuantizedWeight, cut: Cut) -> int | None:
 
 # It is traced and lowered once for all layers of a model.
 @functools.partial(jax.jit, static_argnames="config")
-def _multiply(operands: list[Any], config: Config) -> jax.Array:
+def _sum_segments(operands: list[Any], config: Config) -> jax.Array:
+    """Returns the sums of segments, or of parts that are added in any order; one if not split."""
     count_E, x_PI, values, *of_groups = operands
     cut = config.cut
     num_rows = x_PI.shape[0]
@@ -439,16 +450,19 @@ def _multiply(operands: list[Any], config: Config) -> jax.Array:
     if config.code in PACKED:
         x_PI = x_PI.reshape(num_rows, -1, 2).swapaxes(1, 2)
     out_ZPO: jax.Array = call(count_E, x_PI, values, *of_groups)
-    if apart and cut.is_ordered:
-        return _fold(count_E, out_ZPO, of_groups, config)
-    return functools.reduce(operator.add, list(out_ZPO)).astype(config.result)
+    return out_ZPO
 
 
-def _fold(
-    count_E: jax.Array | None, sums_ZPO: jax.Array, of_groups: list[Any], config: Config
-) -> jax.Array:
+@functools.partial(jax.jit, static_argnames="config")
+def _add_up(operands: list[Any], sums_ZPO: jax.Array, config: Config) -> jax.Array:
+    if config.cut.splits > 1 and config.cut.is_ordered:
+        return _fold(operands, sums_ZPO, config)
+    return functools.reduce(operator.add, list(sums_ZPO)).astype(config.result)
+
+
+def _fold(operands: list[Any], sums_ZPO: jax.Array, config: Config) -> jax.Array:
     """Returns the sum over segments; XLA might keep more bits of it where it goes on."""
-    scale_EOJ, _, _, scale_row_O = of_groups
+    count_E, _, _, scale_EOJ, _, _, scale_row_O = operands
     is_scaled = scale_EOJ is not None and config.scale_group is None
     num_rows, num_out = sums_ZPO.shape[1:]
     cols = min(1024, pl.next_power_of_2(num_out))

@@ -93,14 +93,17 @@ def rms_norm(
 
 def add_and_norm(
     x_TD: Float[Array, "T D"],
-    added_TD: Float[Array, "T D"],
+    added_TD: Float[Array, "T D"] | Float[Array, "Z T D"],
     scale_D: Float[Array, "D"],
     epsilon: float,
     offset: float,
     *,
     interpret: bool = False,
 ) -> tuple[Float[Array, "T D"], Float[Array, "T D"]]:
-    """Returns the rounded sum of both, and `rms_norm` of it."""
+    """Returns the rounded sum of both, and `rms_norm` of it.
+
+    What is added may be sums of segments; see `fold_segments`.
+    """
     sum_TD, y_TD = _norm(x_TD, scale_D, None, added_TD, epsilon, offset, False, True, interpret)
     assert sum_TD is not None, "it was asked for"
     return sum_TD, y_TD
@@ -165,7 +168,8 @@ def _norm_row(
 
     x_D = wide(x_ref, row)
     if added_ref is not None:
-        x_D = (x_D + wide(added_ref, row)).astype(x_ref.dtype).astype(jnp.float32)
+        added_D = fold_segments(added_ref, x_ref.dtype, (row, at_D), has_D)
+        x_D = (x_D + added_D.astype(jnp.float32)).astype(x_ref.dtype).astype(jnp.float32)
     if len(out_refs) == 2:
         tb.store(out_refs[0].at[row, at_D], x_D.astype(x_ref.dtype), mask=has_D)
     if is_centred:
@@ -177,6 +181,24 @@ def _norm_row(
     if bias_ref is not None:
         x_D = x_D + wide(bias_ref)
     tb.store(out_refs[-1].at[row, at_D], x_D.astype(x_ref.dtype), mask=has_D)
+
+
+def fold_segments(ref: Any, dtype: DTypeLike, at: tuple[Any, ...], mask: Any) -> jax.Array:
+    """Returns a tile of an array, or of sums of segments, which have one more axis in front.
+
+    These are added up in order and rounded to the type, as `product.fold_kernel` does it.
+    """
+    other = None if mask is None else 0
+    if len(ref.shape) == len(at):
+        numbers: jax.Array = tb.load(ref.at[at], mask=mask, other=other)
+        return numbers
+
+    def add(segment: Any, total: jax.Array) -> jax.Array:
+        return total + tb.load(ref.at[(segment, *at)], mask=mask, other=other)
+
+    shape = jnp.broadcast_shapes(*(jnp.shape(each) for each in at))
+    total = lax.fori_loop(0, ref.shape[0], add, jnp.zeros(shape, jnp.float32))
+    return total.astype(dtype)
 
 
 def rotate(
