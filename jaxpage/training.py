@@ -147,6 +147,7 @@ class TrainableModel:
             "dtype": (self.dtype, theirs.layout.dtype),
             "kv_cache_dtype": (self.dtype, str(theirs.page_dtype)),
             "attention_backend": (rows.backend.name, kernels.name),
+            "batch_invariant": (rows.backend.batch_invariant, kernels.batch_invariant),
             "products in C++": (rows.backend.in_cpp, kernels.in_cpp),
             "quantization": ("none", theirs.quantization or "none"),
             "shards whose sums are added": (1, theirs.sharding.num_shards),

@@ -12,7 +12,7 @@ from pallas_kernels.arguments import Arguments
 from pallas_kernels.attention_options import AttentionOptions
 from pallas_kernels.block_copy import copy_blocks, copy_slots, gather_blocks, scatter_blocks
 from pallas_kernels.kernel_set import Call, KernelSet
-from pallas_kernels.kv_write import write_kv
+from pallas_kernels.kv_write import has_rotate_and_write, rotate_and_write, write_kv
 from pallas_kernels.paged_attention import (
     attend_to_pages,
     paged_attention,
@@ -24,6 +24,7 @@ from pallas_kernels.quantized_product import (
     batch_invariant_product,
     grouped_product,
     has_grouped_product,
+    product_and_sums,
     quantized_product,
 )
 from pallas_kernels.quantized_weight import QuantizedWeight, numbers
@@ -61,12 +62,15 @@ __all__ = [
     "gather_blocks",
     "grouped_product",
     "has_grouped_product",
+    "has_rotate_and_write",
     "is_quantized",
     "mass_of",
     "numbers",
     "paged_attention",
     "pages_from_PSKH",
+    "product_and_sums",
     "quantized_product",
+    "rotate_and_write",
     "scatter_blocks",
     "set_for",
     "write_and_attend",

@@ -68,8 +68,11 @@ class KernelSet:
         multiply: (x_TI, QuantizedWeight, type of the result) -> y_TO; see `quantized_product`.
         multiply_grouped: (x_PI, weight, count_E, type of the result) -> y_PO; see
             `grouped_product`. None if the set has no such kernel.
-        multiply_by_segments: (x_TI, weight, type of the result) -> y_TO; see
-            `batch_invariant_product`. None if the set has no such kernel.
+        multiply_by_segments: (x_TI, weight, count_E or None, type of the result) -> y_TO, and the
+            sums of segments or None; see `product_and_sums`. None if the set has no such kernel.
+        rotate_and_write: (x_TMH, cos_TE, sin_TE, k_pages, v_pages, slots_T, k_scale, v_scale) ->
+            q_TNH, and the pages and scales; see `kv_write.rotate_and_write`. None if the set has no
+            such kernel.
         write_and_attend: (k_TKH, v_TKH, slots_T, Arguments) -> out_TNH and what `write` returns.
             None unless one kernel does both.
         cutoffs: Selects in rows of logits (see `selection`); None if the set has no kernel.
@@ -105,7 +108,8 @@ class KernelSet:
     scatter_blocks: Callable[..., Leaves]
     multiply: Callable[..., jax.Array]
     multiply_grouped: Callable[..., jax.Array] | None = None
-    multiply_by_segments: Callable[..., jax.Array] | None = None
+    multiply_by_segments: Callable[..., tuple[jax.Array, jax.Array | None]] | None = None
+    rotate_and_write: Callable[..., tuple[jax.Array, ...]] | None = None
     write_and_attend: Callable[..., tuple[jax.Array, tuple[jax.Array | None, ...]]] | None = None
     cutoffs: Callable[..., jax.Array] | None = None
     top_candidates: Callable[..., tuple[jax.Array, jax.Array]] | None = None
@@ -150,6 +154,15 @@ class KernelSet:
 def first_reason(*reasons: tuple[Any, str]) -> str | None:
     """Returns the text of the first pair whose first item is true."""
     return next((text for refused, text in reasons if refused), None)
+
+
+def no_kernel(*_: object, **__: object) -> Any:
+    """Refuses a call in the place of an operation that a set lacks.
+
+    Raises:
+        NotImplementedError: Always.
+    """
+    raise NotImplementedError("it has no such kernel")
 
 
 def capability(device: Any) -> tuple[int, int] | None:

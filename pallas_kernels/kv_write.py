@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Num
 
-from pallas_kernels.kernel_set import Call
+from pallas_kernels.compat import target_device
+from pallas_kernels.kernel_set import Call, KernelSet, no_kernel
 from pallas_kernels.page_layouts import (
     INTERLEAVED,
     SEPARATE,
@@ -16,7 +20,7 @@ from pallas_kernels.page_layouts import (
     interleaved_width,
 )
 from pallas_kernels.quantized_pages import check_scales
-from pallas_kernels.sets import first_that_takes
+from pallas_kernels.sets import candidates, first_that_takes
 
 
 def write_kv(
@@ -64,6 +68,81 @@ def write_kv(
     return first_that_takes(
         "write_kv", lambda each: each.write, *written, call=call, backend=backend
     )
+
+
+def rotate_and_write(
+    x_TMH: Float[Array, "T M H"] | Float[Array, "Z T M H"],
+    cos_TE: Float[Array, "T E"],
+    sin_TE: Float[Array, "T E"],
+    k_pages: Num[Array, "P S K H"],
+    v_pages: Num[Array, "P S K H"],
+    slots_T: Int[Array, "T"],
+    *,
+    k_scale: Float[Array, "P S K"] | None = None,
+    v_scale: Float[Array, "P S K"] | None = None,
+    dtype: DTypeLike | None = None,
+    backend: str = "auto",
+    interpret: bool = False,
+) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+    """Splits heads into queries, keys and values, rotates the first two, and writes the others.
+
+    Each token has N = M - 2K heads of queries, K of keys and K of values, in this order. The pairs
+    (i, E + i) of queries and keys are turned by the token's angles, in float32; what is after the
+    pairs stays. Keys and values go to the pages as `write_kv` writes them.
+
+    Args:
+        x_TMH: The heads, or the sums of their segments; see `product_and_sums`.
+        cos_TE: The cosines.
+        sin_TE: The sines.
+        k_pages: See `write_kv`, also for the other arguments.
+        v_pages: The pages of values.
+        slots_T: The slot of each token.
+        k_scale: The scales of quantised pages of keys.
+        v_scale: The scales of quantised pages of values.
+        dtype: The type to which sums of segments are rounded; None for that of the heads.
+        backend: One of `BACKENDS`, or "auto".
+        interpret: Runs the kernel on CPU, operation by operation.
+
+    Returns:
+        The queries [T, N, H], and what `write_kv` returns.
+
+    Raises:
+        ValueError: An argument does not fit; the message names it and its value.
+        TypeError: An argument has the wrong type.
+        NotImplementedError: No backend has such a kernel for the call; see `write_kv`.
+    """
+    num_keys = k_pages.shape[2]
+    num_queries = x_TMH.shape[-2] - 2 * num_keys
+    if num_queries < 1 or 2 * cos_TE.shape[1] > x_TMH.shape[-1]:
+        raise ValueError(
+            f"x_TMH {x_TMH.shape} must have more than 2 x {num_keys} heads, at least 2 x "
+            f"{cos_TE.shape[1]} wide"
+        )
+    whole_TMH = x_TMH if x_TMH.ndim == 3 else x_TMH[0]
+    k_TKH, v_TKH = jnp.split(whole_TMH[:, num_queries:], 2, axis=1)  # for the checks alone
+    _, _, *pages, slots_T, k_scale, v_scale = check(
+        k_TKH, v_TKH, k_pages, v_pages, slots_T, k_scale, v_scale
+    )
+    call = Call(interpret=interpret, page_dtype=k_pages.dtype.name, layout=SEPARATE)
+    dtype_name = jnp.dtype(dtype or x_TMH.dtype).name
+
+    def pick(kernels: KernelSet) -> Callable[..., tuple[jax.Array, ...]]:
+        return functools.partial(kernels.rotate_and_write or no_kernel, dtype=dtype_name)
+
+    q_TNH, *written = first_that_takes(
+        "rotate_and_write",
+        pick,
+        *(x_TMH, cos_TE, sin_TE, *pages, slots_T, k_scale, v_scale),
+        call=call,
+        backend=backend,
+    )
+    return q_TNH, tuple(written)
+
+
+def has_rotate_and_write(*, backend: str = "auto", interpret: bool = False) -> bool:
+    """Returns whether any set that would be tried has a kernel for `rotate_and_write`."""
+    platform = target_device().platform
+    return any(each.rotate_and_write for each in candidates(backend, platform, interpret=interpret))
 
 
 def check(

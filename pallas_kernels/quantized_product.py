@@ -10,7 +10,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Shaped
 
 from pallas_kernels.compat import target_device
-from pallas_kernels.kernel_set import Call, KernelSet
+from pallas_kernels.kernel_set import Call, KernelSet, no_kernel
 from pallas_kernels.quantized_weight import QuantizedWeight
 from pallas_kernels.sets import candidates, first_that_takes
 
@@ -92,40 +92,65 @@ def grouped_product(
 
 
 def batch_invariant_product(
-    x_TI: Float[Array, "T I"],
-    weight: Float[Array, "O I"] | QuantizedWeight,
+    x_TI: Shaped[Array, "T I"],
+    weight: Shaped[Array, "*E O I"] | QuantizedWeight,
+    count_E: Int[Array, "E"] | None = None,
     *,
     result: DTypeLike | None = None,
     backend: str = "auto",
     interpret: bool = False,
-) -> Float[Array, "T O"]:
+) -> Shaped[Array, "T O"]:
+    """Returns the first result of `product_and_sums`.
+
+    The arguments and the errors are those of this function, too.
+    """
+    return product_and_sums(
+        x_TI, weight, count_E, result=result, backend=backend, interpret=interpret
+    )[0]
+
+
+def product_and_sums(
+    x_TI: Shaped[Array, "T I"],
+    weight: Shaped[Array, "*E O I"] | QuantizedWeight,
+    count_E: Int[Array, "E"] | None = None,
+    *,
+    result: DTypeLike | None = None,
+    backend: str = "auto",
+    interpret: bool = False,
+) -> tuple[Shaped[Array, "T O"], Float[Array, "Z T O"] | None]:
     """Returns `x @ w.T`, in which a row has the same bits among any number of rows.
 
     The inputs are in segments whose length depends on the weight's shape and type alone. Each is
     summed in one order, and the sums are added up in order.
 
     Args:
-        x_TI: The rows.
-        weight: The weight: numbers of x's type, or codes.
+        x_TI: The rows; with `count_E` sorted by group, as in `grouped_product`.
+        weight: The weight: numbers of x's type, or codes; with `count_E` the weights of groups.
+        count_E: The number of rows of each group; None for one weight.
         result: The type of the product; that of x by default.
         backend: One of `BACKENDS`, or "auto", as in `paged_attention`.
         interpret: Runs a kernel on CPU, operation by operation.
 
+    Returns:
+        The product, and the sums of its segments for a kernel that adds them up in order, rounds
+        them to the type of the product, and goes on; None where there are none.
+
     Raises:
         NotImplementedError: No backend takes the call; the message has every backend's reason.
     """
-    y_TO: jax.Array = first_that_takes(
+    both: tuple[jax.Array, jax.Array | None] = first_that_takes(
         "batch_invariant_product",
         _use_segments,
         x_TI,
         weight,
+        count_E,
         result or x_TI.dtype,
         call=Call(
             weight=weight if isinstance(weight, QuantizedWeight) else None, interpret=interpret
         ),
         backend=backend,
     )
-    return y_TO
+    return both
 
 
 def has_grouped_product(*, backend: str = "auto", interpret: bool = False) -> bool:
@@ -135,12 +160,8 @@ def has_grouped_product(*, backend: str = "auto", interpret: bool = False) -> bo
 
 
 def _use_grouped(kernels: KernelSet) -> Callable[..., jax.Array]:
-    return kernels.multiply_grouped or _no_kernel
+    return kernels.multiply_grouped or no_kernel
 
 
-def _use_segments(kernels: KernelSet) -> Callable[..., jax.Array]:
-    return kernels.multiply_by_segments or _no_kernel
-
-
-def _no_kernel(*_: object, **__: object) -> jax.Array:
-    raise NotImplementedError("it has no such kernel")
+def _use_segments(kernels: KernelSet) -> Callable[..., tuple[jax.Array, jax.Array | None]]:
+    return kernels.multiply_by_segments or no_kernel

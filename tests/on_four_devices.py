@@ -21,13 +21,18 @@ torch = pytest.importorskip("torch", reason="the oracle is transformers on torch
 from jaxpage import LLM, LoRARequest, SamplingParams  # noqa: E402
 from jaxpage.checkpoints import load_shards  # noqa: E402
 from jaxpage.checkpoints.in_memory import open_parameters, with_parameters  # noqa: E402
+from jaxpage.device.batch_invariance import refuse_sums  # noqa: E402
+from jaxpage.device.executables import step_call  # noqa: E402
 from jaxpage.device.hardware import make_mesh  # noqa: E402
-from jaxpage.errors import CheckpointError  # noqa: E402
+from jaxpage.device.hardware.backends import Backend  # noqa: E402
+from jaxpage.device.hardware.mesh import shapes_of  # noqa: E402
+from jaxpage.errors import CheckpointError, UnsupportedError  # noqa: E402
 from jaxpage.layers import sharding  # noqa: E402
 from jaxpage.models import abstract_model  # noqa: E402
 from jaxpage.models.sharding import dividing  # noqa: E402
 from jaxpage.replay import replay  # noqa: E402
 from jaxpage.support import support_matrix  # noqa: E402
+from pallas_kernels.compat import describe_gpu  # noqa: E402
 from tests.on_four_devices_logits import INVARIANT, ON_4, SETTINGS, prompts_of  # noqa: E402
 from tests.support import seeing_models as seeing  # noqa: E402
 from tests.support.engines import LLAMA, invariants, run_giving_way, tokens_of  # noqa: E402
@@ -584,3 +589,45 @@ def test_pictures_give_the_same_bits(name, layout, tmp_path):
                 engine.step()
             found.append(tokens_of([reporter.whole() for reporter in reporters]))
     assert found[0] == found[1]
+
+
+EXPERTS: dict[str, Any] = {
+    **{"head_dim": 16, "num_hidden_layers": 1, "sliding_window": None},
+    **FAMILIES["mixtral-window"],
+}
+
+
+def test_a_step_on_two_gpus_leaves_no_sum_of_floats_to_xla_or_to_devices(tmp_path):
+    """With `batch_invariant`, of a model with experts; sums in the fastest order are seen."""
+    exact = Backend("triton", batch_invariant=True)
+
+    def trace(**settings: Any) -> Any:
+        engine = {**SETTINGS, "attention_backend": "reference", "dtype": "bfloat16"}
+        with when_used(), LLM(str(tmp_path), tensor_parallel_size=2, **engine, **settings) as llm:
+            runner = llm._engine.runner
+            options = runner.executables.options._replace(
+                attention_backend=exact, sample_by_row=False
+            )
+            mesh = make_mesh(2)
+            bucket = llm.spec.menu.decode[0]
+            parameters, pages = (shapes_of(each) for each in (runner._parameters, runner._pages))
+            with describe_gpu():
+                step, shapes = step_call(parameters, pages, bucket, options, mesh)
+                return step.trace(parameters, pages, *shapes).jaxpr
+
+    save_model("mixtral-window", tmp_path, **EXPERTS)
+    refuse_sums(trace())
+    with pytest.raises(UnsupportedError, match="psum"):
+        refuse_sums(trace(tensor_parallel_reduction="fast"))
+
+
+@pytest.mark.sweep
+def test_two_devices_answer_the_same_in_every_batch_by_kernels_of_a_gpu(tmp_path):
+    """Interpreted, of a model with experts; one device with the same shards has these bits, too."""
+    save_model("mixtral-window", tmp_path, **EXPERTS)
+    settings = {"attention_backend": "triton", "batch_invariant": True, "dtype": "bfloat16"}
+    prompts = prompts_of(131)
+    together = generated(tmp_path, prompts, tensor_parallel_size=2, **settings)
+    for prompt, answer in zip(prompts, together, strict=True):
+        assert generated(tmp_path, [prompt], tensor_parallel_size=2, **settings) == [answer]
+    assert generated(tmp_path, prompts, **INVARIANT, **settings) == together

@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 
 import jaxpage
+from jaxpage.serving.config import ServerConfig
+from jaxpage.settings.engine_config import EngineConfig
 from tests.support import house, names, reach
 from tests.support.sources import WHEEL, Module, door_names, imports, read_modules
 from tools import house as house_table
@@ -41,6 +43,33 @@ OPTIONAL = {  # import name -> the one file that may import it
 def test_the_house_keeps_its_laws() -> None:
     found = house.violations(ROOT)
     assert not found, "\n" + "\n".join(found)
+
+
+def find_unread(names: set[str], source: str, *, of_self: bool = False) -> set[str]:
+    """Returns the names that a source does not read, as an attribute (of `self` alone) or a text."""
+    read = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
+            if not of_self or (isinstance(node.value, ast.Name) and node.value.id == "self"):
+                read.add(node.attr)
+        elif isinstance(node, ast.Constant) and not of_self:
+            read.add(node.value)
+    return names - read
+
+
+def test_every_setting_is_read() -> None:
+    """The module that declares the engine's also checks them, and that alone does not honour them."""
+    declaring = ROOT / "jaxpage" / "settings" / "engine_config.py"
+    generated = {
+        ROOT / "jaxpage" / name for name in ("cli/setting_flags.py", "settings/engine_settings.py")
+    }
+    unread = {*EngineConfig.model_fields, *ServerConfig.model_fields}
+    for path in {*(ROOT / "jaxpage").rglob("*.py")} - generated:
+        unread = find_unread(unread, path.read_text(encoding="utf-8"), of_self=path == declaring)
+    assert unread == set()
+    assert find_unread({"seed", "log"}, "config.seed, self.log") == set()
+    assert find_unread({"seed", "log"}, "config.seed, self.log", of_self=True) == {"seed"}
+    assert find_unread({"seed"}, "config.seed = 3") == {"seed"}
 
 
 def test_the_page_on_architecture_has_each_room() -> None:

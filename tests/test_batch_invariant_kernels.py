@@ -3,13 +3,30 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
-from pallas_kernels import QuantizedWeight, batch_invariant_product, paged_attention
+from jaxpage.device.attention import make_layer_kernels
+from jaxpage.device.hardware.backends import Backend
+from jaxpage.layers.experts import ExpertsSpec
+from jaxpage.layers.linear import Linear, LinearSpec, Part
+from jaxpage.layers.mlp import GatedMLP
+from jaxpage.layers.routing import Groups, Routing
+from jaxpage.layers.trace_scope import LayerKernels, TraceScope
+from jaxpage.models.base import abstract
+from jaxpage.models.parts.experts import PLAIN_NAMES, make_experts
+from pallas_kernels import (
+    QuantizedWeight,
+    batch_invariant_product,
+    paged_attention,
+    product_and_sums,
+    rotate_and_write,
+)
 from pallas_kernels import numbers as weight_numbers
 from pallas_kernels.sets import triton
 from pallas_kernels.tiles import Shape
@@ -19,12 +36,18 @@ from tests.support.sweeps import few
 from tests.support.tensor_core import dot
 
 NUM_OUT, NUM_IN = 40, 1024  # four segments
+ROUTINGS = {
+    "softmax": Routing(4, 2, normalized=True),
+    "sigmoid": Routing(4, 2, normalized=True, sigmoid=True, corrected=True, factor=2.5),
+    "close": Routing(4, 2, normalized=False, jitter=0.1),
+    "groups": Routing(8, 2, normalized=False, corrected=True, groups=Groups(4, 2, 2)),
+}
 
 
 @pytest.fixture(autouse=True)
 def order_of_a_tensor_core(monkeypatch):
     """Kernels that were traced with another `dot` are forgotten."""
-    caches = (product._multiply, triton._attend)
+    caches = (product._sum_segments, triton._attend)
     monkeypatch.setattr(backend, "dot", dot)
     for function in caches:
         function.clear_cache()
@@ -41,8 +64,10 @@ def numbers(seed: int, *shape: int, dtype: str = "bfloat16") -> jax.Array:
     return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), dtype)
 
 
-def product_of(x_TI: jax.Array, weight: jax.Array | QuantizedWeight, **options) -> jax.Array:
-    return batch_invariant_product(x_TI, weight, backend="triton", interpret=True, **options)
+def product_of(x_TI: jax.Array, weight: jax.Array | QuantizedWeight, *counts, **options):
+    return batch_invariant_product(
+        x_TI, weight, *counts, backend="triton", interpret=True, **options
+    )
 
 
 def int4_weight() -> QuantizedWeight:
@@ -97,7 +122,7 @@ def test_a_row_of_a_product_has_the_same_bits_among_any_number_of_rows(monkeypat
     for mistake in (segments_by_rows, fold_from_the_last_segment):
         with monkeypatch.context() as patches:
             mistake(patches)
-            product._multiply.clear_cache()
+            product._sum_segments.clear_cache()
             assert (of_rows(33) != whole).mean() > 0.05, mistake
 
 
@@ -112,21 +137,110 @@ def test_so_has_a_row_of_a_product_with_a_weight_of_few_bits(make_weight, monkey
     assert (error / (np.abs(x) @ np.abs(w).T)).max() < 2.0**-8
 
 
+def weights_of_groups(make_weight) -> tuple[jax.Array | QuantizedWeight, np.ndarray]:
+    """A weight for each of `COUNTS`, and its numbers; groups differ in the order of outputs."""
+    if make_weight is None:
+        weight = numbers(1, len(COUNTS), NUM_OUT, NUM_IN)
+        return weight, np.asarray(weight, np.float64)
+    first = make_weight()
+    places = [np.roll(np.arange(NUM_OUT), shift) for shift in range(len(COUNTS))]
+    values, scale = (
+        jnp.stack([array[place] for place in places]) for array in (first.values, first.scale_OJ)
+    )
+    plain = np.asarray(weight_numbers(first), np.float64)
+    return first._replace(values=values, scale_OJ=scale), plain[np.stack(places)]
+
+
+COUNTS = (20, 0, 25)  # the rows of three groups, one of them empty
+
+
+@pytest.mark.parametrize("make_weight", few([None, int8_weight, int4_weight], [int8_weight]))
+def test_so_has_a_row_of_a_group(make_weight, monkeypatch):
+    """The first row of the first group and two of the last alone, in split programs, and among all others."""
+    monkeypatch.setattr(product_cut, "MOST_ROWS_APART", 16)
+    x_PI = numbers(2, sum(COUNTS), NUM_IN)
+    weight, exact = weights_of_groups(make_weight)
+    few_rows = jnp.array([0, 20, 21])
+
+    def of_rows(x_PI: jax.Array, *counts: int) -> np.ndarray:
+        return np.asarray(product_of(x_PI, weight, jnp.array(counts), result="float32"))
+
+    whole = of_rows(x_PI, *COUNTS)
+    np.testing.assert_array_equal(of_rows(x_PI[few_rows], 1, 0, 2), whole[few_rows])
+    x = np.asarray(x_PI, np.float64)
+    for row, group in ((0, 0), (19, 0), (20, 2), (44, 2)):
+        error = np.abs(whole[row] - exact[group] @ x[row])
+        tolerance = 2.0**-8 if make_weight is int4_weight else 1e-5  # weights are rounded
+        assert (error / (np.abs(exact[group]) @ np.abs(x[row]))).max() < tolerance
+    segments_by_rows(monkeypatch)
+    assert (of_rows(x_PI[few_rows], 1, 0, 2) != whole[few_rows]).mean() > 0.05
+
+
+WIDTH, INNER = 128, 64  # two segments of inputs, in turns of 64, and one of an expert's inner layer
+
+
+def experts_layer(routing: Routing):
+    """A mixture with an expert of all tokens behind a gate, as a function of tokens and kernels."""
+
+    def linear(num_out: int, num_in: int) -> Linear:
+        return Linear(LinearSpec(num_in, (Part(num_out, None, "part"),), None, False, "bfloat16"))
+
+    shared = GatedMLP(linear(2 * INNER, WIDTH), linear(WIDTH, INNER), activation="silu")
+    module = make_experts(
+        ExpertsSpec(routing, INNER),
+        WIDTH,
+        PLAIN_NAMES,
+        layer="0",
+        activation="silu",
+        shared=(shared, "gate"),
+        dtype="bfloat16",
+    )
+    graph, shapes = abstract(module)
+    parameters = jax.tree.map(
+        lambda each: (0.1 * numbers(each.size, *each.shape)).astype(each.dtype), shapes
+    )
+
+    def run(x_TD: jax.Array, kernels: LayerKernels) -> np.ndarray:
+        with TraceScope(kernels).open():
+            return bits(jax.jit(lambda x_TD: nnx.merge(graph, parameters)(x_TD))(x_TD))
+
+    return run
+
+
+@pytest.mark.parametrize("routing", few(ROUTINGS, ["softmax"]))
+def test_a_token_has_the_same_bits_in_a_mixture_of_experts_among_any_others(routing, monkeypatch):
+    monkeypatch.setattr(product_cut, "MOST_ROWS_APART", 8)
+    monkeypatch.setattr(product_cut, "LEAST_TURNS", 1)
+    run = experts_layer(ROUTINGS[routing])
+    x_TD = numbers(3, 9, WIDTH)
+    exact = make_layer_kernels(Backend("triton", interpret=True, batch_invariant=True))
+    whole = run(x_TD, exact)
+    np.testing.assert_array_equal(run(x_TD[:2], exact), whole[:2])
+    segments_by_rows(monkeypatch)
+    assert (run(x_TD[:2], exact) != whole[:2]).mean() > 0.05
+
+
 @pytest.mark.parametrize(
-    ("num_out", "num_in", "segments"),  # of Llama-3-8B: qkv, output, gate and up, down, head
-    [
-        (6144, 4096, 4),
-        (4096, 4096, 8),
-        (28672, 4096, 1),
-        (4096, 14336, 8),
-        (128256, 4096, 1),
-        (64, 64, 1),
+    ("num_groups", "num_out", "num_in", "segments"),
+    [  # of Llama-3-8B: qkv, output, gate and up, down, head
+        (1, 6144, 4096, 4),
+        (1, 4096, 4096, 8),
+        (1, 28672, 4096, 1),
+        (1, 4096, 14336, 8),
+        (1, 128256, 4096, 1),
+        (1, 64, 64, 1),
+        # of the experts of Mixtral-8x7B and Qwen3-30B-A3B: gate and up, down
+        (8, 28672, 4096, 1),
+        (8, 4096, 14336, 8),
+        (128, 1536, 2048, 8),
+        (128, 2048, 768, 2),
     ],
 )
-def test_segments_depend_on_the_weight_alone(num_out, num_in, segments):
+def test_segments_depend_on_the_weight_alone(num_groups, num_out, num_in, segments):
+    shape = (num_groups, num_out)
     for code in (None, "int8", "int4"):
         cuts = [
-            product_cut.cut_by_weight((count, num_in), num_out, "bfloat16", code, roomy=roomy)
+            product_cut.cut_by_weight((count, num_in), shape, "bfloat16", code, roomy=roomy)
             for count in (1, 16, 17, 64, 129, 257, 4096)
             for roomy in (False, True)
         ]
@@ -256,6 +370,9 @@ def test_rows_are_what_the_layers_say():
         "layer norm": norm_of(centred, scales) + biases,
         "gate": silu * wide[:, half:],
         "log sums": np.log(np.exp(wide - 2.0).sum(-1)),
+        "odds": np.exp(wide - wide.max(-1, keepdims=True)),
+        "sigmoids": 1 / (1 + np.exp(-wide)),
+        "weighted sum": (np.stack([wide, others], axis=1) * sums[:, :2, None]).sum(1),
     }
     both = rows.add_and_norm(x, added, scale, 1e-5, 0.0, interpret=True)
     results = {
@@ -265,9 +382,53 @@ def test_rows_are_what_the_layers_say():
         "layer norm": rows.layer_norm(x, scale, bias, 1e-5, 0.0, added, interpret=True)[1],
         "gate": rows.gate(x, "silu", interpret=True),
         "log sums": rows.log_sums(x, jnp.full(5, 2.0), interpret=True),
+        "odds": rows.odds(x, sigmoid=False, interpret=True),
+        "sigmoids": rows.odds(x, sigmoid=True, interpret=True),
+        "weighted sum": rows.weighted_sum(
+            jnp.stack([x, added], axis=1), both[0][:, :2], interpret=True
+        ),
     }
     for name, result in results.items():
         np.testing.assert_allclose(result, expected[name], atol=3e-6, rtol=3e-6, err_msg=name)
+
+
+def backwards(segments: Any, dtype: Any) -> jax.Array:
+    """Sums of segments in the order of their numbers, from the last one."""
+    total = jnp.zeros(segments.shape[1:], jnp.float32)
+    for segment in reversed(segments):
+        total = total + segment
+    return total.astype(dtype)
+
+
+def test_sums_of_segments_are_added_up_where_rows_are_read():
+    """A norm, and a rotation with its writes, of sums: the bits of those of the rounded product."""
+    x_TI, weight = numbers(2, 5, NUM_IN), numbers(1, NUM_OUT, NUM_IN)
+    y_TO, sums_ZTO = product_and_sums(x_TI, weight, backend="triton", interpret=True)
+    assert sums_ZTO is not None and sums_ZTO.shape == (4, 5, NUM_OUT)
+    np.testing.assert_array_equal(bits(y_TO), bits(product_of(x_TI, weight)))
+    x_TO, scale_O = numbers(3, 5, NUM_OUT), numbers(4, NUM_OUT)
+
+    def normed(added: jax.Array) -> list[np.ndarray]:
+        results = rows.add_and_norm(x_TO, added, scale_O, 1e-5, 0.0, interpret=True)
+        return [*map(bits, results)]
+
+    angles = np.random.default_rng(5).uniform(0, 9, (5, 2)).astype(np.float32)
+    pages = jnp.zeros((2, 4, 1, 8), jnp.bfloat16)
+    slots = jnp.arange(2, 7)
+
+    def rotated(heads: jax.Array) -> list[np.ndarray]:
+        x_TMH = heads.reshape(*heads.shape[:-1], 5, 8)
+        turns = np.cos(angles), np.sin(angles), pages, pages, slots
+        options = {"dtype": "bfloat16", "backend": "triton", "interpret": True}
+        return [*map(bits, jax.tree.leaves(rotate_and_write(x_TMH, *turns, **options)))]
+
+    for of in (normed, rotated):
+        wanted = of(y_TO)
+        for got, want in zip(of(sums_ZTO), wanted, strict=True):
+            np.testing.assert_array_equal(got, want)
+        big = sums_ZTO.at[0].multiply(1e6).at[1].set(-1e6 * sums_ZTO[0])  # order shows here
+        right, wrong = of(big), of(backwards(big, jnp.bfloat16))
+        assert any((got != want).any() for got, want in zip(right, wrong, strict=True)), of
 
 
 def test_queries_and_keys_are_turned_and_values_are_not():

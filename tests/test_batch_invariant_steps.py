@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections import Counter
+from types import SimpleNamespace
 
 import jax
 import pytest
 
 from jaxpage import LLM, SamplingParams
+from jaxpage.assembly.planning.described import ModelLayout
+from jaxpage.assembly.planning.engine_spec import choose_sharding
 from jaxpage.device.batch_invariance import EXACT_OPTIONS, refuse_sums
 from jaxpage.device.compiler_options import compiler_options
 from jaxpage.device.hardware.backends import Backend, choose_backend
-from jaxpage.errors import UnsupportedError
+from jaxpage.errors import ConfigError, UnsupportedError
+from jaxpage.models.registry import load_family
+from jaxpage.settings.engine_config import EngineConfig
 from pallas_kernels.compat import DescribedGPU, DescribedTPU, describe_gpu
 from pallas_kernels.triton import backend as triton_backend
+from pallas_kernels.triton import product_cut
 from tests.support import tensor_core
+from tests.support.model_configs import config_json
 from tests.support.sweeps import few
 from tools.lab.kernel_lab.inspection import compile_for, unavailable
 from tools.lab.step_times import random_model
@@ -31,17 +39,35 @@ SMALL = {
     "vocab_size": 512,
     "max_position_embeddings": 1024,
 }
+IN_A_BATCH = {
+    "attention_backend": "triton",
+    "batch_invariant": True,
+    "dtype": "bfloat16",
+    "max_model_len": 96,
+    "num_blocks": 64,
+    "max_num_seqs": 4,
+    "swap_space_blocks": 0,
+    "enable_prefix_caching": False,
+}
 H200 = DescribedGPU("NVIDIA H200", "9.0")
 
 
-def small_step(kind: str, backend: Backend = EXACT, config=LLAMA_3_8B):
-    return step_shapes(
-        BUCKETS[kind],
-        backend=backend,
-        config={**config, **SMALL, "moe_intermediate_size": 64, "num_experts": 8},
-        num_layers=1,
-        num_blocks=1024,
-    )
+EXPERTS = {"moe_intermediate_size": 64, "num_experts": 8, "num_experts_per_tok": 2}
+MODELS = {
+    "dense": {**LLAMA_3_8B, **SMALL},
+    "experts": {**QWEN3_30B_A3B, **SMALL, **EXPERTS},
+    "an expert of all tokens": {
+        **{**QWEN3_30B_A3B, **SMALL, **EXPERTS},
+        "architectures": ["Qwen2MoeForCausalLM"],
+        "model_type": "qwen2_moe",
+        "shared_expert_intermediate_size": 128,
+    },
+}
+
+
+def small_step(kind: str, backend: Backend = EXACT, model="dense"):
+    config = MODELS[model] if isinstance(model, str) else model
+    return step_shapes(BUCKETS[kind], backend=backend, config=config, num_layers=1, num_blocks=1024)
 
 
 def trace(kind: str, **options):
@@ -50,9 +76,31 @@ def trace(kind: str, **options):
         return shapes.step.trace(*shapes.arguments).jaxpr
 
 
-@pytest.mark.parametrize("kind", few(BUCKETS, ["verify"]))
-def test_a_step_leaves_no_sum_of_floats_to_xla(kind):
-    refuse_sums(trace(kind))
+@pytest.mark.parametrize(
+    ("model", "kind"),
+    few(itertools.product(MODELS, BUCKETS), [("dense", "verify"), ("experts", "decode")]),
+)
+def test_a_step_leaves_no_sum_of_floats_to_xla(model, kind):
+    refuse_sums(trace(kind, model=model))
+
+
+# Of every family whose layers attend to whole keys and values.
+WITH_EXPERTS = (
+    *("mixtral-window", "qwen3-moe-mixed", "olmoe-many", "flex-olmo-norms", "phimoe-biases"),
+    *("gpt-oss-windows", "granitemoe-factors", "granitemoeshared-shared", "glm4-moe-groups"),
+    *("gemma4-keys-are-values", "dots1-windows", "solar-open-groups", "exaone-moe-windows"),
+    *("afmoe-gates", "mimo-v2-flash-windows", "mellum-windows", "minimax-m2-norms"),
+    *("ernie4-5-moe-shared", "hunyuan-v1-moe-shared"),
+)
+
+
+@pytest.mark.parametrize("name", few(WITH_EXPERTS, ["gpt-oss-windows"]))
+def test_models_with_experts_leave_none_either(name):
+    with describe_gpu():
+        shapes = step_shapes(
+            BUCKETS["decode"], backend=EXACT, config=config_json(name), num_blocks=64
+        )
+        refuse_sums(shapes.step.trace(*shapes.arguments).jaxpr)
 
 
 def test_a_sum_that_is_left_to_xla_is_refused():
@@ -61,9 +109,16 @@ def test_a_sum_that_is_left_to_xla_is_refused():
     assert "reduce_sum of float32" in str(refusal.value)
 
 
-def test_experts_are_refused():
-    with pytest.raises(UnsupportedError, match="batch_invariant with experts"):
-        trace("decode", config=QWEN3_30B_A3B)
+def test_latent_attention_is_refused():
+    with pytest.raises(UnsupportedError, match="batch_invariant: .*TNI,NIO->TNO"):
+        refuse_sums(trace("decode", model=config_json("deepseek-v3-groups")))
+
+
+@pytest.mark.sweep
+def test_an_activation_that_has_no_kernel_is_refused():
+    config = MODELS["experts"] | {"hidden_act": "gelu", "num_hidden_layers": 1}
+    with pytest.raises(UnsupportedError, match="the activation gelu .*without batch_invariant"):
+        LLM.from_parameters(config, random_model(config, "bfloat16"), **IN_A_BATCH)
 
 
 def test_devices_and_kernel_sets_that_cannot_keep_it_are_refused():
@@ -80,9 +135,34 @@ def test_devices_and_kernel_sets_that_cannot_keep_it_are_refused():
             choose_backend(name, device, batch_invariant=True)
 
 
-def float_work(kind: str, backend: Backend) -> tuple[list[str], Counter[tuple[str, ...]]]:
+def test_sums_over_devices_have_one_order_or_are_refused():
+    spec = load_family(LLAMA_3_8B).Spec.from_config(LLAMA_3_8B)
+
+    def sharding(num_devices, reduction="auto", *, is_cpu=False, **settings):
+        return choose_sharding(
+            SimpleNamespace(
+                config=EngineConfig(tensor_parallel_reduction=reduction, **settings),
+                layout=ModelLayout("bfloat16", "auto", num_devices),
+                device=SimpleNamespace(is_cpu=is_cpu),
+                model=spec,
+            )
+        )
+
+    for num_devices, is_invariant in ((1, False), (2, True), (4, True)):
+        assert sharding(num_devices, batch_invariant=True).invariant is is_invariant
+    for num_devices, reduction in ((2, "fast"), (8, "auto")):
+        reason = f"tensor_parallel_size {num_devices} and .*'{reduction}'.* use 'invariant', for 2"
+        with pytest.raises(ConfigError, match=reason):
+            sharding(num_devices, reduction, batch_invariant=True)
+        for others in ({}, {"batch_invariant": True, "is_cpu": True}):
+            assert not sharding(num_devices, reduction, **others).invariant
+
+
+def float_work(
+    kind: str, backend: Backend, model: str
+) -> tuple[list[str], Counter[tuple[str, ...]]]:
     """The sums that XLA computes in a step for an H100, and what each of its fusions does with floats."""
-    shapes = small_step(kind, backend)
+    shapes = small_step(kind, backend, model)
     options = compiler_options("gpu") | EXACT_OPTIONS
     return work_in(
         compile_for(shapes.step, *shapes.arguments, gpu="h100", options=options).as_text()
@@ -110,22 +190,26 @@ def work_in(text: str) -> tuple[list[str], Counter[tuple[str, ...]]]:
 
 @pytest.mark.sweep
 @pytest.mark.skipif(unavailable() is not None, reason=str(unavailable()))
-def test_what_the_compiler_makes_of_steps_is_alike_in_every_bucket():
+@pytest.mark.parametrize("model", ["dense", "an expert of all tokens"])
+def test_what_the_compiler_makes_of_steps_is_alike_in_every_bucket(model):
     """But a chunk scores tokens of the prompt, too."""
-    assert float_work("decode", Backend("triton"))[0]  # it is found where it is
+    assert float_work("decode", Backend("triton"), model)[0]  # it is found where it is
     few_rows, many_rows, chunk = (
-        float_work(kind, EXACT) for kind in ("decode", "decode of 64", "chunk")
+        float_work(kind, EXACT, model) for kind in ("decode", "decode of 64", "chunk")
     )
     assert few_rows[0] == many_rows[0] == chunk[0] == []
     assert few_rows[1] == many_rows[1] and few_rows[1].keys() <= chunk[1].keys()
 
 
 @pytest.mark.sweep
-def test_an_engine_answers_the_same_in_every_batch(monkeypatch):
+@pytest.mark.parametrize("model", ["dense", "an expert of all tokens"])
+def test_an_engine_answers_the_same_in_every_batch(model, monkeypatch):
     """Alone, together, in chunks and with drafts to the bit of log probabilities: by interpreted kernels with the sums of a tensor core."""
     monkeypatch.setattr(triton_backend, "dot", tensor_core.dot)
-    config = LLAMA_3_8B | SMALL | {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16}
-    config |= {"num_hidden_layers": 1, "vocab_size": 128}
+    monkeypatch.setattr(product_cut, "LEAST_TURNS", 1)  # two segments of 128 inputs
+    monkeypatch.setattr(product_cut, "MOST_ROWS_APART", 16)
+    config = MODELS[model] | {"hidden_size": 128, "intermediate_size": 128, "head_dim": 16}
+    config |= {"num_hidden_layers": 1, "vocab_size": 128, "num_experts": 4}
     parameters = random_model(config, "bfloat16")
     prompts = [[5, 6, 7] * 15, [9] * 20, list(range(30, 70))]
     sampling = SamplingParams(max_tokens=12, temperature=0.7, seed=3, logprobs=1, ignore_eos=True)
@@ -135,18 +219,12 @@ def test_an_engine_answers_the_same_in_every_batch(monkeypatch):
         with LLM.from_parameters(
             config,
             parameters,
-            attention_backend="triton",
-            batch_invariant=True,
-            dtype="bfloat16",
-            max_model_len=96,
-            num_blocks=64,
-            max_num_seqs=4,
-            swap_space_blocks=0,
-            enable_prefix_caching=False,
+            **IN_A_BATCH,
             **settings,
         ) as llm:
             for batch in batches:
-                outputs += llm.generate(batch, sampling, use_tqdm=False)
+                outputs += llm.generate(batch, sampling, use_tqdm=False, receipt=True)
+        assert all(each.receipt["engine"]["batch_invariant"] for each in outputs)
         return [
             (list(each.outputs[0].token_ids), each.outputs[0].cumulative_logprob)
             for each in outputs

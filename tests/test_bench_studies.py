@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -82,10 +83,10 @@ def test_steps_are_compared_with_what_the_machine_can_do(tmp_path, capsys, monke
 
 
 @contextlib.contextmanager
-def engine_here(config):
+def engine_here(config, *, oracle=False):
     """In place of a process of its own, which takes 8 seconds to begin."""
     engine = EngineInTurns()
-    engine.start(config)
+    engine.start(config, oracle=oracle)
     try:
         yield engine
     finally:
@@ -97,8 +98,16 @@ def test_drafts_are_measured_beside_engines_without(capsys, monkeypatch):
     monkeypatch.setattr(speculation, "engine_process", engine_here)
     words = ["--model", "demo", "--text", str(TEXT), "--batches", "1", "--repeats", "1"]
     words += ["--num-speculative-tokens", "2", "--max-output", "24"]
+    words += ["--oracle", "--temperature", "0.8"]
     assert cli.main(["bench", "speculation", *words, "--max-num-batched-tokens", "64"]) == 0
-    cells = json.loads(capsys.readouterr().out.splitlines()[-1])["cells"]
-    ways = [(NONE, ""), ("ngram", "2"), ("ngram", "auto"), CONTROL]
+    *shown, line = capsys.readouterr().out.splitlines()
+    cells = json.loads(line)["cells"]
+    methods = [(method, number) for method in ("ngram", "oracle") for number in ("2", "auto")]
+    ways = [(NONE, ""), *methods, CONTROL]
     assert [(cell["method"], cell["num_speculative_tokens"]) for cell in cells] == ways
     assert all(cell["identical"] for cell in cells[1:])
+    # Of 23 tokens after the first, each step gives 3.
+    assert cells[3]["tokens_per_step"] == 23 / 8
+    shares = [line.split()[-2] for line in shown if line.startswith("oracle")]
+    assert shares == ["1.00", "1.00"]
+    assert any(re.match(r"auto: at least [\d.]+ of the best fixed", line) for line in shown)

@@ -48,14 +48,14 @@ def test_fields_and_defaults_are_those_of_the_interface() -> None:
         "model": "demo",
         "dtype": "auto",
         "max_model_len": None,
-        "block_size": 16,
+        "block_size": "auto",
         "num_blocks": None,
         "kv_cache_memory_bytes": None,
         "gpu_memory_utilization": 0.9,
         "swap_space_blocks": None,
         "max_num_seqs": 64,
         "max_num_batched_tokens": None,
-        "num_scheduler_steps": 1,
+        "num_scheduler_steps": "auto",
         "preemption_mode": "auto",
         "enable_prefix_caching": True,
         "attention_backend": "auto",
@@ -94,12 +94,12 @@ def test_fields_and_defaults_are_those_of_the_interface() -> None:
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
-        ("block_size", 0, "block_size: must be greater than or equal to 1, got 0"),
-        ("block_size", 3, "block_size: must be a power of two from 1 to 128, got 3"),
-        ("block_size", 256, "block_size: must be a power of two from 1 to 128, got 256"),
-        ("block_size", -16, "block_size: must be greater than or equal to 1, got -16"),
-        ("block_size", 1.5, "block_size: must be a valid integer, got 1.5"),
-        ("block_size", "16", "block_size: must be a valid integer, got '16'"),
+        ("block_size", 0, "block_size: must be greater than or equal to 1 or 'auto', got 0"),
+        ("block_size", 3, "block_size: must be a power of two from 1 to 128 or 'auto', got 3"),
+        ("block_size", 256, "block_size: must be a power of two from 1 to 128 or 'auto', got 256"),
+        ("block_size", -16, "block_size: must be greater than or equal to 1 or 'auto', got -16"),
+        ("block_size", 1.5, "block_size: must be a valid integer or 'auto', got 1.5"),
+        ("block_size", "16", "block_size: must be a valid integer or 'auto', got '16'"),
         (
             "cudagraph_collectives",
             True,
@@ -109,11 +109,6 @@ def test_fields_and_defaults_are_those_of_the_interface() -> None:
         ("max_num_seqs", True, "max_num_seqs: must be a valid integer, got True"),
         ("num_blocks", 1, "num_blocks: must be greater than or equal to 2, got 1"),
         ("max_model_len", 0, "max_model_len: must be greater than or equal to 2, got 0"),
-        (
-            "max_num_batched_tokens",
-            8,
-            "max_num_batched_tokens: must be at least block_size (16), got 8",
-        ),
         (
             "max_num_batched_tokens",
             63,
@@ -146,6 +141,13 @@ def test_a_bad_value_is_refused_with_name_value_and_what_is_allowed(
     assert message in str(error.value).splitlines() or str(error.value).startswith(message)
 
 
+def test_a_step_holds_a_block() -> None:
+    sizes: dict[str, Any] = {"max_num_batched_tokens": 8, "max_num_seqs": 4}
+    with pytest.raises(ConfigError, match=r"must be at least block_size \(16\), got 8"):
+        EngineConfig(**sizes, block_size=16)
+    assert EngineConfig(**sizes).block_size == "auto"
+
+
 def test_contradictions_are_told_beside_other_mistakes() -> None:
     with pytest.raises(ConfigError) as error:
         EngineConfig(  # type: ignore[call-arg]
@@ -163,7 +165,7 @@ def test_contradictions_are_told_beside_other_mistakes() -> None:
     ], (
         "and nothing that comes of a default in the place of a mistake: 40 are fewer than 64 max_num_seqs"
     )
-    assert lines[0] == "block_size: must be a power of two from 1 to 128, got 13"
+    assert lines[0] == "block_size: must be a power of two from 1 to 128 or 'auto', got 13"
 
 
 def test_settings_that_were_given_are_known() -> None:
@@ -436,7 +438,7 @@ for config, values in ((EngineConfig, {"block_size": 3}), (ServerConfig, {"port"
         [sys.executable, "-O", "-c", program], capture_output=True, text=True, check=True
     )
     assert result.stdout.splitlines() == [
-        "block_size: must be a power of two from 1 to 128, got 3",
+        "block_size: must be a power of two from 1 to 128 or 'auto', got 3",
         "port: must be greater than or equal to 0, got -1",
     ]
 

@@ -16,10 +16,14 @@ import jax.numpy as jnp
 import pytest
 
 from jaxpage.device.compiler_options import compiler_options
+from jaxpage.device.hardware.backends import Backend
+from jaxpage.device.inputs.buckets import Bucket
 from jaxpage.device.sampler import PROCESSED_AT_ONCE
 from jaxpage.layers import norms
+from pallas_kernels import batch_invariant_product
 from pallas_kernels.sets import fa3, triton
 from pallas_kernels.triton import backend as triton_backend
+from pallas_kernels.triton import product_cut
 from tests.support.sweeps import few
 from tools.lab.kernel_lab.inspection import (
     Findings,
@@ -35,6 +39,7 @@ from tools.lab.kernel_lab.inspection.compiled_cases import (
     attention_case,
     copy_case,
     product_case,
+    rotation_case,
     selection_case,
     write_case,
 )
@@ -199,6 +204,45 @@ def test_a_product_is_one_launch_that_makes_no_weight(name):
         )
 
 
+@pytest.mark.parametrize(
+    ("rows", "weight", "dtype"),
+    few(
+        [
+            *itertools.product(
+                (2, 64, 2048),
+                [(6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)],
+                ["bfloat16"],
+            ),
+            (2, (4096, 4096), "float32"),
+        ],
+        [(64, (4096, 4096), "bfloat16"), (2048, (4096, 4096), "bfloat16")],
+    ),
+)
+def test_a_product_in_one_order_adds_outside_the_tensor_core_at_the_ends_of_segments(
+    rows, weight, dtype
+):
+    """With `batch_invariant` a program of few rows adds up nothing else, and one of many rows the sums of its segments.
+
+    In float32 there is no tensor core, so that additions are found there.
+    """
+    if sass.disassembler() is None:
+        pytest.skip("no nvdisasm: pip install triton")
+    arrays = [jax.ShapeDtypeStruct(shape, dtype) for shape in ((rows, weight[1]), weight)]
+    found = inspect(compile_for(jax.jit(batch_invariant_product), *arrays))
+    (main,) = (kernel for kernel in found.kernels if kernel.name == "grouped_product")
+    cut = product_cut.cut_by_weight(arrays[0].shape, (1, weight[0]), dtype, None, roomy=True)
+    sums_of_a_thread = cut.rows * cut.cols // (main.threads or 0)
+    instructions = sass.opcodes(main.image)
+    additions = sass.count(instructions, "FADD") + sass.count(instructions, "FFMA")
+    if dtype == "float32":
+        assert additions >= sums_of_a_thread
+        return
+    assert additions == (sums_of_a_thread if cut.folds > 1 else 0)
+    assert sass.count(instructions, "HMMA", "16816", "F32", "BF16") or sass.count(
+        instructions, "HGMMA"
+    )
+
+
 @pytest.mark.parametrize("page_dtype", ["int8", "bfloat16"])
 def test_decode_has_enough_bytes_on_their_way(page_dtype):
     """An H200 reads 4.8 TB/s, which takes about 33 KiB in flight on each multiprocessor: those of the next turn of its programs."""
@@ -218,6 +262,38 @@ def test_decode_has_enough_bytes_on_their_way(page_dtype):
 def test_new_keys_and_values_are_written_in_place(page_dtype, backend):
     case = write_case(64, page_dtype=page_dtype, backend=backend)
     assert_in_place(compiled_case(case), case.arguments[0], own=backend == "triton")
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        rotation_case(64),
+        pytest.param(rotation_case(64, page_dtype="int8"), marks=pytest.mark.sweep),
+        pytest.param(rotation_case(64, num_segments=4), marks=pytest.mark.sweep),
+    ],
+    ids=["bfloat16", "int8", "segments"],
+)
+def test_queries_and_keys_are_rotated_and_written_in_one_launch(case):
+    found = compiled_case(case)
+    assert_in_place(found, case.arguments[0], own=True)
+    assert found.num_launches == 1
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize(("batch_invariant", "most"), [(False, 13), (True, 10)])
+@pytest.mark.parametrize("num_rows", [2, 16])
+def test_a_layer_has_few_launches(num_rows, batch_invariant, most):
+    """Of 8B: attention is two of them, and in plain products a sum of split inputs may be one more."""
+    bucket = Bucket(num_rows, num_rows, 1)
+    numbers = []
+    for num_layers in (1, 2):
+        backend = Backend("triton", batch_invariant=batch_invariant)
+        shapes = step_shapes(bucket, backend=backend, num_layers=num_layers)
+        compiled, _ = compile_with_thunks(
+            shapes.step, *shapes.arguments, options=compiler_options("gpu")
+        )
+        numbers.append(inspect(compiled).num_launches)
+    assert numbers[1] - numbers[0] <= most
 
 
 def test_selection_keeps_its_sums_in_registers():
@@ -262,7 +338,7 @@ def test_a_step_is_one_cuda_graph_and_changes_its_pages_in_place(kind, backend, 
     written = LAYERS if backend == "triton" else 0  # Mosaic leaves it to XLA
     expected = {
         "paged_attention": LAYERS,
-        "write_kv": written,
+        "rotate_and_write": written,
         "paged_attention_reduce": reduced * LAYERS,
     }
     selecting = {"cutoffs", "likeliest"}
@@ -354,7 +430,11 @@ def test_a_product_of_fp8_is_compiled_for_a_card_that_does_not_convert_it(
 def test_pages_are_changed_in_place_on_the_card(gpu):
     for case in (
         copy_case(16),
-        *(write_case(64, page_dtype=page_dtype) for page_dtype in ("bfloat16", "int8", "uint8")),
+        *(
+            make_case(64, page_dtype=page_dtype)
+            for page_dtype in ("bfloat16", "int8", "uint8")
+            for make_case in (write_case, rotation_case)
+        ),
     ):
         if "uint8" not in case.name or gpu not in WITHOUT_FP8:
             assert_in_place(
@@ -386,7 +466,7 @@ def test_a_step_on_the_card_is_one_cuda_graph(gpu, config, kind, num_layers):
     assert thunks.on_host(text) == [] and thunks.num_command_buffers(text) == 1
     found = inspect(compiled)
     assert found.problems(pages_bytes=shapes.pages_bytes, array_bytes=shapes.array_bytes) == []
-    assert found.calls["paged_attention"] == found.calls["write_kv"] == num_layers
+    assert found.calls["paged_attention"] == found.calls["rotate_and_write"] == num_layers
 
 
 @pytest.mark.sweep

@@ -13,7 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxpage.settings.sampling_params import SamplingParams
-from jaxpage.speculation.controller import PROBE_SHARE, Costs
+from jaxpage.speculation.controller import PROBE_SHARE
+from jaxpage.speculation.costs import Costs
 from jaxpage.speculation.drafter_sync import MAX_LOSS, DrafterSync
 from jaxpage.step.limits import StepLimits
 from jaxpage.step.plan import Row, Sample, StepPlan

@@ -10,11 +10,14 @@ import jax.numpy as jnp
 import pytest
 
 from jaxpage import LLM, BeamSearchParams, SamplingParams
+from jaxpage.assembly.planning import engine_spec
 from jaxpage.device import steps
+from jaxpage.device.hardware import DeviceSpec
 from jaxpage.device.inputs.step_inputs import at_step
 from jaxpage.engine.engine import Engine
 from jaxpage.errors import ConfigError, EventLogError
 from jaxpage.replay import replay
+from jaxpage.scheduling import several_steps
 from jaxpage.settings.engine_config import EngineConfig
 from jaxpage.step.draft import PLACEHOLDER
 from jaxpage.step.plan import Row, Sample, StepPlan
@@ -64,6 +67,7 @@ ENGINES: dict[str, dict[str, Any]] = {
             "num_scheduler_steps": NUM_STEPS,
         },
     },
+    "auto": {"max_num_batched_tokens": 32, "num_scheduler_steps": "auto"},
     "mistral without": {"max_num_batched_tokens": 32},
     "mistral": {
         "max_num_batched_tokens": 32,
@@ -320,6 +324,114 @@ def test_a_log_of_it_is_replayed(directories, want, tmp_path):
         replay(str(path))
 
 
+def lengths_of_plans(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
+    """The tokens of each row, step by step, from now on."""
+    lengths: list[list[int]] = []
+    build = engine.builder.build
+
+    def built(plan: StepPlan, *others: Any) -> Any:
+        lengths.append([len(row.token_ids) for row in plan.rows])
+        return build(plan, *others)
+
+    monkeypatch.setattr(engine.builder, "build", built)
+    return lengths
+
+
+def test_auto_changes_nothing(engines, want, monkeypatch):
+    """More requests than rows, with and without a need of the host, and two that nobody waits for."""
+    auto = engines("auto")
+    monkeypatch.setattr(several_steps, "STEPS_FOR_ONE_MORE", 1)
+    assert ask(auto, [*range(len(REQUESTS))]) == want
+    rows, tokens = decoded(auto)
+    assert ask(auto, [1, 11]) == [want[index] for index in (1, 11)]
+    more_rows, more_tokens = decoded(auto)
+    assert more_tokens - tokens > 2 * (more_rows - rows)
+    invariants(engines("auto"))
+
+
+def test_auto_takes_more_steps_the_longer_nobody_has_come(engines, monkeypatch):
+    """One for every 16 steps since the last arrival. The chunk of the prompt counts as a step."""
+    engine, params = (
+        engines("auto")._engine,
+        SamplingParams(temperature=0.0, max_tokens=99, ignore_eos=True),
+    )
+    lengths = lengths_of_plans(engine, monkeypatch)
+    engine.add("first", engine.prepare(None, [7, 8, 9], params))
+    while sum(map(sum, lengths)) < 3 + 90:
+        engine.step()
+    assert lengths == [[3], *[[1]] * 31, *[[2]] * 8, *[[3]] * 6, *[[4]] * 7]
+    engine.add("second", engine.prepare(None, [7, 8], params))
+    del lengths[:]
+    while engine.has_unfinished:
+        engine.step()
+    assert lengths[:3] == [[2], [1, 1], [1, 1]]
+    assert sum(map(sum, lengths)) == 2 + 98 + (98 - 93)  # the prompt, and all tokens but the first
+    invariants(engines("auto"))
+
+
+@pytest.mark.parametrize("waits", ["queue", "chunks", "preempted"])
+def test_auto_takes_one_step_while_anybody_waits(waits, engines, monkeypatch):
+    monkeypatch.setattr(several_steps, "STEPS_FOR_ONE_MORE", 1)
+    engine, params = (
+        engines("auto")._engine,
+        SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True),
+    )
+    for index in range(2):
+        engine.add(f"{index}", engine.prepare(None, [7, 8, 9], params))
+    while (
+        not engine.running
+        or min(group.sequences[0].num_output_tokens for group in engine.running) < 5
+    ):
+        engine.step()
+    lengths = lengths_of_plans(engine, monkeypatch)
+    engine.step()
+    assert lengths == [[NUM_STEPS, NUM_STEPS]]
+    if waits == "preempted":
+        engine.scheduler.give_way()
+        engine.step()
+        assert lengths[1:] == [[1]]
+    elif waits == "queue":
+        short = dataclasses.replace(params, max_tokens=3)
+        for index in range(3):
+            engine.add(f"late {index}", engine.prepare(None, [7, 8, 9], short))
+        while engine.scheduler.num_waiting:
+            engine.step()
+        assert {length for each in lengths[2:] for length in each} == {1, 3}
+    else:
+        engine.add("long", engine.prepare(None, [*range(5, 105)], params))
+        while engine.scheduler.running[-1].sequences[0].num_computed_tokens < 100:
+            engine.step()
+        assert [each for each in lengths[1:] if len(each) == 2] == [[1, 1]] * 3
+    while engine.has_unfinished:
+        engine.step()
+    invariants(engines("auto"))
+
+
+def test_a_log_of_auto_is_replayed(directories, want, tmp_path, monkeypatch):
+    monkeypatch.setattr(engine_spec, "STEPS_ON_CPU", NUM_STEPS)
+    monkeypatch.setattr(several_steps, "STEPS_FOR_ONE_MORE", 2)
+    path = tmp_path / "log"
+    settings = {**ENGINES["auto"], "block_size": "auto", "event_log": str(path)}
+    with make_llm(directories["llama"], **settings) as llm:
+        assert ask(llm, [0, 2, 11]) == [want[index] for index in (0, 2, 11)]
+    assert {
+        f'"drafts":[[0,[{",".join(["-1"] * count)}]]' in path.read_text() for count in (1, 3)
+    } == {True}
+    assert '"block_size":16' in path.read_text()
+    assert replay(str(path)).difference is None
+    monkeypatch.setattr(several_steps, "STEPS_FOR_ONE_MORE", 3)
+    assert replay(str(path)).difference
+
+
+def test_auto_is_several_where_the_host_takes_a_share():
+    for name, number in {"cpu (x)": 1, "gpu (NVIDIA H100)": 8, "tpu (TPU v5e)": 8}.items():
+        device = DeviceSpec(name, 2**30)
+        assert engine_spec.choose_num_steps(EngineConfig(), device) == number
+        drafting = EngineConfig(speculative_config={"method": "ngram"})
+        assert engine_spec.choose_num_steps(drafting, device) == 1
+        assert engine_spec.choose_num_steps(EngineConfig(num_scheduler_steps=3), device) == 3
+
+
 def forgets_the_token(inputs: Any, index: Any, token_ids_B: Any) -> Any:
     """Every step goes on with the first token."""
     first = inputs.token_ids_T[inputs.query_start[:-1]]
@@ -374,7 +486,7 @@ def test_a_planted_mistake_is_seen(mistake, directories, want, monkeypatch):
 
 
 def test_wrong_settings():
-    for value in (0, 33):
+    for value in (0, 33, "many"):
         with pytest.raises(ConfigError, match="num_scheduler_steps"):
             EngineConfig(num_scheduler_steps=value)
     with pytest.raises(

@@ -20,11 +20,13 @@ from pallas_kernels import (
     gather_blocks,
     is_quantized,
     quantized_pages,
+    rotate_and_write,
     scatter_blocks,
     write_kv,
 )
 from pallas_kernels.compat import describe_gpu
 from pallas_kernels.triton import move as triton_move
+from pallas_kernels.triton import rotary_write, rows
 from pallas_kernels.triton import write as triton_write
 
 P, S, K, H, T = 6, 4, 3, 20, 7
@@ -213,6 +215,133 @@ def test_quantising_in_a_kernel_gives_the_same_bits(values):
         np.testing.assert_array_equal(bits(kept)[finite], bits(want)[finite])
         read = quantized_pages.dequantize(kept, scale)
         assert np.isnan(np.asarray(read)[~finite]).all()
+
+
+# Rotating and writing
+
+N, E = 6, 6  # query heads; pairs of a head, whose last numbers are not turned
+
+
+def heads_and_angles(seed, dtype, width=H):
+    """Heads of queries, keys and values, the angles, and all in float64."""
+    rng = np.random.default_rng(seed)
+    x = jnp.asarray(rng.standard_normal((T, N + 2 * K, width)), dtype)
+    angles = rng.uniform(0, 100, (T, E))
+    cos, sin = (np.asarray(function(angles), np.float32) for function in (np.cos, np.sin))
+    return x, cos, sin
+
+
+@functools.partial(jax.jit, static_argnames="function")
+def rotate_then_write(x, cos, sin, pages, slots_T, *, function):
+    scales = dict(zip(("k_scale", "v_scale"), pages[2:], strict=False))
+    return function(x, cos, sin, *pages[:2], slots_T, **scales)
+
+
+fused = functools.partial(rotate_and_write, backend="triton", interpret=True)
+
+
+def one_after_the_other(x, cos, sin, k_pages, v_pages, slots_T, **scales):
+    """What layers computed before: two rotations, and a write."""
+    flat = x.reshape(T, -1)
+    q, k, v = rows.split_and_rotate(flat, cos, sin, K, x.shape[2], interpret=True)
+    return q, write_kv(k, v, k_pages, v_pages, slots_T, **scales, **BACKENDS["triton"])
+
+
+def check_rotation(dtype, pages_dtype, width=H):
+    """Against float64: queries and keys to a rounding, values and all other slots to the bit."""
+    x, cos, sin = heads_and_angles(3, dtype, width)
+    pages, slots = new_pages(pages_dtype, 3, width), np.array(SLOTS, np.int32)
+    q, got = rotate_then_write(x, cos, sin, pages, slots, function=fused)
+    wide = np.asarray(x, np.float64)
+    first, second = wide[..., :E], wide[..., E : 2 * E]
+    cos_T1E, sin_T1E = cos[:, None].astype(np.float64), sin[:, None].astype(np.float64)
+    turned = [first * cos_T1E - second * sin_T1E, second * cos_T1E + first * sin_T1E]
+    want = np.concatenate([*turned, wide[..., 2 * E :]], -1)
+    tolerance = {"float32": 1e-6, "bfloat16": 8e-3, "float16": 1e-3}[dtype]
+    np.testing.assert_allclose(
+        np.asarray(q, np.float64), want[:, :N], rtol=tolerance, atol=tolerance
+    )
+    numbers = np.asarray(x, np.float32)
+    for place, (array, old) in enumerate(zip(got, pages, strict=True)):
+        slots_now, new = (np.asarray(each).reshape(P * S, K, -1) for each in (array, old))
+        new = new.copy()
+        is_key, is_scale = place % 2 == 0, place > 1
+        for token, slot in enumerate(SLOTS):
+            if S <= slot < P * S and not is_key:
+                new[slot] = kept_as(numbers[token, N + K :], pages_dtype)[is_scale].reshape(K, -1)
+            elif S <= slot < P * S:
+                near = kept_as(want[token, N : N + K].astype(np.float32), pages_dtype)[is_scale]
+                new[slot] = slots_now[slot]
+                found, wished = (
+                    np.asarray(each.view(E4M3) if each.dtype == "uint8" else each, np.float64)
+                    for each in (slots_now[slot], near.reshape(K, -1))
+                )
+                step = 1 if pages_dtype == "int8" and not is_scale else 0
+                step = step or (0.13 * np.abs(wished) if "8" in pages_dtype and not is_scale else 0)
+                np.testing.assert_array_less(
+                    np.abs(found - wished), step + 2 * tolerance * (1 + np.abs(wished))
+                )
+        np.testing.assert_array_equal(bits(slots_now[S:]), bits(new[S:]))
+    return q, got
+
+
+@pytest.mark.parametrize("pages_dtype", ["as x", "int8", "uint8", "float8_e4m3fn"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float16"])
+def test_queries_and_keys_are_rotated_and_pages_written_in_one_launch(dtype, pages_dtype):
+    pages_dtype = dtype if pages_dtype == "as x" else pages_dtype
+    got = check_rotation(dtype, pages_dtype)
+    x, cos, sin = heads_and_angles(3, dtype)
+    before = rotate_then_write(
+        x,
+        cos,
+        sin,
+        new_pages(pages_dtype, 3),
+        np.array(SLOTS, np.int32),
+        function=one_after_the_other,
+    )
+    same(got[0], before[0])
+    same(
+        [each.reshape(P * S, -1)[S:] for each in got[1]],
+        [each.reshape(P * S, -1)[S:] for each in before[1]],
+    )
+
+
+@pytest.mark.parametrize("tile", [1, 32, 2048])
+def test_heads_of_a_program_are_all_of_a_kind(tile, monkeypatch):
+    monkeypatch.setattr(rotary_write, "TILE", tile)
+    for width in (20, 16):
+        rotary_write.rotate_and_write.clear_cache()
+        rotate_then_write.clear_cache()
+        check_rotation("float32", "float32", width)
+
+
+@pytest.mark.parametrize("mistake", ["sign", "values", "head"])
+def test_a_planted_mistake_in_a_rotation_is_seen(mistake, monkeypatch):
+    turn = rotary_write._turn
+
+    def wrong(x_MH, x_ref, cos_ref, sin_ref, token, at_M1, at_1H):
+        if mistake == "sign":
+            return turn(x_MH, x_ref, sin_ref, cos_ref, token, at_M1, at_1H)
+        if mistake == "values":
+            return x_MH
+        return turn(x_MH, x_ref, cos_ref, sin_ref, token, at_M1 + 1, at_1H)
+
+    monkeypatch.setattr(rotary_write, "_turn", wrong)
+    rotary_write.rotate_and_write.clear_cache()
+    rotate_then_write.clear_cache()
+    with pytest.raises(AssertionError):
+        check_rotation("float32", "float32")
+    rotary_write.rotate_and_write.clear_cache()
+    rotate_then_write.clear_cache()
+
+
+def test_rotations_that_no_kernel_takes_are_refused():
+    x, cos, sin = heads_and_angles(3, "float32")
+    pages, slots = new_pages("float32"), np.array(SLOTS, np.int32)
+    with pytest.raises(NotImplementedError, match="reference: it has no such kernel"):
+        rotate_and_write(x, cos, sin, *pages, slots, backend="reference")
+    with pytest.raises(ValueError, match="must have more than 2 x 3 heads"):
+        rotate_and_write(x[:, :6], cos, sin, *pages, slots, backend="triton", interpret=True)
 
 
 # Moving

@@ -322,7 +322,7 @@ def test_nothing_is_fetched(url: str) -> None:
         (
             open_response,
             {"model": MODEL, "input": [said([{"type": "input_image", "file_id": "f"}])]},
-            "input[0].content[0].image_url",
+            "input[0].content[0]",
         ),
         (
             open_ollama_chat,

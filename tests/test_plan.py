@@ -24,6 +24,7 @@ from jaxpage.checkpoints.finding import resolve_model_config
 from jaxpage.cli.flag import byte_size
 from jaxpage.cli.flags import PLAN_SETTINGS, PLANNED_SETTINGS
 from jaxpage.cli.setting_flags import ENGINE_FLAGS
+from jaxpage.device.hardware import DeviceSpec, device_spec
 from jaxpage.device.vision import sizes_for
 from jaxpage.errors import CapacityError, ConfigError, UnsupportedError
 from jaxpage.layers.sharding import Sharding
@@ -978,3 +979,17 @@ def test_devices_are_divided_into_replicas(
     users = [f"{2 * (found[4]['num_slots'] // length):,}" for length in (1024, 4096)]
     assert ["4", "2", "3.74", "GiB", f"{found[4]['num_slots']:,}", *users] in table
     assert run(model, *flags, "--devices", "0") == 2
+
+
+def test_blocks_are_of_16_tokens_until_a_card_was_measured(monkeypatch):
+    h100 = DeviceSpec("gpu (NVIDIA H100 80GB HBM3)", 2**30)
+    assert [h100.choose_block_size(size) for size in ("auto", 8)] == [16, 8]
+    monkeypatch.setitem(device_spec.MEASURED_BLOCK_SIZES, "H100", 64)
+    assert h100.choose_block_size("auto") == 64
+    assert [h100.choose_block_size("auto", tokens) for tokens in (2048, 40, 32, 1)] == [
+        64,
+        32,
+        32,
+        1,
+    ]
+    assert DeviceSpec("gpu (NVIDIA H200)", 2**30).choose_block_size("auto") == 16

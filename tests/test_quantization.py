@@ -607,27 +607,65 @@ def test_a_group_that_two_shards_would_share_is_refused_with_the_numbers(tmp_pat
         numbers_of_shards(tmp_path, 1)
 
 
-@pytest.mark.parametrize(("name", "bits"), [("int8", 8), ("int4", 4)])
-def test_a_checkpoint_is_rounded_at_load(name, bits, tmp_path):
-    """By the definition, written anew: the nearest multiple of a scale, which is that of an output or of 32 inputs."""
-    loaded = Loaded(random_checkpoint(tmp_path, CONFIG), name)
-    weight = random_tensors(CONFIG)["model.layers.1.mlp.down_proj.weight"]
-    x = RNG.standard_normal((4, 192)).astype(np.float32)
+def round_weight(weight: np.ndarray, bits: int) -> np.ndarray:
+    """Returns the nearest multiples of a scale, which is that of an output or of 32 inputs."""
     rounded = np.empty_like(weight)
-    size = 192 if bits == 8 else 32
+    size = weight.shape[1] if bits == 8 else 32
     for o in range(weight.shape[0]):
-        for start in range(0, 192, size):
+        for start in range(0, weight.shape[1], size):
             group = weight[o, start : start + size]
             largest = group[np.abs(group).argmax()]
             scale = abs(largest) / 127 if bits == 8 else largest / -8
-            rounded[o, start : start + size] = (
-                np.clip(np.rint(group / scale), -(2 ** (bits - 1)), 2 ** (bits - 1) - 1) * scale
-            )
-    got = loaded.multiply(x, "mlp", "down")
-    np.testing.assert_allclose(
-        got, x @ rounded.T, atol=(0.02 if bits == 8 else 1e-5) * np.abs(got).max()
-    )
+            codes = np.clip(np.rint(group / scale), -(2 ** (bits - 1)), 2 ** (bits - 1) - 1)
+            rounded[o, start : start + size] = codes * scale
     assert np.abs(rounded - weight).max() > 0, "else this shows nothing"
+    return rounded
+
+
+@pytest.mark.parametrize(("name", "bits"), [("int8", 8), ("int4", 4)])
+def test_a_checkpoint_is_rounded_at_load(name, bits, tmp_path):
+    loaded = Loaded(random_checkpoint(tmp_path, CONFIG), name)
+    rounded = round_weight(random_tensors(CONFIG)["model.layers.1.mlp.down_proj.weight"], bits)
+    x = RNG.standard_normal((4, 192)).astype(np.float32)
+    result = loaded.multiply(x, "mlp", "down")
+    np.testing.assert_allclose(
+        result, x @ rounded.T, atol=(0.02 if bits == 8 else 1e-5) * np.abs(result).max()
+    )
+
+
+@pytest.mark.parametrize("name", ["int8+head", "int4+head"])
+def test_a_head_is_rounded_to_eight_bits_where_the_setting_says_so(name, tmp_path):
+    """A token table that is not tied to it stays as it is."""
+    loaded = Loaded(random_checkpoint(tmp_path, CONFIG), name)
+    assert_logits(loaded, round_weight(random_tensors(CONFIG)["lm_head.weight"], 8), 0.02)
+
+
+@pytest.mark.parametrize("stored", ["model.embed_tokens", "lm_head"])
+def test_a_tied_head_is_rounded_with_its_table(stored, tmp_path):
+    """Rows of tokens and logits are those of the rounded table, by whichever name a file has it."""
+    config = {**CONFIG, "tie_word_embeddings": True}
+    tensors = random_tensors(config)
+    table = tensors.pop("model.embed_tokens.weight")
+    random_checkpoint(tmp_path, config)
+    write_tensors(tmp_path, {**tensors, f"{stored}.weight": table})
+    loaded = Loaded(tmp_path, "int4+head")
+    tokens = loaded.model.tokens
+    nnx.update(tokens, _filled(tokens, loaded.parameters["tokens"]))
+    rounded = round_weight(table, 8)
+    x = RNG.standard_normal((5, table.shape[1])).astype(np.float32)
+    expected = x.astype(np.float64) @ rounded.astype(np.float64).T
+    with TraceScope(make_layer_kernels(Backend("auto"))).open():
+        rows, logits = tokens(jnp.array([3, 0, 7])), tokens.logits(jnp.asarray(x))
+    np.testing.assert_allclose(rows, rounded[[3, 0, 7]], atol=1e-6)
+    np.testing.assert_allclose(logits, expected, atol=0.02 * np.abs(expected).max())
+    assert loaded.model.head is None and "table" not in loaded.parameters["tokens"]
+
+
+def test_an_engine_with_a_rounded_head_gives_the_same_bits_however_it_is_run(tmp_path):
+    model = random_checkpoint(tmp_path, {**CONFIG, "tie_word_embeddings": True})
+    plain = texts(model, quantization="int8+head")
+    assert texts(model, quantization="int8+head", **SMALL_POOL, preemption_mode="swap") == plain
+    assert plain != texts(model, quantization="int8")
 
 
 def test_products_in_eight_bits_are_exact_sums():
@@ -1444,7 +1482,7 @@ def test_the_setting_and_the_checkpoint_must_agree(tmp_path):
     random_checkpoint(tmp_path / "plain", CONFIG)
     with pytest.raises(
         CheckpointError,
-        match="quantization is 'awq', but the checkpoint has no quantization_config; use int8, int4, gguf for",
+        match="quantization is 'awq', but the checkpoint has no quantization_config; use int8, int4, int8+head, int4+head, gguf for",
     ):
         open_model(tmp_path / "plain", "awq")
     for model in (5, None):
@@ -1469,9 +1507,10 @@ def test_the_benchmark_says_what_rounding_costs(tmp_path, capsys):
     text = Path(__file__).parent / "support" / "alice.txt"
     assert cli.main([*words, "--model", "demo", "--dtype", "float32", "--text", str(text)]) == 0
     result = json.loads(capsys.readouterr().out.splitlines()[-1])
-    exact, int8, int4 = (result[name] for name in ("float32", "int8", "int4"))
-    assert exact["kl_divergence"] == 0 < int8["kl_divergence"] < int4["kl_divergence"] < 0.1
-    assert exact["weights_mib"] > int8["weights_mib"] > int4["weights_mib"]
+    exact, int8, int4, head = (result[name] for name in ("float32", "int8", "int4", "int4+head"))
+    assert exact["kl_divergence"] == 0 < int8["kl_divergence"] < int4["kl_divergence"]
+    assert int4["kl_divergence"] < head["kl_divergence"] < 0.1
+    assert exact["weights_mib"] > int8["weights_mib"] > int4["weights_mib"] > head["weights_mib"]
     assert (
         exact["perplexity"] == pytest.approx(np.exp(exact["loss"]))
         and exact["tokens_per_second_2"] > 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import dataclasses
 import hashlib
 import json
 import os
@@ -22,6 +23,7 @@ from safetensors.numpy import load_file
 
 import jaxpage
 from jaxpage import LLM, AsyncLLM, BeamSearchParams, SamplingParams, cli
+from jaxpage.assembly import describe_engine
 from jaxpage.errors import CapacityError, ReceiptError, UnsupportedError
 from jaxpage.outputs import Logprob
 from jaxpage.receipts import check_receiptable, parse_receipt, read_receipt, verify
@@ -382,6 +384,21 @@ def test_asynchronous_answers_have_the_same_receipts(llm: LLM) -> None:
 FLAGS = [
     *("--max-num-seqs", "4", "--max-num-batched-tokens", "64", "--num-blocks", "129", "-q"),
 ]
+
+
+def test_another_mode_of_a_gpu_is_refused_by_its_name(llm: LLM, receipt: dict[str, Any]) -> None:
+    assert receipt["engine"]["batch_invariant"] is False
+    verdict = llm.verify(with_checksum(with_value(receipt, ("engine", "batch_invariant"), True)))
+    assert verdict.result == "unknown"
+    assert verdict.reasons == (
+        "the receipt was made with batch_invariant True, and this engine has False",
+    )
+    kernels = llm.spec.described.kernels
+    assert kernels is not None
+    exact = dataclasses.replace(llm.spec.described, kernels=kernels._replace(batch_invariant=True))
+    built = llm._receipts._built
+    spec = dataclasses.replace(llm.spec, described=exact)
+    assert describe_engine(built.model, spec, None).batch_invariant
 
 
 def run(*words: str) -> int:

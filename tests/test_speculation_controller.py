@@ -20,7 +20,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxpage.speculation import controller as controlling
-from jaxpage.speculation.controller import PROBE_SHARE, Acceptance, Controller, Costs
+from jaxpage.speculation.controller import PROBE_SHARE, Acceptance, Controller
+from jaxpage.speculation.costs import Costs
 from jaxpage.step.draft import chain
 from jaxpage.step.limits import StepLimits
 from tests.support import simulated_speculation

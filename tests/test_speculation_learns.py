@@ -74,6 +74,17 @@ def observe(
     speculator.observe(StepReport(drafts, plan, result, edits, []))
 
 
+def test_costs_are_those_of_the_context_of_the_last_step():
+    controller = controller_of()
+    speculator = ProposingSpeculator(Always(), LIMITS, controller, vocab_size=9)
+    row = Row(3, 7, (3,), ((1, 2, 3),))
+    rows = (row, row._replace(sequence_id=4, start=12))
+    sample = plan_of().samples[0]
+    plan = StepPlan(1, rows, (sample, sample._replace(row=1, sequence_id=4)))
+    observe(speculator, Drafts({}, 0.0), plan, [Append(3, 4), Append(4, 4)])
+    assert controller.costs.context == 9.5
+
+
 def test_drafts_that_a_grammar_refuses_are_given_up():
     """Nobody verifies them, so that they would be taken for right as often as at first, and asked for in every step."""
     proposer = Always()

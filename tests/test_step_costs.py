@@ -5,13 +5,60 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from jaxpage.assembly.step_costs import full_step
+from jaxpage.assembly import step_costs
+from jaxpage.assembly.step_costs import describe_break_even, full_step
 from jaxpage.device.inputs.buckets import make_menu
 from jaxpage.engine.batch_builder import BatchBuilder
-from jaxpage.speculation.controller import Costs
+from jaxpage.speculation.controller import Controller
+from jaxpage.speculation.costs import Costs
+from jaxpage.step.limits import StepLimits
 
 PLAIN, DRAFTS, MORE = (4, 4), (4, 16), (4, 32)
 FIRST = {PLAIN: 1.0, DRAFTS: 2.0, MORE: 4.0}
+
+
+def make_limits(drafts: int) -> StepLimits:
+    return StepLimits(8, 64, 1, True, verified=((4, 1 + drafts),), decoded=(4,))
+
+
+def test_drafts_pay_from_what_their_step_takes_longer():
+    """A step of four rows with three drafts each takes 1.75 times as long."""
+    controller = Controller(make_limits(3))
+    controller.costs.at_start((4, 4), 1.0)
+    controller.costs.at_start((4, 16), 1.75)
+    assert controller.break_even(4) == 0.75
+    assert describe_break_even(controller, [4]) == (
+        "drafts pay by the accepted ones of a sequence and step: from 0.75 with 4 sequences"
+    )
+    controller = Controller(make_limits(1))
+    controller.costs.at_start((4, 4), 1.0)
+    controller.costs.at_start((4, 8), 2.5)
+    assert controller.break_even(4) is None
+    assert "never with 4 sequences" in describe_break_even(controller, [4])
+
+
+def test_drafts_cost_less_of_a_step_with_a_long_context(monkeypatch):
+    """By a device that takes a second a query token, and one for each hundred tokens that a row sees."""
+    menu = make_menu(4, 64, num_drafts=(3,), max_verified_tokens=16)
+    blocks = [range(1, 801)]
+    builder = BatchBuilder(menu, table_width=200, block_size=8, blocks=blocks, vocab_size=20)
+    clock = [0.0]
+
+    class Runner:
+        def run(self, plan):
+            clock[0] += plan.num_tokens + sum(row.start for row in plan.rows) / 100
+
+    monkeypatch.setattr(builder, "build", lambda plan: plan)
+    monkeypatch.setattr(step_costs.time, "monotonic", lambda: clock[0])
+    controller = Controller(make_limits(3))
+    step_costs.measure_costs(builder, Runner(), controller)
+    for context in (128, 500, 1500):
+        controller.costs.context = context
+        plain, drafts = (4 + 4 * context / 100, 16 + 4 * context / 100)
+        assert controller.costs.of((4, 4)) == pytest.approx(plain)
+        assert controller.break_even(4) == pytest.approx(drafts / plain - 1)
+    controller.costs.context = 0
+    assert controller.costs.of((4, 4)) == pytest.approx((4 + 4 * 1.28) / 2), "half, and not less"
 
 
 def known() -> Costs:

@@ -14,6 +14,7 @@ import pytest
 
 from pallas_kernels import (
     QuantizedWeight,
+    batch_invariant_product,
     grouped_product,
     has_grouped_product,
     quantized_product,
@@ -245,7 +246,25 @@ def test_it_lowers_for_cuda_once_for_all_layers(name, num_rows):
         )
         text = jax.jit(layers).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("@__gpu$xla.gpu.triton") == 1
-    assert text.count("call @_multiply") == 3
+    assert text.count("call @_sum_segments") == 3
+
+
+@pytest.mark.parametrize(("num_rows", "launches"), [(8, 2), (4096, 1)])
+def test_so_does_a_product_in_segments_of_which_few_rows_are_added_up_by_a_second_kernel(
+    num_rows, launches
+):
+    weight, _ = make_weight("int8", (8, 256, 2048), 2048)
+
+    def multiply(x, counts):
+        return batch_invariant_product(x, weight, counts, backend="triton")
+
+    with describe_gpu():
+        arguments = (
+            jax.ShapeDtypeStruct((num_rows, 2048), jnp.bfloat16),
+            jax.ShapeDtypeStruct((8,), jnp.int32),
+        )
+        text = jax.jit(multiply).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("@__gpu$xla.gpu.triton") == launches
 
 
 @pytest.mark.parametrize(("capability", "converts"), [("8.0", False), ("8.9", True)])
@@ -355,10 +374,10 @@ def test_a_mistake_in_the_kernel_is_seen(mistake, monkeypatch):
     code, _, num_out, num_in, *rest = CODES[name]
     weight, exact = make_weight(code, (6, num_out, num_in), *rest)
     x_PI = rows_of("float32", num_in)
-    product._multiply.clear_cache()
+    product._sum_segments.clear_cache()
     try:
         got = grouped_product(x_PI, weight, jnp.array(COUNTS[0]), **options())
         error = error_of(got, x_PI, exact, COUNTS[0])
     finally:
-        product._multiply.clear_cache()
+        product._sum_segments.clear_cache()
     assert not error < 1e-3, f"{mistake}: {error}"

@@ -18,7 +18,7 @@ from jaxpage.assembly.pictures import open_pictures
 from jaxpage.assembly.planning.encoders import max_stream_tokens
 from jaxpage.assembly.planning.engine_spec import EngineSpec
 from jaxpage.assembly.planning.sizing import MemoryPlan
-from jaxpage.assembly.step_costs import measure_costs
+from jaxpage.assembly.step_costs import describe_break_even, measure_costs
 from jaxpage.checkpoints import ModelFiles, read_embedding_files
 from jaxpage.checkpoints.tokenizers import ends_of_text
 from jaxpage.device import AnyEmbedder, Embedder, Executables, TextEncoder
@@ -149,6 +149,8 @@ def assemble(opened: Opened, spec: EngineSpec, compiled: Compiled, hooks: Hooks)
         hooks.before_steps(spec)
     if (controller := getattr(engine.speculator, "controller", None)) is not None:
         measure_costs(engine.builder, engine.runner, controller)
+        decoded = [bucket.num_rows for bucket in spec.menu.decode]
+        hooks.show([describe_break_even(controller, decoded)])
     if (workspace_bytes := compiled.executables.workspace_bytes()) is not None:
         workspace_bytes += mesh.num_bytes_of_device(compiled.pages) - spec.memory.pool_bytes
         spec = replace(spec, memory=replace(spec.memory, workspace_bytes=workspace_bytes))
@@ -170,7 +172,7 @@ def _scheduler(spec: EngineSpec) -> Scheduler:
     tables = [
         BlockTables(
             BlockPool(blocks.stop, first=blocks.start),
-            config.block_size,
+            spec.memory.block_size,
             host_pool=BlockPool(host_blocks.stop, first=host_blocks.start) if host_blocks else None,
             sliding_window=group.sliding_window,
             max_tokens=spec.limits.max_row_length,
@@ -180,7 +182,7 @@ def _scheduler(spec: EngineSpec) -> Scheduler:
         )
     ]
     num_following = spec.described.drafting.num_following
-    index = PrefixIndex(config.block_size, num_following=num_following)
+    index = PrefixIndex(spec.memory.block_size, num_following=num_following)
     manager = BlockManager(tables, index if config.enable_prefix_caching else None)
     return Scheduler(
         spec.limits,

@@ -102,6 +102,8 @@ def compile_steps(opened: Opened, spec: EngineSpec, hooks: Hooks) -> Compiled:
         )
     except NotImplementedError as refusal:  # the message has every backend's reason
         hint = "; limit_images = 0 leaves pictures out" if spec.tables.sees_ahead else ""
+        if spec.config.batch_invariant:
+            hint += "; without batch_invariant more is computed"
         raise UnsupportedError(
             f"attention_backend {spec.config.attention_backend!r}: {refusal}{hint}"
         ) from refusal

@@ -66,6 +66,7 @@ def describe_engine(files: ModelFiles, spec: EngineSpec, tokenizer: Any | None) 
         attention=", ".join(
             sorted({name.partition(":")[0] for name in spec.attention.split("; ")})
         ),
+        batch_invariant=kernels is not None and kernels.batch_invariant,
         dtype=spec.layout.dtype,
         kv_cache_dtype=spec.layout.kv_cache_dtype,
         quantization=config.quantization,

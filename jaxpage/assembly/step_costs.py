@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -14,7 +14,9 @@ from jaxpage.settings.sampling_params import SamplingParams
 from jaxpage.speculation import Controller
 from jaxpage.step.plan import Row, Sample, StepPlan
 
-CONTEXT = 128  # tokens before the computed ones; the content of their blocks does not matter
+# The tokens before the computed ones; the content of their blocks does not matter.
+CONTEXT = 128
+LONG_CONTEXT = 2048  # at most; the drafter on the device is left out
 NUM_RUNS = 6  # the first warms up, and the fastest of the others counts
 
 
@@ -32,17 +34,40 @@ def measure_costs(builder: BatchBuilder, runner: Runner, controller: Controller)
         *(builder.menu.chunk[-1:] if deepest else ()),
     ]
     plans = [
-        replace(full_step(builder, bucket), draft_depth=depth)
+        replace(step, draft_depth=depth)
         for bucket in buckets
-        for depth in (None, *depths)
+        for step, depths_of_step in (
+            (full_step(builder, bucket, LONG_CONTEXT), ()),
+            (full_step(builder, bucket), depths),
+        )
+        for depth in (None, *depths_of_step)
     ]
     seconds = np.reshape(_fastest(builder, runner, plans), (len(buckets), -1))
-    for bucket, (alone, *by_depth) in zip(buckets, seconds.tolist(), strict=True):
+    contexts = np.reshape([plan.rows[0].start for plan in plans], seconds.shape)
+    for bucket, (far, near, *_), (long, alone, *by_depth) in zip(
+        buckets, contexts.tolist(), seconds.tolist(), strict=True
+    ):
         if bucket in builder.menu.chunk:
             costs.prompt_token = max(0.0, by_depth[0] - alone) / bucket.num_tokens
         else:
             each = np.interp(range(1 + deepest), depths, by_depth).tolist() if deepest else ()
-            costs.at_start((bucket.num_rows, bucket.num_tokens), alone, each)
+            of_token = max(0.0, long - alone) / (far - near) if far > near else 0.0
+            costs.at_start((bucket.num_rows, bucket.num_tokens), alone, each, (of_token, near))
+
+
+def describe_break_even(controller: Controller, decoded: Sequence[int]) -> str:
+    """Returns a line that says from how many accepted drafts on speculation pays.
+
+    Args:
+        controller: The controller, which knows the costs.
+        decoded: The numbers of rows that steps can have, from small to large.
+    """
+    texts = []
+    for num_rows in dict.fromkeys((decoded[0], decoded[len(decoded) // 2], decoded[-1])):
+        accepted = controller.break_even(num_rows)
+        needed = "never" if accepted is None else f"from {accepted:.2f}"
+        texts.append(f"{needed} with {num_rows} sequence{'s' * (num_rows > 1)}")
+    return f"drafts pay by the accepted ones of a sequence and step: {', '.join(texts)}"
 
 
 def _fastest(builder: BatchBuilder, runner: Runner, plans: Iterable[StepPlan]) -> list[float]:
@@ -60,14 +85,19 @@ def _fastest(builder: BatchBuilder, runner: Runner, plans: Iterable[StepPlan]) -
     return [min(each) for each in zip(*runs[1:], strict=True)]
 
 
-def full_step(builder: BatchBuilder, bucket: Bucket) -> StepPlan:
+def full_step(builder: BatchBuilder, bucket: Bucket, context: int = CONTEXT) -> StepPlan:
     """Returns a plan whose rows fill the bucket evenly, up to the longest possible sequence.
 
     Each row has blocks of its own, unless the pool has too few.
+
+    Args:
+        builder: The builder of the engine's steps.
+        bucket: The shape.
+        context: The tokens before those of a row, at most.
     """
     max_length = builder.tables.width * builder.block_size
     size = min(bucket.num_tokens // bucket.num_rows, max_length)
-    context = min(CONTEXT, max_length - size)
+    context = min(context, max_length - size)
     width = -(-(context + size) // builder.block_size)
     parents = tuple(range(size - 1)) if bucket.verifies else ()
     drawn = range(0 if bucket.verifies else size - 1, size)

@@ -16,6 +16,7 @@ from multiprocessing.connection import wait
 from multiprocessing.managers import BaseManager
 from typing import Any, NamedTuple
 
+from jaxpage.bench.oracle import OracleLLM
 from jaxpage.errors import JaxpageError
 from jaxpage.llm import LLM
 from jaxpage.settings.engine_config import EngineConfig
@@ -44,11 +45,17 @@ class EngineRun(NamedTuple):
 class EngineInTurns:
     """Computes all prompts together, a few tokens each time that it is asked to go on."""
 
-    def start(self, config: EngineConfig) -> None:
-        """Starts the engine."""
+    def start(self, config: EngineConfig, *, oracle: bool = False) -> None:
+        """Starts the engine; with `oracle` it drafts what `learn` tells it."""
         threading.Thread(target=_end_with_parent, daemon=True).start()
+        make_llm = OracleLLM if oracle else LLM
         # With start=False the engine steps only when a stream is read.
-        self._llm = LLM(**config.explicit_settings(), use_tqdm=False, start=False)
+        self._llm = make_llm(**config.explicit_settings(), use_tqdm=False, start=False)
+
+    def learn(self, prompts: Prompts, params: Sequence[SamplingParams], outputs: Prompts) -> None:
+        """Tells the oracle what comes of the prompts that begin next."""
+        assert isinstance(self._llm, OracleLLM), "started with `oracle`"
+        self._llm.oracle.learn(prompts, params, outputs)
 
     def begin(self, prompts: Prompts, params: Sequence[SamplingParams]) -> None:
         """Adds the prompts; nothing is computed before `go_on`."""
@@ -103,8 +110,12 @@ _Process.register("engine", EngineInTurns)
 
 
 @contextmanager
-def engine_process(config: EngineConfig) -> Iterator[EngineInTurns]:
+def engine_process(config: EngineConfig, *, oracle: bool = False) -> Iterator[EngineInTurns]:
     """Yields an engine in a process of its own; its errors are raised here.
+
+    Args:
+        config: The settings of the engine.
+        oracle: See `EngineInTurns.start`.
 
     Raises:
         JaxpageError: The process ended by itself.
@@ -115,7 +126,7 @@ def engine_process(config: EngineConfig) -> Iterator[EngineInTurns]:
     with _Process(ctx=get_context("spawn")) as process:
         try:
             engine = process.engine()
-            engine.start(config)
+            engine.start(config, oracle=oracle)
             yield engine
             # After an error there is no such call, because the reply to another call may still
             # come. Leaving the block ends the process in any case.

@@ -56,6 +56,7 @@ def run_kv_dtype(arguments: argparse.Namespace, config: EngineConfig) -> None:
     refuse_recurrent("bench kv-dtype", files.spec.kv)
     place = DeviceSpec.of(jax.devices()[0], config.gpu_memory_utilization)
     dtype = choose_dtype(config.dtype, place, files.plan.most_common_dtype(), files.family)
+    block_size = place.choose_block_size(config.block_size)
     longest = _longest(config, files)
     token_ids = text_tokens(arguments, config, files)
     columns: dict[str, dict[str, float]] = {}
@@ -64,11 +65,11 @@ def run_kv_dtype(arguments: argparse.Namespace, config: EngineConfig) -> None:
         logits_TV = position_logits(config, files, token_ids, dtype=dtype, page_dtype=held_dtype)
         if kv_cache_dtype == "auto":
             exact_TV = logits_TV
-        block_bytes = sum(bytes_per_layer(files.spec.kv, config.block_size, held_dtype))
+        block_bytes = sum(bytes_per_layer(files.spec.kv, block_size, held_dtype))
         columns[kv_cache_dtype] = {
             **differences(exact_TV, logits_TV, token_ids),
-            "bytes_per_token": block_bytes / config.block_size,
-            "sequences_per_gib": (2**30 // block_bytes - 1) // -(-longest // config.block_size),
+            "bytes_per_token": block_bytes / block_size,
+            "sequences_per_gib": (2**30 // block_bytes - 1) // -(-longest // block_size),
         }
     print(
         table(
@@ -168,7 +169,9 @@ def position_logits(
 
     The engine's own step computes them.
     """
-    backend = choose_backend(config.attention_backend, jax.devices()[0])
+    device = jax.devices()[0]
+    place = DeviceSpec.of(device, config.gpu_memory_utilization)
+    backend = choose_backend(config.attention_backend, device)
     model = make_model(files.family, files.spec, jnp.dtype(dtype), files.rule)
     packings = backend.pack_modules(model)
     parameters = load_weights(files.plan, dtype, jax.device_put, progress=False)
@@ -179,7 +182,7 @@ def position_logits(
         parameters,
         token_ids,
         backend=backend,
-        block_size=config.block_size,
+        block_size=place.choose_block_size(config.block_size),
         page_dtype=page_dtype,
     )
 

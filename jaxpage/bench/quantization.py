@@ -33,10 +33,11 @@ from jaxpage.checkpoints.finding import resolve_model
 from jaxpage.device.hardware import DeviceSpec
 from jaxpage.device.pages import page_dtype
 from jaxpage.errors import CheckpointError, UsageError
+from jaxpage.models.quantization import SCHEMES
 from jaxpage.replay import open_engine
 from jaxpage.settings.engine_config import EngineConfig
 
-QUANTIZATIONS = (None, "int8", "int4")
+QUANTIZATIONS = (None, *SCHEMES)
 OF_GGUF = "gguf"  # is added for a GGUF file with weights that can be kept as they are
 CONTEXT = 64  # tokens of the prompt of a decoding row
 

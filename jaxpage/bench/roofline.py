@@ -161,7 +161,7 @@ def run_roofline(arguments: argparse.Namespace, config: EngineConfig) -> None:
         )
     if arguments.context > most:
         raise UsageError(f"--context must be at most {most}: max_model_len is {longest}")
-    config = config.replace(enable_prefix_caching=False, **NO_LOG)
+    config = config.replace(num_scheduler_steps=1, enable_prefix_caching=False, **NO_LOG)
     built = open_engine(config, Hooks(progress=True))
     engine = built.engine
     weights = product_weights(model.family, spec, built.spec.layout.dtype, model.rule)
@@ -200,7 +200,7 @@ def _check(arguments: argparse.Namespace, config: EngineConfig) -> None:
         raise UsageError(
             "bench roofline has no use for speculative_config: `bench speculation` measures that"
         )
-    if config.num_scheduler_steps > 1:
+    if config.num_scheduler_steps not in ("auto", 1):
         raise UsageError(
             "bench roofline measures single steps: num_scheduler_steps is "
             f"{config.num_scheduler_steps}; use 1"

@@ -26,6 +26,7 @@ from jaxpage.bench.throughput import check_plot
 from jaxpage.checkpoints import read_config
 from jaxpage.checkpoints.finding import resolve_model
 from jaxpage.checkpoints.tokenizers import tokenizer_of
+from jaxpage.device.hardware import USUAL_BLOCK_SIZE
 from jaxpage.errors import UnsupportedError, UsageError
 from jaxpage.settings.engine_config import EngineConfig
 from jaxpage.settings.sampling_params import SamplingParams
@@ -33,6 +34,7 @@ from jaxpage.settings.speculative_methods import METHODS, Method
 from jaxpage.tables import align
 
 NONE = "none"
+ORACLE = "oracle"  # drafts what the run without drafts gave; see `bench/oracle.py`
 ALONE = NONE, ""
 # Another engine without drafts. The difference of the two is noise and not an effect of drafts.
 CONTROL = NONE, "again"
@@ -119,7 +121,9 @@ def run_speculation(arguments: argparse.Namespace, config: EngineConfig) -> None
             bar.set_description(f"Start {start} of {arguments.starts}, {' '.join(way)}")
             with ExitStack() as stack:
                 engines = {
-                    each: stack.enter_context(engine_process(configs[each]))
+                    each: stack.enter_context(
+                        engine_process(configs[each], oracle=each[0] == ORACLE)
+                    )
                     for each in (ALONE, way, CONTROL)
                 }
                 bar.update()
@@ -144,6 +148,8 @@ def _report(cells: Sequence[Cell], arguments: argparse.Namespace, config: Engine
         f"{arguments.max_output} tokens of each sequence, temperature "
         f"{arguments.temperature:g}; ratio: to the mean of none and none again"
     )
+    if text := auto_text(cells):
+        print(text)
     context = {
         name: getattr(arguments, name)
         for name in ("temperature", "max_output", "starts", "repeats", "text", "tasks", "seed")
@@ -192,6 +198,10 @@ def measure(
         rows = [prompts[(first + row) % len(prompts)] for row in range(len(params))]
         if apart:
             params = [replace(each, cache_salt=f"{index} {row}") for row, each in enumerate(params)]
+        for (method, _), engine in engines.items():
+            if method == ORACLE:
+                known = _run_together([engines[ALONE]], rows, params)[0]
+                engine.learn(rows, params, known.outputs)
         runs = dict(
             zip(ways, _run_together([engines[each] for each in ways], rows, params), strict=True)
         )
@@ -250,10 +260,15 @@ def _cell(batch: int, way: Way, num_tokens: int, pairs: Pairs, task: str = "") -
 
 
 def table(cells: Sequence[Cell]) -> str:
-    """Returns a row for each way at each batch of a task; a star marks the fastest of a batch."""
+    """Returns a row for each way at each batch of a task; a star marks the fastest of a batch.
+
+    With an oracle, a column has each ratio as a share of that of the oracle with as many drafts.
+    """
     has_tasks = any(cell.task for cell in cells)
     tasks = ["task"] if has_tasks else []
-    rows = [[*tasks, "drafts", "batch", "tokens/step", "tokens/s", "ratio", "same text"]]
+    oracles = {_case(cell): cell.ratio for cell in cells if cell.method == ORACLE}
+    shares = ["of oracle"] if oracles else []
+    rows = [[*tasks, "drafts", "batch", "tokens/step", "tokens/s", "ratio", *shares, "same text"]]
     for cell in cells:
         ratios = [
             other.ratio for other in cells if (other.task, other.batch) == (cell.task, cell.batch)
@@ -263,6 +278,7 @@ def table(cells: Sequence[Cell]) -> str:
             f"{cell.tokens_per_second:.1f}",
             f"{cell.ratio:.3f}",
         )
+        share = f"{cell.ratio / oracles[_case(cell)]:.2f}" if _case(cell) in oracles else ""
         mark = "*" if len(ratios) > 1 and cell.ratio == max(ratios) else ""
         rows.append(
             [
@@ -271,10 +287,38 @@ def table(cells: Sequence[Cell]) -> str:
                 str(cell.batch),
                 *numbers[:2],
                 numbers[2] + mark,
+                *([share] if oracles else []),
                 "yes" if cell.identical else "no",
             ]
         )
     return "\n".join(align(rows, num_words=1 + has_tasks))
+
+
+def _case(cell: Cell) -> tuple[str, int, str]:
+    """Returns what a cell has in common with that of the oracle."""
+    return cell.task, cell.batch, cell.num_speculative_tokens
+
+
+def auto_text(cells: Sequence[Cell]) -> str:
+    """Returns how near `auto` came to the best choice of the table, none included; may be empty."""
+    shares = []
+    for cell in cells:
+        if cell.num_speculative_tokens == "auto":
+            fixed = [
+                other.ratio
+                for other in cells
+                if (other.task, other.batch, other.method) == (cell.task, cell.batch, cell.method)
+                and other.num_speculative_tokens.isdigit()
+            ]
+            shares.append((cell.ratio / max([1.0, *fixed]), cell))
+    if not shares:
+        return ""
+    share, cell = min(shares, key=lambda pair: pair[0])
+    place = f"{cell.method}, batch {cell.batch}" + (f", {cell.task}" if cell.task else "")
+    least = min(cell.ratio for _, cell in shares)
+    return (
+        f"auto: at least {share:.2f} of the best fixed choice ({place}), {least:.2f} of no drafts"
+    )
 
 
 def _check(arguments: argparse.Namespace, config: EngineConfig) -> None:
@@ -287,6 +331,8 @@ def _check(arguments: argparse.Namespace, config: EngineConfig) -> None:
             f"--methods {' '.join(methods)}: speculative_config is for {method}, name it in "
             "--methods, too"
         )
+    if ORACLE in methods:
+        raise UsageError("--methods oracle: use --oracle, which measures it beside the others")
     if unknown := [task for task in arguments.tasks if task not in TASKS]:
         raise UsageError(f"--tasks {unknown[0]}: it is not one of {', '.join(TASKS)}")
     for name in ("batches", "num_speculative_tokens"):
@@ -317,7 +363,8 @@ def _method_and_model(requested: str) -> tuple[str, str]:
 def _ways(arguments: argparse.Namespace) -> list[Way]:
     """Returns pairs of a method and a number of drafts."""
     numbers = [*map(str, arguments.num_speculative_tokens), "auto"]
-    ways = [(requested, number) for requested in arguments.methods for number in numbers]
+    methods = [*arguments.methods, *([ORACLE] if arguments.oracle else [])]
+    ways = [(requested, number) for requested in methods for number in numbers]
     ways = [
         (requested, number)
         for requested, number in ways
@@ -329,9 +376,13 @@ def _ways(arguments: argparse.Namespace) -> list[Way]:
 def _size_config(config: EngineConfig, batch: int, num_tokens: int) -> EngineConfig:
     """Returns a configuration that is just large enough: three engines are in memory at once."""
     length = config.max_model_len or num_tokens
-    num_blocks = config.num_blocks or 1 + batch * (1 + -(-length // config.block_size))
+    block_size = USUAL_BLOCK_SIZE if config.block_size == "auto" else config.block_size
     return config.replace(
-        max_model_len=length, num_blocks=num_blocks, max_num_seqs=batch, enable_prefix_caching=False
+        max_model_len=length,
+        block_size=block_size,
+        num_blocks=config.num_blocks or 1 + batch * (1 + -(-length // block_size)),
+        max_num_seqs=batch,
+        enable_prefix_caching=False,
     )
 
 
@@ -346,7 +397,8 @@ def _config(config: EngineConfig, way: Way) -> EngineConfig:
     drafts: Any = None
     if method != NONE:
         drafts = {
-            "method": method,
+            # The oracle takes the place of a method that drafts chains on the host.
+            "method": "ngram" if method == ORACLE else method,
             "num_speculative_tokens": number if number == "auto" else int(number),
         }
         drafts |= {"tree": True} if requested.endswith("+tree") else {}

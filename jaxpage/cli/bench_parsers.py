@@ -387,21 +387,7 @@ def _add_bench_speculation(kinds: Commands[Parser]) -> None:
         metavar="N",
         help="batch sizes, in sequences; default: 1 2 4 ... 64",
     )
-    add(
-        "--methods",
-        nargs="+",
-        default=["ngram"],
-        metavar="NAME[=MODEL][+tree]",
-        help="methods, with their weights, and +tree for trees of drafts; default: ngram",
-    )
-    add(
-        "--num-speculative-tokens",
-        type=int,
-        nargs="+",
-        default=[3],
-        metavar="N",
-        help="fixed numbers of drafts; auto is also measured, if the method has it; default: 3",
-    )
+    _add_drafts(parser)
     add(
         "--temperature",
         type=float,
@@ -439,6 +425,30 @@ def _add_bench_speculation(kinds: Commands[Parser]) -> None:
     add_engine_flags(parser, without=("seed", "max_num_seqs", "enable_prefix_caching"))
     _add_output(parser)
     parser.set_defaults(run=lazily("commands", "bench_speculation"))
+
+
+def _add_drafts(parser: Parser) -> None:
+    add = parser.add_argument
+    add(
+        "--methods",
+        nargs="+",
+        default=["ngram"],
+        metavar="NAME[=MODEL][+tree]",
+        help="methods, with their weights, and +tree for trees of drafts; default: ngram",
+    )
+    add(
+        "--num-speculative-tokens",
+        type=int,
+        nargs="+",
+        default=[3],
+        metavar="N",
+        help="fixed numbers of drafts; auto is also measured, if the method has it; default: 3",
+    )
+    add(
+        "--oracle",
+        action="store_true",
+        help="also measure drafts that are always right: the most that any method can reach",
+    )
 
 
 def _add_prompts(parser: Parser) -> None:

@@ -96,6 +96,16 @@ def json_object_or_auto(text: str) -> dict[str, Any] | str:
         raise argparse.ArgumentTypeError(f"not a JSON object, nor auto: {text[:80]!r}") from None
 
 
+def int_or_auto(text: str) -> int | str:
+    """Returns the value of a flag that takes an integer, or the word auto."""
+    if text == "auto":
+        return text
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"not an integer, nor auto: {text[:80]!r}") from None
+
+
 def byte_size(text: str) -> int:
     """Returns the value of a flag that takes an amount of memory, in bytes."""
     try:

@@ -124,9 +124,9 @@ def _check(arguments: argparse.Namespace, config: EngineConfig) -> dict[str, flo
             raise UsageError(
                 f"--{name} is another device than this one: --slo then needs --costs FILE"
             )
-    for name, plain in (("speculative_config", None), ("num_scheduler_steps", 1)):
-        if getattr(config, name) != plain:
-            raise UsageError(f"--slo simulates steps of one token: {name} must be {plain}")
+    for name, plain in (("speculative_config", (None,)), ("num_scheduler_steps", (1, "auto"))):
+        if getattr(config, name) not in plain:
+            raise UsageError(f"--slo simulates steps of one token: {name} must be {plain[0]}")
     return slo
 
 
@@ -140,9 +140,8 @@ def _open(
             raise UsageError(f"--costs {error}") from None
         spec = spec_of(arguments, config, explicit)
     else:
-        config = config.replace(
-            **explicit, enable_prefix_caching=False, preemption_mode="recompute", **NO_LOG
-        )
+        measured = {**explicit, "num_scheduler_steps": 1, "preemption_mode": "recompute"}
+        config = config.replace(**measured, enable_prefix_caching=False, **NO_LOG)
         built = open_engine(config, Hooks(progress=not arguments.json))
         spec = built.spec
         cost = ShapeCost(*measure_shapes(built))
@@ -163,7 +162,7 @@ def _scheduler(spec: EngineSpec, config: EngineConfig) -> PagedScheduler:
     manager = BlockManager(
         [BlockTables(BlockPool(blocks.stop, first=blocks.start), spec.memory.block_size)], None
     )
-    limits = replace(spec.limits, num_steps=1)
+    limits = replace(spec.limits, num_steps=1, adapts_num_steps=False)
     return PagedScheduler(
         limits, manager, max_num_seqs=config.max_num_seqs, preemption=Preemption("recompute")
     )

@@ -6,7 +6,14 @@ This module is generated from `EngineConfig` and `ServerConfig`, by
 
 from __future__ import annotations
 
-from jaxpage.cli.flag import Flag, OneModel, byte_size, json_object_or_auto, seconds_or_none
+from jaxpage.cli.flag import (
+    Flag,
+    OneModel,
+    byte_size,
+    int_or_auto,
+    json_object_or_auto,
+    seconds_or_none,
+)
 
 ENGINE_FLAGS = (
     Flag(
@@ -39,9 +46,9 @@ ENGINE_FLAGS = (
     Flag(
         "quantization",
         str,
-        "weights of few bits: int8 or int4, rounded at load; gguf, as a GGUF file has them; or "
-        "the name of the checkpoint's own method; default: as the checkpoint; for a GGUF file, "
-        "dequantised",
+        "weights of few bits: int8 or int4, rounded at load, int8+head or int4+head with the "
+        "head; gguf, as a GGUF file has them; or the name of the checkpoint's own method; "
+        "default: as the checkpoint; for a GGUF file, dequantised",
     ),
     Flag(
         "kv_cache_dtype",
@@ -56,8 +63,10 @@ ENGINE_FLAGS = (
     ),
     Flag(
         "block_size",
-        int,
-        "tokens of a KV block, a power of two from 1 to 128; default: 16",
+        int_or_auto,
+        "tokens of a KV block, a power of two from 1 to 128; auto is 16 until another number was "
+        "measured on the card; default: auto",
+        metavar="N",
     ),
     Flag(
         "num_blocks",
@@ -95,10 +104,12 @@ ENGINE_FLAGS = (
     ),
     Flag(
         "num_scheduler_steps",
-        int,
+        int_or_auto,
         "tokens that a decode step draws of each sequence before the host sees them, 1 to 32: "
-        "less host time per token, and tokens that arrive together; not with "
-        "--speculative-config; default: 1",
+        "less host time per token, and tokens that arrive together; auto is 1 on CPUs and with "
+        "--speculative-config, else up to 8 while no request waits or has just come; numbers "
+        "above 1 do not go with --speculative-config; default: auto",
+        metavar="N",
     ),
     Flag(
         "enable_mixed_steps",
@@ -233,7 +244,7 @@ ENGINE_FLAGS = (
         str,
         "how what the devices compute is added up: invariant (the same bits on 1, 2 and 4 "
         "devices), fast (whatever is fastest there), or auto (invariant on 2 or 4 CPU devices, "
-        "else fast); default: auto",
+        "and with batch_invariant; else fast); default: auto",
     ),
     Flag(
         "cudagraph_update_mode",

@@ -86,6 +86,7 @@ def _settings_of(receipt: Receipt) -> dict[str, Any]:
         "kv_cache_dtype": facts.kv_cache_dtype,
         "quantization": facts.quantization,
         "attention_backend": facts.attention_backend,
+        "batch_invariant": facts.batch_invariant,
         "tensor_parallel_reduction": facts.reduction.partition(",")[0].partition(" ")[0] or "auto",
     }
 

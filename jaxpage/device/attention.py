@@ -19,8 +19,9 @@ from jaxpage.device.inputs.step_inputs import StepInputs
 from jaxpage.device.packing import multiply_packed, read_packed_rows
 from jaxpage.device.pages.kv_pages import LayerPages
 from jaxpage.device.verify import unpack_tree_mask
-from jaxpage.layers.context import Attend
-from jaxpage.layers.trace_scope import LayerKernels, RowKernels
+from jaxpage.layers.context import Attend, RotateAndWrite
+from jaxpage.layers.rope import Angles
+from jaxpage.layers.trace_scope import LayerKernels, RowKernels, trace_scope
 from jaxpage.layers.weight_kinds import Grouped
 from pallas_kernels import (
     Arguments,
@@ -29,8 +30,10 @@ from pallas_kernels import (
     attend_to_pages,
     grouped_product,
     has_grouped_product,
+    has_rotate_and_write,
     numbers,
     quantized_product,
+    rotate_and_write,
     write_and_attend,
 )
 from pallas_kernels.cpu import both_ways, rows
@@ -100,6 +103,43 @@ def make_attend(
         return out_TNH, LayerPages(*pages)  # type: ignore[arg-type]
 
     return attend
+
+
+def make_rotate_and_write(
+    inputs: StepInputs, *, backend: Backend, layer_groups: tuple[int, ...]
+) -> RotateAndWrite | None:
+    """Returns the function of this name for the layers of one step; None where no kernel does it.
+
+    The arguments are those of `make_attend`.
+    """
+    if not has_rotate_and_write(**backend.options):
+        return None
+
+    @jax.named_scope("attention")
+    def write_rotated(
+        layer_index: int,
+        x_TF: jax.Array,
+        head_dim: int,
+        angles: Angles,
+        layer_pages: LayerPages,
+        /,
+    ) -> tuple[jax.Array, LayerPages] | None:
+        if angles.interleaved or layer_pages.v_pages is None:
+            return None
+        slots_T = inputs.slots_ZT[layer_groups[layer_index]]
+        sums = trace_scope().segments_of(x_TF)
+        q_TNH, written = rotate_and_write(
+            sums.reshape(*sums.shape[:-1], -1, head_dim),
+            angles.cos_TE,
+            angles.sin_TE,
+            slots_T=slots_T,
+            dtype=x_TF.dtype,
+            **layer_pages._asdict(),
+            **backend.options,
+        )
+        return q_TNH, LayerPages(*written)
+
+    return write_rotated
 
 
 def attend_both_ways(

@@ -18,9 +18,9 @@ from jax.typing import DTypeLike
 
 from jaxpage.device.hardware.backends import Backend
 from jaxpage.errors import UnsupportedError
-from jaxpage.layers.trace_scope import LayerKernels, RowKernels
+from jaxpage.layers.trace_scope import LayerKernels, RowKernels, trace_scope
 from jaxpage.layers.weight_kinds import Grouped
-from pallas_kernels import SETS, QuantizedWeight, batch_invariant_product
+from pallas_kernels import SETS, QuantizedWeight, batch_invariant_product, product_and_sums
 
 # By default XLA keeps the bits of a bfloat16 number that were to be rounded away, where it computes
 # on with it in the same kernel.
@@ -49,18 +49,21 @@ SUMS = frozenset(
 def with_ordered_sums(kernels: LayerKernels, backend: Backend) -> LayerKernels:
     """Returns the kernels of layers, of which those that add up do so in one order."""
 
-    def multiply(x_TI: jax.Array, weight: jax.Array, result: DTypeLike) -> jax.Array:
-        return batch_invariant_product(x_TI, weight, result=result, **backend.options)
+    def stored(weight: jax.Array | Grouped) -> jax.Array | QuantizedWeight:
+        return QuantizedWeight(*weight) if isinstance(weight, Grouped) else weight
 
-    def multiply_grouped(x_TI: jax.Array, weight: Grouped, result: DTypeLike) -> jax.Array:
+    def multiply(x_TI: jax.Array, weight: jax.Array | Grouped, result: DTypeLike) -> jax.Array:
+        y_TO, sums_ZTO = product_and_sums(x_TI, stored(weight), result=result, **backend.options)
+        if sums_ZTO is not None:
+            # The compiler leaves the product out where kernels after it read the sums alone.
+            trace_scope().segments[id(y_TO)] = (y_TO, sums_ZTO)
+        return y_TO
+
+    def multiply_by_group(
+        x_PI: jax.Array, weight: jax.Array | Grouped, count_E: jax.Array | None, result: DTypeLike
+    ) -> jax.Array:
         return batch_invariant_product(
-            x_TI, QuantizedWeight(*weight), result=result, **backend.options
-        )
-
-    def multiply_by_group(*_: Any) -> jax.Array:
-        raise UnsupportedError(
-            "batch_invariant with experts: the rows of an expert would be summed in an order that "
-            "depends on their number; leave it out for such models"
+            x_PI, stored(weight), count_E, result=result, **backend.options
         )
 
     functions = SETS[backend.name].rows
@@ -71,8 +74,20 @@ def with_ordered_sums(kernels: LayerKernels, backend: Backend) -> LayerKernels:
         },
         takes=functions["takes"],
     )
+
+    def add_and_norm(
+        x_TD: jax.Array, added_TD: jax.Array, *norm: Any
+    ) -> tuple[jax.Array, jax.Array]:
+        if added_TD.dtype == x_TD.dtype:
+            added_TD = trace_scope().segments_of(added_TD)
+        return rows.add_and_norm(x_TD, added_TD, *norm)
+
+    rows_of_sums = rows._replace(add_and_norm=add_and_norm)
     return kernels._replace(
-        multiply=multiply_grouped, multiply_numbers=multiply, by_group=multiply_by_group, rows=rows
+        multiply=multiply,
+        multiply_numbers=multiply,
+        by_group=multiply_by_group,
+        rows=rows_of_sums,
     )
 
 
@@ -113,8 +128,9 @@ def refuse_sums(jaxpr: Any) -> None:
     if places:
         raise UnsupportedError(
             "batch_invariant: the order of these sums would depend on the batch, because XLA adds "
-            f"up: {'; '.join(list(places)[:8])}. Only dense models without adapters are computed "
-            "in one order on a GPU; leave batch_invariant out for others"
+            f"up: {'; '.join(list(places)[:8])}. Models of dense layers, experts and attention to "
+            "whole keys and values, without adapters, are computed in one order on a GPU; leave "
+            "batch_invariant out for others"
         )
 
 

@@ -56,7 +56,10 @@ def read_packed_rows(weight: Packed | PackedCodes, ids_T: jax.Array) -> jax.Arra
     """Returns rows of a table in panels; those of a quantised one in float32."""
     if isinstance(weight, PackedCodes):
         return numbers(packed.read_quantized_rows(QuantizedWeight(*weight.codes), ids_T))
-    return packed.rows_of_panels(weight.panels, ids_T, weight.num_in)
+    rows_TI = packed.rows_of_panels(weight.panels, ids_T, weight.num_in)
+    if weight.scale_O is None:
+        return rows_TI
+    return rows_TI.astype(jnp.float32) * weight.scale_O[ids_T][:, None]
 
 
 def make_packed_product(weight: jax.Array) -> Callable[[jax.Array], jax.Array] | None:

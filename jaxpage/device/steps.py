@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxpage.device.acceptance import decide
-from jaxpage.device.attention import make_attend, make_layer_kernels
+from jaxpage.device.attention import make_attend, make_layer_kernels, make_rotate_and_write
 from jaxpage.device.divided_logits import Logits, draw_from_parts, need_whole_rows
 from jaxpage.device.drafters.drafter import DeviceDrafter, TargetStep, split_layers
 from jaxpage.device.drawn import pack_drawn, pack_draws, width_of_draw
@@ -450,6 +450,9 @@ def _run_model(
         attend,
         aux_layers=aux_layers,
         recur=recur,
+        rotate_and_write=make_rotate_and_write(
+            inputs, backend=options.attention_backend, layer_groups=groups
+        ),
         vectors=None if vectors is None else (inputs.is_vector_T > 0, vectors[:, 0]),
         axes_AT=inputs.rotary_AT,
         deep_nTD=None if vectors is None else jnp.moveaxis(vectors[:, 1:], 1, 0),

@@ -169,15 +169,30 @@ class Attention(nnx.Module):
     ) -> tuple[Float[Array, "T D"], LayerPages]:
         """Returns the output of the layer and its pages."""
         if self.rope is not None and self._only_rotates:
-            num_keys = self.query_key_value.spec.parts[1].rows // self.head_dim
-            rotated = context.angles(self.rope).split_and_rotate(
-                self.query_key_value(x_TI), num_keys, self.head_dim
-            )
-            return self._over_heads(*rotated, layer_pages, context)
+            return self._over_heads(*self._rotate(x_TI, layer_pages, context), context)
         q, k, v = self.project(x_TI)
         if self.norm_over_all_heads:
             q, k = self._norm(q, k)
         return self.attend(q, k, v, layer_pages, context)
+
+    def _rotate(
+        self, x_TI: Float[Array, "T I"], layer_pages: LayerPages, context: ForwardContext
+    ) -> tuple[jax.Array, jax.Array | None, jax.Array | None, LayerPages]:
+        """Returns rotated queries and keys, values, and pages, where nothing else comes between.
+
+        Keys and values are None where they are in the pages already.
+        """
+        assert self.rope is not None, "it rotates"
+        angles = context.angles(self.rope)
+        x_TF = self.query_key_value(x_TI)
+        if context.rotate_and_write is not None:
+            written = context.rotate_and_write(
+                self.layer_index, x_TF, self.head_dim, angles, layer_pages
+            )
+            if written is not None:
+                return written[0], None, None, written[1]
+        num_keys = self.query_key_value.spec.parts[1].rows // self.head_dim
+        return *angles.split_and_rotate(x_TF, num_keys, self.head_dim), layer_pages
 
     def project(
         self, x_TI: Float[Array, "T I"]

@@ -52,6 +52,30 @@ class Attend(Protocol):
         """
 
 
+@runtime_checkable
+class RotateAndWrite(Protocol):
+    """Splits heads into queries, keys and values, rotates the first two, and writes the others."""
+
+    def __call__(
+        self,
+        layer_index: int,
+        x_TF: jax.Array,
+        head_dim: int,
+        angles: Angles,
+        layer_pages: LayerPages,
+        /,
+    ) -> tuple[jax.Array, LayerPages] | None:
+        """Returns the queries, with which `Attend` reads the pages; None where no kernel does that.
+
+        Args:
+            layer_index: See `Attend`.
+            x_TF: The heads of queries, keys and values, in this order.
+            head_dim: The width of a head.
+            angles: The angles by which the pairs of queries and keys turn.
+            layer_pages: The pages of this layer.
+        """
+
+
 @dataclass(frozen=True)
 class StateSpec:
     """Describes what a recurrent layer keeps: each token's input, and each sequence's state.
@@ -110,6 +134,8 @@ class ForwardContext:
         aux_layers: The layers before which the model takes the hidden states that it returns as
             auxiliary ones (`models.base.Model`).
         recur: The operation that recurrent layers call.
+        rotate_and_write: The operation that takes the place of a rotation and of the writes of
+            `attend`, where a kernel does both; None where none does.
         vectors: Which tokens vectors take the place of, and these vectors [T, D]; None for none.
         axes_AT: The positions by which pairs of heads turn, on several axes (see `Rope`); None if
             `positions_T` are these too.
@@ -121,6 +147,7 @@ class ForwardContext:
     attend: Attend
     aux_layers: tuple[int, ...] = ()
     recur: Recur = no_recurrence
+    rotate_and_write: RotateAndWrite | None = None
     vectors: tuple[Bool[Array, "T"], Float[Array, "T D"]] | None = None
     axes_AT: Int[Array, "A T"] | None = None
     deep_nTD: Float[Array, "n T D"] | None = None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -20,6 +22,8 @@ class Embedding(nnx.Module):
 
     Attributes:
         name: The module of the checkpoint; None for a table that no checkpoint has.
+        aliases: Other names of the module.
+        is_head: True if the model's logits come from this table.
         axis: The name of the axis of the rows.
         table: The parameter.
         bias: The biases of logits, or None.
@@ -36,6 +40,7 @@ class Embedding(nnx.Module):
         axis: str | None = "vocab",
         aliases: tuple[str, ...] = (),
         bias: str | None = None,
+        is_head: bool = False,
         dtype: DTypeLike,
     ):
         others = tuple(f"{alias}.weight" for alias in aliases)
@@ -43,6 +48,8 @@ class Embedding(nnx.Module):
             [] if name is None else [tensor(f"{name}.weight", num_rows, width, aliases=others)]
         )
         self.name = name
+        self.aliases = aliases
+        self.is_head = is_head
         self.axis = axis
         self.table = parameter(
             (num_rows, width), axes=(axis, "embed"), dtype=dtype, sources=sources
@@ -103,8 +110,8 @@ def token_tables(
     """
     biases = f"{heads[0]}.bias" if bias else None
     sizes = (vocab_size, width)
+    head_of = functools.partial(Embedding, *sizes, bias=biases, is_head=True, dtype=dtype)
     if tied:
-        return Embedding(*sizes, name=name, aliases=heads, bias=biases, dtype=dtype), None
+        return head_of(name=name, aliases=heads), None
     tokens = Embedding(*sizes, name=name, dtype=dtype)
-    head = Embedding(*sizes, name=heads[0], aliases=heads[1:], bias=biases, dtype=dtype)
-    return tokens, head
+    return tokens, head_of(name=heads[0], aliases=heads[1:])

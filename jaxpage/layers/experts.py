@@ -30,6 +30,7 @@ from jaxpage.layers.mlp import MLP, GatedMLP
 from jaxpage.layers.parameter import parameter, tensor
 from jaxpage.layers.product import has_product_by_group, product
 from jaxpage.layers.routing import Router, Routing
+from jaxpage.layers.trace_scope import row_kernels
 from jaxpage.layers.weight_kinds import Packed, PackedCodes
 
 # The rows of a tile; the key is the largest mean number of pairs per expert (docs/lab-log.md, "Time
@@ -135,6 +136,9 @@ class Experts(nnx.Module):
             weight_TX = jnp.ones_like(weight_TX)
         else:
             out_TXD = self.run(x_TD, expert_TX)
+        kernels = row_kernels(x_TD.dtype)
+        if kernels is not None and kernels.weighted_sum is not None:
+            return kernels.weighted_sum(out_TXD, weight_TX)
         total_TD = out_TXD[:, 0] * weight_TX[:, :1]
         # One order for all: XLA could choose another for a sum.
         for place in range(1, expert_TX.shape[1]):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -9,7 +11,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from jaxpage.layers.parameter import Source, parameter, tensor
-from jaxpage.layers.trace_scope import RowKernels, row_kernels
+from jaxpage.layers.trace_scope import RowKernels, row_kernels, trace_scope
 
 
 def mean(x: jax.Array) -> jax.Array:
@@ -97,7 +99,9 @@ class RMSNorm(nnx.Module):
 
 
 def add_and_norm(
-    norm: RMSNorm | LayerNorm | None, x_TD: Float[Array, "T D"], added_TD: Float[Array, "T D"]
+    norm: Callable[[jax.Array], jax.Array] | None,
+    x_TD: Float[Array, "T D"],
+    added_TD: Float[Array, "T D"],
 ) -> tuple[Float[Array, "T D"], Float[Array, "T D"]]:
     """Returns the sum of both, and the norm of the sum; without a norm the sum twice."""
     kernels = row_kernels(x_TD.dtype)
@@ -109,6 +113,26 @@ def add_and_norm(
         sum_TD = x_TD + added_TD
         return sum_TD, sum_TD if norm is None else norm(sum_TD)
     return kernels.add_and_norm(x_TD, added_TD, norm.scale[...], norm.epsilon, norm.offset)
+
+
+def add_before_norm(
+    x_TD: Float[Array, "T D"], added_TD: Float[Array, "T D"]
+) -> Float[Array, "T D"]:
+    """Returns the sum of both, which `keep_and_norm` may compute again with a norm, in one call."""
+    sum_TD = x_TD + added_TD
+    if row_kernels(x_TD.dtype) is not None:
+        # The compiler leaves this sum out where nothing else reads it.
+        trace_scope().sums[id(sum_TD)] = (sum_TD, x_TD, added_TD)
+    return sum_TD
+
+
+def keep_and_norm(
+    norm: Callable[[jax.Array], jax.Array] | None, x_TD: Float[Array, "T D"]
+) -> tuple[Float[Array, "T D"], Float[Array, "T D"]]:
+    """Returns x and its norm; one call computes both where x comes from `add_before_norm`."""
+    if norm is not None and id(x_TD) in (sums := trace_scope().sums):
+        return add_and_norm(norm, *sums[id(x_TD)][1:])
+    return x_TD, x_TD if norm is None else norm(x_TD)
 
 
 def norm_of_sum(

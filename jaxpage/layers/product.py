@@ -79,8 +79,12 @@ def _kernels() -> LayerKernels:
     return kernels
 
 
-def rows_of(weight: Grouped | Packed | PackedCodes, ids_T: Int[Array, "T"]) -> Float[Array, "T I"]:
+def rows_of(
+    weight: Scaled | Grouped | Packed | PackedCodes, ids_T: Int[Array, "T"]
+) -> Float[Array, "T I"]:
     """Returns rows of a table; those of a quantised one in float32."""
+    if isinstance(weight, Scaled):
+        return weight.values_OI[ids_T].astype(jnp.float32) * weight.scale_O[ids_T][:, None]
     if isinstance(weight, Packed | PackedCodes):
         return _kernels().packed_rows(weight, ids_T)
     zero, minimum = (

@@ -59,6 +59,7 @@ class StoredArray:
         *,
         repeats: int = 1,
         transposed: bool = False,
+        modules: tuple[str, ...] = (),
     ) -> Callable[[str], Source]:
         """Returns a function that gives the source of a module, of one shape for all, by its name.
 
@@ -68,6 +69,7 @@ class StoredArray:
             shape: The shape of a module's decoded array.
             repeats: The number of times that each row is repeated in it.
             transposed: True if the checkpoint has weights as [in, out].
+            modules: Other names of the module, if it is one.
         """
         stored_shape = self.shape(num_out, num_in)
         transpose = transposed and self.rounded
@@ -81,7 +83,9 @@ class StoredArray:
         stored = Stored(self.dtypes, decode, self.check)
 
         def of_module(module: str) -> Source:
-            aliases = tuple(f"{module}.{name}" for name in self.aliases)
+            aliases = tuple(
+                f"{name}.{end}" for name in (module, *modules) for end in (self.name, *self.aliases)
+            )[1:]
             piece = Piece(
                 f"{module}.{self.name}",
                 stored_shape,
@@ -146,9 +150,11 @@ class Quantized(nnx.Module):
 
     Attributes:
         in_panels: True if the arrays are in panels (`models.packing`).
+        aliases: Other names of the module.
     """
 
     in_panels = False
+    aliases: tuple[str, ...] = ()
     block_rows = 1  # here the scale of a block of outputs is repeated for each
 
     def _declare_all(self, spec: LinearSpec, form: WeightFormat) -> None:
@@ -176,7 +182,12 @@ class Quantized(nnx.Module):
         def one(module: str, num_rows: int) -> Source:
             shape = num_rows, num_columns
             return array.source(
-                num_rows, spec.num_in, shape, repeats=repeats, transposed=spec.transposed
+                num_rows,
+                spec.num_in,
+                shape,
+                repeats=repeats,
+                transposed=spec.transposed,
+                modules=self.aliases,
             )(module)
 
         return parameter(
@@ -215,6 +226,8 @@ class QuantizedEmbedding(Quantized, Embedding):
         assert whole.name is not None
         table = whole.table.get_value()
         self.name = whole.name
+        self.aliases = whole.aliases
+        self.is_head = whole.is_head
         self.axis = whole.axis
         self.bias = whole.bias
         part = Part(table.shape[0], whole.axis, whole.name)
@@ -227,9 +240,7 @@ class QuantizedEmbedding(Quantized, Embedding):
 
     def __call__(self, ids_T: Int[Array, "T"]) -> Float[Array, "T D"]:
         """Returns the dequantised rows of these ids."""
-        weight = self.weight
-        assert not isinstance(weight, Scaled)
-        return rows_of(weight, ids_T).astype(self.spec.dtype)
+        return rows_of(self.weight, ids_T).astype(self.spec.dtype)
 
 
 class LinearOfParts(Linear):

@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxpage.layers.parameter import Source, parameter
 from jaxpage.layers.product import product
-from jaxpage.layers.trace_scope import trace_scope
+from jaxpage.layers.trace_scope import row_kernels, trace_scope
 
 ROUTED_AT_ONCE = 16  # The tokens of a tile on CPU: see `Router._choose_by_tiles`.
 
@@ -121,12 +121,9 @@ class Router(nnx.Module):
         routing = self.routing
         if routing.jitter is not None:
             return _each_among_close(logits_TE, routing.per_token, routing.jitter, requested_TX)
-        if routing.sigmoid:
-            odds_TE = jax.nn.sigmoid(logits_TE)
-        else:
-            odds_TE = jnp.exp(logits_TE - logits_TE.max(axis=-1, keepdims=True))
-            if self.correction is not None:
-                odds_TE = odds_TE / _total(odds_TE)
+        odds_TE = _odds(logits_TE, sigmoid=routing.sigmoid)
+        if self.correction is not None and not routing.sigmoid:
+            odds_TE = odds_TE / _total(odds_TE)
         if requested_TX is not None:
             weight_TX = jnp.take_along_axis(odds_TE, requested_TX, axis=1)
             return requested_TX, self._scale(weight_TX, odds_TE)
@@ -169,6 +166,16 @@ class Router(nnx.Module):
             each.reshape(-1, self.routing.per_token)[:num_tokens] for each in tiles
         )
         return expert_TX, weight_TX
+
+
+def _odds(logits_TE: Float[Array, "T E"], *, sigmoid: bool) -> Float[Array, "T E"]:
+    """Returns sigmoids, or exponentials of which the largest of a token is 1."""
+    kernels = row_kernels(logits_TE.dtype)
+    if kernels is not None and kernels.odds is not None:
+        return kernels.odds(logits_TE, sigmoid=sigmoid)
+    if sigmoid:
+        return jax.nn.sigmoid(logits_TE)
+    return jnp.exp(logits_TE - logits_TE.max(axis=-1, keepdims=True))
 
 
 def _best(

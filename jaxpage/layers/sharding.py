@@ -16,11 +16,9 @@ No family knows of this: `models.dividing` puts these layers in the place of the
 
 from __future__ import annotations
 
-import functools
-import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -133,8 +131,13 @@ def gather(x: jax.Array, axis: int, sharding: Sharding) -> jax.Array:
 
 
 def sum_over_devices(x: jax.Array, sharding: Sharding) -> jax.Array:
-    """Returns the sum over all devices, in any order."""
-    return x if sharding.num_devices == 1 else jax.lax.psum(x, DEVICE_AXIS)
+    """Returns the sum over all devices, in any order.
+
+    With `Sharding.invariant` one device at most has another number than zero in a place, and bits
+    are added as integers, which is exact in any order.
+    """
+    added = x.view(f"int{8 * x.dtype.itemsize}") if sharding.invariant else x
+    return x if sharding.num_devices == 1 else jax.lax.psum(added, DEVICE_AXIS).view(x.dtype)
 
 
 def place_of_device(sharding: Sharding) -> jax.Array | int:
@@ -145,8 +148,7 @@ def place_of_device(sharding: Sharding) -> jax.Array | int:
 def total(parts: Sequence[jax.Array], sharding: Sharding) -> jax.Array:
     """Returns the sum over all logical shards, of which `parts` are this device's."""
     if not sharding.invariant:
-        (part,) = parts
-        return sum_over_devices(part, sharding)
+        return sum_over_devices(parts[0], sharding)  # a device has one
     # The barrier keeps XLA from computing products and sums in another way where both are on one
     # device.
     stacked = jax.lax.optimization_barrier(gather(jnp.stack(parts), 0, sharding))
@@ -429,15 +431,15 @@ class ShardedEmbedding(nnx.Module):
         self.shards = nnx.List(shard_of(whole, sharding) for _ in range(sharding.num_local))
 
     def __call__(self, ids_T: Int[Array, "T"]) -> Float[Array, "T D"]:
-        """Returns the rows of these ids. One shard has a row, and the others add zeros to it."""
+        """Returns the rows of these ids, each of which one shard has."""
         first = place_of_device(self.sharding) * self.sharding.num_local
-        embeddings = []
+        embedding_TD: Any = 0
         for index, shard in enumerate(self.shards):
             row_T = ids_T - (first + index) * self.rows_of_shard
             is_own_T1 = ((row_T >= 0) & (row_T < self.rows_of_shard))[:, None]
-            row_TD = shard(jnp.clip(row_T, 0, self.rows_of_shard - 1))
-            embeddings.append(jnp.where(is_own_T1, row_TD, jnp.zeros_like(row_TD)))
-        return sum_over_devices(functools.reduce(operator.add, embeddings), self.sharding)
+            row_T = jnp.clip(row_T, 0, self.rows_of_shard - 1)
+            embedding_TD = jnp.where(is_own_T1, shard(row_T), embedding_TD)
+        return sum_over_devices(embedding_TD, self.sharding)
 
     def logits(self, hidden_BD: Float[Array, "B D"]) -> Float[Array, "B V"]:
         """Returns the logits of the whole vocabulary, or of this device's rows.

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 import jax
@@ -60,6 +60,10 @@ class RowKernels(NamedTuple):
         rotate: Returns x with its pairs turned, of x, cosines and sines.
         split_and_rotate: Returns queries, keys and values of rows that have them, the first two
             turned, of the rows, cosines, sines, the number of keys and the width of a head.
+        odds: Returns the odds of a router's experts, of the logits; with `sigmoid=True` sigmoids,
+            else exponentials. None where XLA computes them.
+        weighted_sum: Returns the sum of a token's rows with their weights, of arrays [T, X, D] and
+            [T, X]; None like `odds`.
     """
 
     takes: Callable[[DTypeLike], bool]
@@ -73,6 +77,8 @@ class RowKernels(NamedTuple):
     split_and_rotate: Callable[
         [jax.Array, jax.Array, jax.Array, int, int], tuple[jax.Array, jax.Array, jax.Array]
     ]
+    odds: Callable[..., jax.Array] | None = None
+    weighted_sum: Callable[[jax.Array, jax.Array], jax.Array] | None = None
 
 
 class LayerKernels(NamedTuple):
@@ -154,12 +160,27 @@ class TraceScope:
         divided_logits: True if each device keeps the logits of its part of the vocabulary, and none
             gathers them.
         routes: The experts that routers choose; None where nobody asks for them.
+        sums: By its id, each sum that a norm after it may compute in its own call, with both
+            arrays of which it is the sum; see `norms.add_before_norm`.
+        segments: By its id, each product that a kernel after it may round itself, with the sums of
+            segments [Z, T, O] that it is made of.
     """
 
     kernels: LayerKernels | None = None
     adapters: TokenAdapters | None = None
     divided_logits: bool = False
     routes: Routes | None = None
+    sums: dict[int, tuple[jax.Array, jax.Array, jax.Array]] = field(
+        default_factory=dict, init=False, repr=False
+    )
+
+    segments: dict[int, tuple[jax.Array, jax.Array]] = field(
+        default_factory=dict, init=False, repr=False
+    )
+
+    def segments_of(self, product_TO: jax.Array) -> jax.Array:
+        """Returns the sums [Z, T, O] of which an array is the rounded sum, or the array itself."""
+        return self.segments.get(id(product_TO), (product_TO, product_TO))[1]
 
     @contextmanager
     def open(self) -> Iterator[None]:

@@ -12,6 +12,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from jaxpage.layers.context import ForwardContext, LayerPages, StateSpec
+from jaxpage.layers.norms import keep_and_norm
 from jaxpage.models.parameters.replacing import Rule, replace_modules
 from jaxpage.models.parameters.weights import Weight, weights_of
 
@@ -216,23 +217,23 @@ def run_layers(
         if number < len(deep_nTD):
             hidden_TD = hidden_TD + deep_nTD[number].astype(hidden_TD.dtype)
         entering.append(hidden_TD)
-    output_TD = hidden_TD if norm is None else norm(hidden_TD)
+    output_TD = keep_and_norm(norm, hidden_TD)[1]
     return output_TD, tuple(new_pages), tuple(entering[index] for index in context.aux_layers)
 
 
-def model_weights(family: Family, spec: ModelSpec, rule: Rule | None = None) -> list[Weight]:
+def model_weights(family: Family, spec: Any, rule: Rule | None = None) -> list[Weight]:
     """Returns every parameter of the model, with its tensors in a checkpoint.
 
     Args:
         family: The model's family.
-        spec: The spec of the model.
+        spec: The spec of the model, or of its encoder of pictures.
         rule: Gives the modules that replace those of the family; None if none are replaced.
     """
     module = make_model(family, spec, "float32", rule)
     return weights_of(module, functools.partial(other_names, family, spec=spec))
 
 
-def other_names(family: Family, name: str, spec: ModelSpec | None = None) -> tuple[str, ...]:
+def other_names(family: Family, name: str, spec: Any = None) -> tuple[str, ...]:
     """Returns the other names that a tensor, or a module, may have in a checkpoint of the family.
 
     Files that were saved from the headless model lack the prefix. Several prefixes are those that
@@ -261,7 +262,7 @@ def find_ignored_tensors(family: Family, spec: ModelSpec) -> tuple[str, ...]:
 
 
 def abstract_model(
-    family: Family, spec: ModelSpec, dtype: DTypeLike, rule: Rule | None = None
+    family: Family, spec: Any, dtype: DTypeLike, rule: Rule | None = None
 ) -> tuple[Any, dict[str, Any]]:
     """Returns the model's graph, and its parameters as a nested dict of `jax.ShapeDtypeStruct`.
 
@@ -282,12 +283,12 @@ def abstract(module: nnx.Module) -> tuple[Any, dict[str, Any]]:
     return graph, nnx.to_pure_dict(state)
 
 
-def make_model(family: Family, spec: ModelSpec, dtype: DTypeLike, rule: Rule | None) -> Any:
+def make_model(family: Family, spec: Any, dtype: DTypeLike, rule: Rule | None) -> Any:
     """Returns the module, which is a `Model`.
 
     Args:
         family: The model's family.
-        spec: The spec of the model.
+        spec: The spec of the model, or of its encoder of pictures.
         dtype: The type of its parameters.
         rule: Gives the modules that replace those of the family; None if none are replaced.
     """

@@ -54,6 +54,8 @@ class EngineFacts(_ReceiptPart):
             same bits.
         attention_backend: The setting of this name.
         attention: The kernel sets that compute attention.
+        batch_invariant: True if kernels of a GPU added up in orders that do not depend on the batch
+            (the setting of this name).
         dtype: The type of weights and activations.
         kv_cache_dtype: The type of keys and values; "auto" for `dtype`.
         quantization: The setting of this name.
@@ -75,6 +77,7 @@ class EngineFacts(_ReceiptPart):
     processor: Text
     attention_backend: Text
     attention: Text
+    batch_invariant: bool
     dtype: Text
     kv_cache_dtype: Text
     quantization: Text | None

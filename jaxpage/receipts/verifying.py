@@ -117,7 +117,10 @@ def _verdict_of(difference: Difference, receipt: Receipt, facts: EngineFacts) ->
     """Returns the verdict for a difference, which is no proof on some machines."""
     reasons = [difference.describe()]
     if not facts.device.startswith("cpu"):
-        reasons.append(f"on {facts.device} the bits may depend on the batch, so this is no proof")
+        doubt = "the bits may depend on the batch"
+        if facts.batch_invariant:
+            doubt = "batch_invariant has not been tested"
+        reasons.append(f"on {facts.device} {doubt}, so this is no proof")
     if receipt.engine.processor != facts.processor:
         reasons.append(
             f"the receipt was made on a {receipt.engine.processor}, and this is a "

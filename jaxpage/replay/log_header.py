@@ -73,13 +73,14 @@ def engine_header(
     if files and not all(leaf.is_fully_addressable for leaf in jax.tree.leaves(target)):
         target = _of_all_hosts(files, spec)
     has_more = parameters["drafter"] is not None or "vision" in parameters
+    settings = {**config.model_dump(), "block_size": spec.memory.block_size}  # no "auto"
     return {
         "event": "header",
         "format": FORMAT,
         "versions": package_versions(),
         "device": _device(spec),
-        "config": config.model_dump(),
-        "config_hash": config_hash(config.model_dump()),
+        "config": settings,
+        "config_hash": config_hash(settings),
         "weights_hash": weights_hash(
             {**parameters, "target": target} if has_more else target,
             engine.packed,

@@ -15,6 +15,7 @@ from jaxpage.scheduling.committing import apply_edit
 from jaxpage.scheduling.plan_builder import PlanBuilder
 from jaxpage.scheduling.queues import ByPriority, FirstCome, WaitingQueue
 from jaxpage.scheduling.running_set import RunningSet
+from jaxpage.scheduling.several_steps import SeveralSteps
 from jaxpage.step.draft import NO_DRAFTS, PLACEHOLDER, Draft, Drafts, chain
 from jaxpage.step.edits import Append, Edit, Score
 from jaxpage.step.limits import StepLimits
@@ -105,6 +106,7 @@ class Scheduler:
         self._gives_way = False
         self._last_was_chunk = False  # where the two kinds of steps alternate: the kind of the last
         self._num_steps = 0  # the number of steps that were planned
+        self._several = SeveralSteps(limits)
 
     @property
     def running(self) -> tuple[SequenceGroup, ...]:
@@ -172,6 +174,7 @@ class Scheduler:
                 may become.
         """
         self._requests.add(group)
+        self._several.arrived()
 
     def abort(self, request_id: str, reason: str = "abort") -> SequenceGroup | None:
         """Ends a group in whatever state it is, and gives its blocks back at once.
@@ -296,6 +299,7 @@ class Scheduler:
         if drafts.of:
             self._plan_drafts(step, drafts.of)
         self._num_steps += 1
+        self._several.planned(step)
         return step.freeze(self._num_steps, self.block_manager)
 
     def _has_room_for_whole(self, computing: list[Members], num_decoding: int) -> bool:
@@ -353,7 +357,9 @@ class Scheduler:
             return NO_DRAFTS
         if step.takes_vectors:
             return NO_DRAFTS
-        places = chain((PLACEHOLDER,) * (self.limits.num_steps - 1))
+        if (num_steps := self._several.choose(step, self._requests)) < 2:
+            return NO_DRAFTS
+        places = chain((PLACEHOLDER,) * (num_steps - 1))
         return Drafts({sequence.sequence_id: places for _, sequence, _ in step.work})
 
     def _plan_drafts(self, step: PlanBuilder, drafts: Mapping[int, Draft]) -> None:

@@ -180,7 +180,8 @@ class Settings(BaseModel):
         problems: dict[str, list[str]] = {}
         for item in error.errors(include_url=False, include_context=False):
             # The rest of the location says only which kind was tried.
-            name = ".".join(str(part) for part in item["loc"][:2])
+            first, *deeper = map(str, item["loc"])
+            name = ".".join([first, *(deeper[:1] if first in cls.nested else [])])
             message = item["msg"].replace("Input should", "must").replace("String should", "must")
             message = message.removeprefix("Value error, ")
             if item["type"] == "extra_forbidden":

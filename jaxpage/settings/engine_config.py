@@ -100,6 +100,8 @@ class EngineConfig(Settings):
         Literal[
             "int8",
             "int4",
+            "int8+head",
+            "int4+head",
             "gguf",
             "compressed-tensors",
             "fp8",
@@ -112,9 +114,8 @@ class EngineConfig(Settings):
         | None
     ) = setting(
         None,
-        "weights of few bits: int8 or int4, rounded at load; gguf, as a GGUF file has them; or the "
-        "name of the "
-        "checkpoint's own method",
+        "weights of few bits: int8 or int4, rounded at load, int8+head or int4+head with the "
+        "head; gguf, as a GGUF file has them; or the name of the checkpoint's own method",
         shown="as the checkpoint; for a GGUF file, dequantised",
     )
     kv_cache_dtype: Annotated[Literal["auto", "int8", "fp8"], BeforeValidator(_kv_cache_dtype)] = (
@@ -129,9 +130,10 @@ class EngineConfig(Settings):
         "longest sequence in tokens, prompt and output together",
         shown="the model's",
     )
-    block_size: Annotated[_Count, AfterValidator(_power_of_two)] = setting(
-        16,
-        "tokens of a KV block, a power of two from 1 to 128",
+    block_size: Annotated[_Count, AfterValidator(_power_of_two)] | Literal["auto"] = setting(
+        "auto",
+        "tokens of a KV block, a power of two from 1 to 128; auto is 16 until another number was "
+        "measured on the card",
     )
     num_blocks: Annotated[int, Field(ge=2, lt=2**31)] | None = setting(
         None,
@@ -159,11 +161,12 @@ class EngineConfig(Settings):
     max_num_batched_tokens: _Count | None = setting(
         None, "most query tokens in a step", shown="by device"
     )
-    num_scheduler_steps: Annotated[int, Field(ge=1, le=32)] = setting(
-        1,
+    num_scheduler_steps: Annotated[int, Field(ge=1, le=32)] | Literal["auto"] = setting(
+        "auto",
         "tokens that a decode step draws of each sequence before the host sees them, 1 to 32: less "
-        "host time per "
-        "token, and tokens that arrive together; not with --speculative-config",
+        "host time per token, and tokens that arrive together; auto is 1 on CPUs and with "
+        "--speculative-config, else up to 8 while no request waits or has just come; numbers "
+        "above 1 do not go with --speculative-config",
     )
     enable_mixed_steps: bool | None = setting(
         None,
@@ -267,7 +270,8 @@ class EngineConfig(Settings):
         "auto",
         "how what the devices compute is added up: invariant (the same bits on 1, 2 and 4 "
         "devices), fast (whatever "
-        "is fastest there), or auto (invariant on 2 or 4 CPU devices, else fast)",
+        "is fastest there), or auto (invariant on 2 or 4 CPU devices, and with batch_invariant; "
+        "else fast)",
     )
     cudagraph_update_mode: Literal[
         "auto", "always_update", "skip_profiled", "never_update", "capture_cmd_never_update"
@@ -350,7 +354,7 @@ def _contradictions(config: EngineConfig) -> Iterable[Problem]:
         )
     if config.speculative_config is not None:
         yield from (("speculative_config", text) for text in config.speculative_config.problems())
-        if config.num_scheduler_steps > 1:
+        if config.num_scheduler_steps not in ("auto", 1):
             yield (
                 "num_scheduler_steps",
                 f"cannot be {config.num_scheduler_steps} with a speculative_config: drafts need "
@@ -376,11 +380,11 @@ def _contradictions(config: EngineConfig) -> Iterable[Problem]:
                 )
     if config.max_num_batched_tokens is not None:
         for name in ("max_num_seqs", "block_size"):
-            if config.max_num_batched_tokens < getattr(config, name):
+            least = getattr(config, name)
+            if least != "auto" and config.max_num_batched_tokens < least:
                 yield (
                     "max_num_batched_tokens",
-                    f"must be at least {name} ({getattr(config, name)}), got "
-                    f"{config.max_num_batched_tokens}",
+                    f"must be at least {name} ({least}), got {config.max_num_batched_tokens}",
                 )
 
 

@@ -33,6 +33,8 @@ class EngineSettings(TypedDict, total=False):
         Literal[
             "int8",
             "int4",
+            "int8+head",
+            "int4+head",
             "gguf",
             "compressed-tensors",
             "fp8",
@@ -46,14 +48,14 @@ class EngineSettings(TypedDict, total=False):
     )
     kv_cache_dtype: Literal["auto", "int8", "fp8"]
     max_model_len: int | None
-    block_size: int
+    block_size: int | Literal["auto"]
     num_blocks: int | None
     kv_cache_memory_bytes: int | str | None
     gpu_memory_utilization: float
     swap_space_blocks: int | None
     max_num_seqs: int
     max_num_batched_tokens: int | None
-    num_scheduler_steps: int
+    num_scheduler_steps: int | Literal["auto"]
     enable_mixed_steps: bool | None
     scheduling_policy: Literal["fcfs", "priority", "fair"]
     preemption_mode: Literal["auto", "recompute", "swap"]

@@ -1,8 +1,7 @@
 """Decides how many drafts a step verifies: as many as give the most tokens per second.
 
-*Costs.* Before the first request, steps of every shape are timed (`assembly/step_costs.py`): rows
-by tokens in all and, with a device drafter, by draft depth. Every step since then corrects its own
-shape, and a pace that all shapes have in common.
+*Costs* (`costs.py`). Before the first request, steps of every shape are timed: rows by tokens in
+all and, with a device drafter, by draft depth. Every step since then corrects them.
 
 *Acceptance.* Moving averages say how often drafts are accepted, by place in the draft: those of all
 sequences, and those of each sequence, which start from those of all.
@@ -29,6 +28,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
+from jaxpage.speculation.costs import GAIN, Costs, Shape
 from jaxpage.step.draft import Draft
 from jaxpage.step.limits import StepLimits
 
@@ -46,57 +46,6 @@ PRIOR = 16  # drafts of its own with which the average of a sequence weighs as m
 # An assumed rate weighs as much as so many drafts. It is `first_rate` for the first draft, and
 # for a later place the rate of the place before.
 FIRST_WEIGHT = 4.0
-GAIN = 0.1  # the weight of a measurement in a moving average of costs
-
-Shape = tuple[int, int]  # rows, query tokens in all; as many as rows where there are no drafts
-
-
-class Costs:
-    """Keeps the seconds that steps take, by shape and by draft depth (`StepPlan.draft_depth`)."""
-
-    def __init__(self) -> None:
-        self.prompt_token = 0.0  # a device drafter adds it for each token of a prompt
-        self._at_start: dict[Shape, tuple[float, ...]] = {}
-        self._factor: dict[Shape, float] = {}  # times as long as at the start
-        self.pace = 1.0  # all shapes together: times as long as at the start
-        self._num_measured: dict[Shape, int] = defaultdict(int)
-
-    def at_start(self, shape: Shape, alone: float, by_depth: Sequence[float] = ()) -> None:
-        """Sets the costs of a shape, as measured before the first request.
-
-        Args:
-            shape: The shape.
-            alone: The seconds without a device drafter.
-            by_depth: The seconds with it at depth 0, 1, and so on; the last holds for all larger
-                depths.
-        """
-        self._at_start[shape] = (max(alone, 1e-9), *by_depth)
-        self._factor[shape] = 1.0
-
-    def __contains__(self, shape: Shape) -> bool:
-        return shape in self._at_start
-
-    def of(self, shape: Shape, depth: int | None = None) -> float:
-        """Returns the seconds of a step at a draft depth; None is without a device drafter."""
-        known = self._at_start[shape]
-        return (
-            self.pace
-            * self._factor[shape]
-            * known[0 if depth is None else min(1 + depth, len(known) - 1)]
-        )
-
-    def add(self, shape: Shape, depth: int | None, seconds: float) -> None:
-        """Corrects the costs by the seconds of a step.
-
-        A shape that was seldom measured learns more of it. A pause of the host counts as twice the
-        expected time.
-        """
-        surprise = math.log(min(max(seconds / self.of(shape, depth), 0.5), 2.0))
-        self._num_measured[shape] += 1
-        self._factor[shape] *= math.exp(
-            surprise * max(GAIN / 2, 1 / (1 + self._num_measured[shape]))
-        )
-        self.pace *= math.exp(surprise * GAIN)
 
 
 class Acceptance:
@@ -201,6 +150,26 @@ class Controller:
         self._requested: Mapping[int, int] = {}
         # The last draft's; the next draft is expected to have the same.
         self._parents: tuple[int, ...] = ()
+
+    def break_even(self, num_rows: int) -> float | None:
+        """Returns the accepted drafts of a sequence and step above which drafts pay.
+
+        It is that of the shape which needs the fewest, by the costs known now. None means that no
+        shape has so many drafts.
+
+        Args:
+            num_rows: The rows of a step.
+        """
+        plain, *shapes = self._shapes(num_rows)
+        seconds = self.costs.of(plain)
+        needed = []
+        for shape in shapes:
+            num_drafts = (shape[1] - num_rows) / num_rows
+            for depth in self.depths or (None,):
+                accepted = max(0.0, self.costs.of(shape, depth) / seconds - 1.0)
+                if accepted < num_drafts:
+                    needed.append(accepted)
+        return min(needed, default=None)
 
     def skips(self) -> bool:
         """Begins a step, and returns whether it has no drafts and there is nothing to decide."""

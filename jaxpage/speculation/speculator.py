@@ -225,6 +225,8 @@ class ProposingSpeculator:
             # decode.
             if plan.decodes and not (plan.swap_in or plan.swap_out):
                 num_rows = len(plan.rows)
+                context = sum(row.start for row in plan.rows)
+                self.controller.costs.context = context / num_rows
                 asking = report.drafts.seconds
                 num_drafts = plan.num_tokens - num_rows
                 self.controller.learn_time(

@@ -24,6 +24,8 @@ class StepLimits:
             empty, every row may have the longest length.
         num_steps: The tokens that a step draws of a sequence, one after the other. With more than 1
             there are no drafts.
+        adapts_num_steps: True if a step draws one token of a sequence, or fewer than `num_steps`,
+            where a request waits or has come lately.
 
     Raises:
         ValueError: A limit is not positive.
@@ -38,6 +40,7 @@ class StepLimits:
     decoded: tuple[int, ...] = ()
     streams: tuple[tuple[int, int], ...] = ()
     num_steps: int = 1
+    adapts_num_steps: bool = False
 
     def __post_init__(self) -> None:
         """Refuses limits that are not positive."""

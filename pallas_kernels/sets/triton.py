@@ -60,6 +60,8 @@ ROWS = (
     "rotate",
     "split_and_rotate",
     "log_sums",
+    "odds",
+    "weighted_sum",
 )
 # With more tokens a program goes through all segments, since the partial results of segments would
 # take much memory: half a MiB for each token of 32 heads of 128.
@@ -386,9 +388,9 @@ def _operation(module: str, name: str) -> Callable[..., Any]:
 
 @functools.cache
 def _operations() -> dict[str, Any]:
-    from pallas_kernels.triton import move, product, rows, select, write
+    from pallas_kernels.triton import move, product, rotary_write, rows, select, write
 
-    modules = (move, product, rows, select, write)
+    modules = (move, product, rotary_write, rows, select, write)
     return {module.__name__.rpartition(".")[2]: module for module in modules}
 
 
@@ -403,6 +405,7 @@ SET = KernelSet(
     multiply=_operation("product", "multiply"),
     multiply_grouped=_operation("product", "multiply_grouped"),
     multiply_by_segments=_operation("product", "multiply_by_segments"),
+    rotate_and_write=_operation("rotary_write", "rotate_and_write"),
     cutoffs=_operation("select", "cutoffs"),
     top_candidates=_operation("select", "top_candidates"),
     honours=frozenset(

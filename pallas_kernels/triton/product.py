@@ -14,9 +14,9 @@ output has one scale, the sum is multiplied by it. Products of 8-bit integers ar
 integers. If there are few tiles, several programs (splits) share the turns of a tile, and their
 sums are added up.
 
-`multiply_by_segments` is the same kernel with one group and another cut (`cut_by_weight`): the
-inputs are in segments of fixed length, whose sums are added up in order, by the program that goes
-through them or, after split programs, by a second kernel.
+`multiply_by_segments` is the same kernel with another cut (`cut_by_weight`): the inputs are in
+segments of fixed length, whose sums are added up in order, by the program that goes through them
+or, after split programs, by a second kernel.
 """
 
 from __future__ import annotations
@@ -204,11 +204,17 @@ def _fold_segments(one_turn: Any, empty: Any, turns: int, share: int) -> Any:
     return total_RO + sum_RO if turns % share else total_RO
 
 
-def fold_kernel(sums_ref, scale_ref, scale_row_ref, out_ref, *, cols: int) -> None:  # type: ignore[no-untyped-def]
-    """Adds up the sums of segments [segments, P, O] in order, and multiplies by scales [O, 1]."""
+def fold_kernel(  # type: ignore[no-untyped-def]
+    count_ref, sums_ref, scale_ref, scale_row_ref, out_ref, *, cols: int
+) -> None:
+    """Adds up the sums of segments [segments, P, O] in order, and multiplies by scales [E, O, 1].
+
+    Rows of no group have no scale, and are left out.
+    """
     row = pl.program_id(0)
+    group, _, count = _place(count_ref, row, 1, sums_ref.shape[1])
     at_O = pl.program_id(1) * cols + jnp.arange(cols)
-    has_O = at_O < sums_ref.shape[2]
+    has_O = (count > 0) & (at_O < sums_ref.shape[2])
 
     def add(segment: Any, total_O: Any) -> Any:
         return total_O + tb.load(sums_ref.at[segment, row, at_O], mask=has_O, other=0)
@@ -218,7 +224,8 @@ def fold_kernel(sums_ref, scale_ref, scale_row_ref, out_ref, *, cols: int) -> No
         row_O = (
             at_O if scale_row_ref is None else tb.load(scale_row_ref.at[at_O], mask=has_O, other=0)
         )
-        total_O *= tb.load(scale_ref.at[row_O, 0], mask=has_O, other=0).astype(jnp.float32)
+        scale_O = tb.load(scale_ref.at[group, row_O, 0], mask=has_O, other=0)
+        total_O *= scale_O.astype(jnp.float32)
     tb.store(out_ref.at[row, at_O], total_O.astype(out_ref.dtype), mask=has_O)
 
 
@@ -307,42 +314,56 @@ def multiply_grouped(
     Raises:
         NotImplementedError: Scales belong to groups of inputs that do not fit a turn.
     """
-    values = weight.values if isinstance(weight, QuantizedWeight) else weight
-    code = weight.code if isinstance(weight, QuantizedWeight) else None
-    shapes = (x_PI.shape[0], x_PI.shape[1]), (values.shape[0], values.shape[1])
-    cut = heuristic(*shapes, x_PI.dtype.name, code, roomy=_is_roomy())
-    return _multiply_cut(x_PI, weight, count_E, result, cut, interpret=interpret)
+    cut = heuristic(*_shapes(x_PI, weight), roomy=_is_roomy())
+    operands, config = _prepare(x_PI, weight, count_E, result, cut, interpret=interpret)
+    return _add_up(operands, _sum_segments(operands, config), config)
 
 
 def multiply_by_segments(
     x_TI: jax.Array,
     weight: jax.Array | QuantizedWeight,
+    count_E: jax.Array | None,
     result: DTypeLike,
     *,
     interpret: bool = False,
-) -> jax.Array:
+) -> tuple[jax.Array, jax.Array | None]:
     """Multiplies as `pallas_kernels.batch_invariant_product` says.
 
     Args:
-        x_TI: The rows.
-        weight: The weight [O, I], of numbers of x's type or of codes.
+        x_TI: The rows; sorted by group, if there are groups.
+        weight: The weight [O, I], of numbers of x's type or of codes; those of groups [E, O, I].
+        count_E: The rows of each group; None for one weight.
         result: The type of the product.
         interpret: Runs the kernel on CPU.
+
+    Returns:
+        The product, and the sums of segments [Z, T, O] of which it is the rounded sum; None in
+        their place if a program adds them up, or scales follow.
 
     Raises:
         NotImplementedError: Scales belong to groups of inputs that do not fit a turn, or a weight
             of numbers has another type than x.
     """
-    if isinstance(weight, QuantizedWeight):
-        stacked: jax.Array | QuantizedWeight = stack(weight)
-        num_out, code = weight.values.shape[0], weight.code
-    else:
-        if weight.dtype != x_TI.dtype:
-            raise NotImplementedError(f"a product of {x_TI.dtype} with a weight of {weight.dtype}")
-        stacked, num_out, code = weight[None], weight.shape[0], None
-    shape = (x_TI.shape[0], x_TI.shape[1])
-    cut = cut_by_weight(shape, num_out, x_TI.dtype.name, code, roomy=_is_roomy())
-    return _multiply_cut(x_TI, stacked, None, result, cut, interpret=interpret)
+    if not isinstance(weight, QuantizedWeight) and weight.dtype != x_TI.dtype:
+        raise NotImplementedError(f"a product of {x_TI.dtype} with a weight of {weight.dtype}")
+    if count_E is None:
+        weight = stack(weight) if isinstance(weight, QuantizedWeight) else weight[None]
+    cut = cut_by_weight(*_shapes(x_TI, weight), roomy=_is_roomy())
+    operands, config = _prepare(x_TI, weight, count_E, result, cut, interpret=interpret)
+    sums_ZTO = _sum_segments(operands, config)
+    y_TO = _add_up(operands, sums_ZTO, config)
+    is_folded = cut.splits > 1 and count_E is None and not isinstance(weight, QuantizedWeight)
+    return y_TO, sums_ZTO if is_folded else None
+
+
+def _shapes(
+    x_PI: jax.Array, weight: jax.Array | QuantizedWeight
+) -> tuple[tuple[int, int], tuple[int, int], str, str | None]:
+    """Returns the arguments that `product_cut` has of a product with weights of groups."""
+    values = weight.values if isinstance(weight, QuantizedWeight) else weight
+    code = weight.code if isinstance(weight, QuantizedWeight) else None
+    of_x, of_weights = (x_PI.shape[0], x_PI.shape[1]), (values.shape[0], values.shape[1])
+    return of_x, of_weights, x_PI.dtype.name, code
 
 
 def _is_roomy() -> bool:
@@ -350,7 +371,7 @@ def _is_roomy() -> bool:
     return has is None or has in ROOMY
 
 
-def _multiply_cut(
+def _prepare(
     x_PI: jax.Array,
     weight: jax.Array | QuantizedWeight,
     count_E: jax.Array | None,
@@ -358,7 +379,8 @@ def _multiply_cut(
     cut: Cut,
     *,
     interpret: bool,
-) -> jax.Array:
+) -> tuple[list[Any], Config]:
+    """Returns the operands of the kernel, the last four of which are scales, and its constants."""
     quantized = weight if isinstance(weight, QuantizedWeight) else None
     values = weight.values if isinstance(weight, QuantizedWeight) else weight
     has = capability(target_device())
@@ -385,7 +407,7 @@ def _multiply_cut(
         ]
     )
     count_E = None if count_E is None else count_E.astype(jnp.int32)
-    return _multiply([count_E, x_PI, values, *of_groups], config)
+    return [count_E, x_PI, values, *of_groups], config
 
 
 def _scale_group(weight: QuantizedWeight, cut: Cut) -> int | None:
@@ -403,7 +425,8 @@ def _scale_group(weight: QuantizedWeight, cut: Cut) -> int | None:
 
 # It is traced and lowered once for all layers of a model.
 @functools.partial(jax.jit, static_argnames="config")
-def _multiply(operands: list[Any], config: Config) -> jax.Array:
+def _sum_segments(operands: list[Any], config: Config) -> jax.Array:
+    """Returns the sums of segments, or of parts that are added in any order; one if not split."""
     count_E, x_PI, values, *of_groups = operands
     cut = config.cut
     num_rows = x_PI.shape[0]
@@ -427,14 +450,19 @@ def _multiply(operands: list[Any], config: Config) -> jax.Array:
     if config.code in PACKED:
         x_PI = x_PI.reshape(num_rows, -1, 2).swapaxes(1, 2)
     out_ZPO: jax.Array = call(count_E, x_PI, values, *of_groups)
-    if apart and cut.is_ordered:
-        return _fold(out_ZPO, of_groups, config)
-    return functools.reduce(operator.add, list(out_ZPO)).astype(config.result)
+    return out_ZPO
 
 
-def _fold(sums_ZPO: jax.Array, of_groups: list[Any], config: Config) -> jax.Array:
+@functools.partial(jax.jit, static_argnames="config")
+def _add_up(operands: list[Any], sums_ZPO: jax.Array, config: Config) -> jax.Array:
+    if config.cut.splits > 1 and config.cut.is_ordered:
+        return _fold(operands, sums_ZPO, config)
+    return functools.reduce(operator.add, list(sums_ZPO)).astype(config.result)
+
+
+def _fold(operands: list[Any], sums_ZPO: jax.Array, config: Config) -> jax.Array:
     """Returns the sum over segments; XLA might keep more bits of it where it goes on."""
-    scale_EOJ, _, _, scale_row_O = of_groups
+    count_E, _, _, scale_EOJ, _, _, scale_row_O = operands
     is_scaled = scale_EOJ is not None and config.scale_group is None
     num_rows, num_out = sums_ZPO.shape[1:]
     cols = min(1024, pl.next_power_of_2(num_out))
@@ -447,8 +475,8 @@ def _fold(sums_ZPO: jax.Array, of_groups: list[Any], config: Config) -> jax.Arra
         num_stages=1,
         interpret=config.interpret,
     )
-    scales = (scale_EOJ[0], scale_row_O) if is_scaled else (None, None)
-    out_PO: jax.Array = call(sums_ZPO, *scales)
+    scales = (scale_EOJ, scale_row_O) if is_scaled else (None, None)
+    out_PO: jax.Array = call(count_E if is_scaled else None, sums_ZPO, *scales)
     return out_PO
 
 

@@ -77,9 +77,9 @@ def num_tiles(num_rows: int, num_groups: int, rows: int) -> int:
 
 
 def cut_by_weight(
-    x_shape: tuple[int, int], num_out: int, dtype: str, code: str | None, *, roomy: bool
+    x_shape: tuple[int, int], w_shape: tuple[int, int], dtype: str, code: str | None, *, roomy: bool
 ) -> Cut:
-    """Returns a cut in which the order of a row's sums depends on the weight alone.
+    """Returns a cut in which the order of a row's sums depends on the weight of a group alone.
 
     The turns and the segments of the inputs are the same for one row as for a thousand. Few rows
     have a program for each segment. Many rows have enough programs without that, and each program
@@ -88,13 +88,14 @@ def cut_by_weight(
 
     Args:
         x_shape: The rows and inputs.
-        num_out: The outputs.
+        w_shape: The groups and outputs.
         dtype: The type of x.
         code: The code of the weights, or None.
         roomy: Says whether a program has 227 KiB of shared memory.
     """
     num_rows, num_in = x_shape
-    cut = _unsplit(num_rows, dtype, code, roomy=roomy)
+    num_groups, num_out = w_shape
+    cut = _unsplit(num_rows / num_groups, dtype, code, roomy=roomy)
     if code in PACKED:  # a turn has first the low halves of its bytes, and then the high ones
         cut = replace(cut, depth=128)
     blocks = pl.cdiv(num_out, cut.cols)
@@ -104,7 +105,8 @@ def cut_by_weight(
         and 2 * segments * blocks <= PROGRAMS_OF_A_TILE
     ):
         segments *= 2
-    is_apart = num_rows <= MOST_ROWS_APART and num_tiles(num_rows, 1, cut.rows) * blocks < PROGRAMS
+    programs = num_tiles(num_rows, num_groups, cut.rows) * blocks
+    is_apart = num_rows <= MOST_ROWS_APART and programs < PROGRAMS
     ways = {"splits": segments} if is_apart else {"folds": segments}
     return replace(cut, **ways, is_ordered=True)
 

@@ -93,14 +93,17 @@ def rms_norm(
 
 def add_and_norm(
     x_TD: Float[Array, "T D"],
-    added_TD: Float[Array, "T D"],
+    added_TD: Float[Array, "T D"] | Float[Array, "Z T D"],
     scale_D: Float[Array, "D"],
     epsilon: float,
     offset: float,
     *,
     interpret: bool = False,
 ) -> tuple[Float[Array, "T D"], Float[Array, "T D"]]:
-    """Returns the rounded sum of both, and `rms_norm` of it."""
+    """Returns the rounded sum of both, and `rms_norm` of it.
+
+    What is added may be sums of segments; see `fold_segments`.
+    """
     sum_TD, y_TD = _norm(x_TD, scale_D, None, added_TD, epsilon, offset, False, True, interpret)
     assert sum_TD is not None, "it was asked for"
     return sum_TD, y_TD
@@ -165,7 +168,8 @@ def _norm_row(
 
     x_D = wide(x_ref, row)
     if added_ref is not None:
-        x_D = (x_D + wide(added_ref, row)).astype(x_ref.dtype).astype(jnp.float32)
+        added_D = fold_segments(added_ref, x_ref.dtype, (row, at_D), has_D)
+        x_D = (x_D + added_D.astype(jnp.float32)).astype(x_ref.dtype).astype(jnp.float32)
     if len(out_refs) == 2:
         tb.store(out_refs[0].at[row, at_D], x_D.astype(x_ref.dtype), mask=has_D)
     if is_centred:
@@ -177,6 +181,24 @@ def _norm_row(
     if bias_ref is not None:
         x_D = x_D + wide(bias_ref)
     tb.store(out_refs[-1].at[row, at_D], x_D.astype(x_ref.dtype), mask=has_D)
+
+
+def fold_segments(ref: Any, dtype: DTypeLike, at: tuple[Any, ...], mask: Any) -> jax.Array:
+    """Returns a tile of an array, or of sums of segments, which have one more axis in front.
+
+    These are added up in order and rounded to the type, as `product.fold_kernel` does it.
+    """
+    other = None if mask is None else 0
+    if len(ref.shape) == len(at):
+        numbers: jax.Array = tb.load(ref.at[at], mask=mask, other=other)
+        return numbers
+
+    def add(segment: Any, total: jax.Array) -> jax.Array:
+        return total + tb.load(ref.at[(segment, *at)], mask=mask, other=other)
+
+    shape = jnp.broadcast_shapes(*(jnp.shape(each) for each in at))
+    total = lax.fori_loop(0, ref.shape[0], add, jnp.zeros(shape, jnp.float32))
+    return total.astype(dtype)
 
 
 def rotate(
@@ -289,6 +311,58 @@ def _log_sum(logits_ref: Any, largest_ref: Any, out_ref: Any, *, width: int) -> 
 
     total_V = lax.fori_loop(0, pl.cdiv(width, TILE), add, jnp.zeros(TILE, jnp.float32))
     tb.store(out_ref.at[row], jnp.log(jnp.sum(total_V)))
+
+
+def odds(
+    logits_TE: Float[Array, "T E"], *, sigmoid: bool, interpret: bool = False
+) -> Float[Array, "T E"]:
+    """Returns the sigmoid of each logit, or `exp(logits - their maximum)` of each row."""
+    num_rows, width = logits_TE.shape
+    body = functools.partial(_odds_row, width=width, sigmoid=sigmoid)
+    shape = jax.ShapeDtypeStruct(logits_TE.shape, logits_TE.dtype)
+    odds_TE: jax.Array = _call(body, "odds", (num_rows,), shape, width, interpret)(logits_TE)
+    return odds_TE
+
+
+def _odds_row(logits_ref: Any, out_ref: Any, *, width: int, sigmoid: bool) -> None:
+    row = pl.program_id(0)
+    at_E = jnp.arange(pl.next_power_of_2(width))
+    has_E = at_E < width
+    logits_E = tb.load(logits_ref.at[row, at_E], mask=has_E, other=-jnp.inf)
+    if sigmoid:
+        odds_E = 1.0 / (1.0 + jnp.exp(-logits_E))
+    else:
+        odds_E = jnp.exp(logits_E - jnp.max(logits_E))
+    tb.store(out_ref.at[row, at_E], odds_E, mask=has_E)
+
+
+def weighted_sum(
+    x_TXD: Float[Array, "T X D"], weight_TX: Float[Array, "T X"], *, interpret: bool = False
+) -> Float[Array, "T D"]:
+    """Returns the sum of the X rows of each token with these weights, added up one by one."""
+    num_tokens, count, width = x_TXD.shape
+    cols = min(1024, pl.next_power_of_2(width))
+    shape = jax.ShapeDtypeStruct((num_tokens, width), x_TXD.dtype)
+    body = functools.partial(_weighted_sum, count=count, width=width, cols=cols)
+    grid = (num_tokens, pl.cdiv(width, cols))
+    sum_TD: jax.Array = _call(body, "weighted_sum", grid, shape, cols, interpret)(x_TXD, weight_TX)
+    return sum_TD
+
+
+def _weighted_sum(
+    x_ref: Any, weight_ref: Any, out_ref: Any, *, count: int, width: int, cols: int
+) -> None:
+    token = pl.program_id(0)
+    at_D = pl.program_id(1) * cols + jnp.arange(cols)
+    has_D = at_D < width
+
+    def add(place: Any, total_D: Any) -> Any:
+        weight = tb.load(weight_ref.at[token, place]).astype(jnp.float32)
+        x_D = tb.load(x_ref.at[token, place, at_D], mask=has_D, other=0).astype(jnp.float32)
+        return total_D + x_D * weight
+
+    total_D = lax.fori_loop(0, count, add, jnp.zeros(cols, jnp.float32))
+    tb.store(out_ref.at[token, at_D], total_D.astype(out_ref.dtype), mask=has_D)
 
 
 def _call(

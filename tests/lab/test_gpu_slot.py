@@ -77,6 +77,7 @@ def test_the_order_is_that_of_what_matters_most(tmp_path):
         "engine without graphs",
         "bench triton",
         "products",
+        "engine in several steps",
         "contiguous",
         "sampler",
         "steps skip-profiled",
@@ -116,8 +117,13 @@ def test_what_a_library_that_never_ran_could_spoil_runs_without_it(tmp_path):
         *((rows, 0, None) for rows in (1, 64, 8, 256)),
         (1, 2048, None),
     ]
-    for name in ("engine", "engine without graphs"):
-        assert bench_engine.parse(children[name].command[2:]).backend == "triton"
+    for name, steps in {
+        "engine": 1,
+        "engine without graphs": 1,
+        "engine in several steps": 8,
+    }.items():
+        arguments = bench_engine.parse(children[name].command[2:])
+        assert (arguments.backend, arguments.steps) == ("triton", steps)
     engine = bench_engine.parse(children["engine"].command[2:])
     assert (engine.model, engine.rows, engine.chunk, engine.trace) == (
         "8b",

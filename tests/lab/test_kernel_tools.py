@@ -24,6 +24,7 @@ from tools import bench_kernels, bench_step
 from tools.lab import check_engine, gpu_check, time_contiguous_attention
 from tools.lab.kernel_lab import (
     check,
+    goals,
     oracle,
     pages,
     parity,
@@ -122,6 +123,7 @@ def test_the_tiles_of_a_spec_are_those_of_its_call():
         num_tokens, shape = sum(cut.queries), (3, cut.block_size, cut.num_kv_heads, cut.head_dim)
         arguments = SimpleNamespace(
             max_query_len=cut.max_query_len,
+            group=cut.num_heads // cut.num_kv_heads,
             q_TNH=jax.ShapeDtypeStruct((num_tokens, cut.num_heads, cut.head_dim), cut.dtype),
             k_pages=jax.ShapeDtypeStruct(shape, cut.page_dtype),
         )
@@ -303,6 +305,30 @@ def test_one_table_of_what_each_kernel_set_was_timed_at_alone():
     rows = parts.bench_tables([measured, *found])[0].rows
     assert [row[:2] for row in rows] == [[decode, "triton"], [decode, "scan"], [chunk, "triton"]]
     assert rows[0][-3:] == ["0.250", "0.500", "2 splits"]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "best"),
+    [((4e-4, 3e-4, 2.95e-4, 3.1e-4), 32), ((3e-4, 3e-4, 2.9e-4, 2.5e-4), 128)],
+)
+def test_the_slots_of_a_block_that_are_best_are_named(seconds, best):
+    """The fewest within 2% of the fastest; another number of rows and another set are no competitors."""
+    names = [
+        "llama-3-8b decode 64x2048",
+        *(f"llama-3-8b decode in blocks of {size}" for size in (32, 64, 128)),
+    ]
+    rows = [
+        Row(specs.find(name), "triton", each, "") for name, each in zip(names, seconds, strict=True)
+    ]
+    others = [
+        Row(specs.find("llama-3-8b decode 16x2048"), "triton", 1e-9, ""),
+        Row(specs.find(names[0]), "scan", 1e-9, ""),
+    ]
+    table = goals.block_sizes([*others, *reversed(rows), Row(rows[0].spec, "fa3", None, "")])
+    assert [row[1:3] for row in table.rows] == [
+        ["triton", slots] for slots in ("16", "32", "64", "128")
+    ]
+    assert [row[2] for row in table.rows if row[-1] == "yes"] == [f"{best}"]
 
 
 def test_a_kernel_set_is_timed_alone_with_the_splits_that_are_asked_for(monkeypatch):

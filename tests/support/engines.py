@@ -122,6 +122,8 @@ def make_llm(directory: Path | str, *, at_start: bool = False, **settings: Any) 
 
     A pool that is smaller than its geometry's is small on the host alone: the pages on the device, which are in every shape, keep their
     size. A drafter on the device has scratch blocks right behind the pool, so there the pages are as large as was asked.
+
+    Where "auto" steps are asked for by name, they are those of an accelerator, up to 4 at once.
     """
     llm: LLM = make_kind(LLM, directory, at_start=at_start, **settings)
     return llm
@@ -138,6 +140,8 @@ def make_kind(
         method = drafting.get("method") if isinstance(drafting, dict) else drafting.method
         if method not in _WITH_SCRATCH_BLOCKS:
             patch.setattr(engine_spec, "page_shapes", _roomy_page_shapes)
+        if settings.get("num_scheduler_steps") == "auto":
+            patch.setattr(engine_spec, "STEPS_ON_CPU", 4)
         with contextlib.nullcontext() if at_start else when_used():
             return kind(model=str(directory), use_tqdm=False, **settings)
 

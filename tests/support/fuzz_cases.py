@@ -268,9 +268,9 @@ def random_shapes(chance: random.Random, models: Sequence[str] = ()) -> tuple[st
     settings |= chance.choice(GEOMETRIES)
     settings["max_model_len"] = chance.choice(LENGTHS)
     settings["max_num_batched_tokens"] = max(chance.choice((16, 32, 64)), settings["block_size"])
-    settings["num_scheduler_steps"] = chance.choice((1, 1, 1, 2, 4))
+    settings["num_scheduler_steps"] = chance.choice((1, 1, "auto", 2, 4))
     drafting = chance.choice(DRAFTING)
-    if drafting is not None and settings["num_scheduler_steps"] == 1:
+    if drafting is not None and settings["num_scheduler_steps"] in (1, "auto"):
         settings["speculative_config"] = drafting
     settings["kv_cache_dtype"] = chance.choice(("auto", "auto", "auto", "int8", "fp8"))
     if chance.random() < 0.15:

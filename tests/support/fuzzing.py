@@ -26,12 +26,14 @@ from typing import Any
 
 import jax
 import numpy as np
+import pytest
 from safetensors.numpy import save_file
 
 from jaxpage import LLM, AsyncLLM, LoRARequest
 from jaxpage.checkpoints.finding.resolve import DEMO
 from jaxpage.errors import CapacityError, ConfigError, UnsupportedError
 from jaxpage.outputs import CompletionOutput, Logprob, RequestOutput
+from jaxpage.scheduling import several_steps
 from tests.support.engines import make_kind, make_llm
 from tests.support.fuzz_cases import SHARED, Ask, Case, random_case, random_shapes, shrunk
 from tests.support.fuzz_models import MODELS, Weights, other_weights
@@ -96,6 +98,9 @@ class Fuzzer:
         opened = contextlib.nullcontext() if isinstance(stage, RealTime) else stage.open()
         try:
             with opened, contextlib.ExitStack() as stack:
+                patch = stack.enter_context(pytest.MonkeyPatch.context())
+                # Texts are short, so "auto" takes several steps sooner.
+                patch.setattr(several_steps, "STEPS_FOR_ONE_MORE", 2)
                 engines = [
                     stack.enter_context(self._engine(case, settings, stage))
                     for _ in range(case.num_engines)

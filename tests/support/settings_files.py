@@ -25,7 +25,14 @@ This module is generated from `EngineConfig` and `ServerConfig`, by
 
 from __future__ import annotations
 
-from jaxpage.cli.flag import Flag, OneModel, byte_size, json_object_or_auto, seconds_or_none
+from jaxpage.cli.flag import (
+    Flag,
+    OneModel,
+    byte_size,
+    int_or_auto,
+    json_object_or_auto,
+    seconds_or_none,
+)
 '''
 
 
@@ -89,7 +96,9 @@ def _leaves(hint: Any, marks: tuple[Any, ...] = ()) -> Iterator[tuple[Any, tuple
 
 def _kind(leaves: list[tuple[Any, tuple[Any, ...]]], takes_none: bool) -> tuple[str, str | None]:
     """Returns how a flag's value is read, as source, and the metavar that goes with it."""
-    ((leaf, marks),) = leaves
+    (leaf, marks), *others = leaves
+    if leaf is int and others:
+        return "int_or_auto", "N"
     if BYTE_SIZE in marks:
         return "byte_size", "SIZE"
     if isinstance(leaf, type) and issubclass(leaf, BaseModel):

@@ -18,7 +18,8 @@ from jaxpage.scheduling import Scheduler
 from jaxpage.shapes import MOST_DRAFTS
 from jaxpage.simulation.scripts import ScriptedRequests
 from jaxpage.simulation.traces import Arrival
-from jaxpage.speculation.controller import Controller, Shape
+from jaxpage.speculation.controller import Controller
+from jaxpage.speculation.costs import Shape
 from jaxpage.speculation.drafter_sync import DrafterSync
 from jaxpage.speculation.proposal import Proposer
 from jaxpage.speculation.speculator import ProposingSpeculator

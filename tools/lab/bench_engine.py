@@ -74,6 +74,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         "--trace", type=int, default=256, help="requests of the trace; default: 256"
     )
     parser.add_argument("--backend", default="auto", help="kernel set; default: auto")
+    parser.add_argument(
+        "--steps", type=int, default=1, help="decode steps in an executable; default: 1"
+    )
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument(
         "--seconds", type=float, default=240, help="nothing is begun that may not fit; default: 240"
@@ -190,6 +193,7 @@ class Results:
 
     to: Path
     end: float
+    prefix: str = "engine"
     failed: bool = False
 
     def add(self, check: str, run: Callable[[], Finding], *, needs_s: float = 0.0) -> None:
@@ -201,7 +205,7 @@ class Results:
             )
         else:
             finding = judged("", run)
-        finding.check = f"engine {check}"
+        finding.check = f"{self.prefix} {check}"
         self.failed |= finding.status == FAILED
         append(self.to, finding)
         print(f"{finding.check}: {finding.status}: {finding.summary}", flush=True)
@@ -221,6 +225,7 @@ def opened(arguments: argparse.Namespace, rows: list[int]) -> LLM:
         attention_backend=arguments.backend,
         enable_prefix_caching=False,
         swap_space_blocks=0,
+        num_scheduler_steps=arguments.steps,
     )
 
 
@@ -263,7 +268,8 @@ def main(argv: list[str] | None = None) -> int:
     if MISSING:
         append(arguments.to, Finding("engine", LEFT_OUT, f"no {MISSING} here"))
         return 0
-    results = Results(arguments.to, time.monotonic() + arguments.seconds)
+    prefix = "engine" if arguments.steps == 1 else "engine in several steps"
+    results = Results(arguments.to, time.monotonic() + arguments.seconds, prefix)
     try:
         measure(arguments, results)
     except Exception as error:  # the engine does not start

@@ -129,7 +129,7 @@ def measure_steps(model: str, *, num_rows: int, num_tokens: int, repeats: int) -
         )
     engine = built.engine
     # All rows read the same blocks.
-    table = tuple(range(1, -(-num_tokens // config.block_size) + 1))
+    table = tuple(range(1, -(-num_tokens // built.memory.block_size) + 1))
     token_ids = np.random.default_rng(0).integers(0, engine.builder.vocab_size, num_tokens).tolist()
 
     def plan(params: SamplingParams) -> StepPlan:

@@ -54,6 +54,7 @@ class Sizes:
     contiguous: str
     engine: str
     few_engine: str
+    several_steps: str
     tune: str
 
 
@@ -67,6 +68,7 @@ REAL = Sizes(
     contiguous="",
     engine=f"--model 8b --rows 1,8,64,256 --context 1024 --new 64 --backend {FIRST} --seconds 190",
     few_engine=f"--model 8b --rows 1,64 --context 1024 --new 64 --backend {FIRST} --seconds 110",
+    several_steps=f"--model 8b --rows 1,64 --context 1024 --new 64 --backend {FIRST} --steps 8 --seconds 110",
     tune="--minutes 1.8",
 )
 _TINY_STEPS = "--models tiny --rows 2 --contexts 64 --chunks 32 --round 0.01"
@@ -80,6 +82,7 @@ SMALL = Sizes(
     contiguous="--small",
     engine=_TINY_ENGINE,
     few_engine=_TINY_ENGINE,
+    several_steps=f"{_TINY_ENGINE} --steps 8",
     tune="--minutes 0.5 --small --interpret",
 )
 
@@ -127,6 +130,13 @@ def _groups(check: Check, sizes: Sizes, state: Path) -> Iterator[list[Part]]:
     yield [_bench(check, FIRST, "--specs", f"{sizes.specs},{sizes.block_sizes}")]
     products = check.part("products", needs_s=40, limit_s=100, seconds=80, alone=True)
     yield [Part(products, "products of experts and of weights of few bits")]
+    several = sizes.several_steps.split()
+    yield [
+        Part(
+            check.tool("engine in several steps", file, *several, needs_s=80, limit_s=130),
+            "LLM.generate with up to 8 decode steps in an executable",
+        )
+    ]
     yield from _later_parts(check, sizes, specs)
     tune = [*sizes.tune.split(), "--tune", "--tuned-directory", str(state / "tuned")]
     tune += ["--backends", FIRST if check.interpret else ",".join(KERNEL_BACKENDS)]

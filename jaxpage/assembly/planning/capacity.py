@@ -115,14 +115,14 @@ def _without_blocks(
         scratch = drafting.pages(
             menu,
             [0] * drafting.num_layers,
-            config.block_size,
+            described.block_size,
             dtype,
             interleaved=described.interleaves_pages,
         )
         workspace_bytes += bytes_of_pages(scratch)
 
     def at_a_time(window: int) -> int:
-        return window_blocks(window, max_row_length, config.block_size)
+        return window_blocks(window, max_row_length, described.block_size)
 
     return MemoryPlan(
         device=device.name,
@@ -130,7 +130,7 @@ def _without_blocks(
         weights_bytes=-(-weights_bytes // layout.tensor_parallel_size),
         workspace_bytes=workspace_bytes,
         block_bytes=sum(group.block_bytes for group in groups),
-        block_size=config.block_size,
+        block_size=described.block_size,
         num_blocks=0,
         num_devices=layout.tensor_parallel_size,
         max_model_len=max_length,
@@ -244,7 +244,7 @@ def _workspace_estimate(spec: ModelSpec, context: int, menu: BucketMenu) -> int:
     It has the logits and the arrays that draws or scores make of them, a dozen float32 activations
     of the widest step, and the arrays that take the place of unused inputs of logits processors.
     """
-    num_draws = {bucket.num_draws for bucket in menu.buckets}
+    num_draws = {bucket.num_processed for bucket in menu.buckets}
     tokens = max(bucket.num_tokens for bucket in menu.buckets)
     logits = max(9 * max(num_draws), 3 * min(tokens, SCORED_AT_ONCE)) * spec.vocab_size
     shapes = [

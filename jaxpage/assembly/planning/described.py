@@ -65,6 +65,12 @@ class Described:
     vectors: VectorInput | None = None
 
     @property
+    def block_size(self) -> int:
+        """Returns the tokens of a KV block, where the setting is "auto", too."""
+        config = self.config
+        return self.device.choose_block_size(config.block_size, config.max_num_batched_tokens)
+
+    @property
     def interleaves_pages(self) -> bool:
         """Returns whether keys and values share an array of pages, which the kernel set decides."""
         return self.device.interleaves_pages(self.config.attention_backend)

@@ -104,7 +104,7 @@ def plan_encoder_memory(described: Described) -> MemoryPlan:
         weights_bytes=described.weights_bytes,
         workspace_bytes=workspace_bytes,
         block_bytes=0,
-        block_size=described.config.block_size,
+        block_size=described.block_size,
         num_blocks=2,
         max_model_len=longest_text(described),
     )

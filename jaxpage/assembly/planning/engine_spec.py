@@ -34,6 +34,11 @@ from jaxpage.step.limits import StepLimits
 
 BATCHED_TOKENS_ON_CPU = 256  # enough to keep a CPU busy
 BATCHED_TOKENS_ON_ACCELERATORS = 2048
+# Decode steps of an executable where num_scheduler_steps is "auto". On an accelerator the host
+# takes 0.4 to 0.7 ms of every step of 6 to 10; on a CPU steps are longer, and a second executable
+# for each number of rows costs the start more.
+STEPS_ON_CPU = 1
+STEPS_ON_ACCELERATORS = 8
 
 
 @dataclass(frozen=True)
@@ -204,6 +209,15 @@ class EngineSpec:
         if self.sharding.is_divided:
             yield "reduction", self.reduction.partition(" on ")[0]
         yield "step shapes", str(len(self.menu.buckets))
+        if drafts := self.described.drafting.config:
+            number = drafts.num_speculative_tokens
+            chosen = "as many drafts as pay" if number == "auto" else f"{number} drafts"
+            shape = "a tree of " * drafts.tree
+            yield "speculation", f"{drafts.method}, {shape}{chosen}, acceptance {drafts.acceptance}"
+        if (num_steps := self.limits.num_steps) > 1:
+            adapts = self.limits.adapts_num_steps
+            few = f"1 to {num_steps}, more the longer no request waits or comes"
+            yield "decode steps at once", few if adapts else str(num_steps)
 
     @property
     def reduction(self) -> str:
@@ -229,9 +243,17 @@ class EngineSpec:
                 for group, blocks in zip(self.groups, self.blocks, strict=True)
             ],
             "vocab_size": self.vocab_size,
-            "limits": asdict(self.limits),
+            "limits": _record_limits(self.limits),
             "buckets": [_record(bucket) for bucket in self.menu.buckets],
         }
+
+
+def _record_limits(limits: StepLimits) -> dict[str, Any]:
+    """Returns limits for the event log: their last field is there where it says something."""
+    fields = asdict(limits)
+    if not limits.adapts_num_steps:
+        del fields["adapts_num_steps"]
+    return fields
 
 
 def _record(bucket: Bucket) -> list[Any]:
@@ -275,12 +297,17 @@ def engine_spec_of(described: Described, *, swaps: bool = True) -> EngineSpec:
     check_windows(config.speculative_config, config.model, kvs)
     check_recurrent(config.model, kvs[0], layout, kvs[1:])
     menu = step_menu(config, described.device, mixed=mixed, vectors=described.vectors)
-    limits = step_limits(menu, config.max_num_seqs, mixed=mixed)
+    limits = step_limits(
+        menu,
+        config.max_num_seqs,
+        mixed=mixed,
+        adapts_num_steps=config.num_scheduler_steps == "auto",
+    )
     check_whole(described.vectors, limits)
     groups = cache_groups(
         kvs,
         max_length=config.max_model_len or max_length,
-        block_size=config.block_size,
+        block_size=described.block_size,
         dtype=page_dtype(layout.kv_cache_dtype, layout.dtype),
         num_shards=sharding.num_local,
         interleaved=described.interleaves_pages,
@@ -343,12 +370,20 @@ def choose_sharding(described: Described) -> Sharding:
     """
     requested = described.config.tensor_parallel_reduction
     num_devices = described.layout.tensor_parallel_size
+    is_cpu = described.device.is_cpu
+    batch_invariant = described.config.batch_invariant and not is_cpu
     invariant = requested == "invariant" or (
         requested == "auto"
-        and described.device.is_cpu
+        and (is_cpu or batch_invariant)
         and num_devices > 1
         and LOGICAL_SHARDS % num_devices == 0
     )
+    if batch_invariant and num_devices > 1 and not invariant:
+        raise ConfigError(
+            f"batch_invariant with tensor_parallel_size {num_devices} and "
+            f"tensor_parallel_reduction {requested!r}: devices would add up in an order that "
+            "depends on the batch; use 'invariant', for 2 or 4 devices"
+        )
     return make_sharding(described.model, num_devices, invariant=invariant)
 
 
@@ -391,7 +426,7 @@ def step_menu(
         max_verified_tokens=most,
         trees=drafts is not None and drafts.branches,
         q_width=MOST_CANDIDATES if config.acceptance.name == "rejection" else 0,
-        num_steps=config.num_scheduler_steps,
+        num_steps=choose_num_steps(config, device),
         takes_vectors=vectors is not None,
     )
     if drafts is not None and not menu.verify:
@@ -403,8 +438,20 @@ def step_menu(
     return menu
 
 
-def step_limits(menu: BucketMenu, max_num_seqs: int, *, mixed: bool) -> StepLimits:
+def choose_num_steps(config: EngineConfig, device: DeviceSpec) -> int:
+    """Returns how many decode steps one executable runs at most."""
+    if config.num_scheduler_steps != "auto":
+        return config.num_scheduler_steps
+    if config.speculative_config is not None:
+        return 1
+    return STEPS_ON_CPU if device.is_cpu else STEPS_ON_ACCELERATORS
+
+
+def step_limits(
+    menu: BucketMenu, max_num_seqs: int, *, mixed: bool, adapts_num_steps: bool = False
+) -> StepLimits:
     """Returns the limits of the shapes, for the scheduler."""
+    num_steps = max((bucket.num_steps for bucket in menu.multi_step), default=1)
     return StepLimits(
         max_rows=max_num_seqs,
         max_tokens=menu.chunk[-1].num_tokens,
@@ -414,5 +461,6 @@ def step_limits(menu: BucketMenu, max_num_seqs: int, *, mixed: bool) -> StepLimi
         trees=any(bucket.trees for bucket in menu.verify),
         decoded=tuple(bucket.num_rows for bucket in menu.decode),
         streams=tuple((bucket.num_rows, bucket.num_tokens) for bucket in menu.verify),
-        num_steps=max((bucket.num_steps for bucket in menu.multi_step), default=1),
+        num_steps=num_steps,
+        adapts_num_steps=adapts_num_steps and num_steps > 1,
     )

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
         cpu_kernels,  # says which kernels for CPUs there are
     )
     from jaxpage.device.hardware.device_spec import (
+        USUAL_BLOCK_SIZE,  # is the tokens of a KV block where no number was measured
         DeviceSpec,  # describes a device: its memory, its types, and its kernel sets
         available_bytes,  # counts the bytes that engines may take of a device
         available_host_bytes,  # counts the free bytes of host memory

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import psutil
 from jax.typing import DTypeLike
@@ -15,6 +15,10 @@ from jaxpage.device.packing import takes
 from pallas_kernels import candidates
 
 _CGROUP = Path("/sys/fs/cgroup")
+USUAL_BLOCK_SIZE = 16
+# The tokens of a KV block with which attention was fastest on a card, by a part of its name. None
+# was measured yet: the part "bench" of tools/gpu_slot.py says which number is best.
+MEASURED_BLOCK_SIZES: dict[str, int] = {}
 
 
 @dataclass(frozen=True)
@@ -78,6 +82,22 @@ class DeviceSpec:
         """
         chosen = candidates(attention_backend, self.platform)[0]
         return chosen.prefers_mixed_steps and chosen.runs_on(self.platform)
+
+    def choose_block_size(
+        self, requested: int | Literal["auto"], max_tokens: int | None = None
+    ) -> int:
+        """Returns the tokens of a KV block.
+
+        Args:
+            requested: The setting `block_size`; "auto" is what was measured on this card, or 16.
+            max_tokens: The most query tokens of a step, if the settings say so; "auto" takes no
+                larger blocks.
+        """
+        if requested != "auto":
+            return requested
+        measured = (size for card, size in MEASURED_BLOCK_SIZES.items() if card in self.name)
+        size = next(measured, USUAL_BLOCK_SIZE)
+        return size if max_tokens is None else min(size, 1 << (max_tokens.bit_length() - 1))
 
     def interleaves_pages(self, attention_backend: str) -> bool:
         """Returns whether an engine with a kernel set keeps interleaved pages."""

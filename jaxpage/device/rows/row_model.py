@@ -19,7 +19,7 @@ from jax.custom_derivatives import SymbolicZero
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from jaxpage.device.attention import make_attend, make_layer_kernels
+from jaxpage.device.attention import make_attend, make_layer_kernels, make_rotate_and_write
 from jaxpage.device.hardware.backends import Backend
 from jaxpage.device.packing import panels_of_weights
 from jaxpage.device.pages.kv_pages import KVPages, page_shapes
@@ -141,7 +141,10 @@ class RowModel:
             inputs, backend=self.backend, bucket=division.bucket, layer_groups=groups
         )
         recur = make_recur(inputs, layer_groups=groups, by_row=self._by_row)
-        context = ForwardContext(inputs.positions_T, attend, recur=recur)
+        rotate_and_write = make_rotate_and_write(inputs, backend=self.backend, layer_groups=groups)
+        context = ForwardContext(
+            inputs.positions_T, attend, recur=recur, rotate_and_write=rotate_and_write
+        )
         routes = Routes()
         with self._scope(inputs.lora_slot_T, routes).open():
             hidden_TD, pages, _ = model(inputs.token_ids_T, pages, context)

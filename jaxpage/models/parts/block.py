@@ -8,7 +8,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from jaxpage.layers.context import ForwardContext, LayerPages
-from jaxpage.layers.norms import add_and_norm
+from jaxpage.layers.norms import add_and_norm, add_before_norm, keep_and_norm
 from jaxpage.models.parts.norms import Norm
 
 
@@ -61,7 +61,7 @@ class Block(nnx.Module):
         self, x_TD: Float[Array, "T D"], layer_pages: LayerPages, context: ForwardContext
     ) -> tuple[Float[Array, "T D"], LayerPages]:
         """Returns the output of the layer and its pages."""
-        normed_TD = _apply(self.attention_norm, x_TD)
+        x_TD, normed_TD = keep_and_norm(self.attention_norm, x_TD)
         attended_TD, layer_pages = self.attention(normed_TD, layer_pages, context)
         attended_TD = self._scale(_apply(self.post_attention_norm, attended_TD))
         if self.parallel:
@@ -70,7 +70,7 @@ class Block(nnx.Module):
         else:
             added_TD, entering_TD = add_and_norm(self.mlp_norm, x_TD, attended_TD)
         fed_TD = _apply(self.post_mlp_norm, self.mlp(entering_TD))
-        return added_TD + self._scale(fed_TD), layer_pages
+        return add_before_norm(added_TD, self._scale(fed_TD)), layer_pages
 
     def _scale(self, x_TD: Float[Array, "T D"]) -> Float[Array, "T D"]:
         return x_TD if self.residual_scale == 1.0 else x_TD * self.residual_scale
@@ -95,11 +95,11 @@ class HalfBlock(nnx.Module):
         self, x_TD: Float[Array, "T D"], layer_pages: Any, context: ForwardContext
     ) -> tuple[Float[Array, "T D"], Any]:
         """Returns the output of the layer and its pages."""
-        normed_TD = self.norm(x_TD)
+        x_TD, normed_TD = keep_and_norm(self.norm, x_TD)
         if not self.has_pages:
-            return x_TD + self.mixer(normed_TD), layer_pages
+            return add_before_norm(x_TD, self.mixer(normed_TD)), layer_pages
         mixed_TD, layer_pages = self.mixer(normed_TD, layer_pages, context)
-        return x_TD + mixed_TD, layer_pages
+        return add_before_norm(x_TD, mixed_TD), layer_pages
 
 
 def _apply(norm: Norm | None, x_TD: Float[Array, "T D"]) -> Float[Array, "T D"]:

@@ -2,7 +2,8 @@
 
 With int8 each output has a scale, and inputs are rounded to eight bits too (W8A8), each token with
 its own scale. With int4 each group of 32 inputs has a scale, as in GGUF's Q4_0, and inputs are not
-rounded.
+rounded. `"int8+head"` and `"int4+head"` round the head as well, with the token table where it is
+tied to it, in both as int8 does: SmolLM2's head in four bits made the perplexity 32.8 for 28.2.
 """
 
 from __future__ import annotations
@@ -57,4 +58,16 @@ INT4 = WeightFormat("int4", _weight(int4_codes), _weight(int4_scale), group_size
 SCHEMES = {
     "int8": Scheme("int8", "int8 weights and inputs, rounded at load", lambda *names: INT8),
     "int4": Scheme("int4", "int4 weights in groups of 32, rounded at load", lambda *names: INT4),
+    "int8+head": Scheme(
+        "int8+head",
+        "int8 weights and inputs, and an int8 head, rounded at load",
+        lambda *names: INT8,
+        head=INT8,
+    ),
+    "int4+head": Scheme(
+        "int4+head",
+        "int4 weights in groups of 32, and an int8 head, rounded at load",
+        lambda *names: INT4,
+        head=INT8,
+    ),
 }

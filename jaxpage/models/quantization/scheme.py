@@ -127,9 +127,10 @@ class Scheme:
 
     def _replacement(self, path: Path, module: nnx.Module) -> nnx.Module | None:
         if isinstance(module, Embedding):
-            if self.head is None or module.name != HEAD:
+            form = self.head
+            if form is None or not (module.is_head if form.is_rounded else module.name == HEAD):
                 return None
-            return QuantizedEmbedding(module, self.head)
+            return QuantizedEmbedding(module, form)
         if isinstance(module, Linear):
             names = [part.name for part in module.spec.parts if part.name is not None] or [
                 module.spec.fused or ""
@@ -161,8 +162,8 @@ class Scheme:
             )
         if form and form.is_rounded and num_in % (form.group_size or 1):
             raise CheckpointError(
-                f"quantization: {names[0]} has {num_in} inputs, which are no multiple of {form.group_size}, of which each group has a "
-                "scale; use int8"
+                f"quantization: {names[0]} has {num_in} inputs, which are no multiple of "
+                f"{form.group_size}, of which each group has a scale; use int8"
             )
         return form
 

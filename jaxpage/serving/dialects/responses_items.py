@@ -18,7 +18,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import Discriminator, Field, Tag, TypeAdapter
+from pydantic import Discriminator, Field, Tag, TypeAdapter, model_validator
 
 from jaxpage.serving.wire.field_types import CallId, Items, Name, RequestObject, by_name
 from jaxpage.serving.wire.request_fields import RefusalPart
@@ -48,6 +48,16 @@ class ResponsesImage(RequestObject):
 
     type: Literal["input_image"]
     image_url: str
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_files(cls, part: Any) -> Any:
+        if isinstance(part, dict) and part.get("file_id") and not part.get("image_url"):
+            raise ValueError(
+                "cannot be a file_id: no files of pictures are kept, so send the picture itself, "
+                "as a data URL in image_url"
+            )
+        return part
 
 
 def _text_or_parts(value: Any) -> str:

@@ -350,7 +350,9 @@ def bench_tables(findings: Sequence[Finding], *, small: bool = False) -> list[Ta
     order = [label(spec) for spec in specs.SPECS]
     rows.sort(key=lambda row: order.index(label(row.spec)))
     others = contiguous_seconds(findings)
-    return [table(rows, measured[0], others), goals.table(rows, measured[0], best_of(others))]
+    tables = [table(rows, measured[0], others), goals.table(rows, measured[0], best_of(others))]
+    sizes = goals.block_sizes(rows)
+    return [*tables, sizes] if sizes.rows else tables
 
 
 def _page_timings(measured: Ceilings, small: bool, end: float) -> Finding:

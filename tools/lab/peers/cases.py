@@ -10,6 +10,8 @@ CASES = {
     "jaxpage bfloat16": ("jaxpage", "bfloat16"),
     "jaxpage int8": ("jaxpage", "int8"),
     "jaxpage int4": ("jaxpage", "int4"),
+    "jaxpage int8+head": ("jaxpage", "int8+head"),
+    "jaxpage int4+head": ("jaxpage", "int4+head"),
     "transformers": ("transformers", "float32"),
     "CTranslate2": ("ctranslate2", "float32"),
     "CTranslate2 bfloat16": ("ctranslate2", "bfloat16"),

@@ -15,7 +15,7 @@ def main() -> None:
     """Answers the task."""
     task = read_task()
     quantized = {"dtype": "bfloat16", "quantization": task.dtype}
-    weights: dict[str, Any] = quantized if task.dtype in ("int8", "int4") else {"dtype": task.dtype}
+    weights: dict[str, Any] = quantized if task.dtype.startswith("int") else {"dtype": task.dtype}
     llm = LLM(
         task.model,
         **weights,

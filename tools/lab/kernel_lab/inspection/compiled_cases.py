@@ -21,6 +21,7 @@ from pallas_kernels import (
     grouped_product,
     is_quantized,
     paged_attention,
+    rotate_and_write,
     write_kv,
 )
 from tools.lab.kernel_lab.specs import PRODUCTS, SPECS, ProductSpec, Spec
@@ -161,6 +162,34 @@ def write_case(
     return Case("write_kv", backend, label, *_by_name(function, shapes, donated))
 
 
+def rotation_case(
+    num_tokens: int,
+    *,
+    page_dtype: str = "bfloat16",
+    num_segments: int = 0,
+    num_blocks: int = 4096,
+    backend: str = KERNEL_BACKENDS[0],
+) -> Case:
+    """Returns the rotation and the write of a step of Llama-3-8B, of whole numbers or of sums."""
+    heads = (num_tokens, 48, 128)
+    angles = _shape((num_tokens, 64), "float32")
+    shapes = dict(
+        x_TMH=_shape((num_segments, *heads), "float32")
+        if num_segments
+        else _shape(heads, "bfloat16"),
+        cos_TE=angles,
+        sin_TE=angles,
+        slots_T=_shape((num_tokens,), "int32"),
+        **_pages(8, 128, num_blocks, 16, page_dtype),
+    )
+    donated = tuple(name for name in shapes if name.endswith(("_pages", "_scale")))
+    function = functools.partial(rotate_and_write, dtype="bfloat16", backend=backend)
+    label = f"llama-3-8b {num_tokens} tokens, {page_dtype} pages"
+    if num_segments:
+        label += f", {num_segments} segments"
+    return Case("rotate_and_write", backend, label, *_by_name(function, shapes, donated))
+
+
 def copy_case(
     num_copies: int, *, num_blocks: int = 4096, backend: str = KERNEL_BACKENDS[0]
 ) -> Case:
@@ -197,6 +226,10 @@ def _page_cases() -> Iterator[Case]:
     for page_dtype in ("bfloat16", "int8", "uint8"):
         yield write_case(64, page_dtype=page_dtype)
     yield write_case(2048)
+    for page_dtype in ("bfloat16", "int8", "uint8"):
+        yield rotation_case(64, page_dtype=page_dtype)
+    yield rotation_case(64, num_segments=4)
+    yield rotation_case(2048)
     yield copy_case(16)
 
 
