@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import datetime
 import functools
@@ -23,7 +24,7 @@ import pytest
 from jaxpage import cli
 from jaxpage.assembly import PHASES
 from jaxpage.assembly.planning import ModelLayout
-from jaxpage.bench import history
+from jaxpage.bench import history, start_times
 from jaxpage.bench.comparison import check_same_work, compare, read_baseline
 from jaxpage.bench.measure import dtypes
 from jaxpage.bench.results import (
@@ -37,6 +38,7 @@ from jaxpage.bench.results import (
 from jaxpage.bench.workload_files import read_workload
 from jaxpage.bench.workloads import DATASETS, WorkItem, chat, make_workload, prefix_repetition
 from jaxpage.errors import UsageError
+from tests.support.executables import with_compiled_kernels
 from tests.support.random_checkpoints import random_checkpoint
 
 pytestmark = pytest.mark.usefixtures("compiled_when_used")
@@ -470,7 +472,10 @@ def test_the_line_for_programs_is_not_for_people(
     assert capsys.readouterr().out == ('{"duration": 1}\n' if is_printed else "")
 
 
-def test_a_start_is_timed_by_phase(model, tmp_path, capsys):
+def test_a_start_is_timed_by_phase(model, tmp_path, capsys, monkeypatch):
+    cache = contextlib.nullcontext(str(with_compiled_kernels(tmp_path / "cache")))
+    empty_but_for_kernels = SimpleNamespace(TemporaryDirectory=lambda **_: cache)
+    monkeypatch.setattr(start_times, "tempfile", empty_but_for_kernels)
     path = tmp_path / "result.json"
     words = [
         "--model",

@@ -17,6 +17,7 @@ from jaxpage.bench.speculation import CONTROL, NONE
 from tests.support.engines import LLAMA
 from tests.support.random_checkpoints import random_checkpoint
 
+pytestmark = pytest.mark.usefixtures("compiled_when_used")
 TEXT = Path(__file__).parent / "support" / "alice.txt"
 
 
@@ -92,7 +93,7 @@ def engine_here(config, *, oracle=False):
         engine.shutdown()
 
 
-def test_drafts_are_measured_beside_engines_without(compiled_when_used, capsys, monkeypatch):
+def test_drafts_are_measured_beside_engines_without(capsys, monkeypatch):
     monkeypatch.setattr(speculation, "TOKENS_OF_A_TURN", 24)
     monkeypatch.setattr(speculation, "engine_process", engine_here)
     words = ["--model", "demo", "--text", str(TEXT), "--batches", "1", "--repeats", "1"]

@@ -37,13 +37,14 @@ from jaxpage.serving.wire import encoding
 from jaxpage.serving.wire.body import MAX_BODY_DEPTH, MAX_CONTAINERS, JsonReader
 from jaxpage.serving.wire.context import RequestLimits
 from jaxpage.serving.wire.errors import ApiError
-from jaxpage.serving.wire.exchange import detokenize, open_chat, open_completion, open_score
+from jaxpage.serving.wire.exchange import open_chat, open_completion, open_score
 from jaxpage.serving.wire.openapi import openapi
 from jaxpage.serving.wire.rerank import open_rerank
 from jaxpage.step.request import Sequence
 from tests.support.fake_device import make_group
 from tests.support.raw_http import answer_of, ask
 from tests.support.running import WAIT_SECONDS, demo_engine, serving, wait_until
+from tests.support.sweeps import few
 from tests.support.wire import chatml, context
 
 COMPLETIONS = "/v1/completions"
@@ -191,7 +192,7 @@ DIALECTS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("path", DIALECTS)
+@pytest.mark.parametrize("path", few(DIALECTS, [COMPLETIONS, "/v1/chat/completions"]))
 def test_what_a_reader_has_missed_comes_in_bounded_pieces(path, server, monkeypatch):
     from jaxpage.serving.requests import generating
 
@@ -326,15 +327,6 @@ def test_a_connection_parses_a_bounded_number_of_bytes_at_a_time(server, monkeyp
             client.sendall(head.encode() + padded + chunks)
             assert answer_of(client)[0] == 200
     assert sum(sizes) > 600_000 and max(sizes) <= connection.MAX_BYTES_PER_TURN
-
-
-@pytest.mark.parametrize("path", ["/metrics", "/openapi.json"])
-def test_a_page_is_made_once_for_all_that_wait(path, server):
-    status, headers, body = ask(server, "GET", path)
-    assert status == 200 and headers["content-type"].startswith(
-        "text/plain" if path == "/metrics" else "application/json"
-    )
-    assert body == ask(server, "GET", path)[2] or path == "/metrics"
 
 
 def test_shared_answers_are_true_and_few():
@@ -616,12 +608,6 @@ def test_an_output_without_a_length_gets_the_room_that_there_is():
     body |= {"n": 101, "max_tokens": None}
     few = refused(open_chat, {**body, "top_logprobs": 20}, context(limits=RequestLimits(max_output_logprobs=2000)))  # fmt: skip
     assert "fewer sequences" in few.message
-
-
-def test_too_many_tokens_to_detokenize_are_not_read():
-    most = context().limits.max_detokenize_tokens
-    error = refused(detokenize, {"tokens": ["no token"] * (most + 1)}, context())
-    assert error.param == "tokens" and f"at most {most}" in error.message
 
 
 # Files.

@@ -283,9 +283,9 @@ def test_what_does_not_fit_is_content_however_it_is_cut(name, data):
         ("code", "", '<|tool_call_start|>[look-up2(a="'),
     ],
 )
-@pytest.mark.timeout(60)  # a reader that is not linear takes longer
+@pytest.mark.timeout(30)  # a reader that is not linear takes longer
 def test_a_long_text_of_markers_is_content_in_little_time(name, begin, unit):
-    form, text = derived(TEMPLATES[name]).form, begin + unit * (120_000 // len(unit))
+    form, text = derived(TEMPLATES[name]).form, begin + unit * (40_000 // len(unit))
     message = read(form, [text[place : place + 3] for place in range(0, len(text), 3)], "")
     assert (message["content"], message["tool_calls"]) == (text, [])
     assert read(form, [text], "") == message
@@ -539,7 +539,7 @@ def test_headers_are_read_in_the_order_of_the_model(text, reasoning, content, ca
 def test_many_headers_without_calls_are_read_in_little_time():
     form = derived(TEMPLATES["channels"]).form
     for rest in (' to=functions.look-up2<|message|>{"a": [', "<|channel|>"):
-        text = ("<|end|><|start|>assistant" + rest) * (120_000 // (25 + len(rest)))
+        text = ("<|end|><|start|>assistant" + rest) * (40_000 // (25 + len(rest)))
         message = read(form, [text[place : place + 3] for place in range(0, len(text), 3)], "")
         assert read(form, [text], "") == message and message["tool_calls"] == []
 
@@ -1071,7 +1071,7 @@ def test_reasoning_and_calls_in_any_order_are_the_same_however_they_are_cut(name
 def test_many_calls_in_reasoning_are_read_in_little_time(after):
     form = derived(TEMPLATES["object in tags, always thought"]).form
     call = '<call>{"name": "look-up2", "arguments": {}}</call>'
-    text = (call + after) * (120_000 // len(call)) + "x"
+    text = (call + after) * (40_000 // len(call)) + "x"
     message = read(form, [text[place : place + 3] for place in range(0, len(text), 3)], "<think>\n")
     assert (message["reasoning_content"], message["tool_calls"]) == (text, [])
 

@@ -11,7 +11,7 @@ from typing import get_args
 import jax
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -380,30 +380,6 @@ def test_a_request_has_its_time_and_no_more(built, monkeypatch):
             for one in await asyncio.gather(*reading, return_exceptions=True):
                 assert isinstance(one, DeadlineExceeded) and "600 s" in str(one)
             assert (await later.whole()).outputs[0].finish_reason == "length"
-
-    asyncio.run(main())
-
-
-def test_a_failed_device_step_ends_what_ran_and_the_next_request_is_served(built, monkeypatch):
-    expected = alone(built, order(built))
-    run, failures = (
-        built.engine.runner.run,
-        iter([RuntimeError("RESOURCE_EXHAUSTED: out of memory at 0x7f")]),
-    )
-
-    def failing(inputs):
-        if (error := next(failures, None)) is not None:
-            raise error
-        return run(inputs)
-
-    async def main():
-        async with looping(built) as loop:
-            monkeypatch.setattr(built.engine.runner, "run", failing)
-            [whole] = await loop.submit([order(built)], stream=False)
-            assert (await whole.whole()).outputs[0].finish_reason == "error"
-            [again] = await loop.submit([order(built)], stream=False)
-            assert token_ids(await again.whole()) == token_ids(expected)
-            assert loop.healthy and loop.ready
 
     asyncio.run(main())
 
@@ -973,76 +949,6 @@ def test_a_drain_has_its_time_and_no_more(built, monkeypatch):
                 await one.whole()
 
     asyncio.run(main())
-
-
-action = st.one_of(
-    st.tuples(
-        st.just("submit"),
-        st.integers(1, 3),
-        st.integers(1, 150),
-        st.integers(1, 30),
-        st.booleans(),
-        st.integers(1, 3),
-    ),
-    st.tuples(st.just("read"), st.integers(0, 20)),
-    st.tuples(st.just("cancel"), st.integers(0, 20)),
-    st.tuples(st.just("fail"), st.sampled_from(["device", "plan", "propose"])),
-    st.tuples(st.just("late")),
-    st.tuples(st.just("reset")),
-)
-
-
-@settings(max_examples=120)
-@given(st.lists(action, min_size=1, max_size=25))
-def test_whatever_happens_every_block_and_every_place_comes_back(built, actions):
-    engine = built.engine
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        clock = Clock(monkeypatch)
-        armed: set[str] = set()
-        for place, owner, name in (
-            ("device", engine.runner, "run"),
-            ("plan", engine.scheduler, "plan"),
-            ("propose", engine.speculator, "propose"),
-        ):
-            monkeypatch.setattr(owner, name, _failing_once(getattr(owner, name), place, armed))
-
-        async def main():
-            async with looping(built, max_queued_requests=4, request_timeout_seconds=10) as loop:
-                known = []
-                for kind, *arguments in actions:
-                    if kind == "submit":
-                        number, length, max_tokens, stream, n = arguments
-                        one = order(
-                            built,
-                            [2] * length,
-                            max_tokens=max_tokens,
-                            n=n,
-                            temperature=1.0,
-                            seed=length,
-                        )
-                        with suppress(QueueFull, CapacityError):
-                            known += await loop.submit([one] * number, stream=stream)
-                    elif kind in ("read", "cancel") and known:
-                        one = known[arguments[0] % len(known)]
-                        if kind == "cancel":
-                            one.cancel()
-                        elif not one.is_over:
-                            with suppress(JaxpageError):
-                                await one.next_delta()
-                    elif kind == "fail":
-                        armed.add(arguments[0])
-                    elif kind == "late":
-                        clock.now += 11
-                    elif kind == "reset":
-                        await loop.snapshot(lambda engine: engine.reset_prefix_cache())
-                armed.clear()
-                await loop.wait_until_drained(0)
-                await loop.snapshot(lambda engine: engine.scheduler.check())
-                assert loop.healthy and not loop.turns.live and not loop.num_open
-                stats = await loop.stats()
-                assert stats["num_blocks_free"] == stats["num_blocks_total"]
-
-        asyncio.run(main())
 
 
 def _failing_once(real, place, armed):

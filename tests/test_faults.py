@@ -195,7 +195,7 @@ def broken_laws(server, monkeypatch):
 def test_the_kth_failure(server, right, broken_laws, monkeypatch, point):
     injector, num_harmed = Injector(), 0
     POINTS[point].plant(monkeypatch, server, injector)
-    for k in (*range(1, 9), *range(9, MAX_CALLS, 3)):  # later calls are for tokens like the others
+    for k in (*range(1, 7), *range(7, MAX_CALLS, 12)):  # later calls are for tokens like the others
         server.loop.call(Engine.reset_prefix_cache).result()  # so that all rounds allocate alike
         injector.arm(k)
         answers = asyncio.run(_ask_all(server, REQUESTS))

@@ -15,7 +15,6 @@ import re
 import socket
 import subprocess
 import sys
-import threading
 import urllib.parse
 from collections.abc import Iterator
 from pathlib import Path
@@ -42,7 +41,6 @@ from tests.support.running import (
     Promises,
     Running,
     demo_with_template,
-    metrics,
     running,
     wait_until,
 )
@@ -117,71 +115,6 @@ def refused(path: str, body: dict[str, Any], param: str, message: str) -> Row:
 
 
 SOME_SCHEMA_IS_WRONG = "response_format.json_schema.schema"
-PATHS_WITH_A_KEY = [
-    *[("POST", path) for path in (COMPLETIONS, CHAT, "/tokenize", "/detokenize", "/v1/responses")],
-    *[
-        ("GET", path)
-        for path in (
-            "/v1/models",
-            "/v1/models/demo",
-            "/v1/capabilities",
-            "/metrics",
-            "/version",
-            "/",
-        )
-    ],
-    *[
-        ("GET", path)
-        for path in (
-            "/nothing",
-            "/debug/state",
-            "//health",
-            "/health/",
-            "/Health",
-            "/health/../metrics",
-        )
-    ],
-    *[
-        ("GET", path)
-        for path in (
-            "/health%2f..%2fmetrics",
-            f"/v1/models?key={KEY}",
-            f"/v1/models?api_key={KEY}&x=/health",
-        )
-    ],
-    *[(method, "/v1/models") for method in ("HEAD", "OPTIONS", "BREW")],
-]
-NO_KEYS = [
-    "Bearer",
-    "Bearer ",
-    "Bearer wrong",
-    f"Basic {KEY}",
-    f"Bearer {KEY}x",
-    f"Bearer {KEY[:-1]}",
-    KEY,
-    f"Bearer {KEY} {KEY}",
-]
-NO_PATHS = [
-    *(
-        "/nothing",
-        "//nothing",
-        "/v1/../metrics",
-        "/v1/%2e%2e/metrics",
-        "/metrics/",
-        "/v1",
-        "/%00",
-        "/%ff",
-        "/docs",
-    ),
-    *("/debug/state", "/debug/events", "/ui", "/ui/"),  # the page is off
-]
-NO_TYPES = [
-    "text/plain",
-    "application/x-www-form-urlencoded",
-    "",
-    "application/jsonx",
-    "application/json; charset=utf-16",
-]
 NO_MODELS = [
     "unknown",
     "../../etc/passwd",
@@ -191,6 +124,7 @@ NO_MODELS = [
     "demo%00",
     "x" * 5000,
 ]
+# What comes into every path, in the forms of test_http.py, is told there.
 HTTP = [
     *[Row(400, raw, None, message) for raw, message in BODIES if b"\\ud800" not in raw.lower()],
     *[
@@ -198,41 +132,13 @@ HTTP = [
         for path in (CHAT, "/tokenize", "/detokenize")
     ],
     *[
-        Row(415, completion(), None, "only 'application/json'", headers={"content-type": kind})
-        for kind in NO_TYPES
-    ],
-    *[
         Row(415, zipped, None, "Content-Encoding 'gzip'", headers={"content-encoding": "gzip"})
         for zipped in (ZIPPED, BOMB)
     ],
-    Row(415, b"x", None, "Content-Encoding", headers={"content-encoding": "deflate, br"}),
     Row(413, b" " * (CONFIG.max_body_bytes + 1), None, "larger than"),
-    *[Row(404, path=path, method="GET", code="not_found") for path in NO_PATHS],
-    *[
-        Row(405, method=method, code="method_not_allowed")
-        for method in ("GET", "PUT", "DELETE", "OPTIONS", "BREW")
-    ],
-    *[
-        Row(405, b"{}", path=path, code="method_not_allowed")
-        for path in ("/v1/models", "/health", "/metrics", "/")
-    ],
     *[
         Row(404, b"", "model", path=f"/v1/models/{name}", method="GET", code="model_not_found")
         for name in NO_MODELS
-    ],
-    *[
-        Row(
-            401,
-            method="GET",
-            path="/v1/models",
-            headers={"authorization": given},
-            code="invalid_api_key",
-        )
-        for given in NO_KEYS
-    ],
-    *[
-        Row(401, method=method, path=path, headers={"authorization": ""}, code="invalid_api_key")
-        for method, path in PATHS_WITH_A_KEY
     ],
 ]
 MODELS = [
@@ -266,19 +172,12 @@ EMPTY = {
     "required": ["a"],
 }
 NAMED = {"type": "function", "function": {"name": "f"}}
+TABLES = [
+    *(refused(COMPLETIONS, completion(**fields), *told) for fields, *told in COMMON_REFUSED),
+    *(refused(COMPLETIONS, completion(**fields), *told) for fields, *told in COMPLETION_REFUSED),
+    *(refused(CHAT, chat(**fields), *told) for fields, *told in COMMON_REFUSED + CHAT_REFUSED),
+]
 FIELDS = [
-    *[
-        refused(COMPLETIONS, completion(**fields), param, text)
-        for fields, param, text in COMMON_REFUSED
-    ],
-    *[
-        refused(COMPLETIONS, completion(**fields), param, text)
-        for fields, param, text in COMPLETION_REFUSED
-    ],
-    *[
-        refused(CHAT, chat(**fields), param, text)
-        for fields, param, text in COMMON_REFUSED + CHAT_REFUSED
-    ],
     *[Row(400, completion(prompt=[token_id]), "prompt") for token_id, _ in NO_IDS],
     *[
         Row(400, completion(stop_token_ids=[token_id]), "stop_token_ids" + place)
@@ -293,6 +192,11 @@ FIELDS = [
         for token_id in (VOCAB, 2**31)
     ],
     Row(400, completion(priority=1), "priority"),
+    Row(400, completion(min_tokens=600, max_tokens=600), "min_tokens"),
+    Row(400, completion(use_beam_search=True, n=100), "n"),
+    Row(400, completion(n=5), "n"),
+    Row(400, completion(best_of=5), "best_of"),
+    Row(400, chat(n=5), "n", path=CHAT),
     *[
         Row(400, completion(repetition_penalty=value), "repetition_penalty")
         for value in (5e-324, 1e-300, 1e300)
@@ -386,6 +290,8 @@ OTHERS = [
         Row(400, {"tokens": tokens}, param, path="/detokenize")
         for tokens, param in (
             *(
+                (None, "tokens"),
+                (["a"], "tokens[0]"),
                 ([-1], "tokens[0]"),
                 ([VOCAB], "tokens"),
                 ([2**63], "tokens[0]"),
@@ -442,7 +348,6 @@ CHATTED: list[dict[str, Any]] = [
     {"tools": [tool(parameters=ENDLESS)], "tool_choice": NAMED},
     {"tools": [tool()], "tool_choice": "none"},
 ]
-IDS = ["same", "same", "x" * 10_000, "a b", "\xe9", "{{7*7}}"]
 SERVED = [
     *[Row(200, completion(**fields)) for fields in COMPLETED],
     *[Row(200, chat(**fields), path=CHAT) for fields in CHATTED],
@@ -453,16 +358,13 @@ SERVED = [
         for path in ("/health", "/ready", "/", "/version", "/v1/capabilities", "/v1/models/demo")
         for method in ("GET", "HEAD")
     ],
-    *[
-        Row(200, path=path, method="GET", headers={"authorization": ""})
-        for path in ("/health", "/ready", "/health?x=1")
-    ],
-    Row(200, completion(), headers={"content-type": "Application/JSON; Charset=UTF-8"}),
-    Row(200, completion(), headers={"content-encoding": "identity"}),
-    Row(200, completion(), headers={"authorization": f"bearer  {KEY}"}),
-    *[Row(200, completion(), headers={"x-request-id": value}) for value in IDS],
 ]
-ROWS = HTTP + MODELS + FIELDS + OTHERS + SERVED
+ROWS = TABLES + HTTP + MODELS + FIELDS + OTHERS + SERVED
+# Each line of the tables is tried without a server: always one in sixteen of them here.
+CASES = [
+    row if index % 16 == 0 or index >= len(TABLES) else pytest.param(row, marks=pytest.mark.sweep)
+    for index, row in enumerate(ROWS)
+]
 
 
 @pytest.fixture(scope="module")
@@ -540,7 +442,7 @@ def check_error(headers: Any, text: str) -> None:
     assert len(text) < 2000
 
 
-@pytest.mark.parametrize("row", ROWS, ids=str)
+@pytest.mark.parametrize("row", CASES, ids=str)
 def test_an_input_ends_as_it_should(server, client, row):
     check(client, row)
 
@@ -633,13 +535,6 @@ def answer_of(connection: socket.socket) -> tuple[int, Any, str]:
     return answer.status, answer.headers, answer.read().decode()
 
 
-def closes(connection: socket.socket) -> bool:
-    with contextlib.suppress(ConnectionError):
-        while connection.recv(65536):
-            pass
-    return True
-
-
 @pytest.mark.parametrize(
     ("raw", "status"),
     [
@@ -652,6 +547,7 @@ def closes(connection: socket.socket) -> bool:
         (b"GET /health HTTP/1.1\r\n\r\n", 400),
         (b"GET /health HTTP/1.1\r\nHost: x\r\nHost: y\r\n\r\n", 400),
         (b"nonsense\r\n\r\n", 400),
+        (b"GET / HTTP/1.1\r\nA B: c\r\n\r\n", 400),
         (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03\r\n\r\n", 400),
         (b"GET /health HTTP/1.1\r\nHost: x\r\n" + b"X: y\r\n" * 101 + b"\r\n", 431),
         (b"GET /health HTTP/1.1\r\nHost: x\r\nX: " + b"y" * 66_000 + b"\r\n\r\n", 431),
@@ -687,15 +583,6 @@ def all_of(connection: socket.socket) -> bytes:
     return received
 
 
-def test_requests_behind_each_other_are_answered_in_order(server):
-    with connected(server) as connection:
-        second = b"GET /ready HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
-        connection.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n" + second)
-        received = all_of(connection)
-    assert received.count(b"HTTP/1.1 200") == 2
-    assert received.index(b'"ok"') < received.index(b'"ready"')
-
-
 def test_a_body_that_is_refused_is_neither_asked_for_nor_taken_for_a_request(server):
     inner = f"GET /metrics HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEY}\r\n\r\n".encode()
     for length in ({"Content_Length": len(inner)}, {"Transfer_Encoding": "chunked"}):
@@ -710,119 +597,6 @@ def test_a_body_that_is_refused_is_neither_asked_for_nor_taken_for_a_request(ser
         assert received.startswith(b"HTTP/1.1 401 ") and received.count(b"HTTP/1.1 ") == 1
 
 
-def test_a_body_without_length_is_cut_at_the_limit(server):
-    """30 MB of chunks: the answer comes before they are all sent."""
-    chunk = b"%x\r\n%s\r\n" % (1 << 20, b" " * (1 << 20))
-    with connected(server) as connection:
-        connection.sendall(head(Transfer_Encoding="chunked"))
-        with contextlib.suppress(ConnectionError):
-            for _ in range(30):
-                connection.sendall(chunk)
-        found, headers, text = answer_of(connection)
-    assert found == 413
-    check_error(headers, text)
-
-
-def test_a_body_that_does_not_come_is_not_waited_for(server):
-    with connected(server) as connection:
-        connection.sendall(head(Content_Length=100) + b"{")
-        found, headers, text = answer_of(connection)
-        assert found == 408
-        check_error(headers, text)
-        assert closes(connection)
-
-
-def test_headers_that_do_not_end_are_cut(server, client):
-    """Silent and half-open connections as well; meanwhile others are answered."""
-    with connected(server) as silent, connected(server) as begun, connected(server) as half_open:
-        begun.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nX")
-        half_open.sendall(head(Content_Length=100))
-        half_open.shutdown(socket.SHUT_WR)
-        assert client.get("/health").status_code == 200
-        assert closes(begun) and closes(silent) and closes(half_open)
-
-
-def test_an_end_of_the_connection_is_no_error(server, client):
-    before = metrics(client)["jaxpage_aborted_total/disconnect"]
-    with connected(server) as connection:
-        connection.sendall(head(Content_Length=100) + b"{")
-    wait_until(
-        lambda: metrics(client)["jaxpage_aborted_total/disconnect"] == before + 1,
-        "the body's end is missed",
-    )
-
-
-@pytest.mark.parametrize("stream", [False, True])
-def test_who_leaves_early_leaves_nothing(server, client, stream):
-    """Eight prompts of six steps each, of which four run and four wait."""
-    before = metrics(client)["jaxpage_aborted_total/disconnect"]
-    body = json.dumps(
-        completion(
-            prompt=[[7 + index] * 350 for index in range(8)],
-            max_tokens=100,
-            ignore_eos=True,
-            stream=stream,
-        )
-    ).encode()
-    with connected(server) as connection:
-        connection.sendall(head(Content_Length=len(body)) + body)
-        wait_until(lambda: metrics(client)["jaxpage_num_requests_running"], "it runs")
-    wait_until(
-        lambda: metrics(client)["jaxpage_aborted_total/disconnect"] == before + 1, "it is over"
-    )
-
-
-def test_who_leaves_with_the_last_token_leaves_nothing(server):
-    body = json.dumps(completion(stream=True)).encode()
-    with connected(server) as connection:
-        connection.sendall(head(Content_Length=len(body)) + body)
-        received = b""
-        while b'"length"' not in received:
-            received += connection.recv(65536)
-
-
-def test_a_crowd_is_told_to_come_again(server, client):
-    """All 16 places are taken and the engine stands still: 300 others are refused at once. Then everything goes on."""
-    released = threading.Event()
-    body = json.dumps(completion()).encode()
-    with client.stream(
-        "POST", COMPLETIONS, json=completion(prompt=["Hello"] * 16, stream=True, max_tokens=8)
-    ) as full:
-        lines = full.iter_lines()
-        next(lines)
-        held = server.loop.call(lambda engine: released.wait(120))
-        try:
-            with contextlib.ExitStack() as stack:
-                crowd = [stack.enter_context(connected(server)) for _ in range(300)]
-                for connection in crowd:
-                    connection.sendall(head(Content_Length=len(body)) + body)
-                for connection in crowd:
-                    status, headers, text = answer_of(connection)
-                    assert (status, headers["retry-after"]) == (429, "1")
-                    check_error(headers, text)
-        finally:
-            released.set()
-        assert held.result(60)
-        assert list(lines)[-2:] == ["data: [DONE]", ""]
-
-
-def test_request_ids_are_the_servers_unless_they_are_plain(server, client):
-    for given, kept in (
-        ("abc-1", True),
-        ("x" * 129, False),
-        ("a b", False),
-        ("é", False),
-        ("", False),
-    ):
-        answer = client.post(
-            COMPLETIONS, json=completion(), headers={"x-request-id": given.encode("latin-1")}
-        )
-        assert (answer.headers["x-request-id"] == given) == kept
-        assert (
-            answer.json()["id"].startswith("cmpl-") and given not in answer.json()["id"][5:].split()
-        ) or not given
-
-
 # Stops, at the edges
 
 
@@ -831,7 +605,7 @@ WORDS = "aé😀b xyz ab abc é"
 
 @pytest.mark.parametrize(
     "stop",
-    [[WORDS], ["ab", "abc"], ["abc", "ab"], ["😀"], ["😀b xy"], [" xyz ab"], ["é"], ["a"], ["never"], ["Hello"], ["é", "zz", "z"]],
+    [[WORDS], ["abc", "ab"], ["😀b xy"], ["Hello"], ["é", "zz", "z"]],
     ids=str,
 )  # fmt: skip
 def test_a_stop_cuts_at_its_first_place(server, client, stop):
@@ -859,35 +633,12 @@ def test_lengths_at_the_edge(server, client):
     assert (len(choice["token_ids"]), choice["finish_reason"]) == (1, "length")
 
 
-def test_equal_seeds_give_equal_texts(server, client):
-    for seed in (0, -1, 2**63 - 1):
-        found = [
-            client.post(COMPLETIONS, json=completion(seed=seed, max_tokens=8)).json()["choices"]
-            for _ in range(2)
-        ]
-        assert found[0] == found[1]
-
-
 def test_special_tokens_in_text_are_special(server, client):
     """In prompts and in messages, as docs/guides/serving.md says. Of a token's parts nothing is special."""
     special = {"prompt": "a<|endoftext|>"}, {"messages": [said("a<|endoftext|>")]}
     for body in special:
         assert 0 in client.post("/tokenize", json=body).json()["tokens"]
     assert 0 not in client.post("/tokenize", json={"prompt": "a<|endoftext |>"}).json()["tokens"]
-
-
-def test_unknown_fields_are_told(server, client):
-    answer = client.post(COMPLETIONS, json=completion(temprature=1))
-    assert answer.headers["x-jaxpage-ignored-fields"] == "temprature"
-
-
-def test_strange_requests_make_no_metrics(server, client):
-    """Labels come from closed sets."""
-    before = metrics(client).keys()
-    for index in range(50):
-        client.request(f"METHOD{index}", f"/path{index}")
-        client.post(COMPLETIONS, json=completion(model=f"model{index}", user=f"user{index}"))
-    assert metrics(client).keys() == before
 
 
 # What schemathesis makes of the OpenAPI document
@@ -921,7 +672,7 @@ def bounded(body: Any, path: str) -> Any:
 
 
 # for each way to post
-EXAMPLES = 4 if os.environ.get("HYPOTHESIS_PROFILE", "deterministic") == "deterministic" else 60
+EXAMPLES = 2 if os.environ.get("HYPOTHESIS_PROFILE", "deterministic") == "deterministic" else 60
 
 
 @pytest.mark.parametrize(

@@ -29,6 +29,7 @@ from jaxpage.step.events import Events
 from tests.support.engines import LLAMA, make_llm
 from tests.support.inspecting import POOL, run_crowd
 from tests.support.random_checkpoints import random_checkpoint
+from tests.support.sweeps import few
 
 LONG = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
 
@@ -36,9 +37,7 @@ LONG = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
 @pytest.fixture(scope="module")
 def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
     directory = random_checkpoint(tmp_path_factory.mktemp("model"), LLAMA)
-    with make_llm(
-        directory, **POOL, preemption_mode="auto", swap_space_blocks=24, at_start=True
-    ) as llm:
+    with make_llm(directory, **POOL, preemption_mode="auto", swap_space_blocks=24) as llm:
         yield llm
 
 
@@ -103,7 +102,7 @@ def check_against_stats(snapshot: dict[str, Any], stats: dict[str, Any]) -> None
     assert snapshot["num_steps"] == stats["engine_steps_total"]
 
 
-@pytest.mark.parametrize("seed", [5, 8, 10])
+@pytest.mark.parametrize("seed", few([5, 8, 10], [8]))
 def test_a_snapshot_is_what_the_tables_say(engine: Engine, seed: int) -> None:
     inspector, seen = Inspector(), Counter[str]()
 

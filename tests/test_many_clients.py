@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import json
 import threading
 from collections import Counter
@@ -18,6 +19,7 @@ from jaxpage.serving.config import ServerConfig
 from jaxpage.serving.wire import tokenizing
 from tests.support.holding import Steps, held, stepped
 from tests.support.running import WAIT_SECONDS, Running, metrics, running, wait_until
+from tests.support.sweeps import few
 
 MAX_QUEUED = 160
 COMMON: dict[str, Any] = {"model": "demo", "max_tokens": 8}
@@ -232,10 +234,15 @@ KINDS: dict[str, dict[str, Any]] = {
 PROMPT_STEPS = 3  # of 150 tokens, 64 in a step
 
 
-@pytest.mark.parametrize(
-    "num_steps", [0, 1, PROMPT_STEPS, PROMPT_STEPS + 5], ids=lambda number: f"{number} steps"
-)
-@pytest.mark.parametrize("kind", KINDS)
+NUMBERS_OF_STEPS = (0, 1, PROMPT_STEPS, PROMPT_STEPS + 5)
+LEAVING = list(itertools.product(KINDS, NUMBERS_OF_STEPS))
+ALWAYS_LEAVING = [
+    *zip(("whole", "stream", "samples", "beams"), NUMBERS_OF_STEPS, strict=True),
+    ("structured", PROMPT_STEPS + 5),
+]
+
+
+@pytest.mark.parametrize(("kind", "num_steps"), few(LEAVING, ALWAYS_LEAVING))
 def test_a_client_that_leaves_frees_its_blocks_within_a_step(
     server, client, monkeypatch, kind, num_steps
 ):

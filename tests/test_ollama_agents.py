@@ -1,7 +1,4 @@
-"""Agents that speak Ollama's API: tools, calls, results, and what clients ask about a model.
-
-Ollama's own client writes the requests and reads the answers, of a model that follows a script.
-"""
+"""Agents that speak Ollama's API: tools, calls, results, and what clients ask about a model."""
 
 from __future__ import annotations
 
@@ -12,7 +9,6 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-import httpx
 import ollama
 import pytest
 from hypothesis import example, given
@@ -25,8 +21,6 @@ from jaxpage.engine.texts import (
 )
 from jaxpage.serving.dialects.dialect import ListedModel
 from jaxpage.serving.dialects.ollama import DIALECT, open_ollama_chat, show_ollama
-from jaxpage.serving.http.answers import make_ignored_header
-from jaxpage.serving.wire.body import parse_object
 from jaxpage.serving.wire.context import ModelContext
 from jaxpage.serving.wire.derived_forms import choose_form, derive_form
 from jaxpage.serving.wire.errors import ApiError
@@ -55,90 +49,6 @@ def reads_calls(template: str = TEMPLATE) -> ModelContext:
     loaded = with_template(template)
     form = choose_form(derive_form(loaded).form, "auto", "auto")
     return context(tokenizer=loaded, chat_format=form, max_model_len=4096)
-
-
-class Client(ollama.Client):
-    """Ollama's client of a model whose answers are the texts, each cut where it says.
-
-    Attributes:
-        prompts: The prompts that the requests have made.
-        sent: The bodies of the requests.
-        headers: The headers of the last answer.
-    """
-
-    def __init__(self, *answers: Sequence[str], known: ModelContext | None = None) -> None:
-        super().__init__("http://test", transport=httpx.MockTransport(self._answer))
-        self.prompts: list[str] = []
-        self.sent: list[dict[str, Any]] = []
-        self.headers: dict[str, str] = {}
-        self._answers = list(answers)
-        self._known = known or reads_calls()
-
-    def _answer(self, request: httpx.Request) -> httpx.Response:
-        body = parse_object(request.content)
-        self.sent.append(body)
-        try:
-            exchange = open_ollama_chat(body, self._known)
-        except ApiError as error:
-            return httpx.Response(error.status, json=DIALECT.error(error))
-        self.headers = make_ignored_header(exchange.ignored_fields)
-        if exchange.prompts:
-            self.prompts.append(str(exchange.prompts[0].prompt))
-        scripts = [Scripted(self._answers.pop(0))]
-        whole = output(exchange, scripts)
-        if not exchange.stream:
-            return httpx.Response(200, json=exchange.whole([whole]))
-        lines = [part for delta in deltas(whole, scripts) for part in exchange.chunks(0, delta)]
-        frame = DIALECT.new_frame()
-        parts = [*map(frame, [*lines, *exchange.last_chunks()])]
-        return httpx.Response(200, content=b"".join(parts))
-
-
-def get_weather(city: str, days: int | None = None) -> str:
-    """Says how the weather will be.
-
-    Args:
-        city: The name of the city.
-        days: The number of days.
-    """
-    return "Fog"
-
-
-CALL = written("get_weather", '{"city": "Par\\u00ees", "days": 2}')
-
-
-@pytest.mark.parametrize("stream", [False, True])
-def test_a_client_calls_tools_and_sends_their_results(stream):
-    """As in Ollama's documents: a function of Python is the tool, and its result names it."""
-    client = Client(
-        ["<think>\nHm", "\n</think>\n\n", "I look.", CALL[:20], CALL[20:] + CALL], ["Fog", "."]
-    )
-    messages: list[Any] = [USER]
-    fields: dict[str, Any] = {"tools": [get_weather], "stream": stream}
-    said = client.chat("demo", messages, **fields)
-    parts = list(said) if stream else [said]
-    assert [part.done_reason for part in parts if part.done] == ["stop"]
-    calls = [call for part in parts for call in part.message.tool_calls or ()]
-    assert [call.function.arguments for call in calls] == [{"city": "Parîs", "days": 2}] * 2
-    assert "".join(part.message.content or "" for part in parts) == "I look."
-    if stream:
-        assert sum(bool(part.message.tool_calls) for part in parts) == 2
-    messages.append(
-        ollama.Message(role="assistant", content="I look.", thinking="Hm", tool_calls=calls)
-    )
-    for call in calls:
-        result = get_weather(**call.function.arguments)
-        messages.append({"role": "tool", "content": result, "tool_name": call.function.name})
-    assert client.chat("demo", messages, tools=[get_weather]).message.content == "Fog."
-    shown = re.match(r"<tools>(.*)</tools>\n", client.prompts[1])
-    assert shown and [tool["function"]["name"] for tool in json.loads(shown[1])] == ["get_weather"]
-    arguments = '{"city": "Parîs", "days": 2}'
-    assert client.prompts[1][shown.end() :] == (
-        "<|user|>Weather?<|end|>\n<|assistant|><think>\nHm\n</think>\n\nI look."
-        f"{2 * written('get_weather', arguments)}<|end|>\n"
-        "<|tool|>(get_weather call00000)Fog<|end|>\n<|tool|>(get_weather call00001)Fog<|end|>\n<|assistant|>"
-    )
-    assert client.headers == {}
 
 
 def test_tools_are_those_of_the_chat():
@@ -301,8 +211,6 @@ def test_a_wrong_history_is_refused_by_the_path_of_the_client(messages, problem)
 def test_tools_that_cannot_be_called_are_refused_or_passed_over():
     tool = {"type": "function", "function": {"name": "f"}}
     search = {"type": "web_search"}
-    client = Client(["a"], ["a"])
-    client.chat("demo", [USER])
     body = {"model": "demo", "messages": [USER], "tools": [search, tool], "stream": False}
     assert open_ollama_chat(body, reads_calls()).ignored_fields == ("tools[0]",)
     mute = context()
@@ -377,7 +285,7 @@ MARKS = [
     st.lists(st.integers(0, 120), max_size=6),
     st.sampled_from(["stop", "length"]),
 )
-@example(CALL.replace("get_weather", "f") * 2, [3, 40, 41, 90], "stop")
+@example(2 * written("f", '{"city": "Par\\u00ees", "days": 2}'), [3, 40, 41, 90], "stop")
 @example(written("f", '{"a": "\\ud800"}'), [], "stop")
 @example("<think>\nHm", [9], "length")
 @example("", [], "stop")

@@ -34,8 +34,8 @@ from jaxpage.serving.inspector.routes import page_routes
 from jaxpage.serving.inspector.state import Inspector
 from jaxpage.settings.engine_config import EngineConfig
 from jaxpage.step.events import Both
-from tests.support.browsing import CHROMIUM, launched, let_go, open_log, opened
-from tests.support.engines import make_llm
+from tests.support.browsing import CHROMIUM, choose_log, launched, let_go, open_log, opened
+from tests.support.engines import LLAMA, make_llm
 from tests.support.executables import when_used
 from tests.support.inspecting import POOL, run_crowd
 from tests.support.random_checkpoints import random_checkpoint
@@ -60,7 +60,8 @@ CONFIG = EngineConfig(model="demo", **SIZES)
 
 @pytest.fixture(scope="module")
 def built() -> Built:
-    return build_engine(CONFIG)
+    with when_used():
+        return build_engine(CONFIG)
 
 
 class Crowd(NamedTuple):
@@ -89,17 +90,20 @@ def crowd(built: Built, tmp_path_factory: Directories) -> Crowd:
 
 @pytest.fixture(scope="module")
 def crowd_of_several_steps(tmp_path_factory: Directories) -> Crowd:
-    config = CONFIG.replace(num_scheduler_steps=2)
-    built = build_engine(config)
-    return crowd_of(built.engine, built.spec, config, tmp_path_factory.mktemp("several"))
+    return crowd_of_model(LLAMA, tmp_path_factory, num_scheduler_steps=2)
 
 
 @pytest.fixture(scope="module")
 def crowd_of_groups(tmp_path_factory: Directories) -> Crowd:
     """Some layers see a window, so they have block tables of their own."""
-    directory = random_checkpoint(tmp_path_factory.mktemp("qwen"), {**QWEN, "sliding_window": 24})
-    with make_llm(directory, **POOL, preemption_mode="auto", swap_space_blocks=24) as llm:
-        return crowd_of(llm._engine, llm.spec, llm.config, tmp_path_factory.mktemp("groups"))
+    return crowd_of_model({**QWEN, "sliding_window": 24}, tmp_path_factory)
+
+
+def crowd_of_model(config: Any, directories: Directories, **settings: Any) -> Crowd:
+    directory = random_checkpoint(directories.mktemp("model"), config)
+    sizes = {**SIZES, "preemption_mode": "auto", **settings}
+    with make_llm(directory, **sizes) as llm:
+        return crowd_of(llm._engine, llm.spec, llm.config, directories.mktemp("crowd"))
 
 
 def crowd_of(engine: Engine, spec: Any, config: EngineConfig, directory: Path) -> Crowd:
@@ -425,6 +429,7 @@ def test_a_chat_goes_on_from_top_to_bottom_and_after_a_reload(page: Any, server:
 
 
 SILENT = {"model": {"sampling_defaults": {}, "chat_defaults": {"temperature": 0.7, "top_p": 0.9}}}
+GREEDY = {"model": {"sampling_defaults": {"temperature": 0.0, "top_k": 20}, "chat_defaults": {}}}
 DRAWN = ("temperature", "top_p", "top_k")
 
 
@@ -438,18 +443,13 @@ DRAWN = ("temperature", "top_p", "top_k")
             {"temperature": 0.7, "top_p": 0.9},
             {"Completion": ["1", "1", "0"], "Chat": ["0.7", "0.9", "0"]},
         ),
-        (
-            {
-                "model": {
-                    "sampling_defaults": {"temperature": 0.0, "top_k": 20},
-                    "chat_defaults": {},
-                }
-            },
+        pytest.param(
+            GREEDY,
             {},
             {"Completion": ["0", "1", "20"], "Chat": ["0", "1", "20"]},
+            marks=pytest.mark.sweep,
         ),
     ],
-    ids=["demo", "silent", "greedy"],
 )
 def test_what_nobody_sets_is_the_model_s(
     page: Any, server: str, facts: Any, chat_sends: dict[str, float], shown: dict[str, list[str]]
@@ -628,7 +628,7 @@ def test_the_page_of_several_models_shows_the_chosen_one(page: Any, tmp_path: Pa
 HOSTILE = '<img src=x onerror="window.broken=1"><script>window.broken=1</script><b>bold</b>'
 
 
-@pytest.mark.parametrize("with_tokens", [False, True])
+@pytest.mark.parametrize("with_tokens", few([False, True], [True]))
 def test_markup_in_a_text_stays_text(page: Any, server: str, with_tokens: bool) -> None:
     open_live(page, server)
     logprobs = {
@@ -710,7 +710,10 @@ def without_times(snapshot: Any) -> Any:
     }
 
 
-@pytest.mark.parametrize("which", ["crowd", "crowd_of_several_steps", "crowd_of_groups"])
+CROWDS = ["crowd", "crowd_of_several_steps", "crowd_of_groups"]
+
+
+@pytest.mark.parametrize("which", few(CROWDS, ["crowd", "crowd_of_groups"]))
 def test_a_log_shows_what_the_engine_showed(which: str, request: pytest.FixtureRequest) -> None:
     """Every block, request and step, as the engine had them while the log was recorded."""
     log, text, snapshots, _ = request.getfixturevalue(which)
@@ -847,6 +850,8 @@ def test_an_incident_shows_the_last_steps(
 
 def test_a_damaged_log_is_told(page: Any, files: str, crowd: Crowd) -> None:
     shown = crowd.shown
+    open_log(page, files, shown)
+    page.click("#leave-log")
     for text, message in (
         ("", "does not have the snapshots of an event log"),
         (crowd.log, "jaxpage replay run.jsonl --snapshots snapshots.jsonl"),
@@ -855,10 +860,10 @@ def test_a_damaged_log_is_told(page: Any, files: str, crowd: Crowd) -> None:
         (shown + '{"event":"<b>"}\n', "is not a snapshot"),
         (shown + "[1, 2\n", "is not a snapshot"),
     ):
-        open_log(page, files, text)
+        choose_log(page, text)
         expect(page.locator("#problem")).to_contain_text(message)
         expect(page.locator("#replay")).to_be_hidden()
-    open_log(page, files, shown + '{"clock":{"un')
+    choose_log(page, shown + '{"clock":{"un')
     expect(page.locator("#log-name")).to_contain_text("cut off at its end")
 
 

@@ -25,10 +25,8 @@ from jaxpage.serving.dialects import responses as dialect
 from jaxpage.serving.dialects.responses import open_response
 from jaxpage.serving.dialects.responses_items import (
     ChatMessage,
-    ChatMessages,
     decode_reasoning,
     encode_reasoning,
-    source_stored,
 )
 from jaxpage.serving.dialects.responses_truncation import fit_messages
 from jaxpage.serving.requests.response_store import (
@@ -41,6 +39,7 @@ from jaxpage.serving.wire.errors import ApiError
 from tests.support.chat_templates import TEMPLATES
 from tests.support.running import demo_with_template, running
 from tests.support.wire import Scripted, context, deltas, output, with_template
+from tests.test_agent_dialects import as_chat, conversations
 
 TEMPLATE = TEMPLATES["object in tags"]
 REQUESTS = Path(__file__).parent / "support" / "agent_requests"
@@ -281,99 +280,7 @@ def test_a_refusal_names_the_clients_path(fields, param, words):
     assert error.status == (404 if words == "send the item" else 400)
 
 
-# Conversations: a chat written as items comes back as the chat.
-
-NAMES = st.sampled_from(["look", "update"])
-TEXT = st.text("ab <>\n", min_size=1, max_size=6)
-ARGUMENTS = st.dictionaries(st.sampled_from("ab"), st.integers(0, 9)).map(json.dumps)
-
-
-@st.composite
-def conversations(draw: st.DrawFn) -> list[dict[str, Any]]:
-    """Messages of a chat."""
-    messages: list[dict[str, Any]] = []
-    number = 0
-    for _ in range(draw(st.integers(1, 4))):
-        role = draw(st.sampled_from(["user", "user", "developer", "system"]))
-        messages.append({"role": role, "content": draw(TEXT)})
-        for _ in range(draw(st.integers(0, 2))):
-            answer: dict[str, Any] = {"role": "assistant", "content": None}
-            if draw(st.booleans()):
-                answer["reasoning_content"] = draw(TEXT)
-            calls = []
-            for _ in range(draw(st.integers(0, 3))):
-                number += 1
-                name = draw(NAMES)
-                called: dict[str, Any] = {"name": name, "arguments": draw(ARGUMENTS)}
-                kind = draw(st.sampled_from(["function", "custom"]))
-                if kind == "custom":
-                    called = {"name": name, "input": draw(TEXT)}
-                calls.append({"id": f"call_{number}", "type": kind, kind: called})
-            if calls:
-                answer["tool_calls"] = calls
-            if not calls or draw(st.booleans()):
-                answer["content"] = draw(TEXT)
-            messages.append(answer)
-            messages += [
-                {"role": "tool", "tool_call_id": call["id"], "content": draw(TEXT)}
-                for call in calls
-            ]
-            if not calls:
-                break
-    return messages
-
-
-def items_of(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """A chat as the items that OpenAI's client would send."""
-    items: list[dict[str, Any]] = []
-    kinds = {
-        call["id"]: call["type"] for message in messages for call in message.get("tool_calls", ())
-    }
-    for message in messages:
-        content = message["content"]
-        if message["role"] == "tool":
-            call_id = message["tool_call_id"]
-            kind = {"function": "function_call_output", "custom": "custom_tool_call_output"}
-            items.append({"type": kind[kinds[call_id]], "call_id": call_id, "output": content})
-            continue
-        if reasoning := message.get("reasoning_content"):
-            thought = {"type": "reasoning_text", "text": reasoning}
-            items.append({"type": "reasoning", "id": "rs_1", "summary": [], "content": [thought]})
-        if message["role"] == "assistant" and content is not None:
-            part = {"type": "output_text", "text": content, "annotations": [], "logprobs": []}
-            items.append({"type": "message", "role": "assistant", "content": [part]})
-        elif content is not None:
-            items.append({"role": message["role"], "content": content})
-        for call in message.get("tool_calls", ()):
-            called = call[call["type"]]
-            kind_of_item = {"function": "function_call", "custom": "custom_tool_call"}[call["type"]]
-            items.append(
-                {"type": kind_of_item, "call_id": call["id"], "status": "completed", **called}
-            )
-    return items
-
-
-def as_texts(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Messages with each content as one text, and an empty one as none."""
-    return [
-        {
-            **message,
-            "content": "".join(part["text"] for part in message["content"])
-            if isinstance(message["content"], list)
-            else message["content"] or None,
-        }
-        for message in messages
-    ]
-
-
-@given(messages=conversations())
-def test_items_are_the_messages_of_the_chat(messages):
-    made = ChatMessages()
-    items = items_of(messages)
-    made.add(source_stored(items, "previous_response_id"))
-    assert as_texts([message.body for message in made.messages]) == as_texts(messages)
-    assert [source.body for source in made.items] == items and made.ignored == []
-    opened(request(input=items))
+# Reasoning that is sent back
 
 
 @given(text=st.text(), cut=st.integers(0, 40))
@@ -646,15 +553,14 @@ def test_a_response_says_what_was_requested():
     [*sorted(REQUESTS.glob("codex_*.json")), *sorted(REQUESTS.glob("openai_*.json"))],
     ids=lambda path: path.stem,
 )
-@pytest.mark.parametrize("is_strict", [False, True])
-def test_a_request_of_an_agent_is_answered(path, is_strict):
+def test_a_request_of_an_agent_is_answered(path):
     body = json.loads(path.read_text())
     known = context(
         tokenizer=with_template(TEMPLATE),
         tool_parser="auto",
         reasoning_parser="auto",
         max_model_len=8192,
-        strict_requests=is_strict,
+        strict_requests=True,
     )
     exchange = open_response(body, known)
     prompt = str(exchange.prompts[0].prompt)
@@ -726,9 +632,9 @@ def valid_leavings(bodies: list[dict[str, Any]]) -> list[list[int]]:
     return leavings
 
 
-@given(messages=conversations(), room=st.integers(0, 30), moved=st.booleans())
-def test_the_oldest_messages_go_until_there_is_room(messages, room, moved):
-    messages = [{"role": "system", "content": "Be brief."}, *messages]
+@given(turns=conversations(min_answers=0), room=st.integers(0, 30), moved=st.booleans())
+def test_the_oldest_messages_go_until_there_is_room(turns, room, moved):
+    messages = [{"role": "system", "content": "Be brief."}, *as_chat(turns)]
     results = [index for index, message in enumerate(messages) if message["role"] == "tool"]
     if moved and results:  # a result after the next message of the user
         messages.append({"role": "user", "content": "And?"})
@@ -1016,73 +922,33 @@ def server(tmp_path_factory):
         assert found.errors == []
 
 
-@pytest.fixture(params=KEYS[:1])
-def client(server, request):
+@pytest.fixture
+def client(server):
     with openai.OpenAI(
-        base_url=f"{server.address}/v1", api_key=request.param, max_retries=0, timeout=60
+        base_url=f"{server.address}/v1", api_key=KEYS[0], max_retries=0, timeout=60
     ) as found:
         yield found
 
 
-ASK: dict[str, Any] = {
-    "model": "demo",
-    "tools": [LOOK],
-    "tool_choice": "required",
-    "parallel_tool_calls": False,
-    "temperature": 0,
-    "max_output_tokens": 96,
-}
-
-
-@pytest.mark.parametrize("streams", [False, True])
-def test_openais_client_talks_for_some_turns(client, streams):
-    """By previous_response_id, and by sending everything: both have the same answers."""
-
-    def ask(**fields: Any) -> Any:
-        if not streams:
-            return client.responses.create(**ASK, **fields)
-        with client.responses.stream(**ASK, **fields) as stream:
-            return stream.get_final_response()
-
-    said: list[Any] = [{"role": "user", "content": "Look at the door"}]
-    previous: Any = openai.omit
-    sent: Any = said[0]["content"]
-    for number in range(3):
-        kept = ask(input=sent, previous_response_id=previous, instructions=f"Turn {number}")
-        assert kept.status == "completed", kept
-        (call,) = [item for item in kept.output if item.type == "function_call"]
-        assert call.name == "look" and len(json.loads(call.arguments)["at"]) <= 8
-        plain = ask(input=said, store=False, instructions=f"Turn {number}")
-        (other,) = [item for item in plain.output if item.type == "function_call"]
-        assert other.arguments == call.arguments
-        assert kept.usage.input_tokens == plain.usage.input_tokens
-        result = {"type": "function_call_output", "call_id": call.call_id, "output": "shut"}
-        said += [*(item.to_dict() for item in kept.output), result]
-        sent, previous = [result], kept.id
-        with pytest.raises(openai.NotFoundError):
-            client.responses.retrieve(plain.id)
-    found = client.responses.retrieve(kept.id)
-    assert found.output == kept.output or streams
-    assert [item.id for item in found.output] == [item.id for item in kept.output]
-    items = [item.to_dict() for item in client.responses.input_items.list(kept.id, order="asc")]
-    assert [item["type"] for item in items] == [
-        *("message", "function_call", "function_call_output"),
-        *("function_call", "function_call_output"),
-    ]
-    assert len({item["id"] for item in items}) == 5
-    page = client.responses.input_items.list(kept.id, limit=2)
-    assert [item.id for item in page.data] == [items[4]["id"], items[3]["id"]] and page.has_more
-    client.responses.delete(kept.id)
-    with pytest.raises(openai.NotFoundError) as caught:
-        client.responses.retrieve(kept.id)
-    assert (caught.value.code, caught.value.param) == ("response_not_found", "response_id")
-    with pytest.raises(openai.NotFoundError) as caught:
-        ask(input="x", previous_response_id=kept.id)
-    assert caught.value.code == "previous_response_not_found"
+def test_what_is_kept_is_read_and_deleted(client):
+    ask = {"model": "demo", "max_output_tokens": 4}
+    first = client.responses.create(**ask, input="Hello")
+    last = client.responses.create(**ask, input="And?", previous_response_id=first.id)
+    assert client.responses.retrieve(last.id).output == last.output
+    items = [item.to_dict() for item in client.responses.input_items.list(last.id, order="asc")]
+    assert [item["role"] for item in items] == ["user", "assistant", "user"]
+    assert len({item["id"] for item in items}) == 3
+    page = client.responses.input_items.list(last.id, limit=2)
+    assert [item.id for item in page.data] == [items[2]["id"], items[1]["id"]] and page.has_more
+    client.responses.delete(last.id)
+    for wrong in (last.id, client.responses.create(**ask, input="x", store=False).id):
+        with pytest.raises(openai.NotFoundError) as caught:
+            client.responses.retrieve(wrong)
+        assert (caught.value.code, caught.value.param) == ("response_not_found", "response_id")
 
 
 def test_a_response_belongs_to_its_key(server, client):
-    mine = client.responses.create(**{**ASK, "max_output_tokens": 4}, input="Hello")
+    mine = client.responses.create(model="demo", max_output_tokens=4, input="Hello")
     url = f"{server.address}/v1/responses/{mine.id}"
     gone = f"{server.address}/v1/responses/resp_{'0' * 32}"
     other = {"Authorization": "Bearer two"}

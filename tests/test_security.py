@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import gzip
 import hmac
 import http.client
 import json
 import logging
 import re
-import socket
 import subprocess
 import sys
 import threading
@@ -22,7 +20,6 @@ import httpx
 import psutil
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from starlette.routing import Route
 
 from jaxpage.decoding import grammar_compiler
 from jaxpage.serving.config import ServerConfig
@@ -33,6 +30,7 @@ from jaxpage.serving.wire.rendering import RENDERERS
 from tests.support.holding import held
 from tests.support.raw_http import OF_THE_MACHINE
 from tests.support.running import Running, metrics, running, wait_until
+from tests.support.sweeps import few
 from tests.support.wire import context, with_template
 
 KEYS = ("a-first-key-of-this-test", "a-second-key-of-this-test")
@@ -126,66 +124,6 @@ def test_one_socket_listens_and_only_to_this_machine(server, client):
     assert listening == [("127.0.0.1", _port(server))]
 
 
-ODD_PATHS = (
-    *(
-        "//v1/models",
-        "/v1/../metrics",
-        "/v1/%2e%2e/metrics",
-        "/metrics/",
-        "/health/",
-        "/health/../metrics",
-        "/HEALTH",
-    ),
-    *(
-        "/health;/metrics",
-        "/health%2f..%2fmetrics",
-        "/ready?x=/metrics&key=" + KEYS[0],
-        "/nothing",
-        "/ui",
-        "/debug/state",
-    ),
-)
-WRONG: tuple[dict[str, str], ...] = (
-    {},
-    {"Authorization": ""},
-    {"Authorization": "Bearer"},
-    {"Authorization": f"Bearer {KEYS[0]}x"},
-    {"Authorization": f"Bearer {KEYS[0][:-1]}"},
-    {"Authorization": KEYS[0]},
-    {"Authorization": f"Basic {KEYS[0]}"},
-    {"X-Api-Key": KEYS[0]},
-    {"Authorization": f"Bearer {KEYS[0]} {KEYS[1]}"},
-    {"X-Forwarded-For": "127.0.0.1", "X-Original-URL": "/health", "X-Rewrite-Url": "/health"},
-    {"Host": "a/health?x="},
-)
-
-
-def test_every_path_but_two_needs_a_key(server):
-    paths = [
-        route.path.replace("{name:path}", "demo")
-        for route in server.server.routes
-        if isinstance(route, Route)
-    ]
-    assert len(paths) > 10
-    closed = [*(path for path in paths if path not in ("/health", "/ready")), *ODD_PATHS]
-    for path in closed:
-        open_exactly = path.partition("?")[0] in ("/health", "/ready")
-        for headers in (
-            WRONG if path in ("/metrics", "/v1/completions", "/health/../metrics") else WRONG[:1]
-        ):
-            for method in ("GET", "POST", "HEAD", "OPTIONS", "BREW") if not headers else ("GET",):
-                status = _status(server, method, path, headers)
-                assert status in ((200, 405) if open_exactly else (401, 400)), (
-                    method,
-                    path,
-                    headers,
-                    status,
-                )
-                assert status != 400 or "Host" in headers
-    assert [_status(server, "GET", path, {}) for path in ("/health", "/ready")] == [200, 200]
-    assert _status(server, "GET", "/metrics", {"Authorization": f"Bearer {KEYS[0]}"}) == 200
-
-
 def _status(server: Running, method: str, path: str, headers: dict[str, str]) -> int:
     """As it is written: nothing tidies the path."""
     connection = http.client.HTTPConnection("127.0.0.1", _port(server), timeout=60)
@@ -214,12 +152,6 @@ def test_a_key_is_compared_with_all_in_constant_time(server, monkeypatch, given)
     assert len(compared) == len(KEYS) and {len(part) for pair in compared for part in pair} == {
         32
     }, "digests, all"
-
-
-def test_the_page_is_off(client):
-    assert [
-        client.get(path).status_code for path in ("/ui", "/ui/", "/debug/state", "/debug/events")
-    ] == [404] * 4
 
 
 # What is asked for from outside
@@ -269,35 +201,6 @@ def test_nobody_is_called_and_no_file_is_read(server, client, witness, tmp_path)
     assert not [path for path in read if "secret.txt" in path or "passwd" in path]
 
 
-def test_compressed_bodies_are_refused(client):
-    bomb = gzip.compress(b" " * (50 * MIB))
-    headers = {"Content-Encoding": "gzip", "Content-Type": "application/json"}
-    assert client.post("/v1/completions", content=bomb, headers=headers).status_code == 415
-
-
-def test_headers_without_end_take_no_memory(server):
-    process, before = psutil.Process(), psutil.Process().memory_info().rss
-    line, sent = b"x-a: " + b"b" * 8000 + b"\r\n", 0
-    with socket.create_connection(("127.0.0.1", _port(server)), timeout=60) as connection:
-        connection.sendall(b"GET /health HTTP/1.1\r\nHost: a\r\n")
-        try:
-            while sent < 30 * MIB:
-                connection.sendall(line)
-                sent += len(line)
-            answer = connection.recv(100)
-        except ConnectionError:
-            answer = b""
-    assert not answer or answer.startswith(b"HTTP/1.1 4"), answer
-    assert sent < 30 * MIB or answer, "it was cut off, or told"
-    assert process.memory_info().rss < before + 16 * MIB
-
-
-def test_helpers_have_limits_too(client):
-    assert client.post("/detokenize", json={"tokens": [1] * 1_000_001}).status_code == 400
-    assert client.post("/tokenize", json={"prompt": "a" * 1_000_001}).status_code == 400
-    assert client.post("/detokenize", json={"tokens": [1] * 3_000_000}).status_code == 413
-
-
 # Templates
 
 INJECTIONS = (
@@ -327,6 +230,7 @@ INJECTIONS = (
     "{% extends 'config.json' %}",
     "{{ range(10**9)|list }}",
     "{% for x in range(10**9) %}{% endfor %}",
+    "{{ raise_exception('see /home/somebody/secret/key and 0xdeadbeef') }}",
 )
 
 
@@ -350,7 +254,8 @@ def test_templates_of_a_model_cannot_leave_their_sandbox(witness, monkeypatch, t
         try:
             exchange = open_chat(CHAT, own)
         except ApiError as error:
-            assert error.status == 400 and not OF_THE_MACHINE.search(error.message)
+            assert (error.status, error.param) == (400, "messages")
+            assert not OF_THE_MACHINE.search(error.message)
         else:
             prompt = exchange.prompts[0].prompt
             assert isinstance(prompt, str) and not re.search(
@@ -373,11 +278,13 @@ EXPRESSIONS = {
 }
 
 
-@pytest.mark.parametrize("expression", EXPRESSIONS.values(), ids=EXPRESSIONS)
-def test_a_template_has_its_time_and_its_memory(server, client, monkeypatch, expression):
+@pytest.mark.parametrize("name", few(EXPRESSIONS, ["join", "a loop"]))
+def test_a_template_has_its_time_and_its_memory(server, client, monkeypatch, name):
     """What goes beyond them is a 400; meanwhile another client is answered, and afterwards the memory is back."""
     monkeypatch.setattr(templates, "RENDER_SECONDS", 0.5)
-    template = "{% if messages[0].content == 'x ' %}" + expression + "{% else %}fine{% endif %}"
+    template = (
+        "{% if messages[0].content == 'x ' %}" + EXPRESSIONS[name] + "{% else %}fine{% endif %}"
+    )
     monkeypatch.setattr(server.context.tokenizer, "chat_template", template)
     assert client.post("/v1/chat/completions", json=CHAT).status_code == 200
     hostile = {**CHAT, "messages": [{"role": "user", "content": "x "}]}
@@ -401,22 +308,6 @@ def test_a_template_has_its_time_and_its_memory(server, client, monkeypatch, exp
         if "template_worker" in str(one.cmdline())
     ]
     assert renderers and all(one.memory_info().rss < 256 * MIB for one in renderers)
-
-
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"chat_template": "{{ messages }}"},
-        {"chat_template_kwargs": {"chat_template": "{{ messages }}"}},
-        {"chat_template_kwargs": {"tokenize": True}},
-        {"chat_template_kwargs": {"messages": []}},
-        {"chat_template_kwargs": {"tools": []}},
-        {"chat_template_kwargs": {"add_generation_prompt": True}},
-        {"chat_template_kwargs": {"return_dict": True}},
-    ],
-)
-def test_a_request_brings_no_template(client, fields):
-    assert client.post("/v1/chat/completions", json={**CHAT, **fields}).status_code == 400
 
 
 # What one client learns of another, or does to it
@@ -473,12 +364,6 @@ def test_ids_are_the_servers_own(server, client):
     )
 
 
-@pytest.mark.parametrize("given", ["x" * 10_000, "a b", "é", "", "../../x", "<script>"])
-def test_ids_that_are_none_are_replaced(client, given):
-    answer = client.get("/health", headers={"X-Request-Id": given.encode("latin-1")})
-    assert re.fullmatch("[0-9a-f]{32}", answer.headers["x-request-id"])
-
-
 # What grows
 
 
@@ -489,7 +374,7 @@ def test_what_clients_make_up_is_no_label(server, client):
 
     before = series()
     key = {"Authorization": f"Bearer {KEYS[0]}"}
-    for number in range(300):
+    for number in range(50):
         _status(server, f"M{number}", f"/path-{number}", key)
     for number in range(20):
         client.post(
@@ -499,7 +384,7 @@ def test_what_clients_make_up_is_no_label(server, client):
     assert series() == before
 
 
-def test_unique_schemas_are_forgotten(server, client, witness):
+def test_unique_schemas_are_forgotten(server, client, witness, monkeypatch):
     def ask(number: int) -> None:
         properties = {
             f"name_{number}_{place}": {"type": "string", "maxLength": 20} for place in range(20)
@@ -510,14 +395,15 @@ def test_unique_schemas_are_forgotten(server, client, witness):
         body = {**COMPLETION, "max_tokens": 1, "structured_outputs": wanted}
         assert client.post("/v1/completions", json=body).status_code == 200
 
-    for number in range(grammar_compiler.CACHED_GRAMMARS):
+    monkeypatch.setattr(grammar_compiler, "CACHED_GRAMMARS", 8)
+    for number in range(8):
         ask(number)
     before = psutil.Process().memory_info().rss
     with witness.watching() as seen:
-        for number in range(1000, 1000 + 2 * grammar_compiler.CACHED_GRAMMARS):
+        for number in range(1000, 1016):
             ask(number)
     compiler = server.loop.engine.grammars
-    assert len(compiler._cache) == grammar_compiler.CACHED_GRAMMARS
+    assert len(compiler._cache) == 8
     assert sum(size for _, size in compiler._cache.values()) <= grammar_compiler.CACHED_BYTES
     assert psutil.Process().memory_info().rss < before + 50 * MIB
     written = [

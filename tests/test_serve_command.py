@@ -8,57 +8,72 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
-from collections.abc import Iterator
-from typing import NamedTuple
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import httpx
+import psutil
 import pytest
 
 from jaxpage import cli
 from jaxpage.assembly import PHASES
+from tests.support.raw_http import request_bytes
+from tests.support.running import metrics, wait_until
 
-SMALL = [
-    "--max-num-seqs",
-    "1",
-    "--max-model-len",
-    "64",
-    "--num-blocks",
-    "9",
-    "--preemption-mode",
-    "recompute",
-]
+SMALL = ["--max-num-seqs", "4", "--max-model-len", "128", "--num-blocks", "65"]
+SMALL += ["--max-num-batched-tokens", "16", "--preemption-mode", "recompute"]
 KEY = "sk-a-key-for-this-test"
 
 
-class Served(NamedTuple):
-    """A server that is ready, and what it had said by then."""
+class Served:
+    """A server that is ready.
 
-    process: subprocess.Popen[str]
-    said: str
-    url: str
+    Attributes:
+        process: Its process.
+        url: Its address.
+        said: What it had said when it was ready.
+        lines: What it has said since.
+    """
+
+    def __init__(self, process: subprocess.Popen[str], ready: str) -> None:
+        assert process.stderr is not None
+        self.process = process
+        self.said = ""
+        self.lines: list[str] = []
+        while not re.search(ready, self.said):
+            line = process.stderr.readline()
+            assert line, f"it ended: {self.said}"
+            self.said += line
+        url = re.search(r"http://[^\s/\"]+", self.said)
+        self.url = url[0] if url else ""
+        self._reader = threading.Thread(target=self.lines.extend, args=(process.stderr,))
+        self._reader.start()
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        self._reader.join()
+        assert self.process.stderr is not None
+        self.process.stderr.close()
 
 
 @contextlib.contextmanager
-def serving(*words: str, ready: str = "Ctrl-C ends it", **environment: str) -> Iterator[Served]:
+def serving(
+    *words: str, ready: str, program: Sequence[str] = ("-m", "jaxpage")
+) -> Iterator[Served]:
     """The server, from a line that says how far it is to its end."""
-    command = [sys.executable, "-m", "jaxpage", "serve", "demo", "--port", "0", *SMALL, *words]
-    process = subprocess.Popen(
-        command, stderr=subprocess.PIPE, text=True, env={**os.environ, **environment}
-    )
+    command = [sys.executable, *program, "serve", "demo", "--port", "0", *SMALL, *words]
+    environment = {**os.environ, "JAXPAGE_API_KEY": KEY}
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
+    server = Served(process, ready)
     try:
-        assert process.stderr is not None
-        said = ""
-        while not re.search(ready, said):
-            line = process.stderr.readline()
-            assert line, f"it ended: {said}"
-            said += line
-        url = re.search(r"http://[^\s/\"]+", said)
-        yield Served(process, said, url[0] if url else "")
+        yield server
     finally:
-        process.kill()
-        process.communicate()
+        server.end()
 
 
 def copied(*command: str) -> str:
@@ -71,101 +86,141 @@ def copied(*command: str) -> str:
 
 @pytest.fixture(scope="module")
 def served():
-    with serving("--log-json", ready='"message": "ready"', JAXPAGE_API_KEY=KEY) as server:
+    """Ended by the last test that uses it."""
+    with serving(ready=r"print\(client.*\n") as server:
         yield server
 
 
-def test_start_up_has_phases_and_ends_with_calls_that_can_be_copied():
-    with serving(ready=r"print\(client.*\n", JAXPAGE_API_KEY=KEY) as server:
-        phases = re.findall(r"^\[(\d)/5\] (.*)$", server.said, re.MULTILINE)
-        assert phases == [
-            (str(number), name.capitalize()) for number, name in enumerate(PHASES, start=1)
-        ]
-        assert (
-            "sequences of 64 tokens" in server.said and "were in the compile cache" in server.said
-        )
-        assert len(re.findall(r"^ +\d+\.\d s$", server.said, re.MULTILINE)) == 5, (
-            "how long each took"
-        )
-        assert KEY not in server.said and "JAXPAGE_API_KEY" in server.said
-        curl, snippet = (
-            re.search(r"^  (curl .*)$", server.said, re.MULTILINE),
-            server.said.partition("  import os")[2],
-        )
-        assert curl is not None and snippet
-        if shutil.which("curl"):
-            assert json.loads(copied("bash", "-c", curl[1]))["choices"][0]["message"]["content"]
-        program = "\n".join(
-            line.removeprefix("  ") for line in ("  import os" + snippet).splitlines()
-        )
-        assert copied(sys.executable, "-c", program).strip()
-        server.process.send_signal(signal.SIGTERM)
-        assert server.process.wait(60) == 0
+@pytest.fixture
+def client(served):
+    headers = {"Authorization": f"Bearer {KEY}"}
+    with httpx.Client(base_url=served.url, headers=headers, timeout=60) as client:
+        yield client
 
 
-def test_with_json_logs_every_line_is_an_object(served):
-    records = [json.loads(line) for line in served.said.splitlines()]
-    assert [record["message"] for record in records][-1] == "ready"
-    assert [record["message"] for record in records][:-1] == list(PHASES)
-    assert all(record["seconds"] >= 0 for record in records if record["logger"].endswith("startup"))
+def test_start_up_has_phases_and_ends_with_calls_that_can_be_copied(served):
+    phases = re.findall(r"^\[(\d)/5\] (.*)$", served.said, re.MULTILINE)
+    assert phases == [
+        (str(number), name.capitalize()) for number, name in enumerate(PHASES, start=1)
+    ]
+    assert "sequences of 128 tokens" in served.said and "were in the compile cache" in served.said
+    took = re.findall(r"^ +\d+\.\d s$", served.said, re.MULTILINE)
+    assert len(took) == 5, "how long each took"
+    assert KEY not in served.said and "JAXPAGE_API_KEY" in served.said
+    curl = re.search(r"^  (curl .*)$", served.said, re.MULTILINE)
+    snippet = served.said.partition("  import os")[2]
+    assert curl is not None and snippet
+    if shutil.which("curl"):
+        assert json.loads(copied("bash", "-c", curl[1]))["choices"][0]["message"]["content"]
+    program = "\n".join(line.removeprefix("  ") for line in ("  import os" + snippet).splitlines())
+    assert copied(sys.executable, "-c", program).strip()
 
 
-def test_capabilities_tell_what_this_server_is(served):
-    with httpx.Client(base_url=served.url, headers={"Authorization": f"Bearer {KEY}"}) as client:
-        found = client.get("/v1/capabilities").json()
-        assert found["model"]["max_model_len"] == 64 and found["model"]["has_chat_template"]
-        assert (
-            found["limits"]["max_num_seqs"] == 1
-            and found["limits"]["max_prompts"] > 1
-            and found["tools"] is None
-        )
-        assert found["parameters"]["temperature"]["streaming"] == "yes"
-        assert found["parameters"]["best_of"]["streaming"] == "refused"
-        assert client.get("/metrics").text.count("jaxpage_compile_total{") == 1
-        assert client.post("/start_profile").status_code == 404, (
-            "there is no profiler unless it was asked for"
-        )
+def test_capabilities_tell_what_this_server_is(client):
+    found = client.get("/v1/capabilities").json()
+    assert found["model"]["max_model_len"] == 128 and found["model"]["has_chat_template"]
+    assert found["limits"]["max_num_seqs"] == 4 and found["limits"]["max_prompts"] > 1
+    assert found["tools"] is None
+    assert found["parameters"]["temperature"]["streaming"] == "yes"
+    assert found["parameters"]["best_of"]["streaming"] == "refused"
+    assert client.get("/metrics").text.count("jaxpage_compile_total{") == 1
+    no_profiler = client.post("/start_profile")
+    assert no_profiler.status_code == 404, "there is no profiler unless it was asked for"
 
 
-def test_nothing_is_told_without_the_key(served):
-    for path in ("/metrics", "/v1/capabilities", "/start_profile", "/"):
-        assert httpx.get(served.url + path).status_code == 401
-
-
-def test_an_interrupt_while_it_starts_ends_it_at_once():
-    with serving(ready=rf"\[{len(PHASES)}/{len(PHASES)}\]") as server:
-        server.process.send_signal(signal.SIGINT)
-        assert server.process.wait(10) == -signal.SIGINT
-
-
-def test_bench_serve_measures_it(served, monkeypatch, capsys):
+def test_bench_serve_measures_it(served, client, monkeypatch, capsys):
     """What the client counts is what the server counted."""
     monkeypatch.setenv("JAXPAGE_API_KEY", KEY)
-    words = [
-        "--num-prompts",
-        "5",
-        "--dataset",
-        "random",
-        "--max-input",
-        "20",
-        "--max-output",
-        "8",
-        "--baseline",
-        "static",
-    ]
-    before = generated(served)
+    words = ["--num-prompts", "5", "--dataset", "random", "--max-input", "20"]
+    words += ["--max-output", "8", "--baseline", "static"]
+    before = generated(client)
     assert cli.main(["bench", "serve", "--base-url", served.url, *words]) == 0
     result = json.loads(capsys.readouterr().out.splitlines()[-1])
     [static] = result["baselines"]
     assert result["completed"] == static["completed"] == 5
     assert result["total_output_tokens"] == static["total_output_tokens"]
-    warm_up = (generated(served) - before) - 2 * result["total_output_tokens"]
+    warm_up = (generated(client) - before) - 2 * result["total_output_tokens"]
     assert 1 <= warm_up <= 8
     assert 0 < result["median_ttft_ms"] <= result["median_e2el_ms"]
 
 
-def generated(served: Served) -> float:
-    text = httpx.get(f"{served.url}/metrics", headers={"Authorization": f"Bearer {KEY}"}).text
-    found = re.search(r"^jaxpage_generation_tokens_total\{.*\} (.*)$", text, re.MULTILINE)
-    assert found is not None
-    return float(found[1])
+def generated(client: httpx.Client) -> float:
+    return metrics(client)["jaxpage_generation_tokens_total"]
+
+
+def test_sigterm_under_load_then_exit_status_0_and_no_child_left(served, client):
+    """Beforehand SIGHUP changes nothing, and says so."""
+    served.process.send_signal(signal.SIGHUP)
+    wait_until(lambda: any("SIGHUP is ignored" in line for line in served.lines))
+    statuses: list[Any] = []
+    texts: list[str] = []
+    requested = {"model": "demo", "prompt": "Once upon a time", "max_tokens": 60, "temperature": 0}
+    requested |= {"ignore_eos": True, "structured_outputs": {"regex": "[a-z ]{70,90}"}}
+
+    def post() -> None:
+        try:
+            answer = client.post("/v1/completions", json=requested)
+        except httpx.HTTPError:
+            statuses.append("closed")
+        else:
+            statuses.append(answer.status_code)
+            texts.extend([answer.json()["choices"][0]["text"]] if answer.status_code == 200 else [])
+
+    warm = client.post("/v1/completions", json=requested)
+    expected = warm.json()["choices"][0]["text"]
+    children = psutil.Process(served.process.pid).children(recursive=True)
+    assert children  # the process that tries grammars
+    threads = [threading.Thread(target=post) for _ in range(10)]
+    for thread in threads:
+        thread.start()
+    wait_until(lambda: metrics(client)["jaxpage_num_requests_running"] == 4)
+    served.process.send_signal(signal.SIGTERM)
+    assert served.process.wait(60) == 0, "".join(served.lines)
+    for thread in threads:
+        thread.join()
+    wait_until(lambda: any("SIGTERM: finishing what runs" in line for line in served.lines))
+    assert set(statuses) <= {200, 503, "closed"} and statuses.count(200) >= 4
+    assert set(texts) == {expected}
+    assert not psutil.wait_procs(children, timeout=30)[1], "a child is left"
+    assert "Traceback" not in "".join(served.lines)
+
+
+def test_an_interrupt_while_it_starts_ends_it_at_once_and_json_logs_are_objects():
+    with serving("--log-json", ready=f'"message": "{PHASES[-2]}"') as server:
+        server.process.send_signal(signal.SIGINT)
+        assert server.process.wait(10) == -signal.SIGINT
+    records = [json.loads(line) for line in server.said.splitlines()]
+    assert [record["message"] for record in records] == list(PHASES[:-1])
+    assert all(record["seconds"] >= 0 for record in records if record["logger"].endswith("startup"))
+
+
+STUCK = """
+import sys, threading
+from jaxpage.cli import main
+from jaxpage.serving.wire.completions import CompletionAnswer
+CompletionAnswer.whole = lambda *_: threading.Event().wait()
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def test_a_second_signal_ends_it_at_once():
+    """A request that does not end, and a thread that writes an answer for ever, are left behind."""
+    words = ("--shutdown-timeout-seconds", "3600")
+    with serving(*words, ready="Ctrl-C ends it", program=("-c", STUCK)) as server:
+        address = ("127.0.0.1", int(server.url.rpartition(":")[2]))
+        body = {"model": "demo", "prompt": "Once", "max_tokens": 8, "ignore_eos": True}
+        key = {"Authorization": f"Bearer {KEY}"}
+        with (
+            socket.create_connection(address) as visitor,
+            socket.create_connection(address) as other,
+            httpx.Client(base_url=server.url, headers=key) as client,
+        ):
+            sent = request_bytes("POST", "/v1/completions", b"{", Content_Length="1000", **key)
+            visitor.sendall(sent)
+            other.sendall(request_bytes("POST", "/v1/completions", body, **key))
+            wait_until(lambda: generated(client) == 8)
+            server.process.send_signal(signal.SIGTERM)
+            wait_until(lambda: client.get("/ready").status_code == 503)
+            server.process.send_signal(signal.SIGINT)
+            assert server.process.wait(30) == 1, "".join(server.lines)
+    assert "Traceback" not in "".join(server.lines)

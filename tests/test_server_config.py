@@ -330,22 +330,10 @@ def test_config_validate_tells_everything_at_once(tmp_path, monkeypatch, capsys)
     }
 
 
-def test_config_validate_looks_at_the_server_too(tmp_path, capsys):
-    assert cli.main(["config", "validate", str(write(tmp_path, "server:\n  port: x\n"))]) == 2
-    assert "server.yaml:2: port: must be a valid integer" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.name)
 def test_the_configs_of_the_repository_are_valid(path):
     resolve(path)
-
-
-def test_checks_hold_under_python_optimised():
-    program = "from jaxpage.serving.config import *\ntry:\n    ServerConfig(port=-1)\nexcept ValueError as error:\n    print(error)"
-    result = subprocess.run(
-        [sys.executable, "-O", "-c", program], capture_output=True, text=True, check=True
-    )
-    assert result.stdout.strip() == "port: must be greater than or equal to 0, got -1"
+    assert path.read_text().startswith("# "), "a line on what it is for"
 
 
 # ---- API keys

@@ -205,39 +205,6 @@ def test_every_metric_says_what_it_is(llm, outputs):
     assert all(family.documentation for family in families.values())
 
 
-def test_metrics_of_the_interface_are_there(llm, outputs):
-    """The names that dashboards made for vLLM ask for, with our prefix."""
-    text = ServerMetrics("m").exposition(llm.stats()).decode()
-    for suffix in (
-        *(
-            "num_requests_running",
-            "num_requests_waiting",
-            "kv_cache_usage_perc",
-            "prefix_cache_queries_total",
-        ),
-        *(
-            "prefix_cache_hits_total",
-            "num_preemptions_total",
-            "prompt_tokens_total",
-            "generation_tokens_total",
-        ),
-        *(
-            "request_success_total",
-            "time_to_first_token_seconds_bucket",
-            "inter_token_latency_seconds_bucket",
-        ),
-        *("request_time_per_output_token_seconds_sum", "e2e_request_latency_seconds_count"),
-        *(
-            "request_queue_time_seconds_sum",
-            "request_prefill_time_seconds_sum",
-            "request_decode_time_seconds_sum",
-        ),
-        *("request_prompt_tokens_bucket", "request_generation_tokens_bucket"),
-    ):
-        assert f"\njaxpage_{suffix}{{" in text, suffix
-    assert 'jaxpage_request_success_total{finished_reason="length"' in text
-
-
 def test_reasons_are_a_closed_set():
     metrics = ServerMetrics("m")
     size = len(metrics.exposition({}).splitlines())

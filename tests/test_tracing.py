@@ -7,6 +7,7 @@ import builtins
 import contextlib
 import json
 import logging
+import re
 import socket
 import subprocess
 import sys
@@ -14,6 +15,7 @@ import threading
 import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,6 +23,7 @@ import httpx
 import pytest
 from starlette.routing import Route
 
+import jaxpage
 from jaxpage.assembly import Built
 from jaxpage.errors import ConfigError
 from jaxpage.outputs import RequestMetrics
@@ -630,10 +633,15 @@ def test_an_endpoint_that_comes_back_is_warned_of_again(receiver, caplog):
 
 
 def test_without_the_setting_nothing_of_opentelemetry_is_imported():
+    """One module imports it, and one function that module."""
+    package = Path(jaxpage.__file__).parent
+    sources = {path: path.read_text() for path in package.rglob("*.py")}
+    for imported, importer in (("opentelemetry", "otlp"), ("metrics.otlp", "tracing")):
+        pattern = re.compile(rf"^ *(from|import) .*{imported}", re.MULTILINE)
+        [found] = [path for path, text in sources.items() if pattern.search(text)]
+        assert found == package / "serving" / "metrics" / f"{importer}.py"
     program = (
         "import sys\n"
-        "from jaxpage.serving import asgi, server, startup\n"
-        "from jaxpage.serving.several import starting\n"
         "from jaxpage.serving.config import ServerConfig\n"
         "from jaxpage.serving.metrics.tracing import open_tracing\n"
         "names = lambda: [name for name in sys.modules if name.startswith('opentelemetry')]\n"

@@ -182,49 +182,6 @@ def test_a_required_call_may_end_with_a_token_that_ends_the_text(gpt_oss, reason
     jsonschema.validate(json.loads(call["function"]["arguments"]), SCHEMA)
 
 
-def test_the_best_hypotheses_come_first(llm, server):
-    body = {"prompt": "Once", "use_beam_search": True, "n": 2, "best_of": 3, "max_tokens": 6}
-    exchange = opened(server, body)
-    whole = generated(llm, exchange)
-    (wanted,) = llm.generate("Once", exchange.prompts[0].params, use_tqdm=False)
-    assert [choice["text"] for choice in whole["choices"]] == [one.text for one in wanted.outputs]
-    assert len(whole["choices"]) == 2
-
-
-REFUSED: list[tuple[dict[str, Any], str, str | None]] = [
-    ({"prompt": "x " * 300}, "prompt", "context_length_exceeded"),
-    ({"messages": [{"role": "user", "content": "x " * 300}]}, "messages", "context_length_exceeded"),
-    ({"prompt": ""}, "prompt", None),
-    ({"prompt": [2048]}, "prompt", None),
-    ({"prompt": "x", "stop_token_ids": [2048]}, "stop_token_ids", None),
-    ({"prompt": "x", "logit_bias": {"2048": 1}}, "logit_bias", None),
-    ({"prompt": "x", "allowed_token_ids": [1, 2**31 - 1]}, "allowed_token_ids", None),
-    ({"prompt": "x", "priority": 1}, "priority", None),
-    ({"prompt": "x", "min_tokens": 600, "max_tokens": 600}, "min_tokens", None),
-    ({"prompt": "x", "use_beam_search": True, "n": 100}, "n", None),
-    ({"prompt": "x", "n": 5}, "n", None),
-    ({"prompt": "x", "n": 1, "best_of": 5}, "best_of", None),
-    ({"messages": MESSAGES, "n": 5}, "n", None),
-    ({"prompt": "x", "structured_outputs": {"regex": "("}}, "structured_outputs", None),
-    ({"messages": MESSAGES, "response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"not": {}}}}},
-     "response_format", None),
-    ({"messages": MESSAGES, "tools": [{"type": "function", "function": {"name": "f", "parameters": {"not": {}}}}],
-      "tool_choice": "required"}, "tools[0].function.parameters", None),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("fields", "param", "code"), REFUSED, ids=[f"{fields!r:.60}" for fields, *_ in REFUSED]
-)
-def test_what_the_engine_refuses_has_the_clients_names(llm, server, fields, param, code):
-    exchange = opened(server, fields)
-    with pytest.raises(Exception) as caught:
-        generated(llm, exchange)
-    error = exchange.refusal(caught.value)
-    assert (error.status, error.param, error.code) == (400, param, code)
-    assert "request '" not in error.message, "an id of the engine's says nothing to a client"
-
-
 def test_a_request_that_leaves_no_token_is_the_clients_fault(llm, server):
     with pytest.raises(ApiError, match="leave no token") as caught:
         generated(

@@ -14,6 +14,7 @@ from jaxpage.serving.dialects.responses import open_response
 from jaxpage.serving.wire.errors import ApiError
 from jaxpage.serving.wire.exchange import detokenize, open_chat, open_completion, tokenize
 from jaxpage.serving.wire.openapi import openapi
+from tests.support.field_bounds import fields_beyond
 from tests.support.wire import Scripted, context, output
 from tests.test_wire_requests import (
     ACCEPTED,
@@ -60,15 +61,18 @@ def test_what_is_accepted_is_what_it_says(fields):
 
 
 @pytest.mark.parametrize(
-    ("name", "opens", "new", "table"),
+    ("kind", "name", "opens", "new", "refused"),
     [
-        ("CompletionRequest", open_completion, completion, COMMON_REFUSED + COMPLETION_REFUSED),
-        ("ChatCompletionRequest", open_chat, chat, COMMON_REFUSED + CHAT_REFUSED),
+        ("completions", "CompletionRequest", open_completion, completion, COMPLETION_REFUSED),
+        ("chats", "ChatCompletionRequest", open_chat, chat, CHAT_REFUSED),
     ],
 )
-def test_whatever_it_forbids_is_refused(name, opens, new, table):
+def test_whatever_it_forbids_is_refused(kind, name, opens, new, refused):
     """And most of what is refused it forbids: the rest is what one field says of another."""
-    forbidden = [fields for fields, *_ in table if not validator(name).is_valid(new(**fields))]
+    table = [fields for fields, *_ in COMMON_REFUSED + refused]
+    table += [{name: value} for name, value, _ in fields_beyond(kind)[::3]]
+    valid = validator(name)
+    forbidden = [fields for fields in table if not valid.is_valid(new(**fields))]
     assert len(forbidden) > len(table) / 2
     for fields in forbidden:
         with pytest.raises(ApiError):

@@ -60,8 +60,8 @@ TESTS = {
     "decoding": "json_schemas masks_behind_drafts stopping parallel_sampling structured_outputs beam_search sampling",
     "step": "draft_scheduling scheduler stops_in_engine masks_behind_drafts speculation_log engine",
     "driver": "driver async_llm engine prefix_cache sleep fuzz_engine",
-    "serving/wire": "wire_body wire_in_engine wire_requests wire_openapi wire_answers wire_tools translated_apis http_inputs",
-    "serving/dialects": "translated_apis wire_requests wire_streams wire_openapi",
+    "serving/wire": "wire_body wire_in_engine wire_requests wire_openapi wire_answers wire_tools official_clients http_inputs",
+    "serving/dialects": "official_clients wire_requests wire_streams wire_openapi",
     "chat_forms": "chat_forms wire_tools",
     "checkpoints": "gguf checkpoints weights_in_memory lora quantization",
 }

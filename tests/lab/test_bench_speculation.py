@@ -30,64 +30,6 @@ SMALL = EngineConfig(
 )
 
 
-def test_the_command_end_to_end(capsys, monkeypatch):
-    # else one sequence runs eleven times as often
-    monkeypatch.setattr(speculation, "TOKENS_OF_A_TURN", 48)
-    monkeypatch.setattr(speculation, "engine_process", engine_here)
-    words = [
-        "bench",
-        "speculation",
-        "--model",
-        "demo",
-        "--text",
-        str(TEXT),
-        "--batches",
-        "1",
-        "2",
-        "--repeats",
-        "1",
-    ]
-    words += [
-        "--num-speculative-tokens",
-        "2",
-        "--max-output",
-        "48",
-        "--max-num-batched-tokens",
-        "64",
-    ]
-    assert cli.main(words) == 0
-    captured = capsys.readouterr()
-    *shown, line = captured.out.splitlines()
-    result = json.loads(line)
-    assert "ngram auto" in captured.err, "each way is shown as soon as it is measured"
-    cells = {
-        (cell["batch"], cell["method"], cell["num_speculative_tokens"]): cell
-        for cell in result["cells"]
-    }
-    ways = [(NONE, ""), ("ngram", "2"), ("ngram", "auto"), CONTROL]
-    assert list(cells) == [(batch, *way) for batch in (1, 2) for way in ways]
-    for batch in (1, 2):
-        none, fixed, auto, control = (cells[batch, *way] for way in ways)
-        assert none["tokens_per_step"] == 1.0
-        assert none["tokens_per_step"] <= fixed["tokens_per_step"] <= 3.0
-        assert none["tokens_per_step"] <= auto["tokens_per_step"] <= 8.0
-        assert control["tokens_per_step"] == 1.0
-        assert fixed["identical"] and auto["identical"] and control["identical"]
-    assert cells[1, "ngram", "2"]["tokens_per_step"] > 1.05, (
-        "greedy text of a small model repeats itself"
-    )
-    assert shown[0].split() == [
-        "drafts",
-        "batch",
-        "tokens/step",
-        "tokens/s",
-        "ratio",
-        "same",
-        "text",
-    ]
-    assert len(shown) == 1 + 8 + 1
-
-
 def test_tasks_are_measured_one_by_one(capsys, monkeypatch, tmp_path):
     """In runs of their own salt: what suffix decoding learned of a prompt would be the text of its next run."""
     monkeypatch.setattr(speculation, "TOKENS_OF_A_TURN", 24)

@@ -51,6 +51,10 @@ def opened(browser: Any, **options: Any) -> Iterator[Any]:
 def open_log(page: Any, address: str, log: str) -> None:
     page.allowed.append("404")  # there is no engine to ask
     page.goto(f"{address}/ui/")
+    choose_log(page, log)
+
+
+def choose_log(page: Any, log: str) -> None:
     page.set_input_files(
         "#log-file", {"name": "run.jsonl", "mimeType": "text/plain", "buffer": log.encode()}
     )

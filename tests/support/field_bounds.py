@@ -96,22 +96,11 @@ def fields_at_bounds(request: str) -> list[tuple[Field, str, Any]]:
     ]
 
 
-def fields_beyond(request: str, names: set[str] | None = None) -> list[tuple[str, Any, str]]:
-    """Returns the name of each field of a kind of request, values beyond it, and their places.
-
-    Args:
-        request: The kind of request.
-        names: The names in completions and chats of the fields to return; None for all.
-    """
+def fields_beyond(request: str) -> list[tuple[str, Any, str]]:
+    """Returns the name of each field of a kind of request, values beyond it, and their places."""
     return [
         (name, value, name + place)
-        for field, name, kind in forms_in(request)
-        if kind is not None and (names is None or field.name in names)
+        for _, name, kind in forms_in(request)
+        if kind is not None
         for value, place in beyond(kind)
     ]
-
-
-def shared_names() -> set[str]:
-    """Returns the names of the parameters that completions and chats have with the same bounds."""
-    chats = {name: kind for _, name, kind in forms_in("chats")}
-    return {name for _, name, kind in forms_in("completions") if chats.get(name) == kind}

@@ -1,4 +1,4 @@
-"""The official clients of other APIs than completions and chat: what each reads is what the chat or completion says that it sent."""
+"""The official clients, unchanged: OpenAI's reads what `LLM` generates, and those of other APIs what a chat or completion says."""
 
 from __future__ import annotations
 
@@ -6,18 +6,21 @@ import functools
 import json
 import math
 import re
-from collections.abc import Callable, Iterator
+import shutil
+import subprocess
 from pathlib import Path
 from typing import Any
 
 import anthropic
 import httpx
 import jsonschema
+import numpy as np
 import ollama
 import openai
 import pytest
 from safetensors import safe_open
 
+from jaxpage import LLM, BeamSearchParams, SamplingParams
 from jaxpage.checkpoints.finding import resolve_model
 from jaxpage.serving.config import ServerConfig
 from jaxpage.serving.dialects.messages import open_message
@@ -25,8 +28,7 @@ from jaxpage.serving.dialects.ollama import OLLAMA_VERSION, open_ollama_chat
 from jaxpage.serving.dialects.responses import open_response
 from jaxpage.serving.wire.derived_forms import choose_form, derive_form
 from jaxpage.serving.wire.exchange import open_chat
-from tests.support import successors
-from tests.support.running import Promises, demo_with_template, running
+from tests.support.running import SMALL, Promises, demo_with_template, metrics, running
 from tests.support.wire import CHATML, context, with_template
 
 DEMO = resolve_model("demo")
@@ -59,10 +61,64 @@ MESSAGE: Any = {
 OLLAMA: Any = {"model": "demo", "options": {"temperature": 0, "num_predict": 12}}
 
 
+PROMPT = "Once upon a time there was a"
+LONG: Any = {
+    "model": "demo",
+    "prompt": PROMPT,
+    "max_tokens": 400,
+    "extra_body": {"ignore_eos": True},
+}
+GREEDY: Any = {"model": "demo", "temperature": 0.0, "max_tokens": 12}
+
+
 @pytest.fixture(scope="module")
-def server(tmp_path_factory):
-    model = demo_with_template(tmp_path_factory.mktemp("models") / "demo", CHATML)
-    with running(ServerConfig(reasoning_parser="think"), model=model, api_keys=[KEY]) as found:
+def model(tmp_path_factory):
+    return demo_with_template(tmp_path_factory.mktemp("models") / "demo", CHATML)
+
+
+@pytest.fixture(scope="module")
+def offline(model):
+    """What `LLM` makes of the same requests, before the server is there."""
+    with LLM(model, **SMALL, use_tqdm=False) as llm:
+
+        def generate(**params: Any) -> list[Any]:
+            return llm.generate(PROMPT, llm.default_sampling_params(**params), use_tqdm=False)[
+                0
+            ].outputs
+
+        return {
+            "greedy": generate(temperature=0.0, max_tokens=12, logprobs=3),
+            "seeded": generate(n=3, seed=7, max_tokens=12, temperature=0.9, top_p=0.8),
+            "defaults": generate(seed=11),
+            "extra": generate(
+                seed=3,
+                max_tokens=12,
+                top_k=5,
+                min_p=0.01,
+                repetition_penalty=1.3,
+                min_tokens=3,
+                stop_token_ids=[5],
+            ),
+            "best": generate(n=1, best_of=3, seed=5, max_tokens=8),
+            "beams": llm.generate(PROMPT, BeamSearchParams(3, max_tokens=8, n=2), use_tqdm=False)[
+                0
+            ].outputs,
+            "hidden": {
+                pooling: llm.embed(
+                    [PROMPT, "The old house"], pooling=pooling, normalize=False, use_tqdm=False
+                )
+                for pooling in ("last", "mean")
+            },
+            "chat": llm.chat(
+                MESSAGES, SamplingParams(temperature=0.0, max_tokens=12), use_tqdm=False
+            )[0],
+        }
+
+
+@pytest.fixture(scope="module")
+def server(model, offline):
+    config = ServerConfig(tool_parser="hermes", reasoning_parser="think", max_queued_requests=12)
+    with running(config, model=model, api_keys=[KEY]) as found:
         yield found
         assert found.errors == []
 
@@ -170,8 +226,16 @@ TOLD = {"role": "assistant", "content": "It was"}
                 "top_p": 0.5,
                 "max_output_tokens": 7,
                 "user": "me",
+                "text": {"format": {"type": "json_schema", "name": "house", "schema": SCHEMA}},
             },
-            {"messages": [*SAID, MORE], "top_p": 0.5, "max_tokens": 7, "user": "me"},
+            {
+                "messages": [*SAID, MORE],
+                **{"top_p": 0.5, "max_tokens": 7, "user": "me"},
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"name": "house", "schema": SCHEMA},
+                },
+            },
         ),
         (
             open_message,
@@ -360,69 +424,6 @@ def test_a_response_is_the_chat(open_ai, chat):
     )
 
 
-def test_a_response_is_sent_back(open_ai, chat):
-    """As it came, in a conversation of which nothing was kept."""
-    first = open_ai.responses.create(**RESPONSE)
-    said = [
-        *MESSAGES,
-        {"role": "assistant", "content": first.output_text},
-        {"role": "user", "content": "Go on"},
-    ]
-    requested: Any = [USER, *[item.model_dump() for item in first.output], said[-1]]
-    answer, wanted = (
-        open_ai.responses.create(**{**RESPONSE, "input": requested}),
-        chat(messages=said),
-    )
-    assert answer.output_text == text_of(wanted)
-    assert (
-        answer.usage is not None and answer.usage.input_tokens == wanted["usage"]["prompt_tokens"]
-    )
-
-
-def test_a_response_keeps_to_a_schema(open_ai):
-    """And ends by itself: the client's helper gives the whole of it."""
-    wanted: Any = {
-        "format": {"type": "json_schema", "name": "house", "schema": SCHEMA, "strict": True}
-    }
-    requested: Any = {**RESPONSE, "max_output_tokens": 64, "text": wanted}
-    with open_ai.responses.stream(**requested) as stream:
-        answer = stream.get_final_response()
-    assert answer.status == "completed"
-    jsonschema.validate(json.loads(answer.output_text), SCHEMA)
-
-
-def test_what_responses_do_not_have_is_refused(open_ai):
-    wrong: list[tuple[dict[str, Any], str]] = [
-        ({"conversation": "conv_1"}, "conversation"),
-        ({"tools": [{"type": "web_search"}], "tool_choice": "required"}, "tool_choice"),
-        (
-            {"input": [{"type": "function_call_output", "call_id": "1", "output": "x"}]},
-            "input[0].call_id",
-        ),
-        ({"input": "x" * 100_000}, "input"),
-        (
-            {
-                "text": {
-                    "format": {"type": "json_schema", "name": "x", "schema": {"type": "banana"}}
-                }
-            },
-            "text.format.schema",
-        ),
-        ({"max_output_tokens": 0}, "max_output_tokens"),
-    ]
-    for fields, param in wrong:
-        with pytest.raises(openai.BadRequestError) as caught:
-            open_ai.responses.create(**{**RESPONSE, **fields})
-        assert caught.value.param == param
-    with pytest.raises(openai.NotFoundError):
-        open_ai.responses.retrieve("resp_1")
-    with pytest.raises(openai.NotFoundError):
-        open_ai.responses.create(**RESPONSE, previous_response_id="resp_1")
-    for store in (False, True):
-        answer = open_ai.responses.create(**RESPONSE, store=store, tools=[], truncation="disabled")
-        assert answer.output_text and answer.model_extra is not None and answer.store is store
-
-
 # Messages
 
 
@@ -474,51 +475,6 @@ def test_a_message_stops_and_goes_on(claude, chat):
     assert more.content[0].text == text_of(wanted)
 
 
-def test_the_tokens_of_a_message_are_counted(claude, chat):
-    """As the chat has them. What a message may not have, its count may not either."""
-    requested: Any = {name: MESSAGE[name] for name in ("model", "system", "messages")}
-    assert (
-        claude.messages.count_tokens(**requested).input_tokens == chat()["usage"]["prompt_tokens"]
-    )
-    begun: Any = {"role": "assistant", "content": [{"type": "text", "text": "It was"}]}
-    wanted = chat(messages=[*MESSAGES, begun], continue_final_message=True)["usage"][
-        "prompt_tokens"
-    ]
-    assert (
-        claude.messages.count_tokens(**{**requested, "messages": [USER, begun]}).input_tokens
-        == wanted
-    )
-    with pytest.raises(anthropic.BadRequestError, match="tools.0..input_schema"):
-        claude.messages.count_tokens(**requested, tools=[{"name": "f", "input_schema": []}])  # type: ignore[typeddict-item]
-    with pytest.raises(anthropic.NotFoundError):
-        claude.messages.count_tokens(**{**requested, "model": "claude"})
-
-
-def test_what_messages_do_not_have_is_refused(claude, server):
-    wrong: list[tuple[dict[str, Any], str]] = [
-        ({"tools": [{"name": "f", "input_schema": []}]}, "tools[0].input_schema must be"),
-        ({"thinking": {"type": "enabled", "budget_tokens": 0}}, "thinking.budget_tokens must be"),
-        ({"max_tokens": 0}, "max_tokens must be"),
-        (
-            {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},
-            "messages[0].content[0].source.type is required",
-        ),
-        ({"messages": [{"role": "user", "content": "x" * 100_000}]}, "max_model_len"),
-    ]
-    for fields, message in wrong:
-        with pytest.raises(anthropic.BadRequestError) as caught:
-            claude.messages.create(**{**MESSAGE, **fields})
-        body: Any = caught.value.body
-        assert body["type"] == "error" and body["error"]["type"] == "invalid_request_error"
-        assert message in body["error"]["message"]
-    with pytest.raises(anthropic.NotFoundError) as lost:
-        claude.messages.create(**{**MESSAGE, "model": "claude"})
-    assert lost.value.body["error"]["type"] == "not_found_error"  # type: ignore[index]
-    with pytest.raises(anthropic.AuthenticationError) as outside:
-        claude.with_options(api_key="wrong").messages.create(**MESSAGE)
-    assert outside.value.body["error"]["type"] == "authentication_error"  # type: ignore[index]
-
-
 def test_a_key_may_be_in_the_header_of_messages(server, promises):
     """As older clients send it. One in `Authorization` goes before it."""
     body = {name: value for name, value in MESSAGE.items() if name != "extra_body"}
@@ -530,61 +486,6 @@ def test_a_key_may_be_in_the_header_of_messages(server, promises):
         for path in ("/v1/messages", "/v1/messages/count_tokens"):
             answer = httpx.post(f"{server.address}{path}", json=body, headers=headers, timeout=60)
             assert answer.status_code == status
-
-
-WEATHER: Any = {
-    "name": "weather",
-    "description": "Tells the weather.",
-    "input_schema": {
-        "type": "object",
-        "properties": {"rain": {"type": "boolean"}},
-        "required": ["rain"],
-    },
-}
-
-
-@pytest.mark.parametrize("choice", [{"type": "any"}, {"type": "tool", "name": "weather"}])
-def test_a_conversation_with_a_tool(claude, choice):
-    """A grammar makes the small model call it; the client sends back what it got, and a result."""
-    requested: Any = {**MESSAGE, "max_tokens": 64, "tools": [WEATHER]}
-    requested["tool_choice"] = {**choice, "disable_parallel_tool_use": True}
-    messages = [*MESSAGE["messages"]]
-    for _ in range(2):
-        requested["messages"] = messages
-        answer: Any = claude.messages.create(**requested)
-        (block,) = answer.content
-        assert (block.type, block.name, answer.stop_reason) == ("tool_use", "weather", "tool_use")
-        assert block.id.startswith("toolu_") and block.input in ({"rain": True}, {"rain": False})
-        with claude.messages.stream(**requested) as stream:
-            again: Any = stream.get_final_message()
-        assert (again.content[0].input, again.stop_reason) == (block.input, "tool_use")
-        counted = {name: requested[name] for name in ("model", "system", "messages", "tools")}
-        usage = answer.usage
-        assert (
-            claude.messages.count_tokens(**counted).input_tokens
-            == usage.input_tokens + usage.cache_read_input_tokens
-        )
-        result = {"type": "tool_result", "tool_use_id": block.id, "content": "It rains."}
-        messages = [
-            *messages,
-            {"role": "assistant", "content": answer.content},
-            {"role": "user", "content": [result, {"type": "text", "text": "And now?"}]},
-        ]
-
-
-@pytest.mark.parametrize("name", ["main", "tool_turn", "title", "count_tokens", "compaction"])
-def test_a_request_of_claude_code_comes_through_the_server(name, http):
-    recorded = Path(__file__).parent / "support" / "agent_requests" / f"claude_code_{name}.json"
-    requested = json.loads(recorded.read_text())
-    if "max_tokens" in requested["body"]:
-        requested["body"]["max_tokens"] = 24
-    answer = http.post(requested["path"], json=requested["body"], headers=requested["headers"])
-    assert answer.status_code == 200, answer.text
-    if name == "count_tokens":
-        assert answer.json().keys() == {"input_tokens"}
-    else:
-        assert answer.text.startswith("event: message_start\n")
-        assert answer.text.rstrip().endswith('data: {"type":"message_stop"}')
 
 
 def test_every_error_below_messages_is_anthropics(http):
@@ -632,17 +533,6 @@ def test_ollama_chats(llama, chat):
     assert len(parts) > 1 and not any(part.done for part in parts)
     assert "".join(part.message.content or "" for part in parts) == answer.message.content
     assert (last.done, last.done_reason, last.eval_count) == (True, "length", answer.eval_count)
-
-
-def test_ollama_thinks(llama, chat):
-    wanted = chat(chat_template_kwargs={"enable_thinking": True})["choices"][0]["message"][
-        "reasoning_content"
-    ]
-    assert wanted
-    for think, thinking in ((True, wanted), (False, None)):
-        assert llama.chat(messages=MESSAGES, think=think, **OLLAMA).message.thinking == thinking
-    streamed = list(llama.chat(messages=MESSAGES, think=True, stream=True, **OLLAMA))
-    assert "".join(part.message.thinking or "" for part in streamed) == wanted
 
 
 def test_ollama_generates(llama, http, chat):
@@ -743,34 +633,6 @@ def test_ollama_embeds(llama, open_ai):
         assert caught.value.status_code == status and message in caught.value.error
 
 
-def test_what_ollama_says_of_its_machine_changes_nothing(llama, http, chat):
-    """And {} is a schema: any JSON."""
-    options = {
-        **OLLAMA["options"],
-        "num_gpu": 99,
-        "num_thread": 4,
-        "use_mmap": True,
-        "main_gpu": 0,
-        "num_batch": 512,
-    }
-    assert llama.chat(messages=MESSAGES, model="demo", options=options).message.content == text_of(
-        chat()
-    )
-    options = {**OLLAMA["options"], "temperature": 1.0, "num_predict": 200}
-    json.loads(
-        llama.chat(
-            messages=MESSAGES, model="demo", options={**options, "seed": 3}, format={}
-        ).message.content
-        or ""
-    )
-    body = {"model": "demo", "messages": MESSAGES, "stream": False}
-    for field in ({"truncate": False}, {"truncate": True}, {"shift": False}):
-        answer = http.post("/api/chat", json={**body, **field, "options": {"num_predict": 1}})
-        assert answer.status_code == 200
-    answer = http.post("/api/chat", json={**body, "shift": True})
-    assert (answer.status_code, answer.json()) == (400, {"error": "shift is not supported"})
-
-
 def test_what_ollama_has_beyond_us_is_refused(llama):
     wrong: list[tuple[dict[str, Any], int, str]] = [
         ({"options": {"mirostat": 1}}, 400, "options.mirostat is not supported"),
@@ -796,12 +658,13 @@ def test_what_ollama_has_beyond_us_is_refused(llama):
 # Errors in streams
 
 
-@pytest.mark.parametrize("kind", ["responses", "messages", "ollama"])
+@pytest.mark.parametrize("kind", ["completions", "responses", "messages", "ollama"])
 def test_an_error_within_a_stream_reaches_the_client(
     kind, open_ai, claude, llama, server, monkeypatch
 ):
     """A step that fails on the device ends the stream as the client expects it; the server serves on."""
     streams: dict[str, Any] = {
+        "completions": lambda: open_ai.completions.create(**LONG, stream=True),
         "responses": lambda: open_ai.responses.create(
             **{**RESPONSE, "max_output_tokens": 400}, stream=True
         ),
@@ -825,65 +688,324 @@ def test_an_error_within_a_stream_reaches_the_client(
         kept = open_ai.responses.retrieve(last.response.id)
         assert kept.to_dict() == last.response.to_dict() and kept.output_text
     else:
-        with pytest.raises((anthropic.APIError, ollama.ResponseError)) as caught:
+        errors = (openai.APIError, anthropic.APIError, ollama.ResponseError)
+        with pytest.raises(errors) as caught:
             list(parts)
         assert "0x" not in str(caught.value)
     monkeypatch.undo()
     server.errors.clear()  # that it failed was logged, and had to be
 
 
-def _events(answer: httpx.Response) -> Iterator[Any]:
-    """The objects of a stream, of server-sent events or of lines of JSON."""
-    for line in answer.text.splitlines():
-        line = line.removeprefix("data: ")
-        if line.startswith("{"):
-            yield json.loads(line)
+# Completions and chats of OpenAI's
 
 
-STREAMS: dict[str, tuple[str, dict[str, Any], Callable[[Any], str | None]]] = {
-    "completions": (
-        "/v1/completions",
-        {"prompt": ":", "max_tokens": 39},
-        lambda event: event["choices"][0]["text"],
-    ),
-    "chat": (
-        "/v1/chat/completions",
-        {"messages": [USER], "max_tokens": 39},
-        lambda event: event["choices"][0]["delta"].get("content"),
-    ),
-    "responses": (
-        "/v1/responses",
-        {"input": "The old house", "max_output_tokens": 39},
-        lambda event: event["delta"] if event["type"] == "response.output_text.delta" else "",
-    ),
-    "messages": (
-        "/v1/messages",
-        {"messages": [USER], "max_tokens": 39},
-        lambda event: event.get("delta", {}).get("text"),
-    ),
-    "ollama": (
-        "/api/chat",
-        {"messages": [USER], "options": {"temperature": 0, "num_predict": 39}},
-        lambda event: event["message"]["content"],
-    ),
-}
+def texts(answer: Any) -> list[str]:
+    return [choice.text for choice in answer.choices]
 
 
-@pytest.fixture(scope="module")
-def repeating(tmp_path_factory):
-    directory = tmp_path_factory.mktemp("models") / "demo"
-    with running(model=successors.write_successors(directory)) as found:
-        yield found
+def test_a_completion_is_what_llm_generates(open_ai, offline):
+    answer = open_ai.completions.create(prompt=PROMPT, logprobs=3, **GREEDY)
+    (choice,), (wanted,) = answer.choices, offline["greedy"]
+    assert (choice.text, choice.finish_reason) == (wanted.text, wanted.finish_reason)
+    assert choice.logprobs is not None and wanted.logprobs is not None
+    assert choice.logprobs.token_logprobs == [
+        entry[token].logprob for token, entry in zip(wanted.token_ids, wanted.logprobs, strict=True)
+    ]
+    assert "".join(choice.logprobs.tokens or []) == choice.text
+    assert [len(top) for top in choice.logprobs.top_logprobs or []] == [3] * len(wanted.token_ids)
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens == len(wanted.token_ids)
+    assert answer.usage.total_tokens == answer.usage.prompt_tokens + answer.usage.completion_tokens
+    assert (
+        answer.model == "demo"
+        and answer.object == "text_completion"
+        and answer.id.startswith("cmpl-")
+    )
+    assert answer.system_fingerprint
 
 
-@pytest.mark.parametrize("name", STREAMS)
-def test_characters_that_are_no_tokens_reach_every_stream(repeating, name):
-    """With byte fallback, where each of their bytes is a token."""
-    path, body, text_of_event = STREAMS[name]
-    sampling = {} if "options" in body else {"temperature": 0}
-    body = {"model": "demo", "stream": True, **sampling, **body}
-    answer = httpx.post(repeating.address + path, json=body, timeout=60)
-    assert answer.status_code == 200, answer.text
-    texts = [text for event in _events(answer) if (text := text_of_event(event))]
-    assert "".join(texts) == 3 * successors.TEXT
-    assert len(texts) == 3, "a run of bytes comes when it ends"
+def test_what_is_not_said_is_the_models_default(open_ai, offline):
+    answer = open_ai.completions.create(model="demo", prompt=PROMPT, seed=11)
+    assert texts(answer) == [output.text for output in offline["defaults"]]
+
+
+def test_fields_of_extra_body_reach_the_engine(open_ai, offline):
+    extra = {
+        "top_k": 5,
+        "min_p": 0.01,
+        "repetition_penalty": 1.3,
+        "min_tokens": 3,
+        "stop_token_ids": [5],
+    }
+    raw = open_ai.completions.with_raw_response.create(
+        model="demo", prompt=PROMPT, seed=3, max_tokens=12, extra_body={**extra, "temprature": 5}
+    )
+    assert texts(raw.parse()) == [output.text for output in offline["extra"]]
+    assert raw.headers["x-jaxpage-ignored-fields"] == "temprature"
+
+
+def test_best_of_and_beams(open_ai, offline):
+    best = open_ai.completions.create(model="demo", prompt=PROMPT, best_of=3, seed=5, max_tokens=8)
+    assert texts(best) == [offline["best"][0].text]
+    beams = open_ai.completions.create(
+        model="demo",
+        prompt=PROMPT,
+        n=2,
+        best_of=3,
+        max_tokens=8,
+        temperature=0,
+        extra_body={"use_beam_search": True},
+    )
+    assert texts(beams) == [output.text for output in offline["beams"]]
+
+
+def test_stops_are_cut_and_told(open_ai, offline):
+    whole = offline["greedy"][0].text
+    stop = whole[5:9]
+    answer = open_ai.completions.create(prompt=PROMPT, stop=[stop, "never said"], **GREEDY)
+    (choice,) = answer.choices
+    assert (choice.text, choice.finish_reason) == (whole[: whole.index(stop)], "stop")
+    assert choice.model_extra is not None and choice.model_extra["stop_reason"] == stop
+    chunks = list(open_ai.completions.create(prompt=PROMPT, stop=[stop], stream=True, **GREEDY))
+    assert "".join(chunk.choices[0].text for chunk in chunks) == choice.text
+
+
+def test_a_streamed_completion_is_the_whole(open_ai, offline):
+    requested: Any = {
+        "model": "demo",
+        "prompt": PROMPT,
+        "n": 3,
+        "seed": 7,
+        "max_tokens": 12,
+        "temperature": 0.9,
+        "top_p": 0.8,
+    }
+    chunks = list(
+        open_ai.completions.create(**requested, stream=True, stream_options={"include_usage": True})
+    )
+    *said, last = chunks
+    found, reasons = {0: "", 1: "", 2: ""}, {}
+    for chunk in said:
+        assert chunk.usage is None
+        for choice in chunk.choices:
+            found[choice.index] += choice.text
+            reasons[choice.index] = choice.finish_reason
+    assert list(found.values()) == [output.text for output in offline["seeded"]]
+    assert [reasons[index] for index in range(3)] == [
+        output.finish_reason for output in offline["seeded"]
+    ]
+    assert last.choices == [] and last.usage is not None
+    assert last.usage.completion_tokens == sum(
+        len(output.token_ids) for output in offline["seeded"]
+    )
+    assert {chunk.id for chunk in chunks} == {last.id}
+
+
+def test_a_chat_is_what_llm_chats(open_ai, offline):
+    answer = open_ai.chat.completions.create(
+        messages=MESSAGES, logprobs=True, top_logprobs=2, **GREEDY
+    )
+    wanted = offline["chat"]
+    (choice,) = answer.choices
+    assert choice.message.role == "assistant" and choice.message.content == wanted.outputs[0].text
+    assert choice.finish_reason == wanted.outputs[0].finish_reason
+    assert answer.usage is not None and answer.usage.prompt_tokens == len(wanted.prompt_token_ids)
+    assert choice.logprobs is not None and choice.logprobs.content is not None
+    assert "".join(row.token for row in choice.logprobs.content) == choice.message.content
+    for row in choice.logprobs.content:
+        assert (
+            row.top_logprobs[0].logprob
+            == max(top.logprob for top in row.top_logprobs)
+            == row.logprob
+        )
+        assert len(row.top_logprobs) == 2
+    assert answer.object == "chat.completion" and answer.id.startswith("chatcmpl-")
+
+
+def test_a_streamed_chat_is_the_whole(open_ai, offline):
+    """The client's helper raises where an answer was cut off, so this one stops."""
+    text = offline["chat"].outputs[0].text
+    requested: Any = {"messages": MESSAGES, "stop": text[-6:], **GREEDY}
+    with open_ai.chat.completions.stream(
+        **requested, stream_options={"include_usage": True}
+    ) as stream:
+        whole = stream.get_final_completion()
+    assert whole.choices[0].message.content == text[: text.index(text[-6:])]
+    assert whole.usage is not None and whole.usage.completion_tokens > 0
+    chunks = list(open_ai.chat.completions.create(messages=MESSAGES, stream=True, **GREEDY))
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert [chunk.choices[0].finish_reason for chunk in chunks[:-1]] == [None] * (len(chunks) - 1)
+    assert chunks[-1].choices[0].finish_reason == "length"
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == text
+
+
+# Embeddings and scores
+
+
+def test_embeddings_are_hidden_states_of_length_one(open_ai, http, offline):
+    """Whatever the form, and between the steps of a request that generates."""
+    inputs, texts_of = (
+        [PROMPT, "The old house"],
+        {"model": "demo", "input": [PROMPT, "The old house"]},
+    )
+    with open_ai.completions.create(**LONG, stream=True) as stream:
+        next(iter(stream))
+        answer = open_ai.embeddings.create(**texts_of)  # type: ignore[arg-type] # the client asks for base64
+        assert metrics(http)["jaxpage_num_requests_running"] == 1
+    for pooling, hidden in offline["hidden"].items():
+        wanted = hidden / np.sqrt((hidden.astype(np.float64) ** 2).sum(axis=1, keepdims=True))
+        requested: Any = {
+            **texts_of,
+            "encoding_format": "float",
+            "extra_body": {"pooling": pooling},
+        }
+        found = open_ai.embeddings.create(**requested, dimensions=hidden.shape[1])
+        np.testing.assert_allclose([one.embedding for one in found.data], wanted, atol=1e-6)
+        raw = open_ai.embeddings.create(
+            **{**requested, "extra_body": {"pooling": pooling, "normalize": False}}
+        )
+        np.testing.assert_array_equal(
+            np.array([one.embedding for one in raw.data], np.float32), hidden
+        )
+        if pooling == "last":
+            np.testing.assert_allclose([one.embedding for one in answer.data], wanted, atol=1e-6)
+    token_ids = [http.post("/tokenize", json={"prompt": one}).json()["tokens"] for one in inputs]
+    same = open_ai.embeddings.create(model="demo", input=token_ids)
+    assert same.data == answer.data and [one.index for one in same.data] == [0, 1]
+    assert same.usage.prompt_tokens == same.usage.total_tokens == sum(map(len, token_ids))
+    for change, param in (
+        ({"dimensions": 7}, "dimensions"),
+        ({"input": []}, "input"),
+        ({"input": [9999]}, "input"),
+        ({"input": "x " * 600}, "input"),
+        ({"encoding_format": "int8"}, "encoding_format"),
+    ):
+        with pytest.raises(openai.BadRequestError) as caught:
+            open_ai.embeddings.create(**{**texts_of, **change})
+        assert caught.value.param == param
+
+
+def test_scores_are_the_log_probabilities_of_completions(open_ai, http, offline):
+    """Of the greedy text as it was reported, and of another as echo reports it."""
+    (greedy,) = offline["greedy"]
+    requested = {"model": "demo", "prompt": PROMPT, "continuation": [greedy.text, " zebra"]}
+    first, second = http.post("/v1/score", json=requested).json()["data"]
+    reported = [
+        entry[token].logprob for entry, token in zip(greedy.logprobs, greedy.token_ids, strict=True)
+    ]
+    assert (first["token_ids"], first["is_greedy"]) == (greedy.token_ids, True)
+    np.testing.assert_allclose(first["token_logprobs"], reported, atol=1e-5)
+    echo = open_ai.completions.create(
+        model="demo", prompt=PROMPT + " zebra", echo=True, logprobs=1, max_tokens=0
+    )
+    logprobs: Any = echo.choices[0].logprobs
+    assert echo.choices[0].text == PROMPT + " zebra"
+    wanted = [
+        one
+        for one, at in zip(logprobs.token_logprobs, logprobs.text_offset, strict=True)
+        if at >= len(PROMPT)
+    ]
+    assert (second["token_logprobs"], second["is_greedy"]) == (wanted, False)
+    assert second["score"] == pytest.approx(sum(wanted))
+
+
+# Models, errors, retries
+
+
+def test_errors_are_those_of_the_client(open_ai):
+    for change, param, code in (
+        ({"temperature": 3}, "temperature", None),
+        ({"prompt": "x " * 600}, "prompt", "context_length_exceeded"),
+        ({"stream": True, "max_tokens": -1}, "max_tokens", None),  # before the stream begins
+    ):
+        with pytest.raises(openai.BadRequestError) as caught:
+            open_ai.completions.create(**{**GREEDY, "prompt": PROMPT, **change})
+        assert (caught.value.param, caught.value.code) == (param, code)
+        assert caught.value.type == "invalid_request_error" and caught.value.request_id
+    with pytest.raises(openai.NotFoundError) as missing:
+        open_ai.completions.create(model="gpt-4", prompt=PROMPT)
+    assert (missing.value.code, missing.value.param) == ("model_not_found", "model")
+    with pytest.raises(openai.AuthenticationError) as refused:
+        open_ai.with_options(api_key=KEY[:-1]).models.list()
+    assert refused.value.code == "invalid_api_key"
+
+
+def retrying(client: openai.OpenAI, relieve: Any) -> tuple[openai.OpenAI, list[int]]:
+    """A client that tries again as the official one does, the statuses that it got, and what happens after the first."""
+    statuses: list[int] = []
+
+    def see(response: httpx.Response) -> None:
+        statuses.append(response.status_code)
+        if len(statuses) == 1:
+            assert response.headers["retry-after"] == "1"
+            relieve()
+
+    http = httpx.Client(event_hooks={"response": [see]}, timeout=60)
+    return client.with_options(max_retries=2, http_client=http), statuses
+
+
+def test_a_full_queue_is_tried_again(open_ai, http):
+    """16 places: 4 that run, 12 that wait."""
+    full = open_ai.completions.create(**{**LONG, "prompt": [PROMPT] * 16, "stream": True})
+    next(iter(full))
+    with pytest.raises(openai.RateLimitError) as caught:
+        open_ai.completions.create(prompt=PROMPT, **GREEDY)
+    assert caught.value.code == "rate_limit_exceeded"
+    again, statuses = retrying(open_ai, full.close)
+    with again:
+        assert again.completions.create(prompt=PROMPT, **GREEDY).choices
+    assert statuses == [429, 200]
+    assert metrics(http)["jaxpage_rejected_total/queue_full"] >= 2
+
+
+def test_a_server_that_shuts_down_is_tried_again(open_ai, server):
+    def opened() -> None:
+        server.server.visitors.is_closed = False
+
+    server.server.visitors.is_closed = True
+    try:
+        with pytest.raises(openai.InternalServerError) as caught:
+            open_ai.completions.create(prompt=PROMPT, **GREEDY)
+        assert caught.value.status_code == 503
+        again, statuses = retrying(open_ai, opened)
+        with again:
+            assert again.completions.create(prompt=PROMPT, **GREEDY).choices
+    finally:
+        opened()
+    assert statuses == [503, 200]
+
+
+# What the README says
+
+
+def readme(language: str) -> str:
+    """What is written in that language below "Serving", for the server of this test."""
+    text = (Path(__file__).parent.parent / "README.md").read_text()
+    return text.partition("\n## Serving\n")[2].partition(f"```{language}\n")[2].partition("```")[0]
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="there is no curl")
+def test_the_curl_lines_of_the_readme(open_ai, server):
+    answers = []
+    for line in readme("").splitlines():
+        assert line.startswith("curl ")
+        command = (
+            line.replace("http://127.0.0.1:8000", server.address)
+            + f" -sSf -H 'Authorization: Bearer {KEY}'"
+        )
+        answers.append(
+            subprocess.run(
+                ["bash", "-c", command], capture_output=True, text=True, check=True
+            ).stdout
+        )
+    completion, stream = answers
+    assert json.loads(completion)["choices"][0]["text"]
+    *events, last = [line.removeprefix("data: ") for line in stream.splitlines() if line[:1] == "d"]
+    assert "".join(json.loads(event)["choices"][0]["delta"].get("content", "") for event in events)
+    assert last == "[DONE]"
+
+
+def test_the_program_of_the_readme(open_ai, server, capsys):
+    program = readme("python").replace("http://127.0.0.1:8000", server.address)
+    exec(program.replace('"none"', repr(KEY)), {})
+    assert capsys.readouterr().out.strip()
