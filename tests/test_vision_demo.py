@@ -19,7 +19,7 @@ from tools.lab.demo_model import drawings, picture_talk, seeing_accuracy, seeing
 from tools.lab.demo_model.seeing_files import import_seeing
 from tools.lab.demo_model.seeing_model import Seen, answer_logits
 
-pytestmark = pytest.mark.optimized
+pytestmark = [pytest.mark.optimized, pytest.mark.usefixtures("compiled_when_used")]
 
 PICTURES = Path(__file__).parents[1] / "examples" / "pictures"
 ANSWERS: dict[str, dict[str, str]] = json.loads((PICTURES / "answers.json").read_text())
