@@ -234,7 +234,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "width": ({"backbone_hidden_size": 40}, "backbone_hidden_size is 40, but the model's is"),
     "tokens": ({"vocab_size": 48}, "vocab_size is 48, but the model's is 96"),
     "window": ({"sliding_window": 6}, "sliding_window are 6, but 7 in the model"),
-    "heads": ({"num_key_value_heads": 1}, "key/value heads and their width are (1, 8)"),
+    "heads": ({"num_key_value_heads": 1}, "key/value heads and their width are (1, 16)"),
     "own keys": ({"num_kv_shared_layers": 1}, "num_kv_shared_layers is 1, and must be"),
     "inputs": ({"hidden_size_per_layer_input": 4}, "hidden_size_per_layer_input is 4"),
     "experts": ({"enable_moe_block": True}, "enable_moe_block is True, and must be False"),

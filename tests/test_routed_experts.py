@@ -44,7 +44,7 @@ def saved(tmp_path_factory):
     from tests.support.hf_models import save_model
 
     directory = tmp_path_factory.mktemp(NAME)
-    return directory, save_model(NAME, directory)
+    return directory, save_model(NAME, directory, head_dim=16)
 
 
 @pytest.fixture(scope="module")
