@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import itertools
 import json
+import sys
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -20,8 +21,9 @@ from safetensors.numpy import load_file
 torch = pytest.importorskip("torch", reason="the oracle is transformers on torch")
 
 from jaxpage import LLM, LoRARequest, SamplingParams  # noqa: E402
-from jaxpage.checkpoints import load_shards  # noqa: E402
+from jaxpage.checkpoints import convert, load_shards, load_weights, open_model  # noqa: E402
 from jaxpage.checkpoints.in_memory import open_parameters, with_parameters  # noqa: E402
+from jaxpage.checkpoints.loading import load_sharded  # noqa: E402
 from jaxpage.device.batch_invariance import refuse_sums  # noqa: E402
 from jaxpage.device.executables import step_call  # noqa: E402
 from jaxpage.device.hardware import make_mesh  # noqa: E402
@@ -259,6 +261,31 @@ def test_arrays_on_devices_are_divided_there(invariant):
             assert array.sharding == other.sharding
             np.testing.assert_array_equal(np.asarray(array), np.asarray(other))
     assert not any(array.is_deleted() for array in arrays.values())
+
+
+@pytest.mark.parametrize("kind", ["files", "Orbax", "Orbax of transposed tensors"])
+def test_checkpoints_are_read_in_parts(kind, tmp_path, capfd, monkeypatch):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    even = {"vocab_size": 64}
+    config = config_json("gpt2-usual", **even) if "transposed" in kind else {**LLAMA, **even}
+    source = random_checkpoint(tmp_path / "files", config)
+    if kind != "files":
+        source = convert(source, tmp_path / "orbax", progress=False)
+    mesh = jax.sharding.Mesh(np.array(jax.devices()).reshape(2, 2), ("a", "b"))
+
+    def sharding_of(weight: Any) -> jax.NamedSharding:
+        return jax.NamedSharding(mesh, jax.P("a", "b") if len(weight.shape) == 2 else jax.P())
+
+    plan = open_model(source).plan
+    whole = load_weights(plan, "bfloat16", lambda array: array)
+    parts = load_sharded(plan, "bfloat16", sharding_of, progress=True)
+    for wanted, found in zip(*map(jax.tree.leaves, (whole, parts)), strict=True):
+        assert found.sharding.is_equivalent_to(sharding_of(wanted), wanted.ndim)
+        assert len(found.addressable_shards) == 4 and found.dtype == wanted.dtype
+        assert wanted.ndim == 1 or found.addressable_shards[0].data.size * 4 == wanted.size
+        np.testing.assert_array_equal(np.asarray(found).view("u2"), wanted.view("u2"))
+    assert jax.tree.structure(whole) == jax.tree.structure(parts)
+    assert "loading weights: 100%" in capfd.readouterr().err
 
 
 def test_what_is_fast_gives_the_same_tokens(directory, want):

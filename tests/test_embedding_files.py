@@ -5,7 +5,6 @@ What each module computes is written down here once more, from the library's doc
 
 from __future__ import annotations
 
-import asyncio
 import json
 import math
 from pathlib import Path
@@ -406,20 +405,3 @@ def test_convert_takes_the_files_along(saved, tmp_path):
     assert (there.modes, there.prompts, there.refusal) == (("cls",), {"query": "q: "}, "")
     x = RANDOM.standard_normal(WIDTH).astype(np.float32)
     np.testing.assert_array_equal(there.finish(x), here.finish(x))
-
-
-def test_an_event_loop_embeds_likewise(saved, llm, tmp_path, monkeypatch):
-    from jaxpage import AsyncLLM
-    from tests.support.engines import BLOCKS_OF_16
-
-    write_files(tmp_path, {"pooling_mode": "weightedmean"}, LAYERS["dense"])
-    use(llm, tmp_path, monkeypatch)
-    expected = llm.embed(DOCUMENTS, 20, normalize=True, use_tqdm=False)
-
-    async def vectors() -> Any:
-        settings = {**BLOCKS_OF_16, "max_model_len": 1024, "preemption_mode": "recompute"}
-        async with AsyncLLM(saved[0], **settings) as other:
-            other._embedding = llm._embedding
-            return await other.embed(DOCUMENTS, 20, normalize=True)
-
-    np.testing.assert_array_equal(asyncio.run(vectors()), expected)

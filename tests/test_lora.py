@@ -35,7 +35,9 @@ from tests.support.hf_models import config_json, make_model, save_model  # noqa:
 from tests.support.running import serving  # noqa: E402
 
 NAME = "llama-grouped"
-WIDTH = {"head_dim": 16}  # that of the kernel for CPUs, which compiles faster than what takes its place
+WIDTH = {
+    "head_dim": 16
+}  # that of the kernel for CPUs, which compiles faster than what takes its place
 NUM_TOKENS = 10
 # Chunks of 16 tokens cut every prompt; two sequences do not fit to their end.
 SETTINGS = {
@@ -267,7 +269,7 @@ def test_a_trained_adapter_has_the_bits_of_the_engine_and_derivatives_of_peft(mo
     whole.set_adapter("wide")
     trainer, weights = TrainableModel.for_engine(llm)
     adapter = trainer.load_adapter(tmp_path / "wide")
-    rows = [prompt_of(24, 3), prompt_of(24, 4)]
+    rows = [prompt_of(24, 11), prompt_of(24, 12)]
     expected = logprobs_of_torch(whole, rows)
     expected.mean().backward()
     parameters = named_adapter(whole, "wide")
@@ -310,7 +312,9 @@ def test_a_trained_adapter_has_the_bits_of_the_engine_and_derivatives_of_peft(mo
 
 def test_a_new_adapter_is_peft_s_and_its_directory_is_loaded_by_both(model, llm, tmp_path):
     trainer, _ = TrainableModel.load(
-        config_json(NAME, **WIDTH), load_file(model[1] / "model" / "model.safetensors"), max_lora_rank=8
+        config_json(NAME, **WIDTH),
+        load_file(model[1] / "model" / "model.safetensors"),
+        max_lora_rank=8,
     )
     settings = {"r": 4, "lora_alpha": 6, "target_modules": ["q_proj", "down_proj"]}
     with warnings.catch_warnings():
@@ -341,7 +345,9 @@ def test_a_new_adapter_is_peft_s_and_its_directory_is_loaded_by_both(model, llm,
         saved.save(tmp_path / "saved")
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)
-            loaded = peft.PeftModel.from_pretrained(make_model(NAME, **WIDTH), tmp_path / "saved", name)
+            loaded = peft.PeftModel.from_pretrained(
+                make_model(NAME, **WIDTH), tmp_path / "saved", name
+            )
         tokens, _ = greedy_of_peft(loaded, name, prompt_of())
         requested = LoRARequest("saved", 50, str(tmp_path / "saved"))
         (output,) = llm.generate(prompt_of(), GREEDY, False, lora_request=requested)

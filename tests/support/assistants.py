@@ -20,7 +20,12 @@ WINDOW = 7
 NUM_DRAFTS = 3
 # Heads of 16 and 32 are those of the kernel for CPUs, which compiles faster than what takes its place.
 HEADS = {"head_dim": 16, "global_head_dim": 32}
-SIZES = {"vocab_size": 96, "max_position_embeddings": 256, "vocab_size_per_layer_input": 96, **HEADS}
+SIZES = {
+    "vocab_size": 96,
+    "max_position_embeddings": 256,
+    "vocab_size_per_layer_input": 96,
+    **HEADS,
+}
 TYPES = ["sliding_attention", "sliding_attention", "full_attention"]
 # The target's heads, in layers half as wide and of another number.
 LAYERS = {
