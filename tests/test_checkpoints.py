@@ -1075,6 +1075,7 @@ def test_orbax_data_lost_after_the_check_is_a_checkpoint_error(tmp_path, orbax_c
         load_weights(plan, None, lambda array: array)
 
 
+@orbax_complaints  # of the test above
 def test_sharded_load_on_one_device(tmp_path):
     one = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     plan = open_model(random_checkpoint(tmp_path, TIED, dtype="float16")).plan

@@ -188,11 +188,7 @@ def test_the_work_goes_with_the_tokens_and_not_with_the_experts():
 
 def test_an_engine_gives_the_same_bits_however_it_is_run(tmp_path):
     model = random_checkpoint(tmp_path, MOE)
-    plain = texts(model)
-    assert (
-        texts(model, **{**BLOCKS_OF_4, **SMALL_POOL, "num_blocks": 65}, preemption_mode="swap")
-        == plain
-    )
+    assert texts(model) == texts(model, **SMALL_POOL, preemption_mode="swap")
 
 
 def save_gpt_oss(directory: Path, **overrides: Any) -> Any:
