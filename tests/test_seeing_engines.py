@@ -165,7 +165,7 @@ def test_preempted_in_its_prompt_and_later(name, mode, directories, alone):
     with make_llm(directories(name), **settings) as llm:
         engine = llm._engine
         prompts = prompts_of(name)
-        for step in (2, 3, 4, 6, 9):
+        for step in (2, 3, 4, 5, 6, 9):
             engine.add("older", engine.prepare(None, prompts[6][0], PARAMS))
             ids, embedded = prompts[1]
             reporter = engine.add("watched", engine.prepare(None, ids, PARAMS, embedded))
