@@ -144,11 +144,7 @@ def test_texts_are_those_of_one_device(directory, monkeypatch):
     one = texts(directory, together, **INVARIANT)
     assert one["together"] == [one[name][0] for name in together]
     assert one["random"] == one["scored"] and len({str(one[name]) for name in together}) == 4
-    assert (
-        texts(directory, together, tensor_parallel_size=2)
-        == texts(directory, together, **ON_4)
-        == one
-    )
+    assert texts(directory, together, **ON_4) == one
     monkeypatch.setattr(steps, "need_whole_rows", lambda inputs, vocab_size: inputs.flags[0] < 0)
     planted = texts(directory, ["greedy", "random"], **ON_4)
     assert (planted["greedy"], planted["random"]) == (one["greedy"], one["random"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -21,11 +22,13 @@ from jaxpage.layers.rope import Rope
 from jaxpage.layers.trace_scope import LayerKernels, TraceScope
 from pallas_kernels.cpu import library, packed, rows
 from pallas_kernels.cpu.both_ways import attend_both_ways
+from tests.support.sweeps import few
 
 # 300 rows are shared among threads; the other widths do not fill their last vector.
 WIDTHS = (64, 100, 7)
 # An error of float32, and half of the last bit of bfloat16.
 CLOSE = {"float32": 4e-6, "bfloat16": 2.0**-8}
+DTYPES = ("float32", "bfloat16")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -49,8 +52,13 @@ def numbers(dtype: str, *shape: int) -> jax.Array:
     return jnp.asarray(np.random.default_rng(0).standard_normal(shape) * 4, dtype)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize(
+    ("width", "dtype"),
+    few(
+        itertools.product(WIDTHS, DTYPES),
+        [(64, "float32"), (100, "bfloat16"), (7, "float32")],
+    ),
+)
 def test_one_call_multiplies_by_gates(width: int, dtype: str) -> None:
     x = numbers(dtype, 300, 2 * width).at[0, :2].set(jnp.array([-200.0, 200.0], dtype))
 
@@ -68,9 +76,13 @@ def test_one_call_multiplies_by_gates(width: int, dtype: str) -> None:
     assert np.isnan(broken[1, 0]) and np.isnan(broken).sum() == 1
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("scale_dtype", ["float32", "bfloat16", "float16"])
-@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize(
+    ("width", "scale_dtype", "dtype"),
+    few(
+        itertools.product(WIDTHS, (*DTYPES, "float16"), DTYPES),
+        [(64, "float16", "float32"), (100, "bfloat16", "bfloat16"), (7, "float32", "float32")],
+    ),
+)
 def test_one_call_normalises(width: int, scale_dtype: str, dtype: str) -> None:
     scale = numbers(scale_dtype, width)
 
@@ -92,9 +104,13 @@ def test_one_call_normalises(width: int, scale_dtype: str, dtype: str) -> None:
         np.testing.assert_array_equal(ours, theirs[-3:])
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("with_bias", [True, False])
-@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize(
+    ("width", "with_bias", "dtype"),
+    few(
+        itertools.product(WIDTHS, (True, False), DTYPES),
+        [(64, False, "bfloat16"), (100, True, "bfloat16"), (7, True, "float32")],
+    ),
+)
 def test_one_call_normalises_around_the_mean(width: int, with_bias: bool, dtype: str) -> None:
     scale = numbers(dtype, width)
     bias = scale[::-1] if with_bias else None
@@ -125,9 +141,13 @@ def gelu(x: np.ndarray) -> np.ndarray:
     return 0.5 * x * (1 + np.vectorize(math.erf)(x / math.sqrt(2)))
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("num_out", [64, 100, 7])
-@pytest.mark.parametrize("activation", [None, "gelu"])
+@pytest.mark.parametrize(
+    ("activation", "num_out", "dtype"),
+    few(
+        itertools.product([None, "gelu"], WIDTHS, DTYPES),
+        [(None, 7, "float32"), ("gelu", 64, "float32"), ("gelu", 100, "bfloat16")],
+    ),
+)
 def test_one_call_multiplies_and_adds_a_bias(
     activation: str | None, num_out: int, dtype: str
 ) -> None:
@@ -155,6 +175,9 @@ def test_one_call_computes_gelu() -> None:
     assert np.isnan(found[-3]) and found[-1] == np.inf
 
 
+SHAPES = (((4, 2), 32), ((2, 2), 80), ((3, 1), 16))
+
+
 def attention(q: Any, k: Any, v: Any, scale: float, reach: int | None) -> np.ndarray:
     """What one text attends to, in float64."""
     q, k, v = (np.asarray(each, np.float64).swapaxes(0, 1) for each in (q, k, v))
@@ -167,8 +190,13 @@ def attention(q: Any, k: Any, v: Any, scale: float, reach: int | None) -> np.nda
     return (weights / weights.sum(axis=-1, keepdims=True) @ v).swapaxes(0, 1)
 
 
-@pytest.mark.parametrize("reach", [None, 3, 40])
-@pytest.mark.parametrize(("heads", "width"), [((4, 2), 32), ((2, 2), 80), ((3, 1), 16)])
+@pytest.mark.parametrize(
+    ("heads", "width", "reach"),
+    few(
+        [(*shape, reach) for shape in SHAPES for reach in (None, 3, 40)],
+        [((4, 2), 32, None), ((2, 2), 80, 3), ((3, 1), 16, 40)],
+    ),
+)
 def test_one_call_attends_both_ways(heads: tuple[int, int], width: int, reach: int | None) -> None:
     """Texts of any length, what is no text in the middle and at the end, and each text alone."""
     lengths = (1, 20, 33, 500, 64, 2)

@@ -257,7 +257,10 @@ def test_decode_has_enough_bytes_on_their_way(page_dtype):
 
 @pytest.mark.parametrize(
     ("page_dtype", "backend"),
-    [*((each, "triton") for each in ("bfloat16", "int8", "uint8")), ("bfloat16", "mosaic")],
+    few(
+        [*((each, "triton") for each in ("bfloat16", "int8", "uint8")), ("bfloat16", "mosaic")],
+        [("int8", "triton"), ("bfloat16", "mosaic")],
+    ),
 )
 def test_new_keys_and_values_are_written_in_place(page_dtype, backend):
     case = write_case(64, page_dtype=page_dtype, backend=backend)
@@ -301,7 +304,7 @@ def test_selection_keeps_its_sums_in_registers():
     assert found.calls == {"cutoffs": 1, "likeliest": 1} and found.spilled_bytes == 0
 
 
-@pytest.mark.parametrize("backend", ["triton", "mosaic"])
+@pytest.mark.parametrize("backend", few(["triton", "mosaic"], ["triton"]))
 def test_blocks_are_copied_in_place(backend):
     case = copy_case(16, backend=backend)
     assert_in_place(compiled_case(case), case.arguments[0], own=backend == "triton")
@@ -387,7 +390,7 @@ LLAMA_3_1B = {
     few(
         itertools.product(CARDS, CALLS, HEADS, ("bfloat16", "int8", "uint8")),
         [
-            ("rtx3090", "chunk 2048+0", "8b", "bfloat16"),
+            ("rtx3090", "decode 64x2048", "8b", "bfloat16"),
             ("rtx3090", "decode 64x2048", "8b", "uint8"),
         ],
     ),

@@ -149,7 +149,7 @@ def alone(directories, prompts):
     return of
 
 
-@pytest.mark.parametrize("family", few(["llama", "opt", "gemma2"], ["llama", "opt"]))
+@pytest.mark.parametrize("family", few(["llama", "opt", "gemma2"], ["llama"]))
 def test_the_tables_rows_are_the_tokens(family, directories, prompts, alone):
     with make_llm(directories(family), enable_prompt_embeds=True) as llm:
         vectors = as_vectors(llm, prompts)
@@ -179,7 +179,7 @@ def test_every_path(engine, directories, prompts, alone):
         invariants(llm)
 
 
-@pytest.mark.parametrize("mode", ["recompute", "swap"])
+@pytest.mark.parametrize("mode", few(["recompute", "swap"], ["swap"]))
 def test_tokens_and_vectors_in_one_prompt(mode, directories, prompts, alone):
     """The cuts between chunks are before, in and after the vectors, and the request is preempted at every step."""
     settings = {
@@ -191,12 +191,12 @@ def test_tokens_and_vectors_in_one_prompt(mode, directories, prompts, alone):
         engine = llm._engine
         for spans in (((3, 21),), ((0, 1), (16, 32), (60, 61)), ((0, 17), (17, 40))):
             ids, embedded = mixed(llm, prompts[1], spans)
-            for step in (2, 3, 5, 8):
+            for step in (2, 3, 8):
                 engine.add("older", engine.prepare(None, prompts[0], PARAMS))
                 reporter = engine.add("watched", engine.prepare(None, ids, PARAMS, embedded))
                 run_giving_way(engine, step)
                 assert tokens_of([reporter.whole()]) == [alone("llama")[1]]
-        assert llm.stats()["num_preemptions_total"][mode] >= 8
+        assert llm.stats()["num_preemptions_total"][mode] >= 6
         invariants(llm)
 
 
@@ -242,27 +242,30 @@ def test_prefixes_outlive_the_engine(directories, prompts, tmp_path, alone):
             assert tokens_of([output]) == [alone("llama")[1]]
 
 
-def test_transformers_gives_the_same(directories):
-    """Of rows that are no token's."""
+@pytest.mark.parametrize(
+    "family", few(["llama", "opt", "gemma2", "granite", "bloom"], ["opt", "gemma2", "bloom"])
+)
+def test_transformers_gives_the_same(family, directories):
+    """Of rows that are no token's. Those of OPT are projected, those of Gemma 2 have a factor, and those of Bloom a norm."""
     torch = pytest.importorskip("torch")
     from transformers import AutoModelForCausalLM
 
-    rows = np.random.default_rng(1).standard_normal((23, 64), dtype=np.float32)
-    for family in ("llama", "gemma2", "granite", "bloom"):
-        model = AutoModelForCausalLM.from_pretrained(
-            directories(family), dtype=torch.float32, attn_implementation="eager"
+    width = FAMILIES[family].get("word_embed_proj_dim", 64)
+    rows = np.random.default_rng(1).standard_normal((23, width), dtype=np.float32)
+    model = AutoModelForCausalLM.from_pretrained(
+        directories(family), dtype=torch.float32, attn_implementation="eager"
+    )
+    with torch.no_grad():
+        logits = model(inputs_embeds=torch.tensor(rows)[None]).logits[0, -1]
+    want = torch.log_softmax(logits.double(), dim=-1).numpy()
+    with make_llm(directories(family), enable_prompt_embeds=True) as llm:
+        (output,) = llm.generate(
+            {"prompt_embeds": torch.tensor(rows)},
+            SamplingParams(temperature=0.0, max_tokens=1, logprobs=8),
+            use_tqdm=False,
         )
-        with torch.no_grad():
-            logits = model(inputs_embeds=torch.tensor(rows)[None]).logits[0, -1]
-        want = torch.log_softmax(logits.double(), dim=-1).numpy()
-        with make_llm(directories(family), enable_prompt_embeds=True) as llm:
-            (output,) = llm.generate(
-                {"prompt_embeds": torch.tensor(rows)},
-                SamplingParams(temperature=0.0, max_tokens=1, logprobs=8),
-                use_tqdm=False,
-            )
-        for token_id, entry in output.outputs[0].logprobs[0].items():
-            assert abs(entry.logprob - want[token_id]) < 2e-4, family
+    for token_id, entry in output.outputs[0].logprobs[0].items():
+        assert abs(entry.logprob - want[token_id]) < 2e-4
 
 
 def test_penalties_do_not_count_placeholders(llm, prompts):

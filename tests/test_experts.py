@@ -29,6 +29,7 @@ from tests.support.dense import logits_of
 from tests.support.engines import BLOCKS_OF_4, SMALL_POOL
 from tests.support.mixed_requests import CONFIG, PROMPTS, texts
 from tests.support.random_checkpoints import random_checkpoint, write_tensors
+from tests.support.sweeps import few
 
 WIDTH = 32
 MOE = {
@@ -95,7 +96,10 @@ def test_pairs_are_sorted_by_expert(compared):
 
 @pytest.mark.parametrize(
     ("quantization", "block"),
-    [(None, None), ("int8", None), ("int4", None), (None, [48, 32])],
+    few(
+        [(None, None), ("int8", None), ("int4", None), (None, [48, 32])],
+        [("int8", None), ("int4", None), (None, [48, 32])],
+    ),
     ids=str,
 )
 def test_experts_at_once_make_what_they_make_one_after_another(quantization, block):
@@ -151,7 +155,6 @@ def test_experts_at_once_make_what_they_make_one_after_another(quantization, blo
     ("num_experts", "per_token", "more"),
     [
         (4, 2, {}),
-        (16, 4, {}),
         (128, 8, {}),
         (
             32,
@@ -161,11 +164,11 @@ def test_experts_at_once_make_what_they_make_one_after_another(quantization, blo
     ],
 )
 def test_a_token_has_its_bits_among_any_others(num_experts, per_token, more):
-    """Tiles of 8, 16 and 32 rows."""
+    """Tiles of 8 and of 32 rows."""
     run, parameters = mixture(num_experts, per_token, **more)
     x = np.random.default_rng(1).standard_normal((256, WIDTH)).astype(np.float32)
     together = np.asarray(run(parameters, x))
-    for count in (2, 8, 33):
+    for count in (2, 33):
         np.testing.assert_array_equal(np.asarray(run(parameters, x[:count])), together[:count])
     alike = np.repeat(x[:1], 64, axis=0)  # all of them at the same experts
     np.testing.assert_array_equal(
@@ -185,11 +188,7 @@ def test_the_work_goes_with_the_tokens_and_not_with_the_experts():
 
 def test_an_engine_gives_the_same_bits_however_it_is_run(tmp_path):
     model = random_checkpoint(tmp_path, MOE)
-    plain = texts(model)
-    assert (
-        texts(model, **{**BLOCKS_OF_4, **SMALL_POOL, "num_blocks": 65}, preemption_mode="swap")
-        == plain
-    )
+    assert texts(model) == texts(model, **SMALL_POOL, preemption_mode="swap")
 
 
 def save_gpt_oss(directory: Path, **overrides: Any) -> Any:

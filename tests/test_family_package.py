@@ -12,6 +12,7 @@ from jaxpage.cli.doctor import families_of_packages, report
 from jaxpage.errors import UnsupportedError
 from jaxpage.models import registry
 from jaxpage.models.registry import load_family
+from tests.support.executables import when_used
 
 pytest.importorskip("torch", reason="the oracle is transformers on torch")
 
@@ -42,7 +43,8 @@ def test_a_package_brings_a_family(monkeypatch, tmp_path):
     wanted = f"Broken of broken 0.1.0, {architecture} of jaxpage-cwm 0.1.0"
     assert ("families of packages", wanted) in list(report())
     example = importlib.import_module("test_cwm")
-    example.test_greedy_tokens_are_those_of_transformers(tmp_path / "model", {"mlp_bias": True})
+    with when_used():
+        example.test_greedy_tokens_are_those_of_transformers(tmp_path / "model", {"mlp_bias": True})
     assert load_family(config).__name__ == module.partition(":")[2]
     with pytest.raises(
         UnsupportedError, match="'Broken' of the package broken cannot be used: No module named"

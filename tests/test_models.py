@@ -114,7 +114,7 @@ def largest_difference(name: str, **changes: Any) -> float:
     family, spec = read_spec(name)
     spec = dataclasses.replace(spec, **changes.get("spec", {}))
     family = changes.get("family", lambda family: family)(family)
-    parameters = fill(family, spec, {**state, **changes.get("state", lambda _: {})(state)})
+    parameters = fill(family, spec, state)
     logits = logits_of(family, spec, parameters, token_ids, attend=changes.get("attend"))
     return float(np.abs(logits - expected).max())
 
@@ -128,12 +128,49 @@ def measured(request):
         measured_errors.write(errors)
 
 
-@pytest.mark.parametrize("name", MODELS)
+# Of the same modules with the same sizes of config.json, and with the same tensors, as another one.
+TWINS = {
+    *("llama-llama3", "llama-linear", "llama-dynamic", "mistral-full", "mistral-yarn"),
+    *("mistral3-images", "qwen2-full", "qwen2-layer-types", "ministral3-old-rope", "gemma-silu"),
+    *("gemma3-old-rope", "falcon-one-norm", "opt-no-final-norm", "exaone4-windows"),
+}
+# Together these have every kind of module; the layers of each have different ones.
+EVERY_WEIGHT = (
+    *("kimi-linear-mixed", "gemma3n-shared", "zamba2-turns", "gemma4-keys-are-values"),
+    *("jamba-mixed", "qwen3-5-mixed", "nemotron-h-latent", "opt-norm-first", "mistral4-growth"),
+    *("falcon-h1-factors", "gpt-oss-windows", "apertus-learned", "codegen-plain", "cohere-norms"),
+    *("lfm3-mixed", "deepseek-v3-groups", "olmo-hybrid-mixed", "granitemoehybrid-mixed"),
+)
+
+
+def assert_each_weight_matters(name: str) -> None:
+    """Plants a mistake in one kind of weight after the other: in all layers its numbers are off by one."""
+    state, token_ids, expected = oracle(name)
+    family, spec = read_spec(name)
+    parameters = fill(family, spec, state)
+    leaves = jax.tree_util.tree_leaves_with_path(parameters)
+    kinds = {re.sub(r"\[\d+\]", "[]", jax.tree_util.keystr(path)): path for path, _ in leaves}
+    for kind in kinds:
+
+        def shift(path: Any, weight: jax.Array, kind: str = kind) -> jax.Array:
+            if re.sub(r"\[\d+\]", "[]", jax.tree_util.keystr(path)) != kind:
+                return weight
+            return jnp.roll(weight, 1, axis=-1) if weight.shape[-1:] > (1,) else 2 * weight
+
+        wrong = jax.tree_util.tree_map_with_path(shift, parameters)
+        difference = np.abs(logits_of(family, spec, wrong, token_ids) - expected).max()
+        assert difference > TOLERANCE, kind
+
+
+@pytest.mark.parametrize("name", few(MODELS, {*MODELS} - TWINS))
 def test_logits_are_those_of_transformers(name, measured):
+    """Each kind of weight is seen to matter, where there are many kinds."""
     _, _, expected = oracle(name)
     assert expected.std() > 0.5  # else a small difference says little
     measured[name] = largest_difference(name)
     assert measured[name] < TOLERANCE
+    if name in EVERY_WEIGHT:
+        assert_each_weight_matters(name)
 
 
 def test_the_page_of_models_has_an_error_of_each_architecture():
@@ -161,7 +198,13 @@ DIFFERENT_LAYERS = [
 ]
 
 
-@pytest.mark.parametrize("name", [*DIFFERENT_LAYERS, "opt-350m-form", "opt-no-final-norm"])
+@pytest.mark.parametrize(
+    "name",
+    few(
+        [*DIFFERENT_LAYERS, "opt-350m-form", "opt-no-final-norm"],
+        ["qwen2-upper-windows", "opt-no-final-norm", "gpt2-layer-scales"],
+    ),
+)
 def test_auxiliary_hidden_states_are_the_hidden_states_of_transformers(name):
     """Before every layer, and behind the last one before the final norm; in the order asked for, twice if asked twice."""
     model = make_model(name)
@@ -374,7 +417,7 @@ HALVED = ["llama-llama3", "qwen3-windows", "opt-350m-form", "gpt2-usual"]
     ("name", "dtype"),
     few(
         itertools.product(HALVED, ["bfloat16", "float16"]),
-        [*zip(HALVED, ["bfloat16", "float16"] * 2, strict=True)],
+        [("llama-llama3", "bfloat16"), ("gpt2-usual", "float16")],
     ),
 )
 def test_half_precision_runs_and_stays_close(name, dtype):
@@ -383,31 +426,6 @@ def test_half_precision_runs_and_stays_close(name, dtype):
     parameters = jax.tree.map(lambda x: x.astype(dtype), fill(family, spec, state))
     logits = logits_of(family, spec, parameters, token_ids, dtype=dtype)
     assert np.abs(logits - expected).std() < 0.15 * expected.std()
-
-
-def swap(first: str, second: str) -> Callable[[Mapping[str, np.ndarray]], dict[str, np.ndarray]]:
-    """A planted mistake: two tensors of every layer exchanged."""
-
-    def swapped(state: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        return {
-            key.replace(first, second): value for key, value in state.items() if first in key
-        } | {key.replace(second, first): value for key, value in state.items() if second in key}
-
-    return swapped
-
-
-def zero(part: str) -> Callable[[Mapping[str, np.ndarray]], dict[str, np.ndarray]]:
-    """A planted mistake: the tensors whose names end so are taken as zero."""
-    return lambda state: {
-        key: np.zeros_like(value) for key, value in state.items() if key.endswith(part)
-    }
-
-
-def roll(part: str, axis: int) -> Callable[[Mapping[str, np.ndarray]], dict[str, np.ndarray]]:
-    """A planted mistake: the tensors whose names end so are off by one along an axis."""
-    return lambda state: {
-        key: np.roll(value, 1, axis) for key, value in state.items() if key.endswith(part)
-    }
 
 
 def on_layers(part: str, *, modules: str = "layers", **attributes: Any) -> dict[str, Any]:
@@ -436,10 +454,6 @@ def _rope(name: str, **changes: Any) -> dict[str, Any]:
     return {"rope": dataclasses.replace(read_spec(name)[1].rope, **changes)}
 
 
-def _form(name: str, **changes: Any) -> dict[str, Any]:
-    return {"form": dataclasses.replace(read_spec(name)[1].form, **changes)}
-
-
 def _routed(name: str, **changes: Any) -> Any:
     experts = read_spec(name)[1].experts
     return dataclasses.replace(experts, routing=dataclasses.replace(experts.routing, **changes))
@@ -452,10 +466,6 @@ def _layer_forms(name: str, field: str, values: Sequence[Any]) -> dict[str, Any]
         for form, value in zip(forms, values, strict=True)
     ]
     return {"layer_forms": tuple(changed)}
-
-
-def _states(name: str, **changes: Any) -> dict[str, Any]:
-    return {"states": dataclasses.replace(read_spec(name)[1].states, **changes)}
 
 
 def _mamba(name: str, **changes: Any) -> Any:
@@ -482,113 +492,19 @@ def test_an_indexer_chooses_all_positions_up_to_the_longest_sequence(name):
         assert spec.rope == read_spec(name)[1].rope
 
 
-# In the weights: a model is compiled once for all of its mistakes.
-PLANTED_IN_WEIGHTS = {
-    "query and key products swapped": ("llama-tied-bias", swap("q_proj", "k_proj")),
-    "gate and up swapped": ("llama-grouped", swap("gate_proj", "up_proj")),
-    "norms of a layer swapped": ("llama-grouped", swap("input_lay", "post_attention_lay")),
-    "output bias dropped": ("llama-tied-bias", zero("o_proj.bias")),
-    "query bias dropped": ("qwen2-full", zero("q_proj.bias")),
-    "head norms swapped": ("qwen3-grouped", swap("q_norm", "k_norm")),
-    "sinks of other heads": ("gpt-oss-windows", roll("sinks", 0)),
-    "gates for ups": ("gpt-oss-windows", roll("experts.gate_up_proj", 2)),
-    "bias of the router dropped": ("gpt-oss-windows", zero("router.bias")),
-    "biases of experts dropped": ("gpt-oss-windows", zero("down_proj_bias")),
-    "heads of a fused product shifted": ("falcon-grouped", roll("query_key_value.weight", 0)),
-    "norms of halves swapped": ("falcon-grouped", swap("ln_attn", "ln_mlp")),
-    "correction of ratings forgotten": ("deepseek-v3-groups", zero("e_score_correction_bias")),
-    "keys of heads shifted": ("deepseek-v2-greedy", roll("kv_b_proj.weight", 0)),
-    "convolution shifted": ("qwen3-5-mixed", roll("conv1d.weight", 2)),
-    "decays of other heads": ("qwen3-5-mixed", roll("A_log", 0)),
-    "time steps of other heads": ("qwen3-5-mixed", roll("dt_bias", 0)),
-    "betas for time steps": ("qwen3-5-mixed", swap("in_proj_a", "in_proj_b")),
-    "gates of other heads": ("qwen3-5-mixed", roll("in_proj_z.weight", 0)),
-    "betas of other key heads": ("qwen3-next-mixed", roll("in_proj_ba.weight", 0)),
-    "skips of other heads": ("granitemoehybrid-mixed", roll("mamba.D", 0)),
-    "bias of the convolution dropped": ("granitemoehybrid-mixed", zero("conv1d.bias")),
-    "outputs of other experts": ("granitemoehybrid-mixed", roll("experts.down_proj", 0)),
-    "ups for gates": ("granitemoehybrid-dense", roll("shared_mlp.input_linear.weight", 0)),
-    "what other layers add to the block": (
-        "zamba2-turns",
-        swap("adapter_list.0.", "adapter_list.2."),
-    ),
-    "rates of other channels": ("jamba-mixed", roll("mamba.A_log", 0)),
-    "rates of other numbers": ("jamba-mixed", roll("mamba.A_log", 1)),
-    "vectors to add for those to read": ("jamba-mixed", roll("x_proj.weight", 0)),
-    "gates after the convolution before it": ("lfm2-mixed", roll("conv.in_proj.weight", 0)),
-    "corrections of LFM2's experts forgotten": ("lfm2-moe-mixed", zero("feed_forward.expert_bias")),
-    "gates of other heads' outputs": ("afmoe-gates", roll("self_attn.gate_proj.weight", 0)),
-    "corrections of Trinity's experts forgotten": ("afmoe-gates", zero("mlp.expert_bias")),
-    "sinks of other heads than those of the layer": (
-        "mimo-v2-flash-windows",
-        roll("self_attn.sinks", 0),
-    ),
-    "values of heads that are narrower": ("mimo-v2-flash-windows", roll("v_proj.weight", 0)),
-    "a short convolution shifted": ("lfm2-plain", roll("conv.conv.weight", 2)),
-    "gates of other heads, one for each": ("lfm3-mixed", roll("g_proj.weight", 0)),
-    "norms after the halves swapped": ("lfm3-mixed", swap("post_operator_norm", "post_ffn_norm")),
-    "sinks of other heads of Granite": ("granite-swa-bases", roll("sinks", 0)),
-    "the expert of all tokens dropped": (
-        "granitemoe-swa-shared",
-        zero("shared_mlp.output_linear.weight"),
-    ),
-    "gates for queries": ("qwen3-5-mixed", roll("q_proj.weight", 0)),
-    "decays of other channels": ("kimi-linear-mixed", roll("f_b_proj.weight", 0)),
-    "gates of other channels": ("kimi-linear-mixed", roll("g_b_proj.weight", 0)),
-    "latents of experts in another order": ("nemotron-h-latent", roll("fc1_latent_proj.weight", 0)),
-    "bias after the experts dropped": ("nemotron-h-latent", zero("fc2_latent_proj.bias")),
-    "positions without offset": ("opt-norm-first", roll("embed_positions.weight", 0)),
-    "bias of the norms dropped": ("starcoder2-window", zero("input_layernorm.bias")),
-    "biases of a half without gates dropped": ("arcee-biases", zero("up_proj.bias")),
-    "norms of other heads": ("cohere-norms", roll("k_norm.weight", 0)),
-    "tensors of norms of heads swapped": ("stablelm-parallel", swap("norms.0.", "norms.1.")),
-    "inputs of other layers": ("gemma4-shared", roll("embed_tokens_per_layer.weight", 1)),
-    "scalar of a layer dropped": ("gemma4-shared", zero("layer_scalar")),
-    "factors of other experts": ("gemma4-keys-are-values", roll("per_expert_scale", 0)),
-    "scales of the router shifted": ("gemma4-keys-are-values", roll("router.scale", 0)),
-    "predictions of other states": ("gemma3n-shared", roll("prediction_coefs.weight", 0)),
-    "corrections of other states": ("gemma3n-two-states", roll("correction_coefs.weight", 0)),
-    "a product of low rank dropped": ("gemma3n-shared", zero("linear_right.weight")),
-    "bias of the head dropped": ("phi-parallel", zero("lm_head.bias")),
-    "heads of one product shifted": ("gpt-neox-parallel", roll("query_key_value.weight", 0)),
-    "curvatures swapped": ("apertus-learned", swap("alpha_p", "alpha_n")),
-    "corrections of softmax scores forgotten": (
-        "ernie4-5-moe-shared",
-        zero("e_score_correction_bias"),
-    ),
-    "positions of other tokens": ("gpt-neo-plain", roll("wpe.weight", 0)),
-    "parts of one product shifted": ("codegen-plain", roll("qkv_proj.weight", 0)),
-    "fused product cut wrongly": ("gpt2-usual", roll("c_attn.weight", 1)),
-}
 # Each is compiled; one of each kind always is, the others in a sweep.
 PLANTED_ALWAYS = (
     *("attention factor forgotten", "window one too wide", "slopes that are not scaled"),
-    *("mscale of YaRN forgotten", "experts of all groups", "halves turned for neighbours"),
-    *("time steps without limits", "gates before the norm", "norms first in the 350m"),
-    *("pages of another layer", "chunks one too wide", "all layers rotate", "limit forgotten"),
-    *("norms before the rotation", "norms after experts forgotten", "tanh for erf"),
+    *("experts of all groups", "time steps without limits", "pages of another layer"),
+    *("chunks one too wide", "norms before the rotation", "tanh for erf"),
 )
 PLANTED_IN_MODELS: dict[str, tuple[str, Callable[[], dict[str, Any]]]] = {
     "epsilon of the norms": ("llama-wide-heads", lambda: {"spec": {"norm_epsilon": 1e-6}}),
-    "tied though it is not": ("llama-grouped", lambda: {"spec": {"tie_word_embeddings": True}}),
-    "llama3 scaling forgotten": (
-        "llama-llama3",
-        lambda: {"spec": {"rope": read_spec("llama-llama3", rope_scaling=None)[1].rope}},
-    ),
     "attention factor forgotten": (
         "mistral-yarn",
         lambda: {"spec": _rope("mistral-yarn", attention_factor=1.0)},
     ),
-    "longrope factor forgotten": (
-        "llama-longrope",
-        lambda: {"spec": _rope("llama-longrope", attention_factor=1.0)},
-    ),
     "window one too wide": ("mistral-window", lambda: {"attend": dense_attend(1)}),
-    "window one too narrow": ("qwen2-layer-types", lambda: {"attend": dense_attend(-1)}),
-    "slopes of the heads beside": (
-        "mpt-six-heads",
-        lambda: on_layers("attention", alibi_slopes=alibi_slopes(7)[1:]),
-    ),
     "slopes that are not scaled": (
         "falcon-alibi",
         lambda: {"spec": {"alibi_slopes": alibi_slopes(4)}},
@@ -603,39 +519,13 @@ PLANTED_IN_MODELS: dict[str, tuple[str, Callable[[], dict[str, Any]]]] = {
             }
         },
     ),
-    "halves turned where an indexer is": (
-        "deepseek-v32-groups",
-        lambda: {"spec": _rope("deepseek-v32-groups", interleaved=False)},
-    ),
-    "mscale of YaRN forgotten where an indexer is": (
-        "glm-moe-dsa-groups",
-        lambda: {
-            "spec": {
-                "latent": dataclasses.replace(
-                    read_spec("glm-moe-dsa-groups")[1].latent, scale=28**-0.5
-                )
-            }
-        },
-    ),
     "experts of all groups": (
         "deepseek-v2-groups",
         lambda: {"spec": {"experts": _routed("deepseek-v2-groups", groups=None)}},
     ),
-    "experts not scaled": (
-        "deepseek-v2-groups",
-        lambda: {"spec": {"experts": _routed("deepseek-v2-groups", factor=1.0)}},
-    ),
-    "halves turned for neighbours": (
-        "deepseek-v2-greedy",
-        lambda: {"spec": _rope("deepseek-v2-greedy", interleaved=False)},
-    ),
     "time steps without limits": (
         "granitemoehybrid-dense",
         lambda: {"spec": {"recurrent": _mamba("granitemoehybrid-dense", time_steps=(0.0, 9.0))}},
-    ),
-    "factors of other parts": (
-        "falcon-h1-factors",
-        lambda: {"spec": {"recurrent": _mamba("falcon-h1-factors", factors=(1.0,) * 5)}},
     ),
     "gates before the norm": (
         "falcon-h1-first",
@@ -649,68 +539,17 @@ PLANTED_IN_MODELS: dict[str, tuple[str, Callable[[], dict[str, Any]]]] = {
         "falcon-mamba-norms",
         lambda: {"spec": {"recurrent": _mamba("falcon-mamba-norms", normed=False)}},
     ),
-    "weights of experts that add up to one": (
-        "jamba-mixed",
-        lambda: {"spec": {"experts": _routed("jamba-mixed", normalized=True)}},
-    ),
-    "values that are not scaled": ("mimo-v2-flash-windows", lambda: {"spec": {"value_scale": 1.0}}),
     "bases of other layers": (
         "granite-swa-bases",
         lambda: {"spec": {"rope_by_layer": read_spec("granite-swa-bases")[1].rope_by_layer[::-1]}},
     ),
     "norms after experts forgotten": ("axk1-groups", lambda: on_layers("", post_mlp_norm=None)),
-    "queries of latents that do not grow": (
-        "mistral4-growth",
-        lambda: {"spec": {"temperature_tuning": None}},
-    ),
-    "scores of experts that are sigmoids": (
-        "mistral4-growth",
-        lambda: {"spec": {"experts": _routed("mistral4-growth", sigmoid=True)}},
-    ),
-    "latents that are turned": (
-        "kimi-linear-mixed",
-        lambda: {"spec": {"rope": read_spec("deepseek-v3-groups")[1].rope}},
-    ),
-    "groups of experts without gates forgotten": (
-        "nemotron-h-experts",
-        lambda: {"spec": {"experts": _routed("nemotron-h-experts", groups=None)}},
-    ),
-    "factor of the experts forgotten": (
-        "nemotron-h-experts",
-        lambda: {"spec": {"experts": _routed("nemotron-h-experts", factor=1.0)}},
-    ),
-    "experts whose ReLU is not squared": (
-        "nemotron-h-experts",
-        lambda: {"spec": {"activation": "relu"}},
-    ),
-    "betas up to one": (
-        "olmo-hybrid-mixed",
-        lambda: {"spec": {"recurrent": _mamba("olmo-hybrid-mixed", beta_factor=1.0)}},
-    ),
-    "the model's epsilon in the norm of outputs": (
-        "olmo-hybrid-plain",
-        lambda: {"spec": {"recurrent": _mamba("olmo-hybrid-plain", epsilon=None)}},
-    ),
-    "positions where there are none": (
-        "olmo-hybrid-plain",
-        lambda: {"spec": {"rope": read_spec("olmo-hybrid-plain", rope_parameters=None)[1].rope}},
-    ),
-    "norms first in the 350m": ("opt-350m-form", lambda: {"spec": {"norm_first": True}}),
-    "wrong feed-forward function": ("opt-plain", lambda: {"spec": {"activation": "relu"}}),
     "tanh for erf": ("opt-plain", lambda: {"spec": {"activation": "gelu_new"}}),
-    "scale of layers forgotten": (
-        "gpt2-layer-scales",
-        lambda: {"spec": {"attention_scales": (0.25,) * 3}},
-    ),
     "pages of another layer": (
         "gemma4-shared",
         lambda: {"spec": _layer_forms("gemma4-shared", "place", (0, 1, 2, 0, 1))},
     ),
     "chunks one too wide": ("llama4-chunks", lambda: {"attend": dense_attend(1)}),
-    "queries that grow one position late": (
-        "llama4-images",
-        lambda: {"spec": {"temperature_tuning": (0.1, 12, 0)}},
-    ),
     "weights of experts after them": (
         "llama4-chunks",
         lambda: {
@@ -721,22 +560,10 @@ PLANTED_IN_MODELS: dict[str, tuple[str, Callable[[], dict[str, Any]]]] = {
             }
         },
     ),
-    "no norms after the rotation": ("llama4-chunks", lambda: {"spec": {"use_qk_norm": False}}),
-    "all layers rotate": ("llama4-images", lambda: {"spec": {"rope_by_layer": ()}}),
     "another share of gates": (
         "gemma3n-shared",
         lambda: {"spec": _layer_forms("gemma3n-shared", "sparsity", (0.9, 0.6, 0.0, 0.3, 0.0))},
     ),
-    "scale of the active state forgotten": (
-        "gemma3n-shared",
-        lambda: {"spec": _states("gemma3n-shared", scales_active=False)},
-    ),
-    "the first state is active": (
-        "gemma3n-two-states",
-        lambda: {"spec": _states("gemma3n-two-states", active=0)},
-    ),
-    "limit forgotten": ("olmo-limits", lambda: {"spec": {"clip_qkv": None}}),
-    "another limit": ("olmoe-many", lambda: {"spec": {"clip_qkv": 2.0}}),
     "norms before the rotation": (
         "hunyuan-v1-dense-norms",
         lambda: on_layers("attention", norm_after_rotation=False),
@@ -745,16 +572,7 @@ PLANTED_IN_MODELS: dict[str, tuple[str, Callable[[], dict[str, Any]]]] = {
         "gpt-neox-parallel",
         lambda: {"spec": {"parallel": False}},
     ),
-    "scales stored less 1": ("nemotron-plain", lambda: on_layers("attention_norm", offset=0.0)),
-    "experts of another distance": (
-        "phimoe-biases",
-        lambda: {"spec": {"experts": _routed("phimoe-biases", jitter=0.01)}},
-    ),
     "layers without positions turned": ("exaone4-windows", lambda: {"spec": {"rope_by_layer": ()}}),
-    "alpha forgotten": (
-        "hunyuan-v1-dense-alpha",
-        lambda: {"spec": {"rope": read_spec("hunyuan-v1-dense-alpha", rope_scaling=None)[1].rope}},
-    ),
     "positions turn as in other families": (
         "nanochat-backwards",
         lambda: {
@@ -767,14 +585,6 @@ PLANTED_IN_MODELS: dict[str, tuple[str, Callable[[], dict[str, Any]]]] = {
         },
     ),
 }
-
-
-@pytest.mark.parametrize(
-    "mistake", sorted(PLANTED_IN_WEIGHTS, key=lambda mistake: PLANTED_IN_WEIGHTS[mistake][0])
-)
-def test_a_mistake_in_the_weights_shows_in_the_logits(mistake):
-    name, change = PLANTED_IN_WEIGHTS[mistake]
-    assert largest_difference(name, state=change) > TOLERANCE
 
 
 @pytest.mark.parametrize("mistake", few(PLANTED_IN_MODELS, PLANTED_ALWAYS))
@@ -1191,7 +1001,7 @@ def test_strict_promotion_holds_in_every_family():
         jax.numpy_rank_promotion("raise"),
     ):
         warnings.simplefilter("error")
-        for name in MODELS:
+        for name in {config_json(name)["architectures"][0]: name for name in MODELS}.values():
             _, spec, graph, parameters = in_bfloat16(name)
 
             def forward(

@@ -55,6 +55,15 @@ MODELS = {
         with_text(GEMMA4, **_GEMMA4, use_bidirectional_attention="vision"),
         0,
     ),
+    "gemma4": (
+        with_text(
+            GEMMA4,
+            **_GEMMA4,
+            hidden_size_per_layer_input=8,
+            use_bidirectional_attention="vision",
+        ),
+        0,
+    ),
 }
 
 
@@ -140,7 +149,7 @@ def expected_logprobs(
 
 
 # Gemma 3 and a SmolVLM, which is an Idefics3, are in tests/test_seeing_engines.py.
-@pytest.mark.parametrize("name", few(MODELS, {*MODELS} - {"gemma3", "idefics3"}))
+@pytest.mark.parametrize("name", few(MODELS, ["mistral3", "gemma4"]))
 def test_logprobs_are_those_of_transformers(name: str, saved: Any) -> None:
     """Of a prompt with two pictures, and of the tokens after it."""
     directory, model, _ = saved(name)

@@ -128,8 +128,9 @@ SHARED = (
 CASES = {"fp8 blocks": BLOCKS, **{name: FORMATS[name] for name in SHARED}}
 
 
-# One of each way to keep codes, scales and zeros; all are seen in linear layers always.
-ALWAYS = ("fp8 blocks", "W8A8", "W4A16 with zeros", "mxfp4", "nvfp4", "awq")
+# One of each way to keep codes, scales and zeros of experts; all are seen in linear layers always,
+# and experts in MXFP4 in tests/test_experts.py.
+ALWAYS = ("fp8 blocks", "W8A8", "W4A16 with zeros", "nvfp4")
 
 
 @pytest.mark.parametrize("name", few(CASES, ALWAYS))

@@ -24,6 +24,12 @@ from tests.support.random_checkpoints import random_checkpoint
 from tests.support.sweeps import few
 
 DTYPES = ("int8", "uint8", "float8_e4m3fn")
+# The bytes of uint8 are those of float8_e4m3fn.
+ON_BACKENDS = [
+    (dtype, backend)
+    for backend in SHARED_BACKENDS
+    for dtype in (DTYPES if backend == "reference" else DTYPES[:2])
+]
 
 
 @functools.partial(jax.jit, static_argnames="dtype")
@@ -67,8 +73,7 @@ def test_what_is_read_is_near_what_was_written(values):
         np.testing.assert_array_equal(dequantized(v_pages, v_scale), -dequantized(k_pages, k_scale))
 
 
-@pytest.mark.parametrize("backend", SHARED_BACKENDS)
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("dtype", "backend"), ON_BACKENDS)
 @pytest.mark.parametrize("wrong", few([np.nan, np.inf, -np.inf], [np.nan, np.inf]))
 def test_what_is_no_number_stays_none(dtype, backend, wrong):
     """A vector with one bad entry gives NaN wherever it is seen, in its head, and never a number."""
@@ -123,9 +128,10 @@ def quantized_case(dtype: str, **options):
     return kept, {"k_scale": k_scale, "v_scale": v_scale}, read
 
 
-@pytest.mark.parametrize("backend", SHARED_BACKENDS)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("options", [{}, {"sliding_window": 9}], ids=str)
+@pytest.mark.parametrize(("dtype", "backend"), ON_BACKENDS)
+@pytest.mark.parametrize(
+    "options", few([{}, {"sliding_window": 9}], [{"sliding_window": 9}]), ids=str
+)
 def test_attention_over_quantized_pages_matches_float64(backend, dtype, options):
     kept, scales, read = quantized_case(dtype)
     got = run(*kept.arrays, scale=0.3, backend=backend, **options, **scales)
@@ -172,7 +178,7 @@ def test_a_planted_mistake_is_seen(backend, mutation):
 
 
 @pytest.mark.parametrize("backend", SHARED_BACKENDS)
-@pytest.mark.parametrize("dtype", ["int8", "uint8"])
+@pytest.mark.parametrize("dtype", few(["int8", "uint8"], ["uint8"]))
 def test_what_nobody_sees_may_have_any_scale(backend, dtype):
     kept, scales, _ = quantized_case(dtype)
     options = {"scale": 0.3, "sliding_window": 20, "backend": backend}
@@ -202,8 +208,7 @@ def test_copied_blocks_take_their_scales_along():
     np.testing.assert_allclose(got, oracle(read, scale=0.3), atol=1e-5)
 
 
-@pytest.mark.parametrize("dtype", ["int8", "uint8"])
-@pytest.mark.parametrize("operation", ["write", "copy"])
+@pytest.mark.parametrize(("operation", "dtype"), [("write", "int8"), ("copy", "uint8")])
 def test_donated_pages_are_changed_in_place(operation, dtype):
     page = jax.ShapeDtypeStruct((512, 16, 4, 64), dtype)
     scale = jax.ShapeDtypeStruct((512, 16, 4), jnp.float32)

@@ -144,7 +144,7 @@ def their_rows(name: str, picture: Picture) -> np.ndarray:
     return np.stack([each[0].numpy() for each in (output.pooler_output, *deep)], axis=1)
 
 
-@pytest.mark.parametrize("name", TOWERS)
+@pytest.mark.parametrize("name", few(TOWERS, ["qwen2-vl", "qwen2-5-vl", "qwen3-vl"]))
 def test_rows_and_features_are_those_of_transformers(name: str) -> None:
     num_deep = encoder(name)[1].num_deep
     assert num_deep == (2 if name.startswith("qwen3-vl") else 0)
@@ -206,7 +206,7 @@ def test_positions_on_three_axes_are_those_of_transformers(
     assert axes_3T.max() + 1 - len(ids) == deltas.item()
 
 
-@pytest.mark.parametrize("name", TOWERS)
+@pytest.mark.parametrize("name", few(TOWERS, ["qwen2-5-vl", "qwen3-vl", "qwen3-5-images"]))
 def test_angles_are_those_of_transformers(name: str) -> None:
     model, config = model_of(name)
     rope = load_family(config).Spec.from_config(config).rope  # type: ignore[attr-defined]
@@ -299,7 +299,7 @@ def logits_of(
     return np.asarray(forward(parameters, ids, axes_3T, ids == PICTURE, table_TND))
 
 
-@pytest.mark.parametrize("name", TOWERS)
+@pytest.mark.parametrize("name", few(TOWERS, ["qwen2-vl", "qwen3-vl", "qwen3-5-images"]))
 def test_logits_of_texts_with_pictures_are_those_of_transformers(name: str) -> None:
     """With one axis, with positions that go on from the place, or without features they are others."""
     shown = [pictures()[place] for place in (2, 0, 1)]

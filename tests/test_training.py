@@ -25,6 +25,7 @@ from transformers import AutoModelForCausalLM  # noqa: E402
 from tests.support.hf_models import save_model  # noqa: E402
 from tests.support.sweeps import few  # noqa: E402
 
+pytestmark = pytest.mark.usefixtures("compiled_when_used")
 ROWS = np.random.default_rng(5).integers(0, 97, (2, 24)).astype(np.int32)
 
 
@@ -50,9 +51,8 @@ def loaded(directory: Path, oracle: Any, **settings: Any) -> tuple[TrainableMode
             *("llama4-chunks", "qwen3-moe-mixed", "olmoe-many", "gpt-oss-windows", "jamba-mixed"),
             *("nemotron-h-experts", "lfm2-moe-mixed"),
         ],
-        [
-            *("llama-grouped", "gemma3-types", "qwen3-5-mixed", "qwen3-moe-mixed"),
-        ],
+        # Llama's are in the example below, and a mixture's are differences in float64, too
+        ["gemma3-types", "qwen3-5-mixed", "qwen3-moe-mixed"],
     ),
 )
 def test_log_probabilities_and_derivatives_are_those_of_transformers(

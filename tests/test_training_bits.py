@@ -105,10 +105,7 @@ def weighted(model: TrainableModel, weights: Any, rows: Any) -> tuple[jax.Array,
     ("name", "dtype"),
     few(
         [(name, dtype) for name in CONFIGS for dtype in ("float32", "bfloat16")],
-        [
-            *(("qwen3 moe", "bfloat16"), ("gemma 3", "float32"), ("qwen3.5", "float32")),
-            *(("granite 4", "float32"), ("deepseek", "float32")),
-        ],
+        [("qwen3 moe", "bfloat16"), ("qwen3.5", "float32"), ("deepseek", "float32")],
     ),
 )
 def test_every_bit_is_the_engine_s_before_and_after_an_update(
@@ -188,7 +185,7 @@ def test_long_rows_and_many_rows_are_divided(make: Any) -> None:
     assert division.chunk * 3 - 1100 < 3
 
 
-@pytest.mark.parametrize("name", few(["qwen3 moe", "llama", "qwen3.5"], ["qwen3 moe"]))
+@pytest.mark.parametrize("name", few(["llama", "qwen3 moe", "qwen3.5"], ["llama"]))
 def test_an_engine_without_kernels_in_cpp_has_the_bits_of_a_trainer_without(
     name: str, make: Any
 ) -> None:

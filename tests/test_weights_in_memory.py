@@ -199,26 +199,6 @@ def test_a_module_serves(llm: LLM, from_files: list[list[Any]]) -> None:
             np.testing.assert_array_equal(made.parameters()[name], array)
 
 
-def test_requests_that_run_are_finished_with_the_old_weights(
-    llm: LLM, from_files: list[list[Any]]
-) -> None:
-    llm.update_parameters(random_tensors(LLAMA))
-    found: list[Any] = []
-    stream = llm.stream(PROMPTS[0], GREEDY)
-    first = next(stream)
-    thread = threading.Thread(
-        target=lambda: found.append(llm.update_parameters(random_tensors(LLAMA, seed=1)))
-    )
-    thread.start()
-    token_ids = list(first.outputs[0].token_ids)
-    for chunk in stream:
-        token_ids += chunk.outputs[0].token_ids
-        assert chunk.weights_version == first.weights_version
-    thread.join(60)
-    assert token_ids == from_files[0][0][0] and found == [first.weights_version + 1]
-    assert texts(llm) == from_files[1]
-
-
 def test_requests_that_run_are_ended_where_that_is_asked_for(
     by_hand: None, llm: LLM, from_files: list[list[Any]]
 ) -> None:
