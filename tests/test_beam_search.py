@@ -32,6 +32,8 @@ from tests.support.engines import LLAMA, WIDE, invariants, make_llm
 from tests.support.random_checkpoints import random_checkpoint
 from tests.support.tokenizers import byte_letters
 
+pytestmark = pytest.mark.usefixtures("largest_shapes")
+
 PROMPT = (5, 6, 7)
 
 

@@ -30,7 +30,7 @@ from tools.lab.demo_model import (
     eagle_head,
 )
 
-pytestmark = pytest.mark.usefixtures("compiled_when_used")
+pytestmark = pytest.mark.usefixtures("compiled_when_used", "largest_shapes")
 
 TARGET: Any = SimpleNamespace(spec=load_family(CYCLE).Spec.from_config(CYCLE))
 

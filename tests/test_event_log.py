@@ -31,6 +31,7 @@ from tokenizers import Tokenizer
 
 from jaxpage import LLM, BeamSearchParams, SamplingParams, cli
 from jaxpage.assembly import Built, Hooks
+from jaxpage.assembly.planning import engine_spec
 from jaxpage.checkpoints import load_weights
 from jaxpage.checkpoints.finding.resolve import DEMO
 from jaxpage.decoding import BeamStrategy, SamplingStrategy
@@ -52,14 +53,24 @@ from jaxpage.step.edits import Append, Drop, Finish, Fork, Score
 from jaxpage.step.events import Both
 from jaxpage.step.plan import Row, Sample, StepPlan, StepResult
 from jaxpage.step.report import StepReport
-from tests.support.engines import LLAMA, make_llm
+from tests.support.engines import LLAMA, make_llm, roomy_page_shapes
 from tests.support.random_checkpoints import random_checkpoint
 from tests.support.running import serving, wait_until
+
+pytestmark = pytest.mark.usefixtures("compiled_when_used", "largest_shapes", "usual_pages")
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 LONG = dataclasses.replace(GREEDY, max_tokens=90)
 # holds one of the longest, or a few short ones until they grow
 POOL = {"num_blocks": 17, "max_model_len": 256}
+
+
+@pytest.fixture(scope="module")
+def usual_pages() -> Iterator[None]:
+    """Engines that a replay builds have the pages of those of `make_llm`, and so run the same executables."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine_spec, "page_shapes", roomy_page_shapes)
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -1149,7 +1160,7 @@ def leaves(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
         yield path
 
 
-@settings(max_examples=30)
+@settings(max_examples=15)
 @given(actions=ACTIONS, data=st.data())
 def test_every_history_can_be_replayed_and_every_number_counts(
     llm: LLM, tmp_path_factory: pytest.TempPathFactory, actions: list[Any], data: st.DataObject

@@ -23,7 +23,7 @@ from tests.support.random_checkpoints import random_checkpoint, random_tensors, 
 from tests.support.scripted import draft_with
 from tests.support.sweeps import few
 from tests.support.tokenizers import write_tokenizer
-from tests.test_speculation import PROMPTS, REQUESTS, everything
+from tests.test_speculation import PROMPTS, REQUESTS, SHAPES, SMALL_POOL, everything
 
 # Seven drafts each. Engines are built for token recycling: their steps tell what is likely behind
 # each draw, if they are asked to.
@@ -32,36 +32,18 @@ METHODS: dict[str, dict[str, Any]] = {
     "token_recycling": {"num_speculative_tokens": 7, "tree": True},
 }
 DRAFTING = {"method": "token_recycling", **METHODS["token_recycling"]}
-# Menus are small, since compiling takes longer than all else.
-SMALL_POOL = {
-    "max_num_seqs": 2,
-    "max_num_batched_tokens": 16,
-    "max_model_len": 80,
-    "enable_prefix_caching": False,
-}
+# Engines have the shapes of tests/test_speculation.py, since compiling takes longer than all else.
 ENGINES: dict[str, dict[str, Any]] = {
-    "without": {"max_num_batched_tokens": 32},
-    "roomy": {"max_num_batched_tokens": 32, "speculative_config": DRAFTING},
-    "recomputing": {
-        **SMALL_POOL,
-        "block_size": 1,
-        "num_blocks": 81,
-        "speculative_config": DRAFTING,
-    },
+    "without": {**SHAPES, "largest_shapes": True},
+    "roomy": {**SHAPES, "largest_shapes": True, "speculative_config": DRAFTING},
+    "recomputing": {**SMALL_POOL, "largest_shapes": True, "speculative_config": DRAFTING},
     "swapping": {
         **SMALL_POOL,
-        **{
-            "block_size": 4,
-            "num_blocks": 21,
-            "preemption_mode": "swap",
-            "speculative_config": DRAFTING,
-        },
+        "largest_shapes": True,
+        "preemption_mode": "swap",
+        "speculative_config": DRAFTING,
     },
 }
-ALL = range(len(PROMPTS))
-HELD = {
-    name: sorted({*ALL} - ({12, 14} if "ing" in name else set())) for name in ENGINES
-}  # those that there is room for
 
 # Texts of few tokens, in which n-grams come again.
 FEW = [[5, 6, 7, 8] * 3, [70, 71], [66, 67, 68]]
@@ -122,16 +104,11 @@ def right_drafts(llm: LLM) -> int:
 @pytest.mark.parametrize("engine", few(["roomy", "recomputing", "swapping"], ["roomy", "swapping"]))
 @pytest.mark.parametrize("method", METHODS)
 def test_nothing_changes(method, engine, engines, want):
-    """Greedy and seeded, several samples, grammars, bad words, penalties and ends; blocks of 1, 4 and 16 tokens; and who is preempted."""
-    llm, chosen = engines(engine, method), HELD[engine]
+    """Greedy and seeded, several samples, grammars, bad words, penalties and ends; and who is preempted."""
+    llm = engines(engine, method)
     before, right = llm.stats()["num_preemptions_total"], right_drafts(llm)
     for _ in range(2):  # the second time recycling knows much
-        got = llm.generate(
-            [PROMPTS[index] for index in chosen],
-            [REQUESTS[index] for index in chosen],
-            use_tqdm=False,
-        )
-        assert everything(got) == [want[index] for index in chosen]
+        assert everything(llm.generate(PROMPTS, REQUESTS, use_tqdm=False)) == want
     assert right_drafts(llm) - right > 10
     if engine != "roomy":
         mode = "swap" if engine == "swapping" else "recompute"

@@ -15,6 +15,8 @@ from jaxpage.scheduling.plan_builder import PlanBuilder
 from tests.support.engines import LLAMA, WIDE, invariants, lone_sample, make_llm
 from tests.support.random_checkpoints import random_checkpoint
 
+pytestmark = pytest.mark.usefixtures("largest_shapes")
+
 PARAMS = SamplingParams(
     temperature=0.9, top_p=0.95, seed=7, max_tokens=14, ignore_eos=True, logprobs=2
 )

@@ -246,22 +246,20 @@ def test_preempted_at_every_step(directories, prompts, lone_tokens):
     """A request that loses its blocks after k steps, for every k, goes on as if nothing had happened."""
     with make_llm(directories["llama"]) as llm:
         engine = llm._engine
-        for kind, params in KINDS.items():
-            short = dataclasses.replace(params, max_tokens=12) if kind == "greedy" else params
-            for lost_after in range(1, 12):
-                reporter = engine.add(
-                    f"{kind} {lost_after}", engine.prepare(None, prompts[2], short)
-                )
-                steps = 0
-                while engine.has_unfinished:
-                    engine.step()
-                    steps += 1
-                    if steps == lost_after:
-                        engine.scheduler.preempt_all()
-                        if lost_after % 2:  # else it finds its own blocks again
-                            engine.reset_prefix_cache()
-                want = lone_tokens["llama", kind][2][0][: short.max_tokens]
-                assert reporter.whole().outputs[0].token_ids == want
+        for lost_after in range(1, 12):
+            kind = [*KINDS][lost_after // 2 % 2]
+            short = dataclasses.replace(KINDS[kind], max_tokens=12)
+            reporter = engine.add(f"{lost_after}", engine.prepare(None, prompts[2], short))
+            steps = 0
+            while engine.has_unfinished:
+                engine.step()
+                steps += 1
+                if steps == lost_after:
+                    engine.scheduler.preempt_all()
+                    if lost_after % 2:  # else it finds its own blocks again
+                        engine.reset_prefix_cache()
+            want = lone_tokens["llama", kind][2][0][:12]
+            assert reporter.whole().outputs[0].token_ids == want
         invariants(llm)
 
 
@@ -281,16 +279,18 @@ def test_gives_way_at_every_step(family, mode, directories, prompts, lone_tokens
     }
     with make_llm(directories[family], **settings) as llm:
         engine = llm._engine
-        for kind, params in KINDS.items():
-            short = dataclasses.replace(params, max_tokens=8)
-            for step in range(2, 16):
-                engine.add("older", engine.prepare(None, prompts[0], params))
-                reporter = engine.add("watched", engine.prepare(None, prompts[2], short))
-                run_giving_way(engine, step)
-                ((token_ids, logprobs),) = tokens_of([reporter.whole()])
-                want_ids, want_logprobs = lone_tokens[family, kind][2]
-                assert (token_ids, logprobs) == (want_ids[:8], want_logprobs[:8])
-        assert llm.stats()["num_preemptions_total"][mode] >= 16
+        for step in range(2, 16):
+            kind = [*KINDS][step % 2]
+            older, watched = (
+                dataclasses.replace(KINDS[kind], max_tokens=length) for length in (16, 8)
+            )
+            engine.add("older", engine.prepare(None, prompts[0], older))
+            reporter = engine.add("watched", engine.prepare(None, prompts[2], watched))
+            run_giving_way(engine, step)
+            ((token_ids, logprobs),) = tokens_of([reporter.whole()])
+            want_ids, want_logprobs = lone_tokens[family, kind][2]
+            assert (token_ids, logprobs) == (want_ids[:8], want_logprobs[:8])
+        assert llm.stats()["num_preemptions_total"][mode] >= 8
         invariants(llm)
 
 
@@ -350,17 +350,16 @@ def test_pinned_or_not(directories, prompts, lone_tokens):
     """Behind a pinned prefix that ends in the middle of a block, with and without a cache beside it."""
     for caching in (True, False):
         with make_llm(directories["llama"], enable_prefix_caching=caching) as llm:
-            for length in (1, 15, 16, 40, 60, 61):
+            for length, kind in zip((1, 15, 16, 40, 60, 61), [*KINDS] * 3, strict=True):
                 with llm.pin_prefix(prompts[1][:length]):
-                    for kind, params in KINDS.items():
-                        llm.reset_prefix_cache()
-                        outputs = llm.generate(
-                            [prompts[1], prompts[3], prompts[1]], params, use_tqdm=False
-                        )
-                        assert tokens_of(outputs) == [
-                            lone_tokens["llama", kind][index] for index in (1, 3, 1)
-                        ]
-                        assert outputs[0].metrics.num_cached_tokens == min(length, 60)
+                    llm.reset_prefix_cache()
+                    outputs = llm.generate(
+                        [prompts[1], prompts[3], prompts[1]], KINDS[kind], use_tqdm=False
+                    )
+                    assert tokens_of(outputs) == [
+                        lone_tokens["llama", kind][index] for index in (1, 3, 1)
+                    ]
+                    assert outputs[0].metrics.num_cached_tokens == min(length, 60)
             invariants(llm)
 
 
@@ -461,6 +460,7 @@ def test_fewer_bits(types, geometry, directories, prompts, lone_tokens):
     bfloat16 on nothing but the row: tokens and bits are those of the lone request.
     """
     params = [KINDS["greedy"], KINDS["seeded"]] * 3
+    types = {**types, "largest_shapes": True}
     with make_llm(directories["llama"], enable_prefix_caching=False, **types) as llm:
         want = [
             tokens_of(llm.generate(*one, use_tqdm=False))[0]

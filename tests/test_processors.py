@@ -44,6 +44,8 @@ from tests.support.engines import (
 from tests.support.random_checkpoints import random_checkpoint
 from tests.support.reference_sampling import drawn, ends_with, processed
 
+pytestmark = pytest.mark.usefixtures("largest_shapes")
+
 # ---- the step's part alone: requests as plans know them, logits of our own
 
 NUM_ROWS, VOCAB, CONTEXT = 4, 75, 32  # the mask has a last word that is not full

@@ -21,6 +21,8 @@ from tests.support.running import SMALL
 from tests.support.sweeps import few
 from tests.test_demo import DEMO
 
+pytestmark = pytest.mark.usefixtures("largest_shapes")
+
 PARAMS = SamplingParams(
     temperature=0.9, seed=7, max_tokens=6, ignore_eos=True, logprobs=2, prompt_logprobs=3
 )

@@ -17,6 +17,8 @@ from jaxpage.speculation.recycling import NUM_RECYCLED, RecyclingProposer
 from jaxpage.step.draft import Draft
 from tests.support.fake_device import make_group
 
+pytestmark = pytest.mark.usefixtures("largest_shapes")
+
 VOCAB = 6
 TREE = search([recycling.ACCURACIES] * recycling.MOST_LEVELS, MOST_DRAFTS)
 

@@ -14,6 +14,8 @@ from tests.support.random_checkpoints import random_checkpoint
 from tests.support.sweeps import few
 from tests.support.tokenizers import write_tokenizer
 
+pytestmark = pytest.mark.usefixtures("largest_shapes")
+
 STOPS = tuple(range(80, 136))
 PENALTIES = {"repetition_penalty": 1.4, "frequency_penalty": 0.7, "presence_penalty": 0.5}
 FEW_WORDS = ["a b", "c", "aa", "ba a", "d"]
@@ -154,7 +156,7 @@ def test_requests_that_give_way_at_any_step_go_on_as_they_were(family, mode, eng
     """In a prompt, before and after it forks, later: all but the oldest request give way at once."""
     llm = engines(f"{family} {mode}")
     engine, older = llm._engine, ([3] * 9, CROWD[0][1])
-    for step in range(1, 18, 2):
+    for step in range(1, 18, 3):
         llm.reset_prefix_cache()
         requested = [older, *ASKED]
         reporters = [
@@ -170,5 +172,5 @@ def test_requests_that_give_way_at_any_step_go_on_as_they_were(family, mode, eng
             engine.scheduler.check()
         outputs = contents([reporter.whole() for reporter in reporters[1:]])
         assert outputs == alone[family][: len(ASKED)]
-    assert llm.stats()["num_preemptions_total"][mode] >= 9 * 4
+    assert llm.stats()["num_preemptions_total"][mode] >= 6 * 4
     invariants(llm)

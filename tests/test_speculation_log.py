@@ -54,6 +54,8 @@ from tests.test_event_log import (
     write,
 )
 
+pytestmark = pytest.mark.usefixtures("largest_shapes")
+
 GREEDY = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
 
 
@@ -488,7 +490,7 @@ def speculating(llm: LLM) -> Engine:
     return engine
 
 
-@settings(max_examples=30)
+@settings(max_examples=15)
 @given(actions=ACTIONS, data=st.data())
 def test_every_history_can_be_replayed_and_every_number_counts(
     llm: LLM, tmp_path_factory: pytest.TempPathFactory, actions: list[Any], data: st.DataObject

@@ -23,6 +23,8 @@ from tests.support.engines import invariants
 from tests.support.running import SMALL
 from tests.support.tokenizers import byte_letters
 
+pytestmark = pytest.mark.usefixtures("largest_shapes")
+
 PROMPT = "Once upon a time"
 EOS, STOP_ID = 0, 281
 WORDS = {"a": 65, "b": 66, "ab": 566, "c": 67, "ac": 537, " a": 259, "ing": STOP_ID}

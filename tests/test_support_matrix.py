@@ -23,6 +23,8 @@ from tests.support.matrix import (
 )
 from tests.support.sweeps import few
 
+pytestmark = pytest.mark.usefixtures("largest_shapes")
+
 ROOT = Path(__file__).parent.parent
 # The packaged model has no experts: see tests/test_routed_experts.py.
 FIELDS = [

@@ -37,6 +37,8 @@ from tests.support.tokenizers import write_tokenizer
 from tests.support.wire import VOCAB_SIZE, context
 from tests.support.wire import tokenizer as wire_tokenizer
 
+pytestmark = pytest.mark.usefixtures("largest_shapes")
+
 VOCAB: Any = LLAMA["vocab_size"]
 SPECIAL = ("<|end|>", "<think>", "</think>")
 # Of letters, with pieces that the tokenizer of the tests has: the marker has several spellings.

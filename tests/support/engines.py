@@ -151,7 +151,7 @@ def make_kind(
         drafting = {"method": drafting} if isinstance(drafting, str) else drafting
         method = drafting.get("method") if isinstance(drafting, dict) else drafting.method
         if method not in _WITH_SCRATCH_BLOCKS:
-            patch.setattr(engine_spec, "page_shapes", _roomy_page_shapes)
+            patch.setattr(engine_spec, "page_shapes", roomy_page_shapes)
         if settings.get("num_scheduler_steps") == "auto":
             patch.setattr(engine_spec, "STEPS_ON_CPU", 4)
         if largest_shapes:
@@ -174,7 +174,7 @@ def make_short_menu(*sizes: Any, **kinds: Any) -> BucketMenu:
     )
 
 
-def _roomy_page_shapes(
+def roomy_page_shapes(
     kv: KVSpec, num_blocks: list[int], block_size: int, dtype: Any, **layout: bool
 ) -> kv_pages.KVPages:
     """`kv_pages.page_shapes`, but for pages with more blocks than the host hands out."""
