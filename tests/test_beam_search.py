@@ -30,6 +30,7 @@ from jaxpage.step.strategy import Draw
 from tests.support.beams import Found, all_hypotheses, likeliest, naive_search, random_logprobs
 from tests.support.engines import LLAMA, WIDE, invariants, make_llm
 from tests.support.random_checkpoints import random_checkpoint
+from tests.support.sweeps import examples
 from tests.support.tokenizers import byte_letters
 
 pytestmark = pytest.mark.usefixtures("largest_shapes")
@@ -179,7 +180,7 @@ def check_search(
         assert not ends.intersection(text.token_ids[:-1])
 
 
-@settings(max_examples=400)
+@examples(150)
 @given(**CASES)
 def test_the_strategy_is_the_naive_search(**case: Any) -> None:
     check_search(**case)

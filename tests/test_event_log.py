@@ -25,7 +25,7 @@ import httpx
 import jax
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
@@ -56,6 +56,7 @@ from jaxpage.step.report import StepReport
 from tests.support.engines import LLAMA, make_llm, roomy_page_shapes
 from tests.support.random_checkpoints import random_checkpoint
 from tests.support.running import serving, wait_until
+from tests.support.sweeps import examples
 
 pytestmark = pytest.mark.usefixtures("compiled_when_used", "largest_shapes", "usual_pages")
 
@@ -1160,7 +1161,7 @@ def leaves(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
         yield path
 
 
-@settings(max_examples=15)
+@examples(15)
 @given(actions=ACTIONS, data=st.data())
 def test_every_history_can_be_replayed_and_every_number_counts(
     llm: LLM, tmp_path_factory: pytest.TempPathFactory, actions: list[Any], data: st.DataObject

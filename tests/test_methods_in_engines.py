@@ -18,7 +18,7 @@ from jaxpage.speculation.lookahead import LookaheadProposer
 from jaxpage.speculation.methods import DraftedModel
 from jaxpage.speculation.recycling import NUM_RECYCLED
 from jaxpage.step.plan import StepPlan, StepResult
-from tests.support.engines import LLAMA, invariants, make_llm, run_giving_way
+from tests.support.engines import LLAMA, invariants, make_llm
 from tests.support.random_checkpoints import random_checkpoint, random_tensors, write_tensors
 from tests.support.scripted import draft_with
 from tests.support.sweeps import few
@@ -126,27 +126,6 @@ def test_nothing_changes_where_much_is_right(engines):
     before = right_drafts(llm)
     assert everything(llm.generate(FEW, SELDOM_NEW, use_tqdm=False)) == plain
     assert right_drafts(llm) - before > 80
-    invariants(llm)
-
-
-@pytest.mark.parametrize("engine", few(["recomputing", "swapping"], ["swapping"]))
-@pytest.mark.parametrize("method", METHODS)
-def test_nothing_changes_for_who_gives_way_in_the_middle(method, engine, engines, want):
-    """A window outlives it, and so does a table."""
-    llm, chosen = engines(engine, method), [0, 2]
-    before = right_drafts(llm)
-    for number in (4, 7):
-        reporters = [
-            llm._engine.add(
-                f"{number} {index}", llm._engine.prepare(None, PROMPTS[index], REQUESTS[index])
-            )
-            for index in chosen
-        ]
-        run_giving_way(llm._engine, number)
-        assert everything([reporter.whole() for reporter in reporters]) == [
-            want[index] for index in chosen
-        ]
-    assert right_drafts(llm) > before
     invariants(llm)
 
 

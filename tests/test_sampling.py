@@ -10,7 +10,7 @@ import dataclasses
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxpage import SamplingParams
@@ -18,7 +18,7 @@ from jaxpage.scheduling import plan_builder
 from tests.support.distributions import probabilities, z_score
 from tests.support.engines import LLAMA, invariants, make_llm
 from tests.support.random_checkpoints import random_checkpoint
-from tests.support.sweeps import few
+from tests.support.sweeps import examples, few
 
 pytestmark = pytest.mark.usefixtures("largest_shapes")
 
@@ -144,7 +144,7 @@ def sampling_params(max_tokens):
 prompts = st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=40)
 
 
-@settings(max_examples=12)
+@examples(8)
 @given(st.lists(st.tuples(prompts, sampling_params(st.integers(1, 12))), min_size=2, max_size=6))
 def test_neighbours_change_no_draw(llm, requested):
     """Every request of a batch gives what it gives alone."""

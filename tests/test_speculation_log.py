@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxpage import LLM, SamplingParams
@@ -35,6 +35,7 @@ from jaxpage.step.report import StepReport
 from tests.support.engines import LLAMA, make_llm
 from tests.support.random_checkpoints import random_checkpoint
 from tests.support.scripted import DRAFTING, Guesses, Scripted, draft_with, mixed_up, without_drafts
+from tests.support.sweeps import examples
 from tests.test_event_log import (
     ACTIONS,
     HEADER,
@@ -490,7 +491,7 @@ def speculating(llm: LLM) -> Engine:
     return engine
 
 
-@settings(max_examples=15)
+@examples(15)
 @given(actions=ACTIONS, data=st.data())
 def test_every_history_can_be_replayed_and_every_number_counts(
     llm: LLM, tmp_path_factory: pytest.TempPathFactory, actions: list[Any], data: st.DataObject

@@ -21,6 +21,7 @@ from jaxpage.engine.text import StreamDetokenizer
 from jaxpage.step.plan import StepResult
 from tests.support.engines import invariants
 from tests.support.running import SMALL
+from tests.support.sweeps import examples
 from tests.support.tokenizers import byte_letters
 
 pytestmark = pytest.mark.usefixtures("largest_shapes")
@@ -228,7 +229,7 @@ cases = given(
 )
 
 
-@settings(max_examples=250)
+@examples(120)
 @cases
 @example([[[65, *EURO, 66]]], ["a€"], False, 0, 12, None)  # over four tokens
 @example([[[65, *EURO, 66]]], ["€b"], True, 0, 12, None)
