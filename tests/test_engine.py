@@ -1024,14 +1024,6 @@ def test_a_forked_process_is_told_so(directory, llm, capfd):
     )
 
 
-def test_the_reference_backend_gives_the_same_tokens(directory, llm):
-    prompt = prompts_of(50)[0]
-    with make_llm(
-        directory, attention_backend="reference", max_num_seqs=2, max_num_batched_tokens=16
-    ) as other:
-        assert one(other, prompt, GREEDY).token_ids == one(llm, prompt, GREEDY).token_ids
-
-
 def test_model_files_that_do_not_fit_together(tmp_path):
     for values, message in (
         ({"temperature": "hot"}, "generation_config.json: temperature must be"),

@@ -31,7 +31,6 @@ from tokenizers import Tokenizer
 
 from jaxpage import LLM, BeamSearchParams, SamplingParams, cli
 from jaxpage.assembly import Built, Hooks
-from jaxpage.assembly.planning import engine_spec
 from jaxpage.checkpoints import load_weights
 from jaxpage.checkpoints.finding.resolve import DEMO
 from jaxpage.decoding import BeamStrategy, SamplingStrategy
@@ -53,7 +52,7 @@ from jaxpage.step.edits import Append, Drop, Finish, Fork, Score
 from jaxpage.step.events import Both
 from jaxpage.step.plan import Row, Sample, StepPlan, StepResult
 from jaxpage.step.report import StepReport
-from tests.support.engines import LLAMA, make_llm, roomy_page_shapes
+from tests.support.engines import LLAMA, make_llm
 from tests.support.random_checkpoints import random_checkpoint
 from tests.support.running import serving, wait_until
 from tests.support.sweeps import examples
@@ -64,14 +63,6 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 LONG = dataclasses.replace(GREEDY, max_tokens=90)
 # holds one of the longest, or a few short ones until they grow
 POOL = {"num_blocks": 17, "max_model_len": 256}
-
-
-@pytest.fixture(scope="module")
-def usual_pages() -> Iterator[None]:
-    """Engines that a replay builds have the pages of those of `make_llm`, and so run the same executables."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine_spec, "page_shapes", roomy_page_shapes)
-        yield
 
 
 @pytest.fixture(scope="module")
@@ -241,33 +232,6 @@ def test_a_log_tells_what_users_saw(llm: LLM, tmp_path: Path) -> None:
             for entries, token in zip(final.logprobs, final.token_ids, strict=True)
         ]
         assert np.array(values, np.int32).view(np.float32).tolist() == shown
-
-
-def test_block_tables_of_a_log_are_those_of_the_plans(
-    llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Put together again from their changes."""
-    path, plans = tmp_path / "a.jsonl", []
-    with logged(llm, path) as engine:
-        real = engine.builder.build
-        monkeypatch.setattr(
-            engine.builder, "build", lambda plan, *masks: plans.append(plan) or real(plan, *masks)
-        )
-        generate_crowd(llm)
-    records = [record for record in records_of(path) if record["event"] == "plan"]
-    assert sum(bool(record.get("preempted")) for record in records) >= 1, "the pool was too large"
-    assert any(row[1] > 0 and row[2] > 1 for record in records for row in record["rows"]), (
-        "no prefix was found"
-    )
-    tables: dict[int, list[int]] = {}
-    for plan, record in zip(plans, records, strict=True):
-        for change in record.get("tables", []):
-            tables[change[0]] = changed(tables.get(change[0], []), change)
-        for row, (sequence, start, num_tokens) in zip(plan.rows, record["rows"], strict=True):
-            assert (row.sequence_id, row.start, len(row.token_ids)) == (sequence, start, num_tokens)
-            assert row.block_tables == (tuple(tables[sequence]),)
-        assert record.get("preempted", []) == list(plan.preempted)
-        assert record.get("copies", []) == [list(pair) for pair in plan.copies]
 
 
 def test_everything_in_a_plan_and_its_edits_is_recorded() -> None:

@@ -144,18 +144,6 @@ def test_stops_cut_inside_an_accepted_run(engines):
     assert right_drafts(llm) - before > len(stops)
 
 
-def test_a_prefix_is_pinned_where_right_drafts_would_take_it_to_its_end(engines):
-    """The last chunk of the prefix is one token, behind which the next ones are known from before."""
-    llm = engines("swapping", "token_recycling")
-    greedy = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
-    (output,) = llm.generate([PROMPTS[0]], greedy, use_tqdm=False)
-    prefix = [*output.prompt_token_ids, *output.outputs[0].token_ids][:33]
-    llm.generate([prefix], greedy, use_tqdm=False)
-    with llm.pin_prefix(prefix) as pinned:
-        assert pinned.num_tokens == 33 and not pinned.released
-    invariants(llm)
-
-
 def differs_from_transformers(
     llm: LLM, directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> str | None:

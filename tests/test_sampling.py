@@ -153,19 +153,3 @@ def test_neighbours_change_no_draw(llm, requested):
     )
     for (prompt, params), output in zip(requested, together, strict=True):
         assert llm.generate(prompt, params, use_tqdm=False)[0].outputs == output.outputs
-
-
-def test_the_engines_seed_repeats_a_run(llm):
-    """Requests that bring no seed: the same run again draws the same, another seed draws something else."""
-    requested = [PROMPT] * 8, SamplingParams(max_tokens=12, ignore_eos=True)
-    runs = []
-    for seed in (5, 5, 6):
-        with make_llm(llm.config.model, max_num_seqs=WIDTH, seed=seed) as again:
-            runs.append(
-                [
-                    output.outputs[0].token_ids
-                    for output in again.generate(*requested, use_tqdm=False)
-                ]
-            )
-    assert runs[0] == runs[1] and len({tuple(map(tuple, run)) for run in runs}) == 2
-    assert len(set(map(tuple, runs[0]))) == 8  # the requests of a run have noise of their own

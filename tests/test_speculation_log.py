@@ -55,7 +55,7 @@ from tests.test_event_log import (
     write,
 )
 
-pytestmark = pytest.mark.usefixtures("largest_shapes")
+pytestmark = pytest.mark.usefixtures("compiled_when_used", "largest_shapes", "usual_pages")
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
 
