@@ -163,7 +163,7 @@ def test_every_set_takes_a_chunk_that_no_row_is_longer_than():
     ("page_dtype", "backend"),
     few(
         itertools.product(["float32", "int8", "uint8"], SHARED_BACKENDS),
-        [("int8", backend) for backend in SHARED_BACKENDS] + [("float32", "scan")],
+        [("int8", backend) for backend in SHARED_BACKENDS],
     ),
 )
 def test_values_within_the_keys(backend, page_dtype):
@@ -449,7 +449,7 @@ def test_a_token_is_a_function_of_its_row_to_the_last_bit(num_heads, num_kv_head
     keys, values = rng.standard_normal((2, length, heads[1], width)).astype(np.float32)
     query = rng.standard_normal((heads[0], width)).astype(np.float32)
     seen = set()
-    for block_size in (1, 16, 128):
+    for block_size in (1, 128):
         for others, queries, hint in (
             ([40], 1, 1),
             ([90, 400, 3], 1, 1),
@@ -595,7 +595,7 @@ def test_a_call_without_tokens_or_rows_gives_zeros(backend):
         assert not np.any(got)
 
 
-@pytest.mark.parametrize("integers", ["int64", "int8", "uint8"])
+@pytest.mark.parametrize("integers", few(["int64", "int8", "uint8"], ["uint8"]))
 def test_numpy_arrays_of_any_integers_do(integers):
     """Not compiled, and with more query tokens than the narrowest of these types counts."""
     case = make_case(9, [120, 20], [100, 20], padding=20)
