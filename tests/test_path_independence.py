@@ -315,34 +315,32 @@ def test_forked_or_run_again(mode, directories, prompts, lone_tokens):
     """A fork that shares its elder's blocks, swapped with it or recomputed without it, draws what a run of its own draws."""
     with make_llm(directories["llama"], preemption_mode=mode) as llm:
         engine = llm._engine
-        for kind, params in KINDS.items():
-            for fork_at in (1, 2, 9, 24):
-                engine.add(
-                    "older",
-                    engine.prepare(None, prompts[0], dataclasses.replace(params, max_tokens=60)),
-                )
-                reporter = engine.add(
-                    "watched", engine.prepare(None, prompts[2], dataclasses.replace(params, n=2))
-                )
-                (group,) = (
-                    g for g in engine.scheduler.waiting if g.request.request_id == "watched"
-                )
-                # the strategy forks it, not the first draw
-                (child_id,), group.child_ids = group.child_ids, ()
-                strategy = Forking(group.request, fork_at, child_id)
-                engine._strategies |= dict.fromkeys(
-                    (group.sequences[0].sequence_id, child_id), strategy
-                )
-                while engine.has_unfinished:
-                    engine.step()
-                    if strategy.num_tokens in (fork_at, fork_at + 6):
-                        engine.scheduler.give_way()
-                elder, twin = reporter.whole().outputs
-                assert elder.token_ids == twin.token_ids == lone_tokens["llama", kind][2][0]
+        for fork_at, kind in zip((1, 2, 9, 24), [*KINDS] * 2, strict=True):
+            params = KINDS[kind]
+            engine.add(
+                "older",
+                engine.prepare(None, prompts[0], dataclasses.replace(params, max_tokens=60)),
+            )
+            reporter = engine.add(
+                "watched", engine.prepare(None, prompts[2], dataclasses.replace(params, n=2))
+            )
+            (group,) = (g for g in engine.scheduler.waiting if g.request.request_id == "watched")
+            # the strategy forks it, not the first draw
+            (child_id,), group.child_ids = group.child_ids, ()
+            strategy = Forking(group.request, fork_at, child_id)
+            engine._strategies |= dict.fromkeys(
+                (group.sequences[0].sequence_id, child_id), strategy
+            )
+            while engine.has_unfinished:
+                engine.step()
+                if strategy.num_tokens in (fork_at, fork_at + 6):
+                    engine.scheduler.give_way()
+            elder, twin = reporter.whole().outputs
+            assert elder.token_ids == twin.token_ids == lone_tokens["llama", kind][2][0]
         stats = llm.stats()
         # what is recomputed is shared no more
         assert (stats["copy_on_write_blocks_total"] > 0) == (mode == "auto")
-        assert stats["num_preemptions_total"]["swap" if mode == "auto" else "recompute"] >= 8
+        assert stats["num_preemptions_total"]["swap" if mode == "auto" else "recompute"] >= 4
         invariants(llm)
 
 
@@ -448,10 +446,10 @@ INT8, FP8, HALF = {"kv_cache_dtype": "int8"}, {"kv_cache_dtype": "fp8"}, {"dtype
     few(
         [
             (types, geometry)
-            for types in (INT8, FP8, HALF)
+            for types in (INT8, FP8, HALF, {**INT8, **HALF})
             for geometry in (SMALL_POOL, BLOCKS_OF_4)
         ],
-        [(INT8, SMALL_POOL), (HALF, SMALL_POOL)],
+        [({**INT8, **HALF}, SMALL_POOL)],
     ),
     ids=str,
 )
