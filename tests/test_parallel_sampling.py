@@ -205,15 +205,6 @@ def test_a_seed_is_drawn_once_for_all_samples(llm, prompts):
     assert len({tuple(one.token_ids) for one in output.outputs}) == 6
 
 
-def test_chunks_of_a_stream_add_up(llm, prompts, lone):
-    texts = {}
-    for chunk in llm.stream(prompts[3], dataclasses.replace(PARAMS, n=4)):
-        for one in chunk.outputs:
-            texts.setdefault(one.index, []).extend(one.token_ids)
-    assert texts == {index: sample.token_ids for index, sample in enumerate(lone[3][:4])}
-    assert chunk.finished and {one.finish_reason for one in chunk.outputs} == {"length"}
-
-
 def test_what_cannot_be_honoured_is_refused(llm, prompts):
     with pytest.raises(
         UnsupportedError, match="best_of=3: which are the best n=2 is known only at the end"

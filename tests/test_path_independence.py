@@ -242,27 +242,6 @@ def test_together_as_alone(family, engine, directories, prompts, lone_tokens):
         invariants(llm)
 
 
-def test_preempted_at_every_step(directories, prompts, lone_tokens):
-    """A request that loses its blocks after k steps, for every k, goes on as if nothing had happened."""
-    with make_llm(directories["llama"]) as llm:
-        engine = llm._engine
-        for lost_after in range(1, 12):
-            kind = [*KINDS][lost_after // 2 % 2]
-            short = dataclasses.replace(KINDS[kind], max_tokens=12)
-            reporter = engine.add(f"{lost_after}", engine.prepare(None, prompts[2], short))
-            steps = 0
-            while engine.has_unfinished:
-                engine.step()
-                steps += 1
-                if steps == lost_after:
-                    engine.scheduler.preempt_all()
-                    if lost_after % 2:  # else it finds its own blocks again
-                        engine.reset_prefix_cache()
-            want = lone_tokens["llama", kind][2][0][:12]
-            assert reporter.whole().outputs[0].token_ids == want
-        invariants(llm)
-
-
 @pytest.mark.parametrize(
     ("family", "mode"),
     few(
@@ -404,21 +383,6 @@ def test_cached_or_not(engine, directories, prompts, lone_tokens):
             assert both == [lone_tokens["llama", kind][3] for kind in ("greedy", "seeded")]
         llm.reset_prefix_cache()
         assert tokens_of(llm.generate(prompts[::-1], params[::-1], use_tqdm=False))[::-1] == want
-        invariants(llm)
-
-
-def test_evicted_and_preempted_with_a_cache(directories, prompts, lone_tokens):
-    """A pool that holds one request at its longest: prefixes are evicted all the time, and the preempted find some again."""
-    with make_llm(directories["llama"], **ENGINES["small pool"]) as llm:
-        since = mark(llm)
-        for kind, params in [*KINDS.items()] * 2:
-            order = [3, 1, 3, 5, 0, 2, 4, 5]
-            outputs = tokens_of(llm.generate([prompts[i] for i in order], params, use_tqdm=False))
-            assert outputs == [lone_tokens["llama", kind][i] for i in order]
-        _, hits, resumed = since()
-        assert (
-            hits > 300 and resumed > 100 and llm.stats()["num_preemptions_total"]["recompute"] >= 3
-        )
         invariants(llm)
 
 

@@ -301,16 +301,6 @@ def lone(directory, requests):
         return [run(llm, [prompt], one)[0] for prompt, one in zip(*requests, strict=True)]
 
 
-def test_streams(llm):
-    one = params("json", n=2)
-    ((*whole,),) = run(llm, ["a"], one)
-    texts = ["", ""]
-    for chunk in llm.stream("a", one):
-        for output in chunk.outputs:
-            texts[output.index] += output.text
-    assert texts == [output.text for output in whole]
-
-
 def test_stop_strings_cut_it_short(llm):
     ((whole,),) = run(llm, ["a"], params("json"))
     ((cut,),) = run(llm, ["a"], params("json", stop=['"size"']))
