@@ -9,15 +9,15 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from jaxpage import LLM, SamplingParams
+from jaxpage import SamplingParams
 from jaxpage.engine import runner as runner_module
 from jaxpage.errors import CapacityError
 from jaxpage.outputs import Logprob
 from jaxpage.scheduling import admitting, committing, plan_builder
 from tests.support.engines import LLAMA, invariants, make_llm
 from tests.support.random_checkpoints import random_checkpoint
-from tests.support.running import SMALL
 from tests.support.sweeps import few
+from tests.support.tokenizers import write_tokenizer
 
 pytestmark = pytest.mark.usefixtures("largest_shapes")
 
@@ -32,7 +32,7 @@ LENGTHS = (1, 2, 16, 17, 33, 50)
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory):
-    return random_checkpoint(tmp_path_factory.mktemp("llama"), LLAMA)
+    return write_tokenizer(random_checkpoint(tmp_path_factory.mktemp("llama"), LLAMA))
 
 
 @pytest.fixture(scope="module")
@@ -355,21 +355,15 @@ def test_echoed(llm, prompts):
         assert generate(llm, prompt, params).echoed().logprobs is None
 
 
-def test_echoed_text():
-    with LLM("demo", **SMALL, use_tqdm=False) as llm:
-        output = generate(llm, "Once upon a time", GREEDY)
-        assert output.echoed().text == "Once upon a time" + output.outputs[0].text
-        by_ids = generate(llm, output.prompt_token_ids, GREEDY)
-        assert by_ids.echoed(prompt="Once upon a time").text == output.echoed().text
-        with pytest.raises(ValueError, match="given as token ids"):
-            by_ids.echoed()
-        scored = generate(llm, "Once upon", dataclasses.replace(GREEDY, prompt_logprobs=0))
-        words = [
-            entry.decoded_token for one in scored.prompt_logprobs[1:] for entry in one.values()
-        ]
-        assert "Once upon".endswith("".join(words)) and all(isinstance(word, str) for word in words)
-        assert all(
-            isinstance(entry, Logprob)
-            for one in scored.prompt_logprobs[1:]
-            for entry in one.values()
-        )
+def test_echoed_text(llm):
+    output = generate(llm, "ab cat dog", GREEDY)
+    assert output.echoed().text == "ab cat dog" + output.outputs[0].text
+    by_ids = generate(llm, output.prompt_token_ids, GREEDY)
+    assert by_ids.echoed(prompt="ab cat dog").text == output.echoed().text
+    with pytest.raises(ValueError, match="given as token ids"):
+        by_ids.echoed()
+    scored = generate(llm, "ab cat dog", dataclasses.replace(GREEDY, prompt_logprobs=0))
+    entries = [entry for one in scored.prompt_logprobs[1:] for entry in one.values()]
+    words = [entry.decoded_token for entry in entries]
+    assert "ab cat dog".endswith("".join(words)) and all(isinstance(word, str) for word in words)
+    assert all(isinstance(entry, Logprob) for entry in entries) and len(entries) > 2

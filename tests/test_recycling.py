@@ -113,6 +113,7 @@ def test_auto_is_refused():
 # --- what it is worth
 
 
+@pytest.mark.sweep  # that its drafts are right: tests/test_methods_in_engines.py
 @pytest.mark.usefixtures("compiled_when_used")
 def test_it_is_worth_something_on_the_demo_model():
     """Greedily and hot: what one tale taught is of use in the next one."""
