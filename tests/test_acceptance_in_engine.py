@@ -25,6 +25,7 @@ from tests.support.distributions import probabilities, z_score
 from tests.support.engines import LLAMA, invariants, make_llm
 from tests.support.random_checkpoints import random_checkpoint, random_tensors, write_tensors
 from tests.support.scripted import Guesses, draft_with, without_drafts
+from tests.support.sweeps import few
 from tests.support.tokenizers import write_tokenizer
 from tests.test_event_log import logged, records_of, replayed
 from tests.test_speculation_log import results_of
@@ -156,7 +157,7 @@ def texts_of(llm: LLM, params: list[SamplingParams]) -> list[Any]:
     ("kind", "sampler"),
     [
         ("chain", "hot"),
-        ("tree", "hot"),
+        pytest.param("tree", "hot", marks=pytest.mark.sweep),
         ("tree", "cold, top-k, penalty"),
         ("tree, chosen", "cold, top-k, penalty"),
     ],
@@ -184,7 +185,7 @@ def draft_model(tmp_path_factory):
     return directory
 
 
-@pytest.mark.parametrize("sampler", SAMPLERS)
+@pytest.mark.parametrize("sampler", few(SAMPLERS, ["cold, top-k, penalty"]))
 def test_drafts_that_a_model_draws_change_no_distribution(sampler, drawing, log_probabilities):
     before = drawing.stats()["spec_decode_num_accepted_tokens_total"]
     counts = counted(texts_of(drawing, requested(NUM_REQUESTS, n=4, **SAMPLERS[sampler])))
