@@ -1001,7 +1001,7 @@ def _too_long(llm):
 def test_a_prefix_whose_last_chunk_is_one_token_is_pinned_without_drafts(directory):
     """A right draft would take it past its end, and there would be nothing to pin."""
     (prompt,) = prompts_of(65)  # after a step of 64 tokens it looks like one that decodes
-    with make_llm(directory, speculative_config=DRAFTING) as llm:
+    with make_llm(directory, speculative_config=DRAFTING, largest_shapes=True) as llm:
         text = [*prompt, *one(llm, prompt, GREEDY).token_ids]
         llm.reset_prefix_cache()
         draft_with(llm._engine, Scripted(dict.fromkeys(range(9), text), lambda *_: (4, 0)))
@@ -1020,7 +1020,7 @@ def test_pins_go_with_the_pages(llm, caplog):
 
 def test_a_plan_that_is_not_finished_loses_the_pages(directory, monkeypatch):
     """What it has moved is in the tables, and not in the pages: what ran ends, and nothing of it is found again."""
-    settings = {"num_blocks": 18, "preemption_mode": "swap"}
+    settings = {"num_blocks": 18, "preemption_mode": "swap", "largest_shapes": True}
     params = dataclasses.replace(GREEDY, max_tokens=60)
     prompts = prompts_of(60, 61, 62)
     with make_llm(directory, **settings) as llm:
