@@ -32,7 +32,7 @@ LENGTHS = (1, 2, 16, 17, 33, 50)
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory):
-    return write_tokenizer(random_checkpoint(tmp_path_factory.mktemp("llama"), LLAMA))
+    return random_checkpoint(tmp_path_factory.mktemp("llama"), LLAMA)
 
 
 @pytest.fixture(scope="module")
@@ -355,14 +355,15 @@ def test_echoed(llm, prompts):
         assert generate(llm, prompt, params).echoed().logprobs is None
 
 
-def test_echoed_text(llm):
-    output = generate(llm, "ab cat dog", GREEDY)
-    assert output.echoed().text == "ab cat dog" + output.outputs[0].text
-    by_ids = generate(llm, output.prompt_token_ids, GREEDY)
-    assert by_ids.echoed(prompt="ab cat dog").text == output.echoed().text
-    with pytest.raises(ValueError, match="given as token ids"):
-        by_ids.echoed()
-    scored = generate(llm, "ab cat dog", dataclasses.replace(GREEDY, prompt_logprobs=0))
+def test_echoed_text(tmp_path):
+    with make_llm(write_tokenizer(random_checkpoint(tmp_path, LLAMA))) as llm:
+        output = generate(llm, "ab cat dog", GREEDY)
+        assert output.echoed().text == "ab cat dog" + output.outputs[0].text
+        by_ids = generate(llm, output.prompt_token_ids, GREEDY)
+        assert by_ids.echoed(prompt="ab cat dog").text == output.echoed().text
+        with pytest.raises(ValueError, match="given as token ids"):
+            by_ids.echoed()
+        scored = generate(llm, "ab cat dog", dataclasses.replace(GREEDY, prompt_logprobs=0))
     entries = [entry for one in scored.prompt_logprobs[1:] for entry in one.values()]
     words = [entry.decoded_token for entry in entries]
     assert "ab cat dog".endswith("".join(words)) and all(isinstance(word, str) for word in words)

@@ -24,8 +24,6 @@ from tests.support.engines import BLOCKS_OF_16, LLAMA, invariants, make_llm
 from tests.support.random_checkpoints import random_checkpoint, random_tensors
 from tests.support.running import wait_until
 
-pytestmark = pytest.mark.usefixtures("largest_shapes")
-
 SMALL = {**BLOCKS_OF_16, "dtype": "float32", "preemption_mode": "recompute"}
 PROMPTS = [[1, 2, 3, 4] * 12, [7, 8, 9]]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
