@@ -565,7 +565,7 @@ import threading
 from jaxpage import SamplingParams
 from tests.support.engines import make_llm
 params = SamplingParams(max_tokens=200, ignore_eos=True)
-llm = make_llm({str(directory)!r}, num_blocks=33)
+llm = make_llm({str(directory)!r}, num_blocks=33, largest_shapes=True)
 stream = llm.stream([1, 2, 3], params)
 next(stream)
 threading.Thread(target=lambda: [llm.generate([[1, 2, 3]] * 3, params, use_tqdm=False) for _ in range(999)], daemon=True).start()
