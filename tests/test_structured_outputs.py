@@ -40,7 +40,7 @@ from tests.support.engines import (
 from tests.support.random_checkpoints import random_checkpoint
 from tests.support.tokenizers import END, write_tokenizer
 
-pytestmark = pytest.mark.usefixtures("largest_shapes")
+pytestmark = pytest.mark.usefixtures("compiled_when_used", "largest_shapes", "usual_pages")
 
 SCHEMA = {
     "type": "object",
