@@ -439,8 +439,9 @@ def test_a_model_that_drafts_for_itself_is_always_right(tight, case, plain, monk
 
 
 def test_a_step_in_which_the_drafter_is_off_is_that_of_the_target_alone(root, monkeypatch):
-    # which would compile and run every shape
-    monkeypatch.setattr("jaxpage.assembly.assembling.measure_costs", lambda *_: None)
+    # that costs are measured, which would compile and run every shape
+    for name, result in (("measure_costs", None), ("describe_break_even", "")):
+        monkeypatch.setattr(f"jaxpage.assembly.assembling.{name}", lambda *_, result=result: result)
     sizes = {"max_num_seqs": 1, "max_num_batched_tokens": 16, "max_model_len": 64}
     config = {"method": "eagle3", "model": str(root / "eagle3"), "num_speculative_tokens": "auto"}
     with (
