@@ -112,6 +112,28 @@ def compiled_when_used():
         yield
 
 
+@pytest.fixture(scope="module")
+def largest_shapes():
+    """For files to which the choice among shapes is no subject: engines have those for the most rows alone, as `make_llm` does if asked."""
+    from jaxpage.assembly.planning import engine_spec
+    from tests.support.engines import make_short_menu
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine_spec, "make_menu", make_short_menu)
+        yield
+
+
+@pytest.fixture(scope="module")
+def usual_pages():
+    """For files that replay logs: engines that a replay builds have the pages of those of `make_llm`, and so run the same executables."""
+    from jaxpage.assembly.planning import engine_spec
+    from tests.support.engines import roomy_page_shapes
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine_spec, "page_shapes", roomy_page_shapes)
+        yield
+
+
 @pytest.fixture
 def by_hand(llm):
     """The calls of `llm` take the engine's steps themselves: what nobody waits for stands still."""

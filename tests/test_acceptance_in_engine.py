@@ -25,10 +25,12 @@ from tests.support.distributions import probabilities, z_score
 from tests.support.engines import LLAMA, invariants, make_llm
 from tests.support.random_checkpoints import random_checkpoint, random_tensors, write_tensors
 from tests.support.scripted import Guesses, draft_with, without_drafts
+from tests.support.sweeps import few
 from tests.support.tokenizers import write_tokenizer
 from tests.test_event_log import logged, records_of, replayed
 from tests.test_speculation_log import results_of
 
+MODEL = {**LLAMA, "num_hidden_layers": 1}
 TOKENS = np.array([17, 40, 41, 66, 90, 133, 200, 251])  # all that requests below may draw
 PROMPT, NUM_TOKENS, NUM_REQUESTS = [3, 1, 4, 1, 5], 3, 240
 MOST = 5
@@ -39,6 +41,7 @@ SETTINGS = {
     "max_model_len": 128,
     "block_size": 4,
     "num_blocks": 129,
+    "largest_shapes": True,
 }
 SPECULATIVE = {"method": "suffix", "num_speculative_tokens": MOST, "tree": True}
 SAMPLERS: dict[str, dict[str, Any]] = {
@@ -83,7 +86,7 @@ class Drawing(Proposer):
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory):
-    return write_tokenizer(random_checkpoint(tmp_path_factory.mktemp("model"), LLAMA))
+    return write_tokenizer(random_checkpoint(tmp_path_factory.mktemp("model"), MODEL))
 
 
 @pytest.fixture(scope="module")
@@ -154,7 +157,7 @@ def texts_of(llm: LLM, params: list[SamplingParams]) -> list[Any]:
     ("kind", "sampler"),
     [
         ("chain", "hot"),
-        ("tree", "hot"),
+        pytest.param("tree", "hot", marks=pytest.mark.sweep),
         ("tree", "cold, top-k, penalty"),
         ("tree, chosen", "cold, top-k, penalty"),
     ],
@@ -173,21 +176,21 @@ def test_texts_follow_the_distribution(kind, sampler, llm, log_probabilities):
 @pytest.fixture(scope="module")
 def draft_model(tmp_path_factory):
     """Mostly of the opinion that one of the eight tokens comes next."""
-    tensors = random_tensors(LLAMA, seed=5)
+    tensors = random_tensors(MODEL, seed=5)
     tensors["lm_head.weight"] *= np.where(np.isin(np.arange(257), TOKENS), 2.0, 0.0)[
         :, None
     ].astype(np.float32)
-    directory = random_checkpoint(tmp_path_factory.mktemp("draft"), LLAMA, seed=5)
+    directory = random_checkpoint(tmp_path_factory.mktemp("draft"), MODEL, seed=5)
     write_tensors(directory, tensors)
     return directory
 
 
-@pytest.mark.parametrize("sampler", SAMPLERS)
+@pytest.mark.parametrize("sampler", few(SAMPLERS, ["cold, top-k, penalty"]))
 def test_drafts_that_a_model_draws_change_no_distribution(sampler, drawing, log_probabilities):
     before = drawing.stats()["spec_decode_num_accepted_tokens_total"]
-    counts = counted(texts_of(drawing, requested(400, n=4, **SAMPLERS[sampler])))
+    counts = counted(texts_of(drawing, requested(NUM_REQUESTS, n=4, **SAMPLERS[sampler])))
     assert abs(z_score(counts, expected(log_probabilities, **SAMPLERS[sampler]))) < 4
-    assert drawing.stats()["spec_decode_num_accepted_tokens_total"] - before > 90
+    assert drawing.stats()["spec_decode_num_accepted_tokens_total"] - before > 50
 
 
 @pytest.mark.sweep  # a proposer that does so: below
@@ -255,7 +258,7 @@ def test_preemption_changes_no_distribution(llm, log_probabilities):
     engine, before = llm._engine, llm.stats()
     reporters = [
         engine.add(f"{index}", engine.prepare(None, PROMPT, params))
-        for index, params in enumerate(requested(600, 5000, n=2))
+        for index, params in enumerate(requested(NUM_REQUESTS, 5000, n=2))
     ]
     for number in itertools.count():
         if not engine.has_unfinished:
@@ -266,11 +269,11 @@ def test_preemption_changes_no_distribution(llm, log_probabilities):
     counts = counted([reporter.whole() for reporter in reporters])
     assert abs(z_score(counts, expected(log_probabilities))) < 4
     after = llm.stats()
-    assert after["prefix_cache_hits_total"] - before["prefix_cache_hits_total"] > 60
+    assert after["prefix_cache_hits_total"] - before["prefix_cache_hits_total"] > 30
     num_preemptions, num_before = (
         sum(each["num_preemptions_total"].values()) for each in (after, before)
     )
-    assert num_preemptions - num_before > 60
+    assert num_preemptions - num_before > 30
 
 
 def test_greedy_texts_are_those_without_drafts(llm):
@@ -305,11 +308,10 @@ class Knowing(Proposer):
 
 def test_a_text_is_a_function_of_its_seed_and_its_drafts(llm):
     """Not of its neighbours, nor of what happens to them."""
-    prompts = [
-        [9, 8, 7, seed] for seed in range(4)
-    ]  # that begin together: no step in between has a prompt and no drafts
+    # that begin together: no step in between has a prompt and no drafts
+    prompts = [[9, 8, 7, seed] for seed in range(2)]
     params = [
-        SamplingParams(seed=seed, max_tokens=40, ignore_eos=True, logprobs=1) for seed in range(4)
+        SamplingParams(seed=seed, max_tokens=40, ignore_eos=True, logprobs=1) for seed in range(2)
     ]
     draft_with(llm._engine, Drawing(TREE))
     together = [output.outputs for output in llm.generate(prompts, params, use_tqdm=False)]
@@ -348,7 +350,7 @@ def test_every_parameter_holds(llm):
             "allowed_token_ids": letters.tolist(),
             "min_p": 0.01,
             "frequency_penalty": 0.5,
-            "n": 3,
+            "n": 2,
         },
     }
     for proposer in (Drawing(TREE, letters), Drawing(CHAIN, letters), Guesses()):
@@ -419,7 +421,8 @@ def test_a_log_of_drafts_that_were_drawn_is_replayed(llm, tmp_path):
 
 @pytest.fixture
 def lossy(directory, caplog):
-    settings = {**SETTINGS, "max_num_seqs": 4}
+    # one request runs in other shapes than two
+    settings = {**SETTINGS, "max_num_seqs": 2, "largest_shapes": False}
     typical = {**SPECULATIVE, "acceptance": "typical"}
     with (
         caplog.at_level(logging.WARNING),

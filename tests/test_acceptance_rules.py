@@ -326,8 +326,8 @@ def expected(name: str) -> np.ndarray:
             ("chain by the noise of draws", "temperature 1"),
             ("tree with the same drafts twice", "temperature 1"),
         ],
-        [  # every sampler, and every shape with one that cuts and one that does not
-            *[(shape, "temperature 1") for shape in SHAPES],
+        [  # every sampler, and chains and trees with one that cuts and one that does not
+            *[(shape, "temperature 1") for shape in ("chain", "tree", "tree, chosen")],
             *[("tree", sampler) for sampler in ("top-k 3", "repetition penalty", "grammar")],
             *[("chain", sampler) for sampler in ("temperature 0.7", "top-p 0.9", "min-p")],
             *[("chain, chosen", "top-k 3"), ("tree, chosen", "repetition penalty")],
@@ -353,7 +353,7 @@ MISTAKES: dict[str, tuple[Shape, AcceptanceRule]] = {
 }
 
 
-@pytest.mark.parametrize("mistake", few(MISTAKES, ["another q", "typical acceptance"]))
+@pytest.mark.parametrize("mistake", few(MISTAKES, ["another q"]))
 def test_a_mistake_shows(mistake, monkeypatch):
     if mistake == "drawn from p where a draft was rejected":
         monkeypatch.setattr(acceptance, "residual", no_residual)
@@ -437,7 +437,7 @@ def decided(
 @pytest.mark.parametrize("by_row", [True, False])
 @pytest.mark.parametrize("rule", [REJECTION, TYPICAL], ids=["rejection", "typical"])
 def test_every_rule_gives_the_greedy_text(rule, by_row):
-    for seed in range(20):
+    for seed in range(8):
         logits_RV = (
             np.random.default_rng(seed)
             .normal(0, 1, (ROWS * MOST, VOCAB))
@@ -558,10 +558,8 @@ def best_path(
     )
 
 
-@pytest.mark.parametrize(
-    "rule", [TYPICAL, AcceptanceRule("typical", 0.3, 0.09)], ids=["default", "other"]
-)
-def test_typical_acceptance_is_that_of_medusa(rule):
+def test_typical_acceptance_is_that_of_medusa():
+    rule = AcceptanceRule("typical", 0.3, 0.09)  # other numbers than the usual ones
     num_paths, lengths = 0, set()
     for seed in range(40):
         token_ids, parents, starts = random_rows(seed)

@@ -30,7 +30,10 @@ from jaxpage.step.strategy import Draw
 from tests.support.beams import Found, all_hypotheses, likeliest, naive_search, random_logprobs
 from tests.support.engines import LLAMA, WIDE, invariants, make_llm
 from tests.support.random_checkpoints import random_checkpoint
+from tests.support.sweeps import examples
 from tests.support.tokenizers import byte_letters
+
+pytestmark = pytest.mark.usefixtures("largest_shapes")
 
 PROMPT = (5, 6, 7)
 
@@ -177,7 +180,7 @@ def check_search(
         assert not ends.intersection(text.token_ids[:-1])
 
 
-@settings(max_examples=400)
+@examples(150)
 @given(**CASES)
 def test_the_strategy_is_the_naive_search(**case: Any) -> None:
     check_search(**case)
@@ -456,51 +459,6 @@ def test_there_is_something_to_compare(lone):
             assert (one.stop_reason in STOPS) == (
                 one.finish_reason == "stop" and one.token_ids[-1] != 0
             )
-
-
-def test_one_beam_is_greedy(llm, prompts):
-    for prompt in prompts:
-        beam = BeamSearchParams(
-            1, max_tokens=40, stop_token_ids=STOPS, length_penalty=2.0, early_stopping="never"
-        )
-        greedy = SamplingParams(temperature=0.0, max_tokens=40, stop_token_ids=STOPS, logprobs=0)
-        (found, want) = (
-            llm.generate(prompt, one, use_tqdm=False)[0].outputs[0] for one in (beam, greedy)
-        )
-        assert dataclasses.replace(found, score=None) == dataclasses.replace(want, logprobs=None)
-
-
-def test_behind_a_pin_and_behind_a_cache(llm, prompts, lone):
-    llm.reset_prefix_cache()
-    for length in (15, 16, 33):
-        with llm.pin_prefix(prompts[3][:length]):
-            (output,) = llm.generate(prompts[3], PARAMS[3], use_tqdm=False)
-            assert output.outputs == lone[3]
-    (output,) = llm.generate(prompts[3], PARAMS[3], use_tqdm=False)
-    assert output.outputs == lone[3] and output.metrics.num_cached_tokens == 32
-
-
-def test_a_prompt_that_leaves_room_for_little(llm):
-    """Up to the model's length: one token, or two."""
-    rng = np.random.default_rng(8)
-    for room in (1, 2):
-        prompt = rng.integers(1, 257, 256 - room).tolist()
-        (output,) = llm.generate(prompt, BeamSearchParams(5, max_tokens=None), use_tqdm=False)
-        (greedy,) = llm.generate(
-            prompt,
-            SamplingParams(temperature=0.0, max_tokens=1, logprobs=5, ignore_eos=True),
-            use_tqdm=False,
-        )
-        assert len(output.outputs) == 5 and {len(one.token_ids) for one in output.outputs} <= set(
-            range(1, room + 1)
-        )
-        if room == 1:
-            top = greedy.outputs[0].logprobs[0]
-            assert {one.token_ids[0]: one.cumulative_logprob for one in output.outputs} == {
-                token: logprob.logprob for token, logprob in list(top.items())[:5]
-            }
-    with pytest.raises(ValueError, match="256 tokens, which leaves no room"):
-        llm.generate([1] * 256, BeamSearchParams(2), use_tqdm=False)
 
 
 def test_what_cannot_be_honoured_is_refused(llm, prompts):

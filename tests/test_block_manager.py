@@ -29,6 +29,7 @@ from jaxpage.memory import (
 from jaxpage.memory.cached_blocks import CachedBlocks
 from jaxpage.step.plan import StepPlan
 from tests.support.fake_device import FakeDevice
+from tests.support.sweeps import examples
 
 
 def some_of(sequence_ids: Iterable[int]) -> st.SearchStrategy[list[int]]:
@@ -229,7 +230,7 @@ class Tables(RuleBasedStateMachine):
             assert self.manager.pool.num_free == self.manager.pool.num_usable
 
 
-STATE_MACHINE = settings(max_examples=150, stateful_step_count=30)
+STATE_MACHINE = examples(80, stateful_step_count=30)
 
 
 def test_block_tables_agree_with_the_model():

@@ -95,12 +95,13 @@ def test_planted_mistakes_are_not_shared(compiled, monkeypatch):
 
 
 def test_a_small_pool_compiles_nothing_of_its_own(tmp_path):
-    directory, shared = random_checkpoint(tmp_path, LLAMA), SharedExecutables()
+    directory = random_checkpoint(tmp_path, {**LLAMA, "num_hidden_layers": 1})
+    shared, settings = SharedExecutables(), {"at_start": True, "largest_shapes": True}
     with shared.in_use(optimized=False):
-        make_llm(directory, **{**SMALL_POOL, "num_blocks": 129}, at_start=True).shutdown()
+        make_llm(directory, **{**SMALL_POOL, "num_blocks": 129}, **settings).shutdown()
     with (
         shared.in_use(optimized=False) as counts,
-        make_llm(directory, **SMALL_POOL, at_start=True) as llm,
+        make_llm(directory, **SMALL_POOL, **settings) as llm,
     ):
         assert llm.stats()["num_blocks_total"] == 16 and counts.compiled == 0
 

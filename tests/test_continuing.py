@@ -28,6 +28,8 @@ from tests.support.notebooks import as_text, executed
 from tests.support.random_checkpoints import random_checkpoint, random_tensors
 from tests.support.running import serving, wait_until
 
+pytestmark = pytest.mark.usefixtures("largest_shapes")
+
 ROOT = Path(__file__).parent.parent
 PROMPTS = [[1, 2, 3, 4] * 9, [7, 8, 9], [5] * 20]
 SHARED: dict[str, Any] = {"max_tokens": 24, "ignore_eos": True, "logprobs": 2}

@@ -263,7 +263,7 @@ def test_an_engine_on_a_cpu_refuses_settings_of_cuda_graphs():
 
 def test_a_second_start_finds_every_executable(tmp_path):
     """In another process, with other free memory: what `jaxpage compile` compiles is what an engine with the same settings takes."""
-    model = random_checkpoint(tmp_path / "model", LLAMA)
+    model = random_checkpoint(tmp_path / "model", {**LLAMA, "num_hidden_layers": 1})
     environment = {name: value for name, value in os.environ.items() if "CACHE" not in name}
     environment["JAXPAGE_CACHE_DIR"] = str(with_compiled_kernels(tmp_path / "cache"))
     said = [

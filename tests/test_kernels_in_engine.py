@@ -44,6 +44,8 @@ from tests.support.engines import LLAMA, invariants, make_llm
 from tests.support.random_checkpoints import random_checkpoint
 from tools.step_shapes import LLAMA_3_8B
 
+pytestmark = pytest.mark.usefixtures("largest_shapes")
+
 # Three rows and 16 tokens at most, so that few shapes are compiled; a pool in which some are
 # preempted.
 SETTINGS = {

@@ -30,6 +30,8 @@ from tests.support.random_checkpoints import random_checkpoint
 from tests.support.scripted import DRAFTING, Scripted, draft_with, mixed_up, without_drafts
 from tests.support.tokenizers import END, write_tokenizer
 
+pytestmark = pytest.mark.usefixtures("largest_shapes")
+
 VOCAB = LLAMA["vocab_size"]
 REGEXES = ("((ab|ba){1,3})( (10|00))?(dog|cat)s?", "[ab]{2,12}", "(dog|cat)+", "[a-d]{1,9}(0|1){2}")
 

@@ -346,6 +346,7 @@ def engine_with(
         block_size=4,
         max_num_batched_tokens=32,
         preemption_mode="auto",
+        largest_shapes=True,
         speculative_config=speculative_config,
     )
 

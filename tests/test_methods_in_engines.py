@@ -18,12 +18,12 @@ from jaxpage.speculation.lookahead import LookaheadProposer
 from jaxpage.speculation.methods import DraftedModel
 from jaxpage.speculation.recycling import NUM_RECYCLED
 from jaxpage.step.plan import StepPlan, StepResult
-from tests.support.engines import LLAMA, invariants, make_llm, run_giving_way
+from tests.support.engines import LLAMA, invariants, make_llm
 from tests.support.random_checkpoints import random_checkpoint, random_tensors, write_tensors
 from tests.support.scripted import draft_with
 from tests.support.sweeps import few
 from tests.support.tokenizers import write_tokenizer
-from tests.test_speculation import PROMPTS, REQUESTS, everything
+from tests.test_speculation import PROMPTS, REQUESTS, SHAPES, SMALL_POOL, everything
 
 # Seven drafts each. Engines are built for token recycling: their steps tell what is likely behind
 # each draw, if they are asked to.
@@ -32,36 +32,18 @@ METHODS: dict[str, dict[str, Any]] = {
     "token_recycling": {"num_speculative_tokens": 7, "tree": True},
 }
 DRAFTING = {"method": "token_recycling", **METHODS["token_recycling"]}
-# Menus are small, since compiling takes longer than all else.
-SMALL_POOL = {
-    "max_num_seqs": 2,
-    "max_num_batched_tokens": 16,
-    "max_model_len": 80,
-    "enable_prefix_caching": False,
-}
+# Engines have the shapes of tests/test_speculation.py, since compiling takes longer than all else.
 ENGINES: dict[str, dict[str, Any]] = {
-    "without": {"max_num_batched_tokens": 32},
-    "roomy": {"max_num_batched_tokens": 32, "speculative_config": DRAFTING},
-    "recomputing": {
-        **SMALL_POOL,
-        "block_size": 1,
-        "num_blocks": 81,
-        "speculative_config": DRAFTING,
-    },
+    "without": {**SHAPES, "largest_shapes": True},
+    "roomy": {**SHAPES, "largest_shapes": True, "speculative_config": DRAFTING},
+    "recomputing": {**SMALL_POOL, "largest_shapes": True, "speculative_config": DRAFTING},
     "swapping": {
         **SMALL_POOL,
-        **{
-            "block_size": 4,
-            "num_blocks": 21,
-            "preemption_mode": "swap",
-            "speculative_config": DRAFTING,
-        },
+        "largest_shapes": True,
+        "preemption_mode": "swap",
+        "speculative_config": DRAFTING,
     },
 }
-ALL = range(len(PROMPTS))
-HELD = {
-    name: sorted({*ALL} - ({12, 14} if "ing" in name else set())) for name in ENGINES
-}  # those that there is room for
 
 # Texts of few tokens, in which n-grams come again.
 FEW = [[5, 6, 7, 8] * 3, [70, 71], [66, 67, 68]]
@@ -122,16 +104,11 @@ def right_drafts(llm: LLM) -> int:
 @pytest.mark.parametrize("engine", few(["roomy", "recomputing", "swapping"], ["roomy", "swapping"]))
 @pytest.mark.parametrize("method", METHODS)
 def test_nothing_changes(method, engine, engines, want):
-    """Greedy and seeded, several samples, grammars, bad words, penalties and ends; blocks of 1, 4 and 16 tokens; and who is preempted."""
-    llm, chosen = engines(engine, method), HELD[engine]
+    """Greedy and seeded, several samples, grammars, bad words, penalties and ends; and who is preempted."""
+    llm = engines(engine, method)
     before, right = llm.stats()["num_preemptions_total"], right_drafts(llm)
     for _ in range(2):  # the second time recycling knows much
-        got = llm.generate(
-            [PROMPTS[index] for index in chosen],
-            [REQUESTS[index] for index in chosen],
-            use_tqdm=False,
-        )
-        assert everything(got) == [want[index] for index in chosen]
+        assert everything(llm.generate(PROMPTS, REQUESTS, use_tqdm=False)) == want
     assert right_drafts(llm) - right > 10
     if engine != "roomy":
         mode = "swap" if engine == "swapping" else "recompute"
@@ -152,27 +129,6 @@ def test_nothing_changes_where_much_is_right(engines):
     invariants(llm)
 
 
-@pytest.mark.parametrize("engine", few(["recomputing", "swapping"], ["swapping"]))
-@pytest.mark.parametrize("method", METHODS)
-def test_nothing_changes_for_who_gives_way_in_the_middle(method, engine, engines, want):
-    """A window outlives it, and so does a table."""
-    llm, chosen = engines(engine, method), [0, 2]
-    before = right_drafts(llm)
-    for number in (4, 7):
-        reporters = [
-            llm._engine.add(
-                f"{number} {index}", llm._engine.prepare(None, PROMPTS[index], REQUESTS[index])
-            )
-            for index in chosen
-        ]
-        run_giving_way(llm._engine, number)
-        assert everything([reporter.whole() for reporter in reporters]) == [
-            want[index] for index in chosen
-        ]
-    assert right_drafts(llm) > before
-    invariants(llm)
-
-
 def test_stops_cut_inside_an_accepted_run(engines):
     few = SamplingParams(
         temperature=1.5, max_tokens=30, ignore_eos=True, allowed_token_ids=[66, 67], seed=1, n=2
@@ -186,18 +142,6 @@ def test_stops_cut_inside_an_accepted_run(engines):
     assert everything(llm.generate(["ab"] * len(stops), requests, use_tqdm=False)) == plain
     assert len(stops) > 5 and all(each[1][0].stop_reason for each in plain)
     assert right_drafts(llm) - before > len(stops)
-
-
-def test_a_prefix_is_pinned_where_right_drafts_would_take_it_to_its_end(engines):
-    """The last chunk of the prefix is one token, behind which the next ones are known from before."""
-    llm = engines("swapping", "token_recycling")
-    greedy = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
-    (output,) = llm.generate([PROMPTS[0]], greedy, use_tqdm=False)
-    prefix = [*output.prompt_token_ids, *output.outputs[0].token_ids][:33]
-    llm.generate([prefix], greedy, use_tqdm=False)
-    with llm.pin_prefix(prefix) as pinned:
-        assert pinned.num_tokens == 33 and not pinned.released
-    invariants(llm)
 
 
 def differs_from_transformers(

@@ -242,29 +242,6 @@ def test_together_as_alone(family, engine, directories, prompts, lone_tokens):
         invariants(llm)
 
 
-def test_preempted_at_every_step(directories, prompts, lone_tokens):
-    """A request that loses its blocks after k steps, for every k, goes on as if nothing had happened."""
-    with make_llm(directories["llama"]) as llm:
-        engine = llm._engine
-        for kind, params in KINDS.items():
-            short = dataclasses.replace(params, max_tokens=12) if kind == "greedy" else params
-            for lost_after in range(1, 12):
-                reporter = engine.add(
-                    f"{kind} {lost_after}", engine.prepare(None, prompts[2], short)
-                )
-                steps = 0
-                while engine.has_unfinished:
-                    engine.step()
-                    steps += 1
-                    if steps == lost_after:
-                        engine.scheduler.preempt_all()
-                        if lost_after % 2:  # else it finds its own blocks again
-                            engine.reset_prefix_cache()
-                want = lone_tokens["llama", kind][2][0][: short.max_tokens]
-                assert reporter.whole().outputs[0].token_ids == want
-        invariants(llm)
-
-
 @pytest.mark.parametrize(
     ("family", "mode"),
     few(
@@ -281,16 +258,18 @@ def test_gives_way_at_every_step(family, mode, directories, prompts, lone_tokens
     }
     with make_llm(directories[family], **settings) as llm:
         engine = llm._engine
-        for kind, params in KINDS.items():
-            short = dataclasses.replace(params, max_tokens=8)
-            for step in range(2, 16):
-                engine.add("older", engine.prepare(None, prompts[0], params))
-                reporter = engine.add("watched", engine.prepare(None, prompts[2], short))
-                run_giving_way(engine, step)
-                ((token_ids, logprobs),) = tokens_of([reporter.whole()])
-                want_ids, want_logprobs = lone_tokens[family, kind][2]
-                assert (token_ids, logprobs) == (want_ids[:8], want_logprobs[:8])
-        assert llm.stats()["num_preemptions_total"][mode] >= 16
+        for step in range(2, 16):
+            kind = [*KINDS][step % 2]
+            older, watched = (
+                dataclasses.replace(KINDS[kind], max_tokens=length) for length in (16, 8)
+            )
+            engine.add("older", engine.prepare(None, prompts[0], older))
+            reporter = engine.add("watched", engine.prepare(None, prompts[2], watched))
+            run_giving_way(engine, step)
+            ((token_ids, logprobs),) = tokens_of([reporter.whole()])
+            want_ids, want_logprobs = lone_tokens[family, kind][2]
+            assert (token_ids, logprobs) == (want_ids[:8], want_logprobs[:8])
+        assert llm.stats()["num_preemptions_total"][mode] >= 8
         invariants(llm)
 
 
@@ -315,34 +294,32 @@ def test_forked_or_run_again(mode, directories, prompts, lone_tokens):
     """A fork that shares its elder's blocks, swapped with it or recomputed without it, draws what a run of its own draws."""
     with make_llm(directories["llama"], preemption_mode=mode) as llm:
         engine = llm._engine
-        for kind, params in KINDS.items():
-            for fork_at in (1, 2, 9, 24):
-                engine.add(
-                    "older",
-                    engine.prepare(None, prompts[0], dataclasses.replace(params, max_tokens=60)),
-                )
-                reporter = engine.add(
-                    "watched", engine.prepare(None, prompts[2], dataclasses.replace(params, n=2))
-                )
-                (group,) = (
-                    g for g in engine.scheduler.waiting if g.request.request_id == "watched"
-                )
-                # the strategy forks it, not the first draw
-                (child_id,), group.child_ids = group.child_ids, ()
-                strategy = Forking(group.request, fork_at, child_id)
-                engine._strategies |= dict.fromkeys(
-                    (group.sequences[0].sequence_id, child_id), strategy
-                )
-                while engine.has_unfinished:
-                    engine.step()
-                    if strategy.num_tokens in (fork_at, fork_at + 6):
-                        engine.scheduler.give_way()
-                elder, twin = reporter.whole().outputs
-                assert elder.token_ids == twin.token_ids == lone_tokens["llama", kind][2][0]
+        for fork_at, kind in zip((1, 2, 9, 24), [*KINDS] * 2, strict=True):
+            params = KINDS[kind]
+            engine.add(
+                "older",
+                engine.prepare(None, prompts[0], dataclasses.replace(params, max_tokens=60)),
+            )
+            reporter = engine.add(
+                "watched", engine.prepare(None, prompts[2], dataclasses.replace(params, n=2))
+            )
+            (group,) = (g for g in engine.scheduler.waiting if g.request.request_id == "watched")
+            # the strategy forks it, not the first draw
+            (child_id,), group.child_ids = group.child_ids, ()
+            strategy = Forking(group.request, fork_at, child_id)
+            engine._strategies |= dict.fromkeys(
+                (group.sequences[0].sequence_id, child_id), strategy
+            )
+            while engine.has_unfinished:
+                engine.step()
+                if strategy.num_tokens in (fork_at, fork_at + 6):
+                    engine.scheduler.give_way()
+            elder, twin = reporter.whole().outputs
+            assert elder.token_ids == twin.token_ids == lone_tokens["llama", kind][2][0]
         stats = llm.stats()
         # what is recomputed is shared no more
         assert (stats["copy_on_write_blocks_total"] > 0) == (mode == "auto")
-        assert stats["num_preemptions_total"]["swap" if mode == "auto" else "recompute"] >= 8
+        assert stats["num_preemptions_total"]["swap" if mode == "auto" else "recompute"] >= 4
         invariants(llm)
 
 
@@ -350,17 +327,16 @@ def test_pinned_or_not(directories, prompts, lone_tokens):
     """Behind a pinned prefix that ends in the middle of a block, with and without a cache beside it."""
     for caching in (True, False):
         with make_llm(directories["llama"], enable_prefix_caching=caching) as llm:
-            for length in (1, 15, 16, 40, 60, 61):
+            for length, kind in zip((1, 15, 16, 40, 60, 61), [*KINDS] * 3, strict=True):
                 with llm.pin_prefix(prompts[1][:length]):
-                    for kind, params in KINDS.items():
-                        llm.reset_prefix_cache()
-                        outputs = llm.generate(
-                            [prompts[1], prompts[3], prompts[1]], params, use_tqdm=False
-                        )
-                        assert tokens_of(outputs) == [
-                            lone_tokens["llama", kind][index] for index in (1, 3, 1)
-                        ]
-                        assert outputs[0].metrics.num_cached_tokens == min(length, 60)
+                    llm.reset_prefix_cache()
+                    outputs = llm.generate(
+                        [prompts[1], prompts[3], prompts[1]], KINDS[kind], use_tqdm=False
+                    )
+                    assert tokens_of(outputs) == [
+                        lone_tokens["llama", kind][index] for index in (1, 3, 1)
+                    ]
+                    assert outputs[0].metrics.num_cached_tokens == min(length, 60)
             invariants(llm)
 
 
@@ -410,21 +386,6 @@ def test_cached_or_not(engine, directories, prompts, lone_tokens):
         invariants(llm)
 
 
-def test_evicted_and_preempted_with_a_cache(directories, prompts, lone_tokens):
-    """A pool that holds one request at its longest: prefixes are evicted all the time, and the preempted find some again."""
-    with make_llm(directories["llama"], **ENGINES["small pool"]) as llm:
-        since = mark(llm)
-        for kind, params in [*KINDS.items()] * 2:
-            order = [3, 1, 3, 5, 0, 2, 4, 5]
-            outputs = tokens_of(llm.generate([prompts[i] for i in order], params, use_tqdm=False))
-            assert outputs == [lone_tokens["llama", kind][i] for i in order]
-        _, hits, resumed = since()
-        assert (
-            hits > 300 and resumed > 100 and llm.stats()["num_preemptions_total"]["recompute"] >= 3
-        )
-        invariants(llm)
-
-
 @pytest.fixture(scope="module")
 def lone_blocks(directories, prompts):
     with make_llm(directories["llama"]) as llm:
@@ -449,10 +410,10 @@ INT8, FP8, HALF = {"kv_cache_dtype": "int8"}, {"kv_cache_dtype": "fp8"}, {"dtype
     few(
         [
             (types, geometry)
-            for types in (INT8, FP8, HALF)
+            for types in (INT8, FP8, HALF, {**INT8, **HALF})
             for geometry in (SMALL_POOL, BLOCKS_OF_4)
         ],
-        [(INT8, SMALL_POOL), (HALF, SMALL_POOL)],
+        [({**INT8, **HALF}, SMALL_POOL)],
     ),
     ids=str,
 )
@@ -461,6 +422,7 @@ def test_fewer_bits(types, geometry, directories, prompts, lone_tokens):
     bfloat16 on nothing but the row: tokens and bits are those of the lone request.
     """
     params = [KINDS["greedy"], KINDS["seeded"]] * 3
+    types = {**types, "largest_shapes": True}
     with make_llm(directories["llama"], enable_prefix_caching=False, **types) as llm:
         want = [
             tokens_of(llm.generate(*one, use_tqdm=False))[0]

@@ -8,7 +8,7 @@ from collections import Counter
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxpage.scheduling import POLICIES, Preemption, WaitingQueue
@@ -16,6 +16,7 @@ from jaxpage.scheduling.admitting import spare_blocks
 from jaxpage.scheduling.queues import ByPriority, FairShare
 from jaxpage.step.request import SequenceGroup
 from tests.support.fake_device import Driver, alone, make_group
+from tests.support.sweeps import examples
 from tests.test_scheduler import make_driver
 
 
@@ -59,7 +60,7 @@ class Naive:
 
 
 @pytest.mark.parametrize("policy", sorted(POLICIES))
-@settings(max_examples=300)
+@examples(100)
 @given(events=st.lists(st.tuples(st.sampled_from("aaapprs"), st.integers(0, 10**6)), max_size=60))
 def test_the_queue_is_in_the_order_of_its_definition(policy, events):
     queue, naive = POLICIES[policy](), Naive(policy)

@@ -38,6 +38,7 @@ from tests.support.fake_device import (
     context_of,
     make_group,
 )
+from tests.support.sweeps import few
 from tests.test_scheduler import STATE_MACHINE as SCHEDULER_STATE_MACHINE
 from tests.test_scheduler import Caching, make_driver
 
@@ -528,20 +529,22 @@ class LeavesTheSaltOut(BlockManager):
         super().cache(sequence_id, num_computed, token_ids, digests, None)
 
 
-@pytest.mark.parametrize(
-    ("name", "mistake"),
-    [
-        ("scheduler_class", KeepsTheIndexWhenPagesAreLost),
-        ("running_set_class", CachesBeforeTheStep),
-        ("scheduler_class", CachesKnownForComputed),
-        ("manager_class", LeavesTheSaltOut),
-        ("manager_class", CachesPartialBlocks),
-        ("tables_class", CountsRevivedBlocksAsFree),
-        ("manager_class", TakesTheWholePrompt),
-        ("index_class", HashesWithoutParent),
-        ("index_class", IgnoresTheSalt),
-    ],
-)
+OF_THE_SCHEDULER = [
+    ("scheduler_class", KeepsTheIndexWhenPagesAreLost),
+    ("running_set_class", CachesBeforeTheStep),
+    ("scheduler_class", CachesKnownForComputed),
+    ("manager_class", LeavesTheSaltOut),
+]
+SEEN_ABOVE = [
+    ("manager_class", CachesPartialBlocks),
+    ("tables_class", CountsRevivedBlocksAsFree),
+    ("manager_class", TakesTheWholePrompt),
+    ("index_class", HashesWithoutParent),
+    ("index_class", IgnoresTheSalt),
+]
+
+
+@pytest.mark.parametrize(("name", "mistake"), few(OF_THE_SCHEDULER + SEEN_ABOVE, OF_THE_SCHEDULER))
 def test_the_state_machine_of_the_scheduler_sees_planted_mistakes(name, mistake):
     machine = type("Mistaken", (Caching,), {name: mistake})
     with pytest.raises(Exception):  # noqa: B017 - an assertion, or what the confusion leads to

@@ -36,6 +36,8 @@ from tests.support.sweeps import few
 from tests.test_sampler import BUCKET, NEUTRAL, NUM_ROWS, TABLES, flags_of, inputs_for, run_draw
 from tests.test_sampler import VOCAB as WIDTH
 
+pytestmark = pytest.mark.usefixtures("largest_shapes")
+
 VOCAB = LLAMA["vocab_size"]
 PROMPT = np.random.default_rng(0).integers(1, VOCAB, 21).tolist()
 PROCESSED = SamplingParams(

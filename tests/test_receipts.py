@@ -30,13 +30,14 @@ from jaxpage.receipts import check_receiptable, parse_receipt, read_receipt, ver
 from jaxpage.receipts.receipt import MAX_FILE_BYTES, checksum_of
 from tests.support.engines import BLOCKS_OF_4, make_llm
 from tests.support.running import SMALL, Running, running
+from tests.support.sweeps import few
 
 ROOT = Path(__file__).parents[1]
 DEMO = Path(jaxpage.__file__).parent / "demo"
 PROMPT = "Once upon a time"
 SAMPLED: dict[str, Any] = {"temperature": 1.5, "max_tokens": 8}
 DRAFTS: dict[str, Any] = {"method": "ngram", "num_speculative_tokens": 3}
-pytestmark = pytest.mark.usefixtures("compiled_when_used")
+pytestmark = pytest.mark.usefixtures("compiled_when_used", "largest_shapes")
 
 
 @pytest.fixture(scope="module")
@@ -91,16 +92,7 @@ def test_an_answer_is_verified_alone_and_among_others(llm: LLM, params: dict[str
     assert not {"user", "cache_salt", "logprobs"} & body["request"]["params"].keys()
 
 
-def test_drafts_small_blocks_and_neighbours_are_verified_in_a_plain_process(tmp_path: Path) -> None:
-    """What changes no bit may differ: the other process has one request at a time in its blocks of 16."""
-    path = tmp_path / "receipt.json"
-    settings: dict[str, Any] = {**BLOCKS_OF_4, "speculative_config": DRAFTS}
-    with make_llm("demo", **settings) as busy:
-        prompts = [f"{PROMPT} {PROMPT} {word}" for word in ("there", "a king", "in", "was")]
-        params = SamplingParams(temperature=0.7, max_tokens=40)
-        outputs = busy.generate(prompts, params, use_tqdm=False, receipt=True)
-        assert sum(output.metrics.num_draft_tokens for output in outputs if output.metrics)
-    path.write_text(json.dumps(outputs[1].receipt))
+def verify_in_a_process_of_its_own(path: Path) -> str:
     program = (
         "import sys\nfrom jaxpage.receipts import read_receipt\n"
         "from tests.support.engines import make_llm\nfrom tests.support.executables import *\n"
@@ -110,7 +102,27 @@ def test_drafts_small_blocks_and_neighbours_are_verified_in_a_plain_process(tmp_
     done = subprocess.run(
         [sys.executable, "-c", program, str(path)], cwd=ROOT, capture_output=True, text=True
     )
-    assert "result='equal'" in done.stdout, done.stdout + done.stderr[-2000:]
+    return done.stdout + done.stderr[-2000:]
+
+
+@pytest.mark.parametrize("process", few(["this", "another"], ["this"]))
+def test_drafts_small_blocks_and_neighbours_are_verified_by_a_plain_engine(
+    process: str, llm: LLM, tmp_path: Path
+) -> None:
+    """What changes no bit may differ: the other engine has one request at a time in its blocks of 16."""
+    path = tmp_path / "receipt.json"
+    settings: dict[str, Any] = {**BLOCKS_OF_4, "speculative_config": DRAFTS}
+    with make_llm("demo", **settings) as busy:
+        prompts = [f"{PROMPT} {PROMPT} {word}" for word in ("there", "a king", "in", "was")]
+        params = SamplingParams(temperature=0.7, max_tokens=40)
+        outputs = busy.generate(prompts, params, use_tqdm=False, receipt=True)
+        assert sum(output.metrics.num_draft_tokens for output in outputs if output.metrics)
+    path.write_text(json.dumps(outputs[1].receipt))
+    if process == "this":
+        verdict = str(llm.verify(read_receipt(str(path)).body()))
+    else:
+        verdict = verify_in_a_process_of_its_own(path)
+    assert "result='equal'" in verdict, verdict
 
 
 def test_the_hashes_are_those_of_the_checkpoint(receipt: dict[str, Any]) -> None:

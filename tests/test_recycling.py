@@ -17,6 +17,8 @@ from jaxpage.speculation.recycling import NUM_RECYCLED, RecyclingProposer
 from jaxpage.step.draft import Draft
 from tests.support.fake_device import make_group
 
+pytestmark = pytest.mark.usefixtures("largest_shapes")
+
 VOCAB = 6
 TREE = search([recycling.ACCURACIES] * recycling.MOST_LEVELS, MOST_DRAFTS)
 
@@ -111,6 +113,7 @@ def test_auto_is_refused():
 # --- what it is worth
 
 
+@pytest.mark.sweep  # that its drafts are right: tests/test_methods_in_engines.py
 @pytest.mark.usefixtures("compiled_when_used")
 def test_it_is_worth_something_on_the_demo_model():
     """Greedily and hot: what one tale taught is of use in the next one."""

@@ -9,10 +9,20 @@ import numpy as np
 import pytest
 
 from jaxpage import LLM, BeamSearchParams, SamplingParams
-from tests.support.engines import ENGINES, LLAMA, MISTRAL, engines_by_name, invariants, make_llm
+from tests.support.engines import (
+    ENGINES,
+    LLAMA,
+    MISTRAL,
+    SMALL_POOL,
+    engines_by_name,
+    invariants,
+    make_llm,
+)
 from tests.support.random_checkpoints import random_checkpoint
 from tests.support.sweeps import few
 from tests.support.tokenizers import write_tokenizer
+
+pytestmark = pytest.mark.usefixtures("largest_shapes")
 
 STOPS = tuple(range(80, 136))
 PENALTIES = {"repetition_penalty": 1.4, "frequency_penalty": 0.7, "presence_penalty": 0.5}
@@ -83,10 +93,10 @@ def generated(llm: LLM, requested: Asked) -> list[Any]:
 
 @pytest.fixture(scope="module")
 def alone(directories):
-    """What each request gives by itself, with nothing cached, by family; the strangers come last."""
-    found = {}
+    """What each request gives by itself, with nothing cached, by family; the strangers come last. In the shapes of the engines below."""
+    found, sizes = {}, {**SMALL_POOL, "num_blocks": 129, "max_num_seqs": 16}
     for family, directory in directories.items():
-        with make_llm(directory, enable_prefix_caching=False) as llm:
+        with make_llm(directory, enable_prefix_caching=False, **sizes) as llm:
             found[family] = [contents(generated(llm, [one]))[0] for one in [*ASKED, *CROWD]]
             invariants(llm)
     return found
@@ -147,14 +157,14 @@ def test_requests_give_among_others_what_they_give_alone(engine, engines, alone)
     ("family", "mode"),
     few(
         itertools.product(("llama", "mistral"), ("swap", "recompute")),
-        [("llama", "recompute"), ("mistral", "swap")],
+        [("llama", "recompute")],
     ),
 )
 def test_requests_that_give_way_at_any_step_go_on_as_they_were(family, mode, engines, alone):
     """In a prompt, before and after it forks, later: all but the oldest request give way at once."""
     llm = engines(f"{family} {mode}")
     engine, older = llm._engine, ([3] * 9, CROWD[0][1])
-    for step in range(1, 18, 2):
+    for step in range(1, 18, 3):
         llm.reset_prefix_cache()
         requested = [older, *ASKED]
         reporters = [
@@ -170,5 +180,5 @@ def test_requests_that_give_way_at_any_step_go_on_as_they_were(family, mode, eng
             engine.scheduler.check()
         outputs = contents([reporter.whole() for reporter in reporters[1:]])
         assert outputs == alone[family][: len(ASKED)]
-    assert llm.stats()["num_preemptions_total"][mode] >= 9 * 4
+    assert llm.stats()["num_preemptions_total"][mode] >= 6 * 4
     invariants(llm)

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxpage.device.inputs.buckets import Bucket
@@ -26,6 +26,7 @@ from jaxpage.device.token_logprobs import log_probabilities
 from jaxpage.device.truncation import truncate
 from jaxpage.shapes import NUM_CANDIDATES
 from tests.support.distributions import kept, probabilities, z_score
+from tests.support.sweeps import examples
 
 NUM_ROWS, VOCAB = 512, 8
 BUCKET = Bucket(NUM_ROWS, NUM_ROWS, 1)
@@ -34,7 +35,7 @@ BUCKET = Bucket(NUM_ROWS, NUM_ROWS, 1)
 run_truncate = jax.jit(truncate, static_argnames="by_row")
 
 
-@settings(max_examples=150, deadline=None)
+@examples(60)
 @given(
     seed=st.integers(0, 2**20),
     scale=st.sampled_from([0.01, 1.0, 30.0]),

@@ -18,6 +18,8 @@ torch = pytest.importorskip("torch", reason="the oracle is transformers on torch
 from tests.support.hf_models import save_model  # noqa: E402
 from tests.support.sweeps import few  # noqa: E402
 
+pytestmark = pytest.mark.usefixtures("largest_shapes")
+
 LENGTHS = (3, 41, 100, 7)
 
 

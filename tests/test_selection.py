@@ -26,11 +26,13 @@ KERNELS = Backend("triton", interpret=True)
 V = 300  # of three tiles, the last of which is not full
 
 
-@pytest.fixture(autouse=True)
-def small_tiles(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(select, "TILE", 128)
-    yield
-    jax.clear_caches()  # of mistakes that were planted
+@pytest.fixture(scope="module", autouse=True)
+def small_tiles() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(select, "TILE", 128)
+        jax.clear_caches()
+        yield
+    jax.clear_caches()
 
 
 def rows_of_logits() -> dict[str, np.ndarray]:
@@ -220,8 +222,11 @@ MISTAKES: dict[str, tuple[str, object]] = {
 @pytest.mark.parametrize("mistake", few(MISTAKES, ["low halves are lost"]))
 def test_planted_mistakes_are_found(mistake: str, monkeypatch: pytest.MonkeyPatch) -> None:
     name, plant = MISTAKES[mistake]
-    monkeypatch.setattr(select, name, plant(getattr(select, name)))  # type: ignore[operator]
     _, (logits_RV, *cuts) = all_rows()
     ones_R = np.ones(len(logits_RV), np.float32)
     want = np.asarray(kept_without(logits_RV, ones_R, *cuts, by_row=False))
-    assert (kept_by_kernel(logits_RV, ones_R, *cuts) & (logits_RV > -np.inf) != want).any()
+    jax.clear_caches()
+    monkeypatch.setattr(select, name, plant(getattr(select, name)))  # type: ignore[operator]
+    got = kept_by_kernel(logits_RV, ones_R, *cuts) & (logits_RV > -np.inf)
+    jax.clear_caches()
+    assert (got != want).any()

@@ -92,7 +92,7 @@ def measure(
     return progress, progress.tokens_per_second / max(fixed), progress.tokens_per_second / fixed[0]
 
 
-SOME = [("CPU", (1, 5, 17)), ("A100 with a head", (2, 64))]
+SOME = [("CPU", (17,)), ("A100 with a head", (2,))]
 
 
 @pytest.mark.parametrize(
@@ -126,7 +126,7 @@ def of_none(rates: tuple[float, ...], num_rows: int, seed: int) -> float:
     return loop.run(400).tokens_per_second / expected(CPU, loop.limits, rates, num_rows, 0)
 
 
-@pytest.mark.parametrize("num_rows", few([1, 4, 16], [1, 16]))
+@pytest.mark.parametrize("num_rows", few([1, 4, 16], [16]))
 def test_costs_that_were_measured_wrong_do_not_make_it_lose_for_long(num_rows):
     shares = [
         of_none(PROFILES[profile], num_rows, seed)
@@ -182,7 +182,7 @@ def recovery(device: ShapedDevice, num_rows: int, before: float, after: float) -
 
 @pytest.mark.parametrize(
     ("device", "num_rows"),
-    few([("A100", 2), ("A100", 32), ("CPU", 1), ("CPU", 3)], [("A100", 32), ("CPU", 3)]),
+    few([("A100", 2), ("A100", 32), ("CPU", 1), ("CPU", 3)], [("A100", 32)]),
 )
 def test_it_follows_a_change(device, num_rows):
     away, back = (recovery(DEVICES[device], num_rows, *rates) for rates in ((0.9, 0.0), (0.0, 0.9)))

@@ -21,6 +21,8 @@ from tests.support.engines import LLAMA, make_llm
 from tests.support.random_checkpoints import random_checkpoint
 from tests.support.scripted import DRAFTING, Scripted, draft_with, without_drafts
 
+pytestmark = pytest.mark.usefixtures("largest_shapes")
+
 PROMPT = np.random.default_rng(1).integers(1, 257, 21).tolist()
 PARAMS = SamplingParams(temperature=1.0, seed=3, max_tokens=12, ignore_eos=True)
 NAMES = (

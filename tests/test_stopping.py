@@ -23,6 +23,7 @@ from jaxpage.step.plan import Row, Sample, StepPlan, StepResult
 from jaxpage.step.request import Request
 from jaxpage.step.strategy import Draw
 from jaxpage.step.token_masks import Mask
+from tests.support.sweeps import examples
 
 # Token ids and the bytes that they stand for: whole words, stop strings in parts, and the bytes of
 # € and 😀 one by one.
@@ -160,7 +161,7 @@ cases = given(
 )
 
 
-@settings(max_examples=1500)
+@examples(400)
 @cases
 @example([0, 0, 1], ["aab", "ab"], False, 0, 20)  # both end here: the longer one counts
 # "a" is complete first, although "aabc" begins no later
@@ -176,7 +177,7 @@ def test_streamed_text_is_the_whole_text_cut_at_the_first_stop(
     agree_with_the_oracle(token_ids, stops, include, min_tokens, max_tokens)
 
 
-@settings(max_examples=300)
+@examples(100)
 @given(
     text=st.text("ab", max_size=16),
     stops=st.lists(st.text("ab", min_size=1, max_size=5), min_size=1, max_size=3),

@@ -21,7 +21,10 @@ from jaxpage.engine.text import StreamDetokenizer
 from jaxpage.step.plan import StepResult
 from tests.support.engines import invariants
 from tests.support.running import SMALL
+from tests.support.sweeps import examples
 from tests.support.tokenizers import byte_letters
+
+pytestmark = pytest.mark.usefixtures("largest_shapes")
 
 PROMPT = "Once upon a time"
 EOS, STOP_ID = 0, 281
@@ -226,7 +229,7 @@ cases = given(
 )
 
 
-@settings(max_examples=250)
+@examples(120)
 @cases
 @example([[[65, *EURO, 66]]], ["a€"], False, 0, 12, None)  # over four tokens
 @example([[[65, *EURO, 66]]], ["€b"], True, 0, 12, None)

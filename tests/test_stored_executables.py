@@ -43,7 +43,7 @@ print(json.dumps(found))
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    return random_checkpoint(tmp_path_factory.mktemp("model"), LLAMA)
+    return random_checkpoint(tmp_path_factory.mktemp("model"), {**LLAMA, "num_hidden_layers": 1})
 
 
 def start(model: Path, cache: Path, num_engines: int) -> tuple[list[Any], str]:

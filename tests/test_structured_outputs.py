@@ -40,6 +40,8 @@ from tests.support.engines import (
 from tests.support.random_checkpoints import random_checkpoint
 from tests.support.tokenizers import END, write_tokenizer
 
+pytestmark = pytest.mark.usefixtures("compiled_when_used", "largest_shapes", "usual_pages")
+
 SCHEMA = {
     "type": "object",
     "properties": {
@@ -164,13 +166,13 @@ def bad_outputs(llm, kind, num_seeds, **changes):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_a_random_model_says_is_what_was_asked_for(kind, llm):
-    bad, outputs = bad_outputs(llm, kind, 12)
+    bad, outputs = bad_outputs(llm, kind, 8)
     assert not bad
     finished = [one for (one,) in outputs if one.finish_reason == "stop"]
-    assert len(finished) >= 4 and all(
+    assert len(finished) >= 3 and all(
         one.token_ids[-1] == END and one.stop_reason is None for one in finished
     )
-    assert len({one.text for one in finished}) >= 3
+    assert len({one.text for one in finished}) >= 2
 
 
 def test_without_a_grammar_it_says_something_else(llm):
@@ -297,16 +299,6 @@ def requests():
 def lone(directory, requests):
     with make_llm(directory, enable_prefix_caching=False) as llm:
         return [run(llm, [prompt], one)[0] for prompt, one in zip(*requests, strict=True)]
-
-
-def test_streams(llm):
-    one = params("json", n=2)
-    ((*whole,),) = run(llm, ["a"], one)
-    texts = ["", ""]
-    for chunk in llm.stream("a", one):
-        for output in chunk.outputs:
-            texts[output.index] += output.text
-    assert texts == [output.text for output in whole]
 
 
 def test_stop_strings_cut_it_short(llm):

@@ -23,6 +23,8 @@ from tests.support.matrix import (
 )
 from tests.support.sweeps import few
 
+pytestmark = pytest.mark.usefixtures("largest_shapes")
+
 ROOT = Path(__file__).parent.parent
 # The packaged model has no experts: see tests/test_routed_experts.py.
 FIELDS = [
@@ -32,8 +34,9 @@ FIELDS = [
     if field.name != "return_routed_experts"
 ]
 PARAMETERS = list(dict.fromkeys(FIELDS))
-# What these change, tests/test_requests_among_others.py and the fuzzer find for all parameters together.
-SWEPT = ("prefix cache", "preemption", "chunked")
+# What these change, tests/test_requests_among_others.py, tests/test_speculation.py, tests/test_structured_outputs.py and the fuzzer find
+# for all parameters together.
+SWEPT = ("n > 1", "structured", "prefix cache", "preemption", "chunked", "speculation")
 OF_THIS_PROCESS = [feature for feature in FEATURES if feature != ON_DEVICES]
 
 

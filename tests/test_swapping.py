@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxpage import EngineConfig, SamplingParams
@@ -213,7 +213,6 @@ def plans(draw):
     )
 
 
-@settings(max_examples=60)
 @given(st.lists(plans(), min_size=1, max_size=4), st.sampled_from(list(KINDS)))
 def test_any_plans_do_what_the_model_says(steps, kind):
     assert_agrees(make_runner(kind), *steps)
@@ -374,7 +373,8 @@ def test_a_sequence_that_was_away_goes_on_to_the_last_bit(directory):
         row = Row(0, start, tuple(tokens), (table,))
         return runner.run(builder.build(StepPlan(0, (row,), (sample,), **moves)))
 
-    with make_llm(directory, num_blocks=33, preemption_mode="auto", at_start=True) as llm:
+    settings = {"num_blocks": 33, "preemption_mode": "auto", "largest_shapes": True}
+    with make_llm(directory, at_start=True, **settings) as llm:
         runner, builder = llm._engine.runner, llm._engine.builder
         assert len(builder.host_blocks[0]) == llm.memory.num_host_blocks == 32
         before = llm.stats()["compile_total"]
@@ -404,6 +404,7 @@ def test_who_does_not_swap_compiles_nothing_for_it(directory, settings):
         assert {"gather 0", "scatter 0"}.isdisjoint(llm._engine.runner.executables._table)
 
 
+@pytest.mark.usefixtures("compiled_when_used")
 def test_as_many_host_blocks_as_asked_for_or_a_refusal(directory, monkeypatch):
     def built(**settings):
         small = EngineConfig(

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxpage import SamplingParams
@@ -33,9 +33,12 @@ from tests.support.scripted import (
     mixed_up,
     without_drafts,
 )
+from tests.support.sweeps import examples
 from tests.support.tokenizers import write_tokenizer
 from tests.support.wire import VOCAB_SIZE, context
 from tests.support.wire import tokenizer as wire_tokenizer
+
+pytestmark = pytest.mark.usefixtures("largest_shapes")
 
 VOCAB: Any = LLAMA["vocab_size"]
 SPECIAL = ("<|end|>", "<think>", "</think>")
@@ -118,7 +121,7 @@ MARKERS = st.sampled_from(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@examples(60)
 @given(
     markers=MARKERS,
     num_tokens=st.integers(0, 5),

@@ -6,6 +6,7 @@ code, mlx-lm and vLLM do not, and published configs have `time_step_limit: [0, I
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from pathlib import Path
@@ -22,6 +23,7 @@ import jax.numpy as jnp
 from jaxpage.checkpoints import load_weights, open_model
 from tests.support.dense import logits_of
 from tests.support.hf_models import save_model
+from tests.support.sweeps import few
 
 TOKENS = np.arange(2, 42) * 7 % 61
 Tensors = dict[str, np.ndarray]
@@ -147,8 +149,13 @@ def logits_by_definition(directory: Path, names: Names, limit: tuple[float, floa
 MIXER_EPSILON = {"zamba2-turns": 1e-5}
 
 
-@pytest.mark.parametrize("limit", LIMITS)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "limit"),
+    few(
+        itertools.product(FAMILIES, LIMITS),
+        [*((family, "both") for family in FAMILIES), ("nemotron_h", "null"), ("mamba2", "absent")],
+    ),
+)
 def test_time_steps_are_cut_by_their_limit(family, limit, tmp_path):
     names = FAMILIES[family]
     save_model(names.form, tmp_path, **names.overrides)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -229,9 +230,19 @@ def test_groups_of_inputs_that_no_turn_holds_are_refused_with_the_reason():
         grouped_product(rows_of("bfloat16", 96), weight, jnp.array(COUNTS[0]), backend="reference")
 
 
-@pytest.mark.parametrize("name", CODES)
-@pytest.mark.parametrize("num_rows", [64, 4096])
-def test_it_lowers_for_cuda_once_for_all_layers(name, num_rows):
+@pytest.mark.parametrize(
+    ("num_rows", "name"),
+    few(
+        itertools.product([64, 4096], CODES),
+        [
+            (64, "fp8 blocks"),
+            (64, "fp4 small groups"),
+            (4096, "int4 minima"),
+            (4096, "int8 groups"),
+        ],
+    ),
+)
+def test_it_lowers_for_cuda_once_for_all_layers(num_rows, name):
     code, _, _, _, group_size, *rest = CODES[name]
     shape = (8, 256, 768)
     weight, _ = make_weight(code, shape, shape[2] if "outputs" in name else group_size, *rest)

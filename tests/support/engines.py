@@ -17,6 +17,7 @@ import pytest
 
 from jaxpage import LLM, SamplingParams
 from jaxpage.assembly.planning import engine_spec
+from jaxpage.device.inputs.buckets import BucketMenu, make_menu
 from jaxpage.device.inputs.step_inputs import unpack
 from jaxpage.device.pages import kv_pages
 from jaxpage.device.steps import logits_step
@@ -113,24 +114,35 @@ _DEVICE_BLOCKS = {
 _WITH_SCRATCH_BLOCKS = ("draft_model", "eagle", "eagle3", "mtp", "auto")
 
 
-def make_llm(directory: Path | str, *, at_start: bool = False, **settings: Any) -> LLM:
+def make_llm(
+    directory: Path | str, *, at_start: bool = False, largest_shapes: bool = False, **settings: Any
+) -> LLM:
     """An LLM with a small menu of shapes; those that move blocks to the host only where a test asks for them.
 
     They compute in float32, whatever the checkpoint is in, unless a test asks for another type.
 
     at_start: everything is compiled at the start, as for users; otherwise each shape when it is first used.
+    largest_shapes: steps with few rows run in the shapes of those with many. Where the choice among shapes is no subject, this saves a
+    second for each that is not compiled.
 
     A pool that is smaller than its geometry's is small on the host alone: the pages on the device, which are in every shape, keep their
     size. A drafter on the device has scratch blocks right behind the pool, so there the pages are as large as was asked.
 
     Where "auto" steps are asked for by name, they are those of an accelerator, up to 4 at once.
     """
-    llm: LLM = make_kind(LLM, directory, at_start=at_start, **settings)
+    llm: LLM = make_kind(
+        LLM, directory, at_start=at_start, largest_shapes=largest_shapes, **settings
+    )
     return llm
 
 
 def make_kind(
-    kind: type[Any], directory: Path | str, *, at_start: bool = False, **settings: Any
+    kind: type[Any],
+    directory: Path | str,
+    *,
+    at_start: bool = False,
+    largest_shapes: bool = False,
+    **settings: Any,
 ) -> Any:
     """Returns an `LLM` or an `AsyncLLM` as `make_llm` makes it."""
     settings = {**BLOCKS_OF_16, "dtype": "float32", "preemption_mode": "recompute", **settings}
@@ -139,14 +151,30 @@ def make_kind(
         drafting = {"method": drafting} if isinstance(drafting, str) else drafting
         method = drafting.get("method") if isinstance(drafting, dict) else drafting.method
         if method not in _WITH_SCRATCH_BLOCKS:
-            patch.setattr(engine_spec, "page_shapes", _roomy_page_shapes)
+            patch.setattr(engine_spec, "page_shapes", roomy_page_shapes)
         if settings.get("num_scheduler_steps") == "auto":
             patch.setattr(engine_spec, "STEPS_ON_CPU", 4)
+        if largest_shapes:
+            patch.setattr(engine_spec, "make_menu", make_short_menu)
         with contextlib.nullcontext() if at_start else when_used():
             return kind(model=str(directory), use_tqdm=False, **settings)
 
 
-def _roomy_page_shapes(
+def make_short_menu(*sizes: Any, **kinds: Any) -> BucketMenu:
+    """Returns the menu with the most rows of each kind of step alone: one shape for each number of tokens of a row."""
+    menu = make_menu(*sizes, **kinds)
+    verify = {bucket.num_tokens // bucket.num_rows: bucket for bucket in menu.verify}
+    return dataclasses.replace(
+        menu,
+        decode=menu.decode[-1:],
+        chunk=menu.chunk[-1:],
+        verify=tuple(sorted(verify.values())),
+        multi_step=menu.multi_step[-1:],
+        vectors=menu.vectors[-1:],
+    )
+
+
+def roomy_page_shapes(
     kv: KVSpec, num_blocks: list[int], block_size: int, dtype: Any, **layout: bool
 ) -> kv_pages.KVPages:
     """`kv_pages.page_shapes`, but for pages with more blocks than the host hands out."""

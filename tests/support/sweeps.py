@@ -1,11 +1,14 @@
-"""Tests with many cases: a few of them are run always, all of them in a sweep."""
+"""Tests with many cases: a few of them are run always, all of them in a sweep or in a nightly run."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 from typing import Any
 
+import hypothesis
 import pytest
+
+USUAL_EXAMPLES = 40  # of hypothesis, in the usual profile of tests/conftest.py
 
 
 def few(cases: Iterable[Any], kept: Collection[Any]) -> list[Any]:
@@ -19,3 +22,9 @@ def few(cases: Iterable[Any], kept: Collection[Any]) -> list[Any]:
         else pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.sweep)
         for case in cases
     ]
+
+
+def examples(number: int, **options: Any) -> hypothesis.settings:
+    """Returns hypothesis' settings for so many examples in the usual run, and for a dozen times as many in a nightly one."""
+    factor = hypothesis.settings.default.max_examples / USUAL_EXAMPLES
+    return hypothesis.settings(max_examples=int(number * factor), **options)
