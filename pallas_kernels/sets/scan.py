@@ -6,10 +6,11 @@ step, so short steps stay cheap although all shapes are static.
 
 A token's result is a function of its row alone, to the last bit, whatever else is in the call. It
 does not depend on the block size, the width of the block table, the other rows, or how many query
-tokens its row has. Three habits make it so in float32 on CPU: tiles of the context have a fixed
+tokens its row has. Four habits make it so in float32 on CPU: tiles of the context have a fixed
 size; matrix products have from 2 to 32 rows, since XLA computes fewer or many more on other paths;
-and sums are written out by halves, since XLA splits a plain reduction differently for different
-shapes.
+heads have a multiple of 16 numbers in them, since with 4 or 8 XLA rounds by the number of rows on a
+processor without AVX-512; and sums are written out by halves, since XLA splits a plain reduction
+differently for different shapes.
 
 With a tree mask a token is a tile of its own, and the tokens that it sees of its row follow the
 context in the order of the row. So a token of a tree has, to the last bit, the result that it would
@@ -38,6 +39,7 @@ CONTEXT_TILE = 64
 QUERY_TILE = 16  # the most tokens of a row in a tile
 # The most rows of a tile's matrix products: XLA computes 64 and more on yet another path.
 QUERY_ROWS = 32
+WIDTHS = 16  # heads are multiplied in multiples of it
 MASKED = -1e30  # finite, so that a row that sees nothing gives no NaN
 
 # Products are in float32, without TF32 on GPUs.
@@ -138,7 +140,7 @@ def _online_softmax(arguments: Arguments, tiles: QueryTiles, q_RKAH: jax.Array) 
         # zero times NaN is NaN.
         needed_RC = (position_C >= first_R[:, None]) & (position_C <= last_R[:, None])
         v_RCKH = jnp.where(needed_RC[:, :, None, None], v_RCKH, 0.0)
-        scores = _product("rkah,rckh->rkac", q_RKAH, k_RCKH)
+        scores = _product("rkah,rckh->rkac", _widen(q_RKAH), _widen(k_RCKH))
         if options.logit_softcap is not None:
             scores = options.logit_softcap * jnp.tanh(scores / options.logit_softcap)
         back_RAC = position_RA[:, :, None] - position_C
@@ -151,7 +153,8 @@ def _online_softmax(arguments: Arguments, tiles: QueryTiles, q_RKAH: jax.Array) 
         new_top = jnp.maximum(top_RKA, scores.max(-1))
         weights = jnp.exp(scores - new_top[..., None])
         shrink = jnp.exp(top_RKA - new_top)
-        new_out = out_RKAH * shrink[..., None] + _product("rkac,rckh->rkah", weights, v_RCKH)
+        added_RKAH = _product("rkac,rckh->rkah", weights, _widen(v_RCKH))
+        new_out = out_RKAH * shrink[..., None] + added_RKAH[..., : arguments.out_width]
         return new_top, total_RKA * shrink + _sum_by_halves(weights), new_out
 
     shape = q_RKAH.shape[:3]
@@ -179,6 +182,12 @@ def _of_queries(of_heads_N: jax.Array, group: int, shape: tuple[int, ...]) -> ja
     """Returns a number of each query head for every query of a tile, in this shape [R, K, A]."""
     tiled_KA = jnp.tile(of_heads_N.reshape(-1, group), (1, shape[2] // group))
     return jnp.broadcast_to(tiled_KA, shape)
+
+
+def _widen(x: jax.Array) -> jax.Array:
+    """Returns heads with zeros after their numbers, up to a multiple of `WIDTHS`."""
+    lacking = -x.shape[-1] % WIDTHS
+    return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, lacking)])
 
 
 def _sum_by_halves(x: jax.Array) -> jax.Array:
