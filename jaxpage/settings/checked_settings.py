@@ -179,9 +179,11 @@ class Settings(BaseModel):
         # A setting that takes several kinds of values has one error for each kind; join them.
         problems: dict[str, list[str]] = {}
         for item in error.errors(include_url=False, include_context=False):
-            # The rest of the location says only which kind was tried.
-            first, *deeper = map(str, item["loc"])
-            name = ".".join([first, *(deeper[:1] if first in cls.nested else [])])
+            # The second part may be a setting of a group or a place in a list; else, like the rest,
+            # it says only which kind was tried.
+            first, *deeper = item["loc"]
+            is_path = first in cls.nested or (deeper and isinstance(deeper[0], int))
+            name = ".".join(map(str, item["loc"][: 2 if is_path else 1]))
             message = item["msg"].replace("Input should", "must").replace("String should", "must")
             message = message.removeprefix("Value error, ")
             if item["type"] == "extra_forbidden":
