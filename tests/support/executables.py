@@ -233,7 +233,8 @@ def _members(name: str, module: ModuleType) -> Iterator[tuple[str, object]]:
         yield f"{name}.{attribute}", value
         if isinstance(value, type) and value.__module__ == name:
             for inner, member in vars(value).items():
-                yield f"{name}.{attribute}.{inner}", member
+                if inner != "__annotations__":  # it appears when somebody first asks for it
+                    yield f"{name}.{attribute}.{inner}", member
 
 
 def _workspace_bytes(executable: Any) -> int:
