@@ -49,11 +49,13 @@ SUMS = frozenset(
 def with_ordered_sums(kernels: LayerKernels, backend: Backend) -> LayerKernels:
     """Returns the kernels of layers, of which those that add up do so in one order."""
 
-    def stored(weight: jax.Array | Grouped) -> jax.Array | QuantizedWeight:
+    def to_kernel_weight(weight: jax.Array | Grouped) -> jax.Array | QuantizedWeight:
         return QuantizedWeight(*weight) if isinstance(weight, Grouped) else weight
 
     def multiply(x_TI: jax.Array, weight: jax.Array | Grouped, result: DTypeLike) -> jax.Array:
-        y_TO, sums_ZTO = product_and_sums(x_TI, stored(weight), result=result, **backend.options)
+        y_TO, sums_ZTO = product_and_sums(
+            x_TI, to_kernel_weight(weight), result=result, **backend.options
+        )
         if sums_ZTO is not None:
             # The compiler leaves the product out where kernels after it read the sums alone.
             trace_scope().segments[id(y_TO)] = (y_TO, sums_ZTO)
@@ -63,7 +65,7 @@ def with_ordered_sums(kernels: LayerKernels, backend: Backend) -> LayerKernels:
         x_PI: jax.Array, weight: jax.Array | Grouped, count_E: jax.Array | None, result: DTypeLike
     ) -> jax.Array:
         return batch_invariant_product(
-            x_PI, stored(weight), count_E, result=result, **backend.options
+            x_PI, to_kernel_weight(weight), count_E, result=result, **backend.options
         )
 
     functions = SETS[backend.name].rows

@@ -173,7 +173,6 @@ class TraceScope:
     sums: dict[int, tuple[jax.Array, jax.Array, jax.Array]] = field(
         default_factory=dict, init=False, repr=False
     )
-
     segments: dict[int, tuple[jax.Array, jax.Array]] = field(
         default_factory=dict, init=False, repr=False
     )

@@ -174,7 +174,7 @@ class Scheduler:
                 may become.
         """
         self._requests.add(group)
-        self._several.arrived()
+        self._several.note_arrival()
 
     def abort(self, request_id: str, reason: str = "abort") -> SequenceGroup | None:
         """Ends a group in whatever state it is, and gives its blocks back at once.
@@ -299,7 +299,7 @@ class Scheduler:
         if drafts.of:
             self._plan_drafts(step, drafts.of)
         self._num_steps += 1
-        self._several.planned(step)
+        self._several.count_step(step)
         return step.freeze(self._num_steps, self.block_manager)
 
     def _has_room_for_whole(self, computing: list[Members], num_decoding: int) -> bool:

@@ -8,7 +8,7 @@ from jaxpage.step.limits import StepLimits
 
 # The steps between two arrivals for each decode step that one executable runs, where their number
 # adapts. A request that comes in the middle waits for all of them, up to 60 ms on a GPU, and what
-# was computed behind the end of a text is dropped. With this bound the wait is at most a sixteenth
+# was computed after the end of a text is dropped. With this bound the wait is at most a sixteenth
 # of the time since the last arrival, also where requests come at a steady rate, and so is the loss
 # of a request alone, while the host's part falls to an eighth. Steps are counted, not seconds: a
 # plan depends on events alone, which a replay repeats.
@@ -27,11 +27,11 @@ class SeveralSteps:
         self._limits = limits
         self._num_quiet_steps = 0
 
-    def arrived(self) -> None:
+    def note_arrival(self) -> None:
         """Notes that a request has come."""
         self._num_quiet_steps = 0
 
-    def planned(self, step: PlanBuilder) -> None:
+    def count_step(self, step: PlanBuilder) -> None:
         """Counts a step that was planned."""
         lengths = [len(draft.token_ids) for draft in step.drafts.values()]
         self._num_quiet_steps += 1 + max(lengths, default=0)
