@@ -28,31 +28,24 @@ def measure_costs(builder: BatchBuilder, runner: Runner, controller: Controller)
     deepest = max(controller.depths, default=0)
     costs = controller.costs
     depths = sorted({0, 1, deepest}) if deepest else []
-    buckets = [
-        *builder.menu.decode,
-        *builder.menu.verify,
-        *(builder.menu.chunk[-1:] if deepest else ()),
-    ]
-    plans = [
-        replace(step, draft_depth=depth)
-        for bucket in buckets
-        for step, depths_of_step in (
-            (full_step(builder, bucket, LONG_CONTEXT), ()),
-            (full_step(builder, bucket), depths),
-        )
-        for depth in (None, *depths_of_step)
-    ]
-    seconds = np.reshape(_fastest(builder, runner, plans), (len(buckets), -1))
-    contexts = np.reshape([plan.rows[0].start for plan in plans], seconds.shape)
-    for bucket, (far, near, *_), (long, alone, *by_depth) in zip(
-        buckets, contexts.tolist(), seconds.tolist(), strict=True
+    shapes = [*builder.menu.decode, *builder.menu.verify]
+    buckets = [*shapes, *(builder.menu.chunk[-1:] if deepest else ())]
+    steps = [full_step(builder, bucket) for bucket in buckets]
+    far_steps = [full_step(builder, bucket, LONG_CONTEXT) for bucket in shapes]
+    plans = [replace(step, draft_depth=depth) for step in steps for depth in (None, *depths)]
+    seconds = _fastest(builder, runner, [*plans, *far_steps])
+    near_seconds = np.reshape(seconds[: len(plans)], (len(buckets), -1)).tolist()
+    # The chunk, which comes last, has no far step and no shape of the controller's.
+    for bucket, step, far_step, (alone, *by_depth), far in zip(
+        shapes, steps, far_steps, near_seconds, seconds[len(plans) :], strict=False
     ):
-        if bucket in builder.menu.chunk:
-            costs.prompt_token = max(0.0, by_depth[0] - alone) / bucket.num_tokens
-        else:
-            each = np.interp(range(1 + deepest), depths, by_depth).tolist() if deepest else ()
-            of_token = max(0.0, long - alone) / (far - near) if far > near else 0.0
-            costs.at_start((bucket.num_rows, bucket.num_tokens), alone, each, (of_token, near))
+        each = np.interp(range(1 + deepest), depths, by_depth).tolist() if deepest else ()
+        near, distance = step.rows[0].start, far_step.rows[0].start - step.rows[0].start
+        of_token = max(0.0, far - alone) / distance if distance else 0.0
+        costs.at_start((bucket.num_rows, bucket.num_tokens), alone, each, (of_token, near))
+    if deepest:
+        alone, without_drafts, *_ = near_seconds[-1]
+        costs.prompt_token = max(0.0, without_drafts - alone) / buckets[-1].num_tokens
 
 
 def describe_break_even(controller: Controller, decoded: Sequence[int]) -> str:
