@@ -210,7 +210,7 @@ JAXPAGE_AMX void weigh_few(const Attention& a, const Softmax& softmax, Block& bl
     Vec scores[kVecsOfTile], largest_of = splat(-kInfinity);
     for (int j = begin, i = 0; j < end; j += kLanes, ++i) {
       const Vec position = splat(static_cast<float>(start + j)) + ascending();
-      const Int lane = __builtin_convertvector(ascending(), Int) + static_cast<int32_t>(start + j);
+      const Int lane = to_int(ascending()) + static_cast<int32_t>(start + j);
       const Int is_seen = (lane >= block.first[h]) & (lane <= block.last[h]);
       scores[i] =
           softmax.score(a, products[j + h], splat(block.slope[h]), position - splat(block.own[h]));
@@ -325,9 +325,9 @@ JAXPAGE_AMX inline void store_head(const Attention& a, const Vec* sums, int64_t 
   uint16_t* to = static_cast<uint16_t*>(a.out) + at;
   for (int64_t i = 0; i < a.value_width / kLanes; i += 2, to += 2 * kLanes) {
     const Vec low = sums[i * stride] * factor, high = sums[(i + 1) * stride] * factor;
-    const Vec first = shuffled<0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23>(low, high);
+    const Vec first = shuffle<0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23>(low, high);
     const Vec second =
-        shuffled<8, 9, 10, 11, 24, 25, 26, 27, 12, 13, 14, 15, 28, 29, 30, 31>(low, high);
+        shuffle<8, 9, 10, 11, 24, 25, 26, 27, 12, 13, 14, 15, 28, 29, 30, 31>(low, high);
     const auto rounded = _mm512_cvtne2ps_pbh((__m512)second, (__m512)first);
     std::memcpy(to, &rounded, sizeof(rounded));
   }

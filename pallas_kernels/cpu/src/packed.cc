@@ -12,25 +12,18 @@
 #include "activations.h"
 #include "vec.h"
 
-#if defined(__aarch64__)
-#include <arm_neon.h>
-#endif
-
 namespace jaxpage {
 namespace JAXPAGE_ISA {
 namespace {
 
 // Vectors are as long as the processor has them: the sums of a tile stay in registers.
 #if defined(__AVX512F__)
-constexpr int kBytes = 64, kMostPanels = 4, kMostRows = 6;
+constexpr int kMostPanels = 4, kMostRows = 6;
 // Marks a function that uses these instructions. The caller asks whether the processor has them.
 // What such a function calls and inlines needs the mark, too.
 #define JAXPAGE_DOT __attribute__((target("avx512bf16,avx512vnni")))
-#elif defined(__AVX2__)
-constexpr int kBytes = 32, kMostPanels = 1, kMostRows = 6;
-#define JAXPAGE_DOT
 #else
-constexpr int kBytes = 16, kMostPanels = 1, kMostRows = 6;
+constexpr int kMostPanels = 1, kMostRows = 6;
 #define JAXPAGE_DOT
 #endif
 static_assert(kRowsAtOnce % kMostRows == 0, "a block of rows has whole tiles");
@@ -38,41 +31,13 @@ static_assert(kRowsAtOnce % kMostRows == 0, "a block of rows has whole tiles");
 // Up to this many rows, decode the codes of a group straight into registers and multiply at once.
 // With more rows each tile would decode them again, so they are written to a buffer first.
 constexpr int kMostRowsOfCodes = 2 * kMostRows;
-constexpr int kWordsOfVector = kBytes / 4, kVectorsOfPanel = 64 / kBytes,
+constexpr int kWordsOfVector = kNativeLanes, kVectorsOfPanel = kParts,
               kMostColumns = kMostPanels * kOutputsOfPanel;
 // All rows are multiplied by so many words of a panel before the next ones are read, so that those
 // of a tile stay in the second cache.
 constexpr int64_t kWordsOfBlock = 1024;
 // They are fewer with AMX, which reads faster than the second cache gives.
 constexpr int64_t kTileWordsOfBlock = 256;
-
-typedef float Floats __attribute__((vector_size(kBytes)));
-typedef int32_t Ints __attribute__((vector_size(kBytes)));
-typedef uint32_t Words __attribute__((vector_size(kBytes)));
-
-inline Floats add_product(Floats x, Floats w, Floats sum) {
-#if defined(__AVX512F__)
-  return (Floats)_mm512_fmadd_ps((__m512)x, (__m512)w, (__m512)sum);
-#elif defined(__AVX2__)
-  return (Floats)_mm256_fmadd_ps((__m256)x, (__m256)w, (__m256)sum);
-#elif defined(__aarch64__)
-  return (Floats)vfmaq_f32((float32x4_t)sum, (float32x4_t)x, (float32x4_t)w);
-#else
-  for (int i = 0; i < kWordsOfVector; ++i) sum[i] = __builtin_fmaf(x[i], w[i], sum[i]);
-  return sum;
-#endif
-}
-
-// A vector of this number; see `splat`.
-inline Floats each(float x) {
-#if defined(__AVX512F__)
-  return (Floats)_mm512_set1_ps(x);
-#elif defined(__AVX2__)
-  return (Floats)_mm256_set1_ps(x);
-#else
-  return Floats{x, x, x, x};
-#endif
-}
 
 // Reads a word of the weight. It has kSteps parts, which are added one after the other: `part`
 // gives one of them, `add` adds its product with x.
@@ -337,7 +302,7 @@ inline void store(const Packed& p, int64_t row, int64_t output, const uint32_t* 
   if (p.type == Type::kI8 && !p.is_coded) {
     Vec scale = {};
     std::memcpy(&scale, static_cast<const float*>(p.scale) + output, count * 4);
-    value = __builtin_convertvector((Int)value - (p.instructions ? 128 * p.row_sum[row] : 0), Vec) *
+    value = to_float(as_int(value) - (p.instructions ? 128 * p.row_sum[row] : 0)) *
             splat(p.row_scale[row]) * scale;
   }
   if (bias) value += *bias;
@@ -448,24 +413,20 @@ inline Vec of_group(const Packed& p, Type type, const void* values, int64_t pane
     if (type == Type::kBF16) return Load<BF16>::at(static_cast<const uint16_t*>(values) + at);
     return Load<F16>::at(static_cast<const uint16_t*>(values) + at);
   }
-  Vec found = {};
+  float found[kLanes] = {};
   for (int lane = 0; lane < kLanes && panel * kOutputsOfPanel + lane < p.num_out; ++lane)
     found[lane] = static_cast<const float*>(
         values)[p.scale_row[panel * kOutputsOfPanel + lane] * p.num_groups + group];
-  return found;
+  return raw_at<Vec>(found);
 }
 
 template <Code code>
-inline Vec number(Int bits) {
-  if constexpr (code != Code::kFloat4) return __builtin_convertvector(bits, Vec);
-  const Vec numbers = {0, .5, 1, 1.5, 2, 3, 4, 6, -0.f, -.5, -1, -1.5, -2, -3, -4, -6};
-#if defined(__clang__)
-  Vec found = {};
-  for (int lane = 0; lane < kLanes; ++lane) found[lane] = numbers[bits[lane] & 15];
-  return found;
-#else
-  return __builtin_shuffle(numbers, bits);
-#endif
+inline Vec number(const Int& bits) {
+  if constexpr (code != Code::kFloat4) return to_float(bits);
+  // Codes from 2 on have an exponent in two bits, and one bit after the point; 1 is a half.
+  const Int size = bits & 7;
+  const Vec value = select(size < 2, to_float(size) * splat(0.5f), as_float((size + 252) << 22));
+  return as_float(as_bits(value) | as_bits((bits & 8) << 28));
 }
 
 // Makes words of float32 of the codes of a panel, for some inputs.
@@ -492,7 +453,7 @@ void decode(const Packed& p, int64_t panel, int64_t begin, int64_t end, float* t
       } else if constexpr (code == Code::kFloat8) {
         put(Load<F8>::at(at));
       } else {
-        const Int both = (Int)widened(raw_at<UByte>(at));
+        const Int both = widen(at);
         put(number<code>(both & 15));
         put(number<code>(both >> 4));
       }
@@ -540,8 +501,7 @@ JAXPAGE_DOT void coded_panels(const Packed& p, int64_t row, int64_t end_row, int
 // fifth bit of an index belongs to another code.
 __m512i numbers_of(const Packed& p) {
   if (p.code != Code::kInt4 && p.code != Code::kFloat4) return __m512i{};
-  Int bits = {};
-  for (int i = 0; i < kLanes; ++i) bits[i] = i;
+  const Int bits = to_int(ascending());
   const Vec numbers = p.code == Code::kFloat4
                           ? number<Code::kFloat4>(bits)
                           : number<Code::kInt4>(bits) - splat(p.zero || p.minimum ? 0.0f : 8.0f);
@@ -575,7 +535,7 @@ struct Coded {
     const uint8_t* from = first + (panel * num_words + k) * kBytesOfWord;
     __builtin_prefetch(from + 64 * kBytesOfWord);
     if constexpr (kOfNibbles) {
-      const Bits both = widened(raw_at<UByte>(from));
+      const Bits both = as_bits(widen(from));
       return (Words)_mm512_permutexvar_epi16((__m512i)(both | both << 12), numbers);
     } else {
       typedef typename std::conditional<code == Code::kInt8, I8, F8>::type Number;
@@ -743,7 +703,7 @@ void round_row(const Packed& p, int64_t row, void* words) {
   for (int64_t i = 0; i < p.num_in; i += kLanes) {
     const Vec whole = at(i) * inverse;
     const Int rounded =
-        __builtin_convertvector(select(whole == whole, (whole + magic) - magic, Vec{}), Int);
+        to_int(select(whole == whole, (whole + magic) - magic, Vec{}));
     for (int lane = 0; lane < kLanes && i + lane < p.num_words * 4; lane += 4) {
       const uint32_t n[4] = {(uint32_t)rounded[lane], (uint32_t)rounded[lane + 1],
                              (uint32_t)rounded[lane + 2], (uint32_t)rounded[lane + 3]};

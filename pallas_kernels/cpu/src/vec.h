@@ -1,96 +1,226 @@
-// Vectors of 16 floats in GCC's and Clang's vector extension: the same operations in the same order
-// on every instruction set.
+// Vectors of 16 numbers of 32 bits: the same operations in the same order on every instruction set.
 //
-// A library is compiled for one instruction set (JAXPAGE_ISA). GCC makes two or four operations of
-// one where vectors are shorter.
+// A library is compiled for one instruction set (JAXPAGE_ISA). GCC keeps vectors that are longer
+// than the processor's in memory, and takes each number out of them where it shuffles or selects.
+// So such a vector is an array of the processor's own, which stay in registers.
 #pragma once
 
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
+#include <utility>
 
 #if defined(__x86_64__)
 #include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
 #endif
 
 namespace jaxpage {
 namespace JAXPAGE_ISA {
 
-typedef float Vec __attribute__((vector_size(64)));
-typedef int32_t Int __attribute__((vector_size(64)));
-typedef uint32_t Bits __attribute__((vector_size(64)));
-typedef uint16_t Half __attribute__((vector_size(32)));
-typedef int16_t Short __attribute__((vector_size(32)));
-typedef int8_t Byte __attribute__((vector_size(16)));
-typedef uint8_t UByte __attribute__((vector_size(16)));
-
 constexpr int kLanes = 16;
-
-// `Vec{} + x` would add zero to it: that makes 0 of -0, and so it is an addition.
-static inline Vec splat(float x) { return Vec{x, x, x, x, x, x, x, x, x, x, x, x, x, x, x, x}; }
-static inline Vec ascending() { return Vec{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15}; }
-static inline Vec as_float(Bits x) { return (Vec)x; }
-static inline Bits as_bits(Vec x) { return (Bits)x; }
-static inline Vec select(Int mask, Vec a, Vec b) { return mask ? a : b; }
-static inline Vec max(Vec a, Vec b) { return select(a > b, a, b); }
-
-// Returns a * b + c, rounded once.
-static inline Vec multiply_add(Vec a, Vec b, Vec c) {
 #if defined(__AVX512F__)
-  return (Vec)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
-#elif defined(__FMA__)
-  typedef float Half8 __attribute__((vector_size(32)));
-  Half8 x[2], y[2], z[2];
-  std::memcpy(x, &a, 64), std::memcpy(y, &b, 64), std::memcpy(z, &c, 64);
-  for (int i = 0; i < 2; ++i)
-    z[i] = (Half8)_mm256_fmadd_ps((__m256)x[i], (__m256)y[i], (__m256)z[i]);
-  std::memcpy(&c, z, 64);
-  return c;
-#else
-  for (int i = 0; i < kLanes; ++i) c[i] = __builtin_fmaf(a[i], b[i], c[i]);
-  return c;
-#endif
-}
-
-template <typename Raw>
-static inline Raw raw_at(const void* at) {
-  Raw raw;
-  std::memcpy(&raw, at, sizeof(Raw));
-  return raw;
-}
-
-// Makes integers of 32 bits of those of 8 and 16. GCC 12 makes sixteen scalar conversions of
-// __builtin_convertvector for some of them.
-#if defined(__AVX512F__)
-static inline Int widened(Byte x) { return (Int)_mm512_cvtepi8_epi32((__m128i)x); }
-static inline Bits widened(UByte x) { return (Bits)_mm512_cvtepu8_epi32((__m128i)x); }
-static inline Bits widened(Half x) { return (Bits)_mm512_cvtepu16_epi32((__m256i)x); }
+constexpr int kBytes = 64;  // of the processor's vectors
 #elif defined(__AVX2__)
-static inline Bits joined(__m256i low, __m256i high) {
-  __m256i both[2] = {low, high};
-  return raw_at<Bits>(both);
+constexpr int kBytes = 32;
+#else
+constexpr int kBytes = 16;
+#endif
+constexpr int kNativeLanes = kBytes / 4, kParts = kLanes / kNativeLanes;
+
+// The processor's own vectors, in GCC's and Clang's vector extension.
+typedef float Floats __attribute__((vector_size(kBytes)));
+typedef int32_t Ints __attribute__((vector_size(kBytes)));
+typedef uint32_t Words __attribute__((vector_size(kBytes)));
+
+template <typename Native>
+struct Long {
+  Native part[kParts];
+  auto operator[](int lane) const { return part[lane / kNativeLanes][lane % kNativeLanes]; }
+};
+
+template <typename Native>
+using Sixteen = typename std::conditional<kParts == 1, Native, Long<Native>>::type;
+typedef Sixteen<Floats> Vec;
+typedef Sixteen<Ints> Int;
+typedef Sixteen<Words> Bits;
+
+template <typename Native>
+inline Native part_of(const Long<Native>& x, int i) {
+  return x.part[i];
 }
-static inline Int widened(Byte x) {
-  return (Int)joined(_mm256_cvtepi8_epi32((__m128i)x),
-                     _mm256_cvtepi8_epi32(_mm_srli_si128((__m128i)x, 8)));
+template <typename Native>
+inline Native part_of(Native x, int) {
+  return x;
 }
-static inline Bits widened(UByte x) {
-  return joined(_mm256_cvtepu8_epi32((__m128i)x),
-                _mm256_cvtepu8_epi32(_mm_srli_si128((__m128i)x, 8)));
+
+// Returns the vector whose parts are run(0), run(1), ...
+template <typename Run, int... i>
+inline auto made_of(const Run& run, std::integer_sequence<int, i...>) {
+  if constexpr (kParts == 1) return run(0);
+  else return Long<decltype(run(0))>{run(i)...};
 }
-static inline Bits widened(Half x) {
-  __m128i part[2];
-  std::memcpy(part, &x, sizeof(x));
-  return joined(_mm256_cvtepu16_epi32(part[0]), _mm256_cvtepu16_epi32(part[1]));
+template <typename Run>
+inline auto by_parts(const Run& run) {
+  return made_of(run, std::make_integer_sequence<int, kParts>());
+}
+
+#define JAXPAGE_BY_PARTS(op)                                                              \
+  template <typename Native, typename Other>                                              \
+  inline auto operator op(const Long<Native>& a, const Long<Other>& b) {                  \
+    return by_parts([&](int i) { return a.part[i] op b.part[i]; });                       \
+  }                                                                                       \
+  template <typename Native, typename Number,                                             \
+            typename = typename std::enable_if<std::is_arithmetic<Number>::value>::type>  \
+  inline auto operator op(const Long<Native>& a, Number b) {                              \
+    return by_parts([&](int i) { return a.part[i] op b; });                               \
+  }
+JAXPAGE_BY_PARTS(+)
+JAXPAGE_BY_PARTS(-)
+JAXPAGE_BY_PARTS(*)
+JAXPAGE_BY_PARTS(/)
+JAXPAGE_BY_PARTS(&)
+JAXPAGE_BY_PARTS(|)
+JAXPAGE_BY_PARTS(<<)
+JAXPAGE_BY_PARTS(>>)
+JAXPAGE_BY_PARTS(<)
+JAXPAGE_BY_PARTS(>)
+JAXPAGE_BY_PARTS(>=)
+JAXPAGE_BY_PARTS(==)
+JAXPAGE_BY_PARTS(!=)
+#undef JAXPAGE_BY_PARTS
+
+template <typename Native>
+inline auto operator-(const Long<Native>& a) {
+  return by_parts([&](int i) { return -a.part[i]; });
+}
+template <typename Native>
+inline auto& operator+=(Long<Native>& a, const Long<Native>& b) {
+  return a = a + b;
+}
+template <typename Native>
+inline auto& operator-=(Long<Native>& a, const Long<Native>& b) {
+  return a = a - b;
+}
+template <typename Native>
+inline auto& operator*=(Long<Native>& a, const Long<Native>& b) {
+  return a = a * b;
+}
+
+// Reads a number or vector as its bytes lie in memory.
+template <typename Raw>
+inline Raw raw_at(const void* from) {
+  if constexpr (kParts > 1 && sizeof(Raw) == 4 * kLanes) {
+    return by_parts([&](int i) {
+      return raw_at<decltype(part_of(Raw(), 0))>(static_cast<const char*>(from) + i * kBytes);
+    });
+  } else {
+    Raw raw;
+    std::memcpy(&raw, from, sizeof(raw));
+    return raw;
+  }
+}
+
+// These take the bits as they are.
+template <typename From>
+inline Vec as_float(const From& x) {
+  return by_parts([&](int i) { return (Floats)part_of(x, i); });
+}
+template <typename From>
+inline Int as_int(const From& x) {
+  return by_parts([&](int i) { return (Ints)part_of(x, i); });
+}
+template <typename From>
+inline Bits as_bits(const From& x) {
+  return by_parts([&](int i) { return (Words)part_of(x, i); });
+}
+// These convert numbers.
+inline Vec to_float(const Int& x) {
+  return by_parts([&](int i) { return __builtin_convertvector(part_of(x, i), Floats); });
+}
+inline Int to_int(const Vec& x) {
+  return by_parts([&](int i) { return __builtin_convertvector(part_of(x, i), Ints); });
+}
+
+// Returns a vector of this number. `Floats{} + x` would add zero to it: that makes 0 of -0, and so
+// it is an addition.
+inline Floats each(float x) {
+#if defined(__AVX512F__)
+  return (Floats)_mm512_set1_ps(x);
+#elif defined(__AVX2__)
+  return (Floats)_mm256_set1_ps(x);
+#else
+  return Floats{x, x, x, x};
+#endif
+}
+inline Vec splat(float x) {
+  return by_parts([&](int) { return each(x); });
+}
+
+inline Vec ascending() {
+  static constexpr float kNumbers[kLanes] = {0, 1, 2,  3,  4,  5,  6,  7,
+                                             8, 9, 10, 11, 12, 13, 14, 15};
+  return raw_at<Vec>(kNumbers);
+}
+
+inline Vec select(const Int& mask, const Vec& a, const Vec& b) {
+  return by_parts([&](int i) { return part_of(mask, i) ? part_of(a, i) : part_of(b, i); });
+}
+inline Vec max(const Vec& a, const Vec& b) { return select(a > b, a, b); }
+
+// Returns x * w + sum, rounded once.
+inline Floats add_product(Floats x, Floats w, Floats sum) {
+#if defined(__AVX512F__)
+  return (Floats)_mm512_fmadd_ps((__m512)x, (__m512)w, (__m512)sum);
+#elif defined(__AVX2__)
+  return (Floats)_mm256_fmadd_ps((__m256)x, (__m256)w, (__m256)sum);
+#elif defined(__aarch64__)
+  return (Floats)vfmaq_f32((float32x4_t)sum, (float32x4_t)x, (float32x4_t)w);
+#else
+  for (int i = 0; i < kNativeLanes; ++i) sum[i] = __builtin_fmaf(x[i], w[i], sum[i]);
+  return sum;
+#endif
+}
+// Returns a * b + c, rounded once.
+inline Vec multiply_add(const Vec& a, const Vec& b, const Vec& c) {
+  return by_parts(
+      [&](int i) { return add_product(part_of(a, i), part_of(b, i), part_of(c, i)); });
+}
+
+// Reads integers of 8 or 16 bits and makes those of 32 bits of them. GCC 12 makes scalar
+// conversions of __builtin_convertvector for some of them.
+#if defined(__AVX512F__)
+inline Ints widen_part(const int8_t* x) {
+  return (Ints)_mm512_cvtepi8_epi32(raw_at<__m128i>(x));
+}
+inline Ints widen_part(const uint8_t* x) {
+  return (Ints)_mm512_cvtepu8_epi32(raw_at<__m128i>(x));
+}
+inline Ints widen_part(const uint16_t* x) {
+  return (Ints)_mm512_cvtepu16_epi32(raw_at<__m256i>(x));
+}
+#elif defined(__AVX2__)
+inline Ints widen_part(const int8_t* x) {
+  return (Ints)_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(x)));
+}
+inline Ints widen_part(const uint8_t* x) {
+  return (Ints)_mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(x)));
+}
+inline Ints widen_part(const uint16_t* x) {
+  return (Ints)_mm256_cvtepu16_epi32(raw_at<__m128i>(x));
 }
 #else
-static inline Int widened(Byte x) {
-  return __builtin_convertvector(__builtin_convertvector(x, Short), Int);
+template <typename Number>
+inline Ints widen_part(const Number* x) {
+  typedef Number Numbers __attribute__((vector_size(kNativeLanes * sizeof(Number))));
+  return __builtin_convertvector(raw_at<Numbers>(x), Ints);
 }
-static inline Bits widened(UByte x) {
-  return __builtin_convertvector(__builtin_convertvector(x, Half), Bits);
-}
-static inline Bits widened(Half x) { return __builtin_convertvector(x, Bits); }
 #endif
+template <typename Number>
+inline Int widen(const Number* x) {
+  return by_parts([&](int i) { return widen_part(x + i * kNativeLanes); });
+}
 
 // Loads a vector of numbers as they are stored.
 template <typename Stored>
@@ -119,20 +249,20 @@ struct Load<F32> {
 
 template <>
 struct Load<BF16> {
-  static Vec at(const uint16_t* x) { return as_float(widened(raw_at<Half>(x)) << 16); }
+  static Vec at(const uint16_t* x) { return as_float(widen(x) << 16); }
 };
 
 // Subnormal numbers are made of integers: XLA's threads may take subnormal operands for zero.
 template <>
 struct Load<F16> {
   static Vec at(const uint16_t* x) {
-    Bits bits = widened(raw_at<Half>(x));
+    Bits bits = as_bits(widen(x));
     Bits sign = (bits & 0x8000u) << 16, magnitude = bits & 0x7fffu;
     Bits normal = (magnitude << 13) + (112u << 23);
-    Vec subnormal = __builtin_convertvector((Int)magnitude, Vec) * splat(0x1p-24f);
+    Vec subnormal = to_float(as_int(magnitude)) * splat(0x1p-24f);
     Bits special = (magnitude << 13) | 0x7f800000u;
-    Vec value = select((Int)(magnitude < 0x400u), subnormal, as_float(normal));
-    value = select((Int)(magnitude >= 0x7c00u), as_float(special), value);
+    Vec value = select(magnitude < 0x400u, subnormal, as_float(normal));
+    value = select(magnitude >= 0x7c00u, as_float(special), value);
     return as_float(as_bits(value) | sign);
   }
 };
@@ -149,21 +279,34 @@ static inline float float_of(uint16_t half) {
 
 template <>
 struct Load<I8> {
-  static Vec at(const int8_t* x) { return __builtin_convertvector(widened(raw_at<Byte>(x)), Vec); }
+  static Vec at(const int8_t* x) { return to_float(widen(x)); }
 };
 
 template <>
 struct Load<F8> {
   static Vec at(const uint8_t* x) {
-    Bits bits = widened(raw_at<UByte>(x));
+    Bits bits = as_bits(widen(x));
     Bits sign = (bits & 0x80u) << 24, magnitude = bits & 0x7fu;
     Bits normal = (magnitude << 20) + (120u << 23);
-    Vec subnormal = __builtin_convertvector((Int)magnitude, Vec) * splat(0x1p-9f);
-    Vec value = select((Int)(magnitude < 8u), subnormal, as_float(normal));
-    value = select((Int)(magnitude == 0x7fu), as_float(Bits{} + 0x7fc00000u), value);
+    Vec subnormal = to_float(as_int(magnitude)) * splat(0x1p-9f);
+    Vec value = select(magnitude < 8u, subnormal, as_float(normal));
+    value = select(magnitude == 0x7fu, as_float(Bits{} + 0x7fc00000u), value);
     return as_float(as_bits(value) | sign);
   }
 };
+
+// Stores the lower halves of words.
+inline void narrow_part(Words words, uint16_t* to) {
+#if defined(__AVX2__) && !defined(__AVX512F__)
+  const __m256i packed = _mm256_packus_epi32((__m256i)words, (__m256i)words);
+  const __m256i ordered = _mm256_permute4x64_epi64(packed, 0x08);
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm256_castsi256_si128(ordered));
+#else
+  typedef uint16_t Halves __attribute__((vector_size(kBytes / 2)));
+  const Halves halves = __builtin_convertvector(words, Halves);
+  std::memcpy(to, &halves, sizeof(halves));
+#endif
+}
 
 // Stores numbers rounded to the nearest, ties to even.
 template <typename Stored>
@@ -171,18 +314,17 @@ struct Store;
 
 template <>
 struct Store<F32> {
-  static void at(float* x, Vec value) { std::memcpy(x, &value, sizeof(value)); }
+  static void at(float* x, const Vec& value) { std::memcpy(x, &value, sizeof(value)); }
 };
 
 template <>
 struct Store<BF16> {
   static void at(uint16_t* x, Vec value) {
     Bits bits = as_bits(value);
-    Int is_nan = (Int)((bits & 0x7fffffffu) > 0x7f800000u);
     Bits rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
-    rounded = (Bits)select(is_nan, (Vec)((bits >> 16) | 0x40u), (Vec)rounded);
-    Half half = __builtin_convertvector(rounded, Half);
-    std::memcpy(x, &half, sizeof(half));
+    rounded = as_bits(select((bits & 0x7fffffffu) > 0x7f800000u, as_float((bits >> 16) | 0x40u),
+                             as_float(rounded)));
+    for (int i = 0; i < kParts; ++i) narrow_part(part_of(rounded, i), x + i * kNativeLanes);
   }
 };
 
@@ -229,67 +371,85 @@ static inline uint8_t float8_of(float number) {
   return sign | (magnitude >> 20);
 }
 
-// Returns lanes of both vectors; those of b have the numbers from 16.
+// Returns lanes of both vectors; those of b have the numbers from kNativeLanes.
 template <int... lanes>
-static inline Vec shuffled(Vec a, Vec b) {
+inline Floats shuffle(Floats a, Floats b) {
 #if defined(__clang__)
   return __builtin_shufflevector(a, b, lanes...);
 #else
-  return __builtin_shuffle(a, b, Int{lanes...});  // GCC has clang's function from version 12
+  return __builtin_shuffle(a, b, Ints{lanes...});  // GCC has clang's function from version 12
 #endif
+}
+typedef std::make_integer_sequence<int, kNativeLanes> NativeLanes;
+
+template <int step, bool is_high, int... lane>
+inline Floats zip_part(Floats a, Floats b, std::integer_sequence<int, lane...>) {
+  return shuffle<(lane & step ? kNativeLanes + lane - !is_high * step : lane + is_high * step)...>(
+      a, b);
+}
+
+// Divides the lanes of two vectors into groups of `step`, and returns the even groups of both in
+// turns, or the odd ones.
+template <int step, bool is_high>
+inline Vec zip(const Vec& a, const Vec& b) {
+  return by_parts([&](int i) {
+    if constexpr (step < kNativeLanes) {
+      return zip_part<step, is_high>(part_of(a, i), part_of(b, i), NativeLanes());
+    } else {
+      constexpr int kStep = step / kNativeLanes;
+      return i & kStep ? part_of(b, i - !is_high * kStep) : part_of(a, i + is_high * kStep);
+    }
+  });
+}
+
+template <int step>
+inline void add_halves(Vec* v) {
+  for (int i = 0; i < step; ++i)
+    v[i] = zip<step, false>(v[i], v[i + step]) + zip<step, true>(v[i], v[i + step]);
 }
 
 // Returns the sum of the lanes of each of 16 vectors: lane i of the result is of vector i, whatever
 // the others hold.
-static inline Vec sums(Vec* v) {
-  for (int i = 0; i < 8; ++i)
-    v[i] = shuffled<0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23>(v[i], v[i + 8]) +
-           shuffled<8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31>(v[i], v[i + 8]);
-  for (int i = 0; i < 4; ++i)
-    v[i] = shuffled<0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27>(v[i], v[i + 4]) +
-           shuffled<4, 5, 6, 7, 20, 21, 22, 23, 12, 13, 14, 15, 28, 29, 30, 31>(v[i], v[i + 4]);
-  for (int i = 0; i < 2; ++i)
-    v[i] = shuffled<0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29>(v[i], v[i + 2]) +
-           shuffled<2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31>(v[i], v[i + 2]);
-  return shuffled<0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30>(v[0], v[1]) +
-         shuffled<1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31>(v[0], v[1]);
+inline Vec sums(Vec* v) {
+  add_halves<8>(v);
+  add_halves<4>(v);
+  add_halves<2>(v);
+  add_halves<1>(v);
+  return v[0];
+}
+
+template <int step>
+inline void swap_groups(Vec* v) {
+  for (int i = 0; i < kLanes; ++i)
+    if (!(i & step)) {
+      const Vec a = v[i], b = v[i + step];
+      v[i] = zip<step, false>(a, b);
+      v[i + step] = zip<step, true>(a, b);
+    }
 }
 
 // Makes a row of each column of 16 vectors.
-static inline void transpose(Vec* v) {
-  const auto swap = [v](int step, auto low, auto high) {
-    for (int i = 0; i < kLanes; ++i)
-      if (!(i & step)) {
-        const Vec a = v[i], b = v[i + step];
-        v[i] = low(a, b);
-        v[i + step] = high(a, b);
-      }
-  };
-  swap(8, shuffled<0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23>,
-       shuffled<8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31>);
-  swap(4, shuffled<0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27>,
-       shuffled<4, 5, 6, 7, 20, 21, 22, 23, 12, 13, 14, 15, 28, 29, 30, 31>);
-  swap(2, shuffled<0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29>,
-       shuffled<2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31>);
-  swap(1, shuffled<0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30>,
-       shuffled<1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31>);
+inline void transpose(Vec* v) {
+  swap_groups<8>(v);
+  swap_groups<4>(v);
+  swap_groups<2>(v);
+  swap_groups<1>(v);
 }
 
-static inline float sum(Vec v) {
-  float half[8], result;
-  for (int i = 0; i < 8; ++i) half[i] = v[i] + v[i + 8];
-  for (int i = 0; i < 4; ++i) half[i] += half[i + 4];
-  for (int i = 0; i < 2; ++i) half[i] += half[i + 2];
-  result = half[0] + half[1];
-  return result;
+// Combines the lanes of a vector: each with the one half a vector after it, and so on.
+template <typename Combine>
+inline float combine(const Vec& v, const Combine& of_two) {
+  float lanes[kLanes];
+  std::memcpy(lanes, &v, sizeof(v));
+  for (int count = kLanes / 2; count > 0; count /= 2)
+    for (int i = 0; i < count; ++i) lanes[i] = of_two(lanes[i], lanes[i + count]);
+  return lanes[0];
 }
-
-static inline float largest(Vec v) {
-  float half[8];
-  for (int i = 0; i < 8; ++i) half[i] = v[i] > v[i + 8] ? v[i] : v[i + 8];
-  for (int i = 0; i < 4; ++i) half[i] = half[i] > half[i + 4] ? half[i] : half[i + 4];
-  for (int i = 0; i < 2; ++i) half[i] = half[i] > half[i + 2] ? half[i] : half[i + 2];
-  return half[0] > half[1] ? half[0] : half[1];
+inline float sum(const Vec& v) {
+  return combine(v, [](float a, float b) { return a + b; });
+}
+inline float largest(const Vec& v) {
+  return combine(v, [](float a, float b) { return a > b ? a : b; });
 }
 
 // Returns e^x for x up to 88, and 0 below -87.3 (and for -inf): a polynomial after the range is
@@ -308,8 +468,8 @@ static inline Vec exp(Vec x) {
   y = multiply_add(y, rest, splat(1.6666665459e-1f));
   y = multiply_add(y, rest, splat(5.0000001201e-1f));
   y = multiply_add(y, rest * rest, rest) + splat(1.0f);
-  Int exponent = __builtin_convertvector(whole, Int);
-  Vec power = (Vec)((exponent + 127) << 23);
+  Int exponent = to_int(whole);
+  Vec power = as_float((exponent + 127) << 23);
   return select(is_zero, splat(0.0f), y * power);
 }
 
