@@ -101,7 +101,8 @@ struct FourDot {
 struct PairDot {
   typedef uint32_t X;
   typedef Floats Sum;
-  static constexpr int kSteps = 1;
+  typedef PairDot Made;
+  static constexpr int kSteps = 1, kInputs = 2;
   static constexpr bool kHasTiles = true;
   static Words part(Words w, int) { return w; }
   JAXPAGE_DOT static Sum add(Sum sum, X x, Words w) {
@@ -420,46 +421,49 @@ inline Vec of_group(const Packed& p, Type type, const void* values, int64_t pane
   return raw_at<Vec>(found);
 }
 
+// Returns the numbers of codes.
 template <Code code>
-inline Vec number(const Int& bits) {
-  if constexpr (code != Code::kFloat4) return to_float(bits);
-  // Codes from 2 on have an exponent in two bits, and one bit after the point; 1 is a half.
-  const Int size = bits & 7;
-  const Vec value = select(size < 2, to_float(size) * splat(0.5f), as_float((size + 252) << 22));
-  return as_float(as_bits(value) | as_bits((bits & 8) << 28));
+inline Floats number(Ints bits) {
+  if constexpr (code == Code::kFloat8) return F8::number((Words)bits);
+  if constexpr (code != Code::kFloat4) return __builtin_convertvector(bits, Floats);
+  // From 2 on a code has an exponent in two bits and one bit after the point; 1 is a half.
+  const Ints size = bits & 7;
+  const Floats value = size < 2 ? __builtin_convertvector(size, Floats) * 0.5f
+                                : (Floats)((size + 252) << 22);
+  return (Floats)((Ints)value | (bits & 8) << 28);
 }
 
-// Makes words of float32 of the codes of a panel, for some inputs.
-template <Code code>
-void decode(const Packed& p, int64_t panel, int64_t begin, int64_t end, float* to) {
-  constexpr int kCodes = code == Code::kInt4 || code == Code::kFloat4 ? 2 : 1;  // of a byte
-  const auto* from =
-      static_cast<const uint8_t*>(p.panels) + panel * (p.num_in / kCodes) * kOutputsOfPanel;
-  for (int64_t i = begin; i < end;) {
-    const int64_t group = i / p.group_size, stop = std::min(end, (group + 1) * p.group_size);
-    const Vec scale = of_group(p, p.scale_type, p.scale, panel, group);
-    const Vec offset = p.minimum ? of_group(p, p.scale_type, p.minimum, panel, group)
-                       : p.zero  ? of_group(p, Type::kF32, p.zero, panel, group)
-                                 : splat(code == Code::kInt4 ? 8.0f : 0.0f);
-    const auto put = [&](Vec numbers) {
-      Store<F32>::at(to,
-                     p.minimum ? multiply_add(numbers, scale, offset) : (numbers - offset) * scale);
-      to += kOutputsOfPanel;
-    };
-    for (; i < stop; i += kCodes) {
-      const uint8_t* at = from + i / kCodes * kOutputsOfPanel;
-      if constexpr (code == Code::kInt8) {
-        put(Load<I8>::at(reinterpret_cast<const int8_t*>(at)));
-      } else if constexpr (code == Code::kFloat8) {
-        put(Load<F8>::at(at));
-      } else {
-        const Int both = widen(at);
-        put(number<code>(both & 15));
-        put(number<code>(both >> 4));
-      }
-    }
+// Reads a code of eight bits, or two of four bits, which are made float; x is. From codes of int4
+// `middle` is subtracted.
+template <Code code, int middle>
+struct CodeWord {
+  typedef float X;
+  typedef Floats Sum;
+  typedef FloatWord Made;
+  static constexpr int kSteps = code == Code::kInt4 || code == Code::kFloat4 ? 2 : 1,
+                       kInputs = kSteps;
+  static constexpr bool kHasTiles = false;
+  static Words part(Words w, int step) {
+    if constexpr (kSteps == 2) w = (step ? w >> 4 : w) & 15;
+    return (Words)number<code>((Ints)w - middle);
   }
-}
+  static Sum add(Sum sum, X x, Words w) { return FloatWord::add(sum, x, w); }
+};
+
+// Reads the codes of some panels, from a word on.
+template <Code code>
+struct Codes {
+  const uint8_t* first;
+  int64_t panel;  // the bytes of one
+  Codes from(int64_t word) const { return {first + word * kOutputsOfPanel, panel}; }
+  Words at(int v, int64_t k) const {
+    const uint8_t* at = first + v / kParts * panel + k * kOutputsOfPanel + v % kParts * kNativeLanes;
+    if (v % kParts == 0) __builtin_prefetch(at + 64 * kOutputsOfPanel);
+    if constexpr (code == Code::kInt8)
+      return (Words)widen_part(reinterpret_cast<const int8_t*>(at));
+    return (Words)widen_part(at);
+  }
+};
 
 // Calls run(code) with the code as a constant.
 template <typename Run>
@@ -470,30 +474,6 @@ void for_code(Code code, const Run& run) {
     case Code::kFloat8: return run(std::integral_constant<Code, Code::kFloat8>());
     case Code::kFloat4: return run(std::integral_constant<Code, Code::kFloat4>());
   }
-}
-
-// Multiplies weights of few bits: some words of float32 are made at a time, so that they stay in
-// the first cache, and multiplied by all rows.
-template <int kPanels>
-JAXPAGE_DOT void coded_panels(const Packed& p, int64_t row, int64_t end_row, int64_t first_panel) {
-  constexpr int64_t kInputs = 64, kPanel = kInputs * kOutputsOfPanel;
-  alignas(64) static thread_local uint32_t total[kRowsAtOnce * kMostColumns];
-  alignas(64) float words[kPanels * kPanel];
-  const float* x = static_cast<const float*>(p.x) + row * p.num_in;
-  int64_t begin = 0;
-  do {
-    const int64_t end = std::min(begin + kInputs, p.num_in);
-    for_code(p.code, [&](auto code) {
-      for (int i = 0; i < kPanels; ++i)
-        decode<decltype(code)::value>(p, first_panel + i, begin, end, words + i * kPanel);
-    });
-    const auto* from = reinterpret_cast<const uint32_t*>(words) -
-                       begin * kOutputsOfPanel;  // where word 0 would be
-    all_rows<FloatWord, kPanels>(end_row - row, x, p.num_in, Stored{from, kPanel}, begin, end,
-                                 total);
-    begin = end;
-  } while (begin < p.num_in);
-  store<kPanels>(p, row, end_row, first_panel, total);
 }
 
 #if defined(__AVX512F__)
@@ -545,6 +525,7 @@ struct Coded {
     }
   }
 };
+#endif
 
 // Adds the sums of a group, which are in `part`, to those of all groups: scaled, and with what its
 // zeros or minima give.
@@ -566,41 +547,45 @@ void add_group(const Packed& p, int64_t row, int64_t num_rows, int64_t first_pan
   }
 }
 
-// Does the same for rows of bfloat16: the codes of a group are multiplied as they are, and its sum
-// by the scale. With AMX and few rows, some small groups take each step one after the other, so
-// that no step waits for the one before it.
-template <int kPanels>
-JAXPAGE_DOT void paired_panels(const Packed& p, int64_t row, int64_t end_row, int64_t first_panel) {
-  constexpr int64_t kWords = 64, kPanel = kWords * kOutputsOfPanel,
+// Multiplies weights of few bits: the codes of a group are multiplied as they are, and its sum by
+// the scale. Some words are made at a time, so that they stay in the first cache, and multiplied by
+// all rows. With AMX and few rows, some small groups take each step one after the other, so that
+// no step waits for the one before it.
+template <typename Word, int kPanels, typename Source>
+JAXPAGE_DOT void many_rows_of_codes(const Packed& p, int64_t row, int64_t end_row,
+                                    int64_t first_panel, const Source& source) {
+  typedef typename Word::Made Made;
+  constexpr int64_t kSteps = Word::kSteps, kWords = 64 / kSteps, kPanel = 64 * kOutputsOfPanel,
                     kSums = kRowsAtOnce * kMostColumns, kMostGroups = 4;
   alignas(64) static thread_local uint32_t total[kSums], parts[kMostGroups * kSums];
   alignas(64) uint32_t made[kPanels * kPanel];
-  const int64_t num_rows = end_row - row, size = p.group_size / 2;
+  const int64_t num_rows = end_row - row, size = p.group_size / Word::kInputs,
+                num_words = p.num_in / Word::kInputs;
   const int64_t at_once =
       num_rows > kMostRows ? 1 : std::clamp<int64_t>(kWords / size, 1, kMostGroups);
-  const uint32_t* x = static_cast<const uint32_t*>(p.x) + row * p.num_words;
-  const __m512i numbers = numbers_of(p);
+  const auto* x = static_cast<const typename Made::X*>(p.x) + row * num_words * kSteps;
   TileRows tile_rows;
   std::memset(total, 0, num_rows * kMostColumns * 4);
   for (int64_t group = 0; group < p.num_groups; group += at_once) {
-    const int64_t first = group * size, count = std::min(at_once * size, p.num_words - first);
+    const int64_t first = group * size, count = std::min(at_once * size, num_words - first);
     for (int64_t begin = 0; begin < count; begin += kWords) {
       const int64_t end = std::min(begin + kWords, count);
-      for_code(p.code, [&](auto code) {
-        const Coded<decltype(code)::value> source(p, numbers, first_panel);
-        for (int i = 0; i < kPanels; ++i)
-          for (int64_t k = begin; k < end; ++k) {
-            const Words word = source.at(i, first + k);
-            std::memcpy(made + i * kPanel + (k - begin) * kOutputsOfPanel, &word, 64);
+      for (int v = 0; v < kPanels * kParts; ++v)
+        for (int64_t k = begin; k < end; ++k)
+          for (int step = 0; step < kSteps; ++step) {
+            const Words word = Word::part(source.at(v, first + k), step);
+            std::memcpy(made + v / kParts * kPanel + v % kParts * kNativeLanes +
+                            ((k - begin) * kSteps + step) * kOutputsOfPanel,
+                        &word, kBytes);
           }
-      });
       // One group, perhaps in several blocks, or several in one block.
       for (int64_t i = 0; i < at_once && i * size < end; ++i) {
-        const uint32_t* from = made - begin * kOutputsOfPanel +
-                               i * size * kOutputsOfPanel;  // where the group's word 0 would be
+        const uint32_t* from = made + (i * size - begin) * kSteps *
+                                          kOutputsOfPanel;  // where the group's word 0 would be
         const int64_t stop = std::min(end - i * size, size);
-        words<PairDot, kPanels>(tile_rows, p.instructions, num_rows, x + first + i * size,
-                                p.num_words, from, kPanel, begin, stop, parts + i * kSums);
+        words<Made, kPanels>(tile_rows, p.instructions, num_rows, x + (first + i * size) * kSteps,
+                             num_words * kSteps, from, kPanel, begin * kSteps, stop * kSteps,
+                             parts + i * kSums);
       }
     }
     for (int64_t i = 0; i < at_once && group + i < p.num_groups; ++i)
@@ -610,34 +595,49 @@ JAXPAGE_DOT void paired_panels(const Packed& p, int64_t row, int64_t end_row, in
 }
 
 // Does the same for few rows: the words of a group are multiplied as they are made.
-template <int kPanels, Code code>
+template <typename Word, int kPanels, typename Source>
 JAXPAGE_DOT void few_rows_of_codes(const Packed& p, int64_t row, int64_t end_row,
-                                   int64_t first_panel) {
+                                   int64_t first_panel, const Source& source) {
   constexpr int64_t kSums = kMostRowsOfCodes * kMostColumns;
   alignas(64) uint32_t total[kSums] = {}, part[kSums];
-  const int64_t num_rows = end_row - row, size = p.group_size / 2;
-  const uint32_t* x = static_cast<const uint32_t*>(p.x) + row * p.num_words;
-  const Coded<code> source(p, numbers_of(p), first_panel);
+  const int64_t num_rows = end_row - row, size = p.group_size / Word::kInputs,
+                num_words = p.num_in / Word::kInputs;
+  const auto* x = static_cast<const typename Word::X*>(p.x) + row * num_words * Word::kSteps;
   for (int64_t group = 0; group < p.num_groups; ++group) {
-    const int64_t first = group * size, count = std::min(size, p.num_words - first);
-    all_rows<PairDot, kPanels>(num_rows, x + first, p.num_words, source.from(first), 0, count,
-                               part);
+    const int64_t first = group * size, count = std::min(size, num_words - first);
+    all_rows<Word, kPanels>(num_rows, x + first * Word::kSteps, num_words, source.from(first), 0,
+                            count, part);
     add_group<kPanels>(p, row, num_rows, first_panel, group, part, total);
   }
   store<kPanels>(p, row, end_row, first_panel, total);
 }
-#endif
+
+template <typename Word, int kPanels, typename Source>
+void of_codes(const Packed& p, int64_t row, int64_t end_row, int64_t panel, const Source& source) {
+  end_row - row <= kMostRowsOfCodes && p.instructions != kTiles
+      ? few_rows_of_codes<Word, kPanels>(p, row, end_row, panel, source)
+      : many_rows_of_codes<Word, kPanels>(p, row, end_row, panel, source);
+}
 
 template <int kPanels>
 void of_codes(const Packed& p, int64_t row, int64_t end_row, int64_t panel) {
 #if defined(__AVX512F__)
-  if (p.instructions == kDot && end_row - row <= kMostRowsOfCodes)
+  if (p.instructions)
     return for_code(p.code, [&](auto code) {
-      few_rows_of_codes<kPanels, decltype(code)::value>(p, row, end_row, panel);
+      const Coded<decltype(code)::value> source(p, numbers_of(p), panel);
+      of_codes<PairDot, kPanels>(p, row, end_row, panel, source);
     });
-  if (p.instructions) return paired_panels<kPanels>(p, row, end_row, panel);
 #endif
-  coded_panels<kPanels>(p, row, end_row, panel);
+  for_code(p.code, [&](auto code) {
+    constexpr Code kCode = decltype(code)::value;
+    constexpr int kMiddle = kCode == Code::kInt4 ? 8 : 0;
+    const int64_t bytes = p.num_in / CodeWord<kCode, 0>::kInputs * kOutputsOfPanel;
+    const Codes<kCode> source{static_cast<const uint8_t*>(p.panels) + panel * bytes, bytes};
+    if (p.zero || p.minimum)
+      of_codes<CodeWord<kCode, 0>, kPanels>(p, row, end_row, panel, source);
+    else
+      of_codes<CodeWord<kCode, kMiddle>, kPanels>(p, row, end_row, panel, source);
+  });
 }
 
 template <typename Word>
@@ -667,7 +667,7 @@ void multiply(const Packed& p, int64_t row, int64_t end_row, int64_t panel, int6
 
 // Returns the bytes that `prepare` writes for a row; 0 where x is multiplied as it is.
 int64_t bytes_of_row(const Packed& p) {
-  if (p.is_coded) return p.instructions && (p.zero || p.minimum) ? p.num_groups * 4 : 0;
+  if (p.is_coded) return p.zero || p.minimum ? p.num_groups * 4 : 0;
   if (p.type == Type::kF32 || (p.type == Type::kBF16 && p.instructions && p.num_in % 2 == 0))
     return 0;
   return std::max<int64_t>(p.num_words, 1) * (p.instructions ? 4 : 8);
@@ -720,18 +720,14 @@ void round_row(const Packed& p, int64_t row, void* words) {
   p.row_sum[row] = sum;
 }
 
-// Computes the sum of each group of inputs of bfloat16, which is multiplied by zeros or minima.
+// Computes the sum of each group of inputs, which is multiplied by zeros or minima.
 void sum_groups(const Packed& p, int64_t row, float* sums) {
-  const auto* x = static_cast<const uint16_t*>(p.x) + row * p.num_in;
   for (int64_t group = 0; group < p.num_groups; ++group) {
     float sum = 0;
-    for (int64_t i = group * p.group_size; i < std::min(p.num_in, (group + 1) * p.group_size);
-         ++i) {
-      const uint32_t bits = static_cast<uint32_t>(x[i]) << 16;
-      float number;
-      std::memcpy(&number, &bits, 4);
-      sum += number;
-    }
+    for (int64_t i = group * p.group_size; i < std::min(p.num_in, (group + 1) * p.group_size); ++i)
+      sum += p.instructions
+                 ? float_of_bfloat16(static_cast<const uint16_t*>(p.x)[row * p.num_in + i])
+                 : static_cast<const float*>(p.x)[row * p.num_in + i];
     sums[group] = sum;
   }
 }

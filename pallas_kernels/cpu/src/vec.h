@@ -240,6 +240,13 @@ struct I8 {
 };
 struct F8 {  // float8_e4m3fn, as its bits
   typedef uint8_t type;
+  static Floats number(Words bits) {
+    const Words sign = (bits & 0x80u) << 24, magnitude = bits & 0x7fu;
+    const Floats subnormal = __builtin_convertvector((Ints)magnitude, Floats) * 0x1p-9f;
+    Floats value = magnitude < 8u ? subnormal : (Floats)((magnitude << 20) + (120u << 23));
+    value = magnitude == 0x7fu ? (Floats)(Words{} + 0x7fc00000u) : value;
+    return (Floats)((Words)value | sign);
+  }
 };
 
 template <>
@@ -277,6 +284,11 @@ static inline float float_of(uint16_t half) {
 #endif
 }
 
+static inline float float_of_bfloat16(uint16_t number) {
+  const uint32_t bits = uint32_t{number} << 16;
+  return raw_at<float>(&bits);
+}
+
 template <>
 struct Load<I8> {
   static Vec at(const int8_t* x) { return to_float(widen(x)); }
@@ -285,13 +297,7 @@ struct Load<I8> {
 template <>
 struct Load<F8> {
   static Vec at(const uint8_t* x) {
-    Bits bits = as_bits(widen(x));
-    Bits sign = (bits & 0x80u) << 24, magnitude = bits & 0x7fu;
-    Bits normal = (magnitude << 20) + (120u << 23);
-    Vec subnormal = to_float(as_int(magnitude)) * splat(0x1p-9f);
-    Vec value = select(magnitude < 8u, subnormal, as_float(normal));
-    value = select(magnitude == 0x7fu, as_float(Bits{} + 0x7fc00000u), value);
-    return as_float(as_bits(value) | sign);
+    return by_parts([&](int i) { return F8::number((Words)widen_part(x + i * kNativeLanes)); });
   }
 };
 
