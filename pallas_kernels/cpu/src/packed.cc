@@ -16,21 +16,22 @@ namespace jaxpage {
 namespace JAXPAGE_ISA {
 namespace {
 
-// Vectors are as long as the processor has them: the sums of a tile stay in registers.
+// The sums of a tile stay in registers: it has kMostRows rows by kManyPanels panels, or kFewRows by
+// kMostPanels, so that no sum waits for the product before it.
 #if defined(__AVX512F__)
-constexpr int kMostPanels = 4, kMostRows = 6;
+constexpr int kMostPanels = 4, kManyPanels = 4, kMostRows = 6, kFewRows = 6;
 // Marks a function that uses these instructions. The caller asks whether the processor has them.
 // What such a function calls and inlines needs the mark, too.
 #define JAXPAGE_DOT __attribute__((target("avx512bf16,avx512vnni")))
 #else
-constexpr int kMostPanels = 1, kMostRows = 6;
+constexpr int kMostPanels = 2, kManyPanels = 1, kMostRows = 6, kFewRows = 2;
 #define JAXPAGE_DOT
 #endif
 static_assert(kRowsAtOnce % kMostRows == 0, "a block of rows has whole tiles");
 
-// Up to this many rows, decode the codes of a group straight into registers and multiply at once.
-// With more rows each tile would decode them again, so they are written to a buffer first.
-constexpr int kMostRowsOfCodes = 2 * kMostRows;
+// Up to this many rows, make the parts of words in registers and multiply at once. With more rows
+// each tile would make them again, so they are written to a buffer first.
+constexpr int kMostRowsOfWords = 2 * kMostRows;
 constexpr int kWordsOfVector = kNativeLanes, kVectorsOfPanel = kParts,
               kMostColumns = kMostPanels * kOutputsOfPanel;
 // All rows are multiplied by so many words of a panel before the next ones are read, so that those
@@ -40,10 +41,11 @@ constexpr int64_t kWordsOfBlock = 1024;
 constexpr int64_t kTileWordsOfBlock = 256;
 
 // Reads a word of the weight. It has kSteps parts, which are added one after the other: `part`
-// gives one of them, `add` adds its product with x.
+// gives one of them, `add` adds its product with x. As words of type Made they are read as parts.
 struct FloatWord {
   typedef float X;
   typedef Floats Sum;
+  typedef FloatWord Made;
   static constexpr int kSteps = 1;
   static constexpr bool kHasTiles = false;
   static Words part(Words w, int) { return w; }
@@ -54,22 +56,21 @@ struct FloatWord {
 struct PairWord {
   typedef float X;
   typedef Floats Sum;
+  typedef FloatWord Made;
   static constexpr int kSteps = 2;
   static constexpr bool kHasTiles = false;
   static Words part(Words w, int step) { return step ? w & 0xffff0000u : w << 16; }
   static Sum add(Sum sum, X x, Words w) { return add_product(each(x), (Floats)w, sum); }
 };
 
-// Reads four numbers of int8 as two pairs of 16 bits: the numbers 0 and 2, then 1 and 3.
-struct FourWord {
+// Reads two numbers of 16 bits.
+struct ShortsWord {
   typedef uint32_t X;
   typedef Ints Sum;
-  static constexpr int kSteps = 2;
+  typedef ShortsWord Made;
+  static constexpr int kSteps = 1;
   static constexpr bool kHasTiles = false;
-  static Words part(Words w, int step) {
-    typedef int16_t Shorts __attribute__((vector_size(kBytes)));
-    return (Words)((step ? (Shorts)w : (Shorts)w << 8) >> 8);
-  }
+  static Words part(Words w, int) { return w; }
   static Sum add(Sum sum, X x, Words w) {
     const Ints both = (Ints)(Words{} + x), pair = (Ints)w;
 #if defined(__AVX512F__)
@@ -82,6 +83,20 @@ struct FourWord {
   }
 };
 
+// Reads four numbers of int8 as two pairs of 16 bits: the numbers 0 and 2, then 1 and 3.
+struct FourWord {
+  typedef uint32_t X;
+  typedef Ints Sum;
+  typedef ShortsWord Made;
+  static constexpr int kSteps = 2;
+  static constexpr bool kHasTiles = false;
+  static Words part(Words w, int step) {
+    typedef int16_t Shorts __attribute__((vector_size(kBytes)));
+    return (Words)((step ? (Shorts)w : (Shorts)w << 8) >> 8);
+  }
+  static Sum add(Sum sum, X x, Words w) { return ShortsWord::add(sum, x, w); }
+};
+
 #if defined(__AVX512F__)
 // Multiplies four numbers of int8 by one instruction. It takes one factor without a sign: w + 128,
 // which is w with its highest bit flipped. So a sum has 128 times that of x too much, which `store`
@@ -89,6 +104,7 @@ struct FourWord {
 struct FourDot {
   typedef uint32_t X;
   typedef Ints Sum;
+  typedef FourDot Made;
   static constexpr int kSteps = 1;
   static constexpr bool kHasTiles = true;
   static Words part(Words w, int) { return w ^ 0x80808080u; }
@@ -386,19 +402,47 @@ JAXPAGE_DOT void words(TileRows& tile_rows, int instructions, int64_t num_rows,
   all_rows<Word, kPanels>(num_rows, x, num_words, Stored{w, panel}, begin, end, total);
 }
 
+// Writes the parts of some words of some panels into a buffer, as words of type Made.
+constexpr int64_t kWordsOfBuffer = 64, kPanelOfBuffer = kWordsOfBuffer * kOutputsOfPanel;
+template <typename Word, int kPanels, typename Source>
+JAXPAGE_DOT inline void make_words(const Source& source, int64_t begin, int64_t end,
+                                   uint32_t* buffer) {
+  for (int v = 0; v < kPanels * kParts; ++v) {
+    uint32_t* to = buffer + v / kParts * kPanelOfBuffer + v % kParts * kNativeLanes;
+    for (int64_t k = begin; k < end; ++k)
+      for (int step = 0; step < Word::kSteps; ++step, to += kOutputsOfPanel) {
+        const Words word = Word::part(source.at(v, k), step);
+        std::memcpy(to, &word, kBytes);
+      }
+  }
+}
+
 template <typename Word, int kPanels>
 JAXPAGE_DOT void panels(const Packed& p, int64_t row, int64_t end_row, int64_t first_panel) {
+  typedef typename Word::Made Made;
+  constexpr int kSteps = Word::kSteps;
   alignas(64) static thread_local uint32_t total[kRowsAtOnce * kMostColumns];
-  const int64_t panel = p.num_words * kOutputsOfPanel;
-  const auto* x = static_cast<const typename Word::X*>(p.words) + row * p.num_words * Word::kSteps;
+  alignas(64) uint32_t buffer[kPanels * kPanelOfBuffer];
+  const int64_t panel = p.num_words * kOutputsOfPanel, num_rows = end_row - row;
+  const auto* x = static_cast<const typename Word::X*>(p.words) + row * p.num_words * kSteps;
   const uint32_t* w = static_cast<const uint32_t*>(p.panels) + first_panel * panel;
+  const bool in_buffer = !std::is_same<Word, Made>::value && num_rows > kMostRowsOfWords;
+  const int64_t block = in_buffer                    ? kWordsOfBuffer / kSteps
+                        : p.instructions == kTiles ? kTileWordsOfBlock
+                                                   : kWordsOfBlock;
   TileRows tile_rows;
   int64_t begin = 0;
   do {
-    const int64_t end = std::min(
-        begin + (p.instructions == kTiles ? kTileWordsOfBlock : kWordsOfBlock), p.num_words);
-    words<Word, kPanels>(tile_rows, p.instructions, end_row - row, x, p.num_words, w, panel, begin,
-                         end, total);
+    const int64_t end = std::min(begin + block, p.num_words);
+    if (in_buffer) {
+      make_words<Word, kPanels>(Stored{w, panel}, begin, end, buffer);
+      const uint32_t* from = buffer - begin * kSteps * kOutputsOfPanel;  // where word 0 would be
+      words<Made, kPanels>(tile_rows, p.instructions, num_rows, x, p.num_words * kSteps, from,
+                           kPanelOfBuffer, begin * kSteps, end * kSteps, total);
+    } else {
+      words<Word, kPanels>(tile_rows, p.instructions, num_rows, x, p.num_words, w, panel, begin,
+                           end, total);
+    }
     begin = end;
   } while (begin < p.num_words);
   store<kPanels>(p, row, end_row, first_panel, total);
@@ -555,10 +599,10 @@ template <typename Word, int kPanels, typename Source>
 JAXPAGE_DOT void many_rows_of_codes(const Packed& p, int64_t row, int64_t end_row,
                                     int64_t first_panel, const Source& source) {
   typedef typename Word::Made Made;
-  constexpr int64_t kSteps = Word::kSteps, kWords = 64 / kSteps, kPanel = 64 * kOutputsOfPanel,
+  constexpr int64_t kSteps = Word::kSteps, kWords = kWordsOfBuffer / kSteps,
                     kSums = kRowsAtOnce * kMostColumns, kMostGroups = 4;
   alignas(64) static thread_local uint32_t total[kSums], parts[kMostGroups * kSums];
-  alignas(64) uint32_t made[kPanels * kPanel];
+  alignas(64) uint32_t buffer[kPanels * kPanelOfBuffer];
   const int64_t num_rows = end_row - row, size = p.group_size / Word::kInputs,
                 num_words = p.num_in / Word::kInputs;
   const int64_t at_once =
@@ -570,21 +614,14 @@ JAXPAGE_DOT void many_rows_of_codes(const Packed& p, int64_t row, int64_t end_ro
     const int64_t first = group * size, count = std::min(at_once * size, num_words - first);
     for (int64_t begin = 0; begin < count; begin += kWords) {
       const int64_t end = std::min(begin + kWords, count);
-      for (int v = 0; v < kPanels * kParts; ++v)
-        for (int64_t k = begin; k < end; ++k)
-          for (int step = 0; step < kSteps; ++step) {
-            const Words word = Word::part(source.at(v, first + k), step);
-            std::memcpy(made + v / kParts * kPanel + v % kParts * kNativeLanes +
-                            ((k - begin) * kSteps + step) * kOutputsOfPanel,
-                        &word, kBytes);
-          }
+      make_words<Word, kPanels>(source, first + begin, first + end, buffer);
       // One group, perhaps in several blocks, or several in one block.
       for (int64_t i = 0; i < at_once && i * size < end; ++i) {
-        const uint32_t* from = made + (i * size - begin) * kSteps *
-                                          kOutputsOfPanel;  // where the group's word 0 would be
+        const uint32_t* from = buffer + (i * size - begin) * kSteps *
+                                            kOutputsOfPanel;  // where the group's word 0 would be
         const int64_t stop = std::min(end - i * size, size);
         words<Made, kPanels>(tile_rows, p.instructions, num_rows, x + (first + i * size) * kSteps,
-                             num_words * kSteps, from, kPanel, begin * kSteps, stop * kSteps,
+                             num_words * kSteps, from, kPanelOfBuffer, begin * kSteps, stop * kSteps,
                              parts + i * kSums);
       }
     }
@@ -598,7 +635,7 @@ JAXPAGE_DOT void many_rows_of_codes(const Packed& p, int64_t row, int64_t end_ro
 template <typename Word, int kPanels, typename Source>
 JAXPAGE_DOT void few_rows_of_codes(const Packed& p, int64_t row, int64_t end_row,
                                    int64_t first_panel, const Source& source) {
-  constexpr int64_t kSums = kMostRowsOfCodes * kMostColumns;
+  constexpr int64_t kSums = kMostRowsOfWords * kMostColumns;
   alignas(64) uint32_t total[kSums] = {}, part[kSums];
   const int64_t num_rows = end_row - row, size = p.group_size / Word::kInputs,
                 num_words = p.num_in / Word::kInputs;
@@ -614,7 +651,7 @@ JAXPAGE_DOT void few_rows_of_codes(const Packed& p, int64_t row, int64_t end_row
 
 template <typename Word, int kPanels, typename Source>
 void of_codes(const Packed& p, int64_t row, int64_t end_row, int64_t panel, const Source& source) {
-  end_row - row <= kMostRowsOfCodes && p.instructions != kTiles
+  end_row - row <= kMostRowsOfWords && p.instructions != kTiles
       ? few_rows_of_codes<Word, kPanels>(p, row, end_row, panel, source)
       : many_rows_of_codes<Word, kPanels>(p, row, end_row, panel, source);
 }
@@ -640,18 +677,30 @@ void of_codes(const Packed& p, int64_t row, int64_t end_row, int64_t panel) {
   });
 }
 
+// Calls run(count, first) with the number of panels that are multiplied together, as a constant.
+template <typename Word, typename Run>
+void for_panels(int64_t num_rows, int64_t panel, int64_t end_panel, const Run& run) {
+  // Sums of integers take one cycle, and wait for nothing.
+  constexpr bool kWaits = std::is_same<typename Word::Sum, Floats>::value;
+  if (kWaits && num_rows <= kFewRows && panel + kMostPanels <= end_panel)
+    return run(std::integral_constant<int, kMostPanels>(), panel);
+  for (; panel + kManyPanels <= end_panel; panel += kManyPanels)
+      run(std::integral_constant<int, kManyPanels>(), panel);
+  for (; panel < end_panel; ++panel) run(std::integral_constant<int, 1>(), panel);
+}
+
 template <typename Word>
 void multiply(const Packed& p, int64_t row, int64_t end_row, int64_t panel, int64_t end_panel) {
-  if (panel + kMostPanels <= end_panel) return panels<Word, kMostPanels>(p, row, end_row, panel);
-  for (; panel < end_panel; ++panel) panels<Word, 1>(p, row, end_row, panel);
+  for_panels<Word>(end_row - row, panel, end_panel, [&](auto count, int64_t first) {
+    panels<Word, count>(p, row, end_row, first);
+  });
 }
 
 void multiply(const Packed& p, int64_t row, int64_t end_row, int64_t panel, int64_t end_panel) {
-  if (p.is_coded) {
-    if (panel + kMostPanels <= end_panel) return of_codes<kMostPanels>(p, row, end_row, panel);
-    for (; panel < end_panel; ++panel) of_codes<1>(p, row, end_row, panel);
-    return;
-  }
+  if (p.is_coded)
+    return for_panels<FloatWord>(end_row - row, panel, end_panel, [&](auto count, int64_t first) {
+      of_codes<count>(p, row, end_row, first);
+    });
   if (p.type == Type::kF32) return multiply<FloatWord>(p, row, end_row, panel, end_panel);
   if (p.type == Type::kI8) {
 #if defined(__AVX512F__)
