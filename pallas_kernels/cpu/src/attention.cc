@@ -46,6 +46,9 @@ void write_quantized(const Attention& a, const void* from, int64_t token, void* 
   }
 }
 
+// So many vectors of sums of kMostHeads heads stay in registers.
+constexpr int kVecsAtOnce = kParts == 1 ? 4 : 1;
+
 // Functions that read the pages of one key/value head, from its first number on, for a vector of
 // positions and some query heads. kVecs is the number of vectors of a head; 0: as the call says.
 struct Steps {
@@ -78,41 +81,47 @@ void score(const Attention& a, Head* heads, const Tile& tile, const void* k_page
     for (int h = 0; h < kHeads; ++h) products[h][lane] = sum_of[h];
   }
   for (int h = 0; h < kHeads; ++h) {
-    const Vec found = sums(products[h]);
-    std::memcpy(heads[h].scores + group, &found, sizeof(found));
+    Store<F32>::at(heads[h].scores + group, sums(products[h]));
   }
 }
 
-// Adds the weighted values of these positions to the sums of the heads.
+// Adds the weighted values of these positions to the sums of the heads, kVecs vectors from the
+// `first`-th on.
 template <typename Page, int kHeads, int kVecs>
-void add(const Attention& a, Head* heads, const Tile& tile, const void* v_pages, int group) {
-  const int vecs = kVecs ? kVecs : static_cast<int>(a.value_width / kLanes);
-  Vec acc[kHeads][kVecs ? kVecs : 1];
+inline void add_vecs(const Attention& a, Head* heads, const Tile& tile, const void* v_pages,
+                     int group, int first) {
+  Vec acc[kHeads][kVecs];
   for (int h = 0; h < kHeads; ++h)
-    for (int i = 0; i < kVecs; ++i) acc[h][i] = heads[h].acc[i];
+    for (int i = 0; i < kVecs; ++i) acc[h][i] = heads[h].acc[first + i];
   for (int j = group > tile.begin ? group : tile.begin; j < group + kLanes && j < tile.end; ++j) {
     const auto* v = static_cast<const typename Page::type*>(v_pages) +
-                    tile.slots[j] * a.num_kv_heads * a.head_dim;
-    for (int i = 0; i < vecs; ++i) {
+                    tile.slots[j] * a.num_kv_heads * a.head_dim + first * kLanes;
+    for (int i = 0; i < kVecs; ++i) {
       const Vec value = Load<Page>::at(v + i * kLanes);
-      for (int h = 0; h < kHeads; ++h) {
-        Vec& sum = kVecs ? acc[h][i] : heads[h].acc[i];
-        sum = multiply_add(splat(heads[h].scores[j]), value, sum);
-      }
+      for (int h = 0; h < kHeads; ++h)
+        acc[h][i] = multiply_add(splat(heads[h].scores[j]), value, acc[h][i]);
     }
   }
   for (int h = 0; h < kHeads; ++h)
-    for (int i = 0; i < kVecs; ++i) heads[h].acc[i] = acc[h][i];
+    for (int i = 0; i < kVecs; ++i) heads[h].acc[first + i] = acc[h][i];
+}
+
+template <typename Page, int kHeads>
+void add(const Attention& a, Head* heads, const Tile& tile, const void* v_pages, int group) {
+  const int vecs = static_cast<int>(a.value_width / kLanes);
+  int i = 0;
+  for (; i + kVecsAtOnce <= vecs; i += kVecsAtOnce)
+    add_vecs<Page, kHeads, kVecsAtOnce>(a, heads, tile, v_pages, group, i);
+  for (; i < vecs; ++i) add_vecs<Page, kHeads, 1>(a, heads, tile, v_pages, group, i);
 }
 
 template <typename Page, int kHeads>
 Steps steps_of_width(const Attention& a) {
   const bool is_usual = a.head_dim == a.value_width;
-  if (is_usual && a.head_dim == 4 * kLanes) return {score<Page, kHeads, 4>, add<Page, kHeads, 4>};
-  if (is_usual && a.head_dim == 8 * kLanes) return {score<Page, kHeads, 8>, add<Page, kHeads, 8>};
-  if (is_usual && a.head_dim == 16 * kLanes)
-    return {score<Page, kHeads, 16>, add<Page, kHeads, 16>};
-  return {score<Page, kHeads, 0>, add<Page, kHeads, 0>};
+  if (is_usual && a.head_dim == 4 * kLanes) return {score<Page, kHeads, 4>, add<Page, kHeads>};
+  if (is_usual && a.head_dim == 8 * kLanes) return {score<Page, kHeads, 8>, add<Page, kHeads>};
+  if (is_usual && a.head_dim == 16 * kLanes) return {score<Page, kHeads, 16>, add<Page, kHeads>};
+  return {score<Page, kHeads, 0>, add<Page, kHeads>};
 }
 
 // Calls run(page) with the type of the pages.
@@ -228,35 +237,39 @@ void read_tile(const Attention& a, const Tile& tile, const void* k_pages, const 
 template <int kStep, int kHeads>
 inline __attribute__((always_inline)) void add_lanes(const Vec* keys, const float* const* q,
                                                      int64_t width, int lane,
-                                                     Vec (*sum)[kVecsOfTile]) {
+                                                     Vec (*sum)[kVecsAtOnce]) {
   if constexpr (kStep < kLanes) {
-    Vec other[kHeads][kVecsOfTile];
+    Vec other[kHeads][kVecsAtOnce];
     add_lanes<2 * kStep, kHeads>(keys, q, width, lane, sum);
     add_lanes<2 * kStep, kHeads>(keys, q, width, lane + kStep, other);
     for (int h = 0; h < kHeads; ++h)
-      for (int i = 0; i < kVecsOfTile; ++i) sum[h][i] += other[h][i];
+      for (int i = 0; i < kVecsAtOnce; ++i) sum[h][i] += other[h][i];
   } else {
-    Vec own[kHeads][kVecsOfTile];
+    Vec own[kHeads][kVecsAtOnce];
     for (int h = 0; h < kHeads; ++h)
-      for (int i = 0; i < kVecsOfTile; ++i) own[h][i] = splat(0.0f);
+      for (int i = 0; i < kVecsAtOnce; ++i) own[h][i] = splat(0.0f);
     for (int64_t number = lane; number < width; number += kLanes)
-      for (int i = 0; i < kVecsOfTile; ++i) {
+      for (int i = 0; i < kVecsAtOnce; ++i) {
         const Vec key = keys[number * kVecsOfTile + i];
         for (int h = 0; h < kHeads; ++h)
           own[h][i] = multiply_add(splat(q[h][number]), key, own[h][i]);
       }
     for (int h = 0; h < kHeads; ++h)
-      for (int i = 0; i < kVecsOfTile; ++i) sum[h][i] = own[h][i];
+      for (int i = 0; i < kVecsAtOnce; ++i) sum[h][i] = own[h][i];
   }
 }
 
 template <int kHeads>
 void score_tile(const Attention& a, Head* heads, const Vec* keys) {
   const float* q[kHeads];
-  Vec found[kHeads][kVecsOfTile];
+  Vec sum[kHeads][kVecsAtOnce];
   for (int h = 0; h < kHeads; ++h) q[h] = reinterpret_cast<const float*>(heads[h].q);
-  add_lanes<1, kHeads>(keys, q, a.head_dim, 0, found);
-  for (int h = 0; h < kHeads; ++h) std::memcpy(heads[h].scores, found[h], sizeof(found[h]));
+  for (int i = 0; i < kVecsOfTile; i += kVecsAtOnce) {
+    add_lanes<1, kHeads>(keys + i, q, a.head_dim, 0, sum);
+    for (int h = 0; h < kHeads; ++h)
+      for (int k = 0; k < kVecsAtOnce; ++k)
+        Store<F32>::at(heads[h].scores + (i + k) * kLanes, sum[h][k]);
+  }
 }
 
 // Adds the weighted values of the positions from `begin` to `end` to the sums of some heads, in
@@ -281,8 +294,8 @@ template <int kHeads>
 void add_tile(const Attention& a, Head* heads, const Vec* values, int begin, int end) {
   const int64_t vecs = a.value_width / kLanes;
   int64_t i = 0;
-  for (; i + 4 <= vecs; i += 4) add_values<kHeads, 4>(heads, values, vecs, i, begin, end);
-  for (; i + 2 <= vecs; i += 2) add_values<kHeads, 2>(heads, values, vecs, i, begin, end);
+  for (; i + kVecsAtOnce <= vecs; i += kVecsAtOnce)
+    add_values<kHeads, kVecsAtOnce>(heads, values, vecs, i, begin, end);
   for (; i < vecs; ++i) add_values<kHeads, 1>(heads, values, vecs, i, begin, end);
 }
 

@@ -53,7 +53,7 @@ inline void tile(const Matrix& x, const float* w, int64_t panel, int64_t begin, 
     }
   }
   for (int t = 0; t < kRows; ++t)
-    for (int v = 0; v < kVecs; ++v) std::memcpy(sums.at(t, v * kLanes), &sum[t][v], sizeof(Vec));
+    for (int v = 0; v < kVecs; ++v) Store<F32>::at(sums.at(t, v * kLanes), sum[t][v]);
 }
 
 // Does the same for any number of rows, in tiles of nearly equal numbers of them.
@@ -125,7 +125,7 @@ float weigh(float* scores, int64_t num_columns, int64_t begin, int64_t end) {
     const Int is_seen =
         (column >= splat(static_cast<float>(begin))) & (column < splat(static_cast<float>(end)));
     const Vec score = select(is_seen, raw_at<Vec>(scores + i), unseen);
-    std::memcpy(scores + i, &score, sizeof(score));
+    Store<F32>::at(scores + i, score);
   };
   for (int64_t i = 0; i < begin; i += kLanes) hide(i);
   for (int64_t i = end / kLanes * kLanes; i < num_columns; i += kLanes) hide(i);
@@ -142,7 +142,7 @@ float weigh(float* scores, int64_t num_columns, int64_t begin, int64_t end) {
   Vec total[4] = {};
   const auto give = [&](int64_t i, int place) {
     const Vec weight = power_of_two(raw_at<Vec>(scores + i) - highest);
-    std::memcpy(scores + i, &weight, sizeof(weight));
+    Store<F32>::at(scores + i, weight);
     total[place] += weight;
   };
   for (i = 0; i < num_fours; i += 4 * kLanes)
@@ -171,8 +171,7 @@ void attend_block(const BothWays& a, const Seen& seen, int64_t first, int64_t la
   const auto place = [&](int64_t row) { return ((first + row) * a.num_heads + head) * width; };
   for (int64_t t = 0; t < num_rows; ++t)
     for (int64_t i = 0; i < width; i += kLanes) {
-      const Vec scaled = raw_at<Vec>(a.q + place(t) + i) * splat(kLog2E * a.scale);
-      std::memcpy(q.at(t, i), &scaled, sizeof(scaled));
+      Store<F32>::at(q.at(t, i), raw_at<Vec>(a.q + place(t) + i) * splat(kLog2E * a.scale));
     }
   multiply(num_rows, q, seen.keys + begin * width, num_panels, kLanes * width, 0, width, scores);
   float totals[kQueriesAtOnce];
@@ -188,8 +187,7 @@ void attend_block(const BothWays& a, const Seen& seen, int64_t first, int64_t la
   for (int64_t t = 0; t < num_rows; ++t) {
     const Vec factor = splat(1.0f / totals[t]);
     for (int64_t i = 0; i < width; i += kLanes) {
-      const Vec value = raw_at<Vec>(mixed.at(t, i)) * factor;
-      std::memcpy(a.out + place(t) + i, &value, sizeof(value));
+      Store<F32>::at(a.out + place(t) + i, raw_at<Vec>(mixed.at(t, i)) * factor);
     }
   }
 }

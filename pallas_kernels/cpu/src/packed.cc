@@ -427,7 +427,7 @@ JAXPAGE_DOT void panels(const Packed& p, int64_t row, int64_t end_row, int64_t f
   const auto* x = static_cast<const typename Word::X*>(p.words) + row * p.num_words * kSteps;
   const uint32_t* w = static_cast<const uint32_t*>(p.panels) + first_panel * panel;
   const bool in_buffer = !std::is_same<Word, Made>::value && num_rows > kMostRowsOfWords;
-  const int64_t block = in_buffer                    ? kWordsOfBuffer / kSteps
+  const int64_t block = in_buffer                  ? kWordsOfBuffer / kSteps
                         : p.instructions == kTiles ? kTileWordsOfBlock
                                                    : kWordsOfBlock;
   TileRows tile_rows;
@@ -472,8 +472,8 @@ inline Floats number(Ints bits) {
   if constexpr (code != Code::kFloat4) return __builtin_convertvector(bits, Floats);
   // From 2 on a code has an exponent in two bits and one bit after the point; 1 is a half.
   const Ints size = bits & 7;
-  const Floats value = size < 2 ? __builtin_convertvector(size, Floats) * 0.5f
-                                : (Floats)((size + 252) << 22);
+  const Floats value =
+      size < 2 ? __builtin_convertvector(size, Floats) * 0.5f : (Floats)((size + 252) << 22);
   return (Floats)((Ints)value | (bits & 8) << 28);
 }
 
@@ -501,7 +501,8 @@ struct Codes {
   int64_t panel;  // the bytes of one
   Codes from(int64_t word) const { return {first + word * kOutputsOfPanel, panel}; }
   Words at(int v, int64_t k) const {
-    const uint8_t* at = first + v / kParts * panel + k * kOutputsOfPanel + v % kParts * kNativeLanes;
+    const uint8_t* at =
+        first + v / kParts * panel + k * kOutputsOfPanel + v % kParts * kNativeLanes;
     if (v % kParts == 0) __builtin_prefetch(at + 64 * kOutputsOfPanel);
     if constexpr (code == Code::kInt8)
       return (Words)widen_part(reinterpret_cast<const int8_t*>(at));
@@ -586,7 +587,7 @@ void add_group(const Packed& p, int64_t row, int64_t num_rows, int64_t first_pan
       const int64_t at = t * kMostColumns + i * kOutputsOfPanel;
       Vec value = multiply_add(raw_at<Vec>(part + at), scale, raw_at<Vec>(total + at));
       if (p.minimum || p.zero) value = multiply_add(splat(x_sum[t * p.num_groups]), offset, value);
-      std::memcpy(total + at, &value, 64);
+      Store<F32>::at(reinterpret_cast<float*>(total + at), value);
     }
   }
 }
@@ -621,8 +622,8 @@ JAXPAGE_DOT void many_rows_of_codes(const Packed& p, int64_t row, int64_t end_ro
                                             kOutputsOfPanel;  // where the group's word 0 would be
         const int64_t stop = std::min(end - i * size, size);
         words<Made, kPanels>(tile_rows, p.instructions, num_rows, x + (first + i * size) * kSteps,
-                             num_words * kSteps, from, kPanelOfBuffer, begin * kSteps, stop * kSteps,
-                             parts + i * kSums);
+                             num_words * kSteps, from, kPanelOfBuffer, begin * kSteps,
+                             stop * kSteps, parts + i * kSums);
       }
     }
     for (int64_t i = 0; i < at_once && group + i < p.num_groups; ++i)
@@ -651,7 +652,7 @@ JAXPAGE_DOT void few_rows_of_codes(const Packed& p, int64_t row, int64_t end_row
 
 template <typename Word, int kPanels, typename Source>
 void of_codes(const Packed& p, int64_t row, int64_t end_row, int64_t panel, const Source& source) {
-  end_row - row <= kMostRowsOfWords && p.instructions != kTiles
+  end_row - row <= kMostRowsOfWords&& p.instructions != kTiles
       ? few_rows_of_codes<Word, kPanels>(p, row, end_row, panel, source)
       : many_rows_of_codes<Word, kPanels>(p, row, end_row, panel, source);
 }
@@ -670,10 +671,8 @@ void of_codes(const Packed& p, int64_t row, int64_t end_row, int64_t panel) {
     constexpr int kMiddle = kCode == Code::kInt4 ? 8 : 0;
     const int64_t bytes = p.num_in / CodeWord<kCode, 0>::kInputs * kOutputsOfPanel;
     const Codes<kCode> source{static_cast<const uint8_t*>(p.panels) + panel * bytes, bytes};
-    if (p.zero || p.minimum)
-      of_codes<CodeWord<kCode, 0>, kPanels>(p, row, end_row, panel, source);
-    else
-      of_codes<CodeWord<kCode, kMiddle>, kPanels>(p, row, end_row, panel, source);
+    if (p.zero || p.minimum) of_codes<CodeWord<kCode, 0>, kPanels>(p, row, end_row, panel, source);
+    else of_codes<CodeWord<kCode, kMiddle>, kPanels>(p, row, end_row, panel, source);
   });
 }
 
@@ -685,15 +684,14 @@ void for_panels(int64_t num_rows, int64_t panel, int64_t end_panel, const Run& r
   if (kWaits && num_rows <= kFewRows && panel + kMostPanels <= end_panel)
     return run(std::integral_constant<int, kMostPanels>(), panel);
   for (; panel + kManyPanels <= end_panel; panel += kManyPanels)
-      run(std::integral_constant<int, kManyPanels>(), panel);
+    run(std::integral_constant<int, kManyPanels>(), panel);
   for (; panel < end_panel; ++panel) run(std::integral_constant<int, 1>(), panel);
 }
 
 template <typename Word>
 void multiply(const Packed& p, int64_t row, int64_t end_row, int64_t panel, int64_t end_panel) {
-  for_panels<Word>(end_row - row, panel, end_panel, [&](auto count, int64_t first) {
-    panels<Word, count>(p, row, end_row, first);
-  });
+  for_panels<Word>(end_row - row, panel, end_panel,
+                   [&](auto count, int64_t first) { panels<Word, count>(p, row, end_row, first); });
 }
 
 void multiply(const Packed& p, int64_t row, int64_t end_row, int64_t panel, int64_t end_panel) {
@@ -751,8 +749,7 @@ void round_row(const Packed& p, int64_t row, void* words) {
   const int64_t first_dot = p.instructions == kTiles ? p.num_words / 16 * 16 : 0;
   for (int64_t i = 0; i < p.num_in; i += kLanes) {
     const Vec whole = at(i) * inverse;
-    const Int rounded =
-        to_int(select(whole == whole, (whole + magic) - magic, Vec{}));
+    const Int rounded = to_int(select(whole == whole, (whole + magic) - magic, Vec{}));
     for (int lane = 0; lane < kLanes && i + lane < p.num_words * 4; lane += 4) {
       const uint32_t n[4] = {(uint32_t)rounded[lane], (uint32_t)rounded[lane + 1],
                              (uint32_t)rounded[lane + 2], (uint32_t)rounded[lane + 3]};

@@ -144,39 +144,27 @@ struct Head {
       for (int j = begin; j < end; ++j)
         scores[j] *= a.k_scale[tile.slots[j] * a.num_kv_heads + kv_head];
     if (a.softcap > 0.0f)
-      for (int group = from; group < end; group += kLanes) {
-        Vec score;
-        std::memcpy(&score, scores + group, sizeof(score));
-        score = capped(a, score);
-        std::memcpy(scores + group, &score, sizeof(score));
-      }
+      for (int group = from; group < end; group += kLanes)
+        Store<F32>::at(scores + group, capped(a, raw_at<Vec>(scores + group)));
     if (slope != 0.0f)
       for (int group = from; group < end; group += kLanes) {
-        Vec score;
-        std::memcpy(&score, scores + group, sizeof(score));
-        score = multiply_add(splat(slope),
-                             splat(static_cast<float>(tile.position + group - own)) + ascending(),
-                             score);
-        std::memcpy(scores + group, &score, sizeof(score));
+        const Vec distance = splat(static_cast<float>(tile.position + group - own)) + ascending();
+        Store<F32>::at(scores + group,
+                       multiply_add(splat(slope), distance, raw_at<Vec>(scores + group)));
       }
     for (int j = from; j < begin; ++j) scores[j] = -std::numeric_limits<float>::infinity();
     for (int j = end; j % kLanes; ++j) scores[j] = -std::numeric_limits<float>::infinity();
     Vec most_of = splat(most);
-    for (int group = from; group < end; group += kLanes) {
-      Vec score;
-      std::memcpy(&score, scores + group, sizeof(score));
-      most_of = max(score, most_of);
-    }
+    for (int group = from; group < end; group += kLanes)
+      most_of = max(raw_at<Vec>(scores + group), most_of);
     const float largest = jaxpage::JAXPAGE_ISA::largest(most_of);
     // The first tile finds nothing to correct, and later ones not often.
     const bool is_same = most == largest;
     const float correction = is_same ? 1.0f : total == 0.0f ? 0.0f : exp(splat(most - largest))[0];
     Vec added = splat(0.0f);
     for (int group = from; group < end; group += kLanes) {
-      Vec score;
-      std::memcpy(&score, scores + group, sizeof(score));
-      const Vec weight = exp(score - splat(largest));
-      std::memcpy(scores + group, &weight, sizeof(weight));
+      const Vec weight = exp(raw_at<Vec>(scores + group) - splat(largest));
+      Store<F32>::at(scores + group, weight);
       added += weight;
     }
     most = largest;

@@ -66,15 +66,15 @@ inline auto by_parts(const Run& run) {
   return made_of(run, std::make_integer_sequence<int, kParts>());
 }
 
-#define JAXPAGE_BY_PARTS(op)                                                              \
-  template <typename Native, typename Other>                                              \
-  inline auto operator op(const Long<Native>& a, const Long<Other>& b) {                  \
-    return by_parts([&](int i) { return a.part[i] op b.part[i]; });                       \
-  }                                                                                       \
-  template <typename Native, typename Number,                                             \
-            typename = typename std::enable_if<std::is_arithmetic<Number>::value>::type>  \
-  inline auto operator op(const Long<Native>& a, Number b) {                              \
-    return by_parts([&](int i) { return a.part[i] op b; });                               \
+#define JAXPAGE_BY_PARTS(op)                                                             \
+  template <typename Native, typename Other>                                             \
+  inline auto operator op(const Long<Native>& a, const Long<Other>& b) {                 \
+    return by_parts([&](int i) { return a.part[i] op b.part[i]; });                      \
+  }                                                                                      \
+  template <typename Native, typename Number,                                            \
+            typename = typename std::enable_if<std::is_arithmetic<Number>::value>::type> \
+  inline auto operator op(const Long<Native>& a, Number b) {                             \
+    return by_parts([&](int i) { return a.part[i] op b; });                              \
   }
 JAXPAGE_BY_PARTS(+)
 JAXPAGE_BY_PARTS(-)
@@ -159,8 +159,7 @@ inline Vec splat(float x) {
 }
 
 inline Vec ascending() {
-  static constexpr float kNumbers[kLanes] = {0, 1, 2,  3,  4,  5,  6,  7,
-                                             8, 9, 10, 11, 12, 13, 14, 15};
+  static constexpr float kNumbers[kLanes] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
   return raw_at<Vec>(kNumbers);
 }
 
@@ -184,19 +183,14 @@ inline Floats add_product(Floats x, Floats w, Floats sum) {
 }
 // Returns a * b + c, rounded once.
 inline Vec multiply_add(const Vec& a, const Vec& b, const Vec& c) {
-  return by_parts(
-      [&](int i) { return add_product(part_of(a, i), part_of(b, i), part_of(c, i)); });
+  return by_parts([&](int i) { return add_product(part_of(a, i), part_of(b, i), part_of(c, i)); });
 }
 
 // Reads integers of 8 or 16 bits and makes those of 32 bits of them. GCC 12 makes scalar
 // conversions of __builtin_convertvector for some of them.
 #if defined(__AVX512F__)
-inline Ints widen_part(const int8_t* x) {
-  return (Ints)_mm512_cvtepi8_epi32(raw_at<__m128i>(x));
-}
-inline Ints widen_part(const uint8_t* x) {
-  return (Ints)_mm512_cvtepu8_epi32(raw_at<__m128i>(x));
-}
+inline Ints widen_part(const int8_t* x) { return (Ints)_mm512_cvtepi8_epi32(raw_at<__m128i>(x)); }
+inline Ints widen_part(const uint8_t* x) { return (Ints)_mm512_cvtepu8_epi32(raw_at<__m128i>(x)); }
 inline Ints widen_part(const uint16_t* x) {
   return (Ints)_mm512_cvtepu16_epi32(raw_at<__m256i>(x));
 }
@@ -259,10 +253,15 @@ struct Load<BF16> {
   static Vec at(const uint16_t* x) { return as_float(widen(x) << 16); }
 };
 
-// Subnormal numbers are made of integers: XLA's threads may take subnormal operands for zero.
 template <>
 struct Load<F16> {
   static Vec at(const uint16_t* x) {
+#if defined(__AVX512F__)
+    return (Vec)_mm512_cvtph_ps(raw_at<__m256i>(x));
+#elif defined(__F16C__)
+    return by_parts([&](int i) { return (Floats)_mm256_cvtph_ps(raw_at<__m128i>(x + 8 * i)); });
+#else
+    // Subnormal numbers are made of integers: XLA's threads may take subnormal operands for zero.
     Bits bits = as_bits(widen(x));
     Bits sign = (bits & 0x8000u) << 16, magnitude = bits & 0x7fffu;
     Bits normal = (magnitude << 13) + (112u << 23);
@@ -271,6 +270,7 @@ struct Load<F16> {
     Vec value = select(magnitude < 0x400u, subnormal, as_float(normal));
     value = select(magnitude >= 0x7c00u, as_float(special), value);
     return as_float(as_bits(value) | sign);
+#endif
   }
 };
 
@@ -320,7 +320,13 @@ struct Store;
 
 template <>
 struct Store<F32> {
-  static void at(float* x, const Vec& value) { std::memcpy(x, &value, sizeof(value)); }
+  // By parts: a copy in shorter pieces could not be read again as whole vectors for some cycles.
+  static void at(float* x, const Vec& value) {
+    for (int i = 0; i < kParts; ++i) {
+      const Floats part = part_of(value, i);
+      std::memcpy(x + i * kNativeLanes, &part, kBytes);
+    }
+  }
 };
 
 template <>
@@ -442,20 +448,27 @@ inline void transpose(Vec* v) {
   swap_groups<1>(v);
 }
 
-// Combines the lanes of a vector: each with the one half a vector after it, and so on.
+// Combines each lane of a vector with the one `count` lanes after it, then those that are left.
+template <int count, typename Combine, int... lane>
+inline float combine_part(Floats x, const Combine& combine,
+                          std::integer_sequence<int, lane...> lanes) {
+  x = combine(x, shuffle<(lane + count) % kNativeLanes...>(x, x));
+  if constexpr (count > 1) return combine_part<count / 2>(x, combine, lanes);
+  return x[0];
+}
 template <typename Combine>
-inline float combine(const Vec& v, const Combine& of_two) {
-  float lanes[kLanes];
-  std::memcpy(lanes, &v, sizeof(v));
-  for (int count = kLanes / 2; count > 0; count /= 2)
-    for (int i = 0; i < count; ++i) lanes[i] = of_two(lanes[i], lanes[i + count]);
-  return lanes[0];
+inline float combine_lanes(const Vec& v, const Combine& combine) {
+  Floats parts[kParts];
+  for (int i = 0; i < kParts; ++i) parts[i] = part_of(v, i);
+  for (int count = kParts / 2; count > 0; count /= 2)
+    for (int i = 0; i < count; ++i) parts[i] = combine(parts[i], parts[i + count]);
+  return combine_part<kNativeLanes / 2>(parts[0], combine, NativeLanes());
 }
 inline float sum(const Vec& v) {
-  return combine(v, [](float a, float b) { return a + b; });
+  return combine_lanes(v, [](Floats a, Floats b) { return a + b; });
 }
 inline float largest(const Vec& v) {
-  return combine(v, [](float a, float b) { return a > b ? a : b; });
+  return combine_lanes(v, [](Floats a, Floats b) { return a > b ? a : b; });
 }
 
 // Returns e^x for x up to 88, and 0 below -87.3 (and for -inf): a polynomial after the range is
