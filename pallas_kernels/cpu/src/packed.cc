@@ -32,8 +32,7 @@ static_assert(kRowsAtOnce % kMostRows == 0, "a block of rows has whole tiles");
 // Up to this many rows, make the parts of words in registers and multiply at once. With more rows
 // each tile would make them again, so they are written to a buffer first.
 constexpr int kMostRowsOfWords = 2 * kMostRows;
-constexpr int kWordsOfVector = kNativeLanes, kVectorsOfPanel = kParts,
-              kMostColumns = kMostPanels * kOutputsOfPanel;
+constexpr int kMostColumns = kMostPanels * kOutputsOfPanel;
 // All rows are multiplied by so many words of a panel before the next ones are read, so that those
 // of a tile stay in the second cache.
 constexpr int64_t kWordsOfBlock = 1024;
@@ -260,9 +259,9 @@ struct Stored {
   const uint32_t* first;
   int64_t panel;
   Words at(int v, int64_t k) const {
-    const uint32_t* from = first + v / kVectorsOfPanel * panel + k * kOutputsOfPanel +
-                           v % kVectorsOfPanel * kWordsOfVector;
-    if (v % kVectorsOfPanel == 0) __builtin_prefetch(from + 512);
+    const uint32_t* from =
+        first + v / kParts * panel + k * kOutputsOfPanel + v % kParts * kNativeLanes;
+    if (v % kParts == 0) __builtin_prefetch(from + 512);
     return raw_at<Words>(from);
   }
 };
@@ -271,11 +270,11 @@ struct Stored {
 template <typename Word, int kRows, int kPanels, typename Source>
 JAXPAGE_DOT inline void tile(const typename Word::X* x, int64_t num_words, const Source& w,
                              int64_t begin, int64_t end, uint32_t* total) {
-  constexpr int kVectors = kPanels * kVectorsOfPanel;
+  constexpr int kVectors = kPanels * kParts;
   typename Word::Sum sum[kRows][kVectors];
   for (int t = 0; t < kRows; ++t)
     for (int v = 0; v < kVectors; ++v)
-      sum[t][v] = begin ? raw_at<typename Word::Sum>(total + t * kMostColumns + v * kWordsOfVector)
+      sum[t][v] = begin ? raw_at<typename Word::Sum>(total + t * kMostColumns + v * kNativeLanes)
                         : typename Word::Sum{};
   for (int64_t k = begin; k < end; ++k) {
     Words word[kVectors];
@@ -291,7 +290,7 @@ JAXPAGE_DOT inline void tile(const typename Word::X* x, int64_t num_words, const
   }
   for (int t = 0; t < kRows; ++t)
     for (int v = 0; v < kVectors; ++v)
-      std::memcpy(total + t * kMostColumns + v * kWordsOfVector, &sum[t][v], kBytes);
+      std::memcpy(total + t * kMostColumns + v * kNativeLanes, &sum[t][v], kBytes);
 }
 
 // Calls `tile` with the number of rows as a constant, so that its sums are registers.
@@ -402,8 +401,10 @@ JAXPAGE_DOT void words(TileRows& tile_rows, int instructions, int64_t num_rows,
   all_rows<Word, kPanels>(num_rows, x, num_words, Stored{w, panel}, begin, end, total);
 }
 
-// Writes the parts of some words of some panels into a buffer, as words of type Made.
+// The words of a panel in a buffer, which stays in the first cache.
 constexpr int64_t kWordsOfBuffer = 64, kPanelOfBuffer = kWordsOfBuffer * kOutputsOfPanel;
+
+// Writes the parts of some words of some panels into a buffer, as words of type Made.
 template <typename Word, int kPanels, typename Source>
 JAXPAGE_DOT inline void make_words(const Source& source, int64_t begin, int64_t end,
                                    uint32_t* buffer) {
