@@ -18,7 +18,7 @@ from jaxpage.layers.weight_kinds import Packed, PackedCodes
 from jaxpage.models.parameters import Packing, Path
 from pallas_kernels import QuantizedWeight, numbers
 from pallas_kernels.compat import target_device
-from pallas_kernels.cpu import packed
+from pallas_kernels.cpu import large_pages, packed
 from pallas_kernels.cpu.packed import takes as takes
 
 # How each packed array is packed, by the path of its parameter.
@@ -81,6 +81,8 @@ def pack_weights(parameters: Any, packings: Packings) -> None:
             packs = functools.partial(packed.pack, numbers=how.numbers)
             branch[path[-1]] = _of_each_part(array, packs)
             array.delete()
+    if packings:
+        large_pages.return_freed_memory()
 
 
 def panels_of_weights(parameters: Any, packings: Packings) -> Any:

@@ -27,7 +27,7 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.cpu import library
+from pallas_kernels.cpu import large_pages, library
 from pallas_kernels.cpu.rows import ACTIVATIONS
 from pallas_kernels.quantized_weight import CODES, QuantizedWeight
 
@@ -49,8 +49,9 @@ def pack(weight: np.ndarray, numbers: int) -> np.ndarray:
         weight = np.pad(weight, lacking)
     # Words are moved whole: numpy takes much longer for pairs of numbers.
     words = np.ascontiguousarray(weight).view(f"u{weight.itemsize * numbers}")
-    by_panel = words.reshape(*groups, -1, OUTPUTS_OF_PANEL, words.shape[-1])
-    packed = np.ascontiguousarray(by_panel.swapaxes(-1, -2))
+    by_panel = words.reshape(*groups, -1, OUTPUTS_OF_PANEL, words.shape[-1]).swapaxes(-1, -2)
+    packed = large_pages.make_array(by_panel.shape, by_panel.dtype)
+    packed[...] = by_panel
     return packed.view(weight.dtype).reshape(*packed.shape, numbers)
 
 
