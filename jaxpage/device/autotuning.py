@@ -60,7 +60,7 @@ def autotuning_options(device: Any) -> dict[str, str]:
 
 @functools.cache
 def _options(cache: Path, device: jax.Device) -> dict[str, str]:
-    known = xla_client.CompileOptions().executable_build_options.debug_options
+    known = type(xla_client.CompileOptions().executable_build_options.debug_options)
     if not (hasattr(known, DIRECTORY_OPTION) and hasattr(known, MODE_OPTION)):
         return {}  # another XLA: an option that it does not know would be an error
     versions = "\n".join(gpu_versions([device]))
