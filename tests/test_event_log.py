@@ -41,7 +41,7 @@ from jaxpage.outputs import TokenLogprobs
 from jaxpage.replay import replaying
 from jaxpage.replay.event_log import MAX_LINE_BYTES, EventLog, LogReader
 from jaxpage.replay.incidents import IncidentRing, scrub
-from jaxpage.replay.log_header import engine_header, other_choices, read_header, weights_hash
+from jaxpage.replay.log_header import _other_choices, engine_header, read_header, weights_hash
 from jaxpage.replay.log_walk import Walk
 from jaxpage.replay.recorder import Recorder
 from jaxpage.replay.replaying import Replay, Report
@@ -511,9 +511,9 @@ def test_swaps_pins_and_a_fair_policy(
 
 def test_choices_that_a_log_does_not_have_are_no_others() -> None:
     ours = {"autotuning": "1"}
-    assert other_choices({}, ours) == other_choices({"autotuning": None}, ours) == ""
+    assert _other_choices({}, ours) == _other_choices({"autotuning": None}, ours) == ""
     assert (
-        other_choices({"autotuning": "1"}, ours) == "" != other_choices({"autotuning": "2"}, ours)
+        _other_choices({"autotuning": "1"}, ours) == "" != _other_choices({"autotuning": "2"}, ours)
     )
 
 

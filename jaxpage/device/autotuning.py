@@ -15,10 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from jaxlib import xla_client
 
 from jaxpage.device.compile_cache import own_cache_directory
-from jaxpage.device.hardware.gpu_versions import gpu_versions
+from jaxpage.device.hardware.gpu_versions import gpu_versions, knows_options
 
 DIRECTORY_OPTION = "xla_gpu_per_fusion_autotune_cache_dir"
 MODE_OPTION = "xla_gpu_experimental_autotune_cache_mode"
@@ -60,9 +59,8 @@ def autotuning_options(device: Any) -> dict[str, str]:
 
 @functools.cache
 def _options(cache: Path, device: jax.Device) -> dict[str, str]:
-    known = type(xla_client.CompileOptions().executable_build_options.debug_options)
-    if not (hasattr(known, DIRECTORY_OPTION) and hasattr(known, MODE_OPTION)):
-        return {}  # another XLA: an option that it does not know would be an error
+    if not knows_options(DIRECTORY_OPTION, MODE_OPTION):
+        return {}  # an option that XLA does not know would be an error
     versions = "\n".join(gpu_versions([device]))
     directory = cache / "autotuning" / hashlib.sha256(versions.encode()).hexdigest()[:16]
     try:
@@ -82,8 +80,8 @@ def choices_of(executable: Any) -> str:
     """
     choices: Counter[str] = Counter()
     for line in executable.as_text().splitlines():
-        before, found, config = line.partition(_CONFIG)
-        if found and (chosen := _chosen('{"' + config)):
+        before, mark, config = line.partition(_CONFIG)
+        if mark and (chosen := _chosen('{"' + config)):
             instruction = before.partition(" = ")[2].partition("(%")[0]
             choices[f"{instruction} {chosen}"] += 1
     return "".join(f"{number} {choice}\n" for choice, number in sorted(choices.items()))

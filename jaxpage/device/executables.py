@@ -15,7 +15,6 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import jax
-import jax.monitoring
 import jax.numpy as jnp
 import numpy as np
 
@@ -26,6 +25,7 @@ from jaxpage.device.autotuning import (
     hash_choices,
 )
 from jaxpage.device.batch_invariance import exact_options
+from jaxpage.device.compilations import watch_compilations
 from jaxpage.device.compiler_options import compiler_options
 from jaxpage.device.drafters.drafter import DeviceDrafter, split_layers
 from jaxpage.device.hardware.backends import Backend
@@ -124,7 +124,7 @@ class Executables:
         self.options = options
         self._mesh = mesh
         self.num_swapped = menu.num_swapped  # blocks that `gather` and `scatter` take
-        self._compilations = _watch_compilations()
+        self._compilations = watch_compilations()
         self._num_before = self._compilations.count
         self._num_found_before = self._compilations.num_found
         started = time.monotonic()
@@ -326,26 +326,6 @@ class Executables:
         It is None if not all are compiled before the first step.
         """
         return self._workspace_bytes
-
-
-class _Compilations:
-    """Counts what JAX compiles and finds compiled in this process, by JAX's own monitoring."""
-
-    def __init__(self) -> None:
-        self.count = self.num_found = 0
-        jax.monitoring.register_event_duration_secs_listener(self._note)
-        jax.monitoring.register_event_listener(self._note_found)
-
-    def _note(self, event: str, duration_secs: float, **_: str | int) -> None:
-        self.count += event == "/jax/core/compile/backend_compile_duration"
-
-    def _note_found(self, event: str, **_: str | int) -> None:
-        self.num_found += event == "/jax/compilation_cache/cache_hits"
-
-
-@functools.cache  # a listener cannot be taken back, so there is one
-def _watch_compilations() -> _Compilations:
-    return _Compilations()
 
 
 def step_call(

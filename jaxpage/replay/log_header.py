@@ -68,7 +68,7 @@ def engine_header(
         files: The model's files. They are needed on several hosts, each of which has only its own
             parts of the weights.
     """
-    parameters = engine.parameters
+    parameters, executables = engine.parameters, engine.executables
     target = parameters["target"]
     if files and not all(leaf.is_fully_addressable for leaf in jax.tree.leaves(target)):
         target = _of_all_hosts(files, spec)
@@ -79,7 +79,7 @@ def engine_header(
         "format": FORMAT,
         "versions": package_versions(),
         "device": _device(spec),
-        "autotuning": engine.executables.autotuning,
+        "autotuning": executables.autotuning,
         "config": settings,
         "config_hash": config_hash(settings),
         "weights_hash": weights_hash(
@@ -195,7 +195,7 @@ def compare_engines(logged: Record, ours: Record, *, force: bool) -> None:
                 before,
                 version,
             )
-    if other := other_choices(logged, ours):
+    if other := _other_choices(logged, ours):
         logger.warning("%s", other)
     problems = []
     if logged["config_hash"] != config_hash(logged["config"]):
@@ -215,7 +215,13 @@ def compare_engines(logged: Record, ours: Record, *, force: bool) -> None:
         logger.warning("Replaying all the same: %s", problem)
 
 
-def other_choices(logged: Record, ours: Record) -> str:
+def explain_difference(difference: str | None, logged: Record, ours: Record) -> str | None:
+    """Returns the first difference of a replay, with the reason that is in the headers, if any."""
+    other = _other_choices(logged, ours)
+    return f"{difference}\n{other}" if difference and other else difference
+
+
+def _other_choices(logged: Record, ours: Record) -> str:
     """Returns the sentence that XLA's autotuning chose otherwise for a log; "" if it did not.
 
     It is empty for a log that does not say what was chosen.

@@ -30,7 +30,7 @@ from jaxpage.replay.log_header import (
     check_replayable,
     compare_engines,
     engine_header,
-    other_choices,
+    explain_difference,
     read_header,
     read_logged_config,
 )
@@ -125,9 +125,8 @@ def replay(
             ) as bar:
                 follower.weights_of = partial(updates.load, built)
                 report = follower.run(built.engine, bar, until=until)
-            if report.difference and (other := other_choices(logged, ours)):
-                report = replace(report, difference=f"{report.difference}\n{other}")
-            return report
+            difference = explain_difference(report.difference, logged, ours)
+            return replace(report, difference=difference)
         finally:
             built.engine.close()
 

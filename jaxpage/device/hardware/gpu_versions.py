@@ -1,4 +1,4 @@
-"""Says for which GPUs, driver and libraries code is compiled."""
+"""Says for which GPUs, driver and libraries code is compiled, and which options XLA has."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from jax._src.lib import cuda_versions  # JAX has no public name for the versions that it loaded
-from jaxlib import xla_client
+
+# JAX has no public names for the versions of libraries that it loaded, and for what XLA knows.
+from jax._src.lib import cuda_versions, xla_client  # type: ignore[attr-defined]
 
 from jaxpage.versions import package_version
 
@@ -40,6 +41,12 @@ def gpu_versions(devices: Sequence[Any]) -> list[str]:
         *(_loaded(library) for library in ("cublas", "cudnn")),
         *(f"{package} {package_version(package)}" for package in _PACKAGES),
     ]
+
+
+def knows_options(*names: str) -> bool:
+    """Returns whether this XLA has compiler options of these names."""
+    options = xla_client.CompileOptions().executable_build_options.debug_options
+    return all(hasattr(type(options), name) for name in names)
 
 
 def _fingerprint(devices: Sequence[Any]) -> str:
