@@ -16,8 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxpage.assembly.planning.sizing import MemoryPlan, choose_num_blocks, choose_num_host_blocks
+from jaxpage.device.compile_cache import use_compile_cache
 from jaxpage.device.compiler_options import check_graphs, compiler_options
-from jaxpage.device.executables import use_compile_cache
 from jaxpage.device.hardware import gpu_memory
 from jaxpage.device.inputs.buckets import Bucket, make_menu
 from jaxpage.device.inputs.step_inputs import (

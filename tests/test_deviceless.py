@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.experimental import serialize_executable
 
 from jaxpage.device.compiler_options import compiler_options
 from jaxpage.device.hardware.backends import Backend
@@ -336,6 +337,7 @@ def test_a_step_is_one_cuda_graph_and_changes_its_pages_in_place(kind, backend, 
         shapes.step, *shapes.arguments, options=compiler_options("gpu")
     )
     assert thunks.on_host(thunks_text) == [] and thunks.num_command_buffers(thunks_text) == 1
+    assert len(serialize_executable.serialize(compiled)[0]) > 1 << 16, "it can be a file"
     found = inspect(compiled)
     assert found.problems(pages_bytes=shapes.pages_bytes, array_bytes=shapes.array_bytes) == []
     written = LAYERS if backend == "triton" else 0  # Mosaic leaves it to XLA

@@ -41,7 +41,7 @@ from jaxpage.outputs import TokenLogprobs
 from jaxpage.replay import replaying
 from jaxpage.replay.event_log import MAX_LINE_BYTES, EventLog, LogReader
 from jaxpage.replay.incidents import IncidentRing, scrub
-from jaxpage.replay.log_header import engine_header, read_header, weights_hash
+from jaxpage.replay.log_header import _other_choices, engine_header, read_header, weights_hash
 from jaxpage.replay.log_walk import Walk
 from jaxpage.replay.recorder import Recorder
 from jaxpage.replay.replaying import Replay, Report
@@ -304,6 +304,7 @@ def test_the_header_says_which_engine_it_was(llm: LLM, crowd: Path) -> None:
         first["versions"]["jax"] == jax.__version__ and first["config"] == llm.config.model_dump()
     )
     assert (first["engine"]["num_blocks"], first["engine"]["dtype"]) == (17, "float32")
+    assert first["autotuning"] is None, "XLA measures nothing on a CPU"
     stored = load_weights(llm._model.plan, "float32", np.asarray)
     assert first["weights_hash"] == weights_hash(jax.tree.map(jax.numpy.asarray, stored)), (
         "of the weights as they are in the checkpoint, not in panels"
@@ -475,7 +476,9 @@ def test_a_crowd(llm: LLM, crowd: Path) -> None:
     assert_identical(replayed(llm, crowd), crowd)
 
 
-def test_swaps_pins_and_a_fair_policy(directory: Path, tmp_path: Path) -> None:
+def test_swaps_pins_and_a_fair_policy(
+    directory: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     path = tmp_path / "a.jsonl"
     settings = {
         "num_blocks": 18,
@@ -499,8 +502,18 @@ def test_swaps_pins_and_a_fair_policy(directory: Path, tmp_path: Path) -> None:
     assert_identical(replaying.replay(path, progress=False), path)
     index = next(i for i, record in enumerate(records) if record["event"] == "unpin")
     del records[index]
-    assert "First difference" in str(
-        replaying.replay(write(tmp_path / "b.jsonl", records), progress=False).difference
+    records[0]["autotuning"] = "0" * 64
+    difference = replaying.replay(write(tmp_path / "b.jsonl", records), progress=False).difference
+    assert difference is not None and difference.startswith("First difference")
+    others = f"XLA's autotuning chose other kernels for the log (hash '{'0' * 64}', here None)"
+    assert others in caplog.text and difference.endswith(f"\n{others}: bits may differ")
+
+
+def test_choices_that_a_log_does_not_have_are_no_others() -> None:
+    ours = {"autotuning": "1"}
+    assert _other_choices({}, ours) == _other_choices({"autotuning": None}, ours) == ""
+    assert (
+        _other_choices({"autotuning": "1"}, ours) == "" != _other_choices({"autotuning": "2"}, ours)
     )
 
 

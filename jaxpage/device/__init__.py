@@ -13,6 +13,10 @@ from typing import TYPE_CHECKING
 from jaxpage.lazy import open_door
 
 if TYPE_CHECKING:
+    from jaxpage.device.compile_cache import (
+        compile_cache_directory,  # says where executables are kept
+        use_compile_cache,  # keeps executables across processes
+    )
     from jaxpage.device.compiler_options import (
         check_graphs,  # refuses settings of CUDA graphs that have no effect
     )
@@ -25,7 +29,6 @@ if TYPE_CHECKING:
     )
     from jaxpage.device.executables import (
         Executables,  # holds the compiled steps
-        use_compile_cache,  # keeps executables across processes
     )
     from jaxpage.device.host_weights import (
         to_device,  # moves the weights of a model that wakes to the device
@@ -44,7 +47,6 @@ if TYPE_CHECKING:
         StepOptions,  # says what a step is compiled for
     )
     from jaxpage.device.stored_executables import (
-        compile_cache_directory,  # says where executables are kept
         open_stored_executables,  # finds those that the engine itself has kept
     )
 

@@ -8,20 +8,24 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import logging
 import os
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-import jax.monitoring
 import jax.numpy as jnp
 import numpy as np
 
+from jaxpage.device.autotuning import (
+    TUNED_PLATFORMS,
+    autotuning_options,
+    choices_of,
+    hash_choices,
+)
 from jaxpage.device.batch_invariance import exact_options
+from jaxpage.device.compilations import watch_compilations
 from jaxpage.device.compiler_options import compiler_options
 from jaxpage.device.drafters.drafter import DeviceDrafter, split_layers
 from jaxpage.device.hardware.backends import Backend
@@ -35,9 +39,6 @@ from jaxpage.device.stored_executables import Found, StoredExecutables, workspac
 from jaxpage.device.waiting import Jobs, Waiting, run_all
 from jaxpage.settings.cuda_graphs import USUAL_GRAPHS, GraphSettings
 from pallas_kernels.compat import target_device
-from pallas_kernels.cpu.library import make_private
-
-logger = logging.getLogger(__name__)
 
 
 class CompiledStep(NamedTuple):
@@ -123,7 +124,7 @@ class Executables:
         self.options = options
         self._mesh = mesh
         self.num_swapped = menu.num_swapped  # blocks that `gather` and `scatter` take
-        self._compilations = _watch_compilations()
+        self._compilations = watch_compilations()
         self._num_before = self._compilations.count
         self._num_found_before = self._compilations.num_found
         started = time.monotonic()
@@ -142,13 +143,18 @@ class Executables:
         jobs |= self._block_jobs(menu, pages)
         self._stored = stored
         self._workspace_bytes: int | None = None
+        self._choices: dict[Bucket | str, str] = {}  # of executables that come from files
         self._table: dict[Bucket | str, Any] = {}
         self._until_closed = contextlib.ExitStack()
         in_use = contextlib.nullcontext() if stored is None else stored.in_use()
         if first is None:
             with in_use:
                 self._get_all(jobs, progress)
-            self._make_in_background([*menu.by_first_use(), *self._table])
+            # A file that does not load is compiled again: on a GPU, where that takes long and may
+            # measure kernels, before the first step.
+            self._make_in_background(
+                [*menu.by_first_use(), *self._table], waits=mesh.first.platform != "cpu"
+            )
         else:
             self._until_closed.enter_context(in_use)
             self._table = {
@@ -164,6 +170,9 @@ class Executables:
             progress,
         )
         self._workspace_bytes = max(map(_workspace_bytes, entries.values()))
+        self._choices = {
+            key: entry.choices for key, entry in entries.items() if isinstance(entry, Found)
+        }
         self._table = {
             key: Waiting(entry.load) if isinstance(entry, Found) else entry
             for key, entry in entries.items()
@@ -281,13 +290,28 @@ class Executables:
             self._table[key] = executable = executable.result()
         return executable
 
-    def _make_in_background(self, keys: Iterable[Bucket | str]) -> None:
-        """Makes the executables that are waited for on other threads, in this order."""
+    @functools.cached_property
+    def autotuning(self) -> str | None:
+        """Returns the hash of what XLA's autotuning chose; None where XLA measures nothing.
+
+        It waits until all executables are made.
+        """
+        if self._mesh.first.platform not in TUNED_PLATFORMS:
+            return None
+        return hash_choices(
+            {
+                repr(key): self._choices.get(key) or choices_of(self.executable(key))
+                for key in list(self._table)
+            }
+        )
+
+    def _make_in_background(self, keys: Iterable[Bucket | str], *, waits: bool = False) -> None:
+        """Makes the executables of files on other threads, in this order; `waits` for all."""
         pool = ThreadPoolExecutor(os.cpu_count() or 1, thread_name_prefix="executables")
         for key in dict.fromkeys(keys):
             if isinstance(waiting := self._table[key], Waiting):
                 pool.submit(waiting.result)
-        pool.shutdown(wait=False)
+        pool.shutdown(wait=waits)
         self._until_closed.callback(pool.shutdown, cancel_futures=True)
 
     def close(self) -> None:
@@ -302,26 +326,6 @@ class Executables:
         It is None if not all are compiled before the first step.
         """
         return self._workspace_bytes
-
-
-class _Compilations:
-    """Counts what JAX compiles and finds compiled in this process, by JAX's own monitoring."""
-
-    def __init__(self) -> None:
-        self.count = self.num_found = 0
-        jax.monitoring.register_event_duration_secs_listener(self._note)
-        jax.monitoring.register_event_listener(self._note_found)
-
-    def _note(self, event: str, duration_secs: float, **_: str | int) -> None:
-        self.count += event == "/jax/core/compile/backend_compile_duration"
-
-    def _note_found(self, event: str, **_: str | int) -> None:
-        self.num_found += event == "/jax/compilation_cache/cache_hits"
-
-
-@functools.cache  # a listener cannot be taken back, so there is one
-def _watch_compilations() -> _Compilations:
-    return _Compilations()
 
 
 def step_call(
@@ -364,7 +368,8 @@ def compile_ahead(
         UnsupportedError: The backend is batch invariant, and the function is not.
     """
     traced = function.trace(*shapes)
-    options = compiler_options(target_device().platform, graphs)
+    device = target_device()
+    options = compiler_options(device.platform, graphs) | autotuning_options(device)
     if backend is not None:
         options |= exact_options(backend, traced.jaxpr)
     return traced.lower().compile(options)
@@ -455,22 +460,3 @@ def _workspace_bytes(executable: Any) -> int:
     return (
         executable.workspace_bytes if isinstance(executable, Found) else workspace_bytes(executable)
     )
-
-
-def use_compile_cache(directory: Path) -> bool:
-    """Keeps executables in `directory` across processes.
-
-    Executables are code: only this user may own the directory and write there.
-
-    Returns:
-        False, with a warning, where that cannot be had; then everything is compiled at each start.
-    """
-    try:
-        make_private(directory)
-    except OSError as error:
-        logger.warning("no compile cache at %s: %s", directory, error)
-        return False
-    jax.config.update("jax_compilation_cache_dir", str(directory))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
-    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-    return True

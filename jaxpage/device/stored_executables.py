@@ -5,7 +5,11 @@ traced and lowered again, which takes longer than all else of a warm start. Here
 function's name, its arguments, and the code that it is traced from.
 
 A file is code: it is read only from a directory of the user's own (`use_compile_cache`). A damaged
-file is compiled again.
+file is compiled again, and so is one that does not load.
+
+On a GPU a file also has what XLA's autotuning chose, as text. An executable for a GPU is the
+machine code of its kernels and the program that calls them; CUDA graphs are recorded from that
+again.
 """
 
 from __future__ import annotations
@@ -24,17 +28,20 @@ from typing import Any, NamedTuple
 import jax
 from jax.experimental import serialize_executable
 
+from jaxpage.device.autotuning import TUNED_PLATFORMS, choices_of
+from jaxpage.device.compile_cache import own_cache_directory
 from jaxpage.device.hardware.backends import cpu_kernels
+from jaxpage.device.hardware.gpu_versions import gpu_versions
 from jaxpage.device.hardware.host_processor import processor_lines
 from jaxpage.device.hardware.mesh import DeviceMesh
 from jaxpage.device.hardware.traced_code import hash_traced_code
-from jaxpage.user_cache import user_cache
 from pallas_kernels.compat import without_compile_cache
 
 logger = logging.getLogger(__name__)
 
 MOST_BYTES = 2 * 2**30  # in the directory: what was unused for the longest time goes first
-# A file has the digest of its name and of the rest, the workspace in bytes, and the executable.
+# A file has the digest of its name and of all that follows, the workspace in bytes, the length of
+# the choices, the choices, and the executable.
 _DIGEST_BYTES = 32
 _SIZE_BYTES = 8
 
@@ -45,14 +52,16 @@ class Found(NamedTuple):
     Attributes:
         load: Loads it without compiling; it takes 0.2 s for a step of 30 layers.
         workspace_bytes: The temporary memory that it takes.
+        choices: What XLA's autotuning chose for it; see `choices_of`.
     """
 
     load: Callable[[], Any]
     workspace_bytes: int
+    choices: str
 
 
 class StoredExecutables:
-    """Holds a directory of executables for these CPU devices.
+    """Holds a directory of executables for these devices.
 
     Attributes:
         num_found: How many of the executables that were asked for were in it.
@@ -61,6 +70,7 @@ class StoredExecutables:
     def __init__(self, directory: Path, devices: Sequence[jax.Device]) -> None:
         self._directory = directory
         self._devices = devices
+        self._is_tuned = devices[0].platform in TUNED_PLATFORMS
         self._lock = threading.Lock()
         self.num_found = 0
         self._is_full = False  # or cannot be written for another reason, which was logged
@@ -83,14 +93,12 @@ class StoredExecutables:
         if (contents := _read(path)) is not None:
             with self._lock:
                 self.num_found += 1
-            workspace_bytes = int.from_bytes(contents[:_SIZE_BYTES], "little")
-            load = functools.partial(
-                _load, contents[_SIZE_BYTES:], trees, self._devices, path, compile_one
-            )
-            return Found(load, workspace_bytes)
+            workspace_bytes, choices, payload = _parts(contents)
+            load = functools.partial(_load, payload, trees, self._devices, path, compile_one)
+            return Found(load, workspace_bytes, choices)
         compiled = compile_one()
         try:
-            _write(path, compiled, trees)
+            _write(path, compiled, trees, choices_of(compiled) if self._is_tuned else "")
         except Exception as error:  # it is compiled again at the next start
             if "pickle" in str(error):
                 logger.info(
@@ -142,23 +150,25 @@ class StoredExecutables:
         """Returns the file of a call; None where something in it has no name but its address."""
         leaves, tree = jax.tree.flatten((call.args, call.keywords))
         arguments = [self._describe(leaf) for leaf in leaves]
-        text = f"{_surroundings()} {call.func.__qualname__} {tree} {arguments}"
+        text = f"{_surroundings(tuple(self._devices))} {call.func.__qualname__} {tree} {arguments}"
         if " at 0x" in text:
             return None
         return self._directory / hashlib.sha256(text.encode()).hexdigest()
 
 
 @functools.cache
-def _surroundings() -> str:
-    """Returns, as text, all that an executable depends on besides its call."""
+def _surroundings(devices: tuple[jax.Device, ...]) -> str:
+    """Returns, as text, all that an executable for these devices depends on besides its call."""
+    if devices[0].platform == "gpu":
+        hardware: list[Any] = gpu_versions(devices)
+    else:
+        hardware = [processor_lines(), os.cpu_count(), cpu_kernels()]
     return repr(
         [
             jax.__version__,
             importlib.metadata.version("jaxlib"),
             hash_traced_code(),
-            processor_lines(),
-            os.cpu_count(),
-            cpu_kernels(),
+            hardware,
             [
                 os.environ.get(name, "")
                 for name in ("XLA_FLAGS", "JAX_ENABLE_X64", "JAX_DEFAULT_MATMUL_PRECISION")
@@ -195,6 +205,15 @@ def _read(path: Path) -> memoryview | None:
     return contents[_DIGEST_BYTES:]
 
 
+def _parts(contents: memoryview) -> tuple[int, str, memoryview]:
+    """Returns the workspace in bytes, the choices, and the executable."""
+    workspace_bytes, num_choices = (
+        int.from_bytes(contents[at : at + _SIZE_BYTES], "little") for at in (0, _SIZE_BYTES)
+    )
+    end = 2 * _SIZE_BYTES + num_choices
+    return workspace_bytes, bytes(contents[2 * _SIZE_BYTES : end]).decode(), contents[end:]
+
+
 def _load(
     payload: memoryview,
     trees: tuple[Any, Any],
@@ -213,12 +232,14 @@ def _load(
         return compile_one()
 
 
-def _write(path: Path, compiled: Any, trees: tuple[Any, ...]) -> None:
+def _write(path: Path, compiled: Any, trees: tuple[Any, ...], choices: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     payload, *its_trees = serialize_executable.serialize(compiled)
     if tuple(its_trees) != trees:
         raise TypeError("its arguments or results are not those that were expected")
-    contents = workspace_bytes(compiled).to_bytes(_SIZE_BYTES, "little") + payload
+    text = choices.encode()
+    sizes = (workspace_bytes(compiled), len(text))
+    contents = b"".join([*(size.to_bytes(_SIZE_BYTES, "little") for size in sizes), text, payload])
     temporary = path.with_name(f"{path.name}.{os.getpid()}.{threading.get_ident()}")
     try:
         temporary.write_bytes(_digest(path, contents) + contents)
@@ -227,26 +248,13 @@ def _write(path: Path, compiled: Any, trees: tuple[Any, ...]) -> None:
         temporary.unlink(missing_ok=True)
 
 
-def compile_cache_directory() -> Path:
-    """Returns the directory of the compile cache.
-
-    It is $JAX_COMPILATION_CACHE_DIR if that is set, else the user's own directory for this version
-    and platform, below $JAXPAGE_CACHE_DIR.
-    """
-    if chosen := os.environ.get("JAX_COMPILATION_CACHE_DIR"):
-        return Path(chosen)
-    return user_cache() / "xla" / f"{jax.__version__}-{jax.default_backend()}"
-
-
 def open_stored_executables(mesh: DeviceMesh) -> StoredExecutables | None:
-    """Returns the executables in our own cache, on CPUs of one process; None on other devices.
+    """Returns the executables in our own cache, on CPUs and GPUs of one process; else None.
 
     The cache is our own if the user has not chosen its directory.
     """
-    directory = compile_cache_directory()
-    is_ours = getattr(jax.config, "jax_compilation_cache_dir", None) == str(directory)
-    is_ours = is_ours and "JAX_COMPILATION_CACHE_DIR" not in os.environ
-    is_tried = mesh.first.platform == "cpu" and mesh.is_one_process
-    return (
-        StoredExecutables(directory / "executables", mesh.devices) if is_ours and is_tried else None
-    )
+    directory = own_cache_directory()
+    is_tried = mesh.first.platform in ("cpu", "gpu") and mesh.is_one_process
+    if directory is None or not is_tried:
+        return None
+    return StoredExecutables(directory / "executables", mesh.devices)

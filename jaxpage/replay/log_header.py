@@ -68,7 +68,7 @@ def engine_header(
         files: The model's files. They are needed on several hosts, each of which has only its own
             parts of the weights.
     """
-    parameters = engine.parameters
+    parameters, executables = engine.parameters, engine.executables
     target = parameters["target"]
     if files and not all(leaf.is_fully_addressable for leaf in jax.tree.leaves(target)):
         target = _of_all_hosts(files, spec)
@@ -79,6 +79,7 @@ def engine_header(
         "format": FORMAT,
         "versions": package_versions(),
         "device": _device(spec),
+        "autotuning": executables.autotuning,
         "config": settings,
         "config_hash": config_hash(settings),
         "weights_hash": weights_hash(
@@ -194,6 +195,8 @@ def compare_engines(logged: Record, ours: Record, *, force: bool) -> None:
                 before,
                 version,
             )
+    if other := _other_choices(logged, ours):
+        logger.warning("%s", other)
     problems = []
     if logged["config_hash"] != config_hash(logged["config"]):
         problems.append("the settings in the log were changed after it was written")
@@ -210,6 +213,26 @@ def compare_engines(logged: Record, ours: Record, *, force: bool) -> None:
         raise EventLogError("\n".join([*problems, "--force replays the log all the same"]))
     for problem in problems:
         logger.warning("Replaying all the same: %s", problem)
+
+
+def explain_difference(difference: str | None, logged: Record, ours: Record) -> str | None:
+    """Returns the first difference of a replay, with the reason that is in the headers, if any."""
+    other = _other_choices(logged, ours)
+    return f"{difference}\n{other}" if difference and other else difference
+
+
+def _other_choices(logged: Record, ours: Record) -> str:
+    """Returns the sentence that XLA's autotuning chose otherwise for a log; "" if it did not.
+
+    It is empty for a log that does not say what was chosen.
+    """
+    before = logged.get("autotuning")
+    if before is None or before == ours["autotuning"]:
+        return ""
+    return (
+        f"XLA's autotuning chose other kernels for the log (hash {show(before)}, here "
+        f"{show(ours['autotuning'])}): bits may differ"
+    )
 
 
 def config_hash(config: dict[str, Any]) -> str:

@@ -12,7 +12,7 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn, Protocol
@@ -30,6 +30,7 @@ from jaxpage.replay.log_header import (
     check_replayable,
     compare_engines,
     engine_header,
+    explain_difference,
     read_header,
     read_logged_config,
 )
@@ -123,7 +124,9 @@ def replay(
                 total=num_plans, desc="Replaying", unit="step", disable=None if progress else True
             ) as bar:
                 follower.weights_of = partial(updates.load, built)
-                return follower.run(built.engine, bar, until=until)
+                report = follower.run(built.engine, bar, until=until)
+            difference = explain_difference(report.difference, logged, ours)
+            return replace(report, difference=difference)
         finally:
             built.engine.close()
 

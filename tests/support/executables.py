@@ -79,7 +79,7 @@ class WhenUsed:
             return getattr(self._executable, name)
         with self._lock:
             if self._get is not None:
-                compilations = executables._watch_compilations()
+                compilations = executables.watch_compilations()
                 before = compilations.count, compilations.num_found
                 self._executable = self._get()
                 compilations.count, compilations.num_found = before

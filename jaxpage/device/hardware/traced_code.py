@@ -34,7 +34,8 @@ def hash_traced_code() -> str:
             os.path.join(directory, name)
             for directory, _, names in os.walk(os.path.join(parent, folder))
             for name in names
-            if name.endswith((".py", ".cc", ".h"))
+            # Tables of tiles that were measured are .json.
+            if name.endswith((".py", ".cc", ".h", ".json"))
         ]
         for path in sorted(paths):
             with open(path, "rb") as file:
