@@ -16,6 +16,7 @@ from jaxpage.device.hardware.backends import Backend
 from jaxpage.layers.experts import ExpertsSpec
 from jaxpage.layers.linear import Linear, LinearSpec, Part
 from jaxpage.layers.mlp import GatedMLP
+from jaxpage.layers.product import product_by_head
 from jaxpage.layers.routing import Groups, Routing
 from jaxpage.layers.trace_scope import LayerKernels, TraceScope
 from jaxpage.models.base import abstract
@@ -220,6 +221,29 @@ def test_a_token_has_the_same_bits_in_a_mixture_of_experts_among_any_others(rout
     assert (run(x_TD[:2], exact) != whole[:2]).mean() > 0.05
 
 
+@pytest.mark.parametrize("transposed", few([False, True], [True]))
+def test_a_head_has_the_same_bits_in_a_product_by_head_among_any_tokens(transposed, monkeypatch):
+    """Those of latent attention: in split programs, and in programs that go through all segments."""
+    monkeypatch.setattr(product_cut, "MOST_ROWS_APART", 64)
+    num_heads = 3
+    weight = numbers(1, num_heads, NUM_OUT, NUM_IN)
+    x_TNI = numbers(2, 33, num_heads, NUM_IN)
+
+    def of_tokens(x_TNI: jax.Array) -> jax.Array:
+        stored = weight.swapaxes(1, 2) if transposed else weight
+        exact = make_layer_kernels(Backend("triton", interpret=True, batch_invariant=True))
+        with TraceScope(exact).open():
+            return product_by_head(x_TNI, stored, transposed=transposed)
+
+    whole = of_tokens(x_TNI)
+    np.testing.assert_array_equal(bits(of_tokens(x_TNI[:2])), bits(whole)[:2])
+    x, w = np.asarray(x_TNI, np.float64), np.asarray(weight, np.float64)
+    error = np.abs(np.asarray(whole, np.float64) - np.einsum("tni,noi->tno", x, w))
+    assert (error / np.einsum("tni,noi->tno", np.abs(x), np.abs(w))).max() < 2.0**-8
+    segments_by_rows(monkeypatch)
+    assert (bits(of_tokens(x_TNI[:2])) != bits(whole)[:2]).mean() > 0.02
+
+
 @pytest.mark.parametrize(
     ("num_groups", "num_out", "num_in", "segments"),
     [  # of Llama-3-8B: qkv, output, gate and up, down, head
@@ -234,6 +258,9 @@ def test_a_token_has_the_same_bits_in_a_mixture_of_experts_among_any_others(rout
         (8, 4096, 14336, 8),
         (128, 1536, 2048, 8),
         (128, 2048, 768, 2),
+        # of the heads of DeepSeek-V3: from queries to latents, from latents to values
+        (128, 512, 128, 1),
+        (128, 128, 512, 2),
     ],
 )
 def test_segments_depend_on_the_weight_alone(num_groups, num_out, num_in, segments):
@@ -258,13 +285,13 @@ PLACES = (0, 9, 23)
 
 
 def attend(case, stretches, **options) -> np.ndarray:
-    """The outputs of stretches of the query tokens of one row, each as a row of its own in one call."""
+    """The outputs of stretches of the query tokens of one row, each as a row of its own in one call; with `value_width` of latents."""
     context = [CONTEXT - QUERIES + stop for _, stop in stretches]
     lengths = [stop - first for first, stop in stretches]
     out = paged_attention(
         np.concatenate([case.q_TNH[first:stop] for first, stop in stretches]),
         case.k_pages,
-        case.v_pages,
+        None if "value_width" in options else case.v_pages,
         np.repeat(case.block_table_BM, len(stretches), axis=0),
         np.array(context, np.int32),
         np.cumsum([0, *lengths]).astype(np.int32),
@@ -288,9 +315,9 @@ def small_segments(monkeypatch):
     )
 
 
-def one_row(**options):
-    settings = {"heads": HEADS, "width": 16, "padding": 0, "dtype": "bfloat16"}
-    return make_case(7, [CONTEXT], [QUERIES], **settings, page_dtype="bfloat16", **options)
+def one_row(heads=HEADS, width=16):
+    settings = {"padding": 0, "dtype": "bfloat16", "page_dtype": "bfloat16"}
+    return make_case(7, [CONTEXT], [QUERIES], heads=heads, width=width, **settings)
 
 
 @pytest.mark.parametrize("options", few([WITH_ALL, {}], [WITH_ALL]))
@@ -298,22 +325,36 @@ def test_a_token_has_the_same_bits_in_decode_verification_and_chunks(
     options, small_segments, monkeypatch
 ):
     """Segments of other lengths are seen to give others."""
-    case = one_row()
+    check_kinds(one_row(), monkeypatch, **options)
+
+
+def test_so_has_a_token_that_attends_to_latents(small_segments, monkeypatch):
+    """Thirty-two heads in two programs, in tiles of 16 and 32 rows, as those of DeepSeek."""
+    check_kinds(one_row(heads=(32, 1), width=272), monkeypatch, value_width=256)
+
+
+def check_kinds(case, monkeypatch, **options) -> None:
+    """Decoded tokens have the bits of a chunk, which are near float64's; other segments are seen."""
     decoded = attend(case, [(place, place + 1) for place in PLACES], **options)
-    monkeypatch.setattr(triton, "MOST_TOKENS_APART", 3)  # a program goes through all segments
+    monkeypatch.setattr(triton, "MOST_OUTPUTS_APART", 3)  # a program goes through all segments
+    verified = attend(case, [(0, 5), (5, 9), (9, 10)], **options)
     whole = attend(case, [(0, QUERIES)], **options)
     np.testing.assert_array_equal(decoded, whole[list(PLACES)])
-    expected = oracle(case, scale=0.25, **options)
+    np.testing.assert_array_equal(verified, whole[:10])
+    within = options.pop("value_width", None)
+    keys = case if within is None else dataclasses.replace(case, v_pages=case.k_pages)
+    expected = oracle(keys, scale=0.25, **options)[..., :within]
     got = whole.view(jnp.bfloat16).astype(np.float64)
     np.testing.assert_allclose(got, expected, atol=2e-2, rtol=2e-2)
     monkeypatch.setattr(triton, "SEGMENT", 64)
+    options |= {} if within is None else {"value_width": within}
     assert (whole != attend(case, [(0, QUERIES)], **options)).sum() > 20
 
 
 @pytest.mark.parametrize("num_positions", [100, 8192, 131072])
 @pytest.mark.parametrize("dtypes", [("bfloat16",) * 2, ("float32",) * 2, ("bfloat16", "int8")])
 def test_turns_and_segments_are_the_same_in_every_kind_of_step(num_positions, dtypes):
-    for head_dim in (64, 128, 256):
+    for head_dim in (64, 128, 256, 576):  # the last one is of latents
         shape = Shape(
             kind="decode",
             group=4,
@@ -324,11 +365,12 @@ def test_turns_and_segments_are_the_same_in_every_kind_of_step(num_positions, dt
         )
         all_tiles = [
             triton.choose_ordered_tiles(
-                dataclasses.replace(shape, kind=kind), num_positions, num_tokens
+                dataclasses.replace(shape, kind=kind), num_positions, num_tokens * 4096
             )
             for kind, num_tokens in (
                 ("decode", 2),
                 ("decode", 256),
+                ("decode", 257),
                 ("verify", 64),
                 ("chunk", 2048),
             )
@@ -429,6 +471,18 @@ def test_sums_of_segments_are_added_up_where_rows_are_read():
         big = sums_ZTO.at[0].multiply(1e6).at[1].set(-1e6 * sums_ZTO[0])  # order shows here
         right, wrong = of(big), of(backwards(big, jnp.bfloat16))
         assert any((got != want).any() for got, want in zip(right, wrong, strict=True)), of
+
+
+def test_neighbours_are_turned_as_by_complex_numbers():
+    x_TNH = numbers(1, 3, 2, 12, dtype="float32")  # four pairs, and four numbers that stay
+    angles = np.random.default_rng(2).uniform(0, 6, (3, 4))
+    cos, sin = (jnp.asarray(each, jnp.float32) for each in (np.cos(angles), np.sin(angles)))
+    got = np.asarray(rows.rotate_pairs(x_TNH, cos, sin, interpret=True))
+    pairs = np.asarray(x_TNH, np.float64)
+    turned = (pairs[..., 0:8:2] + 1j * pairs[..., 1:8:2]) * np.exp(1j * angles)[:, None]
+    np.testing.assert_allclose(got[..., 0:8:2], turned.real, atol=1e-5)
+    np.testing.assert_allclose(got[..., 1:8:2], turned.imag, atol=1e-5)
+    np.testing.assert_array_equal(got[..., 8:], x_TNH[..., 8:])
 
 
 def test_queries_and_keys_are_turned_and_values_are_not():

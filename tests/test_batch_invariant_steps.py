@@ -62,6 +62,14 @@ MODELS = {
         "model_type": "qwen2_moe",
         "shared_expert_intermediate_size": 128,
     },
+    "latents": {
+        **{**LLAMA_3_8B, **SMALL, **EXPERTS},
+        "architectures": ["DeepseekV3ForCausalLM"],
+        "model_type": "deepseek_v3",
+        **{"kv_lora_rank": 64, "q_lora_rank": 32, "v_head_dim": 32},
+        **{"qk_nope_head_dim": 32, "qk_rope_head_dim": 16},
+        **{"n_routed_experts": 8, "n_group": 4, "topk_group": 2, "first_k_dense_replace": 0},
+    },
 }
 
 
@@ -78,19 +86,24 @@ def trace(kind: str, **options):
 
 @pytest.mark.parametrize(
     ("model", "kind"),
-    few(itertools.product(MODELS, BUCKETS), [("dense", "verify"), ("experts", "decode")]),
+    few(
+        itertools.product(MODELS, BUCKETS),
+        [("dense", "verify"), ("experts", "decode"), ("latents", "chunk")],
+    ),
 )
 def test_a_step_leaves_no_sum_of_floats_to_xla(model, kind):
     refuse_sums(trace(kind, model=model))
 
 
-# Of every family whose layers attend to whole keys and values.
+# Of every family whose layers keep keys and values, or latents.
 WITH_EXPERTS = (
     *("mixtral-window", "qwen3-moe-mixed", "olmoe-many", "flex-olmo-norms", "phimoe-biases"),
     *("gpt-oss-windows", "granitemoe-factors", "granitemoeshared-shared", "glm4-moe-groups"),
     *("gemma4-keys-are-values", "dots1-windows", "solar-open-groups", "exaone-moe-windows"),
     *("afmoe-gates", "mimo-v2-flash-windows", "mellum-windows", "minimax-m2-norms"),
     *("ernie4-5-moe-shared", "hunyuan-v1-moe-shared"),
+    *("deepseek-v2-groups", "deepseek-v2-greedy", "deepseek-v3-groups", "deepseek-v3-halves"),
+    *("glm4-moe-lite-mixed", "mistral3-latents"),
 )
 
 
@@ -107,11 +120,6 @@ def test_a_sum_that_is_left_to_xla_is_refused():
     with pytest.raises(UnsupportedError, match=r"dot_general of bfloat16 .product") as refusal:
         refuse_sums(trace("decode", backend=Backend("triton")))
     assert "reduce_sum of float32" in str(refusal.value)
-
-
-def test_latent_attention_is_refused():
-    with pytest.raises(UnsupportedError, match="batch_invariant: .*TNI,NIO->TNO"):
-        refuse_sums(trace("decode", model=config_json("deepseek-v3-groups")))
 
 
 @pytest.mark.sweep
@@ -190,7 +198,7 @@ def work_in(text: str) -> tuple[list[str], Counter[tuple[str, ...]]]:
 
 @pytest.mark.sweep
 @pytest.mark.skipif(unavailable() is not None, reason=str(unavailable()))
-@pytest.mark.parametrize("model", ["dense", "an expert of all tokens"])
+@pytest.mark.parametrize("model", ["dense", "an expert of all tokens", "latents"])
 def test_what_the_compiler_makes_of_steps_is_alike_in_every_bucket(model):
     """But a chunk scores tokens of the prompt, too."""
     assert float_work("decode", Backend("triton"), model)[0]  # it is found where it is
@@ -202,7 +210,7 @@ def test_what_the_compiler_makes_of_steps_is_alike_in_every_bucket(model):
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("model", ["dense", "an expert of all tokens"])
+@pytest.mark.parametrize("model", ["dense", "an expert of all tokens", "latents"])
 def test_an_engine_answers_the_same_in_every_batch(model, monkeypatch):
     """Alone, together, in chunks and with drafts to the bit of log probabilities: by interpreted kernels with the sums of a tensor core."""
     monkeypatch.setattr(triton_backend, "dot", tensor_core.dot)

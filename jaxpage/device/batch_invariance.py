@@ -68,6 +68,13 @@ def with_ordered_sums(kernels: LayerKernels, backend: Backend) -> LayerKernels:
             x_PI, to_kernel_weight(weight), count_E, result=result, **backend.options
         )
 
+    def multiply_heads(x_TNI: jax.Array, weight_NOI: jax.Array) -> jax.Array:
+        num_tokens, num_heads, width = x_TNI.shape
+        x_PI = x_TNI.swapaxes(0, 1).reshape(-1, width)
+        count_N = jnp.full(num_heads, num_tokens)
+        y_PO = multiply_by_group(x_PI, weight_NOI, count_N, x_TNI.dtype)
+        return y_PO.reshape(num_heads, num_tokens, -1).swapaxes(0, 1)
+
     functions = SETS[backend.name].rows
     rows = RowKernels(
         **{
@@ -89,6 +96,7 @@ def with_ordered_sums(kernels: LayerKernels, backend: Backend) -> LayerKernels:
         multiply=multiply,
         multiply_numbers=multiply,
         by_group=multiply_by_group,
+        multiply_heads=multiply_heads,
         rows=rows_of_sums,
     )
 

@@ -114,6 +114,10 @@ def product_by_head(
     x_TNI: Float[Array, "T N I"], weight: Float[Array, "N _ _"], *, transposed: bool = False
 ) -> Float[Array, "T N _"]:
     """Multiplies each head by its own matrix, which is [out, in] or, transposed, [in, out]."""
+    kernels = trace_scope().kernels
+    if kernels is not None and kernels.multiply_heads is not None:
+        weight_NOI = weight.swapaxes(1, 2) if transposed else weight
+        return kernels.multiply_heads(x_TNI, weight_NOI)
 
     def whole(x_TNI: jax.Array) -> jax.Array:
         precision = (

@@ -77,9 +77,10 @@ class Angles:
 
     def rotate(self, x_TNH: Float[Array, "T N H"]) -> Float[Array, "T N H"]:
         """Turns the pairs of every head, in float32."""
-        kernels = row_kernels(x_TNH.dtype)
-        if kernels is not None and not self.interleaved:
-            return kernels.rotate(x_TNH, self.cos_TE, self.sin_TE)
+        if (kernels := row_kernels(x_TNH.dtype)) is not None:
+            turn = kernels.rotate_pairs if self.interleaved else kernels.rotate
+            if turn is not None:
+                return turn(x_TNH, self.cos_TE, self.sin_TE)
         cos_T1E = self.cos_TE[:, None, :]
         sin_T1E = self.sin_TE[:, None, :]
         width = 2 * self.cos_TE.shape[1]

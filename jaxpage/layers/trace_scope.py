@@ -64,6 +64,7 @@ class RowKernels(NamedTuple):
             else exponentials. None where XLA computes them.
         weighted_sum: Returns the sum of a token's rows with their weights, of arrays [T, X, D] and
             [T, X]; None like `odds`.
+        rotate_pairs: Returns what `rotate` does for pairs that are neighbours; None like `odds`.
     """
 
     takes: Callable[[DTypeLike], bool]
@@ -79,6 +80,7 @@ class RowKernels(NamedTuple):
     ]
     odds: Callable[..., jax.Array] | None = None
     weighted_sum: Callable[[jax.Array, jax.Array], jax.Array] | None = None
+    rotate_pairs: Callable[[jax.Array, jax.Array, jax.Array], jax.Array] | None = None
 
 
 class LayerKernels(NamedTuple):
@@ -98,6 +100,8 @@ class LayerKernels(NamedTuple):
             no such kernel.
         multiply_numbers: Returns `x @ weight.T` for a weight of numbers, in the type that is given.
             It is None where XLA multiplies.
+        multiply_heads: Returns the products [T, N, O] of the heads of x [T, N, I] with their
+            weights [N, O, I]. It is None like `multiply_numbers`.
     """
 
     multiply: Callable[[jax.Array, Grouped, DTypeLike], jax.Array]
@@ -110,6 +114,7 @@ class LayerKernels(NamedTuple):
     rows: RowKernels | None = None
     attend_both_ways: Callable[..., jax.Array | None] | None = None
     multiply_numbers: Callable[[jax.Array, jax.Array, DTypeLike], jax.Array] | None = None
+    multiply_heads: Callable[[jax.Array, jax.Array], jax.Array] | None = None
 
 
 class TokenAdapters(NamedTuple):

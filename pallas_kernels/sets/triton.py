@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -58,14 +59,15 @@ ROWS = (
     "add_and_norm",
     "layer_norm",
     "rotate",
+    "rotate_pairs",
     "split_and_rotate",
     "log_sums",
     "odds",
     "weighted_sum",
 )
-# With more tokens a program goes through all segments, since the partial results of segments would
-# take much memory: half a MiB for each token of 32 heads of 128.
-MOST_TOKENS_APART = 256
+# With more outputs a program goes through all segments, since the partial results of segments would
+# take much memory: half a MiB for each token of 32 heads of 128, and 128 MiB for so many outputs.
+MOST_OUTPUTS_APART = 2**20
 
 
 def heuristic(shape: Shape, has: tuple[int, int] | None = None) -> Tiles:
@@ -130,25 +132,30 @@ def heuristic(shape: Shape, has: tuple[int, int] | None = None) -> Tiles:
     )
 
 
-def choose_ordered_tiles(shape: Shape, num_positions: int, num_tokens: int) -> Tiles:
+def choose_ordered_tiles(shape: Shape, num_positions: int, num_outputs: int) -> Tiles:
     """Returns tiles with which the sums of a token have one order in every kind of step.
 
     Turns are of the same positions, and so are segments, whose length depends on the longest
-    possible context. Few tokens have a program for each segment; in a chunk a program goes through
-    all of them.
+    possible context. Few outputs have a program for each segment; in a chunk a program goes
+    through all of them.
 
     Args:
         shape: The shape of the call.
         num_positions: The positions of a block table.
-        num_tokens: The query tokens of the call.
+        num_outputs: The numbers of the outputs of all heads and query tokens.
     """
     context = heuristic(dataclasses.replace(shape, kind="verify")).context
     length = SEGMENT
     while num_positions > MOST_SEGMENTS * length:
         length *= 2
-    is_apart = shape.kind != "chunk" and num_tokens <= MOST_TOKENS_APART
+    is_apart = shape.kind != "chunk" and num_outputs <= MOST_OUTPUTS_APART
+    tiles = heuristic(shape)
+    if shape.head_dim > MAX_WIDTH and jnp.dtype(shape.page_dtype).itemsize == 1:
+        # The sums of a segment and of those before it are twice the registers, and codes of eight
+        # bits become numbers in others.
+        tiles = dataclasses.replace(tiles, query_rows=LATENT_GROUP)
     return dataclasses.replace(
-        heuristic(shape),
+        tiles,
         context=context,
         max_splits=max(1, -(-num_positions // length)) if is_apart else 1,
         split_context=length,
@@ -172,7 +179,8 @@ def attend(
     shape, programs = _shape_and_programs(arguments)
     if tiles is None and batch_invariant:
         num_positions = arguments.block_table_BM.shape[1] * shape.block_size
-        tiles = choose_ordered_tiles(shape, num_positions, arguments.q_TNH.shape[0])
+        num_outputs = math.prod(arguments.q_TNH.shape[:2]) * arguments.out_width
+        tiles = choose_ordered_tiles(shape, num_positions, num_outputs)
     tiles = tiles or find_tuned("triton", shape) or heuristic(shape)
     if tiles.query_rows < shape.group:
         raise NotImplementedError(

@@ -209,7 +209,18 @@ def rotate(
     interpret: bool = False,
 ) -> Float[Array, "T N H"]:
     """Turns the pairs (i, E + i) of every head; what is after the pairs stays."""
-    return _rotate(x_TNH, cos_TE, sin_TE, 0, x_TNH.shape[1], interpret)
+    return _rotate(x_TNH, cos_TE, sin_TE, 0, x_TNH.shape[1], False, interpret)
+
+
+def rotate_pairs(
+    x_TNH: Float[Array, "T N H"],
+    cos_TE: Float[Array, "T E"],
+    sin_TE: Float[Array, "T E"],
+    *,
+    interpret: bool = False,
+) -> Float[Array, "T N H"]:
+    """Turns the pairs (2 i, 2 i + 1) of every head; what is after the pairs stays."""
+    return _rotate(x_TNH, cos_TE, sin_TE, 0, x_TNH.shape[1], True, interpret)
 
 
 def split_and_rotate(
@@ -228,25 +239,30 @@ def split_and_rotate(
     x_TMH = x_TF.reshape(len(x_TF), -1, head_dim)
     num_queries = x_TMH.shape[1] - 2 * num_keys
     q_TNH, k_TKH = (
-        _rotate(x_TMH, cos_TE, sin_TE, first, count, interpret)
+        _rotate(x_TMH, cos_TE, sin_TE, first, count, False, interpret)
         for first, count in ((0, num_queries), (num_queries, num_keys))
     )
     return q_TNH, k_TKH, x_TMH[:, num_queries + num_keys :]
 
 
-@functools.partial(jax.jit, static_argnums=(3, 4, 5))
+@functools.partial(jax.jit, static_argnums=(3, 4, 5, 6))
 def _rotate(
     x_TMH: jax.Array,
     cos_TE: jax.Array,
     sin_TE: jax.Array,
     first: int,
     num_heads: int,
+    interleaved: bool,
     interpret: bool,
 ) -> jax.Array:
     num_tokens, _, head_dim = x_TMH.shape
     shape = jax.ShapeDtypeStruct((num_tokens, num_heads, head_dim), x_TMH.dtype)
     body = functools.partial(
-        _rotate_head, first=first, num_pairs=cos_TE.shape[1], head_dim=head_dim
+        _rotate_head,
+        first=first,
+        num_pairs=cos_TE.shape[1],
+        head_dim=head_dim,
+        interleaved=interleaved,
     )
     y_TNH: jax.Array = _call(body, "rotate", (num_tokens, num_heads), shape, head_dim, interpret)(
         x_TMH, cos_TE, sin_TE
@@ -263,14 +279,20 @@ def _rotate_head(
     first: int,
     num_pairs: int,
     head_dim: int,
+    interleaved: bool,
 ) -> None:
     token = pl.program_id(0)
     head = pl.program_id(1)
     at_H = jnp.arange(pl.next_power_of_2(head_dim))
     is_turned_H = at_H < 2 * num_pairs
-    is_second_H = at_H >= num_pairs
-    pair_H = jnp.where(is_second_H, at_H - num_pairs, at_H)
-    other_H = jnp.where(is_second_H, at_H - num_pairs, at_H + num_pairs)
+    if interleaved:
+        is_second_H = at_H & 1 == 1
+        pair_H = at_H >> 1
+        other_H = at_H ^ 1
+    else:
+        is_second_H = at_H >= num_pairs
+        pair_H = jnp.where(is_second_H, at_H - num_pairs, at_H)
+        other_H = jnp.where(is_second_H, at_H - num_pairs, at_H + num_pairs)
 
     def wide(at_H: jax.Array, mask_H: jax.Array) -> jax.Array:
         numbers: jax.Array = tb.load(x_ref.at[token, first + head, at_H], mask=mask_H, other=0)
