@@ -71,6 +71,7 @@ def test_the_order_is_that_of_what_matters_most(tmp_path):
         "canary",
         "parity triton",
         "pages",
+        "one-order",
         "steps",
         "steps without graphs",
         "engine",
@@ -87,9 +88,9 @@ def test_the_order_is_that_of_what_matters_most(tmp_path):
         "bench mosaic",
         "tune",
     ]
-    assert [part.name for group in groups if len(group) > 1 for part in group] == names[1:3]
+    assert [part.name for group in groups if len(group) > 1 for part in group] == names[1:4]
     children = {part.name: part.child for group in groups for part in group}
-    shared = {"parity triton", "pages", "parity fa3", "parity mosaic"}
+    shared = {"parity triton", "pages", "one-order", "parity fa3", "parity mosaic"}
     assert {name for name, child in children.items() if not child.alone} == shared
     for child in children.values():
         assert child.environment["JAX_COMPILATION_CACHE_DIR"] == str(tmp_path / "state" / "cache")

@@ -106,7 +106,12 @@ def _groups(check: Check, sizes: Sizes, state: Path) -> Iterator[list[Part]]:
     yield [Part(canary, "a step of a tiny model; if it fails, the rest runs without CUDA graphs")]
     pages = check.part("pages", needs_s=40, limit_s=100)
     shows = "writes and copies of pages against XLA"
-    yield [_parity(check, FIRST, limit_s=100), Part(pages, shows)]
+    one_order = check.part("one-order", needs_s=40, limit_s=100)
+    yield [
+        _parity(check, FIRST, limit_s=100),
+        Part(pages, shows),
+        Part(one_order, "whether `batch_invariant` kernels have the same bits in any company"),
+    ]
     steps = check.tool("steps", "bench_step.py", *sizes.steps.split(), needs_s=90, limit_s=170)
     yield from _with_and_without_graphs(
         Part(steps, "whole steps of an 8B shape, and their parts"),

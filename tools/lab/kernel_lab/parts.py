@@ -25,6 +25,7 @@ from tools.lab.kernel_lab import (
     environment,
     goals,
     machine_ceilings,
+    one_order,
     pages,
     parity,
     products,
@@ -110,6 +111,10 @@ def _stability(options: Options) -> Iterator[Finding]:
     yield from stability.findings(
         options.backend, interpret=_kernel(options), small=options.interpret
     )
+
+
+def _one_order(options: Options) -> Iterator[Finding]:
+    yield from one_order.findings(interpret=options.interpret, small=options.interpret)
 
 
 def _pages(options: Options) -> Iterator[Finding]:
@@ -379,6 +384,7 @@ PARTS: dict[str, Callable[[Options], Iterator[Finding]]] = {
     "environment": _environment,
     "parity": _parity,
     "stability": _stability,
+    "one-order": _one_order,
     "pages": _pages,
     "products": _products,
     "sampler": _sampler,

@@ -16,7 +16,7 @@ Two differences are recorded, and nothing is promised about them:
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -134,34 +134,38 @@ def check(
             found.append((name, probe(case, run(case), not name.startswith("last"))))
         except NotImplementedError as refusal:
             raise LeftOut(str(refusal)) from refusal
+    promised = backend in KERNEL_BACKENDS if promised is None else promised
+    finding = compare(f"stability {backend}: {kind}", found, promised=promised)
+    finding.data.update(backend=backend, kind=kind)
+    return finding
+
+
+def compare(name: str, found: Sequence[tuple[str, np.ndarray]], *, promised: bool) -> Finding:
+    """Compares the bits of outputs with those of the first.
+
+    Args:
+        name: The name of the check.
+        found: The name of each setting, and its output.
+        promised: True if other bits are a failure.
+    """
     base = found[0][1]
     table = Table(
-        f"{backend}, {kind}: the probe's output against {found[0][0]}",
-        ["setting", "same bits", "largest difference"],
+        f"{name}: the outputs against {found[0][0]}", ["setting", "same bits", "largest difference"]
     )
     differing = []
-    for name, out in found:
+    for setting, out in found:
         same = out.tobytes() == base.tobytes()
         largest = float(np.abs(out.astype(np.float64) - base.astype(np.float64)).max())
-        table.rows.append([name, "yes" if same else "NO", f"{largest:.1e}"])
-        differing += [] if same else [name]
-    promised = backend in KERNEL_BACKENDS if promised is None else promised
+        table.rows.append([setting, "yes" if same else "NO", f"{largest:.1e}"])
+        differing += [] if same else [setting]
     summary = f"{len(found) - len(differing)} of {len(found)} settings have the same bits"
     summary += f" (differ: {', '.join(differing)})" if differing else ""
-    status = FAILED if promised and differing else PASSED
-    data = {
-        "backend": backend,
-        "kind": kind,
-        "differing": differing,
-        "settings": len(found),
-        "promised": promised,
-    }
     return Finding(
-        f"stability {backend}: {kind}",
-        status,
+        name,
+        FAILED if promised and differing else PASSED,
         summary if promised else summary + ", none promised",
         tables=[table],
-        data=data,
+        data={"differing": differing, "settings": len(found), "promised": promised},
     )
 
 
