@@ -97,6 +97,8 @@ class KernelSet:
             has no such kernels.
         is_batch_invariant: Says whether its attention takes `batch_invariant=True`, with which the
             order of a token's sums depends on positions alone.
+        ordered_bytes: (tokens of a step that is no chunk, outputs of a token's attention, positions
+            of a block table) -> the most bytes of sums that its kernels keep apart then.
     """
 
     name: str
@@ -124,6 +126,7 @@ class KernelSet:
     comes_first: tuple[str, ...] = ()
     rows: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
     is_batch_invariant: bool = False
+    ordered_bytes: Callable[[int, int, int], int] = lambda *_: 0
 
     def runs_on(self, platform: str) -> bool:
         """Returns whether the set runs natively on a platform of JAX."""

@@ -23,8 +23,9 @@ from jaxpage.checkpoints import describe_model
 from jaxpage.checkpoints.finding import resolve_model_config
 from jaxpage.cli.flag import byte_size
 from jaxpage.cli.flags import PLAN_SETTINGS, PLANNED_SETTINGS
+from jaxpage.cli.plan import spec_of
 from jaxpage.cli.setting_flags import ENGINE_FLAGS
-from jaxpage.device.hardware import DeviceSpec, device_spec
+from jaxpage.device.hardware import DeviceSpec, choose_backend, device_spec
 from jaxpage.device.vision import sizes_for
 from jaxpage.errors import CapacityError, ConfigError, UnsupportedError
 from jaxpage.layers.sharding import Sharding
@@ -39,6 +40,7 @@ from jaxpage.simulation.shape_costs import ShapeCost
 from jaxpage.simulation.sustained_rate import PRECISION, Question, highest_rate
 from jaxpage.simulation.traces import LENGTHS
 from jaxpage.step.plan import Row, StepPlan
+from pallas_kernels.compat import DescribedGPU, DescribedTPU
 from pallas_kernels.cpu import library
 from tests.support.engines import LLAMA, make_llm
 from tests.support.model_configs import MODELS, config_json
@@ -767,6 +769,116 @@ def test_flags_are_settings() -> None:
     assert set(PLANNED_SETTINGS) == set(PLAN_SETTINGS) & set(ModelLayout.__dataclass_fields__) - {
         "dtype"
     }
+
+
+# What no plan takes: a value, with what it needs.
+UNPLANNED: dict[str, dict[str, Any]] = {
+    "tokenizer": {"tokenizer": "demo"},
+    "load_format": {"load_format": "orbax"},
+    "swap_space_blocks": {"swap_space_blocks": 7},
+    "scheduling_policy": {"scheduling_policy": "fair"},
+    "preemption_mode": {"preemption_mode": "recompute"},
+    "new_requests_wait_until": {"new_requests_wait_until": "completed"},
+    "enable_prefix_caching": {"enable_prefix_caching": False},
+    "prefix_cache_directory": {"prefix_cache_directory": "blocks"},
+    "prefix_cache_disk_bytes": {"prefix_cache_disk_bytes": 4096},
+    "seed": {"seed": 3},
+    "max_aborted_requests": {"max_aborted_requests": 1},
+    "cudagraph_update_mode": {"cudagraph_update_mode": "always_update"},
+    "cudagraph_collectives": {"cudagraph_collectives": True, "tensor_parallel_size": 2},
+    "event_log": {"event_log": "events"},
+    "event_log_weights": {"event_log": "events", "event_log_weights": True},
+}
+
+
+def test_settings_that_no_plan_takes_change_nothing_in_it(tmp_path: Path) -> None:
+    taken = {"model", *PLAN_SETTINGS}
+    assert set(UNPLANNED) == {flag.setting for flag in ENGINE_FLAGS} - taken
+    model = write(tmp_path, SHORT)
+    arguments = argparse.Namespace(device="h100", memory=None)
+
+    def memory(**settings: Any) -> Any:
+        return spec_of(arguments, EngineConfig(model=model, **settings), {}).memory
+
+    base = memory()
+    for name, settings in UNPLANNED.items():
+        assert memory(**settings) == base, name
+    for more in ({"num_scheduler_steps": 1}, {"enable_mixed_steps": False}):
+        memory(**more)  # they decide which steps there are
+    assert memory(attention_backend="scan", kv_cache_dtype="int8").unaddressable == (0, 0)
+    assert memory(attention_backend="triton", kv_cache_dtype="int8").unaddressable != (0, 0)
+
+
+def test_sums_in_one_order_take_a_workspace(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Those of attention: 64 tokens of 32 heads of 128 in 32 segments of 256 positions, or those of products."""
+    words = (write(tmp_path, SHORT), "--device", "h100", "--max-num-seqs")
+    for rows, num_bytes in (("64", 64 * 32 * 128 * 32 * 4), ("2", 256 * 256 * 128 * 4)):
+        plain, ordered = (
+            planned(capsys, *words, rows, *flag)["workspace_bytes"]
+            for flag in ((), ("--batch-invariant",))
+        )
+        assert ordered - plain == num_bytes
+    for flag in ((), ("--batch-invariant",)):  # a CPU adds up in one order anyway
+        plain = planned(capsys, *words[:1], *flag)["workspace_bytes"]
+    assert plain == planned(capsys, *words[:1])["workspace_bytes"]
+
+
+def test_a_plan_refuses_kernels_as_an_engine_does(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = write(tmp_path, SHORT)
+    h100, v5e = DescribedGPU("NVIDIA H100", "9.0"), DescribedTPU("TPU v5e")
+    for name, device, backend, batch_invariant in (
+        ("v6e", v5e, "auto", True),
+        ("h100", h100, "scan", True),
+        ("h100", h100, "cpu", False),
+    ):
+        with pytest.raises(UnsupportedError) as refusal:
+            choose_backend(backend, device, batch_invariant=batch_invariant)
+        flags = ("--batch-invariant",) * batch_invariant
+        assert run(model, "--device", name, "--attention-backend", backend, *flags) == 2
+        assert str(refusal.value) in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flags", "text"),
+    [
+        (("--enable-lora",), "enable_lora: XLA adds up the products with adapters; leave it out,"),
+        (
+            ("--speculative-config", '{"method": "suffix", "tree": true}'),
+            "speculative_config: the keys of a tree of drafts are not at their positions; use tree",
+        ),
+        (
+            ("--tensor-parallel-size", "8"),
+            "tensor_parallel_size 8 and tensor_parallel_reduction 'auto': devices would add up",
+        ),
+    ],
+)
+def test_a_plan_refuses_what_has_no_one_order(
+    flags: tuple[str, ...], text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And takes it where nothing asks for one, or on a CPU, where all sums have one."""
+    words = (write(tmp_path, SHORT), *flags)
+    assert run(*words, "--device", "h100", "--batch-invariant") == 2
+    assert f"batch_invariant with {text}" in capsys.readouterr().err
+    assert run(*words, "--device", "h100") == 0
+    assert run(*words, "--batch-invariant", "--max-num-seqs", "2") == 0 or "8" in flags
+
+
+def test_an_encoder_of_pictures_has_no_one_order_either(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    architecture = "Qwen2_5_VLForConditionalGeneration"
+    kind, vision = _SEEING[architecture]
+    widths = {"hidden_size": 3584, "num_attention_heads": 28, "num_key_value_heads": 4}
+    config = {**SHORT, **widths, "architectures": [architecture], "model_type": kind}
+    config["vision_config"] = vision
+    words = (write(tmp_path, config), "--device", "h100", "--batch-invariant")
+    assert run(*words) == 2
+    assert "limit_images: XLA adds up in the encoder of pictures; set" in capsys.readouterr().err
+    assert run(*words, "--limit-images", "0") == 0
 
 
 # ---- --slo

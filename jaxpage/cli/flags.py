@@ -44,6 +44,7 @@ PLAN_SETTINGS = (
     *("enable_prompt_embeds", "enable_return_routed_experts"),
     *("enable_return_hidden_states", "enable_return_sampling_mask"),
     *("limit_images", "encoder_cache_bytes"),
+    *("attention_backend", "batch_invariant", "enable_mixed_steps", "num_scheduler_steps"),
 )
 # `jaxpage plan` takes values of these settings that this version cannot run.
 PLANNED_SETTINGS = (

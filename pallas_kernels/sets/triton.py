@@ -68,6 +68,9 @@ ROWS = (
 # With more outputs a program goes through all segments, since the partial results of segments would
 # take much memory: half a MiB for each token of 32 heads of 128, and 128 MiB for so many outputs.
 MOST_OUTPUTS_APART = 2**20
+# The most numbers of the sums of a product's segments: 256 programs of 128 outputs share up to 256
+# rows (`triton.product_cut`).
+MOST_SUMS = 2**23
 
 
 def heuristic(shape: Shape, has: tuple[int, int] | None = None) -> Tiles:
@@ -145,9 +148,7 @@ def choose_ordered_tiles(shape: Shape, num_positions: int, num_outputs: int) -> 
         num_outputs: The numbers of the outputs of all heads and query tokens.
     """
     context = heuristic(dataclasses.replace(shape, kind="verify")).context
-    length = SEGMENT
-    while num_positions > MOST_SEGMENTS * length:
-        length *= 2
+    length = _length_of_segments(num_positions)
     is_apart = shape.kind != "chunk" and num_outputs <= MOST_OUTPUTS_APART
     tiles = heuristic(shape)
     if shape.head_dim > MAX_WIDTH and jnp.dtype(shape.page_dtype).itemsize == 1:
@@ -160,6 +161,24 @@ def choose_ordered_tiles(shape: Shape, num_positions: int, num_outputs: int) -> 
         max_splits=max(1, -(-num_positions // length)) if is_apart else 1,
         split_context=length,
     )
+
+
+def _length_of_segments(num_positions: int) -> int:
+    """Returns the positions of a segment, where a block table has so many."""
+    length = SEGMENT
+    while num_positions > MOST_SEGMENTS * length:
+        length *= 2
+    return length
+
+
+def ordered_bytes(num_tokens: int, outputs_of_token: int, num_positions: int) -> int:
+    """Returns the most bytes of partial sums with `batch_invariant`; see `KernelSet`.
+
+    Those of attention and those of a product are not there at the same time.
+    """
+    num_tokens = min(num_tokens, MOST_OUTPUTS_APART // outputs_of_token)
+    num_segments = -(-num_positions // _length_of_segments(num_positions))
+    return 4 * max(num_tokens * outputs_of_token * num_segments, MOST_SUMS)
 
 
 def attend(
@@ -427,4 +446,5 @@ SET = KernelSet(
     prefers_mixed_steps=True,
     rows={name: _operation("rows", name) for name in ROWS},
     is_batch_invariant=True,
+    ordered_bytes=ordered_bytes,
 )

@@ -25,6 +25,7 @@ from tools.lab import check_engine, gpu_check, time_contiguous_attention
 from tools.lab.kernel_lab import (
     check,
     goals,
+    one_order,
     oracle,
     pages,
     parity,
@@ -970,3 +971,23 @@ def test_wrong_flags(capsys):
     assert len({label(spec) for spec in specs.SPECS}) == len(specs.SPECS)
     with pytest.raises(LeftOut, match="not on PATH"):
         parts._sanitized(parts.Options(backend="triton"))
+
+
+def test_sums_in_another_order_are_seen_where_one_is_promised(monkeypatch):
+    """Of products that depend on the number of rows; what no longer fits in the time is left out."""
+    monkeypatch.setattr(one_order, "ATTENTION", {})
+    monkeypatch.setattr(one_order, "PRODUCTS", {"qkv": one_order.PRODUCTS["qkv"].cut()})
+    monkeypatch.setattr(one_order, "norms", lambda **_: [("2 rows", np.ones(3))] * 2)
+
+    def verdicts(**options):
+        found = one_order.findings(small=True, **{"seconds": 60.0, "interpret": True, **options})
+        return {finding.check.removeprefix("one order: "): finding.status for finding in found}
+
+    assert verdicts() == {"product, qkv": PASSED, "norm": PASSED}
+    assert set(verdicts(seconds=1.0).values()) == {LEFT_OUT}
+
+    def wrong(x_TI, *arguments, **options):
+        return x_TI * np.float32(1 + 2.0**-6 * len(x_TI))
+
+    monkeypatch.setattr(one_order, "batch_invariant_product", wrong)
+    assert verdicts(interpret=False)["product, qkv"] == FAILED

@@ -106,7 +106,7 @@ def _groups(check: Check, sizes: Sizes, state: Path) -> Iterator[list[Part]]:
     yield [Part(canary, "a step of a tiny model; if it fails, the rest runs without CUDA graphs")]
     pages = check.part("pages", needs_s=40, limit_s=100)
     shows = "writes and copies of pages against XLA"
-    one_order = check.part("one-order", needs_s=40, limit_s=100)
+    one_order = check.part("one-order", needs_s=40, limit_s=100, seconds=85)
     yield [
         _parity(check, FIRST, limit_s=100),
         Part(pages, shows),

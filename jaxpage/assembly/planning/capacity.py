@@ -105,6 +105,8 @@ def _without_blocks(
     first, *further = groups
     max_length = config.max_model_len or described.model.max_position_embeddings
     workspace_bytes = _workspace_estimate(described.model, max_length, menu)
+    if config.batch_invariant:
+        workspace_bytes += _ordered_bytes(described, max_length, menu)
     vision_bytes = 0
     if (vectors := described.vectors) is not None:
         vision_bytes = vectors.vision_bytes(layout.dtype)
@@ -214,6 +216,18 @@ def notices(described: Described, plan: MemoryPlan) -> list[str]:
                 "more"
             )
     return notices_list
+
+
+def _ordered_bytes(described: Described, context: int, menu: BucketMenu) -> int:
+    """Returns the bytes of the sums that kernels keep apart in steps of few tokens a row."""
+    kv = described.model.kv
+    tokens = (
+        bucket.num_rows if bucket.num_steps > 1 else bucket.num_tokens
+        for bucket in (*menu.decode, *menu.multi_step, *menu.verify)
+    )
+    heads = -(-described.model.num_query_heads // described.layout.tensor_parallel_size)
+    width = kv.value_width or kv.head_dim
+    return described.device.ordered_bytes(max(tokens), heads * width, context)
 
 
 def _bytes_on_disk(prefix_cache_directory: str | None, most: int) -> int:

@@ -17,7 +17,11 @@ from jaxpage.assembly.planning.cache_groups import CacheGroup, cache_groups, gro
 from jaxpage.assembly.planning.capacity import plan_memory
 from jaxpage.assembly.planning.described import Described, ModelLayout
 from jaxpage.assembly.planning.drafters import DraftedEngine
-from jaxpage.assembly.planning.layer_kinds import check_recurrent, check_windows
+from jaxpage.assembly.planning.layer_kinds import (
+    check_batch_invariant,
+    check_recurrent,
+    check_windows,
+)
 from jaxpage.assembly.planning.sizing import MemoryPlan
 from jaxpage.assembly.planning.vectors import VectorInput
 from jaxpage.device.hardware import DeviceMesh, DeviceSpec
@@ -283,6 +287,8 @@ def engine_spec_of(described: Described, *, swaps: bool = True) -> EngineSpec:
         return _spec_of_encoder(described)
     max_length = model.max_position_embeddings
     check_length(config, model)
+    described.device.check_kernels(config.attention_backend, batch_invariant=config.batch_invariant)
+    check_batch_invariant(described)
     mixed = mixes(config, described.device)
     sharding = choose_sharding(described)
     described.drafting.check_sharding(sharding)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from jaxpage.assembly.planning.described import ModelLayout
+from jaxpage.assembly.planning.described import Described, ModelLayout
 from jaxpage.errors import UnsupportedError
 from jaxpage.models import KVSpec
 from jaxpage.settings.speculative_config import SpeculativeConfig
@@ -38,6 +38,30 @@ def check_recurrent(
             "recurrent layers: their states "
             "are kept in float32, and their inputs in the model's dtype; use 'auto'"
         )
+
+
+def check_batch_invariant(described: Described) -> None:
+    """Checks settings for `batch_invariant` on a GPU.
+
+    Raises:
+        UnsupportedError: With a setting, sums of floats would be left to XLA, or a token's keys
+            would not be at their positions.
+    """
+    config = described.config
+    if not config.batch_invariant or described.device.is_cpu:
+        return
+    drafts = config.speculative_config
+    vectors = described.vectors
+    problems = {
+        "enable_lora: XLA adds up the products with adapters; leave it out": config.enable_lora,
+        "speculative_config: the keys of a tree of drafts are not at their positions; use "
+        "tree=False and a method of chains": drafts is not None and drafts.branches,
+        "limit_images: XLA adds up in the encoder of pictures; set it to 0": vectors is not None
+        and vectors.vision is not None,
+    }
+    for problem, is_there in problems.items():
+        if is_there:
+            raise UnsupportedError(f"batch_invariant with {problem}, or leave batch_invariant out")
 
 
 def refuse_recurrent(what: str, kv: KVSpec) -> None:

@@ -82,24 +82,18 @@ def choose_backend(
             invariant there; the text says what it needs.
     """
     if batch_invariant:
-        invariant = _invariant_set(name, device.platform)
-        if invariant is not None:
+        invariant = find_invariant_set(name, device.platform)
+        if invariant is None:
+            logger.info("batch_invariant has no effect: on a CPU every engine is batch invariant")
+        else:
             chosen_backend = choose_backend(invariant, device, kv_cache_dtype)
             return chosen_backend._replace(batch_invariant=True)
     interleaved = keeps_interleaved(name, device.platform)
     if name == "auto":
         in_cpp = device.platform == "cpu" and not load_cpu_library().reason
         return Backend(name, in_cpp=in_cpp, interleaved=interleaved)
-    chosen = SETS[name]
-    interpret = not chosen.runs_on(device.platform)
-    if interpret and not (chosen.interpretable and device.platform == "cpu"):
-        needed = " or ".join(chosen.platforms).upper()
-        missing = libtpu_reason() if "tpu" in chosen.platforms else ""
-        raise UnsupportedError(
-            f"attention_backend {name!r} needs a {needed}: jax {jax.__version__} does not "
-            f"interpret it on this device{missing and f'; {missing}'}"
-        )
-    if reason := chosen.refusal(
+    interpret = is_interpreted(name, device.platform)
+    if reason := SETS[name].refusal(
         device, Call(interpret=interpret, page_dtype=QUANTIZED.get(kv_cache_dtype))
     ):
         raise UnsupportedError(
@@ -109,12 +103,32 @@ def choose_backend(
     return Backend(name, interpret, in_cpp=name == "cpu", interleaved=interleaved)
 
 
-def _invariant_set(name: str, platform: str) -> str | None:
-    """Returns the kernel set with which a platform is batch invariant; None where any set is."""
+def is_interpreted(name: str, platform: str) -> bool:
+    """Returns whether a platform interprets the kernels of a set that is made for another one.
+
+    Raises:
+        UnsupportedError: The platform neither runs nor interprets them.
+    """
+    if name == "auto" or SETS[name].runs_on(platform):
+        return False
+    if not (SETS[name].interpretable and platform == "cpu"):
+        needed = " or ".join(SETS[name].platforms).upper()
+        missing = libtpu_reason() if "tpu" in SETS[name].platforms else ""
+        raise UnsupportedError(
+            f"attention_backend {name!r} needs a {needed}: jax {jax.__version__} does not "
+            f"interpret it on this device{missing and f'; {missing}'}"
+        )
+    return True
+
+
+def find_invariant_set(name: str, platform: str) -> str | None:
+    """Returns the kernel set with which a platform is batch invariant; None where any set is.
+
+    Raises:
+        UnsupportedError: The platform is not, or is not with the set of this name.
+    """
     names = [each for each, kernels in SETS.items() if kernels.is_batch_invariant]
     if platform == "cpu":
-        if name not in names:
-            logger.info("batch_invariant has no effect: on a CPU every engine is batch invariant")
         return name if name in names else None
     if platform != "gpu":
         raise UnsupportedError(

@@ -10,9 +10,14 @@ import psutil
 from jax.typing import DTypeLike
 
 from jaxpage.device.hardware import gpu_memory
-from jaxpage.device.hardware.backends import has_bfloat16, keeps_interleaved
+from jaxpage.device.hardware.backends import (
+    find_invariant_set,
+    has_bfloat16,
+    is_interpreted,
+    keeps_interleaved,
+)
 from jaxpage.device.packing import takes
-from pallas_kernels import candidates
+from pallas_kernels import SETS, candidates
 
 _CGROUP = Path("/sys/fs/cgroup")
 USUAL_BLOCK_SIZE = 16
@@ -98,6 +103,34 @@ class DeviceSpec:
         measured = (size for card, size in MEASURED_BLOCK_SIZES.items() if card in self.name)
         size = next(measured, USUAL_BLOCK_SIZE)
         return size if max_tokens is None else min(size, 1 << (max_tokens.bit_length() - 1))
+
+    def check_kernels(self, attention_backend: str, *, batch_invariant: bool) -> None:
+        """Checks that such a device runs or interprets a kernel set.
+
+        Args:
+            attention_backend: The setting of this name.
+            batch_invariant: The setting of this name.
+
+        Raises:
+            UnsupportedError: It does not, or its sums would depend on the batch; see
+                `choose_backend`.
+        """
+        if batch_invariant:
+            find_invariant_set(attention_backend, self.platform)
+        is_interpreted(attention_backend, self.platform)
+
+    def ordered_bytes(self, num_tokens: int, outputs_of_token: int, num_positions: int) -> int:
+        """Returns the most bytes of sums that kernels keep apart, where these have one order.
+
+        Args:
+            num_tokens: The tokens of a step whose rows have few.
+            outputs_of_token: The numbers of the outputs of attention, of all heads of a token.
+            num_positions: The positions of a block table.
+        """
+        invariant = find_invariant_set("auto", self.platform)
+        if invariant is None:
+            return 0
+        return SETS[invariant].ordered_bytes(num_tokens, outputs_of_token, num_positions)
 
     def interleaves_pages(self, attention_backend: str) -> bool:
         """Returns whether an engine with a kernel set keeps interleaved pages."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,9 +17,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import SETS, QuantizedWeight, batch_invariant_product
+from pallas_kernels import SETS, QuantizedWeight, batch_invariant_product, paged_attention
 from tools.lab.kernel_lab import specs
-from tools.lab.kernel_lab.findings import Finding, judged
+from tools.lab.kernel_lab.findings import LEFT_OUT, Finding, judged
 from tools.lab.kernel_lab.kernel_cases import make_case
 from tools.lab.kernel_lab.products import make_weight
 from tools.lab.kernel_lab.specs import ProductSpec, Spec
@@ -26,6 +27,7 @@ from tools.lab.kernel_lab.stability import compare, last_tokens, pick, probe
 
 Outcomes = list[tuple[str, np.ndarray]]
 BACKEND = next(name for name, kernels in SETS.items() if kernels.is_batch_invariant)
+LAST_S = 15.0  # the time before the end in which nothing further is begun
 FEW = 2  # rows that are compared
 LATENT = 512  # the width of values within keys that are 64 wider, as those of DeepSeek
 # Attention of Llama-3-8B, of one-byte pages, and of latents for 16 heads.
@@ -44,10 +46,19 @@ PRODUCTS = {
 }
 
 
-def findings(*, interpret: bool, small: bool) -> Iterator[Finding]:
-    """Yields the findings; nothing is promised of interpreted kernels, whose products are XLA's."""
+def findings(*, interpret: bool, small: bool, seconds: float) -> Iterator[Finding]:
+    """Yields the findings; nothing is promised of interpreted kernels, whose products are XLA's.
+
+    Args:
+        interpret: Runs the kernels on CPU.
+        small: Everything is cut small.
+        seconds: The time for all of it. What no longer fits is left out.
+    """
+    end = time.monotonic() + seconds - LAST_S
 
     def judge(name: str, measure: Callable[[], Outcomes]) -> Finding:
+        if time.monotonic() >= end:
+            return Finding(name, LEFT_OUT, f"{seconds:.0f} s are used up")
         return judged(name, lambda: compare(name, measure(), promised=not interpret))
 
     base = specs.find("llama-3-8b decode 64 ragged")
@@ -76,8 +87,7 @@ def attention(spec: Spec, value_width: int | None, *, interpret: bool) -> Outcom
     """
     whole = make_case(spec, seed=4)
     [pages] = whole.layers
-    if value_width is not None:
-        pages = dataclasses.replace(pages, v_pages=None, v_scale=None)
+    values = (pages.v_pages, pages.v_scale) if value_width is None else (None, None)
     longest = spec.queries[0]
     cases = {
         f"{size} of at most {most}": last_tokens(whole, size, most)
@@ -88,13 +98,20 @@ def attention(spec: Spec, value_width: int | None, *, interpret: bool) -> Outcom
     cases["with another row"] = whole
     outcomes = []
     for name, case in cases.items():
-        out_TNH = case.attend(
+        out_TNH = paged_attention(
             case.q_TNH,
-            case.step,
-            pages,
+            pages.k_pages,
+            values[0],
+            case.step.block_table_BM,
+            case.step.context_len_B,
+            case.step.query_start,
+            k_scale=pages.k_scale,
+            v_scale=values[1],
+            scale=case.scale,
+            max_query_len=case.max_query_len or spec.max_query_len,
+            value_width=value_width,
             backend=BACKEND,
             batch_invariant=True,
-            value_width=value_width,
             interpret=interpret,
         )
         outcomes.append((name, probe(case, out_TNH, True)))
@@ -127,9 +144,7 @@ def _only(weight: Any) -> Any:
     """Returns the weight of the only group."""
     if not isinstance(weight, QuantizedWeight):
         return weight[0]
-    arrays = (weight.values, weight.scale_OJ, weight.zero_OJ)
-    values, scale, zero = (None if each is None else each[0] for each in arrays)
-    return weight._replace(values=values, scale_OJ=scale, zero_OJ=zero)
+    return weight._replace(values=weight.values[0], scale_OJ=weight.scale_OJ[0])
 
 
 def norms(*, interpret: bool, width: int = 4096) -> Outcomes:

@@ -114,7 +114,9 @@ def _stability(options: Options) -> Iterator[Finding]:
 
 
 def _one_order(options: Options) -> Iterator[Finding]:
-    yield from one_order.findings(interpret=options.interpret, small=options.interpret)
+    yield from one_order.findings(
+        interpret=options.interpret, small=options.interpret, seconds=options.seconds
+    )
 
 
 def _pages(options: Options) -> Iterator[Finding]:
