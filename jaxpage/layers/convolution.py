@@ -13,6 +13,7 @@ from jaxtyping import Array, Float
 from jaxpage.layers.context import ForwardContext, LayerPages, Recurrence, StateSpec
 from jaxpage.layers.linear import Linear
 from jaxpage.layers.parameter import parameter, tensor
+from jaxpage.layers.trace_scope import row_kernels
 
 
 def short_convolution(
@@ -28,10 +29,14 @@ def short_convolution(
         bias_C: The bias, or None.
     """
     kernel_WC = kernel_C1W[:, 0].astype(jnp.float32).T
+    bias_C = None if bias_C is None else bias_C.astype(jnp.float32)
+    kernels = row_kernels(jnp.float32)
+    if kernels is not None and kernels.convolve is not None:
+        return kernels.convolve(inputs_BWC, kernel_WC, bias_C)
     mixed_BC: jax.Array = inputs_BWC[:, 0] * kernel_WC[:1]
     for place in range(1, kernel_WC.shape[0]):
         mixed_BC += inputs_BWC[:, place] * kernel_WC[place][None]
-    return mixed_BC if bias_C is None else mixed_BC + bias_C.astype(jnp.float32)[None]
+    return mixed_BC if bias_C is None else mixed_BC + bias_C[None]
 
 
 @dataclass(frozen=True)

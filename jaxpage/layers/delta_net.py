@@ -26,7 +26,8 @@ from jaxpage.layers.convolution import short_convolution
 from jaxpage.layers.linear import Linear
 from jaxpage.layers.norms import RMSNorm
 from jaxpage.layers.parameter import Axis, Piece, Source, concatenate, parameter, tensor
-from jaxpage.layers.product import product_by_state
+from jaxpage.layers.state_update import update_state
+from jaxpage.layers.trace_scope import row_kernels
 
 NORM_EPSILON = 1e-6  # Keeps the division by the length of a query or key finite.
 
@@ -246,8 +247,7 @@ class GatedDeltaNet(nnx.Module):
 
         def of_heads(x: jax.Array) -> jax.Array:
             x = x.reshape(-1, widths.key_heads, widths.key)
-            length = jax.lax.rsqrt(jnp.square(x).sum(axis=-1, keepdims=True) + NORM_EPSILON)
-            return jnp.repeat(x * length, widths.per_key, axis=1)
+            return jnp.repeat(_divide_by_length(x), widths.per_key, axis=1)
 
         beta_BN, time_step_BE = jnp.split(
             inputs_BWE[:, -1, widths.convolution_width :], [widths.value_heads], axis=-1
@@ -275,7 +275,19 @@ class GatedDeltaNet(nnx.Module):
         self, state_BNKV: Float[Array, "B N K V"], prepared: tuple[jax.Array, ...]
     ) -> tuple[Float[Array, "B N K V"], Float[Array, "B _"]]:
         q_BNK, k_BNK, v_BNV, decay_BNK, beta_BN = prepared
-        state_BNKV = state_BNKV * decay_BNK[..., None]
-        change_BNV = (v_BNV - product_by_state(k_BNK, state_BNKV)) * beta_BN[..., None]
-        state_BNKV = state_BNKV + k_BNK[..., None] * change_BNV[:, :, None]
-        return state_BNKV, product_by_state(q_BNK, state_BNKV).reshape(len(q_BNK), -1)
+        state_BNKV, out_BNV = update_state(
+            state_BNKV, decay_BNK[..., None], k_BNK, v_BNV, q_BNK, beta_BN
+        )
+        return state_BNKV, out_BNV.reshape(len(q_BNK), -1)
+
+
+def _divide_by_length(x_BNK: Float[Array, "B N K"]) -> Float[Array, "B N K"]:
+    """Returns the vectors with length one."""
+    kernels = row_kernels(x_BNK.dtype)
+    if kernels is None or kernels.update_state is None:
+        squares = jnp.square(x_BNK).sum(axis=-1, keepdims=True)
+        return x_BNK * jax.lax.rsqrt(squares + NORM_EPSILON)
+    width = x_BNK.shape[-1]
+    scale_K = jnp.full(width, width**-0.5, x_BNK.dtype)
+    rows = x_BNK.reshape(-1, width)
+    return kernels.rms_norm(rows, scale_K, NORM_EPSILON / width, 0.0).reshape(x_BNK.shape)

@@ -28,7 +28,7 @@ from jaxpage.layers.convolution import short_convolution
 from jaxpage.layers.linear import Linear
 from jaxpage.layers.norms import RMSNorm
 from jaxpage.layers.parameter import Axis, parameter, tensor
-from jaxpage.layers.product import product_by_state
+from jaxpage.layers.state_update import update_state
 
 
 @dataclass(frozen=True)
@@ -200,8 +200,8 @@ class Mamba2(nnx.Module):
     ) -> tuple[Float[Array, "B N V H"], Float[Array, "B _"]]:
         x_BNH, time_step_BN, decay_BN, in_BNV, out_BNV = prepared
         added_BNH = x_BNH * time_step_BN[..., None]
-        state_BNVH = state_BNVH * decay_BN[..., None, None]
-        state_BNVH = state_BNVH + in_BNV[..., None] * added_BNH[:, :, None]
+        state_BNVH, out_BNH = update_state(
+            state_BNVH, decay_BN[..., None, None], in_BNV, added_BNH, out_BNV
+        )
         skip_1N1 = self.skip[...].astype(jnp.float32)[None, :, None]
-        out_BNH = product_by_state(out_BNV, state_BNVH) + skip_1N1 * x_BNH
-        return state_BNVH, out_BNH.reshape(len(x_BNH), -1)
+        return state_BNVH, (out_BNH + skip_1N1 * x_BNH).reshape(len(x_BNH), -1)

@@ -30,7 +30,7 @@ from jaxpage.layers.convolution import short_convolution
 from jaxpage.layers.linear import Linear
 from jaxpage.layers.norms import RMSNorm
 from jaxpage.layers.parameter import parameter, tensor
-from jaxpage.layers.product import product_by_state
+from jaxpage.layers.state_update import update_state
 
 
 @dataclass(frozen=True)
@@ -174,8 +174,8 @@ class Mamba1(nnx.Module):
         self, state_B1VE: Float[Array, "B 1 V E"], prepared: tuple[jax.Array, ...]
     ) -> tuple[Float[Array, "B 1 V E"], Float[Array, "B E"]]:
         x_BE, added_BE, decay_BVE, in_BV, out_BV = prepared
-        state_B1VE = state_B1VE * decay_BVE[:, None]
-        state_B1VE = state_B1VE + (in_BV[:, :, None] * added_BE[:, None])[:, None]
+        state_B1VE, out_B1E = update_state(
+            state_B1VE, decay_BVE[:, None], in_BV[:, None], added_BE[:, None], out_BV[:, None]
+        )
         skip_E = self.skip[...].astype(jnp.float32)
-        out_BE = product_by_state(out_BV[:, None], state_B1VE)[:, 0] + skip_E[None] * x_BE
-        return state_B1VE, out_BE
+        return state_B1VE, out_B1E[:, 0] + skip_E[None] * x_BE

@@ -91,7 +91,11 @@ class RMSNorm(nnx.Module):
             return normed.reshape(x.shape)
         # Two axes: with three, XLA of jax 0.12 on CPU rounds differently for each shape.
         wide = x.astype(jnp.float32).reshape(-1, x.shape[-1] // self.groups)
-        normed = wide * jax.lax.rsqrt(mean(jnp.square(wide)) + self.epsilon)
+        if kernels is not None and kernels.update_state is not None:  # XLA's sums have no one order
+            ones = jnp.ones(wide.shape[1:], jnp.float32)
+            normed = kernels.rms_norm(wide, ones, self.epsilon, 0.0)
+        else:
+            normed = wide * jax.lax.rsqrt(mean(jnp.square(wide)) + self.epsilon)
         normed = normed.reshape(-1, x.shape[-1])
         if self.scale is None:
             return normed.astype(x.dtype).reshape(x.shape)

@@ -65,6 +65,9 @@ class RowKernels(NamedTuple):
         weighted_sum: Returns the sum of a token's rows with their weights, of arrays [T, X, D] and
             [T, X]; None like `odds`.
         rotate_pairs: Returns what `rotate` does for pairs that are neighbours; None like `odds`.
+        update_state: Returns what `state_update.update_state` does; None like `odds`.
+        convolve: Returns the sum over places of arrays [B, W, C] and [W, C], and of a bias [C] or
+            None; None like `odds`.
     """
 
     takes: Callable[[DTypeLike], bool]
@@ -81,6 +84,8 @@ class RowKernels(NamedTuple):
     odds: Callable[..., jax.Array] | None = None
     weighted_sum: Callable[[jax.Array, jax.Array], jax.Array] | None = None
     rotate_pairs: Callable[[jax.Array, jax.Array, jax.Array], jax.Array] | None = None
+    update_state: Callable[..., tuple[jax.Array, jax.Array]] | None = None
+    convolve: Callable[[jax.Array, jax.Array, jax.Array | None], jax.Array] | None = None
 
 
 class LayerKernels(NamedTuple):

@@ -65,6 +65,7 @@ ROWS = (
     "odds",
     "weighted_sum",
 )
+OF_STATES = ("update_state", "convolve")
 # With more outputs a program goes through all segments, since the partial results of segments would
 # take much memory: half a MiB for each token of 32 heads of 128, and 128 MiB for so many outputs.
 MOST_OUTPUTS_APART = 2**20
@@ -415,9 +416,9 @@ def _operation(module: str, name: str) -> Callable[..., Any]:
 
 @functools.cache
 def _operations() -> dict[str, Any]:
-    from pallas_kernels.triton import move, product, rotary_write, rows, select, write
+    from pallas_kernels.triton import move, product, rotary_write, rows, select, state, write
 
-    modules = (move, product, rotary_write, rows, select, write)
+    modules = (move, product, rotary_write, rows, select, state, write)
     return {module.__name__.rpartition(".")[2]: module for module in modules}
 
 
@@ -444,7 +445,8 @@ SET = KernelSet(
     platforms=("gpu",),
     interpretable=True,
     prefers_mixed_steps=True,
-    rows={name: _operation("rows", name) for name in ROWS},
+    rows={name: _operation("rows", name) for name in ROWS}
+    | {name: _operation("state", name) for name in OF_STATES},
     is_batch_invariant=True,
     ordered_bytes=ordered_bytes,
 )
