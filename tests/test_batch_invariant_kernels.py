@@ -31,7 +31,7 @@ from pallas_kernels import (
 from pallas_kernels import numbers as weight_numbers
 from pallas_kernels.sets import triton
 from pallas_kernels.tiles import Shape
-from pallas_kernels.triton import backend, product, product_cut, rows
+from pallas_kernels.triton import backend, product, product_cut, rows, state
 from tests.support.attention import make_case, oracle
 from tests.support.sweeps import few
 from tests.support.tensor_core import dot
@@ -497,6 +497,75 @@ def test_queries_and_keys_are_turned_and_values_are_not():
     expected = np.concatenate([turned.real, turned.imag, heads[..., 2 * num_pairs :]], axis=-1)
     np.testing.assert_allclose(np.concatenate([q, k], axis=1), expected[:, :5], atol=1e-5)
     np.testing.assert_array_equal(v, x_TF.reshape(3, 6, head_dim)[:, 5:])
+
+
+def updated_in_float64(
+    before: np.ndarray, decay: np.ndarray, k: np.ndarray, v: np.ndarray, q: np.ndarray, beta: Any
+) -> tuple[np.ndarray, np.ndarray]:
+    """The gated delta rule as its paper has it, and without betas the state space of Mamba; one head at a time."""
+    after, out = before * decay, np.zeros(v.shape)
+    for place in np.ndindex(before.shape[:2]):
+        value = v[place]
+        if beta is not None:
+            value = beta[place] * (value - after[place].T @ k[place])
+        after[place] += np.outer(k[place], value)
+        out[place] = after[place].T @ q[place]
+    return after, out
+
+
+@pytest.mark.parametrize("decays", [(1, 1), (24, 1), (24, 20)])
+@pytest.mark.parametrize("with_beta", [True, False])
+def test_states_are_updated_as_in_float64_and_alike_among_other_rows(
+    decays, with_beta, monkeypatch
+):
+    monkeypatch.setattr(state, "COLS", 16)  # two programs a head
+    num_rows, num_heads, keys, values = 5, 3, 24, 20
+    of = (num_rows, num_heads)
+    before, decay, k, v, q, beta = (
+        numbers(seed, *of, *shape, dtype="float32")
+        for seed, shape in enumerate(((keys, values), decays, (keys,), (values,), (keys,), ()))
+    )
+    arrays = [before, decay, k, v, q, beta if with_beta else None]
+    result = state.update_state(*arrays, interpret=True)
+    wide = [None if each is None else np.asarray(each, np.float64) for each in arrays]
+    for got, want in zip(result, updated_in_float64(*wide), strict=True):
+        np.testing.assert_allclose(got, want, atol=2e-5, rtol=2e-5)
+    moved = jnp.array([2, 4, 0, 1, 3])  # other rows stand before it and after it
+    others = state.update_state(
+        *(None if each is None else each[moved] for each in arrays), interpret=True
+    )
+    for got, want in zip(others, result, strict=True):
+        np.testing.assert_array_equal(got, want[moved])
+
+
+def test_a_convolution_is_added_up_in_the_order_of_its_places():
+    inputs, kernel = numbers(1, 5, 4, WIDE, dtype="float32"), numbers(2, 4, WIDE, dtype="float32")
+    bias = numbers(3, WIDE, dtype="float32")
+    for added in (None, bias):
+        got = state.convolve(inputs, kernel, added, interpret=True)
+        want = (np.asarray(inputs, np.float64) * np.asarray(kernel, np.float64)).sum(1)
+        want += 0 if added is None else np.asarray(added, np.float64)
+        np.testing.assert_allclose(got, want, atol=1e-5, rtol=1e-5)
+        turned = state.convolve(inputs[::-1], kernel, added, interpret=True)
+        np.testing.assert_array_equal(turned, got[::-1])
+
+
+def test_the_programs_of_a_state_depend_on_its_widths_alone(monkeypatch):
+    seen = set()
+    right = backend.kernel_call
+
+    def note_call(kernel, *, num_warps, grid, **settings):
+        seen.add((num_warps, *sorted(kernel.keywords.items()), grid[1:]))
+        return right(kernel, num_warps=num_warps, grid=grid, **settings)
+
+    monkeypatch.setattr(backend, "kernel_call", note_call)
+    for count in (1, 16, 300):
+        shapes = [
+            jax.ShapeDtypeStruct((count, 4, *shape), jnp.float32)
+            for shape in ((128, 128), (1, 1), (128,), (128,), (128,))
+        ]
+        jax.eval_shape(lambda *arrays: state.update_state(*arrays, interpret=True), *shapes)
+    assert seen == {(4, ("cols", 32), ("keys", 128), (4, 4))}
 
 
 def test_warps_of_a_row_depend_on_its_width_alone(monkeypatch):

@@ -62,6 +62,15 @@ MODELS = {
         "model_type": "qwen2_moe",
         "shared_expert_intermediate_size": 128,
     },
+    "states": {
+        **{**QWEN3_30B_A3B, **SMALL, **EXPERTS},
+        "architectures": ["Qwen3NextForCausalLM"],
+        "model_type": "qwen3_next",
+        "layer_types": ["linear_attention"],
+        "shared_expert_intermediate_size": 64,
+        **{"linear_num_key_heads": 2, "linear_num_value_heads": 4},
+        **{"linear_key_head_dim": 32, "linear_value_head_dim": 32, "linear_conv_kernel_dim": 4},
+    },
     "latents": {
         **{**LLAMA_3_8B, **SMALL, **EXPERTS},
         "architectures": ["DeepseekV3ForCausalLM"],
@@ -88,7 +97,7 @@ def trace(kind: str, **options):
     ("model", "kind"),
     few(
         itertools.product(MODELS, BUCKETS),
-        [("dense", "verify"), ("experts", "decode"), ("latents", "chunk")],
+        [("dense", "verify"), ("experts", "decode"), ("latents", "chunk"), ("states", "chunk")],
     ),
 )
 def test_a_step_leaves_no_sum_of_floats_to_xla(model, kind):
@@ -105,10 +114,18 @@ WITH_EXPERTS = (
     *("deepseek-v2-groups", "deepseek-v2-greedy", "deepseek-v3-groups", "deepseek-v3-halves"),
     *("glm4-moe-lite-mixed", "mistral3-latents"),
 )
+# Of every kind of layer with a state.
+RECURRENT = (
+    *("qwen3-next-mixed", "qwen3-5-mixed", "kimi-linear-mixed", "olmo-hybrid-mixed"),
+    *("bamba-mixed", "nemotron-h-mixed", "falcon-h1-first", "granitemoehybrid-mixed"),
+    *("jamba-mixed", "falcon-mamba-norms", "mamba2-tied", "zamba2-biases", "lfm2-moe-mixed"),
+)
 
 
-@pytest.mark.parametrize("name", few(WITH_EXPERTS, ["gpt-oss-windows"]))
-def test_models_with_experts_leave_none_either(name):
+@pytest.mark.parametrize(
+    "name", few((*WITH_EXPERTS, *RECURRENT), ["gpt-oss-windows"])
+)
+def test_models_with_experts_or_states_leave_none_either(name):
     with describe_gpu():
         shapes = step_shapes(
             BUCKETS["decode"], backend=EXACT, config=config_json(name), num_blocks=64
@@ -184,7 +201,8 @@ def work_in(text: str) -> tuple[list[str], Counter[tuple[str, ...]]]:
     sums = re.findall(r"cublas|__triton_gemm| (?:dot|convolution)\(", text)
     sums += [name for name in adding if re.search(rf"to_apply=%?{re.escape(name)}\b", text)]
     work = Counter(
-        tuple(re.findall(r"= (?:b?f\d+)\[.*?\]\S* ([\w\-]+)\(", body))
+        # The compiler lists what does not depend on one another in any order.
+        tuple(sorted(re.findall(r"= (?:b?f\d+)\[.*?\]\S* ([\w\-]+)\(", body)))
         for name, body in bodies.items()
         if "fused" in name
     )
@@ -198,7 +216,7 @@ def work_in(text: str) -> tuple[list[str], Counter[tuple[str, ...]]]:
 
 @pytest.mark.sweep
 @pytest.mark.skipif(unavailable() is not None, reason=str(unavailable()))
-@pytest.mark.parametrize("model", ["dense", "an expert of all tokens", "latents"])
+@pytest.mark.parametrize("model", ["dense", "an expert of all tokens", "latents", "states"])
 def test_what_the_compiler_makes_of_steps_is_alike_in_every_bucket(model):
     """But a chunk scores tokens of the prompt, too."""
     assert float_work("decode", Backend("triton"), model)[0]  # it is found where it is
@@ -210,7 +228,7 @@ def test_what_the_compiler_makes_of_steps_is_alike_in_every_bucket(model):
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("model", ["dense", "an expert of all tokens", "latents"])
+@pytest.mark.parametrize("model", ["dense", "an expert of all tokens", "latents", "states"])
 def test_an_engine_answers_the_same_in_every_batch(model, monkeypatch):
     """Alone, together, in chunks and with drafts to the bit of log probabilities: by interpreted kernels with the sums of a tensor core."""
     monkeypatch.setattr(triton_backend, "dot", tensor_core.dot)

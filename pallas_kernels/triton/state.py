@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float
 
@@ -103,9 +104,11 @@ def _decay(ref: Any, place: tuple[Any, Any], at: tuple[Any, Any], mask_KV: Any) 
     at_K, at_V = at
     num_keys, num_values = ref.shape[2:]
     if num_keys == num_values == 1:
-        return tb.load(ref.at[(*place, 0, 0)])
+        return tb.load(ref.at[(*place, np.int32(0), np.int32(0))])
     if num_values == 1:
-        return tb.load(ref.at[(*place, at_K, 0)], mask=at_K < num_keys, other=0.0)[:, None]
+        return tb.load(ref.at[(*place, at_K, np.int32(0))], mask=at_K < num_keys, other=0.0)[
+            :, None
+        ]
     return tb.load(ref.at[(*place, at_K[:, None], at_V[None, :])], mask=mask_KV, other=0.0)
 
 
