@@ -122,9 +122,7 @@ RECURRENT = (
 )
 
 
-@pytest.mark.parametrize(
-    "name", few((*WITH_EXPERTS, *RECURRENT), ["gpt-oss-windows"])
-)
+@pytest.mark.parametrize("name", few((*WITH_EXPERTS, *RECURRENT), ["gpt-oss-windows"]))
 def test_models_with_experts_or_states_leave_none_either(name):
     with describe_gpu():
         shapes = step_shapes(

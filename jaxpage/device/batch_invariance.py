@@ -138,9 +138,9 @@ def refuse_sums(jaxpr: Any) -> None:
     if places:
         raise UnsupportedError(
             "batch_invariant: the order of these sums would depend on the batch, because XLA adds "
-            f"up: {'; '.join(list(places)[:8])}. Models of dense layers, experts and attention to "
-            "whole keys and values, without adapters, are computed in one order on a GPU; leave "
-            "batch_invariant out for others"
+            f"up: {'; '.join(list(places)[:8])}. Dense layers, experts, attention to keys "
+            "and values or to latents, and layers with states are computed in one order on a GPU, "
+            "without adapters; leave batch_invariant out for others"
         )
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from jaxpage.layers.product import product_by_state
 from jaxpage.layers.trace_scope import row_kernels
 
 
@@ -36,16 +36,6 @@ def update_state(
     state_BNKV = state_BNKV * decay
     change_BNV = v_BNV
     if beta_BN is not None:
-        change_BNV = (v_BNV - _product_by_state(k_BNK, state_BNKV)) * beta_BN[..., None]
+        change_BNV = (v_BNV - product_by_state(k_BNK, state_BNKV)) * beta_BN[..., None]
     state_BNKV = state_BNKV + k_BNK[..., None] * change_BNV[:, :, None]
-    return state_BNKV, _product_by_state(q_BNK, state_BNKV)
-
-
-def _product_by_state(
-    x_BNK: Float[Array, "B N K"], state_BNKV: Float[Array, "B N K V"]
-) -> Float[Array, "B N V"]:
-    """Multiplies the vector of each row and head by its matrix.
-
-    It is a product because XLA on CPU takes up to twenty times as long for a plain sum of products.
-    """
-    return jnp.einsum("BNK,BNKV->BNV", x_BNK, state_BNKV, precision=jax.lax.Precision.HIGHEST)
+    return state_BNKV, product_by_state(q_BNK, state_BNKV)
