@@ -17,7 +17,6 @@ import jax.numpy as jnp
 from jaxpage.layers.activations import ACTIVATIONS
 from jaxpage.layers.attention import query_key_value
 from jaxpage.layers.embedding import Embedding
-from jaxpage.models.config.config_fields import WrongField
 from jaxpage.models.config.fields import Fields
 from jaxpage.models.parts.block import Block
 from jaxpage.models.parts.decoder_config import read_head_dim
@@ -341,8 +340,8 @@ def _read_head_pooling(fields: Fields) -> HeadPooling:
     if stated == "mean":
         return "mean"
     if stated != "cls":
-        error = WrongField(f"classifier_pooling must be cls or mean, not {stated!r}")
-        fields.note(error, classifier_pooling="cls")
+        text = f"classifier_pooling must be cls or mean, not {stated!r}"
+        fields.note_wrong(text, classifier_pooling="cls")
     return "cls"
 
 

@@ -14,7 +14,6 @@ from jax.typing import DTypeLike
 from jaxpage.layers.attention import Scores
 from jaxpage.layers.rope import NO_ROTATION
 from jaxpage.models.config.alibi import alibi_slopes
-from jaxpage.models.config.config_fields import RefusedField, WrongField
 from jaxpage.models.config.fields import Fields
 from jaxpage.models.parts.attention import AttentionNames, grouped_query_attention
 from jaxpage.models.parts.block import Block
@@ -51,7 +50,7 @@ class BloomConfig(DecoderConfig):
         """Returns what the fields say."""
         if fields.flag("apply_residual_connection_post_layernorm", False):
             text = "apply_residual_connection_post_layernorm = true is not supported"
-            fields.note(RefusedField(text), apply_residual_connection_post_layernorm=False)
+            fields.note_unsupported(text, apply_residual_connection_post_layernorm=False)
         return cls.from_fields(
             fields,
             rope=(NO_ROTATION, fields.integer("seq_length", 2048)),
@@ -133,8 +132,8 @@ class MptConfig(DecoderConfig):
     def read(cls, fields: Fields) -> MptConfig:
         """Returns what the fields say."""
         if not isinstance(attention := fields.get("attn_config", None), dict | None):
-            error = WrongField(f"attn_config must be an object or null, not {attention!r}")
-            fields.note(error, attn_config=None)
+            text = f"attn_config must be an object or null, not {attention!r}"
+            fields.note_wrong(text, attn_config=None)
         fields.only(attn_type="multihead_attention", alibi=True, alibi_bias_max=8)
         fields.only(qk_ln=False, prefix_lm=False, attn_uses_sequence_id=False, rope=False)
         fields.only(kv_n_heads=fields.integer("num_attention_heads"), sliding_window_size=-1)

@@ -14,7 +14,6 @@ from typing import Any
 
 from flax import nnx
 
-from jaxpage.models.config.config_fields import RefusedField
 from jaxpage.models.config.experts import (
     first_dense,
     read_corrected_experts,
@@ -63,12 +62,12 @@ class DeepseekV2Config(ExpertsConfig):
     def read(cls, fields: Fields) -> DeepseekV2Config:
         """Returns what the fields say."""
         if fields.get("norm_topk_prob", False):
-            error = RefusedField("norm_topk_prob = true is not supported for this family")
-            fields.note(error, norm_topk_prob=False)
+            text = "norm_topk_prob = true is not supported for this family"
+            fields.note_unsupported(text, norm_topk_prob=False)
         method = fields.get("topk_method", "greedy")
         if method not in ("greedy", "group_limited_greedy"):
             text = f"topk_method = {method!r} is not greedy or group_limited_greedy"
-            fields.note(RefusedField(text), topk_method="greedy")
+            fields.note_unsupported(text, topk_method="greedy")
             method = "greedy"
         count = ("n_routed_experts", 64)
         width = ("moe_intermediate_size", 1407)

@@ -8,7 +8,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from jaxpage.models.config.config_fields import RefusedField
 from jaxpage.models.config.experts import first_dense, read_corrected_experts, sparse_by_type
 from jaxpage.models.config.fields import Fields
 from jaxpage.models.config.layer_windows import slides, windows_of
@@ -42,7 +41,7 @@ def _usual_types(fields: Fields, window: int | None) -> list[str]:
         return ["full_attention" for _ in numbers]
     if not isinstance(pattern, int) or isinstance(pattern, bool) or pattern < 1:
         text = f"sliding_window_pattern = {pattern!r} without layer_types is not supported"
-        fields.note(RefusedField(text), sliding_window_pattern=4)
+        fields.note_unsupported(text, sliding_window_pattern=4)
         pattern = 4
     return ["sliding_attention" if number % pattern else "full_attention" for number in numbers]
 

@@ -27,7 +27,6 @@ from jaxpage.layers.context import ForwardContext, LayerPages
 from jaxpage.layers.mamba import MambaSpec
 from jaxpage.layers.rope import NO_ROTATION
 from jaxpage.models.config.alibi import alibi_slopes
-from jaxpage.models.config.config_fields import RefusedField, WrongField
 from jaxpage.models.config.fields import Fields
 from jaxpage.models.config.recurrent_fields import read_mamba
 from jaxpage.models.parts.attention import AttentionNames, grouped_query_attention
@@ -99,7 +98,7 @@ def _kv_heads(fields: Fields, num_heads: int) -> int:
     count = fields.optional_integer("num_kv_heads", None) or num_heads
     if num_heads % count:
         text = f"num_kv_heads = {count} must divide num_attention_heads = {num_heads}"
-        fields.note(WrongField(text), num_kv_heads=num_heads, num_attention_heads=num_heads)
+        fields.note_wrong(text, num_kv_heads=num_heads, num_attention_heads=num_heads)
         return num_heads
     return count
 
@@ -110,14 +109,14 @@ def _order(fields: Fields) -> tuple[bool, int]:
     parallel = fields.flag("parallel_attn", True)
     if new and not parallel:
         text = "parallel_attn = false with new_decoder_architecture is not supported"
-        fields.note(RefusedField(text), parallel_attn=True)
+        fields.note_unsupported(text, parallel_attn=True)
         parallel = True
     if not parallel:
         return False, 2
     count = fields.optional_integer("num_ln_in_parallel_attn", None) or (2 if new else 1)
     if count > 2 or (count == 2 and not new):
         text = f"num_ln_in_parallel_attn = {count} is not supported for this form"
-        fields.note(RefusedField(text), num_ln_in_parallel_attn=None)
+        fields.note_unsupported(text, num_ln_in_parallel_attn=None)
     return True, count
 
 
@@ -200,7 +199,7 @@ def _factors(fields: Fields, name: str, count: int) -> tuple[float, ...]:
         and all(type(each) in (int, float) for each in value)
     ):
         return tuple(map(float, value))
-    fields.note(WrongField(f"{name} must have {count} numbers, not {value!r}"), **{name: None})
+    fields.note_wrong(f"{name} must have {count} numbers, not {value!r}", **{name: None})
     return (1.0,) * count
 
 

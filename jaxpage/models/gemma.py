@@ -25,7 +25,6 @@ from flax import nnx
 
 from jaxpage.layers.attention import Scores
 from jaxpage.layers.norms import RMSNorm
-from jaxpage.models.config.config_fields import RefusedField
 from jaxpage.models.config.fields import Fields
 from jaxpage.models.config.layer_windows import layer_types, read_ropes, read_windows
 from jaxpage.models.llama import Llama
@@ -54,7 +53,7 @@ def refuse_bidirectional(fields: Fields) -> None:
     """Notes an error if attention sees later tokens, as in models of embeddings."""
     if fields.get("use_bidirectional_attention", None):
         text = "use_bidirectional_attention (attention to later tokens) is not supported"
-        fields.note(RefusedField(text), use_bidirectional_attention=None)
+        fields.note_unsupported(text, use_bidirectional_attention=None)
 
 
 class GemmaConfig(DecoderConfig):
@@ -89,7 +88,7 @@ class GemmaConfig(DecoderConfig):
                 f"hidden_activation = {other!r} is not supported with hidden_act = {used!r}, "
                 "which is used"
             )
-            fields.note(RefusedField(text), hidden_activation=None)
+            fields.note_unsupported(text, hidden_activation=None)
         refuse_bidirectional(fields)
         return cls.from_fields(fields)
 
@@ -199,7 +198,7 @@ class Gemma3Config(Gemma2Config):
         """Returns what the fields say."""
         if fields.get("attn_logit_softcapping", None) is not None:
             text = "attn_logit_softcapping is not supported: attention of Gemma 3 has no softcap"
-            fields.note(RefusedField(text), attn_logit_softcapping=None)
+            fields.note_unsupported(text, attn_logit_softcapping=None)
         types = layer_types(fields, fields.integer("sliding_window_pattern", 6))
         return cls.read_gemma(
             fields,

@@ -28,7 +28,6 @@ from jaxpage.layers.linear import Linear
 from jaxpage.layers.norms import mean
 from jaxpage.layers.parameter import parameter, tensor
 from jaxpage.models.base import Hidden, Pages, run_layers
-from jaxpage.models.config.config_fields import WrongField
 from jaxpage.models.config.fields import Fields
 from jaxpage.models.config.layer_windows import layer_types, read_ropes
 from jaxpage.models.gemma import ACTIVATION, FULL, SLIDING, Gemma2
@@ -75,7 +74,7 @@ class StatesForm:
         active = fields.integer("altup_active_idx", 0, least=0)
         if active >= count:
             text = f"altup_active_idx = {active} must be below altup_num_inputs = {count}"
-            fields.note(WrongField(text), altup_active_idx=0, altup_num_inputs=4)
+            fields.note_wrong(text, altup_active_idx=0, altup_num_inputs=4)
         return cls(
             count,
             active,
@@ -134,7 +133,7 @@ def _inner_widths(fields: Fields, num_layers: int) -> tuple[int, ...]:
     widths = stated if isinstance(stated, list) else [stated] * num_layers
     if len(widths) != num_layers or not all(type(each) is int and each > 0 for each in widths):
         text = f"intermediate_size must be a width, or one for each of {num_layers} layers, not"
-        fields.note(WrongField(f"{text} {stated!r}"), intermediate_size=64)
+        fields.note_wrong(f"{text} {stated!r}", intermediate_size=64)
         widths = [64] * num_layers
     return tuple(widths)
 
@@ -151,7 +150,7 @@ def _sparsities(fields: Fields, num_layers: int) -> tuple[float, ...]:
         or not all(type(each) in (int, float) and 0 <= each < 1 for each in shares)
     ):
         text = f"activation_sparsity_pattern must have a share below 1 for each of {num_layers}"
-        fields.note(WrongField(f"{text} layers, not {pattern!r}"), activation_sparsity_pattern=None)
+        fields.note_wrong(f"{text} layers, not {pattern!r}", activation_sparsity_pattern=None)
         shares = usual
     return tuple(map(float, shares))
 

@@ -27,7 +27,6 @@ from jaxpage.layers.parameter import Axis, parameter, tensor
 from jaxpage.layers.rope import Rope
 from jaxpage.layers.routing import Router, Routing
 from jaxpage.models.base import Hidden, Pages, run_layers
-from jaxpage.models.config.config_fields import RefusedField, WrongField
 from jaxpage.models.config.fields import Fields
 from jaxpage.models.config.layer_windows import layer_types
 from jaxpage.models.config.proportional_rope import read_rope
@@ -162,7 +161,7 @@ class Gemma4Config(Gemma4LayersConfig):
         both_ways = fields.get("use_bidirectional_attention", None)
         if both_ways not in (None, "vision"):
             text = "use_bidirectional_attention (attention to later tokens) is not supported"
-            fields.note(RefusedField(text), use_bidirectional_attention=None)
+            fields.note_unsupported(text, use_bidirectional_attention=None)
         types = (*layer_types(fields, 6)[:-1], FULL)  # The last layer is always a full one.
         heads = _heads(fields, types, by_layer)
         ropes, max_length = _ropes(fields, heads)
@@ -227,7 +226,7 @@ def _heads(fields: Fields, types: tuple[str, ...], by_layer: Any) -> dict[str, t
     num_heads = fields.integer("num_attention_heads")
     if few != sliding_heads[0] and num_heads % few:
         text = f"num_global_key_value_heads = {few} must divide num_attention_heads = {num_heads}"
-        fields.note(WrongField(text), num_global_key_value_heads=None)
+        fields.note_wrong(text, num_global_key_value_heads=None)
     return heads
 
 
@@ -247,7 +246,7 @@ def _heads_by_layer(
         alike = alike and pairs == heads[kind]
     if not alike:
         text = "per_layer_config is supported for num_key_value_heads and head_dim alone, alike in"
-        fields.note(RefusedField(f"{text} all layers of a type"), per_layer_config=None)
+        fields.note_unsupported(f"{text} all layers of a type", per_layer_config=None)
     return heads
 
 
@@ -258,7 +257,7 @@ def _ropes(fields: Fields, heads: Mapping[str, tuple[int, int]]) -> tuple[dict[s
     scaling = fields.get("rope_scaling", stated)  # It replaces the other one in transformers too.
     if stated is not None and scaling != stated:
         text = "rope_scaling and rope_parameters contradict each other"
-        fields.note(WrongField(text), rope_parameters=None, rope_scaling=None)
+        fields.note_wrong(text, rope_parameters=None, rope_scaling=None)
     stated = scaling or ROPES
     ropes = {}
     for kind, (_, width) in heads.items():
@@ -273,7 +272,7 @@ def _inputs(fields: Fields) -> InputsForm | None:
     rows = fields.integer("vocab_size_per_layer_input", 262_144)
     if width and rows < (size := fields.integer("vocab_size")):
         text = f"vocab_size_per_layer_input = {rows} must not be less than vocab_size = {size}"
-        fields.note(WrongField(text), vocab_size_per_layer_input=size)
+        fields.note_wrong(text, vocab_size_per_layer_input=size)
     return InputsForm(width, rows) if width else None
 
 
@@ -285,7 +284,7 @@ def _experts(fields: Fields) -> ExpertsSpec | None:
     per_token = fields.integer("top_k_experts")
     if per_token > num_experts:
         text = f"top_k_experts = {per_token} of num_experts = {num_experts} experts cannot be"
-        fields.note(WrongField(text), top_k_experts=1, num_experts=num_experts)
+        fields.note_wrong(text, top_k_experts=1, num_experts=num_experts)
         per_token = 1
     routing = Routing(num_experts=num_experts, per_token=per_token, normalized=True)
     return ExpertsSpec(routing, fields.integer("moe_intermediate_size"))

@@ -17,7 +17,6 @@ from jaxpage.layers.activations import ACTIVATIONS
 from jaxpage.layers.attention import Attention, HeadNorms, Projections, Scores
 from jaxpage.layers.embedding import Embedding
 from jaxpage.layers.linear import Linear, Part, linear
-from jaxpage.models.config.config_fields import WrongField
 from jaxpage.models.config.fields import Fields
 from jaxpage.models.gemma import SLIDING
 from jaxpage.models.parts.decoder_config import DecoderConfig
@@ -104,7 +103,7 @@ def find_shared_layers(fields: Fields, types: tuple[str, ...], default: int) -> 
         text = (
             f"num_kv_shared_layers leaves no layer of type {', '.join(sorted(missing))} with keys"
         )
-        fields.note(WrongField(text), num_kv_shared_layers=0)
+        fields.note_wrong(text, num_kv_shared_layers=0)
         return tuple(range(len(types)))
     last = {kind: place for place, kind in enumerate(types_with_pages)}
     return (*range(len(types_with_pages)), *(last[kind] for kind in types[len(types_with_pages) :]))

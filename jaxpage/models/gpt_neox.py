@@ -18,7 +18,7 @@ from jaxtyping import Array, Float
 from jaxpage.layers.attention import Attention, HeadNorms, Projections, Scores
 from jaxpage.layers.rope import Rope
 from jaxpage.layers.rope_scaling import make_rope
-from jaxpage.models.config.config_fields import RefusedField, WrongField
+from jaxpage.models.config.config_fields import WrongField
 from jaxpage.models.config.fields import Fields, without
 from jaxpage.models.gpt2 import ALIASES, EPSILON, GPT2, inner_width
 from jaxpage.models.llama import Llama
@@ -125,7 +125,7 @@ def _gptj_rope(fields: Fields, head_dim: int, max_length: int) -> Rope:
     width = fields.integer("rotary_dim", 64)
     if width % 2 or width > head_dim:
         text = f"rotary_dim = {width} must be even, and at most the width of a head, {head_dim}"
-        fields.note(WrongField(text), rotary_dim=2)
+        fields.note_wrong(text, rotary_dim=2)
         width = 2
     parameters = {"rope_type": "default", "rope_theta": 10_000.0}
     rope, _ = make_rope(parameters, head_dim=width, max_position_embeddings=max_length)
@@ -242,7 +242,7 @@ def _kinds(fields: Fields) -> list[str]:
         kinds = []
     if len(kinds) != num_layers or set(kinds) - {"global", "local"}:
         text = f"attention_types = {types!r} must say global or local of {num_layers} layers"
-        fields.note(RefusedField(text), attention_types=[[["global"], num_layers]])
+        fields.note_unsupported(text, attention_types=[[["global"], num_layers]])
         return ["global"] * num_layers
     return kinds
 

@@ -18,7 +18,6 @@ from flax import nnx
 from jaxpage.layers.attention import Scores
 from jaxpage.layers.experts import ExpertsSpec
 from jaxpage.layers.mamba import MambaSpec
-from jaxpage.models.config.config_fields import RefusedField, WrongField
 from jaxpage.models.config.experts import read_experts
 from jaxpage.models.config.fields import Fields
 from jaxpage.models.config.layer_windows import layer_types, read_windows
@@ -225,7 +224,7 @@ def _read_thetas(fields: Fields, usual: float) -> list[float]:
             f"layer_rope_theta must have a number, or 0, for each of {num_layers} layers, not "
             f"{thetas!r}"
         )
-        fields.note(WrongField(text), layer_rope_theta=None, num_hidden_layers=num_layers)
+        fields.note_wrong(text, layer_rope_theta=None, num_hidden_layers=num_layers)
         thetas = [usual] * num_layers
     return thetas
 
@@ -293,7 +292,7 @@ class GraniteMoeHybridConfig(ExpertsConfig):
         positions = fields.get("position_embedding_type", None)
         if positions not in (None, "nope", "rope"):
             text = f"position_embedding_type = {positions!r} is not one of rope, nope, null"
-            fields.note(RefusedField(text), position_embedding_type="rope")
+            fields.note_unsupported(text, position_embedding_type="rope")
         shared_width = fields.integer("shared_intermediate_size", 1024)
         has_experts = fields.integer("num_local_experts", 8, least=0) > 0
         return cls.from_fields(

@@ -6,7 +6,6 @@ import functools
 from collections.abc import Mapping
 from typing import Any
 
-from jaxpage.models.config.config_fields import WrongField
 from jaxpage.models.config.experts import read_experts
 from jaxpage.models.config.fields import NO_ROPE, Fields
 from jaxpage.models.llama import Llama
@@ -36,7 +35,7 @@ def replace_alpha(fields: Fields) -> None:
         }
     else:
         text = f"rope alpha and rope_theta must be positive numbers, not {numbers}"
-        fields.note(WrongField(text), **NO_ROPE)
+        fields.note_wrong(text, **NO_ROPE)
 
 
 class HunYuanDenseConfig(DecoderConfig):

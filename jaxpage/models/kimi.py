@@ -18,7 +18,6 @@ from typing import Any
 from flax import nnx
 
 from jaxpage.layers.delta_net import ChannelProducts, DeltaWidths
-from jaxpage.models.config.config_fields import RefusedField, WrongField
 from jaxpage.models.config.experts import first_dense, read_corrected_experts, sparse_by_type
 from jaxpage.models.config.fields import Fields
 from jaxpage.models.config.recurrent_fields import check_activation
@@ -83,7 +82,7 @@ class KimiLinearConfig(ExpertsConfig):
         nested = fields.get("linear_attn_config", None)
         if nested is not None and not isinstance(nested, dict):
             text = f"linear_attn_config must be an object, not {nested!r}"
-            fields.note(WrongField(text), linear_attn_config=None)
+            fields.note_wrong(text, linear_attn_config=None)
             nested = None
         check_activation(fields)
         _refuse(fields)
@@ -124,7 +123,7 @@ def _refuse(fields: Fields) -> None:
         text = (
             "tie_word_embeddings = true is not supported for this family: transformers ignores it"
         )
-        fields.note(RefusedField(text), tie_word_embeddings=False)
+        fields.note_unsupported(text, tie_word_embeddings=False)
 
 
 def _layer_types(fields: Fields, nested: Mapping[str, Any]) -> tuple[str, ...]:
@@ -140,7 +139,7 @@ def _layer_types(fields: Fields, nested: Mapping[str, Any]) -> tuple[str, ...]:
         }
         if named.keys() != {*numbers}:
             text = f"linear_attn_config must name each of {len(numbers)} layers, not {lists!r}"
-            fields.note(WrongField(text), linear_attn_config=None)
+            fields.note_wrong(text, linear_attn_config=None)
         usual = [named.get(number, LINEAR) for number in numbers]
     return fields.layer_types(usual, kinds=(FULL, LINEAR))
 

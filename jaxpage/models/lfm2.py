@@ -15,7 +15,6 @@ from flax import nnx
 
 from jaxpage.layers.convolution import ConvolutionSpec
 from jaxpage.layers.rope import NO_ROTATION, Rope
-from jaxpage.models.config.config_fields import WrongField
 from jaxpage.models.config.experts import first_dense, read_experts
 from jaxpage.models.config.fields import NO_ROPE, Fields
 from jaxpage.models.config.layer_windows import read_windows
@@ -108,7 +107,7 @@ def _usual_types(fields: Fields) -> list[str]:
     attending = fields.get("full_attn_idxs", None)
     if attending is not None and not isinstance(attending, list):
         text = f"full_attn_idxs must be a list, not {attending!r}"
-        fields.note(WrongField(text), full_attn_idxs=None)
+        fields.note_wrong(text, full_attn_idxs=None)
         attending = None
     return [FULL if attending is None or index in attending else CONVOLUTION for index in numbers]
 
@@ -167,7 +166,7 @@ class Lfm2MoeConfig(Lfm2Config, ExpertsConfig):
         num_layers = fields.integer("num_hidden_layers")
         if fields.get("layer_types", None) is None:
             text = f"layer_types must name each of the {num_layers} layers, not None"
-            fields.note(WrongField(text), layer_types=[FULL] * num_layers)
+            fields.note_wrong(text, layer_types=[FULL] * num_layers)
         experts = read_experts(
             fields,
             count=("num_experts", 32),
@@ -264,13 +263,13 @@ def _read_ropes(fields: Fields, types: Sequence[str], head_dim: int) -> dict[str
     }
     if head_dim % 2:
         text = f"the rotary embedding needs an even head width, not head_dim = {head_dim}"
-        fields.note(WrongField(text), head_dim=128)
+        fields.note_wrong(text, head_dim=128)
     ropes = {}
     for kind in [kind for kind in ROPES if kind in types]:
         rope = stated.get(kind) if isinstance(stated, dict) else None
         if not isinstance(rope, dict):
             text = f"rope_parameters must have an object for {kind}, not {stated!r}"
-            fields.note(WrongField(text), **NO_ROPE)
+            fields.note_wrong(text, **NO_ROPE)
             rope = ROPES[kind]
         ropes[kind] = read_rope(fields, kind, {**usual, **rope}, head_dim)
     return ropes

@@ -24,7 +24,6 @@ from flax import nnx
 
 from jaxpage.layers.attention import HeadNorms, Scores
 from jaxpage.layers.mlp import XIELU
-from jaxpage.models.config.config_fields import RefusedField, WrongField
 from jaxpage.models.config.experts import read_experts
 from jaxpage.models.config.fields import Fields
 from jaxpage.models.config.layer_windows import rotating_layers, windows_of
@@ -187,7 +186,7 @@ def _chunks(fields: Fields, rotates: tuple[bool, ...]) -> tuple[int | None, ...]
     size = fields.optional_integer("attention_chunk_size", 8192)
     if size is None:  # transformers refuses it, whatever the layers are.
         text = "attention_chunk_size must be an integer >= 1, not None"
-        fields.note(WrongField(text), attention_chunk_size=8192)
+        fields.note_wrong(text, attention_chunk_size=8192)
     return tuple(size if kind == CHUNKED else None for kind in types)
 
 
@@ -197,7 +196,7 @@ def _temperature_tuning(fields: Fields) -> tuple[float, int, int] | None:
     growth = fields.number("attn_scale", 0.1), fields.integer("floor_scale", 8192), 1
     if not isinstance(tuned, int | None):  # The published files have 4 for true.
         text = f"attn_temperature_tuning must be true or false, not {tuned!r}"
-        fields.note(WrongField(text), attn_temperature_tuning=True)
+        fields.note_wrong(text, attn_temperature_tuning=True)
     return growth if tuned else None
 
 
@@ -209,7 +208,7 @@ def _sparse_layers(fields: Fields) -> tuple[bool, ...]:
     sparse = list(range(every - 1, num_layers, every)) if sparse is None else sparse
     if not isinstance(sparse, list) or not all(type(layer) is int for layer in sparse):
         text = f"moe_layers must be the numbers of layers, not {sparse!r}"
-        fields.note(WrongField(text), moe_layers=None)
+        fields.note_wrong(text, moe_layers=None)
         sparse = []
     return tuple(layer in sparse for layer in range(num_layers))
 
@@ -300,7 +299,7 @@ class HeliumConfig(DecoderConfig):
         usual = fields.divide("hidden_size", "num_attention_heads")
         if head_dim != usual:
             text = f"head_dim = {head_dim} is not hidden_size / num_attention_heads = {usual}"
-            fields.note(RefusedField(text), head_dim=usual)
+            fields.note_unsupported(text, head_dim=usual)
         return cls.from_fields(fields, head_dim=usual)
 
 

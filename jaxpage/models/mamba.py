@@ -17,7 +17,6 @@ from flax import nnx
 
 from jaxpage.layers.mamba import MambaSpec
 from jaxpage.layers.mamba1 import Mamba1Spec
-from jaxpage.models.config.config_fields import WrongField
 from jaxpage.models.config.experts import read_experts
 from jaxpage.models.config.fields import Fields, without
 from jaxpage.models.config.recurrent_fields import read_mamba, read_mamba2, read_rank
@@ -164,7 +163,7 @@ def _read_mamba2(fields: Fields) -> MambaSpec:
     inner = fields.integer("expand", 2) * fields.integer("hidden_size")
     if heads * head != inner:
         text = f"num_heads = {heads} times head_dim = {head} must be expand * hidden_size = {inner}"
-        fields.note(WrongField(text), num_heads=heads, head_dim=head)
+        fields.note_wrong(text, num_heads=heads, head_dim=head)
     return read_mamba2(fields, "num_heads", "head_dim", "state_size", "hidden_act")
 
 
@@ -243,7 +242,7 @@ def _every(fields: Fields, name: str, period: int, offset: int, num_layers: int)
     offset = fields.integer(names[1], offset, least=0)
     if offset >= period:
         text = f"{names[1]} = {offset} must be smaller than {names[0]} = {period}"
-        fields.note(WrongField(text), **dict(zip(names, (1, 0), strict=True)))
+        fields.note_wrong(text, **dict(zip(names, (1, 0), strict=True)))
     return [index % period == offset for index in range(num_layers)]
 
 
@@ -312,7 +311,7 @@ class BambaConfig(DecoderConfig):
         attending = fields.get("attn_layer_indices", None) or []
         if not isinstance(attending, list):
             text = f"attn_layer_indices must be a list, not {attending!r}"
-            fields.note(WrongField(text), attn_layer_indices=None)
+            fields.note_wrong(text, attn_layer_indices=None)
             attending = []
         mamba = read_mamba(fields)
         states = tuple(None if index in attending else mamba.state for index in range(num_layers))

@@ -18,7 +18,6 @@ from typing import Any
 from jaxpage.layers.attention import Attention, Projections, Scores, Values
 from jaxpage.layers.linear import Part, linear
 from jaxpage.layers.rope import Rope
-from jaxpage.models.config.config_fields import RefusedField, WrongField
 from jaxpage.models.config.experts import read_corrected_experts, sparse_by_type
 from jaxpage.models.config.fields import Fields
 from jaxpage.models.config.layer_windows import refuse_rope_scaling, windows_of
@@ -101,12 +100,12 @@ def _widths(fields: Fields, types: Sequence[str]) -> tuple[int, int, int]:
             f"num_attention_heads = {num_heads} must be a multiple of twice num_key_value_heads "
             f"= {num_kv_heads} (sliding-window layers)"
         )
-        fields.note(WrongField(text), num_key_value_heads=num_heads, num_attention_heads=num_heads)
+        fields.note_wrong(text, num_key_value_heads=num_heads, num_attention_heads=num_heads)
     head_dim = fields.integer("head_dim", 192)
     value_width = fields.integer("v_head_dim", 128)
     if value_width > head_dim:
         text = f"v_head_dim = {value_width} above head_dim = {head_dim} is not supported"
-        fields.note(RefusedField(text), v_head_dim=head_dim, head_dim=head_dim)
+        fields.note_unsupported(text, v_head_dim=head_dim, head_dim=head_dim)
     fields.only(swa_num_attention_heads=num_heads, swa_num_key_value_heads=2 * num_kv_heads)
     fields.only(swa_head_dim=head_dim, swa_v_head_dim=value_width)
     return num_kv_heads, head_dim, min(value_width, head_dim)

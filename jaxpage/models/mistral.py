@@ -14,7 +14,6 @@ from typing import Any
 from flax import nnx
 
 from jaxpage.layers.attention import Scores
-from jaxpage.models.config.config_fields import RefusedField, WrongField
 from jaxpage.models.config.experts import first_dense, read_corrected_experts, read_experts
 from jaxpage.models.config.fields import NO_ROPE, Fields
 from jaxpage.models.deepseek import DeepseekV2, DeepseekV2Config
@@ -60,7 +59,7 @@ class MistralConfig(DecoderConfig):
         uniform = "full_attention" if window is None else "sliding_attention"
         if any(kind != uniform for kind in fields.get("layer_types", None) or ()):
             text = "layer_types that alternate are not part of the mistral family"
-            fields.note(RefusedField(text), layer_types=None)
+            fields.note_unsupported(text, layer_types=None)
         return cls.from_fields(fields, sliding_windows=window)
 
 
@@ -147,7 +146,7 @@ def read_growth(fields: Fields, max_length: int) -> tuple[float, int, int] | Non
         return None
     if not isinstance(rate, int | float) or type(length) is not int or length < 1:
         text = f"llama_4_scaling_beta = {rate!r} with original_max_position_embeddings = {length!r}"
-        fields.note(WrongField(text), **NO_ROPE)
+        fields.note_wrong(text, **NO_ROPE)
         return None
     return float(rate), length, 0
 

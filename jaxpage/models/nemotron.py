@@ -29,7 +29,6 @@ from jaxtyping import Array, Float
 from jaxpage.layers.context import ForwardContext
 from jaxpage.layers.experts import ExpertsSpec, MixtureOfExperts
 from jaxpage.layers.mamba import MambaSpec
-from jaxpage.models.config.config_fields import RefusedField, WrongField
 from jaxpage.models.config.experts import read_corrected_experts
 from jaxpage.models.config.fields import Fields
 from jaxpage.models.config.mtp_names import counts_heads, unread_heads
@@ -163,7 +162,7 @@ class NemotronHConfig(ExpertsConfig):
                 "tie_word_embeddings = true is not supported for this family: transformers ties "
                 "nothing"
             )
-            fields.note(RefusedField(text), tie_word_embeddings=False)
+            fields.note_unsupported(text, tie_word_embeddings=False)
         names = ("mamba_num_heads", "mamba_head_dim", "ssm_state_size", "mamba_hidden_act")
         # Time steps as in NVIDIA's own code and vLLM; transformers begins at time_step_min.
         mamba = read_mamba2(fields, *names)
@@ -221,10 +220,10 @@ def _layer_types(fields: Fields) -> tuple[str, ...]:
             f"{layer_types} must name layers of {FULL} (*), {LINEAR} (M), {MLP} (-) and "
             f"{EXPERTS} (E), and not the last two alone"
         )
-        fields.note(WrongField(text), **_CORRECTED)
+        fields.note_wrong(text, **_CORRECTED)
     elif unknown := sorted({str(kind) for kind in types} - {*KINDS}):
         text = f"{layer_types} has layers {', '.join(unknown)}, which are not supported"
-        fields.note(RefusedField(text), **_CORRECTED)
+        fields.note_unsupported(text, **_CORRECTED)
     else:
         return tuple(types)
     return (FULL,)
@@ -358,7 +357,7 @@ def _read_halves(fields: Fields) -> tuple[Halves, ...]:
     is_list = isinstance(blocks, list) and len(blocks) == count
     if not is_list or not all(map(_has_halves, blocks)):
         text = f"block_configs must have attention and ffn of each of {count} layers"
-        fields.note(WrongField(text), block_configs=None)
+        fields.note_wrong(text, block_configs=None)
         return usual
     for index, block in enumerate(blocks):
         for half in ("attention", "ffn"):
@@ -367,12 +366,12 @@ def _read_halves(fields: Fields) -> tuple[Halves, ...]:
                     f"block_configs: {idle[0]} = {block[half][idle[0]]!r} of {half} in layer "
                     f"{index} is not supported"
                 )
-                fields.note(RefusedField(text), block_configs=None)
+                fields.note_unsupported(text, block_configs=None)
                 return usual
     halves = tuple(Halves(_kv_heads(fields, block), _width(fields, block)) for block in blocks)
     if not any(each.num_kv_heads for each in halves):
         text = "block_configs: attention in no layer (no_op = true) is not supported"
-        fields.note(RefusedField(text), block_configs=None)
+        fields.note_unsupported(text, block_configs=None)
         return usual
     return halves
 
@@ -394,7 +393,7 @@ def _kv_heads(fields: Fields, block: dict[str, Any]) -> int | None:
     text = (
         f"block_configs: n_heads_in_group = {size!r} must divide num_attention_heads = {num_heads}"
     )
-    fields.note(WrongField(text), block_configs=None)
+    fields.note_wrong(text, block_configs=None)
     return 1
 
 
@@ -405,7 +404,7 @@ def _width(fields: Fields, block: dict[str, Any]) -> int | None:
     factor = block["ffn"].get("ffn_mult")
     if type(factor) not in (int, float) or not 0 < factor < 1000:
         text = f"block_configs: ffn_mult = {factor!r} must be above 0 and below 1000"
-        fields.note(WrongField(text), block_configs=None)
+        fields.note_wrong(text, block_configs=None)
         return WIDTH_STEP
     width = int(2 * factor * fields.integer("hidden_size") / 3)
     return -(-width // WIDTH_STEP) * WIDTH_STEP or WIDTH_STEP

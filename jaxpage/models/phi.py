@@ -14,7 +14,6 @@ from flax import nnx
 from jaxpage.layers.attention import HeadNorms
 from jaxpage.layers.rope import Rope
 from jaxpage.layers.rope_scaling import LENGTH
-from jaxpage.models.config.config_fields import WrongField
 from jaxpage.models.config.experts import read_experts
 from jaxpage.models.config.fields import Fields, without
 from jaxpage.models.llama import Llama
@@ -177,7 +176,7 @@ def _read_moe_rope(fields: Fields, head_dim: int) -> tuple[Rope, int]:
         factor = parameters.get("short_mscale")
         if not isinstance(factor, int | float) or not 0 < factor < 1e30:
             text = f"rope short_mscale must be a positive number, not {factor!r}"
-            fields.note(WrongField(text), rope_scaling=None, rope_parameters=None)
+            fields.note_wrong(text, rope_scaling=None, rope_parameters=None)
             factor = 1.0
         rope = replace(rope, attention_factor=float(factor))
     return rope, max_length

@@ -20,7 +20,6 @@ from flax import nnx
 from jaxpage.layers.attention import HeadNorms
 from jaxpage.layers.delta_net import DeltaWidths
 from jaxpage.layers.experts import ExpertsSpec
-from jaxpage.models.config.config_fields import RefusedField
 from jaxpage.models.config.experts import read_experts, sparse_by_type, sparse_layers
 from jaxpage.models.config.fields import Fields, without_axes
 from jaxpage.models.config.layer_windows import (
@@ -124,7 +123,7 @@ class Qwen2MoeConfig(ExpertsConfig):
         """Returns what the fields say."""
         if fields.flag("use_sliding_window", False):
             text = "use_sliding_window = true is not supported for this family"
-            fields.note(RefusedField(text), use_sliding_window=False)
+            fields.note_unsupported(text, use_sliding_window=False)
         return cls.from_fields(
             fields,
             attention_bias=fields.flag("qkv_bias", True),

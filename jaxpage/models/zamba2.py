@@ -45,7 +45,6 @@ from jaxpage.layers.linear import Linear
 from jaxpage.layers.mamba import MambaSpec
 from jaxpage.layers.rope import NO_ROTATION
 from jaxpage.models.base import Hidden, Pages, run_layers
-from jaxpage.models.config.config_fields import RefusedField, WrongField
 from jaxpage.models.config.fields import Fields
 from jaxpage.models.config.recurrent_fields import read_groups, read_time_steps
 from jaxpage.models.parameters.replacing import Path, replace_modules
@@ -179,7 +178,7 @@ def _read_mamba(fields: Fields, width: int) -> MambaSpec:
     inner = fields.integer("mamba_expand", 2) * width
     if inner % heads:
         text = f"n_mamba_heads = {heads} does not divide mamba_expand * hidden_size = {inner}"
-        fields.note(WrongField(text), n_mamba_heads=1, mamba_headdim=None, mamba_ngroups=1)
+        fields.note_wrong(text, n_mamba_heads=1, mamba_headdim=None, mamba_ngroups=1)
         heads = 1
     _refuse_others(fields, mamba_headdim=inner // heads)
     bias = fields.flag("add_bias_linear", False)
@@ -202,7 +201,7 @@ def _read_head_dim(fields: Fields, width: int) -> int:
     if 2 * width % heads:
         text = f"num_attention_heads = {heads} does not divide 2 * hidden_size = {2 * width}"
         sizes = dict.fromkeys(("num_attention_heads", "num_key_value_heads"), 1)
-        fields.note(WrongField(text), **sizes, head_dim=None, attention_head_dim=None)
+        fields.note_wrong(text, **sizes, head_dim=None, attention_head_dim=None)
         heads = 1
     _refuse_others(fields, head_dim=2 * width // heads)
     return 2 * width // heads
@@ -213,7 +212,7 @@ def _refuse_others(fields: Fields, **derived: Any) -> None:
     for name, value in derived.items():
         if (stated := fields.get(name, None)) not in (None, value):
             text = f"{name} = {stated!r} is not supported: from other fields follows {value}"
-            fields.note(RefusedField(text), **{name: value})
+            fields.note_unsupported(text, **{name: value})
 
 
 def _refuse(fields: Fields) -> None:
@@ -223,13 +222,13 @@ def _refuse(fields: Fields) -> None:
             "use_long_context = true is not supported: the model was made with another rope_theta, "
             "which transformers leaves as it is; set max_position_embeddings and rope_parameters"
         )
-        fields.note(RefusedField(text), use_long_context=False)
+        fields.note_unsupported(text, use_long_context=False)
     if not fields.flag("tie_word_embeddings", True):
         text = (
             "tie_word_embeddings = false is not supported: in transformers no weights are shared "
             "then, those of blocks neither"
         )
-        fields.note(RefusedField(text), tie_word_embeddings=True)
+        fields.note_unsupported(text, tie_word_embeddings=True)
     fields.only(use_shared_mlp_adapter=True)
     heads = fields.integer("num_attention_heads")
     kv_heads = key_value_heads(fields, None)
@@ -238,7 +237,7 @@ def _refuse(fields: Fields) -> None:
             f"use_shared_attention_adapter = true needs num_key_value_heads = {kv_heads} to be "
             f"num_attention_heads = {heads}"
         )
-        fields.note(WrongField(text), num_key_value_heads=heads, use_shared_attention_adapter=False)
+        fields.note_wrong(text, num_key_value_heads=heads, use_shared_attention_adapter=False)
 
 
 def scope_of_block(config: Zamba2Config, layer: int, dtype: DTypeLike = "float32") -> Scope:

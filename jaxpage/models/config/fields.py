@@ -104,19 +104,17 @@ class Fields(ConfigFields):
         self._collects = True
         named = config.get("model_type", model_type)
         if named != model_type and _OTHER_MODEL_TYPES.get(str(named)) != model_type:
-            self.note(
-                WrongField(
-                    f"architectures {config.get('architectures')} are of model_type "
-                    f"{model_type!r}, but model_type is {named!r}"
-                ),
+            self.note_wrong(
+                f"architectures {config.get('architectures')} are of model_type "
+                f"{model_type!r}, but model_type is {named!r}",
                 model_type=model_type,
             )
         for name, meaning in _NOT_HONOURED.items():
             if config.get(name):
-                self.note(RefusedField(f"{name} ({meaning}) is not supported"), **{name: None})
+                self.note_unsupported(f"{name} ({meaning}) is not supported", **{name: None})
         if config.get("is_causal", True) is not True:
             text = "is_causal = false (attention to later tokens) is not supported"
-            self.note(RefusedField(text), is_causal=True)
+            self.note_unsupported(text, is_causal=True)
         self._collects = False
 
     def get(self, name: str, default: Any = REQUIRED) -> Any:
@@ -129,7 +127,7 @@ class Fields(ConfigFields):
         if present:
             return self.config[present[0]]
         if default is REQUIRED:
-            self.note(WrongField(f"{name} is missing"), **{name: _SIZE})
+            self.note_wrong(f"{name} is missing", **{name: _SIZE})
             return _SIZE
         return default
 
@@ -203,14 +201,12 @@ class Fields(ConfigFields):
                 f"{self.in_file('layer_types')} must name each of the {len(default)} layers, not "
                 f"{types!r}"
             )
-            self.note(WrongField(text), layer_types=None, num_hidden_layers=len(default))
+            self.note_wrong(text, layer_types=None, num_hidden_layers=len(default))
             return tuple(default)
         unknown = sorted({str(kind) for kind in types} - {*kinds})
         if unknown:
-            error = RefusedField(
-                f"{self.in_file('layer_types')} {', '.join(unknown)} are not supported"
-            )
-            self.note(error, layer_types=None)
+            text = f"{self.in_file('layer_types')} {', '.join(unknown)} are not supported"
+            self.note_unsupported(text, layer_types=None)
             return tuple(default)
         return tuple(types)
 
@@ -235,8 +231,8 @@ class Fields(ConfigFields):
         for name, value in values.items():
             stated = self.get(name, None)
             if stated is not None and stated != value:
-                error = RefusedField(f"{name} = {stated!r} is not supported")
-                self.note(error, **{name: None})
+                text = f"{name} = {stated!r} is not supported"
+                self.note_unsupported(text, **{name: None})
 
     def divide(self, name: str, divisor_name: str) -> int:
         """Returns one field over another, which must divide it.
@@ -307,11 +303,11 @@ class Fields(ConfigFields):
             value is None or isinstance(value, dict) for value in stated_ropes.values()
         ):
             text = f"rope_parameters must have an object for each layer type, not {stated_ropes!r}"
-            self.note(WrongField(text), **NO_ROPE)
+            self.note_wrong(text, **NO_ROPE)
             stated_ropes = {}
         if not isinstance(scaling, dict):
             text = f"rope_scaling must be an object or null, not {scaling!r}"
-            self.note(WrongField(text), **NO_ROPE)
+            self.note_wrong(text, **NO_ROPE)
             scaling = {}
         ropes = {}
         limit = max_position_embeddings
@@ -327,7 +323,7 @@ class Fields(ConfigFields):
             parameters.setdefault("original_max_position_embeddings", max_position_embeddings)
             if parameters["rope_type"] == "yarn" and not parameters.get("truncate", True):
                 text = "rope truncate = false of a layer type is not supported: transformers reads"
-                self.note(RefusedField(f"{text} it in ropes of all layers alone"), **NO_ROPE)
+                self.note_unsupported(f"{text} it in ropes of all layers alone", **NO_ROPE)
             ropes[kind], reach = self.rope_of(
                 parameters, head_dim, max_position_embeddings, partial
             )
@@ -384,13 +380,13 @@ class Fields(ConfigFields):
             instead |= NO_ROPE if factor != 1.0 else {}
             text = f"the rotary embedding needs an even head width, not {width}"
             text += f" (head_dim {head_dim}, partial_rotary_factor {factor})"
-            self.note(WrongField(text), **instead)
+            self.note_wrong(text, **instead)
             width = _SIZE
             parameters = _plain_rope(max_length)
         try:
             return make_rope(parameters, head_dim=width, max_position_embeddings=max_length)
         except CheckpointError as error:
-            self.note(WrongField(str(error)), **NO_ROPE)
+            self.note_wrong(str(error), **NO_ROPE)
             return make_rope(
                 _plain_rope(max_length), head_dim=width, max_position_embeddings=max_length
             )

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jaxpage.models.config.config_fields import RefusedField, WrongField
 from jaxpage.models.config.fields import NO_ROPE, Fields
 
 
@@ -39,7 +38,7 @@ def rotating_layers(fields: Fields) -> tuple[bool, ...]:
     rotates = usual if rotates is None or rotates == [] else rotates
     if not isinstance(rotates, list) or len(rotates) != num_layers or set(rotates) - {0, 1}:
         text = f"no_rope_layers must have 0 or 1 for each of {num_layers} layers, not {rotates!r}"
-        fields.note(WrongField(text), no_rope_layers=None, num_hidden_layers=num_layers)
+        fields.note_wrong(text, no_rope_layers=None, num_hidden_layers=num_layers)
         rotates = usual
     return tuple(map(bool, rotates))
 
@@ -60,7 +59,7 @@ def windows_of(fields: Fields, types: Sequence[str], window: int | None) -> tupl
     """Returns the window of each layer, and notes an error if a layer with a window finds none."""
     if window is None and "sliding_attention" in types:
         text = "layer_types has sliding_attention, but there is no window in use"
-        fields.note(WrongField(text), layer_types=None)
+        fields.note_wrong(text, layer_types=None)
     return tuple(window if kind == "sliding_attention" else None for kind in types)
 
 
@@ -106,4 +105,4 @@ def refuse_rope_scaling(fields: Fields) -> None:
     rope = fields.get("rope_parameters", None)
     if fields.get("rope_scaling", rope) != rope:
         text = "rope_scaling is not supported in this family, which has rope_parameters instead"
-        fields.note(RefusedField(text), **NO_ROPE)
+        fields.note_unsupported(text, **NO_ROPE)

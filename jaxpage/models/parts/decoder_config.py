@@ -8,7 +8,6 @@ from typing import Any, ClassVar, TypeVar
 
 from jaxpage.layers.rope import NO_ROTATION, Rope
 from jaxpage.models.base import KVSpec
-from jaxpage.models.config.config_fields import WrongField
 from jaxpage.models.config.fields import Fields
 from jaxpage.models.config.mtp_names import MtpNames
 
@@ -238,7 +237,7 @@ def _check_heads(fields: Fields, num_query_heads: int, num_kv_heads: int) -> Non
             f"{num_query_heads}"
         )
         heads = dict.fromkeys(("num_key_value_heads", "num_attention_heads"), num_query_heads)
-        fields.note(WrongField(text), **heads)
+        fields.note_wrong(text, **heads)
 
 
 def key_value_heads(fields: Fields, default: int | None) -> int:

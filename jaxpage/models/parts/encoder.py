@@ -25,7 +25,6 @@ from jaxpage.layers.linear import Linear
 from jaxpage.layers.norms import norm_of_sum
 from jaxpage.layers.rope import NO_ROTATION
 from jaxpage.models.base import FamilyModule, KVSpec
-from jaxpage.models.config.config_fields import RefusedField
 from jaxpage.models.config.fields import Fields
 from jaxpage.models.parts.decoder_config import DecoderConfig, read_head_dim
 from jaxpage.models.parts.scope import Scope
@@ -146,11 +145,9 @@ def read_num_labels(fields: Fields) -> int:
     labels = fields.get("id2label", None)
     num_labels = len(labels) if isinstance(labels, dict) else fields.integer("num_labels", 2)
     if num_labels != 1:
-        fields.note(
-            RefusedField(
-                f"id2label has {num_labels} labels: only models with one, the score of a pair of "
-                "texts, are supported"
-            ),
+        fields.note_unsupported(
+            f"id2label has {num_labels} labels: only models with one, the score of a pair of "
+            "texts, are supported",
             id2label=None,
             num_labels=1,
         )

@@ -10,7 +10,6 @@ from jaxpage.layers.latent_attention import LatentAttention, LatentQueries, Late
 from jaxpage.layers.linear import Linear
 from jaxpage.layers.norms import RMSNorm
 from jaxpage.layers.rope import Rope
-from jaxpage.models.config.config_fields import WrongField
 from jaxpage.models.config.fields import NO_ROPE, Fields
 from jaxpage.models.parts.decoder_config import DecoderConfig
 from jaxpage.models.parts.projection import projection
@@ -83,7 +82,7 @@ def _read_share(fields: Fields, widths: LatentWidths, max_length: int) -> tuple[
     rope, length = fields.rope(widths.query, max_length, partial=share)
     if 2 * len(rope.frequencies) != widths.rotated:
         text = f"partial_rotary_factor must be {share} where qk_rope_head_dim = {widths.rotated}"
-        fields.note(WrongField(text), **NO_ROPE)
+        fields.note_wrong(text, **NO_ROPE)
     return rope, length
 
 
@@ -94,8 +93,8 @@ def _stretch(fields: Fields) -> float:
     share = parameters.get("mscale_all_dim") or 0.0
     for name, value in (("factor", factor), ("mscale_all_dim", share)):
         if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < 1e30:
-            error = WrongField(f"rope {name} must be a positive number, not {value!r}")
-            fields.note(error, **NO_ROPE)
+            text = f"rope {name} must be a positive number, not {value!r}"
+            fields.note_wrong(text, **NO_ROPE)
             return 1.0
     if (
         parameters.get("rope_type", parameters.get("type", "default")) == "default"

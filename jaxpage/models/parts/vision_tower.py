@@ -33,7 +33,7 @@ from jaxpage.layers.picture_attention import attend_in_segments, attend_in_windo
 from jaxpage.layers.product import product
 from jaxpage.layers.rope import Angles
 from jaxpage.models.base import FamilyModule
-from jaxpage.models.config.config_fields import FieldError, RefusedField, WrongField
+from jaxpage.models.config.config_fields import FieldError
 from jaxpage.models.config.fields import Fields, text_part
 from jaxpage.models.parts.projection import projection
 from jaxpage.models.parts.scope import Scope
@@ -203,18 +203,18 @@ def check_blocks(fields: VisionFields, tower: TowerConfig, block: int) -> None:
         text = (
             f"image_size makes {tower.side} patches a side, which blocks of {block} do not divide"
         )
-        fields.note(WrongField(text), image_size=tower.patch_size * block)
+        fields.note_wrong(text, image_size=tower.patch_size * block)
 
 
 def read_theta(fields: VisionFields, default: float) -> float:
     """Returns the base of rotations by two axes, which no field changes but `rope_theta`."""
     parameters = fields.get("rope_parameters", None) or {}
     if not isinstance(parameters, dict):
-        fields.note(WrongField("rope_parameters must be an object"), rope_parameters=None)
+        fields.note_wrong("rope_parameters must be an object", rope_parameters=None)
         parameters = {}
     if parameters.get("rope_type", "axial") not in ("axial", "default"):
         text = f"rope_type {parameters['rope_type']!r} is not supported"
-        fields.note(RefusedField(text), rope_parameters=None)
+        fields.note_unsupported(text, rope_parameters=None)
     if (theta := parameters.get("rope_theta")) is not None:
         fields.config["rope_theta"] = theta
     return fields.number("rope_theta", default)

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 
 from jaxpage.layers.quantized import StoredArray, WeightFormat
-from jaxpage.models.config.config_fields import WrongField
 from jaxpage.models.quantization.decoding import (
     FLOATS,
     NVFP4_GROUP,
@@ -48,7 +47,7 @@ def read(config: QuantizationFields) -> Scheme:
     ignore = config.names(KEPT_FIELD)
     groups = config.part("config_groups")
     if config.config.get("config_groups") is None:
-        config.refuse("config_groups", "must be an object of groups", WrongField)
+        config.refuse_wrong("config_groups", "must be an object of groups")
     forms = [
         (group.names("targets"), _form(group, config)) for group in map(groups.part, groups.config)
     ]

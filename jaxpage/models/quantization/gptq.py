@@ -8,7 +8,6 @@ from __future__ import annotations
 import numpy as np
 
 from jaxpage.layers.quantized import StoredArray, WeightFormat
-from jaxpage.models.config.config_fields import WrongField
 from jaxpage.models.quantization.decoding import (
     FLOATS,
     check_scale,
@@ -120,6 +119,6 @@ def _find_excluded(config: QuantizationFields) -> tuple[str, ...]:
         config.refuse("dynamic", "is supported for modules that are not quantised (-:) alone")
     patterns = [f"re:{pattern[2:]}" for pattern in dynamic if pattern.startswith("-:")]
     if not all(map(is_pattern, patterns)):
-        config.refuse("dynamic", "has keys that are no regular expressions", WrongField)
+        config.refuse_wrong("dynamic", "has keys that are no regular expressions")
         return ()
     return tuple(patterns)

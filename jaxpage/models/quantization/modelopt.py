@@ -13,7 +13,6 @@ from typing import Any
 
 from jaxpage.errors import UnsupportedError
 from jaxpage.layers.quantized import WeightFormat
-from jaxpage.models.config.config_fields import WrongField
 from jaxpage.models.quantization.decoding import (
     NVFP4_GROUP,
     describe_packed_bytes,
@@ -107,9 +106,7 @@ def _read_layers(config: QuantizationFields) -> dict[str, str | None]:
     for group in map(groups.part, groups.config) if not by_module else ():
         by_module |= dict.fromkeys(group.names("targets"), _read_group(group))
     if not by_module:
-        config.refuse(
-            "quantized_layers", f"must name modules for quant_algo = {_MIXED!r}", WrongField
-        )
+        config.refuse_wrong("quantized_layers", f"must name modules for quant_algo = {_MIXED!r}")
     return by_module
 
 
@@ -120,7 +117,7 @@ def _read_layer(layers: QuantizationFields, name: str) -> str | None:
     if algorithm is None:
         return None
     if not isinstance(algorithm, str):
-        layer.refuse("quant_algo", "must be a string", WrongField)
+        layer.refuse_wrong("quant_algo", "must be a string")
         return None
     algorithm = algorithm.upper()
     if algorithm in _FORMS and _FORMS[algorithm].group_size:

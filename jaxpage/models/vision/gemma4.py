@@ -25,7 +25,6 @@ from jaxpage.layers.norms import RMSNorm
 from jaxpage.layers.parameter import Piece, Source, parameter, tensor
 from jaxpage.layers.picture_attention import attend_in_segments
 from jaxpage.layers.rope import Angles
-from jaxpage.models.config.config_fields import WrongField
 from jaxpage.models.config.fields import text_part
 from jaxpage.models.parts.scope import Scope
 from jaxpage.models.parts.vision import PictureArrays, VisionCall
@@ -79,7 +78,7 @@ class Gemma4VisionConfig(VisionConfig):
             num_kv_heads = fields.integer("num_key_value_heads", 12)
             if tower.num_heads % num_kv_heads:
                 text = f"num_key_value_heads = {num_kv_heads} must divide num_attention_heads"
-                fields.note(WrongField(text), num_key_value_heads=tower.num_heads)
+                fields.note_wrong(text, num_key_value_heads=tower.num_heads)
             block = fields.integer("pooling_kernel_size", 3)
             return cls(
                 tower=tower,
@@ -99,7 +98,7 @@ def _read_tower(fields: VisionFields) -> TowerConfig:
     head_dim = fields.integer("head_dim", 64)
     if head_dim % 4:
         text = f"head_dim = {head_dim} must be a multiple of 4: each axis turns pairs of a half"
-        fields.note(WrongField(text), head_dim=64)
+        fields.note_wrong(text, head_dim=64)
     return TowerConfig(
         hidden_size=fields.integer("hidden_size", 768),
         intermediate_size=fields.integer("intermediate_size", 3072),

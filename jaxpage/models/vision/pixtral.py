@@ -22,7 +22,6 @@ from jaxpage.errors import UnsupportedError
 from jaxpage.layers.activations import ACTIVATIONS
 from jaxpage.layers.mlp import GatedMLP
 from jaxpage.layers.rope import Angles
-from jaxpage.models.config.config_fields import RefusedField
 from jaxpage.models.config.fields import text_part
 from jaxpage.models.parts.scope import Scope
 from jaxpage.models.parts.vision import PictureArrays, VisionCall
@@ -92,7 +91,7 @@ class PixtralConfig(VisionConfig):
             block = outer.integer("spatial_merge_size", 2)
             if outer.get("vision_feature_layer", -1) not in (-1, tower.num_layers):
                 text_of_error = "vision_feature_layer other than the last layer is not supported"
-                outer.note(RefusedField(text_of_error), vision_feature_layer=-1)
+                outer.note_unsupported(text_of_error, vision_feature_layer=-1)
             theta = read_theta(fields, 10_000.0)
         epsilon = _TEXT_EPSILONS.get(text.get("model_type", ""), 1e-6)
         return cls(

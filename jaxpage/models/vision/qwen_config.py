@@ -8,7 +8,6 @@ from typing import Any, ClassVar
 
 from jaxpage.layers.rope import Rope
 from jaxpage.layers.rope_scaling import make_rope
-from jaxpage.models.config.config_fields import RefusedField, WrongField
 from jaxpage.models.config.fields import text_part
 from jaxpage.models.config.mrope import NUM_AXES, QWEN2_VL, QWEN3_5, QWEN3_VL, Sections
 from jaxpage.models.parts.vision_tower import VisionFields, text_width, vision_part
@@ -116,7 +115,7 @@ class QwenVisionConfig:
         size = fields.integer(*width)
         if size % (4 * num_heads):
             text = f"{num_heads} heads of {size} numbers cannot turn by rows and columns"
-            fields.note(WrongField(text), **{width[0]: 64, "num_heads": 1})
+            fields.note_wrong(text, **{width[0]: 64, "num_heads": 1})
             size = 64 * num_heads
         return {
             "width": size,
@@ -163,7 +162,7 @@ class Qwen2_5VisionConfig(QwenVisionConfig):
         window = pixels // common["block"] // common["patch"][-1]
         if window == 0:
             text = f"window_size = {pixels} is smaller than a block of patches"
-            fields.note(WrongField(text), window_size=pixels, patch_size=common["patch"][-1])
+            fields.note_wrong(text, window_size=pixels, patch_size=common["patch"][-1])
         return cls(
             **common,
             inner=fields.integer("intermediate_size", 3420),
@@ -218,7 +217,7 @@ def _read_rope(fields: VisionFields, head_dim: int) -> Rope:
     kind = parameters.get("rope_type", "axial")
     if kind != "axial":
         text = f"rope_type {kind!r} is not supported; 'axial' is"
-        fields.note(RefusedField(text), rope_parameters=None)
+        fields.note_unsupported(text, rope_parameters=None)
         parameters = {}
     plain = {"rope_type": "default", "rope_theta": parameters.get("rope_theta", 10_000.0)}
     rope, _ = make_rope(plain, head_dim=head_dim // 2, max_position_embeddings=1)
@@ -232,7 +231,7 @@ def _read_square(fields: VisionFields) -> int:
     side = int(num_entries**0.5)
     if side**2 != num_entries:
         text = f"num_position_embeddings must be a square, not {num_entries}"
-        fields.note(WrongField(text), num_position_embeddings=2304)
+        fields.note_wrong(text, num_position_embeddings=2304)
     return side
 
 
@@ -242,7 +241,7 @@ def _read_layers(fields: VisionFields, name: str, default: tuple[int, ...]) -> t
     stated: list[Any] = list(layers) if isinstance(layers, list | tuple) else [None]
     if not all(type(layer) is int for layer in stated) or stated != sorted(set(stated)):
         text = f"{name} must be a list of numbers of layers in their order, not {layers!r}"
-        fields.note(WrongField(text), **{name: []})
+        fields.note_wrong(text, **{name: []})
         return ()
     return tuple(layer for layer in stated if 0 <= layer < fields.integer("depth", 32))
 
@@ -256,10 +255,10 @@ def _check_text(
         error = (
             f"rows of the encoder have {hidden_size} numbers, and those of the text model {width}"
         )
-        fields.note(WrongField(error), out_hidden_size=width)
+        fields.note_wrong(error, out_hidden_size=width)
     text = text_part(config)
     head_dim = text.get("head_dim") or width // text.get("num_attention_heads", 1)
     if not sections.axes(config, head_dim // 2):
         stated = sections.read(config)
         error = f"mrope_section = {stated!r} of the text model does not fit {head_dim // 2} pairs"
-        fields.note(WrongField(error), mrope_section=None)
+        fields.note_wrong(error, mrope_section=None)
