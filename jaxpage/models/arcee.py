@@ -14,15 +14,14 @@ import jax
 from flax import nnx
 
 from jaxpage.layers.experts import ExpertsSpec
-from jaxpage.models.config.experts import first_dense, read_experts
+from jaxpage.models.config.expert_fields import first_dense, read_experts
 from jaxpage.models.config.fields import Fields
 from jaxpage.models.config.layer_windows import layer_types, read_windows, slides
 from jaxpage.models.llama import Llama
 from jaxpage.models.parts.attention import Gates, grouped_query_attention, norms_of_heads
-from jaxpage.models.parts.decoder_config import DecoderConfig, Defaults
-from jaxpage.models.parts.experts import ExpertNames, ExpertsConfig
+from jaxpage.models.parts.decoder_config import DecoderConfig, Defaults, ExpertsConfig
 from jaxpage.models.parts.mlp import plain_mlp
-from jaxpage.models.parts.scope import Scope
+from jaxpage.models.parts.names import ExpertNames, Scope
 
 
 class ArceeConfig(DecoderConfig):

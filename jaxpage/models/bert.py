@@ -30,10 +30,10 @@ from jaxpage.models.parts.encoder import (
     attention_both_ways,
     read_encoder,
 )
-from jaxpage.models.parts.mlp import MLPNames, gated_mlp, plain_mlp
+from jaxpage.models.parts.mlp import gated_mlp, plain_mlp
+from jaxpage.models.parts.names import MLPNames, Scope
 from jaxpage.models.parts.norms import layer_norm
 from jaxpage.models.parts.projection import projection
-from jaxpage.models.parts.scope import Scope
 
 _POOLER = "*pooler.dense.*"
 _MPNET_PADDING_ID = 1  # whatever config.json says

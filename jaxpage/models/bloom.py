@@ -15,13 +15,13 @@ from jaxpage.layers.attention import Scores
 from jaxpage.layers.rope import NO_ROTATION
 from jaxpage.models.config.alibi import alibi_slopes
 from jaxpage.models.config.fields import Fields
-from jaxpage.models.parts.attention import AttentionNames, grouped_query_attention
+from jaxpage.models.parts.attention import grouped_query_attention
 from jaxpage.models.parts.block import Block
-from jaxpage.models.parts.decoder import Decoder, ModuleNames
+from jaxpage.models.parts.decoder import Decoder
 from jaxpage.models.parts.decoder_config import DecoderConfig, Defaults
 from jaxpage.models.parts.mlp import plain_mlp
+from jaxpage.models.parts.names import AttentionNames, ModuleNames, Scope
 from jaxpage.models.parts.norms import layer_norm
-from jaxpage.models.parts.scope import Scope
 
 EPSILON = ("layer_norm_epsilon", 1e-5)
 # The fields of `attn_config` that are read or refused.

@@ -19,8 +19,8 @@ from jaxpage.models.llama import Llama
 from jaxpage.models.parts.attention import norms_by_head
 from jaxpage.models.parts.block import Block
 from jaxpage.models.parts.decoder_config import DecoderConfig, Defaults, read_head_dim
+from jaxpage.models.parts.names import Scope
 from jaxpage.models.parts.norms import layer_norm
-from jaxpage.models.parts.scope import Scope
 
 THETA = 500_000.0
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from flax import nnx
 
-from jaxpage.models.config.experts import (
+from jaxpage.models.config.expert_fields import (
     first_dense,
     read_corrected_experts,
     read_experts,
@@ -25,15 +25,14 @@ from jaxpage.models.config.fields import REQUIRED, Fields
 from jaxpage.models.config.layer_windows import windows_of
 from jaxpage.models.config.mtp_names import read_numbered_names
 from jaxpage.models.llama import Llama
-from jaxpage.models.parts.decoder_config import Defaults
-from jaxpage.models.parts.experts import DEEPSEEK_NAMES, ExpertsConfig
+from jaxpage.models.parts.decoder_config import Defaults, ExpertsConfig
 from jaxpage.models.parts.latent import (
     LatentSpec,
     latent_attention,
     read_indexed_decoder,
     read_latent_decoder,
 )
-from jaxpage.models.parts.scope import Scope
+from jaxpage.models.parts.names import DEEPSEEK_EXPERTS, Scope
 from jaxpage.models.qwen import Qwen3Moe
 
 ALIASES = {
@@ -93,7 +92,7 @@ class DeepseekV2Config(ExpertsConfig):
 class DeepseekV2(Llama, config=DeepseekV2Config):
     """DeepSeek-V2 (DeepSeek-AI, 2024) has latent attention, and experts."""
 
-    expert_names = DEEPSEEK_NAMES
+    expert_names = DEEPSEEK_EXPERTS
 
     @classmethod
     def make_attention(cls, config: Any, index: int, at: Scope) -> nnx.Module:
@@ -261,7 +260,7 @@ class Dots1Config(ExpertsConfig):
 class Dots1(Qwen3Moe, config=Dots1Config):
     """dots.llm1 (rednote, 2025) has the attention of Qwen3 and the experts of DeepSeek-V3."""
 
-    expert_names = DEEPSEEK_NAMES
+    expert_names = DEEPSEEK_EXPERTS
 
 
 class SolarOpenConfig(ExpertsConfig):
@@ -294,5 +293,5 @@ class SolarOpenConfig(ExpertsConfig):
 class SolarOpen(Llama, config=SolarOpenConfig):
     """Solar Open (Upstage, 2025) is Llama with the experts of DeepSeek-V3 in all layers."""
 
-    expert_names = DEEPSEEK_NAMES
+    expert_names = DEEPSEEK_EXPERTS
     output_bias = False

@@ -8,14 +8,14 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from jaxpage.models.config.experts import first_dense, read_corrected_experts, sparse_by_type
+from jaxpage.models.config.expert_fields import first_dense, read_corrected_experts, sparse_by_type
 from jaxpage.models.config.fields import Fields
 from jaxpage.models.config.layer_windows import slides, windows_of
 from jaxpage.models.config.mtp_names import unread_heads
 from jaxpage.models.olmo import Olmo2
 from jaxpage.models.parts.attention import norms_of_heads
-from jaxpage.models.parts.decoder_config import DecoderConfig, Defaults
-from jaxpage.models.parts.experts import DEEPSEEK_NAMES, ExpertsConfig
+from jaxpage.models.parts.decoder_config import DecoderConfig, Defaults, ExpertsConfig
+from jaxpage.models.parts.names import DEEPSEEK_EXPERTS
 from jaxpage.models.qwen import Qwen3
 
 DEFAULTS = Defaults(num_kv_heads=32, epsilon=1e-5)
@@ -103,4 +103,4 @@ class ExaoneMoe(Qwen3, config=ExaoneMoeConfig):
     """
 
     ignored = (*Qwen3.ignored, "*mtp.*")
-    expert_names = replace(DEEPSEEK_NAMES, correction="e_score_correction_bias")
+    expert_names = replace(DEEPSEEK_EXPERTS, correction="e_score_correction_bias")

@@ -29,14 +29,14 @@ from jaxpage.layers.rope import NO_ROTATION
 from jaxpage.models.config.alibi import alibi_slopes
 from jaxpage.models.config.fields import Fields
 from jaxpage.models.config.recurrent_fields import read_mamba
-from jaxpage.models.parts.attention import AttentionNames, grouped_query_attention
+from jaxpage.models.parts.attention import grouped_query_attention
 from jaxpage.models.parts.block import Block
-from jaxpage.models.parts.decoder import Decoder, ModuleNames
+from jaxpage.models.parts.decoder import Decoder
 from jaxpage.models.parts.decoder_config import DecoderConfig, Defaults, read_head_dim
 from jaxpage.models.parts.mlp import gated_mlp, plain_mlp
+from jaxpage.models.parts.names import AttentionNames, ModuleNames, Scope
 from jaxpage.models.parts.norms import layer_norm, rms_norm
 from jaxpage.models.parts.recurrences import cache_of_states, mamba2
-from jaxpage.models.parts.scope import Scope
 
 
 @dataclass(frozen=True, kw_only=True)

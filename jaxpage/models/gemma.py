@@ -31,8 +31,8 @@ from jaxpage.models.llama import Llama
 from jaxpage.models.parts.attention import grouped_query_attention, norms_of_heads
 from jaxpage.models.parts.decoder import cap_logits
 from jaxpage.models.parts.decoder_config import DecoderConfig, Defaults
+from jaxpage.models.parts.names import Scope
 from jaxpage.models.parts.norms import Norm, rms_norm
-from jaxpage.models.parts.scope import Scope
 
 ACTIVATION = "gelu_pytorch_tanh"
 FULL = "full_attention"

@@ -44,8 +44,8 @@ from jaxpage.models.gemma_layers import (
 )
 from jaxpage.models.parts.decoder_config import Defaults
 from jaxpage.models.parts.mlp import gated_mlp
+from jaxpage.models.parts.names import Scope
 from jaxpage.models.parts.norms import rms_norm
-from jaxpage.models.parts.scope import Scope
 
 ROPES = {FULL: ("rope_theta", 1_000_000.0), SLIDING: ("rope_local_base_freq", 10_000.0)}
 LEAST_SQUARE = 1e-5  # The least mean of squares of a state that gets the size of another one.

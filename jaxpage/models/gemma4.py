@@ -43,8 +43,8 @@ from jaxpage.models.gemma_layers import (
 )
 from jaxpage.models.parts.decoder_config import DecoderConfig, Defaults, key_value_heads
 from jaxpage.models.parts.mlp import gated_mlp
+from jaxpage.models.parts.names import Scope
 from jaxpage.models.parts.norms import rms_norm
-from jaxpage.models.parts.scope import Scope
 
 ROPES: dict[str, dict[str, Any]] = {
     SLIDING: {"rope_type": "default", "rope_theta": 10_000.0},

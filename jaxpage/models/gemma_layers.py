@@ -20,9 +20,9 @@ from jaxpage.layers.linear import Linear, Part, linear
 from jaxpage.models.config.fields import Fields
 from jaxpage.models.gemma import SLIDING
 from jaxpage.models.parts.decoder_config import DecoderConfig
+from jaxpage.models.parts.names import Scope
 from jaxpage.models.parts.norms import rms_norm
 from jaxpage.models.parts.projection import projection
-from jaxpage.models.parts.scope import Scope
 
 
 @dataclass(frozen=True)

@@ -10,16 +10,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxpage.layers.attention import HeadNorms
-from jaxpage.models.config.experts import first_dense, read_corrected_experts, sparse_by_type
+from jaxpage.models.config.expert_fields import first_dense, read_corrected_experts, sparse_by_type
 from jaxpage.models.config.fields import Fields
 from jaxpage.models.config.mtp_names import read_numbered_names
 from jaxpage.models.deepseek import ALIASES, INDEXER, DeepseekV2, DeepseekV2Config
 from jaxpage.models.llama import Llama
 from jaxpage.models.parts.attention import norms_of_heads
-from jaxpage.models.parts.decoder_config import DecoderConfig, Defaults
-from jaxpage.models.parts.experts import DEEPSEEK_NAMES, ExpertsConfig
+from jaxpage.models.parts.decoder_config import DecoderConfig, Defaults, ExpertsConfig
 from jaxpage.models.parts.latent import read_indexed_decoder, read_latent_decoder
-from jaxpage.models.parts.scope import Scope
+from jaxpage.models.parts.names import DEEPSEEK_EXPERTS, Scope
 from jaxpage.models.qwen import Qwen3Moe
 
 
@@ -92,7 +91,7 @@ class Glm4MoeConfig(ExpertsConfig):
 class Glm4Moe(Qwen3Moe, config=Glm4MoeConfig):
     """GLM-4.5 to 4.7 (Z.ai, 2025) rotate half of a head, and have the experts of DeepSeek-V3."""
 
-    expert_names = DEEPSEEK_NAMES
+    expert_names = DEEPSEEK_EXPERTS
     output_bias = False
     # The MTP heads of published files (GLM-4.5 and its Air), where config.json does not count them.
     ignored = (*Llama.ignored, "*layers.92.*", "*layers.46.*")

@@ -18,13 +18,13 @@ from jaxpage.layers.rope import NO_ROTATION
 from jaxpage.models.base import KVSpec
 from jaxpage.models.config.fields import Fields
 from jaxpage.models.llama import Llama
-from jaxpage.models.parts.attention import AttentionNames, grouped_query_attention
+from jaxpage.models.parts.attention import grouped_query_attention
 from jaxpage.models.parts.block import Block
-from jaxpage.models.parts.decoder import Decoder, ModuleNames
+from jaxpage.models.parts.decoder import Decoder
 from jaxpage.models.parts.decoder_config import DecoderConfig, Defaults
 from jaxpage.models.parts.mlp import plain_mlp
+from jaxpage.models.parts.names import AttentionNames, ModuleNames, Scope
 from jaxpage.models.parts.norms import layer_norm
-from jaxpage.models.parts.scope import Scope
 
 ALIASES = {
     "hidden_size": "n_embd",

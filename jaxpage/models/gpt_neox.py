@@ -22,13 +22,13 @@ from jaxpage.models.config.config_fields import WrongField
 from jaxpage.models.config.fields import Fields, without
 from jaxpage.models.gpt2 import ALIASES, EPSILON, GPT2, inner_width
 from jaxpage.models.llama import Llama
-from jaxpage.models.parts.attention import AttentionNames, grouped_query_attention, norms_by_head
+from jaxpage.models.parts.attention import grouped_query_attention, norms_by_head
 from jaxpage.models.parts.block import Block
-from jaxpage.models.parts.decoder import Decoder, ModuleNames
+from jaxpage.models.parts.decoder import Decoder
 from jaxpage.models.parts.decoder_config import DecoderConfig, Defaults
 from jaxpage.models.parts.mlp import plain_mlp
+from jaxpage.models.parts.names import AttentionNames, ModuleNames, Scope
 from jaxpage.models.parts.norms import layer_norm
-from jaxpage.models.parts.scope import Scope
 
 NUM_PARTS = 4  # The parts of the product of CodeGen.
 

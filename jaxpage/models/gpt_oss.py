@@ -12,14 +12,13 @@ from flax import nnx
 
 from jaxpage.layers.attention import Scores
 from jaxpage.layers.experts import ClampedSwiGLU
-from jaxpage.models.config.experts import read_experts
+from jaxpage.models.config.expert_fields import read_experts
 from jaxpage.models.config.fields import Fields
 from jaxpage.models.config.layer_windows import layer_types, read_windows
 from jaxpage.models.llama import Llama
 from jaxpage.models.parts.attention import attention_sinks, grouped_query_attention
-from jaxpage.models.parts.decoder_config import Defaults
-from jaxpage.models.parts.experts import ExpertNames, ExpertsConfig
-from jaxpage.models.parts.scope import Scope
+from jaxpage.models.parts.decoder_config import Defaults, ExpertsConfig
+from jaxpage.models.parts.names import ExpertNames, Scope
 
 ROPE = {
     **{"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False},

@@ -18,18 +18,16 @@ from flax import nnx
 from jaxpage.layers.attention import Scores
 from jaxpage.layers.experts import ExpertsSpec
 from jaxpage.layers.mamba import MambaSpec
-from jaxpage.models.config.experts import read_experts
+from jaxpage.models.config.expert_fields import read_experts
 from jaxpage.models.config.fields import Fields
 from jaxpage.models.config.layer_windows import layer_types, read_windows
 from jaxpage.models.config.recurrent_fields import read_mamba
 from jaxpage.models.llama import Llama
 from jaxpage.models.parts import attention
 from jaxpage.models.parts.block import Block
-from jaxpage.models.parts.decoder_config import DecoderConfig, Defaults
-from jaxpage.models.parts.experts import ExpertNames, ExpertsConfig
-from jaxpage.models.parts.mlp import MLPNames
+from jaxpage.models.parts.decoder_config import DecoderConfig, Defaults, ExpertsConfig
+from jaxpage.models.parts.names import ExpertNames, MLPNames, Scope
 from jaxpage.models.parts.recurrences import mamba2
-from jaxpage.models.parts.scope import Scope
 
 MLP_NAMES = MLPNames("shared_mlp", gate=None, up=None, down="output_linear", fused="input_linear")
 EXPERT_NAMES = ExpertNames(

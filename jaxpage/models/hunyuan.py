@@ -6,12 +6,17 @@ import functools
 from collections.abc import Mapping
 from typing import Any
 
-from jaxpage.models.config.experts import read_experts
+from jaxpage.models.config.expert_fields import read_experts
 from jaxpage.models.config.fields import NO_ROPE, Fields
 from jaxpage.models.llama import Llama
 from jaxpage.models.parts.attention import norms_of_heads
-from jaxpage.models.parts.decoder_config import DecoderConfig, Defaults, read_head_dim
-from jaxpage.models.parts.experts import ExpertNames, ExpertsConfig
+from jaxpage.models.parts.decoder_config import (
+    DecoderConfig,
+    Defaults,
+    ExpertsConfig,
+    read_head_dim,
+)
+from jaxpage.models.parts.names import ExpertNames
 
 HEAD_NORMS = ("query_layernorm", "key_layernorm")
 DEFAULTS = Defaults(epsilon=1e-5, attention_bias=False)

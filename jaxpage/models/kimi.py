@@ -18,16 +18,15 @@ from typing import Any
 from flax import nnx
 
 from jaxpage.layers.delta_net import ChannelProducts, DeltaWidths
-from jaxpage.models.config.experts import first_dense, read_corrected_experts, sparse_by_type
+from jaxpage.models.config.expert_fields import first_dense, read_corrected_experts, sparse_by_type
 from jaxpage.models.config.fields import Fields
 from jaxpage.models.config.recurrent_fields import check_activation
 from jaxpage.models.llama import Llama
-from jaxpage.models.parts.decoder_config import Defaults
-from jaxpage.models.parts.experts import ExpertNames, ExpertsConfig
+from jaxpage.models.parts.decoder_config import Defaults, ExpertsConfig
 from jaxpage.models.parts.latent import LatentSpec, latent_attention, read_widths
+from jaxpage.models.parts.names import ExpertNames, Scope
 from jaxpage.models.parts.projection import projection
 from jaxpage.models.parts.recurrences import delta_net
-from jaxpage.models.parts.scope import Scope
 
 FULL = "full_attention"
 LINEAR = "linear_attention"

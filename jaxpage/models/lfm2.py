@@ -15,18 +15,15 @@ from flax import nnx
 
 from jaxpage.layers.convolution import ConvolutionSpec
 from jaxpage.layers.rope import NO_ROTATION, Rope
-from jaxpage.models.config.experts import first_dense, read_experts
+from jaxpage.models.config.expert_fields import first_dense, read_experts
 from jaxpage.models.config.fields import NO_ROPE, Fields
 from jaxpage.models.config.layer_windows import read_windows
 from jaxpage.models.config.proportional_rope import read_rope
 from jaxpage.models.llama import Llama
 from jaxpage.models.parts import attention
-from jaxpage.models.parts.decoder import ModuleNames
-from jaxpage.models.parts.decoder_config import DecoderConfig, Defaults
-from jaxpage.models.parts.experts import ExpertNames, ExpertsConfig
-from jaxpage.models.parts.mlp import MLPNames
+from jaxpage.models.parts.decoder_config import DecoderConfig, Defaults, ExpertsConfig
+from jaxpage.models.parts.names import AttentionNames, ExpertNames, MLPNames, ModuleNames, Scope
 from jaxpage.models.parts.recurrences import gated_convolution
-from jaxpage.models.parts.scope import Scope
 
 FULL = "full_attention"
 SLIDING = "sliding_attention"
@@ -148,7 +145,7 @@ class Lfm2(Llama, config=Lfm2Config):
             config,
             index,
             at,
-            names=attention.AttentionNames("out_proj"),
+            names=AttentionNames("out_proj"),
             norms=attention.norms_of_heads(config, at, names=names),
         )
 

@@ -24,18 +24,23 @@ from flax import nnx
 
 from jaxpage.layers.attention import HeadNorms, Scores
 from jaxpage.layers.mlp import XIELU
-from jaxpage.models.config.experts import read_experts
+from jaxpage.models.config.expert_fields import read_experts
 from jaxpage.models.config.fields import Fields
 from jaxpage.models.config.layer_windows import rotating_layers, windows_of
 from jaxpage.models.config.mtp_names import read_numbered_names
 from jaxpage.models.parts.attention import grouped_query_attention, no_head_norms, norms_of_heads
 from jaxpage.models.parts.block import Block
 from jaxpage.models.parts.decoder import Decoder, cap_logits
-from jaxpage.models.parts.decoder_config import DecoderConfig, Defaults, read_head_dim
-from jaxpage.models.parts.experts import PLAIN_NAMES, ExpertNames, ExpertsConfig, mlp_or_experts
-from jaxpage.models.parts.mlp import LLAMA_NAMES, MLPNames, gated_mlp, plain_mlp
+from jaxpage.models.parts.decoder_config import (
+    DecoderConfig,
+    Defaults,
+    ExpertsConfig,
+    read_head_dim,
+)
+from jaxpage.models.parts.experts import mlp_or_experts
+from jaxpage.models.parts.mlp import gated_mlp, plain_mlp
+from jaxpage.models.parts.names import LLAMA_MLP, QWEN_EXPERTS, ExpertNames, MLPNames, Scope
 from jaxpage.models.parts.norms import unscaled_rms_norm
-from jaxpage.models.parts.scope import Scope
 
 CHUNKED = "chunked_attention"
 FULL = "full_attention"
@@ -78,8 +83,8 @@ class Llama(Decoder, config=LlamaConfig):
         "post_attention_layernorm",
     )
     output_norm_names: ClassVar[tuple[str | None, str | None]] = (None, None)
-    mlp_names: ClassVar[MLPNames] = LLAMA_NAMES
-    expert_names: ClassVar[ExpertNames] = PLAIN_NAMES
+    mlp_names: ClassVar[MLPNames] = LLAMA_MLP
+    expert_names: ClassVar[ExpertNames] = QWEN_EXPERTS
     # Returns the norms of queries and keys, of a config and the scope of attention.
     make_head_norms: ClassVar[Callable[..., HeadNorms]] = staticmethod(no_head_norms)
     # True if the product for the output of attention has a bias; None if it is like the others.

@@ -17,18 +17,16 @@ from flax import nnx
 
 from jaxpage.layers.mamba import MambaSpec
 from jaxpage.layers.mamba1 import Mamba1Spec
-from jaxpage.models.config.experts import read_experts
+from jaxpage.models.config.expert_fields import read_experts
 from jaxpage.models.config.fields import Fields, without
 from jaxpage.models.config.recurrent_fields import read_mamba, read_mamba2, read_rank
 from jaxpage.models.llama import Llama
 from jaxpage.models.parts.block import HalfBlock
-from jaxpage.models.parts.decoder import Decoder, ModuleNames
-from jaxpage.models.parts.decoder_config import DecoderConfig, Defaults
-from jaxpage.models.parts.experts import ExpertNames, ExpertsConfig
-from jaxpage.models.parts.mlp import MLPNames
+from jaxpage.models.parts.decoder import Decoder
+from jaxpage.models.parts.decoder_config import DecoderConfig, Defaults, ExpertsConfig
+from jaxpage.models.parts.names import ExpertNames, MLPNames, ModuleNames, Scope
 from jaxpage.models.parts.norms import rms_norm
 from jaxpage.models.parts.recurrences import cache_of_states, mamba1, mamba2
-from jaxpage.models.parts.scope import Scope
 
 LONGEST = 2**18  # The models have no positions and could go on; block tables have to end somewhere.
 

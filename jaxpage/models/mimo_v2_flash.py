@@ -18,15 +18,14 @@ from typing import Any
 from jaxpage.layers.attention import Attention, Projections, Scores, Values
 from jaxpage.layers.linear import Part, linear
 from jaxpage.layers.rope import Rope
-from jaxpage.models.config.experts import read_corrected_experts, sparse_by_type
+from jaxpage.models.config.expert_fields import read_corrected_experts, sparse_by_type
 from jaxpage.models.config.fields import Fields
 from jaxpage.models.config.layer_windows import refuse_rope_scaling, windows_of
 from jaxpage.models.config.mtp_names import unread_heads
 from jaxpage.models.parts.attention import attention_sinks
-from jaxpage.models.parts.decoder_config import Defaults
-from jaxpage.models.parts.experts import DEEPSEEK_NAMES, ExpertsConfig
+from jaxpage.models.parts.decoder_config import Defaults, ExpertsConfig
+from jaxpage.models.parts.names import DEEPSEEK_EXPERTS, Scope
 from jaxpage.models.parts.projection import projection
-from jaxpage.models.parts.scope import Scope
 from jaxpage.models.qwen import Qwen3Moe
 
 FULL = "full_attention"
@@ -149,7 +148,7 @@ def _refuse_contradictions(fields: Fields, types: Sequence[str], sparse: Sequenc
 class MiMoV2Flash(Qwen3Moe, config=MiMoV2FlashConfig):
     """MiMo-V2-Flash (Xiaomi, 2026) has sinks and more key/value heads in sliding-window layers."""
 
-    expert_names = DEEPSEEK_NAMES
+    expert_names = DEEPSEEK_EXPERTS
 
     @classmethod
     def make_attention(cls, config: Any, index: int, at: Scope) -> Attention:

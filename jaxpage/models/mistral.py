@@ -14,15 +14,14 @@ from typing import Any
 from flax import nnx
 
 from jaxpage.layers.attention import Scores
-from jaxpage.models.config.experts import first_dense, read_corrected_experts, read_experts
+from jaxpage.models.config.expert_fields import first_dense, read_corrected_experts, read_experts
 from jaxpage.models.config.fields import NO_ROPE, Fields
 from jaxpage.models.deepseek import DeepseekV2, DeepseekV2Config
 from jaxpage.models.llama import Llama
 from jaxpage.models.parts.attention import grouped_query_attention
-from jaxpage.models.parts.decoder_config import DecoderConfig, Defaults
-from jaxpage.models.parts.experts import ExpertNames, ExpertsConfig
+from jaxpage.models.parts.decoder_config import DecoderConfig, Defaults, ExpertsConfig
 from jaxpage.models.parts.latent import latent_attention, read_latent_decoder
-from jaxpage.models.parts.scope import Scope
+from jaxpage.models.parts.names import ExpertNames, Scope
 
 # The parameters of a config of Ministral 3 that has neither `rope_parameters` nor `rope_scaling`.
 MINISTRAL3_ROPE = {

@@ -29,21 +29,21 @@ from jaxtyping import Array, Float
 from jaxpage.layers.context import ForwardContext
 from jaxpage.layers.experts import ExpertsSpec, MixtureOfExperts
 from jaxpage.layers.mamba import MambaSpec
-from jaxpage.models.config.experts import read_corrected_experts
+from jaxpage.models.config.expert_fields import read_corrected_experts
 from jaxpage.models.config.fields import Fields
 from jaxpage.models.config.mtp_names import counts_heads, unread_heads
 from jaxpage.models.config.recurrent_fields import read_mamba2
 from jaxpage.models.llama import Llama
 from jaxpage.models.parts.attention import grouped_query_attention
 from jaxpage.models.parts.block import HalfBlock
-from jaxpage.models.parts.decoder import Decoder, ModuleNames
-from jaxpage.models.parts.decoder_config import DecoderConfig, Defaults
-from jaxpage.models.parts.experts import ExpertNames, ExpertsConfig, make_experts
+from jaxpage.models.parts.decoder import Decoder
+from jaxpage.models.parts.decoder_config import DecoderConfig, Defaults, ExpertsConfig
+from jaxpage.models.parts.experts import make_experts
 from jaxpage.models.parts.mlp import gated_mlp, plain_mlp
+from jaxpage.models.parts.names import ExpertNames, ModuleNames, Scope
 from jaxpage.models.parts.norms import layer_norm, rms_norm
 from jaxpage.models.parts.projection import projection
 from jaxpage.models.parts.recurrences import cache_of_states, mamba2
-from jaxpage.models.parts.scope import Scope
 
 FULL = "full_attention"
 LINEAR = "linear_attention"

@@ -15,7 +15,7 @@ from flax import nnx
 
 from jaxpage.layers.delta_net import DeltaWidths
 from jaxpage.layers.rope import NO_ROTATION, Rope
-from jaxpage.models.config.experts import read_experts
+from jaxpage.models.config.expert_fields import read_experts
 from jaxpage.models.config.fields import Fields
 from jaxpage.models.config.layer_windows import layer_types, read_ropes, read_windows
 from jaxpage.models.config.mtp_names import unread_heads
@@ -24,11 +24,10 @@ from jaxpage.models.llama import Llama
 from jaxpage.models.parts import decoder_config
 from jaxpage.models.parts.attention import grouped_query_attention, norms_over_all_heads
 from jaxpage.models.parts.block import Block
-from jaxpage.models.parts.decoder_config import DecoderConfig, Defaults
-from jaxpage.models.parts.experts import ExpertsConfig
+from jaxpage.models.parts.decoder_config import DecoderConfig, Defaults, ExpertsConfig
+from jaxpage.models.parts.names import Scope
 from jaxpage.models.parts.norms import layer_norm, rms_norm
 from jaxpage.models.parts.recurrences import delta_net_of_tensors
-from jaxpage.models.parts.scope import Scope
 
 # In `Olmo3Config` too, `rope_theta` does not reach layers with windows.
 OLMO3_THETA = {"full_attention": ("rope_theta", 500_000.0), "sliding_attention": ("", 500_000.0)}

@@ -21,14 +21,14 @@ from jaxpage.layers.embedding import Embedding, token_tables
 from jaxpage.layers.linear import Linear
 from jaxpage.layers.norms import LayerNorm
 from jaxpage.models.config.fields import Fields
-from jaxpage.models.parts.attention import AttentionNames, grouped_query_attention
+from jaxpage.models.parts.attention import grouped_query_attention
 from jaxpage.models.parts.block import Block
-from jaxpage.models.parts.decoder import Decoder, ModuleNames
+from jaxpage.models.parts.decoder import Decoder
 from jaxpage.models.parts.decoder_config import DecoderConfig, Defaults
 from jaxpage.models.parts.mlp import plain_mlp
+from jaxpage.models.parts.names import AttentionNames, ModuleNames, Scope
 from jaxpage.models.parts.norms import layer_norm
 from jaxpage.models.parts.projection import projection
-from jaxpage.models.parts.scope import Scope
 
 EPSILON = 1e-5
 # The first positions are for padding, in the code that both were trained with.

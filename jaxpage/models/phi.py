@@ -14,19 +14,18 @@ from flax import nnx
 from jaxpage.layers.attention import HeadNorms
 from jaxpage.layers.rope import Rope
 from jaxpage.layers.rope_scaling import LENGTH
-from jaxpage.models.config.experts import read_experts
+from jaxpage.models.config.expert_fields import read_experts
 from jaxpage.models.config.fields import Fields, without
 from jaxpage.models.llama import Llama
 from jaxpage.models.parts import attention, decoder_config
 from jaxpage.models.parts.block import Block
-from jaxpage.models.parts.decoder import Decoder, ModuleNames
-from jaxpage.models.parts.decoder_config import DecoderConfig, Defaults
-from jaxpage.models.parts.experts import ExpertNames, ExpertsConfig
+from jaxpage.models.parts.decoder import Decoder
+from jaxpage.models.parts.decoder_config import DecoderConfig, Defaults, ExpertsConfig
 from jaxpage.models.parts.mlp import plain_mlp
+from jaxpage.models.parts.names import AttentionNames, ExpertNames, ModuleNames, Scope
 from jaxpage.models.parts.norms import layer_norm
-from jaxpage.models.parts.scope import Scope
 
-ATTENTION_NAMES = attention.AttentionNames(output="dense")
+ATTENTION_NAMES = AttentionNames(output="dense")
 MOE_THETA = 1_000_000.0
 OLDER_ROPE_TYPES = {"su": "longrope", "yarn": "longrope"}
 

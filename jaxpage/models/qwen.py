@@ -20,7 +20,7 @@ from flax import nnx
 from jaxpage.layers.attention import HeadNorms
 from jaxpage.layers.delta_net import DeltaWidths
 from jaxpage.layers.experts import ExpertsSpec
-from jaxpage.models.config.experts import read_experts, sparse_by_type, sparse_layers
+from jaxpage.models.config.expert_fields import read_experts, sparse_by_type, sparse_layers
 from jaxpage.models.config.fields import Fields, without_axes
 from jaxpage.models.config.layer_windows import (
     read_ropes,
@@ -37,12 +37,11 @@ from jaxpage.models.parts.attention import (
     norms_of_heads,
     norms_over_all_heads,
 )
-from jaxpage.models.parts.decoder_config import DecoderConfig, Defaults
-from jaxpage.models.parts.experts import ExpertNames, ExpertsConfig
+from jaxpage.models.parts.decoder_config import DecoderConfig, Defaults, ExpertsConfig
+from jaxpage.models.parts.names import ExpertNames, Scope
 from jaxpage.models.parts.norms import rms_norm
 from jaxpage.models.parts.projection import projection
 from jaxpage.models.parts.recurrences import delta_net
-from jaxpage.models.parts.scope import Scope
 
 MELLUM_THETA = {"full_attention": ("", 500_000.0), "sliding_attention": ("", 10_000.0)}
 FULL = "full_attention"

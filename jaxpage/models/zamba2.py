@@ -49,13 +49,13 @@ from jaxpage.models.config.fields import Fields
 from jaxpage.models.config.recurrent_fields import read_groups, read_time_steps
 from jaxpage.models.parameters.replacing import Path, replace_modules
 from jaxpage.models.parts.attention import grouped_query_attention
-from jaxpage.models.parts.decoder import Decoder, ModuleNames
+from jaxpage.models.parts.decoder import Decoder
 from jaxpage.models.parts.decoder_config import DecoderConfig, Defaults, key_value_heads
-from jaxpage.models.parts.mlp import MLPNames, gated_mlp
+from jaxpage.models.parts.mlp import gated_mlp
+from jaxpage.models.parts.names import MLPNames, ModuleNames, Scope
 from jaxpage.models.parts.norms import rms_norm
 from jaxpage.models.parts.projection import projection
 from jaxpage.models.parts.recurrences import cache_of_states, mamba2
-from jaxpage.models.parts.scope import Scope
 
 LINEAR = "linear_attention"
 HYBRID = "hybrid"

@@ -9,7 +9,7 @@ from jaxpage.checkpoints.config_file import check_sizes
 from jaxpage.checkpoints.opening import check_spec
 from jaxpage.checkpoints.problems import Problems, quote
 from jaxpage.models import DecoderConfig, load_family
-from jaxpage.models.config import ConfigFields, RefusedField, WrongField
+from jaxpage.models.config import ConfigFields
 
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 _ARCHITECTURES = {
@@ -58,8 +58,8 @@ class EagleConfig(ConfigFields):
         self.inner = self._object("eagle_config", required=False)
         for name, harmless in _NOT_HONOURED.items():
             if (value := self.field(name, harmless)) != harmless:
-                error = RefusedField(f"{name} = {quote(value)} is not supported")
-                self.note(error, **{name: harmless})
+                text = f"{name} = {quote(value)} is not supported"
+                self.note_unsupported(text, **{name: harmless})
         return self
 
     def _object(self, name: str, *, required: bool) -> dict[str, Any]:
@@ -79,8 +79,7 @@ class EagleConfig(ConfigFields):
         value = self.field(name, default)
         if isinstance(value, bool):
             return value
-        error = WrongField(f"{name} must be true or false, not {quote(value)}")
-        self.note(error, **{name: default})
+        self.note_wrong(f"{name} must be true or false, not {quote(value)}", **{name: default})
         return default
 
     @property

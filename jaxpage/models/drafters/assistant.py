@@ -27,8 +27,8 @@ from jaxpage.layers.parameter import parameter
 from jaxpage.models.base import KVSpec, Pages, run_layers
 from jaxpage.models.gemma4 import Gemma4Config, Gemma4Layer
 from jaxpage.models.gemma_layers import LayerForm, whole_projection
+from jaxpage.models.parts.names import Scope
 from jaxpage.models.parts.norms import rms_norm
-from jaxpage.models.parts.scope import Scope
 
 
 @dataclass(frozen=True)

@@ -30,8 +30,8 @@ from jaxpage.models.parts.attention import grouped_query_attention, norms_of_hea
 from jaxpage.models.parts.block import Block
 from jaxpage.models.parts.decoder_config import DecoderConfig
 from jaxpage.models.parts.mlp import gated_mlp
+from jaxpage.models.parts.names import Scope
 from jaxpage.models.parts.norms import rms_norm
-from jaxpage.models.parts.scope import Scope
 
 
 @dataclass(frozen=True, kw_only=True)

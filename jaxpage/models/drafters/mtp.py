@@ -21,7 +21,7 @@ from jaxpage.layers.linear import Part, linear
 from jaxpage.models.base import Pages, run_layers
 from jaxpage.models.config.mtp_names import MtpNames
 from jaxpage.models.drafters.drafter import output_alone
-from jaxpage.models.parts.scope import Scope
+from jaxpage.models.parts.names import Scope
 
 
 class MtpHead(nnx.Module):

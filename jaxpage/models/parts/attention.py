@@ -13,30 +13,11 @@ from jaxpage.layers.linear import Linear, Part, linear
 from jaxpage.layers.norms import HeadNorm, LayerNorm, RMSNorm
 from jaxpage.layers.parameter import parameter, stack, tensor
 from jaxpage.models.parts.decoder_config import DecoderConfig
+from jaxpage.models.parts.names import LLAMA_ATTENTION, AttentionNames, Scope
 from jaxpage.models.parts.norms import rms_norm
 from jaxpage.models.parts.projection import projection
-from jaxpage.models.parts.scope import Scope
 
 AnyNorm = RMSNorm | LayerNorm | HeadNorm
-
-
-@dataclass(frozen=True)
-class AttentionNames:
-    """Holds the names of the products of attention.
-
-    Attributes:
-        output: The product for the output.
-        fused: The one product for queries, keys and values; None for three products.
-        in_groups: True if that product has for each key/value head its queries, its key and its
-            value; False if it has all queries, then all keys, then all values.
-    """
-
-    output: str = "o_proj"
-    fused: str | None = None
-    in_groups: bool = True
-
-
-LLAMA = AttentionNames()
 
 
 @dataclass(frozen=True)
@@ -59,7 +40,7 @@ def grouped_query_attention(
     index: int,
     at: Scope,
     *,
-    names: AttentionNames = LLAMA,
+    names: AttentionNames = LLAMA_ATTENTION,
     output_bias: bool | None = None,
     norms: HeadNorms = HeadNorms(),
     scores: Scores = Scores(),

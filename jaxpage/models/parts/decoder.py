@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import jax
@@ -16,27 +15,8 @@ from jaxtyping import Array, Float, Int
 from jaxpage.layers.context import ForwardContext
 from jaxpage.layers.embedding import Embedding, token_tables
 from jaxpage.models.base import FamilyModule, Hidden, Pages, run_layers
+from jaxpage.models.parts.names import ModuleNames, Scope
 from jaxpage.models.parts.norms import Norm, rms_norm
-from jaxpage.models.parts.scope import Scope
-
-
-@dataclass(frozen=True)
-class ModuleNames:
-    """Holds the names of a decoder's modules in a checkpoint.
-
-    Attributes:
-        tokens: The token table.
-        positions: The table of learned positions; None if there is none.
-        layers: The layers.
-        norm: The norm after the last layer.
-        heads: The names that the head has, the usual one first.
-    """
-
-    tokens: str = "embed_tokens"
-    positions: str | None = None
-    layers: str = "layers"
-    norm: str = "norm"
-    heads: tuple[str, ...] = ("lm_head",)
 
 
 def cap_logits(logits_BV: jax.Array, cap: float | None) -> jax.Array:

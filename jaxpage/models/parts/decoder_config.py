@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar, cast
 
+from jaxpage.layers.experts import ExpertsSpec
 from jaxpage.layers.rope import NO_ROTATION, Rope
 from jaxpage.models.base import KVSpec
 from jaxpage.models.config.fields import Fields
@@ -228,6 +229,34 @@ class DecoderConfig:
         """Returns the rotation of a layer; None if it has none."""
         rope = self.rope_by_layer[layer_index] if self.rope_by_layer else self.rope
         return None if rope == NO_ROTATION else rope
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertsConfig(DecoderConfig):
+    """Holds what the config of a decoder with experts says.
+
+    Attributes:
+        experts: The experts; None if no layer has any.
+        sparse_layers: True for each layer with experts.
+    """
+
+    experts: ExpertsSpec | None
+    sparse_layers: tuple[bool, ...]
+
+    @classmethod
+    def from_fields(cls: type[_Config], fields: Fields, **options: Any) -> _Config:
+        """Returns the config; all layers have experts where `sparse_layers` is left out."""
+        options.setdefault("sparse_layers", (True,) * fields.integer("num_hidden_layers"))
+        return super().from_fields(fields, **options)
+
+    def experts_of(self, index: int) -> ExpertsSpec | None:
+        """Returns the experts of a layer; None if it has a feed-forward half without."""
+        return self.experts if self.sparse_layers[index] else None
+
+    def of_draft_layer(self) -> ExpertsConfig:
+        """Returns the config of an MTP head's layer, which has experts if the model has."""
+        config = cast(ExpertsConfig, super().of_draft_layer())
+        return replace(config, sparse_layers=(self.experts is not None,))
 
 
 def _check_heads(fields: Fields, num_query_heads: int, num_kv_heads: int) -> None:

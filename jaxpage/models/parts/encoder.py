@@ -27,7 +27,7 @@ from jaxpage.layers.rope import NO_ROTATION
 from jaxpage.models.base import FamilyModule, KVSpec
 from jaxpage.models.config.fields import Fields
 from jaxpage.models.parts.decoder_config import DecoderConfig, read_head_dim
-from jaxpage.models.parts.scope import Scope
+from jaxpage.models.parts.names import Scope
 
 SCORES_PAIRS = "ForSequenceClassification"  # how the architecture of a cross-encoder ends
 DISTANCE_BUCKETS = 32  # of T5 and MPNet

@@ -12,8 +12,8 @@ from jaxpage.layers.norms import RMSNorm
 from jaxpage.layers.rope import Rope
 from jaxpage.models.config.fields import NO_ROPE, Fields
 from jaxpage.models.parts.decoder_config import DecoderConfig
+from jaxpage.models.parts.names import Scope
 from jaxpage.models.parts.projection import projection
-from jaxpage.models.parts.scope import Scope
 
 NORM_EPSILON = 1e-6  # The norms of latents have it, whatever the config says of other norms.
 

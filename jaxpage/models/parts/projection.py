@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from jaxpage.layers.linear import Linear, Part, linear
-from jaxpage.models.parts.scope import Scope
+from jaxpage.models.parts.names import Scope
 
 
 def projection(

@@ -13,9 +13,9 @@ from jaxpage.layers.mamba import Mamba2, MambaSpec
 from jaxpage.layers.mamba1 import Mamba1, Mamba1Spec
 from jaxpage.layers.norms import RMSNorm
 from jaxpage.models.parts.decoder_config import DecoderConfig
+from jaxpage.models.parts.names import Scope
 from jaxpage.models.parts.norms import rms_norm
 from jaxpage.models.parts.projection import projection
-from jaxpage.models.parts.scope import Scope
 
 
 def cache_of_states(states: Sequence[StateSpec | None], num_layers: int) -> dict[str, Any]:

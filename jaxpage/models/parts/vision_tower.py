@@ -35,8 +35,8 @@ from jaxpage.layers.rope import Angles
 from jaxpage.models.base import FamilyModule
 from jaxpage.models.config.config_fields import FieldError
 from jaxpage.models.config.fields import Fields, text_part
+from jaxpage.models.parts.names import Scope
 from jaxpage.models.parts.projection import projection
-from jaxpage.models.parts.scope import Scope
 
 Numbers = npt.NDArray[np.float32]
 

@@ -20,7 +20,7 @@ from jaxpage.errors import UnsupportedError
 from jaxpage.layers.norms import RMSNorm
 from jaxpage.layers.parameter import parameter, tensor
 from jaxpage.layers.product import product
-from jaxpage.models.parts.scope import Scope
+from jaxpage.models.parts.names import Scope
 from jaxpage.models.parts.vision import PictureArrays, VisionCall
 from jaxpage.models.parts.vision_tower import (
     VisionConfig,

@@ -26,7 +26,7 @@ from jaxpage.layers.parameter import Piece, Source, parameter, tensor
 from jaxpage.layers.picture_attention import attend_in_segments
 from jaxpage.layers.rope import Angles
 from jaxpage.models.config.fields import text_part
-from jaxpage.models.parts.scope import Scope
+from jaxpage.models.parts.names import Scope
 from jaxpage.models.parts.vision import PictureArrays, VisionCall
 from jaxpage.models.parts.vision_tower import (
     TowerConfig,

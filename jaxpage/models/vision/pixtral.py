@@ -23,7 +23,7 @@ from jaxpage.layers.activations import ACTIVATIONS
 from jaxpage.layers.mlp import GatedMLP
 from jaxpage.layers.rope import Angles
 from jaxpage.models.config.fields import text_part
-from jaxpage.models.parts.scope import Scope
+from jaxpage.models.parts.names import Scope
 from jaxpage.models.parts.vision import PictureArrays, VisionCall
 from jaxpage.models.parts.vision_tower import (
     PatchEmbedding,

@@ -30,8 +30,8 @@ from jaxpage.layers.linear import Linear
 from jaxpage.layers.mlp import MLP, GatedMLP
 from jaxpage.layers.norms import LayerNorm, RMSNorm
 from jaxpage.layers.parameter import Source, parameter, tensor
+from jaxpage.models.parts.names import Scope
 from jaxpage.models.parts.norms import Norm
-from jaxpage.models.parts.scope import Scope
 from jaxpage.models.parts.vision import PictureArrays, VisionCall
 from jaxpage.models.parts.vision_tower import (
     PictureAttention,

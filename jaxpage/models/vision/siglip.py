@@ -21,7 +21,7 @@ from jaxpage.errors import UnsupportedError
 from jaxpage.layers.embedding import Embedding
 from jaxpage.layers.mlp import MLP
 from jaxpage.layers.norms import LayerNorm
-from jaxpage.models.parts.scope import Scope
+from jaxpage.models.parts.names import Scope
 from jaxpage.models.parts.vision import PictureArrays, VisionCall
 from jaxpage.models.parts.vision_tower import (
     PatchEmbedding,
