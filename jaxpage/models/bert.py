@@ -18,22 +18,17 @@ from jaxpage.layers.activations import ACTIVATIONS
 from jaxpage.layers.attention import query_key_value
 from jaxpage.layers.embedding import Embedding
 from jaxpage.models.config.fields import Fields
-from jaxpage.models.parts.block import Block
+from jaxpage.models.parts import encoder, mlp, norms
+from jaxpage.models.parts.decoder import Block
 from jaxpage.models.parts.decoder_config import read_head_dim
 from jaxpage.models.parts.encoder import (
-    DISTANCE_BUCKETS,
     Encoder,
     EncoderConfig,
     HeadPooling,
     PostNormBlock,
     ScoreHead,
-    attention_both_ways,
-    read_encoder,
 )
-from jaxpage.models.parts.mlp import gated_mlp, plain_mlp
 from jaxpage.models.parts.names import MLPNames, Scope
-from jaxpage.models.parts.norms import layer_norm
-from jaxpage.models.parts.projection import projection
 
 _POOLER = "*pooler.dense.*"
 _MPNET_PADDING_ID = 1  # whatever config.json says
@@ -58,7 +53,9 @@ class BertConfig(EncoderConfig):
     @classmethod
     def read(cls, fields: Fields) -> BertConfig:
         """Reads the fields."""
-        common = read_encoder(fields, num_positions=fields.integer("max_position_embeddings", 512))
+        common = encoder.read_encoder(
+            fields, num_positions=fields.integer("max_position_embeddings", 512)
+        )
         return cls(
             **common,
             token_types=fields.integer("type_vocab_size", 2),
@@ -99,7 +96,7 @@ class Bert(Encoder, config=BertConfig):
     @classmethod
     def make_table_norm(cls, config: Any, at: Scope) -> Any:
         """Returns the norm of the sum of the tables' rows."""
-        return layer_norm(config, at / "embeddings.LayerNorm")
+        return norms.layer_norm(config, at / "embeddings.LayerNorm")
 
     @classmethod
     def make_block(cls, config: Any, index: int, at: Scope) -> PostNormBlock:
@@ -107,23 +104,23 @@ class Bert(Encoder, config=BertConfig):
         width = config.hidden_size
         inner = config.num_query_heads * config.kv.head_dim
         parts = [(name, inner) for name in ("query", "key", "value")]
-        inputs = projection(width, at / "attention.self", *parts, bias=True)
+        inputs = (at / "attention.self").projection(width, *parts, bias=True)
         attended = at / "attention.output"
         axes = ("heads", "embed")
-        output = projection(inner, attended, ("dense", width), axes=axes, bias=True)
+        output = attended.projection(inner, ("dense", width), axes=axes, bias=True)
         return PostNormBlock(
-            attention_both_ways(config, index, inputs, output),
-            layer_norm(config, attended / "LayerNorm"),
-            plain_mlp(config, at, "intermediate.dense", "output.dense", bias=True),
-            layer_norm(config, at / "output.LayerNorm"),
+            encoder.attention_both_ways(config, index, inputs, output),
+            norms.layer_norm(config, attended / "LayerNorm"),
+            mlp.plain_mlp(config, at, "intermediate.dense", "output.dense", bias=True),
+            norms.layer_norm(config, at / "output.LayerNorm"),
         )
 
     @classmethod
     def make_head(cls, config: Any, at: Scope) -> ScoreHead:
         """Returns the pooler and the classifier."""
         width = config.hidden_size
-        dense = projection(width, at / config.name / "pooler", ("dense", width), bias=True)
-        output = projection(width, at, ("classifier", config.num_labels), bias=True)
+        dense = (at / config.name / "pooler").projection(width, ("dense", width), bias=True)
+        output = at.projection(width, ("classifier", config.num_labels), bias=True)
         return ScoreHead(dense, jnp.tanh, output)
 
 
@@ -141,7 +138,7 @@ class RobertaConfig(EncoderConfig):
         padding_id = fields.integer("pad_token_id", 1, least=0)
         rows = fields.integer("max_position_embeddings", 512, least=padding_id + 2)
         return cls(
-            **read_encoder(fields, num_positions=rows - padding_id - 1),
+            **encoder.read_encoder(fields, num_positions=rows - padding_id - 1),
             token_types=fields.integer("type_vocab_size", 2),
             first_position=padding_id + 1,
             padding_id=padding_id,
@@ -159,8 +156,8 @@ class Roberta(Bert, config=RobertaConfig):
     def make_head(cls, config: Any, at: Scope) -> ScoreHead:
         """Returns the head, which has two products."""
         width = config.hidden_size
-        dense = projection(width, at / "classifier", ("dense", width), bias=True)
-        output = projection(width, at / "classifier", ("out_proj", config.num_labels), bias=True)
+        dense = (at / "classifier").projection(width, ("dense", width), bias=True)
+        output = (at / "classifier").projection(width, ("out_proj", config.num_labels), bias=True)
         return ScoreHead(dense, jnp.tanh, output)
 
 
@@ -185,10 +182,10 @@ class MPNetConfig(EncoderConfig):
     @classmethod
     def read(cls, fields: Fields) -> MPNetConfig:
         """Reads the fields; the rows of positions begin after that of the padding token."""
-        fields.only(relative_attention_num_buckets=DISTANCE_BUCKETS)
+        fields.only(relative_attention_num_buckets=encoder.DISTANCE_BUCKETS)
         rows = fields.integer("max_position_embeddings", 512, least=_MPNET_PADDING_ID + 2)
         return cls(
-            **read_encoder(fields, num_positions=rows - _MPNET_PADDING_ID - 1),
+            **encoder.read_encoder(fields, num_positions=rows - _MPNET_PADDING_ID - 1),
             has_distances=True,
             first_position=_MPNET_PADDING_ID + 1,
             padding_id=_MPNET_PADDING_ID,
@@ -206,7 +203,7 @@ class MPNet(Roberta, config=MPNetConfig):
         """Returns the table of biases, a row for each bucket of distances and a column a head."""
         name = (at / "encoder.relative_attention_bias").name
         heads = config.num_query_heads
-        return Embedding(DISTANCE_BUCKETS, heads, name=name, axis=None, dtype=at.dtype)
+        return Embedding(encoder.DISTANCE_BUCKETS, heads, name=name, axis=None, dtype=at.dtype)
 
     @classmethod
     def make_block(cls, config: Any, index: int, at: Scope) -> PostNormBlock:
@@ -215,13 +212,13 @@ class MPNet(Roberta, config=MPNetConfig):
         inner = config.num_query_heads * config.kv.head_dim
         attention = at / "attention.attn"
         parts = [(name, inner) for name in ("q", "k", "v")]
-        inputs = projection(width, attention, *parts, bias=True)
-        output = projection(inner, attention, ("o", width), axes=("heads", "embed"), bias=True)
+        inputs = attention.projection(width, *parts, bias=True)
+        output = attention.projection(inner, ("o", width), axes=("heads", "embed"), bias=True)
         return PostNormBlock(
-            attention_both_ways(config, index, inputs, output),
-            layer_norm(config, at / "attention.LayerNorm"),
-            plain_mlp(config, at, "intermediate.dense", "output.dense", bias=True),
-            layer_norm(config, at / "output.LayerNorm"),
+            encoder.attention_both_ways(config, index, inputs, output),
+            norms.layer_norm(config, at / "attention.LayerNorm"),
+            mlp.plain_mlp(config, at, "intermediate.dense", "output.dense", bias=True),
+            norms.layer_norm(config, at / "output.LayerNorm"),
         )
 
 
@@ -238,7 +235,7 @@ class NomicBertConfig(EncoderConfig):
         """Reads the fields."""
         head_dim = read_head_dim(fields)
         positions = fields.integer("max_position_embeddings", 2048)
-        common = read_encoder(
+        common = encoder.read_encoder(
             fields, num_positions=positions, activation=("hidden_act", "silu"), head_dim=head_dim
         )
         rope, length = fields.rope(head_dim, positions, theta=1000.0)
@@ -262,7 +259,7 @@ class NomicBert(Bert, config=NomicBertConfig):
     @classmethod
     def make_table_norm(cls, config: Any, at: Scope) -> Any:
         """Returns the norm of the sum of the tables' rows."""
-        return layer_norm(config, at / "emb_ln")
+        return norms.layer_norm(config, at / "emb_ln")
 
     @classmethod
     def make_block(cls, config: Any, index: int, at: Scope) -> PostNormBlock:
@@ -273,12 +270,12 @@ class NomicBert(Bert, config=NomicBertConfig):
         inputs = query_key_value(
             width, inner, inner, name=attention.name, fused="Wqkv", bias=False, dtype=at.dtype
         )
-        output = projection(inner, attention, ("out_proj", width), axes=("heads", "embed"))
+        output = attention.projection(inner, ("out_proj", width), axes=("heads", "embed"))
         return PostNormBlock(
-            attention_both_ways(config, index, inputs, output),
-            layer_norm(config, at / "norm1"),
-            gated_mlp(config, at / "mlp", names=_NOMIC_MLP),
-            layer_norm(config, at / "norm2"),
+            encoder.attention_both_ways(config, index, inputs, output),
+            norms.layer_norm(config, at / "norm1"),
+            mlp.gated_mlp(config, at / "mlp", names=_NOMIC_MLP),
+            norms.layer_norm(config, at / "norm2"),
         )
 
 
@@ -302,7 +299,7 @@ class ModernBertConfig(EncoderConfig):
     @classmethod
     def read(cls, fields: Fields) -> ModernBertConfig:
         """Reads the fields."""
-        common = read_encoder(
+        common = encoder.read_encoder(
             fields,
             num_positions=fields.integer("max_position_embeddings", 8192),
             epsilon=("norm_eps", 1e-5),
@@ -364,12 +361,12 @@ class ModernBert(Encoder, config=ModernBertConfig):
     @classmethod
     def make_table_norm(cls, config: Any, at: Scope) -> Any:
         """Returns the norm of the rows of the table."""
-        return layer_norm(config, at / "embeddings.norm", bias=config.norm_bias)
+        return norms.layer_norm(config, at / "embeddings.norm", bias=config.norm_bias)
 
     @classmethod
     def make_norm(cls, config: Any, at: Scope) -> Any:
         """Returns the norm after the last layer."""
-        return layer_norm(config, at / "final_norm", bias=config.norm_bias)
+        return norms.layer_norm(config, at / "final_norm", bias=config.norm_bias)
 
     @classmethod
     def make_block(cls, config: Any, index: int, at: Scope) -> Block:
@@ -380,14 +377,14 @@ class ModernBert(Encoder, config=ModernBertConfig):
         inputs = query_key_value(
             width, width, width, name=attention.name, fused="Wqkv", bias=bias, dtype=at.dtype
         )
-        output = projection(width, attention, ("Wo", width), axes=("heads", "embed"), bias=bias)
+        output = attention.projection(width, ("Wo", width), axes=("heads", "embed"), bias=bias)
         names = MLPNames("mlp", None, None, "Wo", "Wi")
-        norm = functools.partial(layer_norm, bias=config.norm_bias)
+        norm = functools.partial(norms.layer_norm, bias=config.norm_bias)
         return Block(
             attention_norm=norm(config, at / "attn_norm") if index else None,
-            attention=attention_both_ways(config, index, inputs, output),
+            attention=encoder.attention_both_ways(config, index, inputs, output),
             mlp_norm=norm(config, at / "mlp_norm"),
-            mlp=gated_mlp(config, at / "mlp", names=names),
+            mlp=mlp.gated_mlp(config, at / "mlp", names=names),
         )
 
     @classmethod
@@ -395,8 +392,8 @@ class ModernBert(Encoder, config=ModernBertConfig):
         """Returns the head: a product, its function and norm, and the classifier."""
         width = config.hidden_size
         return ScoreHead(
-            projection(width, at / "head", ("dense", width), bias=config.head_bias),
+            (at / "head").projection(width, ("dense", width), bias=config.head_bias),
             ACTIVATIONS[config.head_activation],
-            projection(width, at, ("classifier", config.num_labels), bias=True),
-            layer_norm(config, at / "head.norm", bias=config.norm_bias),
+            at.projection(width, ("classifier", config.num_labels), bias=True),
+            norms.layer_norm(config, at / "head.norm", bias=config.norm_bias),
         )

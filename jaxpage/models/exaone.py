@@ -8,12 +8,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from jaxpage.models.config.expert_fields import first_dense, read_corrected_experts, sparse_by_type
+from jaxpage.models.config import expert_fields, layer_windows, mtp_names
 from jaxpage.models.config.fields import Fields
-from jaxpage.models.config.layer_windows import slides, windows_of
-from jaxpage.models.config.mtp_names import unread_heads
 from jaxpage.models.olmo import Olmo2
-from jaxpage.models.parts.attention import norms_of_heads
+from jaxpage.models.parts import attention
 from jaxpage.models.parts.decoder_config import DecoderConfig, Defaults, ExpertsConfig
 from jaxpage.models.parts.names import DEEPSEEK_EXPERTS
 from jaxpage.models.qwen import Qwen3
@@ -29,8 +27,8 @@ def read_layers(fields: Fields, window: int | None) -> dict[str, Any]:
         window: The window, where the model has any; None for a model whose layers all rotate.
     """
     types = fields.layer_types(_usual_types(fields, window))
-    rotates = None if window is None else slides(types)
-    return {"sliding_windows": windows_of(fields, types, window), "rotates": rotates}
+    rotates = None if window is None else layer_windows.slides(types)
+    return {"sliding_windows": layer_windows.windows_of(fields, types, window), "rotates": rotates}
 
 
 def _usual_types(fields: Fields, window: int | None) -> list[str]:
@@ -67,7 +65,7 @@ class Exaone4(Olmo2, config=Exaone4Config):
 
     # Files of EXAONE 4.5 have MTP heads, which are not loaded.
     ignored = (*Olmo2.ignored, "*mtp.*")
-    make_head_norms = staticmethod(norms_of_heads)
+    make_head_norms = staticmethod(attention.norms_of_heads)
 
 
 class ExaoneMoeConfig(ExpertsConfig):
@@ -82,7 +80,7 @@ class ExaoneMoeConfig(ExpertsConfig):
         return cls.from_fields(
             fields,
             **read_layers(fields, fields.integer("sliding_window", 4096)),
-            experts=read_corrected_experts(
+            experts=expert_fields.read_corrected_experts(
                 fields,
                 count_field="num_experts",
                 shared=("num_shared_experts", 1),
@@ -91,8 +89,10 @@ class ExaoneMoeConfig(ExpertsConfig):
                 width=1024,
                 factor=2.5,
             ),
-            sparse_layers=sparse_by_type(fields, first_dense(fields, 1)),
-            draft_heads=unread_heads(fields),
+            sparse_layers=expert_fields.sparse_by_type(
+                fields, expert_fields.first_dense(fields, 1)
+            ),
+            draft_heads=mtp_names.unread_heads(fields),
         )
 
 

@@ -26,17 +26,13 @@ from jaxpage.layers.attention import Scores
 from jaxpage.layers.context import ForwardContext, LayerPages
 from jaxpage.layers.mamba import MambaSpec
 from jaxpage.layers.rope import NO_ROTATION
+from jaxpage.models.config import recurrent_fields
 from jaxpage.models.config.alibi import alibi_slopes
 from jaxpage.models.config.fields import Fields
-from jaxpage.models.config.recurrent_fields import read_mamba
-from jaxpage.models.parts.attention import grouped_query_attention
-from jaxpage.models.parts.block import Block
-from jaxpage.models.parts.decoder import Decoder
+from jaxpage.models.parts import attention, mlp, norms, recurrences
+from jaxpage.models.parts.decoder import Block, Decoder
 from jaxpage.models.parts.decoder_config import DecoderConfig, Defaults, read_head_dim
-from jaxpage.models.parts.mlp import gated_mlp, plain_mlp
 from jaxpage.models.parts.names import AttentionNames, ModuleNames, Scope
-from jaxpage.models.parts.norms import layer_norm, rms_norm
-from jaxpage.models.parts.recurrences import cache_of_states, mamba2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,7 +121,7 @@ class Falcon(Decoder, config=FalconConfig):
 
     prefix = "transformer."
     names = ModuleNames(tokens="word_embeddings", layers="h", norm="ln_f")
-    make_norm = staticmethod(layer_norm)
+    make_norm = staticmethod(norms.layer_norm)
 
     @classmethod
     def make_block(cls, config: Any, index: int, at: Scope) -> nnx.Module:
@@ -135,16 +131,16 @@ class Falcon(Decoder, config=FalconConfig):
         if config.parallel and has_two:
             first, second = "ln_attn", "ln_mlp"
         return Block(
-            attention_norm=layer_norm(config, at / first),
-            attention=grouped_query_attention(
+            attention_norm=norms.layer_norm(config, at / first),
+            attention=attention.grouped_query_attention(
                 config,
                 index,
                 at / "self_attention",
                 names=AttentionNames(output="dense", fused="query_key_value"),
                 scores=Scores(alibi_slopes=config.alibi_slopes),
             ),
-            mlp_norm=layer_norm(config, at / second) if has_two else None,
-            mlp=plain_mlp(config, at / "mlp", "dense_h_to_4h", "dense_4h_to_h"),
+            mlp_norm=norms.layer_norm(config, at / second) if has_two else None,
+            mlp=mlp.plain_mlp(config, at / "mlp", "dense_h_to_4h", "dense_4h_to_h"),
             parallel=config.parallel,
         )
 
@@ -230,7 +226,7 @@ class FalconH1Config(DecoderConfig):
         """Returns what the fields say."""
         head_dim = read_head_dim(fields)
         norm = "first" if fields.flag("mamba_norm_before_gate", True) else "gated"
-        mamba = read_mamba(
+        mamba = recurrent_fields.read_mamba(
             fields,
             fields.optional_integer("mamba_d_ssm", 1024),
             output_bias=fields.flag("projectors_bias", False),
@@ -241,7 +237,7 @@ class FalconH1Config(DecoderConfig):
         return cls.from_fields(
             fields,
             head_dim=head_dim,
-            kv=cache_of_states((mamba.state, None) * num_layers, num_layers),
+            kv=recurrences.cache_of_states((mamba.state, None) * num_layers, num_layers),
             recurrent=mamba,
             factors=FalconFactors.read(fields),
         )
@@ -258,7 +254,7 @@ class FalconMLP(nnx.Module):
     """
 
     def __init__(self, config: FalconH1Config, at: Scope):
-        plain = gated_mlp(config, at)
+        plain = mlp.gated_mlp(config, at)
         self.gate_up = plain.gate_up
         self.down = plain.down
         self.activation = config.activation
@@ -278,12 +274,12 @@ class FalconH1Layer(nnx.Module):
         state_place, kv_place = config.layer_places[index]
         # The factor of keys is one of scores.
         scale = config.kv.head_dim**-0.5 * config.factors.keys
-        self.norm = rms_norm(config, at / "input_layernorm")
-        self.mamba = mamba2(config, config.recurrent, state_place, at / "mamba")
-        self.attention = grouped_query_attention(
+        self.norm = norms.rms_norm(config, at / "input_layernorm")
+        self.mamba = recurrences.mamba2(config, config.recurrent, state_place, at / "mamba")
+        self.attention = attention.grouped_query_attention(
             config, kv_place, at / "self_attn", scores=Scores(scale=scale)
         )
-        self.mlp_norm = rms_norm(config, at / "pre_ff_layernorm")
+        self.mlp_norm = norms.rms_norm(config, at / "pre_ff_layernorm")
         self.mlp = FalconMLP(config, at / "feed_forward")
         self.factors = config.factors
 

@@ -25,14 +25,14 @@ from flax import nnx
 
 from jaxpage.layers.attention import Scores
 from jaxpage.layers.norms import RMSNorm
+from jaxpage.models.config import layer_windows
 from jaxpage.models.config.fields import Fields
-from jaxpage.models.config.layer_windows import layer_types, read_ropes, read_windows
 from jaxpage.models.llama import Llama
-from jaxpage.models.parts.attention import grouped_query_attention, norms_of_heads
+from jaxpage.models.parts import attention, norms
 from jaxpage.models.parts.decoder import cap_logits
 from jaxpage.models.parts.decoder_config import DecoderConfig, Defaults
 from jaxpage.models.parts.names import Scope
-from jaxpage.models.parts.norms import Norm, rms_norm
+from jaxpage.models.parts.norms import Norm
 
 ACTIVATION = "gelu_pytorch_tanh"
 FULL = "full_attention"
@@ -46,7 +46,7 @@ GEMMA3_THETA = {
 
 def gemma_norm(config: Any, at: Scope, **options: Any) -> RMSNorm:
     """Returns a norm whose stored scale is less 1; the options are those of `rms_norm`."""
-    return rms_norm(config, at, offset=1.0, **options)
+    return norms.rms_norm(config, at, offset=1.0, **options)
 
 
 def refuse_bidirectional(fields: Fields) -> None:
@@ -129,7 +129,7 @@ class Gemma2Config(DecoderConfig):
     @classmethod
     def read(cls, fields: Fields) -> Gemma2Config:
         """Returns what the fields say."""
-        windows = read_windows(fields, layer_types(fields, 2), 4096)
+        windows = layer_windows.read_windows(fields, layer_windows.layer_types(fields, 2), 4096)
         return cls.read_gemma(fields, sliding_windows=windows)
 
     @classmethod
@@ -166,8 +166,10 @@ class Gemma2(Gemma, config=Gemma2Config):
     @classmethod
     def make_attention(cls, config: Any, index: int, at: Scope) -> nnx.Module:
         """Returns the attention of a layer."""
-        norms = cls.make_head_norms(config, at)
-        return grouped_query_attention(config, index, at, scores=config.scores, norms=norms)
+        head_norms = cls.make_head_norms(config, at)
+        return attention.grouped_query_attention(
+            config, index, at, scores=config.scores, norms=head_norms
+        )
 
     def logits(self, hidden_BD: jax.Array) -> jax.Array:
         """Returns the logits in float32."""
@@ -199,15 +201,19 @@ class Gemma3Config(Gemma2Config):
         if fields.get("attn_logit_softcapping", None) is not None:
             text = "attn_logit_softcapping is not supported: attention of Gemma 3 has no softcap"
             fields.note_unsupported(text, attn_logit_softcapping=None)
-        types = layer_types(fields, fields.integer("sliding_window_pattern", 6))
+        types = layer_windows.layer_types(fields, fields.integer("sliding_window_pattern", 6))
         return cls.read_gemma(
             fields,
-            sliding_windows=read_windows(fields, types, 4096),
-            **read_ropes(fields, types, fields.integer("head_dim", 256), 131_072, GEMMA3_THETA),
+            sliding_windows=layer_windows.read_windows(fields, types, 4096),
+            **layer_windows.read_ropes(
+                fields, types, fields.integer("head_dim", 256), 131_072, GEMMA3_THETA
+            ),
         )
 
 
 class Gemma3(Gemma2, config=Gemma3Config):
     """Gemma 3, text (Gemma Team, 2025), is Gemma 2 with norms of queries and keys."""
 
-    make_head_norms = staticmethod(functools.partial(norms_of_heads, make_norm=gemma_norm))
+    make_head_norms = staticmethod(
+        functools.partial(attention.norms_of_heads, make_norm=gemma_norm)
+    )

@@ -28,8 +28,8 @@ from jaxpage.layers.linear import Linear
 from jaxpage.layers.norms import mean
 from jaxpage.layers.parameter import parameter, tensor
 from jaxpage.models.base import Hidden, Pages, run_layers
+from jaxpage.models.config import layer_windows
 from jaxpage.models.config.fields import Fields
-from jaxpage.models.config.layer_windows import layer_types, read_ropes
 from jaxpage.models.gemma import ACTIVATION, FULL, SLIDING, Gemma2
 from jaxpage.models.gemma_layers import (
     GatedInput,
@@ -42,10 +42,9 @@ from jaxpage.models.gemma_layers import (
     gemma4_attention,
     whole_projection,
 )
+from jaxpage.models.parts import mlp, norms
 from jaxpage.models.parts.decoder_config import Defaults
-from jaxpage.models.parts.mlp import gated_mlp
 from jaxpage.models.parts.names import Scope
-from jaxpage.models.parts.norms import rms_norm
 
 ROPES = {FULL: ("rope_theta", 1_000_000.0), SLIDING: ("rope_local_base_freq", 10_000.0)}
 LEAST_SQUARE = 1e-5  # The least mean of squares of a state that gets the size of another one.
@@ -105,13 +104,15 @@ class Gemma3nConfig(Gemma4LayersConfig):
     @classmethod
     def read(cls, fields: Fields) -> Gemma3nConfig:
         """Returns what the fields say."""
-        types = layer_types(fields, 5)
+        types = layer_windows.layer_types(fields, 5)
         places = find_shared_layers(fields, types, 15)
         widths = _inner_widths(fields, len(types))
         sparsities = _sparsities(fields, len(types))
         return cls.from_fields(
             fields,
-            **read_ropes(fields, types, fields.integer("head_dim", 256), 32_768, ROPES),
+            **layer_windows.read_ropes(
+                fields, types, fields.integer("head_dim", 256), 32_768, ROPES
+            ),
             intermediate_size=max(widths),
             kv=cache_of_types(types, places, fields.integer("sliding_window", 512)),
             layer_forms=tuple(
@@ -187,7 +188,7 @@ class AltUp(nnx.Module):
 
     def __init__(self, config: Gemma3nConfig, at: Scope):
         width, count = config.hidden_size, config.states.count
-        self.norm = rms_norm(config, at / "router_norm")
+        self.norm = norms.rms_norm(config, at / "router_norm")
         self.router = whole_projection(width, at, "modality_router", count)
         self.prediction = whole_projection(count, at, "prediction_coefs", count**2)
         self.correction = whole_projection(count, at, "correction_coefs", count)
@@ -235,17 +236,17 @@ class Gemma3nLayer(nnx.Module):
         self.altup = AltUp(config, at / "altup")
         self.low = whole_projection(width, laurel, "linear_left", rank)
         self.high = whole_projection(rank, laurel, "linear_right", width)
-        self.behind_low_rank = rms_norm(config, laurel / "post_laurel_norm")
-        self.attention_norm = rms_norm(config, at / "input_layernorm")
+        self.behind_low_rank = norms.rms_norm(config, laurel / "post_laurel_norm")
+        self.attention_norm = norms.rms_norm(config, at / "input_layernorm")
         self.attention = gemma4_attention(config, index, at / "self_attn")
-        self.post_attention_norm = rms_norm(config, at / "post_attention_layernorm")
-        self.mlp_norm = rms_norm(config, at / "pre_feedforward_layernorm")
+        self.post_attention_norm = norms.rms_norm(config, at / "post_attention_layernorm")
+        self.mlp_norm = norms.rms_norm(config, at / "pre_feedforward_layernorm")
         self.mlp = (
             SparseMLP(config, form, at / "mlp")
             if form.sparsity
-            else gated_mlp(config, at / "mlp", width=form.intermediate_size)
+            else mlp.gated_mlp(config, at / "mlp", width=form.intermediate_size)
         )
-        self.post_mlp_norm = rms_norm(config, at / "post_feedforward_layernorm")
+        self.post_mlp_norm = norms.rms_norm(config, at / "post_feedforward_layernorm")
         self.input = GatedInput(config, inputs.width, at)
         self.states = config.states
 
@@ -279,7 +280,7 @@ class Gemma3n(Gemma2, config=Gemma3nConfig):
     Embeddings and logits are those of Gemma 2. Norms store their scales as they are.
     """
 
-    make_norm = staticmethod(rms_norm)
+    make_norm = staticmethod(norms.rms_norm)
 
     def __init__(self, config: Gemma3nConfig, *, dtype: DTypeLike):
         super().__init__(config, dtype=dtype)

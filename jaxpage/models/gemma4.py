@@ -27,8 +27,8 @@ from jaxpage.layers.parameter import Axis, parameter, tensor
 from jaxpage.layers.rope import Rope
 from jaxpage.layers.routing import Router, Routing
 from jaxpage.models.base import Hidden, Pages, run_layers
+from jaxpage.models.config import layer_windows
 from jaxpage.models.config.fields import Fields
-from jaxpage.models.config.layer_windows import layer_types
 from jaxpage.models.config.proportional_rope import read_rope
 from jaxpage.models.gemma import ACTIVATION, FULL, SLIDING, Gemma2
 from jaxpage.models.gemma_layers import (
@@ -41,10 +41,9 @@ from jaxpage.models.gemma_layers import (
     find_shared_layers,
     gemma4_attention,
 )
+from jaxpage.models.parts import mlp, norms
 from jaxpage.models.parts.decoder_config import DecoderConfig, Defaults, key_value_heads
-from jaxpage.models.parts.mlp import gated_mlp
 from jaxpage.models.parts.names import Scope
-from jaxpage.models.parts.norms import rms_norm
 
 ROPES: dict[str, dict[str, Any]] = {
     SLIDING: {"rope_type": "default", "rope_theta": 10_000.0},
@@ -104,7 +103,7 @@ class Gemma4Experts(nnx.Module):
             correction=tensor(f"{router}.correction", count),
             dtype=dtype,
         )
-        self.router_norm = rms_norm(config, None)
+        self.router_norm = norms.rms_norm(config, None)
         self.router_scale = parameter(
             (width,), axes=("embed",), dtype=dtype, sources=[tensor(f"{router}.scale", width)]
         )
@@ -114,9 +113,9 @@ class Gemma4Experts(nnx.Module):
             dtype=dtype,
             sources=[tensor(f"{router}.per_expert_scale", count)],
         )
-        self.norm = rms_norm(config, layer / "pre_feedforward_layernorm_2")
-        self.behind = rms_norm(config, layer / "post_feedforward_layernorm_2")
-        self.behind_dense = rms_norm(config, layer / "post_feedforward_layernorm_1")
+        self.norm = norms.rms_norm(config, layer / "pre_feedforward_layernorm_2")
+        self.behind = norms.rms_norm(config, layer / "post_feedforward_layernorm_2")
+        self.behind_dense = norms.rms_norm(config, layer / "post_feedforward_layernorm_1")
 
     def __call__(
         self, x_TD: Float[Array, "T D"], dense_TD: Float[Array, "T D"]
@@ -162,7 +161,10 @@ class Gemma4Config(Gemma4LayersConfig):
         if both_ways not in (None, "vision"):
             text = "use_bidirectional_attention (attention to later tokens) is not supported"
             fields.note_unsupported(text, use_bidirectional_attention=None)
-        types = (*layer_types(fields, 6)[:-1], FULL)  # The last layer is always a full one.
+        types = (
+            *layer_windows.layer_types(fields, 6)[:-1],
+            FULL,
+        )  # The last layer is always a full one.
         heads = _heads(fields, types, by_layer)
         ropes, max_length = _ropes(fields, heads)
         places = find_shared_layers(fields, types, 0)
@@ -295,12 +297,12 @@ class Gemma4Layer(nnx.Module):
 
     def __init__(self, config: Gemma4Config, index: int, at: Scope):
         form = config.layer_forms[index]
-        self.attention_norm = rms_norm(config, at / "input_layernorm")
+        self.attention_norm = norms.rms_norm(config, at / "input_layernorm")
         self.attention = gemma4_attention(config, index, at / "self_attn")
-        self.post_attention_norm = rms_norm(config, at / "post_attention_layernorm")
-        self.mlp_norm = rms_norm(config, at / "pre_feedforward_layernorm")
-        self.mlp = gated_mlp(config, at / "mlp", width=form.intermediate_size)
-        self.post_mlp_norm = rms_norm(config, at / "post_feedforward_layernorm")
+        self.post_attention_norm = norms.rms_norm(config, at / "post_attention_layernorm")
+        self.mlp_norm = norms.rms_norm(config, at / "pre_feedforward_layernorm")
+        self.mlp = mlp.gated_mlp(config, at / "mlp", width=form.intermediate_size)
+        self.post_mlp_norm = norms.rms_norm(config, at / "post_feedforward_layernorm")
         experts, inputs = config.experts, config.inputs
         self.experts = None if experts is None else Gemma4Experts(config, experts, at)
         self.input = None if inputs is None else GatedInput(config, inputs.width, at)
@@ -334,7 +336,7 @@ class Gemma4(Gemma2, config=Gemma4Config):
     """
 
     takes_vectors = True
-    make_norm = staticmethod(rms_norm)
+    make_norm = staticmethod(norms.rms_norm)
 
     def __init__(self, config: Gemma4Config, *, dtype: DTypeLike):
         super().__init__(config, dtype=dtype)

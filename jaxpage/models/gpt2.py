@@ -18,13 +18,10 @@ from jaxpage.layers.rope import NO_ROTATION
 from jaxpage.models.base import KVSpec
 from jaxpage.models.config.fields import Fields
 from jaxpage.models.llama import Llama
-from jaxpage.models.parts.attention import grouped_query_attention
-from jaxpage.models.parts.block import Block
-from jaxpage.models.parts.decoder import Decoder
+from jaxpage.models.parts import attention, mlp, norms
+from jaxpage.models.parts.decoder import Block, Decoder
 from jaxpage.models.parts.decoder_config import DecoderConfig, Defaults
-from jaxpage.models.parts.mlp import plain_mlp
 from jaxpage.models.parts.names import AttentionNames, ModuleNames, Scope
-from jaxpage.models.parts.norms import layer_norm
 
 ALIASES = {
     "hidden_size": "n_embd",
@@ -94,15 +91,15 @@ class GPT2(Decoder, config=GPT2Config):
         "*.crossattention.bias",
     )
     names = ModuleNames(tokens="wte", positions="wpe", layers="h", norm="ln_f")
-    make_norm = staticmethod(layer_norm)
+    make_norm = staticmethod(norms.layer_norm)
 
     @classmethod
     def make_block(cls, config: Any, index: int, at: Scope) -> nnx.Module:
         """Returns a layer."""
         return Block(
-            attention_norm=layer_norm(config, at / "ln_1"),
+            attention_norm=norms.layer_norm(config, at / "ln_1"),
             attention=cls.make_attention(config, index, at / "attn"),
-            mlp_norm=layer_norm(config, at / "ln_2"),
+            mlp_norm=norms.layer_norm(config, at / "ln_2"),
             mlp=cls.make_mlp(config, at / "mlp"),
         )
 
@@ -196,12 +193,12 @@ class GPTBigCode(GPT2, config=GPTBigCodeConfig):
         """Returns the attention of a layer."""
         names = AttentionNames(output="c_proj", fused="c_attn")
         scores = Scores(scale=config.attention_scale)
-        return grouped_query_attention(config, index, at, names=names, scores=scores)
+        return attention.grouped_query_attention(config, index, at, names=names, scores=scores)
 
     @classmethod
     def make_mlp(cls, config: Any, at: Scope) -> nnx.Module:
         """Returns the feed-forward half of a layer."""
-        return plain_mlp(config, at, "c_fc", "c_proj")
+        return mlp.plain_mlp(config, at, "c_fc", "c_proj")
 
 
 class Starcoder2Config(DecoderConfig):
@@ -235,9 +232,9 @@ class Starcoder2(Llama, config=Starcoder2Config):
     Its window is that of all layers.
     """
 
-    make_norm = staticmethod(layer_norm)
+    make_norm = staticmethod(norms.layer_norm)
 
     @classmethod
     def make_mlp(cls, config: Any, index: int, layer: Scope) -> nnx.Module:
         """Returns the feed-forward half of a layer."""
-        return plain_mlp(config, layer / "mlp", "c_fc", "c_proj")
+        return mlp.plain_mlp(config, layer / "mlp", "c_fc", "c_proj")

@@ -22,13 +22,10 @@ from jaxpage.models.config.config_fields import WrongField
 from jaxpage.models.config.fields import Fields, without
 from jaxpage.models.gpt2 import ALIASES, EPSILON, GPT2, inner_width
 from jaxpage.models.llama import Llama
-from jaxpage.models.parts.attention import grouped_query_attention, norms_by_head
-from jaxpage.models.parts.block import Block
-from jaxpage.models.parts.decoder import Decoder
+from jaxpage.models.parts import attention, mlp, norms
+from jaxpage.models.parts.decoder import Block, Decoder
 from jaxpage.models.parts.decoder_config import DecoderConfig, Defaults
-from jaxpage.models.parts.mlp import plain_mlp
 from jaxpage.models.parts.names import AttentionNames, ModuleNames, Scope
-from jaxpage.models.parts.norms import layer_norm
 
 NUM_PARTS = 4  # The parts of the product of CodeGen.
 
@@ -83,17 +80,19 @@ class GPTNeoX(Decoder, config=GPTNeoXConfig):
     prefix = "gpt_neox."
     ignored = ("*.attention.bias", "*.attention.masked_bias", "*rotary_emb.inv_freq")
     names = ModuleNames(tokens="embed_in", norm="final_layer_norm", heads=("embed_out", "lm_head"))
-    make_norm = staticmethod(layer_norm)
+    make_norm = staticmethod(norms.layer_norm)
 
     @classmethod
     def make_block(cls, config: Any, index: int, at: Scope) -> nnx.Module:
         """Returns a layer."""
         names = AttentionNames(output="dense", fused="query_key_value")
         return Block(
-            attention_norm=layer_norm(config, at / "input_layernorm"),
-            attention=grouped_query_attention(config, index, at / "attention", names=names),
-            mlp_norm=layer_norm(config, at / "post_attention_layernorm"),
-            mlp=plain_mlp(config, at / "mlp", "dense_h_to_4h", "dense_4h_to_h"),
+            attention_norm=norms.layer_norm(config, at / "input_layernorm"),
+            attention=attention.grouped_query_attention(
+                config, index, at / "attention", names=names
+            ),
+            mlp_norm=norms.layer_norm(config, at / "post_attention_layernorm"),
+            mlp=mlp.plain_mlp(config, at / "mlp", "dense_h_to_4h", "dense_4h_to_h"),
             parallel=config.parallel,
         )
 
@@ -142,23 +141,25 @@ class GPTJ(Decoder, config=GPTJConfig):
     ignored = ("*.attn.bias", "*.attn.masked_bias", "*.attn.causal_mask")
     names = ModuleNames(tokens="wte", layers="h", norm="ln_f")
     head_bias = True
-    make_norm = staticmethod(layer_norm)
+    make_norm = staticmethod(norms.layer_norm)
 
     @classmethod
     def make_block(cls, config: Any, index: int, at: Scope) -> nnx.Module:
         """Returns a layer."""
         return Block(
-            attention_norm=layer_norm(config, at / "ln_1"),
+            attention_norm=norms.layer_norm(config, at / "ln_1"),
             attention=cls.make_attention(config, index, at / "attn"),
             mlp_norm=None,
-            mlp=plain_mlp(config, at / "mlp", "fc_in", "fc_out"),
+            mlp=mlp.plain_mlp(config, at / "mlp", "fc_in", "fc_out"),
             parallel=True,
         )
 
     @classmethod
     def make_attention(cls, config: Any, index: int, at: Scope) -> Attention:
         """Returns the attention of a layer."""
-        return grouped_query_attention(config, index, at, names=AttentionNames("out_proj"))
+        return attention.grouped_query_attention(
+            config, index, at, names=AttentionNames("out_proj")
+        )
 
 
 class CodeGenConfig(GPTJConfig):
@@ -197,7 +198,7 @@ class CodeGen(GPTJ, config=CodeGenConfig):
     def make_attention(cls, config: Any, index: int, at: Scope) -> Attention:
         """Returns the attention of a layer."""
         names = AttentionNames("out_proj", fused="qkv_proj")
-        whole = grouped_query_attention(config, index, at, names=names)
+        whole = attention.grouped_query_attention(config, index, at, names=names)
         return AttentionInParts(
             index,
             Projections(whole.query_key_value, whole.output, num_groups=NUM_PARTS),
@@ -258,7 +259,7 @@ class GPTNeo(GPT2, config=GPTNeoConfig):
     @classmethod
     def make_attention(cls, config: Any, index: int, at: Scope) -> nnx.Module:
         """Returns the attention of a layer, whose products for its input have no biases."""
-        return grouped_query_attention(
+        return attention.grouped_query_attention(
             config,
             index,
             at / "attention",
@@ -270,7 +271,7 @@ class GPTNeo(GPT2, config=GPTNeoConfig):
     @classmethod
     def make_mlp(cls, config: Any, at: Scope) -> nnx.Module:
         """Returns the feed-forward half of a layer."""
-        return plain_mlp(config, at, "c_fc", "c_proj")
+        return mlp.plain_mlp(config, at, "c_fc", "c_proj")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -308,7 +309,7 @@ class StableLm(Llama, config=StableLmConfig):
     Some of its models compute both halves of a layer in parallel, or have a norm for each head.
     """
 
-    make_norm = staticmethod(layer_norm)
+    make_norm = staticmethod(norms.layer_norm)
     output_bias = False
 
     @classmethod
@@ -316,9 +317,11 @@ class StableLm(Llama, config=StableLmConfig):
         """Returns a layer; where its halves are parallel, the second one has no norm of its own."""
         parallel = config.use_parallel_residual
         return Block(
-            attention_norm=layer_norm(config, at / "input_layernorm"),
+            attention_norm=norms.layer_norm(config, at / "input_layernorm"),
             attention=cls.make_attention(config, index, at / "self_attn"),
-            mlp_norm=None if parallel else layer_norm(config, at / "post_attention_layernorm"),
+            mlp_norm=None
+            if parallel
+            else norms.layer_norm(config, at / "post_attention_layernorm"),
             mlp=cls.make_mlp(config, index, at),
             parallel=parallel,
         )
@@ -326,4 +329,6 @@ class StableLm(Llama, config=StableLmConfig):
     @classmethod
     def make_head_norms(cls, config: Any, at: Scope) -> HeadNorms:
         """Returns the norms of queries and keys, which the config may ask for."""
-        return norms_by_head(config, at, apart=True) if config.qk_layernorm else HeadNorms()
+        return (
+            attention.norms_by_head(config, at, apart=True) if config.qk_layernorm else HeadNorms()
+        )

@@ -18,16 +18,13 @@ from flax import nnx
 from jaxpage.layers.attention import Scores
 from jaxpage.layers.experts import ExpertsSpec
 from jaxpage.layers.mamba import MambaSpec
-from jaxpage.models.config.expert_fields import read_experts
+from jaxpage.models.config import expert_fields, layer_windows, recurrent_fields
 from jaxpage.models.config.fields import Fields
-from jaxpage.models.config.layer_windows import layer_types, read_windows
-from jaxpage.models.config.recurrent_fields import read_mamba
 from jaxpage.models.llama import Llama
-from jaxpage.models.parts import attention
-from jaxpage.models.parts.block import Block
+from jaxpage.models.parts import attention, recurrences
+from jaxpage.models.parts.decoder import Block
 from jaxpage.models.parts.decoder_config import DecoderConfig, Defaults, ExpertsConfig
 from jaxpage.models.parts.names import ExpertNames, MLPNames, Scope
-from jaxpage.models.parts.recurrences import mamba2
 
 MLP_NAMES = MLPNames("shared_mlp", gate=None, up=None, down="output_linear", fused="input_linear")
 EXPERT_NAMES = ExpertNames(
@@ -134,7 +131,7 @@ class GraniteMoeConfig(ExpertsConfig):
 
 def granite_experts(fields: Fields, shared_width: int | None) -> ExpertsSpec:
     """Returns the experts, with a shared one of this width unless it is None."""
-    return read_experts(
+    return expert_fields.read_experts(
         fields,
         count=("num_local_experts", 8),
         per_token=2,
@@ -203,7 +200,9 @@ def read_swash(fields: Fields, defaults: Defaults) -> dict[str, Any]:
         if theta
     }
     return {
-        "sliding_windows": read_windows(fields, layer_types(fields, 4, first=0), 128),
+        "sliding_windows": layer_windows.read_windows(
+            fields, layer_windows.layer_types(fields, 4, first=0), 128
+        ),
         "rope_by_layer": tuple(ropes.get(theta) for theta in thetas),
     }
 
@@ -286,7 +285,7 @@ class GraniteMoeHybridConfig(ExpertsConfig):
             kinds=(FULL, LINEAR),
             older={"attention": FULL, "mamba": LINEAR},
         )
-        mamba = read_mamba(fields)
+        mamba = recurrent_fields.read_mamba(fields)
         positions = fields.get("position_embedding_type", None)
         if positions not in (None, "nope", "rope"):
             text = f"position_embedding_type = {positions!r} is not one of rope, nope, null"
@@ -311,4 +310,4 @@ class GraniteMoeHybrid(GraniteMoe, config=GraniteMoeHybridConfig):
     @classmethod
     def make_recurrence(cls, config: Any, index: int, layer: Scope) -> nnx.Module:
         """Returns Mamba 2 of a layer that keeps a state."""
-        return mamba2(config, config.recurrent, index, layer / "mamba")
+        return recurrences.mamba2(config, config.recurrent, index, layer / "mamba")

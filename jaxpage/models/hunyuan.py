@@ -6,10 +6,10 @@ import functools
 from collections.abc import Mapping
 from typing import Any
 
-from jaxpage.models.config.expert_fields import read_experts
+from jaxpage.models.config import expert_fields
 from jaxpage.models.config.fields import NO_ROPE, Fields
 from jaxpage.models.llama import Llama
-from jaxpage.models.parts.attention import norms_of_heads
+from jaxpage.models.parts import attention
 from jaxpage.models.parts.decoder_config import (
     DecoderConfig,
     Defaults,
@@ -60,7 +60,7 @@ class HunYuanDense(Llama, config=HunYuanDenseConfig):
     """HunYuan, dense (Tencent, 2025), is Llama with norms of queries and keys after rotation."""
 
     make_head_norms = staticmethod(
-        functools.partial(norms_of_heads, names=HEAD_NORMS, after_rotation=True)
+        functools.partial(attention.norms_of_heads, names=HEAD_NORMS, after_rotation=True)
     )
 
 
@@ -84,7 +84,7 @@ class HunYuanMoeConfig(ExpertsConfig):
         replace_alpha(fields)
         return cls.from_fields(
             fields,
-            experts=read_experts(
+            experts=expert_fields.read_experts(
                 fields,
                 count=("num_experts", 1),
                 per_token=1,

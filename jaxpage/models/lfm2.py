@@ -15,15 +15,13 @@ from flax import nnx
 
 from jaxpage.layers.convolution import ConvolutionSpec
 from jaxpage.layers.rope import NO_ROTATION, Rope
-from jaxpage.models.config.expert_fields import first_dense, read_experts
+from jaxpage.models.config import expert_fields, layer_windows
 from jaxpage.models.config.fields import NO_ROPE, Fields
-from jaxpage.models.config.layer_windows import read_windows
 from jaxpage.models.config.proportional_rope import read_rope
 from jaxpage.models.llama import Llama
-from jaxpage.models.parts import attention
+from jaxpage.models.parts import attention, recurrences
 from jaxpage.models.parts.decoder_config import DecoderConfig, Defaults, ExpertsConfig
 from jaxpage.models.parts.names import AttentionNames, ExpertNames, MLPNames, ModuleNames, Scope
-from jaxpage.models.parts.recurrences import gated_convolution
 
 FULL = "full_attention"
 SLIDING = "sliding_attention"
@@ -135,7 +133,7 @@ class Lfm2(Llama, config=Lfm2Config):
     @classmethod
     def make_recurrence(cls, config: Any, index: int, layer: Scope) -> nnx.Module:
         """Returns the convolution of a layer."""
-        return gated_convolution(config.convolution, index, layer / "conv")
+        return recurrences.gated_convolution(config.convolution, index, layer / "conv")
 
     @classmethod
     def make_attention(cls, config: Any, index: int, at: Scope) -> nnx.Module:
@@ -164,7 +162,7 @@ class Lfm2MoeConfig(Lfm2Config, ExpertsConfig):
         if fields.get("layer_types", None) is None:
             text = f"layer_types must name each of the {num_layers} layers, not None"
             fields.note_wrong(text, layer_types=[FULL] * num_layers)
-        experts = read_experts(
+        experts = expert_fields.read_experts(
             fields,
             count=("num_experts", 32),
             per_token=4,
@@ -182,7 +180,7 @@ class Lfm2MoeConfig(Lfm2Config, ExpertsConfig):
             fields,
             **read_kinds(fields, types),
             experts=experts,
-            sparse_layers=first_dense(fields, 2, "num_dense_layers"),
+            sparse_layers=expert_fields.first_dense(fields, 2, "num_dense_layers"),
         )
 
 
@@ -231,7 +229,7 @@ class Lfm3Config(Lfm2Config):
         return cls.from_fields(
             fields,
             head_dim=head_dim,
-            sliding_windows=read_windows(fields, types, 256),
+            sliding_windows=layer_windows.read_windows(fields, types, 256),
             **read_kinds(fields, types, kernel=7),
             rope=(ropes.get(FULL, NO_ROTATION), max_length),
             rope_by_layer=tuple(ropes.get(kind) for kind in types),

@@ -24,23 +24,17 @@ from flax import nnx
 
 from jaxpage.layers.attention import HeadNorms, Scores
 from jaxpage.layers.mlp import XIELU
-from jaxpage.models.config.expert_fields import read_experts
+from jaxpage.models.config import expert_fields, layer_windows, mtp_names
 from jaxpage.models.config.fields import Fields
-from jaxpage.models.config.layer_windows import rotating_layers, windows_of
-from jaxpage.models.config.mtp_names import read_numbered_names
-from jaxpage.models.parts.attention import grouped_query_attention, no_head_norms, norms_of_heads
-from jaxpage.models.parts.block import Block
-from jaxpage.models.parts.decoder import Decoder, cap_logits
+from jaxpage.models.parts import attention, experts, mlp, norms
+from jaxpage.models.parts.decoder import Block, Decoder, cap_logits
 from jaxpage.models.parts.decoder_config import (
     DecoderConfig,
     Defaults,
     ExpertsConfig,
     read_head_dim,
 )
-from jaxpage.models.parts.experts import mlp_or_experts
-from jaxpage.models.parts.mlp import gated_mlp, plain_mlp
 from jaxpage.models.parts.names import LLAMA_MLP, QWEN_EXPERTS, ExpertNames, MLPNames, Scope
-from jaxpage.models.parts.norms import unscaled_rms_norm
 
 CHUNKED = "chunked_attention"
 FULL = "full_attention"
@@ -68,7 +62,7 @@ class LlamaConfig(DecoderConfig):
     @classmethod
     def read(cls, fields: Fields) -> LlamaConfig:
         """Returns what the fields say."""
-        return cls.from_fields(fields, draft_heads=read_numbered_names(fields))
+        return cls.from_fields(fields, draft_heads=mtp_names.read_numbered_names(fields))
 
 
 class Llama(Decoder, config=LlamaConfig):
@@ -86,7 +80,7 @@ class Llama(Decoder, config=LlamaConfig):
     mlp_names: ClassVar[MLPNames] = LLAMA_MLP
     expert_names: ClassVar[ExpertNames] = QWEN_EXPERTS
     # Returns the norms of queries and keys, of a config and the scope of attention.
-    make_head_norms: ClassVar[Callable[..., HeadNorms]] = staticmethod(no_head_norms)
+    make_head_norms: ClassVar[Callable[..., HeadNorms]] = staticmethod(attention.no_head_norms)
     # True if the product for the output of attention has a bias; None if it is like the others.
     output_bias: ClassVar[bool | None] = None
 
@@ -121,16 +115,20 @@ class Llama(Decoder, config=LlamaConfig):
     @classmethod
     def make_attention(cls, config: Any, index: int, at: Scope) -> nnx.Module:
         """Returns the attention of a layer, whose scope is `at`."""
-        norms = cls.make_head_norms(config, at)
-        return grouped_query_attention(config, index, at, norms=norms, output_bias=cls.output_bias)
+        head_norms = cls.make_head_norms(config, at)
+        return attention.grouped_query_attention(
+            config, index, at, norms=head_norms, output_bias=cls.output_bias
+        )
 
     @classmethod
     def make_mlp(cls, config: Any, index: int, layer: Scope) -> nnx.Module:
         """Returns the feed-forward half of a layer, or its experts."""
         names = cls.mlp_names
         if isinstance(config, ExpertsConfig):
-            return mlp_or_experts(config, index, layer, names=cls.expert_names, mlp_names=names)
-        return gated_mlp(config, layer / names.module, names=names)
+            return experts.mlp_or_experts(
+                config, index, layer, names=cls.expert_names, mlp_names=names
+            )
+        return mlp.gated_mlp(config, layer / names.module, names=names)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,7 +158,7 @@ class Llama4Config(ExpertsConfig):
     @classmethod
     def read(cls, fields: Fields) -> Llama4Config:
         """Returns what the fields say."""
-        rotates = rotating_layers(fields)
+        rotates = layer_windows.rotating_layers(fields)
         return cls.from_fields(
             fields,
             head_dim=fields.optional_integer("head_dim", 128),
@@ -169,7 +167,7 @@ class Llama4Config(ExpertsConfig):
             rotates=rotates,
             use_qk_norm=fields.flag("use_qk_norm", True),
             temperature_tuning=_temperature_tuning(fields),
-            experts=read_experts(
+            experts=expert_fields.read_experts(
                 fields,
                 count=("num_local_experts", 16),
                 per_token=1,
@@ -233,13 +231,15 @@ class Llama4(Llama, config=Llama4Config):
     @classmethod
     def make_attention(cls, config: Any, index: int, at: Scope) -> nnx.Module:
         """Returns attention with norms if it rotates, and with growing queries if not."""
-        norms = HeadNorms()
+        head_norms = HeadNorms()
         scores = Scores(chunked=True)
         if config.rope_of(index) is None:
             scores = Scores(chunked=True, temperature_tuning=config.temperature_tuning)
         elif config.use_qk_norm:
-            norms = norms_of_heads(config, at, unscaled_rms_norm, after_rotation=True)
-        return grouped_query_attention(config, index, at, norms=norms, scores=scores)
+            head_norms = attention.norms_of_heads(
+                config, at, norms.unscaled_rms_norm, after_rotation=True
+            )
+        return attention.grouped_query_attention(config, index, at, norms=head_norms, scores=scores)
 
 
 class SmolLM3Config(DecoderConfig):
@@ -262,7 +262,7 @@ class SmolLM3Config(DecoderConfig):
     @classmethod
     def read(cls, fields: Fields) -> SmolLM3Config:
         """Returns what the fields say."""
-        rotates = rotating_layers(fields)
+        rotates = layer_windows.rotating_layers(fields)
         window = None
         if fields.flag("use_sliding_window", False):
             window = fields.optional_integer("sliding_window", None)
@@ -274,7 +274,7 @@ class SmolLM3Config(DecoderConfig):
         )
         return cls.from_fields(
             fields,
-            sliding_windows=windows_of(fields, types, window),
+            sliding_windows=layer_windows.windows_of(fields, types, window),
             rotates=rotates,
         )
 
@@ -343,7 +343,9 @@ class SeedOss(Llama, config=SeedOssConfig):
     @classmethod
     def make_attention(cls, config: Any, index: int, at: Scope) -> nnx.Module:
         """Returns the attention of a layer."""
-        return grouped_query_attention(config, index, at, output_bias=config.attention_out_bias)
+        return attention.grouped_query_attention(
+            config, index, at, output_bias=config.attention_out_bias
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -385,14 +387,14 @@ class Apertus(Llama, config=ApertusConfig):
     # Files may have the two constants of the activation function, which are the same in all layers.
     ignored = (*Llama.ignored, "*.act_fn.beta", "*.act_fn.eps")
     norm_names = ("attention_layernorm", "feedforward_layernorm")
-    make_head_norms = staticmethod(norms_of_heads)
+    make_head_norms = staticmethod(attention.norms_of_heads)
 
     @classmethod
     def make_mlp(cls, config: Any, index: int, layer: Scope) -> nnx.Module:
         """Returns the feed-forward half of a layer."""
         at = layer / "mlp"
         learned = XIELU(name=f"{at.name}.act_fn", dtype=at.dtype) if config.xielu else None
-        return plain_mlp(config, at, "up_proj", "down_proj", activation=learned)
+        return mlp.plain_mlp(config, at, "up_proj", "down_proj", activation=learned)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -426,15 +428,17 @@ class NanoChat(Llama, config=NanoChatConfig):
     Token embeddings are normalised too. The rotary embedding turns in the opposite direction.
     """
 
-    make_norm = staticmethod(unscaled_rms_norm)
+    make_norm = staticmethod(norms.unscaled_rms_norm)
     make_head_norms = staticmethod(
-        functools.partial(norms_of_heads, make_norm=unscaled_rms_norm, after_rotation=True)
+        functools.partial(
+            attention.norms_of_heads, make_norm=norms.unscaled_rms_norm, after_rotation=True
+        )
     )
 
     @classmethod
     def make_mlp(cls, config: Any, index: int, layer: Scope) -> nnx.Module:
         """Returns the feed-forward half of a layer."""
-        return plain_mlp(config, layer / "mlp", "fc1", "fc2")
+        return mlp.plain_mlp(config, layer / "mlp", "fc1", "fc2")
 
     def enter(self, embedded_TD: jax.Array, positions_T: jax.Array) -> jax.Array:
         """Returns normalised embeddings; `norm` serves for them too, because it has no scale."""

@@ -17,16 +17,13 @@ from flax import nnx
 
 from jaxpage.layers.mamba import MambaSpec
 from jaxpage.layers.mamba1 import Mamba1Spec
-from jaxpage.models.config.expert_fields import read_experts
+from jaxpage.models.config import expert_fields, recurrent_fields
 from jaxpage.models.config.fields import Fields, without
-from jaxpage.models.config.recurrent_fields import read_mamba, read_mamba2, read_rank
 from jaxpage.models.llama import Llama
-from jaxpage.models.parts.block import HalfBlock
-from jaxpage.models.parts.decoder import Decoder
+from jaxpage.models.parts import norms, recurrences
+from jaxpage.models.parts.decoder import Decoder, HalfBlock
 from jaxpage.models.parts.decoder_config import DecoderConfig, Defaults, ExpertsConfig
 from jaxpage.models.parts.names import ExpertNames, MLPNames, ModuleNames, Scope
-from jaxpage.models.parts.norms import rms_norm
-from jaxpage.models.parts.recurrences import cache_of_states, mamba1, mamba2
 
 LONGEST = 2**18  # The models have no positions and could go on; block tables have to end somewhere.
 
@@ -65,7 +62,7 @@ class MambaConfig(DecoderConfig):
             num_kv_heads=1,
             head_dim=64,
             rope=fields.rope(64, LONGEST),
-            kv=cache_of_states(states, num_layers),
+            kv=recurrences.cache_of_states(states, num_layers),
             recurrent=mamba,
             name="backbone",
         )
@@ -77,7 +74,7 @@ class MambaConfig(DecoderConfig):
         return Mamba1Spec(
             inner=fields.integer("intermediate_size", fields.integer("expand", 2) * width),
             vector=fields.integer("state_size", 16),
-            rank=read_rank(fields, "time_step_rank"),
+            rank=recurrent_fields.read_rank(fields, "time_step_rank"),
             kernel=fields.integer("conv_kernel", 4),
             activation=fields.activation("hidden_act", "silu"),
             convolution_bias=fields.flag("use_conv_bias", True),
@@ -99,13 +96,17 @@ class Mamba(Decoder, config=MambaConfig):
     @classmethod
     def make_block(cls, config: Any, index: int, at: Scope) -> nnx.Module:
         """Returns a layer."""
-        return HalfBlock(rms_norm(config, at / "norm"), cls.make_mixer(config, index, at / "mixer"))
+        return HalfBlock(
+            norms.rms_norm(config, at / "norm"), cls.make_mixer(config, index, at / "mixer")
+        )
 
     @classmethod
     def make_mixer(cls, config: Any, index: int, at: Scope) -> nnx.Module:
         """Returns the recurrence of a layer."""
         states, convolution = config.layer_places[index]
-        return mamba1(config, config.recurrent, states, at, convolution_index=convolution)
+        return recurrences.mamba1(
+            config, config.recurrent, states, at, convolution_index=convolution
+        )
 
 
 class FalconMambaConfig(MambaConfig):
@@ -162,7 +163,7 @@ def _read_mamba2(fields: Fields) -> MambaSpec:
     if heads * head != inner:
         text = f"num_heads = {heads} times head_dim = {head} must be expand * hidden_size = {inner}"
         fields.note_wrong(text, num_heads=heads, head_dim=head)
-    return read_mamba2(fields, "num_heads", "head_dim", "state_size", "hidden_act")
+    return recurrent_fields.read_mamba2(fields, "num_heads", "head_dim", "state_size", "hidden_act")
 
 
 class Mamba2Decoder(Mamba, config=Mamba2Config):
@@ -174,7 +175,7 @@ class Mamba2Decoder(Mamba, config=Mamba2Config):
     @classmethod
     def make_mixer(cls, config: Any, index: int, at: Scope) -> nnx.Module:
         """Returns the recurrence of a layer."""
-        return mamba2(config, config.recurrent, index, at)
+        return recurrences.mamba2(config, config.recurrent, index, at)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -212,7 +213,7 @@ class JambaConfig(ExpertsConfig):
         attends = _every(fields, "attn_layer", 8, 4, num_layers)
         experts = None
         if fields.integer("num_local_experts", 16, least=0) > 1:
-            experts = read_experts(
+            experts = expert_fields.read_experts(
                 fields,
                 count=("num_local_experts", 16),
                 per_token=2,
@@ -226,7 +227,7 @@ class JambaConfig(ExpertsConfig):
         )
         return cls.from_fields(
             fields,
-            kv=cache_of_states(states, num_layers),
+            kv=recurrences.cache_of_states(states, num_layers),
             recurrent=mamba,
             experts=experts,
             sparse_layers=tuple(experts is not None and each for each in sparse),
@@ -248,7 +249,7 @@ def _read_mamba(fields: Fields) -> Mamba1Spec:
     return Mamba1Spec(
         inner=fields.integer("mamba_expand", 2) * fields.integer("hidden_size"),
         vector=fields.integer("mamba_d_state", 16),
-        rank=read_rank(fields, "mamba_dt_rank"),
+        rank=recurrent_fields.read_rank(fields, "mamba_dt_rank"),
         kernel=fields.integer("mamba_d_conv", 4),
         activation=fields.activation("hidden_act", "silu"),
         convolution_bias=fields.flag("mamba_conv_bias", True),
@@ -270,7 +271,7 @@ class Jamba(Llama, config=JambaConfig):
     def make_recurrence(cls, config: Any, index: int, layer: Scope) -> nnx.Module:
         """Returns Mamba of a layer."""
         states, convolution = config.places_of(index)
-        return mamba1(
+        return recurrences.mamba1(
             config, config.recurrent, states, layer / "mamba", convolution_index=convolution
         )
 
@@ -311,7 +312,7 @@ class BambaConfig(DecoderConfig):
             text = f"attn_layer_indices must be a list, not {attending!r}"
             fields.note_wrong(text, attn_layer_indices=None)
             attending = []
-        mamba = read_mamba(fields)
+        mamba = recurrent_fields.read_mamba(fields)
         states = tuple(None if index in attending else mamba.state for index in range(num_layers))
         return cls.from_fields(fields, kv={"states": states}, recurrent=mamba)
 
@@ -326,4 +327,4 @@ class Bamba(Llama, config=BambaConfig):
     @classmethod
     def make_recurrence(cls, config: Any, index: int, layer: Scope) -> nnx.Module:
         """Returns Mamba 2 of a layer."""
-        return mamba2(config, config.recurrent, index, layer / "mamba")
+        return recurrences.mamba2(config, config.recurrent, index, layer / "mamba")

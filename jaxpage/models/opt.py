@@ -21,14 +21,10 @@ from jaxpage.layers.embedding import Embedding, token_tables
 from jaxpage.layers.linear import Linear
 from jaxpage.layers.norms import LayerNorm
 from jaxpage.models.config.fields import Fields
-from jaxpage.models.parts.attention import grouped_query_attention
-from jaxpage.models.parts.block import Block
-from jaxpage.models.parts.decoder import Decoder
+from jaxpage.models.parts import attention, mlp, norms
+from jaxpage.models.parts.decoder import Block, Decoder
 from jaxpage.models.parts.decoder_config import DecoderConfig, Defaults
-from jaxpage.models.parts.mlp import plain_mlp
 from jaxpage.models.parts.names import AttentionNames, ModuleNames, Scope
-from jaxpage.models.parts.norms import layer_norm
-from jaxpage.models.parts.projection import projection
 
 EPSILON = 1e-5
 # The first positions are for padding, in the code that both were trained with.
@@ -132,17 +128,17 @@ class OPT(Decoder, config=OPTConfig):
         block = Block if config.norm_first else NormLastBlock
         return block(
             attention_norm=cls.make_norm(config, at / "self_attn_layer_norm"),
-            attention=grouped_query_attention(
+            attention=attention.grouped_query_attention(
                 config, index, at / "self_attn", names=AttentionNames("out_proj")
             ),
             mlp_norm=cls.make_norm(config, at / "final_layer_norm"),
-            mlp=plain_mlp(config, at, "fc1", "fc2"),
+            mlp=mlp.plain_mlp(config, at, "fc1", "fc2"),
         )
 
     @classmethod
     def make_norm(cls, config: Any, at: Scope) -> LayerNorm:
         """Returns a norm of hidden states."""
-        return layer_norm(config, at, affine=config.affine_norms)
+        return norms.layer_norm(config, at, affine=config.affine_norms)
 
     @classmethod
     def make_positions(cls, config: Any, at: Scope, *, padding: int = 0) -> Embedding | None:
@@ -163,7 +159,7 @@ class OPT(Decoder, config=OPTConfig):
 def _project(num_in: int, at: Scope, output: tuple[str, int]) -> Linear | None:
     """Returns a projection to another width; None where it is the same."""
     has_projection = output[1] != num_in
-    return projection(num_in, at, output, axes=("embed", None)) if has_projection else None
+    return at.projection(num_in, output, axes=("embed", None)) if has_projection else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -208,17 +204,19 @@ class XGLM(Decoder, config=XGLMConfig):
 
     ignored = ("*.embed_positions.weights",)
     names = ModuleNames(norm="layer_norm")
-    make_norm = staticmethod(layer_norm)
+    make_norm = staticmethod(norms.layer_norm)
 
     @classmethod
     def make_block(cls, config: Any, index: int, at: Scope) -> nnx.Module:
         """Returns a layer."""
         names = AttentionNames("out_proj")
         return Block(
-            attention_norm=layer_norm(config, at / "self_attn_layer_norm"),
-            attention=grouped_query_attention(config, index, at / "self_attn", names=names),
-            mlp_norm=layer_norm(config, at / "final_layer_norm"),
-            mlp=plain_mlp(config, at, "fc1", "fc2"),
+            attention_norm=norms.layer_norm(config, at / "self_attn_layer_norm"),
+            attention=attention.grouped_query_attention(
+                config, index, at / "self_attn", names=names
+            ),
+            mlp_norm=norms.layer_norm(config, at / "final_layer_norm"),
+            mlp=mlp.plain_mlp(config, at, "fc1", "fc2"),
         )
 
     def embed_tokens(self, token_ids_T: jax.Array) -> jax.Array:

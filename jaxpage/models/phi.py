@@ -14,16 +14,13 @@ from flax import nnx
 from jaxpage.layers.attention import HeadNorms
 from jaxpage.layers.rope import Rope
 from jaxpage.layers.rope_scaling import LENGTH
-from jaxpage.models.config.expert_fields import read_experts
+from jaxpage.models.config import expert_fields
 from jaxpage.models.config.fields import Fields, without
 from jaxpage.models.llama import Llama
-from jaxpage.models.parts import attention, decoder_config
-from jaxpage.models.parts.block import Block
-from jaxpage.models.parts.decoder import Decoder
+from jaxpage.models.parts import attention, decoder_config, mlp, norms
+from jaxpage.models.parts.decoder import Block, Decoder
 from jaxpage.models.parts.decoder_config import DecoderConfig, Defaults, ExpertsConfig
-from jaxpage.models.parts.mlp import plain_mlp
 from jaxpage.models.parts.names import AttentionNames, ExpertNames, ModuleNames, Scope
-from jaxpage.models.parts.norms import layer_norm
 
 ATTENTION_NAMES = AttentionNames(output="dense")
 MOE_THETA = 1_000_000.0
@@ -63,28 +60,28 @@ class Phi(Decoder, config=PhiConfig):
 
     names = ModuleNames(norm="final_layernorm")
     head_bias = True
-    make_norm = staticmethod(layer_norm)
+    make_norm = staticmethod(norms.layer_norm)
 
     @classmethod
     def make_block(cls, config: Any, index: int, at: Scope) -> nnx.Module:
         """Returns a layer."""
         return Block(
-            attention_norm=layer_norm(config, at / "input_layernorm"),
+            attention_norm=norms.layer_norm(config, at / "input_layernorm"),
             attention=cls.make_attention(config, index, at / "self_attn"),
             mlp_norm=None,
-            mlp=plain_mlp(config, at / "mlp", "fc1", "fc2"),
+            mlp=mlp.plain_mlp(config, at / "mlp", "fc1", "fc2"),
             parallel=True,
         )
 
     @classmethod
     def make_attention(cls, config: Any, index: int, at: Scope) -> nnx.Module:
         """Returns the attention of a layer."""
-        norms = HeadNorms()
+        head_norms = HeadNorms()
         if config.qk_layernorm:
             names = ("q_layernorm", "k_layernorm")
-            norms = attention.norms_of_heads(config, at, layer_norm, names=names)
+            head_norms = attention.norms_of_heads(config, at, norms.layer_norm, names=names)
         return attention.grouped_query_attention(
-            config, index, at, names=ATTENTION_NAMES, norms=norms
+            config, index, at, names=ATTENTION_NAMES, norms=head_norms
         )
 
 
@@ -155,7 +152,7 @@ class PhimoeConfig(ExpertsConfig):
             sliding_windows=fields.optional_integer("sliding_window", None),
             rope=(rope, max_length),
             lm_head_bias=fields.flag("lm_head_bias", False),
-            experts=read_experts(
+            experts=expert_fields.read_experts(
                 fields,
                 count=("num_local_experts", 16),
                 per_token=2,
@@ -187,7 +184,7 @@ class Phimoe(Llama, config=PhimoeConfig):
     It has LayerNorm.
     """
 
-    make_norm = staticmethod(layer_norm)
+    make_norm = staticmethod(norms.layer_norm)
     expert_names = ExpertNames(
         "block_sparse_moe", "w1", "w3", "w2", in_memory=("mlp", "router", "")
     )

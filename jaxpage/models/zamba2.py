@@ -45,17 +45,13 @@ from jaxpage.layers.linear import Linear
 from jaxpage.layers.mamba import MambaSpec
 from jaxpage.layers.rope import NO_ROTATION
 from jaxpage.models.base import Hidden, Pages, run_layers
+from jaxpage.models.config import recurrent_fields
 from jaxpage.models.config.fields import Fields
-from jaxpage.models.config.recurrent_fields import read_groups, read_time_steps
 from jaxpage.models.parameters.replacing import Path, replace_modules
-from jaxpage.models.parts.attention import grouped_query_attention
+from jaxpage.models.parts import attention, mlp, norms, recurrences
 from jaxpage.models.parts.decoder import Decoder
 from jaxpage.models.parts.decoder_config import DecoderConfig, Defaults, key_value_heads
-from jaxpage.models.parts.mlp import gated_mlp
 from jaxpage.models.parts.names import MLPNames, ModuleNames, Scope
-from jaxpage.models.parts.norms import rms_norm
-from jaxpage.models.parts.projection import projection
-from jaxpage.models.parts.recurrences import cache_of_states, mamba2
 
 LINEAR = "linear_attention"
 HYBRID = "hybrid"
@@ -161,7 +157,7 @@ class Zamba2Config(DecoderConfig):
             head_dim=head_dim,
             rope=None if rotates else (NO_ROTATION, max_length),
             intermediate_size=fields.optional_integer("intermediate_size", None) or 4 * width,
-            kv=cache_of_states(states, num_layers),
+            kv=recurrences.cache_of_states(states, num_layers),
             mlp_bias=fields.flag("add_bias_linear", False),
             recurrent=mamba,
             blocks=SharedBlocks(
@@ -185,11 +181,11 @@ def _read_mamba(fields: Fields, width: int) -> MambaSpec:
     return MambaSpec(
         heads=heads,
         head=inner // heads,
-        groups=read_groups(fields, ("mamba_ngroups", 1), n_mamba_heads=heads),
+        groups=recurrent_fields.read_groups(fields, ("mamba_ngroups", 1), n_mamba_heads=heads),
         vector=fields.integer("mamba_d_state", 64),
         kernel=fields.integer("mamba_d_conv", 4),
         # As in Zyphra's own code and vLLM; transformers has (time_step_min, infinity).
-        time_steps=read_time_steps(fields),
+        time_steps=recurrent_fields.read_time_steps(fields),
         input_bias=bias,
         output_bias=bias,
     )
@@ -265,9 +261,9 @@ class BlockAdapter(nnx.Module):
         """
         num_in, num_out = sizes
         downs = [(f"{name}.0", rank) for name in names]
-        self.down = projection(num_in, at, *downs, axes=("embed", None))
+        self.down = at.projection(num_in, *downs, axes=("embed", None))
         self.up = nnx.List(
-            projection(rank, at, (f"{name}.1", num_out), axes=(None, axis)) for name in names
+            at.projection(rank, (f"{name}.1", num_out), axes=(None, axis)) for name in names
         )
         replace_modules(self, _share)
 
@@ -303,12 +299,12 @@ class SharedBlock(nnx.Module):
         # Heads share the width of two hidden states, and scores are scaled for the width of one.
         scores = Scores(scale=(config.kv.head_dim / 2) ** -0.5)
         place = config.layer_places[layer][0]
-        self.norm = rms_norm(config, at / "input_layernorm", width=both)
-        self.attention = grouped_query_attention(
+        self.norm = norms.rms_norm(config, at / "input_layernorm", width=both)
+        self.attention = attention.grouped_query_attention(
             config, place, at / "self_attn", scores=scores, input_width=both
         )
-        self.mlp_norm = rms_norm(config, at / "pre_ff_layernorm")
-        self.mlp = gated_mlp(config, at / "feed_forward", names=MLP_NAMES)
+        self.mlp_norm = norms.rms_norm(config, at / "pre_ff_layernorm")
+        self.mlp = mlp.gated_mlp(config, at / "feed_forward", names=MLP_NAMES)
         replace_modules(self, _share)
 
     def __call__(
@@ -351,11 +347,13 @@ class Zamba2Layer(nnx.Module):
         if self.block_number is not None:
             width = config.hidden_size
             self.of_attention, self.of_mlp = _make_adapters(config, index, self.block_number, at)
-            self.linear = projection(width, at, ("linear", width), axes=(None, "embed"))
+            self.linear = at.projection(width, ("linear", width), axes=(None, "embed"))
             at = at / "mamba_decoder"
-        self.norm = rms_norm(config, at / "input_layernorm")
+        self.norm = norms.rms_norm(config, at / "input_layernorm")
         place = config.layer_places[index][-1]
-        self.mamba = mamba2(config, config.recurrent, place, at / "mamba", epsilon=MAMBA_EPSILON)
+        self.mamba = recurrences.mamba2(
+            config, config.recurrent, place, at / "mamba", epsilon=MAMBA_EPSILON
+        )
 
     def __call__(
         self,

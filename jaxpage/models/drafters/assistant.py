@@ -27,8 +27,8 @@ from jaxpage.layers.parameter import parameter
 from jaxpage.models.base import KVSpec, Pages, run_layers
 from jaxpage.models.gemma4 import Gemma4Config, Gemma4Layer
 from jaxpage.models.gemma_layers import LayerForm, whole_projection
+from jaxpage.models.parts import norms
 from jaxpage.models.parts.names import Scope
-from jaxpage.models.parts.norms import rms_norm
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,7 @@ class Assistant(nnx.Module):
             Gemma4Layer(config, spec.first_layer + number, at / f"model.layers.{number}")
             for number in range(len(spec.places))
         )
-        self.norm = rms_norm(config, at / "model.norm")
+        self.norm = norms.rms_norm(config, at / "model.norm")
         self.after = whole_projection(width, at, "post_projection", spec.target_width)
         groups = spec.centroids
         self.centroids = self.token_order = None

@@ -26,12 +26,10 @@ from jaxpage.layers.norms import RMSNorm
 from jaxpage.layers.parameter import parameter
 from jaxpage.models.base import KVSpec, Pages, run_layers
 from jaxpage.models.drafters.drafter import output_alone
-from jaxpage.models.parts.attention import grouped_query_attention, norms_of_heads
-from jaxpage.models.parts.block import Block
+from jaxpage.models.parts import attention, mlp, norms
+from jaxpage.models.parts.decoder import Block
 from jaxpage.models.parts.decoder_config import DecoderConfig
-from jaxpage.models.parts.mlp import gated_mlp
 from jaxpage.models.parts.names import Scope
-from jaxpage.models.parts.norms import rms_norm
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,12 +163,12 @@ def _make_attention(
     spec: EagleSpec, index: int, at: Scope, input_width: int | None = None
 ) -> Attention:
     decoder = replace(spec.decoder, attention_bias=spec.input_bias)
-    return grouped_query_attention(
+    return attention.grouped_query_attention(
         decoder,
         index,
         at,
         output_bias=spec.output_bias,
-        norms=norms_of_heads(decoder, at) if spec.has_head_norms else HeadNorms(),
+        norms=attention.norms_of_heads(decoder, at) if spec.has_head_norms else HeadNorms(),
         input_width=input_width,
     )
 
@@ -185,10 +183,10 @@ def _make_layers(spec: EagleSpec, first: int, dtype: DTypeLike) -> list[Block]:
 
 def _make_block(spec: EagleSpec, index: int, at: Scope) -> Block:
     return Block(
-        attention_norm=rms_norm(spec.decoder, at / "input_layernorm"),
+        attention_norm=norms.rms_norm(spec.decoder, at / "input_layernorm"),
         attention=_make_attention(spec, index, at / "self_attn"),
-        mlp_norm=rms_norm(spec.decoder, at / "post_attention_layernorm"),
-        mlp=gated_mlp(spec.decoder, at / "mlp"),
+        mlp_norm=norms.rms_norm(spec.decoder, at / "post_attention_layernorm"),
+        mlp=mlp.gated_mlp(spec.decoder, at / "mlp"),
     )
 
 
@@ -200,13 +198,13 @@ class FusionLayer(nnx.Module):
 
     def __init__(self, spec: Eagle3Spec, at: Scope):
         decoder = spec.decoder
-        self.embedding_norm = rms_norm(decoder, at / "input_layernorm")
-        self.feature_norm = rms_norm(decoder, at / "hidden_norm")
+        self.embedding_norm = norms.rms_norm(decoder, at / "input_layernorm")
+        self.feature_norm = norms.rms_norm(decoder, at / "hidden_norm")
         self.attention = _make_attention(
             spec, 0, at / "self_attn", input_width=2 * decoder.hidden_size
         )
-        self.mlp_norm = rms_norm(decoder, at / "post_attention_layernorm")
-        self.mlp = gated_mlp(decoder, at / "mlp")
+        self.mlp_norm = norms.rms_norm(decoder, at / "post_attention_layernorm")
+        self.mlp = mlp.gated_mlp(decoder, at / "mlp")
         self.norm_before_residual = spec.norm_before_residual
 
     def __call__(

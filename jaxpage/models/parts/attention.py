@@ -15,7 +15,6 @@ from jaxpage.layers.parameter import parameter, stack, tensor
 from jaxpage.models.parts.decoder_config import DecoderConfig
 from jaxpage.models.parts.names import LLAMA_ATTENTION, AttentionNames, Scope
 from jaxpage.models.parts.norms import rms_norm
-from jaxpage.models.parts.projection import projection
 
 AnyNorm = RMSNorm | LayerNorm | HeadNorm
 
@@ -80,9 +79,8 @@ def grouped_query_attention(
         bias=config.attention_bias,
         dtype=at.dtype,
     )
-    output = projection(
+    output = at.projection(
         query_rows,
-        at,
         (names.output, width),
         axes=("heads", "embed"),
         bias=config.attention_bias if output_bias is None else output_bias,

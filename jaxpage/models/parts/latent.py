@@ -13,7 +13,6 @@ from jaxpage.layers.rope import Rope
 from jaxpage.models.config.fields import NO_ROPE, Fields
 from jaxpage.models.parts.decoder_config import DecoderConfig
 from jaxpage.models.parts.names import Scope
-from jaxpage.models.parts.projection import projection
 
 NORM_EPSILON = 1e-6  # The norms of latents have it, whatever the config says of other norms.
 
@@ -174,25 +173,25 @@ def latent_attention(
     query_rows = num_heads * widths.query
     queries: Linear | LatentQueries
     if widths.query_rank is None:
-        queries = projection(width, at, ("q_proj", query_rows))
+        queries = at.projection(width, ("q_proj", query_rows))
     else:
         rank = widths.query_rank
         queries = LatentQueries(
-            projection(width, at, ("q_a_proj", rank), axes=("embed", None), bias=latent.bias),
+            at.projection(width, ("q_a_proj", rank), axes=("embed", None), bias=latent.bias),
             norm(rank, "q_a_layernorm"),
-            projection(rank, at, ("q_b_proj", query_rows), axes=(None, "heads")),
+            at.projection(rank, ("q_b_proj", query_rows), axes=(None, "heads")),
         )
     expand_rows = num_heads * (widths.plain + widths.value)
-    expand = projection(widths.rank, at, ("kv_b_proj", expand_rows), axes=(None, "heads"))
+    expand = at.projection(widths.rank, ("kv_b_proj", expand_rows), axes=(None, "heads"))
     reduced = "kv_a_proj_with_mqa", widths.kept
     values = num_heads * widths.value
     return LatentAttention(
         index,
         queries,
-        projection(width, at, reduced, axes=("embed", None), bias=latent.bias),
+        at.projection(width, reduced, axes=("embed", None), bias=latent.bias),
         norm(widths.rank, "kv_a_layernorm"),
         Linear(replace(expand.spec, multiplied=False)),
-        projection(values, at, ("o_proj", width), axes=("heads", "embed"), bias=latent.bias),
+        at.projection(values, ("o_proj", width), axes=("heads", "embed"), bias=latent.bias),
         widths,
         num_heads=num_heads,
         rope=config.rope_of(index),

@@ -6,7 +6,6 @@ from jaxpage.layers.linear import Part, linear
 from jaxpage.layers.mlp import MLP, XIELU, GatedMLP
 from jaxpage.models.parts.decoder_config import DecoderConfig
 from jaxpage.models.parts.names import LLAMA_MLP, MLPNames, Scope
-from jaxpage.models.parts.projection import projection
 
 
 def gated_mlp(
@@ -35,7 +34,7 @@ def gated_mlp(
         dtype=at.dtype,
     )
     output = names.down, config.hidden_size
-    down = projection(inner, at, output, axes=("ffn", "embed"), bias=config.mlp_bias)
+    down = at.projection(inner, output, axes=("ffn", "embed"), bias=config.mlp_bias)
     return GatedMLP(gate_up, down, activation=config.activation)
 
 
@@ -64,7 +63,7 @@ def plain_mlp(
     has_bias = config.mlp_bias if bias is None else bias
     outer = config.hidden_size
     return MLP(
-        projection(outer, at, (up, inner), axes=("embed", "ffn"), bias=has_bias),
-        projection(inner, at, (down, outer), axes=("ffn", "embed"), bias=has_bias),
+        at.projection(outer, (up, inner), axes=("embed", "ffn"), bias=has_bias),
+        at.projection(inner, (down, outer), axes=("ffn", "embed"), bias=has_bias),
         activation=activation or config.activation,
     )

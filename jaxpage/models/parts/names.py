@@ -6,6 +6,8 @@ from dataclasses import dataclass, replace
 
 from jax.typing import DTypeLike
 
+from jaxpage.layers.linear import Linear, Part, linear
+
 
 @dataclass(frozen=True)
 class Scope:
@@ -20,6 +22,27 @@ class Scope:
     def __truediv__(self, module: str) -> Scope:
         """Returns the scope of a module of this one; "" is this one itself."""
         return replace(self, name=".".join(filter(None, (self.name, module))))
+
+    def projection(
+        self,
+        num_in: int,
+        *parts: tuple[str, int],
+        axes: tuple[str | None, str | None] = ("embed", "heads"),
+        bias: bool = False,
+        each: tuple[int, ...] = (),
+    ) -> Linear:
+        """Returns a linear layer whose outputs are those of one or several layers in this module.
+
+        Args:
+            num_in: The width of the input.
+            *parts: The name and the number of outputs of each of them.
+            axes: The axes of the input and of the outputs.
+            bias: True if they have biases.
+            each: See `Part`, for the first one.
+        """
+        made = [Part(rows, axes[1], (self / name).name) for name, rows in parts]
+        made[0] = replace(made[0], each=each)
+        return linear(num_in, *made, input_axis=axes[0], bias=bias, dtype=self.dtype)
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,6 @@ from jaxpage.models.base import FamilyModule
 from jaxpage.models.config.config_fields import FieldError
 from jaxpage.models.config.fields import Fields, text_part
 from jaxpage.models.parts.names import Scope
-from jaxpage.models.parts.projection import projection
 
 Numbers = npt.NDArray[np.float32]
 
@@ -374,7 +373,7 @@ def picture_attention(
 
 def plain_projection(num_in: int, at: Scope, *parts: tuple[str, int], bias: bool) -> Linear:
     """Returns a linear layer that every device has; see `projection`."""
-    return projection(num_in, at, *parts, axes=(None, None), bias=bias)
+    return at.projection(num_in, *parts, axes=(None, None), bias=bias)
 
 
 def fuse_projections(num_in: int, at: Scope, name: str, each: Sequence[int]) -> Linear:

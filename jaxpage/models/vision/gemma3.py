@@ -20,16 +20,10 @@ from jaxpage.errors import UnsupportedError
 from jaxpage.layers.norms import RMSNorm
 from jaxpage.layers.parameter import parameter, tensor
 from jaxpage.layers.product import product
+from jaxpage.models.parts import vision_tower
 from jaxpage.models.parts.names import Scope
 from jaxpage.models.parts.vision import PictureArrays, VisionCall
-from jaxpage.models.parts.vision_tower import (
-    VisionConfig,
-    VisionFields,
-    check_blocks,
-    some_fields,
-    text_width,
-    vision_part,
-)
+from jaxpage.models.parts.vision_tower import VisionConfig, VisionFields
 from jaxpage.models.vision.siglip import Siglip, SiglipTiles, read_siglip
 
 
@@ -51,14 +45,16 @@ class Gemma3VisionConfig(VisionConfig):
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> Gemma3VisionConfig:
         """Reads config.json."""
-        with VisionFields(vision_part(config, "siglip_vision_model"), "") as fields:
+        with VisionFields(vision_tower.vision_part(config, "siglip_vision_model"), "") as fields:
             tower = read_siglip(fields, width=768, num_heads=12, patch_size=16)
-            rows = some_fields(config, "mm_tokens_per_image").integer("mm_tokens_per_image", 256)
+            rows = vision_tower.some_fields(config, "mm_tokens_per_image").integer(
+                "mm_tokens_per_image", 256
+            )
             block = max(1, tower.side // math.isqrt(rows))
-            check_blocks(fields, tower, block)
+            vision_tower.check_blocks(fields, tower, block)
         return cls(
             tower=tower,
-            hidden_size=text_width(config),
+            hidden_size=vision_tower.text_width(config),
             block=block,
             sizes=(tower.side**2,),
             num_rows=(tower.side // block) ** 2,

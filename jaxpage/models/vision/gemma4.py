@@ -26,22 +26,10 @@ from jaxpage.layers.parameter import Piece, Source, parameter, tensor
 from jaxpage.layers.picture_attention import attend_in_segments
 from jaxpage.layers.rope import Angles
 from jaxpage.models.config.fields import text_part
+from jaxpage.models.parts import vision_tower
 from jaxpage.models.parts.names import Scope
 from jaxpage.models.parts.vision import PictureArrays, VisionCall
-from jaxpage.models.parts.vision_tower import (
-    TowerConfig,
-    VisionConfig,
-    VisionFields,
-    VisionTower,
-    by_blocks,
-    fill_up,
-    plain_projection,
-    read_theta,
-    size_for,
-    text_width,
-    tower_norm,
-    vision_part,
-)
+from jaxpage.models.parts.vision_tower import TowerConfig, VisionConfig, VisionFields, VisionTower
 
 # The rows that a processor may let a picture have at most; most pictures have nearly as many.
 _NUM_ROWS = (70, 140, 280, 560, 1120)
@@ -73,7 +61,7 @@ class Gemma4VisionConfig(VisionConfig):
     def from_config(cls, config: Mapping[str, Any]) -> Gemma4VisionConfig:
         """Reads config.json."""
         both_ways = text_part(config).get("use_bidirectional_attention")
-        with VisionFields(vision_part(config, "gemma4_vision"), "") as fields:
+        with VisionFields(vision_tower.vision_part(config, "gemma4_vision"), "") as fields:
             tower = _read_tower(fields)
             num_kv_heads = fields.integer("num_key_value_heads", 12)
             if tower.num_heads % num_kv_heads:
@@ -82,12 +70,12 @@ class Gemma4VisionConfig(VisionConfig):
             block = fields.integer("pooling_kernel_size", 3)
             return cls(
                 tower=tower,
-                hidden_size=text_width(config),
+                hidden_size=vision_tower.text_width(config),
                 block=block,
                 sizes=tuple(rows * block**2 for rows in _NUM_ROWS),
                 num_kv_heads=num_kv_heads,
                 num_places=fields.integer("position_embedding_size", 10_240),
-                rope_theta=read_theta(fields, 100.0),
+                rope_theta=vision_tower.read_theta(fields, 100.0),
                 is_clipped=fields.flag("use_clipped_linears", False),
                 is_standardized=fields.flag("standardize", False),
                 num_whole=_USUAL_ROWS if both_ways == "vision" else 0,
@@ -121,7 +109,7 @@ class Gemma4Vision(VisionTower, config=Gemma4VisionConfig):
         at = Scope("model.vision_tower", dtype)
         tower = config.tower
         tables = at / "patch_embedder"
-        self.patches = plain_projection(
+        self.patches = vision_tower.plain_projection(
             tower.patch_width, tables, ("input_proj", tower.hidden_size), bias=False
         )
         table = (tables / "position_embedding_table").name
@@ -132,8 +120,8 @@ class Gemma4Vision(VisionTower, config=Gemma4VisionConfig):
             for index in range(tower.num_layers)
         )
         self.pooling = BlockMeans(config, at)
-        self.norm = tower_norm(tower.hidden_size, None, tower.norm_epsilon)
-        self.projection = plain_projection(
+        self.norm = vision_tower.tower_norm(tower.hidden_size, None, tower.norm_epsilon)
+        self.projection = vision_tower.plain_projection(
             tower.hidden_size,
             Scope("model.embed_vision", dtype),
             ("embedding_projection", config.hidden_size),
@@ -182,15 +170,15 @@ def _call(
         raise UnsupportedError(
             f"a picture of {height} x {width} patches has no whole blocks of {block} x {block}"
         )
-    size = size_for(spec.sizes, num_patches)
+    size = vision_tower.size_for(spec.sizes, num_patches)
 
     def make_inputs() -> dict[str, npt.NDArray[Any]]:
         grid = {"patch_PI": patches, "place_P2": places}
         inputs = {
-            name: by_blocks(each[:num_patches].reshape(height, width, -1), block)
+            name: vision_tower.by_blocks(each[:num_patches].reshape(height, width, -1), block)
             for name, each in grid.items()
         }
-        return fill_up(inputs, size)
+        return vision_tower.fill_up(inputs, size)
 
     return VisionCall(size, make_inputs, num_patches // block**2)
 
@@ -208,7 +196,7 @@ class BoundedLinear(nnx.Module):
     """Computes a product whose inputs and outputs have bounds, which may be infinite."""
 
     def __init__(self, config: Gemma4VisionConfig, at: Scope, num_in: int, num_out: int):
-        self.linear = plain_projection(num_in, at, ("linear", num_out), bias=False)
+        self.linear = vision_tower.plain_projection(num_in, at, ("linear", num_out), bias=False)
         names = ("input_min", "input_max", "output_min", "output_max") if config.is_clipped else ()
         self.bounds = nnx.List(
             parameter((1,), axes=(None,), dtype=at.dtype, sources=[_number((at / name).name)])
@@ -240,9 +228,9 @@ class Gemma4PictureAttention(nnx.Module):
         self.key = BoundedLinear(config, at / "k_proj", tower.hidden_size, keys)
         self.value = BoundedLinear(config, at / "v_proj", tower.hidden_size, keys)
         self.output = BoundedLinear(config, at / "o_proj", queries, tower.hidden_size)
-        self.query_norm = tower_norm(tower.head_dim, at / "q_norm", tower.norm_epsilon)
-        self.key_norm = tower_norm(tower.head_dim, at / "k_norm", tower.norm_epsilon)
-        self.value_norm = tower_norm(tower.head_dim, None, tower.norm_epsilon)
+        self.query_norm = vision_tower.tower_norm(tower.head_dim, at / "q_norm", tower.norm_epsilon)
+        self.key_norm = vision_tower.tower_norm(tower.head_dim, at / "k_norm", tower.norm_epsilon)
+        self.value_norm = vision_tower.tower_norm(tower.head_dim, None, tower.norm_epsilon)
 
     def __call__(
         self, x_PD: Float[Array, "P D"], segment_P: Int[Array, "P"], turn: Sequence[Angles]
@@ -271,16 +259,20 @@ class Gemma4PictureLayer(nnx.Module):
         tower = config.tower
         width, inner = tower.hidden_size, tower.intermediate_size
         self.activation = ACTIVATIONS[tower.activation]
-        self.attention_norm = tower_norm(width, at / "input_layernorm", tower.norm_epsilon)
+        self.attention_norm = vision_tower.tower_norm(
+            width, at / "input_layernorm", tower.norm_epsilon
+        )
         self.attention = Gemma4PictureAttention(config, at / "self_attn")
-        self.post_attention_norm = tower_norm(
+        self.post_attention_norm = vision_tower.tower_norm(
             width, at / "post_attention_layernorm", tower.norm_epsilon
         )
-        self.mlp_norm = tower_norm(width, at / "pre_feedforward_layernorm", tower.norm_epsilon)
+        self.mlp_norm = vision_tower.tower_norm(
+            width, at / "pre_feedforward_layernorm", tower.norm_epsilon
+        )
         self.gate = BoundedLinear(config, at / "mlp.gate_proj", width, inner)
         self.up = BoundedLinear(config, at / "mlp.up_proj", width, inner)
         self.down = BoundedLinear(config, at / "mlp.down_proj", inner, width)
-        self.post_mlp_norm = tower_norm(
+        self.post_mlp_norm = vision_tower.tower_norm(
             width, at / "post_feedforward_layernorm", tower.norm_epsilon
         )
 

@@ -23,6 +23,7 @@ from jaxpage.layers.activations import ACTIVATIONS
 from jaxpage.layers.mlp import GatedMLP
 from jaxpage.layers.rope import Angles
 from jaxpage.models.config.fields import text_part
+from jaxpage.models.parts import vision_tower
 from jaxpage.models.parts.names import Scope
 from jaxpage.models.parts.vision import PictureArrays, VisionCall
 from jaxpage.models.parts.vision_tower import (
@@ -32,19 +33,6 @@ from jaxpage.models.parts.vision_tower import (
     VisionConfig,
     VisionFields,
     VisionTower,
-    by_blocks,
-    cut_patches,
-    fill_up,
-    picture_attention,
-    plain_projection,
-    read_theta,
-    read_tower,
-    size_for,
-    size_menu,
-    some_fields,
-    text_width,
-    tower_norm,
-    vision_part,
 )
 
 _EPSILON = 1e-5  # of the norms, which no field says
@@ -71,13 +59,13 @@ class PixtralConfig(VisionConfig):
     def from_config(cls, config: Mapping[str, Any]) -> PixtralConfig:
         """Reads config.json."""
         text = text_part(config)
-        outer = some_fields(
+        outer = vision_tower.some_fields(
             config,
             *("spatial_merge_size", "projector_hidden_act", "vision_feature_layer"),
             "multimodal_projector_bias",
         )
-        with VisionFields(vision_part(config, "pixtral"), "") as fields:
-            tower = read_tower(
+        with VisionFields(vision_tower.vision_part(config, "pixtral"), "") as fields:
+            tower = vision_tower.read_tower(
                 fields,
                 width=1024,
                 inner=4096,
@@ -92,15 +80,17 @@ class PixtralConfig(VisionConfig):
             if outer.get("vision_feature_layer", -1) not in (-1, tower.num_layers):
                 text_of_error = "vision_feature_layer other than the last layer is not supported"
                 outer.note_unsupported(text_of_error, vision_feature_layer=-1)
-            theta = read_theta(fields, 10_000.0)
+            theta = vision_tower.read_theta(fields, 10_000.0)
         epsilon = _TEXT_EPSILONS.get(text.get("model_type", ""), 1e-6)
         return cls(
             tower=tower,
-            hidden_size=text_width(config),
+            hidden_size=vision_tower.text_width(config),
             block=block,
-            sizes=size_menu((-(-tower.side // block) * block) ** 2, block),
+            sizes=vision_tower.size_menu((-(-tower.side // block) * block) ** 2, block),
             rope_theta=theta,
-            joined_epsilon=some_fields(text, "rms_norm_eps").number("rms_norm_eps", epsilon),
+            joined_epsilon=vision_tower.some_fields(text, "rms_norm_eps").number(
+                "rms_norm_eps", epsilon
+            ),
             joined_activation=outer.activation("projector_hidden_act", "gelu"),
             joined_bias=outer.flag("multimodal_projector_bias", False),
         )
@@ -113,7 +103,7 @@ class PixtralVision(VisionTower, config=PixtralConfig):
         super().__init__(config, dtype=dtype)
         at = Scope("model.vision_tower", dtype)
         self.patches = PatchEmbedding(config.tower, at / "patch_conv", bias=False)
-        self.patch_norm = tower_norm(config.tower.hidden_size, at / "ln_pre", _EPSILON)
+        self.patch_norm = vision_tower.tower_norm(config.tower.hidden_size, at / "ln_pre", _EPSILON)
         self.layers = nnx.List(
             _block(config.tower, at / f"transformer.layers.{index}")
             for index in range(config.tower.num_layers)
@@ -158,15 +148,15 @@ def _call(spec: VisionConfig, picture: npt.NDArray[Any]) -> VisionCall:
             f"{side} x {side}: the processor must resize it"
         )
     height, width = (length // tower.patch_size for length in picture.shape[1:])
-    size = size_for(spec.sizes, height * width)
+    size = vision_tower.size_for(spec.sizes, height * width)
 
     def make_inputs() -> dict[str, npt.NDArray[Any]]:
         places = np.moveaxis(np.indices((height, width), np.int32), 0, -1)
         inputs = {
-            "patch_PI": cut_patches(picture, tower.patch_size, block),
-            "place_P2": by_blocks(places, block),
+            "patch_PI": vision_tower.cut_patches(picture, tower.patch_size, block),
+            "place_P2": vision_tower.by_blocks(places, block),
         }
-        return fill_up(inputs, size)
+        return vision_tower.fill_up(inputs, size)
 
     return VisionCall(size, make_inputs, height * width // block**2)
 
@@ -189,14 +179,16 @@ def _block(config: TowerConfig, at: Scope) -> PictureBlock:
     width, inner = config.hidden_size, config.intermediate_size
     fed = at / "feed_forward"
     mlp = GatedMLP(
-        plain_projection(width, fed, ("gate_proj", inner), ("up_proj", inner), bias=False),
-        plain_projection(inner, fed, ("down_proj", width), bias=False),
+        vision_tower.plain_projection(
+            width, fed, ("gate_proj", inner), ("up_proj", inner), bias=False
+        ),
+        vision_tower.plain_projection(inner, fed, ("down_proj", width), bias=False),
         activation=config.activation,
     )
     return PictureBlock(
-        tower_norm(width, at / "attention_norm", _EPSILON),
-        picture_attention(config, at / "attention", output="o_proj", bias=False),
-        tower_norm(width, at / "ffn_norm", _EPSILON),
+        vision_tower.tower_norm(width, at / "attention_norm", _EPSILON),
+        vision_tower.picture_attention(config, at / "attention", output="o_proj", bias=False),
+        vision_tower.tower_norm(width, at / "ffn_norm", _EPSILON),
         mlp,
     )
 
@@ -209,13 +201,13 @@ class PatchMerger(nnx.Module):
         bias = config.joined_bias
         self.activation = ACTIVATIONS[config.joined_activation]
         self.num_patches = config.block**2
-        self.norm = tower_norm(width, at / "norm", config.joined_epsilon)
+        self.norm = vision_tower.tower_norm(width, at / "norm", config.joined_epsilon)
         joined = width * self.num_patches
-        self.merge = plain_projection(
+        self.merge = vision_tower.plain_projection(
             joined, at / "patch_merger", ("merging_layer", width), bias=False
         )
-        self.first = plain_projection(width, at, ("linear_1", rows), bias=bias)
-        self.second = plain_projection(rows, at, ("linear_2", rows), bias=bias)
+        self.first = vision_tower.plain_projection(width, at, ("linear_1", rows), bias=bias)
+        self.second = vision_tower.plain_projection(rows, at, ("linear_2", rows), bias=bias)
 
     def __call__(self, state_PE: Float[Array, "P E"]) -> Float[Array, "R D"]:
         """Returns the rows of all blocks."""

@@ -10,7 +10,8 @@ from jaxpage.layers.rope import Rope
 from jaxpage.layers.rope_scaling import make_rope
 from jaxpage.models.config.fields import text_part
 from jaxpage.models.config.mrope import NUM_AXES, QWEN2_VL, QWEN3_5, QWEN3_VL, Sections
-from jaxpage.models.parts.vision_tower import VisionFields, text_width, vision_part
+from jaxpage.models.parts import vision_tower
+from jaxpage.models.parts.vision_tower import VisionFields
 
 # The rows of the text model for which the encoder is compiled: 16,384 are 12 megapixels.
 ROWS = tuple(64 << doubling for doubling in range(9))
@@ -77,7 +78,7 @@ class QwenVisionConfig:
             UnsupportedError: A field asks for something that is not supported.
             ExceptionGroup: Several fields are wrong.
         """
-        vision = vision_part(config, *cls.kinds)
+        vision = vision_tower.vision_part(config, *cls.kinds)
         vision["image_token_id"] = config.get("image_token_id", cls.default_token)
         with VisionFields(vision, "", _ALIASES) as fields:
             made = cls.read(fields)
@@ -250,7 +251,7 @@ def _check_text(
     fields: VisionFields, config: Mapping[str, Any], sections: Sections, hidden_size: int
 ) -> None:
     """Notes what in the text model's config does not fit the encoder."""
-    width = text_width(config)
+    width = vision_tower.text_width(config)
     if width != hidden_size:
         error = (
             f"rows of the encoder have {hidden_size} numbers, and those of the text model {width}"

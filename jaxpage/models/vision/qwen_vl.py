@@ -30,19 +30,11 @@ from jaxpage.layers.linear import Linear
 from jaxpage.layers.mlp import MLP, GatedMLP
 from jaxpage.layers.norms import LayerNorm, RMSNorm
 from jaxpage.layers.parameter import Source, parameter, tensor
+from jaxpage.models.parts import vision_tower
 from jaxpage.models.parts.names import Scope
 from jaxpage.models.parts.norms import Norm
 from jaxpage.models.parts.vision import PictureArrays, VisionCall
-from jaxpage.models.parts.vision_tower import (
-    PictureAttention,
-    PictureBlock,
-    VisionTower,
-    fill_up,
-    fuse_projections,
-    placed_patch_shapes,
-    plain_projection,
-    size_for,
-)
+from jaxpage.models.parts.vision_tower import PictureAttention, PictureBlock, VisionTower
 from jaxpage.models.vision.patch_grid import PatchGrid, rotary_positions
 from jaxpage.models.vision.qwen_config import (
     Qwen2_5VisionConfig,
@@ -140,8 +132,8 @@ class QwenVision(VisionTower):
         return PictureBlock(
             cls.make_norm(width, at / "norm1"),
             PictureAttention(
-                fuse_projections(width, attention, "qkv", (width,) * 3),
-                plain_projection(width, attention, ("proj", width), bias=True),
+                vision_tower.fuse_projections(width, attention, "qkv", (width,) * 3),
+                vision_tower.plain_projection(width, attention, ("proj", width), bias=True),
                 head_dim=width // config.num_heads,
                 longest=(config.window * config.block) ** 2 if has_windows else None,
             ),
@@ -158,8 +150,8 @@ class QwenVision(VisionTower):
         norm, up, down = cls.merger_names
         return Merger(
             cls.make_norm(inner if is_norm_of_block else config.width, at / norm),
-            plain_projection(inner, at, (up, inner), bias=True),
-            plain_projection(inner, at, (down, config.hidden_size), bias=True),
+            vision_tower.plain_projection(inner, at, (up, inner), bias=True),
+            vision_tower.plain_projection(inner, at, (down, config.hidden_size), bias=True),
             is_norm_of_block=is_norm_of_block,
         )
 
@@ -181,14 +173,14 @@ class QwenVision(VisionTower):
                 f"a picture has {grid.num_patches} patches, and the encoder takes at most "
                 f"{spec.sizes[-1]}: make it smaller, or lower size in preprocessor_config.json"
             )
-        size = size_for(spec.sizes, grid.num_patches)
+        size = vision_tower.size_for(spec.sizes, grid.num_patches)
         make_inputs = functools.partial(_inputs, spec, grid, arrays["pixel_values"], size)
         return [VisionCall(size, make_inputs, grid.num_blocks)]
 
     @staticmethod
     def input_shapes(spec: QwenVisionConfig, size: int) -> dict[str, jax.ShapeDtypeStruct]:
         """Returns the shapes and types of the inputs of one size."""
-        shapes = placed_patch_shapes(math.prod(spec.patch), size)
+        shapes = vision_tower.placed_patch_shapes(math.prod(spec.patch), size)
         if spec.num_entries:
             shapes["entry_P4"] = jax.ShapeDtypeStruct((size, 4), jnp.int32)
             shapes["share_P4"] = jax.ShapeDtypeStruct((size, 4), jnp.float32)
@@ -235,7 +227,7 @@ def _inputs(
     if spec.num_entries:
         inputs["entry_P4"], inputs["share_P4"] = grid.interpolate(spec.num_entries)
     if not spec.window:
-        return fill_up(inputs, size)
+        return vision_tower.fill_up(inputs, size)
     order_R, window_R = grid.windows(spec.window)
     each = spec.block**2
     order_P = (order_R[:, None] * each + np.arange(each)).reshape(-1)
@@ -243,7 +235,7 @@ def _inputs(
     inputs["window_P"] = np.repeat(1 + window_R, each)
     row_R = np.zeros(size // each, np.int32)
     row_R[: grid.num_blocks] = np.argsort(order_R)
-    return {**fill_up(inputs, size), "row_R": row_R}
+    return {**vision_tower.fill_up(inputs, size), "row_R": row_R}
 
 
 class Qwen2Vision(QwenVision, config=Qwen2VisionConfig):
@@ -263,8 +255,8 @@ class Qwen2_5Vision(QwenVision, config=Qwen2_5VisionConfig):
         """Returns the feed-forward half of a layer."""
         gate_and_up = [(name, config.inner) for name in ("gate_proj", "up_proj")]
         return GatedMLP(
-            plain_projection(config.width, at, *gate_and_up, bias=True),
-            plain_projection(config.inner, at, ("down_proj", config.width), bias=True),
+            vision_tower.plain_projection(config.width, at, *gate_and_up, bias=True),
+            vision_tower.plain_projection(config.inner, at, ("down_proj", config.width), bias=True),
             activation=config.activation,
         )
 
@@ -304,8 +296,8 @@ def grid_of(spec: QwenVisionConfig, arrays: PictureArrays) -> PatchGrid:
 def make_mlp(config: QwenVisionConfig, at: Scope, up: str, down: str) -> MLP:
     """Returns a feed-forward half without gates, of two products with these names."""
     return MLP(
-        plain_projection(config.width, at, (up, config.inner), bias=True),
-        plain_projection(config.inner, at, (down, config.width), bias=True),
+        vision_tower.plain_projection(config.width, at, (up, config.inner), bias=True),
+        vision_tower.plain_projection(config.inner, at, (down, config.width), bias=True),
         activation=config.activation,
     )
 
@@ -313,7 +305,7 @@ def make_mlp(config: QwenVisionConfig, at: Scope, up: str, down: str) -> MLP:
 def patch_product(config: QwenVisionConfig, at: Scope, *, bias: bool) -> Linear:
     """Returns the product for patches, which is stored as a convolution [W, C, t, p, p]."""
     shape = (config.width, math.prod(config.patch))
-    made = plain_projection(shape[1], at, ("", config.width), bias=bias)
+    made = vision_tower.plain_projection(shape[1], at, ("", config.width), bias=bias)
     stored = tensor(f"{at.name}.weight", config.width, *config.patch).pieces[0]
     source = Source(shape, (stored._replace(shape=shape, offset=(0, 0)),))
     made.kernel = parameter(shape, axes=(None, None), dtype=at.dtype, sources=[source])

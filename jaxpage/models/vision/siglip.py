@@ -21,6 +21,7 @@ from jaxpage.errors import UnsupportedError
 from jaxpage.layers.embedding import Embedding
 from jaxpage.layers.mlp import MLP
 from jaxpage.layers.norms import LayerNorm
+from jaxpage.models.parts import vision_tower
 from jaxpage.models.parts.names import Scope
 from jaxpage.models.parts.vision import PictureArrays, VisionCall
 from jaxpage.models.parts.vision_tower import (
@@ -30,24 +31,13 @@ from jaxpage.models.parts.vision_tower import (
     VisionConfig,
     VisionFields,
     VisionTower,
-    by_blocks,
-    check_blocks,
-    cut_patches,
-    fill_up,
-    picture_attention,
-    plain_projection,
-    read_tower,
-    size_for,
-    some_fields,
-    text_width,
-    vision_part,
 )
 
 
 def read_siglip(fields: VisionFields, **defaults: int) -> TowerConfig:
     """Returns the config of the layers; see `read_tower`."""
     activation = "gelu_pytorch_tanh"
-    return read_tower(
+    return vision_tower.read_tower(
         fields, inner=3072, depth=12, image_size=224, activation=activation, **defaults
     )
 
@@ -88,13 +78,13 @@ def _norm(config: TowerConfig, at: Scope) -> LayerNorm:
 def _block(config: TowerConfig, at: Scope) -> PictureBlock:
     width, inner = config.hidden_size, config.intermediate_size
     mlp = MLP(
-        plain_projection(width, at / "mlp", ("fc1", inner), bias=True),
-        plain_projection(inner, at / "mlp", ("fc2", width), bias=True),
+        vision_tower.plain_projection(width, at / "mlp", ("fc1", inner), bias=True),
+        vision_tower.plain_projection(inner, at / "mlp", ("fc2", width), bias=True),
         activation=config.activation,
     )
     return PictureBlock(
         _norm(config, at / "layer_norm1"),
-        picture_attention(config, at / "self_attn", output="out_proj", bias=True),
+        vision_tower.picture_attention(config, at / "self_attn", output="out_proj", bias=True),
         _norm(config, at / "layer_norm2"),
         mlp,
     )
@@ -140,16 +130,16 @@ def _call(spec: VisionConfig, tile: npt.NDArray[Any]) -> VisionCall:
         raise UnsupportedError(
             f"a tile of {height} x {width} patches has no whole blocks of {block} x {block}"
         )
-    size = size_for(spec.sizes, height * width)
+    size = vision_tower.size_for(spec.sizes, height * width)
 
     def make_inputs() -> dict[str, npt.NDArray[Any]]:
         places = place_in_table(height, tower.side)[:, None] * tower.side
         places = places + place_in_table(width, tower.side)[None, :]
         inputs = {
-            "patch_PI": cut_patches(tile, tower.patch_size, block),
-            "position_P": by_blocks(places, block).astype(np.int32),
+            "patch_PI": vision_tower.cut_patches(tile, tower.patch_size, block),
+            "position_P": vision_tower.by_blocks(places, block).astype(np.int32),
         }
-        return fill_up(inputs, size)
+        return vision_tower.fill_up(inputs, size)
 
     return VisionCall(size, make_inputs, height * width // block**2)
 
@@ -172,11 +162,16 @@ class Idefics3VisionConfig(VisionConfig):
     def from_config(cls, config: Mapping[str, Any]) -> Idefics3VisionConfig:
         """Reads config.json."""
         kinds = ("idefics3_vision", "smolvlm_vision", "idefics3", "smolvlm", "siglip_vision_model")
-        with VisionFields(vision_part(config, *kinds), "") as fields:
+        with VisionFields(vision_tower.vision_part(config, *kinds), "") as fields:
             tower = read_siglip(fields, width=1152, num_heads=16, patch_size=32)
-            block = some_fields(config, "scale_factor").integer("scale_factor", 2)
-            check_blocks(fields, tower, block)
-        return cls(tower=tower, hidden_size=text_width(config), block=block, sizes=(tower.side**2,))
+            block = vision_tower.some_fields(config, "scale_factor").integer("scale_factor", 2)
+            vision_tower.check_blocks(fields, tower, block)
+        return cls(
+            tower=tower,
+            hidden_size=vision_tower.text_width(config),
+            block=block,
+            sizes=(tower.side**2,),
+        )
 
 
 class Idefics3Vision(SiglipTiles, config=Idefics3VisionConfig):
@@ -188,7 +183,7 @@ class Idefics3Vision(SiglipTiles, config=Idefics3VisionConfig):
         self.tower = Siglip(config.tower, at / "vision_model")
         joined = config.tower.hidden_size * config.block**2
         connector = at / "connector.modality_projection"
-        self.projection = plain_projection(
+        self.projection = vision_tower.plain_projection(
             joined, connector, ("proj", config.hidden_size), bias=False
         )
 
