@@ -13,14 +13,13 @@ from typing import Any
 import jax
 from flax import nnx
 
-from jaxpage.layers.experts import ExpertsSpec
-from jaxpage.models.config import expert_fields, layer_windows
-from jaxpage.models.config.fields import Fields
+from jaxpage.layers import ExpertsSpec
+from jaxpage.models.config import Fields, expert_fields, layer_windows
 from jaxpage.models.llama import Llama
-from jaxpage.models.parts import attention, mlp
+from jaxpage.models.parts import Scope, attention, mlp
 from jaxpage.models.parts.attention import Gates
 from jaxpage.models.parts.decoder_config import DecoderConfig, Defaults, ExpertsConfig
-from jaxpage.models.parts.names import ExpertNames, Scope
+from jaxpage.models.parts.names import ExpertNames
 
 
 class ArceeConfig(DecoderConfig):

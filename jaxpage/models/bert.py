@@ -14,21 +14,12 @@ from typing import Any, ClassVar
 
 import jax.numpy as jnp
 
-from jaxpage.layers.activations import ACTIVATIONS
+from jaxpage.layers import ACTIVATIONS, Embedding
 from jaxpage.layers.attention import query_key_value
-from jaxpage.layers.embedding import Embedding
-from jaxpage.models.config.fields import Fields
-from jaxpage.models.parts import encoder, mlp, norms
+from jaxpage.models.config import Fields
+from jaxpage.models.parts import Scope, encoder, mlp, norms
 from jaxpage.models.parts.decoder import Block
-from jaxpage.models.parts.decoder_config import read_head_dim
-from jaxpage.models.parts.encoder import (
-    Encoder,
-    EncoderConfig,
-    HeadPooling,
-    PostNormBlock,
-    ScoreHead,
-)
-from jaxpage.models.parts.names import MLPNames, Scope
+from jaxpage.models.parts.names import MLPNames
 
 _POOLER = "*pooler.dense.*"
 _MPNET_PADDING_ID = 1  # whatever config.json says
@@ -43,7 +34,7 @@ _MODERN_HEAD = ("head.*", "classifier.*")
 
 
 @dataclass(frozen=True, kw_only=True)
-class BertConfig(EncoderConfig):
+class BertConfig(encoder.EncoderConfig):
     """Holds what a config.json of BERT says."""
 
     model_type = "bert"
@@ -63,7 +54,7 @@ class BertConfig(EncoderConfig):
         )
 
 
-class Bert(Encoder, config=BertConfig):
+class Bert(encoder.Encoder, config=BertConfig):
     """BERT, and what was trained from it: MiniLM, E5, BGE, GTE, cross-encoders of MS MARCO."""
 
     prefix = "bert."
@@ -99,7 +90,7 @@ class Bert(Encoder, config=BertConfig):
         return norms.layer_norm(config, at / "embeddings.LayerNorm")
 
     @classmethod
-    def make_block(cls, config: Any, index: int, at: Scope) -> PostNormBlock:
+    def make_block(cls, config: Any, index: int, at: Scope) -> encoder.PostNormBlock:
         """Returns a layer."""
         width = config.hidden_size
         inner = config.num_query_heads * config.kv.head_dim
@@ -108,7 +99,7 @@ class Bert(Encoder, config=BertConfig):
         attended = at / "attention.output"
         axes = ("heads", "embed")
         output = attended.projection(inner, ("dense", width), axes=axes, bias=True)
-        return PostNormBlock(
+        return encoder.PostNormBlock(
             encoder.attention_both_ways(config, index, inputs, output),
             norms.layer_norm(config, attended / "LayerNorm"),
             mlp.plain_mlp(config, at, "intermediate.dense", "output.dense", bias=True),
@@ -116,16 +107,16 @@ class Bert(Encoder, config=BertConfig):
         )
 
     @classmethod
-    def make_head(cls, config: Any, at: Scope) -> ScoreHead:
+    def make_head(cls, config: Any, at: Scope) -> encoder.ScoreHead:
         """Returns the pooler and the classifier."""
         width = config.hidden_size
         dense = (at / config.name / "pooler").projection(width, ("dense", width), bias=True)
         output = at.projection(width, ("classifier", config.num_labels), bias=True)
-        return ScoreHead(dense, jnp.tanh, output)
+        return encoder.ScoreHead(dense, jnp.tanh, output)
 
 
 @dataclass(frozen=True, kw_only=True)
-class RobertaConfig(EncoderConfig):
+class RobertaConfig(encoder.EncoderConfig):
     """Holds what a config.json of RoBERTa says."""
 
     model_type = "roberta"
@@ -153,12 +144,12 @@ class Roberta(Bert, config=RobertaConfig):
     ignored: ClassVar[tuple[str, ...]] = ("*position_ids", "lm_head.*")
 
     @classmethod
-    def make_head(cls, config: Any, at: Scope) -> ScoreHead:
+    def make_head(cls, config: Any, at: Scope) -> encoder.ScoreHead:
         """Returns the head, which has two products."""
         width = config.hidden_size
         dense = (at / "classifier").projection(width, ("dense", width), bias=True)
         output = (at / "classifier").projection(width, ("out_proj", config.num_labels), bias=True)
-        return ScoreHead(dense, jnp.tanh, output)
+        return encoder.ScoreHead(dense, jnp.tanh, output)
 
 
 class XLMRobertaConfig(RobertaConfig):
@@ -172,7 +163,7 @@ class XLMRoberta(Roberta, config=XLMRobertaConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class MPNetConfig(EncoderConfig):
+class MPNetConfig(encoder.EncoderConfig):
     """Holds what a config.json of MPNet says."""
 
     model_type = "mpnet"
@@ -206,7 +197,7 @@ class MPNet(Roberta, config=MPNetConfig):
         return Embedding(encoder.DISTANCE_BUCKETS, heads, name=name, axis=None, dtype=at.dtype)
 
     @classmethod
-    def make_block(cls, config: Any, index: int, at: Scope) -> PostNormBlock:
+    def make_block(cls, config: Any, index: int, at: Scope) -> encoder.PostNormBlock:
         """Returns a layer."""
         width = config.hidden_size
         inner = config.num_query_heads * config.kv.head_dim
@@ -214,7 +205,7 @@ class MPNet(Roberta, config=MPNetConfig):
         parts = [(name, inner) for name in ("q", "k", "v")]
         inputs = attention.projection(width, *parts, bias=True)
         output = attention.projection(inner, ("o", width), axes=("heads", "embed"), bias=True)
-        return PostNormBlock(
+        return encoder.PostNormBlock(
             encoder.attention_both_ways(config, index, inputs, output),
             norms.layer_norm(config, at / "attention.LayerNorm"),
             mlp.plain_mlp(config, at, "intermediate.dense", "output.dense", bias=True),
@@ -223,7 +214,7 @@ class MPNet(Roberta, config=MPNetConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class NomicBertConfig(EncoderConfig):
+class NomicBertConfig(encoder.EncoderConfig):
     """Holds what a config.json of NomicBERT says."""
 
     model_type = "nomic_bert"
@@ -233,7 +224,7 @@ class NomicBertConfig(EncoderConfig):
     @classmethod
     def read(cls, fields: Fields) -> NomicBertConfig:
         """Reads the fields."""
-        head_dim = read_head_dim(fields)
+        head_dim = fields.head_dim()
         positions = fields.integer("max_position_embeddings", 2048)
         common = encoder.read_encoder(
             fields, num_positions=positions, activation=("hidden_act", "silu"), head_dim=head_dim
@@ -262,7 +253,7 @@ class NomicBert(Bert, config=NomicBertConfig):
         return norms.layer_norm(config, at / "emb_ln")
 
     @classmethod
-    def make_block(cls, config: Any, index: int, at: Scope) -> PostNormBlock:
+    def make_block(cls, config: Any, index: int, at: Scope) -> encoder.PostNormBlock:
         """Returns a layer."""
         width = config.hidden_size
         inner = config.num_query_heads * config.kv.head_dim
@@ -271,7 +262,7 @@ class NomicBert(Bert, config=NomicBertConfig):
             width, inner, inner, name=attention.name, fused="Wqkv", bias=False, dtype=at.dtype
         )
         output = attention.projection(inner, ("out_proj", width), axes=("heads", "embed"))
-        return PostNormBlock(
+        return encoder.PostNormBlock(
             encoder.attention_both_ways(config, index, inputs, output),
             norms.layer_norm(config, at / "norm1"),
             mlp.gated_mlp(config, at / "mlp", names=_NOMIC_MLP),
@@ -280,7 +271,7 @@ class NomicBert(Bert, config=NomicBertConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModernBertConfig(EncoderConfig):
+class ModernBertConfig(encoder.EncoderConfig):
     """Holds what a config.json of ModernBERT says.
 
     Attributes:
@@ -313,7 +304,7 @@ class ModernBertConfig(EncoderConfig):
         ]
         kinds = fields.layer_types(default)
         positions = common["max_position_embeddings"]
-        ropes, length = fields.ropes_by_type(read_head_dim(fields), positions, _MODERN_THETA)
+        ropes, length = fields.ropes_by_type(fields.head_dim(), positions, _MODERN_THETA)
         reach = fields.integer("local_attention", 128) // 2
         common |= {
             "max_position_embeddings": length,
@@ -332,7 +323,7 @@ class ModernBertConfig(EncoderConfig):
         )
 
 
-def _read_head_pooling(fields: Fields) -> HeadPooling:
+def _read_head_pooling(fields: Fields) -> encoder.HeadPooling:
     stated = fields.get("classifier_pooling", "cls")
     if stated == "mean":
         return "mean"
@@ -342,7 +333,7 @@ def _read_head_pooling(fields: Fields) -> HeadPooling:
     return "cls"
 
 
-class ModernBert(Encoder, config=ModernBertConfig):
+class ModernBert(encoder.Encoder, config=ModernBertConfig):
     """ModernBERT, and what was trained from it: GTE and Granite encoders, and their rerankers."""
 
     prefix = "model."
@@ -388,10 +379,10 @@ class ModernBert(Encoder, config=ModernBertConfig):
         )
 
     @classmethod
-    def make_head(cls, config: Any, at: Scope) -> ScoreHead:
+    def make_head(cls, config: Any, at: Scope) -> encoder.ScoreHead:
         """Returns the head: a product, its function and norm, and the classifier."""
         width = config.hidden_size
-        return ScoreHead(
+        return encoder.ScoreHead(
             (at / "head").projection(width, ("dense", width), bias=config.head_bias),
             ACTIVATIONS[config.head_activation],
             at.projection(width, ("classifier", config.num_labels), bias=True),

@@ -9,16 +9,13 @@ from typing import Any
 
 import jax
 from flax import nnx
-from jax.typing import DTypeLike
 
-from jaxpage.layers.attention import Scores
-from jaxpage.layers.rope import NO_ROTATION
-from jaxpage.models.config.alibi import alibi_slopes
-from jaxpage.models.config.fields import Fields
-from jaxpage.models.parts import attention, mlp, norms
+from jaxpage.layers import NO_ROTATION, Scores
+from jaxpage.models.config import Fields, alibi
+from jaxpage.models.parts import Scope, attention, mlp, norms
 from jaxpage.models.parts.decoder import Block, Decoder
 from jaxpage.models.parts.decoder_config import DecoderConfig, Defaults
-from jaxpage.models.parts.names import AttentionNames, ModuleNames, Scope
+from jaxpage.models.parts.names import AttentionNames, ModuleNames
 
 EPSILON = ("layer_norm_epsilon", 1e-5)
 # The fields of `attn_config` that are read or refused.
@@ -69,7 +66,7 @@ class Bloom(Decoder, config=BloomConfig):
     names = ModuleNames(tokens="word_embeddings", layers="h", norm="ln_f")
     make_norm = staticmethod(norms.layer_norm)
 
-    def __init__(self, config: BloomConfig, *, dtype: DTypeLike):
+    def __init__(self, config: BloomConfig, *, dtype: jax.typing.DTypeLike):
         super().__init__(config, dtype=dtype)
         at = Scope(config.name, dtype)
         self.tokens_norm = norms.layer_norm(config, at / "word_embeddings_layernorm")
@@ -84,7 +81,7 @@ class Bloom(Decoder, config=BloomConfig):
                 index,
                 at / "self_attention",
                 names=AttentionNames(output="dense", fused="query_key_value"),
-                scores=Scores(alibi_slopes=alibi_slopes(config.num_query_heads)),
+                scores=Scores(alibi_slopes=alibi.alibi_slopes(config.num_query_heads)),
             ),
             mlp_norm=norms.layer_norm(config, at / "post_attention_layernorm"),
             mlp=mlp.plain_mlp(config, at / "mlp", "dense_h_to_4h", "dense_4h_to_h"),
@@ -156,7 +153,7 @@ class Mpt(Decoder, config=MptConfig):
     @classmethod
     def make_block(cls, config: Any, index: int, at: Scope) -> nnx.Module:
         """Returns a layer."""
-        slopes = alibi_slopes(config.num_query_heads)
+        slopes = alibi.alibi_slopes(config.num_query_heads)
         return Block(
             attention_norm=cls.make_norm(config, at / "norm_1"),
             attention=attention.grouped_query_attention(

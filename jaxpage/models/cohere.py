@@ -12,14 +12,12 @@ from typing import Any
 import jax
 from flax import nnx
 
-from jaxpage.layers.attention import HeadNorms
-from jaxpage.models.config import layer_windows
-from jaxpage.models.config.fields import Fields
+from jaxpage.layers import HeadNorms
+from jaxpage.models.config import Fields, layer_windows
 from jaxpage.models.llama import Llama
-from jaxpage.models.parts import attention, norms
+from jaxpage.models.parts import Scope, attention, norms
 from jaxpage.models.parts.decoder import Block
-from jaxpage.models.parts.decoder_config import DecoderConfig, Defaults, read_head_dim
-from jaxpage.models.parts.names import Scope
+from jaxpage.models.parts.decoder_config import DecoderConfig, Defaults
 
 THETA = 500_000.0
 
@@ -48,7 +46,7 @@ class CohereConfig(DecoderConfig):
         max_length = fields.integer("max_position_embeddings", 8192)
         if fields.rope_parameters(max_length, THETA)["rope_type"] == "default":
             max_length = fields.optional_integer("model_max_length", None) or max_length
-        rope = fields.rope(read_head_dim(fields), max_length, theta=THETA, interleaved=True)
+        rope = fields.rope(fields.head_dim(), max_length, theta=THETA, interleaved=True)
         return cls.from_fields(
             fields,
             rope=rope,

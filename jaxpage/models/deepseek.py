@@ -14,13 +14,13 @@ from typing import Any
 
 from flax import nnx
 
-from jaxpage.models.config import expert_fields, layer_windows, mtp_names
-from jaxpage.models.config.fields import REQUIRED, Fields
+from jaxpage.models.config import Fields, expert_fields, layer_windows, mtp_names
+from jaxpage.models.config.fields import REQUIRED
 from jaxpage.models.llama import Llama
-from jaxpage.models.parts import latent
+from jaxpage.models.parts import Scope, latent
 from jaxpage.models.parts.decoder_config import Defaults, ExpertsConfig
 from jaxpage.models.parts.latent import LatentSpec
-from jaxpage.models.parts.names import DEEPSEEK_EXPERTS, Scope
+from jaxpage.models.parts.names import DEEPSEEK_EXPERTS
 from jaxpage.models.qwen import Qwen3Moe
 
 ALIASES = {

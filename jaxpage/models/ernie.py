@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from jaxpage.models.config import expert_fields, mtp_names
-from jaxpage.models.config.fields import Fields
+from jaxpage.models.config import Fields, expert_fields, mtp_names
 from jaxpage.models.llama import Llama
 from jaxpage.models.parts.decoder_config import DecoderConfig, Defaults, ExpertsConfig
 from jaxpage.models.parts.names import ExpertNames

@@ -8,8 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from jaxpage.models.config import expert_fields, layer_windows, mtp_names
-from jaxpage.models.config.fields import Fields
+from jaxpage.models.config import Fields, expert_fields, layer_windows, mtp_names
 from jaxpage.models.olmo import Olmo2
 from jaxpage.models.parts import attention
 from jaxpage.models.parts.decoder_config import DecoderConfig, Defaults, ExpertsConfig

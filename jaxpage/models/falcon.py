@@ -21,18 +21,12 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from jaxpage.layers.activations import ACTIVATIONS
-from jaxpage.layers.attention import Scores
-from jaxpage.layers.context import ForwardContext, LayerPages
-from jaxpage.layers.mamba import MambaSpec
-from jaxpage.layers.rope import NO_ROTATION
-from jaxpage.models.config import recurrent_fields
-from jaxpage.models.config.alibi import alibi_slopes
-from jaxpage.models.config.fields import Fields
-from jaxpage.models.parts import attention, mlp, norms, recurrences
+from jaxpage.layers import ACTIVATIONS, NO_ROTATION, ForwardContext, LayerPages, MambaSpec, Scores
+from jaxpage.models.config import Fields, alibi, recurrent_fields
+from jaxpage.models.parts import Scope, attention, mlp, norms, recurrences
 from jaxpage.models.parts.decoder import Block, Decoder
-from jaxpage.models.parts.decoder_config import DecoderConfig, Defaults, read_head_dim
-from jaxpage.models.parts.names import AttentionNames, ModuleNames, Scope
+from jaxpage.models.parts.decoder_config import DecoderConfig, Defaults
+from jaxpage.models.parts.names import AttentionNames, ModuleNames
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +79,7 @@ def _slopes(num_heads: int, head_dim: int) -> tuple[float, ...]:
 
     transformers rounds them to bfloat16, and their products with positions too.
     """
-    return tuple(slope * head_dim**-0.5 for slope in alibi_slopes(num_heads))
+    return tuple(slope * head_dim**-0.5 for slope in alibi.alibi_slopes(num_heads))
 
 
 def _kv_heads(fields: Fields, num_heads: int) -> int:
@@ -224,7 +218,7 @@ class FalconH1Config(DecoderConfig):
     @classmethod
     def read(cls, fields: Fields) -> FalconH1Config:
         """Returns what the fields say."""
-        head_dim = read_head_dim(fields)
+        head_dim = fields.head_dim()
         norm = "first" if fields.flag("mamba_norm_before_gate", True) else "gated"
         mamba = recurrent_fields.read_mamba(
             fields,

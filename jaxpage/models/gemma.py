@@ -23,16 +23,11 @@ from typing import Any, ClassVar
 import jax
 from flax import nnx
 
-from jaxpage.layers.attention import Scores
-from jaxpage.layers.norms import RMSNorm
-from jaxpage.models.config import layer_windows
-from jaxpage.models.config.fields import Fields
+from jaxpage.layers import RMSNorm, Scores
+from jaxpage.models.config import Fields, layer_windows
 from jaxpage.models.llama import Llama
-from jaxpage.models.parts import attention, norms
-from jaxpage.models.parts.decoder import cap_logits
+from jaxpage.models.parts import Scope, attention, decoder, norms
 from jaxpage.models.parts.decoder_config import DecoderConfig, Defaults
-from jaxpage.models.parts.names import Scope
-from jaxpage.models.parts.norms import Norm
 
 ACTIVATION = "gelu_pytorch_tanh"
 FULL = "full_attention"
@@ -96,7 +91,7 @@ class GemmaConfig(DecoderConfig):
 class Gemma(Llama, config=GemmaConfig):
     """Gemma 1 (Gemma Team, 2024) is Llama with wide heads, scaled embeddings and GELU."""
 
-    make_norm: ClassVar[Callable[..., Norm]] = staticmethod(gemma_norm)
+    make_norm: ClassVar[Callable[..., norms.Norm]] = staticmethod(gemma_norm)
 
     def embed_tokens(self, token_ids_T: jax.Array) -> jax.Array:
         """Returns what vectors may take the place of."""
@@ -173,7 +168,7 @@ class Gemma2(Gemma, config=Gemma2Config):
 
     def logits(self, hidden_BD: jax.Array) -> jax.Array:
         """Returns the logits in float32."""
-        return cap_logits(super().logits(hidden_BD), self.config.logit_softcap)
+        return decoder.cap_logits(super().logits(hidden_BD), self.config.logit_softcap)
 
 
 class VaultGemmaConfig(Gemma2Config):

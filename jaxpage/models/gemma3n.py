@@ -19,32 +19,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from jaxpage.layers.activations import ACTIVATIONS
-from jaxpage.layers.context import ForwardContext, LayerPages
-from jaxpage.layers.linear import Linear
+from jaxpage.layers import ACTIVATIONS, ForwardContext, LayerPages, Linear
 from jaxpage.layers.norms import mean
 from jaxpage.layers.parameter import parameter, tensor
+from jaxpage.models import gemma_layers
 from jaxpage.models.base import Hidden, Pages, run_layers
-from jaxpage.models.config import layer_windows
-from jaxpage.models.config.fields import Fields
+from jaxpage.models.config import Fields, layer_windows
 from jaxpage.models.gemma import ACTIVATION, FULL, SLIDING, Gemma2
-from jaxpage.models.gemma_layers import (
-    GatedInput,
-    Gemma4LayersConfig,
-    InputsForm,
-    LayerForm,
-    PerLayerInputs,
-    cache_of_types,
-    find_shared_layers,
-    gemma4_attention,
-    whole_projection,
-)
-from jaxpage.models.parts import mlp, norms
+from jaxpage.models.parts import Scope, mlp, norms
 from jaxpage.models.parts.decoder_config import Defaults
-from jaxpage.models.parts.names import Scope
 
 ROPES = {FULL: ("rope_theta", 1_000_000.0), SLIDING: ("rope_local_base_freq", 10_000.0)}
 LEAST_SQUARE = 1e-5  # The least mean of squares of a state that gets the size of another one.
@@ -83,7 +68,7 @@ class StatesForm:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Gemma3nConfig(Gemma4LayersConfig):
+class Gemma3nConfig(gemma_layers.Gemma4LayersConfig):
     """Reads transformers' `Gemma3nTextConfig`; the clip of AltUp is for training.
 
     Attributes:
@@ -105,7 +90,7 @@ class Gemma3nConfig(Gemma4LayersConfig):
     def read(cls, fields: Fields) -> Gemma3nConfig:
         """Returns what the fields say."""
         types = layer_windows.layer_types(fields, 5)
-        places = find_shared_layers(fields, types, 15)
+        places = gemma_layers.find_shared_layers(fields, types, 15)
         widths = _inner_widths(fields, len(types))
         sparsities = _sparsities(fields, len(types))
         return cls.from_fields(
@@ -114,12 +99,12 @@ class Gemma3nConfig(Gemma4LayersConfig):
                 fields, types, fields.integer("head_dim", 256), 32_768, ROPES
             ),
             intermediate_size=max(widths),
-            kv=cache_of_types(types, places, fields.integer("sliding_window", 512)),
+            kv=gemma_layers.cache_of_types(types, places, fields.integer("sliding_window", 512)),
             layer_forms=tuple(
-                LayerForm(place, width, sparsity=sparsity)
+                gemma_layers.LayerForm(place, width, sparsity=sparsity)
                 for place, width, sparsity in zip(places, widths, sparsities, strict=True)
             ),
-            inputs=InputsForm(
+            inputs=gemma_layers.InputsForm(
                 fields.integer("hidden_size_per_layer_input", 256),
                 fields.integer("vocab_size_per_layer_input", 262_144),
             ),
@@ -164,11 +149,11 @@ class SparseMLP(nnx.Module):
     is not divided.
     """
 
-    def __init__(self, config: Gemma3nConfig, form: LayerForm, at: Scope):
+    def __init__(self, config: Gemma3nConfig, form: gemma_layers.LayerForm, at: Scope):
         width, inner = config.hidden_size, form.intermediate_size
-        self.gate = whole_projection(width, at, "gate_proj", inner)
-        self.up = whole_projection(width, at, "up_proj", inner)
-        self.down = whole_projection(inner, at, "down_proj", width)
+        self.gate = gemma_layers.whole_projection(width, at, "gate_proj", inner)
+        self.up = gemma_layers.whole_projection(width, at, "up_proj", inner)
+        self.down = gemma_layers.whole_projection(inner, at, "down_proj", width)
         self.deviations = NormalDist().inv_cdf(form.sparsity)
         self.activation = config.activation
 
@@ -189,9 +174,9 @@ class AltUp(nnx.Module):
     def __init__(self, config: Gemma3nConfig, at: Scope):
         width, count = config.hidden_size, config.states.count
         self.norm = norms.rms_norm(config, at / "router_norm")
-        self.router = whole_projection(width, at, "modality_router", count)
-        self.prediction = whole_projection(count, at, "prediction_coefs", count**2)
-        self.correction = whole_projection(count, at, "correction_coefs", count)
+        self.router = gemma_layers.whole_projection(width, at, "modality_router", count)
+        self.prediction = gemma_layers.whole_projection(count, at, "prediction_coefs", count**2)
+        self.correction = gemma_layers.whole_projection(count, at, "correction_coefs", count)
         scale = tensor((at / "correct_output_scale").name, width)
         self.scale = parameter((width,), axes=("embed",), dtype=at.dtype, sources=[scale])
         self.active = config.states.active
@@ -234,11 +219,11 @@ class Gemma3nLayer(nnx.Module):
         form, inputs = config.layer_forms[index], config.inputs
         assert inputs is not None
         self.altup = AltUp(config, at / "altup")
-        self.low = whole_projection(width, laurel, "linear_left", rank)
-        self.high = whole_projection(rank, laurel, "linear_right", width)
+        self.low = gemma_layers.whole_projection(width, laurel, "linear_left", rank)
+        self.high = gemma_layers.whole_projection(rank, laurel, "linear_right", width)
         self.behind_low_rank = norms.rms_norm(config, laurel / "post_laurel_norm")
         self.attention_norm = norms.rms_norm(config, at / "input_layernorm")
-        self.attention = gemma4_attention(config, index, at / "self_attn")
+        self.attention = gemma_layers.gemma4_attention(config, index, at / "self_attn")
         self.post_attention_norm = norms.rms_norm(config, at / "post_attention_layernorm")
         self.mlp_norm = norms.rms_norm(config, at / "pre_feedforward_layernorm")
         self.mlp = (
@@ -247,7 +232,7 @@ class Gemma3nLayer(nnx.Module):
             else mlp.gated_mlp(config, at / "mlp", width=form.intermediate_size)
         )
         self.post_mlp_norm = norms.rms_norm(config, at / "post_feedforward_layernorm")
-        self.input = GatedInput(config, inputs.width, at)
+        self.input = gemma_layers.GatedInput(config, inputs.width, at)
         self.states = config.states
 
     def __call__(
@@ -282,15 +267,17 @@ class Gemma3n(Gemma2, config=Gemma3nConfig):
 
     make_norm = staticmethod(norms.rms_norm)
 
-    def __init__(self, config: Gemma3nConfig, *, dtype: DTypeLike):
+    def __init__(self, config: Gemma3nConfig, *, dtype: jax.typing.DTypeLike):
         super().__init__(config, dtype=dtype)
         inputs, at = config.inputs, Scope(config.name, dtype)
         assert inputs is not None
-        self.inputs = PerLayerInputs(config, inputs, at)
+        self.inputs = gemma_layers.PerLayerInputs(config, inputs, at)
 
         def projections(name: str) -> list[Linear]:
             width, number = config.hidden_size, range(config.states.count - 1)
-            return [whole_projection(width, at / name, str(each), width) for each in number]
+            return [
+                gemma_layers.whole_projection(width, at / name, str(each), width) for each in number
+            ]
 
         self.entering = nnx.List(projections("altup_projections"))
         self.leaving = nnx.List(projections("altup_unembed_projections"))

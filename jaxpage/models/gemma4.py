@@ -15,35 +15,23 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from jaxpage.layers.context import ForwardContext, LayerPages
+from jaxpage.layers import ExpertsSpec, ForwardContext, LayerPages, Rope
 from jaxpage.layers.expert_linear import ExpertLinear, ExpertLinearSpec
-from jaxpage.layers.experts import Experts, ExpertsSpec
+from jaxpage.layers.experts import Experts
 from jaxpage.layers.parameter import Axis, parameter, tensor
-from jaxpage.layers.rope import Rope
 from jaxpage.layers.routing import Router, Routing
+from jaxpage.models import gemma_layers
 from jaxpage.models.base import Hidden, Pages, run_layers
-from jaxpage.models.config import layer_windows
-from jaxpage.models.config.fields import Fields
+from jaxpage.models.config import Fields, layer_windows
 from jaxpage.models.config.proportional_rope import read_rope
 from jaxpage.models.gemma import ACTIVATION, FULL, SLIDING, Gemma2
-from jaxpage.models.gemma_layers import (
-    GatedInput,
-    Gemma4LayersConfig,
-    InputsForm,
-    LayerForm,
-    PerLayerInputs,
-    cache_of_types,
-    find_shared_layers,
-    gemma4_attention,
-)
-from jaxpage.models.parts import mlp, norms
-from jaxpage.models.parts.decoder_config import DecoderConfig, Defaults, key_value_heads
-from jaxpage.models.parts.names import Scope
+from jaxpage.models.parts import Scope, mlp, norms
+from jaxpage.models.parts.decoder_config import DecoderConfig, Defaults
 
 ROPES: dict[str, dict[str, Any]] = {
     SLIDING: {"rope_type": "default", "rope_theta": 10_000.0},
@@ -130,7 +118,7 @@ class Gemma4Experts(nnx.Module):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Gemma4Config(Gemma4LayersConfig):
+class Gemma4Config(gemma_layers.Gemma4LayersConfig):
     """Reads transformers' `Gemma4TextConfig`.
 
     Attributes:
@@ -167,8 +155,8 @@ class Gemma4Config(Gemma4LayersConfig):
         )  # The last layer is always a full one.
         heads = _heads(fields, types, by_layer)
         ropes, max_length = _ropes(fields, heads)
-        places = find_shared_layers(fields, types, 0)
-        cache = cache_of_types(types, places, fields.integer("sliding_window", 512))
+        places = gemma_layers.find_shared_layers(fields, types, 0)
+        cache = gemma_layers.cache_of_types(types, places, fields.integer("sliding_window", 512))
         kinds_with_pages = types[: cache["num_layers"]]
         num_kv_heads, head_dim = heads[SLIDING]
         return cls.from_fields(
@@ -195,13 +183,13 @@ def _padding_id(fields: Fields) -> int:
 
 def _layer_forms(
     fields: Fields, types: tuple[str, ...], places: tuple[int, ...]
-) -> tuple[LayerForm, ...]:
+) -> tuple[gemma_layers.LayerForm, ...]:
     """Returns what differs from layer to layer; layers that share pages may have a wider half."""
     width = fields.integer("intermediate_size")
     wide = 2 * width if fields.flag("use_double_wide_mlp", False) else width
     keys_are_values = fields.flag("attention_k_eq_v", False)
     return tuple(
-        LayerForm(
+        gemma_layers.LayerForm(
             place, width if place == index else wide, keys_are_values and types[index] == FULL
         )
         for index, place in enumerate(places)
@@ -217,7 +205,7 @@ def _heads(fields: Fields, types: tuple[str, ...], by_layer: Any) -> dict[str, t
         by_layer: `per_layer_config`, which transformers 5.24 writes in place of the fields for full
             layers.
     """
-    sliding_heads = key_value_heads(fields, 4), fields.integer("head_dim", 256)
+    sliding_heads = fields.kv_heads(4), fields.integer("head_dim", 256)
     few = fields.optional_integer("num_global_key_value_heads", None)
     if few is None or not fields.flag("attention_k_eq_v", False):
         few = sliding_heads[0]
@@ -268,14 +256,14 @@ def _ropes(fields: Fields, heads: Mapping[str, tuple[int, int]]) -> tuple[dict[s
     return ropes, max_length
 
 
-def _inputs(fields: Fields) -> InputsForm | None:
+def _inputs(fields: Fields) -> gemma_layers.InputsForm | None:
     """Returns what the fields say of the inputs that layers have of their own."""
     width = fields.integer("hidden_size_per_layer_input", 256, least=0)
     rows = fields.integer("vocab_size_per_layer_input", 262_144)
     if width and rows < (size := fields.integer("vocab_size")):
         text = f"vocab_size_per_layer_input = {rows} must not be less than vocab_size = {size}"
         fields.note_wrong(text, vocab_size_per_layer_input=size)
-    return InputsForm(width, rows) if width else None
+    return gemma_layers.InputsForm(width, rows) if width else None
 
 
 def _experts(fields: Fields) -> ExpertsSpec | None:
@@ -298,14 +286,14 @@ class Gemma4Layer(nnx.Module):
     def __init__(self, config: Gemma4Config, index: int, at: Scope):
         form = config.layer_forms[index]
         self.attention_norm = norms.rms_norm(config, at / "input_layernorm")
-        self.attention = gemma4_attention(config, index, at / "self_attn")
+        self.attention = gemma_layers.gemma4_attention(config, index, at / "self_attn")
         self.post_attention_norm = norms.rms_norm(config, at / "post_attention_layernorm")
         self.mlp_norm = norms.rms_norm(config, at / "pre_feedforward_layernorm")
         self.mlp = mlp.gated_mlp(config, at / "mlp", width=form.intermediate_size)
         self.post_mlp_norm = norms.rms_norm(config, at / "post_feedforward_layernorm")
         experts, inputs = config.experts, config.inputs
         self.experts = None if experts is None else Gemma4Experts(config, experts, at)
-        self.input = None if inputs is None else GatedInput(config, inputs.width, at)
+        self.input = None if inputs is None else gemma_layers.GatedInput(config, inputs.width, at)
         scalar = tensor((at / "layer_scalar").name, 1)
         self.scale = parameter((1,), axes=(None,), dtype=at.dtype, sources=[scalar])
 
@@ -338,10 +326,10 @@ class Gemma4(Gemma2, config=Gemma4Config):
     takes_vectors = True
     make_norm = staticmethod(norms.rms_norm)
 
-    def __init__(self, config: Gemma4Config, *, dtype: DTypeLike):
+    def __init__(self, config: Gemma4Config, *, dtype: jax.typing.DTypeLike):
         super().__init__(config, dtype=dtype)
         inputs, at = config.inputs, Scope(config.name, dtype)
-        self.inputs = None if inputs is None else PerLayerInputs(config, inputs, at)
+        self.inputs = None if inputs is None else gemma_layers.PerLayerInputs(config, inputs, at)
 
     @classmethod
     def make_block(cls, config: Any, index: int, at: Scope) -> nnx.Module:

@@ -13,15 +13,12 @@ from typing import Any
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from jaxpage.layers.activations import ACTIVATIONS
-from jaxpage.layers.attention import Attention, HeadNorms, Projections, Scores
-from jaxpage.layers.embedding import Embedding
-from jaxpage.layers.linear import Linear, Part, linear
-from jaxpage.models.config.fields import Fields
+from jaxpage.layers import ACTIVATIONS, Attention, Embedding, HeadNorms, Linear, Projections, Scores
+from jaxpage.layers.linear import Part, linear
+from jaxpage.models.config import Fields
 from jaxpage.models.gemma import SLIDING
-from jaxpage.models.parts import norms
+from jaxpage.models.parts import Scope, norms
 from jaxpage.models.parts.decoder_config import DecoderConfig
-from jaxpage.models.parts.names import Scope
 
 
 @dataclass(frozen=True)

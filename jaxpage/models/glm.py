@@ -9,14 +9,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from jaxpage.layers.attention import HeadNorms
-from jaxpage.models.config import expert_fields, mtp_names
-from jaxpage.models.config.fields import Fields
+from jaxpage.layers import HeadNorms
+from jaxpage.models.config import Fields, expert_fields, mtp_names
 from jaxpage.models.deepseek import ALIASES, INDEXER, DeepseekV2, DeepseekV2Config
 from jaxpage.models.llama import Llama
-from jaxpage.models.parts import attention, latent
+from jaxpage.models.parts import Scope, attention, latent
 from jaxpage.models.parts.decoder_config import DecoderConfig, Defaults, ExpertsConfig
-from jaxpage.models.parts.names import DEEPSEEK_EXPERTS, Scope
+from jaxpage.models.parts.names import DEEPSEEK_EXPERTS
 from jaxpage.models.qwen import Qwen3Moe
 
 

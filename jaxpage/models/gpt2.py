@@ -11,17 +11,15 @@ from typing import Any, ClassVar
 
 from flax import nnx
 
-from jaxpage.layers.attention import Attention, Projections, Scores
-from jaxpage.layers.linear import Linear, Part, linear
-from jaxpage.layers.mlp import MLP
-from jaxpage.layers.rope import NO_ROTATION
+from jaxpage.layers import MLP, NO_ROTATION, Attention, Linear, Projections, Scores
+from jaxpage.layers.linear import Part, linear
 from jaxpage.models.base import KVSpec
-from jaxpage.models.config.fields import Fields
+from jaxpage.models.config import Fields
 from jaxpage.models.llama import Llama
-from jaxpage.models.parts import attention, mlp, norms
+from jaxpage.models.parts import Scope, attention, mlp, norms
 from jaxpage.models.parts.decoder import Block, Decoder
 from jaxpage.models.parts.decoder_config import DecoderConfig, Defaults
-from jaxpage.models.parts.names import AttentionNames, ModuleNames, Scope
+from jaxpage.models.parts.names import AttentionNames, ModuleNames
 
 ALIASES = {
     "hidden_size": "n_embd",

@@ -15,17 +15,17 @@ import jax
 from flax import nnx
 from jaxtyping import Array, Float
 
-from jaxpage.layers.attention import Attention, HeadNorms, Projections, Scores
-from jaxpage.layers.rope import Rope
+from jaxpage.layers import Attention, HeadNorms, Projections, Rope, Scores
 from jaxpage.layers.rope_scaling import make_rope
+from jaxpage.models.config import Fields
 from jaxpage.models.config.config_fields import WrongField
-from jaxpage.models.config.fields import Fields, without
+from jaxpage.models.config.fields import without
 from jaxpage.models.gpt2 import ALIASES, EPSILON, GPT2, inner_width
 from jaxpage.models.llama import Llama
-from jaxpage.models.parts import attention, mlp, norms
+from jaxpage.models.parts import Scope, attention, mlp, norms
 from jaxpage.models.parts.decoder import Block, Decoder
 from jaxpage.models.parts.decoder_config import DecoderConfig, Defaults
-from jaxpage.models.parts.names import AttentionNames, ModuleNames, Scope
+from jaxpage.models.parts.names import AttentionNames, ModuleNames
 
 NUM_PARTS = 4  # The parts of the product of CodeGen.
 

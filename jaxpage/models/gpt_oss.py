@@ -10,14 +10,13 @@ from typing import Any
 
 from flax import nnx
 
-from jaxpage.layers.attention import Scores
+from jaxpage.layers import Scores
 from jaxpage.layers.experts import ClampedSwiGLU
-from jaxpage.models.config import expert_fields, layer_windows
-from jaxpage.models.config.fields import Fields
+from jaxpage.models.config import Fields, expert_fields, layer_windows
 from jaxpage.models.llama import Llama
-from jaxpage.models.parts import attention
+from jaxpage.models.parts import Scope, attention
 from jaxpage.models.parts.decoder_config import Defaults, ExpertsConfig
-from jaxpage.models.parts.names import ExpertNames, Scope
+from jaxpage.models.parts.names import ExpertNames
 
 ROPE = {
     **{"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False},

@@ -15,16 +15,13 @@ from typing import Any
 import jax
 from flax import nnx
 
-from jaxpage.layers.attention import Scores
-from jaxpage.layers.experts import ExpertsSpec
-from jaxpage.layers.mamba import MambaSpec
-from jaxpage.models.config import expert_fields, layer_windows, recurrent_fields
-from jaxpage.models.config.fields import Fields
+from jaxpage.layers import ExpertsSpec, MambaSpec, Scores
+from jaxpage.models.config import Fields, expert_fields, layer_windows, recurrent_fields
 from jaxpage.models.llama import Llama
-from jaxpage.models.parts import attention, recurrences
+from jaxpage.models.parts import Scope, attention, recurrences
 from jaxpage.models.parts.decoder import Block
 from jaxpage.models.parts.decoder_config import DecoderConfig, Defaults, ExpertsConfig
-from jaxpage.models.parts.names import ExpertNames, MLPNames, Scope
+from jaxpage.models.parts.names import ExpertNames, MLPNames
 
 MLP_NAMES = MLPNames("shared_mlp", gate=None, up=None, down="output_linear", fused="input_linear")
 EXPERT_NAMES = ExpertNames(

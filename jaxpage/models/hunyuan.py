@@ -6,15 +6,14 @@ import functools
 from collections.abc import Mapping
 from typing import Any
 
-from jaxpage.models.config import expert_fields
-from jaxpage.models.config.fields import NO_ROPE, Fields
+from jaxpage.models.config import Fields, expert_fields
+from jaxpage.models.config.fields import NO_ROPE
 from jaxpage.models.llama import Llama
 from jaxpage.models.parts import attention
 from jaxpage.models.parts.decoder_config import (
     DecoderConfig,
     Defaults,
     ExpertsConfig,
-    read_head_dim,
 )
 from jaxpage.models.parts.names import ExpertNames
 
@@ -24,7 +23,7 @@ DEFAULTS = Defaults(epsilon=1e-5, attention_bias=False)
 
 def replace_alpha(fields: Fields) -> None:
     """Replaces a "dynamic" rope with `alpha` by one with a larger base at every length."""
-    head_dim = read_head_dim(fields)
+    head_dim = fields.head_dim()
     max_length = fields.integer("max_position_embeddings", 2048)
     parameters = fields.rope_parameters(max_length, 10_000.0)
     alpha = parameters.get("alpha")

@@ -17,14 +17,14 @@ from typing import Any
 
 from flax import nnx
 
-from jaxpage.layers.delta_net import ChannelProducts, DeltaWidths
-from jaxpage.models.config import expert_fields, recurrent_fields
-from jaxpage.models.config.fields import Fields
+from jaxpage.layers import DeltaWidths
+from jaxpage.layers.delta_net import ChannelProducts
+from jaxpage.models.config import Fields, expert_fields, recurrent_fields
 from jaxpage.models.llama import Llama
-from jaxpage.models.parts import latent, recurrences
+from jaxpage.models.parts import Scope, latent, recurrences
 from jaxpage.models.parts.decoder_config import Defaults, ExpertsConfig
 from jaxpage.models.parts.latent import LatentSpec
-from jaxpage.models.parts.names import ExpertNames, Scope
+from jaxpage.models.parts.names import ExpertNames
 
 FULL = "full_attention"
 LINEAR = "linear_attention"

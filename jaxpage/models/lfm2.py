@@ -13,15 +13,15 @@ from typing import Any, ClassVar
 
 from flax import nnx
 
+from jaxpage.layers import NO_ROTATION, Rope
 from jaxpage.layers.convolution import ConvolutionSpec
-from jaxpage.layers.rope import NO_ROTATION, Rope
-from jaxpage.models.config import expert_fields, layer_windows
-from jaxpage.models.config.fields import NO_ROPE, Fields
+from jaxpage.models.config import Fields, expert_fields, layer_windows
+from jaxpage.models.config.fields import NO_ROPE
 from jaxpage.models.config.proportional_rope import read_rope
 from jaxpage.models.llama import Llama
-from jaxpage.models.parts import attention, recurrences
+from jaxpage.models.parts import Scope, attention, recurrences
 from jaxpage.models.parts.decoder_config import DecoderConfig, Defaults, ExpertsConfig
-from jaxpage.models.parts.names import AttentionNames, ExpertNames, MLPNames, ModuleNames, Scope
+from jaxpage.models.parts.names import AttentionNames, ExpertNames, MLPNames, ModuleNames
 
 FULL = "full_attention"
 SLIDING = "sliding_attention"

@@ -22,19 +22,17 @@ from typing import Any, ClassVar
 import jax
 from flax import nnx
 
-from jaxpage.layers.attention import HeadNorms, Scores
+from jaxpage.layers import HeadNorms, Scores
 from jaxpage.layers.mlp import XIELU
-from jaxpage.models.config import expert_fields, layer_windows, mtp_names
-from jaxpage.models.config.fields import Fields
-from jaxpage.models.parts import attention, experts, mlp, norms
-from jaxpage.models.parts.decoder import Block, Decoder, cap_logits
+from jaxpage.models.config import Fields, expert_fields, layer_windows, mtp_names
+from jaxpage.models.parts import Scope, attention, decoder, experts, mlp, norms
+from jaxpage.models.parts.decoder import Block, Decoder
 from jaxpage.models.parts.decoder_config import (
     DecoderConfig,
     Defaults,
     ExpertsConfig,
-    read_head_dim,
 )
-from jaxpage.models.parts.names import LLAMA_MLP, QWEN_EXPERTS, ExpertNames, MLPNames, Scope
+from jaxpage.models.parts.names import LLAMA_MLP, QWEN_EXPERTS, ExpertNames, MLPNames
 
 CHUNKED = "chunked_attention"
 FULL = "full_attention"
@@ -413,7 +411,7 @@ class NanoChatConfig(DecoderConfig):
     @classmethod
     def read(cls, fields: Fields) -> NanoChatConfig:
         """Returns what the fields say."""
-        rope, reach = cls.defaults.read_rope(fields, read_head_dim(fields))
+        rope, reach = cls.defaults.read_rope(fields, fields.head_dim())
         backwards = tuple(-frequency for frequency in rope.frequencies)
         return cls.from_fields(
             fields,
@@ -446,4 +444,4 @@ class NanoChat(Llama, config=NanoChatConfig):
 
     def logits(self, hidden_BD: jax.Array) -> jax.Array:
         """Returns the logits in float32."""
-        return cap_logits(super().logits(hidden_BD), self.config.logit_softcap)
+        return decoder.cap_logits(super().logits(hidden_BD), self.config.logit_softcap)

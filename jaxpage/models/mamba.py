@@ -15,15 +15,15 @@ from typing import Any
 
 from flax import nnx
 
-from jaxpage.layers.mamba import MambaSpec
+from jaxpage.layers import MambaSpec
 from jaxpage.layers.mamba1 import Mamba1Spec
-from jaxpage.models.config import expert_fields, recurrent_fields
-from jaxpage.models.config.fields import Fields, without
+from jaxpage.models.config import Fields, expert_fields, recurrent_fields
+from jaxpage.models.config.fields import without
 from jaxpage.models.llama import Llama
-from jaxpage.models.parts import norms, recurrences
+from jaxpage.models.parts import Scope, norms, recurrences
 from jaxpage.models.parts.decoder import Decoder, HalfBlock
 from jaxpage.models.parts.decoder_config import DecoderConfig, Defaults, ExpertsConfig
-from jaxpage.models.parts.names import ExpertNames, MLPNames, ModuleNames, Scope
+from jaxpage.models.parts.names import ExpertNames, MLPNames, ModuleNames
 
 LONGEST = 2**18  # The models have no positions and could go on; block tables have to end somewhere.
 

@@ -15,14 +15,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jaxpage.layers.attention import Attention, Projections, Scores, Values
+from jaxpage.layers import Attention, Projections, Rope, Scores
+from jaxpage.layers.attention import Values
 from jaxpage.layers.linear import Part, linear
-from jaxpage.layers.rope import Rope
-from jaxpage.models.config import expert_fields, layer_windows, mtp_names
-from jaxpage.models.config.fields import Fields
-from jaxpage.models.parts import attention
+from jaxpage.models.config import Fields, expert_fields, layer_windows, mtp_names
+from jaxpage.models.parts import Scope, attention
 from jaxpage.models.parts.decoder_config import Defaults, ExpertsConfig
-from jaxpage.models.parts.names import DEEPSEEK_EXPERTS, Scope
+from jaxpage.models.parts.names import DEEPSEEK_EXPERTS
 from jaxpage.models.qwen import Qwen3Moe
 
 FULL = "full_attention"

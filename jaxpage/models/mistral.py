@@ -13,14 +13,14 @@ from typing import Any
 
 from flax import nnx
 
-from jaxpage.layers.attention import Scores
-from jaxpage.models.config import expert_fields
-from jaxpage.models.config.fields import NO_ROPE, Fields
+from jaxpage.layers import Scores
+from jaxpage.models.config import Fields, expert_fields
+from jaxpage.models.config.fields import NO_ROPE
 from jaxpage.models.deepseek import DeepseekV2, DeepseekV2Config
 from jaxpage.models.llama import Llama
-from jaxpage.models.parts import attention, latent
+from jaxpage.models.parts import Scope, attention, latent
 from jaxpage.models.parts.decoder_config import DecoderConfig, Defaults, ExpertsConfig
-from jaxpage.models.parts.names import ExpertNames, Scope
+from jaxpage.models.parts.names import ExpertNames
 
 # The parameters of a config of Ministral 3 that has neither `rope_parameters` nor `rope_scaling`.
 MINISTRAL3_ROPE = {

@@ -26,16 +26,14 @@ from typing import Any
 from flax import nnx
 from jaxtyping import Array, Float
 
-from jaxpage.layers.context import ForwardContext
-from jaxpage.layers.experts import ExpertsSpec, MixtureOfExperts
-from jaxpage.layers.mamba import MambaSpec
-from jaxpage.models.config import expert_fields, mtp_names, recurrent_fields
-from jaxpage.models.config.fields import Fields
+from jaxpage.layers import ExpertsSpec, ForwardContext, MambaSpec
+from jaxpage.layers.experts import MixtureOfExperts
+from jaxpage.models.config import Fields, expert_fields, mtp_names, recurrent_fields
 from jaxpage.models.llama import Llama
-from jaxpage.models.parts import attention, experts, mlp, norms, recurrences
+from jaxpage.models.parts import Scope, attention, experts, mlp, norms, recurrences
 from jaxpage.models.parts.decoder import Decoder, HalfBlock
 from jaxpage.models.parts.decoder_config import DecoderConfig, Defaults, ExpertsConfig
-from jaxpage.models.parts.names import ExpertNames, ModuleNames, Scope
+from jaxpage.models.parts.names import ExpertNames, ModuleNames
 
 FULL = "full_attention"
 LINEAR = "linear_attention"

@@ -13,15 +13,12 @@ from typing import Any
 
 from flax import nnx
 
-from jaxpage.layers.delta_net import DeltaWidths
-from jaxpage.layers.rope import NO_ROTATION, Rope
-from jaxpage.models.config import expert_fields, layer_windows, mtp_names, recurrent_fields
-from jaxpage.models.config.fields import Fields
+from jaxpage.layers import NO_ROTATION, DeltaWidths, Rope
+from jaxpage.models.config import Fields, expert_fields, layer_windows, mtp_names, recurrent_fields
 from jaxpage.models.llama import Llama
-from jaxpage.models.parts import attention, decoder_config, norms, recurrences
+from jaxpage.models.parts import Scope, attention, norms, recurrences
 from jaxpage.models.parts.decoder import Block
 from jaxpage.models.parts.decoder_config import DecoderConfig, Defaults, ExpertsConfig
-from jaxpage.models.parts.names import Scope
 
 # In `Olmo3Config` too, `rope_theta` does not reach layers with windows.
 OLMO3_THETA = {"full_attention": ("rope_theta", 500_000.0), "sliding_attention": ("", 500_000.0)}
@@ -86,7 +83,7 @@ class Olmo3Config(DecoderConfig):
     @classmethod
     def read(cls, fields: Fields) -> Olmo3Config:
         """Returns what the fields say."""
-        head_dim = decoder_config.read_head_dim(fields)
+        head_dim = fields.head_dim()
         types = layer_windows.layer_types(fields, 4)
         return cls.from_fields(
             fields,
@@ -186,7 +183,7 @@ class OlmoHybridConfig(DecoderConfig):
         recurrent_fields.check_activation(fields)
         types = _layer_types(fields)
         delta = _read_delta(fields)
-        head_dim = decoder_config.read_head_dim(fields)
+        head_dim = fields.head_dim()
         rope, max_length = _read_rope(fields, head_dim)
         return cls.from_fields(
             fields,

@@ -13,18 +13,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from jaxpage.layers.context import ForwardContext, LayerPages
-from jaxpage.layers.embedding import Embedding, token_tables
-from jaxpage.layers.linear import Linear
-from jaxpage.layers.norms import LayerNorm
-from jaxpage.models.config.fields import Fields
-from jaxpage.models.parts import attention, mlp, norms
+from jaxpage.layers import Embedding, ForwardContext, LayerNorm, LayerPages, Linear
+from jaxpage.layers.embedding import token_tables
+from jaxpage.models.config import Fields
+from jaxpage.models.parts import Scope, attention, mlp, norms
 from jaxpage.models.parts.decoder import Block, Decoder
 from jaxpage.models.parts.decoder_config import DecoderConfig, Defaults
-from jaxpage.models.parts.names import AttentionNames, ModuleNames, Scope
+from jaxpage.models.parts.names import AttentionNames, ModuleNames
 
 EPSILON = 1e-5
 # The first positions are for padding, in the code that both were trained with.
@@ -105,7 +102,7 @@ class OPT(Decoder, config=OPTConfig):
     ignored = ()
     names = ModuleNames(positions="embed_positions", norm="final_layer_norm")
 
-    def __init__(self, config: OPTConfig, *, dtype: DTypeLike):
+    def __init__(self, config: OPTConfig, *, dtype: jax.typing.DTypeLike):
         super().__init__(config, dtype=dtype)
         at = Scope(config.name, dtype)
         width, narrow = config.hidden_size, config.embedding_width

@@ -11,16 +11,15 @@ from typing import Any
 
 from flax import nnx
 
-from jaxpage.layers.attention import HeadNorms
-from jaxpage.layers.rope import Rope
+from jaxpage.layers import HeadNorms, Rope
 from jaxpage.layers.rope_scaling import LENGTH
-from jaxpage.models.config import expert_fields
-from jaxpage.models.config.fields import Fields, without
+from jaxpage.models.config import Fields, expert_fields
+from jaxpage.models.config.fields import without
 from jaxpage.models.llama import Llama
-from jaxpage.models.parts import attention, decoder_config, mlp, norms
+from jaxpage.models.parts import Scope, attention, mlp, norms
 from jaxpage.models.parts.decoder import Block, Decoder
 from jaxpage.models.parts.decoder_config import DecoderConfig, Defaults, ExpertsConfig
-from jaxpage.models.parts.names import AttentionNames, ExpertNames, ModuleNames, Scope
+from jaxpage.models.parts.names import AttentionNames, ExpertNames, ModuleNames
 
 ATTENTION_NAMES = AttentionNames(output="dense")
 MOE_THETA = 1_000_000.0
@@ -144,7 +143,7 @@ class PhimoeConfig(ExpertsConfig):
     def read(cls, fields: Fields) -> PhimoeConfig:
         """Returns what the fields say."""
         fields.only(num_experts_per_tok=2)
-        head_dim = decoder_config.read_head_dim(fields)
+        head_dim = fields.head_dim()
         rope, max_length = _read_moe_rope(fields, head_dim)
         return cls.from_fields(
             fields,

@@ -33,25 +33,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
+from jaxpage.layers import NO_ROTATION, ForwardContext, LayerPages, Linear, MambaSpec, Scores
 from jaxpage.layers.activations import gate
-from jaxpage.layers.attention import Scores
-from jaxpage.layers.context import ForwardContext, LayerPages
-from jaxpage.layers.linear import Linear
-from jaxpage.layers.mamba import MambaSpec
-from jaxpage.layers.rope import NO_ROTATION
 from jaxpage.models.base import Hidden, Pages, run_layers
-from jaxpage.models.config import recurrent_fields
-from jaxpage.models.config.fields import Fields
+from jaxpage.models.config import Fields, recurrent_fields
 from jaxpage.models.parameters.replacing import Path, replace_modules
-from jaxpage.models.parts import attention, mlp, norms, recurrences
+from jaxpage.models.parts import Scope, attention, mlp, norms, recurrences
 from jaxpage.models.parts.decoder import Decoder
-from jaxpage.models.parts.decoder_config import DecoderConfig, Defaults, key_value_heads
-from jaxpage.models.parts.names import MLPNames, ModuleNames, Scope
+from jaxpage.models.parts.decoder_config import DecoderConfig, Defaults
+from jaxpage.models.parts.names import MLPNames, ModuleNames
 
 LINEAR = "linear_attention"
 HYBRID = "hybrid"
@@ -227,7 +222,7 @@ def _refuse(fields: Fields) -> None:
         fields.note_unsupported(text, tie_word_embeddings=True)
     fields.only(use_shared_mlp_adapter=True)
     heads = fields.integer("num_attention_heads")
-    kv_heads = key_value_heads(fields, None)
+    kv_heads = fields.kv_heads(None)
     if fields.flag("use_shared_attention_adapter", False) and kv_heads != heads:
         text = (
             f"use_shared_attention_adapter = true needs num_key_value_heads = {kv_heads} to be "
@@ -236,7 +231,9 @@ def _refuse(fields: Fields) -> None:
         fields.note_wrong(text, num_key_value_heads=heads, use_shared_attention_adapter=False)
 
 
-def scope_of_block(config: Zamba2Config, layer: int, dtype: DTypeLike = "float32") -> Scope:
+def scope_of_block(
+    config: Zamba2Config, layer: int, dtype: jax.typing.DTypeLike = "float32"
+) -> Scope:
     """Returns the scope of the block that a layer calls; files may have it in several layers."""
     return Scope(f"{config.name}.layers.{layer}.shared_transformer", dtype)
 
@@ -286,7 +283,7 @@ class SharedBlock(nnx.Module):
     one cache group.
     """
 
-    def __init__(self, config: Zamba2Config, layer: int, dtype: DTypeLike):
+    def __init__(self, config: Zamba2Config, layer: int, dtype: jax.typing.DTypeLike):
         """Makes the block.
 
         Args:
@@ -403,7 +400,7 @@ class Zamba2(Decoder, config=Zamba2Config):
     names = ModuleNames(norm="final_layernorm")
     takes_vectors = True
 
-    def __init__(self, config: Zamba2Config, *, dtype: DTypeLike):
+    def __init__(self, config: Zamba2Config, *, dtype: jax.typing.DTypeLike):
         super().__init__(config, dtype=dtype)
         self.blocks = nnx.List(
             SharedBlock(config, layer, dtype) for layer in config.blocks.first_callers

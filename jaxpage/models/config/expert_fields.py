@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from jaxpage.layers.experts import ExpertsSpec
+from jaxpage.layers import ExpertsSpec
 from jaxpage.layers.routing import Groups, Routing
 from jaxpage.models.config.fields import REQUIRED, Fields
 

@@ -8,8 +8,7 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from jaxpage.errors import CheckpointError
-from jaxpage.layers.activations import ACTIVATIONS
-from jaxpage.layers.rope import Rope
+from jaxpage.layers import ACTIVATIONS, Rope
 from jaxpage.layers.rope_scaling import LENGTH, SCALINGS, make_rope, wrong_parameters
 from jaxpage.models.config.config_fields import ConfigFields, FieldError, RefusedField, WrongField
 
@@ -249,6 +248,19 @@ class Fields(ConfigFields):
             self.note(error, **sizes)
             return _SIZE
         return value // divisor
+
+    def head_dim(self) -> int:
+        """Returns `head_dim`.
+
+        If it is absent or null, it is the width of the model over the number of query heads.
+        """
+        stated = self.optional_integer("head_dim", None)
+        return stated or self.divide("hidden_size", "num_attention_heads")
+
+    def kv_heads(self, default: int | None) -> int:
+        """Returns `num_key_value_heads`; null means one for each query head."""
+        heads = self.optional_integer("num_key_value_heads", default)
+        return heads or self.integer("num_attention_heads")
 
     def rope(
         self,

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxpage.layers.rope import Rope
+from jaxpage.layers import Rope
 from jaxpage.models.config.fields import Fields
 
 NUMBERS = {"rope_theta": None, "partial_rotary_factor": 1.0, "factor": 1.0}

@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from jaxpage.layers.delta_net import DeltaWidths
-from jaxpage.layers.mamba import MambaSpec
+from jaxpage.layers import DeltaWidths, MambaSpec
 from jaxpage.models.config.fields import Fields
 
 # The forms in which files say that there is no largest time step.

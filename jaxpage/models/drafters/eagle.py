@@ -15,21 +15,16 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from jaxpage.layers.attention import Attention, HeadNorms
-from jaxpage.layers.context import ForwardContext, LayerPages
-from jaxpage.layers.embedding import Embedding
+from jaxpage.layers import Attention, Embedding, ForwardContext, HeadNorms, LayerPages, RMSNorm
 from jaxpage.layers.linear import Part, linear
-from jaxpage.layers.norms import RMSNorm
 from jaxpage.layers.parameter import parameter
 from jaxpage.models.base import KVSpec, Pages, run_layers
 from jaxpage.models.drafters.drafter import output_alone
-from jaxpage.models.parts import attention, mlp, norms
+from jaxpage.models.parts import Scope, attention, mlp, norms
 from jaxpage.models.parts.decoder import Block
 from jaxpage.models.parts.decoder_config import DecoderConfig
-from jaxpage.models.parts.names import Scope
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +56,7 @@ class EagleSpec:
     own_head: bool = False
     aux_layers: tuple[int, ...] = ()
 
-    def make(self, dtype: DTypeLike) -> _Eagle:
+    def make(self, dtype: jax.typing.DTypeLike) -> _Eagle:
         """Returns the module of this spec."""
         return Eagle(self, dtype=dtype)
 
@@ -84,7 +79,7 @@ class Eagle3Spec(EagleSpec):
     norm_each: bool = False
     norm_output: bool = False
 
-    def make(self, dtype: DTypeLike) -> _Eagle:
+    def make(self, dtype: jax.typing.DTypeLike) -> _Eagle:
         """Returns the module of this spec."""
         return Eagle3(self, dtype=dtype)
 
@@ -96,7 +91,7 @@ class _Eagle(nnx.Module):
     map is not one of its weights.
     """
 
-    def __init__(self, spec: EagleSpec, fused_width: int, *, dtype: DTypeLike):
+    def __init__(self, spec: EagleSpec, fused_width: int, *, dtype: jax.typing.DTypeLike):
         width = spec.decoder.hidden_size
         rows = spec.table_rows
         tokens_name = "embed_tokens" if spec.own_tokens else None
@@ -141,7 +136,7 @@ class Eagle(_Eagle):
 
     fuse = staticmethod(output_alone)
 
-    def __init__(self, spec: EagleSpec, *, dtype: DTypeLike):
+    def __init__(self, spec: EagleSpec, *, dtype: jax.typing.DTypeLike):
         super().__init__(spec, 2 * spec.decoder.hidden_size, dtype=dtype)
         self.layers = nnx.List(_make_layers(spec, 0, dtype))
         self.layers[0].attention_norm = None
@@ -173,7 +168,7 @@ def _make_attention(
     )
 
 
-def _make_layers(spec: EagleSpec, first: int, dtype: DTypeLike) -> list[Block]:
+def _make_layers(spec: EagleSpec, first: int, dtype: jax.typing.DTypeLike) -> list[Block]:
     """Returns the layers from this number on."""
     return [
         _make_block(spec, index, Scope(f"layers.{index}", dtype))
@@ -229,7 +224,7 @@ class Eagle3(_Eagle):
     True.
     """
 
-    def __init__(self, spec: Eagle3Spec, *, dtype: DTypeLike):
+    def __init__(self, spec: Eagle3Spec, *, dtype: jax.typing.DTypeLike):
         decoder = spec.decoder
         fused = len(spec.aux_layers) * spec.target_width
         super().__init__(spec, fused, dtype=dtype)

@@ -13,11 +13,10 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from jaxpage.layers.embedding import Embedding
-from jaxpage.layers.linear import Linear, Part, linear
+from jaxpage.layers import Embedding, Linear
+from jaxpage.layers.linear import Part, linear
 from jaxpage.layers.parameter import parameter
 
 
@@ -64,7 +63,7 @@ class MedusaHeads(nnx.Module):
     In a file whose heads know a part of the vocabulary, tables may have rows for all of it.
     """
 
-    def __init__(self, spec: MedusaSpec, *, dtype: DTypeLike):
+    def __init__(self, spec: MedusaSpec, *, dtype: jax.typing.DTypeLike):
         width = spec.hidden_size
         rows = spec.table_rows
         aliases = ("lm_head",) if spec.one_table else ()

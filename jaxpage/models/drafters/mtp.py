@@ -10,18 +10,17 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from jaxpage.layers.context import ForwardContext
-from jaxpage.layers.embedding import Embedding
+from jaxpage.layers import Embedding, ForwardContext
 from jaxpage.layers.linear import Part, linear
 from jaxpage.models.base import Pages, run_layers
 from jaxpage.models.config.mtp_names import MtpNames
 from jaxpage.models.drafters.drafter import output_alone
-from jaxpage.models.parts.names import Scope
+from jaxpage.models.parts import Scope
 
 
 class MtpHead(nnx.Module):
@@ -34,7 +33,7 @@ class MtpHead(nnx.Module):
     aux_layers: ClassVar[tuple[int, ...]] = ()
     fuse = staticmethod(output_alone)
 
-    def __init__(self, config: Any, family: Any, names: MtpNames, *, dtype: DTypeLike):
+    def __init__(self, config: Any, family: Any, names: MtpNames, *, dtype: jax.typing.DTypeLike):
         """Makes the head.
 
         Args:

@@ -8,9 +8,10 @@ from dataclasses import dataclass, replace
 import jax
 from flax import nnx
 
-from jaxpage.layers.attention import Attention, HeadNorms, Projections, Scores, query_key_value
-from jaxpage.layers.linear import Linear, Part, linear
-from jaxpage.layers.norms import HeadNorm, LayerNorm, RMSNorm
+from jaxpage.layers import Attention, HeadNorms, LayerNorm, Linear, Projections, RMSNorm, Scores
+from jaxpage.layers.attention import query_key_value
+from jaxpage.layers.linear import Part, linear
+from jaxpage.layers.norms import HeadNorm
 from jaxpage.layers.parameter import parameter, stack, tensor
 from jaxpage.models.parts.decoder_config import DecoderConfig
 from jaxpage.models.parts.names import LLAMA_ATTENTION, AttentionNames, Scope

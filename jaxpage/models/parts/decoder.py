@@ -12,11 +12,10 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from jaxpage.layers.context import ForwardContext, LayerPages
-from jaxpage.layers.embedding import Embedding, token_tables
+from jaxpage.layers import Embedding, ForwardContext, LayerPages
+from jaxpage.layers.embedding import token_tables
 from jaxpage.layers.norms import add_and_norm, add_before_norm, keep_and_norm
 from jaxpage.models.base import FamilyModule, Hidden, Pages, run_layers
 from jaxpage.models.parts.names import ModuleNames, Scope
@@ -146,7 +145,7 @@ class Decoder(FamilyModule):
         if "__call__" in cls.__dict__ and "takes_vectors" not in cls.__dict__:
             cls.takes_vectors = False
 
-    def __init__(self, config: Any, *, dtype: DTypeLike):
+    def __init__(self, config: Any, *, dtype: jax.typing.DTypeLike):
         names = self.names
         at = Scope(config.name, dtype)
         self.config = config

@@ -6,10 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, TypeVar, cast
 
-from jaxpage.layers.experts import ExpertsSpec
-from jaxpage.layers.rope import NO_ROTATION, Rope
+from jaxpage.layers import NO_ROTATION, ExpertsSpec, Rope
 from jaxpage.models.base import KVSpec
-from jaxpage.models.config.fields import Fields
+from jaxpage.models.config import Fields
 from jaxpage.models.config.mtp_names import MtpNames
 
 _Config = TypeVar("_Config", bound="DecoderConfig")
@@ -24,7 +23,7 @@ class Defaults:
 
     Attributes:
         num_kv_heads: In the place of `num_key_value_heads`; None for one for each query head.
-        head_dim: In the place of `head_dim`; None to call `read_head_dim`.
+        head_dim: In the place of `head_dim`; None to call `Fields.head_dim`.
         max_length: In the place of `max_position_embeddings`.
         theta: In the place of `rope_theta`.
         partial: The share of each head that is rotated; None for a family that rotates all.
@@ -57,14 +56,14 @@ class Defaults:
         """Returns the number of key/value heads."""
         if self.plain_heads:
             return fields.integer("num_attention_heads")
-        return key_value_heads(fields, self.num_kv_heads)
+        return fields.kv_heads(self.num_kv_heads)
 
     def read_head_dim(self, fields: Fields) -> int:
         """Returns the width of a head."""
         if self.plain_heads:
             return fields.divide("hidden_size", "num_attention_heads")
         if self.head_dim is None:
-            return read_head_dim(fields)
+            return fields.head_dim()
         return fields.integer("head_dim", self.head_dim)
 
     def read_rope(self, fields: Fields, head_dim: int) -> tuple[Rope, int]:
@@ -267,18 +266,3 @@ def _check_heads(fields: Fields, num_query_heads: int, num_kv_heads: int) -> Non
         )
         heads = dict.fromkeys(("num_key_value_heads", "num_attention_heads"), num_query_heads)
         fields.note_wrong(text, **heads)
-
-
-def key_value_heads(fields: Fields, default: int | None) -> int:
-    """Returns `num_key_value_heads`; null means one for each query head."""
-    heads = fields.optional_integer("num_key_value_heads", default)
-    return heads or fields.integer("num_attention_heads")
-
-
-def read_head_dim(fields: Fields) -> int:
-    """Returns `head_dim`.
-
-    If it is absent or null, it is the width of the model over the number of query heads.
-    """
-    stated = fields.optional_integer("head_dim", None)
-    return stated or fields.divide("hidden_size", "num_attention_heads")

@@ -13,20 +13,23 @@ from typing import Any, ClassVar, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
-import numpy.typing as npt
 from flax import nnx
-from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from jaxpage.layers.attention import Attention, Projections, Scores
-from jaxpage.layers.context import ForwardContext, LayerPages
-from jaxpage.layers.embedding import Embedding
-from jaxpage.layers.linear import Linear
+from jaxpage.layers import (
+    NO_ROTATION,
+    Attention,
+    Embedding,
+    ForwardContext,
+    LayerPages,
+    Linear,
+    Projections,
+    Scores,
+)
 from jaxpage.layers.norms import norm_of_sum
-from jaxpage.layers.rope import NO_ROTATION
 from jaxpage.models.base import FamilyModule, KVSpec
-from jaxpage.models.config.fields import Fields
-from jaxpage.models.parts.decoder_config import DecoderConfig, read_head_dim
+from jaxpage.models.config import Fields
+from jaxpage.models.parts.decoder_config import DecoderConfig
 from jaxpage.models.parts.names import Scope
 
 SCORES_PAIRS = "ForSequenceClassification"  # how the architecture of a cross-encoder ends
@@ -65,7 +68,7 @@ class EncoderConfig(DecoderConfig):
         """Returns whether the model scores pairs of texts, and does not embed (cross-encoder)."""
         return self.num_labels > 0
 
-    def positions_of(self, token_ids: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
+    def positions_of(self, token_ids: np.typing.NDArray[np.int32]) -> np.typing.NDArray[np.int32]:
         """Returns the row of each token of a text in the table of positions."""
         if not self.first_position:
             return np.arange(len(token_ids), dtype=np.int32)
@@ -75,7 +78,7 @@ class EncoderConfig(DecoderConfig):
         return places.astype(np.int32)
 
 
-def distance_buckets(most: int) -> npt.NDArray[np.int32]:
+def distance_buckets(most: int) -> np.typing.NDArray[np.int32]:
     """Returns the bucket of each distance from -most to most, of a key after its query.
 
     Short distances have a bucket each, and longer ones share them by their logarithm (T5; Raffel et
@@ -117,7 +120,7 @@ def read_encoder(
     fields.only(is_decoder=False, position_embedding_type="absolute")
     num_layers = fields.integer("num_hidden_layers")
     num_heads = fields.integer("num_attention_heads")
-    head_dim = head_dim or read_head_dim(fields)
+    head_dim = head_dim or fields.head_dim()
     return {
         "vocab_size": fields.integer("vocab_size"),
         "hidden_size": fields.integer("hidden_size"),
@@ -231,7 +234,7 @@ class Encoder(FamilyModule):
     prefix = ""
     layers_name: ClassVar[str] = "encoder.layer"
 
-    def __init__(self, config: Any, *, dtype: DTypeLike):
+    def __init__(self, config: Any, *, dtype: jax.typing.DTypeLike):
         at = Scope(config.name, dtype)
         self.config = config
         self.tokens, self.positions, self.types = self.make_tables(config, at)

@@ -5,12 +5,11 @@ The experts are apart, as they are published, or stacked, as transformers keeps 
 
 from __future__ import annotations
 
-from jax.typing import DTypeLike
+import jax
 
+from jaxpage.layers import MLP, ExpertsSpec, GatedMLP, Linear
 from jaxpage.layers.expert_linear import ExpertLinear, ExpertLinearSpec
-from jaxpage.layers.experts import Experts, ExpertsSpec, MixtureOfExperts
-from jaxpage.layers.linear import Linear
-from jaxpage.layers.mlp import MLP, GatedMLP
+from jaxpage.layers.experts import Experts, MixtureOfExperts
 from jaxpage.layers.parameter import Axis, Piece, Source, Stored, tensor
 from jaxpage.layers.routing import Router, Routing
 from jaxpage.models.parameters.weights import FLOATS
@@ -65,7 +64,7 @@ def make_experts(
     activation: str,
     shared: tuple[MLP | GatedMLP, str | None] | None,
     latent: tuple[Linear, Linear] | None = None,
-    dtype: DTypeLike,
+    dtype: jax.typing.DTypeLike,
 ) -> MixtureOfExperts:
     """Returns the mixture of experts of a layer.
 
@@ -123,7 +122,7 @@ def make_experts(
 
 
 def _make_router(
-    routing: Routing, hidden_size: int, names: ExpertNames, layer: str, dtype: DTypeLike
+    routing: Routing, hidden_size: int, names: ExpertNames, layer: str, dtype: jax.typing.DTypeLike
 ) -> Router:
     """Returns the router of a layer; see `make_experts`."""
     count = routing.num_experts

@@ -6,11 +6,10 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any
 
+from jaxpage.layers import Linear, RMSNorm, Rope
 from jaxpage.layers.latent_attention import LatentAttention, LatentQueries, LatentWidths
-from jaxpage.layers.linear import Linear
-from jaxpage.layers.norms import RMSNorm
-from jaxpage.layers.rope import Rope
-from jaxpage.models.config.fields import NO_ROPE, Fields
+from jaxpage.models.config import Fields
+from jaxpage.models.config.fields import NO_ROPE
 from jaxpage.models.parts.decoder_config import DecoderConfig
 from jaxpage.models.parts.names import Scope
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from jaxpage.layers import MLP, GatedMLP
 from jaxpage.layers.linear import Part, linear
-from jaxpage.layers.mlp import MLP, XIELU, GatedMLP
+from jaxpage.layers.mlp import XIELU
 from jaxpage.models.parts.decoder_config import DecoderConfig
 from jaxpage.models.parts.names import LLAMA_MLP, MLPNames, Scope
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from jax.typing import DTypeLike
+import jax
 
-from jaxpage.layers.linear import Linear, Part, linear
+from jaxpage.layers import Linear
+from jaxpage.layers.linear import Part, linear
 
 
 @dataclass(frozen=True)
@@ -17,7 +18,7 @@ class Scope:
     """
 
     name: str
-    dtype: DTypeLike
+    dtype: jax.typing.DTypeLike
 
     def __truediv__(self, module: str) -> Scope:
         """Returns the scope of a module of this one; "" is this one itself."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from jaxpage.layers.norms import LayerNorm, RMSNorm
+from jaxpage.layers import LayerNorm, RMSNorm
 from jaxpage.models.parts.decoder_config import DecoderConfig
 from jaxpage.models.parts.names import Scope
 

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from jaxpage.layers import DeltaWidths, Linear, MambaSpec, RMSNorm
 from jaxpage.layers.context import StateSpec
 from jaxpage.layers.convolution import ConvolutionSpec, GatedConvolution
-from jaxpage.layers.delta_net import ChannelProducts, DeltaWidths, GatedDeltaNet
-from jaxpage.layers.linear import Linear
-from jaxpage.layers.mamba import Mamba2, MambaSpec
+from jaxpage.layers.delta_net import ChannelProducts, GatedDeltaNet
+from jaxpage.layers.mamba import Mamba2
 from jaxpage.layers.mamba1 import Mamba1, Mamba1Spec
-from jaxpage.layers.norms import RMSNorm
 from jaxpage.models.parts.decoder_config import DecoderConfig
 from jaxpage.models.parts.names import Scope
 from jaxpage.models.parts.norms import rms_norm

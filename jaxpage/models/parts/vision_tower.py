@@ -20,24 +20,23 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import numpy.typing as npt
 from flax import nnx
-from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from jaxpage.errors import CheckpointError, UnsupportedError
-from jaxpage.layers.linear import Linear, Part, linear
-from jaxpage.layers.norms import RMSNorm, add_and_norm
+from jaxpage.layers import Angles, Linear, RMSNorm
+from jaxpage.layers.linear import Part, linear
+from jaxpage.layers.norms import add_and_norm
 from jaxpage.layers.parameter import Piece, Source, parameter, tensor
 from jaxpage.layers.picture_attention import attend_in_segments, attend_in_windows
 from jaxpage.layers.product import product
-from jaxpage.layers.rope import Angles
 from jaxpage.models.base import FamilyModule
+from jaxpage.models.config import Fields
 from jaxpage.models.config.config_fields import FieldError
-from jaxpage.models.config.fields import Fields, text_part
+from jaxpage.models.config.fields import text_part
 from jaxpage.models.parts.names import Scope
 
-Numbers = npt.NDArray[np.float32]
+Numbers = np.typing.NDArray[np.float32]
 
 
 class VisionFields(Fields):
@@ -219,7 +218,7 @@ def read_theta(fields: VisionFields, default: float) -> float:
     return fields.number("rope_theta", default)
 
 
-def cut_patches(pixels: npt.NDArray[Any], patch_size: int, block: int) -> Numbers:
+def cut_patches(pixels: np.typing.NDArray[Any], patch_size: int, block: int) -> Numbers:
     """Returns the patches of a picture [C, H, W], as rows [P, C * patch_size^2], block by block.
 
     Pixels after the last whole block are left out.
@@ -235,14 +234,16 @@ def cut_patches(pixels: npt.NDArray[Any], patch_size: int, block: int) -> Number
     )
 
 
-def by_blocks(grid: npt.NDArray[Any], block: int) -> npt.NDArray[Any]:
+def by_blocks(grid: np.typing.NDArray[Any], block: int) -> np.typing.NDArray[Any]:
     """Returns the entries of a grid [height, width, ...] in the order of `cut_patches`."""
     height, width, *others = grid.shape
     parts = grid.reshape(height // block, block, width // block, block, *others)
     return parts.swapaxes(1, 2).reshape(height * width, *others)
 
 
-def fill_up(inputs: Mapping[str, npt.NDArray[Any]], size: int) -> dict[str, npt.NDArray[Any]]:
+def fill_up(
+    inputs: Mapping[str, np.typing.NDArray[Any]], size: int
+) -> dict[str, np.typing.NDArray[Any]]:
     """Returns arrays with rows of zeros after their own, and `segment_P`, in which these have 1."""
     num_patches = len(next(iter(inputs.values())))
     full = {"segment_P": np.ones(size, np.int32)}
@@ -416,7 +417,7 @@ class VisionTower(FamilyModule):
     class SmolVLMVision(VisionTower, config=SmolVLMVisionConfig): ...
     """
 
-    def __init__(self, config: Any, *, dtype: DTypeLike):
+    def __init__(self, config: Any, *, dtype: jax.typing.DTypeLike):
         self.config = config
         self.dtype = dtype
 

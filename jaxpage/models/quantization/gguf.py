@@ -14,8 +14,7 @@ import numpy as np
 from flax import nnx
 
 from jaxpage.errors import CheckpointError
-from jaxpage.layers.embedding import Embedding
-from jaxpage.layers.linear import Linear
+from jaxpage.layers import Embedding, Linear
 from jaxpage.layers.quantized import (
     LinearOfParts,
     QuantizedEmbedding,
@@ -24,7 +23,7 @@ from jaxpage.layers.quantized import (
     WeightFormat,
 )
 from jaxpage.models.parameters.replacing import Path
-from jaxpage.models.quantization.decoding import nibbles
+from jaxpage.models.quantization import decoding
 from jaxpage.models.quantization.scheme import Scheme
 
 NAME = "gguf"
@@ -93,7 +92,9 @@ def _split(packed: np.ndarray, run: int) -> np.ndarray:
 
 def _q4(first: int, run: int) -> Decode:
     """Returns a decoder of the codes that follow the first bytes of a block."""
-    return lambda blocks: nibbles(_split(blocks[..., first:], run).reshape(len(blocks), -1))
+    return lambda blocks: decoding.nibbles(
+        _split(blocks[..., first:], run).reshape(len(blocks), -1)
+    )
 
 
 def _q5_0(blocks: np.ndarray) -> np.ndarray:

@@ -8,15 +8,7 @@ from __future__ import annotations
 import numpy as np
 
 from jaxpage.layers.quantized import StoredArray, WeightFormat
-from jaxpage.models.quantization.decoding import (
-    FLOATS,
-    check_scale,
-    nibbles,
-    num_groups,
-    to_signed,
-    transpose,
-    unpack,
-)
+from jaxpage.models.quantization import decoding
 from jaxpage.models.quantization.quantization_fields import QuantizationFields, is_pattern
 from jaxpage.models.quantization.scheme import (
     UNQUANTISED,
@@ -48,14 +40,16 @@ def read(config: QuantizationFields) -> Scheme:
     symmetric = config.flag("sym", True)
 
     def codes(words: np.ndarray, num_out: int, num_in: int) -> np.ndarray:
-        codes = unpack(np.ascontiguousarray(words.T), bits)
-        return nibbles(codes) if bits == 4 else to_signed(codes)
+        codes = decoding.unpack(np.ascontiguousarray(words.T), bits)
+        return decoding.nibbles(codes) if bits == 4 else decoding.to_signed(codes)
 
     def zero_codes(words: np.ndarray) -> np.ndarray:
         words32 = np.ascontiguousarray(words).view(np.uint32)
         # The first form subtracted one from each code by subtracting whole words, so a zero of 0
         # borrowed from its neighbour.
-        return unpack(words32 + np.uint32(_ONES[bits]) if version == "gptq" else words32, bits)
+        return decoding.unpack(
+            words32 + np.uint32(_ONES[bits]) if version == "gptq" else words32, bits
+        )
 
     def zeros(words: np.ndarray, num_out: int, num_in: int) -> np.ndarray:
         return zero_codes(words).T.astype(np.float32) - (0 if bits == 4 else 128)
@@ -65,14 +59,14 @@ def read(config: QuantizationFields) -> Scheme:
     )
     scale = StoredArray(
         "scales",
-        lambda num_out, num_in: (num_groups(num_in, size), num_out),
-        FLOATS,
-        transpose,
-        check_scale,
+        lambda num_out, num_in: (decoding.num_groups(num_in, size), num_out),
+        decoding.FLOATS,
+        decoding.transpose,
+        decoding.check_scale,
     )
     zero = StoredArray(
         "qzeros",
-        lambda num_out, num_in: (num_groups(num_in, size), num_out * bits // 32),
+        lambda num_out, num_in: (decoding.num_groups(num_in, size), num_out * bits // 32),
         ("int32",),
         zeros,
     )
@@ -81,7 +75,7 @@ def read(config: QuantizationFields) -> Scheme:
         # In the first form some checkpoints have the middle itself, which was meant: with sym =
         # true no reader uses the zeros.
         middle = 2 ** (bits - 1) - (1 if version == "gptq" else 0)
-        codes = np.unique(unpack(np.ascontiguousarray(words), bits))
+        codes = np.unique(decoding.unpack(np.ascontiguousarray(words), bits))
         if codes.size == 1 and codes[0] in (middle, 2 ** (bits - 1)):
             return None
         return (

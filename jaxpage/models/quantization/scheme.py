@@ -12,9 +12,8 @@ import numpy as np
 from flax import nnx
 
 from jaxpage.errors import CheckpointError
-from jaxpage.layers.embedding import Embedding
+from jaxpage.layers import Embedding, Linear
 from jaxpage.layers.expert_linear import ExpertLinear
-from jaxpage.layers.linear import Linear
 from jaxpage.layers.quantized import (
     LinearOfParts,
     QuantizedEmbedding,

@@ -12,12 +12,10 @@ import numpy as np
 from flax import nnx
 
 from jaxpage.errors import ConfigError, UnsupportedError
-from jaxpage.layers.attention import Attention
+from jaxpage.layers import MLP, Attention, Embedding, GatedMLP
 from jaxpage.layers.delta_net import GatedDeltaNet
-from jaxpage.layers.embedding import Embedding
 from jaxpage.layers.experts import Experts
 from jaxpage.layers.latent_attention import LatentAttention
-from jaxpage.layers.mlp import MLP, GatedMLP
 from jaxpage.layers.sharding import (
     ShardedAttention,
     ShardedDeltaNet,

@@ -13,22 +13,18 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from jaxpage.errors import UnsupportedError
-from jaxpage.layers.norms import RMSNorm
+from jaxpage.layers import RMSNorm
 from jaxpage.layers.parameter import parameter, tensor
 from jaxpage.layers.product import product
-from jaxpage.models.parts import vision_tower
-from jaxpage.models.parts.names import Scope
-from jaxpage.models.parts.vision import PictureArrays, VisionCall
-from jaxpage.models.parts.vision_tower import VisionConfig, VisionFields
+from jaxpage.models.parts import Scope, vision, vision_tower
 from jaxpage.models.vision.siglip import Siglip, SiglipTiles, read_siglip
 
 
 @dataclass(frozen=True, kw_only=True)
-class Gemma3VisionConfig(VisionConfig):
+class Gemma3VisionConfig(vision_tower.VisionConfig):
     """Holds what a config.json of Gemma 3 says of its encoder.
 
     Attributes:
@@ -45,7 +41,9 @@ class Gemma3VisionConfig(VisionConfig):
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> Gemma3VisionConfig:
         """Reads config.json."""
-        with VisionFields(vision_tower.vision_part(config, "siglip_vision_model"), "") as fields:
+        with vision_tower.VisionFields(
+            vision_tower.vision_part(config, "siglip_vision_model"), ""
+        ) as fields:
             tower = read_siglip(fields, width=768, num_heads=12, patch_size=16)
             rows = vision_tower.some_fields(config, "mm_tokens_per_image").integer(
                 "mm_tokens_per_image", 256
@@ -75,13 +73,13 @@ class Gemma3Vision(SiglipTiles, config=Gemma3VisionConfig):
         ),
     )
 
-    def __init__(self, config: Any, *, dtype: DTypeLike):
+    def __init__(self, config: Any, *, dtype: jax.typing.DTypeLike):
         super().__init__(config, dtype=dtype)
         self.tower = Siglip(config.tower, Scope("model.vision_tower", dtype))
         self.projector = Projector(config, Scope("model.multi_modal_projector", dtype))
 
     @staticmethod
-    def calls(spec: Any, arrays: PictureArrays) -> Sequence[VisionCall]:
+    def calls(spec: Any, arrays: vision.PictureArrays) -> Sequence[vision.VisionCall]:
         """Returns a call for each tile: the picture, and crops of it (pan and scan).
 
         Raises:

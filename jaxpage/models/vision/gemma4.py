@@ -14,22 +14,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import numpy.typing as npt
 from flax import nnx
-from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from jaxpage.errors import UnsupportedError
-from jaxpage.layers.activations import ACTIVATIONS
-from jaxpage.layers.norms import RMSNorm
+from jaxpage.layers import ACTIVATIONS, Angles, RMSNorm
 from jaxpage.layers.parameter import Piece, Source, parameter, tensor
 from jaxpage.layers.picture_attention import attend_in_segments
-from jaxpage.layers.rope import Angles
 from jaxpage.models.config.fields import text_part
-from jaxpage.models.parts import vision_tower
-from jaxpage.models.parts.names import Scope
-from jaxpage.models.parts.vision import PictureArrays, VisionCall
-from jaxpage.models.parts.vision_tower import TowerConfig, VisionConfig, VisionFields, VisionTower
+from jaxpage.models.parts import Scope, vision, vision_tower
 
 # The rows that a processor may let a picture have at most; most pictures have nearly as many.
 _NUM_ROWS = (70, 140, 280, 560, 1120)
@@ -37,7 +30,7 @@ _USUAL_ROWS = 280  # without such a setting in preprocessor_config.json
 
 
 @dataclass(frozen=True, kw_only=True)
-class Gemma4VisionConfig(VisionConfig):
+class Gemma4VisionConfig(vision_tower.VisionConfig):
     """Holds what a config.json of Gemma 4 says of its encoder.
 
     Attributes:
@@ -61,7 +54,9 @@ class Gemma4VisionConfig(VisionConfig):
     def from_config(cls, config: Mapping[str, Any]) -> Gemma4VisionConfig:
         """Reads config.json."""
         both_ways = text_part(config).get("use_bidirectional_attention")
-        with VisionFields(vision_tower.vision_part(config, "gemma4_vision"), "") as fields:
+        with vision_tower.VisionFields(
+            vision_tower.vision_part(config, "gemma4_vision"), ""
+        ) as fields:
             tower = _read_tower(fields)
             num_kv_heads = fields.integer("num_key_value_heads", 12)
             if tower.num_heads % num_kv_heads:
@@ -82,12 +77,12 @@ class Gemma4VisionConfig(VisionConfig):
             )
 
 
-def _read_tower(fields: VisionFields) -> TowerConfig:
+def _read_tower(fields: vision_tower.VisionFields) -> vision_tower.TowerConfig:
     head_dim = fields.integer("head_dim", 64)
     if head_dim % 4:
         text = f"head_dim = {head_dim} must be a multiple of 4: each axis turns pairs of a half"
         fields.note_wrong(text, head_dim=64)
-    return TowerConfig(
+    return vision_tower.TowerConfig(
         hidden_size=fields.integer("hidden_size", 768),
         intermediate_size=fields.integer("intermediate_size", 3072),
         num_layers=fields.integer("num_hidden_layers", 16),
@@ -101,10 +96,10 @@ def _read_tower(fields: VisionFields) -> TowerConfig:
     )
 
 
-class Gemma4Vision(VisionTower, config=Gemma4VisionConfig):
+class Gemma4Vision(vision_tower.VisionTower, config=Gemma4VisionConfig):
     """The encoder of Gemma 4: patches, layers of its own, and the mean of each block of patches."""
 
-    def __init__(self, config: Gemma4VisionConfig, *, dtype: DTypeLike):
+    def __init__(self, config: Gemma4VisionConfig, *, dtype: jax.typing.DTypeLike):
         super().__init__(config, dtype=dtype)
         at = Scope("model.vision_tower", dtype)
         tower = config.tower
@@ -129,7 +124,7 @@ class Gemma4Vision(VisionTower, config=Gemma4VisionConfig):
         )
 
     @staticmethod
-    def calls(spec: Any, arrays: PictureArrays) -> Sequence[VisionCall]:
+    def calls(spec: Any, arrays: vision.PictureArrays) -> Sequence[vision.VisionCall]:
         """Returns a call for each picture.
 
         Args:
@@ -162,7 +157,7 @@ class Gemma4Vision(VisionTower, config=Gemma4VisionConfig):
 
 def _call(
     spec: Gemma4VisionConfig, patches: Float[np.ndarray, "P I"], places: Int[np.ndarray, "P 2"]
-) -> VisionCall:
+) -> vision.VisionCall:
     num_patches = int((places >= 0).all(axis=1).sum())
     width, height = (int(each) + 1 for each in places[:num_patches].max(axis=0))
     block = spec.block
@@ -172,7 +167,7 @@ def _call(
         )
     size = vision_tower.size_for(spec.sizes, num_patches)
 
-    def make_inputs() -> dict[str, npt.NDArray[Any]]:
+    def make_inputs() -> dict[str, np.typing.NDArray[Any]]:
         grid = {"patch_PI": patches, "place_P2": places}
         inputs = {
             name: vision_tower.by_blocks(each[:num_patches].reshape(height, width, -1), block)
@@ -180,7 +175,7 @@ def _call(
         }
         return vision_tower.fill_up(inputs, size)
 
-    return VisionCall(size, make_inputs, num_patches // block**2)
+    return vision.VisionCall(size, make_inputs, num_patches // block**2)
 
 
 def _axis_angles(place_P2: Int[Array, "P 2"], config: Gemma4VisionConfig) -> list[Angles]:

@@ -13,34 +13,20 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import numpy.typing as npt
 from flax import nnx
-from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from jaxpage.errors import UnsupportedError
-from jaxpage.layers.activations import ACTIVATIONS
-from jaxpage.layers.mlp import GatedMLP
-from jaxpage.layers.rope import Angles
+from jaxpage.layers import ACTIVATIONS, Angles, GatedMLP
 from jaxpage.models.config.fields import text_part
-from jaxpage.models.parts import vision_tower
-from jaxpage.models.parts.names import Scope
-from jaxpage.models.parts.vision import PictureArrays, VisionCall
-from jaxpage.models.parts.vision_tower import (
-    PatchEmbedding,
-    PictureBlock,
-    TowerConfig,
-    VisionConfig,
-    VisionFields,
-    VisionTower,
-)
+from jaxpage.models.parts import Scope, vision, vision_tower
 
 _EPSILON = 1e-5  # of the norms, which no field says
 _TEXT_EPSILONS = {"ministral3": 1e-5}  # where `rms_norm_eps` is absent and it is not 1e-6
 
 
 @dataclass(frozen=True, kw_only=True)
-class PixtralConfig(VisionConfig):
+class PixtralConfig(vision_tower.VisionConfig):
     """Holds what a config.json of Mistral 3 says of its encoder.
 
     Attributes:
@@ -64,7 +50,7 @@ class PixtralConfig(VisionConfig):
             *("spatial_merge_size", "projector_hidden_act", "vision_feature_layer"),
             "multimodal_projector_bias",
         )
-        with VisionFields(vision_tower.vision_part(config, "pixtral"), "") as fields:
+        with vision_tower.VisionFields(vision_tower.vision_part(config, "pixtral"), "") as fields:
             tower = vision_tower.read_tower(
                 fields,
                 width=1024,
@@ -96,13 +82,13 @@ class PixtralConfig(VisionConfig):
         )
 
 
-class PixtralVision(VisionTower, config=PixtralConfig):
+class PixtralVision(vision_tower.VisionTower, config=PixtralConfig):
     """The encoder of Mistral 3 and Ministral 3: Pixtral, and products for blocks of patches."""
 
-    def __init__(self, config: Any, *, dtype: DTypeLike):
+    def __init__(self, config: Any, *, dtype: jax.typing.DTypeLike):
         super().__init__(config, dtype=dtype)
         at = Scope("model.vision_tower", dtype)
-        self.patches = PatchEmbedding(config.tower, at / "patch_conv", bias=False)
+        self.patches = vision_tower.PatchEmbedding(config.tower, at / "patch_conv", bias=False)
         self.patch_norm = vision_tower.tower_norm(config.tower.hidden_size, at / "ln_pre", _EPSILON)
         self.layers = nnx.List(
             _block(config.tower, at / f"transformer.layers.{index}")
@@ -111,7 +97,7 @@ class PixtralVision(VisionTower, config=PixtralConfig):
         self.merger = PatchMerger(config, Scope("model.multi_modal_projector", dtype))
 
     @staticmethod
-    def calls(spec: Any, arrays: PictureArrays) -> Sequence[VisionCall]:
+    def calls(spec: Any, arrays: vision.PictureArrays) -> Sequence[vision.VisionCall]:
         """Returns a call for each picture.
 
         Args:
@@ -139,7 +125,7 @@ class PixtralVision(VisionTower, config=PixtralConfig):
         return self.merger(state_PE)[:, None, :]
 
 
-def _call(spec: VisionConfig, picture: npt.NDArray[Any]) -> VisionCall:
+def _call(spec: vision_tower.VisionConfig, picture: np.typing.NDArray[Any]) -> vision.VisionCall:
     tower, block = spec.tower, spec.block
     side = tower.patch_size * block
     if any(length % side for length in picture.shape[1:]):
@@ -150,7 +136,7 @@ def _call(spec: VisionConfig, picture: npt.NDArray[Any]) -> VisionCall:
     height, width = (length // tower.patch_size for length in picture.shape[1:])
     size = vision_tower.size_for(spec.sizes, height * width)
 
-    def make_inputs() -> dict[str, npt.NDArray[Any]]:
+    def make_inputs() -> dict[str, np.typing.NDArray[Any]]:
         places = np.moveaxis(np.indices((height, width), np.int32), 0, -1)
         inputs = {
             "patch_PI": vision_tower.cut_patches(picture, tower.patch_size, block),
@@ -158,7 +144,7 @@ def _call(spec: VisionConfig, picture: npt.NDArray[Any]) -> VisionCall:
         }
         return vision_tower.fill_up(inputs, size)
 
-    return VisionCall(size, make_inputs, height * width // block**2)
+    return vision.VisionCall(size, make_inputs, height * width // block**2)
 
 
 def two_axis_angles(place_P2: Int[Array, "P 2"], head_dim: int, theta: float) -> Angles:
@@ -175,7 +161,7 @@ def two_axis_angles(place_P2: Int[Array, "P 2"], head_dim: int, theta: float) ->
     return Angles(jnp.cos(angles_PE), jnp.sin(angles_PE))
 
 
-def _block(config: TowerConfig, at: Scope) -> PictureBlock:
+def _block(config: vision_tower.TowerConfig, at: Scope) -> vision_tower.PictureBlock:
     width, inner = config.hidden_size, config.intermediate_size
     fed = at / "feed_forward"
     mlp = GatedMLP(
@@ -185,7 +171,7 @@ def _block(config: TowerConfig, at: Scope) -> PictureBlock:
         vision_tower.plain_projection(inner, fed, ("down_proj", width), bias=False),
         activation=config.activation,
     )
-    return PictureBlock(
+    return vision_tower.PictureBlock(
         vision_tower.tower_norm(width, at / "attention_norm", _EPSILON),
         vision_tower.picture_attention(config, at / "attention", output="o_proj", bias=False),
         vision_tower.tower_norm(width, at / "ffn_norm", _EPSILON),

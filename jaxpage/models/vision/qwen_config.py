@@ -6,12 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from jaxpage.layers.rope import Rope
+from jaxpage.layers import Rope
 from jaxpage.layers.rope_scaling import make_rope
 from jaxpage.models.config.fields import text_part
 from jaxpage.models.config.mrope import NUM_AXES, QWEN2_VL, QWEN3_5, QWEN3_VL, Sections
 from jaxpage.models.parts import vision_tower
-from jaxpage.models.parts.vision_tower import VisionFields
 
 # The rows of the text model for which the encoder is compiled: 16,384 are 12 megapixels.
 ROWS = tuple(64 << doubling for doubling in range(9))
@@ -80,20 +79,20 @@ class QwenVisionConfig:
         """
         vision = vision_tower.vision_part(config, *cls.kinds)
         vision["image_token_id"] = config.get("image_token_id", cls.default_token)
-        with VisionFields(vision, "", _ALIASES) as fields:
+        with vision_tower.VisionFields(vision, "", _ALIASES) as fields:
             made = cls.read(fields)
             _check_text(fields, config, cls.sections, made.hidden_size)
             return made
 
     @classmethod
-    def read(cls, fields: VisionFields) -> QwenVisionConfig:
+    def read(cls, fields: vision_tower.VisionFields) -> QwenVisionConfig:
         """Reads the fields of `vision_config`; each generation has its own way."""
         raise NotImplementedError
 
     @classmethod
     def read_common(
         cls,
-        fields: VisionFields,
+        fields: vision_tower.VisionFields,
         *,
         width: tuple[str, int],
         depth: int,
@@ -136,7 +135,7 @@ class Qwen2VisionConfig(QwenVisionConfig):
     kinds = ("qwen2_vl_vision", "qwen2_vl")
 
     @classmethod
-    def read(cls, fields: VisionFields) -> QwenVisionConfig:
+    def read(cls, fields: vision_tower.VisionFields) -> QwenVisionConfig:
         """Returns what the fields say; `hidden_size` is that of the text model."""
         common = cls.read_common(
             fields, width=("embed_dim", 1280), depth=32, activation="quick_gelu", patch=14
@@ -154,7 +153,7 @@ class Qwen2_5VisionConfig(QwenVisionConfig):
     kinds = ("qwen2_5_vl_vision", "qwen2_5_vl")
 
     @classmethod
-    def read(cls, fields: VisionFields) -> QwenVisionConfig:
+    def read(cls, fields: vision_tower.VisionFields) -> QwenVisionConfig:
         """Returns what the fields say; a window has a side in pixels there."""
         common = cls.read_common(
             fields, width=("hidden_size", 3584), depth=32, activation="silu", patch=14
@@ -180,7 +179,7 @@ class Qwen3VisionConfig(QwenVisionConfig):
     sections = QWEN3_VL
 
     @classmethod
-    def read(cls, fields: VisionFields) -> QwenVisionConfig:
+    def read(cls, fields: vision_tower.VisionFields) -> QwenVisionConfig:
         """Returns what the fields say."""
         common = cls.read_common(
             fields, width=("hidden_size", 1152), depth=27, activation="gelu_pytorch_tanh", patch=16
@@ -194,7 +193,7 @@ class Qwen3VisionConfig(QwenVisionConfig):
         )
 
     @classmethod
-    def read_deep(cls, fields: VisionFields) -> tuple[int, ...]:
+    def read_deep(cls, fields: vision_tower.VisionFields) -> tuple[int, ...]:
         """Returns the layers whose outputs are features for the text model's first layers."""
         return _read_layers(fields, "deepstack_visual_indexes", (8, 16, 24))
 
@@ -207,12 +206,12 @@ class Qwen3_5VisionConfig(Qwen3VisionConfig):
     default_token = 248_056
 
     @classmethod
-    def read_deep(cls, fields: VisionFields) -> tuple[int, ...]:
+    def read_deep(cls, fields: vision_tower.VisionFields) -> tuple[int, ...]:
         """Returns no layers: transformers passes the field over."""
         return ()
 
 
-def _read_rope(fields: VisionFields, head_dim: int) -> Rope:
+def _read_rope(fields: vision_tower.VisionFields, head_dim: int) -> Rope:
     """Returns a rotation whose first pairs turn by the row of a patch, the others by its column."""
     parameters = fields.get("rope_parameters", None) or {}
     kind = parameters.get("rope_type", "axial")
@@ -226,7 +225,7 @@ def _read_rope(fields: VisionFields, head_dim: int) -> Rope:
     return Rope((*each, *each), axes=(0,) * len(each) + (1,) * len(each))
 
 
-def _read_square(fields: VisionFields) -> int:
+def _read_square(fields: vision_tower.VisionFields) -> int:
     """Returns the entries of the table of positions along each side."""
     num_entries = fields.integer("num_position_embeddings", 2304)
     side = int(num_entries**0.5)
@@ -236,7 +235,9 @@ def _read_square(fields: VisionFields) -> int:
     return side
 
 
-def _read_layers(fields: VisionFields, name: str, default: tuple[int, ...]) -> tuple[int, ...]:
+def _read_layers(
+    fields: vision_tower.VisionFields, name: str, default: tuple[int, ...]
+) -> tuple[int, ...]:
     """Returns numbers of layers, which must be in order; those that do not exist are left out."""
     layers = fields.get(name, default)
     stated: list[Any] = list(layers) if isinstance(layers, list | tuple) else [None]
@@ -248,7 +249,10 @@ def _read_layers(fields: VisionFields, name: str, default: tuple[int, ...]) -> t
 
 
 def _check_text(
-    fields: VisionFields, config: Mapping[str, Any], sections: Sections, hidden_size: int
+    fields: vision_tower.VisionFields,
+    config: Mapping[str, Any],
+    sections: Sections,
+    hidden_size: int,
 ) -> None:
     """Notes what in the text model's config does not fit the encoder."""
     width = vision_tower.text_width(config)

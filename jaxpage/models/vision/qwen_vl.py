@@ -18,23 +18,13 @@ from typing import Any, ClassVar, Protocol
 import jax
 import jax.numpy as jnp
 import numpy as np
-import numpy.typing as npt
 from flax import nnx
-from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from jaxpage.errors import UnsupportedError
-from jaxpage.layers.activations import ACTIVATIONS
-from jaxpage.layers.embedding import Embedding
-from jaxpage.layers.linear import Linear
-from jaxpage.layers.mlp import MLP, GatedMLP
-from jaxpage.layers.norms import LayerNorm, RMSNorm
+from jaxpage.layers import ACTIVATIONS, MLP, Embedding, GatedMLP, LayerNorm, Linear, RMSNorm
 from jaxpage.layers.parameter import Source, parameter, tensor
-from jaxpage.models.parts import vision_tower
-from jaxpage.models.parts.names import Scope
-from jaxpage.models.parts.norms import Norm
-from jaxpage.models.parts.vision import PictureArrays, VisionCall
-from jaxpage.models.parts.vision_tower import PictureAttention, PictureBlock, VisionTower
+from jaxpage.models.parts import Scope, norms, vision, vision_tower
 from jaxpage.models.vision.patch_grid import PatchGrid, rotary_positions
 from jaxpage.models.vision.qwen_config import (
     Qwen2_5VisionConfig,
@@ -51,7 +41,7 @@ class ProcessedPicture(Protocol):
     """Holds a picture as its processor made it."""
 
     @property
-    def arrays(self) -> PictureArrays:
+    def arrays(self) -> vision.PictureArrays:
         """Returns the arrays, under the names of the processor."""
         ...
 
@@ -59,7 +49,7 @@ class ProcessedPicture(Protocol):
 class Merger(nnx.Module):
     """Joins the patches of a block, and computes of them a row of the text model."""
 
-    def __init__(self, norm: Norm, up: Linear, down: Linear, *, is_norm_of_block: bool):
+    def __init__(self, norm: norms.Norm, up: Linear, down: Linear, *, is_norm_of_block: bool):
         """Makes the merger.
 
         Args:
@@ -83,14 +73,14 @@ class Merger(nnx.Module):
         return self.down(ACTIVATIONS["gelu"](self.up(block_RW)))
 
 
-class QwenVision(VisionTower):
+class QwenVision(vision_tower.VisionTower):
     """Computes an encoder; a generation overrides what differs in its layers and its mergers."""
 
     ignored: ClassVar[tuple[str, ...]] = ("*rotary_pos_emb.inv_freq",)
     patch_bias: ClassVar[bool] = False
     merger_names: ClassVar[tuple[str, str, str]] = ("ln_q", "mlp.0", "mlp.2")
 
-    def __init__(self, config: Any, *, dtype: DTypeLike):
+    def __init__(self, config: Any, *, dtype: jax.typing.DTypeLike):
         super().__init__(config, dtype=dtype)
         at = Scope("model.visual", dtype)
         self.patches = patch_product(config, at / "patch_embed.proj", bias=self.patch_bias)
@@ -114,7 +104,7 @@ class QwenVision(VisionTower):
         return Embedding(rows, config.width, name=at.name, axis=None, dtype=at.dtype)
 
     @classmethod
-    def make_norm(cls, width: int, at: Scope) -> Norm:
+    def make_norm(cls, width: int, at: Scope) -> norms.Norm:
         """Returns a norm of hidden states."""
         return LayerNorm(width, name=at.name, epsilon=_EPSILON, axis=None, dtype=at.dtype)
 
@@ -124,14 +114,16 @@ class QwenVision(VisionTower):
         return make_mlp(config, at, "fc1", "fc2")
 
     @classmethod
-    def make_block(cls, config: QwenVisionConfig, index: int, at: Scope) -> PictureBlock:
+    def make_block(
+        cls, config: QwenVisionConfig, index: int, at: Scope
+    ) -> vision_tower.PictureBlock:
         """Returns a layer."""
         width = config.width
         attention = at / "attn"
         has_windows = config.window and index not in config.whole_layers
-        return PictureBlock(
+        return vision_tower.PictureBlock(
             cls.make_norm(width, at / "norm1"),
-            PictureAttention(
+            vision_tower.PictureAttention(
                 vision_tower.fuse_projections(width, attention, "qkv", (width,) * 3),
                 vision_tower.plain_projection(width, attention, ("proj", width), bias=True),
                 head_dim=width // config.num_heads,
@@ -156,7 +148,7 @@ class QwenVision(VisionTower):
         )
 
     @staticmethod
-    def calls(spec: QwenVisionConfig, arrays: PictureArrays) -> list[VisionCall]:
+    def calls(spec: QwenVisionConfig, arrays: vision.PictureArrays) -> list[vision.VisionCall]:
         """Returns the call that encodes a picture.
 
         Args:
@@ -175,7 +167,7 @@ class QwenVision(VisionTower):
             )
         size = vision_tower.size_for(spec.sizes, grid.num_patches)
         make_inputs = functools.partial(_inputs, spec, grid, arrays["pixel_values"], size)
-        return [VisionCall(size, make_inputs, grid.num_blocks)]
+        return [vision.VisionCall(size, make_inputs, grid.num_blocks)]
 
     @staticmethod
     def input_shapes(spec: QwenVisionConfig, size: int) -> dict[str, jax.ShapeDtypeStruct]:
@@ -191,8 +183,8 @@ class QwenVision(VisionTower):
 
     @staticmethod
     def axes_of(
-        spec: QwenVisionConfig, token_ids: npt.ArrayLike, pictures: Sequence[ProcessedPicture]
-    ) -> npt.NDArray[np.int32]:
+        spec: QwenVisionConfig, token_ids: np.typing.ArrayLike, pictures: Sequence[ProcessedPicture]
+    ) -> np.typing.NDArray[np.int32]:
         """Returns the rotary positions of a prompt's tokens [3, T]; see `rotary_positions`."""
         grids = [grid_of(spec, picture.arrays) for picture in pictures]
         return rotary_positions(token_ids, spec.image_token_id, grids)
@@ -218,9 +210,9 @@ class QwenVision(VisionTower):
 
 
 def _inputs(
-    spec: QwenVisionConfig, grid: PatchGrid, pixels_PI: npt.NDArray[Any], size: int
-) -> dict[str, npt.NDArray[Any]]:
-    inputs: dict[str, npt.NDArray[Any]] = {
+    spec: QwenVisionConfig, grid: PatchGrid, pixels_PI: np.typing.NDArray[Any], size: int
+) -> dict[str, np.typing.NDArray[Any]]:
+    inputs: dict[str, np.typing.NDArray[Any]] = {
         "patch_PI": np.asarray(pixels_PI, np.float32),
         "place_P2": grid.places().T,
     }
@@ -246,7 +238,7 @@ class Qwen2_5Vision(QwenVision, config=Qwen2_5VisionConfig):
     """The encoder of Qwen2.5-VL (Bai et al., 2025): RMS norms, gates and windows."""
 
     @classmethod
-    def make_norm(cls, width: int, at: Scope) -> Norm:
+    def make_norm(cls, width: int, at: Scope) -> norms.Norm:
         """Returns a norm of hidden states."""
         return RMSNorm(width, name=at.name, epsilon=_EPSILON, axis=None, dtype=at.dtype)
 
@@ -277,7 +269,7 @@ class Qwen3_5Vision(Qwen3Vision, config=Qwen3_5VisionConfig):
     """The encoder of Qwen3.5 (2026), which is that of Qwen3-VL without features."""
 
 
-def grid_of(spec: QwenVisionConfig, arrays: PictureArrays) -> PatchGrid:
+def grid_of(spec: QwenVisionConfig, arrays: vision.PictureArrays) -> PatchGrid:
     """Returns the grid of a picture's patches.
 
     Raises:

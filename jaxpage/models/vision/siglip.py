@@ -12,29 +12,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import numpy.typing as npt
 from flax import nnx
-from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from jaxpage.errors import UnsupportedError
-from jaxpage.layers.embedding import Embedding
-from jaxpage.layers.mlp import MLP
-from jaxpage.layers.norms import LayerNorm
-from jaxpage.models.parts import vision_tower
-from jaxpage.models.parts.names import Scope
-from jaxpage.models.parts.vision import PictureArrays, VisionCall
-from jaxpage.models.parts.vision_tower import (
-    PatchEmbedding,
-    PictureBlock,
-    TowerConfig,
-    VisionConfig,
-    VisionFields,
-    VisionTower,
-)
+from jaxpage.layers import MLP, Embedding, LayerNorm
+from jaxpage.models.parts import Scope, vision, vision_tower
 
 
-def read_siglip(fields: VisionFields, **defaults: int) -> TowerConfig:
+def read_siglip(fields: vision_tower.VisionFields, **defaults: int) -> vision_tower.TowerConfig:
     """Returns the config of the layers; see `read_tower`."""
     activation = "gelu_pytorch_tanh"
     return vision_tower.read_tower(
@@ -45,10 +31,10 @@ def read_siglip(fields: VisionFields, **defaults: int) -> TowerConfig:
 class Siglip(nnx.Module):
     """Computes the states of patches."""
 
-    def __init__(self, config: TowerConfig, at: Scope):
+    def __init__(self, config: vision_tower.TowerConfig, at: Scope):
         width = config.hidden_size
         tables = at / "embeddings"
-        self.patches = PatchEmbedding(config, tables / "patch_embedding", bias=True)
+        self.patches = vision_tower.PatchEmbedding(config, tables / "patch_embedding", bias=True)
         self.positions = Embedding(
             config.side**2,
             width,
@@ -69,20 +55,20 @@ class Siglip(nnx.Module):
         return self.norm(state_PD)
 
 
-def _norm(config: TowerConfig, at: Scope) -> LayerNorm:
+def _norm(config: vision_tower.TowerConfig, at: Scope) -> LayerNorm:
     return LayerNorm(
         config.hidden_size, name=at.name, epsilon=config.norm_epsilon, axis=None, dtype=at.dtype
     )
 
 
-def _block(config: TowerConfig, at: Scope) -> PictureBlock:
+def _block(config: vision_tower.TowerConfig, at: Scope) -> vision_tower.PictureBlock:
     width, inner = config.hidden_size, config.intermediate_size
     mlp = MLP(
         vision_tower.plain_projection(width, at / "mlp", ("fc1", inner), bias=True),
         vision_tower.plain_projection(inner, at / "mlp", ("fc2", width), bias=True),
         activation=config.activation,
     )
-    return PictureBlock(
+    return vision_tower.PictureBlock(
         _norm(config, at / "layer_norm1"),
         vision_tower.picture_attention(config, at / "self_attn", output="out_proj", bias=True),
         _norm(config, at / "layer_norm2"),
@@ -90,11 +76,11 @@ def _block(config: TowerConfig, at: Scope) -> PictureBlock:
     )
 
 
-class SiglipTiles(VisionTower):
+class SiglipTiles(vision_tower.VisionTower):
     """Encodes each tile of a picture by itself."""
 
     @staticmethod
-    def calls(spec: Any, arrays: PictureArrays) -> Sequence[VisionCall]:
+    def calls(spec: Any, arrays: vision.PictureArrays) -> Sequence[vision.VisionCall]:
         """Returns a call for each tile.
 
         Args:
@@ -123,7 +109,7 @@ class SiglipTiles(VisionTower):
         return {"patch_PI": patches, "position_P": numbers, "segment_P": numbers}
 
 
-def _call(spec: VisionConfig, tile: npt.NDArray[Any]) -> VisionCall:
+def _call(spec: vision_tower.VisionConfig, tile: np.typing.NDArray[Any]) -> vision.VisionCall:
     tower, block = spec.tower, spec.block
     height, width = (side // tower.patch_size for side in tile.shape[1:])
     if height % block or width % block:
@@ -132,7 +118,7 @@ def _call(spec: VisionConfig, tile: npt.NDArray[Any]) -> VisionCall:
         )
     size = vision_tower.size_for(spec.sizes, height * width)
 
-    def make_inputs() -> dict[str, npt.NDArray[Any]]:
+    def make_inputs() -> dict[str, np.typing.NDArray[Any]]:
         places = place_in_table(height, tower.side)[:, None] * tower.side
         places = places + place_in_table(width, tower.side)[None, :]
         inputs = {
@@ -141,7 +127,7 @@ def _call(spec: VisionConfig, tile: npt.NDArray[Any]) -> VisionCall:
         }
         return vision_tower.fill_up(inputs, size)
 
-    return VisionCall(size, make_inputs, height * width // block**2)
+    return vision.VisionCall(size, make_inputs, height * width // block**2)
 
 
 def place_in_table(num_patches: int, side: int) -> Int[np.ndarray, "P"]:
@@ -155,14 +141,14 @@ def place_in_table(num_patches: int, side: int) -> Int[np.ndarray, "P"]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Idefics3VisionConfig(VisionConfig):
+class Idefics3VisionConfig(vision_tower.VisionConfig):
     """Holds what a config.json of Idefics 3 says of its encoder."""
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> Idefics3VisionConfig:
         """Reads config.json."""
         kinds = ("idefics3_vision", "smolvlm_vision", "idefics3", "smolvlm", "siglip_vision_model")
-        with VisionFields(vision_tower.vision_part(config, *kinds), "") as fields:
+        with vision_tower.VisionFields(vision_tower.vision_part(config, *kinds), "") as fields:
             tower = read_siglip(fields, width=1152, num_heads=16, patch_size=32)
             block = vision_tower.some_fields(config, "scale_factor").integer("scale_factor", 2)
             vision_tower.check_blocks(fields, tower, block)
@@ -177,7 +163,7 @@ class Idefics3VisionConfig(VisionConfig):
 class Idefics3Vision(SiglipTiles, config=Idefics3VisionConfig):
     """The encoder of Idefics 3 and SmolVLM: SigLIP, and a product for each block of patches."""
 
-    def __init__(self, config: Any, *, dtype: DTypeLike):
+    def __init__(self, config: Any, *, dtype: jax.typing.DTypeLike):
         super().__init__(config, dtype=dtype)
         at = Scope("model", dtype)
         self.tower = Siglip(config.tower, at / "vision_model")
