@@ -66,9 +66,8 @@ class Bloom(Decoder, config=BloomConfig):
     names = ModuleNames(tokens="word_embeddings", layers="h", norm="ln_f")
     make_norm = staticmethod(norms.layer_norm)
 
-    def __init__(self, config: BloomConfig, *, dtype: jax.typing.DTypeLike):
-        super().__init__(config, dtype=dtype)
-        at = Scope(config.name, dtype)
+    def make_others(self, config: Any, at: Scope) -> None:
+        """Makes the norm after the token table."""
         self.tokens_norm = norms.layer_norm(config, at / "word_embeddings_layernorm")
 
     @classmethod

@@ -11,27 +11,23 @@ Gemma 4, and a product of low rank next to attention (LAuReL; Menghani et al., 2
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 from statistics import NormalDist
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from jaxpage.layers import ACTIVATIONS, ForwardContext, LayerPages, Linear
 from jaxpage.layers.norms import mean
-from jaxpage.layers.parameter import parameter, tensor
-from jaxpage.models import gemma_layers
+from jaxpage.models import gemma, gemma_layers
 from jaxpage.models.base import Hidden, Pages, run_layers
 from jaxpage.models.config import Fields, layer_windows
-from jaxpage.models.gemma import ACTIVATION, FULL, SLIDING, Gemma2
 from jaxpage.models.parts import Scope, mlp, norms
 from jaxpage.models.parts.decoder_config import Defaults
 
-ROPES = {FULL: ("rope_theta", 1_000_000.0), SLIDING: ("rope_local_base_freq", 10_000.0)}
+ROPES = {gemma.FULL: ("rope_theta", 1_000_000.0), gemma.SLIDING: ("rope_local_base_freq", 10_000.0)}
 LEAST_SQUARE = 1e-5  # The least mean of squares of a state that gets the size of another one.
 
 
@@ -79,7 +75,7 @@ class Gemma3nConfig(gemma_layers.Gemma4LayersConfig):
     defaults = Defaults(
         num_kv_heads=2,
         head_dim=256,
-        activation=("hidden_activation", ACTIVATION),
+        activation=("hidden_activation", gemma.ACTIVATION),
         tied=True,
         attention_bias=False,
     )
@@ -163,7 +159,7 @@ class SparseMLP(nnx.Module):
         wide_TF = gate_TF.astype(jnp.float32)
         mean_T1 = mean(wide_TF)
         deviation_T1 = jnp.sqrt(mean(jnp.square(wide_TF - mean_T1)))
-        sparse_TF = jax.nn.relu(wide_TF - (mean_T1 + deviation_T1 * self.deviations))
+        sparse_TF = nnx.relu(wide_TF - (mean_T1 + deviation_T1 * self.deviations))
         gates_TF = ACTIVATIONS[self.activation](sparse_TF.astype(gate_TF.dtype))
         return self.down(gates_TF * self.up(x_TD))
 
@@ -177,8 +173,7 @@ class AltUp(nnx.Module):
         self.router = gemma_layers.whole_projection(width, at, "modality_router", count)
         self.prediction = gemma_layers.whole_projection(count, at, "prediction_coefs", count**2)
         self.correction = gemma_layers.whole_projection(count, at, "correction_coefs", count)
-        scale = tensor((at / "correct_output_scale").name, width)
-        self.scale = parameter((width,), axes=("embed",), dtype=at.dtype, sources=[scale])
+        self.scale = at.vector("correct_output_scale", width, "embed")
         self.active = config.states.active
         self.input_scale = 1 / width
 
@@ -186,7 +181,7 @@ class AltUp(nnx.Module):
         routed_TU = self.router(self.norm(x_TD) * self.input_scale)
         return jnp.tanh(routed_TU.astype(jnp.float32)).astype(x_TD.dtype)
 
-    def predict(self, state_UTD: Float[Array, "U T D"]) -> list[jax.Array]:
+    def predict(self, state_UTD: Float[Array, "U T D"]) -> list[Array]:
         """Returns the predictions, each of which is a state plus a sum of all states."""
         share_TS = self.prediction(self._modalities(state_UTD[self.active]))
         count = len(state_UTD)
@@ -199,9 +194,7 @@ class AltUp(nnx.Module):
             predictions.append(total_TD + state_UTD[place])
         return predictions
 
-    def correct(
-        self, predictions: list[jax.Array], computed_TD: Float[Array, "T D"]
-    ) -> list[jax.Array]:
+    def correct(self, predictions: list[Array], computed_TD: Float[Array, "T D"]) -> list[Array]:
         """Returns the predictions with a share each of what the active one lacks."""
         share_TU = self.correction(self._modalities(computed_TD)) + 1.0
         lacking_TD = computed_TD - predictions[self.active]
@@ -259,7 +252,7 @@ class Gemma3nLayer(nnx.Module):
         return jnp.stack([states[0], *(each + given_TD for each in states[1:])]), layer_pages
 
 
-class Gemma3n(Gemma2, config=Gemma3nConfig):
+class Gemma3n(gemma.Gemma2, config=Gemma3nConfig):
     """Gemma 3n, text (Google, 2025), keeps several hidden states, of which each layer computes one.
 
     Embeddings and logits are those of Gemma 2. Norms store their scales as they are.
@@ -267,11 +260,9 @@ class Gemma3n(Gemma2, config=Gemma3nConfig):
 
     make_norm = staticmethod(norms.rms_norm)
 
-    def __init__(self, config: Gemma3nConfig, *, dtype: jax.typing.DTypeLike):
-        super().__init__(config, dtype=dtype)
-        inputs, at = config.inputs, Scope(config.name, dtype)
-        assert inputs is not None
-        self.inputs = gemma_layers.PerLayerInputs(config, inputs, at)
+    def make_others(self, config: Any, at: Scope) -> None:
+        """Makes what computes the layers' own inputs, and the products for further states."""
+        self.inputs = gemma_layers.PerLayerInputs(config, config.inputs, at)
 
         def projections(name: str) -> list[Linear]:
             width, number = config.hidden_size, range(config.states.count - 1)
@@ -295,10 +286,7 @@ class Gemma3n(Gemma2, config=Gemma3nConfig):
         # Ids that stand for images and sound have no row of their own.
         is_known_T = token_ids_T < self.config.inputs.vocab_size
         inputs_TLI = self.inputs(jnp.where(is_known_T, token_ids_T, 0), hidden_TD)
-        layers = [
-            functools.partial(layer, input_TI=inputs_TLI[:, number])
-            for number, layer in enumerate(self.layers)
-        ]
+        layers = gemma_layers.bind_inputs(self.layers, inputs_TLI)
         made = [_match_size(product(hidden_TD), hidden_TD) for product in self.entering]
         state_UTD = jnp.stack([hidden_TD, *made])
         places = self.config.layer_places

@@ -10,111 +10,28 @@ them that has their type, in its pages. Each layer also takes an input of its ow
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from jaxpage.layers import ExpertsSpec, ForwardContext, LayerPages, Rope
-from jaxpage.layers.expert_linear import ExpertLinear, ExpertLinearSpec
-from jaxpage.layers.experts import Experts
-from jaxpage.layers.parameter import Axis, parameter, tensor
-from jaxpage.layers.routing import Router, Routing
-from jaxpage.models import gemma_layers
-from jaxpage.models.base import Hidden, Pages, run_layers
-from jaxpage.models.config import Fields, layer_windows
-from jaxpage.models.config.proportional_rope import read_rope
-from jaxpage.models.gemma import ACTIVATION, FULL, SLIDING, Gemma2
+from jaxpage.models import gemma, gemma4_experts, gemma_layers
+from jaxpage.models.config import Fields, layer_windows, proportional_rope
 from jaxpage.models.parts import Scope, mlp, norms
-from jaxpage.models.parts.decoder_config import DecoderConfig, Defaults
+from jaxpage.models.parts.decoder_config import Defaults
 
 ROPES: dict[str, dict[str, Any]] = {
-    SLIDING: {"rope_type": "default", "rope_theta": 10_000.0},
-    FULL: {
+    gemma.SLIDING: {"rope_type": "default", "rope_theta": 10_000.0},
+    gemma.FULL: {
         "rope_type": "proportional",
         "partial_rotary_factor": 0.25,
         "rope_theta": 1_000_000.0,
     },
 }
-
-
-class Gemma4Experts(nnx.Module):
-    """Adds chosen experts, which take the input of the feed-forward half before its norm, to it.
-
-    The router has a norm of its own, and each expert a factor of its weight.
-    """
-
-    def __init__(self, config: DecoderConfig, experts: ExpertsSpec, layer: Scope):
-        """Makes the experts.
-
-        Args:
-            config: The config of the model.
-            experts: The experts.
-            layer: The scope of the layer, which has their modules.
-        """
-        width, dtype = config.hidden_size, layer.dtype
-        count = experts.routing.num_experts
-        inner = experts.width
-
-        def stack(part: str, sizes: tuple[int, int], axes: tuple[str, Axis]) -> ExpertLinear:
-            return ExpertLinear(
-                ExpertLinearSpec(
-                    count,
-                    *sizes,
-                    *axes,
-                    name=(layer / "experts" / part).name,
-                    transposed=False,
-                    modules=(),
-                    bias=False,
-                    dtype=dtype,
-                )
-            )
-
-        both: Axis = (("ffn", inner), ("ffn", inner))
-        self.experts = Experts(
-            stack("gate_up_proj", (width, 2 * inner), ("embed", both)),
-            stack("down_proj", (inner, width), ("ffn", "embed")),
-            activation=config.activation,
-            swiglu=None,
-        )
-        router = (layer / "router").name
-        self.router = Router(
-            experts.routing,
-            width,
-            weight=tensor(f"{router}.proj.weight", count, width),
-            bias=tensor(f"{router}.bias", count),
-            correction=tensor(f"{router}.correction", count),
-            dtype=dtype,
-        )
-        self.router_norm = norms.rms_norm(config, None)
-        self.router_scale = parameter(
-            (width,), axes=("embed",), dtype=dtype, sources=[tensor(f"{router}.scale", width)]
-        )
-        self.factor = parameter(
-            (count,),
-            axes=(None,),
-            dtype=dtype,
-            sources=[tensor(f"{router}.per_expert_scale", count)],
-        )
-        self.norm = norms.rms_norm(config, layer / "pre_feedforward_layernorm_2")
-        self.behind = norms.rms_norm(config, layer / "post_feedforward_layernorm_2")
-        self.behind_dense = norms.rms_norm(config, layer / "post_feedforward_layernorm_1")
-
-    def __call__(
-        self, x_TD: Float[Array, "T D"], dense_TD: Float[Array, "T D"]
-    ) -> Float[Array, "T D"]:
-        """Returns the sum of the experts' output and that of the dense half."""
-        scale = x_TD.shape[1] ** -0.5
-        routed_TD = self.router_norm(x_TD) * self.router_scale[...][None] * scale
-        expert_TX, weight_TX = self.router(routed_TD)
-        weight_TX = weight_TX * self.factor[...][expert_TX]
-        made_TD = self.experts(self.norm(x_TD), expert_TX, weight_TX)
-        return self.behind_dense(dense_TD) + self.behind(made_TD)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,7 +45,7 @@ class Gemma4Config(gemma_layers.Gemma4LayersConfig):
 
     model_type = "gemma4_text"
     defaults = Defaults(
-        activation=("hidden_activation", ACTIVATION), tied=True, attention_bias=False
+        activation=("hidden_activation", gemma.ACTIVATION), tied=True, attention_bias=False
     )
 
     padding_id: int
@@ -151,25 +68,25 @@ class Gemma4Config(gemma_layers.Gemma4LayersConfig):
             fields.note_unsupported(text, use_bidirectional_attention=None)
         types = (
             *layer_windows.layer_types(fields, 6)[:-1],
-            FULL,
+            gemma.FULL,
         )  # The last layer is always a full one.
         heads = _heads(fields, types, by_layer)
         ropes, max_length = _ropes(fields, heads)
         places = gemma_layers.find_shared_layers(fields, types, 0)
         cache = gemma_layers.cache_of_types(types, places, fields.integer("sliding_window", 512))
         kinds_with_pages = types[: cache["num_layers"]]
-        num_kv_heads, head_dim = heads[SLIDING]
+        num_kv_heads, head_dim = heads[gemma.SLIDING]
         return cls.from_fields(
             fields,
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
-            rope=(ropes[FULL], max_length),
+            rope=(ropes[gemma.FULL], max_length),
             kv={**cache, "heads": tuple(heads[kind] for kind in kinds_with_pages)},
             rope_by_layer=tuple(ropes[kind] for kind in types),
             layer_forms=_layer_forms(fields, types, places),
             inputs=_inputs(fields),
             logit_softcap=fields.optional_number("final_logit_softcapping", None),
-            experts=_experts(fields),
+            experts=gemma4_experts.read_experts(fields),
             sees_ahead=both_ways == "vision",
             padding_id=_padding_id(fields),
         )
@@ -190,7 +107,7 @@ def _layer_forms(
     keys_are_values = fields.flag("attention_k_eq_v", False)
     return tuple(
         gemma_layers.LayerForm(
-            place, width if place == index else wide, keys_are_values and types[index] == FULL
+            place, width if place == index else wide, keys_are_values and types[index] == gemma.FULL
         )
         for index, place in enumerate(places)
     )
@@ -209,10 +126,13 @@ def _heads(fields: Fields, types: tuple[str, ...], by_layer: Any) -> dict[str, t
     few = fields.optional_integer("num_global_key_value_heads", None)
     if few is None or not fields.flag("attention_k_eq_v", False):
         few = sliding_heads[0]
-    heads = {SLIDING: sliding_heads, FULL: (few, fields.integer("global_head_dim", 512))}
+    heads = {
+        gemma.SLIDING: sliding_heads,
+        gemma.FULL: (few, fields.integer("global_head_dim", 512)),
+    }
     if by_layer is not None:
         heads = _heads_by_layer(fields, types, by_layer, sliding_heads)
-    few = heads[FULL][0]
+    few = heads[gemma.FULL][0]
     num_heads = fields.integer("num_attention_heads")
     if few != sliding_heads[0] and num_heads % few:
         text = f"num_global_key_value_heads = {few} must divide num_attention_heads = {num_heads}"
@@ -224,7 +144,7 @@ def _heads_by_layer(
     fields: Fields, types: tuple[str, ...], by_layer: Any, default_heads: tuple[int, int]
 ) -> dict[str, tuple[int, int]]:
     """Returns what `_heads` does; the keys of `by_layer` are the numbers of layers, as in "05"."""
-    heads = {SLIDING: default_heads, FULL: default_heads}
+    heads = {gemma.SLIDING: default_heads, gemma.FULL: default_heads}
     changes = {int(layer): each for layer, each in by_layer.items()}
     default = dict(zip(("num_key_value_heads", "head_dim"), default_heads, strict=True))
     alike = True
@@ -252,7 +172,9 @@ def _ropes(fields: Fields, heads: Mapping[str, tuple[int, int]]) -> tuple[dict[s
     ropes = {}
     for kind, (_, width) in heads.items():
         of_kind = stated.get(kind) if isinstance(stated, dict) else None
-        ropes[kind] = read_rope(fields, kind, of_kind if isinstance(of_kind, dict) else {}, width)
+        ropes[kind] = proportional_rope.read_rope(
+            fields, kind, of_kind if isinstance(of_kind, dict) else {}, width
+        )
     return ropes, max_length
 
 
@@ -264,20 +186,6 @@ def _inputs(fields: Fields) -> gemma_layers.InputsForm | None:
         text = f"vocab_size_per_layer_input = {rows} must not be less than vocab_size = {size}"
         fields.note_wrong(text, vocab_size_per_layer_input=size)
     return gemma_layers.InputsForm(width, rows) if width else None
-
-
-def _experts(fields: Fields) -> ExpertsSpec | None:
-    """Returns what the fields say of experts."""
-    if not fields.flag("enable_moe_block", False):
-        return None
-    num_experts = fields.integer("num_experts")
-    per_token = fields.integer("top_k_experts")
-    if per_token > num_experts:
-        text = f"top_k_experts = {per_token} of num_experts = {num_experts} experts cannot be"
-        fields.note_wrong(text, top_k_experts=1, num_experts=num_experts)
-        per_token = 1
-    routing = Routing(num_experts=num_experts, per_token=per_token, normalized=True)
-    return ExpertsSpec(routing, fields.integer("moe_intermediate_size"))
 
 
 class Gemma4Layer(nnx.Module):
@@ -292,10 +200,11 @@ class Gemma4Layer(nnx.Module):
         self.mlp = mlp.gated_mlp(config, at / "mlp", width=form.intermediate_size)
         self.post_mlp_norm = norms.rms_norm(config, at / "post_feedforward_layernorm")
         experts, inputs = config.experts, config.inputs
-        self.experts = None if experts is None else Gemma4Experts(config, experts, at)
+        self.experts = (
+            None if experts is None else gemma4_experts.Gemma4Experts(config, experts, at)
+        )
         self.input = None if inputs is None else gemma_layers.GatedInput(config, inputs.width, at)
-        scalar = tensor((at / "layer_scalar").name, 1)
-        self.scale = parameter((1,), axes=(None,), dtype=at.dtype, sources=[scalar])
+        self.scale = at.vector("layer_scalar", 1)
 
     def __call__(
         self,
@@ -317,18 +226,17 @@ class Gemma4Layer(nnx.Module):
         return out_TD * self.scale[...][None], layer_pages
 
 
-class Gemma4(Gemma2, config=Gemma4Config):
+class Gemma4(gemma.Gemma2, config=Gemma4Config):
     """Gemma 4, text (Gemma Team, 2026), has wider heads in full layers; some layers share pages.
 
     Embeddings and logits are those of Gemma 2. Norms store their scales as they are.
     """
 
-    takes_vectors = True
     make_norm = staticmethod(norms.rms_norm)
 
-    def __init__(self, config: Gemma4Config, *, dtype: jax.typing.DTypeLike):
-        super().__init__(config, dtype=dtype)
-        inputs, at = config.inputs, Scope(config.name, dtype)
+    def make_others(self, config: Any, at: Scope) -> None:
+        """Makes what computes the inputs that layers have of their own, if they have any."""
+        inputs = config.inputs
         self.inputs = None if inputs is None else gemma_layers.PerLayerInputs(config, inputs, at)
 
     @classmethod
@@ -336,20 +244,13 @@ class Gemma4(Gemma2, config=Gemma4Config):
         """Returns a layer."""
         return Gemma4Layer(config, index, at)
 
-    def __call__(
-        self, token_ids_T: Int[Array, "T"], pages: Pages, context: ForwardContext
-    ) -> Hidden:
-        """Returns hidden states, pages and auxiliary hidden states."""
-        hidden_TD = self.embed(token_ids_T, context)
-        layers: list[Any] = list(self.layers)
-        if self.inputs is not None:
-            if context.vectors is not None:
-                is_vector_T, _ = context.vectors
-                token_ids_T = jnp.where(is_vector_T, self.config.padding_id, token_ids_T)
-            inputs_TLI = self.inputs(token_ids_T, hidden_TD)
-            layers = [
-                functools.partial(layer, input_TI=inputs_TLI[:, number])
-                for number, layer in enumerate(layers)
-            ]
-        places = self.config.layer_places
-        return run_layers(layers, self.norm, hidden_TD, pages, context, places)
+    def bind_layers(
+        self, token_ids_T: Int[Array, "T"], hidden_TD: Float[Array, "T D"], context: ForwardContext
+    ) -> Iterable[Any]:
+        """Returns the layers, each with its input from the token."""
+        if self.inputs is None:
+            return self.layers
+        if context.vectors is not None:
+            is_vector_T, _ = context.vectors
+            token_ids_T = jax.numpy.where(is_vector_T, self.config.padding_id, token_ids_T)
+        return gemma_layers.bind_inputs(self.layers, self.inputs(token_ids_T, hidden_TD))

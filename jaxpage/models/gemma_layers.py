@@ -6,7 +6,8 @@ have its own input, computed from the token.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -154,6 +155,14 @@ class PerLayerInputs(nnx.Module):
         of_embedding = self.norm((self.product(embedded_TD) * self.scale).reshape(shape))
         of_token = self.table(token_ids_T).reshape(shape) * self.input_width**0.5
         return (of_embedding + of_token) * 2.0**-0.5
+
+
+def bind_inputs(layers: Iterable[Any], inputs_TLI: Float[Array, "T L I"]) -> list[Any]:
+    """Returns layers, each with its own input."""
+    return [
+        functools.partial(layer, input_TI=inputs_TLI[:, number])
+        for number, layer in enumerate(layers)
+    ]
 
 
 class GatedInput(nnx.Module):

@@ -7,19 +7,15 @@ every other layer. StableLM (Bellagente et al., 2024) began as GPT-NeoX and has 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-import jax
 from flax import nnx
 from jaxtyping import Array, Float
 
 from jaxpage.layers import Attention, HeadNorms, Projections, Rope, Scores
 from jaxpage.layers.rope_scaling import make_rope
 from jaxpage.models.config import Fields
-from jaxpage.models.config.config_fields import WrongField
-from jaxpage.models.config.fields import without
 from jaxpage.models.gpt2 import ALIASES, EPSILON, GPT2, inner_width
 from jaxpage.models.llama import Llama
 from jaxpage.models.parts import Scope, attention, mlp, norms
@@ -39,19 +35,12 @@ class GPTNeoXConfig(DecoderConfig):
     """
 
     model_type = "gpt_neox"
+    idle_fields = ("partial_rotary_factor",)  # transformers writes it, and reads `rotary_pct`
     defaults = Defaults(
         plain_heads=True, epsilon=("layer_norm_eps", 1e-5), activation="gelu", attention_bias=True
     )
 
     parallel: bool
-
-    @classmethod
-    def complete(cls, config: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Returns the config without a field that `rotary_pct` outranks.
-
-        transformers writes it into files, and passes it over.
-        """
-        return without(config, "partial_rotary_factor")
 
     @classmethod
     def read(cls, fields: Fields) -> GPTNeoXConfig:
@@ -168,18 +157,19 @@ class CodeGenConfig(GPTJConfig):
     model_type = "codegen"
 
     @classmethod
-    def from_config(cls, config: Mapping[str, Any]) -> DecoderConfig:
-        """Returns what a config.json says."""
-        read = super().from_config(config)
-        if read.num_query_heads % NUM_PARTS:
-            raise WrongField(f"{NUM_PARTS} must divide n_head = {read.num_query_heads}")
-        return read
+    def read(cls, fields: Fields) -> GPTJConfig:
+        """Returns what the fields say."""
+        num_heads = fields.integer("num_attention_heads")
+        if num_heads % NUM_PARTS:
+            text = f"{NUM_PARTS} must divide n_head = {num_heads}"
+            fields.note_wrong(text, num_attention_heads=NUM_PARTS, n_head=NUM_PARTS)
+        return super().read(fields)
 
 
 class AttentionInParts(Attention):
     """Divides the one product in parts, each with the queries, values and keys of some heads."""
 
-    def project(self, x_TI: Float[Array, "T I"]) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def project(self, x_TI: Float[Array, "T I"]) -> tuple[Array, Array, Array]:
         """Returns queries, keys and values; see `Attention.project`."""
         fused = self.query_key_value(x_TI)
         num_tokens = fused.shape[0]

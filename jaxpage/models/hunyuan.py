@@ -10,11 +10,7 @@ from jaxpage.models.config import Fields, expert_fields
 from jaxpage.models.config.fields import NO_ROPE
 from jaxpage.models.llama import Llama
 from jaxpage.models.parts import attention
-from jaxpage.models.parts.decoder_config import (
-    DecoderConfig,
-    Defaults,
-    ExpertsConfig,
-)
+from jaxpage.models.parts.decoder_config import DecoderConfig, Defaults, ExpertsConfig
 from jaxpage.models.parts.names import ExpertNames
 
 HEAD_NORMS = ("query_layernorm", "key_layernorm")

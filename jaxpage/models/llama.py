@@ -27,11 +27,7 @@ from jaxpage.layers.mlp import XIELU
 from jaxpage.models.config import Fields, expert_fields, layer_windows, mtp_names
 from jaxpage.models.parts import Scope, attention, decoder, experts, mlp, norms
 from jaxpage.models.parts.decoder import Block, Decoder
-from jaxpage.models.parts.decoder_config import (
-    DecoderConfig,
-    Defaults,
-    ExpertsConfig,
-)
+from jaxpage.models.parts.decoder_config import DecoderConfig, Defaults, ExpertsConfig
 from jaxpage.models.parts.names import LLAMA_MLP, QWEN_EXPERTS, ExpertNames, MLPNames
 
 CHUNKED = "chunked_attention"

@@ -9,7 +9,7 @@ and values, and the inputs of its convolution come after all of these.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,7 +18,6 @@ from flax import nnx
 from jaxpage.layers import MambaSpec
 from jaxpage.layers.mamba1 import Mamba1Spec
 from jaxpage.models.config import Fields, expert_fields, recurrent_fields
-from jaxpage.models.config.fields import without
 from jaxpage.models.llama import Llama
 from jaxpage.models.parts import Scope, norms, recurrences
 from jaxpage.models.parts.decoder import Decoder, HalfBlock
@@ -287,6 +286,7 @@ class BambaConfig(DecoderConfig):
     """
 
     model_type = "bamba"
+    idle_fields = ("partial_rotary_factor",)
     defaults = Defaults(
         num_kv_heads=8,
         max_length=262_144,
@@ -297,11 +297,6 @@ class BambaConfig(DecoderConfig):
     )
 
     recurrent: MambaSpec
-
-    @classmethod
-    def complete(cls, config: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Returns the config without a share that transformers passes over."""
-        return without(config, "partial_rotary_factor")
 
     @classmethod
     def read(cls, fields: Fields) -> BambaConfig:

@@ -27,7 +27,6 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from jaxpage.layers import ExpertsSpec, ForwardContext, MambaSpec
-from jaxpage.layers.experts import MixtureOfExperts
 from jaxpage.models.config import Fields, expert_fields, mtp_names, recurrent_fields
 from jaxpage.models.llama import Llama
 from jaxpage.models.parts import Scope, attention, experts, mlp, norms, recurrences
@@ -247,9 +246,7 @@ class NemotronH(Decoder, config=NemotronHConfig):
         return HalfBlock(norms.rms_norm(config, at / "norm"), mixer, has_pages=has_pages)
 
     @classmethod
-    def make_experts(
-        cls, config: NemotronHConfig, spec: ExpertsSpec, layer: Scope
-    ) -> MixtureOfExperts:
+    def make_experts(cls, config: NemotronHConfig, spec: ExpertsSpec, layer: Scope) -> nnx.Module:
         """Returns the experts of a layer, with the products around them where they are narrower.
 
         Args:

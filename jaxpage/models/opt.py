@@ -102,9 +102,8 @@ class OPT(Decoder, config=OPTConfig):
     ignored = ()
     names = ModuleNames(positions="embed_positions", norm="final_layer_norm")
 
-    def __init__(self, config: OPTConfig, *, dtype: jax.typing.DTypeLike):
-        super().__init__(config, dtype=dtype)
-        at = Scope(config.name, dtype)
+    def make_others(self, config: Any, at: Scope) -> None:
+        """Makes the projections of embeddings and of the output, and a table of their width."""
         width, narrow = config.hidden_size, config.embedding_width
         self.project_in = _project(narrow, at, ("project_in", width))
         self.project_out = _project(width, at, ("project_out", narrow))
@@ -114,7 +113,7 @@ class OPT(Decoder, config=OPTConfig):
                 narrow,
                 name=(at / self.names.tokens).name,
                 tied=config.tie_word_embeddings,
-                dtype=dtype,
+                dtype=at.dtype,
             )
         if not config.final_norm:
             self.norm = None

@@ -14,7 +14,6 @@ from flax import nnx
 from jaxpage.layers import HeadNorms, Rope
 from jaxpage.layers.rope_scaling import LENGTH
 from jaxpage.models.config import Fields, expert_fields
-from jaxpage.models.config.fields import without
 from jaxpage.models.llama import Llama
 from jaxpage.models.parts import Scope, attention, mlp, norms
 from jaxpage.models.parts.decoder import Block, Decoder
@@ -137,7 +136,7 @@ class PhimoeConfig(ExpertsConfig):
         """Returns the config, where the length in the dict outranks the one at the top."""
         scaling = config.get("rope_parameters") or config.get("rope_scaling")
         has_length = isinstance(scaling, dict) and LENGTH in scaling
-        return without(config, LENGTH) if has_length else config
+        return {name: config[name] for name in config if name != LENGTH or not has_length}
 
     @classmethod
     def read(cls, fields: Fields) -> PhimoeConfig:

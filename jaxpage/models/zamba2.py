@@ -29,22 +29,18 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from jaxpage.layers import NO_ROTATION, ForwardContext, LayerPages, Linear, MambaSpec, Scores
-from jaxpage.layers.activations import gate
-from jaxpage.models.base import Hidden, Pages, run_layers
 from jaxpage.models.config import Fields, recurrent_fields
 from jaxpage.models.parameters.replacing import Path, replace_modules
-from jaxpage.models.parts import Scope, attention, mlp, norms, recurrences
-from jaxpage.models.parts.decoder import Decoder
+from jaxpage.models.parts import Scope, attention, decoder, mlp, norms, recurrences
 from jaxpage.models.parts.decoder_config import DecoderConfig, Defaults
 from jaxpage.models.parts.names import MLPNames, ModuleNames
 
@@ -266,7 +262,7 @@ class BlockAdapter(nnx.Module):
 
     def __call__(self, x_TD: Float[Array, "T D"]) -> list[Float[Array, "T O"]]:
         """Returns what is added to each projection."""
-        ranks = jnp.split(self.down(x_TD), len(self.up), axis=-1)
+        ranks = jax.numpy.split(self.down(x_TD), len(self.up), axis=-1)
         return [up(rank) for up, rank in zip(self.up, ranks, strict=True)]
 
 
@@ -322,8 +318,7 @@ class SharedBlock(nnx.Module):
         x_TD, layer_pages = self.attention.attend(q, k, v, layer_pages, context)
         x_TD = self.mlp_norm(x_TD)
         (added_TF,) = of_mlp(x_TD)
-        gate_up_TF = self.mlp.gate_up(x_TD) + added_TF
-        return self.mlp.down(gate(gate_up_TF, self.mlp.activation)), layer_pages
+        return self.mlp.gate_down(self.mlp.gate_up(x_TD) + added_TF), layer_pages
 
 
 class Zamba2Layer(nnx.Module):
@@ -365,7 +360,7 @@ class Zamba2Layer(nnx.Module):
         *block_pages, state_pages = layer_pages
         entering_TD = x_TD
         if block is not None:
-            both_TI = jnp.concatenate([x_TD, embedded_TD], axis=-1)
+            both_TI = jax.numpy.concatenate([x_TD, embedded_TD], axis=-1)
             block_TD, block_pages[0] = block(
                 both_TI, self.of_attention, self.of_mlp, block_pages[0], context
             )
@@ -394,16 +389,15 @@ def _make_adapters(
     return of_attention, BlockAdapter(block / "feed_forward", names, blocks.rank, sizes, "ffn")
 
 
-class Zamba2(Decoder, config=Zamba2Config):
+class Zamba2(decoder.Decoder, config=Zamba2Config):
     """Zamba 2 (Zyphra, 2024) has Mamba 2 in all layers, some of which call a shared block, too."""
 
     names = ModuleNames(norm="final_layernorm")
-    takes_vectors = True
 
-    def __init__(self, config: Zamba2Config, *, dtype: jax.typing.DTypeLike):
-        super().__init__(config, dtype=dtype)
+    def make_others(self, config: Any, at: Scope) -> None:
+        """Makes the blocks that layers share."""
         self.blocks = nnx.List(
-            SharedBlock(config, layer, dtype) for layer in config.blocks.first_callers
+            SharedBlock(config, layer, at.dtype) for layer in config.blocks.first_callers
         )
 
     @classmethod
@@ -411,19 +405,16 @@ class Zamba2(Decoder, config=Zamba2Config):
         """Returns a layer."""
         return Zamba2Layer(config, index, at)
 
-    def __call__(
-        self, token_ids_T: Int[Array, "T"], pages: Pages, context: ForwardContext
-    ) -> Hidden:
-        """Returns hidden states, pages and auxiliary hidden states."""
-        embedded_TD = self.embed(token_ids_T, context)
+    def bind_layers(
+        self, token_ids_T: Int[Array, "T"], hidden_TD: Float[Array, "T D"], context: ForwardContext
+    ) -> Iterable[Any]:
+        """Returns the layers, each with the embeddings and the block that it calls, if any."""
         numbers = [self.config.blocks.block_of(index) for index in range(len(self.layers))]
-        layers = [
+        return [
             functools.partial(
                 layer,
-                embedded_TD=embedded_TD,
+                embedded_TD=hidden_TD,
                 block=None if number is None else self.blocks[number],
             )
             for layer, number in zip(self.layers, numbers, strict=True)
         ]
-        places = self.config.layer_places
-        return run_layers(layers, self.norm, embedded_TD, pages, context, places)

@@ -76,11 +76,6 @@ def without_axes(config: Mapping[str, Any]) -> dict[str, Any]:
     return changed
 
 
-def without(config: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """Returns the config without a field that the family passes over, as transformers does."""
-    return {key: value for key, value in config.items() if key != name}
-
-
 class Fields(ConfigFields):
     """Holds the fields of one family.
 

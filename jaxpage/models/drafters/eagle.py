@@ -22,8 +22,7 @@ from jaxpage.layers.linear import Part, linear
 from jaxpage.layers.parameter import parameter
 from jaxpage.models.base import KVSpec, Pages, run_layers
 from jaxpage.models.drafters.drafter import output_alone
-from jaxpage.models.parts import Scope, attention, mlp, norms
-from jaxpage.models.parts.decoder import Block
+from jaxpage.models.parts import Scope, attention, decoder, mlp, norms
 from jaxpage.models.parts.decoder_config import DecoderConfig
 
 
@@ -168,7 +167,7 @@ def _make_attention(
     )
 
 
-def _make_layers(spec: EagleSpec, first: int, dtype: jax.typing.DTypeLike) -> list[Block]:
+def _make_layers(spec: EagleSpec, first: int, dtype: jax.typing.DTypeLike) -> list[decoder.Block]:
     """Returns the layers from this number on."""
     return [
         _make_block(spec, index, Scope(f"layers.{index}", dtype))
@@ -176,8 +175,8 @@ def _make_layers(spec: EagleSpec, first: int, dtype: jax.typing.DTypeLike) -> li
     ]
 
 
-def _make_block(spec: EagleSpec, index: int, at: Scope) -> Block:
-    return Block(
+def _make_block(spec: EagleSpec, index: int, at: Scope) -> decoder.Block:
+    return decoder.Block(
         attention_norm=norms.rms_norm(spec.decoder, at / "input_layernorm"),
         attention=_make_attention(spec, index, at / "self_attn"),
         mlp_norm=norms.rms_norm(spec.decoder, at / "post_attention_layernorm"),

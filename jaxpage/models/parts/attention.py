@@ -12,7 +12,7 @@ from jaxpage.layers import Attention, HeadNorms, LayerNorm, Linear, Projections,
 from jaxpage.layers.attention import query_key_value
 from jaxpage.layers.linear import Part, linear
 from jaxpage.layers.norms import HeadNorm
-from jaxpage.layers.parameter import parameter, stack, tensor
+from jaxpage.layers.parameter import stack, tensor
 from jaxpage.models.parts.decoder_config import DecoderConfig
 from jaxpage.models.parts.names import LLAMA_ATTENTION, AttentionNames, Scope
 from jaxpage.models.parts.norms import rms_norm
@@ -189,6 +189,4 @@ def norms_by_head(config: DecoderConfig, at: Scope, *, apart: bool = False) -> H
 
 def attention_sinks(config: DecoderConfig, at: Scope, *aliases: str) -> nnx.Param[jax.Array]:
     """Returns the sinks of a layer, one for each query head; some files have the other names."""
-    count = config.num_query_heads
-    source = tensor(at.name, count, aliases=aliases)
-    return parameter((count,), axes=("heads",), dtype=at.dtype, sources=[source])
+    return at.vector("", config.num_query_heads, "heads", aliases)

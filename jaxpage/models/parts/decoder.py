@@ -6,7 +6,7 @@ A block has attention or a recurrence, then a feed-forward half; a half block ha
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, ClassVar
 
 import jax
@@ -164,6 +164,15 @@ class Decoder(FamilyModule):
             for index in range(config.num_layers)
         )
         self.norm: Any = self.make_norm(config, at / names.norm)
+        self.make_others(config, at)
+
+    def make_others(self, config: Any, at: Scope) -> None:
+        """Makes the modules that the family has beside those of all decoders.
+
+        Args:
+            config: The config of the model.
+            at: The scope of the decoder.
+        """
 
     @classmethod
     @abstractmethod
@@ -205,8 +214,21 @@ class Decoder(FamilyModule):
     ) -> Hidden:
         """Returns hidden states, pages and auxiliary hidden states."""
         hidden_TD = self.embed(token_ids_T, context)
+        layers = self.bind_layers(token_ids_T, hidden_TD, context)
         places = self.config.layer_places
-        return run_layers(self.layers, self.norm, hidden_TD, pages, context, places)
+        return run_layers(layers, self.norm, hidden_TD, pages, context, places)
+
+    def bind_layers(
+        self, token_ids_T: Int[Array, "T"], hidden_TD: Float[Array, "T D"], context: ForwardContext
+    ) -> Iterable[Any]:
+        """Returns the layers, each with what it takes from a step beside states and pages.
+
+        Args:
+            token_ids_T: The tokens.
+            hidden_TD: The input of the first layer.
+            context: The context.
+        """
+        return self.layers
 
     def embed(self, token_ids_T: Int[Array, "T"], context: ForwardContext) -> Float[Array, "T D"]:
         """Returns the input of the first layer; vectors take the place of some tokens."""

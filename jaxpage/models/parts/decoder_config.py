@@ -119,6 +119,7 @@ class DecoderConfig:
     model_type: ClassVar[str]
     defaults: ClassVar[Defaults] = Defaults()
     aliases: ClassVar[Mapping[str, str]] = {}  # other names of fields; see `Fields`
+    idle_fields: ClassVar[tuple[str, ...]] = ()  # fields that transformers passes over
 
     vocab_size: int
     hidden_size: int
@@ -146,7 +147,7 @@ class DecoderConfig:
     @classmethod
     def complete(cls, config: Mapping[str, Any]) -> Mapping[str, Any]:
         """Returns the config with what its absent or older fields mean to this family."""
-        return config
+        return {name: config[name] for name in config if name not in cls.idle_fields}
 
     @classmethod
     def read(cls, fields: Fields) -> DecoderConfig:

@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import jax
+from flax import nnx
 
 from jaxpage.layers import Linear
 from jaxpage.layers.linear import Part, linear
+from jaxpage.layers.parameter import parameter, tensor
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,20 @@ class Scope:
         made = [Part(rows, axes[1], (self / name).name) for name, rows in parts]
         made[0] = replace(made[0], each=each)
         return linear(num_in, *made, input_axis=axes[0], bias=bias, dtype=self.dtype)
+
+    def vector(
+        self, name: str, size: int, axis: str | None = None, aliases: tuple[str, ...] = ()
+    ) -> nnx.Param[jax.Array]:
+        """Returns a parameter that is a vector.
+
+        Args:
+            name: The name of its tensor in this module; "" if it has the name of the module.
+            size: The number of its entries.
+            axis: The name of its axis.
+            aliases: Whole names that the tensor has in other files.
+        """
+        source = tensor((self / name).name, size, aliases=aliases)
+        return parameter((size,), axes=(axis,), dtype=self.dtype, sources=[source])
 
 
 @dataclass(frozen=True)
