@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jaxpage.layers import ACTIVATIONS, Embedding
 from jaxpage.layers.attention import query_key_value
 from jaxpage.models.config import Fields
-from jaxpage.models.parts import Scope, encoder, mlp, norms
+from jaxpage.models.parts import Scope, encoder, encoder_config, mlp, norms
 from jaxpage.models.parts.decoder import Block
 from jaxpage.models.parts.names import MLPNames
 
@@ -34,7 +34,7 @@ _MODERN_HEAD = ("head.*", "classifier.*")
 
 
 @dataclass(frozen=True, kw_only=True)
-class BertConfig(encoder.EncoderConfig):
+class BertConfig(encoder_config.EncoderConfig):
     """Holds what a config.json of BERT says."""
 
     model_type = "bert"
@@ -44,7 +44,7 @@ class BertConfig(encoder.EncoderConfig):
     @classmethod
     def read(cls, fields: Fields) -> BertConfig:
         """Reads the fields."""
-        common = encoder.read_encoder(
+        common = encoder_config.read_encoder(
             fields, num_positions=fields.integer("max_position_embeddings", 512)
         )
         return cls(
@@ -116,7 +116,7 @@ class Bert(encoder.Encoder, config=BertConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RobertaConfig(encoder.EncoderConfig):
+class RobertaConfig(encoder_config.EncoderConfig):
     """Holds what a config.json of RoBERTa says."""
 
     model_type = "roberta"
@@ -129,7 +129,7 @@ class RobertaConfig(encoder.EncoderConfig):
         padding_id = fields.integer("pad_token_id", 1, least=0)
         rows = fields.integer("max_position_embeddings", 512, least=padding_id + 2)
         return cls(
-            **encoder.read_encoder(fields, num_positions=rows - padding_id - 1),
+            **encoder_config.read_encoder(fields, num_positions=rows - padding_id - 1),
             token_types=fields.integer("type_vocab_size", 2),
             first_position=padding_id + 1,
             padding_id=padding_id,
@@ -163,7 +163,7 @@ class XLMRoberta(Roberta, config=XLMRobertaConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class MPNetConfig(encoder.EncoderConfig):
+class MPNetConfig(encoder_config.EncoderConfig):
     """Holds what a config.json of MPNet says."""
 
     model_type = "mpnet"
@@ -173,10 +173,10 @@ class MPNetConfig(encoder.EncoderConfig):
     @classmethod
     def read(cls, fields: Fields) -> MPNetConfig:
         """Reads the fields; the rows of positions begin after that of the padding token."""
-        fields.only(relative_attention_num_buckets=encoder.DISTANCE_BUCKETS)
+        fields.only(relative_attention_num_buckets=encoder_config.DISTANCE_BUCKETS)
         rows = fields.integer("max_position_embeddings", 512, least=_MPNET_PADDING_ID + 2)
         return cls(
-            **encoder.read_encoder(fields, num_positions=rows - _MPNET_PADDING_ID - 1),
+            **encoder_config.read_encoder(fields, num_positions=rows - _MPNET_PADDING_ID - 1),
             has_distances=True,
             first_position=_MPNET_PADDING_ID + 1,
             padding_id=_MPNET_PADDING_ID,
@@ -194,7 +194,9 @@ class MPNet(Roberta, config=MPNetConfig):
         """Returns the table of biases, a row for each bucket of distances and a column a head."""
         name = (at / "encoder.relative_attention_bias").name
         heads = config.num_query_heads
-        return Embedding(encoder.DISTANCE_BUCKETS, heads, name=name, axis=None, dtype=at.dtype)
+        return Embedding(
+            encoder_config.DISTANCE_BUCKETS, heads, name=name, axis=None, dtype=at.dtype
+        )
 
     @classmethod
     def make_block(cls, config: Any, index: int, at: Scope) -> encoder.PostNormBlock:
@@ -214,7 +216,7 @@ class MPNet(Roberta, config=MPNetConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class NomicBertConfig(encoder.EncoderConfig):
+class NomicBertConfig(encoder_config.EncoderConfig):
     """Holds what a config.json of NomicBERT says."""
 
     model_type = "nomic_bert"
@@ -226,7 +228,7 @@ class NomicBertConfig(encoder.EncoderConfig):
         """Reads the fields."""
         head_dim = fields.head_dim()
         positions = fields.integer("max_position_embeddings", 2048)
-        common = encoder.read_encoder(
+        common = encoder_config.read_encoder(
             fields, num_positions=positions, activation=("hidden_act", "silu"), head_dim=head_dim
         )
         rope, length = fields.rope(head_dim, positions, theta=1000.0)
@@ -271,7 +273,7 @@ class NomicBert(Bert, config=NomicBertConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModernBertConfig(encoder.EncoderConfig):
+class ModernBertConfig(encoder_config.EncoderConfig):
     """Holds what a config.json of ModernBERT says.
 
     Attributes:
@@ -290,7 +292,7 @@ class ModernBertConfig(encoder.EncoderConfig):
     @classmethod
     def read(cls, fields: Fields) -> ModernBertConfig:
         """Reads the fields."""
-        common = encoder.read_encoder(
+        common = encoder_config.read_encoder(
             fields,
             num_positions=fields.integer("max_position_embeddings", 8192),
             epsilon=("norm_eps", 1e-5),
@@ -323,7 +325,7 @@ class ModernBertConfig(encoder.EncoderConfig):
         )
 
 
-def _read_head_pooling(fields: Fields) -> encoder.HeadPooling:
+def _read_head_pooling(fields: Fields) -> encoder_config.HeadPooling:
     stated = fields.get("classifier_pooling", "cls")
     if stated == "mean":
         return "mean"

@@ -19,12 +19,12 @@ from jaxpage.errors import UnsupportedError
 from jaxpage.layers import RMSNorm
 from jaxpage.layers.parameter import parameter, tensor
 from jaxpage.layers.product import product
-from jaxpage.models.parts import Scope, vision, vision_tower
+from jaxpage.models.parts import Scope, vision, vision_config
 from jaxpage.models.vision.siglip import Siglip, SiglipTiles, read_siglip
 
 
 @dataclass(frozen=True, kw_only=True)
-class Gemma3VisionConfig(vision_tower.VisionConfig):
+class Gemma3VisionConfig(vision_config.VisionConfig):
     """Holds what a config.json of Gemma 3 says of its encoder.
 
     Attributes:
@@ -41,18 +41,18 @@ class Gemma3VisionConfig(vision_tower.VisionConfig):
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> Gemma3VisionConfig:
         """Reads config.json."""
-        with vision_tower.VisionFields(
-            vision_tower.vision_part(config, "siglip_vision_model"), ""
+        with vision_config.VisionFields(
+            vision_config.vision_part(config, "siglip_vision_model"), ""
         ) as fields:
             tower = read_siglip(fields, width=768, num_heads=12, patch_size=16)
-            rows = vision_tower.some_fields(config, "mm_tokens_per_image").integer(
+            rows = vision_config.some_fields(config, "mm_tokens_per_image").integer(
                 "mm_tokens_per_image", 256
             )
             block = max(1, tower.side // math.isqrt(rows))
-            vision_tower.check_blocks(fields, tower, block)
+            vision_config.check_blocks(fields, tower, block)
         return cls(
             tower=tower,
-            hidden_size=vision_tower.text_width(config),
+            hidden_size=vision_config.text_width(config),
             block=block,
             sizes=(tower.side**2,),
             num_rows=(tower.side // block) ** 2,

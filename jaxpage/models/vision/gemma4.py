@@ -17,12 +17,11 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from jaxpage.errors import UnsupportedError
 from jaxpage.layers import ACTIVATIONS, Angles, RMSNorm
 from jaxpage.layers.parameter import Piece, Source, parameter, tensor
 from jaxpage.layers.picture_attention import attend_in_segments
 from jaxpage.models.config.fields import text_part
-from jaxpage.models.parts import Scope, vision, vision_tower
+from jaxpage.models.parts import Scope, patches, vision, vision_config, vision_tower
 
 # The rows that a processor may let a picture have at most; most pictures have nearly as many.
 _NUM_ROWS = (70, 140, 280, 560, 1120)
@@ -30,7 +29,7 @@ _USUAL_ROWS = 280  # without such a setting in preprocessor_config.json
 
 
 @dataclass(frozen=True, kw_only=True)
-class Gemma4VisionConfig(vision_tower.VisionConfig):
+class Gemma4VisionConfig(vision_config.VisionConfig):
     """Holds what a config.json of Gemma 4 says of its encoder.
 
     Attributes:
@@ -54,8 +53,8 @@ class Gemma4VisionConfig(vision_tower.VisionConfig):
     def from_config(cls, config: Mapping[str, Any]) -> Gemma4VisionConfig:
         """Reads config.json."""
         both_ways = text_part(config).get("use_bidirectional_attention")
-        with vision_tower.VisionFields(
-            vision_tower.vision_part(config, "gemma4_vision"), ""
+        with vision_config.VisionFields(
+            vision_config.vision_part(config, "gemma4_vision"), ""
         ) as fields:
             tower = _read_tower(fields)
             num_kv_heads = fields.integer("num_key_value_heads", 12)
@@ -65,24 +64,24 @@ class Gemma4VisionConfig(vision_tower.VisionConfig):
             block = fields.integer("pooling_kernel_size", 3)
             return cls(
                 tower=tower,
-                hidden_size=vision_tower.text_width(config),
+                hidden_size=vision_config.text_width(config),
                 block=block,
                 sizes=tuple(rows * block**2 for rows in _NUM_ROWS),
                 num_kv_heads=num_kv_heads,
                 num_places=fields.integer("position_embedding_size", 10_240),
-                rope_theta=vision_tower.read_theta(fields, 100.0),
+                rope_theta=vision_config.read_theta(fields, 100.0),
                 is_clipped=fields.flag("use_clipped_linears", False),
                 is_standardized=fields.flag("standardize", False),
                 num_whole=_USUAL_ROWS if both_ways == "vision" else 0,
             )
 
 
-def _read_tower(fields: vision_tower.VisionFields) -> vision_tower.TowerConfig:
+def _read_tower(fields: vision_config.VisionFields) -> vision_config.TowerConfig:
     head_dim = fields.integer("head_dim", 64)
     if head_dim % 4:
         text = f"head_dim = {head_dim} must be a multiple of 4: each axis turns pairs of a half"
         fields.note_wrong(text, head_dim=64)
-    return vision_tower.TowerConfig(
+    return vision_config.TowerConfig(
         hidden_size=fields.integer("hidden_size", 768),
         intermediate_size=fields.integer("intermediate_size", 3072),
         num_layers=fields.integer("num_hidden_layers", 16),
@@ -156,24 +155,21 @@ class Gemma4Vision(vision_tower.VisionTower, config=Gemma4VisionConfig):
 
 
 def _call(
-    spec: Gemma4VisionConfig, patches: Float[np.ndarray, "P I"], places: Int[np.ndarray, "P 2"]
+    spec: Gemma4VisionConfig, pixels: Float[np.ndarray, "P I"], places: Int[np.ndarray, "P 2"]
 ) -> vision.VisionCall:
     num_patches = int((places >= 0).all(axis=1).sum())
     width, height = (int(each) + 1 for each in places[:num_patches].max(axis=0))
     block = spec.block
-    if width % block or height % block or width * height != num_patches:
-        raise UnsupportedError(
-            f"a picture of {height} x {width} patches has no whole blocks of {block} x {block}"
-        )
-    size = vision_tower.size_for(spec.sizes, num_patches)
+    patches.check_whole("picture", height, width, block, num_patches)
+    size = patches.size_for(spec.sizes, num_patches)
 
     def make_inputs() -> dict[str, np.typing.NDArray[Any]]:
-        grid = {"patch_PI": patches, "place_P2": places}
+        grid = {"patch_PI": pixels, "place_P2": places}
         inputs = {
-            name: vision_tower.by_blocks(each[:num_patches].reshape(height, width, -1), block)
+            name: patches.by_blocks(each[:num_patches].reshape(height, width, -1), block)
             for name, each in grid.items()
         }
-        return vision_tower.fill_up(inputs, size)
+        return patches.fill_up(inputs, size)
 
     return vision.VisionCall(size, make_inputs, num_patches // block**2)
 
@@ -289,12 +285,7 @@ class BlockMeans(nnx.Module):
         width = config.tower.hidden_size
         self.num_patches = config.block**2
         names = ("std_bias", "std_scale") if config.is_standardized else ()
-        self.standard = nnx.List(
-            parameter(
-                (width,), axes=(None,), dtype=at.dtype, sources=[tensor((at / name).name, width)]
-            )
-            for name in names
-        )
+        self.standard = nnx.List(at.vector(name, width) for name in names)
 
     def __call__(self, state_PE: Float[Array, "P E"]) -> Float[Array, "R E"]:
         """Returns a row for each block."""

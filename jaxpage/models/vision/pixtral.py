@@ -19,14 +19,14 @@ from jaxtyping import Array, Float, Int
 from jaxpage.errors import UnsupportedError
 from jaxpage.layers import ACTIVATIONS, Angles, GatedMLP
 from jaxpage.models.config.fields import text_part
-from jaxpage.models.parts import Scope, vision, vision_tower
+from jaxpage.models.parts import Scope, patches, vision, vision_config, vision_tower
 
 _EPSILON = 1e-5  # of the norms, which no field says
 _TEXT_EPSILONS = {"ministral3": 1e-5}  # where `rms_norm_eps` is absent and it is not 1e-6
 
 
 @dataclass(frozen=True, kw_only=True)
-class PixtralConfig(vision_tower.VisionConfig):
+class PixtralConfig(vision_config.VisionConfig):
     """Holds what a config.json of Mistral 3 says of its encoder.
 
     Attributes:
@@ -45,13 +45,13 @@ class PixtralConfig(vision_tower.VisionConfig):
     def from_config(cls, config: Mapping[str, Any]) -> PixtralConfig:
         """Reads config.json."""
         text = text_part(config)
-        outer = vision_tower.some_fields(
+        outer = vision_config.some_fields(
             config,
             *("spatial_merge_size", "projector_hidden_act", "vision_feature_layer"),
             "multimodal_projector_bias",
         )
-        with vision_tower.VisionFields(vision_tower.vision_part(config, "pixtral"), "") as fields:
-            tower = vision_tower.read_tower(
+        with vision_config.VisionFields(vision_config.vision_part(config, "pixtral"), "") as fields:
+            tower = vision_config.read_tower(
                 fields,
                 width=1024,
                 inner=4096,
@@ -66,15 +66,15 @@ class PixtralConfig(vision_tower.VisionConfig):
             if outer.get("vision_feature_layer", -1) not in (-1, tower.num_layers):
                 text_of_error = "vision_feature_layer other than the last layer is not supported"
                 outer.note_unsupported(text_of_error, vision_feature_layer=-1)
-            theta = vision_tower.read_theta(fields, 10_000.0)
+            theta = vision_config.read_theta(fields, 10_000.0)
         epsilon = _TEXT_EPSILONS.get(text.get("model_type", ""), 1e-6)
         return cls(
             tower=tower,
-            hidden_size=vision_tower.text_width(config),
+            hidden_size=vision_config.text_width(config),
             block=block,
-            sizes=vision_tower.size_menu((-(-tower.side // block) * block) ** 2, block),
+            sizes=patches.size_menu((-(-tower.side // block) * block) ** 2, block),
             rope_theta=theta,
-            joined_epsilon=vision_tower.some_fields(text, "rms_norm_eps").number(
+            joined_epsilon=vision_config.some_fields(text, "rms_norm_eps").number(
                 "rms_norm_eps", epsilon
             ),
             joined_activation=outer.activation("projector_hidden_act", "gelu"),
@@ -125,7 +125,7 @@ class PixtralVision(vision_tower.VisionTower, config=PixtralConfig):
         return self.merger(state_PE)[:, None, :]
 
 
-def _call(spec: vision_tower.VisionConfig, picture: np.typing.NDArray[Any]) -> vision.VisionCall:
+def _call(spec: vision_config.VisionConfig, picture: np.typing.NDArray[Any]) -> vision.VisionCall:
     tower, block = spec.tower, spec.block
     side = tower.patch_size * block
     if any(length % side for length in picture.shape[1:]):
@@ -134,15 +134,15 @@ def _call(spec: vision_tower.VisionConfig, picture: np.typing.NDArray[Any]) -> v
             f"{side} x {side}: the processor must resize it"
         )
     height, width = (length // tower.patch_size for length in picture.shape[1:])
-    size = vision_tower.size_for(spec.sizes, height * width)
+    size = patches.size_for(spec.sizes, height * width)
 
     def make_inputs() -> dict[str, np.typing.NDArray[Any]]:
         places = np.moveaxis(np.indices((height, width), np.int32), 0, -1)
         inputs = {
-            "patch_PI": vision_tower.cut_patches(picture, tower.patch_size, block),
-            "place_P2": vision_tower.by_blocks(places, block),
+            "patch_PI": patches.cut_patches(picture, tower.patch_size, block),
+            "place_P2": patches.by_blocks(places, block),
         }
-        return vision_tower.fill_up(inputs, size)
+        return patches.fill_up(inputs, size)
 
     return vision.VisionCall(size, make_inputs, height * width // block**2)
 
@@ -161,7 +161,7 @@ def two_axis_angles(place_P2: Int[Array, "P 2"], head_dim: int, theta: float) ->
     return Angles(jnp.cos(angles_PE), jnp.sin(angles_PE))
 
 
-def _block(config: vision_tower.TowerConfig, at: Scope) -> vision_tower.PictureBlock:
+def _block(config: vision_config.TowerConfig, at: Scope) -> vision_tower.PictureBlock:
     width, inner = config.hidden_size, config.intermediate_size
     fed = at / "feed_forward"
     mlp = GatedMLP(

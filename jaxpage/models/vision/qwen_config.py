@@ -10,7 +10,7 @@ from jaxpage.layers import Rope
 from jaxpage.layers.rope_scaling import make_rope
 from jaxpage.models.config.fields import text_part
 from jaxpage.models.config.mrope import NUM_AXES, QWEN2_VL, QWEN3_5, QWEN3_VL, Sections
-from jaxpage.models.parts import vision_tower
+from jaxpage.models.parts import vision_config
 
 # The rows of the text model for which the encoder is compiled: 16,384 are 12 megapixels.
 ROWS = tuple(64 << doubling for doubling in range(9))
@@ -77,22 +77,22 @@ class QwenVisionConfig:
             UnsupportedError: A field asks for something that is not supported.
             ExceptionGroup: Several fields are wrong.
         """
-        vision = vision_tower.vision_part(config, *cls.kinds)
+        vision = vision_config.vision_part(config, *cls.kinds)
         vision["image_token_id"] = config.get("image_token_id", cls.default_token)
-        with vision_tower.VisionFields(vision, "", _ALIASES) as fields:
+        with vision_config.VisionFields(vision, "", _ALIASES) as fields:
             made = cls.read(fields)
             _check_text(fields, config, cls.sections, made.hidden_size)
             return made
 
     @classmethod
-    def read(cls, fields: vision_tower.VisionFields) -> QwenVisionConfig:
+    def read(cls, fields: vision_config.VisionFields) -> QwenVisionConfig:
         """Reads the fields of `vision_config`; each generation has its own way."""
         raise NotImplementedError
 
     @classmethod
     def read_common(
         cls,
-        fields: vision_tower.VisionFields,
+        fields: vision_config.VisionFields,
         *,
         width: tuple[str, int],
         depth: int,
@@ -135,7 +135,7 @@ class Qwen2VisionConfig(QwenVisionConfig):
     kinds = ("qwen2_vl_vision", "qwen2_vl")
 
     @classmethod
-    def read(cls, fields: vision_tower.VisionFields) -> QwenVisionConfig:
+    def read(cls, fields: vision_config.VisionFields) -> QwenVisionConfig:
         """Returns what the fields say; `hidden_size` is that of the text model."""
         common = cls.read_common(
             fields, width=("embed_dim", 1280), depth=32, activation="quick_gelu", patch=14
@@ -153,7 +153,7 @@ class Qwen2_5VisionConfig(QwenVisionConfig):
     kinds = ("qwen2_5_vl_vision", "qwen2_5_vl")
 
     @classmethod
-    def read(cls, fields: vision_tower.VisionFields) -> QwenVisionConfig:
+    def read(cls, fields: vision_config.VisionFields) -> QwenVisionConfig:
         """Returns what the fields say; a window has a side in pixels there."""
         common = cls.read_common(
             fields, width=("hidden_size", 3584), depth=32, activation="silu", patch=14
@@ -179,7 +179,7 @@ class Qwen3VisionConfig(QwenVisionConfig):
     sections = QWEN3_VL
 
     @classmethod
-    def read(cls, fields: vision_tower.VisionFields) -> QwenVisionConfig:
+    def read(cls, fields: vision_config.VisionFields) -> QwenVisionConfig:
         """Returns what the fields say."""
         common = cls.read_common(
             fields, width=("hidden_size", 1152), depth=27, activation="gelu_pytorch_tanh", patch=16
@@ -193,7 +193,7 @@ class Qwen3VisionConfig(QwenVisionConfig):
         )
 
     @classmethod
-    def read_deep(cls, fields: vision_tower.VisionFields) -> tuple[int, ...]:
+    def read_deep(cls, fields: vision_config.VisionFields) -> tuple[int, ...]:
         """Returns the layers whose outputs are features for the text model's first layers."""
         return _read_layers(fields, "deepstack_visual_indexes", (8, 16, 24))
 
@@ -206,12 +206,12 @@ class Qwen3_5VisionConfig(Qwen3VisionConfig):
     default_token = 248_056
 
     @classmethod
-    def read_deep(cls, fields: vision_tower.VisionFields) -> tuple[int, ...]:
+    def read_deep(cls, fields: vision_config.VisionFields) -> tuple[int, ...]:
         """Returns no layers: transformers passes the field over."""
         return ()
 
 
-def _read_rope(fields: vision_tower.VisionFields, head_dim: int) -> Rope:
+def _read_rope(fields: vision_config.VisionFields, head_dim: int) -> Rope:
     """Returns a rotation whose first pairs turn by the row of a patch, the others by its column."""
     parameters = fields.get("rope_parameters", None) or {}
     kind = parameters.get("rope_type", "axial")
@@ -225,7 +225,7 @@ def _read_rope(fields: vision_tower.VisionFields, head_dim: int) -> Rope:
     return Rope((*each, *each), axes=(0,) * len(each) + (1,) * len(each))
 
 
-def _read_square(fields: vision_tower.VisionFields) -> int:
+def _read_square(fields: vision_config.VisionFields) -> int:
     """Returns the entries of the table of positions along each side."""
     num_entries = fields.integer("num_position_embeddings", 2304)
     side = int(num_entries**0.5)
@@ -236,7 +236,7 @@ def _read_square(fields: vision_tower.VisionFields) -> int:
 
 
 def _read_layers(
-    fields: vision_tower.VisionFields, name: str, default: tuple[int, ...]
+    fields: vision_config.VisionFields, name: str, default: tuple[int, ...]
 ) -> tuple[int, ...]:
     """Returns numbers of layers, which must be in order; those that do not exist are left out."""
     layers = fields.get(name, default)
@@ -249,13 +249,13 @@ def _read_layers(
 
 
 def _check_text(
-    fields: vision_tower.VisionFields,
+    fields: vision_config.VisionFields,
     config: Mapping[str, Any],
     sections: Sections,
     hidden_size: int,
 ) -> None:
     """Notes what in the text model's config does not fit the encoder."""
-    width = vision_tower.text_width(config)
+    width = vision_config.text_width(config)
     if width != hidden_size:
         error = (
             f"rows of the encoder have {hidden_size} numbers, and those of the text model {width}"

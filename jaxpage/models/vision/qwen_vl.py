@@ -24,15 +24,8 @@ from jaxtyping import Array, Float
 from jaxpage.errors import UnsupportedError
 from jaxpage.layers import ACTIVATIONS, MLP, Embedding, GatedMLP, LayerNorm, Linear, RMSNorm
 from jaxpage.layers.parameter import Source, parameter, tensor
-from jaxpage.models.parts import Scope, norms, vision, vision_tower
-from jaxpage.models.vision.patch_grid import PatchGrid, rotary_positions
-from jaxpage.models.vision.qwen_config import (
-    Qwen2_5VisionConfig,
-    Qwen2VisionConfig,
-    Qwen3_5VisionConfig,
-    Qwen3VisionConfig,
-    QwenVisionConfig,
-)
+from jaxpage.models.parts import Scope, norms, patches, vision, vision_tower
+from jaxpage.models.vision import patch_grid, qwen_config
 
 _EPSILON = 1e-6
 
@@ -96,7 +89,7 @@ class QwenVision(vision_tower.VisionTower):
         )
 
     @classmethod
-    def make_table(cls, config: QwenVisionConfig, at: Scope) -> Embedding | None:
+    def make_table(cls, config: qwen_config.QwenVisionConfig, at: Scope) -> Embedding | None:
         """Returns the table of positions; None if there is none."""
         if not config.num_entries:
             return None
@@ -109,13 +102,13 @@ class QwenVision(vision_tower.VisionTower):
         return LayerNorm(width, name=at.name, epsilon=_EPSILON, axis=None, dtype=at.dtype)
 
     @classmethod
-    def make_mlp(cls, config: QwenVisionConfig, at: Scope) -> nnx.Module:
+    def make_mlp(cls, config: qwen_config.QwenVisionConfig, at: Scope) -> nnx.Module:
         """Returns the feed-forward half of a layer."""
         return make_mlp(config, at, "fc1", "fc2")
 
     @classmethod
     def make_block(
-        cls, config: QwenVisionConfig, index: int, at: Scope
+        cls, config: qwen_config.QwenVisionConfig, index: int, at: Scope
     ) -> vision_tower.PictureBlock:
         """Returns a layer."""
         width = config.width
@@ -135,7 +128,7 @@ class QwenVision(vision_tower.VisionTower):
 
     @classmethod
     def make_merger(
-        cls, config: QwenVisionConfig, at: Scope, *, is_norm_of_block: bool = False
+        cls, config: qwen_config.QwenVisionConfig, at: Scope, *, is_norm_of_block: bool = False
     ) -> Merger:
         """Returns the product of blocks of patches; see `Merger`."""
         inner = config.width * config.block**2
@@ -148,7 +141,9 @@ class QwenVision(vision_tower.VisionTower):
         )
 
     @staticmethod
-    def calls(spec: QwenVisionConfig, arrays: vision.PictureArrays) -> list[vision.VisionCall]:
+    def calls(
+        spec: qwen_config.QwenVisionConfig, arrays: vision.PictureArrays
+    ) -> list[vision.VisionCall]:
         """Returns the call that encodes a picture.
 
         Args:
@@ -165,14 +160,16 @@ class QwenVision(vision_tower.VisionTower):
                 f"a picture has {grid.num_patches} patches, and the encoder takes at most "
                 f"{spec.sizes[-1]}: make it smaller, or lower size in preprocessor_config.json"
             )
-        size = vision_tower.size_for(spec.sizes, grid.num_patches)
+        size = patches.size_for(spec.sizes, grid.num_patches)
         make_inputs = functools.partial(_inputs, spec, grid, arrays["pixel_values"], size)
         return [vision.VisionCall(size, make_inputs, grid.num_blocks)]
 
     @staticmethod
-    def input_shapes(spec: QwenVisionConfig, size: int) -> dict[str, jax.ShapeDtypeStruct]:
+    def input_shapes(
+        spec: qwen_config.QwenVisionConfig, size: int
+    ) -> dict[str, jax.ShapeDtypeStruct]:
         """Returns the shapes and types of the inputs of one size."""
-        shapes = vision_tower.placed_patch_shapes(math.prod(spec.patch), size)
+        shapes = patches.placed_patch_shapes(math.prod(spec.patch), size)
         if spec.num_entries:
             shapes["entry_P4"] = jax.ShapeDtypeStruct((size, 4), jnp.int32)
             shapes["share_P4"] = jax.ShapeDtypeStruct((size, 4), jnp.float32)
@@ -183,11 +180,13 @@ class QwenVision(vision_tower.VisionTower):
 
     @staticmethod
     def axes_of(
-        spec: QwenVisionConfig, token_ids: np.typing.ArrayLike, pictures: Sequence[ProcessedPicture]
+        spec: qwen_config.QwenVisionConfig,
+        token_ids: np.typing.ArrayLike,
+        pictures: Sequence[ProcessedPicture],
     ) -> np.typing.NDArray[np.int32]:
         """Returns the rotary positions of a prompt's tokens [3, T]; see `rotary_positions`."""
         grids = [grid_of(spec, picture.arrays) for picture in pictures]
-        return rotary_positions(token_ids, spec.image_token_id, grids)
+        return patch_grid.rotary_positions(token_ids, spec.image_token_id, grids)
 
     def __call__(self, inputs: Mapping[str, jax.Array]) -> Float[Array, "R 1+n D"]:
         """Returns the rows of the text model, each with its features."""
@@ -210,7 +209,10 @@ class QwenVision(vision_tower.VisionTower):
 
 
 def _inputs(
-    spec: QwenVisionConfig, grid: PatchGrid, pixels_PI: np.typing.NDArray[Any], size: int
+    spec: qwen_config.QwenVisionConfig,
+    grid: patch_grid.PatchGrid,
+    pixels_PI: np.typing.NDArray[Any],
+    size: int,
 ) -> dict[str, np.typing.NDArray[Any]]:
     inputs: dict[str, np.typing.NDArray[Any]] = {
         "patch_PI": np.asarray(pixels_PI, np.float32),
@@ -219,7 +221,7 @@ def _inputs(
     if spec.num_entries:
         inputs["entry_P4"], inputs["share_P4"] = grid.interpolate(spec.num_entries)
     if not spec.window:
-        return vision_tower.fill_up(inputs, size)
+        return patches.fill_up(inputs, size)
     order_R, window_R = grid.windows(spec.window)
     each = spec.block**2
     order_P = (order_R[:, None] * each + np.arange(each)).reshape(-1)
@@ -227,14 +229,14 @@ def _inputs(
     inputs["window_P"] = np.repeat(1 + window_R, each)
     row_R = np.zeros(size // each, np.int32)
     row_R[: grid.num_blocks] = np.argsort(order_R)
-    return {**vision_tower.fill_up(inputs, size), "row_R": row_R}
+    return {**patches.fill_up(inputs, size), "row_R": row_R}
 
 
-class Qwen2Vision(QwenVision, config=Qwen2VisionConfig):
+class Qwen2Vision(QwenVision, config=qwen_config.Qwen2VisionConfig):
     """The encoder of Qwen2-VL (Wang et al., 2024): LayerNorms, and no table of positions."""
 
 
-class Qwen2_5Vision(QwenVision, config=Qwen2_5VisionConfig):
+class Qwen2_5Vision(QwenVision, config=qwen_config.Qwen2_5VisionConfig):
     """The encoder of Qwen2.5-VL (Bai et al., 2025): RMS norms, gates and windows."""
 
     @classmethod
@@ -243,7 +245,7 @@ class Qwen2_5Vision(QwenVision, config=Qwen2_5VisionConfig):
         return RMSNorm(width, name=at.name, epsilon=_EPSILON, axis=None, dtype=at.dtype)
 
     @classmethod
-    def make_mlp(cls, config: QwenVisionConfig, at: Scope) -> nnx.Module:
+    def make_mlp(cls, config: qwen_config.QwenVisionConfig, at: Scope) -> nnx.Module:
         """Returns the feed-forward half of a layer."""
         gate_and_up = [(name, config.inner) for name in ("gate_proj", "up_proj")]
         return GatedMLP(
@@ -253,23 +255,25 @@ class Qwen2_5Vision(QwenVision, config=Qwen2_5VisionConfig):
         )
 
 
-class Qwen3Vision(QwenVision, config=Qwen3VisionConfig):
+class Qwen3Vision(QwenVision, config=qwen_config.Qwen3VisionConfig):
     """The encoder of Qwen3-VL (2025): a table of positions, and features of several layers."""
 
     patch_bias = True
     merger_names = ("norm", "linear_fc1", "linear_fc2")
 
     @classmethod
-    def make_mlp(cls, config: QwenVisionConfig, at: Scope) -> nnx.Module:
+    def make_mlp(cls, config: qwen_config.QwenVisionConfig, at: Scope) -> nnx.Module:
         """Returns the feed-forward half of a layer."""
         return make_mlp(config, at, "linear_fc1", "linear_fc2")
 
 
-class Qwen3_5Vision(Qwen3Vision, config=Qwen3_5VisionConfig):
+class Qwen3_5Vision(Qwen3Vision, config=qwen_config.Qwen3_5VisionConfig):
     """The encoder of Qwen3.5 (2026), which is that of Qwen3-VL without features."""
 
 
-def grid_of(spec: QwenVisionConfig, arrays: vision.PictureArrays) -> PatchGrid:
+def grid_of(
+    spec: qwen_config.QwenVisionConfig, arrays: vision.PictureArrays
+) -> patch_grid.PatchGrid:
     """Returns the grid of a picture's patches.
 
     Raises:
@@ -282,10 +286,10 @@ def grid_of(spec: QwenVisionConfig, arrays: vision.PictureArrays) -> PatchGrid:
             f"{num_patches} patches with image_grid_thw {grids} are not those of one picture"
         )
     _, height, width = grids[0]
-    return PatchGrid(height, width, spec.block)
+    return patch_grid.PatchGrid(height, width, spec.block)
 
 
-def make_mlp(config: QwenVisionConfig, at: Scope, up: str, down: str) -> MLP:
+def make_mlp(config: qwen_config.QwenVisionConfig, at: Scope, up: str, down: str) -> MLP:
     """Returns a feed-forward half without gates, of two products with these names."""
     return MLP(
         vision_tower.plain_projection(config.width, at, (up, config.inner), bias=True),
@@ -294,7 +298,7 @@ def make_mlp(config: QwenVisionConfig, at: Scope, up: str, down: str) -> MLP:
     )
 
 
-def patch_product(config: QwenVisionConfig, at: Scope, *, bias: bool) -> Linear:
+def patch_product(config: qwen_config.QwenVisionConfig, at: Scope, *, bias: bool) -> Linear:
     """Returns the product for patches, which is stored as a convolution [W, C, t, p, p]."""
     shape = (config.width, math.prod(config.patch))
     made = vision_tower.plain_projection(shape[1], at, ("", config.width), bias=bias)

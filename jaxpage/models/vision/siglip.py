@@ -17,13 +17,13 @@ from jaxtyping import Array, Float, Int
 
 from jaxpage.errors import UnsupportedError
 from jaxpage.layers import MLP, Embedding, LayerNorm
-from jaxpage.models.parts import Scope, vision, vision_tower
+from jaxpage.models.parts import Scope, patches, vision, vision_config, vision_tower
 
 
-def read_siglip(fields: vision_tower.VisionFields, **defaults: int) -> vision_tower.TowerConfig:
+def read_siglip(fields: vision_config.VisionFields, **defaults: int) -> vision_config.TowerConfig:
     """Returns the config of the layers; see `read_tower`."""
     activation = "gelu_pytorch_tanh"
-    return vision_tower.read_tower(
+    return vision_config.read_tower(
         fields, inner=3072, depth=12, image_size=224, activation=activation, **defaults
     )
 
@@ -31,7 +31,7 @@ def read_siglip(fields: vision_tower.VisionFields, **defaults: int) -> vision_to
 class Siglip(nnx.Module):
     """Computes the states of patches."""
 
-    def __init__(self, config: vision_tower.TowerConfig, at: Scope):
+    def __init__(self, config: vision_config.TowerConfig, at: Scope):
         width = config.hidden_size
         tables = at / "embeddings"
         self.patches = vision_tower.PatchEmbedding(config, tables / "patch_embedding", bias=True)
@@ -55,13 +55,13 @@ class Siglip(nnx.Module):
         return self.norm(state_PD)
 
 
-def _norm(config: vision_tower.TowerConfig, at: Scope) -> LayerNorm:
+def _norm(config: vision_config.TowerConfig, at: Scope) -> LayerNorm:
     return LayerNorm(
         config.hidden_size, name=at.name, epsilon=config.norm_epsilon, axis=None, dtype=at.dtype
     )
 
 
-def _block(config: vision_tower.TowerConfig, at: Scope) -> vision_tower.PictureBlock:
+def _block(config: vision_config.TowerConfig, at: Scope) -> vision_tower.PictureBlock:
     width, inner = config.hidden_size, config.intermediate_size
     mlp = MLP(
         vision_tower.plain_projection(width, at / "mlp", ("fc1", inner), bias=True),
@@ -105,27 +105,24 @@ class SiglipTiles(vision_tower.VisionTower):
     def input_shapes(spec: Any, size: int) -> dict[str, jax.ShapeDtypeStruct]:
         """Returns the shapes and types of the inputs of one size."""
         numbers = jax.ShapeDtypeStruct((size,), jnp.int32)
-        patches = jax.ShapeDtypeStruct((size, spec.tower.patch_width), jnp.float32)
-        return {"patch_PI": patches, "position_P": numbers, "segment_P": numbers}
+        pixels = jax.ShapeDtypeStruct((size, spec.tower.patch_width), jnp.float32)
+        return {"patch_PI": pixels, "position_P": numbers, "segment_P": numbers}
 
 
-def _call(spec: vision_tower.VisionConfig, tile: np.typing.NDArray[Any]) -> vision.VisionCall:
+def _call(spec: vision_config.VisionConfig, tile: np.typing.NDArray[Any]) -> vision.VisionCall:
     tower, block = spec.tower, spec.block
     height, width = (side // tower.patch_size for side in tile.shape[1:])
-    if height % block or width % block:
-        raise UnsupportedError(
-            f"a tile of {height} x {width} patches has no whole blocks of {block} x {block}"
-        )
-    size = vision_tower.size_for(spec.sizes, height * width)
+    patches.check_whole("tile", height, width, block)
+    size = patches.size_for(spec.sizes, height * width)
 
     def make_inputs() -> dict[str, np.typing.NDArray[Any]]:
         places = place_in_table(height, tower.side)[:, None] * tower.side
         places = places + place_in_table(width, tower.side)[None, :]
         inputs = {
-            "patch_PI": vision_tower.cut_patches(tile, tower.patch_size, block),
-            "position_P": vision_tower.by_blocks(places, block).astype(np.int32),
+            "patch_PI": patches.cut_patches(tile, tower.patch_size, block),
+            "position_P": patches.by_blocks(places, block).astype(np.int32),
         }
-        return vision_tower.fill_up(inputs, size)
+        return patches.fill_up(inputs, size)
 
     return vision.VisionCall(size, make_inputs, height * width // block**2)
 
@@ -141,20 +138,20 @@ def place_in_table(num_patches: int, side: int) -> Int[np.ndarray, "P"]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Idefics3VisionConfig(vision_tower.VisionConfig):
+class Idefics3VisionConfig(vision_config.VisionConfig):
     """Holds what a config.json of Idefics 3 says of its encoder."""
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> Idefics3VisionConfig:
         """Reads config.json."""
         kinds = ("idefics3_vision", "smolvlm_vision", "idefics3", "smolvlm", "siglip_vision_model")
-        with vision_tower.VisionFields(vision_tower.vision_part(config, *kinds), "") as fields:
+        with vision_config.VisionFields(vision_config.vision_part(config, *kinds), "") as fields:
             tower = read_siglip(fields, width=1152, num_heads=16, patch_size=32)
-            block = vision_tower.some_fields(config, "scale_factor").integer("scale_factor", 2)
-            vision_tower.check_blocks(fields, tower, block)
+            block = vision_config.some_fields(config, "scale_factor").integer("scale_factor", 2)
+            vision_config.check_blocks(fields, tower, block)
         return cls(
             tower=tower,
-            hidden_size=vision_tower.text_width(config),
+            hidden_size=vision_config.text_width(config),
             block=block,
             sizes=(tower.side**2,),
         )
