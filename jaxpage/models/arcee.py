@@ -16,7 +16,7 @@ from flax import nnx
 from jaxpage.layers import ExpertsSpec
 from jaxpage.models.config import Fields, expert_fields, layer_windows
 from jaxpage.models.llama import Llama
-from jaxpage.models.parts import Scope, attention, mlp
+from jaxpage.models.parts import Scope, attention
 from jaxpage.models.parts.attention import Gates
 from jaxpage.models.parts.decoder_config import DecoderConfig, Defaults, ExpertsConfig
 from jaxpage.models.parts.names import ExpertNames
@@ -34,10 +34,7 @@ class ArceeConfig(DecoderConfig):
 class Arcee(Llama, config=ArceeConfig):
     """Arcee (AFM-4.5B, 2025) is Llama with a feed-forward half without gates, of squared ReLU."""
 
-    @classmethod
-    def make_mlp(cls, config: Any, index: int, layer: Scope) -> nnx.Module:
-        """Returns the feed-forward half of a layer."""
-        return mlp.plain_mlp(config, layer / "mlp", "up_proj", "down_proj")
+    plain_names = ("up_proj", "down_proj")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -65,6 +65,14 @@ class Bert(encoder.Encoder, config=BertConfig):
         "LayerNorm.bias": "LayerNorm.beta",
     }
     has_positions: ClassVar[bool] = True  # True if there is a table of learned positions
+    # The products for queries, keys, values and the output, and the norm after them.
+    attention_names: ClassVar[tuple[str, ...]] = (
+        "attention.self.query",
+        "attention.self.key",
+        "attention.self.value",
+        "attention.output.dense",
+        "attention.output.LayerNorm",
+    )
 
     @classmethod
     def make_tables(
@@ -94,14 +102,16 @@ class Bert(encoder.Encoder, config=BertConfig):
         """Returns a layer."""
         width = config.hidden_size
         inner = config.num_query_heads * config.kv.head_dim
-        parts = [(name, inner) for name in ("query", "key", "value")]
-        inputs = (at / "attention.self").projection(width, *parts, bias=True)
-        attended = at / "attention.output"
-        axes = ("heads", "embed")
-        output = attended.projection(inner, ("dense", width), axes=axes, bias=True)
+        *inputs, output, norm = cls.attention_names
+        attention = encoder.attention_both_ways(
+            config,
+            index,
+            at.projection(width, *((name, inner) for name in inputs), bias=True),
+            at.projection(inner, (output, width), axes=("heads", "embed"), bias=True),
+        )
         return encoder.PostNormBlock(
-            encoder.attention_both_ways(config, index, inputs, output),
-            norms.layer_norm(config, attended / "LayerNorm"),
+            attention,
+            norms.layer_norm(config, at / norm),
             mlp.plain_mlp(config, at, "intermediate.dense", "output.dense", bias=True),
             norms.layer_norm(config, at / "output.LayerNorm"),
         )
@@ -188,6 +198,10 @@ class MPNet(Roberta, config=MPNetConfig):
     """MPNet, and what was trained from it: all-mpnet-base, multi-qa-mpnet, paraphrase-mpnet."""
 
     prefix = "mpnet."
+    attention_names = (
+        *("attention.attn.q", "attention.attn.k", "attention.attn.v", "attention.attn.o"),
+        "attention.LayerNorm",
+    )
 
     @classmethod
     def make_distances(cls, config: Any, at: Scope) -> Embedding:
@@ -196,22 +210,6 @@ class MPNet(Roberta, config=MPNetConfig):
         heads = config.num_query_heads
         return Embedding(
             encoder_config.DISTANCE_BUCKETS, heads, name=name, axis=None, dtype=at.dtype
-        )
-
-    @classmethod
-    def make_block(cls, config: Any, index: int, at: Scope) -> encoder.PostNormBlock:
-        """Returns a layer."""
-        width = config.hidden_size
-        inner = config.num_query_heads * config.kv.head_dim
-        attention = at / "attention.attn"
-        parts = [(name, inner) for name in ("q", "k", "v")]
-        inputs = attention.projection(width, *parts, bias=True)
-        output = attention.projection(inner, ("o", width), axes=("heads", "embed"), bias=True)
-        return encoder.PostNormBlock(
-            encoder.attention_both_ways(config, index, inputs, output),
-            norms.layer_norm(config, at / "attention.LayerNorm"),
-            mlp.plain_mlp(config, at, "intermediate.dense", "output.dense", bias=True),
-            norms.layer_norm(config, at / "output.LayerNorm"),
         )
 
 

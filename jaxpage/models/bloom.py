@@ -42,9 +42,7 @@ class BloomConfig(DecoderConfig):
     @classmethod
     def read(cls, fields: Fields) -> BloomConfig:
         """Returns what the fields say."""
-        if fields.flag("apply_residual_connection_post_layernorm", False):
-            text = "apply_residual_connection_post_layernorm = true is not supported"
-            fields.note_unsupported(text, apply_residual_connection_post_layernorm=False)
+        fields.refuse_true("apply_residual_connection_post_layernorm")
         return cls.from_fields(
             fields,
             rope=(NO_ROTATION, fields.integer("seq_length", 2048)),

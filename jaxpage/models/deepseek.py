@@ -48,9 +48,7 @@ class DeepseekV2Config(ExpertsConfig):
     @classmethod
     def read(cls, fields: Fields) -> DeepseekV2Config:
         """Returns what the fields say."""
-        if fields.get("norm_topk_prob", False):
-            text = "norm_topk_prob = true is not supported for this family"
-            fields.note_unsupported(text, norm_topk_prob=False)
+        fields.refuse_true("norm_topk_prob", " for this family")
         method = fields.get("topk_method", "greedy")
         if method not in ("greedy", "group_limited_greedy"):
             text = f"topk_method = {method!r} is not greedy or group_limited_greedy"

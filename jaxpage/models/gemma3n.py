@@ -124,16 +124,13 @@ def _sparsities(fields: Fields, num_layers: int) -> tuple[float, ...]:
     """Returns the share of gates that each layer cuts off; by default the first ten do."""
     num_sparse = 10 if num_layers > 10 else 0
     usual = [0.95] * num_sparse + [0.0] * (num_layers - num_sparse)
-    pattern = fields.get("activation_sparsity_pattern", None)
-    shares = usual if pattern is None else pattern
-    if (
-        not isinstance(shares, list)
-        or len(shares) != num_layers
-        or not all(type(each) in (int, float) and 0 <= each < 1 for each in shares)
-    ):
-        text = f"activation_sparsity_pattern must have a share below 1 for each of {num_layers}"
-        fields.note_wrong(f"{text} layers, not {pattern!r}", activation_sparsity_pattern=None)
-        shares = usual
+    shares = layer_windows.read_by_layer(
+        fields,
+        "activation_sparsity_pattern",
+        usual,
+        lambda share: type(share) in (int, float) and 0 <= share < 1,
+        "a share below 1",
+    )
     return tuple(map(float, shares))
 
 

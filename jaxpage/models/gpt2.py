@@ -230,9 +230,6 @@ class Starcoder2(Llama, config=Starcoder2Config):
     Its window is that of all layers.
     """
 
-    make_norm = staticmethod(norms.layer_norm)
+    plain_names = ("c_fc", "c_proj")
 
-    @classmethod
-    def make_mlp(cls, config: Any, index: int, layer: Scope) -> nnx.Module:
-        """Returns the feed-forward half of a layer."""
-        return mlp.plain_mlp(config, layer / "mlp", "c_fc", "c_proj")
+    make_norm = staticmethod(norms.layer_norm)

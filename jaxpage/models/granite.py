@@ -190,7 +190,14 @@ def read_swash(fields: Fields, defaults: Defaults) -> dict[str, Any]:
     head_dim = defaults.read_head_dim(fields)
     max_length = fields.integer("max_position_embeddings", defaults.max_length)
     parameters = fields.rope_parameters(max_length, 10_000.0)
-    thetas = _read_thetas(fields, parameters["rope_theta"])
+    # 0 means no rotary embedding.
+    thetas = layer_windows.read_by_layer(
+        fields,
+        "layer_rope_theta",
+        [parameters["rope_theta"]] * fields.integer("num_hidden_layers"),
+        lambda theta: type(theta) in (int, float) and 0 <= theta < math.inf,
+        "a number, or 0,",
+    )
     ropes = {
         theta: fields.rope_of({**parameters, "rope_theta": theta}, head_dim, max_length)[0]
         for theta in thetas
@@ -202,25 +209,6 @@ def read_swash(fields: Fields, defaults: Defaults) -> dict[str, Any]:
         ),
         "rope_by_layer": tuple(ropes.get(theta) for theta in thetas),
     }
-
-
-def _read_thetas(fields: Fields, usual: float) -> list[float]:
-    """Returns `rope_theta` of each layer, by default `usual`; 0 means no rotary embedding."""
-    num_layers = fields.integer("num_hidden_layers")
-    thetas = fields.get("layer_rope_theta", None)
-    thetas = [usual] * num_layers if thetas is None else thetas
-    if (
-        not isinstance(thetas, list)
-        or len(thetas) != num_layers
-        or not all(type(each) in (int, float) and 0 <= each < math.inf for each in thetas)
-    ):
-        text = (
-            f"layer_rope_theta must have a number, or 0, for each of {num_layers} layers, not "
-            f"{thetas!r}"
-        )
-        fields.note_wrong(text, layer_rope_theta=None, num_hidden_layers=num_layers)
-        thetas = [usual] * num_layers
-    return thetas
 
 
 class GraniteSWA(Granite, config=GraniteSWAConfig):

@@ -118,11 +118,7 @@ def _refuse(fields: Fields) -> None:
         use_grouped_topk=True,
         moe_layer_freq=1,
     )
-    if fields.flag("tie_word_embeddings", False):
-        text = (
-            "tie_word_embeddings = true is not supported for this family: transformers ignores it"
-        )
-        fields.note_unsupported(text, tie_word_embeddings=False)
+    fields.refuse_true("tie_word_embeddings", " for this family: transformers ignores it")
 
 
 def _layer_types(fields: Fields, nested: Mapping[str, Any]) -> tuple[str, ...]:

@@ -72,6 +72,8 @@ class Llama(Decoder, config=LlamaConfig):
     )
     output_norm_names: ClassVar[tuple[str | None, str | None]] = (None, None)
     mlp_names: ClassVar[MLPNames] = LLAMA_MLP
+    # The two products of a feed-forward half without gates; None if it has gates.
+    plain_names: ClassVar[tuple[str, str] | None] = None
     expert_names: ClassVar[ExpertNames] = QWEN_EXPERTS
     # Returns the norms of queries and keys, of a config and the scope of attention.
     make_head_norms: ClassVar[Callable[..., HeadNorms]] = staticmethod(attention.no_head_norms)
@@ -118,6 +120,8 @@ class Llama(Decoder, config=LlamaConfig):
     def make_mlp(cls, config: Any, index: int, layer: Scope) -> nnx.Module:
         """Returns the feed-forward half of a layer, or its experts."""
         names = cls.mlp_names
+        if cls.plain_names is not None:
+            return mlp.plain_mlp(config, layer / names.module, *cls.plain_names)
         if isinstance(config, ExpertsConfig):
             return experts.mlp_or_experts(
                 config, index, layer, names=cls.expert_names, mlp_names=names
@@ -422,17 +426,14 @@ class NanoChat(Llama, config=NanoChatConfig):
     Token embeddings are normalised too. The rotary embedding turns in the opposite direction.
     """
 
+    plain_names = ("fc1", "fc2")
+
     make_norm = staticmethod(norms.unscaled_rms_norm)
     make_head_norms = staticmethod(
         functools.partial(
             attention.norms_of_heads, make_norm=norms.unscaled_rms_norm, after_rotation=True
         )
     )
-
-    @classmethod
-    def make_mlp(cls, config: Any, index: int, layer: Scope) -> nnx.Module:
-        """Returns the feed-forward half of a layer."""
-        return mlp.plain_mlp(config, layer / "mlp", "fc1", "fc2")
 
     def enter(self, embedded_TD: jax.Array, positions_T: jax.Array) -> jax.Array:
         """Returns normalised embeddings; `norm` serves for them too, because it has no scale."""

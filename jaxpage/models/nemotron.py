@@ -76,12 +76,9 @@ class Nemotron(Llama, config=NemotronConfig):
     The scales of norms are stored less 1, and half of each head is rotated.
     """
 
-    make_norm = staticmethod(functools.partial(norms.layer_norm, offset=1.0))
+    plain_names = ("up_proj", "down_proj")
 
-    @classmethod
-    def make_mlp(cls, config: Any, index: int, layer: Scope) -> nnx.Module:
-        """Returns the feed-forward half of a layer."""
-        return mlp.plain_mlp(config, layer / "mlp", "up_proj", "down_proj")
+    make_norm = staticmethod(functools.partial(norms.layer_norm, offset=1.0))
 
 
 class Jais2Config(DecoderConfig):
@@ -146,12 +143,7 @@ class NemotronHConfig(ExpertsConfig):
         types = _layer_types(fields)
         # As in transformers, the number of layers is that of the types.
         fields.config["num_hidden_layers"] = len(types)
-        if fields.flag("tie_word_embeddings", False):
-            text = (
-                "tie_word_embeddings = true is not supported for this family: transformers ties "
-                "nothing"
-            )
-            fields.note_unsupported(text, tie_word_embeddings=False)
+        fields.refuse_true("tie_word_embeddings", " for this family: transformers ties nothing")
         names = ("mamba_num_heads", "mamba_head_dim", "ssm_state_size", "mamba_hidden_act")
         # Time steps as in NVIDIA's own code and vLLM; transformers begins at time_step_min.
         mamba = recurrent_fields.read_mamba2(fields, *names)

@@ -104,9 +104,7 @@ class Qwen2MoeConfig(ExpertsConfig):
     @classmethod
     def read(cls, fields: Fields) -> Qwen2MoeConfig:
         """Returns what the fields say."""
-        if fields.flag("use_sliding_window", False):
-            text = "use_sliding_window = true is not supported for this family"
-            fields.note_unsupported(text, use_sliding_window=False)
+        fields.refuse_true("use_sliding_window", " for this family")
         return cls.from_fields(
             fields,
             attention_bias=fields.flag("qkv_bias", True),

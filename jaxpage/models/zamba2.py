@@ -204,12 +204,11 @@ def _refuse_others(fields: Fields, **derived: Any) -> None:
 
 def _refuse(fields: Fields) -> None:
     """Refuses what this family does not have, and what transformers cannot compute."""
-    if fields.flag("use_long_context", False):
-        text = (
-            "use_long_context = true is not supported: the model was made with another rope_theta, "
-            "which transformers leaves as it is; set max_position_embeddings and rope_parameters"
-        )
-        fields.note_unsupported(text, use_long_context=False)
+    fields.refuse_true(
+        "use_long_context",
+        ": the model was made with another rope_theta, which transformers leaves as it is; set "
+        "max_position_embeddings and rope_parameters",
+    )
     if not fields.flag("tie_word_embeddings", True):
         text = (
             "tie_word_embeddings = false is not supported: in transformers no weights are shared "

@@ -228,6 +228,11 @@ class Fields(ConfigFields):
                 text = f"{name} = {stated!r} is not supported"
                 self.note_unsupported(text, **{name: None})
 
+    def refuse_true(self, name: str, reason: str = "") -> None:
+        """Refuses a flag that is true; the reason follows in the error."""
+        if self.flag(name, False):
+            self.note_unsupported(f"{name} = true is not supported{reason}", **{name: False})
+
     def divide(self, name: str, divisor_name: str) -> int:
         """Returns one field over another, which must divide it.
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 from jaxpage.models.config.fields import NO_ROPE, Fields
+
+T = TypeVar("T")
 
 
 def windows_by_layer(fields: Fields) -> tuple[int | None, ...]:
@@ -41,6 +43,28 @@ def rotating_layers(fields: Fields) -> tuple[bool, ...]:
         fields.note_wrong(text, no_rope_layers=None, num_hidden_layers=num_layers)
         rotates = usual
     return tuple(map(bool, rotates))
+
+
+def read_by_layer(
+    fields: Fields, name: str, usual: Sequence[T], is_right: Callable[[Any], bool], what: str
+) -> list[T]:
+    """Returns a list with a value for each layer.
+
+    Args:
+        fields: The fields of the config.
+        name: The field.
+        usual: The values where the field is absent or null.
+        is_right: Returns whether a layer may have this value.
+        what: The description of such a value, for the error.
+    """
+    values = fields.get(name, None)
+    if values is None:
+        return list(usual)
+    if isinstance(values, list) and len(values) == len(usual) and all(map(is_right, values)):
+        return values
+    text = f"{name} must have {what} for each of {len(usual)} layers, not {values!r}"
+    fields.note_wrong(text, **{name: None, "num_hidden_layers": len(usual)})
+    return list(usual)
 
 
 def layer_types(fields: Fields, every: int, first: int = 1) -> tuple[str, ...]:

@@ -53,6 +53,11 @@ def vision_part(config: Mapping[str, Any], *kinds: str) -> dict[str, Any]:
     return {name: value for name, value in vision.items() if name != "model_type"}
 
 
+def open_fields(config: Mapping[str, Any], *kinds: str) -> VisionFields:
+    """Returns the fields of the encoder; see `vision_part`."""
+    return VisionFields(vision_part(config, *kinds), "")
+
+
 def text_width(config: Mapping[str, Any]) -> int:
     """Returns the width of the hidden states of the text model (D)."""
     return some_fields(text_part(config), "hidden_size").integer("hidden_size")

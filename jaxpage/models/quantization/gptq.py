@@ -57,13 +57,7 @@ def read(config: QuantizationFields) -> Scheme:
     values = StoredArray(
         "qweight", lambda num_out, num_in: (num_in * bits // 32, num_out), ("int32",), codes
     )
-    scale = StoredArray(
-        "scales",
-        lambda num_out, num_in: (decoding.num_groups(num_in, size), num_out),
-        decoding.FLOATS,
-        decoding.transpose,
-        decoding.check_scale,
-    )
+    scale = decoding.transposed_scale("scales", size)
     zero = StoredArray(
         "qzeros",
         lambda num_out, num_in: (decoding.num_groups(num_in, size), num_out * bits // 32),

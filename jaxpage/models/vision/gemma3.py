@@ -41,9 +41,7 @@ class Gemma3VisionConfig(vision_config.VisionConfig):
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> Gemma3VisionConfig:
         """Reads config.json."""
-        with vision_config.VisionFields(
-            vision_config.vision_part(config, "siglip_vision_model"), ""
-        ) as fields:
+        with vision_config.open_fields(config, "siglip_vision_model") as fields:
             tower = read_siglip(fields, width=768, num_heads=12, patch_size=16)
             rows = vision_config.some_fields(config, "mm_tokens_per_image").integer(
                 "mm_tokens_per_image", 256

@@ -53,9 +53,7 @@ class Gemma4VisionConfig(vision_config.VisionConfig):
     def from_config(cls, config: Mapping[str, Any]) -> Gemma4VisionConfig:
         """Reads config.json."""
         both_ways = text_part(config).get("use_bidirectional_attention")
-        with vision_config.VisionFields(
-            vision_config.vision_part(config, "gemma4_vision"), ""
-        ) as fields:
+        with vision_config.open_fields(config, "gemma4_vision") as fields:
             tower = _read_tower(fields)
             num_kv_heads = fields.integer("num_key_value_heads", 12)
             if tower.num_heads % num_kv_heads:

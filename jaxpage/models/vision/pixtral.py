@@ -50,7 +50,7 @@ class PixtralConfig(vision_config.VisionConfig):
             *("spatial_merge_size", "projector_hidden_act", "vision_feature_layer"),
             "multimodal_projector_bias",
         )
-        with vision_config.VisionFields(vision_config.vision_part(config, "pixtral"), "") as fields:
+        with vision_config.open_fields(config, "pixtral") as fields:
             tower = vision_config.read_tower(
                 fields,
                 width=1024,

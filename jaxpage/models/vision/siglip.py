@@ -145,7 +145,7 @@ class Idefics3VisionConfig(vision_config.VisionConfig):
     def from_config(cls, config: Mapping[str, Any]) -> Idefics3VisionConfig:
         """Reads config.json."""
         kinds = ("idefics3_vision", "smolvlm_vision", "idefics3", "smolvlm", "siglip_vision_model")
-        with vision_config.VisionFields(vision_config.vision_part(config, *kinds), "") as fields:
+        with vision_config.open_fields(config, *kinds) as fields:
             tower = read_siglip(fields, width=1152, num_heads=16, patch_size=32)
             block = vision_config.some_fields(config, "scale_factor").integer("scale_factor", 2)
             vision_config.check_blocks(fields, tower, block)
