@@ -10,15 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from jaxpage.layers import Attention, Embedding, ForwardContext, HeadNorms, LayerPages, RMSNorm
-from jaxpage.layers.linear import Part, linear
+from jaxpage.layers import Attention, Embedding, ForwardContext, HeadNorms, LayerPages
 from jaxpage.layers.parameter import parameter
 from jaxpage.models.base import KVSpec, Pages, run_layers
 from jaxpage.models.drafters.drafter import output_alone
@@ -98,9 +96,8 @@ class _Eagle(nnx.Module):
         self.spec = spec
         self.tokens = Embedding(spec.decoder.vocab_size, width, name=tokens_name, dtype=dtype)
         self.head = Embedding(rows, width, name=head_name, dtype=dtype)
-        self.fc = linear(
-            fused_width, Part(width, "embed", "fc"), input_axis=None, bias=spec.fc_bias, dtype=dtype
-        )
+        at = Scope("", dtype)
+        self.fc = at.projection(fused_width, ("fc", width), axes=(None, "embed"), bias=spec.fc_bias)
         self.token_map = (
             parameter((rows,), axes=("vocab",), dtype=jnp.int32) if spec.token_map else None
         )
@@ -227,19 +224,21 @@ class Eagle3(_Eagle):
         decoder = spec.decoder
         fused = len(spec.aux_layers) * spec.target_width
         super().__init__(spec, fused, dtype=dtype)
-        norm = partial(RMSNorm, epsilon=decoder.norm_epsilon, dtype=dtype)
         self.spec: Eagle3Spec = spec
+        at = Scope("", dtype)
         self.states_norm = (
-            norm(fused, name="input_norm", axis=None) if spec.norm_before_fc else None
+            norms.rms_norm(decoder, at / "input_norm", width=fused, axis=None)
+            if spec.norm_before_fc
+            else None
         )
         each = [
-            norm(spec.target_width, name=f"fc_norm.{index}")
+            norms.rms_norm(decoder, at / f"fc_norm.{index}", width=spec.target_width)
             for index in range(len(spec.aux_layers))
         ]
         self.state_norms = nnx.List(each) if spec.norm_each else None
-        self.fusion = FusionLayer(spec, Scope("layers.0", dtype))
+        self.fusion = FusionLayer(spec, at / "layers.0")
         self.layers = nnx.List(_make_layers(spec, 1, dtype))
-        self.norm = norm(decoder.hidden_size, name="norm")
+        self.norm = norms.rms_norm(decoder, at / "norm")
 
     def fuse(self, states: Sequence[jax.Array]) -> Float[Array, "T D"]:
         """Returns the features of the target's hidden states."""

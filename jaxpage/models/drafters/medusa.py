@@ -16,8 +16,8 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from jaxpage.layers import Embedding, Linear
-from jaxpage.layers.linear import Part, linear
 from jaxpage.layers.parameter import parameter
+from jaxpage.models.parts import Scope
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,8 +69,8 @@ class MedusaHeads(nnx.Module):
         aliases = ("lm_head",) if spec.one_table else ()
 
         def block(head: int, layer: int) -> Linear:
-            part = Part(width, "embed", spec.block(head, layer))
-            return linear(width, part, input_axis=None, bias=spec.bias, dtype=dtype)
+            part = spec.block(head, layer), width
+            return Scope("", dtype).projection(width, part, axes=(None, "embed"), bias=spec.bias)
 
         self.blocks = nnx.List(
             nnx.List(block(head, layer) for layer in range(spec.num_layers))

@@ -16,7 +16,6 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from jaxpage.layers import Embedding, ForwardContext
-from jaxpage.layers.linear import Part, linear
 from jaxpage.models.base import Pages, run_layers
 from jaxpage.models.config.mtp_names import MtpNames
 from jaxpage.models.drafters.drafter import output_alone
@@ -51,13 +50,8 @@ class MtpHead(nnx.Module):
             family.Model.make_norm(config, Scope(name, dtype))
             for name in (names.embedding_norm, names.hidden_norm, names.output_norm)
         )
-        self.fc = linear(
-            2 * width,
-            Part(width, "embed", names.product),
-            input_axis=None,
-            bias=False,
-            dtype=dtype,
-        )
+        at = Scope("", dtype)
+        self.fc = at.projection(2 * width, (names.product, width), axes=(None, "embed"))
         layer = family.Model.make_block(of_layer, 0, Scope(names.layer, dtype))
         self.layers = nnx.List([layer])
 
