@@ -55,7 +55,7 @@ def transpose(numbers: np.ndarray, num_out: int, num_in: int) -> np.ndarray:
     return np.asarray(numbers, np.float32).T
 
 
-def transposed_scale(name: str, size: int | None) -> StoredArray:
+def scale_of_groups(name: str, size: int | None) -> StoredArray:
     """Describes scales of groups of inputs that are stored [groups, out]."""
 
     def shape(num_out: int, num_in: int) -> tuple[int, ...]:

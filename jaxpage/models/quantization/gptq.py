@@ -57,7 +57,7 @@ def read(config: QuantizationFields) -> Scheme:
     values = StoredArray(
         "qweight", lambda num_out, num_in: (num_in * bits // 32, num_out), ("int32",), codes
     )
-    scale = decoding.transposed_scale("scales", size)
+    scale = decoding.scale_of_groups("scales", size)
     zero = StoredArray(
         "qzeros",
         lambda num_out, num_in: (decoding.num_groups(num_in, size), num_out * bits // 32),
