@@ -30,7 +30,7 @@ from jaxpage.device.hardware import make_mesh  # noqa: E402
 from jaxpage.device.hardware.backends import Backend  # noqa: E402
 from jaxpage.device.hardware.mesh import shapes_of  # noqa: E402
 from jaxpage.errors import CheckpointError, UnsupportedError  # noqa: E402
-from jaxpage.layers import sharding  # noqa: E402
+from jaxpage.layers import sharded, sharding  # noqa: E402
 from jaxpage.models import abstract_model  # noqa: E402
 from jaxpage.models.sharding import dividing  # noqa: E402
 from jaxpage.replay import replay  # noqa: E402
@@ -311,7 +311,7 @@ def test_a_planted_mistake_is_seen(directory, want, mistake, monkeypatch):
             own = sum(parts[1:], parts[0])
             return own if shards.num_devices == 1 else jax.lax.psum(own, sharding.DEVICE_AXIS)
 
-        monkeypatch.setattr(sharding, "total", total)
+        monkeypatch.setattr(sharded, "total", total)
     else:  # each shard has the key/value heads of another
         real = sharding.Sharding.part
 

@@ -529,6 +529,13 @@ PLANTED = [
     ),
     ("jaxpage/engine/a.py", "x = 1\n" * 1001, "has 3004 tokens; 3000 are enough"),
     ("jaxpage/engine/a.py", "def f():\n" + "    x = 1\n" * 70, "f has 71 lines; 70 are enough"),
+    (
+        "jaxpage/models/a.py",
+        "from typing import TYPE_CHECKING\n"
+        + "import math\n" * 13
+        + "if TYPE_CHECKING:\n    import re",
+        "has 16 lines of imports; 15 are enough for a page",
+    ),
 ]
 
 

@@ -20,7 +20,8 @@ from jaxpage.layers.product import product_by_head
 from jaxpage.layers.routing import Groups, Routing
 from jaxpage.layers.trace_scope import LayerKernels, TraceScope
 from jaxpage.models.base import abstract
-from jaxpage.models.parts.experts import PLAIN_NAMES, make_experts
+from jaxpage.models.parts.experts import make_experts
+from jaxpage.models.parts.names import QWEN_EXPERTS
 from pallas_kernels import (
     QuantizedWeight,
     batch_invariant_product,
@@ -190,7 +191,7 @@ def experts_layer(routing: Routing):
     module = make_experts(
         ExpertsSpec(routing, INNER),
         WIDTH,
-        PLAIN_NAMES,
+        QWEN_EXPERTS,
         layer="0",
         activation="silu",
         shared=(shared, "gate"),

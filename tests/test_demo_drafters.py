@@ -178,6 +178,24 @@ def test_a_budget_for_reasoning_is_spent_where_it_is_said(plain):
     assert any(len(tokenizer(text, add_special_tokens=False)["input_ids"]) == 4 for text in said)
 
 
+MTP = {"num_speculative_tokens": 4}
+
+
+@pytest.fixture(scope="module")
+def engines():
+    """Engines by their method, made when first asked for."""
+    made: dict[str, LLM] = {}
+
+    def engine(method: str, name: str | None, **settings: Any) -> LLM:
+        key = f"{method} {settings}"
+        llm = made[key] = made.get(key) or started(method, name, **settings)
+        return llm
+
+    yield engine
+    for llm in made.values():
+        llm.shutdown()
+
+
 @pytest.mark.parametrize(
     ("method", "name", "settings", "at_least"),
     [
@@ -189,18 +207,26 @@ def test_a_budget_for_reasoning_is_spent_where_it_is_said(plain):
         pytest.param(
             "eagle3", "eagle3", {"num_speculative_tokens": 4}, 2.5, marks=pytest.mark.sweep
         ),
-        ("mtp", None, {"num_speculative_tokens": 4}, 2.5),
+        ("mtp", None, MTP, 2.5),
+        # Methods without a drafter have to learn from the text itself.
+        *(
+            pytest.param(method, None, settings, 1.2, marks=pytest.mark.sweep)
+            for method, settings in (
+                ("lookahead", {"num_speculative_tokens": 31}),
+                ("token_recycling", {"num_speculative_tokens": 7, "tree": True}),
+            )
+        ),
     ],
 )
-def test_packaged_drafters_save_steps_and_change_nothing(plain, method, name, settings, at_least):
+def test_drafts_save_steps_and_change_nothing(plain, engines, method, name, settings, at_least):
     """Also where a budget forces the end of the reasoning, in the middle of drafts."""
-    with started(method, name, **settings) as llm:
-        assert texts_of(llm, GREEDY) == plain[:1]
-        assert llm.stats()["tokens_per_target_step"] > at_least
-        before = llm.stats()["spec_decode_num_accepted_tokens_total"]
-        assert texts_of(llm, *BUDGETS) == plain[1:]
-        assert llm.stats()["spec_decode_num_accepted_tokens_total"] > before
-        invariants(llm)
+    llm = engines(method, name, **settings)
+    assert texts_of(llm, GREEDY) == plain[:1]
+    assert llm.stats()["tokens_per_target_step"] > at_least
+    before = llm.stats()["spec_decode_num_accepted_tokens_total"]
+    assert texts_of(llm, *BUDGETS) == plain[1:]
+    assert llm.stats()["spec_decode_num_accepted_tokens_total"] > before
+    invariants(llm)
 
 
 def started(method: str, name: str | None, **settings: Any) -> LLM:
@@ -235,25 +261,25 @@ def test_the_head_in_the_model_is_right_as_often_as_eagle():
         assert mtp >= eagle > 0.5 and same == texts
 
 
-def test_the_head_in_the_model_is_replaced_with_the_model():
+def test_the_head_in_the_model_is_replaced_with_the_model(engines):
     two = [PROMPT, acceptance.NOVELS[0]]
-    with started("mtp", None, num_speculative_tokens=4) as llm:
-        before = right(llm, two)
-        assert before[0] > 0.5
-        weights = {name: np.asarray(array) for name, array in llm.parameters().items()}
-        stored = load_file(DEMO / "model.safetensors")
-        for name, tensor in stored.items():
-            np.testing.assert_array_equal(tensor, weights[name])
-        assert weights.keys() == stored.keys()
-        own = [name for name in weights if name.startswith("model.layers.4.")]
-        assert len(own) == 13
-        llm.update_parameters(weights | {name: 0 * weights[name] for name in own})
-        none, same = right(llm, two)
-        assert none < 0.1 and same == before[1], "a head of zeros drafts ends of texts alone"
-        llm.update_parameters(weights, check_finite=True)
-        assert right(llm, two) == before
-        for name in own:
-            del weights[name]
-        with pytest.raises(CheckpointError, match=r"needs the tensors model\.layers\.4\.\*"):
-            llm.update_parameters(weights)
-        assert right(llm, two) == before
+    llm = engines("mtp", None, **MTP)
+    before = right(llm, two)
+    assert before[0] > 0.5
+    weights = {name: np.asarray(array) for name, array in llm.parameters().items()}
+    stored = load_file(DEMO / "model.safetensors")
+    for name, tensor in stored.items():
+        np.testing.assert_array_equal(tensor, weights[name])
+    assert weights.keys() == stored.keys()
+    own = [name for name in weights if name.startswith("model.layers.4.")]
+    assert len(own) == 13
+    llm.update_parameters(weights | {name: 0 * weights[name] for name in own})
+    none, same = right(llm, two)
+    assert none < 0.1 and same == before[1], "a head of zeros drafts ends of texts alone"
+    llm.update_parameters(weights, check_finite=True)
+    assert right(llm, two) == before
+    for name in own:
+        del weights[name]
+    with pytest.raises(CheckpointError, match=r"needs the tensors model\.layers\.4\.\*"):
+        llm.update_parameters(weights)
+    assert right(llm, two) == before

@@ -278,9 +278,20 @@ SAMPLED = SamplingParams(
 
 
 @pytest.fixture(scope="module")
-def plain(root, case):
-    with make_llm(case.target(root), largest_shapes=True) as llm:
-        return [(params, outputs(llm, params)) for params in (GREEDY, SAMPLED)]
+def plain_texts(root):
+    """What targets say without drafts; several cases have the same one."""
+
+    @functools.cache
+    def texts(target: Path) -> list[Any]:
+        with make_llm(target, largest_shapes=True) as llm:
+            return [(params, outputs(llm, params)) for params in (GREEDY, SAMPLED)]
+
+    return texts
+
+
+@pytest.fixture(scope="module")
+def plain(root, case, plain_texts):
+    return plain_texts(case.target(root))
 
 
 def test_it_drafts_what_the_reference_does(tight, reference):

@@ -23,7 +23,8 @@ from jaxpage.layers.routing import Groups, Routing
 from jaxpage.layers.trace_scope import LayerKernels, TraceScope
 from jaxpage.models.base import abstract
 from jaxpage.models.parameters.replacing import replace_modules
-from jaxpage.models.parts.experts import PLAIN_NAMES, make_experts
+from jaxpage.models.parts.experts import make_experts
+from jaxpage.models.parts.names import QWEN_EXPERTS
 from jaxpage.models.quantization.scheme_choice import quantization_of
 from tests.support.dense import logits_of
 from tests.support.engines import BLOCKS_OF_4, SMALL_POOL
@@ -47,7 +48,7 @@ def mixture(num_experts: int, per_token: int, **more: Any) -> tuple[Any, Any]:
     """A function of parameters and tokens, and the parameters."""
     spec = ExpertsSpec(Routing(num_experts, per_token, normalized=True, **more), 48)
     module = make_experts(
-        spec, WIDTH, PLAIN_NAMES, layer="0", activation="silu", shared=None, dtype="float32"
+        spec, WIDTH, QWEN_EXPERTS, layer="0", activation="silu", shared=None, dtype="float32"
     )
     graph, shapes = abstract(module)
     rng = np.random.default_rng(0)
@@ -106,7 +107,7 @@ def test_experts_at_once_make_what_they_make_one_after_another(quantization, blo
     """Numbers that are no expert's get zeros. The sums of eight-bit inputs are the same to the bit."""
     spec = ExpertsSpec(Routing(6, 2, normalized=True), 96)
     module = make_experts(
-        spec, 64, PLAIN_NAMES, layer="0", activation="silu", shared=None, dtype="float32"
+        spec, 64, QWEN_EXPERTS, layer="0", activation="silu", shared=None, dtype="float32"
     )
     config = (
         {"quantization_config": {"quant_method": "fp8", "weight_block_size": block}}

@@ -14,7 +14,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxpage import EngineConfig
 from jaxpage.errors import ConfigError, UnsupportedError
 from jaxpage.settings.draft_settings import Lookahead
 from jaxpage.settings.speculative_config import SpeculativeConfig
@@ -479,31 +478,6 @@ def test_any_number_of_drafts_gives_sizes_that_fit():
                 number,
                 name,
             )
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        (
-            {"lookahead_window": 15, "lookahead_ngram": 5, "lookahead_guesses": 15},
-            "lookahead_window 15, lookahead_ngram 5 and lookahead_guesses 15 take 119 drafts, more than the 63 that fit in a step",
-        ),
-        (
-            {"num_speculative_tokens": 3, "lookahead_ngram": 5},
-            "lookahead_window 1, lookahead_ngram 5 and lookahead_guesses 1 take 7 drafts, more than num_speculative_tokens, 3",
-        ),
-        (
-            {"method": "ngram", "lookahead_window": 3},
-            "lookahead_window is 3, but method is 'ngram': it belongs to lookahead",
-        ),
-        ({"lookahead_ngram": 1}, "lookahead_ngram"),
-        ({"lookahead_window": 0}, "lookahead_window"),
-        ({"lookahead_guesses": 0}, "lookahead_guesses"),
-    ],
-)
-def test_sizes_that_make_no_sense_are_refused(given, message):
-    with pytest.raises(ConfigError, match=message):
-        EngineConfig(speculative_config={"method": "lookahead", **given})  # type: ignore[arg-type]
 
 
 # --- how many

@@ -543,33 +543,6 @@ def test_memory_counts_the_heads(plain, chains, heads):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({}, "method 'medusa' needs model"),
-        ({"model": "m", "medusa_choices": [[0], [0]]}, "has a path twice"),
-        (
-            {"model": "m", "tree": True, "medusa_choices": [[0], [1, 0]]},
-            r"has \[1, 0\], but not its parent \[1\]",
-        ),
-        ({"model": "m", "medusa_choices": [[0], [1]]}, "branches, but tree is False"),
-        (
-            {"model": "m", "medusa_choices": [[0]], "num_speculative_tokens": 2},
-            "is 2, but medusa_choices has 1 paths",
-        ),
-        ({"model": "m", "medusa_choices": []}, "medusa_choices"),
-        ({"model": "m", "medusa_choices": [[]]}, "medusa_choices"),
-        ({"model": "m", "medusa_choices": [[-1]]}, "medusa_choices"),
-        ({"model": "m", "medusa_choices": [["0"]]}, "medusa_choices"),
-        ({"model": "m", "medusa_choices": 3}, "medusa_choices"),
-        ({"method": "ngram", "medusa_choices": [[0]]}, "it belongs to medusa"),
-    ],
-)
-def test_settings_that_contradict_themselves_are_refused(settings, message):
-    with pytest.raises(ConfigError, match=message):
-        EngineConfig(speculative_config={"method": "medusa", **settings})  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
         ({"num_speculative_tokens": 4}, "num_speculative_tokens is 4, but of the 3 heads"),
         (
             {"medusa_choices": [[0] * depth for depth in range(1, 5)]},

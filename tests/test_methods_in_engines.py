@@ -1,5 +1,5 @@
 """Methods that draft on the host, each in the same engines: none changes a text, with room and with too little of it; and what token
-recycling is told is what transformers says."""
+recycling is told is what transformers says. What settings each method of drafting refuses."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxpage import LLM, SamplingParams
+from jaxpage import LLM, EngineConfig, SamplingParams
 from jaxpage.device.drafters import drafter
+from jaxpage.errors import ConfigError, UnsupportedError
 from jaxpage.settings.speculative_config import SpeculativeConfig
 from jaxpage.speculation import make_proposer
 from jaxpage.speculation.lookahead import LookaheadProposer
@@ -215,3 +216,57 @@ def test_a_wrong_order_of_what_is_likely_is_seen(directory, monkeypatch):
         directory, max_num_seqs=1, max_num_batched_tokens=16, speculative_config=DRAFTING
     ) as llm:
         assert differs_from_transformers(llm, directory, monkeypatch) is not None
+
+
+# --- settings that a method refuses, before anything is opened
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"method": "medusa"}, "method 'medusa' needs model"),
+    ({"method": "medusa", "model": "m", "medusa_choices": [[0], [0]]}, "has a path twice"),
+    (
+        {"method": "medusa", "model": "m", "tree": True, "medusa_choices": [[0], [1, 0]]},
+        r"has \[1, 0\], but not its parent \[1\]",
+    ),
+    (
+        {"method": "medusa", "model": "m", "medusa_choices": [[0], [1]]},
+        "branches, but tree is False",
+    ),
+    (
+        {"method": "medusa", "model": "m", "medusa_choices": [[0]], "num_speculative_tokens": 2},
+        "is 2, but medusa_choices has 1 paths",
+    ),
+    ({"method": "medusa", "model": "m", "medusa_choices": []}, "medusa_choices"),
+    ({"method": "medusa", "model": "m", "medusa_choices": [[]]}, "medusa_choices"),
+    ({"method": "medusa", "model": "m", "medusa_choices": [[-1]]}, "medusa_choices"),
+    ({"method": "medusa", "model": "m", "medusa_choices": [["0"]]}, "medusa_choices"),
+    ({"method": "medusa", "model": "m", "medusa_choices": 3}, "medusa_choices"),
+    ({"method": "ngram", "medusa_choices": [[0]]}, "it belongs to medusa"),
+    (
+        {
+            "method": "lookahead",
+            "lookahead_window": 15,
+            "lookahead_ngram": 5,
+            "lookahead_guesses": 15,
+        },
+        "lookahead_window 15, lookahead_ngram 5 and lookahead_guesses 15 take 119 drafts, more than the 63 that fit in a step",
+    ),
+    (
+        {"method": "lookahead", "num_speculative_tokens": 3, "lookahead_ngram": 5},
+        "lookahead_window 1, lookahead_ngram 5 and lookahead_guesses 1 take 7 drafts, more than num_speculative_tokens, 3",
+    ),
+    (
+        {"method": "ngram", "lookahead_window": 3},
+        "lookahead_window is 3, but method is 'ngram': it belongs to lookahead",
+    ),
+    ({"method": "lookahead", "lookahead_ngram": 1}, "lookahead_ngram"),
+    ({"method": "lookahead", "lookahead_window": 0}, "lookahead_window"),
+    ({"method": "lookahead", "lookahead_guesses": 0}, "lookahead_guesses"),
+    ({"method": "token_recycling"}, "'auto' is not supported: .* use 1 to 63"),
+]
+
+
+@pytest.mark.parametrize(("settings", "message"), REFUSED)
+def test_settings_that_make_no_sense_are_refused(settings, message):
+    error = UnsupportedError if "not supported" in message else ConfigError
+    with pytest.raises(error, match=message):
+        EngineConfig(speculative_config=settings)  # type: ignore[arg-type]

@@ -37,8 +37,9 @@ from jaxpage.layers.trace_scope import TraceScope
 from jaxpage.layers.weight_kinds import Scaled
 from jaxpage.models.base import abstract_model, make_model
 from jaxpage.models.quantization import gguf
+from jaxpage.models.quantization.formats import METHODS
 from jaxpage.models.quantization.on_load import SCHEMES
-from jaxpage.models.quantization.scheme_choice import METHODS, quantization_of
+from jaxpage.models.quantization.scheme_choice import quantization_of
 from jaxpage.models.sharding.dividing import Place, ShardedWeight, shard_weights, with_sharding
 from jaxpage.settings.engine_config import EngineConfig
 from tests.support.engines import SMALL_POOL, make_llm

@@ -24,7 +24,8 @@ from jaxpage.layers.routing import Routing
 from jaxpage.layers.trace_scope import TraceScope
 from jaxpage.models.base import abstract, abstract_model, model_weights
 from jaxpage.models.parameters.replacing import replace_modules
-from jaxpage.models.parts.experts import PLAIN_NAMES, make_experts
+from jaxpage.models.parts.experts import make_experts
+from jaxpage.models.parts.names import QWEN_EXPERTS
 from jaxpage.models.quantization.scheme_choice import quantization_of
 from jaxpage.models.registry import load_family
 from tests.support.dense import logits_of
@@ -222,7 +223,7 @@ def test_no_more_than_one_experts_weights_are_made_of_their_codes(name, on_gpu):
     assert scheme is not None
     spec = ExpertsSpec(Routing(32, 2, normalized=True), 96)
     module = make_experts(
-        spec, 64, PLAIN_NAMES, layer="0", activation="silu", shared=None, dtype="float32"
+        spec, 64, QWEN_EXPERTS, layer="0", activation="silu", shared=None, dtype="float32"
     )
     replace_modules(module, scheme.rule)
     graph, shapes = abstract(module)

@@ -1,23 +1,17 @@
-"""Token recycling: the tree against its definition, written out path by path; what is heard against Hugging Face; that no text changes;
-and what it is worth."""
+"""Token recycling: the tree against its definition, written out path by path."""
 
 from __future__ import annotations
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxpage import LLM, EngineConfig, SamplingParams
-from jaxpage.errors import UnsupportedError
 from jaxpage.shapes import MOST_DRAFTS
 from jaxpage.speculation import recycling
 from jaxpage.speculation.medusa import search
 from jaxpage.speculation.recycling import NUM_RECYCLED, RecyclingProposer
 from jaxpage.step.draft import Draft
 from tests.support.fake_device import make_group
-
-pytestmark = pytest.mark.usefixtures("largest_shapes")
 
 VOCAB = 6
 TREE = search([recycling.ACCURACIES] * recycling.MOST_LEVELS, MOST_DRAFTS)
@@ -103,46 +97,3 @@ def test_models_of_fewer_tokens_than_are_kept():
         and set(paths(draft)) >= {(3,), (1,), (4,), (3, 3), (3, 1)}
         and set(draft.token_ids) == {1, 3, 4}
     )
-
-
-def test_auto_is_refused():
-    with pytest.raises(UnsupportedError, match="'auto' is not supported: .* use 1 to 63"):
-        EngineConfig(speculative_config={"method": "token_recycling"})  # type: ignore[arg-type]
-
-
-# --- what it is worth
-
-
-@pytest.mark.sweep  # that its drafts are right: tests/test_methods_in_engines.py
-@pytest.mark.usefixtures("compiled_when_used")
-def test_it_is_worth_something_on_the_demo_model():
-    """Greedily and hot: what one tale taught is of use in the next one."""
-    with LLM(
-        model="demo",
-        max_num_seqs=1,
-        max_model_len=128,
-        max_num_batched_tokens=16,
-        speculative_config={"method": "token_recycling", "num_speculative_tokens": 7, "tree": True},
-        use_tqdm=False,
-    ) as llm:
-        prompts = [
-            "Once upon a time",
-            "The old fox went",
-            "A rabbit and a bear",
-            "In the town there",
-        ]
-        for temperature, least in ((0.0, 1.4), (1.0, 1.2)):
-            llm.generate(
-                prompts[:2],
-                SamplingParams(temperature=temperature, seed=5, max_tokens=100),
-                use_tqdm=False,
-            )
-            before = llm.stats()
-            params = SamplingParams(temperature=temperature, seed=6, max_tokens=90, ignore_eos=True)
-            llm.generate(prompts[2:], params, use_tqdm=False)
-            after = llm.stats()
-            rows, tokens = (
-                after[name] - before[name] for name in ("decode_rows_total", "decode_tokens_total")
-            )
-            print(f"temperature {temperature}: {tokens / rows:.2f} tokens per step")
-            assert tokens / rows > least

@@ -43,7 +43,7 @@ def test_too_few_devices_say_how_a_cpu_has_more():
 
 def test_layers_that_are_not_divided_are_refused(monkeypatch):
     """As those of a family in a package of its own may be."""
-    monkeypatch.setattr(dividing, "_divide_by", lambda module, into: None)
+    monkeypatch.setattr(dividing, "find_sharded_kind", lambda module, num_devices: None)
     with pytest.raises(
         UnsupportedError, match=r"^tensor_parallel_size: .* this version does not divide"
     ):

@@ -85,7 +85,7 @@ FIRST_TESTS = {
     "driver/async_driver": "bounded_work",
     "driver/receipts": "receipts",
     "step/aborted": "parallel_sampling",
-    "step/draft": "drafts_with_q draft_scheduling",
+    "step/draft": "acceptance draft_scheduling",
     "step/embedded": "embedded_prompts qwen_vision",
     "step/strategy": "stopping",
     "serving/wire/answering": "wire_answers",

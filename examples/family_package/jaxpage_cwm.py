@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from jaxpage.models.config.fields import Fields
-from jaxpage.models.config.layer_windows import read_windows
+from jaxpage.models.config import Fields, layer_windows
 from jaxpage.models.llama import Llama
 from jaxpage.models.parts.decoder_config import DecoderConfig, Defaults
 
@@ -37,7 +36,9 @@ class CwmConfig(DecoderConfig):
         types = fields.layer_types(
             ["sliding_attention" if layer % 4 else "full_attention" for layer in layers]
         )
-        return cls.from_fields(fields, sliding_windows=read_windows(fields, types, 8192))
+        return cls.from_fields(
+            fields, sliding_windows=layer_windows.read_windows(fields, types, 8192)
+        )
 
 
 class Cwm(Llama, config=CwmConfig):

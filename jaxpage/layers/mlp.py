@@ -80,4 +80,8 @@ class GatedMLP(nnx.Module):
 
     def __call__(self, x_TD: Float[Array, "T D"]) -> Float[Array, "T D"]:
         """Returns the output of the layer."""
-        return self.down(gate(self.gate_up(x_TD), self.activation))
+        return self.gate_down(self.gate_up(x_TD))
+
+    def gate_down(self, gate_up_TF: Float[Array, "T F2"]) -> Float[Array, "T D"]:
+        """Returns the output for these gates and ups."""
+        return self.down(gate(gate_up_TF, self.activation))

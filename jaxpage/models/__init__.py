@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from jaxpage.models.parts.decoder_config import (
         DecoderConfig,  # holds what the configs of most families say
     )
-    from jaxpage.models.parts.encoder import (
+    from jaxpage.models.parts.encoder_config import (
         EncoderConfig,  # holds what the configs of encoders say
         distance_buckets,  # gives the rows of a bias by distance
     )

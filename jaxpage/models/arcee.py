@@ -13,16 +13,13 @@ from typing import Any
 import jax
 from flax import nnx
 
-from jaxpage.layers.experts import ExpertsSpec
-from jaxpage.models.config.experts import first_dense, read_experts
-from jaxpage.models.config.fields import Fields
-from jaxpage.models.config.layer_windows import layer_types, read_windows, slides
+from jaxpage.layers import ExpertsSpec
+from jaxpage.models.config import Fields, expert_fields, layer_windows
 from jaxpage.models.llama import Llama
-from jaxpage.models.parts.attention import Gates, grouped_query_attention, norms_of_heads
-from jaxpage.models.parts.decoder_config import DecoderConfig, Defaults
-from jaxpage.models.parts.experts import ExpertNames, ExpertsConfig
-from jaxpage.models.parts.mlp import plain_mlp
-from jaxpage.models.parts.scope import Scope
+from jaxpage.models.parts import Scope, attention
+from jaxpage.models.parts.attention import Gates
+from jaxpage.models.parts.decoder_config import DecoderConfig, Defaults, ExpertsConfig
+from jaxpage.models.parts.names import ExpertNames
 
 
 class ArceeConfig(DecoderConfig):
@@ -37,10 +34,7 @@ class ArceeConfig(DecoderConfig):
 class Arcee(Llama, config=ArceeConfig):
     """Arcee (AFM-4.5B, 2025) is Llama with a feed-forward half without gates, of squared ReLU."""
 
-    @classmethod
-    def make_mlp(cls, config: Any, index: int, layer: Scope) -> nnx.Module:
-        """Returns the feed-forward half of a layer."""
-        return plain_mlp(config, layer / "mlp", "up_proj", "down_proj")
+    plain_names = ("up_proj", "down_proj")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,15 +53,15 @@ class AfmoeConfig(ExpertsConfig):
     @classmethod
     def read(cls, fields: Fields) -> AfmoeConfig:
         """Returns what the fields say."""
-        types = layer_types(fields, fields.integer("global_attn_every_n_layers", 4))
+        types = layer_windows.layer_types(fields, fields.integer("global_attn_every_n_layers", 4))
         is_scaled = fields.flag("mup_enabled", False)
         return cls.from_fields(
             fields,
-            sliding_windows=read_windows(fields, types, 1024),
-            rotates=slides(types),
+            sliding_windows=layer_windows.read_windows(fields, types, 1024),
+            rotates=layer_windows.slides(types),
             embedding_scale=math.sqrt(fields.integer("hidden_size")) if is_scaled else 1.0,
             experts=_read_experts(fields),
-            sparse_layers=first_dense(fields, 1, "num_dense_layers"),
+            sparse_layers=expert_fields.first_dense(fields, 1, "num_dense_layers"),
         )
 
 
@@ -77,7 +71,7 @@ def _read_experts(fields: Fields) -> ExpertsSpec:
     fields.only(num_expert_groups=1, num_limited_groups=1)
     width = ("moe_intermediate_size", 1408)
     factor = fields.number("route_scale", 1.0)
-    return read_experts(
+    return expert_fields.read_experts(
         fields,
         count=("num_experts", 64),
         per_token=6,
@@ -104,8 +98,8 @@ class Afmoe(Llama, config=AfmoeConfig):
     def make_attention(cls, config: Any, index: int, at: Scope) -> nnx.Module:
         """Returns the attention of a layer, with a gate for each channel of a head's output."""
         gates = Gates(config.kv.head_dim, "gate_proj", "g_proj")
-        norms = norms_of_heads(config, at)
-        return grouped_query_attention(config, index, at, norms=norms, gates=gates)
+        norms = attention.norms_of_heads(config, at)
+        return attention.grouped_query_attention(config, index, at, norms=norms, gates=gates)
 
     def enter(self, embedded_TD: jax.Array, positions_T: jax.Array) -> jax.Array:
         """Returns the input of the first layer, made of embedded tokens."""

@@ -9,9 +9,9 @@ from typing import Any, ClassVar, Protocol, cast, runtime_checkable
 
 import jax
 from flax import nnx
-from jax.typing import DTypeLike
 
-from jaxpage.layers.context import ForwardContext, LayerPages, StateSpec
+from jaxpage.layers import ForwardContext, LayerPages
+from jaxpage.layers.context import StateSpec
 from jaxpage.layers.norms import keep_and_norm
 from jaxpage.models.parameters.replacing import Rule, replace_modules
 from jaxpage.models.parameters.weights import Weight, weights_of
@@ -138,7 +138,7 @@ class SpecFactory(Protocol):
 class ModelFactory(Protocol):
     """Makes the module of a model from its spec."""
 
-    def __call__(self, spec: Any, *, dtype: DTypeLike) -> Model:
+    def __call__(self, spec: Any, *, dtype: jax.typing.DTypeLike) -> Model:
         """Returns the module, whose parameters have this type."""
         ...
 
@@ -262,7 +262,7 @@ def find_ignored_tensors(family: Family, spec: ModelSpec) -> tuple[str, ...]:
 
 
 def abstract_model(
-    family: Family, spec: Any, dtype: DTypeLike, rule: Rule | None = None
+    family: Family, spec: Any, dtype: jax.typing.DTypeLike, rule: Rule | None = None
 ) -> tuple[Any, dict[str, Any]]:
     """Returns the model's graph, and its parameters as a nested dict of `jax.ShapeDtypeStruct`.
 
@@ -283,7 +283,7 @@ def abstract(module: nnx.Module) -> tuple[Any, dict[str, Any]]:
     return graph, nnx.to_pure_dict(state)
 
 
-def make_model(family: Family, spec: Any, dtype: DTypeLike, rule: Rule | None) -> Any:
+def make_model(family: Family, spec: Any, dtype: jax.typing.DTypeLike, rule: Rule | None) -> Any:
     """Returns the module, which is a `Model`.
 
     Args:

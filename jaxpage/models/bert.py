@@ -14,27 +14,12 @@ from typing import Any, ClassVar
 
 import jax.numpy as jnp
 
-from jaxpage.layers.activations import ACTIVATIONS
+from jaxpage.layers import ACTIVATIONS, Embedding
 from jaxpage.layers.attention import query_key_value
-from jaxpage.layers.embedding import Embedding
-from jaxpage.models.config.config_fields import WrongField
-from jaxpage.models.config.fields import Fields
-from jaxpage.models.parts.block import Block
-from jaxpage.models.parts.decoder_config import read_head_dim
-from jaxpage.models.parts.encoder import (
-    DISTANCE_BUCKETS,
-    Encoder,
-    EncoderConfig,
-    HeadPooling,
-    PostNormBlock,
-    ScoreHead,
-    attention_both_ways,
-    read_encoder,
-)
-from jaxpage.models.parts.mlp import MLPNames, gated_mlp, plain_mlp
-from jaxpage.models.parts.norms import layer_norm
-from jaxpage.models.parts.projection import projection
-from jaxpage.models.parts.scope import Scope
+from jaxpage.models.config import Fields
+from jaxpage.models.parts import Scope, encoder, encoder_config, mlp, norms
+from jaxpage.models.parts.decoder import Block
+from jaxpage.models.parts.names import MLPNames
 
 _POOLER = "*pooler.dense.*"
 _MPNET_PADDING_ID = 1  # whatever config.json says
@@ -49,7 +34,7 @@ _MODERN_HEAD = ("head.*", "classifier.*")
 
 
 @dataclass(frozen=True, kw_only=True)
-class BertConfig(EncoderConfig):
+class BertConfig(encoder_config.EncoderConfig):
     """Holds what a config.json of BERT says."""
 
     model_type = "bert"
@@ -59,7 +44,9 @@ class BertConfig(EncoderConfig):
     @classmethod
     def read(cls, fields: Fields) -> BertConfig:
         """Reads the fields."""
-        common = read_encoder(fields, num_positions=fields.integer("max_position_embeddings", 512))
+        common = encoder_config.read_encoder(
+            fields, num_positions=fields.integer("max_position_embeddings", 512)
+        )
         return cls(
             **common,
             token_types=fields.integer("type_vocab_size", 2),
@@ -67,7 +54,7 @@ class BertConfig(EncoderConfig):
         )
 
 
-class Bert(Encoder, config=BertConfig):
+class Bert(encoder.Encoder, config=BertConfig):
     """BERT, and what was trained from it: MiniLM, E5, BGE, GTE, cross-encoders of MS MARCO."""
 
     prefix = "bert."
@@ -78,6 +65,14 @@ class Bert(Encoder, config=BertConfig):
         "LayerNorm.bias": "LayerNorm.beta",
     }
     has_positions: ClassVar[bool] = True  # True if there is a table of learned positions
+    # The products for queries, keys, values and the output, and the norm after them.
+    attention_names: ClassVar[tuple[str, ...]] = (
+        "attention.self.query",
+        "attention.self.key",
+        "attention.self.value",
+        "attention.output.dense",
+        "attention.output.LayerNorm",
+    )
 
     @classmethod
     def make_tables(
@@ -100,36 +95,38 @@ class Bert(Encoder, config=BertConfig):
     @classmethod
     def make_table_norm(cls, config: Any, at: Scope) -> Any:
         """Returns the norm of the sum of the tables' rows."""
-        return layer_norm(config, at / "embeddings.LayerNorm")
+        return norms.layer_norm(config, at / "embeddings.LayerNorm")
 
     @classmethod
-    def make_block(cls, config: Any, index: int, at: Scope) -> PostNormBlock:
+    def make_block(cls, config: Any, index: int, at: Scope) -> encoder.PostNormBlock:
         """Returns a layer."""
         width = config.hidden_size
         inner = config.num_query_heads * config.kv.head_dim
-        parts = [(name, inner) for name in ("query", "key", "value")]
-        inputs = projection(width, at / "attention.self", *parts, bias=True)
-        attended = at / "attention.output"
-        axes = ("heads", "embed")
-        output = projection(inner, attended, ("dense", width), axes=axes, bias=True)
-        return PostNormBlock(
-            attention_both_ways(config, index, inputs, output),
-            layer_norm(config, attended / "LayerNorm"),
-            plain_mlp(config, at, "intermediate.dense", "output.dense", bias=True),
-            layer_norm(config, at / "output.LayerNorm"),
+        *inputs, output, norm = cls.attention_names
+        attention = encoder.attention_both_ways(
+            config,
+            index,
+            at.projection(width, *((name, inner) for name in inputs), bias=True),
+            at.projection(inner, (output, width), axes=("heads", "embed"), bias=True),
+        )
+        return encoder.PostNormBlock(
+            attention,
+            norms.layer_norm(config, at / norm),
+            mlp.plain_mlp(config, at, "intermediate.dense", "output.dense", bias=True),
+            norms.layer_norm(config, at / "output.LayerNorm"),
         )
 
     @classmethod
-    def make_head(cls, config: Any, at: Scope) -> ScoreHead:
+    def make_head(cls, config: Any, at: Scope) -> encoder.ScoreHead:
         """Returns the pooler and the classifier."""
         width = config.hidden_size
-        dense = projection(width, at / config.name / "pooler", ("dense", width), bias=True)
-        output = projection(width, at, ("classifier", config.num_labels), bias=True)
-        return ScoreHead(dense, jnp.tanh, output)
+        dense = (at / config.name / "pooler").projection(width, ("dense", width), bias=True)
+        output = at.projection(width, ("classifier", config.num_labels), bias=True)
+        return encoder.ScoreHead(dense, jnp.tanh, output)
 
 
 @dataclass(frozen=True, kw_only=True)
-class RobertaConfig(EncoderConfig):
+class RobertaConfig(encoder_config.EncoderConfig):
     """Holds what a config.json of RoBERTa says."""
 
     model_type = "roberta"
@@ -142,7 +139,7 @@ class RobertaConfig(EncoderConfig):
         padding_id = fields.integer("pad_token_id", 1, least=0)
         rows = fields.integer("max_position_embeddings", 512, least=padding_id + 2)
         return cls(
-            **read_encoder(fields, num_positions=rows - padding_id - 1),
+            **encoder_config.read_encoder(fields, num_positions=rows - padding_id - 1),
             token_types=fields.integer("type_vocab_size", 2),
             first_position=padding_id + 1,
             padding_id=padding_id,
@@ -157,12 +154,12 @@ class Roberta(Bert, config=RobertaConfig):
     ignored: ClassVar[tuple[str, ...]] = ("*position_ids", "lm_head.*")
 
     @classmethod
-    def make_head(cls, config: Any, at: Scope) -> ScoreHead:
+    def make_head(cls, config: Any, at: Scope) -> encoder.ScoreHead:
         """Returns the head, which has two products."""
         width = config.hidden_size
-        dense = projection(width, at / "classifier", ("dense", width), bias=True)
-        output = projection(width, at / "classifier", ("out_proj", config.num_labels), bias=True)
-        return ScoreHead(dense, jnp.tanh, output)
+        dense = (at / "classifier").projection(width, ("dense", width), bias=True)
+        output = (at / "classifier").projection(width, ("out_proj", config.num_labels), bias=True)
+        return encoder.ScoreHead(dense, jnp.tanh, output)
 
 
 class XLMRobertaConfig(RobertaConfig):
@@ -176,7 +173,7 @@ class XLMRoberta(Roberta, config=XLMRobertaConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class MPNetConfig(EncoderConfig):
+class MPNetConfig(encoder_config.EncoderConfig):
     """Holds what a config.json of MPNet says."""
 
     model_type = "mpnet"
@@ -186,10 +183,10 @@ class MPNetConfig(EncoderConfig):
     @classmethod
     def read(cls, fields: Fields) -> MPNetConfig:
         """Reads the fields; the rows of positions begin after that of the padding token."""
-        fields.only(relative_attention_num_buckets=DISTANCE_BUCKETS)
+        fields.only(relative_attention_num_buckets=encoder_config.DISTANCE_BUCKETS)
         rows = fields.integer("max_position_embeddings", 512, least=_MPNET_PADDING_ID + 2)
         return cls(
-            **read_encoder(fields, num_positions=rows - _MPNET_PADDING_ID - 1),
+            **encoder_config.read_encoder(fields, num_positions=rows - _MPNET_PADDING_ID - 1),
             has_distances=True,
             first_position=_MPNET_PADDING_ID + 1,
             padding_id=_MPNET_PADDING_ID,
@@ -201,33 +198,23 @@ class MPNet(Roberta, config=MPNetConfig):
     """MPNet, and what was trained from it: all-mpnet-base, multi-qa-mpnet, paraphrase-mpnet."""
 
     prefix = "mpnet."
+    attention_names = (
+        *("attention.attn.q", "attention.attn.k", "attention.attn.v", "attention.attn.o"),
+        "attention.LayerNorm",
+    )
 
     @classmethod
     def make_distances(cls, config: Any, at: Scope) -> Embedding:
         """Returns the table of biases, a row for each bucket of distances and a column a head."""
         name = (at / "encoder.relative_attention_bias").name
         heads = config.num_query_heads
-        return Embedding(DISTANCE_BUCKETS, heads, name=name, axis=None, dtype=at.dtype)
-
-    @classmethod
-    def make_block(cls, config: Any, index: int, at: Scope) -> PostNormBlock:
-        """Returns a layer."""
-        width = config.hidden_size
-        inner = config.num_query_heads * config.kv.head_dim
-        attention = at / "attention.attn"
-        parts = [(name, inner) for name in ("q", "k", "v")]
-        inputs = projection(width, attention, *parts, bias=True)
-        output = projection(inner, attention, ("o", width), axes=("heads", "embed"), bias=True)
-        return PostNormBlock(
-            attention_both_ways(config, index, inputs, output),
-            layer_norm(config, at / "attention.LayerNorm"),
-            plain_mlp(config, at, "intermediate.dense", "output.dense", bias=True),
-            layer_norm(config, at / "output.LayerNorm"),
+        return Embedding(
+            encoder_config.DISTANCE_BUCKETS, heads, name=name, axis=None, dtype=at.dtype
         )
 
 
 @dataclass(frozen=True, kw_only=True)
-class NomicBertConfig(EncoderConfig):
+class NomicBertConfig(encoder_config.EncoderConfig):
     """Holds what a config.json of NomicBERT says."""
 
     model_type = "nomic_bert"
@@ -237,9 +224,9 @@ class NomicBertConfig(EncoderConfig):
     @classmethod
     def read(cls, fields: Fields) -> NomicBertConfig:
         """Reads the fields."""
-        head_dim = read_head_dim(fields)
+        head_dim = fields.head_dim()
         positions = fields.integer("max_position_embeddings", 2048)
-        common = read_encoder(
+        common = encoder_config.read_encoder(
             fields, num_positions=positions, activation=("hidden_act", "silu"), head_dim=head_dim
         )
         rope, length = fields.rope(head_dim, positions, theta=1000.0)
@@ -263,10 +250,10 @@ class NomicBert(Bert, config=NomicBertConfig):
     @classmethod
     def make_table_norm(cls, config: Any, at: Scope) -> Any:
         """Returns the norm of the sum of the tables' rows."""
-        return layer_norm(config, at / "emb_ln")
+        return norms.layer_norm(config, at / "emb_ln")
 
     @classmethod
-    def make_block(cls, config: Any, index: int, at: Scope) -> PostNormBlock:
+    def make_block(cls, config: Any, index: int, at: Scope) -> encoder.PostNormBlock:
         """Returns a layer."""
         width = config.hidden_size
         inner = config.num_query_heads * config.kv.head_dim
@@ -274,17 +261,17 @@ class NomicBert(Bert, config=NomicBertConfig):
         inputs = query_key_value(
             width, inner, inner, name=attention.name, fused="Wqkv", bias=False, dtype=at.dtype
         )
-        output = projection(inner, attention, ("out_proj", width), axes=("heads", "embed"))
-        return PostNormBlock(
-            attention_both_ways(config, index, inputs, output),
-            layer_norm(config, at / "norm1"),
-            gated_mlp(config, at / "mlp", names=_NOMIC_MLP),
-            layer_norm(config, at / "norm2"),
+        output = attention.projection(inner, ("out_proj", width), axes=("heads", "embed"))
+        return encoder.PostNormBlock(
+            encoder.attention_both_ways(config, index, inputs, output),
+            norms.layer_norm(config, at / "norm1"),
+            mlp.gated_mlp(config, at / "mlp", names=_NOMIC_MLP),
+            norms.layer_norm(config, at / "norm2"),
         )
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModernBertConfig(EncoderConfig):
+class ModernBertConfig(encoder_config.EncoderConfig):
     """Holds what a config.json of ModernBERT says.
 
     Attributes:
@@ -303,7 +290,7 @@ class ModernBertConfig(EncoderConfig):
     @classmethod
     def read(cls, fields: Fields) -> ModernBertConfig:
         """Reads the fields."""
-        common = read_encoder(
+        common = encoder_config.read_encoder(
             fields,
             num_positions=fields.integer("max_position_embeddings", 8192),
             epsilon=("norm_eps", 1e-5),
@@ -317,7 +304,7 @@ class ModernBertConfig(EncoderConfig):
         ]
         kinds = fields.layer_types(default)
         positions = common["max_position_embeddings"]
-        ropes, length = fields.ropes_by_type(read_head_dim(fields), positions, _MODERN_THETA)
+        ropes, length = fields.ropes_by_type(fields.head_dim(), positions, _MODERN_THETA)
         reach = fields.integer("local_attention", 128) // 2
         common |= {
             "max_position_embeddings": length,
@@ -336,17 +323,17 @@ class ModernBertConfig(EncoderConfig):
         )
 
 
-def _read_head_pooling(fields: Fields) -> HeadPooling:
+def _read_head_pooling(fields: Fields) -> encoder_config.HeadPooling:
     stated = fields.get("classifier_pooling", "cls")
     if stated == "mean":
         return "mean"
     if stated != "cls":
-        error = WrongField(f"classifier_pooling must be cls or mean, not {stated!r}")
-        fields.note(error, classifier_pooling="cls")
+        text = f"classifier_pooling must be cls or mean, not {stated!r}"
+        fields.note_wrong(text, classifier_pooling="cls")
     return "cls"
 
 
-class ModernBert(Encoder, config=ModernBertConfig):
+class ModernBert(encoder.Encoder, config=ModernBertConfig):
     """ModernBERT, and what was trained from it: GTE and Granite encoders, and their rerankers."""
 
     prefix = "model."
@@ -365,12 +352,12 @@ class ModernBert(Encoder, config=ModernBertConfig):
     @classmethod
     def make_table_norm(cls, config: Any, at: Scope) -> Any:
         """Returns the norm of the rows of the table."""
-        return layer_norm(config, at / "embeddings.norm", bias=config.norm_bias)
+        return norms.layer_norm(config, at / "embeddings.norm", bias=config.norm_bias)
 
     @classmethod
     def make_norm(cls, config: Any, at: Scope) -> Any:
         """Returns the norm after the last layer."""
-        return layer_norm(config, at / "final_norm", bias=config.norm_bias)
+        return norms.layer_norm(config, at / "final_norm", bias=config.norm_bias)
 
     @classmethod
     def make_block(cls, config: Any, index: int, at: Scope) -> Block:
@@ -381,23 +368,23 @@ class ModernBert(Encoder, config=ModernBertConfig):
         inputs = query_key_value(
             width, width, width, name=attention.name, fused="Wqkv", bias=bias, dtype=at.dtype
         )
-        output = projection(width, attention, ("Wo", width), axes=("heads", "embed"), bias=bias)
+        output = attention.projection(width, ("Wo", width), axes=("heads", "embed"), bias=bias)
         names = MLPNames("mlp", None, None, "Wo", "Wi")
-        norm = functools.partial(layer_norm, bias=config.norm_bias)
+        norm = functools.partial(norms.layer_norm, bias=config.norm_bias)
         return Block(
             attention_norm=norm(config, at / "attn_norm") if index else None,
-            attention=attention_both_ways(config, index, inputs, output),
+            attention=encoder.attention_both_ways(config, index, inputs, output),
             mlp_norm=norm(config, at / "mlp_norm"),
-            mlp=gated_mlp(config, at / "mlp", names=names),
+            mlp=mlp.gated_mlp(config, at / "mlp", names=names),
         )
 
     @classmethod
-    def make_head(cls, config: Any, at: Scope) -> ScoreHead:
+    def make_head(cls, config: Any, at: Scope) -> encoder.ScoreHead:
         """Returns the head: a product, its function and norm, and the classifier."""
         width = config.hidden_size
-        return ScoreHead(
-            projection(width, at / "head", ("dense", width), bias=config.head_bias),
+        return encoder.ScoreHead(
+            (at / "head").projection(width, ("dense", width), bias=config.head_bias),
             ACTIVATIONS[config.head_activation],
-            projection(width, at, ("classifier", config.num_labels), bias=True),
-            layer_norm(config, at / "head.norm", bias=config.norm_bias),
+            at.projection(width, ("classifier", config.num_labels), bias=True),
+            norms.layer_norm(config, at / "head.norm", bias=config.norm_bias),
         )

@@ -9,20 +9,13 @@ from typing import Any
 
 import jax
 from flax import nnx
-from jax.typing import DTypeLike
 
-from jaxpage.layers.attention import Scores
-from jaxpage.layers.rope import NO_ROTATION
-from jaxpage.models.config.alibi import alibi_slopes
-from jaxpage.models.config.config_fields import RefusedField, WrongField
-from jaxpage.models.config.fields import Fields
-from jaxpage.models.parts.attention import AttentionNames, grouped_query_attention
-from jaxpage.models.parts.block import Block
-from jaxpage.models.parts.decoder import Decoder, ModuleNames
+from jaxpage.layers import NO_ROTATION, Scores
+from jaxpage.models.config import Fields, alibi
+from jaxpage.models.parts import Scope, attention, mlp, norms
+from jaxpage.models.parts.decoder import Block, Decoder
 from jaxpage.models.parts.decoder_config import DecoderConfig, Defaults
-from jaxpage.models.parts.mlp import plain_mlp
-from jaxpage.models.parts.norms import layer_norm
-from jaxpage.models.parts.scope import Scope
+from jaxpage.models.parts.names import AttentionNames, ModuleNames
 
 EPSILON = ("layer_norm_epsilon", 1e-5)
 # The fields of `attn_config` that are read or refused.
@@ -49,9 +42,7 @@ class BloomConfig(DecoderConfig):
     @classmethod
     def read(cls, fields: Fields) -> BloomConfig:
         """Returns what the fields say."""
-        if fields.flag("apply_residual_connection_post_layernorm", False):
-            text = "apply_residual_connection_post_layernorm = true is not supported"
-            fields.note(RefusedField(text), apply_residual_connection_post_layernorm=False)
+        fields.refuse_true("apply_residual_connection_post_layernorm")
         return cls.from_fields(
             fields,
             rope=(NO_ROTATION, fields.integer("seq_length", 2048)),
@@ -71,27 +62,26 @@ class Bloom(Decoder, config=BloomConfig):
     prefix = "transformer."
     ignored = ()
     names = ModuleNames(tokens="word_embeddings", layers="h", norm="ln_f")
-    make_norm = staticmethod(layer_norm)
+    make_norm = staticmethod(norms.layer_norm)
 
-    def __init__(self, config: BloomConfig, *, dtype: DTypeLike):
-        super().__init__(config, dtype=dtype)
-        at = Scope(config.name, dtype)
-        self.tokens_norm = layer_norm(config, at / "word_embeddings_layernorm")
+    def make_others(self, config: Any, at: Scope) -> None:
+        """Makes the norm after the token table."""
+        self.tokens_norm = norms.layer_norm(config, at / "word_embeddings_layernorm")
 
     @classmethod
     def make_block(cls, config: Any, index: int, at: Scope) -> nnx.Module:
         """Returns a layer."""
         return Block(
-            attention_norm=layer_norm(config, at / "input_layernorm"),
-            attention=grouped_query_attention(
+            attention_norm=norms.layer_norm(config, at / "input_layernorm"),
+            attention=attention.grouped_query_attention(
                 config,
                 index,
                 at / "self_attention",
                 names=AttentionNames(output="dense", fused="query_key_value"),
-                scores=Scores(alibi_slopes=alibi_slopes(config.num_query_heads)),
+                scores=Scores(alibi_slopes=alibi.alibi_slopes(config.num_query_heads)),
             ),
-            mlp_norm=layer_norm(config, at / "post_attention_layernorm"),
-            mlp=plain_mlp(config, at / "mlp", "dense_h_to_4h", "dense_4h_to_h"),
+            mlp_norm=norms.layer_norm(config, at / "post_attention_layernorm"),
+            mlp=mlp.plain_mlp(config, at / "mlp", "dense_h_to_4h", "dense_4h_to_h"),
         )
 
     def enter(self, embedded_TD: jax.Array, positions_T: jax.Array) -> jax.Array:
@@ -126,15 +116,15 @@ class MptConfig(DecoderConfig):
     def complete(cls, config: Mapping[str, Any]) -> Mapping[str, Any]:
         """Returns the config with the fields of `attn_config` next to its own."""
         stated = config.get("attn_config")
-        attention = stated if isinstance(stated, dict) else {}
-        return {**config, **{name: attention[name] for name in ATTENTION if name in attention}}
+        nested = stated if isinstance(stated, dict) else {}
+        return {**config, **{name: nested[name] for name in ATTENTION if name in nested}}
 
     @classmethod
     def read(cls, fields: Fields) -> MptConfig:
         """Returns what the fields say."""
-        if not isinstance(attention := fields.get("attn_config", None), dict | None):
-            error = WrongField(f"attn_config must be an object or null, not {attention!r}")
-            fields.note(error, attn_config=None)
+        if not isinstance(nested := fields.get("attn_config", None), dict | None):
+            text = f"attn_config must be an object or null, not {nested!r}"
+            fields.note_wrong(text, attn_config=None)
         fields.only(attn_type="multihead_attention", alibi=True, alibi_bias_max=8)
         fields.only(qk_ln=False, prefix_lm=False, attn_uses_sequence_id=False, rope=False)
         fields.only(kv_n_heads=fields.integer("num_attention_heads"), sliding_window_size=-1)
@@ -155,15 +145,15 @@ class Mpt(Decoder, config=MptConfig):
     prefix = "transformer."
     ignored = ()
     names = ModuleNames(tokens="wte", layers="blocks", norm="norm_f")
-    make_norm = staticmethod(functools.partial(layer_norm, bias=False))
+    make_norm = staticmethod(functools.partial(norms.layer_norm, bias=False))
 
     @classmethod
     def make_block(cls, config: Any, index: int, at: Scope) -> nnx.Module:
         """Returns a layer."""
-        slopes = alibi_slopes(config.num_query_heads)
+        slopes = alibi.alibi_slopes(config.num_query_heads)
         return Block(
             attention_norm=cls.make_norm(config, at / "norm_1"),
-            attention=grouped_query_attention(
+            attention=attention.grouped_query_attention(
                 config,
                 index,
                 at / "attn",
@@ -172,5 +162,5 @@ class Mpt(Decoder, config=MptConfig):
                 clip_qkv=config.clip_qkv,
             ),
             mlp_norm=cls.make_norm(config, at / "norm_2"),
-            mlp=plain_mlp(config, at / "ffn", "up_proj", "down_proj"),
+            mlp=mlp.plain_mlp(config, at / "ffn", "up_proj", "down_proj"),
         )

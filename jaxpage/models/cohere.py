@@ -12,15 +12,12 @@ from typing import Any
 import jax
 from flax import nnx
 
-from jaxpage.layers.attention import HeadNorms
-from jaxpage.models.config.fields import Fields
-from jaxpage.models.config.layer_windows import layer_types, read_windows, slides
+from jaxpage.layers import HeadNorms
+from jaxpage.models.config import Fields, layer_windows
 from jaxpage.models.llama import Llama
-from jaxpage.models.parts.attention import norms_by_head
-from jaxpage.models.parts.block import Block
-from jaxpage.models.parts.decoder_config import DecoderConfig, Defaults, read_head_dim
-from jaxpage.models.parts.norms import layer_norm
-from jaxpage.models.parts.scope import Scope
+from jaxpage.models.parts import Scope, attention, norms
+from jaxpage.models.parts.decoder import Block
+from jaxpage.models.parts.decoder_config import DecoderConfig, Defaults
 
 THETA = 500_000.0
 
@@ -49,7 +46,7 @@ class CohereConfig(DecoderConfig):
         max_length = fields.integer("max_position_embeddings", 8192)
         if fields.rope_parameters(max_length, THETA)["rope_type"] == "default":
             max_length = fields.optional_integer("model_max_length", None) or max_length
-        rope = fields.rope(read_head_dim(fields), max_length, theta=THETA, interleaved=True)
+        rope = fields.rope(fields.head_dim(), max_length, theta=THETA, interleaved=True)
         return cls.from_fields(
             fields,
             rope=rope,
@@ -64,7 +61,7 @@ class Cohere(Llama, config=CohereConfig):
     R+ has norms of queries and keys.
     """
 
-    make_norm = staticmethod(functools.partial(layer_norm, bias=False))
+    make_norm = staticmethod(functools.partial(norms.layer_norm, bias=False))
 
     @classmethod
     def make_block(cls, config: Any, index: int, at: Scope) -> nnx.Module:
@@ -80,7 +77,7 @@ class Cohere(Llama, config=CohereConfig):
     @classmethod
     def make_head_norms(cls, config: Any, at: Scope) -> HeadNorms:
         """Returns the norms of queries and keys, which the config may ask for."""
-        return norms_by_head(config, at) if config.use_qk_norm else HeadNorms()
+        return attention.norms_by_head(config, at) if config.use_qk_norm else HeadNorms()
 
     def logits(self, hidden_BD: jax.Array) -> jax.Array:
         """Returns the logits in float32."""
@@ -96,11 +93,11 @@ class Cohere2Config(CohereConfig):
     @classmethod
     def read(cls, fields: Fields) -> Cohere2Config:
         """Returns what the fields say."""
-        types = layer_types(fields, fields.integer("sliding_window_pattern", 4))
+        types = layer_windows.layer_types(fields, fields.integer("sliding_window_pattern", 4))
         return cls.from_fields(
             fields,
-            sliding_windows=read_windows(fields, types, 4096),
-            rotates=slides(types),
+            sliding_windows=layer_windows.read_windows(fields, types, 4096),
+            rotates=layer_windows.slides(types),
             logit_scale=fields.number("logit_scale", 0.0625),
         )
 

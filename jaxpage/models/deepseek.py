@@ -14,27 +14,13 @@ from typing import Any
 
 from flax import nnx
 
-from jaxpage.models.config.config_fields import RefusedField
-from jaxpage.models.config.experts import (
-    first_dense,
-    read_corrected_experts,
-    read_experts,
-    read_groups,
-    sparse_by_type,
-)
-from jaxpage.models.config.fields import REQUIRED, Fields
-from jaxpage.models.config.layer_windows import windows_of
-from jaxpage.models.config.mtp_names import read_numbered_names
+from jaxpage.models.config import Fields, expert_fields, layer_windows, mtp_names
+from jaxpage.models.config.fields import REQUIRED
 from jaxpage.models.llama import Llama
-from jaxpage.models.parts.decoder_config import Defaults
-from jaxpage.models.parts.experts import DEEPSEEK_NAMES, ExpertsConfig
-from jaxpage.models.parts.latent import (
-    LatentSpec,
-    latent_attention,
-    read_indexed_decoder,
-    read_latent_decoder,
-)
-from jaxpage.models.parts.scope import Scope
+from jaxpage.models.parts import Scope, latent
+from jaxpage.models.parts.decoder_config import Defaults, ExpertsConfig
+from jaxpage.models.parts.latent import LatentSpec
+from jaxpage.models.parts.names import DEEPSEEK_EXPERTS
 from jaxpage.models.qwen import Qwen3Moe
 
 ALIASES = {
@@ -62,22 +48,20 @@ class DeepseekV2Config(ExpertsConfig):
     @classmethod
     def read(cls, fields: Fields) -> DeepseekV2Config:
         """Returns what the fields say."""
-        if fields.get("norm_topk_prob", False):
-            error = RefusedField("norm_topk_prob = true is not supported for this family")
-            fields.note(error, norm_topk_prob=False)
+        fields.refuse_true("norm_topk_prob", " for this family")
         method = fields.get("topk_method", "greedy")
         if method not in ("greedy", "group_limited_greedy"):
             text = f"topk_method = {method!r} is not greedy or group_limited_greedy"
-            fields.note(RefusedField(text), topk_method="greedy")
+            fields.note_unsupported(text, topk_method="greedy")
             method = "greedy"
         count = ("n_routed_experts", 64)
         width = ("moe_intermediate_size", 1407)
-        groups = None if method == "greedy" else read_groups(fields, count, best=1)
+        groups = None if method == "greedy" else expert_fields.read_groups(fields, count, best=1)
         factor = fields.number("routed_scaling_factor", 1.0)
         return cls.from_fields(
             fields,
-            **read_latent_decoder(fields, max_length=2048, query_rank=1536),
-            experts=read_experts(
+            **latent.read_latent_decoder(fields, max_length=2048, query_rank=1536),
+            experts=expert_fields.read_experts(
                 fields,
                 count=count,
                 per_token=None,
@@ -86,20 +70,20 @@ class DeepseekV2Config(ExpertsConfig):
                 routing={"groups": groups, "factor": factor},
                 shared_width=fields.integer(*width) * fields.integer("n_shared_experts", 2),
             ),
-            sparse_layers=first_dense(fields, 0),
-            draft_heads=read_numbered_names(fields),
+            sparse_layers=expert_fields.first_dense(fields, 0),
+            draft_heads=mtp_names.read_numbered_names(fields),
         )
 
 
 class DeepseekV2(Llama, config=DeepseekV2Config):
     """DeepSeek-V2 (DeepSeek-AI, 2024) has latent attention, and experts."""
 
-    expert_names = DEEPSEEK_NAMES
+    expert_names = DEEPSEEK_EXPERTS
 
     @classmethod
     def make_attention(cls, config: Any, index: int, at: Scope) -> nnx.Module:
         """Returns the attention of a layer."""
-        return latent_attention(config, config.latent, index, at)
+        return latent.latent_attention(config, config.latent, index, at)
 
 
 class DeepseekV3Config(DeepseekV2Config):
@@ -114,12 +98,12 @@ class DeepseekV3Config(DeepseekV2Config):
         """Returns what the fields say."""
         return cls.from_fields(
             fields,
-            **read_latent_decoder(fields, max_length=4096, query_rank=1536),
-            experts=read_corrected_experts(
+            **latent.read_latent_decoder(fields, max_length=4096, query_rank=1536),
+            experts=expert_fields.read_corrected_experts(
                 fields, count=256, per_token=8, width=2048, groups=(8, 4), factor=2.5
             ),
-            sparse_layers=first_dense(fields, 3),
-            draft_heads=read_numbered_names(fields),
+            sparse_layers=expert_fields.first_dense(fields, 3),
+            draft_heads=mtp_names.read_numbered_names(fields),
         )
 
 
@@ -142,12 +126,14 @@ class DeepseekV32Config(DeepseekV2Config):
         """Returns what the fields say."""
         return cls.from_fields(
             fields,
-            **read_indexed_decoder(fields, max_length=163_840, query_rank=1536),
-            experts=read_corrected_experts(
+            **latent.read_indexed_decoder(fields, max_length=163_840, query_rank=1536),
+            experts=expert_fields.read_corrected_experts(
                 fields, count=256, per_token=8, width=2048, groups=(8, 4), factor=2.5
             ),
-            sparse_layers=sparse_by_type(fields, first_dense(fields, 3)),
-            draft_heads=read_numbered_names(fields, INDEXER),
+            sparse_layers=expert_fields.sparse_by_type(
+                fields, expert_fields.first_dense(fields, 3)
+            ),
+            draft_heads=mtp_names.read_numbered_names(fields, INDEXER),
         )
 
 
@@ -169,7 +155,7 @@ class YoutuConfig(DeepseekV2Config):
         """Returns what the fields say."""
         return cls.from_fields(
             fields,
-            **read_latent_decoder(fields, max_length=131_072, query_rank=1536),
+            **latent.read_latent_decoder(fields, max_length=131_072, query_rank=1536),
             experts=None,
             sparse_layers=(False,) * fields.integer("num_hidden_layers"),
         )
@@ -193,11 +179,11 @@ class AXK1Config(DeepseekV2Config):
     @classmethod
     def read(cls, fields: Fields) -> AXK1Config:
         """Returns what the fields say."""
-        heads = read_numbered_names(fields)
+        heads = mtp_names.read_numbered_names(fields)
         return cls.from_fields(
             fields,
-            **read_latent_decoder(fields, max_length=32_768, query_rank=1536),
-            experts=read_corrected_experts(
+            **latent.read_latent_decoder(fields, max_length=32_768, query_rank=1536),
+            experts=expert_fields.read_corrected_experts(
                 fields,
                 count=192,
                 per_token=8,
@@ -206,7 +192,9 @@ class AXK1Config(DeepseekV2Config):
                 factor=2.5,
                 corrected=fields.get("topk_method", "noaux_tc") == "noaux_tc",
             ),
-            sparse_layers=sparse_by_type(fields, first_dense(fields, 1)),
+            sparse_layers=expert_fields.sparse_by_type(
+                fields, expert_fields.first_dense(fields, 1)
+            ),
             draft_heads=heads and replace(heads, refusal="heads of A.X K1 are not read"),
         )
 
@@ -246,8 +234,8 @@ class Dots1Config(ExpertsConfig):
         ]
         return cls.from_fields(
             fields,
-            sliding_windows=windows_of(fields, fields.layer_types(types), window),
-            experts=read_corrected_experts(
+            sliding_windows=layer_windows.windows_of(fields, fields.layer_types(types), window),
+            experts=expert_fields.read_corrected_experts(
                 fields,
                 count=REQUIRED,
                 per_token=REQUIRED,
@@ -255,14 +243,14 @@ class Dots1Config(ExpertsConfig):
                 normalized=False,
                 shared=("n_shared_experts", REQUIRED),
             ),
-            sparse_layers=first_dense(fields, 0),
+            sparse_layers=expert_fields.first_dense(fields, 0),
         )
 
 
 class Dots1(Qwen3Moe, config=Dots1Config):
     """dots.llm1 (rednote, 2025) has the attention of Qwen3 and the experts of DeepSeek-V3."""
 
-    expert_names = DEEPSEEK_NAMES
+    expert_names = DEEPSEEK_EXPERTS
 
 
 class SolarOpenConfig(ExpertsConfig):
@@ -284,7 +272,7 @@ class SolarOpenConfig(ExpertsConfig):
         """Returns what the fields say."""
         # Published files have these fields; transformers' class does not.
         fields.only(first_k_dense_replace=0, use_qk_norm=False)
-        experts = read_corrected_experts(fields, count=128, per_token=8, width=1280)
+        experts = expert_fields.read_corrected_experts(fields, count=128, per_token=8, width=1280)
         return cls.from_fields(
             fields,
             intermediate_size=experts.width,  # No layer is dense.
@@ -295,5 +283,5 @@ class SolarOpenConfig(ExpertsConfig):
 class SolarOpen(Llama, config=SolarOpenConfig):
     """Solar Open (Upstage, 2025) is Llama with the experts of DeepSeek-V3 in all layers."""
 
-    expert_names = DEEPSEEK_NAMES
+    expert_names = DEEPSEEK_EXPERTS
     output_bias = False

@@ -5,12 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from jaxpage.models.config.experts import read_experts
-from jaxpage.models.config.fields import Fields
-from jaxpage.models.config.mtp_names import unread_heads
+from jaxpage.models.config import Fields, expert_fields, mtp_names
 from jaxpage.models.llama import Llama
-from jaxpage.models.parts.decoder_config import DecoderConfig, Defaults
-from jaxpage.models.parts.experts import ExpertNames, ExpertsConfig
+from jaxpage.models.parts.decoder_config import DecoderConfig, Defaults, ExpertsConfig
+from jaxpage.models.parts.names import ExpertNames
 
 DEFAULTS = Defaults(
     num_kv_heads=2,
@@ -61,7 +59,7 @@ class Ernie4_5MoeConfig(ExpertsConfig):
             fields,
             attention_bias=bias,
             mlp_bias=bias,
-            experts=read_experts(
+            experts=expert_fields.read_experts(
                 fields,
                 count=("moe_num_experts", 64),
                 per_token=6,
@@ -71,7 +69,7 @@ class Ernie4_5MoeConfig(ExpertsConfig):
                 shared_width=num_shared * fields.integer(*width) or None,
             ),
             sparse_layers=_sparse_layers(fields),
-            draft_heads=unread_heads(fields, "model.mtp_"),
+            draft_heads=mtp_names.unread_heads(fields, "model.mtp_"),
         )
 
 

@@ -8,15 +8,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from jaxpage.models.config.config_fields import RefusedField
-from jaxpage.models.config.experts import first_dense, read_corrected_experts, sparse_by_type
-from jaxpage.models.config.fields import Fields
-from jaxpage.models.config.layer_windows import slides, windows_of
-from jaxpage.models.config.mtp_names import unread_heads
+from jaxpage.models.config import Fields, expert_fields, layer_windows, mtp_names
 from jaxpage.models.olmo import Olmo2
-from jaxpage.models.parts.attention import norms_of_heads
-from jaxpage.models.parts.decoder_config import DecoderConfig, Defaults
-from jaxpage.models.parts.experts import DEEPSEEK_NAMES, ExpertsConfig
+from jaxpage.models.parts import attention
+from jaxpage.models.parts.decoder_config import DecoderConfig, Defaults, ExpertsConfig
+from jaxpage.models.parts.names import DEEPSEEK_EXPERTS
 from jaxpage.models.qwen import Qwen3
 
 DEFAULTS = Defaults(num_kv_heads=32, epsilon=1e-5)
@@ -30,8 +26,8 @@ def read_layers(fields: Fields, window: int | None) -> dict[str, Any]:
         window: The window, where the model has any; None for a model whose layers all rotate.
     """
     types = fields.layer_types(_usual_types(fields, window))
-    rotates = None if window is None else slides(types)
-    return {"sliding_windows": windows_of(fields, types, window), "rotates": rotates}
+    rotates = None if window is None else layer_windows.slides(types)
+    return {"sliding_windows": layer_windows.windows_of(fields, types, window), "rotates": rotates}
 
 
 def _usual_types(fields: Fields, window: int | None) -> list[str]:
@@ -42,7 +38,7 @@ def _usual_types(fields: Fields, window: int | None) -> list[str]:
         return ["full_attention" for _ in numbers]
     if not isinstance(pattern, int) or isinstance(pattern, bool) or pattern < 1:
         text = f"sliding_window_pattern = {pattern!r} without layer_types is not supported"
-        fields.note(RefusedField(text), sliding_window_pattern=4)
+        fields.note_unsupported(text, sliding_window_pattern=4)
         pattern = 4
     return ["sliding_attention" if number % pattern else "full_attention" for number in numbers]
 
@@ -68,7 +64,7 @@ class Exaone4(Olmo2, config=Exaone4Config):
 
     # Files of EXAONE 4.5 have MTP heads, which are not loaded.
     ignored = (*Olmo2.ignored, "*mtp.*")
-    make_head_norms = staticmethod(norms_of_heads)
+    make_head_norms = staticmethod(attention.norms_of_heads)
 
 
 class ExaoneMoeConfig(ExpertsConfig):
@@ -83,7 +79,7 @@ class ExaoneMoeConfig(ExpertsConfig):
         return cls.from_fields(
             fields,
             **read_layers(fields, fields.integer("sliding_window", 4096)),
-            experts=read_corrected_experts(
+            experts=expert_fields.read_corrected_experts(
                 fields,
                 count_field="num_experts",
                 shared=("num_shared_experts", 1),
@@ -92,8 +88,10 @@ class ExaoneMoeConfig(ExpertsConfig):
                 width=1024,
                 factor=2.5,
             ),
-            sparse_layers=sparse_by_type(fields, first_dense(fields, 1)),
-            draft_heads=unread_heads(fields),
+            sparse_layers=expert_fields.sparse_by_type(
+                fields, expert_fields.first_dense(fields, 1)
+            ),
+            draft_heads=mtp_names.unread_heads(fields),
         )
 
 
@@ -104,4 +102,4 @@ class ExaoneMoe(Qwen3, config=ExaoneMoeConfig):
     """
 
     ignored = (*Qwen3.ignored, "*mtp.*")
-    expert_names = replace(DEEPSEEK_NAMES, correction="e_score_correction_bias")
+    expert_names = replace(DEEPSEEK_EXPERTS, correction="e_score_correction_bias")

@@ -21,23 +21,12 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from jaxpage.layers.activations import ACTIVATIONS
-from jaxpage.layers.attention import Scores
-from jaxpage.layers.context import ForwardContext, LayerPages
-from jaxpage.layers.mamba import MambaSpec
-from jaxpage.layers.rope import NO_ROTATION
-from jaxpage.models.config.alibi import alibi_slopes
-from jaxpage.models.config.config_fields import RefusedField, WrongField
-from jaxpage.models.config.fields import Fields
-from jaxpage.models.config.recurrent_fields import read_mamba
-from jaxpage.models.parts.attention import AttentionNames, grouped_query_attention
-from jaxpage.models.parts.block import Block
-from jaxpage.models.parts.decoder import Decoder, ModuleNames
-from jaxpage.models.parts.decoder_config import DecoderConfig, Defaults, read_head_dim
-from jaxpage.models.parts.mlp import gated_mlp, plain_mlp
-from jaxpage.models.parts.norms import layer_norm, rms_norm
-from jaxpage.models.parts.recurrences import cache_of_states, mamba2
-from jaxpage.models.parts.scope import Scope
+from jaxpage.layers import ACTIVATIONS, NO_ROTATION, ForwardContext, LayerPages, MambaSpec, Scores
+from jaxpage.models.config import Fields, alibi, recurrent_fields
+from jaxpage.models.parts import Scope, attention, mlp, norms, recurrences
+from jaxpage.models.parts.decoder import Block, Decoder
+from jaxpage.models.parts.decoder_config import DecoderConfig, Defaults
+from jaxpage.models.parts.names import AttentionNames, ModuleNames
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,7 +79,7 @@ def _slopes(num_heads: int, head_dim: int) -> tuple[float, ...]:
 
     transformers rounds them to bfloat16, and their products with positions too.
     """
-    return tuple(slope * head_dim**-0.5 for slope in alibi_slopes(num_heads))
+    return tuple(slope * head_dim**-0.5 for slope in alibi.alibi_slopes(num_heads))
 
 
 def _kv_heads(fields: Fields, num_heads: int) -> int:
@@ -99,7 +88,7 @@ def _kv_heads(fields: Fields, num_heads: int) -> int:
     count = fields.optional_integer("num_kv_heads", None) or num_heads
     if num_heads % count:
         text = f"num_kv_heads = {count} must divide num_attention_heads = {num_heads}"
-        fields.note(WrongField(text), num_kv_heads=num_heads, num_attention_heads=num_heads)
+        fields.note_wrong(text, num_kv_heads=num_heads, num_attention_heads=num_heads)
         return num_heads
     return count
 
@@ -110,14 +99,14 @@ def _order(fields: Fields) -> tuple[bool, int]:
     parallel = fields.flag("parallel_attn", True)
     if new and not parallel:
         text = "parallel_attn = false with new_decoder_architecture is not supported"
-        fields.note(RefusedField(text), parallel_attn=True)
+        fields.note_unsupported(text, parallel_attn=True)
         parallel = True
     if not parallel:
         return False, 2
     count = fields.optional_integer("num_ln_in_parallel_attn", None) or (2 if new else 1)
     if count > 2 or (count == 2 and not new):
         text = f"num_ln_in_parallel_attn = {count} is not supported for this form"
-        fields.note(RefusedField(text), num_ln_in_parallel_attn=None)
+        fields.note_unsupported(text, num_ln_in_parallel_attn=None)
     return True, count
 
 
@@ -126,7 +115,7 @@ class Falcon(Decoder, config=FalconConfig):
 
     prefix = "transformer."
     names = ModuleNames(tokens="word_embeddings", layers="h", norm="ln_f")
-    make_norm = staticmethod(layer_norm)
+    make_norm = staticmethod(norms.layer_norm)
 
     @classmethod
     def make_block(cls, config: Any, index: int, at: Scope) -> nnx.Module:
@@ -136,16 +125,16 @@ class Falcon(Decoder, config=FalconConfig):
         if config.parallel and has_two:
             first, second = "ln_attn", "ln_mlp"
         return Block(
-            attention_norm=layer_norm(config, at / first),
-            attention=grouped_query_attention(
+            attention_norm=norms.layer_norm(config, at / first),
+            attention=attention.grouped_query_attention(
                 config,
                 index,
                 at / "self_attention",
                 names=AttentionNames(output="dense", fused="query_key_value"),
                 scores=Scores(alibi_slopes=config.alibi_slopes),
             ),
-            mlp_norm=layer_norm(config, at / second) if has_two else None,
-            mlp=plain_mlp(config, at / "mlp", "dense_h_to_4h", "dense_4h_to_h"),
+            mlp_norm=norms.layer_norm(config, at / second) if has_two else None,
+            mlp=mlp.plain_mlp(config, at / "mlp", "dense_h_to_4h", "dense_4h_to_h"),
             parallel=config.parallel,
         )
 
@@ -200,7 +189,7 @@ def _factors(fields: Fields, name: str, count: int) -> tuple[float, ...]:
         and all(type(each) in (int, float) for each in value)
     ):
         return tuple(map(float, value))
-    fields.note(WrongField(f"{name} must have {count} numbers, not {value!r}"), **{name: None})
+    fields.note_wrong(f"{name} must have {count} numbers, not {value!r}", **{name: None})
     return (1.0,) * count
 
 
@@ -229,9 +218,9 @@ class FalconH1Config(DecoderConfig):
     @classmethod
     def read(cls, fields: Fields) -> FalconH1Config:
         """Returns what the fields say."""
-        head_dim = read_head_dim(fields)
+        head_dim = fields.head_dim()
         norm = "first" if fields.flag("mamba_norm_before_gate", True) else "gated"
-        mamba = read_mamba(
+        mamba = recurrent_fields.read_mamba(
             fields,
             fields.optional_integer("mamba_d_ssm", 1024),
             output_bias=fields.flag("projectors_bias", False),
@@ -242,7 +231,7 @@ class FalconH1Config(DecoderConfig):
         return cls.from_fields(
             fields,
             head_dim=head_dim,
-            kv=cache_of_states((mamba.state, None) * num_layers, num_layers),
+            kv=recurrences.cache_of_states((mamba.state, None) * num_layers, num_layers),
             recurrent=mamba,
             factors=FalconFactors.read(fields),
         )
@@ -259,7 +248,7 @@ class FalconMLP(nnx.Module):
     """
 
     def __init__(self, config: FalconH1Config, at: Scope):
-        plain = gated_mlp(config, at)
+        plain = mlp.gated_mlp(config, at)
         self.gate_up = plain.gate_up
         self.down = plain.down
         self.activation = config.activation
@@ -279,12 +268,12 @@ class FalconH1Layer(nnx.Module):
         state_place, kv_place = config.layer_places[index]
         # The factor of keys is one of scores.
         scale = config.kv.head_dim**-0.5 * config.factors.keys
-        self.norm = rms_norm(config, at / "input_layernorm")
-        self.mamba = mamba2(config, config.recurrent, state_place, at / "mamba")
-        self.attention = grouped_query_attention(
+        self.norm = norms.rms_norm(config, at / "input_layernorm")
+        self.mamba = recurrences.mamba2(config, config.recurrent, state_place, at / "mamba")
+        self.attention = attention.grouped_query_attention(
             config, kv_place, at / "self_attn", scores=Scores(scale=scale)
         )
-        self.mlp_norm = rms_norm(config, at / "pre_ff_layernorm")
+        self.mlp_norm = norms.rms_norm(config, at / "pre_ff_layernorm")
         self.mlp = FalconMLP(config, at / "feed_forward")
         self.factors = config.factors
 

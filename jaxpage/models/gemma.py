@@ -23,17 +23,11 @@ from typing import Any, ClassVar
 import jax
 from flax import nnx
 
-from jaxpage.layers.attention import Scores
-from jaxpage.layers.norms import RMSNorm
-from jaxpage.models.config.config_fields import RefusedField
-from jaxpage.models.config.fields import Fields
-from jaxpage.models.config.layer_windows import layer_types, read_ropes, read_windows
+from jaxpage.layers import RMSNorm, Scores
+from jaxpage.models.config import Fields, layer_windows
 from jaxpage.models.llama import Llama
-from jaxpage.models.parts.attention import grouped_query_attention, norms_of_heads
-from jaxpage.models.parts.decoder import cap_logits
+from jaxpage.models.parts import Scope, attention, decoder, norms
 from jaxpage.models.parts.decoder_config import DecoderConfig, Defaults
-from jaxpage.models.parts.norms import Norm, rms_norm
-from jaxpage.models.parts.scope import Scope
 
 ACTIVATION = "gelu_pytorch_tanh"
 FULL = "full_attention"
@@ -47,14 +41,14 @@ GEMMA3_THETA = {
 
 def gemma_norm(config: Any, at: Scope, **options: Any) -> RMSNorm:
     """Returns a norm whose stored scale is less 1; the options are those of `rms_norm`."""
-    return rms_norm(config, at, offset=1.0, **options)
+    return norms.rms_norm(config, at, offset=1.0, **options)
 
 
 def refuse_bidirectional(fields: Fields) -> None:
     """Notes an error if attention sees later tokens, as in models of embeddings."""
     if fields.get("use_bidirectional_attention", None):
         text = "use_bidirectional_attention (attention to later tokens) is not supported"
-        fields.note(RefusedField(text), use_bidirectional_attention=None)
+        fields.note_unsupported(text, use_bidirectional_attention=None)
 
 
 class GemmaConfig(DecoderConfig):
@@ -89,7 +83,7 @@ class GemmaConfig(DecoderConfig):
                 f"hidden_activation = {other!r} is not supported with hidden_act = {used!r}, "
                 "which is used"
             )
-            fields.note(RefusedField(text), hidden_activation=None)
+            fields.note_unsupported(text, hidden_activation=None)
         refuse_bidirectional(fields)
         return cls.from_fields(fields)
 
@@ -97,7 +91,7 @@ class GemmaConfig(DecoderConfig):
 class Gemma(Llama, config=GemmaConfig):
     """Gemma 1 (Gemma Team, 2024) is Llama with wide heads, scaled embeddings and GELU."""
 
-    make_norm: ClassVar[Callable[..., Norm]] = staticmethod(gemma_norm)
+    make_norm: ClassVar[Callable[..., norms.Norm]] = staticmethod(gemma_norm)
 
     def embed_tokens(self, token_ids_T: jax.Array) -> jax.Array:
         """Returns what vectors may take the place of."""
@@ -130,7 +124,7 @@ class Gemma2Config(DecoderConfig):
     @classmethod
     def read(cls, fields: Fields) -> Gemma2Config:
         """Returns what the fields say."""
-        windows = read_windows(fields, layer_types(fields, 2), 4096)
+        windows = layer_windows.read_windows(fields, layer_windows.layer_types(fields, 2), 4096)
         return cls.read_gemma(fields, sliding_windows=windows)
 
     @classmethod
@@ -167,12 +161,14 @@ class Gemma2(Gemma, config=Gemma2Config):
     @classmethod
     def make_attention(cls, config: Any, index: int, at: Scope) -> nnx.Module:
         """Returns the attention of a layer."""
-        norms = cls.make_head_norms(config, at)
-        return grouped_query_attention(config, index, at, scores=config.scores, norms=norms)
+        head_norms = cls.make_head_norms(config, at)
+        return attention.grouped_query_attention(
+            config, index, at, scores=config.scores, norms=head_norms
+        )
 
     def logits(self, hidden_BD: jax.Array) -> jax.Array:
         """Returns the logits in float32."""
-        return cap_logits(super().logits(hidden_BD), self.config.logit_softcap)
+        return decoder.cap_logits(super().logits(hidden_BD), self.config.logit_softcap)
 
 
 class VaultGemmaConfig(Gemma2Config):
@@ -199,16 +195,20 @@ class Gemma3Config(Gemma2Config):
         """Returns what the fields say."""
         if fields.get("attn_logit_softcapping", None) is not None:
             text = "attn_logit_softcapping is not supported: attention of Gemma 3 has no softcap"
-            fields.note(RefusedField(text), attn_logit_softcapping=None)
-        types = layer_types(fields, fields.integer("sliding_window_pattern", 6))
+            fields.note_unsupported(text, attn_logit_softcapping=None)
+        types = layer_windows.layer_types(fields, fields.integer("sliding_window_pattern", 6))
         return cls.read_gemma(
             fields,
-            sliding_windows=read_windows(fields, types, 4096),
-            **read_ropes(fields, types, fields.integer("head_dim", 256), 131_072, GEMMA3_THETA),
+            sliding_windows=layer_windows.read_windows(fields, types, 4096),
+            **layer_windows.read_ropes(
+                fields, types, fields.integer("head_dim", 256), 131_072, GEMMA3_THETA
+            ),
         )
 
 
 class Gemma3(Gemma2, config=Gemma3Config):
     """Gemma 3, text (Gemma Team, 2025), is Gemma 2 with norms of queries and keys."""
 
-    make_head_norms = staticmethod(functools.partial(norms_of_heads, make_norm=gemma_norm))
+    make_head_norms = staticmethod(
+        functools.partial(attention.norms_of_heads, make_norm=gemma_norm)
+    )

@@ -11,44 +11,23 @@ Gemma 4, and a product of low rank next to attention (LAuReL; Menghani et al., 2
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 from statistics import NormalDist
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from jaxpage.layers.activations import ACTIVATIONS
-from jaxpage.layers.context import ForwardContext, LayerPages
-from jaxpage.layers.linear import Linear
+from jaxpage.layers import ACTIVATIONS, ForwardContext, LayerPages, Linear
 from jaxpage.layers.norms import mean
-from jaxpage.layers.parameter import parameter, tensor
+from jaxpage.models import gemma, gemma_layers
 from jaxpage.models.base import Hidden, Pages, run_layers
-from jaxpage.models.config.config_fields import WrongField
-from jaxpage.models.config.fields import Fields
-from jaxpage.models.config.layer_windows import layer_types, read_ropes
-from jaxpage.models.gemma import ACTIVATION, FULL, SLIDING, Gemma2
-from jaxpage.models.gemma_layers import (
-    GatedInput,
-    Gemma4LayersConfig,
-    InputsForm,
-    LayerForm,
-    PerLayerInputs,
-    cache_of_types,
-    find_shared_layers,
-    gemma4_attention,
-    whole_projection,
-)
+from jaxpage.models.config import Fields, layer_windows
+from jaxpage.models.parts import Scope, mlp, norms
 from jaxpage.models.parts.decoder_config import Defaults
-from jaxpage.models.parts.mlp import gated_mlp
-from jaxpage.models.parts.norms import rms_norm
-from jaxpage.models.parts.scope import Scope
 
-ROPES = {FULL: ("rope_theta", 1_000_000.0), SLIDING: ("rope_local_base_freq", 10_000.0)}
+ROPES = {gemma.FULL: ("rope_theta", 1_000_000.0), gemma.SLIDING: ("rope_local_base_freq", 10_000.0)}
 LEAST_SQUARE = 1e-5  # The least mean of squares of a state that gets the size of another one.
 
 
@@ -75,7 +54,7 @@ class StatesForm:
         active = fields.integer("altup_active_idx", 0, least=0)
         if active >= count:
             text = f"altup_active_idx = {active} must be below altup_num_inputs = {count}"
-            fields.note(WrongField(text), altup_active_idx=0, altup_num_inputs=4)
+            fields.note_wrong(text, altup_active_idx=0, altup_num_inputs=4)
         return cls(
             count,
             active,
@@ -85,7 +64,7 @@ class StatesForm:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Gemma3nConfig(Gemma4LayersConfig):
+class Gemma3nConfig(gemma_layers.Gemma4LayersConfig):
     """Reads transformers' `Gemma3nTextConfig`; the clip of AltUp is for training.
 
     Attributes:
@@ -96,7 +75,7 @@ class Gemma3nConfig(Gemma4LayersConfig):
     defaults = Defaults(
         num_kv_heads=2,
         head_dim=256,
-        activation=("hidden_activation", ACTIVATION),
+        activation=("hidden_activation", gemma.ACTIVATION),
         tied=True,
         attention_bias=False,
     )
@@ -106,20 +85,22 @@ class Gemma3nConfig(Gemma4LayersConfig):
     @classmethod
     def read(cls, fields: Fields) -> Gemma3nConfig:
         """Returns what the fields say."""
-        types = layer_types(fields, 5)
-        places = find_shared_layers(fields, types, 15)
+        types = layer_windows.layer_types(fields, 5)
+        places = gemma_layers.find_shared_layers(fields, types, 15)
         widths = _inner_widths(fields, len(types))
         sparsities = _sparsities(fields, len(types))
         return cls.from_fields(
             fields,
-            **read_ropes(fields, types, fields.integer("head_dim", 256), 32_768, ROPES),
+            **layer_windows.read_ropes(
+                fields, types, fields.integer("head_dim", 256), 32_768, ROPES
+            ),
             intermediate_size=max(widths),
-            kv=cache_of_types(types, places, fields.integer("sliding_window", 512)),
+            kv=gemma_layers.cache_of_types(types, places, fields.integer("sliding_window", 512)),
             layer_forms=tuple(
-                LayerForm(place, width, sparsity=sparsity)
+                gemma_layers.LayerForm(place, width, sparsity=sparsity)
                 for place, width, sparsity in zip(places, widths, sparsities, strict=True)
             ),
-            inputs=InputsForm(
+            inputs=gemma_layers.InputsForm(
                 fields.integer("hidden_size_per_layer_input", 256),
                 fields.integer("vocab_size_per_layer_input", 262_144),
             ),
@@ -134,7 +115,7 @@ def _inner_widths(fields: Fields, num_layers: int) -> tuple[int, ...]:
     widths = stated if isinstance(stated, list) else [stated] * num_layers
     if len(widths) != num_layers or not all(type(each) is int and each > 0 for each in widths):
         text = f"intermediate_size must be a width, or one for each of {num_layers} layers, not"
-        fields.note(WrongField(f"{text} {stated!r}"), intermediate_size=64)
+        fields.note_wrong(f"{text} {stated!r}", intermediate_size=64)
         widths = [64] * num_layers
     return tuple(widths)
 
@@ -143,16 +124,13 @@ def _sparsities(fields: Fields, num_layers: int) -> tuple[float, ...]:
     """Returns the share of gates that each layer cuts off; by default the first ten do."""
     num_sparse = 10 if num_layers > 10 else 0
     usual = [0.95] * num_sparse + [0.0] * (num_layers - num_sparse)
-    pattern = fields.get("activation_sparsity_pattern", None)
-    shares = usual if pattern is None else pattern
-    if (
-        not isinstance(shares, list)
-        or len(shares) != num_layers
-        or not all(type(each) in (int, float) and 0 <= each < 1 for each in shares)
-    ):
-        text = f"activation_sparsity_pattern must have a share below 1 for each of {num_layers}"
-        fields.note(WrongField(f"{text} layers, not {pattern!r}"), activation_sparsity_pattern=None)
-        shares = usual
+    shares = layer_windows.read_by_layer(
+        fields,
+        "activation_sparsity_pattern",
+        usual,
+        lambda share: type(share) in (int, float) and 0 <= share < 1,
+        "a share below 1",
+    )
     return tuple(map(float, shares))
 
 
@@ -164,11 +142,11 @@ class SparseMLP(nnx.Module):
     is not divided.
     """
 
-    def __init__(self, config: Gemma3nConfig, form: LayerForm, at: Scope):
+    def __init__(self, config: Gemma3nConfig, form: gemma_layers.LayerForm, at: Scope):
         width, inner = config.hidden_size, form.intermediate_size
-        self.gate = whole_projection(width, at, "gate_proj", inner)
-        self.up = whole_projection(width, at, "up_proj", inner)
-        self.down = whole_projection(inner, at, "down_proj", width)
+        self.gate = gemma_layers.whole_projection(width, at, "gate_proj", inner)
+        self.up = gemma_layers.whole_projection(width, at, "up_proj", inner)
+        self.down = gemma_layers.whole_projection(inner, at, "down_proj", width)
         self.deviations = NormalDist().inv_cdf(form.sparsity)
         self.activation = config.activation
 
@@ -178,7 +156,7 @@ class SparseMLP(nnx.Module):
         wide_TF = gate_TF.astype(jnp.float32)
         mean_T1 = mean(wide_TF)
         deviation_T1 = jnp.sqrt(mean(jnp.square(wide_TF - mean_T1)))
-        sparse_TF = jax.nn.relu(wide_TF - (mean_T1 + deviation_T1 * self.deviations))
+        sparse_TF = nnx.relu(wide_TF - (mean_T1 + deviation_T1 * self.deviations))
         gates_TF = ACTIVATIONS[self.activation](sparse_TF.astype(gate_TF.dtype))
         return self.down(gates_TF * self.up(x_TD))
 
@@ -188,12 +166,11 @@ class AltUp(nnx.Module):
 
     def __init__(self, config: Gemma3nConfig, at: Scope):
         width, count = config.hidden_size, config.states.count
-        self.norm = rms_norm(config, at / "router_norm")
-        self.router = whole_projection(width, at, "modality_router", count)
-        self.prediction = whole_projection(count, at, "prediction_coefs", count**2)
-        self.correction = whole_projection(count, at, "correction_coefs", count)
-        scale = tensor((at / "correct_output_scale").name, width)
-        self.scale = parameter((width,), axes=("embed",), dtype=at.dtype, sources=[scale])
+        self.norm = norms.rms_norm(config, at / "router_norm")
+        self.router = gemma_layers.whole_projection(width, at, "modality_router", count)
+        self.prediction = gemma_layers.whole_projection(count, at, "prediction_coefs", count**2)
+        self.correction = gemma_layers.whole_projection(count, at, "correction_coefs", count)
+        self.scale = at.vector("correct_output_scale", width, "embed")
         self.active = config.states.active
         self.input_scale = 1 / width
 
@@ -201,7 +178,7 @@ class AltUp(nnx.Module):
         routed_TU = self.router(self.norm(x_TD) * self.input_scale)
         return jnp.tanh(routed_TU.astype(jnp.float32)).astype(x_TD.dtype)
 
-    def predict(self, state_UTD: Float[Array, "U T D"]) -> list[jax.Array]:
+    def predict(self, state_UTD: Float[Array, "U T D"]) -> list[Array]:
         """Returns the predictions, each of which is a state plus a sum of all states."""
         share_TS = self.prediction(self._modalities(state_UTD[self.active]))
         count = len(state_UTD)
@@ -214,9 +191,7 @@ class AltUp(nnx.Module):
             predictions.append(total_TD + state_UTD[place])
         return predictions
 
-    def correct(
-        self, predictions: list[jax.Array], computed_TD: Float[Array, "T D"]
-    ) -> list[jax.Array]:
+    def correct(self, predictions: list[Array], computed_TD: Float[Array, "T D"]) -> list[Array]:
         """Returns the predictions with a share each of what the active one lacks."""
         share_TU = self.correction(self._modalities(computed_TD)) + 1.0
         lacking_TD = computed_TD - predictions[self.active]
@@ -234,20 +209,20 @@ class Gemma3nLayer(nnx.Module):
         form, inputs = config.layer_forms[index], config.inputs
         assert inputs is not None
         self.altup = AltUp(config, at / "altup")
-        self.low = whole_projection(width, laurel, "linear_left", rank)
-        self.high = whole_projection(rank, laurel, "linear_right", width)
-        self.behind_low_rank = rms_norm(config, laurel / "post_laurel_norm")
-        self.attention_norm = rms_norm(config, at / "input_layernorm")
-        self.attention = gemma4_attention(config, index, at / "self_attn")
-        self.post_attention_norm = rms_norm(config, at / "post_attention_layernorm")
-        self.mlp_norm = rms_norm(config, at / "pre_feedforward_layernorm")
+        self.low = gemma_layers.whole_projection(width, laurel, "linear_left", rank)
+        self.high = gemma_layers.whole_projection(rank, laurel, "linear_right", width)
+        self.behind_low_rank = norms.rms_norm(config, laurel / "post_laurel_norm")
+        self.attention_norm = norms.rms_norm(config, at / "input_layernorm")
+        self.attention = gemma_layers.gemma4_attention(config, index, at / "self_attn")
+        self.post_attention_norm = norms.rms_norm(config, at / "post_attention_layernorm")
+        self.mlp_norm = norms.rms_norm(config, at / "pre_feedforward_layernorm")
         self.mlp = (
             SparseMLP(config, form, at / "mlp")
             if form.sparsity
-            else gated_mlp(config, at / "mlp", width=form.intermediate_size)
+            else mlp.gated_mlp(config, at / "mlp", width=form.intermediate_size)
         )
-        self.post_mlp_norm = rms_norm(config, at / "post_feedforward_layernorm")
-        self.input = GatedInput(config, inputs.width, at)
+        self.post_mlp_norm = norms.rms_norm(config, at / "post_feedforward_layernorm")
+        self.input = gemma_layers.GatedInput(config, inputs.width, at)
         self.states = config.states
 
     def __call__(
@@ -274,23 +249,23 @@ class Gemma3nLayer(nnx.Module):
         return jnp.stack([states[0], *(each + given_TD for each in states[1:])]), layer_pages
 
 
-class Gemma3n(Gemma2, config=Gemma3nConfig):
+class Gemma3n(gemma.Gemma2, config=Gemma3nConfig):
     """Gemma 3n, text (Google, 2025), keeps several hidden states, of which each layer computes one.
 
     Embeddings and logits are those of Gemma 2. Norms store their scales as they are.
     """
 
-    make_norm = staticmethod(rms_norm)
+    make_norm = staticmethod(norms.rms_norm)
 
-    def __init__(self, config: Gemma3nConfig, *, dtype: DTypeLike):
-        super().__init__(config, dtype=dtype)
-        inputs, at = config.inputs, Scope(config.name, dtype)
-        assert inputs is not None
-        self.inputs = PerLayerInputs(config, inputs, at)
+    def make_others(self, config: Any, at: Scope) -> None:
+        """Makes what computes the layers' own inputs, and the products for further states."""
+        self.inputs = gemma_layers.PerLayerInputs(config, config.inputs, at)
 
         def projections(name: str) -> list[Linear]:
             width, number = config.hidden_size, range(config.states.count - 1)
-            return [whole_projection(width, at / name, str(each), width) for each in number]
+            return [
+                gemma_layers.whole_projection(width, at / name, str(each), width) for each in number
+            ]
 
         self.entering = nnx.List(projections("altup_projections"))
         self.leaving = nnx.List(projections("altup_unembed_projections"))
@@ -308,10 +283,7 @@ class Gemma3n(Gemma2, config=Gemma3nConfig):
         # Ids that stand for images and sound have no row of their own.
         is_known_T = token_ids_T < self.config.inputs.vocab_size
         inputs_TLI = self.inputs(jnp.where(is_known_T, token_ids_T, 0), hidden_TD)
-        layers = [
-            functools.partial(layer, input_TI=inputs_TLI[:, number])
-            for number, layer in enumerate(self.layers)
-        ]
+        layers = gemma_layers.bind_inputs(self.layers, inputs_TLI)
         made = [_match_size(product(hidden_TD), hidden_TD) for product in self.entering]
         state_UTD = jnp.stack([hidden_TD, *made])
         places = self.config.layer_places

@@ -10,46 +10,23 @@ them that has their type, in its pages. Each layer also takes an input of its ow
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import jax.numpy as jnp
+import jax
 from flax import nnx
-from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from jaxpage.layers.context import ForwardContext, LayerPages
-from jaxpage.layers.expert_linear import ExpertLinear, ExpertLinearSpec
-from jaxpage.layers.experts import Experts, ExpertsSpec
-from jaxpage.layers.parameter import Axis, parameter, tensor
-from jaxpage.layers.rope import Rope
-from jaxpage.layers.routing import Router, Routing
-from jaxpage.models.base import Hidden, Pages, run_layers
-from jaxpage.models.config.config_fields import RefusedField, WrongField
-from jaxpage.models.config.fields import Fields
-from jaxpage.models.config.layer_windows import layer_types
-from jaxpage.models.config.proportional_rope import read_rope
-from jaxpage.models.gemma import ACTIVATION, FULL, SLIDING, Gemma2
-from jaxpage.models.gemma_layers import (
-    GatedInput,
-    Gemma4LayersConfig,
-    InputsForm,
-    LayerForm,
-    PerLayerInputs,
-    cache_of_types,
-    find_shared_layers,
-    gemma4_attention,
-)
-from jaxpage.models.parts.decoder_config import DecoderConfig, Defaults, key_value_heads
-from jaxpage.models.parts.mlp import gated_mlp
-from jaxpage.models.parts.norms import rms_norm
-from jaxpage.models.parts.scope import Scope
+from jaxpage.layers import ExpertsSpec, ForwardContext, LayerPages, Rope
+from jaxpage.models import gemma, gemma4_experts, gemma_layers
+from jaxpage.models.config import Fields, layer_windows, proportional_rope
+from jaxpage.models.parts import Scope, mlp, norms
+from jaxpage.models.parts.decoder_config import Defaults
 
 ROPES: dict[str, dict[str, Any]] = {
-    SLIDING: {"rope_type": "default", "rope_theta": 10_000.0},
-    FULL: {
+    gemma.SLIDING: {"rope_type": "default", "rope_theta": 10_000.0},
+    gemma.FULL: {
         "rope_type": "proportional",
         "partial_rotary_factor": 0.25,
         "rope_theta": 1_000_000.0,
@@ -57,82 +34,8 @@ ROPES: dict[str, dict[str, Any]] = {
 }
 
 
-class Gemma4Experts(nnx.Module):
-    """Adds chosen experts, which take the input of the feed-forward half before its norm, to it.
-
-    The router has a norm of its own, and each expert a factor of its weight.
-    """
-
-    def __init__(self, config: DecoderConfig, experts: ExpertsSpec, layer: Scope):
-        """Makes the experts.
-
-        Args:
-            config: The config of the model.
-            experts: The experts.
-            layer: The scope of the layer, which has their modules.
-        """
-        width, dtype = config.hidden_size, layer.dtype
-        count = experts.routing.num_experts
-        inner = experts.width
-
-        def stack(part: str, sizes: tuple[int, int], axes: tuple[str, Axis]) -> ExpertLinear:
-            return ExpertLinear(
-                ExpertLinearSpec(
-                    count,
-                    *sizes,
-                    *axes,
-                    name=(layer / "experts" / part).name,
-                    transposed=False,
-                    modules=(),
-                    bias=False,
-                    dtype=dtype,
-                )
-            )
-
-        both: Axis = (("ffn", inner), ("ffn", inner))
-        self.experts = Experts(
-            stack("gate_up_proj", (width, 2 * inner), ("embed", both)),
-            stack("down_proj", (inner, width), ("ffn", "embed")),
-            activation=config.activation,
-            swiglu=None,
-        )
-        router = (layer / "router").name
-        self.router = Router(
-            experts.routing,
-            width,
-            weight=tensor(f"{router}.proj.weight", count, width),
-            bias=tensor(f"{router}.bias", count),
-            correction=tensor(f"{router}.correction", count),
-            dtype=dtype,
-        )
-        self.router_norm = rms_norm(config, None)
-        self.router_scale = parameter(
-            (width,), axes=("embed",), dtype=dtype, sources=[tensor(f"{router}.scale", width)]
-        )
-        self.factor = parameter(
-            (count,),
-            axes=(None,),
-            dtype=dtype,
-            sources=[tensor(f"{router}.per_expert_scale", count)],
-        )
-        self.norm = rms_norm(config, layer / "pre_feedforward_layernorm_2")
-        self.behind = rms_norm(config, layer / "post_feedforward_layernorm_2")
-        self.behind_dense = rms_norm(config, layer / "post_feedforward_layernorm_1")
-
-    def __call__(
-        self, x_TD: Float[Array, "T D"], dense_TD: Float[Array, "T D"]
-    ) -> Float[Array, "T D"]:
-        """Returns the sum of the experts' output and that of the dense half."""
-        scale = x_TD.shape[1] ** -0.5
-        routed_TD = self.router_norm(x_TD) * self.router_scale[...][None] * scale
-        expert_TX, weight_TX = self.router(routed_TD)
-        weight_TX = weight_TX * self.factor[...][expert_TX]
-        made_TD = self.experts(self.norm(x_TD), expert_TX, weight_TX)
-        return self.behind_dense(dense_TD) + self.behind(made_TD)
-
-
 @dataclass(frozen=True, kw_only=True)
-class Gemma4Config(Gemma4LayersConfig):
+class Gemma4Config(gemma_layers.Gemma4LayersConfig):
     """Reads transformers' `Gemma4TextConfig`.
 
     Attributes:
@@ -142,7 +45,7 @@ class Gemma4Config(Gemma4LayersConfig):
 
     model_type = "gemma4_text"
     defaults = Defaults(
-        activation=("hidden_activation", ACTIVATION), tied=True, attention_bias=False
+        activation=("hidden_activation", gemma.ACTIVATION), tied=True, attention_bias=False
     )
 
     padding_id: int
@@ -162,25 +65,28 @@ class Gemma4Config(Gemma4LayersConfig):
         both_ways = fields.get("use_bidirectional_attention", None)
         if both_ways not in (None, "vision"):
             text = "use_bidirectional_attention (attention to later tokens) is not supported"
-            fields.note(RefusedField(text), use_bidirectional_attention=None)
-        types = (*layer_types(fields, 6)[:-1], FULL)  # The last layer is always a full one.
+            fields.note_unsupported(text, use_bidirectional_attention=None)
+        types = (
+            *layer_windows.layer_types(fields, 6)[:-1],
+            gemma.FULL,
+        )  # The last layer is always a full one.
         heads = _heads(fields, types, by_layer)
         ropes, max_length = _ropes(fields, heads)
-        places = find_shared_layers(fields, types, 0)
-        cache = cache_of_types(types, places, fields.integer("sliding_window", 512))
+        places = gemma_layers.find_shared_layers(fields, types, 0)
+        cache = gemma_layers.cache_of_types(types, places, fields.integer("sliding_window", 512))
         kinds_with_pages = types[: cache["num_layers"]]
-        num_kv_heads, head_dim = heads[SLIDING]
+        num_kv_heads, head_dim = heads[gemma.SLIDING]
         return cls.from_fields(
             fields,
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
-            rope=(ropes[FULL], max_length),
+            rope=(ropes[gemma.FULL], max_length),
             kv={**cache, "heads": tuple(heads[kind] for kind in kinds_with_pages)},
             rope_by_layer=tuple(ropes[kind] for kind in types),
             layer_forms=_layer_forms(fields, types, places),
             inputs=_inputs(fields),
             logit_softcap=fields.optional_number("final_logit_softcapping", None),
-            experts=_experts(fields),
+            experts=gemma4_experts.read_experts(fields),
             sees_ahead=both_ways == "vision",
             padding_id=_padding_id(fields),
         )
@@ -194,14 +100,14 @@ def _padding_id(fields: Fields) -> int:
 
 def _layer_forms(
     fields: Fields, types: tuple[str, ...], places: tuple[int, ...]
-) -> tuple[LayerForm, ...]:
+) -> tuple[gemma_layers.LayerForm, ...]:
     """Returns what differs from layer to layer; layers that share pages may have a wider half."""
     width = fields.integer("intermediate_size")
     wide = 2 * width if fields.flag("use_double_wide_mlp", False) else width
     keys_are_values = fields.flag("attention_k_eq_v", False)
     return tuple(
-        LayerForm(
-            place, width if place == index else wide, keys_are_values and types[index] == FULL
+        gemma_layers.LayerForm(
+            place, width if place == index else wide, keys_are_values and types[index] == gemma.FULL
         )
         for index, place in enumerate(places)
     )
@@ -216,18 +122,21 @@ def _heads(fields: Fields, types: tuple[str, ...], by_layer: Any) -> dict[str, t
         by_layer: `per_layer_config`, which transformers 5.24 writes in place of the fields for full
             layers.
     """
-    sliding_heads = key_value_heads(fields, 4), fields.integer("head_dim", 256)
+    sliding_heads = fields.kv_heads(4), fields.integer("head_dim", 256)
     few = fields.optional_integer("num_global_key_value_heads", None)
     if few is None or not fields.flag("attention_k_eq_v", False):
         few = sliding_heads[0]
-    heads = {SLIDING: sliding_heads, FULL: (few, fields.integer("global_head_dim", 512))}
+    heads = {
+        gemma.SLIDING: sliding_heads,
+        gemma.FULL: (few, fields.integer("global_head_dim", 512)),
+    }
     if by_layer is not None:
         heads = _heads_by_layer(fields, types, by_layer, sliding_heads)
-    few = heads[FULL][0]
+    few = heads[gemma.FULL][0]
     num_heads = fields.integer("num_attention_heads")
     if few != sliding_heads[0] and num_heads % few:
         text = f"num_global_key_value_heads = {few} must divide num_attention_heads = {num_heads}"
-        fields.note(WrongField(text), num_global_key_value_heads=None)
+        fields.note_wrong(text, num_global_key_value_heads=None)
     return heads
 
 
@@ -235,7 +144,7 @@ def _heads_by_layer(
     fields: Fields, types: tuple[str, ...], by_layer: Any, default_heads: tuple[int, int]
 ) -> dict[str, tuple[int, int]]:
     """Returns what `_heads` does; the keys of `by_layer` are the numbers of layers, as in "05"."""
-    heads = {SLIDING: default_heads, FULL: default_heads}
+    heads = {gemma.SLIDING: default_heads, gemma.FULL: default_heads}
     changes = {int(layer): each for layer, each in by_layer.items()}
     default = dict(zip(("num_key_value_heads", "head_dim"), default_heads, strict=True))
     alike = True
@@ -247,7 +156,7 @@ def _heads_by_layer(
         alike = alike and pairs == heads[kind]
     if not alike:
         text = "per_layer_config is supported for num_key_value_heads and head_dim alone, alike in"
-        fields.note(RefusedField(f"{text} all layers of a type"), per_layer_config=None)
+        fields.note_unsupported(f"{text} all layers of a type", per_layer_config=None)
     return heads
 
 
@@ -258,37 +167,25 @@ def _ropes(fields: Fields, heads: Mapping[str, tuple[int, int]]) -> tuple[dict[s
     scaling = fields.get("rope_scaling", stated)  # It replaces the other one in transformers too.
     if stated is not None and scaling != stated:
         text = "rope_scaling and rope_parameters contradict each other"
-        fields.note(WrongField(text), rope_parameters=None, rope_scaling=None)
+        fields.note_wrong(text, rope_parameters=None, rope_scaling=None)
     stated = scaling or ROPES
     ropes = {}
     for kind, (_, width) in heads.items():
         of_kind = stated.get(kind) if isinstance(stated, dict) else None
-        ropes[kind] = read_rope(fields, kind, of_kind if isinstance(of_kind, dict) else {}, width)
+        ropes[kind] = proportional_rope.read_rope(
+            fields, kind, of_kind if isinstance(of_kind, dict) else {}, width
+        )
     return ropes, max_length
 
 
-def _inputs(fields: Fields) -> InputsForm | None:
+def _inputs(fields: Fields) -> gemma_layers.InputsForm | None:
     """Returns what the fields say of the inputs that layers have of their own."""
     width = fields.integer("hidden_size_per_layer_input", 256, least=0)
     rows = fields.integer("vocab_size_per_layer_input", 262_144)
     if width and rows < (size := fields.integer("vocab_size")):
         text = f"vocab_size_per_layer_input = {rows} must not be less than vocab_size = {size}"
-        fields.note(WrongField(text), vocab_size_per_layer_input=size)
-    return InputsForm(width, rows) if width else None
-
-
-def _experts(fields: Fields) -> ExpertsSpec | None:
-    """Returns what the fields say of experts."""
-    if not fields.flag("enable_moe_block", False):
-        return None
-    num_experts = fields.integer("num_experts")
-    per_token = fields.integer("top_k_experts")
-    if per_token > num_experts:
-        text = f"top_k_experts = {per_token} of num_experts = {num_experts} experts cannot be"
-        fields.note(WrongField(text), top_k_experts=1, num_experts=num_experts)
-        per_token = 1
-    routing = Routing(num_experts=num_experts, per_token=per_token, normalized=True)
-    return ExpertsSpec(routing, fields.integer("moe_intermediate_size"))
+        fields.note_wrong(text, vocab_size_per_layer_input=size)
+    return gemma_layers.InputsForm(width, rows) if width else None
 
 
 class Gemma4Layer(nnx.Module):
@@ -296,17 +193,18 @@ class Gemma4Layer(nnx.Module):
 
     def __init__(self, config: Gemma4Config, index: int, at: Scope):
         form = config.layer_forms[index]
-        self.attention_norm = rms_norm(config, at / "input_layernorm")
-        self.attention = gemma4_attention(config, index, at / "self_attn")
-        self.post_attention_norm = rms_norm(config, at / "post_attention_layernorm")
-        self.mlp_norm = rms_norm(config, at / "pre_feedforward_layernorm")
-        self.mlp = gated_mlp(config, at / "mlp", width=form.intermediate_size)
-        self.post_mlp_norm = rms_norm(config, at / "post_feedforward_layernorm")
+        self.attention_norm = norms.rms_norm(config, at / "input_layernorm")
+        self.attention = gemma_layers.gemma4_attention(config, index, at / "self_attn")
+        self.post_attention_norm = norms.rms_norm(config, at / "post_attention_layernorm")
+        self.mlp_norm = norms.rms_norm(config, at / "pre_feedforward_layernorm")
+        self.mlp = mlp.gated_mlp(config, at / "mlp", width=form.intermediate_size)
+        self.post_mlp_norm = norms.rms_norm(config, at / "post_feedforward_layernorm")
         experts, inputs = config.experts, config.inputs
-        self.experts = None if experts is None else Gemma4Experts(config, experts, at)
-        self.input = None if inputs is None else GatedInput(config, inputs.width, at)
-        scalar = tensor((at / "layer_scalar").name, 1)
-        self.scale = parameter((1,), axes=(None,), dtype=at.dtype, sources=[scalar])
+        self.experts = (
+            None if experts is None else gemma4_experts.Gemma4Experts(config, experts, at)
+        )
+        self.input = None if inputs is None else gemma_layers.GatedInput(config, inputs.width, at)
+        self.scale = at.vector("layer_scalar", 1)
 
     def __call__(
         self,
@@ -328,39 +226,31 @@ class Gemma4Layer(nnx.Module):
         return out_TD * self.scale[...][None], layer_pages
 
 
-class Gemma4(Gemma2, config=Gemma4Config):
+class Gemma4(gemma.Gemma2, config=Gemma4Config):
     """Gemma 4, text (Gemma Team, 2026), has wider heads in full layers; some layers share pages.
 
     Embeddings and logits are those of Gemma 2. Norms store their scales as they are.
     """
 
-    takes_vectors = True
-    make_norm = staticmethod(rms_norm)
+    make_norm = staticmethod(norms.rms_norm)
 
-    def __init__(self, config: Gemma4Config, *, dtype: DTypeLike):
-        super().__init__(config, dtype=dtype)
-        inputs, at = config.inputs, Scope(config.name, dtype)
-        self.inputs = None if inputs is None else PerLayerInputs(config, inputs, at)
+    def make_others(self, config: Any, at: Scope) -> None:
+        """Makes what computes the inputs that layers have of their own, if they have any."""
+        inputs = config.inputs
+        self.inputs = None if inputs is None else gemma_layers.PerLayerInputs(config, inputs, at)
 
     @classmethod
     def make_block(cls, config: Any, index: int, at: Scope) -> nnx.Module:
         """Returns a layer."""
         return Gemma4Layer(config, index, at)
 
-    def __call__(
-        self, token_ids_T: Int[Array, "T"], pages: Pages, context: ForwardContext
-    ) -> Hidden:
-        """Returns hidden states, pages and auxiliary hidden states."""
-        hidden_TD = self.embed(token_ids_T, context)
-        layers: list[Any] = list(self.layers)
-        if self.inputs is not None:
-            if context.vectors is not None:
-                is_vector_T, _ = context.vectors
-                token_ids_T = jnp.where(is_vector_T, self.config.padding_id, token_ids_T)
-            inputs_TLI = self.inputs(token_ids_T, hidden_TD)
-            layers = [
-                functools.partial(layer, input_TI=inputs_TLI[:, number])
-                for number, layer in enumerate(layers)
-            ]
-        places = self.config.layer_places
-        return run_layers(layers, self.norm, hidden_TD, pages, context, places)
+    def bind_layers(
+        self, token_ids_T: Int[Array, "T"], hidden_TD: Float[Array, "T D"], context: ForwardContext
+    ) -> Iterable[Any]:
+        """Returns the layers, each with its input from the token."""
+        if self.inputs is None:
+            return self.layers
+        if context.vectors is not None:
+            is_vector_T, _ = context.vectors
+            token_ids_T = jax.numpy.where(is_vector_T, self.config.padding_id, token_ids_T)
+        return gemma_layers.bind_inputs(self.layers, self.inputs(token_ids_T, hidden_TD))

@@ -6,24 +6,20 @@ have its own input, computed from the token.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from jaxpage.layers.activations import ACTIVATIONS
-from jaxpage.layers.attention import Attention, HeadNorms, Projections, Scores
-from jaxpage.layers.embedding import Embedding
-from jaxpage.layers.linear import Linear, Part, linear
-from jaxpage.models.config.config_fields import WrongField
-from jaxpage.models.config.fields import Fields
+from jaxpage.layers import ACTIVATIONS, Attention, Embedding, HeadNorms, Linear, Projections, Scores
+from jaxpage.layers.linear import Part, linear
+from jaxpage.models.config import Fields
 from jaxpage.models.gemma import SLIDING
+from jaxpage.models.parts import Scope, norms
 from jaxpage.models.parts.decoder_config import DecoderConfig
-from jaxpage.models.parts.norms import rms_norm
-from jaxpage.models.parts.projection import projection
-from jaxpage.models.parts.scope import Scope
 
 
 @dataclass(frozen=True)
@@ -104,7 +100,7 @@ def find_shared_layers(fields: Fields, types: tuple[str, ...], default: int) -> 
         text = (
             f"num_kv_shared_layers leaves no layer of type {', '.join(sorted(missing))} with keys"
         )
-        fields.note(WrongField(text), num_kv_shared_layers=0)
+        fields.note_wrong(text, num_kv_shared_layers=0)
         return tuple(range(len(types)))
     last = {kind: place for place, kind in enumerate(types_with_pages)}
     return (*range(len(types_with_pages)), *(last[kind] for kind in types[len(types_with_pages) :]))
@@ -128,7 +124,7 @@ def cache_of_types(types: Sequence[str], places: Sequence[int], window: int) -> 
 
 def whole_projection(num_in: int, at: Scope, name: str, num_out: int) -> Linear:
     """Returns a projection that is not divided among devices."""
-    return projection(num_in, at, (name, num_out), axes=(None, None))
+    return at.projection(num_in, (name, num_out), axes=(None, None))
 
 
 class PerLayerInputs(nnx.Module):
@@ -147,7 +143,7 @@ class PerLayerInputs(nnx.Module):
         norm = at / "per_layer_projection_norm"
         self.table = Embedding(inputs.vocab_size, width, name=table, axis=None, dtype=at.dtype)
         self.product = whole_projection(config.hidden_size, at, "per_layer_model_projection", width)
-        self.norm = rms_norm(config, norm, width=inputs.width, axis=None)
+        self.norm = norms.rms_norm(config, norm, width=inputs.width, axis=None)
         self.scale = config.hidden_size**-0.5
         self.input_width = inputs.width
 
@@ -161,6 +157,14 @@ class PerLayerInputs(nnx.Module):
         return (of_embedding + of_token) * 2.0**-0.5
 
 
+def bind_inputs(layers: Iterable[Any], inputs_TLI: Float[Array, "T L I"]) -> list[Any]:
+    """Returns layers, each with its own input."""
+    return [
+        functools.partial(layer, input_TI=inputs_TLI[:, number])
+        for number, layer in enumerate(layers)
+    ]
+
+
 class GatedInput(nnx.Module):
     """Takes a layer's own input through a gate that depends on the hidden state."""
 
@@ -168,7 +172,7 @@ class GatedInput(nnx.Module):
         width = config.hidden_size
         self.gate = whole_projection(width, layer, "per_layer_input_gate", input_width)
         self.product = whole_projection(input_width, layer, "per_layer_projection", width)
-        self.norm = rms_norm(config, layer / "post_per_layer_input_norm")
+        self.norm = norms.rms_norm(config, layer / "post_per_layer_input_norm")
         self.activation = config.activation
 
     def __call__(
@@ -196,15 +200,15 @@ def gemma4_attention(config: Gemma4LayersConfig, index: int, at: Scope) -> Atten
     if form.place == index:
         names = ["k_proj"] if form.keys_are_values else ["k_proj", "v_proj"]
         parts += [Part(num_kv_heads * head_dim, "kv_heads", (at / name).name) for name in names]
-        key_norm = rms_norm(config, at / "k_norm", width=head_dim, axis=None)
-        value_norm = rms_norm(config, None, width=head_dim)
-    query_norm = rms_norm(config, at / "q_norm", width=head_dim, axis=None)
+        key_norm = norms.rms_norm(config, at / "k_norm", width=head_dim, axis=None)
+        value_norm = norms.rms_norm(config, None, width=head_dim)
+    query_norm = norms.rms_norm(config, at / "q_norm", width=head_dim, axis=None)
     window = config.kv.sliding_windows[form.place]
     return Attention(
         form.place,
         Projections(
             linear(width, *parts, input_axis="embed", bias=bias, dtype=at.dtype),
-            projection(query_rows, at, ("o_proj", width), axes=("heads", "embed"), bias=bias),
+            at.projection(query_rows, ("o_proj", width), axes=("heads", "embed"), bias=bias),
         ),
         head_dim=head_dim,
         rope=config.rope_of(index),

@@ -9,17 +9,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from jaxpage.layers.attention import HeadNorms
-from jaxpage.models.config.experts import first_dense, read_corrected_experts, sparse_by_type
-from jaxpage.models.config.fields import Fields
-from jaxpage.models.config.mtp_names import read_numbered_names
+from jaxpage.layers import HeadNorms
+from jaxpage.models.config import Fields, expert_fields, mtp_names
 from jaxpage.models.deepseek import ALIASES, INDEXER, DeepseekV2, DeepseekV2Config
 from jaxpage.models.llama import Llama
-from jaxpage.models.parts.attention import norms_of_heads
-from jaxpage.models.parts.decoder_config import DecoderConfig, Defaults
-from jaxpage.models.parts.experts import DEEPSEEK_NAMES, ExpertsConfig
-from jaxpage.models.parts.latent import read_indexed_decoder, read_latent_decoder
-from jaxpage.models.parts.scope import Scope
+from jaxpage.models.parts import Scope, attention, latent
+from jaxpage.models.parts.decoder_config import DecoderConfig, Defaults, ExpertsConfig
+from jaxpage.models.parts.names import DEEPSEEK_EXPERTS
 from jaxpage.models.qwen import Qwen3Moe
 
 
@@ -83,16 +79,18 @@ class Glm4MoeConfig(ExpertsConfig):
         return cls.from_fields(
             fields,
             has_head_norms=fields.flag("use_qk_norm", False),
-            experts=read_corrected_experts(fields, count=128, per_token=8, width=1408),
-            sparse_layers=first_dense(fields, 1),
-            draft_heads=read_numbered_names(fields),
+            experts=expert_fields.read_corrected_experts(
+                fields, count=128, per_token=8, width=1408
+            ),
+            sparse_layers=expert_fields.first_dense(fields, 1),
+            draft_heads=mtp_names.read_numbered_names(fields),
         )
 
 
 class Glm4Moe(Qwen3Moe, config=Glm4MoeConfig):
     """GLM-4.5 to 4.7 (Z.ai, 2025) rotate half of a head, and have the experts of DeepSeek-V3."""
 
-    expert_names = DEEPSEEK_NAMES
+    expert_names = DEEPSEEK_EXPERTS
     output_bias = False
     # The MTP heads of published files (GLM-4.5 and its Air), where config.json does not count them.
     ignored = (*Llama.ignored, "*layers.92.*", "*layers.46.*")
@@ -100,7 +98,7 @@ class Glm4Moe(Qwen3Moe, config=Glm4MoeConfig):
     @classmethod
     def make_head_norms(cls, config: Any, at: Scope) -> HeadNorms:
         """Returns the norms of queries and keys, which the config may ask for."""
-        return norms_of_heads(config, at) if config.has_head_norms else HeadNorms()
+        return attention.norms_of_heads(config, at) if config.has_head_norms else HeadNorms()
 
 
 class Glm4MoeLiteConfig(DeepseekV2Config):
@@ -116,10 +114,16 @@ class Glm4MoeLiteConfig(DeepseekV2Config):
         num_layers = fields.integer("num_hidden_layers")
         return cls.from_fields(
             fields,
-            **read_latent_decoder(fields, max_length=202_752, query_rank=768, plain=192, value=256),
-            experts=read_corrected_experts(fields, count=64, per_token=4, width=1536, factor=1.8),
-            sparse_layers=sparse_by_type(fields, (False, *(True,) * (num_layers - 1))),
-            draft_heads=read_numbered_names(fields),
+            **latent.read_latent_decoder(
+                fields, max_length=202_752, query_rank=768, plain=192, value=256
+            ),
+            experts=expert_fields.read_corrected_experts(
+                fields, count=64, per_token=4, width=1536, factor=1.8
+            ),
+            sparse_layers=expert_fields.sparse_by_type(
+                fields, (False, *(True,) * (num_layers - 1))
+            ),
+            draft_heads=mtp_names.read_numbered_names(fields),
         )
 
 
@@ -146,12 +150,16 @@ class GlmMoeDsaConfig(DeepseekV2Config):
         """Returns what the fields say."""
         return cls.from_fields(
             fields,
-            **read_indexed_decoder(
+            **latent.read_indexed_decoder(
                 fields, max_length=202_752, query_rank=2048, plain=192, value=256
             ),
-            experts=read_corrected_experts(fields, count=256, per_token=8, width=2048, factor=2.5),
-            sparse_layers=sparse_by_type(fields, first_dense(fields, 3)),
-            draft_heads=read_numbered_names(fields, INDEXER),
+            experts=expert_fields.read_corrected_experts(
+                fields, count=256, per_token=8, width=2048, factor=2.5
+            ),
+            sparse_layers=expert_fields.sparse_by_type(
+                fields, expert_fields.first_dense(fields, 3)
+            ),
+            draft_heads=mtp_names.read_numbered_names(fields, INDEXER),
         )
 
 

@@ -11,20 +11,15 @@ from typing import Any, ClassVar
 
 from flax import nnx
 
-from jaxpage.layers.attention import Attention, Projections, Scores
-from jaxpage.layers.linear import Linear, Part, linear
-from jaxpage.layers.mlp import MLP
-from jaxpage.layers.rope import NO_ROTATION
+from jaxpage.layers import MLP, NO_ROTATION, Attention, Linear, Projections, Scores
+from jaxpage.layers.linear import Part, linear
 from jaxpage.models.base import KVSpec
-from jaxpage.models.config.fields import Fields
+from jaxpage.models.config import Fields
 from jaxpage.models.llama import Llama
-from jaxpage.models.parts.attention import AttentionNames, grouped_query_attention
-from jaxpage.models.parts.block import Block
-from jaxpage.models.parts.decoder import Decoder, ModuleNames
+from jaxpage.models.parts import Scope, attention, mlp, norms
+from jaxpage.models.parts.decoder import Block, Decoder
 from jaxpage.models.parts.decoder_config import DecoderConfig, Defaults
-from jaxpage.models.parts.mlp import plain_mlp
-from jaxpage.models.parts.norms import layer_norm
-from jaxpage.models.parts.scope import Scope
+from jaxpage.models.parts.names import AttentionNames, ModuleNames
 
 ALIASES = {
     "hidden_size": "n_embd",
@@ -94,15 +89,15 @@ class GPT2(Decoder, config=GPT2Config):
         "*.crossattention.bias",
     )
     names = ModuleNames(tokens="wte", positions="wpe", layers="h", norm="ln_f")
-    make_norm = staticmethod(layer_norm)
+    make_norm = staticmethod(norms.layer_norm)
 
     @classmethod
     def make_block(cls, config: Any, index: int, at: Scope) -> nnx.Module:
         """Returns a layer."""
         return Block(
-            attention_norm=layer_norm(config, at / "ln_1"),
+            attention_norm=norms.layer_norm(config, at / "ln_1"),
             attention=cls.make_attention(config, index, at / "attn"),
-            mlp_norm=layer_norm(config, at / "ln_2"),
+            mlp_norm=norms.layer_norm(config, at / "ln_2"),
             mlp=cls.make_mlp(config, at / "mlp"),
         )
 
@@ -196,12 +191,12 @@ class GPTBigCode(GPT2, config=GPTBigCodeConfig):
         """Returns the attention of a layer."""
         names = AttentionNames(output="c_proj", fused="c_attn")
         scores = Scores(scale=config.attention_scale)
-        return grouped_query_attention(config, index, at, names=names, scores=scores)
+        return attention.grouped_query_attention(config, index, at, names=names, scores=scores)
 
     @classmethod
     def make_mlp(cls, config: Any, at: Scope) -> nnx.Module:
         """Returns the feed-forward half of a layer."""
-        return plain_mlp(config, at, "c_fc", "c_proj")
+        return mlp.plain_mlp(config, at, "c_fc", "c_proj")
 
 
 class Starcoder2Config(DecoderConfig):
@@ -235,9 +230,6 @@ class Starcoder2(Llama, config=Starcoder2Config):
     Its window is that of all layers.
     """
 
-    make_norm = staticmethod(layer_norm)
+    plain_names = ("c_fc", "c_proj")
 
-    @classmethod
-    def make_mlp(cls, config: Any, index: int, layer: Scope) -> nnx.Module:
-        """Returns the feed-forward half of a layer."""
-        return plain_mlp(config, layer / "mlp", "c_fc", "c_proj")
+    make_norm = staticmethod(norms.layer_norm)

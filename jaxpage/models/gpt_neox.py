@@ -7,28 +7,21 @@ every other layer. StableLM (Bellagente et al., 2024) began as GPT-NeoX and has 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-import jax
 from flax import nnx
 from jaxtyping import Array, Float
 
-from jaxpage.layers.attention import Attention, HeadNorms, Projections, Scores
-from jaxpage.layers.rope import Rope
+from jaxpage.layers import Attention, HeadNorms, Projections, Rope, Scores
 from jaxpage.layers.rope_scaling import make_rope
-from jaxpage.models.config.config_fields import RefusedField, WrongField
-from jaxpage.models.config.fields import Fields, without
+from jaxpage.models.config import Fields
 from jaxpage.models.gpt2 import ALIASES, EPSILON, GPT2, inner_width
 from jaxpage.models.llama import Llama
-from jaxpage.models.parts.attention import AttentionNames, grouped_query_attention, norms_by_head
-from jaxpage.models.parts.block import Block
-from jaxpage.models.parts.decoder import Decoder, ModuleNames
+from jaxpage.models.parts import Scope, attention, mlp, norms
+from jaxpage.models.parts.decoder import Block, Decoder
 from jaxpage.models.parts.decoder_config import DecoderConfig, Defaults
-from jaxpage.models.parts.mlp import plain_mlp
-from jaxpage.models.parts.norms import layer_norm
-from jaxpage.models.parts.scope import Scope
+from jaxpage.models.parts.names import AttentionNames, ModuleNames
 
 NUM_PARTS = 4  # The parts of the product of CodeGen.
 
@@ -42,19 +35,12 @@ class GPTNeoXConfig(DecoderConfig):
     """
 
     model_type = "gpt_neox"
+    idle_fields = ("partial_rotary_factor",)  # transformers writes it, and reads `rotary_pct`
     defaults = Defaults(
         plain_heads=True, epsilon=("layer_norm_eps", 1e-5), activation="gelu", attention_bias=True
     )
 
     parallel: bool
-
-    @classmethod
-    def complete(cls, config: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Returns the config without a field that `rotary_pct` outranks.
-
-        transformers writes it into files, and passes it over.
-        """
-        return without(config, "partial_rotary_factor")
 
     @classmethod
     def read(cls, fields: Fields) -> GPTNeoXConfig:
@@ -83,17 +69,19 @@ class GPTNeoX(Decoder, config=GPTNeoXConfig):
     prefix = "gpt_neox."
     ignored = ("*.attention.bias", "*.attention.masked_bias", "*rotary_emb.inv_freq")
     names = ModuleNames(tokens="embed_in", norm="final_layer_norm", heads=("embed_out", "lm_head"))
-    make_norm = staticmethod(layer_norm)
+    make_norm = staticmethod(norms.layer_norm)
 
     @classmethod
     def make_block(cls, config: Any, index: int, at: Scope) -> nnx.Module:
         """Returns a layer."""
         names = AttentionNames(output="dense", fused="query_key_value")
         return Block(
-            attention_norm=layer_norm(config, at / "input_layernorm"),
-            attention=grouped_query_attention(config, index, at / "attention", names=names),
-            mlp_norm=layer_norm(config, at / "post_attention_layernorm"),
-            mlp=plain_mlp(config, at / "mlp", "dense_h_to_4h", "dense_4h_to_h"),
+            attention_norm=norms.layer_norm(config, at / "input_layernorm"),
+            attention=attention.grouped_query_attention(
+                config, index, at / "attention", names=names
+            ),
+            mlp_norm=norms.layer_norm(config, at / "post_attention_layernorm"),
+            mlp=mlp.plain_mlp(config, at / "mlp", "dense_h_to_4h", "dense_4h_to_h"),
             parallel=config.parallel,
         )
 
@@ -125,7 +113,7 @@ def _gptj_rope(fields: Fields, head_dim: int, max_length: int) -> Rope:
     width = fields.integer("rotary_dim", 64)
     if width % 2 or width > head_dim:
         text = f"rotary_dim = {width} must be even, and at most the width of a head, {head_dim}"
-        fields.note(WrongField(text), rotary_dim=2)
+        fields.note_wrong(text, rotary_dim=2)
         width = 2
     parameters = {"rope_type": "default", "rope_theta": 10_000.0}
     rope, _ = make_rope(parameters, head_dim=width, max_position_embeddings=max_length)
@@ -142,23 +130,25 @@ class GPTJ(Decoder, config=GPTJConfig):
     ignored = ("*.attn.bias", "*.attn.masked_bias", "*.attn.causal_mask")
     names = ModuleNames(tokens="wte", layers="h", norm="ln_f")
     head_bias = True
-    make_norm = staticmethod(layer_norm)
+    make_norm = staticmethod(norms.layer_norm)
 
     @classmethod
     def make_block(cls, config: Any, index: int, at: Scope) -> nnx.Module:
         """Returns a layer."""
         return Block(
-            attention_norm=layer_norm(config, at / "ln_1"),
+            attention_norm=norms.layer_norm(config, at / "ln_1"),
             attention=cls.make_attention(config, index, at / "attn"),
             mlp_norm=None,
-            mlp=plain_mlp(config, at / "mlp", "fc_in", "fc_out"),
+            mlp=mlp.plain_mlp(config, at / "mlp", "fc_in", "fc_out"),
             parallel=True,
         )
 
     @classmethod
     def make_attention(cls, config: Any, index: int, at: Scope) -> Attention:
         """Returns the attention of a layer."""
-        return grouped_query_attention(config, index, at, names=AttentionNames("out_proj"))
+        return attention.grouped_query_attention(
+            config, index, at, names=AttentionNames("out_proj")
+        )
 
 
 class CodeGenConfig(GPTJConfig):
@@ -167,18 +157,19 @@ class CodeGenConfig(GPTJConfig):
     model_type = "codegen"
 
     @classmethod
-    def from_config(cls, config: Mapping[str, Any]) -> DecoderConfig:
-        """Returns what a config.json says."""
-        read = super().from_config(config)
-        if read.num_query_heads % NUM_PARTS:
-            raise WrongField(f"{NUM_PARTS} must divide n_head = {read.num_query_heads}")
-        return read
+    def read(cls, fields: Fields) -> GPTJConfig:
+        """Returns what the fields say."""
+        num_heads = fields.integer("num_attention_heads")
+        if num_heads % NUM_PARTS:
+            text = f"{NUM_PARTS} must divide n_head = {num_heads}"
+            fields.note_wrong(text, num_attention_heads=NUM_PARTS, n_head=NUM_PARTS)
+        return super().read(fields)
 
 
 class AttentionInParts(Attention):
     """Divides the one product in parts, each with the queries, values and keys of some heads."""
 
-    def project(self, x_TI: Float[Array, "T I"]) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def project(self, x_TI: Float[Array, "T I"]) -> tuple[Array, Array, Array]:
         """Returns queries, keys and values; see `Attention.project`."""
         fused = self.query_key_value(x_TI)
         num_tokens = fused.shape[0]
@@ -197,7 +188,7 @@ class CodeGen(GPTJ, config=CodeGenConfig):
     def make_attention(cls, config: Any, index: int, at: Scope) -> Attention:
         """Returns the attention of a layer."""
         names = AttentionNames("out_proj", fused="qkv_proj")
-        whole = grouped_query_attention(config, index, at, names=names)
+        whole = attention.grouped_query_attention(config, index, at, names=names)
         return AttentionInParts(
             index,
             Projections(whole.query_key_value, whole.output, num_groups=NUM_PARTS),
@@ -242,7 +233,7 @@ def _kinds(fields: Fields) -> list[str]:
         kinds = []
     if len(kinds) != num_layers or set(kinds) - {"global", "local"}:
         text = f"attention_types = {types!r} must say global or local of {num_layers} layers"
-        fields.note(RefusedField(text), attention_types=[[["global"], num_layers]])
+        fields.note_unsupported(text, attention_types=[[["global"], num_layers]])
         return ["global"] * num_layers
     return kinds
 
@@ -258,7 +249,7 @@ class GPTNeo(GPT2, config=GPTNeoConfig):
     @classmethod
     def make_attention(cls, config: Any, index: int, at: Scope) -> nnx.Module:
         """Returns the attention of a layer, whose products for its input have no biases."""
-        return grouped_query_attention(
+        return attention.grouped_query_attention(
             config,
             index,
             at / "attention",
@@ -270,7 +261,7 @@ class GPTNeo(GPT2, config=GPTNeoConfig):
     @classmethod
     def make_mlp(cls, config: Any, at: Scope) -> nnx.Module:
         """Returns the feed-forward half of a layer."""
-        return plain_mlp(config, at, "c_fc", "c_proj")
+        return mlp.plain_mlp(config, at, "c_fc", "c_proj")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -308,7 +299,7 @@ class StableLm(Llama, config=StableLmConfig):
     Some of its models compute both halves of a layer in parallel, or have a norm for each head.
     """
 
-    make_norm = staticmethod(layer_norm)
+    make_norm = staticmethod(norms.layer_norm)
     output_bias = False
 
     @classmethod
@@ -316,9 +307,11 @@ class StableLm(Llama, config=StableLmConfig):
         """Returns a layer; where its halves are parallel, the second one has no norm of its own."""
         parallel = config.use_parallel_residual
         return Block(
-            attention_norm=layer_norm(config, at / "input_layernorm"),
+            attention_norm=norms.layer_norm(config, at / "input_layernorm"),
             attention=cls.make_attention(config, index, at / "self_attn"),
-            mlp_norm=None if parallel else layer_norm(config, at / "post_attention_layernorm"),
+            mlp_norm=None
+            if parallel
+            else norms.layer_norm(config, at / "post_attention_layernorm"),
             mlp=cls.make_mlp(config, index, at),
             parallel=parallel,
         )
@@ -326,4 +319,6 @@ class StableLm(Llama, config=StableLmConfig):
     @classmethod
     def make_head_norms(cls, config: Any, at: Scope) -> HeadNorms:
         """Returns the norms of queries and keys, which the config may ask for."""
-        return norms_by_head(config, at, apart=True) if config.qk_layernorm else HeadNorms()
+        return (
+            attention.norms_by_head(config, at, apart=True) if config.qk_layernorm else HeadNorms()
+        )

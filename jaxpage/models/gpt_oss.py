@@ -10,16 +10,13 @@ from typing import Any
 
 from flax import nnx
 
-from jaxpage.layers.attention import Scores
+from jaxpage.layers import Scores
 from jaxpage.layers.experts import ClampedSwiGLU
-from jaxpage.models.config.experts import read_experts
-from jaxpage.models.config.fields import Fields
-from jaxpage.models.config.layer_windows import layer_types, read_windows
+from jaxpage.models.config import Fields, expert_fields, layer_windows
 from jaxpage.models.llama import Llama
-from jaxpage.models.parts.attention import attention_sinks, grouped_query_attention
-from jaxpage.models.parts.decoder_config import Defaults
-from jaxpage.models.parts.experts import ExpertNames, ExpertsConfig
-from jaxpage.models.parts.scope import Scope
+from jaxpage.models.parts import Scope, attention
+from jaxpage.models.parts.decoder_config import Defaults, ExpertsConfig
+from jaxpage.models.parts.names import ExpertNames
 
 ROPE = {
     **{"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False},
@@ -50,12 +47,12 @@ class GptOssConfig(ExpertsConfig):
     @classmethod
     def read(cls, fields: Fields) -> GptOssConfig:
         """Returns what the fields say."""
-        types = layer_types(fields, 2)
+        types = layer_windows.layer_types(fields, 2)
         limit = fields.number("swiglu_limit", 7.0)
         return cls.from_fields(
             fields,
-            sliding_windows=read_windows(fields, types, 128),
-            experts=read_experts(
+            sliding_windows=layer_windows.read_windows(fields, types, 128),
+            experts=expert_fields.read_experts(
                 fields,
                 count=("num_local_experts", 128),
                 per_token=4,
@@ -79,5 +76,5 @@ class GptOss(Llama, config=GptOssConfig):
     @classmethod
     def make_attention(cls, config: Any, index: int, at: Scope) -> nnx.Module:
         """Returns the attention of a layer."""
-        scores = Scores(sinks=attention_sinks(config, at / "sinks"))
-        return grouped_query_attention(config, index, at, scores=scores)
+        scores = Scores(sinks=attention.attention_sinks(config, at / "sinks"))
+        return attention.grouped_query_attention(config, index, at, scores=scores)

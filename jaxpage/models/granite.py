@@ -15,22 +15,13 @@ from typing import Any
 import jax
 from flax import nnx
 
-from jaxpage.layers.attention import Scores
-from jaxpage.layers.experts import ExpertsSpec
-from jaxpage.layers.mamba import MambaSpec
-from jaxpage.models.config.config_fields import RefusedField, WrongField
-from jaxpage.models.config.experts import read_experts
-from jaxpage.models.config.fields import Fields
-from jaxpage.models.config.layer_windows import layer_types, read_windows
-from jaxpage.models.config.recurrent_fields import read_mamba
+from jaxpage.layers import ExpertsSpec, MambaSpec, Scores
+from jaxpage.models.config import Fields, expert_fields, layer_windows, recurrent_fields
 from jaxpage.models.llama import Llama
-from jaxpage.models.parts import attention
-from jaxpage.models.parts.block import Block
-from jaxpage.models.parts.decoder_config import DecoderConfig, Defaults
-from jaxpage.models.parts.experts import ExpertNames, ExpertsConfig
-from jaxpage.models.parts.mlp import MLPNames
-from jaxpage.models.parts.recurrences import mamba2
-from jaxpage.models.parts.scope import Scope
+from jaxpage.models.parts import Scope, attention, recurrences
+from jaxpage.models.parts.decoder import Block
+from jaxpage.models.parts.decoder_config import DecoderConfig, Defaults, ExpertsConfig
+from jaxpage.models.parts.names import ExpertNames, MLPNames
 
 MLP_NAMES = MLPNames("shared_mlp", gate=None, up=None, down="output_linear", fused="input_linear")
 EXPERT_NAMES = ExpertNames(
@@ -137,7 +128,7 @@ class GraniteMoeConfig(ExpertsConfig):
 
 def granite_experts(fields: Fields, shared_width: int | None) -> ExpertsSpec:
     """Returns the experts, with a shared one of this width unless it is None."""
-    return read_experts(
+    return expert_fields.read_experts(
         fields,
         count=("num_local_experts", 8),
         per_token=2,
@@ -199,35 +190,25 @@ def read_swash(fields: Fields, defaults: Defaults) -> dict[str, Any]:
     head_dim = defaults.read_head_dim(fields)
     max_length = fields.integer("max_position_embeddings", defaults.max_length)
     parameters = fields.rope_parameters(max_length, 10_000.0)
-    thetas = _read_thetas(fields, parameters["rope_theta"])
+    # 0 means no rotary embedding.
+    thetas = layer_windows.read_by_layer(
+        fields,
+        "layer_rope_theta",
+        [parameters["rope_theta"]] * fields.integer("num_hidden_layers"),
+        lambda theta: type(theta) in (int, float) and 0 <= theta < math.inf,
+        "a number, or 0,",
+    )
     ropes = {
         theta: fields.rope_of({**parameters, "rope_theta": theta}, head_dim, max_length)[0]
         for theta in thetas
         if theta
     }
     return {
-        "sliding_windows": read_windows(fields, layer_types(fields, 4, first=0), 128),
+        "sliding_windows": layer_windows.read_windows(
+            fields, layer_windows.layer_types(fields, 4, first=0), 128
+        ),
         "rope_by_layer": tuple(ropes.get(theta) for theta in thetas),
     }
-
-
-def _read_thetas(fields: Fields, usual: float) -> list[float]:
-    """Returns `rope_theta` of each layer, by default `usual`; 0 means no rotary embedding."""
-    num_layers = fields.integer("num_hidden_layers")
-    thetas = fields.get("layer_rope_theta", None)
-    thetas = [usual] * num_layers if thetas is None else thetas
-    if (
-        not isinstance(thetas, list)
-        or len(thetas) != num_layers
-        or not all(type(each) in (int, float) and 0 <= each < math.inf for each in thetas)
-    ):
-        text = (
-            f"layer_rope_theta must have a number, or 0, for each of {num_layers} layers, not "
-            f"{thetas!r}"
-        )
-        fields.note(WrongField(text), layer_rope_theta=None, num_hidden_layers=num_layers)
-        thetas = [usual] * num_layers
-    return thetas
 
 
 class GraniteSWA(Granite, config=GraniteSWAConfig):
@@ -289,11 +270,11 @@ class GraniteMoeHybridConfig(ExpertsConfig):
             kinds=(FULL, LINEAR),
             older={"attention": FULL, "mamba": LINEAR},
         )
-        mamba = read_mamba(fields)
+        mamba = recurrent_fields.read_mamba(fields)
         positions = fields.get("position_embedding_type", None)
         if positions not in (None, "nope", "rope"):
             text = f"position_embedding_type = {positions!r} is not one of rope, nope, null"
-            fields.note(RefusedField(text), position_embedding_type="rope")
+            fields.note_unsupported(text, position_embedding_type="rope")
         shared_width = fields.integer("shared_intermediate_size", 1024)
         has_experts = fields.integer("num_local_experts", 8, least=0) > 0
         return cls.from_fields(
@@ -314,4 +295,4 @@ class GraniteMoeHybrid(GraniteMoe, config=GraniteMoeHybridConfig):
     @classmethod
     def make_recurrence(cls, config: Any, index: int, layer: Scope) -> nnx.Module:
         """Returns Mamba 2 of a layer that keeps a state."""
-        return mamba2(config, config.recurrent, index, layer / "mamba")
+        return recurrences.mamba2(config, config.recurrent, index, layer / "mamba")

@@ -6,13 +6,12 @@ import functools
 from collections.abc import Mapping
 from typing import Any
 
-from jaxpage.models.config.config_fields import WrongField
-from jaxpage.models.config.experts import read_experts
-from jaxpage.models.config.fields import NO_ROPE, Fields
+from jaxpage.models.config import Fields, expert_fields
+from jaxpage.models.config.fields import NO_ROPE
 from jaxpage.models.llama import Llama
-from jaxpage.models.parts.attention import norms_of_heads
-from jaxpage.models.parts.decoder_config import DecoderConfig, Defaults, read_head_dim
-from jaxpage.models.parts.experts import ExpertNames, ExpertsConfig
+from jaxpage.models.parts import attention
+from jaxpage.models.parts.decoder_config import DecoderConfig, Defaults, ExpertsConfig
+from jaxpage.models.parts.names import ExpertNames
 
 HEAD_NORMS = ("query_layernorm", "key_layernorm")
 DEFAULTS = Defaults(epsilon=1e-5, attention_bias=False)
@@ -20,7 +19,7 @@ DEFAULTS = Defaults(epsilon=1e-5, attention_bias=False)
 
 def replace_alpha(fields: Fields) -> None:
     """Replaces a "dynamic" rope with `alpha` by one with a larger base at every length."""
-    head_dim = read_head_dim(fields)
+    head_dim = fields.head_dim()
     max_length = fields.integer("max_position_embeddings", 2048)
     parameters = fields.rope_parameters(max_length, 10_000.0)
     alpha = parameters.get("alpha")
@@ -36,7 +35,7 @@ def replace_alpha(fields: Fields) -> None:
         }
     else:
         text = f"rope alpha and rope_theta must be positive numbers, not {numbers}"
-        fields.note(WrongField(text), **NO_ROPE)
+        fields.note_wrong(text, **NO_ROPE)
 
 
 class HunYuanDenseConfig(DecoderConfig):
@@ -56,7 +55,7 @@ class HunYuanDense(Llama, config=HunYuanDenseConfig):
     """HunYuan, dense (Tencent, 2025), is Llama with norms of queries and keys after rotation."""
 
     make_head_norms = staticmethod(
-        functools.partial(norms_of_heads, names=HEAD_NORMS, after_rotation=True)
+        functools.partial(attention.norms_of_heads, names=HEAD_NORMS, after_rotation=True)
     )
 
 
@@ -80,7 +79,7 @@ class HunYuanMoeConfig(ExpertsConfig):
         replace_alpha(fields)
         return cls.from_fields(
             fields,
-            experts=read_experts(
+            experts=expert_fields.read_experts(
                 fields,
                 count=("num_experts", 1),
                 per_token=1,

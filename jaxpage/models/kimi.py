@@ -17,18 +17,14 @@ from typing import Any
 
 from flax import nnx
 
-from jaxpage.layers.delta_net import ChannelProducts, DeltaWidths
-from jaxpage.models.config.config_fields import RefusedField, WrongField
-from jaxpage.models.config.experts import first_dense, read_corrected_experts, sparse_by_type
-from jaxpage.models.config.fields import Fields
-from jaxpage.models.config.recurrent_fields import check_activation
+from jaxpage.layers import DeltaWidths
+from jaxpage.layers.delta_net import ChannelProducts
+from jaxpage.models.config import Fields, expert_fields, recurrent_fields
 from jaxpage.models.llama import Llama
-from jaxpage.models.parts.decoder_config import Defaults
-from jaxpage.models.parts.experts import ExpertNames, ExpertsConfig
-from jaxpage.models.parts.latent import LatentSpec, latent_attention, read_widths
-from jaxpage.models.parts.projection import projection
-from jaxpage.models.parts.recurrences import delta_net
-from jaxpage.models.parts.scope import Scope
+from jaxpage.models.parts import Scope, latent, recurrences
+from jaxpage.models.parts.decoder_config import Defaults, ExpertsConfig
+from jaxpage.models.parts.latent import LatentSpec
+from jaxpage.models.parts.names import ExpertNames
 
 FULL = "full_attention"
 LINEAR = "linear_attention"
@@ -83,13 +79,13 @@ class KimiLinearConfig(ExpertsConfig):
         nested = fields.get("linear_attn_config", None)
         if nested is not None and not isinstance(nested, dict):
             text = f"linear_attn_config must be an object, not {nested!r}"
-            fields.note(WrongField(text), linear_attn_config=None)
+            fields.note_wrong(text, linear_attn_config=None)
             nested = None
-        check_activation(fields)
+        recurrent_fields.check_activation(fields)
         _refuse(fields)
         types = _layer_types(fields, nested or {})
         delta = _read_delta(fields)
-        widths = read_widths(fields, query_rank=None)
+        widths = latent.read_widths(fields, query_rank=None)
         return cls.from_fields(
             fields,
             num_kv_heads=1,
@@ -100,7 +96,7 @@ class KimiLinearConfig(ExpertsConfig):
             },
             latent=LatentSpec(widths, widths.query**-0.5, fields.flag("attention_bias", False)),
             recurrent=delta,
-            experts=read_corrected_experts(
+            experts=expert_fields.read_corrected_experts(
                 fields,
                 count=256,
                 count_field="num_local_experts",
@@ -108,7 +104,9 @@ class KimiLinearConfig(ExpertsConfig):
                 width=1024,
                 factor=2.446,
             ),
-            sparse_layers=sparse_by_type(fields, first_dense(fields, 1)),
+            sparse_layers=expert_fields.sparse_by_type(
+                fields, expert_fields.first_dense(fields, 1)
+            ),
         )
 
 
@@ -120,11 +118,7 @@ def _refuse(fields: Fields) -> None:
         use_grouped_topk=True,
         moe_layer_freq=1,
     )
-    if fields.flag("tie_word_embeddings", False):
-        text = (
-            "tie_word_embeddings = true is not supported for this family: transformers ignores it"
-        )
-        fields.note(RefusedField(text), tie_word_embeddings=False)
+    fields.refuse_true("tie_word_embeddings", " for this family: transformers ignores it")
 
 
 def _layer_types(fields: Fields, nested: Mapping[str, Any]) -> tuple[str, ...]:
@@ -140,7 +134,7 @@ def _layer_types(fields: Fields, nested: Mapping[str, Any]) -> tuple[str, ...]:
         }
         if named.keys() != {*numbers}:
             text = f"linear_attn_config must name each of {len(numbers)} layers, not {lists!r}"
-            fields.note(WrongField(text), linear_attn_config=None)
+            fields.note_wrong(text, linear_attn_config=None)
         usual = [named.get(number, LINEAR) for number in numbers]
     return fields.layer_types(usual, kinds=(FULL, LINEAR))
 
@@ -176,7 +170,7 @@ class KimiLinear(Llama, config=KimiLinearConfig):
     @classmethod
     def make_attention(cls, config: Any, index: int, at: Scope) -> nnx.Module:
         """Returns the latent attention of a layer."""
-        return latent_attention(config, config.latent, index, at)
+        return latent.latent_attention(config, config.latent, index, at)
 
     @classmethod
     def make_recurrence(cls, config: Any, index: int, layer: Scope) -> nnx.Module:
@@ -185,20 +179,20 @@ class KimiLinear(Llama, config=KimiLinearConfig):
         width, delta = config.hidden_size, config.recurrent
         rank = delta.key  # that of decays and gates, which two projections in a row compute
         inner, outer = ("embed", None), (None, "heads")
-        return delta_net(
+        return recurrences.delta_net(
             config,
             delta,
             index,
             at,
-            input=projection(
-                width, at, ("q_proj", delta.keys), ("k_proj", delta.keys), ("v_proj", delta.values)
+            input=at.projection(
+                width, ("q_proj", delta.keys), ("k_proj", delta.keys), ("v_proj", delta.values)
             ),
-            beta_step=projection(width, at, ("b_proj", delta.value_heads)),
+            beta_step=at.projection(width, ("b_proj", delta.value_heads)),
             norm="o_norm",
             output="o_proj",
             channels=ChannelProducts(
-                projection(width, at, ("f_a_proj", rank), ("g_a_proj", rank), axes=inner),
-                projection(rank, at, ("f_b_proj", delta.keys), axes=outer),
-                projection(rank, at, ("g_b_proj", delta.values), axes=outer),
+                at.projection(width, ("f_a_proj", rank), ("g_a_proj", rank), axes=inner),
+                at.projection(rank, ("f_b_proj", delta.keys), axes=outer),
+                at.projection(rank, ("g_b_proj", delta.values), axes=outer),
             ),
         )

@@ -13,21 +13,15 @@ from typing import Any, ClassVar
 
 from flax import nnx
 
+from jaxpage.layers import NO_ROTATION, Rope
 from jaxpage.layers.convolution import ConvolutionSpec
-from jaxpage.layers.rope import NO_ROTATION, Rope
-from jaxpage.models.config.config_fields import WrongField
-from jaxpage.models.config.experts import first_dense, read_experts
-from jaxpage.models.config.fields import NO_ROPE, Fields
-from jaxpage.models.config.layer_windows import read_windows
+from jaxpage.models.config import Fields, expert_fields, layer_windows
+from jaxpage.models.config.fields import NO_ROPE
 from jaxpage.models.config.proportional_rope import read_rope
 from jaxpage.models.llama import Llama
-from jaxpage.models.parts import attention
-from jaxpage.models.parts.decoder import ModuleNames
-from jaxpage.models.parts.decoder_config import DecoderConfig, Defaults
-from jaxpage.models.parts.experts import ExpertNames, ExpertsConfig
-from jaxpage.models.parts.mlp import MLPNames
-from jaxpage.models.parts.recurrences import gated_convolution
-from jaxpage.models.parts.scope import Scope
+from jaxpage.models.parts import Scope, attention, recurrences
+from jaxpage.models.parts.decoder_config import DecoderConfig, Defaults, ExpertsConfig
+from jaxpage.models.parts.names import AttentionNames, ExpertNames, MLPNames, ModuleNames
 
 FULL = "full_attention"
 SLIDING = "sliding_attention"
@@ -108,7 +102,7 @@ def _usual_types(fields: Fields) -> list[str]:
     attending = fields.get("full_attn_idxs", None)
     if attending is not None and not isinstance(attending, list):
         text = f"full_attn_idxs must be a list, not {attending!r}"
-        fields.note(WrongField(text), full_attn_idxs=None)
+        fields.note_wrong(text, full_attn_idxs=None)
         attending = None
     return [FULL if attending is None or index in attending else CONVOLUTION for index in numbers]
 
@@ -139,7 +133,7 @@ class Lfm2(Llama, config=Lfm2Config):
     @classmethod
     def make_recurrence(cls, config: Any, index: int, layer: Scope) -> nnx.Module:
         """Returns the convolution of a layer."""
-        return gated_convolution(config.convolution, index, layer / "conv")
+        return recurrences.gated_convolution(config.convolution, index, layer / "conv")
 
     @classmethod
     def make_attention(cls, config: Any, index: int, at: Scope) -> nnx.Module:
@@ -149,7 +143,7 @@ class Lfm2(Llama, config=Lfm2Config):
             config,
             index,
             at,
-            names=attention.AttentionNames("out_proj"),
+            names=AttentionNames("out_proj"),
             norms=attention.norms_of_heads(config, at, names=names),
         )
 
@@ -167,8 +161,8 @@ class Lfm2MoeConfig(Lfm2Config, ExpertsConfig):
         num_layers = fields.integer("num_hidden_layers")
         if fields.get("layer_types", None) is None:
             text = f"layer_types must name each of the {num_layers} layers, not None"
-            fields.note(WrongField(text), layer_types=[FULL] * num_layers)
-        experts = read_experts(
+            fields.note_wrong(text, layer_types=[FULL] * num_layers)
+        experts = expert_fields.read_experts(
             fields,
             count=("num_experts", 32),
             per_token=4,
@@ -186,7 +180,7 @@ class Lfm2MoeConfig(Lfm2Config, ExpertsConfig):
             fields,
             **read_kinds(fields, types),
             experts=experts,
-            sparse_layers=first_dense(fields, 2, "num_dense_layers"),
+            sparse_layers=expert_fields.first_dense(fields, 2, "num_dense_layers"),
         )
 
 
@@ -235,7 +229,7 @@ class Lfm3Config(Lfm2Config):
         return cls.from_fields(
             fields,
             head_dim=head_dim,
-            sliding_windows=read_windows(fields, types, 256),
+            sliding_windows=layer_windows.read_windows(fields, types, 256),
             **read_kinds(fields, types, kernel=7),
             rope=(ropes.get(FULL, NO_ROTATION), max_length),
             rope_by_layer=tuple(ropes.get(kind) for kind in types),
@@ -264,13 +258,13 @@ def _read_ropes(fields: Fields, types: Sequence[str], head_dim: int) -> dict[str
     }
     if head_dim % 2:
         text = f"the rotary embedding needs an even head width, not head_dim = {head_dim}"
-        fields.note(WrongField(text), head_dim=128)
+        fields.note_wrong(text, head_dim=128)
     ropes = {}
     for kind in [kind for kind in ROPES if kind in types]:
         rope = stated.get(kind) if isinstance(stated, dict) else None
         if not isinstance(rope, dict):
             text = f"rope_parameters must have an object for {kind}, not {stated!r}"
-            fields.note(WrongField(text), **NO_ROPE)
+            fields.note_wrong(text, **NO_ROPE)
             rope = ROPES[kind]
         ropes[kind] = read_rope(fields, kind, {**usual, **rope}, head_dim)
     return ropes

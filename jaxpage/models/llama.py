@@ -22,21 +22,13 @@ from typing import Any, ClassVar
 import jax
 from flax import nnx
 
-from jaxpage.layers.attention import HeadNorms, Scores
+from jaxpage.layers import HeadNorms, Scores
 from jaxpage.layers.mlp import XIELU
-from jaxpage.models.config.config_fields import RefusedField, WrongField
-from jaxpage.models.config.experts import read_experts
-from jaxpage.models.config.fields import Fields
-from jaxpage.models.config.layer_windows import rotating_layers, windows_of
-from jaxpage.models.config.mtp_names import read_numbered_names
-from jaxpage.models.parts.attention import grouped_query_attention, no_head_norms, norms_of_heads
-from jaxpage.models.parts.block import Block
-from jaxpage.models.parts.decoder import Decoder, cap_logits
-from jaxpage.models.parts.decoder_config import DecoderConfig, Defaults, read_head_dim
-from jaxpage.models.parts.experts import PLAIN_NAMES, ExpertNames, ExpertsConfig, mlp_or_experts
-from jaxpage.models.parts.mlp import LLAMA_NAMES, MLPNames, gated_mlp, plain_mlp
-from jaxpage.models.parts.norms import unscaled_rms_norm
-from jaxpage.models.parts.scope import Scope
+from jaxpage.models.config import Fields, expert_fields, layer_windows, mtp_names
+from jaxpage.models.parts import Scope, attention, decoder, experts, mlp, norms
+from jaxpage.models.parts.decoder import Block, Decoder
+from jaxpage.models.parts.decoder_config import DecoderConfig, Defaults, ExpertsConfig
+from jaxpage.models.parts.names import LLAMA_MLP, QWEN_EXPERTS, ExpertNames, MLPNames
 
 CHUNKED = "chunked_attention"
 FULL = "full_attention"
@@ -64,7 +56,7 @@ class LlamaConfig(DecoderConfig):
     @classmethod
     def read(cls, fields: Fields) -> LlamaConfig:
         """Returns what the fields say."""
-        return cls.from_fields(fields, draft_heads=read_numbered_names(fields))
+        return cls.from_fields(fields, draft_heads=mtp_names.read_numbered_names(fields))
 
 
 class Llama(Decoder, config=LlamaConfig):
@@ -79,10 +71,12 @@ class Llama(Decoder, config=LlamaConfig):
         "post_attention_layernorm",
     )
     output_norm_names: ClassVar[tuple[str | None, str | None]] = (None, None)
-    mlp_names: ClassVar[MLPNames] = LLAMA_NAMES
-    expert_names: ClassVar[ExpertNames] = PLAIN_NAMES
+    mlp_names: ClassVar[MLPNames] = LLAMA_MLP
+    # The two products of a feed-forward half without gates; None if it has gates.
+    plain_names: ClassVar[tuple[str, str] | None] = None
+    expert_names: ClassVar[ExpertNames] = QWEN_EXPERTS
     # Returns the norms of queries and keys, of a config and the scope of attention.
-    make_head_norms: ClassVar[Callable[..., HeadNorms]] = staticmethod(no_head_norms)
+    make_head_norms: ClassVar[Callable[..., HeadNorms]] = staticmethod(attention.no_head_norms)
     # True if the product for the output of attention has a bias; None if it is like the others.
     output_bias: ClassVar[bool | None] = None
 
@@ -117,16 +111,22 @@ class Llama(Decoder, config=LlamaConfig):
     @classmethod
     def make_attention(cls, config: Any, index: int, at: Scope) -> nnx.Module:
         """Returns the attention of a layer, whose scope is `at`."""
-        norms = cls.make_head_norms(config, at)
-        return grouped_query_attention(config, index, at, norms=norms, output_bias=cls.output_bias)
+        head_norms = cls.make_head_norms(config, at)
+        return attention.grouped_query_attention(
+            config, index, at, norms=head_norms, output_bias=cls.output_bias
+        )
 
     @classmethod
     def make_mlp(cls, config: Any, index: int, layer: Scope) -> nnx.Module:
         """Returns the feed-forward half of a layer, or its experts."""
         names = cls.mlp_names
+        if cls.plain_names is not None:
+            return mlp.plain_mlp(config, layer / names.module, *cls.plain_names)
         if isinstance(config, ExpertsConfig):
-            return mlp_or_experts(config, index, layer, names=cls.expert_names, mlp_names=names)
-        return gated_mlp(config, layer / names.module, names=names)
+            return experts.mlp_or_experts(
+                config, index, layer, names=cls.expert_names, mlp_names=names
+            )
+        return mlp.gated_mlp(config, layer / names.module, names=names)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,7 +156,7 @@ class Llama4Config(ExpertsConfig):
     @classmethod
     def read(cls, fields: Fields) -> Llama4Config:
         """Returns what the fields say."""
-        rotates = rotating_layers(fields)
+        rotates = layer_windows.rotating_layers(fields)
         return cls.from_fields(
             fields,
             head_dim=fields.optional_integer("head_dim", 128),
@@ -165,7 +165,7 @@ class Llama4Config(ExpertsConfig):
             rotates=rotates,
             use_qk_norm=fields.flag("use_qk_norm", True),
             temperature_tuning=_temperature_tuning(fields),
-            experts=read_experts(
+            experts=expert_fields.read_experts(
                 fields,
                 count=("num_local_experts", 16),
                 per_token=1,
@@ -187,7 +187,7 @@ def _chunks(fields: Fields, rotates: tuple[bool, ...]) -> tuple[int | None, ...]
     size = fields.optional_integer("attention_chunk_size", 8192)
     if size is None:  # transformers refuses it, whatever the layers are.
         text = "attention_chunk_size must be an integer >= 1, not None"
-        fields.note(WrongField(text), attention_chunk_size=8192)
+        fields.note_wrong(text, attention_chunk_size=8192)
     return tuple(size if kind == CHUNKED else None for kind in types)
 
 
@@ -197,7 +197,7 @@ def _temperature_tuning(fields: Fields) -> tuple[float, int, int] | None:
     growth = fields.number("attn_scale", 0.1), fields.integer("floor_scale", 8192), 1
     if not isinstance(tuned, int | None):  # The published files have 4 for true.
         text = f"attn_temperature_tuning must be true or false, not {tuned!r}"
-        fields.note(WrongField(text), attn_temperature_tuning=True)
+        fields.note_wrong(text, attn_temperature_tuning=True)
     return growth if tuned else None
 
 
@@ -209,7 +209,7 @@ def _sparse_layers(fields: Fields) -> tuple[bool, ...]:
     sparse = list(range(every - 1, num_layers, every)) if sparse is None else sparse
     if not isinstance(sparse, list) or not all(type(layer) is int for layer in sparse):
         text = f"moe_layers must be the numbers of layers, not {sparse!r}"
-        fields.note(WrongField(text), moe_layers=None)
+        fields.note_wrong(text, moe_layers=None)
         sparse = []
     return tuple(layer in sparse for layer in range(num_layers))
 
@@ -229,13 +229,15 @@ class Llama4(Llama, config=Llama4Config):
     @classmethod
     def make_attention(cls, config: Any, index: int, at: Scope) -> nnx.Module:
         """Returns attention with norms if it rotates, and with growing queries if not."""
-        norms = HeadNorms()
+        head_norms = HeadNorms()
         scores = Scores(chunked=True)
         if config.rope_of(index) is None:
             scores = Scores(chunked=True, temperature_tuning=config.temperature_tuning)
         elif config.use_qk_norm:
-            norms = norms_of_heads(config, at, unscaled_rms_norm, after_rotation=True)
-        return grouped_query_attention(config, index, at, norms=norms, scores=scores)
+            head_norms = attention.norms_of_heads(
+                config, at, norms.unscaled_rms_norm, after_rotation=True
+            )
+        return attention.grouped_query_attention(config, index, at, norms=head_norms, scores=scores)
 
 
 class SmolLM3Config(DecoderConfig):
@@ -258,7 +260,7 @@ class SmolLM3Config(DecoderConfig):
     @classmethod
     def read(cls, fields: Fields) -> SmolLM3Config:
         """Returns what the fields say."""
-        rotates = rotating_layers(fields)
+        rotates = layer_windows.rotating_layers(fields)
         window = None
         if fields.flag("use_sliding_window", False):
             window = fields.optional_integer("sliding_window", None)
@@ -270,7 +272,7 @@ class SmolLM3Config(DecoderConfig):
         )
         return cls.from_fields(
             fields,
-            sliding_windows=windows_of(fields, types, window),
+            sliding_windows=layer_windows.windows_of(fields, types, window),
             rotates=rotates,
         )
 
@@ -300,7 +302,7 @@ class HeliumConfig(DecoderConfig):
         usual = fields.divide("hidden_size", "num_attention_heads")
         if head_dim != usual:
             text = f"head_dim = {head_dim} is not hidden_size / num_attention_heads = {usual}"
-            fields.note(RefusedField(text), head_dim=usual)
+            fields.note_unsupported(text, head_dim=usual)
         return cls.from_fields(fields, head_dim=usual)
 
 
@@ -339,7 +341,9 @@ class SeedOss(Llama, config=SeedOssConfig):
     @classmethod
     def make_attention(cls, config: Any, index: int, at: Scope) -> nnx.Module:
         """Returns the attention of a layer."""
-        return grouped_query_attention(config, index, at, output_bias=config.attention_out_bias)
+        return attention.grouped_query_attention(
+            config, index, at, output_bias=config.attention_out_bias
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -381,14 +385,14 @@ class Apertus(Llama, config=ApertusConfig):
     # Files may have the two constants of the activation function, which are the same in all layers.
     ignored = (*Llama.ignored, "*.act_fn.beta", "*.act_fn.eps")
     norm_names = ("attention_layernorm", "feedforward_layernorm")
-    make_head_norms = staticmethod(norms_of_heads)
+    make_head_norms = staticmethod(attention.norms_of_heads)
 
     @classmethod
     def make_mlp(cls, config: Any, index: int, layer: Scope) -> nnx.Module:
         """Returns the feed-forward half of a layer."""
         at = layer / "mlp"
         learned = XIELU(name=f"{at.name}.act_fn", dtype=at.dtype) if config.xielu else None
-        return plain_mlp(config, at, "up_proj", "down_proj", activation=learned)
+        return mlp.plain_mlp(config, at, "up_proj", "down_proj", activation=learned)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -407,7 +411,7 @@ class NanoChatConfig(DecoderConfig):
     @classmethod
     def read(cls, fields: Fields) -> NanoChatConfig:
         """Returns what the fields say."""
-        rope, reach = cls.defaults.read_rope(fields, read_head_dim(fields))
+        rope, reach = cls.defaults.read_rope(fields, fields.head_dim())
         backwards = tuple(-frequency for frequency in rope.frequencies)
         return cls.from_fields(
             fields,
@@ -422,15 +426,14 @@ class NanoChat(Llama, config=NanoChatConfig):
     Token embeddings are normalised too. The rotary embedding turns in the opposite direction.
     """
 
-    make_norm = staticmethod(unscaled_rms_norm)
-    make_head_norms = staticmethod(
-        functools.partial(norms_of_heads, make_norm=unscaled_rms_norm, after_rotation=True)
-    )
+    plain_names = ("fc1", "fc2")
 
-    @classmethod
-    def make_mlp(cls, config: Any, index: int, layer: Scope) -> nnx.Module:
-        """Returns the feed-forward half of a layer."""
-        return plain_mlp(config, layer / "mlp", "fc1", "fc2")
+    make_norm = staticmethod(norms.unscaled_rms_norm)
+    make_head_norms = staticmethod(
+        functools.partial(
+            attention.norms_of_heads, make_norm=norms.unscaled_rms_norm, after_rotation=True
+        )
+    )
 
     def enter(self, embedded_TD: jax.Array, positions_T: jax.Array) -> jax.Array:
         """Returns normalised embeddings; `norm` serves for them too, because it has no scale."""
@@ -438,4 +441,4 @@ class NanoChat(Llama, config=NanoChatConfig):
 
     def logits(self, hidden_BD: jax.Array) -> jax.Array:
         """Returns the logits in float32."""
-        return cap_logits(super().logits(hidden_BD), self.config.logit_softcap)
+        return decoder.cap_logits(super().logits(hidden_BD), self.config.logit_softcap)

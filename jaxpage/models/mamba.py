@@ -9,27 +9,20 @@ and values, and the inputs of its convolution come after all of these.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from flax import nnx
 
-from jaxpage.layers.mamba import MambaSpec
+from jaxpage.layers import MambaSpec
 from jaxpage.layers.mamba1 import Mamba1Spec
-from jaxpage.models.config.config_fields import WrongField
-from jaxpage.models.config.experts import read_experts
-from jaxpage.models.config.fields import Fields, without
-from jaxpage.models.config.recurrent_fields import read_mamba, read_mamba2, read_rank
+from jaxpage.models.config import Fields, expert_fields, recurrent_fields
 from jaxpage.models.llama import Llama
-from jaxpage.models.parts.block import HalfBlock
-from jaxpage.models.parts.decoder import Decoder, ModuleNames
-from jaxpage.models.parts.decoder_config import DecoderConfig, Defaults
-from jaxpage.models.parts.experts import ExpertNames, ExpertsConfig
-from jaxpage.models.parts.mlp import MLPNames
-from jaxpage.models.parts.norms import rms_norm
-from jaxpage.models.parts.recurrences import cache_of_states, mamba1, mamba2
-from jaxpage.models.parts.scope import Scope
+from jaxpage.models.parts import Scope, norms, recurrences
+from jaxpage.models.parts.decoder import Decoder, HalfBlock
+from jaxpage.models.parts.decoder_config import DecoderConfig, Defaults, ExpertsConfig
+from jaxpage.models.parts.names import ExpertNames, MLPNames, ModuleNames
 
 LONGEST = 2**18  # The models have no positions and could go on; block tables have to end somewhere.
 
@@ -68,7 +61,7 @@ class MambaConfig(DecoderConfig):
             num_kv_heads=1,
             head_dim=64,
             rope=fields.rope(64, LONGEST),
-            kv=cache_of_states(states, num_layers),
+            kv=recurrences.cache_of_states(states, num_layers),
             recurrent=mamba,
             name="backbone",
         )
@@ -80,7 +73,7 @@ class MambaConfig(DecoderConfig):
         return Mamba1Spec(
             inner=fields.integer("intermediate_size", fields.integer("expand", 2) * width),
             vector=fields.integer("state_size", 16),
-            rank=read_rank(fields, "time_step_rank"),
+            rank=recurrent_fields.read_rank(fields, "time_step_rank"),
             kernel=fields.integer("conv_kernel", 4),
             activation=fields.activation("hidden_act", "silu"),
             convolution_bias=fields.flag("use_conv_bias", True),
@@ -102,13 +95,17 @@ class Mamba(Decoder, config=MambaConfig):
     @classmethod
     def make_block(cls, config: Any, index: int, at: Scope) -> nnx.Module:
         """Returns a layer."""
-        return HalfBlock(rms_norm(config, at / "norm"), cls.make_mixer(config, index, at / "mixer"))
+        return HalfBlock(
+            norms.rms_norm(config, at / "norm"), cls.make_mixer(config, index, at / "mixer")
+        )
 
     @classmethod
     def make_mixer(cls, config: Any, index: int, at: Scope) -> nnx.Module:
         """Returns the recurrence of a layer."""
         states, convolution = config.layer_places[index]
-        return mamba1(config, config.recurrent, states, at, convolution_index=convolution)
+        return recurrences.mamba1(
+            config, config.recurrent, states, at, convolution_index=convolution
+        )
 
 
 class FalconMambaConfig(MambaConfig):
@@ -164,8 +161,8 @@ def _read_mamba2(fields: Fields) -> MambaSpec:
     inner = fields.integer("expand", 2) * fields.integer("hidden_size")
     if heads * head != inner:
         text = f"num_heads = {heads} times head_dim = {head} must be expand * hidden_size = {inner}"
-        fields.note(WrongField(text), num_heads=heads, head_dim=head)
-    return read_mamba2(fields, "num_heads", "head_dim", "state_size", "hidden_act")
+        fields.note_wrong(text, num_heads=heads, head_dim=head)
+    return recurrent_fields.read_mamba2(fields, "num_heads", "head_dim", "state_size", "hidden_act")
 
 
 class Mamba2Decoder(Mamba, config=Mamba2Config):
@@ -177,7 +174,7 @@ class Mamba2Decoder(Mamba, config=Mamba2Config):
     @classmethod
     def make_mixer(cls, config: Any, index: int, at: Scope) -> nnx.Module:
         """Returns the recurrence of a layer."""
-        return mamba2(config, config.recurrent, index, at)
+        return recurrences.mamba2(config, config.recurrent, index, at)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -215,7 +212,7 @@ class JambaConfig(ExpertsConfig):
         attends = _every(fields, "attn_layer", 8, 4, num_layers)
         experts = None
         if fields.integer("num_local_experts", 16, least=0) > 1:
-            experts = read_experts(
+            experts = expert_fields.read_experts(
                 fields,
                 count=("num_local_experts", 16),
                 per_token=2,
@@ -229,7 +226,7 @@ class JambaConfig(ExpertsConfig):
         )
         return cls.from_fields(
             fields,
-            kv=cache_of_states(states, num_layers),
+            kv=recurrences.cache_of_states(states, num_layers),
             recurrent=mamba,
             experts=experts,
             sparse_layers=tuple(experts is not None and each for each in sparse),
@@ -243,7 +240,7 @@ def _every(fields: Fields, name: str, period: int, offset: int, num_layers: int)
     offset = fields.integer(names[1], offset, least=0)
     if offset >= period:
         text = f"{names[1]} = {offset} must be smaller than {names[0]} = {period}"
-        fields.note(WrongField(text), **dict(zip(names, (1, 0), strict=True)))
+        fields.note_wrong(text, **dict(zip(names, (1, 0), strict=True)))
     return [index % period == offset for index in range(num_layers)]
 
 
@@ -251,7 +248,7 @@ def _read_mamba(fields: Fields) -> Mamba1Spec:
     return Mamba1Spec(
         inner=fields.integer("mamba_expand", 2) * fields.integer("hidden_size"),
         vector=fields.integer("mamba_d_state", 16),
-        rank=read_rank(fields, "mamba_dt_rank"),
+        rank=recurrent_fields.read_rank(fields, "mamba_dt_rank"),
         kernel=fields.integer("mamba_d_conv", 4),
         activation=fields.activation("hidden_act", "silu"),
         convolution_bias=fields.flag("mamba_conv_bias", True),
@@ -273,7 +270,7 @@ class Jamba(Llama, config=JambaConfig):
     def make_recurrence(cls, config: Any, index: int, layer: Scope) -> nnx.Module:
         """Returns Mamba of a layer."""
         states, convolution = config.places_of(index)
-        return mamba1(
+        return recurrences.mamba1(
             config, config.recurrent, states, layer / "mamba", convolution_index=convolution
         )
 
@@ -289,6 +286,7 @@ class BambaConfig(DecoderConfig):
     """
 
     model_type = "bamba"
+    idle_fields = ("partial_rotary_factor",)
     defaults = Defaults(
         num_kv_heads=8,
         max_length=262_144,
@@ -301,20 +299,15 @@ class BambaConfig(DecoderConfig):
     recurrent: MambaSpec
 
     @classmethod
-    def complete(cls, config: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Returns the config without a share that transformers passes over."""
-        return without(config, "partial_rotary_factor")
-
-    @classmethod
     def read(cls, fields: Fields) -> BambaConfig:
         """Returns what the fields say."""
         num_layers = fields.integer("num_hidden_layers")
         attending = fields.get("attn_layer_indices", None) or []
         if not isinstance(attending, list):
             text = f"attn_layer_indices must be a list, not {attending!r}"
-            fields.note(WrongField(text), attn_layer_indices=None)
+            fields.note_wrong(text, attn_layer_indices=None)
             attending = []
-        mamba = read_mamba(fields)
+        mamba = recurrent_fields.read_mamba(fields)
         states = tuple(None if index in attending else mamba.state for index in range(num_layers))
         return cls.from_fields(fields, kv={"states": states}, recurrent=mamba)
 
@@ -329,4 +322,4 @@ class Bamba(Llama, config=BambaConfig):
     @classmethod
     def make_recurrence(cls, config: Any, index: int, layer: Scope) -> nnx.Module:
         """Returns Mamba 2 of a layer."""
-        return mamba2(config, config.recurrent, index, layer / "mamba")
+        return recurrences.mamba2(config, config.recurrent, index, layer / "mamba")

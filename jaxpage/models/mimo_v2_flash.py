@@ -15,19 +15,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jaxpage.layers.attention import Attention, Projections, Scores, Values
+from jaxpage.layers import Attention, Projections, Rope, Scores
+from jaxpage.layers.attention import Values
 from jaxpage.layers.linear import Part, linear
-from jaxpage.layers.rope import Rope
-from jaxpage.models.config.config_fields import RefusedField, WrongField
-from jaxpage.models.config.experts import read_corrected_experts, sparse_by_type
-from jaxpage.models.config.fields import Fields
-from jaxpage.models.config.layer_windows import refuse_rope_scaling, windows_of
-from jaxpage.models.config.mtp_names import unread_heads
-from jaxpage.models.parts.attention import attention_sinks
-from jaxpage.models.parts.decoder_config import Defaults
-from jaxpage.models.parts.experts import DEEPSEEK_NAMES, ExpertsConfig
-from jaxpage.models.parts.projection import projection
-from jaxpage.models.parts.scope import Scope
+from jaxpage.models.config import Fields, expert_fields, layer_windows, mtp_names
+from jaxpage.models.parts import Scope, attention
+from jaxpage.models.parts.decoder_config import Defaults, ExpertsConfig
+from jaxpage.models.parts.names import DEEPSEEK_EXPERTS
 from jaxpage.models.qwen import Qwen3Moe
 
 FULL = "full_attention"
@@ -65,7 +59,7 @@ class MiMoV2FlashConfig(ExpertsConfig):
         types = fields.layer_types(
             [SLIDING if index and (index + 1) % 6 else FULL for index in range(num_layers)]
         )
-        sparse = sparse_by_type(fields, (False, *(True,) * (num_layers - 1)))
+        sparse = expert_fields.sparse_by_type(fields, (False, *(True,) * (num_layers - 1)))
         num_kv_heads, head_dim, value_width = _widths(fields, types)
         heads = tuple((num_kv_heads * (1 + (kind == SLIDING)), head_dim) for kind in types)
         _refuse_contradictions(fields, types, sparse)
@@ -75,10 +69,10 @@ class MiMoV2FlashConfig(ExpertsConfig):
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
             kv={"heads": heads},
-            sliding_windows=windows_of(fields, types, _window(fields)),
+            sliding_windows=layer_windows.windows_of(fields, types, _window(fields)),
             rope=(ropes[FULL], max_length),
             rope_by_layer=tuple(ropes[kind] for kind in types),
-            experts=read_corrected_experts(
+            experts=expert_fields.read_corrected_experts(
                 fields,
                 shared=None,
                 count=256,
@@ -86,7 +80,7 @@ class MiMoV2FlashConfig(ExpertsConfig):
                 width=2048,
             ),
             sparse_layers=sparse,
-            draft_heads=unread_heads(fields, "model.mtp."),
+            draft_heads=mtp_names.unread_heads(fields, "model.mtp."),
             value_head_dim=value_width,
             value_scale=fields.optional_number("attention_value_scale", 0.707) or 1.0,
         )
@@ -101,12 +95,12 @@ def _widths(fields: Fields, types: Sequence[str]) -> tuple[int, int, int]:
             f"num_attention_heads = {num_heads} must be a multiple of twice num_key_value_heads "
             f"= {num_kv_heads} (sliding-window layers)"
         )
-        fields.note(WrongField(text), num_key_value_heads=num_heads, num_attention_heads=num_heads)
+        fields.note_wrong(text, num_key_value_heads=num_heads, num_attention_heads=num_heads)
     head_dim = fields.integer("head_dim", 192)
     value_width = fields.integer("v_head_dim", 128)
     if value_width > head_dim:
         text = f"v_head_dim = {value_width} above head_dim = {head_dim} is not supported"
-        fields.note(RefusedField(text), v_head_dim=head_dim, head_dim=head_dim)
+        fields.note_unsupported(text, v_head_dim=head_dim, head_dim=head_dim)
     fields.only(swa_num_attention_heads=num_heads, swa_num_key_value_heads=2 * num_kv_heads)
     fields.only(swa_head_dim=head_dim, swa_v_head_dim=value_width)
     return num_kv_heads, head_dim, min(value_width, head_dim)
@@ -120,7 +114,7 @@ def _window(fields: Fields) -> int:
 
 def _ropes(fields: Fields, head_dim: int) -> tuple[dict[str, Rope], int]:
     """Returns the rotation of each type of layer, and the number of positions."""
-    refuse_rope_scaling(fields)
+    layer_windows.refuse_rope_scaling(fields)
     # transformers reads none of these.
     fields.only(rope_theta=5_000_000, swa_rope_theta=10_000, partial_rotary_factor=SHARE)
     ropes = fields.get("rope_parameters", None)
@@ -150,7 +144,7 @@ def _refuse_contradictions(fields: Fields, types: Sequence[str], sparse: Sequenc
 class MiMoV2Flash(Qwen3Moe, config=MiMoV2FlashConfig):
     """MiMo-V2-Flash (Xiaomi, 2026) has sinks and more key/value heads in sliding-window layers."""
 
-    expert_names = DEEPSEEK_NAMES
+    expert_names = DEEPSEEK_EXPERTS
 
     @classmethod
     def make_attention(cls, config: Any, index: int, at: Scope) -> Attention:
@@ -168,12 +162,14 @@ class MiMoV2Flash(Qwen3Moe, config=MiMoV2FlashConfig):
         width = config.hidden_size
         sinks = None
         if window is not None:
-            sinks = attention_sinks(config, at / "attention_sink_bias", (at / "sinks").name)
+            sinks = attention.attention_sinks(
+                config, at / "attention_sink_bias", (at / "sinks").name
+            )
         return Attention(
             index,
             Projections(
                 linear(width, *parts, input_axis="embed", bias=bias, dtype=at.dtype),
-                projection(value_rows, at, ("o_proj", width), axes=("heads", "embed")),
+                at.projection(value_rows, ("o_proj", width), axes=("heads", "embed")),
             ),
             head_dim=head_dim,
             rope=config.rope_of(index),

@@ -13,17 +13,14 @@ from typing import Any
 
 from flax import nnx
 
-from jaxpage.layers.attention import Scores
-from jaxpage.models.config.config_fields import RefusedField, WrongField
-from jaxpage.models.config.experts import first_dense, read_corrected_experts, read_experts
-from jaxpage.models.config.fields import NO_ROPE, Fields
+from jaxpage.layers import Scores
+from jaxpage.models.config import Fields, expert_fields
+from jaxpage.models.config.fields import NO_ROPE
 from jaxpage.models.deepseek import DeepseekV2, DeepseekV2Config
 from jaxpage.models.llama import Llama
-from jaxpage.models.parts.attention import grouped_query_attention
-from jaxpage.models.parts.decoder_config import DecoderConfig, Defaults
-from jaxpage.models.parts.experts import ExpertNames, ExpertsConfig
-from jaxpage.models.parts.latent import latent_attention, read_latent_decoder
-from jaxpage.models.parts.scope import Scope
+from jaxpage.models.parts import Scope, attention, latent
+from jaxpage.models.parts.decoder_config import DecoderConfig, Defaults, ExpertsConfig
+from jaxpage.models.parts.names import ExpertNames
 
 # The parameters of a config of Ministral 3 that has neither `rope_parameters` nor `rope_scaling`.
 MINISTRAL3_ROPE = {
@@ -60,7 +57,7 @@ class MistralConfig(DecoderConfig):
         uniform = "full_attention" if window is None else "sliding_attention"
         if any(kind != uniform for kind in fields.get("layer_types", None) or ()):
             text = "layer_types that alternate are not part of the mistral family"
-            fields.note(RefusedField(text), layer_types=None)
+            fields.note_unsupported(text, layer_types=None)
         return cls.from_fields(fields, sliding_windows=window)
 
 
@@ -81,7 +78,7 @@ class MixtralConfig(ExpertsConfig):
         return cls.from_fields(
             fields,
             sliding_windows=fields.optional_integer("sliding_window", None),
-            experts=read_experts(
+            experts=expert_fields.read_experts(
                 fields,
                 count=("num_local_experts", 8),
                 per_token=2,
@@ -147,7 +144,7 @@ def read_growth(fields: Fields, max_length: int) -> tuple[float, int, int] | Non
         return None
     if not isinstance(rate, int | float) or type(length) is not int or length < 1:
         text = f"llama_4_scaling_beta = {rate!r} with original_max_position_embeddings = {length!r}"
-        fields.note(WrongField(text), **NO_ROPE)
+        fields.note_wrong(text, **NO_ROPE)
         return None
     return float(rate), length, 0
 
@@ -162,7 +159,7 @@ class Ministral3(Llama, config=Ministral3Config):
     def make_attention(cls, config: Any, index: int, at: Scope) -> nnx.Module:
         """Returns the attention of a layer."""
         scores = Scores(temperature_tuning=config.temperature_tuning)
-        return grouped_query_attention(config, index, at, scores=scores)
+        return attention.grouped_query_attention(config, index, at, scores=scores)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -192,10 +189,10 @@ class Mistral4Config(DeepseekV2Config):
         max_length = fields.integer("max_position_embeddings", 1_048_576)
         return cls.from_fields(
             fields,
-            **read_latent_decoder(
+            **latent.read_latent_decoder(
                 fields, max_length=max_length, rank=256, query_rank=1024, plain=64, turns_share=True
             ),
-            experts=read_corrected_experts(
+            experts=expert_fields.read_corrected_experts(
                 fields,
                 count=128,
                 per_token=4,
@@ -203,7 +200,7 @@ class Mistral4Config(DeepseekV2Config):
                 sigmoid=False,
                 corrected=False,
             ),
-            sparse_layers=first_dense(fields, 0),
+            sparse_layers=expert_fields.first_dense(fields, 0),
             temperature_tuning=read_growth(fields, max_length),
         )
 
@@ -215,4 +212,4 @@ class Mistral4(DeepseekV2, config=Mistral4Config):
     def make_attention(cls, config: Any, index: int, at: Scope) -> nnx.Module:
         """Returns the attention of a layer."""
         tuning = config.temperature_tuning
-        return latent_attention(config, config.latent, index, at, temperature_tuning=tuning)
+        return latent.latent_attention(config, config.latent, index, at, temperature_tuning=tuning)

@@ -26,25 +26,13 @@ from typing import Any
 from flax import nnx
 from jaxtyping import Array, Float
 
-from jaxpage.layers.context import ForwardContext
-from jaxpage.layers.experts import ExpertsSpec, MixtureOfExperts
-from jaxpage.layers.mamba import MambaSpec
-from jaxpage.models.config.config_fields import RefusedField, WrongField
-from jaxpage.models.config.experts import read_corrected_experts
-from jaxpage.models.config.fields import Fields
-from jaxpage.models.config.mtp_names import counts_heads, unread_heads
-from jaxpage.models.config.recurrent_fields import read_mamba2
+from jaxpage.layers import ExpertsSpec, ForwardContext, MambaSpec
+from jaxpage.models.config import Fields, expert_fields, mtp_names, recurrent_fields
 from jaxpage.models.llama import Llama
-from jaxpage.models.parts.attention import grouped_query_attention
-from jaxpage.models.parts.block import HalfBlock
-from jaxpage.models.parts.decoder import Decoder, ModuleNames
-from jaxpage.models.parts.decoder_config import DecoderConfig, Defaults
-from jaxpage.models.parts.experts import ExpertNames, ExpertsConfig, make_experts
-from jaxpage.models.parts.mlp import gated_mlp, plain_mlp
-from jaxpage.models.parts.norms import layer_norm, rms_norm
-from jaxpage.models.parts.projection import projection
-from jaxpage.models.parts.recurrences import cache_of_states, mamba2
-from jaxpage.models.parts.scope import Scope
+from jaxpage.models.parts import Scope, attention, experts, mlp, norms, recurrences
+from jaxpage.models.parts.decoder import Decoder, HalfBlock
+from jaxpage.models.parts.decoder_config import DecoderConfig, Defaults, ExpertsConfig
+from jaxpage.models.parts.names import ExpertNames, ModuleNames
 
 FULL = "full_attention"
 LINEAR = "linear_attention"
@@ -88,12 +76,9 @@ class Nemotron(Llama, config=NemotronConfig):
     The scales of norms are stored less 1, and half of each head is rotated.
     """
 
-    make_norm = staticmethod(functools.partial(layer_norm, offset=1.0))
+    plain_names = ("up_proj", "down_proj")
 
-    @classmethod
-    def make_mlp(cls, config: Any, index: int, layer: Scope) -> nnx.Module:
-        """Returns the feed-forward half of a layer."""
-        return plain_mlp(config, layer / "mlp", "up_proj", "down_proj")
+    make_norm = staticmethod(functools.partial(norms.layer_norm, offset=1.0))
 
 
 class Jais2Config(DecoderConfig):
@@ -112,7 +97,7 @@ class Jais2Config(DecoderConfig):
 class Jais2(Nemotron, config=Jais2Config):
     """Jais 2 (MBZUAI, Inception, Cerebras, 2025) has LayerNorm, squared ReLU and biases."""
 
-    make_norm = staticmethod(layer_norm)
+    make_norm = staticmethod(norms.layer_norm)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,35 +143,30 @@ class NemotronHConfig(ExpertsConfig):
         types = _layer_types(fields)
         # As in transformers, the number of layers is that of the types.
         fields.config["num_hidden_layers"] = len(types)
-        if fields.flag("tie_word_embeddings", False):
-            text = (
-                "tie_word_embeddings = true is not supported for this family: transformers ties "
-                "nothing"
-            )
-            fields.note(RefusedField(text), tie_word_embeddings=False)
+        fields.refuse_true("tie_word_embeddings", " for this family: transformers ties nothing")
         names = ("mamba_num_heads", "mamba_head_dim", "ssm_state_size", "mamba_hidden_act")
         # Time steps as in NVIDIA's own code and vLLM; transformers begins at time_step_min.
-        mamba = read_mamba2(fields, *names)
+        mamba = recurrent_fields.read_mamba2(fields, *names)
         states = [
             mamba.state if kind == LINEAR else None for kind in types if kind not in WITHOUT_PAGES
         ]
         return cls.from_fields(
             fields,
             num_kv_heads=fields.integer("num_key_value_heads", 8),
-            kv=cache_of_states(states, len(types)),
+            kv=recurrences.cache_of_states(states, len(types)),
             rope_by_layer=(None,) * len(states),
             recurrent=mamba,
             types=types,
             experts=_read_experts(fields) if EXPERTS in types else None,
             sparse_layers=tuple(kind == EXPERTS for kind in types),
-            draft_heads=unread_heads(fields) if counts_heads(fields) else None,
+            draft_heads=mtp_names.unread_heads(fields) if mtp_names.counts_heads(fields) else None,
         )
 
 
 def _read_experts(fields: Fields) -> ExpertsSpec:
     """Returns the experts, whose expert of all tokens has a width of its own."""
     fields.only(n_shared_experts=1)
-    return read_corrected_experts(
+    return expert_fields.read_corrected_experts(
         fields,
         count=8,
         per_token=2,
@@ -221,10 +201,10 @@ def _layer_types(fields: Fields) -> tuple[str, ...]:
             f"{layer_types} must name layers of {FULL} (*), {LINEAR} (M), {MLP} (-) and "
             f"{EXPERTS} (E), and not the last two alone"
         )
-        fields.note(WrongField(text), **_CORRECTED)
+        fields.note_wrong(text, **_CORRECTED)
     elif unknown := sorted({str(kind) for kind in types} - {*KINDS}):
         text = f"{layer_types} has layers {', '.join(unknown)}, which are not supported"
-        fields.note(RefusedField(text), **_CORRECTED)
+        fields.note_unsupported(text, **_CORRECTED)
     else:
         return tuple(types)
     return (FULL,)
@@ -247,45 +227,43 @@ class NemotronH(Decoder, config=NemotronHConfig):
         kind, place = config.types[index], config.layer_places[index]
         mixer: nnx.Module
         if kind == LINEAR:
-            mixer = mamba2(config, config.recurrent, place, at / "mixer")
+            mixer = recurrences.mamba2(config, config.recurrent, place, at / "mixer")
         elif kind == FULL:
-            mixer = grouped_query_attention(config, place, at / "mixer")
+            mixer = attention.grouped_query_attention(config, place, at / "mixer")
         elif kind == EXPERTS:
             mixer = cls.make_experts(config, config.experts, at)
         else:
-            mixer = plain_mlp(config, at / "mixer", "up_proj", "down_proj")
+            mixer = mlp.plain_mlp(config, at / "mixer", "up_proj", "down_proj")
         has_pages = kind not in WITHOUT_PAGES
-        return HalfBlock(rms_norm(config, at / "norm"), mixer, has_pages=has_pages)
+        return HalfBlock(norms.rms_norm(config, at / "norm"), mixer, has_pages=has_pages)
 
     @classmethod
-    def make_experts(
-        cls, config: NemotronHConfig, experts: ExpertsSpec, layer: Scope
-    ) -> MixtureOfExperts:
+    def make_experts(cls, config: NemotronHConfig, spec: ExpertsSpec, layer: Scope) -> nnx.Module:
         """Returns the experts of a layer, with the products around them where they are narrower.
 
         Args:
             config: The config of the model.
-            experts: The experts.
+            spec: The experts.
             layer: The scope of the layer.
         """
         at = layer / "mixer"
-        width, narrow = config.hidden_size, experts.latent_width
-        shared = plain_mlp(
-            config, at / "shared_experts", "up_proj", "down_proj", width=experts.shared_width
+        width, narrow = config.hidden_size, spec.latent_width
+        shared = mlp.plain_mlp(
+            config, at / "shared_experts", "up_proj", "down_proj", width=spec.shared_width
         )
         latent = None
         if narrow is not None:
             before, after = ("fc1_latent_proj", narrow), ("fc2_latent_proj", width)
             axes, bias = (None, None), config.mlp_bias
             latent = (
-                projection(width, at, before, axes=axes, bias=bias),
-                projection(narrow, at, after, axes=axes, bias=bias),
+                at.projection(width, before, axes=axes, bias=bias),
+                at.projection(narrow, after, axes=axes, bias=bias),
             )
         names = ExpertNames(
             module="mixer", in_memory=("mixer", "gate", "gate.e_score_correction_bias")
         )
-        return make_experts(
-            experts,
+        return experts.make_experts(
+            spec,
             width,
             names,
             layer=layer.name,
@@ -358,7 +336,7 @@ def _read_halves(fields: Fields) -> tuple[Halves, ...]:
     is_list = isinstance(blocks, list) and len(blocks) == count
     if not is_list or not all(map(_has_halves, blocks)):
         text = f"block_configs must have attention and ffn of each of {count} layers"
-        fields.note(WrongField(text), block_configs=None)
+        fields.note_wrong(text, block_configs=None)
         return usual
     for index, block in enumerate(blocks):
         for half in ("attention", "ffn"):
@@ -367,12 +345,12 @@ def _read_halves(fields: Fields) -> tuple[Halves, ...]:
                     f"block_configs: {idle[0]} = {block[half][idle[0]]!r} of {half} in layer "
                     f"{index} is not supported"
                 )
-                fields.note(RefusedField(text), block_configs=None)
+                fields.note_unsupported(text, block_configs=None)
                 return usual
     halves = tuple(Halves(_kv_heads(fields, block), _width(fields, block)) for block in blocks)
     if not any(each.num_kv_heads for each in halves):
         text = "block_configs: attention in no layer (no_op = true) is not supported"
-        fields.note(RefusedField(text), block_configs=None)
+        fields.note_unsupported(text, block_configs=None)
         return usual
     return halves
 
@@ -394,7 +372,7 @@ def _kv_heads(fields: Fields, block: dict[str, Any]) -> int | None:
     text = (
         f"block_configs: n_heads_in_group = {size!r} must divide num_attention_heads = {num_heads}"
     )
-    fields.note(WrongField(text), block_configs=None)
+    fields.note_wrong(text, block_configs=None)
     return 1
 
 
@@ -405,7 +383,7 @@ def _width(fields: Fields, block: dict[str, Any]) -> int | None:
     factor = block["ffn"].get("ffn_mult")
     if type(factor) not in (int, float) or not 0 < factor < 1000:
         text = f"block_configs: ffn_mult = {factor!r} must be above 0 and below 1000"
-        fields.note(WrongField(text), block_configs=None)
+        fields.note_wrong(text, block_configs=None)
         return WIDTH_STEP
     width = int(2 * factor * fields.integer("hidden_size") / 3)
     return -(-width // WIDTH_STEP) * WIDTH_STEP or WIDTH_STEP
@@ -441,9 +419,9 @@ class DeciLM(Llama, config=DeciLMConfig):
     @classmethod
     def make_attention(cls, config: Any, index: int, at: Scope) -> nnx.Module:
         """Returns the attention of a layer."""
-        return grouped_query_attention(config, config.layer_places[index], at)
+        return attention.grouped_query_attention(config, config.layer_places[index], at)
 
     @classmethod
     def make_mlp(cls, config: Any, index: int, layer: Scope) -> nnx.Module:
         """Returns the feed-forward half of a layer."""
-        return gated_mlp(config, layer / "mlp", width=config.halves[index].width)
+        return mlp.gated_mlp(config, layer / "mlp", width=config.halves[index].width)

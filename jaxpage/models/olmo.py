@@ -13,22 +13,12 @@ from typing import Any
 
 from flax import nnx
 
-from jaxpage.layers.delta_net import DeltaWidths
-from jaxpage.layers.rope import NO_ROTATION, Rope
-from jaxpage.models.config.experts import read_experts
-from jaxpage.models.config.fields import Fields
-from jaxpage.models.config.layer_windows import layer_types, read_ropes, read_windows
-from jaxpage.models.config.mtp_names import unread_heads
-from jaxpage.models.config.recurrent_fields import check_activation, check_heads
+from jaxpage.layers import NO_ROTATION, DeltaWidths, Rope
+from jaxpage.models.config import Fields, expert_fields, layer_windows, mtp_names, recurrent_fields
 from jaxpage.models.llama import Llama
-from jaxpage.models.parts import decoder_config
-from jaxpage.models.parts.attention import grouped_query_attention, norms_over_all_heads
-from jaxpage.models.parts.block import Block
-from jaxpage.models.parts.decoder_config import DecoderConfig, Defaults
-from jaxpage.models.parts.experts import ExpertsConfig
-from jaxpage.models.parts.norms import layer_norm, rms_norm
-from jaxpage.models.parts.recurrences import delta_net_of_tensors
-from jaxpage.models.parts.scope import Scope
+from jaxpage.models.parts import Scope, attention, norms, recurrences
+from jaxpage.models.parts.decoder import Block
+from jaxpage.models.parts.decoder_config import DecoderConfig, Defaults, ExpertsConfig
 
 # In `Olmo3Config` too, `rope_theta` does not reach layers with windows.
 OLMO3_THETA = {"full_attention": ("rope_theta", 500_000.0), "sliding_attention": ("", 500_000.0)}
@@ -58,12 +48,12 @@ class OlmoConfig(DecoderConfig):
 class Olmo(Llama, config=OlmoConfig):
     """OLMo 1 (Groeneveld et al., 2024) is Llama with LayerNorm that has neither scale nor bias."""
 
-    make_norm = staticmethod(functools.partial(layer_norm, affine=False))
+    make_norm = staticmethod(functools.partial(norms.layer_norm, affine=False))
 
     @classmethod
     def make_attention(cls, config: Any, index: int, at: Scope) -> nnx.Module:
         """Returns the attention of a layer."""
-        return grouped_query_attention(config, index, at, clip_qkv=config.clip_qkv)
+        return attention.grouped_query_attention(config, index, at, clip_qkv=config.clip_qkv)
 
 
 class Olmo2Config(DecoderConfig):
@@ -81,7 +71,7 @@ class Olmo2(Llama, config=Olmo2Config):
 
     norm_names = (None, None)
     output_norm_names = ("post_attention_layernorm", "post_feedforward_layernorm")
-    make_head_norms = staticmethod(norms_over_all_heads)
+    make_head_norms = staticmethod(attention.norms_over_all_heads)
 
 
 class Olmo3Config(DecoderConfig):
@@ -93,13 +83,13 @@ class Olmo3Config(DecoderConfig):
     @classmethod
     def read(cls, fields: Fields) -> Olmo3Config:
         """Returns what the fields say."""
-        head_dim = decoder_config.read_head_dim(fields)
-        types = layer_types(fields, 4)
+        head_dim = fields.head_dim()
+        types = layer_windows.layer_types(fields, 4)
         return cls.from_fields(
             fields,
             head_dim=head_dim,
-            sliding_windows=read_windows(fields, types, 4096),
-            **read_ropes(fields, types, head_dim, 2048, OLMO3_THETA),
+            sliding_windows=layer_windows.read_windows(fields, types, 4096),
+            **layer_windows.read_ropes(fields, types, head_dim, 2048, OLMO3_THETA),
         )
 
 
@@ -126,7 +116,7 @@ class OlmoeConfig(ExpertsConfig):
         return cls.from_fields(
             fields,
             clip_qkv=fields.optional_number("clip_qkv", None),
-            experts=read_experts(
+            experts=expert_fields.read_experts(
                 fields,
                 count=("num_experts", 64),
                 per_token=8,
@@ -142,8 +132,10 @@ class Olmoe(Llama, config=OlmoeConfig):
     @classmethod
     def make_attention(cls, config: Any, index: int, at: Scope) -> nnx.Module:
         """Returns the attention of a layer."""
-        norms = norms_over_all_heads(config, at)
-        return grouped_query_attention(config, index, at, norms=norms, clip_qkv=config.clip_qkv)
+        head_norms = attention.norms_over_all_heads(config, at)
+        return attention.grouped_query_attention(
+            config, index, at, norms=head_norms, clip_qkv=config.clip_qkv
+        )
 
 
 class FlexOlmoConfig(ExpertsConfig):
@@ -158,7 +150,7 @@ class FlexOlmoConfig(ExpertsConfig):
         """Returns what the fields say."""
         return cls.from_fields(
             fields,
-            experts=read_experts(
+            experts=expert_fields.read_experts(
                 fields,
                 count=("num_experts", 7),
                 per_token=5,
@@ -188,10 +180,10 @@ class OlmoHybridConfig(DecoderConfig):
     @classmethod
     def read(cls, fields: Fields) -> OlmoHybridConfig:
         """Returns what the fields say."""
-        check_activation(fields)
+        recurrent_fields.check_activation(fields)
         types = _layer_types(fields)
         delta = _read_delta(fields)
-        head_dim = decoder_config.read_head_dim(fields)
+        head_dim = fields.head_dim()
         rope, max_length = _read_rope(fields, head_dim)
         return cls.from_fields(
             fields,
@@ -199,7 +191,7 @@ class OlmoHybridConfig(DecoderConfig):
             kv={"states": tuple(delta.state if kind == LINEAR else None for kind in types)},
             rope=(rope, max_length),
             recurrent=delta,
-            draft_heads=unread_heads(fields),
+            draft_heads=mtp_names.unread_heads(fields),
         )
 
 
@@ -230,7 +222,7 @@ def _read_delta(fields: Fields) -> DeltaWidths:
         beta_factor=2.0 if fields.flag("linear_allow_neg_eigval", True) else 1.0,
         epsilon=1e-5,
     )
-    check_heads(fields, widths)
+    recurrent_fields.check_heads(fields, widths)
     return widths
 
 
@@ -262,8 +254,10 @@ class OlmoHybrid(Olmo2, config=OlmoHybridConfig):
         if config.kv.state_of(index) is None:
             return super().make_block(config, index, at)
         return Block(
-            attention_norm=rms_norm(config, at / "input_layernorm"),
-            attention=delta_net_of_tensors(config, config.recurrent, index, at / "linear_attn"),
-            mlp_norm=rms_norm(config, at / "post_attention_layernorm"),
+            attention_norm=norms.rms_norm(config, at / "input_layernorm"),
+            attention=recurrences.delta_net_of_tensors(
+                config, config.recurrent, index, at / "linear_attn"
+            ),
+            mlp_norm=norms.rms_norm(config, at / "post_attention_layernorm"),
             mlp=cls.make_mlp(config, index, at),
         )

@@ -13,22 +13,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from jaxpage.layers.context import ForwardContext, LayerPages
-from jaxpage.layers.embedding import Embedding, token_tables
-from jaxpage.layers.linear import Linear
-from jaxpage.layers.norms import LayerNorm
-from jaxpage.models.config.fields import Fields
-from jaxpage.models.parts.attention import AttentionNames, grouped_query_attention
-from jaxpage.models.parts.block import Block
-from jaxpage.models.parts.decoder import Decoder, ModuleNames
+from jaxpage.layers import Embedding, ForwardContext, LayerNorm, LayerPages, Linear
+from jaxpage.layers.embedding import token_tables
+from jaxpage.models.config import Fields
+from jaxpage.models.parts import Scope, attention, mlp, norms
+from jaxpage.models.parts.decoder import Block, Decoder
 from jaxpage.models.parts.decoder_config import DecoderConfig, Defaults
-from jaxpage.models.parts.mlp import plain_mlp
-from jaxpage.models.parts.norms import layer_norm
-from jaxpage.models.parts.projection import projection
-from jaxpage.models.parts.scope import Scope
+from jaxpage.models.parts.names import AttentionNames, ModuleNames
 
 EPSILON = 1e-5
 # The first positions are for padding, in the code that both were trained with.
@@ -109,9 +102,8 @@ class OPT(Decoder, config=OPTConfig):
     ignored = ()
     names = ModuleNames(positions="embed_positions", norm="final_layer_norm")
 
-    def __init__(self, config: OPTConfig, *, dtype: DTypeLike):
-        super().__init__(config, dtype=dtype)
-        at = Scope(config.name, dtype)
+    def make_others(self, config: Any, at: Scope) -> None:
+        """Makes the projections of embeddings and of the output, and a table of their width."""
         width, narrow = config.hidden_size, config.embedding_width
         self.project_in = _project(narrow, at, ("project_in", width))
         self.project_out = _project(width, at, ("project_out", narrow))
@@ -121,7 +113,7 @@ class OPT(Decoder, config=OPTConfig):
                 narrow,
                 name=(at / self.names.tokens).name,
                 tied=config.tie_word_embeddings,
-                dtype=dtype,
+                dtype=at.dtype,
             )
         if not config.final_norm:
             self.norm = None
@@ -132,17 +124,17 @@ class OPT(Decoder, config=OPTConfig):
         block = Block if config.norm_first else NormLastBlock
         return block(
             attention_norm=cls.make_norm(config, at / "self_attn_layer_norm"),
-            attention=grouped_query_attention(
+            attention=attention.grouped_query_attention(
                 config, index, at / "self_attn", names=AttentionNames("out_proj")
             ),
             mlp_norm=cls.make_norm(config, at / "final_layer_norm"),
-            mlp=plain_mlp(config, at, "fc1", "fc2"),
+            mlp=mlp.plain_mlp(config, at, "fc1", "fc2"),
         )
 
     @classmethod
     def make_norm(cls, config: Any, at: Scope) -> LayerNorm:
         """Returns a norm of hidden states."""
-        return layer_norm(config, at, affine=config.affine_norms)
+        return norms.layer_norm(config, at, affine=config.affine_norms)
 
     @classmethod
     def make_positions(cls, config: Any, at: Scope, *, padding: int = 0) -> Embedding | None:
@@ -163,7 +155,7 @@ class OPT(Decoder, config=OPTConfig):
 def _project(num_in: int, at: Scope, output: tuple[str, int]) -> Linear | None:
     """Returns a projection to another width; None where it is the same."""
     has_projection = output[1] != num_in
-    return projection(num_in, at, output, axes=("embed", None)) if has_projection else None
+    return at.projection(num_in, output, axes=("embed", None)) if has_projection else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -208,17 +200,19 @@ class XGLM(Decoder, config=XGLMConfig):
 
     ignored = ("*.embed_positions.weights",)
     names = ModuleNames(norm="layer_norm")
-    make_norm = staticmethod(layer_norm)
+    make_norm = staticmethod(norms.layer_norm)
 
     @classmethod
     def make_block(cls, config: Any, index: int, at: Scope) -> nnx.Module:
         """Returns a layer."""
         names = AttentionNames("out_proj")
         return Block(
-            attention_norm=layer_norm(config, at / "self_attn_layer_norm"),
-            attention=grouped_query_attention(config, index, at / "self_attn", names=names),
-            mlp_norm=layer_norm(config, at / "final_layer_norm"),
-            mlp=plain_mlp(config, at, "fc1", "fc2"),
+            attention_norm=norms.layer_norm(config, at / "self_attn_layer_norm"),
+            attention=attention.grouped_query_attention(
+                config, index, at / "self_attn", names=names
+            ),
+            mlp_norm=norms.layer_norm(config, at / "final_layer_norm"),
+            mlp=mlp.plain_mlp(config, at, "fc1", "fc2"),
         )
 
     def embed_tokens(self, token_ids_T: jax.Array) -> jax.Array:

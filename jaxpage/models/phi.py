@@ -11,23 +11,16 @@ from typing import Any
 
 from flax import nnx
 
-from jaxpage.layers.attention import HeadNorms
-from jaxpage.layers.rope import Rope
+from jaxpage.layers import HeadNorms, Rope
 from jaxpage.layers.rope_scaling import LENGTH
-from jaxpage.models.config.config_fields import WrongField
-from jaxpage.models.config.experts import read_experts
-from jaxpage.models.config.fields import Fields, without
+from jaxpage.models.config import Fields, expert_fields
 from jaxpage.models.llama import Llama
-from jaxpage.models.parts import attention, decoder_config
-from jaxpage.models.parts.block import Block
-from jaxpage.models.parts.decoder import Decoder, ModuleNames
-from jaxpage.models.parts.decoder_config import DecoderConfig, Defaults
-from jaxpage.models.parts.experts import ExpertNames, ExpertsConfig
-from jaxpage.models.parts.mlp import plain_mlp
-from jaxpage.models.parts.norms import layer_norm
-from jaxpage.models.parts.scope import Scope
+from jaxpage.models.parts import Scope, attention, mlp, norms
+from jaxpage.models.parts.decoder import Block, Decoder
+from jaxpage.models.parts.decoder_config import DecoderConfig, Defaults, ExpertsConfig
+from jaxpage.models.parts.names import AttentionNames, ExpertNames, ModuleNames
 
-ATTENTION_NAMES = attention.AttentionNames(output="dense")
+ATTENTION_NAMES = AttentionNames(output="dense")
 MOE_THETA = 1_000_000.0
 OLDER_ROPE_TYPES = {"su": "longrope", "yarn": "longrope"}
 
@@ -65,28 +58,28 @@ class Phi(Decoder, config=PhiConfig):
 
     names = ModuleNames(norm="final_layernorm")
     head_bias = True
-    make_norm = staticmethod(layer_norm)
+    make_norm = staticmethod(norms.layer_norm)
 
     @classmethod
     def make_block(cls, config: Any, index: int, at: Scope) -> nnx.Module:
         """Returns a layer."""
         return Block(
-            attention_norm=layer_norm(config, at / "input_layernorm"),
+            attention_norm=norms.layer_norm(config, at / "input_layernorm"),
             attention=cls.make_attention(config, index, at / "self_attn"),
             mlp_norm=None,
-            mlp=plain_mlp(config, at / "mlp", "fc1", "fc2"),
+            mlp=mlp.plain_mlp(config, at / "mlp", "fc1", "fc2"),
             parallel=True,
         )
 
     @classmethod
     def make_attention(cls, config: Any, index: int, at: Scope) -> nnx.Module:
         """Returns the attention of a layer."""
-        norms = HeadNorms()
+        head_norms = HeadNorms()
         if config.qk_layernorm:
             names = ("q_layernorm", "k_layernorm")
-            norms = attention.norms_of_heads(config, at, layer_norm, names=names)
+            head_norms = attention.norms_of_heads(config, at, norms.layer_norm, names=names)
         return attention.grouped_query_attention(
-            config, index, at, names=ATTENTION_NAMES, norms=norms
+            config, index, at, names=ATTENTION_NAMES, norms=head_norms
         )
 
 
@@ -143,13 +136,13 @@ class PhimoeConfig(ExpertsConfig):
         """Returns the config, where the length in the dict outranks the one at the top."""
         scaling = config.get("rope_parameters") or config.get("rope_scaling")
         has_length = isinstance(scaling, dict) and LENGTH in scaling
-        return without(config, LENGTH) if has_length else config
+        return {name: config[name] for name in config if name != LENGTH or not has_length}
 
     @classmethod
     def read(cls, fields: Fields) -> PhimoeConfig:
         """Returns what the fields say."""
         fields.only(num_experts_per_tok=2)
-        head_dim = decoder_config.read_head_dim(fields)
+        head_dim = fields.head_dim()
         rope, max_length = _read_moe_rope(fields, head_dim)
         return cls.from_fields(
             fields,
@@ -157,7 +150,7 @@ class PhimoeConfig(ExpertsConfig):
             sliding_windows=fields.optional_integer("sliding_window", None),
             rope=(rope, max_length),
             lm_head_bias=fields.flag("lm_head_bias", False),
-            experts=read_experts(
+            experts=expert_fields.read_experts(
                 fields,
                 count=("num_local_experts", 16),
                 per_token=2,
@@ -177,7 +170,7 @@ def _read_moe_rope(fields: Fields, head_dim: int) -> tuple[Rope, int]:
         factor = parameters.get("short_mscale")
         if not isinstance(factor, int | float) or not 0 < factor < 1e30:
             text = f"rope short_mscale must be a positive number, not {factor!r}"
-            fields.note(WrongField(text), rope_scaling=None, rope_parameters=None)
+            fields.note_wrong(text, rope_scaling=None, rope_parameters=None)
             factor = 1.0
         rope = replace(rope, attention_factor=float(factor))
     return rope, max_length
@@ -189,7 +182,7 @@ class Phimoe(Llama, config=PhimoeConfig):
     It has LayerNorm.
     """
 
-    make_norm = staticmethod(layer_norm)
+    make_norm = staticmethod(norms.layer_norm)
     expert_names = ExpertNames(
         "block_sparse_moe", "w1", "w3", "w2", in_memory=("mlp", "router", "")
     )

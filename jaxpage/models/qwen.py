@@ -17,38 +17,20 @@ from typing import Any, ClassVar
 
 from flax import nnx
 
-from jaxpage.layers.attention import HeadNorms
-from jaxpage.layers.delta_net import DeltaWidths
-from jaxpage.layers.experts import ExpertsSpec
-from jaxpage.models.config.config_fields import RefusedField
-from jaxpage.models.config.experts import read_experts, sparse_by_type, sparse_layers
-from jaxpage.models.config.fields import Fields, without_axes
-from jaxpage.models.config.layer_windows import (
-    read_ropes,
-    read_windows,
-    refuse_rope_scaling,
-    windows_by_layer,
-)
-from jaxpage.models.config.mtp_names import MtpNames, counts_heads, name_apart, unread_heads
-from jaxpage.models.config.recurrent_fields import check_activation, check_heads
+from jaxpage.layers import DeltaWidths, ExpertsSpec, HeadNorms
+from jaxpage.models.config import Fields, expert_fields, layer_windows, mtp_names, recurrent_fields
+from jaxpage.models.config.fields import without_axes
+from jaxpage.models.config.mtp_names import MtpNames
 from jaxpage.models.llama import Llama
-from jaxpage.models.parts.attention import (
-    Gates,
-    grouped_query_attention,
-    norms_of_heads,
-    norms_over_all_heads,
-)
-from jaxpage.models.parts.decoder_config import DecoderConfig, Defaults
-from jaxpage.models.parts.experts import ExpertNames, ExpertsConfig
-from jaxpage.models.parts.norms import rms_norm
-from jaxpage.models.parts.projection import projection
-from jaxpage.models.parts.recurrences import delta_net
-from jaxpage.models.parts.scope import Scope
+from jaxpage.models.parts import Scope, attention, norms, recurrences
+from jaxpage.models.parts.attention import Gates
+from jaxpage.models.parts.decoder_config import DecoderConfig, Defaults, ExpertsConfig
+from jaxpage.models.parts.names import ExpertNames
 
 MELLUM_THETA = {"full_attention": ("", 500_000.0), "sliding_attention": ("", 10_000.0)}
 FULL = "full_attention"
 LINEAR = "linear_attention"
-offset_norm = functools.partial(rms_norm, offset=1.0)  # The stored scale is less 1.
+offset_norm = functools.partial(norms.rms_norm, offset=1.0)  # The stored scale is less 1.
 
 
 class Qwen2Config(DecoderConfig):
@@ -62,7 +44,7 @@ class Qwen2Config(DecoderConfig):
         """Returns what the fields say."""
         return cls.from_fields(
             fields,
-            sliding_windows=windows_by_layer(fields),
+            sliding_windows=layer_windows.windows_by_layer(fields),
             attention_bias=True,
             draft_heads=_read_mimo_heads(fields),
         )
@@ -70,7 +52,7 @@ class Qwen2Config(DecoderConfig):
 
 def _read_mimo_heads(fields: Fields) -> MtpNames | None:
     """Returns the names of the MTP heads of MiMo-7B; None if the config does not count heads."""
-    if not counts_heads(fields):
+    if not mtp_names.counts_heads(fields):
         return None
     field, heads = "num_nextn_predict_layers", "model.mtp_layers."
     return MtpNames(
@@ -104,13 +86,13 @@ class Qwen3Config(DecoderConfig):
     @classmethod
     def read(cls, fields: Fields) -> Qwen3Config:
         """Returns what the fields say."""
-        return cls.from_fields(fields, sliding_windows=windows_by_layer(fields))
+        return cls.from_fields(fields, sliding_windows=layer_windows.windows_by_layer(fields))
 
 
 class Qwen3(Llama, config=Qwen3Config):
     """Qwen3, dense (Yang et al., 2025), has norms of queries and keys in place of biases."""
 
-    make_head_norms: ClassVar[Callable[..., HeadNorms]] = staticmethod(norms_of_heads)
+    make_head_norms: ClassVar[Callable[..., HeadNorms]] = staticmethod(attention.norms_of_heads)
 
 
 class Qwen2MoeConfig(ExpertsConfig):
@@ -122,13 +104,11 @@ class Qwen2MoeConfig(ExpertsConfig):
     @classmethod
     def read(cls, fields: Fields) -> Qwen2MoeConfig:
         """Returns what the fields say."""
-        if fields.flag("use_sliding_window", False):
-            text = "use_sliding_window = true is not supported for this family"
-            fields.note(RefusedField(text), use_sliding_window=False)
+        fields.refuse_true("use_sliding_window", " for this family")
         return cls.from_fields(
             fields,
             attention_bias=fields.flag("qkv_bias", True),
-            experts=read_experts(
+            experts=expert_fields.read_experts(
                 fields,
                 count=("num_experts", 60),
                 per_token=4,
@@ -136,7 +116,7 @@ class Qwen2MoeConfig(ExpertsConfig):
                 normalized=None,
                 shared_width=fields.integer("shared_expert_intermediate_size", 5632),
             ),
-            sparse_layers=sparse_layers(fields),
+            sparse_layers=expert_fields.sparse_layers(fields),
         )
 
 
@@ -163,14 +143,14 @@ class Qwen3MoeConfig(ExpertsConfig):
         return cls.from_fields(
             fields,
             sliding_windows=window,
-            experts=read_experts(
+            experts=expert_fields.read_experts(
                 fields,
                 count=("num_experts", 128),
                 per_token=8,
                 width=("moe_intermediate_size", 768),
                 normalized=None,
             ),
-            sparse_layers=sparse_layers(fields),
+            sparse_layers=expert_fields.sparse_layers(fields),
         )
 
 
@@ -194,7 +174,7 @@ class MellumConfig(ExpertsConfig):
     @classmethod
     def read(cls, fields: Fields) -> MellumConfig:
         """Returns what the fields say."""
-        refuse_rope_scaling(fields)
+        layer_windows.refuse_rope_scaling(fields)
         fields.only(rope_theta=500_000.0)  # transformers does not read this field.
         head_dim = fields.integer("head_dim", 128)
         num_layers = fields.integer("num_hidden_layers")
@@ -202,17 +182,17 @@ class MellumConfig(ExpertsConfig):
         return cls.from_fields(
             fields,
             head_dim=head_dim,
-            sliding_windows=read_windows(fields, types, 1024),
-            **read_ropes(fields, types, head_dim, 131_072, MELLUM_THETA),
-            experts=read_experts(
+            sliding_windows=layer_windows.read_windows(fields, types, 1024),
+            **layer_windows.read_ropes(fields, types, head_dim, 131_072, MELLUM_THETA),
+            experts=expert_fields.read_experts(
                 fields,
                 count=("num_experts", 64),
                 per_token=8,
                 width=("moe_intermediate_size", 896),
                 normalized=fields.flag("norm_topk_prob", True),
             ),
-            sparse_layers=sparse_by_type(fields, (True,) * num_layers),
-            draft_heads=unread_heads(fields),
+            sparse_layers=expert_fields.sparse_by_type(fields, (True,) * num_layers),
+            draft_heads=mtp_names.unread_heads(fields),
         )
 
 
@@ -244,7 +224,7 @@ class MiniMaxM2Config(ExpertsConfig):
             fields,
             head_dim=head_dim,
             rope=fields.rope(head_dim, max_length, theta=5_000_000.0, partial=share),
-            experts=read_experts(
+            experts=expert_fields.read_experts(
                 fields,
                 count=("num_local_experts", 256),
                 per_token=8,
@@ -266,7 +246,7 @@ class MiniMaxM2(Qwen3Moe, config=MiniMaxM2Config):
         correction="e_score_correction_bias",
         in_memory=("mlp", "gate", "e_score_correction_bias"),
     )
-    make_head_norms = staticmethod(norms_over_all_heads)
+    make_head_norms = staticmethod(attention.norms_over_all_heads)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -288,7 +268,7 @@ class HybridConfig(DecoderConfig):
     @classmethod
     def read_hybrid(cls, fields: Fields, **more: Any) -> HybridConfig:
         """Returns what the fields say; `more` are fields of the config that the family adds."""
-        check_activation(fields)
+        recurrent_fields.check_activation(fields)
         every = fields.integer("full_attention_interval", 4)
         numbers = range(1, 1 + fields.integer("num_hidden_layers"))
         types = fields.layer_types(
@@ -314,7 +294,7 @@ class HybridConfig(DecoderConfig):
             kernel=fields.integer("linear_conv_kernel_dim", 4),
             grouped=cls.by_key_heads,
         )
-        check_heads(fields, widths)
+        recurrent_fields.check_heads(fields, widths)
         return widths
 
     @classmethod
@@ -323,7 +303,7 @@ class HybridConfig(DecoderConfig):
         has_table = fields.flag("mtp_use_dedicated_embeddings", False)
         refusal = "mtp_use_dedicated_embeddings = true of config.json" if has_table else ""
         count = fields.integer(cls.draft_field, 1, least=0)
-        return name_apart(count, cls.draft_field, refusal)
+        return mtp_names.name_apart(count, cls.draft_field, refusal)
 
 
 class Qwen3_5Config(HybridConfig):
@@ -352,9 +332,9 @@ class Qwen3_5(Llama, config=Qwen3_5Config):
     @classmethod
     def make_attention(cls, config: Any, index: int, at: Scope) -> nnx.Module:
         """Returns the attention of a layer, with a gate for each channel of a head."""
-        norms = norms_of_heads(config, at, offset_norm)
+        head_norms = attention.norms_of_heads(config, at, offset_norm)
         gates = Gates(config.kv.head_dim)
-        return grouped_query_attention(config, index, at, norms=norms, gates=gates)
+        return attention.grouped_query_attention(config, index, at, norms=head_norms, gates=gates)
 
     @classmethod
     def make_recurrence(cls, config: Any, index: int, layer: Scope) -> nnx.Module:
@@ -363,19 +343,19 @@ class Qwen3_5(Llama, config=Qwen3_5Config):
         width, delta = config.hidden_size, config.recurrent
         queries_to_gates = ("in_proj_qkv", delta.convolution_width), ("in_proj_z", delta.values)
         betas_and_steps = ("in_proj_b", delta.value_heads), ("in_proj_a", delta.value_heads)
-        return delta_net(
+        return recurrences.delta_net(
             config,
             delta,
             index,
             at,
-            input=projection(width, at, *queries_to_gates, each=delta.parts),
-            beta_step=projection(width, at, *betas_and_steps),
+            input=at.projection(width, *queries_to_gates, each=delta.parts),
+            beta_step=at.projection(width, *betas_and_steps),
         )
 
 
 def hybrid_experts(fields: Fields, count: int, per_token: int, *, normalized: bool) -> ExpertsSpec:
     """Returns the experts, one of which takes all tokens; see `read_experts` for the defaults."""
-    return read_experts(
+    return expert_fields.read_experts(
         fields,
         count=("num_experts", count),
         per_token=per_token,
@@ -428,7 +408,7 @@ class Qwen3NextConfig(HybridConfig, ExpertsConfig):
         return cls.read_hybrid(
             fields,
             experts=hybrid_experts(fields, 512, 10, normalized=normalized),
-            sparse_layers=sparse_layers(fields),
+            sparse_layers=expert_fields.sparse_layers(fields),
         )
 
 
@@ -440,11 +420,11 @@ class Qwen3Next(Qwen3_5Moe, config=Qwen3NextConfig):
         """Returns the delta rule of a layer, whose projections go by key heads."""
         at = layer / "linear_attn"
         width, delta = config.hidden_size, config.recurrent
-        return delta_net(
+        return recurrences.delta_net(
             config,
             delta,
             index,
             at,
-            input=projection(width, at, ("in_proj_qkvz", delta.convolution_width + delta.values)),
-            beta_step=projection(width, at, ("in_proj_ba", 2 * delta.value_heads)),
+            input=at.projection(width, ("in_proj_qkvz", delta.convolution_width + delta.values)),
+            beta_step=at.projection(width, ("in_proj_ba", 2 * delta.value_heads)),
         )

@@ -29,34 +29,20 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import jax.numpy as jnp
+import jax
 from flax import nnx
-from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from jaxpage.layers.activations import gate
-from jaxpage.layers.attention import Scores
-from jaxpage.layers.context import ForwardContext, LayerPages
-from jaxpage.layers.linear import Linear
-from jaxpage.layers.mamba import MambaSpec
-from jaxpage.layers.rope import NO_ROTATION
-from jaxpage.models.base import Hidden, Pages, run_layers
-from jaxpage.models.config.config_fields import RefusedField, WrongField
-from jaxpage.models.config.fields import Fields
-from jaxpage.models.config.recurrent_fields import read_groups, read_time_steps
+from jaxpage.layers import NO_ROTATION, ForwardContext, LayerPages, Linear, MambaSpec, Scores
+from jaxpage.models.config import Fields, recurrent_fields
 from jaxpage.models.parameters.replacing import Path, replace_modules
-from jaxpage.models.parts.attention import grouped_query_attention
-from jaxpage.models.parts.decoder import Decoder, ModuleNames
-from jaxpage.models.parts.decoder_config import DecoderConfig, Defaults, key_value_heads
-from jaxpage.models.parts.mlp import MLPNames, gated_mlp
-from jaxpage.models.parts.norms import rms_norm
-from jaxpage.models.parts.projection import projection
-from jaxpage.models.parts.recurrences import cache_of_states, mamba2
-from jaxpage.models.parts.scope import Scope
+from jaxpage.models.parts import Scope, attention, decoder, mlp, norms, recurrences
+from jaxpage.models.parts.decoder_config import DecoderConfig, Defaults
+from jaxpage.models.parts.names import MLPNames, ModuleNames
 
 LINEAR = "linear_attention"
 HYBRID = "hybrid"
@@ -162,7 +148,7 @@ class Zamba2Config(DecoderConfig):
             head_dim=head_dim,
             rope=None if rotates else (NO_ROTATION, max_length),
             intermediate_size=fields.optional_integer("intermediate_size", None) or 4 * width,
-            kv=cache_of_states(states, num_layers),
+            kv=recurrences.cache_of_states(states, num_layers),
             mlp_bias=fields.flag("add_bias_linear", False),
             recurrent=mamba,
             blocks=SharedBlocks(
@@ -179,18 +165,18 @@ def _read_mamba(fields: Fields, width: int) -> MambaSpec:
     inner = fields.integer("mamba_expand", 2) * width
     if inner % heads:
         text = f"n_mamba_heads = {heads} does not divide mamba_expand * hidden_size = {inner}"
-        fields.note(WrongField(text), n_mamba_heads=1, mamba_headdim=None, mamba_ngroups=1)
+        fields.note_wrong(text, n_mamba_heads=1, mamba_headdim=None, mamba_ngroups=1)
         heads = 1
     _refuse_others(fields, mamba_headdim=inner // heads)
     bias = fields.flag("add_bias_linear", False)
     return MambaSpec(
         heads=heads,
         head=inner // heads,
-        groups=read_groups(fields, ("mamba_ngroups", 1), n_mamba_heads=heads),
+        groups=recurrent_fields.read_groups(fields, ("mamba_ngroups", 1), n_mamba_heads=heads),
         vector=fields.integer("mamba_d_state", 64),
         kernel=fields.integer("mamba_d_conv", 4),
         # As in Zyphra's own code and vLLM; transformers has (time_step_min, infinity).
-        time_steps=read_time_steps(fields),
+        time_steps=recurrent_fields.read_time_steps(fields),
         input_bias=bias,
         output_bias=bias,
     )
@@ -202,7 +188,7 @@ def _read_head_dim(fields: Fields, width: int) -> int:
     if 2 * width % heads:
         text = f"num_attention_heads = {heads} does not divide 2 * hidden_size = {2 * width}"
         sizes = dict.fromkeys(("num_attention_heads", "num_key_value_heads"), 1)
-        fields.note(WrongField(text), **sizes, head_dim=None, attention_head_dim=None)
+        fields.note_wrong(text, **sizes, head_dim=None, attention_head_dim=None)
         heads = 1
     _refuse_others(fields, head_dim=2 * width // heads)
     return 2 * width // heads
@@ -213,35 +199,36 @@ def _refuse_others(fields: Fields, **derived: Any) -> None:
     for name, value in derived.items():
         if (stated := fields.get(name, None)) not in (None, value):
             text = f"{name} = {stated!r} is not supported: from other fields follows {value}"
-            fields.note(RefusedField(text), **{name: value})
+            fields.note_unsupported(text, **{name: value})
 
 
 def _refuse(fields: Fields) -> None:
     """Refuses what this family does not have, and what transformers cannot compute."""
-    if fields.flag("use_long_context", False):
-        text = (
-            "use_long_context = true is not supported: the model was made with another rope_theta, "
-            "which transformers leaves as it is; set max_position_embeddings and rope_parameters"
-        )
-        fields.note(RefusedField(text), use_long_context=False)
+    fields.refuse_true(
+        "use_long_context",
+        ": the model was made with another rope_theta, which transformers leaves as it is; set "
+        "max_position_embeddings and rope_parameters",
+    )
     if not fields.flag("tie_word_embeddings", True):
         text = (
             "tie_word_embeddings = false is not supported: in transformers no weights are shared "
             "then, those of blocks neither"
         )
-        fields.note(RefusedField(text), tie_word_embeddings=True)
+        fields.note_unsupported(text, tie_word_embeddings=True)
     fields.only(use_shared_mlp_adapter=True)
     heads = fields.integer("num_attention_heads")
-    kv_heads = key_value_heads(fields, None)
+    kv_heads = fields.kv_heads(None)
     if fields.flag("use_shared_attention_adapter", False) and kv_heads != heads:
         text = (
             f"use_shared_attention_adapter = true needs num_key_value_heads = {kv_heads} to be "
             f"num_attention_heads = {heads}"
         )
-        fields.note(WrongField(text), num_key_value_heads=heads, use_shared_attention_adapter=False)
+        fields.note_wrong(text, num_key_value_heads=heads, use_shared_attention_adapter=False)
 
 
-def scope_of_block(config: Zamba2Config, layer: int, dtype: DTypeLike = "float32") -> Scope:
+def scope_of_block(
+    config: Zamba2Config, layer: int, dtype: jax.typing.DTypeLike = "float32"
+) -> Scope:
     """Returns the scope of the block that a layer calls; files may have it in several layers."""
     return Scope(f"{config.name}.layers.{layer}.shared_transformer", dtype)
 
@@ -266,15 +253,15 @@ class BlockAdapter(nnx.Module):
         """
         num_in, num_out = sizes
         downs = [(f"{name}.0", rank) for name in names]
-        self.down = projection(num_in, at, *downs, axes=("embed", None))
+        self.down = at.projection(num_in, *downs, axes=("embed", None))
         self.up = nnx.List(
-            projection(rank, at, (f"{name}.1", num_out), axes=(None, axis)) for name in names
+            at.projection(rank, (f"{name}.1", num_out), axes=(None, axis)) for name in names
         )
         replace_modules(self, _share)
 
     def __call__(self, x_TD: Float[Array, "T D"]) -> list[Float[Array, "T O"]]:
         """Returns what is added to each projection."""
-        ranks = jnp.split(self.down(x_TD), len(self.up), axis=-1)
+        ranks = jax.numpy.split(self.down(x_TD), len(self.up), axis=-1)
         return [up(rank) for up, rank in zip(self.up, ranks, strict=True)]
 
 
@@ -291,7 +278,7 @@ class SharedBlock(nnx.Module):
     one cache group.
     """
 
-    def __init__(self, config: Zamba2Config, layer: int, dtype: DTypeLike):
+    def __init__(self, config: Zamba2Config, layer: int, dtype: jax.typing.DTypeLike):
         """Makes the block.
 
         Args:
@@ -304,12 +291,12 @@ class SharedBlock(nnx.Module):
         # Heads share the width of two hidden states, and scores are scaled for the width of one.
         scores = Scores(scale=(config.kv.head_dim / 2) ** -0.5)
         place = config.layer_places[layer][0]
-        self.norm = rms_norm(config, at / "input_layernorm", width=both)
-        self.attention = grouped_query_attention(
+        self.norm = norms.rms_norm(config, at / "input_layernorm", width=both)
+        self.attention = attention.grouped_query_attention(
             config, place, at / "self_attn", scores=scores, input_width=both
         )
-        self.mlp_norm = rms_norm(config, at / "pre_ff_layernorm")
-        self.mlp = gated_mlp(config, at / "feed_forward", names=MLP_NAMES)
+        self.mlp_norm = norms.rms_norm(config, at / "pre_ff_layernorm")
+        self.mlp = mlp.gated_mlp(config, at / "feed_forward", names=MLP_NAMES)
         replace_modules(self, _share)
 
     def __call__(
@@ -330,8 +317,7 @@ class SharedBlock(nnx.Module):
         x_TD, layer_pages = self.attention.attend(q, k, v, layer_pages, context)
         x_TD = self.mlp_norm(x_TD)
         (added_TF,) = of_mlp(x_TD)
-        gate_up_TF = self.mlp.gate_up(x_TD) + added_TF
-        return self.mlp.down(gate(gate_up_TF, self.mlp.activation)), layer_pages
+        return self.mlp.gate_down(self.mlp.gate_up(x_TD) + added_TF), layer_pages
 
 
 class Zamba2Layer(nnx.Module):
@@ -352,11 +338,13 @@ class Zamba2Layer(nnx.Module):
         if self.block_number is not None:
             width = config.hidden_size
             self.of_attention, self.of_mlp = _make_adapters(config, index, self.block_number, at)
-            self.linear = projection(width, at, ("linear", width), axes=(None, "embed"))
+            self.linear = at.projection(width, ("linear", width), axes=(None, "embed"))
             at = at / "mamba_decoder"
-        self.norm = rms_norm(config, at / "input_layernorm")
+        self.norm = norms.rms_norm(config, at / "input_layernorm")
         place = config.layer_places[index][-1]
-        self.mamba = mamba2(config, config.recurrent, place, at / "mamba", epsilon=MAMBA_EPSILON)
+        self.mamba = recurrences.mamba2(
+            config, config.recurrent, place, at / "mamba", epsilon=MAMBA_EPSILON
+        )
 
     def __call__(
         self,
@@ -371,7 +359,7 @@ class Zamba2Layer(nnx.Module):
         *block_pages, state_pages = layer_pages
         entering_TD = x_TD
         if block is not None:
-            both_TI = jnp.concatenate([x_TD, embedded_TD], axis=-1)
+            both_TI = jax.numpy.concatenate([x_TD, embedded_TD], axis=-1)
             block_TD, block_pages[0] = block(
                 both_TI, self.of_attention, self.of_mlp, block_pages[0], context
             )
@@ -400,16 +388,15 @@ def _make_adapters(
     return of_attention, BlockAdapter(block / "feed_forward", names, blocks.rank, sizes, "ffn")
 
 
-class Zamba2(Decoder, config=Zamba2Config):
+class Zamba2(decoder.Decoder, config=Zamba2Config):
     """Zamba 2 (Zyphra, 2024) has Mamba 2 in all layers, some of which call a shared block, too."""
 
     names = ModuleNames(norm="final_layernorm")
-    takes_vectors = True
 
-    def __init__(self, config: Zamba2Config, *, dtype: DTypeLike):
-        super().__init__(config, dtype=dtype)
+    def make_others(self, config: Any, at: Scope) -> None:
+        """Makes the blocks that layers share."""
         self.blocks = nnx.List(
-            SharedBlock(config, layer, dtype) for layer in config.blocks.first_callers
+            SharedBlock(config, layer, at.dtype) for layer in config.blocks.first_callers
         )
 
     @classmethod
@@ -417,19 +404,16 @@ class Zamba2(Decoder, config=Zamba2Config):
         """Returns a layer."""
         return Zamba2Layer(config, index, at)
 
-    def __call__(
-        self, token_ids_T: Int[Array, "T"], pages: Pages, context: ForwardContext
-    ) -> Hidden:
-        """Returns hidden states, pages and auxiliary hidden states."""
-        embedded_TD = self.embed(token_ids_T, context)
+    def bind_layers(
+        self, token_ids_T: Int[Array, "T"], hidden_TD: Float[Array, "T D"], context: ForwardContext
+    ) -> Iterable[Any]:
+        """Returns the layers, each with the embeddings and the block that it calls, if any."""
         numbers = [self.config.blocks.block_of(index) for index in range(len(self.layers))]
-        layers = [
+        return [
             functools.partial(
                 layer,
-                embedded_TD=embedded_TD,
+                embedded_TD=hidden_TD,
                 block=None if number is None else self.blocks[number],
             )
             for layer, number in zip(self.layers, numbers, strict=True)
         ]
-        places = self.config.layer_places
-        return run_layers(layers, self.norm, embedded_TD, pages, context, places)

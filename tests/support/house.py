@@ -101,9 +101,11 @@ INNER_DOORS = {
     "jaxpage.device.vision",
     "jaxpage.engine.calls",
     "jaxpage.engine.texts",
+    "jaxpage.layers",
     "jaxpage.models.config",
     "jaxpage.models.drafters",
     "jaxpage.models.parameters",
+    "jaxpage.models.parts",
     "jaxpage.models.quantization",
     "jaxpage.models.sharding",
     "jaxpage.replay.reading",
@@ -167,6 +169,7 @@ PRODUCT_CALLS = {"einsum", "dot", "matmul", "dot_general", "tensordot", "vdot", 
 MAX_MODULE_TOKENS = 3000  # of Python, docstrings counting as one: explaining more must cost nothing
 MAX_FUNCTION_LINES = 70
 MAX_DOOR_NAMES = 20
+MAX_HEADER_LINES = 15  # of imports, in a module of `models`, which are pages; doors are none
 MAX_COLUMNS = 100
 # The files of other languages, by their endings. What they include from elsewhere is not there.
 FOREIGN = (("jaxpage", ("js",)), ("docs", ("js",)), ("pallas_kernels", ("cc", "h")))
@@ -324,6 +327,7 @@ def violations(root: Path) -> list[str]:
         found += [f"{module.path}:{line}: {text}" for line, text in _steps(module)]
         found += [f"{module.path}:{line}: {text}" for line, text in _chains(module)]
         found += [f"{module.path}:{line}: {text}" for line, text in _sizes(module)]
+        found += [f"{module.path}:1: {text}" for text in _header(module)]
     found += _circles([module for module in modules if place(module.name)[0] < 5])
     return [*found, *_foreign_comments(root)]
 
@@ -557,6 +561,20 @@ def _sizes(module: Module) -> Iterator[tuple[int, str]]:
                 node.lineno,
                 f"{node.name} has {code} lines; {MAX_FUNCTION_LINES} are enough for a function",
             )
+
+
+def _header(module: Module) -> Iterator[str]:
+    """Yields that a page has too many lines of imports, those for type checkers among them."""
+    if not module.name.startswith("jaxpage.models.") or module.path.endswith("__init__.py"):
+        return
+    num_lines = sum(
+        (node.end_lineno or node.lineno) - node.lineno + 1
+        for node in module.tree.body
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        or (isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test))
+    )
+    if num_lines > MAX_HEADER_LINES:
+        yield f"has {num_lines} lines of imports; {MAX_HEADER_LINES} are enough for a page"
 
 
 def median_sizes(root: Path) -> tuple[float, float]:

@@ -16,11 +16,11 @@ from jaxpage.layers.expert_linear import ExpertLinear
 from jaxpage.layers.linear import Linear
 from jaxpage.models.base import KVSpec, make_model
 from jaxpage.models.parameters.lora_layers import lora_targets
-from jaxpage.models.parts.encoder import SCORES_PAIRS
+from jaxpage.models.parts.encoder_config import SCORES_PAIRS
+from jaxpage.models.quantization.formats import METHODS
 from jaxpage.models.quantization.on_load import SCHEMES
 from jaxpage.models.quantization.quantization_fields import QuantizationFields
 from jaxpage.models.quantization.scheme import Scheme
-from jaxpage.models.quantization.scheme_choice import METHODS
 from jaxpage.models.registry import ENCODERS, FAMILIES, load_family, load_page
 from jaxpage.settings.speculative_config import SpeculativeConfig
 from tests.support import measured_errors

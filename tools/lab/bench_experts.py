@@ -23,7 +23,8 @@ from jaxpage.layers.experts import ExpertsSpec
 from jaxpage.layers.routing import Routing
 from jaxpage.layers.trace_scope import TraceScope
 from jaxpage.models.base import abstract
-from jaxpage.models.parts.experts import PLAIN_NAMES, make_experts
+from jaxpage.models.parts.experts import make_experts
+from jaxpage.models.parts.names import QWEN_EXPERTS
 
 
 def main() -> None:
@@ -60,7 +61,7 @@ def times(num_experts: int, num_rows: int, arguments: argparse.Namespace) -> tup
     spec = ExpertsSpec(Routing(num_experts, arguments.per_token, normalized=True), arguments.width)
     kind: dict[str, Any] = {"activation": "silu", "shared": None, "dtype": arguments.dtype}
     graph, shapes = abstract(
-        make_experts(spec, arguments.hidden_size, PLAIN_NAMES, layer="0", **kind)
+        make_experts(spec, arguments.hidden_size, QWEN_EXPERTS, layer="0", **kind)
     )
     rng = np.random.default_rng(0)
     parameters = jax.tree.map(

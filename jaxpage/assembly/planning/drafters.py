@@ -48,7 +48,8 @@ from jaxpage.device.hardware import Backend
 from jaxpage.device.inputs import BucketMenu
 from jaxpage.errors import CheckpointError, ConfigError
 from jaxpage.layers.embedding import Embedding
-from jaxpage.layers.sharding import UNDIVIDED, ShardedEmbedding, Sharding
+from jaxpage.layers.sharded import ShardedEmbedding
+from jaxpage.layers.sharding import UNDIVIDED, Sharding
 from jaxpage.models import KVSpec, abstract
 from jaxpage.models.drafters import Assistant, DraftModel, MedusaHeads, MtpHead
 from jaxpage.models.parameters import Path as LayerPath

@@ -9,7 +9,7 @@ from jaxpage.checkpoints.config_file import check_sizes
 from jaxpage.checkpoints.opening import check_spec
 from jaxpage.checkpoints.problems import Problems, quote
 from jaxpage.models import DecoderConfig, load_family
-from jaxpage.models.config import ConfigFields, RefusedField, WrongField
+from jaxpage.models.config import ConfigFields
 
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 _ARCHITECTURES = {
@@ -46,7 +46,7 @@ class EagleConfig(ConfigFields):
         kind = self.config.get("speculators_model_type")
         if kind not in (None, "eagle3"):
             text = f"speculators_model_type {quote(kind)} is not supported, only 'eagle3'"
-            self.note(RefusedField(text), speculators_model_type="eagle3")
+            self.note_unsupported(text, speculators_model_type="eagle3")
         if kind is not None:
             self.layers = self._object("transformer_layer_config", required=True)
         elif self.config.get("model_type") == "eagle":
@@ -58,15 +58,15 @@ class EagleConfig(ConfigFields):
         self.inner = self._object("eagle_config", required=False)
         for name, harmless in _NOT_HONOURED.items():
             if (value := self.field(name, harmless)) != harmless:
-                error = RefusedField(f"{name} = {quote(value)} is not supported")
-                self.note(error, **{name: harmless})
+                text = f"{name} = {quote(value)} is not supported"
+                self.note_unsupported(text, **{name: harmless})
         return self
 
     def _object(self, name: str, *, required: bool) -> dict[str, Any]:
         value = self.config.get(name) or (None if required else {})
         if isinstance(value, dict):
             return value
-        self.note(WrongField(f"{name} must be an object, not {quote(value)}"), **{name: {}})
+        self.note_wrong(f"{name} must be an object, not {quote(value)}", **{name: {}})
         return {}
 
     def field(self, name: str, default: Any = None) -> Any:
@@ -79,8 +79,7 @@ class EagleConfig(ConfigFields):
         value = self.field(name, default)
         if isinstance(value, bool):
             return value
-        error = WrongField(f"{name} must be true or false, not {quote(value)}")
-        self.note(error, **{name: default})
+        self.note_wrong(f"{name} must be true or false, not {quote(value)}", **{name: default})
         return default
 
     @property
@@ -98,13 +97,13 @@ class EagleConfig(ConfigFields):
         if not isinstance(model_type, str) or model_type not in _ARCHITECTURES:
             supported = ", ".join(_ARCHITECTURES)
             text = f"layers of model_type {quote(model_type)} are not among {supported}"
-            self.note(RefusedField(text))
+            self.note_unsupported(text)
             return None
         window = self.layers.get("sliding_window") and self.layers.get("use_sliding_window", True)
         types = self.layers.get("layer_types") or ()
         if model_type == "llama" and (window or "sliding_attention" in types):
             text = "layers of model_type 'llama' with a sliding window are not supported"
-            self.note(RefusedField(text))
+            self.note_unsupported(text)
             return None
         family = load_family({"architectures": [_ARCHITECTURES[model_type]]})
         return cast(DecoderConfig | None, check_spec(family, self.layers, problems))
@@ -126,10 +125,10 @@ class EagleConfig(ConfigFields):
         ids = ids or list(usual)
         if not isinstance(ids, list) or any(type(number) is not int for number in ids):
             text = f"{LAYER_IDS} must be a list of whole numbers, not {quote(ids)}"
-            self.note(WrongField(text))
+            self.note_wrong(text)
             return usual
         if min(ids) + after < 0 or max(ids) + after > num_layers:
             kind = "outputs" if after else "inputs"
             missing = f"{LAYER_IDS} {ids} are {kind} of layers that do not exist"
-            self.note(WrongField(f"{missing}: the model has {num_layers} layers"))
+            self.note_wrong(f"{missing}: the model has {num_layers} layers")
         return tuple(number + after for number in ids)

@@ -10,10 +10,9 @@ if TYPE_CHECKING:
     from jaxpage.models.config.config_fields import (
         ConfigFields,  # reads the fields of a config
         FieldError,  # is an error about a field, the two others among them
-        RefusedField,  # says that a field is not supported
-        WrongField,  # says that a field makes no sense
     )
     from jaxpage.models.config.fields import (
+        Fields,  # reads the fields of a family, with the defaults of its class
         text_part,  # gives the config of the text model of a model that takes images
     )
 

@@ -102,6 +102,14 @@ class ConfigFields:
         self.config |= instead
         self._raise_outside()
 
+    def note_wrong(self, text: str, /, **instead: Any) -> None:
+        """Notes that fields are missing, or have values that no model can have; see `note`."""
+        self.note(WrongField(text), **instead)
+
+    def note_unsupported(self, text: str, /, **instead: Any) -> None:
+        """Notes that fields ask for something that is not supported; see `note`."""
+        self.note(RefusedField(text), **instead)
+
     def _raise_outside(self) -> None:
         """Raises noted errors where no block will raise them."""
         if not self._top._collects:

@@ -8,8 +8,7 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from jaxpage.errors import CheckpointError
-from jaxpage.layers.activations import ACTIVATIONS
-from jaxpage.layers.rope import Rope
+from jaxpage.layers import ACTIVATIONS, Rope
 from jaxpage.layers.rope_scaling import LENGTH, SCALINGS, make_rope, wrong_parameters
 from jaxpage.models.config.config_fields import ConfigFields, FieldError, RefusedField, WrongField
 
@@ -77,11 +76,6 @@ def without_axes(config: Mapping[str, Any]) -> dict[str, Any]:
     return changed
 
 
-def without(config: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """Returns the config without a field that the family passes over, as transformers does."""
-    return {key: value for key, value in config.items() if key != name}
-
-
 class Fields(ConfigFields):
     """Holds the fields of one family.
 
@@ -104,19 +98,17 @@ class Fields(ConfigFields):
         self._collects = True
         named = config.get("model_type", model_type)
         if named != model_type and _OTHER_MODEL_TYPES.get(str(named)) != model_type:
-            self.note(
-                WrongField(
-                    f"architectures {config.get('architectures')} are of model_type "
-                    f"{model_type!r}, but model_type is {named!r}"
-                ),
+            self.note_wrong(
+                f"architectures {config.get('architectures')} are of model_type "
+                f"{model_type!r}, but model_type is {named!r}",
                 model_type=model_type,
             )
         for name, meaning in _NOT_HONOURED.items():
             if config.get(name):
-                self.note(RefusedField(f"{name} ({meaning}) is not supported"), **{name: None})
+                self.note_unsupported(f"{name} ({meaning}) is not supported", **{name: None})
         if config.get("is_causal", True) is not True:
             text = "is_causal = false (attention to later tokens) is not supported"
-            self.note(RefusedField(text), is_causal=True)
+            self.note_unsupported(text, is_causal=True)
         self._collects = False
 
     def get(self, name: str, default: Any = REQUIRED) -> Any:
@@ -129,7 +121,7 @@ class Fields(ConfigFields):
         if present:
             return self.config[present[0]]
         if default is REQUIRED:
-            self.note(WrongField(f"{name} is missing"), **{name: _SIZE})
+            self.note_wrong(f"{name} is missing", **{name: _SIZE})
             return _SIZE
         return default
 
@@ -203,14 +195,12 @@ class Fields(ConfigFields):
                 f"{self.in_file('layer_types')} must name each of the {len(default)} layers, not "
                 f"{types!r}"
             )
-            self.note(WrongField(text), layer_types=None, num_hidden_layers=len(default))
+            self.note_wrong(text, layer_types=None, num_hidden_layers=len(default))
             return tuple(default)
         unknown = sorted({str(kind) for kind in types} - {*kinds})
         if unknown:
-            error = RefusedField(
-                f"{self.in_file('layer_types')} {', '.join(unknown)} are not supported"
-            )
-            self.note(error, layer_types=None)
+            text = f"{self.in_file('layer_types')} {', '.join(unknown)} are not supported"
+            self.note_unsupported(text, layer_types=None)
             return tuple(default)
         return tuple(types)
 
@@ -235,8 +225,13 @@ class Fields(ConfigFields):
         for name, value in values.items():
             stated = self.get(name, None)
             if stated is not None and stated != value:
-                error = RefusedField(f"{name} = {stated!r} is not supported")
-                self.note(error, **{name: None})
+                text = f"{name} = {stated!r} is not supported"
+                self.note_unsupported(text, **{name: None})
+
+    def refuse_true(self, name: str, reason: str = "") -> None:
+        """Refuses a flag that is true; the reason follows in the error."""
+        if self.flag(name, False):
+            self.note_unsupported(f"{name} = true is not supported{reason}", **{name: False})
 
     def divide(self, name: str, divisor_name: str) -> int:
         """Returns one field over another, which must divide it.
@@ -253,6 +248,19 @@ class Fields(ConfigFields):
             self.note(error, **sizes)
             return _SIZE
         return value // divisor
+
+    def head_dim(self) -> int:
+        """Returns `head_dim`.
+
+        If it is absent or null, it is the width of the model over the number of query heads.
+        """
+        stated = self.optional_integer("head_dim", None)
+        return stated or self.divide("hidden_size", "num_attention_heads")
+
+    def kv_heads(self, default: int | None) -> int:
+        """Returns `num_key_value_heads`; null means one for each query head."""
+        heads = self.optional_integer("num_key_value_heads", default)
+        return heads or self.integer("num_attention_heads")
 
     def rope(
         self,
@@ -307,11 +315,11 @@ class Fields(ConfigFields):
             value is None or isinstance(value, dict) for value in stated_ropes.values()
         ):
             text = f"rope_parameters must have an object for each layer type, not {stated_ropes!r}"
-            self.note(WrongField(text), **NO_ROPE)
+            self.note_wrong(text, **NO_ROPE)
             stated_ropes = {}
         if not isinstance(scaling, dict):
             text = f"rope_scaling must be an object or null, not {scaling!r}"
-            self.note(WrongField(text), **NO_ROPE)
+            self.note_wrong(text, **NO_ROPE)
             scaling = {}
         ropes = {}
         limit = max_position_embeddings
@@ -327,7 +335,7 @@ class Fields(ConfigFields):
             parameters.setdefault("original_max_position_embeddings", max_position_embeddings)
             if parameters["rope_type"] == "yarn" and not parameters.get("truncate", True):
                 text = "rope truncate = false of a layer type is not supported: transformers reads"
-                self.note(RefusedField(f"{text} it in ropes of all layers alone"), **NO_ROPE)
+                self.note_unsupported(f"{text} it in ropes of all layers alone", **NO_ROPE)
             ropes[kind], reach = self.rope_of(
                 parameters, head_dim, max_position_embeddings, partial
             )
@@ -384,13 +392,13 @@ class Fields(ConfigFields):
             instead |= NO_ROPE if factor != 1.0 else {}
             text = f"the rotary embedding needs an even head width, not {width}"
             text += f" (head_dim {head_dim}, partial_rotary_factor {factor})"
-            self.note(WrongField(text), **instead)
+            self.note_wrong(text, **instead)
             width = _SIZE
             parameters = _plain_rope(max_length)
         try:
             return make_rope(parameters, head_dim=width, max_position_embeddings=max_length)
         except CheckpointError as error:
-            self.note(WrongField(str(error)), **NO_ROPE)
+            self.note_wrong(str(error), **NO_ROPE)
             return make_rope(
                 _plain_rope(max_length), head_dim=width, max_position_embeddings=max_length
             )

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
-from jaxpage.models.config.config_fields import RefusedField, WrongField
 from jaxpage.models.config.fields import NO_ROPE, Fields
+
+T = TypeVar("T")
 
 
 def windows_by_layer(fields: Fields) -> tuple[int | None, ...]:
@@ -39,9 +40,31 @@ def rotating_layers(fields: Fields) -> tuple[bool, ...]:
     rotates = usual if rotates is None or rotates == [] else rotates
     if not isinstance(rotates, list) or len(rotates) != num_layers or set(rotates) - {0, 1}:
         text = f"no_rope_layers must have 0 or 1 for each of {num_layers} layers, not {rotates!r}"
-        fields.note(WrongField(text), no_rope_layers=None, num_hidden_layers=num_layers)
+        fields.note_wrong(text, no_rope_layers=None, num_hidden_layers=num_layers)
         rotates = usual
     return tuple(map(bool, rotates))
+
+
+def read_by_layer(
+    fields: Fields, name: str, usual: Sequence[T], is_right: Callable[[Any], bool], what: str
+) -> list[T]:
+    """Returns a list with a value for each layer.
+
+    Args:
+        fields: The fields of the config.
+        name: The field.
+        usual: The values where the field is absent or null.
+        is_right: Returns whether a layer may have this value.
+        what: The description of such a value, for the error.
+    """
+    values = fields.get(name, None)
+    if values is None:
+        return list(usual)
+    if isinstance(values, list) and len(values) == len(usual) and all(map(is_right, values)):
+        return values
+    text = f"{name} must have {what} for each of {len(usual)} layers, not {values!r}"
+    fields.note_wrong(text, **{name: None, "num_hidden_layers": len(usual)})
+    return list(usual)
 
 
 def layer_types(fields: Fields, every: int, first: int = 1) -> tuple[str, ...]:
@@ -60,7 +83,7 @@ def windows_of(fields: Fields, types: Sequence[str], window: int | None) -> tupl
     """Returns the window of each layer, and notes an error if a layer with a window finds none."""
     if window is None and "sliding_attention" in types:
         text = "layer_types has sliding_attention, but there is no window in use"
-        fields.note(WrongField(text), layer_types=None)
+        fields.note_wrong(text, layer_types=None)
     return tuple(window if kind == "sliding_attention" else None for kind in types)
 
 
@@ -106,4 +129,4 @@ def refuse_rope_scaling(fields: Fields) -> None:
     rope = fields.get("rope_parameters", None)
     if fields.get("rope_scaling", rope) != rope:
         text = "rope_scaling is not supported in this family, which has rope_parameters instead"
-        fields.note(RefusedField(text), **NO_ROPE)
+        fields.note_unsupported(text, **NO_ROPE)

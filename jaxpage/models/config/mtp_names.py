@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from jaxpage.models.config.config_fields import WrongField
 from jaxpage.models.config.fields import Fields
 
 MAX_HEADS = 64
@@ -59,7 +58,7 @@ def read_numbered_names(fields: Fields, *not_read: str) -> MtpNames | None:
     field = "num_nextn_predict_layers"
     count = fields.integer(field, 0, least=0)
     if count > MAX_HEADS:
-        fields.note(WrongField(f"{field} = {count} is above {MAX_HEADS}"), **{field: 0})
+        fields.note_wrong(f"{field} = {count} is above {MAX_HEADS}", **{field: 0})
     if not 0 < count <= MAX_HEADS:
         return None
     last = fields.integer("num_hidden_layers")

@@ -8,8 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxpage.layers.rope import Rope
-from jaxpage.models.config.config_fields import RefusedField, WrongField
+from jaxpage.layers import Rope
 from jaxpage.models.config.fields import Fields
 
 NUMBERS = {"rope_theta": None, "partial_rotary_factor": 1.0, "factor": 1.0}
@@ -36,11 +35,11 @@ def read_rope(fields: Fields, kind: str, parameters: Mapping[str, Any], head_dim
     about = f"rope_parameters of {kind}: {dict(parameters)!r}"
     if rope_type not in ("default", "proportional") or numbers.keys() != NUMBERS.keys():
         text = f"{about} is not supported: only default and proportional are"
-        fields.note(RefusedField(text), rope_parameters=None)
+        fields.note_unsupported(text, rope_parameters=None)
         theta = share = factor = 1.0
     elif not all(type(each) in (int, float) and 0 < each < math.inf for each in numbers.values()):
         text = f"{about} must have rope_theta, and all its numbers must be positive"
-        fields.note(WrongField(text), rope_parameters=None)
+        fields.note_wrong(text, rope_parameters=None)
         theta = share = factor = 1.0
     if rope_type == "default":
         share = factor = 1.0

@@ -5,9 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from jaxpage.layers.delta_net import DeltaWidths
-from jaxpage.layers.mamba import MambaSpec
-from jaxpage.models.config.config_fields import RefusedField, WrongField
+from jaxpage.layers import DeltaWidths, MambaSpec
 from jaxpage.models.config.fields import Fields
 
 # The forms in which files say that there is no largest time step.
@@ -29,13 +27,13 @@ def read_mamba(fields: Fields, inner: int | None = None, **more: Any) -> MambaSp
             f"mamba_n_heads = {heads} must divide the {inner} inputs of all heads (mamba_expand "
             "* hidden_size, or mamba_d_ssm)"
         )
-        fields.note(WrongField(text), mamba_n_heads=1, mamba_d_head="auto")
+        fields.note_wrong(text, mamba_n_heads=1, mamba_d_head="auto")
         heads = 1
     width = fields.get("mamba_d_head", "auto")
     head = inner // heads
     if width not in ("auto", head):
         text = f'mamba_d_head must be "auto" or {inner} / mamba_n_heads = {head}, not {width!r}'
-        fields.note(WrongField(text), mamba_d_head="auto")
+        fields.note_wrong(text, mamba_d_head="auto")
     more.setdefault("output_bias", fields.flag("mamba_proj_bias", False))
     return MambaSpec(
         heads=heads,
@@ -81,7 +79,7 @@ def read_groups(fields: Fields, name: tuple[str, int], **heads: int) -> int:
     groups = fields.integer(*name)
     if count % groups:
         text = f"{name[0]} = {groups} must divide {heads_name} = {count}"
-        fields.note(WrongField(text), **{name[0]: 1}, **heads)
+        fields.note_wrong(text, **{name[0]: 1}, **heads)
         return 1
     return groups
 
@@ -100,7 +98,7 @@ def read_time_steps(fields: Fields) -> tuple[float, float]:
         if numbers and 0 <= least <= most and least < math.inf:
             return float(least), float(most)
     text = f"time_step_limit must be two numbers from 0, the smaller one first, not {limits!r}"
-    fields.note(WrongField(text), time_step_limit=[0.0, math.inf])
+    fields.note_wrong(text, time_step_limit=[0.0, math.inf])
     return 0.0, math.inf
 
 
@@ -114,11 +112,11 @@ def read_rank(fields: Fields, name: str) -> int:
 def check_heads(fields: Fields, widths: DeltaWidths) -> None:
     """Notes an error if the number of key heads does not divide that of value heads."""
     if widths.value_heads % widths.key_heads:
-        error = WrongField(
+        text = (
             f"linear_num_key_heads = {widths.key_heads} must divide linear_num_value_heads = "
             f"{widths.value_heads}"
         )
-        fields.note(error, linear_num_key_heads=1, linear_num_value_heads=1)
+        fields.note_wrong(text, linear_num_key_heads=1, linear_num_value_heads=1)
 
 
 def check_activation(fields: Fields) -> None:
@@ -128,4 +126,4 @@ def check_activation(fields: Fields) -> None:
             f"hidden_act = {activation!r} is not supported: the convolution of linear attention "
             "has silu"
         )
-        fields.note(RefusedField(text), hidden_act="silu")
+        fields.note_unsupported(text, hidden_act="silu")

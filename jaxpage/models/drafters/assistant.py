@@ -18,17 +18,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from jaxpage.layers.context import ForwardContext
-from jaxpage.layers.embedding import Embedding
+from jaxpage.layers import Embedding, ForwardContext
 from jaxpage.layers.parameter import parameter
+from jaxpage.models import gemma_layers
 from jaxpage.models.base import KVSpec, Pages, run_layers
 from jaxpage.models.gemma4 import Gemma4Config, Gemma4Layer
-from jaxpage.models.gemma_layers import LayerForm, whole_projection
-from jaxpage.models.parts.norms import rms_norm
-from jaxpage.models.parts.scope import Scope
+from jaxpage.models.parts import Scope, norms
 
 
 @dataclass(frozen=True)
@@ -68,7 +65,7 @@ class AssistantSpec:
         """Returns for each layer the target's layer whose pages it reads."""
         return tuple(form.place for form in self.decoder.layer_forms[self.first_layer :])
 
-    def make(self, dtype: DTypeLike) -> Assistant:
+    def make(self, dtype: jax.typing.DTypeLike) -> Assistant:
         """Returns the module, whose parameters have this type."""
         return Assistant(self, dtype=dtype)
 
@@ -99,7 +96,7 @@ def follow_target(
     # As in transformers, a layer with a window of W sees W keys and the one before them.
     windows = tuple(window and window + 1 for window in target.kv.sliding_windows)
     forms = [
-        LayerForm(place, form.intermediate_size)
+        gemma_layers.LayerForm(place, form.intermediate_size)
         for place, form in zip(places, config.layer_forms, strict=True)
     ]
     return replace(
@@ -119,7 +116,7 @@ class Assistant(nnx.Module):
         token_order: The tokens, group by group. It is not one of the weights; None without groups.
     """
 
-    def __init__(self, spec: AssistantSpec, *, dtype: DTypeLike):
+    def __init__(self, spec: AssistantSpec, *, dtype: jax.typing.DTypeLike):
         config, at = spec.decoder, Scope("", dtype)
         width = config.hidden_size
         is_tied = config.tie_word_embeddings
@@ -128,17 +125,21 @@ class Assistant(nnx.Module):
         self.spec = spec
         self.tokens = Embedding(config.vocab_size, spec.target_width, name=None, dtype=dtype)
         self.head = Embedding(config.vocab_size, width, name=name, aliases=aliases, dtype=dtype)
-        self.before = whole_projection(2 * spec.target_width, at, "pre_projection", width)
+        self.before = gemma_layers.whole_projection(
+            2 * spec.target_width, at, "pre_projection", width
+        )
         self.layers = nnx.List(
             Gemma4Layer(config, spec.first_layer + number, at / f"model.layers.{number}")
             for number in range(len(spec.places))
         )
-        self.norm = rms_norm(config, at / "model.norm")
-        self.after = whole_projection(width, at, "post_projection", spec.target_width)
+        self.norm = norms.rms_norm(config, at / "model.norm")
+        self.after = gemma_layers.whole_projection(width, at, "post_projection", spec.target_width)
         groups = spec.centroids
         self.centroids = self.token_order = None
         if groups is not None:
-            product = whole_projection(width, at, "masked_embedding.centroids", groups.count)
+            product = gemma_layers.whole_projection(
+                width, at, "masked_embedding.centroids", groups.count
+            )
             order = parameter((config.vocab_size,), axes=("vocab",), dtype=jnp.int32)
             self.centroids, self.token_order = nnx.data(product), nnx.data(order)
 

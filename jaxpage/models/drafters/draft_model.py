@@ -10,10 +10,9 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from jaxpage.layers.context import ForwardContext
+from jaxpage.layers import ForwardContext
 from jaxpage.models.base import Family, KVSpec, ModelSpec, Pages, make_model
 from jaxpage.models.parameters.replacing import Rule
 
@@ -41,7 +40,7 @@ class DraftModel(nnx.Module):
         rule: Rule | None = None,
         *,
         vocab_size: int,
-        dtype: DTypeLike,
+        dtype: jax.typing.DTypeLike,
     ):
         self.model = make_model(family, spec, dtype, rule)
         self.spec = spec

@@ -11,7 +11,7 @@ from typing import Any, Protocol, cast, runtime_checkable
 import jax
 from flax import nnx
 
-from jaxpage.layers.context import ForwardContext
+from jaxpage.layers import ForwardContext
 from jaxpage.models.base import KVSpec, Pages
 
 

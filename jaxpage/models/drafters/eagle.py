@@ -10,28 +10,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from jaxpage.layers.attention import Attention, HeadNorms
-from jaxpage.layers.context import ForwardContext, LayerPages
-from jaxpage.layers.embedding import Embedding
-from jaxpage.layers.linear import Part, linear
-from jaxpage.layers.norms import RMSNorm
+from jaxpage.layers import Attention, Embedding, ForwardContext, HeadNorms, LayerPages
 from jaxpage.layers.parameter import parameter
 from jaxpage.models.base import KVSpec, Pages, run_layers
 from jaxpage.models.drafters.drafter import output_alone
-from jaxpage.models.parts.attention import grouped_query_attention, norms_of_heads
-from jaxpage.models.parts.block import Block
+from jaxpage.models.parts import Scope, attention, decoder, mlp, norms
 from jaxpage.models.parts.decoder_config import DecoderConfig
-from jaxpage.models.parts.mlp import gated_mlp
-from jaxpage.models.parts.norms import rms_norm
-from jaxpage.models.parts.scope import Scope
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +53,7 @@ class EagleSpec:
     own_head: bool = False
     aux_layers: tuple[int, ...] = ()
 
-    def make(self, dtype: DTypeLike) -> _Eagle:
+    def make(self, dtype: jax.typing.DTypeLike) -> _Eagle:
         """Returns the module of this spec."""
         return Eagle(self, dtype=dtype)
 
@@ -86,7 +76,7 @@ class Eagle3Spec(EagleSpec):
     norm_each: bool = False
     norm_output: bool = False
 
-    def make(self, dtype: DTypeLike) -> _Eagle:
+    def make(self, dtype: jax.typing.DTypeLike) -> _Eagle:
         """Returns the module of this spec."""
         return Eagle3(self, dtype=dtype)
 
@@ -98,7 +88,7 @@ class _Eagle(nnx.Module):
     map is not one of its weights.
     """
 
-    def __init__(self, spec: EagleSpec, fused_width: int, *, dtype: DTypeLike):
+    def __init__(self, spec: EagleSpec, fused_width: int, *, dtype: jax.typing.DTypeLike):
         width = spec.decoder.hidden_size
         rows = spec.table_rows
         tokens_name = "embed_tokens" if spec.own_tokens else None
@@ -106,9 +96,8 @@ class _Eagle(nnx.Module):
         self.spec = spec
         self.tokens = Embedding(spec.decoder.vocab_size, width, name=tokens_name, dtype=dtype)
         self.head = Embedding(rows, width, name=head_name, dtype=dtype)
-        self.fc = linear(
-            fused_width, Part(width, "embed", "fc"), input_axis=None, bias=spec.fc_bias, dtype=dtype
-        )
+        at = Scope("", dtype)
+        self.fc = at.projection(fused_width, ("fc", width), axes=(None, "embed"), bias=spec.fc_bias)
         self.token_map = (
             parameter((rows,), axes=("vocab",), dtype=jnp.int32) if spec.token_map else None
         )
@@ -143,7 +132,7 @@ class Eagle(_Eagle):
 
     fuse = staticmethod(output_alone)
 
-    def __init__(self, spec: EagleSpec, *, dtype: DTypeLike):
+    def __init__(self, spec: EagleSpec, *, dtype: jax.typing.DTypeLike):
         super().__init__(spec, 2 * spec.decoder.hidden_size, dtype=dtype)
         self.layers = nnx.List(_make_layers(spec, 0, dtype))
         self.layers[0].attention_norm = None
@@ -165,17 +154,17 @@ def _make_attention(
     spec: EagleSpec, index: int, at: Scope, input_width: int | None = None
 ) -> Attention:
     decoder = replace(spec.decoder, attention_bias=spec.input_bias)
-    return grouped_query_attention(
+    return attention.grouped_query_attention(
         decoder,
         index,
         at,
         output_bias=spec.output_bias,
-        norms=norms_of_heads(decoder, at) if spec.has_head_norms else HeadNorms(),
+        norms=attention.norms_of_heads(decoder, at) if spec.has_head_norms else HeadNorms(),
         input_width=input_width,
     )
 
 
-def _make_layers(spec: EagleSpec, first: int, dtype: DTypeLike) -> list[Block]:
+def _make_layers(spec: EagleSpec, first: int, dtype: jax.typing.DTypeLike) -> list[decoder.Block]:
     """Returns the layers from this number on."""
     return [
         _make_block(spec, index, Scope(f"layers.{index}", dtype))
@@ -183,12 +172,12 @@ def _make_layers(spec: EagleSpec, first: int, dtype: DTypeLike) -> list[Block]:
     ]
 
 
-def _make_block(spec: EagleSpec, index: int, at: Scope) -> Block:
-    return Block(
-        attention_norm=rms_norm(spec.decoder, at / "input_layernorm"),
+def _make_block(spec: EagleSpec, index: int, at: Scope) -> decoder.Block:
+    return decoder.Block(
+        attention_norm=norms.rms_norm(spec.decoder, at / "input_layernorm"),
         attention=_make_attention(spec, index, at / "self_attn"),
-        mlp_norm=rms_norm(spec.decoder, at / "post_attention_layernorm"),
-        mlp=gated_mlp(spec.decoder, at / "mlp"),
+        mlp_norm=norms.rms_norm(spec.decoder, at / "post_attention_layernorm"),
+        mlp=mlp.gated_mlp(spec.decoder, at / "mlp"),
     )
 
 
@@ -200,13 +189,13 @@ class FusionLayer(nnx.Module):
 
     def __init__(self, spec: Eagle3Spec, at: Scope):
         decoder = spec.decoder
-        self.embedding_norm = rms_norm(decoder, at / "input_layernorm")
-        self.feature_norm = rms_norm(decoder, at / "hidden_norm")
+        self.embedding_norm = norms.rms_norm(decoder, at / "input_layernorm")
+        self.feature_norm = norms.rms_norm(decoder, at / "hidden_norm")
         self.attention = _make_attention(
             spec, 0, at / "self_attn", input_width=2 * decoder.hidden_size
         )
-        self.mlp_norm = rms_norm(decoder, at / "post_attention_layernorm")
-        self.mlp = gated_mlp(decoder, at / "mlp")
+        self.mlp_norm = norms.rms_norm(decoder, at / "post_attention_layernorm")
+        self.mlp = mlp.gated_mlp(decoder, at / "mlp")
         self.norm_before_residual = spec.norm_before_residual
 
     def __call__(
@@ -231,23 +220,25 @@ class Eagle3(_Eagle):
     True.
     """
 
-    def __init__(self, spec: Eagle3Spec, *, dtype: DTypeLike):
+    def __init__(self, spec: Eagle3Spec, *, dtype: jax.typing.DTypeLike):
         decoder = spec.decoder
         fused = len(spec.aux_layers) * spec.target_width
         super().__init__(spec, fused, dtype=dtype)
-        norm = partial(RMSNorm, epsilon=decoder.norm_epsilon, dtype=dtype)
         self.spec: Eagle3Spec = spec
+        at = Scope("", dtype)
         self.states_norm = (
-            norm(fused, name="input_norm", axis=None) if spec.norm_before_fc else None
+            norms.rms_norm(decoder, at / "input_norm", width=fused, axis=None)
+            if spec.norm_before_fc
+            else None
         )
         each = [
-            norm(spec.target_width, name=f"fc_norm.{index}")
+            norms.rms_norm(decoder, at / f"fc_norm.{index}", width=spec.target_width)
             for index in range(len(spec.aux_layers))
         ]
         self.state_norms = nnx.List(each) if spec.norm_each else None
-        self.fusion = FusionLayer(spec, Scope("layers.0", dtype))
+        self.fusion = FusionLayer(spec, at / "layers.0")
         self.layers = nnx.List(_make_layers(spec, 1, dtype))
-        self.norm = norm(decoder.hidden_size, name="norm")
+        self.norm = norms.rms_norm(decoder, at / "norm")
 
     def fuse(self, states: Sequence[jax.Array]) -> Float[Array, "T D"]:
         """Returns the features of the target's hidden states."""

@@ -13,12 +13,11 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from jaxpage.layers.embedding import Embedding
-from jaxpage.layers.linear import Linear, Part, linear
+from jaxpage.layers import Embedding, Linear
 from jaxpage.layers.parameter import parameter
+from jaxpage.models.parts import Scope
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,14 +63,14 @@ class MedusaHeads(nnx.Module):
     In a file whose heads know a part of the vocabulary, tables may have rows for all of it.
     """
 
-    def __init__(self, spec: MedusaSpec, *, dtype: DTypeLike):
+    def __init__(self, spec: MedusaSpec, *, dtype: jax.typing.DTypeLike):
         width = spec.hidden_size
         rows = spec.table_rows
         aliases = ("lm_head",) if spec.one_table else ()
 
         def block(head: int, layer: int) -> Linear:
-            part = Part(width, "embed", spec.block(head, layer))
-            return linear(width, part, input_axis=None, bias=spec.bias, dtype=dtype)
+            part = spec.block(head, layer), width
+            return Scope("", dtype).projection(width, part, axes=(None, "embed"), bias=spec.bias)
 
         self.blocks = nnx.List(
             nnx.List(block(head, layer) for layer in range(spec.num_layers))

@@ -10,18 +10,16 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from jaxpage.layers.context import ForwardContext
-from jaxpage.layers.embedding import Embedding
-from jaxpage.layers.linear import Part, linear
+from jaxpage.layers import Embedding, ForwardContext
 from jaxpage.models.base import Pages, run_layers
 from jaxpage.models.config.mtp_names import MtpNames
 from jaxpage.models.drafters.drafter import output_alone
-from jaxpage.models.parts.scope import Scope
+from jaxpage.models.parts import Scope
 
 
 class MtpHead(nnx.Module):
@@ -34,7 +32,7 @@ class MtpHead(nnx.Module):
     aux_layers: ClassVar[tuple[int, ...]] = ()
     fuse = staticmethod(output_alone)
 
-    def __init__(self, config: Any, family: Any, names: MtpNames, *, dtype: DTypeLike):
+    def __init__(self, config: Any, family: Any, names: MtpNames, *, dtype: jax.typing.DTypeLike):
         """Makes the head.
 
         Args:
@@ -52,13 +50,8 @@ class MtpHead(nnx.Module):
             family.Model.make_norm(config, Scope(name, dtype))
             for name in (names.embedding_norm, names.hidden_norm, names.output_norm)
         )
-        self.fc = linear(
-            2 * width,
-            Part(width, "embed", names.product),
-            input_axis=None,
-            bias=False,
-            dtype=dtype,
-        )
+        at = Scope("", dtype)
+        self.fc = at.projection(2 * width, (names.product, width), axes=(None, "embed"))
         layer = family.Model.make_block(of_layer, 0, Scope(names.layer, dtype))
         self.layers = nnx.List([layer])
 

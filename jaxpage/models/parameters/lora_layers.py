@@ -9,7 +9,7 @@ from typing import cast
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxpage.layers.linear import Linear
+from jaxpage.layers import Linear
 from jaxpage.layers.sharding import Sharding
 from jaxpage.models.base import Family, ModelSpec, abstract_model, make_model, other_names
 from jaxpage.models.parameters.replacing import Path, Rule, replace_modules

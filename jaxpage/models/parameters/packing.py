@@ -7,9 +7,8 @@ from typing import Any, NamedTuple
 
 from flax import nnx
 
-from jaxpage.layers.embedding import Embedding
+from jaxpage.layers import Embedding, Linear
 from jaxpage.layers.expert_linear import ExpertLinear, MXFP4ExpertLinear
-from jaxpage.layers.linear import Linear
 from jaxpage.layers.packed import PackedEmbedding, PackedExpertLinear, PackedLinear
 from jaxpage.layers.quantized import Quantized
 from jaxpage.layers.quantized_experts import QuantizedExpertLinear

@@ -8,35 +8,16 @@ from dataclasses import dataclass, replace
 import jax
 from flax import nnx
 
-from jaxpage.layers.attention import Attention, HeadNorms, Projections, Scores, query_key_value
-from jaxpage.layers.linear import Linear, Part, linear
-from jaxpage.layers.norms import HeadNorm, LayerNorm, RMSNorm
-from jaxpage.layers.parameter import parameter, stack, tensor
+from jaxpage.layers import Attention, HeadNorms, LayerNorm, Linear, Projections, RMSNorm, Scores
+from jaxpage.layers.attention import query_key_value
+from jaxpage.layers.linear import Part, linear
+from jaxpage.layers.norms import HeadNorm
+from jaxpage.layers.parameter import stack, tensor
 from jaxpage.models.parts.decoder_config import DecoderConfig
+from jaxpage.models.parts.names import LLAMA_ATTENTION, AttentionNames, Scope
 from jaxpage.models.parts.norms import rms_norm
-from jaxpage.models.parts.projection import projection
-from jaxpage.models.parts.scope import Scope
 
 AnyNorm = RMSNorm | LayerNorm | HeadNorm
-
-
-@dataclass(frozen=True)
-class AttentionNames:
-    """Holds the names of the products of attention.
-
-    Attributes:
-        output: The product for the output.
-        fused: The one product for queries, keys and values; None for three products.
-        in_groups: True if that product has for each key/value head its queries, its key and its
-            value; False if it has all queries, then all keys, then all values.
-    """
-
-    output: str = "o_proj"
-    fused: str | None = None
-    in_groups: bool = True
-
-
-LLAMA = AttentionNames()
 
 
 @dataclass(frozen=True)
@@ -59,7 +40,7 @@ def grouped_query_attention(
     index: int,
     at: Scope,
     *,
-    names: AttentionNames = LLAMA,
+    names: AttentionNames = LLAMA_ATTENTION,
     output_bias: bool | None = None,
     norms: HeadNorms = HeadNorms(),
     scores: Scores = Scores(),
@@ -99,9 +80,8 @@ def grouped_query_attention(
         bias=config.attention_bias,
         dtype=at.dtype,
     )
-    output = projection(
+    output = at.projection(
         query_rows,
-        at,
         (names.output, width),
         axes=("heads", "embed"),
         bias=config.attention_bias if output_bias is None else output_bias,
@@ -209,6 +189,4 @@ def norms_by_head(config: DecoderConfig, at: Scope, *, apart: bool = False) -> H
 
 def attention_sinks(config: DecoderConfig, at: Scope, *aliases: str) -> nnx.Param[jax.Array]:
     """Returns the sinks of a layer, one for each query head; some files have the other names."""
-    count = config.num_query_heads
-    source = tensor(at.name, count, aliases=aliases)
-    return parameter((count,), axes=("heads",), dtype=at.dtype, sources=[source])
+    return at.vector("", config.num_query_heads, "heads", aliases)

@@ -1,42 +1,119 @@
-"""Computes a decoder: a token table, blocks, a final norm and a head."""
+"""Computes a decoder: a token table, blocks, a final norm and a head.
+
+A block has attention or a recurrence, then a feed-forward half; a half block has one of them.
+"""
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
 from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from jaxpage.layers.context import ForwardContext
-from jaxpage.layers.embedding import Embedding, token_tables
+from jaxpage.layers import Embedding, ForwardContext, LayerPages
+from jaxpage.layers.embedding import token_tables
+from jaxpage.layers.norms import add_and_norm, add_before_norm, keep_and_norm
 from jaxpage.models.base import FamilyModule, Hidden, Pages, run_layers
+from jaxpage.models.parts.names import ModuleNames, Scope
 from jaxpage.models.parts.norms import Norm, rms_norm
-from jaxpage.models.parts.scope import Scope
 
 
-@dataclass(frozen=True)
-class ModuleNames:
-    """Holds the names of a decoder's modules in a checkpoint.
+class Block(nnx.Module):
+    """Computes `x + attention(norm(x))`, then `x + mlp(norm(x))`.
 
-    Attributes:
-        tokens: The token table.
-        positions: The table of learned positions; None if there is none.
-        layers: The layers.
-        norm: The norm after the last layer.
-        heads: The names that the head has, the usual one first.
+        x ──┬── attention_norm ── attention ── post_attention_norm ── (+) ──
+            └──────────────────────────────────────────────────────────┘
+          ──┬── mlp_norm ── mlp ── post_mlp_norm ── (+) ──
+            └─────────────────────────────────────────┘
+
+    Each norm may be None. In a parallel block both halves take x: the second one takes what the
+    first one takes, unless it has a norm of its own.
     """
 
-    tokens: str = "embed_tokens"
-    positions: str | None = None
-    layers: str = "layers"
-    norm: str = "norm"
-    heads: tuple[str, ...] = ("lm_head",)
+    def __init__(
+        self,
+        *,
+        attention_norm: Norm | None,
+        attention: Any,
+        post_attention_norm: Norm | None = None,
+        mlp_norm: Norm | None,
+        mlp: Any,
+        post_mlp_norm: Norm | None = None,
+        parallel: bool = False,
+        residual_scale: float = 1.0,
+    ):
+        """Makes the block.
+
+        Args:
+            attention_norm: The norm before attention.
+            attention: The attention, or a recurrent layer.
+            post_attention_norm: The norm of the output of attention.
+            mlp_norm: The norm before the feed-forward half.
+            mlp: The feed-forward half, or experts.
+            post_mlp_norm: The norm of its output.
+            parallel: True if both halves take the input of the block.
+            residual_scale: The factor of each half's output, before it is added.
+        """
+        self.attention_norm = attention_norm
+        self.attention = attention
+        self.post_attention_norm = post_attention_norm
+        self.mlp_norm = mlp_norm
+        self.mlp = mlp
+        self.post_mlp_norm = post_mlp_norm
+        self.parallel = parallel
+        self.residual_scale = residual_scale
+
+    def __call__(
+        self, x_TD: Float[Array, "T D"], layer_pages: LayerPages, context: ForwardContext
+    ) -> tuple[Float[Array, "T D"], LayerPages]:
+        """Returns the output of the layer and its pages."""
+        x_TD, normed_TD = keep_and_norm(self.attention_norm, x_TD)
+        attended_TD, layer_pages = self.attention(normed_TD, layer_pages, context)
+        attended_TD = self._scale(_apply(self.post_attention_norm, attended_TD))
+        if self.parallel:
+            added_TD = x_TD + attended_TD
+            entering_TD = normed_TD if self.mlp_norm is None else self.mlp_norm(x_TD)
+        else:
+            added_TD, entering_TD = add_and_norm(self.mlp_norm, x_TD, attended_TD)
+        fed_TD = _apply(self.post_mlp_norm, self.mlp(entering_TD))
+        return add_before_norm(added_TD, self._scale(fed_TD)), layer_pages
+
+    def _scale(self, x_TD: Float[Array, "T D"]) -> Float[Array, "T D"]:
+        return x_TD if self.residual_scale == 1.0 else x_TD * self.residual_scale
+
+
+class HalfBlock(nnx.Module):
+    """Computes `x + mixer(norm(x))`, in a decoder whose layers have one half each."""
+
+    def __init__(self, norm: Norm, mixer: Any, *, has_pages: bool = True):
+        """Makes the block.
+
+        Args:
+            norm: The norm before the half.
+            mixer: Attention, a recurrent layer, or a feed-forward half.
+            has_pages: False if it is a feed-forward half, to which the pages of a layer are empty.
+        """
+        self.norm = norm
+        self.mixer = mixer
+        self.has_pages = has_pages
+
+    def __call__(
+        self, x_TD: Float[Array, "T D"], layer_pages: Any, context: ForwardContext
+    ) -> tuple[Float[Array, "T D"], Any]:
+        """Returns the output of the layer and its pages."""
+        x_TD, normed_TD = keep_and_norm(self.norm, x_TD)
+        if not self.has_pages:
+            return add_before_norm(x_TD, self.mixer(normed_TD)), layer_pages
+        mixed_TD, layer_pages = self.mixer(normed_TD, layer_pages, context)
+        return add_before_norm(x_TD, mixed_TD), layer_pages
+
+
+def _apply(norm: Norm | None, x_TD: Float[Array, "T D"]) -> Float[Array, "T D"]:
+    return x_TD if norm is None else norm(x_TD)
 
 
 def cap_logits(logits_BV: jax.Array, cap: float | None) -> jax.Array:
@@ -68,7 +145,7 @@ class Decoder(FamilyModule):
         if "__call__" in cls.__dict__ and "takes_vectors" not in cls.__dict__:
             cls.takes_vectors = False
 
-    def __init__(self, config: Any, *, dtype: DTypeLike):
+    def __init__(self, config: Any, *, dtype: jax.typing.DTypeLike):
         names = self.names
         at = Scope(config.name, dtype)
         self.config = config
@@ -87,6 +164,15 @@ class Decoder(FamilyModule):
             for index in range(config.num_layers)
         )
         self.norm: Any = self.make_norm(config, at / names.norm)
+        self.make_others(config, at)
+
+    def make_others(self, config: Any, at: Scope) -> None:
+        """Makes the modules that the family has beside those of all decoders.
+
+        Args:
+            config: The config of the model.
+            at: The scope of the decoder.
+        """
 
     @classmethod
     @abstractmethod
@@ -128,8 +214,21 @@ class Decoder(FamilyModule):
     ) -> Hidden:
         """Returns hidden states, pages and auxiliary hidden states."""
         hidden_TD = self.embed(token_ids_T, context)
+        layers = self.bind_layers(token_ids_T, hidden_TD, context)
         places = self.config.layer_places
-        return run_layers(self.layers, self.norm, hidden_TD, pages, context, places)
+        return run_layers(layers, self.norm, hidden_TD, pages, context, places)
+
+    def bind_layers(
+        self, token_ids_T: Int[Array, "T"], hidden_TD: Float[Array, "T D"], context: ForwardContext
+    ) -> Iterable[Any]:
+        """Returns the layers, each with what it takes from a step beside states and pages.
+
+        Args:
+            token_ids_T: The tokens.
+            hidden_TD: The input of the first layer.
+            context: The context.
+        """
+        return self.layers
 
     def embed(self, token_ids_T: Int[Array, "T"], context: ForwardContext) -> Float[Array, "T D"]:
         """Returns the input of the first layer; vectors take the place of some tokens."""

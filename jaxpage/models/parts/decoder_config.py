@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar, cast
 
-from jaxpage.layers.rope import NO_ROTATION, Rope
+from jaxpage.layers import NO_ROTATION, ExpertsSpec, Rope
 from jaxpage.models.base import KVSpec
-from jaxpage.models.config.config_fields import WrongField
-from jaxpage.models.config.fields import Fields
+from jaxpage.models.config import Fields
 from jaxpage.models.config.mtp_names import MtpNames
 
 _Config = TypeVar("_Config", bound="DecoderConfig")
@@ -24,7 +23,7 @@ class Defaults:
 
     Attributes:
         num_kv_heads: In the place of `num_key_value_heads`; None for one for each query head.
-        head_dim: In the place of `head_dim`; None to call `read_head_dim`.
+        head_dim: In the place of `head_dim`; None to call `Fields.head_dim`.
         max_length: In the place of `max_position_embeddings`.
         theta: In the place of `rope_theta`.
         partial: The share of each head that is rotated; None for a family that rotates all.
@@ -57,14 +56,14 @@ class Defaults:
         """Returns the number of key/value heads."""
         if self.plain_heads:
             return fields.integer("num_attention_heads")
-        return key_value_heads(fields, self.num_kv_heads)
+        return fields.kv_heads(self.num_kv_heads)
 
     def read_head_dim(self, fields: Fields) -> int:
         """Returns the width of a head."""
         if self.plain_heads:
             return fields.divide("hidden_size", "num_attention_heads")
         if self.head_dim is None:
-            return read_head_dim(fields)
+            return fields.head_dim()
         return fields.integer("head_dim", self.head_dim)
 
     def read_rope(self, fields: Fields, head_dim: int) -> tuple[Rope, int]:
@@ -120,6 +119,7 @@ class DecoderConfig:
     model_type: ClassVar[str]
     defaults: ClassVar[Defaults] = Defaults()
     aliases: ClassVar[Mapping[str, str]] = {}  # other names of fields; see `Fields`
+    idle_fields: ClassVar[tuple[str, ...]] = ()  # fields that transformers passes over
 
     vocab_size: int
     hidden_size: int
@@ -147,7 +147,7 @@ class DecoderConfig:
     @classmethod
     def complete(cls, config: Mapping[str, Any]) -> Mapping[str, Any]:
         """Returns the config with what its absent or older fields mean to this family."""
-        return config
+        return {name: config[name] for name in config if name not in cls.idle_fields}
 
     @classmethod
     def read(cls, fields: Fields) -> DecoderConfig:
@@ -231,6 +231,34 @@ class DecoderConfig:
         return None if rope == NO_ROTATION else rope
 
 
+@dataclass(frozen=True, kw_only=True)
+class ExpertsConfig(DecoderConfig):
+    """Holds what the config of a decoder with experts says.
+
+    Attributes:
+        experts: The experts; None if no layer has any.
+        sparse_layers: True for each layer with experts.
+    """
+
+    experts: ExpertsSpec | None
+    sparse_layers: tuple[bool, ...]
+
+    @classmethod
+    def from_fields(cls: type[_Config], fields: Fields, **options: Any) -> _Config:
+        """Returns the config; all layers have experts where `sparse_layers` is left out."""
+        options.setdefault("sparse_layers", (True,) * fields.integer("num_hidden_layers"))
+        return super().from_fields(fields, **options)
+
+    def experts_of(self, index: int) -> ExpertsSpec | None:
+        """Returns the experts of a layer; None if it has a feed-forward half without."""
+        return self.experts if self.sparse_layers[index] else None
+
+    def of_draft_layer(self) -> ExpertsConfig:
+        """Returns the config of an MTP head's layer, which has experts if the model has."""
+        config = cast(ExpertsConfig, super().of_draft_layer())
+        return replace(config, sparse_layers=(self.experts is not None,))
+
+
 def _check_heads(fields: Fields, num_query_heads: int, num_kv_heads: int) -> None:
     if num_query_heads % num_kv_heads:
         text = (
@@ -238,19 +266,4 @@ def _check_heads(fields: Fields, num_query_heads: int, num_kv_heads: int) -> Non
             f"{num_query_heads}"
         )
         heads = dict.fromkeys(("num_key_value_heads", "num_attention_heads"), num_query_heads)
-        fields.note(WrongField(text), **heads)
-
-
-def key_value_heads(fields: Fields, default: int | None) -> int:
-    """Returns `num_key_value_heads`; null means one for each query head."""
-    heads = fields.optional_integer("num_key_value_heads", default)
-    return heads or fields.integer("num_attention_heads")
-
-
-def read_head_dim(fields: Fields) -> int:
-    """Returns `head_dim`.
-
-    If it is absent or null, it is the width of the model over the number of query heads.
-    """
-    stated = fields.optional_integer("head_dim", None)
-    return stated or fields.divide("hidden_size", "num_attention_heads")
+        fields.note_wrong(text, **heads)

@@ -5,93 +5,17 @@ The experts are apart, as they are published, or stacked, as transformers keeps 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Any, TypeVar, cast
+import jax
 
-from jax.typing import DTypeLike
-
+from jaxpage.layers import MLP, ExpertsSpec, GatedMLP, Linear
 from jaxpage.layers.expert_linear import ExpertLinear, ExpertLinearSpec
-from jaxpage.layers.experts import Experts, ExpertsSpec, MixtureOfExperts
-from jaxpage.layers.linear import Linear
-from jaxpage.layers.mlp import MLP, GatedMLP
+from jaxpage.layers.experts import Experts, MixtureOfExperts
 from jaxpage.layers.parameter import Axis, Piece, Source, Stored, tensor
 from jaxpage.layers.routing import Router, Routing
-from jaxpage.models.config.fields import Fields
 from jaxpage.models.parameters.weights import FLOATS
-from jaxpage.models.parts.decoder_config import DecoderConfig
-from jaxpage.models.parts.mlp import LLAMA_NAMES, MLPNames, gated_mlp
-from jaxpage.models.parts.scope import Scope
-
-_Config = TypeVar("_Config", bound="ExpertsConfig")
-
-
-@dataclass(frozen=True)
-class ExpertNames:
-    """Holds the names of the experts' weights in files.
-
-    Attributes:
-        module: The mixture, in its layer.
-        gate: The product for the gates, in an expert.
-        up: The product for the ups, in an expert.
-        down: The product for the output, in an expert.
-        router: The router, in the mixture.
-        shared: The expert of all tokens, in the mixture, and the weight of its gate or None. The
-            expert is None if it has the names of a feed-forward half without experts.
-        correction: The corrections of ratings, in the mixture.
-        corrections_in_row: True if the corrections are [1, E], not [E].
-        in_memory: The mixture, where transformers keeps it in memory and saves it so on request,
-            with the names of its router and of the corrections there.
-        only_stacked: True if no file has the experts apart. The stacked ones are then [in, out].
-        together: The modules that have the gates and ups, and the downs, of all experts, in a
-            family that never has experts apart; empty for others. transformers keeps them in memory
-            in the same mixture.
-        in_rows_too: True if some files have those as [out, in].
-    """
-
-    module: str = "mlp"
-    gate: str = "gate_proj"
-    up: str = "up_proj"
-    down: str = "down_proj"
-    router: str = "gate"
-    shared: tuple[str | None, str | None] = ("shared_expert", "shared_expert_gate.weight")
-    correction: str = "gate.e_score_correction_bias"
-    corrections_in_row: bool = False
-    in_memory: tuple[str, str, str] = ("mlp", "gate", "gate.e_score_correction_bias")
-    only_stacked: bool = False
-    together: tuple[str, ...] = ()
-    in_rows_too: bool = False
-
-
-PLAIN_NAMES = ExpertNames()
-DEEPSEEK_NAMES = ExpertNames(shared=("shared_experts", None))
-
-
-@dataclass(frozen=True, kw_only=True)
-class ExpertsConfig(DecoderConfig):
-    """Holds what the config of a decoder with experts says.
-
-    Attributes:
-        experts: The experts; None if no layer has any.
-        sparse_layers: True for each layer with experts.
-    """
-
-    experts: ExpertsSpec | None
-    sparse_layers: tuple[bool, ...]
-
-    @classmethod
-    def from_fields(cls: type[_Config], fields: Fields, **options: Any) -> _Config:
-        """Returns the config; all layers have experts where `sparse_layers` is left out."""
-        options.setdefault("sparse_layers", (True,) * fields.integer("num_hidden_layers"))
-        return super().from_fields(fields, **options)
-
-    def experts_of(self, index: int) -> ExpertsSpec | None:
-        """Returns the experts of a layer; None if it has a feed-forward half without."""
-        return self.experts if self.sparse_layers[index] else None
-
-    def of_draft_layer(self) -> ExpertsConfig:
-        """Returns the config of an MTP head's layer, which has experts if the model has."""
-        config = cast(ExpertsConfig, super().of_draft_layer())
-        return replace(config, sparse_layers=(self.experts is not None,))
+from jaxpage.models.parts.decoder_config import ExpertsConfig
+from jaxpage.models.parts.mlp import gated_mlp
+from jaxpage.models.parts.names import LLAMA_MLP, QWEN_EXPERTS, ExpertNames, MLPNames, Scope
 
 
 def mlp_or_experts(
@@ -99,8 +23,8 @@ def mlp_or_experts(
     index: int,
     layer: Scope,
     *,
-    names: ExpertNames = PLAIN_NAMES,
-    mlp_names: MLPNames = LLAMA_NAMES,
+    names: ExpertNames = QWEN_EXPERTS,
+    mlp_names: MLPNames = LLAMA_MLP,
 ) -> GatedMLP | MixtureOfExperts:
     """Returns the experts of a layer, or its feed-forward half with gates.
 
@@ -140,7 +64,7 @@ def make_experts(
     activation: str,
     shared: tuple[MLP | GatedMLP, str | None] | None,
     latent: tuple[Linear, Linear] | None = None,
-    dtype: DTypeLike,
+    dtype: jax.typing.DTypeLike,
 ) -> MixtureOfExperts:
     """Returns the mixture of experts of a layer.
 
@@ -198,7 +122,7 @@ def make_experts(
 
 
 def _make_router(
-    routing: Routing, hidden_size: int, names: ExpertNames, layer: str, dtype: DTypeLike
+    routing: Routing, hidden_size: int, names: ExpertNames, layer: str, dtype: jax.typing.DTypeLike
 ) -> Router:
     """Returns the router of a layer; see `make_experts`."""
     count = routing.num_experts

@@ -6,15 +6,12 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any
 
+from jaxpage.layers import Linear, RMSNorm, Rope
 from jaxpage.layers.latent_attention import LatentAttention, LatentQueries, LatentWidths
-from jaxpage.layers.linear import Linear
-from jaxpage.layers.norms import RMSNorm
-from jaxpage.layers.rope import Rope
-from jaxpage.models.config.config_fields import WrongField
-from jaxpage.models.config.fields import NO_ROPE, Fields
+from jaxpage.models.config import Fields
+from jaxpage.models.config.fields import NO_ROPE
 from jaxpage.models.parts.decoder_config import DecoderConfig
-from jaxpage.models.parts.projection import projection
-from jaxpage.models.parts.scope import Scope
+from jaxpage.models.parts.names import Scope
 
 NORM_EPSILON = 1e-6  # The norms of latents have it, whatever the config says of other norms.
 
@@ -83,7 +80,7 @@ def _read_share(fields: Fields, widths: LatentWidths, max_length: int) -> tuple[
     rope, length = fields.rope(widths.query, max_length, partial=share)
     if 2 * len(rope.frequencies) != widths.rotated:
         text = f"partial_rotary_factor must be {share} where qk_rope_head_dim = {widths.rotated}"
-        fields.note(WrongField(text), **NO_ROPE)
+        fields.note_wrong(text, **NO_ROPE)
     return rope, length
 
 
@@ -94,8 +91,8 @@ def _stretch(fields: Fields) -> float:
     share = parameters.get("mscale_all_dim") or 0.0
     for name, value in (("factor", factor), ("mscale_all_dim", share)):
         if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < 1e30:
-            error = WrongField(f"rope {name} must be a positive number, not {value!r}")
-            fields.note(error, **NO_ROPE)
+            text = f"rope {name} must be a positive number, not {value!r}"
+            fields.note_wrong(text, **NO_ROPE)
             return 1.0
     if (
         parameters.get("rope_type", parameters.get("type", "default")) == "default"
@@ -175,25 +172,25 @@ def latent_attention(
     query_rows = num_heads * widths.query
     queries: Linear | LatentQueries
     if widths.query_rank is None:
-        queries = projection(width, at, ("q_proj", query_rows))
+        queries = at.projection(width, ("q_proj", query_rows))
     else:
         rank = widths.query_rank
         queries = LatentQueries(
-            projection(width, at, ("q_a_proj", rank), axes=("embed", None), bias=latent.bias),
+            at.projection(width, ("q_a_proj", rank), axes=("embed", None), bias=latent.bias),
             norm(rank, "q_a_layernorm"),
-            projection(rank, at, ("q_b_proj", query_rows), axes=(None, "heads")),
+            at.projection(rank, ("q_b_proj", query_rows), axes=(None, "heads")),
         )
     expand_rows = num_heads * (widths.plain + widths.value)
-    expand = projection(widths.rank, at, ("kv_b_proj", expand_rows), axes=(None, "heads"))
+    expand = at.projection(widths.rank, ("kv_b_proj", expand_rows), axes=(None, "heads"))
     reduced = "kv_a_proj_with_mqa", widths.kept
     values = num_heads * widths.value
     return LatentAttention(
         index,
         queries,
-        projection(width, at, reduced, axes=("embed", None), bias=latent.bias),
+        at.projection(width, reduced, axes=("embed", None), bias=latent.bias),
         norm(widths.rank, "kv_a_layernorm"),
         Linear(replace(expand.spec, multiplied=False)),
-        projection(values, at, ("o_proj", width), axes=("heads", "embed"), bias=latent.bias),
+        at.projection(values, ("o_proj", width), axes=("heads", "embed"), bias=latent.bias),
         widths,
         num_heads=num_heads,
         rope=config.rope_of(index),

@@ -2,39 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
+from jaxpage.layers import MLP, GatedMLP
 from jaxpage.layers.linear import Part, linear
-from jaxpage.layers.mlp import MLP, XIELU, GatedMLP
+from jaxpage.layers.mlp import XIELU
 from jaxpage.models.parts.decoder_config import DecoderConfig
-from jaxpage.models.parts.projection import projection
-from jaxpage.models.parts.scope import Scope
-
-
-@dataclass(frozen=True)
-class MLPNames:
-    """Holds the names of a gated feed-forward half.
-
-    Attributes:
-        module: The half, in its layer.
-        gate: The product for the gates; None where no file has it apart from the ups.
-        up: The product for the ups; None like `gate`.
-        down: The product for the output.
-        fused: The product for both gates and ups, in files that join them.
-    """
-
-    module: str = "mlp"
-    gate: str | None = "gate_proj"
-    up: str | None = "up_proj"
-    down: str = "down_proj"
-    fused: str | None = "gate_up_proj"
-
-
-LLAMA_NAMES = MLPNames()
+from jaxpage.models.parts.names import LLAMA_MLP, MLPNames, Scope
 
 
 def gated_mlp(
-    config: DecoderConfig, at: Scope, *, names: MLPNames = LLAMA_NAMES, width: int | None = None
+    config: DecoderConfig, at: Scope, *, names: MLPNames = LLAMA_MLP, width: int | None = None
 ) -> GatedMLP:
     """Returns a feed-forward half with gates.
 
@@ -59,7 +35,7 @@ def gated_mlp(
         dtype=at.dtype,
     )
     output = names.down, config.hidden_size
-    down = projection(inner, at, output, axes=("ffn", "embed"), bias=config.mlp_bias)
+    down = at.projection(inner, output, axes=("ffn", "embed"), bias=config.mlp_bias)
     return GatedMLP(gate_up, down, activation=config.activation)
 
 
@@ -88,7 +64,7 @@ def plain_mlp(
     has_bias = config.mlp_bias if bias is None else bias
     outer = config.hidden_size
     return MLP(
-        projection(outer, at, (up, inner), axes=("embed", "ffn"), bias=has_bias),
-        projection(inner, at, (down, outer), axes=("ffn", "embed"), bias=has_bias),
+        at.projection(outer, (up, inner), axes=("embed", "ffn"), bias=has_bias),
+        at.projection(inner, (down, outer), axes=("ffn", "embed"), bias=has_bias),
         activation=activation or config.activation,
     )

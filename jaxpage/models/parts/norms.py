@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from jaxpage.layers.norms import LayerNorm, RMSNorm
+from jaxpage.layers import LayerNorm, RMSNorm
 from jaxpage.models.parts.decoder_config import DecoderConfig
-from jaxpage.models.parts.scope import Scope
+from jaxpage.models.parts.names import Scope
 
 Norm = RMSNorm | LayerNorm
 

@@ -5,17 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from jaxpage.layers import DeltaWidths, Linear, MambaSpec, RMSNorm
 from jaxpage.layers.context import StateSpec
 from jaxpage.layers.convolution import ConvolutionSpec, GatedConvolution
-from jaxpage.layers.delta_net import ChannelProducts, DeltaWidths, GatedDeltaNet
-from jaxpage.layers.linear import Linear
-from jaxpage.layers.mamba import Mamba2, MambaSpec
+from jaxpage.layers.delta_net import ChannelProducts, GatedDeltaNet
+from jaxpage.layers.mamba import Mamba2
 from jaxpage.layers.mamba1 import Mamba1, Mamba1Spec
-from jaxpage.layers.norms import RMSNorm
 from jaxpage.models.parts.decoder_config import DecoderConfig
+from jaxpage.models.parts.names import Scope
 from jaxpage.models.parts.norms import rms_norm
-from jaxpage.models.parts.projection import projection
-from jaxpage.models.parts.scope import Scope
 
 
 def cache_of_states(states: Sequence[StateSpec | None], num_layers: int) -> dict[str, Any]:
@@ -64,7 +62,7 @@ def delta_net(
         input,
         beta_step,
         RMSNorm(widths.value, name=(at / norm).name, epsilon=epsilon, axis=None, dtype=at.dtype),
-        projection(widths.values, at, (output, config.hidden_size), axes=("heads", "embed")),
+        at.projection(widths.values, (output, config.hidden_size), axes=("heads", "embed")),
         widths,
         channels=channels,
         name=at.name,
@@ -87,8 +85,8 @@ def delta_net_of_tensors(
         widths,
         index,
         at,
-        input=projection(width, at, *queries_and_keys, *values_and_gates),
-        beta_step=projection(width, at, ("b_proj", heads), ("a_proj", heads)),
+        input=at.projection(width, *queries_and_keys, *values_and_gates),
+        beta_step=at.projection(width, ("b_proj", heads), ("a_proj", heads)),
         norm="o_norm",
         output="o_proj",
     )
@@ -124,11 +122,10 @@ def mamba2(
     return Mamba2(
         index,
         spec,
-        projection(config.hidden_size, at, ("in_proj", sum(spec.parts)), bias=spec.input_bias),
+        at.projection(config.hidden_size, ("in_proj", sum(spec.parts)), bias=spec.input_bias),
         norm,
-        projection(
+        at.projection(
             spec.inner,
-            at,
             ("out_proj", config.hidden_size),
             axes=("heads", "embed"),
             bias=spec.output_bias,
@@ -164,13 +161,13 @@ def mamba1(
     layer = Mamba1(
         index,
         spec,
-        input=projection(
-            config.hidden_size, at, ("in_proj", 2 * inner), bias=spec.bias, each=(inner, inner)
+        input=at.projection(
+            config.hidden_size, ("in_proj", 2 * inner), bias=spec.bias, each=(inner, inner)
         ),
-        vectors=projection(inner, at, ("x_proj", spec.rank + 2 * vector), axes=("heads", None)),
+        vectors=at.projection(inner, ("x_proj", spec.rank + 2 * vector), axes=("heads", None)),
         norms=norms,
-        time_steps=projection(spec.rank, at, ("dt_proj", inner), axes=(None, "heads")),
-        output=projection(inner, at, output, axes=("heads", "embed"), bias=spec.bias),
+        time_steps=at.projection(spec.rank, ("dt_proj", inner), axes=(None, "heads")),
+        output=at.projection(inner, output, axes=("heads", "embed"), bias=spec.bias),
         name=at.name,
         dtype=at.dtype,
     )
@@ -190,8 +187,8 @@ def gated_convolution(spec: ConvolutionSpec, index: int, at: Scope) -> GatedConv
     return GatedConvolution(
         index,
         spec,
-        projection(width, at, ("in_proj", 3 * width), bias=spec.bias, each=(width,) * 3),
-        projection(width, at, ("out_proj", width), axes=("heads", "embed"), bias=spec.bias),
+        at.projection(width, ("in_proj", 3 * width), bias=spec.bias, each=(width,) * 3),
+        at.projection(width, ("out_proj", width), axes=("heads", "embed"), bias=spec.bias),
         name=(at / "conv").name,
         dtype=at.dtype,
     )

@@ -6,11 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
-import numpy.typing as npt
-from jax.typing import DTypeLike
+import numpy as np
 from jaxtyping import Array, Float
 
-PictureArrays = Mapping[str, npt.NDArray[Any]]  # a picture, as its processor made it
+PictureArrays = Mapping[str, np.typing.NDArray[Any]]  # a picture, as its processor made it
 
 
 class VisionCall(NamedTuple):
@@ -23,7 +22,7 @@ class VisionCall(NamedTuple):
     """
 
     size: int
-    make_inputs: Callable[[], dict[str, npt.NDArray[Any]]]
+    make_inputs: Callable[[], dict[str, np.typing.NDArray[Any]]]
     num_rows: int
 
 
@@ -106,6 +105,6 @@ class VisionFamily(Protocol):
     prefix: str | tuple[str, ...]
     ignored: tuple[str, ...]
 
-    def Model(self, spec: Any, *, dtype: DTypeLike) -> VisionModel:
+    def Model(self, spec: Any, *, dtype: jax.typing.DTypeLike) -> VisionModel:
         """Returns the module, whose parameters have this type."""
         ...

@@ -16,6 +16,7 @@ This is a room within `jaxpage.models`, with a door of its own. Other rooms take
     choose_scheme         makes this scheme
 """
 
+from jaxpage.models.quantization.formats import METHODS, SIZES
 from jaxpage.models.quantization.gguf import FORMATS as GGUF_FORMATS
 from jaxpage.models.quantization.gguf import NAME as GGUF
 from jaxpage.models.quantization.gguf import choose_scheme
@@ -23,8 +24,6 @@ from jaxpage.models.quantization.on_load import SCHEMES
 from jaxpage.models.quantization.scheme import UNQUANTISED, Scheme
 from jaxpage.models.quantization.scheme_choice import (
     FIELDS,
-    METHODS,
-    SIZES,
     quantization_of,
     without_quantization,
 )

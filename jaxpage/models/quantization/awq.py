@@ -8,14 +8,7 @@ from __future__ import annotations
 import numpy as np
 
 from jaxpage.layers.quantized import StoredArray, WeightFormat
-from jaxpage.models.quantization.decoding import (
-    FLOATS,
-    check_scale,
-    nibbles,
-    num_groups,
-    transpose,
-    unpack,
-)
+from jaxpage.models.quantization import decoding
 from jaxpage.models.quantization.quantization_fields import QuantizationFields
 from jaxpage.models.quantization.scheme import Scheme, everywhere_but
 
@@ -34,16 +27,10 @@ def read(config: QuantizationFields) -> Scheme:
     values = StoredArray(
         "qweight", lambda num_out, num_in: (num_in, num_out // 8), ("int32",), _codes
     )
-    scale = StoredArray(
-        "scales",
-        lambda num_out, num_in: (num_groups(num_in, size), num_out),
-        FLOATS,
-        transpose,
-        check_scale,
-    )
+    scale = decoding.scale_of_groups("scales", size)
     zero = StoredArray(
         "qzeros",
-        lambda num_out, num_in: (num_groups(num_in, size), num_out // 8),
+        lambda num_out, num_in: (decoding.num_groups(num_in, size), num_out // 8),
         ("int32",),
         _zeros,
     )
@@ -61,12 +48,12 @@ def read(config: QuantizationFields) -> Scheme:
 
 def _outputs(words: np.ndarray) -> np.ndarray:
     """Returns the codes of the words' outputs [..., out]."""
-    codes = unpack(np.ascontiguousarray(words), 4)
+    codes = decoding.unpack(np.ascontiguousarray(words), 4)
     return codes.reshape(*words.shape, 8)[..., ORDER].reshape(codes.shape)
 
 
 def _codes(words: np.ndarray, num_out: int, num_in: int) -> np.ndarray:
-    return nibbles(_outputs(words).T)
+    return decoding.nibbles(_outputs(words).T)
 
 
 def _zeros(words: np.ndarray, num_out: int, num_in: int) -> np.ndarray:

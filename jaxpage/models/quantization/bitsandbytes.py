@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from jaxpage.layers.quantized import StoredArray, WeightFormat
-from jaxpage.models.quantization.decoding import FLOATS, check_scale, columns, plain
+from jaxpage.models.quantization import decoding
 from jaxpage.models.quantization.quantization_fields import QuantizationFields
 from jaxpage.models.quantization.scheme import UNQUANTISED, Check, Scheme, everywhere_but
 
@@ -19,7 +19,7 @@ KEPT_FIELD = "llm_int8_skip_modules"
 
 
 def _scale(numbers: np.ndarray, num_out: int, num_in: int) -> np.ndarray:
-    return columns(numbers, num_out, num_in) / np.float32(127)
+    return decoding.columns(numbers, num_out, num_in) / np.float32(127)
 
 
 def _check_rows(module: str, numbers: np.ndarray) -> str | None:
@@ -33,8 +33,10 @@ def read(config: QuantizationFields) -> Scheme:
         config.refuse("load_in_8bit", f"is not supported, only true; use {UNQUANTISED}")
     config.absent("load_in_4bit", "llm_int8_has_fp16_weight")
     excluded = config.names(KEPT_FIELD)
-    scale = StoredArray("SCB", lambda num_out, _: (num_out,), FLOATS, _scale, check_scale)
-    form_of = everywhere_but(excluded, WeightFormat("int8", plain("int8"), scale))
+    scale = StoredArray(
+        "SCB", lambda num_out, _: (num_out,), decoding.FLOATS, _scale, decoding.check_scale
+    )
+    form_of = everywhere_but(excluded, WeightFormat("int8", decoding.plain("int8"), scale))
     return Scheme(
         NAME,
         "bitsandbytes: int8 weights, a scale for each output",

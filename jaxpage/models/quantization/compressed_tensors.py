@@ -12,20 +12,7 @@ from typing import Any
 import numpy as np
 
 from jaxpage.layers.quantized import StoredArray, WeightFormat
-from jaxpage.models.config.config_fields import WrongField
-from jaxpage.models.quantization.decoding import (
-    FLOATS,
-    NVFP4_GROUP,
-    block_scale,
-    check_scale,
-    columns,
-    describe_packed_bytes,
-    num_groups,
-    nvfp4_scale,
-    plain,
-    to_signed,
-    unpack,
-)
+from jaxpage.models.quantization import decoding
 from jaxpage.models.quantization.quantization_fields import QuantizationFields
 from jaxpage.models.quantization.scheme import KV_SCALES, Check, Scheme, check_order, read_kv_cache
 
@@ -48,7 +35,7 @@ def read(config: QuantizationFields) -> Scheme:
     ignore = config.names(KEPT_FIELD)
     groups = config.part("config_groups")
     if config.config.get("config_groups") is None:
-        config.refuse("config_groups", "must be an object of groups", WrongField)
+        config.refuse_wrong("config_groups", "must be an object of groups")
     forms = [
         (group.names("targets"), _form(group, config)) for group in map(groups.part, groups.config)
     ]
@@ -92,16 +79,19 @@ def _form(group: QuantizationFields, config: QuantizationFields) -> WeightFormat
     name = (group if group.config.get("format") else config).one_of("format", _QUANTIZED)
     weights = group.part("weights")
     if name == "nvfp4-pack-quantized":
-        scale = nvfp4_scale("weight_scale", "weight_global_scale", (1,), divides=True)
+        scale = decoding.nvfp4_scale("weight_scale", "weight_global_scale", (1,), divides=True)
         return WeightFormat(
-            "fp4", describe_packed_bytes("weight_packed"), scale, group_size=NVFP4_GROUP
+            "fp4",
+            decoding.describe_packed_bytes("weight_packed"),
+            scale,
+            group_size=decoding.NVFP4_GROUP,
         )
     strategy = weights.one_of("strategy", ("tensor", "channel", "group", "block"))
     weights.one_of("actorder", (None, False, "weight", "static"))
     size = weights.group_size("group_size", all_inputs=False) if strategy == "group" else None
     if name == "mxfp4-pack-quantized":
         return WeightFormat(
-            "fp4", describe_packed_bytes("weight_packed"), _exponents(32), group_size=32
+            "fp4", decoding.describe_packed_bytes("weight_packed"), _exponents(32), group_size=32
         )
     bits = weights.one_of("num_bits", (8, 4))
     kind = weights.one_of("type", ("int", "float"))
@@ -113,7 +103,7 @@ def _form(group: QuantizationFields, config: QuantizationFields) -> WeightFormat
             )
         block = weights.sizes("block_structure", 2) if strategy == "block" else None
         rows, size = block or (1, size)
-        values = plain("float8_e4m3fn")
+        values = decoding.plain("float8_e4m3fn")
         scale = _scale(strategy, size, block)
         return WeightFormat("fp8", values, scale, group_size=size, block_rows=rows)
     packed = name == "pack-quantized"
@@ -121,7 +111,7 @@ def _form(group: QuantizationFields, config: QuantizationFields) -> WeightFormat
         weights.refuse(
             "num_bits", f"is not supported in the format {name!r}, only in 'pack-quantized'"
         )
-    values = _describe_packing(bits) if packed else plain("int8")
+    values = _describe_packing(bits) if packed else decoding.plain("int8")
     zero = None if symmetric else _zero(bits, strategy, size, packed=packed)
     has_inputs = _int8_inputs(
         group, by_output=bits == 8 and symmetric and strategy in ("channel", "tensor")
@@ -161,7 +151,7 @@ def _describe_packing(bits: int) -> StoredArray:
 
     def decode(words: np.ndarray, num_out: int, num_in: int) -> np.ndarray:
         codes = np.ascontiguousarray(words).view(np.uint8)[:, : num_in * bits // 8]
-        return codes if bits == 4 else to_signed(codes)
+        return codes if bits == 4 else decoding.to_signed(codes)
 
     return StoredArray(
         "weight_packed",
@@ -187,23 +177,27 @@ def _exponents(size: int) -> StoredArray:
 
 def _scale(strategy: str, size: int | None, block: Any) -> StoredArray:
     if block:
-        return block_scale("weight_scale", block)
+        return decoding.block_scale("weight_scale", block)
 
     def shape(num_out: int, num_in: int) -> tuple[int, ...]:
-        return (1,) if strategy == "tensor" else (num_out, num_groups(num_in, size))
+        return (1,) if strategy == "tensor" else (num_out, decoding.num_groups(num_in, size))
 
-    return StoredArray("weight_scale", shape, FLOATS, columns, check_scale)
+    return StoredArray(
+        "weight_scale", shape, decoding.FLOATS, decoding.columns, decoding.check_scale
+    )
 
 
 def _zero(bits: int, strategy: str, size: int | None, *, packed: bool) -> StoredArray:
     def shape(num_out: int, num_in: int) -> tuple[int, ...]:
         rows = -(-num_out * bits // 32) if packed else num_out
-        return (1,) if strategy == "tensor" else (rows, num_groups(num_in, size))
+        return (1,) if strategy == "tensor" else (rows, decoding.num_groups(num_in, size))
 
     def decode(numbers: np.ndarray, num_out: int, num_in: int) -> np.ndarray:
         if not packed:
-            return columns(numbers, num_out, num_in)
-        codes = unpack(np.ascontiguousarray(numbers.T), bits).T[:num_out].astype(np.float32)
+            return decoding.columns(numbers, num_out, num_in)
+        codes = (
+            decoding.unpack(np.ascontiguousarray(numbers.T), bits).T[:num_out].astype(np.float32)
+        )
         return codes if bits == 4 else codes - 128
 
     return StoredArray("weight_zero_point", shape, ("int32",) if packed else ("int8",), decode)

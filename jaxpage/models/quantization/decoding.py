@@ -55,6 +55,15 @@ def transpose(numbers: np.ndarray, num_out: int, num_in: int) -> np.ndarray:
     return np.asarray(numbers, np.float32).T
 
 
+def scale_of_groups(name: str, size: int | None) -> StoredArray:
+    """Describes scales of groups of inputs that are stored [groups, out]."""
+
+    def shape(num_out: int, num_in: int) -> tuple[int, ...]:
+        return num_groups(num_in, size), num_out
+
+    return StoredArray(name, shape, FLOATS, transpose, check_scale)
+
+
 def num_groups(num_in: int, size: int | None) -> int:
     """Returns the number of groups of inputs; one if all share a scale."""
     return 1 if size is None else -(-num_in // size)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from jaxpage.layers.quantized import WeightFormat
-from jaxpage.models.quantization.decoding import block_scale, plain, scale_of_weight
+from jaxpage.models.quantization import decoding
 from jaxpage.models.quantization.quantization_fields import QuantizationFields
 from jaxpage.models.quantization.scheme import KV_SCALES, Scheme, everywhere_but
 
@@ -24,10 +24,16 @@ OF_AUTO_FP8 = "weight_scale"
 def read(config: QuantizationFields) -> Scheme:
     """Reads `quantization_config`."""
     block = config.sizes("weight_block_size", 2)
-    scale = block_scale(NAME_OF_SCALE, block) if block else scale_of_weight(NAME_OF_SCALE)
+    scale = (
+        decoding.block_scale(NAME_OF_SCALE, block)
+        if block
+        else decoding.scale_of_weight(NAME_OF_SCALE)
+    )
     scale = replace(scale, aliases=(OF_AUTO_FP8,))
     rows, size = block or (1, None)
-    form = WeightFormat("fp8", plain("float8_e4m3fn"), scale, group_size=size, block_rows=rows)
+    form = WeightFormat(
+        "fp8", decoding.plain("float8_e4m3fn"), scale, group_size=size, block_rows=rows
+    )
     excluded = config.names(KEPT_FIELD, "ignored_layers")
     described = (
         "fp8 weights, a scale for each "

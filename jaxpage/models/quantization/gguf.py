@@ -14,17 +14,9 @@ import numpy as np
 from flax import nnx
 
 from jaxpage.errors import CheckpointError
-from jaxpage.layers.embedding import Embedding
-from jaxpage.layers.linear import Linear
-from jaxpage.layers.quantized import (
-    LinearOfParts,
-    QuantizedEmbedding,
-    QuantizedLinear,
-    StoredArray,
-    WeightFormat,
-)
+from jaxpage.layers import Embedding, Linear, quantized
 from jaxpage.models.parameters.replacing import Path
-from jaxpage.models.quantization.decoding import nibbles
+from jaxpage.models.quantization import decoding
 from jaxpage.models.quantization.scheme import Scheme
 
 NAME = "gguf"
@@ -39,7 +31,7 @@ class GGUFScheme(Scheme):
     def _replacement(self, path: Path, module: nnx.Module) -> nnx.Module | None:
         if isinstance(module, Embedding):
             form = self.form_of(module.name) if module.name else None
-            return QuantizedEmbedding(module, form) if form else None
+            return quantized.QuantizedEmbedding(module, form) if form else None
         if not isinstance(module, Linear):
             return None
         forms = [self.form_of(part.name) if part.name else None for part in module.spec.parts]
@@ -47,9 +39,9 @@ class GGUFScheme(Scheme):
             return None
         first = forms[0]
         return (
-            QuantizedLinear(module.spec, first)
+            quantized.QuantizedLinear(module.spec, first)
             if first and forms == [first] * len(forms)
-            else LinearOfParts(module.spec, forms)
+            else quantized.LinearOfParts(module.spec, forms)
         )
 
 
@@ -93,7 +85,9 @@ def _split(packed: np.ndarray, run: int) -> np.ndarray:
 
 def _q4(first: int, run: int) -> Decode:
     """Returns a decoder of the codes that follow the first bytes of a block."""
-    return lambda blocks: nibbles(_split(blocks[..., first:], run).reshape(len(blocks), -1))
+    return lambda blocks: decoding.nibbles(
+        _split(blocks[..., first:], run).reshape(len(blocks), -1)
+    )
 
 
 def _q5_0(blocks: np.ndarray) -> np.ndarray:
@@ -134,12 +128,12 @@ def _format(
     scale: Decode,
     minimum: Decode | None = None,
     scale_dtype: str = "float16",
-) -> WeightFormat:
+) -> quantized.WeightFormat:
     """Returns the format; `block` has the numbers of its inputs and bytes."""
     size, num_bytes = block
 
-    def as_stored(decode: Decode) -> StoredArray:
-        return StoredArray(
+    def as_stored(decode: Decode) -> quantized.StoredArray:
+        return quantized.StoredArray(
             "weight",
             lambda num_out, num_in: (num_out, num_in // size * num_bytes),
             ("uint8",),
@@ -149,7 +143,7 @@ def _format(
         )
 
     of_minimum = as_stored(minimum) if minimum else None
-    return WeightFormat(
+    return quantized.WeightFormat(
         code,
         as_stored(values),
         as_stored(scale),

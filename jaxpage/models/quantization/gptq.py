@@ -8,16 +8,7 @@ from __future__ import annotations
 import numpy as np
 
 from jaxpage.layers.quantized import StoredArray, WeightFormat
-from jaxpage.models.config.config_fields import WrongField
-from jaxpage.models.quantization.decoding import (
-    FLOATS,
-    check_scale,
-    nibbles,
-    num_groups,
-    to_signed,
-    transpose,
-    unpack,
-)
+from jaxpage.models.quantization import decoding
 from jaxpage.models.quantization.quantization_fields import QuantizationFields, is_pattern
 from jaxpage.models.quantization.scheme import (
     UNQUANTISED,
@@ -49,14 +40,16 @@ def read(config: QuantizationFields) -> Scheme:
     symmetric = config.flag("sym", True)
 
     def codes(words: np.ndarray, num_out: int, num_in: int) -> np.ndarray:
-        codes = unpack(np.ascontiguousarray(words.T), bits)
-        return nibbles(codes) if bits == 4 else to_signed(codes)
+        codes = decoding.unpack(np.ascontiguousarray(words.T), bits)
+        return decoding.nibbles(codes) if bits == 4 else decoding.to_signed(codes)
 
     def zero_codes(words: np.ndarray) -> np.ndarray:
         words32 = np.ascontiguousarray(words).view(np.uint32)
         # The first form subtracted one from each code by subtracting whole words, so a zero of 0
         # borrowed from its neighbour.
-        return unpack(words32 + np.uint32(_ONES[bits]) if version == "gptq" else words32, bits)
+        return decoding.unpack(
+            words32 + np.uint32(_ONES[bits]) if version == "gptq" else words32, bits
+        )
 
     def zeros(words: np.ndarray, num_out: int, num_in: int) -> np.ndarray:
         return zero_codes(words).T.astype(np.float32) - (0 if bits == 4 else 128)
@@ -64,16 +57,10 @@ def read(config: QuantizationFields) -> Scheme:
     values = StoredArray(
         "qweight", lambda num_out, num_in: (num_in * bits // 32, num_out), ("int32",), codes
     )
-    scale = StoredArray(
-        "scales",
-        lambda num_out, num_in: (num_groups(num_in, size), num_out),
-        FLOATS,
-        transpose,
-        check_scale,
-    )
+    scale = decoding.scale_of_groups("scales", size)
     zero = StoredArray(
         "qzeros",
-        lambda num_out, num_in: (num_groups(num_in, size), num_out * bits // 32),
+        lambda num_out, num_in: (decoding.num_groups(num_in, size), num_out * bits // 32),
         ("int32",),
         zeros,
     )
@@ -82,7 +69,7 @@ def read(config: QuantizationFields) -> Scheme:
         # In the first form some checkpoints have the middle itself, which was meant: with sym =
         # true no reader uses the zeros.
         middle = 2 ** (bits - 1) - (1 if version == "gptq" else 0)
-        codes = np.unique(unpack(np.ascontiguousarray(words), bits))
+        codes = np.unique(decoding.unpack(np.ascontiguousarray(words), bits))
         if codes.size == 1 and codes[0] in (middle, 2 ** (bits - 1)):
             return None
         return (
@@ -120,6 +107,6 @@ def _find_excluded(config: QuantizationFields) -> tuple[str, ...]:
         config.refuse("dynamic", "is supported for modules that are not quantised (-:) alone")
     patterns = [f"re:{pattern[2:]}" for pattern in dynamic if pattern.startswith("-:")]
     if not all(map(is_pattern, patterns)):
-        config.refuse("dynamic", "has keys that are no regular expressions", WrongField)
+        config.refuse_wrong("dynamic", "has keys that are no regular expressions")
         return ()
     return tuple(patterns)

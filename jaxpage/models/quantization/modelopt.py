@@ -13,14 +13,7 @@ from typing import Any
 
 from jaxpage.errors import UnsupportedError
 from jaxpage.layers.quantized import WeightFormat
-from jaxpage.models.config.config_fields import WrongField
-from jaxpage.models.quantization.decoding import (
-    NVFP4_GROUP,
-    describe_packed_bytes,
-    nvfp4_scale,
-    plain,
-    scale_of_weight,
-)
+from jaxpage.models.quantization import decoding
 from jaxpage.models.quantization.quantization_fields import QuantizationFields
 from jaxpage.models.quantization.scheme import (
     KV_SCALES,
@@ -34,12 +27,14 @@ NAME = "modelopt"
 SIZE_FIELDS = ""
 KEPT_FIELD = "ignore"
 
-_FP8 = WeightFormat("fp8", plain("float8_e4m3fn"), scale_of_weight("weight_scale"))
+_FP8 = WeightFormat(
+    "fp8", decoding.plain("float8_e4m3fn"), decoding.scale_of_weight("weight_scale")
+)
 _NVFP4 = WeightFormat(
     "fp4",
-    describe_packed_bytes("weight"),
-    nvfp4_scale("weight_scale", "weight_scale_2", (), divides=False),
-    group_size=NVFP4_GROUP,
+    decoding.describe_packed_bytes("weight"),
+    decoding.nvfp4_scale("weight_scale", "weight_scale_2", (), divides=False),
+    group_size=decoding.NVFP4_GROUP,
 )
 # The key is `quant_algo`. The last two differ in the inputs, which are not rounded here.
 _FORMS = {"FP8": _FP8, "NVFP4": _NVFP4, "W4A16_NVFP4": _NVFP4}
@@ -56,7 +51,7 @@ def read(config: QuantizationFields) -> Scheme:
     else:
         by_module = {"": algorithm}
         if _FORMS[algorithm].group_size:
-            config.one_of("group_size", (NVFP4_GROUP,), NVFP4_GROUP)
+            config.one_of("group_size", (decoding.NVFP4_GROUP,), decoding.NVFP4_GROUP)
     excluded = config.names(KEPT_FIELD, "exclude_modules")
 
     def form_of(*names: str) -> WeightFormat | None:
@@ -107,9 +102,7 @@ def _read_layers(config: QuantizationFields) -> dict[str, str | None]:
     for group in map(groups.part, groups.config) if not by_module else ():
         by_module |= dict.fromkeys(group.names("targets"), _read_group(group))
     if not by_module:
-        config.refuse(
-            "quantized_layers", f"must name modules for quant_algo = {_MIXED!r}", WrongField
-        )
+        config.refuse_wrong("quantized_layers", f"must name modules for quant_algo = {_MIXED!r}")
     return by_module
 
 
@@ -120,11 +113,11 @@ def _read_layer(layers: QuantizationFields, name: str) -> str | None:
     if algorithm is None:
         return None
     if not isinstance(algorithm, str):
-        layer.refuse("quant_algo", "must be a string", WrongField)
+        layer.refuse_wrong("quant_algo", "must be a string")
         return None
     algorithm = algorithm.upper()
     if algorithm in _FORMS and _FORMS[algorithm].group_size:
-        layer.one_of("group_size", (NVFP4_GROUP,), NVFP4_GROUP)
+        layer.one_of("group_size", (decoding.NVFP4_GROUP,), decoding.NVFP4_GROUP)
     return algorithm
 
 
@@ -135,5 +128,5 @@ def _read_group(group: QuantizationFields) -> str:
     if weights.one_of("num_bits", (8, 4)) == 8:
         weights.absent("group_size")
         return "FP8"
-    weights.one_of("group_size", (NVFP4_GROUP,))
+    weights.one_of("group_size", (decoding.NVFP4_GROUP,))
     return "NVFP4"

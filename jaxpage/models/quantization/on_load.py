@@ -13,7 +13,7 @@ import functools
 import numpy as np
 
 from jaxpage.layers.quantized import StoredArray, WeightFormat
-from jaxpage.models.quantization.decoding import FLOATS, nibbles
+from jaxpage.models.quantization import decoding
 from jaxpage.models.quantization.scheme import Scheme
 
 GROUP_SIZE = 32
@@ -46,11 +46,13 @@ def int4_codes(weight: np.ndarray, num_out: int, num_in: int) -> np.ndarray:
     """Returns the codes of four bits, two in a byte."""
     groups = np.asarray(weight, np.float32).reshape(num_out, -1, GROUP_SIZE)
     scaled = groups / int4_scale(weight, num_out, num_in)[..., None]
-    return nibbles(np.clip(np.rint(scaled) + 8, 0, 15).astype(np.uint8).reshape(num_out, num_in))
+    return decoding.nibbles(
+        np.clip(np.rint(scaled) + 8, 0, 15).astype(np.uint8).reshape(num_out, num_in)
+    )
 
 
 _weight = functools.partial(
-    StoredArray, "weight", lambda num_out, num_in: (num_out, num_in), FLOATS, rounded=True
+    StoredArray, "weight", lambda num_out, num_in: (num_out, num_in), decoding.FLOATS, rounded=True
 )
 INT8 = WeightFormat("int8", _weight(int8_codes), _weight(int8_scale), int8_inputs=True)
 INT4 = WeightFormat("int4", _weight(int4_codes), _weight(int4_scale), group_size=GROUP_SIZE)

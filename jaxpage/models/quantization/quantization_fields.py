@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
-from jaxpage.models.config.config_fields import ConfigFields, FieldError, RefusedField, WrongField
+from jaxpage.models.config.config_fields import ConfigFields
 
 T = TypeVar("T")
 
@@ -27,15 +27,21 @@ class QuantizationFields(ConfigFields):
         super().__init__(config, parent)
         self.place = place
 
-    def refuse(self, name: str, says: str, error: type[FieldError] = RefusedField) -> None:
-        """Notes an error of a field's value.
+    def refuse(self, name: str, says: str) -> None:
+        """Notes that a field's value is not supported.
 
         Args:
             name: The field.
             says: The text that follows the value in the error.
-            error: The kind of error.
         """
-        self.note(error(f"{self.place}.{name} = {self.config.get(name)!r} {says}"))
+        self.note_unsupported(self._describe(name, says))
+
+    def refuse_wrong(self, name: str, says: str) -> None:
+        """Notes that a field has a value that no checkpoint can have; see `refuse`."""
+        self.note_wrong(self._describe(name, says))
+
+    def _describe(self, name: str, says: str) -> str:
+        return f"{self.place}.{name} = {self.config.get(name)!r} {says}"
 
     def first_of(self, *names: str) -> str:
         """Returns the first of several names of one field that has a value.
@@ -46,7 +52,7 @@ class QuantizationFields(ConfigFields):
         first = present[0]
         for name in present[1:]:
             if self.config[name] != self.config[first]:
-                self.refuse(name, f"contradicts {first} = {self.config[first]!r}", WrongField)
+                self.refuse_wrong(name, f"contradicts {first} = {self.config[first]!r}")
         return first
 
     def one_of(self, name: str, choices: Sequence[T], default: Any = None) -> T:
@@ -66,7 +72,7 @@ class QuantizationFields(ConfigFields):
         """Returns the value of a field, which must be true or false."""
         value = default if self.config.get(name) is None else self.config[name]
         if not isinstance(value, bool):
-            self.refuse(name, "must be true or false", WrongField)
+            self.refuse_wrong(name, "must be true or false")
             return default
         return value
 
@@ -83,8 +89,8 @@ class QuantizationFields(ConfigFields):
         if not isinstance(value, list) or not all(
             isinstance(each, str) and is_pattern(each) for each in value
         ):
-            self.refuse(
-                name, "must be a list of names, or of regular expressions after 're:'", WrongField
+            self.refuse_wrong(
+                name, "must be a list of names, or of regular expressions after 're:'"
             )
             return ()
         return tuple(value)
@@ -99,7 +105,7 @@ class QuantizationFields(ConfigFields):
             or len(value) != count
             or not all(type(n) is int and n > 0 for n in value)
         ):
-            self.refuse(name, f"must be a list of {count} sizes", WrongField)
+            self.refuse_wrong(name, f"must be a list of {count} sizes")
             return None
         return value
 
@@ -113,7 +119,7 @@ class QuantizationFields(ConfigFields):
         if all_inputs and size == -1:
             return None
         if type(size) is not int or size < 1:
-            self.refuse(name, f"must be a size{' or -1' * all_inputs}", WrongField)
+            self.refuse_wrong(name, f"must be a size{' or -1' * all_inputs}")
             return None
         return size
 
@@ -121,7 +127,7 @@ class QuantizationFields(ConfigFields):
         """Returns the object in a field; an empty one where there is none."""
         value = self.config.get(name) or {}
         if not isinstance(value, dict):
-            self.refuse(name, "must be an object", WrongField)
+            self.refuse_wrong(name, "must be an object")
             value = {}
         return QuantizationFields(value, f"{self.place}.{name}", self)
 

@@ -12,15 +12,8 @@ import numpy as np
 from flax import nnx
 
 from jaxpage.errors import CheckpointError
-from jaxpage.layers.embedding import Embedding
+from jaxpage.layers import Embedding, Linear, quantized
 from jaxpage.layers.expert_linear import ExpertLinear
-from jaxpage.layers.linear import Linear
-from jaxpage.layers.quantized import (
-    LinearOfParts,
-    QuantizedEmbedding,
-    QuantizedLinear,
-    WeightFormat,
-)
 from jaxpage.layers.quantized_experts import QuantizedExpertLinear
 from jaxpage.models.parameters.replacing import Path, Rule
 from jaxpage.models.quantization.quantization_fields import QuantizationFields
@@ -35,7 +28,7 @@ HEAD = "lm_head"
 class FormOf(Protocol):
     """Gives the format of a linear module; None if it is not quantised."""
 
-    def __call__(self, *names: str) -> WeightFormat | None:
+    def __call__(self, *names: str) -> quantized.WeightFormat | None:
         """Returns the format of the module with these names, any of which a config may use."""
 
 
@@ -75,7 +68,7 @@ class Scheme:
     ignored: tuple[str, ...] = ()
     kv_cache_dtype: Literal["auto", "fp8"] = "auto"
     checks: tuple[Check, ...] = ()
-    head: WeightFormat | None = None
+    head: quantized.WeightFormat | None = None
 
     def with_head(self, codes: Set[str]) -> Scheme:
         """Returns this scheme for a checkpoint whose head is quantised if its codes are stored.
@@ -99,7 +92,7 @@ class Scheme:
             codes: The names of the tensors that hold codes.
         """
 
-        def form_of(*names: str) -> WeightFormat | None:
+        def form_of(*names: str) -> quantized.WeightFormat | None:
             form = self.form_of(*names)
             if form is None or form.is_rounded:
                 return form
@@ -115,7 +108,7 @@ class Scheme:
             others: Gives the other names of a module.
         """
 
-        def form_of(*names: str) -> WeightFormat | None:
+        def form_of(*names: str) -> quantized.WeightFormat | None:
             return self.form_of(*names, *(other for name in names for other in others(name)))
 
         return replace(self, form_of=form_of)
@@ -130,7 +123,7 @@ class Scheme:
             form = self.head
             if form is None or not (module.is_head if form.is_rounded else module.name == HEAD):
                 return None
-            return QuantizedEmbedding(module, form)
+            return quantized.QuantizedEmbedding(module, form)
         if isinstance(module, Linear):
             names = [part.name for part in module.spec.parts if part.name is not None] or [
                 module.spec.fused or ""
@@ -138,11 +131,11 @@ class Scheme:
             forms = [self.form_of(name) for name in names]
             if forms != forms[:1] * len(forms) and module.spec.multiplied:
                 # For example q and k have four bits, and v is not quantised.
-                return LinearOfParts(module.spec, forms)
+                return quantized.LinearOfParts(module.spec, forms)
             form = self._form(names, module.spec.num_in)
             if form is None or (form.is_rounded and not module.spec.multiplied):
                 return None
-            return QuantizedLinear(module.spec, form)
+            return quantized.QuantizedLinear(module.spec, form)
         if isinstance(module, ExpertLinear):
             names = [name for each in module.spec.modules for name in each] or [module.spec.name]
             form = self._form(names, module.spec.num_in)
@@ -151,7 +144,7 @@ class Scheme:
             return QuantizedExpertLinear(module.spec, form)
         return None
 
-    def _form(self, names: Sequence[str], num_in: int) -> WeightFormat | None:
+    def _form(self, names: Sequence[str], num_in: int) -> quantized.WeightFormat | None:
         """Returns the format of modules that are one product."""
         forms = {name: self.form_of(name) for name in names}
         form = forms[names[0]]
@@ -168,14 +161,14 @@ class Scheme:
         return form
 
 
-def everywhere_but(excluded: Sequence[str], form: WeightFormat) -> FormOf:
+def everywhere_but(excluded: Sequence[str], form: quantized.WeightFormat) -> FormOf:
     """Returns `Scheme.form_of` for one format of all modules but the kept ones.
 
     A module is kept if any of its names is.
     """
 
     @functools.cache
-    def form_of(*names: str) -> WeightFormat | None:
+    def form_of(*names: str) -> quantized.WeightFormat | None:
         return None if any(matches(name, excluded) for name in names) else form
 
     return form_of

@@ -2,33 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from jaxpage.errors import CheckpointError, UnsupportedError
-from jaxpage.models.quantization import (
-    awq,
-    bitsandbytes,
-    compressed_tensors,
-    fp8,
-    gguf,
-    gptq,
-    modelopt,
-    mxfp4,
-)
+from jaxpage.models.quantization import gguf
+from jaxpage.models.quantization.formats import METHODS
 from jaxpage.models.quantization.on_load import SCHEMES
 from jaxpage.models.quantization.quantization_fields import QuantizationFields
 from jaxpage.models.quantization.scheme import UNQUANTISED, Scheme
-
-_FORMATS = (compressed_tensors, fp8, awq, gptq, mxfp4, modelopt, bitsandbytes)
-# The key is `quant_method`. Each function reads `quantization_config`.
-METHODS: dict[str, Callable[[QuantizationFields], Scheme]] = {
-    module.NAME: module.read for module in _FORMATS
-}
-# The key is `quant_method`. The shapes of its tensors depend on these fields.
-SIZES = {module.NAME: module.SIZE_FIELDS for module in _FORMATS if module.SIZE_FIELDS}
-# The key is `quant_method`. This field names the modules that are not quantised.
-KEPT = {module.NAME: module.KEPT_FIELD for module in _FORMATS}
 
 # The second is an older name of the field in config.json.
 FIELDS = ("quantization_config", "compression_config")

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 
 from jaxpage.models.parameters.weights import Weight
 from jaxpage.models.quantization import mxfp4
+from jaxpage.models.quantization.formats import KEPT, METHODS
 from jaxpage.models.quantization.scheme import UNQUANTISED, Scheme
-from jaxpage.models.quantization.scheme_choice import KEPT, METHODS
 
 _APART = re.compile(r"\.experts\.\d")
 _UNQUANTIZED = re.compile(r"\.experts\.[a-z_]+_proj$")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -12,22 +12,8 @@ import numpy as np
 from flax import nnx
 
 from jaxpage.errors import ConfigError, UnsupportedError
-from jaxpage.layers.attention import Attention
-from jaxpage.layers.delta_net import GatedDeltaNet
-from jaxpage.layers.embedding import Embedding
-from jaxpage.layers.experts import Experts
-from jaxpage.layers.latent_attention import LatentAttention
-from jaxpage.layers.mlp import MLP, GatedMLP
-from jaxpage.layers.sharding import (
-    ShardedAttention,
-    ShardedDeltaNet,
-    ShardedEmbedding,
-    ShardedExperts,
-    ShardedLatentAttention,
-    ShardedMLP,
-    Sharding,
-    parts_of,
-)
+from jaxpage.layers.sharded import find_sharded_kind
+from jaxpage.layers.sharding import Sharding, parts_of
 from jaxpage.models.base import Family, KVSpec, ModelSpec, make_model, other_names
 from jaxpage.models.parameters.replacing import Path, Rule, replace_modules
 from jaxpage.models.parameters.weights import Weight, weights_of
@@ -113,7 +99,7 @@ def with_sharding(sharding: Sharding, rule: Rule | None) -> Rule | None:
         return rule
 
     def divide(path: Path, module: nnx.Module) -> nnx.Module | None:
-        make = _divide_by(module, sharding)
+        make = find_sharded_kind(module, sharding.num_devices)
         if rule is None:
             return make and make(module, sharding)
         replacement = rule(path, module)
@@ -123,25 +109,6 @@ def with_sharding(sharding: Sharding, rule: Rule | None) -> Rule | None:
         return make(replacement or module, sharding)
 
     return divide
-
-
-def _divide_by(
-    module: nnx.Module, sharding: Sharding
-) -> Callable[[Any, Sharding], nnx.Module] | None:
-    match module:
-        case Attention():
-            return ShardedAttention
-        case LatentAttention():
-            return ShardedLatentAttention
-        case GatedDeltaNet():
-            return ShardedDeltaNet
-        case MLP() | GatedMLP():
-            return ShardedMLP
-        case Embedding(axis="vocab"):
-            return ShardedEmbedding
-        case Experts() if sharding.num_devices > 1:
-            return ShardedExperts
-    return None
 
 
 @dataclass(frozen=True)
@@ -232,7 +199,7 @@ class Divisions:
 
         def note(path: Path, module: nnx.Module) -> nnx.Module | None:
             replacement = None if rule is None else rule(path, module)
-            if _inside(path, layers) is None and _divide_by(module, Sharding(1, 2, 2)):
+            if _inside(path, layers) is None and find_sharded_kind(module, 2):
                 layers[path] = module, replacement or module
             return replacement
 
@@ -264,7 +231,7 @@ class Divisions:
             return
         divided = set()
         for path, (module, module_state) in self._layers.items():
-            if make := _divide_by(module, sharding):
+            if make := find_sharded_kind(module, sharding.num_devices):
                 state = nnx.to_flat_state(nnx.state(make(module_state, sharding)))
                 problems = [
                     _in_whole((*path, *cast(Path, path_in_module))) for path_in_module, _ in state

@@ -13,28 +13,18 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from jaxpage.errors import UnsupportedError
-from jaxpage.layers.norms import RMSNorm
+from jaxpage.layers import RMSNorm
 from jaxpage.layers.parameter import parameter, tensor
 from jaxpage.layers.product import product
-from jaxpage.models.parts.scope import Scope
-from jaxpage.models.parts.vision import PictureArrays, VisionCall
-from jaxpage.models.parts.vision_tower import (
-    VisionConfig,
-    VisionFields,
-    check_blocks,
-    some_fields,
-    text_width,
-    vision_part,
-)
+from jaxpage.models.parts import Scope, vision, vision_config
 from jaxpage.models.vision.siglip import Siglip, SiglipTiles, read_siglip
 
 
 @dataclass(frozen=True, kw_only=True)
-class Gemma3VisionConfig(VisionConfig):
+class Gemma3VisionConfig(vision_config.VisionConfig):
     """Holds what a config.json of Gemma 3 says of its encoder.
 
     Attributes:
@@ -51,14 +41,16 @@ class Gemma3VisionConfig(VisionConfig):
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> Gemma3VisionConfig:
         """Reads config.json."""
-        with VisionFields(vision_part(config, "siglip_vision_model"), "") as fields:
+        with vision_config.open_fields(config, "siglip_vision_model") as fields:
             tower = read_siglip(fields, width=768, num_heads=12, patch_size=16)
-            rows = some_fields(config, "mm_tokens_per_image").integer("mm_tokens_per_image", 256)
+            rows = vision_config.some_fields(config, "mm_tokens_per_image").integer(
+                "mm_tokens_per_image", 256
+            )
             block = max(1, tower.side // math.isqrt(rows))
-            check_blocks(fields, tower, block)
+            vision_config.check_blocks(fields, tower, block)
         return cls(
             tower=tower,
-            hidden_size=text_width(config),
+            hidden_size=vision_config.text_width(config),
             block=block,
             sizes=(tower.side**2,),
             num_rows=(tower.side // block) ** 2,
@@ -79,13 +71,13 @@ class Gemma3Vision(SiglipTiles, config=Gemma3VisionConfig):
         ),
     )
 
-    def __init__(self, config: Any, *, dtype: DTypeLike):
+    def __init__(self, config: Any, *, dtype: jax.typing.DTypeLike):
         super().__init__(config, dtype=dtype)
         self.tower = Siglip(config.tower, Scope("model.vision_tower", dtype))
         self.projector = Projector(config, Scope("model.multi_modal_projector", dtype))
 
     @staticmethod
-    def calls(spec: Any, arrays: PictureArrays) -> Sequence[VisionCall]:
+    def calls(spec: Any, arrays: vision.PictureArrays) -> Sequence[vision.VisionCall]:
         """Returns a call for each tile: the picture, and crops of it (pan and scan).
 
         Raises:

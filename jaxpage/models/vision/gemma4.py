@@ -14,35 +14,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import numpy.typing as npt
 from flax import nnx
-from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from jaxpage.errors import UnsupportedError
-from jaxpage.layers.activations import ACTIVATIONS
-from jaxpage.layers.norms import RMSNorm
+from jaxpage.layers import ACTIVATIONS, Angles, RMSNorm
 from jaxpage.layers.parameter import Piece, Source, parameter, tensor
 from jaxpage.layers.picture_attention import attend_in_segments
-from jaxpage.layers.rope import Angles
-from jaxpage.models.config.config_fields import WrongField
 from jaxpage.models.config.fields import text_part
-from jaxpage.models.parts.scope import Scope
-from jaxpage.models.parts.vision import PictureArrays, VisionCall
-from jaxpage.models.parts.vision_tower import (
-    TowerConfig,
-    VisionConfig,
-    VisionFields,
-    VisionTower,
-    by_blocks,
-    fill_up,
-    plain_projection,
-    read_theta,
-    size_for,
-    text_width,
-    tower_norm,
-    vision_part,
-)
+from jaxpage.models.parts import Scope, patches, vision, vision_config, vision_tower
 
 # The rows that a processor may let a picture have at most; most pictures have nearly as many.
 _NUM_ROWS = (70, 140, 280, 560, 1120)
@@ -50,7 +29,7 @@ _USUAL_ROWS = 280  # without such a setting in preprocessor_config.json
 
 
 @dataclass(frozen=True, kw_only=True)
-class Gemma4VisionConfig(VisionConfig):
+class Gemma4VisionConfig(vision_config.VisionConfig):
     """Holds what a config.json of Gemma 4 says of its encoder.
 
     Attributes:
@@ -74,33 +53,33 @@ class Gemma4VisionConfig(VisionConfig):
     def from_config(cls, config: Mapping[str, Any]) -> Gemma4VisionConfig:
         """Reads config.json."""
         both_ways = text_part(config).get("use_bidirectional_attention")
-        with VisionFields(vision_part(config, "gemma4_vision"), "") as fields:
+        with vision_config.open_fields(config, "gemma4_vision") as fields:
             tower = _read_tower(fields)
             num_kv_heads = fields.integer("num_key_value_heads", 12)
             if tower.num_heads % num_kv_heads:
                 text = f"num_key_value_heads = {num_kv_heads} must divide num_attention_heads"
-                fields.note(WrongField(text), num_key_value_heads=tower.num_heads)
+                fields.note_wrong(text, num_key_value_heads=tower.num_heads)
             block = fields.integer("pooling_kernel_size", 3)
             return cls(
                 tower=tower,
-                hidden_size=text_width(config),
+                hidden_size=vision_config.text_width(config),
                 block=block,
                 sizes=tuple(rows * block**2 for rows in _NUM_ROWS),
                 num_kv_heads=num_kv_heads,
                 num_places=fields.integer("position_embedding_size", 10_240),
-                rope_theta=read_theta(fields, 100.0),
+                rope_theta=vision_config.read_theta(fields, 100.0),
                 is_clipped=fields.flag("use_clipped_linears", False),
                 is_standardized=fields.flag("standardize", False),
                 num_whole=_USUAL_ROWS if both_ways == "vision" else 0,
             )
 
 
-def _read_tower(fields: VisionFields) -> TowerConfig:
+def _read_tower(fields: vision_config.VisionFields) -> vision_config.TowerConfig:
     head_dim = fields.integer("head_dim", 64)
     if head_dim % 4:
         text = f"head_dim = {head_dim} must be a multiple of 4: each axis turns pairs of a half"
-        fields.note(WrongField(text), head_dim=64)
-    return TowerConfig(
+        fields.note_wrong(text, head_dim=64)
+    return vision_config.TowerConfig(
         hidden_size=fields.integer("hidden_size", 768),
         intermediate_size=fields.integer("intermediate_size", 3072),
         num_layers=fields.integer("num_hidden_layers", 16),
@@ -114,15 +93,15 @@ def _read_tower(fields: VisionFields) -> TowerConfig:
     )
 
 
-class Gemma4Vision(VisionTower, config=Gemma4VisionConfig):
+class Gemma4Vision(vision_tower.VisionTower, config=Gemma4VisionConfig):
     """The encoder of Gemma 4: patches, layers of its own, and the mean of each block of patches."""
 
-    def __init__(self, config: Gemma4VisionConfig, *, dtype: DTypeLike):
+    def __init__(self, config: Gemma4VisionConfig, *, dtype: jax.typing.DTypeLike):
         super().__init__(config, dtype=dtype)
         at = Scope("model.vision_tower", dtype)
         tower = config.tower
         tables = at / "patch_embedder"
-        self.patches = plain_projection(
+        self.patches = vision_tower.plain_projection(
             tower.patch_width, tables, ("input_proj", tower.hidden_size), bias=False
         )
         table = (tables / "position_embedding_table").name
@@ -133,8 +112,8 @@ class Gemma4Vision(VisionTower, config=Gemma4VisionConfig):
             for index in range(tower.num_layers)
         )
         self.pooling = BlockMeans(config, at)
-        self.norm = tower_norm(tower.hidden_size, None, tower.norm_epsilon)
-        self.projection = plain_projection(
+        self.norm = vision_tower.tower_norm(tower.hidden_size, None, tower.norm_epsilon)
+        self.projection = vision_tower.plain_projection(
             tower.hidden_size,
             Scope("model.embed_vision", dtype),
             ("embedding_projection", config.hidden_size),
@@ -142,7 +121,7 @@ class Gemma4Vision(VisionTower, config=Gemma4VisionConfig):
         )
 
     @staticmethod
-    def calls(spec: Any, arrays: PictureArrays) -> Sequence[VisionCall]:
+    def calls(spec: Any, arrays: vision.PictureArrays) -> Sequence[vision.VisionCall]:
         """Returns a call for each picture.
 
         Args:
@@ -174,26 +153,23 @@ class Gemma4Vision(VisionTower, config=Gemma4VisionConfig):
 
 
 def _call(
-    spec: Gemma4VisionConfig, patches: Float[np.ndarray, "P I"], places: Int[np.ndarray, "P 2"]
-) -> VisionCall:
+    spec: Gemma4VisionConfig, pixels: Float[np.ndarray, "P I"], places: Int[np.ndarray, "P 2"]
+) -> vision.VisionCall:
     num_patches = int((places >= 0).all(axis=1).sum())
     width, height = (int(each) + 1 for each in places[:num_patches].max(axis=0))
     block = spec.block
-    if width % block or height % block or width * height != num_patches:
-        raise UnsupportedError(
-            f"a picture of {height} x {width} patches has no whole blocks of {block} x {block}"
-        )
-    size = size_for(spec.sizes, num_patches)
+    patches.check_whole("picture", height, width, block, num_patches)
+    size = patches.size_for(spec.sizes, num_patches)
 
-    def make_inputs() -> dict[str, npt.NDArray[Any]]:
-        grid = {"patch_PI": patches, "place_P2": places}
+    def make_inputs() -> dict[str, np.typing.NDArray[Any]]:
+        grid = {"patch_PI": pixels, "place_P2": places}
         inputs = {
-            name: by_blocks(each[:num_patches].reshape(height, width, -1), block)
+            name: patches.by_blocks(each[:num_patches].reshape(height, width, -1), block)
             for name, each in grid.items()
         }
-        return fill_up(inputs, size)
+        return patches.fill_up(inputs, size)
 
-    return VisionCall(size, make_inputs, num_patches // block**2)
+    return vision.VisionCall(size, make_inputs, num_patches // block**2)
 
 
 def _axis_angles(place_P2: Int[Array, "P 2"], config: Gemma4VisionConfig) -> list[Angles]:
@@ -209,7 +185,7 @@ class BoundedLinear(nnx.Module):
     """Computes a product whose inputs and outputs have bounds, which may be infinite."""
 
     def __init__(self, config: Gemma4VisionConfig, at: Scope, num_in: int, num_out: int):
-        self.linear = plain_projection(num_in, at, ("linear", num_out), bias=False)
+        self.linear = vision_tower.plain_projection(num_in, at, ("linear", num_out), bias=False)
         names = ("input_min", "input_max", "output_min", "output_max") if config.is_clipped else ()
         self.bounds = nnx.List(
             parameter((1,), axes=(None,), dtype=at.dtype, sources=[_number((at / name).name)])
@@ -241,9 +217,9 @@ class Gemma4PictureAttention(nnx.Module):
         self.key = BoundedLinear(config, at / "k_proj", tower.hidden_size, keys)
         self.value = BoundedLinear(config, at / "v_proj", tower.hidden_size, keys)
         self.output = BoundedLinear(config, at / "o_proj", queries, tower.hidden_size)
-        self.query_norm = tower_norm(tower.head_dim, at / "q_norm", tower.norm_epsilon)
-        self.key_norm = tower_norm(tower.head_dim, at / "k_norm", tower.norm_epsilon)
-        self.value_norm = tower_norm(tower.head_dim, None, tower.norm_epsilon)
+        self.query_norm = vision_tower.tower_norm(tower.head_dim, at / "q_norm", tower.norm_epsilon)
+        self.key_norm = vision_tower.tower_norm(tower.head_dim, at / "k_norm", tower.norm_epsilon)
+        self.value_norm = vision_tower.tower_norm(tower.head_dim, None, tower.norm_epsilon)
 
     def __call__(
         self, x_PD: Float[Array, "P D"], segment_P: Int[Array, "P"], turn: Sequence[Angles]
@@ -272,16 +248,20 @@ class Gemma4PictureLayer(nnx.Module):
         tower = config.tower
         width, inner = tower.hidden_size, tower.intermediate_size
         self.activation = ACTIVATIONS[tower.activation]
-        self.attention_norm = tower_norm(width, at / "input_layernorm", tower.norm_epsilon)
+        self.attention_norm = vision_tower.tower_norm(
+            width, at / "input_layernorm", tower.norm_epsilon
+        )
         self.attention = Gemma4PictureAttention(config, at / "self_attn")
-        self.post_attention_norm = tower_norm(
+        self.post_attention_norm = vision_tower.tower_norm(
             width, at / "post_attention_layernorm", tower.norm_epsilon
         )
-        self.mlp_norm = tower_norm(width, at / "pre_feedforward_layernorm", tower.norm_epsilon)
+        self.mlp_norm = vision_tower.tower_norm(
+            width, at / "pre_feedforward_layernorm", tower.norm_epsilon
+        )
         self.gate = BoundedLinear(config, at / "mlp.gate_proj", width, inner)
         self.up = BoundedLinear(config, at / "mlp.up_proj", width, inner)
         self.down = BoundedLinear(config, at / "mlp.down_proj", inner, width)
-        self.post_mlp_norm = tower_norm(
+        self.post_mlp_norm = vision_tower.tower_norm(
             width, at / "post_feedforward_layernorm", tower.norm_epsilon
         )
 
@@ -303,12 +283,7 @@ class BlockMeans(nnx.Module):
         width = config.tower.hidden_size
         self.num_patches = config.block**2
         names = ("std_bias", "std_scale") if config.is_standardized else ()
-        self.standard = nnx.List(
-            parameter(
-                (width,), axes=(None,), dtype=at.dtype, sources=[tensor((at / name).name, width)]
-            )
-            for name in names
-        )
+        self.standard = nnx.List(at.vector(name, width) for name in names)
 
     def __call__(self, state_PE: Float[Array, "P E"]) -> Float[Array, "R E"]:
         """Returns a row for each block."""

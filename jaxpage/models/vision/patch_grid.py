@@ -16,10 +16,9 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
-Integers = npt.NDArray[np.int32]
-Floats = npt.NDArray[np.float32]
+Integers = np.typing.NDArray[np.int32]
+Floats = np.typing.NDArray[np.float32]
 
 
 class PatchGrid(NamedTuple):
@@ -95,7 +94,7 @@ def _two_entries(place_P: Integers, size: int, side: int) -> tuple[Integers, Flo
 
 
 def rotary_positions(
-    token_ids: npt.ArrayLike, placeholder: int, grids: Sequence[PatchGrid]
+    token_ids: np.typing.ArrayLike, placeholder: int, grids: Sequence[PatchGrid]
 ) -> Integers:
     """Returns the positions of a prompt's tokens on three axes [3, T]: time, height and width.
 

@@ -13,47 +13,20 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import numpy.typing as npt
 from flax import nnx
-from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from jaxpage.errors import UnsupportedError
-from jaxpage.layers.activations import ACTIVATIONS
-from jaxpage.layers.mlp import GatedMLP
-from jaxpage.layers.rope import Angles
-from jaxpage.models.config.config_fields import RefusedField
+from jaxpage.layers import ACTIVATIONS, Angles, GatedMLP
 from jaxpage.models.config.fields import text_part
-from jaxpage.models.parts.scope import Scope
-from jaxpage.models.parts.vision import PictureArrays, VisionCall
-from jaxpage.models.parts.vision_tower import (
-    PatchEmbedding,
-    PictureBlock,
-    TowerConfig,
-    VisionConfig,
-    VisionFields,
-    VisionTower,
-    by_blocks,
-    cut_patches,
-    fill_up,
-    picture_attention,
-    plain_projection,
-    read_theta,
-    read_tower,
-    size_for,
-    size_menu,
-    some_fields,
-    text_width,
-    tower_norm,
-    vision_part,
-)
+from jaxpage.models.parts import Scope, patches, vision, vision_config, vision_tower
 
 _EPSILON = 1e-5  # of the norms, which no field says
 _TEXT_EPSILONS = {"ministral3": 1e-5}  # where `rms_norm_eps` is absent and it is not 1e-6
 
 
 @dataclass(frozen=True, kw_only=True)
-class PixtralConfig(VisionConfig):
+class PixtralConfig(vision_config.VisionConfig):
     """Holds what a config.json of Mistral 3 says of its encoder.
 
     Attributes:
@@ -72,13 +45,13 @@ class PixtralConfig(VisionConfig):
     def from_config(cls, config: Mapping[str, Any]) -> PixtralConfig:
         """Reads config.json."""
         text = text_part(config)
-        outer = some_fields(
+        outer = vision_config.some_fields(
             config,
             *("spatial_merge_size", "projector_hidden_act", "vision_feature_layer"),
             "multimodal_projector_bias",
         )
-        with VisionFields(vision_part(config, "pixtral"), "") as fields:
-            tower = read_tower(
+        with vision_config.open_fields(config, "pixtral") as fields:
+            tower = vision_config.read_tower(
                 fields,
                 width=1024,
                 inner=4096,
@@ -92,29 +65,31 @@ class PixtralConfig(VisionConfig):
             block = outer.integer("spatial_merge_size", 2)
             if outer.get("vision_feature_layer", -1) not in (-1, tower.num_layers):
                 text_of_error = "vision_feature_layer other than the last layer is not supported"
-                outer.note(RefusedField(text_of_error), vision_feature_layer=-1)
-            theta = read_theta(fields, 10_000.0)
+                outer.note_unsupported(text_of_error, vision_feature_layer=-1)
+            theta = vision_config.read_theta(fields, 10_000.0)
         epsilon = _TEXT_EPSILONS.get(text.get("model_type", ""), 1e-6)
         return cls(
             tower=tower,
-            hidden_size=text_width(config),
+            hidden_size=vision_config.text_width(config),
             block=block,
-            sizes=size_menu((-(-tower.side // block) * block) ** 2, block),
+            sizes=patches.size_menu((-(-tower.side // block) * block) ** 2, block),
             rope_theta=theta,
-            joined_epsilon=some_fields(text, "rms_norm_eps").number("rms_norm_eps", epsilon),
+            joined_epsilon=vision_config.some_fields(text, "rms_norm_eps").number(
+                "rms_norm_eps", epsilon
+            ),
             joined_activation=outer.activation("projector_hidden_act", "gelu"),
             joined_bias=outer.flag("multimodal_projector_bias", False),
         )
 
 
-class PixtralVision(VisionTower, config=PixtralConfig):
+class PixtralVision(vision_tower.VisionTower, config=PixtralConfig):
     """The encoder of Mistral 3 and Ministral 3: Pixtral, and products for blocks of patches."""
 
-    def __init__(self, config: Any, *, dtype: DTypeLike):
+    def __init__(self, config: Any, *, dtype: jax.typing.DTypeLike):
         super().__init__(config, dtype=dtype)
         at = Scope("model.vision_tower", dtype)
-        self.patches = PatchEmbedding(config.tower, at / "patch_conv", bias=False)
-        self.patch_norm = tower_norm(config.tower.hidden_size, at / "ln_pre", _EPSILON)
+        self.patches = vision_tower.PatchEmbedding(config.tower, at / "patch_conv", bias=False)
+        self.patch_norm = vision_tower.tower_norm(config.tower.hidden_size, at / "ln_pre", _EPSILON)
         self.layers = nnx.List(
             _block(config.tower, at / f"transformer.layers.{index}")
             for index in range(config.tower.num_layers)
@@ -122,7 +97,7 @@ class PixtralVision(VisionTower, config=PixtralConfig):
         self.merger = PatchMerger(config, Scope("model.multi_modal_projector", dtype))
 
     @staticmethod
-    def calls(spec: Any, arrays: PictureArrays) -> Sequence[VisionCall]:
+    def calls(spec: Any, arrays: vision.PictureArrays) -> Sequence[vision.VisionCall]:
         """Returns a call for each picture.
 
         Args:
@@ -150,7 +125,7 @@ class PixtralVision(VisionTower, config=PixtralConfig):
         return self.merger(state_PE)[:, None, :]
 
 
-def _call(spec: VisionConfig, picture: npt.NDArray[Any]) -> VisionCall:
+def _call(spec: vision_config.VisionConfig, picture: np.typing.NDArray[Any]) -> vision.VisionCall:
     tower, block = spec.tower, spec.block
     side = tower.patch_size * block
     if any(length % side for length in picture.shape[1:]):
@@ -159,17 +134,17 @@ def _call(spec: VisionConfig, picture: npt.NDArray[Any]) -> VisionCall:
             f"{side} x {side}: the processor must resize it"
         )
     height, width = (length // tower.patch_size for length in picture.shape[1:])
-    size = size_for(spec.sizes, height * width)
+    size = patches.size_for(spec.sizes, height * width)
 
-    def make_inputs() -> dict[str, npt.NDArray[Any]]:
+    def make_inputs() -> dict[str, np.typing.NDArray[Any]]:
         places = np.moveaxis(np.indices((height, width), np.int32), 0, -1)
         inputs = {
-            "patch_PI": cut_patches(picture, tower.patch_size, block),
-            "place_P2": by_blocks(places, block),
+            "patch_PI": patches.cut_patches(picture, tower.patch_size, block),
+            "place_P2": patches.by_blocks(places, block),
         }
-        return fill_up(inputs, size)
+        return patches.fill_up(inputs, size)
 
-    return VisionCall(size, make_inputs, height * width // block**2)
+    return vision.VisionCall(size, make_inputs, height * width // block**2)
 
 
 def two_axis_angles(place_P2: Int[Array, "P 2"], head_dim: int, theta: float) -> Angles:
@@ -186,18 +161,20 @@ def two_axis_angles(place_P2: Int[Array, "P 2"], head_dim: int, theta: float) ->
     return Angles(jnp.cos(angles_PE), jnp.sin(angles_PE))
 
 
-def _block(config: TowerConfig, at: Scope) -> PictureBlock:
+def _block(config: vision_config.TowerConfig, at: Scope) -> vision_tower.PictureBlock:
     width, inner = config.hidden_size, config.intermediate_size
     fed = at / "feed_forward"
     mlp = GatedMLP(
-        plain_projection(width, fed, ("gate_proj", inner), ("up_proj", inner), bias=False),
-        plain_projection(inner, fed, ("down_proj", width), bias=False),
+        vision_tower.plain_projection(
+            width, fed, ("gate_proj", inner), ("up_proj", inner), bias=False
+        ),
+        vision_tower.plain_projection(inner, fed, ("down_proj", width), bias=False),
         activation=config.activation,
     )
-    return PictureBlock(
-        tower_norm(width, at / "attention_norm", _EPSILON),
-        picture_attention(config, at / "attention", output="o_proj", bias=False),
-        tower_norm(width, at / "ffn_norm", _EPSILON),
+    return vision_tower.PictureBlock(
+        vision_tower.tower_norm(width, at / "attention_norm", _EPSILON),
+        vision_tower.picture_attention(config, at / "attention", output="o_proj", bias=False),
+        vision_tower.tower_norm(width, at / "ffn_norm", _EPSILON),
         mlp,
     )
 
@@ -210,13 +187,13 @@ class PatchMerger(nnx.Module):
         bias = config.joined_bias
         self.activation = ACTIVATIONS[config.joined_activation]
         self.num_patches = config.block**2
-        self.norm = tower_norm(width, at / "norm", config.joined_epsilon)
+        self.norm = vision_tower.tower_norm(width, at / "norm", config.joined_epsilon)
         joined = width * self.num_patches
-        self.merge = plain_projection(
+        self.merge = vision_tower.plain_projection(
             joined, at / "patch_merger", ("merging_layer", width), bias=False
         )
-        self.first = plain_projection(width, at, ("linear_1", rows), bias=bias)
-        self.second = plain_projection(rows, at, ("linear_2", rows), bias=bias)
+        self.first = vision_tower.plain_projection(width, at, ("linear_1", rows), bias=bias)
+        self.second = vision_tower.plain_projection(rows, at, ("linear_2", rows), bias=bias)
 
     def __call__(self, state_PE: Float[Array, "P E"]) -> Float[Array, "R D"]:
         """Returns the rows of all blocks."""

@@ -6,12 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from jaxpage.layers.rope import Rope
+from jaxpage.layers import Rope
 from jaxpage.layers.rope_scaling import make_rope
-from jaxpage.models.config.config_fields import RefusedField, WrongField
 from jaxpage.models.config.fields import text_part
 from jaxpage.models.config.mrope import NUM_AXES, QWEN2_VL, QWEN3_5, QWEN3_VL, Sections
-from jaxpage.models.parts.vision_tower import VisionFields, text_width, vision_part
+from jaxpage.models.parts import vision_config
 
 # The rows of the text model for which the encoder is compiled: 16,384 are 12 megapixels.
 ROWS = tuple(64 << doubling for doubling in range(9))
@@ -78,22 +77,22 @@ class QwenVisionConfig:
             UnsupportedError: A field asks for something that is not supported.
             ExceptionGroup: Several fields are wrong.
         """
-        vision = vision_part(config, *cls.kinds)
+        vision = vision_config.vision_part(config, *cls.kinds)
         vision["image_token_id"] = config.get("image_token_id", cls.default_token)
-        with VisionFields(vision, "", _ALIASES) as fields:
+        with vision_config.VisionFields(vision, "", _ALIASES) as fields:
             made = cls.read(fields)
             _check_text(fields, config, cls.sections, made.hidden_size)
             return made
 
     @classmethod
-    def read(cls, fields: VisionFields) -> QwenVisionConfig:
+    def read(cls, fields: vision_config.VisionFields) -> QwenVisionConfig:
         """Reads the fields of `vision_config`; each generation has its own way."""
         raise NotImplementedError
 
     @classmethod
     def read_common(
         cls,
-        fields: VisionFields,
+        fields: vision_config.VisionFields,
         *,
         width: tuple[str, int],
         depth: int,
@@ -116,7 +115,7 @@ class QwenVisionConfig:
         size = fields.integer(*width)
         if size % (4 * num_heads):
             text = f"{num_heads} heads of {size} numbers cannot turn by rows and columns"
-            fields.note(WrongField(text), **{width[0]: 64, "num_heads": 1})
+            fields.note_wrong(text, **{width[0]: 64, "num_heads": 1})
             size = 64 * num_heads
         return {
             "width": size,
@@ -136,7 +135,7 @@ class Qwen2VisionConfig(QwenVisionConfig):
     kinds = ("qwen2_vl_vision", "qwen2_vl")
 
     @classmethod
-    def read(cls, fields: VisionFields) -> QwenVisionConfig:
+    def read(cls, fields: vision_config.VisionFields) -> QwenVisionConfig:
         """Returns what the fields say; `hidden_size` is that of the text model."""
         common = cls.read_common(
             fields, width=("embed_dim", 1280), depth=32, activation="quick_gelu", patch=14
@@ -154,7 +153,7 @@ class Qwen2_5VisionConfig(QwenVisionConfig):
     kinds = ("qwen2_5_vl_vision", "qwen2_5_vl")
 
     @classmethod
-    def read(cls, fields: VisionFields) -> QwenVisionConfig:
+    def read(cls, fields: vision_config.VisionFields) -> QwenVisionConfig:
         """Returns what the fields say; a window has a side in pixels there."""
         common = cls.read_common(
             fields, width=("hidden_size", 3584), depth=32, activation="silu", patch=14
@@ -163,7 +162,7 @@ class Qwen2_5VisionConfig(QwenVisionConfig):
         window = pixels // common["block"] // common["patch"][-1]
         if window == 0:
             text = f"window_size = {pixels} is smaller than a block of patches"
-            fields.note(WrongField(text), window_size=pixels, patch_size=common["patch"][-1])
+            fields.note_wrong(text, window_size=pixels, patch_size=common["patch"][-1])
         return cls(
             **common,
             inner=fields.integer("intermediate_size", 3420),
@@ -180,7 +179,7 @@ class Qwen3VisionConfig(QwenVisionConfig):
     sections = QWEN3_VL
 
     @classmethod
-    def read(cls, fields: VisionFields) -> QwenVisionConfig:
+    def read(cls, fields: vision_config.VisionFields) -> QwenVisionConfig:
         """Returns what the fields say."""
         common = cls.read_common(
             fields, width=("hidden_size", 1152), depth=27, activation="gelu_pytorch_tanh", patch=16
@@ -194,7 +193,7 @@ class Qwen3VisionConfig(QwenVisionConfig):
         )
 
     @classmethod
-    def read_deep(cls, fields: VisionFields) -> tuple[int, ...]:
+    def read_deep(cls, fields: vision_config.VisionFields) -> tuple[int, ...]:
         """Returns the layers whose outputs are features for the text model's first layers."""
         return _read_layers(fields, "deepstack_visual_indexes", (8, 16, 24))
 
@@ -207,18 +206,18 @@ class Qwen3_5VisionConfig(Qwen3VisionConfig):
     default_token = 248_056
 
     @classmethod
-    def read_deep(cls, fields: VisionFields) -> tuple[int, ...]:
+    def read_deep(cls, fields: vision_config.VisionFields) -> tuple[int, ...]:
         """Returns no layers: transformers passes the field over."""
         return ()
 
 
-def _read_rope(fields: VisionFields, head_dim: int) -> Rope:
+def _read_rope(fields: vision_config.VisionFields, head_dim: int) -> Rope:
     """Returns a rotation whose first pairs turn by the row of a patch, the others by its column."""
     parameters = fields.get("rope_parameters", None) or {}
     kind = parameters.get("rope_type", "axial")
     if kind != "axial":
         text = f"rope_type {kind!r} is not supported; 'axial' is"
-        fields.note(RefusedField(text), rope_parameters=None)
+        fields.note_unsupported(text, rope_parameters=None)
         parameters = {}
     plain = {"rope_type": "default", "rope_theta": parameters.get("rope_theta", 10_000.0)}
     rope, _ = make_rope(plain, head_dim=head_dim // 2, max_position_embeddings=1)
@@ -226,40 +225,45 @@ def _read_rope(fields: VisionFields, head_dim: int) -> Rope:
     return Rope((*each, *each), axes=(0,) * len(each) + (1,) * len(each))
 
 
-def _read_square(fields: VisionFields) -> int:
+def _read_square(fields: vision_config.VisionFields) -> int:
     """Returns the entries of the table of positions along each side."""
     num_entries = fields.integer("num_position_embeddings", 2304)
     side = int(num_entries**0.5)
     if side**2 != num_entries:
         text = f"num_position_embeddings must be a square, not {num_entries}"
-        fields.note(WrongField(text), num_position_embeddings=2304)
+        fields.note_wrong(text, num_position_embeddings=2304)
     return side
 
 
-def _read_layers(fields: VisionFields, name: str, default: tuple[int, ...]) -> tuple[int, ...]:
+def _read_layers(
+    fields: vision_config.VisionFields, name: str, default: tuple[int, ...]
+) -> tuple[int, ...]:
     """Returns numbers of layers, which must be in order; those that do not exist are left out."""
     layers = fields.get(name, default)
     stated: list[Any] = list(layers) if isinstance(layers, list | tuple) else [None]
     if not all(type(layer) is int for layer in stated) or stated != sorted(set(stated)):
         text = f"{name} must be a list of numbers of layers in their order, not {layers!r}"
-        fields.note(WrongField(text), **{name: []})
+        fields.note_wrong(text, **{name: []})
         return ()
     return tuple(layer for layer in stated if 0 <= layer < fields.integer("depth", 32))
 
 
 def _check_text(
-    fields: VisionFields, config: Mapping[str, Any], sections: Sections, hidden_size: int
+    fields: vision_config.VisionFields,
+    config: Mapping[str, Any],
+    sections: Sections,
+    hidden_size: int,
 ) -> None:
     """Notes what in the text model's config does not fit the encoder."""
-    width = text_width(config)
+    width = vision_config.text_width(config)
     if width != hidden_size:
         error = (
             f"rows of the encoder have {hidden_size} numbers, and those of the text model {width}"
         )
-        fields.note(WrongField(error), out_hidden_size=width)
+        fields.note_wrong(error, out_hidden_size=width)
     text = text_part(config)
     head_dim = text.get("head_dim") or width // text.get("num_attention_heads", 1)
     if not sections.axes(config, head_dim // 2):
         stated = sections.read(config)
         error = f"mrope_section = {stated!r} of the text model does not fit {head_dim // 2} pairs"
-        fields.note(WrongField(error), mrope_section=None)
+        fields.note_wrong(error, mrope_section=None)

@@ -18,39 +18,14 @@ from typing import Any, ClassVar, Protocol
 import jax
 import jax.numpy as jnp
 import numpy as np
-import numpy.typing as npt
 from flax import nnx
-from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from jaxpage.errors import UnsupportedError
-from jaxpage.layers.activations import ACTIVATIONS
-from jaxpage.layers.embedding import Embedding
-from jaxpage.layers.linear import Linear
-from jaxpage.layers.mlp import MLP, GatedMLP
-from jaxpage.layers.norms import LayerNorm, RMSNorm
+from jaxpage.layers import ACTIVATIONS, MLP, Embedding, GatedMLP, LayerNorm, Linear, RMSNorm
 from jaxpage.layers.parameter import Source, parameter, tensor
-from jaxpage.models.parts.norms import Norm
-from jaxpage.models.parts.scope import Scope
-from jaxpage.models.parts.vision import PictureArrays, VisionCall
-from jaxpage.models.parts.vision_tower import (
-    PictureAttention,
-    PictureBlock,
-    VisionTower,
-    fill_up,
-    fuse_projections,
-    placed_patch_shapes,
-    plain_projection,
-    size_for,
-)
-from jaxpage.models.vision.patch_grid import PatchGrid, rotary_positions
-from jaxpage.models.vision.qwen_config import (
-    Qwen2_5VisionConfig,
-    Qwen2VisionConfig,
-    Qwen3_5VisionConfig,
-    Qwen3VisionConfig,
-    QwenVisionConfig,
-)
+from jaxpage.models.parts import Scope, norms, patches, vision, vision_tower
+from jaxpage.models.vision import patch_grid, qwen_config
 
 _EPSILON = 1e-6
 
@@ -59,7 +34,7 @@ class ProcessedPicture(Protocol):
     """Holds a picture as its processor made it."""
 
     @property
-    def arrays(self) -> PictureArrays:
+    def arrays(self) -> vision.PictureArrays:
         """Returns the arrays, under the names of the processor."""
         ...
 
@@ -67,7 +42,7 @@ class ProcessedPicture(Protocol):
 class Merger(nnx.Module):
     """Joins the patches of a block, and computes of them a row of the text model."""
 
-    def __init__(self, norm: Norm, up: Linear, down: Linear, *, is_norm_of_block: bool):
+    def __init__(self, norm: norms.Norm, up: Linear, down: Linear, *, is_norm_of_block: bool):
         """Makes the merger.
 
         Args:
@@ -91,14 +66,14 @@ class Merger(nnx.Module):
         return self.down(ACTIVATIONS["gelu"](self.up(block_RW)))
 
 
-class QwenVision(VisionTower):
+class QwenVision(vision_tower.VisionTower):
     """Computes an encoder; a generation overrides what differs in its layers and its mergers."""
 
     ignored: ClassVar[tuple[str, ...]] = ("*rotary_pos_emb.inv_freq",)
     patch_bias: ClassVar[bool] = False
     merger_names: ClassVar[tuple[str, str, str]] = ("ln_q", "mlp.0", "mlp.2")
 
-    def __init__(self, config: Any, *, dtype: DTypeLike):
+    def __init__(self, config: Any, *, dtype: jax.typing.DTypeLike):
         super().__init__(config, dtype=dtype)
         at = Scope("model.visual", dtype)
         self.patches = patch_product(config, at / "patch_embed.proj", bias=self.patch_bias)
@@ -114,7 +89,7 @@ class QwenVision(VisionTower):
         )
 
     @classmethod
-    def make_table(cls, config: QwenVisionConfig, at: Scope) -> Embedding | None:
+    def make_table(cls, config: qwen_config.QwenVisionConfig, at: Scope) -> Embedding | None:
         """Returns the table of positions; None if there is none."""
         if not config.num_entries:
             return None
@@ -122,26 +97,28 @@ class QwenVision(VisionTower):
         return Embedding(rows, config.width, name=at.name, axis=None, dtype=at.dtype)
 
     @classmethod
-    def make_norm(cls, width: int, at: Scope) -> Norm:
+    def make_norm(cls, width: int, at: Scope) -> norms.Norm:
         """Returns a norm of hidden states."""
         return LayerNorm(width, name=at.name, epsilon=_EPSILON, axis=None, dtype=at.dtype)
 
     @classmethod
-    def make_mlp(cls, config: QwenVisionConfig, at: Scope) -> nnx.Module:
+    def make_mlp(cls, config: qwen_config.QwenVisionConfig, at: Scope) -> nnx.Module:
         """Returns the feed-forward half of a layer."""
         return make_mlp(config, at, "fc1", "fc2")
 
     @classmethod
-    def make_block(cls, config: QwenVisionConfig, index: int, at: Scope) -> PictureBlock:
+    def make_block(
+        cls, config: qwen_config.QwenVisionConfig, index: int, at: Scope
+    ) -> vision_tower.PictureBlock:
         """Returns a layer."""
         width = config.width
         attention = at / "attn"
         has_windows = config.window and index not in config.whole_layers
-        return PictureBlock(
+        return vision_tower.PictureBlock(
             cls.make_norm(width, at / "norm1"),
-            PictureAttention(
-                fuse_projections(width, attention, "qkv", (width,) * 3),
-                plain_projection(width, attention, ("proj", width), bias=True),
+            vision_tower.PictureAttention(
+                vision_tower.fuse_projections(width, attention, "qkv", (width,) * 3),
+                vision_tower.plain_projection(width, attention, ("proj", width), bias=True),
                 head_dim=width // config.num_heads,
                 longest=(config.window * config.block) ** 2 if has_windows else None,
             ),
@@ -151,20 +128,22 @@ class QwenVision(VisionTower):
 
     @classmethod
     def make_merger(
-        cls, config: QwenVisionConfig, at: Scope, *, is_norm_of_block: bool = False
+        cls, config: qwen_config.QwenVisionConfig, at: Scope, *, is_norm_of_block: bool = False
     ) -> Merger:
         """Returns the product of blocks of patches; see `Merger`."""
         inner = config.width * config.block**2
         norm, up, down = cls.merger_names
         return Merger(
             cls.make_norm(inner if is_norm_of_block else config.width, at / norm),
-            plain_projection(inner, at, (up, inner), bias=True),
-            plain_projection(inner, at, (down, config.hidden_size), bias=True),
+            vision_tower.plain_projection(inner, at, (up, inner), bias=True),
+            vision_tower.plain_projection(inner, at, (down, config.hidden_size), bias=True),
             is_norm_of_block=is_norm_of_block,
         )
 
     @staticmethod
-    def calls(spec: QwenVisionConfig, arrays: PictureArrays) -> list[VisionCall]:
+    def calls(
+        spec: qwen_config.QwenVisionConfig, arrays: vision.PictureArrays
+    ) -> list[vision.VisionCall]:
         """Returns the call that encodes a picture.
 
         Args:
@@ -181,14 +160,16 @@ class QwenVision(VisionTower):
                 f"a picture has {grid.num_patches} patches, and the encoder takes at most "
                 f"{spec.sizes[-1]}: make it smaller, or lower size in preprocessor_config.json"
             )
-        size = size_for(spec.sizes, grid.num_patches)
+        size = patches.size_for(spec.sizes, grid.num_patches)
         make_inputs = functools.partial(_inputs, spec, grid, arrays["pixel_values"], size)
-        return [VisionCall(size, make_inputs, grid.num_blocks)]
+        return [vision.VisionCall(size, make_inputs, grid.num_blocks)]
 
     @staticmethod
-    def input_shapes(spec: QwenVisionConfig, size: int) -> dict[str, jax.ShapeDtypeStruct]:
+    def input_shapes(
+        spec: qwen_config.QwenVisionConfig, size: int
+    ) -> dict[str, jax.ShapeDtypeStruct]:
         """Returns the shapes and types of the inputs of one size."""
-        shapes = placed_patch_shapes(math.prod(spec.patch), size)
+        shapes = patches.placed_patch_shapes(math.prod(spec.patch), size)
         if spec.num_entries:
             shapes["entry_P4"] = jax.ShapeDtypeStruct((size, 4), jnp.int32)
             shapes["share_P4"] = jax.ShapeDtypeStruct((size, 4), jnp.float32)
@@ -199,11 +180,13 @@ class QwenVision(VisionTower):
 
     @staticmethod
     def axes_of(
-        spec: QwenVisionConfig, token_ids: npt.ArrayLike, pictures: Sequence[ProcessedPicture]
-    ) -> npt.NDArray[np.int32]:
+        spec: qwen_config.QwenVisionConfig,
+        token_ids: np.typing.ArrayLike,
+        pictures: Sequence[ProcessedPicture],
+    ) -> np.typing.NDArray[np.int32]:
         """Returns the rotary positions of a prompt's tokens [3, T]; see `rotary_positions`."""
         grids = [grid_of(spec, picture.arrays) for picture in pictures]
-        return rotary_positions(token_ids, spec.image_token_id, grids)
+        return patch_grid.rotary_positions(token_ids, spec.image_token_id, grids)
 
     def __call__(self, inputs: Mapping[str, jax.Array]) -> Float[Array, "R 1+n D"]:
         """Returns the rows of the text model, each with its features."""
@@ -226,16 +209,19 @@ class QwenVision(VisionTower):
 
 
 def _inputs(
-    spec: QwenVisionConfig, grid: PatchGrid, pixels_PI: npt.NDArray[Any], size: int
-) -> dict[str, npt.NDArray[Any]]:
-    inputs: dict[str, npt.NDArray[Any]] = {
+    spec: qwen_config.QwenVisionConfig,
+    grid: patch_grid.PatchGrid,
+    pixels_PI: np.typing.NDArray[Any],
+    size: int,
+) -> dict[str, np.typing.NDArray[Any]]:
+    inputs: dict[str, np.typing.NDArray[Any]] = {
         "patch_PI": np.asarray(pixels_PI, np.float32),
         "place_P2": grid.places().T,
     }
     if spec.num_entries:
         inputs["entry_P4"], inputs["share_P4"] = grid.interpolate(spec.num_entries)
     if not spec.window:
-        return fill_up(inputs, size)
+        return patches.fill_up(inputs, size)
     order_R, window_R = grid.windows(spec.window)
     each = spec.block**2
     order_P = (order_R[:, None] * each + np.arange(each)).reshape(-1)
@@ -243,49 +229,51 @@ def _inputs(
     inputs["window_P"] = np.repeat(1 + window_R, each)
     row_R = np.zeros(size // each, np.int32)
     row_R[: grid.num_blocks] = np.argsort(order_R)
-    return {**fill_up(inputs, size), "row_R": row_R}
+    return {**patches.fill_up(inputs, size), "row_R": row_R}
 
 
-class Qwen2Vision(QwenVision, config=Qwen2VisionConfig):
+class Qwen2Vision(QwenVision, config=qwen_config.Qwen2VisionConfig):
     """The encoder of Qwen2-VL (Wang et al., 2024): LayerNorms, and no table of positions."""
 
 
-class Qwen2_5Vision(QwenVision, config=Qwen2_5VisionConfig):
+class Qwen2_5Vision(QwenVision, config=qwen_config.Qwen2_5VisionConfig):
     """The encoder of Qwen2.5-VL (Bai et al., 2025): RMS norms, gates and windows."""
 
     @classmethod
-    def make_norm(cls, width: int, at: Scope) -> Norm:
+    def make_norm(cls, width: int, at: Scope) -> norms.Norm:
         """Returns a norm of hidden states."""
         return RMSNorm(width, name=at.name, epsilon=_EPSILON, axis=None, dtype=at.dtype)
 
     @classmethod
-    def make_mlp(cls, config: QwenVisionConfig, at: Scope) -> nnx.Module:
+    def make_mlp(cls, config: qwen_config.QwenVisionConfig, at: Scope) -> nnx.Module:
         """Returns the feed-forward half of a layer."""
         gate_and_up = [(name, config.inner) for name in ("gate_proj", "up_proj")]
         return GatedMLP(
-            plain_projection(config.width, at, *gate_and_up, bias=True),
-            plain_projection(config.inner, at, ("down_proj", config.width), bias=True),
+            vision_tower.plain_projection(config.width, at, *gate_and_up, bias=True),
+            vision_tower.plain_projection(config.inner, at, ("down_proj", config.width), bias=True),
             activation=config.activation,
         )
 
 
-class Qwen3Vision(QwenVision, config=Qwen3VisionConfig):
+class Qwen3Vision(QwenVision, config=qwen_config.Qwen3VisionConfig):
     """The encoder of Qwen3-VL (2025): a table of positions, and features of several layers."""
 
     patch_bias = True
     merger_names = ("norm", "linear_fc1", "linear_fc2")
 
     @classmethod
-    def make_mlp(cls, config: QwenVisionConfig, at: Scope) -> nnx.Module:
+    def make_mlp(cls, config: qwen_config.QwenVisionConfig, at: Scope) -> nnx.Module:
         """Returns the feed-forward half of a layer."""
         return make_mlp(config, at, "linear_fc1", "linear_fc2")
 
 
-class Qwen3_5Vision(Qwen3Vision, config=Qwen3_5VisionConfig):
+class Qwen3_5Vision(Qwen3Vision, config=qwen_config.Qwen3_5VisionConfig):
     """The encoder of Qwen3.5 (2026), which is that of Qwen3-VL without features."""
 
 
-def grid_of(spec: QwenVisionConfig, arrays: PictureArrays) -> PatchGrid:
+def grid_of(
+    spec: qwen_config.QwenVisionConfig, arrays: vision.PictureArrays
+) -> patch_grid.PatchGrid:
     """Returns the grid of a picture's patches.
 
     Raises:
@@ -298,22 +286,22 @@ def grid_of(spec: QwenVisionConfig, arrays: PictureArrays) -> PatchGrid:
             f"{num_patches} patches with image_grid_thw {grids} are not those of one picture"
         )
     _, height, width = grids[0]
-    return PatchGrid(height, width, spec.block)
+    return patch_grid.PatchGrid(height, width, spec.block)
 
 
-def make_mlp(config: QwenVisionConfig, at: Scope, up: str, down: str) -> MLP:
+def make_mlp(config: qwen_config.QwenVisionConfig, at: Scope, up: str, down: str) -> MLP:
     """Returns a feed-forward half without gates, of two products with these names."""
     return MLP(
-        plain_projection(config.width, at, (up, config.inner), bias=True),
-        plain_projection(config.inner, at, (down, config.width), bias=True),
+        vision_tower.plain_projection(config.width, at, (up, config.inner), bias=True),
+        vision_tower.plain_projection(config.inner, at, (down, config.width), bias=True),
         activation=config.activation,
     )
 
 
-def patch_product(config: QwenVisionConfig, at: Scope, *, bias: bool) -> Linear:
+def patch_product(config: qwen_config.QwenVisionConfig, at: Scope, *, bias: bool) -> Linear:
     """Returns the product for patches, which is stored as a convolution [W, C, t, p, p]."""
     shape = (config.width, math.prod(config.patch))
-    made = plain_projection(shape[1], at, ("", config.width), bias=bias)
+    made = vision_tower.plain_projection(shape[1], at, ("", config.width), bias=bias)
     stored = tensor(f"{at.name}.weight", config.width, *config.patch).pieces[0]
     source = Source(shape, (stored._replace(shape=shape, offset=(0, 0)),))
     made.kernel = parameter(shape, axes=(None, None), dtype=at.dtype, sources=[source])

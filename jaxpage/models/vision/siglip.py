@@ -12,42 +12,18 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import numpy.typing as npt
 from flax import nnx
-from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from jaxpage.errors import UnsupportedError
-from jaxpage.layers.embedding import Embedding
-from jaxpage.layers.mlp import MLP
-from jaxpage.layers.norms import LayerNorm
-from jaxpage.models.parts.scope import Scope
-from jaxpage.models.parts.vision import PictureArrays, VisionCall
-from jaxpage.models.parts.vision_tower import (
-    PatchEmbedding,
-    PictureBlock,
-    TowerConfig,
-    VisionConfig,
-    VisionFields,
-    VisionTower,
-    by_blocks,
-    check_blocks,
-    cut_patches,
-    fill_up,
-    picture_attention,
-    plain_projection,
-    read_tower,
-    size_for,
-    some_fields,
-    text_width,
-    vision_part,
-)
+from jaxpage.layers import MLP, Embedding, LayerNorm
+from jaxpage.models.parts import Scope, patches, vision, vision_config, vision_tower
 
 
-def read_siglip(fields: VisionFields, **defaults: int) -> TowerConfig:
+def read_siglip(fields: vision_config.VisionFields, **defaults: int) -> vision_config.TowerConfig:
     """Returns the config of the layers; see `read_tower`."""
     activation = "gelu_pytorch_tanh"
-    return read_tower(
+    return vision_config.read_tower(
         fields, inner=3072, depth=12, image_size=224, activation=activation, **defaults
     )
 
@@ -55,10 +31,10 @@ def read_siglip(fields: VisionFields, **defaults: int) -> TowerConfig:
 class Siglip(nnx.Module):
     """Computes the states of patches."""
 
-    def __init__(self, config: TowerConfig, at: Scope):
+    def __init__(self, config: vision_config.TowerConfig, at: Scope):
         width = config.hidden_size
         tables = at / "embeddings"
-        self.patches = PatchEmbedding(config, tables / "patch_embedding", bias=True)
+        self.patches = vision_tower.PatchEmbedding(config, tables / "patch_embedding", bias=True)
         self.positions = Embedding(
             config.side**2,
             width,
@@ -79,32 +55,32 @@ class Siglip(nnx.Module):
         return self.norm(state_PD)
 
 
-def _norm(config: TowerConfig, at: Scope) -> LayerNorm:
+def _norm(config: vision_config.TowerConfig, at: Scope) -> LayerNorm:
     return LayerNorm(
         config.hidden_size, name=at.name, epsilon=config.norm_epsilon, axis=None, dtype=at.dtype
     )
 
 
-def _block(config: TowerConfig, at: Scope) -> PictureBlock:
+def _block(config: vision_config.TowerConfig, at: Scope) -> vision_tower.PictureBlock:
     width, inner = config.hidden_size, config.intermediate_size
     mlp = MLP(
-        plain_projection(width, at / "mlp", ("fc1", inner), bias=True),
-        plain_projection(inner, at / "mlp", ("fc2", width), bias=True),
+        vision_tower.plain_projection(width, at / "mlp", ("fc1", inner), bias=True),
+        vision_tower.plain_projection(inner, at / "mlp", ("fc2", width), bias=True),
         activation=config.activation,
     )
-    return PictureBlock(
+    return vision_tower.PictureBlock(
         _norm(config, at / "layer_norm1"),
-        picture_attention(config, at / "self_attn", output="out_proj", bias=True),
+        vision_tower.picture_attention(config, at / "self_attn", output="out_proj", bias=True),
         _norm(config, at / "layer_norm2"),
         mlp,
     )
 
 
-class SiglipTiles(VisionTower):
+class SiglipTiles(vision_tower.VisionTower):
     """Encodes each tile of a picture by itself."""
 
     @staticmethod
-    def calls(spec: Any, arrays: PictureArrays) -> Sequence[VisionCall]:
+    def calls(spec: Any, arrays: vision.PictureArrays) -> Sequence[vision.VisionCall]:
         """Returns a call for each tile.
 
         Args:
@@ -129,29 +105,26 @@ class SiglipTiles(VisionTower):
     def input_shapes(spec: Any, size: int) -> dict[str, jax.ShapeDtypeStruct]:
         """Returns the shapes and types of the inputs of one size."""
         numbers = jax.ShapeDtypeStruct((size,), jnp.int32)
-        patches = jax.ShapeDtypeStruct((size, spec.tower.patch_width), jnp.float32)
-        return {"patch_PI": patches, "position_P": numbers, "segment_P": numbers}
+        pixels = jax.ShapeDtypeStruct((size, spec.tower.patch_width), jnp.float32)
+        return {"patch_PI": pixels, "position_P": numbers, "segment_P": numbers}
 
 
-def _call(spec: VisionConfig, tile: npt.NDArray[Any]) -> VisionCall:
+def _call(spec: vision_config.VisionConfig, tile: np.typing.NDArray[Any]) -> vision.VisionCall:
     tower, block = spec.tower, spec.block
     height, width = (side // tower.patch_size for side in tile.shape[1:])
-    if height % block or width % block:
-        raise UnsupportedError(
-            f"a tile of {height} x {width} patches has no whole blocks of {block} x {block}"
-        )
-    size = size_for(spec.sizes, height * width)
+    patches.check_whole("tile", height, width, block)
+    size = patches.size_for(spec.sizes, height * width)
 
-    def make_inputs() -> dict[str, npt.NDArray[Any]]:
+    def make_inputs() -> dict[str, np.typing.NDArray[Any]]:
         places = place_in_table(height, tower.side)[:, None] * tower.side
         places = places + place_in_table(width, tower.side)[None, :]
         inputs = {
-            "patch_PI": cut_patches(tile, tower.patch_size, block),
-            "position_P": by_blocks(places, block).astype(np.int32),
+            "patch_PI": patches.cut_patches(tile, tower.patch_size, block),
+            "position_P": patches.by_blocks(places, block).astype(np.int32),
         }
-        return fill_up(inputs, size)
+        return patches.fill_up(inputs, size)
 
-    return VisionCall(size, make_inputs, height * width // block**2)
+    return vision.VisionCall(size, make_inputs, height * width // block**2)
 
 
 def place_in_table(num_patches: int, side: int) -> Int[np.ndarray, "P"]:
@@ -165,30 +138,35 @@ def place_in_table(num_patches: int, side: int) -> Int[np.ndarray, "P"]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Idefics3VisionConfig(VisionConfig):
+class Idefics3VisionConfig(vision_config.VisionConfig):
     """Holds what a config.json of Idefics 3 says of its encoder."""
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> Idefics3VisionConfig:
         """Reads config.json."""
         kinds = ("idefics3_vision", "smolvlm_vision", "idefics3", "smolvlm", "siglip_vision_model")
-        with VisionFields(vision_part(config, *kinds), "") as fields:
+        with vision_config.open_fields(config, *kinds) as fields:
             tower = read_siglip(fields, width=1152, num_heads=16, patch_size=32)
-            block = some_fields(config, "scale_factor").integer("scale_factor", 2)
-            check_blocks(fields, tower, block)
-        return cls(tower=tower, hidden_size=text_width(config), block=block, sizes=(tower.side**2,))
+            block = vision_config.some_fields(config, "scale_factor").integer("scale_factor", 2)
+            vision_config.check_blocks(fields, tower, block)
+        return cls(
+            tower=tower,
+            hidden_size=vision_config.text_width(config),
+            block=block,
+            sizes=(tower.side**2,),
+        )
 
 
 class Idefics3Vision(SiglipTiles, config=Idefics3VisionConfig):
     """The encoder of Idefics 3 and SmolVLM: SigLIP, and a product for each block of patches."""
 
-    def __init__(self, config: Any, *, dtype: DTypeLike):
+    def __init__(self, config: Any, *, dtype: jax.typing.DTypeLike):
         super().__init__(config, dtype=dtype)
         at = Scope("model", dtype)
         self.tower = Siglip(config.tower, at / "vision_model")
         joined = config.tower.hidden_size * config.block**2
         connector = at / "connector.modality_projection"
-        self.projection = plain_projection(
+        self.projection = vision_tower.plain_projection(
             joined, connector, ("proj", config.hidden_size), bias=False
         )
 

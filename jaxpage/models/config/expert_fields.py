@@ -8,9 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from jaxpage.layers.experts import ExpertsSpec
+from jaxpage.layers import ExpertsSpec
 from jaxpage.layers.routing import Groups, Routing
-from jaxpage.models.config.config_fields import WrongField
 from jaxpage.models.config.fields import REQUIRED, Fields
 
 ONE_GROUP = {"n_group": 1, "topk_group": 1}
@@ -46,11 +45,11 @@ def read_experts(
         **(routing or {}),
     )
     if chosen.per_token > chosen.num_experts:
-        error = WrongField(
+        text = (
             f"num_experts_per_tok = {chosen.per_token} of {count[0]} = {chosen.num_experts} "
             "experts cannot be"
         )
-        fields.note(error, **{"num_experts_per_tok": 1, count[0]: chosen.num_experts})
+        fields.note_wrong(text, **{"num_experts_per_tok": 1, count[0]: chosen.num_experts})
     return ExpertsSpec(chosen, fields.integer(*width), **more)
 
 
@@ -63,9 +62,7 @@ def sparse_layers(fields: Fields) -> tuple[bool, ...]:
     every = fields.integer("decoder_sparse_step", 1)
     dense = fields.get("mlp_only_layers", None) or []
     if not isinstance(dense, list):
-        fields.note(
-            WrongField(f"mlp_only_layers must be a list, not {dense!r}"), mlp_only_layers=None
-        )
+        fields.note_wrong(f"mlp_only_layers must be a list, not {dense!r}", mlp_only_layers=None)
         dense = []
     num_layers = fields.integer("num_hidden_layers")
     return tuple((index + 1) % every == 0 and index not in dense for index in range(num_layers))
@@ -90,7 +87,7 @@ def sparse_by_type(fields: Fields, usual: tuple[bool, ...]) -> tuple[bool, ...]:
     text = (
         f"mlp_layer_types must say dense or sparse for each of {len(usual)} layers, not {types!r}"
     )
-    fields.note(WrongField(text), mlp_layer_types=None, num_hidden_layers=len(usual))
+    fields.note_wrong(text, mlp_layer_types=None, num_hidden_layers=len(usual))
     return usual
 
 
@@ -158,17 +155,17 @@ def read_groups(
     num_kept = fields.optional_integer("topk_group", default[1]) or 1
     num_experts = fields.integer(*count)
     if num_experts % number or num_kept > number or (number > 1 and num_experts // number < best):
-        error = WrongField(
+        text = (
             f"{num_experts} experts cannot be in n_group = {number} groups, of which "
             f"topk_group = {num_kept} are taken"
         )
-        fields.note(error, **ONE_GROUP)
+        fields.note_wrong(text, **ONE_GROUP)
         number = num_kept = 1
     per_token = fields.integer("num_experts_per_tok", per_token)
     if per_token > num_experts // number * num_kept:
-        error = WrongField(
+        text = (
             f"topk_group = {num_kept} of n_group = {number} have fewer than "
             f"num_experts_per_tok = {per_token} experts"
         )
-        fields.note(error, **ONE_GROUP, num_experts_per_tok=1)
+        fields.note_wrong(text, **ONE_GROUP, num_experts_per_tok=1)
     return Groups(number, num_kept, best) if num_kept < number else None

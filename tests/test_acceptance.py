@@ -1,13 +1,21 @@
-"""The rules of acceptance as functions of the device: on a Markov chain of eight tokens, whose distribution is known in float64.
+"""Acceptance of drafts: what they were drawn from, the rules on the device, and texts of whole engines.
 
-Rejection changes no distribution, whatever is drafted; each test of that is also run with mistakes planted, which it must see. Typical
-acceptance, which does change it, is the rule that its authors wrote down.
+A distribution is known in float64: on the device of a Markov chain of eight tokens, in engines from the log probabilities of prompts,
+by the public interface. Rejection changes none, whatever is drafted; each test of that is also run with mistakes planted, which it
+must see. Typical acceptance, which does change it, is the rule that its authors wrote down.
 """
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import functools
 import itertools
+import json
+import logging
+import re
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -15,17 +23,149 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxpage import SamplingParams
+from jaxpage import LLM, SamplingParams
 from jaxpage.device import acceptance
 from jaxpage.device.acceptance import decide
-from jaxpage.device.inputs.buckets import Bucket
-from jaxpage.device.inputs.step_inputs import Flags, ProcessorInputs, StepInputs, processor_shapes
+from jaxpage.device.drafters import growing
+from jaxpage.device.inputs.buckets import Bucket, make_menu
+from jaxpage.device.inputs.step_inputs import (
+    Flags,
+    ProcessorInputs,
+    StepInputs,
+    TableShape,
+    processor_shapes,
+    unpack,
+)
 from jaxpage.device.sampler import Stream, noise_key
+from jaxpage.engine.batch_builder import BatchBuilder
+from jaxpage.replay.recorder import _drafts
+from jaxpage.replay.replaying import _draft
 from jaxpage.settings.draft_settings import AcceptanceRule
-from jaxpage.shapes import NOT_FINITE, NOTHING_ALLOWED
+from jaxpage.shapes import MOST_CANDIDATES, NOT_FINITE, NOTHING_ALLOWED
+from jaxpage.speculation import Proposer
+from jaxpage.speculation.speculator import filter_drafts
+from jaxpage.step.draft import Candidates, Draft
+from jaxpage.step.plan import Row, Sample, StepPlan
+from jaxpage.step.request import Request, Sequence
 from tests.support.distributions import probabilities, z_score
+from tests.support.engines import LLAMA, invariants, make_llm
+from tests.support.random_checkpoints import random_checkpoint, random_tensors, write_tensors
 from tests.support.reference_sampling import processed
+from tests.support.scripted import Guesses, draft_with, without_drafts
 from tests.support.sweeps import few
+from tests.support.tokenizers import write_tokenizer
+from tests.test_event_log import logged, records_of, replayed
+from tests.test_speculation_log import results_of
+
+# --- what drafts were drawn from stays with them on their way from a proposer into a step
+
+IDS = np.array([[5, 3, -1], [3, 5, -1], [7, 8, 9], [2, -1, 1]], np.int32)
+ODDS = np.array([[0.5, 0.5, 0], [0.75, 0.25, 0], [0.2, 0.3, 0.5], [0.4, 0, 0.6]], np.float32)
+DRAFT = Draft((5, 3, 8, 1), (-1, -1, 0, 1), Candidates(IDS, ODDS))
+
+
+def assert_same(draft: Draft, wanted: Draft) -> None:
+    assert draft[:2] == wanted[:2] and draft.q is not None and wanted.q is not None
+    np.testing.assert_array_equal(draft.q.token_ids_NW, wanted.q.token_ids_NW)
+    np.testing.assert_array_equal(draft.q.probabilities_NW, wanted.q.probabilities_NW)
+
+
+def test_what_is_cut_keeps_its_own():
+    assert_same(DRAFT.cut(2), Draft((5, 3), (-1, -1), Candidates(IDS[:2], ODDS[:2])))
+    assert_same(DRAFT.first_branch(), Draft((5, 8), (-1, 0), Candidates(IDS[[0, 2]], ODDS[[0, 2]])))
+    assert_same(DRAFT.sound(20, 9), DRAFT)
+    assert_same(DRAFT.sound(20, 3), DRAFT.cut(3))
+    assert_same(DRAFT._replace(parents=(-1, 7, 0, 1)).sound(20, 9), DRAFT.cut(1))
+
+
+@pytest.mark.parametrize(
+    ("ids", "odds", "message"),
+    [
+        (IDS[:3], ODDS[:3], "4 drafts with q of"),
+        (IDS, ODDS[:, :2], "4 drafts with q of"),
+        (
+            np.full((4, MOST_CANDIDATES + 1), 5),
+            np.full((4, MOST_CANDIDATES + 1), 0.03),
+            "33 tokens; 32 are possible",
+        ),
+        (IDS, ODDS * 0.9, "no distribution"),
+        (IDS, ODDS * [[1], [1], [np.nan], [1]], "no distribution"),
+        (IDS, np.where(IDS == 3, -0.5, ODDS) + np.where(IDS == 5, 1.0, 0), "no distribution"),
+        (np.where(IDS == 9, 20, IDS), ODDS, "beyond the model's, which end at 19"),
+        (np.where(IDS == 9, -1, IDS), ODDS, "beyond the model's"),
+        (np.where(IDS == 8, 9, IDS), ODDS, "cannot be drawn from"),
+        (IDS, np.where(IDS == 8, 0, ODDS) + np.where(IDS == 9, 0.3, 0), "cannot be drawn from"),
+    ],
+)
+def test_what_no_draft_was_drawn_from_is_an_error(ids, odds, message):
+    with pytest.raises(ValueError, match=message):
+        DRAFT._replace(q=Candidates(ids, odds)).sound(20, 9)
+
+
+class Forbidding:
+    """A grammar that admits nothing."""
+
+    def mask(self, sequence_id: int, drafts: tuple[int, ...] = ()) -> Any:
+        return None if drafts else np.zeros(1, np.uint32)
+
+
+def test_no_grammar_takes_out_what_was_drawn():
+    """Of chosen drafts it does: what is certain to be wrong was not drawn by chance."""
+    assert_same(filter_drafts({7: DRAFT}, {7: Forbidding()})[7], DRAFT)  # type: ignore[dict-item]
+    assert not filter_drafts({7: DRAFT._replace(q=None)}, {7: Forbidding()})  # type: ignore[dict-item]
+
+
+def test_a_log_gives_them_back():
+    row = Row(4, 30, (1, *DRAFT.token_ids), ((3,),), parents=(0, 0, 1, 2), q=DRAFT.q)
+    sequence_id, draft = _draft(*json.loads(json.dumps(_drafts(row))), vocab_size=20)
+    assert sequence_id == 4
+    assert_same(draft, DRAFT)
+    # no padding
+    assert DRAFT.q is not None and [len(ids) for ids, _ in DRAFT.q.as_lists()] == [2, 2, 3, 3]
+    for wrong in (
+        [],
+        [[[5], [0]]] * 4,
+        [[5, 3]] * 4,
+        [[["x"], [1]]] * 4,
+        [[[2**40], [2**40]]] * 4,
+        7,
+    ):
+        with pytest.raises((OverflowError, TypeError, ValueError)):
+            _draft(4, [5, 3, 8, 1], [-1, -1, 0, 1], wrong, vocab_size=20)
+
+
+def test_a_step_is_told_what_each_draft_was_drawn_from():
+    """Of chosen drafts, and of what is no draft, the token itself."""
+    menu = make_menu(
+        4, 16, num_drafts=(7,), max_verified_tokens=64, trees=True, q_width=MOST_CANDIDATES
+    )
+    builder = BatchBuilder(menu, table_width=4, block_size=16, blocks=[range(1, 9)], vocab_size=20)
+    rows = (
+        Row(0, 0, (6, 9), ((1,),), parents=(0,)),
+        Row(1, 3, (1, *DRAFT.token_ids), ((2,),), parents=(0, 0, 1, 2), q=DRAFT.q),
+        Row(2, 5, (4,), ((3,),)),
+    )
+    samples = tuple(
+        Sample(index, offset, index, SamplingParams(), 0, 0, 9)
+        for index, row in enumerate(rows)
+        for offset in range(len(row.token_ids))
+    )
+    batch = builder.build(StepPlan(1, rows, samples))
+    assert batch.bucket.q_width == MOST_CANDIDATES
+    inputs = unpack(jnp.asarray(batch.packed), batch.bucket, TableShape(1, 4))
+    ids, odds = np.asarray(inputs.q_ids_TW), np.asarray(inputs.q_TW)
+    assert ids.shape == odds.shape == (batch.bucket.num_tokens, MOST_CANDIDATES)
+    np.testing.assert_array_equal(ids[3:7, :3], IDS)
+    np.testing.assert_array_equal(odds[3:7, :3], ODDS)
+    assert (ids[:, 3:] == -1).all() and (odds[:, 3:] == 0).all()
+    for place, token_id in ((0, 6), (1, 9), (2, 1), (7, 4)):
+        assert ids[place, :2].tolist() == [token_id, -1] and odds[place, :2].tolist() == [1, 0]
+    plain = make_menu(4, 16, num_drafts=(7,), max_verified_tokens=64, trees=True)
+    assert {bucket.q_width for bucket in plain.buckets + menu.decode + menu.chunk} == {0}
+    assert Bucket(8, 1, 8, verifies=True).q_width == 0
+
+
+# --- the rules, as functions of the device
 
 VOCAB, START, LENGTH, NUM_GENERATIONS = 8, 2, 3, 5_000
 REJECTION, TYPICAL = AcceptanceRule("rejection"), AcceptanceRule("typical")
@@ -280,9 +420,19 @@ def generated(step: Any, sampler: dict[str, Any]) -> tuple[np.ndarray, np.ndarra
 
 
 def counted(texts_BL: Any) -> np.ndarray:
+    """Returns how often each text of LENGTH tokens is there."""
     counts = np.zeros((VOCAB,) * LENGTH, np.int64)
     np.add.at(counts, tuple(np.asarray(texts_BL).T), 1)
     return counts
+
+
+def of_texts(follows: Callable[[tuple[int, ...]], np.ndarray]) -> np.ndarray:
+    """Returns the distribution of texts of LENGTH tokens, from that of what follows each beginning."""
+    joint = np.ones((VOCAB,) * LENGTH)
+    for place in range(LENGTH):
+        for output in itertools.product(range(VOCAB), repeat=place):
+            joint[output] *= follows(output).reshape(-1, *[1] * (LENGTH - 1 - place))
+    return joint
 
 
 def distribution(
@@ -304,14 +454,7 @@ def distribution(
 
 @functools.cache
 def expected(name: str) -> np.ndarray:
-    """Of each text of LENGTH tokens."""
-    joint = np.ones((VOCAB,) * LENGTH)
-    for place in range(LENGTH):
-        for output in itertools.product(range(VOCAB), repeat=place):
-            joint[output] *= distribution(output, SAMPLERS[name]).reshape(
-                -1, *[1] * (LENGTH - 1 - place)
-            )
-    return joint
+    return of_texts(lambda output: distribution(output, SAMPLERS[name]))
 
 
 @pytest.mark.parametrize(
@@ -588,3 +731,416 @@ def test_typical_acceptance_is_that_of_medusa():
                 behind = [*token_ids[got[1:]], drawn_R[got[-1]]]  # the last is drawn as ever
                 np.testing.assert_array_equal(token_ids_R[np.array(got)], behind)
     assert num_paths > 150 and len(lengths) > 3
+
+
+# --- engines, with drafts that a proposer draws from distributions it knows
+
+MODEL = {**LLAMA, "num_hidden_layers": 1}
+TOKENS = np.array([17, 40, 41, 66, 90, 133, 200, 251])  # all that requests below may draw
+PROMPT, NUM_REQUESTS = [3, 1, 4, 1, 5], 240
+NUM_DRAFTS = 5
+TREE, CHAIN = (-1, -1, 0, 0, 1), (-1, 0, 1)
+SETTINGS = {
+    "max_num_seqs": 16,
+    "max_num_batched_tokens": 96,
+    "max_model_len": 128,
+    "block_size": 4,
+    "num_blocks": 129,
+    "largest_shapes": True,
+}
+SPECULATIVE = {"method": "suffix", "num_speculative_tokens": NUM_DRAFTS, "tree": True}
+ENGINE_SAMPLERS: dict[str, dict[str, Any]] = {
+    "hot": {"temperature": 1.0},
+    "cold, top-k, penalty": {"temperature": 0.7, "top_k": 4, "presence_penalty": 1.2},
+}
+
+
+class Drawing(Proposer):
+    """Draws drafts from a distribution of the token before each, without replacement; says so, or `says` of which distribution."""
+
+    def __init__(
+        self, parents: tuple[int, ...], tokens: np.ndarray = TOKENS, *, drawn: bool = True
+    ) -> None:
+        scores = np.random.default_rng(7).normal(0, 1.0, (257, len(tokens)))
+        self.q = (np.exp(scores) / np.exp(scores).sum(axis=1, keepdims=True)).astype(np.float32)
+        self.says = self.q
+        self.parents, self.tokens, self.draws = parents, tokens, drawn
+        self.num_requested = 0
+
+    def propose(self, request: Request, sequence: Sequence, num_drafts: int) -> Draft | None:
+        """A function of the request and its tokens, so that it drafts the same again."""
+        self.num_requested += 1
+        known = sequence.token_ids
+        rng = np.random.default_rng([request.seed % 2**32, sequence.sample_index, *known])
+        drafts: list[int] = []
+        for place, parent in enumerate(self.parents[:num_drafts]):
+            before = known[-1] if parent < 0 else drafts[parent]
+            siblings = [drafts[other] for other in range(place) if self.parents[other] == parent]
+            q = np.where(np.isin(self.tokens, siblings), 0.0, self.q[before].astype(np.float64))
+            token_id = (
+                rng.choice(self.tokens, p=q / q.sum()) if self.draws else self.tokens[q.argmax()]
+            )
+            drafts.append(int(token_id))
+        draft = Draft(tuple(drafts), self.parents[: len(drafts)])
+        if not self.draws:
+            return draft
+        before = [known[-1] if parent < 0 else drafts[parent] for parent in draft.parents]
+        ids = np.tile(self.tokens.astype(np.int32), (len(drafts), 1))
+        return draft._replace(q=Candidates(ids, self.says[before]))
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    return write_tokenizer(random_checkpoint(tmp_path_factory.mktemp("model"), MODEL))
+
+
+@pytest.fixture(scope="module")
+def llm(directory):
+    with make_llm(
+        directory, speculative_config={**SPECULATIVE, "acceptance": "rejection"}, **SETTINGS
+    ) as llm:
+        llm.untouched = copy.deepcopy(llm._engine.scheduler)
+        yield llm
+        invariants(llm)
+
+
+@pytest.fixture(scope="module")
+def log_probabilities(llm):
+    """Of one of the eight tokens behind none, one and two of them: arrays of one, two and three axes."""
+    without_drafts(llm)
+    texts = list(itertools.product(TOKENS.tolist(), repeat=LENGTH))
+    params = SamplingParams(max_tokens=1, prompt_logprobs=0, temperature=0.0)
+    outputs = llm.generate([[*PROMPT, *text] for text in texts], params, use_tqdm=False)
+    found = [
+        [
+            output.prompt_logprobs[len(PROMPT) + place][token_id].logprob
+            for place, token_id in enumerate(text)
+        ]
+        for text, output in zip(texts, outputs, strict=True)
+    ]
+    joint = np.array(found).reshape(*[VOCAB] * LENGTH, LENGTH)
+    return [
+        joint[(slice(None),) * (place + 1) + (0,) * (LENGTH - 1 - place) + (place,)]
+        for place in range(LENGTH)
+    ]
+
+
+def expected_of(
+    log_probabilities: list[np.ndarray], presence_penalty: float = 0.0, **sampler: Any
+) -> np.ndarray:
+    def follows(text: tuple[int, ...]) -> np.ndarray:
+        logits = log_probabilities[len(text)][text]
+        logits = logits - presence_penalty * np.isin(np.arange(VOCAB), text)
+        return probabilities(logits, **sampler)
+
+    return of_texts(follows)
+
+
+def counted_of(outputs: list[Any]) -> np.ndarray:
+    texts = [each.token_ids for output in outputs for each in output.outputs]
+    return counted(np.searchsorted(TOKENS, texts))
+
+
+def requested(count: int, first_seed: int = 0, **given: Any) -> list[SamplingParams]:
+    params = SamplingParams(
+        max_tokens=LENGTH, ignore_eos=True, allowed_token_ids=TOKENS.tolist(), **given
+    )
+    return [dataclasses.replace(params, seed=first_seed + seed) for seed in range(count)]
+
+
+def texts_of(llm: LLM, params: list[SamplingParams]) -> list[Any]:
+    return llm.generate([PROMPT] * len(params), params, use_tqdm=False)
+
+
+@pytest.mark.parametrize(
+    ("kind", "sampler"),
+    [
+        ("chain", "hot"),
+        pytest.param("tree", "hot", marks=pytest.mark.sweep),
+        ("tree", "cold, top-k, penalty"),
+        ("tree, chosen", "cold, top-k, penalty"),
+    ],
+)
+def test_texts_follow_the_distribution(kind, sampler, llm, log_probabilities):
+    draft_with(
+        llm._engine, Drawing(CHAIN if kind == "chain" else TREE, drawn=kind != "tree, chosen")
+    )
+    before = llm.stats()["spec_decode_num_accepted_tokens_total"]
+    counts = counted_of(texts_of(llm, requested(NUM_REQUESTS, n=4, **ENGINE_SAMPLERS[sampler])))
+    assert counts.sum() == NUM_REQUESTS * 4
+    assert abs(z_score(counts, expected_of(log_probabilities, **ENGINE_SAMPLERS[sampler]))) < 4
+    assert llm.stats()["spec_decode_num_accepted_tokens_total"] - before > 36
+
+
+@pytest.fixture(scope="module")
+def draft_model(tmp_path_factory):
+    """Mostly of the opinion that one of the eight tokens comes next."""
+    tensors = random_tensors(MODEL, seed=5)
+    tensors["lm_head.weight"] *= np.where(np.isin(np.arange(257), TOKENS), 2.0, 0.0)[
+        :, None
+    ].astype(np.float32)
+    directory = random_checkpoint(tmp_path_factory.mktemp("draft"), MODEL, seed=5)
+    write_tensors(directory, tensors)
+    return directory
+
+
+@pytest.mark.parametrize("sampler", few(ENGINE_SAMPLERS, ["cold, top-k, penalty"]))
+def test_drafts_that_a_model_draws_change_no_distribution(sampler, drawing, log_probabilities):
+    before = drawing.stats()["spec_decode_num_accepted_tokens_total"]
+    counts = counted_of(texts_of(drawing, requested(NUM_REQUESTS, n=4, **ENGINE_SAMPLERS[sampler])))
+    assert abs(z_score(counts, expected_of(log_probabilities, **ENGINE_SAMPLERS[sampler]))) < 4
+    assert drawing.stats()["spec_decode_num_accepted_tokens_total"] - before > 50
+
+
+@pytest.mark.sweep  # a proposer that does so: below
+def test_a_model_that_draws_from_something_else_shows(
+    directory, draft_model, log_probabilities, monkeypatch
+):
+    """Than it says."""
+    real = growing.draw_draft
+
+    def lie(*given: Any, **options: Any) -> Any:
+        token_ids, drawn_from = real(*given, **options)
+        return token_ids, drawn_from._replace(
+            q_RW=drawn_from.q_RW.at[:, :8].set(drawn_from.q_RW[:, 7::-1])
+        )
+
+    monkeypatch.setattr(growing, "draw_draft", lie)
+    monkeypatch.setattr(Candidates, "check", lambda *_: None)
+    with start_drawing(directory, draft_model) as llm:
+        counts = counted_of(texts_of(llm, requested(400, n=4, temperature=1.0)))
+    assert z_score(counts, expected_of(log_probabilities, temperature=1.0)) > 10
+
+
+def start_drawing(directory: Path, draft_model: Path) -> LLM:
+    config = {
+        "method": "draft_model",
+        "model": str(draft_model),
+        "num_speculative_tokens": 2,
+        "acceptance": "rejection",
+    }
+    return make_llm(directory, speculative_config=config, **SETTINGS)
+
+
+@pytest.fixture(scope="module")
+def drawing(directory, draft_model):
+    with start_drawing(directory, draft_model) as llm:
+        yield llm
+
+
+def test_a_proposer_that_lies_shows(llm, log_probabilities):
+    """About what it drew from: the distribution is another one. Where it says nothing, it is the right one: see `Draft`."""
+    liar = Drawing(CHAIN)
+    liar.says = np.roll(liar.q, 1, axis=1)
+    draft_with(llm._engine, liar)
+    assert (
+        z_score(
+            counted_of(texts_of(llm, requested(NUM_REQUESTS, n=4))), expected_of(log_probabilities)
+        )
+        > 10
+    )
+    silent = Drawing(CHAIN)
+    real = silent.propose
+    silent.propose = lambda *given: real(*given)._replace(q=None)  # type: ignore[method-assign,union-attr]
+    draft_with(llm._engine, silent)
+    assert (
+        abs(
+            z_score(
+                counted_of(texts_of(llm, requested(NUM_REQUESTS, n=4))),
+                expected_of(log_probabilities),
+            )
+        )
+        < 4
+    )
+
+
+def test_preemption_changes_no_distribution(llm, log_probabilities):
+    """Every third step the newest request is preempted, with the samples that it was forked into; the prompt is found in the cache."""
+    draft_with(llm._engine, Drawing(TREE))
+    engine, before = llm._engine, llm.stats()
+    reporters = [
+        engine.add(f"{index}", engine.prepare(None, PROMPT, params))
+        for index, params in enumerate(requested(NUM_REQUESTS, 5000, n=2))
+    ]
+    for number in itertools.count():
+        if not engine.has_unfinished:
+            break
+        if number % 3 == 2:
+            engine.scheduler.give_way()
+        engine.step()
+    counts = counted_of([reporter.whole() for reporter in reporters])
+    assert abs(z_score(counts, expected_of(log_probabilities))) < 4
+    after = llm.stats()
+    assert after["prefix_cache_hits_total"] - before["prefix_cache_hits_total"] > 30
+    num_preemptions, num_before = (
+        sum(each["num_preemptions_total"].values()) for each in (after, before)
+    )
+    assert num_preemptions - num_before > 30
+
+
+def test_greedy_texts_are_those_without_drafts(llm):
+    rng = np.random.default_rng(3)
+    prompts = [rng.integers(1, 100, int(length)).tolist() for length in rng.integers(1, 40, 12)]
+    params = SamplingParams(
+        temperature=0.0, max_tokens=24, ignore_eos=True, logprobs=2, repetition_penalty=1.2
+    )
+    without_drafts(llm)
+    plain = [output.outputs for output in llm.generate(prompts, params, use_tqdm=False)]
+    for proposer in (Drawing(TREE), Guesses(), Knowing(prompts, plain)):
+        draft_with(llm._engine, proposer)
+        assert [output.outputs for output in llm.generate(prompts, params, use_tqdm=False)] == plain
+
+
+class Knowing(Proposer):
+    """Drafts what follows, beside something wrong."""
+
+    def __init__(self, prompts: list[list[int]], outputs: list[Any]) -> None:
+        self.texts = {
+            tuple(p): [*p, *one[0].token_ids] for p, one in zip(prompts, outputs, strict=True)
+        }
+
+    def propose(self, request: Request, sequence: Sequence, num_drafts: int) -> Draft | None:
+        known = len(sequence.token_ids)
+        right = self.texts[request.prompt_token_ids][known : known + 2]
+        wrong = [(token_id + 1) % 257 for token_id in right]
+        return Draft(
+            (*wrong[:1], *right[:1], *wrong[1:], *right[1:]), (-1, -1, 1, 1)[: 2 * len(right)]
+        )
+
+
+def test_a_text_is_a_function_of_its_seed_and_its_drafts(llm):
+    """Not of its neighbours, nor of what happens to them."""
+    # that begin together: no step in between has a prompt and no drafts
+    prompts = [[9, 8, 7, seed] for seed in range(2)]
+    params = [
+        SamplingParams(seed=seed, max_tokens=40, ignore_eos=True, logprobs=1) for seed in range(2)
+    ]
+    draft_with(llm._engine, Drawing(TREE))
+    together = [output.outputs for output in llm.generate(prompts, params, use_tqdm=False)]
+    alone = [
+        llm.generate(prompt, one, use_tqdm=False)[0].outputs
+        for prompt, one in zip(prompts, params, strict=True)
+    ]
+    assert together == alone
+    without_drafts(llm)
+    assert together != [output.outputs for output in llm.generate(prompts, params, use_tqdm=False)]
+
+
+def test_every_parameter_holds(llm):
+    """Of sampled requests with drafts, drawn from everything and of nonsense: what is asked for, and log probabilities of what came out."""
+    letters = np.sort(
+        [llm.tokenizer.encode(letter, add_special_tokens=False)[0] for letter in "abct01 "]
+    )
+    base = {"temperature": 1.3, "max_tokens": 30, "ignore_eos": True, "logprobs": 2}
+    favoured = {int(token_id): 6.0 for token_id in letters}
+    requests = {
+        "grammar": {
+            **base,
+            "structured_outputs": {"regex": "(ab|ba|cat){2,6}( (10|00))+"},
+            "ignore_eos": False,
+        },
+        "stop": {**base, "stop": ["ab", "10"], "logit_bias": favoured},
+        "bad words": {**base, "bad_words": ["a", "ab", "10"], "logit_bias": favoured},
+        "min tokens": {
+            **base,
+            "ignore_eos": False,
+            "min_tokens": 9,
+            "logit_bias": {0: 5.0, **favoured},
+        },
+        "allowed": {
+            **base,
+            "allowed_token_ids": letters.tolist(),
+            "min_p": 0.01,
+            "frequency_penalty": 0.5,
+            "n": 2,
+        },
+    }
+    for proposer in (Drawing(TREE, letters), Drawing(CHAIN, letters), Guesses()):
+        draft_with(llm._engine, proposer)
+        params = [
+            SamplingParams(seed=seed, **each) for each in requests.values() for seed in range(4)
+        ]
+        prompts = [[5, 6, 7 + index] for index in range(len(params))]
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        for (name, _), output in zip(itertools.product(requests, range(4)), outputs, strict=True):
+            for one in output.outputs:
+                if name == "grammar":
+                    whole = one.finish_reason == "stop"
+                    assert re.fullmatch("(ab|ba|cat){2,6}( (10|00))+", one.text) or not whole
+                elif name == "stop":
+                    assert not re.search("ab|10", one.text) and (one.finish_reason == "stop") == (
+                        one.stop_reason is not None
+                    )
+                elif name == "bad words":
+                    for word in ("a", "ab", "10"):
+                        ids = llm.tokenizer.encode(word, add_special_tokens=False)
+                        assert all(one.token_ids[at : at + len(ids)] != ids for at in range(30))
+                elif name == "min tokens":
+                    assert (
+                        one.token_ids.index(0) >= 9
+                        if 0 in one.token_ids
+                        else len(one.token_ids) == 30
+                    )
+                else:
+                    assert set(one.token_ids) <= set(letters.tolist()) and len(one.token_ids) == 30
+        scored(llm, outputs)
+
+
+def scored(llm: LLM, outputs: list[Any]) -> None:
+    """The log probabilities that came with texts are those of the texts as prompts."""
+    whole = [(output, one) for output in outputs for one in output.outputs]
+    prompts = [[*output.prompt_token_ids, *one.token_ids] for output, one in whole]
+    params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=2)
+    for (output, one), again in zip(
+        whole, llm.generate(prompts, params, use_tqdm=False), strict=True
+    ):
+        for given, wanted in zip(
+            one.logprobs, again.prompt_logprobs[len(output.prompt_token_ids) :], strict=True
+        ):
+            assert {t: entry.rank for t, entry in given.items()} == {
+                t: entry.rank for t, entry in wanted.items()
+            }
+            for token_id, entry in given.items():
+                assert abs(entry.logprob - wanted[token_id].logprob) < 1e-4
+
+
+def test_a_log_of_drafts_that_were_drawn_is_replayed(llm, tmp_path):
+    path = tmp_path / "a.jsonl"
+    driver = llm._driver
+    tokenizer = llm.tokenizer
+    with logged(llm, path) as other:
+        draft_with(other, Drawing(TREE))
+        texts_of(llm, requested(12, n=2, logprobs=1))
+    llm._driver, llm.tokenizer = driver, tokenizer
+    report = replayed(llm, path)
+    assert report.difference is report.ending is None and report.num_steps == len(results_of(path))
+    (first, *_) = [record["drafts"] for record in records_of(path) if "drafts" in record]
+    assert all(len(draft) == 4 and len(draft[3]) == len(draft[1]) for draft in first)
+
+
+# --- typical acceptance
+
+
+@pytest.fixture
+def lossy(directory, caplog):
+    # one request runs in other shapes than two
+    settings = {**SETTINGS, "max_num_seqs": 2, "largest_shapes": False}
+    typical = {**SPECULATIVE, "acceptance": "typical"}
+    with (
+        caplog.at_level(logging.WARNING),
+        make_llm(directory, speculative_config=typical, **settings) as llm,
+    ):
+        yield llm
+        invariants(llm)
+
+
+def test_typical_acceptance_is_announced_and_changes_sampled_texts_alone(lossy, caplog):
+    messages = [record.getMessage() for record in caplog.get_records("setup")]
+    assert any("acceptance 'typical' is lossy" in message for message in messages)
+    test_greedy_texts_are_those_without_drafts(lossy)
+    test_a_text_is_a_function_of_its_seed_and_its_drafts(lossy)
+
+
+@pytest.mark.sweep  # with acceptance by rejection: above
+def test_every_parameter_holds_with_typical_acceptance(lossy):
+    test_every_parameter_holds(lossy)
