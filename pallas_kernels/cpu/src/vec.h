@@ -55,15 +55,15 @@ inline Native part_of(Native x, int) {
   return x;
 }
 
-// Returns the vector whose parts are run(0), run(1), ...
+// Returns a vector with the parts run(0), run(1), ...
 template <typename Run, int... i>
-inline auto made_of(const Run& run, std::integer_sequence<int, i...>) {
+inline auto join_parts(const Run& run, std::integer_sequence<int, i...>) {
   if constexpr (kParts == 1) return run(0);
   else return Long<decltype(run(0))>{run(i)...};
 }
 template <typename Run>
 inline auto by_parts(const Run& run) {
-  return made_of(run, std::make_integer_sequence<int, kParts>());
+  return join_parts(run, std::make_integer_sequence<int, kParts>());
 }
 
 #define JAXPAGE_BY_PARTS(op)                                                             \
