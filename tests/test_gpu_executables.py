@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import functools
 import os
 from pathlib import Path
@@ -182,6 +183,26 @@ def test_what_does_not_load_is_compiled_again(tmp_path, caplog):
     logger = stored_executables.logger.name
     (said,) = (record.getMessage() for record in caplog.records if record.name == logger)
     assert said.startswith(f"{path} is compiled again: ") and not path.exists()
+
+
+@needs_plugin
+def test_what_does_not_load_in_a_directory_that_cannot_be_written_is_compiled_again(
+    tmp_path, monkeypatch
+):
+    """The file stays, and no request ends."""
+    compile_one = functools.partial(lambda: jax.jit(jnp.sin).lower(1.0).compile())
+    stored = StoredExecutables(tmp_path, jax.devices())
+    stored.get(compile_one, (0,), 0)
+    (path,) = tmp_path.iterdir()
+    trees = jax.tree.structure(((0, 0), {})), jax.tree.structure(0)
+    stored_executables._write(path, multiply(), trees, "")
+    found = stored.get(compile_one, (0,), 0)
+
+    def refuse(self: Any) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr("pathlib.Path.unlink", refuse)
+    assert found.load()(1.0) == jnp.sin(1.0)
 
 
 @needs_plugin

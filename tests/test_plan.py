@@ -851,6 +851,10 @@ def test_a_plan_refuses_kernels_as_an_engine_does(
             "speculative_config: the keys of a tree of drafts are not at their positions; use tree",
         ),
         (
+            ("--speculative-config", '{"method": "ngram", "acceptance": "rejection"}'),
+            "acceptance 'rejection': XLA adds up the probabilities of drafts; use coupled,",
+        ),
+        (
             ("--tensor-parallel-size", "8"),
             "tensor_parallel_size 8 and tensor_parallel_reduction 'auto': devices would add up",
         ),

@@ -228,7 +228,8 @@ def _load(
         )
     except Exception as error:
         logger.warning("%s is compiled again: %s: %s", path, type(error).__name__, error)
-        path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # the directory may be read alone
+            path.unlink()
         return compile_one()
 
 

@@ -8,8 +8,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from flax import nnx
-
 from jaxpage.layers import Scores
 from jaxpage.layers.experts import ClampedSwiGLU
 from jaxpage.models.config import Fields, expert_fields, layer_windows
@@ -74,7 +72,6 @@ class GptOss(Llama, config=GptOssConfig):
     )
 
     @classmethod
-    def make_attention(cls, config: Any, index: int, at: Scope) -> nnx.Module:
-        """Returns the attention of a layer."""
-        scores = Scores(sinks=attention.attention_sinks(config, at / "sinks"))
-        return attention.grouped_query_attention(config, index, at, scores=scores)
+    def make_scores(cls, config: Any, at: Scope) -> Scores:
+        """Returns the sinks."""
+        return Scores(sinks=attention.attention_sinks(config, at / "sinks"))

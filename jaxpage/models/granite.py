@@ -88,10 +88,9 @@ class Granite(Llama, config=GraniteConfig):
         )
 
     @classmethod
-    def make_attention(cls, config: Any, index: int, at: Scope) -> nnx.Module:
-        """Returns the attention of a layer."""
-        scores = Scores(scale=config.factors.attention)
-        return attention.grouped_query_attention(config, index, at, scores=scores)
+    def make_scores(cls, config: Any, at: Scope) -> Scores:
+        """Returns the factor of scores."""
+        return Scores(scale=config.factors.attention)
 
     def enter(self, embedded_TD: jax.Array, positions_T: jax.Array) -> jax.Array:
         """Returns the input of the first layer, made of embedded tokens."""
@@ -215,11 +214,10 @@ class GraniteSWA(Granite, config=GraniteSWAConfig):
     """Granite Swash (IBM, 2026) is Granite with attention sinks and sliding windows."""
 
     @classmethod
-    def make_attention(cls, config: Any, index: int, at: Scope) -> nnx.Module:
-        """Returns the attention of a layer."""
+    def make_scores(cls, config: Any, at: Scope) -> Scores:
+        """Returns the factor of scores, and the sinks."""
         sinks = attention.attention_sinks(config, at / "sinks")
-        scores = Scores(scale=config.factors.attention, sinks=sinks)
-        return attention.grouped_query_attention(config, index, at, scores=scores)
+        return Scores(scale=config.factors.attention, sinks=sinks)
 
 
 class GraniteMoeSWAConfig(GraniteMoeSharedConfig):

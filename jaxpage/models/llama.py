@@ -111,10 +111,19 @@ class Llama(Decoder, config=LlamaConfig):
     @classmethod
     def make_attention(cls, config: Any, index: int, at: Scope) -> nnx.Module:
         """Returns the attention of a layer, whose scope is `at`."""
-        head_norms = cls.make_head_norms(config, at)
         return attention.grouped_query_attention(
-            config, index, at, norms=head_norms, output_bias=cls.output_bias
+            config,
+            index,
+            at,
+            norms=cls.make_head_norms(config, at),
+            scores=cls.make_scores(config, at),
+            output_bias=cls.output_bias,
         )
+
+    @classmethod
+    def make_scores(cls, config: Any, at: Scope) -> Scores:
+        """Returns what is special in the scores of a layer's attention: here nothing."""
+        return Scores()
 
     @classmethod
     def make_mlp(cls, config: Any, index: int, layer: Scope) -> nnx.Module:

@@ -18,7 +18,7 @@ from jaxpage.models.config import Fields, expert_fields
 from jaxpage.models.config.fields import NO_ROPE
 from jaxpage.models.deepseek import DeepseekV2, DeepseekV2Config
 from jaxpage.models.llama import Llama
-from jaxpage.models.parts import Scope, attention, latent
+from jaxpage.models.parts import Scope, latent
 from jaxpage.models.parts.decoder_config import DecoderConfig, Defaults, ExpertsConfig
 from jaxpage.models.parts.names import ExpertNames
 
@@ -156,10 +156,9 @@ class Ministral3(Llama, config=Ministral3Config):
     """
 
     @classmethod
-    def make_attention(cls, config: Any, index: int, at: Scope) -> nnx.Module:
-        """Returns the attention of a layer."""
-        scores = Scores(temperature_tuning=config.temperature_tuning)
-        return attention.grouped_query_attention(config, index, at, scores=scores)
+    def make_scores(cls, config: Any, at: Scope) -> Scores:
+        """Returns the factor that grows with positions."""
+        return Scores(temperature_tuning=config.temperature_tuning)
 
 
 @dataclass(frozen=True, kw_only=True)

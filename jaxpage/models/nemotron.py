@@ -418,8 +418,8 @@ class DeciLM(Llama, config=DeciLMConfig):
 
     @classmethod
     def make_attention(cls, config: Any, index: int, at: Scope) -> nnx.Module:
-        """Returns the attention of a layer."""
-        return attention.grouped_query_attention(config, config.layer_places[index], at)
+        """Returns the attention of a layer, whose place is among those with attention."""
+        return super().make_attention(config, config.layer_places[index], at)
 
     @classmethod
     def make_mlp(cls, config: Any, index: int, layer: Scope) -> nnx.Module:
