@@ -256,3 +256,21 @@ def environment() -> dict[str, str]:
         "JAXPAGE_SOURCE": str(ROOT),
         "JAX_PLATFORMS": "cpu",
     }
+
+
+def test_tests_that_documents_name_are_there():
+    """A name that ends in dots is the beginning of one; a name alone is of the file before it."""
+    named = re.compile(r"`(?:tests/)?((?:lab/)?test_\w+\.py)?(?:::(\w+)(\.\.\.)?)?`")
+    missing = []
+    for page in sorted((ROOT / "docs").glob("**/*.md")):
+        if "lab-log" in page.name or page.name == "README.md":
+            continue  # a log is of its day, and an example is none
+        code = ""
+        for file, test, dots in named.findall(page.read_text()):
+            if file:
+                path = ROOT / "tests" / file
+                code = path.read_text() if path.is_file() else ""
+            ending = "" if dots else r"\b"
+            if test and not re.search(rf"(def|class) {test}{ending}", code):
+                missing.append(f"{page.relative_to(ROOT)}: {file}::{test}")
+    assert not missing
