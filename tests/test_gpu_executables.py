@@ -168,16 +168,22 @@ def test_a_file_has_the_executable_and_its_choices(tmp_path):
     assert compiled.runtime_executable().serialize() in path.read_bytes()
 
 
-@needs_plugin
-def test_what_does_not_load_is_compiled_again(tmp_path, caplog):
-    """A CPU finds whole files with an executable for a GPU, as after a wrong name."""
+def find_foreign_file(directory: Path) -> tuple[Path, Any]:
+    """Returns a whole file that has an executable for a GPU, and what a CPU finds there."""
     compile_one = functools.partial(lambda: jax.jit(jnp.sin).lower(1.0).compile())
-    stored = StoredExecutables(tmp_path, jax.devices())
+    stored = StoredExecutables(directory, jax.devices())
     stored.get(compile_one, (0,), 0)
-    (path,) = tmp_path.iterdir()
+    (path,) = directory.iterdir()
     trees = jax.tree.structure(((0, 0), {})), jax.tree.structure(0)
     stored_executables._write(path, multiply(), trees, "")
     found = stored.get(compile_one, (0,), 0)
+    return path, found
+
+
+@needs_plugin
+def test_what_does_not_load_is_compiled_again(tmp_path, caplog):
+    """A CPU finds whole files with an executable for a GPU, as after a wrong name."""
+    path, found = find_foreign_file(tmp_path)
     assert isinstance(found, Found)
     assert found.load()(1.0) == jnp.sin(1.0)
     logger = stored_executables.logger.name
@@ -190,13 +196,7 @@ def test_what_does_not_load_in_a_directory_that_cannot_be_written_is_compiled_ag
     tmp_path, monkeypatch
 ):
     """The file stays, and no request ends."""
-    compile_one = functools.partial(lambda: jax.jit(jnp.sin).lower(1.0).compile())
-    stored = StoredExecutables(tmp_path, jax.devices())
-    stored.get(compile_one, (0,), 0)
-    (path,) = tmp_path.iterdir()
-    trees = jax.tree.structure(((0, 0), {})), jax.tree.structure(0)
-    stored_executables._write(path, multiply(), trees, "")
-    found = stored.get(compile_one, (0,), 0)
+    _, found = find_foreign_file(tmp_path)
 
     def refuse(self: Any) -> None:
         raise OSError(errno.EROFS, "Read-only file system")

@@ -128,11 +128,8 @@ class Executables:
         self._num_before = self._compilations.count
         self._num_found_before = self._compilations.num_found
         started = time.monotonic()
-        alone = (
-            menu.decode + menu.chunk + menu.vectors
-            if target_only and options.drafter is not None
-            else ()
-        )
+        rests = target_only and options.drafter is not None
+        alone = menu.decode + menu.chunk + menu.vectors if rests else ()
         # By bucket: the key of its second executable in the table.
         self._target_only = {bucket: f"target only {bucket}" for bucket in alone}
         self._neutral = {

@@ -7,6 +7,7 @@ them, so weights lie side by side in blocks of their own. A block is let go of w
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import math
 import mmap
@@ -33,7 +34,8 @@ class Blocks:
             if self._offset + num_bytes > self._block.size:
                 private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS  # shared memory has small pages
                 memory = mmap.mmap(-1, max(num_bytes, BYTES_OF_BLOCK), flags=private)
-                memory.madvise(mmap.MADV_HUGEPAGE)
+                with contextlib.suppress(OSError):  # a kernel that is built without large pages
+                    memory.madvise(mmap.MADV_HUGEPAGE)
                 self._block = np.frombuffer(memory, np.uint8)
                 self._offset = 0
             part = self._block[self._offset : self._offset + num_bytes]
