@@ -81,13 +81,13 @@ def choices_of(executable: Any) -> str:
     choices: Counter[str] = Counter()
     for line in executable.as_text().splitlines():
         before, mark, config = line.partition(_CONFIG)
-        if mark and (chosen := _chosen('{"' + config)):
+        if mark and (chosen := _choices_in('{"' + config)):
             instruction = before.partition(" = ")[2].partition("(%")[0]
             choices[f"{instruction} {chosen}"] += 1
     return "".join(f"{number} {choice}\n" for choice, number in sorted(choices.items()))
 
 
-def _chosen(text: str) -> str:
+def _choices_in(text: str) -> str:
     """Returns the choices in the config at the beginning of a text; "" if there are none."""
     config = json.JSONDecoder().raw_decode(text)[0]
     chosen = {

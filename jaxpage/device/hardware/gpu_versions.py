@@ -38,7 +38,7 @@ def gpu_versions(devices: Sequence[Any]) -> list[str]:
         devices[0].client.platform_version,
         _fingerprint(devices),
         _driver(),
-        *(_loaded(library) for library in ("cublas", "cudnn")),
+        *(_library_version(library) for library in ("cublas", "cudnn")),
         *(f"{package} {package_version(package)}" for package in _PACKAGES),
     ]
 
@@ -66,7 +66,7 @@ def _driver() -> str:
     return ""
 
 
-def _loaded(library: str) -> str:
+def _library_version(library: str) -> str:
     """Returns the version of a library that is loaded, which may be the system's own."""
     with contextlib.suppress(AttributeError, RuntimeError):  # no plugin, or no such library
         return f"{library} {getattr(cuda_versions, f'{library}_get_version')()}"

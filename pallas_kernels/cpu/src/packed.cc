@@ -52,14 +52,9 @@ struct FloatWord {
 };
 
 // Reads two numbers of bfloat16, which are made float; x has been.
-struct PairWord {
-  typedef float X;
-  typedef Floats Sum;
-  typedef FloatWord Made;
+struct PairWord : FloatWord {
   static constexpr int kSteps = 2;
-  static constexpr bool kHasTiles = false;
   static Words part(Words w, int step) { return step ? w & 0xffff0000u : w << 16; }
-  static Sum add(Sum sum, X x, Words w) { return add_product(each(x), (Floats)w, sum); }
 };
 
 // Reads two numbers of 16 bits.
@@ -83,17 +78,12 @@ struct ShortsWord {
 };
 
 // Reads four numbers of int8 as two pairs of 16 bits: the numbers 0 and 2, then 1 and 3.
-struct FourWord {
-  typedef uint32_t X;
-  typedef Ints Sum;
-  typedef ShortsWord Made;
+struct FourWord : ShortsWord {
   static constexpr int kSteps = 2;
-  static constexpr bool kHasTiles = false;
   static Words part(Words w, int step) {
     typedef int16_t Shorts __attribute__((vector_size(kBytes)));
     return (Words)((step ? (Shorts)w : (Shorts)w << 8) >> 8);
   }
-  static Sum add(Sum sum, X x, Words w) { return ShortsWord::add(sum, x, w); }
 };
 
 #if defined(__AVX512F__)
@@ -481,18 +471,13 @@ inline Floats number(Ints bits) {
 // Reads a code of eight bits, or two of four bits, which are made float; x is. From codes of int4
 // `middle` is subtracted.
 template <Code code, int middle>
-struct CodeWord {
-  typedef float X;
-  typedef Floats Sum;
-  typedef FloatWord Made;
+struct CodeWord : FloatWord {
   static constexpr int kSteps = code == Code::kInt4 || code == Code::kFloat4 ? 2 : 1,
                        kInputs = kSteps;
-  static constexpr bool kHasTiles = false;
   static Words part(Words w, int step) {
     if constexpr (kSteps == 2) w = (step ? w >> 4 : w) & 15;
     return (Words)number<code>((Ints)w - middle);
   }
-  static Sum add(Sum sum, X x, Words w) { return FloatWord::add(sum, x, w); }
 };
 
 // Reads the codes of some panels, from a word on.
