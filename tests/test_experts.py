@@ -75,14 +75,14 @@ def test_the_mixture_is_a_sum_over_each_tokens_experts(kernels):
             *(parameters["experts"][part]["kernel"] for part in ("gate_up", "down")),
         )
     )
-    odds = np.exp(x @ router.T)
+    scores = np.exp(x @ router.T)
     wanted = np.zeros((40, WIDTH))
     for token in range(40):
-        chosen = np.argsort(-odds[token])[:3]
+        chosen = np.argsort(-scores[token])[:3]
         for expert in chosen:
             gate, up = np.split(gate_up[expert] @ x[token], 2)
             made = down[expert] @ (gate / (1 + np.exp(-gate)) * up)
-            wanted[token] += odds[token, expert] / odds[token, chosen].sum() * made
+            wanted[token] += scores[token, expert] / scores[token, chosen].sum() * made
     with TraceScope(kernels).open():
         np.testing.assert_allclose(np.asarray(run(parameters, x)), wanted, atol=1e-4)
 

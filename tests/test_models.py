@@ -946,12 +946,12 @@ def test_all_that_is_wrong_with_a_rotary_embedding_is_told_at_once(name, paramet
 
 def test_command_r_has_a_length_of_its_own():
     dynamic = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 5000.0}
-    for fields, longest in (
+    for fields, max_length in (
         ({"model_max_length": 512}, 512),
         ({"model_max_length": None}, 128),
         ({"model_max_length": 512, "rope_parameters": dynamic}, 128),
     ):
-        assert read_spec("cohere-parallel", **fields)[1].max_position_embeddings == longest
+        assert read_spec("cohere-parallel", **fields)[1].max_position_embeddings == max_length
 
 
 def test_a_missing_size_is_named():

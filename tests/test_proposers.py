@@ -55,9 +55,9 @@ def write(group: SequenceGroup, token_ids: Iterable[int]) -> None:
 # --- prompt lookup
 
 
-def looked_up(text: Sequence[int], shortest: int, longest: int, num_drafts: int) -> Draft | None:
+def looked_up(text: Sequence[int], shortest: int, max_length: int, num_drafts: int) -> Draft | None:
     """By definition: the longest match, of several the latest."""
-    for length in range(longest, shortest - 1, -1):
+    for length in range(max_length, shortest - 1, -1):
         for place in range(len(text) - 1, length - 1, -1):
             if text[place - length : place] == text[len(text) - length :]:
                 return chain(tuple(text[place : place + num_drafts]))
@@ -250,11 +250,11 @@ def guesses(
     found: list[tuple[float, Any]] = []
     for length in range(1, min(settings.max_tree_depth - 1, len(known)) + 1):
         run = tuple(known[-length:])
-        most = min(
+        maximum = min(
             num_drafts, int(length * settings.max_spec_factor), settings.max_tree_depth - length
         )
         if naive.count(run):
-            path, score = naive.path(run, most, settings.min_token_prob)
+            path, score = naive.path(run, maximum, settings.min_token_prob)
             found.append((score, path))
     return found
 
@@ -373,8 +373,8 @@ def test_a_longer_match_wins_over_an_equally_likely_shorter_one():
 
 
 @pytest.mark.parametrize("most", [1, 2, 3, 7, 10])
-def test_the_latest_answers_are_kept_and_never_more_than_may_be(most):
-    proposer = suffix_proposer(most)
+def test_the_latest_answers_are_kept_and_never_more_than_may_be(maximum):
+    proposer = suffix_proposer(maximum)
     for number in range(40):
         first = 3 * number + 300
         answered(proposer, number, [first, first + 1, first + 2])
@@ -385,7 +385,7 @@ def test_the_latest_answers_are_kept_and_never_more_than_may_be(most):
             == chain((302 + 3 * earlier,))
         ]
         assert kept == list(range(number + 1 - len(kept), number + 1))
-        assert min(number + 1, max(1, most // 2)) <= len(kept) <= most
+        assert min(number + 1, max(1, maximum // 2)) <= len(kept) <= maximum
 
 
 def test_no_answers_are_kept_where_none_may_be():
@@ -694,14 +694,14 @@ def test_settings_of_suffix_decoding_are_those_that_are_given_and_the_defaults()
     st.lists(st.integers(-3, 8), max_size=9),
     st.integers(0, 8),
 )
-def test_what_is_left_of_a_draft_is_a_tree_of_known_tokens(token_ids, parents, most):
-    draft = Draft(tuple(token_ids), tuple(parents)).sound(5, most)
+def test_what_is_left_of_a_draft_is_a_tree_of_known_tokens(token_ids, parents, maximum):
+    draft = Draft(tuple(token_ids), tuple(parents)).sound(5, maximum)
     count = len(draft.token_ids)
-    assert draft == Draft(tuple(token_ids[:count]), tuple(parents[:count])) and count <= most
+    assert draft == Draft(tuple(token_ids[:count]), tuple(parents[:count])) and count <= maximum
     assert len(draft.parents) == count
     assert all(0 <= token_id < 5 for token_id in draft.token_ids)
     assert all(-1 <= parent < index for index, parent in enumerate(draft.parents))
-    if count < min(most, len(token_ids), len(parents)):  # nothing is dropped without a reason
+    if count < min(maximum, len(token_ids), len(parents)):  # nothing is dropped without a reason
         assert not (0 <= token_ids[count] < 5 and -1 <= parents[count] < count)
 
 

@@ -146,16 +146,16 @@ def main(argv: list[str] | None = None) -> int:
         )
     table = Table("Whole steps (ms)", [*COLUMNS])
     rows = list[dict[str, Any]]()
-    longest = 0.0
+    max_length = 0.0
     failed = 0
     for case in chosen:
         began = time.monotonic()
-        if began + longest > end:
+        if began + max_length > end:
             tell(
                 Finding(
                     f"step {case}",
                     LEFT_OUT,
-                    f"{max(0.0, end - began):.0f} s were left, and one took {longest:.0f}",
+                    f"{max(0.0, end - began):.0f} s were left, and one took {max_length:.0f}",
                 )
             )
             continue
@@ -167,7 +167,7 @@ def main(argv: list[str] | None = None) -> int:
             failed += 1
             tell(Finding(f"step {case}", FAILED, first_line(error)))
             continue
-        longest = max(longest, time.monotonic() - began)
+        max_length = max(max_length, time.monotonic() - began)
         table.rows.append(cells(case, times))
         rows.append(
             {**dataclasses.asdict(case), **dataclasses.asdict(times), "host_gap": times.host_gap}

@@ -91,8 +91,8 @@ def run_speculation(arguments: argparse.Namespace, config: EngineConfig) -> None
     _check(arguments, config)
     ways = _ways(arguments)
     prompts = _prompts(arguments, config)
-    longest = max(len(prompt) for each in prompts.values() for prompt in each)
-    config = _size_config(config, max(arguments.batches), longest + arguments.max_output)
+    max_length = max(len(prompt) for each in prompts.values() for prompt in each)
+    config = _size_config(config, max(arguments.batches), max_length + arguments.max_output)
     configs = {way: _config(config, way) for way in ways}
     params = [
         SamplingParams(

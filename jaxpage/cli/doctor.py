@@ -291,11 +291,11 @@ def _texts(model: str) -> Iterator[str]:
     files = read_embedding_files(directory)
     files = files.of_encoder(described.config, scores_pairs=described.spec.scores_pairs)
     positions = described.spec.max_position_embeddings
-    longest = f"at most {min(positions, files.max_tokens or positions)} tokens of {positions}"
+    max_length = f"at most {min(positions, files.max_tokens or positions)} tokens of {positions}"
     if files.pair_activation is not None:
-        yield f"pairs are scored, by {files.pair_activation}: {longest}"
+        yield f"pairs are scored, by {files.pair_activation}: {max_length}"
     else:
-        yield f"embedded by {', '.join(files.modes)}: {longest}"
+        yield f"embedded by {', '.join(files.modes)}: {max_length}"
         if files.refusal:
             yield f"not supported: {files.refusal}"
 

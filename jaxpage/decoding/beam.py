@@ -147,8 +147,8 @@ class BeamStrategy:
         if early is True or width == 1:
             return True
         # A longer text can only score better.
-        longest = early == "never" and self._beam.length_penalty > 0.0
-        num_tokens = self._max_tokens if longest else self._num_tokens
+        max_length = early == "never" and self._beam.length_penalty > 0.0
+        num_tokens = self._max_tokens if max_length else self._num_tokens
         return self._score(likeliest.cumulative_logprob, num_tokens) <= best[-1].score
 
     def _score(self, cumulative_logprob: float, num_tokens: int) -> float:

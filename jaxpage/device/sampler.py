@@ -25,8 +25,8 @@ from jaxpage.device.logits_processors import (
     process_rows,
 )
 from jaxpage.device.selection_kernels import kernels_in_use
-from jaxpage.device.truncation import RequestedCuts, truncate, where_wanted
-from jaxpage.shapes import MOST_CANDIDATES, NOT_FINITE, NOTHING_ALLOWED
+from jaxpage.device.truncation import RequestedTruncation, truncate, where_requested
+from jaxpage.shapes import MAX_CANDIDATES, NOT_FINITE, NOTHING_ALLOWED
 
 # Draws that are processed together, where all draws of a step are made at once (on a GPU):
 # processing takes several times the memory of their logits.
@@ -235,7 +235,7 @@ def _each_draw(function: Callable[..., Any], rows: tuple[Any, ...], *, by_row: b
 
     cuts_R = (top_k_R > 0) & (top_k_R < logits_RV.shape[1])
     nucleus_R = top_p_R < 1.0
-    requested = RequestedCuts(
+    requested = RequestedTruncation(
         any_random(cuts_R), any_random(nucleus_R), any_random(nucleus_R | (min_p_R > 0.0))
     )
     function = functools.partial(function, by_row=False, requested=requested)
@@ -264,7 +264,7 @@ def perturb_logits(
         logits_V: jax.Array, temperature: jax.Array, *cuts: jax.Array, **options: Any
     ) -> jax.Array:
         noisy = functools.partial(_perturb, logits_V, temperature, *cuts, **options)
-        return where_wanted(temperature > 0.0, options["requested"], "", noisy, lambda: logits_V)
+        return where_requested(temperature > 0.0, options["requested"], "", noisy, lambda: logits_V)
 
     return jax.lax.cond(
         is_random,
@@ -303,7 +303,7 @@ def draw_draft(
 ) -> tuple[Int[Array, "R"], DrawnFrom]:
     """Draws drafts for acceptance by rejection, and returns what they were drawn from, too.
 
-    A distribution has the most likely `MOST_CANDIDATES` tokens of what `draw` draws from; that of a
+    A distribution has the most likely `MAX_CANDIDATES` tokens of what `draw` draws from; that of a
     greedy row has the most likely one alone. The noise has a stream of its own.
     """
 
@@ -312,10 +312,10 @@ def draw_draft(
     ) -> Any:
         *cutoffs, seed_2, sample_index, position = cuts
         log_q_V = _distribution(logits_V, temperature, *cutoffs, **options)
-        log_q_W, ids_W = jax.lax.top_k(log_q_V[None], min(MOST_CANDIDATES, log_q_V.shape[0]))
+        log_q_W, ids_W = jax.lax.top_k(log_q_V[None], min(MAX_CANDIDATES, log_q_V.shape[0]))
         key = noise_key(seed_2, sample_index, position, Stream.DRAFT)
         place = jnp.maximum(with_noise(log_q_W[0], key), 0)
-        lacking = (0, MOST_CANDIDATES - ids_W.shape[1])
+        lacking = (0, MAX_CANDIDATES - ids_W.shape[1])
         padded_W = jnp.pad(ids_W[0].astype(jnp.int32), lacking, constant_values=-1)
         return ids_W[0, place], DrawnFrom(padded_W, jnp.pad(jax.nn.softmax(log_q_W[0]), lacking))
 
@@ -400,7 +400,7 @@ def _scale_row(
 ) -> jax.Array:
     """Returns the logits divided and cut off where the draw is random, else as they are."""
     scaled = functools.partial(_scale, logits_V, temperature, *cuts, **options)
-    return where_wanted(temperature > 0.0, options["requested"], "", scaled, lambda: logits_V)
+    return where_requested(temperature > 0.0, options["requested"], "", scaled, lambda: logits_V)
 
 
 def _scale(

@@ -127,7 +127,7 @@ class Receipts:
 
 
 def _lend(engine: Engine) -> tuple[int, Any]:
-    return engine.weights_version, engine.lend_weights()
+    return engine.weights_version, engine.share_weights()
 
 
 def with_logprobs(each: Sequence[Any]) -> list[Any]:

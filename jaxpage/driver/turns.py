@@ -343,7 +343,7 @@ class Turns:
         self._offer(handle)
 
     def _want(self, handle: Handle) -> None:
-        handle.is_wanted = True
+        handle.is_requested = True
         self._offer(handle)
 
     def _offer(self, handle: Handle) -> None:

@@ -174,7 +174,7 @@ class Runner:
         """Returns the weights that are loaded, as a nested dict of arrays."""
         return self._parameters
 
-    def lend_parameters(self) -> Any:
+    def share_parameters(self) -> Any:
         """Returns the weights to a caller, who may hold the arrays as long as they are needed."""
         self._is_lent = True
         return self._parameters

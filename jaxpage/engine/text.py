@@ -15,8 +15,8 @@ _BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")  # the name of a byte, with byt
 # Tokens that are decoded with the next one: they decide whether it begins with a space, and have
 # the bytes of an unfinished character, at most three.
 _CONTEXT_TOKENS = 8
-_MOST_CONTEXT_TOKENS = 256  # of a prompt that ends with a run of bytes
-_MOST_TOKENS = 24  # in a window that grows by tokens without text
+_MAX_CONTEXT_TOKENS = 256  # of a prompt that ends with a run of bytes
+_MAX_TOKENS = 24  # in a window that grows by tokens without text
 # With byte fallback a run of bytes is held back until it ends, as far as it is not longer. It is a
 # word, or some emoji: a reader hardly waits for it.
 MAX_HELD_BYTES = 96
@@ -174,7 +174,7 @@ class StreamDetokenizer:
         """Returns the last tokens of the prompt, with a run of bytes from its beginning on."""
         begin = max(0, len(prompt_token_ids) - _CONTEXT_TOKENS)
         if self._bytes.has_fallback:
-            least = max(0, len(prompt_token_ids) - _MOST_CONTEXT_TOKENS)
+            least = max(0, len(prompt_token_ids) - _MAX_CONTEXT_TOKENS)
             while begin > least and self._bytes[prompt_token_ids[begin]] is not None:
                 begin -= 1
             if begin == least > 0:
@@ -264,7 +264,7 @@ class StreamDetokenizer:
             is_run = self._bytes.has_fallback and self._bytes[token_ids[0]] is not None
             self._window = self._window[-(len(token_ids) if is_run else _CONTEXT_TOKENS) :]
             self._known = self._certain()
-        elif len(self._window) > _MOST_TOKENS:
+        elif len(self._window) > _MAX_TOKENS:
             self._window.pop()  # a token without text
         return new
 

@@ -430,8 +430,8 @@ class TrainedModule(nnx.Module):
         places_C = jnp.arange(input_tokens.shape[1])
         length = len(places_C)
         # Rows begin at position 0 in `TrainableModel`, so padding on the left goes to the right.
-        turned = jnp.take_along_axis(input_tokens, (places_C + first_R1) % length, axis=1)
-        logits_RCV = self.model.logits(nnx.to_pure_dict(nnx.state(self))["parameters"], turned)
+        rotated = jnp.take_along_axis(input_tokens, (places_C + first_R1) % length, axis=1)
+        logits_RCV = self.model.logits(nnx.to_pure_dict(nnx.state(self))["parameters"], rotated)
         back = (places_C - first_R1) % length
         return jnp.take_along_axis(logits_RCV, back[..., None], axis=1), None
 

@@ -107,7 +107,7 @@ class DeltaWidths:
         return StateSpec(shape, self.convolution_width + numbers, self.kernel - 1)
 
 
-class ChannelProducts(nnx.Module):
+class ChannelMatmuls(nnx.Module):
     """Computes the time steps of channels, and gates, each by two products of low rank.
 
     Attributes:
@@ -156,7 +156,7 @@ class GatedDeltaNet(nnx.Module):
         output: Linear,
         widths: DeltaWidths,
         *,
-        channels: ChannelProducts | None = None,
+        channels: ChannelMatmuls | None = None,
         name: str,
         dtype: DTypeLike,
     ):

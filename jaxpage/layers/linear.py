@@ -12,8 +12,8 @@ from jaxtyping import Array, Float
 
 from jaxpage.layers.activations import activate, name_in_kernels
 from jaxpage.layers.lora import LoRA
+from jaxpage.layers.matmul import finished_matmul, matmul
 from jaxpage.layers.parameter import Axis, Source, concatenate, parameter, tensor
-from jaxpage.layers.product import finished_product, product
 from jaxpage.layers.weight_kinds import StoredWeight
 
 
@@ -106,7 +106,7 @@ class LinearSpec:
 
 
 class Linear(nnx.Module):
-    """Computes `y = x @ kernel.T + bias`. The kernel is stored [out, in]; see `product`.
+    """Computes `y = x @ kernel.T + bias`. The kernel is stored [out, in]; see `matmul`.
 
     Attributes:
         spec: The description of the layer.
@@ -141,7 +141,7 @@ class Linear(nnx.Module):
         y_TO = self._in_one_call(x_TI, activation)
         if y_TO is not None:
             return y_TO
-        y_TO = product(x_TI, self.weight, result=self.result)
+        y_TO = matmul(x_TI, self.weight, result=self.result)
         if self.bias is not None:
             y_TO = y_TO + self.bias[...][None, :]
         return activate(y_TO if self.lora is None else self.lora(x_TI, y_TO), activation)
@@ -153,7 +153,7 @@ class Linear(nnx.Module):
         if self.lora is not None or not is_known or (self.bias is None and activation is None):
             return None
         bias_O = None if self.bias is None else self.bias[...]
-        return finished_product(x_TI, self.weight, bias_O, name, result=self.result)
+        return finished_matmul(x_TI, self.weight, bias_O, name, result=self.result)
 
     def add_lora(self, num_slots: int, rank: int) -> None:
         """Adds slots for adapters of at most this rank."""

@@ -284,7 +284,7 @@ class Gemma3n(gemma.Gemma2, config=Gemma3nConfig):
         is_known_T = token_ids_T < self.config.inputs.vocab_size
         inputs_TLI = self.inputs(jnp.where(is_known_T, token_ids_T, 0), hidden_TD)
         layers = gemma_layers.bind_inputs(self.layers, inputs_TLI)
-        made = [_match_size(product(hidden_TD), hidden_TD) for product in self.entering]
+        made = [_match_size(projection(hidden_TD), hidden_TD) for projection in self.entering]
         state_UTD = jnp.stack([hidden_TD, *made])
         places = self.config.layer_places
         out_TD, pages, aux = run_layers(layers, self._leave, state_UTD, pages, context, places)
@@ -293,8 +293,8 @@ class Gemma3n(gemma.Gemma2, config=Gemma3nConfig):
     def _leave(self, state_UTD: Float[Array, "U T D"]) -> Float[Array, "T D"]:
         """Returns the norm of the mean of all states, each with the size of the first one."""
         total_TD = state_UTD[0]
-        for product, each_TD in zip(self.leaving, state_UTD[1:], strict=True):
-            total_TD = total_TD + _match_size(product(each_TD), state_UTD[0])
+        for projection, each_TD in zip(self.leaving, state_UTD[1:], strict=True):
+            total_TD = total_TD + _match_size(projection(each_TD), state_UTD[0])
         return self.norm(total_TD / len(state_UTD))
 
 

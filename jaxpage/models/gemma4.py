@@ -62,8 +62,8 @@ class Gemma4Config(gemma_layers.Gemma4LayersConfig):
     @classmethod
     def read(cls, fields: Fields, by_layer: Any = None) -> Gemma4Config:
         """Returns what the fields say; for `by_layer` see `_heads`."""
-        both_ways = fields.get("use_bidirectional_attention", None)
-        if both_ways not in (None, "vision"):
+        bidirectional = fields.get("use_bidirectional_attention", None)
+        if bidirectional not in (None, "vision"):
             text = "use_bidirectional_attention (attention to later tokens) is not supported"
             fields.note_unsupported(text, use_bidirectional_attention=None)
         types = (
@@ -87,7 +87,7 @@ class Gemma4Config(gemma_layers.Gemma4LayersConfig):
             inputs=_inputs(fields),
             logit_softcap=fields.optional_number("final_logit_softcapping", None),
             experts=gemma4_experts.read_experts(fields),
-            sees_ahead=both_ways == "vision",
+            sees_ahead=bidirectional == "vision",
             padding_id=_padding_id(fields),
         )
 

@@ -24,7 +24,9 @@ from jaxpage.models.parts.decoder import Decoder, HalfBlock
 from jaxpage.models.parts.decoder_config import DecoderConfig, Defaults, ExpertsConfig
 from jaxpage.models.parts.names import ExpertNames, MLPNames, ModuleNames
 
-LONGEST = 2**18  # The models have no positions and could go on; block tables have to end somewhere.
+MAX_LENGTH = (
+    2**18
+)  # The models have no positions and could go on; block tables have to end somewhere.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +62,7 @@ class MambaConfig(DecoderConfig):
             fields,
             num_kv_heads=1,
             head_dim=64,
-            rope=fields.rope(64, LONGEST),
+            rope=fields.rope(64, MAX_LENGTH),
             kv=recurrences.cache_of_states(states, num_layers),
             recurrent=mamba,
             name="backbone",
@@ -148,7 +150,7 @@ class Mamba2Config(DecoderConfig):
             fields,
             num_kv_heads=mamba.heads,
             head_dim=64,
-            rope=fields.rope(64, LONGEST),
+            rope=fields.rope(64, MAX_LENGTH),
             kv={"states": (mamba.state,) * num_layers},
             recurrent=mamba,
             name="backbone",

@@ -206,7 +206,7 @@ class Server:
     def _open(self, opened: Open, raw: bytes, scope: Scope) -> Exchange:
         body = parse_object(raw)
         stream = stream_of(scope)
-        stream.is_wanted = stream.dialect.is_for_stream(scope["path"], body)
+        stream.is_requested = stream.dialect.is_for_stream(scope["path"], body)
         exchange = opened(body, self._context)
         exchange.load_seconds = scope["state"].get(LOAD_SECONDS, 0.0)
         if self._logs_requests:

@@ -126,7 +126,7 @@ def model_names(engine: EngineConfig, server: ServerConfig) -> tuple[str, ...]:
 def model_context(built: Built, engine: EngineConfig, server: ServerConfig) -> ModelContext:
     """Returns the facts about the model that the wire format needs; check the adapters first."""
     names = model_names(engine, server)
-    most = engine.limit_images
+    maximum = engine.limit_images
     # Now, so that no request waits until transformers is imported.
     tokenizer = whole_tokenizer(built.tokenizer)
     form, no_form = _chat_format(tokenizer, server)
@@ -144,7 +144,7 @@ def model_context(built: Built, engine: EngineConfig, server: ServerConfig) -> M
         chat_format=form,
         no_form=no_form,
         strict_requests=server.strict_requests,
-        limits=RequestLimits() if most is None else RequestLimits(max_pictures=most),
+        limits=RequestLimits() if maximum is None else RequestLimits(max_pictures=maximum),
         reranker=reranker_of(built.embedding, server.rerank_method),
         generates=not built.spec.encoded,
         embedding=built.embedding,

@@ -86,7 +86,7 @@ class Simulator:
         )
         seconds = self.cost.compute_seconds(plan) + swapping
         result.num_steps += 1
-        result.longest_step = max(result.longest_step, seconds)
+        result.max_step_seconds = max(result.max_step_seconds, seconds)
         result.num_preemptions += len(plan.preempted)
         result.num_swapped_out += len(plan.swap_out)
         result.num_swapped_in += len(plan.swap_in)

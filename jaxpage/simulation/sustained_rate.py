@@ -83,7 +83,9 @@ def at_rate(question: Question, rate: float, seeds: Sequence[int] = SEEDS) -> At
     """
     runs = [_run(question, rate, seed) for seed in seeds]
     served = [latencies(each) for run in runs for each in run.served.values()]
-    holds = [all(each[name] <= most for name, most in question.slo.items()) for each in served]
+    holds = [
+        all(each[name] <= maximum for name, maximum in question.slo.items()) for each in served
+    ]
     means = [run.mean for run in runs]
     ttft, tpot = (
         float(np.percentile([each[name] for each in served], 99)) for name in ("ttft", "tpot")

@@ -170,11 +170,11 @@ class ProposingSpeculator:
             return self.controller.ask(
                 num_rows, list(sequence_ids), None if self._sync is None else self._sync.ready
             )
-        most = min(
+        maximum = min(
             self._limits.max_drafts(num_rows),
             self._limits.draft_budget(num_rows) // max(1, num_rows),
         )
-        return dict.fromkeys(sequence_ids, most) if most else {}
+        return dict.fromkeys(sequence_ids, maximum) if maximum else {}
 
     def _draft(self, request: Request, sequence: Sequence, num_drafts: int) -> Draft | None:
         """Returns as much of the proposer's draft as can be verified.

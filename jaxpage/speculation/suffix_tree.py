@@ -183,11 +183,11 @@ class SuffixTree:
         tokens = self._texts[text]
         if stop > self._sizes[text] or list(tokens[index:stop]) != list(token_ids[taken:]):
             return []
-        most = min(len(token_ids), self.depth - 1, stop)
-        longest = length
-        while longest < most and tokens[stop - longest - 1] == token_ids[-longest - 1]:
-            longest += 1
-        return [_leaf(text, stop)] * (longest - length + 1)
+        maximum = min(len(token_ids), self.depth - 1, stop)
+        max_length = length
+        while max_length < maximum and tokens[stop - max_length - 1] == token_ids[-max_length - 1]:
+            max_length += 1
+        return [_leaf(text, stop)] * (max_length - length + 1)
 
     def count(self, place: int) -> int:
         """Returns how often the run before a place occurs."""

@@ -120,11 +120,11 @@ def _attend_in_splits(
         out: jax.Array = call(q_RQNH, cache_seqlens=end_R, page_table=table_RM)
         return out
     share_R = jnp.maximum(_round_up(-(-end_R // tiles.max_splits), unit), least)
-    longest = max(_round_up(-(-table_width * block_size // tiles.max_splits), unit), least)
+    max_length = max(_round_up(-(-table_width * block_size // tiles.max_splits), unit), least)
     start_RZ = share_R[:, None] * jnp.arange(num_splits)
     length_RZ = jnp.clip(end_R[:, None] - start_RZ, 0, share_R[:, None])
     place_RZW = start_RZ[:, :, None] // block_size + jnp.arange(
-        min(longest // block_size, table_width)
+        min(max_length // block_size, table_width)
     )
     place_RW = jnp.minimum(place_RZW, table_width - 1).reshape(num_rows, -1)
     table_XW = jnp.take_along_axis(table_RM, place_RW, axis=1).reshape(num_rows * num_splits, -1)

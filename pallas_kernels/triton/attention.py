@@ -194,11 +194,11 @@ def kernel(  # type: ignore[no-untyped-def]
                 _read(k_ref, place, kv_head, columns, needed_C, q_AH.dtype)
                 for columns in all_columns
             ]
-            products = [
+            matmuls = [
                 tb.dot(q, k, trans_b=True, precision=lax.Precision.HIGHEST)
                 for q, k in zip(all_q, all_k, strict=True)
             ]
-            scores_AC = functools.reduce(operator.add, products)
+            scores_AC = functools.reduce(operator.add, matmuls)
             scores_AC = _scores(
                 scores_AC, _read_scale(k_scale_ref, place, kv_head, needed_C), config
             )

@@ -35,7 +35,7 @@ from tests.support.hf_models import randomise, stated_time_steps, torch, without
 # compiled, and of the others only the defaults are compared.
 READ = 20
 LENGTH = 40  # beyond the windows and the original lengths of the cases
-MOST_PARAMETERS = 3_000_000
+MAX_PARAMETERS = 3_000_000
 # Each weight is moved by about this share, two roundings of float32, to see how far logits move.
 MOVED = 2.0**-22
 # jaxpage adds in another order, which moved logits by at most 1.6 such moves in 156 checkpoints. A
@@ -63,12 +63,12 @@ def write_checkpoint(case: Case, directory: Path) -> torch.nn.Module:
         config = kind.config_class.from_pretrained(directory)
         with torch.device("meta"):
             count = sum(each.numel() for each in kind(copy.deepcopy(config)).parameters())
-        if count > MOST_PARAMETERS:
+        if count > MAX_PARAMETERS:
             raise NotTaken("too many parameters")
         model = kind(config).eval()
-        chance = torch.Generator().manual_seed(case.seed)
+        rng = torch.Generator().manual_seed(case.seed)
         # As small as those of published models, where an epsilon matters, or large.
-        randomise(model, chance, embedding=(0.02, 0.2)[case.seed % 2])
+        randomise(model, rng, embedding=(0.02, 0.2)[case.seed % 2])
         more: dict[str, Any] = {"max_shard_size": "20KB"} if "shards" in case.files else {}
         saved = model
         # Without its prefix the decoder is saved, and its head is not, unless that is its table.
@@ -120,10 +120,10 @@ def _logits(model: Any, token_ids: torch.Tensor) -> np.ndarray:
 
 def _tolerance(model: Any, token_ids: torch.Tensor, logits: np.ndarray, seed: int) -> float:
     """Returns how far logits may be: some times what they move with the last bits of the weights."""
-    chance = torch.Generator().manual_seed(seed)
+    rng = torch.Generator().manual_seed(seed)
     moved = copy.deepcopy(model)
     for each in moved.parameters():
-        each.data.mul_(1 + MOVED * torch.randn(each.shape, generator=chance))
+        each.data.mul_(1 + MOVED * torch.randn(each.shape, generator=rng))
     change = np.abs(_logits(moved, token_ids) - logits).max()
     return float(MOVES * change + LEAST * np.abs(logits).max())
 
@@ -146,9 +146,9 @@ def failure(
         return ""
     try:
         model = write_checkpoint(case, directory)
-        chance = torch.Generator().manual_seed(case.seed)
+        rng = torch.Generator().manual_seed(case.seed)
         size = model.config.get_text_config().vocab_size
-        token_ids = torch.randint(size, (LENGTH,), generator=chance)
+        token_ids = torch.randint(size, (LENGTH,), generator=rng)
         return _compared(case, directory, model, token_ids, told)
     except NotTaken as reason:
         told[f"not taken by transformers: {kind_of(str(reason))}"] += 1

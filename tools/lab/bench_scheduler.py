@@ -139,7 +139,7 @@ def _preemption(arguments: argparse.Namespace) -> Section:
     rate = arguments.rates[0]
     results = {}
     for mode, wait in itertools.product(MODES, ("readmitted", "completed")):
-        # `product` forgets the literal types.
+        # `matmul` forgets the literal types.
         setup = Setup(preemption=Preemption(mode, wait))  # type: ignore[arg-type]
         seeds = range(arguments.seeds)
         results[f"{mode}, {wait}"] = saturate(

@@ -23,7 +23,7 @@ TOKENS_ON_HOST = (
     # 500 on average.
     512
 )
-MOST_BYTES_ON_HOST = 4 * 2**30  # the largest default of a pool on CPU
+MAX_BYTES_ON_HOST = 4 * 2**30  # the largest default of a pool on CPU
 _SIGNIFICANT_BITS = 6  # the number of blocks on an accelerator has no more: at most 3 % are lost
 
 
@@ -97,8 +97,10 @@ class MemoryPlan:
         The null block is included.
         """
         least = num_bytes // self.block_bytes
-        most = num_bytes // self.first_block_bytes
-        return least + bisect.bisect_right(range(least + 1, most + 1), num_bytes, key=self.bytes_of)
+        maximum = num_bytes // self.first_block_bytes
+        return least + bisect.bisect_right(
+            range(least + 1, maximum + 1), num_bytes, key=self.bytes_of
+        )
 
     @property
     def free_bytes(self) -> int:
@@ -227,8 +229,8 @@ def choose_num_blocks(
                 requested = plan.unaddressable[0] - 1
     plan = replace(plan, num_blocks=requested)
     if plan.pool_bytes > free:
-        most = plan.max_blocks(free) if setting == "num_blocks" else free
-        advice = f"Lower {setting} to {most} or less, or leave it out to take what fits."
+        maximum = plan.max_blocks(free) if setting == "num_blocks" else free
+        advice = f"Lower {setting} to {maximum} or less, or leave it out to take what fits."
         raise CapacityError(
             _does_not_fit(plan, f"{requested} KV blocks take {gib(plan.pool_bytes)}", advice)
         )
@@ -259,14 +261,14 @@ def _useful_on_host(plan: MemoryPlan, max_num_seqs: int) -> int:
         1,
         min(
             max(usual, plan.blocks_for(plan.max_model_len)),
-            plan.max_blocks(MOST_BYTES_ON_HOST) - 1,
+            plan.max_blocks(MAX_BYTES_ON_HOST) - 1,
         ),
     )
 
 
-def _halve(number: int, most: int) -> int:
-    """Returns the number, halved as often as needed to be at most `most`."""
-    while number > most:
+def _halve(number: int, maximum: int) -> int:
+    """Returns the number, halved as often as needed to be at most `maximum`."""
+    while number > maximum:
         number //= 2
     return number
 
@@ -340,9 +342,9 @@ def _how_to_make_room(
             f"use dtype {narrower_dtype}, in which the weights take {gib(plan.weights_bytes // 2)}"
         )
     if plan.workspace_bytes > missing:
-        most = gib(plan.workspace_bytes - missing)
+        maximum = gib(plan.workspace_bytes - missing)
         ways.append(
-            f"lower max_num_batched_tokens or max_num_seqs until the workspace takes {most} or less"
+            f"lower max_num_batched_tokens or max_num_seqs until the workspace takes {maximum} or less"
         )
     whole = plan.available_bytes / utilization
     if plan.available_bytes + missing <= whole:

@@ -245,7 +245,7 @@ def _near(name: str) -> str:
     except (OSError, ValueError):  # no such parent, or a name that no file can have
         siblings = []
     near = (
-        [str(path.with_name(match)) for match in close_names(path.name, siblings, most=3)]
+        [str(path.with_name(match)) for match in close_names(path.name, siblings, maximum=3)]
         if path.name
         else []
     )

@@ -24,7 +24,7 @@ from jaxpage.device.drawn import bits_of
 from jaxpage.device.inputs.step_inputs import Flags
 from jaxpage.device.pages.kv_pages import KVPages
 from jaxpage.device.sampler import Draws, draw_draft, perturb_logits
-from jaxpage.shapes import MOST_CANDIDATES
+from jaxpage.shapes import MAX_CANDIDATES
 
 # A drafter chooses as the target will draw, with the target's noise; or the most likely token; or
 # by a draw of its own.
@@ -80,7 +80,7 @@ class Growing:
         """
         num_rows = ends.token_id_B.shape[0]
         width = self.shape.num_branches
-        num_fields = 3 + 2 * MOST_CANDIDATES * (self.choice == "drawn")
+        num_fields = 3 + 2 * MAX_CANDIDATES * (self.choice == "drawn")
         zeros_BX = jnp.zeros((num_rows, width), jnp.int32)
         return Tree(
             pages,

@@ -18,7 +18,7 @@ CHUNK_ROWS = 16  # sequences that share one prompt step, at most
 # A batch of swapped blocks: large enough that calls cost little, small enough that padding does
 # (docs/lab-log.md).
 SWAPPED_BYTES = 2 * 2**20
-MOST_SWAPPED = 64
+MAX_SWAPPED = 64
 
 
 @dataclass(frozen=True, order=True)
@@ -117,8 +117,8 @@ class BucketMenu:
 
     def swapping(self, block_bytes: int) -> BucketMenu:
         """Returns the menu with the number of blocks that one call swaps: a power of two."""
-        most = 1 << max(0, (SWAPPED_BYTES // block_bytes).bit_length() - 1)
-        return replace(self, num_swapped=min(MOST_SWAPPED, most))
+        maximum = 1 << max(0, (SWAPPED_BYTES // block_bytes).bit_length() - 1)
+        return replace(self, num_swapped=min(MAX_SWAPPED, maximum))
 
     def by_first_use(self) -> list[Bucket]:
         """Returns the buckets in the order in which they are likely to be used first.
@@ -268,14 +268,14 @@ def _ladder(first: int, last: int) -> list[int]:
     return [*sizes, last]
 
 
-def stream_sizes(longest: int, most: int) -> tuple[int, ...]:
+def stream_sizes(max_length: int, maximum: int) -> tuple[int, ...]:
     """Returns the numbers of tokens for which an encoder is compiled, each twice the last.
 
     Args:
-        longest: The tokens of the longest text.
-        most: The tokens that texts fill together, where one alone does not fill more.
+        max_length: The tokens of the longest text.
+        maximum: The tokens that texts fill together, where one alone does not fill more.
     """
     sizes = [SMALLEST_STREAM]
-    while sizes[-1] < max(longest, most):
+    while sizes[-1] < max(max_length, maximum):
         sizes.append(2 * sizes[-1])
     return tuple(sizes)

@@ -18,7 +18,7 @@ class MtpNames:
         field: The field of config.json with that number.
         prefixes: The beginnings of the names of all heads' tensors, as a checkpoint has them.
         layer: The decoder layer of the first head.
-        product: The product that fuses the embedding and the hidden state.
+        projection: The product that fuses the embedding and the hidden state.
         embedding_norm: The norm of the embedding.
         hidden_norm: The norm of the hidden state.
         output_norm: The norm after the layer.
@@ -32,7 +32,7 @@ class MtpNames:
     field: str
     prefixes: tuple[str, ...]
     layer: str
-    product: str
+    projection: str
     embedding_norm: str
     hidden_norm: str
     output_norm: str

@@ -52,7 +52,7 @@ class Gemma4VisionConfig(vision_config.VisionConfig):
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> Gemma4VisionConfig:
         """Reads config.json."""
-        both_ways = text_part(config).get("use_bidirectional_attention")
+        bidirectional = text_part(config).get("use_bidirectional_attention")
         with vision_config.open_fields(config, "gemma4_vision") as fields:
             tower = _read_tower(fields)
             num_kv_heads = fields.integer("num_key_value_heads", 12)
@@ -70,7 +70,7 @@ class Gemma4VisionConfig(vision_config.VisionConfig):
                 rope_theta=vision_config.read_theta(fields, 100.0),
                 is_clipped=fields.flag("use_clipped_linears", False),
                 is_standardized=fields.flag("standardize", False),
-                num_whole=_USUAL_ROWS if both_ways == "vision" else 0,
+                num_whole=_USUAL_ROWS if bidirectional == "vision" else 0,
             )
 
 
@@ -231,8 +231,8 @@ class Gemma4PictureAttention(nnx.Module):
 
         def rotate(x_PNH: jax.Array) -> jax.Array:
             halves = jnp.split(x_PNH, len(turn), axis=-1)
-            turned = [angles.rotate(half) for angles, half in zip(turn, halves, strict=True)]
-            return jnp.concatenate(turned, axis=-1)
+            rotated = [angles.rotate(half) for angles, half in zip(turn, halves, strict=True)]
+            return jnp.concatenate(rotated, axis=-1)
 
         q_PNH = rotate(split(self.query, self.query_norm))
         k_PKH = rotate(split(self.key, self.key_norm))

@@ -15,7 +15,7 @@ from jaxpage.serving.batches.output_file import LARGE_LINE_BYTES, OutputFile
 
 _TRY_AGAIN = (429, 503)  # the statuses of a server that has no room now
 _FIRST_PAUSE_SECONDS = 0.1
-_LONGEST_PAUSE_SECONDS = 5.0
+_MAX_PAUSE_SECONDS = 5.0
 
 
 class BatchRun:
@@ -113,7 +113,7 @@ class BatchRun:
             if self._is_closing():
                 raise ShuttingDown("The server shuts down before all lines were answered")
             await asyncio.sleep(pause)
-            pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
+            pause = min(2 * pause, _MAX_PAUSE_SECONDS)
 
     async def _write(self, line: bytes) -> None:
         async with self._writing:

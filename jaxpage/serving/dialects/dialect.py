@@ -165,6 +165,6 @@ class Dialect:
     def is_for_stream(self, path: str, body: Body) -> bool:
         """Returns whether a request of this path and body asks for a stream."""
         value = body.get("stream")
-        is_wanted = self.streams_unless_told if value is None else value is True
+        is_requested = self.streams_unless_told if value is None else value is True
         generates = path in self.exchanges or path in self.conversations
-        return generates and is_wanted
+        return generates and is_requested

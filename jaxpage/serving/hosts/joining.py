@@ -108,11 +108,13 @@ def smallest_sizes(
     differing = [name for name, values in sizes.items() if len(set(values)) > 1]
     for name in differing:
         least = min(sizes[name])
-        most = max(sizes[name])
+        maximum = max(sizes[name])
         text = (
             "%s is %d on all hosts, since rank %d has memory for no more; rank %d has memory for %d"
         )
-        logger.warning(text, name, least, sizes[name].index(least), sizes[name].index(most), most)
+        logger.warning(
+            text, name, least, sizes[name].index(least), sizes[name].index(maximum), maximum
+        )
     # Another size of the pool changes the swap space that follows from it, so both are fixed.
     return {
         name: min(values)

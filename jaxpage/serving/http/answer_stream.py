@@ -27,7 +27,7 @@ class AnswerStream:
     """The stream of an answer, on the event loop of its request.
 
     Attributes:
-        is_wanted: True once the request is known to ask for a stream. The thread that reads the
+        is_requested: True once the request is known to ask for a stream. The thread that reads the
             request sets it.
         is_open: True from the headers to the end.
         dialect: The API of the request.
@@ -43,7 +43,7 @@ class AnswerStream:
             send: Takes the messages of the answer.
             seconds: The longest silence in seconds; 0 for any.
         """
-        self.is_wanted = False
+        self.is_requested = False
         self.is_open = False
         self.dialect = dialect_of(scope["path"])
         self.exchange: Exchange | None = None
@@ -111,7 +111,7 @@ class AnswerStream:
         is_sending = bool(self._num_sending) or not (self._comment is None or self._comment.done())
         if left > 0:
             self._wait(left)
-        elif is_sending or not self.is_wanted:
+        elif is_sending or not self.is_requested:
             self._wait(min(_LOOK_SECONDS, self._seconds))
         else:
             self._comment = asyncio.ensure_future(self._send_comment())

@@ -30,7 +30,7 @@ from jaxpage.serving.inspector.state import Inspector, Snapshot, describe_vector
 from jaxpage.serving.inspector.watching import NUM_FINISHED, NUM_STEPS, Timeline, kind_of_row
 
 FORMAT = 1
-MOST_IDS = 65  # the most tokens of a prompt in a snapshot: one more than the page shows
+MAX_IDS = 65  # the most tokens of a prompt in a snapshot: one more than the page shows
 
 
 def write_snapshots(
@@ -140,7 +140,7 @@ class _EngineView:
         """Writes a snapshot of the engine."""
         snapshot = self._inspector.inspect(engine)
         requests = [
-            {**request, "prompt": request["prompt"][:MOST_IDS]} for request in snapshot["requests"]
+            {**request, "prompt": request["prompt"][:MAX_IDS]} for request in snapshot["requests"]
         ]
         self._lines.add(snapshot["pool"], requests)
 

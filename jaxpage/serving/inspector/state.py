@@ -18,7 +18,7 @@ from jaxpage.step.embedded import EmbeddedPrompt, Picture
 from jaxpage.step.request import Sequence, SequenceGroup
 
 Snapshot = dict[str, Any]
-MOST_COPIES = 24  # the most block copies of the last steps that a snapshot shows
+MAX_COPIES = 24  # the most block copies of the last steps that a snapshot shows
 
 
 class Inspector:
@@ -68,7 +68,7 @@ class Inspector:
             "step": steps[-1] if steps else None,
             "history": [history_row(step) for step in steps],
             "copies": [[step["step"], *pair] for step in steps for pair in step["copies"]][
-                -MOST_COPIES:
+                -MAX_COPIES:
             ],
             "num_steps": engine.num_steps,
             "compiles": {

@@ -21,7 +21,7 @@ from jaxpage.step.request import SequenceGroup
 
 logger = logging.getLogger(__name__)
 
-MOST_SEGMENTS = 200  # the most segments of a timeline; further ones are merged, or the oldest go
+MAX_SEGMENTS = 200  # the most segments of a timeline; further ones are merged, or the oldest go
 NUM_STEPS = 160  # the number of steps that are remembered
 NUM_FINISHED = 12  # the number of finished requests that are remembered
 PATIENCE_SECONDS = 10.0  # after so long a time without a look nothing more is noted
@@ -55,16 +55,12 @@ class Timeline:
         self.close(began)
         last = self.segments[-1] if self.segments else None
         goes_on = self.last_step == step or (kind == "decode" and self.last_step == step - 1)
-        if (
-            last is not None
-            and last[0] == kind
-            and (goes_on or len(self.segments) >= MOST_SEGMENTS)
-        ):
+        if last is not None and last[0] == kind and (goes_on or len(self.segments) >= MAX_SEGMENTS):
             last[2] = ended
             last[3] += num_tokens
         else:
             self.segments.append([kind, began, ended, num_tokens])
-            del self.segments[:-MOST_SEGMENTS]
+            del self.segments[:-MAX_SEGMENTS]
         self.last_step = step
 
     def close(self, at: float) -> None:

@@ -83,7 +83,7 @@ class Slot(Generic[Model]):
         last_used: The time of the last lease, by the table's clock.
         num_leases: The requests that use it.
         waiters: The requests that wait for it, each with the `keep_alive` that it gives or None.
-        is_wanted: True if a job for it is in the queue.
+        is_requested: True if a job for it is in the queue.
         timer: Has the models looked at when the time of this one is over; None if nothing is set.
     """
 
@@ -99,7 +99,7 @@ class Slot(Generic[Model]):
     last_used: float = 0.0
     num_leases: int = 0
     waiters: dict[asyncio.Future[None], float | None] = field(default_factory=dict)
-    is_wanted: bool = False
+    is_requested: bool = False
     timer: asyncio.TimerHandle | None = None
 
     def __post_init__(self) -> None:
@@ -124,7 +124,7 @@ class Slot(Generic[Model]):
     def is_usable(self) -> bool:
         """Returns whether a request can run at once."""
         there = self.model is not None and not self.model.is_over and not self.is_asleep
-        return there and not self.is_closing and not self.is_wanted
+        return there and not self.is_closing and not self.is_requested
 
     @property
     def taken(self) -> int:
@@ -276,7 +276,9 @@ class ModelTable(Generic[Model]):
         for slot in self.slots.values():
             assert slot.num_leases >= 0
             assert not slot.num_leases or slot.taken, f"{slot.name}: leases without a model"
-            assert not slot.num_waiters or slot.is_wanted, f"{slot.name}: nobody works for waiters"
+            assert not slot.num_waiters or slot.is_requested, (
+                f"{slot.name}: nobody works for waiters"
+            )
 
     # The work of the one task.
 
@@ -300,8 +302,8 @@ class ModelTable(Generic[Model]):
             raise QueueFull(f"{waiting} requests wait for models to be loaded; try again later")
         granted = asyncio.get_running_loop().create_future()
         slot.waiters[granted] = keep_alive
-        if not slot.is_wanted:
-            slot.is_wanted = True
+        if not slot.is_requested:
+            slot.is_requested = True
             self._post(lambda: self._bring(slot))
         try:
             await granted
@@ -330,7 +332,7 @@ class ModelTable(Generic[Model]):
             failure.__cause__ = error
             self._refuse(slot, failure)
         finally:
-            slot.is_loading = slot.is_wanted = False
+            slot.is_loading = slot.is_requested = False
             if slot.model is None:
                 slot.keep_alive = slot.default_keep_alive
             self._set_timer(slot)
@@ -395,7 +397,7 @@ class ModelTable(Generic[Model]):
             if slot.is_closing and slot.taken and slot.model is not None:
                 slot.is_closing = False
                 if not slot.model.is_over:
-                    slot.is_wanted = False
+                    slot.is_requested = False
                     self._grant(slot)
 
     async def _next_change(self) -> None:

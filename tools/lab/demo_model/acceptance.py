@@ -188,7 +188,7 @@ def measure(params: Params, ranks: Ranks, samples: list[Sample]) -> dict[str, An
     compiled = jax.jit(ranks)
     found = [np.asarray(compiled(params, sample.tokens_BT)) for sample in samples]
     accuracies = _accuracies(found, samples)
-    tree, measured = likeliest_tree(accuracies), {}
+    tree, measured = best_tree(accuracies), {}
     for sample, ranks_BTJ in zip(samples, found, strict=True):
         positions, chain = replay(ranks_BTJ == 0, sample)
         in_tree_BTJ = np.zeros(ranks_BTJ.shape, bool)
@@ -203,7 +203,7 @@ def measure(params: Params, ranks: Ranks, samples: list[Sample]) -> dict[str, An
     return {"acceptance": measured, "accuracies": accuracies}
 
 
-def likeliest_tree(accuracies: list[list[float]]) -> list[tuple[int, ...]]:
+def best_tree(accuracies: list[list[float]]) -> list[tuple[int, ...]]:
     """Returns the paths of ranks with the highest products of accuracies.
 
     No path is more likely than the one that it extends, so the paths are a tree.

@@ -15,7 +15,7 @@ from tools.lab.demo_model.picture_talk import END, RowMaker, stack
 from tools.lab.demo_model.seeing_model import Rows, SeeingSpec, answer_logits
 
 ROWS = 32
-LONGEST_ANSWER = 24  # tokens
+MAX_ANSWER = 24  # tokens
 KINDS = (
     *("describe", "count", "colour", "size", "present"),
     *("where", "relation", "background"),
@@ -82,9 +82,9 @@ def answer(
     """Returns the greedy answer to a question in the chat template."""
     ids: list[int] = []
     end = maker.tokenizer.token_to_id(END)
-    while len(ids) < LONGEST_ANSWER:
+    while len(ids) < MAX_ANSWER:
         row = stack([maker.unfinished(picture, question, ids)])
-        likeliest = int(_likeliest(spec, params, row)[0, 0])
+        likeliest = int(_top_candidates(spec, params, row)[0, 0])
         if likeliest == end:
             break
         ids.append(likeliest)
@@ -92,10 +92,10 @@ def answer(
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _likeliest(spec: SeeingSpec, params: Params, rows: Rows) -> jax.Array:
+def _top_candidates(spec: SeeingSpec, params: Params, rows: Rows) -> jax.Array:
     return jnp.argmax(answer_logits(spec, params, rows), -1)
 
 
 def _are_right(spec: SeeingSpec, params: Params, rows: Rows) -> np.ndarray:
-    likeliest = np.asarray(_likeliest(spec, params, rows))
+    likeliest = np.asarray(_top_candidates(spec, params, rows))
     return ((likeliest == rows.answers) | (rows.answers < 0)).all(-1)

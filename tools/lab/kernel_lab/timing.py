@@ -61,10 +61,10 @@ class Timing:
     compile_seconds: float = 0.0
 
 
-def num_layers(spec: Spec, fewest: int = 4, most: int = 16) -> int:
+def num_layers(spec: Spec, fewest: int = 4, maximum: int = 16) -> int:
     """Returns how many sets of pages make the cache useless and still fit."""
     kv_bytes = max(1, work(spec).kv_bytes)
-    return max(1, min(max(fewest, -(-CACHE_BYTES // kv_bytes)), most, POOL_BYTES // kv_bytes))
+    return max(1, min(max(fewest, -(-CACHE_BYTES // kv_bytes)), maximum, POOL_BYTES // kv_bytes))
 
 
 def stays_in_cache(spec: Spec, layers: int) -> bool:

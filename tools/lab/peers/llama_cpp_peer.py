@@ -38,7 +38,7 @@ def main() -> None:
         if context is not None:
             llama_cpp.llama_free(context)
         params = llama_cpp.llama_context_default_params()
-        params.n_ctx, params.n_seq_max = wanted * (task.longest + 256), wanted
+        params.n_ctx, params.n_seq_max = wanted * (task.max_length + 256), wanted
         params.n_batch = params.n_ubatch = BATCH
         params.n_threads = params.n_threads_batch = task.threads
         params.kv_unified = task.mode["kv_unified"]
