@@ -67,7 +67,7 @@ class AttentionOptions:
                 object.__setattr__(self, name, at_least_one(name, number))
 
     @property
-    def given(self) -> frozenset[str]:
+    def set_names(self) -> frozenset[str]:
         """Returns the names of the options that are not None."""
         names = (field.name for field in dataclasses.fields(self))
         return frozenset(name for name in names if getattr(self, name) is not None)

@@ -140,7 +140,7 @@ class KernelSet:
         if reason is None and call.layout is not None and call.layout not in self.layouts:
             return f"{call.layout} pages of keys and values (only {', '.join(self.layouts)} ones)"
         if reason is None and call.attention is not None:
-            options = call.attention.options.given
+            options = call.attention.options.set_names
             if missing := options - self.honours:
                 return f"{', '.join(sorted(missing))}: its attention has no such option"
             # No set computes both together, and the definition does not either.

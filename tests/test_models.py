@@ -250,7 +250,7 @@ def test_each_layer_tells_the_seam_its_number_its_window_and_its_scale(name):
     seen = []
 
     def attend(layer_index, q_TNH, k_TKH, v_TKH, layer_pages, options, /):
-        assert options.given <= {"scale", "sliding_window"}
+        assert options.set_names <= {"scale", "sliding_window"}
         seen.append((layer_index, layer_pages, options.sliding_window, options.scale))
         return q_TNH, layer_pages + 1
 

@@ -329,10 +329,10 @@ class Siege:
         return total
 
 
-def run(siege: Siege, wanted: Iterator[Attack], minutes: float, *, goes_on: bool) -> int:
+def run(siege: Siege, attacks_to_run: Iterator[Attack], minutes: float, *, goes_on: bool) -> int:
     """Makes attacks until the time is over; returns how many broke a promise."""
     deadline, num_broken, count = time.monotonic() + 60 * minutes, 0, 0
-    for count, attack in enumerate(wanted, 1):  # noqa: B007
+    for count, attack in enumerate(attacks_to_run, 1):  # noqa: B007
         if found := siege.withstands(attack):
             num_broken += 1
             body = attack.make() if attack.make else b""
@@ -387,14 +387,16 @@ def main() -> int:
         server({**SETTINGS, "batch-directory": directory}) as served,
     ):
         document: dict[str, Any] = json.loads(fetch(served.address, "/openapi.json"))
-        wanted = attacks(document, seed)
+        attacks_to_run = attacks(document, seed)
         if arguments.only is not None:
-            chosen = [one for one in wanted if any(text in one.name for text in arguments.only)]
+            chosen = [
+                one for one in attacks_to_run if any(text in one.name for text in arguments.only)
+            ]
             if not chosen:
                 parser.error(f"no attack's name has one of {arguments.only}")
-            wanted = iter(chosen)
+            attacks_to_run = iter(chosen)
         siege = Siege(served, arguments.pause_seconds)
-        num_broken = run(siege, wanted, arguments.minutes, goes_on=arguments.all)
+        num_broken = run(siege, attacks_to_run, arguments.minutes, goes_on=arguments.all)
         siege.end()
         status = served.end()
     for line, count in served.errors.items():

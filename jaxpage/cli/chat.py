@@ -139,8 +139,8 @@ def converse(llm: LLM, conversation: Conversation, reader: Reader, tell: Say) ->
                 break
             text = text.lstrip("\n").rstrip()
             if text.lstrip().startswith("/"):
-                if told := conversation.command(text):
-                    say(told)
+                if reply := conversation.command(text):
+                    say(reply)
             elif question := unquote(text):
                 num_failed += not _is_answered(llm, conversation, question, tell)
         except KeyboardInterrupt:

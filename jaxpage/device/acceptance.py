@@ -66,7 +66,7 @@ def decide(
             (last_of(paths_BQ),),
             by_row=by_row,
         )
-    token_ids_R = _behind_each(drawn_B, paths_BQ, inputs.token_ids_T)
+    token_ids_R = _tokens_after(drawn_B, paths_BQ, inputs.token_ids_T)
     return jnp.where(are_finite(logits_RV), token_ids_R, NOT_FINITE), paths_BQ
 
 
@@ -80,7 +80,7 @@ def _key(inputs: StepInputs, place: jax.Array, stream: int | None = None) -> jax
     )
 
 
-def _behind_each(
+def _tokens_after(
     drawn_B: Int[Array, "B"], paths_BQ: Int[Array, "B Q"], token_ids_T: Int[Array, "T"]
 ) -> Int[Array, "T"]:
     num_tokens = token_ids_T.shape[0]

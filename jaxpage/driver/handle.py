@@ -217,7 +217,7 @@ class Handle:
         self.is_requested = self._is_pushed and not reporter.finished
         reporter.max_entries = self.max_entries
         output = reporter.delta() if self.is_stream else reporter.whole()
-        self.is_updated = reporter.is_behind
+        self.is_updated = reporter.has_unsent
         return output
 
 

@@ -43,8 +43,8 @@ def words_as_token_ids(tokenizer: Any, words: tuple[str, ...]) -> tuple[tuple[in
         if not (plain := spell(text)):
             raise ValueError(f"bad_words has {word!r}, of which the tokenizer makes no token")
         spellings[plain] = None
-        if (behind_space := spell(f" {text}"))[-len(plain) :] != plain:
-            spellings[behind_space] = None
+        if (after_space := spell(f" {text}"))[-len(plain) :] != plain:
+            spellings[after_space] = None
     return tuple(spellings)
 
 

@@ -211,7 +211,7 @@ class Gemma3nLayer(nnx.Module):
         self.altup = AltUp(config, at / "altup")
         self.low = gemma_layers.whole_projection(width, laurel, "linear_left", rank)
         self.high = gemma_layers.whole_projection(rank, laurel, "linear_right", width)
-        self.behind_low_rank = norms.rms_norm(config, laurel / "post_laurel_norm")
+        self.post_laurel_norm = norms.rms_norm(config, laurel / "post_laurel_norm")
         self.attention_norm = norms.rms_norm(config, at / "input_layernorm")
         self.attention = gemma_layers.gemma4_attention(config, index, at / "self_attn")
         self.post_attention_norm = norms.rms_norm(config, at / "post_attention_layernorm")
@@ -237,7 +237,7 @@ class Gemma3nLayer(nnx.Module):
         predictions = self.altup.predict(state_UTD)
         x_TD = predictions[self.states.active]
         normed_TD = self.attention_norm(x_TD)
-        low_rank_TD = normed_TD + self.behind_low_rank(self.high(self.low(normed_TD)))
+        low_rank_TD = normed_TD + self.post_laurel_norm(self.high(self.low(normed_TD)))
         attended_TD, layer_pages = self.attention(normed_TD, layer_pages, context)
         added_TD = (x_TD + self.post_attention_norm(attended_TD) + low_rank_TD) * 0.5**0.5
         computed_TD = added_TD + self.post_mlp_norm(self.mlp(self.mlp_norm(added_TD)))

@@ -59,11 +59,11 @@ def setting(
         alias: Another flag for the same setting, such as that of vLLM.
         type_text: The type that a type checker allows, if it is wider than the annotation.
     """
-    told = {"shown": shown, "metavar": metavar, "alias": alias, "given": type_text}
+    extras = {"shown": shown, "metavar": metavar, "alias": alias, "given": type_text}
     return Field(
         default,
         description=help,
-        json_schema_extra={name: text for name, text in told.items() if text},
+        json_schema_extra={name: text for name, text in extras.items() if text},
     )
 
 

@@ -65,7 +65,7 @@ class Pool:
             begin = end + 1 - self._length
             self.add(token_ids[begin], tuple(token_ids[begin + 1 : end + 1]))
 
-    def behind(self, token_id: int) -> Iterable[tuple[int, ...]]:
+    def after(self, token_id: int) -> Iterable[tuple[int, ...]]:
         """Returns what followed a token in its n-grams, the latest first."""
         return reversed(self._tails.get(token_id, OrderedDict()))
 
@@ -174,7 +174,7 @@ class LookaheadProposer(Proposer):
         drafted.num_taken = stop
         drafted.window.move()
         places: Places = {}
-        for path in (*drafted.pool.behind(sequence.token_ids[-1]), *drafted.window.paths()):
+        for path in (*drafted.pool.after(sequence.token_ids[-1]), *drafted.window.paths()):
             _add(path, places, num_drafts)
         return Draft(
             tuple(token_id for _, token_id in places), tuple(parent for parent, _ in places)
@@ -205,9 +205,9 @@ class LookaheadProposer(Proposer):
             key: place for place, key in enumerate(zip(draft.parents, draft.token_ids, strict=True))
         }
         ends = (_follow(path, places) for path in drafted.window.paths())
-        behind = [None if end is None else token_ids[1 + end] for end in ends]
+        after = [None if end is None else token_ids[1 + end] for end in ends]
         drafted.window.hear(
-            (each if each is not None and each >= 0 else None for each in behind), drafted.pool
+            (each if each is not None and each >= 0 else None for each in after), drafted.pool
         )
 
     def forget(self, group: SequenceGroup) -> None:

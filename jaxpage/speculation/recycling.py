@@ -65,19 +65,19 @@ class RecyclingProposer(Proposer):
         if table is None:
             return None
         table_VW = table.top_ids_VW
-        behind = {-1: table_VW[sequence.token_ids[-1]].tolist()}  # by place in the template
+        followers = {-1: table_VW[sequence.token_ids[-1]].tolist()}  # by place in the template
         places = {-1: -1}
         token_ids = list[int]()
         parents = list[int]()
         for index, (parent, rank) in enumerate(self._template):
             if len(token_ids) == num_drafts:
                 break
-            if parent not in behind or (token_id := behind[parent][rank]) < 0:
+            if parent not in followers or (token_id := followers[parent][rank]) < 0:
                 continue
             places[index] = len(token_ids)
             token_ids.append(token_id)
             parents.append(places[parent])
-            behind[index] = table_VW[token_id].tolist()
+            followers[index] = table_VW[token_id].tolist()
         return Draft(tuple(token_ids), tuple(parents)) if token_ids else None
 
     def observe(self, plan: StepPlan, result: StepResult) -> None:

@@ -234,8 +234,8 @@ class SuffixTree:
         score = 0.0
         number = itertools.count()  # the order in which equally likely ones come up
         heap = [
-            (-share, next(number), token, -1, 1, behind)
-            for token, behind, share in self._following(place)
+            (-share, next(number), token, -1, 1, child)
+            for token, child, share in self._following(place)
         ]
         heapq.heapify(heap)
         while heap and len(token_ids) < num_tokens and -heap[0][0] >= least:
@@ -244,14 +244,14 @@ class SuffixTree:
             token_ids.append(token)
             score -= minus_probability
             if at < depth:
-                for token, behind, share in self._following(place):
+                for token, child, share in self._following(place):
                     item = (
                         minus_probability * share,
                         next(number),
                         token,
                         len(token_ids) - 1,
                         at + 1,
-                        behind,
+                        child,
                     )
                     heapq.heappush(heap, item)
         return ScoredDraft(token_ids, parents, score)
@@ -263,8 +263,8 @@ class SuffixTree:
                 [self._best[place]] if self._best_counts[place] else []
             )
             for token in tokens:
-                behind = self._edges[place << _TOKEN_BITS | token]
-                yield token, behind, self.count(behind) / self._counts[place]
+                child = self._edges[place << _TOKEN_BITS | token]
+                yield token, child, self.count(child) / self._counts[place]
         else:
             text, index = _position(place)
             if index < self._sizes[text]:

@@ -104,14 +104,14 @@ def measure_cuts(vocab_size: int, cut: str, *, scale: float, repeats: int) -> di
     """
     top_k, top_p = CUTS[cut]
     logits_V = (np.random.default_rng(0).standard_normal(vocab_size) * scale).astype(np.float32)
-    given = jax.device_put((logits_V, np.int32(top_k), np.float32(top_p)))
-    compiled = {name: jax.jit(method).lower(*given).compile() for name, method in METHODS.items()}
-    works = {name: functools.partial(_run, work, given) for name, work in compiled.items()}
+    inputs = jax.device_put((logits_V, np.int32(top_k), np.float32(top_p)))
+    compiled = {name: jax.jit(method).lower(*inputs).compile() for name, method in METHODS.items()}
+    works = {name: functools.partial(_run, work, inputs) for name, work in compiled.items()}
     return least_seconds(works, repeats)
 
 
-def _run(work: Callable[..., jax.Array], given: tuple[jax.Array, ...]) -> jax.Array:
-    return work(*given).block_until_ready()
+def _run(work: Callable[..., jax.Array], inputs: tuple[jax.Array, ...]) -> jax.Array:
+    return work(*inputs).block_until_ready()
 
 
 def measure_steps(model: str, *, num_rows: int, num_tokens: int, repeats: int) -> dict[str, float]:

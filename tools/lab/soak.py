@@ -235,9 +235,7 @@ def judge(ask: Ask, status: int, body: str, anchors: dict[str, str]) -> str | No
     return None
 
 
-def run(
-    address: str, wanted: Iterator[Ask], num_clients: int, tally: Tally, bar: tqdm[Any]
-) -> None:
+def run(address: str, asks: Iterator[Ask], num_clients: int, tally: Tally, bar: tqdm[Any]) -> None:
     """Sends all requests, `num_clients` at a time."""
 
     def one(ask: Ask) -> tuple[Ask, tuple[int, str] | Exception | None]:
@@ -247,7 +245,7 @@ def run(
             return ask, error
 
     with ThreadPoolExecutor(num_clients) as pool:
-        for future in as_completed([pool.submit(one, ask) for ask in wanted]):
+        for future in as_completed([pool.submit(one, ask) for ask in asks]):
             ask, result = future.result()
             tally.kinds[ask.kind] += 1
             if isinstance(result, Exception):

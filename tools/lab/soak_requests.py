@@ -113,14 +113,14 @@ def _scored(rng: random.Random) -> Ask:
 
 def _structured(rng: random.Random) -> Ask:
     number = rng.randrange(1000)
-    wanted = rng.choice(
+    schema = rng.choice(
         (
             {"regex": f"[a-z]{{3,8}} {number}"},
             {"choice": ["yes", "no", f"maybe {number}"]},
             {"json": {"type": "object", "properties": {f"field_{number}": {"type": "integer"}}}},
         )
     )
-    return _completion("structured", rng, structured_outputs=wanted, stream=rng.random() < 0.5)
+    return _completion("structured", rng, structured_outputs=schema, stream=rng.random() < 0.5)
 
 
 def _chat(rng: random.Random) -> Ask:

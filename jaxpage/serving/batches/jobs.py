@@ -176,7 +176,7 @@ class Batches:
             max_line_bytes=self._max_line_bytes,
             is_dead=self._is_dead,
             is_closing=self._is_closing,
-            told=tell,
+            on_answer=tell,
             url=record["endpoint"],
             owner=self.store.owner(record["id"]),
         )

@@ -122,7 +122,7 @@ def _answer_all(
             num_at_once=_LINES_PER_SEQUENCE * driver.max_num_seqs,
             max_line_bytes=config.max_body_bytes + LINE_EXTRA_BYTES,
             is_dead=driver.has_ended,
-            told=tell,
+            on_answer=tell,
             window=window,
         )
         await run.run(source)

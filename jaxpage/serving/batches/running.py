@@ -36,7 +36,7 @@ class BatchRun:
         max_line_bytes: int,
         is_dead: Callable[[], bool],
         is_closing: Callable[[], bool] = lambda: False,
-        told: Callable[[], None] = lambda: None,
+        on_answer: Callable[[], None] = lambda: None,
         window: int = DEFAULT_WINDOW,
         url: str | None = None,
         owner: str = "",
@@ -50,7 +50,7 @@ class BatchRun:
             max_line_bytes: The longest line that is read.
             is_dead: Tells whether the engine has ended.
             is_closing: Tells whether the server accepts no more requests.
-            told: Called after each answer.
+            on_answer: Called after each answer.
             window: The most lines that are ordered together.
             url: The path that all lines must name; None allows all.
             owner: The one who made the batch, and to whom stored responses belong.
@@ -64,7 +64,7 @@ class BatchRun:
         self._places = asyncio.Semaphore(num_at_once)
         self._is_dead = is_dead
         self._is_closing = is_closing
-        self._told = told
+        self._on_answer = on_answer
         self._writing = asyncio.Lock()
 
     async def run(self, path: Path) -> None:
@@ -121,7 +121,7 @@ class BatchRun:
                 self._output.append(line)
             else:
                 await _to_the_end(asyncio.to_thread(self._output.append, line))
-        self._told()
+        self._on_answer()
 
 
 async def _to_the_end(work: Coroutine[Any, Any, None]) -> None:

@@ -300,12 +300,12 @@ def model_hash(model: Path) -> str:
     names = ["" if path == model else path.relative_to(model).as_posix() for path in paths]
     with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
         digests = pool.map(_file_hash, paths)
-        told = [
+        facts = [
             (name, digest)
             for name, digest in zip(names, digests, strict=True)
             if not name.startswith(".")
         ]
-    return hashlib.blake2b(json.dumps(told).encode(), digest_size=16).hexdigest()
+    return hashlib.blake2b(json.dumps(facts).encode(), digest_size=16).hexdigest()
 
 
 def _file_hash(path: Path) -> str:

@@ -172,7 +172,7 @@ class ModelTable(Generic[Model]):
         self._max_waiting = max_waiting
         self._clock = clock
         self._jobs: deque[Callable[[], Awaitable[None]]] = deque()
-        self._orders: set[asyncio.Future[None]] = set()
+        self._commands: set[asyncio.Future[None]] = set()
         self._changed = asyncio.Event()
         self._worker: asyncio.Task[None] | None = None
         self._is_stopped = False
@@ -192,9 +192,9 @@ class ModelTable(Generic[Model]):
             await asyncio.gather(self._worker, return_exceptions=True)
         for slot in self.slots.values():
             self._refuse(slot, _shutting_down())
-        for order in self._orders:
-            if not order.done():
-                order.set_exception(_shutting_down())
+        for command in self._commands:
+            if not command.done():
+                command.set_exception(_shutting_down())
 
     @contextlib.asynccontextmanager
     async def lease(self, name: str, keep_alive: float | None = None) -> AsyncIterator[Model]:
@@ -245,24 +245,24 @@ class ModelTable(Generic[Model]):
         """
         if self._is_stopped:
             raise _shutting_down()
-        order = asyncio.get_running_loop().create_future()
+        command = asyncio.get_running_loop().create_future()
 
         async def job() -> None:
             try:
                 await self._put_to_sleep(self.slots[name], level)
             except Exception as error:
-                if not order.done():
-                    order.set_exception(error)
+                if not command.done():
+                    command.set_exception(error)
             else:
-                if not order.done():
-                    order.set_result(None)
+                if not command.done():
+                    command.set_result(None)
 
-        self._orders.add(order)
+        self._commands.add(command)
         self._post(job)
         try:
-            await order
+            await command
         finally:
-            self._orders.discard(order)
+            self._commands.discard(command)
 
     def tidy(self) -> None:
         """Has models unloaded whose time is over; called by the timers that leases set."""

@@ -270,6 +270,6 @@ def _by_name(
 
     The first dict is donated.
     """
-    jitted = jax.jit(lambda given, kept: function(**given, **kept), donate_argnums=0)
-    kept = {name: shape for name, shape in shapes.items() if name not in donated}
-    return jitted, ({name: shapes[name] for name in donated}, kept)
+    jitted = jax.jit(lambda donated, constant: function(**donated, **constant), donate_argnums=0)
+    constant = {name: shape for name, shape in shapes.items() if name not in donated}
+    return jitted, ({name: shapes[name] for name in donated}, constant)
