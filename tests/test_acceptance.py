@@ -383,8 +383,8 @@ def step_of(shape: Shape, rule: AcceptanceRule) -> Any:
             logits_RV, inputs, processor_inputs, bucket, rule, by_row=False
         )
         counts_B = (paths_BQ >= 0).sum(axis=1)
-        places_BQ = jnp.where(paths_BQ >= 0, length_B[:, None] + jnp.arange(num_tokens), width)
-        text_BC = text_BC.at[jnp.arange(rows)[:, None], places_BQ].set(
+        indices_BQ = jnp.where(paths_BQ >= 0, length_B[:, None] + jnp.arange(num_tokens), width)
+        text_BC = text_BC.at[jnp.arange(rows)[:, None], indices_BQ].set(
             token_ids_R[paths_BQ], mode="drop"
         )
         return Texts(

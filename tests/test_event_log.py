@@ -1048,8 +1048,8 @@ class Probabilities:
             result, scored=self.results(rng, batch.num_scored, 0) if batch.num_scored else None
         )
 
-    def results(self, rng: np.random.Generator, count: int, least: int) -> StepResult:
-        token_ids = rng.integers(least, 257, count).astype(np.int32)
+    def results(self, rng: np.random.Generator, count: int, minimum: int) -> StepResult:
+        token_ids = rng.integers(minimum, 257, count).astype(np.int32)
         floats = rng.standard_normal((count, 21), np.float32)
         return StepResult(
             token_ids, floats[:, 0], token_ids, np.tile(token_ids[:, None], 20), floats[:, 1:]

@@ -366,14 +366,14 @@ def test_kernels_of_queries_keys_and_values_may_be_apart():
     state, _, _ = oracle("olmo-hybrid-mixed")
     family, spec = read_spec("olmo-hybrid-mixed")
     ends = np.cumsum(spec.recurrent.parts)[:-1]
-    apart = {}
+    separate = {}
     for key, value in state.items():
         if "conv1d" in key:
             parts = zip("qkv", np.split(value, ends), strict=True)
-            apart |= {key.replace("conv1d", f"{part}_conv1d"): own for part, own in parts}
+            separate |= {key.replace("conv1d", f"{part}_conv1d"): own for part, own in parts}
     whole = {key: value for key, value in state.items() if "conv1d" not in key}
-    assert len(apart) == 6
-    found, expected = fill(family, spec, whole | apart), fill(family, spec, state)
+    assert len(separate) == 6
+    found, expected = fill(family, spec, whole | separate), fill(family, spec, state)
     assert jax.tree.all(jax.tree.map(np.array_equal, found, expected))
 
 

@@ -55,9 +55,11 @@ def write(group: SequenceGroup, token_ids: Iterable[int]) -> None:
 # --- prompt lookup
 
 
-def looked_up(text: Sequence[int], shortest: int, max_length: int, num_drafts: int) -> Draft | None:
+def looked_up(
+    text: Sequence[int], min_length: int, max_length: int, num_drafts: int
+) -> Draft | None:
     """By definition: the longest match, of several the latest."""
-    for length in range(max_length, shortest - 1, -1):
+    for length in range(max_length, min_length - 1, -1):
         for place in range(len(text) - 1, length - 1, -1):
             if text[place - length : place] == text[len(text) - length :]:
                 return chain(tuple(text[place : place + num_drafts]))
@@ -66,14 +68,14 @@ def looked_up(text: Sequence[int], shortest: int, max_length: int, num_drafts: i
 
 @given(LONG_TEXTS, st.integers(1, 9), st.integers(1, 3), st.integers(0, 5), st.integers(1, 6))
 def test_prompt_lookup_goes_on_as_behind_the_longest_and_latest_match(
-    text, num_prompt_tokens, shortest, more, num_drafts
+    text, num_prompt_tokens, min_length, more, num_drafts
 ):
-    proposer = NGramProposer(shortest, shortest + more)
+    proposer = NGramProposer(min_length, min_length + more)
     group = make_group("a", 0, text[:num_prompt_tokens], max_tokens=99)
     for token_id in (*text[num_prompt_tokens:], None):
         known = group.sequences[0].token_ids
         assert ask(proposer, group, num_drafts) == looked_up(
-            known, shortest, shortest + more, num_drafts
+            known, min_length, min_length + more, num_drafts
         )
         write(group, [] if token_id is None else [token_id])
 
@@ -121,25 +123,25 @@ class Naive:
         ]
 
     def path(
-        self, run: Sequence[int], num_tokens: int, least: float
+        self, run: Sequence[int], num_tokens: int, minimum: float
     ) -> tuple[tuple[int, ...], float]:
         path: tuple[int, ...] = ()
         score = 0.0
         while len(path) < num_tokens and (tokens := self.following((*run, *path))):
             probability = self.count((*run, *path, tokens[0])) / self.count(run)
-            if probability < least - 1e-9:
+            if probability < minimum - 1e-9:
                 break
             path, score = (*path, tokens[0]), score + probability
         return path, score
 
-    def likeliest(self, run: Sequence[int], depth: int, least: float) -> list[float]:
+    def likeliest(self, run: Sequence[int], depth: int, minimum: float) -> list[float]:
         """Probabilities of everything that follows, the highest first."""
         found = [
             len(times) / self.count(run)
             for other, times in self.times.items()
             if len(run) < len(other) <= len(run) + depth and other[: len(run)] == tuple(run)
         ]
-        return sorted((share for share in found if share >= least - 1e-9), reverse=True)
+        return sorted((share for share in found if share >= minimum - 1e-9), reverse=True)
 
 
 # which text grows by which token
@@ -173,31 +175,31 @@ def test_the_tree_counts_every_run_and_knows_no_other(events, depth):
 
 @given(EVENTS, st.integers(2, 6), st.integers(1, 6), st.sampled_from([0.0, 0.1, 0.4, 0.6]))
 def test_the_path_is_of_the_most_frequent_and_of_equals_the_latest(
-    events, depth, num_tokens, least
+    events, depth, num_tokens, minimum
 ):
     tree, naive = both(events, depth)
     for length in range(1, depth):
         for run in itertools.product(range(3), repeat=length):
             if naive.count(run):
-                guess = tree.path(tree.find(run)[-1], min(num_tokens, depth - length), least)
-                path, score = naive.path(run, min(num_tokens, depth - length), least)
+                guess = tree.path(tree.find(run)[-1], min(num_tokens, depth - length), minimum)
+                path, score = naive.path(run, min(num_tokens, depth - length), minimum)
                 assert guess.draft == chain(path)
                 assert guess.score == pytest.approx(score)
 
 
 @given(EVENTS, st.integers(2, 6), st.integers(1, 8), st.sampled_from([0.0, 0.1, 0.4]))
-def test_the_tree_of_drafts_has_the_likeliest_each_once(events, depth, num_tokens, least):
+def test_the_tree_of_drafts_has_the_likeliest_each_once(events, depth, num_tokens, minimum):
     tree, naive = both(events, depth)
     for run in itertools.product(range(3), repeat=min(2, depth - 1)):
         if naive.count(run):
-            guess = tree.tree(tree.find(run)[-1], num_tokens, depth - len(run), least)
+            guess = tree.tree(tree.find(run)[-1], num_tokens, depth - len(run), minimum)
             draft = guess.draft
             shares = [
                 naive.count((*run, *draft.path(index))) / naive.count(run)
                 for index in range(len(draft.token_ids))
             ]
             assert shares == pytest.approx(
-                naive.likeliest(run, depth - len(run), least)[:num_tokens]
+                naive.likeliest(run, depth - len(run), minimum)[:num_tokens]
             )
             assert guess.score == pytest.approx(sum(shares))
             assert len({draft.path(index) for index in range(len(shares))}) == len(shares)

@@ -477,10 +477,10 @@ BOUNDS: list[tuple[Any, dict[str, Any], dict[str, tuple[int, int]]]] = [
         for name, bounds in fields.items()
     ],
 )
-def test_a_number_is_taken_at_its_bounds_and_refused_beyond(model, body, name, least, maximum):
-    for value in (least, maximum):
+def test_a_number_is_taken_at_its_bounds_and_refused_beyond(model, body, name, minimum, maximum):
+    for value in (minimum, maximum):
         model.model_validate({**body, name: value})
-    for value in (least - 1, maximum + 1):
+    for value in (minimum - 1, maximum + 1):
         with pytest.raises(ValidationError, match=name):
             model.model_validate({**body, name: value})
 

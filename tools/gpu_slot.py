@@ -152,7 +152,7 @@ class Slot:
         ]
         return [group for group in left if group]
 
-    def look(self, deadline: float) -> str:
+    def probe(self, deadline: float) -> str:
         """Asks for the machine; returns why nothing can be done here, "" if something can."""
         old = self.results.parts.get(ENVIRONMENT)
         before = machine(self.results.findings).get("device")
@@ -244,7 +244,7 @@ def run(arguments: argparse.Namespace, screen: Screen) -> int:
     parts_to_run = slot.open_parts(only, arguments.again)
     if absent := missing():
         screen.say(absent)
-    if reason := slot.look(deadline):
+    if reason := slot.probe(deadline):
         screen.end(reason)
         return 2
     status = slot.run(parts_to_run, deadline)

@@ -142,10 +142,10 @@ def _max_length(config: EngineConfig, files: ModelFiles) -> int:
 
 
 def _token_ids(arguments: argparse.Namespace, config: EngineConfig, files: ModelFiles) -> list[int]:
-    for name, least in (("num_tokens", 2), ("seed", 0)):
-        if getattr(arguments, name) < least:
+    for name, minimum in (("num_tokens", 2), ("seed", 0)):
+        if getattr(arguments, name) < minimum:
             raise UsageError(
-                f"--{name.replace('_', '-')} must be at least {least}, got "
+                f"--{name.replace('_', '-')} must be at least {minimum}, got "
                 f"{getattr(arguments, name)}"
             )
     if arguments.text is None:

@@ -112,7 +112,7 @@ class Constraint:
         self._is_alone = False  # no other sequence shares its states
         # The constraint after each tuple of drafts; None where `mask_after` returns None.
         self._ahead: dict[tuple[int, ...], Constraint | None] = {}
-        self._look(first)
+        self._note_admitted(first)
 
     @property
     def may_stop(self) -> bool:
@@ -166,10 +166,10 @@ class Constraint:
         self._ahead = {}
         self._token_ids.append(token_id)
         self._matcher.consume_token(token_id)
-        self._look(self._admit())
+        self._note_admitted(self._admit())
         return self._end()
 
-    def _look(self, admitted: Mask) -> None:
+    def _note_admitted(self, admitted: Mask) -> None:
         """Computes the mask of the next token. This is done once for each token."""
         if (
             self._matcher.is_error()

@@ -192,8 +192,8 @@ def attend_in_cpp(inputs: EncoderInputs, num_tokens: int, max_length: int) -> At
     end = end_of_texts(inputs)
     query_start = jnp.append(jnp.minimum(start_R, end), end)
     row_T = jnp.searchsorted(start_R, jnp.arange(num_tokens), side="right") - 1
-    place_T = jnp.arange(num_tokens) - start_R[row_T]
-    segment_T = jnp.where(place_T < inputs.length_R[row_T], row_T, -1)
+    index_T = jnp.arange(num_tokens) - start_R[row_T]
+    segment_T = jnp.where(index_T < inputs.length_R[row_T], row_T, -1)
 
     def attend(
         q_TNH: jax.Array, k_TKH: jax.Array, v_TKH: jax.Array, options: AttentionOptions
@@ -203,7 +203,7 @@ def attend_in_cpp(inputs: EncoderInputs, num_tokens: int, max_length: int) -> At
         mixed = attend_bidirectional(q_TNH, k_TKH, v_TKH, segment_T, scale=scale, reach=reach)
         if mixed is not None:
             return mixed
-        last_T = inputs.length_R[row_T] - 1 if reach is None else place_T + reach
+        last_T = inputs.length_R[row_T] - 1 if reach is None else index_T + reach
         window = None if reach is None else reach + 1
         arguments = Arguments(
             q_TNH=q_TNH,
@@ -296,8 +296,8 @@ def attend_by_tiles(
         if options.sliding_window is not None:
             distance = jnp.abs(key_GK[:, None, None, :] - query_G1Q1)
             sees &= distance <= options.sliding_window
-        place_GK = jnp.minimum(key_GK, num_tokens - 1)
-        score_GNQK = multiply("GNQH,GKNH->GNQK", q_GNQH, k_TNH[place_GK]) * options.scale
+        index_GK = jnp.minimum(key_GK, num_tokens - 1)
+        score_GNQK = multiply("GNQH,GKNH->GNQK", q_GNQH, k_TNH[index_GK]) * options.scale
         if bias_DN is not None:
             distance_GQK = key_GK[:, None, :] - query_G1Q1[:, 0]
             bias_GQKN = bias_DN[jnp.minimum(distance_GQK + num_tokens - 1, 2 * num_tokens - 2)]
@@ -306,7 +306,7 @@ def attend_by_tiles(
         new_highest = jnp.maximum(highest, score_GNQK.max(axis=-1))
         weight_GNQK = jnp.where(sees, jnp.exp(score_GNQK - new_highest[..., None]), 0.0)
         shrink = jnp.exp(highest - new_highest)
-        weighted = multiply("GNQK,GKNH->GNQH", weight_GNQK.astype(v_TNH.dtype), v_TNH[place_GK])
+        weighted = multiply("GNQK,GKNH->GNQH", weight_GNQK.astype(v_TNH.dtype), v_TNH[index_GK])
         return (
             new_highest,
             total * shrink + weight_GNQK.sum(axis=-1),

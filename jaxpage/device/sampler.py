@@ -189,10 +189,10 @@ def in_parts(function: Callable[[Any], Result], rows: Any, results: Result) -> R
     def compute(index: jax.Array, results: Result) -> Result:
         # Rows are taken by place, because XLA keeps a loop that takes slices out of CUDA graphs.
         # The last rows may be computed twice, with the same result.
-        place_B = jnp.minimum(index * at_once, num_rows - at_once) + jnp.arange(at_once)
-        some = function(jax.tree.map(lambda leaf: jnp.asarray(leaf)[place_B], rows))
+        index_B = jnp.minimum(index * at_once, num_rows - at_once) + jnp.arange(at_once)
+        some = function(jax.tree.map(lambda leaf: jnp.asarray(leaf)[index_B], rows))
         computed: Result = jax.tree.map(
-            lambda array, part: array.at[place_B].set(part), results, some
+            lambda array, part: array.at[index_B].set(part), results, some
         )
         return computed
 
@@ -219,14 +219,16 @@ def _each_draw(function: Callable[..., Any], rows: tuple[Any, ...], *, by_row: b
     """Applies a function to each draw.
 
     Args:
-        function: Takes the entries of `rows`, and `by_row`, `requested` and `least`: the least
+        function: Takes the entries of `rows`, and `by_row`, `requested` and `minimum`: the least
             logit that stays, where a kernel has found it.
         rows: Logits, temperature, top-k, top-p, min-p, and more.
         by_row: Loops over the draws.
     """
     if by_row:
         return each_row(
-            functools.partial(function, by_row=True, requested=None, least=None), rows, by_row=True
+            functools.partial(function, by_row=True, requested=None, minimum=None),
+            rows,
+            by_row=True,
         )
     logits_RV, temperature_R, top_k_R, top_p_R, min_p_R, *_ = rows
 
@@ -240,15 +242,15 @@ def _each_draw(function: Callable[..., Any], rows: tuple[Any, ...], *, by_row: b
     )
     function = functools.partial(function, by_row=False, requested=requested)
     if (kernels := kernels_in_use()) is None:
-        return each_row(functools.partial(function, least=None), rows, by_row=False)
-    least_R = jax.lax.cond(
+        return each_row(functools.partial(function, minimum=None), rows, by_row=False)
+    cutoff_R = jax.lax.cond(
         requested.top_k | requested.top_p_or_min_p,
         lambda: kernels.cutoffs(
             logits_RV, jnp.max(logits_RV, axis=1), temperature_R, top_k_R, top_p_R, min_p_R
         ),
         lambda: jnp.full(logits_RV.shape[0], -jnp.inf, jnp.float32),
     )
-    return jax.vmap(lambda least, *row: function(*row, least=least))(least_R, *rows)
+    return jax.vmap(lambda minimum, *row: function(*row, minimum=minimum))(cutoff_R, *rows)
 
 
 def perturb_logits(
@@ -407,13 +409,13 @@ def _scale(
     logits_V: jax.Array,
     temperature: jax.Array,
     *cuts: jax.Array,
-    least: jax.Array | None,
+    minimum: jax.Array | None,
     **options: Any,
 ) -> jax.Array:
     """Returns the logits divided by the temperature, and cut off."""
-    if least is None:
+    if minimum is None:
         return truncate(logits_V / temperature, *cuts, **options)
-    return jnp.where(logits_V >= least, logits_V / temperature, -jnp.inf)
+    return jnp.where(logits_V >= minimum, logits_V / temperature, -jnp.inf)
 
 
 def largest_of(logits_V: Float[Array, "V"]) -> tuple[Float[Array, ""], Int[Array, ""]]:

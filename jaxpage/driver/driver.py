@@ -94,7 +94,7 @@ class Driver:
         self._thread: threading.Thread | None = None
         self.is_by_hand = True
         # The thread refers to the turns alone, so that a driver that is dropped ends.
-        weakref.finalize(self, self.turns.leave).atexit = False
+        weakref.finalize(self, self.turns.detach).atexit = False
 
     def start(self) -> None:
         """Starts the thread."""

@@ -564,7 +564,7 @@ class Engine:
         self.rebuild_pages()
         return groups
 
-    def tell_end(self) -> None:
+    def report_end(self) -> None:
         """Tells the listener that no step and no request follows."""
         self.events.closed()
 

@@ -174,10 +174,10 @@ class StreamDetokenizer:
         """Returns the last tokens of the prompt, with a run of bytes from its beginning on."""
         begin = max(0, len(prompt_token_ids) - _CONTEXT_TOKENS)
         if self._bytes.has_fallback:
-            least = max(0, len(prompt_token_ids) - _MAX_CONTEXT_TOKENS)
-            while begin > least and self._bytes[prompt_token_ids[begin]] is not None:
+            minimum = max(0, len(prompt_token_ids) - _MAX_CONTEXT_TOKENS)
+            while begin > minimum and self._bytes[prompt_token_ids[begin]] is not None:
                 begin -= 1
-            if begin == least > 0:
+            if begin == minimum > 0:
                 # Bytes of a character that begins before these tokens would make the run invalid.
                 positions = range(begin, len(prompt_token_ids))
                 starts = (

@@ -107,7 +107,7 @@ class ExpertLinear(nnx.Module):
         self.spec = spec
 
         def sources() -> list[Source]:
-            apart = spec.sources(
+            separate = spec.sources(
                 lambda module: tensor(f"{module}.weight", spec.rows_of_part, spec.num_in)
             )
             stacked = [
@@ -117,7 +117,7 @@ class ExpertLinear(nnx.Module):
             ]
             if spec.in_rows_too:
                 stacked.append(tensor(spec.name, spec.num_experts, spec.num_out, spec.num_in))
-            return [*apart, *stacked]
+            return [*separate, *stacked]
 
         self.kernel = parameter(
             (spec.num_experts, spec.num_out, spec.num_in),

@@ -167,7 +167,7 @@ class Experts(nnx.Module):
         is_expert_TX = (expert_TX >= 0) & (expert_TX < num_experts)
         expert_P = jnp.where(is_expert_TX, expert_TX, num_experts).reshape(-1)
         is_on_cpu = isinstance(self.gate_up.weight(...), Packed | PackedCodes)
-        order_P, place_P = _sort(expert_P, 0 if is_on_cpu else PAIRS_COMPARED)
+        order_P, index_P = _sort(expert_P, 0 if is_on_cpu else PAIRS_COMPARED)
         sorted_P = expert_P[order_P]
         count_E = (expert_P == jnp.arange(num_experts)[:, None]).sum(axis=1)
         both_PF = self.gate_up.of_sorted(x_TD[order_P // per_token], sorted_P, count_E)
@@ -176,7 +176,7 @@ class Experts(nnx.Module):
         made_PD = self.down.of_sorted(self._between(both_PF), sorted_P, count_E)
         if made_PD is None:
             return None
-        return jnp.where(is_expert_TX[..., None], made_PD[place_P].reshape(*expert_TX.shape, -1), 0)
+        return jnp.where(is_expert_TX[..., None], made_PD[index_P].reshape(*expert_TX.shape, -1), 0)
 
     def _run_by_tiles(
         self, x_TD: Float[Array, "T D"], expert_TX: Int[Array, "T X"]
@@ -226,8 +226,8 @@ def _sort(
         order_P = jnp.argsort(expert_P, stable=True)
         return order_P, jnp.zeros_like(order_P).at[order_P].set(pair_P, unique_indices=True)
     key_P = expert_P * len(expert_P) + pair_P
-    place_P = (key_P < key_P[:, None]).sum(axis=1)
-    return jnp.where(place_P == pair_P[:, None], pair_P, 0).sum(axis=1), place_P
+    index_P = (key_P < key_P[:, None]).sum(axis=1)
+    return jnp.where(index_P == pair_P[:, None], pair_P, 0).sum(axis=1), index_P
 
 
 class MixtureOfExperts(nnx.Module):

@@ -89,9 +89,11 @@ class LinearSpec:
         Args:
             make_source: Gives the source of a module's rows, from its name and their number.
         """
-        apart = [make_source(part.name, part.rows) for part in self.parts if part.name is not None]
+        separate = [
+            make_source(part.name, part.rows) for part in self.parts if part.name is not None
+        ]
         together = [make_source(self.fused, self.num_out)] if self.fused else []
-        return [concatenate(apart), *together] if apart else together
+        return [concatenate(separate), *together] if separate else together
 
     @property
     def num_out(self) -> int:

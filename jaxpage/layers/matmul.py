@@ -11,7 +11,7 @@ from jaxpage.layers.trace_scope import LayerKernels, trace_scope
 from jaxpage.layers.weight_kinds import Grouped, Packed, PackedCodes, Scaled, StoredWeight
 
 TOKENS_BY_HEAD = 16  # the tokens of a tile: see `matmul_by_head`
-SMALLEST_SCALE = 2.0**-100  # The scale of a token whose inputs are all zero.
+MIN_SCALE = 2.0**-100  # The scale of a token whose inputs are all zero.
 
 
 @jax.named_scope("product")  # These names are for profiles: see `bench.step_profile`.
@@ -221,7 +221,7 @@ def round_inputs(x_TI: Float[Array, "T I"]) -> tuple[Int8[Array, "T I"], Float[A
     the same.
     """
     scale_T1 = jnp.maximum(
-        jnp.abs(x_TI).max(axis=1, keepdims=True) * jnp.float32(1 / 127), SMALLEST_SCALE
+        jnp.abs(x_TI).max(axis=1, keepdims=True) * jnp.float32(1 / 127), MIN_SCALE
     )
     scale_T1 = jnp.where(jnp.isnan(x_TI).any(axis=1, keepdims=True), jnp.nan, scale_T1)
     return jnp.round(x_TI * (1 / scale_T1)).astype(jnp.int8), scale_T1

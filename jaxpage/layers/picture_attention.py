@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxpage.layers.trace_scope import trace_scope
 
 # A tile has at least so many queries, and at most so many, if its scores are not more than these.
-_LEAST_QUERIES = 64
+_MIN_QUERIES = 64
 _MAX_QUERIES = 512
 _MAX_SCORES = 2**26  # 256 MiB
 _WINDOWS_AT_ONCE = 16
@@ -59,7 +59,7 @@ def attend_in_segments(
 
 def queries_at_once(num_patches: int, num_heads: int) -> int:
     """Returns the number of queries in a tile; plans of memory count the scores of one."""
-    fitting = max(_LEAST_QUERIES, _MAX_SCORES // (num_heads * num_patches))
+    fitting = max(_MIN_QUERIES, _MAX_SCORES // (num_heads * num_patches))
     return min(_MAX_QUERIES, fitting)
 
 

@@ -28,7 +28,7 @@ from jaxpage.models.parts import Scope, mlp, norms
 from jaxpage.models.parts.decoder_config import Defaults
 
 ROPES = {gemma.FULL: ("rope_theta", 1_000_000.0), gemma.SLIDING: ("rope_local_base_freq", 10_000.0)}
-LEAST_SQUARE = 1e-5  # The least mean of squares of a state that gets the size of another one.
+MIN_SQUARE = 1e-5  # The least mean of squares of a state that gets the size of another one.
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class StatesForm:
     def read(cls, fields: Fields) -> StatesForm:
         """Returns what the fields say."""
         count = fields.integer("altup_num_inputs", 4)
-        active = fields.integer("altup_active_idx", 0, least=0)
+        active = fields.integer("altup_active_idx", 0, minimum=0)
         if active >= count:
             text = f"altup_active_idx = {active} must be below altup_num_inputs = {count}"
             fields.note_wrong(text, altup_active_idx=0, altup_num_inputs=4)
@@ -287,10 +287,12 @@ class Gemma3n(gemma.Gemma2, config=Gemma3nConfig):
         made = [_match_size(projection(hidden_TD), hidden_TD) for projection in self.entering]
         state_UTD = jnp.stack([hidden_TD, *made])
         places = self.config.layer_places
-        out_TD, pages, aux = run_layers(layers, self._leave, state_UTD, pages, context, places)
+        out_TD, pages, aux = run_layers(
+            layers, self._merge_streams, state_UTD, pages, context, places
+        )
         return out_TD, pages, tuple(each_UTD[self.config.states.active] for each_UTD in aux)
 
-    def _leave(self, state_UTD: Float[Array, "U T D"]) -> Float[Array, "T D"]:
+    def _merge_streams(self, state_UTD: Float[Array, "U T D"]) -> Float[Array, "T D"]:
         """Returns the norm of the mean of all states, each with the size of the first one."""
         total_TD = state_UTD[0]
         for projection, each_TD in zip(self.leaving, state_UTD[1:], strict=True):
@@ -302,5 +304,5 @@ def _match_size(x_TD: Float[Array, "T D"], other_TD: Float[Array, "T D"]) -> Flo
     """Returns the state with the root mean square of another one."""
     wide_TD = x_TD.astype(jnp.float32)
     size_T1 = jnp.sqrt(mean(jnp.square(other_TD.astype(jnp.float32))))
-    own_T1 = jnp.sqrt(jnp.maximum(mean(jnp.square(wide_TD)), LEAST_SQUARE))
+    own_T1 = jnp.sqrt(jnp.maximum(mean(jnp.square(wide_TD)), MIN_SQUARE))
     return (wide_TD * size_T1 / own_T1).astype(x_TD.dtype)

@@ -94,7 +94,7 @@ def find_shared_layers(fields: Fields, types: tuple[str, ...], default: int) -> 
         types: The type of each layer.
         default: The default of `num_kv_shared_layers`.
     """
-    first = len(types) - fields.integer("num_kv_shared_layers", default, least=0)
+    first = len(types) - fields.integer("num_kv_shared_layers", default, minimum=0)
     types_with_pages = types[: max(0, first)]
     if missing := {*types[len(types_with_pages) :]} - {*types_with_pages}:
         text = (

@@ -148,7 +148,7 @@ def _read_delta(fields: Fields) -> DeltaWidths:
         key=width,
         value=width,
         kernel=fields.integer("linear_conv_kernel_dim", 4),
-        apart=True,
+        separate=True,
         by_channel=True,
     )
 

@@ -213,7 +213,7 @@ class JambaConfig(ExpertsConfig):
         mamba = _read_mamba(fields)
         attends = _every(fields, "attn_layer", 8, 4, num_layers)
         experts = None
-        if fields.integer("num_local_experts", 16, least=0) > 1:
+        if fields.integer("num_local_experts", 16, minimum=0) > 1:
             experts = expert_fields.read_experts(
                 fields,
                 count=("num_local_experts", 16),
@@ -239,7 +239,7 @@ def _every(fields: Fields, name: str, period: int, offset: int, num_layers: int)
     """Returns for each layer whether it is one of a kind that comes again after a period."""
     names = f"{name}_period", f"{name}_offset"
     period = fields.integer(names[0], period)
-    offset = fields.integer(names[1], offset, least=0)
+    offset = fields.integer(names[1], offset, minimum=0)
     if offset >= period:
         text = f"{names[1]} = {offset} must be smaller than {names[0]} = {period}"
         fields.note_wrong(text, **dict(zip(names, (1, 0), strict=True)))

@@ -312,10 +312,10 @@ class Server:
 def version_route(path: str, version: str) -> Route:
     """Returns a route that tells a version."""
 
-    async def tell_version(request: Request) -> Response:
+    async def print_version(request: Request) -> Response:
         return json_answer({"version": version})
 
-    return Route(path, tell_version)
+    return Route(path, print_version)
 
 
 def build_app(

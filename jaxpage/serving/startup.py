@@ -39,7 +39,7 @@ from jaxpage.serving.hosts.channel import Channel
 from jaxpage.serving.hosts.follower import Follower
 from jaxpage.serving.hosts.joining import agree, join, smallest_sizes
 from jaxpage.serving.hosts.leader import Leader
-from jaxpage.serving.hosts.processes import leave_processes
+from jaxpage.serving.hosts.processes import end_processes
 from jaxpage.serving.hosts.weight_loading import WeightsOfFollower
 from jaxpage.serving.http.listening import address_of
 from jaxpage.serving.metrics import logs
@@ -347,7 +347,7 @@ def start(engine: EngineConfig, server: ServerConfig, listener: socket.socket) -
         )
         if hosts is not None and hosts.has_lost:
             os._exit(status)  # otherwise JAX waits at its exit for the host that is gone
-        leave_processes()
+        end_processes()
         return status
 
 
@@ -378,7 +378,7 @@ def follow(engine: EngineConfig, server: ServerConfig) -> int:
     status = Follower(built.engine, channels[0], seconds, adapters, weights).run()
     if status:
         os._exit(status)  # otherwise JAX waits at its exit for the other hosts
-    leave_processes()
+    end_processes()
     return status
 
 

@@ -93,11 +93,11 @@ class SpeculativeConfig(BaseModel):
 
         If only one is given, the default of the other is moved so that both fit together.
         """
-        shortest = self.prompt_lookup_min
+        min_length = self.prompt_lookup_min
         max_length = self.prompt_lookup_max
-        if shortest is None:
-            shortest = 2 if max_length is None else min(2, max_length)
-        return shortest, max(16, shortest) if max_length is None else max_length
+        if min_length is None:
+            min_length = 2 if max_length is None else min(2, max_length)
+        return min_length, max(16, min_length) if max_length is None else max_length
 
     @property
     def suffix_decoding(self) -> SuffixDecoding:
@@ -182,9 +182,9 @@ class SpeculativeConfig(BaseModel):
                     f"{name} is {value!r}, but method is {self.method!r}: it belongs to "
                     f"{', '.join(methods)}"
                 )
-        shortest, max_length = self.prompt_lookup
-        if shortest > max_length:
-            yield f"prompt_lookup_min is {shortest}, above prompt_lookup_max, {max_length}"
+        min_length, max_length = self.prompt_lookup
+        if min_length > max_length:
+            yield f"prompt_lookup_min is {min_length}, above prompt_lookup_max, {max_length}"
         if self.method == "suffix":
             yield from self._never_drafted(self.suffix_decoding)
         if self.method == "lookahead":

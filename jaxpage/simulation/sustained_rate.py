@@ -21,7 +21,7 @@ PRECISION = 1.05  # the search ends when its two rates have this ratio
 # The bounds of the search, in requests per second.
 LOWEST = 1e-2
 HIGHEST = 1e5
-LOOK_EVERY = 8  # steps between two looks at the memory
+SAMPLE_EVERY = 8  # steps between two looks at the memory
 
 
 @dataclass(frozen=True)
@@ -143,7 +143,9 @@ def _run(question: Question, rate: float, seed: int) -> Run:
         Arrival(*values)
         for values in zip(times.tolist(), *(each.tolist() for each in lengths), strict=True)
     ]
-    return Simulator(trace, question.new_scheduler(), question.cost, look_every=LOOK_EVERY).run()
+    return Simulator(
+        trace, question.new_scheduler(), question.cost, sample_every=SAMPLE_EVERY
+    ).run()
 
 
 def latencies(served: Served) -> dict[str, float]:

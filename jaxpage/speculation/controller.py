@@ -100,7 +100,7 @@ class _Node(NamedTuple):
     sequence_id: int
     depth: int
     probability: float  # that it and all before it are accepted; of a unit, the number of them
-    least: float  # the least chance from the first to this one, since drafts are cut from the end
+    minimum: float  # the least chance from the first to this one, since drafts are cut from the end
     weight: float  # the chance that a proposer finds it; 1 once it is there
 
 
@@ -330,7 +330,7 @@ class Controller:
         plain, *shapes = self._shapes(num_rows)
         seconds = self.costs.of(plain, plain_depth)
         options = {plain: _Option(num_rows / seconds, num_rows, plain, plain_depth, ())}
-        nodes = sorted(nodes, key=lambda node: -node.least)
+        nodes = sorted(nodes, key=lambda node: -node.minimum)
         for depth in depths:
             reached = nodes if depth is None else [node for node in nodes if node.depth <= depth]
             weights = list(accumulate([node.weight for node in reached]))
@@ -386,13 +386,13 @@ class Controller:
 def _nodes(sequence_id: int, parents: Iterable[int], rates: Sequence[float]) -> list[_Node]:
     """Returns the nodes of a sequence's drafts; `rates` are those of `Acceptance`."""
     nodes: list[_Node] = []
-    least = math.inf
+    minimum = math.inf
     for parent, rate in zip(parents, rates[1:], strict=False):
         depth, probability = (
             (1, rate) if parent < 0 else (1 + nodes[parent].depth, rate * nodes[parent].probability)
         )
-        least = min(least, probability)
-        nodes.append(_Node(sequence_id, depth, probability, least, rates[0]))
+        minimum = min(minimum, probability)
+        nodes.append(_Node(sequence_id, depth, probability, minimum, rates[0]))
     return nodes
 
 

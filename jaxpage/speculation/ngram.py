@@ -24,9 +24,9 @@ class NGramProposer(Proposer):
     first.
     """
 
-    def __init__(self, shortest: int, max_length: int) -> None:
+    def __init__(self, min_length: int, max_length: int) -> None:
         """Takes the lengths of the n-grams that are looked up, 1 <= shortest <= longest."""
-        self._shortest = shortest
+        self._min_length = min_length
         self._max_length = max_length
         self._known: dict[int, _Known] = {}  # by sequence id
 
@@ -36,7 +36,7 @@ class NGramProposer(Proposer):
         if known is None:
             known = self._known[sequence.sequence_id] = _Known()
         token_ids = known.grow(sequence.token_ids)
-        start = find(token_ids, self._shortest, self._max_length)
+        start = find(token_ids, self._min_length, self._max_length)
         return (
             None if start is None else chain(tuple(token_ids[start : start + num_drafts].tolist()))
         )
@@ -66,12 +66,12 @@ class _Known:
         return self._array[: self._count]
 
 
-def find(token_ids: TokenIds, shortest: int, max_length: int) -> int | None:
+def find(token_ids: TokenIds, min_length: int, max_length: int) -> int | None:
     """Returns the place after the longest earlier occurrence of the last tokens.
 
     It compares at most `max_length` tokens; of several occurrences it takes the latest. Occurrences
     may overlap the end that they are compared with. The result is None where not even the last
-    `shortest` tokens occurred before.
+    `min_length` tokens occurred before.
     """
     last = len(token_ids) - 1
     # The places where the last `length` tokens ended before.
@@ -84,12 +84,12 @@ def find(token_ids: TokenIds, shortest: int, max_length: int) -> int | None:
     ):
         return latest + 1  # a text that goes in circles ends here
     for length in range(1, max_length):
-        if length >= shortest and len(ends) == 1:
+        if length >= min_length and len(ends) == 1:
             break
         longer = ends[ends.searchsorted(length) :]
         longer = longer[token_ids[longer - length] == token_ids[last - length]]
         if not len(longer):
-            if length < shortest:
+            if length < min_length:
                 return None
             break
         ends = longer

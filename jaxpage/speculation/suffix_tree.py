@@ -193,13 +193,13 @@ class SuffixTree:
         """Returns how often the run before a place occurs."""
         return self._counts[place] if place >= 0 else 1
 
-    def path(self, place: int, num_tokens: int, least: float) -> ScoredDraft:
+    def path(self, place: int, num_tokens: int, minimum: float) -> ScoredDraft:
         """Returns the most frequent token after a place, the most frequent after that, and so on.
 
         Args:
             place: The place.
             num_tokens: The most tokens.
-            least: The least probability of a token together with all that lead to it.
+            minimum: The least probability of a token together with all that lead to it.
         """
         counts = self._counts
         best = self._best
@@ -210,7 +210,7 @@ class SuffixTree:
         while place >= 0 and len(token_ids) < num_tokens and (count := best_counts[place]):
             token = best[place]
             probability *= count / counts[place]
-            if probability < least:
+            if probability < minimum:
                 break
             token_ids.append(token)
             score += probability
@@ -224,7 +224,7 @@ class SuffixTree:
             score += probability * len(continuation)
         return ScoredDraft(token_ids, None, score)
 
-    def tree(self, place: int, num_tokens: int, depth: int, least: float) -> ScoredDraft:
+    def tree(self, place: int, num_tokens: int, depth: int, minimum: float) -> ScoredDraft:
         """Returns the most likely tokens after a place, whichever way they lead.
 
         They are no deeper than `depth`; the other arguments are those of `path`.
@@ -238,7 +238,7 @@ class SuffixTree:
             for token, child, share in self._following(place)
         ]
         heapq.heapify(heap)
-        while heap and len(token_ids) < num_tokens and -heap[0][0] >= least:
+        while heap and len(token_ids) < num_tokens and -heap[0][0] >= minimum:
             minus_probability, _, token, parent, at, place = heapq.heappop(heap)
             parents.append(parent)
             token_ids.append(token)

@@ -36,12 +36,12 @@ def visible_TC(arguments: Arguments, num_positions: int) -> jax.Array:
         last_T = jnp.maximum(last_T, within_T)
     seen_TC = position_C <= last_T[:, None]
     if tree_mask_TQ is not None:
-        place_TC = (
+        index_TC = (
             position_C - (rows.position_T - rows.offset_T)[:, None]
         )  # the place of a context position among its row's query tokens
         width = tree_mask_TQ.shape[1]
-        branch_TC = jnp.take_along_axis(tree_mask_TQ, jnp.clip(place_TC, 0, width - 1), axis=1)
-        seen_TC = jnp.where(place_TC < 0, seen_TC, branch_TC & (place_TC < width))
+        branch_TC = jnp.take_along_axis(tree_mask_TQ, jnp.clip(index_TC, 0, width - 1), axis=1)
+        seen_TC = jnp.where(index_TC < 0, seen_TC, branch_TC & (index_TC < width))
         seen_TC &= position_C < arguments.context_len_B[rows.row_T][:, None]
     if window is not None:
         seen_TC &= position_C > rows.position_T[:, None] - window

@@ -244,8 +244,8 @@ def _branch_tiles(arguments: Arguments) -> Callable[..., jax.Array]:
     def branch_tile(pages: jax.Array, table_RM: jax.Array, index: jax.Array) -> jax.Array:
         position_C = index * CONTEXT_TILE + jnp.arange(CONTEXT_TILE)
         depth_RC = position_C - first_R[:, None]
-        place_RC = jnp.take_along_axis(seen_RQ, jnp.clip(depth_RC, 0, seen_RQ.shape[1] - 1), axis=1)
-        source_RC = jnp.where(depth_RC < 0, position_C, first_R[:, None] + place_RC)
+        index_RC = jnp.take_along_axis(seen_RQ, jnp.clip(depth_RC, 0, seen_RQ.shape[1] - 1), axis=1)
+        source_RC = jnp.where(depth_RC < 0, position_C, first_R[:, None] + index_RC)
         block_size = pages.shape[1]
         block_RC = jnp.take_along_axis(
             table_RM, jnp.minimum(source_RC // block_size, table_RM.shape[1] - 1), axis=1

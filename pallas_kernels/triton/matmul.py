@@ -433,7 +433,7 @@ def _sum_segments(operands: list[Any], config: Config) -> jax.Array:
     num_groups = values.shape[0]
     tiles = num_tiles(num_rows, num_groups, cut.rows)
     blocks = pl.cdiv(config.num_out, cut.cols)
-    apart = cut.splits > 1
+    separate = cut.splits > 1
     sums_dtype = jnp.int32 if jnp.issubdtype(x_PI.dtype, jnp.integer) else jnp.float32
     call = tb.kernel_call(
         functools.partial(kernel, config=config),
@@ -441,7 +441,7 @@ def _sum_segments(operands: list[Any], config: Config) -> jax.Array:
         grid=(*((tiles, blocks) if num_groups == 1 else (blocks, tiles)), cut.splits),
         out_shape=jax.ShapeDtypeStruct(
             (cut.splits, num_rows, config.num_out),
-            sums_dtype if apart else jnp.dtype(config.result),
+            sums_dtype if separate else jnp.dtype(config.result),
         ),
         num_warps=cut.num_warps,
         num_stages=cut.num_stages,

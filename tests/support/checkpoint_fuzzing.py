@@ -41,7 +41,7 @@ MOVED = 2.0**-22
 # jaxpage adds in another order, which moved logits by at most 1.6 such moves in 156 checkpoints. A
 # field that is read wrongly moves them by a thousand.
 MOVES = 5
-LEAST = 2e-6  # the tolerance as a share of the largest logit, where a move moves nothing
+MINIMUM = 2e-6  # the tolerance as a share of the largest logit, where a move moves nothing
 
 
 class NotTaken(Exception):
@@ -125,7 +125,7 @@ def _tolerance(model: Any, token_ids: torch.Tensor, logits: np.ndarray, seed: in
     for each in moved.parameters():
         each.data.mul_(1 + MOVED * torch.randn(each.shape, generator=rng))
     change = np.abs(_logits(moved, token_ids) - logits).max()
-    return float(MOVES * change + LEAST * np.abs(logits).max())
+    return float(MOVES * change + MINIMUM * np.abs(logits).max())
 
 
 def failure(

@@ -188,8 +188,8 @@ class World:
         self.fakes: dict[str, Fake] = {}
         self.waiting: Counter[str] = Counter()
         self.in_flight: Counter[str] = Counter()
-        self.shortest = {kind.name: kind.keep_alive for kind in case.models}
-        self.max_length = dict(self.shortest)
+        self.min_length = {kind.name: kind.keep_alive for kind in case.models}
+        self.max_length = dict(self.min_length)
         self._calls: Counter[tuple[str, str]] = Counter()
         self._failed: set[str] = set()
         self._at_work: str | None = None
@@ -267,17 +267,17 @@ class World:
     def check_reason_to_close(self, fake: Fake) -> None:
         name = fake.kind.name
         others_wait = any(number for other, number in self.waiting.items() if other != name)
-        is_due = self.now >= fake.last_used + self.shortest[name]
+        is_due = self.now >= fake.last_used + self.min_length[name]
         promise(fake.is_over or others_wait or is_due, f"{name} is unloaded without a reason")
         if fake.kind.stays and not fake.is_over:
-            promise(self.shortest[name] < math.inf, f"{name} stays, and is unloaded")
+            promise(self.min_length[name] < math.inf, f"{name} stays, and is unloaded")
 
     # What clients do.
 
     async def request(self, name: str, seconds: float, keep_alive: float | None) -> None:
         self._is_told_to_go.discard(name)
         if keep_alive is not None:
-            self.shortest[name] = min(self.shortest[name], keep_alive)
+            self.min_length[name] = min(self.min_length[name], keep_alive)
             self.max_length[name] = max(self.max_length[name], keep_alive)
         self.in_flight[name] += 1
         self.waiting[name] += 1
@@ -338,7 +338,7 @@ class World:
                 promise(fake.level == level or fake.last_used == self.now, f"{name} does not sleep")
 
     def expire(self, name: str) -> None:
-        self.shortest[name] = 0.0
+        self.min_length[name] = 0.0
         self._is_told_to_go.add(name)
         self.table.expire(name)
 

@@ -39,9 +39,9 @@ def main() -> None:
                 began = time.monotonic()
                 llm.generate([prompt], params, use_tqdm=False)
                 seconds[name].append(time.monotonic() - began)
-    least = min(seconds["not scored"])
+    minimum = min(seconds["not scored"])
     for name, taken in seconds.items():
-        print(f"{name:<20} {min(taken):8.3f} s   x {min(taken) / least:.2f}")
+        print(f"{name:<20} {min(taken):8.3f} s   x {min(taken) / minimum:.2f}")
 
 
 if __name__ == "__main__":

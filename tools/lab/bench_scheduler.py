@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from jaxpage.bench.results import environment
 from jaxpage.scheduling import Preemption
 from jaxpage.simulation.setup import Setup
-from tools.lab.scheduler_lab.host_time import least, planning_times, waiting_times
+from tools.lab.scheduler_lab.host_time import minimum, planning_times, waiting_times
 from tools.lab.scheduler_lab.pressure import Mode, press, requests_at_once
 from tools.lab.scheduler_lab.saturation import saturate
 from tools.lab.scheduler_lab.scheduler_tables import (
@@ -158,7 +158,7 @@ def _pressure(arguments: argparse.Namespace) -> Section:
 
 
 def _planning(arguments: argparse.Namespace) -> Section:
-    times = least(
+    times = minimum(
         [time for num in NUMS_RUNNING for time in planning_times(num)] for _ in range(ROUNDS)
     )
     values = [{**asdict(time), "us_per_sequence": time.us_per_sequence} for time in times]
@@ -166,7 +166,7 @@ def _planning(arguments: argparse.Namespace) -> Section:
 
 
 def _waiting(arguments: argparse.Namespace) -> Section:
-    times = least(waiting_times(NUMS_WAITING) for _ in range(ROUNDS))
+    times = minimum(waiting_times(NUMS_WAITING) for _ in range(ROUNDS))
     title = "Waiting: one decode step while requests wait; the arrival of one more; the end of one in the middle"
     return [title, *waiting_table(times)], [asdict(time) for time in times]
 

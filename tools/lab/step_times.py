@@ -22,7 +22,7 @@ from jaxpage.device.attention import make_attend
 from jaxpage.device.compiler_options import compiler_options
 from jaxpage.device.executables import compile_ahead
 from jaxpage.device.hardware.backends import Backend
-from jaxpage.device.inputs.buckets import SMALLEST_ROWS, Bucket, BucketMenu
+from jaxpage.device.inputs.buckets import MIN_ROWS, Bucket, BucketMenu
 from jaxpage.device.inputs.step_inputs import TableShape, unpack
 from jaxpage.device.sampler import draw
 from jaxpage.device.selection_kernels import selection_kernels
@@ -86,7 +86,7 @@ class StepCase:
         """Returns the bucket of the step."""
         if self.chunk:
             return Bucket(self.chunk, CHUNK_ROWS, self.chunk)
-        num_rows = max(self.rows, SMALLEST_ROWS)
+        num_rows = max(self.rows, MIN_ROWS)
         return Bucket(num_rows, num_rows, 1)
 
     @property

@@ -96,10 +96,10 @@ class MemoryPlan:
 
         The null block is included.
         """
-        least = num_bytes // self.block_bytes
+        minimum = num_bytes // self.block_bytes
         maximum = num_bytes // self.first_block_bytes
-        return least + bisect.bisect_right(
-            range(least + 1, maximum + 1), num_bytes, key=self.bytes_of
+        return minimum + bisect.bisect_right(
+            range(minimum + 1, maximum + 1), num_bytes, key=self.bytes_of
         )
 
     @property
@@ -206,11 +206,11 @@ def choose_num_blocks(
     Raises:
         CapacityError: The blocks do not fit; the text has the numbers and what would help.
     """
-    least = 1 + -(-2 // plan.block_size)  # the null block, and two slots
+    minimum = 1 + -(-2 // plan.block_size)  # the null block, and two slots
     free = plan.free_bytes
-    if free < least * plan.block_bytes:
+    if free < minimum * plan.block_bytes:
         advice = _how_to_make_room(
-            plan, least * plan.block_bytes - free, narrower_dtype, utilization
+            plan, minimum * plan.block_bytes - free, narrower_dtype, utilization
         )
         raise CapacityError(
             _does_not_fit(plan, "Weights and workspace leave no room for KV blocks", advice)
@@ -243,8 +243,8 @@ def choose_num_blocks(
             f"kernels for GPUs cannot address them. Use {sizes[0]} or fewer, or {sizes[1]} or "
             "more, or attention_backend 'scan'."
         )
-    if requested < least:
-        enough = least if setting == "num_blocks" else least * plan.block_bytes
+    if requested < minimum:
+        enough = minimum if setting == "num_blocks" else minimum * plan.block_bytes
         advice = f"Set {setting} to {enough} or more; {gib(free)} are free for the pool."
         reason = f"A pool of {requested} blocks (one is the null block) holds no sequence"
         raise CapacityError(_does_not_fit(plan, reason, advice))
@@ -348,8 +348,8 @@ def _how_to_make_room(
         )
     whole = plan.available_bytes / utilization
     if plan.available_bytes + missing <= whole:
-        least = math.ceil(100 * (plan.available_bytes + missing) / whole) / 100
-        ways.append(f"raise gpu_memory_utilization to {least:g} or more")
+        minimum = math.ceil(100 * (plan.available_bytes + missing) / whole) / 100
+        ways.append(f"raise gpu_memory_utilization to {minimum:g} or more")
     ways.append(
         "free memory"
         if plan.device.startswith("cpu")

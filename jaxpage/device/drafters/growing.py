@@ -108,12 +108,12 @@ class Growing:
         token_id_BY = token_ids.reshape(num_rows, -1).astype(jnp.int32)
         parent_BY = jnp.repeat(tree.node_BX, width, axis=1)
         candidates = [jnp.stack([token_id_BY, parent_BY, bits_of(score_BY)], axis=1), *drawn_from]
-        score_BX, place_BX = jax.lax.top_k(score_BY, width)
+        score_BX, index_BX = jax.lax.top_k(score_BY, width)
         return tree._replace(
-            token_id_BX=jnp.take_along_axis(token_id_BY, place_BX, axis=1),
-            branch_BX=place_BX // width,
+            token_id_BX=jnp.take_along_axis(token_id_BY, index_BX, axis=1),
+            branch_BX=index_BX // width,
             score_BX=score_BX,
-            node_BX=level * width * width + place_BX,
+            node_BX=level * width * width + index_BX,
             candidates_BJGY=tree.candidates_BJGY.at[:, level].set(
                 jnp.concatenate(candidates, axis=1)
             ),

@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 
 # A token alone would be computed as a matrix-vector product, which XLA rounds differently from a
 # matrix product: no step has fewer rows.
-SMALLEST_ROWS = 2
-SMALLEST_CHUNK = 64  # tokens; with fewer a step is hardly shorter, since it reads all weights
-SMALLEST_STREAM = 32  # tokens of an encoder; with fewer a call is hardly shorter
+MIN_ROWS = 2
+MIN_CHUNK = 64  # tokens; with fewer a step is hardly shorter, since it reads all weights
+MIN_STREAM = 32  # tokens of an encoder; with fewer a call is hardly shorter
 CHUNK_ROWS = 16  # sequences that share one prompt step, at most
 # A batch of swapped blocks: large enough that calls cost little, small enough that padding does
 # (docs/lab-log.md).
@@ -221,8 +221,8 @@ def make_menu(
         takes_vectors: Prompts may have vectors in place of tokens. A step with one is a chunk step
             of as many rows as there are sequences, since all may decode next to it.
     """
-    rows = max(SMALLEST_ROWS, max_num_seqs)
-    decode = tuple(Bucket(size, size, 1) for size in _ladder(SMALLEST_ROWS, rows))
+    rows = max(MIN_ROWS, max_num_seqs)
+    decode = tuple(Bucket(size, size, 1) for size in _ladder(MIN_ROWS, rows))
     max_length = 1 + max(num_drafts, default=0)
     verify = [
         Bucket(
@@ -240,8 +240,7 @@ def make_menu(
     return BucketMenu(
         decode=decode,
         chunk=tuple(
-            Bucket(size, chunk_rows, size)
-            for size in _ladder(SMALLEST_CHUNK, max_num_batched_tokens)
+            Bucket(size, chunk_rows, size) for size in _ladder(MIN_CHUNK, max_num_batched_tokens)
         ),
         multi_step=tuple(
             Bucket(b.num_rows * num_steps, b.num_rows, num_steps, num_steps=num_steps)
@@ -250,7 +249,7 @@ def make_menu(
         ),
         vectors=tuple(
             Bucket(size, rows, size, takes_vectors=True)
-            for size in _ladder(SMALLEST_CHUNK, max(rows, max_num_batched_tokens))
+            for size in _ladder(MIN_CHUNK, max(rows, max_num_batched_tokens))
             if takes_vectors
         ),
         verify=tuple(
@@ -275,7 +274,7 @@ def stream_sizes(max_length: int, maximum: int) -> tuple[int, ...]:
         max_length: The tokens of the longest text.
         maximum: The tokens that texts fill together, where one alone does not fill more.
     """
-    sizes = [SMALLEST_STREAM]
+    sizes = [MIN_STREAM]
     while sizes[-1] < max(max_length, maximum):
         sizes.append(2 * sizes[-1])
     return tuple(sizes)

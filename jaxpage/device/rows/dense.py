@@ -149,11 +149,11 @@ def _multiply_groups(
 
     def one_by_one(x_PI: jax.Array, weight_EOI: jax.Array, count_E: jax.Array) -> jax.Array:
         """Multiplies all rows by each weight: on a CPU the other makes E copies of them."""
-        place_P = jnp.arange(len(x_PI))
+        index_P = jnp.arange(len(x_PI))
 
         def multiply(y_PO: jax.Array, group: tuple[jax.Array, ...]) -> tuple[jax.Array, None]:
             weight_OI, count, end = group
-            is_of_group_P = (place_P >= end - count) & (place_P < end)
+            is_of_group_P = (index_P >= end - count) & (index_P < end)
             made_PO = matmul(x_PI, weight_OI, result=result)
             return jnp.where(is_of_group_P[:, None], made_PO, y_PO), None
 

@@ -160,19 +160,19 @@ def norms_over_all_heads(config: DecoderConfig, at: Scope) -> HeadNorms:
     )
 
 
-def norms_by_head(config: DecoderConfig, at: Scope, *, apart: bool = False) -> HeadNorms:
+def norms_by_head(config: DecoderConfig, at: Scope, *, separate: bool = False) -> HeadNorms:
     """Returns norms of queries and keys with a scale for each head.
 
     Args:
         config: The config of the model.
         at: The scope of the attention.
-        apart: True if each head has a tensor of its own (StableLM); False for one tensor of all
+        separate: True if each head has a tensor of its own (StableLM); False for one tensor of all
             (Cohere).
     """
     head_dim = config.kv.head_dim
 
     def norm(part: str, num_heads: int, axis: str) -> HeadNorm:
-        if apart:
+        if separate:
             norms = (at / f"{part}_layernorm.norms").name
             source = stack(
                 [tensor(f"{norms}.{head}.weight", head_dim) for head in range(num_heads)]

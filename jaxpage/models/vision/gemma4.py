@@ -141,12 +141,12 @@ class Gemma4Vision(vision_tower.VisionTower, config=Gemma4VisionConfig):
 
     def __call__(self, inputs: Mapping[str, jax.Array]) -> Float[Array, "R 1 D"]:
         """Returns a row for each block of patches."""
-        place_P2 = inputs["place_P2"]
+        index_P2 = inputs["place_P2"]
         table = self.places[...]
         centred_PI = (2 * (inputs["patch_PI"] - 0.5)).astype(table.dtype)
         state_PE = self.patches(centred_PI)
-        state_PE = state_PE + (table[0][place_P2[:, 0]] + table[1][place_P2[:, 1]])
-        turn = _axis_angles(place_P2, self.config)
+        state_PE = state_PE + (table[0][index_P2[:, 0]] + table[1][index_P2[:, 1]])
+        turn = _axis_angles(index_P2, self.config)
         for layer in self.layers:
             state_PE = layer(state_PE, inputs["segment_P"], turn)
         return self.projection(self.norm(self.pooling(state_PE)))[:, None, :]
@@ -172,12 +172,12 @@ def _call(
     return vision.VisionCall(size, make_inputs, num_patches // block**2)
 
 
-def _axis_angles(place_P2: Int[Array, "P 2"], config: Gemma4VisionConfig) -> list[Angles]:
+def _axis_angles(index_P2: Int[Array, "P 2"], config: Gemma4VisionConfig) -> list[Angles]:
     """Returns the angles of the first half of a head, by columns, and of the second, by rows."""
     width = config.tower.head_dim // 2
     exponents = np.arange(0, width, 2, dtype=np.float32) / np.float32(width)
     frequencies = (1.0 / np.float32(config.rope_theta) ** exponents).astype(np.float32)
-    angles = [place_P2[:, axis, None].astype(jnp.float32) * frequencies for axis in (0, 1)]
+    angles = [index_P2[:, axis, None].astype(jnp.float32) * frequencies for axis in (0, 1)]
     return [Angles(jnp.cos(each), jnp.sin(each)) for each in angles]
 
 

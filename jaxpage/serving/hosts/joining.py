@@ -31,7 +31,7 @@ from jaxpage.settings.engine_config import NO_LOG, EngineConfig
 logger = logging.getLogger(__name__)
 
 JOIN_SECONDS = 300.0  # the time in which all hosts must have joined
-LEAVE_SECONDS = 10.0  # the time that a host waits for the others at the end
+END_SECONDS = 10.0  # the time that a host waits for the others at the end
 _RETRY_SECONDS = 0.2
 # The paths of models may differ, because their files are hashed; rank 0 alone writes a log.
 _NOT_COMPARED = ("model", "tokenizer", *NO_LOG)
@@ -69,7 +69,7 @@ def join(engine: EngineConfig, server: ServerConfig) -> dict[int, Channel]:
             server.num_hosts,
             server.host_rank,
             JOIN_SECONDS,
-            LEAVE_SECONDS,
+            END_SECONDS,
         )
     except RuntimeError as error:
         raise HostsError(f"coordinator {server.coordinator}: {error}") from None
@@ -107,13 +107,13 @@ def smallest_sizes(
     sizes = {name: [each[name] for each in said] for name in _SIZES}
     differing = [name for name, values in sizes.items() if len(set(values)) > 1]
     for name in differing:
-        least = min(sizes[name])
+        minimum = min(sizes[name])
         maximum = max(sizes[name])
         text = (
             "%s is %d on all hosts, since rank %d has memory for no more; rank %d has memory for %d"
         )
         logger.warning(
-            text, name, least, sizes[name].index(least), sizes[name].index(maximum), maximum
+            text, name, minimum, sizes[name].index(minimum), sizes[name].index(maximum), maximum
         )
     # Another size of the pool changes the swap space that follows from it, so both are fixed.
     return {

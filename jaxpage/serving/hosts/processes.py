@@ -40,7 +40,7 @@ def join_processes(
 ) -> None:
     """Has JAX see the devices of several processes, before it has opened any.
 
-    Until `leave_processes` is called, this process ends with status 1 at its exit, without the
+    Until `end_processes` is called, this process ends with status 1 at its exit, without the
     others: JAX would wait for processes that are gone, and abort.
 
     Args:
@@ -69,7 +69,7 @@ def join_processes(
     )
 
 
-def leave_processes() -> None:
+def end_processes() -> None:
     """Lets the process wait at its exit for the others, which are asked to end, too.
 
     Without other processes nothing changes.

@@ -103,9 +103,9 @@ class AnswerStream:
             self._comment = None
 
     def _wait(self, seconds: float) -> None:
-        self._timer = asyncio.get_running_loop().call_later(seconds, self._look)
+        self._timer = asyncio.get_running_loop().call_later(seconds, self._check)
 
-    def _look(self) -> None:
+    def _check(self) -> None:
         """Sends a comment if there was silence for long enough, and plans the next look."""
         left = self._last_sent + self._seconds - asyncio.get_running_loop().time()
         is_sending = bool(self._num_sending) or not (self._comment is None or self._comment.done())

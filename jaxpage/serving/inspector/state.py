@@ -47,7 +47,7 @@ class Inspector:
         watcher = self._watcher
         if watcher is None or not watcher.is_listening:
             watcher = self._watcher = Watcher(engine, self._clock)
-        watcher.note_look()
+        watcher.note_visit()
         scheduler = engine.scheduler
         executables = engine.executables
         manager = scheduler.block_manager
@@ -62,7 +62,7 @@ class Inspector:
         ]
         steps = list(watcher.steps)
         return {
-            "clock": {"unit": "seconds", "now": round(watcher.last_look - self._epoch, 4)},
+            "clock": {"unit": "seconds", "now": round(watcher.last_visit - self._epoch, 4)},
             "pool": _pool(manager),
             "requests": requests,
             "step": steps[-1] if steps else None,

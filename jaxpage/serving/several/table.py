@@ -30,7 +30,7 @@ from jaxpage.errors import CapacityError, JaxpageError, QueueFull, ShuttingDown
 from jaxpage.serving.several.models_file import mib
 
 logger = logging.getLogger(__name__)
-TELL_SECONDS = 10.0  # the time between two lines of the log that say that a model still loads
+REPORT_SECONDS = 10.0  # the time between two lines of the log that say that a model still loads
 
 
 class Resident(Protocol):
@@ -497,7 +497,7 @@ def _log_work(name: str, what: str) -> Iterator[None]:
 
     async def tell() -> None:
         while True:
-            await asyncio.sleep(TELL_SECONDS)
+            await asyncio.sleep(REPORT_SECONDS)
             logger.info("still %s %s, after %.0f s", what, name, time.monotonic() - began)
 
     telling = asyncio.ensure_future(tell())

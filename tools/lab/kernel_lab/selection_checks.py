@@ -67,22 +67,22 @@ def _cutoffs(cutoffs: Callable[..., jax.Array], vocab_size: int) -> Finding:
     logits_RV, cuts = _rows(vocab_size)
     top_k, top_p, min_p = (np.array(each) for each in zip(*cuts, strict=True))
     requested = top_k.astype(np.int32), top_p.astype(np.float32), min_p.astype(np.float32)
-    least_R = np.asarray(
+    min_R = np.asarray(
         jax.jit(cutoffs)(
             logits_RV, logits_RV.max(axis=1), np.ones(len(cuts), np.float32), *requested
         )
     )
     wrong = [
         f"row {row}, {cut}"
-        for row, (logits_V, least, cut) in enumerate(zip(logits_RV, least_R, cuts, strict=True))
-        if not _is_right(logits_V.astype(np.float64), float(least), *cut)
+        for row, (logits_V, minimum, cut) in enumerate(zip(logits_RV, min_R, cuts, strict=True))
+        if not _is_right(logits_V.astype(np.float64), float(minimum), *cut)
     ]
     summary = f"{len(cuts) - len(wrong)} of {len(cuts)} rows keep what a sort in float64 keeps"
     return Finding("sampler: cut-offs", FAILED if wrong else PASSED, summary, data={"wrong": wrong})
 
 
 def _is_right(
-    logits_V: npt.NDArray[np.float64], least: float, top_k: int, top_p: float, min_p: float
+    logits_V: npt.NDArray[np.float64], minimum: float, top_k: int, top_p: float, min_p: float
 ) -> bool:
     """Returns whether all is kept that must be, and nothing that must not.
 
@@ -101,7 +101,7 @@ def _is_right(
             likelihood_V == 1.0
         )
 
-    kept_V = logits_V >= least
+    kept_V = logits_V >= minimum
     return bool((kept_V >= kept(-MASS_ERROR)).all() and (kept_V <= kept(MASS_ERROR)).all())
 
 

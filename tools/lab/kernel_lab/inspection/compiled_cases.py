@@ -211,8 +211,8 @@ def selection_case(
     cutoffs, top_candidates = kernels.cutoffs, kernels.top_candidates
 
     def function(logits_RV: jax.Array, number_R: jax.Array, top_k_R: jax.Array) -> Any:
-        least_R = cutoffs(logits_RV, number_R, number_R, top_k_R, number_R, number_R)
-        return least_R, top_candidates(logits_RV, number_R, number_R, 64)
+        min_R = cutoffs(logits_RV, number_R, number_R, top_k_R, number_R, number_R)
+        return min_R, top_candidates(logits_RV, number_R, number_R, 64)
 
     arguments = (
         _shape((num_rows, vocab_size), "float32"),
