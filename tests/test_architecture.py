@@ -110,11 +110,16 @@ def test_acts_are_verbs_and_locals_are_nouns() -> None:
 
 
 def test_identifiers_have_the_words_of_the_field() -> None:
-    modules = read_modules(ROOT, WHEEL)
-    assert names.old_words(modules) == []
-    source = "def f(head_width, most_rows):\n    return max(asked_for, at_most) + most_common"
+    """No word of `TERMS` is part of a name, and the glossary says what stands in its place."""
+    words = names.old_words(read_modules(ROOT, (*WHEEL, "tools", "examples")))
+    assert not words, "\n".join(words)
+    source = (
+        "def f(head_width, MostRows):\n    return asked_for + at_most + most_common + file.tell()"
+    )
     planted = Module("jaxpage/a.py", ast.parse(source), source)
     assert len(names.old_words([planted])) == 3
+    glossary = (ROOT / "docs" / "glossary.md").read_text()
+    assert not [word for word in names.TERMS if f"| {word.replace('_', ' ')} |" not in glossary]
 
 
 def test_doors_give_the_names_that_they_list() -> None:

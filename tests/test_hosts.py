@@ -296,7 +296,7 @@ def test_both_hosts_are_told_the_same_of_engines_that_differ():
             r"buckets is \[\[4, 4\]\] on rank 1, \[\[2, 2\]\] on rank 0",
         ),
         (
-            joining.smallest_sizes,
+            joining.min_sizes,
             {"dtype": "bfloat16"},
             "dtype is 'bfloat16' on rank 1, .*: give --dtype on all",
         ),
@@ -322,7 +322,7 @@ def test_the_host_with_the_least_memory_sizes_all_pools(leader, follower, minimu
         dict(zip(("num_blocks", "swap_space_blocks"), sizes, strict=True))
         for sizes in (leader, follower)
     )
-    assert on_both_hosts(joining.smallest_sizes, *(PLANNED | sizes for sizes in both)) == (
+    assert on_both_hosts(joining.min_sizes, *(PLANNED | sizes for sizes in both)) == (
         minimum,
         minimum,
     )

@@ -128,13 +128,13 @@ def main(argv: list[str] | None = None) -> int:
     arguments = parse(argv)
     end = time.monotonic() + arguments.seconds
 
-    def tell(finding: Finding) -> None:
+    def report(finding: Finding) -> None:
         if arguments.to:
             append(arguments.to, finding)
         print(f"{finding.check}: {finding.status}: {finding.summary}", flush=True)
 
     if MISSING:
-        tell(Finding("steps", LEFT_OUT, f"no {MISSING} here"))
+        report(Finding("steps", LEFT_OUT, f"no {MISSING} here"))
         return 0
     chosen = cases(arguments)
     if (platform := jax.default_backend()) != "gpu" and any(
@@ -151,7 +151,7 @@ def main(argv: list[str] | None = None) -> int:
     for case in chosen:
         began = time.monotonic()
         if began + max_length > end:
-            tell(
+            report(
                 Finding(
                     f"step {case}",
                     LEFT_OUT,
@@ -165,7 +165,7 @@ def main(argv: list[str] | None = None) -> int:
             )
         except Exception as error:  # the other cases go on
             failed += 1
-            tell(Finding(f"step {case}", FAILED, first_line(error)))
+            report(Finding(f"step {case}", FAILED, first_line(error)))
             continue
         max_length = max(max_length, time.monotonic() - began)
         table.rows.append(cells(case, times))
@@ -176,8 +176,8 @@ def main(argv: list[str] | None = None) -> int:
             f"{name} {cell}"
             for name, cell in zip(table.columns[1:], table.rows[-1][1:], strict=True)
         )
-        tell(Finding(f"step {case}", PASSED, summary, data=rows[-1]))
-    tell(
+        report(Finding(f"step {case}", PASSED, summary, data=rows[-1]))
+    report(
         Finding(
             "steps",
             FAILED if failed else PASSED,

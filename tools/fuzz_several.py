@@ -61,7 +61,7 @@ def main() -> int:
     if arguments.server:
         return fuzz_server(arguments.minutes, seed)
     logging.disable(logging.CRITICAL)  # loads that fail are logged, and are many
-    return fuzz(arguments.minutes, seed, tell=lambda text: print(text, flush=True))
+    return fuzz(arguments.minutes, seed, report=lambda text: print(text, flush=True))
 
 
 def fuzz_server(minutes: float, seed: int) -> int:

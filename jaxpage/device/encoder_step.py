@@ -32,7 +32,7 @@ from jaxpage.layers.trace_scope import LayerKernels, TraceScope
 from jaxpage.layers.weight_kinds import Packed, PackedCodes
 from jaxpage.models import EncoderConfig, distance_buckets
 from pallas_kernels import Arguments, attend_to_pages
-from pallas_kernels.sets.cpu import LANES, MAX_HEAD_WIDTH
+from pallas_kernels.sets.cpu import LANES, MAX_HEAD_DIM
 
 QUERY_TILE = 32  # tokens; in plain XLA a text begins at a multiple of it
 KEY_TILE = 64
@@ -108,7 +108,7 @@ def pack_texts(
 def alignment_of(backend: Backend, config: EncoderConfig) -> int:
     """Returns the number at whose multiples texts start: 1 where the kernel for CPUs attends."""
     head_dim = config.kv.head_dim
-    is_width = head_dim % LANES == 0 and head_dim <= MAX_HEAD_WIDTH
+    is_width = head_dim % LANES == 0 and head_dim <= MAX_HEAD_DIM
     takes = is_width and not config.has_distances
     return 1 if backend.in_cpp and takes else QUERY_TILE
 

@@ -23,7 +23,7 @@ from jaxpage.assembly import Hooks, build_engine
 from jaxpage.decoding import BeamStrategy, Grammar, SamplingStrategy
 from jaxpage.engine import Engine, EngineParts, NamedAdapter, NoText
 from jaxpage.errors import JaxpageError
-from jaxpage.replay.differences import Differs, Leave, differ, without_text
+from jaxpage.replay.differences import Differs, StepAbandoned, differ, without_text
 from jaxpage.replay.event_log import LogReader, encode_record, is_after
 from jaxpage.replay.log_aborted import read_continued
 from jaxpage.replay.log_header import (
@@ -336,11 +336,11 @@ class LoggedFailure(Exception):
     """Fails a step that failed in the log."""
 
 
-class _Interrupted(Leave):
+class _Interrupted(StepAbandoned):
     """Leaves a step at the place where the logged one was interrupted."""
 
 
-class _EndsInside(Leave):
+class _EndsInside(StepAbandoned):
     """Leaves a step that is unfinished in the log."""
 
 

@@ -37,7 +37,7 @@ from jaxpage.serving.cache_events.kv_events import KVEvents
 from jaxpage.serving.config import API_KEY_VARIABLE, ServerConfig, read_api_keys
 from jaxpage.serving.hosts.channel import Channel
 from jaxpage.serving.hosts.follower import Follower
-from jaxpage.serving.hosts.joining import agree, join, smallest_sizes
+from jaxpage.serving.hosts.joining import agree, join, min_sizes
 from jaxpage.serving.hosts.leader import Leader
 from jaxpage.serving.hosts.processes import end_processes
 from jaxpage.serving.hosts.weight_loading import WeightsOfFollower
@@ -388,7 +388,7 @@ def _open(
     """Opens the engine, and returns it with the channels to the other hosts."""
     check_lora_modules(engine, server, model_names(engine, server))
     channels = join(engine, server) if server.num_hosts > 1 else {}
-    sized = functools.partial(smallest_sizes, channels=channels, host_rank=server.host_rank)
+    sized = functools.partial(min_sizes, channels=channels, host_rank=server.host_rank)
     together = functools.partial(agree, channels=channels, host_rank=server.host_rank)
     hooks = Hooks(
         progress=not server.log_json, phase=start_up.phase, planned=sized, before_steps=together

@@ -60,11 +60,11 @@ class Both(Events):
 
 
 def _report_both(event: str) -> Callable[..., None]:
-    def tell(both: Both, *details: Any) -> None:
+    def report(both: Both, *details: Any) -> None:
         getattr(both._first, event)(*details)
         getattr(both._second, event)(*details)
 
-    return tell
+    return report
 
 
 # A new event cannot be forgotten here.

@@ -22,7 +22,7 @@ from pallas_kernels.page_layouts import SEPARATE
 from pallas_kernels.sets import reference
 
 LANES = 16  # the numbers of a vector; a head is a number of whole vectors
-MAX_HEAD_WIDTH = 640
+MAX_HEAD_DIM = 640
 MAX_QUERY_LEN = 1024  # the most query tokens of a row with a tree of drafts
 TYPES = ("float32", "bfloat16", "float16")
 
@@ -142,9 +142,9 @@ def _refusal(arguments: Arguments) -> str | None:
     max_length = arguments.max_query_len
     return first_reason(
         (
-            width % LANES or arguments.out_width % LANES or width > MAX_HEAD_WIDTH,
+            width % LANES or arguments.out_width % LANES or width > MAX_HEAD_DIM,
             f"heads {width} wide, and values {arguments.out_width} (multiples of {LANES} up to "
-            f"{MAX_HEAD_WIDTH} only)",
+            f"{MAX_HEAD_DIM} only)",
         ),
         (str(arguments.q_TNH.dtype) not in TYPES, f"queries of {arguments.q_TNH.dtype}"),
         (

@@ -32,7 +32,7 @@ from pallas_kernels.query_tiles import query_cut
 from pallas_kernels.sets import mosaic
 from pallas_kernels.tiles import Shape, Tiles, find_tuned, shape_of
 
-HEAD_WIDTH = 128  # the published binaries have only this one
+HEAD_DIM = 128  # the published binaries have only this one
 # A program of the library multiplies so many query rows and positions at once.
 ROWS = 128
 CONTEXT = 128
@@ -208,7 +208,7 @@ def _attention_reason(arguments: Arguments) -> str | None:
             page_dtype != dtype,
             f"k_pages of {page_dtype} under q_TNH of {dtype} (only the queries' type)",
         ),
-        (width != HEAD_WIDTH, f"heads {width} wide: the library is compiled for {HEAD_WIDTH}"),
+        (width != HEAD_DIM, f"heads {width} wide: the library is compiled for {HEAD_DIM}"),
         (group > ROWS, f"q_TNH with {group} heads for one of k_pages (up to {ROWS} only)"),
     )
 

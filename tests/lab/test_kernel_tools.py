@@ -703,8 +703,8 @@ def test_a_finding_is_told_while_its_part_goes_on(tmp_path):
     )
     program += f"\nassert os.path.exists({str(seen)!r})"
     one, ended = child(tmp_path, "slow", program, needs_s=0), []
-    tell = {"done": lambda _, found: ended.extend(found), "found": lambda *_: seen.touch()}
-    run_all([one], deadline=time.monotonic() + 30, jobs=1, **tell)
+    report = {"done": lambda _, found: ended.extend(found), "found": lambda *_: seen.touch()}
+    run_all([one], deadline=time.monotonic() + 30, jobs=1, **report)
     assert [finding.status for finding in ended] == [PASSED]
 
 

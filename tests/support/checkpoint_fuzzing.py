@@ -233,14 +233,14 @@ def kind_of(text: str) -> str:
     return re.sub(r"\d[\d.e-]*", "N", line)[:160]
 
 
-def fuzz(minutes: float, seed: int, *, family: str | None, tell: Callable[[str], None]) -> int:
+def fuzz(minutes: float, seed: int, *, family: str | None, report: Callable[[str], None]) -> int:
     """Runs random cases for some minutes and returns how many failed, which is at most one.
 
     Args:
         minutes: The time for new cases; shrinking takes as long again at most.
         seed: The seed of the cases.
         family: A module of `jaxpage.models` or an architecture; None for all.
-        tell: Takes lines for the person who runs it.
+        report: Takes lines for the person who runs it.
     """
     transformers.utils.logging.disable_progress_bar()
     end = time.monotonic() + 60 * minutes
@@ -258,18 +258,18 @@ def fuzz(minutes: float, seed: int, *, family: str | None, tell: Callable[[str],
                 break
             num_cases += 1
             if problem := fails(case, num_cases % READ == 0):
-                tell(f"case {num_cases}: {problem}\nshrinking it")
+                report(f"case {num_cases}: {problem}\nshrinking it")
                 small, problem = _smallest(case, fails, seconds=60 * minutes)
-                tell(f"\n{problem}\n\n{small.program()}")
+                report(f"\n{problem}\n\n{small.program()}")
                 return 1
     finally:
         logging.disable(logging.NOTSET)
-    tell(
+    report(
         f"{num_cases} configs, 1 of {READ} of them written as a checkpoint, no difference "
         f"(seed {seed})"
     )
     for reason, count in sorted(told.items(), key=lambda item: (-item[1], item[0])):
-        tell(f"  {count} x {reason}")
+        report(f"  {count} x {reason}")
     return 0
 
 

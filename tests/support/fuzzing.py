@@ -487,7 +487,7 @@ def fuzz(
     seed: int,
     *,
     tolerance: float,
-    tell: Callable[[str], None],
+    report: Callable[[str], None],
     models: Sequence[str] = (),
 ) -> int:
     """Runs random cases for some minutes and returns how many failed, which is at most one.
@@ -496,7 +496,7 @@ def fuzz(
         minutes: The time for new cases; shrinking takes as long again at most.
         seed: The seed of the cases.
         tolerance: See `Fuzzer`.
-        tell: Takes lines for the person who runs it.
+        report: Takes lines for the person who runs it.
         models: The names of the models; empty for all.
     """
     start = time.monotonic()
@@ -519,18 +519,18 @@ def fuzz(
                 case = random_case(rng, model, shapes)
                 num_cases += 1
                 if problem := fuzzer.failure(case):
-                    return _told(fuzzer, case, problem, num_cases, 60 * minutes, tell)
+                    return _told(fuzzer, case, problem, num_cases, 60 * minutes, report)
                 if time.monotonic() > end:
                     break
         share = compiling.seconds / (time.monotonic() - start)
-        tell(
+        report(
             f"{num_cases} cases with {len(compiled)} shapes, {fuzzer.num_requests} requests, no difference; "
             f"{fuzzer.refused.total()} times an engine refused what was asked; {share:.0%} of the time "
             f"went into compiling (seed {seed})"
         )
-        tell("  " + ", ".join(f"{count} x {name}" for name, count in fuzzer.events.most_common()))
+        report("  " + ", ".join(f"{count} x {name}" for name, count in fuzzer.events.most_common()))
         for reason, count in fuzzer.refused.most_common():
-            tell(f"  {count} x {reason.splitlines()[0][:200]}")
+            report(f"  {count} x {reason.splitlines()[0][:200]}")
     return 0
 
 
@@ -540,10 +540,10 @@ def _told(
     problem: str,
     number: int,
     seconds: float,
-    tell: Callable[[str], None],
+    report: Callable[[str], None],
 ) -> int:
     """Shrinks a case that fails, prints it, and returns 1."""
-    tell(f"case {number}: {problem}\nshrinking it")
+    report(f"case {number}: {problem}\nshrinking it")
     logging.disable(logging.CRITICAL)  # each try would log the same failed step again
     kind = _kind(problem)
 
@@ -552,7 +552,7 @@ def _told(
         return found if _kind(found) == kind else ""
 
     small = shrunk(case, fails, seconds=seconds)
-    tell(f"\n{fuzzer.failure(small) or problem}\n\n{small.program()}")
+    report(f"\n{fuzzer.failure(small) or problem}\n\n{small.program()}")
     logging.disable(logging.NOTSET)
     return 1
 

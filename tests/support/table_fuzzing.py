@@ -469,7 +469,7 @@ def shrunk(case: Case) -> Case:
             return case
 
 
-def fuzz(minutes: float, seed: int, tell: Callable[[str], None]) -> int:
+def fuzz(minutes: float, seed: int, report: Callable[[str], None]) -> int:
     """Lives random cases for some minutes, and returns how many have failed, which is at most one."""
     end = time.monotonic() + 60 * minutes
     rng = random.Random(seed)
@@ -479,7 +479,7 @@ def fuzz(minutes: float, seed: int, tell: Callable[[str], None]) -> int:
         num_cases += 1
         if problem := failure(case):
             small = shrunk(case)
-            tell(f"life {num_cases}: {problem}\n\n{failure(small)}\n\n{small.program()}")
+            report(f"life {num_cases}: {problem}\n\n{failure(small)}\n\n{small.program()}")
             return 1
-    tell(f"{num_cases} lives of a table of models, no promise broken (seed {seed})")
+    report(f"{num_cases} lives of a table of models, no promise broken (seed {seed})")
     return 0

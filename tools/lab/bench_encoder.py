@@ -122,11 +122,11 @@ def print_nearest(
     for name, embed in makers.items():
         first, *vectors = embed([query, *sentences])
         scores[name] = np.stack(vectors) @ first
-    orders = {name: np.argsort(-array)[:NUM_NEAREST].tolist() for name, array in scores.items()}
-    assert all(order == orders["jaxpage"] for order in orders.values()), orders
+    rankings = {name: np.argsort(-array)[:NUM_NEAREST].tolist() for name, array in scores.items()}
+    assert all(order == rankings["jaxpage"] for order in rankings.values()), rankings
     print(f"of {len(sentences)} sentences:\n\n| {' | '.join(scores)} | sentence |")
     print("|---" * (1 + len(scores)) + "|")
-    for index in orders["jaxpage"]:
+    for index in rankings["jaxpage"]:
         numbers = [f"{array[index]:.6f}" for array in scores.values()]
         print(f"| {' | '.join(numbers)} | {' '.join(sentences[index].split())} |")
 

@@ -139,8 +139,8 @@ class BucketMenu:
         They are for the first part of the prompt, and for one row of each other kind.
         """
         prompt = self.choose([min(num_tokens, self.chunk[-1].num_tokens)])
-        smallest = [kind[0] for kind in (self.decode, self.multi_step, self.verify) if kind]
-        return list(dict.fromkeys((prompt, *smallest)))
+        minimal = [kind[0] for kind in (self.decode, self.multi_step, self.verify) if kind]
+        return list(dict.fromkeys((prompt, *minimal)))
 
     def choose(
         self,

@@ -76,7 +76,7 @@ def join(engine: EngineConfig, server: ServerConfig) -> dict[int, Channel]:
     return channels
 
 
-def smallest_sizes(
+def min_sizes(
     spec: EngineSpec, channels: Mapping[int, Channel], *, host_rank: int
 ) -> dict[str, int]:
     """Returns settings with which the engine fits into the memory of every host.

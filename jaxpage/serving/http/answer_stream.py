@@ -20,7 +20,7 @@ from jaxpage.serving.wire.exchange import Exchange
 
 _HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 # So often the clock looks whether a request that is not read yet asks for a stream.
-_LOOK_SECONDS = 1.0
+_CHECK_SECONDS = 1.0
 
 
 class AnswerStream:
@@ -112,7 +112,7 @@ class AnswerStream:
         if left > 0:
             self._wait(left)
         elif is_sending or not self.is_requested:
-            self._wait(min(_LOOK_SECONDS, self._seconds))
+            self._wait(min(_CHECK_SECONDS, self._seconds))
         else:
             self._comment = asyncio.ensure_future(self._send_comment())
             self._wait(self._seconds)

@@ -9,7 +9,7 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator
 
-_SECONDS_BETWEEN_LOOKS = 0.02  # the time between two looks at the driver's orders
+_POLL_SECONDS = 0.02  # the time between two looks at the driver's orders
 
 
 class Pace:
@@ -49,6 +49,6 @@ class Pace:
         while (left := self._stepped + self.seconds - time.monotonic()) > 0:
             if has_commands():
                 return False
-            time.sleep(min(left, _SECONDS_BETWEEN_LOOKS))
+            time.sleep(min(left, _POLL_SECONDS))
         self._stepped = time.monotonic()
         return True

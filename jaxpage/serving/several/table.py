@@ -495,16 +495,16 @@ def _log_work(name: str, what: str) -> Iterator[None]:
     logger.info("%s %s", what, name)
     began = time.monotonic()
 
-    async def tell() -> None:
+    async def report() -> None:
         while True:
             await asyncio.sleep(REPORT_SECONDS)
             logger.info("still %s %s, after %.0f s", what, name, time.monotonic() - began)
 
-    telling = asyncio.ensure_future(tell())
+    reporting = asyncio.ensure_future(report())
     try:
         yield
     finally:
-        telling.cancel()
+        reporting.cancel()
     logger.info("%s is loaded, after %.1f s", name, time.monotonic() - began)
 
 

@@ -210,11 +210,11 @@ def best_tree(accuracies: list[list[float]]) -> list[tuple[int, ...]]:
     """
     ranks = [range(len(row)) for row in accuracies]
     paths = [path for depth in range(DRAFTS) for path in itertools.product(*ranks[: depth + 1])]
-    chances = {
+    probabilities = {
         path: math.prod(row[rank] for rank, row in zip(path, accuracies, strict=False))
         for path in paths
     }
-    return sorted(paths, key=lambda path: (-chances[path], len(path)))[:TREE_DRAFTS]
+    return sorted(paths, key=lambda path: (-probabilities[path], len(path)))[:TREE_DRAFTS]
 
 
 def share_of_new_4_grams(sample: Sample) -> float:
