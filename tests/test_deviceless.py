@@ -291,7 +291,7 @@ def test_queries_and_keys_are_rotated_and_written_in_one_launch(case):
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize(("batch_invariant", "most"), [(False, 13), (True, 10)])
+@pytest.mark.parametrize(("batch_invariant", "maximum"), [(False, 13), (True, 10)])
 @pytest.mark.parametrize("num_rows", [2, 16])
 def test_a_layer_has_few_launches(num_rows, batch_invariant, maximum):
     """Of 8B: attention is two of them, and in plain products a sum of split inputs may be one more."""

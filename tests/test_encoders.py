@@ -209,7 +209,7 @@ def test_a_prompt_is_cut_as_by_the_tokenizer(
             assert found.second_text == (types.index(1) if 1 in types else None)
 
 
-@pytest.mark.parametrize("most", [7, -1])
+@pytest.mark.parametrize("maximum", [7, -1])
 def test_a_text_that_is_too_long_is_cut_where_a_call_asks(
     saved: Any, llm: LLM, maximum: int
 ) -> None:
@@ -244,7 +244,7 @@ def test_what_cannot_be_cut_is_refused(llm: LLM, ranker: tuple[LLM, Any]) -> Non
         llm.score([5], [6], truncate_prompt_tokens=1)
 
 
-@pytest.mark.parametrize("most", [None, 12])
+@pytest.mark.parametrize("maximum", [None, 12])
 def test_pairs_are_scored_as_by_transformers(ranker: tuple[LLM, Any], maximum: int | None) -> None:
     llm, model = ranker
     queries = ["the cat", QUERY, "a dog is here", "find"]

@@ -308,7 +308,7 @@ def test_both_hosts_are_told_the_same_of_engines_that_differ():
 
 
 @pytest.mark.parametrize(
-    ("leader", "follower", "least"),
+    ("leader", "follower", "minimum"),
     [
         ((64, 63), (64, 63), {}),
         ((64, 63), (32, 31), {"num_blocks": 32, "swap_space_blocks": 31}),

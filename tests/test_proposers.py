@@ -374,7 +374,7 @@ def test_a_longer_match_wins_over_an_equally_likely_shorter_one():
     assert continues(suffix_proposer(0), tokens) == chain((3, 4))
 
 
-@pytest.mark.parametrize("most", [1, 2, 3, 7, 10])
+@pytest.mark.parametrize("maximum", [1, 2, 3, 7, 10])
 def test_the_latest_answers_are_kept_and_never_more_than_may_be(maximum):
     proposer = suffix_proposer(maximum)
     for number in range(40):

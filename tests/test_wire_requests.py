@@ -470,7 +470,7 @@ BOUNDS: list[tuple[Any, dict[str, Any], dict[str, tuple[int, int]]]] = [
 
 
 @pytest.mark.parametrize(
-    ("model", "body", "name", "least", "most"),
+    ("model", "body", "name", "minimum", "maximum"),
     [
         (model, body, name, *bounds)
         for model, body, fields in BOUNDS

@@ -6,7 +6,7 @@ It is frozen. `jaxpage plan` prints it, the event log begins with it, and the en
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict, astuple, dataclass
+from dataclasses import asdict, astuple, dataclass, replace
 from typing import Any
 
 import jax
@@ -24,7 +24,7 @@ from jaxpage.assembly.planning.layer_kinds import (
 )
 from jaxpage.assembly.planning.sizing import MemoryPlan
 from jaxpage.assembly.planning.vectors import VectorInput
-from jaxpage.device.hardware import DeviceMesh, DeviceSpec
+from jaxpage.device.hardware import DeviceMesh, DeviceSpec, attention_sets
 from jaxpage.device.inputs import Bucket, BucketMenu, TableShape, make_menu
 from jaxpage.device.pages import KVPages, divide_shapes, page_dtype, page_shapes
 from jaxpage.errors import ConfigError
@@ -56,7 +56,7 @@ class EngineSpec:
         menu: The shapes of the steps.
         limits: The limits of these shapes, for the scheduler.
         memory: The division of a device's memory.
-        attention: The kernel sets by kind of step; empty if the device is not at hand.
+        attention: The kernel sets by kind of step; empty without `described.kernels`.
         quantization: A description of the weights' quantisation; empty if there is none.
         encoded: The numbers of tokens for which an encoder is compiled; empty for a decoder.
     """
@@ -287,7 +287,6 @@ def engine_spec_of(described: Described, *, swaps: bool = True) -> EngineSpec:
         return _spec_of_encoder(described)
     max_length = model.max_position_embeddings
     check_length(config, model)
-    described.device.check_kernels(config.attention_backend, batch_invariant=config.batch_invariant)
     check_batch_invariant(described)
     mixed = mixes(config, described.device)
     sharding = choose_sharding(described)
@@ -323,7 +322,22 @@ def engine_spec_of(described: Described, *, swaps: bool = True) -> EngineSpec:
     )
     if memory.num_host_blocks or config.prefix_cache_directory:
         menu = menu.swapping(memory.block_bytes)
-    return EngineSpec(described, sharding, groups, menu, limits, memory)
+    spec = EngineSpec(described, sharding, groups, menu, limits, memory)
+    return replace(spec, attention=_attention_sets(spec))
+
+
+def _attention_sets(spec: EngineSpec) -> str:
+    described = spec.described
+    if described.kernels is None:
+        return ""
+    return attention_sets(
+        described.kernels,
+        described.device.hardware,
+        zip(spec.pages_of_shard, described.model.kv.sliding_windows, strict=True),
+        spec.menu.buckets,
+        described.model.num_query_heads // spec.sharding.num_shards,
+        spec.layout.dtype,
+    )
 
 
 def _spec_of_encoder(described: Described) -> EngineSpec:
