@@ -158,7 +158,7 @@ def test_the_laboratory_is_apart() -> None:
     assert project["hatch"]["build"]["targets"]["wheel"]["packages"] == [*WHEEL]
     assert "tests/lab" in project["pytest"]["ini_options"]["norecursedirs"]
     assert re.search(
-        r'/pytest" .* tests/lab \|\| status=1$', (ROOT / ".ci/nightly").read_text(), re.M
+        r'/pytest" .* tests/lab \|\|\s+status=1$', (ROOT / ".ci/nightly").read_text(), re.M
     )
 
 
