@@ -514,7 +514,7 @@ def updated_in_float64(
     return after, out
 
 
-@pytest.mark.parametrize("decays", [(1, 1), (24, 1), (24, 20)])
+@pytest.mark.parametrize("decays", [(1, 1), (24, 1), (1, 20), (24, 20)])
 @pytest.mark.parametrize("with_beta", [True, False])
 def test_states_are_updated_as_in_float64_and_alike_among_other_rows(
     decays, with_beta, monkeypatch
