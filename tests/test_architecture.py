@@ -489,9 +489,9 @@ PLANTED = [
     (
         "jaxpage/models/a.py",
         "y = jnp.einsum('TI,OI->TO', x, w)",
-        "multiplies: layers.product.product does that",
+        "multiplies: layers.matmul.matmul does that",
     ),
-    ("jaxpage/layers/a.py", "y = x @ w", "multiplies: layers.product.product does that"),
+    ("jaxpage/layers/a.py", "y = x @ w", "multiplies: layers.matmul.matmul does that"),
     ("jaxpage/attic/a.py", "x = 1", "no package of ROOMS: jaxpage/attic/"),
     ("jaxpage/engine/a.py", "from jaxpage.memory.c import D", "enters memory/ past its door"),
     ("jaxpage/engine/a.py", "from jaxpage.memory import c", "enters memory/ past its door"),

@@ -243,8 +243,8 @@ def test_the_workspace_holds_a_draw_behind_every_draft(
     model = write(tmp_path, SHORT)
     drafting = ("--speculative-config", '{"method": "ngram", "num_speculative_tokens": 7}')
 
-    def workspace(most: str, *words: str) -> int:
-        size = ("--memory", "80GiB", "--max-model-len", "1024", "--max-num-batched-tokens", most)
+    def workspace(maximum: str, *words: str) -> int:
+        size = ("--memory", "80GiB", "--max-model-len", "1024", "--max-num-batched-tokens", maximum)
         return planned(capsys, model, *size, *words)["workspace_bytes"]
 
     logits = 4 * LLAMA_3_8B["vocab_size"]
@@ -280,7 +280,7 @@ _SEEING = {
     ),
 )
 def test_the_workspace_of_a_picture_is_near_what_its_encoder_takes(
-    architecture: str, rows: int, most: float
+    architecture: str, rows: int, maximum: float
 ) -> None:
     """Of published sizes with two layers, as compiled: never below, and so many times at most."""
     kind, vision = _SEEING[architecture]
@@ -296,7 +296,7 @@ def test_the_workspace_of_a_picture_is_near_what_its_encoder_takes(
     analysis = encode.lower(parameters, inputs).compile().memory_analysis()
     num_bytes = analysis.temp_size_in_bytes + analysis.output_size_in_bytes
     estimate = VectorInput(64, VisionPart(family, spec)).vision_workspace_bytes(rows, "float32")
-    assert 1 <= estimate / num_bytes <= most
+    assert 1 <= estimate / num_bytes <= maximum
 
 
 @pytest.mark.parametrize("method", ['"lookahead"', '"suffix", "tree": true'])

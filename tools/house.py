@@ -218,9 +218,9 @@ def names(modules: Sequence[Module]) -> Table:
 
 def percentile(ordered: Sequence[int], share: float) -> int:
     """Returns the least of the ordered numbers that at least this share of them do not exceed."""
-    wanted = share * len(ordered)
+    count = share * len(ordered)
     places = range(1, len(ordered) + 1)
-    return ordered[bisect.bisect_left(places, wanted)]
+    return ordered[bisect.bisect_left(places, count)]
 
 
 def markdown(columns: Mapping[str, Table]) -> str:

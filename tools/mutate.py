@@ -50,7 +50,7 @@ PRELOADED = [
     "pydantic",
     "httpx",
 ]
-MOST_SECONDS = 15.0  # the longest time of a test file that runs only because it imports the module
+MAX_SECONDS = 15.0  # the longest time of a test file that runs only because it imports the module
 
 # The test files that are to find a fault in a room; the quickest of them run first, with `-x`.
 TESTS = {
@@ -431,7 +431,7 @@ def files_of_tests(module: Path) -> list[list[str]]:
     for file, record in json.loads(Path("tests/durations.json").read_text())["files"].items():
         path = Path("tests", file)
         if (
-            record["seconds"] <= MOST_SECONDS
+            record["seconds"] <= MAX_SECONDS
             and path.is_file()
             and path.parent.name == "tests"  # the laboratory's find no more than the others
             and imports.search(path.read_text(encoding="utf-8"))

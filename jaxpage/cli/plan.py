@@ -56,7 +56,7 @@ from jaxpage.tables import align, gib
 logger = logging.getLogger(__name__)
 
 # Users are counted at this length, and at lengths that are each twice the one before.
-SHORTEST = 256
+MIN_LENGTH = 256
 REFERENCE_LENGTH = 1024  # the length of the users for which alternatives are compared
 CACHE_DTYPES = ("auto", "int8", "fp8")
 DEVICES = (1, 2, 4, 8)
@@ -374,7 +374,7 @@ def _describe_cache(kv: KVSpec) -> str:
 
 def _users(plan: MemoryPlan) -> list[tuple[int, int, int]]:
     """Returns tokens of each user, blocks of each user and users that fit, for several lengths."""
-    doubling = (SHORTEST << power for power in range(32))
+    doubling = (MIN_LENGTH << power for power in range(32))
     lengths = [*(length for length in doubling if length < plan.max_model_len), plan.max_model_len]
     return [(length, plan.blocks_for(length), plan.num_users(length)) for length in lengths]
 

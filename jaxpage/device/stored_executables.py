@@ -39,7 +39,7 @@ from pallas_kernels.compat import without_compile_cache
 
 logger = logging.getLogger(__name__)
 
-MOST_BYTES = 2 * 2**30  # in the directory: what was unused for the longest time goes first
+MAX_BYTES = 2 * 2**30  # in the directory: what was unused for the longest time goes first
 # A file has the digest of its name and of all that follows, the workspace in bytes, the length of
 # the choices, the choices, and the executable.
 _DIGEST_BYTES = 32
@@ -133,7 +133,7 @@ class StoredExecutables:
             total = 0
             for _, entry in used:
                 total += entry.stat().st_size
-                if total > MOST_BYTES:
+                if total > MAX_BYTES:
                     entry.unlink()
         except OSError as error:
             logger.debug("cannot tidy %s: %s", self._directory, error)

@@ -103,7 +103,7 @@ class Bert(encoder.Encoder, config=BertConfig):
         width = config.hidden_size
         inner = config.num_query_heads * config.kv.head_dim
         *inputs, output, norm = cls.attention_names
-        attention = encoder.attention_both_ways(
+        attention = encoder.bidirectional_attention(
             config,
             index,
             at.projection(width, *((name, inner) for name in inputs), bias=True),
@@ -136,8 +136,8 @@ class RobertaConfig(encoder_config.EncoderConfig):
     @classmethod
     def read(cls, fields: Fields) -> RobertaConfig:
         """Reads the fields; the rows of positions begin after that of the padding token."""
-        padding_id = fields.integer("pad_token_id", 1, least=0)
-        rows = fields.integer("max_position_embeddings", 512, least=padding_id + 2)
+        padding_id = fields.integer("pad_token_id", 1, minimum=0)
+        rows = fields.integer("max_position_embeddings", 512, minimum=padding_id + 2)
         return cls(
             **encoder_config.read_encoder(fields, num_positions=rows - padding_id - 1),
             token_types=fields.integer("type_vocab_size", 2),
@@ -184,7 +184,7 @@ class MPNetConfig(encoder_config.EncoderConfig):
     def read(cls, fields: Fields) -> MPNetConfig:
         """Reads the fields; the rows of positions begin after that of the padding token."""
         fields.only(relative_attention_num_buckets=encoder_config.DISTANCE_BUCKETS)
-        rows = fields.integer("max_position_embeddings", 512, least=_MPNET_PADDING_ID + 2)
+        rows = fields.integer("max_position_embeddings", 512, minimum=_MPNET_PADDING_ID + 2)
         return cls(
             **encoder_config.read_encoder(fields, num_positions=rows - _MPNET_PADDING_ID - 1),
             has_distances=True,
@@ -263,7 +263,7 @@ class NomicBert(Bert, config=NomicBertConfig):
         )
         output = attention.projection(inner, ("out_proj", width), axes=("heads", "embed"))
         return encoder.PostNormBlock(
-            encoder.attention_both_ways(config, index, inputs, output),
+            encoder.bidirectional_attention(config, index, inputs, output),
             norms.layer_norm(config, at / "norm1"),
             mlp.gated_mlp(config, at / "mlp", names=_NOMIC_MLP),
             norms.layer_norm(config, at / "norm2"),
@@ -373,7 +373,7 @@ class ModernBert(encoder.Encoder, config=ModernBertConfig):
         norm = functools.partial(norms.layer_norm, bias=config.norm_bias)
         return Block(
             attention_norm=norm(config, at / "attn_norm") if index else None,
-            attention=encoder.attention_both_ways(config, index, inputs, output),
+            attention=encoder.bidirectional_attention(config, index, inputs, output),
             mlp_norm=norm(config, at / "mlp_norm"),
             mlp=mlp.gated_mlp(config, at / "mlp", names=names),
         )

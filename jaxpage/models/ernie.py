@@ -53,7 +53,7 @@ class Ernie4_5MoeConfig(ExpertsConfig):
         """Returns what the fields say."""
         fields.only(moe_norm_min=1e-12)
         width = ("moe_intermediate_size", 1536)
-        num_shared = fields.integer("moe_num_shared_experts", 2, least=0)
+        num_shared = fields.integer("moe_num_shared_experts", 2, minimum=0)
         bias = fields.flag("use_bias", False)
         return cls.from_fields(
             fields,
@@ -76,8 +76,8 @@ class Ernie4_5MoeConfig(ExpertsConfig):
 def _sparse_layers(fields: Fields) -> tuple[bool, ...]:
     num_layers = fields.integer("num_hidden_layers")
     every = fields.integer("moe_layer_interval", 1)
-    first = fields.integer("moe_layer_start_index", 1, least=0)
-    last = fields.integer("moe_layer_end_index", -1, least=-1)
+    first = fields.integer("moe_layer_start_index", 1, minimum=0)
+    last = fields.integer("moe_layer_end_index", -1, minimum=-1)
     last = num_layers - 1 if last == -1 else last
     return tuple((index + 1) % every == 0 and first <= index <= last for index in range(num_layers))
 

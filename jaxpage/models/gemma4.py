@@ -62,8 +62,8 @@ class Gemma4Config(gemma_layers.Gemma4LayersConfig):
     @classmethod
     def read(cls, fields: Fields, by_layer: Any = None) -> Gemma4Config:
         """Returns what the fields say; for `by_layer` see `_heads`."""
-        both_ways = fields.get("use_bidirectional_attention", None)
-        if both_ways not in (None, "vision"):
+        bidirectional = fields.get("use_bidirectional_attention", None)
+        if bidirectional not in (None, "vision"):
             text = "use_bidirectional_attention (attention to later tokens) is not supported"
             fields.note_unsupported(text, use_bidirectional_attention=None)
         types = (
@@ -87,7 +87,7 @@ class Gemma4Config(gemma_layers.Gemma4LayersConfig):
             inputs=_inputs(fields),
             logit_softcap=fields.optional_number("final_logit_softcapping", None),
             experts=gemma4_experts.read_experts(fields),
-            sees_ahead=both_ways == "vision",
+            sees_ahead=bidirectional == "vision",
             padding_id=_padding_id(fields),
         )
 
@@ -95,7 +95,7 @@ class Gemma4Config(gemma_layers.Gemma4LayersConfig):
 def _padding_id(fields: Fields) -> int:
     """Returns the padding token, for which a config without one has the first token."""
     is_null = fields.get("pad_token_id", 0) is None
-    return 0 if is_null else fields.integer("pad_token_id", 0, least=0)
+    return 0 if is_null else fields.integer("pad_token_id", 0, minimum=0)
 
 
 def _layer_forms(
@@ -180,7 +180,7 @@ def _ropes(fields: Fields, heads: Mapping[str, tuple[int, int]]) -> tuple[dict[s
 
 def _inputs(fields: Fields) -> gemma_layers.InputsForm | None:
     """Returns what the fields say of the inputs that layers have of their own."""
-    width = fields.integer("hidden_size_per_layer_input", 256, least=0)
+    width = fields.integer("hidden_size_per_layer_input", 256, minimum=0)
     rows = fields.integer("vocab_size_per_layer_input", 262_144)
     if width and rows < (size := fields.integer("vocab_size")):
         text = f"vocab_size_per_layer_input = {rows} must not be less than vocab_size = {size}"

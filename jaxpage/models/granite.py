@@ -152,7 +152,7 @@ class GraniteMoeSharedConfig(GraniteMoeConfig):
     @classmethod
     def read_shared_width(cls, fields: Fields) -> int | None:
         """Returns the width of the expert of all tokens; None if there is none."""
-        return fields.integer("shared_intermediate_size", 0, least=0) or None
+        return fields.integer("shared_intermediate_size", 0, minimum=0) or None
 
 
 class GraniteMoeShared(GraniteMoe, config=GraniteMoeSharedConfig):
@@ -274,7 +274,7 @@ class GraniteMoeHybridConfig(ExpertsConfig):
             text = f"position_embedding_type = {positions!r} is not one of rope, nope, null"
             fields.note_unsupported(text, position_embedding_type="rope")
         shared_width = fields.integer("shared_intermediate_size", 1024)
-        has_experts = fields.integer("num_local_experts", 8, least=0) > 0
+        has_experts = fields.integer("num_local_experts", 8, minimum=0) > 0
         return cls.from_fields(
             fields,
             kv={"states": tuple(mamba.state if kind == LINEAR else None for kind in types)},

@@ -33,7 +33,7 @@ from jaxpage.memory import pool_ids
 from jaxpage.models import ModelSpec
 from jaxpage.models.sharding import LOGICAL_SHARDS, kv_of_shard, make_sharding
 from jaxpage.settings.engine_config import EngineConfig
-from jaxpage.shapes import MOST_CANDIDATES
+from jaxpage.shapes import MAX_CANDIDATES
 from jaxpage.step.limits import StepLimits
 
 BATCHED_TOKENS_ON_CPU = 256  # enough to keep a CPU busy
@@ -419,19 +419,19 @@ def step_menu(
         ConfigError: No shape has room for the drafts that the settings ask for.
     """
     drafts = config.speculative_config
-    most = config.max_num_batched_tokens
-    if most is None:
-        most = BATCHED_TOKENS_ON_CPU if device.is_cpu else BATCHED_TOKENS_ON_ACCELERATORS
-        most = max(most, vectors.num_whole if vectors else 0)
-    most = max(most, 2)
+    maximum = config.max_num_batched_tokens
+    if maximum is None:
+        maximum = BATCHED_TOKENS_ON_CPU if device.is_cpu else BATCHED_TOKENS_ON_ACCELERATORS
+        maximum = max(maximum, vectors.num_whole if vectors else 0)
+    maximum = max(maximum, 2)
     menu = make_menu(
         config.max_num_seqs,
-        most,
+        maximum,
         mixed=mixed,
         num_drafts=drafts.draft_lengths if drafts else (),
-        max_verified_tokens=most,
+        max_verified_tokens=maximum,
         trees=drafts is not None and drafts.branches,
-        q_width=MOST_CANDIDATES if config.acceptance.name == "rejection" else 0,
+        q_width=MAX_CANDIDATES if config.acceptance.name == "rejection" else 0,
         num_steps=choose_num_steps(config, device),
         takes_vectors=vectors is not None,
     )
@@ -439,7 +439,7 @@ def step_menu(
         raise ConfigError(
             "speculative_config: the smallest step with drafts has "
             f"{1 + min(drafts.draft_lengths)} tokens; "
-            f"max_num_batched_tokens is {most}"
+            f"max_num_batched_tokens is {maximum}"
         )
     return menu
 

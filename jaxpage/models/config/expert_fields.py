@@ -72,7 +72,7 @@ def first_dense(
     fields: Fields, default: int, field: str = "first_k_dense_replace"
 ) -> tuple[bool, ...]:
     """Returns which layers have experts: all but the first ones, whose number is in `field`."""
-    first = fields.integer(field, default, least=0)
+    first = fields.integer(field, default, minimum=0)
     return tuple(index >= first for index in range(fields.integer("num_hidden_layers")))
 
 

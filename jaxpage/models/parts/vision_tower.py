@@ -14,10 +14,10 @@ from jaxtyping import Array, Float, Int
 
 from jaxpage.layers import Angles, Linear, RMSNorm
 from jaxpage.layers.linear import Part, linear
+from jaxpage.layers.matmul import matmul
 from jaxpage.layers.norms import add_and_norm
 from jaxpage.layers.parameter import Piece, Source, parameter
 from jaxpage.layers.picture_attention import attend_in_segments, attend_in_windows
-from jaxpage.layers.product import product
 from jaxpage.models.base import FamilyModule
 from jaxpage.models.parts import Scope, patches
 from jaxpage.models.parts.vision_config import TowerConfig
@@ -37,7 +37,7 @@ class PatchEmbedding(nnx.Module):
     def __call__(self, patch_PI: Float[Array, "P I"]) -> Float[Array, "P D"]:
         """Returns the states of patches in the type of the kernel."""
         kernel = self.kernel[...]
-        state_PD = product(patch_PI.astype(kernel.dtype), kernel)
+        state_PD = matmul(patch_PI.astype(kernel.dtype), kernel)
         return state_PD if self.bias is None else state_PD + self.bias[...][None, :]
 
 
@@ -49,18 +49,18 @@ class PictureAttention(nnx.Module):
         output: The product for the output.
         head_dim: The width of a head.
         scale: The factor of scores.
-        longest: The most patches of a segment, where these are windows (`attend_in_windows`); None
+        max_length: The most patches of a segment, where these are windows (`attend_in_windows`); None
             otherwise.
     """
 
     def __init__(
-        self, inputs: Linear, output: Linear, *, head_dim: int, longest: int | None = None
+        self, inputs: Linear, output: Linear, *, head_dim: int, max_length: int | None = None
     ):
         self.inputs = inputs
         self.output = output
         self.head_dim = head_dim
         self.scale = head_dim**-0.5
-        self.longest = longest
+        self.max_length = max_length
 
     def __call__(
         self, x_PD: Float[Array, "P D"], segment_P: Int[Array, "P"], angles: Angles | None
@@ -72,10 +72,10 @@ class PictureAttention(nnx.Module):
         if angles is not None:
             q_PNH, k_PNH = angles.rotate(q_PNH), angles.rotate(k_PNH)
         inputs = q_PNH, k_PNH, v_PNH, segment_P
-        if self.longest is None:
+        if self.max_length is None:
             mixed_PNH = attend_in_segments(*inputs, scale=self.scale)
         else:
-            mixed_PNH = attend_in_windows(*inputs, scale=self.scale, longest=self.longest)
+            mixed_PNH = attend_in_windows(*inputs, scale=self.scale, max_length=self.max_length)
         return self.output(mixed_PNH.reshape(num_patches, -1))
 
 

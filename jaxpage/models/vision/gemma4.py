@@ -52,7 +52,7 @@ class Gemma4VisionConfig(vision_config.VisionConfig):
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> Gemma4VisionConfig:
         """Reads config.json."""
-        both_ways = text_part(config).get("use_bidirectional_attention")
+        bidirectional = text_part(config).get("use_bidirectional_attention")
         with vision_config.open_fields(config, "gemma4_vision") as fields:
             tower = _read_tower(fields)
             num_kv_heads = fields.integer("num_key_value_heads", 12)
@@ -70,7 +70,7 @@ class Gemma4VisionConfig(vision_config.VisionConfig):
                 rope_theta=vision_config.read_theta(fields, 100.0),
                 is_clipped=fields.flag("use_clipped_linears", False),
                 is_standardized=fields.flag("standardize", False),
-                num_whole=_USUAL_ROWS if both_ways == "vision" else 0,
+                num_whole=_USUAL_ROWS if bidirectional == "vision" else 0,
             )
 
 
@@ -141,12 +141,12 @@ class Gemma4Vision(vision_tower.VisionTower, config=Gemma4VisionConfig):
 
     def __call__(self, inputs: Mapping[str, jax.Array]) -> Float[Array, "R 1 D"]:
         """Returns a row for each block of patches."""
-        place_P2 = inputs["place_P2"]
+        index_P2 = inputs["place_P2"]
         table = self.places[...]
         centred_PI = (2 * (inputs["patch_PI"] - 0.5)).astype(table.dtype)
         state_PE = self.patches(centred_PI)
-        state_PE = state_PE + (table[0][place_P2[:, 0]] + table[1][place_P2[:, 1]])
-        turn = _axis_angles(place_P2, self.config)
+        state_PE = state_PE + (table[0][index_P2[:, 0]] + table[1][index_P2[:, 1]])
+        turn = _axis_angles(index_P2, self.config)
         for layer in self.layers:
             state_PE = layer(state_PE, inputs["segment_P"], turn)
         return self.projection(self.norm(self.pooling(state_PE)))[:, None, :]
@@ -172,12 +172,12 @@ def _call(
     return vision.VisionCall(size, make_inputs, num_patches // block**2)
 
 
-def _axis_angles(place_P2: Int[Array, "P 2"], config: Gemma4VisionConfig) -> list[Angles]:
+def _axis_angles(index_P2: Int[Array, "P 2"], config: Gemma4VisionConfig) -> list[Angles]:
     """Returns the angles of the first half of a head, by columns, and of the second, by rows."""
     width = config.tower.head_dim // 2
     exponents = np.arange(0, width, 2, dtype=np.float32) / np.float32(width)
     frequencies = (1.0 / np.float32(config.rope_theta) ** exponents).astype(np.float32)
-    angles = [place_P2[:, axis, None].astype(jnp.float32) * frequencies for axis in (0, 1)]
+    angles = [index_P2[:, axis, None].astype(jnp.float32) * frequencies for axis in (0, 1)]
     return [Angles(jnp.cos(each), jnp.sin(each)) for each in angles]
 
 
@@ -231,8 +231,8 @@ class Gemma4PictureAttention(nnx.Module):
 
         def rotate(x_PNH: jax.Array) -> jax.Array:
             halves = jnp.split(x_PNH, len(turn), axis=-1)
-            turned = [angles.rotate(half) for angles, half in zip(turn, halves, strict=True)]
-            return jnp.concatenate(turned, axis=-1)
+            rotated = [angles.rotate(half) for angles, half in zip(turn, halves, strict=True)]
+            return jnp.concatenate(rotated, axis=-1)
 
         q_PNH = rotate(split(self.query, self.query_norm))
         k_PKH = rotate(split(self.key, self.key_norm))

@@ -147,7 +147,7 @@ def _call(spec: vision_config.VisionConfig, picture: np.typing.NDArray[Any]) -> 
     return vision.VisionCall(size, make_inputs, height * width // block**2)
 
 
-def two_axis_angles(place_P2: Int[Array, "P 2"], head_dim: int, theta: float) -> Angles:
+def two_axis_angles(index_P2: Int[Array, "P 2"], head_dim: int, theta: float) -> Angles:
     """Returns angles of which the first half turns by the height, the second by the width.
 
     The frequencies go to both by turns.
@@ -155,7 +155,7 @@ def two_axis_angles(place_P2: Int[Array, "P 2"], head_dim: int, theta: float) ->
     exponents = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
     frequencies = (1.0 / np.float32(theta) ** exponents).astype(np.float32)
     axes = [
-        place_P2[:, axis, None].astype(jnp.float32) * frequencies[None, axis::2] for axis in (0, 1)
+        index_P2[:, axis, None].astype(jnp.float32) * frequencies[None, axis::2] for axis in (0, 1)
     ]
     angles_PE = jnp.concatenate(axes, axis=-1)
     return Angles(jnp.cos(angles_PE), jnp.sin(angles_PE))

@@ -125,7 +125,7 @@ class QwenVisionConfig:
             "activation": fields.activation("hidden_act", activation),
             "patch": (channels, frames, side, side),
             "block": fields.integer("spatial_merge_size", 2),
-            "image_token_id": fields.integer("image_token_id", least=0),
+            "image_token_id": fields.integer("image_token_id", minimum=0),
         }
 
 

@@ -76,7 +76,7 @@ class QwenVision(vision_tower.VisionTower):
     def __init__(self, config: Any, *, dtype: jax.typing.DTypeLike):
         super().__init__(config, dtype=dtype)
         at = Scope("model.visual", dtype)
-        self.patches = patch_product(config, at / "patch_embed.proj", bias=self.patch_bias)
+        self.patches = patch_matmul(config, at / "patch_embed.proj", bias=self.patch_bias)
         self.table = self.make_table(config, at / "pos_embed")
         self.layers = nnx.List(
             self.make_block(config, index, at / f"blocks.{index}")
@@ -120,7 +120,7 @@ class QwenVision(vision_tower.VisionTower):
                 vision_tower.fuse_projections(width, attention, "qkv", (width,) * 3),
                 vision_tower.plain_projection(width, attention, ("proj", width), bias=True),
                 head_dim=width // config.num_heads,
-                longest=(config.window * config.block) ** 2 if has_windows else None,
+                max_length=(config.window * config.block) ** 2 if has_windows else None,
             ),
             cls.make_norm(width, at / "norm2"),
             cls.make_mlp(config, at / "mlp"),
@@ -298,7 +298,7 @@ def make_mlp(config: qwen_config.QwenVisionConfig, at: Scope, up: str, down: str
     )
 
 
-def patch_product(config: qwen_config.QwenVisionConfig, at: Scope, *, bias: bool) -> Linear:
+def patch_matmul(config: qwen_config.QwenVisionConfig, at: Scope, *, bias: bool) -> Linear:
     """Returns the product for patches, which is stored as a convolution [W, C, t, p, p]."""
     shape = (config.width, math.prod(config.patch))
     made = vision_tower.plain_projection(shape[1], at, ("", config.width), bias=bias)
