@@ -22,14 +22,10 @@ from jaxpage.layers.trace_scope import LayerKernels, TraceScope
 from jaxpage.models.base import abstract
 from jaxpage.models.parts.experts import make_experts
 from jaxpage.models.parts.names import QWEN_EXPERTS
-from pallas_kernels import (
-    QuantizedWeight,
-    batch_invariant_matmul,
-    matmul_and_sums,
-    paged_attention,
-    rotate_and_write,
-)
-from pallas_kernels import numbers as weight_numbers
+from pallas_kernels import paged_attention, rotate_and_write
+from pallas_kernels.quantized_matmul import batch_invariant_matmul, matmul_and_sums
+from pallas_kernels.quantized_weight import QuantizedWeight
+from pallas_kernels.quantized_weight import numbers as weight_numbers
 from pallas_kernels.sets import triton
 from pallas_kernels.tiles import Shape
 from pallas_kernels.triton import backend, matmul, matmul_tiles, rows, state

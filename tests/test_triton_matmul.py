@@ -13,15 +13,14 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from pallas_kernels import (
-    QuantizedWeight,
+from pallas_kernels.compat import describe_gpu
+from pallas_kernels.quantized_matmul import (
     batch_invariant_matmul,
     grouped_matmul,
     has_grouped_matmul,
     quantized_matmul,
 )
-from pallas_kernels.compat import describe_gpu
-from pallas_kernels.quantized_weight import FP4
+from pallas_kernels.quantized_weight import FP4, QuantizedWeight
 from pallas_kernels.triton import matmul, matmul_tiles
 from tests.support.sweeps import few
 

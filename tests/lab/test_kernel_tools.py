@@ -17,7 +17,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pallas_kernels import grouped_matmul, tiles, write_kv
+from pallas_kernels import tiles, write_kv
+from pallas_kernels.quantized_matmul import grouped_matmul
 from pallas_kernels.tiles import Tiles
 from tests.support import attention
 from tools import bench_kernels, bench_step
