@@ -125,7 +125,7 @@ def test_weights_of_few_bits(name):
 )
 def test_rows_of_any_groups(dtype, num_out, num_in, monkeypatch):
     """The inputs are shared by splits, some of which get none, in the first case."""
-    monkeypatch.setattr(matmul_tiles, "LEAST_TURNS", 1)
+    monkeypatch.setattr(matmul_tiles, "MIN_TURNS", 1)
     rng = np.random.default_rng(3)
     weight = jnp.asarray(rng.standard_normal((6, num_out, num_in)), dtype)
     x_PI = rows_of(dtype, num_in)
