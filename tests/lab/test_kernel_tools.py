@@ -876,7 +876,7 @@ def test_steps_in_miniature(tmp_path, capsys):
         (2, 32, 0),
         (1, 16, 16),
     ]
-    parts = ("step", "read", "call", "products", "attention", "sampler", "bytes_read")
+    parts = ("step", "read", "call", "matmuls", "attention", "sampler", "bytes_read")
     assert all(row[part] > 0 for row in rows for part in parts) and "host gap" in printed
     *found, last = read(to)
     assert [one.status for one in found] == [PASSED, PASSED] and last.tables[0].rows[0][
