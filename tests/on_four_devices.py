@@ -1,5 +1,6 @@
-"""What needs several devices. `tests/test_tensor_parallel.py` runs this file in a process of its own, whose CPU is four devices.
+"""Tests of whatever needs several devices.
 
+`tests/test_tensor_parallel.py` runs this file in a process of its own, whose CPU is four devices.
 By hand: XLA_FLAGS=--xla_force_host_platform_device_count=4 pytest -n 0 tests/on_four_devices.py
 """
 
@@ -56,6 +57,8 @@ from tests.test_drafting_ahead import (  # noqa: E402
     write_heads,
 )
 from tests.test_experts import save_gpt_oss  # noqa: E402
+
+pytestmark = pytest.mark.usefixtures("largest_shapes")
 
 NUM_TOKENS = 10
 LAYOUTS = {"one": INVARIANT, "two": {"tensor_parallel_size": 2}, "four": ON_4}
@@ -160,10 +163,10 @@ def test_there_are_four_devices():
     assert len(jax.devices()) == 4
 
 
-def generated(
+def generate(
     directory: Path | str, prompts: list[list[int]], temperature: float = 0.0, **settings: Any
 ) -> Any:
-    """Tokens, and log probabilities of what was likeliest."""
+    """Returns tokens, and the log probabilities of the likeliest ones."""
     params = SamplingParams(
         temperature=temperature, seed=3, max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=3
     )
@@ -174,9 +177,11 @@ def generated(
 
 
 @torch.no_grad()
-def assert_as_transformers(model: Any, prompts: list[list[int]], found: Any) -> None:
-    """That each token is the likeliest behind those before it, and that its log probability is transformers'."""
-    for prompt, (tokens, logprobs) in zip(prompts, found, strict=True):
+def assert_as_transformers(model: Any, prompts: list[list[int]], outputs: Any) -> None:
+    """Checks that each token is the likeliest after those before it, with transformers' log
+    probability.
+    """
+    for prompt, (tokens, logprobs) in zip(prompts, outputs, strict=True):
         logits = model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1].double()
         assert logits.argmax(-1).tolist() == tokens
         want = logits.log_softmax(-1)
@@ -195,21 +200,24 @@ def assert_as_transformers(model: Any, prompts: list[list[int]], found: Any) -> 
 def test_one_two_and_four_devices_give_the_same_bits_and_those_of_transformers(
     name, layout, tmp_path, monkeypatch
 ):
-    """With a mistake planted in some: each device has of one weight the part of the first. GPT-OSS has its experts in MXFP4."""
+    """A mistake is planted in some: each device has of one weight the part of the first.
+
+    GPT-OSS has its experts in MXFP4.
+    """
     save = save_gpt_oss if name == "gpt-oss-windows" else functools.partial(save_model, name)
     model = save(tmp_path, **{**SWEPT, **FAMILIES}.get(name, {}))
     model.generation_config.eos_token_id = None
     prompts = prompts_of(model.config.vocab_size)
-    one, several = (generated(tmp_path, prompts, **LAYOUTS[each]) for each in ("one", layout))
-    assert_as_transformers(model, prompts, one)
-    assert one == several
+    single, several = (generate(tmp_path, prompts, **LAYOUTS[each]) for each in ("one", layout))
+    assert_as_transformers(model, prompts, single)
+    assert single == several
     if layout == "four" and name in PLANTED:
         plant_parts_of_the_first(monkeypatch, PLANTED[name])
-        assert generated(tmp_path, prompts, **ON_4) != one
+        assert generate(tmp_path, prompts, **ON_4) != single
 
 
 def plant_parts_of_the_first(monkeypatch: pytest.MonkeyPatch, part: str) -> None:
-    """Of parameters that have this in their path."""
+    """Gives each device the first one's part of the parameters that have this in their path."""
     real = dividing.ShardedWeight.boxes
 
     def boxes(self, place, device):
@@ -228,12 +236,14 @@ def directory(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def want(directory):
-    return generated(directory, prompts_of(257), 0.9, **INVARIANT)
+    return generate(directory, prompts_of(257), 0.9, **INVARIANT)
 
 
 @pytest.mark.parametrize("invariant", [True, False])
 def test_arrays_on_devices_are_divided_there(invariant):
-    """Those of one device, of all four, and some of each; JAX itself lets nothing of the host in."""
+    """Arrays of one device, of all four, and some of each are divided; JAX itself lets nothing of
+    the host in.
+    """
     tensors = random_tensors(LLAMA)
     mesh = make_mesh(4)
     places = [
@@ -254,10 +264,10 @@ def test_arrays_on_devices_are_divided_there(invariant):
     )
     about = weights, mesh.put, mesh.put_shards
     for dtype in ("float32", "bfloat16"):
-        wanted = load_shards(on_host.plan, dtype, *about)
+        expected = load_shards(on_host.plan, dtype, *about)
         with jax.transfer_guard_host_to_device("disallow_explicit"):
             made = load_shards(on_device.plan, dtype, *about)
-        for array, other in zip(*map(jax.tree.leaves, (made, wanted)), strict=True):
+        for array, other in zip(*map(jax.tree.leaves, (made, expected)), strict=True):
             assert array.sharding == other.sharding
             np.testing.assert_array_equal(np.asarray(array), np.asarray(other))
     assert not any(array.is_deleted() for array in arrays.values())
@@ -279,28 +289,28 @@ def test_checkpoints_are_read_in_parts(kind, tmp_path, capfd, monkeypatch):
     plan = open_model(source).plan
     whole = load_weights(plan, "bfloat16", lambda array: array)
     parts = load_sharded(plan, "bfloat16", sharding_of, progress=True)
-    for wanted, found in zip(*map(jax.tree.leaves, (whole, parts)), strict=True):
-        assert found.sharding.is_equivalent_to(sharding_of(wanted), wanted.ndim)
-        assert len(found.addressable_shards) == 4 and found.dtype == wanted.dtype
-        assert wanted.ndim == 1 or found.addressable_shards[0].data.size * 4 == wanted.size
-        np.testing.assert_array_equal(np.asarray(found).view("u2"), wanted.view("u2"))
+    for expected, part in zip(*map(jax.tree.leaves, (whole, parts)), strict=True):
+        assert part.sharding.is_equivalent_to(sharding_of(expected), expected.ndim)
+        assert len(part.addressable_shards) == 4 and part.dtype == expected.dtype
+        assert expected.ndim == 1 or part.addressable_shards[0].data.size * 4 == expected.size
+        np.testing.assert_array_equal(np.asarray(part).view("u2"), expected.view("u2"))
     assert jax.tree.structure(whole) == jax.tree.structure(parts)
     assert "loading weights: 100%" in capfd.readouterr().err
 
 
 def test_what_is_fast_gives_the_same_tokens(directory, want):
     fast = {**ON_4, "tensor_parallel_reduction": "fast"}
-    found = generated(directory, prompts_of(257), 0.9, **fast)
-    assert [tokens for tokens, _ in found] == [tokens for tokens, _ in want]
+    outputs = generate(directory, prompts_of(257), 0.9, **fast)
+    assert [tokens for tokens, _ in outputs] == [tokens for tokens, _ in want]
 
 
 @pytest.mark.sweep
 def test_bfloat16_too(directory):
-    one, four = (
-        generated(directory, prompts_of(257), 0.9, **layout, dtype="bfloat16")
+    single, four = (
+        generate(directory, prompts_of(257), 0.9, **layout, dtype="bfloat16")
         for layout in (INVARIANT, ON_4)
     )
-    assert one == four
+    assert single == four
 
 
 @pytest.mark.parametrize("mistake", few(["order", "heads"], ["order"]))
@@ -308,8 +318,10 @@ def test_a_planted_mistake_is_seen(directory, want, mistake, monkeypatch):
     if mistake == "order":  # two sums, of which the second depends on the devices
 
         def total(parts, shards):
-            own = sum(parts[1:], parts[0])
-            return own if shards.num_devices == 1 else jax.lax.psum(own, sharding.DEVICE_AXIS)
+            partial = sum(parts[1:], parts[0])
+            return (
+                partial if shards.num_devices == 1 else jax.lax.psum(partial, sharding.DEVICE_AXIS)
+            )
 
         monkeypatch.setattr(sharded, "total", total)
     else:  # each shard has the key/value heads of another
@@ -319,11 +331,13 @@ def test_a_planted_mistake_is_seen(directory, want, mistake, monkeypatch):
             return real(self, axis, size, 3 - place if axis == "kv_heads" else place)
 
         monkeypatch.setattr(sharding.Sharding, "part", part)
-    assert generated(directory, prompts_of(257), 0.9, **ON_4) != want
+    assert generate(directory, prompts_of(257), 0.9, **ON_4) != want
 
 
 def test_one_engine_in_every_other_way(directory, want, tmp_path):
-    """Alone as together, `score`, `parameters`, `update_parameters`, `embed`, a log and its replay."""
+    """One engine answers alone as together, scores, embeds, takes weights, and its log is
+    replayed.
+    """
     prompts, log = prompts_of(257), tmp_path / "log"
     stored = load_file(directory / "model.safetensors")
     params = SamplingParams(
@@ -378,9 +392,11 @@ def test_one_engine_in_every_other_way(directory, want, tmp_path):
 # tests/test_quantization.py, for every format.
 
 
-@pytest.mark.parametrize("quantization", ["gguf", "int8"])
+@pytest.mark.parametrize("quantization", few(["gguf", "int8"], ["int8"]))
 def test_weights_of_few_bits_give_the_same_bits(quantization, tmp_path):
-    """Of GGUF products of parts of two types, with minima and without; with int8 each shard rounds its own inputs."""
+    """GGUF has products of parts of two types, with minima and without; with int8 each shard rounds
+    its own inputs.
+    """
     config = {**LLAMA, "hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 1}
     if quantization == "gguf":
         kinds = {"embed": "Q8_0", "v_proj": "Q8_0", "down_proj": "Q4_0"}
@@ -388,11 +404,11 @@ def test_weights_of_few_bits_give_the_same_bits(quantization, tmp_path):
         model = write_gguf(tmp_path / "model.gguf", config, tensors, "Q4_1", kinds=kinds)
     else:
         model = random_checkpoint(tmp_path, config)
-    one, four = (
-        generated(model, prompts_of(257), **LAYOUTS[layout], quantization=quantization)
+    single, four = (
+        generate(model, prompts_of(257), **LAYOUTS[layout], quantization=quantization)
         for layout in ("one", "four")
     )
-    assert one == four
+    assert single == four
 
 
 # LoRA adapters: A and B divided as the weights beside which they stand.
@@ -400,7 +416,7 @@ def test_weights_of_few_bits_give_the_same_bits(quantization, tmp_path):
 
 @pytest.fixture(scope="module")
 def adapters(tmp_path_factory):
-    """Of peft on transformers: the model with two adapters, and the directory that has all of them."""
+    """Returns peft's model with two adapters, and the directory that has all of them."""
     pytest.importorskip("peft", reason="the oracle is peft, which is installed for Python 3.11")
     from tests.test_lora import with_adapters
 
@@ -411,8 +427,11 @@ def adapters(tmp_path_factory):
     ), directory
 
 
-def generated_with(directory: Path, names: list[str | None], **settings: Any) -> Any:
-    """As `generated`, each prompt with an adapter or none. There are two adapters and one slot."""
+def generate_with(directory: Path, names: list[str | None], **settings: Any) -> Any:
+    """Returns what `generate` does, for prompts with an adapter or none.
+
+    Two adapters share one slot.
+    """
     lora = {"enable_lora": True, "max_loras": 1, "max_lora_rank": 8}
     params = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=3)
     requested = [
@@ -427,14 +446,14 @@ def generated_with(directory: Path, names: list[str | None], **settings: Any) ->
 def test_adapters_give_the_same_bits_and_those_of_peft(adapters, monkeypatch):
     model, directory = adapters
     names = ["third", None, "narrow"]
-    found = {
-        layout: generated_with(directory, names, **LAYOUTS[layout]) for layout in ("one", "four")
+    outputs = {
+        layout: generate_with(directory, names, **LAYOUTS[layout]) for layout in ("one", "four")
     }
-    for name, prompt, one in zip(names, prompts_of(131), found["one"], strict=True):
+    for name, prompt, output in zip(names, prompts_of(131), outputs["one"], strict=True):
         with model.disable_adapter() if name is None else nullcontext():
             model.set_adapter(name or "third")
-            assert_as_transformers(model, [prompt], [one])
-    assert found["one"] == found["four"]
+            assert_as_transformers(model, [prompt], [output])
+    assert outputs["one"] == outputs["four"]
     # a planted mistake: each device has the part of the first
     real = dividing.ShardedWeight.part
     monkeypatch.setattr(
@@ -442,11 +461,11 @@ def test_adapters_give_the_same_bits_and_those_of_peft(adapters, monkeypatch):
         "part",
         lambda self, whole, place, _: real(self, whole, place, 0),
     )
-    planted = generated_with(directory, names, **ON_4)
+    planted = generate_with(directory, names, **ON_4)
     assert (
-        planted[1] == found["one"][1]
-        and planted[0] != found["one"][0]
-        and planted[2] != found["one"][2]
+        planted[1] == outputs["one"][1]
+        and planted[0] != outputs["one"][0]
+        and planted[2] != outputs["one"][2]
     )
 
 
@@ -458,7 +477,9 @@ def test_adapters_give_the_same_bits_and_those_of_peft(adapters, monkeypatch):
     "method", few(["draft_model", "medusa", "eagle", "eagle3"], ["draft_model", "eagle"])
 )
 def test_a_drafter_changes_no_bit(method, directory, want, tmp_path):
-    """The model itself, whose products are whole where it drafts, and which is right most of the time; or heads of random numbers."""
+    """The drafter is the model itself, whose products are whole where it drafts and which is right
+    most of the time, or a head of random numbers.
+    """
     write_heads(tmp_path)
     write_original(tmp_path / "medusa", random_heads(3, 1, 257, 64))
     drafter = directory if method == "draft_model" else tmp_path / method
@@ -494,24 +515,29 @@ def test_a_drafter_changes_no_bit(method, directory, want, tmp_path):
     assert num_drafts > 0 and (method != "draft_model" or num_accepted > num_drafts // 2)
 
 
-@pytest.mark.parametrize("family", few(["deepseek_v3", "qwen3_5"], ["deepseek_v3"]))
+# A head takes the same divided tables as EAGLE, which runs always.
+@pytest.mark.sweep
+@pytest.mark.parametrize("family", ["deepseek_v3", "qwen3_5"])
 def test_a_head_inside_the_checkpoint_changes_no_bit(family, tmp_path):
-    """Each device has all of it, experts and latents included, and the model's divided tables; a text is that of one device."""
+    """Each device has all of it, experts and latents included, and the model's divided tables.
+
+    A text is that of one device.
+    """
     sizes = {"qwen3_5": KEY_HEADS}.get(family, {})
     model = save_with_head(
         family, tmp_path, num_tokens=4, vocab_size=257, max_position_embeddings=256, **sizes
     )
     requested = {"method": "mtp", "num_speculative_tokens": 2}
-    found = {}
+    outputs = {}
     for layout, drafting in (("one", None), ("four", requested)):
         settings = {**SETTINGS, **LAYOUTS[layout], "speculative_config": drafting}
         with when_used(), LLM(str(tmp_path), **settings) as llm:
             drafts = record(llm) if drafting else []
-            found[layout] = tokens_of(llm.generate(prompts_of(257), GREEDY, use_tqdm=False))
+            outputs[layout] = tokens_of(llm.generate(prompts_of(257), GREEDY, use_tqdm=False))
             invariants(llm)
             if drafting:
                 assert_as_the_reference(llm, drafts, of_a_head(model.head, tmp_path))
-    assert found["one"] == found["four"]
+    assert outputs["one"] == outputs["four"]
 
 
 # The column of the support matrix: two devices give what one gives, to the last bit.
@@ -526,7 +552,14 @@ def engines():
     engines.close()
 
 
-@pytest.mark.parametrize("name", list(support_matrix()))
+# Of each kind of field one: samples, cut-offs, histories, masks, scores and beams.
+CELLS = (
+    *("n", "top_p", "repetition_penalty", "allowed_token_ids", "structured_outputs"),
+    *("prompt_logprobs", "return_hidden_states", "beam_width"),
+)
+
+
+@pytest.mark.parametrize("name", few(support_matrix(), CELLS))
 def test_a_cell_is_what_the_package_says(engines, name):
     assert cell(engines, name, ON_DEVICES) == support_matrix()[name][ON_DEVICES]
 
@@ -539,7 +572,8 @@ def test_a_cell_is_what_the_package_says(engines, name):
             *(("structured_outputs", "preemption"), ("logprobs", "prefix cache")),
             *(("temperature", "speculation"), ("prompt_logprobs", "chunked")),
         ],
-        # in every run there are preempted drafts above, and on_four_devices_logits.py has drafts, too
+        # in every run there are preempted drafts above, and on_four_devices_logits.py has drafts,
+        # too
         [],
     ),
 )
@@ -558,7 +592,7 @@ def two_devices():
 
 @pytest.mark.parametrize(
     ("name", "layout"),
-    few(itertools.product(seeing.SEEING, ("two", "four")), [("qwen3-vl", "four")]),
+    few(itertools.product(seeing.SEEING, ("two", "four")), []),
 )
 def test_pictures_give_the_same_bits(name, layout, tmp_path):
     """Each device has the whole encoder."""
@@ -570,7 +604,7 @@ def test_pictures_give_the_same_bits(name, layout, tmp_path):
         seeing.prompt(name, [[5, 6, 7, 4], seeing.picture(name, 2, 3), [8], picture, [3]]),
         ([7, 8, 9], None),
     ]
-    found = []
+    outputs = []
     for settings in (LAYOUTS["one"], LAYOUTS[layout]):
         with when_used(), LLM(directory, **{**SETTINGS, **settings}) as llm:
             engine = llm._engine
@@ -580,8 +614,8 @@ def test_pictures_give_the_same_bits(name, layout, tmp_path):
             ]
             while engine.has_unfinished:
                 engine.step()
-            found.append(tokens_of([reporter.whole() for reporter in reporters]))
-    assert found[0] == found[1]
+            outputs.append(tokens_of([reporter.whole() for reporter in reporters]))
+    assert outputs[0] == outputs[1]
 
 
 EXPERTS: dict[str, Any] = {
@@ -591,7 +625,9 @@ EXPERTS: dict[str, Any] = {
 
 
 def test_a_step_on_two_gpus_leaves_no_sum_of_floats_to_xla_or_to_devices(tmp_path):
-    """With `batch_invariant`, of a model with experts; sums in the fastest order are seen."""
+    """A model with experts has no such sum with `batch_invariant`; sums in the fastest order are
+    seen.
+    """
     exact = Backend("triton", batch_invariant=True)
 
     def trace(**settings: Any) -> Any:
@@ -616,11 +652,13 @@ def test_a_step_on_two_gpus_leaves_no_sum_of_floats_to_xla_or_to_devices(tmp_pat
 
 @pytest.mark.sweep
 def test_two_devices_answer_the_same_in_every_batch_by_kernels_of_a_gpu(tmp_path):
-    """Interpreted, of a model with experts; one device with the same shards has these bits, too."""
+    """A model with experts runs interpreted; one device with the same shards has these
+    bits, too.
+    """
     save_model("mixtral-window", tmp_path, **EXPERTS)
     settings = {"attention_backend": "triton", "batch_invariant": True, "dtype": "bfloat16"}
     prompts = prompts_of(131)
-    together = generated(tmp_path, prompts, tensor_parallel_size=2, **settings)
+    together = generate(tmp_path, prompts, tensor_parallel_size=2, **settings)
     for prompt, answer in zip(prompts, together, strict=True):
-        assert generated(tmp_path, [prompt], tensor_parallel_size=2, **settings) == [answer]
-    assert generated(tmp_path, prompts, **INVARIANT, **settings) == together
+        assert generate(tmp_path, [prompt], tensor_parallel_size=2, **settings) == [answer]
+    assert generate(tmp_path, prompts, **INVARIANT, **settings) == together

@@ -1,6 +1,8 @@
-"""Logits that several devices have in parts: what is drawn from them, and that no step gathers them which need not.
+"""Logits that several devices have in parts: the draws from them, and that no step gathers them
+without need.
 
-`tests/test_tensor_parallel.py` runs this file with `tests/on_four_devices.py`, which says how to run it by hand.
+`tests/test_tensor_parallel.py` runs this file with `tests/on_four_devices.py`, which says how to
+run it by hand.
 """
 
 from __future__ import annotations
@@ -43,6 +45,7 @@ SETTINGS: dict[str, Any] = {
 }
 INVARIANT = {"tensor_parallel_reduction": "invariant"}
 ON_4 = {"tensor_parallel_size": 4}
+pytestmark = pytest.mark.usefixtures("largest_shapes")
 VOCAB = 50  # of which four devices have 13 each, two of them padding
 
 
@@ -75,7 +78,9 @@ def from_parts(
     few(itertools.product((2, 4), (True, False)), [(4, True), (2, False)]),
 )
 def test_parts_give_what_whole_rows_do(num_devices, by_row, monkeypatch):
-    """Against float64, with ties between devices; then the noise of another place is planted."""
+    """Draws are those of float64, with ties between devices; then the noise of another place is
+    planted.
+    """
     rng = np.random.default_rng(num_devices)
     logits_RV = np.round(rng.standard_normal((NUM_ROWS, VOCAB)) * 2).astype(np.float32)
     temperature_R = np.where(np.arange(NUM_ROWS) % 3 == 0, 0.0, 0.7).astype(np.float32)
@@ -123,42 +128,47 @@ def directory(tmp_path_factory):
 
 
 def texts(directory: Any, together: list[str], **settings: Any) -> dict[str, Any]:
-    """Of each alone, and of some together."""
+    """Returns the text of each alone, and of some together."""
     prompt = prompts_of(LLAMA["vocab_size"])[2]
     with when_used(), LLM(str(directory), **{**SETTINGS, **settings}) as llm:
-        found = {
+        outputs = {
             name: llm.generate(prompt, params, use_tqdm=False) for name, params in ASKED.items()
         }
         requested = [ASKED[name] for name in together]
-        found["together"] = llm.generate([prompt] * len(requested), requested, use_tqdm=False)
+        outputs["together"] = llm.generate([prompt] * len(requested), requested, use_tqdm=False)
         invariants(llm)
     return {
-        name: [list(output.outputs[0].token_ids) for output in outputs]
-        for name, outputs in found.items()
+        name: [list(output.outputs[0].token_ids) for output in group]
+        for name, group in outputs.items()
     }
 
 
 def test_texts_are_those_of_one_device(directory, monkeypatch):
-    """With logits gathered or not. A missing gather for a cut-off would be found."""
+    """Logits are gathered or not. A missing gather for a cut-off would be found."""
     together = ["greedy", "random", "cut off", "penalised", "scored"]
-    one = texts(directory, together, **INVARIANT)
-    assert one["together"] == [one[name][0] for name in together]
-    assert one["random"] == one["scored"] and len({str(one[name]) for name in together}) == 4
-    assert texts(directory, together, **ON_4) == one
+    single = texts(directory, together, **INVARIANT)
+    assert single["together"] == [single[name][0] for name in together]
+    assert (
+        single["random"] == single["scored"] and len({str(single[name]) for name in together}) == 4
+    )
+    assert texts(directory, together, **ON_4) == single
     monkeypatch.setattr(steps, "need_whole_rows", lambda inputs, vocab_size: inputs.flags[0] < 0)
     planted = texts(directory, ["greedy", "random"], **ON_4)
-    assert (planted["greedy"], planted["random"]) == (one["greedy"], one["random"])
-    assert planted["cut off"] != one["cut off"] and planted["penalised"] != one["penalised"]
+    assert (planted["greedy"], planted["random"]) == (single["greedy"], single["random"])
+    assert planted["cut off"] != single["cut off"] and planted["penalised"] != single["penalised"]
 
 
 def test_drafts_are_verified_on_parts(directory, monkeypatch):
-    """Those of token recycling, which looks at whole rows. Where they are taken unseen the text is another one."""
+    """Token recycling looks at whole rows.
+
+    Where drafts are taken unseen the text is another one.
+    """
     params = [
         SamplingParams(temperature=t, seed=3, max_tokens=30, ignore_eos=True) for t in (0.0, 0.9)
     ]
     prompt = prompts_of(LLAMA["vocab_size"])[2]
 
-    def generated(**settings: Any) -> tuple[list[list[int]], int]:
+    def generate(**settings: Any) -> tuple[list[list[int]], int]:
         with when_used(), LLM(str(directory), **{**SETTINGS, **settings}) as llm:
             outputs = llm.generate([prompt] * 2, params, use_tqdm=False)
             stats = llm.stats()
@@ -167,18 +177,21 @@ def test_drafts_are_verified_on_parts(directory, monkeypatch):
         ]
 
     drafting = {"speculative_config": {"method": "token_recycling", "num_speculative_tokens": 3}}
-    one, _ = generated(**INVARIANT)
-    four, num_accepted = generated(**ON_4, **drafting)
-    assert four == one and num_accepted > 0
+    single, _ = generate(**INVARIANT)
+    four, num_accepted = generate(**ON_4, **drafting)
+    assert four == single and num_accepted > 0
     real = steps.accept
-    monkeypatch.setattr(steps, "accept", lambda drawn, ids, *rest: real(ids, ids, *rest))
-    assert generated(**ON_4, **drafting)[0] != one
+    monkeypatch.setattr(steps, "accept", lambda drawn, ids, *others: real(ids, ids, *others))
+    assert generate(**ON_4, **drafting)[0] != single
 
 
-def max_gathered(found: Mapping[str, hlo.Computation], name: str) -> int:
-    """Bytes of the largest array that this computation must gather, on whichever way of its conditionals it gathers least."""
+def max_gathered(computations: Mapping[str, hlo.Computation], name: str) -> int:
+    """Returns the bytes of the largest array that this computation must gather.
+
+    Of a conditional the way that gathers least counts.
+    """
     maximum = 0
-    for item in found[name].instructions:
+    for item in computations[name].instructions:
         if item.opcode.startswith("all-gather"):
             maximum = max(maximum, *item.sizes)
         elif item.opcode == "conditional":
@@ -187,21 +200,21 @@ def max_gathered(found: Mapping[str, hlo.Computation], name: str) -> int:
             maximum = max(
                 maximum,
                 min(
-                    max_gathered(found, branch)
+                    max_gathered(computations, branch)
                     for branch in re.findall(r"%([\w.\-]+)", branches[1])
                 ),
             )
         else:
             called = re.findall(r"\b(?:calls|to_apply|body|condition)=%?([\w.\-]+)", item.rest)
-            maximum = max([maximum, *(max_gathered(found, each) for each in called)])
+            maximum = max([maximum, *(max_gathered(computations, each) for each in called)])
     return maximum
 
 
 @pytest.mark.parametrize("num_devices", few([2, 4], [4]))
 def test_no_greedy_step_gathers_a_row_of_logits(directory, num_devices, monkeypatch):
-    """In what is compiled. A gather that is planted is found."""
+    """No compiled step does. A gather that is planted is found."""
 
-    def gathered() -> tuple[int, int]:
+    def gather_bytes() -> tuple[int, int]:
         settings = {**SETTINGS, "tensor_parallel_size": num_devices}
         with when_used(), LLM(str(directory), **settings) as llm:
             (bucket,) = llm._engine.builder.menu.decode
@@ -212,12 +225,12 @@ def test_no_greedy_step_gathers_a_row_of_logits(directory, num_devices, monkeypa
             "vocab_size"
         ]
 
-    maximum, row_bytes = gathered()
+    maximum, row_bytes = gather_bytes()
     # Of the sums of all layers: 4 shards of 64 columns.
     assert 0 < maximum < row_bytes
     scope = steps._scope
     monkeypatch.setattr(
         steps, "_scope", lambda options, slots, *, divided=False: scope(options, slots)
     )
-    maximum, row_bytes = gathered()
+    maximum, row_bytes = gather_bytes()
     assert maximum >= row_bytes

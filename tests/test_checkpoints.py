@@ -1,4 +1,6 @@
-"""Checkpoints: what loads must be exact, and what does not fit must be one clear error, whatever the bytes are."""
+"""Checkpoints: what loads must be exact, and what does not fit must be one clear error, whatever
+the bytes are.
+"""
 
 from __future__ import annotations
 
@@ -109,18 +111,20 @@ def load(directory: Path, dtype: str | None = None) -> dict[tuple[Any, ...], np.
     return dict(leaves(load_weights(open_model(directory).plan, dtype, lambda array: array)))
 
 
-def expected(config: dict[str, Any], dtype: str = "float32") -> dict[tuple[Any, ...], np.ndarray]:
-    """What must come out for `random_checkpoint(config)`, by path."""
+def expected_arrays(
+    config: dict[str, Any], dtype: str = "float32"
+) -> dict[tuple[Any, ...], np.ndarray]:
+    """Returns what must come out for `random_checkpoint(config)`, by path."""
     tensors = random_tensors(config, dtype=dtype)
     family = load_family(config)
-    found = {}
+    arrays = {}
     for weight in model_weights(family, family.Spec.from_config(config)):
         parts = [
             tensors[piece.name].T if piece.transpose else tensors[piece.name]
             for piece in weight.sources[0].pieces
         ]
-        found[weight.path] = np.concatenate(parts)
-    return found
+        arrays[weight.path] = np.concatenate(parts)
+    return arrays
 
 
 def assert_same_bits(got: dict[Any, Any], want: dict[Any, Any]) -> None:
@@ -155,7 +159,7 @@ def test_every_parameter_of_the_model_gets_its_tensor(tmp_path, name):
     directory = random_checkpoint(tmp_path, CONFIGS[name])
     opened = open_model(directory)
     loaded = load(directory)
-    assert_same_bits(loaded, expected(CONFIGS[name]))
+    assert_same_bits(loaded, expected_arrays(CONFIGS[name]))
     _, parameters = abstract_model(opened.family, opened.spec, np.float32)
     assert {path: leaf.shape for path, leaf in leaves(parameters)} == {
         p: a.shape for p, a in loaded.items()
@@ -165,17 +169,20 @@ def test_every_parameter_of_the_model_gets_its_tensor(tmp_path, name):
 @pytest.mark.parametrize(("dtype", "shards"), [*zip(DTYPES, (1, 3, 1), strict=True)])
 def test_dtypes_and_shards(tmp_path, dtype, shards):
     directory = random_checkpoint(tmp_path, LLAMA, dtype=dtype, shards=shards)
-    assert_same_bits(load(directory), expected(LLAMA, dtype))
+    assert_same_bits(load(directory), expected_arrays(LLAMA, dtype))
     assert open_model(directory).plan.most_common_dtype() == dtype
 
 
-@pytest.mark.parametrize("wanted", DTYPES)
-def test_conversion_is_numpys_and_arrays_are_owned(tmp_path, wanted):
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_conversion_is_numpys_and_arrays_are_owned(tmp_path, dtype):
     directory = random_checkpoint(tmp_path, GPT2, dtype="bfloat16")
-    loaded = load(directory, wanted)
+    loaded = load(directory, dtype)
     assert_same_bits(
         loaded,
-        {path: value.astype(DTYPES[wanted]) for path, value in expected(GPT2, "bfloat16").items()},
+        {
+            path: value.astype(DTYPES[dtype])
+            for path, value in expected_arrays(GPT2, "bfloat16").items()
+        },
     )
     for array in loaded.values():  # a view would keep the file mapped under the model
         assert array.flags.owndata and array.flags.c_contiguous
@@ -189,14 +196,14 @@ def test_tied_weights_either_way(tmp_path, tied_head, headless_names):
     directory = random_checkpoint(
         tmp_path, TIED, tied_head=tied_head, headless_names=headless_names
     )
-    assert_same_bits(load(directory), expected(TIED))
+    assert_same_bits(load(directory), expected_arrays(TIED))
 
 
 def test_a_tied_model_may_keep_only_its_head(tmp_path):
     tensors = random_tensors(TIED)
     tensors["lm_head.weight"] = tensors.pop("model.embed_tokens.weight")
     write_tensors(random_checkpoint(tmp_path, TIED), tensors)
-    assert_same_bits(load(tmp_path), expected(TIED))
+    assert_same_bits(load(tmp_path), expected_arrays(TIED))
 
 
 def test_a_tied_head_that_differs_is_refused(tmp_path):
@@ -236,14 +243,16 @@ def test_tensors_that_carry_nothing_may_have_any_dtype(tmp_path):
         "transformer.h.0.attn.bias": np.ones((1, 1, 40, 40), np.uint8),
     }
     write_tensors(random_checkpoint(tmp_path, GPT2), tensors)
-    assert_same_bits(load(tmp_path), expected(GPT2))
+    assert_same_bits(load(tmp_path), expected_arrays(GPT2))
 
 
 @pytest.mark.parametrize(
     ("name", "headless_names"), [("deepseek-v3-groups", False), ("glm4-moe-lite-mixed", True)]
 )
 def test_layers_that_draft_are_those_that_the_config_counts(tmp_path, name, headless_names):
-    """Layers 3 and 4 of three layers and two more; a further one, or one that nobody counted, is of another model."""
+    """Layers 3 and 4 of three layers and two more draft; a further one, or one that nobody counted,
+    is of another model.
+    """
     config = config_json(name)
     random_checkpoint(
         tmp_path, {**config, "num_nextn_predict_layers": 2}, headless_names=headless_names
@@ -317,11 +326,15 @@ def test_everything_wrong_is_listed_at_once_and_nothing_is_put(tmp_path):
     text = refusal(tmp_path)
     assert "(6 problems)" in text
     for line in (
-        "tensor 'model.layers.0.mlp.up_proj.weight' of shape (48, 32) is missing in 'model.safetensors'",
+        "tensor 'model.layers.0.mlp.up_proj.weight' of shape (48, 32) is missing in "
+        "'model.safetensors'",
         "tensor 'lm_head.weight' of shape (64, 32) is missing in 'model.safetensors'",
-        "'model.safetensors': tensor 'model.norm.weight' has shape (33,), and the model needs (32,)",
-        "'model.safetensors': tensor 'model.layers.1.mlp.up_proj.weight' has shape (32, 48), and the model needs (48, 32)",
-        "'model.safetensors': tensor 'model.layers.1.mlp.gate_proj.weight' has dtype I64, not one of F32, BF16, F16",
+        "'model.safetensors': tensor 'model.norm.weight' has shape (33,), and the model needs "
+        "(32,)",
+        "'model.safetensors': tensor 'model.layers.1.mlp.up_proj.weight' has shape (32, 48), "
+        "and the model needs (48, 32)",
+        "'model.safetensors': tensor 'model.layers.1.mlp.gate_proj.weight' has dtype I64, not "
+        "one of F32, BF16, F16",
         "'model.safetensors': tensor 'extra' of shape (1,) is unexpected",
     ):
         assert f"  - {line}\n" in text + "\n"
@@ -333,7 +346,9 @@ def test_everything_wrong_is_listed_at_once_and_nothing_is_put(tmp_path):
 
 
 def test_a_tensor_that_does_not_fit_is_told_with_its_shard(tmp_path):
-    """By the name that the file has in the directory, though it may be a link to a name of the hub's cache."""
+    """The shard has the name of the file in the directory, though it may be a link to a name of the
+    hub's cache.
+    """
     directory = random_checkpoint(tmp_path / "models--a--b" / "snapshots" / "0123", LLAMA, shards=3)
     blobs = directory.parents[1] / "blobs"
     blobs.mkdir()
@@ -593,7 +608,7 @@ def test_links_of_the_hub_cache_are_followed_but_no_others(tmp_path):
         folder.mkdir()
         shutil.move(snapshot / "model.safetensors", folder / "data")
         (snapshot / "model.safetensors").symlink_to(folder / "data")
-        assert_same_bits(load(snapshot), expected(LLAMA))
+        assert_same_bits(load(snapshot), expected_arrays(LLAMA))
         (snapshot / "model.safetensors").unlink()
         shutil.move(folder / "data", snapshot / "model.safetensors")
     link_out("model.safetensors")(snapshot)
@@ -698,16 +713,18 @@ def test_a_chat_template_that_does_not_parse_is_said_at_the_start(tmp_path, capl
         (tmp_path / "chat_template.jinja").write_text(template)
         caplog.clear()
         load_tokenizer(tmp_path)
-        found = [
+        messages = [
             text for text in caplog.messages if "the chat template 'default' does not parse" in text
         ]
-        assert len(found) == template.startswith("{% if") and all(
-            len(text) < 1000 for text in found
+        assert len(messages) == template.startswith("{% if") and all(
+            len(text) < 1000 for text in messages
         )
 
 
 def test_no_message_is_megabytes(tmp_path, caplog):
-    """Tensors, added tokens and ends of texts that nobody expects: the first ones, and how many there are."""
+    """A message names the first tensors, added tokens and ends of texts that nobody expects, and
+    how many there are.
+    """
     random_checkpoint(tmp_path, LLAMA, generation_config={"eos_token_id": [*range(1, 20_000)]})
     tensors = random_tensors(LLAMA) | {
         f"model.more.{index}": np.ones(1, np.float32) for index in range(20_000)
@@ -747,7 +764,7 @@ def test_a_dtype_that_is_none_is_refused(tmp_path, dtype):
 def test_a_byte_order_mark_before_json_is_nothing(tmp_path):
     file = random_checkpoint(tmp_path, LLAMA) / "config.json"
     file.write_bytes(codecs.BOM_UTF8 + file.read_bytes())
-    assert_same_bits(load(tmp_path), expected(LLAMA))
+    assert_same_bits(load(tmp_path), expected_arrays(LLAMA))
     file.write_bytes(codecs.BOM_UTF8)
     assert "'config.json' is empty" in refusal(tmp_path)
 
@@ -777,7 +794,7 @@ def test_code_of_a_model_is_never_run_and_the_own_class_takes_its_place(tmp_path
     edit_json(tmp_path / "config.json", lambda config: config.update(code))
     for name in ("tokenizer_config.json", "generation_config.json"):
         (tmp_path / name).write_text(json.dumps(code))
-    assert_same_bits(load(tmp_path), expected(LLAMA))
+    assert_same_bits(load(tmp_path), expected_arrays(LLAMA))
     load(tmp_path)
     (warning,) = caplog.messages
     names = "config.json and tokenizer_config.json and generation_config.json"
@@ -849,7 +866,9 @@ def test_an_id_that_ends_a_text_and_is_none_is_told_with_the_rest(tmp_path):
 @pytest.mark.parametrize("wrong", ["2", True, -1, 1.0, [1, None], 2**40, 2**70, {"a": 1}])
 @pytest.mark.parametrize("place", ["generation_config.json", "config.json"])
 def test_eos_token_ids_that_are_none(tmp_path, place, wrong):
-    """Also in config.json where generation_config.json, which is the one that counts, is right."""
+    """They are refused in config.json, too, where generation_config.json, which counts, is
+    right.
+    """
     random_checkpoint(tmp_path, LLAMA, generation_config={"eos_token_id": 1})
     edit_json(tmp_path / place, lambda fields: fields.update(eos_token_id=wrong))
     assert f"{place}: eos_token_id " in refusal(tmp_path)
@@ -858,17 +877,19 @@ def test_eos_token_ids_that_are_none(tmp_path, place, wrong):
 
 
 def test_the_tokenizer_s_own_end_of_text_is_one_too(tmp_path):
-    """As in vLLM: a chat model whose generation_config.json lacks the token that its template writes would never stop."""
+    """A chat model whose generation_config.json lacks the token that its template writes would
+    never stop; as in vLLM.
+    """
     random_checkpoint(tmp_path, LLAMA, generation_config={"eos_token_id": [7, 8]})
     vocabulary = {f"t{index}": index for index in range(64)}
     backend = Tokenizer(WordLevel(vocabulary, unk_token="t0"))
-    for ends, wanted in (
+    for ends, expected in (
         ({}, {7, 8}),
         ({"eos_token": "t5"}, {5, 7, 8}),
         ({"eos_token": "<beyond>"}, {7, 8}),
     ):
         PreTrainedTokenizerFast(tokenizer_object=backend, **ends).save_pretrained(tmp_path)
-        assert ends_of_text(open_model(tmp_path), load_tokenizer(tmp_path)) == wanted
+        assert ends_of_text(open_model(tmp_path), load_tokenizer(tmp_path)) == expected
 
 
 # ---- Orbax and conversion ----
@@ -893,7 +914,7 @@ def test_the_way_to_orbax_and_back_is_exact(tmp_path, name, dtype):
     )
     (source / "tokenizer.json").write_text('{"model": {}}')
     there = convert(source, tmp_path / "new" / "orbax", progress=False)
-    assert_same_bits(load(there), expected(CONFIGS[name], dtype))
+    assert_same_bits(load(there), expected_arrays(CONFIGS[name], dtype))
     assert weights_bytes(there) == weights_bytes(source)
     back = convert(there, tmp_path / "back", progress=False)
     assert_same_bits(
@@ -918,7 +939,7 @@ def test_conversion_writes_shards_and_a_bar_on_standard_error(tmp_path, capfd, m
     assert "converting: 100%" in capfd.readouterr().err
     back = convert(there, tmp_path / "back", max_shard_bytes=10_000)
     assert len(list(back.glob("model-*-of-*.safetensors"))) > 2
-    assert_same_bits(load(back), expected(LLAMA))
+    assert_same_bits(load(back), expected_arrays(LLAMA))
     captured = capfd.readouterr()
     assert captured.out == "" and "converting: 100%" in captured.err
 
@@ -944,10 +965,10 @@ def test_conversion_overwrites_nothing_and_leaves_nothing_behind(tmp_path, monke
             convert(source, taken, progress=False)
     before = sorted(os.listdir(tmp_path))
 
-    def interrupted(*_: Any) -> None:
+    def interrupt(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("jaxpage.checkpoints.conversion.save_orbax", interrupted)
+    monkeypatch.setattr("jaxpage.checkpoints.conversion.save_orbax", interrupt)
     with pytest.raises(KeyboardInterrupt):
         convert(source, tmp_path / "new", progress=False)
     with pytest.raises(CheckpointError, match="could not be written"):
@@ -1033,7 +1054,7 @@ def test_a_tensor_of_orbax_is_released_with_the_last_piece_that_it_fills(monkeyp
     plan = SimpleNamespace(
         layout="orbax", arrays=None, tensors=infos, directory=None, parameters=pieces
     )
-    monkeypatch.setattr(loading, "restore_orbax", lambda directory, wanted: restored)
+    monkeypatch.setattr(loading, "restore_orbax", lambda directory, names: restored)
     read = loading.make_array_reader(plan)
     assert read(infos["shared"])[0] == 1 and "shared" in restored["layer"]
     assert read(infos["alone"])[0] == 0 and "alone" not in restored["layer"]
@@ -1052,18 +1073,18 @@ def test_faulty_orbax_directories(tmp_path, orbax_checkpoint, name):
 
 
 def test_orbax_holds_the_names_and_shapes_of_the_checkpoint(orbax_checkpoint):
-    """Read by Orbax alone, without any knowledge of ours."""
+    """Orbax reads it alone, without any knowledge of ours."""
     with orbax.checkpoint.StandardCheckpointer() as checkpointer:
         restored = checkpointer.restore(orbax_checkpoint / "orbax")
-    found = {".".join(path): np.asarray(array) for path, array in leaves(restored)}
-    assert_same_bits(found, random_tensors(LLAMA))
+    arrays = {".".join(path): np.asarray(array) for path, array in leaves(restored)}
+    assert_same_bits(arrays, random_tensors(LLAMA))
 
 
 @orbax_complaints
 def test_orbax_files_beyond_ours_do_no_harm(tmp_path, orbax_checkpoint):
     shutil.copytree(orbax_checkpoint, tmp_path / "x")
     (tmp_path / "x" / "orbax" / "notes.txt").write_text("mine")
-    assert_same_bits(load(tmp_path / "x"), expected(LLAMA))
+    assert_same_bits(load(tmp_path / "x"), expected_arrays(LLAMA))
 
 
 @orbax_complaints
@@ -1077,10 +1098,11 @@ def test_orbax_data_lost_after_the_check_is_a_checkpoint_error(tmp_path, orbax_c
 
 @orbax_complaints  # of the test above
 def test_sharded_load_on_one_device(tmp_path):
-    one = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     plan = open_model(random_checkpoint(tmp_path, TIED, dtype="float16")).plan
     assert_same_bits(
-        dict(leaves(load_sharded(plan, None, lambda weight: one))), expected(TIED, "float16")
+        dict(leaves(load_sharded(plan, None, lambda weight: device))),
+        expected_arrays(TIED, "float16"),
     )
 
 
@@ -1209,12 +1231,12 @@ def test_all_files_of_a_hub_model_come_from_one_pinned_snapshot(tmp_path, monkey
         *weights,
     }
     shutil.rmtree(snapshot)
-    found = {
+    paths = {
         str(path.relative_to(snapshot))
         for path in resolve_tokenizer("org/name").rglob("*")
         if path.is_file()
     }
-    assert found == {*WANTED} - {"generation_config.json", "hf_quant_config.json"}
+    assert paths == {*WANTED} - {"generation_config.json", "hf_quant_config.json"}
 
 
 def test_a_hub_that_does_not_answer(tmp_path, monkeypatch):
@@ -1222,7 +1244,8 @@ def test_a_hub_that_does_not_answer(tmp_path, monkeypatch):
     use_hub(monkeypatch, ConnectionError("no route to host\nand more"))
     with pytest.raises(
         ModelNotFoundError,
-        match=r"'org/name'.*the hub gave no model.*at revision 'v2' \(ConnectionError: no route to host\)$",
+        match=r"'org/name'.*the hub gave no model.*at revision 'v2' \(ConnectionError: no "
+        r"route to host\)$",
     ):
         resolve_model("org/name", "v2")
     with pytest.raises(ModelNotFoundError, match="Did you mean 'demo'"):
@@ -1250,7 +1273,7 @@ REFUSED = "the hub refused access: the token may be old.*Log in anew"
 def test_the_real_hub_client_refused(
     tmp_path, monkeypatch, status, code, message, expected, refused
 ):
-    """By a hub that refuses all, or that says which files a model has and does not give them."""
+    """The hub refuses all, or says which files a model has and does not give them."""
 
     class Answer(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -1291,7 +1314,7 @@ def test_the_real_hub_client_refused(
 
 
 def test_the_real_hub_client_offline(tmp_path):
-    """In a process that has imported nothing slow before it asks."""
+    """The process has imported nothing slow before it asks."""
     code = (
         "import sys; from jaxpage.checkpoints.finding import resolve_model\n"
         "print([name for name in ('orbax', 'huggingface_hub', 'torch') if name in sys.modules])\n"
@@ -1323,7 +1346,7 @@ JSON = st.recursive(
 
 
 def survive(directory: Path) -> None:
-    """Open and load: it works or it is a CheckpointError."""
+    """Opens and loads: it works or it is a CheckpointError."""
     try:
         opened = open_model(directory)
         load_weights(opened.plan, None, lambda array: array)
@@ -1332,8 +1355,8 @@ def survive(directory: Path) -> None:
         pass
 
 
-def damaged(data: st.DataObject, content: bytes) -> bytes:
-    """`content` with a few bytes flipped, cut, or put in."""
+def damage(data: st.DataObject, content: bytes) -> bytes:
+    """Returns `content` with a few bytes flipped, cut, or put in."""
     changed = bytearray(content)
     for _ in range(data.draw(st.integers(1, 4))):
         at = data.draw(st.integers(0, max(len(changed) - 1, 0)))
@@ -1347,14 +1370,14 @@ def damaged(data: st.DataObject, content: bytes) -> bytes:
     return bytes(changed)
 
 
-def replaced(data: st.DataObject, value: Any) -> Any:
-    """`value` with one part, anywhere inside, replaced by arbitrary JSON."""
+def replace_part(data: st.DataObject, value: Any) -> Any:
+    """Returns `value` with one part, anywhere inside, replaced by arbitrary JSON."""
     if isinstance(value, dict) and value and data.draw(st.integers(0, 9)):
         key = data.draw(st.sampled_from(sorted(value)))
-        return {**value, key: replaced(data, value[key])}
+        return {**value, key: replace_part(data, value[key])}
     if isinstance(value, list) and value and data.draw(st.integers(0, 3)):
         at = data.draw(st.integers(0, len(value) - 1))
-        return [*value[:at], replaced(data, value[at]), *value[at + 1 :]]
+        return [*value[:at], replace_part(data, value[at]), *value[at + 1 :]]
     return data.draw(JSON)
 
 
@@ -1380,12 +1403,12 @@ def test_damaged_files_raise_nothing_but_checkpoint_errors(tmp_path, name, data)
         8 + int.from_bytes(content[:8], "little") if name == "model.safetensors" else len(content)
     )
     if data.draw(st.booleans()):
-        content = damaged(data, content[:header_end]) + content[header_end:]
+        content = damage(data, content[:header_end]) + content[header_end:]
     elif name == "model.safetensors":
         content = safetensors(
-            replaced(data, json.loads(content[8:header_end])), content[header_end:]
+            replace_part(data, json.loads(content[8:header_end])), content[header_end:]
         )
     else:
-        content = json.dumps(replaced(data, json.loads(content))).encode()
+        content = json.dumps(replace_part(data, json.loads(content))).encode()
     (tmp_path / "x" / name).write_bytes(content)
     survive(tmp_path / "x")

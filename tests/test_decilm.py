@@ -1,4 +1,6 @@
-"""DeciLM, which transformers does not have: its logits and tokens are those of a Llama with halves that do nothing."""
+"""DeciLM, which transformers does not have: its logits and tokens are those of a Llama with halves
+that do nothing.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,9 @@ CONFIG = {
 
 
 def of_llama(tensors: dict[str, np.ndarray]) -> LlamaForCausalLM:
-    """Returns a Llama of whole layers: keys and values are repeated, and absent columns are zero."""
+    """Returns a Llama of whole layers: keys and values are repeated, and absent columns are
+    zero.
+    """
     shared = {name: CONFIG[name] for name in ("vocab_size", "hidden_size", "rope_theta")}
     sizes = {"num_attention_heads": HEADS, "num_key_value_heads": HEADS, "intermediate_size": FFN}
     depth = {"num_hidden_layers": len(BLOCKS), "rms_norm_eps": 1e-5, "tie_word_embeddings": False}
@@ -51,7 +55,9 @@ def of_llama(tensors: dict[str, np.ndarray]) -> LlamaForCausalLM:
             by_head = tensor.reshape(-1, HEAD, WIDTH)
             tensor = by_head.repeat(HEADS // len(by_head), axis=0).reshape(-1, WIDTH)
         widths = zip(parameter.shape, tensor.shape, strict=True)
-        state[name] = torch.from_numpy(np.pad(tensor, [(0, all_ - own) for all_, own in widths]))
+        state[name] = torch.from_numpy(
+            np.pad(tensor, [(0, all_ - width) for all_, width in widths])
+        )
     model.load_state_dict(state)
     return model
 

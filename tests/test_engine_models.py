@@ -35,15 +35,12 @@ TIGHT = {
     "num_blocks": 18,
     "max_model_len": 60,
 }
-ALONE = {
-    "the same": TIGHT,
-    "token by token": {
-        "max_num_seqs": 1,
-        "max_num_batched_tokens": 1,
-        "block_size": 1,
-        "num_blocks": 61,
-        "max_model_len": 60,
-    },
+TOKEN_BY_TOKEN = {
+    "max_num_seqs": 1,
+    "max_num_batched_tokens": 1,
+    "block_size": 1,
+    "num_blocks": 61,
+    "max_model_len": 60,
 }
 # Models whose layers differ from each other.
 VARIED = (
@@ -98,7 +95,9 @@ def test_there_is_a_model_of_each_family():
 
 
 def sizes_of(name: str) -> dict[str, int]:
-    """Heads of 16 are those of the kernel for CPUs, which compiles faster than what takes its place."""
+    """Returns sizes with heads of 16: those of the kernel for CPUs, which compiles faster than what
+    takes its place.
+    """
     config = config_json(name)
     family = FAMILY_OF[config["architectures"][0]]
     is_other = OF_FAMILY[family] != name or "kv_lora_rank" in config
@@ -154,15 +153,28 @@ class BesideOthers(SyntheticProposer):
         )
 
 
+def lone_tokens(llm: LLM, prompts: list[list[int]], params: list[SamplingParams]) -> list[Any]:
+    """Returns the tokens of each request by itself, with nothing cached."""
+    tokens = []
+    for request in zip(prompts, params, strict=True):
+        llm.reset_prefix_cache()
+        tokens += tokens_of(llm.generate(*request, use_tqdm=False))
+    llm.reset_prefix_cache()
+    return tokens
+
+
 @pytest.mark.parametrize(
     ("name", "alone"),
     few(
-        itertools.product(MODELS, ALONE),
-        [(OF_FAMILY[family], "the same") for family in ALWAYS],
+        itertools.product(MODELS, ("in the same engine", "token by token")),
+        [(OF_FAMILY[family], "in the same engine") for family in ALWAYS],
     ),
 )
 def test_tokens_are_those_of_transformers_and_no_bit_depends_on_the_engine(name, alone, tmp_path):
-    """Alone; then in chunks beside others, preempted, with prefixes and drafts. In a sweep also with other blocks, token by token."""
+    """Requests run alone; then in chunks beside others, preempted, with prefixes and drafts.
+
+    In a sweep another engine, with other blocks, runs them alone token by token.
+    """
     model = save_model(name, tmp_path, **sizes_of(name))
     model.generation_config.eos_token_id = None
     params = [
@@ -172,66 +184,73 @@ def test_tokens_are_those_of_transformers_and_no_bit_depends_on_the_engine(name,
     prompts = [
         np.random.default_rng(8).integers(1, 90, length).tolist() for length in PROMPT_LENGTHS
     ]
-    with make_llm(tmp_path, **ALONE[alone], enable_prefix_caching=False) as llm:
-        want = [
-            tokens_of(llm.generate(*one, use_tqdm=False))[0]
-            for one in zip(prompts, params, strict=True)
-        ]
+    drafts = {"method": "ngram", "num_speculative_tokens": 3}
+    with make_llm(tmp_path, **TIGHT, speculative_config=drafts) as llm:
+        without_drafts(llm)
+        if alone == "in the same engine":
+            want = lone_tokens(llm, prompts, params)
+        else:
+            with make_llm(tmp_path, **TOKEN_BY_TOKEN) as other:
+                want = lone_tokens(other, prompts, params)
+        check_requests(llm, model, name, prompts, params, want)
+
+
+def check_requests(
+    llm: LLM,
+    model: Any,
+    name: str,
+    prompts: list[list[int]],
+    params: list[SamplingParams],
+    want: list[Any],
+) -> None:
+    """Compares what requests gave alone with transformers, and with the same beside others."""
     assert len({tuple(tokens) for tokens, _ in want}) == len(prompts)
     assert_as_transformers(model, name, prompts, want)
     known = {tuple(prompt): [tokens] for prompt, (tokens, _) in zip(prompts, want, strict=True)}
-    drafts = {"method": "ngram", "num_speculative_tokens": 3}
-    with make_llm(tmp_path, **TIGHT, speculative_config=drafts) as llm:
-        engine = llm._engine
-        without_drafts(llm)
-        for turn in ("computed", "with prefixes in the cache", "with drafts"):
-            if turn == "with drafts":
-                draft_with(engine, BesideOthers(engine, known))
-            requests = zip(prompts, params, strict=True)
-            reporters = [
-                engine.add(f"{turn} {n}", engine.prepare(None, *one))
-                for n, one in enumerate(requests)
-            ]
-            for number in itertools.count():
-                if number in (3, 6, 9):
-                    engine.scheduler.give_way()
-                if not engine.has_unfinished:
-                    break
-                engine.step()
-            assert tokens_of([reporter.whole() for reporter in reporters]) == want, turn
-        stats = llm.stats()
-        assert stats["num_preemptions_total"]["recompute"] >= 6
-        assert stats["prefix_cache_hits_total"] >= 80
-        drafted, accepted = (
-            stats[f"spec_decode_num_{kind}_tokens_total"] for kind in ("draft", "accepted")
-        )
-        assert 5 < accepted < drafted - 5
-        invariants(llm)
+    engine = llm._engine
+    for turn in ("computed", "with prefixes in the cache", "with drafts"):
+        if turn == "with drafts":
+            draft_with(engine, BesideOthers(engine, known))
+        requests = zip(prompts, params, strict=True)
+        reporters = [
+            engine.add(f"{turn} {n}", engine.prepare(None, *request))
+            for n, request in enumerate(requests)
+        ]
+        for number in itertools.count():
+            if number in (3, 6, 9):
+                engine.scheduler.give_way()
+            if not engine.has_unfinished:
+                break
+            engine.step()
+        assert tokens_of([reporter.whole() for reporter in reporters]) == want, turn
+    stats = llm.stats()
+    assert stats["num_preemptions_total"]["recompute"] >= 6
+    assert stats["prefix_cache_hits_total"] >= 80
+    drafted, accepted = (
+        stats[f"spec_decode_num_{kind}_tokens_total"] for kind in ("draft", "accepted")
+    )
+    assert 5 < accepted < drafted - 5
+    invariants(llm)
 
 
-@pytest.mark.parametrize(
-    ("name", "dtype"),
-    few(
-        itertools.product(["llama-grouped", "gpt2-usual", "opt-plain"], ["bfloat16", "float16"]),
-        [("llama-grouped", "bfloat16")],
-    ),
-)
-def test_half_precision_weights_load_and_run(name, dtype, tmp_path):
+HALVED = itertools.product(["llama-grouped", "gpt2-usual", "opt-plain"], ["bfloat16", "float16"])
+
+
+@pytest.mark.parametrize("runs_in", ["float32", pytest.param("half", marks=pytest.mark.sweep)])
+@pytest.mark.parametrize(("name", "dtype"), few(HALVED, [("llama-grouped", "bfloat16")]))
+def test_half_precision_weights_load_and_run(name, dtype, runs_in, tmp_path):
     model = save_model(name, tmp_path, dtype=getattr(torch, dtype)).float()
     prompt = list(range(1, 20))
     params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, logprobs=1)
-    settings = {"max_num_seqs": 2, "max_num_batched_tokens": 16}
-    generated = model.generate(
-        torch.tensor([prompt]), max_new_tokens=8, do_sample=False, eos_token_id=None
-    )
-    want = generated[0, len(prompt) :].tolist()
-    with make_llm(tmp_path, **settings, max_model_len=60) as llm:  # auto: float32 on CPU
-        assert llm.generate(prompt, params, use_tqdm=False)[0].outputs[0].token_ids == want
-    with LLM(
-        str(tmp_path), dtype=dtype, use_tqdm=False, num_blocks=20, max_model_len=60, **settings
-    ) as llm:
+    with make_llm(tmp_path, **TIGHT, dtype=dtype if runs_in == "half" else "float32") as llm:
         output = llm.generate(prompt, params, use_tqdm=False)[0].outputs[0]
-        assert len(output.token_ids) == 8
-        first = model(torch.tensor([prompt])).logits[0, -1].log_softmax(-1).detach()
-        chosen = output.token_ids[0]
-        assert abs(output.logprobs[0][chosen].logprob - float(first[chosen])) < 0.15
+    assert len(output.token_ids) == 8
+    if runs_in == "float32":
+        generated = model.generate(
+            torch.tensor([prompt]), max_new_tokens=8, do_sample=False, eos_token_id=None
+        )
+        assert output.token_ids == generated[0, len(prompt) :].tolist()
+    first = model(torch.tensor([prompt])).logits[0, -1].log_softmax(-1).detach()
+    chosen = output.token_ids[0]
+    # transformers' model has rounded the frequencies of its rope, too
+    assert abs(output.logprobs[0][chosen].logprob - float(first[chosen])) < 0.15

@@ -1,4 +1,6 @@
-"""Experts: the work of a step goes with what is routed, and a token's bits do not depend on what else is."""
+"""Experts: the work of a step goes with what is routed, and a token's bits do not depend on what
+else is.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,7 @@ MOE = {
 
 
 def mixture(num_experts: int, per_token: int, **more: Any) -> tuple[Any, Any]:
-    """A function of parameters and tokens, and the parameters."""
+    """Returns a function of parameters and tokens, and the parameters."""
     spec = ExpertsSpec(Routing(num_experts, per_token, normalized=True, **more), 48)
     module = make_experts(
         spec, WIDTH, QWEN_EXPERTS, layer="0", activation="silu", shared=None, dtype="float32"
@@ -76,15 +78,15 @@ def test_the_mixture_is_a_sum_over_each_tokens_experts(kernels):
         )
     )
     scores = np.exp(x @ router.T)
-    wanted = np.zeros((40, WIDTH))
+    expected = np.zeros((40, WIDTH))
     for token in range(40):
         chosen = np.argsort(-scores[token])[:3]
         for expert in chosen:
             gate, up = np.split(gate_up[expert] @ x[token], 2)
             made = down[expert] @ (gate / (1 + np.exp(-gate)) * up)
-            wanted[token] += scores[token, expert] / scores[token, chosen].sum() * made
+            expected[token] += scores[token, expert] / scores[token, chosen].sum() * made
     with TraceScope(kernels).open():
-        np.testing.assert_allclose(np.asarray(run(parameters, x)), wanted, atol=1e-4)
+        np.testing.assert_allclose(np.asarray(run(parameters, x)), expected, atol=1e-4)
 
 
 @pytest.mark.parametrize("compared", [0, 100])
@@ -99,12 +101,15 @@ def test_pairs_are_sorted_by_expert(compared):
     ("quantization", "block"),
     few(
         [(None, None), ("int8", None), ("int4", None), (None, [48, 32])],
-        [("int8", None), ("int4", None), (None, [48, 32])],
+        [("int8", None), (None, [48, 32])],
     ),
     ids=str,
 )
 def test_experts_at_once_make_what_they_make_one_after_another(quantization, block):
-    """Numbers that are no expert's get zeros. The sums of eight-bit inputs are the same to the bit."""
+    """Numbers that are no expert's get zeros.
+
+    The sums of eight-bit inputs are the same to the bit.
+    """
     spec = ExpertsSpec(Routing(6, 2, normalized=True), 96)
     module = make_experts(
         spec, 64, QWEN_EXPERTS, layer="0", activation="silu", shared=None, dtype="float32"
@@ -165,7 +170,7 @@ def test_experts_at_once_make_what_they_make_one_after_another(quantization, blo
     ],
 )
 def test_a_token_has_its_bits_among_any_others(num_experts, per_token, more):
-    """Tiles of 8 and of 32 rows."""
+    """Tiles have 8 and 32 rows."""
     run, parameters = mixture(num_experts, per_token, **more)
     x = np.random.default_rng(1).standard_normal((256, WIDTH)).astype(np.float32)
     together = np.asarray(run(parameters, x))
@@ -178,7 +183,10 @@ def test_a_token_has_its_bits_among_any_others(num_experts, per_token, more):
 
 
 def test_the_work_goes_with_the_tokens_and_not_with_the_experts():
-    """XLA's own count of operations, in which a tile counts once. There are no more tiles than pairs of a token and an expert."""
+    """XLA counts the operations, a tile once.
+
+    There are no more tiles than pairs of a token and an expert.
+    """
     operations = {}
     for num_experts in (4, 64):
         run, parameters = mixture(num_experts, 2)
@@ -187,13 +195,16 @@ def test_the_work_goes_with_the_tokens_and_not_with_the_experts():
     assert operations[64] < 2 * operations[4], "16 times as many experts"
 
 
+@pytest.mark.sweep  # models with experts are in tests/test_engine_models.py
 def test_an_engine_gives_the_same_bits_however_it_is_run(tmp_path):
     model = random_checkpoint(tmp_path, MOE)
     assert texts(model) == texts(model, **SMALL_POOL, preemption_mode="swap")
 
 
 def save_gpt_oss(directory: Path, **overrides: Any) -> Any:
-    """GPT-OSS in MXFP4, and the model of transformers with the weights that it stands for, by transformers' own conversion."""
+    """Writes GPT-OSS in MXFP4, and returns the model of transformers with the weights that it
+    stands for, by transformers' own conversion.
+    """
     torch = pytest.importorskip("torch", reason="the oracle is transformers on torch")
     mxfp4 = pytest.importorskip("transformers.integrations.mxfp4")
     from tests.support.hf_models import save_model
@@ -235,7 +246,7 @@ def in_four_bits(tmp_path_factory):
 
 
 def test_experts_in_mxfp4_are_multiplied_as_they_are_stored(in_four_bits):
-    """With a mistake planted: nibbles the other way round."""
+    """A mistake is planted: nibbles the other way round."""
     import torch
 
     directory, model = in_four_bits
@@ -245,28 +256,29 @@ def test_experts_in_mxfp4_are_multiplied_as_they_are_stored(in_four_bits):
     assert experts["kernel"].dtype == jnp.uint8 and experts["scale"].dtype == jnp.bfloat16
     token_ids = np.random.default_rng(6).integers(0, 257, 40)
     with torch.no_grad():
-        wanted = model(torch.tensor(token_ids)[None]).logits[0].numpy()
+        expected = model(torch.tensor(token_ids)[None]).logits[0].numpy()
 
     def difference() -> float:
         logits = logits_of(files.family, files.spec, parameters, token_ids, rule=files.rule)
-        return float(np.abs(logits - wanted).max())
+        return float(np.abs(logits - expected).max())
 
-    assert wanted.std() > 0.5 and difference() < 1e-4
+    assert expected.std() > 0.5 and difference() < 1e-4
     experts["kernel"] = experts["kernel"] >> 4 | experts["kernel"] << 4
     assert difference() > 1e-2
 
 
+@pytest.mark.sweep  # on one device and on four: tests/on_four_devices.py
 def test_an_engine_with_experts_in_mxfp4_gives_the_tokens_of_transformers(in_four_bits):
     import torch
 
     directory, model = in_four_bits
-    found = texts(directory, **{**BLOCKS_OF_4, **SMALL_POOL, "num_blocks": 65})
+    outputs = texts(directory, **{**BLOCKS_OF_4, **SMALL_POOL, "num_blocks": 65})
     for index in (0, 3):  # the greedy ones
         ids = list(PROMPTS[index])
         for _ in range(24):
             with torch.no_grad():
                 ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
-        assert found[index][0] == ids[len(PROMPTS[index]) :]
+        assert outputs[index][0] == ids[len(PROMPTS[index]) :]
 
 
 def test_scales_of_experts_that_are_no_numbers_are_refused(in_four_bits, tmp_path):

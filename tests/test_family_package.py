@@ -1,4 +1,6 @@
-"""Families from outside the tree: the example package, found as an installed one is, and what is said of packages that cannot be used."""
+"""Families from outside the tree: the example package, found as an installed one is, and the errors
+of packages that cannot be used.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ EXAMPLE = Path(__file__).parents[1] / "examples" / "family_package"
 
 
 def install(directory, name, architecture, module):
-    """As pip does: a package's metadata, on the path."""
+    """Installs a package's metadata on the path, as pip does."""
     metadata = directory / f"{name.replace('-', '_')}-0.1.0.dist-info"
     metadata.mkdir()
     (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 0.1.0\n")
@@ -28,7 +30,9 @@ def install(directory, name, architecture, module):
 
 
 def test_a_package_brings_a_family(monkeypatch, tmp_path):
-    """The example, found as an installed package is; its own test compares tokens with transformers."""
+    """The example, found as an installed package is; its own test compares tokens with
+    transformers.
+    """
     project = tomllib.loads((EXAMPLE / "pyproject.toml").read_text())["project"]
     ((architecture, module),) = project["entry-points"]["jaxpage.models"].items()
     monkeypatch.setattr(registry, "_registered", {})
@@ -40,8 +44,8 @@ def test_a_package_brings_a_family(monkeypatch, tmp_path):
         load_family(config)
     install(tmp_path, project["name"], architecture, module)
     install(tmp_path, "broken", "Broken", "no_such_module")
-    wanted = f"Broken of broken 0.1.0, {architecture} of jaxpage-cwm 0.1.0"
-    assert ("families of packages", wanted) in list(report())
+    message = f"Broken of broken 0.1.0, {architecture} of jaxpage-cwm 0.1.0"
+    assert ("families of packages", message) in list(report())
     example = importlib.import_module("test_cwm")
     with when_used():
         example.test_greedy_tokens_are_those_of_transformers(tmp_path / "model", {"mlp_bias": True})

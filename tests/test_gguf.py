@@ -1,4 +1,6 @@
-"""GGUF files: the numbers of the package `gguf`, the logits, tokens and texts of transformers, and one error for what does not fit."""
+"""GGUF files: the numbers of the package `gguf`, the logits, tokens and texts of transformers, and
+one error for a file that does not fit.
+"""
 
 from __future__ import annotations
 
@@ -46,6 +48,7 @@ from tests.support.gguf_files import (
     write_gguf,
 )
 from tests.support.random_checkpoints import random_tensors
+from tests.support.sweeps import few
 
 # Rows of whole blocks of 32.
 CONFIG: dict[str, Any] = {
@@ -138,7 +141,9 @@ def refusal(path: Path) -> str:
 
 
 def test_every_type_of_tensor_has_the_numbers_of_the_package(tmp_path, monkeypatch):
-    """Of any bytes, also in several pieces; and our reader of headers finds what the package's does."""
+    """Bytes are random, also in several pieces; and our reader of headers finds what the package's
+    does.
+    """
     writer, rng = gguf.GGUFWriter(tmp_path / "x.gguf", "llama"), np.random.default_rng(0)
     kinds = []
     for number, (block, num_bytes) in gguf.GGML_QUANT_SIZES.items():
@@ -171,11 +176,11 @@ def test_every_type_of_tensor_has_the_numbers_of_the_package(tmp_path, monkeypat
     for tensor in reader.tensors:
         with np.errstate(all="ignore"):
             expected = gguf.dequantize(np.array(tensor.data), tensor.tensor_type)
-        found = read_gguf_array(file.tensors[tensor.name])
-        assert found.shape == (7, 1024) and found.dtype.itemsize == {"F16": 2, "BF16": 2}.get(
+        array = read_gguf_array(file.tensors[tensor.name])
+        assert array.shape == (7, 1024) and array.dtype.itemsize == {"F16": 2, "BF16": 2}.get(
             tensor.name, 4
         )
-        np.testing.assert_array_equal(found.astype(np.float32), expected, err_msg=tensor.name)
+        np.testing.assert_array_equal(array.astype(np.float32), expected, err_msg=tensor.name)
 
 
 MODELS = {
@@ -190,7 +195,9 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name", few(MODELS, ["llama-q8_0", "qwen2-tied-q5_0", "qwen3-f16", "gemma3-q5_0"])
+)
 def test_logits_are_those_of_transformers(tmp_path, name):
     torch = pytest.importorskip("torch", reason="the oracle is transformers on torch")
     from transformers import AutoModelForCausalLM
@@ -210,7 +217,9 @@ def test_logits_are_those_of_transformers(tmp_path, name):
 @pytest.mark.sweep
 @pytest.mark.timeout(900)
 def test_gemma_3_270m_says_what_transformers_says(tmp_path):
-    """Real weights, of the package index: Gemma's terms of use allow to test with them, and nothing here ships them."""
+    """The weights are real ones of the package index: Gemma's terms of use allow to test with them,
+    and nothing here ships them.
+    """
     torch = pytest.importorskip("torch", reason="the oracle is transformers on torch")
     from transformers import AutoModelForCausalLM
 
@@ -245,8 +254,8 @@ def test_gemma_3_270m_says_what_transformers_says(tmp_path):
     oracle = AutoModelForCausalLM.from_pretrained(
         tmp_path, gguf_file=path.name, dtype=torch.float32
     )
-    found = oracle.generate(torch.tensor([ids]), max_new_tokens=16, do_sample=False)[0, len(ids) :]
-    assert list(output.outputs[0].token_ids) == found.tolist()
+    tokens = oracle.generate(torch.tensor([ids]), max_new_tokens=16, do_sample=False)[0, len(ids) :]
+    assert list(output.outputs[0].token_ids) == tokens.tolist()
 
 
 @pytest.mark.parametrize(
@@ -310,33 +319,33 @@ MIXED = {
 
 @pytest.mark.parametrize("kind", KEPT_BITS)
 def test_what_is_kept_are_the_numbers_of_the_package(kind):
-    """To the last bit, of any bytes."""
+    """They agree to the last bit, for any bytes."""
     number = gguf.GGMLQuantizationType[kind]
     block, num_bytes = gguf.GGML_QUANT_SIZES[number]
     stored = np.random.default_rng(0).integers(0, 256, (7, 1024 // block * num_bytes), np.uint8)
     form = FORMATS[kind]
     names = ("values", "scale", "zero", "minimum")
-    found = {
+    arrays = {
         name: array.decode(stored, 7, 1024) for name in names if (array := getattr(form, name))
     }
-    kept = {
+    scales = {
         name: jnp.asarray(array, form.scale_dtype)
-        for name, array in found.items()
+        for name, array in arrays.items()
         if name != "values"
     }
     weight = QuantizedWeight(
-        jnp.asarray(found["values"]),
-        kept["scale"],
+        jnp.asarray(arrays["values"]),
+        scales["scale"],
         None,
         form.code,
         form.group_size,
-        kept.get("minimum"),
+        scales.get("minimum"),
     )
     with np.errstate(all="ignore"):
         np.testing.assert_array_equal(numbers(weight), gguf.dequantize(stored, number))
     assert set(FORMATS) == set(KEPT_BITS)
     assert (
-        sum(array.nbytes for array in (weight.values, *kept.values())) * 8
+        sum(array.nbytes for array in (weight.values, *scales.values())) * 8
         == KEPT_BITS[kind] * 7 * 1024
     )
 
@@ -345,23 +354,25 @@ def test_what_is_kept_are_the_numbers_of_the_package(kind):
     "config", [TIED, {**QWEN2, "tie_word_embeddings": False}], ids=["llama, tied", "qwen2"]
 )
 def test_a_model_that_is_kept_has_the_logits_of_the_dequantised(tmp_path, config, capsys):
-    """Rows in llama.cpp's order, products of parts of several types, tables of few bits, and one type that cannot be kept."""
+    """It has rows in llama.cpp's order, products of parts of several types, tables of few bits, and
+    one type that cannot be kept.
+    """
     path = write(tmp_path / "model.gguf", config, "Q4_1", kinds=MIXED)
     files = open_model(path, "gguf")
     parameters = load_weights(files.plan, "float32", jnp.asarray)
-    found = logits_of(files.family, files.spec, parameters, TOKENS, rule=files.rule)
-    np.testing.assert_allclose(found, logits(path), atol=2e-5)
+    result = logits_of(files.family, files.spec, parameters, TOKENS, rule=files.rule)
+    np.testing.assert_allclose(result, logits(path), atol=2e-5)
     bits = {**KEPT_BITS, "Q5_1": 16, "F32": 16}
-    wanted = sum(
+    num_bytes = sum(
         bits[tensor.kind] * math.prod(tensor.shape) / 8
         for tensor in read_gguf(path).tensors.values()
     )
-    assert files.plan.num_bytes("bfloat16") == wanted
+    assert files.plan.num_bytes("bfloat16") == num_bytes
     assert (
         cli.main(["plan", str(path), "--quantization", "gguf", "--dtype", "bfloat16", "--json"])
         == 0
     )
-    assert json.loads(capsys.readouterr().out)["weights_bytes"] == wanted
+    assert json.loads(capsys.readouterr().out)["weights_bytes"] == num_bytes
 
 
 def test_what_cannot_be_kept_is_refused(tmp_path):
@@ -582,21 +593,23 @@ def test_sentence_piece_tokens_are_those_of_transformers(tmp_path, space):
         AutoTokenizer.from_pretrained(tmp_path, gguf_file=path.name),
     )
     for text in ("the quick ab", "the  the é", "abba ingot", "漢"):
-        found = tokenizer(text)["input_ids"]
-        assert found[0] == 1
+        ids = tokenizer(text)["input_ids"]
+        assert ids[0] == 1
         if space is None:  # transformers does not look at the setting
             expected = oracle(text)["input_ids"]
-            assert found == expected, text
-            assert tokenizer.decode(found, skip_special_tokens=True) == oracle.decode(
+            assert ids == expected, text
+            assert tokenizer.decode(ids, skip_special_tokens=True) == oracle.decode(
                 expected, skip_special_tokens=True
             )
         else:
-            assert "▁" not in tokenizer.convert_ids_to_tokens(found)[1][:1]
-            assert tokenizer.decode(found[1:]) == text
+            assert "▁" not in tokenizer.convert_ids_to_tokens(ids)[1][:1]
+            assert tokenizer.decode(ids[1:]) == text
 
 
 def test_sentence_piece_tokens_are_sentence_piece_s(tmp_path):
-    """Of each text between special tokens, as llama.cpp has it; spaces at its beginning, its end and inside are kept."""
+    """Each text between special tokens has its own, as llama.cpp has it; spaces at its beginning,
+    its end and inside are kept.
+    """
     library = pytest.importorskip("sentencepiece", reason="the oracle is SentencePiece")
     library.SentencePieceTrainer.train(
         input=Path(__file__).parent / "support" / "alice.txt",
@@ -640,10 +653,10 @@ def test_sentence_piece_tokens_are_sentence_piece_s(tmp_path):
         for part in filter(None, re.split(r"(</?s>|<\|user\|>)", text)):
             is_special = re.fullmatch(r"</?s>|<\|user\|>", part)
             expected += [oracle.piece_to_id(part)] if is_special else oracle.encode(part)
-        found = tokenizer(text)["input_ids"]
-        assert found == expected, text
+        ids = tokenizer(text)["input_ids"]
+        assert ids == expected, text
         if not re.search(r"<|▁", text):
-            assert tokenizer.decode(found, skip_special_tokens=True) == text == oracle.decode(found)
+            assert tokenizer.decode(ids, skip_special_tokens=True) == text == oracle.decode(ids)
 
 
 @pytest.mark.parametrize(
@@ -908,7 +921,7 @@ def sound(tmp_path_factory):
 
 @given(data=st.data())
 def test_any_bytes_load_or_are_refused(sound, data, tmp_path_factory):
-    """Never another error, and never more memory or time than the file has bytes for."""
+    """There is never another error, and never more memory or time than the file has bytes for."""
     end = sound.index(b"output_norm.weight") if data.draw(st.booleans()) else 1500
     file = bytearray(sound)
     for _ in range(data.draw(st.integers(1, 3))):

@@ -54,7 +54,7 @@ def names_of(pattern: str) -> list[str]:
     return names
 
 
-def expected_by(architecture: str, names: list[str]) -> list[str]:
+def find_missing(architecture: str, names: list[str]) -> list[str]:
     """Returns the names that jaxpage does not ignore."""
     config = config_json(FIRST_OF[architecture])
     family = load_family(config)
@@ -73,7 +73,7 @@ def test_what_classes_of_transformers_ignore_is_ignored():
         architecture: unknown
         for architecture, patterns in CLASSES.items()
         if (
-            unknown := expected_by(
+            unknown := find_missing(
                 architecture, [name for pattern in patterns for name in names_of(pattern)]
             )
         )
@@ -84,4 +84,4 @@ def test_what_classes_of_transformers_ignore_is_ignored():
 def test_a_tensor_that_no_class_ignores_is_expected():
     for architecture in CLASSES:
         stray = ["model.layers.0.stray.weight", "mtq.weight", "lm_head.weight"]
-        assert expected_by(architecture, stray) == stray
+        assert find_missing(architecture, stray) == stray

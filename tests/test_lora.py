@@ -34,6 +34,8 @@ from tests.support.engines import LogitsWitness, invariants, make_llm  # noqa: E
 from tests.support.hf_models import config_json, make_model, save_model  # noqa: E402
 from tests.support.running import serving  # noqa: E402
 
+pytestmark = pytest.mark.usefixtures("largest_shapes")
+
 NAME = "llama-grouped"
 NUM_TOKENS = 10
 # Chunks of 16 tokens cut every prompt; two sequences do not fit to their end.
@@ -65,7 +67,9 @@ CONFIGS = {
 
 
 def with_adapters(base, directory, names):
-    """transformers' model with these adapters, which are saved, each in a directory of its name."""
+    """Returns transformers' model with these adapters, and saves each in a directory of its
+    name.
+    """
     whole = None
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # peft asks transformers for an old name
@@ -86,7 +90,7 @@ def with_adapters(base, directory, names):
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    """transformers' model with the adapters, and the directory that has all of them."""
+    """Returns transformers' model with the adapters, and the directory that has all of them."""
     directory = tmp_path_factory.mktemp("lora")
     save_model(NAME, directory / "model")
     return with_adapters(make_model(NAME), directory, CONFIGS), directory
@@ -123,7 +127,9 @@ def results(outputs):
 
 
 def test_tokens_and_logits_are_those_of_peft(model, llm):
-    """One prompt, whose blocks the adapters must not share, and others; two adapters and none in the same steps; preempted."""
+    """One prompt has blocks that the adapters must not share; steps have two adapters and none;
+    requests are preempted.
+    """
     names = ["wide", None, "narrow", "wide", "narrow", None]
     prompts = [prompt_of()] * 3 + [prompt_of(length, length) for length in (5, 21, 30)]
     llm.generate(prompts[0], GREEDY, use_tqdm=False)  # its blocks are in the prefix cache
@@ -144,14 +150,16 @@ def test_tokens_and_logits_are_those_of_peft(model, llm):
 
 
 def test_no_bit_depends_on_the_adapters_of_others(model, llm):
-    """Alone and together, in another slot, behind an adapter that took its slot; without an adapter as in an engine that has none."""
+    """Requests run alone and together, in another slot, after an adapter that took its slot;
+    without an adapter as in an engine that has none.
+    """
     names = ["third", None, "wide", None]
     prompts = [prompt_of(length, length) for length in (9, 30, 21, 12)]
     requested = [lora(model, name) for name in names]
     llm._engine.adapters._slots.clear()
     alone = [
-        llm.generate(one, GREEDY, False, lora_request=of)[0]
-        for one, of in zip(prompts, requested, strict=True)
+        llm.generate(prompt, GREEDY, False, lora_request=of)[0]
+        for prompt, of in zip(prompts, requested, strict=True)
     ]
     slots = dict(llm._engine.adapters._slots)
     for name in ("narrow", "third"):  # which take the slots of "third" and of "wide"
@@ -181,7 +189,9 @@ def test_nothing_is_compiled_for_an_adapter(model, llm):
 
 
 def test_an_adapter_that_changes_is_another_adapter(model, llm, tmp_path):
-    """Under the same name, number and path: the blocks that are cached of the old one are not found."""
+    """It has the same name, number and path: the blocks that are cached of the old one are not
+    found.
+    """
     directory = tmp_path / "changing"
     shutil.copytree(model[1] / "wide", directory)
     requested = LoRARequest("changing", 9, str(directory))
@@ -194,7 +204,7 @@ def test_an_adapter_that_changes_is_another_adapter(model, llm, tmp_path):
 
 
 def in_memory(model, name):
-    """The tensors and the config of an adapter, as a program has them."""
+    """Returns the tensors and the config of an adapter, as a program has them."""
     config = json.loads((model[1] / name / "adapter_config.json").read_text())
     return load_file(model[1] / name / "adapter_model.safetensors"), config
 
@@ -251,8 +261,8 @@ def logprobs_of_torch(whole, rows):
     return logprobs.gather(-1, torch.tensor(rows)[:, 1:, None])[..., 0]
 
 
-def named_adapter(whole, name):
-    """The adapter's parameters of peft's model by their names in files."""
+def parameters_of_adapter(whole, name):
+    """Returns the adapter's parameters of peft's model by their names in files."""
     return {
         key.replace(f".{name}.weight", ".weight"): parameter
         for key, parameter in whole.named_parameters()
@@ -261,7 +271,7 @@ def named_adapter(whole, name):
 
 
 def test_a_trained_adapter_has_the_bits_of_the_engine_and_derivatives_of_peft(model, llm, tmp_path):
-    """And differences in float64 along a random direction of all its numbers."""
+    """Derivatives are also differences in float64 along a random direction of all its numbers."""
     whole = with_adapters(make_model(NAME), tmp_path, ["wide"])
     whole.set_adapter("wide")
     trainer, weights = TrainableModel.for_engine(llm)
@@ -269,7 +279,7 @@ def test_a_trained_adapter_has_the_bits_of_the_engine_and_derivatives_of_peft(mo
     rows = [prompt_of(24, 1), prompt_of(24, 2)]
     expected = logprobs_of_torch(whole, rows)
     expected.mean().backward()
-    parameters = named_adapter(whole, "wide")
+    parameters = parameters_of_adapter(whole, "wide")
 
     @jax.jit
     def differentiate(adapter):
@@ -301,7 +311,7 @@ def test_a_trained_adapter_has_the_bits_of_the_engine_and_derivatives_of_peft(mo
     means = []
     with torch.no_grad():
         for step in (1e-6, -2e-6):
-            for name, parameter in named_adapter(whole, "wide").items():
+            for name, parameter in parameters_of_adapter(whole, "wide").items():
                 parameter += step * torch.tensor(directions[name])
             means.append(logprobs_of_torch(whole, rows).mean().item())
     np.testing.assert_allclose(slope, (means[0] - means[1]) / 2e-6, rtol=1e-3)
@@ -318,7 +328,7 @@ def test_a_new_adapter_is_peft_s_and_its_directory_is_loaded_by_both(model, llm,
     adapter = trainer.make_adapter(
         rank=4, alpha=6, target_modules=settings["target_modules"], seed=3
     )
-    expected = named_adapter(whole, "default")
+    expected = parameters_of_adapter(whole, "default")
     assert adapter.tensors.keys() == expected.keys()
     for name, array in adapter.tensors.items():
         theirs = expected[name].detach().numpy()
@@ -353,7 +363,7 @@ def test_a_new_adapter_is_peft_s_and_its_directory_is_loaded_by_both(model, llm,
 
 
 def test_more_adapters_than_slots(model, llm):
-    """Three for two slots: the last waits for one, and both the others have theirs again."""
+    """Of three for two slots the last waits for one, and both the others have theirs again."""
     names = [*CONFIGS, None, *CONFIGS]
     seen = set()
 
@@ -396,7 +406,7 @@ def test_embeddings_are_those_of_the_model_without_adapters(model, llm):
 
 def test_beams_are_those_of_the_adapter(model, llm):
     params = BeamSearchParams(beam_width=3, max_tokens=6, ignore_eos=True)
-    found = (
+    tokens = (
         llm.generate(prompt_of(20), params, False, lora_request=lora(model, "wide"))[0]
         .outputs[0]
         .token_ids
@@ -410,9 +420,10 @@ def test_beams_are_those_of_the_adapter(model, llm):
         "pad_token_id": 0,
     }
     beams = model[0].generate(input_ids=torch.tensor([prompt_of(20)]), **settings)
-    assert found == beams[0, len(prompt_of(20)) :].tolist()
+    assert tokens == beams[0, len(prompt_of(20)) :].tolist()
 
 
+@pytest.mark.sweep  # the fuzzer draws adapters with drafts, several steps and mixed ones
 @pytest.mark.parametrize(
     "settings",
     [
@@ -423,8 +434,8 @@ def test_beams_are_those_of_the_adapter(model, llm):
                 "prompt_lookup_min": 1,
             }
         },
-        pytest.param({"num_scheduler_steps": 4}, marks=pytest.mark.sweep),
-        pytest.param({"enable_mixed_steps": True}, marks=pytest.mark.sweep),
+        {"num_scheduler_steps": 4},
+        {"enable_mixed_steps": True},
     ],
     ids=["ngram", "multi-step", "mixed"],
 )
@@ -439,7 +450,9 @@ def test_the_same_in_other_engines(model, llm, settings):
 
 
 def test_beside_a_quantised_weight(tmp_path):
-    """The oracle is peft on the weights as they are rounded to int4 in groups of 32, and taken back to floats."""
+    """The oracle is peft on the weights as they are rounded to int4 in groups of 32, and taken back
+    to floats.
+    """
     sizes = {"hidden_size": 64, "intermediate_size": 96}
     save_model(NAME, tmp_path / "model", **sizes)
     rounded = make_model(NAME, **sizes)
@@ -461,7 +474,9 @@ def test_beside_a_quantised_weight(tmp_path):
 
 
 def test_a_linear_layer_before_the_logits_takes_the_rows_adapters(tmp_path):
-    """OPT-350m projects hidden states back to the width of its table there; also where a prompt is scored."""
+    """OPT-350m projects hidden states back to the width of its table there; also where a prompt is
+    scored.
+    """
     save_model("opt-350m-form", tmp_path / "model")
     whole = with_adapters(make_model("opt-350m-form"), tmp_path, ["third"])
     prompts = [[token_id % 101 for token_id in prompt_of(length, length)] for length in (21, 9, 30)]
@@ -473,9 +488,9 @@ def test_a_linear_layer_before_the_logits_takes_the_rows_adapters(tmp_path):
         outputs = llm.generate(prompts, params, False, lora_request=requested)
     for request, prompt, output in zip(requested, prompts, outputs, strict=True):
         tokens, logits = greedy_of_peft(whole, request and "third", prompt)
-        (found,) = output.outputs
-        assert found.token_ids == tokens
-        for row, token_id, logprobs in zip(logits, tokens, found.logprobs, strict=True):
+        (sample,) = output.outputs
+        assert sample.token_ids == tokens
+        for row, token_id, logprobs in zip(logits, tokens, sample.logprobs, strict=True):
             assert logprobs[token_id].logprob == pytest.approx(
                 float(row[token_id] - np.logaddexp.reduce(row)), abs=1e-4
             )
@@ -488,8 +503,10 @@ def test_a_linear_layer_before_the_logits_takes_the_rows_adapters(tmp_path):
             )
 
 
-def changed(source, directory, config=None, tensors=None):
-    """A copy of an adapter with fields of its config, and tensors, replaced; None takes a tensor out."""
+def copy_with(source, directory, config=None, tensors=None):
+    """Returns a copy of an adapter with fields of its config, and tensors, replaced; None takes a
+    tensor out.
+    """
     shutil.copytree(source, directory)
     fields = json.loads((directory / "adapter_config.json").read_text()) | (config or {})
     (directory / "adapter_config.json").write_text(json.dumps(fields))
@@ -597,7 +614,7 @@ BAD = {
 @pytest.mark.parametrize("case", BAD)
 def test_what_does_not_fit_is_refused_with_every_problem(case, model, llm, tmp_path):
     config, tensors, texts = BAD[case]
-    directory = changed(model[1] / "narrow", tmp_path / "bad", config, tensors)
+    directory = copy_with(model[1] / "narrow", tmp_path / "bad", config, tensors)
     with pytest.raises(CheckpointError) as refusal:
         llm.generate(
             prompt_of(), GREEDY, False, lora_request=LoRARequest("bad", 77, str(directory))
@@ -611,8 +628,8 @@ def test_what_does_not_fit_is_refused_with_every_problem(case, model, llm, tmp_p
 def test_requests_that_cannot_be(model, llm, tmp_path):
     wide = lora(model, "wide")
 
-    def ask(one, target=llm):
-        target.generate([prompt_of()] * 2, GREEDY, False, lora_request=one)
+    def ask(request, target=llm):
+        target.generate([prompt_of()] * 2, GREEDY, False, lora_request=request)
 
     with pytest.raises(ModelNotFoundError, match="there is no directory"):
         ask(LoRARequest("gone", 5, str(tmp_path / "gone")))
@@ -650,7 +667,9 @@ def test_settings_that_cannot_be():
 
 @pytest.fixture
 def client(model, llm):
-    """Of a server with one adapter, and a directory from which others may be loaded."""
+    """Returns a client of a server with one adapter, and a directory from which others may be
+    loaded.
+    """
     llm._engine.adapters._meant.clear()  # a server's engine has numbered none before
     built = Built(llm._engine, llm.tokenizer, llm.sampling_defaults, llm.spec, llm._model)
     modules, directory = (f"first={model[1] / 'wide'}",), str(model[1])
@@ -662,7 +681,7 @@ def client(model, llm):
 
 
 def texts(client, *names):
-    """What each model makes of the prompt, all of them at the same time."""
+    """Returns what each model makes of the prompt, all of them at the same time."""
     body = {
         "prompt": prompt_of(),
         "max_tokens": NUM_TOKENS,
@@ -685,7 +704,7 @@ def texts(client, *names):
 
 
 def test_the_server_has_adapters_by_name(model, client):
-    def listed():
+    def list_models():
         return {card["id"]: card.get("parent") for card in client.get("/v1/models").json()["data"]}
 
     def load(**body):
@@ -695,10 +714,10 @@ def test_the_server_has_adapters_by_name(model, client):
         name: greedy_of_peft(model[0], name, prompt_of())[0]
         for name in (None, "wide", "narrow", "third")
     }
-    assert listed() == {"demo": None, "first": "demo"}
+    assert list_models() == {"demo": None, "first": "demo"}
     assert texts(client, "demo", "first", "second") == [want[None], want["wide"], 404]
     assert load(lora_name="second", lora_path="narrow").status_code == 200
-    assert listed() == {"demo": None, "first": "demo", "second": "demo"}
+    assert list_models() == {"demo": None, "first": "demo", "second": "demo"}
     assert texts(client, "second", "demo", "first") == [want["narrow"], want[None], want["wide"]]
     assert client.get("/v1/models/second").json()["id"] == "second"
     # Under a name that is served only if asked so; then no block of the old adapter is found.
@@ -714,7 +733,9 @@ def test_the_server_has_adapters_by_name(model, client):
 
 
 def test_a_trainer_gives_new_numbers_to_an_adapter_that_is_served(model, llm, client):
-    """New requests have them, those that run keep theirs, and outputs say which they had; the files are not needed any longer."""
+    """New requests have them, those that run keep theirs, and outputs say which they had; the files
+    are not needed any longer.
+    """
     want = {name: greedy_of_peft(model[0], name, prompt_of())[0] for name in ("wide", "third")}
     body = {"model": "policy", "max_tokens": NUM_TOKENS, "temperature": 0, "ignore_eos": True}
     update = {"lora_name": "policy", "lora_path": "step", "load_inplace": True}
@@ -820,7 +841,7 @@ def test_what_is_wrong_with_adapters_of_a_server_is_told_at_once_before_its_mode
     model, tmp_path
 ):
     directories = [
-        changed(model[1] / "narrow", tmp_path / case, *BAD[case][:2])
+        copy_with(model[1] / "narrow", tmp_path / case, *BAD[case][:2])
         for case in ("names and numbers", "integers")
     ]
     named = {

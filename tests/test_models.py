@@ -1,4 +1,6 @@
-"""The model families against transformers: logits on random weights, rope frequencies, refusals, and planted mistakes."""
+"""The model families against transformers: logits on random weights, rope frequencies, refusals,
+and planted mistakes.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +56,7 @@ LENGTH = 40  # beyond every sliding window, and beyond the original lengths of l
 
 @functools.cache
 def oracle(name: str) -> tuple[dict[str, np.ndarray], np.ndarray, np.ndarray]:
-    """The state of transformers' model, token ids [T], and its logits [T, V]."""
+    """Returns the state of transformers' model, token ids [T], and its logits [T, V]."""
     model = make_model(name)
     token_ids = torch.randint(
         model.config.get_text_config().vocab_size,
@@ -74,7 +76,9 @@ def read_spec(name: str, **overrides: Any) -> tuple[Any, Any]:
 
 
 def fill(family: Any, spec: Any, state: Mapping[str, np.ndarray]) -> Parameters:
-    """Parameters from a checkpoint by what the family declares, every tensor of which must be used and fit."""
+    """Returns parameters from a checkpoint by what the family declares, every tensor of which must
+    be used and fit.
+    """
     parameters: Parameters = {}
     unused = set(state)
     for weight in model_weights(family, spec):
@@ -109,7 +113,9 @@ def fill(family: Any, spec: Any, state: Mapping[str, np.ndarray]) -> Parameters:
 
 
 def largest_difference(name: str, **changes: Any) -> float:
-    """How far the logits of a model, possibly changed on purpose, are from those of transformers."""
+    """Returns how far the logits of a model, possibly changed on purpose, are from those of
+    transformers.
+    """
     state, token_ids, expected = oracle(name)
     family, spec = read_spec(name)
     spec = dataclasses.replace(spec, **changes.get("spec", {}))
@@ -121,19 +127,15 @@ def largest_difference(name: str, **changes: Any) -> float:
 
 @pytest.fixture(scope="module")
 def measured(request):
-    """Takes the differences that are found; with `--write-errors` they are kept for the page of models."""
+    """Takes the differences that are found; with `--write-errors` they are kept for the page of
+    models.
+    """
     errors: dict[str, float] = {}
     yield errors
     if request.config.getoption("--write-errors"):
         measured_errors.write(errors)
 
 
-# Of the same modules with the same sizes of config.json, and with the same tensors, as another one.
-TWINS = {
-    *("llama-llama3", "llama-linear", "llama-dynamic", "mistral-full", "mistral-yarn"),
-    *("mistral3-images", "qwen2-full", "qwen2-layer-types", "ministral3-old-rope", "gemma-silu"),
-    *("gemma3-old-rope", "falcon-one-norm", "opt-no-final-norm", "exaone4-windows"),
-}
 # Together these have every kind of module; the layers of each have different ones.
 EVERY_WEIGHT = (
     *("kimi-linear-mixed", "gemma3n-shared", "zamba2-turns", "gemma4-keys-are-values"),
@@ -141,10 +143,15 @@ EVERY_WEIGHT = (
     *("falcon-h1-factors", "gpt-oss-windows", "apertus-learned", "codegen-plain", "cohere-norms"),
     *("lfm3-mixed", "deepseek-v3-groups", "olmo-hybrid-mixed", "granitemoehybrid-mixed"),
 )
+# The first form of each family, and those above; the other forms run in a sweep.
+FIRST_FORMS = {FAMILY_OF[config_json(name)["architectures"][0]]: name for name in reversed(MODELS)}
+ALWAYS = {*FIRST_FORMS.values(), *EVERY_WEIGHT}
 
 
 def assert_each_weight_matters(name: str) -> None:
-    """Plants a mistake in one kind of weight after the other: in all layers its numbers are off by one."""
+    """Plants a mistake in one kind of weight after the other: in all layers its numbers are off by
+    one.
+    """
     state, token_ids, expected = oracle(name)
     family, spec = read_spec(name)
     parameters = fill(family, spec, state)
@@ -162,7 +169,7 @@ def assert_each_weight_matters(name: str) -> None:
         assert difference > TOLERANCE, kind
 
 
-@pytest.mark.parametrize("name", few(MODELS, {*MODELS} - TWINS))
+@pytest.mark.parametrize("name", few(MODELS, ALWAYS))
 def test_logits_are_those_of_transformers(name, measured):
     """Each kind of weight is seen to matter, where there are many kinds."""
     _, _, expected = oracle(name)
@@ -174,7 +181,7 @@ def test_logits_are_those_of_transformers(name, measured):
 
 
 def test_the_page_of_models_has_an_error_of_each_architecture():
-    """Not the figures: another machine rounds otherwise."""
+    """The figures are not compared: another machine rounds otherwise."""
     errors = measured_errors.read()["errors"]
     assert set(errors) == set(MODELS), f"it is old: {WRITE}"
     assert max(errors.values()) < TOLERANCE
@@ -206,7 +213,9 @@ DIFFERENT_LAYERS = [
     ),
 )
 def test_auxiliary_hidden_states_are_the_hidden_states_of_transformers(name):
-    """Before every layer, and behind the last one before the final norm; in the order asked for, twice if asked twice."""
+    """They are those before every layer, and after the last one before the final norm; in the order
+    asked for, twice if asked twice.
+    """
     model = make_model(name)
     state, token_ids, _ = oracle(name)
     left = []
@@ -474,7 +483,7 @@ def _mamba(name: str, **changes: Any) -> Any:
 
 @pytest.mark.parametrize("name", ["deepseek-v32-groups", "glm-moe-dsa-shared"])
 def test_an_indexer_chooses_all_positions_up_to_the_longest_sequence(name):
-    """With one position less logits differ, and the shorter length is the model's."""
+    """Logits differ with one position less, and the shorter length is the model's."""
     state, token_ids, expected = oracle(name)
 
     @torch.no_grad()
@@ -682,7 +691,7 @@ def _copied(value: Any) -> Any:
 
 
 def config_of_transformers(config: Mapping[str, Any]) -> Any:
-    """What transformers makes of a config.json, of its text model."""
+    """Returns what transformers makes of a config.json, of its text model."""
     fields = {
         key: _copied(value)
         for key, value in config.items()
@@ -994,14 +1003,15 @@ def untouched(index, q, k, v, page, options, /):
     return q[..., : options.value_width], page
 
 
-def test_strict_promotion_holds_in_every_family():
+@pytest.mark.parametrize("names", few(["every module", "every family"], ["every module"]))
+def test_strict_promotion_holds(names):
     with (
         warnings.catch_warnings(),
         jax.numpy_dtype_promotion("strict"),
         jax.numpy_rank_promotion("raise"),
     ):
         warnings.simplefilter("error")
-        for name in {config_json(name)["architectures"][0]: name for name in MODELS}.values():
+        for name in EVERY_WEIGHT if names == "every module" else FIRST_FORMS.values():
             _, spec, graph, parameters = in_bfloat16(name)
 
             def forward(

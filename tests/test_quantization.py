@@ -1,4 +1,6 @@
-"""Quantised weights: each format against the numbers that its library or publication gives, engines of them, and what is refused."""
+"""Quantised weights: each format against the numbers that its library or publication gives, engines
+of them, and refusals.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +53,7 @@ from tests.support.sweeps import few
 pytestmark = pytest.mark.usefixtures("compiled_when_used")
 RNG = np.random.default_rng(0)
 Tensors = dict[str, np.ndarray]
-# what a module stores, behind its name, and the weight that it stands for
+# what a module stores, after its name, and the weight that it stands for
 Stored = tuple[Tensors, np.ndarray]
 
 
@@ -131,7 +133,7 @@ def mxfp4(num_out: int, num_in: int) -> Stored:
 
 
 def nvfp4(library: str) -> Callable[[int, int], Stored]:
-    """Two scales, whose quotient or product is that of 16 inputs."""
+    """Has two scales, whose quotient or product is that of 16 inputs."""
 
     def make(num_out: int, num_in: int) -> Stored:
         nibbles = RNG.integers(0, 16, (num_out, num_in)).astype(np.uint8)
@@ -169,20 +171,20 @@ def nvfp4(library: str) -> Callable[[int, int], Stored]:
 
 
 def awq(num_out: int, num_in: int) -> Stored:
-    """Column 8 c + i is nibble (0, 4, 1, 5, 2, 6, 3, 7)[i] of word c."""
+    """Stores column 8 c + i as nibble (0, 4, 1, 5, 2, 6, 3, 7)[i] of word c."""
     size, order = 64, (0, 4, 1, 5, 2, 6, 3, 7)
     codes = RNG.integers(0, 16, (num_in, num_out))
     zeros = RNG.integers(0, 16, (num_in // size, num_out))
     scale = RNG.uniform(0.01, 0.03, zeros.shape).astype(np.float16)
 
     def words(values: np.ndarray) -> np.ndarray:
-        found = np.zeros((len(values), num_out // 8), np.uint32)
+        packed = np.zeros((len(values), num_out // 8), np.uint32)
         for row in range(len(values)):
             for column in range(num_out):
-                found[row, column // 8] |= np.uint32(values[row, column]) << np.uint32(
+                packed[row, column // 8] |= np.uint32(values[row, column]) << np.uint32(
                     4 * order[column % 8]
                 )
-        return found.view(np.int32)
+        return packed.view(np.int32)
 
     weight = (codes - np.repeat(zeros, size, 0)).astype(np.float32) * np.repeat(
         scale.astype(np.float32), size, 0
@@ -351,7 +353,9 @@ FORMATS: dict[str, tuple[dict[str, Any], Callable[[int, int], Stored]]] = {
 
 @functools.cache
 def stored_at(place: int, name: str, num_out: int, num_in: int) -> Stored:
-    """What a module stores: each of a checkpoint its own, those of every checkpoint the same."""
+    """Returns what a module stores: each of a checkpoint its own, those of every checkpoint the
+    same.
+    """
     return FORMATS[name][1](num_out, num_in)
 
 
@@ -362,7 +366,9 @@ def quantized_checkpoint(
     beside: Tensors | None = None,
     head: bool = False,
 ) -> dict[str, np.ndarray]:
-    """Writes one, with a quantised head or without; returns the weights that its products stand for."""
+    """Writes one, with a quantised head or without; returns the weights that its products stand
+    for.
+    """
     directory.mkdir(exist_ok=True)
     tensors, exact = random_tensors(config), {}
     modules = [key for key in tensors if key.endswith("_proj.weight")]
@@ -407,7 +413,7 @@ FOUR_BITS = {
 
 
 class Loaded:
-    """The modules of a checkpoint with their numbers."""
+    """Holds the modules of a checkpoint with their numbers."""
 
     def __init__(self, directory: Path, quantization: str | None = None, dtype: str = "float32"):
         self.files = open_model(directory, quantization)
@@ -415,7 +421,7 @@ class Loaded:
         self.model = make_model(self.files.family, self.files.spec, dtype, self.files.rule)
 
     def multiply(self, x: np.ndarray, *path: str) -> np.ndarray:
-        """By the weight of a module of the second layer."""
+        """Multiplies by the weight of a module of the second layer."""
         module, arrays = self.model.layers[1], self.parameters["layers"][1]
         for name in path:
             module, arrays = getattr(module, name), arrays[name]
@@ -425,9 +431,20 @@ class Loaded:
             return np.asarray(matmul(jnp.asarray(x), module.weight))
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize(
+    "name",
+    few(  # those of other libraries, and gptq in other bits, store the same in other names
+        FORMATS,
+        [
+            *("W8A8", "W4A16 with zeros", "fp8 by output", "fp8 blocks", "mxfp4", "nvfp4"),
+            *("nvfp4 of modelopt", "awq", "gptq with zeros", "gptq v2 of 8 bits", "bitsandbytes"),
+        ],
+    ),
+)
 def test_a_checkpoint_stands_for_its_weights(name, tmp_path):
-    """It is kept as it is stored, and its products are those with the weights that the format stands for."""
+    """It is kept as it is stored, and its products are those with the weights that the format
+    stands for.
+    """
     exact = quantized_checkpoint(tmp_path, name)
     loaded = Loaded(tmp_path, dtype="bfloat16")
     layer = loaded.parameters["layers"][0]
@@ -448,9 +465,9 @@ def test_a_checkpoint_stands_for_its_weights(name, tmp_path):
     }.items():
         weight = np.concatenate([exact[f"{module}.weight"] for module in names])
         x = RNG.standard_normal((5, weight.shape[1])).astype(np.float32)
-        wanted = x @ weight.T
+        expected = x @ weight.T
         np.testing.assert_allclose(
-            loaded.multiply(x, *path), wanted, atol=tolerance * np.abs(wanted).max()
+            loaded.multiply(x, *path), expected, atol=tolerance * np.abs(expected).max()
         )
 
 
@@ -462,7 +479,9 @@ WITH_HEAD = {**CONFIG, "vocab_size": 264}  # whole words of GPTQ's and AWQ's cod
     few(FORMATS, ["W8A8", "W4A16 with zeros", "fp8 blocks", "nvfp4 of modelopt", "gptq"]),
 )
 def test_a_head_is_read_in_the_format_of_its_checkpoint(name, tmp_path):
-    """Its logits are those with the weights that its codes stand for, in float64; the token table stays as it is."""
+    """Its logits are those with the weights that its codes stand for, in float64; the token table
+    stays as it is.
+    """
     weight = quantized_checkpoint(tmp_path, name, WITH_HEAD, head=True)["lm_head.weight"]
     assert_logits(Loaded(tmp_path), weight, 0.02 if name == "W8A8" else 1e-5)
 
@@ -472,17 +491,17 @@ def assert_logits(loaded: Loaded, weight: np.ndarray, tolerance: float = 1e-5) -
     assert "kernel" in loaded.parameters["head"] and "table" in loaded.parameters["tokens"]
     # A drafter can share the one, and not the other.
     assert find_shared_table("tokens", loaded.files) and not find_shared_table("head", loaded.files)
-    nnx.update(head, _filled(head, loaded.parameters["head"]))
+    nnx.update(head, _fill(head, loaded.parameters["head"]))
     x = RNG.standard_normal((5, weight.shape[1])).astype(np.float32)
-    wanted = x.astype(np.float64) @ weight.astype(np.float64).T
+    expected = x.astype(np.float64) @ weight.astype(np.float64).T
     with TraceScope(make_layer_kernels(Backend("auto"))).open():
         logits = np.asarray(head.logits(jnp.asarray(x)))
     assert logits.dtype == np.float32
-    np.testing.assert_allclose(logits, wanted, atol=tolerance * np.abs(wanted).max())
+    np.testing.assert_allclose(logits, expected, atol=tolerance * np.abs(expected).max())
 
 
 def test_a_quantised_head_keeps_its_biases():
-    """Those of Phi, for example."""
+    """Phi has some, for example."""
     form = quantization_of({"quantization_config": FORMATS["gptq"][0]}, None).form_of("lm_head")
     whole = Embedding(16, 32, name="lm_head", bias="lm_head.bias", dtype="float32")
     assert QuantizedEmbedding(whole, form).bias is whole.bias is not None
@@ -507,7 +526,9 @@ def test_a_head_of_codes_that_config_json_contradicts_is_refused(change, text, t
 
 
 def test_a_head_that_is_not_quantised_is_read_whatever_the_config_says(tmp_path):
-    """Files of the library may leave it out of `ignore`, and GPTQModel's may say `lm_head: true`."""
+    """Files of the library may leave it out of `ignore`, and GPTQModel's may say `lm_head:
+    true`.
+    """
     for name, change in {"W4A16": {"ignore": []}, "gptq": {"lm_head": True}}.items():
         quantized_checkpoint(tmp_path, name)
         stated = {**CONFIG, "quantization_config": FORMATS[name][0] | change}
@@ -522,7 +543,9 @@ SHARED = {**CONFIG, "intermediate_size": 256, "num_hidden_layers": 1}
 def numbers_of_shards(
     directory: Path, num_devices: int, quantization: str | None = None
 ) -> Callable[..., list[np.ndarray]]:
-    """Loads a model in two shards. What gives the weight of each, by the path of the layer."""
+    """Loads a model in two shards, and returns a function that gives the weight of each, by the
+    path of the layer.
+    """
     files = open_model(directory, quantization)
     sharding = Sharding(2, num_devices, 2, invariant=True)
     rule = with_sharding(sharding, files.rule)
@@ -537,7 +560,7 @@ def numbers_of_shards(
     )
 
     def numbers(*path: str | int) -> list[np.ndarray]:
-        found = []
+        weights = []
         for device, index in np.ndindex(num_devices, sharding.num_local):
             module, branch = make_model(files.family, files.spec, "float32", rule), arrays
             for key in (*path[:-1], "shards", index, *path[-1:]):
@@ -546,32 +569,34 @@ def numbers_of_shards(
                     branch[key],
                 )
             for name, value in branch.items():
-                own = value[device] if isinstance(value, list) else value
-                getattr(module, name).set_value(jnp.asarray(own))
+                part = value[device] if isinstance(value, list) else value
+                getattr(module, name).set_value(jnp.asarray(part))
             with TraceScope(make_layer_kernels(Backend("reference"))).open():
-                found.append(np.asarray(weight_numbers(module.weight)))
-        return found
+                weights.append(np.asarray(weight_numbers(module.weight)))
+        return weights
 
     return numbers
 
 
 def assert_parts(numbers: Callable[..., list[np.ndarray]], exact: dict[str, np.ndarray]) -> None:
-    """That two shards have halves of these weights: by output, those of several modules one below the other, or by input."""
+    """Checks that two shards have halves of these weights: by output, those of several modules one
+    below the other, or by input.
+    """
     attention, mlp = "model.layers.0.self_attn", "model.layers.0.mlp"
     for path, modules in {
         ("attention", "query_key_value"): [f"{attention}.{part}_proj.weight" for part in "qkv"],
         ("mlp", "gate_up"): [f"{mlp}.{part}_proj.weight" for part in ("gate", "up")],
     }.items():
-        for place, found in enumerate(numbers("layers", 0, *path)):
-            wanted = np.concatenate([np.split(exact[name], 2)[place] for name in modules])
-            np.testing.assert_allclose(found, wanted, rtol=1e-6, atol=1e-9)
+        for place, weight in enumerate(numbers("layers", 0, *path)):
+            expected = np.concatenate([np.split(exact[name], 2)[place] for name in modules])
+            np.testing.assert_allclose(weight, expected, rtol=1e-6, atol=1e-9)
     for path, name in {
         ("attention", "output"): f"{attention}.o_proj.weight",
         ("mlp", "down"): f"{mlp}.down_proj.weight",
     }.items():
-        for place, found in enumerate(numbers("layers", 0, *path)):
+        for place, weight in enumerate(numbers("layers", 0, *path)):
             np.testing.assert_allclose(
-                found, np.split(exact[name], 2, axis=1)[place], rtol=1e-6, atol=1e-9
+                weight, np.split(exact[name], 2, axis=1)[place], rtol=1e-6, atol=1e-9
             )
 
 
@@ -579,13 +604,13 @@ def assert_parts(numbers: Callable[..., list[np.ndarray]], exact: dict[str, np.n
     ("name", "num_devices"), few([(name, n) for name in FORMATS for n in (1, 2)], DIVIDED)
 )
 def test_a_shard_has_its_part_of_a_quantised_weight(name, num_devices, tmp_path):
-    """Codes, scales and zeros, of outputs and of inputs, on one device or on two."""
+    """Parts have codes, scales and zeros, of outputs and of inputs, on one device or on two."""
     exact = quantized_checkpoint(tmp_path, name, SHARED)
     assert_parts(numbers_of_shards(tmp_path, num_devices), exact)
 
 
 def test_a_scale_that_is_not_divided_as_its_codes_is_seen(tmp_path, monkeypatch):
-    """A planted mistake, of which the test above would say nothing if it saw the codes alone."""
+    """The test above would say nothing of this planted mistake if it saw the codes alone."""
     exact, real = quantized_checkpoint(tmp_path, "W4A16", SHARED), ShardedWeight.boxes
 
     def boxes(self: ShardedWeight, place: Place, device: int) -> Any:
@@ -651,7 +676,7 @@ def test_a_tied_head_is_rounded_with_its_table(stored, tmp_path):
     write_tensors(tmp_path, {**tensors, f"{stored}.weight": table})
     loaded = Loaded(tmp_path, "int4+head")
     tokens = loaded.model.tokens
-    nnx.update(tokens, _filled(tokens, loaded.parameters["tokens"]))
+    nnx.update(tokens, _fill(tokens, loaded.parameters["tokens"]))
     rounded = round_weight(table, 8)
     x = RNG.standard_normal((5, table.shape[1])).astype(np.float32)
     expected = x.astype(np.float64) @ rounded.astype(np.float64).T
@@ -663,7 +688,9 @@ def test_a_tied_head_is_rounded_with_its_table(stored, tmp_path):
 
 
 def test_products_in_eight_bits_are_exact_sums():
-    """Inputs by their own rounding, in integers; one row, many rows and any order give the same bits."""
+    """Inputs are rounded by themselves, in integers; one row, many rows and any order give the same
+    bits.
+    """
     x = RNG.standard_normal((40, 96)).astype(np.float32)
     x[3] = 0
     weight = Scaled(
@@ -697,8 +724,11 @@ def test_an_engine_gives_the_same_bits_however_it_is_run(quantization, dtype, tm
     assert texts(model, **settings, **SMALL_POOL, preemption_mode="swap") == plain
 
 
+@pytest.mark.sweep  # logits of such a model: tests/test_gguf.py
 def test_an_engine_of_kept_gguf_gives_the_same_bits_however_it_is_run(tmp_path):
-    """Products of parts of several types, with minima and without, and a table in eight bits."""
+    """Products have parts of several types, with minima and without, and a table is in
+    eight bits.
+    """
     kinds = {"embed": "Q8_0", "v_proj": "Q8_0", "down_proj": "Q4_0"}
     model = write_gguf(
         tmp_path / "model.gguf",
@@ -712,7 +742,7 @@ def test_an_engine_of_kept_gguf_gives_the_same_bits_however_it_is_run(tmp_path):
 
 
 def test_a_quantised_checkpoint_goes_through_every_door(tmp_path):
-    """With a quantised head: into Orbax and back, as a draft model and behind one."""
+    """It has a quantised head, goes into Orbax and back, and is a draft model and its target."""
     quantized_checkpoint(tmp_path / "awq", "awq", WITH_HEAD, head=True)
     plain = texts(tmp_path / "awq")
     convert(tmp_path / "awq", tmp_path / "orbax", progress=False)
@@ -747,7 +777,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "no object": (["fp8"], "quantization_config must be an object"),  # type: ignore[dict-item]
     "activations in order": (
         {**FORMATS["gptq"][0], "desc_act": True},
-        "use a GPTQ or AWQ checkpoint without it, or the unquantised checkpoint with quantization='int8' or 'int4'",
+        "use a GPTQ or AWQ checkpoint without it, or the unquantised checkpoint with "
+        "quantization='int8' or 'int4'",
     ),
     "three bits": (
         {"quant_method": "gptq", "bits": 3, "group_size": 32},
@@ -837,20 +868,20 @@ def test_a_part_of_a_product_may_be_left_as_it_was(name, tmp_path):
         loaded.model.layers[1].attention.query_key_value,
         loaded.parameters["layers"][1]["attention"]["query_key_value"],
     )
-    nnx.update(module, _filled(module, arrays))
+    nnx.update(module, _fill(module, arrays))
     weights = exact | plain
     weight = np.concatenate(
         [weights[f"model.layers.1.self_attn.{part}_proj.weight"] for part in "qkv"]
     )
     x = RNG.standard_normal((5, weight.shape[1])).astype(np.float32)
     with TraceScope(make_layer_kernels(Backend("auto"))).open():
-        found = np.asarray(module(jnp.asarray(x)))
+        result = np.asarray(module(jnp.asarray(x)))
     np.testing.assert_allclose(
-        found, x @ weight.T, atol=(0.02 if name == "W8A8" else 1e-5) * np.abs(found).max()
+        result, x @ weight.T, atol=(0.02 if name == "W8A8" else 1e-5) * np.abs(result).max()
     )
 
 
-def _filled(module: nnx.Module, arrays: Any) -> nnx.State:
+def _fill(module: nnx.Module, arrays: Any) -> nnx.State:
     state = nnx.state(module)
     nnx.replace_by_pure_dict(state, arrays)
     return state
@@ -879,7 +910,9 @@ def test_zeros_for_biases_that_the_layers_do_not_have_are_nothing(bias, text, tm
 
 
 def test_symmetric_gptq_may_have_the_middle_itself_as_its_zeros(tmp_path):
-    """Nobody reads them: what writes the first form without taking a one from each code has 8 where 7 is meant."""
+    """Nobody reads them: writers of the first form that take no one from each code have 8 where 7
+    is meant.
+    """
     exact = quantized_checkpoint(tmp_path, "gptq")
     tensors = dict(load_file(tmp_path / "model.safetensors"))
     write_tensors(
@@ -959,15 +992,15 @@ def test_the_most_specific_target_decides_as_in_the_library(swapped):
     library.apply_quantization_config(
         model, library.QuantizationConfig.model_validate(copy.deepcopy(stated))
     )
-    wanted = {
+    expected = {
         name: module.quantization_scheme.input_activations is not None
         for name, module in model.named_modules()
         if hasattr(module, "quantization_scheme")
     }
     scheme = quantization_of({"quantization_config": stated}, None)
-    assert scheme and {name: scheme.form_of(name).int8_inputs for name in wanted} == wanted  # type: ignore[union-attr]
+    assert scheme and {name: scheme.form_of(name).int8_inputs for name in expected} == expected  # type: ignore[union-attr]
     # four of each layer's attention, and `up`
-    assert sum(wanted.values()) == 9 and len(wanted) == 14
+    assert sum(expected.values()) == 9 and len(expected) == 14
 
 
 def _places(value: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
@@ -989,7 +1022,9 @@ def test_no_value_of_a_field_is_a_crash(name):
 
 
 def test_a_checkpoint_that_asks_for_a_kv_cache_in_fp8_has_it(tmp_path):
-    """With a scale for each token and head, whatever those of the checkpoint are; and not where the setting says something else."""
+    """It has a scale for each token and head, whatever those of the checkpoint are; the setting can
+    say something else.
+    """
     beside = {
         f"model.layers.{layer}.self_attn.{scale}": np.float32([0.25])
         for layer in (0, 1)
@@ -1006,7 +1041,7 @@ def test_a_checkpoint_that_asks_for_a_kv_cache_in_fp8_has_it(tmp_path):
 
 
 def test_modelopt_s_own_file_is_read(tmp_path):
-    """Its older versions leave config.json as it was."""
+    """Older versions of ModelOpt leave config.json as it was."""
     quantized_checkpoint(tmp_path, "nvfp4 of modelopt")
     stated = read_config(tmp_path)["quantization_config"]
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
@@ -1120,12 +1155,12 @@ STATED: dict[str, tuple[Any, Any]] = {
 }
 
 
-def write_stated(directory: Path, stated: Any, own: Any) -> None:
+def write_stated(directory: Path, stated: Any, own_file: Any) -> None:
     """Writes config.json, and the file of ModelOpt where there is one."""
     config = CONFIG if stated is None else {**CONFIG, "quantization_config": stated}
     (directory / "config.json").write_text(json.dumps(config))
-    if own is not None:
-        written = {"producer": {"name": "modelopt"}, "quantization": own}
+    if own_file is not None:
+        written = {"producer": {"name": "modelopt"}, "quantization": own_file}
         (directory / "hf_quant_config.json").write_text(json.dumps(written))
 
 
@@ -1145,10 +1180,10 @@ def test_modules_of_modelopt_may_have_different_algorithms(place, tmp_path):
         weight = np.concatenate([exact[f"model.layers.1.{name}.weight"] for name in modules])
         x = RNG.standard_normal((5, weight.shape[1])).astype(np.float32)
         module = getattr(getattr(model, path[0]), path[1])
-        nnx.update(module, _filled(module, arrays[path[0]][path[1]]))
+        nnx.update(module, _fill(module, arrays[path[0]][path[1]]))
         with TraceScope(make_layer_kernels(Backend("auto"))).open():
-            found = np.asarray(module(jnp.asarray(x)))
-        np.testing.assert_allclose(found, x @ weight.T, atol=1e-5 * np.abs(found).max())
+            result = np.asarray(module(jnp.asarray(x)))
+        np.testing.assert_allclose(result, x @ weight.T, atol=1e-5 * np.abs(result).max())
 
 
 @pytest.mark.parametrize("algorithm", MAKERS)
@@ -1164,7 +1199,7 @@ FP8_OF_32B = {"kv_cache_quant_algo": "FP8", "exclude_modules": ["lm_head"]}
 
 
 @pytest.mark.parametrize(
-    ("stated", "own"),
+    ("stated", "own_file"),
     [
         ({"activation_scheme": "static"}, {"quant_algo": "FP8", **FP8_OF_32B}),
         ({"quant_algo": "FP8"}, {"quant_algo": "FP8", **FP8_OF_32B}),
@@ -1173,14 +1208,14 @@ FP8_OF_32B = {"kv_cache_quant_algo": "FP8", "exclude_modules": ["lm_head"]}
         ({"quant_algo": "FP8", **FP8_OF_32B}, None),
     ],
 )
-def test_two_files_of_modelopt_complete_each_other(stated, own, tmp_path):
+def test_two_files_of_modelopt_complete_each_other(stated, own_file, tmp_path):
     scales = {
         f"model.layers.{layer}.self_attn.{part}_proj.{part}_scale": np.float32([0.25])
         for layer in (0, 1)
         for part in "kv"
     }
     quantized_checkpoint(tmp_path, "fp8 of modelopt", beside=scales)
-    write_stated(tmp_path, stated, own)
+    write_stated(tmp_path, stated, own_file)
     scheme = open_model(tmp_path).quantization
     assert scheme is not None and scheme.name == "modelopt" and scheme.kv_cache_dtype == "fp8"
     form = scheme.form_of("model.layers.0.mlp.down_proj")
@@ -1191,7 +1226,7 @@ _IN_GROUPS = {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION"}
 
 
 @pytest.mark.parametrize(
-    ("stated", "own", "text"),
+    ("stated", "own_file", "text"),
     [
         (
             {"quant_algo": "FP8"},
@@ -1235,9 +1270,9 @@ _IN_GROUPS = {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION"}
         ),
     ],
 )
-def test_what_files_of_modelopt_may_not_say(stated, own, text, tmp_path):
+def test_what_files_of_modelopt_may_not_say(stated, own_file, text, tmp_path):
     random_checkpoint(tmp_path, CONFIG)
-    write_stated(tmp_path, stated, own)
+    write_stated(tmp_path, stated, own_file)
     with pytest.raises(JaxpageError) as caught:
         open_model(tmp_path)
     assert text in str(caught.value)
@@ -1261,14 +1296,15 @@ def test_damaged_scales_and_missing_tensors_are_told_together(tmp_path):
     with pytest.raises(CheckpointError) as caught:
         open_model(tmp_path)
     text = str(caught.value)
-    for wanted in (
+    for message in (
         "(4 problems)",
         "'model.layers.0.mlp.down_proj.scales' has 1 scales that are not finite",
-        "'model.layers.0.mlp.up_proj.scales' has 1 scales that are not finite and 2 scales that are zero",
+        "'model.layers.0.mlp.up_proj.scales' has 1 scales that are not finite and 2 scales that "
+        "are zero",
         "'model.layers.1.mlp.gate_proj.qzeros' of shape (2, 24) is missing",
         "'model.layers.1.self_attn.o_proj.qweight' has dtype F32, not I32",
     ):
-        assert wanted in text, text
+        assert message in text, text
 
 
 @pytest.mark.parametrize(
@@ -1350,8 +1386,10 @@ def test_quantised_weights_without_their_config_are_one_sentence(name, tmp_path)
     [
         (
             {"ignore": []},
-            "'model.embed_tokens.weight' has dtype I8, which is of quantised weights (such modules: 1), but only those of linear "
-            "layers, experts and an untied head are supported: use a checkpoint where model.embed_tokens is not quantised",
+            "'model.embed_tokens.weight' has dtype I8, which is of quantised weights (such "
+            "modules: 1), but only those of linear "
+            "layers, experts and an untied head are supported: use a checkpoint where "
+            "model.embed_tokens is not quantised",
         ),
         (
             {"config_groups": {}},
@@ -1462,7 +1500,8 @@ def test_the_setting_and_the_checkpoint_must_agree(tmp_path):
     random_checkpoint(tmp_path / "plain", CONFIG)
     with pytest.raises(
         CheckpointError,
-        match=r"quantization is 'awq', but .* has no quantization_config; use int8, int4, int8\+head, int4\+head, gguf for",
+        match=r"quantization is 'awq', but .* has no quantization_config; use int8, int4, "
+        r"int8\+head, int4\+head, gguf for",
     ):
         open_model(tmp_path / "plain", "awq")
     for model in (5, None):

@@ -1,7 +1,10 @@
-"""Mixtures of experts with quantised weights: against transformers with the weights that a checkpoint stands for, and engines of them."""
+"""Mixtures of experts with quantised weights: against transformers with the weights that a
+checkpoint stands for, and engines of them.
+"""
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -64,7 +67,9 @@ TOKEN_IDS = np.random.default_rng(6).integers(0, 131, 40)
 def checkpoint(
     directory: Path, form: tuple[dict[str, Any], Make], model: str, **overrides: Any
 ) -> Any:
-    """Writes one with all linear layers quantised, and returns the model of transformers with the weights that it stands for."""
+    """Writes one with all linear layers quantised, and returns the model of transformers with the
+    weights that it stands for.
+    """
     quantization, make = form
     model = save_model(model, directory, **overrides)
     config, tensors, exact = (
@@ -95,14 +100,16 @@ def logits_of_transformers(model: Any, token_ids: np.ndarray = TOKEN_IDS) -> np.
         return model(torch.tensor(token_ids)[None]).logits[0].numpy()
 
 
-def difference(files: Any, parameters: Any, wanted: np.ndarray) -> float:
-    """Of logits, relative to how far they are spread."""
+def difference(files: Any, parameters: Any, expected: np.ndarray) -> float:
+    """Returns the difference of logits, relative to how far they are spread."""
     logits = logits_of(files.family, files.spec, parameters, TOKEN_IDS, rule=files.rule)
-    return float(np.abs(logits - wanted).max() / wanted.std())
+    return float(np.abs(logits - expected).max() / expected.std())
 
 
-def rounded_inputs(monkeypatch: pytest.MonkeyPatch, model: Any) -> None:
-    """In transformers' model: those of all layers but the router and the head, each token by its own scale."""
+def round_inputs(monkeypatch: pytest.MonkeyPatch, model: Any) -> None:
+    """Rounds the inputs of all layers of transformers' model but the router and the head, each
+    token by its own scale.
+    """
     linear = torch.nn.functional.linear
 
     def rounding(x: Any, weight: Any, bias: Any = None) -> Any:
@@ -131,45 +138,48 @@ CASES = {"fp8 blocks": BLOCKS, **{name: FORMATS[name] for name in SHARED}}
 
 # One of each way to keep codes, scales and zeros of experts; all are seen in linear layers always,
 # and experts in MXFP4 in tests/test_experts.py.
-ALWAYS = ("fp8 blocks", "W8A8", "W4A16 with zeros", "nvfp4")
+ALWAYS = ("fp8 blocks", "W8A8", "nvfp4")
 
 
 @pytest.mark.parametrize("name", few(CASES, ALWAYS))
 def test_a_checkpoint_stands_for_its_weights(name, tmp_path, monkeypatch):
-    """With a mistake planted: the scales of two experts exchanged. Experts in blocks take no more bytes than in the file."""
+    """A mistake is planted: the scales of two experts exchanged.
+
+    Experts in blocks take no more bytes than in the file.
+    """
     model = checkpoint(tmp_path, CASES[name], "qwen3-moe-mixed", **MIXED)
     if name == "W8A8":
-        rounded_inputs(monkeypatch, model)
+        round_inputs(monkeypatch, model)
     files = open_model(tmp_path)
     parameters = load_weights(files.plan, "float32", jnp.asarray)
-    wanted = logits_of_transformers(model)
+    expected = logits_of_transformers(model)
     tolerance = 0.05 if name == "W8A8" else 1e-3
-    assert difference(files, parameters, wanted) < tolerance
+    assert difference(files, parameters, expected) < tolerance
     experts = parameters["layers"][0]["mlp"]["experts"]
     num_bytes = sum(array.nbytes for layer in experts.values() for array in layer.values())
     stored = sum(info.num_bytes for key, info in files.plan.tensors.items() if ".experts." in key)
     assert num_bytes == stored if name == "fp8 blocks" else num_bytes < 1.4 * stored
     for layer in experts.values():
         layer["scale"] = layer["scale"][jnp.array([1, 0, 2, 3])]
-    assert difference(files, parameters, wanted) > 3 * tolerance or name == "fp8 by weight"
+    assert difference(files, parameters, expected) > 3 * tolerance or name == "fp8 by weight"
 
 
 @pytest.fixture(scope="module")
 def latent(tmp_path_factory):
-    """DeepSeek-V3's shape in fp8, and the model of transformers."""
+    """Writes DeepSeek-V3's shape in fp8, and returns the model of transformers."""
     directory = tmp_path_factory.mktemp("latent")
     sizes = {"hidden_size": 64, "vocab_size": 257, "max_position_embeddings": 256}
     return directory, checkpoint(directory, SMALL_BLOCKS, "deepseek-v3-groups", **sizes)
 
 
 def test_the_product_that_is_absorbed_is_dequantised(latent):
-    """With mistakes planted: in its codes, and in those of experts."""
+    """Mistakes are planted in its codes, and in those of experts."""
     directory, model = latent
     files = open_model(directory)
     parameters = load_weights(files.plan, "float32", jnp.asarray)
-    wanted = logits_of_transformers(model)
+    expected = logits_of_transformers(model)
     assert parameters["layers"][1]["attention"]["expand"]["kernel"].dtype == jnp.float8_e4m3fn
-    assert difference(files, parameters, wanted) < 1e-3
+    assert difference(files, parameters, expected) < 1e-3
     for path in (("attention", "expand", "scale"), ("mlp", "experts", "gate_up", "scale")):
         *parents, last = path
         module = parameters["layers"][1]
@@ -177,7 +187,7 @@ def test_the_product_that_is_absorbed_is_dequantised(latent):
             module = module[key]
         right = module[last]
         module[last] = jnp.roll(right, 1, axis=-2)
-        assert difference(files, parameters, wanted) > 1e-2
+        assert difference(files, parameters, expected) > 1e-2
         module[last] = right
 
 
@@ -205,16 +215,21 @@ MOE = {
 }
 
 
+@pytest.mark.sweep  # experts in blocks: above; rounded linear layers: tests/test_quantization.py
 def test_an_engine_of_experts_that_are_rounded_gives_the_same_bits_however_it_is_run(tmp_path):
     model = random_checkpoint(tmp_path, MOE)
     plain = texts(model, quantization="int8")
     assert texts(model, quantization="int8", **SMALL_POOL, preemption_mode="swap") == plain
 
 
-@pytest.mark.parametrize("on_gpu", [False, True])
-@pytest.mark.parametrize("name", ["fp8", "int8"])
+@pytest.mark.parametrize(
+    ("name", "on_gpu"),
+    few(itertools.product(["fp8", "int8"], [False, True]), [("fp8", False), ("int8", True)]),
+)
 def test_no_more_than_one_experts_weights_are_made_of_their_codes(name, on_gpu):
-    """By XLA's own count of the memory beside arguments and results, which a copy of all experts would not fit in."""
+    """XLA counts the memory beside arguments and results, which a copy of all experts would not fit
+    in.
+    """
     if on_gpu and (reason := unavailable()):
         pytest.skip(reason)
     scheme = quantization_of(
@@ -245,7 +260,7 @@ def test_tensors_of_experts_are_listed_where_a_checkpoint_is_opened(quantization
     """DeepSeek-V3 has 90,000 of them, and its module is made several times."""
     listed, sources, scheme = [], ExpertLinearSpec.sources, quantization_of({}, quantization)
     monkeypatch.setattr(
-        ExpertLinearSpec, "sources", lambda self, one: listed.append(self) or sources(self, one)
+        ExpertLinearSpec, "sources", lambda self, spec: listed.append(self) or sources(self, spec)
     )
     family = load_family(MOE)
     arguments = family, family.Spec.from_config(MOE)
@@ -255,28 +270,28 @@ def test_tensors_of_experts_are_listed_where_a_checkpoint_is_opened(quantization
     assert len(listed) == MOE["num_hidden_layers"] * 2 * (2 if quantization else 1)
 
 
-def stacked(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """As transformers keeps experts in memory."""
-    found = {name: array for name, array in tensors.items() if ".experts." not in name}
+def stack(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Returns experts as transformers keeps them in memory."""
+    result = {name: array for name, array in tensors.items() if ".experts." not in name}
     for layer in range(CONFIG["num_hidden_layers"]):
         experts = f"model.layers.{layer}.mlp.experts"
         gate, up, down = (
             np.stack([tensors[f"{experts}.{expert}.{part}_proj.weight"] for expert in range(8)])
             for part in ("gate", "up", "down")
         )
-        found |= {
+        result |= {
             f"{experts}.gate_up_proj": np.concatenate([gate, up], axis=1),
             f"{experts}.down_proj": down,
         }
-    return found
+    return result
 
 
 @pytest.mark.parametrize("name", ["int8", "int4"])
 def test_experts_are_rounded_alike_apart_and_stacked(name, tmp_path):
-    """Each as a linear layer of its own would be (see `test_quantization`)."""
+    """Each is rounded as a linear layer of its own would be (see `test_quantization`)."""
     directory = random_checkpoint(tmp_path / "apart", MOE)
     (tmp_path / "stacked").mkdir()
-    write_tensors(tmp_path / "stacked", stacked(random_tensors(MOE)))
+    write_tensors(tmp_path / "stacked", stack(random_tensors(MOE)))
     (tmp_path / "stacked" / "config.json").write_text((directory / "config.json").read_text())
     separate, together = (
         load_weights(open_model(tmp_path / which, name).plan, "float32", np.asarray)["layers"][1][
@@ -290,10 +305,10 @@ def test_experts_are_rounded_alike_apart_and_stacked(name, tmp_path):
     if name == "int4":
         codes = np.stack([codes & 15, codes >> 4], axis=-1).reshape(64, -1).astype(np.float32) - 8
         scale = np.repeat(scale, 32, axis=1)
-    found = codes.astype(np.float32) * scale
+    weights = codes.astype(np.float32) * scale
     assert (
         0
-        < np.abs(found - weight).max()
+        < np.abs(weights - weight).max()
         <= 1.001 * np.abs(scale).max() * (0.5 if name == "int8" else 1)
     )
 
@@ -336,10 +351,13 @@ def test_what_cannot_be_rounded_or_differs_within_a_stack_is_refused_by_name(tmp
 
 
 def test_stacked_experts_of_other_formats_are_refused_in_one_sentence(tmp_path):
-    """What it says to do about experts that are not quantised is tried. GPT-OSS has none but stacked ones."""
+    """Its advice about experts that are not quantised is tried.
+
+    GPT-OSS has none but stacked ones.
+    """
     quantization, make = FORMATS["W4A16"]
-    tensors, kept = (
-        stacked(random_tensors(MOE)),
+    tensors, unquantized = (
+        stack(random_tensors(MOE)),
         {**quantization, "ignore": ["lm_head", "re:.*[.]experts"]},
     )
     for name in [name for name in tensors if name.endswith("_proj.weight")]:
@@ -363,8 +381,8 @@ def test_stacked_experts_of_other_formats_are_refused_in_one_sentence(tmp_path):
         CheckpointError, match=r"\(1 problem\).*\n.*'compressed-tensors' are not loaded from"
     ) as caught:
         open_model(qwen)
-    assert f"add '{kept['ignore'][1]}' to quantization_config.ignore" in str(caught.value)
-    write(qwen, MOE, kept, tensors)
+    assert f"add '{unquantized['ignore'][1]}' to quantization_config.ignore" in str(caught.value)
+    write(qwen, MOE, unquantized, tensors)
     experts = load_weights(open_model(qwen).plan, "float32", np.asarray)["layers"][0]["mlp"][
         "experts"
     ]
@@ -394,6 +412,6 @@ def test_stacked_experts_of_other_formats_are_refused_in_one_sentence(tmp_path):
         BLOCKS[0],
         tensors | {"model.layers.1.mlp.experts.down_proj_scale_inv": scale},
     )
-    wanted = r"\(1 problem\).*\n.*'fp8' .* '.*\.1\.mlp\.experts\.down_proj_scale_inv' and 0 other tensors; .*in MXFP4, or"
-    with pytest.raises(CheckpointError, match=wanted):
+    message = r"\(1 problem\).*\n.*'fp8' .* '.*\.1\.mlp\.experts\.down_proj_scale_inv' and 0 other tensors; .*in MXFP4, or"
+    with pytest.raises(CheckpointError, match=message):
         open_model(gpt_oss)

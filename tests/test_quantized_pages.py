@@ -1,4 +1,6 @@
-"""Keys and values in eight bits: the formats against numpy, attention over them against float64, and engines that keep them."""
+"""Keys and values in eight bits: the formats against numpy, attention over them against float64,
+and engines that keep them.
+"""
 
 from __future__ import annotations
 
@@ -20,6 +22,7 @@ from jaxpage.models.base import KVSpec
 from pallas_kernels import copy_blocks, paged_attention, write_kv
 from tests.support.attention import SHARED_BACKENDS, dequantized, make_case, oracle, quantized, run
 from tests.support.engines import LLAMA, LogitsWitness, invariants, make_llm
+from tests.support.executables import when_used
 from tests.support.random_checkpoints import random_checkpoint
 from tests.support.sweeps import few
 
@@ -33,8 +36,8 @@ ON_BACKENDS = [
 
 
 @functools.partial(jax.jit, static_argnames="dtype")
-def written(k_TKH, v_TKH, slots_T, *, dtype, num_blocks=5, block_size=4):
-    """k_pages, v_pages, k_scale, v_scale after a write into new pages."""
+def write_pages(k_TKH, v_TKH, slots_T, *, dtype, num_blocks=5, block_size=4):
+    """Returns k_pages, v_pages, k_scale, v_scale after a write into new pages."""
     shape = (num_blocks, block_size, *k_TKH.shape[1:])
     pages, scale = jnp.zeros(shape, dtype), jnp.zeros(shape[:3], jnp.float32)
     return write_kv(k_TKH, v_TKH, pages, pages, slots_T, k_scale=scale, v_scale=scale)
@@ -46,7 +49,7 @@ def test_a_write_fills_exactly_its_slots_and_their_scales(dtype):
     k, v = (rng.standard_normal((2, 3, 2, 8)) * [[[[1]], [[50]], [[0.01]]]]).astype(np.float32)
     v[1, 0] = 0.0
     slots = np.array([7, 16, 9], np.int32)
-    got = [np.asarray(array) for array in written(k, v, slots, dtype=dtype)]
+    got = [np.asarray(array) for array in write_pages(k, v, slots, dtype=dtype)]
     for new, pages, scales in ((k, got[0], got[2]), (v, got[1], got[3])):
         want_pages, want_scales = np.zeros((20, 2, 8), pages.dtype), np.zeros((20, 2), np.float32)
         want_pages[slots], want_scales[slots] = quantized(new, dtype)
@@ -64,7 +67,7 @@ def test_what_is_read_is_near_what_was_written(values):
     x = np.array(values, np.float32).reshape(1, 1, 8)
     for dtype in ("int8", "uint8"):
         k_pages, v_pages, k_scale, v_scale = map(
-            np.asarray, written(x, -x, np.array([6], np.int32), dtype=dtype)
+            np.asarray, write_pages(x, -x, np.array([6], np.int32), dtype=dtype)
         )
         scale = k_scale[1, 2].astype(np.float64)[:, None]
         error = np.abs(dequantized(k_pages, k_scale)[1, 2] - x[0])
@@ -76,11 +79,13 @@ def test_what_is_read_is_near_what_was_written(values):
 @pytest.mark.parametrize(("dtype", "backend"), ON_BACKENDS)
 @pytest.mark.parametrize("wrong", few([np.nan, np.inf, -np.inf], [np.nan, np.inf]))
 def test_what_is_no_number_stays_none(dtype, backend, wrong):
-    """A vector with one bad entry gives NaN wherever it is seen, in its head, and never a number."""
+    """A vector with one bad entry gives NaN wherever it is seen, in its head, and never a
+    number.
+    """
     rng = np.random.default_rng(1)
     k, v = rng.standard_normal((2, 2, 2, 16)).astype(np.float32)
     v[1, 0, 3] = wrong
-    k_pages, v_pages, k_scale, v_scale = written(k, v, np.array([4, 5], np.int32), dtype=dtype)
+    k_pages, v_pages, k_scale, v_scale = write_pages(k, v, np.array([4, 5], np.int32), dtype=dtype)
     q = rng.standard_normal((2, 2, 16)).astype(np.float32)
     table, context, start = (
         np.array([[1]], np.int32),
@@ -105,7 +110,9 @@ def test_what_is_no_number_stays_none(dtype, backend, wrong):
 
 
 def quantized_case(dtype: str, **options):
-    """A case, its pages quantised by the write, and the same case as numpy says that it is read."""
+    """Returns a case, its pages quantised by the write, and the same case as numpy says that it is
+    read.
+    """
     case = make_case(1, [5, 70, 0, 130], [5, 1, 0, 17], **options)
     spread = np.exp(np.random.default_rng(2).standard_normal((*case.k_pages.shape[:3], 1)))
     case.k_pages, case.v_pages = (
@@ -119,13 +126,13 @@ def quantized_case(dtype: str, **options):
     k_pages, v_pages, k_scale, v_scale = jax.jit(write_kv)(
         *flat, shape[0], shape[0], slots, k_scale=shape[1], v_scale=shape[1]
     )
-    kept = dataclasses.replace(case, k_pages=k_pages, v_pages=v_pages)
+    stored = dataclasses.replace(case, k_pages=k_pages, v_pages=v_pages)
     read = dataclasses.replace(
         case,
         k_pages=dequantized(*quantized(case.k_pages, dtype)),
         v_pages=dequantized(*quantized(case.v_pages, dtype)),
     )
-    return kept, {"k_scale": k_scale, "v_scale": v_scale}, read
+    return stored, {"k_scale": k_scale, "v_scale": v_scale}, read
 
 
 @pytest.mark.parametrize(("dtype", "backend"), ON_BACKENDS)
@@ -133,14 +140,16 @@ def quantized_case(dtype: str, **options):
     "options", few([{}, {"sliding_window": 9}], [{"sliding_window": 9}]), ids=str
 )
 def test_attention_over_quantized_pages_matches_float64(backend, dtype, options):
-    kept, scales, read = quantized_case(dtype)
-    got = run(*kept.arrays, scale=0.3, backend=backend, **options, **scales)
+    stored, scales, read = quantized_case(dtype)
+    got = run(*stored.arrays, scale=0.3, backend=backend, **options, **scales)
     np.testing.assert_allclose(got, oracle(read, scale=0.3, **options), atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", ["int8", "uint8"])
 def test_small_weights_times_small_scales_are_no_zeros_in_float16(dtype):
-    """One position has nearly all the weight and no value, as the first token of a text often has."""
+    """One position has nearly all the weight and no value, as the first token of a text
+    often has.
+    """
     case = make_case(3, [70], [1], dtype="float16")
     case.q_TNH[..., 0], case.k_pages[..., 0] = 7.0, 0.0
     case.q_TNH[..., 1:] = 0.0
@@ -149,11 +158,11 @@ def test_small_weights_times_small_scales_are_no_zeros_in_float16(dtype):
     (k_pages, k_scale), (v_pages, v_scale) = (
         quantized(x, dtype) for x in (case.k_pages, case.v_pages * np.float32(0.01))
     )
-    kept = dataclasses.replace(
+    stored = dataclasses.replace(
         case, k_pages=k_pages, v_pages=v_pages, k_scale=k_scale, v_scale=v_scale
     )
-    want = oracle(kept, scale=1.0)
-    got = run(*kept.arrays, scale=1.0, backend="triton", **kept.scales)
+    want = oracle(stored, scale=1.0)
+    got = run(*stored.arrays, scale=1.0, backend="triton", **stored.scales)
     assert np.abs(np.asarray(got, np.float64) - want).max() < 0.01 * np.abs(want).max()
 
 
@@ -171,39 +180,39 @@ MUTATIONS = {
 @pytest.mark.parametrize("backend", SHARED_BACKENDS)
 @pytest.mark.parametrize("mutation", few(MUTATIONS, ["keys' scale for values", "another slot's"]))
 def test_a_planted_mistake_is_seen(backend, mutation):
-    kept, scales, read = quantized_case("int8")
+    stored, scales, read = quantized_case("int8")
     k_scale, v_scale = MUTATIONS[mutation](*map(np.asarray, scales.values()))
-    got = run(*kept.arrays, scale=0.3, backend=backend, k_scale=k_scale, v_scale=v_scale)
+    got = run(*stored.arrays, scale=0.3, backend=backend, k_scale=k_scale, v_scale=v_scale)
     assert np.abs(np.asarray(got) - oracle(read, scale=0.3)).max() > 1e-2
 
 
 @pytest.mark.parametrize("backend", SHARED_BACKENDS)
 @pytest.mark.parametrize("dtype", few(["int8", "uint8"], ["uint8"]))
 def test_what_nobody_sees_may_have_any_scale(backend, dtype):
-    kept, scales, _ = quantized_case(dtype)
+    stored, scales, _ = quantized_case(dtype)
     options = {"scale": 0.3, "sliding_window": 20, "backend": backend}
-    clean = np.asarray(run(*kept.arrays, **options, **scales))
+    clean = np.asarray(run(*stored.arrays, **options, **scales))
     poisoned = {name: np.full_like(scale, np.nan) for name, scale in scales.items()}
     for row, (length, num_new) in enumerate(
-        zip(kept.context_len_B, np.diff(kept.query_start), strict=True)
+        zip(stored.context_len_B, np.diff(stored.query_start), strict=True)
     ):
         for position in range(max(0, length - num_new - 19), length):
-            slot = kept.block_table_BM[row, position // 8], position % 8
+            slot = stored.block_table_BM[row, position // 8], position % 8
             for name, scale in scales.items():
                 poisoned[name][slot] = scale[slot]
-    np.testing.assert_array_equal(run(*kept.arrays, **options, **poisoned), clean)
+    np.testing.assert_array_equal(run(*stored.arrays, **options, **poisoned), clean)
 
 
 def test_copied_blocks_take_their_scales_along():
-    kept, scales, read = quantized_case("uint8")
-    pages = (kept.k_pages, kept.v_pages, scales["k_scale"], scales["v_scale"])
-    used = np.unique(kept.block_table_BM[kept.block_table_BM > 0])
+    stored, scales, read = quantized_case("uint8")
+    pages = (stored.k_pages, stored.v_pages, scales["k_scale"], scales["v_scale"])
+    used = np.unique(stored.block_table_BM[stored.block_table_BM > 0])
     room = jax.tree.map(lambda array: jnp.concatenate([array, jnp.zeros_like(array)]), pages)
-    moved = used + len(kept.k_pages)
+    moved = used + len(stored.k_pages)
     k_pages, v_pages, k_scale, v_scale = copy_blocks(room, used, moved)
     new_place = dict(zip(used.tolist(), moved.tolist(), strict=True)) | {0: 0}
-    table = np.vectorize(new_place.__getitem__, otypes=[np.int32])(kept.block_table_BM)
-    case = dataclasses.replace(kept, k_pages=k_pages, v_pages=v_pages, block_table_BM=table)
+    table = np.vectorize(new_place.__getitem__, otypes=[np.int32])(stored.block_table_BM)
+    case = dataclasses.replace(stored, k_pages=k_pages, v_pages=v_pages, block_table_BM=table)
     got = run(*case.arrays, scale=0.3, backend="scan", k_scale=k_scale, v_scale=v_scale)
     np.testing.assert_allclose(got, oracle(read, scale=0.3), atol=1e-5)
 
@@ -221,12 +230,12 @@ def test_donated_pages_are_changed_in_place(operation, dtype):
         k_pages, v_pages, k_scale, v_scale = pages
         return write_kv(k_TKH, v_TKH, k_pages, v_pages, slots_T, k_scale=k_scale, v_scale=v_scale)
 
-    function, rest = (
+    function, arguments = (
         (write, (new, new, index)) if operation == "write" else (copy_blocks, (index, index))
     )
     analysis = (
         jax.jit(function, donate_argnums=0)
-        .lower((page, page, scale, scale), *rest)
+        .lower((page, page, scale, scale), *arguments)
         .compile()
         .memory_analysis()
     )
@@ -240,8 +249,8 @@ def test_refusals_name_the_argument():
     shape = case.k_pages.shape
     attend = functools.partial(paged_attention, scale=1.0)
     scale, bits = np.ones(shape[:3], np.float32), np.zeros(shape, np.int8)
-    kept = dataclasses.replace(case, k_pages=bits, v_pages=bits)
-    for error, message, one, scales in (
+    stored = dataclasses.replace(case, k_pages=bits, v_pages=bits)
+    for error, message, case_, scales in (
         (
             ValueError,
             "k_scale goes with pages of int8, float8_e4m3fn, uint8, but k_pages hold float32",
@@ -251,35 +260,35 @@ def test_refusals_name_the_argument():
         (
             ValueError,
             "v_pages hold int8, which means nothing without v_scale",
-            kept,
+            stored,
             {"v_scale": None},
         ),
         (
             ValueError,
             r"k_scale must have one entry per slot and head, \(.*, 8, 2\)",
-            kept,
+            stored,
             {"k_scale": scale[:, :1]},
         ),
         (
             TypeError,
             "v_scale must hold float32, but holds float16",
-            kept,
+            stored,
             {"v_scale": scale.astype(np.float16)},
         ),
-        (TypeError, "must have one type", dataclasses.replace(kept, v_pages=case.v_pages), {}),
+        (TypeError, "must have one type", dataclasses.replace(stored, v_pages=case.v_pages), {}),
         (
             TypeError,
             "must hold floats",
-            dataclasses.replace(kept, k_pages=bits + 0j, v_pages=bits + 0j),
+            dataclasses.replace(stored, k_pages=bits + 0j, v_pages=bits + 0j),
             {},
         ),
     ):
         given_scales = {"k_scale": scale, "v_scale": scale, **scales}
         with pytest.raises(error, match=message):
-            attend(*one.arrays, **given_scales)
+            attend(*case_.arrays, **given_scales)
         new = np.zeros((1, *shape[2:]), np.float32)
         with pytest.raises(error, match=message):
-            write_kv(new, new, one.k_pages, one.v_pages, np.zeros(1, np.int32), **given_scales)
+            write_kv(new, new, case_.k_pages, case_.v_pages, np.zeros(1, np.int32), **given_scales)
 
 
 def test_bytes_of_a_block_count_the_scales():
@@ -296,8 +305,10 @@ def test_bytes_of_a_block_count_the_scales():
 
 
 PROMPTS = (
-    "Once upon a time there lived a lazy milkmaid in a quiet farm at the end of a long road, and everybody called her",
-    "It was a bright cold morning, and the captain walked up and down the deck with his hands behind him",
+    "Once upon a time there lived a lazy milkmaid in a quiet farm at the end of a long road, "
+    "and everybody called her",
+    "It was a bright cold morning, and the captain walked up and down the deck with his hands "
+    "behind him",
     "The old house",
 )
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
@@ -312,7 +323,9 @@ SMALL = {
 
 
 def greedy(llm: LLM) -> tuple[list[tuple[int, list[int]]], dict]:
-    """The length of each prompt with the tokens drawn, and the logits that they were drawn from."""
+    """Returns the length of each prompt with the tokens drawn, and the logits that they were drawn
+    from.
+    """
     witness = LogitsWitness(llm)
     outputs = llm.generate(list(PROMPTS), GREEDY, use_tqdm=False)
     invariants(llm)
@@ -329,10 +342,11 @@ def in_float():
 
 
 @pytest.mark.parametrize(
-    ("kv_cache_dtype", "largest", "mean"), [("int8", 0.15, 0.012), ("fp8", 0.5, 0.05)]
+    ("kv_cache_dtype", "largest", "mean"),
+    few([("int8", 0.15, 0.012), ("fp8", 0.5, 0.05)], [("fp8", 0.5, 0.05)]),
 )
 def test_an_engine_says_nearly_the_same(in_float, kv_cache_dtype, largest, mean):
-    """As long as both have drawn the same tokens, logits are close but not equal."""
+    """While both have drawn the same tokens, logits are close but not equal."""
     with make_llm("demo", **SMALL, kv_cache_dtype=kv_cache_dtype) as llm:
         pages = jax.tree.leaves(llm._engine.runner._pages)
         block_bytes = 4 * (2 * 4 * 2 * (64 + 4))
@@ -359,7 +373,7 @@ def test_more_fits_and_the_table_says_why(tmp_path, capsys):
         ("fp8", "fp8, a float32 scale per token and head"),
     ):
         settings = {"max_num_seqs": 2, "max_num_batched_tokens": 16, "kv_cache_memory_bytes": 2**18}
-        with LLM(str(tmp_path), kv_cache_dtype=kv_cache_dtype, **settings) as llm:
+        with when_used(), LLM(str(tmp_path), kv_cache_dtype=kv_cache_dtype, **settings) as llm:
             numbers[kv_cache_dtype] = llm.memory.num_blocks
         assert re.search(f"KV dtype +{shown}\n", capsys.readouterr().err)
     assert numbers == {

@@ -1,4 +1,6 @@
-"""Layers with a recurrent state: no bit depends on how it came to be, and each way in which it could is seen to matter."""
+"""Layers with a recurrent state: no bit depends on how it came to be, and each way in which it
+could is seen to matter.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,7 @@ NUM_TOKENS = 40
 FEW = [5, 6, 7, 8]  # in a text of few tokens n-grams come again, and drafts are right now and then
 
 
-def sampled(**params: Any) -> SamplingParams:
+def sample(**params: Any) -> SamplingParams:
     return SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=2, **params)
 
 
@@ -46,11 +48,11 @@ PROMPTS = [
     np.random.default_rng(5).integers(1, 257, length).tolist() for length in (70, 3, 33, 16)
 ] + [FEW * 5]
 REQUESTS: list[SamplingParams | BeamSearchParams] = [
-    sampled(temperature=0.0),
-    sampled(temperature=0.9, seed=3, n=3),
+    sample(temperature=0.0),
+    sample(temperature=0.9, seed=3, n=3),
     BeamSearchParams(beam_width=3, max_tokens=NUM_TOKENS, ignore_eos=True),
-    sampled(temperature=0.0),
-    sampled(temperature=0.9, seed=4, n=2, allowed_token_ids=FEW),
+    sample(temperature=0.0),
+    sample(temperature=0.9, seed=4, n=2, allowed_token_ids=FEW),
 ]
 DRAFTS = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}}
 # 56 blocks of 4 hold one of the requests at its longest, and hardly another.
@@ -87,7 +89,11 @@ def model(request, qwen, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def head(tmp_path_factory):
-    """An EAGLE-3 head with random weights that knows four tokens, so that it is right now and then, and takes what enters all layers."""
+    """Writes an EAGLE-3 head with random weights that knows four tokens, so that it is right now
+    and then.
+
+    It takes what enters all layers.
+    """
     directory, rng = tmp_path_factory.mktemp("head"), np.random.default_rng(1)
     norms = (
         "norm",
@@ -124,7 +130,8 @@ def engines(model, head):
         settings = dict(ENGINES[name])
         if "EAGLE" in name:
             settings["speculative_config"] = {**settings["speculative_config"], "model": str(head)}
-        made[name] = made.get(name) or make_llm(model, **settings)
+        # several rows at once where "alone" has shapes for each number of them
+        made[name] = made.get(name) or make_llm(model, largest_shapes=name != "alone", **settings)
         made[name].reset_prefix_cache()
         return made[name]
 
@@ -141,27 +148,28 @@ def texts(llm: LLM, chosen: range = range(len(PROMPTS))) -> list[Any]:
 
 
 def bits(outputs: list[CompletionOutput]) -> list[Any]:
-    """Tokens and their log probabilities, which must agree to the last bit."""
-    return [(one.token_ids, one.logprobs, one.cumulative_logprob) for one in outputs]
+    """Returns tokens and their log probabilities, which must agree to the last bit."""
+    return [(output.token_ids, output.logprobs, output.cumulative_logprob) for output in outputs]
 
 
 @pytest.fixture(scope="module")
-def expected(engines, model):
-    """Each request by itself, with blocks of 16 and nothing cached."""
+def lone_texts(engines, model):
+    """Returns each request by itself, with blocks of 16 and nothing cached."""
     llm = engines("alone")
     groups = next((GROUPS[name] for name in GROUPS if name in model.name), [(16 + 3, True, (0, 1))])
     assert [(group.sliding_window, group.is_state, group.layers) for group in llm.spec.groups] == [
         (None, False, (2,)),
         *groups,
     ]
-    found = []
+    outputs = []
     for index in range(len(PROMPTS)):
         llm.reset_prefix_cache()
-        found += texts(llm, range(index, index + 1))
-    return found
+        outputs += texts(llm, range(index, index + 1))
+    return outputs
 
 
-# Drafts from the step of a recurrent model, preempted and rejected, are in tests/test_drafting_ahead.py, too.
+# Drafts from the step of a recurrent model, preempted and rejected, are in
+# tests/test_drafting_ahead.py, too.
 @pytest.mark.parametrize(
     "name",
     few(
@@ -169,12 +177,14 @@ def expected(engines, model):
         ["swapping", "drafting", "several steps"],
     ),
 )
-def test_no_bit_depends_on_the_engine(name, engines, expected):
-    """In a batch, in chunks and other blocks, recomputed or swapped, forked, behind drafts and behind cached prefixes."""
+def test_no_bit_depends_on_the_engine(name, engines, lone_texts):
+    """Requests run in a batch, in chunks and other blocks, recomputed or swapped, forked, after
+    drafts and after cached prefixes.
+    """
     llm = engines(name)
     before = llm.stats()
     for turn in ("computed", "with prefixes in the cache"):
-        assert texts(llm) == expected, turn
+        assert texts(llm) == lone_texts, turn
         invariants(llm)
     stats = llm.stats()
     assert stats["prefix_cache_hits_total"] - before["prefix_cache_hits_total"] >= 16
@@ -188,21 +198,21 @@ def test_no_bit_depends_on_the_engine(name, engines, expected):
         assert 20 < accepted < drafted - 20
 
 
-def test_behind_a_pinned_prefix(engines, expected):
+def test_behind_a_pinned_prefix(engines, lone_texts):
     """It ends within a block, whose state has seen more than some of what begins with it."""
     llm = engines("recomputing")
     other = PROMPTS[0][:34] + PROMPTS[2]
-    wanted = [
+    expected = [
         bits(output.outputs)
         for output in engines("alone").generate([other], REQUESTS[0], use_tqdm=False)
     ]
     for length in (33, 34, 35, 37, 70):
         llm.reset_prefix_cache()
         with llm.pin_prefix(PROMPTS[0][:length]):
-            assert texts(llm, range(1)) == expected[:1]
+            assert texts(llm, range(1)) == lone_texts[:1]
             llm.reset_prefix_cache()
             (output,) = llm.generate([other], REQUESTS[0], use_tqdm=False)
-            assert [bits(output.outputs)] == wanted
+            assert [bits(output.outputs)] == expected
             assert (output.metrics.num_cached_tokens >= 32) == (
                 length < 70
             )  # of the longest one the last blocks are kept
@@ -210,16 +220,16 @@ def test_behind_a_pinned_prefix(engines, expected):
 
 
 def _without_states(move: Callable[..., Any]) -> Callable[..., Any]:
-    """Moves blocks, but leaves the states behind."""
+    """Moves blocks, but not their states."""
 
-    def moved(pages: Any, *arguments: Any, **options: Any) -> Any:
+    def move_rest(pages: Any, *arguments: Any, **options: Any) -> Any:
         new = move(pages, *arguments, **options)
         return tuple(
             after._replace(state=before.state) if hasattr(before, "state") else after
             for before, after in zip(pages, new, strict=True)
         )
 
-    return moved
+    return move_rest
 
 
 STATE = StateSpec((2, 3), input_width=3, lookback=2)
@@ -236,17 +246,19 @@ SUM = Recurrence(
 STATELESS = SUM._replace(update=None, state=StateSpec(None, input_width=3, lookback=2))
 
 
-def summed(inputs: np.ndarray, recurrence: Recurrence) -> np.ndarray:
-    """What `SUM` or `STATELESS` gives behind each token of a whole sequence, by its definition."""
-    padded, state, found = np.pad(inputs, ((2, 0), (0, 0))), np.zeros((2, 3)), []
+def sum_all(inputs: np.ndarray, recurrence: Recurrence) -> np.ndarray:
+    """Returns what `SUM` or `STATELESS` gives after each token of a whole sequence, by its
+    definition.
+    """
+    padded, state, results = np.pad(inputs, ((2, 0), (0, 0))), np.zeros((2, 3)), []
     for place in range(len(inputs)):
         x = 0.25 * padded[place] - 0.5 * padded[place + 1] + padded[place + 2]
         if recurrence is STATELESS:
-            found.append(x)
+            results.append(x)
             continue
         state = 0.5 * state + np.stack([x, 2 * x])
-        found.append(state.reshape(-1))
-    return np.array(found)
+        results.append(state.reshape(-1))
+    return np.array(results)
 
 
 @pytest.mark.parametrize(
@@ -255,10 +267,12 @@ def summed(inputs: np.ndarray, recurrence: Recurrence) -> np.ndarray:
     ids=["row by row", "all at once", "without a state"],
 )
 def test_steps_over_pages_are_the_recurrence(recurrence_, by_row):
-    """Of three sequences in steps of 1 to 6 tokens each, some of which are rejected and come once more; as on CPUs and as on GPUs."""
+    """Three sequences run in steps of 1 to 6 tokens each, some of which are rejected and come once
+    more; as on CPUs and as on GPUs.
+    """
     size, num_tokens, max_length, rng = 4, 16, 48, np.random.default_rng(2)
     sequences = rng.standard_normal((3, max_length, 3)).astype(np.float32)
-    wanted = [summed(inputs, recurrence_) for inputs in sequences]
+    expected = [sum_all(inputs, recurrence_) for inputs in sequences]
     table_BM = 1 + rng.permutation(3 * 12).reshape(3, 12)
     states = (jnp.full((37, 2, 3), jnp.nan), jnp.zeros(37, jnp.int32))
     states = (None, None) if recurrence_ is STATELESS else states
@@ -311,7 +325,7 @@ def test_steps_over_pages_are_the_recurrence(recurrence_, by_row):
         for row, index in enumerate(rows):
             at = slice(computed[index], computed[index] + right[row])
             np.testing.assert_allclose(
-                out_TO[starts[row] :][: right[row]], wanted[index][at], atol=1e-5
+                out_TO[starts[row] :][: right[row]], expected[index][at], atol=1e-5
             )
             computed[index] += right[row]
 
@@ -340,24 +354,24 @@ MISTAKES: dict[str, tuple[str, Callable[[pytest.MonkeyPatch], None]]] = {
 
 
 @pytest.mark.parametrize("mistake", few(MISTAKES, ["what was rejected stays"]))
-def test_a_planted_mistake_is_seen(mistake, model, expected, monkeypatch):
+def test_a_planted_mistake_is_seen(mistake, model, lone_texts, monkeypatch):
     if "lfm2" in model.name and "window" not in mistake:
         pytest.skip("it has no states")
     name, plant = MISTAKES[mistake]
     plant(monkeypatch)
-    with make_llm(model, **ENGINES[name]) as llm:
-        assert texts(llm) != expected
+    with make_llm(model, largest_shapes=True, **ENGINES[name]) as llm:
+        assert texts(llm) != lone_texts
 
 
-def test_gives_way_at_every_step(engines, expected):
-    """In the middle of a block, at its end, behind it: swapped."""
+def test_gives_way_at_every_step(engines, lone_texts):
+    """It is swapped in the middle of a block, at its end, and after it."""
     llm = engines("swapping")
     engine = llm._engine
     for step in (2, 3, 5, 6, 7, 9, 14):
         engine.add("older", engine.prepare(None, PROMPTS[1], REQUESTS[0]))
         reporter = engine.add("watched", engine.prepare(None, PROMPTS[0], REQUESTS[0]))
         run_giving_way(engine, step)
-        assert bits(reporter.whole().outputs) == expected[0]
+        assert bits(reporter.whole().outputs) == lone_texts[0]
     invariants(llm)
 
 
@@ -425,7 +439,9 @@ def test_a_draft_model_with_states_is_refused(model):
 
 
 def test_the_plan_counts_states(qwen, capsys):
-    """By hand: of a block of 4, for each layer that attends 2 heads of keys and values; for each other one 4 inputs and a state."""
+    """By hand, a block of 4 has 2 heads of keys and values for each layer that attends; for each
+    other one 4 inputs and a state.
+    """
     plan = planned(
         capsys, str(qwen), "--block-size", "4", "--num-blocks", "81", "--max-num-seqs", "1"
     )

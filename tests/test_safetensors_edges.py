@@ -1,4 +1,6 @@
-"""The bounds of safetensors headers and of shards, from both sides: what just fits is taken, and the next is not."""
+"""The bounds of safetensors headers and of shards, from both sides: what just fits is taken, and
+the next is not.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ def entry(begin: int, end: int, *shape: int) -> dict[str, Any]:
 
 @pytest.mark.parametrize("names", ["abc", "bac", "cab", "cba"])
 def test_empty_tensors_may_stand_anywhere_in_the_list(tmp_path, names):
-    """At the offset of their neighbour, before it or after it in the header, and at the end of the file."""
+    """They stand at the offset of their neighbour, before it or after it in the header, and at the
+    end of the file.
+    """
     entries = {"a": entry(0, 8, 2), "b": entry(0, 0, 0), "c": entry(8, 8, 3, 0)}
     assert problems_of(tmp_path, {name: entries[name] for name in names}, bytes(8)) == []
     assert "overlaps" in problems_of(tmp_path, {**entries, "d": entry(4, 4, 0)}, bytes(8))[0]
@@ -49,7 +53,10 @@ def test_a_tensor_has_at_most_32_axes(tmp_path, rank, is_taken):
 
 
 def test_a_header_that_is_too_long_is_not_read(tmp_path, monkeypatch):
-    """Though the file has as many bytes as it claims: a hole. One that is exactly as long as allowed is."""
+    """The file has as many bytes as it claims: a hole.
+
+    A header that is exactly as long as allowed is read.
+    """
     with (tmp_path / SINGLE).open("wb") as file:
         file.write(struct.pack("<Q", MAX_HEADER_BYTES + 1))
         file.truncate(2 * MAX_HEADER_BYTES)
@@ -70,13 +77,13 @@ def test_a_header_that_is_too_long_is_not_read(tmp_path, monkeypatch):
     ("max_shard_bytes", "files"), [(24, 1), (23, 2), (16, 2), (15, 3), (8, 3), (1, 3)]
 )
 def test_what_fills_a_shard_exactly_stays_in_one(tmp_path, max_shard_bytes, files):
-    """Three tensors of eight bytes."""
+    """There are three tensors of eight bytes."""
     arrays = {name: np.full(2, index, np.float32) for index, name in enumerate("abc")}
     tensors = [(name, array.dtype, array.shape) for name, array in arrays.items()]
     write_safetensors(tmp_path, tensors, iter(arrays.values()), max_shard_bytes)
-    found = sorted(tmp_path.glob("*.safetensors"))
-    assert len(found) == files and (found[0].name == SINGLE) == (files == 1)
-    loaded = {name: array for file in found for name, array in load_file(file).items()}
+    paths = sorted(tmp_path.glob("*.safetensors"))
+    assert len(paths) == files and (paths[0].name == SINGLE) == (files == 1)
+    loaded = {name: array for file in paths for name, array in load_file(file).items()}
     assert {name: array.tolist() for name, array in loaded.items()} == {
         name: array.tolist() for name, array in arrays.items()
     }

@@ -1,4 +1,7 @@
-"""Tensor parallelism. A process has as many devices as it began with, so what needs four runs in a process of its own."""
+"""Tensor parallelism.
+
+A process has as many devices as it began with, so what needs four runs in a process of its own.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ FILES = [
 
 
 def test_on_four_devices(pytestconfig):
-    """See there."""
+    """The files say what is tested."""
     flags = f"--xla_force_host_platform_device_count=4 {os.environ.get('XLA_FLAGS', '')}"
     shapes = ["--check-shapes"] * pytestconfig.getoption("--check-shapes")
     command = [sys.executable, "-m", "pytest", "-n", "0", "-q", *shapes, *map(str, FILES)]
@@ -42,7 +45,7 @@ def test_too_few_devices_say_how_a_cpu_has_more():
 
 
 def test_layers_that_are_not_divided_are_refused(monkeypatch):
-    """As those of a family in a package of its own may be."""
+    """A family in a package of its own may have such layers."""
     monkeypatch.setattr(dividing, "find_sharded_kind", lambda module, num_devices: None)
     with pytest.raises(
         UnsupportedError, match=r"^tensor_parallel_size: .* this version does not divide"

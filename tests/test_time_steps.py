@@ -1,7 +1,9 @@
-"""The time steps of Mamba 2 against the definition in float64: `time_step_limit` cuts them, and `time_step_min` does not.
+"""The time steps of Mamba 2 against the definition in float64: `time_step_limit` cuts them, and
+`time_step_min` does not.
 
-The classes of Nemotron-H and Zamba 2 in transformers cut them from below by `time_step_min`, in prompts alone. NVIDIA's and Zyphra's own
-code, mlx-lm and vLLM do not, and published configs have `time_step_limit: [0, Infinity]`, or null.
+The classes of Nemotron-H and Zamba 2 in transformers cut them from below by `time_step_min`, in
+prompts alone. NVIDIA's and Zyphra's own code, mlx-lm and vLLM do not, and published configs have
+`time_step_limit: [0, Infinity]`, or null.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ Tensors = dict[str, np.ndarray]
 
 
 class Names(NamedTuple):
-    """The names of a family's tensors, and the numbers that its config has by other names."""
+    """Holds the names of a family's tensors, and the numbers that its config has by other names."""
 
     form: str
     overrides: dict[str, Any]
@@ -80,7 +82,9 @@ LIMITS: dict[str, Any] = {
 }
 
 
-def scaled(x_TD: np.ndarray, weight_D: np.ndarray, epsilon: float, groups: int = 1) -> np.ndarray:
+def normalize_groups(
+    x_TD: np.ndarray, weight_D: np.ndarray, epsilon: float, groups: int = 1
+) -> np.ndarray:
     """Returns the norm of each group of numbers."""
     parts = x_TD.reshape(len(x_TD), groups, -1)
     mean = (parts**2).mean(-1, keepdims=True)
@@ -91,7 +95,7 @@ def silu(x: np.ndarray) -> np.ndarray:
     return x / (1 + np.exp(-x))
 
 
-def mixed(
+def mix(
     x_TD: np.ndarray, w: Tensors, sizes: dict[str, int], epsilon: float, limit: tuple[float, float]
 ) -> np.ndarray:
     """Returns the output of a layer of Mamba 2, by a loop over the tokens."""
@@ -119,7 +123,7 @@ def mixed(
         state = state * decay_N[:, None, None] + added_NVH
         out.append((np.einsum("nv,nvh->nh", c_NV, state) + w["D"][:, None] * x_NH).ravel())
     gated = np.stack(out) * silu(gate)
-    return scaled(gated, w["norm.weight"], epsilon, groups) @ w["out_proj.weight"].T
+    return normalize_groups(gated, w["norm.weight"], epsilon, groups) @ w["out_proj.weight"].T
 
 
 def logits_by_definition(directory: Path, names: Names, limit: tuple[float, float]) -> np.ndarray:
@@ -135,15 +139,15 @@ def logits_by_definition(directory: Path, names: Names, limit: tuple[float, floa
     x_TD = table[TOKENS]
     for layer in range(2):
         start = names.layer.format(layer)
-        own = {
+        numbers = {
             name.removeprefix(start + names.mixer): array
             for name, array in tensors.items()
             if name.startswith(start + names.mixer)
         }
-        x = scaled(x_TD, tensors[f"{start}{names.norm}weight"], epsilon)
+        x = normalize_groups(x_TD, tensors[f"{start}{names.norm}weight"], epsilon)
         # The norm of a mixer has the epsilon of its class.
-        x_TD = x_TD + mixed(x, own, sizes, MIXER_EPSILON.get(names.form, epsilon), limit)
-    return scaled(x_TD, norm, epsilon) @ head.T
+        x_TD = x_TD + mix(x, numbers, sizes, MIXER_EPSILON.get(names.form, epsilon), limit)
+    return normalize_groups(x_TD, norm, epsilon) @ head.T
 
 
 MIXER_EPSILON = {"zamba2-turns": 1e-5}
@@ -166,9 +170,9 @@ def test_time_steps_are_cut_by_their_limit(family, limit, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(config))
     files = open_model(tmp_path)
     parameters = load_weights(files.plan, "float32", jnp.asarray)
-    found = logits_of(files.family, files.spec, parameters, TOKENS)
+    logits = logits_of(files.family, files.spec, parameters, TOKENS)
     minimum, maximum = LIMITS[limit] or (0.0, math.inf)
     expected = logits_by_definition(tmp_path, names, (minimum, maximum))
-    np.testing.assert_allclose(found, expected, atol=2e-5 * np.abs(expected).max())
+    np.testing.assert_allclose(logits, expected, atol=2e-5 * np.abs(expected).max())
     other = logits_by_definition(tmp_path, names, (0.3, math.inf))
     assert np.abs(other - expected).max() > 0.01  # as with `time_step_min`

@@ -12,7 +12,7 @@ from tests.support.model_configs import MODELS, config_json
 
 PATH = Path(__file__).parents[1] / "measured_errors.json"
 TOLERANCE = 1e-4  # of logits in float32, absolute
-WRITE = "pytest -n 0 tests/test_models.py -k logits_are_those_of_transformers --write-errors"
+WRITE = "pytest -n 0 -m '' tests/test_models.py -k logits_are_those_of_transformers --write-errors"
 
 
 def read() -> dict[str, Any]:

@@ -25,6 +25,6 @@ PARAMS = [
 
 
 def texts(model: Path, **settings: Any) -> list[Any]:
-    """Of an engine with these settings: see `tokens_of`."""
-    with make_llm(model, **settings) as llm:
+    """Returns what an engine with these settings gives, as `tokens_of` has it."""
+    with make_llm(model, **{"largest_shapes": True, **settings}) as llm:
         return tokens_of(llm.generate(PROMPTS, PARAMS, use_tqdm=False))

@@ -77,7 +77,7 @@ More: [models and formats](../guides/models.md), [adapters](../guides/lora.md), 
 
 `cases` are the configs that tests compare with transformers, and the values of the parameter of the tests. `error` is the greatest
 difference of a logit in these cases: float32 on a CPU, 40 tokens, small random weights whose logits have a deviation of more than 0.5,
-against transformers {version}. Tests allow {tolerance}. `pytest -n 0 tests/test_models.py --write-errors` measures anew.
+against transformers {version}. Tests allow {tolerance}. `pytest -n 0 -m '' tests/test_models.py --write-errors` measures anew.
 `refused` are fields of config.json of which some values are refused with an error; for all families these are also encoders, cross
 attention and code of the model's own. `experts in` has formats of quantised weights, by the names of the tests. `LoRA` is of linear
 layers. `KV cache` has the values of `kv_cache_dtype`; `auto` is the model's dtype."""
