@@ -1,4 +1,6 @@
-"""Kernels whose sums have one order for any number of rows, in the interpreter with the order of sums of a tensor core."""
+"""Kernels whose sums have one order for any number of rows, in the interpreter with the order of
+sums of a tensor core.
+"""
 
 from __future__ import annotations
 
@@ -76,7 +78,7 @@ def int4_weight() -> QuantizedWeight:
 
 
 def int8_weight() -> QuantizedWeight:
-    """With one scale for each output, by which whole sums are multiplied."""
+    """Returns a weight with one scale for each output, by which whole sums are multiplied."""
     rng = np.random.default_rng(6)
     values = jnp.asarray(rng.integers(-128, 128, (NUM_OUT, NUM_IN)), jnp.int8)
     scale = jnp.asarray(rng.uniform(0.5, 2, (NUM_OUT, 1)), jnp.float32)
@@ -104,7 +106,9 @@ def fold_from_the_last_segment(monkeypatch):
 
 
 def test_a_row_of_a_product_has_the_same_bits_among_any_number_of_rows(monkeypatch):
-    """In tiles of 16, 32 and 64 rows, with a program for each segment and with one for all; other orders are seen."""
+    """Tiles have 16, 32 and 64 rows, with a program for each segment and with one for all; other
+    orders are seen.
+    """
     monkeypatch.setattr(matmul_tiles, "MAX_SEPARATE_ROWS", 32)
     x_TI, weight = numbers(2, 33, NUM_IN), numbers(1, NUM_OUT, NUM_IN)
 
@@ -124,7 +128,7 @@ def test_a_row_of_a_product_has_the_same_bits_among_any_number_of_rows(monkeypat
             assert (of_rows(33) != whole).mean() > 0.05, mistake
 
 
-@pytest.mark.parametrize("make_weight", [int4_weight, int8_weight])
+@pytest.mark.parametrize("make_weight", few([int4_weight, int8_weight], [int4_weight]))
 def test_so_has_a_row_of_a_product_with_a_weight_of_few_bits(make_weight, monkeypatch):
     monkeypatch.setattr(matmul_tiles, "MAX_SEPARATE_ROWS", 16)
     x_TI, weight = numbers(2, 17, NUM_IN), make_weight()
@@ -136,7 +140,9 @@ def test_so_has_a_row_of_a_product_with_a_weight_of_few_bits(make_weight, monkey
 
 
 def weights_of_groups(make_weight) -> tuple[jax.Array | QuantizedWeight, np.ndarray]:
-    """A weight for each of `COUNTS`, and its numbers; groups differ in the order of outputs."""
+    """Returns a weight for each of `COUNTS`, and its numbers; groups differ in the order of
+    outputs.
+    """
     if make_weight is None:
         weight = numbers(1, len(COUNTS), NUM_OUT, NUM_IN)
         return weight, np.asarray(weight, np.float64)
@@ -154,7 +160,9 @@ COUNTS = (20, 0, 25)  # the rows of three groups, one of them empty
 
 @pytest.mark.parametrize("make_weight", few([None, int8_weight, int4_weight], [int8_weight]))
 def test_so_has_a_row_of_a_group(make_weight, monkeypatch):
-    """The first row of the first group and two of the last alone, in split programs, and among all others."""
+    """The first row of the first group and two of the last are alone, in split programs, and among
+    all others.
+    """
     monkeypatch.setattr(matmul_tiles, "MAX_SEPARATE_ROWS", 16)
     x_PI = numbers(2, sum(COUNTS), NUM_IN)
     weight, exact = weights_of_groups(make_weight)
@@ -178,7 +186,9 @@ WIDTH, INNER = 128, 64  # two segments of inputs, in turns of 64, and one of an 
 
 
 def experts_layer(routing: Routing):
-    """A mixture with an expert of all tokens behind a gate, as a function of tokens and kernels."""
+    """Returns a mixture with an expert of all tokens under a gate, as a function of tokens and
+    kernels.
+    """
 
     def linear(num_out: int, num_in: int) -> Linear:
         return Linear(LinearSpec(num_in, (Part(num_out, None, "part"),), None, False, "bfloat16"))
@@ -220,7 +230,9 @@ def test_a_token_has_the_same_bits_in_a_mixture_of_experts_among_any_others(rout
 
 @pytest.mark.parametrize("transposed", few([False, True], [True]))
 def test_a_head_has_the_same_bits_in_a_product_by_head_among_any_tokens(transposed, monkeypatch):
-    """Those of latent attention: in split programs, and in programs that go through all segments."""
+    """Latent attention has such products: in split programs, and in programs that go through all
+    segments.
+    """
     monkeypatch.setattr(matmul_tiles, "MAX_SEPARATE_ROWS", 64)
     num_heads = 3
     weight = numbers(1, num_heads, NUM_OUT, NUM_IN)
@@ -282,7 +294,11 @@ PLACES = (0, 9, 23)
 
 
 def attend(case, stretches, **options) -> np.ndarray:
-    """The outputs of stretches of the query tokens of one row, each as a row of its own in one call; with `value_width` of latents."""
+    """Returns the outputs of stretches of the query tokens of one row, each as a row of its own in
+    one call.
+
+    With `value_width` they are of latents.
+    """
     context = [CONTEXT - QUERIES + stop for _, stop in stretches]
     lengths = [stop - first for first, stop in stretches]
     out = paged_attention(
@@ -304,7 +320,7 @@ def attend(case, stretches, **options) -> np.ndarray:
 
 @pytest.fixture
 def small_segments(monkeypatch):
-    """Segments of 32 positions, in turns of 16: five in the context of the case."""
+    """Makes segments of 32 positions, in turns of 16: five in the context of the case."""
     right = triton.heuristic
     monkeypatch.setattr(triton, "SEGMENT", 32)
     monkeypatch.setattr(
@@ -326,12 +342,14 @@ def test_a_token_has_the_same_bits_in_decode_verification_and_chunks(
 
 
 def test_so_has_a_token_that_attends_to_latents(small_segments, monkeypatch):
-    """Thirty-two heads in two programs, in tiles of 16 and 32 rows, as those of DeepSeek."""
+    """Thirty-two heads are in two programs, in tiles of 16 and 32 rows, as those of DeepSeek."""
     check_kinds(one_row(heads=(32, 1), width=272), monkeypatch, value_width=256)
 
 
 def check_kinds(case, monkeypatch, **options) -> None:
-    """Decoded tokens have the bits of a chunk, which are near float64's; other segments are seen."""
+    """Decoded tokens have the bits of a chunk, which are near float64's; other segments are
+    seen.
+    """
     decoded = attend(case, [(place, place + 1) for place in PLACES], **options)
     monkeypatch.setattr(triton, "MAX_SEPARATE_OUTPUTS", 3)  # a program goes through all segments
     verified = attend(case, [(0, 5), (5, 9), (9, 10)], **options)
@@ -392,7 +410,7 @@ def norm_of(x, scale, offset=0.0):
 
 
 def test_rows_are_what_the_layers_say():
-    """Against float64, of numbers in float32."""
+    """Numbers in float32 are compared with float64."""
     x, added = (numbers(seed, 5, WIDE, dtype="float32") for seed in (1, 2))
     scale, bias = (numbers(seed, WIDE, dtype="float32") for seed in (3, 4))
     wide, others, scales, biases = (
@@ -432,7 +450,7 @@ def test_rows_are_what_the_layers_say():
 
 
 def backwards(segments: Any, dtype: Any) -> jax.Array:
-    """Sums of segments in the order of their numbers, from the last one."""
+    """Returns sums of segments in the order of their numbers, from the last one."""
     total = jnp.zeros(segments.shape[1:], jnp.float32)
     for segment in reversed(segments):
         total = total + segment
@@ -440,14 +458,16 @@ def backwards(segments: Any, dtype: Any) -> jax.Array:
 
 
 def test_sums_of_segments_are_added_up_where_rows_are_read():
-    """A norm, and a rotation with its writes, of sums: the bits of those of the rounded product."""
+    """A norm, and a rotation with its writes, of sums have the bits of those of the rounded
+    product.
+    """
     x_TI, weight = numbers(2, 5, NUM_IN), numbers(1, NUM_OUT, NUM_IN)
     y_TO, sums_ZTO = matmul_and_sums(x_TI, weight, backend="triton", interpret=True)
     assert sums_ZTO is not None and sums_ZTO.shape == (4, 5, NUM_OUT)
     np.testing.assert_array_equal(bits(y_TO), bits(matmul_of(x_TI, weight)))
     x_TO, scale_O = numbers(3, 5, NUM_OUT), numbers(4, NUM_OUT)
 
-    def normed(added: jax.Array) -> list[np.ndarray]:
+    def add_and_norm(added: jax.Array) -> list[np.ndarray]:
         results = rows.add_and_norm(x_TO, added, scale_O, 1e-5, 0.0, interpret=True)
         return [*map(bits, results)]
 
@@ -455,15 +475,15 @@ def test_sums_of_segments_are_added_up_where_rows_are_read():
     pages = jnp.zeros((2, 4, 1, 8), jnp.bfloat16)
     slots = jnp.arange(2, 7)
 
-    def rotated(heads: jax.Array) -> list[np.ndarray]:
+    def rotate_and_write_all(heads: jax.Array) -> list[np.ndarray]:
         x_TMH = heads.reshape(*heads.shape[:-1], 5, 8)
         turns = np.cos(angles), np.sin(angles), pages, pages, slots
         options = {"dtype": "bfloat16", "backend": "triton", "interpret": True}
         return [*map(bits, jax.tree.leaves(rotate_and_write(x_TMH, *turns, **options)))]
 
-    for of in (normed, rotated):
-        wanted = of(y_TO)
-        for got, want in zip(of(sums_ZTO), wanted, strict=True):
+    for of in (add_and_norm, rotate_and_write_all):
+        expected = of(y_TO)
+        for got, want in zip(of(sums_ZTO), expected, strict=True):
             np.testing.assert_array_equal(got, want)
         big = sums_ZTO.at[0].multiply(1e6).at[1].set(-1e6 * sums_ZTO[0])  # order shows here
         right, wrong = of(big), of(backwards(big, jnp.bfloat16))
@@ -496,10 +516,12 @@ def test_queries_and_keys_are_turned_and_values_are_not():
     np.testing.assert_array_equal(v, x_TF.reshape(3, 6, head_dim)[:, 5:])
 
 
-def updated_in_float64(
+def update_in_float64(
     before: np.ndarray, decay: np.ndarray, k: np.ndarray, v: np.ndarray, q: np.ndarray, beta: Any
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The gated delta rule as its paper has it, and without betas the state space of Mamba; one head at a time."""
+    """Returns the gated delta rule as its paper has it, and without betas the state space of Mamba,
+    head by head.
+    """
     after, out = before * decay, np.zeros(v.shape)
     for place in np.ndindex(before.shape[:2]):
         value = v[place]
@@ -525,7 +547,7 @@ def test_states_are_updated_as_in_float64_and_alike_among_other_rows(
     arrays = [before, decay, k, v, q, beta if with_beta else None]
     result = state.update_state(*arrays, interpret=True)
     wide = [None if each is None else np.asarray(each, np.float64) for each in arrays]
-    for got, want in zip(result, updated_in_float64(*wide), strict=True):
+    for got, want in zip(result, update_in_float64(*wide), strict=True):
         np.testing.assert_allclose(got, want, atol=2e-5, rtol=2e-5)
     moved = jnp.array([2, 4, 0, 1, 3])  # other rows stand before it and after it
     others = state.update_state(

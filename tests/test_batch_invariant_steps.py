@@ -1,4 +1,6 @@
-"""Steps with `batch_invariant` leave no sum of floats to XLA, in any bucket, and the setting is refused where that cannot be."""
+"""Steps with `batch_invariant` leave no sum of floats to XLA, in any bucket, and the setting is
+refused where that cannot be.
+"""
 
 from __future__ import annotations
 
@@ -234,7 +236,9 @@ def test_sums_over_devices_have_one_order_or_are_refused():
 def float_work(
     kind: str, backend: Backend, model: str
 ) -> tuple[list[str], Counter[tuple[str, ...]]]:
-    """The sums that XLA computes in a step for an H100, and what each of its fusions does with floats."""
+    """Returns the sums that XLA computes in a step for an H100, and what each of its fusions does
+    with floats.
+    """
     shapes = small_step(kind, backend, model)
     options = compiler_options("gpu") | EXACT_OPTIONS
     return work_in(
@@ -266,7 +270,7 @@ def work_in(text: str) -> tuple[list[str], Counter[tuple[str, ...]]]:
 @pytest.mark.skipif(unavailable() is not None, reason=str(unavailable()))
 @pytest.mark.parametrize("model", ["dense", "an expert of all tokens", "latents", "states"])
 def test_what_the_compiler_makes_of_steps_is_alike_in_every_bucket(model):
-    """But a chunk scores tokens of the prompt, too."""
+    """A chunk scores tokens of the prompt, too, and is left out."""
     assert float_work("decode", Backend("triton"), model)[0]  # it is found where it is
     few_rows, many_rows, chunk = (
         float_work(kind, EXACT, model) for kind in ("decode", "decode of 64", "chunk")
@@ -278,7 +282,10 @@ def test_what_the_compiler_makes_of_steps_is_alike_in_every_bucket(model):
 @pytest.mark.sweep
 @pytest.mark.parametrize("model", ["dense", "an expert of all tokens", "latents", "states"])
 def test_an_engine_answers_the_same_in_every_batch(model, monkeypatch):
-    """Alone, together, in chunks and with drafts to the bit of log probabilities: by interpreted kernels with the sums of a tensor core."""
+    """Log probabilities agree to the bit alone, together, in chunks and with drafts.
+
+    Kernels are interpreted with the sums of a tensor core.
+    """
     monkeypatch.setattr(triton_backend, "dot", tensor_core.dot)
     monkeypatch.setattr(matmul_tiles, "MIN_TURNS", 1)  # two segments of 128 inputs
     monkeypatch.setattr(matmul_tiles, "MAX_SEPARATE_ROWS", 16)

@@ -1,4 +1,6 @@
-"""The kernels for CPUs between products: one call against the same in float64, whatever other rows there are."""
+"""The kernels for CPUs between products: one call against the same in float64, among any other
+rows.
+"""
 
 from __future__ import annotations
 
@@ -37,14 +39,16 @@ def _kernels() -> None:
         pytest.skip(f"no kernels: {library.load().reason}")
 
 
-def check(call: Callable[[Any], Any], x: jax.Array, wanted: Callable[[Any], Any]) -> None:
-    """The numbers are those of float64, and a row's bits are the same alone and among others."""
-    found = np.asarray(call(x))
-    assert found.dtype == x.dtype
-    exact = wanted(np.asarray(x, np.float64))
-    error = np.abs(found.astype(np.float64) - exact) / (1 + np.abs(exact))
+def check(call: Callable[[Any], Any], x: jax.Array, expected: Callable[[Any], Any]) -> None:
+    """Checks that the numbers are those of float64, and that a row's bits are the same alone and
+    among others.
+    """
+    result = np.asarray(call(x))
+    assert result.dtype == x.dtype
+    exact = expected(np.asarray(x, np.float64))
+    error = np.abs(result.astype(np.float64) - exact) / (1 + np.abs(exact))
     assert error.max() <= CLOSE[x.dtype.name]
-    np.testing.assert_array_equal(call(x[-3:]), found[-3:])
+    np.testing.assert_array_equal(call(x[-3:]), result[-3:])
     assert call(x[:0]).shape[0] == 0
 
 
@@ -159,27 +163,27 @@ def test_one_call_multiplies_and_adds_a_bias(
         options = {"bias_O": bias, "activation": activation, "result": "float32"}
         return packed.multiply_packed(x, panels, num_out, **options)  # type: ignore[arg-type]
 
-    found = np.asarray(call(x))
+    result = np.asarray(call(x))
     exact = np.asarray(x, np.float64) @ np.asarray(weight, np.float64).T + np.asarray(bias)
     exact = exact if activation is None else gelu(exact)
-    np.testing.assert_allclose(found, exact, atol=2e-4)
-    np.testing.assert_array_equal(call(x[-3:]), found[-3:])
+    np.testing.assert_allclose(result, exact, atol=2e-4)
+    np.testing.assert_array_equal(call(x[-3:]), result[-3:])
 
 
 def test_one_call_computes_gelu() -> None:
     x = np.linspace(-8, 8, 20_001, dtype=np.float32)
     x = np.concatenate([x, [np.nan, -np.inf, np.inf]]).astype(np.float32)
     both = np.stack([x, np.ones_like(x)]).T.reshape(1, -1)
-    found = np.asarray(rows.gate(jnp.asarray(both.reshape(-1, 2)), "gelu"))[:, 0]
-    np.testing.assert_allclose(found[:-3], gelu(x[:-3].astype(np.float64)), rtol=2e-7, atol=1e-6)
-    assert np.isnan(found[-3]) and found[-1] == np.inf
+    result = np.asarray(rows.gate(jnp.asarray(both.reshape(-1, 2)), "gelu"))[:, 0]
+    np.testing.assert_allclose(result[:-3], gelu(x[:-3].astype(np.float64)), rtol=2e-7, atol=1e-6)
+    assert np.isnan(result[-3]) and result[-1] == np.inf
 
 
 SHAPES = (((4, 2), 32), ((2, 2), 80), ((3, 1), 16))
 
 
 def attention(q: Any, k: Any, v: Any, scale: float, reach: int | None) -> np.ndarray:
-    """What one text attends to, in float64."""
+    """Returns what one text attends to, in float64."""
     q, k, v = (np.asarray(each, np.float64).swapaxes(0, 1) for each in (q, k, v))
     k, v = (np.repeat(each, len(q) // len(k), axis=0) for each in (k, v))
     scores = q @ k.swapaxes(1, 2) * scale
@@ -198,7 +202,9 @@ def attention(q: Any, k: Any, v: Any, scale: float, reach: int | None) -> np.nda
     ),
 )
 def test_one_call_attends_both_ways(heads: tuple[int, int], width: int, reach: int | None) -> None:
-    """Texts of any length, what is no text in the middle and at the end, and each text alone."""
+    """Texts have any length; rows that are no text are in the middle and at the end; and each text
+    is alone.
+    """
     lengths = (1, 20, 33, 500, 64, 2)
     segment = np.repeat(np.arange(len(lengths)), lengths)
     segment = np.insert(segment, 21, [-1] * 5)
@@ -215,27 +221,29 @@ def test_one_call_attends_both_ways(heads: tuple[int, int], width: int, reach: i
         arrays = (jnp.asarray(each[places]) for each in (q, k, v, segment))
         return np.asarray(attend_bidirectional(*arrays, scale=0.05, reach=reach))
 
-    found = call(slice(None))
-    assert not found[segment < 0].any()
+    result = call(slice(None))
+    assert not result[segment < 0].any()
     for text in range(len(lengths)):
         places = segment == text
         exact = attention(q[places], k[places], v[places], 0.05, reach)
-        np.testing.assert_allclose(found[places], exact, rtol=1e-5, atol=1e-5)
-        np.testing.assert_array_equal(call(places), found[places])
+        np.testing.assert_allclose(result[places], exact, rtol=1e-5, atol=1e-5)
+        np.testing.assert_array_equal(call(places), result[places])
 
 
 def test_one_call_attends_with_a_score_that_no_other_comes_near() -> None:
-    """Weights below the least number are zero, and what is no number reaches its text alone."""
+    """Weights below the least number are zero, and a value that is no number reaches its text
+    alone.
+    """
     q = np.zeros((40, 1, 16), np.float32)
     q[:, :, 0] = 1
     k = q * np.where(np.arange(40) % 20 == 3, 1e4, -1e4).astype(np.float32)[:, None, None]
     v = numbers("float32", 40, 1, 16)
     segment = jnp.repeat(jnp.arange(2), 20)
-    found = np.asarray(attend_bidirectional(jnp.asarray(q), jnp.asarray(k), v, segment, scale=1.0))
-    np.testing.assert_array_equal(found, np.asarray(v)[np.repeat([3, 23], 20)])
+    result = np.asarray(attend_bidirectional(jnp.asarray(q), jnp.asarray(k), v, segment, scale=1.0))
+    np.testing.assert_array_equal(result, np.asarray(v)[np.repeat([3, 23], 20)])
     q[25] = np.nan
-    found = np.asarray(attend_bidirectional(jnp.asarray(q), jnp.asarray(k), v, segment, scale=1.0))
-    assert np.isnan(found).any(axis=(1, 2)).nonzero()[0].tolist() == [25]
+    result = np.asarray(attend_bidirectional(jnp.asarray(q), jnp.asarray(k), v, segment, scale=1.0))
+    assert np.isnan(result).any(axis=(1, 2)).nonzero()[0].tolist() == [25]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -245,44 +253,44 @@ def test_one_call_turns_pairs(width: int, pairs: int, dtype: str) -> None:
     angles = np.arange(300 * pairs).reshape(300, pairs) * 0.1
     cos, sin = (jnp.asarray(function(angles), jnp.float32) for function in (np.cos, np.sin))
 
-    def rotated(x: np.ndarray) -> np.ndarray:
+    def rotate(x: np.ndarray) -> np.ndarray:
         cosines, sines = (np.asarray(each, np.float64)[-len(x) :, None] for each in (cos, sin))
         first, second = x[..., :pairs], x[..., pairs : 2 * pairs]
         parts = (first * cosines - second * sines, second * cosines + first * sines)
         return np.concatenate([*parts, x[..., 2 * pairs :]], axis=-1)
 
     run = jax.jit(rows.rotate)
-    check(lambda x: run(x, cos[300 - len(x) :], sin[300 - len(x) :]), x, rotated)
+    check(lambda x: run(x, cos[300 - len(x) :], sin[300 - len(x) :]), x, rotate)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("num_keys", [1, 2])
 def test_one_call_splits_and_turns(num_keys: int, dtype: str) -> None:
-    """What is split by numpy is turned as it is without being split."""
+    """Heads that numpy splits are turned as without being split."""
     num_tokens, num_queries, width, pairs = 130, 3, 20, 8
     x = numbers(dtype, num_tokens, (num_queries + 2 * num_keys) * width)
     angles = np.arange(num_tokens * pairs).reshape(num_tokens, pairs) * 0.1
     cos, sin = (jnp.asarray(function(angles), jnp.float32) for function in (np.cos, np.sin))
-    found = jax.jit(lambda x: rows.split_and_rotate(x, cos, sin, num_keys, width))(x)
+    parts = jax.jit(lambda x: rows.split_and_rotate(x, cos, sin, num_keys, width))(x)
     heads = np.asarray(x).reshape(num_tokens, -1, width)
     q, k, v = np.split(heads, [num_queries, num_queries + num_keys], axis=1)
-    wanted = (*(rows.rotate(jnp.asarray(each), cos, sin) for each in (q, k)), v)
-    for ours, theirs in zip(found, wanted, strict=True):
+    expected = (*(rows.rotate(jnp.asarray(each), cos, sin) for each in (q, k)), v)
+    for ours, theirs in zip(parts, expected, strict=True):
         np.testing.assert_array_equal(ours, theirs)
 
 
 def test_shapes_that_do_not_fit_are_refused() -> None:
-    one = jnp.ones((2, 8))
+    ones = jnp.ones((2, 8))
     for call in (
-        lambda: rows.rms_norm(one, jnp.ones(7), 1e-5, 0.0),
-        lambda: rows.rotate(one[:, None], jnp.ones((2, 5)), jnp.ones((2, 5))),
-        lambda: rows.gate(one.astype("float16"), "silu"),
-        lambda: rows.add_and_norm(one, jnp.ones((1, 8)), jnp.ones(8), 1e-5, 0.0),
-        lambda: rows.split_and_rotate(one, jnp.ones((3, 2)), jnp.ones((3, 2)), 1, 2),
-        lambda: rows.layer_norm(one, jnp.ones(7), None, 1e-5, 0.0),
-        lambda: rows.layer_norm(one, jnp.ones(8), jnp.ones(9), 1e-5, 0.0),
-        lambda: rows.layer_norm(one, None, None, 1e-5, 0.0, jnp.ones((1, 8))),
-        lambda: attend_bidirectional(*3 * [one[:, None]], jnp.zeros(2, int), scale=1.0),
+        lambda: rows.rms_norm(ones, jnp.ones(7), 1e-5, 0.0),
+        lambda: rows.rotate(ones[:, None], jnp.ones((2, 5)), jnp.ones((2, 5))),
+        lambda: rows.gate(ones.astype("float16"), "silu"),
+        lambda: rows.add_and_norm(ones, jnp.ones((1, 8)), jnp.ones(8), 1e-5, 0.0),
+        lambda: rows.split_and_rotate(ones, jnp.ones((3, 2)), jnp.ones((3, 2)), 1, 2),
+        lambda: rows.layer_norm(ones, jnp.ones(7), None, 1e-5, 0.0),
+        lambda: rows.layer_norm(ones, jnp.ones(8), jnp.ones(9), 1e-5, 0.0),
+        lambda: rows.layer_norm(ones, None, None, 1e-5, 0.0, jnp.ones((1, 8))),
+        lambda: attend_bidirectional(*3 * [ones[:, None]], jnp.zeros(2, int), scale=1.0),
         lambda: attend_bidirectional(*3 * [jnp.ones((2, 3, 16))], jnp.zeros(3, int), scale=1.0),
     ):
         with pytest.raises(Exception, match="do not fit|no kernel for rows of these types"):
@@ -298,7 +306,7 @@ def test_layers_say_the_same_with_kernels_and_without() -> None:
     angles = Rope((1.0, 0.1, 0.01)).angles(jnp.arange(12))
 
     def layers(x: jax.Array) -> Any:
-        rotated = angles.rotate(x.reshape(12, 5, 20)), *angles.split_and_rotate(x, 1, 20)
+        rotate = angles.rotate(x.reshape(12, 5, 20)), *angles.split_and_rotate(x, 1, 20)
         return (
             norm(x),
             *add_and_norm(norm, x, 2 * x),
@@ -308,7 +316,7 @@ def test_layers_say_the_same_with_kernels_and_without() -> None:
             norm_of_sum(norm, x, 5 * x),
             gate(x, "gelu_new"),
             gate(x, "relu"),
-            rotated,
+            rotate,
         )
 
     kernels = LayerKernels(*5 * [None], rows=ROW_KERNELS)  # type: ignore[arg-type]
@@ -316,11 +324,11 @@ def test_layers_say_the_same_with_kernels_and_without() -> None:
     plain = jax.jit(layers)(x)
     with TraceScope(kernels).open():
         text = str(jax.make_jaxpr(lambda x: layers(x))(x))
-        found = jax.jit(lambda x: layers(x))(x)
+        result = jax.jit(lambda x: layers(x))(x)
     counts = {"rms_norm": 2, "add_and_norm": 1, "layer_norm": 3, "gate": 1, "rotate": 1}
     for name, count in {**counts, "split_and_rotate": 1}.items():
         assert text.count(f"target_name=jaxpage_{name}") == count
-    for ours, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(plain), strict=True):
+    for ours, theirs in zip(jax.tree.leaves(result), jax.tree.leaves(plain), strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-5)
 
 
@@ -338,5 +346,5 @@ def test_a_product_with_what_follows_says_the_same(bias: bool, activation: str |
     in_panels.kernel.set_value(jnp.asarray(packed.pack(np.asarray(whole.kernel[...]), 1)))
     kernels = LayerKernels(*5 * [None])._replace(multiply_packed=multiply_packed)  # type: ignore[arg-type]
     with TraceScope(kernels).open():
-        found = jax.jit(lambda x: in_panels(x, activation))(x)
-    np.testing.assert_allclose(found, plain, rtol=1e-5, atol=1e-4)
+        result = jax.jit(lambda x: in_panels(x, activation))(x)
+    np.testing.assert_allclose(result, plain, rtol=1e-5, atol=1e-4)

@@ -1,4 +1,6 @@
-"""The small modules of the device side: packed inputs, buckets, memory planning, the compile cache."""
+"""The small modules of the device side: packed inputs, buckets, memory planning, the
+compile cache.
+"""
 
 from __future__ import annotations
 
@@ -108,7 +110,11 @@ def test_blocks_are_counted_from_what_is_left():
 
 
 def test_a_default_does_not_follow_what_happens_to_be_free():
-    """On CPU not at all, while half of it is enough; on an accelerator in steps of 3 %. A number of blocks is a shape to compile."""
+    """On CPU it does not change while half of it is enough; on an accelerator it changes in steps
+    of 3 %.
+
+    A number of blocks is a shape to compile.
+    """
 
     def num_blocks(device, available, **fields):
         plan = dataclasses.replace(PLAN, device=device, available_bytes=available, **fields)
@@ -133,13 +139,13 @@ def test_a_default_does_not_follow_what_happens_to_be_free():
 def test_jax_is_given_the_part_of_a_gpu_that_the_engine_is_asked_to_use(monkeypatch):
     """The card has 100 GB. JAX reads the variable when it opens its devices."""
 
-    def planned(utilization, *, is_open=False, told=None, **variables):
+    def plan(utilization, *, is_open=False, message=None, **variables):
         for name in gpu_memory.VARIABLES:
             monkeypatch.delenv(name, raising=False)
         for name, value in variables.items():
             monkeypatch.setenv(name, value)
         limit = [int(1e9 * 75)]
-        monkeypatch.setattr(gpu_memory, "_fraction", told)
+        monkeypatch.setattr(gpu_memory, "_fraction", message)
         monkeypatch.setattr(gpu_memory, "_are_open", lambda: is_open)
         monkeypatch.setattr(
             jax,
@@ -156,18 +162,19 @@ def test_jax_is_given_the_part_of_a_gpu_that_the_engine_is_asked_to_use(monkeypa
             gpu_memory.notice(utilization),
         )
 
-    assert planned(0.9) == (90, 95, "")
-    assert planned(0.3) == (30, 35, "") and planned(1.0) == (95, 95, "")
-    assert planned(0.45, is_open=True, told=0.75) == (45, 75, ""), "a second engine"
+    assert plan(0.9) == (90, 95, "")
+    assert plan(0.3) == (30, 35, "") and plan(1.0) == (95, 95, "")
+    assert plan(0.45, is_open=True, told=0.75) == (45, 75, ""), "a second engine"
     assert (
-        planned(0.9, is_open=True)[:2] == (67.5, 75)
-        and "had opened the GPU before" in planned(0.9, is_open=True)[2]
+        plan(0.9, is_open=True)[:2] == (67.5, 75)
+        and "had opened the GPU before" in plan(0.9, is_open=True)[2]
     )
     for name in gpu_memory.VARIABLES:
-        *sizes, notice = planned(0.8, **{name: "0.75"})
+        *sizes, notice = plan(0.8, **{name: "0.75"})
         assert (
             sizes == [60, 75]
-            and f"0.8 is a share of what JAX may take of the GPU, not of all its memory: {name}=0.75"
+            and f"0.8 is a share of what JAX may take of the GPU, not of all its memory: "
+            f"{name}=0.75"
             in notice
         )
 
@@ -195,7 +202,7 @@ from jaxpage import LLM
 llm = LLM(sys.argv[2], max_num_seqs=2, max_num_batched_tokens=16)
 llm.generate([[1, 2, 3]], use_tqdm=False)
 from jaxpage.device.hardware import gpu_memory
-assert round(gpu_memory._fraction, 2) == 0.95, "JAX opens its devices as the engine asks, and not before"
+assert round(gpu_memory._fraction, 2) == 0.95, "JAX opens its devices as the engine asks"
 """
 
 
@@ -262,7 +269,9 @@ def test_an_engine_on_a_cpu_refuses_settings_of_cuda_graphs():
 
 
 def test_a_second_start_finds_every_executable(tmp_path):
-    """In another process, with other free memory: what `jaxpage compile` compiles is what an engine with the same settings takes."""
+    """`jaxpage compile` compiles what an engine with the same settings takes, in another process
+    with other free memory.
+    """
     model = random_checkpoint(tmp_path / "model", {**LLAMA, "num_hidden_layers": 1})
     environment = {name: value for name, value in os.environ.items() if "CACHE" not in name}
     environment["JAXPAGE_CACHE_DIR"] = str(with_compiled_kernels(tmp_path / "cache"))
@@ -296,7 +305,8 @@ def test_a_second_start_finds_every_executable(tmp_path):
         (
             {},
             {"requested": 1},
-            r"A pool of 1 blocks .* Set num_blocks to 2 or more; 4\.88 KiB are free for the pool\.$",
+            r"A pool of 1 blocks .* Set num_blocks to 2 or more; 4\.88 KiB are free for the "
+            r"pool\.$",
         ),
         (
             {},
@@ -325,7 +335,8 @@ def test_a_second_start_finds_every_executable(tmp_path):
         (
             {"weights_bytes": 30_000},
             {"narrower_dtype": "bfloat16", "utilization": 0.9, "pool_bytes": 1_000},
-            r"20\.70 KiB are missing: free memory of the device, or use a larger one, or several \(tensor_parallel_size\)\.$",
+            r"20\.70 KiB are missing: free memory of the device, or use a larger one, or "
+            r"several \(tensor_parallel_size\)\.$",
         ),
         (
             {"weights_bytes": 17_600},
@@ -345,7 +356,7 @@ def test_what_does_not_fit_says_so_in_numbers_and_what_helps(change, requested, 
 
 
 @pytest.mark.parametrize(
-    ("device", "wanted", "available", "want"),
+    ("device", "num_requested", "available", "want"),
     [
         ("gpu (test)", None, 10**6, 49),  # as many as the device has, the null block not counted
         (
@@ -363,9 +374,9 @@ def test_what_does_not_fit_says_so_in_numbers_and_what_helps(change, requested, 
         ("cpu (test)", 20, 12_100, 20),
     ],
 )
-def test_host_blocks_are_counted_from_what_is_left(device, wanted, available, want):
+def test_host_blocks_are_counted_from_what_is_left(device, num_requested, available, want):
     plan = dataclasses.replace(PLAN, device=device, num_blocks=50)
-    plan = choose_num_host_blocks(plan, requested=wanted, available=available)
+    plan = choose_num_host_blocks(plan, requested=num_requested, available=available)
     assert plan.num_host_blocks == want
     rows = {6: "6, 700 B", 20: "20, 2.05 KiB", 49: "49, 4.88 KiB", 70: "70, 6.93 KiB"}
     assert dict(plan.rows()).get("host blocks for swapping") == rows.get(want)
@@ -376,7 +387,8 @@ def test_host_blocks_that_do_not_fit_say_so_in_numbers(device, available):
     plan = dataclasses.replace(PLAN, device=device, num_blocks=50)
     with pytest.raises(
         CapacityError,
-        match=r"20 host .* 2\.05 KiB, but .* 2\.05 KiB are free; .* Lower swap_space_blocks to 19 or less",
+        match=r"20 host .* 2\.05 KiB, but .* 2\.05 KiB are free; .* Lower swap_space_blocks to "
+        r"19 or less",
     ):
         choose_num_host_blocks(plan, requested=20, available=available)
 

@@ -28,7 +28,7 @@ needs_libtpu = pytest.mark.skipif(unavailable() is not None, reason=str(unavaila
 
 
 def shapes(backend: Backend, **changes: int) -> StepShapes:
-    """A decode of one layer of the demo."""
+    """Returns the shapes of a decode of one layer of the demo."""
     config = {**inspect_tpu.DEMO, **changes}
     return step_shapes(
         BUCKETS["decode"], backend=backend, config=config, num_layers=1, num_blocks=16384
@@ -36,32 +36,32 @@ def shapes(backend: Backend, **changes: int) -> StepShapes:
 
 
 def problems(step: StepShapes) -> list[str]:
-    found = inspect_for_tpu(compile_for_tpu(step.step, *step.arguments))
-    return found.problems(pages_bytes=step.pages_bytes, array_bytes=step.array_bytes)
+    findings = inspect_for_tpu(compile_for_tpu(step.step, *step.arguments))
+    return findings.problems(pages_bytes=step.pages_bytes, array_bytes=step.array_bytes)
 
 
 @needs_libtpu
 def test_a_step_on_a_tpu_changes_its_pages_in_place_by_the_kernel_of_jax() -> None:
     step = shapes(ON_TPU)
-    found = inspect_for_tpu(compile_for_tpu(step.step, *step.arguments))
-    assert dict(found.calls) == {"ragged_paged_attention_kernel": 1}
-    assert found.problems(pages_bytes=step.pages_bytes, array_bytes=step.array_bytes) == []
+    findings = inspect_for_tpu(compile_for_tpu(step.step, *step.arguments))
+    assert dict(findings.calls) == {"ragged_paged_attention_kernel": 1}
+    assert findings.problems(pages_bytes=step.pages_bytes, array_bytes=step.array_bytes) == []
 
 
 @needs_libtpu
 @pytest.mark.sweep
 def test_pages_of_narrow_heads_would_be_copied_and_the_host_would_be_seen() -> None:
-    """What the checks are for. Separate pages of heads 64 wide are what a TPU does not keep as they are."""
+    """A TPU does not keep separate pages of heads 64 wide as they are, and the checks see it."""
     assert any("(copy)" in problem for problem in problems(shapes(Backend("scan"))))
 
     def asks_the_host(x: jax.Array) -> jax.Array:
         jax.debug.callback(print, x.sum())
         return x + 1
 
-    found = inspect_for_tpu(
+    findings = inspect_for_tpu(
         compile_for_tpu(jax.jit(asks_the_host), jax.ShapeDtypeStruct((8, 128), jnp.float32))
     )
-    assert found.of_host
+    assert findings.of_host
 
 
 def test_without_libtpu_the_command_that_brings_it_is_named(

@@ -1,5 +1,9 @@
-"""The kernel set of FlashAttention-3: its tiles, splits and block tables, against float64, over a model of the library in numpy; what it
-refuses; which set "auto" takes for which kind of step; and, where the library is installed, its lowering for a GPU that is not there."""
+"""The kernel set of FlashAttention-3, over a model of the library in numpy.
+
+Its tiles, splits and block tables are compared with float64. Refusals are tested, which set "auto"
+takes for which kind of step, and, where the library is installed, its lowering for a GPU that is
+not there.
+"""
 
 from __future__ import annotations
 
@@ -37,8 +41,8 @@ INSTALLED = importlib.util.find_spec("flash_attn3_jax") is not None
 
 
 @pytest.fixture(autouse=True)
-def modelled(monkeypatch, request):
-    """The library is its model in numpy, but for tests of the library itself."""
+def use_model(monkeypatch, request):
+    """Replaces the library by its model, but for tests of the library itself."""
     fa3.library.cache_clear()
     fa3._attend.clear_cache()  # of what another test has planted
     if not request.node.name.startswith("test_installed"):
@@ -81,7 +85,7 @@ def attend(case, **options):
 
 
 def wrong(case, got):
-    """By how much the worst number is off, in units of what its type can resolve."""
+    """Returns by how much the worst number is off, in units of what its type can resolve."""
     want = oracle(case, scale=0.09)
     return np.abs(got.astype(np.float64) - want).max() / EPSILON[got.dtype.name]
 
@@ -124,7 +128,7 @@ fa3_put_together, fa3_query_cut = fa3._put_together, fa3.query_cut
 def test_a_planted_mistake_is_found(mistake, monkeypatch):
     name, replacement = MISTAKES[mistake]
     monkeypatch.setattr(fa3, name, replacement)
-    found = []
+    errors = []
     for call in (
         "decode, splits of many lengths, empty rows",
         "a chunk of several tiles next to decodes",
@@ -132,13 +136,13 @@ def test_a_planted_mistake_is_found(mistake, monkeypatch):
         call = dict(CALLS[call])
         options = {key: call.pop(key) for key in ("tiles", "max_query_len") if key in call}
         case = small_case(**call)
-        found.append(not wrong(case, attend(case, **options)) < 4)
-    assert any(found)
+        errors.append(not wrong(case, attend(case, **options)) < 4)
+    assert any(errors)
 
 
 @pytest.mark.parametrize("max_query_len", [1, 5])
 def test_the_bits_of_a_token_depend_on_its_own_row_alone(max_query_len):
-    """Alone, among others, and under a wider table, which has more places for splits."""
+    """It runs alone, among others, and under a wider table, which has more places for splits."""
     options = {"max_query_len": max_query_len} | ({"tiles": SPLIT} if max_query_len == 1 else {})
     queries = [max_query_len] * 3
     case = make_case(
@@ -170,7 +174,10 @@ def gpu(capability, kind="NVIDIA H200"):
 
 
 def call(name="llama-3-8b decode 64x2048", *, interpret=False, spec=None, **changes):
-    """A call as the registry asks about it, from shapes alone. spec: what is changed of the shape of that name."""
+    """Returns a call as the registry asks about it, from shapes alone.
+
+    spec: the changes of the shape of that name.
+    """
     requested = []
     case = attention_case(dataclasses.replace(find(name), **(spec or {})), "fa3")
     shapes = {**case.arguments[0], **case.arguments[1]}
@@ -237,24 +244,27 @@ def test_without_the_package_the_refusal_has_the_command(monkeypatch):
 # Which set "auto" takes
 
 
-def chosen(name, device, **changes):
+def choose(name, device, **changes):
     return set_for(call(name, **changes), backend="auto", device=device).name
 
 
 def test_auto_takes_a_set_for_each_kind_of_step(monkeypatch):
-    """By the rule: the library for prompt chunks, if it takes them. By measurement where there is one."""
+    """The rule is: the library for prompt chunks, if it takes them.
+
+    Where there is a measurement, that decides.
+    """
     decode, verify, chunk = (
         "llama-3-8b decode 64x2048",
         "llama-3-8b verify chain 16x8",
         "llama-3-8b chunk 2048+0",
     )
     hopper, ampere = gpu("9.0"), gpu("8.0", "NVIDIA A100")
-    assert [chosen(name, hopper) for name in (decode, verify, chunk)] == ["triton", "triton", "fa3"]
-    assert [chosen(name, ampere) for name in (decode, verify, chunk)] == ["triton"] * 3
+    assert [choose(name, hopper) for name in (decode, verify, chunk)] == ["triton", "triton", "fa3"]
+    assert [choose(name, ampere) for name in (decode, verify, chunk)] == ["triton"] * 3
     assert (
-        chosen(chunk, hopper, sliding_window=512)
+        choose(chunk, hopper, sliding_window=512)
         == "triton"
-        == chosen(chunk, hopper, spec={"page_dtype": "int8"})
+        == choose(chunk, hopper, spec={"page_dtype": "int8"})
     )
     measured = {
         str(tiles.shape_of(call(decode).attention)): "fa3",
@@ -264,8 +274,8 @@ def test_auto_takes_a_set_for_each_kind_of_step(monkeypatch):
         tiles, "_table", lambda kind: {"fastest set": measured} if kind == "NVIDIA H200" else {}
     )
     monkeypatch.setattr(jax, "devices", lambda: [hopper])
-    assert [chosen(name, hopper) for name in (decode, verify, chunk)] == ["fa3", "triton", "mosaic"]
-    assert chosen(decode, hopper, spec={"num_heads": 8}) == "triton", "another shape"
+    assert [choose(name, hopper) for name in (decode, verify, chunk)] == ["fa3", "triton", "mosaic"]
+    assert choose(decode, hopper, spec={"num_heads": 8}) == "triton", "another shape"
     assert [each.name for each in candidates("auto", "gpu")] == ["triton", "fa3", "mosaic"], (
         "writes and copies"
     )
@@ -274,20 +284,18 @@ def test_auto_takes_a_set_for_each_kind_of_step(monkeypatch):
 def test_the_start_up_table_says_which_set_computes_which_steps():
     pages = LayerPages(*(jax.ShapeDtypeStruct((64, 16, 2, 128), jnp.bfloat16) for _ in range(2)))
 
-    def described(device, menu, windows=(None,), name="auto"):
+    def describe(device, menu, windows=(None,), name="auto"):
         layers = [(pages, window) for window in windows]
         return attention_sets(
             Backend(name), device, layers, menu.buckets, num_heads=8, dtype="bfloat16"
         )
 
     menu = make_menu(8, 256, num_drafts=(2,), max_verified_tokens=64)
-    assert (
-        described(gpu("9.0"), menu) == "triton: decode, verify, some of chunk; fa3: some of chunk"
-    )
+    assert describe(gpu("9.0"), menu) == "triton: decode, verify, some of chunk; fa3: some of chunk"
     long = dataclasses.replace(menu, verify=(), chunk=(Bucket(256, 8, 256),))
-    assert described(gpu("9.0"), long) == "triton: decode; fa3: chunk"
-    assert described(gpu("9.0"), long, windows=(64,)) == "triton" == described(gpu("8.0"), long)
-    assert described(gpu("9.0"), menu, name="fa3") == "fa3"
+    assert describe(gpu("9.0"), long) == "triton: decode; fa3: chunk"
+    assert describe(gpu("9.0"), long, windows=(64,)) == "triton" == describe(gpu("8.0"), long)
+    assert describe(gpu("9.0"), menu, name="fa3") == "fa3"
 
 
 # The library itself

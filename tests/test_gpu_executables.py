@@ -1,4 +1,6 @@
-"""Executables for GPUs as files, and what XLA's autotuning chose: compiled for GPUs that are not there."""
+"""Executables for GPUs as files, and the choices of XLA's autotuning: compiled for GPUs that are
+not there.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,7 @@ def device(gpu: str = "h200") -> jax.Device:
 
 @pytest.fixture
 def cache(tmp_path, monkeypatch):
-    """A directory of the user's own, as in a process that was given none."""
+    """Makes a directory of the user's own, as in a process that was given none."""
     monkeypatch.setattr(autotuning, "own_cache_directory", lambda: tmp_path)
     autotuning._options.cache_clear()
     yield tmp_path
@@ -83,7 +85,8 @@ class Program:
 
 def test_tiles_and_algorithms_are_choices_and_queues_are_none():
     assert choices_of(Program(HLO)) == (
-        '2 (f32[8,8]{1,0}, s8[64]{0}) custom-call {"gemm_backend_config": {"selected_algorithm": "3"}}\n'
+        '2 (f32[8,8]{1,0}, s8[64]{0}) custom-call {"gemm_backend_config": '
+        '{"selected_algorithm": "3"}}\n'
         '1 f32[8,8]{1,0} dot {"sizes": ["16"]}\n'
     )
 
@@ -179,10 +182,10 @@ def test_a_file_has_the_executable_and_its_choices(tmp_path):
     compile_one = functools.partial(multiply)
     compiled = stored.get(compile_one, (0, 0), 0)
     (path,) = tmp_path.iterdir()
-    found = stored.get(compile_one, (0, 0), 0)
-    assert isinstance(found, Found) and stored.num_found == 1
-    assert found.choices == choices_of(compiled) != ""
-    assert found.workspace_bytes == compiled.memory_analysis().temp_size_in_bytes
+    executable = stored.get(compile_one, (0, 0), 0)
+    assert isinstance(executable, Found) and stored.num_found == 1
+    assert executable.choices == choices_of(compiled) != ""
+    assert executable.workspace_bytes == compiled.memory_analysis().temp_size_in_bytes
     assert compiled.runtime_executable().serialize() in path.read_bytes()
 
 
@@ -194,16 +197,16 @@ def find_foreign_file(directory: Path) -> tuple[Path, Any]:
     (path,) = directory.iterdir()
     trees = jax.tree.structure(((0, 0), {})), jax.tree.structure(0)
     stored_executables._write(path, multiply(), trees, "")
-    found = stored.get(compile_one, (0,), 0)
-    return path, found
+    loaded = stored.get(compile_one, (0,), 0)
+    return path, loaded
 
 
 @needs_plugin
 def test_what_does_not_load_is_compiled_again(tmp_path, caplog):
     """A CPU finds whole files with an executable for a GPU, as after a wrong name."""
-    path, found = find_foreign_file(tmp_path)
-    assert isinstance(found, Found)
-    assert found.load()(1.0) == jnp.sin(1.0)
+    path, loaded = find_foreign_file(tmp_path)
+    assert isinstance(loaded, Found)
+    assert loaded.load()(1.0) == jnp.sin(1.0)
     logger = stored_executables.logger.name
     (said,) = (record.getMessage() for record in caplog.records if record.name == logger)
     assert said.startswith(f"{path} is compiled again: ") and not path.exists()
@@ -214,13 +217,13 @@ def test_what_does_not_load_in_a_directory_that_cannot_be_written_is_compiled_ag
     tmp_path, monkeypatch
 ):
     """The file stays, and no request ends."""
-    _, found = find_foreign_file(tmp_path)
+    _, loaded = find_foreign_file(tmp_path)
 
     def refuse(self: Any) -> None:
         raise OSError(errno.EROFS, "Read-only file system")
 
     monkeypatch.setattr("pathlib.Path.unlink", refuse)
-    assert found.load()(1.0) == jnp.sin(1.0)
+    assert loaded.load()(1.0) == jnp.sin(1.0)
 
 
 @needs_plugin
@@ -263,7 +266,7 @@ def test_a_name_depends_on_everything_around(name, monkeypatch):
 
 
 def other_driver() -> jax.Device:
-    """An H200 with a driver of another version, as XLA is told of it."""
+    """Describes an H200 with a driver of another version, as XLA is told of it."""
     config = Path(deviceless.__file__).with_name("h200.textproto").read_text()
     other = config.replace('driver_version: "13.0.0"', 'driver_version: "13.1.0"')
     assert other != config
@@ -296,7 +299,7 @@ def test_a_table_of_measured_tiles_is_part_of_the_code(tmp_path, monkeypatch):
 
 
 def test_files_are_loaded_before_a_start_on_a_gpu_is_over():
-    """What fails to load compiles then, and not in service."""
+    """A file that fails to load compiles then, and not in service."""
     table, made = object.__new__(Executables), []
     table._until_closed = contextlib.ExitStack()
     table._table = {"a file": Waiting(functools.partial(made.append, "a file"))}
@@ -306,12 +309,12 @@ def test_files_are_loaded_before_a_start_on_a_gpu_is_over():
 
 def test_a_library_of_attention_is_there_before_an_executable_that_calls_it(monkeypatch):
     """Importing it registers what the executable calls; a start from files traces nothing."""
-    asked = []
-    monkeypatch.setattr(fa3, "library", lambda: (None, asked.append("library") or "not here"))
+    names = []
+    monkeypatch.setattr(fa3, "library", lambda: (None, names.append("library") or "not here"))
     pages = LayerPages(*(jax.ShapeDtypeStruct((64, 16, 2, 128), jnp.bfloat16) for _ in range(2)))
     with describe_gpu(CARD.device_kind):
         for name, number in (("triton", 0), ("auto", 1)):
             attention_sets(
                 Backend(name), CARD, [(pages, None)], [Bucket(256, 8, 256)], 8, "bfloat16"
             )
-            assert len(asked) == number
+            assert len(names) == number

@@ -1,4 +1,6 @@
-"""The engine on the GPU's kernels, interpreted on CPU: the reference's tokens, and a refusal where a device cannot run them."""
+"""The engine on the GPU's kernels, interpreted on CPU: the reference's tokens, and a refusal where
+a device cannot run them.
+"""
 
 from __future__ import annotations
 
@@ -36,6 +38,7 @@ from pallas_kernels.triton import backend as triton_backend
 from pallas_kernels.triton import matmul
 from tests.support.engines import LLAMA, invariants, make_llm
 from tests.support.random_checkpoints import random_checkpoint
+from tests.support.sweeps import few
 from tools.step_shapes import LLAMA_3_8B
 
 pytestmark = pytest.mark.usefixtures("largest_shapes")
@@ -57,12 +60,6 @@ PARAMS = [
 ]
 
 
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory):
-    config = {**LLAMA, "num_hidden_layers": 1}
-    return random_checkpoint(tmp_path_factory.mktemp("model") / "llama", config)
-
-
 def outputs_of(directory, **settings):
     rng = np.random.default_rng(1)
     prompts = [rng.integers(1, 257, length).tolist() for length in (30, 17, 9, 23)]
@@ -71,22 +68,6 @@ def outputs_of(directory, **settings):
         stats = llm.stats()
         invariants(llm)
     return [[output.token_ids for output in each.outputs] for each in outputs], stats
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
-        pytest.param({}, id="plain", marks=pytest.mark.sweep),
-        pytest.param({"enable_mixed_steps": True, "kv_cache_dtype": "int8"}, id="mixed-int8"),
-    ],
-)
-def test_the_interpreted_kernel_gives_the_tokens_of_the_reference(directory, settings):
-    want, _ = outputs_of(directory, attention_backend="reference", **settings)
-    got, stats = outputs_of(directory, attention_backend="triton", **settings)
-    assert got == want
-    assert (
-        sum(stats["num_preemptions_total"].values()) > 0 and stats["copy_on_write_blocks_total"] > 0
-    )
 
 
 EXPERTS = {
@@ -105,35 +86,40 @@ EXPERTS = {
 }
 
 
+MIXED = {"enable_mixed_steps": True, "kv_cache_dtype": "int8"}
+
+
 @pytest.mark.parametrize(
-    ("config", "quantization"),
-    [
-        pytest.param(EXPERTS, None, id="experts", marks=pytest.mark.sweep),
-        pytest.param(EXPERTS, "int8", id="experts-int8", marks=pytest.mark.sweep),
-        pytest.param(EXPERTS, "int4", id="experts-int4"),
-    ],
+    ("config", "settings"),
+    few(
+        [
+            ({**LLAMA, "num_hidden_layers": 1}, {}),
+            *((EXPERTS, {"quantization": quantization}) for quantization in (None, "int8")),
+            (EXPERTS, {"quantization": "int4", **MIXED}),
+        ],
+        [(EXPERTS, {"quantization": "int4", **MIXED})],
+    ),
 )
-def test_the_interpreted_products_give_the_tokens_of_the_reference(
-    config, quantization, tmp_path, monkeypatch
+def test_the_interpreted_kernels_give_the_tokens_of_the_reference(
+    config, settings, tmp_path, monkeypatch
 ):
-    """Those of experts, and of dense layers of few bits."""
-    directory, calls = random_checkpoint(tmp_path, config), []
+    """Kernels compute attention, and the products of experts and of dense layers of few bits."""
+    directory, codes = random_checkpoint(tmp_path, config), set()
     right = matmul.kernel
     monkeypatch.setattr(
         matmul,
         "kernel",
-        lambda *refs, config: calls.append(config.code) or right(*refs, config=config),
+        lambda *refs, config: codes.add(config.code) or right(*refs, config=config),
     )
-    settings = {**SETTINGS, "max_num_seqs": 2, "num_blocks": 33, "quantization": quantization}
-    prompts = [np.random.default_rng(2).integers(1, 257, length).tolist() for length in (20, 9)]
-    tokens = {}
-    for backend in ("reference", "triton"):
-        assert not calls
-        with make_llm(directory, **settings, attention_backend=backend) as llm:
-            outputs = llm.generate(prompts, [PARAMS[0], PARAMS[3]], use_tqdm=False)
-        tokens[backend] = [output.outputs[0].token_ids for output in outputs]
-    assert tokens["triton"] == tokens["reference"]
-    assert set(calls) == {quantization if quantization == "int4" else None}
+    expected, _ = outputs_of(directory, attention_backend="reference", **settings)
+    assert not codes
+    tokens, stats = outputs_of(directory, attention_backend="triton", **settings)
+    assert tokens == expected
+    quantization = settings.get("quantization")
+    experts = {quantization if quantization == "int4" else None}
+    assert codes == (experts if config is EXPERTS else set())
+    assert sum(stats["num_preemptions_total"].values()) > 0
+    assert stats["copy_on_write_blocks_total"] > 0
 
 
 def gpu(capability):
@@ -167,7 +153,7 @@ def test_a_tpu_has_a_set_of_its_own_and_others_are_told_how_to_see_one(monkeypat
     find_spec = importlib.util.find_spec
     there = {"libtpu": find_spec("jax")}
     monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name, *rest: there.get(name, find_spec(name, *rest))
+        importlib.util, "find_spec", lambda name, *others: there.get(name, find_spec(name, *others))
     )
     for name in ("auto", "tpu"):
         assert choose_backend(name, TPU) == Backend(name, interleaved=True)
@@ -197,7 +183,8 @@ def test_an_old_gpu_is_refused_the_kernels_that_it_cannot_run():
         assert choose_backend(name, device) == Backend(name)
     with pytest.raises(
         UnsupportedError,
-        match="'triton' .* 'auto': needs a GPU of compute capability 8.0 or more, but NVIDIA A100 has 7.5; use scan or reference",
+        match="'triton' .* 'auto': needs a GPU of compute capability 8.0 or more, but NVIDIA "
+        "A100 has 7.5; use scan or reference",
     ):
         choose_backend("triton", gpu("7.5"))
     for other in ("8.6", "10.0"):
@@ -242,7 +229,9 @@ def test_a_gpu_without_fp8_is_refused_pages_of_it():
     ],
 )
 def test_a_gpu_that_jax_does_not_lower_kernels_for_is_refused(monkeypatch, kind, capability):
-    """The oracle is the function of JAX that its lowering calls, on a first device of that name; jax 0.10 has none."""
+    """The oracle is the function of JAX that its lowering calls, on a first device of that name;
+    jax 0.10 has none.
+    """
     device = SimpleNamespace(platform="gpu", device_kind=kind, compute_capability=capability)
     monkeypatch.setattr("jax._src.interpreters.pxla.get_default_device", lambda: device)
     refused = False
@@ -287,7 +276,9 @@ def test_a_gpu_without_bfloat16_computes_in_float16_and_says_so(caplog):
 
 
 def test_float16_is_refused_where_hidden_states_overflow_it():
-    """The families are those that vLLM refuses it for; "auto" of a checkpoint in float16 is what vLLM takes, too."""
+    """The families are those that vLLM refuses it for; "auto" of a checkpoint in float16 is what
+    vLLM takes, too.
+    """
 
     def on(device, family, dtype="float16", stored="float16"):
         return choose_dtype(dtype, device, stored, family)
@@ -311,8 +302,10 @@ def test_float16_is_refused_where_hidden_states_overflow_it():
     assert on(new, Llama) == on(new, Llama, "auto") == on(cpu, Llama) == "float16"
 
 
-def attended(backend):
-    """What the seam makes of a step of two tokens behind three, in the blocks 1 and 2 of four slots."""
+def run_attention(backend):
+    """Returns what the seam makes of a step of two tokens after three, in the blocks 1 and 2 of
+    four slots.
+    """
     bucket, tables = Bucket(num_tokens=4, num_rows=1, max_query_len=4), TableShape(1, 2)
     packed = np.zeros(size_when_packed(bucket, tables), np.int32)
     fields = views(packed, bucket, tables)
@@ -323,18 +316,21 @@ def attended(backend):
     pages = LayerPages(
         *(jnp.asarray(rng.standard_normal((3, 4, 2, 8)), jnp.float32) for _ in range(2))
     )
-    attend = make_attend(
-        unpack(jnp.asarray(packed), bucket, tables),
-        backend=backend,
-        bucket=bucket,
-        layer_groups=(0,),
-    )
-    out, pages = attend(0, q, k, v, pages, AttentionOptions(scale=0.3))
+
+    @jax.jit
+    def step(packed, q, k, v, pages):
+        inputs = unpack(packed, bucket, tables)
+        attend = make_attend(inputs, backend=backend, bucket=bucket, layer_groups=(0,))
+        return attend(0, q, k, v, pages, AttentionOptions(scale=0.3))
+
+    out, pages = step(jnp.asarray(packed), q, k, v, pages)
     return jax.tree.map(np.asarray, (out[:2], [array[1:] for array in pages[:2]]))
 
 
 def test_a_set_with_one_kernel_for_both_writes_and_attends(monkeypatch):
-    """A set that is registered can be chosen, and the engine does not know that it has one kernel for both."""
+    """A set that is registered can be chosen, and the engine does not know that it has one kernel
+    for both.
+    """
     scan = SETS["scan"]
 
     def write_and_attend(k_TKH, v_TKH, slots_T, arguments):
@@ -350,8 +346,8 @@ def test_a_set_with_one_kernel_for_both_writes_and_attends(monkeypatch):
     monkeypatch.setattr(engine_config, "attention_backends", lambda: ("auto", "toy"))
     assert mixes(EngineConfig(attention_backend="toy"), DeviceSpec("cpu (cpu)", 2**34))
     (want, want_pages), (got, pages) = (
-        attended(Backend("scan")),
-        attended(choose_backend("toy", CPU)),
+        run_attention(Backend("scan")),
+        run_attention(choose_backend("toy", CPU)),
     )
     np.testing.assert_allclose(got, want + 1, atol=1e-6)
     np.testing.assert_array_equal(pages, want_pages)
@@ -385,7 +381,7 @@ from jaxpage.errors import UnsupportedError
 from pallas_kernels.compat import describe_gpu
 from tools.lab.kernel_lab.inspection.compiled_cases import attention_case, copy_case, write_case
 from tools.lab.kernel_lab.specs import find
-settings = {"use_tqdm": False, "max_num_seqs": 2, "max_num_batched_tokens": 64, "max_model_len": 64, "num_blocks": 16}
+settings = {"use_tqdm": False, "max_num_seqs": 1, "max_num_batched_tokens": 16, "max_model_len": 64, "num_blocks": 16}
 with LLM("demo", **settings) as llm:
     print(len(llm.generate("Once", SamplingParams(max_tokens=3, ignore_eos=True))[0].outputs[0].token_ids))
 try:
@@ -410,13 +406,15 @@ def test_without_pallas_triton_backend_everything_else_works():
     assert tokens == "3" and not attention.startswith("0 ")
     assert (written, copied) == ("0 2", "0 64"), "plain XLA"
     assert refusal == (
-        "attention_backend 'triton' with kv_cache_dtype 'auto': needs jax.experimental.pallas.triton, "
-        f"which jax {jax.__version__} does not have; use scan or reference; reference needs far more memory for long chunks of prompts"
+        "attention_backend 'triton' with kv_cache_dtype 'auto': needs "
+        "jax.experimental.pallas.triton, "
+        f"which jax {jax.__version__} does not have; use scan or reference; reference needs "
+        f"far more memory for long chunks of prompts"
     )
 
 
 def test_the_kernel_set_is_known_before_anything_is_loaded_and_is_no_plain_xla_on_a_gpu():
-    def chosen(name, device, heads=1, dtype="bfloat16"):
+    def choose(name, device, heads=1, dtype="bfloat16"):
         spec = KVSpec(num_layers=2, num_kv_heads=heads, head_dim=256, sliding_windows=(None, None))
         pages = page_shapes(spec, 2**17 + 1, 16, page_dtype(dtype, "bfloat16"))
         layers, buckets = (
@@ -425,22 +423,24 @@ def test_the_kernel_set_is_known_before_anything_is_loaded_and_is_no_plain_xla_o
         )
         return attention_sets(Backend(name), device, layers, buckets, num_heads=4, dtype="bfloat16")
 
-    assert chosen("auto", gpu("9.0")) == "triton" == chosen("auto", gpu("9.0"), dtype="fp8")
-    assert chosen("auto", CPU) in ("cpu", "scan") and chosen("scan", gpu("7.5")) == "scan"
+    assert choose("auto", gpu("9.0")) == "triton" == choose("auto", gpu("9.0"), dtype="fp8")
+    assert choose("auto", CPU) in ("cpu", "scan") and choose("scan", gpu("7.5")) == "scan"
     with pytest.raises(
         UnsupportedError,
         match=f"'auto': .*triton: needs a GPU .*; mosaic: .* by name: {' or '.join(XLA_BACKENDS)};",
     ):
-        chosen("auto", gpu("7.5"))
+        choose("auto", gpu("7.5"))
     with pytest.raises(
         UnsupportedError,
         match=r"triton: k_pages of 2147500032 one-byte elements .*; mosaic: pages of",
     ):
-        chosen("auto", gpu("9.0"), heads=4, dtype="int8")
+        choose("auto", gpu("9.0"), heads=4, dtype="int8")
 
 
 def test_a_pool_of_one_byte_pages_ends_where_kernels_address_no_further():
-    """Llama-3.2-1B on a GPU of 141 GB: with 2^18 blocks of int8, of 8,192 elements each, a layer's keys would have 2^31."""
+    """Llama-3.2-1B on a GPU of 141 GB: with 2^18 blocks of int8, of 8,192 elements each, a layer's
+    keys would have 2^31.
+    """
     small = {
         "hidden_size": 2048,
         "intermediate_size": 8192,

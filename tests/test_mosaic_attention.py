@@ -1,6 +1,8 @@
-"""The Mosaic backend of paged attention: interpreted against float64, with NaN wherever nobody looks; lowered for a GPU that is not there.
+"""The Mosaic backend of paged attention: interpreted against float64, with NaN wherever nobody
+looks; lowered for a GPU that is not there.
 
-The interpreter simulates barriers and copies, looks for data races, and takes half a second for a program; so there are few of them.
+The interpreter simulates barriers and copies, looks for data races, and takes half a second for a
+program; so there are few of them.
 """
 
 from __future__ import annotations
@@ -68,7 +70,7 @@ def small_case(seed, contexts, queries, *, dtype="bfloat16", **shape):
 
 
 def tree_mask(num_tokens, width=40):
-    """Bits behind a row's tokens too: they mean nothing."""
+    """Returns a mask with bits after a row's tokens, too: they mean nothing."""
     mask = np.random.default_rng(3).random((num_tokens, width)) < 0.5
     mask[np.arange(num_tokens), np.arange(num_tokens) % width] = True
     return mask
@@ -185,7 +187,7 @@ def test_consumers_that_do_not_meet_race_for_the_values(monkeypatch):
     ).reset_gpu_interpret_mode_state()
 
 
-def described(
+def describe(
     *,
     block_size=16,
     width=128,
@@ -196,7 +198,7 @@ def described(
     tree=0,
     **options,
 ):
-    """The arrays of a call, as shapes, and a function that makes it."""
+    """Returns the arrays of a call, as shapes, and a function that makes it."""
     num_kv_heads, rows, blocks = 2, 4, 50
     pages = jax.ShapeDtypeStruct((blocks, block_size, num_kv_heads, width), dtype)
     arrays = [
@@ -208,10 +210,10 @@ def described(
     if tree:
         arrays.append(jax.ShapeDtypeStruct((tokens, tree), jnp.bool_))
 
-    def call(*given):
-        mask = {"tree_mask_TQ": given[6]} if tree else {}
+    def call(*arguments):
+        mask = {"tree_mask_TQ": arguments[6]} if tree else {}
         return paged_attention(
-            *given[:6], scale=0.1, backend="mosaic", max_query_len=max_length, **mask, **options
+            *arguments[:6], scale=0.1, backend="mosaic", max_query_len=max_length, **mask, **options
         )
 
     return call, arrays
@@ -234,7 +236,7 @@ LOWERED = [
 
 @pytest.mark.parametrize("options", few(LOWERED, [LOWERED[1], *LOWERED[7:10]]), ids=str)
 def test_lowers_for_a_gpu_that_is_not_there(options):
-    call, arrays = described(**options)
+    call, arrays = describe(**options)
     with compat.describe_gpu():
         text = jax.jit(call).trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("@mosaic_gpu") == 1
@@ -256,7 +258,9 @@ def shapes_of(spec: Spec):
 
 @pytest.mark.parametrize("kind", ["decode", "verify", "chunk"])
 def test_the_rule_fits_every_named_shape(kind):
-    """One shape of each model and kind: registers aside, nothing of it depends on the numbers of rows."""
+    """One shape of each model and kind: registers aside, nothing of it depends on the numbers of
+    rows.
+    """
     taken = {}
     for spec in SPECS:
         if kind in spec.name and spec.page_dtype == spec.dtype:
@@ -290,7 +294,7 @@ def test_the_rule_fills_shared_memory_and_no_more():
         tiles = mosaic.heuristic(shape)
         assert tiles.num_warps * 16 == tiles.query_rows
         max_length = {"decode": 1, "verify": 8, "chunk": None}[kind]
-        call, arrays = described(width=width, block_size=block_size, max_length=max_length)
+        call, arrays = describe(width=width, block_size=block_size, max_length=max_length)
         assert jax.eval_shape(call, *arrays).shape == arrays[0].shape  # not refused
 
 
@@ -321,7 +325,7 @@ REFUSED = [
 
 @pytest.mark.parametrize(("options", "reason"), REFUSED, ids=[reason for _, reason in REFUSED])
 def test_refusals_name_the_argument_and_its_value(options, reason):
-    call, arrays = described(**options)
+    call, arrays = describe(**options)
     with pytest.raises(NotImplementedError, match=f"mosaic: .*{reason}"):
         jax.eval_shape(call, *arrays)
 

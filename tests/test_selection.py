@@ -1,4 +1,6 @@
-"""Kernels that select in rows of logits, interpreted: what a draw keeps, and log probabilities, are what they are without kernels."""
+"""Kernels that select in rows of logits, interpreted: a draw keeps the same as without kernels, and
+log probabilities are the same.
+"""
 
 from __future__ import annotations
 
@@ -63,7 +65,7 @@ CUTS = [  # top_k, top_p, min_p
 
 
 def all_rows() -> tuple[list[str], tuple[np.ndarray, ...]]:
-    """Every kind of row with every cut."""
+    """Returns every kind of row with every cut."""
     names, logits, cuts = [], [], []
     for name, row in rows_of_logits().items():
         for cut in CUTS:
@@ -75,7 +77,7 @@ def all_rows() -> tuple[list[str], tuple[np.ndarray, ...]]:
     return names, arrays
 
 
-def kept_by_kernel(
+def keep_by_kernel(
     logits_RV: np.ndarray, temperature_R: np.ndarray, *cuts: np.ndarray
 ) -> np.ndarray:
     min_R = select.cutoffs(logits_RV, logits_RV.max(axis=1), temperature_R, *cuts, interpret=True)
@@ -83,7 +85,7 @@ def kept_by_kernel(
 
 
 @functools.partial(jax.jit, static_argnames="by_row")
-def kept_without(
+def keep_without(
     logits_RV: jax.Array, temperature_R: jax.Array, *cuts: jax.Array, by_row: bool
 ) -> jax.Array:
     def row(logits_V: jax.Array, temperature: jax.Array, *cuts: jax.Array) -> jax.Array:
@@ -93,38 +95,37 @@ def kept_without(
     return jax.lax.map(lambda each: row(*each), rows) if by_row else jax.vmap(row)(*rows)
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("temperature", few([1.0, 0.7], [1.0]))
 def test_the_kernel_keeps_what_is_kept_without_it(temperature: float) -> None:
-    """Of rows one by one, which is what a CPU draws from, and of rows at once, whose sums are exact; and of a sort in float64."""
+    """The oracles are rows one by one, as a CPU draws from them, rows at once, whose sums are
+    exact, and a sort in float64.
+    """
     names, (logits_RV, *cuts) = all_rows()
     temperature_R = np.full(len(names), temperature, np.float32)
-    got = kept_by_kernel(logits_RV, temperature_R, *cuts) & (logits_RV > -np.inf)
+    got = keep_by_kernel(logits_RV, temperature_R, *cuts) & (logits_RV > -np.inf)
     for by_row in (True, False):
-        want = np.asarray(kept_without(logits_RV, temperature_R, *cuts, by_row=by_row))
+        want = np.asarray(keep_without(logits_RV, temperature_R, *cuts, by_row=by_row))
         assert [
-            name for name, one, other in zip(names, got, want, strict=True) if (one != other).any()
+            name
+            for name, mask, other in zip(names, got, want, strict=True)
+            if (mask != other).any()
         ] == []
     if temperature != 1.0:
         return
-    for name, row, one, cut in zip(names, got, logits_RV, zip(*cuts, strict=True), strict=True):
+    for name, row, logits_V, cut in zip(
+        names, got, logits_RV, zip(*cuts, strict=True), strict=True
+    ):
         # whose likelihoods are equal in float32, and not in float64
         if not name.startswith(("tiny", "far")):
-            want = kept(one, int(cut[0]), *map(float, cut[1:])) & (one > -np.inf)
+            want = kept(logits_V, int(cut[0]), *map(float, cut[1:])) & (logits_V > -np.inf)
             np.testing.assert_array_equal(row, want, err_msg=name)
 
 
-def test_half_of_the_mass_is_one_token() -> None:
-    """Top-p .5 of .5, .25 and .25: the first reaches it exactly."""
-    logits_V = rows_of_logits()["dyadic"]
-    cuts = np.int32([3]), np.float32([0.5]), np.float32([0.0])
-    assert np.flatnonzero(
-        kept_by_kernel(logits_V[None], np.ones(1, np.float32), *cuts)
-    ).tolist() == [7]
-
-
-@pytest.mark.parametrize("processed", [False, True])
+@pytest.mark.parametrize("processed", few([False, True], [True]))
 def test_draws_are_those_without_kernels(processed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bit for bit; with a mask in every row too, where some rows are processed at a time, and a few of them twice."""
+    """They are bit for bit; with a mask in every row too, where some rows are processed at a time,
+    and a few of them twice.
+    """
     monkeypatch.setattr(sampler, "PROCESSED_AT_ONCE", 24)
     assert NUM_ROWS % sampler.PROCESSED_AT_ONCE
     rng = np.random.default_rng(5)
@@ -155,17 +156,17 @@ def as_bits(array: jax.Array) -> np.ndarray:
     return np.asarray(array).view(np.int32)
 
 
-@pytest.mark.parametrize("num_tokens", [V, 40])  # more than are kept of a row, and fewer
+@pytest.mark.parametrize("num_tokens", few([V, 40], [V]))  # more than are kept, and fewer
 def test_log_probabilities_are_those_without_kernels(num_tokens: int) -> None:
-    """Bit for bit, and equal ones in the order of their ids."""
+    """They are so bit for bit, and equal ones are in the order of their ids."""
     logits = np.stack(list(rows_of_logits().values()))[:, :num_tokens]
     logits[logits.max(axis=1) == -np.inf] = 0.0
     token_ids = np.arange(len(logits), dtype=np.int32)
     want = jax.jit(functools.partial(log_probabilities, by_row=False))(logits, token_ids)
     with selection_kernels(KERNELS):
         got = jax.jit(functools.partial(log_probabilities, by_row=False))(logits, token_ids)
-    for one, other in zip(got, want, strict=True):
-        np.testing.assert_array_equal(as_bits(one), as_bits(other))
+    for array, other in zip(got, want, strict=True):
+        np.testing.assert_array_equal(as_bits(array), as_bits(other))
 
 
 def test_rows_of_nan_end() -> None:
@@ -180,7 +181,9 @@ def test_rows_of_nan_end() -> None:
 
 
 def test_sums_are_exact() -> None:
-    """Of weights of 44 bits, against integers of Python; and a float of a sum does not depend on how it was divided."""
+    """Weights of 44 bits are compared with integers of Python; and a float of a sum does not depend
+    on how it was divided.
+    """
     rng = np.random.default_rng(1)
     for scale in (1.0, 1e-3, 1e-9, 1e-14):
         likelihood = (rng.random(5000) * scale).astype(np.float32)
@@ -188,7 +191,7 @@ def test_sums_are_exact() -> None:
         high, low = (
             np.asarray(half).astype(object) for half in selection.weights(jnp.asarray(likelihood))
         )
-        want = [int(float(one) * 2**44) for one in likelihood]
+        want = [int(float(value) * 2**44) for value in likelihood]
         assert list(high * 2**22 + low) == want
         assert float(selection.mass_of(jnp.asarray(likelihood))) == pytest.approx(
             sum(want), rel=2**-22
@@ -198,8 +201,10 @@ def test_sums_are_exact() -> None:
 
 
 def _more_than_enough(narrowed: Callable[..., select.Bracket]) -> Callable[..., select.Bracket]:
-    """One number too many stays in."""
-    return lambda *given: narrowed(*given)._replace(low=narrowed(*given).low - (1 << 20))
+    """Lets one number too many stay in."""
+    return lambda *arguments: narrowed(*arguments)._replace(
+        low=narrowed(*arguments).low - (1 << 20)
+    )
 
 
 MISTAKES: dict[str, tuple[str, object]] = {
@@ -224,9 +229,9 @@ def test_planted_mistakes_are_found(mistake: str, monkeypatch: pytest.MonkeyPatc
     name, plant = MISTAKES[mistake]
     _, (logits_RV, *cuts) = all_rows()
     ones_R = np.ones(len(logits_RV), np.float32)
-    want = np.asarray(kept_without(logits_RV, ones_R, *cuts, by_row=False))
+    want = np.asarray(keep_without(logits_RV, ones_R, *cuts, by_row=False))
     jax.clear_caches()
     monkeypatch.setattr(select, name, plant(getattr(select, name)))  # type: ignore[operator]
-    got = kept_by_kernel(logits_RV, ones_R, *cuts) & (logits_RV > -np.inf)
+    got = keep_by_kernel(logits_RV, ones_R, *cuts) & (logits_RV > -np.inf)
     jax.clear_caches()
     assert (got != want).any()

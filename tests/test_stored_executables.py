@@ -1,4 +1,6 @@
-"""Executables as files: a second start compiles nothing and says the same; what is damaged or of another kind is compiled again."""
+"""Executables as files: a second start compiles nothing and says the same; damaged ones, and those
+of another kind, are compiled again.
+"""
 
 from __future__ import annotations
 
@@ -74,10 +76,10 @@ def test_a_second_start_compiles_nothing_and_says_the_same(model, tmp_path):
     started, said = start(model, cache, 4)
     second, third = started[:2], started[2:]
     assert said.count("is compiled again: its contents are not those") == len(files[::4])
-    for one, other, last in zip(first, second, third, strict=True):
-        assert one["texts"] == other["texts"] == last["texts"]
+    for engine, other, last in zip(first, second, third, strict=True):
+        assert engine["texts"] == other["texts"] == last["texts"]
         assert last["found"] == last["all"]
-        assert last["workspace"] == one["workspace"]
+        assert last["workspace"] == engine["workspace"]
     assert sum(engine["all"] - engine["found"] for engine in second) == len(files[::4])
 
 
@@ -96,7 +98,7 @@ def test_other_flags_may_make_other_code(tmp_path, monkeypatch):
 
 
 def test_what_a_file_is_expected_to_hold_is_what_a_step_gives(monkeypatch):
-    """Also of a step with more rows than the drafter grows trees for: it gives no candidates."""
+    """A step with more rows than the drafter grows trees for gives no candidates."""
     tree = {
         "method": "draft_model",
         "model": "demo/draft",
@@ -110,7 +112,7 @@ def test_what_a_file_is_expected_to_hold_is_what_a_step_gives(monkeypatch):
         "max_num_batched_tokens": 32,
         "num_blocks": 10,
     }
-    given = set()
+    without_candidates = set()
     with make_llm(
         "demo", dtype="bfloat16", speculative_config=tree, **sizes, preemption_mode="swap"
     ) as llm:
@@ -120,20 +122,20 @@ def test_what_a_file_is_expected_to_hold_is_what_a_step_gives(monkeypatch):
         for bucket in (menu.decode[0], menu.decode[-1], menu.verify[-1], menu.chunk[-1]):
             arguments = (*shapes, bucket, runner.executables.options, mesh)
             job = functools.partial(executables._compile_step, *arguments)
-            step, rest = executables.step_call(*arguments)
-            output = jax.eval_shape(step, *shapes, *rest)
+            step, shapes_of_step = executables.step_call(*arguments)
+            output = jax.eval_shape(step, *shapes, *shapes_of_step)
             assert jax.tree.structure(executables._trees(job)[1]) == jax.tree.structure(output), (
                 bucket
             )
-            given.add(output[0].draft_candidates is None)
-    assert given == {True, False}
+            without_candidates.add(output[0].draft_candidates is None)
+    assert without_candidates == {True, False}
 
 
 def test_what_cannot_be_stored_is_said_in_a_line(tmp_path, caplog):
     compile_one = functools.partial(lambda: jax.jit(lambda x: [x] * 300).lower(1.0).compile())
     stored = StoredExecutables(tmp_path / "executables", jax.devices())
-    kept = stored.get(compile_one, (1.0,), {"other": 1.0})
-    assert len(kept(1.0)) == 300 and not [*tmp_path.glob("*/*")]
+    executable = stored.get(compile_one, (1.0,), {"other": 1.0})
+    assert len(executable(1.0)) == 300 and not [*tmp_path.glob("*/*")]
     (record,) = caplog.records
     assert "cannot store executables in" in record.getMessage() and len(
         record.getMessage()
@@ -142,9 +144,11 @@ def test_what_cannot_be_stored_is_said_in_a_line(tmp_path, caplog):
 
 def test_a_step_that_calls_python_is_not_stored_and_no_warning(tmp_path, caplog):
     def calls_python(x: jax.Array) -> jax.Array:
-        return jax.pure_callback(lambda given: given, jax.ShapeDtypeStruct((), x.dtype), x)
+        return jax.pure_callback(lambda value: value, jax.ShapeDtypeStruct((), x.dtype), x)
 
     compile_one = functools.partial(lambda: jax.jit(calls_python).lower(jnp.ones(())).compile())
-    kept = StoredExecutables(tmp_path / "executables", jax.devices()).get(compile_one, (1.0,), 1.0)
-    assert kept(jnp.ones(())) == 1.0
+    executable = StoredExecutables(tmp_path / "executables", jax.devices()).get(
+        compile_one, (1.0,), 1.0
+    )
+    assert executable(jnp.ones(())) == 1.0
     assert not caplog.records and not [*tmp_path.glob("*/*")]

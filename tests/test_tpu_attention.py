@@ -32,8 +32,8 @@ ROWS = {
 WIDTHS = {"rows of every kind": 128, "contexts of several turns": 64, "more than one program": 80}
 
 
-def interleaved(case, **options):
-    """A call whose pages are interleaved here."""
+def call_interleaved(case, **options):
+    """Makes a call whose pages are interleaved here."""
     kv_pages = interleave(jnp.asarray(case.k_pages), jnp.asarray(case.v_pages))
     return paged_attention(
         case.q_TNH, kv_pages, None, *case.arrays[3:], interleaved=True, **options
@@ -41,24 +41,24 @@ def interleaved(case, **options):
 
 
 def attend(case, **options):
-    """The same by the set `tpu`."""
-    return interleaved(case, backend="tpu", **options)
+    """Makes the same call by the set `tpu`."""
+    return call_interleaved(case, backend="tpu", **options)
 
 
-def error(case, found, **options) -> float:
-    """The largest error; padding is exactly zero."""
-    found = np.asarray(found, np.float64)
-    assert not found[case.query_start[-1] :].any()
-    return float(np.abs(found - oracle(case, **options)).max())
+def error(case, result, **options) -> float:
+    """Returns the largest error; padding is exactly zero."""
+    result = np.asarray(result, np.float64)
+    assert not result[case.query_start[-1] :].any()
+    return float(np.abs(result - oracle(case, **options)).max())
 
 
-@pytest.mark.parametrize("rows", few(ROWS, ["rows of every kind", "contexts of several turns"]))
+@pytest.mark.parametrize("rows", few(ROWS, ["contexts of several turns"]))
 def test_the_kernel_of_jax_matches_float64_without_races(rows):
     contexts, queries = ROWS[rows]
     case = hidden(make_case(1, contexts, queries, width=WIDTHS[rows], heads=(4, 2)), queries)
     with interpreted() as has_races:
-        found = attend(case, scale=0.1)
-        assert error(case, found, scale=0.1) < 1e-5
+        result = attend(case, scale=0.1)
+        assert error(case, result, scale=0.1) < 1e-5
         assert not has_races()
 
 
@@ -105,15 +105,15 @@ OPTIONS = {
     ("backend", "options"),
     few(
         itertools.product(["scan", "reference"], OPTIONS),
-        [*[("scan", options) for options in OPTIONS], ("reference", "sinks")],
+        [("scan", "window and softcap"), ("reference", "sinks"), ("scan", "a tree")],
     ),
 )
 def test_plain_xla_reads_interleaved_pages_to_the_same_bits(backend, options):
-    """What the kernel of JAX refuses is computed by plain XLA, from the same pages."""
+    """Plain XLA computes what the kernel of JAX refuses, from the same pages."""
     case = make_case(1, *ROWS["rows of every kind"], width=16)
     options = {"scale": 0.1, "backend": backend, **OPTIONS[options]}
     want = paged_attention(*case.arrays, **options)
-    np.testing.assert_array_equal(interleaved(case, **options), want)
+    np.testing.assert_array_equal(call_interleaved(case, **options), want)
 
 
 def test_what_is_written_is_where_the_kernel_reads_it():
@@ -128,10 +128,10 @@ def test_what_is_written_is_where_the_kernel_reads_it():
     np.testing.assert_array_equal(written, interleave(*want))
 
 
-def refused(case, **options):
-    """Why the set does not take a call."""
+def refusal_of(case, **options):
+    """Returns why the set does not take a call."""
     with interpreted(), pytest.raises(NotImplementedError) as refusal:
-        interleaved(case, **{"scale": 0.1, "backend": "tpu", **options})
+        call_interleaved(case, **{"scale": 0.1, "backend": "tpu", **options})
     return str(refusal.value)
 
 
@@ -139,20 +139,20 @@ def test_each_refusal_has_its_reason():
     def case(*, heads=(4, 2), width=128, **form):
         return make_case(0, [5], [1], heads=heads, width=width, **form)
 
-    assert "3 key/value heads in float32" in refused(case(heads=(6, 3)))
-    assert "q_TNH of float16" in refused(case(dtype="float16"))
-    assert "pages of bfloat16 under q_TNH of float32" in refused(case(page_dtype=jnp.bfloat16))
-    assert "sinks: its attention has no such" in refused(case(), sinks=np.zeros(4, np.float32))
-    assert "tree_mask_TQ: its" in refused(case(), tree_mask_TQ=np.ones((4, 1), bool))
+    assert "3 key/value heads in float32" in refusal_of(case(heads=(6, 3)))
+    assert "q_TNH of float16" in refusal_of(case(dtype="float16"))
+    assert "pages of bfloat16 under q_TNH of float32" in refusal_of(case(page_dtype=jnp.bfloat16))
+    assert "sinks: its attention has no such" in refusal_of(case(), sinks=np.zeros(4, np.float32))
+    assert "tree_mask_TQ: its" in refusal_of(case(), tree_mask_TQ=np.ones((4, 1), bool))
     wide = case(table_width=300_000)
-    assert "block tables of 1 rows and 300000 blocks" in refused(wide)
-    assert "takes neither interpret nor tiles" in refused(case(), interpret=True)
+    assert "block tables of 1 rows and 300000 blocks" in refusal_of(wide)
+    assert "takes neither interpret nor tiles" in refusal_of(case(), interpret=True)
     with interpreted(), pytest.raises(NotImplementedError, match="separate pages of keys"):
         paged_attention(*case().arrays, scale=0.1, backend="tpu")
     with pytest.raises(NotImplementedError, match="needs a TPU, and the device is a cpu"):
-        interleaved(case(), scale=0.1, backend="tpu")
+        call_interleaved(case(), scale=0.1, backend="tpu")
     with pytest.raises(NotImplementedError, match="cpu: interleaved pages of keys and values"):
-        interleaved(case(), scale=0.1, backend="cpu")
+        call_interleaved(case(), scale=0.1, backend="cpu")
 
 
 @pytest.mark.parametrize(
@@ -180,19 +180,20 @@ def test_what_cannot_be_interleaved_pages_is_refused_by_name(changes, text):
         )
 
 
-def unawaited(copies):
-    """A wait that does not wait: the memory is read before the copy has come."""
+def skip_wait(copies):
+    """Waits without waiting: the memory is read before the copy has come."""
     return copies._vmem_buf
 
 
 def test_a_copy_that_nobody_waits_for_is_seen():
     case = make_case(1, *ROWS["more than one program"], width=128)
-    with interpreted(unawaited, copies="eager") as has_races:
+    with interpreted(skip_wait, copies="eager") as has_races:
         attend(case, scale=0.1).block_until_ready()
         assert has_races()
 
 
-# What may go wrong on the way to the kernel: (pages, lengths, tables, starts, count) as it is, and wrong.
+# What may go wrong on the way to the kernel: (pages, lengths, tables, starts, count) as it is, and
+# wrong.
 PLANTED = {
     "values before keys": lambda p, n, t, s, c: (jnp.roll(p, 1, axis=2), n, t, s, c),
     "an empty row has no context": lambda p, n, t, s, c: (p, n - (jnp.diff(s) == 0), t, s, c),
@@ -205,7 +206,7 @@ PLANTED = {
 
 @pytest.mark.parametrize(
     "mistake",
-    few([*PLANTED], ["an empty row has no context", "a row too few"]),
+    few([*PLANTED], ["a row too few"]),
 )
 def test_a_planted_mistake_is_seen(mistake, monkeypatch):
     def kernel(q_TNH, *arrays, **options):
@@ -238,7 +239,7 @@ def test_interleaved_pages_change_no_token(tmp_path, monkeypatch):
     tokens = []
     for backend in ("reference", "toy"):
         seen.clear()
-        with make_llm(directory, attention_backend=backend, **settings) as llm:
+        with make_llm(directory, attention_backend=backend, largest_shapes=True, **settings) as llm:
             outputs = llm.generate([list(range(1, 31)), list(range(40, 57))], params)
             stats = llm.stats()
             invariants(llm)

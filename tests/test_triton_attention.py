@@ -1,4 +1,6 @@
-"""The Triton backend in the interpreter: against float64 over real shapes cut small, to the bit, with mistakes planted in the kernel."""
+"""The Triton backend in the interpreter: against float64 over real shapes cut small, to the bit,
+with mistakes planted in the kernel.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ def random_tree(seed: int, num_tokens: int, width: int) -> np.ndarray:
 
 
 def kind(spec) -> tuple:
-    """What the kernel can tell one cut shape from another by; groups and widths in decode alone."""
+    """Returns all by which the kernel can tell cut shapes apart; groups and widths in
+    decode alone.
+    """
     steps = (
         "decode" if spec.max_query_len == 1 else "verify" if spec.max_query_len <= 64 else "chunk"
     )
@@ -92,7 +96,7 @@ FORMS = [
 
 @pytest.mark.parametrize(
     ("width", "heads", "block_size", "dtype", "page_dtype", "tolerance"),
-    few(FORMS, [*FORMS[1:2], *FORMS[3:]]),
+    few(FORMS, FORMS[3:6]),
 )
 def test_widths_groups_blocks_and_types(width, heads, block_size, dtype, page_dtype, tolerance):
     group = heads[0] // heads[1]
@@ -139,8 +143,10 @@ def test_every_pair_of_types(dtype, page_dtype):
     )
 
 
-def filled(case: Case, num_rows: int) -> Case:
-    """With empty rows behind, so that cases of any number of rows share a compiled shape."""
+def fill_rows(case: Case, num_rows: int) -> Case:
+    """Returns the case with empty rows after its own, so that cases of any number of rows share a
+    compiled shape.
+    """
     missing = num_rows - len(case.context_len_B)
     return dataclasses.replace(
         case,
@@ -159,11 +165,13 @@ def filled(case: Case, num_rows: int) -> Case:
     seed=st.integers(0, 2**16),
 )
 def test_any_rows(rows, way, seed):
-    """Block tables, lengths and masks; NaN in every slot that no row has; zeros for the padding."""
+    """Block tables, lengths and masks are random; NaN is in every slot that no row has; the padding
+    gives zeros.
+    """
     mask, tiles = way
     contexts, queries = [before + new for before, new in rows], [new for _, new in rows]
     options = {"padding": 84 - sum(queries), "table_width": 16, "num_blocks": 62}
-    case = filled(make_case(seed, contexts, queries, **options), 4)
+    case = fill_rows(make_case(seed, contexts, queries, **options), 4)
     held = np.zeros(case.k_pages.shape[:2], bool)
     for row, length in enumerate(case.context_len_B):
         position = np.arange(length)
@@ -187,11 +195,11 @@ def test_any_rows(rows, way, seed):
             (32, 48, 32, "float16", "int8"),
             (8, 40, 24, "float32", "float32"),
         ],
-        [(20, 576, 512, "bfloat16", "bfloat16"), (32, 48, 32, "float16", "int8")],
+        [(32, 48, 32, "float16", "int8")],
     ),
 )
 def test_values_within_the_keys_of_any_width(heads, width, value_width, dtype, page_dtype):
-    """Several programs for the heads of one row, and splits."""
+    """The heads of one row have several programs, and splits."""
     types = {"dtype": dtype, "page_dtype": page_dtype}
     case = make_case(3, [70, 0, 9, 33], [5, 0, 9, 1], heads=(heads, 1), width=width, **types)
     within = dataclasses.replace(case, v_pages=case.k_pages, v_scale=case.k_scale)
@@ -205,9 +213,11 @@ def test_values_within_the_keys_of_any_width(heads, width, value_width, dtype, p
     )
 
 
-@pytest.mark.parametrize("num_tokens", [1, 5])
+@pytest.mark.parametrize("num_tokens", few([1, 5], [5]))
 def test_a_row_has_the_same_bits_in_any_company(num_tokens):
-    """Other rows, more rows, a wider table, a bigger pool, and another place in the batch."""
+    """There are other rows, more rows, a wider table, a bigger pool, and another place in the
+    batch.
+    """
     rng = np.random.default_rng(7)
     length = 150
     keys, values = rng.standard_normal((2, length, 2, 16)).astype(np.float32)
@@ -227,15 +237,15 @@ def test_a_row_has_the_same_bits_in_any_company(num_tokens):
         )
         at = case.block_table_BM[place, np.arange(length) // 8], np.arange(length) % 8
         case.k_pages[at], case.v_pages[at] = keys, values
-        own = slice(case.query_start[place], case.query_start[place + 1])
-        case.q_TNH[own] = queries
+        tokens = slice(case.query_start[place], case.query_start[place + 1])
+        case.q_TNH[tokens] = queries
         got = run(*case.arrays, scale=0.3, tiles=SMALL, max_query_len=num_tokens, backend="triton")
-        seen.add(np.asarray(got)[own].tobytes())
+        seen.add(np.asarray(got)[tokens].tobytes())
     assert len(seen) == 1
 
 
 def test_a_context_is_cut_by_its_own_length():
-    """At most three splits, of 32 positions at least, each of whole turns of 16."""
+    """There are at most three splits, of 32 positions at least, each of whole turns of 16."""
     case = make_case(1, [1, 32, 33, 96, 97, 200, 0], [1, 1, 1, 1, 1, 1, 0])
 
     @jax.jit
@@ -250,8 +260,8 @@ def test_a_context_is_cut_by_its_own_length():
     assert schedule_RF[:, 7].tolist() == [2, 2, 2, 2, 3, 5, 2]
 
 
-def switched(function, **changes):
-    """The function with a config in which some options are wrong."""
+def switch(function, **changes):
+    """Returns the function with a config in which some options are wrong."""
 
     def wrong(*positional, **keywords):
         positional = [
@@ -266,7 +276,7 @@ def switched(function, **changes):
 
 
 def kernel_with(**wrong):
-    """The kernel with one operand taken from elsewhere."""
+    """Returns the kernel with one operand taken from elsewhere."""
     names = ("schedule", "q", "k", "v", "table", "tree", "k_scale", "v_scale", "sinks")
     right = triton_kernel.kernel
 
@@ -295,12 +305,12 @@ MISTAKES = {  # name: what is wrong, where, and the mistake made of what is righ
     "table rows swapped": (
         triton_kernel,
         "_place",
-        lambda right: lambda t, row, *rest: right(t, 1 - row, *rest),
+        lambda right: lambda t, row, *others: right(t, 1 - row, *others),
     ),
     "wrong key/value head": (
         triton_kernel,
         "_read",
-        lambda right: lambda p, at, h, *rest: right(p, at, 1 - h, *rest),
+        lambda right: lambda p, at, h, *others: right(p, at, 1 - h, *others),
     ),
     "length off by one": (triton, "_schedule", shorter),
     "mask transposed": (triton, "mask_words", lambda right: lambda tree: right(tree.T)),
@@ -308,13 +318,13 @@ MISTAKES = {  # name: what is wrong, where, and the mistake made of what is righ
         triton_kernel,
         "_stretches",
         lambda right: (
-            lambda *rest, **tree: [(low, high, False) for low, high, _ in right(*rest, **tree)]
+            lambda *others, **tree: [(low, high, False) for low, high, _ in right(*others, **tree)]
         ),
     ),
     "first turn skipped": (
         triton_kernel,
         "_stretches",
-        lambda right: lambda tile, first, *rest, **tree: right(tile, first + 1, *rest, **tree),
+        lambda right: lambda tile, first, *others, **tree: right(tile, first + 1, *others, **tree),
     ),
     "a split dropped": (
         triton_reduce,
@@ -324,7 +334,7 @@ MISTAKES = {  # name: what is wrong, where, and the mistake made of what is righ
     "window off by one": (
         triton_kernel,
         "_find_visible",
-        lambda right: switched(right, sliding_window=10),
+        lambda right: switch(right, sliding_window=10),
     ),
     "no sinks": (triton_kernel, "kernel", lambda right: kernel_with(sinks=None)),
     "sinks in every split": (
@@ -332,12 +342,14 @@ MISTAKES = {  # name: what is wrong, where, and the mistake made of what is righ
         "start",
         lambda right: lambda sinks, head_A, used_A: right(sinks, head_A, jnp.ones_like(used_A)),
     ),
-    "no softcap": (triton_kernel, "_scores", lambda right: switched(right, logit_softcap=None)),
+    "no softcap": (triton_kernel, "_scores", lambda right: switch(right, logit_softcap=None)),
 }
 
 
 def calls() -> dict[str, tuple[Case, dict]]:
-    """Calls that have one feature each and the rest in common: two rows, of seven tokens each, two heads, three splits."""
+    """Yields calls that have one feature each and the rest in common: two rows, of seven tokens
+    each, two heads, three splits.
+    """
     case = make_case(5, [33, 80], [7, 7], heads=(4, 2), padding=0)
     eight = make_case(5, [33, 80], [7, 7], heads=(4, 2), padding=0, page_dtype="int8")
     tree = random_tree(1, 14, 14) | np.eye(14, dtype=bool)
@@ -353,7 +365,7 @@ def calls() -> dict[str, tuple[Case, dict]]:
 
 
 def error_of(feature: str) -> float:
-    """Largest difference from float64, traced anew."""
+    """Returns the largest difference from float64, traced anew."""
     case, options = calls()[feature]
     triton._attend.clear_cache()
     got = paged_attention(
@@ -468,7 +480,7 @@ def test_there_are_tiles_for_every_shape(steps, group, dtype):
 
 
 def test_refusals_have_reasons():
-    def refused(
+    def refusal(
         match, q=(4, 32, 128), pages=PAGES, dtype="bfloat16", page_dtype="bfloat16", **options
     ):
         call = jax.jit(
@@ -479,26 +491,26 @@ def test_refusals_have_reasons():
             call.trace(*arrays_of(q, pages, dtype, page_dtype), **keywords)
 
     options = {"backend": "triton"}
-    refused("k_pages with heads 320 wide", q=(4, 32, 320), pages=(300, 16, 8, 320), **options)
-    refused("k_pages with blocks of 24 slots", pages=(300, 24, 8, 128), **options)
-    refused("k_pages of float8_e5m2", page_dtype="float8_e5m2", **options)
-    refused("q_TNH of float8_e4m3fn", dtype="float8_e4m3fn", **options)
-    refused(
+    refusal("k_pages with heads 320 wide", q=(4, 32, 320), pages=(300, 16, 8, 320), **options)
+    refusal("k_pages with blocks of 24 slots", pages=(300, 24, 8, 128), **options)
+    refusal("k_pages of float8_e5m2", page_dtype="float8_e5m2", **options)
+    refusal("q_TNH of float8_e4m3fn", dtype="float8_e4m3fn", **options)
+    refusal(
         "q_TNH with 96 heads for one of k_pages", q=(4, 96, 128), pages=(300, 16, 1, 128), **options
     )
-    refused(
+    refusal(
         "k_pages of 2147483648 one-byte elements",
         pages=(2**17, 16, 8, 128),
         page_dtype="uint8",
         **options,
     )
-    refused(
+    refusal(
         "a tree mask with a sliding window",
         tree_mask_TQ=np.ones((4, 1), bool),
         sliding_window=3,
         **options,
     )
-    refused(
+    refusal(
         "tiles.query_rows of 16: the 32 query heads",
         pages=(300, 16, 1, 128),
         tiles=SMALL,
