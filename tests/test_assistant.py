@@ -1,4 +1,6 @@
-"""Gemma 4's assistants against transformers: numbers, drafts and counts; and no draft changes a text."""
+"""Gemma 4's assistants against transformers: numbers, drafts and counts; and no draft changes a
+text.
+"""
 
 from __future__ import annotations
 
@@ -34,6 +36,7 @@ from tests.support.assistants import (
 )
 from tests.support.engines import LLAMA, invariants, make_llm
 from tests.support.random_checkpoints import random_checkpoint
+from tests.support.sweeps import few
 from tests.test_drafting_ahead import counts, record
 
 RNG = np.random.default_rng(2)
@@ -57,7 +60,9 @@ def pair(tmp_path_factory: Any) -> Pair:
 def over_keys(
     layer: int, q_TNH: Any, k_TKH: Any, v_TKH: Any, pages: Any, options: AttentionOptions, /
 ) -> tuple[jax.Array, Any]:
-    """`Attend` of one query over keys and values in a row, of which it sees the last of a window."""
+    """`Attend` of one query over keys and values in a row, of which it sees the last of a
+    window.
+    """
     assert k_TKH is None and v_TKH is None
     k_SNH, v_SNH = (
         jnp.repeat(array, q_TNH.shape[1] // array.shape[1], axis=1)[
@@ -70,7 +75,8 @@ def over_keys(
 
 
 def difference(pair: Pair, form: str, directory: Path, *, later: int = 0) -> float:
-    """Returns the greatest difference of a logit or a state from transformers, over three drafts after each prompt.
+    """Returns the greatest difference of a logit or a state from transformers, over three drafts
+    after each prompt.
 
     later: by how much the position is off.
     """
@@ -120,7 +126,7 @@ def difference(pair: Pair, form: str, directory: Path, *, later: int = 0) -> flo
     return worst
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", few(FORMS, ["tied", "groups"]))
 def test_numbers_are_those_of_transformers(pair: Pair, form: Any, tmp_path: Any) -> None:
     assert difference(pair, form, tmp_path) < 1e-4
 
@@ -151,7 +157,9 @@ def llm(pair: Pair) -> Any:
 
 
 def assert_as_transformers(llm: LLM, pair: Pair) -> int:
-    """Checks texts, drafts and counts of prompts one by one; returns how many drafts were accepted."""
+    """Checks texts, drafts and counts of prompts one by one; returns how many drafts were
+    accepted.
+    """
     total = 0
     for prompt in PROMPTS:
         text, expected, accepted = generate(pair, prompt, NUM_TOKENS)
@@ -168,7 +176,7 @@ def assert_as_transformers(llm: LLM, pair: Pair) -> int:
 
 
 def test_drafts_and_counts_are_those_of_assisted_generation(llm: Any, pair: Pair) -> None:
-    """Shorter than the window, and longer; some drafts are right, some wrong."""
+    """Contexts are shorter than the window, and longer; some drafts are right, some wrong."""
     assert assert_as_transformers(llm, pair) >= 10
     assert llm.stats()["spec_decode_wasted_slots_total"] > 10
     invariants(llm)
@@ -204,9 +212,10 @@ def test_a_fault_in_what_it_reads_is_seen(pair: Pair, fault: Any, monkeypatch: A
         assert_as_transformers(llm, pair)
 
 
-@pytest.mark.sweep  # an assistant keeps nothing between steps, so that preemption and chunks have nothing of it to lose
+# an assistant keeps nothing between steps, so that preemption and chunks have nothing of it to lose
+@pytest.mark.sweep
 def test_no_draft_changes_a_text(llm: Any, pair: Pair) -> None:
-    """Among prompts of several chunks, preempted requests and found prefixes."""
+    """Prompts take several chunks, requests are preempted, and prefixes are found."""
     prompts = [*PROMPTS, RNG.integers(1, 96, 40).tolist(), PROMPTS[2][:20]]
     with make_llm(pair.directory) as plain:
         expected = [

@@ -1,4 +1,6 @@
-"""What drafts for the packaged demo model: the weights that jaxpage brings along, and the accuracies in their configs."""
+"""Drafters for the packaged demo model: the weights that jaxpage brings along, and the accuracies
+in their configs.
+"""
 
 from __future__ import annotations
 
@@ -50,10 +52,10 @@ def heads_with(tmp_path: Path, accuracies: Any) -> SpeculativeConfig:
 def test_a_tree_is_searched_from_the_accuracies_in_the_config(tmp_path):
     rows = [[0.1, 0.6], [0.2, 0.3]]
     config = heads_with(tmp_path / "a", rows)
-    found = open_heads(config, TARGET)
-    assert found.choices == search(rows, 4) == ((1,), (1, 1), (1, 0), (0,))
-    given = config.model_copy(update={"medusa_choices": ((0,), (1,), (2,), (0, 0), (1, 0))})
-    ordered = open_heads(given, TARGET)
+    heads = open_heads(config, TARGET)
+    assert heads.choices == search(rows, 4) == ((1,), (1, 1), (1, 0), (0,))
+    with_choices = config.model_copy(update={"medusa_choices": ((0,), (1,), (2,), (0, 0), (1, 0))})
+    ordered = open_heads(with_choices, TARGET)
     assert ordered.choices == ((1,), (1, 0), (0,), (0, 0), (2,))  # of rank 2 nothing is known
     without = open_heads(heads_with(tmp_path / "b", None), TARGET)
     assert without.choices == search(assume_accuracies(2), 4) == ((0,), (0, 0), (1,), (0, 1))
@@ -142,7 +144,10 @@ def plain():
 
 
 def texts_of(llm: LLM, *params: SamplingParams) -> list[list[int]]:
-    """The tokens of each request. They run one after the other, so that few shapes are compiled."""
+    """Returns the tokens of each request.
+
+    They run one after the other, so that few shapes are compiled.
+    """
     return [llm.generate(PROMPT, each, use_tqdm=False)[0].outputs[0].token_ids for each in params]
 
 
@@ -183,12 +188,12 @@ MTP = {"num_speculative_tokens": 4}
 
 @pytest.fixture(scope="module")
 def engines():
-    """Engines by their method, made when first asked for."""
+    """Returns engines by their method, made when first asked for."""
     made: dict[str, LLM] = {}
 
     def engine(method: str, name: str | None, **settings: Any) -> LLM:
         key = f"{method} {settings}"
-        llm = made[key] = made.get(key) or started(method, name, **settings)
+        llm = made[key] = made.get(key) or start(method, name, **settings)
         return llm
 
     yield engine
@@ -202,7 +207,10 @@ def engines():
         pytest.param(
             "medusa", "medusa", {"num_speculative_tokens": 4}, 1.3, marks=pytest.mark.sweep
         ),
-        ("medusa", "medusa", {"num_speculative_tokens": 7, "tree": True}, 1.5),
+        pytest.param(
+            *("medusa", "medusa", {"num_speculative_tokens": 7, "tree": True}, 1.5),
+            marks=pytest.mark.sweep,
+        ),
         ("draft_model", "draft", {"num_speculative_tokens": 4}, 2.5),
         pytest.param(
             "eagle3", "eagle3", {"num_speculative_tokens": 4}, 2.5, marks=pytest.mark.sweep
@@ -219,7 +227,7 @@ def engines():
     ],
 )
 def test_drafts_save_steps_and_change_nothing(plain, engines, method, name, settings, at_least):
-    """Also where a budget forces the end of the reasoning, in the middle of drafts."""
+    """They do so also where a budget forces the end of the reasoning, in the middle of drafts."""
     llm = engines(method, name, **settings)
     assert texts_of(llm, GREEDY) == plain[:1]
     assert llm.stats()["tokens_per_target_step"] > at_least
@@ -229,7 +237,7 @@ def test_drafts_save_steps_and_change_nothing(plain, engines, method, name, sett
     invariants(llm)
 
 
-def started(method: str, name: str | None, **settings: Any) -> LLM:
+def start(method: str, name: str | None, **settings: Any) -> LLM:
     return LLM(
         model="demo",
         max_num_seqs=2,
@@ -241,22 +249,22 @@ def started(method: str, name: str | None, **settings: Any) -> LLM:
 
 
 def right(llm: LLM, prompts: list[str]) -> tuple[float, list[list[int]]]:
-    """How many drafts of a step are right in the mean, and the texts."""
+    """Returns how many drafts of a step are right in the mean, and the texts."""
     params = llm.default_sampling_params(seed=1, max_tokens=48)
-    found = llm.generate(prompts, params, use_tqdm=False)
+    outputs = llm.generate(prompts, params, use_tqdm=False)
     accepted, steps = (
-        sum(getattr(output.metrics, name) for output in found)
+        sum(getattr(output.metrics, name) for output in outputs)
         for name in ("num_accepted_tokens", "num_drafts")
     )
-    return accepted / steps, [output.outputs[0].token_ids for output in found]
+    return accepted / steps, [output.outputs[0].token_ids for output in outputs]
 
 
 @pytest.mark.sweep  # drafters of both kinds: above, and tests/test_drafting_ahead.py
 def test_the_head_in_the_model_is_right_as_often_as_eagle():
     prompts = [PROMPT, *acceptance.NOVELS]
-    with started("eagle3", "eagle3", num_speculative_tokens=4) as llm:
+    with start("eagle3", "eagle3", num_speculative_tokens=4) as llm:
         eagle, texts = right(llm, prompts)
-    with started("mtp", None, num_speculative_tokens=4) as llm:
+    with start("mtp", None, num_speculative_tokens=4) as llm:
         mtp, same = right(llm, prompts)
         assert mtp >= eagle > 0.5 and same == texts
 
@@ -271,14 +279,14 @@ def test_the_head_in_the_model_is_replaced_with_the_model(engines):
     for name, tensor in stored.items():
         np.testing.assert_array_equal(tensor, weights[name])
     assert weights.keys() == stored.keys()
-    own = [name for name in weights if name.startswith("model.layers.4.")]
-    assert len(own) == 13
-    llm.update_parameters(weights | {name: 0 * weights[name] for name in own})
+    names = [name for name in weights if name.startswith("model.layers.4.")]
+    assert len(names) == 13
+    llm.update_parameters(weights | {name: 0 * weights[name] for name in names})
     none, same = right(llm, two)
     assert none < 0.1 and same == before[1], "a head of zeros drafts ends of texts alone"
     llm.update_parameters(weights, check_finite=True)
     assert right(llm, two) == before
-    for name in own:
+    for name in names:
         del weights[name]
     with pytest.raises(CheckpointError, match=r"needs the tensors model\.layers\.4\.\*"):
         llm.update_parameters(weights)

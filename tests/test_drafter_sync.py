@@ -1,4 +1,6 @@
-"""When a device drafter runs, how far it drafts, and for whom: with a controller that is told what to want."""
+"""A device drafter: when it runs, how far it drafts, and for whom, with a controller that is told
+what to want.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,10 @@ LONG = 10_000
 
 
 def plan_of(*rows: tuple[int, int], forks: dict[int, int] | None = None) -> StepPlan:
-    """rows: sequences and where they begin. forks: of a new sequence, the row that it is drawn from."""
+    """Returns a plan.
+
+    rows: sequences and where they begin. forks: of a new sequence, the row that it is drawn from.
+    """
     made = tuple(Row(sequence_id, start, (1,), ((1,),)) for sequence_id, start in rows)
     drawn = [(index, row.sequence_id) for index, row in enumerate(made)] + [
         (r, s) for s, r in (forks or {}).items()
@@ -36,7 +41,10 @@ def plan_of(*rows: tuple[int, int], forks: dict[int, int] | None = None) -> Step
 
 
 def wishes(*, drafts: bool = False, depth: int = 3, run: float = 0.1, each: float = 0.0) -> Any:
-    """A controller that wants drafts of this depth. run, each: what a drafter adds to a step of one second, and for each depth."""
+    """Returns a controller that wants drafts of this depth.
+
+    run, each: how much a drafter adds to a step of one second, and for each depth.
+    """
     costs = Costs()
     for shape in ((1, 1), (2, 2), (4, 4), LIMITS.shape(1, 3)):
         costs.at_start(shape, 1.0, [1.0 + run + each * ahead for ahead in range(8)])
@@ -46,7 +54,7 @@ def wishes(*, drafts: bool = False, depth: int = 3, run: float = 0.1, each: floa
 def run(
     sync: DrafterSync, plan: StepPlan, num_tokens: int | None = None, drafted: bool = True
 ) -> int | None:
-    """A step that gave so many tokens; None: one to each row."""
+    """Runs a step that gave so many tokens; None: one to each row."""
     depth = sync.depth(plan)
     sync.ran(dataclasses.replace(plan, draft_depth=depth), num_tokens or len(plan.rows), drafted)
     return depth
@@ -65,7 +73,7 @@ def test_without_a_controller_it_always_drafts_as_far_as_there_is_room():
 
 
 def test_it_is_off_when_it_has_lost_too_much_and_on_again_with_a_new_request():
-    """What it loses is at most that share of the steps, by count."""
+    """It loses at most that share of the steps, by count."""
     sync = DrafterSync(LIMITS, wishes(depth=0), block_size=4)
     steps = [run(sync, plan_of((1, 5))) for _ in range(LONG)]
     num_on = steps.index(None)
@@ -89,7 +97,7 @@ def test_while_drafts_gain_it_stays_on():
 
 @pytest.mark.parametrize(("prompt_token", "is_off"), [(0.05, False), (0.5, True)])
 def test_prompts_that_cost_more_than_drafts_gain(prompt_token, is_off):
-    """What it takes to compute prompts is weighed against what drafts gain of the few tokens after them."""
+    """The time for prompts is weighed against what drafts gain of the few tokens after them."""
     controller = wishes(drafts=True)
     controller.costs.prompt_token = prompt_token
     sync = DrafterSync(LIMITS, controller, block_size=4)
@@ -100,7 +108,7 @@ def test_prompts_that_cost_more_than_drafts_gain(prompt_token, is_off):
 
 
 def test_many_prompts_in_a_row_do_not_turn_off_what_pays():
-    """As where requests that began together end together: the drafts of those prompts are yet to come."""
+    """Requests that began together end together: the drafts of those prompts are yet to come."""
     controller = wishes(drafts=True)
     controller.costs.prompt_token = 0.05
     sync = DrafterSync(LIMITS, controller, block_size=4)
@@ -123,7 +131,9 @@ def test_heads_without_a_kv_cache_run_only_where_they_draft():
 
 
 def test_before_prompts_nothing_is_drafted():
-    """The next step computes prompts, and verifies nothing; but where prompts and decoding alternate, it decodes."""
+    """The next step computes prompts, and verifies nothing; but where prompts and decoding
+    alternate, it decodes.
+    """
     sync = DrafterSync(LIMITS, None, block_size=4)
     assert sync.depth(prompt_of(1), others_wait=True) == 0
     assert sync.depth(prompt_of(1)) == sync.depth(plan_of((1, 5)), others_wait=True) == 7
@@ -146,7 +156,7 @@ def test_drafts_hold_until_their_sequence_has_run():
 
 
 def test_a_fork_of_as_many_draws_as_its_prompt_has_tokens_is_no_decoding():
-    """What the drafter has missed of a prompt, it has missed of its samples."""
+    """Its samples have missed every token of the prompt that the drafter has missed."""
     sync = DrafterSync(LIMITS, wishes(), block_size=4)
     samples = tuple(Sample(0, 2, child, SamplingParams(), 0, 0, 3) for child in (5, 6, 4))
     plan = StepPlan(0, (Row(4, 0, (1,) * 3, ((1,),)),), samples)
@@ -167,8 +177,11 @@ events = st.lists(
 
 @given(events)
 def test_it_drafts_for_those_alone_whose_every_token_it_has_computed(history):
-    """Against a record of every slot. Sequences grow, or new ones adopt the first blocks of others, as from the prefix cache; some begin
-    anew, and some are forked."""
+    """A record of every slot is the oracle.
+
+    Sequences grow, or new ones adopt the first blocks of others, as from the prefix cache; some
+    begin anew, and some are forked.
+    """
     sync = DrafterSync(LIMITS, None, block_size=SIZE)
     computed: dict[int, dict[int, bool]] = {}  # by block and slot
     tables: dict[int, list[int]] = {}

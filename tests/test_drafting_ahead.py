@@ -1,4 +1,6 @@
-"""Drafters inside the step: they draft what a model in float64 without any paged memory drafts, and no draft changes a text."""
+"""Drafters inside the step: they draft what a model in float64 without any paged memory drafts, and
+no draft changes a text.
+"""
 
 from __future__ import annotations
 
@@ -60,18 +62,23 @@ TWO_LAYERS = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_
 
 
 def _param(case: Case) -> Any:
-    """EAGLE-1 differs from EAGLE-3 in its numbers alone, which tests/test_eagle.py has; tests/on_four_devices.py has DeepSeek's head.
+    """Returns a case, in a sweep where other tests have what it differs in.
 
-    A tree of a model grows as that of EAGLE-3, with the rows of its chain.
+    EAGLE-1 differs from EAGLE-3 in its numbers alone, which tests/test_eagle.py has. DeepSeek's
+    head is in tests/on_four_devices.py. tests/test_assistant.py compares the drafts of a model
+    with those of transformers.
     """
-    swept = case.method == "eagle" or case.drafter in ("deepseek_v3", "small")
+    swept = case.method in ("eagle", "draft_model") or case.drafter == "deepseek_v3"
     marks = [pytest.mark.sweep] if swept else []
     return pytest.param(case, id=f"{case.method}-{'tree' if case.tree else 'chain'}", marks=marks)
 
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory):
-    """Of the models: the target, and of each case a drafter. One has shapes like the target's."""
+    """Writes the models: the target, and of each case a drafter.
+
+    One has shapes like the target's.
+    """
     root = tmp_path_factory.mktemp("models")
     random_checkpoint(root / "target", LLAMA, 1)
     random_checkpoint(root / "alike", LLAMA, 2)
@@ -110,7 +117,12 @@ def write_heads(root: Path) -> None:
 
 @functools.cache
 def heads() -> dict[str, Eagle | Eagle3]:
-    """Of EAGLE-1 both tables are the target's. It has no norm: as drawn it makes an error ten times as large from one level to the next."""
+    """Returns the heads.
+
+    EAGLE-1 has both tables of the target.
+
+    It has no norm: as drawn it makes an error ten times as large from one level to the next.
+    """
     eagle, eagle3 = (
         Eagle(**HEAD),
         Eagle3(rows=HEAD["vocab_size"], target_width=HEAD["hidden_size"], **HEAD),
@@ -145,7 +157,9 @@ def case(request):
 
 @pytest.fixture(scope="module")
 def tight(case, root):
-    """An engine whose requests preempt each other, with blocks that no draft ends on evenly."""
+    """Starts an engine whose requests preempt each other, with blocks that no draft ends on
+    evenly.
+    """
     mode = "swap" if case.tree else "recompute"
     with start(
         root, case, block_size=4, num_blocks=26, max_model_len=96, preemption_mode=mode
@@ -154,13 +168,13 @@ def tight(case, root):
 
 
 def prompts() -> list[list[int]]:
-    """One takes two chunks."""
+    """Returns three prompts, of which one takes two chunks."""
     rng = np.random.default_rng(3)
     return [rng.integers(1, 257, size).tolist() for size in (23, 40, 5)]
 
 
 def record(llm: LLM) -> list[tuple[tuple[int, ...], Draft]]:
-    """Every draft from now on, behind which tokens."""
+    """Collects every draft from now on, with the tokens before it."""
     drafts: list[tuple[tuple[int, ...], Draft]] = []
     propose = type(llm._engine.speculator).propose
 
@@ -177,18 +191,20 @@ def record(llm: LLM) -> list[tuple[tuple[int, ...], Draft]]:
 
 
 class Reference:
-    """A tree grown by brute force from the drafter's log probabilities in float64, without any memory of keys and values."""
+    """Grows a tree by brute force from the drafter's log probabilities in float64, without any
+    memory of keys and values.
+    """
 
     def __init__(self, logprobs: Callable[[tuple[int, ...], tuple[int, ...]], np.ndarray]):
-        """logprobs: of what follows known tokens and drafts behind them."""
+        """Takes the log probabilities of what follows known tokens and the drafts after them."""
         self._logprobs = logprobs
 
     def paths(
         self, known: tuple[int, ...], levels: int, branches: int, num_drafts: int
     ) -> list[tuple[int, ...]]:
-        """Of the best drafts, each with what leads to it, best first."""
+        """Returns the best drafts, each with what leads to it, best first."""
         frontier: list[tuple[float, tuple[int, ...]]] = [(0.0, ())]
-        found = []
+        drafts = []
         for _ in range(levels):
             grown = []
             for score, path in frontier:
@@ -198,8 +214,8 @@ class Reference:
                 ]
             grown.sort(key=lambda draft: -draft[0])
             frontier = grown[:branches]
-            found += grown
-        return [path for _, path in sorted(found, key=lambda draft: -draft[0])[:num_drafts]]
+            drafts += grown
+        return [path for _, path in sorted(drafts, key=lambda draft: -draft[0])[:num_drafts]]
 
 
 def of_a_model(directory: Path) -> Reference:
@@ -215,7 +231,11 @@ def of_a_model(directory: Path) -> Reference:
 
 
 def of_a_head(head: Eagle | Eagle3 | Head, directory: Path) -> Reference:
-    """directory: of its target, from which its features are, up to the token before the last known one."""
+    """Returns the reference of a head, whose features are the target's up to the token before the
+    last known one.
+
+    directory: of its target.
+    """
     model = hf_model(directory)
 
     @functools.cache
@@ -229,7 +249,9 @@ def of_a_head(head: Eagle | Eagle3 | Head, directory: Path) -> Reference:
 
     @functools.cache
     def run(known: tuple[int, ...], path: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
-        """Features up to the last token, its own where the target has not been, and log probabilities of what is behind."""
+        """Returns features up to the last token, its own where the target has not been, and log
+        probabilities of the next token.
+        """
         before = features(known) if not path else run(known, path[:-1])[0]
         outputs, logits = head(np.array([*known[1:], *path]), before)
         logprobs = torch.log_softmax(torch.tensor(logits[-1]), -1).numpy()
@@ -239,7 +261,7 @@ def of_a_head(head: Eagle | Eagle3 | Head, directory: Path) -> Reference:
 
 
 def hf_model(directory: Path) -> Any:
-    """In float64, for which experts have no other implementation."""
+    """Loads a model in float64, for which experts have no other implementation."""
     return transformers.AutoModelForCausalLM.from_pretrained(
         directory, dtype=torch.float64, experts_implementation="eager"
     ).eval()
@@ -281,7 +303,7 @@ SAMPLED = SamplingParams(
 
 @pytest.fixture(scope="module")
 def plain_texts(root):
-    """What targets say without drafts; several cases have the same one."""
+    """Returns what targets say without drafts; several cases have the same one."""
 
     @functools.cache
     def texts(target: Path) -> list[Any]:
@@ -297,7 +319,9 @@ def plain(root, case, plain_texts):
 
 
 def test_it_drafts_what_the_reference_does(tight, reference):
-    """Behind prompts of several chunks, wrong drafts, and tokens that were computed once more."""
+    """Drafts follow prompts of several chunks, wrong drafts, and tokens that were computed once
+    more.
+    """
     drafts = record(tight)
     before = tight.stats()
     tight._engine.reset_prefix_cache()
@@ -313,27 +337,30 @@ def test_it_drafts_what_the_reference_does(tight, reference):
 
 def test_no_draft_changes_a_text(tight, plain):
     num_compiled = tight.stats()["compile_total"]
-    for params, wanted in plain:
-        assert outputs(tight, params) == wanted
+    for params, expected in plain:
+        assert outputs(tight, params) == expected
     assert tight.stats()["compile_total"] == num_compiled
     invariants(tight)
 
 
 def test_found_prefixes_and_samples_of_one_prompt_are_drafted_for(tight, reference):
-    """A head's numbers for a token follow from the token behind it, so that a block is found only before the same token."""
+    """A head's numbers for a token follow from the next token, so that a block is found only before
+    the same token.
+    """
     drafts = record(tight)
     params = SamplingParams(temperature=1e-6, n=2, seed=1, max_tokens=8, ignore_eos=True)
-    found = tight.stats()["prefix_cache_hits_total"]
+    num_hits = tight.stats()["prefix_cache_hits_total"]
     for prompt in ([*range(1, 21)], [*range(1, 21), 7]):
         tight.generate([{"prompt_token_ids": prompt}], params)
-    assert tight.stats()["prefix_cache_hits_total"] > found
+    assert tight.stats()["prefix_cache_hits_total"] > num_hits
     assert_as_the_reference(tight, drafts, reference)
 
 
-def simulated(
+def simulate(
     reference: Reference, prompt: list[int], text: list[int], maximum: int, gap: int | None = None
 ) -> tuple[int, int]:
-    """How many drafts of a request are verified and how many accepted: chains behind each token but those that are drafts themselves.
+    """Returns how many drafts of a request are verified and how many accepted: chains after each
+    token but those that are drafts themselves.
 
     gap: the number of known tokens of one more step, without drafts.
     """
@@ -351,8 +378,10 @@ def simulated(
 
 
 def test_counts_are_those_of_a_simulation(tight, case, reference):
-    """A head whose rows are missing drafts badly and changes no text, so that counts alone show it: alone, behind a prefix that ends
-    before another token, in a batch, and recomputed."""
+    """A head whose rows are missing drafts badly and changes no text, so that counts alone show it.
+
+    Requests run alone, after a prefix that ends before another token, in a batch, and recomputed.
+    """
     if case.method != "mtp" or case.tree:
         pytest.skip("chains alone are simulated, of a head whose drafts are right now and then")
     requested = [[*range(1, 22)], [*range(1, 21), 50]]
@@ -360,17 +389,17 @@ def test_counts_are_those_of_a_simulation(tight, case, reference):
     tight.reset_prefix_cache()
     alone = [tight.generate([prompt], GREEDY, use_tqdm=False)[0] for prompt in requested]
     texts = [output.outputs[0].token_ids for output in alone]
-    wanted = [
-        simulated(reference, prompt, text, case.num_drafts)
+    expected = [
+        simulate(reference, prompt, text, case.num_drafts)
         for prompt, text in zip(requested, texts, strict=True)
     ]
-    assert [counts(output) for output in alone] == wanted
-    assert sum(accepted for _, accepted in wanted) >= 4
-    found = [output.metrics.num_cached_tokens for output in alone]
-    assert found == [0, 16]  # of blocks of 4 the fifth is before another token
+    assert [counts(output) for output in alone] == expected
+    assert sum(accepted for _, accepted in expected) >= 4
+    num_cached = [output.metrics.num_cached_tokens for output in alone]
+    assert num_cached == [0, 16]  # of blocks of 4 the fifth is before another token
     assert [
         counts(output) for output in tight.generate(requested, GREEDY, use_tqdm=False)
-    ] == wanted
+    ] == expected
     engine = tight._engine
     reporters = [
         engine.add(str(name), engine.prepare(None, prompt, GREEDY))
@@ -384,7 +413,7 @@ def test_counts_are_those_of_a_simulation(tight, case, reference):
         assert output.outputs[0].token_ids == text
         gaps = [None, *range(len(prompt) + 1, len(prompt) + len(text))]
         assert counts(output) in [
-            simulated(reference, prompt, text, case.num_drafts, gap) for gap in gaps
+            simulate(reference, prompt, text, case.num_drafts, gap) for gap in gaps
         ]
     assert_as_the_reference(tight, drafts, reference)
 
@@ -394,7 +423,7 @@ def counts(output: RequestOutput) -> tuple[int, int]:
 
 
 def _without_next_token(inputs: Any, *arguments: Any) -> Any:
-    """A chunk's last row takes no token of the prompt."""
+    """Takes no token of the prompt for a chunk's last row."""
     return _next_tokens(inputs._replace(next_token_B=0 * inputs.next_token_B), *arguments)
 
 
@@ -421,7 +450,7 @@ def test_a_mistake_in_the_rows_of_a_head_is_seen(mistake, root, monkeypatch):
 @pytest.mark.sweep
 @pytest.mark.parametrize("mistake", ["_fork_last_blocks", "_inherit"])
 def test_a_planted_mistake_is_seen(mistake, root, monkeypatch):
-    """Pages as they were: scratch does not hold what stands before the drafts."""
+    """Pages stay as they were: scratch does not hold what stands before the drafts."""
     unmoved: dict[str, Any] = {
         "_fork_last_blocks": lambda pages, *_: pages,
         "_inherit": lambda tree, *_: tree.pages,
@@ -435,7 +464,7 @@ def test_a_planted_mistake_is_seen(mistake, root, monkeypatch):
 
 
 def test_a_model_that_drafts_for_itself_is_always_right(tight, case, plain, monkeypatch):
-    """At any temperature. To executables parameters are arguments."""
+    """It is right at any temperature. To executables parameters are arguments."""
     if case.drafter != "alike":
         pytest.skip("its shapes are not the target's")
     runner = tight._engine.runner
@@ -444,8 +473,8 @@ def test_a_model_that_drafts_for_itself_is_always_right(tight, case, plain, monk
     tight.reset_prefix_cache()
     right, drafts = "spec_decode_num_accepted_tokens_total", "spec_decode_num_draft_tokens_total"
     before = tight.stats()
-    for params, wanted in plain:
-        assert outputs(tight, params) == wanted
+    for params, expected in plain:
+        assert outputs(tight, params) == expected
     after = tight.stats()
     assert after[right] - before[right] == after[drafts] - before[drafts] > 0
     tight.reset_prefix_cache()
@@ -469,7 +498,7 @@ def test_a_step_in_which_the_drafter_is_off_is_that_of_the_target_alone(root, mo
 
 
 def instructions(step: Any) -> list[str]:
-    """Of a compiled step, without the places in the source that they are of."""
+    """Returns the instructions of a compiled step, without their places in the source."""
     lines = [line for line in step.executable.as_text().splitlines() if " = " in line]
     return [re.sub(r", metadata=\{.*\}", "", line) for line in lines]
 
@@ -477,7 +506,9 @@ def instructions(step: Any) -> list[str]:
 @pytest.mark.sweep
 @pytest.mark.parametrize("number", [3, "auto"])
 def test_a_recurrent_model_takes_typical_acceptance_and_auto(root, number):
-    """The log probabilities of a lossy text are those of transformers for that text, in float64: no wrong draft left a state."""
+    """The log probabilities of a lossy text are those of transformers for that text, in float64: no
+    wrong draft left a state.
+    """
     case = CASES[4]
     settings = {
         "method": "auto",
@@ -488,24 +519,24 @@ def test_a_recurrent_model_takes_typical_acceptance_and_auto(root, number):
     model = hf_model(case.target(root))
     params = SamplingParams(temperature=1.0, seed=2, max_tokens=24, logprobs=0, ignore_eos=True)
     with make_llm(case.target(root), speculative_config=settings) as llm:
-        found = llm.generate(prompts()[::2], params, use_tqdm=False)
+        outputs = llm.generate(prompts()[::2], params, use_tqdm=False)
         invariants(llm)
         (greedy,) = llm.generate([prompts()[0]], GREEDY, use_tqdm=False)
-    for prompt, output in zip(prompts()[::2], found, strict=True):
+    for prompt, output in zip(prompts()[::2], outputs, strict=True):
         text = output.outputs[0]
         with torch.no_grad():
             logits = model(torch.tensor([[*prompt, *text.token_ids]])).logits[0, len(prompt) - 1 :]
-        wanted = torch.log_softmax(logits, -1).numpy()
+        expected = torch.log_softmax(logits, -1).numpy()
         ours = [
             entry[token].logprob for entry, token in zip(text.logprobs, text.token_ids, strict=True)
         ]
         np.testing.assert_allclose(
-            ours, wanted[np.arange(24), text.token_ids], rtol=1e-3, atol=1e-3
+            ours, expected[np.arange(24), text.token_ids], rtol=1e-3, atol=1e-3
         )
     with torch.no_grad():
         whole = torch.tensor([[*prompts()[0], *greedy.outputs[0].token_ids]])
         likeliest = model(whole).logits[0, len(prompts()[0]) - 1 : -1].argmax(-1)
     assert greedy.outputs[0].token_ids == likeliest.tolist()
     if number == 3:
-        drafted, accepted = np.sum([counts(output) for output in (*found, greedy)], axis=0)
+        drafted, accepted = np.sum([counts(output) for output in (*outputs, greedy)], axis=0)
         assert 0 < accepted < drafted

@@ -1,10 +1,12 @@
-"""Drafters with weights: EAGLE heads from files of every published format against torch in float64, draft models, refusals."""
+"""Drafters with weights: EAGLE heads from files of every published format against torch in float64,
+draft models, refusals.
+"""
 
 from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -59,7 +61,7 @@ def target(tmp_path_factory):
     return Target(files, random_tensors(TARGET), parameters, states, output[0].numpy())
 
 
-def opened(directory: Path, method: Any, target: Target) -> ModelDrafterFiles:
+def open_head(directory: Path, method: Any, target: Target) -> ModelDrafterFiles:
     drafter = open_drafter(SpeculativeConfig(method=method, model=str(directory)), target.files)
     assert isinstance(drafter, ModelDrafterFiles)
     return drafter
@@ -67,14 +69,14 @@ def opened(directory: Path, method: Any, target: Target) -> ModelDrafterFiles:
 
 def refusal(directory: Path, method: str, target: Target) -> str:
     with pytest.raises(CheckpointError) as caught:
-        opened(directory, method, target)
+        open_head(directory, method, target)
     return str(caught.value)
 
 
 def growing(
     layer: int, q_TNH: Any, k_TKH: Any, v_TKH: Any, pages: Any, options: AttentionOptions, /
 ) -> tuple[jax.Array, Any]:
-    """`Attend` over keys and values that are kept in a row: pages are those before, None at first."""
+    """Returns an `Attend` over keys and values in a row: pages are those before, None at first."""
     v_TKH = k_TKH[..., : options.value_width] if v_TKH is None else v_TKH
     k_CKH, v_CKH = (
         (k_TKH, v_TKH)
@@ -91,7 +93,7 @@ def growing(
 
 
 def both(drafter: ModelDrafterFiles, target: Target, dtype: str = "float32") -> Any:
-    """The parameters of a step."""
+    """Returns the parameters of a step."""
     return {
         "target": target.parameters,
         "drafter": drafter.load(dtype, jnp.asarray, progress=False),
@@ -99,7 +101,9 @@ def both(drafter: ModelDrafterFiles, target: Target, dtype: str = "float32") -> 
 
 
 class Run(NamedTuple):
-    """What a drafter makes of a sequence, and then of one place more whose feature is its own output."""
+    """Holds what a drafter makes of a sequence, and then of one place more whose feature is its own
+    output.
+    """
 
     features: np.ndarray
     outputs: np.ndarray  # LENGTH places and one
@@ -125,8 +129,8 @@ def run(drafter: ModelDrafterFiles, target: Target) -> Run:
         output, pages = model(token_ids, feature, pages, ForwardContext(positions, growing))
         return feature, output, model.logits(output), pages
 
-    behind = 0 if drafter.aux_layers is None else 1  # which token stands at a place
-    first, last = TOKENS[behind:LENGTH], TOKENS[LENGTH : LENGTH + 1]
+    first_place = 0 if drafter.aux_layers is None else 1  # which token stands at a place
+    first, last = TOKENS[first_place:LENGTH], TOKENS[LENGTH : LENGTH + 1]
     states = [state[: len(first)] for state in states]
     features, outputs, logits, pages = forward(parameters, first, states, 0, none, fuse=True)
     *_, output, next_logits, _ = forward(
@@ -136,8 +140,8 @@ def run(drafter: ModelDrafterFiles, target: Target) -> Run:
     return Run(features, np.concatenate([outputs, output]), np.concatenate([logits, next_logits]))
 
 
-def expected(head: Any, features: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The same of the oracle, over the whole sequence and then over the whole once more."""
+def run_oracle(head: Any, features: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the same of the oracle, over the whole sequence and then over the whole once more."""
     outputs, _ = head(TOKENS[1:LENGTH], features)
     return head(TOKENS[1 : LENGTH + 1], np.concatenate([features, outputs[-1:]]))
 
@@ -160,30 +164,35 @@ NESTED = {
 
 
 def check_eagle(directory: Path, head: Eagle, target: Target) -> ModelDrafterFiles:
-    drafter = opened(directory, "eagle", target)
+    drafter = open_head(directory, "eagle", target)
     assert drafter.aux_layers == () and drafter.kv.num_layers == head.config.num_hidden_layers
-    found = run(drafter, target)
-    np.testing.assert_array_equal(found.features, target.output[: LENGTH - 1])
-    outputs, logits = expected(head, target.output[: LENGTH - 1].astype(np.float64))
-    assert_same(found.outputs, outputs)
-    assert_same(found.logits, logits)
+    result = run(drafter, target)
+    np.testing.assert_array_equal(result.features, target.output[: LENGTH - 1])
+    outputs, logits = run_oracle(head, target.output[: LENGTH - 1].astype(np.float64))
+    assert_same(result.outputs, outputs)
+    assert_same(result.logits, logits)
     return drafter
 
 
 @pytest.mark.parametrize(("fc_bias", "has_tables"), [(True, False), (False, True)])
 def test_eagle_as_its_authors_publish_it(tmp_path, target, fc_bias, has_tables):
-    """The tables are the target's, which are not held twice, also where the head's file has copies of them."""
+    """The tables are the target's, which are not held twice, also where the head's file has copies
+    of them.
+    """
     head = Eagle(fc_bias=fc_bias)
     head.take(target.tensors, "tokens", "head")
     tensors, tables = head.tensors(), ("lm_head.weight", "embed_tokens.weight")
     directory = write(tmp_path, AUTHORS, tensors, without=() if has_tables else tables)
     drafter = check_eagle(directory, head, target)
-    own = sum(tensor.size for name, tensor in tensors.items() if name not in tables)
-    assert drafter.num_bytes("float32") == 4 * own and drafter.num_bytes("bfloat16") == 2 * own
+    num_stored = sum(tensor.size for name, tensor in tensors.items() if name not in tables)
+    assert (
+        drafter.num_bytes("float32") == 4 * num_stored
+        and drafter.num_bytes("bfloat16") == 2 * num_stored
+    )
 
 
 def test_eagle_as_vllm_has_it(tmp_path, target):
-    """With a config in the config, a prefix, two layers and tables of its own."""
+    """There is a config in the config, a prefix, two layers and tables of its own."""
     head = Eagle(num_hidden_layers=2)
     tensors = head.tensors()
     prefixed = {
@@ -200,13 +209,15 @@ def test_eagle_with_biases_and_a_vocabulary_of_its_own(tmp_path, target):
     head.table.weight = torch.nn.Parameter(head.table.weight[torch.tensor(known)])
     tensors = {**head.tensors(), "token_map": known}
     config = {**NESTED, "num_hidden_layers": 1, "truncated_vocab_size": 50}
-    found = run(opened(write(tmp_path, config, tensors), "eagle", target), target)
-    _, logits = expected(head, target.output[: LENGTH - 1].astype(np.float64))
-    check_spread(found.logits, logits, known)
+    result = run(open_head(write(tmp_path, config, tensors), "eagle", target), target)
+    _, logits = run_oracle(head, target.output[: LENGTH - 1].astype(np.float64))
+    check_spread(result.logits, logits, known)
 
 
 def check_spread(ours: np.ndarray, theirs: np.ndarray, known: np.ndarray) -> None:
-    """Logits over the head's tokens stand where those tokens are in the target's vocabulary."""
+    """Checks that logits over the head's tokens stand where those tokens are in the target's
+    vocabulary.
+    """
     assert_same(ours[:, known], theirs)
     assert np.isneginf(np.delete(ours, known, axis=1)).all()
 
@@ -246,19 +257,19 @@ def check_eagle3(
     aux_layers: Sequence[int] = DEFAULT_LAYERS,
     known: np.ndarray = KNOWN,
 ) -> None:
-    drafter = opened(directory, "eagle3", target)
+    drafter = open_head(directory, "eagle3", target)
     assert (
         drafter.aux_layers == tuple(aux_layers)
         and drafter.kv.num_layers == head.config.num_hidden_layers
     )
-    found = run(drafter, target)
+    result = run(drafter, target)
     features = head.fuse(
         [target.states[layer][: LENGTH - 1].astype(np.float64) for layer in aux_layers]
     )
-    outputs, logits = expected(head, features)
-    assert_same(found.features, features)
-    assert_same(found.outputs, outputs)
-    check_spread(found.logits, logits, known)
+    outputs, logits = run_oracle(head, features)
+    assert_same(result.features, features)
+    assert_same(result.outputs, outputs)
+    check_spread(result.logits, logits, known)
 
 
 def test_eagle3_as_its_authors_publish_it(tmp_path, target):
@@ -280,7 +291,9 @@ def test_eagle3_of_speculators(tmp_path, target, norm_before_residual):
 
 
 def test_eagle3_with_all_its_norms_of_speculators(tmp_path, target):
-    """Two layers of Qwen3's kind, with norms of heads, one with a window; four states; all tokens, in another order than the model's."""
+    """Two layers of Qwen3's kind, with norms of heads, one with a window; four states; all tokens,
+    in another order than the model's.
+    """
     norms = {
         "norm_before_residual": True,
         "norm_before_fc": True,
@@ -336,16 +349,22 @@ def test_eagle3_with_all_its_norms_of_speculators(tmp_path, target):
     ],
 )
 def test_where_layer_ids_stand_says_what_they_count(tmp_path, target, ids, aux_layers):
-    """At the top level layers that are entered, in `eagle_config` layers that are left; the former outrank the latter."""
+    """They count layers that are entered at the top level, and layers that are left in
+    `eagle_config`; the former outrank the latter.
+    """
     tensors = {**Eagle3(rows=len(KNOWN)).tensors(), **D2T}
     assert (
-        opened(write(tmp_path, {**EAGLE3, **ids}, tensors), "eagle3", target).aux_layers
+        open_head(write(tmp_path, {**EAGLE3, **ids}, tensors), "eagle3", target).aux_layers
         == aux_layers
     )
 
 
 def test_eagle3_narrower_than_its_target_that_takes_the_states_of_its_last_layer(tmp_path, target):
-    """SpecForge's form. The state that leaves the last layer is no state of the oracle's, so here it is one like any other."""
+    """SpecForge's form.
+
+    The state that leaves the last layer is no state of the oracle's, so here it is one like any
+    other.
+    """
     head = Eagle3(target_width=WIDTH, rows=VOCAB, hidden_size=32)
     config = {**EAGLE3, "hidden_size": 32, "target_hidden_size": WIDTH, "draft_vocab_size": VOCAB}
     config["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": [6, -1, 2]}
@@ -365,11 +384,13 @@ def test_eagle3_without_a_head_takes_the_target_s(tmp_path, target):
 
 
 def test_a_head_on_what_the_target_itself_computes(tmp_path, target):
-    """The whole chain in one jitted function: the model with auxiliary hidden states, features, the head with the model's tables."""
+    """The whole chain in one jitted function: the model with auxiliary hidden states, features, the
+    head with the model's tables.
+    """
     head = Eagle3(rows=len(KNOWN))
     head.take(target.tensors, "tokens")
     directory = write(tmp_path, EAGLE3, {**head.tensors(), **D2T}, without=("embed_tokens.weight",))
-    drafter, files = opened(directory, "eagle3", target), target.files
+    drafter, files = open_head(directory, "eagle3", target), target.files
     parameters = both(drafter, target)
     assert parameters["drafter"]["tokens"] is None
     graph, _ = abstract_model(files.family, files.spec, "float32")
@@ -394,7 +415,7 @@ def test_a_head_on_what_the_target_itself_computes(tmp_path, target):
 def test_a_head_in_half_precision(tmp_path, target):
     """Its weights are kept so; logits are in float32, and token ids are what they are."""
     head = Eagle3(rows=len(KNOWN))
-    drafter = opened(write(tmp_path, EAGLE3, {**head.tensors(), **D2T}), "eagle3", target)
+    drafter = open_head(write(tmp_path, EAGLE3, {**head.tensors(), **D2T}), "eagle3", target)
     parameters = both(drafter, target, "bfloat16")
     graph, states = (
         abstract(drafter.divide("bfloat16"))[0],
@@ -430,12 +451,12 @@ def change(**fields: Any) -> Callable[[dict[str, Any], dict[str, np.ndarray]], N
 def store(
     name: str, tensor: np.ndarray | None
 ) -> Callable[[dict[str, Any], dict[str, np.ndarray]], None]:
-    def changed(config: dict[str, Any], tensors: dict[str, np.ndarray]) -> None:
+    def change_field(config: dict[str, Any], tensors: dict[str, np.ndarray]) -> None:
         tensors.pop(name, None)
         if tensor is not None:
             tensors[name] = tensor
 
-    return changed
+    return change_field
 
 
 IDS = "eagle_aux_hidden_state_layer_ids"
@@ -514,7 +535,7 @@ def head_tensors() -> dict[str, np.ndarray]:
 def test_a_head_that_does_not_fit_is_refused_with_the_numbers(tmp_path, target, name):
     wrong, words = WRONG[name]
     config, tensors = dict(EAGLE3), dict(head_tensors())
-    opened(write(tmp_path / "right", config, tensors), "eagle3", target)
+    open_head(write(tmp_path / "right", config, tensors), "eagle3", target)
     wrong(config, tensors)
     message = refusal(write(tmp_path / "wrong", config, tensors), "eagle3", target)
     assert all(word in message for word in words), message
@@ -545,7 +566,9 @@ def test_a_head_of_the_other_method_is_told_so(tmp_path, target):
 
 
 def test_a_table_that_only_the_target_has_must_fit(tmp_path, target):
-    """A narrower head cannot do with the target's embedding, nor a head with a vocabulary of its own with the target's."""
+    """A narrower head cannot do with the target's embedding, nor a head with a vocabulary of its
+    own with the target's.
+    """
     narrow = Eagle3(target_width=WIDTH, rows=len(KNOWN), hidden_size=32)
     config = {**EAGLE3, "hidden_size": 32, "target_hidden_size": WIDTH}
     directory = write(
@@ -587,26 +610,26 @@ def test_pickles_are_refused_unopened(tmp_path, target):
 )
 def test_a_draft_model_has_the_logits_of_transformers(tmp_path, target, name):
     model = save_model(name, tmp_path)
-    drafter = opened(tmp_path, "draft_model", target)
+    drafter = open_head(tmp_path, "draft_model", target)
     assert drafter.aux_layers is None and drafter.kv == open_model(tmp_path).spec.kv
     assert drafter.num_bytes("float32") == 4 * sum(
         parameter.numel() for parameter in model.parameters()
     )
-    found = run(drafter, target)
-    assert found.features is None
+    result = run(drafter, target)
+    assert result.features is None
     with torch.no_grad():
-        assert_same(found.logits, model(torch.tensor(TOKENS)[None]).logits[0].numpy())
+        assert_same(result.logits, model(torch.tensor(TOKENS)[None]).logits[0].numpy())
 
 
 @pytest.mark.parametrize("vocab_size", [VOCAB - 20, VOCAB + 20])
 def test_tables_of_one_vocabulary_may_be_padded_differently(tmp_path, target, vocab_size):
-    """Known by the tokenizers, of which the one with the longer table may name some of the padding."""
+    """The tokenizers tell it; the one with the longer table may name some of the padding."""
     model = save_model("llama-grouped", tmp_path / "draft", vocab_size=vocab_size)
     message = refusal(tmp_path / "draft", "draft_model", target)  # the target has no tokenizer
     assert f"has {vocab_size} tokens, and the model has {VOCAB}" in message
     save_model("llama-grouped", tmp_path / "target")
     padded = target._replace(files=open_model(tmp_path / "target"))
-    drafter = opened(tmp_path / "draft", "draft_model", padded)
+    drafter = open_head(tmp_path / "draft", "draft_model", padded)
     tokens = TOKENS % min(vocab_size, VOCAB)
     graph, none = abstract(drafter.divide("float32"))[0], (None,) * drafter.kv.num_layers
 

@@ -1,5 +1,7 @@
-"""Lookahead decoding: window and n-grams against the published algorithm, written out column by column for models that are functions of
-the text; that nothing hurts it; and how many drafts are asked for."""
+"""Lookahead decoding: window and n-grams against the published algorithm, written out column by
+column for models that are functions of the text; that nothing hurts it; and how many drafts are
+asked for.
+"""
 
 from __future__ import annotations
 
@@ -32,12 +34,14 @@ from tests.support.fake_device import make_group
 from tests.support.random_checkpoints import random_checkpoint
 from tests.support.simulated_speculation import Guesses, ShapedDevice, SpeculativeLoop
 
-Model = Callable[[Sequence[int]], int]  # the token behind a text
+Model = Callable[[Sequence[int]], int]  # the token after a text
 VOCAB = 1 << 20
 
 
 def of_the_last(order: int, vocab_size: int) -> Model:
-    """Returns a model that reads the last tokens only: its text soon goes in circles, and is learnt."""
+    """Returns a model that reads the last tokens only: its text soon goes in circles, and is
+    learnt.
+    """
     return lambda text: zlib.crc32(bytes(str(text[-order:]), "ascii")) % vocab_size
 
 
@@ -46,7 +50,7 @@ def of_the_place(text: Sequence[int]) -> int:
     return zlib.crc32(bytes(str(len(text)), "ascii")) % VOCAB
 
 
-def coupled(text: Sequence[int]) -> int:
+def couple(text: Sequence[int]) -> int:
     """Draws as a model at a high temperature: half of the tokens depend on the position alone."""
     return (
         of_the_place(text)
@@ -59,7 +63,7 @@ MODELS: dict[str, Model] = {
     "one token back": of_the_last(1, 30),
     "three tokens back": of_the_last(3, 5),
     "by place": of_the_place,
-    "coupled": coupled,
+    "coupled": couple,
 }
 
 
@@ -70,8 +74,10 @@ def draws_of(model: Model, text: list[int], draft: Draft) -> list[int]:
     ]
 
 
-def gained(draft: Draft, drawn: list[int]) -> list[int]:
-    """Returns the tokens that verification gives: the draws, up to the first that no draft foresaw."""
+def gained_tokens(draft: Draft, drawn: list[int]) -> list[int]:
+    """Returns the tokens that verification gives: the draws, up to the first that no draft
+    foresaw.
+    """
     tokens, place = [drawn[0]], -1
     children = {
         key: index for index, key in enumerate(zip(draft.parents, draft.token_ids, strict=True))
@@ -155,7 +161,7 @@ def step(
     draft = proposer.propose(group.request, sequence, num_drafts)
     assert draft is not None and draft == draft.sound(VOCAB, num_drafts)
     drawn = draws_of(model, sequence.token_ids, draft)
-    tokens = gained(draft, drawn)
+    tokens = gained_tokens(draft, drawn)
     proposer.learn_draws(sequence.sequence_id, len(sequence.token_ids), draft, drawn)
     sequence.token_ids += tokens
     return draft, len(tokens)
@@ -216,7 +222,10 @@ def test_a_planted_mistake_is_seen(name, mistake, monkeypatch):
 
 
 def test_what_is_by_place_alone_is_right_at_once():
-    """A guess is right when it was drawn, so that behind k steps k rows of the window are. Columns that begin anew take their time."""
+    """A guess is right when it was drawn, so that after k steps k rows of the window are.
+
+    Columns that begin anew take their time.
+    """
     sizes = Lookahead(7, 5, 7)
     proposer, group = LookaheadProposer(sizes), make_group("a", 0, [3, 1, 4], max_tokens=999)
     gains = [step(proposer, group, of_the_place, sizes.num_drafts)[1] for _ in range(40)]
@@ -225,7 +234,9 @@ def test_what_is_by_place_alone_is_right_at_once():
 
 
 def test_n_grams_are_learnt_ahead_of_the_text():
-    """A walk through 300 tokens that never meets one again: nothing of the text helps, but columns that began elsewhere have been there."""
+    """A walk through 300 tokens that never meets one again: nothing of the text helps, but columns
+    that began elsewhere have been there.
+    """
     order = np.random.default_rng(0).permutation(300).tolist()
     follows = dict(itertools.pairwise([*order, order[0]]))
     prompt = [*order[40::20], order[0]]
@@ -236,7 +247,7 @@ def test_n_grams_are_learnt_ahead_of_the_text():
     gains = [step(proposer, group, lambda text: follows[text[-1]], 63)[1] for _ in range(60)]
     assert group.sequences[0].output_token_ids == order[1 : 1 + sum(gains)]
     assert gains[:9] == [1] * 9 and 1.3 * len(gains) < sum(gains) < len(order)
-    assert max(gains) == 5, "all of an n-gram, and what was drawn behind it"
+    assert max(gains) == 5, "all of an n-gram, and what was drawn after it"
 
 
 # --- what an engine may do to it
@@ -245,8 +256,9 @@ def test_n_grams_are_learnt_ahead_of_the_text():
 @given(st.data(), SIZES, st.sampled_from(sorted(MODELS)))
 @settings(max_examples=60, deadline=None)
 def test_whatever_is_left_of_a_draft_the_window_goes_on(data, sizes, name):
-    """Three samples of a request and one of another; drafts that are cut, thinned out by a grammar, not made or not heard of, draws that
-    are none, steps without drafts, and requests that end."""
+    """Three samples of a request and one of another; drafts that are cut, thinned out by a grammar,
+    not made or not heard of, draws that are none, steps without drafts, and requests that end.
+    """
     proposer, model = LookaheadProposer(sizes), MODELS[name]
     groups = [
         make_group("a", 0, [1, 2, 3], max_tokens=999, n=3),
@@ -271,9 +283,9 @@ def test_whatever_is_left_of_a_draft_the_window_goes_on(data, sizes, name):
         assert len(set(zip(draft.token_ids, draft.parents, strict=True))) == len(draft.token_ids), (
             "equal children"
         )
-        draft = thinned(draft, [data.draw(st.integers(0, 9)) > 0 for _ in draft.token_ids])
+        draft = thin_out(draft, [data.draw(st.integers(0, 9)) > 0 for _ in draft.token_ids])
         drawn = draws_of(model, text, draft)
-        tokens = gained(draft, drawn)
+        tokens = gained_tokens(draft, drawn)
         gone = data.draw(st.sets(st.integers(0, len(drawn) - 1), max_size=3))
         heard = [
             (NOT_FINITE, NOTHING_ALLOWED)[place % 2] if place in gone else each
@@ -293,7 +305,7 @@ def test_whatever_is_left_of_a_draft_the_window_goes_on(data, sizes, name):
     assert not proposer._drafted and not proposer._pools
 
 
-def thinned(draft: Draft, stays: list[bool]) -> Draft:
+def thin_out(draft: Draft, stays: list[bool]) -> Draft:
     places = {-1: -1}
     tokens, parents = [], []
     for place, (token_id, parent) in enumerate(zip(draft.token_ids, draft.parents, strict=True)):
@@ -310,18 +322,18 @@ def test_n_grams_come_first_in_a_draft_and_the_window_by_columns():
         make_group("a", 0, [5, 6, 7, 5, 8, 9, 5], max_tokens=99),
     )
 
-    def drafted(num_drafts: int) -> list[tuple[int, ...]]:
-        draft = proposer.propose(group.request, group.sequences[0], num_drafts)
-        assert draft is not None
-        return [draft.path(place) for place in range(len(draft.token_ids))]
+    def draft(num_drafts: int) -> list[tuple[int, ...]]:
+        proposal = proposer.propose(group.request, group.sequences[0], num_drafts)
+        assert proposal is not None
+        return [proposal.path(place) for place in range(len(proposal.token_ids))]
 
     ngrams = [(8,), (8, 9), (6,), (6, 7)]  # the latest first
-    assert drafted(9) == [*ngrams, (5,), (5, 6)]
-    assert drafted(3) == ngrams[:3]
+    assert draft(9) == [*ngrams, (5,), (5, 6)]
+    assert draft(3) == ngrams[:3]
     proposer.learn_draws(0, 7, Draft((5,), (-1,)), [8, 1])
     window = proposer._drafted[0].window
     assert window.rows == [[5, 6, 5], [1, 7, 8]], (
-        "the first column is gone, and behind the third nothing was drawn"
+        "the first column is gone, and after the third nothing was drawn"
     )
 
 
@@ -387,13 +399,13 @@ def test_draws_are_told_by_row_and_by_draft(caplog):
         speculator.observe(StepReport(NO_DRAFTS, StepPlan(1, rows, ()), result, [], []))
 
     observe(*rows)
-    told = [
+    messages = [
         (5, 10, Draft((2, 3), (-1, -1)), [11, 12, NOT_FINITE]),
         (6, 2, Draft((5,), (-1,)), [14, 15]),
     ]
-    assert proposer.heard == told
+    assert proposer.heard == messages
     observe(rows[0])
-    assert proposer.heard == told, "of a step without drafts there is nothing to tell"
+    assert proposer.heard == messages, "of a step without drafts there is nothing to tell"
     for _ in range(2):
         observe(*rows)
     assert len(proposer.heard) == 3 and "the proposer failed" in caplog.text
@@ -450,7 +462,7 @@ def test_it_is_refused_for_models_with_windows(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("given", "sizes"),
+    ("setting", "sizes"),
     [
         ({}, (17, 4, 4)),
         ({"num_speculative_tokens": 31}, (8, 4, 2)),
@@ -462,8 +474,8 @@ def test_it_is_refused_for_models_with_windows(tmp_path):
         ({"lookahead_guesses": 7}, (14, 4, 7)),
     ],
 )
-def test_sizes_fill_the_drafts_that_there_are(given, sizes):
-    assert SpeculativeConfig(method="lookahead", **given).lookahead == sizes
+def test_sizes_fill_the_drafts_that_there_are(setting, sizes):
+    assert SpeculativeConfig(method="lookahead", **setting).lookahead == sizes
 
 
 def test_any_number_of_drafts_gives_sizes_that_fit():
@@ -486,8 +498,8 @@ def test_any_number_of_drafts_gives_sizes_that_fit():
 PARENTS = (-1, 0, 1, -1, 3, 4)  # of a draft that has found less than it was asked for
 
 
-def told(right: int, dear: float = 1.0) -> Controller:
-    """A controller of drafts that come in fifteens, of which so many were right."""
+def controller_that_saw(right: int, dear: float = 1.0) -> Controller:
+    """Returns a controller of drafts that come in fifteens, of which so many were right."""
     controller = Controller(LIMITS, unit=15)
     for shape in ((2, 2), (4, 4), (2, 32), (4, 64)):
         controller.costs.at_start(shape, 1.0 + dear * (shape[1] > shape[0]))
@@ -498,20 +510,25 @@ def told(right: int, dear: float = 1.0) -> Controller:
 
 
 def test_all_drafts_or_none():
-    """By how many of them are right: no node of a window ever seems worth it, and without them there is nothing to draft."""
+    """It depends on how many of them are right: no node of a window ever seems worth it, and
+    without them there is nothing to draft.
+    """
     draft = Draft((5,) * 6, PARENTS)
-    worth = told(right=3)
+    worth = controller_that_saw(right=3)
     requested = [worth.ask(3, [1, 2, 3]) for _ in range(2)]
     assert {} in requested and {1: 15, 2: 15, 3: 15} in requested, "one of them is a probe"
     assert worth.cut(3, {1: draft, 3: draft}) == {1: 15, 3: 15}
-    for controller in (told(right=0), told(right=3, dear=5.0)):
+    for controller in (controller_that_saw(right=0), controller_that_saw(right=3, dear=5.0)):
         assert {} in [controller.ask(3, [1, 2, 3]) for _ in range(2)] and not controller.is_on
 
 
 @pytest.mark.parametrize("rate", [0.0, 0.3, 0.9])
 def test_it_does_not_lose(rate):
-    """On a simulated device on which such a step costs four times as much: beside none, and beside always. A look at what is that dear has
-    to be saved up for, some hundred steps."""
+    """The simulated device needs four times as long for such a step: it is compared with drafting
+    never, and always.
+
+    A look at drafts that are that dear has to be saved up for, some hundred steps.
+    """
     device = ShapedDevice(fixed=1e-3, weights=7e-3, token=2e-3)
 
     def loop(num_drafts: int) -> SpeculativeLoop:

@@ -1,4 +1,6 @@
-"""Masks behind drafts are those of a sequence whose tokens the drafts are; and drafts that cannot be tokens are taken out."""
+"""Masks after drafts are those of a sequence whose tokens the drafts are; and drafts that cannot be
+tokens are taken out.
+"""
 
 from __future__ import annotations
 
@@ -63,7 +65,7 @@ def request(**changes: Any) -> Any:
 def one_by_one(
     new: Callable[[], Constraint], token_ids: tuple[int, ...]
 ) -> tuple[Constraint, bool]:
-    """The sequence whose tokens these are, and whether it is still going on behind them."""
+    """Returns the sequence whose tokens these are, and whether it still goes on after them."""
     constraint = new()
     for token_id in token_ids:
         ends = bool(constraint._ends_V[token_id // 32] >> np.uint32(token_id % 32) & 1)
@@ -89,7 +91,10 @@ STEPS = st.lists(st.tuples(st.integers(0, 5), st.lists(st.integers(0, 9), max_si
     few=st.booleans(),
 )
 def test_behind_drafts_as_behind_tokens(grammar_of, regex, steps, min_tokens, stop, few):
-    """Looks ahead along many paths, takes a token, looks again. Every mask is that of a sequence that never looked ahead."""
+    """Looks ahead along many paths, takes a token, looks again.
+
+    Every mask is that of a sequence that never looked ahead.
+    """
     grammar = grammar_of(regex)
     letters = [int(i) for i in ids_of(Constraint(grammar, request()).mask)]
     requested = request(
@@ -136,7 +141,7 @@ def test_behind_drafts_as_behind_tokens(grammar_of, regex, steps, min_tokens, st
 
 
 def test_looking_ahead_twice_costs_once(grammar_of, monkeypatch):
-    """And a token that was a draft costs nothing more."""
+    """A token that was a draft costs nothing more, either."""
     constraint, computed, real = Constraint(grammar_of(REGEXES[1]), request()), [], Grammar.admit
     monkeypatch.setattr(
         Grammar, "admit", lambda self, matcher: computed.append(1) or real(self, matcher)
@@ -155,7 +160,9 @@ def test_looking_ahead_twice_costs_once(grammar_of, monkeypatch):
     [(12, 1500, False, False), (30, 300, True, False), (30, 300, True, True)],
 )
 def test_what_drafts_find_does_not_count(size, limit, fails, mistaken, directory, monkeypatch):
-    """llguidance bounds the states that a grammar finds: a sequence comes to that bound where it would without wrong drafts."""
+    """llguidance bounds the states that a grammar finds: a sequence comes to that bound where it
+    would without wrong drafts.
+    """
     monkeypatch.setattr(rules, "MAX_LEXER_STATES", limit)
     letters = [load_tokenizer(directory)(letter)["input_ids"][0] for letter in "ab"]
     tokenizer = rules.tokenizer_of(load_tokenizer(directory).backend_tokenizer.to_str())
@@ -188,7 +195,7 @@ def test_what_drafts_find_does_not_count(size, limit, fails, mistaken, directory
         return ids_of(constraint.mask)
 
     plain = [outcome(seed, drafted=False) for seed in range(3)]
-    assert all(isinstance(one, tuple) for one in plain) == fails
+    assert all(isinstance(state, tuple) for state in plain) == fails
     assert ([outcome(seed, drafted=True) for seed in range(3)] == plain) != mistaken
 
 
@@ -196,7 +203,10 @@ def test_what_drafts_find_does_not_count(size, limit, fails, mistaken, directory
 
 
 def test_draws_behind_drafts_are_processed_as_behind_tokens():
-    """Penalties, min_tokens and bad words see the path to a draft as if it were known. The tree branches."""
+    """Penalties, min_tokens and bad words see the path to a draft as if it were known.
+
+    The tree branches.
+    """
     requested = Request(
         request_id="a",
         prompt=None,
@@ -256,26 +266,28 @@ TREES = st.integers(0, 9).flatmap(
 
 @given(tree=TREES, regex=st.none() | st.sampled_from(REGEXES))
 def test_what_stays_is_what_can_be(grammar_of, tree, regex):
-    """Of every path exactly the part that a sequence could take, each place once and in order."""
+    """Exactly the part of every path that a sequence could take stays, each place once and in
+    order.
+    """
     token_ids, parents = tree
     grammar = grammar_of(regex) if regex else None
     draft = Draft(tuple(token_ids), parents)
-    kept = filter_drafts({7: draft, 8: draft}, strategies_of(grammar))
-    assert 8 not in kept, "nobody knows that sequence"
+    drafts = filter_drafts({7: draft, 8: draft}, strategies_of(grammar))
+    assert 8 not in drafts, "nobody knows that sequence"
 
     def can_be(path: tuple[int, ...]) -> bool:
         return grammar is None or one_by_one(lambda: Constraint(grammar, request()), path)[1]
 
     want = [draft.path(place) for place in range(len(token_ids)) if can_be(draft.path(place))]
-    got = kept.get(7, Draft((), ()))
+    got = drafts.get(7, Draft((), ()))
     assert all(-1 <= parent < place for place, parent in enumerate(got.parents))
     assert [got.path(place) for place in range(len(got.token_ids))] == want
-    assert (7 in kept) == bool(want)
+    assert (7 in drafts) == bool(want)
 
 
 def test_what_stays_keeps_its_parents():
     class Forbidding:
-        """A grammar that admits no 3."""
+        """Is a grammar that admits no 3."""
 
         def mask(self, sequence_id: int, drafts: tuple[int, ...] = ()) -> Any:
             return None if 3 in drafts else np.zeros(1, np.uint32)
@@ -291,7 +303,9 @@ def llm(directory):
 
 
 def test_wild_drafts_change_nothing(llm):
-    """Tokens that are none, and tokens behind what a grammar admits, beside right ones: the same text, and nobody else notices."""
+    """Tokens that are none, and tokens after the end of a grammar, stand beside right ones: the
+    same text comes, and nobody else notices.
+    """
     params = [
         SamplingParams(
             temperature=1.2,

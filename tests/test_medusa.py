@@ -1,4 +1,6 @@
-"""Medusa heads: their files, their numbers against float64, the tree of their guesses, and that no guess changes a text."""
+"""Medusa heads: their files, their numbers against float64, the tree of their guesses, and that no
+guess changes a text.
+"""
 
 from __future__ import annotations
 
@@ -60,28 +62,28 @@ TARGET: Any = SimpleNamespace(spec=load_family(CYCLE).Spec.from_config(CYCLE))
 # --- files
 
 
-def loaded(directory: Path) -> Any:
-    return load_medusa(opened(directory), "float32", jnp.asarray)
+def load(directory: Path) -> Any:
+    return load_medusa(open_files(directory), "float32", jnp.asarray)
 
 
-def opened(directory: Path) -> MedusaFiles:
+def open_files(directory: Path) -> MedusaFiles:
     return open_medusa(directory, hidden_size=WIDTH, vocab_size=WIDTH)
 
 
 def module(directory: Path) -> MedusaHeads:
-    graph, _ = abstract(MedusaHeads(opened(directory).spec, dtype="float32"))
-    heads: MedusaHeads = nnx.merge(graph, loaded(directory))
+    graph, _ = abstract(MedusaHeads(open_files(directory).spec, dtype="float32"))
+    heads: MedusaHeads = nnx.merge(graph, load(directory))
     return heads
 
 
 def refusal(directory: Path) -> str:
     with pytest.raises(CheckpointError) as caught:
-        opened(directory)
+        open_files(directory)
     return str(caught.value)
 
 
 def parameters_of(heads: Sequence[Head]) -> dict[str, Any]:
-    """What the loaders have to make of heads."""
+    """Returns what the loaders have to make of heads."""
     blocks = [
         {layer: {"kernel": w, "bias": b} for layer, (w, b) in enumerate(head.blocks)}
         for head in heads
@@ -97,30 +99,32 @@ def assert_same(ours: Any, theirs: Any) -> None:
 @pytest.mark.parametrize("layers", [0, 1, 2])
 def test_both_formats_hold_the_same_heads(tmp_path, layers):
     heads = random_heads(3, layers)
-    wanted = parameters_of(heads) if layers else {"tables": parameters_of(heads)["tables"]}
+    expected = parameters_of(heads) if layers else {"tables": parameters_of(heads)["tables"]}
     # whose config says that there are 2
-    assert_same(loaded(write_original(tmp_path / "a", heads)), wanted)
-    assert_same(loaded(write_vllm(tmp_path / "b", heads)), wanted)
-    assert_same(loaded(write_vllm(tmp_path / "c", heads, prefix="medusa_heads.")), wanted)
+    assert_same(load(write_original(tmp_path / "a", heads)), expected)
+    assert_same(load(write_vllm(tmp_path / "b", heads)), expected)
+    assert_same(load(write_vllm(tmp_path / "c", heads, prefix="medusa_heads.")), expected)
 
 
 def test_heads_of_vllm_without_biases_and_with_one_table(tmp_path):
     heads = random_heads(2)
     directory = write_vllm(tmp_path / "a", heads, medusa_fc_bias=False, original_lm_head=True)
     tensors = load_file(directory / "model.safetensors")
-    kept = {
+    tensors = {
         name: tensor
         for name, tensor in tensors.items()
         if "bias" not in name and name != "lm_heads.1.weight"
     }
-    save_file(kept, directory / "model.safetensors")
-    parameters = loaded(directory)
+    save_file(tensors, directory / "model.safetensors")
+    parameters = load(directory)
     assert list(parameters["tables"]) == [0] and list(parameters["blocks"][1][0]) == ["kernel"]
     hidden_BD = np.random.default_rng(1).standard_normal((2, WIDTH))
     for index, head in enumerate(heads):
-        wanted = reference(Head([(head.blocks[0][0], np.zeros(WIDTH))], heads[0].table), hidden_BD)
+        expected = reference(
+            Head([(head.blocks[0][0], np.zeros(WIDTH))], heads[0].table), hidden_BD
+        )
         got = module(directory).head_logits(index, jnp.asarray(hidden_BD, jnp.float32))
-        np.testing.assert_allclose(got, wanted, rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [np.int64, np.int32])
@@ -129,11 +133,11 @@ def test_heads_that_know_a_part_of_the_vocabulary(tmp_path, dtype):
     token_map = np.array([40, 3, 17, 9, 63, 0, 21, 8], dtype)
     cut = [Head(head.blocks, head.table[token_map]) for head in heads]
     full = write_vllm(tmp_path / "full", heads, token_map=token_map, truncated_vocab_size=8)
-    assert_same(loaded(write_vllm(tmp_path / "cut", cut, token_map=token_map)), loaded(full))
+    assert_same(load(write_vllm(tmp_path / "cut", cut, token_map=token_map)), load(full))
     hidden_BD = np.random.default_rng(1).standard_normal((4, WIDTH))
     ids_BJW = module(full).top_ids(jnp.asarray(hidden_BD, jnp.float32), 3)
-    wanted = [token_map[np.argsort(-reference(head, hidden_BD), axis=1)[:, :3]] for head in cut]
-    np.testing.assert_array_equal(ids_BJW, np.stack(wanted, axis=1))
+    expected = [token_map[np.argsort(-reference(head, hidden_BD), axis=1)[:, :3]] for head in cut]
+    np.testing.assert_array_equal(ids_BJW, np.stack(expected, axis=1))
 
 
 def test_all_that_does_not_fit_is_told_at_once(tmp_path):
@@ -202,7 +206,7 @@ def test_what_is_pickled_or_holds_no_heads_is_refused(tmp_path):
 
 
 def reference(head: Head, hidden_BD: np.ndarray) -> np.ndarray:
-    """Logits of a head in float64, as the paper has it."""
+    """Returns the logits of a head in float64, as the paper has it."""
     x = hidden_BD.astype(np.float64)
     for kernel, bias in head.blocks:
         y = x @ kernel.astype(np.float64).T + bias
@@ -216,8 +220,10 @@ def test_heads_compute_what_the_paper_says(tmp_path, layers):
     ours = module(write_original(tmp_path / "a", heads))
     hidden_BD = jnp.asarray(np.random.default_rng(1).standard_normal((5, WIDTH)), jnp.float32)
     logits = [reference(head, np.asarray(hidden_BD)) for head in heads]
-    for index, wanted in enumerate(logits):
-        np.testing.assert_allclose(ours.head_logits(index, hidden_BD), wanted, rtol=1e-4, atol=1e-5)
+    for index, expected in enumerate(logits):
+        np.testing.assert_allclose(
+            ours.head_logits(index, hidden_BD), expected, rtol=1e-4, atol=1e-5
+        )
     wanted_ids = np.stack([np.argsort(-each, axis=1)[:, :4] for each in logits], axis=1)
     np.testing.assert_array_equal(ours.top_ids(hidden_BD, 4), wanted_ids)
 
@@ -229,9 +235,7 @@ ACCURACIES = st.lists(
 )
 
 
-def expected_right(
-    choices: Sequence[tuple[int, ...]], accuracies: Sequence[Sequence[float]]
-) -> float:
+def mean_right(choices: Sequence[tuple[int, ...]], accuracies: Sequence[Sequence[float]]) -> float:
     return sum(
         math.prod(accuracies[head][rank] for head, rank in enumerate(path)) for path in choices
     )
@@ -249,15 +253,13 @@ def test_the_greedy_tree_is_the_best_of_all_trees(accuracies, num_drafts):
         for tree in itertools.combinations(paths, size)
         if all(len(path) == 1 or path[:-1] in tree for path in tree)
     )
-    best = max(expected_right(tree, accuracies) for tree in trees)
-    found = search(accuracies, num_drafts)
-    assert len(set(found)) == size and expected_right(found, accuracies) == pytest.approx(
-        best, abs=1e-9
-    )
-    assert all(path[:-1] in ((), *found[:place]) for place, path in enumerate(found)), (
+    best = max(mean_right(tree, accuracies) for tree in trees)
+    tree = search(accuracies, num_drafts)
+    assert len(set(tree)) == size and mean_right(tree, accuracies) == pytest.approx(best, abs=1e-9)
+    assert all(path[:-1] in ((), *tree[:place]) for place, path in enumerate(tree)), (
         "parents come first"
     )
-    assert search(accuracies, num_drafts - 1) == found[: num_drafts - 1]
+    assert search(accuracies, num_drafts - 1) == tree[: num_drafts - 1]
 
 
 def test_trees_without_measurements():
@@ -279,7 +281,7 @@ def test_guesses_hold_until_more_is_known():
     sequence = group.sequences[0]
     candidates_JW = np.array([[10, 11, 12], [20, 21, 22], [30, 31, 32]], np.int32)
 
-    def drafted(num_drafts: int) -> Draft | None:
+    def draft(num_drafts: int) -> Draft | None:
         return proposer.propose(group.request, sequence, num_drafts)
 
     def observe(num_known_tokens: int) -> None:
@@ -291,18 +293,18 @@ def test_guesses_hold_until_more_is_known():
         )  # type: ignore[arg-type]
         proposer.observe(StepPlan(1, (row,), (sample,), draft_depth=1), result)
 
-    assert drafted(4) is None
+    assert draft(4) is None
     observe(4)
-    assert drafted(4) is None, "the token that was drawn beside the guesses is not known yet"
+    assert draft(4) is None, "the token that was drawn beside the guesses is not known yet"
     sequence.token_ids.append(8)
-    assert drafted(9) == Draft((10, 11, 20, 32), (-1, -1, 1, 2))
-    assert drafted(2) == Draft((10, 11), (-1, -1))
+    assert draft(9) == Draft((10, 11, 20, 32), (-1, -1, 1, 2))
+    assert draft(2) == Draft((10, 11), (-1, -1))
     sequence.token_ids.append(9)
-    assert drafted(4) is None, "they are of the token before"
+    assert draft(4) is None, "they are of the token before"
     observe(5)
-    assert drafted(1) == chain((10,))
+    assert draft(1) == chain((10,))
     proposer.forget(group)
-    assert drafted(4) is None and not proposer._candidates
+    assert draft(4) is None and not proposer._candidates
 
 
 # --- the engine
@@ -385,14 +387,15 @@ def run(
     heads: Sequence[Head] | None = None,
     gives_way: int = -1,
 ) -> tuple[list[Any], Count]:
-    """What the requests draw, tokens and log probabilities, and what came of drafts.
+    """Returns the tokens and log probabilities that the requests draw, and the counts of drafts.
 
-    heads: in place of the engine's own: to its executables they are arguments. gives_way: the step before which a request is preempted.
+    heads: in place of the engine's own: to its executables they are arguments. gives_way: the step
+    before which a request is preempted.
     """
     engine, runner = llm._engine, llm._engine.runner
     steps = drafts = right = 0
     preemptions = sum(engine.scheduler.num_preemptions.values())
-    own, observe = runner._parameters, engine.speculator.observe
+    parameters, observe = runner._parameters, engine.speculator.observe
 
     def counting(report: Any) -> None:
         nonlocal steps, drafts, right
@@ -406,7 +409,7 @@ def run(
         pack_weights(
             others, {path: how for path, how in runner.packed.items() if path[0] in others}
         )
-        runner._parameters = own | others
+        runner._parameters = parameters | others
     engine.speculator.observe = counting  # type: ignore[method-assign]
     try:
         reporters = [
@@ -418,7 +421,7 @@ def run(
             [(o.token_ids, o.logprobs) for o in reporter.whole().outputs] for reporter in reporters
         ]
     finally:
-        runner._parameters = own
+        runner._parameters = parameters
         engine.speculator.observe = observe  # type: ignore[method-assign]
     assert (sum(engine.scheduler.num_preemptions.values()) > preemptions) == (gives_way >= 0)
     invariants(llm)
@@ -429,7 +432,7 @@ def run(
 
 
 def second_knows() -> list[Head]:
-    """Heads of which the first has what is right in second place."""
+    """Returns heads of which the first has what is right in second place."""
     first, *others = knowing_heads(3)
     return [Head(first.blocks, first.table + 1.5 * table_of((times(2) + 1) % WIDTH)), *others]
 
@@ -574,8 +577,8 @@ def test_drafts_are_cut_to_shapes_from_their_end(heads, settings, lengths, choic
     config = EngineConfig(speculative_config={"method": "medusa", "model": str(heads), **settings})  # type: ignore[arg-type]
     assert config.speculative_config is not None
     assert config.speculative_config.draft_lengths == lengths
-    found = open_heads(config.speculative_config, TARGET)
-    assert found.choices == choices and found.num_candidates == num_candidates
+    opened = open_heads(config.speculative_config, TARGET)
+    assert opened.choices == choices and opened.num_candidates == num_candidates
 
 
 def test_a_guess_beyond_the_tokens_of_the_heads_is_refused(tmp_path):

@@ -1,4 +1,6 @@
-"""MTP heads inside checkpoints: rows and drafts against torch in float64 for every family, quantised heads, refusals."""
+"""MTP heads inside checkpoints: rows and drafts against torch in float64 for every family,
+quantised heads, refusals.
+"""
 
 from __future__ import annotations
 
@@ -29,66 +31,66 @@ from tests.support.model_configs import config_json
 from tests.support.mtp import MODELS, Model, save_with_head, states_of, torch
 from tests.support.random_checkpoints import random_tensors, write_tensors
 from tests.support.sweeps import few
-from tests.test_eagle import LENGTH, TOKENS, Run, Target, expected, run
+from tests.test_eagle import LENGTH, TOKENS, Run, Target, run, run_oracle
 
 MTP = SpeculativeConfig(method="mtp", num_speculative_tokens=1)
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory):
-    found: dict[str, Model] = {}
+def models_with_heads(tmp_path_factory):
+    models: dict[str, Model] = {}
 
     def of_family(family: str) -> Model:
-        if family not in found:
-            found[family] = save_with_head(family, tmp_path_factory.mktemp(family))
-        return found[family]
+        if family not in models:
+            models[family] = save_with_head(family, tmp_path_factory.mktemp(family))
+        return models[family]
 
     return of_family
 
 
-def opened(directory: Path) -> ModelDrafterFiles:
-    return opened_files(open_model(directory))
+def open_drafter_of(directory: Path) -> ModelDrafterFiles:
+    return open_files(open_model(directory))
 
 
-def opened_files(files: ModelFiles) -> ModelDrafterFiles:
+def open_files(files: ModelFiles) -> ModelDrafterFiles:
     drafter = open_drafter(MTP, files)
     assert isinstance(drafter, ModelDrafterFiles)
     return drafter
 
 
 def run_on(model: Model) -> Run:
-    """Its rows over `TOKENS`, and then over one place more, behind its own output."""
+    """Returns its rows over `TOKENS`, and then over one place more, after its own output."""
     files = open_model(model.directory)
     parameters = load_weights(files.plan, "float32", jnp.asarray)
     output = states_of(model.model, TOKENS[:LENGTH])
-    return run(opened(model.directory), Target(files, {}, parameters, [], output))
+    return run(open_drafter_of(model.directory), Target(files, {}, parameters, [], output))
 
 
-def assert_as_the_reference(found: Run, model: Model) -> None:
-    """Hidden states within 1e-5, and the first and second draft behind every token."""
+def assert_as_the_reference(result: Run, model: Model) -> None:
+    """Checks hidden states within 1e-5, and the first and second draft after every token."""
     output = states_of(model.model, TOKENS[:LENGTH])[: LENGTH - 1]
-    outputs, logits = expected(model.head, output.astype(np.float64))
+    outputs, logits = run_oracle(model.head, output.astype(np.float64))
     assert outputs.std() > 0.3
-    np.testing.assert_allclose(found.outputs, outputs, atol=1e-5, rtol=1e-5)
-    np.testing.assert_array_equal(found.logits.argmax(axis=1), logits.argmax(axis=1))
+    np.testing.assert_allclose(result.outputs, outputs, atol=1e-5, rtol=1e-5)
+    np.testing.assert_array_equal(result.logits.argmax(axis=1), logits.argmax(axis=1))
 
 
 @pytest.mark.parametrize(
     "family",
-    few(MODELS, ["deepseek_v3", "glm_moe_dsa", "qwen3_5_moe", "mimo"]),
+    few(MODELS, ["deepseek_v3", "qwen3_5_moe", "mimo"]),
 )
-def test_rows_are_those_of_the_reference(family, saved):
-    """The last one is behind its own output, which gives the second draft."""
-    model = saved(family)
+def test_rows_are_those_of_the_reference(family, models_with_heads):
+    """The last one follows its own output, which gives the second draft."""
+    model = models_with_heads(family)
     assert_as_the_reference(run_on(model), model)
-    own = sum(
+    num_stored = sum(
         tensor.size
         for name, tensor in model.tensors.items()
         if not name.endswith(("embed_tokens.weight", "shared_head.head.weight"))
         and ".indexer." not in name
     )
-    drafter = opened(model.directory)
-    assert drafter.num_bytes("float32") == 4 * own
+    drafter = open_drafter_of(model.directory)
+    assert drafter.num_bytes("float32") == 4 * num_stored
 
 
 def _before_the_norm(self: MtpHead, *arguments: Any) -> Any:
@@ -99,8 +101,8 @@ def _before_the_norm(self: MtpHead, *arguments: Any) -> Any:
     return output, pages
 
 
-def _zeroed(self: MtpHead, token_ids: Any, feature: Any, pages: Any, context: Any) -> Any:
-    """Position 0 has no embedding."""
+def _zero_first(self: MtpHead, token_ids: Any, feature: Any, pages: Any, context: Any) -> Any:
+    """Takes the embedding of position 0 away."""
     tokens = self.tokens
     self.tokens = lambda ids: tokens(ids) * (context.positions_T > 0)[:, None]
     output = _call(self, token_ids, feature, pages, context)
@@ -108,8 +110,8 @@ def _zeroed(self: MtpHead, token_ids: Any, feature: Any, pages: Any, context: An
     return output
 
 
-def _swapped(self: MtpHead, *arguments: Any) -> Any:
-    """The norms of the embedding and of the hidden state change places."""
+def _swap_norms(self: MtpHead, *arguments: Any) -> Any:
+    """Exchanges the norms of the embedding and of the hidden state."""
     self.embedding_norm, self.hidden_norm = self.hidden_norm, self.embedding_norm
     return _call(self, *arguments)
 
@@ -117,20 +119,22 @@ def _swapped(self: MtpHead, *arguments: Any) -> Any:
 _call = MtpHead.__call__
 
 
-@pytest.mark.parametrize("mistake", few([_before_the_norm, _zeroed, _swapped], [_zeroed]))
-def test_a_planted_mistake_is_seen(mistake, saved, monkeypatch):
+@pytest.mark.parametrize(
+    "mistake", few([_before_the_norm, _zero_first, _swap_norms], [_zero_first])
+)
+def test_a_planted_mistake_is_seen(mistake, models_with_heads, monkeypatch):
     monkeypatch.setattr(MtpHead, "__call__", mistake)
-    model = saved("qwen3_5")
+    model = models_with_heads("qwen3_5")
     with pytest.raises(AssertionError):
         assert_as_the_reference(run_on(model), model)
 
 
-def test_the_reference_is_that_of_transformers(saved):
-    """Of DeepSeek: its `MtpModel`, from the same files, over the same rows."""
+def test_the_reference_is_that_of_transformers(models_with_heads):
+    """DeepSeek's `MtpModel` runs from the same files, over the same rows."""
     from transformers import DeepseekV3ForCausalLM
     from transformers.modeling_layers import MtpModel
 
-    model = saved("deepseek_v3")
+    model = models_with_heads("deepseek_v3")
     target = DeepseekV3ForCausalLM.from_pretrained(model.directory).eval()
     target._keys_to_ignore_on_load_unexpected = [r"model\.layers\.3\."]  # it says 61
     output = states_of(target, TOKENS[:LENGTH])[: LENGTH - 1]
@@ -147,17 +151,17 @@ def test_the_reference_is_that_of_transformers(saved):
     np.testing.assert_allclose(rows[0].numpy(), outputs, atol=1e-5, rtol=1e-5)
 
 
-def test_a_head_is_read_from_arrays_by_name(saved):
-    """Those of `from_parameters` and `update_parameters`; a module has no tensors of a head."""
-    model = saved("deepseek_v3")
+def test_a_head_is_read_from_arrays_by_name(models_with_heads):
+    """`from_parameters` and `update_parameters` take them; a module has no tensors of a head."""
+    model = models_with_heads("deepseek_v3")
     config = json.loads((model.directory / "config.json").read_text())
     stored = load_file(model.directory / "model.safetensors")
     files = open_parameters(config, stored)
-    found, wanted = (
+    ours, expected = (
         each.load("float32", np.asarray, progress=False)
-        for each in (opened_files(files), opened(model.directory))
+        for each in (open_files(files), open_drafter_of(model.directory))
     )
-    jax.tree.map(np.testing.assert_array_equal, found, wanted)
+    jax.tree.map(np.testing.assert_array_equal, ours, expected)
     module = replace(files, plan=replace(files.plan, layout="module"))
     with pytest.raises(UnsupportedError, match="and in arrays by name alone"):
         open_drafter(MTP, module)
@@ -166,8 +170,10 @@ def test_a_head_is_read_from_arrays_by_name(saved):
 # --- refusals
 
 
-def changed(model: Model, directory: Path, drop: str = "", **fields: Any) -> Path:
-    """A copy of the checkpoint without tensors that begin like this, and with these fields."""
+def copy_with(model: Model, directory: Path, drop: str = "", **fields: Any) -> Path:
+    """Writes a copy of the checkpoint without tensors that begin like this, and with these
+    fields.
+    """
     config = json.loads((model.directory / "config.json").read_text())
     (directory / "config.json").write_text(json.dumps({**config, **fields}))
     tensors = load_file(model.directory / "model.safetensors")
@@ -187,7 +193,8 @@ REFUSED: dict[str, tuple[str, str, dict[str, Any], str]] = {
         "deepseek_v3",
         "model.layers.3.",
         {},
-        r"needs the tensors model\.layers\.3\.\*, and there are none \(config\.json counts 1 in num_nextn",
+        r"needs the tensors model\.layers\.3\.\*, and there are none \(config\.json counts 1 "
+        r"in num_nextn",
     ),
     "no tensors of Qwen": ("qwen3_5", "mtp.", {}, r"needs the tensors mtp\.layers\.0\.\*"),
     "a part": (
@@ -212,17 +219,17 @@ REFUSED: dict[str, tuple[str, str, dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_heads_that_cannot_be_used_are_refused_by_name(case, saved, tmp_path):
+def test_heads_that_cannot_be_used_are_refused_by_name(case, models_with_heads, tmp_path):
     """The model loads all the same."""
     family, drop, fields, text = REFUSED[case]
-    directory = changed(saved(family), tmp_path, drop, **fields)
+    directory = copy_with(models_with_heads(family), tmp_path, drop, **fields)
     with pytest.raises(CheckpointError, match=text):
         open_drafter(MTP, open_model(directory))
 
 
-def test_a_model_without_heads_is_refused(saved, tmp_path):
-    model = saved("deepseek_v3")
-    directory = changed(model, tmp_path, "model.layers.3.", num_nextn_predict_layers=0)
+def test_a_model_without_heads_is_refused(models_with_heads, tmp_path):
+    model = models_with_heads("deepseek_v3")
+    directory = copy_with(model, tmp_path, "model.layers.3.", num_nextn_predict_layers=0)
     with pytest.raises(UnsupportedError, match="needs a model with MTP heads"):
         open_drafter(MTP, open_model(directory))
 
@@ -246,11 +253,11 @@ def test_heads_that_are_not_read_are_passed_over_and_refused(name, start, tmp_pa
         open_drafter(MTP, open_model(tmp_path))
 
 
-def test_auto_is_mtp_where_the_checkpoint_has_a_head(saved, tmp_path):
+def test_auto_is_mtp_where_the_checkpoint_has_a_head(models_with_heads, tmp_path):
     """Suffix decoding drafts for any other model."""
     requested = EngineConfig(speculative_config="auto").speculative_config
-    model = saved("deepseek_v3")
-    without = changed(model, tmp_path, "model.layers.3.")
+    model = models_with_heads("deepseek_v3")
+    without = copy_with(model, tmp_path, "model.layers.3.")
     for directory, method in ((model.directory, "mtp"), (without, "suffix")):
         drafting = open_drafting(requested, open_model(directory))
         assert drafting.config is not None and drafting.config.method == method
@@ -260,9 +267,11 @@ def test_auto_is_mtp_where_the_checkpoint_has_a_head(saved, tmp_path):
 # --- quantised heads
 
 
-def test_a_head_in_blocks_of_float8_is_read_as_it_is_stored(saved, tmp_path):
-    """As DeepSeek publishes it: products of the layer in float8 with a scale for each block, eh_proj and norms not."""
-    model = saved("deepseek_v3")
+def test_a_head_in_blocks_of_float8_is_read_as_it_is_stored(models_with_heads, tmp_path):
+    """DeepSeek publishes products of the layer in float8 with a scale for each block, eh_proj and
+    norms not.
+    """
+    model = models_with_heads("deepseek_v3")
     tensors, changed_head = {}, {}
     for name, tensor in load_file(model.directory / "model.safetensors").items():
         if name in model.tensors and _is_quantised(name):
@@ -275,24 +284,24 @@ def test_a_head_in_blocks_of_float8_is_read_as_it_is_stored(saved, tmp_path):
         else:
             tensors[name] = tensor
     config = json.loads((model.directory / "config.json").read_text())
-    kept = ["model.layers.0", "model.layers.1", "model.layers.2"]
+    layers = ["model.layers.0", "model.layers.1", "model.layers.2"]
     scheme = {
         "quant_method": "fp8",
         "weight_block_size": [16, 16],
-        "modules_to_not_convert": kept,
+        "modules_to_not_convert": layers,
     }
     (tmp_path / "config.json").write_text(json.dumps({**config, "quantization_config": scheme}))
     write_tensors(tmp_path, tensors)
     with TraceScope(make_layer_kernels(Backend("reference"))).open():
-        found = run_on(model._replace(directory=tmp_path))
+        result = run_on(model._replace(directory=tmp_path))
     plain = tmp_path / "plain"
     plain.mkdir()
     (plain / "config.json").write_text(json.dumps(config))
     stored = load_file(model.directory / "model.safetensors")
     write_tensors(plain, {**stored, **changed_head})
-    wanted = run_on(model._replace(directory=plain))
+    expected = run_on(model._replace(directory=plain))
     assert len(changed_head) > 8
-    np.testing.assert_allclose(found.outputs, wanted.outputs, atol=1e-4, rtol=1e-4)
+    np.testing.assert_allclose(result.outputs, expected.outputs, atol=1e-4, rtol=1e-4)
     codes, scale = _in_blocks(tensors["lm_head.weight"])
     write_tensors(tmp_path, tensors | {"lm_head.weight": codes, "lm_head.weight_scale_inv": scale})
     with pytest.raises(CheckpointError, match="use a model whose lm_head is not"):
@@ -304,7 +313,7 @@ def _is_quantised(name: str) -> bool:
 
 
 def _in_blocks(tensor: np.ndarray, size: int = 16) -> tuple[np.ndarray, np.ndarray]:
-    """Codes, and the scale of each block."""
+    """Returns codes, and the scale of each block."""
     rows, columns = tensor.shape
     padded = np.pad(tensor, ((0, -rows % size), (0, -columns % size)))
     blocks = padded.reshape(padded.shape[0] // size, size, -1, size)

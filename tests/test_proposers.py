@@ -1,4 +1,6 @@
-"""Proposers that need no device, against their definitions written out in full; and that no proposer can do harm."""
+"""Proposers that need no device, against their definitions written out in full; and that no
+proposer can do harm.
+"""
 
 from __future__ import annotations
 
@@ -55,10 +57,8 @@ def write(group: SequenceGroup, token_ids: Iterable[int]) -> None:
 # --- prompt lookup
 
 
-def looked_up(
-    text: Sequence[int], min_length: int, max_length: int, num_drafts: int
-) -> Draft | None:
-    """By definition: the longest match, of several the latest."""
+def look_up(text: Sequence[int], min_length: int, max_length: int, num_drafts: int) -> Draft | None:
+    """Returns the drafts by definition: the longest match, of several the latest."""
     for length in range(max_length, min_length - 1, -1):
         for place in range(len(text) - 1, length - 1, -1):
             if text[place - length : place] == text[len(text) - length :]:
@@ -74,7 +74,7 @@ def test_prompt_lookup_goes_on_as_behind_the_longest_and_latest_match(
     group = make_group("a", 0, text[:num_prompt_tokens], max_tokens=99)
     for token_id in (*text[num_prompt_tokens:], None):
         known = group.sequences[0].token_ids
-        assert ask(proposer, group, num_drafts) == looked_up(
+        assert ask(proposer, group, num_drafts) == look_up(
             known, min_length, min_length + more, num_drafts
         )
         write(group, [] if token_id is None else [token_id])
@@ -92,7 +92,9 @@ def test_prompt_lookup_keeps_nothing_of_what_has_ended():
 
 
 class Naive:
-    """Every run of at most `depth` tokens, and when it occurred: at what time its last token came."""
+    """Holds every run of at most `depth` tokens, and when it occurred: at what time its last token
+    came.
+    """
 
     def __init__(self, depth: int) -> None:
         self.depth = depth
@@ -111,14 +113,14 @@ class Naive:
         return len(self.times.get(tuple(run), ()))
 
     def following(self, run: Sequence[int]) -> list[int]:
-        """The most frequent first, of equals the latest."""
+        """Returns the most frequent first, of equals the latest."""
         runs = [
             other for other in self.times if len(other) == len(run) + 1 and other[:-1] == tuple(run)
         ]
         return [
             other[-1]
             for other in sorted(
-                runs, key=lambda one: (len(self.times[one]), self.times[one][-1]), reverse=True
+                runs, key=lambda run: (len(self.times[run]), self.times[run][-1]), reverse=True
             )
         ]
 
@@ -135,13 +137,13 @@ class Naive:
         return path, score
 
     def likeliest(self, run: Sequence[int], depth: int, minimum: float) -> list[float]:
-        """Probabilities of everything that follows, the highest first."""
-        found = [
+        """Returns probabilities of everything that follows, the highest first."""
+        results = [
             len(times) / self.count(run)
             for other, times in self.times.items()
             if len(run) < len(other) <= len(run) + depth and other[: len(run)] == tuple(run)
         ]
-        return sorted((share for share in found if share >= minimum - 1e-9), reverse=True)
+        return sorted((share for share in results if share >= minimum - 1e-9), reverse=True)
 
 
 # which text grows by which token
@@ -249,7 +251,7 @@ def test_a_tree_is_no_larger_than_what_repeats():
 def guesses(
     naive: Naive, known: Sequence[int], settings: SuffixDecoding, num_drafts: int
 ) -> list[tuple[float, Any]]:
-    found: list[tuple[float, Any]] = []
+    results: list[tuple[float, Any]] = []
     for length in range(1, min(settings.max_tree_depth - 1, len(known)) + 1):
         run = tuple(known[-length:])
         maximum = min(
@@ -257,8 +259,8 @@ def guesses(
         )
         if naive.count(run):
             path, score = naive.path(run, maximum, settings.min_token_prob)
-            found.append((score, path))
-    return found
+            results.append((score, path))
+    return results
 
 
 STEPS = st.lists(st.tuples(st.integers(0, 2), st.integers(0, 3), st.integers(0, 2)), max_size=30)
@@ -274,7 +276,9 @@ STEPS = st.lists(st.tuples(st.integers(0, 2), st.integers(0, 3), st.integers(0, 
 def test_suffix_decoding_says_the_best_of_what_the_definition_offers(
     prompts, steps, depth, factor, num_drafts
 ):
-    """Three sequences, of which the third is of another salt, grow by some tokens at a time; each asks when it has grown."""
+    """Three sequences, of which the third is of another salt, grow by some tokens at a time; each
+    asks when it has grown.
+    """
     settings = SuffixDecoding(depth, 100, factor, 0.1)
     proposer = SuffixProposer(settings)
     groups = [
@@ -289,10 +293,10 @@ def test_suffix_decoding_says_the_best_of_what_the_definition_offers(
         write(group, new)
         for token in new:
             shared[which].append(which, token)
-        known, own = group.sequences[0].token_ids, Naive(depth)
+        known, naive = group.sequences[0].token_ids, Naive(depth)
         for token in known:
-            own.append(0, token)
-        offers = guesses(own, known, settings, num_drafts) + guesses(
+            naive.append(0, token)
+        offers = guesses(naive, known, settings, num_drafts) + guesses(
             shared[which], known, settings, num_drafts
         )
         best = max(score for score, _ in offers)
@@ -308,10 +312,10 @@ def suffix_proposer(max_requests: int = 100, **settings: Any) -> SuffixProposer:
     return SuffixProposer(SuffixDecoding(max_cached_requests=max_requests), **settings)
 
 
-def answered(
+def answer(
     proposer: SuffixProposer, number: int, output: Iterable[int], salt: str | None = None
 ) -> None:
-    """A request that asked for drafts once, at its first token, and then ended."""
+    """Runs a request that asked for drafts once, at its first token, and then ended."""
     group = make_group(f"r{number}", number, [200], max_tokens=99, cache_salt=salt)
     write(group, [201])
     ask(proposer, group, 4)
@@ -322,7 +326,7 @@ def answered(
 def continues(
     proposer: SuffixProposer, known: Sequence[int], salt: str | None = None, number: int = 1000
 ) -> Draft | None:
-    """What a new request is told that ends like this."""
+    """Returns what a new request is told that ends like this."""
     group = make_group(f"r{number}", number, known, max_tokens=99, cache_salt=salt)
     write(group, [])
     draft = ask(proposer, group, 4)
@@ -332,7 +336,7 @@ def continues(
 
 def test_a_sequence_goes_on_as_an_earlier_answer_did_its_last_tokens_included():
     proposer = suffix_proposer()
-    answered(proposer, 1, [10, 11, 12, 13, 14])
+    answer(proposer, 1, [10, 11, 12, 13, 14])
     assert continues(proposer, [99, 10, 11, 12]) == chain((13, 14))
     assert continues(proposer, [99, 11]) == chain((12,))  # one token the same, one drafted
     group = make_group("b", 2, [99, 10, 11], max_tokens=99)
@@ -352,8 +356,8 @@ def test_prompts_are_nobody_elses():
 
 def test_what_was_written_under_a_salt_is_drafted_under_that_salt_only():
     proposer = suffix_proposer()
-    answered(proposer, 1, [10, 11, 12, 13], salt="a")
-    answered(proposer, 2, [20, 21, 22, 23])
+    answer(proposer, 1, [10, 11, 12, 13], salt="a")
+    answer(proposer, 2, [20, 21, 22, 23])
     assert continues(proposer, [10, 11], salt="a") == chain((12, 13))
     assert continues(proposer, [20, 21]) == chain((22, 23))
     for salt, known in (("b", [10, 11]), (None, [10, 11]), ("a", [20, 21])):
@@ -362,10 +366,10 @@ def test_what_was_written_under_a_salt_is_drafted_under_that_salt_only():
 
 def test_the_sequences_own_tokens_win_over_those_of_others():
     proposer = suffix_proposer()
-    answered(proposer, 1, [10, 11])
-    # Both have seen 10 twice, themselves included, and once with something behind it; the scores
+    answer(proposer, 1, [10, 11])
+    # Both have seen 10 twice, themselves included, and once with something after it; the scores
     # are equal.
-    answered(proposer, 2, [10])
+    answer(proposer, 2, [10])
     assert continues(proposer, [10, 77, 10]) == chain((77,))
 
 
@@ -379,20 +383,20 @@ def test_the_latest_answers_are_kept_and_never_more_than_may_be(maximum):
     proposer = suffix_proposer(maximum)
     for number in range(40):
         first = 3 * number + 300
-        answered(proposer, number, [first, first + 1, first + 2])
-        kept = [
+        answer(proposer, number, [first, first + 1, first + 2])
+        texts = [
             earlier
             for earlier in range(number + 1)
             if continues(proposer, [300 + 3 * earlier, 301 + 3 * earlier])
             == chain((302 + 3 * earlier,))
         ]
-        assert kept == list(range(number + 1 - len(kept), number + 1))
-        assert min(number + 1, max(1, maximum // 2)) <= len(kept) <= maximum
+        assert texts == list(range(number + 1 - len(texts), number + 1))
+        assert min(number + 1, max(1, maximum // 2)) <= len(texts) <= maximum
 
 
 def test_no_answers_are_kept_where_none_may_be():
     proposer = suffix_proposer(0)
-    answered(proposer, 1, [10, 11, 12, 13])
+    answer(proposer, 1, [10, 11, 12, 13])
     assert continues(proposer, [10, 11, 12]) is None
     assert not proposer._shared._young
 
@@ -419,13 +423,13 @@ def test_shared_trees_stay_within_their_edges_while_one_sequence_never_ends():
 def test_many_salts_are_many_answers_and_no_more():
     proposer = suffix_proposer(10)
     for number in range(100):
-        answered(proposer, number, [1, 2, 3], salt=f"s{number}")
+        answer(proposer, number, [1, 2, 3], salt=f"s{number}")
         assert len(proposer._shared._young) + len(proposer._shared._old) <= 10
 
 
 def test_sequences_without_room_for_a_tree_draft_from_what_others_wrote():
     proposer = suffix_proposer(own_edges=50)
-    answered(proposer, 1, [10, 11, 12, 13])
+    answer(proposer, 1, [10, 11, 12, 13])
     small = make_group("small", 2, [5, 6, 7, 5, 6], max_tokens=99)
     large = make_group("large", 3, [*range(100, 200), 10, 11], max_tokens=99)
     assert ask(proposer, small, 4) == chain((7, 5))
@@ -481,7 +485,9 @@ def test_so_many_are_right_as_was_asked_for_and_the_others_are_wrong():
         assert abs(z(count, 5000, rate + 0.09)) > 4  # a rate that is not the one
     again = SyntheticProposer({(1,): [output]}, rates, vocab_size=VOCAB)
     other = SyntheticProposer({(1,): [output]}, rates, vocab_size=VOCAB, seed=1)
-    numbers = [one.num_right(3, place) for one in (proposer, again, other) for place in range(200)]
+    numbers = [
+        each.num_right(3, place) for each in (proposer, again, other) for place in range(200)
+    ]
     assert numbers[:200] == numbers[200:400] != numbers[400:]
     assert [proposer.num_right(4, place) for place in range(200)] != numbers[:200]
 
@@ -560,7 +566,8 @@ def test_rates_that_rise_or_are_none_are_refused(rates):
                 "suffix_decoding_max_tree_depth": 8,
                 "suffix_decoding_max_spec_factor": 0.1,
             },
-            "suffix_decoding_max_spec_factor is 0.1, so nothing is drafted: .* 8 allows at most 7 matching tokens; use at least 1/7",
+            "suffix_decoding_max_spec_factor is 0.1, so nothing is drafted: .* 8 allows at most "
+            "7 matching tokens; use at least 1/7",
         ),
     ],
 )
@@ -627,8 +634,10 @@ HOMES = (
 
 
 def decisions_by_method(tree: ast.AST) -> list[int]:
-    """Lines that compare something with the name of a method, or look something up by it."""
-    found: list[int] = []
+    """Returns lines that compare something with the name of a method, or look something up
+    by it.
+    """
+    results: list[int] = []
     for node in ast.walk(tree):
         names: list[Any] = node.keys if isinstance(node, ast.Dict) else []
         if isinstance(node, ast.Compare):
@@ -637,33 +646,33 @@ def decisions_by_method(tree: ast.AST) -> list[int]:
                 for side in (node.left, *node.comparators)
                 for part in getattr(side, "elts", [side])
             ]
-        found += [
+        results += [
             node.lineno
             for name in names
             if isinstance(name, ast.Constant) and name.value in METHODS
         ]
-    return found
+    return results
 
 
 def test_only_speculation_and_settings_decide_by_the_name_of_a_method():
     planted = "method == 'ngram'\nby_name = {'medusa': 1}\nmethod in ('eagle', 'suffix')"
     assert set(decisions_by_method(ast.parse(planted))) == {1, 2, 3}
     modules = read_modules(Path(__file__).parents[1])
-    found = {module.path for module in modules if decisions_by_method(module.tree)}
-    assert not {path for path in found if not path.startswith(HOMES)}
+    results = {module.path for module in modules if decisions_by_method(module.tree)}
+    assert not {path for path in results if not path.startswith(HOMES)}
 
 
 def test_a_method_with_a_drafter_changes_four_files_of_others_at_most():
-    """MTP, with its own files and those of the families that have heads left out."""
+    """It is MTP, with its own files and those of the families that have heads left out."""
     pages = {entry.partition(":")[0] for entry in FAMILIES.values()}
     shared = {"parts/decoder_config", "parts/experts"}  # the configs of all families with heads
     families = {f"jaxpage/models/{name}.py" for name in pages | shared}
-    found = {
+    results = {
         module.path
         for module in read_modules(Path(__file__).parents[1], WHEEL)
         if "mtp" in module.source.lower() and "mtp" not in module.path
     }
-    assert found - families == {
+    assert results - families == {
         "jaxpage/settings/speculative_methods.py",
         "jaxpage/assembly/planning/drafters.py",
         "jaxpage/checkpoints/drafters/__init__.py",
@@ -756,15 +765,18 @@ CHOICES = [
 
 
 def run(llm: LLM, proposer: Proposer | None) -> tuple[dict[Any, Any], int]:
-    """Outputs by prompt, and the steps that they took. Without a proposer there are no drafts."""
+    """Returns outputs by prompt, and the steps that they took.
+
+    Without a proposer there are no drafts.
+    """
     engine = llm._engine
     draft_with(engine, proposer or proposers.Double(lambda *_: None))
     before = llm.stats()["engine_steps_total"]
     outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in PROMPTS], CHOICES)
     assert llm.stats()["num_blocks_free"] == llm.stats()["num_blocks_total"]
     texts = {
-        tuple(one.prompt_token_ids): [list(sample.token_ids) for sample in one.outputs]
-        for one in outputs
+        tuple(output.prompt_token_ids): [list(sample.token_ids) for sample in output.outputs]
+        for output in outputs
     }
     return texts, llm.stats()["engine_steps_total"] - before
 

@@ -16,7 +16,7 @@ from tests.support.fake_device import make_group
 VOCAB = 6
 TREE = search([recycling.ACCURACIES] * recycling.MAX_LEVELS, MAX_DRAFTS)
 
-# A step's draws: salts, the tokens that they stand behind, and the seed of what is likely behind
+# A step's draws: salts, the tokens that they stand after, and the seed of what is likely after
 # those.
 heard_steps = st.lists(
     st.tuples(

@@ -1,7 +1,9 @@
-"""How many drafts the controller chooses: the best by its own costs, no loss, near the best fixed number, and back when drafts are right.
+"""The controller's number of drafts: the best by its own costs, no loss, near the best fixed
+number, and back when drafts are right.
 
-The simulation has the engine's own scheduler, shapes, speculator and controller on a device whose times vary; tokens per second are counted
-by a clock that does not. The regression of vLLM issue #49548: a switch at a threshold made some batches many times slower.
+The simulation has the engine's own scheduler, shapes, speculator and controller on a device whose
+times vary; tokens per second are counted by a clock that does not. The regression of vLLM issue
+#49548: a switch at a threshold made some batches many times slower.
 """
 
 from __future__ import annotations
@@ -56,14 +58,14 @@ PROFILES: dict[str, tuple[float, ...]] = {
 FEW_STEPS = 100  # in which a controller learns what it is with
 
 
-def expected(
+def expected_speed(
     device: ShapedDevice,
     limits: StepLimits,
     rates: tuple[float, ...],
     num_rows: int,
     num_drafts: int,
 ) -> float:
-    """Tokens per second of always so many drafts, by the sum over what may come of them."""
+    """Returns tokens per second of always so many drafts, by the sum over what may come of them."""
     tokens = 1.0 + sum(accumulate(rates[:num_drafts], mul))
     shape = limits.shape(num_rows, num_rows * num_drafts)
     drafting = device.draft * num_rows * num_drafts + (
@@ -81,25 +83,23 @@ def loop_of(device: ShapedDevice, rates: Rates, num_rows: int, **settings: Any) 
 def measure(
     device: ShapedDevice, rates: tuple[float, ...], num_rows: int
 ) -> tuple[Progress, float, float]:
-    """What came of it, and that as a share of the best fixed number of drafts, and of none."""
+    """Returns the progress, and that as a share of the best fixed number of drafts, and of none."""
     loop = loop_of(device, lambda place, step: rates, num_rows)
     loop.run(FEW_STEPS)
     progress = loop.run(1500 if num_rows < 4 else 500 if num_rows < 16 else 6000 // num_rows)
     fixed = [
-        expected(device, loop.limits, rates, num_rows, num_drafts)
+        expected_speed(device, loop.limits, rates, num_rows, num_drafts)
         for num_drafts in (0, *NUM_DRAFTS)
     ]
     return progress, progress.tokens_per_second / max(fixed), progress.tokens_per_second / fixed[0]
 
 
-SOME = [("CPU", (17,)), ("A100 with a head", (2,))]
-
-
 @pytest.mark.parametrize(
-    ("device", "batches"), few([(device, BATCHES) for device in DEVICES] + SOME, SOME)
+    ("device", "batches"),
+    few([*((device, BATCHES) for device in DEVICES), ("CPU", (17,))], [("CPU", (17,))]),
 )
 def test_no_batch_loses(device, batches):
-    """Of all cells the mean is within 2 % of the best fixed number."""
+    """The mean of all cells is within 2 % of the best fixed number."""
     shares = []
     for profile, num_rows in itertools.product(PROFILES, batches):
         progress, of_best, of_none = measure(DEVICES[device], PROFILES[profile], num_rows)
@@ -119,11 +119,13 @@ def test_no_batch_loses(device, batches):
 
 
 def of_none(rates: tuple[float, ...], num_rows: int, seed: int) -> float:
-    """What comes of it with costs that were measured wrong at the start, as a share of no drafts."""
+    """Returns the speed with costs that were measured wrong at the start, as a share of no
+    drafts.
+    """
     guesses = Guesses(lambda place, step: rates, seed=num_rows)
     loop = SpeculativeLoop(CPU, guesses, num_rows, seed=seed, mistaken=0.3)
     loop.run(FEW_STEPS)
-    return loop.run(400).tokens_per_second / expected(CPU, loop.limits, rates, num_rows, 0)
+    return loop.run(400).tokens_per_second / expected_speed(CPU, loop.limits, rates, num_rows, 0)
 
 
 @pytest.mark.parametrize("num_rows", few([1, 4, 16], [16]))
@@ -144,13 +146,15 @@ def test_the_simulated_device_counts_right():
             A100, lambda place, step: PROFILES["falling"], num_rows, num_drafts=num_drafts
         )
         got = loop.run(3000 // num_rows).tokens_per_second
-        want = expected(A100, loop.limits, PROFILES["falling"], num_rows, num_drafts)
+        want = expected_speed(A100, loop.limits, PROFILES["falling"], num_rows, num_drafts)
         assert got == pytest.approx(want, rel=0.04)
         loop.scheduler.check()
 
 
 def test_unequal_sequences_have_unequal_drafts():
-    """One in four is nearly always right, the others hardly ever: more than any number for all gives."""
+    """One in four is nearly always right, the others hardly ever: more than any number for all
+    gives.
+    """
 
     def rates(place: int, step: int) -> tuple[float, ...]:
         return (0.95,) * 7 if place % 4 == 0 else (0.05,) * 7
@@ -160,19 +164,24 @@ def test_unequal_sequences_have_unequal_drafts():
     got = loop.run(100).tokens_per_second
     fixed = []
     for num_drafts in (0, *NUM_DRAFTS):
-        every = [expected(A100, loop.limits, rates(place, 0), 32, num_drafts) for place in range(4)]
+        every = [
+            expected_speed(A100, loop.limits, rates(place, 0), 32, num_drafts) for place in range(4)
+        ]
         fixed.append(sum(every) / 4)
     assert got > 1.1 * max(fixed)
 
 
 def recovery(device: ShapedDevice, num_rows: int, before: float, after: float) -> int:
-    """Steps after a change of how often drafts are right, until 20 steps one after the other are as good as the best fixed number."""
+    """Returns the steps after a change of how often drafts are right, until 20 steps one after the
+    other are as good as the best fixed number.
+    """
     start = 300
     loop = loop_of(device, lambda place, step: ((before if step < start else after),) * 7, num_rows)
     loop.run(start)
     numbers = (0, *NUM_DRAFTS)
     best = max(
-        expected(device, loop.limits, (after,) * 7, num_rows, num_drafts) for num_drafts in numbers
+        expected_speed(device, loop.limits, (after,) * 7, num_rows, num_drafts)
+        for num_drafts in numbers
     )
     for blocks in range(100):
         if loop.run(20).tokens_per_second > 0.85 * best:
@@ -193,10 +202,10 @@ def test_it_follows_a_change(device, num_rows):
 
 
 def test_a_device_drafter_that_loses_is_off_and_is_on_again_when_it_pays():
-    """Requests of 400 tokens: it begins anew with a new one."""
+    """Requests have 400 tokens: it begins anew with a new one."""
     loop = loop_of(HEAD, lambda place, step: (0.0 if step < 4000 else 0.9,) * 7, 2)
     loop.run(1000)
-    none, depths = expected(HEAD, loop.limits, (), 2, 0), loop.depths
+    none, depths = expected_speed(HEAD, loop.limits, (), 2, 0), loop.depths
     depths.clear()
     assert loop.run(3000).tokens_per_second >= 0.985 * none
     assert sum(depth is not None for depth in depths) < 0.3 * len(depths), (
@@ -222,14 +231,16 @@ def test_the_best_shape_is_found_though_it_was_measured_too_dear(device):
     assert tokens_per_second(2.0) > 0.94 * tokens_per_second(1.0)
 
 
-@pytest.mark.parametrize(("num_rows", "found"), few([(1, 0.0), (1, 0.02), (4, 0.02)], [(1, 0.02)]))
-def test_drafts_that_are_seldom_found_and_cost_the_host(num_rows, found):
-    """A proposer that takes as long as half a step and finds something once in fifty asks, or never, is asked no more."""
+@pytest.mark.parametrize(("num_rows", "hits"), few([(1, 0.0), (1, 0.02), (4, 0.02)], [(1, 0.02)]))
+def test_drafts_that_are_seldom_found_and_cost_the_host(num_rows, hits):
+    """A proposer that takes as long as half a step and finds something once in fifty asks, or
+    never, is asked no more.
+    """
     device = dataclasses.replace(CPU, draft=0.4e-3)
-    loop = SpeculativeLoop(device, Guesses(lambda place, step: (0.9,) * 7, found=found), num_rows)
+    loop = SpeculativeLoop(device, Guesses(lambda place, step: (0.9,) * 7, found=hits), num_rows)
     loop.run(FEW_STEPS)
     got = loop.run(600).tokens_per_second
-    assert got >= 0.97 * expected(device, loop.limits, (), num_rows, 0)
+    assert got >= 0.97 * expected_speed(device, loop.limits, (), num_rows, 0)
 
 
 def no_probes(patch: pytest.MonkeyPatch) -> None:
@@ -237,7 +248,9 @@ def no_probes(patch: pytest.MonkeyPatch) -> None:
 
 
 def no_costs(patch: pytest.MonkeyPatch) -> None:
-    """A step costs the same whatever its shape: the number of drafts follows from acceptance alone."""
+    """Lets a step cost the same whatever its shape: the number of drafts follows from acceptance
+    alone.
+    """
     patch.setattr(Costs, "of", lambda self, shape, depth=None: 1.0)
 
 
@@ -299,7 +312,10 @@ SHAPES = [(4, 4), (4, 8), (4, 16), (4, 32)]
 def controller_of(
     seconds: Mapping[tuple[int, int], float], each_depth: float = 0.0, **settings: Any
 ) -> Controller:
-    """each_depth: seconds of a device drafter; 0: there is none."""
+    """Makes a controller.
+
+    each_depth: seconds of a device drafter; 0: there is none.
+    """
     controller = Controller(LIMITS, depths=range(1, 8) if each_depth else (), **settings)
     for shape, alone in seconds.items():
         by_depth = [alone + each_depth * depth for depth in range(8)] if each_depth else ()
@@ -307,8 +323,10 @@ def controller_of(
     return controller
 
 
-def settled(controller: Controller, rates: Mapping[int, list[float]]) -> Controller:
-    """It knows how often drafts of each sequence are right, and its first probe is over."""
+def settle(controller: Controller, rates: Mapping[int, list[float]]) -> Controller:
+    """Makes a controller that knows how often drafts of each sequence are right, with its first
+    probe over.
+    """
     known = SimpleNamespace(
         average=lambda _: [], rates=lambda key, _: [1.0, *rates[key]], add=lambda *_: None
     )
@@ -318,9 +336,9 @@ def settled(controller: Controller, rates: Mapping[int, list[float]]) -> Control
 
 
 def is_the_best(seconds: list[float], rates: list[list[float]], each_depth: float) -> bool:
-    """Against all numbers of drafts of all sequences, and all depths."""
+    """Compares with all numbers of drafts of all sequences, and all depths."""
     table = dict(zip(SHAPES, accumulate(seconds), strict=True))
-    controller = settled(controller_of(table, each_depth), dict(enumerate(rates)))
+    controller = settle(controller_of(table, each_depth), dict(enumerate(rates)))
 
     def goodput(counts: tuple[int, ...], depth: int) -> float:
         shape = next(shape for shape in SHAPES if shape[1] >= 4 + sum(counts))
@@ -336,11 +354,11 @@ def is_the_best(seconds: list[float], rates: list[list[float]], each_depth: floa
     requested = controller.ask(4, ids, set(ids) if each_depth else None)
     if not requested:
         return best <= controlling.HYSTERESIS * goodput((0,) * len(rates), 0) * (1 + 1e-9)
-    found = goodput(
+    chosen = goodput(
         tuple(requested.get(each, 0) for each in ids), controller.depth if each_depth else 0
     )
     cut = controller.cut(4, {each: chain((5,) * requested[each]) for each in requested})
-    return found == pytest.approx(best, rel=1e-6) and (each_depth > 0 or cut == requested)
+    return chosen == pytest.approx(best, rel=1e-6) and (each_depth > 0 or cut == requested)
 
 
 Seconds = st.lists(st.floats(0.01, 1.0), min_size=4, max_size=4)
@@ -356,7 +374,9 @@ def test_the_choice_is_the_best_of_all(seconds, rates, each_depth):
 
 @pytest.mark.parametrize("mistake", ["_goodput", "_nodes"])
 def test_a_choice_that_is_not_the_best_is_seen(mistake, monkeypatch):
-    """The most tokens, or the drafts of one sequence after those of another, whatever their chances."""
+    """The mistakes are the most tokens, or the drafts of one sequence after those of another,
+    whatever their chances.
+    """
 
     def unranked(*arguments: Any) -> list[Any]:
         return [node._replace(minimum=0.5) for node in nodes_of(*arguments)]
@@ -371,7 +391,7 @@ def test_a_choice_that_is_not_the_best_is_seen(mistake, monkeypatch):
 
 def test_what_hardly_promises_more_is_not_begun_and_what_hardly_promises_less_goes_on():
     def after(*ratios: float) -> bool:
-        controller = settled(
+        controller = settle(
             controller_of(dict.fromkeys(SHAPES, 1.0)), dict.fromkeys(range(4), [1.0] * 7)
         )
         for ratio in ratios:
@@ -394,7 +414,10 @@ def test_what_hardly_promises_more_is_not_begun_and_what_hardly_promises_less_go
 def drive(
     controller: Controller, num_steps: int, accepted: int, seconds: Mapping[tuple[int, int], float]
 ) -> list[int]:
-    """Steps of four rows, of whose drafts so many are accepted. Returns how many drafts each step had."""
+    """Takes steps of four rows, of whose drafts so many are accepted.
+
+    Returns how many drafts each step had.
+    """
     history = []
     for _ in range(num_steps):
         counts: Mapping[int, int] = {}
@@ -441,7 +464,9 @@ def test_it_is_seldom_asked_while_it_is_off():
 
 
 def test_steps_without_drafts_are_probed_while_it_is_on():
-    """All gains are against them: that steps with drafts have become dear is not put down to the pace of all for long."""
+    """All gains are against them: that steps with drafts have become dear is not put down to the
+    pace of all for long.
+    """
     controller = controller_of(TABLE)
     drive(controller, 300, 2, TABLE)
     assert controller.is_on

@@ -1,4 +1,4 @@
-"""What is counted of drafts, against counts by hand: in all, by position, and of each request."""
+"""Counts of drafts, against counts by hand: in all, by position, and of each request."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ NAMES = (
     "spec_decode_num_accepted_tokens_total",
     "spec_decode_wasted_slots_total",
 )
-# By output tokens that are known: right and wrong drafts. The first token is drawn behind the
+# By output tokens that are known: right and wrong drafts. The first token is drawn after the
 # prompt; 2 of 3 drafts are right, which makes 4 tokens known; a step without drafts; all of 4 are
 # right, which makes 10; of 4 right ones there is room for one before the last.
 SCRIPT = {1: (2, 1), 5: (4, 0), 10: (4, 0)}
@@ -50,15 +50,15 @@ def llm(directory):
 
 @pytest.fixture(scope="module")
 def text(llm):
-    """What the request is, with the prompt."""
+    """Returns what the request is, with the prompt."""
     without_drafts(llm)
     tokens = llm.generate([PROMPT], PARAMS, use_tqdm=False)[0].outputs[0].token_ids
     assert tokens[7] not in tokens[:7], "a stop would come earlier than it is meant to"
     return [*PROMPT, *tokens]
 
 
-def counted(llm: LLM, text: list[int], params: Any) -> tuple[dict[str, Any], Any]:
-    """What a request adds to the counters, and the request."""
+def count(llm: LLM, text: list[int], params: Any) -> tuple[dict[str, Any], Any]:
+    """Returns what a request adds to the counters, and the request."""
     first_id = llm._engine._num_sequences
 
     def script(sequence_id: int, known: int) -> tuple[int, int]:
@@ -87,7 +87,7 @@ def counted(llm: LLM, text: list[int], params: Any) -> tuple[dict[str, Any], Any
 
 
 def test_a_request_by_hand(llm, text):
-    added, output = counted(llm, text, PARAMS)
+    added, output = count(llm, text, PARAMS)
     assert output.outputs[0].token_ids == text[len(PROMPT) :]
     assert added == {
         "spec_decode_num_drafts_total": 3,
@@ -114,7 +114,7 @@ def test_what_a_stop_cuts_off_is_not_accepted(llm, text):
     params = SamplingParams(
         temperature=1.0, seed=3, max_tokens=12, ignore_eos=True, stop_token_ids=[stop]
     )
-    added, output = counted(llm, text, params)
+    added, output = count(llm, text, params)
     assert output.outputs[0].token_ids == text[len(PROMPT) : len(PROMPT) + 8]
     assert [added[name] for name in NAMES] == [2, 3 + 4, 2 + 3, 2]
     assert added["spec_decode_num_accepted_tokens_per_pos_total"] == {0: 2, 1: 2, 2: 1, 3: 0}
@@ -127,7 +127,7 @@ def test_samples_count_together_and_requests_apart(llm, text):
     draft_with(llm._engine, Scripted({first_id: text}, lambda *_: (4, 0)))
     params = [SamplingParams(n=2, temperature=1.0, seed=3, max_tokens=12, ignore_eos=True), PARAMS]
     before = llm.stats()
-    two, one = llm.generate([PROMPT, [5, 6, 7]], params, use_tqdm=False)
+    two, single = llm.generate([PROMPT, [5, 6, 7]], params, use_tqdm=False)
     assert two.outputs[0].token_ids == text[len(PROMPT) :]
     assert (
         two.metrics.num_drafts,
@@ -135,13 +135,13 @@ def test_samples_count_together_and_requests_apart(llm, text):
         two.metrics.num_accepted_tokens,
     ) == (2, 8, 8)
     assert (
-        one.metrics.num_drafts,
-        one.metrics.num_draft_tokens,
-        one.metrics.num_accepted_tokens,
+        single.metrics.num_drafts,
+        single.metrics.num_draft_tokens,
+        single.metrics.num_accepted_tokens,
     ) == (0, 0, 0)
     after = llm.stats()
     assert [after[name] - before[name] for name in NAMES] == [2, 8, 8, 0]
-    # Every first token is drawn behind a prompt: two of them in one step, which decodes nobody.
+    # Every first token is drawn after a prompt: two of them in one step, which decodes nobody.
     assert after["decode_tokens_total"] - before["decode_tokens_total"] == 33
     assert after["decode_rows_total"] - before["decode_rows_total"] == 33 - 8
 
@@ -193,7 +193,9 @@ def plan_of(*rows: Row, draws: Sequence[tuple[int, int]]) -> StepPlan:
 
 
 def test_of_a_tree_a_position_is_a_depth():
-    """Two first drafts, and one behind the second of them: positions 0 and 1, three tokens."""
+    """There are two first drafts, and one after the second of them: positions 0 and 1, three
+    tokens.
+    """
     tree = Row(4, 9, (7, 1, 2, 3), ((1,),), parents=(0, 0, 2))
     plan = plan_of(tree, draws=[(0, offset) for offset in range(4)])
     edits = [
@@ -210,7 +212,9 @@ def test_of_a_tree_a_position_is_a_depth():
 
 
 def test_only_rows_that_decode_are_target_steps():
-    """A prompt's last token and a token that is computed again draw nothing of a step that decodes."""
+    """A prompt's last token and a token that is computed again draw nothing of a step that
+    decodes.
+    """
     groups = group_of(1, 2, 3, num_prompt_tokens=5)
     rows = (Row(1, 4, (5,), ((1,),)), Row(2, 6, (8,), ((2,),)), Row(3, 7, (8,), ((3,),)))
     plan = plan_of(*rows, draws=[(0, 0), (2, 0)])  # sequence 2 has more to compute
@@ -231,10 +235,10 @@ def test_who_was_aborted_in_the_middle_of_a_step_is_passed_over():
         draws=[(0, 0), (0, 1), (0, 2), (1, 0), (1, 1)],
     )
     counts = SpeculationCounts()
-    counted = counts.add(
+    count = counts.add(
         plan, [Append(5, 3, drafted=True), Append(5, 8)], group_of(5, num_prompt_tokens=5)
     )
-    assert counted == [Verified(5, 1, 1)] and counts.num_accepted_per_position == {0: 1}
+    assert count == [Verified(5, 1, 1)] and counts.num_accepted_per_position == {0: 1}
     assert (counts.num_drafts, counts.num_decode_rows, counts.num_decode_tokens) == (1, 1, 2)
     assert counts.add(plan, [], {}) == [] and counts.num_drafts == 1
 

@@ -1,4 +1,6 @@
-"""What the speculator tells its controller of each step: what was right, what a grammar refused, and nothing to decide."""
+"""The speculator's reports of each step to its controller: what was right, what a grammar refused,
+and nothing to decide.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,7 @@ LIMITS = StepLimits(
 
 
 class Always(Proposer):
-    """Always drafts the same."""
+    """Drafts the same, always."""
 
     def __init__(self) -> None:
         self.num_requested = 0
@@ -57,7 +59,7 @@ def controller_of() -> Controller:
 
 
 class Refusing:
-    """A grammar that admits so many drafts, one behind the other."""
+    """Is a grammar that admits so many drafts, one after the other."""
 
     def __init__(self, num_admitted: int) -> None:
         self.num_admitted = num_admitted
@@ -86,7 +88,9 @@ def test_costs_are_those_of_the_context_of_the_last_step():
 
 
 def test_drafts_that_a_grammar_refuses_are_given_up():
-    """Nobody verifies them, so that they would be taken for right as often as at first, and asked for in every step."""
+    """Nobody verifies them, so that they would be taken for right as often as at first, and asked
+    for in every step.
+    """
     proposer = Always()
     strategies: Any = {3: Refusing(0)}
     speculator = ProposingSpeculator(
@@ -106,20 +110,20 @@ def test_drafts_that_a_grammar_refuses_are_given_up():
         (2, 2, (5, 6, 8), [((-1, 0, 1), {0, 1})]),  # the third was refused: wrong, where it was
         (2, 2, (5, 8), [((-1, 0, 1), {0})]),
         (0, 0, (8,), [((-1, 0, 1), set())]),
-        # no room for the second: nothing is known of it, nor of what stood behind it
+        # no room for the second: nothing is known of it, nor of what stood after it
         (2, 1, (5, 8), [((-1,), {0})]),
         (2, 0, (8,), []),
     ],
 )
 def test_what_is_learned(admitted, in_step, drawn, learned, monkeypatch):
-    told: list[Any] = []
+    events: list[Any] = []
     controller = controller_of()
     monkeypatch.setattr(controller, "ask", lambda *_: {3: 3})
     monkeypatch.setattr(controller, "cut", lambda *_: {3: 3})
     monkeypatch.setattr(
         controller,
         "learn_verified",
-        lambda _, parents, path: told.append((tuple(parents), set(path))),
+        lambda _, parents, path: events.append((tuple(parents), set(path))),
     )
     strategies: Any = {3: Refusing(admitted)}
     speculator = ProposingSpeculator(
@@ -131,7 +135,7 @@ def test_what_is_learned(admitted, in_step, drawn, learned, monkeypatch):
         Append(3, token_id, drafted=index < len(drawn) - 1) for index, token_id in enumerate(drawn)
     ]
     observe(speculator, drafts, plan_of(*(5, 6, 7)[:in_step]), edits)
-    assert told == learned
+    assert events == learned
 
 
 def test_where_there_is_nothing_to_decide_nobody_is_asked(monkeypatch):

@@ -1,4 +1,6 @@
-"""Event logs of engines that speculate: drafts are in the log, so that a replay needs nobody who makes them."""
+"""Event logs of engines that speculate: drafts are in the log, so that a replay needs nobody who
+makes them.
+"""
 
 from __future__ import annotations
 
@@ -46,11 +48,11 @@ from tests.test_event_log import (
     find,
     flip,
     leaves,
-    logged,
     new_engine,
+    open_log,
     prompts_of,
     records_of,
-    replayed,
+    replay_log,
     step_of,
     write,
 )
@@ -73,7 +75,9 @@ def llm(directory: Path) -> Iterator[LLM]:
 
 
 def crowd_of(llm: LLM) -> tuple[list[list[int]], list[SamplingParams]]:
-    """More than the pool holds, with parameters that look at what stands before a draw."""
+    """Returns more requests than the pool holds, with parameters that look at what stands before a
+    draw.
+    """
     params = [
         SamplingParams(temperature=0.9, top_p=0.9, max_tokens=30, ignore_eos=True, logprobs=2),
         SamplingParams(
@@ -93,7 +97,7 @@ def crowd_of(llm: LLM) -> tuple[list[list[int]], list[SamplingParams]]:
 
 
 def texts_of(outputs: list[Any], first_id: int = 0) -> dict[int, list[int]]:
-    """By sequence id, of requests of one sequence each."""
+    """Returns texts by sequence id, of requests of one sequence each."""
     return {
         first_id + index: [*output.prompt_token_ids, *output.outputs[0].token_ids]
         for index, output in enumerate(outputs)
@@ -101,11 +105,14 @@ def texts_of(outputs: list[Any], first_id: int = 0) -> dict[int, list[int]]:
 
 
 def run_twice(llm: LLM, path: Path, prompts: Any, params: Any, tokenizer: Any = None) -> list[Any]:
-    """Without drafts, and then logged with drafts of which many are right. Both give the same."""
-    with logged(llm, path.with_suffix(".plain"), tokenizer):
+    """Runs without drafts, and then logged with drafts of which many are right.
+
+    Both give the same.
+    """
+    with open_log(llm, path.with_suffix(".plain"), tokenizer):
         without_drafts(llm)
         plain = llm.generate(prompts, params, use_tqdm=False)
-    with logged(llm, path, tokenizer) as engine:
+    with open_log(llm, path, tokenizer) as engine:
         draft_with(engine, Scripted(texts_of(plain), mixed_up))
         outputs = llm.generate(prompts, params, use_tqdm=False)
     assert [output.outputs for output in outputs] == [output.outputs for output in plain]
@@ -120,7 +127,7 @@ def crowd(llm: LLM, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def results_of(path: Path) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-    """Plans and their results."""
+    """Returns plans and their results."""
     records = records_of(path)
     pairs = itertools.pairwise(records)
     return [
@@ -146,7 +153,7 @@ def assert_identical(report: Report, path: Path) -> None:
 
 
 def test_a_crowd(llm: LLM, crowd: Path) -> None:
-    assert_identical(replayed(llm, crowd), crowd)
+    assert_identical(replay_log(llm, crowd), crowd)
     records = records_of(crowd)
     assert any(record.get("preempted") for record in records), "the pool was too large"
 
@@ -182,7 +189,7 @@ def test_a_log_tells_what_was_drafted_and_what_was_right(llm: LLM, crowd: Path) 
             first += length
         assert first == len(result["tokens"])
     assert num_right > 20 and num_wrong > 20
-    with logged(llm, crowd.with_suffix(".again")):
+    with open_log(llm, crowd.with_suffix(".again")):
         without_drafts(llm)
         outputs = llm.generate(*crowd_of(llm), use_tqdm=False)
     assert texts_of(outputs) == {
@@ -191,16 +198,18 @@ def test_a_log_tells_what_was_drafted_and_what_was_right(llm: LLM, crowd: Path) 
 
 
 def test_a_stop_string_inside_a_run_of_right_drafts(llm: LLM, tmp_path: Path) -> None:
-    """The log says behind how many of the step's tokens; the replay, which has no text, ends there too."""
+    """The log says after how many of the step's tokens; the replay, which has no text, ends there
+    too.
+    """
     path = tmp_path / "a.jsonl"
     params = SamplingParams(temperature=1.0, seed=4, max_tokens=40, ignore_eos=True)
     prompts = prompts_of(20, 40, 31, 5)
-    with logged(llm, tmp_path / "plain.jsonl", Letters()):
+    with open_log(llm, tmp_path / "plain.jsonl", Letters()):
         without_drafts(llm)
         plain = llm.generate(prompts, params, use_tqdm=False)
     texts = texts_of(plain)
     stopped = dataclasses.replace(params, stop=["ab", "q", "zz"])
-    with logged(llm, path, Letters()) as engine:
+    with open_log(llm, path, Letters()) as engine:
         draft_with(engine, Scripted(texts, lambda *_: (4, 0)))
         outputs = llm.generate(prompts, stopped, use_tqdm=False)
     assert "stop" in {output.outputs[0].finish_reason for output in outputs}
@@ -214,7 +223,7 @@ def test_a_stop_string_inside_a_run_of_right_drafts(llm: LLM, tmp_path: Path) ->
         if edit[0] == "finish"
     ]
     assert any(len(edit) == 5 for edit in ends), "no end came before the last of a step's tokens"
-    assert_identical(replayed(llm, path), path)
+    assert_identical(replay_log(llm, path), path)
 
     records = records_of(path)
     place = next(
@@ -223,8 +232,8 @@ def test_a_stop_string_inside_a_run_of_right_drafts(llm: LLM, tmp_path: Path) ->
         if any(len(edit) == 5 for edit in record.get("edits", []))
     )
     (edit,) = [edit for edit in records[place]["edits"] if len(edit) == 5]
-    edit[4] = 9  # behind more than there were
-    tampered = replayed(llm, write(tmp_path / "b.jsonl", records))
+    edit[4] = 9  # after more than there were
+    tampered = replay_log(llm, write(tmp_path / "b.jsonl", records))
     assert step_of(tampered) == records[place]["step"] and "edits" in (tampered.difference or "")
 
 
@@ -233,10 +242,10 @@ def test_an_error_on_the_way_to_text_takes_the_run_with_it(
 ) -> None:
     path = tmp_path / "a.jsonl"
     prompts = prompts_of(20, 40, 9)
-    with logged(llm, tmp_path / "plain.jsonl"):
+    with open_log(llm, tmp_path / "plain.jsonl"):
         without_drafts(llm)
         plain = llm.generate(prompts, GREEDY, use_tqdm=False)
-    with logged(llm, path) as engine, monkeypatch.context() as patch:
+    with open_log(llm, path) as engine, monkeypatch.context() as patch:
         draft_with(engine, Scripted(texts_of(plain), lambda *_: (3, 1)))
         real, calls = SamplingStrategy._advance, itertools.count()
 
@@ -255,23 +264,27 @@ def test_an_error_on_the_way_to_text_takes_the_run_with_it(
         if edit[:1] == ["finish"] and len(edit) == 5
     ]
     assert end[2:] == ["error", "KeyError: 'planted'", 0]
-    assert_identical(replayed(llm, path), path)
+    assert_identical(replay_log(llm, path), path)
 
 
 def test_a_draw_of_nothing_behind_a_right_draft(
     llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It ends the request behind the tokens before it; no text decides that, and the replay comes to it by itself."""
+    """It ends the request after the tokens before it; no text decides that, and the replay comes to
+    it by itself.
+    """
     path = tmp_path / "a.jsonl"
     prompts = prompts_of(20, 40)
-    with logged(llm, tmp_path / "plain.jsonl"):
+    with open_log(llm, tmp_path / "plain.jsonl"):
         without_drafts(llm)
         plain = llm.generate(prompts, GREEDY, use_tqdm=False)
     real = llm._engine.runner.run
     victim = plain[0].outputs[0].token_ids
 
     def barren(batch: Any) -> StepResult:
-        """Nothing may be drawn behind the sixth token of the first request: the last draw of a step with two right drafts."""
+        """Forbids every token after the sixth one of the first request: the last draw of a step
+        with two right drafts.
+        """
         result = real(batch)
         fields: dict[str, Any] = views(batch.packed, batch.bucket, llm._engine.builder.tables)
         positions, ids = fields["positions_T"], fields["token_ids_T"]
@@ -287,7 +300,7 @@ def test_a_draw_of_nothing_behind_a_right_draft(
         )
 
     monkeypatch.setattr(llm._engine.runner, "run", barren)
-    with logged(llm, path) as engine:
+    with open_log(llm, path) as engine:
         draft_with(engine, Scripted(texts_of(plain), lambda sequence, known: (2, 0)))
         outputs = llm.generate(prompts, GREEDY, use_tqdm=False)
     assert (
@@ -302,13 +315,15 @@ def test_a_draw_of_nothing_behind_a_right_draft(
         if edit[2] == "error"
     ]
     assert len(ends) == 1 and ends[0][4:] == [2]
-    assert_identical(replayed(llm, path), path)
+    assert_identical(replay_log(llm, path), path)
 
 
 def test_the_command_needs_no_proposer(
     directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A log of prompt lookup is replayed, also where its settings say that lookup went otherwise; a controller is never asked."""
+    """A log of prompt lookup is replayed, also where its settings say that lookup went otherwise; a
+    controller is never asked.
+    """
     path = tmp_path / "a.jsonl"
     with make_llm(directory, speculative_config=DRAFTING, event_log=str(path), **POOL) as llm:
         llm.generate(
@@ -335,8 +350,8 @@ def test_the_command_needs_no_proposer(
 
 
 def test_everything_of_drafts_is_recorded() -> None:
-    told: list[dict[str, Any]] = []
-    recorder = Recorder(told.append)
+    records: list[dict[str, Any]] = []
+    recorder = Recorder(records.append)
     rows = (
         Row(4, 30, (7, 1, 2, 3), ((3,),), parents=(0, 0, 2)),
         Row(5, 8, (9,), ((2,),)),
@@ -361,7 +376,7 @@ def test_everything_of_drafts_is_recorded() -> None:
     ended = [Append(6, 6, drafted=True), Finish(6, "stop", "x")]
     edits = [*appended, Finish(4, "length"), Finish(5, "length"), *ended]
     recorder.stepped(StepReport(Drafts(), plan, result, edits, []))
-    assert json.loads(json.dumps(told)) == [
+    assert json.loads(json.dumps(records)) == [
         {
             "event": "plan",
             "step": 12,
@@ -386,7 +401,7 @@ def test_everything_of_drafts_is_recorded() -> None:
 # ---- what is changed in a log
 
 
-def drafted_row(record: dict[str, Any]) -> list[int]:
+def draft_row(record: dict[str, Any]) -> list[int]:
     sequence = record["drafts"][0][0]
     return next(row for row in record["rows"] if row[0] == sequence)
 
@@ -397,7 +412,7 @@ CHANGES: dict[str, tuple[str, str, int, Any, int]] = {  # the last: how many lin
     "a draft less": ("plan", "drafts", 9, lambda record: record["drafts"][0][1].pop(), 0),
     "that there were any": ("plan", "drafts", 9, lambda record: record.pop("drafts"), 0),
     "parents of a chain": ("plan", "drafts", 3, lambda record: record["drafts"][0].append([-1, 0, 1, 2][: len(record["drafts"][0][1])]), 0),
-    "how long a row is": ("plan", "drafts", 3, lambda record: flip(drafted_row(record), 2), 0),
+    "how long a row is": ("plan", "drafts", 3, lambda record: flip(draft_row(record), 2), 0),
     "a token": ("result", "paths", 9, lambda record: flip(record["tokens"], -1), 0),
     "a path": ("result", "paths", 9, lambda record: record["paths"][0].append(9), 0),
     "that there were paths": ("result", "paths", 4, lambda record: record.pop("paths"), 0),
@@ -410,7 +425,7 @@ def test_a_change_is_found(llm: LLM, crowd: Path, tmp_path: Path, what: str) -> 
     records = records_of(crowd)
     place = find(records, event, has, nth)
     change(records[place])
-    report = replayed(llm, write(tmp_path / "a.jsonl", records))
+    report = replay_log(llm, write(tmp_path / "a.jsonl", records))
     assert step_of(report) == records[place]["step"]
     assert f"(line {place + 1 + later})" in (report.difference or ""), report.difference
 
@@ -440,14 +455,17 @@ def test_drafts_that_are_none_are_refused(
     place = find(records, "plan", "drafts", 2)
     records[place]["drafts"] = drafts
     with pytest.raises(EventLogError, match=f"line {place + 1}: these drafts are none: "):
-        replayed(llm, write(tmp_path / "a.jsonl", records))
+        replay_log(llm, write(tmp_path / "a.jsonl", records))
 
 
 # ---- every history
 
 
 class Verifying(Probabilities):
-    """Draws by chance, and often what was drafted. Which drafts were right is found token by token."""
+    """Draws by chance, and often what was drafted.
+
+    Which drafts were right is found token by token.
+    """
 
     def __init__(self, tables: TableShape) -> None:
         self.tables = tables
@@ -502,17 +520,17 @@ def test_every_history_can_be_replayed_and_every_number_counts(
         act(engine, actions)
         log.closed()
         runner = Verifying(llm._engine.builder.tables)
-        report = replayed(llm, path, runner)
+        report = replay_log(llm, path, runner)
         assert report.difference is None and report.ending is None
 
         records = records_of(path)
         places = [
             (place, way)
-            for place, (record, behind) in enumerate(itertools.pairwise(records))
+            for place, (record, following) in enumerate(itertools.pairwise(records))
             for name in ("drafts", "paths")
             for way in leaves(record.get(name, []), (name,))
             # a step that was not run shows no token
-            if behind["event"] == "result" or name == "paths"
+            if following["event"] == "result" or name == "paths"
         ]
         if not places:
             return
@@ -522,12 +540,14 @@ def test_every_history_can_be_replayed_and_every_number_counts(
             target = target[key]
         target[way[-1]] += 1
         try:
-            found = replayed(llm, write(path.with_name("b.jsonl"), records), runner).difference
+            difference = replay_log(
+                llm, write(path.with_name("b.jsonl"), records), runner
+            ).difference
         except EventLogError as error:  # drafts that are none any more
             assert records[place]["event"] == "plan" and f"line {place + 1}:" in str(error)
             return
-        assert found is not None
-        line = int(found.partition("(line ")[2].partition(")")[0])
+        assert difference is not None
+        line = int(difference.partition("(line ")[2].partition(")")[0])
         assert line == place + 1 or (records[place]["event"] == "plan" and line == place + 2)
     finally:
         logging.disable(logging.NOTSET)

@@ -1,4 +1,4 @@
-"""What the controller of speculation knows of how long steps take."""
+"""The knowledge of the controller of speculation about how long steps take."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_drafts_pay_from_what_their_step_takes_longer():
 
 
 def test_drafts_cost_less_of_a_step_with_a_long_context(monkeypatch):
-    """By a device that takes a second a query token, and one for each hundred tokens that a row sees."""
+    """The device takes a second a query token, and one for each hundred tokens that a row sees."""
     menu = make_menu(4, 64, num_drafts=(3,), max_verified_tokens=16)
     blocks = [range(1, 801)]
     builder = BatchBuilder(menu, table_width=200, block_size=8, blocks=blocks, vocab_size=20)
@@ -61,7 +61,7 @@ def test_drafts_cost_less_of_a_step_with_a_long_context(monkeypatch):
     assert controller.costs.of((4, 4)) == pytest.approx((4 + 4 * 1.28) / 2), "half, and not less"
 
 
-def known() -> Costs:
+def make_known() -> Costs:
     costs = Costs()
     for shape, seconds in FIRST.items():
         costs.at_start(shape, seconds, [seconds + 0.1, seconds + 0.3, seconds + 0.5])
@@ -84,7 +84,7 @@ def test_full_steps_fit_into_the_shortest_context(table_width):
 
 
 def test_costs_follow_the_machine_and_not_its_pauses():
-    costs = known()
+    costs = make_known()
     for shape, seconds in 20 * list(FIRST.items()):
         costs.add(shape, None, seconds)
     for _ in range(50):
@@ -97,8 +97,10 @@ def test_costs_follow_the_machine_and_not_its_pauses():
 
 @pytest.mark.parametrize("wrong", [0.5, 0.7, 1.5, 2.0])
 def test_what_was_measured_wrong_at_the_start_is_put_right(wrong):
-    """By four probes; and it is not put down to the pace, so that other shapes do not seem to have changed."""
-    costs, random = known(), np.random.default_rng(0)
+    """Four probes do it; and it is not put down to the pace, so that other shapes do not seem to
+    have changed.
+    """
+    costs, random = make_known(), np.random.default_rng(0)
     for _ in range(4):
         for _ in range(16):
             costs.add(PLAIN, None, 1.3 * random.lognormal(0, 0.05))
@@ -108,7 +110,7 @@ def test_what_was_measured_wrong_at_the_start_is_put_right(wrong):
 
 
 def test_a_drafter_takes_time_by_its_depth():
-    costs = known()
+    costs = make_known()
     assert [costs.of(PLAIN, depth) for depth in (None, 0, 1, 2, 9)] == pytest.approx(
         [1.0, 1.1, 1.3, 1.5, 1.5]
     )
