@@ -1,4 +1,6 @@
-"""Beam search through the engine against transformers' generate(num_beams=...), tokens and scores, and against all hypotheses there are."""
+"""Beam search through the engine against transformers' generate(num_beams=...), tokens and scores,
+and against all hypotheses there are.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +14,7 @@ from jaxpage import BeamSearchParams, SamplingParams
 from tests.support.beams import all_hypotheses, naive_search
 from tests.support.engines import invariants, make_llm
 from tests.support.hf_models import save_model, torch
+from tests.support.sweeps import few
 
 WIDTHS = (1, 3, 8)
 PENALTIES = (-1.0, 0.0, 0.5, 2.0)
@@ -29,14 +32,14 @@ MANY = (9, 17, 25, 33, 41, 57, 73, 89, 101, 105, 110, 121, 125)
 
 @pytest.fixture(scope="module", autouse=True)
 def one_thread():
-    """Of torch: its steps are too small to share."""
+    """Gives torch one thread: its steps are too small to share."""
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(num_threads)
 
 
-@pytest.fixture(scope="module", params=["llama-grouped", "mistral-window"])
+@pytest.fixture(scope="module", params=few(["llama-grouped", "mistral-window"], ["mistral-window"]))
 def models(request, tmp_path_factory):
     directory = tmp_path_factory.mktemp("model")
     model = save_model(request.param, directory, eos_token_id=EOS)
@@ -48,9 +51,11 @@ def models(request, tmp_path_factory):
 def transformers_search(
     model: Any, prompt: list[int], beam: BeamSearchParams
 ) -> list[tuple[list[int], float | None]]:
-    """Tokens without padding and scores, as transformers returns them; None for a score that it does not give."""
+    """Returns tokens without padding and scores, as transformers gives them; None for a score that
+    it does not give.
+    """
     ends = [*([] if beam.ignore_eos else [EOS]), *beam.stop_token_ids]
-    found = model.generate(
+    result = model.generate(
         torch.tensor([prompt]),
         attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
         do_sample=False,
@@ -64,9 +69,9 @@ def transformers_search(
         return_dict_in_generate=True,
         output_scores=True,
     )
-    scores = found.sequences_scores.tolist() if beam.beam_width > 1 else [None]
+    scores = result.sequences_scores.tolist() if beam.beam_width > 1 else [None]
     sequences = []
-    for tokens in found.sequences[:, len(prompt) :].tolist():
+    for tokens in result.sequences[:, len(prompt) :].tolist():
         end = next((place for place, token in enumerate(tokens) if token in ends), len(tokens) - 1)
         sequences.append(tokens[: end + 1])
     return list(zip(sequences, scores, strict=True))
@@ -75,7 +80,7 @@ def transformers_search(
 def compare(
     model: Any, llm: Any, requested: list[tuple[list[int], BeamSearchParams]], beside: int = 0
 ) -> list[Any]:
-    """All of them in one call, beside samplers and greedy requests."""
+    """Compares all of them in one call, beside samplers and greedy requests."""
     strangers: list[Any] = [
         ([3, 4, 5], SamplingParams(temperature=1.0, n=2, max_tokens=20)) for _ in range(beside)
     ]
@@ -87,21 +92,23 @@ def compare(
     outputs = outputs[len(strangers) :]
     for (prompt, beam), output in zip(requested, outputs, strict=True):
         want = transformers_search(model, prompt, beam)
-        assert [one.token_ids for one in output.outputs] == [tokens for tokens, _ in want], beam
-        for one, (tokens, score) in zip(output.outputs, want, strict=True):
+        assert [hypothesis.token_ids for hypothesis in output.outputs] == [
+            tokens for tokens, _ in want
+        ], beam
+        for hypothesis, (tokens, score) in zip(output.outputs, want, strict=True):
             if score is not None:
-                assert one.score == pytest.approx(score, rel=1e-4), beam
+                assert hypothesis.score == pytest.approx(score, rel=1e-4), beam
             last = tokens[-1]
             ends = last in beam.stop_token_ids or (last == EOS and not beam.ignore_eos)
-            assert one.finish_reason == ("stop" if ends else "length")
-            assert one.stop_reason == (last if last in beam.stop_token_ids else None)
+            assert hypothesis.finish_reason == ("stop" if ends else "length")
+            assert hypothesis.stop_reason == (last if last in beam.stop_token_ids else None)
             words = [f"t{token}" for token in (tokens[:-1] if ends else tokens)]
-            assert one.text.split() == words
+            assert hypothesis.text.split() == words
     return outputs
 
 
 def test_every_width_penalty_and_way_to_stop(models):
-    """With ends that come rarely, often, and never. Each model has half of the cases."""
+    """Ends come rarely, often, and never. Each model has half of the cases."""
     model, llm = models
     rng = np.random.default_rng(1)
     requested = []
@@ -114,14 +121,18 @@ def test_every_width_penalty_and_way_to_stop(models):
         )
         requested.append((prompt, beam))
     outputs = compare(model, llm, requested[model.config.model_type == "mistral" :: 2], beside=4)
-    reasons = [one.finish_reason for output in outputs for one in output.outputs]
+    reasons = [hypothesis.finish_reason for output in outputs for hypothesis in output.outputs]
     assert min(reasons.count("stop"), reasons.count("length")) > 10
-    lengths = {len({len(one.token_ids) for one in output.outputs}) for output in outputs}
+    lengths = {
+        len({len(hypothesis.token_ids) for hypothesis in output.outputs}) for output in outputs
+    }
     assert max(lengths) >= 3, "hypotheses of several lengths competed"
 
 
 def test_early_stopping_and_penalty_matter(models):
-    """On some prompt each way to stop and each penalty leads elsewhere, so that being ignored would be seen."""
+    """On some prompt each way to stop and each penalty leads elsewhere, so that being ignored would
+    be seen.
+    """
     model, llm = models
     prompts = [np.random.default_rng(seed).integers(6, 131, (4, 7)).tolist() for seed in (2, 3)]
     each = list(itertools.chain(*prompts))
@@ -129,10 +140,14 @@ def test_early_stopping_and_penalty_matter(models):
     beams = [
         BeamSearchParams(4, 14, penalty, early, stop_token_ids=MANY) for early, penalty in ways
     ]
-    found = [[one.outputs for one in llm.generate(each, beam, use_tqdm=False)] for beam in beams]
+    hypotheses = [
+        [output.outputs for output in llm.generate(each, beam, use_tqdm=False)] for beam in beams
+    ]
     reporting = [
         (
-            each[next(place for place in range(8) if found[0][place] != found[way][place])],
+            each[
+                next(place for place in range(8) if hypotheses[0][place] != hypotheses[way][place])
+            ],
             beams[way],
         )
         for way in range(1, len(ways))
@@ -154,11 +169,13 @@ def test_a_prompt_that_fills_the_model(models):
         )[0]
         for prompt, beam in requested
     ]
-    assert [one.outputs for one in whole] == [one.outputs for one in outputs]
+    assert [output.outputs for output in whole] == [output.outputs for output in outputs]
 
 
 def test_a_tiny_vocabulary_by_brute_force(tmp_path):
-    """Wide enough for every hypothesis, the search finds the best of all; narrower, what a search by definition finds."""
+    """Wide enough for every hypothesis, the search finds the best of all; narrower, what the
+    definition finds.
+    """
     model = save_model("llama-grouped", tmp_path, vocab_size=3, eos_token_id=0)
     prompt, max_tokens = [1, 2, 2, 1], 3
     known: dict[tuple[int, ...], np.ndarray] = {}
@@ -181,10 +198,10 @@ def test_a_tiny_vocabulary_by_brute_force(tmp_path):
                     assert len(want) == 15
                 else:
                     want = naive_search(logprobs_of, beam, {0}, max_tokens)
-                assert [tuple(one.token_ids) for one in output.outputs] == [
-                    one.token_ids for one in want
+                assert [tuple(hypothesis.token_ids) for hypothesis in output.outputs] == [
+                    hypothesis.token_ids for hypothesis in want
                 ]
-                assert [one.score for one in output.outputs] == pytest.approx(
-                    [one.score for one in want], rel=1e-4
+                assert [hypothesis.score for hypothesis in output.outputs] == pytest.approx(
+                    [hypothesis.score for hypothesis in want], rel=1e-4
                 )
         invariants(llm)

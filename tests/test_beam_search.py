@@ -1,4 +1,6 @@
-"""Beam search: the strategy against a naive one and all hypotheses there are, and the same through an engine."""
+"""Beam search: the strategy against a naive one and all hypotheses there are, and the same through
+an engine.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +60,7 @@ def request_of(beam: BeamSearchParams, eos: Sequence[int] = (), max_tokens: int 
 
 @dataclasses.dataclass
 class Text:
-    """A sequence as an executor of edits sees it."""
+    """Holds a sequence as an executor of edits sees it."""
 
     token_ids: tuple[int, ...] = ()
     total: float = 0.0
@@ -67,7 +69,9 @@ class Text:
 
 
 class World:
-    """Runs a strategy on log probabilities that depend on the text alone, and is strict about every edit."""
+    """Runs a strategy on log probabilities that depend on the text alone, and is strict about every
+    edit.
+    """
 
     def __init__(
         self, strategy: BeamStrategy, request: Request, key: object, num_token_ids: int
@@ -107,7 +111,7 @@ class World:
             )
             for text in self.texts.values()
         ]
-        return sorted(best, key=lambda found: -found.score)
+        return sorted(best, key=lambda candidate: -candidate.score)
 
     def apply(self, edit: Edit) -> None:
         match edit:
@@ -160,16 +164,18 @@ def check_search(
     num_token_ids: int,
     key: int,
 ) -> None:
-    """Tokens, scores, reasons of the strategy are those of the naive search."""
+    """Checks tokens, scores and reasons of the strategy against the naive search."""
     beam = dataclasses.replace(beam, n=min(n, beam.beam_width))
     request = request_of(beam, eos, max_tokens)
     ends = {*eos, *beam.stop_token_ids}
     strategy = BeamStrategy(request, range(request.num_sequence_ids), NoText)
     world = World(strategy, request, key, num_token_ids)
-    found = world.run()
+    outputs = world.run()
     want = naive_search(world.logprobs_of, beam, ends, max_tokens)
-    assert [one.token_ids for one in found] == [one.token_ids for one in want]
-    assert [one.score for one in found] == pytest.approx([one.score for one in want], rel=1e-12)
+    assert [output.token_ids for output in outputs] == [output.token_ids for output in want]
+    assert [output.score for output in outputs] == pytest.approx(
+        [output.score for output in want], rel=1e-12
+    )
     for text in world.texts.values():
         assert text.end is not None
         last = text.token_ids[-1]
@@ -209,7 +215,7 @@ class HopesForNoLength(BeamStrategy):
 
 
 class EndsAnywhere(BeamStrategy):
-    """A candidate beyond the first W ends, too."""
+    """Ends at a candidate beyond the first W, too."""
 
     def _rank(self, draws):
         ranked = super()._rank(draws)
@@ -217,7 +223,7 @@ class EndsAnywhere(BeamStrategy):
 
 
 class OnlyTheFirstOfABeam(BeamStrategy):
-    """Too few candidates of each beam."""
+    """Takes too few candidates of each beam."""
 
     def _rank(self, draws):
         return [c for c in super()._rank(draws) if c.token.rank <= self._beam.beam_width]
@@ -243,7 +249,7 @@ class DropsNoHypothesis(BeamStrategy):
 
 
 class SharesItsText(BeamStrategy):
-    """A fork's end of text is its parent's."""
+    """Gives a fork its parent's end of text."""
 
     def _grow(self, sequence_id, candidate):
         candidate.parent.stopping.fork = lambda: candidate.parent.stopping
@@ -322,14 +328,14 @@ def test_a_width_that_holds_every_hypothesis_finds_the_best(
     request = request_of(beam, (), max_tokens)
     world = World(BeamStrategy(request, range(2 * width), NoText), request, key, num_token_ids)
     want = all_hypotheses(world.logprobs_of, length_penalty, ends, max_tokens)
-    found = world.run()
-    assert [one.token_ids for one in found] == [one.token_ids for one in want]
-    assert [one.score for one in found] == pytest.approx([one.score for one in want])
+    outputs = world.run()
+    assert [output.token_ids for output in outputs] == [output.token_ids for output in want]
+    assert [output.score for output in outputs] == pytest.approx([output.score for output in want])
 
 
 @functools.cache
 def tokenizer_of_bytes() -> PreTrainedTokenizerFast:
-    """A tokenizer whose token ids are parts of characters."""
+    """Makes a tokenizer whose token ids are parts of characters."""
     letters = byte_letters()
     vocabulary = {letters[byte]: index for index, byte in enumerate(b"a\xc3\xa9 \xe2\x82\xac.")}
     backend = Tokenizer(models.BPE(vocabulary, []))
@@ -339,7 +345,7 @@ def tokenizer_of_bytes() -> PreTrainedTokenizerFast:
 
 @pytest.mark.parametrize("key", range(20))
 def test_the_text_of_a_hypothesis_is_that_of_its_tokens(key: int) -> None:
-    """Where beams part within a character, too. What ends a hypothesis brings no text."""
+    """Beams part within a character, too. What ends a hypothesis brings no text."""
 
     def new() -> StreamDetokenizer:
         return StreamDetokenizer(tokenizer_of_bytes(), PROMPT, skip_special_tokens=True)
@@ -375,18 +381,22 @@ def test_a_draw_that_is_none_ends_the_whole_search() -> None:
 def test_a_search_ends_where_its_beams_can_only_draw_level(
     best_logprob: float, is_over: bool
 ) -> None:
-    """As in transformers: a beam that has exactly the score of the worst hypothesis that is kept does not replace it."""
+    """A beam with exactly the score of the worst hypothesis that is held does not replace it, as in
+    transformers.
+    """
     strategy = BeamStrategy(request_of(BeamSearchParams(2, length_penalty=0.0)), range(4), NoText)
-    kept = [_Hypothesis(-1.0, 0), _Hypothesis(-2.0, 1)]
+    hypotheses = [_Hypothesis(-1.0, 0), _Hypothesis(-2.0, 1)]
     best_beam = _Candidate(strategy._beams[0], TokenLogprobs(0, -1.0, 1), best_logprob)
-    assert strategy._is_over(best_beam, kept) == is_over
+    assert strategy._is_over(best_beam, hypotheses) == is_over
 
 
 @pytest.mark.parametrize(("length_penalty", "best_logprob"), [(0.5, -2.0), (-0.5, -1.4)])
 def test_a_search_that_never_stops_early_looks_at_the_length_that_helps(
     length_penalty: float, best_logprob: float
 ) -> None:
-    """With six tokens -2 / 6 ** 0.5 is above -1.5; a penalty below 0 makes the shortest beam the best: -1.4 now."""
+    """With six tokens -2 / 6 ** 0.5 is above -1.5; a penalty below 0 makes the shortest beam the
+    best: -1.4 now.
+    """
     beam = BeamSearchParams(2, length_penalty=length_penalty, early_stopping="never")
     strategy = BeamStrategy(request_of(beam, max_tokens=6), range(4), NoText)
     strategy._num_tokens = 1
@@ -437,25 +447,29 @@ def prompts():
 
 @pytest.fixture(scope="module")
 def lone(llm, prompts):
-    """By prompt, one request at a time."""
+    """Returns the outputs by prompt, one request at a time."""
     requested = zip(prompts, PARAMS, strict=True)
-    return [llm.generate(*one, use_tqdm=False)[0].outputs for one in requested]
+    return [llm.generate(*request, use_tqdm=False)[0].outputs for request in requested]
 
 
 def test_there_is_something_to_compare(lone):
-    outputs = [one for outputs in lone for one in outputs]
-    assert {one.finish_reason for one in outputs} == {"stop", "length"}
+    outputs = [hypothesis for outputs in lone for hypothesis in outputs]
+    assert {hypothesis.finish_reason for hypothesis in outputs} == {"stop", "length"}
     assert [len(outputs) for outputs in lone] == [4, 2, 3, 2, 1]
     for outputs, params in zip(lone, PARAMS, strict=True):
-        assert [one.index for one in outputs] == list(range(len(outputs)))
-        assert [one.score for one in outputs] == sorted(
-            (one.score for one in outputs), reverse=True
+        assert [hypothesis.index for hypothesis in outputs] == list(range(len(outputs)))
+        assert [hypothesis.score for hypothesis in outputs] == sorted(
+            (hypothesis.score for hypothesis in outputs), reverse=True
         )
-        for one in outputs:
-            assert one.score == one.cumulative_logprob / len(one.token_ids) ** params.length_penalty
-            assert one.logprobs is None and one.text == ""
-            assert (one.stop_reason in STOPS) == (
-                one.finish_reason == "stop" and one.token_ids[-1] != 0
+        for hypothesis in outputs:
+            assert (
+                hypothesis.score
+                == hypothesis.cumulative_logprob
+                / len(hypothesis.token_ids) ** params.length_penalty
+            )
+            assert hypothesis.logprobs is None and hypothesis.text == ""
+            assert (hypothesis.stop_reason in STOPS) == (
+                hypothesis.finish_reason == "stop" and hypothesis.token_ids[-1] != 0
             )
 
 
@@ -472,8 +486,10 @@ def test_what_cannot_be_honoured_is_refused(llm, prompts):
     for penalty in (400.0, -400.0):
         with pytest.raises(ValueError, match=f"length_penalty={penalty}: 16 tokens"):
             llm.generate(prompts[0], BeamSearchParams(2, length_penalty=penalty), use_tqdm=False)
-    (one,) = llm.generate(prompts[0], BeamSearchParams(2, 1, length_penalty=400.0), use_tqdm=False)
-    assert len(one.outputs) == 2
+    (output,) = llm.generate(
+        prompts[0], BeamSearchParams(2, 1, length_penalty=400.0), use_tqdm=False
+    )
+    assert len(output.outputs) == 2
     with pytest.raises(ValueError, match="stop_token_ids has 257"):
         llm.generate(prompts[0], BeamSearchParams(2, stop_token_ids=[257]), use_tqdm=False)
 
@@ -493,7 +509,7 @@ def test_an_abort_at_any_step_leaves_nothing(llm, prompts):
         for _ in range(num_steps):
             engine.step()
         engine.abort("watched")
-        assert {one.finish_reason for one in reporter.whole().outputs} == {"abort"}
+        assert {hypothesis.finish_reason for hypothesis in reporter.whole().outputs} == {"abort"}
         invariants(llm)
 
 
@@ -513,7 +529,9 @@ def test_a_failed_step_and_a_failed_strategy_end_the_search(llm, prompts, monkey
             with monkeypatch.context() as patch:
                 patch.setattr(place, name, failing_after(getattr(place, name), number))
                 (output,) = llm.generate(prompts[3], PARAMS[3], use_tqdm=False)
-            assert {one.finish_reason for one in output.outputs} == {"error"} and output.finished
+            assert {hypothesis.finish_reason for hypothesis in output.outputs} == {
+                "error"
+            } and output.finished
             assert len(output.outputs) == (1 if number == 0 else 2)
             invariants(llm)
 
@@ -523,5 +541,9 @@ def test_every_search_counts_what_it_returns(llm, prompts):
     outputs = llm.generate(prompts, PARAMS, use_tqdm=False)
     after = llm.stats()["request_success_total"]
     for reason in ("stop", "length"):
-        num_ended = sum(one.finish_reason == reason for output in outputs for one in output.outputs)
+        num_ended = sum(
+            hypothesis.finish_reason == reason
+            for output in outputs
+            for hypothesis in output.outputs
+        )
         assert after[reason] - before.get(reason, 0) == num_ended

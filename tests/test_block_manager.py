@@ -1,4 +1,6 @@
-"""Block tables: a state machine against a model that knows only which tokens each sequence has written, and single cases."""
+"""Block tables: a state machine against a model that knows only which tokens each sequence has
+written, and single cases.
+"""
 
 from __future__ import annotations
 
@@ -33,16 +35,17 @@ from tests.support.sweeps import examples
 
 
 def some_of(sequence_ids: Iterable[int]) -> st.SearchStrategy[list[int]]:
-    """All of them, or some in any order."""
+    """Returns all of them, or some in any order."""
     known = sorted(sequence_ids)
     return st.one_of(st.just(known), st.lists(st.sampled_from(known), min_size=1, unique=True))
 
 
 class Tables(RuleBasedStateMachine):
-    """The model: for each sequence the tokens that it wrote or inherited. The pages: what was really written, by block table.
+    """Compares block tables with a model: for each sequence the tokens that it wrote or inherited.
 
-    A block that is shared and written, a copy that is missing or late, a block in two hands: each shows as a token in the
-    pages that the model does not have.
+    The pages hold what was really written, by block table. A block that is shared and written, a
+    copy that is missing or late, a block in two hands: each shows as a token in the pages that the
+    model does not have.
     """
 
     tables_class: type[BlockTables] = BlockTables
@@ -74,7 +77,7 @@ class Tables(RuleBasedStateMachine):
                 manager.reserve(sequence_id, start, stop)
             assert manager.pool.num_free == num_free
             return
-        expected_copies = self.expected_copies(sequence_id, start)
+        expected_copies = self.count_copies(sequence_id, start)
         copies = manager.reserve(sequence_id, start, stop)
         assert num_free - manager.pool.num_free == num_new
         table = manager.block_table(sequence_id)
@@ -87,8 +90,10 @@ class Tables(RuleBasedStateMachine):
         self.tokens[sequence_id] = self.tokens.get(sequence_id, [])[:start] + written
         self.num_slots[sequence_id] = max(stop, self.num_slots.get(sequence_id, 0))
 
-    def expected_copies(self, sequence_id: int, start: int) -> list[int]:
-        """The block that is shared and keeps the tokens before `start`, counted from the block tables alone."""
+    def count_copies(self, sequence_id: int, start: int) -> list[int]:
+        """Returns the block that is shared and keeps the tokens before `start`, counted from the
+        block tables alone.
+        """
         entries = Counter(b for i in self.manager.sequence_ids for b in self.manager.block_table(i))
         if start % self.manager.block_size == 0 or sequence_id not in self.tokens:
             return []
@@ -177,7 +182,9 @@ class Tables(RuleBasedStateMachine):
     @precondition(lambda self: self.swapped)
     @rule(data=st.data())
     def swap_in(self, data: st.DataObject) -> None:
-        """Of several that share blocks some may come back before the others; what is foretold holds for the growth behind as well."""
+        """Swaps in some of several that share blocks before the others; what is foretold holds for
+        later growth, too.
+        """
         chosen = data.draw(some_of(self.swapped))
         spans = [(i, len(self.swapped[i]), len(self.swapped[i]) + 1) for i in chosen]
         num_new, num_free = self.manager.num_swap_in_blocks(spans), self.manager.pool.num_free
@@ -314,7 +321,7 @@ class SwapsSharedBlocksTwice(BlockTables):
 
 
 class ForetellsTooManyCopies(BlockTables):
-    """As if each of the sequences that share a block had to copy it."""
+    """Foretells that each of the sequences that share a block has to copy it."""
 
     def num_new_blocks_together(self, spans):
         return sum(self.num_new_blocks(*span) for span in spans)
@@ -370,8 +377,10 @@ def test_what_does_not_fit_is_refused_with_the_numbers():
     assert not manager.sequence_ids
 
 
-def cached_manager(num_blocks: int, *sequences: list[int]) -> BlockManager:
-    """Of blocks of 4. Each sequence is computed and cached; their ids count up from 0."""
+def make_cached_manager(num_blocks: int, *sequences: list[int]) -> BlockManager:
+    """Returns a manager of blocks of 4, where each sequence is computed and cached; their ids count
+    up from 0.
+    """
     manager = BlockManager([BlockTables(BlockPool(num_blocks), 4)], PrefixIndex(4))
     for sequence_id, token_ids in enumerate(sequences):
         manager.begin([(sequence_id, len(token_ids), manager.nothing)])
@@ -380,7 +389,7 @@ def cached_manager(num_blocks: int, *sequences: list[int]) -> BlockManager:
 
 
 def test_a_block_that_is_free_and_cached_is_no_room_for_stored_ones():
-    manager = cached_manager(3, [1, 2, 3, 4], [5, 6, 7, 8])
+    manager = make_cached_manager(3, [1, 2, 3, 4], [5, 6, 7, 8])
     assert manager.cached is not None
     pool = manager.groups[0].pool
     for sequence_id, has_room in ((0, False), (1, False)):
@@ -401,7 +410,7 @@ class BringsOldBlocksBack(CachedBlocks):
 
 @pytest.mark.parametrize("kind", [CachedBlocks, BringsOldBlocksBack])
 def test_a_sequence_of_before_a_reset_adds_no_block_until_it_starts_over(kind, monkeypatch):
-    """Neither itself, nor a fork of it, nor after a swap."""
+    """Neither the sequence, nor a fork of it, nor what comes back after a swap adds one."""
     monkeypatch.setattr(block_manager, "CachedBlocks", kind)
     groups = [BlockTables(BlockPool(20), 2, host_pool=BlockPool(9))]
     manager = BlockManager(groups, PrefixIndex(2))
@@ -445,7 +454,7 @@ def test_equal_blocks_of_one_step_become_one_in_each_group():
 
 def test_who_writes_into_a_cached_block_again_has_it_cached_no_more():
     """Its own copy holds other tokens; they are noted when they are computed."""
-    manager = cached_manager(6, [1, 2, 3, 4, 5, 6, 7, 8])
+    manager = make_cached_manager(6, [1, 2, 3, 4, 5, 6, 7, 8])
     assert manager.cached is not None
     assert len(manager.reserve(0, 6, 8)) == 1
     manager.check()

@@ -109,17 +109,17 @@ def _free_while_used(pool: BlockPool) -> None:
     pool._free.append(pool.allocate())
 
 
-def _cached_and_free(pool: BlockPool) -> None:
+def _make_cached_and_free(pool: BlockPool) -> None:
     pool._cached[1] = None
 
 
-def _kept_and_free(pool: BlockPool) -> None:
+def _hold_and_free(pool: BlockPool) -> None:
     pool._kept[1] = True
 
 
 @pytest.mark.parametrize(
     "damage",
-    [_hand_out_null, _lose, _free_twice, _free_while_used, _cached_and_free, _kept_and_free],
+    [_hand_out_null, _lose, _free_twice, _free_while_used, _make_cached_and_free, _hold_and_free],
 )
 def test_check_sees_damage(damage):
     pool = BlockPool(4)

@@ -1,4 +1,6 @@
-"""The budget of the suite: files that need more executables than their line says are told so, and how they share them."""
+"""The budget of the suite: files that need more executables than their line says are told so, and
+how they share them.
+"""
 
 from __future__ import annotations
 
@@ -60,8 +62,8 @@ def test_a_partial_run_keeps_the_lines_of_other_files(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def compiled(monkeypatch):
-    """What is compiled from here on; nothing is, really."""
+def compilations(monkeypatch):
+    """Collects what is compiled from here on; nothing is, really."""
     names = []
     for name in ("_compile_step", "_compile_copy"):
         monkeypatch.setattr(
@@ -70,7 +72,7 @@ def compiled(monkeypatch):
     return names
 
 
-def test_an_executable_is_compiled_once_and_counted_in_every_file_that_needs_it(compiled):
+def test_an_executable_is_compiled_once_and_counted_in_every_file_that_needs_it(compilations):
     shared = SharedExecutables()
     for num_compiled in (2, 0):
         with shared.in_use(optimized=False) as counts:
@@ -83,7 +85,7 @@ def test_an_executable_is_compiled_once_and_counted_in_every_file_that_needs_it(
     assert counts.compiled == 1, "other code for the same shapes"
 
 
-def test_planted_mistakes_are_not_shared(compiled, monkeypatch):
+def test_planted_mistakes_are_not_shared(compilations, monkeypatch):
     shared = SharedExecutables()
     with shared.in_use(optimized=False) as counts:
         executables._compile_copy("pages", 8, "backend")
@@ -111,7 +113,7 @@ def test_what_is_compiled_when_used_is_compiled_once_and_only_then(monkeypatch):
 
     def compile_one(*arguments):
         names.append(arguments)
-        return lambda given: given + arguments[1]
+        return lambda value: value + arguments[1]
 
     monkeypatch.setattr(executables, "_compile_copy", compile_one)
     shared = SharedExecutables()
@@ -129,7 +131,9 @@ def test_what_is_compiled_when_used_is_compiled_once_and_only_then(monkeypatch):
 
 
 def test_executables_of_several_threads_may_be_forgotten_at_once(monkeypatch):
-    """Every eighth makes a quarter of the others forgotten, as in a process with many memory maps."""
+    """Every eighth makes a quarter of the others forgotten, as in a process with many
+    memory maps.
+    """
 
     class SlowlyCompared(int):
         def __hash__(self):
@@ -145,6 +149,8 @@ def test_executables_of_several_threads_may_be_forgotten_at_once(monkeypatch):
         shared.in_use(optimized=False) as counts,
         concurrent.futures.ThreadPoolExecutor(8) as threads,
     ):
-        sizes = [SlowlyCompared(size) for size in range(100)]
-        found = threads.map(lambda size: executables._compile_copy("pages", size, "backend"), sizes)
-        assert list(found) == sizes and counts.compiled == len(counts.requested) == 100
+        sizes = [SlowlyCompared(size) for size in range(40)]
+        results = threads.map(
+            lambda size: executables._compile_copy("pages", size, "backend"), sizes
+        )
+        assert list(results) == sizes and counts.compiled == len(counts.requested) == 40

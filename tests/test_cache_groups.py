@@ -1,4 +1,4 @@
-"""Layers that see a window have blocks of their own: as many as they see, and nothing of it shows in a token."""
+"""Layers that see a window have blocks of their own: as many as they see, and no token shows it."""
 
 from __future__ import annotations
 
@@ -68,12 +68,12 @@ def texts(llm: LLM) -> list[list[list[int]]]:
     params = [GREEDY, SEEDED, GREEDY, SEEDED, GREEDY]
     outputs = llm.generate(PROMPTS, params, use_tqdm=False)
     invariants(llm)
-    return [[one.token_ids for one in output.outputs] for output in outputs]
+    return [[sample.token_ids for sample in output.outputs] for output in outputs]
 
 
 @pytest.fixture(scope="module")
-def expected(model):
-    """Of an engine that has room for all, with blocks of 16 and other chunks."""
+def reference_texts(model):
+    """Returns the texts of an engine that has room for all, with blocks of 16 and other chunks."""
     with make_llm(model, num_blocks=129, largest_shapes=True) as llm:
         assert [group.sliding_window for group in llm.spec.groups] == [None, WINDOW]
         return texts(llm)
@@ -88,7 +88,7 @@ def expected(model):
     ],
     ids=["recomputed, with drafts", "swapped"],
 )
-def test_tokens_do_not_depend_on_the_pools(model, expected, settings):
+def test_tokens_do_not_depend_on_the_pools(model, reference_texts, settings):
     with make_llm(model, **SETTINGS, **settings, num_blocks=81) as llm:
         full, window = llm._engine.scheduler.block_manager.groups
         assert (full.pool.num_usable, window.pool.num_usable) == (80, 4 * window.max_blocks(192))
@@ -98,22 +98,24 @@ def test_tokens_do_not_depend_on_the_pools(model, expected, settings):
             < full.max_blocks(192)
             == 48
         )
-        assert texts(llm) == expected, "the first round"
-        assert texts(llm) == expected, "with prefixes in the cache"
+        assert texts(llm) == reference_texts, "the first round"
+        assert texts(llm) == reference_texts, "with prefixes in the cache"
         stats = llm.stats()
         assert stats["prefix_cache_hits_total"] > 0
         assert stats["num_preemptions_total"][settings["preemption_mode"]] > 0
 
 
-def test_a_pool_holds_what_would_not_fit_otherwise(model, expected):
-    """In as many bytes as 47 blocks of all layers take, a sequence of 48 blocks fits: three of four layers keep 7 of them."""
+def test_a_pool_holds_what_would_not_fit_otherwise(model, reference_texts):
+    """A sequence of 48 blocks fits in the bytes of 47 blocks of all layers: three of four layers
+    keep 7 of them.
+    """
     block_bytes = 4 * 2 * BLOCK_SIZE * 2 * 16 * 4
     with make_llm(
         model, **SETTINGS | {"num_blocks": None, "kv_cache_memory_bytes": 48 * block_bytes}
     ) as llm:
         assert llm.memory.block_bytes == block_bytes and llm.memory.pool_bytes <= 48 * block_bytes
         assert llm.memory.num_blocks > 1 + 2 * 48, "two of the longest, in what would hold none"
-        assert texts(llm) == expected
+        assert texts(llm) == reference_texts
         assert (
             len(llm.generate([1] * 126, GREEDY, use_tqdm=False)[0].outputs[0].token_ids) == LENGTH
         )
@@ -168,10 +170,13 @@ def test_the_inspector_shows_every_group(model):
             engine.step()
             snapshot = json.loads(json.dumps(inspector.inspect(engine)))
             (group,) = snapshot["pool"]["further_groups"]
-            sequences = [one for request in snapshot["requests"] for one in request["sequences"]]
-            tables = {one["id"]: one["further_blocks"][0] for one in sequences}
+            sequences = [
+                sequence for request in snapshot["requests"] for sequence in request["sequences"]
+            ]
+            tables = {sequence["id"]: sequence["further_blocks"][0] for sequence in sequences}
             assert tables == {
-                one: list(manager.block_tables(one)[1]) for one in manager.sequence_ids
+                sequence: list(manager.block_tables(sequence)[1])
+                for sequence in manager.sequence_ids
             }
             counted = Counter(block for table in tables.values() for block in table)
             ids = range(group["first_block"], group["first_block"] + group["num_blocks"])
@@ -225,6 +230,7 @@ def test_the_largest_pool_in_so_many_bytes(first, windows, num_bytes):
     )
 
 
+@pytest.mark.sweep  # models with several windows are in tests/test_engine_models.py
 def test_logits_of_mixed_windows_are_those_of_transformers(tmp_path):
     torch = pytest.importorskip("torch")
     model = save_model("qwen2-layer-types", tmp_path)

@@ -1,4 +1,6 @@
-"""The driver's thread: what is asked comes out, to whoever still waits for it; whatever happens, every block and every place comes back."""
+"""The driver's thread: every order's answer comes out, to whoever still waits for it; whatever
+happens, every block and every place comes back.
+"""
 
 from __future__ import annotations
 
@@ -90,7 +92,7 @@ def unfinished_ids(engine):
 
 @asynccontextmanager
 async def looping(built, **settings):
-    """A loop that leaves the engine to the next one."""
+    """Runs a loop that leaves the engine to the next one."""
     loop = AsyncDriver(built, **settings)
     loop.turns.close_engine = lambda: None
     loop.start()
@@ -106,23 +108,23 @@ def order(built, prompt=PROMPT, **params):
     return built.engine.prepare(None, prompt, SamplingParams(**params))
 
 
-def alone(built, one):
-    """What the engine makes of an order without any loop."""
+def alone(built, order_):
+    """Returns what the engine makes of an order without any loop."""
     engine = built.engine
-    reporter = engine.add("alone", one)
+    reporter = engine.add("alone", order_)
     while engine.has_unfinished:
         engine.step()
     return reporter.whole()
 
 
-async def deltas_of(one):
-    """As the server reads a stream. Leaving it ends the request."""
+async def deltas_of(handle):
+    """Reads a stream as the server does. Leaving it ends the request."""
     try:
-        async for updates in updates_of([one]):
+        async for updates in updates_of([handle]):
             for _, delta in updates:
                 yield delta
     finally:
-        one.cancel()
+        handle.cancel()
 
 
 async def _all(streamed):
@@ -134,7 +136,7 @@ def token_ids(output):
 
 
 class Clock:
-    """The time that the loop sees."""
+    """Is the time that the loop sees."""
 
     def __init__(self, monkeypatch):
         self.now = time.monotonic()
@@ -151,19 +153,19 @@ def test_whole_and_streamed_outputs_are_those_of_the_engine(built):
         order(built, PROMPT[:3], n=2, temperature=1.0, seed=7),
         order(built, [5] * 40, logprobs=2),
     ]
-    expected = [alone(built, one) for one in orders]
+    expected = [alone(built, each) for each in orders]
 
     async def main():
         async with looping(built) as loop:
             whole = await loop.submit(orders, stream=False)
             streamed = await loop.submit(orders, stream=True)
-            outputs = await asyncio.gather(*(one.whole() for one in whole))
-            for output, wanted in zip(outputs, expected, strict=True):
-                assert output.outputs == wanted.outputs and output.finished
-            for one, wanted in zip(streamed, expected, strict=True):
-                deltas = await _all(one)
+            outputs = await asyncio.gather(*(each.whole() for each in whole))
+            for output, result in zip(outputs, expected, strict=True):
+                assert output.outputs == result.outputs and output.finished
+            for each, result in zip(streamed, expected, strict=True):
+                deltas = await _all(each)
                 assert [delta.finished for delta in deltas] == [False] * (len(deltas) - 1) + [True]
-                for index, completion in enumerate(wanted.outputs):
+                for index, completion in enumerate(result.outputs):
                     parts = [d.outputs[index] for d in deltas if index < len(d.outputs)]
                     assert [
                         token for part in parts for token in part.token_ids
@@ -180,11 +182,13 @@ def test_a_beam_search_is_told_whole_and_cannot_be_streamed(built):
 
     async def main():
         async with looping(built) as loop:
-            outputs = [await one.whole() for one in await loop.submit([beams, best], stream=False)]
-            assert [output.outputs for output in outputs] == [wanted.outputs for wanted in expected]
-            for one in (beams, best):
+            outputs = [
+                await each.whole() for each in await loop.submit([beams, best], stream=False)
+            ]
+            assert [output.outputs for output in outputs] == [result.outputs for result in expected]
+            for each in (beams, best):
                 with pytest.raises(UnsupportedError, match="known only at the end"):
-                    await loop.submit([one], stream=True)
+                    await loop.submit([each], stream=True)
 
     asyncio.run(main())
 
@@ -193,19 +197,19 @@ def test_who_reads_slowly_gets_all_of_it_at_once_and_nothing_is_kept_for_him(bui
     made = []
     delta = Reporter.delta
     monkeypatch.setattr(Reporter, "delta", lambda self: made.append(1) or delta(self))
-    one = order(built, max_tokens=60)
-    expected = alone(built, one)
+    order_ = order(built, max_tokens=60)
+    expected = alone(built, order_)
 
     async def main():
         async with looping(built) as loop:
-            [slow] = await loop.submit([one], stream=True)
+            [slow] = await loop.submit([order_], stream=True)
             first = await slow.next_delta()
             [other] = await loop.submit([order(built, max_tokens=100)], stream=False)
             await other.whole()  # meanwhile the slow one has finished
             assert len(made) == 1
-            rest = await slow.next_delta()
-            assert rest.finished and len(made) == 2
-            both = first.outputs[0].token_ids + rest.outputs[0].token_ids
+            remainder = await slow.next_delta()
+            assert remainder.finished and len(made) == 2
+            both = first.outputs[0].token_ids + remainder.outputs[0].token_ids
             assert len(first.outputs[0].token_ids) < 60 and both == expected.outputs[0].token_ids
 
     asyncio.run(main())
@@ -258,10 +262,11 @@ def test_the_queue_is_bounded_and_has_room_again(built, monkeypatch):
             last = asyncio.create_task(loop.submit([order(built)], stream=False))
             gate.open()
             taken += await last
-            outputs = await asyncio.gather(*(one.whole() for one in taken))
+            outputs = await asyncio.gather(*(handle.whole() for handle in taken))
             assert len({str(token_ids(output)) for output in outputs}) == 1
             assert [
-                await one.whole() for one in await loop.submit([order(built)] * 6, stream=False)
+                await handle.whole()
+                for handle in await loop.submit([order(built)] * 6, stream=False)
             ]
 
     asyncio.run(main())
@@ -270,7 +275,9 @@ def test_the_queue_is_bounded_and_has_room_again(built, monkeypatch):
 @pytest.mark.parametrize("phase", ["inbox", "waiting", "prompt", "decoding", "finished"])
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_cancelled_request_is_gone_before_the_next_step(built, monkeypatch, phase, stream):
-    """Whatever it was doing; the other one, which is not disturbed, says what it says alone."""
+    """It is gone whatever it was doing; the other one, which is not disturbed, says what it says
+    alone.
+    """
     victim = order(built, [9] * 130, n=2, temperature=1.0, seed=3, max_tokens=20)
     expected = alone(built, order(built))
     gate = Gate(monkeypatch, built.engine)
@@ -280,7 +287,7 @@ def test_a_cancelled_request_is_gone_before_the_next_step(built, monkeypatch, ph
             others = await loop.submit([order(built)], stream=False)
             await gate.reached()
             submitting = asyncio.create_task(loop.submit([victim], stream=stream))
-            await asyncio.sleep(0)  # it is in the inbox now, behind a step that waits
+            await asyncio.sleep(0)  # it is in the inbox now, after a step that waits
             if phase == "inbox":
                 submitting.cancel()
                 with suppress(asyncio.CancelledError):
@@ -295,11 +302,13 @@ def test_a_cancelled_request_is_gone_before_the_next_step(built, monkeypatch, ph
                 while (await submitting)[0].reporter.finished is False:
                     await loop.stats()
             if phase != "inbox":
-                [one] = await submitting
-                assert one.reporter.finished is (phase == "finished")
-                assert bool(one.reporter.num_output_tokens) is (phase in ("decoding", "finished"))
-                one.cancel()
-                one.cancel()
+                [handle] = await submitting
+                assert handle.reporter.finished is (phase == "finished")
+                assert bool(handle.reporter.num_output_tokens) is (
+                    phase in ("decoding", "finished")
+                )
+                handle.cancel()
+                handle.cancel()
             looking = asyncio.ensure_future(loop.snapshot(unfinished_ids))
             await asyncio.sleep(0)
             # the step that is under way; before the next one the victim is gone
@@ -335,14 +344,14 @@ def test_who_stops_waiting_ends_the_request(built, monkeypatch, stream):
 
     async def main():
         async with looping(built) as loop:
-            [one] = await loop.submit([order(built, max_tokens=200)], stream=stream)
+            [handle] = await loop.submit([order(built, max_tokens=200)], stream=stream)
 
             async def read():
                 if stream:
-                    async for _ in deltas_of(one):
+                    async for _ in deltas_of(handle):
                         pass
                 else:
-                    await one.whole()
+                    await handle.whole()
 
             reading = asyncio.create_task(read())
             await gate.reached()
@@ -377,8 +386,8 @@ def test_a_request_has_its_time_and_no_more(built, monkeypatch):
                 asyncio.ensure_future(_all(streamed)),
             ]
             gate.open()
-            for one in await asyncio.gather(*reading, return_exceptions=True):
-                assert isinstance(one, DeadlineExceeded) and "600 s" in str(one)
+            for result in await asyncio.gather(*reading, return_exceptions=True):
+                assert isinstance(result, DeadlineExceeded) and "600 s" in str(result)
             assert (await later.whole()).outputs[0].finish_reason == "length"
 
     asyncio.run(main())
@@ -402,7 +411,7 @@ def test_a_step_that_breaks_off_anywhere_ends_the_requests_and_not_the_server(
     def failing(*arguments):
         nonlocal num_calls
         num_calls += 1
-        # it happens, and then it fails: the worst that can be left behind
+        # it happens, and then it fails: the worst state that can remain
         result = real(*arguments)
         if num_calls == 3:
             raise RuntimeError("planted")
@@ -414,14 +423,14 @@ def test_a_step_that_breaks_off_anywhere_ends_the_requests_and_not_the_server(
             running = [*await loop.submit([order(built, max_tokens=50)] * 6, stream=False)]
             running += await loop.submit([order(built, max_tokens=50)], stream=True)
             ends = await asyncio.gather(
-                *(one.next_delta() for one in running), return_exceptions=True
+                *(handle.next_delta() for handle in running), return_exceptions=True
             )
             assert all(
                 isinstance(e, EngineFailed) or e.outputs[0].finish_reason == "error"
                 for e in ends[:4]
             )
-            for one in running:
-                one.cancel()
+            for handle in running:
+                handle.cancel()
             assert loop.healthy
             [again] = await loop.submit([order(built)], stream=False)
             assert token_ids(await again.whole()) == token_ids(expected)
@@ -485,7 +494,7 @@ def test_when_the_thread_dies_everybody_hears_of_it_at_once(built, monkeypatch):
 
 
 def test_an_engine_that_cannot_be_made_whole_dies_instead_of_serving_on(built, monkeypatch):
-    """A block that is lost behind a step that broke off: nobody is served from a pool that shrinks."""
+    """A step that breaks off loses a block: nobody is served from a pool that shrinks."""
     engine = built.engine
 
     lost = []
@@ -501,9 +510,9 @@ def test_an_engine_that_cannot_be_made_whole_dies_instead_of_serving_on(built, m
         monkeypatch.setattr(engine, "_fail", failing)
         loop = AsyncDriver(built)
         loop.start()
-        [one] = await loop.submit([order(built)], stream=False)
+        [handle] = await loop.submit([order(built)], stream=False)
         with pytest.raises(EngineFailed):
-            await one.whole()
+            await handle.whole()
         with pytest.raises(EngineFailed) as caught:
             await asyncio.wrap_future(loop.ended)
         assert "blocks were not freed" in str(caught.value.__cause__) and not loop.healthy
@@ -521,14 +530,14 @@ def test_health_is_a_heartbeat(built, monkeypatch):
             assert loop.healthy and loop.step_age is None
             clock.now += 1000
             assert loop.healthy  # nothing to do is no stall
-            [one] = await loop.submit([order(built)], stream=False)
+            [handle] = await loop.submit([order(built)], stream=False)
             await gate.reached()
             clock.now += 59
             assert loop.healthy and loop.step_age == 59
             clock.now += 2
             assert not loop.healthy and not loop.ready
             gate.open()
-            await one.whole()
+            await handle.whole()
             await loop.stats()
             assert loop.healthy
 
@@ -541,7 +550,7 @@ def test_a_drain_lets_finish_what_runs_and_takes_nothing_in(built, monkeypatch):
 
     async def main():
         async with looping(built) as loop:
-            [one] = await loop.submit([order(built)], stream=False)
+            [handle] = await loop.submit([order(built)], stream=False)
             await gate.reached()
             draining = asyncio.create_task(loop.wait_until_drained(600))
             await asyncio.sleep(0)
@@ -549,7 +558,7 @@ def test_a_drain_lets_finish_what_runs_and_takes_nothing_in(built, monkeypatch):
                 await loop.submit([order(built)], stream=False)
             assert not loop.ready and loop.healthy
             gate.open()
-            assert (await one.whole()).outputs[0].finish_reason == "length"
+            assert (await handle.whole()).outputs[0].finish_reason == "length"
             assert await draining and await loop.wait_until_drained(0)
 
     asyncio.run(main())
@@ -561,9 +570,9 @@ def test_what_does_not_finish_in_a_drain_ends_with_an_error(built):
             running = await loop.submit([order(built, max_tokens=240)] * 6, stream=True)
             await running[0].next_delta()
             assert not await loop.wait_until_drained(0)
-            for one in running:
+            for handle in running:
                 with pytest.raises(ShuttingDown, match="time to finish was over"):
-                    await one.next_delta()
+                    await handle.next_delta()
             assert (await loop.stats())["num_requests_running"] == 0
 
     asyncio.run(main())
@@ -572,11 +581,11 @@ def test_what_does_not_finish_in_a_drain_ends_with_an_error(built):
 def test_stopping_ends_everything_and_says_so(built):
     async def main():
         async with looping(built) as loop:
-            [one] = await loop.submit([order(built, max_tokens=240)], stream=True)
-            await one.next_delta()
+            [handle] = await loop.submit([order(built, max_tokens=240)], stream=True)
+            await handle.next_delta()
             assert await asyncio.to_thread(loop.stop, 60)
             with pytest.raises(ShuttingDown):
-                await one.next_delta()
+                await handle.next_delta()
             with pytest.raises(ShuttingDown):
                 await loop.stats()
             assert loop.ended.result(0) is None and not loop.healthy
@@ -625,7 +634,7 @@ class Witness:
 
 
 def same_weights(engine):
-    """Other arrays with the numbers of the engine's weights."""
+    """Returns other arrays with the numbers of the engine's weights."""
     return {
         "target": jax.tree.map(
             lambda leaf: jax.device_put(np.array(leaf)), engine.runner.parameters["target"]
@@ -633,21 +642,23 @@ def same_weights(engine):
     }
 
 
-def kept_by(engine):
-    """The weights that a model that sleeps has kept."""
+def weights_held_by(engine):
+    """Returns the weights that a model that sleeps has kept."""
     return WakingWeights(to_device(engine.runner.kept), engine.runner.num_sleeps)
 
 
 @contextmanager
 def by_hand(built, **settings):
-    """A driver that takes a turn when a test says so, and leaves the engine to the next one."""
+    """Makes a driver that takes a turn when a test says so, and leaves the engine to the
+    next one.
+    """
     made = Driver(built.engine, **settings)
     made.turns.close_engine = lambda: None
     try:
         yield made
     finally:
         if built.engine.is_asleep:
-            made.wait(made.wake(kept_by(built.engine)))
+            made.wait(made.wake(weights_held_by(built.engine)))
         made.stop()
         assert not made.turns.live and not made.turns._held and not made.turns._later
 
@@ -661,7 +672,9 @@ class Reader:
 
     @property
     def end(self):
-        """The finish reason and the number of tokens, or the type of the error; None until then."""
+        """Returns the finish reason and the number of tokens, or the type of the error; None until
+        then.
+        """
         if not self.updates:
             return None
         [(_, update)] = self.updates
@@ -673,7 +686,7 @@ class Reader:
 
 @contextmanager
 def awaiting_weights(driver, how):
-    """A request runs, and a change of the weights waits for it."""
+    """Starts a request, and a change of the weights that waits for it."""
     runs = Reader(order(driver, max_tokens=20))
     driver.wait(driver.add([runs.handle]))
     driver.step()
@@ -693,7 +706,7 @@ def finish(driver, reader, how):
     while not reader.updates:
         driver.step()
         if how == "sleep" and driver.engine.is_asleep:
-            driver.wait(driver.wake(kept_by(driver.engine)))
+            driver.wait(driver.wake(weights_held_by(driver.engine)))
 
 
 WAYS = pytest.mark.parametrize("how", ["update", "sleep"])
@@ -806,12 +819,14 @@ def test_the_time_of_a_request_runs_on_while_steps_are_paused(built):
 
 
 def test_a_request_that_is_refused_after_its_weights_came_says_so(built):
-    """To the caller that waits for it, or to its reader, if another of the same call ended before."""
+    """It says so to the caller that waits for it, or to its reader, if another of the same call
+    ended before.
+    """
     never = order(built, [1] * 100, n=4, max_tokens=150, temperature=1.0)
     with by_hand(built) as driver, awaiting_weights(driver, "update") as (_, answer):
         alone_, together = Reader(never), [Reader(order(built)), Reader(never)]
         refused = driver.add([alone_.handle])
-        added = driver.add([one.handle for one in together])
+        added = driver.add([reader.handle for reader in together])
         driver.wait(driver.abort(together[0].handle))
         assert added.result(0) is None
         driver.wait(answer)
@@ -838,12 +853,14 @@ def test_sleep_waits_for_vectors_and_an_update_does_not(built):
             assert not asleep.done()
             with driver.embedding(witness, [order(built)], ["last"]) as [late]:
                 driver.wait(asleep)
-                assert all(one is before for one in witness.seen) and len(witness.seen) == 20
+                assert (
+                    all(weights is before for weights in witness.seen) and len(witness.seen) == 20
+                )
                 assert vectors[-1].done() and not late.done() and engine.is_asleep
                 for refused in (driver.weights(), *_changes(driver, engine)):
                     with pytest.raises(RuntimeError, match="sleeps"):
                         driver.wait(refused)
-                driver.wait(driver.wake(kept_by(engine)))
+                driver.wait(driver.wake(weights_held_by(engine)))
                 np.testing.assert_array_equal(driver.wait(late), vectors[0].result())
 
 
@@ -865,7 +882,7 @@ def test_an_update_that_aborts_ends_vectors_too(built, tells):
 
 
 def _changes(driver, engine):
-    """The answers of changes that a model that sleeps refuses."""
+    """Returns the answers of changes that a model that sleeps refuses."""
     with driver.replacing({"target": {}}) as version:
         driver.step()
     with driver.falling_asleep(2) as asleep:
@@ -874,7 +891,9 @@ def _changes(driver, engine):
 
 
 def test_a_change_that_is_taken_back_is_in_nobodys_way(built):
-    """Even if another one comes in the same turn; what came between them runs before the second."""
+    """It is in nobody's way even if another one comes in the same turn; orders between them run
+    before the second.
+    """
     with by_hand(built) as driver, awaiting_weights(driver, "update") as (runs, first):
         held = Reader(order(built, max_tokens=3))
         driver.add([held.handle])
@@ -890,7 +909,7 @@ def test_a_change_that_is_taken_back_is_in_nobodys_way(built):
         with pytest.raises(RuntimeError, match="taken back"):
             first.result(0)
         version = built.engine.weights_version
-        driver.wait(driver.wake(kept_by(built.engine)))
+        driver.wait(driver.wake(weights_held_by(built.engine)))
         assert built.engine.weights_version == version and driver.turns.change is None
 
 
@@ -915,7 +934,7 @@ def test_lent_weights_are_left_to_those_that_hold_them(built):
             with driver.falling_asleep(1) as asleep:
                 driver.wait(asleep)
             assert not any(array.is_deleted() for array in lent)
-            driver.wait(driver.wake(kept_by(engine)))
+            driver.wait(driver.wake(weights_held_by(engine)))
         unlent = jax.tree.leaves(engine.runner.parameters)
         with driver.falling_asleep(1) as asleep:
             driver.wait(asleep)
@@ -940,13 +959,13 @@ def test_a_drain_has_its_time_and_no_more(built, monkeypatch):
 
     async def main():
         async with looping(built) as loop:
-            [one] = await loop.submit([order(built)], stream=False)
+            [handle] = await loop.submit([order(built)], stream=False)
             await gate.reached()
             assert not await asyncio.wait_for(asyncio.to_thread(loop.drain_for, 0.1), 30)
             assert not await asyncio.wait_for(loop.wait_until_drained(0), 30)
             gate.open()
             with pytest.raises(ShuttingDown):
-                await one.whole()
+                await handle.whole()
 
     asyncio.run(main())
 
@@ -962,7 +981,9 @@ def _failing_once(real, place, armed):
 
 
 class Lives(RuleBasedStateMachine):
-    """A driver by hand, which gets orders at any time, from callers of which some are interrupted."""
+    """Runs a driver by hand, which gets orders at any time, from callers of which some are
+    interrupted.
+    """
 
     def __init__(self, built):
         super().__init__()
@@ -992,8 +1013,8 @@ class Lives(RuleBasedStateMachine):
     )
     def add(self, number, length, max_tokens, never_fits, stream, is_aborted):
         params = {"n": 4, "max_tokens": 150} if never_fits else {"max_tokens": max_tokens}
-        one = order(self.built, [2] * (100 if never_fits else length), temperature=1.0, **params)
-        readers = [Reader(one, is_stream=stream) for _ in range(number)]
+        order_ = order(self.built, [2] * (100 if never_fits else length), temperature=1.0, **params)
+        readers = [Reader(order_, is_stream=stream) for _ in range(number)]
         if is_aborted:
             self.driver.abort(readers[0].handle)
         with suppress(ShuttingDown, QueueFull):
@@ -1040,7 +1061,7 @@ class Lives(RuleBasedStateMachine):
     @precondition(lambda self: self.contexts)
     @rule(index=st.integers(0, 30))
     def leave(self, index):
-        """As a caller does that is interrupted, or has its answers."""
+        """Leaves as a caller does that is interrupted, or has its answers."""
         kind, context, answers = self.contexts.pop(index % len(self.contexts))
         if all(answer.done() for answer in answers):
             context.__exit__(None, None, None)
@@ -1066,7 +1087,7 @@ class Lives(RuleBasedStateMachine):
         if runner.kept is None:
             self.driver.wake(WakingWeights(self.on_device(), runner.num_sleeps))
         else:
-            self.driver.wake(kept_by(self.engine))
+            self.driver.wake(weights_held_by(self.engine))
 
     @rule()
     def pause(self):
@@ -1110,7 +1131,9 @@ class Lives(RuleBasedStateMachine):
     @precondition(lambda self: self.drains and all(answer.done() for answer in self.drains))
     @rule()
     def open_again(self):
-        """So that more happens than in a program, where a drain is the last thing."""
+        """Opens it again, so that more happens than in a program, where a drain is the last
+        thing.
+        """
         self.driver.turns.draining, self.driver.turns._accepts = None, True
         self.drains.clear()
 
@@ -1171,7 +1194,7 @@ class Lives(RuleBasedStateMachine):
 
 
 def test_whatever_callers_do_nothing_is_lost_and_nothing_runs_on(built):
-    """Weights that change, models that sleep, vectors, pins, drains, and interrupts between them."""
+    """Weights change, models sleep, and vectors, pins, drains and interrupts come between them."""
     run_state_machine_as_test(
         lambda: Lives(built), settings=settings(max_examples=60, stateful_step_count=30)
     )

@@ -1,4 +1,6 @@
-"""The engine and its front door: what users ask comes out exactly, and nothing is left behind, whatever happens on the way."""
+"""The engine and its front door: what users ask comes out exactly, and nothing is left over,
+whatever happens on the way.
+"""
 
 from __future__ import annotations
 
@@ -36,6 +38,7 @@ from jaxpage.errors import (
 from jaxpage.scheduling.plan_builder import PlanBuilder
 from jaxpage.step.request import Sequence, SequenceGroup
 from tests.support.engines import LLAMA, free_blocks, invariants, make_llm
+from tests.support.executables import when_used
 from tests.support.gates import Gate
 from tests.support.model_configs import config_json
 from tests.support.random_checkpoints import random_checkpoint, random_tensors
@@ -73,20 +76,20 @@ def one(llm, prompt, params):
 
 
 def test_an_engine_for_one_text_compiles_what_its_steps_ask_for(llm, directory):
-    """And draws the tokens of an engine that compiles every shape before it is ready."""
+    """It draws the tokens of an engine that compiles every shape before it is ready."""
     short, long = prompts_of(4, 40)
     settings = {"num_blocks": 33, "at_start": True, "first": lambda menu: menu.of_one_text(4)}
     with make_llm(directory, **settings) as other:
         table = other._engine.runner.executables._table
 
-        def used():
+        def use():
             return {key for key, entry in table.items() if not isinstance(entry, Waiting)}
 
-        assert not used()
+        assert not use()
         assert one(other, short, GREEDY) == one(llm, short, GREEDY)
-        assert used() == {*other._engine.builder.menu.of_one_text(4)}
+        assert use() == {*other._engine.builder.menu.of_one_text(4)}
         assert one(other, long, GREEDY) == one(llm, long, GREEDY)
-        assert used() < table.keys(), "no block was copied"
+        assert use() < table.keys(), "no block was copied"
 
 
 def test_the_shapes_of_one_text_are_those_of_its_first_steps():
@@ -288,8 +291,11 @@ def test_a_closed_stream_frees_its_blocks(llm, by_hand):
     ],
 )
 def test_a_stream_may_be_dropped_in_the_middle_of_a_step(llm, by_hand, monkeypatch, part, method):
-    """The garbage collector frees it wherever memory is allocated, or a generator that holds it and closes it then. Its request ends with
-    the step, and no other request notices."""
+    """The garbage collector frees it wherever memory is allocated, or a generator that holds it and
+    closes it then.
+
+    Its request ends with the step, and no other request notices.
+    """
 
     def holding():
         with llm.stream(prompts[2], GREEDY) as stream:
@@ -348,12 +354,14 @@ def test_a_second_call_does_not_wait_for_the_first(llm, monkeypatch):
 
 
 def long_one_runs(llm):
-    """Whether the engine has a request with LONG, so that its caller waits."""
-    return any(one.request.params == LONG for one in llm._driver.turns.live.values())
+    """Returns whether the engine has a request with LONG, so that its caller waits."""
+    return any(handle.request.params == LONG for handle in llm._driver.turns.live.values())
 
 
 def signal_in_step(llm, monkeypatch, number, nth=0, *, after=False):
-    """The process gets a signal while the engine's thread is in the nth step of a request with LONG."""
+    """Sends the process a signal while the engine's thread is in the nth step of a request with
+    LONG.
+    """
     real, calls = llm._engine.runner.run, itertools.count()
 
     def run(batch):
@@ -401,14 +409,14 @@ def test_an_interrupt_while_other_weights_wait_for_what_runs(llm, monkeypatch):
             llm.update_parameters(random_tensors(LLAMA))
         interrupting.join()
         gate.open()
-        rest = [token_id for chunk in stream for token_id in chunk.outputs[0].token_ids]
-    assert [*first.outputs[0].token_ids, *rest] == want.token_ids
+        remaining = [token_id for chunk in stream for token_id in chunk.outputs[0].token_ids]
+    assert [*first.outputs[0].token_ids, *remaining] == want.token_ids
     assert llm.generate([5], GREEDY, use_tqdm=False)[0].weights_version == version
 
 
 @contextlib.contextmanager
 def weights_that_wait(llm, gate):
-    """A stream runs, other weights wait for it, and the engine stands before the fourth step."""
+    """Starts a stream for which other weights wait, with the engine before the fourth step."""
     stream = llm.stream([1, 2, 3], dataclasses.replace(GREEDY, max_tokens=30))
     gate.permits.release()
     next(stream)
@@ -478,13 +486,15 @@ def test_another_stream_survives_an_interrupt(llm, monkeypatch):
 
 
 class Stop(BaseException):
-    """An exception of a program's own, as SystemExit is."""
+    """Is an exception of a program's own, as SystemExit is."""
 
 
 @pytest.mark.parametrize("raised", [TimeoutError, Stop, None])
 @pytest.mark.parametrize("method", ["plan", "run", "commit"])
 def test_a_handler_of_the_program_meets_a_waiting_caller(llm, monkeypatch, raised, method):
-    """It may call the LLM, and raise what it likes: the call that it comes in ends with that, and no other request notices."""
+    """It may call the LLM, and raise what it likes: the call that it comes in ends with that, and
+    no other request notices.
+    """
     prompts, handled, came = prompts_of(30, 40), [], []
     want = [one(llm, prompt, GREEDY) for prompt in prompts]
     owner = llm._engine.runner if method == "run" else llm._engine.scheduler
@@ -519,8 +529,11 @@ def test_a_handler_of_the_program_meets_a_waiting_caller(llm, monkeypatch, raise
 
 
 def test_a_finaliser_in_a_step_can_end_a_stream_and_nothing_else(llm, monkeypatch):
-    """The engine's thread runs it, where a call would wait for itself and is refused. A stream that it drops ends."""
-    prompts, found = prompts_of(30, 40), []
+    """The engine's thread runs it, where a call would wait for itself and is refused.
+
+    A stream that it drops ends.
+    """
+    prompts, errors = prompts_of(30, 40), []
     want, before = one(llm, prompts[0], GREEDY), free_blocks(llm)
     gate = Gate(monkeypatch, llm._engine)
     dropped = [llm.stream(prompts[1], dataclasses.replace(GREEDY, max_tokens=200))]
@@ -531,22 +544,22 @@ def test_a_finaliser_in_a_step_can_end_a_stream_and_nothing_else(llm, monkeypatc
             dropped.clear()
             for call in (lambda: one(llm, prompts[0], GREEDY), llm.stats, llm.reset_prefix_cache):
                 try:
-                    found.append(call())
+                    errors.append(call())
                 except RuntimeError as error:
-                    found.append(str(error))
+                    errors.append(str(error))
         return real(*args)
 
     monkeypatch.setattr(llm._engine.scheduler, "commit", commit)
     gate.open()
     assert one(llm, prompts[0], GREEDY) == want and free_blocks(llm) == before
     assert (
-        "in the middle of its own step" in found[0] == found[2]
-        and found[1]["num_requests_running"] > 0
+        "in the middle of its own step" in errors[0] == errors[2]
+        and errors[1]["num_requests_running"] > 0
     )
 
 
 def test_an_error_keeps_the_callers_line_and_its_cause(llm, monkeypatch):
-    """As if the call had raised it itself."""
+    """It reads as if the call had raised it itself."""
     monkeypatch.setattr(llm._engine.scheduler, "plan", lambda drafts: 1 / 0)
     with pytest.raises(EngineFailed, match="failed during generation") as caught:
         one(llm, [1, 2, 3], GREEDY)
@@ -578,7 +591,7 @@ llm.generate([1], params, use_tqdm=False)
 
 
 def test_an_engine_ends_with_the_last_reference(directory):
-    """To its LLM, or to what the LLM gave."""
+    """The reference is to its LLM, or to what the LLM gave."""
     dropped = make_llm(directory, num_blocks=33)
     thread, engine = dropped._driver._thread, weakref.ref(dropped._engine)
     stream = dropped.stream([1, 2, 3], GREEDY)
@@ -686,7 +699,7 @@ WITH_LOGPROBS = dataclasses.replace(GREEDY, logprobs=0)  # which show every bit
 
 
 def fail_once(llm, monkeypatch, prompt):
-    """A step that takes the pages with it and fails."""
+    """Fails a step that takes the pages with it."""
     runner = llm._engine.runner
 
     def failing(batch):
@@ -699,7 +712,7 @@ def fail_once(llm, monkeypatch, prompt):
 
 
 def break_once(llm, monkeypatch, prompt):
-    """A step that can neither be taken nor be failed."""
+    """Breaks a step, which can neither be taken nor be failed."""
     with monkeypatch.context() as patch:
         patch.setattr(llm._engine.scheduler, "commit", lambda *_: 1 / 0)
         with pytest.raises(EngineFailed):
@@ -767,7 +780,7 @@ def test_a_compilation_would_be_counted(llm):
 
 
 class _jax_compilations(list):
-    """What JAX compiles inside the block, by its own monitoring."""
+    """Counts what JAX compiles inside the block, by its own monitoring."""
 
     def __enter__(self):
         self._open = True
@@ -868,7 +881,7 @@ def test_from_config(directory, tmp_path, llm):
     path.write_text(
         f"model: {directory}\nmax_num_seqs: 2\nmax_num_batched_tokens: 16\nnum_blocks: 20\n"
     )
-    with LLM.from_config(path, max_model_len=64, use_tqdm=False) as configured:
+    with when_used(), LLM.from_config(path, max_model_len=64, use_tqdm=False) as configured:
         assert (configured.config.max_num_seqs, configured.config.max_model_len) == (2, 64)
         assert one(configured, [1, 2, 3], GREEDY).token_ids == one(llm, [1, 2, 3], GREEDY).token_ids
 
@@ -992,7 +1005,10 @@ def test_pins_leave_room_for_what_was_accepted(llm, by_hand):
 
 
 def _too_long(llm):
-    """A request that would need more than the 16 blocks that a pin has left; admission clips those that users can make."""
+    """Returns a request that would need more than the 16 blocks that a pin has left.
+
+    Admission clips those that users can make.
+    """
     request = llm._engine.admission.admit("too long", llm._engine.prepare(None, [1] * 250, GREEDY))
     object.__setattr__(request, "max_total_tokens", 17 * 16 + 2)
     return SequenceGroup(request, [Sequence(10**6, 0, 250, [1] * 250)])
@@ -1019,7 +1035,9 @@ def test_pins_go_with_the_pages(llm, caplog):
 
 
 def test_a_plan_that_is_not_finished_loses_the_pages(directory, monkeypatch):
-    """What it has moved is in the tables, and not in the pages: what ran ends, and nothing of it is found again."""
+    """Its moves are in the tables, and not in the pages: what ran ends, and nothing of it is found
+    again.
+    """
     settings = {"num_blocks": 18, "preemption_mode": "swap", "largest_shapes": True}
     params = dataclasses.replace(GREEDY, max_tokens=60)
     prompts = prompts_of(60, 61, 62)
@@ -1030,11 +1048,11 @@ def test_a_plan_that_is_not_finished_loses_the_pages(directory, monkeypatch):
         assert llm.stats()["num_preemptions_total"]["swap"] > 0
         freeze = PlanBuilder.freeze
 
-        def fails_once(step, *rest):
+        def fails_once(step, *others):
             if step.swap_out:
                 monkeypatch.undo()
                 raise OSError("in the middle of planning")
-            return freeze(step, *rest)
+            return freeze(step, *others)
 
         monkeypatch.setattr(PlanBuilder, "freeze", fails_once)
         with pytest.raises(EngineFailed) as caught:

@@ -1,4 +1,6 @@
-"""Event logs: a run is the same when it is run again, to the last bit; and whatever is changed in a log is found where it was changed."""
+"""Event logs: a run is the same when it is run again, to the last bit; and a change of a log is
+found where it was made.
+"""
 
 from __future__ import annotations
 
@@ -78,7 +80,9 @@ def llm(directory: Path) -> Iterator[LLM]:
 
 
 def new_engine(llm: LLM, runner: Any = None, tokenizer: Any = None, **parts: Any) -> Engine:
-    """As when the LLM was built: nothing has happened, only the compiled steps are shared."""
+    """Makes an engine as when the LLM was built: nothing has happened, only the compiled steps are
+    shared.
+    """
     return Engine(
         scheduler=copy.deepcopy(llm.untouched),
         builder=llm._engine.builder,
@@ -92,8 +96,10 @@ def new_engine(llm: LLM, runner: Any = None, tokenizer: Any = None, **parts: Any
 
 
 @contextmanager
-def logged(llm: LLM, path: Path, tokenizer: Any = None) -> Iterator[Engine]:
-    """The LLM as it was when it was built, and a log of what is done with it until it is shut down."""
+def open_log(llm: LLM, path: Path, tokenizer: Any = None) -> Iterator[Engine]:
+    """Gives the LLM as it was when it was built, and a log of what is done with it until it is shut
+    down.
+    """
     engine = new_engine(llm, tokenizer=tokenizer)
     engine.events = EventLog(path, engine_header(llm.config, engine, llm.spec))
     # not started: a stream that nobody reads stands still
@@ -107,7 +113,7 @@ def logged(llm: LLM, path: Path, tokenizer: Any = None) -> Iterator[Engine]:
         llm._driver, llm.tokenizer = Driver(engine), None
 
 
-def replayed(llm: LLM, path: Path, runner: Any = None) -> Report:
+def replay_log(llm: LLM, path: Path, runner: Any = None) -> Report:
     with LogReader(path) as log:
         read_header(log)
         log.take()
@@ -136,7 +142,7 @@ def prompts_of(*lengths: int, seed: int = 0) -> list[list[int]]:
 
 
 def generate_crowd(llm: LLM, seed: int = 5) -> list[Any]:
-    """More than the pool holds, with every kind of parameter, and prefixes to find."""
+    """Generates more than the pool holds, with every kind of parameter, and prefixes to find."""
     prompts = prompts_of(40, 61, 9, 33, 70)
     prompts += [[*prompts[1][:48], 7], [*prompts[3][:32], 9, 9]]
     params = [
@@ -163,7 +169,7 @@ def generate_crowd(llm: LLM, seed: int = 5) -> list[Any]:
 @pytest.fixture(scope="module")
 def crowd(llm: LLM, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("logs") / "crowd.jsonl"
-    with logged(llm, path):
+    with open_log(llm, path):
         generate_crowd(llm)
     return path
 
@@ -173,7 +179,7 @@ def crowd(llm: LLM, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_log_tells_what_users_saw(llm: LLM, tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
-    with logged(llm, path):
+    with open_log(llm, path):
         outputs = generate_crowd(llm)
     records = records_of(path)
     arrivals = [record for record in records if record["event"] == "arrival"]
@@ -220,8 +226,8 @@ def test_a_log_tells_what_users_saw(llm: LLM, tmp_path: Path) -> None:
         ]
     assert scores == {
         index: [
-            {token: entry.logprob for token, entry in one.items()}
-            for one in outputs[index].prompt_logprobs[1:]
+            {token: entry.logprob for token, entry in entries.items()}
+            for entries in outputs[index].prompt_logprobs[1:]
         ]
         for index in (0, 3)
     }
@@ -235,9 +241,9 @@ def test_a_log_tells_what_users_saw(llm: LLM, tmp_path: Path) -> None:
 
 
 def test_everything_in_a_plan_and_its_edits_is_recorded() -> None:
-    """Also what no engine of this version does."""
-    told: list[dict[str, Any]] = []
-    recorder = Recorder(told.append)
+    """Fields that no engine of this version sets are recorded, too."""
+    records: list[dict[str, Any]] = []
+    recorder = Recorder(records.append)
     rows = (Row(4, 30, (7, 8), ((3, 9),)), Row(5, 0, (1,), ((2,),)))
     moves = {
         "swap_out": ((3, 0), (4, 1)),
@@ -255,7 +261,7 @@ def test_everything_in_a_plan_and_its_edits_is_recorded() -> None:
     score = Score(4, 31, (TokenLogprobs(8, -0.5, 2, (6,), (-0.25,)), TokenLogprobs(9, -0.25, 1)))
     edits = [score, Append(5, 6), Fork(5, 6, 1), Drop(4), Finish(5, "stop", "x")]
     recorder.stepped(StepReport(NO_DRAFTS, plan, StepResult(*numbers, *tops), edits, []))
-    assert json.loads(json.dumps(told)) == [
+    assert json.loads(json.dumps(records)) == [
         {
             "event": "plan",
             "step": 12,
@@ -280,17 +286,17 @@ def test_everything_in_a_plan_and_its_edits_is_recorded() -> None:
 
 @given(tables=st.lists(st.lists(st.integers(0, 3), max_size=6).map(tuple), max_size=8))
 def test_any_table_can_be_told_from_its_changes(tables: list[tuple[int, ...]]) -> None:
-    told: list[dict[str, Any]] = []
-    recorder, known = Recorder(told.append), []
+    records: list[dict[str, Any]] = []
+    recorder, known = Recorder(records.append), []
     for step, table in enumerate(tables):
         recorder.planned(StepPlan(step, (Row(0, 0, (1,), (table,)),), ()))
-        for change in told[-1].get("tables", []):
-            known = changed(known, change)
+        for change in records[-1].get("tables", []):
+            known = change_table(known, change)
         assert tuple(known) == table
 
 
-def changed(table: list[int], change: list[Any]) -> list[int]:
-    """A block table after the change that a plan tells of it."""
+def change_table(table: list[int], change: list[Any]) -> list[int]:
+    """Returns a block table after the change that a plan tells of it."""
     _, length, *runs = change
     table = table[:length] + [0] * (length - len(table))
     for first, *blocks in runs:
@@ -331,7 +337,7 @@ def test_every_part_of_the_weights_is_hashed(llm: LLM) -> None:
 
 def test_a_log_is_private_and_never_overwrites(llm: LLM, tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
-    with logged(llm, path):
+    with open_log(llm, path):
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
     before = path.read_bytes()
     for taken in (path, tmp_path):
@@ -352,13 +358,13 @@ def test_a_full_disk_ends_the_log_and_nothing_else(
     llm: LLM, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = tmp_path / "a.jsonl"
-    with logged(llm, path) as engine:
+    with open_log(llm, path) as engine:
         want = llm.generate(prompts_of(20), GREEDY, use_tqdm=False)
         os.dup2(os.open("/dev/full", os.O_WRONLY), engine.events._file)
         assert llm.generate(prompts_of(20), GREEDY, use_tqdm=False)[0].outputs == want[0].outputs
     messages = [record.getMessage() for record in caplog.records if record.levelno == logging.ERROR]
     assert len(messages) == 1 and "No space left" in messages[0] and str(path) in messages[0]
-    report = replayed(llm, path)
+    report = replay_log(llm, path)
     assert report == Report(12, 12, None, "The log ends without a shutdown")
 
 
@@ -387,7 +393,7 @@ llm.generate([[5] * 50, [6] * 20, [7] * 90], SamplingParams(seed=3, max_tokens=2
     records = records_of(path)
     assert (records[-1]["event"], records[-1]["step"]) == ("plan", 9)
     assert [record["event"] for record in records].count("arrival") == 3
-    report = replayed(llm, path)
+    report = replay_log(llm, path)
     tokens = sum(len(record["tokens"]) for record in records if record["event"] == "result")
     assert report == Report(8, tokens, None, "The log ends in the middle of step 9") and tokens > 8
 
@@ -400,7 +406,7 @@ def test_a_last_line_that_was_cut_off_ends_the_log(
     at = next(i for i, line in enumerate(lines) if b'"plan"' in line and b'"step":6,' in line)
     cut = tmp_path / "cut.jsonl"
     cut.write_bytes(b"".join(lines[: at + 1]) + lines[at + 1][:num_bytes])
-    report = replayed(llm, cut)
+    report = replay_log(llm, cut)
     assert report.difference is None and report.num_steps == 5
     assert report.ending == "The log ends in the middle of step 6; its last line is cut off"
 
@@ -408,7 +414,7 @@ def test_a_last_line_that_was_cut_off_ends_the_log(
 def test_a_whole_last_line_needs_no_newline(llm: LLM, crowd: Path, tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_bytes(crowd.read_bytes().rstrip(b"\n"))
-    assert_identical(replayed(llm, path), path)
+    assert_identical(replay_log(llm, path), path)
 
 
 DAMAGED = [
@@ -448,7 +454,8 @@ def test_a_line_without_end_is_not_read_to_its_end(crowd: Path, tmp_path: Path) 
         ({"event": "arrival"}, "it does not begin with a header"),
         (
             {"format": 3},
-            "the log has format 3; this version reads format 4. Replay it with the version that wrote it, or record a new log",
+            "the log has format 3; this version reads format 4. Replay it with the version that "
+            "wrote it, or record a new log",
         ),
         ({"engine": None}, "engine of the header must be a dict, got None"),
         (
@@ -461,9 +468,9 @@ def test_a_line_without_end_is_not_read_to_its_end(crowd: Path, tmp_path: Path) 
 def test_a_header_that_is_none_is_refused(
     crowd: Path, tmp_path: Path, change: dict[str, Any], message: str
 ) -> None:
-    first, *rest = records_of(crowd)
+    first, *others = records_of(crowd)
     with pytest.raises(EventLogError, match=f"(?s)line 1: .*{message}"):
-        replaying.replay(write(tmp_path / "a.jsonl", [{**first, **change}, *rest]))
+        replaying.replay(write(tmp_path / "a.jsonl", [{**first, **change}, *others]))
     (tmp_path / "empty").touch()
     with pytest.raises(EventLogError, match="not an event log"):
         replaying.replay(tmp_path / "empty")
@@ -473,7 +480,7 @@ def test_a_header_that_is_none_is_refused(
 
 
 def test_a_crowd(llm: LLM, crowd: Path) -> None:
-    assert_identical(replayed(llm, crowd), crowd)
+    assert_identical(replay_log(llm, crowd), crowd)
 
 
 def test_swaps_pins_and_a_fair_policy(
@@ -519,7 +526,7 @@ def test_choices_that_a_log_does_not_have_are_no_others() -> None:
 
 def test_a_failed_step(llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "a.jsonl"
-    with logged(llm, path) as engine:
+    with open_log(llm, path) as engine:
         with monkeypatch.context() as patch:
             fail_at(patch, engine.runner, 4, RuntimeError("RESOURCE_EXHAUSTED: planted"))
             outputs = generate_crowd(llm)
@@ -529,7 +536,7 @@ def test_a_failed_step(llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert [(record["step"], record["error"]) for record in failures] == [
         (4, "RuntimeError: RESOURCE_EXHAUSTED: planted")
     ]
-    assert_identical(replayed(llm, path), path)
+    assert_identical(replay_log(llm, path), path)
 
 
 def fail_at(patch: pytest.MonkeyPatch, runner: Any, step: int, error: BaseException) -> None:
@@ -548,7 +555,7 @@ def fail_at(patch: pytest.MonkeyPatch, runner: Any, step: int, error: BaseExcept
 def test_a_step_that_broke_off(llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It can neither be taken nor be failed: all requests end, and the pages are made anew."""
     path = tmp_path / "a.jsonl"
-    with logged(llm, path) as engine:
+    with open_log(llm, path) as engine:
         stream = llm.stream(prompts_of(70)[0], GREEDY)
         next(stream)
         real, calls = engine.scheduler.commit, itertools.count(1)
@@ -566,12 +573,12 @@ def test_a_step_that_broke_off(llm: LLM, tmp_path: Path, monkeypatch: pytest.Mon
         llm.generate(prompts_of(40, 61), GREEDY, use_tqdm=False)
     events = [record["event"] for record in records_of(path)]
     assert events.count("rebuild") == 1 and events.count("plan") == events.count("result") + 1
-    assert_identical(replayed(llm, path), path)
+    assert_identical(replay_log(llm, path), path)
 
 
 def test_an_error_of_one_request(llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "a.jsonl"
-    with logged(llm, path), monkeypatch.context() as patch:
+    with open_log(llm, path), monkeypatch.context() as patch:
         real, calls = SamplingStrategy.advance, itertools.count()
 
         def failing(self: Any, *arguments: Any) -> Any:
@@ -582,7 +589,7 @@ def test_an_error_of_one_request(llm: LLM, tmp_path: Path, monkeypatch: pytest.M
         patch.setattr(SamplingStrategy, "advance", failing)
         outputs = generate_crowd(llm)
     assert [output.outputs[0].finish_reason for output in outputs].count("error") == 1
-    assert_identical(replayed(llm, path), path)
+    assert_identical(replay_log(llm, path), path)
 
 
 def test_logits_that_are_no_numbers(
@@ -591,8 +598,8 @@ def test_logits_that_are_no_numbers(
     runner, path = llm._engine.runner, tmp_path / "a.jsonl"
     real = runner.run
 
-    def poisoned(batch: Any) -> StepResult:
-        """As if token 11 at the end of a prompt led to logits that are not finite."""
+    def poison(batch: Any) -> StepResult:
+        """Makes logits that are not finite follow token 11 at the end of a prompt."""
         result = real(batch)
         bad = np.array(
             [11 in batch.packed[:64].tolist()] + [False] * (len(result.token_ids) - 1), bool
@@ -601,20 +608,20 @@ def test_logits_that_are_no_numbers(
             result, token_ids=np.where(bad[: len(result.token_ids)], -1, result.token_ids)
         )
 
-    monkeypatch.setattr(runner, "run", poisoned)
-    with logged(llm, path):
+    monkeypatch.setattr(runner, "run", poison)
+    with open_log(llm, path):
         outputs = llm.generate([[11] * 20, *prompts_of(30, 8)], GREEDY, use_tqdm=False)
     assert outputs[0].outputs[0].finish_reason == "error"
     assert "reset" in [record["event"] for record in records_of(path)]
-    assert_identical(replayed(llm, path), path)
+    assert_identical(replay_log(llm, path), path)
     monkeypatch.undo()
     assert "tokens[0] of sequence 0 of its result\n  logged:    -1" in (
-        replayed(llm, path).difference or ""
+        replay_log(llm, path).difference or ""
     )
 
 
 class Letters:
-    """A tokenizer whose token ids are letters."""
+    """Is a tokenizer whose token ids are letters."""
 
     decoder = None
 
@@ -634,12 +641,14 @@ class Letters:
 
 @pytest.mark.parametrize("n", [3, 4])
 def test_samples_are_replayed(llm: LLM, tmp_path: Path, n: int) -> None:
-    """Their forks follow from the plan; some end at their first token by a stop string, and a step that fails has them all."""
+    """Their forks follow from the plan; some end at their first token by a stop string, and a step
+    that fails has them all.
+    """
     path = tmp_path / "a.jsonl"
     params = SamplingParams(
         n=n, best_of=4, temperature=1.0, seed=4, max_tokens=16, ignore_eos=True, stop=["q", "z"]
     )
-    with logged(llm, path, tokenizer=Letters()) as engine:
+    with open_log(llm, path, tokenizer=Letters()) as engine:
         outputs = llm.generate(prompts_of(20, 40, 1, 16), params, use_tqdm=False)
         waiting = llm.stream(prompts_of(20)[0], dataclasses.replace(params, n=4))
         waiting.close()
@@ -666,13 +675,15 @@ def test_samples_are_replayed(llm: LLM, tmp_path: Path, n: int) -> None:
     assert ("logprobs" in next(record for record in records if record.get("tokens"))) == (
         n == 3
     )  # best_of ranks by them
-    assert_identical(replayed(llm, path), path)
+    assert_identical(replay_log(llm, path), path)
 
 
 def test_beam_searches_are_replayed(
     llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Preempted beside others, refused between others, and one that ends with an error on the way to text."""
+    """They are preempted beside others, refused between others, and one ends with an error on the
+    way to text.
+    """
     path = tmp_path / "a.jsonl"
     prompts = prompts_of(130, 33, 30, 9, 70)
     params = [
@@ -689,14 +700,14 @@ def test_beam_searches_are_replayed(
             raise KeyError("planted")
         return real(*arguments)
 
-    with logged(llm, path, tokenizer=Letters()) as engine, monkeypatch.context() as patch:
+    with open_log(llm, path, tokenizer=Letters()) as engine, monkeypatch.context() as patch:
         patch.setattr(BeamStrategy, "_grow", failing)
         with pytest.raises(CapacityError):
             engine.add("refused", engine.prepare(None, prompts[0], BeamSearchParams(5)))
         outputs = llm.generate(prompts, params, use_tqdm=False)
         again = llm.generate(prompts, params, use_tqdm=False)
         assert not engine._groups
-    reasons = [{one.finish_reason for one in output.outputs} for output in outputs]
+    reasons = [{hypothesis.finish_reason for hypothesis in output.outputs} for output in outputs]
     assert reasons.count({"error"}) == 1
     assert sum(output.metrics.num_preemptions for output in (*outputs, *again)) > 0
     records = records_of(path)
@@ -722,7 +733,7 @@ def test_beam_searches_are_replayed(
         for edit in record.get("edits", [])
     ]
     assert {"fork", "drop", "finish"} == {edit[0] for edit in edits}
-    assert_identical(replayed(llm, path), path)
+    assert_identical(replay_log(llm, path), path)
     forks = [
         i
         for i, record in enumerate(records)
@@ -730,9 +741,9 @@ def test_beam_searches_are_replayed(
     ]
     records[forks[3]]["edits"].pop()
     changed_log = write(tmp_path / "b.jsonl", records)
-    assert f"(line {forks[3] + 1})" in (replayed(llm, changed_log).difference or "")
+    assert f"(line {forks[3] + 1})" in (replay_log(llm, changed_log).difference or "")
     monkeypatch.setattr(BeamStrategy, "_is_over", lambda *_: True)
-    assert "edits" in (replayed(llm, path).difference or "")
+    assert "edits" in (replay_log(llm, path).difference or "")
 
 
 def test_stop_strings_need_no_text(llm: LLM, tmp_path: Path) -> None:
@@ -740,10 +751,10 @@ def test_stop_strings_need_no_text(llm: LLM, tmp_path: Path) -> None:
     params = SamplingParams(
         temperature=1.0, seed=4, max_tokens=40, ignore_eos=True, stop=["ab", "q", "zz"]
     )
-    with logged(llm, path, tokenizer=Letters()):
+    with open_log(llm, path, tokenizer=Letters()):
         outputs = llm.generate(prompts_of(20, 40, 61, 5), params, use_tqdm=False)
     assert {"q"} <= {output.outputs[0].stop_reason for output in outputs}
-    assert_identical(replayed(llm, path), path)
+    assert_identical(replay_log(llm, path), path)
 
 
 def test_what_a_stop_string_ended_is_served_in_a_replay_too(
@@ -758,16 +769,16 @@ def test_what_a_stop_string_ended_is_served_in_a_replay_too(
         max_tokens=9, ignore_eos=True, stop=list(string.ascii_lowercase), user="a"
     )
     one_token = SamplingParams(max_tokens=1, ignore_eos=True, user="b")
-    with logged(llm, path, tokenizer=Letters()):
+    with open_log(llm, path, tokenizer=Letters()):
         outputs = llm.generate(
             prompts_of(*[5, 4] * 10), [any_letter, one_token] * 10, use_tqdm=False
         )
     assert [output.outputs[0].finish_reason for output in outputs] == ["stop", "length"] * 10
-    assert_identical(replayed(llm, path), path)
+    assert_identical(replay_log(llm, path), path)
 
 
 class Speller(Letters):
-    """Letters that are read as well."""
+    """Spells letters that are read as well."""
 
     def __call__(self, text: str, add_special_tokens: bool = True) -> dict[str, list[int]]:
         return {
@@ -776,7 +787,9 @@ class Speller(Letters):
 
 
 def test_words_and_processors_need_no_text(llm: LLM, tmp_path: Path) -> None:
-    """A log has bad words as tokens, so that a replay forbids what the logged engine forbade; also one that forbids everything."""
+    """A log has bad words as tokens, so that a replay forbids what the logged engine forbade; also
+    one that forbids everything.
+    """
     path = tmp_path / "a.jsonl"
     params = SamplingParams(
         temperature=1.0, seed=4, max_tokens=12, ignore_eos=True, allowed_token_ids=range(6)
@@ -788,25 +801,25 @@ def test_words_and_processors_need_no_text(llm: LLM, tmp_path: Path) -> None:
     hopeless = dataclasses.replace(
         params, allowed_token_ids=[0, 1], bad_words=["aa", "ab", "ba", "bb"], n=2
     )
-    with logged(llm, path, tokenizer=Speller()):
+    with open_log(llm, path, tokenizer=Speller()):
         outputs = llm.generate(prompts_of(20, 40, 9), [params, penalised, hopeless], use_tqdm=False)
-    assert [one.finish_reason for one in outputs[2].outputs] == ["error"] * 2
+    assert [output.finish_reason for output in outputs[2].outputs] == ["error"] * 2
     records = records_of(path)
     arrivals = [record for record in records if record["event"] == "arrival"]
     assert arrivals[0]["bad_word_token_ids"] == [[0, 1], [2]]
     assert not any(record["event"] == "reset" for record in records), "what is cached may stay"
-    assert_identical(replayed(llm, path), path)
+    assert_identical(replay_log(llm, path), path)
     arrivals[0]["bad_word_token_ids"] = [[0, 1], [2], [outputs[0].outputs[0].token_ids[3]]]
-    assert step_of(replayed(llm, write(path, records))) <= 6
+    assert step_of(replay_log(llm, write(path, records))) <= 6
     for wrong in ([[]], [[257]], [5], [["a"]]):
         arrivals[0]["bad_word_token_ids"] = wrong
         with pytest.raises(EventLogError, match="this arrival cannot be replayed"):
-            replayed(llm, write(path, records))
+            replay_log(llm, write(path, records))
 
 
 def test_a_refused_request_leaves_no_trace(llm: LLM, tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
-    with logged(llm, path) as engine:
+    with open_log(llm, path) as engine:
         engine.add("a", engine.prepare(None, [1, 2, 3], GREEDY))
         with pytest.raises(ValueError, match="exists already"):
             engine.add("a", engine.prepare(None, [4, 5, 6], GREEDY))
@@ -815,7 +828,7 @@ def test_a_refused_request_leaves_no_trace(llm: LLM, tmp_path: Path) -> None:
         )
         while engine.has_unfinished:
             engine.step()
-    assert_identical(replayed(llm, path), path)
+    assert_identical(replay_log(llm, path), path)
 
 
 # ---- runs that are not
@@ -896,7 +909,7 @@ def test_a_change_of_the_log_is_found_where_it_is(
     records = records_of(crowd)
     place = find(records, event, has, nth)
     change(records[place])
-    report = replayed(llm, write(tmp_path / "a.jsonl", records))
+    report = replay_log(llm, write(tmp_path / "a.jsonl", records))
     assert step_of(report) == records[place]["step"] and f"(line {place + 1})" in (
         report.difference or ""
     )
@@ -909,8 +922,9 @@ def test_how_a_difference_reads(llm: LLM, crowd: Path, tmp_path: Path) -> None:
     change = records[place]["tables"][0]
     was = json.loads(json.dumps(change))
     flip(change[2], 1)
-    assert replayed(llm, write(tmp_path / "a.jsonl", records)).difference == (
-        f"First difference: step {records[place]['step']} (line {place + 1}), tables[0] of its plan\n"
+    assert replay_log(llm, write(tmp_path / "a.jsonl", records)).difference == (
+        f"First difference: step {records[place]['step']} (line {place + 1}), tables[0] of its "
+        f"plan\n"
         f"  logged:    {change}\n"
         f"  came out:  {was}\n"
         "  (tables: [sequence, blocks, [first place that changed, block, block, ...], ...])"
@@ -919,18 +933,18 @@ def test_how_a_difference_reads(llm: LLM, crowd: Path, tmp_path: Path) -> None:
 
 def test_another_seed_shows_where_two_runs_part(llm: LLM, crowd: Path, tmp_path: Path) -> None:
     """The place is found by laying the logs of two runs side by side."""
-    with logged(llm, tmp_path / "other.jsonl"):
+    with open_log(llm, tmp_path / "other.jsonl"):
         generate_crowd(llm, seed=6)
     records, others = records_of(crowd), records_of(tmp_path / "other.jsonl")
     arrival = next(
-        i for i, (one, other) in enumerate(zip(records, others, strict=False)) if one != other
+        i for i, (record, other) in enumerate(zip(records, others, strict=False)) if record != other
     )
     assert records[arrival]["event"] == "arrival"
     records[arrival] = others[arrival]
     place = next(
-        i for i, (one, other) in enumerate(zip(records, others, strict=False)) if one != other
+        i for i, (record, other) in enumerate(zip(records, others, strict=False)) if record != other
     )
-    report = replayed(llm, write(tmp_path / "a.jsonl", records))
+    report = replay_log(llm, write(tmp_path / "a.jsonl", records))
     assert step_of(report) == records[place]["step"] and f"(line {place + 1}), tokens[" in (
         report.difference or ""
     )
@@ -945,18 +959,18 @@ def test_a_missing_event_shows_where_it_is_missed(llm: LLM, crowd: Path, tmp_pat
         for r in records
         if r["event"] == "plan" and sequence in [row[0] for row in r["rows"]]
     )
-    assert step_of(replayed(llm, write(path, records[:last] + records[last + 1 :]))) == used
+    assert step_of(replay_log(llm, write(path, records[:last] + records[last + 1 :]))) == used
     assert "sequences[0] of its arrival" in (
-        replayed(llm, write(path, records[:3] + records[4:])).difference or ""
+        replay_log(llm, write(path, records[:3] + records[4:])).difference or ""
     )
 
     plan = find(records, "plan", nth=10)
     with pytest.raises(
         EventLogError, match=f"line {plan + 1}: the log has no cause for this result of step 11"
     ):
-        replayed(llm, write(path, records[:plan] + records[plan + 1 :]))
+        replay_log(llm, write(path, records[:plan] + records[plan + 1 :]))
     # as if interrupted
-    assert step_of(replayed(llm, write(path, records[: plan + 1] + records[plan + 2 :]))) == 12
+    assert step_of(replay_log(llm, write(path, records[: plan + 1] + records[plan + 2 :]))) == 12
 
 
 def test_an_abort_too_few_or_too_many(llm: LLM, crowd: Path, tmp_path: Path) -> None:
@@ -965,28 +979,30 @@ def test_an_abort_too_few_or_too_many(llm: LLM, crowd: Path, tmp_path: Path) -> 
     running = records[find(records, "arrival")]["request_id"]
     abort = {"event": "abort", "step": records[place - 1]["step"], "request_id": running}
     many = write(path, [*records[:place], abort, *records[place:]])
-    assert step_of(replayed(llm, many)) == records[place]["step"]
+    assert step_of(replay_log(llm, many)) == records[place]["step"]
     unknown = write(path, [*records[:place], {**abort, "request_id": "x"}, *records[place:]])
-    assert "came out:  nothing" in (replayed(llm, unknown).difference or "")
+    assert "came out:  nothing" in (replay_log(llm, unknown).difference or "")
 
-    with logged(llm, tmp_path / "b.jsonl"):
+    with open_log(llm, tmp_path / "b.jsonl"):
         stream = llm.stream(prompts_of(50)[0], GREEDY)
         next(stream)
         stream.close()
         llm.generate(prompts_of(9), GREEDY, use_tqdm=False)
     records = records_of(tmp_path / "b.jsonl")
     records.pop(find(records, "abort"))
-    assert step_of(replayed(llm, write(path, records))) == 2
+    assert step_of(replay_log(llm, write(path, records))) == 2
 
 
 def test_an_engine_that_plans_otherwise(llm: LLM, crowd: Path) -> None:
-    """Without prefix caching, what differs first is a row that begins neither at 0 nor where its sequence stood."""
+    """Without prefix caching the first difference is a row that begins neither at 0 nor where its
+    sequence stood.
+    """
     stands: dict[int, int] = {}
-    found = 0
+    step_id = 0
     for record in records_of(crowd):
         for sequence, start, num_tokens in record.get("rows", []):
-            if not found and start not in (0, stands.get(sequence)):
-                found = record["step"]
+            if not step_id and start not in (0, stands.get(sequence)):
+                step_id = record["step"]
             stands[sequence] = start + num_tokens
     with LogReader(crowd) as log:
         read_header(log)
@@ -994,12 +1010,12 @@ def test_an_engine_that_plans_otherwise(llm: LLM, crowd: Path) -> None:
         follower = Replay(log)
         engine = new_engine(llm, **follower.parts)
         engine.scheduler.block_manager.cached = None
-        assert step_of(follower.run(engine)) == found > 0
+        assert step_of(follower.run(engine)) == step_id > 0
 
 
 def test_a_step_that_fails_only_now(llm: LLM, crowd: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fail_at(monkeypatch, llm._engine.runner, 5, ValueError("planted"))
-    report = replayed(llm, crowd)
+    report = replay_log(llm, crowd)
     assert step_of(report) == 5 and "came out:  failure {'error': 'ValueError: planted'}" in (
         report.difference or ""
     )
@@ -1029,14 +1045,17 @@ def test_an_arrival_that_makes_no_sense_is_refused(
     records = records_of(crowd)
     records[2] |= change
     with pytest.raises(EventLogError, match="line 3: this arrival cannot be replayed: "):
-        replayed(llm, write(tmp_path / "a.jsonl", records))
+        replay_log(llm, write(tmp_path / "a.jsonl", records))
 
 
 # ---- every history
 
 
 class Probabilities:
-    """A runner without a device. What it draws depends on all that a step is given, block tables included."""
+    """Is a runner without a device.
+
+    Its draws depend on all that a step is given, block tables included.
+    """
 
     def run(self, batch: Any) -> StepResult:
         seed = zlib.crc32(
@@ -1056,7 +1075,7 @@ class Probabilities:
         )
 
     def rebuild_pages(self) -> None:
-        """There are none."""
+        """Does nothing: there are none."""
 
 
 PARAMS = st.builds(
@@ -1091,7 +1110,7 @@ ACTIONS = st.lists(
 
 
 def act(engine: Engine, actions: list[Any]) -> None:
-    """Does these things to an engine, and then what is left to do."""
+    """Does these things to an engine, and then whatever is left to do."""
     runner: Any = engine.runner
     texts = [np.random.default_rng(seed).integers(1, 257, 150).tolist() for seed in range(4)]
     names = itertools.count()
@@ -1130,7 +1149,7 @@ def act(engine: Engine, actions: list[Any]) -> None:
 
 
 def leaves(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """Where the integers of a record are."""
+    """Yields where the integers of a record are."""
     if isinstance(value, dict | list):
         for key, item in value.items() if isinstance(value, dict) else enumerate(value):
             yield from leaves(item, (*path, key))
@@ -1150,25 +1169,25 @@ def test_every_history_can_be_replayed_and_every_number_counts(
         engine.events = log = EventLog(path, HEADER)
         act(engine, actions)
         log.closed()
-        report = replayed(llm, path, Probabilities())
+        report = replay_log(llm, path, Probabilities())
         assert report.difference is None and report.ending is None
 
         records = records_of(path)
-        told = [
+        numbers = [
             i
             for i, record in enumerate(records)
             if record["event"] in ("plan", "result", "arrival")
         ]
-        if not told:
+        if not numbers:
             return
-        place = data.draw(st.sampled_from(told), label="line")
+        place = data.draw(st.sampled_from(numbers), label="line")
         *way, last = data.draw(st.sampled_from(list(leaves(records[place]))), label="number")
         target = records[place]
         for key in way:
             target = target[key]
         target[last] += 1
         try:
-            found = replayed(
+            difference = replay_log(
                 llm, write(path.with_name("b.jsonl"), records), Probabilities()
             ).difference
         except EventLogError as error:  # an arrival that is none any more
@@ -1177,8 +1196,8 @@ def test_every_history_can_be_replayed_and_every_number_counts(
         # decide something only if it comes to that
         if {"params", "beam", "seed", "prompt_token_ids"} & {*way, last}:
             return
-        assert found is not None
-        line = int(found.partition("(line ")[2].partition(")")[0])
+        assert difference is not None
+        line = int(difference.partition("(line ")[2].partition(")")[0])
         assert line == place + 1 or (records[place]["event"] == "arrival" and line > place)
     finally:
         logging.disable(logging.NOTSET)
@@ -1267,8 +1286,8 @@ def test_the_command_with_another_engine(
         records[0]["versions"]["jax"] = "0.0.1"
         records[0]["config"]["seed"] = 3
         records[0]["engine"]["limits"]["max_rows"] = 5
-        changed = write(tmp_path / "a.jsonl", records)
-        assert run("replay", str(changed), "--model", str(other)) == 1
+        change_table = write(tmp_path / "a.jsonl", records)
+        assert run("replay", str(change_table), "--model", str(other)) == 1
         err = capsys.readouterr().err
         assert (
             "the settings in the log were changed" in err
@@ -1282,11 +1301,11 @@ def test_the_command_with_another_engine(
 @pytest.mark.parametrize(
     ("scene", "copies", "preempts"),
     [
-        ("parallel sampling (figure 8)", True, False),
         ("preemption", False, True),
         *(
             pytest.param(*values, marks=pytest.mark.sweep)
             for values in (
+                ("parallel sampling (figure 8)", True, False),
                 ("two requests (figures 5 to 7)", False, False),
                 ("beam search (figure 9)", True, False),
                 ("shared prefix (figure 10)", False, False),
@@ -1312,15 +1331,18 @@ def test_scenes_for_the_page_show_what_they_say(
 
 
 def as_read(record: dict[str, Any]) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(json.dumps(record))
-    return found
+    value: dict[str, Any] = json.loads(json.dumps(record))
+    return value
 
 
 @pytest.mark.parametrize("seed", few([0, 1], [1]))
 def test_a_walk_is_the_engine_and_a_ring_is_a_walk(
     llm: LLM, monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
-    """After every step: samples, beams, aborts, preemptions. What fell out of the ring is in its snapshot."""
+    """They are compared after every step of samples, beams, aborts and preemptions.
+
+    Records that fell out of the ring are in its snapshot.
+    """
     engine, walk, plans = new_engine(llm), Walk(), []
     ring, hidden = (IncidentRing(4, keeps_token_ids=keeps) for keeps in (True, False))
     recorder = Recorder(lambda record: walk.follow(as_read(record)))
@@ -1339,32 +1361,32 @@ def test_a_walk_is_the_engine_and_a_ring_is_a_walk(
     def compare() -> None:
         scheduler = engine.scheduler
         assert walk.arrivals.keys() == {
-            one.request.request_id for one in (*scheduler.running, *scheduler.waiting)
+            item.request.request_id for item in (*scheduler.running, *scheduler.waiting)
         }
         for group in scheduler.running:
             for sequence in group.unfinished:
                 drawn = sequence.token_ids[sequence.num_prompt_tokens :]
                 known = [None] * len(drawn) if group.request.beam else drawn
                 assert walk.sequences[sequence.sequence_id].token_ids == known
-        assert {one for one, sequence in walk.sequences.items() if not sequence.is_running} == {
+        assert {item for item, sequence in walk.sequences.items() if not sequence.is_running} == {
             sequence.sequence_id for group in scheduler.waiting for sequence in group.unfinished
         }
-        kept, again = ring.read_ring("x"), Walk()
-        for record in kept.records:
+        snapshot, again = ring.read_ring("x"), Walk()
+        for record in snapshot.records:
             again.follow(as_read(record))
         assert as_read(again.snapshot()) == as_read(walk.snapshot())
-        assert kept.num_steps == min(4, len(plans)) and (kept.why_not_replayable is None) == (
-            len(plans) <= 4
-        )
+        assert snapshot.num_steps == min(4, len(plans)) and (
+            snapshot.why_not_replayable is None
+        ) == (len(plans) <= 4)
         text, less = json.dumps(hidden.read_ring("x").records), Walk()
         assert not any(
             secret in text for secret in ("prompt_token_ids", "salt", 'logprobs": [', "scores")
         )
         for record in json.loads(text):
             less.follow(record)
-        for one, sequence in again.sequences.items():
-            assert less.sequences[one].token_ids == [None] * len(sequence.token_ids)
-            assert less.sequences[one].tables == sequence.tables
+        for item, sequence in again.sequences.items():
+            assert less.sequences[item].token_ids == [None] * len(sequence.token_ids)
+            assert less.sequences[item].tables == sequence.tables
 
     rng, waiting = np.random.default_rng(seed), prompts_of(*[9, 40, 33, 17] * 4, seed=seed)
     params: list[Any] = [
@@ -1442,7 +1464,7 @@ def test_the_command_looks_into_logs(
     assert "has no request 'no'; it has request-0, request-1" in capsys.readouterr().err
     # Two runs part where a comparison of lines says.
     other = tmp_path / "other.jsonl"
-    with logged(llm, other):
+    with open_log(llm, other):
         generate_crowd(llm, seed=6)
     pairs = zip(records[1:], records_of(other)[1:], strict=False)
     line, (ours, _) = next(
@@ -1482,11 +1504,14 @@ def test_the_command_looks_into_logs(
     monkeypatch.setattr(replaying, "build_engine", rebuilt)
     monkeypatch.setattr(llm._engine.runner, "close", lambda: None)
     steps = sum(record["event"] == "plan" and record["step"] <= 9 for record in records)
-    found = out(str(crowd), "--until", "9")
-    assert found.startswith(f"{steps} steps, ") and "identical\nAfter step 9: 7 requests\n" in found
-    assert out(str(crowd), "--state", "--until", "9") == found.partition("identical\n")[2]
+    printed = out(str(crowd), "--until", "9")
+    assert (
+        printed.startswith(f"{steps} steps, ")
+        and "identical\nAfter step 9: 7 requests\n" in printed
+    )
+    assert out(str(crowd), "--state", "--until", "9") == printed.partition("identical\n")[2]
     shown = tmp_path / "shown.jsonl"
-    assert out(str(crowd), "--snapshots", str(shown), "--until", "9") == found
+    assert out(str(crowd), "--snapshots", str(shown), "--until", "9") == printed
     header, before, *snapshots = records_of(shown)
     assert header["event"] == "snapshots" and before["step"] is None
     assert [snapshot["step"]["step"] for snapshot in snapshots] == list(range(first, 10))
@@ -1504,7 +1529,9 @@ def test_snapshots_never_overwrite_a_file(tmp_path):
 
 
 def check_shown(llm: LLM, failed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The snapshots of an incident end with the step that failed, whether it can be run again or not."""
+    """Checks that the snapshots of an incident end with the step that failed, whether it can be run
+    again or not.
+    """
 
     def rebuilt(config: Any, hooks: Hooks) -> Built:
         return Built(new_engine(llm, **hooks.parts), None, {}, llm.spec, llm._model)
@@ -1524,7 +1551,10 @@ def check_shown(llm: LLM, failed: Path, monkeypatch: pytest.MonkeyPatch) -> None
 def test_texts_stand_beside_token_ids_where_the_tokenizer_of_the_log_is_here(
     crowd: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """By the library that reads the tokenizer's file. No log has a text unless it is asked for."""
+    """The library that reads the tokenizer's file spells them.
+
+    No log has a text unless it is asked for.
+    """
     text_of = Tokenizer.from_file(str(DEMO / "tokenizer.json")).decode
     head, *records = records_of(crowd)
     assert (
@@ -1534,7 +1564,9 @@ def test_texts_stand_beside_token_ids_where_the_tokenizer_of_the_log_is_here(
     assert "the tokenizer of the log is not on this machine" in capsys.readouterr().err
     named = tmp_path / "named.jsonl"
     named.write_text(
-        "".join(f"{json.dumps(one)}\n" for one in [head | {"config": {"model": "demo"}}, *records])
+        "".join(
+            f"{json.dumps(record)}\n" for record in [head | {"config": {"model": "demo"}}, *records]
+        )
     )
     results = [record for record in records if record["event"] == "result"]
     drawn = {token for record in results for token in record["tokens"] if token >= 0}
@@ -1546,28 +1578,33 @@ def test_texts_stand_beside_token_ids_where_the_tokenizer_of_the_log_is_here(
         lines = [line for line in capsys.readouterr().out.splitlines() if "drew [" in line]
         for line in lines:
             ids, _, texts = line.rpartition("drew [")[2].partition("] ")
-            assert texts.startswith(" ".join(repr(text_of([int(one)])) for one in ids.split(", ")))
+            assert texts.startswith(
+                " ".join(repr(text_of([int(token_id)])) for token_id in ids.split(", "))
+            )
         copied = tmp_path / f"{index}.jsonl"
         assert run("replay", *words, "--texts", str(copied)) == 0
-        found, *others = records_of(copied)
+        header, *others = records_of(copied)
         assert others == records and stat.S_IMODE(copied.stat().st_mode) == 0o600 and len(lines) > 3
         assert (
-            found["texts"] == {str(token): text_of([token]) for token in drawn | candidates}
+            header["texts"] == {str(token): text_of([token]) for token in drawn | candidates}
             and "texts" not in head
         )
-    named.write_text("".join(f"{json.dumps(scrub(one))}\n" for one in records_of(named)))
+    named.write_text("".join(f"{json.dumps(scrub(record))}\n" for record in records_of(named)))
     assert run("replay", str(named), "--texts", str(tmp_path / "none"), "--until", "3") == 0
-    found, *others = records_of(tmp_path / "none")
+    header, *others = records_of(tmp_path / "none")
     assert (
-        found["texts"] == {}
-        and 0 < max(one["step"] for one in others if one["event"] == "plan") <= 3
+        header["texts"] == {}
+        and 0 < max(record["step"] for record in others if record["event"] == "plan") <= 3
     )
 
 
 def test_a_server_writes_its_last_steps(
     llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On request, and after a step that failed. As long as nothing has fallen out of the ring they can be run again."""
+    """It writes them on request, and after a step that failed.
+
+    As long as nothing has fallen out of the ring they can be run again.
+    """
     requested = {
         "model": "demo",
         "prompt": prompts_of(20)[0],
@@ -1615,8 +1652,8 @@ def test_a_server_writes_its_last_steps(
                 check_shown(llm, failed, monkeypatch)
                 if keeps:
                     for log in (path, failed):
-                        assert replayed(llm, log).difference is None
-                    assert replayed(llm, path).num_steps == 5
+                        assert replay_log(llm, log).difference is None
+                    assert replay_log(llm, path).num_steps == 5
                 assert client.post("/v1/completions", json=requested).status_code == 200
                 late = tmp_path / client.post("/debug/incident").json()["file"]
             server.errors.clear()

@@ -1,4 +1,6 @@
-"""The fuzzer of checkpoints: what is right passes, and mistakes that are planted are found and shrunk."""
+"""The fuzzer of checkpoints: right ones pass, and mistakes that are planted are found and
+shrunk.
+"""
 
 from __future__ import annotations
 
@@ -33,13 +35,13 @@ def test_a_default_that_is_read_wrongly_is_found_and_shrunk(monkeypatch):
         return integer(self, name, 64 if name == "head_dim" else default, **more)
 
     monkeypatch.setattr(Fields, "integer", wrong)
-    told: list[str] = []
-    assert fuzz(1, 1, family="qwen3", report=told.append) == 1
-    assert "changed={}, dropped=('head_dim',), files=()" in told[-1]
+    messages: list[str] = []
+    assert fuzz(1, 1, family="qwen3", report=messages.append) == 1
+    assert "changed={}, dropped=('head_dim',), files=()" in messages[-1]
 
 
 def test_a_case_of_each_architecture_is_drawn():
-    """Of some models the class names no text model (`mistral3`): its text may be of several families."""
+    """A class may name no text model (`mistral3`): its text may be of several families."""
     cases = [*itertools.islice(random_cases(random.Random(2), None), len(bases(None)))]
     assert {case.config["architectures"][0] for case in cases} == bases(None).keys()
     for name in MODELS:

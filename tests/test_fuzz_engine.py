@@ -1,4 +1,6 @@
-"""The fuzzer of engines: lives of engines that are right pass, and mistakes that are planted are found and shrunk."""
+"""The fuzzer of engines: lives of engines that are right pass, and mistakes that are planted are
+found and shrunk.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,8 @@ from tests.support.stage import RealTime
 
 SETTINGS = {**BLOCKS_OF_16, "dtype": "float32", "max_model_len": 96, "num_blocks": 19}
 GREEDY = {"temperature": 0.0, "seed": 1, "ignore_eos": True}
-# A request of 33 tokens, two of whose blocks another finds; one that runs for long; a short one; and
+# A request of 33 tokens, two of whose blocks another finds; one that runs for long; a short one;
+# and
 # one that fills a third block.
 ASKS = (
     Ask(tuple(range(3, 36)), {**GREEDY, "max_tokens": 4, "logprobs": 2}),
@@ -113,7 +116,7 @@ def looks_at_no_withdrawal(patch: pytest.MonkeyPatch) -> None:
 def scores_what_was_aborted(patch: pytest.MonkeyPatch) -> None:
     def scores(outputs: Any, pairs: Any, *, single: bool) -> Any:
         (output,), ((prompt, _),) = outputs, pairs
-        return [one.logprob for one in continuation_logprobs(output, len(prompt))]
+        return [entry.logprob for entry in continuation_logprobs(output, len(prompt))]
 
     patch.setattr("jaxpage.llm.scores_of", scores)
 
@@ -259,7 +262,7 @@ def keeps_rows_of_old_weights(patch: pytest.MonkeyPatch) -> None:
 
 
 def seeing(*events: Event) -> Case:
-    """Two requests that differ in a picture alone."""
+    """Returns two requests that differ in a picture alone."""
     asks = tuple(
         Ask(tuple(range(3, 36)), {**GREEDY, "max_tokens": 4}, pictures=((5, seed, 2),))
         for seed in (1, 2)
@@ -308,7 +311,7 @@ def test_calls_on_threads_pass_while_a_signal_interrupts_one(fuzzer: Fuzzer) -> 
 
 
 class Waiting(Performance):
-    """Its call takes 0.3 s; the engine is in a turn meanwhile, or is not."""
+    """Makes a call that takes 0.3 s; the engine is in a turn meanwhile, or is not."""
 
     async def _perform(self, number: int, actor: Any) -> None:
         time.sleep(0.3)
@@ -354,18 +357,18 @@ def test_a_program_makes_its_case_again(monkeypatch: pytest.MonkeyPatch) -> None
     run_cases = contextlib.nullcontext(cases.append)
     monkeypatch.setattr("tools.fuzz_engine.run_cases", lambda: run_cases)
     drawn = [random_case(rng, *random_shapes(rng)) for _ in range(20)]
-    for one in drawn:
-        exec(one.program())
+    for case in drawn:
+        exec(case.program())
     assert cases == drawn
 
 
 def test_everything_that_has_a_life_is_drawn() -> None:
     rng = random.Random(1)
     cases = [random_case(rng, *random_shapes(rng)) for _ in range(800)]
-    events = [event for one in cases for event in one.events]
-    assert {one.model for one in cases} == MODELS.keys()
-    assert {one.num_engines for one in cases} == {1, 2}
-    assert {one.is_async for one in cases} == {False, True}
+    events = [event for case in cases for event in case.events]
+    assert {case.model for case in cases} == MODELS.keys()
+    assert {case.num_engines for case in cases} == {1, 2}
+    assert {case.is_async for case in cases} == {False, True}
     assert {event.name for event in events} == {
         *("generate", "stream", "pin", "reset", "score", "embed"),
         *("update", "hold", "sleep", "pause", "drain"),
@@ -379,15 +382,15 @@ def test_everything_that_has_a_life_is_drawn() -> None:
     assert any(event.aborted_after is not None for event in events)
     interrupted = {event.name for event in events if event.interrupted_after is not None}
     assert interrupted >= {"generate", "stream", "pin", "score", "embed", "update", "sleep"}
-    settings = [one.settings for one in cases]
-    drafting = [one["speculative_config"] for one in settings if "speculative_config" in one]
-    trees = {one["method"] for one in drafting if isinstance(one, dict) and one.get("tree")}
+    settings = [case.settings for case in cases]
+    drafting = [case["speculative_config"] for case in settings if "speculative_config" in case]
+    trees = {case["method"] for case in drafting if isinstance(case, dict) and case.get("tree")}
     assert trees == {"draft_model", "eagle3", "mtp", "suffix"} and "auto" in drafting
-    assert any("enable_lora" in one and "speculative_config" in one for one in settings)
-    assert any("tensor_parallel_size" in one and "speculative_config" in one for one in settings)
-    assert any("swap_space_blocks" in one for one in settings)
-    assert any(ask.is_vectors for one in cases for ask in one.asks)
-    assert {len(ask.pictures) for one in cases for ask in one.asks} == {0, 1, 2, 3}
+    assert any("enable_lora" in case and "speculative_config" in case for case in settings)
+    assert any("tensor_parallel_size" in case and "speculative_config" in case for case in settings)
+    assert any("swap_space_blocks" in case for case in settings)
+    assert any(ask.is_vectors for case in cases for ask in case.asks)
+    assert {len(ask.pictures) for case in cases for ask in case.asks} == {0, 1, 2, 3}
 
 
 @pytest.mark.parametrize(

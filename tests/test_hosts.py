@@ -1,4 +1,6 @@
-"""Several hosts: what rank 0 sends and what the others make of it, and two processes on loopback."""
+"""Several hosts: messages of rank 0 and their effect on the others, and two processes on
+loopback.
+"""
 
 from __future__ import annotations
 
@@ -64,8 +66,8 @@ def directory(tmp_path_factory):
 
 
 @contextlib.contextmanager
-def greeted(theirs: bytes = SECRET) -> Iterator[tuple[Channel, Channel, socket.socket]]:
-    """The channel of rank 0, that of rank 1, and the latter's socket."""
+def greet(theirs: bytes = SECRET) -> Iterator[tuple[Channel, Channel, socket.socket]]:
+    """Opens the channel of rank 0, that of rank 1, and the latter's socket."""
     ours, other = socket.socketpair()
     with ours, other, ThreadPoolExecutor(1) as pool:
         joined = pool.submit(greet_leader, other, theirs, 1)
@@ -81,7 +83,7 @@ def greeted(theirs: bytes = SECRET) -> Iterator[tuple[Channel, Channel, socket.s
 
 
 class _Wire:
-    """In the place of a socket; the real one is closed by `greeted`."""
+    """Stands in the place of a socket; the real one is closed by `greet`."""
 
     def __init__(self, sendall: Any) -> None:
         self.sendall = sendall
@@ -94,7 +96,7 @@ class _Wire:
 
 
 def test_lines_go_both_ways_and_none_can_be_changed_or_sent_again():
-    with greeted() as (leader, follower, wire):
+    with greet() as (leader, follower, wire):
         leader.send({"event": "abort", "request_id": "a"})
         assert follower.receive() == {"event": "abort", "request_id": "a"}
         sent: list[bytes] = []
@@ -106,7 +108,7 @@ def test_lines_go_both_ways_and_none_can_be_changed_or_sent_again():
         wire.sendall(sent[0])
         with pytest.raises(ConnectionError, match="not what was sent"):
             leader.receive()
-    with greeted() as (leader, follower, wire):
+    with greet() as (leader, follower, wire):
         follower._connection = _Wire(lambda line: wire.sendall(line.replace(b"pong", b"ping")))
         follower.send({"event": "pong"})
         with pytest.raises(ConnectionError, match="not what was sent"):
@@ -114,7 +116,7 @@ def test_lines_go_both_ways_and_none_can_be_changed_or_sent_again():
 
 
 def test_another_secret_is_refused_on_both_sides():
-    with pytest.raises(Refused, match="another one"), greeted(b"a secret of somebody else"):
+    with pytest.raises(Refused, match="another one"), greet(b"a secret of somebody else"):
         pass
 
 
@@ -198,7 +200,7 @@ SLURM = {
 
 
 def test_the_hosts_of_a_job(monkeypatch):
-    """As Slurm sets its variables in the steps of a job, and JAX reads them."""
+    """Slurm sets its variables in the steps of a job, and JAX reads them."""
     both = EngineConfig(tensor_parallel_size=2), ServerConfig(coordinator="auto")
     for name in SLURM:
         monkeypatch.delenv(name, raising=False)
@@ -207,10 +209,10 @@ def test_the_hosts_of_a_job(monkeypatch):
     for name, value in {**SLURM, "JAX_LOCAL_DEVICE_IDS": ""}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.delenv("JAX_LOCAL_DEVICE_IDS")
-    found = hosts_of_job(*both)
-    assert (found.num_hosts, found.host_rank, found.coordinator) == (2, 1, "node007:65534")
+    hosts = hosts_of_job(*both)
+    assert (hosts.num_hosts, hosts.host_rank, hosts.coordinator) == (2, 1, "node007:65534")
     assert os.environ["JAX_LOCAL_DEVICE_IDS"] == "0", "a process for each device"
-    assert hosts_of_job(both[0], found) == found
+    assert hosts_of_job(both[0], hosts) == hosts
     monkeypatch.delenv("JAX_LOCAL_DEVICE_IDS")
     hosts_of_job(EngineConfig(tensor_parallel_size=4), both[1])
     assert "JAX_LOCAL_DEVICE_IDS" not in os.environ, "a process takes all devices of its machine"
@@ -245,7 +247,8 @@ def test_drafters_and_adapters_are_compared_by_their_files(directory, tmp_path):
     weights = adapters[1] / "adapter_model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1] + b"\0")
     why = re.escape(
-        f"(hash {joining.model_hash(adapters[1])} on rank 1, {joining.model_hash(adapters[0])} on rank 0)"
+        f"(hash {joining.model_hash(adapters[1])} on rank 1, {joining.model_hash(adapters[0])} "
+        f"on rank 0)"
     )
     assert re.fullmatch(
         f"the files of the LoRA adapter 'one' differ {why}",
@@ -272,17 +275,19 @@ def test_all_hosts_take_other_weights_or_none_does(directory):
 def on_both_hosts(
     function: Any, of_leader: dict[str, Any], of_follower: dict[str, Any]
 ) -> tuple[Any, Any]:
-    """What each host's `function` gives of its own plan, or why it does not."""
+    """Returns what each host's `function` gives of its own plan, or why it does not."""
 
-    def of(record: dict[str, Any], channel: Channel, other: int, own: int) -> Any:
+    def of(record: dict[str, Any], channel: Channel, other: int, number: int) -> Any:
         try:
-            return function(SimpleNamespace(record=lambda: record), {other: channel}, host_rank=own)
+            return function(
+                SimpleNamespace(record=lambda: record), {other: channel}, host_rank=number
+            )
         except joining.HostsError as refusal:
             return str(refusal)
 
-    with greeted() as (leader, follower, _), ThreadPoolExecutor(1) as pool:
-        found = pool.submit(of, of_follower, follower, 0, 1)
-        return of(of_leader, leader, 1, 0), found.result()
+    with greet() as (leader, follower, _), ThreadPoolExecutor(1) as pool:
+        future = pool.submit(of, of_follower, follower, 0, 1)
+        return of(of_leader, leader, 1, 0), future.result()
 
 
 PLANNED = {"dtype": "float32", "num_blocks": 64, "swap_space_blocks": 63, "buckets": [[2, 2]]}
@@ -301,9 +306,9 @@ def test_both_hosts_are_told_the_same_of_engines_that_differ():
             "dtype is 'bfloat16' on rank 1, .*: give --dtype on all",
         ),
     ):
-        told, of_follower = on_both_hosts(function, PLANNED, {**PLANNED, **changed})
-        assert told == of_follower and re.fullmatch(
-            f"rank 1 has another engine than rank 0: {why}", told
+        message, of_follower = on_both_hosts(function, PLANNED, {**PLANNED, **changed})
+        assert message == of_follower and re.fullmatch(
+            f"rank 1 has another engine than rank 0: {why}", message
         )
 
 
@@ -336,7 +341,7 @@ def test_the_host_with_the_least_memory_sizes_all_pools(leader, follower, minimu
 
 
 def test_an_engine_is_planned_again_with_sizes_that_fit_others(directory, monkeypatch):
-    """Before its weights are loaded, with what follows from the sizes."""
+    """It is planned before its weights are loaded, with what follows from the sizes."""
 
     class Loads(Exception):
         pass
@@ -345,7 +350,7 @@ def test_an_engine_is_planned_again_with_sizes_that_fit_others(directory, monkey
         seen.append(spec.memory)
         raise Loads
 
-    def planned(spec: Any) -> dict[str, int]:
+    def plan_again(spec: Any) -> dict[str, int]:
         seen.append(spec.memory)
         return {"num_blocks": 9, "swap_space_blocks": 3}
 
@@ -353,7 +358,8 @@ def test_an_engine_is_planned_again_with_sizes_that_fit_others(directory, monkey
     monkeypatch.setattr(compiling, "load_parameters", load)
     with pytest.raises(Loads):
         build_engine(
-            EngineConfig(model=str(directory), block_size=4, max_num_seqs=2), Hooks(planned=planned)
+            EngineConfig(model=str(directory), block_size=4, max_num_seqs=2),
+            Hooks(planned=plan_again),
         )
     before, after = seen
     assert before.num_blocks > 9 and before.num_host_blocks > 3 and before.max_model_len > 32
@@ -364,15 +370,15 @@ def test_an_engine_is_planned_again_with_sizes_that_fit_others(directory, monkey
 
 
 class _Silent:
-    """A channel of which nothing is asked but to be there."""
+    """Is a channel of which nothing is asked but to be there."""
 
     def set_timeout(self, seconds: float) -> None:
         pass
 
 
 @pytest.fixture(scope="module")
-def told(directory):
-    """What an engine tells of two samples, a request that is aborted, and a reset."""
+def engine_records(directory):
+    """Returns what an engine tells of two samples, a request that is aborted, and a reset."""
     records: list[Any] = []
     with make_llm(directory) as llm:
         engine = llm._engine
@@ -398,7 +404,7 @@ def told(directory):
     return records
 
 
-def followed(directory: Path, records: list[Any], **settings: Any) -> None:
+def follow(directory: Path, records: list[Any], **settings: Any) -> None:
     with make_llm(directory, **settings) as llm:
         other = Follower(llm._engine, _Silent(), 1.0)  # type: ignore[arg-type]
         for record in records:
@@ -407,9 +413,11 @@ def followed(directory: Path, records: list[Any], **settings: Any) -> None:
         invariants(llm)
 
 
-def test_a_follower_does_what_it_is_told(told, directory):
-    assert {"arrival", "plan", "result", "abort", "reset"} <= {record["event"] for record in told}
-    followed(directory, told)
+def test_a_follower_does_what_it_is_told(engine_records, directory):
+    assert {"arrival", "plan", "result", "abort", "reset"} <= {
+        record["event"] for record in engine_records
+    }
+    follow(directory, engine_records)
 
 
 @pytest.mark.parametrize(
@@ -419,8 +427,8 @@ def test_a_follower_does_what_it_is_told(told, directory):
         ("result", "tokens", r"tokens\[0\] of sequence 0 of its result"),
     ],
 )
-def test_the_first_difference_is_told_by_its_step(told, directory, event, field, named):
-    records = json.loads(json.dumps(told))
+def test_the_first_difference_is_told_by_its_step(engine_records, directory, event, field, named):
+    records = json.loads(json.dumps(engine_records))
     step, changed = next(
         (record["step"], record) for record in records if record["event"] == event and record[field]
     )
@@ -428,7 +436,7 @@ def test_the_first_difference_is_told_by_its_step(told, directory, event, field,
     with pytest.raises(
         Differs, match=f"First difference: step {step}, {named}\n  rank 0: +.*9.*\n  this rank: "
     ):
-        followed(directory, records)
+        follow(directory, records)
 
 
 # ---- other weights
@@ -436,7 +444,9 @@ def test_the_first_difference_is_told_by_its_step(told, directory, event, field,
 
 @pytest.fixture(scope="module")
 def others(tmp_path_factory):
-    """Directories with other weights: whole ones, a file that is cut off, and a NaN in what rank 1 of two has."""
+    """Writes directories with other weights: whole ones, a file that is cut off, and a NaN in what
+    rank 1 of two has.
+    """
     parent = tmp_path_factory.mktemp("others")
     for name in ("new", "newer", "cut", "nan"):
         random_checkpoint(parent / name, LLAMA, seed=1 + (name == "newer"))
@@ -449,8 +459,8 @@ def others(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def retold(directory, others):
-    """What an engine tells of a request whose weights are replaced twice while it runs."""
+def update_records(directory, others):
+    """Returns what an engine tells of a request whose weights are replaced twice while it runs."""
     records: list[Any] = []
     params = SamplingParams(temperature=0.9, seed=5, max_tokens=12, ignore_eos=True, logprobs=1)
     with make_llm(directory) as llm:
@@ -475,10 +485,12 @@ def retold(directory, others):
 
 @contextlib.contextmanager
 def follower_of(directory: Path, weights: Path) -> Iterator[tuple[Channel, Any]]:
-    """The channel of rank 0 to a follower, which runs, and the future of its exit status."""
+    """Starts a follower, and returns the channel of rank 0 to it and the future of its exit
+    status.
+    """
     with (
         make_llm(directory) as llm,
-        greeted() as (leader, channel, _),
+        greet() as (leader, channel, _),
         ThreadPoolExecutor(1) as pool,
     ):
         built = Built(llm._engine, None, {}, llm.spec, llm._model)
@@ -495,11 +507,11 @@ def follower_of(directory: Path, weights: Path) -> Iterator[tuple[Channel, Any]]
                     thread.join(10)
 
 
-def test_a_follower_takes_the_weights_that_rank_0_takes(retold, directory, others):
+def test_a_follower_takes_the_weights_that_rank_0_takes(update_records, directory, others):
     """Its tokens and log probabilities are those of rank 0, or it would tell of a difference."""
-    assert [record["event"] for record in retold].count("update") == 2
+    assert [record["event"] for record in update_records].count("update") == 2
     with follower_of(directory, others) as (leader, status):
-        for record in retold:
+        for record in update_records:
             leader.send(record)
             if record["event"] == "load":
                 checksum = joining.model_hash(others / record["path"])
@@ -507,7 +519,7 @@ def test_a_follower_takes_the_weights_that_rank_0_takes(retold, directory, other
         assert status.result(60) == 0
 
 
-def test_a_follower_says_what_is_wrong_with_weights(retold, directory, others):
+def test_a_follower_says_what_is_wrong_with_weights(update_records, directory, others):
     order = {"event": "load", "check_finite": True}
     wrong = {
         "cut": "model.safetensors",
@@ -523,14 +535,14 @@ def test_a_follower_says_what_is_wrong_with_weights(retold, directory, others):
         leader.send({"event": "forget", "number": 9})
         leader.send({**order, "number": 9, "path": "new"})
         assert leader.receive()["checksum"] == joining.model_hash(others / "new")
-        leader.send(next(record for record in retold if record["event"] == "update"))
+        leader.send(next(record for record in update_records if record["event"] == "update"))
         assert "weights that this rank has not loaded" in leader.receive()["difference"]
         assert status.result(60) == 1
 
 
 def test_rank_0_takes_no_weights_unless_all_hosts_have_the_same():
     def load(answer: Any) -> Any:
-        with greeted() as (ours, theirs, wire), ThreadPoolExecutor(1) as pool:
+        with greet() as (ours, theirs, wire), ThreadPoolExecutor(1) as pool:
             leader = Leader({1: ours}, 30.0)
             leader.start(lambda why: None)
             loading = pool.submit(
@@ -570,8 +582,11 @@ DRAFTING = {  # as in test_methods_in_engines
 
 
 @pytest.fixture(scope="module")
-def drafted(directory):
-    """What an engine tells that drafts, of two requests with the same text, of which the second begins in the middle of the first."""
+def draft_records(directory):
+    """Returns what an engine tells that drafts, of two requests with the same text.
+
+    The second begins in the middle of the first.
+    """
     records: list[Any] = []
     greedy = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)
     with make_llm(directory, **DRAFTING) as llm:
@@ -587,15 +602,15 @@ def drafted(directory):
     return records
 
 
-def test_a_follower_takes_the_drafts_of_rank_0(drafted, directory):
-    assert sum(len(path) for record in drafted for path in record.get("paths", ())) > 10, (
+def test_a_follower_takes_the_drafts_of_rank_0(draft_records, directory):
+    assert sum(len(path) for record in draft_records for path in record.get("paths", ())) > 10, (
         "right ones"
     )
-    assert all(record["draft_depth"] == 1 for record in drafted if record["event"] == "plan")
-    followed(directory, drafted, **DRAFTING)
+    assert all(record["draft_depth"] == 1 for record in draft_records if record["event"] == "plan")
+    follow(directory, draft_records, **DRAFTING)
 
 
-def test_other_drafts_are_seen_before_they_are_verified(drafted, directory, monkeypatch):
+def test_other_drafts_are_seen_before_they_are_verified(draft_records, directory, monkeypatch):
     def others(engine: Any, plan: Any) -> Any:
         return {
             each: draft._replace(token_ids=draft.token_ids[::-1])
@@ -606,13 +621,13 @@ def test_other_drafts_are_seen_before_they_are_verified(drafted, directory, monk
     with pytest.raises(
         Differs, match=r"drafts\[0\] of its plan\n  rank 0: +\[1, .*\n  this rank: +\[1, "
     ):
-        followed(directory, drafted, **DRAFTING)
+        follow(directory, draft_records, **DRAFTING)
 
 
 def test_rank_0_sees_who_is_gone_silent_or_of_another_mind():
-    def lost(act: Any) -> str:
+    def lose_rank(act: Any) -> str:
         heard: list[BaseException] = []
-        with greeted() as (ours, theirs, wire):
+        with greet() as (ours, theirs, wire):
             leader = Leader({1: ours}, 1.0)
             done = threading.Event()
             leader.start(lambda why: (heard.append(why), done.set()))
@@ -623,16 +638,18 @@ def test_rank_0_sees_who_is_gone_silent_or_of_another_mind():
         assert isinstance(why, HostLost)
         return str(why)
 
-    assert lost(lambda theirs, wire: wire.shutdown(socket.SHUT_RDWR)).startswith("rank 1 is gone")
-    assert lost(lambda theirs, wire: None) == "rank 1 has not answered for 1 s"
+    assert lose_rank(lambda theirs, wire: wire.shutdown(socket.SHUT_RDWR)).startswith(
+        "rank 1 is gone"
+    )
+    assert lose_rank(lambda theirs, wire: None) == "rank 1 has not answered for 1 s"
     different = {"event": "differs", "difference": "First difference: step 3"}
-    assert "First difference: step 3" in lost(lambda theirs, wire: theirs.send(different))
+    assert "First difference: step 3" in lose_rank(lambda theirs, wire: theirs.send(different))
 
 
 @pytest.mark.parametrize("is_gone", [True, False])
 def test_a_step_that_fails_names_the_host_that_is_gone(is_gone):
     """The device may know before the connection."""
-    with greeted() as (ours, _, wire):
+    with greet() as (ours, _, wire):
         leader = Leader({1: ours}, 30.0)
         leader.start(lambda why: None)
         timer = threading.Timer(0.2, wire.shutdown if is_gone else int, (socket.SHUT_RDWR,))
@@ -666,7 +683,9 @@ ASKED: dict[str, Any] = {
 
 
 def free_ports() -> int:
-    """The first of two that nobody has, below those that the system gives to connections."""
+    """Returns the first of two ports that nobody has, below those that the system gives to
+    connections.
+    """
     for port in random.Random(os.getpid()).sample(range(20_000, 30_000), 100):
         first, second = ("127.0.0.1", port), ("127.0.0.1", port + 1)
         with (
@@ -711,33 +730,33 @@ class Host:
 
     def wait_for(self, pattern: str, seconds: float = 240) -> str:
         deadline = time.monotonic() + seconds
-        while not (found := re.search(pattern, self.said)):
+        while not (match := re.search(pattern, self.said)):
             assert self._reader.is_alive() and time.monotonic() < deadline, self.said
             time.sleep(0.05)
-        return found[0]
+        return match[0]
 
-    def ended(self, seconds: float = 120) -> int:
+    def wait_for_end(self, seconds: float = 120) -> int:
         status = self.process.wait(seconds)
         self._reader.join(10)
         return status
 
 
 @contextlib.contextmanager
-def started(*arguments: Any) -> Iterator[Host]:
+def start_process(*arguments: Any) -> Iterator[Host]:
     host = Host(*arguments)
     try:
         yield host
     finally:
         host.process.kill()
-        host.ended()
+        host.wait_for_end()
         assert host.process.stderr is not None
         host.process.stderr.close()
 
 
-def wanted(
+def reference(
     directory: Path, lora: LoRARequest | None = None, **requested: Any
 ) -> list[tuple[list[int], list[float]]]:
-    """Of one process."""
+    """Returns the outputs of one process."""
     params = SamplingParams(**{**ASKED, **requested})
     settings = {
         **SETTINGS,
@@ -750,18 +769,18 @@ def wanted(
         ]
     return [
         (
-            one.token_ids,
+            sample.token_ids,
             [
                 entries[token].logprob
-                for token, entries in zip(one.token_ids, one.logprobs, strict=True)
+                for token, entries in zip(sample.token_ids, sample.logprobs, strict=True)
             ],
         )
         for output in outputs
-        for one in output.outputs
+        for sample in output.outputs
     ]
 
 
-def answered(url: str, **requested: Any) -> list[tuple[list[int], list[float]]]:
+def answers_of(url: str, **requested: Any) -> list[tuple[list[int], list[float]]]:
     body = {"model": "m", "prompt": PROMPTS, **ASKED, "return_token_ids": True, **requested}
     answer = httpx.post(f"{url}/v1/completions", json=body, timeout=120).raise_for_status().json()
     return [
@@ -790,7 +809,7 @@ def test_rank_0_whose_start_fails_does_not_wait_for_the_host_that_is_gone():
     ]
     said = [process.communicate(timeout=180)[1] for process in both]
     assert [process.returncode for process in both] == [1, -signal.SIGKILL], said
-    assert said[0].endswith("rank 1 has ended\n"), "and nothing of JAX behind it"
+    assert said[0].endswith("rank 1 has ended\n"), "and nothing of JAX after it"
 
 
 # half a minute of processes that wait for each other, on a machine that may be busy
@@ -799,18 +818,18 @@ def test_two_processes_serve_what_one_computes_until_one_is_killed(directory, tm
     other = random_checkpoint(tmp_path / "other", LLAMA, seed=1)
     port = free_ports()
     with (
-        started(directory, port, 0, SECRET, "--served-model-name", "m") as leader,
-        started(directory, port, 1, b"a secret of somebody else") as stranger,
-        started(other, port, 1) as mistaken,
+        start_process(directory, port, 0, SECRET, "--served-model-name", "m") as leader,
+        start_process(directory, port, 1, b"a secret of somebody else") as stranger,
+        start_process(other, port, 1) as mistaken,
     ):
-        assert stranger.ended() == 1 and "the secret is another one" in stranger.said
-        assert mistaken.ended() == 1 and re.search(
+        assert stranger.wait_for_end() == 1 and "the secret is another one" in stranger.said
+        assert mistaken.wait_for_end() == 1 and re.search(
             "refuses this rank: the files of the model differ", mistaken.said
         )
-        with started(directory, port, 1) as follower:  # it joins late
-            want = wanted(directory)  # compiled meanwhile
+        with start_process(directory, port, 1) as follower:  # it joins late
+            want = reference(directory)  # compiled meanwhile
             url = leader.wait_for(r"http://[^\s/\"]+")
-            assert answered(url) == want, "to the last bit"
+            assert answers_of(url) == want, "to the last bit"
             swapped = re.search(
                 r'^jaxpage.num_preemptions_total\S*mode="swap"\S* (\d+)',
                 httpx.get(f"{url}/metrics").text,
@@ -836,19 +855,21 @@ def test_two_processes_serve_what_one_computes_until_one_is_killed(directory, tm
             assert failed.status_code == 500 and "The engine has failed" in failed.text
             with contextlib.suppress(httpx.TransportError):
                 assert httpx.get(f"{url}/health").status_code == 503
-            assert leader.ended() == 1 and time.monotonic() - killed < 20
+            assert leader.wait_for_end() == 1 and time.monotonic() - killed < 20
             assert "rank 1 is gone" in leader.said
 
 
 @pytest.mark.sweep
 def test_a_rank_that_hangs_is_seen_in_time(directory):
-    """Stopped while a request runs: the request ends with an error, health turns red, and so ends rank 1 when it goes on."""
+    """It is stopped while a request runs: the request ends with an error, health turns red, and so
+    ends rank 1 when it goes on.
+    """
     port, seconds = free_ports(), 8
     flags = [SECRET, "--host-timeout-seconds", str(seconds), "--served-model-name", "m"]
     flags += ["--max-model-len", "256", "--num-blocks", "70"]  # a request runs for a second or two
     with (
-        started(directory, port, 0, *flags) as leader,
-        started(directory, port, 1, *flags) as follower,
+        start_process(directory, port, 0, *flags) as leader,
+        start_process(directory, port, 1, *flags) as follower,
     ):
         url = leader.wait_for(r"http://[^\s/\"]+")
         body = {"model": "m", "prompt": PROMPTS[1], "max_tokens": 235, "ignore_eos": True}
@@ -859,14 +880,16 @@ def test_a_rank_that_hangs_is_seen_in_time(directory):
             follower.process.send_signal(signal.SIGSTOP)
             stopped = time.monotonic()
             assert httpx.get(f"{url}/health").status_code == 200, "nobody knows yet"
-            rest = "".join(lines)
+            output = "".join(lines)
             took = time.monotonic() - stopped
             assert httpx.get(f"{url}/health").status_code == 503
-        assert "The engine has failed" in rest, rest
+        assert "The engine has failed" in output, output
         assert seconds / 2 < took < 2 * seconds
-        assert leader.ended() == 1 and f"rank 1 has not answered for {seconds} s" in leader.said
+        assert (
+            leader.wait_for_end() == 1 and f"rank 1 has not answered for {seconds} s" in leader.said
+        )
         follower.process.send_signal(signal.SIGCONT)
-        assert follower.ended() != 0
+        assert follower.wait_for_end() != 0
 
 
 @pytest.mark.sweep
@@ -874,7 +897,7 @@ def test_two_processes_draft_and_keep_a_log(directory, tmp_path):
     """The log of rank 0 is that of one process with two devices, weights included."""
     drafting = json.dumps({"method": "token_recycling", "num_speculative_tokens": 3, "tree": True})
     both, port, log = ["--speculative-config", drafting], free_ports(), tmp_path / "log"
-    kept = [
+    flags = [
         "--event-log",
         str(log),
         "--incident-steps",
@@ -882,14 +905,14 @@ def test_two_processes_draft_and_keep_a_log(directory, tmp_path):
         "--incident-directory",
         str(tmp_path),
     ]
-    kept += ["--incident-token-ids", "--served-model-name", "m"]
+    flags += ["--incident-token-ids", "--served-model-name", "m"]
     with (
-        started(directory, port, 0, SECRET, *both, *kept) as leader,
-        started(directory, port, 1, SECRET, *both) as other,
+        start_process(directory, port, 0, SECRET, *both, *flags) as leader,
+        start_process(directory, port, 1, SECRET, *both) as other,
     ):
-        want = wanted(directory, temperature=0.0)
+        want = reference(directory, temperature=0.0)
         url = leader.wait_for(r"http://[^\s/\"]+")
-        assert [answered(url, temperature=0.0) for _ in range(2)] == [want] * 2, "to the last bit"
+        assert [answers_of(url, temperature=0.0) for _ in range(2)] == [want] * 2, "to the last bit"
         incident = httpx.post(f"{url}/debug/incident").raise_for_status().json()
         right = re.search(
             r"^jaxpage.spec_decode_num_accepted_tokens_total\S* (\d+)",
@@ -898,18 +921,18 @@ def test_two_processes_draft_and_keep_a_log(directory, tmp_path):
         )
         assert right and int(right[1]) > 10
         leader.process.terminate()
-        assert (leader.ended(), other.ended()) == (0, 0)
-    flags = f"--xla_force_host_platform_device_count=2 {os.environ.get('XLA_FLAGS', '')}"
+        assert (leader.wait_for_end(), other.wait_for_end()) == (0, 0)
+    xla_flags = f"--xla_force_host_platform_device_count=2 {os.environ.get('XLA_FLAGS', '')}"
     for path in (log, tmp_path / incident["file"]):
         again = [sys.executable, "-m", "jaxpage", "replay", str(path)]
         said = subprocess.run(
-            again, env={**os.environ, "XLA_FLAGS": flags}, capture_output=True, text=True
+            again, env={**os.environ, "XLA_FLAGS": xla_flags}, capture_output=True, text=True
         )
         assert said.returncode == 0, said.stdout + said.stderr
 
 
 def random_adapter(directory: Path) -> Path:
-    """Of layers that are divided along either side."""
+    """Makes an adapter of layers that are divided along either side."""
     rng, tensors = np.random.default_rng(0), {}
     for layer in range(2):
         for module, num_in in (("self_attn.q_proj", 64), ("mlp.down_proj", 160)):
@@ -937,26 +960,26 @@ def test_two_processes_take_several_steps_at_once_with_an_adapter(directory, tmp
     adapter, port = random_adapter(tmp_path / "adapter"), free_ports()
     both = ["--num-scheduler-steps", "4", "--enable-lora", "--lora-modules", f"one={adapter}"]
     with (
-        started(directory, port, 0, SECRET, *both, "--served-model-name", "m") as leader,
-        started(directory, port, 1, SECRET, *both) as other,
+        start_process(directory, port, 0, SECRET, *both, "--served-model-name", "m") as leader,
+        start_process(directory, port, 1, SECRET, *both) as other,
     ):
-        plain = wanted(directory)
-        want = wanted(directory, LoRARequest("one", 1, str(adapter)))
+        plain = reference(directory)
+        want = reference(directory, LoRARequest("one", 1, str(adapter)))
         url = leader.wait_for(r"http://[^\s/\"]+")
-        assert answered(url, model="one") == want != plain, "to the last bit"
-        assert answered(url) == plain
+        assert answers_of(url, model="one") == want != plain, "to the last bit"
+        assert answers_of(url) == plain
         steps = re.search(
             r"^jaxpage.engine_steps_total\S* (\d+)", httpx.get(f"{url}/metrics").text, re.M
         )
         assert steps and int(steps[1]) < 40, "fewer than tokens"
         leader.process.terminate()
-        assert (leader.ended(), other.ended()) == (0, 0)
+        assert (leader.wait_for_end(), other.wait_for_end()) == (0, 0)
 
 
 def run_updated_alone(
     llm: LLM, token_ids: list[int], params: SamplingParams, mode: Any, num_tokens: int, weights: Any
 ) -> tuple[list[int], list[float]]:
-    """What one process gives when its weights are replaced after that many tokens."""
+    """Returns what one process gives when its weights are replaced after that many tokens."""
     updates: list[Any] = []
     [request] = llm._prepare([token_ids], params)
     handle = Handle(request, updates.extend)
@@ -977,7 +1000,7 @@ def run_updated_alone(
 
 @pytest.mark.sweep
 def test_two_processes_take_other_weights_while_a_request_runs(directory, others, tmp_path):
-    """As one process does; and where a host cannot, nothing has changed on either."""
+    """They do as one process does; and where a host cannot, nothing has changed on either."""
     for rank in range(2):
         shutil.copytree(others, tmp_path / f"{rank}")
     for name in ("cut", "changed"):
@@ -988,12 +1011,16 @@ def test_two_processes_take_other_weights_while_a_request_runs(directory, others
         file.write_bytes(whole[:-64] if name == "cut" else whole[:-1] + b"\0")
     port = free_ports()
     sizes = {"max_model_len": 256, "num_blocks": 70}
-    flags = [word for name, size in sizes.items() for word in (f"--{name.replace('_', '-')}", f"{size}")]  # fmt: skip
+    flags = [
+        word for name, size in sizes.items() for word in (f"--{name.replace('_', '-')}", f"{size}")
+    ]
     of_rank = [[*flags, "--weights-directory", str(tmp_path / f"{rank}")] for rank in range(2)]
     params = {**ASKED, "max_tokens": 200}
     with (
-        started(directory, port, 0, SECRET, "--served-model-name", "m", *of_rank[0]) as leader,
-        started(directory, port, 1, SECRET, *of_rank[1]) as follower,
+        start_process(
+            directory, port, 0, SECRET, "--served-model-name", "m", *of_rank[0]
+        ) as leader,
+        start_process(directory, port, 1, SECRET, *of_rank[1]) as follower,
         LLM(
             str(directory),
             **{**SETTINGS, **sizes, "tensor_parallel_reduction": "invariant"},
@@ -1033,7 +1060,7 @@ def test_two_processes_take_other_weights_while_a_request_runs(directory, others
                 load_file(others / name / "model.safetensors"),
             )
             assert (tokens, logprobs) == expected, "to the last bit"
-        before = answered(url)
+        before = answers_of(url)
         for name, why in {
             "cut": "rank 1: .*model.safetensors",
             "changed": "rank 1: the files of changed differ",
@@ -1041,10 +1068,10 @@ def test_two_processes_take_other_weights_while_a_request_runs(directory, others
         }.items():
             refusal = httpx.post(f"{url}/v1/update_weights", json={"path": name}, timeout=60)
             assert refusal.status_code == 400 and re.search(why, refusal.text), refusal.text
-            assert answered(url) == before
+            assert answers_of(url) == before
         for path in ("/reset_prefix_cache", "/pause", "/resume"):
             httpx.post(f"{url}{path}").raise_for_status()
         taken = httpx.post(f"{url}/v1/update_weights", json={"path": "new", "mode": "abort"})
-        assert taken.json() == {"weights_version": 3} and answered(url) != before
+        assert taken.json() == {"weights_version": 3} and answers_of(url) != before
         leader.process.terminate()
-        assert (leader.ended(), follower.ended()) == (0, 0)
+        assert (leader.wait_for_end(), follower.wait_for_end()) == (0, 0)

@@ -1,5 +1,7 @@
-"""Several decode steps in one executable change nothing: tokens, text, log probabilities and ends are those of one at a time, to the last
-bit; and what needs the host between two tokens goes one at a time."""
+"""Several decode steps in one executable change nothing: tokens, text, log probabilities and ends
+are those of one at a time, to the last bit; and requests that need the host between two tokens go
+one at a time.
+"""
 
 from __future__ import annotations
 
@@ -36,6 +38,8 @@ from tests.support.random_checkpoints import random_checkpoint
 from tests.support.sweeps import few
 from tests.support.tokenizers import write_tokenizer
 from tests.test_speculation import MISTRAL, PROMPTS, REQUESTS, everything
+
+pytestmark = pytest.mark.usefixtures("usual_pages", "largest_shapes")
 
 NUM_STEPS = 4
 SMALL_POOL = {
@@ -133,20 +137,22 @@ def ask(llm: LLM, indices: list[int]) -> list[Any]:
     return everything(outputs)
 
 
-def decoded(llm: LLM) -> tuple[int, int]:
-    """Rows of steps that decode, and tokens that they gave."""
+def count_decoded(llm: LLM) -> tuple[int, int]:
+    """Returns the rows of steps that decode, and the tokens that they gave."""
     stats = llm.stats()
     return stats["decode_rows_total"], stats["decode_tokens_total"]
 
 
 @pytest.mark.parametrize("engine", few(["roomy", "recomputing", "swapping"], ["roomy", "swapping"]))
 def test_nothing_changes(engine, engines, want):
-    """Greedy and seeded, several samples, log probabilities, to the last position; and who is preempted."""
+    """Requests are greedy and seeded, have several samples and log probabilities, and go to the
+    last position; some are preempted.
+    """
     llm = engines(engine)
-    before, (rows, tokens) = llm.stats()["num_preemptions_total"], decoded(llm)
+    before, (rows, tokens) = llm.stats()["num_preemptions_total"], count_decoded(llm)
     chosen = [index for index in HOSTLESS if index not in HELD[engine]]
     assert ask(llm, chosen) == [want[index] for index in chosen]
-    more_rows, more_tokens = decoded(llm)
+    more_rows, more_tokens = count_decoded(llm)
     assert (more_tokens - tokens) / (more_rows - rows) > (2 if engine == "roomy" else 1.2)
     stats = llm.stats()
     assert stats["spec_decode_num_draft_tokens_total"] == stats["spec_decode_num_drafts_total"] == 0
@@ -158,12 +164,14 @@ def test_nothing_changes(engine, engines, want):
 
 
 def test_what_needs_the_host_goes_one_at_a_time(engines, want):
-    """Grammars, penalties, bad words, min_tokens, biases, beams: alone, and with it what decodes beside it."""
+    """Grammars, penalties, bad words, min_tokens, biases and beams do, alone, and with them
+    whatever decodes beside them.
+    """
     llm = engines("roomy")
     for index in sorted({*range(len(REQUESTS))} - {*HOSTLESS}):
-        rows, tokens = decoded(llm)
+        rows, tokens = count_decoded(llm)
         assert ask(llm, [index]) == [want[index]]
-        more_rows, more_tokens = decoded(llm)
+        more_rows, more_tokens = count_decoded(llm)
         assert more_tokens - tokens == more_rows - rows > 0
     assert ask(llm, [*range(len(REQUESTS))]) == want
     beam = BeamSearchParams(beam_width=2, max_tokens=6)
@@ -175,8 +183,8 @@ def test_what_needs_the_host_goes_one_at_a_time(engines, want):
     invariants(llm)
 
 
-def hosted_output(engine: Engine, hosted: Any, prompt: list[int], steps_before: int) -> Any:
-    """The output of a request that comes when another one has decoded for so many steps."""
+def output_of_hosted(engine: Engine, hosted: Any, prompt: list[int], steps_before: int) -> Any:
+    """Returns the output of a request that comes when another one has decoded for so many steps."""
     plain = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)
     engine.add("plain", engine.prepare(None, PROMPTS[0], plain))
     for _ in range(steps_before):
@@ -192,12 +200,14 @@ def hosted_output(engine: Engine, hosted: Any, prompt: list[int], steps_before: 
     ("engine", "prompt"), [("roomy", CACHED), ("mixed", [70])], ids=["cached", "one token"]
 )
 def test_what_needs_the_host_may_be_admitted_in_a_step_that_decodes(engine, prompt, engines):
-    """A prompt that is cached but for its last token, or that has no other, gets its first token beside those that decode."""
+    """A prompt that is cached but for its last token, or that has no other, gets its first token
+    beside those that decode.
+    """
     plain, several = engines("without"), engines(engine)
     several.generate([prompt], SamplingParams(temperature=0.0, max_tokens=2), use_tqdm=False)
     for hosted in HOSTED:
         want = everything(plain.generate([prompt], hosted, use_tqdm=False))
-        assert everything([hosted_output(several._engine, hosted, prompt, 2)]) == want, hosted
+        assert everything([output_of_hosted(several._engine, hosted, prompt, 2)]) == want, hosted
     invariants(several)
 
 
@@ -231,24 +241,25 @@ def test_a_step_of_several_tokens_with_masks_is_refused(needs, engines):
         builder.build(plan, masks)
 
 
+@pytest.mark.sweep  # a family with windows is below, and in the lives of the fuzzer
 def test_nothing_changes_behind_a_window(engines):
     chosen = [0, 1, 2, 3, 11]
     assert ask(engines("mistral"), chosen) == ask(engines("mistral without"), chosen)
-    rows, tokens = decoded(engines("mistral"))
+    rows, tokens = count_decoded(engines("mistral"))
     assert tokens > 2 * rows
     invariants(engines("mistral"))
 
 
 def test_a_step_has_as_many_tokens_as_are_wanted(engines, monkeypatch):
-    """The longest row decides how many steps are made; no token is computed behind the last."""
+    """The longest row decides how many steps are made; no token is computed after the last."""
     llm, plans = engines("roomy"), []
     build = llm._engine.builder.build
 
-    def built(plan: StepPlan, *masks: Any) -> Any:
+    def build_noted(plan: StepPlan, *masks: Any) -> Any:
         plans.append([len(row.token_ids) for row in plan.rows if row.start >= len(PROMPTS[0])])
         return build(plan, *masks)
 
-    monkeypatch.setattr(llm._engine.builder, "build", built)
+    monkeypatch.setattr(llm._engine.builder, "build", build_noted)
     for length in (1, 2, 5, 6, 9):
         plans.clear()
         params = dataclasses.replace(REQUESTS[0], max_tokens=length)
@@ -270,13 +281,13 @@ def test_a_stop_cuts_inside_a_step(include, engines, want):
         dataclasses.replace(REQUESTS[1], stop_token_ids=(token_id,))
         for token_id in whole.token_ids[::3]
     ]
-    found = [
+    outputs = [
         everything(engines(name).generate([PROMPTS[1]] * len(requests), requests, use_tqdm=False))
         for name in ("without", "roomy")
     ]
-    assert found[0] == found[1]
-    assert {len(each[1][0].token_ids) % NUM_STEPS for each in found[0]} == {0, 1, 2, 3}
-    assert all(each[1][0].finish_reason == "stop" for each in found[0])
+    assert outputs[0] == outputs[1]
+    assert {len(each[1][0].token_ids) % NUM_STEPS for each in outputs[0]} == {0, 1, 2, 3}
+    assert all(each[1][0].finish_reason == "stop" for each in outputs[0])
     invariants(engines("roomy"))
 
 
@@ -325,32 +336,37 @@ def test_a_log_of_it_is_replayed(directories, want, tmp_path):
 
 
 def lengths_of_plans(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
-    """The tokens of each row, step by step, from now on."""
+    """Collects the tokens of each row, step by step, from now on."""
     lengths: list[list[int]] = []
     build = engine.builder.build
 
-    def built(plan: StepPlan, *others: Any) -> Any:
+    def build_noted(plan: StepPlan, *others: Any) -> Any:
         lengths.append([len(row.token_ids) for row in plan.rows])
         return build(plan, *others)
 
-    monkeypatch.setattr(engine.builder, "build", built)
+    monkeypatch.setattr(engine.builder, "build", build_noted)
     return lengths
 
 
 def test_auto_changes_nothing(engines, want, monkeypatch):
-    """More requests than rows, with and without a need of the host, and two that nobody waits for."""
+    """There are more requests than rows, with and without a need of the host, and two that nobody
+    waits for.
+    """
     auto = engines("auto")
     monkeypatch.setattr(several_steps, "STEPS_FOR_ONE_MORE", 1)
     assert ask(auto, [*range(len(REQUESTS))]) == want
-    rows, tokens = decoded(auto)
+    rows, tokens = count_decoded(auto)
     assert ask(auto, [1, 11]) == [want[index] for index in (1, 11)]
-    more_rows, more_tokens = decoded(auto)
+    more_rows, more_tokens = count_decoded(auto)
     assert more_tokens - tokens > 2 * (more_rows - rows)
     invariants(engines("auto"))
 
 
 def test_auto_takes_more_steps_the_longer_nobody_has_come(engines, monkeypatch):
-    """One for every 16 steps since the last arrival. The chunk of the prompt counts as a step."""
+    """There is one for every 16 steps since the last arrival.
+
+    The chunk of the prompt counts as a step.
+    """
     engine, params = (
         engines("auto")._engine,
         SamplingParams(temperature=0.0, max_tokens=99, ignore_eos=True),
@@ -433,13 +449,13 @@ def test_auto_is_several_where_the_host_takes_a_share():
 
 
 def forgets_the_token(inputs: Any, index: Any, token_ids_B: Any) -> Any:
-    """Every step goes on with the first token."""
+    """Goes on with the first token in every step."""
     first = inputs.token_ids_T[inputs.query_start[:-1]]
     return at_step(inputs, index, first)
 
 
 def forgets_the_place(inputs: Any, index: Any, token_ids_B: Any) -> Any:
-    """The noise of every step is that of the first."""
+    """Draws with the noise of the first step in every step."""
     now = at_step(inputs, index, token_ids_B)
     return now._replace(
         drawn_position_R=at_step(inputs, jnp.int32(0), token_ids_B).drawn_position_R
@@ -457,9 +473,12 @@ OF_FAMILY = {FAMILY_OF[config_json(name)["architectures"][0]]: name for name in 
 @pytest.mark.parametrize("backend", ["auto", pytest.param("scan", marks=pytest.mark.sweep)])
 @pytest.mark.parametrize("family", few(OF_FAMILY, ["gemma2"]))
 def test_no_family_has_other_bits_in_several_steps(family, backend, tmp_path):
-    """What XLA takes out of the loop over the steps it may round otherwise. A bias of nothing is computed one step at a time.
+    """XLA may round otherwise what it takes out of the loop over the steps.
 
-    On a CPU norms are XLA's with scan alone, and they differ only where they are compiled as for users (`--optimized`).
+    A bias of nothing is computed one step at a time.
+
+    On a CPU norms are XLA's with scan alone, and they differ only where they are compiled as for
+    users (`--optimized`).
     """
     random_checkpoint(tmp_path, config_json(OF_FAMILY[family]))
     several = SamplingParams(temperature=0.0, max_tokens=13, ignore_eos=True, logprobs=3)
@@ -468,10 +487,10 @@ def test_no_family_has_other_bits_in_several_steps(family, backend, tmp_path):
     settings = {**sizes, "num_scheduler_steps": NUM_STEPS, "attention_backend": backend}
     with make_llm(tmp_path, **settings) as llm:
         want = llm.generate([3, 1, 4, 1, 5], single, use_tqdm=False)
-        rows, tokens = decoded(llm)
+        rows, tokens = count_decoded(llm)
         assert tokens == rows == 12
         assert tokens_of(llm.generate([3, 1, 4, 1, 5], several, use_tqdm=False)) == tokens_of(want)
-        assert decoded(llm) == (rows + 3, tokens + 12)
+        assert count_decoded(llm) == (rows + 3, tokens + 12)
 
 
 @pytest.mark.parametrize(

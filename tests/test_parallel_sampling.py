@@ -1,4 +1,6 @@
-"""n and best_of: a sample is the lone request with its noise key, whatever it shares; and blocks are copied only when written."""
+"""n and best_of: a sample is the lone request with its noise key, whatever it shares; and blocks
+are copied only when written.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,7 @@ def prompts():
 
 @pytest.fixture(scope="module")
 def lone(directory, prompts):
-    """By prompt and sample, from an engine that caches nothing."""
+    """Returns the outputs by prompt and sample, from an engine that caches nothing."""
     with make_llm(directory, enable_prefix_caching=False) as llm:
         return [[lone_sample(llm, prompt, PARAMS, i) for i in range(MAXIMUM)] for prompt in prompts]
 
@@ -62,7 +64,7 @@ def test_the_samples_differ(lone):
 
 @pytest.mark.parametrize("n", [1, 2, 4, 8])
 def test_a_sample_is_the_lone_request_with_its_key(n, llm, prompts, lone):
-    """So sample i of 8 is sample i of 4. Tokens and the bits of their log probabilities."""
+    """Sample i of 8 is sample i of 4, with its tokens and the bits of their log probabilities."""
     before = llm.stats()
     outputs = llm.generate(prompts, dataclasses.replace(PARAMS, n=n), use_tqdm=False)
     for output, samples in zip(outputs, lone, strict=True):
@@ -84,8 +86,8 @@ def test_more_samples_than_a_prompt_step_has_rows(directory, prompts, lone, monk
         assert [output.outputs for output in outputs] == [samples[:4] for samples in lone]
 
 
-def held(llm, sequence_id, num_tokens):
-    """The bytes of a sequence's first keys and values, found by its block table."""
+def bytes_of(llm, sequence_id, num_tokens):
+    """Returns the bytes of a sequence's first keys and values, found by its block table."""
     table = list(llm._engine.scheduler.block_manager.block_tables(sequence_id)[0])
     pages = [np.asarray(page)[table] for page in jax.tree.leaves(llm._engine.runner._pages)]
     return [page.reshape(-1, *page.shape[2:])[:num_tokens].tobytes() for page in pages]
@@ -93,7 +95,9 @@ def held(llm, sequence_id, num_tokens):
 
 @pytest.mark.parametrize("mistaken", [False, True])
 def test_figure_8_on_the_device(mistaken, llm, prompts, monkeypatch):
-    """The first to write into the shared last block gets a copy of it, the last writes in place; the others keep what they had."""
+    """The first to write into the shared last block gets a copy of it, the last writes in place;
+    the others keep what they had.
+    """
     if mistaken:  # the table says that there is a copy, and there is none
         monkeypatch.setattr(PlanBuilder, "add_copies", lambda *_: None)
     engine, manager = llm._engine, llm._engine.scheduler.block_manager
@@ -110,16 +114,16 @@ def test_figure_8_on_the_device(mistaken, llm, prompts, monkeypatch):
         manager.groups[0].pool.ref_count(shared[2]) == 3
         and llm.stats()["copy_on_write_blocks_total"] == copied
     )
-    before = held(llm, ids[0], len(prompt))
+    before = bytes_of(llm, ids[0], len(prompt))
     engine.step()
     tables = [manager.block_tables(i)[0] for i in ids]
     assert [table[:2] for table in tables] == [shared[:2]] * 3
     assert len({table[2] for table in tables}) == 3 and tables[2][2] == shared[2]
-    kept = [held(llm, i, len(prompt)) == before for i in ids]
-    assert kept == ([False, False, True] if mistaken else [True] * 3)
+    unchanged = [bytes_of(llm, i, len(prompt)) == before for i in ids]
+    assert unchanged == ([False, False, True] if mistaken else [True] * 3)
     firsts = {sequence.output_token_ids[0] for sequence in group.sequences}
     # each wrote its own token
-    assert len({tuple(held(llm, i, len(prompt) + 1)) for i in ids}) == len(firsts) > 1
+    assert len({tuple(bytes_of(llm, i, len(prompt) + 1)) for i in ids}) == len(firsts) > 1
     assert llm.stats()["copy_on_write_blocks_total"] - copied == (0 if mistaken else 2)
     if not mistaken:
         assert llm.stats()["shared_blocks"] == 2
@@ -189,11 +193,11 @@ def test_each_sample_ends_by_itself(llm, prompts):
     for prompt in prompts:
         (output,) = llm.generate(prompt, params, use_tqdm=False)
         assert output.outputs == [lone_sample(llm, prompt, params, i) for i in range(8)]
-        assert len({len(one.token_ids) for one in output.outputs}) > 2
+        assert len({len(sample.token_ids) for sample in output.outputs}) > 2
     (output,) = llm.generate(
         prompts[1], dataclasses.replace(PARAMS, n=8, max_tokens=1), use_tqdm=False
     )
-    assert [(len(one.token_ids), one.finish_reason) for one in output.outputs] == [
+    assert [(len(sample.token_ids), sample.finish_reason) for sample in output.outputs] == [
         (1, "length")
     ] * 8
 
@@ -202,7 +206,7 @@ def test_a_seed_is_drawn_once_for_all_samples(llm, prompts):
     (output,) = llm.generate(
         prompts[2], dataclasses.replace(PARAMS, n=6, seed=None), use_tqdm=False
     )
-    assert len({tuple(one.token_ids) for one in output.outputs}) == 6
+    assert len({tuple(sample.token_ids) for sample in output.outputs}) == 6
 
 
 def test_what_cannot_be_honoured_is_refused(llm, prompts):
@@ -234,7 +238,7 @@ def test_an_abort_ends_all_samples_at_any_step(llm, prompts):
 
 
 def test_a_failed_step_ends_every_sample(llm, prompts, monkeypatch):
-    """Also those that are not forked yet."""
+    """Samples that are not forked yet end, too."""
     run = llm._engine.runner.run
 
     def failing_after(num_steps):
@@ -252,19 +256,19 @@ def test_a_failed_step_ends_every_sample(llm, prompts, monkeypatch):
         (output,) = llm.generate(
             prompts[3], dataclasses.replace(PARAMS, n=3, best_of=4), use_tqdm=False
         )
-        assert [(one.index, one.finish_reason) for one in output.outputs] == [
+        assert [(sample.index, sample.finish_reason) for sample in output.outputs] == [
             (i, "error") for i in range(3)
         ]
 
 
 def test_logits_that_are_no_numbers_end_the_sample_that_drew_them(llm, prompts, lone, monkeypatch):
-    """At the first draws and later; of the best, what ended so comes last."""
+    """They come at the first draws and later; of the best, a sample that ended so comes last."""
     run = llm._engine.runner.run
 
-    def spoiled_at(step, draw):
+    def spoil_at(step, draw):
         calls = itertools.count()
 
-        def spoiled(batch):
+        def spoil(batch):
             result = run(batch)
             if next(calls) == step:
                 token_ids = result.token_ids.copy()
@@ -272,21 +276,21 @@ def test_logits_that_are_no_numbers_end_the_sample_that_drew_them(llm, prompts, 
                 return dataclasses.replace(result, token_ids=token_ids)
             return result
 
-        return spoiled
+        return spoil
 
     for step, draw, sample in ((1, 0, 1), (1, 2, 0), (3, 0, 0), (3, 2, 2)):
         for best_of in (None, 3):
             llm.reset_prefix_cache()
-            monkeypatch.setattr(llm._engine.runner, "run", spoiled_at(step, draw))
+            monkeypatch.setattr(llm._engine.runner, "run", spoil_at(step, draw))
             params = dataclasses.replace(PARAMS, n=3, best_of=best_of)
             (output,) = llm.generate(prompts[3], params, use_tqdm=False)
-            assert [one.finish_reason == "error" for one in output.outputs] == [
+            assert [each.finish_reason == "error" for each in output.outputs] == [
                 i == sample for i in range(3)
             ]
             for index in {0, 1, 2} - {sample}:
                 assert output.outputs[index] == lone[3][index]
-    monkeypatch.setattr(llm._engine.runner, "run", spoiled_at(3, 0))
+    monkeypatch.setattr(llm._engine.runner, "run", spoil_at(3, 0))
     (output,) = llm.generate(
         prompts[3], dataclasses.replace(PARAMS, n=2, best_of=3), use_tqdm=False
     )
-    assert {one.finish_reason for one in output.outputs} == {"length"}
+    assert {sample.finish_reason for sample in output.outputs} == {"length"}

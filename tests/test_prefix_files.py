@@ -1,4 +1,6 @@
-"""Prefixes that survive a restart: the same bits as computed, whatever is done to the files; bounded; forgotten with other weights."""
+"""Prefixes that survive a restart: the same bits as computed, whatever is done to the files;
+bounded; forgotten with other weights.
+"""
 
 from __future__ import annotations
 
@@ -40,12 +42,12 @@ def answers(
 
 
 def counts(llm: LLM) -> dict[str, int]:
-    found = {
+    values = {
         name.removeprefix("prefix_files_"): count
         for name, count in llm.stats().items()
         if "prefix_files" in name
     }
-    return {name.removesuffix("_blocks_total"): count for name, count in found.items()}
+    return {name.removesuffix("_blocks_total"): count for name, count in values.items()}
 
 
 @pytest.fixture(scope="module")
@@ -55,8 +57,8 @@ def plain(model):
 
 
 @pytest.fixture
-def filled(model, tmp_path, plain):
-    """A directory with what the prompts left behind."""
+def full_directory(model, tmp_path, plain):
+    """Fills a directory with blocks of the prompts."""
     with make_llm(model, prefix_cache_directory=str(tmp_path), preemption_mode="swap") as llm:
         assert answers(llm) == plain
     assert len(list(tmp_path.glob("*/*.safetensors"))) == 6 + 2 + 2, (
@@ -65,8 +67,8 @@ def filled(model, tmp_path, plain):
     return tmp_path
 
 
-def test_a_restart_finds_what_was_computed_with_the_same_bits(model, filled, plain):
-    with make_llm(model, prefix_cache_directory=str(filled), preemption_mode="swap") as llm:
+def test_a_restart_finds_what_was_computed_with_the_same_bits(model, full_directory, plain):
+    with make_llm(model, prefix_cache_directory=str(full_directory), preemption_mode="swap") as llm:
         assert answers(llm) == plain
         assert counts(llm) == {"written": 0, "restored": 6 + 1 + 1, "skipped": 0, "dropped": 0}
         assert llm.stats()["prefix_cache_hits_total"] == 16 * (6 + 4 + 1)
@@ -80,19 +82,25 @@ def test_a_restart_finds_what_was_computed_with_the_same_bits(model, filled, pla
     np.testing.assert_array_equal(restored, computed)
 
 
-def test_a_small_pool_and_other_prompts_beside_it(model, filled, plain):
-    """Nothing is put out of its place by what comes from files, and requests that are preempted find it as well."""
+def test_a_small_pool_and_other_prompts_beside_it(model, full_directory, plain):
+    """Blocks from files put nothing out of its place, and requests that are preempted find them as
+    well.
+    """
     with make_llm(
-        model, **{**SMALL_POOL, "preemption_mode": "swap"}, prefix_cache_directory=str(filled)
+        model,
+        **{**SMALL_POOL, "preemption_mode": "swap"},
+        prefix_cache_directory=str(full_directory),
     ) as llm:
         for prompts in ([[3] * 90, *PROMPTS], PROMPTS, PROMPTS[::-1]):
-            found = dict(zip(map(tuple, prompts), answers(llm, prompts), strict=True))
-            assert [found[tuple(prompt)] for prompt in PROMPTS] == plain
+            tokens = dict(zip(map(tuple, prompts), answers(llm, prompts), strict=True))
+            assert [tokens[tuple(prompt)] for prompt in PROMPTS] == plain
 
 
-def test_restored_blocks_that_no_request_uses_yet_are_evicted_from_the_end(model, filled):
-    """The first block is found in memory, and a later one is restored: the chain ends up in order."""
-    with make_llm(model, prefix_cache_directory=str(filled), start=False) as llm:
+def test_restored_blocks_that_no_request_uses_yet_are_evicted_from_the_end(model, full_directory):
+    """The first block is found in memory, and a later one is restored: the chain ends up in
+    order.
+    """
+    with make_llm(model, prefix_cache_directory=str(full_directory), start=False) as llm:
         engine = llm._engine
         for length in (20, 100):
             prepared = engine.prepare(None, PROMPTS[0][:length], PARAMS)
@@ -104,8 +112,8 @@ def test_restored_blocks_that_no_request_uses_yet_are_evicted_from_the_end(model
 @pytest.mark.parametrize(
     "damage", ["cut", "flipped", "another's", "other tokens", "empty", "a directory"]
 )
-def test_damaged_and_foreign_files_are_skipped(damage, model, filled, plain):
-    paths = sorted(filled.glob("*/*.safetensors"))
+def test_damaged_and_foreign_files_are_skipped(damage, model, full_directory, plain):
+    paths = sorted(full_directory.glob("*/*.safetensors"))
     contents = {path: path.read_bytes() for path in paths}
     for path, other in zip(paths, [*paths[1:], paths[0]], strict=True):
         data = contents[path]
@@ -124,23 +132,23 @@ def test_damaged_and_foreign_files_are_skipped(damage, model, filled, plain):
                 "empty": b"",
             }[damage]
         )
-    with make_llm(model, prefix_cache_directory=str(filled), preemption_mode="swap") as llm:
+    with make_llm(model, prefix_cache_directory=str(full_directory), preemption_mode="swap") as llm:
         assert answers(llm) == plain
         assert counts(llm)["skipped"] >= 1 or damage == "a directory", "which is no file of ours"
         assert counts(llm)["restored"] == 0 or damage == "other tokens"
-    with make_llm(model, prefix_cache_directory=str(filled), preemption_mode="swap") as llm:
+    with make_llm(model, prefix_cache_directory=str(full_directory), preemption_mode="swap") as llm:
         assert answers(llm) == plain
-        found = counts(llm)
-        assert (found["restored"], found["skipped"]) == (8, 0) or damage == "a directory", (
+        values = counts(llm)
+        assert (values["restored"], values["skipped"]) == (8, 0) or damage == "a directory", (
             "all were written anew"
         )
 
 
-def test_other_weights_find_nothing(model, filled, tmp_path, plain):
+def test_other_weights_find_nothing(model, full_directory, tmp_path, plain):
     other = random_checkpoint(tmp_path / "other", LLAMA, seed=1)
-    with make_llm(other, prefix_cache_directory=str(filled), preemption_mode="swap") as llm:
+    with make_llm(other, prefix_cache_directory=str(full_directory), preemption_mode="swap") as llm:
         assert answers(llm) != plain and counts(llm)["restored"] == 0
-    with make_llm(model, prefix_cache_directory=str(filled), preemption_mode="swap") as llm:
+    with make_llm(model, prefix_cache_directory=str(full_directory), preemption_mode="swap") as llm:
         llm.update_parameters(random_tensors(LLAMA, seed=1))
         assert answers(llm) != plain
         assert counts(llm) == {"written": 0, "restored": 0, "skipped": 0, "dropped": 0}, (

@@ -1,4 +1,6 @@
-"""Penalties, biases, masks and bad words: against transformers, against float64 by definition, and wherever a request goes."""
+"""Penalties, biases, masks and bad words: against transformers, against float64 by definition, and
+wherever a request goes.
+"""
 
 from __future__ import annotations
 
@@ -83,7 +85,7 @@ def test_all_bits_of_a_seed_reach_the_device(seed):
 
 @pytest.mark.parametrize(("block", "fits"), [(8, True), (9, False), (-1, False)])
 def test_a_block_beyond_the_pool_is_refused_wherever_it_stands_in_a_table(block, fits):
-    """Also in a place that the step does not write to: attention may read it."""
+    """It is refused also in a place that the step does not write to: attention may read it."""
     with (
         contextlib.nullcontext()
         if fits
@@ -101,7 +103,7 @@ def on_device(logits, packed, processor_inputs, by_row):
 
 
 def run_step(logits, requests, outputs, by_row=True):
-    """Processed logits and draws of one step, in which request i has said outputs[i]."""
+    """Returns processed logits and draws of one step, in which request i has said outputs[i]."""
     rows, samples = [], []
     for index, (request, output) in enumerate(zip(requests, outputs, strict=True)):
         known = [*request.prompt_token_ids, *output]
@@ -112,8 +114,8 @@ def run_step(logits, requests, outputs, by_row=True):
     batch = BUILDER.build(StepPlan(0, tuple(rows), tuple(samples)))
     filled = ProcessorInputs(
         *(
-            own if it is None else it
-            for it, own in zip(batch.processor_inputs, NEUTRAL, strict=True)
+            neutral if it is None else it
+            for it, neutral in zip(batch.processor_inputs, NEUTRAL, strict=True)
         )
     )
     padded = np.zeros((NUM_ROWS, VOCAB), np.float32)
@@ -258,7 +260,9 @@ def requests(draw):
 @examples(50)
 @given(requested=st.lists(requests(), min_size=2, max_size=4), seed=st.integers(0, 999))
 def test_any_requests_together(requested, seed):
-    """What a row's logits become is what its request says, to the last bit the same as alone; so is what is drawn."""
+    """A row's logits become what its request says, to the last bit the same as alone; so does its
+    draw.
+    """
     logits = random_logits(seed, len(requested), VOCAB)
     got, token_ids = run_step(logits, *zip(*requested, strict=True))
     for row, (request, output) in enumerate(requested):
@@ -284,7 +288,9 @@ def test_any_requests_together(requested, seed):
     seed=st.integers(0, 99),
 )
 def test_ends_of_bad_words(known, split, seed):
-    """Words of few tokens over four ids: prefixes that cross from the prompt into the output come up all the time."""
+    """Words of few tokens over four ids: prefixes that cross from the prompt into the output come
+    up all the time.
+    """
     rng = np.random.default_rng(seed)
     words = tuple(tuple(rng.integers(0, 4, rng.integers(1, 5)).tolist()) for _ in range(6))
     split = min(split, len(known))
@@ -311,7 +317,7 @@ def test_masks_of_a_grammar_are_met_by_the_rest():
 
 
 class Spelling:
-    """A tokenizer of a few texts."""
+    """Is a tokenizer of a few texts."""
 
     def __init__(self, **spelled):
         self.spelled = {"": [], **{text.replace("_", " "): ids for text, ids in spelled.items()}}
@@ -351,7 +357,7 @@ def test_words_are_spelled_at_the_beginning_and_behind_a_space():
 
 
 def spell(words):
-    """In place of a tokenizer: words are token ids."""
+    """Stands for a tokenizer: words are token ids."""
     return tuple(tuple(map(int, word.split())) for word in words)
 
 
@@ -384,7 +390,7 @@ PLAIN = {"seed": 7, "max_tokens": 8, "logprobs": 2, "ignore_eos": True}
 
 @pytest.fixture(scope="module")
 def single(llm):
-    """Parameters that change something of what the prompt leads to, by name."""
+    """Returns parameters that change something of what the prompt leads to, by name."""
     greedy, sampled = (
         llm.generate(PROMPT, SamplingParams(**PLAIN, temperature=temperature), use_tqdm=False)[0]
         .outputs[0]
@@ -414,17 +420,17 @@ def single(llm):
 
 @pytest.fixture(scope="module")
 def pairs(single):
-    """Parameters by the names of the pair; of a single one by its name twice."""
-    found = {}
+    """Returns parameters by the names of the pair; of a single one by its name twice."""
+    params = {}
     for first, second in itertools.combinations_with_replacement(single, 2):
         if {first, second} != {"greedy", "temperature"}:
-            found[first, second] = SamplingParams(**{**PLAIN, **single[first], **single[second]})
-    return found
+            params[first, second] = SamplingParams(**{**PLAIN, **single[first], **single[second]})
+    return params
 
 
 @pytest.fixture(scope="module")
 def lone(llm, pairs):
-    """Each by itself; with the logits that each of its tokens was drawn from."""
+    """Returns each by itself; with the logits that each of its tokens was drawn from."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(llm._engine.runner, "executables", llm._engine.runner.executables)
         patch.setattr(llm._engine.builder, "build", llm._engine.builder.build)
@@ -456,7 +462,9 @@ def test_each_parameter_changes_something(lone, llm):
 
 
 def test_every_pair_draws_what_float64_draws(lone, pairs):
-    """From the logits that the engine had, with the noise of the request's key; log probabilities are those of the model."""
+    """Logits are the engine's, the noise is that of the request's key; log probabilities are those
+    of the model.
+    """
     for names, (output, logits) in lone.items():
         params = pairs[names]
         for index, token_id in enumerate(output.token_ids):
@@ -475,7 +483,9 @@ def test_every_pair_draws_what_float64_draws(lone, pairs):
 
 
 def test_what_is_made_of_long_lists_is_made_once(llm, monkeypatch):
-    """Neither for each step nor for each prompt: a list may be as long as the vocabulary."""
+    """It is made neither for each step nor for each prompt: a list may be as long as the
+    vocabulary.
+    """
     made = []
 
     def counted(token_ids, vocab_size):
@@ -492,14 +502,16 @@ def test_what_is_made_of_long_lists_is_made_once(llm, monkeypatch):
     )
     outputs = llm.generate([PROMPT, PROMPT[:5]], params, use_tqdm=False)
     assert sorted(made) == [100, 150]
-    for one in outputs:
-        output = one.outputs[0].token_ids
-        assert all(150 <= token_id < 200 for token_id in output[:6]) and len(output) > 6
-        assert all(150 <= token_id < 200 for token_id in output[6:-1]) and 100 <= output[-1] < 200
+    for output in outputs:
+        ids = output.outputs[0].token_ids
+        assert all(150 <= token_id < 200 for token_id in ids[:6]) and len(ids) > 6
+        assert all(150 <= token_id < 200 for token_id in ids[6:-1]) and 100 <= ids[-1] < 200
 
 
 def test_a_request_that_runs_out_of_tokens_ends_alone(llm):
-    """Bad words that leave nothing after the first token: an error of that request; what is cached stays."""
+    """Bad words leave nothing after the first token: an error of that request; its cached blocks
+    stay.
+    """
     params = SamplingParams(
         temperature=0.0, allowed_token_ids=[1, 2], bad_words=["1 1", "1 2", "2 1", "2 2"]
     )
@@ -601,8 +613,8 @@ def test_numbers_of_generation_config_that_no_request_can_have_are_taken_as_the_
     (tmp_path / "generation_config.json").write_text(
         json.dumps({"temperature": 3, "top_p": 0, "top_k": 5})
     )
-    found = read_sampling_defaults(tmp_path)
-    assert found == {"temperature": 2.0, "top_p": 1e-6, "top_k": 5}
+    defaults = read_sampling_defaults(tmp_path)
+    assert defaults == {"temperature": 2.0, "top_p": 1e-6, "top_k": 5}
     assert [record.getMessage() for record in caplog.records] == [
         "generation_config.json: temperature = 3 is taken as 2.0",
         "generation_config.json: top_p = 0 is taken as 1e-06",

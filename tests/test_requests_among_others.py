@@ -1,4 +1,6 @@
-"""Requests of every kind give to the last bit what they give alone, whatever happens around them."""
+"""Requests of every kind give to the last bit what they give alone, whatever happens around
+them.
+"""
 
 from __future__ import annotations
 
@@ -82,29 +84,35 @@ def directories(tmp_path_factory):
 
 
 def contents(outputs: list[Any]) -> list[Any]:
-    """What must agree to the last bit."""
+    """Returns all that must agree to the last bit."""
     return [(output.outputs, output.prompt_logprobs) for output in outputs]
 
 
-def generated(llm: LLM, requested: Asked) -> list[Any]:
+def generate(llm: LLM, requested: Asked) -> list[Any]:
     prompts, params = ([*column] for column in zip(*requested, strict=True))
     return llm.generate(prompts, params, use_tqdm=False)
 
 
 @pytest.fixture(scope="module")
 def alone(directories):
-    """What each request gives by itself, with nothing cached, by family; the strangers come last. In the shapes of the engines below."""
-    found, sizes = {}, {**SMALL_POOL, "num_blocks": 129, "max_num_seqs": 16}
+    """Returns what each request gives by itself, with nothing cached, by family; the strangers come
+    last.
+
+    Engines have the shapes of those below.
+    """
+    outputs, sizes = {}, {**SMALL_POOL, "num_blocks": 129, "max_num_seqs": 16}
     for family, directory in directories.items():
         with make_llm(directory, enable_prefix_caching=False, **sizes) as llm:
-            found[family] = [contents(generated(llm, [one]))[0] for one in [*ASKED, *CROWD]]
+            outputs[family] = [
+                contents(generate(llm, [request]))[0] for request in [*ASKED, *CROWD]
+            ]
             invariants(llm)
-    return found
+    return outputs
 
 
 @pytest.fixture(scope="module")
 def engines(directories):
-    """Engines of `ENGINES` with room for all requests at once, and engines that preempt."""
+    """Returns engines of `ENGINES` with room for all requests at once, and engines that preempt."""
     settings = {name: {**each, "max_num_seqs": 16} for name, each in ENGINES.items()}
     for mode in ("swap", "recompute"):
         for family in directories:
@@ -126,7 +134,7 @@ def is_of_mistral(name: str) -> bool:
 def test_the_requests_show_something(alone):
     """They end in every way, and a window gives other texts."""
     outputs = {name: outputs for name, (outputs, _) in zip(ALL, alone["llama"], strict=False)}
-    ends = {name: {one.finish_reason for one in each} for name, each in outputs.items()}
+    ends = {name: {output.finish_reason for output in each} for name, each in outputs.items()}
     assert ends["greedy"] == {"length"} and "stop" in ends["stop strings"] | ends["a grammar"]
     assert "stop" in ends["penalties and an early end"] and "stop" in ends["beams"]
     assert [len(outputs[name]) for name in ("three samples", "the best of three", "beams")] == [
@@ -134,18 +142,20 @@ def test_the_requests_show_something(alone):
         2,
         2,
     ]
-    assert len({str(one.token_ids) for one in outputs["three samples"]}) == 3
+    assert len({str(output.token_ids) for output in outputs["three samples"]}) == 3
     greedy = [*ALL].index("greedy")
     assert alone["llama"][greedy] != alone["mistral"][greedy]
 
 
-@pytest.mark.parametrize("engine", few(ENGINES, {*ENGINES} - {"blocks of 4"}))
+@pytest.mark.parametrize("engine", few(ENGINES, ["swap", "fair and mixed", "window"]))
 def test_requests_give_among_others_what_they_give_alone(engine, engines, alone):
-    """In both orders, so that prefixes are found the second time, in a pool that is too small for all."""
+    """They come in both orders, so that prefixes are found the second time, in a pool that is too
+    small for all.
+    """
     llm, expected = engines(engine), alone["mistral" if is_of_mistral(engine) else "llama"]
     requested = [*ASKED, *CROWD]
     for order in (1, -1):
-        outputs = generated(llm, [*CROWD, *requested[::order]])
+        outputs = generate(llm, [*CROWD, *requested[::order]])
         assert contents(outputs[2:]) == expected[::order]
         assert contents(outputs[:2]) == expected[-2:]
     if engine in ("recompute", "swap"):
@@ -161,15 +171,17 @@ def test_requests_give_among_others_what_they_give_alone(engine, engines, alone)
     ),
 )
 def test_requests_that_give_way_at_any_step_go_on_as_they_were(family, mode, engines, alone):
-    """In a prompt, before and after it forks, later: all but the oldest request give way at once."""
+    """All but the oldest request give way at once: in a prompt, before and after it forks,
+    later.
+    """
     llm = engines(f"{family} {mode}")
     engine, older = llm._engine, ([3] * 9, CROWD[0][1])
     for step in range(1, 18, 3):
         llm.reset_prefix_cache()
         requested = [older, *ASKED]
         reporters = [
-            engine.add(str(index), engine.prepare(None, *one))
-            for index, one in enumerate(requested)
+            engine.add(str(index), engine.prepare(None, *request))
+            for index, request in enumerate(requested)
         ]
         for number in range(200):
             if not engine.has_unfinished:

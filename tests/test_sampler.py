@@ -1,4 +1,6 @@
-"""The sampler against transformers' processors, a float64 reference and the distribution that it should draw from."""
+"""The sampler against transformers' processors, a float64 reference and the distribution that it
+should draw from.
+"""
 
 from __future__ import annotations
 
@@ -105,7 +107,10 @@ def test_ties_at_the_cutoff_stay_in(by_row):
 @pytest.mark.parametrize("by_row", [True, False])
 @pytest.mark.parametrize("top_k", [0, 2, 3])
 def test_a_token_that_has_the_mass_exactly_is_enough(top_k, by_row):
-    """The first token has half of the probability. Without a top-k of 2, which leaves it two thirds, that is also half of the mass."""
+    """The first token has half of the probability.
+
+    Without a top-k of 2, which leaves it two thirds, that is also half of the mass.
+    """
     logits = np.log(np.array([0.25, 0.5, 0.25], np.float32))
     stays = np.isfinite(
         run_truncate(logits, top_k, np.float32(0.5), np.float32(0.0), by_row=by_row)
@@ -145,7 +150,7 @@ LOGITS = np.array([0.3, -1.0, 2.0, 0.0, 1.5, -3.0, 0.7, 1.9], np.float32)
 
 
 def draws(num_batches=24, **fields):
-    """One draw for each of many positions."""
+    """Draws once for each of many positions."""
     logits = np.broadcast_to(LOGITS, (NUM_ROWS, VOCAB))
     tokens = []
     for batch in range(num_batches):
@@ -211,11 +216,11 @@ def test_rows_one_by_one_and_all_at_once_agree():
 
 
 def test_a_draw_has_the_same_bits_whatever_the_others_ask_for():
-    """What is cut off and with noise, of rows that are computed at once."""
+    """Rows that are computed at once are cut off, and have noise."""
     rng = np.random.default_rng(3)
     logits = rng.standard_normal((8, 400)).astype(np.float32) * 3
     plain = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
-    own = [plain, {**plain, "top_k": 5}, {**plain, "top_p": 0.7}, {**plain, "min_p": 0.2}]
+    settings = [plain, {**plain, "top_k": 5}, {**plain, "top_p": 0.7}, {**plain, "min_p": 0.2}]
 
     @jax.jit
     def run(temperature_R, top_k_R, top_p_R, min_p_R):
@@ -232,7 +237,7 @@ def test_a_draw_has_the_same_bits_whatever_the_others_ask_for():
         return perturb_logits(jnp.asarray(logits), draws, jnp.array(True), by_row=False)
 
     def bits(others, temperature):
-        rows = [*own, *[{**plain, **others}] * 4]
+        rows = [*settings, *[{**plain, **others}] * 4]
         temperatures = np.array([1.0] * 4 + [temperature] * 4, np.float32)
         values = [
             np.array([row[name] for row in rows], dtype)
@@ -254,8 +259,11 @@ def test_a_draw_has_the_same_bits_whatever_the_others_ask_for():
 
 
 def test_what_no_draw_asks_for_is_not_computed():
-    """Of rows that are computed at once: each bisection is in a branch of its own, inside that of steps with any random draw, once for
-    processed rows, which have a loop of their own, and once for the others."""
+    """Rows are computed at once: each bisection is in a branch of its own, inside that of steps
+    with any random draw.
+
+    It is there once for processed rows, which have a loop of their own, and once for the others.
+    """
 
     def loops(jaxpr, depth=0):
         for equation in jaxpr.eqns:

@@ -1,7 +1,9 @@
-"""Draws through the whole engine follow the distribution that was asked for, and only the request decides them.
+"""Draws through the whole engine follow the distribution that was asked for, and only the request
+decides them.
 
-The model has so few tokens that its log probabilities, asked for by the public interface, are the whole distribution; what should be
-drawn follows from them in float64. Each test of a distribution is also run against wrong ones, which it must tell apart.
+The model has so few tokens that its log probabilities, asked for by the public interface, are the
+whole distribution; in float64 the draws follow from them. Each test of a distribution is also run
+against wrong ones, which it must tell apart.
 """
 
 from __future__ import annotations
@@ -56,7 +58,7 @@ def llm(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def log_probabilities(llm):
-    """Of the first token, and of the second after each first one: [V] and [V, V]."""
+    """Returns those of the first token, and of the second after each first one: [V] and [V, V]."""
     prompts = [PROMPT, *([*PROMPT, token_id] for token_id in range(VOCAB))]
     outputs = llm.generate(
         prompts, SamplingParams(temperature=0.0, max_tokens=1, logprobs=VOCAB), use_tqdm=False
@@ -68,7 +70,9 @@ def log_probabilities(llm):
 
 
 def pairs_drawn(llm, **sampler):
-    """How often each pair of first and second token was drawn: by many seeds, and by the samples of each."""
+    """Returns how often each pair of first and second token was drawn: by many seeds, and by the
+    samples of each.
+    """
     params = SamplingParams(n=WIDTH, max_tokens=2, ignore_eos=True, **sampler)
     seeds = [dataclasses.replace(params, seed=seed) for seed in range(NUM_REQUESTS)]
     counts = np.zeros((VOCAB, VOCAB), np.int64)
@@ -85,27 +89,31 @@ def pairs_expected(log_probabilities, **sampler):
     )
 
 
-@pytest.mark.parametrize("name", few(SAMPLERS, {*SAMPLERS} - {"cold", "hot"}))
+@pytest.mark.parametrize("name", few(SAMPLERS, ["temperature", "all"]))
 def test_draws_follow_the_distribution(name, llm, log_probabilities):
-    """Two tokens in a row, jointly: each is right, and neither depends on the other by more than the model's own word."""
+    """Two tokens in a row, jointly: each is right, and neither depends on the other by more than
+    the model's own word.
+    """
     counts = pairs_drawn(llm, **SAMPLERS[name])
     assert counts.sum() == WIDTH * NUM_REQUESTS
     assert abs(z_score(counts, pairs_expected(log_probabilities, **SAMPLERS[name]))) < 4
     assert z_score(counts, pairs_expected(log_probabilities, **WRONG[name])) > 8
 
 
-@pytest.mark.parametrize("forgotten", ["position", "sample_index"])
+@pytest.mark.parametrize("forgotten", few(["position", "sample_index"], ["position"]))
 def test_noise_that_repeats_is_seen(forgotten, llm, log_probabilities, monkeypatch):
-    """A planted mistake: the noise of a draw is that of another position, or of another sample."""
+    """A mistake is planted: the noise of a draw is that of another position, or of another
+    sample.
+    """
     real = plan_builder.sample_of
     monkeypatch.setattr(
-        plan_builder, "sample_of", lambda *given: real(*given)._replace(**{forgotten: 0})
+        plan_builder, "sample_of", lambda *arguments: real(*arguments)._replace(**{forgotten: 0})
     )
     if forgotten == "sample_index":
         enumerated = plan_builder.PlanBuilder.freeze
 
-        def freeze(self, *given):
-            plan = enumerated(self, *given)
+        def freeze(self, *arguments):
+            plan = enumerated(self, *arguments)
             return dataclasses.replace(
                 plan, samples=tuple(s._replace(sample_index=0) for s in plan.samples)
             )
@@ -116,7 +124,7 @@ def test_noise_that_repeats_is_seen(forgotten, llm, log_probabilities, monkeypat
 
 
 def test_siblings_are_independent(llm, log_probabilities):
-    """The first tokens of samples 0 and 1 of a request, jointly."""
+    """The first tokens of samples 0 and 1 of a request are independent."""
     params = SamplingParams(n=2, max_tokens=1, ignore_eos=True)
     seeds = [dataclasses.replace(params, seed=seed) for seed in range(1000)]
     counts = np.zeros((VOCAB, VOCAB), np.int64)

@@ -1,4 +1,6 @@
-"""Scheduler: a state machine on a fake device whose draws depend on what is read, the naive model being each request alone."""
+"""Scheduler: a state machine on a fake device whose draws depend on what is read, the naive model
+being each request alone.
+"""
 
 from __future__ import annotations
 
@@ -68,7 +70,7 @@ def make_driver(
     tables_class: type[BlockTables] = BlockTables,
     index_class: type[PrefixIndex] = PrefixIndex,
 ) -> Driver:
-    """Each of the cache groups has a pool of so many blocks, on the host as well."""
+    """Makes a driver whose cache groups have pools of so many blocks each, on the host as well."""
     limits = StepLimits(max_num_seqs, max_tokens, max_chunk_rows, mixed, verified, trees)
     groups = [
         tables_class(
@@ -101,7 +103,10 @@ def query_lens(driver: Driver) -> list[list[int]]:
 
 
 class Scheduling(RuleBasedStateMachine):
-    """Requests come, go and step in any order. What a request draws must be what it draws alone, in exactly as many tokens."""
+    """Lets requests come, go and step in any order.
+
+    A request must draw what it draws alone, in exactly as many tokens.
+    """
 
     scheduler_class: type[Scheduler] = Scheduler
     running_set_class: type[RunningSet] = RunningSet
@@ -148,7 +153,7 @@ class Scheduling(RuleBasedStateMachine):
         priority=st.integers(-1, 2),
     )
     def add(
-        self, seed: int, num_prompt: int, max_tokens: int, n: int, ignore_eos: bool, **rest: Any
+        self, seed: int, num_prompt: int, max_tokens: int, n: int, ignore_eos: bool, **others: Any
     ) -> None:
         scheduler = self.driver.scheduler
         sequence_id = self.driver.new_sequence_id()
@@ -162,7 +167,7 @@ class Scheduling(RuleBasedStateMachine):
             )
             num_prompt = max(1, min(num_prompt, num_slots // 2))
             max_tokens = max(1, min(max_tokens, num_slots - num_prompt))
-        num_common = rest.pop("num_common")
+        num_common = others.pop("num_common")
         prompt = random.Random(seed).choices(range(NUM_TOKEN_IDS), k=num_prompt)
         prompt[:num_common] = random.Random(1).choices(
             range(NUM_TOKEN_IDS), k=min(num_common, num_prompt)
@@ -177,7 +182,7 @@ class Scheduling(RuleBasedStateMachine):
             min_tokens=minimum,
             ignore_eos=ignore_eos,
             prompt_logprobs=0 if seed % 3 == 1 else None,
-            **rest,
+            **others,
         )
         if seed // 4 % 2:  # the plan forks; else whoever answers the first draw
             group.child_ids = tuple(self.driver.new_sequence_id() for _ in range(1, n))
@@ -207,7 +212,7 @@ class Scheduling(RuleBasedStateMachine):
     @precondition(lambda self: len(self.accepted) % 3 == 2)
     @rule()
     def pin(self) -> None:
-        """The prompt of a request that has computed it is kept in place; the request ends."""
+        """Keeps the prompt of a request that has computed it in place; the request ends."""
         scheduler = self.driver.scheduler
         for group in scheduler.running:
             if group.unfinished[0].num_computed_tokens >= len(group.request.prompt_token_ids):
@@ -254,7 +259,7 @@ class Scheduling(RuleBasedStateMachine):
     @precondition(lambda self: self.driver.scheduler.num_running)
     @rule()
     def lose_the_step(self) -> None:
-        """A step that is planned and does not happen."""
+        """Plans a step that does not happen."""
         self.driver.scheduler.plan()
         self.driver.scheduler.preempt_all()
         self.driver.scheduler.check()
@@ -315,7 +320,9 @@ class Scheduling(RuleBasedStateMachine):
 
 
 class Searching(Scheduling):
-    """Beam searches among the others: what comes out is what a naive search finds, and a search has its sequence slots and no more."""
+    """Runs beam searches among the others: a naive search is the oracle, and a search has its
+    sequence slots and no more.
+    """
 
     @rule(
         seed=st.integers(0, 2**32),
@@ -353,18 +360,20 @@ class Searching(Scheduling):
             return random_logprobs(known[-self.window :] if self.window else known, NUM_TOKEN_IDS)
 
         want = naive_search(logprobs_of, beam, group.request.ending_token_ids, beam.max_tokens or 0)
-        found = {
+        scores = {
             tuple(sequence.output_token_ids): sequence.cumulative_logprob
             / sequence.num_output_tokens**beam.length_penalty
             for sequence in group.sequences
         }
-        assert found == {one.token_ids: pytest.approx(one.score) for one in want}
-        assert len(found) == len(group.sequences)
+        assert scores == {
+            hypothesis.token_ids: pytest.approx(hypothesis.score) for hypothesis in want
+        }
+        assert len(scores) == len(group.sequences)
         return None
 
 
 class Swapping(Scheduling):
-    """Narrowed to pools that are too small and a host that is not."""
+    """Is narrowed to pools that are too small and a host that is not."""
 
     @initialize(
         block_size=st.sampled_from([2, 4]),
@@ -373,14 +382,14 @@ class Swapping(Scheduling):
         windows=st.sampled_from([(None,), (None,), (None, 4)]),
     )
     def start(self, **settings_: Any) -> None:
-        rest = {"max_num_seqs": 6, "max_chunk_rows": 6, "mixed": False, "caching": False}
+        others = {"max_num_seqs": 6, "max_chunk_rows": 6, "mixed": False, "caching": False}
         super().start(
-            **settings_, **rest, num_host_blocks=60, policy="fcfs", preemption=Preemption("swap")
+            **settings_, **others, num_host_blocks=60, policy="fcfs", preemption=Preemption("swap")
         )
 
 
 class Caching(Scheduling):
-    """Narrowed to the prefix cache, with neither host nor window."""
+    """Is narrowed to the prefix cache, with neither host nor window."""
 
     @initialize(
         block_size=st.sampled_from([1, 2, 2, 4, 8]),
@@ -392,14 +401,14 @@ class Caching(Scheduling):
         num_following=st.integers(0, 1),
     )
     def start(self, **settings_: Any) -> None:
-        rest = {
+        others = {
             "caching": True,
             "windows": (None,),
             "num_host_blocks": 0,
             "policy": "fcfs",
             "preemption": Preemption(),
         }
-        super().start(**settings_, **rest)
+        super().start(**settings_, **others)
 
 
 STATE_MACHINE = settings(stateful_step_count=25)
@@ -519,7 +528,7 @@ def test_the_state_machine_sees_planted_mistakes(mistaken):
 
 
 class ForgetsWhatIsScored(RunningSet):
-    """After a preemption all of the prompt is scored once more, behind what was scored before."""
+    """Scores all of the prompt once more after a preemption, after what was scored before."""
 
     def preempt_last(self, step):
         group = super().preempt_last(step)
@@ -530,7 +539,7 @@ class ForgetsWhatIsScored(RunningSet):
 
 
 class ReadsWhatIsNotScored(RunningSet):
-    """Asks for what is cached of the whole prompt, as who wants no scores does."""
+    """Asks for what is cached of the whole prompt, as a request without scores does."""
 
     def _give_blocks(self, group, step):
         request = group.request
@@ -557,7 +566,7 @@ def test_the_state_machine_sees_mistakes_of_scoring(machine, mistaken):
 
 
 class LeavesDroppedBlocks(BlockManager):
-    """A beam that falls out keeps its blocks."""
+    """Keeps the blocks of a beam that falls out."""
 
     def release(self, sequence_id):
         if len([i for i in self.sequence_ids if i not in self.pins]) < 3:
@@ -565,7 +574,7 @@ class LeavesDroppedBlocks(BlockManager):
 
 
 class SharesNothing(BlockManager):
-    """A fork has blocks of its own, with nothing in them."""
+    """Gives a fork blocks of its own, with nothing in them."""
 
     def fork(self, parent_id, child_id):
         if child_id < 0:
@@ -623,7 +632,7 @@ class NeverSlides(BlockTables):
 
 
 class PinsTooMuch(BlockManager):
-    """A pin says that it holds a token more than was computed with its prompt."""
+    """Says of a pin that it holds a token more than was computed with its prompt."""
 
     def find_pinned(self, token_ids, salt):
         blocks, num_tokens = super().find_pinned(token_ids, salt)
@@ -639,7 +648,7 @@ class PinsForAll(BlockManager):
 @pytest.mark.parametrize(
     ("machine", "mistaken"),
     [
-        (Swapping, SwapsWhatIsNotComputed),
+        pytest.param(Swapping, SwapsWhatIsNotComputed, marks=pytest.mark.sweep),
         (Swapping, ForgetsToSwapIn),
         (Swapping, LeaksHostBlocks),
         (Swapping, SwapsTheFirstGroupAlone),
@@ -660,7 +669,9 @@ def test_the_state_machine_sees_mistakes_of_memory(machine, mistaken):
 
 @pytest.mark.parametrize("manager_class", [BlockManager, PinsTooMuch, PinsForAll])
 def test_a_pin_is_found_by_its_tokens_and_salt(manager_class):
-    """The pin ends in the middle of a block, which whoever goes on behind it copies first; the last token is never found."""
+    """The pin ends in the middle of a block, which each request that goes on from it copies first;
+    the last token is never found.
+    """
     driver = make_driver(block_size=4, manager_class=manager_class)
     prompt = [*range(10)]
     driver.scheduler.add(make_group("pinned", 0, prompt, max_tokens=4, ignore_eos=True))
@@ -695,7 +706,10 @@ def test_a_pin_is_found_by_its_tokens_and_salt(manager_class):
 
 
 def test_a_pin_that_has_slid_is_not_found_by_who_needs_what_it_gave_up():
-    """A window of 3 in blocks of 4. Behind 14 tokens the pin has no block 0 to 1 any more; behind 8 that are shared block 1 is read."""
+    """There is a window of 3 in blocks of 4.
+
+    After 14 tokens the pin has no block 0 to 1 any more; after 8 that are shared block 1 is read.
+    """
     driver = make_driver(block_size=4, windows=(3,), num_blocks=20)
     scheduler, manager = driver.scheduler, driver.scheduler.block_manager
     prompt = [*range(14)]
@@ -710,15 +724,15 @@ def test_a_pin_that_has_slid_is_not_found_by_who_needs_what_it_gave_up():
     num_passed = manager.block_tables(-1)[0].count(0)
     assert num_passed == 2
     for shared in range(1, len(prompt)):
-        found = manager.find_pinned([*prompt[:shared], 39, 39], None)
-        assert 0 not in found.blocks[0][manager.groups[0].num_passed(found.num_tokens) :]
-        assert (found.num_tokens > 0) == (
-            manager.groups[0].num_passed(shared // 4 * 4) >= num_passed
-        )
+        pin = manager.find_pinned([*prompt[:shared], 39, 39], None)
+        assert 0 not in pin.blocks[0][manager.groups[0].num_passed(pin.num_tokens) :]
+        assert (pin.num_tokens > 0) == (manager.groups[0].num_passed(shared // 4 * 4) >= num_passed)
 
 
 def test_what_fits_only_behind_its_pin_begins_there():
-    """More of the prompt is cached, in blocks of its own: reviving those takes blocks that are not there."""
+    """More of the prompt is cached, in blocks of its own: reviving those takes blocks that are not
+    there.
+    """
     driver = make_driver(block_size=4, num_blocks=9, caching=True)
     scheduler, manager, pool = (
         driver.scheduler,
@@ -755,7 +769,9 @@ def test_what_fits_only_behind_its_pin_begins_there():
 
 
 def test_a_step_that_admits_preempts_nobody():
-    """Two sequences are at the end of a block when a newcomer, cached but for its last token, leaves one block: the second waits."""
+    """Two sequences are at the end of a block when a newcomer, cached but for its last token,
+    leaves one block: the second waits.
+    """
     driver = make_driver(block_size=4, num_blocks=6, caching=True)
     scheduler = driver.scheduler
     scheduler.add(make_group("before", 0, range(20, 25), max_tokens=1, ignore_eos=True))
@@ -1093,7 +1109,9 @@ def test_limits_are_positive_and_rows_hold_the_sequences():
 
 
 def test_admission_leaves_a_reserve_free_while_others_run():
-    """With every block given away, the next token of the older request would preempt the newcomer at once."""
+    """If every block were taken, the next token of the older request would preempt the newcomer at
+    once.
+    """
     driver = make_driver(num_blocks=7, block_size=4, max_tokens=32)
     driver.scheduler.add(make_group("old", 0, range(12), max_tokens=8, ignore_eos=True))
     driver.scheduler.add(

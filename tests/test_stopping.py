@@ -1,4 +1,6 @@
-"""Stopping: streamed text against a brute-force oracle that cuts the whole text, across token and UTF-8 borders."""
+"""Stopping: streamed text against a brute-force oracle that cuts the whole text, across token and
+UTF-8 borders.
+"""
 
 from __future__ import annotations
 
@@ -74,9 +76,11 @@ def make_request(num_prompt: int = 3, max_total_tokens: int | None = None, **par
     )
 
 
-def first_stop(text: str, stops: tuple[str, ...], behind: int) -> tuple[int, str] | None:
-    """(end, stop string) of the stop string that is complete first, behind `behind` characters; the longest of several."""
-    for end in range(behind + 1, len(text) + 1):
+def first_stop(text: str, stops: tuple[str, ...], start: int) -> tuple[int, str] | None:
+    """Returns (end, stop string) of the one that is complete first, after `start` characters; the
+    longest of several.
+    """
+    for end in range(start + 1, len(text) + 1):
         matching = [stop for stop in stops if text[:end].endswith(stop)]
         if matching:
             return end, max(matching, key=len)
@@ -84,7 +88,9 @@ def first_stop(text: str, stops: tuple[str, ...], behind: int) -> tuple[int, str
 
 
 def oracle(request: Request, token_ids: list[int]) -> tuple[int, str, str | None, int | str | None]:
-    """(tokens taken, text, finish reason, stop reason), by decoding everything from the start after each token."""
+    """Returns (tokens taken, text, finish reason, stop reason), by decoding everything from the
+    start after each token.
+    """
     params = request.params
     exempt, text = 0, ""
     for num_taken in range(1, len(token_ids) + 1):
@@ -99,9 +105,9 @@ def oracle(request: Request, token_ids: list[int]) -> tuple[int, str, str | None
         decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         given_bytes = b"".join(TOKENS[t] for t in token_ids[:num_text] if t < len(TOKENS))
         text = decoder.decode(given_bytes, final=reason is not None)
-        found = first_stop(text, params.stop, exempt) if may_stop else None
-        if found is not None:
-            end, stop = found
+        stop_found = first_stop(text, params.stop, exempt) if may_stop else None
+        if stop_found is not None:
+            end, stop = stop_found
             return (
                 num_taken,
                 text[: end if params.include_stop_str_in_output else end - len(stop)],
@@ -115,9 +121,7 @@ def oracle(request: Request, token_ids: list[int]) -> tuple[int, str, str | None
     return len(token_ids), text, None, None
 
 
-def streamed(
-    request: Request, token_ids: list[int]
-) -> tuple[int, str, str | None, int | str | None]:
+def stream(request: Request, token_ids: list[int]) -> tuple[int, str, str | None, int | str | None]:
     stopping, text = Stopping(request, ByteDetokenizer()), ""
     for num_taken, token_id in enumerate(token_ids, 1):
         verdict = stopping.push(token_id)
@@ -138,7 +142,7 @@ def agree_with_the_oracle(
         max_tokens=max_tokens,
         stop_token_ids=[STOP_ID],
     )
-    expected, got = oracle(request, token_ids), streamed(request, token_ids)
+    expected, got = oracle(request, token_ids), stream(request, token_ids)
     if expected[2] is not None:
         assert got == expected
         return
@@ -168,7 +172,7 @@ cases = given(
 @example([4, 5], ["aabc", "a"], False, 0, 20)
 @example([9, 8], ["x"], False, 0, 20)
 @example([1, 6, EOS], ["b�"], False, 0, 20)  # the end completes the stop string
-@example([0, 0], ["aa"], False, 1, 20)  # begins below min_tokens, complete behind it
+@example([0, 0], ["aa"], False, 1, 20)  # begins below min_tokens, complete after it
 @example([0, 0], ["aa"], False, 2, 20)
 @example([2, 2], ["ab"], True, 0, 20)
 def test_streamed_text_is_the_whole_text_cut_at_the_first_stop(
@@ -216,10 +220,12 @@ class AlwaysHoldsTheMost(StopStrings):
 
 class TakesTheFirstInTheList(StopStrings):
     def _find(self, text):
-        found = [StopStrings._find(self, text)] if any(stop in text for stop in self._stops) else []
+        matches = (
+            [StopStrings._find(self, text)] if any(stop in text for stop in self._stops) else []
+        )
         for stop in self._stops:
             start = text.find(stop, max(0, len(self._recent) + 1 - len(stop)))
-            if found and start >= 0:
+            if matches and start >= 0:
                 return start + len(stop), start, stop
         return None
 
@@ -312,11 +318,13 @@ def test_min_tokens_does_not_outlast_the_length():
 
 @pytest.mark.parametrize(("min_tokens", "reason"), [(0, ("stop", "b�")), (1, ("length", None))])
 def test_a_stop_string_in_the_last_text_counts_above_min_tokens(min_tokens, reason):
-    """A character that was never completed completes the stop string when the length ends the sequence."""
-    text, *rest, last_text = verdicts(
+    """A character that was never completed completes the stop string when the length ends the
+    sequence.
+    """
+    text, *others, last_text = verdicts(
         make_request(stop=["b�"], min_tokens=min_tokens, max_tokens=1), [13]
     )[-1]
-    assert tuple(rest) == reason and text + last_text == ("" if min_tokens == 0 else "b�")
+    assert tuple(others) == reason and text + last_text == ("" if min_tokens == 0 else "b�")
 
 
 @pytest.mark.parametrize("end", [End("stop", None), End("error", "structured_outputs: no")])

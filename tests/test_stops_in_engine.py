@@ -1,6 +1,8 @@
-"""Ends of requests through the whole engine: forced tokens, the demo model's byte-level tokenizer, and an oracle that decodes everything.
+"""Ends of requests through the whole engine: forced tokens, the demo model's byte-level tokenizer,
+and an oracle that decodes everything.
 
-Stop strings lie across tokens and inside the bytes of a character; they end where the end-of-sequence token, max_tokens or min_tokens do.
+Stop strings lie across tokens and inside the bytes of a character; they end where the
+end-of-sequence token, max_tokens or min_tokens do.
 """
 
 from __future__ import annotations
@@ -66,16 +68,18 @@ def nothing_left_behind(llm):
 
 
 @contextmanager
-def scripted(engine, scripts):
-    """The device draws what `scripts[seed][sample index]` says, place by place; it computes nothing."""
+def script(engine, scripts):
+    """Makes the device draw what `scripts[seed][sample index]` says, place by place; it computes
+    nothing.
+    """
     build = engine.builder.build
     num_prompt, plans = len(engine.tokenizer(PROMPT)["input_ids"]), []
 
-    def built(plan, *masks):
+    def build_noted(plan, *masks):
         plans.append(plan)
         return build(plan, *masks)
 
-    def drawn(batch):
+    def draw(batch):
         samples = plans[-1].samples
         tokens = [
             scripts[sample.seed][sample.sample_index][sample.position - num_prompt]
@@ -90,15 +94,18 @@ def scripted(engine, scripts):
             nothing.astype(np.float32),
         )
 
-    engine.builder.build, engine.runner.run = built, drawn
+    engine.builder.build, engine.runner.run = build_noted, draw
     try:
         yield
     finally:
         del engine.builder.build, engine.runner.run
 
 
-def decoded(tokenizer, token_ids, *, whole):
-    """The text of an output. Unless it is whole, a character that may still be completed is not there yet."""
+def decode(tokenizer, token_ids, *, whole):
+    """Returns the text of an output.
+
+    Unless it is whole, a character that may still be completed is not there yet.
+    """
     taken = [*tokenizer(PROMPT)["input_ids"], *token_ids]
     text = tokenizer.decode(taken, skip_special_tokens=True)
     letters = byte_letters()
@@ -111,16 +118,20 @@ def decoded(tokenizer, token_ids, *, whole):
     return text[len(PROMPT) :]
 
 
-def first_stop(text, stops, behind):
-    """(end, stop string) of the one that is complete first, behind `behind` characters; the longest of several."""
-    for end in range(behind + 1, len(text) + 1):
+def first_stop(text, stops, start):
+    """Returns (end, stop string) of the one that is complete first, after `start` characters; the
+    longest of several.
+    """
+    for end in range(start + 1, len(text) + 1):
         if matching := [stop for stop in stops if text[:end].endswith(stop)]:
             return end, max(matching, key=len)
     return None
 
 
 def oracle(tokenizer, params, token_ids):
-    """(token ids, text, finish reason, stop reason), and the text after each token before the end."""
+    """Returns (token ids, text, finish reason, stop reason), and the text after each token before
+    the end.
+    """
     exempt, so_far = 0, []
     for num_taken, token_id in enumerate(token_ids, 1):
         may_stop, taken = num_taken > params.min_tokens, token_ids[:num_taken]
@@ -131,12 +142,12 @@ def oracle(tokenizer, params, token_ids):
             end, taken = ("stop", token_id), taken[:-1]
         elif num_taken == params.max_tokens:
             end = ("length", None)
-        text = decoded(tokenizer, taken, whole=end is not None)
-        found = first_stop(text, params.stop, exempt) if may_stop else None
-        if found:
-            place, stop = found
-            kept = place if params.include_stop_str_in_output else place - len(stop)
-            return (token_ids[:num_taken], text[:kept], "stop", stop), so_far
+        text = decode(tokenizer, taken, whole=end is not None)
+        stop_found = first_stop(text, params.stop, exempt) if may_stop else None
+        if stop_found:
+            place, stop = stop_found
+            place_of_end = place if params.include_stop_str_in_output else place - len(stop)
+            return (token_ids[:num_taken], text[:place_of_end], "stop", stop), so_far
         if end is not None:
             return (token_ids[:num_taken], text, *end), so_far
         if not may_stop:
@@ -145,8 +156,11 @@ def oracle(tokenizer, params, token_ids):
     raise AssertionError("max_tokens ends everything")
 
 
-def shown(text, params):
-    """Of a text that goes on: without the longest end that a stop string could begin with, unless that is kept anyway."""
+def shown_part(text, params):
+    """Returns the part of a text that is shown while it goes on.
+
+    It is without the longest end that a stop string could begin with, unless that is kept anyway.
+    """
     if params.include_stop_str_in_output:
         return text
     begins = (stop[:length] for stop in params.stop for length in range(1, len(stop)))
@@ -156,10 +170,13 @@ def shown(text, params):
 
 
 def run(llm, scripts, params, gives_way_at):
-    """Each script a request, or several samples of one; returns their outputs, whole, and what chunks showed, token by token."""
+    """Runs each script as a request, or several as samples of one.
+
+    Returns their outputs, whole, and what chunks showed, token by token.
+    """
     engine = llm._engine
     reporters, chunks = {}, {}
-    with scripted(engine, scripts):
+    with script(engine, scripts):
         for seed, samples in enumerate(scripts):
             requested = dataclasses.replace(params, seed=seed, n=len(samples))
             reporters[str(seed)] = engine.add(
@@ -172,12 +189,12 @@ def run(llm, scripts, params, gives_way_at):
                 engine.scheduler.give_way()
             for group in engine.step():
                 request_id = group.request.request_id
-                for one in reporters[request_id].delta().outputs:
-                    chunks.setdefault((request_id, one.index), []).append(one)
+                for sample in reporters[request_id].delta().outputs:
+                    chunks.setdefault((request_id, sample.index), []).append(sample)
     outputs = {
-        (request_id, one.index): one
+        (request_id, sample.index): sample
         for request_id, reporter in reporters.items()
-        for one in reporter.whole().outputs
+        for sample in reporter.whole().outputs
     }
     return outputs, chunks
 
@@ -190,24 +207,24 @@ def agree_with_the_oracle(llm, scripts, stops, include, min_tokens, max_tokens, 
         min_tokens=min(min_tokens, max_tokens),
         max_tokens=max_tokens,
     )
-    scripts = [[[*one, *[WORDS["c"]] * max_tokens] for one in samples] for samples in scripts]
+    scripts = [[[*part, *[WORDS["c"]] * max_tokens] for part in samples] for samples in scripts]
     outputs, chunks = run(llm, scripts, params, gives_way_at)
     for (request_id, index), output in outputs.items():
         (want, so_far) = oracle(llm.tokenizer, params, scripts[int(request_id)][index])
         assert (output.token_ids, output.text, output.finish_reason, output.stop_reason) == want
-        pieces = [one for one in chunks[request_id, index] if one.token_ids]
-        assert "".join(one.text for one in chunks[request_id, index]) == output.text, (
+        pieces = [part for part in chunks[request_id, index] if part.token_ids]
+        assert "".join(part.text for part in chunks[request_id, index]) == output.text, (
             "no chunk shows what is cut later"
         )
-        assert [one.token_ids for one in pieces] == [[token_id] for token_id in output.token_ids]
-        assert [one.finish_reason for one in pieces] == [None] * len(so_far) + [want[2]]
-        begun = list(itertools.accumulate(one.text for one in pieces))
-        for text, seen in zip(so_far, begun, strict=False):
+        assert [part.token_ids for part in pieces] == [[token_id] for token_id in output.token_ids]
+        assert [part.finish_reason for part in pieces] == [None] * len(so_far) + [want[2]]
+        begun = list(itertools.accumulate(part.text for part in pieces))
+        for text, streamed in zip(so_far, begun, strict=False):
             if params.min_tokens == 0:
-                assert seen == shown(text, params), (
+                assert streamed == shown_part(text, params), (
                     "neither more nor less is held back than has to be"
                 )
-            assert output.text.startswith(seen)
+            assert output.text.startswith(streamed)
 
 
 outputs = st.lists(
@@ -241,7 +258,7 @@ cases = given(
 @example([[[566, 67]]], ["abc", "bc"], False, 0, 12, None)  # both end here
 @example([[[65, 66], [66, 65]]], ["ab"], False, 0, 4, None)  # each sample by itself
 @example([[[566, 566]]], ["ab"], False, 1, 12, None)
-@example([[[65, 566]]], ["aab"], False, 1, 12, None)  # begins below min_tokens, complete behind it
+@example([[[65, 566]]], ["aab"], False, 1, 12, None)  # begins below min_tokens, complete after it
 @example([[[STOP_ID]], [[65, STOP_ID]]], ["a"], True, 0, 12, 1)
 def test_text_tokens_and_reasons_are_exact(
     llm, scripts, stops, include, min_tokens, max_tokens, gives_way_at
@@ -288,11 +305,11 @@ def test_the_oracle_sees_planted_mistakes(llm, module, name, mistaken, monkeypat
         max_examples=300, phases=[p for p in settings().phases if p.name == "generate"]
     )
 
-    def seen(**case):
+    def is_seen(**case):
         try:
             agree_with_the_oracle(llm, **case)
         finally:
             llm._engine.abort_all()
 
     with pytest.raises((AssertionError, ExceptionGroup)):
-        search(cases(seen))()
+        search(cases(is_seen))()

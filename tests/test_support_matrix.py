@@ -1,4 +1,6 @@
-"""Which parameter works with which feature: found out anew, and the same as what the package and its documents say."""
+"""The matrix of parameters and features: found out anew, and the same as what the package and its
+documents say.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,8 @@ FIELDS = [
     if field.name != "return_routed_experts"
 ]
 PARAMETERS = list(dict.fromkeys(FIELDS))
-# What these change, tests/test_requests_among_others.py, tests/test_speculation.py, tests/test_structured_outputs.py and the fuzzer find
+# What these change, tests/test_requests_among_others.py, tests/test_speculation.py,
+# tests/test_structured_outputs.py and the fuzzer find
 # for all parameters together.
 SWEPT = ("n > 1", "structured", "prefix cache", "preemption", "chunked", "speculation")
 OF_THIS_PROCESS = [feature for feature in FEATURES if feature != ON_DEVICES]
@@ -50,8 +53,8 @@ def engines():
 
 
 @pytest.fixture(scope="module")
-def found(engines, request):
-    """Filled cell by cell; written at the end if that is asked for."""
+def table(engines, request):
+    """Is filled cell by cell; written at the end if that is asked for."""
     matrix = {name: {} for name in PARAMETERS}
     yield matrix
     if request.config.getoption("--write-support-matrix"):
@@ -76,8 +79,8 @@ def test_every_parameter_has_a_row(engines):
 
 @pytest.mark.parametrize("feature", few(OF_THIS_PROCESS, {*OF_THIS_PROCESS} - {*SWEPT}))
 @pytest.mark.parametrize("name", PARAMETERS)
-def test_a_cell_is_what_the_package_says(name, feature, engines, found, request):
-    found[name][feature] = status = cell(engines, name, feature)
+def test_a_cell_is_what_the_package_says(name, feature, engines, table, request):
+    table[name][feature] = status = cell(engines, name, feature)
     if not request.config.getoption("--write-support-matrix"):
         assert status == support_matrix()[name][feature]
 

@@ -1,4 +1,7 @@
-"""Blocks that move to host memory and back: every bit of them, no other block, in the plan's order. The oracle is bytes in numpy."""
+"""Blocks that move to host memory and back: every bit of them, no other block, in the plan's order.
+
+The oracle is bytes in numpy.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +36,7 @@ NUM_BLOCKS, NUM_HOST_BLOCKS, NUM_SWAPPED = 24, 15, 4
 
 
 class ScaledPages(NamedTuple):
-    """A layer whose leaves differ in type and rank."""
+    """Has a layer whose leaves differ in type and rank."""
 
     k_pages: jax.Array
     v_pages: jax.Array
@@ -48,7 +51,7 @@ KINDS = {
 
 
 def random_pages(kind, seed=0):
-    """Pages of random bits: among them numbers of every kind, and such as are none."""
+    """Makes pages of random bits: among them numbers of every kind, and such as are none."""
     rng = np.random.default_rng(seed)
     leaves = [
         jnp.array(_random_bits(rng, np.dtype(dtype), (NUM_BLOCKS, *shape)))
@@ -70,13 +73,15 @@ def _random_bits(rng, dtype, shape):
 
 
 def bytes_of(pages):
-    """[P, bytes of a block]: the pages as the model has them."""
+    """Returns the pages as the model has them: [P, bytes of a block]."""
     leaves = [np.asarray(leaf) for leaf in jax.tree.leaves(pages)]
     return np.concatenate([leaf.reshape(len(leaf), -1).view(np.uint8) for leaf in leaves], axis=1)
 
 
 class Moves:
-    """Executables without a model: a step draws nothing and leaves the pages as they are."""
+    """Stands for executables without a model: a step draws nothing and leaves the pages as they
+    are.
+    """
 
     _gather = staticmethod(jax.jit(gather_blocks))
     _scatter = staticmethod(jax.jit(scatter_blocks, donate_argnums=0))
@@ -100,7 +105,7 @@ class Moves:
 
 
 def make_runner(kind="float32", runner=Runner, seed=0):
-    """A runner whose blocks, on both sides, hold random bits."""
+    """Makes a runner whose blocks, on both sides, hold random bits."""
     pages = random_pages(kind, seed)
     host_pages = HostPages(NUM_HOST_BLOCKS, bytes_of(pages).shape[1])
     made = runner({}, lambda: pages, Moves(), [host_pages])
@@ -130,7 +135,7 @@ def run(runner, plan):
 
 
 def state(runner):
-    """What both sides hold, without the null blocks."""
+    """Returns what both sides hold, without the null blocks."""
     return bytes_of(runner._pages)[1:], runner._host_pages[0].load(
         np.arange(1, NUM_HOST_BLOCKS + 1, dtype=np.int32)
     )
@@ -140,7 +145,7 @@ ORDER = ("swap_out", "swap_in", "copies")
 
 
 def model(device, host, plan, order=ORDER):
-    """The plan on rows of bytes, one move after the other."""
+    """Runs the plan on rows of bytes, one move after the other."""
     device, host = device.copy(), host.copy()
     sides = {"swap_out": (device, host), "swap_in": (host, device), "copies": (device, device)}
     for name in order:
@@ -189,7 +194,7 @@ def test_blocks_come_back_bit_by_bit_and_no_other_changes(kind, count):
 
 
 def test_gathered_bytes_are_those_of_the_pages():
-    """Also in their order, which is what a block of another engine would be read by."""
+    """They are in their order, too, by which a block of another engine would be read."""
     pages = random_pages("scaled")
     blocks = np.array([5, 2, 5, 0], np.int32)
     np.testing.assert_array_equal(np.asarray(Moves._gather(pages, blocks)), bytes_of(pages)[blocks])
@@ -197,7 +202,9 @@ def test_gathered_bytes_are_those_of_the_pages():
 
 @st.composite
 def plans(draw):
-    """Moves as a scheduler may order them: no destination twice, and no copy reads what a copy of the plan writes."""
+    """Draws moves as a scheduler may order them: no destination twice, and no copy reads what a
+    copy of the plan writes.
+    """
     blocks, host_blocks = st.integers(1, NUM_BLOCKS - 1), st.integers(1, NUM_HOST_BLOCKS)
 
     def pairs(source, destination):
@@ -235,7 +242,7 @@ def test_a_block_that_is_freed_and_filled_in_one_step():
 
 
 class OtherOrder(Runner):
-    """A runner with the mistake that the plan above is there for."""
+    """Makes the mistake that the plan above is there for."""
 
     order = ORDER
 
@@ -322,7 +329,9 @@ def test_without_host_blocks_every_swap_is_refused():
 
 
 class FailsLate(Moves):
-    """The second batch of a swap-in fails: some blocks are there, others are not, and no page is missing."""
+    """Fails the second batch of a swap-in: some blocks are there, others are not, and no page is
+    missing.
+    """
 
     calls = 0
 
@@ -364,7 +373,9 @@ def directory(tmp_path_factory):
 
 
 def test_a_sequence_that_was_away_goes_on_to_the_last_bit(directory):
-    """Through compiled steps: a prompt is computed, swapped out, written over, swapped in to other blocks, and decoded."""
+    """Compiled steps compute a prompt, swap it out, write over it, swap it in to other blocks, and
+    decode.
+    """
     prompt, stranger = np.random.default_rng(0).integers(1, 257, (2, 40)).tolist()
 
     def step(tokens, start, table, **moves):
@@ -387,8 +398,8 @@ def test_a_sequence_that_was_away_goes_on_to_the_last_bit(directory):
         assert [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(runner._pages)] == places
         other = step([token], 40, (1, 2, 3))
         assert llm.stats()["compile_total"] == before
-    for one, another in zip(dataclasses.astuple(got), dataclasses.astuple(want), strict=True):
-        np.testing.assert_array_equal(one, another)
+    for field, another in zip(dataclasses.astuple(got), dataclasses.astuple(want), strict=True):
+        np.testing.assert_array_equal(field, another)
     # the stranger's blocks are not the prompt's
     assert not np.array_equal(other.logprobs, want.logprobs)
 
@@ -406,24 +417,24 @@ def test_who_does_not_swap_compiles_nothing_for_it(directory, settings):
 
 @pytest.mark.usefixtures("compiled_when_used")
 def test_as_many_host_blocks_as_asked_for_or_a_refusal(directory, monkeypatch):
-    def built(**settings):
+    def build_noted(**settings):
         small = EngineConfig(
             model=str(directory), num_blocks=33, max_num_seqs=4, max_num_batched_tokens=64
         )
-        built = build_engine(small.model_copy(update=settings))
-        built.engine.runner.close()
-        return built.memory.num_host_blocks
+        build_noted = build_engine(small.model_copy(update=settings))
+        build_noted.engine.runner.close()
+        return build_noted.memory.num_host_blocks
 
-    assert built(swap_space_blocks=5, preemption_mode="swap") == 5
+    assert build_noted(swap_space_blocks=5, preemption_mode="swap") == 5
     with pytest.raises(CapacityError, match="2147483647 host blocks .* Lower swap_space_blocks"):
-        built(swap_space_blocks=2**31 - 1)
+        build_noted(swap_space_blocks=2**31 - 1)
     monkeypatch.setattr(capacity, "available_host_bytes", lambda: 0)
-    assert built() == 0
+    assert build_noted() == 0
     with pytest.raises(
         CapacityError,
         match="preemption_mode is 'swap', but the host's free memory holds no block of 8.00 KiB",
     ):
-        built(preemption_mode="swap")
+        build_noted(preemption_mode="swap")
 
 
 def test_a_batch_of_swaps_is_about_two_mebibytes_and_at_least_a_block():
