@@ -89,7 +89,7 @@ class KimiLinearConfig(ExpertsConfig):
         return cls.from_fields(
             fields,
             num_kv_heads=1,
-            head_dim=widths.kept,
+            head_dim=widths.cached,
             kv={
                 "value_width": widths.rank,
                 "states": tuple(delta.state if kind == LINEAR else None for kind in types),

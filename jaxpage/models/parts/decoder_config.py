@@ -10,6 +10,7 @@ from jaxpage.layers import NO_ROTATION, ExpertsSpec, Rope
 from jaxpage.models.base import KVSpec
 from jaxpage.models.config import Fields
 from jaxpage.models.config.mtp_names import MtpNames
+from jaxpage.models.parts.text_config import TextConfig
 
 _Config = TypeVar("_Config", bound="DecoderConfig")
 
@@ -99,55 +100,20 @@ class Defaults:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DecoderConfig:
-    """Holds what the configs of most decoders say; see `models.base.ModelSpec`.
-
-    A family whose config says more adds fields. What its models have in any case is not here, but
-    in the code of its page.
+class DecoderConfig(TextConfig):
+    """Holds what the configs of most decoders say.
 
     Attributes:
-        intermediate_size: The width of a feed-forward half (F).
-        rope: The rotation; `NO_ROTATION` for none.
-        rope_by_layer: The rotation of each layer, None for none, where layers differ from `rope`.
-        attention_bias: True if products of attention have biases; the page says which.
-        mlp_bias: True if products of a feed-forward half have biases.
+        tie_word_embeddings: True if the token table is the head, too.
         draft_heads: The heads that the checkpoint may have after its last layer.
-        name: The name of the decoder in the checkpoint.
         not_loaded: What the other models in the checkpoint take, for messages.
     """
 
-    model_type: ClassVar[str]
     defaults: ClassVar[Defaults] = Defaults()
-    aliases: ClassVar[Mapping[str, str]] = {}  # other names of fields; see `Fields`
-    idle_fields: ClassVar[tuple[str, ...]] = ()  # fields that transformers passes over
 
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    num_query_heads: int
-    max_position_embeddings: int
-    kv: KVSpec
-    rope: Rope
-    rope_by_layer: tuple[Rope | None, ...] = ()
-    norm_epsilon: float
-    activation: str
     tie_word_embeddings: bool
-    attention_bias: bool = False
-    mlp_bias: bool = False
     draft_heads: MtpNames | None = None
-    name: str = "model"
     not_loaded: str = ""
-
-    @classmethod
-    def from_config(cls, config: Mapping[str, Any]) -> DecoderConfig:
-        """Returns what a config.json says; see `SpecFactory`."""
-        with Fields(cls.complete(config), cls.model_type, cls.aliases) as fields:
-            return cls.read(fields)
-
-    @classmethod
-    def complete(cls, config: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Returns the config with what its absent or older fields mean to this family."""
-        return {name: config[name] for name in config if name not in cls.idle_fields}
 
     @classmethod
     def read(cls, fields: Fields) -> DecoderConfig:
@@ -211,11 +177,6 @@ class DecoderConfig:
         return cls(**{**common, **more})
 
     @property
-    def num_layers(self) -> int:
-        """Returns the number of layers of the decoder."""
-        return self.kv.num_decoder_layers
-
-    @property
     def layer_places(self) -> Sequence[int | tuple[int, ...]] | None:
         """Returns for each layer the place of its pages; see `run_layers`."""
         return None
@@ -224,11 +185,6 @@ class DecoderConfig:
         """Returns the config of the one layer of an MTP head, which attends to all positions."""
         kv = KVSpec(1, self.kv.num_kv_heads, self.kv.head_dim, (None,), self.kv.value_width)
         return replace(self, kv=kv, rope_by_layer=())
-
-    def rope_of(self, layer_index: int) -> Rope | None:
-        """Returns the rotation of a layer; None if it has none."""
-        rope = self.rope_by_layer[layer_index] if self.rope_by_layer else self.rope
-        return None if rope == NO_ROTATION else rope
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -109,7 +109,7 @@ class Encoder(FamilyModule):
             for index in range(config.num_layers)
         )
         self.norm: Any = self.make_norm(config, at)
-        self.head = self.make_head(config, Scope("", dtype)) if config.num_labels else None
+        self.head = self.make_head(config, Scope("", dtype)) if config.scores_pairs else None
 
     @classmethod
     @abstractmethod

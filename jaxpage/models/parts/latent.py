@@ -6,8 +6,13 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any
 
-from jaxpage.layers import Linear, RMSNorm, Rope
-from jaxpage.layers.latent_attention import LatentAttention, LatentQueries, LatentWidths
+from jaxpage.layers import Linear, RMSNorm, Rope, Scores
+from jaxpage.layers.latent_attention import (
+    LatentAttention,
+    LatentProjections,
+    LatentQueries,
+    LatentWidths,
+)
 from jaxpage.models.config import Fields
 from jaxpage.models.config.fields import NO_ROPE
 from jaxpage.models.parts.decoder_config import DecoderConfig
@@ -114,7 +119,7 @@ def read_latent_decoder(fields: Fields, **defaults: Any) -> dict[str, Any]:
     latent, rope, length = read_latent(fields, **defaults)
     return {
         "num_kv_heads": 1,
-        "head_dim": latent.widths.kept,
+        "head_dim": latent.widths.cached,
         "rope": (rope, length),
         "kv": {"value_width": latent.widths.rank},
         "latent": latent,
@@ -182,18 +187,20 @@ def latent_attention(
         )
     expand_rows = num_heads * (widths.plain + widths.value)
     expand = at.projection(widths.rank, ("kv_b_proj", expand_rows), axes=(None, "heads"))
-    reduced = "kv_a_proj_with_mqa", widths.kept
+    reduced = "kv_a_proj_with_mqa", widths.cached
     values = num_heads * widths.value
-    return LatentAttention(
-        index,
+    projections = LatentProjections(
         queries,
         at.projection(width, reduced, axes=("embed", None), bias=latent.bias),
         norm(widths.rank, "kv_a_layernorm"),
         Linear(replace(expand.spec, multiplied=False)),
         at.projection(values, ("o_proj", width), axes=("heads", "embed"), bias=latent.bias),
+    )
+    return LatentAttention(
+        index,
+        projections,
         widths,
         num_heads=num_heads,
         rope=config.rope_of(index),
-        scale=latent.scale,
-        temperature_tuning=temperature_tuning,
+        scores=Scores(scale=latent.scale, temperature_tuning=temperature_tuning),
     )
