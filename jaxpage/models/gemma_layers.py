@@ -32,12 +32,15 @@ class LayerForm:
         keys_are_values: True if it has no projection to values, which are the keys before their
             norm.
         sparsity: The share of its gates that are cut off; 0 for none.
+        sees_ahead: False if the tokens of a picture see no later ones, in a model in whose layers
+            with a window they do.
     """
 
     place: int
     intermediate_size: int
     keys_are_values: bool = False
     sparsity: float = 0.0
+    sees_ahead: bool = True
 
 
 @dataclass(frozen=True)
@@ -47,10 +50,12 @@ class InputsForm:
     Attributes:
         width: The width of an input.
         vocab_size: The number of rows of their table.
+        padding_id: The token whose inputs layers get where a vector takes the place of a token.
     """
 
     width: int
     vocab_size: int
+    padding_id: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,11 +66,8 @@ class Gemma4LayersConfig(DecoderConfig):
         layer_forms: What differs from layer to layer.
         inputs: The inputs that layers have of their own; None if they have none.
         logit_softcap: The soft cap of logits; None for none.
-        sees_ahead: True if the tokens of a picture see each other both ways in layers with a
-            window.
     """
 
-    sees_ahead: bool = False
     layer_forms: tuple[LayerForm, ...]
     inputs: InputsForm | None
     logit_softcap: float | None
@@ -203,7 +205,6 @@ def gemma4_attention(config: Gemma4LayersConfig, index: int, at: Scope) -> Atten
         key_norm = norms.rms_norm(config, at / "k_norm", width=head_dim, axis=None)
         value_norm = norms.rms_norm(config, None, width=head_dim)
     query_norm = norms.rms_norm(config, at / "q_norm", width=head_dim, axis=None)
-    window = config.kv.sliding_windows[form.place]
     return Attention(
         form.place,
         Projections(
@@ -215,7 +216,7 @@ def gemma4_attention(config: Gemma4LayersConfig, index: int, at: Scope) -> Atten
         norms=HeadNorms(query_norm, key_norm, value_norm),
         scores=Scores(
             scale=1.0,
-            sliding_window=window,
-            sees_ahead=window is not None or not config.sees_ahead,
+            sliding_window=config.kv.sliding_windows[form.place],
+            sees_ahead=form.sees_ahead,
         ),
     )
