@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import jax
 from flax import nnx
 
-from jaxpage.layers import ExpertsSpec, MambaSpec, Scores
-from jaxpage.models.config import Fields, expert_fields, layer_windows, recurrent_fields
+from jaxpage.layers import MambaSpec, Scores
+from jaxpage.models.config import Fields, layer_windows, recurrent_fields
+from jaxpage.models.config.expert_fields import ExpertDefaults
 from jaxpage.models.llama import Llama
 from jaxpage.models.parts import Scope, attention, recurrences
 from jaxpage.models.parts.decoder import Block
@@ -107,34 +108,21 @@ class GraniteMoeConfig(ExpertsConfig):
 
     model_type = "granitemoe"
     defaults = Defaults(attention_bias=False)
+    expert_defaults = ExpertDefaults(
+        count_field="num_local_experts",
+        count=8,
+        per_token=2,
+        width_field="intermediate_size",
+        width=11008,
+        normalized=True,
+    )
 
     factors: GraniteFactors
 
     @classmethod
     def read(cls, fields: Fields) -> GraniteMoeConfig:
         """Returns what the fields say."""
-        return cls.from_fields(
-            fields,
-            factors=GraniteFactors.read(fields),
-            experts=granite_experts(fields, cls.read_shared_width(fields)),
-        )
-
-    @classmethod
-    def read_shared_width(cls, fields: Fields) -> int | None:
-        """Returns the width of the expert of all tokens; None if there is none."""
-        return None
-
-
-def granite_experts(fields: Fields, shared_width: int | None) -> ExpertsSpec:
-    """Returns the experts, with a shared one of this width unless it is None."""
-    return expert_fields.read_experts(
-        fields,
-        count=("num_local_experts", 8),
-        per_token=2,
-        width=("intermediate_size", 11008),
-        normalized=True,
-        shared_width=shared_width,
-    )
+        return cls.from_fields(fields, factors=GraniteFactors.read(fields))
 
 
 class GraniteMoe(Granite, config=GraniteMoeConfig):
@@ -150,9 +138,11 @@ class GraniteMoeSharedConfig(GraniteMoeConfig):
     model_type = "granitemoeshared"
 
     @classmethod
-    def read_shared_width(cls, fields: Fields) -> int | None:
-        """Returns the width of the expert of all tokens; None if there is none."""
-        return fields.integer("shared_intermediate_size", 0, least=0) or None
+    def from_fields(cls, fields: Fields, **options: Any) -> Self:
+        """Returns the config; a width of 0 is no shared expert."""
+        shared_width = fields.integer("shared_intermediate_size", 0, least=0) or None
+        experts = cls.expert_defaults.read(fields, shared_width=shared_width)
+        return super().from_fields(fields, experts=experts, **options)
 
 
 class GraniteMoeShared(GraniteMoe, config=GraniteMoeSharedConfig):
@@ -229,10 +219,7 @@ class GraniteMoeSWAConfig(GraniteMoeSharedConfig):
     def read(cls, fields: Fields) -> GraniteMoeSWAConfig:
         """Returns what the fields say."""
         return cls.from_fields(
-            fields,
-            **read_swash(fields, cls.defaults),
-            factors=GraniteFactors.read(fields),
-            experts=granite_experts(fields, cls.read_shared_width(fields)),
+            fields, **read_swash(fields, cls.defaults), factors=GraniteFactors.read(fields)
         )
 
 
@@ -244,19 +231,16 @@ class GraniteMoeSWA(GraniteSWA, config=GraniteMoeSWAConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class GraniteMoeHybridConfig(ExpertsConfig):
+class GraniteMoeHybridConfig(GraniteMoeConfig):
     """Reads transformers' `GraniteMoeHybridConfig`.
 
     Attributes:
-        factors: See `GraniteConfig`.
         recurrent: Mamba 2, which each layer has that has a state in `kv.states`.
     """
 
     model_type = "granitemoehybrid"
     aliases = {"layer_types": "layers_block_type"}
-    defaults = Defaults(attention_bias=False)
 
-    factors: GraniteFactors
     recurrent: MambaSpec
 
     @classmethod
@@ -274,14 +258,16 @@ class GraniteMoeHybridConfig(ExpertsConfig):
             text = f"position_embedding_type = {positions!r} is not one of rope, nope, null"
             fields.note_unsupported(text, position_embedding_type="rope")
         shared_width = fields.integer("shared_intermediate_size", 1024)
-        has_experts = fields.integer("num_local_experts", 8, least=0) > 0
+        experts = None
+        if has_experts := fields.integer("num_local_experts", 8, least=0) > 0:
+            experts = cls.expert_defaults.read(fields, shared_width=shared_width)
         return cls.from_fields(
             fields,
             kv={"states": tuple(mamba.state if kind == LINEAR else None for kind in types)},
             intermediate_size=shared_width,
             rope_by_layer=() if positions == "rope" else (None,) * num_layers,
             recurrent=mamba,
-            experts=granite_experts(fields, shared_width) if has_experts else None,
+            experts=experts,
             sparse_layers=(has_experts,) * num_layers,
             factors=GraniteFactors.read(fields),
         )

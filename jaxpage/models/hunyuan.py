@@ -6,8 +6,9 @@ import functools
 from collections.abc import Mapping
 from typing import Any
 
-from jaxpage.models.config import Fields, expert_fields
-from jaxpage.models.config.fields import NO_ROPE
+from jaxpage.models.config import Fields
+from jaxpage.models.config.expert_fields import ExpertDefaults
+from jaxpage.models.config.fields import NO_ROPE, REQUIRED
 from jaxpage.models.llama import Llama
 from jaxpage.models.parts import attention
 from jaxpage.models.parts.decoder_config import DecoderConfig, Defaults, ExpertsConfig
@@ -65,6 +66,14 @@ class HunYuanMoeConfig(ExpertsConfig):
     model_type = "hunyuan_v1_moe"
     aliases = {"num_experts_per_tok": "moe_topk", "num_experts": "num_local_experts"}
     defaults = DEFAULTS
+    expert_defaults = ExpertDefaults(
+        count=1,
+        per_token=1,
+        width_field="intermediate_size",
+        width=REQUIRED,
+        normalized=True,
+        shared_width=("intermediate_size", REQUIRED),
+    )
 
     @classmethod
     def complete(cls, config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -75,19 +84,8 @@ class HunYuanMoeConfig(ExpertsConfig):
     @classmethod
     def read(cls, fields: Fields) -> HunYuanMoeConfig:
         """Returns what the fields say."""
-        width = fields.integer("intermediate_size")
         replace_alpha(fields)
-        return cls.from_fields(
-            fields,
-            experts=expert_fields.read_experts(
-                fields,
-                count=("num_experts", 1),
-                per_token=1,
-                width=("intermediate_size", width),
-                normalized=True,
-                shared_width=width,
-            ),
-        )
+        return cls.from_fields(fields)
 
 
 def _one_of(value: Any) -> Any:

@@ -12,18 +12,19 @@ its own decay. The others have the latent attention of DeepSeek-V3, and experts 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from flax import nnx
 
 from jaxpage.layers import DeltaWidths
 from jaxpage.layers.delta_net import ChannelProducts
-from jaxpage.models.config import Fields, expert_fields, recurrent_fields
+from jaxpage.models.config import Fields, recurrent_fields
+from jaxpage.models.config.expert_fields import CORRECTED
 from jaxpage.models.llama import Llama
 from jaxpage.models.parts import Scope, latent, recurrences
 from jaxpage.models.parts.decoder_config import Defaults, ExpertsConfig
-from jaxpage.models.parts.latent import LatentSpec
+from jaxpage.models.parts.latent import LatentDefaults, LatentSpec
 from jaxpage.models.parts.names import ExpertNames
 
 FULL = "full_attention"
@@ -59,6 +60,14 @@ class KimiLinearConfig(ExpertsConfig):
         "n_shared_experts": "num_shared_experts",
     }
     defaults = Defaults(max_length=1_048_576, has_rope=False, epsilon=1e-5)
+    expert_defaults = replace(
+        CORRECTED,
+        count_field="num_local_experts",
+        width=1024,
+        factor=("routed_scaling_factor", 2.446),
+        num_dense=("first_k_dense_replace", 1),
+        has_types=True,
+    )
 
     latent: LatentSpec
     recurrent: DeltaWidths
@@ -85,7 +94,7 @@ class KimiLinearConfig(ExpertsConfig):
         _refuse(fields)
         types = _layer_types(fields, nested or {})
         delta = _read_delta(fields)
-        widths = latent.read_widths(fields, query_rank=None)
+        widths = LatentDefaults(query_rank=None).read_widths(fields)
         return cls.from_fields(
             fields,
             num_kv_heads=1,
@@ -96,17 +105,6 @@ class KimiLinearConfig(ExpertsConfig):
             },
             latent=LatentSpec(widths, widths.query**-0.5, fields.flag("attention_bias", False)),
             recurrent=delta,
-            experts=expert_fields.read_corrected_experts(
-                fields,
-                count=256,
-                count_field="num_local_experts",
-                per_token=8,
-                width=1024,
-                factor=2.446,
-            ),
-            sparse_layers=expert_fields.sparse_by_type(
-                fields, expert_fields.first_dense(fields, 1)
-            ),
         )
 
 

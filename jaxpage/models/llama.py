@@ -24,7 +24,8 @@ from flax import nnx
 
 from jaxpage.layers import HeadNorms, Scores
 from jaxpage.layers.mlp import XIELU
-from jaxpage.models.config import Fields, expert_fields, layer_windows, mtp_names
+from jaxpage.models.config import Fields, layer_windows, mtp_names
+from jaxpage.models.config.expert_fields import ExpertDefaults
 from jaxpage.models.parts import Scope, attention, decoder, experts, mlp, norms
 from jaxpage.models.parts.decoder import Block, Decoder
 from jaxpage.models.parts.decoder_config import DecoderConfig, Defaults, ExpertsConfig
@@ -52,11 +53,7 @@ class LlamaConfig(DecoderConfig):
 
     model_type = "llama"
     defaults = Defaults(attention_bias=False, mlp_bias=False)
-
-    @classmethod
-    def read(cls, fields: Fields) -> LlamaConfig:
-        """Returns what the fields say."""
-        return cls.from_fields(fields, draft_heads=mtp_names.read_numbered_names(fields))
+    read_draft_heads = staticmethod(mtp_names.read_numbered_names)
 
 
 class Llama(Decoder, config=LlamaConfig):
@@ -158,6 +155,16 @@ class Llama4Config(ExpertsConfig):
         epsilon=1e-5,
         attention_bias=False,
     )
+    expert_defaults = ExpertDefaults(
+        count_field="num_local_experts",
+        count=16,
+        per_token=1,
+        width_field="intermediate_size",
+        width=8192,
+        normalized=False,
+        shared_width=("intermediate_size", 8192),
+        routing={"sigmoid": True},
+    )
 
     use_qk_norm: bool
     temperature_tuning: tuple[float, int, int] | None
@@ -174,16 +181,7 @@ class Llama4Config(ExpertsConfig):
             rotates=rotates,
             use_qk_norm=fields.flag("use_qk_norm", True),
             temperature_tuning=_temperature_tuning(fields),
-            experts=expert_fields.read_experts(
-                fields,
-                count=("num_local_experts", 16),
-                per_token=1,
-                width=("intermediate_size", 8192),
-                normalized=False,
-                routing={"sigmoid": True},
-                shared_width=fields.integer("intermediate_size", 8192),
-                scales_input=True,
-            ),
+            experts=cls.expert_defaults.read(fields, scales_input=True),
             sparse_layers=_sparse_layers(fields),
         )
 

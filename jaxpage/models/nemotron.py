@@ -20,14 +20,16 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from flax import nnx
 from jaxtyping import Array, Float
 
 from jaxpage.layers import ExpertsSpec, ForwardContext, MambaSpec
-from jaxpage.models.config import Fields, expert_fields, mtp_names, recurrent_fields
+from jaxpage.models.config import Fields, recurrent_fields
+from jaxpage.models.config.expert_fields import CORRECTED
+from jaxpage.models.config.mtp_names import MtpNames, counts_heads, unread_heads
 from jaxpage.models.llama import Llama
 from jaxpage.models.parts import Scope, attention, experts, mlp, norms, recurrences
 from jaxpage.models.parts.decoder import Decoder, HalfBlock
@@ -118,6 +120,14 @@ class NemotronHConfig(ExpertsConfig):
         activation=("mlp_hidden_act", "relu2"),
         mlp_bias=False,
     )
+    expert_defaults = replace(
+        CORRECTED,
+        count=8,
+        per_token=2,
+        width=7688,
+        shared_count=None,
+        shared_width=("moe_shared_expert_intermediate_size", 7688),
+    )
 
     types: tuple[str, ...]
     recurrent: MambaSpec
@@ -157,27 +167,21 @@ class NemotronHConfig(ExpertsConfig):
             rope_by_layer=(None,) * len(states),
             recurrent=mamba,
             types=types,
-            experts=_read_experts(fields) if EXPERTS in types else None,
+            experts=cls.read_experts(fields) if EXPERTS in types else None,
             sparse_layers=tuple(kind == EXPERTS for kind in types),
-            draft_heads=mtp_names.unread_heads(fields) if mtp_names.counts_heads(fields) else None,
         )
 
+    @classmethod
+    def read_experts(cls, fields: Fields) -> ExpertsSpec:
+        """Returns the experts, whose expert of all tokens has a width of its own."""
+        fields.only(n_shared_experts=1)
+        latent_width = fields.optional_integer("moe_latent_size", None)
+        return cls.expert_defaults.read(fields, has_gates=False, latent_width=latent_width)
 
-def _read_experts(fields: Fields) -> ExpertsSpec:
-    """Returns the experts, whose expert of all tokens has a width of its own."""
-    fields.only(n_shared_experts=1)
-    return expert_fields.read_corrected_experts(
-        fields,
-        count=8,
-        per_token=2,
-        width=7688,
-        shared=None,
-        more={
-            "shared_width": fields.integer("moe_shared_expert_intermediate_size", 7688),
-            "has_gates": False,
-            "latent_width": fields.optional_integer("moe_latent_size", None),
-        },
-    )
+    @classmethod
+    def read_draft_heads(cls, fields: Fields) -> MtpNames | None:
+        """Returns the names of MTP heads, which are not loaded; None if the config counts none."""
+        return unread_heads(fields) if counts_heads(fields) else None
 
 
 def _layer_types(fields: Fields) -> tuple[str, ...]:

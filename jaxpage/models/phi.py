@@ -13,7 +13,8 @@ from flax import nnx
 
 from jaxpage.layers import HeadNorms, Rope
 from jaxpage.layers.rope_scaling import LENGTH
-from jaxpage.models.config import Fields, expert_fields
+from jaxpage.models.config import Fields
+from jaxpage.models.config.expert_fields import ExpertDefaults
 from jaxpage.models.llama import Llama
 from jaxpage.models.parts import Scope, attention, mlp, norms
 from jaxpage.models.parts.decoder import Block, Decoder
@@ -128,6 +129,14 @@ class PhimoeConfig(ExpertsConfig):
     model_type = "phimoe"
     aliases = {"num_local_experts": "num_experts"}
     defaults = Defaults(num_kv_heads=8, epsilon=1e-5, attention_bias=False)
+    expert_defaults = ExpertDefaults(
+        count_field="num_local_experts",
+        count=16,
+        per_token=2,
+        width_field="intermediate_size",
+        width=6400,
+        normalized=True,
+    )
 
     lm_head_bias: bool
 
@@ -150,13 +159,8 @@ class PhimoeConfig(ExpertsConfig):
             sliding_windows=fields.optional_integer("sliding_window", None),
             rope=(rope, max_length),
             lm_head_bias=fields.flag("lm_head_bias", False),
-            experts=expert_fields.read_experts(
-                fields,
-                count=("num_local_experts", 16),
-                per_token=2,
-                width=("intermediate_size", 6400),
-                normalized=True,
-                routing={"jitter": fields.number("router_jitter_noise", 0.01)},
+            experts=cls.expert_defaults.read(
+                fields, routing={"jitter": fields.number("router_jitter_noise", 0.01)}
             ),
         )
 

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, TypeVar, cast
+from typing import Any, ClassVar, Self, cast
 
 from jaxpage.layers import NO_ROTATION, ExpertsSpec, Rope
 from jaxpage.models.base import KVSpec
 from jaxpage.models.config import Fields
-from jaxpage.models.config.mtp_names import MtpNames
+from jaxpage.models.config.expert_fields import ExpertDefaults
+from jaxpage.models.config.mtp_names import MtpNames, no_heads
 from jaxpage.models.parts.text_config import TextConfig
-
-_Config = TypeVar("_Config", bound="DecoderConfig")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,6 +109,8 @@ class DecoderConfig(TextConfig):
     """
 
     defaults: ClassVar[Defaults] = Defaults()
+    # Returns the names of the heads after the last layer, of the fields.
+    read_draft_heads: ClassVar[Callable[[Fields], MtpNames | None]] = staticmethod(no_heads)
 
     tie_word_embeddings: bool
     draft_heads: MtpNames | None = None
@@ -122,7 +123,7 @@ class DecoderConfig(TextConfig):
 
     @classmethod
     def from_fields(
-        cls: type[_Config],
+        cls,
         fields: Fields,
         *,
         num_kv_heads: int | None = None,
@@ -133,7 +134,7 @@ class DecoderConfig(TextConfig):
         kv: Mapping[str, Any] | None = None,
         intermediate_size: int | None = None,
         **more: Any,
-    ) -> _Config:
+    ) -> Self:
         """Returns the config of fields that most families have, with what the caller reads.
 
         An argument that is None is read, with the `defaults` of the family.
@@ -170,6 +171,7 @@ class DecoderConfig(TextConfig):
             "norm_epsilon": usual.read_epsilon(fields),
             "activation": usual.read_activation(fields),
             "tie_word_embeddings": fields.flag("tie_word_embeddings", usual.tied),
+            "draft_heads": cls.read_draft_heads(fields),
             **usual.read_biases(fields),
         }
         if rotates is not None:
@@ -196,13 +198,19 @@ class ExpertsConfig(DecoderConfig):
         sparse_layers: True for each layer with experts.
     """
 
+    expert_defaults: ClassVar[ExpertDefaults]
+
     experts: ExpertsSpec | None
     sparse_layers: tuple[bool, ...]
 
     @classmethod
-    def from_fields(cls: type[_Config], fields: Fields, **options: Any) -> _Config:
-        """Returns the config; all layers have experts where `sparse_layers` is left out."""
-        options.setdefault("sparse_layers", (True,) * fields.integer("num_hidden_layers"))
+    def from_fields(cls, fields: Fields, **options: Any) -> Self:
+        """Returns the config; experts are read with `expert_defaults` unless the caller has."""
+        usual = cls.expert_defaults
+        if "experts" not in options:
+            options["experts"] = usual.read(fields)
+        if "sparse_layers" not in options:
+            options["sparse_layers"] = usual.read_layers(fields)
         return super().from_fields(fields, **options)
 
     def experts_of(self, index: int) -> ExpertsSpec | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import Any, ClassVar, Literal, Self
 
 import numpy as np
 
@@ -12,7 +12,6 @@ from jaxpage.models.base import KVSpec
 from jaxpage.models.config import Fields
 from jaxpage.models.parts.text_config import TextConfig
 
-_Config = TypeVar("_Config", bound="EncoderConfig")
 SCORES_PAIRS = "ForSequenceClassification"  # how the architecture of a cross-encoder ends
 DISTANCE_BUCKETS = 32  # of T5 and MPNet
 _EXACT_DISTANCES = 8  # to each side; those beyond share buckets, up to _FARTHEST
@@ -56,7 +55,7 @@ class EncoderConfig(TextConfig):
 
     @classmethod
     def from_fields(
-        cls: type[_Config],
+        cls,
         fields: Fields,
         *,
         num_positions: int,
@@ -64,7 +63,7 @@ class EncoderConfig(TextConfig):
         activation: tuple[str, str] = ("hidden_act", "gelu"),
         head_dim: int | None = None,
         **more: Any,
-    ) -> _Config:
+    ) -> Self:
         """Returns the config of fields that most families have, with what the caller reads.
 
         Args:
