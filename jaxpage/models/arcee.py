@@ -13,13 +13,10 @@ from typing import Any
 import jax
 from flax import nnx
 
-from jaxpage.models.config import Fields, layer_windows
-from jaxpage.models.config.expert_fields import ExpertDefaults
+from jaxpage.models.config import ExpertDefaults, Fields, layer_windows
 from jaxpage.models.llama import Llama
-from jaxpage.models.parts import Scope, attention
-from jaxpage.models.parts.attention import Gates
+from jaxpage.models.parts import ExpertNames, Gates, Scope, attention
 from jaxpage.models.parts.decoder_config import DecoderConfig, Defaults, ExpertsConfig
-from jaxpage.models.parts.names import ExpertNames
 
 
 class ArceeConfig(DecoderConfig):

@@ -17,9 +17,7 @@ import jax.numpy as jnp
 from jaxpage.layers import ACTIVATIONS, Embedding
 from jaxpage.layers.attention import query_key_value
 from jaxpage.models.config import Fields
-from jaxpage.models.parts import Scope, encoder, encoder_config, mlp, norms
-from jaxpage.models.parts.decoder import Block
-from jaxpage.models.parts.names import MLPNames
+from jaxpage.models.parts import Block, MLPNames, Scope, encoder, encoder_config, mlp, norms
 
 _POOLER = "*pooler.dense.*"
 _MPNET_PADDING_ID = 1  # whatever config.json says

@@ -12,8 +12,7 @@ from flax import nnx
 
 from jaxpage.layers import NO_ROTATION, Scores
 from jaxpage.models.config import Fields, alibi
-from jaxpage.models.parts import Scope, attention, mlp, norms
-from jaxpage.models.parts.decoder import Block, Decoder
+from jaxpage.models.parts import Block, Decoder, Scope, attention, mlp, norms
 from jaxpage.models.parts.decoder_config import DecoderConfig, Defaults
 from jaxpage.models.parts.names import AttentionNames, ModuleNames
 

@@ -15,9 +15,7 @@ from flax import nnx
 from jaxpage.layers import HeadNorms
 from jaxpage.models.config import Fields, layer_windows
 from jaxpage.models.llama import Llama
-from jaxpage.models.parts import Scope, attention, norms
-from jaxpage.models.parts.decoder import Block
-from jaxpage.models.parts.decoder_config import DecoderConfig, Defaults
+from jaxpage.models.parts import Block, DecoderConfig, Defaults, Scope, attention, norms
 
 THETA = 500_000.0
 

@@ -9,20 +9,18 @@ and Solar Open have the experts alone. Kimi Linear has both (`kimi.py`).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
 from flax import nnx
 
-from jaxpage.models.config import Fields, expert_fields, layer_windows
+from jaxpage.models.config import REQUIRED, Fields, expert_fields, layer_windows
 from jaxpage.models.config.expert_fields import CORRECTED, ExpertDefaults
-from jaxpage.models.config.fields import REQUIRED
 from jaxpage.models.config.mtp_names import MtpNames, no_heads, read_numbered_names
 from jaxpage.models.llama import Llama
-from jaxpage.models.parts import Scope, latent
-from jaxpage.models.parts.decoder_config import Defaults, ExpertsConfig
+from jaxpage.models.parts import DEEPSEEK_EXPERTS, Defaults, ExpertsConfig, Scope, latent
 from jaxpage.models.parts.latent import LatentDefaults, LatentSpec
-from jaxpage.models.parts.names import DEEPSEEK_EXPERTS
 from jaxpage.models.qwen import Qwen3Moe
 
 ALIASES = {
@@ -56,7 +54,7 @@ class DeepseekV2Config(ExpertsConfig):
         factor=("routed_scaling_factor", 1.0),
         num_dense=(FIRST_DENSE, 0),
     )
-    read_draft_heads = staticmethod(read_numbered_names)
+    read_draft_heads: ClassVar[Callable[..., MtpNames | None]] = staticmethod(read_numbered_names)
 
     latent: LatentSpec
 

@@ -5,12 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from jaxpage.models.config import Fields
-from jaxpage.models.config.expert_fields import ExpertDefaults
+from jaxpage.models.config import ExpertDefaults, Fields
 from jaxpage.models.config.mtp_names import MtpNames, unread_heads
 from jaxpage.models.llama import Llama
-from jaxpage.models.parts.decoder_config import DecoderConfig, Defaults, ExpertsConfig
-from jaxpage.models.parts.names import ExpertNames
+from jaxpage.models.parts import DecoderConfig, Defaults, ExpertNames, ExpertsConfig
 
 DEFAULTS = Defaults(
     num_kv_heads=2,

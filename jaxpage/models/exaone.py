@@ -8,12 +8,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from jaxpage.models.config import Fields, layer_windows, mtp_names
-from jaxpage.models.config.expert_fields import CORRECTED
+from jaxpage.models.config import CORRECTED, Fields, layer_windows, mtp_names
 from jaxpage.models.olmo import Olmo2
-from jaxpage.models.parts import attention
-from jaxpage.models.parts.decoder_config import DecoderConfig, Defaults, ExpertsConfig
-from jaxpage.models.parts.names import DEEPSEEK_EXPERTS
+from jaxpage.models.parts import DEEPSEEK_EXPERTS, DecoderConfig, Defaults, ExpertsConfig, attention
 from jaxpage.models.qwen import Qwen3
 
 DEFAULTS = Defaults(num_kv_heads=32, epsilon=1e-5)

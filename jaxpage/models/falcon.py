@@ -23,8 +23,7 @@ from jaxtyping import Array, Float
 
 from jaxpage.layers import ACTIVATIONS, NO_ROTATION, ForwardContext, LayerPages, MambaSpec, Scores
 from jaxpage.models.config import Fields, alibi, recurrent_fields
-from jaxpage.models.parts import Scope, attention, mlp, norms, recurrences
-from jaxpage.models.parts.decoder import Block, Decoder
+from jaxpage.models.parts import Block, Decoder, Scope, attention, mlp, norms, recurrences
 from jaxpage.models.parts.decoder_config import DecoderConfig, Defaults
 from jaxpage.models.parts.names import AttentionNames, ModuleNames
 

@@ -26,8 +26,7 @@ from flax import nnx
 from jaxpage.layers import RMSNorm, Scores
 from jaxpage.models.config import Fields, layer_windows
 from jaxpage.models.llama import Llama
-from jaxpage.models.parts import Scope, attention, decoder, norms
-from jaxpage.models.parts.decoder_config import DecoderConfig, Defaults
+from jaxpage.models.parts import DecoderConfig, Defaults, Scope, attention, decoder, norms
 
 ACTIVATION = "gelu_pytorch_tanh"
 FULL = "full_attention"

@@ -24,8 +24,7 @@ from jaxpage.layers.norms import mean
 from jaxpage.models import gemma, gemma_layers
 from jaxpage.models.base import Hidden, Pages, run_layers
 from jaxpage.models.config import Fields, layer_windows
-from jaxpage.models.parts import Scope, mlp, norms
-from jaxpage.models.parts.decoder_config import Defaults
+from jaxpage.models.parts import Defaults, Scope, mlp, norms
 
 ROPES = {gemma.FULL: ("rope_theta", 1_000_000.0), gemma.SLIDING: ("rope_local_base_freq", 10_000.0)}
 LEAST_SQUARE = 1e-5  # The least mean of squares of a state that gets the size of another one.

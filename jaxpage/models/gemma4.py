@@ -21,8 +21,7 @@ from jaxtyping import Array, Float, Int
 from jaxpage.layers import ExpertsSpec, ForwardContext, LayerPages, Rope
 from jaxpage.models import gemma, gemma4_experts, gemma_layers
 from jaxpage.models.config import Fields, layer_windows, proportional_rope
-from jaxpage.models.parts import Scope, mlp, norms
-from jaxpage.models.parts.decoder_config import Defaults
+from jaxpage.models.parts import Defaults, Scope, mlp, norms
 
 ROPES: dict[str, dict[str, Any]] = {
     gemma.SLIDING: {"rope_type": "default", "rope_theta": 10_000.0},

@@ -11,8 +11,7 @@ from jaxpage.layers.experts import Experts
 from jaxpage.layers.parameter import Axis, tensor
 from jaxpage.layers.routing import Router, Routing
 from jaxpage.models.config import Fields
-from jaxpage.models.parts import Scope, norms
-from jaxpage.models.parts.decoder_config import DecoderConfig
+from jaxpage.models.parts import DecoderConfig, Scope, norms
 
 
 def read_experts(fields: Fields) -> ExpertsSpec | None:

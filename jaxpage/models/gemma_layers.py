@@ -18,8 +18,7 @@ from jaxpage.layers import ACTIVATIONS, Attention, Embedding, HeadNorms, Linear,
 from jaxpage.layers.linear import Part, linear
 from jaxpage.models.config import Fields
 from jaxpage.models.gemma import SLIDING
-from jaxpage.models.parts import Scope, norms
-from jaxpage.models.parts.decoder_config import DecoderConfig
+from jaxpage.models.parts import DecoderConfig, Scope, norms
 
 
 @dataclass(frozen=True)

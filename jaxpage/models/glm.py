@@ -11,14 +11,11 @@ from typing import Any
 
 from jaxpage.layers import HeadNorms
 from jaxpage.models import deepseek
-from jaxpage.models.config import Fields
-from jaxpage.models.config.expert_fields import CORRECTED
+from jaxpage.models.config import CORRECTED, Fields
 from jaxpage.models.config.mtp_names import read_numbered_names
 from jaxpage.models.llama import Llama
-from jaxpage.models.parts import Scope, attention
+from jaxpage.models.parts import DEEPSEEK_EXPERTS, LatentDefaults, Scope, attention
 from jaxpage.models.parts.decoder_config import DecoderConfig, Defaults, ExpertsConfig
-from jaxpage.models.parts.latent import LatentDefaults
-from jaxpage.models.parts.names import DEEPSEEK_EXPERTS
 from jaxpage.models.qwen import Qwen3Moe
 
 

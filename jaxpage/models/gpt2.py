@@ -16,8 +16,7 @@ from jaxpage.layers.linear import Part, linear
 from jaxpage.models.base import KVSpec
 from jaxpage.models.config import Fields
 from jaxpage.models.llama import Llama
-from jaxpage.models.parts import Scope, attention, mlp, norms
-from jaxpage.models.parts.decoder import Block, Decoder
+from jaxpage.models.parts import Block, Decoder, Scope, attention, mlp, norms
 from jaxpage.models.parts.decoder_config import DecoderConfig, Defaults
 from jaxpage.models.parts.names import AttentionNames, ModuleNames
 

@@ -18,8 +18,7 @@ from jaxpage.layers.rope_scaling import make_rope
 from jaxpage.models.config import Fields
 from jaxpage.models.gpt2 import ALIASES, EPSILON, GPT2, inner_width
 from jaxpage.models.llama import Llama
-from jaxpage.models.parts import Scope, attention, mlp, norms
-from jaxpage.models.parts.decoder import Block, Decoder
+from jaxpage.models.parts import Block, Decoder, Scope, attention, mlp, norms
 from jaxpage.models.parts.decoder_config import DecoderConfig, Defaults
 from jaxpage.models.parts.names import AttentionNames, ModuleNames
 

@@ -10,12 +10,9 @@ from typing import Any
 
 from jaxpage.layers import Scores
 from jaxpage.layers.experts import ClampedSwiGLU
-from jaxpage.models.config import Fields, layer_windows
-from jaxpage.models.config.expert_fields import ExpertDefaults
+from jaxpage.models.config import ExpertDefaults, Fields, layer_windows
 from jaxpage.models.llama import Llama
-from jaxpage.models.parts import Scope, attention
-from jaxpage.models.parts.decoder_config import Defaults, ExpertsConfig
-from jaxpage.models.parts.names import ExpertNames
+from jaxpage.models.parts import Defaults, ExpertNames, ExpertsConfig, Scope, attention
 
 ROPE = {
     **{"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False},

@@ -16,13 +16,10 @@ import jax
 from flax import nnx
 
 from jaxpage.layers import MambaSpec, Scores
-from jaxpage.models.config import Fields, layer_windows, recurrent_fields
-from jaxpage.models.config.expert_fields import ExpertDefaults
+from jaxpage.models.config import ExpertDefaults, Fields, layer_windows, recurrent_fields
 from jaxpage.models.llama import Llama
-from jaxpage.models.parts import Scope, attention, recurrences
-from jaxpage.models.parts.decoder import Block
+from jaxpage.models.parts import Block, ExpertNames, MLPNames, Scope, attention, recurrences
 from jaxpage.models.parts.decoder_config import DecoderConfig, Defaults, ExpertsConfig
-from jaxpage.models.parts.names import ExpertNames, MLPNames
 
 MLP_NAMES = MLPNames("shared_mlp", gate=None, up=None, down="output_linear", fused="input_linear")
 EXPERT_NAMES = ExpertNames(

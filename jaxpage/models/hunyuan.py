@@ -6,13 +6,9 @@ import functools
 from collections.abc import Mapping
 from typing import Any
 
-from jaxpage.models.config import Fields
-from jaxpage.models.config.expert_fields import ExpertDefaults
-from jaxpage.models.config.fields import NO_ROPE, REQUIRED
+from jaxpage.models.config import NO_ROPE, REQUIRED, ExpertDefaults, Fields
 from jaxpage.models.llama import Llama
-from jaxpage.models.parts import attention
-from jaxpage.models.parts.decoder_config import DecoderConfig, Defaults, ExpertsConfig
-from jaxpage.models.parts.names import ExpertNames
+from jaxpage.models.parts import DecoderConfig, Defaults, ExpertNames, ExpertsConfig, attention
 
 HEAD_NORMS = ("query_layernorm", "key_layernorm")
 DEFAULTS = Defaults(epsilon=1e-5, attention_bias=False)

@@ -19,13 +19,10 @@ from flax import nnx
 
 from jaxpage.layers import DeltaWidths
 from jaxpage.layers.delta_net import ChannelProducts
-from jaxpage.models.config import Fields, recurrent_fields
-from jaxpage.models.config.expert_fields import CORRECTED
+from jaxpage.models.config import CORRECTED, Fields, recurrent_fields
 from jaxpage.models.llama import Llama
-from jaxpage.models.parts import Scope, latent, recurrences
-from jaxpage.models.parts.decoder_config import Defaults, ExpertsConfig
+from jaxpage.models.parts import Defaults, ExpertNames, ExpertsConfig, Scope, latent, recurrences
 from jaxpage.models.parts.latent import LatentDefaults, LatentSpec
-from jaxpage.models.parts.names import ExpertNames
 
 FULL = "full_attention"
 LINEAR = "linear_attention"

@@ -15,9 +15,7 @@ from flax import nnx
 
 from jaxpage.layers import NO_ROTATION, Rope
 from jaxpage.layers.convolution import ConvolutionSpec
-from jaxpage.models.config import Fields, layer_windows
-from jaxpage.models.config.expert_fields import ExpertDefaults
-from jaxpage.models.config.fields import NO_ROPE
+from jaxpage.models.config import NO_ROPE, ExpertDefaults, Fields, layer_windows
 from jaxpage.models.config.proportional_rope import read_rope
 from jaxpage.models.llama import Llama
 from jaxpage.models.parts import Scope, attention, recurrences

@@ -24,10 +24,8 @@ from flax import nnx
 
 from jaxpage.layers import HeadNorms, Scores
 from jaxpage.layers.mlp import XIELU
-from jaxpage.models.config import Fields, layer_windows, mtp_names
-from jaxpage.models.config.expert_fields import ExpertDefaults
-from jaxpage.models.parts import Scope, attention, decoder, experts, mlp, norms
-from jaxpage.models.parts.decoder import Block, Decoder
+from jaxpage.models.config import ExpertDefaults, Fields, layer_windows, mtp_names
+from jaxpage.models.parts import Block, Decoder, Scope, attention, decoder, experts, mlp, norms
 from jaxpage.models.parts.decoder_config import DecoderConfig, Defaults, ExpertsConfig
 from jaxpage.models.parts.names import LLAMA_MLP, QWEN_EXPERTS, ExpertNames, MLPNames
 

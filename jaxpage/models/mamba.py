@@ -17,11 +17,9 @@ from flax import nnx
 
 from jaxpage.layers import MambaSpec
 from jaxpage.layers.mamba1 import Mamba1Spec
-from jaxpage.models.config import Fields, recurrent_fields
-from jaxpage.models.config.expert_fields import ExpertDefaults
+from jaxpage.models.config import ExpertDefaults, Fields, recurrent_fields
 from jaxpage.models.llama import Llama
-from jaxpage.models.parts import Scope, norms, recurrences
-from jaxpage.models.parts.decoder import Decoder, HalfBlock
+from jaxpage.models.parts import Decoder, HalfBlock, Scope, norms, recurrences
 from jaxpage.models.parts.decoder_config import DecoderConfig, Defaults, ExpertsConfig
 from jaxpage.models.parts.names import ExpertNames, MLPNames, ModuleNames
 

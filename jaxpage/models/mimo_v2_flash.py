@@ -18,12 +18,9 @@ from typing import Any
 from jaxpage.layers import Attention, Projections, Rope, Scores
 from jaxpage.layers.attention import Values
 from jaxpage.layers.linear import Part, linear
-from jaxpage.models.config import Fields, layer_windows
-from jaxpage.models.config.expert_fields import CORRECTED
+from jaxpage.models.config import CORRECTED, Fields, layer_windows
 from jaxpage.models.config.mtp_names import MtpNames, unread_heads
-from jaxpage.models.parts import Scope, attention
-from jaxpage.models.parts.decoder_config import Defaults, ExpertsConfig
-from jaxpage.models.parts.names import DEEPSEEK_EXPERTS
+from jaxpage.models.parts import DEEPSEEK_EXPERTS, Defaults, ExpertsConfig, Scope, attention
 from jaxpage.models.qwen import Qwen3Moe
 
 FULL = "full_attention"

@@ -14,16 +14,12 @@ from typing import Any
 from flax import nnx
 
 from jaxpage.layers import Scores
-from jaxpage.models.config import Fields
-from jaxpage.models.config.expert_fields import CORRECTED, ExpertDefaults
-from jaxpage.models.config.fields import NO_ROPE
+from jaxpage.models.config import CORRECTED, NO_ROPE, ExpertDefaults, Fields
 from jaxpage.models.config.mtp_names import no_heads
 from jaxpage.models.deepseek import DeepseekV2, DeepseekV2Config
 from jaxpage.models.llama import Llama
-from jaxpage.models.parts import Scope, latent
+from jaxpage.models.parts import ExpertNames, LatentDefaults, Scope, latent
 from jaxpage.models.parts.decoder_config import DecoderConfig, Defaults, ExpertsConfig
-from jaxpage.models.parts.latent import LatentDefaults
-from jaxpage.models.parts.names import ExpertNames
 
 # The parameters of a config of Ministral 3 that has neither `rope_parameters` nor `rope_scaling`.
 MINISTRAL3_ROPE = {

@@ -20,7 +20,7 @@ from typing import Any
 
 from jaxpage.errors import UnsupportedError
 from jaxpage.models.base import Family, ModelFactory, ModelSpec, SpecFactory
-from jaxpage.models.config.fields import text_part, without_axes
+from jaxpage.models.config import text_part, without_axes
 from jaxpage.models.config.mrope import QWEN2_VL, QWEN3_5, QWEN3_VL, Sections
 from jaxpage.models.parts.vision import VisionFamily
 

@@ -27,9 +27,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from jaxpage.layers import ExpertsSpec, ForwardContext, MambaSpec
-from jaxpage.models.config import Fields, recurrent_fields
-from jaxpage.models.config.expert_fields import CORRECTED
-from jaxpage.models.config.mtp_names import MtpNames, counts_heads, unread_heads
+from jaxpage.models.config import CORRECTED, Fields, MtpNames, mtp_names, recurrent_fields
 from jaxpage.models.llama import Llama
 from jaxpage.models.parts import Scope, attention, experts, mlp, norms, recurrences
 from jaxpage.models.parts.decoder import Decoder, HalfBlock
@@ -181,7 +179,7 @@ class NemotronHConfig(ExpertsConfig):
     @classmethod
     def read_draft_heads(cls, fields: Fields) -> MtpNames | None:
         """Returns the names of MTP heads, which are not loaded; None if the config counts none."""
-        return unread_heads(fields) if counts_heads(fields) else None
+        return mtp_names.unread_heads(fields) if mtp_names.counts_heads(fields) else None
 
 
 def _layer_types(fields: Fields) -> tuple[str, ...]:

@@ -14,11 +14,9 @@ from typing import Any
 from flax import nnx
 
 from jaxpage.layers import NO_ROTATION, DeltaWidths, Rope
-from jaxpage.models.config import Fields, layer_windows, mtp_names, recurrent_fields
-from jaxpage.models.config.expert_fields import ExpertDefaults
+from jaxpage.models.config import ExpertDefaults, Fields, layer_windows, mtp_names, recurrent_fields
 from jaxpage.models.llama import Llama
-from jaxpage.models.parts import Scope, attention, norms, recurrences
-from jaxpage.models.parts.decoder import Block
+from jaxpage.models.parts import Block, Scope, attention, norms, recurrences
 from jaxpage.models.parts.decoder_config import DecoderConfig, Defaults, ExpertsConfig
 
 # In `Olmo3Config` too, `rope_theta` does not reach layers with windows.

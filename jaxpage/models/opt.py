@@ -18,8 +18,7 @@ from jaxtyping import Array, Float
 from jaxpage.layers import Embedding, ForwardContext, LayerNorm, LayerPages, Linear
 from jaxpage.layers.embedding import token_tables
 from jaxpage.models.config import Fields
-from jaxpage.models.parts import Scope, attention, mlp, norms
-from jaxpage.models.parts.decoder import Block, Decoder
+from jaxpage.models.parts import Block, Decoder, Scope, attention, mlp, norms
 from jaxpage.models.parts.decoder_config import DecoderConfig, Defaults
 from jaxpage.models.parts.names import AttentionNames, ModuleNames
 

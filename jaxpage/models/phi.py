@@ -13,11 +13,9 @@ from flax import nnx
 
 from jaxpage.layers import HeadNorms, Rope
 from jaxpage.layers.rope_scaling import LENGTH
-from jaxpage.models.config import Fields
-from jaxpage.models.config.expert_fields import ExpertDefaults
+from jaxpage.models.config import ExpertDefaults, Fields
 from jaxpage.models.llama import Llama
-from jaxpage.models.parts import Scope, attention, mlp, norms
-from jaxpage.models.parts.decoder import Block, Decoder
+from jaxpage.models.parts import Block, Decoder, Scope, attention, mlp, norms
 from jaxpage.models.parts.decoder_config import DecoderConfig, Defaults, ExpertsConfig
 from jaxpage.models.parts.names import AttentionNames, ExpertNames, ModuleNames
 

@@ -18,15 +18,12 @@ from typing import Any, ClassVar
 from flax import nnx
 
 from jaxpage.layers import DeltaWidths, HeadNorms
-from jaxpage.models.config import Fields, layer_windows, mtp_names, recurrent_fields
+from jaxpage.models.config import Fields, MtpNames, layer_windows, mtp_names, recurrent_fields
 from jaxpage.models.config.expert_fields import ExpertDefaults
 from jaxpage.models.config.fields import without_axes
-from jaxpage.models.config.mtp_names import MtpNames
 from jaxpage.models.llama import Llama
-from jaxpage.models.parts import Scope, attention, norms, recurrences
-from jaxpage.models.parts.attention import Gates
+from jaxpage.models.parts import ExpertNames, Gates, Scope, attention, norms, recurrences
 from jaxpage.models.parts.decoder_config import DecoderConfig, Defaults, ExpertsConfig
-from jaxpage.models.parts.names import ExpertNames
 
 MELLUM_THETA = {"full_attention": ("", 500_000.0), "sliding_attention": ("", 10_000.0)}
 FULL = "full_attention"

@@ -20,8 +20,7 @@ from jaxpage.layers import Attention, Embedding, ForwardContext, HeadNorms, Laye
 from jaxpage.layers.parameter import parameter
 from jaxpage.models.base import KVSpec, Pages, run_layers
 from jaxpage.models.drafters.drafter import output_alone
-from jaxpage.models.parts import Scope, attention, decoder, mlp, norms
-from jaxpage.models.parts.decoder_config import DecoderConfig
+from jaxpage.models.parts import DecoderConfig, Scope, attention, decoder, mlp, norms
 
 
 @dataclass(frozen=True, kw_only=True)

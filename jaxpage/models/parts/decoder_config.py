@@ -110,7 +110,7 @@ class DecoderConfig(TextConfig):
 
     defaults: ClassVar[Defaults] = Defaults()
     # Returns the names of the heads after the last layer, of the fields.
-    read_draft_heads: ClassVar[Callable[[Fields], MtpNames | None]] = staticmethod(no_heads)
+    read_draft_heads: ClassVar[Callable[..., MtpNames | None]] = staticmethod(no_heads)
 
     tie_word_embeddings: bool
     draft_heads: MtpNames | None = None

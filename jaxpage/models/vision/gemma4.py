@@ -20,7 +20,7 @@ from jaxtyping import Array, Float, Int
 from jaxpage.layers import ACTIVATIONS, Angles, RMSNorm
 from jaxpage.layers.parameter import Piece, Source, parameter, tensor
 from jaxpage.layers.picture_attention import attend_in_segments
-from jaxpage.models.config.fields import text_part
+from jaxpage.models.config import text_part
 from jaxpage.models.parts import Scope, patches, vision, vision_config, vision_tower
 
 # The rows that a processor may let a picture have at most; most pictures have nearly as many.

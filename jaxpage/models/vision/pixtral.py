@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxpage.errors import UnsupportedError
 from jaxpage.layers import ACTIVATIONS, Angles, GatedMLP
-from jaxpage.models.config.fields import text_part
+from jaxpage.models.config import text_part
 from jaxpage.models.parts import Scope, patches, vision, vision_config, vision_tower
 
 _EPSILON = 1e-5  # of the norms, which no field says

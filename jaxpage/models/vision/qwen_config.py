@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from jaxpage.layers import Rope
 from jaxpage.layers.rope_scaling import make_rope
-from jaxpage.models.config.fields import text_part
+from jaxpage.models.config import text_part
 from jaxpage.models.config.mrope import NUM_AXES, QWEN2_VL, QWEN3_5, QWEN3_VL, Sections
 from jaxpage.models.parts import vision_config
 
