@@ -20,7 +20,8 @@ done_all() {
     say "Done, in $SECONDS s"
 }
 
-# Prints the path of a Python of this version that really runs (a pyenv shim may exist without a version behind it).
+# Prints the path of a Python of this version that really runs (a pyenv shim may exist without a
+# version behind it).
 find_python() {
     local version=$1 candidate full
     if candidate=$(command -v "python$version") && "$candidate" -c '' 2>/dev/null; then
@@ -32,8 +33,9 @@ find_python() {
     fi
 }
 
-# install py311 ARGUMENTS: pip installs them there at the versions of constraints/py311.txt. A pin never fails the run: where one cannot
-# be had (an index may lag) or does not fit pyproject.toml, one line says so, and pip chooses as it does for users.
+# install py311 ARGUMENTS: pip installs them there at the versions of constraints/py311.txt. A pin
+# never fails the run: where one cannot be had (an index may lag) or does not fit pyproject.toml,
+# one line says so, and pip chooses as it does for users.
 install() {
     local name=$1 pip="$work/$1/bin/pip" log="$work/$1.log"
     shift
@@ -44,24 +46,29 @@ install() {
     "$pip" install --quiet "$@"
 }
 
-# fetch_models py311: real weights, which some tests want; where they cannot be had, those tests say that they are skipped.
+# fetch_models py311: real weights, which some tests want; where they cannot be had, those tests say
+# that they are skipped.
 fetch_models() {
     say "Models"
-    "$work/$1/bin/jaxpage" fetch smollm2 --quiet || echo "No SmolLM2 here: what needs it is not tested"
+    "$work/$1/bin/jaxpage" fetch smollm2 --quiet ||
+        echo "No SmolLM2 here: what needs it is not tested"
 }
 
-# install_clients py311 PYTHON: programs that talk to servers, in an environment of their own. Where one cannot be had, its test says that it is skipped.
+# install_clients py311 PYTHON: programs that talk to servers, in an environment of their own. Where
+# one cannot be had, its test says that it is skipped.
 install_clients() {
     say "vllm-router, smg and lm-eval"
     "$2" -m venv "$work/clients-$1"
     for package in vllm-router smg 'lm-eval[api] transformers'; do
         # shellcheck disable=SC2086 # several words are several packages
-        "$work/clients-$1/bin/pip" install --quiet $package || echo "No $package here: what needs it is not tested"
+        "$work/clients-$1/bin/pip" install --quiet $package ||
+            echo "No $package here: what needs it is not tested"
     done
 }
 
-# install_agent_clients py311 PYTHON: what tests/test_agent_clients.py drives, each in an environment of its own below the directory that AGENT_CLIENTS
-# then names, at the versions of constraints/agent-clients.txt. Where one cannot be had, its tests say that they are skipped.
+# install_agent_clients py311 PYTHON: what tests/test_agent_clients.py drives, each in an
+# environment of its own below the directory that AGENT_CLIENTS then names, at the versions of
+# constraints/agent-clients.txt. Where one cannot be had, its tests say that they are skipped.
 install_agent_clients() {
     say "Clients of agents"
     export AGENT_CLIENTS="$work/agents-$1"

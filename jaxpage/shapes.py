@@ -23,10 +23,10 @@ NOT_FINITE = -1  # the model's logits are not finite
 NOTHING_ALLOWED = -2  # the parameters of the request mask all tokens
 
 # Limits of speculation.
-MOST_DRAFTS = 63  # drafts of a sequence in a step; 64 query tokens with the token before them
+MAX_DRAFTS = 63  # drafts of a sequence in a step; 64 query tokens with the token before them
 # The most tokens in a distribution that drafts are drawn from, if the acceptance reads its
 # probabilities.
-MOST_CANDIDATES = 32
+MAX_CANDIDATES = 32
 
 # Limits of a draw.
 # W: candidates whose log probabilities leave the device when a row asks for any

@@ -19,14 +19,14 @@ from pallas_kernels.paged_attention import (
     pages_from_PSKH,
     write_and_attend,
 )
-from pallas_kernels.quantized_pages import is_quantized
-from pallas_kernels.quantized_product import (
-    batch_invariant_product,
-    grouped_product,
-    has_grouped_product,
-    product_and_sums,
-    quantized_product,
+from pallas_kernels.quantized_matmul import (
+    batch_invariant_matmul,
+    grouped_matmul,
+    has_grouped_matmul,
+    matmul_and_sums,
+    quantized_matmul,
 )
+from pallas_kernels.quantized_pages import is_quantized
 from pallas_kernels.quantized_weight import QuantizedWeight, numbers
 from pallas_kernels.selection import mass_of
 from pallas_kernels.sets import (
@@ -55,21 +55,21 @@ __all__ = [
     "QuantizedWeight",
     "Tiles",
     "attend_to_pages",
-    "batch_invariant_product",
+    "batch_invariant_matmul",
     "candidates",
     "copy_blocks",
     "copy_slots",
     "gather_blocks",
-    "grouped_product",
-    "has_grouped_product",
+    "grouped_matmul",
+    "has_grouped_matmul",
     "has_rotate_and_write",
     "is_quantized",
     "mass_of",
+    "matmul_and_sums",
     "numbers",
     "paged_attention",
     "pages_from_PSKH",
-    "product_and_sums",
-    "quantized_product",
+    "quantized_matmul",
     "rotate_and_write",
     "scatter_blocks",
     "set_for",

@@ -54,10 +54,10 @@ class Arguments:
         object.__setattr__(self, "options", options)
         for name in _TABLES:
             object.__setattr__(self, name, getattr(self, name).astype(jnp.int32))
-        longest = min(
+        max_length = min(
             at_least_one("max_query_len", self.max_query_len), max(1, self.q_TNH.shape[0])
         )
-        object.__setattr__(self, "max_query_len", longest)
+        object.__setattr__(self, "max_query_len", max_length)
 
     @property
     def num_kv_heads(self) -> int:

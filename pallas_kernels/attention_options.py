@@ -67,7 +67,7 @@ class AttentionOptions:
                 object.__setattr__(self, name, at_least_one(name, number))
 
     @property
-    def given(self) -> frozenset[str]:
+    def set_names(self) -> frozenset[str]:
         """Returns the names of the options that are not None."""
         names = (field.name for field in dataclasses.fields(self))
         return frozenset(name for name in names if getattr(self, name) is not None)
@@ -133,8 +133,8 @@ class AttentionOptions:
                 f"value_width must be at most the width of k_pages, {k_pages.shape[3]}, not "
                 f"{self.value_width}"
             )
-        longest = block_table_BM.shape[1] * k_pages.shape[1]
-        is_one = self.attention_chunk is not None and self.attention_chunk >= longest
+        max_length = block_table_BM.shape[1] * k_pages.shape[1]
+        is_one = self.attention_chunk is not None and self.attention_chunk >= max_length
         chunk = None if is_one else self.attention_chunk
         return dataclasses.replace(self, attention_chunk=chunk, **arrays)
 

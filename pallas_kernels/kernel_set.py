@@ -65,11 +65,11 @@ class KernelSet:
         copy_slots: (leaves, source, destination) -> leaves.
         gather_blocks: (leaves, blocks) -> bytes.
         scatter_blocks: (leaves, blocks, bytes) -> leaves.
-        multiply: (x_TI, QuantizedWeight, type of the result) -> y_TO; see `quantized_product`.
+        multiply: (x_TI, QuantizedWeight, type of the result) -> y_TO; see `quantized_matmul`.
         multiply_grouped: (x_PI, weight, count_E, type of the result) -> y_PO; see
-            `grouped_product`. None if the set has no such kernel.
+            `grouped_matmul`. None if the set has no such kernel.
         multiply_by_segments: (x_TI, weight, count_E or None, type of the result) -> y_TO, and the
-            sums of segments or None; see `product_and_sums`. None if the set has no such kernel.
+            sums of segments or None; see `matmul_and_sums`. None if the set has no such kernel.
         rotate_and_write: (x_TMH, cos_TE, sin_TE, k_pages, v_pages, slots_T, k_scale, v_scale) ->
             q_TNH, and the pages and scales; see `kv_write.rotate_and_write`. None if the set has no
             such kernel.
@@ -140,7 +140,7 @@ class KernelSet:
         if reason is None and call.layout is not None and call.layout not in self.layouts:
             return f"{call.layout} pages of keys and values (only {', '.join(self.layouts)} ones)"
         if reason is None and call.attention is not None:
-            options = call.attention.options.given
+            options = call.attention.options.set_names
             if missing := options - self.honours:
                 return f"{', '.join(sorted(missing))}: its attention has no such option"
             # No set computes both together, and the definition does not either.

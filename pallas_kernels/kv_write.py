@@ -91,7 +91,7 @@ def rotate_and_write(
     pairs stays. Keys and values go to the pages as `write_kv` writes them.
 
     Args:
-        x_TMH: The heads, or the sums of their segments; see `product_and_sums`.
+        x_TMH: The heads, or the sums of their segments; see `matmul_and_sums`.
         cos_TE: The cosines.
         sin_TE: The sines.
         k_pages: See `write_kv`, also for the other arguments.

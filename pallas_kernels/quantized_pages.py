@@ -23,7 +23,7 @@ from jaxtyping import Array, Float, Num
 
 _LARGEST = {jnp.dtype("int8"): 127.0, jnp.dtype("float8_e4m3fn"): 448.0, jnp.dtype("uint8"): 448.0}
 # The scale of a vector of zeros. It is far from the subnormal numbers, which XLA flushes to zero.
-SMALLEST_SCALE = 2.0**-100
+MIN_SCALE = 2.0**-100
 
 
 def is_quantized(dtype: DTypeLike) -> bool:
@@ -43,9 +43,7 @@ def quantize(
     x = x.astype(jnp.float32)
     # Use a product and not a quotient: XLA may turn a division by a constant into a product, and
     # the bits should not depend on that.
-    scale = jnp.maximum(
-        jnp.max(jnp.abs(x), axis=-1) * np.float32(1.0 / largest(dtype)), SMALLEST_SCALE
-    )
+    scale = jnp.maximum(jnp.max(jnp.abs(x), axis=-1) * np.float32(1.0 / largest(dtype)), MIN_SCALE)
     scaled = x / scale[..., None]
     if jnp.dtype(dtype) == jnp.int8:
         return jnp.round(scaled).astype(jnp.int8), scale

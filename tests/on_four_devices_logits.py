@@ -177,15 +177,15 @@ def test_drafts_are_verified_on_parts(directory, monkeypatch):
 
 def max_gathered(found: Mapping[str, hlo.Computation], name: str) -> int:
     """Bytes of the largest array that this computation must gather, on whichever way of its conditionals it gathers least."""
-    most = 0
+    maximum = 0
     for item in found[name].instructions:
         if item.opcode.startswith("all-gather"):
-            most = max(most, *item.sizes)
+            maximum = max(maximum, *item.sizes)
         elif item.opcode == "conditional":
             branches = re.search(r"(?:branch_computations=\{|true_computation=)([^}]*)", item.rest)
             assert branches is not None, item.rest
-            most = max(
-                most,
+            maximum = max(
+                maximum,
                 min(
                     max_gathered(found, branch)
                     for branch in re.findall(r"%([\w.\-]+)", branches[1])
@@ -193,8 +193,8 @@ def max_gathered(found: Mapping[str, hlo.Computation], name: str) -> int:
             )
         else:
             called = re.findall(r"\b(?:calls|to_apply|body|condition)=%?([\w.\-]+)", item.rest)
-            most = max([most, *(max_gathered(found, each) for each in called)])
-    return most
+            maximum = max([maximum, *(max_gathered(found, each) for each in called)])
+    return maximum
 
 
 @pytest.mark.parametrize("num_devices", few([2, 4], [4]))
@@ -212,12 +212,12 @@ def test_no_greedy_step_gathers_a_row_of_logits(directory, num_devices, monkeypa
             "vocab_size"
         ]
 
-    most, row_bytes = gathered()
+    maximum, row_bytes = gathered()
     # Of the sums of all layers: 4 shards of 64 columns.
-    assert 0 < most < row_bytes
+    assert 0 < maximum < row_bytes
     scope = steps._scope
     monkeypatch.setattr(
         steps, "_scope", lambda options, slots, *, divided=False: scope(options, slots)
     )
-    most, row_bytes = gathered()
-    assert most >= row_bytes
+    maximum, row_bytes = gathered()
+    assert maximum >= row_bytes

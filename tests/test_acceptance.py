@@ -41,7 +41,7 @@ from jaxpage.engine.batch_builder import BatchBuilder
 from jaxpage.replay.recorder import _drafts
 from jaxpage.replay.replaying import _draft
 from jaxpage.settings.draft_settings import AcceptanceRule
-from jaxpage.shapes import MOST_CANDIDATES, NOT_FINITE, NOTHING_ALLOWED
+from jaxpage.shapes import MAX_CANDIDATES, NOT_FINITE, NOTHING_ALLOWED
 from jaxpage.speculation import Proposer
 from jaxpage.speculation.speculator import filter_drafts
 from jaxpage.step.draft import Candidates, Draft
@@ -84,8 +84,8 @@ def test_what_is_cut_keeps_its_own():
         (IDS[:3], ODDS[:3], "4 drafts with q of"),
         (IDS, ODDS[:, :2], "4 drafts with q of"),
         (
-            np.full((4, MOST_CANDIDATES + 1), 5),
-            np.full((4, MOST_CANDIDATES + 1), 0.03),
+            np.full((4, MAX_CANDIDATES + 1), 5),
+            np.full((4, MAX_CANDIDATES + 1), 0.03),
             "33 tokens; 32 are possible",
         ),
         (IDS, ODDS * 0.9, "no distribution"),
@@ -137,7 +137,7 @@ def test_a_log_gives_them_back():
 def test_a_step_is_told_what_each_draft_was_drawn_from():
     """Of chosen drafts, and of what is no draft, the token itself."""
     menu = make_menu(
-        4, 16, num_drafts=(7,), max_verified_tokens=64, trees=True, q_width=MOST_CANDIDATES
+        4, 16, num_drafts=(7,), max_verified_tokens=64, trees=True, q_width=MAX_CANDIDATES
     )
     builder = BatchBuilder(menu, table_width=4, block_size=16, blocks=[range(1, 9)], vocab_size=20)
     rows = (
@@ -151,10 +151,10 @@ def test_a_step_is_told_what_each_draft_was_drawn_from():
         for offset in range(len(row.token_ids))
     )
     batch = builder.build(StepPlan(1, rows, samples))
-    assert batch.bucket.q_width == MOST_CANDIDATES
+    assert batch.bucket.q_width == MAX_CANDIDATES
     inputs = unpack(jnp.asarray(batch.packed), batch.bucket, TableShape(1, 4))
     ids, odds = np.asarray(inputs.q_ids_TW), np.asarray(inputs.q_TW)
-    assert ids.shape == odds.shape == (batch.bucket.num_tokens, MOST_CANDIDATES)
+    assert ids.shape == odds.shape == (batch.bucket.num_tokens, MAX_CANDIDATES)
     np.testing.assert_array_equal(ids[3:7, :3], IDS)
     np.testing.assert_array_equal(odds[3:7, :3], ODDS)
     assert (ids[:, 3:] == -1).all() and (odds[:, 3:] == 0).all()
@@ -383,8 +383,8 @@ def step_of(shape: Shape, rule: AcceptanceRule) -> Any:
             logits_RV, inputs, processor_inputs, bucket, rule, by_row=False
         )
         counts_B = (paths_BQ >= 0).sum(axis=1)
-        places_BQ = jnp.where(paths_BQ >= 0, length_B[:, None] + jnp.arange(num_tokens), width)
-        text_BC = text_BC.at[jnp.arange(rows)[:, None], places_BQ].set(
+        indices_BQ = jnp.where(paths_BQ >= 0, length_B[:, None] + jnp.arange(num_tokens), width)
+        text_BC = text_BC.at[jnp.arange(rows)[:, None], indices_BQ].set(
             token_ids_R[paths_BQ], mode="drop"
         )
         return Texts(
@@ -533,16 +533,16 @@ def test_as_many_drafts_are_accepted_as_can_be(shape, sampler):
 
 def random_rows(seed: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Trees of drafts with tokens that are there twice: token ids and parents [T], and where rows start [B + 1]; the last are padding."""
-    chance = np.random.default_rng(seed)
-    lengths = chance.integers(1, MOST + 1, ROWS)
+    rng = np.random.default_rng(seed)
+    lengths = rng.integers(1, MAXIMUM + 1, ROWS)
     lengths[-2:] = 0
     starts = np.concatenate([[0], np.cumsum(lengths)])
-    parents = np.full(ROWS * MOST, -1)
+    parents = np.full(ROWS * MAXIMUM, -1)
     for start, stop in itertools.pairwise(starts):
         parents[start + 1 : stop] = [
-            chance.integers(max(start, place - 3), place) for place in range(start + 1, stop)
+            rng.integers(max(start, place - 3), place) for place in range(start + 1, stop)
         ]
-    return chance.integers(0, VOCAB, len(parents)), parents, starts
+    return rng.integers(0, VOCAB, len(parents)), parents, starts
 
 
 def inputs_of(
@@ -560,7 +560,7 @@ def inputs_of(
     return StepInputs(**jax.tree.map(jnp.asarray, given))
 
 
-ROWS, MOST = 12, 6
+ROWS, MAXIMUM = 12, 6
 
 
 @functools.partial(jax.jit, static_argnames=("rule", "by_row"))
@@ -571,9 +571,9 @@ def decided(
     by_row: bool,
     processor_inputs: Any = None,
 ) -> Any:
-    bucket = Bucket(ROWS * MOST, ROWS, MOST, verifies=True, trees=True, q_width=3)
+    bucket = Bucket(ROWS * MAXIMUM, ROWS, MAXIMUM, verifies=True, trees=True, q_width=3)
     return decide(
-        logits_RV, inputs, processor_inputs or neutral(ROWS * MOST), bucket, rule, by_row=by_row
+        logits_RV, inputs, processor_inputs or neutral(ROWS * MAXIMUM), bucket, rule, by_row=by_row
     )
 
 
@@ -583,7 +583,7 @@ def test_every_rule_gives_the_greedy_text(rule, by_row):
     for seed in range(8):
         logits_RV = (
             np.random.default_rng(seed)
-            .normal(0, 1, (ROWS * MOST, VOCAB))
+            .normal(0, 1, (ROWS * MAXIMUM, VOCAB))
             .astype(np.float32)
             .round(1)
         )
@@ -635,12 +635,12 @@ def test_where_nothing_is_drafted_nothing_is_different(rule):
     for seed in range(5):
         token_ids, parents, starts = random_rows(seed)
         fields = {
-            "temperature_R": np.ones(ROWS * MOST, np.float32),
+            "temperature_R": np.ones(ROWS * MAXIMUM, np.float32),
             "flags": np.eye(6, dtype=np.int32)[Flags.RANDOM],
         }
         inputs = inputs_of(token_ids, parents, starts, **fields)
         logits_RV = (
-            np.random.default_rng(seed).normal(0, 1, (ROWS * MOST, VOCAB)).astype(np.float32)
+            np.random.default_rng(seed).normal(0, 1, (ROWS * MAXIMUM, VOCAB)).astype(np.float32)
         )
         drawn_R, _ = decided(logits_RV, inputs, AcceptanceRule(), False)
         token_ids_R, paths_BQ = decided(logits_RV, inputs, rule, False)
@@ -654,14 +654,14 @@ def test_where_nothing_is_drafted_nothing_is_different(rule):
 def test_texts_are_the_same_by_row_and_together():
     """And another seed gives others."""
     rows = random_rows(3)
-    logits_RV = np.random.default_rng(3).normal(0, 1, (ROWS * MOST, VOCAB)).astype(np.float32)
-    fields = {"temperature_R": np.ones(ROWS * MOST, np.float32)}
+    logits_RV = np.random.default_rng(3).normal(0, 1, (ROWS * MAXIMUM, VOCAB)).astype(np.float32)
+    fields = {"temperature_R": np.ones(ROWS * MAXIMUM, np.float32)}
     one, two = (
         decided(logits_RV, inputs_of(*rows, **fields), REJECTION, by_row)
         for by_row in (True, False)
     )
     jax.tree.map(np.testing.assert_array_equal, one, two)
-    fields["sample_index_R"] = np.ones(ROWS * MOST, np.int32)
+    fields["sample_index_R"] = np.ones(ROWS * MAXIMUM, np.int32)
     other = decided(logits_RV, inputs_of(*rows, **fields), REJECTION, True)
     assert (np.asarray(other[1]) != np.asarray(one[1])).any()
 
@@ -690,8 +690,8 @@ def best_path(
                 break
             length, likelihood = length + 1, likelihood + np.log(p[tokens[place]])
         found.append((length, likelihood, path[: 1 + length]))
-    longest = max(length for length, _, _ in found)
-    paths = [(likelihood, path) for length, likelihood, path in found if length == longest]
+    max_length = max(length for length, _, _ in found)
+    paths = [(likelihood, path) for length, likelihood, path in found if length == max_length]
     likeliest = max(likelihood for likelihood, _ in paths)
     close = {tuple(tokens[path]) for likelihood, path in paths if likeliest - likelihood < 1e-5}
     return (
@@ -706,9 +706,9 @@ def test_typical_acceptance_is_that_of_medusa():
     num_paths, lengths = 0, set()
     for seed in range(40):
         token_ids, parents, starts = random_rows(seed)
-        chance = np.random.default_rng(seed)
-        logits_RV = chance.normal(0, 1.0, (len(token_ids), VOCAB)).astype(np.float32)
-        temperature_R = chance.choice([0.3, 0.7, 1.2], len(token_ids)).astype(np.float32)
+        rng = np.random.default_rng(seed)
+        logits_RV = rng.normal(0, 1.0, (len(token_ids), VOCAB)).astype(np.float32)
+        temperature_R = rng.choice([0.3, 0.7, 1.2], len(token_ids)).astype(np.float32)
         fields = {"temperature_R": temperature_R, "top_k_R": np.full(len(token_ids), 6, np.int32)}
         flags = np.eye(6, dtype=np.int32)[Flags.RANDOM]
         inputs = inputs_of(token_ids, parents, starts, flags=flags, **fields)

@@ -153,7 +153,7 @@ def wait(seconds: float) -> Step:
 
 
 async def want(stream: AnswerStream) -> None:
-    stream.is_wanted = True
+    stream.is_requested = True
 
 
 async def begin(stream: AnswerStream) -> None:
@@ -391,7 +391,7 @@ def generating(path: str, driver: Driver, open_seconds: float, body: dict[str, A
         await json_body(scope, receive)
 
         async def opened() -> Exchange:
-            stream_of(scope).is_wanted = dialect.is_for_stream(path, body)
+            stream_of(scope).is_requested = dialect.is_for_stream(path, body)
             await asyncio.sleep(open_seconds)
             driver.exchange = dialect.exchanges[path](body, context())
             return driver.exchange

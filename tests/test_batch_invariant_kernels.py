@@ -15,8 +15,8 @@ from jaxpage.device.attention import make_layer_kernels
 from jaxpage.device.hardware.backends import Backend
 from jaxpage.layers.experts import ExpertsSpec
 from jaxpage.layers.linear import Linear, LinearSpec, Part
+from jaxpage.layers.matmul import matmul_by_head
 from jaxpage.layers.mlp import GatedMLP
-from jaxpage.layers.product import product_by_head
 from jaxpage.layers.routing import Groups, Routing
 from jaxpage.layers.trace_scope import LayerKernels, TraceScope
 from jaxpage.models.base import abstract
@@ -24,15 +24,15 @@ from jaxpage.models.parts.experts import make_experts
 from jaxpage.models.parts.names import QWEN_EXPERTS
 from pallas_kernels import (
     QuantizedWeight,
-    batch_invariant_product,
+    batch_invariant_matmul,
+    matmul_and_sums,
     paged_attention,
-    product_and_sums,
     rotate_and_write,
 )
 from pallas_kernels import numbers as weight_numbers
 from pallas_kernels.sets import triton
 from pallas_kernels.tiles import Shape
-from pallas_kernels.triton import backend, product, product_cut, rows, state
+from pallas_kernels.triton import backend, matmul, matmul_tiles, rows, state
 from tests.support.attention import make_case, oracle
 from tests.support.sweeps import few
 from tests.support.tensor_core import dot
@@ -49,7 +49,7 @@ ROUTINGS = {
 @pytest.fixture(autouse=True)
 def order_of_a_tensor_core(monkeypatch):
     """Kernels that were traced with another `dot` are forgotten."""
-    caches = (product._sum_segments, triton._attend)
+    caches = (matmul._sum_segments, triton._attend)
     monkeypatch.setattr(backend, "dot", dot)
     for function in caches:
         function.clear_cache()
@@ -66,8 +66,8 @@ def numbers(seed: int, *shape: int, dtype: str = "bfloat16") -> jax.Array:
     return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), dtype)
 
 
-def product_of(x_TI: jax.Array, weight: jax.Array | QuantizedWeight, *counts, **options):
-    return batch_invariant_product(
+def matmul_of(x_TI: jax.Array, weight: jax.Array | QuantizedWeight, *counts, **options):
+    return batch_invariant_matmul(
         x_TI, weight, *counts, backend="triton", interpret=True, **options
     )
 
@@ -88,9 +88,9 @@ def int8_weight() -> QuantizedWeight:
 
 
 def segments_by_rows(monkeypatch):
-    right = product.cut_by_weight
+    right = matmul.cut_by_weight
     monkeypatch.setattr(
-        product,
+        matmul,
         "cut_by_weight",
         lambda *args, **more: dataclasses.replace(right(*args, **more), folds=2),
     )
@@ -98,7 +98,7 @@ def segments_by_rows(monkeypatch):
 
 def fold_from_the_last_segment(monkeypatch):
     monkeypatch.setattr(
-        product,
+        matmul,
         "_fold_segments",
         lambda turn, empty, turns, share: sum(
             jax.lax.fori_loop(first, first + share, turn, empty)
@@ -109,11 +109,11 @@ def fold_from_the_last_segment(monkeypatch):
 
 def test_a_row_of_a_product_has_the_same_bits_among_any_number_of_rows(monkeypatch):
     """In tiles of 16, 32 and 64 rows, with a program for each segment and with one for all; other orders are seen."""
-    monkeypatch.setattr(product_cut, "MOST_ROWS_APART", 32)
+    monkeypatch.setattr(matmul_tiles, "MAX_ROWS_APART", 32)
     x_TI, weight = numbers(2, 33, NUM_IN), numbers(1, NUM_OUT, NUM_IN)
 
     def of_rows(count: int) -> np.ndarray:
-        return np.asarray(product_of(x_TI[:count], weight, result="float32"))
+        return np.asarray(matmul_of(x_TI[:count], weight, result="float32"))
 
     whole = of_rows(33)
     exact = np.asarray(x_TI, np.float64) @ np.asarray(weight, np.float64).T
@@ -124,16 +124,16 @@ def test_a_row_of_a_product_has_the_same_bits_among_any_number_of_rows(monkeypat
     for mistake in (segments_by_rows, fold_from_the_last_segment):
         with monkeypatch.context() as patches:
             mistake(patches)
-            product._sum_segments.clear_cache()
+            matmul._sum_segments.clear_cache()
             assert (of_rows(33) != whole).mean() > 0.05, mistake
 
 
 @pytest.mark.parametrize("make_weight", [int4_weight, int8_weight])
 def test_so_has_a_row_of_a_product_with_a_weight_of_few_bits(make_weight, monkeypatch):
-    monkeypatch.setattr(product_cut, "MOST_ROWS_APART", 16)
+    monkeypatch.setattr(matmul_tiles, "MAX_ROWS_APART", 16)
     x_TI, weight = numbers(2, 17, NUM_IN), make_weight()
-    whole = bits(product_of(x_TI, weight))
-    np.testing.assert_array_equal(bits(product_of(x_TI[:2], weight)), whole[:2])
+    whole = bits(matmul_of(x_TI, weight))
+    np.testing.assert_array_equal(bits(matmul_of(x_TI[:2], weight)), whole[:2])
     x, w = np.asarray(x_TI, np.float64), np.asarray(weight_numbers(weight), np.float64)
     error = np.abs(whole.view(jnp.bfloat16).astype(np.float64) - x @ w.T)
     assert (error / (np.abs(x) @ np.abs(w).T)).max() < 2.0**-8
@@ -159,13 +159,13 @@ COUNTS = (20, 0, 25)  # the rows of three groups, one of them empty
 @pytest.mark.parametrize("make_weight", few([None, int8_weight, int4_weight], [int8_weight]))
 def test_so_has_a_row_of_a_group(make_weight, monkeypatch):
     """The first row of the first group and two of the last alone, in split programs, and among all others."""
-    monkeypatch.setattr(product_cut, "MOST_ROWS_APART", 16)
+    monkeypatch.setattr(matmul_tiles, "MAX_ROWS_APART", 16)
     x_PI = numbers(2, sum(COUNTS), NUM_IN)
     weight, exact = weights_of_groups(make_weight)
     few_rows = jnp.array([0, 20, 21])
 
     def of_rows(x_PI: jax.Array, *counts: int) -> np.ndarray:
-        return np.asarray(product_of(x_PI, weight, jnp.array(counts), result="float32"))
+        return np.asarray(matmul_of(x_PI, weight, jnp.array(counts), result="float32"))
 
     whole = of_rows(x_PI, *COUNTS)
     np.testing.assert_array_equal(of_rows(x_PI[few_rows], 1, 0, 2), whole[few_rows])
@@ -211,8 +211,8 @@ def experts_layer(routing: Routing):
 
 @pytest.mark.parametrize("routing", few(ROUTINGS, ["softmax"]))
 def test_a_token_has_the_same_bits_in_a_mixture_of_experts_among_any_others(routing, monkeypatch):
-    monkeypatch.setattr(product_cut, "MOST_ROWS_APART", 8)
-    monkeypatch.setattr(product_cut, "LEAST_TURNS", 1)
+    monkeypatch.setattr(matmul_tiles, "MAX_ROWS_APART", 8)
+    monkeypatch.setattr(matmul_tiles, "LEAST_TURNS", 1)
     run = experts_layer(ROUTINGS[routing])
     x_TD = numbers(3, 9, WIDTH)
     exact = make_layer_kernels(Backend("triton", interpret=True, batch_invariant=True))
@@ -225,7 +225,7 @@ def test_a_token_has_the_same_bits_in_a_mixture_of_experts_among_any_others(rout
 @pytest.mark.parametrize("transposed", few([False, True], [True]))
 def test_a_head_has_the_same_bits_in_a_product_by_head_among_any_tokens(transposed, monkeypatch):
     """Those of latent attention: in split programs, and in programs that go through all segments."""
-    monkeypatch.setattr(product_cut, "MOST_ROWS_APART", 64)
+    monkeypatch.setattr(matmul_tiles, "MAX_ROWS_APART", 64)
     num_heads = 3
     weight = numbers(1, num_heads, NUM_OUT, NUM_IN)
     x_TNI = numbers(2, 33, num_heads, NUM_IN)
@@ -234,7 +234,7 @@ def test_a_head_has_the_same_bits_in_a_product_by_head_among_any_tokens(transpos
         stored = weight.swapaxes(1, 2) if transposed else weight
         exact = make_layer_kernels(Backend("triton", interpret=True, batch_invariant=True))
         with TraceScope(exact).open():
-            return product_by_head(x_TNI, stored, transposed=transposed)
+            return matmul_by_head(x_TNI, stored, transposed=transposed)
 
     whole = of_tokens(x_TNI)
     np.testing.assert_array_equal(bits(of_tokens(x_TNI[:2])), bits(whole)[:2])
@@ -268,7 +268,7 @@ def test_segments_depend_on_the_weight_alone(num_groups, num_out, num_in, segmen
     shape = (num_groups, num_out)
     for code in (None, "int8", "int4"):
         cuts = [
-            product_cut.cut_by_weight((count, num_in), shape, "bfloat16", code, roomy=roomy)
+            matmul_tiles.cut_by_weight((count, num_in), shape, "bfloat16", code, roomy=roomy)
             for count in (1, 16, 17, 64, 129, 257, 4096)
             for roomy in (False, True)
         ]
@@ -337,7 +337,7 @@ def test_so_has_a_token_that_attends_to_latents(small_segments, monkeypatch):
 def check_kinds(case, monkeypatch, **options) -> None:
     """Decoded tokens have the bits of a chunk, which are near float64's; other segments are seen."""
     decoded = attend(case, [(place, place + 1) for place in PLACES], **options)
-    monkeypatch.setattr(triton, "MOST_OUTPUTS_APART", 3)  # a program goes through all segments
+    monkeypatch.setattr(triton, "MAX_OUTPUTS_APART", 3)  # a program goes through all segments
     verified = attend(case, [(0, 5), (5, 9), (9, 10)], **options)
     whole = attend(case, [(0, QUERIES)], **options)
     np.testing.assert_array_equal(decoded, whole[list(PLACES)])
@@ -425,8 +425,8 @@ def test_rows_are_what_the_layers_say():
         "layer norm": rows.layer_norm(x, scale, bias, 1e-5, 0.0, added, interpret=True)[1],
         "gate": rows.gate(x, "silu", interpret=True),
         "log sums": rows.log_sums(x, jnp.full(5, 2.0), interpret=True),
-        "odds": rows.odds(x, sigmoid=False, interpret=True),
-        "sigmoids": rows.odds(x, sigmoid=True, interpret=True),
+        "odds": rows.scores(x, sigmoid=False, interpret=True),
+        "sigmoids": rows.scores(x, sigmoid=True, interpret=True),
         "weighted sum": rows.weighted_sum(
             jnp.stack([x, added], axis=1), both[0][:, :2], interpret=True
         ),
@@ -446,9 +446,9 @@ def backwards(segments: Any, dtype: Any) -> jax.Array:
 def test_sums_of_segments_are_added_up_where_rows_are_read():
     """A norm, and a rotation with its writes, of sums: the bits of those of the rounded product."""
     x_TI, weight = numbers(2, 5, NUM_IN), numbers(1, NUM_OUT, NUM_IN)
-    y_TO, sums_ZTO = product_and_sums(x_TI, weight, backend="triton", interpret=True)
+    y_TO, sums_ZTO = matmul_and_sums(x_TI, weight, backend="triton", interpret=True)
     assert sums_ZTO is not None and sums_ZTO.shape == (4, 5, NUM_OUT)
-    np.testing.assert_array_equal(bits(y_TO), bits(product_of(x_TI, weight)))
+    np.testing.assert_array_equal(bits(y_TO), bits(matmul_of(x_TI, weight)))
     x_TO, scale_O = numbers(3, 5, NUM_OUT), numbers(4, NUM_OUT)
 
     def normed(added: jax.Array) -> list[np.ndarray]:
@@ -480,9 +480,9 @@ def test_neighbours_are_turned_as_by_complex_numbers():
     cos, sin = (jnp.asarray(each, jnp.float32) for each in (np.cos(angles), np.sin(angles)))
     got = np.asarray(rows.rotate_pairs(x_TNH, cos, sin, interpret=True))
     pairs = np.asarray(x_TNH, np.float64)
-    turned = (pairs[..., 0:8:2] + 1j * pairs[..., 1:8:2]) * np.exp(1j * angles)[:, None]
-    np.testing.assert_allclose(got[..., 0:8:2], turned.real, atol=1e-5)
-    np.testing.assert_allclose(got[..., 1:8:2], turned.imag, atol=1e-5)
+    rotated = (pairs[..., 0:8:2] + 1j * pairs[..., 1:8:2]) * np.exp(1j * angles)[:, None]
+    np.testing.assert_allclose(got[..., 0:8:2], rotated.real, atol=1e-5)
+    np.testing.assert_allclose(got[..., 1:8:2], rotated.imag, atol=1e-5)
     np.testing.assert_array_equal(got[..., 8:], x_TNH[..., 8:])
 
 
@@ -494,8 +494,8 @@ def test_queries_and_keys_are_turned_and_values_are_not():
     q, k, v = rows.split_and_rotate(x_TF, cos, sin, 1, head_dim, interpret=True)
     heads = np.asarray(x_TF, np.float64).reshape(3, 6, head_dim)
     pairs = heads[..., :num_pairs] + 1j * heads[..., num_pairs : 2 * num_pairs]
-    turned = pairs * np.exp(1j * angles)[:, None]
-    expected = np.concatenate([turned.real, turned.imag, heads[..., 2 * num_pairs :]], axis=-1)
+    rotated = pairs * np.exp(1j * angles)[:, None]
+    expected = np.concatenate([rotated.real, rotated.imag, heads[..., 2 * num_pairs :]], axis=-1)
     np.testing.assert_allclose(np.concatenate([q, k], axis=1), expected[:, :5], atol=1e-5)
     np.testing.assert_array_equal(v, x_TF.reshape(3, 6, head_dim)[:, 5:])
 
@@ -514,7 +514,7 @@ def updated_in_float64(
     return after, out
 
 
-@pytest.mark.parametrize("decays", [(1, 1), (24, 1), (24, 20)])
+@pytest.mark.parametrize("decays", [(1, 1), (24, 1), (1, 20), (24, 20)])
 @pytest.mark.parametrize("with_beta", [True, False])
 def test_states_are_updated_as_in_float64_and_alike_among_other_rows(
     decays, with_beta, monkeypatch
@@ -547,8 +547,8 @@ def test_a_convolution_is_added_up_in_the_order_of_its_places():
         want = (np.asarray(inputs, np.float64) * np.asarray(kernel, np.float64)).sum(1)
         want += 0 if added is None else np.asarray(added, np.float64)
         np.testing.assert_allclose(got, want, atol=1e-5, rtol=1e-5)
-        turned = state.convolve(inputs[::-1], kernel, added, interpret=True)
-        np.testing.assert_array_equal(turned, got[::-1])
+        rotated = state.convolve(inputs[::-1], kernel, added, interpret=True)
+        np.testing.assert_array_equal(rotated, got[::-1])
 
 
 def test_the_programs_of_a_state_depend_on_its_widths_alone(monkeypatch):

@@ -21,7 +21,7 @@ from jaxpage.models.registry import load_family
 from jaxpage.settings.engine_config import EngineConfig
 from pallas_kernels.compat import DescribedGPU, DescribedTPU, describe_gpu
 from pallas_kernels.triton import backend as triton_backend
-from pallas_kernels.triton import product_cut
+from pallas_kernels.triton import matmul_tiles
 from tests.support import tensor_core
 from tests.support.model_configs import config_json
 from tests.support.sweeps import few
@@ -230,8 +230,8 @@ def test_what_the_compiler_makes_of_steps_is_alike_in_every_bucket(model):
 def test_an_engine_answers_the_same_in_every_batch(model, monkeypatch):
     """Alone, together, in chunks and with drafts to the bit of log probabilities: by interpreted kernels with the sums of a tensor core."""
     monkeypatch.setattr(triton_backend, "dot", tensor_core.dot)
-    monkeypatch.setattr(product_cut, "LEAST_TURNS", 1)  # two segments of 128 inputs
-    monkeypatch.setattr(product_cut, "MOST_ROWS_APART", 16)
+    monkeypatch.setattr(matmul_tiles, "LEAST_TURNS", 1)  # two segments of 128 inputs
+    monkeypatch.setattr(matmul_tiles, "MAX_ROWS_APART", 16)
     config = MODELS[model] | {"hidden_size": 128, "intermediate_size": 128, "head_dim": 16}
     config |= {"num_hidden_layers": 1, "vocab_size": 128, "num_experts": 4}
     parameters = random_model(config, "bfloat16")

@@ -103,20 +103,20 @@ def run(client: Echo, source: Path, target: Path, window: int = 8) -> OutputFile
 @pytest.mark.parametrize("seed", range(4))
 def test_a_batch_that_is_killed_again_and_again_has_each_line_once(tmp_path, seed, monkeypatch):
     monkeypatch.setattr("jaxpage.serving.batches.running._FIRST_PAUSE_SECONDS", 0.001)
-    chance = random.Random(seed)
+    rng = random.Random(seed)
     source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     texts = [line(number) for number in range(40)]
     texts[11], texts[20], texts[21] = "{", line(3), ""  # no JSON, a name that is taken, and nothing
     source.write_text("\n".join(texts))
     requested: list[str] = []
     while True:
-        client = Echo(chance.randrange(1, 12))
+        client = Echo(rng.randrange(1, 12))
         try:
             output = run(client, source, target)
             break
         except EngineFailed:
             # a kill may cut off the line that is being written
-            torn = chance.choice([b"", b'{"id": "batch_re', b"\0\0"])
+            torn = rng.choice([b"", b'{"id": "batch_re', b"\0\0"])
             target.write_bytes(target.read_bytes() + torn)
         finally:
             requested += client.requested

@@ -130,14 +130,14 @@ def test_early_stopping_and_penalty_matter(models):
         BeamSearchParams(4, 14, penalty, early, stop_token_ids=MANY) for early, penalty in ways
     ]
     found = [[one.outputs for one in llm.generate(each, beam, use_tqdm=False)] for beam in beams]
-    telling = [
+    reporting = [
         (
             each[next(place for place in range(8) if found[0][place] != found[way][place])],
             beams[way],
         )
         for way in range(1, len(ways))
     ]
-    compare(model, llm, [(prompt, beam) for prompt, way in telling for beam in (beams[0], way)])
+    compare(model, llm, [(prompt, beam) for prompt, way in reporting for beam in (beams[0], way)])
 
 
 def test_a_prompt_that_fills_the_model(models):

@@ -371,29 +371,27 @@ def test_a_draw_that_is_none_ends_the_whole_search() -> None:
     ] * 3
 
 
-@pytest.mark.parametrize(
-    ("likeliest_logprob", "is_over"), [(-2.0, True), (-2.5, True), (-1.5, False)]
-)
+@pytest.mark.parametrize(("best_logprob", "is_over"), [(-2.0, True), (-2.5, True), (-1.5, False)])
 def test_a_search_ends_where_its_beams_can_only_draw_level(
-    likeliest_logprob: float, is_over: bool
+    best_logprob: float, is_over: bool
 ) -> None:
     """As in transformers: a beam that has exactly the score of the worst hypothesis that is kept does not replace it."""
     strategy = BeamStrategy(request_of(BeamSearchParams(2, length_penalty=0.0)), range(4), NoText)
     kept = [_Hypothesis(-1.0, 0), _Hypothesis(-2.0, 1)]
-    likeliest_beam = _Candidate(strategy._beams[0], TokenLogprobs(0, -1.0, 1), likeliest_logprob)
-    assert strategy._is_over(likeliest_beam, kept) == is_over
+    best_beam = _Candidate(strategy._beams[0], TokenLogprobs(0, -1.0, 1), best_logprob)
+    assert strategy._is_over(best_beam, kept) == is_over
 
 
-@pytest.mark.parametrize(("length_penalty", "likeliest_logprob"), [(0.5, -2.0), (-0.5, -1.4)])
+@pytest.mark.parametrize(("length_penalty", "best_logprob"), [(0.5, -2.0), (-0.5, -1.4)])
 def test_a_search_that_never_stops_early_looks_at_the_length_that_helps(
-    length_penalty: float, likeliest_logprob: float
+    length_penalty: float, best_logprob: float
 ) -> None:
     """With six tokens -2 / 6 ** 0.5 is above -1.5; a penalty below 0 makes the shortest beam the best: -1.4 now."""
     beam = BeamSearchParams(2, length_penalty=length_penalty, early_stopping="never")
     strategy = BeamStrategy(request_of(beam, max_tokens=6), range(4), NoText)
     strategy._num_tokens = 1
-    likeliest_beam = _Candidate(strategy._beams[0], TokenLogprobs(0, -1.0, 1), likeliest_logprob)
-    assert not strategy._is_over(likeliest_beam, [_Hypothesis(-1.0, 0), _Hypothesis(-1.5, 1)])
+    best_beam = _Candidate(strategy._beams[0], TokenLogprobs(0, -1.0, 1), best_logprob)
+    assert not strategy._is_over(best_beam, [_Hypothesis(-1.0, 0), _Hypothesis(-1.5, 1)])
 
 
 def test_beams_draw_together() -> None:

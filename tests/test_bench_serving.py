@@ -39,13 +39,13 @@ class FakeServer:
         assert self._ready.wait(30)
 
     @property
-    def most(self) -> int:
+    def maximum(self) -> int:
         """Requests at the same time, at most."""
-        now = most = 0
+        now = maximum = 0
         for what, _ in self.log:
             now += 1 if what == "begins" else -1
-            most = max(most, now)
-        return most
+            maximum = max(maximum, now)
+        return maximum
 
     def close(self) -> None:
         self._loop.call_soon_threadsafe(self._loop.stop)
@@ -369,7 +369,7 @@ def test_every_request_is_sent_and_counted(server, capsys, tmp_path):
 def test_no_more_requests_at_a_time_than_asked_for(server, capsys):
     server.together = 3
     bench(server, "--num-prompts", "12", "--max-concurrency", "3", "--model", "b", capsys=capsys)
-    assert server.most == 3 and server.bodies[-1]["model"] == "b"
+    assert server.maximum == 3 and server.bodies[-1]["model"] == "b"
 
 
 @pytest.mark.parametrize("whole", [False, True])

@@ -40,7 +40,7 @@ def test_the_effect_of_a_kv_cache_of_eight_bits(capsys):
 
 def test_steps_are_compared_with_what_the_machine_can_do(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("jaxpage.bench.ceilings.WIDTH", 64)
-    monkeypatch.setattr("jaxpage.bench.ceilings.PRODUCT_WIDTHS", (32, 64))
+    monkeypatch.setattr("jaxpage.bench.ceilings.MATMUL_WIDTHS", (32, 64))
     model, path = random_checkpoint(tmp_path / "llama", LLAMA), tmp_path / "result.json"
     words = [
         "bench",

@@ -280,13 +280,13 @@ def test_a_turn_of_the_loop_encodes_a_bounded_number_of_entries():
                 per_turn[turn] += number
 
         tick()
-        most = loop_turns.MAX_ENTRIES
-        sizes = [most // 2, most // 3, 1, 7, most - 1, 2 * most]
+        maximum = loop_turns.MAX_ENTRIES
+        sizes = [maximum // 2, maximum // 3, 1, 7, maximum - 1, 2 * maximum]
         await asyncio.gather(*(stream(size, 5) for size in sizes * 3))
         assert sum(per_turn.values()) == 3 * 5 * sum(sizes)
         # The next turn begins in the middle of a tick, so two turns may count as one.
-        assert max(per_turn.values()) <= 2 * most
-        assert len(per_turn) >= sum(per_turn.values()) // (2 * most)
+        assert max(per_turn.values()) <= 2 * maximum
+        assert len(per_turn) >= sum(per_turn.values()) // (2 * maximum)
 
     asyncio.run(main())
 
@@ -430,8 +430,8 @@ def test_no_call_encodes_many_values(monkeypatch):
     ]
     for answer in answers:
         parts = encoding.encode_parts(answer)
-        most, number = max(calls), len(calls)
-        assert number > 4 and most <= encoding.MAX_VALUES + 2
+        maximum, number = max(calls), len(calls)
+        assert number > 4 and maximum <= encoding.MAX_VALUES + 2
         calls.clear()
         assert b"".join(parts) == encoding.encode(answer)
         calls.clear()
@@ -594,10 +594,10 @@ def test_log_probabilities_of_outputs_have_a_limit(opens, fields, param):
     error = refused(opens, {**body, **fields}, context(limits=limits))
     assert (error.status, error.param) == (400, param)
     assert "at most 60000 are allowed: ask for max_tokens of at most" in error.message
-    longest = int(error.message.rpartition(" ")[2])
+    max_length = int(error.message.rpartition(" ")[2])
     length = "max_completion_tokens" if "max_completion_tokens" in fields else "max_tokens"
-    fits = opens({**body, **fields, length: longest}, context(limits=limits))
-    assert fits.prompts[0].params.max_tokens == longest
+    fits = opens({**body, **fields, length: max_length}, context(limits=limits))
+    assert fits.prompts[0].params.max_tokens == max_length
 
 
 def test_an_output_without_a_length_gets_the_room_that_there_is():

@@ -213,10 +213,10 @@ def test_the_largest_pool_in_so_many_bytes(first, windows, num_bytes):
             num_blocks=0,
             max_model_len=64,
         ),
-        windows=tuple(WindowBlocks(8, size, 1, most) for size, most in windows),
+        windows=tuple(WindowBlocks(8, size, 1, maximum) for size, maximum in windows),
     )
     sizes = [
-        num * first + sum(min(num, 1 + most) * size for size, most in windows)
+        num * first + sum(min(num, 1 + maximum) * size for size, maximum in windows)
         for num in range(num_bytes // first + 2)
     ]
     assert [plan.bytes_of(num) for num in range(len(sizes))] == sizes

@@ -37,10 +37,10 @@ FIRST = [f"{module.replace('_', '-')}-{next(iter(forms))}" for module, forms in 
 
 def other_values(config: Config) -> Iterator[tuple[str, Any]]:
     """Yields every field of the class that is no size, with a value that it does not have."""
-    chance = random.Random(1)
+    rng = random.Random(1)
     for field, default in class_fields(config["model_type"]).items():
         given = config.get(field, default)
-        drawn = (random_value(chance, field, given, config) for _ in range(20))
+        drawn = (random_value(rng, field, given, config) for _ in range(20))
         value = ROPE if field == "rope_parameters" else next((v for v in drawn if v != given), None)
         if field not in KEPT and value is not None:
             yield field, value

@@ -22,7 +22,7 @@ import pytest
 from jaxpage import SamplingParams
 from jaxpage.device.hardware.backends import choose_backend
 from jaxpage.errors import UnsupportedError
-from jaxpage.layers.product import multiply_rounded
+from jaxpage.layers.matmul import multiply_rounded
 from pallas_kernels import (
     SETS,
     Arguments,
@@ -32,7 +32,7 @@ from pallas_kernels import (
     copy_blocks,
     numbers,
     paged_attention,
-    quantized_product,
+    quantized_matmul,
     write_and_attend,
 )
 from pallas_kernels.cpu import build, library, packed
@@ -49,7 +49,7 @@ PAGES = {
     "int8": "float32",
     "uint8": "bfloat16",
 }  # and queries
-BLOCK_SIZE, LONGEST = 8, 41  # so many query tokens of a row are computed some at once
+BLOCK_SIZE, MAX_LENGTH = 8, 41  # so many query tokens of a row are computed some at once
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -71,7 +71,7 @@ def step(
     **options: Any,
 ) -> tuple[Any, ...]:
     """What a set makes of a step of rows behind 5, 70, 0, 130, ... positions, and the pages; slot 0 takes padding."""
-    queries = [5, 1, 3, LONGEST] * (num_rows // 4)
+    queries = [5, 1, 3, MAX_LENGTH] * (num_rows // 4)
     contexts = [
         before + new for before, new in zip([5, 70, 0, 130] * (num_rows // 4), queries, strict=True)
     ]
@@ -100,7 +100,7 @@ def step(
     else:
         pages = [page.astype(page_dtype) for page in pages]
     if tree:  # the first token has two children, and the others follow the second
-        mask = np.zeros((num_tokens, LONGEST), bool)
+        mask = np.zeros((num_tokens, MAX_LENGTH), bool)
         for start, count in zip(np.cumsum([0, *queries[:-1]]), queries, strict=True):
             for place in range(count):
                 mask[start + place, : place + 1] = True
@@ -128,7 +128,7 @@ def step(
             context_len_B=context,
             query_start=start,
             options=AttentionOptions(**{"scale": 6.4 / width, **options}),
-            max_query_len=LONGEST,
+            max_query_len=MAX_LENGTH,
             **scales,
         )
         return write_and_attend(k, v, slots, arguments, backend=backend)
@@ -201,7 +201,7 @@ def test_a_row_has_its_bits_among_any_others(page_dtype: str, options: dict[str,
     """With all key/value heads in one unit of work, or some in each."""
     shape: dict[str, Any] = {"heads": (6, 6), "width": 64, "num_rows": 32, **options}
     together, _ = step("cpu", page_dtype, **shape)
-    queries, start = [5, 1, 3, LONGEST] * 8, 0
+    queries, start = [5, 1, 3, MAX_LENGTH] * 8, 0
     for row, count in enumerate(queries):
         if row % 5 == 0:
             alone, _ = step("cpu", page_dtype, **shape, only=row)
@@ -216,8 +216,8 @@ def test_one_call_gives_a_token_its_bits_in_a_chunk_and_alone(dtype: str, block_
     before, bad = 130, 20
     case = make_case(
         7,
-        [before + LONGEST],
-        [LONGEST],
+        [before + MAX_LENGTH],
+        [MAX_LENGTH],
         heads=(6, 2),
         width=64,
         block_size=block_size,
@@ -231,12 +231,12 @@ def test_one_call_gives_a_token_its_bits_in_a_chunk_and_alone(dtype: str, block_
     def attend(q_TNH: np.ndarray, context: int) -> np.ndarray:
         arguments = (q_TNH, *case.arrays[1:4], np.array([context]), np.array([0, len(q_TNH)]))
         return np.asarray(
-            paged_attention(*arguments, backend="cpu", max_query_len=LONGEST, scale=0.125), float
+            paged_attention(*arguments, backend="cpu", max_query_len=MAX_LENGTH, scale=0.125), float
         )
 
-    together = attend(case.q_TNH, before + LONGEST)
+    together = attend(case.q_TNH, before + MAX_LENGTH)
     assert np.isfinite(together[:bad]).all() and not np.isfinite(together[bad:, 3:, 3]).any()
-    for token in (0, 7, bad - 1, bad, LONGEST - 1):
+    for token in (0, 7, bad - 1, bad, MAX_LENGTH - 1):
         alone = attend(case.q_TNH[token : token + 1], before + token + 1)
         np.testing.assert_array_equal(alone[0], together[token])
 
@@ -314,17 +314,17 @@ def test_one_call_multiplies_by_a_quantised_weight(code: str, groups: str) -> No
     x = np.random.default_rng(6).standard_normal((11, 80)).astype(np.float32)
     in_panels, num_out = packed.pack_quantized(weight), len(exact)
 
-    def product(x: Any, result: str = "float32") -> Any:
+    def matmul(x: Any, result: str = "float32") -> Any:
         return np.asarray(packed.multiply_quantized(x, in_panels, num_out, result=result))
 
-    together = product(x)
+    together = matmul(x)
     tolerance = 1e-5 * np.abs(exact).max()
     np.testing.assert_allclose(together, x @ exact.T, atol=tolerance, rtol=1e-5)
     for count in (1, 2, 3, 4, 5, 8):
-        np.testing.assert_array_equal(product(x[-count:]), together[-count:])
-    by_definition = quantized_product(jnp.asarray(x), weight, backend="reference")
+        np.testing.assert_array_equal(matmul(x[-count:]), together[-count:])
+    by_definition = quantized_matmul(jnp.asarray(x), weight, backend="reference")
     np.testing.assert_allclose(np.asarray(by_definition), x @ exact.T, atol=tolerance, rtol=1e-5)
-    assert np.array_equal(product(x, "bfloat16"), together.astype("bfloat16"))
+    assert np.array_equal(matmul(x, "bfloat16"), together.astype("bfloat16"))
     rows = packed.read_quantized_rows(on_device(in_panels), np.array([2, 0]))
     np.testing.assert_allclose(numbers(rows), exact[[2, 0]], rtol=1e-5, atol=tolerance)
 
@@ -343,20 +343,20 @@ def test_one_call_multiplies_rows_of_bfloat16_by_codes(
     x = jnp.asarray(np.random.default_rng(6).standard_normal((40, 80)), jnp.bfloat16)
     in_panels, num_out = packed.pack_quantized(weight), len(exact)
 
-    def product(x: Any) -> Any:
+    def matmul(x: Any) -> Any:
         return np.asarray(
             packed.multiply_quantized(
                 x, in_panels, num_out, result="float32", instructions=instructions
             )
         )
 
-    together = product(x)
+    together = matmul(x)
     wanted = np.asarray(x).astype(np.float64) @ exact.T
     # What is lost has the size of the terms, of which zeros take away a part.
     size = np.abs(np.asarray(x).astype(np.float64)) @ np.abs(exact.T) + 16 * np.abs(exact).max()
     assert (np.abs(together - wanted) <= 1e-6 * size).all()
     for count in (1, 2, 5, 12, 13, 17):
-        np.testing.assert_array_equal(product(x[-count:]), together[-count:])
+        np.testing.assert_array_equal(matmul(x[-count:]), together[-count:])
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -396,7 +396,7 @@ def test_one_call_rounds_rows_and_multiplies_by_panels(num_in: int, instructions
     values = rng.integers(-128, 128, (190, num_in)).astype(np.int8)
     scale = rng.uniform(0.5, 2, 190).astype(np.float32)
 
-    def product(x: Any) -> Any:
+    def matmul(x: Any) -> Any:
         return np.asarray(
             packed.multiply_packed(
                 x,
@@ -408,7 +408,7 @@ def test_one_call_rounds_rows_and_multiplies_by_panels(num_in: int, instructions
             )
         )
 
-    together = product(x)
+    together = matmul(x)
     assert np.isnan(together[2]).all() and not together[:2].any()
     largest = np.abs(x[4:]).max(axis=1, keepdims=True) * np.float32(1 / 127)
     rounded = np.round(x[4:] * (1 / largest)).astype(np.int64)
@@ -417,7 +417,7 @@ def test_one_call_rounds_rows_and_multiplies_by_panels(num_in: int, instructions
     xla_sums, xla_scale = jax.jit(multiply_rounded)(x, values)
     np.testing.assert_array_equal(together, np.float32(xla_sums) * xla_scale * scale)
     for count in (1, 2, 5, 7):
-        np.testing.assert_array_equal(product(x[8 - count : 8]), together[8 - count : 8])
+        np.testing.assert_array_equal(matmul(x[8 - count : 8]), together[8 - count : 8])
 
 
 @pytest.mark.parametrize(
@@ -469,17 +469,17 @@ def test_one_call_multiplies_any_number_of_rows_by_panels(
     ids = np.array([0, num_out - 1, num_out // 2])
     np.testing.assert_array_equal(packed.rows_of_panels(jnp.asarray(panels), ids, num_in), w[ids])
 
-    def product(x: Any, result: str = "float32") -> Any:
+    def matmul(x: Any, result: str = "float32") -> Any:
         return np.asarray(
             packed.multiply_packed(x, panels, num_out, result=result, instructions=instructions)
         )
 
-    together = product(x)
+    together = matmul(x)
     exact = np.asarray(x, np.float64) @ np.asarray(w, np.float64).T
     np.testing.assert_allclose(together, exact, atol=1e-4, rtol=1e-5)
-    np.testing.assert_array_equal(product(x, "bfloat16"), together.astype("bfloat16"))
+    np.testing.assert_array_equal(matmul(x, "bfloat16"), together.astype("bfloat16"))
     for count in (0, 1, 2, 3, 4, 5, 6, 7, 97):
-        np.testing.assert_array_equal(product(x[len(x) - count :]), together[len(x) - count :])
+        np.testing.assert_array_equal(matmul(x[len(x) - count :]), together[len(x) - count :])
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -21,7 +21,7 @@ from jaxpage.layers.packed import PackedLinear
 from jaxpage.layers.rope import Rope
 from jaxpage.layers.trace_scope import LayerKernels, TraceScope
 from pallas_kernels.cpu import library, packed, rows
-from pallas_kernels.cpu.both_ways import attend_both_ways
+from pallas_kernels.cpu.bidirectional import attend_bidirectional
 from tests.support.sweeps import few
 
 # 300 rows are shared among threads; the other widths do not fill their last vector.
@@ -213,7 +213,7 @@ def test_one_call_attends_both_ways(heads: tuple[int, int], width: int, reach: i
 
     def call(places: Any) -> np.ndarray:
         arrays = (jnp.asarray(each[places]) for each in (q, k, v, segment))
-        return np.asarray(attend_both_ways(*arrays, scale=0.05, reach=reach))
+        return np.asarray(attend_bidirectional(*arrays, scale=0.05, reach=reach))
 
     found = call(slice(None))
     assert not found[segment < 0].any()
@@ -231,10 +231,10 @@ def test_one_call_attends_with_a_score_that_no_other_comes_near() -> None:
     k = q * np.where(np.arange(40) % 20 == 3, 1e4, -1e4).astype(np.float32)[:, None, None]
     v = numbers("float32", 40, 1, 16)
     segment = jnp.repeat(jnp.arange(2), 20)
-    found = np.asarray(attend_both_ways(jnp.asarray(q), jnp.asarray(k), v, segment, scale=1.0))
+    found = np.asarray(attend_bidirectional(jnp.asarray(q), jnp.asarray(k), v, segment, scale=1.0))
     np.testing.assert_array_equal(found, np.asarray(v)[np.repeat([3, 23], 20)])
     q[25] = np.nan
-    found = np.asarray(attend_both_ways(jnp.asarray(q), jnp.asarray(k), v, segment, scale=1.0))
+    found = np.asarray(attend_bidirectional(jnp.asarray(q), jnp.asarray(k), v, segment, scale=1.0))
     assert np.isnan(found).any(axis=(1, 2)).nonzero()[0].tolist() == [25]
 
 
@@ -282,8 +282,8 @@ def test_shapes_that_do_not_fit_are_refused() -> None:
         lambda: rows.layer_norm(one, jnp.ones(7), None, 1e-5, 0.0),
         lambda: rows.layer_norm(one, jnp.ones(8), jnp.ones(9), 1e-5, 0.0),
         lambda: rows.layer_norm(one, None, None, 1e-5, 0.0, jnp.ones((1, 8))),
-        lambda: attend_both_ways(*3 * [one[:, None]], jnp.zeros(2, int), scale=1.0),
-        lambda: attend_both_ways(*3 * [jnp.ones((2, 3, 16))], jnp.zeros(3, int), scale=1.0),
+        lambda: attend_bidirectional(*3 * [one[:, None]], jnp.zeros(2, int), scale=1.0),
+        lambda: attend_bidirectional(*3 * [jnp.ones((2, 3, 16))], jnp.zeros(3, int), scale=1.0),
     ):
         with pytest.raises(Exception, match="do not fit|no kernel for rows of these types"):
             jax.block_until_ready(call())

@@ -33,16 +33,16 @@ PIECES = [
     (BYTES[0xFF],),
     END,
 ]
-MOST_AT_ONCE = 24  # tokens
+MAX_AT_ONCE = 24  # tokens
 
 
 class Counting(StreamDetokenizer):
     """Knows how many tokens were decoded at once, at most."""
 
-    most = 0
+    maximum = 0
 
     def _decode(self, token_ids: list[int]) -> str:
-        self.most = max(self.most, len(token_ids))
+        self.maximum = max(self.maximum, len(token_ids))
         return super()._decode(token_ids)
 
 
@@ -63,7 +63,7 @@ def test_the_text_is_the_tokenizers_and_the_window_has_an_end(pieces):
     stream = Counting(TOKENIZER, (), skip_special_tokens=True)
     text = "".join([stream.push(token_id) for token_id in token_ids])
     assert text + stream.flush() == TOKENIZER.decode(token_ids, skip_special_tokens=True)
-    assert stream.most <= MOST_AT_ONCE
+    assert stream.maximum <= MAX_AT_ONCE
 
 
 @pytest.mark.parametrize(
@@ -77,7 +77,7 @@ def test_a_thousand_of_them_are_shown_as_they_come(piece, skip):
     assert (
         len(whole) - len(shown) <= 3 and whole.startswith(shown) and shown + stream.flush() == whole
     )
-    assert stream.most <= MOST_AT_ONCE
+    assert stream.maximum <= MAX_AT_ONCE
 
 
 def of_vocabulary(texts: list[str], decoder: Any, added: list[str]) -> PreTrainedTokenizerFast:

@@ -21,10 +21,10 @@ from jaxpage.device.hardware.backends import Backend
 from jaxpage.device.inputs.buckets import Bucket
 from jaxpage.device.sampler import PROCESSED_AT_ONCE
 from jaxpage.layers import norms
-from pallas_kernels import batch_invariant_product
+from pallas_kernels import batch_invariant_matmul
 from pallas_kernels.sets import fa3, triton
 from pallas_kernels.triton import backend as triton_backend
-from pallas_kernels.triton import product_cut
+from pallas_kernels.triton import matmul_tiles
 from tests.support.sweeps import few
 from tools.lab.kernel_lab.inspection import (
     Findings,
@@ -39,13 +39,13 @@ from tools.lab.kernel_lab.inspection.compiled_cases import (
     Case,
     attention_case,
     copy_case,
-    product_case,
+    matmul_case,
     rotation_case,
     selection_case,
     write_case,
 )
 from tools.lab.kernel_lab.kernel_cases import shape_of_spec
-from tools.lab.kernel_lab.specs import PRODUCTS, find
+from tools.lab.kernel_lab.specs import MATMULS, find
 from tools.step_shapes import BUCKETS, LLAMA_3_8B, step_shapes
 
 reason = unavailable()
@@ -189,7 +189,7 @@ def test_attention_over_quantised_pages_keeps_its_sums_in_registers(page_dtype, 
 @pytest.mark.parametrize(
     "name",
     few(
-        [spec.name for spec in PRODUCTS],
+        [spec.name for spec in MATMULS],
         [
             "qwen3-30b-a3b experts, 64 tokens",
             "llama-3-8b gate_up, 16 tokens, int4",
@@ -198,9 +198,9 @@ def test_attention_over_quantised_pages_keeps_its_sums_in_registers(page_dtype, 
 )
 def test_a_product_is_one_launch_that_makes_no_weight(name):
     """Temporary are inputs of two halves, and the sums of splits."""
-    spec = next(spec for spec in PRODUCTS if spec.name == name)
-    found = compiled_case(product_case(spec))
-    assert found.calls == {"grouped_product": 1} and found.spilled_bytes == 0
+    spec = next(spec for spec in MATMULS if spec.name == name)
+    found = compiled_case(matmul_case(spec))
+    assert found.calls == {"grouped_matmul": 1} and found.spilled_bytes == 0
     assert found.temporary_bytes < spec.weight_bytes / 10
     (main,) = found.kernels
     if sass.disassembler() is not None:
@@ -236,9 +236,9 @@ def test_a_product_in_one_order_adds_outside_the_tensor_core_at_the_ends_of_segm
     if sass.disassembler() is None:
         pytest.skip("no nvdisasm: pip install triton")
     arrays = [jax.ShapeDtypeStruct(shape, dtype) for shape in ((rows, weight[1]), weight)]
-    found = inspect(compile_for(jax.jit(batch_invariant_product), *arrays))
-    (main,) = (kernel for kernel in found.kernels if kernel.name == "grouped_product")
-    cut = product_cut.cut_by_weight(arrays[0].shape, (1, weight[0]), dtype, None, roomy=True)
+    found = inspect(compile_for(jax.jit(batch_invariant_matmul), *arrays))
+    (main,) = (kernel for kernel in found.kernels if kernel.name == "grouped_matmul")
+    cut = matmul_tiles.cut_by_weight(arrays[0].shape, (1, weight[0]), dtype, None, roomy=True)
     sums_of_a_thread = cut.rows * cut.cols // (main.threads or 0)
     instructions = sass.opcodes(main.image)
     additions = sass.count(instructions, "FADD") + sass.count(instructions, "FFMA")
@@ -291,9 +291,9 @@ def test_queries_and_keys_are_rotated_and_written_in_one_launch(case):
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize(("batch_invariant", "most"), [(False, 13), (True, 10)])
+@pytest.mark.parametrize(("batch_invariant", "maximum"), [(False, 13), (True, 10)])
 @pytest.mark.parametrize("num_rows", [2, 16])
-def test_a_layer_has_few_launches(num_rows, batch_invariant, most):
+def test_a_layer_has_few_launches(num_rows, batch_invariant, maximum):
     """Of 8B: attention is two of them, and in plain products a sum of split inputs may be one more."""
     bucket = Bucket(num_rows, num_rows, 1)
     numbers = []
@@ -304,7 +304,7 @@ def test_a_layer_has_few_launches(num_rows, batch_invariant, most):
             shapes.step, *shapes.arguments, options=compiler_options("gpu")
         )
         numbers.append(inspect(compiled).num_launches)
-    assert numbers[1] - numbers[0] <= most
+    assert numbers[1] - numbers[0] <= maximum
 
 
 def test_selection_keeps_its_sums_in_registers():
@@ -423,7 +423,7 @@ def test_attention_fits_the_card(gpu, call, heads, page_dtype):
     ("gpu", "name"),
     few(
         itertools.product(
-            WITHOUT_FP8, [spec.name for spec in PRODUCTS if spec.code in ("fp8", "fp4")]
+            WITHOUT_FP8, [spec.name for spec in MATMULS if spec.code in ("fp8", "fp4")]
         ),
         [("rtx3090", "llama-3-8b down, 16 tokens, fp8")],
     ),
@@ -431,9 +431,9 @@ def test_attention_fits_the_card(gpu, call, heads, page_dtype):
 def test_a_product_of_fp8_is_compiled_for_a_card_that_does_not_convert_it(
     gpu: str, name: str
 ) -> None:
-    case = product_case(next(spec for spec in PRODUCTS if spec.name == name))
+    case = matmul_case(next(spec for spec in MATMULS if spec.name == name))
     found = inspect(compile_for(case.function, *case.arguments, gpu=gpu))
-    assert found.calls == {"grouped_product": 1} and found.spilled_bytes == 0
+    assert found.calls == {"grouped_matmul": 1} and found.spilled_bytes == 0
     assert all((kernel.shared_bytes or 0) <= CARDS[gpu] for kernel in found.kernels)
 
 
@@ -587,9 +587,9 @@ def test_a_kernel_that_spills_is_found():
     def square(x_ref: Any, out_ref: Any) -> None:
         row, middle, column = jnp.arange(128)[:, None], jnp.arange(32), jnp.arange(128)[None, :]
         left = triton_backend.load(x_ref.at[row, middle[None, :]])
-        product = triton_backend.dot(left, triton_backend.load(x_ref.at[middle[:, None], column]))
+        matmul = triton_backend.dot(left, triton_backend.load(x_ref.at[middle[:, None], column]))
         triton_backend.store(
-            out_ref.at[row, column], product.astype(left.dtype)
+            out_ref.at[row, column], matmul.astype(left.dtype)
         )  # 512 sums for each thread of one warp
 
     x = jax.ShapeDtypeStruct((128, 128), jnp.bfloat16)

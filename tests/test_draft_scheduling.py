@@ -24,7 +24,7 @@ from tests.support.fake_device import NUM_TOKEN_IDS, Driver, FakeDevice, alone, 
 from tests.support.sweeps import few
 from tests.test_scheduler import STATE_MACHINE, Scheduling, Searching, make_driver, mistaken_machine
 
-MOST_DRAFTS = 9
+MAX_DRAFTS = 9
 
 
 class Guesses:
@@ -44,7 +44,7 @@ class Guesses:
             for sequence in group.unfinished:
                 if self.rng.random() < 0.8:
                     future = [] if group.request.beam else self.future(group.request, sequence)
-                    num_drafts = self.rng.randrange(1, MOST_DRAFTS)
+                    num_drafts = self.rng.randrange(1, MAX_DRAFTS)
                     drafts[sequence.sequence_id] = random_draft(
                         self.rng, future, num_drafts, NUM_TOKEN_IDS, branches=self.branches
                     )

@@ -258,9 +258,11 @@ def assert_as_the_reference(
 ) -> None:
     options = llm._engine.runner.executables.options.drafter
     assert options is not None and drafts
-    most = llm.spec.config.speculative_config.num_speculative_tokens
+    maximum = llm.spec.config.speculative_config.num_speculative_tokens
     for known, draft in drafts:
-        paths = reference.paths(known, options.shape.num_levels, options.shape.num_branches, most)
+        paths = reference.paths(
+            known, options.shape.num_levels, options.shape.num_branches, maximum
+        )
         assert [draft.path(index) for index in range(len(draft.parents))] == paths
 
 
@@ -329,7 +331,7 @@ def test_found_prefixes_and_samples_of_one_prompt_are_drafted_for(tight, referen
 
 
 def simulated(
-    reference: Reference, prompt: list[int], text: list[int], most: int, gap: int | None = None
+    reference: Reference, prompt: list[int], text: list[int], maximum: int, gap: int | None = None
 ) -> tuple[int, int]:
     """How many drafts of a request are verified and how many accepted: chains behind each token but those that are drafts themselves.
 
@@ -337,11 +339,11 @@ def simulated(
     """
     whole, place = (*prompt, *text), len(prompt) + 1
     drafted = accepted = 0
-    while (room := min(most, len(whole) - place - 1)) > 0:
+    while (room := min(maximum, len(whole) - place - 1)) > 0:
         if place == gap:
             place += 1
             continue
-        path = reference.paths(whole[:place], most, 1, most)[-1][:room]
+        path = reference.paths(whole[:place], maximum, 1, maximum)[-1][:room]
         pairs = zip(path, whole[place:], strict=False)
         right = len([*itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)])
         drafted, accepted, place = drafted + room, accepted + right, place + right + 1

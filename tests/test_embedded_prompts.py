@@ -360,7 +360,7 @@ def test_contents_have_words_of_their_own(first, second):
 @given(st.lists(_NUMBERS, min_size=1, max_size=20), st.integers(0, 1), st.integers(0, 20))
 def test_digests_do_not_depend_on_when_they_are_made(numbers, num_following, first):
     index = PrefixIndex(2, num_following=num_following)
-    most = max(0, (len(numbers) - num_following) // 2)
-    at_once = index.extend([], numbers, "salt", most)
-    bit_by_bit = index.extend([], numbers, "salt", min(first, most))
-    assert index.extend(bit_by_bit, numbers, "salt", most) == at_once
+    maximum = max(0, (len(numbers) - num_following) // 2)
+    at_once = index.extend([], numbers, "salt", maximum)
+    bit_by_bit = index.extend([], numbers, "salt", min(first, maximum))
+    assert index.extend(bit_by_bit, numbers, "salt", maximum) == at_once

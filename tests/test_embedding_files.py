@@ -113,14 +113,14 @@ def applied(layer: Any, x: np.ndarray) -> np.ndarray:
     if layer == "Dropout":
         return x
     config, tensors = layer
-    product = tensors["linear.weight"].astype(float) @ x + tensors.get("linear.bias", 0.0)
+    matmul = tensors["linear.weight"].astype(float) @ x + tensors.get("linear.bias", 0.0)
     out = {
-        "Tanh": np.tanh(product),
-        "Identity": product,
-        "ReLU": np.maximum(product, 0),
-        "Sigmoid": 1 / (1 + np.exp(-product)),
-        "SiLU": product / (1 + np.exp(-product)),
-        "GELU": np.array([0.5 * v * (1 + math.erf(v / math.sqrt(2))) for v in product]),
+        "Tanh": np.tanh(matmul),
+        "Identity": matmul,
+        "ReLU": np.maximum(matmul, 0),
+        "Sigmoid": 1 / (1 + np.exp(-matmul)),
+        "SiLU": matmul / (1 + np.exp(-matmul)),
+        "GELU": np.array([0.5 * v * (1 + math.erf(v / math.sqrt(2))) for v in matmul]),
     }[config["activation_function"].rpartition(".")[2]]
     if config.get("use_residual"):
         out = out + tensors.get("residual.weight", np.eye(len(x))) @ x

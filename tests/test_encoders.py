@@ -194,44 +194,46 @@ def check_scores(directory: Path, model: Any) -> None:
 )
 @settings(max_examples=60, deadline=None)
 def test_a_prompt_is_cut_as_by_the_tokenizer(
-    first: list[str], second: list[str] | None, most: int, side: Any
+    first: list[str], second: list[str] | None, maximum: int, side: Any
 ) -> None:
     """Of transformers, by which sentence-transformers cuts."""
     texts = (" ".join(first), *([] if second is None else [" ".join(second)]))
     oracle = word_tokenizer()
     oracle.truncation_side = side
-    expected = oracle(*texts, truncation=True, max_length=most)
+    expected = oracle(*texts, truncation=True, max_length=maximum)
     types = expected["token_type_ids"]
     for tokenizer, cut in ((word_tokenizer(), side), (oracle, None)):
-        found = encode(tokenizer, *texts, truncation=Truncation(most, cut))
+        found = encode(tokenizer, *texts, truncation=Truncation(maximum, cut))
         assert list(found.token_ids) == expected["input_ids"]
         if second is not None:
             assert found.second_text == (types.index(1) if 1 in types else None)
 
 
-@pytest.mark.parametrize("most", [7, -1])
-def test_a_text_that_is_too_long_is_cut_where_a_call_asks(saved: Any, llm: LLM, most: int) -> None:
+@pytest.mark.parametrize("maximum", [7, -1])
+def test_a_text_that_is_too_long_is_cut_where_a_call_asks(
+    saved: Any, llm: LLM, maximum: int
+) -> None:
     long = " ".join(["the cat , a dog"] * POSITIONS)
     tokenizer = word_tokenizer()
-    length = POSITIONS if most == -1 else most
+    length = POSITIONS if maximum == -1 else maximum
     ids = tokenizer(long, truncation=True, max_length=length)["input_ids"]
     found = llm.embed(
         [long, "a dog", ids + [9] * 300],
         pooling="mean",
         normalize=False,
-        truncate_prompt_tokens=most,
+        truncate_prompt_tokens=maximum,
         use_tqdm=False,
     )
     for vector, text in zip(found, (ids, tokenizer("a dog")["input_ids"], ids), strict=True):
         np.testing.assert_allclose(vector, states_of(saved[1], text).mean(axis=0), atol=1e-5)
-    ranked = llm.rerank(long, [long, "a dog"], truncate_prompt_tokens=most)
+    ranked = llm.rerank(long, [long, "a dog"], truncate_prompt_tokens=maximum)
     assert ranked[0].index == 0 and abs(ranked[0].relevance_score - 1) < 1e-6
 
 
 def test_what_cannot_be_cut_is_refused(llm: LLM, ranker: tuple[LLM, Any]) -> None:
-    for most in (0, -2, 129, True, 2.0, "7"):
+    for maximum in (0, -2, 129, True, 2.0, "7"):
         with pytest.raises(ValueError, match=r"must be 1 to 128 \(max_model_len\), or -1"):
-            llm.embed("the", truncate_prompt_tokens=most, use_tqdm=False)  # type: ignore[arg-type]
+            llm.embed("the", truncate_prompt_tokens=maximum, use_tqdm=False)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="=2 leaves no room .* adds 2 special tokens"):
         llm.embed("the cat", truncate_prompt_tokens=2, use_tqdm=False)
     with pytest.raises(ValueError, match="=4 leaves no room .* adds 3 special tokens"):
@@ -242,21 +244,21 @@ def test_what_cannot_be_cut_is_refused(llm: LLM, ranker: tuple[LLM, Any]) -> Non
         llm.score([5], [6], truncate_prompt_tokens=1)
 
 
-@pytest.mark.parametrize("most", [None, 12])
-def test_pairs_are_scored_as_by_transformers(ranker: tuple[LLM, Any], most: int | None) -> None:
+@pytest.mark.parametrize("maximum", [None, 12])
+def test_pairs_are_scored_as_by_transformers(ranker: tuple[LLM, Any], maximum: int | None) -> None:
     llm, model = ranker
     queries = ["the cat", QUERY, "a dog is here", "find"]
-    found = llm.score(queries, DOCUMENTS, truncate_prompt_tokens=most)
+    found = llm.score(queries, DOCUMENTS, truncate_prompt_tokens=maximum)
     tokenizer = word_tokenizer()
     for score, query, document in zip(found, queries, DOCUMENTS, strict=True):
-        cut = {} if most is None else {"truncation": True, "max_length": most}
+        cut = {} if maximum is None else {"truncation": True, "max_length": maximum}
         inputs = tokenizer(query, document, return_tensors="pt", **cut)
         with torch.no_grad():
             expected = float(model(**inputs).logits[0, 0].double().sigmoid())
         assert abs(score - expected) < 1e-5
-    ranked = llm.rerank(QUERY, DOCUMENTS, truncate_prompt_tokens=most)
+    ranked = llm.rerank(QUERY, DOCUMENTS, truncate_prompt_tokens=maximum)
     by_place = {result.index: result.relevance_score for result in ranked}
-    scores = llm.score(QUERY, DOCUMENTS, truncate_prompt_tokens=most)
+    scores = llm.score(QUERY, DOCUMENTS, truncate_prompt_tokens=maximum)
     assert scores == [by_place[index] for index in range(4)]
     with pytest.raises(ValueError, match="2 texts and 3 make no pairs"):
         llm.score(["a", "b"], ["a", "b", "c"])

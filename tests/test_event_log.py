@@ -1035,7 +1035,7 @@ def test_an_arrival_that_makes_no_sense_is_refused(
 # ---- every history
 
 
-class Chances:
+class Probabilities:
     """A runner without a device. What it draws depends on all that a step is given, block tables included."""
 
     def run(self, batch: Any) -> StepResult:
@@ -1048,8 +1048,8 @@ class Chances:
             result, scored=self.results(rng, batch.num_scored, 0) if batch.num_scored else None
         )
 
-    def results(self, rng: np.random.Generator, count: int, least: int) -> StepResult:
-        token_ids = rng.integers(least, 257, count).astype(np.int32)
+    def results(self, rng: np.random.Generator, count: int, minimum: int) -> StepResult:
+        token_ids = rng.integers(minimum, 257, count).astype(np.int32)
         floats = rng.standard_normal((count, 21), np.float32)
         return StepResult(
             token_ids, floats[:, 0], token_ids, np.tile(token_ids[:, None], 20), floats[:, 1:]
@@ -1146,11 +1146,11 @@ def test_every_history_can_be_replayed_and_every_number_counts(
     logging.disable(logging.CRITICAL)
     try:
         path = tmp_path_factory.mktemp("history") / "a.jsonl"
-        engine = new_engine(llm, Chances())
+        engine = new_engine(llm, Probabilities())
         engine.events = log = EventLog(path, HEADER)
         act(engine, actions)
         log.closed()
-        report = replayed(llm, path, Chances())
+        report = replayed(llm, path, Probabilities())
         assert report.difference is None and report.ending is None
 
         records = records_of(path)
@@ -1168,7 +1168,9 @@ def test_every_history_can_be_replayed_and_every_number_counts(
             target = target[key]
         target[last] += 1
         try:
-            found = replayed(llm, write(path.with_name("b.jsonl"), records), Chances()).difference
+            found = replayed(
+                llm, write(path.with_name("b.jsonl"), records), Probabilities()
+            ).difference
         except EventLogError as error:  # an arrival that is none any more
             assert records[place]["event"] == "arrival" and f"line {place + 1}:" in str(error)
             return

@@ -75,14 +75,14 @@ def test_the_mixture_is_a_sum_over_each_tokens_experts(kernels):
             *(parameters["experts"][part]["kernel"] for part in ("gate_up", "down")),
         )
     )
-    odds = np.exp(x @ router.T)
+    scores = np.exp(x @ router.T)
     wanted = np.zeros((40, WIDTH))
     for token in range(40):
-        chosen = np.argsort(-odds[token])[:3]
+        chosen = np.argsort(-scores[token])[:3]
         for expert in chosen:
             gate, up = np.split(gate_up[expert] @ x[token], 2)
             made = down[expert] @ (gate / (1 + np.exp(-gate)) * up)
-            wanted[token] += odds[token, expert] / odds[token, chosen].sum() * made
+            wanted[token] += scores[token, expert] / scores[token, chosen].sum() * made
     with TraceScope(kernels).open():
         np.testing.assert_allclose(np.asarray(run(parameters, x)), wanted, atol=1e-4)
 
@@ -90,9 +90,9 @@ def test_the_mixture_is_a_sum_over_each_tokens_experts(kernels):
 @pytest.mark.parametrize("compared", [0, 100])
 def test_pairs_are_sorted_by_expert(compared):
     expert_P = np.random.default_rng(0).integers(0, 7, 40)
-    order_P, place_P = experts._sort(jnp.asarray(expert_P), compared)
+    order_P, index_P = experts._sort(jnp.asarray(expert_P), compared)
     np.testing.assert_array_equal(order_P, np.argsort(expert_P, kind="stable"))
-    np.testing.assert_array_equal(np.asarray(place_P)[np.asarray(order_P)], np.arange(40))
+    np.testing.assert_array_equal(np.asarray(index_P)[np.asarray(order_P)], np.arange(40))
 
 
 @pytest.mark.parametrize(

@@ -203,7 +203,7 @@ def test_the_kth_failure(server, right, broken_laws, monkeypatch, point):
         injector.arm(0)
         harmed = [index for index, answer in enumerate(answers) if answer != right[index]]
         for index in harmed:
-            assert is_told(answers[index], point), f"k={k}: {answers[index]}"
+            assert is_notified(answers[index], point), f"k={k}: {answers[index]}"
         assert fired or not harmed, f"k={k}: nothing failed, but {harmed} are wrong"
         assert POINTS[point].harms_all or len(harmed) <= 1, f"k={k}: one failure ended {harmed}"
         assert not broken_laws, f"k={k}"
@@ -219,7 +219,7 @@ def test_the_kth_failure(server, right, broken_laws, monkeypatch, point):
     )
 
 
-def is_told(answer: Any, point: str) -> bool:
+def is_notified(answer: Any, point: str) -> bool:
     """Whether a client knows from this answer that it is none: an error in OpenAI's shape, or a connection that broke off."""
     if isinstance(answer, httpx.HTTPError):
         return point == "socket write"

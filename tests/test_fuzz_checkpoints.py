@@ -34,7 +34,7 @@ def test_a_default_that_is_read_wrongly_is_found_and_shrunk(monkeypatch):
 
     monkeypatch.setattr(Fields, "integer", wrong)
     told: list[str] = []
-    assert fuzz(1, 1, family="qwen3", tell=told.append) == 1
+    assert fuzz(1, 1, family="qwen3", report=told.append) == 1
     assert "changed={}, dropped=('head_dim',), files=()" in told[-1]
 
 

@@ -96,7 +96,7 @@ def sleeps_while_vectors_are_computed(patch: pytest.MonkeyPatch) -> None:
 
 
 def deletes_what_it_has_lent(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Engine, "lend_weights", lambda engine: engine.runner.parameters)
+    patch.setattr(Engine, "share_weights", lambda engine: engine.runner.parameters)
 
 
 def looks_at_no_withdrawal(patch: pytest.MonkeyPatch) -> None:
@@ -319,7 +319,7 @@ def test_a_call_waits_for_a_turn_and_not_for_an_idle_engine(
     is_busy: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Steps are compiled in turns, which takes a minute where many programs share a core."""
-    monkeypatch.setattr("tests.support.performance.MOST_SECONDS", 0.1)
+    monkeypatch.setattr("tests.support.performance.MAX_SECONDS", 0.1)
     llm = SimpleNamespace(is_paused=False, is_sleeping=False)
     engine: Any = SimpleNamespace(llm=llm, is_busy=is_busy, watch=lambda: None, version=0)
     event = Event(0, "generate", (0,))
@@ -331,9 +331,9 @@ def test_a_call_waits_for_a_turn_and_not_for_an_idle_engine(
 
 
 def test_a_case_is_shrunk_to_what_fails() -> None:
-    chance = random.Random(5)
+    rng = random.Random(5)
     pin = Event(9, "pin", (1,), (3,), interrupted_after=2)
-    large = dataclasses.replace(random_case(chance, *random_shapes(chance)), asks=ASKS)
+    large = dataclasses.replace(random_case(rng, *random_shapes(rng)), asks=ASKS)
     events = (Event(0, "generate", (0, 1)), pin, Event(9, "update", (), (1, "jax", "wait")))
     large = dataclasses.replace(large, events=events, is_async=True)
 
@@ -349,19 +349,19 @@ def test_a_case_is_shrunk_to_what_fails() -> None:
 
 
 def test_a_program_makes_its_case_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    chance = random.Random(2)
+    rng = random.Random(2)
     cases: list[Case] = []
     run_cases = contextlib.nullcontext(cases.append)
     monkeypatch.setattr("tools.fuzz_engine.run_cases", lambda: run_cases)
-    drawn = [random_case(chance, *random_shapes(chance)) for _ in range(20)]
+    drawn = [random_case(rng, *random_shapes(rng)) for _ in range(20)]
     for one in drawn:
         exec(one.program())
     assert cases == drawn
 
 
 def test_everything_that_has_a_life_is_drawn() -> None:
-    chance = random.Random(1)
-    cases = [random_case(chance, *random_shapes(chance)) for _ in range(800)]
+    rng = random.Random(1)
+    cases = [random_case(rng, *random_shapes(rng)) for _ in range(800)]
     events = [event for one in cases for event in one.events]
     assert {one.model for one in cases} == MODELS.keys()
     assert {one.num_engines for one in cases} == {1, 2}

@@ -95,11 +95,11 @@ def test_another_choice_has_another_text():
     assert "selected_algorithm" in choices_of(multiply(**WITHOUT_TRITON))
 
 
-def autotuning_of(entries: dict[Any, Any], device: Any = CARD, **from_files: str) -> str | None:
-    """The hash of a table of executables."""
+def autotuning_of(entries: dict[Any, Any], device: Any = CARD, **from_files: Any) -> str | None:
+    """Returns the hash of a table of executables."""
     table = object.__new__(Executables)
     table._mesh = SimpleNamespace(first=device)
-    table._table, table._choices = entries, from_files
+    table._table, table._found = entries, from_files
     return table.autotuning
 
 
@@ -112,8 +112,26 @@ def test_the_hash_is_that_of_the_choices_for_all_executables():
     ]
     assert len(set(hashes)) == len(hashes) and all(len(each) == 64 for each in hashes)
     waiting = {Bucket(2, 2, 1): Waiting(lambda: Program(HLO)), "copy 0": None}
-    assert autotuning_of(waiting, **{"copy 0": choices_of(other)}) == hashes[0], "from a file"
+    from_file = SimpleNamespace(choices=choices_of(other))
+    assert autotuning_of(waiting, **{"copy 0": from_file}) == hashes[0]
     assert autotuning_of({"copy 0": None}, jax.devices()[0]) is None
+
+
+def test_the_hash_has_the_new_choices_of_a_file_that_does_not_load(tmp_path):
+    """It is compiled again, and the choices in the file are of no executable that runs."""
+    other = Program(HLO.replace('"3"', '"4"'))
+    trees = jax.tree.structure(((), {})), jax.tree.structure(None)
+    found = Found(
+        tmp_path / "damaged",
+        memoryview(b"x"),
+        0,
+        "old",
+        trees,
+        [CARD],
+        functools.partial(lambda: other),
+    )
+    table = {"copy 0": Waiting(found.load)}
+    assert autotuning_of(table, **{"copy 0": found}) == autotuning_of({"copy 0": other})
 
 
 @needs_plugin

@@ -296,7 +296,7 @@ def test_both_hosts_are_told_the_same_of_engines_that_differ():
             r"buckets is \[\[4, 4\]\] on rank 1, \[\[2, 2\]\] on rank 0",
         ),
         (
-            joining.smallest_sizes,
+            joining.min_sizes,
             {"dtype": "bfloat16"},
             "dtype is 'bfloat16' on rank 1, .*: give --dtype on all",
         ),
@@ -308,7 +308,7 @@ def test_both_hosts_are_told_the_same_of_engines_that_differ():
 
 
 @pytest.mark.parametrize(
-    ("leader", "follower", "least"),
+    ("leader", "follower", "minimum"),
     [
         ((64, 63), (64, 63), {}),
         ((64, 63), (32, 31), {"num_blocks": 32, "swap_space_blocks": 31}),
@@ -317,22 +317,22 @@ def test_both_hosts_are_told_the_same_of_engines_that_differ():
         ((64, 63), (64, 15), {"swap_space_blocks": 15}),
     ],
 )
-def test_the_host_with_the_least_memory_sizes_all_pools(leader, follower, least, caplog):
+def test_the_host_with_the_least_memory_sizes_all_pools(leader, follower, minimum, caplog):
     both = (
         dict(zip(("num_blocks", "swap_space_blocks"), sizes, strict=True))
         for sizes in (leader, follower)
     )
-    assert on_both_hosts(joining.smallest_sizes, *(PLANNED | sizes for sizes in both)) == (
-        least,
-        least,
+    assert on_both_hosts(joining.min_sizes, *(PLANNED | sizes for sizes in both)) == (
+        minimum,
+        minimum,
     )
     said = [record.message for record in caplog.records if record.message.startswith("num_blocks")]
     smaller, no_more = (
         int(follower[0] < leader[0]),
         "since rank {} has memory for no more; rank {} has memory for 64",
     )
-    text = f"num_blocks is {least.get('num_blocks')} on all hosts, {no_more.format(smaller, 1 - smaller)}"
-    assert said == [text] * 2 * ("num_blocks" in least)
+    text = f"num_blocks is {minimum.get('num_blocks')} on all hosts, {no_more.format(smaller, 1 - smaller)}"
+    assert said == [text] * 2 * ("num_blocks" in minimum)
 
 
 def test_an_engine_is_planned_again_with_sizes_that_fit_others(directory, monkeypatch):
@@ -468,7 +468,7 @@ def retold(directory, others):
             records.append({"event": "forget", "number": number})
         while engine.has_unfinished:
             engine.step()
-        engine.tell_end()
+        engine.report_end()
         engine.events = Events()
     return records
 

@@ -240,7 +240,7 @@ def test_a_timeline_is_bounded() -> None:
     line = Timeline()
     for step in range(1, 5000, 2):  # never one after the other
         line.compute("decode", step, step + 1, 1, step)
-    assert len(line.segments) == watching.MOST_SEGMENTS
+    assert len(line.segments) == watching.MAX_SEGMENTS
     assert sum(tokens for *_, tokens in line.segments) == 2500 and line.segments[-1][2] == 5000
 
 
@@ -345,7 +345,7 @@ def test_the_page_is_small_and_plain() -> None:
 
 
 def test_no_more_viewers_than_there_may_be(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(page, "MOST_VIEWERS", 0)
+    monkeypatch.setattr(page, "MAX_VIEWERS", 0)
     client = TestClient(Starlette(routes=page.state_routes(Source(engine), show_prompts=False)))
     with pytest.raises(Exception, match="viewers already") as refusal:
         client.get("/debug/events")

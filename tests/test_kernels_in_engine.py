@@ -39,7 +39,7 @@ from pallas_kernels import (
 )
 from pallas_kernels.cpu.library import load
 from pallas_kernels.triton import backend as triton_backend
-from pallas_kernels.triton import product
+from pallas_kernels.triton import matmul
 from tests.support.engines import LLAMA, invariants, make_llm
 from tests.support.random_checkpoints import random_checkpoint
 from tools.step_shapes import LLAMA_3_8B
@@ -124,9 +124,9 @@ def test_the_interpreted_products_give_the_tokens_of_the_reference(
 ):
     """Those of experts, and of dense layers of few bits."""
     directory, calls = random_checkpoint(tmp_path, config), []
-    right = product.kernel
+    right = matmul.kernel
     monkeypatch.setattr(
-        product,
+        matmul,
         "kernel",
         lambda *refs, config: calls.append(config.code) or right(*refs, config=config),
     )

@@ -328,23 +328,23 @@ def test_n_grams_come_first_in_a_draft_and_the_window_by_columns():
 def test_what_was_not_drawn_is_in_no_n_gram():
     pool, window = Pool(3, 4), Window(Lookahead(3, 3, 4), [1, 2])
     window.hear([11, None, 13], pool)
-    assert window.rows == [[1, 2, 1], [2, 13, 2]] and not list(pool.behind(1))
+    assert window.rows == [[1, 2, 1], [2, 13, 2]] and not list(pool.after(1))
     window.hear([21, 22, None], pool)
-    assert list(pool.behind(1)) == [(2, 21)] and list(pool.behind(2)) == [(13, 22)]
+    assert list(pool.after(1)) == [(2, 21)] and list(pool.after(2)) == [(13, 22)]
 
 
 def test_a_pool_keeps_the_latest():
     pool = Pool(3, 2, max_keys=2)
     for tail in ((1, 1), (2, 2), (1, 1), (3, 3)):
         pool.add(7, tail)
-    assert list(pool.behind(7)) == [(3, 3), (1, 1)]
+    assert list(pool.after(7)) == [(3, 3), (1, 1)]
     pool.add(8, (0, 0))
     pool.add(7, (4, 4))
     pool.add(9, (0, 0))
     assert (
-        not list(pool.behind(8))
-        and len(list(pool.behind(7))) == 2
-        and list(pool.behind(9)) == [(0, 0)]
+        not list(pool.after(8))
+        and len(list(pool.after(7))) == 2
+        and list(pool.after(9)) == [(0, 0)]
     )
 
 

@@ -33,8 +33,8 @@ from jaxpage.speculation import ProposingSpeculator
 from jaxpage.speculation.medusa import (
     MedusaProposer,
     assume_accuracies,
+    best_first,
     best_only,
-    likeliest_first,
     search,
 )
 from jaxpage.step.draft import Draft, chain
@@ -267,7 +267,7 @@ def test_trees_without_measurements():
     assert search(rows, 4) == ((0,), (0, 0), (1,), (0, 1))  # 0.6, 0.29, 0.24, 0.15
     assert best_only(3, 7) == ((0,), (0, 0), (0, 0, 0)) and best_only(3, 2) == ((0,), (0, 0))
     tree = search(rows, 20)
-    assert likeliest_first(tuple(sorted(tree)), rows) == tree
+    assert best_first(tuple(sorted(tree)), rows) == tree
 
 
 # --- the proposer

@@ -281,8 +281,8 @@ def test_the_queue_has_an_end_and_a_stop_ends_it():
 
 @settings(deadline=None, max_examples=150)
 @given(st.randoms(use_true_random=False))
-def test_whatever_comes_the_table_keeps_its_promises(chance):
-    case = random_case(chance)
+def test_whatever_comes_the_table_keeps_its_promises(rng):
+    case = random_case(rng)
     assert failure(case) is None, case.program()
 
 

@@ -250,7 +250,7 @@ def test_each_layer_tells_the_seam_its_number_its_window_and_its_scale(name):
     seen = []
 
     def attend(layer_index, q_TNH, k_TKH, v_TKH, layer_pages, options, /):
-        assert options.given <= {"scale", "sliding_window"}
+        assert options.set_names <= {"scale", "sliding_window"}
         seen.append((layer_index, layer_pages, options.sliding_window, options.scale))
         return q_TNH, layer_pages + 1
 
@@ -366,14 +366,14 @@ def test_kernels_of_queries_keys_and_values_may_be_apart():
     state, _, _ = oracle("olmo-hybrid-mixed")
     family, spec = read_spec("olmo-hybrid-mixed")
     ends = np.cumsum(spec.recurrent.parts)[:-1]
-    apart = {}
+    separate = {}
     for key, value in state.items():
         if "conv1d" in key:
             parts = zip("qkv", np.split(value, ends), strict=True)
-            apart |= {key.replace("conv1d", f"{part}_conv1d"): own for part, own in parts}
+            separate |= {key.replace("conv1d", f"{part}_conv1d"): own for part, own in parts}
     whole = {key: value for key, value in state.items() if "conv1d" not in key}
-    assert len(apart) == 6
-    found, expected = fill(family, spec, whole | apart), fill(family, spec, state)
+    assert len(separate) == 6
+    found, expected = fill(family, spec, whole | separate), fill(family, spec, state)
     assert jax.tree.all(jax.tree.map(np.array_equal, found, expected))
 
 
@@ -946,12 +946,12 @@ def test_all_that_is_wrong_with_a_rotary_embedding_is_told_at_once(name, paramet
 
 def test_command_r_has_a_length_of_its_own():
     dynamic = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 5000.0}
-    for fields, longest in (
+    for fields, max_length in (
         ({"model_max_length": 512}, 512),
         ({"model_max_length": None}, 128),
         ({"model_max_length": 512, "rope_parameters": dynamic}, 128),
     ):
-        assert read_spec("cohere-parallel", **fields)[1].max_position_embeddings == longest
+        assert read_spec("cohere-parallel", **fields)[1].max_position_embeddings == max_length
 
 
 def test_a_missing_size_is_named():

@@ -192,7 +192,7 @@ def described(
     group=4,
     dtype="bfloat16",
     tokens=64,
-    longest=None,
+    max_length=None,
     tree=0,
     **options,
 ):
@@ -211,7 +211,7 @@ def described(
     def call(*given):
         mask = {"tree_mask_TQ": given[6]} if tree else {}
         return paged_attention(
-            *given[:6], scale=0.1, backend="mosaic", max_query_len=longest, **mask, **options
+            *given[:6], scale=0.1, backend="mosaic", max_query_len=max_length, **mask, **options
         )
 
     return call, arrays
@@ -223,10 +223,10 @@ BLOCKS = zip(
 LOWERED = [
     *(dict(block_size=block_size, width=width, group=group) for block_size, width, group in BLOCKS),
     dict(width=256, dtype="float16", group=7),
-    dict(longest=1, dtype="float16"),
-    dict(longest=1, width=256, block_size=32, sliding_window=100),
-    dict(longest=16, tree=64, logit_softcap=30.0),
-    dict(longest=9, tiles=dataclasses.replace(TWO_CONSUMERS, max_splits=4)),
+    dict(max_length=1, dtype="float16"),
+    dict(max_length=1, width=256, block_size=32, sliding_window=100),
+    dict(max_length=16, tree=64, logit_softcap=30.0),
+    dict(max_length=9, tiles=dataclasses.replace(TWO_CONSUMERS, max_splits=4)),
     dict(sliding_window=100, tiles=dataclasses.replace(TWO_CONSUMERS, num_stages=1)),
     dict(block_size=32, logit_softcap=30.0, tiles=dataclasses.replace(ONE_CONSUMER, num_stages=4)),
 ]
@@ -289,8 +289,8 @@ def test_the_rule_fills_shared_memory_and_no_more():
         )
         tiles = mosaic.heuristic(shape)
         assert tiles.num_warps * 16 == tiles.query_rows
-        longest = {"decode": 1, "verify": 8, "chunk": None}[kind]
-        call, arrays = described(width=width, block_size=block_size, longest=longest)
+        max_length = {"decode": 1, "verify": 8, "chunk": None}[kind]
+        call, arrays = described(width=width, block_size=block_size, max_length=max_length)
         assert jax.eval_shape(call, *arrays).shape == arrays[0].shape  # not refused
 
 
@@ -299,7 +299,7 @@ REFUSED = [
     (dict(width=96), "head width 96"),
     (dict(width=320), "head width 320"),
     (dict(block_size=4), "block size 4"),
-    (dict(longest=2, tree=8, sliding_window=4), "a tree mask with a sliding window"),
+    (dict(max_length=2, tree=8, sliding_window=4), "a tree mask with a sliding window"),
     (dict(tree=65), "tree_mask_TQ of width 65"),
     (
         dict(group=80, tiles=ONE_CONSUMER),

@@ -152,11 +152,11 @@ def test_a_token_sees_its_own_chunk_of_positions(backend, chunk):
 
 def test_every_set_takes_a_chunk_that_no_row_is_longer_than():
     case = vars(make_case(9, [4, 4], [1, 1]))
-    longest = case["block_table_BM"].shape[1] * case["k_pages"].shape[1]
-    for chunk in (longest - 1, longest):
+    max_length = case["block_table_BM"].shape[1] * case["k_pages"].shape[1]
+    for chunk in (max_length - 1, max_length):
         given = Arguments(**case, options=AttentionOptions(scale=1.0, attention_chunk=chunk))
         refused = SETS["triton"].refusal(jax.devices()[0], Call(interpret=True, attention=given))
-        assert (refused is None) == (chunk == longest), refused
+        assert (refused is None) == (chunk == max_length), refused
 
 
 @pytest.mark.parametrize(

@@ -256,8 +256,8 @@ def check_rotation(dtype, pages_dtype, width=H):
     wide = np.asarray(x, np.float64)
     first, second = wide[..., :E], wide[..., E : 2 * E]
     cos_T1E, sin_T1E = cos[:, None].astype(np.float64), sin[:, None].astype(np.float64)
-    turned = [first * cos_T1E - second * sin_T1E, second * cos_T1E + first * sin_T1E]
-    want = np.concatenate([*turned, wide[..., 2 * E :]], -1)
+    rotated = [first * cos_T1E - second * sin_T1E, second * cos_T1E + first * sin_T1E]
+    want = np.concatenate([*rotated, wide[..., 2 * E :]], -1)
     tolerance = {"float32": 1e-6, "bfloat16": 8e-3, "float16": 1e-3}[dtype]
     np.testing.assert_allclose(
         np.asarray(q, np.float64), want[:, :N], rtol=tolerance, atol=tolerance

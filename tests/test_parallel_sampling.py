@@ -20,7 +20,7 @@ pytestmark = pytest.mark.usefixtures("largest_shapes")
 PARAMS = SamplingParams(
     temperature=0.9, top_p=0.95, seed=7, max_tokens=14, ignore_eos=True, logprobs=2
 )
-MOST = 8
+MAXIMUM = 8
 SIZE = 16
 LENGTHS = (1, 5, 16, 33, 50)  # one token, less than a block, a block, more
 
@@ -52,12 +52,12 @@ def prompts():
 def lone(directory, prompts):
     """By prompt and sample, from an engine that caches nothing."""
     with make_llm(directory, enable_prefix_caching=False) as llm:
-        return [[lone_sample(llm, prompt, PARAMS, i) for i in range(MOST)] for prompt in prompts]
+        return [[lone_sample(llm, prompt, PARAMS, i) for i in range(MAXIMUM)] for prompt in prompts]
 
 
 def test_the_samples_differ(lone):
     for samples in lone:
-        assert len({tuple(sample.token_ids) for sample in samples}) == MOST
+        assert len({tuple(sample.token_ids) for sample in samples}) == MAXIMUM
 
 
 @pytest.mark.parametrize("n", [1, 2, 4, 8])

@@ -85,12 +85,12 @@ def refusal(directory: Path, weights: Any, ignored: tuple[str, ...] = ()) -> str
 
 
 def test_products_stored_apart_and_together_are_one_model(tmp_path):
-    apart, together = random_tensors(QWEN2), fused(random_tensors(QWEN2))
+    separate, together = random_tensors(QWEN2), fused(random_tensors(QWEN2))
     # of each layer three weights, three biases and two weights
-    assert len(together) == len(apart) - 2 * (2 + 2 + 1)
+    assert len(together) == len(separate) - 2 * (2 + 2 + 1)
     plans = [
         open_model(write(tmp_path / str(len(tensors)), tensors)).plan
-        for tensors in (apart, together)
+        for tensors in (separate, together)
     ]
     first, second = (logits_of(FAMILY, SPEC, loaded(plan), TOKENS) for plan in plans)
     assert first.std() > 0.3
@@ -240,9 +240,14 @@ class Toy(nnx.Module):
         halves = [
             [tensor(f"{part}.{index}", 4, 6) for part in ("gate", "up")] for index in range(3)
         ]
-        apart, together = stack([concatenate(pair) for pair in halves]), tensor("gate_up", 3, 8, 6)
+        separate, together = (
+            stack([concatenate(pair) for pair in halves]),
+            tensor("gate_up", 3, 8, 6),
+        )
         axes = ("expert", (("ffn", 4), ("ffn", 4)), "embed")
-        self.gate_up = parameter((3, 8, 6), axes=axes, dtype="float32", sources=[apart, together])
+        self.gate_up = parameter(
+            (3, 8, 6), axes=axes, dtype="float32", sources=[separate, together]
+        )
         wide = [tensor("left", 6, 2), tensor("right", 3, 6, transpose=True)]
         self.wide = parameter(
             (6, 5), axes=(None, None), dtype="float32", sources=[concatenate(wide, axis=1)]

@@ -646,10 +646,10 @@ def test_python_gives_what_transformers_gives(model: Seeing) -> None:
     for output in llm.generate(prompts, GREEDY, use_tqdm=False):
         assert ids_of(output) == ids_of(first)
         assert list(output.prompt_token_ids) == token_ids
-    (turned,) = llm.generate(
+    (rotated,) = llm.generate(
         {"prompt": ASKED, "multi_modal_data": {"image": [TALL, SMALL]}}, GREEDY, use_tqdm=False
     )
-    assert turned.outputs[0].logprobs != first.outputs[0].logprobs
+    assert rotated.outputs[0].logprobs != first.outputs[0].logprobs
 
 
 @pytest.mark.parametrize(

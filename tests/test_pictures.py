@@ -340,8 +340,8 @@ def test_keys_are_of_the_processed_picture_and_the_settings() -> None:
 def test_keys_follow_what_a_file_says_of_its_pixels() -> None:
     """The orientation of EXIF data, and what is below transparent parts; nothing else of a file."""
     source = picture(30, 30, mode="RGBA")
-    turned = Image.Exif()
-    turned[0x0112] = 6
+    rotated = Image.Exif()
+    rotated[0x0112] = 6
     named = Image.Exif()
     named[0x010E] = "a title"
     opaque = Image.alpha_composite(Image.new("RGBA", source.size, "white"), source)
@@ -351,7 +351,7 @@ def test_keys_follow_what_a_file_says_of_its_pixels() -> None:
         encoded(source, exif=named),
         encoded(source, compress_level=1),
         encoded(opaque.convert("RGB")),
-        encoded(source, exif=turned),
+        encoded(source, exif=rotated),
         encoded(black),
     ]
     keys = [each.key for each in processor_of("qwen2_5_vl").process(files)]

@@ -25,7 +25,7 @@ from jaxpage.cli.flag import byte_size
 from jaxpage.cli.flags import PLAN_SETTINGS, PLANNED_SETTINGS
 from jaxpage.cli.plan import spec_of
 from jaxpage.cli.setting_flags import ENGINE_FLAGS
-from jaxpage.device.hardware import DeviceSpec, choose_backend, device_spec
+from jaxpage.device.hardware import KNOWN_DEVICES, DeviceSpec, choose_backend, device_spec
 from jaxpage.device.vision import sizes_for
 from jaxpage.errors import CapacityError, ConfigError, UnsupportedError
 from jaxpage.layers.sharding import Sharding
@@ -40,7 +40,6 @@ from jaxpage.simulation.shape_costs import ShapeCost
 from jaxpage.simulation.sustained_rate import PRECISION, Question, highest_rate
 from jaxpage.simulation.traces import LENGTHS
 from jaxpage.step.plan import Row, StepPlan
-from pallas_kernels.compat import DescribedGPU, DescribedTPU
 from pallas_kernels.cpu import library
 from tests.support.engines import LLAMA, make_llm
 from tests.support.model_configs import MODELS, config_json
@@ -243,8 +242,8 @@ def test_the_workspace_holds_a_draw_behind_every_draft(
     model = write(tmp_path, SHORT)
     drafting = ("--speculative-config", '{"method": "ngram", "num_speculative_tokens": 7}')
 
-    def workspace(most: str, *words: str) -> int:
-        size = ("--memory", "80GiB", "--max-model-len", "1024", "--max-num-batched-tokens", most)
+    def workspace(maximum: str, *words: str) -> int:
+        size = ("--memory", "80GiB", "--max-model-len", "1024", "--max-num-batched-tokens", maximum)
         return planned(capsys, model, *size, *words)["workspace_bytes"]
 
     logits = 4 * LLAMA_3_8B["vocab_size"]
@@ -269,7 +268,7 @@ _SEEING = {
 
 
 @pytest.mark.parametrize(
-    ("architecture", "rows", "most"),
+    ("architecture", "rows", "maximum"),
     few(
         [
             ("Qwen2_5_VLForConditionalGeneration", 16384, 1.8),
@@ -280,7 +279,7 @@ _SEEING = {
     ),
 )
 def test_the_workspace_of_a_picture_is_near_what_its_encoder_takes(
-    architecture: str, rows: int, most: float
+    architecture: str, rows: int, maximum: float
 ) -> None:
     """Of published sizes with two layers, as compiled: never below, and so many times at most."""
     kind, vision = _SEEING[architecture]
@@ -296,7 +295,7 @@ def test_the_workspace_of_a_picture_is_near_what_its_encoder_takes(
     analysis = encode.lower(parameters, inputs).compile().memory_analysis()
     num_bytes = analysis.temp_size_in_bytes + analysis.output_size_in_bytes
     estimate = VectorInput(64, VisionPart(family, spec)).vision_workspace_bytes(rows, "float32")
-    assert 1 <= estimate / num_bytes <= most
+    assert 1 <= estimate / num_bytes <= maximum
 
 
 @pytest.mark.parametrize("method", ['"lookahead"', '"suffix", "tree": true'])
@@ -505,7 +504,9 @@ def test_a_named_device_has_the_memory_of_its_maker(
     assert "on tpu (TPU v5e, 16 GB by its maker's numbers, gpu_" in capsys.readouterr().err
     assert run(model, "--device", "v5e", "--quantization", "int8") == 0
     assert "\ndevice                     tpu (TPU v5e, 16 GB" in capsys.readouterr().out
-    assert planned(capsys, model, "--device", "t4", "--quantization", "int8")["dtype"] == "float16"
+    words = (model, "--device", "t4", "--quantization", "int8")
+    plan = planned(capsys, *words, "--attention-backend", "scan")
+    assert (plan["dtype"], plan["attention"]) == ("float16", "scan")
 
 
 @pytest.mark.parametrize(
@@ -828,18 +829,37 @@ def test_sums_in_one_order_take_a_workspace(
 def test_a_plan_refuses_kernels_as_an_engine_does(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """The card decides, and not only its platform: Triton takes no T4, and FP8 pages need an L4."""
     model = write(tmp_path, SHORT)
-    h100, v5e = DescribedGPU("NVIDIA H100", "9.0"), DescribedTPU("TPU v5e")
-    for name, device, backend, batch_invariant in (
-        ("v6e", v5e, "auto", True),
-        ("h100", h100, "scan", True),
-        ("h100", h100, "cpu", False),
+    for name, backend, cache, batch_invariant in (
+        ("v6e", "auto", "auto", True),
+        ("h100", "scan", "auto", True),
+        ("h100", "cpu", "auto", False),
+        ("t4", "auto", "auto", True),
+        ("rtx3090", "triton", "fp8", False),
+        ("b200", "mosaic", "auto", False),
     ):
+        hardware = KNOWN_DEVICES[name].spec(1.0).hardware
         with pytest.raises(UnsupportedError) as refusal:
-            choose_backend(backend, device, batch_invariant=batch_invariant)
+            choose_backend(backend, hardware, cache, batch_invariant=batch_invariant)
         flags = ("--batch-invariant",) * batch_invariant
-        assert run(model, "--device", name, "--attention-backend", backend, *flags) == 2
+        words = ("--attention-backend", backend, "--kv-cache-dtype", cache, *flags)
+        assert run(model, "--device", name, *words) == 2
         assert str(refusal.value) in capsys.readouterr().err
+
+
+def test_a_plan_says_which_kernels_attend(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Where none takes the pages on this card, it says what each of them lacks."""
+    words = (write(tmp_path, LLAMA_3_8B), "--kv-cache-dtype", "fp8", "--device")
+    assert run(*words, "a100-80gb") == 2
+    text = capsys.readouterr().err
+    assert "triton: needs a GPU of compute capability 8.9" in text and "A100 of 80 GB" in text
+    assert planned(capsys, *words, "l40s")["attention"] == "triton"
+    assert planned(capsys, *words[:1], "--memory", "80GB")["attention"] == ""
+    assert run(*words[:1], "--device", "l40s") == 0
+    assert "\nattention                  triton\n" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

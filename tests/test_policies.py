@@ -390,9 +390,9 @@ def test_a_long_prompt_stalls_nobody_beyond_the_budget(mixed):
 
 def test_only_so_many_users_who_do_not_wait_are_remembered():
     queue: WaitingQueue = FairShare()
-    for number in range(3 * FairShare.MOST_IDLE):
+    for number in range(3 * FairShare.MAX_IDLE):
         group = make_group(str(number), number, range(3), user=f"user {number}")
         queue.add(group)
         queue.remove(group)
         queue.admitted(group, 3)
-    assert len(queue._idle) <= FairShare.MOST_IDLE + 1 and not queue._counters and not queue._turns  # type: ignore[attr-defined]
+    assert len(queue._idle) <= FairShare.MAX_IDLE + 1 and not queue._counters and not queue._turns  # type: ignore[attr-defined]

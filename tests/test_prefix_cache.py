@@ -178,13 +178,13 @@ class CachedTables(RuleBasedStateMachine):
             {self.pages.contexts[block][-1] for block in group.pool.kept_blocks()}
             for group in groups
         ]
-        most = next((i for i, c in enumerate(contexts) if c not in there[0]), len(contexts))
-        while most and not all(
-            set(contexts[group.num_passed(most * size) : most]) <= held
+        maximum = next((i for i, c in enumerate(contexts) if c not in there[0]), len(contexts))
+        while maximum and not all(
+            set(contexts[group.num_passed(maximum * size) : maximum]) <= held
             for group, held in zip(groups[1:], there[1:], strict=True)
         ):
-            most -= 1
-        assert num_blocks == most
+            maximum -= 1
+        assert num_blocks == maximum
 
     def commit(self, sequence_id: int, num_tokens: int) -> None:
         known = self.known[sequence_id]

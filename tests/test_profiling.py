@@ -57,7 +57,7 @@ def test_one_trace_at_a_time(traces):
 
 
 def test_a_trace_that_nobody_ends_ends_by_itself(traces, monkeypatch):
-    monkeypatch.setattr(profiling, "LONGEST_SECONDS", 0.01)
+    monkeypatch.setattr(profiling, "MAX_SECONDS", 0.01)
 
     async def run() -> None:
         profiler = profiling.Profiler("/traces")

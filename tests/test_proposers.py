@@ -55,9 +55,11 @@ def write(group: SequenceGroup, token_ids: Iterable[int]) -> None:
 # --- prompt lookup
 
 
-def looked_up(text: Sequence[int], shortest: int, longest: int, num_drafts: int) -> Draft | None:
+def looked_up(
+    text: Sequence[int], min_length: int, max_length: int, num_drafts: int
+) -> Draft | None:
     """By definition: the longest match, of several the latest."""
-    for length in range(longest, shortest - 1, -1):
+    for length in range(max_length, min_length - 1, -1):
         for place in range(len(text) - 1, length - 1, -1):
             if text[place - length : place] == text[len(text) - length :]:
                 return chain(tuple(text[place : place + num_drafts]))
@@ -66,14 +68,14 @@ def looked_up(text: Sequence[int], shortest: int, longest: int, num_drafts: int)
 
 @given(LONG_TEXTS, st.integers(1, 9), st.integers(1, 3), st.integers(0, 5), st.integers(1, 6))
 def test_prompt_lookup_goes_on_as_behind_the_longest_and_latest_match(
-    text, num_prompt_tokens, shortest, more, num_drafts
+    text, num_prompt_tokens, min_length, more, num_drafts
 ):
-    proposer = NGramProposer(shortest, shortest + more)
+    proposer = NGramProposer(min_length, min_length + more)
     group = make_group("a", 0, text[:num_prompt_tokens], max_tokens=99)
     for token_id in (*text[num_prompt_tokens:], None):
         known = group.sequences[0].token_ids
         assert ask(proposer, group, num_drafts) == looked_up(
-            known, shortest, shortest + more, num_drafts
+            known, min_length, min_length + more, num_drafts
         )
         write(group, [] if token_id is None else [token_id])
 
@@ -121,25 +123,25 @@ class Naive:
         ]
 
     def path(
-        self, run: Sequence[int], num_tokens: int, least: float
+        self, run: Sequence[int], num_tokens: int, minimum: float
     ) -> tuple[tuple[int, ...], float]:
         path: tuple[int, ...] = ()
         score = 0.0
         while len(path) < num_tokens and (tokens := self.following((*run, *path))):
             probability = self.count((*run, *path, tokens[0])) / self.count(run)
-            if probability < least - 1e-9:
+            if probability < minimum - 1e-9:
                 break
             path, score = (*path, tokens[0]), score + probability
         return path, score
 
-    def likeliest(self, run: Sequence[int], depth: int, least: float) -> list[float]:
+    def likeliest(self, run: Sequence[int], depth: int, minimum: float) -> list[float]:
         """Probabilities of everything that follows, the highest first."""
         found = [
             len(times) / self.count(run)
             for other, times in self.times.items()
             if len(run) < len(other) <= len(run) + depth and other[: len(run)] == tuple(run)
         ]
-        return sorted((share for share in found if share >= least - 1e-9), reverse=True)
+        return sorted((share for share in found if share >= minimum - 1e-9), reverse=True)
 
 
 # which text grows by which token
@@ -173,31 +175,31 @@ def test_the_tree_counts_every_run_and_knows_no_other(events, depth):
 
 @given(EVENTS, st.integers(2, 6), st.integers(1, 6), st.sampled_from([0.0, 0.1, 0.4, 0.6]))
 def test_the_path_is_of_the_most_frequent_and_of_equals_the_latest(
-    events, depth, num_tokens, least
+    events, depth, num_tokens, minimum
 ):
     tree, naive = both(events, depth)
     for length in range(1, depth):
         for run in itertools.product(range(3), repeat=length):
             if naive.count(run):
-                guess = tree.path(tree.find(run)[-1], min(num_tokens, depth - length), least)
-                path, score = naive.path(run, min(num_tokens, depth - length), least)
+                guess = tree.path(tree.find(run)[-1], min(num_tokens, depth - length), minimum)
+                path, score = naive.path(run, min(num_tokens, depth - length), minimum)
                 assert guess.draft == chain(path)
                 assert guess.score == pytest.approx(score)
 
 
 @given(EVENTS, st.integers(2, 6), st.integers(1, 8), st.sampled_from([0.0, 0.1, 0.4]))
-def test_the_tree_of_drafts_has_the_likeliest_each_once(events, depth, num_tokens, least):
+def test_the_tree_of_drafts_has_the_likeliest_each_once(events, depth, num_tokens, minimum):
     tree, naive = both(events, depth)
     for run in itertools.product(range(3), repeat=min(2, depth - 1)):
         if naive.count(run):
-            guess = tree.tree(tree.find(run)[-1], num_tokens, depth - len(run), least)
+            guess = tree.tree(tree.find(run)[-1], num_tokens, depth - len(run), minimum)
             draft = guess.draft
             shares = [
                 naive.count((*run, *draft.path(index))) / naive.count(run)
                 for index in range(len(draft.token_ids))
             ]
             assert shares == pytest.approx(
-                naive.likeliest(run, depth - len(run), least)[:num_tokens]
+                naive.likeliest(run, depth - len(run), minimum)[:num_tokens]
             )
             assert guess.score == pytest.approx(sum(shares))
             assert len({draft.path(index) for index in range(len(shares))}) == len(shares)
@@ -250,11 +252,11 @@ def guesses(
     found: list[tuple[float, Any]] = []
     for length in range(1, min(settings.max_tree_depth - 1, len(known)) + 1):
         run = tuple(known[-length:])
-        most = min(
+        maximum = min(
             num_drafts, int(length * settings.max_spec_factor), settings.max_tree_depth - length
         )
         if naive.count(run):
-            path, score = naive.path(run, most, settings.min_token_prob)
+            path, score = naive.path(run, maximum, settings.min_token_prob)
             found.append((score, path))
     return found
 
@@ -372,9 +374,9 @@ def test_a_longer_match_wins_over_an_equally_likely_shorter_one():
     assert continues(suffix_proposer(0), tokens) == chain((3, 4))
 
 
-@pytest.mark.parametrize("most", [1, 2, 3, 7, 10])
-def test_the_latest_answers_are_kept_and_never_more_than_may_be(most):
-    proposer = suffix_proposer(most)
+@pytest.mark.parametrize("maximum", [1, 2, 3, 7, 10])
+def test_the_latest_answers_are_kept_and_never_more_than_may_be(maximum):
+    proposer = suffix_proposer(maximum)
     for number in range(40):
         first = 3 * number + 300
         answered(proposer, number, [first, first + 1, first + 2])
@@ -385,7 +387,7 @@ def test_the_latest_answers_are_kept_and_never_more_than_may_be(most):
             == chain((302 + 3 * earlier,))
         ]
         assert kept == list(range(number + 1 - len(kept), number + 1))
-        assert min(number + 1, max(1, most // 2)) <= len(kept) <= most
+        assert min(number + 1, max(1, maximum // 2)) <= len(kept) <= maximum
 
 
 def test_no_answers_are_kept_where_none_may_be():
@@ -694,14 +696,14 @@ def test_settings_of_suffix_decoding_are_those_that_are_given_and_the_defaults()
     st.lists(st.integers(-3, 8), max_size=9),
     st.integers(0, 8),
 )
-def test_what_is_left_of_a_draft_is_a_tree_of_known_tokens(token_ids, parents, most):
-    draft = Draft(tuple(token_ids), tuple(parents)).sound(5, most)
+def test_what_is_left_of_a_draft_is_a_tree_of_known_tokens(token_ids, parents, maximum):
+    draft = Draft(tuple(token_ids), tuple(parents)).sound(5, maximum)
     count = len(draft.token_ids)
-    assert draft == Draft(tuple(token_ids[:count]), tuple(parents[:count])) and count <= most
+    assert draft == Draft(tuple(token_ids[:count]), tuple(parents[:count])) and count <= maximum
     assert len(draft.parents) == count
     assert all(0 <= token_id < 5 for token_id in draft.token_ids)
     assert all(-1 <= parent < index for index, parent in enumerate(draft.parents))
-    if count < min(most, len(token_ids), len(parents)):  # nothing is dropped without a reason
+    if count < min(maximum, len(token_ids), len(parents)):  # nothing is dropped without a reason
         assert not (0 <= token_ids[count] < 5 and -1 <= parents[count] < count)
 
 

@@ -30,7 +30,7 @@ from jaxpage.device.attention import make_layer_kernels
 from jaxpage.device.hardware.backends import Backend
 from jaxpage.errors import CheckpointError, ConfigError, JaxpageError
 from jaxpage.layers.embedding import Embedding
-from jaxpage.layers.product import product, weight_numbers
+from jaxpage.layers.matmul import matmul, weight_numbers
 from jaxpage.layers.quantized import QuantizedEmbedding
 from jaxpage.layers.sharding import Sharding
 from jaxpage.layers.trace_scope import TraceScope
@@ -65,11 +65,11 @@ def compressed(
     def make(num_out: int, num_in: int) -> Stored:
         library = pytest.importorskip("compressed_tensors.compressors.pack_quantized.helpers")
         torch = pytest.importorskip("torch")
-        most = 2 ** (num_bits - 1)
+        maximum = 2 ** (num_bits - 1)
         size = group_size or num_in
-        codes = RNG.integers(-most, most, (num_out, num_in)).astype(np.int8)
+        codes = RNG.integers(-maximum, maximum, (num_out, num_in)).astype(np.int8)
         scale = RNG.uniform(0.01, 0.03, (num_out, num_in // size)).astype(np.float32)
-        zero = RNG.integers(-most, most, scale.shape).astype(np.int8) * (not symmetric)
+        zero = RNG.integers(-maximum, maximum, scale.shape).astype(np.int8) * (not symmetric)
         weight = (codes - np.repeat(zero, size, 1).astype(np.float32)) * np.repeat(scale, size, 1)
         if not packed:
             return {"weight": codes, "weight_scale": scale}, weight
@@ -422,7 +422,7 @@ class Loaded:
         for name, value in arrays.items():
             getattr(module, name).set_value(value)
         with TraceScope(make_layer_kernels(Backend("auto"))).open():
-            return np.asarray(product(jnp.asarray(x), module.weight))
+            return np.asarray(matmul(jnp.asarray(x), module.weight))
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -670,7 +670,7 @@ def test_products_in_eight_bits_are_exact_sums():
         jnp.asarray(RNG.integers(-127, 128, (24, 96)), jnp.int8),
         jnp.asarray(RNG.random(24), jnp.float32),
     )
-    together = np.asarray(jax.jit(product)(jnp.asarray(x), weight))
+    together = np.asarray(jax.jit(matmul)(jnp.asarray(x), weight))
     scale = np.maximum(np.abs(x).max(1, keepdims=True) * np.float32(1 / 127), np.float32(2.0**-100))
     sums = np.rint(x / scale).astype(np.int64) @ np.asarray(weight.values_OI).astype(np.int64).T
     np.testing.assert_array_equal(
@@ -678,7 +678,7 @@ def test_products_in_eight_bits_are_exact_sums():
     )
     for count in (1, 2, 7):
         np.testing.assert_array_equal(
-            np.asarray(jax.jit(product)(jnp.asarray(x[:count]), weight)), together[:count]
+            np.asarray(jax.jit(matmul)(jnp.asarray(x[:count]), weight)), together[:count]
         )
 
 

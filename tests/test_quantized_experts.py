@@ -278,15 +278,15 @@ def test_experts_are_rounded_alike_apart_and_stacked(name, tmp_path):
     (tmp_path / "stacked").mkdir()
     write_tensors(tmp_path / "stacked", stacked(random_tensors(MOE)))
     (tmp_path / "stacked" / "config.json").write_text((directory / "config.json").read_text())
-    apart, together = (
+    separate, together = (
         load_weights(open_model(tmp_path / which, name).plan, "float32", np.asarray)["layers"][1][
             "mlp"
         ]["experts"]
         for which in ("apart", "stacked")
     )
-    jax.tree.map(np.testing.assert_array_equal, apart, together)
+    jax.tree.map(np.testing.assert_array_equal, separate, together)
     weight = random_tensors(MOE)["model.layers.1.mlp.experts.5.up_proj.weight"]
-    codes, scale = apart["gate_up"]["kernel"][5, 64:], apart["gate_up"]["scale"][5, 64:]
+    codes, scale = separate["gate_up"]["kernel"][5, 64:], separate["gate_up"]["scale"][5, 64:]
     if name == "int4":
         codes = np.stack([codes & 15, codes >> 4], axis=-1).reshape(64, -1).astype(np.float32) - 8
         scale = np.repeat(scale, 32, axis=1)

@@ -511,7 +511,7 @@ def save(name: str, directory: Path) -> None:
     model.save_pretrained(directory)
     if "speculative_config" in ENGINES[name]:
         stored = load_file(directory / "model.safetensors")
-        write_tensors(directory, {**stored, **Head(model).tensors(apart=False)})
+        write_tensors(directory, {**stored, **Head(model).tensors(separate=False)})
 
 
 def embedded_prompt(ids: np.ndarray, shown: Sequence[Picture]) -> EmbeddedPrompt:

@@ -96,13 +96,13 @@ def head(tmp_path_factory):
             for name in ("hidden_norm", "input_layernorm", "post_attention_layernorm")
         ),
     )
-    products = {"fc": (64, 192), "lm_head": (4, 64)}
+    matmuls = {"fc": (64, 192), "lm_head": (4, 64)}
     for name, shape in (("q", (64, 128)), ("k", (32, 128)), ("v", (32, 128)), ("o", (64, 64))):
-        products[f"layers.0.self_attn.{name}_proj"] = shape
+        matmuls[f"layers.0.self_attn.{name}_proj"] = shape
     for name, shape in (("gate", (160, 64)), ("up", (160, 64)), ("down", (64, 160))):
-        products[f"layers.0.mlp.{name}_proj"] = shape
+        matmuls[f"layers.0.mlp.{name}_proj"] = shape
     tensors = {f"{name}.weight": np.ones(64, np.float32) for name in norms}
-    for name, shape in products.items():
+    for name, shape in matmuls.items():
         tensors[f"{name}.weight"] = np.float32(rng.standard_normal(shape) / np.sqrt(shape[1]))
     write_tensors(directory, {**tensors, "d2t": np.array(FEW) - np.arange(4)})
     config = {
@@ -256,8 +256,8 @@ def summed(inputs: np.ndarray, recurrence: Recurrence) -> np.ndarray:
 )
 def test_steps_over_pages_are_the_recurrence(recurrence_, by_row):
     """Of three sequences in steps of 1 to 6 tokens each, some of which are rejected and come once more; as on CPUs and as on GPUs."""
-    size, num_tokens, longest, rng = 4, 16, 48, np.random.default_rng(2)
-    sequences = rng.standard_normal((3, longest, 3)).astype(np.float32)
+    size, num_tokens, max_length, rng = 4, 16, 48, np.random.default_rng(2)
+    sequences = rng.standard_normal((3, max_length, 3)).astype(np.float32)
     wanted = [summed(inputs, recurrence_) for inputs in sequences]
     table_BM = 1 + rng.permutation(3 * 12).reshape(3, 12)
     states = (jnp.full((37, 2, 3), jnp.nan), jnp.zeros(37, jnp.int32))
@@ -286,10 +286,10 @@ def test_steps_over_pages_are_the_recurrence(recurrence_, by_row):
         return recur(0, x_TE, recurrence_, pages)
 
     computed = [0, 0, 0]
-    while min(computed) < longest:
-        rows = [index for index in rng.permutation(3) if computed[index] < longest]
+    while min(computed) < max_length:
+        rows = [index for index in rng.permutation(3) if computed[index] < max_length]
         counts = [
-            min(int(rng.integers(1, 8 - len(rows))), longest - computed[index]) for index in rows
+            min(int(rng.integers(1, 8 - len(rows))), max_length - computed[index]) for index in rows
         ]
         right = [int(rng.integers(1, count + 1)) for count in counts]
         x_TE = np.full((num_tokens, 3), np.nan, np.float32)

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxpage.shapes import MOST_DRAFTS
+from jaxpage.shapes import MAX_DRAFTS
 from jaxpage.speculation import recycling
 from jaxpage.speculation.medusa import search
 from jaxpage.speculation.recycling import NUM_RECYCLED, RecyclingProposer
@@ -14,7 +14,7 @@ from jaxpage.step.draft import Draft
 from tests.support.fake_device import make_group
 
 VOCAB = 6
-TREE = search([recycling.ACCURACIES] * recycling.MOST_LEVELS, MOST_DRAFTS)
+TREE = search([recycling.ACCURACIES] * recycling.MAX_LEVELS, MAX_DRAFTS)
 
 # A step's draws: salts, the tokens that they stand behind, and the seed of what is likely behind
 # those.
@@ -39,9 +39,9 @@ def paths(draft: Draft | None) -> list[tuple[int, ...]]:
     heard=heard_steps,
     tree=st.booleans(),
     last=st.integers(0, VOCAB - 1),
-    most=st.integers(1, MOST_DRAFTS),
+    maximum=st.integers(1, MAX_DRAFTS),
 )
-def test_drafts_are_what_was_likely_the_last_time_rank_by_rank(heard, tree, last, most):
+def test_drafts_are_what_was_likely_the_last_time_rank_by_rank(heard, tree, last, maximum):
     proposer = RecyclingProposer(VOCAB, tree=tree)
     known: dict[tuple[str | None, int], list[int]] = {}
     for draws, seed in heard:
@@ -51,7 +51,7 @@ def test_drafts_are_what_was_likely_the_last_time_rank_by_rank(heard, tree, last
         known.update(zip(draws, rows.tolist(), strict=True))
     for salt in (None, "a"):
         want: list[tuple[int, ...]] = []
-        for choice in TREE if tree else [(0,) * depth for depth in range(1, MOST_DRAFTS + 1)]:
+        for choice in TREE if tree else [(0,) * depth for depth in range(1, MAX_DRAFTS + 1)]:
             path = [last]
             for rank in choice:
                 if (salt, path[-1]) not in known:
@@ -60,11 +60,11 @@ def test_drafts_are_what_was_likely_the_last_time_rank_by_rank(heard, tree, last
             else:
                 want.append(tuple(path[1:]))
         group = make_group("one", 0, [0, last], cache_salt=salt)
-        assert paths(proposer.propose(group.request, group.sequences[0], most)) == want[:most]
+        assert paths(proposer.propose(group.request, group.sequences[0], maximum)) == want[:maximum]
 
 
 def test_salts_that_nobody_uses_give_way(monkeypatch):
-    monkeypatch.setattr(recycling, "MOST_TABLES", 2)
+    monkeypatch.setattr(recycling, "MAX_TABLES", 2)
     monkeypatch.setattr(recycling, "KEPT", 2)
     proposer = RecyclingProposer(VOCAB, tree=False)
 

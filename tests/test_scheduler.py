@@ -185,19 +185,19 @@ class Scheduling(RuleBasedStateMachine):
             scheduler.block_manager.block_size,
             scheduler.block_manager.groups[0].pool.num_usable,
         )
-        most = -(-(num_prompt + max_tokens - 1) // block_size)
+        maximum = -(-(num_prompt + max_tokens - 1) // block_size)
         # two positions more than it sees, and a step's tokens, wherever a block begins
         if self.window:
             span = self.window + 1 + scheduler.limits.max_row_length
-            most = min(
-                most, max((first + span - 1) // block_size + 1 for first in range(block_size))
+            maximum = min(
+                maximum, max((first + span - 1) // block_size + 1 for first in range(block_size))
             )
-        refused = n * most > usable or n > scheduler.max_num_seqs
+        refused = n * maximum > usable or n > scheduler.max_num_seqs
         try:
             scheduler.add(group)
         except CapacityError:
             pinned = max(scheduler.block_manager.num_pinned_blocks)
-            assert refused or n * most > usable - pinned
+            assert refused or n * maximum > usable - pinned
         else:
             assert not refused
             self.arrived.append(group)

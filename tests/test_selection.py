@@ -78,8 +78,8 @@ def all_rows() -> tuple[list[str], tuple[np.ndarray, ...]]:
 def kept_by_kernel(
     logits_RV: np.ndarray, temperature_R: np.ndarray, *cuts: np.ndarray
 ) -> np.ndarray:
-    least_R = select.cutoffs(logits_RV, logits_RV.max(axis=1), temperature_R, *cuts, interpret=True)
-    return np.asarray(logits_RV >= np.asarray(least_R)[:, None])
+    min_R = select.cutoffs(logits_RV, logits_RV.max(axis=1), temperature_R, *cuts, interpret=True)
+    return np.asarray(logits_RV >= np.asarray(min_R)[:, None])
 
 
 @functools.partial(jax.jit, static_argnames="by_row")

@@ -83,7 +83,7 @@ def test_latencies_are_recounted_from_the_requests(llm, outputs):
     stats = llm.stats()
     requests = [output.metrics for output in outputs]
     tokens = [sum(len(one.token_ids) for one in output.outputs) for output in outputs]
-    longest = [max(len(one.token_ids) for one in output.outputs) for output in outputs]
+    max_length = [max(len(one.token_ids) for one in output.outputs) for output in outputs]
     found = {
         "time_to_first_token_seconds": [m.first_token_time - m.arrival_time for m in requests],
         "e2e_request_latency_seconds": [m.finished_time - m.arrival_time for m in requests],
@@ -95,7 +95,7 @@ def test_latencies_are_recounted_from_the_requests(llm, outputs):
         "request_prompt_tokens": [len(output.prompt_token_ids) for output in outputs],
         "request_time_per_output_token_seconds": [
             (m.last_token_time - m.first_token_time) / (count - 1)
-            for m, count in zip(requests, longest, strict=True)
+            for m, count in zip(requests, max_length, strict=True)
             if count > 1
         ],
     }

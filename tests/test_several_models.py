@@ -161,26 +161,26 @@ def test_no_request_is_lost_under_changing_load_with_room_for_one(running, wante
         loads.append(name)
         return await load(name)
 
-    async def one(client: httpx.AsyncClient, chance: random.Random) -> None:
-        case = chance.choice(sorted(wanted))
-        body = requested(*case, stream=chance.random() < 0.5)
-        if chance.random() < 0.2:  # this client leaves, while it waits or is answered
+    async def one(client: httpx.AsyncClient, rng: random.Random) -> None:
+        case = rng.choice(sorted(wanted))
+        body = requested(*case, stream=rng.random() < 0.5)
+        if rng.random() < 0.2:  # this client leaves, while it waits or is answered
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(answered(client, body), chance.random() / 10)
+                await asyncio.wait_for(answered(client, body), rng.random() / 10)
         else:
             assert await answered(client, body) == wanted[case], case
 
     async def load_it() -> None:
         async with httpx.AsyncClient(base_url=running.address, timeout=300) as client:
             for number, num_at_once in enumerate((2, 8, 1)):
-                chance = random.Random(number)
+                rng = random.Random(number)
                 places = asyncio.Semaphore(num_at_once)
 
-                async def in_turn(chance: random.Random, places: asyncio.Semaphore) -> None:
+                async def in_turn(rng: random.Random, places: asyncio.Semaphore) -> None:
                     async with places:
-                        await one(client, chance)
+                        await one(client, rng)
 
-                await asyncio.gather(*(in_turn(chance, places) for _ in range(3 * num_at_once)))
+                await asyncio.gather(*(in_turn(rng, places) for _ in range(3 * num_at_once)))
 
     running.table._load = noted
     try:

@@ -81,7 +81,7 @@ def test_one_request_takes_the_sum_by_hand():
     assert served.latency == pytest.approx(0.0987 + 303 * 0.75e-6, abs=1e-12)
     assert served.normalized_latency == pytest.approx(0.09892725 / 3, abs=1e-12)
     assert run.num_steps == 3 and run.seconds == served.finished
-    assert run.longest_step == pytest.approx(0.0329 + 102 * 0.75e-6, abs=1e-12)
+    assert run.max_step_seconds == pytest.approx(0.0329 + 102 * 0.75e-6, abs=1e-12)
 
 
 def test_a_long_prompt_is_bound_by_arithmetic():
@@ -156,7 +156,7 @@ def test_littles_law():
     run = simulate(trace)
     integral = (run.mean.running + run.mean.waiting) * run.seconds
     latencies = sum(served.latency for served in run.served.values())
-    assert integral <= latencies <= integral + len(trace) * run.longest_step
+    assert integral <= latencies <= integral + len(trace) * run.max_step_seconds
     assert run.mean.running + run.mean.waiting > 0.3, "it is no empty statement"
 
 
@@ -185,7 +185,7 @@ def test_swapping_takes_its_time():
     scheduler = Swaps(plain.limits, plain.block_manager, max_num_seqs=8)
     run = Simulator([Arrival(0.0, 10, 3)], scheduler, ONE_SECOND).run()
     assert (run.num_swapped_out, run.num_swapped_in, run.swap_seconds) == (3, 1, 400.0)
-    assert run.seconds == 3 + 400 and run.longest_step == 401
+    assert run.seconds == 3 + 400 and run.max_step_seconds == 401
 
 
 def test_swapping_costs_what_the_paper_measured():

@@ -220,7 +220,7 @@ def test_lent_arrays_leave_the_device_when_nobody_holds_them(keeps_weights):
     """Those that were not lent leave it at once, whoever refers to them."""
     arrays = {name: jax.device_put(np.arange(4.0)) for name in "ab"}
     runner = Runner({"target": arrays}, lambda: (), None, ())
-    lent = runner.lend_parameters()["target"]
+    lent = runner.share_parameters()["target"]
     held, dropped = lent["a"], weakref.ref(lent["b"])
     del arrays, lent
     runner.sleep(keeps_weights=keeps_weights)

@@ -20,7 +20,7 @@ from jaxpage.scheduling import plan_builder
 from jaxpage.settings.checked_settings import UnsupportedSettings
 from jaxpage.settings.speculative_config import SpeculativeConfig
 from jaxpage.speculation import NoSpeculation
-from tests.support.drafts import KINDS, MOST_DRAFTS, NUM_TOKEN_IDS, Drafter
+from tests.support.drafts import KINDS, MAX_DRAFTS, NUM_TOKEN_IDS, Drafter
 from tests.support.engines import (
     LLAMA,
     MISTRAL,
@@ -33,15 +33,15 @@ from tests.support.random_checkpoints import random_checkpoint
 from tests.support.sweeps import few
 from tests.support.tokenizers import write_tokenizer
 
-TREES = SpeculativeConfig(method="suffix", num_speculative_tokens=MOST_DRAFTS, tree=True)
-CHAINS = SpeculativeConfig(method="ngram", num_speculative_tokens=MOST_DRAFTS)
+TREES = SpeculativeConfig(method="suffix", num_speculative_tokens=MAX_DRAFTS, tree=True)
+CHAINS = SpeculativeConfig(method="ngram", num_speculative_tokens=MAX_DRAFTS)
 # Of the model that most tests use, all engines have the same shapes, for compiling takes longer than
 # all else. The small pool holds one of the longest, or a few.
-LONGEST = 128
+MAX_LENGTH = 128
 SHAPES = {
     "max_num_seqs": 7,
     "max_num_batched_tokens": 56,
-    "max_model_len": LONGEST,
+    "max_model_len": MAX_LENGTH,
     "block_size": 4,
     "num_blocks": 513,
 }
@@ -120,7 +120,7 @@ SAMPLING = {
 
 def prompt_of(index):
     rng = np.random.default_rng(index)
-    length = {11: 20, 14: LONGEST - 10}.get(index, int(rng.integers(1, 40)))
+    length = {11: 20, 14: MAX_LENGTH - 10}.get(index, int(rng.integers(1, 40)))
     return rng.integers(1, 100, length).tolist()
 
 
@@ -224,7 +224,7 @@ def test_the_requests_are_not_all_alike(lone):
     assert len({str(each[1][0].token_ids) for each in outputs}) == len(outputs)
     reasons = Counter(one.finish_reason for each in outputs for one in each[1])
     assert reasons["stop"] >= 2 and reasons["length"] >= 10 and set(reasons) == {"stop", "length"}
-    assert len(outputs[-1][0]) + len(outputs[-1][1][0].token_ids) == LONGEST
+    assert len(outputs[-1][0]) + len(outputs[-1][1][0].token_ids) == MAX_LENGTH
 
 
 @pytest.mark.parametrize(
@@ -312,7 +312,7 @@ def test_a_stop_string_cuts_inside_an_accepted_run(include, engines, lone):
         assert watched.generate(prompts, requests) == want
     lengths = [len(each[1][0].token_ids) for each in want]
     assert watched.counts["right"] > 0 and any(
-        length % (1 + MOST_DRAFTS) not in (0, 1) for length in lengths
+        length % (1 + MAX_DRAFTS) not in (0, 1) for length in lengths
     )
     invariants(engines("trees"))
 
@@ -601,7 +601,7 @@ def test_the_doubles_are_what_they_say():
     rng = np.random.default_rng(0)
     future = rng.integers(0, NUM_TOKEN_IDS, 20).tolist()
     for name, kind in KINDS.items():
-        draft = kind(Drafter({})._rng, future, MOST_DRAFTS)
+        draft = kind(Drafter({})._rng, future, MAX_DRAFTS)
         assert all(-1 <= parent < index for index, parent in enumerate(draft.parents))
         right = [i for i, depth in enumerate(draft.depths) if list(draft.path(i)) == future[:depth]]
         assert (name == "wrong") == (not right)

@@ -359,7 +359,7 @@ def test_a_choice_that_is_not_the_best_is_seen(mistake, monkeypatch):
     """The most tokens, or the drafts of one sequence after those of another, whatever their chances."""
 
     def unranked(*arguments: Any) -> list[Any]:
-        return [node._replace(least=0.5) for node in nodes_of(*arguments)]
+        return [node._replace(minimum=0.5) for node in nodes_of(*arguments)]
 
     nodes_of, seconds, rates = controlling._nodes, [1.0, 0.3, 2.0, 9.0], [[0.4] * 7, [0.9] * 7]
     assert is_the_best(seconds, rates, 0.0)

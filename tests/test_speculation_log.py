@@ -40,8 +40,8 @@ from tests.test_event_log import (
     ACTIONS,
     HEADER,
     POOL,
-    Chances,
     Letters,
+    Probabilities,
     act,
     find,
     flip,
@@ -446,7 +446,7 @@ def test_drafts_that_are_none_are_refused(
 # ---- every history
 
 
-class Verifying(Chances):
+class Verifying(Probabilities):
     """Draws by chance, and often what was drafted. Which drafts were right is found token by token."""
 
     def __init__(self, tables: TableShape) -> None:

@@ -25,8 +25,8 @@ def tokenizer_with(**parts: Any) -> Any:
     return SimpleNamespace(backend_tokenizer=backend)
 
 
-def charsmap(longest: int) -> bytes:
-    return (4).to_bytes(4, "little") + bytes(4) + b"ab\0" + b"x" * longest + b"\0"
+def charsmap(max_length: int) -> bytes:
+    return (4).to_bytes(4, "little") + bytes(4) + b"ab\0" + b"x" * max_length + b"\0"
 
 
 FIFTY = normalizers.Replace("a", "a" * 50)

@@ -167,8 +167,8 @@ def test_time_steps_are_cut_by_their_limit(family, limit, tmp_path):
     files = open_model(tmp_path)
     parameters = load_weights(files.plan, "float32", jnp.asarray)
     found = logits_of(files.family, files.spec, parameters, TOKENS)
-    least, most = LIMITS[limit] or (0.0, math.inf)
-    expected = logits_by_definition(tmp_path, names, (least, most))
+    minimum, maximum = LIMITS[limit] or (0.0, math.inf)
+    expected = logits_by_definition(tmp_path, names, (minimum, maximum))
     np.testing.assert_allclose(found, expected, atol=2e-5 * np.abs(expected).max())
     other = logits_by_definition(tmp_path, names, (0.3, math.inf))
     assert np.abs(other - expected).max() > 0.01  # as with `time_step_min`

@@ -618,12 +618,12 @@ def test_a_shutdown_waits_for_an_endpoint_within_a_bound(monkeypatch, caplog):
 
 
 def test_an_endpoint_that_comes_back_is_warned_of_again(receiver, caplog):
-    telling = otlp.Telling(otlp.OTLPSpanExporter(receiver.endpoint), receiver.endpoint)
+    reporting = otlp.Telling(otlp.OTLPSpanExporter(receiver.endpoint), receiver.endpoint)
     caplog.set_level(logging.INFO, "jaxpage")
     for status in (400, 400, 200, 200, 400):
         receiver.status = status
-        telling.export([])
-    telling.shutdown()
+        reporting.export([])
+    reporting.shutdown()
     ours = [record for record in caplog.records if record.name == otlp.__name__]
     levels = [record.levelname for record in ours]
     assert levels == ["WARNING", "INFO", "WARNING"]

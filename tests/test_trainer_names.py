@@ -219,7 +219,7 @@ def assert_as_hugging_face(case: str, config: dict[str, Any], found: Arrays, wan
         np.testing.assert_allclose(x, want[name], rtol=1e-6, atol=1e-6, err_msg=name)
 
 
-def apart(arrays: Arrays) -> Arrays:
+def separate(arrays: Arrays) -> Arrays:
     """The experts of transformers 5 are in one tensor, those of files are apart."""
     found: Arrays = {}
     for name, x in arrays.items():
@@ -239,7 +239,7 @@ def apart(arrays: Arrays) -> Arrays:
 @pytest.mark.parametrize("case", [case for case in CASES if case != "gemma"])
 def test_names_of_maxtext(case, scanned):
     config, arrays = weights(case)
-    want = apart(arrays)
+    want = separate(arrays)
     assert_as_hugging_face(case, config, of_maxtext(case, config, want, scanned), want)
 
 

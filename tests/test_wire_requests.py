@@ -470,17 +470,17 @@ BOUNDS: list[tuple[Any, dict[str, Any], dict[str, tuple[int, int]]]] = [
 
 
 @pytest.mark.parametrize(
-    ("model", "body", "name", "least", "most"),
+    ("model", "body", "name", "minimum", "maximum"),
     [
         (model, body, name, *bounds)
         for model, body, fields in BOUNDS
         for name, bounds in fields.items()
     ],
 )
-def test_a_number_is_taken_at_its_bounds_and_refused_beyond(model, body, name, least, most):
-    for value in (least, most):
+def test_a_number_is_taken_at_its_bounds_and_refused_beyond(model, body, name, minimum, maximum):
+    for value in (minimum, maximum):
         model.model_validate({**body, name: value})
-    for value in (least - 1, most + 1):
+    for value in (minimum - 1, maximum + 1):
         with pytest.raises(ValidationError, match=name):
             model.model_validate({**body, name: value})
 
@@ -1118,11 +1118,11 @@ def test_tokens_and_back():
 
 
 def test_a_text_to_tokenize_is_no_longer_than_a_prompt():
-    longest = context().max_prompt_characters
-    assert tokenize({"prompt": "x" * longest}, context()).body["count"]
+    max_length = context().max_prompt_characters
+    assert tokenize({"prompt": "x" * max_length}, context()).body["count"]
     for body, param in (
-        ({"prompt": "x" * (longest + 1)}, "prompt"),
-        (chat(messages=[{**USER, "content": "x" * longest}]), "messages"),
+        ({"prompt": "x" * (max_length + 1)}, "prompt"),
+        (chat(messages=[{**USER, "content": "x" * max_length}]), "messages"),
     ):
         error = refused(tokenize, body)
         assert (error.param, error.code) == (param, "context_length_exceeded")

@@ -69,7 +69,7 @@ class Witness:
     Attributes:
         problems: What the clients saw that must not be.
         attack: The name of the attack that is being made.
-        most: The longest pause of each client in seconds, with the name of the attack.
+        maximum: The longest pause of each client in seconds, with the name of the attack.
     """
 
     def __init__(self, address: str) -> None:
@@ -79,22 +79,22 @@ class Witness:
         self._is_over = False
         self.problems: list[str] = []
         self.attack = ""
-        self.most = {name: (0.0, "") for name in CLIENTS}
+        self.maximum = {name: (0.0, "") for name in CLIENTS}
         for follow in (self._stream, self._ask_health, self._ask_anew):
             threading.Thread(target=follow, daemon=True).start()
 
-    def longest(self, begin: float, end: float) -> float:
+    def max_length(self, begin: float, end: float) -> float:
         """Returns the longest pause of the stream and the health in seconds.
 
         Only the part between the two times counts. It is noted for each client.
         """
         pauses = [*self._pauses, *((name, start, end) for name, start in [*self._open.items()])]
-        longest = dict.fromkeys(CLIENTS, 0.0)
+        max_length = dict.fromkeys(CLIENTS, 0.0)
         for name, start, stop in pauses:
-            longest[name] = max(longest[name], min(stop, end) - max(start, begin))
-        for name, seconds in longest.items():
-            self.most[name] = max(self.most[name], (seconds, self.attack))
-        return max(longest["stream"], longest["health"])
+            max_length[name] = max(max_length[name], min(stop, end) - max(start, begin))
+        for name, seconds in max_length.items():
+            self.maximum[name] = max(self.maximum[name], (seconds, self.attack))
+        return max(max_length["stream"], max_length["health"])
 
     def end(self) -> None:
         """Stops both clients."""
@@ -245,7 +245,7 @@ class Siege:
         self.address = served.address
         self._process = psutil.Process(served.process.pid)
         self.tally: Counter[str] = Counter()
-        self.longest_pause = self.max_growth = (0.0, "")  # with the attack's name
+        self.max_pause = self.max_growth = (0.0, "")  # with the attack's name
         warm_up = Attack("warm-up", "/v1/completions", None)
         body = json.dumps(
             {"model": "demo", "prompt": ["Once upon a time"] * 4, "max_tokens": 16}
@@ -255,10 +255,10 @@ class Siege:
         self._witness = Witness(self.address)
         begin = time.monotonic()
         time.sleep(BASELINE_SECONDS)
-        self.idle_pause = self._witness.longest(begin, time.monotonic())
+        self.idle_pause = self._witness.max_length(begin, time.monotonic())
         self.bound = pause_seconds or max(PAUSE_SECONDS, IDLE_PAUSES * self.idle_pause)
-        self.idle_pauses = {name: seconds for name, (seconds, _) in self._witness.most.items()}
-        self._witness.most = {name: (0.0, "") for name in CLIENTS}
+        self.idle_pauses = {name: seconds for name, (seconds, _) in self._witness.maximum.items()}
+        self._witness.maximum = {name: (0.0, "") for name in CLIENTS}
         self._resident_bytes = self._memory()
 
     def withstands(self, attack: Attack) -> list[str]:
@@ -274,8 +274,8 @@ class Siege:
             )
         self.tally.update(ends)
         growth = self._settled()
-        pause = self._witness.longest(begin, time.monotonic())
-        self.longest_pause = max(self.longest_pause, (pause, attack.name))
+        pause = self._witness.max_length(begin, time.monotonic())
+        self.max_pause = max(self.max_pause, (pause, attack.name))
         self.max_growth = max(self.max_growth, (growth, attack.name))
         found = [
             f"an answer has the status {end}"
@@ -301,7 +301,7 @@ class Siege:
 
     def pauses(self) -> Iterator[str]:
         """Yields a line for each of the other clients, with its longest pause."""
-        for name, (seconds, attack) in self._witness.most.items():
+        for name, (seconds, attack) in self._witness.maximum.items():
             idle = self.idle_pauses[name]
             yield f"longest pause of {CLIENTS[name]}: {seconds:.2f} s (idle {idle:.2f} s): {attack}"
 
@@ -329,10 +329,10 @@ class Siege:
         return total
 
 
-def run(siege: Siege, wanted: Iterator[Attack], minutes: float, *, goes_on: bool) -> int:
+def run(siege: Siege, attacks_to_run: Iterator[Attack], minutes: float, *, goes_on: bool) -> int:
     """Makes attacks until the time is over; returns how many broke a promise."""
     deadline, num_broken, count = time.monotonic() + 60 * minutes, 0, 0
-    for count, attack in enumerate(wanted, 1):  # noqa: B007
+    for count, attack in enumerate(attacks_to_run, 1):  # noqa: B007
         if found := siege.withstands(attack):
             num_broken += 1
             body = attack.make() if attack.make else b""
@@ -387,14 +387,16 @@ def main() -> int:
         server({**SETTINGS, "batch-directory": directory}) as served,
     ):
         document: dict[str, Any] = json.loads(fetch(served.address, "/openapi.json"))
-        wanted = attacks(document, seed)
+        attacks_to_run = attacks(document, seed)
         if arguments.only is not None:
-            chosen = [one for one in wanted if any(text in one.name for text in arguments.only)]
+            chosen = [
+                one for one in attacks_to_run if any(text in one.name for text in arguments.only)
+            ]
             if not chosen:
                 parser.error(f"no attack's name has one of {arguments.only}")
-            wanted = iter(chosen)
+            attacks_to_run = iter(chosen)
         siege = Siege(served, arguments.pause_seconds)
-        num_broken = run(siege, wanted, arguments.minutes, goes_on=arguments.all)
+        num_broken = run(siege, attacks_to_run, arguments.minutes, goes_on=arguments.all)
         siege.end()
         status = served.end()
     for line, count in served.errors.items():

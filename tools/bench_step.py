@@ -98,8 +98,8 @@ def cases(arguments: argparse.Namespace) -> list[StepCase]:
     """Returns the cases that the command line asks for."""
     models, layers = arguments.models.split(","), arguments.layers
     samplings = arguments.sampling.split(",")
-    for name, given, known in (("--models", models, MODELS), ("--sampling", samplings, SAMPLING)):
-        if unknown := set(given) - set(known):
+    for name, names, known in (("--models", models, MODELS), ("--sampling", samplings, SAMPLING)):
+        if unknown := set(names) - set(known):
             sys.exit(f"{name}: {', '.join(sorted(unknown))} not among {', '.join(known)}")
     rows, contexts, chunks = (
         _numbers(text) for text in (arguments.rows, arguments.contexts, arguments.chunks)
@@ -128,13 +128,13 @@ def main(argv: list[str] | None = None) -> int:
     arguments = parse(argv)
     end = time.monotonic() + arguments.seconds
 
-    def tell(finding: Finding) -> None:
+    def report(finding: Finding) -> None:
         if arguments.to:
             append(arguments.to, finding)
         print(f"{finding.check}: {finding.status}: {finding.summary}", flush=True)
 
     if MISSING:
-        tell(Finding("steps", LEFT_OUT, f"no {MISSING} here"))
+        report(Finding("steps", LEFT_OUT, f"no {MISSING} here"))
         return 0
     chosen = cases(arguments)
     if (platform := jax.default_backend()) != "gpu" and any(
@@ -146,16 +146,16 @@ def main(argv: list[str] | None = None) -> int:
         )
     table = Table("Whole steps (ms)", [*COLUMNS])
     rows = list[dict[str, Any]]()
-    longest = 0.0
+    max_length = 0.0
     failed = 0
     for case in chosen:
         began = time.monotonic()
-        if began + longest > end:
-            tell(
+        if began + max_length > end:
+            report(
                 Finding(
                     f"step {case}",
                     LEFT_OUT,
-                    f"{max(0.0, end - began):.0f} s were left, and one took {longest:.0f}",
+                    f"{max(0.0, end - began):.0f} s were left, and one took {max_length:.0f}",
                 )
             )
             continue
@@ -165,9 +165,9 @@ def main(argv: list[str] | None = None) -> int:
             )
         except Exception as error:  # the other cases go on
             failed += 1
-            tell(Finding(f"step {case}", FAILED, first_line(error)))
+            report(Finding(f"step {case}", FAILED, first_line(error)))
             continue
-        longest = max(longest, time.monotonic() - began)
+        max_length = max(max_length, time.monotonic() - began)
         table.rows.append(cells(case, times))
         rows.append(
             {**dataclasses.asdict(case), **dataclasses.asdict(times), "host_gap": times.host_gap}
@@ -176,8 +176,8 @@ def main(argv: list[str] | None = None) -> int:
             f"{name} {cell}"
             for name, cell in zip(table.columns[1:], table.rows[-1][1:], strict=True)
         )
-        tell(Finding(f"step {case}", PASSED, summary, data=rows[-1]))
-    tell(
+        report(Finding(f"step {case}", PASSED, summary, data=rows[-1]))
+    report(
         Finding(
             "steps",
             FAILED if failed else PASSED,

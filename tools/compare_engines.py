@@ -129,9 +129,9 @@ def measure(
         for name, modes in answers.items():
             best_modes = {each: best(modes, each).mode for each in numbers}
             for letters, own in modes.items():
-                if wanted := [each for each in numbers if best_modes[each] == letters]:
+                if requested := [each for each in numbers if best_modes[each] == letters]:
                     _say(number, repeats, name, letters)
-                    if (answer := run(name, letters, wanted)) is not None:
+                    if (answer := run(name, letters, requested)) is not None:
                         own.append(answer)
     return answers
 

@@ -41,7 +41,7 @@ def main() -> int:
             arguments.minutes,
             seed,
             family=arguments.family,
-            tell=lambda text: print(text, flush=True),
+            report=lambda text: print(text, flush=True),
         )
 
 

@@ -52,7 +52,7 @@ def main() -> int:
                 arguments.minutes,
                 seed,
                 tolerance=tolerance,
-                tell=lambda text: print(text, flush=True),
+                report=lambda text: print(text, flush=True),
                 models=arguments.models,
             )
 

@@ -61,7 +61,7 @@ def main() -> int:
     if arguments.server:
         return fuzz_server(arguments.minutes, seed)
     logging.disable(logging.CRITICAL)  # loads that fail are logged, and are many
-    return fuzz(arguments.minutes, seed, tell=lambda text: print(text, flush=True))
+    return fuzz(arguments.minutes, seed, report=lambda text: print(text, flush=True))
 
 
 def fuzz_server(minutes: float, seed: int) -> int:
@@ -96,22 +96,22 @@ class Clients:
         self.problems: list[str] = []
         self.counts: Counter[str] = Counter()
 
-    def act(self, chance: random.Random, minutes: float) -> None:
+    def act(self, rng: random.Random, minutes: float) -> None:
         """Has all clients act until the time is over or something is wrong."""
         for name in NAMES:
             for path, body in dict(ACTS).items():
                 self._ask(name, path, body, None)
         end = time.monotonic() + 60 * minutes
-        seeds = [chance.randrange(2**31) for _ in range(NUM_CLIENTS)]
+        seeds = [rng.randrange(2**31) for _ in range(NUM_CLIENTS)]
         with ThreadPoolExecutor(NUM_CLIENTS) as pool:
             list(pool.map(lambda seed: self._client(random.Random(seed), end), seeds))
 
-    def _client(self, chance: random.Random, end: float) -> None:
+    def _client(self, rng: random.Random, end: float) -> None:
         while time.monotonic() < end and not self.problems:
-            path, body = chance.choice(ACTS)
-            leaves_after = chance.random() / 5 if chance.random() < LEAVING else None
-            self._ask(chance.choice(NAMES), path, body, leaves_after)
-            time.sleep(chance.random() / 20)
+            path, body = rng.choice(ACTS)
+            leaves_after = rng.random() / 5 if rng.random() < LEAVING else None
+            self._ask(rng.choice(NAMES), path, body, leaves_after)
+            time.sleep(rng.random() / 20)
 
     def _ask(self, name: str, path: str, body: dict[str, Any], leaves_after: float | None) -> None:
         """Sends a request, and notes what is wrong with its answer."""

@@ -152,7 +152,7 @@ class Slot:
         ]
         return [group for group in left if group]
 
-    def look(self, deadline: float) -> str:
+    def probe(self, deadline: float) -> str:
         """Asks for the machine; returns why nothing can be done here, "" if something can."""
         old = self.results.parts.get(ENVIRONMENT)
         before = machine(self.results.findings).get("device")
@@ -170,12 +170,12 @@ class Slot:
     def run(self, groups: list[list[Part]], deadline: float) -> int:
         """Runs the parts; returns the exit status."""
         for group in groups:
-            wanted = [
+            parts_to_run = [
                 part
                 for part in group
                 if not part.if_failed or self.results.verdict(part.if_failed) == FAILED
             ]
-            self._run([self._as_it_can_run(part.child) for part in wanted], deadline)
+            self._run([self._as_it_can_run(part.child) for part in parts_to_run], deadline)
         return int(self._failed)
 
     def _as_it_can_run(self, child: Child) -> Child:
@@ -241,13 +241,13 @@ def run(arguments: argparse.Namespace, screen: Screen) -> int:
     if not any(slot.open_parts(only, True)):
         print(f"no part's name holds {arguments.only!r}; see --list", file=sys.stderr)
         return 2
-    wanted = slot.open_parts(only, arguments.again)
+    parts_to_run = slot.open_parts(only, arguments.again)
     if absent := missing():
         screen.say(absent)
-    if reason := slot.look(deadline):
+    if reason := slot.probe(deadline):
         screen.end(reason)
         return 2
-    status = slot.run(wanted, deadline)
+    status = slot.run(parts_to_run, deadline)
     left = [part for group in slot.open_parts(only, False) for part in group if not part.if_failed]
     still = [part.name for part in left]
     if results.problem or (arguments.rehearse and not all(part.may_lack for part in left)):

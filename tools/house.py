@@ -4,9 +4,9 @@
     python tools/house.py --tree /path/to/an/older/checkout --json
 
 Each tree is a checkout of this repository. Sizes and density are those of `jaxpage/`, without the
-kernels, which may run long; the other rows count the whole wheel, with `pallas_kernels/`. Tokens
-are those of Python: a docstring is one, comments and the ends of lines are none. The docstring of
-each function here says what its rows count.
+kernels, which may run long; the other rows count the whole wheel, with `pallas_kernels/`, and where
+they say so `tools/` or `tests/`. Tokens are those of Python: a docstring is one, comments and the
+ends of lines are none. The docstring of each function here says what its rows count.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import json
 import re
 import statistics
 import sys
+import tokenize
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -41,6 +42,7 @@ from tests.support.sources import (
 
 ROOT = Path(__file__).resolve().parents[1]
 LONG = 100  # characters
+OTHER_LANGUAGES = {".cc", ".h", ".js", ".mjs", ".css", ".html", ".sh"}
 # These rooms are vocabulary: every room imports their modules, past any door.
 OPEN_ROOMS = {"layers", "settings", "step"}
 # Words that end in "s" and begin a docstring without being its verb.
@@ -82,6 +84,7 @@ def measure(root: Path) -> Table:
     house = [module for module in modules if module.path.startswith("jaxpage/")]
     table |= sizes(house)
     table |= density(house)
+    table["lines over 100 characters in other languages, %"] = long_lines(root)
     table["modules of the wheel that nothing reaches"] = len(unreached(root))
     past = list(imports_past_doors(modules))
     table["imports past doors"] = len(past)
@@ -92,7 +95,39 @@ def measure(root: Path) -> Table:
     table |= first_words(modules)
     table |= names(modules)
     table["identifiers with words that stand for terms of the field"] = len(old_words(modules))
+    num_tokens = {"wheel": count_tokens(modules)}
+    for top in ("tools", "tests"):
+        others = read_modules(root, (top,))
+        num_tokens[top] = count_tokens(others)
+        rows = density(others) | first_words(others) | names(others)
+        chosen = [name for name in rows if name.endswith("%") or name.startswith("docstrings that")]
+        table |= {f"{top}: {name}": rows[name] for name in chosen}
+    models = [module for module in house if module.path.startswith("jaxpage/models/")]
+    num_tokens["jaxpage/models"] = count_tokens(models)
+    table |= {f"tokens of {top}": count for top, count in num_tokens.items()}
+    table["tokens of tests for one of the wheel"] = round(
+        num_tokens["tests"] / num_tokens["wheel"], 2
+    )
     return table
+
+
+def count_tokens(modules: Sequence[Module]) -> int:
+    """Returns the tokens of all modules."""
+    return sum(len(token_lines(module)) for module in modules)
+
+
+def long_lines(root: Path) -> float:
+    """Returns the share of long lines in C++, JavaScript, style sheets, pages and shell scripts."""
+    folders = ("jaxpage", "pallas_kernels", "tools", "tests", "docs/_static", ".ci")
+    files = [
+        path
+        for folder in folders
+        for path in (root / folder).rglob("*")
+        if path.suffix in OTHER_LANGUAGES and "recorded" not in path.parts
+    ]
+    lines = [line for path in files for line in path.read_text("utf-8").splitlines()]
+    filled = [line for line in lines if line.strip()]
+    return round(100 * sum(len(line) > LONG for line in filled) / len(filled), 2)
 
 
 def sizes(modules: Sequence[Module]) -> Table:
@@ -113,7 +148,7 @@ def sizes(modules: Sequence[Module]) -> Table:
 
 
 def density(modules: Sequence[Module]) -> Table:
-    """Returns how full lines are: tokens per line of code, long lines, tuple assignments.
+    """Returns how full lines are: tokens per line of code, comments, long lines, tuple assignments.
 
     Docstrings, comments and blank lines do not count as code; the share of long lines is of all
     lines that are not blank. A tuple assignment has a tuple on both sides of `=`; its share is of
@@ -121,6 +156,9 @@ def density(modules: Sequence[Module]) -> Table:
     """
     code = [line for module in modules for line in code_lines(module)]
     num_filled = sum(len(set(code_lines(module))) for module in modules)
+    num_comments = sum(
+        token.type == tokenize.COMMENT for module in modules for token in module.tokens
+    )
     lines = [line for module in modules for line in module.source.splitlines() if line.strip()]
     num_long = sum(len(line) > LONG for line in lines)
     nodes = [node for module in modules for node in module.nodes]
@@ -128,6 +166,7 @@ def density(modules: Sequence[Module]) -> Table:
     num_tuples = sum(is_tuple_assignment(node) for node in assigned)
     return {
         "tokens a line": round(len(code) / num_filled, 1),
+        "lines with comments, % of lines of code": round(100 * num_comments / num_filled, 1),
         f"lines over {LONG} characters": num_long,
         f"lines over {LONG} characters, %": round(100 * num_long / len(lines), 1),
         "tuple assignments": num_tuples,
@@ -218,9 +257,9 @@ def names(modules: Sequence[Module]) -> Table:
 
 def percentile(ordered: Sequence[int], share: float) -> int:
     """Returns the least of the ordered numbers that at least this share of them do not exceed."""
-    wanted = share * len(ordered)
+    count = share * len(ordered)
     places = range(1, len(ordered) + 1)
-    return ordered[bisect.bisect_left(places, wanted)]
+    return ordered[bisect.bisect_left(places, count)]
 
 
 def markdown(columns: Mapping[str, Table]) -> str:

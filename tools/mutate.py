@@ -50,15 +50,15 @@ PRELOADED = [
     "pydantic",
     "httpx",
 ]
-MOST_SECONDS = 15.0  # the longest time of a test file that runs only because it imports the module
+MAX_SECONDS = 15.0  # the longest time of a test file that runs only because it imports the module
 
 # The test files that are to find a fault in a room; the quickest of them run first, with `-x`.
 TESTS = {
     "memory": "block_pool block_manager memory_report cache_groups swapping prefix_files prefix_cache scheduler",
     "prefix_store": "prefix_files prefix_cache",
     "scheduling": "policies draft_scheduling scheduler swapping engine parallel_sampling processors",
-    "decoding": "json_schemas masks_behind_drafts stopping parallel_sampling structured_outputs beam_search sampling",
-    "step": "draft_scheduling scheduler stops_in_engine masks_behind_drafts speculation_log engine",
+    "decoding": "json_schemas masks_after_drafts stopping parallel_sampling structured_outputs beam_search sampling",
+    "step": "draft_scheduling scheduler stops_in_engine masks_after_drafts speculation_log engine",
     "driver": "driver async_llm engine prefix_cache sleep fuzz_engine",
     "serving/wire": "wire_body wire_in_engine wire_requests wire_openapi wire_answers wire_tools official_clients http_inputs",
     "serving/dialects": "official_clients wire_requests wire_streams wire_openapi",
@@ -77,7 +77,7 @@ FIRST_TESTS = {
     "scheduling/scheduler": "scheduler",
     "decoding/advancing": "stopping scoring",
     "decoding/beam": "beam_search",
-    "decoding/constraints": "masks_behind_drafts",
+    "decoding/constraints": "masks_after_drafts",
     "decoding/grammar_compiler": "structured_outputs",
     "decoding/json_schemas": "json_schemas",
     "decoding/sampling": "stopping",
@@ -431,7 +431,7 @@ def files_of_tests(module: Path) -> list[list[str]]:
     for file, record in json.loads(Path("tests/durations.json").read_text())["files"].items():
         path = Path("tests", file)
         if (
-            record["seconds"] <= MOST_SECONDS
+            record["seconds"] <= MAX_SECONDS
             and path.is_file()
             and path.parent.name == "tests"  # the laboratory's find no more than the others
             and imports.search(path.read_text(encoding="utf-8"))

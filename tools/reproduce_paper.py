@@ -26,7 +26,7 @@ from pallas_kernels import paged_attention
 from tools.lab.paper.block_sizes import AttentionTime
 from tools.lab.paper.main import main
 
-NUM_HEADS, HEAD_WIDTH, BLOCK_SIZE = 40, 128, 16  # shapes of OPT-13B, in float32
+NUM_HEADS, HEAD_DIM, BLOCK_SIZE = 40, 128, 16  # shapes of OPT-13B, in float32
 ROUNDS = 15
 
 
@@ -52,9 +52,9 @@ def _microseconds(
     for block_size in block_sizes:
         num_blocks = context // block_size
         random = np.random.default_rng(0)
-        shape = (1 + num_rows * num_blocks, block_size, NUM_HEADS, HEAD_WIDTH)
+        shape = (1 + num_rows * num_blocks, block_size, NUM_HEADS, HEAD_DIM)
         k, v = (jnp.asarray(random.standard_normal(shape, np.float32)) for _ in range(2))
-        q = jnp.asarray(random.standard_normal((num_rows, NUM_HEADS, HEAD_WIDTH), np.float32))
+        q = jnp.asarray(random.standard_normal((num_rows, NUM_HEADS, HEAD_DIM), np.float32))
         table = 1 + random.permutation(num_rows * num_blocks).reshape(num_rows, num_blocks).astype(
             np.int32
         )
@@ -62,7 +62,7 @@ def _microseconds(
         starts = jnp.arange(num_rows + 1, dtype=jnp.int32)
         function = jax.jit(
             lambda *arrays: paged_attention(
-                *arrays, scale=HEAD_WIDTH**-0.5, backend=backend, max_query_len=1
+                *arrays, scale=HEAD_DIM**-0.5, backend=backend, max_query_len=1
             )
         )
         calls.append((function, (q, k, v, jnp.asarray(table), lengths, starts)))

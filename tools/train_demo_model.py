@@ -129,7 +129,7 @@ def train_or_resume(
     spec: ModelSpec, data: Data, options: argparse.Namespace
 ) -> tuple[training.Plan, training.Run]:
     """Does what the command line asks for, up to the finished run."""
-    checkpoint, longest = options.scratch / "run.npz", spec.max_positions
+    checkpoint, max_length = options.scratch / "run.npz", spec.max_positions
     objective = functools.partial(next_token_loss, spec)
     params = init_params(spec, jax.random.key(options.seed))
     if options.resume or options.export_only:
@@ -143,7 +143,7 @@ def train_or_resume(
         if options.steps is None:
             minutes = DEFAULT_MINUTES if options.minutes is None else options.minutes
             steps = training.steps_for_minutes(
-                objective, params, plan, data.train, longest, minutes
+                objective, params, plan, data.train, max_length, minutes
             )
             plan = dataclasses.replace(plan, steps=steps)
         run = training.start_run(params, plan)
@@ -153,7 +153,7 @@ def train_or_resume(
             flush=True,
         )
         report = functools.partial(progress, spec, data)
-        batches = training.window_batches(data.train, longest, plan)
+        batches = training.window_batches(data.train, max_length, plan)
         run = training.train(objective, plan, run, batches, checkpoint, report)
     return plan, run
 

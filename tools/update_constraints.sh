@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# Writes constraints/py311.txt and constraints/py312.txt: the newest releases that pyproject.toml allows for '.[test,dev,docs,inspect]'.
-# .ci/run installs these versions. Needs uv (pip install uv), which reads metadata alone: nothing large is downloaded.
+# Writes constraints/py311.txt and constraints/py312.txt: the newest releases that pyproject.toml
+# allows for '.[test,dev,docs,inspect]'. .ci/run installs these versions. Needs uv (pip install uv),
+# which reads metadata alone: nothing large is downloaded.
 set -euo pipefail
 
 cd "$(dirname "${BASH_SOURCE[0]}")/.."

@@ -14,7 +14,6 @@ from jaxpage.assembly.planning.described import ModelLayout
 from jaxpage.assembly.planning.engine_spec import EngineSpec, engine_spec_of
 from jaxpage.checkpoints import ModelFiles
 from jaxpage.device import check_graphs
-from jaxpage.device.hardware import attention_sets
 from jaxpage.settings.engine_config import EngineConfig
 from jaxpage.tables import align
 
@@ -50,15 +49,7 @@ def decide_spec(opened: Opened, hooks: Hooks) -> EngineSpec:
             logger.warning(warning)
         hooks.show(align([*spec.rows()], num_words=2))
         return spec
-    num_heads = files.spec.num_query_heads // spec.sharding.num_shards
-    layers = zip(spec.pages_of_shard, files.spec.kv.sliding_windows, strict=True)
-    spec = replace(
-        spec,
-        attention=attention_sets(
-            kernels, first, layers, spec.menu.buckets, num_heads, spec.layout.dtype
-        ),
-        quantization=quantization,
-    )
+    spec = replace(spec, quantization=quantization)
     for warning in (
         *_warnings_of_model(files, spec.layout, spec.config),
         *notices(spec.described, spec.memory),

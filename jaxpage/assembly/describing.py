@@ -18,7 +18,7 @@ from jaxpage.checkpoints import ModelFiles, list_names, open_model, read_embeddi
 from jaxpage.checkpoints.finding import resolve_model, resolve_tokenizer
 from jaxpage.checkpoints.tokenizers import open_tokenizer
 from jaxpage.device import compile_cache_directory, use_compile_cache
-from jaxpage.device.hardware import DeviceMesh, DeviceSpec, choose_backend, make_mesh, open_devices
+from jaxpage.device.hardware import DeviceMesh, DeviceSpec, make_mesh, open_devices
 from jaxpage.errors import CheckpointError, ConfigError, UnsupportedError
 from jaxpage.models import Family, ModelSpec
 from jaxpage.models.parameters import LoRASpec, lora_targets
@@ -68,14 +68,11 @@ def describe(
     if files.vision is not None:
         vision = VisionPart(files.vision.family, files.vision.spec)
     cache_dtype = choose_kv_cache_dtype(config.kv_cache_dtype, files.spec, files.quantization)
-    kernels = choose_backend(
-        config.attention_backend,
-        mesh.first,
-        cache_dtype,
-        batch_invariant=config.batch_invariant,
+    device = DeviceSpec.of(mesh.first, config.gpu_memory_utilization, mesh.size)
+    kernels = device.choose_kernels(
+        config.attention_backend, cache_dtype, batch_invariant=config.batch_invariant
     )
     drafting = open_drafting(config.speculative_config, files)
-    device = DeviceSpec.of(mesh.first, config.gpu_memory_utilization, mesh.size)
     stored = files.plan.most_common_dtype()
     dtype = choose_dtype(config.dtype, device, stored, files.family)
     described = Described(

@@ -46,7 +46,7 @@ def summary(
     measured = [
         answer
         for answer in done
-        if all(1000 * _of(answer)[name] <= most for name, most in (goals or {}).items())
+        if all(1000 * _of(answer)[name] <= maximum for name, maximum in (goals or {}).items())
     ]
     return {
         "completed": len(done),

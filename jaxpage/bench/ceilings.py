@@ -13,13 +13,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpage.device import make_packed_product
-from jaxpage.layers.product import product
+from jaxpage.device import make_packed_matmul
+from jaxpage.layers.matmul import matmul
 
 WIDTH = 4096  # the width of the arrays that are read
 REPEATS = 7
-PRODUCT_ROWS = 512  # enough that a product is not limited by reading the weights
-PRODUCT_WIDTHS = (1024, 2048, 4096)  # of weights that a cache holds, and of one that it does not
+MATMUL_ROWS = 512  # enough that a product is not limited by reading the weights
+MATMUL_WIDTHS = (1024, 2048, 4096)  # of weights that a cache holds, and of one that it does not
 
 
 def bandwidth(num_bytes: int) -> float:
@@ -31,7 +31,7 @@ def bandwidth(num_bytes: int) -> float:
     rows = max(1, num_bytes // (4 * WIDTH))
     array = jnp.ones((rows, WIDTH), jnp.float32)
     runs = [_compile(lambda x: jnp.sum(x, axis=1), array)]
-    runs += [_compile(product, jnp.ones((few, WIDTH), jnp.float32), array) for few in (1, 2)]
+    runs += [_compile(matmul, jnp.ones((few, WIDTH), jnp.float32), array) for few in (1, 2)]
     if jax.default_backend() != "cpu":
         return 4.0 * rows * WIDTH / min(fastest(run, REPEATS) for run in runs)
     num_cores = os.cpu_count() or 1
@@ -42,22 +42,22 @@ def bandwidth(num_bytes: int) -> float:
         return 4.0 * rows * WIDTH / min(fastest(run, REPEATS) for run in runs)
 
 
-def product_rate(dtype: str) -> float:
+def matmul_rate(dtype: str) -> float:
     """Returns the operations per second of products in this type, in the best of several widths.
 
     A multiplication with its addition counts as two operations.
     """
-    return max(_rate_at(width, dtype) for width in PRODUCT_WIDTHS)
+    return max(_rate_at(width, dtype) for width in MATMUL_WIDTHS)
 
 
 def _rate_at(width: int, dtype: str) -> float:
-    x = jnp.ones((PRODUCT_ROWS, width), dtype)
+    x = jnp.ones((MATMUL_ROWS, width), dtype)
     weight = jnp.ones((width, width), dtype)
-    if (multiply := make_packed_product(weight)) is None:
-        run = _compile(product, x, weight)
+    if (multiply := make_packed_matmul(weight)) is None:
+        run = _compile(matmul, x, weight)
     else:
         run = _compile(multiply, x)
-    return 2.0 * PRODUCT_ROWS * width * width / fastest(run, REPEATS)
+    return 2.0 * MATMUL_ROWS * width * width / fastest(run, REPEATS)
 
 
 def fastest(run: Callable[[], Any], repeats: int) -> float:

@@ -57,7 +57,7 @@ def run_kv_dtype(arguments: argparse.Namespace, config: EngineConfig) -> None:
     place = DeviceSpec.of(jax.devices()[0], config.gpu_memory_utilization)
     dtype = choose_dtype(config.dtype, place, files.plan.most_common_dtype(), files.family)
     block_size = place.choose_block_size(config.block_size)
-    longest = _longest(config, files)
+    max_length = _max_length(config, files)
     token_ids = text_tokens(arguments, config, files)
     columns: dict[str, dict[str, float]] = {}
     for kv_cache_dtype in KV_CACHE_DTYPES:
@@ -69,7 +69,7 @@ def run_kv_dtype(arguments: argparse.Namespace, config: EngineConfig) -> None:
         columns[kv_cache_dtype] = {
             **differences(exact_TV, logits_TV, token_ids),
             "bytes_per_token": block_bytes / block_size,
-            "sequences_per_gib": (2**30 // block_bytes - 1) // -(-longest // block_size),
+            "sequences_per_gib": (2**30 // block_bytes - 1) // -(-max_length // block_size),
         }
     print(
         table(
@@ -78,7 +78,7 @@ def run_kv_dtype(arguments: argparse.Namespace, config: EngineConfig) -> None:
     )
     print(
         f"{len(token_ids)} tokens of {arguments.text or 'random ids'}; sequences of "
-        f"{longest:,} tokens"
+        f"{max_length:,} tokens"
     )
     context = {
         "num_tokens": len(token_ids),
@@ -127,14 +127,14 @@ def text_tokens(
         UsageError: There are fewer than two.
     """
     token_ids = _token_ids(arguments, config, files)[
-        : min(arguments.num_tokens, _longest(config, files))
+        : min(arguments.num_tokens, _max_length(config, files))
     ]
     if len(token_ids) < 2:
         raise UsageError(f"at least 2 tokens are needed, got {len(token_ids)}")
     return token_ids
 
 
-def _longest(config: EngineConfig, files: ModelFiles) -> int:
+def _max_length(config: EngineConfig, files: ModelFiles) -> int:
     return min(
         files.spec.max_position_embeddings,
         config.max_model_len or files.spec.max_position_embeddings,
@@ -142,10 +142,10 @@ def _longest(config: EngineConfig, files: ModelFiles) -> int:
 
 
 def _token_ids(arguments: argparse.Namespace, config: EngineConfig, files: ModelFiles) -> list[int]:
-    for name, least in (("num_tokens", 2), ("seed", 0)):
-        if getattr(arguments, name) < least:
+    for name, minimum in (("num_tokens", 2), ("seed", 0)):
+        if getattr(arguments, name) < minimum:
             raise UsageError(
-                f"--{name.replace('_', '-')} must be at least {least}, got "
+                f"--{name.replace('_', '-')} must be at least {minimum}, got "
                 f"{getattr(arguments, name)}"
             )
     if arguments.text is None:

@@ -126,16 +126,16 @@ def run_latency(arguments: argparse.Namespace, config: EngineConfig) -> None:
 
 
 def _check(arguments: argparse.Namespace) -> None:
-    for name, least in (
+    for name, minimum in (
         ("batch_size", 1),
         ("input_len", 1),
         ("output_len", 1),
         ("num_iters", 1),
         ("num_iters_warmup", 0),
     ):
-        if getattr(arguments, name) < least:
+        if getattr(arguments, name) < minimum:
             raise UsageError(
-                f"--{name.replace('_', '-')} must be at least {least}, got "
+                f"--{name.replace('_', '-')} must be at least {minimum}, got "
                 f"{getattr(arguments, name)}"
             )
     if arguments.seed < 0:

@@ -45,7 +45,7 @@ class Load:
         work: The requests.
         arrivals: The seconds from the beginning to each arrival. A later round of a chat ignores it
             and follows the answer before it.
-        most: The most requests at a time.
+        maximum: The most requests at a time.
         whole: A place is used again only when all places are free, as in an engine with static
             batches.
         is_closed: A request is due when it gets a place, not when it arrives.
@@ -56,7 +56,7 @@ class Load:
         endpoint: Endpoint,
         work: Sequence[WorkItem],
         arrivals: Sequence[float],
-        most: int | None,
+        maximum: int | None,
         *,
         whole: bool = False,
         is_closed: bool = False,
@@ -64,7 +64,7 @@ class Load:
         self._endpoint = endpoint
         self._work = work
         self._arrivals = arrivals
-        self._places = Places(most or len(work), whole=whole)
+        self._places = Places(maximum or len(work), whole=whole)
         self.is_closed = is_closed
         self._salt = (
             uuid.uuid4().hex if endpoint.extensions else None

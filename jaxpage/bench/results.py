@@ -132,11 +132,11 @@ _ROWS = (
 
 def too_short(measurements: Sequence[Measurement]) -> str:
     """Returns a line that warns of runs whose times are too short to compare, or ""."""
-    shortest = min(measurement.duration for measurement in measurements)
-    if len(measurements) < 2 or shortest >= COMPARABLE_SECONDS:
+    min_seconds = min(measurement.duration for measurement in measurements)
+    if len(measurements) < 2 or min_seconds >= COMPARABLE_SECONDS:
         return ""
     return (
-        f"Do not compare the times: a run of {shortest:.2f} s is too short. To compare them "
+        f"Do not compare the times: a run of {min_seconds:.2f} s is too short. To compare them "
         "give more or longer requests, so "
         f"that each run takes {COMPARABLE_SECONDS:g} s or more (--num-prompts, "
         "--max-output), or --repeats\n"

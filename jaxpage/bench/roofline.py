@@ -22,7 +22,7 @@ from tqdm import tqdm
 
 from jaxpage.assembly import Hooks
 from jaxpage.assembly.planning import refuse_recurrent
-from jaxpage.bench.ceilings import bandwidth, product_rate
+from jaxpage.bench.ceilings import bandwidth, matmul_rate
 from jaxpage.bench.measure import parameters
 from jaxpage.bench.results import environment, print_result
 from jaxpage.bench.step_profile import OTHER, SCOPES, profile
@@ -61,7 +61,7 @@ class Work:
 
 def work_of(
     spec: ModelSpec,
-    weights: ProductWeights,
+    weights: MatmulWeights,
     page_dtype: Any,
     *,
     num_rows: int,
@@ -78,10 +78,10 @@ def work_of(
         num_tokens: The query tokens of each row.
         context: The tokens of each row before these.
     """
-    longest = context + num_tokens
+    max_length = context + num_tokens
     slots = bytes_per_layer(spec.kv, 1, page_dtype)
     pages_bytes = num_rows * sum(
-        min(longest, window or longest) * slot
+        min(max_length, window or max_length) * slot
         for window, slot in zip(spec.kv.sliding_windows, slots, strict=True)
     )
     # A token attends to so many positions in the mean. In windows it sees fewer: this is a bound.
@@ -94,7 +94,7 @@ def work_of(
     )
 
 
-class ProductWeights(NamedTuple):
+class MatmulWeights(NamedTuple):
     """Holds the size of the weights that every token is multiplied by.
 
     Attributes:
@@ -106,9 +106,9 @@ class ProductWeights(NamedTuple):
     num_bytes: int
 
 
-def product_weights(
+def matmul_weights(
     family: Family, spec: ModelSpec, dtype: str, rule: Rule | None = None
-) -> ProductWeights:
+) -> MatmulWeights:
     """Returns the size of the weights that every token is multiplied by.
 
     Args:
@@ -119,7 +119,7 @@ def product_weights(
     """
     looked_up = 0 if spec.tie_word_embeddings else spec.vocab_size * spec.hidden_size
     number = sum(weight.size for weight in _tables(family, spec, None)) - looked_up
-    return ProductWeights(
+    return MatmulWeights(
         number,
         num_bytes(_tables(family, spec, rule), dtype) - looked_up * jnp.dtype(dtype).itemsize,
     )
@@ -151,20 +151,20 @@ def run_roofline(arguments: argparse.Namespace, config: EngineConfig) -> None:
     model = describe_model(resolve_model(config.model, config.revision), config.quantization)
     spec = model.spec
     refuse_recurrent("bench roofline", spec.kv)
-    longest = min(
+    max_length = min(
         spec.max_position_embeddings, config.max_model_len or spec.max_position_embeddings
     )
-    most = longest - 4 * STEPS
-    if most < 1:
+    maximum = max_length - 4 * STEPS
+    if maximum < 1:
         raise UsageError(
-            f"max_model_len must be at least {4 * STEPS + 1} for bench roofline, and is {longest}"
+            f"max_model_len must be at least {4 * STEPS + 1} for bench roofline, and is {max_length}"
         )
-    if arguments.context > most:
-        raise UsageError(f"--context must be at most {most}: max_model_len is {longest}")
+    if arguments.context > maximum:
+        raise UsageError(f"--context must be at most {maximum}: max_model_len is {max_length}")
     config = config.replace(num_scheduler_steps=1, enable_prefix_caching=False, **NO_LOG)
     built = open_engine(config, Hooks(progress=True))
     engine = built.engine
-    weights = product_weights(model.family, spec, built.spec.layout.dtype, model.rule)
+    weights = matmul_weights(model.family, spec, built.spec.layout.dtype, model.rule)
     work = functools.partial(work_of, spec, weights, built.spec.page_dtype)
     measured = []
     for num_rows in tqdm(arguments.batches, desc="Measuring", unit="batch"):
@@ -172,12 +172,12 @@ def run_roofline(arguments: argparse.Namespace, config: EngineConfig) -> None:
         start_decoding(engine, num_rows, arguments.context)
         decode_work = work(num_rows=num_rows, num_tokens=1, context=seen)
         measured.append(_measure(engine, f"{num_rows} rows", decode_work, lambda: None))
-    chunk = min(built.spec.menu.chunk[-1].num_tokens, longest - 1)
+    chunk = min(built.spec.menu.chunk[-1].num_tokens, max_length - 1)
     decode_work = work(num_rows=1, num_tokens=chunk, context=0)
     measured.append(
         _measure(engine, f"chunk of {chunk}", decode_work, lambda: start_request(engine, chunk, 1))
     )
-    rate = product_rate(built.spec.layout.dtype)
+    rate = matmul_rate(built.spec.layout.dtype)
     rows = [
         _as_dict(decode_work, bandwidth(int(decode_work.work.num_bytes)), rate)
         for decode_work in measured

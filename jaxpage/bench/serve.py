@@ -136,10 +136,10 @@ async def _measure(
     context["warmup_seconds"] = perf_counter() - begin
     measured = []
     for rate in rates:
-        most = arguments.max_concurrency
+        maximum = arguments.max_concurrency
         is_closed = schedule == "closed loop"
         loads = [
-            Load(endpoint, work, _times(arguments, work, rate), most, is_closed=is_closed)
+            Load(endpoint, work, _times(arguments, work, rate), maximum, is_closed=is_closed)
             for _ in range(arguments.repeats)
         ]
         result = _median([await _run(client, load, work, goals) for load in loads])

@@ -36,19 +36,19 @@ def measure_shapes(built: Built) -> ShapeTimes:
     engine = built.engine
     memory = built.memory
     menu = built.spec.menu
-    most = min(
+    maximum = min(
         built.spec.limits.max_rows,
         (memory.num_blocks - 1) // memory.blocks_for(2 * SHORT_PROMPT + 4 * STEPS),
     )
-    rows = sorted({min(bucket.num_rows, most) for bucket in menu.decode})
+    rows = sorted({min(bucket.num_rows, maximum) for bucket in menu.decode})
     decode = tuple((num_rows, _decoding(engine, num_rows, SHORT_PROMPT)) for num_rows in rows)
     long = min(LONG_PROMPT, memory.max_model_len - 4 * STEPS - 1)
     num_long = max(
         (r for r in rows if r * memory.blocks_for(long + 4 * STEPS) < memory.num_blocks), default=1
     )
     beyond = _decoding(engine, num_long, long) - dict(decode)[num_long]
-    longest = memory.max_model_len - 1
-    sizes = {min(bucket.num_tokens, longest): bucket.num_rows for bucket in menu.chunk}
+    max_length = memory.max_model_len - 1
+    sizes = {min(bucket.num_tokens, max_length): bucket.num_rows for bucket in menu.chunk}
     chunk = tuple(
         (tokens, num_rows, _computing(engine, tokens)) for tokens, num_rows in sorted(sizes.items())
     )

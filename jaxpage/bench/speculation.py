@@ -91,8 +91,8 @@ def run_speculation(arguments: argparse.Namespace, config: EngineConfig) -> None
     _check(arguments, config)
     ways = _ways(arguments)
     prompts = _prompts(arguments, config)
-    longest = max(len(prompt) for each in prompts.values() for prompt in each)
-    config = _size_config(config, max(arguments.batches), longest + arguments.max_output)
+    max_length = max(len(prompt) for each in prompts.values() for prompt in each)
+    config = _size_config(config, max(arguments.batches), max_length + arguments.max_output)
     configs = {way: _config(config, way) for way in ways}
     params = [
         SamplingParams(
@@ -130,7 +130,7 @@ def run_speculation(arguments: argparse.Namespace, config: EngineConfig) -> None
                 for task, batch in cases:
                     rows = prompts[task] if task else prompts[task][:batch]
                     for each, more in measure(
-                        engines, rows, params[:batch], arguments.repeats, apart=bool(task)
+                        engines, rows, params[:batch], arguments.repeats, separate=bool(task)
                     ).items():
                         pairs[task, batch, each] += more
                     bar.update()
@@ -174,7 +174,7 @@ def measure(
     params: Sequence[SamplingParams],
     repeats: int,
     *,
-    apart: bool = False,
+    separate: bool = False,
 ) -> dict[Way, Pairs]:
     """Measures one batch: an engine with drafts next to two engines without.
 
@@ -186,8 +186,8 @@ def measure(
         prompts: The prompts, of which each run takes one for each row.
         params: The sampling parameters of each row of the batch.
         repeats: The turns that are counted.
-        apart: True gives each request a cache salt of its own, so that no method drafts from what
-            the same prompt became in an earlier run, or in another row.
+        separate: True gives each request a cache salt of its own, so that no method drafts from
+            what the same prompt became in an earlier run, or in another row.
     """
     pairs: dict[Way, Pairs] = {way: [] for way in engines}
     ways = list(engines)
@@ -196,7 +196,7 @@ def measure(
         ways.append(ways.pop(0))  # so that each engine is first in its turn
         first = (index - runs_of_a_turn) * len(params)  # what is counted begins with the first
         rows = [prompts[(first + row) % len(prompts)] for row in range(len(params))]
-        if apart:
+        if separate:
             params = [replace(each, cache_salt=f"{index} {row}") for row, each in enumerate(params)]
         for (method, _), engine in engines.items():
             if method == ORACLE:
@@ -315,9 +315,9 @@ def auto_text(cells: Sequence[Cell]) -> str:
         return ""
     share, cell = min(shares, key=lambda pair: pair[0])
     place = f"{cell.method}, batch {cell.batch}" + (f", {cell.task}" if cell.task else "")
-    least = min(cell.ratio for _, cell in shares)
+    minimum = min(cell.ratio for _, cell in shares)
     return (
-        f"auto: at least {share:.2f} of the best fixed choice ({place}), {least:.2f} of no drafts"
+        f"auto: at least {share:.2f} of the best fixed choice ({place}), {minimum:.2f} of no drafts"
     )
 
 

@@ -49,7 +49,7 @@ def main() -> None:
             engine.wake(weights_for_waking(built.model, built.spec, engine.runner))
             _draw(engine)
             waking[f"awake after sleep, level {level}"] = time.time() - began
-        engine.tell_end()
+        engine.report_end()
         engine.close()
     except JaxpageError as error:
         print(json.dumps({"error": str(error)}))

@@ -73,8 +73,8 @@ def _random(
     return inputs, outputs
 
 
-def _whole(lengths: npt.NDArray[np.float64], longest: int) -> Lengths:
-    return np.clip(np.rint(lengths), 1, longest).astype(np.int64)
+def _whole(lengths: npt.NDArray[np.float64], max_length: int) -> Lengths:
+    return np.clip(np.rint(lengths), 1, max_length).astype(np.int64)
 
 
 DATASETS: dict[str, Callable[[np.random.Generator, int, int, int], tuple[Lengths, Lengths]]] = {
@@ -146,14 +146,14 @@ def chat(
     `max_input` tokens. The answers within the prompts are random tokens.
     """
     count = -(-num_prompts // num_rounds)
-    longest = max_input // (2 * num_rounds)
+    max_length = max_input // (2 * num_rounds)
     messages = make_workload(
         "random",
         count * num_rounds,
         seed=seed,
         vocab_size=vocab_size,
-        max_input=longest,
-        max_output=min(longest, max_output),
+        max_input=max_length,
+        max_output=min(max_length, max_output),
     )
     draw = np.random.default_rng(seed + 1)
     work: list[WorkItem] = []

@@ -57,8 +57,8 @@ def derive_text(prober: Prober, source: str) -> TextForms | None:
         or _before_calls(prober, header)
         or _derive_dropped_reasoning(prober, source, header)
     )
-    if reasoning is None and (told := _derive_from_words(prober, header)) is not None:
-        reasoning, content = told
+    if reasoning is None and (tags := _derive_from_words(prober, header)) is not None:
+        reasoning, content = tags
         return TextForms(header, "", reasoning, replace(content, tails=(after,)))
     if reasoning is not None:
         opened = header.rstrip()

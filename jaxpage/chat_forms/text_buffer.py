@@ -33,7 +33,7 @@ _ID = re.compile(r"[\w.:\-]+")
 _KEPT = 1 << 16  # characters that were read and are still held; they are removed all at once
 # Characters that attempts to read calls may read in vain. Text in which more of them fail, such as
 # a million opening markers without an end, has no calls from there on.
-_MOST_IN_VAIN = 1 << 23
+_MAX_IN_VAIN = 1 << 23
 
 
 class MismatchError(Exception):
@@ -184,17 +184,17 @@ class TextBuffer:
         if not stops:
             raise MismatchError
         pattern = any_of(stops)
-        longest = max(map(len, stops))
+        max_length = max(map(len, stops))
         begin = self.position
         while True:
             match = pattern.search(self.text, begin)
             if match is None:
-                begin = max(self.position, len(self.text) - longest + 1)
+                begin = max(self.position, len(self.text) - max_length + 1)
             elif match.start() - self.position > limit:
                 raise MismatchError
-            elif self.has_ended or match.start() + longest <= len(self.text):
+            elif self.has_ended or match.start() + max_length <= len(self.text):
                 return match.start(), match[0]
-            if len(self.text) - self.position > limit + longest:
+            if len(self.text) - self.position > limit + max_length:
                 raise MismatchError
             yield from self.more()
 
@@ -223,8 +223,8 @@ class TextBuffer:
     def _certain(self, markers: tuple[str, ...]) -> int:
         """Returns the position from which on the text could be the beginning of a marker."""
         if not self.has_ended:
-            longest = max(map(len, markers), default=1) - 1
-            for position in range(max(self.position, len(self.text) - longest), len(self.text)):
+            max_length = max(map(len, markers), default=1) - 1
+            for position in range(max(self.position, len(self.text) - max_length), len(self.text)):
                 if any(marker.startswith(self.text[position:]) for marker in markers):
                     return position
         return len(self.text)
@@ -298,7 +298,7 @@ class BufferedReader:
 
     def _attempt_call(self, call: Parser[T]) -> Parser[T | None]:
         """Returns a call, or None and goes back where the text is none, or after many attempts."""
-        if self._in_vain > _MOST_IN_VAIN:
+        if self._in_vain > _MAX_IN_VAIN:
             return None
         begin = self._buffer.position
         value = yield from attempt(self._buffer, call)

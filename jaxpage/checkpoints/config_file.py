@@ -43,7 +43,7 @@ LIMITS = {
     **dict.fromkeys(("vocab_size", "max_position_embeddings", "n_positions", "n_ctx"), MAX_LENGTH),
 }
 # The least value is 1, except for these.
-LEAST = {"num_local_experts": 0}
+MINIMUM = {"num_local_experts": 0}
 DTYPES = ("float32", "bfloat16", "float16")
 _DTYPES_OF_TORCH = ("auto", "float64", "float8_e4m3fn", "float8_e5m2", "int8", "uint8")
 MODELOPT = "modelopt"
@@ -231,7 +231,7 @@ def check_sizes(config: dict[str, Any], problems: Problems) -> None:
     for key in out_of_bounds(config):
         problems.add(
             f"config.json: {key} is {quote(config[key])}, not a whole number from "
-            f"{LEAST.get(key, 1)} to {LIMITS[key]}"
+            f"{MINIMUM.get(key, 1)} to {LIMITS[key]}"
         )
 
 
@@ -246,7 +246,7 @@ def out_of_bounds(config: Mapping[str, Any]) -> list[str]:
         key
         for key, each in values.items()
         if any(
-            type(number) is not int or not LEAST.get(key, 1) <= number <= LIMITS[key]
+            type(number) is not int or not MINIMUM.get(key, 1) <= number <= LIMITS[key]
             for number in each
         )
     ]

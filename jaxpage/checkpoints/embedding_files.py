@@ -100,8 +100,8 @@ class Dense(NamedTuple):
             CheckpointError: The weight is for vectors of another width.
         """
         self.check_width(vector.size)
-        product = self.weight.astype(np.float64) @ vector + self.bias
-        activated = ACTIVATIONS[self.activation](product)
+        projected = self.weight.astype(np.float64) @ vector + self.bias
+        activated = ACTIVATIONS[self.activation](projected)
         if self.residual is None:
             return activated
         return activated + (

@@ -59,10 +59,10 @@ class Problems:
         )
 
 
-def list_names(names: Collection[object], most: int = 5) -> str:
+def list_names(names: Collection[object], maximum: int = 5) -> str:
     """Returns the first of `names`, made safe to print, and how many more there are."""
-    shown = ", ".join(quote(name) for name in itertools.islice(names, most))
-    return shown if len(names) <= most else f"{shown} and {len(names) - most} more"
+    shown = ", ".join(quote(name) for name in itertools.islice(names, maximum))
+    return shown if len(names) <= maximum else f"{shown} and {len(names) - maximum} more"
 
 
 def quote(name: object, limit: int = 200) -> str:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from jaxpage.cli.conversation import Conversation, Message, find_picture, is_open, unquote
 from jaxpage.cli.generate import print_stream
-from jaxpage.cli.resolving import Say, engine_for_one, read_sampling, say, teller
+from jaxpage.cli.resolving import Say, engine_for_one, read_sampling, reporter, say
 from jaxpage.errors import JaxpageError, UsageError
 from jaxpage.settings.argument_checks import count
 
@@ -45,26 +45,26 @@ def chat(arguments: argparse.Namespace) -> int:
         The exit status: 1 if a question from a pipe was not answered.
     """
     sampling = read_sampling(arguments)
-    tell = teller(arguments)
+    report = reporter(arguments)
     pictures = [_find_picture(path) for path in arguments.image or ()]
     with engine_for_one(arguments, chats=True) as llm:
         conversation = Conversation(
-            sampling, defaults=_defaults(llm, sampling, tell), system=arguments.system
+            sampling, defaults=_defaults(llm, sampling, report), system=arguments.system
         )
         if pictures:
             conversation.pictures += pictures
-            tell(f"The first question has {count(len(pictures), 'picture')}")
+            report(f"The first question has {count(len(pictures), 'picture')}")
         if not _has_terminal():
-            return 1 if converse(llm, conversation, Lines(), tell) else 0
+            return 1 if converse(llm, conversation, Lines(), report) else 0
         from jaxpage.cli.line_editor import LineEditor
 
         with LineEditor() as editor:
-            tell(_WELCOME)
-            converse(llm, conversation, editor, tell)
+            report(_WELCOME)
+            converse(llm, conversation, editor, report)
         return 0
 
 
-def _defaults(llm: LLM, sampling: dict[str, object], tell: Say) -> dict[str, object]:
+def _defaults(llm: LLM, sampling: dict[str, object], report: Say) -> dict[str, object]:
     """Returns the sampling defaults of the model, and those of a chat where the model has none.
 
     It tells which of them take effect.
@@ -83,7 +83,7 @@ def _defaults(llm: LLM, sampling: dict[str, object], tell: Say) -> dict[str, obj
     if taken := [
         f"{name}={value} ({origin})" for name, value, origin in defaults if name not in sampling
     ]:
-        tell(f"Sampling: {', '.join(taken)}")
+        report(f"Sampling: {', '.join(taken)}")
     return {name: value for name, value, _ in defaults}
 
 
@@ -118,7 +118,7 @@ class Lines:
         return None
 
 
-def converse(llm: LLM, conversation: Conversation, reader: Reader, tell: Say) -> int:
+def converse(llm: LLM, conversation: Conversation, reader: Reader, report: Say) -> int:
     """Answers the questions of a reader, and runs its commands, until the conversation ends.
 
     An error in a question is printed, and the conversation goes on.
@@ -127,7 +127,7 @@ def converse(llm: LLM, conversation: Conversation, reader: Reader, tell: Say) ->
         llm: The engine.
         conversation: The turns so far.
         reader: The source of questions and commands.
-        tell: Prints a line about each answer.
+        report: Prints a line about each answer.
 
     Returns:
         The number of questions that were not answered.
@@ -139,27 +139,27 @@ def converse(llm: LLM, conversation: Conversation, reader: Reader, tell: Say) ->
                 break
             text = text.lstrip("\n").rstrip()
             if text.lstrip().startswith("/"):
-                if told := conversation.command(text):
-                    say(told)
+                if reply := conversation.command(text):
+                    say(reply)
             elif question := unquote(text):
-                num_failed += not _is_answered(llm, conversation, question, tell)
+                num_failed += not _is_answered(llm, conversation, question, report)
         except KeyboardInterrupt:
             if not reader.is_terminal:
                 raise
     return num_failed
 
 
-def _is_answered(llm: LLM, conversation: Conversation, question: str, tell: Say) -> bool:
+def _is_answered(llm: LLM, conversation: Conversation, question: str, report: Say) -> bool:
     """Runs one turn, or prints why there is none, and returns whether the question was answered."""
     try:
-        return _turn(llm, conversation, question, tell)
+        return _turn(llm, conversation, question, report)
     except (ValueError, TypeError, JaxpageError) as error:
         say(f"Not answered: {error}")
         conversation.pictures.clear()
         return False
 
 
-def _turn(llm: LLM, conversation: Conversation, question: str, tell: Say) -> bool:
+def _turn(llm: LLM, conversation: Conversation, question: str, report: Say) -> bool:
     """Runs one turn; returns False if the answer ended with an error, which is printed.
 
     Ctrl-C stops the answer; its text so far stays in the conversation.
@@ -168,16 +168,16 @@ def _turn(llm: LLM, conversation: Conversation, question: str, tell: Say) -> boo
     def length_of(messages: list[Message]) -> int:
         return len(llm.chat_prompt(messages)["prompt_token_ids"])
 
-    longest = llm.memory.max_model_len
-    if num_dropped := conversation.num_to_drop(question, length_of, longest):
+    max_length = llm.memory.max_model_len
+    if num_dropped := conversation.num_to_drop(question, length_of, max_length):
         turns = "oldest turn is" if num_dropped == 1 else f"{num_dropped} oldest turns are"
-        say(f"The context of {longest} tokens is full: the {turns} forgotten")
+        say(f"The context of {max_length} tokens is full: the {turns} forgotten")
         del conversation.turns[:num_dropped]
     said: list[str] = []
     try:
         prompt = llm.chat_prompt(conversation.messages(question))
         with contextlib.closing(llm.stream(prompt, conversation.params)) as chunks:
-            return print_stream(chunks, tell, said).outputs[0].finish_reason != "error"
+            return print_stream(chunks, report, said).outputs[0].finish_reason != "error"
     finally:
         if any(said):
             conversation.add_turn(question, "".join(said))

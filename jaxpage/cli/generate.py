@@ -15,8 +15,8 @@ from jaxpage.cli.resolving import (
     engine_for_one,
     read_sampling,
     refusals,
+    reporter,
     say,
-    teller,
 )
 from jaxpage.errors import UsageError
 from jaxpage.outputs import RequestMetrics, RequestOutput
@@ -37,7 +37,7 @@ def generate(arguments: argparse.Namespace) -> int:
         The exit status, which is 1 if the output was aborted or ended with an error.
     """
     sampling = read_sampling(arguments)
-    tell = teller(arguments)
+    report = reporter(arguments)
     prompt = sys.stdin.read() if arguments.prompt == "-" else arguments.prompt
     if not prompt:
         raise UsageError("the prompt is empty")
@@ -52,21 +52,21 @@ def generate(arguments: argparse.Namespace) -> int:
     if path is not None and os.path.lexists(path):
         raise UsageError(f"--receipt {path}: the file exists already")
     with engine_for_one(arguments, prompt=prompt) as llm:
-        params = _with_model_defaults(llm, sampling, tell)
+        params = _with_model_defaults(llm, sampling, report)
         with refusals():
             chunks = llm.stream(prompt, params, receipt=path is not None)
         echoed = sys.stdout.isatty() if arguments.echo is None else arguments.echo
-        last = print_stream(chunks, tell, before=prompt if echoed else "")
+        last = print_stream(chunks, report, before=prompt if echoed else "")
     if last.receipt is not None:
         try:
             write_receipt(path, last.receipt)
         except OSError as error:
             raise UsageError(f"--receipt {path}: {error.strerror}") from None
-        tell(f"The receipt is in {path}; jaxpage verify {path} computes the answer again")
+        report(f"The receipt is in {path}; jaxpage verify {path} computes the answer again")
     return 1 if last.outputs[0].finish_reason in ("abort", "error") else 0
 
 
-def _with_model_defaults(llm: LLM, sampling: dict[str, Any], tell: Say) -> SamplingParams:
+def _with_model_defaults(llm: LLM, sampling: dict[str, Any], report: Say) -> SamplingParams:
     """Returns the given parameters, completed from the model's generation_config.json.
 
     It tells which parameters come from there.
@@ -74,12 +74,16 @@ def _with_model_defaults(llm: LLM, sampling: dict[str, Any], tell: Say) -> Sampl
     if taken := [
         f"{name}={value}" for name, value in llm.sampling_defaults.items() if name not in sampling
     ]:
-        tell(f"From the model's generation_config.json: {', '.join(taken)}")
+        report(f"From the model's generation_config.json: {', '.join(taken)}")
     return llm.default_sampling_params(**sampling)
 
 
 def print_stream(
-    chunks: Iterator[RequestOutput], tell: Say, texts: list[str] | None = None, *, before: str = ""
+    chunks: Iterator[RequestOutput],
+    report: Say,
+    texts: list[str] | None = None,
+    *,
+    before: str = "",
 ) -> RequestOutput:
     """Prints text as it comes, then tells one line about it.
 
@@ -87,7 +91,7 @@ def print_stream(
 
     Args:
         chunks: The outputs of a request that is streamed.
-        tell: Prints the line about the text.
+        report: Prints the line about the text.
         texts: A list that gets the texts of the chunks, even if Ctrl-C or an error ends the stream.
         before: A text that is printed first.
 
@@ -120,9 +124,9 @@ def print_stream(
     seconds = max(time.monotonic() - start, 1e-9)
     reason = last.outputs[0].finish_reason
     if reason == "error":
-        tell = say
+        report = say
         reason = f"error, {last.outputs[0].stop_reason}"
-    tell(
+    report(
         f"[{num_tokens} tokens, {num_tokens / seconds:.1f} tokens/s, "
         f"{_describe_drafts(last.metrics)}finish reason: {reason}]"
     )

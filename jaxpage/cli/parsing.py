@@ -18,7 +18,7 @@ from jaxpage.settings.from_vllm import answer_for_flag
 COMMAND = "COMMAND"  # stands for the commands of jaxpage itself, and for no actions of one
 # Arguments with these metavars may be paths.
 _PATHS = {"MODEL", "FILE", "LOG", "SRC", "DST"}
-MOST_USAGE_LINES = 6  # with an error
+MAX_USAGE_LINES = 6  # with an error
 
 
 class Parser(argparse.ArgumentParser):
@@ -38,7 +38,7 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Ends with a message, after the usage if that is no longer than a few lines."""
         usage = self.format_usage()
-        if usage.count("\n") > MOST_USAGE_LINES:
+        if usage.count("\n") > MAX_USAGE_LINES:
             usage = f"usage: {self.prog} --help lists the flags\n"
         self.exit(2, f"{usage}{self.prog}: error: {message}\n")
 

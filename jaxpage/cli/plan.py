@@ -56,7 +56,7 @@ from jaxpage.tables import align, gib
 logger = logging.getLogger(__name__)
 
 # Users are counted at this length, and at lengths that are each twice the one before.
-SHORTEST = 256
+MIN_LENGTH = 256
 REFERENCE_LENGTH = 1024  # the length of the users for which alternatives are compared
 CACHE_DTYPES = ("auto", "int8", "fp8")
 DEVICES = (1, 2, 4, 8)
@@ -105,6 +105,11 @@ class Subject:
         weights_bytes = num_bytes(self.divisions.weights, layout.dtype)
         family = self.model.family
         vision = find_vision(self.config, family, self.model.config)
+        kernels = self.device.choose_kernels(
+            self.config.attention_backend,
+            layout.kv_cache_dtype,
+            batch_invariant=self.config.batch_invariant,
+        )
         return Described(
             self.config,
             self.spec,
@@ -113,6 +118,7 @@ class Subject:
             weights_bytes,
             self.drafting,
             self.lora,
+            kernels,
             vectors=vector_input(self.config, family, self.spec, vision),
             max_text=self.max_text,
         )
@@ -137,10 +143,10 @@ class Subject:
             spec = self.engine_spec(layout)
             self.divisions.check(spec.sharding)
         except (CapacityError, ConfigError, UnsupportedError) as error:
-            return Option(layout, refused, None, 0, error)
+            return Option(layout, refused, error=error)
         num_devices = layout.tensor_parallel_size
         num_copies = num_devices * spec.sharding.kv_heads_of_device // self.spec.kv.num_kv_heads
-        return Option(layout, refused, spec.memory, num_copies, None)
+        return Option(layout, refused, spec.memory, num_copies, spec.attention)
 
 
 @dataclass(frozen=True)
@@ -152,14 +158,17 @@ class Option:
         refused: The settings that this version plans but does not run.
         plan: The memory plan of each device, or None.
         num_kv_copies: The number of devices that have the same key/value heads.
+        attention: The kernel sets that compute attention, by kind of step; empty if only the memory
+            of the device is known.
         error: The reason why there is no plan, or None.
     """
 
     layout: ModelLayout
     refused: tuple[str, ...]
-    plan: MemoryPlan | None
-    num_kv_copies: int
-    error: CapacityError | ConfigError | UnsupportedError | None
+    plan: MemoryPlan | None = None
+    num_kv_copies: int = 0
+    attention: str = ""
+    error: CapacityError | ConfigError | UnsupportedError | None = None
 
     def num_users(self, length: int) -> int:
         """Returns how many users of this many tokens fit; 0 without a plan."""
@@ -374,7 +383,7 @@ def _describe_cache(kv: KVSpec) -> str:
 
 def _users(plan: MemoryPlan) -> list[tuple[int, int, int]]:
     """Returns tokens of each user, blocks of each user and users that fit, for several lengths."""
-    doubling = (SHORTEST << power for power in range(32))
+    doubling = (MIN_LENGTH << power for power in range(32))
     lengths = [*(length for length in doubling if length < plan.max_model_len), plan.max_model_len]
     return [(length, plan.blocks_for(length), plan.num_users(length)) for length in lengths]
 
@@ -396,6 +405,8 @@ def _describe_choice(subject: Subject, chosen: Option) -> list[str]:
     ]
     if plan is None:
         return [*align([*rows, ("", "does not fit")], num_words=2), ""]
+    if chosen.attention:
+        rows.append(("attention", chosen.attention))
     rows += [*plan.rows(), ("KV bytes per token", _bytes_per_token_text(plan))]
     if chosen.refused:
         rows.append(("this version", f"plans it and does not run it ({', '.join(chosen.refused)})"))
@@ -473,7 +484,7 @@ def _remark(error: Exception | None) -> str:
     """Returns why a layout is not possible."""
     if isinstance(error, CapacityError):
         return "does not fit"
-    return "not supported for this model" if isinstance(error, UnsupportedError) else str(error)
+    return "not supported" if isinstance(error, UnsupportedError) else str(error)
 
 
 def _as_dict(
@@ -512,6 +523,7 @@ def _option_dict(option: Option, length: int) -> dict[str, Any]:
             "num_slots": plan.num_slots,
             "bytes_per_token": _bytes_per_token(plan),
             "num_kv_copies": option.num_kv_copies,
+            "attention": option.attention,
         }
     return {
         **asdict(option.layout),

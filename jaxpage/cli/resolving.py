@@ -35,7 +35,7 @@ def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def teller(arguments: argparse.Namespace) -> Say:
+def reporter(arguments: argparse.Namespace) -> Say:
     """Returns `say`, or with --quiet a function that prints nothing."""
     return (lambda text: None) if arguments.quiet else say
 

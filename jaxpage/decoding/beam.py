@@ -133,11 +133,11 @@ class BeamStrategy:
             : self._beam.beam_width
         ]
 
-    def _is_over(self, likeliest: _Candidate, best: list[_Hypothesis]) -> bool:
+    def _is_over(self, best_candidate: _Candidate, best: list[_Hypothesis]) -> bool:
         """Returns whether no beam can improve the result any more.
 
         Args:
-            likeliest: The most likely candidate that could go on.
+            best_candidate: The most likely candidate that could go on.
             best: The best hypotheses that have ended.
         """
         width = self._beam.beam_width
@@ -147,9 +147,9 @@ class BeamStrategy:
         if early is True or width == 1:
             return True
         # A longer text can only score better.
-        longest = early == "never" and self._beam.length_penalty > 0.0
-        num_tokens = self._max_tokens if longest else self._num_tokens
-        return self._score(likeliest.cumulative_logprob, num_tokens) <= best[-1].score
+        max_length = early == "never" and self._beam.length_penalty > 0.0
+        num_tokens = self._max_tokens if max_length else self._num_tokens
+        return self._score(best_candidate.cumulative_logprob, num_tokens) <= best[-1].score
 
     def _score(self, cumulative_logprob: float, num_tokens: int) -> float:
         return hypothesis_score(cumulative_logprob, num_tokens, self._beam.length_penalty)

@@ -110,25 +110,24 @@ class Constraint:
         self._token_ids: list[int] = []
         self._matcher, first = grammar.at_start()
         self._is_alone = False  # no other sequence shares its states
-        # The constraint after each tuple of drafts that was asked for; None where `behind` returns
-        # None.
+        # The constraint after each tuple of drafts; None where `mask_after` returns None.
         self._ahead: dict[tuple[int, ...], Constraint | None] = {}
-        self._look(first)
+        self._note_admitted(first)
 
     @property
     def may_stop(self) -> bool:
         """Returns whether the text may end here without a token that ends it."""
         return self._may_end and len(self._token_ids) >= self._min_tokens
 
-    def behind(self, token_ids: tuple[int, ...]) -> Mask | None:
+    def mask_after(self, token_ids: tuple[int, ...]) -> Mask | None:
         """Returns the mask after these tokens, or None if they cannot follow.
 
         It is None as well if the tokens end the sequence. The constraint itself does not change.
         """
-        place = self._behind(token_ids)
+        place = self._constraint_after(token_ids)
         return None if place is None else place.mask
 
-    def _behind(self, token_ids: tuple[int, ...]) -> Constraint | None:
+    def _constraint_after(self, token_ids: tuple[int, ...]) -> Constraint | None:
         """Returns the constraint after these tokens.
 
         Each result is kept, so that drafts with a common beginning share its cost.
@@ -136,7 +135,7 @@ class Constraint:
         if not token_ids:
             return self
         if token_ids not in self._ahead:
-            before = self._behind(token_ids[:-1])
+            before = self._constraint_after(token_ids[:-1])
             self._ahead[token_ids] = None if before is None else before._follow(token_ids[-1])
         return self._ahead[token_ids]
 
@@ -167,10 +166,10 @@ class Constraint:
         self._ahead = {}
         self._token_ids.append(token_id)
         self._matcher.consume_token(token_id)
-        self._look(self._admit())
+        self._note_admitted(self._admit())
         return self._end()
 
-    def _look(self, admitted: Mask) -> None:
+    def _note_admitted(self, admitted: Mask) -> None:
         """Computes the mask of the next token. This is done once for each token."""
         if (
             self._matcher.is_error()

@@ -29,7 +29,7 @@ WAIT_SECONDS = 10.0  # to wait while the grammars of other requests are compiled
 CACHED_BYTES = 128 << 20
 CACHED_GRAMMARS = 64
 REFUSED_SECONDS = 60.0  # a refused grammar is not tried again for this long
-_LEAST_BYTES = 1 << 18  # the smallest size that a kept grammar counts as
+_MIN_BYTES = 1 << 18  # the smallest size that a kept grammar counts as
 
 
 class GrammarCompiler:
@@ -162,7 +162,7 @@ class GrammarCompiler:
         it.
         """
         with self._caching:
-            self._cache[requested] = grammar, max(num_bytes, _LEAST_BYTES)
+            self._cache[requested] = grammar, max(num_bytes, _MIN_BYTES)
             while (
                 len(self._cache) > CACHED_GRAMMARS
                 or sum(size for _, size in self._cache.values()) > CACHED_BYTES

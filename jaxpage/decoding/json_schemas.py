@@ -13,7 +13,7 @@ from typing import Any
 
 from jaxpage.decoding.schema_keywords import restate_keywords
 
-_MOST = 2**53 - 1  # up to here each integer has a float of its own
+_MAXIMUM = 2**53 - 1  # up to here each integer has a float of its own
 _STEP = 1e-9  # the distance from an exclusive bound to the first allowed number
 _LOWER = ("minimum", "exclusiveMinimum")
 _UPPER = ("maximum", "exclusiveMaximum")
@@ -158,7 +158,7 @@ def _inexact(value: Any) -> int | None:
         return next((reason for part in inside if (reason := _inexact(part)) is not None), None)
     if (
         isinstance(value, int)
-        and abs(value) > _MOST
+        and abs(value) > _MAXIMUM
         and (abs(value) > 10**300 or int(float(value)) != value)
     ):
         return value
@@ -194,13 +194,13 @@ def _rewrite_bounds(part: dict[str, Any], *, is_merged: bool) -> None:
     for names, sign in ((_LOWER, -1), (_UPPER, 1)):
         for name in names:
             bound = part.get(name)
-            if isinstance(bound, bool) or not isinstance(bound, int) or abs(bound) <= _MOST:
+            if isinstance(bound, bool) or not isinstance(bound, int) or abs(bound) <= _MAXIMUM:
                 continue
             if bound * sign < 0:
                 raise ValueError(
                     f"{name} is {bound}, which is beyond 2^53; bounds as far out are not supported"
                 )
-            part[name] = sign * _MOST
+            part[name] = sign * _MAXIMUM
     if part.get("type") == "integer":
         return  # llguidance handles exclusive bounds of integers correctly
     lower, upper = (_bound(part, names) for names in (_LOWER, _UPPER))

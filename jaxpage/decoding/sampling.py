@@ -104,7 +104,7 @@ class SamplingStrategy:
             return self.grammar.mask_of(())  # the sequence draws no token, which ends it
         with self._spending():
             constraint = self._constraint(sequence_id)
-            return None if constraint is None else constraint.behind(drafts)
+            return None if constraint is None else constraint.mask_after(drafts)
 
     def _mask_of_budget(self, sequence_id: int, drafts: tuple[int, ...]) -> Mask | None:
         """Returns the one token with which the reasoning must end after these drafts, or None."""

@@ -160,6 +160,6 @@ def _pattern_of_names(names: dict[str, Any]) -> str | None:
     if restrictions.keys() <= {"minLength", "maxLength"} and all(
         isinstance(length, int) and length >= 0 for length in restrictions.values()
     ):
-        least, most = restrictions.get("minLength", 0), restrictions.get("maxLength", "")
-        return f"^[\\s\\S]{{{least},{most}}}$"
+        minimum, maximum = restrictions.get("minLength", 0), restrictions.get("maxLength", "")
+        return f"^[\\s\\S]{{{minimum},{maximum}}}$"
     return None

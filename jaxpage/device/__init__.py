@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     )
     from jaxpage.device.packing import (
         Packings,  # says which weights are in panels, and how, by path
-        make_packed_product,  # gives the product with one such weight
+        make_packed_matmul,  # gives the product with one such weight
         pack_weights,  # puts weights into panels
         unpack_weight,  # gives one of them as it was
         unpack_weights,  # gives the weights of a model as they were

@@ -66,7 +66,7 @@ def decide(
             (last_of(paths_BQ),),
             by_row=by_row,
         )
-    token_ids_R = _behind_each(drawn_B, paths_BQ, inputs.token_ids_T)
+    token_ids_R = _tokens_after(drawn_B, paths_BQ, inputs.token_ids_T)
     return jnp.where(are_finite(logits_RV), token_ids_R, NOT_FINITE), paths_BQ
 
 
@@ -80,14 +80,14 @@ def _key(inputs: StepInputs, place: jax.Array, stream: int | None = None) -> jax
     )
 
 
-def _behind_each(
+def _tokens_after(
     drawn_B: Int[Array, "B"], paths_BQ: Int[Array, "B Q"], token_ids_T: Int[Array, "T"]
 ) -> Int[Array, "T"]:
     num_tokens = token_ids_T.shape[0]
     next_BQ = jnp.pad(paths_BQ[:, 1:], ((0, 0), (0, 1)), constant_values=-1)
     tokens_BQ = jnp.where(next_BQ >= 0, token_ids_T[next_BQ], drawn_B[:, None])
-    places_BQ = jnp.where(paths_BQ >= 0, paths_BQ, num_tokens)
-    return jnp.zeros(num_tokens, jnp.int32).at[places_BQ].set(tokens_BQ, mode="drop")
+    indices_BQ = jnp.where(paths_BQ >= 0, paths_BQ, num_tokens)
+    return jnp.zeros(num_tokens, jnp.int32).at[indices_BQ].set(tokens_BQ, mode="drop")
 
 
 class _Walk(NamedTuple):
@@ -208,7 +208,7 @@ def typical(
     parents_T = inputs.parents_T
     num_tokens = parents_T.shape[0]
     num_rows = inputs.query_start.shape[0] - 1
-    place_T = jnp.arange(num_tokens)
+    index_T = jnp.arange(num_tokens)
     is_draft_T = parents_T >= 0
     entropy_T = each_row(_entropy, (log_p_RV,), by_row=by_row)[parents_T]
     log_p_T = log_p_RV[parents_T, inputs.token_ids_T]
@@ -224,11 +224,11 @@ def typical(
     begin = jnp.where(is_draft_T, -1, 0), jnp.zeros(num_tokens)
     depth_T, likelihood_T = jax.lax.fori_loop(1, max_query_len, deepen, begin)
     # Padding belongs to no row.
-    row_T = jnp.searchsorted(inputs.query_start, place_T, side="right", method="compare_all") - 1
+    row_T = jnp.searchsorted(inputs.query_start, index_T, side="right", method="compare_all") - 1
     best = functools.partial(jax.ops.segment_max, segment_ids=row_T, num_segments=num_rows)
     is_best_T = depth_T == best(depth_T)[row_T]
     is_best_T &= likelihood_T == best(jnp.where(is_best_T, likelihood_T, -jnp.inf))[row_T]
-    last_B = -best(jnp.where(is_best_T, -place_T, -num_tokens))
+    last_B = -best(jnp.where(is_best_T, -index_T, -num_tokens))
 
     def climb(_: jax.Array, state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         is_right_T, node_B = state

@@ -28,15 +28,15 @@ from pallas_kernels import (
     AttentionOptions,
     QuantizedWeight,
     attend_to_pages,
-    grouped_product,
-    has_grouped_product,
+    grouped_matmul,
+    has_grouped_matmul,
     has_rotate_and_write,
     numbers,
-    quantized_product,
+    quantized_matmul,
     rotate_and_write,
     write_and_attend,
 )
-from pallas_kernels.cpu import both_ways, rows
+from pallas_kernels.cpu import bidirectional, rows
 
 ROW_KERNELS = RowKernels(
     rows.takes,
@@ -142,13 +142,13 @@ def make_rotate_and_write(
     return write_rotated
 
 
-def attend_both_ways(
+def attend_bidirectional(
     q_TNH: jax.Array, k_TKH: jax.Array, v_TKH: jax.Array, segment_T: jax.Array, **options: Any
 ) -> jax.Array | None:
     """Returns the result of the kernel; None for heads that it does not take."""
-    if not both_ways.takes(q_TNH.dtype, q_TNH.shape[2]):
+    if not bidirectional.takes(q_TNH.dtype, q_TNH.shape[2]):
         return None
-    return both_ways.attend_both_ways(q_TNH, k_TKH, v_TKH, segment_T, **options)
+    return bidirectional.attend_bidirectional(q_TNH, k_TKH, v_TKH, segment_T, **options)
 
 
 def make_layer_kernels(backend: Backend) -> LayerKernels:
@@ -159,19 +159,19 @@ def make_layer_kernels(backend: Backend) -> LayerKernels:
     """
 
     def multiply(x_TI: jax.Array, weight: Grouped, result: DTypeLike) -> jax.Array:
-        return quantized_product(x_TI, QuantizedWeight(*weight), result=result, **backend.options)
+        return quantized_matmul(x_TI, QuantizedWeight(*weight), result=result, **backend.options)
 
     def by_group(
         x_PI: jax.Array, weight: jax.Array | Grouped, count_E: jax.Array, result: DTypeLike
     ) -> jax.Array | None:
         stacked = QuantizedWeight(*weight) if isinstance(weight, Grouped) else weight
         try:
-            return grouped_product(x_PI, stacked, count_E, result=result, **backend.options)
+            return grouped_matmul(x_PI, stacked, count_E, result=result, **backend.options)
         except NotImplementedError as refusal:
             logger.warning("experts are multiplied one after another, which is slow: %s", refusal)
             return None
 
-    has_groups = has_grouped_product(backend=backend.name, interpret=backend.interpret)
+    has_groups = has_grouped_matmul(backend=backend.name, interpret=backend.interpret)
     kernels = LayerKernels(
         multiply,
         lambda weight: numbers(QuantizedWeight(*weight)),
@@ -179,6 +179,6 @@ def make_layer_kernels(backend: Backend) -> LayerKernels:
         read_packed_rows,
         by_group if has_groups else None,
         ROW_KERNELS if backend.in_cpp else None,
-        attend_both_ways if backend.in_cpp else None,
+        attend_bidirectional if backend.in_cpp else None,
     )
     return with_ordered_sums(kernels, backend) if backend.batch_invariant else kernels

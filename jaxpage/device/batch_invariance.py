@@ -20,7 +20,7 @@ from jaxpage.device.hardware.backends import Backend
 from jaxpage.errors import UnsupportedError
 from jaxpage.layers.trace_scope import LayerKernels, RowKernels, trace_scope
 from jaxpage.layers.weight_kinds import Grouped
-from pallas_kernels import SETS, QuantizedWeight, batch_invariant_product, product_and_sums
+from pallas_kernels import SETS, QuantizedWeight, batch_invariant_matmul, matmul_and_sums
 
 # By default XLA keeps the bits of a bfloat16 number that were to be rounded away, where it computes
 # on with it in the same kernel.
@@ -53,7 +53,7 @@ def with_ordered_sums(kernels: LayerKernels, backend: Backend) -> LayerKernels:
         return QuantizedWeight(*weight) if isinstance(weight, Grouped) else weight
 
     def multiply(x_TI: jax.Array, weight: jax.Array | Grouped, result: DTypeLike) -> jax.Array:
-        y_TO, sums_ZTO = product_and_sums(
+        y_TO, sums_ZTO = matmul_and_sums(
             x_TI, to_kernel_weight(weight), result=result, **backend.options
         )
         if sums_ZTO is not None:
@@ -64,7 +64,7 @@ def with_ordered_sums(kernels: LayerKernels, backend: Backend) -> LayerKernels:
     def multiply_by_group(
         x_PI: jax.Array, weight: jax.Array | Grouped, count_E: jax.Array | None, result: DTypeLike
     ) -> jax.Array:
-        return batch_invariant_product(
+        return batch_invariant_matmul(
             x_PI, to_kernel_weight(weight), count_E, result=result, **backend.options
         )
 

@@ -95,8 +95,8 @@ def draw_from_parts(logits: Logits, inputs: StepInputs, *, by_row: bool) -> Int[
     perturbed_RU = jax.lax.cond(
         is_random, lambda: each_row(perturb, rows, by_row=by_row), lambda: own_RU
     )
-    largest_R, place_R = jax.vmap(largest_of)(perturbed_RU)
-    return _first_of_all(own_RU, largest_R, first + place_R, sharding)
+    largest_R, index_R = jax.vmap(largest_of)(perturbed_RU)
+    return _first_of_all(own_RU, largest_R, first + index_R, sharding)
 
 
 def _first_of_all(

@@ -26,7 +26,7 @@ from jaxpage.outputs import TokenPooling
 CHUNK_TOKENS = 128
 # The positions of the smallest pages. Longer prompts take twice as many, and so on; each size is
 # compiled when it is first needed.
-LEAST_POSITIONS = 512
+MIN_POSITIONS = 512
 
 
 class Embedder:
@@ -119,7 +119,7 @@ class Embedder:
         return self._width(num_tokens) in self._steps
 
     def _width(self, num_tokens: int) -> int:
-        positions = LEAST_POSITIONS
+        positions = MIN_POSITIONS
         while positions < num_tokens:
             positions *= 2
         return -(-positions // self._block_size)

@@ -34,7 +34,7 @@ _HEAD = "head"
 
 def encoder_jobs(
     sizes: Sequence[int],
-    longest: int,
+    max_length: int,
     config: EncoderConfig,
     parameters: Any,
     options: StepOptions,
@@ -44,7 +44,7 @@ def encoder_jobs(
 
     Args:
         sizes: The sizes of streams; see `stream_sizes`.
-        longest: The tokens of the longest text.
+        max_length: The tokens of the longest text.
         config: The config of the model.
         parameters: The parameters, for their shapes and places.
         options: The constants of the steps.
@@ -52,7 +52,7 @@ def encoder_jobs(
     """
     target = parameters["target"]
     jobs: dict[Bucket | str, functools.partial[Any]] = {
-        _key(size): functools.partial(compile_encoder, target, size, longest, options, mesh)
+        _key(size): functools.partial(compile_encoder, target, size, max_length, options, mesh)
         for size in sizes
     }
     if config.scores_pairs:
@@ -61,11 +61,13 @@ def encoder_jobs(
 
 
 def compile_encoder(
-    parameters: Any, num_tokens: int, longest: int, options: StepOptions, mesh: DeviceMesh
+    parameters: Any, num_tokens: int, max_length: int, options: StepOptions, mesh: DeviceMesh
 ) -> Any:
     """Compiles an encoder for streams of this many tokens."""
     packed = mesh.whole(jax.ShapeDtypeStruct((size_of_inputs(num_tokens),), jnp.int32))
-    step = functools.partial(encoder_step, num_tokens=num_tokens, longest=longest, options=options)
+    step = functools.partial(
+        encoder_step, num_tokens=num_tokens, max_length=max_length, options=options
+    )
     return compile_ahead(
         jax.jit(step), parameters, packed, graphs=options.graphs, backend=options.attention_backend
     )
@@ -92,7 +94,7 @@ class TextEncoder:
         config: EncoderConfig,
         executables: Executables,
         sizes: Sequence[int],
-        most: int,
+        maximum: int,
     ):
         """Takes the executables, which are compiled.
 
@@ -100,12 +102,12 @@ class TextEncoder:
             config: The config of the model.
             executables: The table of executables.
             sizes: The sizes of streams; see `stream_sizes`.
-            most: The tokens that several texts fill together, at most.
+            maximum: The tokens that several texts fill together, at most.
         """
         self._config = config
         self._executables = executables
         self._sizes = tuple(sizes)
-        self._most = most
+        self._maximum = maximum
         backend = executables.options.attention_backend
         self._alignment = alignment_of(backend, config)
 
@@ -129,9 +131,9 @@ class TextEncoder:
         room = 0
         for place in sorted(range(len(lengths)), key=lambda place: -lengths[place]):
             taken = self._align(lengths[place])
-            if taken > room or len(batches[-1]) == num_rows_of(self._size(self._most)):
+            if taken > room or len(batches[-1]) == num_rows_of(self._size(self._maximum)):
                 batches.append([])
-                room = max(self._most, taken)
+                room = max(self._maximum, taken)
             batches[-1].append(place)
             room -= taken
         return batches

@@ -24,7 +24,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from jaxpage.device.attention import attend_both_ways, make_layer_kernels
+from jaxpage.device.attention import attend_bidirectional, make_layer_kernels
 from jaxpage.device.hardware.backends import Backend
 from jaxpage.device.steps import StepOptions
 from jaxpage.layers.context import Attend, AttentionOptions, ForwardContext, LayerPages
@@ -32,12 +32,12 @@ from jaxpage.layers.trace_scope import LayerKernels, TraceScope
 from jaxpage.layers.weight_kinds import Packed, PackedCodes
 from jaxpage.models import EncoderConfig, distance_buckets
 from pallas_kernels import Arguments, attend_to_pages
-from pallas_kernels.sets.cpu import LANES, MOST_HEAD_WIDTH
+from pallas_kernels.sets.cpu import LANES, MAX_HEAD_DIM
 
 QUERY_TILE = 32  # tokens; in plain XLA a text begins at a multiple of it
 KEY_TILE = 64
 HEAD_ROWS = 16  # the texts that a head scores in one call
-MOST_ROWS = 256  # texts of a stream
+MAX_ROWS = 256  # texts of a stream
 # A score of keys that a query does not see. Minus infinity would make NaN of a row without any key.
 _UNSEEN = -1e30
 Text = tuple[npt.NDArray[np.int32], npt.NDArray[np.int32], npt.NDArray[np.int32]]
@@ -63,7 +63,7 @@ class EncoderInputs(NamedTuple):
 
 def num_rows_of(num_tokens: int) -> int:
     """Returns the most texts of a stream."""
-    return min(num_tokens // 8, MOST_ROWS)
+    return min(num_tokens // 8, MAX_ROWS)
 
 
 def size_of_inputs(num_tokens: int) -> int:
@@ -108,13 +108,13 @@ def pack_texts(
 def alignment_of(backend: Backend, config: EncoderConfig) -> int:
     """Returns the number at whose multiples texts start: 1 where the kernel for CPUs attends."""
     head_dim = config.kv.head_dim
-    is_width = head_dim % LANES == 0 and head_dim <= MOST_HEAD_WIDTH
+    is_width = head_dim % LANES == 0 and head_dim <= MAX_HEAD_DIM
     takes = is_width and not config.has_distances
     return 1 if backend.in_cpp and takes else QUERY_TILE
 
 
 def encoder_step(
-    parameters: Any, packed: jax.Array, *, num_tokens: int, longest: int, options: StepOptions
+    parameters: Any, packed: jax.Array, *, num_tokens: int, max_length: int, options: StepOptions
 ) -> jax.Array:
     """Returns the states [T, D] of all tokens after the last layer, in float32.
 
@@ -122,13 +122,13 @@ def encoder_step(
         parameters: The parameters of the model.
         packed: The inputs; see `EncoderInputs`.
         num_tokens: The size of the stream (T).
-        longest: The most tokens of a text.
+        max_length: The most tokens of a text.
         options: The constants of the steps.
     """
     inputs = split_inputs(packed, num_tokens)
     model = nnx.merge(options.graph, parameters)
     if alignment_of(options.attention_backend, model.config) == 1:
-        attend = attend_in_cpp(inputs, num_tokens, min(longest, num_tokens))
+        attend = attend_in_cpp(inputs, num_tokens, min(max_length, num_tokens))
     else:
         attend = attend_in_xla(inputs, bias_by_distance(model, num_tokens))
     context = ForwardContext(inputs.positions_T, attend)
@@ -180,30 +180,30 @@ def score_step(parameters: Any, pooled_RD: jax.Array, *, options: StepOptions) -
     return scores_RZ
 
 
-def attend_in_cpp(inputs: EncoderInputs, num_tokens: int, longest: int) -> Attend:
+def attend_in_cpp(inputs: EncoderInputs, num_tokens: int, max_length: int) -> Attend:
     """Returns the operation that attention layers call, where the kernel for CPUs computes it.
 
     `AttentionOptions.sliding_window` is here the number of positions to both sides that a token
     sees. Other options than it and the scale are not honoured, and no encoder has them.
     """
     start_R = inputs.start_R
-    block_table_RM = jnp.minimum(start_R[:, None] + jnp.arange(longest), num_tokens - 1)
+    block_table_RM = jnp.minimum(start_R[:, None] + jnp.arange(max_length), num_tokens - 1)
     # Rows without a text come last: they start and end where the last text ends.
     end = end_of_texts(inputs)
     query_start = jnp.append(jnp.minimum(start_R, end), end)
     row_T = jnp.searchsorted(start_R, jnp.arange(num_tokens), side="right") - 1
-    place_T = jnp.arange(num_tokens) - start_R[row_T]
-    segment_T = jnp.where(place_T < inputs.length_R[row_T], row_T, -1)
+    index_T = jnp.arange(num_tokens) - start_R[row_T]
+    segment_T = jnp.where(index_T < inputs.length_R[row_T], row_T, -1)
 
     def attend(
         q_TNH: jax.Array, k_TKH: jax.Array, v_TKH: jax.Array, options: AttentionOptions
     ) -> jax.Array:
         reach = options.sliding_window
         scale = options.scale
-        mixed = attend_both_ways(q_TNH, k_TKH, v_TKH, segment_T, scale=scale, reach=reach)
+        mixed = attend_bidirectional(q_TNH, k_TKH, v_TKH, segment_T, scale=scale, reach=reach)
         if mixed is not None:
             return mixed
-        last_T = inputs.length_R[row_T] - 1 if reach is None else place_T + reach
+        last_T = inputs.length_R[row_T] - 1 if reach is None else index_T + reach
         window = None if reach is None else reach + 1
         arguments = Arguments(
             q_TNH=q_TNH,
@@ -296,8 +296,8 @@ def attend_by_tiles(
         if options.sliding_window is not None:
             distance = jnp.abs(key_GK[:, None, None, :] - query_G1Q1)
             sees &= distance <= options.sliding_window
-        place_GK = jnp.minimum(key_GK, num_tokens - 1)
-        score_GNQK = multiply("GNQH,GKNH->GNQK", q_GNQH, k_TNH[place_GK]) * options.scale
+        index_GK = jnp.minimum(key_GK, num_tokens - 1)
+        score_GNQK = multiply("GNQH,GKNH->GNQK", q_GNQH, k_TNH[index_GK]) * options.scale
         if bias_DN is not None:
             distance_GQK = key_GK[:, None, :] - query_G1Q1[:, 0]
             bias_GQKN = bias_DN[jnp.minimum(distance_GQK + num_tokens - 1, 2 * num_tokens - 2)]
@@ -306,7 +306,7 @@ def attend_by_tiles(
         new_highest = jnp.maximum(highest, score_GNQK.max(axis=-1))
         weight_GNQK = jnp.where(sees, jnp.exp(score_GNQK - new_highest[..., None]), 0.0)
         shrink = jnp.exp(highest - new_highest)
-        weighted = multiply("GNQK,GKNH->GNQH", weight_GNQK.astype(v_TNH.dtype), v_TNH[place_GK])
+        weighted = multiply("GNQK,GKNH->GNQH", weight_GNQK.astype(v_TNH.dtype), v_TNH[index_GK])
         return (
             new_highest,
             total * shrink + weight_GNQK.sum(axis=-1),

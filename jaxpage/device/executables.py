@@ -140,7 +140,7 @@ class Executables:
         jobs |= self._block_jobs(menu, pages)
         self._stored = stored
         self._workspace_bytes: int | None = None
-        self._choices: dict[Bucket | str, str] = {}  # of executables that come from files
+        self._found: dict[Bucket | str, Found] = {}
         self._table: dict[Bucket | str, Any] = {}
         self._until_closed = contextlib.ExitStack()
         in_use = contextlib.nullcontext() if stored is None else stored.in_use()
@@ -167,9 +167,7 @@ class Executables:
             progress,
         )
         self._workspace_bytes = max(map(_workspace_bytes, entries.values()))
-        self._choices = {
-            key: entry.choices for key, entry in entries.items() if isinstance(entry, Found)
-        }
+        self._found = {key: entry for key, entry in entries.items() if isinstance(entry, Found)}
         self._table = {
             key: Waiting(entry.load) if isinstance(entry, Found) else entry
             for key, entry in entries.items()
@@ -295,10 +293,11 @@ class Executables:
         """
         if self._mesh.first.platform not in TUNED_PLATFORMS:
             return None
+        made = {key: self.executable(key) for key in list(self._table)}
         return hash_choices(
             {
-                repr(key): self._choices.get(key) or choices_of(self.executable(key))
-                for key in list(self._table)
+                repr(key): self._found[key].choices if key in self._found else choices_of(each)
+                for key, each in made.items()
             }
         )
 

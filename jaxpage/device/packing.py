@@ -62,7 +62,7 @@ def read_packed_rows(weight: Packed | PackedCodes, ids_T: jax.Array) -> jax.Arra
     return rows_TI.astype(jnp.float32) * weight.scale_O[ids_T][:, None]
 
 
-def make_packed_product(weight: jax.Array) -> Callable[[jax.Array], jax.Array] | None:
+def make_packed_matmul(weight: jax.Array) -> Callable[[jax.Array], jax.Array] | None:
     """Returns the function `x @ weight.T` by the kernel for CPUs; None where there is none."""
     if target_device().platform != "cpu" or not takes(weight.dtype):
         return None

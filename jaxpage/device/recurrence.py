@@ -171,9 +171,9 @@ def _update(
             new_state, out_BO = update(state, ready)
             is_there_B = position_B < to_B
             is_new_B = is_there_B & (position_B >= rows.first_B)
-            place_B = jnp.where(is_new_B, rows.start_B + position_B - rows.first_B, num_tokens)
+            index_B = jnp.where(is_new_B, rows.start_B + position_B - rows.first_B, num_tokens)
             state = new_state if is_one else jnp.where(_along(is_there_B, state), new_state, state)
-            return state, out_TO.at[place_B].set(out_BO, mode="drop"), prepare(position_B + 1)
+            return state, out_TO.at[index_B].set(out_BO, mode="drop"), prepare(position_B + 1)
 
         carry = state, out_TO, prepare(from_B)
         state, out_TO, _ = jax.lax.fori_loop(0, jnp.max(to_B - from_B), token, carry)
@@ -212,19 +212,19 @@ def _last_inputs(
     """
     block_size = inputs.shape[1]
     position_BW = position_B[:, None] + jnp.arange(-lookback, 1)
-    place_BW = jnp.clip(position_BW // block_size, 0, table_BM.shape[1] - 1)
+    index_BW = jnp.clip(position_BW // block_size, 0, table_BM.shape[1] - 1)
     if row_B is None:
-        block_BW = jnp.take_along_axis(table_BM, place_BW, axis=1)
+        block_BW = jnp.take_along_axis(table_BM, index_BW, axis=1)
     else:
-        block_BW = table_BM[row_B[:, None], place_BW]
+        block_BW = table_BM[row_B[:, None], index_BW]
     last_inputs = inputs[block_BW, position_BW % block_size]
     return jnp.where((position_BW >= 0)[..., None], last_inputs, 0)
 
 
-def _block_at(table_BM: jax.Array, place_B: jax.Array) -> jax.Array:
+def _block_at(table_BM: jax.Array, index_B: jax.Array) -> jax.Array:
     """Returns the block at a place of each row's table; the place is clamped to the table."""
-    place_B1 = jnp.clip(place_B, 0, table_BM.shape[1] - 1)[:, None]
-    return jnp.take_along_axis(table_BM, place_B1, axis=1)[:, 0]
+    index_B1 = jnp.clip(index_B, 0, table_BM.shape[1] - 1)[:, None]
+    return jnp.take_along_axis(table_BM, index_B1, axis=1)[:, 0]
 
 
 def _along(mask_B: jax.Array, array: jax.Array) -> jax.Array:

@@ -25,8 +25,8 @@ from jaxpage.device.logits_processors import (
     process_rows,
 )
 from jaxpage.device.selection_kernels import kernels_in_use
-from jaxpage.device.truncation import RequestedCuts, truncate, where_wanted
-from jaxpage.shapes import MOST_CANDIDATES, NOT_FINITE, NOTHING_ALLOWED
+from jaxpage.device.truncation import RequestedTruncation, truncate, where_requested
+from jaxpage.shapes import MAX_CANDIDATES, NOT_FINITE, NOTHING_ALLOWED
 
 # Draws that are processed together, where all draws of a step are made at once (on a GPU):
 # processing takes several times the memory of their logits.
@@ -189,10 +189,10 @@ def in_parts(function: Callable[[Any], Result], rows: Any, results: Result) -> R
     def compute(index: jax.Array, results: Result) -> Result:
         # Rows are taken by place, because XLA keeps a loop that takes slices out of CUDA graphs.
         # The last rows may be computed twice, with the same result.
-        place_B = jnp.minimum(index * at_once, num_rows - at_once) + jnp.arange(at_once)
-        some = function(jax.tree.map(lambda leaf: jnp.asarray(leaf)[place_B], rows))
+        index_B = jnp.minimum(index * at_once, num_rows - at_once) + jnp.arange(at_once)
+        some = function(jax.tree.map(lambda leaf: jnp.asarray(leaf)[index_B], rows))
         computed: Result = jax.tree.map(
-            lambda array, part: array.at[place_B].set(part), results, some
+            lambda array, part: array.at[index_B].set(part), results, some
         )
         return computed
 
@@ -219,14 +219,16 @@ def _each_draw(function: Callable[..., Any], rows: tuple[Any, ...], *, by_row: b
     """Applies a function to each draw.
 
     Args:
-        function: Takes the entries of `rows`, and `by_row`, `requested` and `least`: the least
+        function: Takes the entries of `rows`, and `by_row`, `requested` and `minimum`: the least
             logit that stays, where a kernel has found it.
         rows: Logits, temperature, top-k, top-p, min-p, and more.
         by_row: Loops over the draws.
     """
     if by_row:
         return each_row(
-            functools.partial(function, by_row=True, requested=None, least=None), rows, by_row=True
+            functools.partial(function, by_row=True, requested=None, minimum=None),
+            rows,
+            by_row=True,
         )
     logits_RV, temperature_R, top_k_R, top_p_R, min_p_R, *_ = rows
 
@@ -235,20 +237,20 @@ def _each_draw(function: Callable[..., Any], rows: tuple[Any, ...], *, by_row: b
 
     cuts_R = (top_k_R > 0) & (top_k_R < logits_RV.shape[1])
     nucleus_R = top_p_R < 1.0
-    requested = RequestedCuts(
+    requested = RequestedTruncation(
         any_random(cuts_R), any_random(nucleus_R), any_random(nucleus_R | (min_p_R > 0.0))
     )
     function = functools.partial(function, by_row=False, requested=requested)
     if (kernels := kernels_in_use()) is None:
-        return each_row(functools.partial(function, least=None), rows, by_row=False)
-    least_R = jax.lax.cond(
+        return each_row(functools.partial(function, minimum=None), rows, by_row=False)
+    cutoff_R = jax.lax.cond(
         requested.top_k | requested.top_p_or_min_p,
         lambda: kernels.cutoffs(
             logits_RV, jnp.max(logits_RV, axis=1), temperature_R, top_k_R, top_p_R, min_p_R
         ),
         lambda: jnp.full(logits_RV.shape[0], -jnp.inf, jnp.float32),
     )
-    return jax.vmap(lambda least, *row: function(*row, least=least))(least_R, *rows)
+    return jax.vmap(lambda minimum, *row: function(*row, minimum=minimum))(cutoff_R, *rows)
 
 
 def perturb_logits(
@@ -264,7 +266,7 @@ def perturb_logits(
         logits_V: jax.Array, temperature: jax.Array, *cuts: jax.Array, **options: Any
     ) -> jax.Array:
         noisy = functools.partial(_perturb, logits_V, temperature, *cuts, **options)
-        return where_wanted(temperature > 0.0, options["requested"], "", noisy, lambda: logits_V)
+        return where_requested(temperature > 0.0, options["requested"], "", noisy, lambda: logits_V)
 
     return jax.lax.cond(
         is_random,
@@ -303,7 +305,7 @@ def draw_draft(
 ) -> tuple[Int[Array, "R"], DrawnFrom]:
     """Draws drafts for acceptance by rejection, and returns what they were drawn from, too.
 
-    A distribution has the most likely `MOST_CANDIDATES` tokens of what `draw` draws from; that of a
+    A distribution has the most likely `MAX_CANDIDATES` tokens of what `draw` draws from; that of a
     greedy row has the most likely one alone. The noise has a stream of its own.
     """
 
@@ -312,10 +314,10 @@ def draw_draft(
     ) -> Any:
         *cutoffs, seed_2, sample_index, position = cuts
         log_q_V = _distribution(logits_V, temperature, *cutoffs, **options)
-        log_q_W, ids_W = jax.lax.top_k(log_q_V[None], min(MOST_CANDIDATES, log_q_V.shape[0]))
+        log_q_W, ids_W = jax.lax.top_k(log_q_V[None], min(MAX_CANDIDATES, log_q_V.shape[0]))
         key = noise_key(seed_2, sample_index, position, Stream.DRAFT)
         place = jnp.maximum(with_noise(log_q_W[0], key), 0)
-        lacking = (0, MOST_CANDIDATES - ids_W.shape[1])
+        lacking = (0, MAX_CANDIDATES - ids_W.shape[1])
         padded_W = jnp.pad(ids_W[0].astype(jnp.int32), lacking, constant_values=-1)
         return ids_W[0, place], DrawnFrom(padded_W, jnp.pad(jax.nn.softmax(log_q_W[0]), lacking))
 
@@ -400,20 +402,20 @@ def _scale_row(
 ) -> jax.Array:
     """Returns the logits divided and cut off where the draw is random, else as they are."""
     scaled = functools.partial(_scale, logits_V, temperature, *cuts, **options)
-    return where_wanted(temperature > 0.0, options["requested"], "", scaled, lambda: logits_V)
+    return where_requested(temperature > 0.0, options["requested"], "", scaled, lambda: logits_V)
 
 
 def _scale(
     logits_V: jax.Array,
     temperature: jax.Array,
     *cuts: jax.Array,
-    least: jax.Array | None,
+    minimum: jax.Array | None,
     **options: Any,
 ) -> jax.Array:
     """Returns the logits divided by the temperature, and cut off."""
-    if least is None:
+    if minimum is None:
         return truncate(logits_V / temperature, *cuts, **options)
-    return jnp.where(logits_V >= least, logits_V / temperature, -jnp.inf)
+    return jnp.where(logits_V >= minimum, logits_V / temperature, -jnp.inf)
 
 
 def largest_of(logits_V: Float[Array, "V"]) -> tuple[Float[Array, ""], Int[Array, ""]]:

@@ -284,9 +284,9 @@ def _multi_step(
     def next_step(state: tuple[Any, ...]) -> tuple[Any, ...]:
         index, token_ids_B, pages, arrays = state
         rows, pages = step(index, token_ids_B, pages)
-        place_B = jnp.where(index < length_B, first_B + index, num_tokens)
+        index_B = jnp.where(index < length_B, first_B + index, num_tokens)
         arrays = jax.tree.map(
-            lambda array, some: array.at[place_B].set(some, mode="drop"), arrays, rows
+            lambda array, some: array.at[index_B].set(some, mode="drop"), arrays, rows
         )
         # The text of a row that drew nothing (a negative id) ends there; what it computes until
         # then is dropped.
@@ -300,8 +300,8 @@ def _multi_step(
     *_, pages, (drawn, *returned) = jax.lax.while_loop(
         lambda state: state[0] < length_B.max(), next_step, (*start, arrays)
     )
-    place_Q = jnp.arange(bucket.max_query_len)
-    paths = jnp.where(place_Q < length_B[:, None], first_B[:, None] + place_Q, -1).astype(jnp.int32)
+    index_Q = jnp.arange(bucket.max_query_len)
+    paths = jnp.where(index_Q < length_B[:, None], first_B[:, None] + index_Q, -1).astype(jnp.int32)
     return StepOutput(drawn, drawn[:0], paths, None, *returned), pages
 
 
@@ -413,12 +413,12 @@ def pool_step(
     hidden_TD = hidden_TD.astype(jnp.float32)
     counts_T1 = jnp.arange(bucket.num_tokens) < count
     counts_T1 = (counts_T1 & (inputs.positions_T >= num_skipped))[:, None]
-    place_T1 = (inputs.positions_T + 1).astype(jnp.float32)[:, None]
+    index_T1 = (inputs.positions_T + 1).astype(jnp.float32)[:, None]
     counted_TD = jnp.where(counts_T1, hidden_TD, 0.0)
     rows = (
         hidden_TD[count - 1],
         counted_TD.sum(axis=0),
-        (counted_TD * place_T1).sum(axis=0),
+        (counted_TD * index_T1).sum(axis=0),
         jnp.where(counts_T1, hidden_TD, -jnp.inf).max(axis=0),
         hidden_TD[jnp.argmax(counts_T1[:, 0])],
     )

@@ -21,9 +21,10 @@ import importlib.metadata
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 from jax.experimental import serialize_executable
@@ -39,25 +40,52 @@ from pallas_kernels.compat import without_compile_cache
 
 logger = logging.getLogger(__name__)
 
-MOST_BYTES = 2 * 2**30  # in the directory: what was unused for the longest time goes first
+MAX_BYTES = 2 * 2**30  # in the directory: what was unused for the longest time goes first
 # A file has the digest of its name and of all that follows, the workspace in bytes, the length of
 # the choices, the choices, and the executable.
 _DIGEST_BYTES = 32
 _SIZE_BYTES = 8
 
 
-class Found(NamedTuple):
+@dataclass
+class Found:
     """An executable whose file is undamaged.
 
     Attributes:
-        load: Loads it without compiling; it takes 0.2 s for a step of 30 layers.
+        path: The file.
+        payload: The executable as bytes.
         workspace_bytes: The temporary memory that it takes.
         choices: What XLA's autotuning chose for it; see `choices_of`.
+        trees: The structures of its arguments and of its result.
+        devices: The devices that run it.
+        compile_one: Compiles it.
     """
 
-    load: Callable[[], Any]
+    path: Path
+    payload: memoryview
     workspace_bytes: int
     choices: str
+    trees: tuple[Any, Any]
+    devices: Sequence[jax.Device]
+    compile_one: functools.partial[Any]
+
+    def load(self) -> Any:
+        """Returns the executable, which takes 0.2 s for a step of 30 layers.
+
+        One that does not load is compiled again, for which XLA may choose otherwise.
+        """
+        try:
+            return serialize_executable.deserialize_and_load(
+                bytes(self.payload), *self.trees, execution_devices=self.devices
+            )
+        except Exception as error:
+            logger.warning("%s is compiled again: %s: %s", self.path, type(error).__name__, error)
+            with contextlib.suppress(OSError):  # the directory may be read alone
+                self.path.unlink()
+            compiled = self.compile_one()
+            if self.devices[0].platform in TUNED_PLATFORMS:
+                self.choices = choices_of(compiled)
+            return compiled
 
 
 class StoredExecutables:
@@ -94,8 +122,7 @@ class StoredExecutables:
             with self._lock:
                 self.num_found += 1
             workspace_bytes, choices, payload = _parts(contents)
-            load = functools.partial(_load, payload, trees, self._devices, path, compile_one)
-            return Found(load, workspace_bytes, choices)
+            return Found(path, payload, workspace_bytes, choices, trees, self._devices, compile_one)
         compiled = compile_one()
         try:
             _write(path, compiled, trees, choices_of(compiled) if self._is_tuned else "")
@@ -133,7 +160,7 @@ class StoredExecutables:
             total = 0
             for _, entry in used:
                 total += entry.stat().st_size
-                if total > MOST_BYTES:
+                if total > MAX_BYTES:
                     entry.unlink()
         except OSError as error:
             logger.debug("cannot tidy %s: %s", self._directory, error)
@@ -212,25 +239,6 @@ def _parts(contents: memoryview) -> tuple[int, str, memoryview]:
     )
     end = 2 * _SIZE_BYTES + num_choices
     return workspace_bytes, bytes(contents[2 * _SIZE_BYTES : end]).decode(), contents[end:]
-
-
-def _load(
-    payload: memoryview,
-    trees: tuple[Any, Any],
-    devices: Sequence[jax.Device],
-    path: Path,
-    compile_one: functools.partial[Any],
-) -> Any:
-    arguments, result = trees
-    try:
-        return serialize_executable.deserialize_and_load(
-            bytes(payload), arguments, result, execution_devices=devices
-        )
-    except Exception as error:
-        logger.warning("%s is compiled again: %s: %s", path, type(error).__name__, error)
-        with contextlib.suppress(OSError):  # the directory may be read alone
-            path.unlink()
-        return compile_one()
 
 
 def _write(path: Path, compiled: Any, trees: tuple[Any, ...], choices: str) -> None:

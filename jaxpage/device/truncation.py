@@ -17,10 +17,10 @@ from jaxtyping import Array, Float
 
 from pallas_kernels import mass_of
 
-NUM_LIKELIEST = 128  # a top-k up to this is found without bisecting the vocabulary
+NUM_TOP = 128  # a top-k up to this is found without bisecting the vocabulary
 
 
-class RequestedCuts(NamedTuple):
+class RequestedTruncation(NamedTuple):
     """Says which cut-offs any random draw of a step asks for, where all draws are computed at once.
 
     Other cut-offs are not computed.
@@ -31,9 +31,9 @@ class RequestedCuts(NamedTuple):
     top_p_or_min_p: jax.Array
 
 
-def where_wanted(
+def where_requested(
     cuts_B: jax.Array,
-    requested: RequestedCuts | None,
+    requested: RequestedTruncation | None,
     by_any: str,
     work: Callable[[], jax.Array],
     otherwise: Callable[[], jax.Array],
@@ -61,7 +61,7 @@ def truncate(
     min_p: jax.Array,
     *,
     by_row: bool,
-    requested: RequestedCuts | None = None,
+    requested: RequestedTruncation | None = None,
 ) -> Float[Array, "V"]:
     """Sets to -inf the logits that top-k, top-p and min-p leave out, in this order.
 
@@ -80,7 +80,7 @@ def truncate(
 
     def bisect() -> jax.Array:
         cuts = (top_k > 0) & (top_k < logits_V.shape[0])
-        cutoff = where_wanted(
+        cutoff = where_requested(
             cuts,
             requested,
             "top_k",
@@ -91,33 +91,33 @@ def truncate(
         )
         return _cut(logits_V, cutoff, None, top_p, min_p, requested, by_row=by_row)
 
-    def among_the_likeliest() -> jax.Array:
-        likeliest_K = jax.lax.top_k(logits_V[None], num_likeliest)[0][0]
-        cutoff = likeliest_K[jnp.clip(top_k, 1, num_likeliest) - 1]
-        return _cut(logits_V, cutoff, likeliest_K, top_p, min_p, requested, by_row=True)
+    def among_the_top() -> jax.Array:
+        top_K = jax.lax.top_k(logits_V[None], num_top)[0][0]
+        cutoff = top_K[jnp.clip(top_k, 1, num_top) - 1]
+        return _cut(logits_V, cutoff, top_K, top_p, min_p, requested, by_row=True)
 
     if not by_row:
         return bisect()
-    num_likeliest = min(NUM_LIKELIEST, logits_V.shape[0])
-    return jax.lax.cond((top_k > 0) & (top_k <= num_likeliest), among_the_likeliest, bisect)
+    num_top = min(NUM_TOP, logits_V.shape[0])
+    return jax.lax.cond((top_k > 0) & (top_k <= num_top), among_the_top, bisect)
 
 
 def _cut(
     logits_V: jax.Array,
     cutoff: jax.Array,
-    likeliest_K: jax.Array | None,
+    top_K: jax.Array | None,
     top_p: jax.Array,
     min_p: jax.Array,
-    requested: RequestedCuts | None,
+    requested: RequestedTruncation | None,
     *,
     by_row: bool,
 ) -> jax.Array:
     """Returns the logits that the cut-off, top-p and min-p keep, and -inf for the others."""
-    kept_V = where_wanted(
+    kept_V = where_requested(
         (top_p < 1.0) | (min_p > 0.0),
         requested,
         "top_p_or_min_p",
-        lambda: _likely(logits_V, likeliest_K, cutoff, top_p, min_p, requested, by_row=by_row),
+        lambda: _likely(logits_V, top_K, cutoff, top_p, min_p, requested, by_row=by_row),
         lambda: logits_V >= cutoff,
     )
     return jnp.where(kept_V, logits_V, -jnp.inf)
@@ -125,11 +125,11 @@ def _cut(
 
 def _likely(
     logits_V: jax.Array,
-    likeliest_K: jax.Array | None,
+    top_K: jax.Array | None,
     cutoff: jax.Array,
     top_p: jax.Array,
     min_p: jax.Array,
-    requested: RequestedCuts | None,
+    requested: RequestedTruncation | None,
     *,
     by_row: bool,
 ) -> jax.Array:
@@ -153,14 +153,14 @@ def _likely(
         )
 
     def nucleus() -> jax.Array:
-        if likeliest_K is None:
+        if top_K is None:
             return bisect()
-        reached_K = jnp.cumsum(relative(likeliest_K)) >= mass
+        reached_K = jnp.cumsum(relative(top_K)) >= mass
         return jax.lax.cond(  # ties may reach beyond the most likely tokens
-            jnp.any(reached_K), lambda: logits_V >= likeliest_K[jnp.argmax(reached_K)], bisect
+            jnp.any(reached_K), lambda: logits_V >= top_K[jnp.argmax(reached_K)], bisect
         )
 
-    kept_V = where_wanted(
+    kept_V = where_requested(
         top_p < 1.0, requested, "top_p", nucleus, lambda: jnp.ones_like(logits_V, bool)
     )
     kept_V &= (logits_V >= cutoff) & (likelihood_V >= min_p)

@@ -59,11 +59,11 @@ def follow(
     children the first counts.
     """
     num_tokens = parents_T.shape[0]
-    place_T = jnp.arange(num_tokens)
+    index_T = jnp.arange(num_tokens)
     child_T = (
         jnp.full(num_tokens, num_tokens)
         .at[parents_T]
-        .min(jnp.where(is_right_T, place_T, num_tokens), mode="drop", wrap_negative_indices=False)
+        .min(jnp.where(is_right_T, index_T, num_tokens), mode="drop", wrap_negative_indices=False)
     )
     child_T = jnp.append(child_T, num_tokens)  # after the last comes nothing
     node_B = jnp.where(query_start[1:] > query_start[:-1], query_start[:-1], num_tokens)
@@ -85,8 +85,8 @@ def unpack_tree_mask(tree_mask_TU: UInt32[Array, "T U"], max_query_len: int) -> 
 
     Token t sees token j of its row if bit j % 32 of word j // 32 is set.
     """
-    place_Q = jnp.arange(max_query_len)
-    return (tree_mask_TU[:, place_Q // 32] >> (place_Q % 32).astype(jnp.uint32) & 1).astype(bool)
+    index_Q = jnp.arange(max_query_len)
+    return (tree_mask_TU[:, index_Q // 32] >> (index_Q % 32).astype(jnp.uint32) & 1).astype(bool)
 
 
 def moves(
@@ -102,7 +102,7 @@ def moves(
     target_BQ = query_start[:-1, None] + jnp.arange(paths_BQ.shape[1])
     stays_BQ = (paths_BQ < 0) | (paths_BQ == target_BQ)
     source_BQ, destination_BQ = (
-        jnp.where(stays_BQ, 0, slots_T[jnp.clip(place_BQ, 0, last)])
-        for place_BQ in (paths_BQ, target_BQ)
+        jnp.where(stays_BQ, 0, slots_T[jnp.clip(index_BQ, 0, last)])
+        for index_BQ in (paths_BQ, target_BQ)
     )
     return source_BQ.reshape(-1), destination_BQ.reshape(-1)

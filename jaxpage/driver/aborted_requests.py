@@ -22,16 +22,16 @@ class AbortedRequests:
     Only the thread that takes the turns uses it.
     """
 
-    def __init__(self, most: int) -> None:
+    def __init__(self, maximum: int) -> None:
         """Keeps at most so many requests, those that were aborted last."""
-        self._most = most
+        self._maximum = maximum
         self._requests: dict[Hashable, PreparedRequest] = {}
 
     def keep(self, name: Hashable, request: PreparedRequest) -> None:
         """Keeps a request, in place of an older one with the same id."""
         self._requests.pop(name, None)
         self._requests[name] = request
-        while len(self._requests) > self._most:
+        while len(self._requests) > self._maximum:
             del self._requests[next(iter(self._requests))]
 
     def keep_of(
@@ -105,11 +105,11 @@ class AbortedRequests:
     def _write_gone(self, name: Hashable) -> RequestGone:
         shown = name[-1] if isinstance(name, tuple) else name
         why = (
-            f"the last {self._most} that were aborted are kept, and it is not among them"
-            if self._most
+            f"the last {self._maximum} that were aborted are kept, and it is not among them"
+            if self._maximum
             else "none is kept"
         )
         return RequestGone(
             f"request {shown!r:.80} cannot be continued: {why} (max_aborted_requests is "
-            f"{self._most})"
+            f"{self._maximum})"
         )

@@ -94,7 +94,7 @@ class Driver:
         self._thread: threading.Thread | None = None
         self.is_by_hand = True
         # The thread refers to the turns alone, so that a driver that is dropped ends.
-        weakref.finalize(self, self.turns.leave).atexit = False
+        weakref.finalize(self, self.turns.detach).atexit = False
 
     def start(self) -> None:
         """Starts the thread."""
@@ -381,8 +381,8 @@ class Driver:
         return self.turns.is_paused
 
     def weights(self) -> PendingAnswer[Any]:
-        """Asks for the weights of the model and of its drafter; see `Engine.lend_weights`."""
-        return self.call(Engine.lend_weights)
+        """Asks for the weights of the model and of its drafter; see `Engine.share_weights`."""
+        return self.call(Engine.share_weights)
 
     def drain(self, what: str = "The engine") -> PendingAnswer[None]:
         """Accepts no more requests, and answers when none is left. A pause ends with it.

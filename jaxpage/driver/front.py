@@ -196,11 +196,11 @@ class DrivenModel(BuiltModel):
         if len(requests) != 1:
             raise ValueError(f"pin_prefix takes one prefix, not {len(requests)}")
         length = len(requests[0].token_ids)
-        longest = self.memory.max_model_len
-        if length + 2 > longest:
+        max_length = self.memory.max_model_len
+        if length + 2 > max_length:
             raise ValueError(
                 f"The prefix has {length} tokens, which leaves no room for a prompt after it: "
-                f"max_model_len is {longest}"
+                f"max_model_len is {max_length}"
             )
         return requests[0]
 

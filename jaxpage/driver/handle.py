@@ -126,7 +126,7 @@ class Handle:
         deliver: Gets lists of updates, on the driver's thread. Updates of handles whose `deliver`
             is equal come in one list.
         is_stream: True if the reader gets deltas; False if it gets the whole at the end.
-        is_wanted: True while the reader waits for an output.
+        is_requested: True while the reader waits for an output.
         is_updated: True if the request has changed since the last delta.
         is_over: True if the request has ended, and its place and its blocks are free.
         is_aborted: True if the request ends with a last output as soon as the driver has it.
@@ -162,7 +162,7 @@ class Handle:
         self.deadline = deadline
         self.deliver = deliver
         self.is_stream = is_stream
-        self.is_wanted = self._is_pushed = is_pushed
+        self.is_requested = self._is_pushed = is_pushed
         self.is_updated = self.is_over = self.is_aborted = self.has_place = False
         self.added: PendingAnswer[None] | None = None
         self.max_entries = max_entries
@@ -210,14 +210,14 @@ class Handle:
     def news(self) -> RequestOutput | None:
         """Returns the next delta or the whole output, if the reader wants it and it is there."""
         reporter = self.reporter
-        if reporter is None or not self.is_wanted:
+        if reporter is None or not self.is_requested:
             return None
         if not (self.is_updated if self.is_stream else reporter.finished):
             return None
-        self.is_wanted = self._is_pushed and not reporter.finished
+        self.is_requested = self._is_pushed and not reporter.finished
         reporter.max_entries = self.max_entries
         output = reporter.delta() if self.is_stream else reporter.whole()
-        self.is_updated = reporter.is_behind
+        self.is_updated = reporter.has_unsent
         return output
 
 

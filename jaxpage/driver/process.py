@@ -71,6 +71,6 @@ def _end_all() -> None:
     """
     running = dict(_running)
     for turns in running.values():
-        turns.leave()
+        turns.detach()
     for thread in running:
         thread.join(EXIT_SECONDS)

@@ -64,7 +64,7 @@ class Receipts:
         """
         with self._lock:
             if self._hashed is None or self._hashed[0] != self._built.engine.weights_version:
-                version, parameters = self._driver.wait(self._driver.call(_lend))
+                version, parameters = self._driver.wait(self._driver.call(_share_parameters))
                 built = self._built
                 about = built.model, built.spec, built.engine.packed, parameters
                 self._hashed = version, hash_model(*about, progress=self._progress)
@@ -126,8 +126,8 @@ class Receipts:
         return make_receipt(model, self.facts, weights, request, output)
 
 
-def _lend(engine: Engine) -> tuple[int, Any]:
-    return engine.weights_version, engine.lend_weights()
+def _share_parameters(engine: Engine) -> tuple[int, Any]:
+    return engine.weights_version, engine.share_weights()
 
 
 def with_logprobs(each: Sequence[Any]) -> list[Any]:

@@ -1,6 +1,6 @@
 """Takes the turns of a driver: runs commands, runs a step, and sends the outputs.
 
-All methods but `num_open`, `post`, `want`, `end`, `leave`, `take_places` and `fail` run on the
+All methods but `num_open`, `post`, `want`, `end`, `detach`, `take_places` and `fail` run on the
 thread that takes the turns. Nothing else changes the engine.
 """
 
@@ -124,9 +124,9 @@ class Turns:
         if unfinished:
             self.inbox.put(Command(lambda engine: self._end_each(unfinished)))
 
-    def leave(self) -> None:
+    def detach(self) -> None:
         """Ends the turns, and leaves the engine as it is. Later commands are refused."""
-        self.inbox.put(Command(self._leave))
+        self.inbox.put(Command(self._detach))
 
     def take_places(self, handles: Sequence[Handle]) -> None:
         """Takes a place for each request, all or none. Ending a request gives its place back.
@@ -343,7 +343,7 @@ class Turns:
         self._offer(handle)
 
     def _want(self, handle: Handle) -> None:
-        handle.is_wanted = True
+        handle.is_requested = True
         self._offer(handle)
 
     def _offer(self, handle: Handle) -> None:
@@ -529,14 +529,14 @@ class Turns:
     def close_engine(self) -> None:
         """Frees the device."""
         self.engine.abort_all()
-        self.engine.tell_end()
+        self.engine.report_end()
         self.engine.close()
 
     def stop(self, engine: Engine) -> None:
         """Ends the turns after this one; this is the function of a command."""
         self._is_stopping = True
 
-    def _leave(self, engine: Engine) -> None:
+    def _detach(self, engine: Engine) -> None:
         self._is_stopping = self._keeps_engine = True
 
     def _close(self, error: JaxpageError) -> None:

@@ -434,14 +434,14 @@ class Engine:
         self.reset_prefix_cache()
         return self.weights_version
 
-    def lend_weights(self) -> Any:
+    def share_weights(self) -> Any:
         """Returns the weights of the model and of its drafter, which their caller may hold.
 
         Raises:
             RuntimeError: The engine sleeps.
         """
         self._check_awake()
-        return self.runner.lend_parameters()
+        return self.runner.share_parameters()
 
     def _check_awake(self) -> None:
         if self.is_asleep:
@@ -564,7 +564,7 @@ class Engine:
         self.rebuild_pages()
         return groups
 
-    def tell_end(self) -> None:
+    def report_end(self) -> None:
         """Tells the listener that no step and no request follows."""
         self.events.closed()
 

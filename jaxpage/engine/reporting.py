@@ -36,7 +36,7 @@ class Reporter:
         metrics: The times and counts of the request, which grow with it.
         max_entries: The most entries of a delta, where each token is an entry and so is each of its
             log probabilities; None for any number.
-        is_behind: True if the last delta left out tokens that the next one brings.
+        has_unsent: True if the last delta left out tokens that the next one brings.
         is_brief: True if the last output lacks log probabilities, which `add_logprobs` adds.
     """
 
@@ -44,7 +44,7 @@ class Reporter:
         self._group = group
         self.metrics = metrics
         self.max_entries: int | None = None
-        self.is_behind = False
+        self.has_unsent = False
         self.is_brief = False
         self._tokenizer = tokenizer
         self._prompt_token_ids = list(group.request.prompt_token_ids)  # all chunks share one list
@@ -90,14 +90,14 @@ class Reporter:
         """
         completions = []
         stops = self._stops()
-        self.is_behind = False
+        self.has_unsent = False
         for sequence in self._group.sequences:
             tokens, characters = self._seen.get(sequence.sequence_id, (0, 0))
             stop = stops.get(sequence.sequence_id, sequence.num_output_tokens)
             part = self._completion(sequence, tokens, characters, stop)
             completions.append(part)
             self._seen[sequence.sequence_id] = (stop, characters + len(part.text))
-            self.is_behind |= stop < sequence.num_output_tokens
+            self.has_unsent |= stop < sequence.num_output_tokens
         self.is_brief = False
         prompt_logprobs = None
         if not self._prompt_was_reported and self._has_prompt_logprobs:
@@ -136,7 +136,7 @@ class Reporter:
             ]
             if self._group.request.params.ranks:
                 chosen = self._best(chosen)
-        self.is_behind = False
+        self.has_unsent = False
         return self._output(chosen, None if is_brief else self._prompt_logprobs())
 
     @property
@@ -251,7 +251,7 @@ class Reporter:
             prompt=request.prompt,
             prompt_token_ids=self._prompt_token_ids,
             outputs=completions,
-            finished=self._group.finished and not self.is_behind,
+            finished=self._group.finished and not self.has_unsent,
             prompt_logprobs=prompt_logprobs,
             metrics=self.metrics,
             weights_version=max(sequence.weights[-1][1] for sequence in self._group.sequences),

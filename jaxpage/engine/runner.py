@@ -72,7 +72,7 @@ class Runner:
         self.kept: Any | None = None
         self._parameters = parameters
         # Arrays that were lent are never deleted: their memory is free when nobody refers to them.
-        self._is_lent = False
+        self._is_shared = False
         self.packed = packed or {}
         self._new_pages = new_pages
         self._pages = new_pages()
@@ -174,9 +174,9 @@ class Runner:
         """Returns the weights that are loaded, as a nested dict of arrays."""
         return self._parameters
 
-    def lend_parameters(self) -> Any:
+    def share_parameters(self) -> Any:
         """Returns the weights to a caller, who may hold the arrays as long as they are needed."""
-        self._is_lent = True
+        self._is_shared = True
         return self._parameters
 
     def replace_parameters(self, others: Mapping[str, Any]) -> None:
@@ -224,7 +224,7 @@ class Runner:
             page.delete()
         self._pages = ()
         if keeps_weights:
-            self.kept = to_host(self._parameters, deletes=not self._is_lent)
+            self.kept = to_host(self._parameters, deletes=not self._is_shared)
         self._drop_parameters()
         self.num_sleeps += 1
         # The last, because a thread that finds the runner asleep reads what was kept.
@@ -254,11 +254,11 @@ class Runner:
 
     def _drop_parameters(self) -> None:
         """Frees the weights; those that a caller may hold are left to that caller."""
-        if not self._is_lent:
+        if not self._is_shared:
             for array in jax.tree.leaves(self._parameters):
                 array.delete()
         self._parameters = {}
-        self._is_lent = False
+        self._is_shared = False
 
 
 def _add_missing(parameters: dict[Any, Any], others: dict[Any, Any]) -> None:

@@ -15,8 +15,8 @@ _BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")  # the name of a byte, with byt
 # Tokens that are decoded with the next one: they decide whether it begins with a space, and have
 # the bytes of an unfinished character, at most three.
 _CONTEXT_TOKENS = 8
-_MOST_CONTEXT_TOKENS = 256  # of a prompt that ends with a run of bytes
-_MOST_TOKENS = 24  # in a window that grows by tokens without text
+_MAX_CONTEXT_TOKENS = 256  # of a prompt that ends with a run of bytes
+_MAX_TOKENS = 24  # in a window that grows by tokens without text
 # With byte fallback a run of bytes is held back until it ends, as far as it is not longer. It is a
 # word, or some emoji: a reader hardly waits for it.
 MAX_HELD_BYTES = 96
@@ -43,8 +43,8 @@ def words_as_token_ids(tokenizer: Any, words: tuple[str, ...]) -> tuple[tuple[in
         if not (plain := spell(text)):
             raise ValueError(f"bad_words has {word!r}, of which the tokenizer makes no token")
         spellings[plain] = None
-        if (behind_space := spell(f" {text}"))[-len(plain) :] != plain:
-            spellings[behind_space] = None
+        if (after_space := spell(f" {text}"))[-len(plain) :] != plain:
+            spellings[after_space] = None
     return tuple(spellings)
 
 
@@ -174,10 +174,10 @@ class StreamDetokenizer:
         """Returns the last tokens of the prompt, with a run of bytes from its beginning on."""
         begin = max(0, len(prompt_token_ids) - _CONTEXT_TOKENS)
         if self._bytes.has_fallback:
-            least = max(0, len(prompt_token_ids) - _MOST_CONTEXT_TOKENS)
-            while begin > least and self._bytes[prompt_token_ids[begin]] is not None:
+            minimum = max(0, len(prompt_token_ids) - _MAX_CONTEXT_TOKENS)
+            while begin > minimum and self._bytes[prompt_token_ids[begin]] is not None:
                 begin -= 1
-            if begin == least > 0:
+            if begin == minimum > 0:
                 # Bytes of a character that begins before these tokens would make the run invalid.
                 positions = range(begin, len(prompt_token_ids))
                 starts = (
@@ -264,7 +264,7 @@ class StreamDetokenizer:
             is_run = self._bytes.has_fallback and self._bytes[token_ids[0]] is not None
             self._window = self._window[-(len(token_ids) if is_run else _CONTEXT_TOKENS) :]
             self._known = self._certain()
-        elif len(self._window) > _MOST_TOKENS:
+        elif len(self._window) > _MAX_TOKENS:
             self._window.pop()  # a token without text
         return new
 

@@ -427,12 +427,12 @@ class TrainedModule(nnx.Module):
             raise UnsupportedError("the trained module takes an attention mask and no cache")
         is_token_RC = jnp.diagonal(attention_mask, axis1=1, axis2=2)
         first_R1 = jnp.argmax(is_token_RC, axis=1)[:, None]
-        places_C = jnp.arange(input_tokens.shape[1])
-        length = len(places_C)
+        indices_C = jnp.arange(input_tokens.shape[1])
+        length = len(indices_C)
         # Rows begin at position 0 in `TrainableModel`, so padding on the left goes to the right.
-        turned = jnp.take_along_axis(input_tokens, (places_C + first_R1) % length, axis=1)
-        logits_RCV = self.model.logits(nnx.to_pure_dict(nnx.state(self))["parameters"], turned)
-        back = (places_C - first_R1) % length
+        rotated = jnp.take_along_axis(input_tokens, (indices_C + first_R1) % length, axis=1)
+        logits_RCV = self.model.logits(nnx.to_pure_dict(nnx.state(self))["parameters"], rotated)
+        back = (indices_C - first_R1) % length
         return jnp.take_along_axis(logits_RCV, back[..., None], axis=1), None
 
     def use_log_softmax(self) -> None:

@@ -45,8 +45,8 @@ class DeltaWidths:
         grouped: True if the outputs of the two products go by key heads. One product has for each
             key head its query, its key, and the values and gates of its value heads; the other
             has the betas and the time steps of these.
-        apart: True if checkpoints have a tensor for each product, and may have one for each of the
-            convolution kernels of queries, keys and values.
+        separate: True if checkpoints have a tensor for each product, and may have one for each of
+            the convolution kernels of queries, keys and values.
         beta_factor: The factor of betas, which are sigmoids. With 2 the transition of a state may
             have negative eigenvalues (OLMo Hybrid).
         epsilon: The epsilon of the norm of the outputs; None for that of the model's norms.
@@ -60,7 +60,7 @@ class DeltaWidths:
     value: int
     kernel: int
     grouped: bool = False
-    apart: bool = False
+    separate: bool = False
     beta_factor: float = 1.0
     epsilon: float | None = None
     by_channel: bool = False
@@ -107,7 +107,7 @@ class DeltaWidths:
         return StateSpec(shape, self.convolution_width + numbers, self.kernel - 1)
 
 
-class ChannelProducts(nnx.Module):
+class ChannelMatmuls(nnx.Module):
     """Computes the time steps of channels, and gates, each by two products of low rank.
 
     Attributes:
@@ -156,7 +156,7 @@ class GatedDeltaNet(nnx.Module):
         output: Linear,
         widths: DeltaWidths,
         *,
-        channels: ChannelProducts | None = None,
+        channels: ChannelMatmuls | None = None,
         name: str,
         dtype: DTypeLike,
     ):
@@ -170,7 +170,7 @@ class GatedDeltaNet(nnx.Module):
         kernel = (1, widths.kernel)
         heads = widths.value_heads
         convolution = [tensor(f"{name}.conv1d.weight", widths.convolution_width, *kernel)]
-        if widths.apart:
+        if widths.separate:
             # transformers saves three parts of equal size, even if keys and values differ in width.
             third = -(-widths.convolution_width // 3)
             equal = (third, third, widths.convolution_width - 2 * third)

@@ -10,8 +10,8 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
+from jaxpage.layers.matmul import matmul
 from jaxpage.layers.parameter import parameter, tensor
-from jaxpage.layers.product import product
 from jaxpage.layers.weight_kinds import StoredWeight
 
 
@@ -77,7 +77,7 @@ class Embedding(nnx.Module):
 
         An untied head is such a table too: checkpoints store it in this order.
         """
-        logits_BV = product(hidden_BD, self.weight, result=jnp.float32)
+        logits_BV = matmul(hidden_BD, self.weight, result=jnp.float32)
         return (
             logits_BV
             if self.bias is None

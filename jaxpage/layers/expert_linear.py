@@ -13,6 +13,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
+from jaxpage.layers.matmul import matmul, matmul_by_group
 from jaxpage.layers.parameter import (
     Axis,
     Piece,
@@ -23,7 +24,6 @@ from jaxpage.layers.parameter import (
     stack,
     tensor,
 )
-from jaxpage.layers.product import product, product_by_group
 from jaxpage.layers.weight_kinds import Grouped, PackedCodes, StoredWeight
 
 MXFP4_GROUP = 32  # inputs that share a scale
@@ -107,7 +107,7 @@ class ExpertLinear(nnx.Module):
         self.spec = spec
 
         def sources() -> list[Source]:
-            apart = spec.sources(
+            separate = spec.sources(
                 lambda module: tensor(f"{module}.weight", spec.rows_of_part, spec.num_in)
             )
             stacked = [
@@ -117,7 +117,7 @@ class ExpertLinear(nnx.Module):
             ]
             if spec.in_rows_too:
                 stacked.append(tensor(spec.name, spec.num_experts, spec.num_out, spec.num_in))
-            return [*apart, *stacked]
+            return [*separate, *stacked]
 
         self.kernel = parameter(
             (spec.num_experts, spec.num_out, spec.num_in),
@@ -133,14 +133,14 @@ class ExpertLinear(nnx.Module):
 
     def __call__(self, expert: Int[Array, ""], x_PI: Float[Array, "P I"]) -> Float[Array, "P O"]:
         """Multiplies rows by the weight of this expert."""
-        y_PO = product(x_PI, self.weight(expert))
+        y_PO = matmul(x_PI, self.weight(expert))
         return y_PO if self.bias is None else y_PO + self.bias[...][expert][None, :]
 
     def of_sorted(
         self, x_PI: Float[Array, "P I"], expert_P: Int[Array, "P"], count_E: Int[Array, "E"]
     ) -> Float[Array, "P O"] | None:
-        """Multiplies each row by the weight of its expert; see `product_by_group`."""
-        y_PO = product_by_group(x_PI, self.weight(...), expert_P, count_E)
+        """Multiplies each row by the weight of its expert; see `matmul_by_group`."""
+        y_PO = matmul_by_group(x_PI, self.weight(...), expert_P, count_E)
         return y_PO if self.bias is None or y_PO is None else y_PO + self.bias[...][expert_P]
 
 

@@ -3,7 +3,7 @@
 See Shazeer et al., 2017, and Fedus et al., 2022. The work grows with the tokens, not with the
 experts: pairs of a token and an expert are sorted by expert. Where a kernel takes rows in this
 order, all are multiplied in one call. Elsewhere they are multiplied in tiles of a few rows, each by
-the weights of one expert. All tiles of a step have one shape, so that `product` gives a row the
+the weights of one expert. All tiles of a step have one shape, so that `matmul` gives a row the
 same bits in any tile:
 
     tokens           t0   t1   t2   t3         each token takes two experts
@@ -26,9 +26,9 @@ from jaxtyping import Array, Float, Int
 from jaxpage.layers.activations import ACTIVATIONS, gate
 from jaxpage.layers.expert_linear import ExpertLinear
 from jaxpage.layers.linear import Linear
+from jaxpage.layers.matmul import has_matmul_by_group, matmul
 from jaxpage.layers.mlp import MLP, GatedMLP
 from jaxpage.layers.parameter import parameter, tensor
-from jaxpage.layers.product import has_product_by_group, product
 from jaxpage.layers.routing import Router, Routing
 from jaxpage.layers.trace_scope import row_kernels
 from jaxpage.layers.weight_kinds import Packed, PackedCodes
@@ -151,7 +151,7 @@ class Experts(nnx.Module):
         A number that is no expert's gives zeros.
         """
         found_TXD = None
-        if has_product_by_group(self.gate_up.weight(...)):
+        if has_matmul_by_group(self.gate_up.weight(...)):
             found_TXD = self._run_at_once(x_TD, expert_TX)
         return self._run_by_tiles(x_TD, expert_TX) if found_TXD is None else found_TXD
 
@@ -167,7 +167,7 @@ class Experts(nnx.Module):
         is_expert_TX = (expert_TX >= 0) & (expert_TX < num_experts)
         expert_P = jnp.where(is_expert_TX, expert_TX, num_experts).reshape(-1)
         is_on_cpu = isinstance(self.gate_up.weight(...), Packed | PackedCodes)
-        order_P, place_P = _sort(expert_P, 0 if is_on_cpu else PAIRS_COMPARED)
+        order_P, index_P = _sort(expert_P, 0 if is_on_cpu else PAIRS_COMPARED)
         sorted_P = expert_P[order_P]
         count_E = (expert_P == jnp.arange(num_experts)[:, None]).sum(axis=1)
         both_PF = self.gate_up.of_sorted(x_TD[order_P // per_token], sorted_P, count_E)
@@ -176,7 +176,7 @@ class Experts(nnx.Module):
         made_PD = self.down.of_sorted(self._between(both_PF), sorted_P, count_E)
         if made_PD is None:
             return None
-        return jnp.where(is_expert_TX[..., None], made_PD[place_P].reshape(*expert_TX.shape, -1), 0)
+        return jnp.where(is_expert_TX[..., None], made_PD[index_P].reshape(*expert_TX.shape, -1), 0)
 
     def _run_by_tiles(
         self, x_TD: Float[Array, "T D"], expert_TX: Int[Array, "T X"]
@@ -185,7 +185,9 @@ class Experts(nnx.Module):
         num_tokens, per_token = expert_TX.shape
         num_pairs = num_tokens * per_token
         num_experts = self.gate_up.spec.num_experts
-        rows = next(rows for most, rows in TILE_ROWS.items() if num_pairs <= most * num_experts)
+        rows = next(
+            rows for maximum, rows in TILE_ROWS.items() if num_pairs <= maximum * num_experts
+        )
         expert_P = expert_TX.reshape(-1)  # P pairs of a token and an expert
         order_P = jnp.argsort(expert_P, stable=True)
         count_E = jnp.bincount(expert_P, length=num_experts)
@@ -224,8 +226,8 @@ def _sort(
         order_P = jnp.argsort(expert_P, stable=True)
         return order_P, jnp.zeros_like(order_P).at[order_P].set(pair_P, unique_indices=True)
     key_P = expert_P * len(expert_P) + pair_P
-    place_P = (key_P < key_P[:, None]).sum(axis=1)
-    return jnp.where(place_P == pair_P[:, None], pair_P, 0).sum(axis=1), place_P
+    index_P = (key_P < key_P[:, None]).sum(axis=1)
+    return jnp.where(index_P == pair_P[:, None], pair_P, 0).sum(axis=1), index_P
 
 
 class MixtureOfExperts(nnx.Module):
@@ -276,5 +278,5 @@ class MixtureOfExperts(nnx.Module):
         if self.shared_gate is not None:
             # Two rows, because XLA on CPU computes a matrix-vector product in another way.
             two_2D = jnp.repeat(self.shared_gate[...], 2, axis=0)
-            shared_TD = jax.nn.sigmoid(product(x_TD, two_2D)[:, :1]) * shared_TD
+            shared_TD = jax.nn.sigmoid(matmul(x_TD, two_2D)[:, :1]) * shared_TD
         return out_TD + shared_TD

@@ -17,8 +17,8 @@ from jaxtyping import Array, Float
 from jaxpage.layers.attention import Scores, scale_by_position
 from jaxpage.layers.context import AttentionOptions, ForwardContext, LayerPages
 from jaxpage.layers.linear import Linear
+from jaxpage.layers.matmul import matmul_by_head, weight_numbers
 from jaxpage.layers.norms import RMSNorm
-from jaxpage.layers.product import product_by_head, weight_numbers
 from jaxpage.layers.rope import Rope
 
 
@@ -132,7 +132,7 @@ class LatentAttention(nnx.Module):
         latent_TR, shared_TE = jnp.split(self.down(x_TD), [widths.rank], axis=-1)
         expand_OR = weight_numbers(self.expand.weight).astype(x_TD.dtype)
         expand_NOR = expand_OR.reshape(self.num_heads, widths.plain + widths.value, widths.rank)
-        absorbed_TNR = product_by_head(
+        absorbed_TNR = matmul_by_head(
             q_TNH[..., : widths.plain], expand_NOR[:, : widths.plain], transposed=True
         )
         rotated_TNE = q_TNH[..., widths.plain :]
@@ -149,5 +149,5 @@ class LatentAttention(nnx.Module):
         out_TNR, layer_pages = context.attend(
             self.layer_index, q_TNH, k_T1H, None, layer_pages, options
         )
-        out_TNV = product_by_head(out_TNR, expand_NOR[:, widths.plain :])
+        out_TNV = matmul_by_head(out_TNR, expand_NOR[:, widths.plain :])
         return self.output(out_TNV.reshape(num_tokens, -1)), layer_pages

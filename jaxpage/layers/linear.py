@@ -12,8 +12,8 @@ from jaxtyping import Array, Float
 
 from jaxpage.layers.activations import activate, name_in_kernels
 from jaxpage.layers.lora import LoRA
+from jaxpage.layers.matmul import finished_matmul, matmul
 from jaxpage.layers.parameter import Axis, Source, concatenate, parameter, tensor
-from jaxpage.layers.product import finished_product, product
 from jaxpage.layers.weight_kinds import StoredWeight
 
 
@@ -89,9 +89,11 @@ class LinearSpec:
         Args:
             make_source: Gives the source of a module's rows, from its name and their number.
         """
-        apart = [make_source(part.name, part.rows) for part in self.parts if part.name is not None]
+        separate = [
+            make_source(part.name, part.rows) for part in self.parts if part.name is not None
+        ]
         together = [make_source(self.fused, self.num_out)] if self.fused else []
-        return [concatenate(apart), *together] if apart else together
+        return [concatenate(separate), *together] if separate else together
 
     @property
     def num_out(self) -> int:
@@ -106,7 +108,7 @@ class LinearSpec:
 
 
 class Linear(nnx.Module):
-    """Computes `y = x @ kernel.T + bias`. The kernel is stored [out, in]; see `product`.
+    """Computes `y = x @ kernel.T + bias`. The kernel is stored [out, in]; see `matmul`.
 
     Attributes:
         spec: The description of the layer.
@@ -141,7 +143,7 @@ class Linear(nnx.Module):
         y_TO = self._in_one_call(x_TI, activation)
         if y_TO is not None:
             return y_TO
-        y_TO = product(x_TI, self.weight, result=self.result)
+        y_TO = matmul(x_TI, self.weight, result=self.result)
         if self.bias is not None:
             y_TO = y_TO + self.bias[...][None, :]
         return activate(y_TO if self.lora is None else self.lora(x_TI, y_TO), activation)
@@ -153,7 +155,7 @@ class Linear(nnx.Module):
         if self.lora is not None or not is_known or (self.bias is None and activation is None):
             return None
         bias_O = None if self.bias is None else self.bias[...]
-        return finished_product(x_TI, self.weight, bias_O, name, result=self.result)
+        return finished_matmul(x_TI, self.weight, bias_O, name, result=self.result)
 
     def add_lora(self, num_slots: int, rank: int) -> None:
         """Adds slots for adapters of at most this rank."""

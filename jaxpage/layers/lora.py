@@ -16,8 +16,8 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
+from jaxpage.layers.matmul import matmul
 from jaxpage.layers.parameter import Axis, parameter
-from jaxpage.layers.product import product
 from jaxpage.layers.trace_scope import trace_scope
 
 
@@ -69,9 +69,9 @@ class LoRA(nnx.Module):
                 jax.lax.dynamic_index_in_dim(of[...], slot - 1, keepdims=False)
                 for of in (self.a, self.b)
             )
-            inner = jnp.split(product(x_TI, a), len(self.rows), axis=1)
+            inner = jnp.split(matmul(x_TI, a), len(self.rows), axis=1)
             added = [
-                product(inner_TR, b_OR)
+                matmul(inner_TR, b_OR)
                 for inner_TR, b_OR in zip(inner, jnp.split(b, ends), strict=True)
             ]
             return jnp.where(

@@ -20,11 +20,11 @@ def mean(x: jax.Array) -> jax.Array:
     On a GPU it is a plain one, which XLA fuses with the operations around it.
     """
     return jax.lax.platform_dependent(
-        x, cpu=_mean_as_product, default=lambda y: jnp.mean(y, axis=-1, keepdims=True)
+        x, cpu=_mean_as_matmul, default=lambda y: jnp.mean(y, axis=-1, keepdims=True)
     )
 
 
-def _mean_as_product(x: jax.Array) -> jax.Array:
+def _mean_as_matmul(x: jax.Array) -> jax.Array:
     """Returns the mean as a product with ones.
 
     XLA on CPU adds up a plain reduction in an order that depends on the other axes.

@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int
 from jaxpage.layers.embedding import Embedding
 from jaxpage.layers.expert_linear import ExpertLinear
 from jaxpage.layers.linear import Linear
-from jaxpage.layers.product import rows_of
+from jaxpage.layers.matmul import rows_of
 from jaxpage.layers.quantized import QuantizedLinear
 from jaxpage.layers.quantized_experts import QuantizedExpertLinear
 from jaxpage.layers.weight_kinds import Packed

@@ -13,9 +13,9 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxpage.layers.trace_scope import trace_scope
 
 # A tile has at least so many queries, and at most so many, if its scores are not more than these.
-_LEAST_QUERIES = 64
-_MOST_QUERIES = 512
-_MOST_SCORES = 2**26  # 256 MiB
+_MIN_QUERIES = 64
+_MAX_QUERIES = 512
+_MAX_SCORES = 2**26  # 256 MiB
 _WINDOWS_AT_ONCE = 16
 _OUTSIDE = -1  # the number of no window
 _UNSEEN = -1e30  # the score of a patch that is not seen
@@ -59,8 +59,8 @@ def attend_in_segments(
 
 def queries_at_once(num_patches: int, num_heads: int) -> int:
     """Returns the number of queries in a tile; plans of memory count the scores of one."""
-    fitting = max(_LEAST_QUERIES, _MOST_SCORES // (num_heads * num_patches))
-    return min(_MOST_QUERIES, fitting)
+    fitting = max(_MIN_QUERIES, _MAX_SCORES // (num_heads * num_patches))
+    return min(_MAX_QUERIES, fitting)
 
 
 def _attend_in_kernel(
@@ -68,9 +68,9 @@ def _attend_in_kernel(
 ) -> jax.Array | None:
     """Returns the result of the kernel for CPUs; None where none takes these heads."""
     kernels = trace_scope().kernels
-    if kernels is None or kernels.attend_both_ways is None:
+    if kernels is None or kernels.attend_bidirectional is None:
         return None
-    return kernels.attend_both_ways(q_TNH, k_TKH, v_TKH, segment_T, scale=scale)
+    return kernels.attend_bidirectional(q_TNH, k_TKH, v_TKH, segment_T, scale=scale)
 
 
 def attend_in_windows(
@@ -79,7 +79,7 @@ def attend_in_windows(
     v_TNH: Float[Array, "T N H"],
     window_T: Int[Array, "T"],
     *,
-    longest: int,
+    max_length: int,
     scale: float,
 ) -> Float[Array, "T N H"]:
     """Returns what `attend_in_segments` does, for segments that are short and without a gap.
@@ -95,15 +95,15 @@ def attend_in_windows(
         k_TNH: The keys.
         v_TNH: The values.
         window_T: The number of each patch's window, from 1; 0 for padding.
-        longest: The most patches of a window.
+        max_length: The most patches of a window.
         scale: The factor of scores.
     """
     if (mixed := _attend_in_kernel(q_TNH, k_TNH, v_TNH, window_T, scale)) is not None:
         return mixed
-    window_GQ = _tiles(window_T, longest)
+    window_GQ = _tiles(window_T, max_length)
     seen = (
-        _with_neighbours(_tiles(k_TNH, longest), 0),
-        _with_neighbours(_tiles(v_TNH, longest), 0),
+        _with_neighbours(_tiles(k_TNH, max_length), 0),
+        _with_neighbours(_tiles(v_TNH, max_length), 0),
         _with_neighbours(window_GQ, _OUTSIDE),
     )
 
@@ -111,7 +111,7 @@ def attend_in_windows(
         q_QNH, window_Q, k_KNH, v_KNH, window_K = tile
         return _attend(q_QNH, k_KNH, v_KNH, window_Q[:, None] == window_K[None, :], scale)
 
-    tiles = (_tiles(q_TNH, longest), window_GQ, *seen)
+    tiles = (_tiles(q_TNH, max_length), window_GQ, *seen)
     by_tile: jax.Array = jax.lax.map(attend_tile, tiles, batch_size=_WINDOWS_AT_ONCE)
     return by_tile.reshape(-1, *q_TNH.shape[1:])[: len(q_TNH)]
 

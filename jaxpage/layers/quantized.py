@@ -17,8 +17,8 @@ from jaxtyping import Array, Float, Int
 from jaxpage.layers.activations import activate
 from jaxpage.layers.embedding import Embedding
 from jaxpage.layers.linear import Linear, LinearSpec, Part
+from jaxpage.layers.matmul import rows_of
 from jaxpage.layers.parameter import Piece, Source, Stored, parameter
-from jaxpage.layers.product import rows_of
 from jaxpage.layers.weight_kinds import Grouped, PackedCodes, Scaled
 
 # The types of the arrays that hold the codes.
@@ -200,7 +200,7 @@ class Quantized(nnx.Module):
 
     @property
     def weight(self) -> Scaled | Grouped | PackedCodes:
-        """Returns the weight in the kind that `product` takes."""
+        """Returns the weight in the kind that `matmul` takes."""
         if self.int8_inputs:
             return Scaled(self.kernel[...], self.scale[...][:, 0])
         zero, minimum = (None if each is None else each[...] for each in (self.zero, self.minimum))

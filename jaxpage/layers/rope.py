@@ -90,13 +90,13 @@ class Angles:
             second_TNE = wide[..., 1::2]
         else:
             first_TNE, second_TNE = jnp.split(wide, 2, axis=-1)
-        turned = (
+        rotated = (
             first_TNE * cos_T1E - second_TNE * sin_T1E,
             second_TNE * cos_T1E + first_TNE * sin_T1E,
         )
         joined = (
-            jnp.stack(turned, -1).reshape(wide.shape)
+            jnp.stack(rotated, -1).reshape(wide.shape)
             if self.interleaved
-            else jnp.concatenate(turned, axis=-1)
+            else jnp.concatenate(rotated, axis=-1)
         )
         return jnp.concatenate([joined.astype(x_TNH.dtype), x_TNH[..., width:]], axis=-1)

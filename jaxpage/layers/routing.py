@@ -10,8 +10,8 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
+from jaxpage.layers.matmul import matmul
 from jaxpage.layers.parameter import Source, parameter
-from jaxpage.layers.product import product
 from jaxpage.layers.trace_scope import row_kernels, trace_scope
 
 ROUTED_AT_ONCE = 16  # The tokens of a tile on CPU: see `Router._choose_by_tiles`.
@@ -100,7 +100,7 @@ class Router(nnx.Module):
 
     def __call__(self, x_TD: Float[Array, "T D"]) -> tuple[Int[Array, "T X"], Float[Array, "T X"]]:
         """Returns the chosen experts of each token, and their weights."""
-        logits_TE = product(x_TD, self.weight[...], result=jnp.float32)
+        logits_TE = matmul(x_TD, self.weight[...], result=jnp.float32)
         if self.bias is not None:
             logits_TE = logits_TE + self.bias[...].astype(jnp.float32)[None, :]
         routes = trace_scope().routes
@@ -121,29 +121,31 @@ class Router(nnx.Module):
         routing = self.routing
         if routing.jitter is not None:
             return _each_among_close(logits_TE, routing.per_token, routing.jitter, requested_TX)
-        odds_TE = _odds(logits_TE, sigmoid=routing.sigmoid)
+        scores_TE = _scores(logits_TE, sigmoid=routing.sigmoid)
         if self.correction is not None and not routing.sigmoid:
-            odds_TE = odds_TE / _total(odds_TE)
+            scores_TE = scores_TE / _total(scores_TE)
         if requested_TX is not None:
-            weight_TX = jnp.take_along_axis(odds_TE, requested_TX, axis=1)
-            return requested_TX, self._scale(weight_TX, odds_TE)
-        rated_TE = odds_TE if self.correction is None else odds_TE + self.correction[...][None, :]
+            weight_TX = jnp.take_along_axis(scores_TE, requested_TX, axis=1)
+            return requested_TX, self._scale(weight_TX, scores_TE)
+        rated_TE = (
+            scores_TE if self.correction is None else scores_TE + self.correction[...][None, :]
+        )
         if routing.groups is not None:
             rated_TE = _only_best(rated_TE, routing.groups)
         weight_TX, expert_TX = _best(
-            rated_TE, odds_TE, routing.per_token, corrected=routing.corrected
+            rated_TE, scores_TE, routing.per_token, corrected=routing.corrected
         )
-        return expert_TX, self._scale(weight_TX, odds_TE)
+        return expert_TX, self._scale(weight_TX, scores_TE)
 
     def _scale(
-        self, weight_TX: Float[Array, "T X"], odds_TE: Float[Array, "T E"]
+        self, weight_TX: Float[Array, "T X"], scores_TE: Float[Array, "T E"]
     ) -> Float[Array, "T X"]:
         """Returns the weights of the chosen experts, from their odds."""
         routing = self.routing
         if routing.normalized:
             weight_TX = weight_TX / (_total(weight_TX) + routing.epsilon)
         elif not routing.sigmoid:
-            weight_TX = weight_TX / _total(odds_TE)
+            weight_TX = weight_TX / _total(scores_TE)
         return weight_TX if routing.factor == 1.0 else weight_TX * routing.factor
 
     def _choose_by_tiles(
@@ -168,18 +170,18 @@ class Router(nnx.Module):
         return expert_TX, weight_TX
 
 
-def _odds(logits_TE: Float[Array, "T E"], *, sigmoid: bool) -> Float[Array, "T E"]:
+def _scores(logits_TE: Float[Array, "T E"], *, sigmoid: bool) -> Float[Array, "T E"]:
     """Returns sigmoids, or exponentials of which the largest of a token is 1."""
     kernels = row_kernels(logits_TE.dtype)
-    if kernels is not None and kernels.odds is not None:
-        return kernels.odds(logits_TE, sigmoid=sigmoid)
+    if kernels is not None and kernels.scores is not None:
+        return kernels.scores(logits_TE, sigmoid=sigmoid)
     if sigmoid:
         return jax.nn.sigmoid(logits_TE)
     return jnp.exp(logits_TE - logits_TE.max(axis=-1, keepdims=True))
 
 
 def _best(
-    rated_TE: Float[Array, "T E"], odds_TE: Float[Array, "T E"], count: int, *, corrected: bool
+    rated_TE: Float[Array, "T E"], scores_TE: Float[Array, "T E"], count: int, *, corrected: bool
 ) -> tuple[Float[Array, "T X"], Int[Array, "T X"]]:
     """Returns the odds of the experts that are rated highest, and these experts.
 
@@ -190,7 +192,7 @@ def _best(
         best_TX, best_expert_TX = jax.lax.top_k(rated_TE, count)
         return best_TX, best_expert_TX
     expert_TE = jnp.broadcast_to(jnp.arange(rated_TE.shape[1]), rated_TE.shape)
-    _, sorted_TE, expert_TE = jax.lax.sort((-rated_TE, odds_TE, expert_TE), num_keys=1)
+    _, sorted_TE, expert_TE = jax.lax.sort((-rated_TE, scores_TE, expert_TE), num_keys=1)
     return sorted_TE[:, :count], expert_TE[:, :count]
 
 
@@ -216,9 +218,9 @@ def _each_among_close(
             best_T1 = jnp.take_along_axis(left_TE, expert_T1, axis=1)
         scale_TE = jnp.maximum(jnp.abs(logits_TE), best_T1)
         is_far_TE = (best_T1 - logits_TE) / scale_TE > 2 * jitter
-        odds_TE = jnp.where(is_far_TE, 0.0, jnp.exp(left_TE - best_T1))
+        scores_TE = jnp.where(is_far_TE, 0.0, jnp.exp(left_TE - best_T1))
         experts.append(expert_T1)
-        weights.append(1 / _total(odds_TE))
+        weights.append(1 / _total(scores_TE))
         is_chosen_TE = jnp.arange(logits_TE.shape[1])[None, :] == expert_T1
         left_TE = jnp.where(is_chosen_TE, -jnp.inf, left_TE)
     return jnp.concatenate(experts, axis=1), jnp.concatenate(weights, axis=1)

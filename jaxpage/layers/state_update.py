@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jaxpage.layers.product import product_by_state
+from jaxpage.layers.matmul import matmul_by_state
 from jaxpage.layers.trace_scope import row_kernels
 
 
@@ -36,6 +36,6 @@ def update_state(
     state_BNKV = state_BNKV * decay
     change_BNV = v_BNV
     if beta_BN is not None:
-        change_BNV = (v_BNV - product_by_state(k_BNK, state_BNKV)) * beta_BN[..., None]
+        change_BNV = (v_BNV - matmul_by_state(k_BNK, state_BNKV)) * beta_BN[..., None]
     state_BNKV = state_BNKV + k_BNK[..., None] * change_BNV[:, :, None]
-    return state_BNKV, product_by_state(q_BNK, state_BNKV)
+    return state_BNKV, matmul_by_state(q_BNK, state_BNKV)

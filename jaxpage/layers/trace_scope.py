@@ -60,14 +60,14 @@ class RowKernels(NamedTuple):
         rotate: Returns x with its pairs turned, of x, cosines and sines.
         split_and_rotate: Returns queries, keys and values of rows that have them, the first two
             turned, of the rows, cosines, sines, the number of keys and the width of a head.
-        odds: Returns the odds of a router's experts, of the logits; with `sigmoid=True` sigmoids,
+        scores: Returns the odds of a router's experts, of the logits; with `sigmoid=True` sigmoids,
             else exponentials. None where XLA computes them.
         weighted_sum: Returns the sum of a token's rows with their weights, of arrays [T, X, D] and
-            [T, X]; None like `odds`.
-        rotate_pairs: Returns what `rotate` does for pairs that are neighbours; None like `odds`.
-        update_state: Returns what `state_update.update_state` does; None like `odds`.
+            [T, X]; None like `scores`.
+        rotate_pairs: Returns what `rotate` does for pairs that are neighbours; None like `scores`.
+        update_state: Returns what `state_update.update_state` does; None like `scores`.
         convolve: Returns the sum over places of arrays [B, W, C] and [W, C], and of a bias [C] or
-            None; None like `odds`.
+            None; None like `scores`.
     """
 
     takes: Callable[[DTypeLike], bool]
@@ -81,7 +81,7 @@ class RowKernels(NamedTuple):
     split_and_rotate: Callable[
         [jax.Array, jax.Array, jax.Array, int, int], tuple[jax.Array, jax.Array, jax.Array]
     ]
-    odds: Callable[..., jax.Array] | None = None
+    scores: Callable[..., jax.Array] | None = None
     weighted_sum: Callable[[jax.Array, jax.Array], jax.Array] | None = None
     rotate_pairs: Callable[[jax.Array, jax.Array, jax.Array], jax.Array] | None = None
     update_state: Callable[..., tuple[jax.Array, jax.Array]] | None = None
@@ -96,13 +96,13 @@ class LayerKernels(NamedTuple):
         numbers: Returns the weight in float32 [O, I].
         multiply_packed: Multiplies by weights in panels.
         packed_rows: Returns rows of a weight in panels.
-        by_group: Returns `pallas_kernels.grouped_product` of x, weight and counts, in the type that
+        by_group: Returns `pallas_kernels.grouped_matmul` of x, weight and counts, in the type that
             is given, or None for a product that it does not take. It is None where there is no such
             kernel.
         rows: The kernels for what is between products; None where XLA computes it.
-        attend_both_ways: Returns `pallas_kernels.cpu.both_ways.attend_both_ways` of queries, keys,
-            values and segments, or None for heads that it does not take. It is None where there is
-            no such kernel.
+        attend_bidirectional: Returns what `pallas_kernels.cpu.bidirectional` computes of queries,
+            keys, values and segments, or None for heads that it does not take. It is None where
+            there is no such kernel.
         multiply_numbers: Returns `x @ weight.T` for a weight of numbers, in the type that is given.
             It is None where XLA multiplies.
         multiply_heads: Returns the products [T, N, O] of the heads of x [T, N, I] with their
@@ -117,7 +117,7 @@ class LayerKernels(NamedTuple):
         Callable[[jax.Array, jax.Array | Grouped, jax.Array, DTypeLike], jax.Array | None] | None
     )
     rows: RowKernels | None = None
-    attend_both_ways: Callable[..., jax.Array | None] | None = None
+    attend_bidirectional: Callable[..., jax.Array | None] | None = None
     multiply_numbers: Callable[[jax.Array, jax.Array, DTypeLike], jax.Array] | None = None
     multiply_heads: Callable[[jax.Array, jax.Array], jax.Array] | None = None
 
@@ -187,9 +187,9 @@ class TraceScope:
         default_factory=dict, init=False, repr=False
     )
 
-    def segments_of(self, product_TO: jax.Array) -> jax.Array:
+    def segments_of(self, matmul_TO: jax.Array) -> jax.Array:
         """Returns the sums [Z, T, O] of which an array is the rounded sum, or the array itself."""
-        return self.segments.get(id(product_TO), (product_TO, product_TO))[1]
+        return self.segments.get(id(matmul_TO), (matmul_TO, matmul_TO))[1]
 
     @contextmanager
     def open(self) -> Iterator[None]:

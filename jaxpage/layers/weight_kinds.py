@@ -1,4 +1,4 @@
-"""Defines the kinds of weights that `product` multiplies by."""
+"""Defines the kinds of weights that `matmul` multiplies by."""
 
 from __future__ import annotations
 

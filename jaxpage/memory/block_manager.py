@@ -246,7 +246,7 @@ class BlockManager:
         the whole pin is found or where the tokens end within it; a sequence that writes to it
         copies it first.
         """
-        longest = self.nothing
+        max_length = self.nothing
         following = self._num_following
         for pin_id, pin in self.pins.items():
             if pin.salt != salt:
@@ -256,15 +256,15 @@ class BlockManager:
             num_tokens = min(num_common - following, len(token_ids) - 1)
             if num_tokens < min(num_pinned - following, len(token_ids) - 1):
                 num_tokens = num_tokens // self.block_size * self.block_size
-            if num_tokens <= longest.num_tokens:
+            if num_tokens <= max_length.num_tokens:
                 continue
             num_blocks = self.blocks_for(num_tokens)
             prefix = [group.tables[pin_id].blocks[:num_blocks] for group in self.groups]
             passed = (group.num_passed(num_tokens) for group in self.groups)
             # A pin whose window has slid may lack a block that the new sequence sees.
             if all(NULL_BLOCK not in blocks[p:] for blocks, p in zip(prefix, passed, strict=True)):
-                longest = Prefix(tuple(prefix), num_tokens)
-        return longest
+                max_length = Prefix(tuple(prefix), num_tokens)
+        return max_length
 
     def num_to_begin(self, beginnings: Sequence[tuple[int, Prefix]]) -> Counts:
         """Returns how many free blocks `begin` takes, for each group.
@@ -492,13 +492,13 @@ def _cut(group: BlockTables, spans: Iterable[Span]) -> list[Span]:
     return cut
 
 
-def _num_common(first: Sequence[int], second: Sequence[int], most: int) -> int:
-    """Returns how many leading tokens are equal, at most `most`.
+def _num_common(first: Sequence[int], second: Sequence[int], maximum: int) -> int:
+    """Returns how many leading tokens are equal, at most `maximum`.
 
     The search bisects over slices, because Python compares slices fast.
     """
     low = 0
-    high = most
+    high = maximum
     while low < high:
         middle = (low + high + 1) // 2
         if tuple(first[low:middle]) == tuple(second[low:middle]):

@@ -98,7 +98,7 @@ class Bert(encoder.Encoder, config=BertConfig):
         width = config.hidden_size
         inner = config.num_query_heads * config.kv.head_dim
         *inputs, output, norm = cls.attention_names
-        attention = encoder.attention_both_ways(
+        attention = encoder.bidirectional_attention(
             config,
             index,
             at.projection(width, *((name, inner) for name in inputs), bias=True),
@@ -254,7 +254,7 @@ class NomicBert(Bert, config=NomicBertConfig):
         )
         output = attention.projection(inner, ("out_proj", width), axes=("heads", "embed"))
         return encoder.PostNormBlock(
-            encoder.attention_both_ways(config, index, inputs, output),
+            encoder.bidirectional_attention(config, index, inputs, output),
             norms.layer_norm(config, at / "norm1"),
             mlp.gated_mlp(config, at / "mlp", names=_NOMIC_MLP),
             norms.layer_norm(config, at / "norm2"),
@@ -356,7 +356,7 @@ class ModernBert(encoder.Encoder, config=ModernBertConfig):
         norm = functools.partial(norms.layer_norm, bias=config.norm_bias)
         return Block(
             attention_norm=norm(config, at / "attn_norm") if index else None,
-            attention=encoder.attention_both_ways(config, index, inputs, output),
+            attention=encoder.bidirectional_attention(config, index, inputs, output),
             mlp_norm=norm(config, at / "mlp_norm"),
             mlp=mlp.gated_mlp(config, at / "mlp", names=names),
         )

@@ -222,7 +222,7 @@ class Dots1Config(ExpertsConfig):
     def read(cls, fields: Fields) -> Dots1Config:
         """Returns what the fields say."""
         window = fields.optional_integer("sliding_window", 4096)
-        first = fields.integer("max_window_layers", 62, least=0)
+        first = fields.integer("max_window_layers", 62, minimum=0)
         types = [
             "sliding_attention" if window and index >= first else "full_attention"
             for index in range(fields.integer("num_hidden_layers"))

@@ -80,8 +80,8 @@ class Ernie4_5MoeConfig(ExpertsConfig):
 def _sparse_layers(fields: Fields) -> tuple[bool, ...]:
     num_layers = fields.integer("num_hidden_layers")
     every = fields.integer("moe_layer_interval", 1)
-    first = fields.integer("moe_layer_start_index", 1, least=0)
-    last = fields.integer("moe_layer_end_index", -1, least=-1)
+    first = fields.integer("moe_layer_start_index", 1, minimum=0)
+    last = fields.integer("moe_layer_end_index", -1, minimum=-1)
     last = num_layers - 1 if last == -1 else last
     return tuple((index + 1) % every == 0 and first <= index <= last for index in range(num_layers))
 

@@ -27,7 +27,7 @@ from jaxpage.models.config import Fields, layer_windows
 from jaxpage.models.parts import Defaults, Scope, mlp, norms
 
 ROPES = {gemma.FULL: ("rope_theta", 1_000_000.0), gemma.SLIDING: ("rope_local_base_freq", 10_000.0)}
-LEAST_SQUARE = 1e-5  # The least mean of squares of a state that gets the size of another one.
+MIN_SQUARE = 1e-5  # The least mean of squares of a state that gets the size of another one.
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class StatesForm:
     def read(cls, fields: Fields) -> StatesForm:
         """Returns what the fields say."""
         count = fields.integer("altup_num_inputs", 4)
-        active = fields.integer("altup_active_idx", 0, least=0)
+        active = fields.integer("altup_active_idx", 0, minimum=0)
         if active >= count:
             text = f"altup_active_idx = {active} must be below altup_num_inputs = {count}"
             fields.note_wrong(text, altup_active_idx=0, altup_num_inputs=4)
@@ -210,7 +210,7 @@ class Gemma3nLayer(nnx.Module):
         self.altup = AltUp(config, at / "altup")
         self.low = gemma_layers.whole_projection(width, laurel, "linear_left", rank)
         self.high = gemma_layers.whole_projection(rank, laurel, "linear_right", width)
-        self.behind_low_rank = norms.rms_norm(config, laurel / "post_laurel_norm")
+        self.post_laurel_norm = norms.rms_norm(config, laurel / "post_laurel_norm")
         self.attention_norm = norms.rms_norm(config, at / "input_layernorm")
         self.attention = gemma_layers.gemma4_attention(config, index, at / "self_attn")
         self.post_attention_norm = norms.rms_norm(config, at / "post_attention_layernorm")
@@ -236,7 +236,7 @@ class Gemma3nLayer(nnx.Module):
         predictions = self.altup.predict(state_UTD)
         x_TD = predictions[self.states.active]
         normed_TD = self.attention_norm(x_TD)
-        low_rank_TD = normed_TD + self.behind_low_rank(self.high(self.low(normed_TD)))
+        low_rank_TD = normed_TD + self.post_laurel_norm(self.high(self.low(normed_TD)))
         attended_TD, layer_pages = self.attention(normed_TD, layer_pages, context)
         added_TD = (x_TD + self.post_attention_norm(attended_TD) + low_rank_TD) * 0.5**0.5
         computed_TD = added_TD + self.post_mlp_norm(self.mlp(self.mlp_norm(added_TD)))
@@ -283,17 +283,19 @@ class Gemma3n(gemma.Gemma2, config=Gemma3nConfig):
         is_known_T = token_ids_T < self.config.inputs.vocab_size
         inputs_TLI = self.inputs(jnp.where(is_known_T, token_ids_T, 0), hidden_TD)
         layers = gemma_layers.bind_inputs(self.layers, inputs_TLI)
-        made = [_match_size(product(hidden_TD), hidden_TD) for product in self.entering]
+        made = [_match_size(projection(hidden_TD), hidden_TD) for projection in self.entering]
         state_UTD = jnp.stack([hidden_TD, *made])
         places = self.config.layer_places
-        out_TD, pages, aux = run_layers(layers, self._leave, state_UTD, pages, context, places)
+        out_TD, pages, aux = run_layers(
+            layers, self._merge_streams, state_UTD, pages, context, places
+        )
         return out_TD, pages, tuple(each_UTD[self.config.states.active] for each_UTD in aux)
 
-    def _leave(self, state_UTD: Float[Array, "U T D"]) -> Float[Array, "T D"]:
+    def _merge_streams(self, state_UTD: Float[Array, "U T D"]) -> Float[Array, "T D"]:
         """Returns the norm of the mean of all states, each with the size of the first one."""
         total_TD = state_UTD[0]
-        for product, each_TD in zip(self.leaving, state_UTD[1:], strict=True):
-            total_TD = total_TD + _match_size(product(each_TD), state_UTD[0])
+        for projection, each_TD in zip(self.leaving, state_UTD[1:], strict=True):
+            total_TD = total_TD + _match_size(projection(each_TD), state_UTD[0])
         return self.norm(total_TD / len(state_UTD))
 
 
@@ -301,5 +303,5 @@ def _match_size(x_TD: Float[Array, "T D"], other_TD: Float[Array, "T D"]) -> Flo
     """Returns the state with the root mean square of another one."""
     wide_TD = x_TD.astype(jnp.float32)
     size_T1 = jnp.sqrt(mean(jnp.square(other_TD.astype(jnp.float32))))
-    own_T1 = jnp.sqrt(jnp.maximum(mean(jnp.square(wide_TD)), LEAST_SQUARE))
+    own_T1 = jnp.sqrt(jnp.maximum(mean(jnp.square(wide_TD)), MIN_SQUARE))
     return (wide_TD * size_T1 / own_T1).astype(x_TD.dtype)

@@ -59,8 +59,8 @@ class Gemma4Config(gemma_layers.Gemma4LayersConfig):
     @classmethod
     def read(cls, fields: Fields, by_layer: Any = None) -> Gemma4Config:
         """Returns what the fields say; for `by_layer` see `_heads`."""
-        both_ways = fields.get("use_bidirectional_attention", None)
-        if both_ways not in (None, "vision"):
+        bidirectional = fields.get("use_bidirectional_attention", None)
+        if bidirectional not in (None, "vision"):
             text = "use_bidirectional_attention (attention to later tokens) is not supported"
             fields.note_unsupported(text, use_bidirectional_attention=None)
         # Whatever the config says, transformers makes the last layer a full one.
@@ -88,7 +88,7 @@ class Gemma4Config(gemma_layers.Gemma4LayersConfig):
 def _padding_id(fields: Fields) -> int:
     """Returns the padding token, for which a config without one has the first token."""
     is_null = fields.get("pad_token_id", 0) is None
-    return 0 if is_null else fields.integer("pad_token_id", 0, least=0)
+    return 0 if is_null else fields.integer("pad_token_id", 0, minimum=0)
 
 
 def _layer_forms(
@@ -184,7 +184,7 @@ def _ropes(fields: Fields, heads: Mapping[str, tuple[int, int]]) -> tuple[dict[s
 
 def _inputs(fields: Fields) -> gemma_layers.InputsForm | None:
     """Returns what the fields say of the inputs that layers have of their own."""
-    width = fields.integer("hidden_size_per_layer_input", 256, least=0)
+    width = fields.integer("hidden_size_per_layer_input", 256, minimum=0)
     rows = fields.integer("vocab_size_per_layer_input", 262_144)
     if width and rows < (size := fields.integer("vocab_size")):
         text = f"vocab_size_per_layer_input = {rows} must not be less than vocab_size = {size}"

@@ -80,8 +80,8 @@ class Gemma4Experts(nnx.Module):
         self.router_scale = (layer / "router").vector("scale", width, "embed")
         self.factor = (layer / "router").vector("per_expert_scale", count)
         self.norm = norms.rms_norm(config, layer / "pre_feedforward_layernorm_2")
-        self.behind = norms.rms_norm(config, layer / "post_feedforward_layernorm_2")
-        self.behind_dense = norms.rms_norm(config, layer / "post_feedforward_layernorm_1")
+        self.post_expert_norm = norms.rms_norm(config, layer / "post_feedforward_layernorm_2")
+        self.post_dense_norm = norms.rms_norm(config, layer / "post_feedforward_layernorm_1")
 
     def __call__(
         self, x_TD: Float[Array, "T D"], dense_TD: Float[Array, "T D"]
@@ -92,4 +92,4 @@ class Gemma4Experts(nnx.Module):
         expert_TX, weight_TX = self.router(routed_TD)
         weight_TX = weight_TX * self.factor[...][expert_TX]
         made_TD = self.experts(self.norm(x_TD), expert_TX, weight_TX)
-        return self.behind_dense(dense_TD) + self.behind(made_TD)
+        return self.post_dense_norm(dense_TD) + self.post_expert_norm(made_TD)

@@ -95,7 +95,7 @@ def find_shared_layers(fields: Fields, types: tuple[str, ...], default: int) -> 
         types: The type of each layer.
         default: The default of `num_kv_shared_layers`.
     """
-    first = len(types) - fields.integer("num_kv_shared_layers", default, least=0)
+    first = len(types) - fields.integer("num_kv_shared_layers", default, minimum=0)
     types_with_pages = types[: max(0, first)]
     if missing := {*types[len(types_with_pages) :]} - {*types_with_pages}:
         text = (
@@ -143,7 +143,9 @@ class PerLayerInputs(nnx.Module):
         table = (at / "embed_tokens_per_layer").name
         norm = at / "per_layer_projection_norm"
         self.table = Embedding(inputs.vocab_size, width, name=table, axis=None, dtype=at.dtype)
-        self.product = whole_projection(config.hidden_size, at, "per_layer_model_projection", width)
+        self.projection = whole_projection(
+            config.hidden_size, at, "per_layer_model_projection", width
+        )
         self.norm = norms.rms_norm(config, norm, width=inputs.width, axis=None)
         self.scale = config.hidden_size**-0.5
         self.input_width = inputs.width
@@ -153,7 +155,7 @@ class PerLayerInputs(nnx.Module):
     ) -> Float[Array, "T L I"]:
         """Returns the inputs of all layers."""
         shape = (len(token_ids_T), -1, self.input_width)
-        of_embedding = self.norm((self.product(embedded_TD) * self.scale).reshape(shape))
+        of_embedding = self.norm((self.projection(embedded_TD) * self.scale).reshape(shape))
         of_token = self.table(token_ids_T).reshape(shape) * self.input_width**0.5
         return (of_embedding + of_token) * 2.0**-0.5
 
@@ -172,7 +174,7 @@ class GatedInput(nnx.Module):
     def __init__(self, config: Gemma4LayersConfig, input_width: int, layer: Scope):
         width = config.hidden_size
         self.gate = whole_projection(width, layer, "per_layer_input_gate", input_width)
-        self.product = whole_projection(input_width, layer, "per_layer_projection", width)
+        self.projection = whole_projection(input_width, layer, "per_layer_projection", width)
         self.norm = norms.rms_norm(config, layer / "post_per_layer_input_norm")
         self.activation = config.activation
 
@@ -181,7 +183,7 @@ class GatedInput(nnx.Module):
     ) -> Float[Array, "T D"]:
         """Returns what is added to the hidden state."""
         gate_TI = ACTIVATIONS[self.activation](self.gate(x_TD))
-        return self.norm(self.product(gate_TI * input_TI))
+        return self.norm(self.projection(gate_TI * input_TI))
 
 
 def gemma4_attention(config: Gemma4LayersConfig, index: int, at: Scope) -> Attention:

@@ -319,5 +319,7 @@ class StableLm(Llama, config=StableLmConfig):
     def make_head_norms(cls, config: Any, at: Scope) -> HeadNorms:
         """Returns the norms of queries and keys, which the config may ask for."""
         return (
-            attention.norms_by_head(config, at, apart=True) if config.qk_layernorm else HeadNorms()
+            attention.norms_by_head(config, at, separate=True)
+            if config.qk_layernorm
+            else HeadNorms()
         )

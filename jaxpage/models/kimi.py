@@ -143,7 +143,7 @@ def _read_delta(fields: Fields) -> DeltaWidths:
         key=width,
         value=width,
         kernel=fields.integer("linear_conv_kernel_dim", 4),
-        apart=True,
+        separate=True,
         by_channel=True,
     )
 
@@ -185,7 +185,7 @@ class KimiLinear(Llama, config=KimiLinearConfig):
             beta_step=at.projection(width, ("b_proj", delta.value_heads)),
             norm="o_norm",
             output="o_proj",
-            channels=ChannelProducts(
+            channels=ChannelMatmuls(
                 at.projection(width, ("f_a_proj", rank), ("g_a_proj", rank), axes=inner),
                 at.projection(rank, ("f_b_proj", delta.keys), axes=outer),
                 at.projection(rank, ("g_b_proj", delta.values), axes=outer),

@@ -199,11 +199,11 @@ def _chunks(fields: Fields, rotates: tuple[bool, ...]) -> tuple[int | None, ...]
 def _temperature_tuning(fields: Fields) -> tuple[float, int, int] | None:
     """Returns how queries grow with positions, counted from 1, in layers that do not rotate."""
     tuned = fields.get("attn_temperature_tuning", True)
-    growth = fields.number("attn_scale", 0.1), fields.integer("floor_scale", 8192), 1
+    tuning = fields.number("attn_scale", 0.1), fields.integer("floor_scale", 8192), 1
     if not isinstance(tuned, int | None):  # The published files have 4 for true.
         text = f"attn_temperature_tuning must be true or false, not {tuned!r}"
         fields.note_wrong(text, attn_temperature_tuning=True)
-    return growth if tuned else None
+    return tuning if tuned else None
 
 
 def _sparse_layers(fields: Fields) -> tuple[bool, ...]:

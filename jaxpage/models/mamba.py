@@ -23,7 +23,9 @@ from jaxpage.models.parts import Decoder, HalfBlock, Scope, norms, recurrences
 from jaxpage.models.parts.decoder_config import DecoderConfig, Defaults, ExpertsConfig
 from jaxpage.models.parts.names import ExpertNames, MLPNames, ModuleNames
 
-LONGEST = 2**18  # The models have no positions and could go on; block tables have to end somewhere.
+MAX_LENGTH = (
+    2**18
+)  # The models have no positions and could go on; block tables have to end somewhere.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +61,7 @@ class MambaConfig(DecoderConfig):
             fields,
             num_kv_heads=1,
             head_dim=64,
-            rope=fields.rope(64, LONGEST),
+            rope=fields.rope(64, MAX_LENGTH),
             kv=recurrences.cache_of_states(states, num_layers),
             recurrent=mamba,
             name="backbone",
@@ -147,7 +149,7 @@ class Mamba2Config(DecoderConfig):
             fields,
             num_kv_heads=mamba.heads,
             head_dim=64,
-            rope=fields.rope(64, LONGEST),
+            rope=fields.rope(64, MAX_LENGTH),
             kv={"states": (mamba.state,) * num_layers},
             recurrent=mamba,
             name="backbone",
@@ -238,7 +240,7 @@ def _every(fields: Fields, name: str, period: int, offset: int, num_layers: int)
     """Returns for each layer whether it is one of a kind that comes again after a period."""
     names = f"{name}_period", f"{name}_offset"
     period = fields.integer(names[0], period)
-    offset = fields.integer(names[1], offset, least=0)
+    offset = fields.integer(names[1], offset, minimum=0)
     if offset >= period:
         text = f"{names[1]} = {offset} must be smaller than {names[0]} = {period}"
         fields.note_wrong(text, **dict(zip(names, (1, 0), strict=True)))

@@ -199,7 +199,7 @@ def _read_delta(fields: Fields) -> DeltaWidths:
         key=key,
         value=fields.optional_integer("linear_value_head_dim", None) or 2 * key,
         kernel=fields.integer("linear_conv_kernel_dim", 4),
-        apart=True,
+        separate=True,
         beta_factor=2.0 if fields.flag("linear_allow_neg_eigval", True) else 1.0,
         epsilon=1e-5,
     )

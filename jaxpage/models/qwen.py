@@ -274,8 +274,8 @@ class HybridConfig(DecoderConfig):
         """Returns the names of MTP heads, which cannot be used with a token table of their own."""
         has_table = fields.flag("mtp_use_dedicated_embeddings", False)
         refusal = "mtp_use_dedicated_embeddings = true of config.json" if has_table else ""
-        count = fields.integer(cls.draft_field, 1, least=0)
-        return mtp_names.name_apart(count, cls.draft_field, refusal)
+        count = fields.integer(cls.draft_field, 1, minimum=0)
+        return mtp_names.name_separate_heads(count, cls.draft_field, refusal)
 
 
 class Qwen3_5Config(HybridConfig):

@@ -38,7 +38,7 @@ Contents = npt.NDArray[np.uint8]  # [bytes of a block]
 _SUFFIX = ".safetensors"
 # The name of a block's file, or of a temporary file that a process writes.
 _NAME = re.compile(r"[0-9a-f]{64}\.(safetensors|\d+)")
-_LONGEST_WRITE = 60.0  # seconds
+_MAX_WRITE = 60.0  # seconds
 _WAITING = 256  # the most blocks that wait to be written; more are dropped
 
 
@@ -246,7 +246,7 @@ def _find_files(directory: Path) -> list[tuple[str, int]]:
             continue
         if path.suffix == _SUFFIX:
             files.append((about.st_mtime, str(path), about.st_size))
-        elif time.time() - about.st_mtime > _LONGEST_WRITE:
+        elif time.time() - about.st_mtime > _MAX_WRITE:
             _delete(path)
     return [(path, size) for _, path, size in sorted(files)]
 

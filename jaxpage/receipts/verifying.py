@@ -41,12 +41,12 @@ def verify(
     request = receipt.request
     if reasons := obstacles(receipt, facts, weights):
         return Verification("unknown", tuple(reasons))
-    longest = max(len(output.token_ids) for output in receipt.outputs)
-    params = _params_of(receipt, longest)
-    num_tokens = len(request.prompt_token_ids) + longest
+    max_length = max(len(output.token_ids) for output in receipt.outputs)
+    params = _params_of(receipt, max_length)
+    num_tokens = len(request.prompt_token_ids) + max_length
     if num_tokens > max_model_len:
         return Verification("unknown", (_describe_room(num_tokens, max_model_len),))
-    others = _other_requests(receipt, longest)
+    others = _other_requests(receipt, max_length)
     for computed, batch in (("alone", []), ("among others", others)):
         requests = [(request.prompt_token_ids, params), *batch]
         try:
@@ -72,7 +72,7 @@ def verify(
     )
 
 
-def _params_of(receipt: Receipt, longest: int) -> SamplingParams:
+def _params_of(receipt: Receipt, max_length: int) -> SamplingParams:
     """Returns the parameters with which the answer is computed again.
 
     An output that goes on after the end that it has in the receipt is computed for one more token.
@@ -90,18 +90,18 @@ def _params_of(receipt: Receipt, longest: int) -> SamplingParams:
             raise ValueError(f"n is {params.n}, for {count(len(receipt.outputs), 'output')}")
         if params.ranks or params.max_tokens is None:
             return params
-        return dataclasses.replace(params, max_tokens=min(params.max_tokens, longest + 1))
+        return dataclasses.replace(params, max_tokens=min(params.max_tokens, max_length + 1))
     except (TypeError, ValueError) as error:
         raise ReceiptError(f"the parameters of the receipt are wrong: {error}") from None
 
 
-def _other_requests(receipt: Receipt, longest: int) -> list[tuple[list[int], SamplingParams]]:
+def _other_requests(receipt: Receipt, max_length: int) -> list[tuple[list[int], SamplingParams]]:
     """Returns requests that share a batch with that of the receipt, made of its tokens."""
     token_ids = receipt.request.prompt_token_ids
     prompts = [token_ids[: len(token_ids) // 2 + 1], token_ids[::-1], token_ids[1:] + token_ids[:1]]
     assert len(prompts) == NUM_OTHERS
     return [
-        (prompt, SamplingParams(max_tokens=max(longest, 1), ignore_eos=True, seed=seed))
+        (prompt, SamplingParams(max_tokens=max(max_length, 1), ignore_eos=True, seed=seed))
         for seed, prompt in enumerate(prompts)
     ]
 

@@ -13,7 +13,7 @@ from jaxpage.lazy import open_door
 if TYPE_CHECKING:
     from jaxpage.replay.differences import (
         Differs,  # says where a replay differs from its log
-        Leave,  # leaves a step of the engine in the middle
+        StepAbandoned,  # leaves a step of the engine in the middle
         differ,  # raises `Differs` with the first field that is different
     )
     from jaxpage.replay.engine_opening import (

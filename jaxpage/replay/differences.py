@@ -28,11 +28,11 @@ _LEGENDS = {  # explains the entries of a list, next to a difference
 _NOTHING = "nothing"  # shown for a record or field that only one side has
 
 
-class Leave(BaseException):
+class StepAbandoned(BaseException):
     """Leaves a step of the engine in the middle; no handler of Exception catches it."""
 
 
-class Differs(Leave):
+class Differs(StepAbandoned):
     """Reports that a replay came to something else than the log has."""
 
 

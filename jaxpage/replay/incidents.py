@@ -76,7 +76,7 @@ class IncidentRing(Recorder):
                 any.
         """
         super().__init__(self._keep)
-        self._most = num_steps
+        self._maximum = num_steps
         self._keeps_token_ids = keeps_token_ids
         self._unsaid = unsaid
         self._records: deque[Record] = deque()
@@ -125,7 +125,7 @@ class IncidentRing(Recorder):
         ends = record["event"] == "update"
         while (
             ends
-            or self._num_steps > self._most
+            or self._num_steps > self._maximum
             or (not self._is_whole and self._records[0]["event"] != "plan")
         ):
             oldest = self._records.popleft()

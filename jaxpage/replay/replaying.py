@@ -23,7 +23,7 @@ from jaxpage.assembly import Hooks, build_engine
 from jaxpage.decoding import BeamStrategy, Grammar, SamplingStrategy
 from jaxpage.engine import Engine, EngineParts, NamedAdapter, NoText
 from jaxpage.errors import JaxpageError
-from jaxpage.replay.differences import Differs, Leave, differ, without_text
+from jaxpage.replay.differences import Differs, StepAbandoned, differ, without_text
 from jaxpage.replay.event_log import LogReader, encode_record, is_after
 from jaxpage.replay.log_aborted import read_continued
 from jaxpage.replay.log_header import (
@@ -75,7 +75,7 @@ class Viewer(Protocol):
     def follow(self, record: Record) -> None:
         """Takes a record of the log that the engine has made again."""
 
-    def look(self, engine: Engine) -> None:
+    def observe(self, engine: Engine) -> None:
         """Looks at the engine: before the first record, after each step, and at the end."""
 
 
@@ -174,7 +174,7 @@ class Replay:
         """
         self._engine = engine
         self._bar = bar
-        self._look()
+        self._observe()
         difference: str | None = None
         ending: str | None = "The log ends without a shutdown"
         try:
@@ -193,7 +193,7 @@ class Replay:
         except _EndsInside as step:
             ending = f"The log ends in the middle of step {step}"
         if difference is None:
-            self._look()
+            self._observe()
         if self._log.torn:
             ending = f"{ending or 'The log ends'}; its last line is cut off"
         return Report(self._num_steps, self._num_tokens, difference, ending)
@@ -215,7 +215,7 @@ class Replay:
                 self._drafts.next = self._drafts_of(record)
                 with suppress(_Interrupted):
                     self._engine.step()
-                    self._look()
+                    self._observe()
             case "rebuild":  # the logged step was interrupted; a failed step rebuilds by itself
                 self._engine.rebuild_pages()
             case "reset":
@@ -223,15 +223,15 @@ class Replay:
             case "update":
                 self._update(record)
             case "end":
-                self._engine.tell_end()
+                self._engine.report_end()
             case event:
                 self._log.refuse(
                     f"the log has no cause for this {event} of step {record.get('step')}"
                 )
 
-    def _look(self) -> None:
+    def _observe(self) -> None:
         if self._viewer is not None:
-            self._viewer.look(self._engine)
+            self._viewer.observe(self._engine)
 
     def _add(self, record: Record) -> None:
         try:
@@ -336,11 +336,11 @@ class LoggedFailure(Exception):
     """Fails a step that failed in the log."""
 
 
-class _Interrupted(Leave):
+class _Interrupted(StepAbandoned):
     """Leaves a step at the place where the logged one was interrupted."""
 
 
-class _EndsInside(Leave):
+class _EndsInside(StepAbandoned):
     """Leaves a step that is unfinished in the log."""
 
 

@@ -93,10 +93,10 @@ def refuse_what_never_fits(group: SequenceGroup, manager: BlockManager, max_num_
         raise CapacityError(f"{name} asks for {width} sequences at once; {limit}")
     room = manager.room_next_to_pins
     needs = blocks_alone(group, manager)
-    for needed, most, tables in zip(needs, room, manager.groups, strict=True):
-        if needed > most:
+    for needed, maximum, tables in zip(needs, room, manager.groups, strict=True):
+        if needed > maximum:
             total = tables.pool.num_usable
-            pinned = f", of which {total - most} are pinned" if most < total else ""
+            pinned = f", of which {total - maximum} are pinned" if maximum < total else ""
             raise CapacityError(
                 f"{name} may need {needed} KV blocks ({width} x"
                 f" {request.max_total_tokens} tokens in blocks of {manager.block_size});"
@@ -120,11 +120,11 @@ def refuse_to_crowd_out(
     room = manager.room_next_to_pins
     for group in groups:
         needs = blocks_alone(group, manager)
-        for needed, most, tables in zip(needs, room, manager.groups, strict=True):
-            if needed > most:
+        for needed, maximum, tables in zip(needs, room, manager.groups, strict=True):
+            if needed > maximum:
                 raise CapacityError(
                     f"a prefix of {num_tokens} tokens cannot be pinned now: request"
-                    f" {group.request.request_id!r} may need {needed} KV blocks, and {most} of"
+                    f" {group.request.request_id!r} may need {needed} KV blocks, and {maximum} of"
                     f" {tables.pool.num_usable} would be left"
                 )
 

@@ -151,7 +151,7 @@ class FairShare:
 
     PROMPT_WEIGHT = 1
     OUTPUT_WEIGHT = 2
-    MOST_IDLE = 1024  # users whose counters are remembered while none of their requests waits
+    MAX_IDLE = 1024  # users whose counters are remembered while none of their requests waits
 
     def __init__(self) -> None:
         """Makes an empty queue."""
@@ -219,7 +219,7 @@ class FairShare:
             del self._waiting[user]
             del self._turns[user]
             self._idle[user] = self._counters.pop(user)
-            if len(self._idle) > self.MOST_IDLE:
+            if len(self._idle) > self.MAX_IDLE:
                 self._idle.popitem(last=False)
 
     def admitted(self, group: SequenceGroup, num_tokens: int) -> None:

@@ -44,7 +44,7 @@ def _cut_chunk(sequence: Sequence, num_tokens: int, room: int) -> int:
     end = sequence.embedded.end_of_whole(start + num_tokens - 1) if num_tokens else start
     if end == sequence.num_known_tokens and end - start <= room:
         return end - start
-    return sequence.embedded.longest_chunk(start, start + num_tokens) - start
+    return sequence.embedded.max_chunk(start, start + num_tokens) - start
 
 
 class Scheduler:
@@ -88,8 +88,8 @@ class Scheduler:
             ValueError: A step does not hold a token of each of `max_num_seqs` sequences.
         """
         if not 1 <= max_num_seqs <= limits.max_rows:
-            most = limits.max_rows
-            raise ValueError(f"{max_num_seqs=} must be between 1 and the {most} rows of a step")
+            maximum = limits.max_rows
+            raise ValueError(f"{max_num_seqs=} must be between 1 and the {maximum} rows of a step")
         self.limits = limits
         self.block_manager = block_manager
         self.max_num_seqs = max_num_seqs
@@ -390,14 +390,14 @@ class Scheduler:
             if not self.limits.trees:
                 draft = draft.first_branch()
             num_left = request.max_total_tokens - sequence.num_known_tokens - 1
-            most = min(budget, self.limits.max_drafts(num_rows), num_left)
-            budget -= self._add_draft(step, sequence, draft, most)
+            maximum = min(budget, self.limits.max_drafts(num_rows), num_left)
+            budget -= self._add_draft(step, sequence, draft, maximum)
 
-    def _add_draft(self, step: PlanBuilder, sequence: Sequence, draft: Draft, most: int) -> int:
-        """Adds as much of a draft as free blocks hold, at most `most` tokens; returns how many."""
+    def _add_draft(self, step: PlanBuilder, sequence: Sequence, draft: Draft, maximum: int) -> int:
+        """Adds what free blocks hold of a draft, at most `maximum` tokens; returns how many."""
         manager = self.block_manager
         start = sequence.num_known_tokens
-        for num_tokens in range(min(len(draft.token_ids), most), 0, -1):
+        for num_tokens in range(min(len(draft.token_ids), maximum), 0, -1):
             span = (sequence.sequence_id, start, start + num_tokens)
             if manager.has_room([span]):
                 step.add_copies(manager.reserve(*span), manager)

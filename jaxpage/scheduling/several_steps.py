@@ -42,11 +42,11 @@ class SeveralSteps:
         Where that adapts, it is one while anybody waits for the end of a step: a request in the
         queue, one that was preempted or swapped out, or one whose prompt is not computed yet.
         """
-        most = self._limits.num_steps
+        maximum = self._limits.num_steps
         if not self._limits.adapts_num_steps:
-            return most
+            return maximum
         if requests.num_waiting or step.preempted or step.num_admitted:
             return 1
         if len({id(group) for group, _, _ in step.work}) < requests.num_running:
             return 1  # the prompts of the others are computed in the next step
-        return min(most, self._num_quiet_steps // STEPS_FOR_ONE_MORE)
+        return min(maximum, self._num_quiet_steps // STEPS_FOR_ONE_MORE)

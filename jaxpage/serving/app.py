@@ -206,7 +206,7 @@ class Server:
     def _open(self, opened: Open, raw: bytes, scope: Scope) -> Exchange:
         body = parse_object(raw)
         stream = stream_of(scope)
-        stream.is_wanted = stream.dialect.is_for_stream(scope["path"], body)
+        stream.is_requested = stream.dialect.is_for_stream(scope["path"], body)
         exchange = opened(body, self._context)
         exchange.load_seconds = scope["state"].get(LOAD_SECONDS, 0.0)
         if self._logs_requests:
@@ -312,10 +312,10 @@ class Server:
 def version_route(path: str, version: str) -> Route:
     """Returns a route that tells a version."""
 
-    async def tell_version(request: Request) -> Response:
+    async def print_version(request: Request) -> Response:
         return json_answer({"version": version})
 
-    return Route(path, tell_version)
+    return Route(path, print_version)
 
 
 def build_app(

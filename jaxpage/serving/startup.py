@@ -37,9 +37,9 @@ from jaxpage.serving.cache_events.kv_events import KVEvents
 from jaxpage.serving.config import API_KEY_VARIABLE, ServerConfig, read_api_keys
 from jaxpage.serving.hosts.channel import Channel
 from jaxpage.serving.hosts.follower import Follower
-from jaxpage.serving.hosts.joining import agree, join, smallest_sizes
+from jaxpage.serving.hosts.joining import agree, join, min_sizes
 from jaxpage.serving.hosts.leader import Leader
-from jaxpage.serving.hosts.processes import leave_processes
+from jaxpage.serving.hosts.processes import end_processes
 from jaxpage.serving.hosts.weight_loading import WeightsOfFollower
 from jaxpage.serving.http.listening import address_of
 from jaxpage.serving.metrics import logs
@@ -126,7 +126,7 @@ def model_names(engine: EngineConfig, server: ServerConfig) -> tuple[str, ...]:
 def model_context(built: Built, engine: EngineConfig, server: ServerConfig) -> ModelContext:
     """Returns the facts about the model that the wire format needs; check the adapters first."""
     names = model_names(engine, server)
-    most = engine.limit_images
+    maximum = engine.limit_images
     # Now, so that no request waits until transformers is imported.
     tokenizer = whole_tokenizer(built.tokenizer)
     form, no_form = _chat_format(tokenizer, server)
@@ -144,7 +144,7 @@ def model_context(built: Built, engine: EngineConfig, server: ServerConfig) -> M
         chat_format=form,
         no_form=no_form,
         strict_requests=server.strict_requests,
-        limits=RequestLimits() if most is None else RequestLimits(max_pictures=most),
+        limits=RequestLimits() if maximum is None else RequestLimits(max_pictures=maximum),
         reranker=reranker_of(built.embedding, server.rerank_method),
         generates=not built.spec.encoded,
         embedding=built.embedding,
@@ -347,7 +347,7 @@ def start(engine: EngineConfig, server: ServerConfig, listener: socket.socket) -
         )
         if hosts is not None and hosts.has_lost:
             os._exit(status)  # otherwise JAX waits at its exit for the host that is gone
-        leave_processes()
+        end_processes()
         return status
 
 
@@ -378,7 +378,7 @@ def follow(engine: EngineConfig, server: ServerConfig) -> int:
     status = Follower(built.engine, channels[0], seconds, adapters, weights).run()
     if status:
         os._exit(status)  # otherwise JAX waits at its exit for the other hosts
-    leave_processes()
+    end_processes()
     return status
 
 
@@ -388,7 +388,7 @@ def _open(
     """Opens the engine, and returns it with the channels to the other hosts."""
     check_lora_modules(engine, server, model_names(engine, server))
     channels = join(engine, server) if server.num_hosts > 1 else {}
-    sized = functools.partial(smallest_sizes, channels=channels, host_rank=server.host_rank)
+    sized = functools.partial(min_sizes, channels=channels, host_rank=server.host_rank)
     together = functools.partial(agree, channels=channels, host_rank=server.host_rank)
     hooks = Hooks(
         progress=not server.log_json, phase=start_up.phase, planned=sized, before_steps=together

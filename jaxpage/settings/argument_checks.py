@@ -49,17 +49,19 @@ def count(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
-def close_names(name: str, names: Iterable[str], most: int = 1, cutoff: float = 0.6) -> list[str]:
+def close_names(
+    name: str, names: Iterable[str], maximum: int = 1, cutoff: float = 0.6
+) -> list[str]:
     """Returns the known names that were probably meant, most similar first.
 
     Args:
         name: The name that is not known. One that is too long to be a name gets no suggestion.
         names: The known names.
-        most: How many to return at most.
+        maximum: How many to return at most.
         cutoff: How similar a name must be, 0 to 1.
     """
     return (
-        difflib.get_close_matches(name, list(names), most, cutoff)
+        difflib.get_close_matches(name, list(names), maximum, cutoff)
         if len(name) <= MAX_NAME_CHARACTERS
         else []
     )

@@ -6,7 +6,7 @@ import re
 from decimal import Decimal
 
 # A smaller number of bytes without a unit is refused: the unit was probably forgotten.
-LEAST = 1000
+MINIMUM = 1000
 _UNITS = {
     "b": 1,
     **{f"{prefix}b": 1000**power for power, prefix in enumerate("kmgt", start=1)},
@@ -27,7 +27,7 @@ def parse_bytes(text: str) -> int:
     num_bytes = int(Decimal(match[1]) * unit)
     if num_bytes < 1:
         raise ValueError(f"must be more than 0, got {text[:80]!r}")
-    if num_bytes < LEAST and not match[2]:
+    if num_bytes < MINIMUM and not match[2]:
         raise ValueError(
             f"{match[1]} without a unit is {num_bytes} bytes; write {match[1]}GiB or {match[1]}MiB"
         )

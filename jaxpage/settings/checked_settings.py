@@ -14,7 +14,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from jaxpage.errors import ConfigError, UnsupportedError
 from jaxpage.settings.argument_checks import close_names, show
-from jaxpage.settings.byte_sizes import LEAST, parse_bytes
+from jaxpage.settings.byte_sizes import MINIMUM, parse_bytes
 
 Problem = tuple[str, str]  # (name of the setting, text that says what is wrong)
 
@@ -29,8 +29,10 @@ def _as_bytes(value: Any) -> Any:
             if not value.strip().isdigit():
                 return parse_bytes(value)
         raise ValueError("must be a number of bytes or an amount such as 24GiB")
-    if isinstance(value, int) and not isinstance(value, bool) and value < LEAST:
-        raise ValueError(f"must be at least {LEAST} bytes, or an amount with a unit such as 24GiB")
+    if isinstance(value, int) and not isinstance(value, bool) and value < MINIMUM:
+        raise ValueError(
+            f"must be at least {MINIMUM} bytes, or an amount with a unit such as 24GiB"
+        )
     return value
 
 
@@ -59,11 +61,11 @@ def setting(
         alias: Another flag for the same setting, such as that of vLLM.
         type_text: The type that a type checker allows, if it is wider than the annotation.
     """
-    told = {"shown": shown, "metavar": metavar, "alias": alias, "given": type_text}
+    extras = {"shown": shown, "metavar": metavar, "alias": alias, "given": type_text}
     return Field(
         default,
         description=help,
-        json_schema_extra={name: text for name, text in told.items() if text},
+        json_schema_extra={name: text for name, text in extras.items() if text},
     )
 
 

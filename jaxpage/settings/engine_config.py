@@ -380,11 +380,11 @@ def _contradictions(config: EngineConfig) -> Iterable[Problem]:
                 )
     if config.max_num_batched_tokens is not None:
         for name in ("max_num_seqs", "block_size"):
-            least = getattr(config, name)
-            if least != "auto" and config.max_num_batched_tokens < least:
+            minimum = getattr(config, name)
+            if minimum != "auto" and config.max_num_batched_tokens < minimum:
                 yield (
                     "max_num_batched_tokens",
-                    f"must be at least {name} ({least}), got {config.max_num_batched_tokens}",
+                    f"must be at least {name} ({minimum}), got {config.max_num_batched_tokens}",
                 )
 
 

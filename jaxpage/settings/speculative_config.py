@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 
 from jaxpage.settings.draft_settings import AcceptanceRule, Lookahead, SuffixDecoding
 from jaxpage.settings.speculative_methods import AUTO, METHODS, WITH_WEIGHTS
-from jaxpage.shapes import MOST_DRAFTS
+from jaxpage.shapes import MAX_DRAFTS
 
 AUTO_DRAFTS = (1, 3, 7)  # powers of two together with the token before them
 
@@ -30,7 +30,7 @@ else:
 
 # A path to a draft in Medusa's tree: a rank among the predictions of the first head, a rank among
 # those of the second head, and so on.
-Choice = Annotated[tuple[Annotated[int, Field(ge=0, lt=MOST_DRAFTS)], ...], Field(min_length=1)]
+Choice = Annotated[tuple[Annotated[int, Field(ge=0, lt=MAX_DRAFTS)], ...], Field(min_length=1)]
 
 
 class SpeculativeConfig(BaseModel):
@@ -46,7 +46,7 @@ class SpeculativeConfig(BaseModel):
     method: MethodName
     # The place of the drafter's weights, for methods that have any.
     model: str | None = None
-    num_speculative_tokens: Annotated[int, Field(ge=1, le=MOST_DRAFTS)] | Literal["auto"] = "auto"
+    num_speculative_tokens: Annotated[int, Field(ge=1, le=MAX_DRAFTS)] | Literal["auto"] = "auto"
     tree: bool = False  # drafts may branch: several for one position, verified at once
     acceptance: Literal["coupled", "rejection", "typical"] = "coupled"
     # See AcceptanceRule.
@@ -65,13 +65,13 @@ class SpeculativeConfig(BaseModel):
 
     # The tree of "medusa".
     medusa_choices: (
-        Annotated[tuple[Choice, ...], Field(min_length=1, max_length=MOST_DRAFTS)] | None
+        Annotated[tuple[Choice, ...], Field(min_length=1, max_length=MAX_DRAFTS)] | None
     ) = None
 
     # See Lookahead.
-    lookahead_window: Annotated[int, Field(ge=1, le=MOST_DRAFTS)] | None = None
-    lookahead_ngram: Annotated[int, Field(ge=2, le=MOST_DRAFTS)] | None = None
-    lookahead_guesses: Annotated[int, Field(ge=1, le=MOST_DRAFTS)] | None = None
+    lookahead_window: Annotated[int, Field(ge=1, le=MAX_DRAFTS)] | None = None
+    lookahead_ngram: Annotated[int, Field(ge=2, le=MAX_DRAFTS)] | None = None
+    lookahead_guesses: Annotated[int, Field(ge=1, le=MAX_DRAFTS)] | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -93,11 +93,11 @@ class SpeculativeConfig(BaseModel):
 
         If only one is given, the default of the other is moved so that both fit together.
         """
-        shortest = self.prompt_lookup_min
-        longest = self.prompt_lookup_max
-        if shortest is None:
-            shortest = 2 if longest is None else min(2, longest)
-        return shortest, max(16, shortest) if longest is None else longest
+        min_length = self.prompt_lookup_min
+        max_length = self.prompt_lookup_max
+        if min_length is None:
+            min_length = 2 if max_length is None else min(2, max_length)
+        return min_length, max(16, min_length) if max_length is None else max_length
 
     @property
     def suffix_decoding(self) -> SuffixDecoding:
@@ -122,9 +122,11 @@ class SpeculativeConfig(BaseModel):
         Sizes that are not given follow from `num_speculative_tokens`: four columns in five are for
         the window (docs/lab-log.md has the comparison).
         """
-        most = MOST_DRAFTS if self.num_speculative_tokens == "auto" else self.num_speculative_tokens
-        ngram = self.lookahead_ngram or (4 if most >= 23 else 3 if most >= 3 else 2)
-        columns = (most + 1) // (ngram - 1)
+        maximum = (
+            MAX_DRAFTS if self.num_speculative_tokens == "auto" else self.num_speculative_tokens
+        )
+        ngram = self.lookahead_ngram or (4 if maximum >= 23 else 3 if maximum >= 3 else 2)
+        columns = (maximum + 1) // (ngram - 1)
         window = self.lookahead_window
         guesses = self.lookahead_guesses
         if guesses is None:
@@ -180,9 +182,9 @@ class SpeculativeConfig(BaseModel):
                     f"{name} is {value!r}, but method is {self.method!r}: it belongs to "
                     f"{', '.join(methods)}"
                 )
-        shortest, longest = self.prompt_lookup
-        if shortest > longest:
-            yield f"prompt_lookup_min is {shortest}, above prompt_lookup_max, {longest}"
+        min_length, max_length = self.prompt_lookup
+        if min_length > max_length:
+            yield f"prompt_lookup_min is {min_length}, above prompt_lookup_max, {max_length}"
         if self.method == "suffix":
             yield from self._never_drafted(self.suffix_decoding)
         if self.method == "lookahead":
@@ -211,15 +213,15 @@ class SpeculativeConfig(BaseModel):
 
     def _too_many(self, sizes: Lookahead) -> Iterable[str]:
         num_drafts = self.num_speculative_tokens
-        most = MOST_DRAFTS if num_drafts == "auto" else num_drafts
-        if sizes.num_drafts > most:
+        maximum = MAX_DRAFTS if num_drafts == "auto" else num_drafts
+        if sizes.num_drafts > maximum:
             window, ngram, guesses = (
                 f"lookahead_{name} {value}" for name, value in sizes._asdict().items()
             )
             whose = (
-                f"the {most} that fit in a step"
+                f"the {maximum} that fit in a step"
                 if num_drafts == "auto"
-                else f"num_speculative_tokens, {most}"
+                else f"num_speculative_tokens, {maximum}"
             )
             yield (
                 f"{window}, {ngram} and {guesses} take {sizes.num_drafts} drafts, more than {whose}"
@@ -253,7 +255,7 @@ class SpeculativeConfig(BaseModel):
             yield (
                 "num_speculative_tokens 'auto' is not supported: this version of method "
                 f"{self.method!r} drafts a fixed number; "
-                f"use 1 to {MOST_DRAFTS}"
+                f"use 1 to {MAX_DRAFTS}"
             )
         if self.tree and not all(METHODS[name].has_trees for name in self._possible):
             yield f"tree=True is not supported: method {self.method!r} drafts chains; use False"

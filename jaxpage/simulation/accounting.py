@@ -140,7 +140,7 @@ class Run:
         unfinished: The arrivals that had not finished when the run was stopped.
         seconds: The virtual time at the end.
         num_steps: The steps.
-        longest_step: The virtual seconds of the longest step.
+        max_step_seconds: The virtual seconds of the longest step.
         num_preemptions: The preemptions.
         num_swapped_out: The blocks that were swapped out.
         num_swapped_in: The blocks that were swapped in.
@@ -152,7 +152,7 @@ class Run:
     unfinished: list[Arrival] = field(default_factory=list)
     seconds: float = 0.0
     num_steps: int = 0
-    longest_step: float = 0.0
+    max_step_seconds: float = 0.0
     num_preemptions: int = 0
     num_swapped_out: int = 0
     num_swapped_in: int = 0

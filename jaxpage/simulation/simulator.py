@@ -33,7 +33,7 @@ class Simulator:
         cost: CostModel,
         *,
         average: TimeAverage | None = None,
-        look_every: int = 1,
+        sample_every: int = 1,
         ancestries: Mapping[int, Sequence[Ancestry]] | None = None,
     ) -> None:
         """Prepares a run.
@@ -43,14 +43,14 @@ class Simulator:
             scheduler: The scheduler that is driven.
             cost: The cost model of the machine.
             average: The window over which the memory is averaged; the whole run by default.
-            look_every: The steps from one look at the memory to the next. A look walks all block
+            sample_every: The steps from one look at the memory to the next. A look walks all block
                 tables.
             ancestries: The ancestries of beam searches; see `ScriptedRequests`.
         """
         self.scheduler = scheduler
         self.cost = cost
         self.result = Run(average or TimeAverage())
-        self._look_every = look_every
+        self._sample_every = sample_every
         self._arrivals = deque(sorted(arrivals, key=lambda arrival: arrival.seconds))
         self._requests = ScriptedRequests(ancestries)
         self._arrival_of: dict[str, Arrival] = {}  # unfinished requests by id
@@ -86,7 +86,7 @@ class Simulator:
         )
         seconds = self.cost.compute_seconds(plan) + swapping
         result.num_steps += 1
-        result.longest_step = max(result.longest_step, seconds)
+        result.max_step_seconds = max(result.max_step_seconds, seconds)
         result.num_preemptions += len(plan.preempted)
         result.num_swapped_out += len(plan.swap_out)
         result.num_swapped_in += len(plan.swap_in)
@@ -99,7 +99,7 @@ class Simulator:
         """Moves the clock over a step with these rows, or over a pause if there are none."""
         begin = self.result.seconds
         self.result.seconds = until
-        if self.result.num_steps % self._look_every == 0 and self.result.average.holds(
+        if self.result.num_steps % self._sample_every == 0 and self.result.average.holds(
             begin, until
         ):
             self.result.average.add(self._state(rows), begin, until)

@@ -21,7 +21,7 @@ PRECISION = 1.05  # the search ends when its two rates have this ratio
 # The bounds of the search, in requests per second.
 LOWEST = 1e-2
 HIGHEST = 1e5
-LOOK_EVERY = 8  # steps between two looks at the memory
+SAMPLE_EVERY = 8  # steps between two looks at the memory
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,9 @@ def at_rate(question: Question, rate: float, seeds: Sequence[int] = SEEDS) -> At
     """
     runs = [_run(question, rate, seed) for seed in seeds]
     served = [latencies(each) for run in runs for each in run.served.values()]
-    holds = [all(each[name] <= most for name, most in question.slo.items()) for each in served]
+    holds = [
+        all(each[name] <= maximum for name, maximum in question.slo.items()) for each in served
+    ]
     means = [run.mean for run in runs]
     ttft, tpot = (
         float(np.percentile([each[name] for each in served], 99)) for name in ("ttft", "tpot")
@@ -141,7 +143,9 @@ def _run(question: Question, rate: float, seed: int) -> Run:
         Arrival(*values)
         for values in zip(times.tolist(), *(each.tolist() for each in lengths), strict=True)
     ]
-    return Simulator(trace, question.new_scheduler(), question.cost, look_every=LOOK_EVERY).run()
+    return Simulator(
+        trace, question.new_scheduler(), question.cost, sample_every=SAMPLE_EVERY
+    ).run()
 
 
 def latencies(served: Served) -> dict[str, float]:

@@ -13,7 +13,7 @@ TRANSLATION_MEAN_INPUT = 30.0
 TRANSLATION_MEAN_OUTPUT = 40.0
 TRANSLATION_SHAPE = 3.0
 CHAT_INPUT = 1024
-CHAT_MOST_OUTPUT = 1024
+CHAT_MAX_OUTPUT = 1024
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ def _chat(
 
     Each prompt is the history after the cut, and each answer has a length of ShareGPT's.
     """
-    _, outputs = DATASETS["sharegpt"](draw, count, max_input, min(max_output, CHAT_MOST_OUTPUT))
+    _, outputs = DATASETS["sharegpt"](draw, count, max_input, min(max_output, CHAT_MAX_OUTPUT))
     return np.full(count, min(max_input, CHAT_INPUT)), outputs
 
 
@@ -55,9 +55,9 @@ def _translation(
     means = (TRANSLATION_MEAN_INPUT, max_input), (TRANSLATION_MEAN_OUTPUT, max_output)
     inputs, outputs = (
         np.clip(
-            np.rint(draw.gamma(TRANSLATION_SHAPE, mean / TRANSLATION_SHAPE, count)), 1, most
+            np.rint(draw.gamma(TRANSLATION_SHAPE, mean / TRANSLATION_SHAPE, count)), 1, maximum
         ).astype(np.int64)
-        for mean, most in means
+        for mean, maximum in means
     )
     return inputs, outputs
 

@@ -26,7 +26,7 @@ class AheadProposer(DeviceProposer):
         No score is above that of the candidate before, so that the best ones hang together
         (EAGLE-2).
         """
-        candidates = self.candidates_behind(sequence)
+        candidates = self.candidates_after(sequence)
         if candidates is None:
             return None
         token_ids, parents, bits, *drawn_from = candidates.transpose(1, 0, 2).reshape(

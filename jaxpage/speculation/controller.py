@@ -99,8 +99,8 @@ class _Node(NamedTuple):
 
     sequence_id: int
     depth: int
-    chance: float  # that it and all before it are accepted; of a unit, the number of them
-    least: float  # the least chance from the first to this one, since drafts are cut from the end
+    probability: float  # that it and all before it are accepted; of a unit, the number of them
+    minimum: float  # the least chance from the first to this one, since drafts are cut from the end
     weight: float  # the chance that a proposer finds it; 1 once it is there
 
 
@@ -291,12 +291,12 @@ class Controller:
         The first one is without drafts.
         """
         if num_rows not in self._shapes_by_rows:
-            most = min(
+            maximum = min(
                 self._limits.draft_budget(num_rows), num_rows * self._limits.max_drafts(num_rows)
             )
             shapes = [self._limits.shape(num_rows, 0)]
             num_drafts = 1
-            while num_drafts <= most:
+            while num_drafts <= maximum:
                 shapes.append(self._limits.shape(num_rows, num_drafts))
                 num_drafts = shapes[-1][1] - num_rows + 1
             self._shapes_by_rows[num_rows] = [shape for shape in shapes if shape in self.costs]
@@ -304,13 +304,13 @@ class Controller:
 
     def _expect_nodes(self, num_rows: int, sequence_ids: Iterable[int]) -> list[_Node]:
         """Returns what could be asked for: the form of the last draft, and after it a chain."""
-        most = (
+        maximum = (
             min(self._limits.max_drafts(num_rows), self._limits.draft_budget(num_rows))
             // self._unit
         )
-        known = self._parents[:most] if self._unit == 1 else ()
-        parents = (*known, *range(len(known) - 1, most - 1))
-        average = self.acceptance.average(1 + most)
+        known = self._parents[:maximum] if self._unit == 1 else ()
+        parents = (*known, *range(len(known) - 1, maximum - 1))
+        average = self.acceptance.average(1 + maximum)
         rates = {each: self.acceptance.rates(each, average) for each in sequence_ids}
         return [node for each in sequence_ids for node in _nodes(each, parents, rates[each])]
 
@@ -330,12 +330,14 @@ class Controller:
         plain, *shapes = self._shapes(num_rows)
         seconds = self.costs.of(plain, plain_depth)
         options = {plain: _Option(num_rows / seconds, num_rows, plain, plain_depth, ())}
-        nodes = sorted(nodes, key=lambda node: -node.least)
+        nodes = sorted(nodes, key=lambda node: -node.minimum)
         for depth in depths:
             reached = nodes if depth is None else [node for node in nodes if node.depth <= depth]
             weights = list(accumulate([node.weight for node in reached]))
             tokens = list(
-                accumulate([node.weight * node.chance for node in reached], initial=float(num_rows))
+                accumulate(
+                    [node.weight * node.probability for node in reached], initial=float(num_rows)
+                )
             )
             probability = 1.0 - math.prod(
                 [1.0 - node.weight for node in reached if node.depth == 1]
@@ -384,13 +386,13 @@ class Controller:
 def _nodes(sequence_id: int, parents: Iterable[int], rates: Sequence[float]) -> list[_Node]:
     """Returns the nodes of a sequence's drafts; `rates` are those of `Acceptance`."""
     nodes: list[_Node] = []
-    least = math.inf
+    minimum = math.inf
     for parent, rate in zip(parents, rates[1:], strict=False):
-        depth, chance = (
-            (1, rate) if parent < 0 else (1 + nodes[parent].depth, rate * nodes[parent].chance)
+        depth, probability = (
+            (1, rate) if parent < 0 else (1 + nodes[parent].depth, rate * nodes[parent].probability)
         )
-        least = min(least, chance)
-        nodes.append(_Node(sequence_id, depth, chance, least, rates[0]))
+        minimum = min(minimum, probability)
+        nodes.append(_Node(sequence_id, depth, probability, minimum, rates[0]))
     return nodes
 
 

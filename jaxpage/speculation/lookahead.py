@@ -25,7 +25,7 @@ from jaxpage.step.request import Request, Sequence, SequenceGroup
 
 # Tokens that are taken in when a sequence is asked: a millisecond. Long prompts take several steps.
 AT_ONCE = 512
-MOST_KEYS = 1 << 14  # a pool takes some 20 MB if all are used
+MAX_KEYS = 1 << 14  # a pool takes some 20 MB if all are used
 
 Places = dict[tuple[int, int], int]  # in a draft, by the place before (-1: none) and the token
 
@@ -33,17 +33,17 @@ Places = dict[tuple[int, int], int]  # in a draft, by the place before (-1: none
 class Pool:
     """Holds n-grams by their first token: the latest few of each token."""
 
-    def __init__(self, length: int, most: int, max_keys: int = MOST_KEYS) -> None:
+    def __init__(self, length: int, maximum: int, max_keys: int = MAX_KEYS) -> None:
         """Makes an empty pool.
 
         Args:
             length: The length of an n-gram, at least 2.
-            most: The most n-grams that begin with a token. The one that was added or met again
+            maximum: The most n-grams that begin with a token. The one that was added or met again
                 longest ago gives way.
             max_keys: The most first tokens; the same goes for them.
         """
         self._length = length
-        self._most = most
+        self._maximum = maximum
         self._max_keys = max_keys
         # The latest come last.
         self._tails: OrderedDict[int, OrderedDict[tuple[int, ...], None]] = OrderedDict()
@@ -53,7 +53,7 @@ class Pool:
         tails = self._tails.setdefault(token_id, OrderedDict())
         tails[tail] = None
         tails.move_to_end(tail)
-        if len(tails) > self._most:
+        if len(tails) > self._maximum:
             tails.popitem(last=False)
         self._tails.move_to_end(token_id)
         if len(self._tails) > self._max_keys:
@@ -65,7 +65,7 @@ class Pool:
             begin = end + 1 - self._length
             self.add(token_ids[begin], tuple(token_ids[begin + 1 : end + 1]))
 
-    def behind(self, token_id: int) -> Iterable[tuple[int, ...]]:
+    def after(self, token_id: int) -> Iterable[tuple[int, ...]]:
         """Returns what followed a token in its n-grams, the latest first."""
         return reversed(self._tails.get(token_id, OrderedDict()))
 
@@ -174,7 +174,7 @@ class LookaheadProposer(Proposer):
         drafted.num_taken = stop
         drafted.window.move()
         places: Places = {}
-        for path in (*drafted.pool.behind(sequence.token_ids[-1]), *drafted.window.paths()):
+        for path in (*drafted.pool.after(sequence.token_ids[-1]), *drafted.window.paths()):
             _add(path, places, num_drafts)
         return Draft(
             tuple(token_id for _, token_id in places), tuple(parent for parent, _ in places)
@@ -205,9 +205,9 @@ class LookaheadProposer(Proposer):
             key: place for place, key in enumerate(zip(draft.parents, draft.token_ids, strict=True))
         }
         ends = (_follow(path, places) for path in drafted.window.paths())
-        behind = [None if end is None else token_ids[1 + end] for end in ends]
+        after = [None if end is None else token_ids[1 + end] for end in ends]
         drafted.window.hear(
-            (each if each is not None and each >= 0 else None for each in behind), drafted.pool
+            (each if each is not None and each >= 0 else None for each in after), drafted.pool
         )
 
     def forget(self, group: SequenceGroup) -> None:
@@ -227,13 +227,13 @@ class LookaheadProposer(Proposer):
         return drafted
 
 
-def _add(path: Iterable[int], places: Places, most: int) -> None:
+def _add(path: Iterable[int], places: Places, maximum: int) -> None:
     """Adds as much of a path as there is room for; what is there already is shared."""
     place = -1
     for token_id in path:
         key = place, token_id
         if key not in places:
-            if len(places) == most:
+            if len(places) == maximum:
                 return
             places[key] = len(places)
         place = places[key]

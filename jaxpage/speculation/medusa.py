@@ -30,9 +30,10 @@ def assume_accuracies(num_heads: int) -> tuple[tuple[float, ...], ...]:
 
     Every prediction has the same chance where none before it was right.
     """
-    chances = [ASSUMED_FIRST * ASSUMED_DECLINE**head for head in range(num_heads)]
+    probabilities = [ASSUMED_FIRST * ASSUMED_DECLINE**head for head in range(num_heads)]
     return tuple(
-        tuple(chance * (1 - chance) ** rank for rank in range(RANKS)) for chance in chances
+        tuple(probability * (1 - probability) ** rank for rank in range(RANKS))
+        for probability in probabilities
     )
 
 
@@ -51,25 +52,25 @@ def search(accuracies: Ordered[Ordered[float]], num_drafts: int) -> Choices:
     choices: list[tuple[int, ...]] = []
     heap: list[tuple[float, tuple[int, ...]]] = [(-1.0, ())]  # the root
     while heap and len(choices) <= num_drafts:
-        minus_chance, path = heapq.heappop(heap)
+        minus_probability, path = heapq.heappop(heap)
         choices.append(path)
         if len(path) < len(accuracies):
             for rank, accuracy in enumerate(accuracies[len(path)]):
-                heapq.heappush(heap, (minus_chance * accuracy, (*path, rank)))
+                heapq.heappush(heap, (minus_probability * accuracy, (*path, rank)))
     return tuple(choices[1:])
 
 
-def likeliest_first(choices: Choices, accuracies: Ordered[Ordered[float]]) -> Choices:
+def best_first(choices: Choices, accuracies: Ordered[Ordered[float]]) -> Choices:
     """Returns a given tree in the order in which `search` would have it.
 
     Its first n drafts are its best n. Ranks without an accuracy come last.
     """
 
-    def chance(path: tuple[int, ...]) -> float:
+    def probability(path: tuple[int, ...]) -> float:
         rows = zip(path, accuracies, strict=False)
         return math.prod(row[rank] if rank < len(row) else 0.0 for rank, row in rows)
 
-    return tuple(sorted(choices, key=lambda path: (-chance(path), path)))
+    return tuple(sorted(choices, key=lambda path: (-probability(path), path)))
 
 
 def best_only(num_heads: int, num_drafts: int) -> Choices:
@@ -85,7 +86,7 @@ def choices_of(
     Without `tree` the best one is a chain.
     """
     if choices is not None:
-        return likeliest_first(choices, accuracies)
+        return best_first(choices, accuracies)
     return search(accuracies, num_drafts) if tree else best_only(len(accuracies), num_drafts)
 
 
@@ -105,7 +106,7 @@ class MedusaProposer(DeviceProposer):
 
     def propose(self, request: Request, sequence: Sequence, num_drafts: int) -> Draft | None:
         """Drafts the first `num_drafts` drafts of the tree."""
-        candidates_JW = self.candidates_behind(sequence)
+        candidates_JW = self.candidates_after(sequence)
         if candidates_JW is None:
             return None
         token_ids = candidates_JW[self._heads[:num_drafts], self._ranks[:num_drafts]]

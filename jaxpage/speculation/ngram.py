@@ -24,10 +24,10 @@ class NGramProposer(Proposer):
     first.
     """
 
-    def __init__(self, shortest: int, longest: int) -> None:
+    def __init__(self, min_length: int, max_length: int) -> None:
         """Takes the lengths of the n-grams that are looked up, 1 <= shortest <= longest."""
-        self._shortest = shortest
-        self._longest = longest
+        self._min_length = min_length
+        self._max_length = max_length
         self._known: dict[int, _Known] = {}  # by sequence id
 
     def propose(self, request: Request, sequence: Sequence, num_drafts: int) -> Draft | None:
@@ -36,7 +36,7 @@ class NGramProposer(Proposer):
         if known is None:
             known = self._known[sequence.sequence_id] = _Known()
         token_ids = known.grow(sequence.token_ids)
-        start = find(token_ids, self._shortest, self._longest)
+        start = find(token_ids, self._min_length, self._max_length)
         return (
             None if start is None else chain(tuple(token_ids[start : start + num_drafts].tolist()))
         )
@@ -66,12 +66,12 @@ class _Known:
         return self._array[: self._count]
 
 
-def find(token_ids: TokenIds, shortest: int, longest: int) -> int | None:
+def find(token_ids: TokenIds, min_length: int, max_length: int) -> int | None:
     """Returns the place after the longest earlier occurrence of the last tokens.
 
-    It compares at most `longest` tokens; of several occurrences it takes the latest. Occurrences
+    It compares at most `max_length` tokens; of several occurrences it takes the latest. Occurrences
     may overlap the end that they are compared with. The result is None where not even the last
-    `shortest` tokens occurred before.
+    `min_length` tokens occurred before.
     """
     last = len(token_ids) - 1
     # The places where the last `length` tokens ended before.
@@ -79,17 +79,17 @@ def find(token_ids: TokenIds, shortest: int, longest: int) -> int | None:
     if not len(ends):
         return None
     latest = int(ends[-1])
-    if latest + 1 >= longest and np.array_equal(
-        token_ids[latest + 1 - longest : latest + 1], token_ids[last + 1 - longest :]
+    if latest + 1 >= max_length and np.array_equal(
+        token_ids[latest + 1 - max_length : latest + 1], token_ids[last + 1 - max_length :]
     ):
         return latest + 1  # a text that goes in circles ends here
-    for length in range(1, longest):
-        if length >= shortest and len(ends) == 1:
+    for length in range(1, max_length):
+        if length >= min_length and len(ends) == 1:
             break
         longer = ends[ends.searchsorted(length) :]
         longer = longer[token_ids[longer - length] == token_ids[last - length]]
         if not len(longer):
-            if length < shortest:
+            if length < min_length:
                 return None
             break
         ends = longer

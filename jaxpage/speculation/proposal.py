@@ -68,7 +68,7 @@ class DeviceProposer(Proposer):
             sample = plan.samples[index]
             self._candidates[sample.sequence_id] = sample.position + 1, candidates
 
-    def candidates_behind(self, sequence: Sequence) -> npt.NDArray[np.int32] | None:
+    def candidates_after(self, sequence: Sequence) -> npt.NDArray[np.int32] | None:
         """Returns the candidates of a sequence, if they still hold."""
         num_known_tokens, candidates = self._candidates.get(sequence.sequence_id, (0, None))
         return candidates if num_known_tokens == len(sequence.token_ids) else None

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from jaxpage.shapes import MOST_DRAFTS
+from jaxpage.shapes import MAX_DRAFTS
 from jaxpage.speculation.medusa import best_only, search
 from jaxpage.speculation.proposal import Proposer
 from jaxpage.step.draft import Draft
@@ -23,9 +23,9 @@ from jaxpage.step.request import Request, Sequence
 
 NUM_RECYCLED = 8  # W: tokens that are kept for each token
 # The most tables for salts, besides the one without. With 128,000 tokens a table takes 4 MB.
-MOST_TABLES = 16
+MAX_TABLES = 16
 KEPT = 64  # steps without use after which a table may be given to another salt
-MOST_LEVELS = 6  # tokens ahead that a tree goes
+MAX_LEVELS = 6  # tokens ahead that a tree goes
 
 # The shape of trees: how often the first token of a row comes next, the second, and so on, with the
 # demo model, smoothed (docs/lab-log.md).
@@ -48,9 +48,9 @@ class RecyclingProposer(Proposer):
         """Makes the form of the drafts: a tree, or without `tree` a chain."""
         self._vocab_size = vocab_size
         choices = (
-            search([ACCURACIES] * MOST_LEVELS, MOST_DRAFTS)
+            search([ACCURACIES] * MAX_LEVELS, MAX_DRAFTS)
             if tree
-            else best_only(MOST_DRAFTS, MOST_DRAFTS)
+            else best_only(MAX_DRAFTS, MAX_DRAFTS)
         )
         places = {path: place for place, path in enumerate(choices)} | {(): -1}
         # For each draft: the place of the one before it, and its rank among those after that one.
@@ -65,19 +65,19 @@ class RecyclingProposer(Proposer):
         if table is None:
             return None
         table_VW = table.top_ids_VW
-        behind = {-1: table_VW[sequence.token_ids[-1]].tolist()}  # by place in the template
+        followers = {-1: table_VW[sequence.token_ids[-1]].tolist()}  # by place in the template
         places = {-1: -1}
         token_ids = list[int]()
         parents = list[int]()
         for index, (parent, rank) in enumerate(self._template):
             if len(token_ids) == num_drafts:
                 break
-            if parent not in behind or (token_id := behind[parent][rank]) < 0:
+            if parent not in followers or (token_id := followers[parent][rank]) < 0:
                 continue
             places[index] = len(token_ids)
             token_ids.append(token_id)
             parents.append(places[parent])
-            behind[index] = table_VW[token_id].tolist()
+            followers[index] = table_VW[token_id].tolist()
         return Draft(tuple(token_ids), tuple(parents)) if token_ids else None
 
     def observe(self, plan: StepPlan, result: StepResult) -> None:
@@ -116,7 +116,7 @@ class RecyclingProposer(Proposer):
         table = self._tables.get(salt)
         if table is None:
             others = [each for each in self._tables if each is not None]
-            if salt is not None and len(others) >= MOST_TABLES:
+            if salt is not None and len(others) >= MAX_TABLES:
                 if self._step - self._tables[others[0]].used < KEPT:
                     return None
                 del self._tables[others[0]]

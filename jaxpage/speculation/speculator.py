@@ -170,11 +170,11 @@ class ProposingSpeculator:
             return self.controller.ask(
                 num_rows, list(sequence_ids), None if self._sync is None else self._sync.ready
             )
-        most = min(
+        maximum = min(
             self._limits.max_drafts(num_rows),
             self._limits.draft_budget(num_rows) // max(1, num_rows),
         )
-        return dict.fromkeys(sequence_ids, most) if most else {}
+        return dict.fromkeys(sequence_ids, maximum) if maximum else {}
 
     def _draft(self, request: Request, sequence: Sequence, num_drafts: int) -> Draft | None:
         """Returns as much of the proposer's draft as can be verified.
@@ -243,7 +243,7 @@ class ProposingSpeculator:
             if isinstance(edit, Append) and edit.drafted:
                 appended.setdefault(edit.sequence_id, []).append(edit.token_id)
         verified = {
-            row.sequence_id: Draft(row.token_ids[1:], _behind(row))
+            row.sequence_id: Draft(row.token_ids[1:], _parents(row))
             for row in plan.rows
             if row.parents
         }
@@ -306,7 +306,7 @@ def _admit(sequence_id: int, draft: Draft, strategy: Strategy) -> Draft:
     )
 
 
-def _behind(row: Row) -> tuple[int, ...]:
+def _parents(row: Row) -> tuple[int, ...]:
     """Returns `Draft.parents` of a row's drafts."""
     return tuple(parent - 1 for parent in row.parents)
 

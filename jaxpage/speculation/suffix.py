@@ -155,16 +155,16 @@ class SuffixProposer(Proposer):
         for length in range(len(places), 0, -1):
             place = places[length - 1]
             depth = tree.depth - length
-            most = min(num_drafts, int(length * settings.max_spec_factor))
+            maximum = min(num_drafts, int(length * settings.max_spec_factor))
             count = tree.count(place)
-            size = most if self._branches else min(most, depth)
+            size = maximum if self._branches else min(maximum, depth)
             if size <= best.score or (count == last[0] and size <= last[1]):
                 # No token is more than certain; and what occurs in the same places goes on in the
                 # same way.
                 continue
             last = count, size
             if self._branches:
-                tree_of_drafts = tree.tree(place, most, depth, settings.min_token_prob)
+                tree_of_drafts = tree.tree(place, maximum, depth, settings.min_token_prob)
             else:
                 tree_of_drafts = tree.path(place, size, settings.min_token_prob)
             if tree_of_drafts.score > best.score:
@@ -210,8 +210,8 @@ class _Shared:
                 else:
                     yield tree, tree.find(sequence.token_ids[-tree.depth :])
 
-    def take(self, salt: str | None, sequence: Sequence, most: int) -> int:
-        """Takes in what the sequence has written since last time, at most `most` tokens.
+    def take(self, salt: str | None, sequence: Sequence, maximum: int) -> int:
+        """Takes in what the sequence has written since last time, at most `maximum` tokens.
 
         Returns:
             How many tokens were taken in.
@@ -221,7 +221,7 @@ class _Shared:
         written = self._written.get(sequence.sequence_id)
         if written is None:
             written = self._written[sequence.sequence_id] = _Written(sequence.num_prompt_tokens)
-        token_ids = sequence.token_ids[written.stop : written.stop + max(0, most)]
+        token_ids = sequence.token_ids[written.stop : written.stop + max(0, maximum)]
         if token_ids:
             tree = self._room(salt, written)
             before = len(tree)

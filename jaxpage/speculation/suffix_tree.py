@@ -183,23 +183,23 @@ class SuffixTree:
         tokens = self._texts[text]
         if stop > self._sizes[text] or list(tokens[index:stop]) != list(token_ids[taken:]):
             return []
-        most = min(len(token_ids), self.depth - 1, stop)
-        longest = length
-        while longest < most and tokens[stop - longest - 1] == token_ids[-longest - 1]:
-            longest += 1
-        return [_leaf(text, stop)] * (longest - length + 1)
+        maximum = min(len(token_ids), self.depth - 1, stop)
+        max_length = length
+        while max_length < maximum and tokens[stop - max_length - 1] == token_ids[-max_length - 1]:
+            max_length += 1
+        return [_leaf(text, stop)] * (max_length - length + 1)
 
     def count(self, place: int) -> int:
         """Returns how often the run before a place occurs."""
         return self._counts[place] if place >= 0 else 1
 
-    def path(self, place: int, num_tokens: int, least: float) -> ScoredDraft:
+    def path(self, place: int, num_tokens: int, minimum: float) -> ScoredDraft:
         """Returns the most frequent token after a place, the most frequent after that, and so on.
 
         Args:
             place: The place.
             num_tokens: The most tokens.
-            least: The least probability of a token together with all that lead to it.
+            minimum: The least probability of a token together with all that lead to it.
         """
         counts = self._counts
         best = self._best
@@ -210,7 +210,7 @@ class SuffixTree:
         while place >= 0 and len(token_ids) < num_tokens and (count := best_counts[place]):
             token = best[place]
             probability *= count / counts[place]
-            if probability < least:
+            if probability < minimum:
                 break
             token_ids.append(token)
             score += probability
@@ -224,7 +224,7 @@ class SuffixTree:
             score += probability * len(continuation)
         return ScoredDraft(token_ids, None, score)
 
-    def tree(self, place: int, num_tokens: int, depth: int, least: float) -> ScoredDraft:
+    def tree(self, place: int, num_tokens: int, depth: int, minimum: float) -> ScoredDraft:
         """Returns the most likely tokens after a place, whichever way they lead.
 
         They are no deeper than `depth`; the other arguments are those of `path`.
@@ -234,24 +234,24 @@ class SuffixTree:
         score = 0.0
         number = itertools.count()  # the order in which equally likely ones come up
         heap = [
-            (-share, next(number), token, -1, 1, behind)
-            for token, behind, share in self._following(place)
+            (-share, next(number), token, -1, 1, child)
+            for token, child, share in self._following(place)
         ]
         heapq.heapify(heap)
-        while heap and len(token_ids) < num_tokens and -heap[0][0] >= least:
+        while heap and len(token_ids) < num_tokens and -heap[0][0] >= minimum:
             minus_probability, _, token, parent, at, place = heapq.heappop(heap)
             parents.append(parent)
             token_ids.append(token)
             score -= minus_probability
             if at < depth:
-                for token, behind, share in self._following(place):
+                for token, child, share in self._following(place):
                     item = (
                         minus_probability * share,
                         next(number),
                         token,
                         len(token_ids) - 1,
                         at + 1,
-                        behind,
+                        child,
                     )
                     heapq.heappush(heap, item)
         return ScoredDraft(token_ids, parents, score)
@@ -263,8 +263,8 @@ class SuffixTree:
                 [self._best[place]] if self._best_counts[place] else []
             )
             for token in tokens:
-                behind = self._edges[place << _TOKEN_BITS | token]
-                yield token, behind, self.count(behind) / self._counts[place]
+                child = self._edges[place << _TOKEN_BITS | token]
+                yield token, child, self.count(child) / self._counts[place]
         else:
             text, index = _position(place)
             if index < self._sizes[text]:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from jaxpage.shapes import MOST_CANDIDATES
+from jaxpage.shapes import MAX_CANDIDATES
 
 # It takes the place of a token that the step itself draws and goes on with; see
 # `StepLimits.num_steps`.
@@ -27,7 +27,7 @@ class Candidates(NamedTuple):
     A row has the tokens that had a chance, with probabilities that sum to 1.
 
     Attributes:
-        token_ids_NW: At most MOST_CANDIDATES ids for each draft, padded with -1.
+        token_ids_NW: At most MAX_CANDIDATES ids for each draft, padded with -1.
         probabilities_NW: Their probabilities, padded with 0.
     """
 
@@ -80,8 +80,8 @@ class Candidates(NamedTuple):
         if not is_matrix or len(ids_NW) != len(token_ids):
             shapes = f"{ids_NW.shape} tokens, {probabilities_NW.shape} numbers"
             raise ValueError(f"{len(token_ids)} drafts with q of {shapes}")
-        if ids_NW.shape[1] > MOST_CANDIDATES:
-            raise ValueError(f"q has {ids_NW.shape[1]} tokens; {MOST_CANDIDATES} are possible")
+        if ids_NW.shape[1] > MAX_CANDIDATES:
+            raise ValueError(f"q has {ids_NW.shape[1]} tokens; {MAX_CANDIDATES} are possible")
         possible_NW = probabilities_NW > 0
         is_positive = (probabilities_NW >= 0).all()
         if not is_positive or (abs(probabilities_NW.sum(axis=1) - 1) > 1e-3).any():
@@ -99,7 +99,7 @@ class Draft(NamedTuple):
     They have to be right in two ways, or acceptance would change what is sampled:
       * Drafts after the same token are drawn without replacement. The row of each is the whole
         distribution, and the draft was drawn from it less the drafts before it. The row is the one
-        that was really drawn from, so it is cut to MOST_CANDIDATES tokens before the draw.
+        that was really drawn from, so it is cut to MAX_CANDIDATES tokens before the draw.
       * The number of drafts may depend on the drafts before it, but not on a draft itself: a draft
         that was drawn is not left out for what it is.
 

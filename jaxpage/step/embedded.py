@@ -119,7 +119,7 @@ class EmbeddedPrompt:
             span.cut(start, stop) for span in self.spans if span.start < stop and start < span.stop
         )
 
-    def longest_chunk(self, start: int, stop: int) -> int:
+    def max_chunk(self, start: int, stop: int) -> int:
         """Returns the last position, at most `stop`, up to which a step may compute from `start`.
 
         It is not within a span whose tokens see each other both ways.

@@ -59,15 +59,15 @@ class Both(Events):
         self._second = second
 
 
-def _tell_both(event: str) -> Callable[..., None]:
-    def tell(both: Both, *details: Any) -> None:
+def _report_both(event: str) -> Callable[..., None]:
+    def report(both: Both, *details: Any) -> None:
         getattr(both._first, event)(*details)
         getattr(both._second, event)(*details)
 
-    return tell
+    return report
 
 
 # A new event cannot be forgotten here.
 for _event in vars(Events):
     if not _event.startswith("_"):
-        setattr(Both, _event, _tell_both(_event))
+        setattr(Both, _event, _report_both(_event))

@@ -60,8 +60,8 @@ class StepLimits:
 
     def draft_budget(self, num_rows: int) -> int:
         """Returns how many drafts all rows together may have in a step of decoding rows."""
-        most = (tokens - num_rows for rows, tokens in self._streams if rows >= num_rows)
-        return max(most, default=num_rows * (self.num_steps - 1))
+        maximum = (tokens - num_rows for rows, tokens in self._streams if rows >= num_rows)
+        return max(maximum, default=num_rows * (self.num_steps - 1))
 
     def shape(self, num_rows: int, num_drafts: int) -> tuple[int, int]:
         """Returns (rows, query tokens) of the smallest shape for a step of decoding rows.

@@ -16,7 +16,7 @@ positions, the first consumer overwrites their values with zeros in shared memor
 and zero times NaN is NaN. Their keys do no harm, since the mask replaces any score.
 
 The interpreter has no accumulator that starts from a value and no product with its left side in
-registers, and does not look for races in products. Only `_add_product` does something else for it.
+registers, and does not look for races in products. Only `_add_matmul` does something else for it.
 """
 
 from __future__ import annotations
@@ -212,10 +212,10 @@ def _consume(
         end = position + plan.context
         mg.barrier_wait(shared.k_full.at[slot])
 
-        def scores_of(product: Any) -> jax.Array:
-            mg.wgmma(product, q, transpose(shared.k.at[slot]))
+        def scores_of(matmul: Any) -> jax.Array:
+            mg.wgmma(matmul, q, transpose(shared.k.at[slot]))
             _hand_over(plan, shared)
-            return product[...]
+            return matmul[...]
 
         scores = pl.run_scoped(scores_of, mg.ACC((ROWS, plan.context), jnp.float32))
         mg.barrier_arrive(shared.k_free.at[slot])
@@ -245,7 +245,7 @@ def _consume(
             _clean(plan, shared, slot, position, first_seen, last, consumer)
 
         _hand_over(plan, shared)
-        acc = _add_product(plan, acc, low, shared.v.at[slot])
+        acc = _add_matmul(plan, acc, low, shared.v.at[slot])
         mg.barrier_arrive(shared.v_free.at[slot])
         return acc, new_top, total
 
@@ -312,14 +312,14 @@ def _hand_over(plan: Plan, shared: Shared) -> None:
         mg.barrier_wait(shared.taking_turns)
 
 
-def _scale(plan: Plan, products: jax.Array) -> jax.Array:
+def _scale(plan: Plan, matmuls: jax.Array) -> jax.Array:
     """Returns scores as exponents of two."""
     if plan.options.logit_softcap is None:
-        return products * (plan.options.scale * _LOG2E)
+        return matmuls * (plan.options.scale * _LOG2E)
     # tanh(x) = 1 - 2 / (1 + exp(2x)). The quotient is the square of a root, since the GPU's own
     # tanh has only 11 bits.
     root = lax.rsqrt(
-        1.0 + jnp.exp2(products * (2 * _LOG2E * plan.options.scale / plan.options.logit_softcap))
+        1.0 + jnp.exp2(matmuls * (2 * _LOG2E * plan.options.scale / plan.options.logit_softcap))
     )
     return (1.0 - 2.0 * (root * root)) * (plan.options.logit_softcap * _LOG2E)
 
@@ -387,7 +387,7 @@ def _clean(
         mg.commit_smem()
 
 
-def _add_product(plan: Plan, acc: jax.Array, weights: jax.Array, v: Any) -> jax.Array:
+def _add_matmul(plan: Plan, acc: jax.Array, weights: jax.Array, v: Any) -> jax.Array:
     """Returns acc + weights @ v.
 
     The interpreter gets an ordinary product of what is read, because it checks reads for races.

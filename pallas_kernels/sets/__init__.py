@@ -103,7 +103,7 @@ def first_that_takes(
             if (reason := each.refusal(device, call)) is None:
                 result = pick(each)(*arguments, **options)
                 if any(pick(other) is not pick(each) for other in refused):
-                    _tell_of_plain_xla(each, refusals)
+                    _warn_of_plain_xla(each, refusals)
                 return result
         except NotImplementedError as refusal:
             reason = str(refusal)
@@ -122,7 +122,7 @@ def set_for(call: Call, *, backend: str, device: Any) -> KernelSet:
     refusals: list[str] = []
     for each in candidates(backend, device.platform, interpret=call.interpret, shape=_shape(call)):
         if (reason := each.refusal(device, call)) is None:
-            _tell_of_plain_xla(each, refusals)
+            _warn_of_plain_xla(each, refusals)
             return each
         refusals.append(f"{each.name}: {reason}")
     raise _no_set_takes("paged_attention", refusals, backend, device.platform)
@@ -141,7 +141,7 @@ def _no_set_takes(
     return NotImplementedError(text)
 
 
-def _tell_of_plain_xla(chosen: KernelSet, refusals: list[str]) -> None:
+def _warn_of_plain_xla(chosen: KernelSet, refusals: list[str]) -> None:
     """Logs once for each reason that plain XLA takes the place of a kernel.
 
     A start that compiles nothing logs it too.

@@ -22,8 +22,8 @@ from pallas_kernels.page_layouts import SEPARATE
 from pallas_kernels.sets import reference
 
 LANES = 16  # the numbers of a vector; a head is a number of whole vectors
-MOST_HEAD_WIDTH = 640
-MOST_QUERY_LEN = 1024  # the most query tokens of a row with a tree of drafts
+MAX_HEAD_DIM = 640
+MAX_QUERY_LEN = 1024  # the most query tokens of a row with a tree of drafts
 TYPES = ("float32", "bfloat16", "float16")
 
 
@@ -139,17 +139,17 @@ def _supports(device: Any, call: Call) -> str | None:
 
 def _refusal(arguments: Arguments) -> str | None:
     width = arguments.q_TNH.shape[2]
-    longest = arguments.max_query_len
+    max_length = arguments.max_query_len
     return first_reason(
         (
-            width % LANES or arguments.out_width % LANES or width > MOST_HEAD_WIDTH,
+            width % LANES or arguments.out_width % LANES or width > MAX_HEAD_DIM,
             f"heads {width} wide, and values {arguments.out_width} (multiples of {LANES} up to "
-            f"{MOST_HEAD_WIDTH} only)",
+            f"{MAX_HEAD_DIM} only)",
         ),
         (str(arguments.q_TNH.dtype) not in TYPES, f"queries of {arguments.q_TNH.dtype}"),
         (
-            arguments.options.tree_mask_TQ is not None and longest > MOST_QUERY_LEN,
-            f"trees of {longest} tokens (up to {MOST_QUERY_LEN})",
+            arguments.options.tree_mask_TQ is not None and max_length > MAX_QUERY_LEN,
+            f"trees of {max_length} tokens (up to {MAX_QUERY_LEN})",
         ),
     )
 

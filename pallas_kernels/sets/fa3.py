@@ -32,7 +32,7 @@ from pallas_kernels.query_tiles import query_cut
 from pallas_kernels.sets import mosaic
 from pallas_kernels.tiles import Shape, Tiles, find_tuned, shape_of
 
-HEAD_WIDTH = 128  # the published binaries have only this one
+HEAD_DIM = 128  # the published binaries have only this one
 # A program of the library multiplies so many query rows and positions at once.
 ROWS = 128
 CONTEXT = 128
@@ -114,20 +114,20 @@ def _attend_in_splits(
     """Returns out_RQNH; the ends of splits depend only on the row's own context."""
     num_rows, table_width = table_RM.shape
     unit = block_size * -(-CONTEXT // block_size)
-    least = _round_up(tiles.split_context, unit)
-    num_splits = min(tiles.max_splits, -(-table_width * block_size // least))
+    minimum = _round_up(tiles.split_context, unit)
+    num_splits = min(tiles.max_splits, -(-table_width * block_size // minimum))
     if num_splits == 1:
         out: jax.Array = call(q_RQNH, cache_seqlens=end_R, page_table=table_RM)
         return out
-    share_R = jnp.maximum(_round_up(-(-end_R // tiles.max_splits), unit), least)
-    longest = max(_round_up(-(-table_width * block_size // tiles.max_splits), unit), least)
+    share_R = jnp.maximum(_round_up(-(-end_R // tiles.max_splits), unit), minimum)
+    max_length = max(_round_up(-(-table_width * block_size // tiles.max_splits), unit), minimum)
     start_RZ = share_R[:, None] * jnp.arange(num_splits)
     length_RZ = jnp.clip(end_R[:, None] - start_RZ, 0, share_R[:, None])
-    place_RZW = start_RZ[:, :, None] // block_size + jnp.arange(
-        min(longest // block_size, table_width)
+    index_RZW = start_RZ[:, :, None] // block_size + jnp.arange(
+        min(max_length // block_size, table_width)
     )
-    place_RW = jnp.minimum(place_RZW, table_width - 1).reshape(num_rows, -1)
-    table_XW = jnp.take_along_axis(table_RM, place_RW, axis=1).reshape(num_rows * num_splits, -1)
+    index_RW = jnp.minimum(index_RZW, table_width - 1).reshape(num_rows, -1)
+    table_XW = jnp.take_along_axis(table_RM, index_RW, axis=1).reshape(num_rows * num_splits, -1)
     out_XQNH, lse_XNQ = call(
         jnp.repeat(q_RQNH, num_splits, axis=0),
         cache_seqlens=length_RZ.reshape(-1),
@@ -208,7 +208,7 @@ def _attention_reason(arguments: Arguments) -> str | None:
             page_dtype != dtype,
             f"k_pages of {page_dtype} under q_TNH of {dtype} (only the queries' type)",
         ),
-        (width != HEAD_WIDTH, f"heads {width} wide: the library is compiled for {HEAD_WIDTH}"),
+        (width != HEAD_DIM, f"heads {width} wide: the library is compiled for {HEAD_DIM}"),
         (group > ROWS, f"q_TNH with {group} heads for one of k_pages (up to {ROWS} only)"),
     )
 

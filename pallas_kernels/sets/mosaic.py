@@ -34,7 +34,7 @@ from pallas_kernels.page_layouts import SEPARATE
 from pallas_kernels.query_tiles import QueryTiles, mask_words, query_tiles, token_rows
 from pallas_kernels.sets import reference
 from pallas_kernels.tiles import Shape, Tiles, find_tuned, shape_of
-from pallas_kernels.xla import move, product, write
+from pallas_kernels.xla import matmul, move, write
 
 SHARED_BYTES = 227 * 1024  # the shared memory that a program may have on sm_90
 _RESERVED_BYTES = 3072  # its part for barriers and for Mosaic's reductions
@@ -345,7 +345,7 @@ SET = dataclasses.replace(
     copy_slots=_as_it_is(move.copy_slots),
     gather_blocks=_as_it_is(move.gather_blocks),
     scatter_blocks=_as_it_is(move.scatter_blocks),
-    multiply=_as_it_is(product.multiply_on_gpu),
+    multiply=_as_it_is(matmul.multiply_on_gpu),
     honours=frozenset({"scale", "sliding_window", "logit_softcap", "sinks", "tree_mask_TQ"}),
     supports=supports,
     tiles=heuristic,

@@ -17,10 +17,10 @@ from pallas_kernels.kernel_set import Call, KernelSet
 from pallas_kernels.page_layouts import INTERLEAVED, SEPARATE, separate
 from pallas_kernels.quantized_pages import dequantize
 from pallas_kernels.query_tiles import token_rows
-from pallas_kernels.xla import move, product, write
+from pallas_kernels.xla import matmul, move, write
 
 # Products are in float32, without TF32 on GPUs.
-_product = functools.partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
+_matmul = functools.partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
 
 
 def visible_TC(arguments: Arguments, num_positions: int) -> jax.Array:
@@ -36,12 +36,12 @@ def visible_TC(arguments: Arguments, num_positions: int) -> jax.Array:
         last_T = jnp.maximum(last_T, within_T)
     seen_TC = position_C <= last_T[:, None]
     if tree_mask_TQ is not None:
-        place_TC = (
+        index_TC = (
             position_C - (rows.position_T - rows.offset_T)[:, None]
         )  # the place of a context position among its row's query tokens
         width = tree_mask_TQ.shape[1]
-        branch_TC = jnp.take_along_axis(tree_mask_TQ, jnp.clip(place_TC, 0, width - 1), axis=1)
-        seen_TC = jnp.where(place_TC < 0, seen_TC, branch_TC & (place_TC < width))
+        branch_TC = jnp.take_along_axis(tree_mask_TQ, jnp.clip(index_TC, 0, width - 1), axis=1)
+        seen_TC = jnp.where(index_TC < 0, seen_TC, branch_TC & (index_TC < width))
         seen_TC &= position_C < arguments.context_len_B[rows.row_T][:, None]
     if window is not None:
         seen_TC &= position_C > rows.position_T[:, None] - window
@@ -73,7 +73,7 @@ def attend(arguments: Arguments) -> jax.Array:
     q_TKGH = arguments.q_TNH.reshape(
         num_tokens, num_kv_heads, num_heads // num_kv_heads, width
     ).astype(jnp.float32)
-    scores = _product("tkgh,tckh->tkgc", q_TKGH * options.scale, k_TCKH)
+    scores = _matmul("tkgh,tckh->tkgc", q_TKGH * options.scale, k_TCKH)
     if options.logit_softcap is not None:
         scores = options.logit_softcap * jnp.tanh(scores / options.logit_softcap)
     seen_TC = visible_TC(arguments, num_positions)
@@ -94,7 +94,7 @@ def attend(arguments: Arguments) -> jax.Array:
     weights = weights / jnp.where(total == 0.0, 1.0, total)
     # Masked slots may hold anything, even NaN, and zero times NaN is NaN.
     v_TCKH = jnp.where(seen_TC[:, :, None, None], v_TCKH, 0.0)
-    out_TKGH = _product("tkgc,tckh->tkgh", weights, v_TCKH)
+    out_TKGH = _matmul("tkgc,tckh->tkgh", weights, v_TCKH)
     return out_TKGH.reshape(num_tokens, num_heads, -1).astype(arguments.q_TNH.dtype)
 
 
@@ -113,7 +113,7 @@ SET = KernelSet(
     copy_slots=move.copy_slots,
     gather_blocks=move.gather_blocks,
     scatter_blocks=move.scatter_blocks,
-    multiply=product.multiply,
+    multiply=matmul.multiply,
     honours=frozenset(
         {"scale", "sliding_window", "logit_softcap", "value_width", "sinks", "alibi_slopes"}
         | {"attention_chunk", "tree_mask_TQ", "last_seen_T"}

@@ -43,7 +43,7 @@ WIDTHS = 16  # heads are multiplied in multiples of it
 MASKED = -1e30  # finite, so that a row that sees nothing gives no NaN
 
 # Products are in float32, without TF32 on GPUs.
-_product = functools.partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
+_matmul = functools.partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
 
 
 def attend(arguments: Arguments) -> jax.Array:
@@ -63,8 +63,8 @@ def attend(arguments: Arguments) -> jax.Array:
 
 
 def _query_tile(arguments: Arguments) -> int:
-    most = max(1, min(QUERY_TILE, QUERY_ROWS // arguments.group))
-    return 1 if arguments.max_query_len == 1 else most
+    maximum = max(1, min(QUERY_TILE, QUERY_ROWS // arguments.group))
+    return 1 if arguments.max_query_len == 1 else maximum
 
 
 def _tree_tiles(arguments: Arguments) -> QueryTiles:
@@ -140,7 +140,7 @@ def _online_softmax(arguments: Arguments, tiles: QueryTiles, q_RKAH: jax.Array) 
         # zero times NaN is NaN.
         needed_RC = (position_C >= first_R[:, None]) & (position_C <= last_R[:, None])
         v_RCKH = jnp.where(needed_RC[:, :, None, None], v_RCKH, 0.0)
-        scores = _product("rkah,rckh->rkac", _widen(q_RKAH), _widen(k_RCKH))
+        scores = _matmul("rkah,rckh->rkac", _widen(q_RKAH), _widen(k_RCKH))
         if options.logit_softcap is not None:
             scores = options.logit_softcap * jnp.tanh(scores / options.logit_softcap)
         back_RAC = position_RA[:, :, None] - position_C
@@ -153,7 +153,7 @@ def _online_softmax(arguments: Arguments, tiles: QueryTiles, q_RKAH: jax.Array) 
         new_top = jnp.maximum(top_RKA, scores.max(-1))
         weights = jnp.exp(scores - new_top[..., None])
         shrink = jnp.exp(top_RKA - new_top)
-        added_RKAH = _product("rkac,rckh->rkah", weights, _widen(v_RCKH))
+        added_RKAH = _matmul("rkac,rckh->rkah", weights, _widen(v_RCKH))
         new_out = out_RKAH * shrink[..., None] + added_RKAH[..., : arguments.out_width]
         return new_top, total_RKA * shrink + _sum_by_halves(weights), new_out
 
@@ -244,8 +244,8 @@ def _branch_tiles(arguments: Arguments) -> Callable[..., jax.Array]:
     def branch_tile(pages: jax.Array, table_RM: jax.Array, index: jax.Array) -> jax.Array:
         position_C = index * CONTEXT_TILE + jnp.arange(CONTEXT_TILE)
         depth_RC = position_C - first_R[:, None]
-        place_RC = jnp.take_along_axis(seen_RQ, jnp.clip(depth_RC, 0, seen_RQ.shape[1] - 1), axis=1)
-        source_RC = jnp.where(depth_RC < 0, position_C, first_R[:, None] + place_RC)
+        index_RC = jnp.take_along_axis(seen_RQ, jnp.clip(depth_RC, 0, seen_RQ.shape[1] - 1), axis=1)
+        source_RC = jnp.where(depth_RC < 0, position_C, first_R[:, None] + index_RC)
         block_size = pages.shape[1]
         block_RC = jnp.take_along_axis(
             table_RM, jnp.minimum(source_RC // block_size, table_RM.shape[1] - 1), axis=1

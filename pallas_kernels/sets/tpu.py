@@ -56,11 +56,11 @@ def _attend(arguments: Arguments, *, kernel: Callable[..., jax.Array]) -> jax.Ar
     length_B, table_BM = _without_blocks_before_the_window(arguments)
     count_B = jnp.diff(arguments.query_start)
     is_used_B = (count_B > 0) & (arguments.context_len_B > 0)
-    places_B = jnp.arange(1, is_used_B.shape[0] + 1)
-    num_rows = jnp.max(jnp.where(is_used_B, places_B, 0))
+    indices_B = jnp.arange(1, is_used_B.shape[0] + 1)
+    num_rows = jnp.max(jnp.where(is_used_B, indices_B, 0))
     # A step of padding alone has one token, whose result is not used.
     start = jnp.where(
-        num_rows == 0, jnp.minimum(jnp.arange(places_B.shape[0] + 1), 1), arguments.query_start
+        num_rows == 0, jnp.minimum(jnp.arange(indices_B.shape[0] + 1), 1), arguments.query_start
     )
     out_TNW = kernel(
         fill_up(arguments.q_TNH, arguments.k_pages.shape[3]),
@@ -91,9 +91,9 @@ def _without_blocks_before_the_window(arguments: Arguments) -> tuple[jax.Array, 
     block_size = arguments.k_pages.shape[1]
     position_B = length_B - jnp.diff(arguments.query_start)  # of the first query token
     num_hidden_B = jnp.maximum(position_B - window + 1, 0) // block_size
-    places_BM = num_hidden_B[:, None] + jnp.arange(table_BM.shape[1])
+    indices_BM = num_hidden_B[:, None] + jnp.arange(table_BM.shape[1])
     shifted_BM = jnp.take_along_axis(
-        table_BM, jnp.minimum(places_BM, table_BM.shape[1] - 1), axis=1
+        table_BM, jnp.minimum(indices_BM, table_BM.shape[1] - 1), axis=1
     )
     return length_B - num_hidden_B * block_size, shifted_BM
 

@@ -49,9 +49,9 @@ LITTLE_SHARED_MEMORY = ((8, 6), (8, 9), (12, 0), (12, 1))
 FLOAT8 = ("float8_e4m3fn", "uint8")
 FLOAT8_CAPABILITY = (8, 9)
 # With `batch_invariant` a context has segments of so many positions, or of the first power of two
-# that gives no more than `MOST_SEGMENTS`.
+# that gives no more than `MAX_SEGMENTS`.
 SEGMENT = 256
-MOST_SEGMENTS = 32
+MAX_SEGMENTS = 32
 ROWS = (
     "takes",
     "gate",
@@ -68,10 +68,10 @@ ROWS = (
 OF_STATES = ("update_state", "convolve")
 # With more outputs a program goes through all segments, since the partial results of segments would
 # take much memory: half a MiB for each token of 32 heads of 128, and 128 MiB for so many outputs.
-MOST_OUTPUTS_APART = 2**20
+MAX_SEPARATE_OUTPUTS = 2**20
 # The most numbers of the sums of a product's segments: 256 programs of 128 outputs share up to 256
-# rows (`triton.product_cut`).
-MOST_SUMS = 2**23
+# rows (`triton.matmul_tiles`).
+MAX_SUMS = 2**23
 
 
 def heuristic(shape: Shape, has: tuple[int, int] | None = None) -> Tiles:
@@ -150,7 +150,7 @@ def choose_ordered_tiles(shape: Shape, num_positions: int, num_outputs: int) -> 
     """
     context = heuristic(dataclasses.replace(shape, kind="verify")).context
     length = _length_of_segments(num_positions)
-    is_apart = shape.kind != "chunk" and num_outputs <= MOST_OUTPUTS_APART
+    is_separate = shape.kind != "chunk" and num_outputs <= MAX_SEPARATE_OUTPUTS
     tiles = heuristic(shape)
     if shape.head_dim > MAX_WIDTH and jnp.dtype(shape.page_dtype).itemsize == 1:
         # The sums of a segment and of those before it are twice the registers, and codes of eight
@@ -159,7 +159,7 @@ def choose_ordered_tiles(shape: Shape, num_positions: int, num_outputs: int) -> 
     return dataclasses.replace(
         tiles,
         context=context,
-        max_splits=max(1, -(-num_positions // length)) if is_apart else 1,
+        max_splits=max(1, -(-num_positions // length)) if is_separate else 1,
         split_context=length,
     )
 
@@ -167,7 +167,7 @@ def choose_ordered_tiles(shape: Shape, num_positions: int, num_outputs: int) -> 
 def _length_of_segments(num_positions: int) -> int:
     """Returns the positions of a segment, where a block table has so many."""
     length = SEGMENT
-    while num_positions > MOST_SEGMENTS * length:
+    while num_positions > MAX_SEGMENTS * length:
         length *= 2
     return length
 
@@ -177,9 +177,9 @@ def ordered_bytes(num_tokens: int, outputs_of_token: int, num_positions: int) ->
 
     Those of attention and those of a product are not there at the same time.
     """
-    num_tokens = min(num_tokens, MOST_OUTPUTS_APART // outputs_of_token)
+    num_tokens = min(num_tokens, MAX_SEPARATE_OUTPUTS // outputs_of_token)
     num_segments = -(-num_positions // _length_of_segments(num_positions))
-    return 4 * max(num_tokens * outputs_of_token * num_segments, MOST_SUMS)
+    return 4 * max(num_tokens * outputs_of_token * num_segments, MAX_SUMS)
 
 
 def attend(
@@ -311,14 +311,14 @@ def _attend(arguments: Arguments, config: Config) -> jax.Array:
     q_TNH = arguments.q_TNH
     cut = query_cut(arguments, config.query_tokens)
     schedule_RF, splits_T = _schedule(arguments, cut, tiles, is_ordered=config.is_ordered)
-    apart = tiles.max_splits > 1
+    separate = tiles.max_splits > 1
     shape = (*q_TNH.shape[:2], arguments.out_width)
     many = (tiles.max_splits, *shape)
     of_lanes = jax.ShapeDtypeStruct(many[:3], jnp.float32)
     out = [jax.ShapeDtypeStruct(many, jnp.float32), of_lanes]
     if config.is_ordered:
         out.append(of_lanes)
-    if not apart:
+    if not separate:
         out = [jax.ShapeDtypeStruct(shape, q_TNH.dtype)]
     call = tb.kernel_call(
         functools.partial(kernel, config=config),
@@ -342,7 +342,7 @@ def _attend(arguments: Arguments, config: Config) -> jax.Array:
         arguments.v_scale,
         arguments.options.sinks,
     )
-    if apart and config.is_ordered:
+    if separate and config.is_ordered:
         sum_ZTNH, top_ZTN, total_ZTN = result
         return fold_splits(
             sum_ZTNH,
@@ -353,7 +353,7 @@ def _attend(arguments: Arguments, config: Config) -> jax.Array:
             q_TNH.dtype,
             interpret=config.interpret,
         )
-    if apart:
+    if separate:
         out_ZTNH, weight_ZTN = result
         return reduce_splits(
             out_ZTNH, weight_ZTN, splits_T, q_TNH.dtype, interpret=config.interpret
@@ -416,9 +416,9 @@ def _operation(module: str, name: str) -> Callable[..., Any]:
 
 @functools.cache
 def _operations() -> dict[str, Any]:
-    from pallas_kernels.triton import move, product, rotary_write, rows, select, state, write
+    from pallas_kernels.triton import matmul, move, rotary_write, rows, select, state, write
 
-    modules = (move, product, rotary_write, rows, select, state, write)
+    modules = (move, matmul, rotary_write, rows, select, state, write)
     return {module.__name__.rpartition(".")[2]: module for module in modules}
 
 

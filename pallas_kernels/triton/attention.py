@@ -194,11 +194,11 @@ def kernel(  # type: ignore[no-untyped-def]
                 _read(k_ref, place, kv_head, columns, needed_C, q_AH.dtype)
                 for columns in all_columns
             ]
-            products = [
+            matmuls = [
                 tb.dot(q, k, trans_b=True, precision=lax.Precision.HIGHEST)
                 for q, k in zip(all_q, all_k, strict=True)
             ]
-            scores_AC = functools.reduce(operator.add, products)
+            scores_AC = functools.reduce(operator.add, matmuls)
             scores_AC = _scores(
                 scores_AC, _read_scale(k_scale_ref, place, kv_head, needed_C), config
             )
@@ -367,20 +367,20 @@ def _find_visible(tile: Tile, lanes: Lanes, position_C, tree_ref, config: Config
     if tree_ref is None:
         seen_AC = position_C[None, :] <= own_A[:, None]
     else:
-        place_C = position_C - tile.origin  # the place among the query tokens of the row
-        branch_AC = _branch(tree_ref, tile, lanes, place_C, config.tiles.context)
-        seen_AC = branch_AC | (place_C < 0)[None, :]
+        index_C = position_C - tile.origin  # the place among the query tokens of the row
+        branch_AC = _branch(tree_ref, tile, lanes, index_C, config.tiles.context)
+        seen_AC = branch_AC | (index_C < 0)[None, :]
     if config.options.sliding_window is not None:
         seen_AC &= position_C[None, :] > own_A[:, None] - config.options.sliding_window
     return seen_AC
 
 
-def _branch(tree_ref, tile: Tile, lanes: Lanes, place_C, context: int):  # type: ignore[no-untyped-def]
+def _branch(tree_ref, tile: Tile, lanes: Lanes, index_C, context: int):  # type: ignore[no-untyped-def]
     """Returns the tree mask at those places.
 
     A lane reads the few words that hold its bits, since a gather of bits would fill the registers.
     """
-    word_C = place_C >> 5
+    word_C = index_C >> 5
     first_word = jnp.min(word_C)
     found_AC = jnp.zeros((lanes.token_A.shape[0], context), jnp.int32)
     for index in range(pl.cdiv(context, 32) + 1):
@@ -388,4 +388,4 @@ def _branch(tree_ref, tile: Tile, lanes: Lanes, place_C, context: int):  # type:
         inside_A = lanes.used_A & (word >= 0) & (word < tree_ref.shape[1])
         bits_A = tb.load(tree_ref.at[tile.token + lanes.token_A, word], mask=inside_A, other=0)
         found_AC = jnp.where((word_C == word)[None, :], bits_A[:, None], found_AC)
-    return ((found_AC >> (place_C & 31)[None, :]) & 1) != 0
+    return ((found_AC >> (index_C & 31)[None, :]) & 1) != 0

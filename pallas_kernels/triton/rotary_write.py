@@ -78,11 +78,11 @@ def _kernel(
     has_1H = at_1H < width if width < padded_width else None
     # As they are: numbers of values, which are not rotated, keep all bits, those of NaN too.
     x_MH = fold_segments(x_ref, q_ref.dtype, (token, at_M1, at_1H), has_1H)
-    turned_MH = _turn(x_MH, x_ref, cos_ref, sin_ref, token, at_M1, at_1H)
+    rotated_MH = _turn(x_MH, x_ref, cos_ref, sin_ref, token, at_M1, at_1H)
 
     @pl.when(head < num_queries)
     def _store_queries() -> None:
-        store(q_ref.at[token, at_M1, at_1H], turned_MH, mask=has_1H)
+        store(q_ref.at[token, at_M1, at_1H], rotated_MH, mask=has_1H)
 
     slot = load(slots_ref.at[token])
     is_written = (slot >= 0) & (slot < num_blocks * block_size)
@@ -105,7 +105,7 @@ def _kernel(
             kept_MH = kept_MH.astype(pages_ref.dtype)
             store(pages_ref.at[block, offset, at_K1, at_1H], kept_MH, mask=has_1H)
 
-    write(0, turned_MH)
+    write(0, rotated_MH)
     write(1, x_MH)
 
 
@@ -120,15 +120,15 @@ def _turn(
 ) -> jax.Array:
     """Returns heads with the pairs (i, E + i) turned; what is after the pairs stays."""
     num_pairs = cos_ref.shape[1]
-    is_turned_1H = at_1H < 2 * num_pairs
+    is_rotated_1H = at_1H < 2 * num_pairs
     is_second_1H = at_1H >= num_pairs
     pair_1H = jnp.where(is_second_1H, at_1H - num_pairs, at_1H)
     other_1H = jnp.where(is_second_1H, at_1H - num_pairs, at_1H + num_pairs)
     cos_1H, sin_1H = (
-        load(ref.at[token, pair_1H], mask=is_turned_1H, other=0.0) for ref in (cos_ref, sin_ref)
+        load(ref.at[token, pair_1H], mask=is_rotated_1H, other=0.0) for ref in (cos_ref, sin_ref)
     )
-    across_MH = fold_segments(x_ref, x_MH.dtype, (token, at_M1, other_1H), is_turned_1H)
+    across_MH = fold_segments(x_ref, x_MH.dtype, (token, at_M1, other_1H), is_rotated_1H)
     across_MH = across_MH.astype(jnp.float32) * sin_1H
-    turned_MH = x_MH.astype(jnp.float32) * cos_1H
-    turned_MH = turned_MH + jnp.where(is_second_1H, across_MH, -across_MH)
-    return jnp.where(is_turned_1H, turned_MH.astype(x_MH.dtype), x_MH)
+    rotated_MH = x_MH.astype(jnp.float32) * cos_1H
+    rotated_MH = rotated_MH + jnp.where(is_second_1H, across_MH, -across_MH)
+    return jnp.where(is_rotated_1H, rotated_MH.astype(x_MH.dtype), x_MH)

@@ -284,7 +284,7 @@ def _rotate_head(
     token = pl.program_id(0)
     head = pl.program_id(1)
     at_H = jnp.arange(pl.next_power_of_2(head_dim))
-    is_turned_H = at_H < 2 * num_pairs
+    is_rotated_H = at_H < 2 * num_pairs
     if interleaved:
         is_second_H = at_H & 1 == 1
         pair_H = at_H >> 1
@@ -300,11 +300,11 @@ def _rotate_head(
 
     x_H = wide(at_H, at_H < head_dim)
     cos_H, sin_H = (
-        tb.load(ref.at[token, pair_H], mask=is_turned_H, other=0) for ref in (cos_ref, sin_ref)
+        tb.load(ref.at[token, pair_H], mask=is_rotated_H, other=0) for ref in (cos_ref, sin_ref)
     )
-    across_H = wide(other_H, is_turned_H) * sin_H
-    turned_H = x_H * cos_H + jnp.where(is_second_H, across_H, -across_H)
-    out_H = jnp.where(is_turned_H, turned_H, x_H).astype(out_ref.dtype)
+    across_H = wide(other_H, is_rotated_H) * sin_H
+    rotated_H = x_H * cos_H + jnp.where(is_second_H, across_H, -across_H)
+    out_H = jnp.where(is_rotated_H, rotated_H, x_H).astype(out_ref.dtype)
     tb.store(out_ref.at[token, head, at_H], out_H, mask=at_H < head_dim)
 
 
@@ -335,27 +335,27 @@ def _log_sum(logits_ref: Any, largest_ref: Any, out_ref: Any, *, width: int) -> 
     tb.store(out_ref.at[row], jnp.log(jnp.sum(total_V)))
 
 
-def odds(
+def scores(
     logits_TE: Float[Array, "T E"], *, sigmoid: bool, interpret: bool = False
 ) -> Float[Array, "T E"]:
     """Returns the sigmoid of each logit, or `exp(logits - their maximum)` of each row."""
     num_rows, width = logits_TE.shape
-    body = functools.partial(_odds_row, width=width, sigmoid=sigmoid)
+    body = functools.partial(_scores_row, width=width, sigmoid=sigmoid)
     shape = jax.ShapeDtypeStruct(logits_TE.shape, logits_TE.dtype)
-    odds_TE: jax.Array = _call(body, "odds", (num_rows,), shape, width, interpret)(logits_TE)
-    return odds_TE
+    scores_TE: jax.Array = _call(body, "odds", (num_rows,), shape, width, interpret)(logits_TE)
+    return scores_TE
 
 
-def _odds_row(logits_ref: Any, out_ref: Any, *, width: int, sigmoid: bool) -> None:
+def _scores_row(logits_ref: Any, out_ref: Any, *, width: int, sigmoid: bool) -> None:
     row = pl.program_id(0)
     at_E = jnp.arange(pl.next_power_of_2(width))
     has_E = at_E < width
     logits_E = tb.load(logits_ref.at[row, at_E], mask=has_E, other=-jnp.inf)
     if sigmoid:
-        odds_E = 1.0 / (1.0 + jnp.exp(-logits_E))
+        scores_E = 1.0 / (1.0 + jnp.exp(-logits_E))
     else:
-        odds_E = jnp.exp(logits_E - jnp.max(logits_E))
-    tb.store(out_ref.at[row, at_E], odds_E, mask=has_E)
+        scores_E = jnp.exp(logits_E - jnp.max(logits_E))
+    tb.store(out_ref.at[row, at_E], scores_E, mask=has_E)
 
 
 def weighted_sum(

@@ -73,8 +73,8 @@ def cutoffs(
         num_stages=1,
         interpret=interpret,
     )
-    (least_R,) = call(logits_RV, largest_R, temperature_R, top_k_R, top_p_R, min_p_R)
-    return least_R
+    (min_R,) = call(logits_RV, largest_R, temperature_R, top_k_R, top_p_R, min_p_R)
+    return min_R
 
 
 def top_candidates(
@@ -118,7 +118,7 @@ def _cutoffs_kernel(  # type: ignore[no-untyped-def]
     top_k_ref,
     top_p_ref,
     min_p_ref,
-    least_ref,
+    min_ref,
     *,
     tile: int,
 ):
@@ -143,7 +143,7 @@ def _cutoffs_kernel(  # type: ignore[no-untyped-def]
 
     @pl.when(~is_cut)
     def _all_stay() -> None:
-        store(least_ref.at[row], jnp.float32(-jnp.inf))
+        store(min_ref.at[row], jnp.float32(-jnp.inf))
 
     @pl.when(is_cut)
     def _search() -> None:
@@ -163,16 +163,16 @@ def _cutoffs_kernel(  # type: ignore[no-untyped-def]
             lambda: all_likelihoods,
         )
 
-        def least_kept(x_X: jax.Array, _: jax.Array, least_X: jax.Array) -> jax.Array:
+        def min_kept(x_X: jax.Array, _: jax.Array, min_X: jax.Array) -> jax.Array:
             scaled_X = scale(x_X)
             likelihood_X = likelihood_of(scaled_X, cutoff)
             kept_X = (scaled_X >= cutoff) & (likelihood_X >= nucleus) & (likelihood_X >= min_p)
             # The most likely token stays, whatever the cut-offs are.
             kept_X |= is_likely & (likelihood_X == 1.0)
-            return jnp.where(kept_X, jnp.minimum(least_X, x_X), least_X)
+            return jnp.where(kept_X, jnp.minimum(min_X, x_X), min_X)
 
-        least_X = turns(least_kept, jnp.full(tile, jnp.inf, jnp.float32))
-        store(least_ref.at[row], jnp.min(least_X))
+        min_X = turns(min_kept, jnp.full(tile, jnp.inf, jnp.float32))
+        store(min_ref.at[row], jnp.min(min_X))
 
 
 def _each_tile(  # type: ignore[no-untyped-def]

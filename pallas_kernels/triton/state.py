@@ -109,6 +109,8 @@ def _decay(ref: Any, place: tuple[Any, Any], at: tuple[Any, Any], mask_KV: Any) 
         return tb.load(ref.at[(*place, at_K, np.int32(0))], mask=at_K < num_keys, other=0.0)[
             :, None
         ]
+    if num_keys == 1:
+        return tb.load(ref.at[(*place, np.int32(0), at_V)], mask=at_V < num_values, other=0.0)
     return tb.load(ref.at[(*place, at_K[:, None], at_V[None, :])], mask=mask_KV, other=0.0)
 
 

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import pallas as pl
 
-from pallas_kernels.quantized_pages import SMALLEST_SCALE, largest
+from pallas_kernels.quantized_pages import MIN_SCALE, largest
 from pallas_kernels.triton import backend
 from pallas_kernels.triton.backend import load, store
 
@@ -122,7 +122,7 @@ def quantize(x: jax.Array, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array]:
     scale = jax.lax.bitcast_convert_type(jnp.max(bits, axis=-1), jnp.float32) * np.float32(
         1.0 / largest(dtype)
     )
-    scale = jnp.where(scale < SMALLEST_SCALE, np.float32(SMALLEST_SCALE), scale)
+    scale = jnp.where(scale < MIN_SCALE, np.float32(MIN_SCALE), scale)
     scaled = x / scale[:, None]
     if dtype == jnp.int8:
         # The floats from 2**23 to 2**24 are the integers, so the sum is rounded to an integer, ties

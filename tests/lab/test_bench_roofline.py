@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from jaxpage import cli
-from jaxpage.bench.roofline import ProductWeights, Work, product_weights, work_of
+from jaxpage.bench.roofline import MatmulWeights, Work, matmul_weights, work_of
 from jaxpage.bench.step_profile import scopes_of, seconds_by_scope
 from jaxpage.models.base import KVSpec
 from jaxpage.models.registry import load_family
@@ -39,7 +39,7 @@ def test_weights_of_products_are_those_of_torchs_linear_layers(changes: dict) ->
     layers = [module for module in model.modules() if isinstance(module, (torch.nn.Linear, Conv1D))]
     family = load_family(config)
     number = sum(each.weight.numel() for each in layers)
-    assert product_weights(family, family.Spec.from_config(config), "bfloat16") == (
+    assert matmul_weights(family, family.Spec.from_config(config), "bfloat16") == (
         number,
         2 * number,
     )
@@ -49,14 +49,12 @@ def test_what_a_step_must_do_by_hand() -> None:
     kv = KVSpec(num_layers=2, num_kv_heads=2, head_dim=8, sliding_windows=(None, 10))
     spec = SimpleNamespace(kv=kv, num_query_heads=4)
     decode = work_of(
-        spec, ProductWeights(1000, 2000), "float32", num_rows=3, num_tokens=1, context=19
+        spec, MatmulWeights(1000, 2000), "float32", num_rows=3, num_tokens=1, context=19
     )
     positions = 20 + 10
     assert decode.num_bytes == 1000 * 2 + 3 * positions * (2 * 2 * 8 * 4)
     assert decode.num_operations == 3 * (2 * 1000 + 4 * 4 * 8 * 20 * 2)
-    chunk = work_of(
-        spec, ProductWeights(1000, 4000), "float32", num_rows=1, num_tokens=4, context=0
-    )
+    chunk = work_of(spec, MatmulWeights(1000, 4000), "float32", num_rows=1, num_tokens=4, context=0)
     assert chunk.num_operations == 4 * 2 * 1000 + (1 + 2 + 3 + 4) * 4 * 4 * 8 * 2
     assert (
         Work(100.0, 30.0).seconds(50.0, 10.0) == 3.0

@@ -145,9 +145,9 @@ def test_what_is_sent(server, port, model, monkeypatch, capsys) -> None:
     prompts = [tokenizer(each.strip())["input_ids"] for each in text[:4]]
     last = [note for note in notes if note["pid"] == notes[-1]["pid"]]
     flags, *requests = [note.get("asked") or note["flags"] for note in last]
-    longest = max(map(len, prompts))
+    max_length = max(map(len, prompts))
     assert flags[flags.index("--parallel") + 1] == "2"
-    assert int(flags[flags.index("--ctx-size") + 1]) >= 2 * (longest + 5)
+    assert int(flags[flags.index("--ctx-size") + 1]) >= 2 * (max_length + 5)
     greedy = {"temperature": 0.0, "samplers": ["top_k"], "top_k": 1}
     others = {"ignore_eos": True, "cache_prompt": False, "return_tokens": True, **greedy}
     expected = [{"prompt": prompt, "n_predict": 5, **others} for prompt in prompts]

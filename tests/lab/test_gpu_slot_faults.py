@@ -35,7 +35,7 @@ step_times.time_step = fail""",
 from tools.lab.kernel_lab import products
 def fail(*arguments, **options):
     raise {OUT_OF_MEMORY}
-products.grouped_product = fail""",
+products.grouped_matmul = fail""",
     "parity mosaic": HANGS,  # at a barrier
     "parity fa3": "import os; os.abort()",  # a library of another CUDA
     "bench fa3": "import os; os.abort()",

@@ -17,7 +17,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pallas_kernels import grouped_product, tiles, write_kv
+from pallas_kernels import grouped_matmul, tiles, write_kv
 from pallas_kernels.tiles import Tiles
 from tests.support import attention
 from tools import bench_kernels, bench_step
@@ -25,12 +25,12 @@ from tools.lab import check_engine, gpu_check, time_contiguous_attention
 from tools.lab.kernel_lab import (
     check,
     goals,
+    matmuls,
     one_order,
     oracle,
     pages,
     parity,
     parts,
-    products,
     record,
     specs,
     stability,
@@ -363,7 +363,7 @@ def test_a_kernel_set_is_timed_alone_with_the_splits_that_are_asked_for(monkeypa
 
 def test_goals():
     decode, chunk = specs.find("llama-3-8b decode 16x2048"), specs.find("llama-3-8b chunk 2048+0")
-    at = {spec: CEILINGS.least_seconds(work(spec)) for spec in (decode, chunk)}
+    at = {spec: CEILINGS.min_seconds(work(spec)) for spec in (decode, chunk)}
     rows = [
         Row(decode, "triton", at[decode] / 0.8),
         Row(decode, "mosaic", at[decode] / 0.9),
@@ -703,8 +703,8 @@ def test_a_finding_is_told_while_its_part_goes_on(tmp_path):
     )
     program += f"\nassert os.path.exists({str(seen)!r})"
     one, ended = child(tmp_path, "slow", program, needs_s=0), []
-    tell = {"done": lambda _, found: ended.extend(found), "found": lambda *_: seen.touch()}
-    run_all([one], deadline=time.monotonic() + 30, jobs=1, **tell)
+    report = {"done": lambda _, found: ended.extend(found), "found": lambda *_: seen.touch()}
+    run_all([one], deadline=time.monotonic() + 30, jobs=1, **report)
     assert [finding.status for finding in ended] == [PASSED]
 
 
@@ -839,20 +839,20 @@ def test_a_miniature_of_the_whole_check(tmp_path, capsys):
 
 def test_products_are_compared_and_timed(monkeypatch):
     """A weight of four bits, and experts; then a result that is five per cent too large."""
-    packed = next(spec for spec in specs.PRODUCTS if spec.code == "int4" and spec.num_groups == 1)
-    chosen = [packed, specs.PRODUCTS[0]]
-    monkeypatch.setattr(products, "PRODUCTS", chosen)
+    packed = next(spec for spec in specs.MATMULS if spec.code == "int4" and spec.num_groups == 1)
+    chosen = [packed, specs.MATMULS[0]]
+    monkeypatch.setattr(matmuls, "PRODUCTS", chosen)
     *found, last = parts.PARTS["products"](parts.Options(interpret=True, seconds=600))
     assert len(found) == 2 and {one.status for one in found} == {PASSED} == {last.status}
     assert [float(row[1]) > 0 for row in last.tables[0].rows] == [True, True]
     assert [row[2] == "-" for row in last.tables[0].rows] == [False, True]
 
     def wrong(x_PI, weight, count_E):
-        return 1.05 * grouped_product(
+        return 1.05 * grouped_matmul(
             x_PI, weight, count_E, backend="triton", interpret=True
         ).astype("float32")
 
-    assert products.parity(chosen[0].cut(), wrong).status == FAILED
+    assert matmuls.parity(chosen[0].cut(), wrong).status == FAILED
 
 
 def test_the_kernel_in_miniature(monkeypatch):
@@ -976,7 +976,7 @@ def test_wrong_flags(capsys):
 def test_sums_in_another_order_are_seen_where_one_is_promised(monkeypatch):
     """Of products that depend on the number of rows; what no longer fits in the time is left out."""
     monkeypatch.setattr(one_order, "ATTENTION", {})
-    monkeypatch.setattr(one_order, "PRODUCTS", {"qkv": one_order.PRODUCTS["qkv"].cut()})
+    monkeypatch.setattr(one_order, "PRODUCTS", {"qkv": one_order.MATMULS["qkv"].cut()})
     monkeypatch.setattr(one_order, "norms", lambda **_: [("2 rows", np.ones(3))] * 2)
 
     def verdicts(**options):
@@ -989,5 +989,5 @@ def test_sums_in_another_order_are_seen_where_one_is_promised(monkeypatch):
     def wrong(x_TI, *arguments, **options):
         return x_TI * np.float32(1 + 2.0**-6 * len(x_TI))
 
-    monkeypatch.setattr(one_order, "batch_invariant_product", wrong)
+    monkeypatch.setattr(one_order, "batch_invariant_matmul", wrong)
     assert verdicts(interpret=False)["product, qkv"] == FAILED

@@ -12,7 +12,7 @@ import pytest
 from jaxpage.scheduling import Preemption
 from jaxpage.simulation.setup import Setup
 from tools.lab import bench_scheduler
-from tools.lab.scheduler_lab.host_time import WaitingTime, least
+from tools.lab.scheduler_lab.host_time import WaitingTime, minimum
 from tools.lab.scheduler_lab.saturation import saturate
 
 
@@ -28,7 +28,7 @@ def test_the_literal_reading_of_the_rule_leaves_a_third_of_the_pool_empty() -> N
 
 def test_of_repeated_measurements_the_least_counts() -> None:
     rounds = [[WaitingTime(10, 64, 3.0, 2.0, 9.0, 5.0)], [WaitingTime(10, 64, 4.0, 1.0, 8.0, 6.0)]]
-    assert least(rounds) == [WaitingTime(10, 64, 3.0, 1.0, 8.0, 5.0)]
+    assert minimum(rounds) == [WaitingTime(10, 64, 3.0, 1.0, 8.0, 5.0)]
 
 
 def test_the_benchmark_prints_tables_and_one_object(

@@ -170,14 +170,14 @@ def test_pow2_rounds_the_output_up(output: int, rounded: int) -> None:
 
 def test_orca_runs_as_many_as_the_allocator_has_room_for() -> None:
     """Of 15,728 slots: seven chunks of 2,048; of 256, for 140 tokens in a row, 60 in 15,360 slots and one in the rest of 368."""
-    for variant, most in (("Max", 7), ("Pow2", 61), ("Oracle", 61)):
+    for variant, maximum in (("Max", 7), ("Pow2", 61), ("Oracle", 61)):
         average = Recorded()
         simulate(
             [Arrival(0.0, 100, 40)] * 70,
             Orca(15_728, variant, max_num_batched_tokens=10_000),
             average,
         )
-        assert max(state.running for state in average.states) == most
+        assert max(state.running for state in average.states) == maximum
 
 
 def test_samples_have_a_chunk_each_and_compute_the_prompt_once() -> None:

@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from tools.lab.soak import Look, Tally, broken, judge
+from tools.lab.soak import Probe, Tally, broken, judge
 from tools.lab.soak_requests import Ask, asks
 
 ROOT = Path(__file__).parents[2]
-WARM = Look(
+WARM = Probe(
     resident_bytes=1000 << 20,
     num_files=9,
     num_threads=20,
@@ -62,7 +62,7 @@ def test_requests_are_the_same_for_the_same_seed() -> None:
 
 
 def _found(
-    end: Look = WARM,
+    end: Probe = WARM,
     *,
     tally: Tally | None = None,
     log: Counter[str] | None = None,
@@ -71,7 +71,7 @@ def _found(
     return broken([WARM, end], tally or Tally(), SimpleNamespace(errors=log or Counter()), status)  # type: ignore[arg-type]
 
 
-def _with(**metrics: float) -> Look:
+def _with(**metrics: float) -> Probe:
     return replace(
         WARM,
         metrics={**WARM.metrics, **{f"jaxpage_{name}": value for name, value in metrics.items()}},
@@ -92,7 +92,7 @@ def _with(**metrics: float) -> Look:
         (replace(WARM, num_threads=23), "threads 20 -> 23"),
     ],
 )
-def test_what_is_left_behind_is_seen(end: Look, message: str) -> None:
+def test_what_is_left_behind_is_seen(end: Probe, message: str) -> None:
     assert _found() == []
     (told,) = _found(end)
     assert message in told

@@ -40,8 +40,8 @@ def test_the_example_pictures_are_those_that_the_tool_draws(tmp_path):
     )
     for name in ANSWERS:
         with Image.open(tmp_path / name) as drawn, Image.open(PICTURES / name) as stored:
-            apart = np.asarray(drawn, np.int32) - np.asarray(stored, np.int32)
-        assert np.abs(apart).max() <= 2  # another Pillow may round otherwise
+            separate = np.asarray(drawn, np.int32) - np.asarray(stored, np.int32)
+        assert np.abs(separate).max() <= 2  # another Pillow may round otherwise
 
 
 def test_the_model_that_was_trained_is_the_one_of_transformers(maker):
@@ -104,11 +104,11 @@ def test_a_shape_is_drawn_where_its_cell_says():
         cells = picture_talk.cells_of(scene, 4).reshape(4, 4, 3)
         for shape in scene.shapes:
             colour = picture.getpixel((int(64 * shape.x), int(64 * shape.y)))
-            apart = {
+            separate = {
                 name: sum(abs(a - b) for a, b in zip(colour, tint, strict=True))
                 for name, tint in drawings.COLOURS.items()
             }
-            assert min(apart, key=apart.get) == shape.colour
+            assert min(separate, key=separate.get) == shape.colour
             assert cells[int(4 * shape.y), int(4 * shape.x)].any()
 
 

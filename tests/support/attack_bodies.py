@@ -38,13 +38,13 @@ class Attack:
 
 def attacks(document: dict[str, Any], seed: int) -> Iterator[Attack]:
     """Yields all attacks once, in a random order in which plain fields, constructs and raw bodies take turns."""
-    chance = random.Random(seed)
+    rng = random.Random(seed)
     kinds = kinds_of(document)
     for kind in kinds:
-        chance.shuffle(kind)
+        rng.shuffle(kind)
     for attack in filter(None, itertools.chain.from_iterable(itertools.zip_longest(*kinds))):
         # Crumbs and pauses take long; `MULTIPLIED` has them where they matter.
-        sending = chance.choices(SENDINGS, (20, 2, 1, 1, 1, 1, 0, 0))[0]
+        sending = rng.choices(SENDINGS, (20, 2, 1, 1, 1, 1, 0, 0))[0]
         yield (
             replace(attack, name=f"{attack.name}, sent {sending}", sending=sending)
             if attack.make and attack.sending == "whole"
@@ -200,15 +200,15 @@ class RequestFields:
 
     def _arrays(self, schema: dict[str, Any], name: str, level: int) -> Iterator[Extreme]:
         items = schema.get("items", {})
-        most = schema.get("maxItems", NUM_ITEMS)
-        for count in {0, most, most + 1}:
+        maximum = schema.get("maxItems", NUM_ITEMS)
+        for count in {0, maximum, maximum + 1}:
             yield f"{count} items", lambda count=count: [self._base(items, name)] * count
-        yield "empty items", lambda: [[]] * min(most, NUM_ITEMS)
+        yield "empty items", lambda: [[]] * min(maximum, NUM_ITEMS)
         if level < 3:
             for label, make in self._extremes(items, name, level + 1):
                 yield f"[{label}]", lambda make=make: [make()]
                 if level == 0 and "characters" not in label and "items" not in label:
-                    yield f"[{label}] x 64", lambda make=make: [make()] * min(most, 64)
+                    yield f"[{label}] x 64", lambda make=make: [make()] * min(maximum, 64)
 
     def _objects(self, schema: dict[str, Any], name: str, level: int) -> Iterator[Extreme]:
         if level < 4:
@@ -228,8 +228,8 @@ class RequestFields:
         if name in SCHEMA_FIELDS:
             for label, make in SCHEMAS.items():
                 yield f"construct {label}", make
-        most = schema.get("maxProperties", NUM_ITEMS)
-        for count in (most, most + 1):
+        maximum = schema.get("maxProperties", NUM_ITEMS)
+        for count in (maximum, maximum + 1):
             # Numbers, since the keys of some objects are token ids.
             yield (
                 f"{count} properties",
@@ -244,8 +244,8 @@ class RequestFields:
 
 
 def _texts(schema: dict[str, Any]) -> Iterator[Extreme]:
-    most = schema.get("maxLength", NUM_CHARACTERS)
-    for count in {0, most, most + 1}:
+    maximum = schema.get("maxLength", NUM_CHARACTERS)
+    for count in {0, maximum, maximum + 1}:
         yield f"{count} characters", lambda count=count: "a" * count
     for label, unit in (
         ("words", " a"),
@@ -253,7 +253,7 @@ def _texts(schema: dict[str, Any]) -> Iterator[Extreme]:
         ("beyond 16 bits", "\U0001d11e"),
         ("joined", "e\u0301"),
     ):
-        yield f"{most} characters, {label}", lambda unit=unit: unit * (most // len(unit))
+        yield f"{maximum} characters, {label}", lambda unit=unit: unit * (maximum // len(unit))
 
 
 def _numbers(schema: dict[str, Any]) -> Iterator[Extreme]:

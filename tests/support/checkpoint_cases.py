@@ -220,81 +220,81 @@ def bases(family: str | None) -> dict[str, list[str]]:
     return found
 
 
-def random_cases(chance: random.Random, family: str | None) -> Iterator[Case]:
+def random_cases(rng: random.Random, family: str | None) -> Iterator[Case]:
     """Yields cases without an end, each architecture as often as the others."""
     architectures = bases(family)
     while True:
         order = [*architectures]
-        chance.shuffle(order)
+        rng.shuffle(order)
         for architecture in order:
-            yield random_case(chance, architectures[architecture])
+            yield random_case(rng, architectures[architecture])
 
 
-def random_case(chance: random.Random, names: list[str]) -> Case:
+def random_case(rng: random.Random, names: list[str]) -> Case:
     """Returns a case that begins with one of these configs of one architecture."""
-    base = chance.choice(names)
+    base = rng.choice(names)
     model_type = config_json(base)["model_type"]
     inner = text_of(config_json(base))
-    other = text_of(config_json(chance.choice(names)))
+    other = text_of(config_json(rng.choice(names)))
     fields = class_fields(model_type)
     changed: Config = {}
-    if chance.random() < 0.3:
-        changed |= {name: value for name, value in other.items() if chance.random() < 0.3}
-    for name in chance.sample(sorted(fields), chance.choice((0, 1, 1, 2, 3, 5))):
+    if rng.random() < 0.3:
+        changed |= {name: value for name, value in other.items() if rng.random() < 0.3}
+    for name in rng.sample(sorted(fields), rng.choice((0, 1, 1, 2, 3, 5))):
         if name != "rope_parameters":
             default = inner.get(name, fields[name])
-            changed[name] = random_value(chance, name, default, {**inner, **changed})
-    if "rope_parameters" in fields and chance.random() < 0.4:
-        changed |= random_rope(chance, {**inner, **changed}, fields["rope_parameters"])
-    renamed = random_names(chance, model_type, {**inner, **changed})
+            changed[name] = random_value(rng, name, default, {**inner, **changed})
+    if "rope_parameters" in fields and rng.random() < 0.4:
+        changed |= random_rope(rng, {**inner, **changed}, fields["rope_parameters"])
+    renamed = random_names(rng, model_type, {**inner, **changed})
     changed |= renamed
     left = [name for name in {**inner, **changed} if name not in (*KEPT, *renamed)]
-    share = chance.choice((0, 0, 0.1, 0.3, 0.9))
-    dropped = [name for name in left if chance.random() < share]
+    share = rng.choice((0, 0, 0.1, 0.3, 0.9))
+    dropped = [name for name in left if rng.random() < share]
     # A field that goes by another name is not there twice.
     dropped += [_other_name(model_type, name) for name in renamed]
     kept = {name: value for name, value in changed.items() if name not in (*_FORM, *dropped)}
-    files = tuple(name for name in FILES if chance.random() < 0.12)
-    seed = chance.randrange(2**31)
-    return Case(base, kept, tuple(dropped), files, seed, chance.random() < 0.06)
+    files = tuple(name for name in FILES if rng.random() < 0.12)
+    seed = rng.randrange(2**31)
+    return Case(base, kept, tuple(dropped), files, seed, rng.random() < 0.06)
 
 
-def random_value(chance: random.Random, name: str, default: Any, config: Config) -> Any:
+def random_value(rng: random.Random, name: str, default: Any, config: Config) -> Any:
     """Returns a value for a field, of the kind that its default is of."""
     num_layers = int(config.get("num_hidden_layers") or config.get("n_layer") or 2)
     if name in _VALUES:
-        return chance.choice(_VALUES[name])
+        return rng.choice(_VALUES[name])
     linear = {"linear_num_key_heads", "mamba_n_heads", "linear_num_heads", "linear_attn_config"}
     if name == "layer_types" and linear & config.keys():
         kinds: tuple[Any, ...] = ("full_attention", "linear_attention")
-        return [chance.choice(kinds) for _ in range(num_layers)]
+        return [rng.choice(kinds) for _ in range(num_layers)]
     if name == "layer_types" and "conv_L_cache" in config:
-        return [chance.choice(("full_attention", "conv")) for _ in range(num_layers)]
+        return [rng.choice(("full_attention", "conv")) for _ in range(num_layers)]
     if name == "layer_types" and "attention_chunk_size" in config:
-        return [chance.choice(("full_attention", "chunked_attention")) for _ in range(num_layers)]
+        return [rng.choice(("full_attention", "chunked_attention")) for _ in range(num_layers)]
     if name == "layers_block_type" and "n_mamba_heads" in config:
-        return [chance.choice(("linear_attention", "mamba", "hybrid")) for _ in range(num_layers)]
+        return [rng.choice(("linear_attention", "mamba", "hybrid")) for _ in range(num_layers)]
     if name in _KINDS:
-        return [chance.choice(_KINDS[name]) for _ in range(num_layers)]
+        return [rng.choice(_KINDS[name]) for _ in range(num_layers)]
     if name == "mlp_only_layers":
-        return chance.choice(([], [0], [num_layers - 1]))
+        return rng.choice(([], [0], [num_layers - 1]))
     if isinstance(default, bool) or name in ("attention_bias", "is_causal"):
-        return chance.choice((True, False, None))
+        return rng.choice((True, False, None))
     if "eps" in name:
-        return chance.choice((1e-6, 1e-5, 1e-3, 1e-2))
+        return rng.choice((1e-6, 1e-5, 1e-3, 1e-2))
     if isinstance(default, str) and default in _ACTIVATIONS:
-        return chance.choice(_ACTIVATIONS)
+        return rng.choice(_ACTIVATIONS)
     if isinstance(default, float):
-        return chance.choice((0.25, 0.5, 1, 1.5, 3.0))
+        return rng.choice((0.25, 0.5, 1, 1.5, 3.0))
     if isinstance(default, int):
-        return chance.choice((1, 2, 3, 4))
+        return rng.choice((1, 2, 3, 4))
     return default
 
 
-def random_names(chance: random.Random, model_type: str, config: Config) -> Config:
+def random_names(rng: random.Random, model_type: str, config: Config) -> Config:
     """Returns a few fields under the other names that their class has for them."""
     names = [name for name in config if _other_name(model_type, name) != name]
-    return {_other_name(model_type, name): config[name] for name in names if chance.random() < 0.1}
+    return {_other_name(model_type, name): config[name] for name in names if rng.random() < 0.1}
 
 
 def _other_name(model_type: str, name: str) -> str:
@@ -306,65 +306,65 @@ def _other_name(model_type: str, name: str) -> str:
     return name if kept else both.get(name, name)
 
 
-def random_rope(chance: random.Random, config: Config, default: Config) -> Config:
+def random_rope(rng: random.Random, config: Config, default: Config) -> Config:
     """Returns fields that say how positions turn queries and keys, in an old or the new form."""
-    numbers = _random_rope_numbers(chance, config)
+    numbers = _random_rope_numbers(rng, config)
     fields: Config = {}
     if "full_attention" in default:
-        if chance.random() < 0.5:
+        if rng.random() < 0.5:
             both = {"full_attention": numbers, "sliding_attention": {"rope_type": "default"}}
-            kept = {kind: each for kind, each in both.items() if chance.random() < 0.8}
+            kept = {kind: each for kind, each in both.items() if rng.random() < 0.8}
             return {"rope_parameters": kept, "rope_scaling": None}
         return {"rope_parameters": None, "rope_scaling": numbers, "rope_theta": 300.0}
-    if chance.random() < 0.3:
+    if rng.random() < 0.3:
         numbers["type"] = numbers.pop("rope_type")
-    if chance.random() < 0.15 and "original_max_position_embeddings" in numbers:
+    if rng.random() < 0.15 and "original_max_position_embeddings" in numbers:
         fields["original_max_position_embeddings"] = numbers.pop("original_max_position_embeddings")
-    if chance.random() < 0.2:
-        factor = chance.choice(_VALUES["partial_rotary_factor"])
-        chance.choice((fields, numbers))["partial_rotary_factor"] = factor
-    if chance.random() < 0.5:
-        theta = chance.choice(_VALUES["rope_theta"])
-        chance.choice((fields, numbers))["rope_theta"] = theta
-    form = chance.choice(("rope_scaling", "rope_parameters"))
+    if rng.random() < 0.2:
+        factor = rng.choice(_VALUES["partial_rotary_factor"])
+        rng.choice((fields, numbers))["partial_rotary_factor"] = factor
+    if rng.random() < 0.5:
+        theta = rng.choice(_VALUES["rope_theta"])
+        rng.choice((fields, numbers))["rope_theta"] = theta
+    form = rng.choice(("rope_scaling", "rope_parameters"))
     other = "rope_scaling" if form == "rope_parameters" else "rope_parameters"
     return {**fields, form: numbers, other: None}
 
 
-def _random_rope_numbers(chance: random.Random, config: Config) -> Config:
+def _random_rope_numbers(rng: random.Random, config: Config) -> Config:
     width = config.get("qk_rope_head_dim") or config.get("head_dim")
     width = width or config.get("hidden_size", 48) // (config.get("num_attention_heads") or 1)
     parameters = config.get("rope_parameters") or {}
     share = config.get("partial_rotary_factor") or parameters.get("partial_rotary_factor") or 1
     pairs = int(width * share) // 2
-    length = chance.choice(_VALUES["original_max_position_embeddings"])
-    factor = chance.choice((2, 4.0, 0.5))
+    length = rng.choice(_VALUES["original_max_position_embeddings"])
+    factor = rng.choice((2, 4.0, 0.5))
     optional: dict[str, Callable[[], Any]] = {
         "attention_factor": lambda: 0.8,
-        "beta_fast": lambda: chance.choice((4, 32.0)),
+        "beta_fast": lambda: rng.choice((4, 32.0)),
         "beta_slow": lambda: 0.5,
         "mscale": lambda: 0.7,
-        "mscale_all_dim": lambda: chance.choice((0, 1.3)),
+        "mscale_all_dim": lambda: rng.choice((0, 1.3)),
         "truncate": lambda: False,
         "original_max_position_embeddings": lambda: length,
     }
-    more = {name: value() for name, value in optional.items() if chance.random() < 0.4}
+    more = {name: value() for name, value in optional.items() if rng.random() < 0.4}
     kinds: dict[str, Config] = {
         "default": {},
         "linear": {"factor": factor},
         "dynamic": {"factor": factor},
         "llama3": {
             **{"factor": factor, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
-            **({"original_max_position_embeddings": length} if chance.random() < 0.8 else {}),
+            **({"original_max_position_embeddings": length} if rng.random() < 0.8 else {}),
         },
-        "yarn": {**more, **({"factor": factor} if chance.random() < 0.8 else {})},
+        "yarn": {**more, **({"factor": factor} if rng.random() < 0.8 else {})},
         "longrope": {
             **{name: more[name] for name in more if name[0] in "ao"},
             "short_factor": [1 + index / 3 for index in range(pairs)],
             "long_factor": [4.0] * pairs,
         },
     }
-    kind = chance.choice([*kinds])
+    kind = rng.choice([*kinds])
     return {"rope_type": kind, **kinds[kind]}
 
 

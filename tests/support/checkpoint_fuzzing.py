@@ -35,13 +35,13 @@ from tests.support.hf_models import randomise, stated_time_steps, torch, without
 # compiled, and of the others only the defaults are compared.
 READ = 20
 LENGTH = 40  # beyond the windows and the original lengths of the cases
-MOST_PARAMETERS = 3_000_000
+MAX_PARAMETERS = 3_000_000
 # Each weight is moved by about this share, two roundings of float32, to see how far logits move.
 MOVED = 2.0**-22
 # jaxpage adds in another order, which moved logits by at most 1.6 such moves in 156 checkpoints. A
 # field that is read wrongly moves them by a thousand.
 MOVES = 5
-LEAST = 2e-6  # the tolerance as a share of the largest logit, where a move moves nothing
+MINIMUM = 2e-6  # the tolerance as a share of the largest logit, where a move moves nothing
 
 
 class NotTaken(Exception):
@@ -63,12 +63,12 @@ def write_checkpoint(case: Case, directory: Path) -> torch.nn.Module:
         config = kind.config_class.from_pretrained(directory)
         with torch.device("meta"):
             count = sum(each.numel() for each in kind(copy.deepcopy(config)).parameters())
-        if count > MOST_PARAMETERS:
+        if count > MAX_PARAMETERS:
             raise NotTaken("too many parameters")
         model = kind(config).eval()
-        chance = torch.Generator().manual_seed(case.seed)
+        rng = torch.Generator().manual_seed(case.seed)
         # As small as those of published models, where an epsilon matters, or large.
-        randomise(model, chance, embedding=(0.02, 0.2)[case.seed % 2])
+        randomise(model, rng, embedding=(0.02, 0.2)[case.seed % 2])
         more: dict[str, Any] = {"max_shard_size": "20KB"} if "shards" in case.files else {}
         saved = model
         # Without its prefix the decoder is saved, and its head is not, unless that is its table.
@@ -120,12 +120,12 @@ def _logits(model: Any, token_ids: torch.Tensor) -> np.ndarray:
 
 def _tolerance(model: Any, token_ids: torch.Tensor, logits: np.ndarray, seed: int) -> float:
     """Returns how far logits may be: some times what they move with the last bits of the weights."""
-    chance = torch.Generator().manual_seed(seed)
+    rng = torch.Generator().manual_seed(seed)
     moved = copy.deepcopy(model)
     for each in moved.parameters():
-        each.data.mul_(1 + MOVED * torch.randn(each.shape, generator=chance))
+        each.data.mul_(1 + MOVED * torch.randn(each.shape, generator=rng))
     change = np.abs(_logits(moved, token_ids) - logits).max()
-    return float(MOVES * change + LEAST * np.abs(logits).max())
+    return float(MOVES * change + MINIMUM * np.abs(logits).max())
 
 
 def failure(
@@ -146,9 +146,9 @@ def failure(
         return ""
     try:
         model = write_checkpoint(case, directory)
-        chance = torch.Generator().manual_seed(case.seed)
+        rng = torch.Generator().manual_seed(case.seed)
         size = model.config.get_text_config().vocab_size
-        token_ids = torch.randint(size, (LENGTH,), generator=chance)
+        token_ids = torch.randint(size, (LENGTH,), generator=rng)
         return _compared(case, directory, model, token_ids, told)
     except NotTaken as reason:
         told[f"not taken by transformers: {kind_of(str(reason))}"] += 1
@@ -233,14 +233,14 @@ def kind_of(text: str) -> str:
     return re.sub(r"\d[\d.e-]*", "N", line)[:160]
 
 
-def fuzz(minutes: float, seed: int, *, family: str | None, tell: Callable[[str], None]) -> int:
+def fuzz(minutes: float, seed: int, *, family: str | None, report: Callable[[str], None]) -> int:
     """Runs random cases for some minutes and returns how many failed, which is at most one.
 
     Args:
         minutes: The time for new cases; shrinking takes as long again at most.
         seed: The seed of the cases.
         family: A module of `jaxpage.models` or an architecture; None for all.
-        tell: Takes lines for the person who runs it.
+        report: Takes lines for the person who runs it.
     """
     transformers.utils.logging.disable_progress_bar()
     end = time.monotonic() + 60 * minutes
@@ -258,18 +258,18 @@ def fuzz(minutes: float, seed: int, *, family: str | None, tell: Callable[[str],
                 break
             num_cases += 1
             if problem := fails(case, num_cases % READ == 0):
-                tell(f"case {num_cases}: {problem}\nshrinking it")
+                report(f"case {num_cases}: {problem}\nshrinking it")
                 small, problem = _smallest(case, fails, seconds=60 * minutes)
-                tell(f"\n{problem}\n\n{small.program()}")
+                report(f"\n{problem}\n\n{small.program()}")
                 return 1
     finally:
         logging.disable(logging.NOTSET)
-    tell(
+    report(
         f"{num_cases} configs, 1 of {READ} of them written as a checkpoint, no difference "
         f"(seed {seed})"
     )
     for reason, count in sorted(told.items(), key=lambda item: (-item[1], item[0])):
-        tell(f"  {count} x {reason}")
+        report(f"  {count} x {reason}")
     return 0
 
 

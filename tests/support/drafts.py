@@ -13,7 +13,7 @@ from jaxpage.step.request import SequenceGroup
 from jaxpage.step.strategy import Strategy
 
 NUM_TOKEN_IDS = 257  # of the small models
-MOST_DRAFTS = 7
+MAX_DRAFTS = 7
 # by prompt, seed and sample: what the request draws
 Outputs = Mapping[tuple[tuple[int, ...], int, int], Sequence[int]]
 
@@ -51,42 +51,42 @@ def random_draft(
 Kind = Callable[[random.Random, list[int], int], Draft]
 
 
-def oracle(rng: random.Random, future: list[int], most: int) -> Draft:
-    return chain(tuple(future[:most]))
+def oracle(rng: random.Random, future: list[int], maximum: int) -> Draft:
+    return chain(tuple(future[:maximum]))
 
 
-def wrong(rng: random.Random, future: list[int], most: int) -> Draft:
+def wrong(rng: random.Random, future: list[int], maximum: int) -> Draft:
     """Not one of them is right."""
-    return chain(tuple((token_id + 1) % NUM_TOKEN_IDS for token_id in future[:most]))
+    return chain(tuple((token_id + 1) % NUM_TOKEN_IDS for token_id in future[:maximum]))
 
 
-def any_length(rng: random.Random, future: list[int], most: int) -> Draft:
-    return random_draft(rng, future, rng.randrange(most + 1), NUM_TOKEN_IDS, branches=False)
+def any_length(rng: random.Random, future: list[int], maximum: int) -> Draft:
+    return random_draft(rng, future, rng.randrange(maximum + 1), NUM_TOKEN_IDS, branches=False)
 
 
-def any_tree(rng: random.Random, future: list[int], most: int) -> Draft:
-    return random_draft(rng, future, rng.randrange(most + 1), NUM_TOKEN_IDS)
+def any_tree(rng: random.Random, future: list[int], maximum: int) -> Draft:
+    return random_draft(rng, future, rng.randrange(maximum + 1), NUM_TOKEN_IDS)
 
 
-def too_many(rng: random.Random, future: list[int], most: int) -> Draft:
+def too_many(rng: random.Random, future: list[int], maximum: int) -> Draft:
     """Behind what follows, past any end; and more than a step holds."""
-    return random_draft(rng, future, most + 40, NUM_TOKEN_IDS, branches=False, share_right=1.0)
+    return random_draft(rng, future, maximum + 40, NUM_TOKEN_IDS, branches=False, share_right=1.0)
 
 
-def duplicates(rng: random.Random, future: list[int], most: int) -> Draft:
+def duplicates(rng: random.Random, future: list[int], maximum: int) -> Draft:
     """Every token stands twice behind each of the two before it."""
-    parents = [-1, -1] + [parent for parent in range(most) for _ in range(2)]
-    depths = Draft((0,) * most, tuple(parents[:most])).depths
+    parents = [-1, -1] + [parent for parent in range(maximum) for _ in range(2)]
+    depths = Draft((0,) * maximum, tuple(parents[:maximum])).depths
     known = [depth for depth in depths if depth <= len(future)]
     return Draft(tuple(future[depth - 1] for depth in known), tuple(parents[: len(known)]))
 
 
-def right_branch(rng: random.Random, future: list[int], most: int, *, last: bool) -> Draft:
+def right_branch(rng: random.Random, future: list[int], maximum: int, *, last: bool) -> Draft:
     """At every depth a right token and a wrong one, and what follows behind the right one."""
     tokens: list[int] = []
     parents: list[int] = []
     right = -1
-    for token_id in future[: most // 2]:
+    for token_id in future[: maximum // 2]:
         pair = [token_id, (token_id + 1) % NUM_TOKEN_IDS]
         tokens += pair[::-1] if last else pair
         parents += [right, right]
@@ -126,7 +126,7 @@ class Drafter(NoSpeculation):
             for sequence in group.unfinished:
                 key = group.request.prompt_token_ids, group.request.seed, sequence.sample_index
                 future = self.outputs.get(key, ())[sequence.num_output_tokens :]
-                draft = self.kind(self._rng, list(future), MOST_DRAFTS)
+                draft = self.kind(self._rng, list(future), MAX_DRAFTS)
                 if draft.token_ids:
                     drafts[sequence.sequence_id] = draft
         return Drafts(drafts if self.strategies is None else filter_drafts(drafts, self.strategies))

@@ -154,8 +154,8 @@ class Eagle3(Head):
         first = self.decoder.layers[0]
         first.input_layernorm = _Both(self)
         for part in ("q_proj", "k_proj", "v_proj"):
-            product = getattr(first.self_attn, part)
-            wide = torch.nn.Linear(2 * width, product.out_features, bias=product.bias is not None)
+            matmul = getattr(first.self_attn, part)
+            wide = torch.nn.Linear(2 * width, matmul.out_features, bias=matmul.bias is not None)
             setattr(first.self_attn, part, wide)
         self.drawn()
 

@@ -54,8 +54,8 @@ def write_json(path: Path, content: Any) -> None:
 def random_texts(lengths: Sequence[int], first: int = len(SPECIAL)) -> list[list[int]]:
     """Token ids of texts; the same for the same lengths."""
     draw = np.random.default_rng(7)
-    most = len(word_tokenizer())
-    return [draw.integers(first, most, length).tolist() for length in lengths]
+    maximum = len(word_tokenizer())
+    return [draw.integers(first, maximum, length).tolist() for length in lengths]
 
 
 @torch.no_grad()

@@ -178,8 +178,8 @@ def roomy_page_shapes(
     kv: KVSpec, num_blocks: list[int], block_size: int, dtype: Any, **layout: bool
 ) -> kv_pages.KVPages:
     """`kv_pages.page_shapes`, but for pages with more blocks than the host hands out."""
-    least = _DEVICE_BLOCKS.get(block_size, 0) if len(set(num_blocks)) == 1 else 0
-    roomy = [max(count, least) for count in num_blocks]
+    minimum = _DEVICE_BLOCKS.get(block_size, 0) if len(set(num_blocks)) == 1 else 0
+    roomy = [max(count, minimum) for count in num_blocks]
     return kv_pages.page_shapes(kv, roomy, block_size, dtype, **layout)
 
 

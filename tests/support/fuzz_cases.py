@@ -245,42 +245,42 @@ class Case:
             yield line
 
 
-def random_shapes(chance: random.Random, models: Sequence[str] = ()) -> tuple[str, dict[str, Any]]:
+def random_shapes(rng: random.Random, models: Sequence[str] = ()) -> tuple[str, dict[str, Any]]:
     """Returns a model and settings on which the shapes of steps depend.
 
     Most are of the packaged model. The others have few geometries, since each is compiled anew.
 
     Args:
-        chance: Draws them.
+        rng: Draws them.
         models: The names of the models; empty for all.
     """
     others = [name for name in MODELS if name != "demo"]
-    model = chance.choice(others) if chance.random() < 0.2 else "demo"
+    model = rng.choice(others) if rng.random() < 0.2 else "demo"
     if models:
-        model = chance.choice(models)
+        model = rng.choice(models)
     settings: dict[str, Any] = {"dtype": "float32", **MODELS[model].settings}
     if model != "demo":
-        geometry = chance.choice((BLOCKS_OF_16, BLOCKS_OF_16, BLOCKS_OF_4))
+        geometry = rng.choice((BLOCKS_OF_16, BLOCKS_OF_16, BLOCKS_OF_4))
         settings |= {**geometry, "max_model_len": LENGTHS[0], "max_num_batched_tokens": 32}
-        if (drafting := chance.choice(MODELS[model].drafting)) is not None:
+        if (drafting := rng.choice(MODELS[model].drafting)) is not None:
             settings["speculative_config"] = drafting
         return model, settings
-    settings |= chance.choice(GEOMETRIES)
-    settings["max_model_len"] = chance.choice(LENGTHS)
-    settings["max_num_batched_tokens"] = max(chance.choice((16, 32, 64)), settings["block_size"])
-    settings["num_scheduler_steps"] = chance.choice((1, 1, "auto", 2, 4))
-    drafting = chance.choice(DRAFTING)
+    settings |= rng.choice(GEOMETRIES)
+    settings["max_model_len"] = rng.choice(LENGTHS)
+    settings["max_num_batched_tokens"] = max(rng.choice((16, 32, 64)), settings["block_size"])
+    settings["num_scheduler_steps"] = rng.choice((1, 1, "auto", 2, 4))
+    drafting = rng.choice(DRAFTING)
     if drafting is not None and settings["num_scheduler_steps"] in (1, "auto"):
         settings["speculative_config"] = drafting
-    settings["kv_cache_dtype"] = chance.choice(("auto", "auto", "auto", "int8", "fp8"))
-    if chance.random() < 0.15:
+    settings["kv_cache_dtype"] = rng.choice(("auto", "auto", "auto", "int8", "fp8"))
+    if rng.random() < 0.15:
         settings |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": 4}
-    if chance.random() < 0.15:
+    if rng.random() < 0.15:
         settings["enable_prompt_embeds"] = True
-    if chance.random() < 0.08:
+    if rng.random() < 0.08:
         settings |= {"tensor_parallel_size": 2, "tensor_parallel_reduction": "invariant"}
     if has_pool_in_shapes(settings):
-        settings["num_blocks"] = random_pool(chance, settings)
+        settings["num_blocks"] = random_pool(rng, settings)
     return model, settings
 
 
@@ -291,68 +291,68 @@ def has_pool_in_shapes(settings: dict[str, Any]) -> bool:
     return method in ON_DEVICE or settings["block_size"] not in SHARED_SIZES
 
 
-def random_pool(chance: random.Random, settings: dict[str, Any]) -> int:
+def random_pool(rng: random.Random, settings: dict[str, Any]) -> int:
     """Returns a number of blocks, from room for a single request on."""
-    longest = -(-settings["max_model_len"] // settings["block_size"])
-    return 1 + chance.randint(longest, 3 * longest)
+    max_length = -(-settings["max_model_len"] // settings["block_size"])
+    return 1 + rng.randint(max_length, 3 * max_length)
 
 
-def random_case(chance: random.Random, model: str, shapes: dict[str, Any]) -> Case:
+def random_case(rng: random.Random, model: str, shapes: dict[str, Any]) -> Case:
     """Returns a case for engines of a model and of these shapes."""
     settings = dict(shapes)
-    longest = -(-settings["max_model_len"] // settings["block_size"])
+    max_length = -(-settings["max_model_len"] // settings["block_size"])
     if not has_pool_in_shapes(settings):
-        settings["num_blocks"] = random_pool(chance, settings)
-    settings["preemption_mode"] = chance.choice(("auto", "swap", "recompute"))
-    if settings["preemption_mode"] == "swap" and chance.random() < 0.4:
-        settings["swap_space_blocks"] = chance.randint(1, 2 * longest)
-    settings["scheduling_policy"] = chance.choice(("fcfs", "fcfs", "priority", "fair"))
+        settings["num_blocks"] = random_pool(rng, settings)
+    settings["preemption_mode"] = rng.choice(("auto", "swap", "recompute"))
+    if settings["preemption_mode"] == "swap" and rng.random() < 0.4:
+        settings["swap_space_blocks"] = rng.randint(1, 2 * max_length)
+    settings["scheduling_policy"] = rng.choice(("fcfs", "fcfs", "priority", "fair"))
     if settings["scheduling_policy"] != "priority":
-        settings["new_requests_wait_until"] = chance.choice(("readmitted", "completed"))
-    settings["enable_prefix_caching"] = chance.random() < 0.7
-    settings["enable_mixed_steps"] = chance.choice((None, True, False))
+        settings["new_requests_wait_until"] = rng.choice(("readmitted", "completed"))
+    settings["enable_prefix_caching"] = rng.random() < 0.7
+    settings["enable_mixed_steps"] = rng.choice((None, True, False))
     if MODELS[model].sees:
-        settings["encoder_cache_bytes"] = chance.choice((2**20, 2**20, 5000, 1000))
+        settings["encoder_cache_bytes"] = rng.choice((2**20, 2**20, 5000, 1000))
     num_engines = 1
-    if chance.random() < 0.15 and settings["enable_prefix_caching"]:
+    if rng.random() < 0.15 and settings["enable_prefix_caching"]:
         settings["prefix_cache_directory"] = _DIRECTORY
-        num_engines = chance.choice((1, 2))
-    asks = tuple(random_asks(chance, model, settings))
-    is_async = chance.random() < 0.4
-    in_threads = not is_async and num_engines == 1 and chance.random() < 0.15
-    events = tuple(random_events(chance, asks, num_engines, is_async))
+        num_engines = rng.choice((1, 2))
+    asks = tuple(random_asks(rng, model, settings))
+    is_async = rng.random() < 0.4
+    in_threads = not is_async and num_engines == 1 and rng.random() < 0.15
+    events = tuple(random_events(rng, asks, num_engines, is_async))
     if in_threads:
         events = tuple(event for event in events if event.name not in ("hold", "drain"))
     return Case(settings, asks, events, model, is_async, num_engines, in_threads)
 
 
-def random_asks(chance: random.Random, model: str, settings: dict[str, Any]) -> Iterator[Ask]:
+def random_asks(rng: random.Random, model: str, settings: dict[str, Any]) -> Iterator[Ask]:
     """Yields a few requests, many of which begin alike."""
     size = settings["block_size"]
     num_tokens = MODELS[model].num_tokens
-    stems = [[chance.randrange(2, num_tokens) for _ in range(64)] for _ in range(2)]
-    album = random_pictures(chance) if MODELS[model].sees else ()
-    for _ in range(chance.randint(2, 6)):
+    stems = [[rng.randrange(2, num_tokens) for _ in range(64)] for _ in range(2)]
+    album = random_pictures(rng) if MODELS[model].sees else ()
+    for _ in range(rng.randint(2, 6)):
         # The lengths at which a prefix hit leaves one token, or a block is just full, come up
         # often.
-        length = chance.choice((1, 2, size, size + 1, 2 * size + 1, 33, chance.randint(1, 60)))
-        prompt = chance.choice(stems)[: min(length, 60)]
-        if chance.random() < 0.3:
-            prompt = [*prompt[:-1], chance.randrange(2, num_tokens)]
-        adapter = chance.choice((0, 1, 2)) if settings.get("enable_lora") else 0
-        pictures = random_changes(chance, album, len(prompt))
+        length = rng.choice((1, 2, size, size + 1, 2 * size + 1, 33, rng.randint(1, 60)))
+        prompt = rng.choice(stems)[: min(length, 60)]
+        if rng.random() < 0.3:
+            prompt = [*prompt[:-1], rng.randrange(2, num_tokens)]
+        adapter = rng.choice((0, 1, 2)) if settings.get("enable_lora") else 0
+        pictures = random_changes(rng, album, len(prompt))
         prompt = prompt[: MOST_WITH_PICTURES - 16 * len(pictures)] if pictures else prompt
-        if chance.random() < 0.12 and not adapter:
-            params = random_beams(chance)
+        if rng.random() < 0.12 and not adapter:
+            params = random_beams(rng)
             yield Ask(tuple(prompt), params, beams=True, pictures=pictures)
         else:
-            params = random_sampling(chance, num_tokens, has_text=MODELS[model].has_text)
+            params = random_sampling(rng, num_tokens, has_text=MODELS[model].has_text)
             if settings["scheduling_policy"] != "priority":
                 params.pop("priority", None)
             # Penalties count the tokens of a prompt, and a vector has no log probability.
             has_tokens = {"prompt_logprobs", "repetition_penalty"} & params.keys()
             is_vectors = bool(settings.get("enable_prompt_embeds")) and not has_tokens
-            is_vectors = is_vectors and chance.random() < 0.6
+            is_vectors = is_vectors and rng.random() < 0.6
             if "prompt_logprobs" in params:
                 pictures = ()
             yield Ask(
@@ -360,85 +360,85 @@ def random_asks(chance: random.Random, model: str, settings: dict[str, Any]) -> 
             )
 
 
-def random_pictures(chance: random.Random) -> tuple[tuple[int, int, int], ...]:
+def random_pictures(rng: random.Random) -> tuple[tuple[int, int, int], ...]:
     """Returns three pictures at places of a prompt."""
-    places = sorted(chance.choice((0, 1, 4, 15, 16, chance.randint(0, 30))) for _ in range(3))
-    return tuple((place, chance.randint(1, 3), chance.randint(1, 3)) for place in places)
+    places = sorted(rng.choice((0, 1, 4, 15, 16, rng.randint(0, 30))) for _ in range(3))
+    return tuple((place, rng.randint(1, 3), rng.randint(1, 3)) for place in places)
 
 
 def random_changes(
-    chance: random.Random, album: tuple[tuple[int, int, int], ...], length: int
+    rng: random.Random, album: tuple[tuple[int, int, int], ...], length: int
 ) -> tuple[tuple[int, int, int], ...]:
     """Returns the first pictures of an album for a prompt of this length, now and then others."""
-    album = album[: chance.choice((0, 1, 1, 2, 3))]
-    seeds = [seed if chance.random() < 0.8 else chance.randint(1, 3) for _, seed, _ in album]
+    album = album[: rng.choice((0, 1, 1, 2, 3))]
+    seeds = [seed if rng.random() < 0.8 else rng.randint(1, 3) for _, seed, _ in album]
     return tuple(
         (min(place, length), seed, size)
         for (place, _, size), seed in zip(album, seeds, strict=True)
     )
 
 
-def random_beams(chance: random.Random) -> dict[str, Any]:
+def random_beams(rng: random.Random) -> dict[str, Any]:
     """Returns arguments of `BeamSearchParams`."""
-    beam_width = chance.randint(2, 4)
+    beam_width = rng.randint(2, 4)
     params = {
         "beam_width": beam_width,
-        "max_tokens": chance.randint(1, 16),
-        "length_penalty": chance.choice((0.0, 1.0, 1.5)),
-        "early_stopping": chance.choice((False, True)),
+        "max_tokens": rng.randint(1, 16),
+        "length_penalty": rng.choice((0.0, 1.0, 1.5)),
+        "early_stopping": rng.choice((False, True)),
     }
-    if chance.random() < 0.3:
-        params["n"] = chance.randint(1, beam_width)
+    if rng.random() < 0.3:
+        params["n"] = rng.randint(1, beam_width)
     return params
 
 
-def random_sampling(chance: random.Random, num_tokens: int, *, has_text: bool) -> dict[str, Any]:
+def random_sampling(rng: random.Random, num_tokens: int, *, has_text: bool) -> dict[str, Any]:
     """Returns arguments of `SamplingParams`, each of which is given now and then."""
     params: dict[str, Any] = {
         # the last one asks for more than fits
-        "max_tokens": chance.choice((chance.randint(1, 24), chance.randint(1, 24), 4, 200)),
-        "temperature": chance.choice((0.0, 0.8, 1.5)),
-        "seed": chance.choice((chance.randrange(2**40), -chance.randrange(2, 2**40))),
+        "max_tokens": rng.choice((rng.randint(1, 24), rng.randint(1, 24), 4, 200)),
+        "temperature": rng.choice((0.0, 0.8, 1.5)),
+        "seed": rng.choice((rng.randrange(2**40), -rng.randrange(2, 2**40))),
     }
-    if params["max_tokens"] == 200 and chance.random() < 0.7:
+    if params["max_tokens"] == 200 and rng.random() < 0.7:
         params["max_tokens"] = 24
     choices: dict[str, Callable[[], Any]] = {
-        "n": lambda: chance.randint(2, 3),
-        "top_p": lambda: chance.choice((1e-9, 0.2, 0.9)),
-        "top_k": lambda: chance.choice((1, 5, 200)),
+        "n": lambda: rng.randint(2, 3),
+        "top_p": lambda: rng.choice((1e-9, 0.2, 0.9)),
+        "top_k": lambda: rng.choice((1, 5, 200)),
         "min_p": lambda: 0.05,
         "presence_penalty": lambda: 0.7,
         "frequency_penalty": lambda: -0.5,
         "repetition_penalty": lambda: 1.3,
-        "logit_bias": lambda: {chance.randrange(num_tokens): chance.choice((8.0, -8.0, -100.0))},
-        "allowed_token_ids": lambda: chance.sample(range(2, num_tokens), 3),
-        "stop_token_ids": lambda: [chance.randrange(2, min(num_tokens, 300))],
-        "min_tokens": lambda: chance.randint(1, min(params["max_tokens"], 16)),
+        "logit_bias": lambda: {rng.randrange(num_tokens): rng.choice((8.0, -8.0, -100.0))},
+        "allowed_token_ids": lambda: rng.sample(range(2, num_tokens), 3),
+        "stop_token_ids": lambda: [rng.randrange(2, min(num_tokens, 300))],
+        "min_tokens": lambda: rng.randint(1, min(params["max_tokens"], 16)),
         "ignore_eos": lambda: True,
-        "logprobs": lambda: chance.randint(0, 3),
+        "logprobs": lambda: rng.randint(0, 3),
         "logprobs_mode": lambda: "processed",
         "prompt_logprobs": lambda: 1,
-        "priority": lambda: chance.randint(-1, 1),
-        "user": lambda: chance.choice("ab"),
-        "cache_salt": lambda: chance.choice("xy"),
+        "priority": lambda: rng.randint(-1, 1),
+        "user": lambda: rng.choice("ab"),
+        "cache_salt": lambda: rng.choice("xy"),
     }
     if has_text:
         choices |= {
             "bad_words": lambda: [" the"],
-            "stop": lambda: chance.choice((["e"], [" a", "."])),
+            "stop": lambda: rng.choice((["e"], [" a", "."])),
             "structured_outputs": lambda: {"regex": "[a-z ]{2,30}"},
             "include_stop_str_in_output": lambda: True,
-            "thinking_token_budget": lambda: chance.randint(0, 9),
+            "thinking_token_budget": lambda: rng.randint(0, 9),
         }
     for name, value in choices.items():
-        if chance.random() < 0.12:
+        if rng.random() < 0.12:
             params[name] = value()
     if "thinking_token_budget" in params:
-        params["thinking_markers"] = chance.choice(
+        params["thinking_markers"] = rng.choice(
             (("", "so"), ("", "</think>"), ("a", ".", True), ("e", "o"))
         )
         params.pop("allowed_token_ids", None)
-    if chance.random() < 0.05:
+    if rng.random() < 0.05:
         params |= {"n": 1, "best_of": 3}
     if "allowed_token_ids" in params or "structured_outputs" in params:
         params.pop("bad_words", None)
@@ -449,86 +449,86 @@ def random_sampling(chance: random.Random, num_tokens: int, *, has_text: bool) -
 
 
 def random_events(
-    chance: random.Random, asks: Sequence[Ask], num_engines: int, is_async: bool
+    rng: random.Random, asks: Sequence[Ask], num_engines: int, is_async: bool
 ) -> Iterator[Event]:
     """Yields events in which every request takes part, some of them twice.
 
     Many are at the same turn, or one after the other, as calls that meet are.
     """
-    waiting = [*range(len(asks)), *(index for index in range(len(asks)) if chance.random() < 0.5)]
-    chance.shuffle(waiting)
+    waiting = [*range(len(asks)), *(index for index in range(len(asks)) if rng.random() < 0.5)]
+    rng.shuffle(waiting)
     # Half of the cases are about requests alone, since most of what is done to weights ends them.
-    lives = chance.random() < 0.5
+    lives = rng.random() < 0.5
     at = 0
-    while waiting or chance.random() < 0.4:
-        at += chance.choice((0, 0, 1, 1, 2, 5, 12))
-        engine = chance.randrange(num_engines)
-        if waiting and chance.random() < (0.55 if lives else 0.85):
-            yield _random_request(chance, asks, waiting, at, engine, is_async)
+    while waiting or rng.random() < 0.4:
+        at += rng.choice((0, 0, 1, 1, 2, 5, 12))
+        engine = rng.randrange(num_engines)
+        if waiting and rng.random() < (0.55 if lives else 0.85):
+            yield _random_request(rng, asks, waiting, at, engine, is_async)
         else:
-            act = _random_act(chance, asks, at, engine, lives=lives)
+            act = _random_act(rng, asks, at, engine, lives=lives)
             yield act
-            if act.name in ("update", "sleep", "pause") and chance.random() < 0.3:
+            if act.name in ("update", "sleep", "pause") and rng.random() < 0.3:
                 # as a program does that has given up, or asks twice
                 yield dataclasses.replace(act, interrupted_after=None)
-    if lives and chance.random() < 0.25:
-        timeout = chance.choice((None, 60.0, 60.0, 0.0))
-        yield Event(max(0, at - chance.randint(0, 5)), "drain", (), (timeout,))
+    if lives and rng.random() < 0.25:
+        timeout = rng.choice((None, 60.0, 60.0, 0.0))
+        yield Event(max(0, at - rng.randint(0, 5)), "drain", (), (timeout,))
 
 
 def _random_request(
-    chance: random.Random,
+    rng: random.Random,
     asks: Sequence[Ask],
     waiting: list[int],
     at: int,
     engine: int,
     is_async: bool,
 ) -> Event:
-    aborted = chance.choice((0, 0, 1, 2, 8)) if is_async and chance.random() < 0.2 else None
-    interrupted = chance.choice((0, 0, 1, 2, 8)) if chance.random() < 0.12 else None
+    aborted = rng.choice((0, 0, 1, 2, 8)) if is_async and rng.random() < 0.2 else None
+    interrupted = rng.choice((0, 0, 1, 2, 8)) if rng.random() < 0.12 else None
     after: dict[str, Any] = {
         "engine": engine,
         "interrupted_after": interrupted,
         "aborted_after": aborted,
     }
-    if asks[waiting[-1]].is_streamable and chance.random() < 0.5:
-        end = chance.choice(("whole", "whole", "close", "drop"))
-        details = (chance.randint(1, 6), chance.choice((0, 0, 1, 3, 10)), end)
+    if asks[waiting[-1]].is_streamable and rng.random() < 0.5:
+        end = rng.choice(("whole", "whole", "close", "drop"))
+        details = (rng.randint(1, 6), rng.choice((0, 0, 1, 3, 10)), end)
         return Event(at, "stream", (waiting.pop(),), details, **after)
-    number = 1 if is_async else chance.choice((0, 1, 1, 2, 3, 4))
+    number = 1 if is_async else rng.choice((0, 1, 1, 2, 3, 4))
     batch = tuple(waiting.pop() for _ in range(min(len(waiting), number)))
     return Event(at, "generate", batch, **after)
 
 
 def _random_act(
-    chance: random.Random, asks: Sequence[Ask], at: int, engine: int, *, lives: bool
+    rng: random.Random, asks: Sequence[Ask], at: int, engine: int, *, lives: bool
 ) -> Event:
     """Returns an event other than a request; `lives` adds those that wait for other weights."""
-    interrupted = chance.choice((0, 0, 1, 2, 8)) if chance.random() < 0.3 else None
+    interrupted = rng.choice((0, 0, 1, 2, 8)) if rng.random() < 0.3 else None
     after: dict[str, Any] = {"engine": engine, "interrupted_after": interrupted}
-    index = chance.randrange(len(asks))
+    index = rng.randrange(len(asks))
     names = ["pin", "pin", "reset", "score", "embed"]
     if lives:
         names += ("update", "update", "update", "sleep", "sleep", "pause", "hold")
-    match chance.choice(names):
+    match rng.choice(names):
         case "pin":
-            return Event(at, "pin", (index,), (chance.randint(0, 12),), **after)
+            return Event(at, "pin", (index,), (rng.randint(0, 12),), **after)
         case "score":
-            return Event(at, "score", (index, chance.randrange(len(asks))), **after)
+            return Event(at, "score", (index, rng.randrange(len(asks))), **after)
         case "embed":
-            pooling = chance.choice(("last", "mean"))
-            number = chance.randint(1, 3)
-            prompts = tuple(chance.randrange(len(asks)) for _ in range(number))
+            pooling = rng.choice(("last", "mean"))
+            number = rng.randint(1, 3)
+            prompts = tuple(rng.randrange(len(asks)) for _ in range(number))
             return Event(at, "embed", prompts, (pooling,), **after)
         case "update":
-            mode = chance.choice(("wait", "abort", "keep", "recompute", "recompute"))
-            form = chance.choice(("numpy", "jax", "held"))
-            return Event(at, "update", (), (chance.randrange(NUM_SETS), form, mode), **after)
+            mode = rng.choice(("wait", "abort", "keep", "recompute", "recompute"))
+            form = rng.choice(("numpy", "jax", "held"))
+            return Event(at, "update", (), (rng.randrange(NUM_SETS), form, mode), **after)
         case "pause":
-            return Event(at, "pause", (), (chance.choice((0, 1, 3, 8)),), **after)
+            return Event(at, "pause", (), (rng.choice((0, 1, 3, 8)),), **after)
         case "sleep":
-            level = chance.choice((1, 2))
-            return Event(at, "sleep", (), (level, chance.choice((0, 1, 3))), **after)
+            level = rng.choice((1, 2))
+            return Event(at, "sleep", (), (level, rng.choice((0, 1, 3))), **after)
         case name:
             return Event(at, name, **after)
 

@@ -38,8 +38,8 @@ from tests.support.engines import make_kind, make_llm
 from tests.support.fuzz_cases import SHARED, Ask, Case, random_case, random_shapes, shrunk
 from tests.support.fuzz_models import MODELS, Weights, other_weights
 from tests.support.performance import (
-    MOST_SCORED,
-    MOST_SECONDS,
+    MAX_SCORED,
+    MAX_SECONDS,
     Actor,
     Performance,
     PlayedEngine,
@@ -296,8 +296,8 @@ class Fuzzer:
 
         Tokens far from the likeliest lie so near each other that these bits change their places.
         """
-        most = 1 + theirs // 50 if self.tolerance else 0
-        return abs(ours - theirs) <= most
+        maximum = 1 + theirs // 50 if self.tolerance else 0
+        return abs(ours - theirs) <= maximum
 
     def _stream_differs(self, performance: Performance, actor: Actor, ask: Ask) -> str:
         """Compares a stream, or the beginning of one that is left before its end."""
@@ -358,7 +358,7 @@ class PlainEngine:
         prompts = [list(ask.prompt) for ask in asks]
         if name == "score":
             prompt, continuation = prompts
-            return np.array(self.llm.score(prompt, continuation[:MOST_SCORED]))
+            return np.array(self.llm.score(prompt, continuation[:MAX_SCORED]))
         return np.array(self.llm.embed(prompts, pooling=details[0], use_tqdm=False))
 
 
@@ -381,7 +381,7 @@ def _left_over(performance: Performance) -> str:
             performance.wake(engine)
         for pin in list(engine.pins):
             performance.finish(performance.release(engine, pin), "release of a pin")
-        if performance.finish(engine.call("drain", MOST_SECONDS), "drain") is not True:
+        if performance.finish(engine.call("drain", MAX_SECONDS), "drain") is not True:
             return "drain returned False at the end, when nobody waits for a request"
         engine.watch()
         stats = llm._engine.stats()
@@ -487,7 +487,7 @@ def fuzz(
     seed: int,
     *,
     tolerance: float,
-    tell: Callable[[str], None],
+    report: Callable[[str], None],
     models: Sequence[str] = (),
 ) -> int:
     """Runs random cases for some minutes and returns how many failed, which is at most one.
@@ -496,12 +496,12 @@ def fuzz(
         minutes: The time for new cases; shrinking takes as long again at most.
         seed: The seed of the cases.
         tolerance: See `Fuzzer`.
-        tell: Takes lines for the person who runs it.
+        report: Takes lines for the person who runs it.
         models: The names of the models; empty for all.
     """
     start = time.monotonic()
     end = start + 60 * minutes
-    chance = random.Random(seed)
+    rng = random.Random(seed)
     compiling = CompileTime()
     compiled: list[tuple[str, dict[str, Any]]] = []
     num_cases = 0
@@ -511,26 +511,26 @@ def fuzz(
             if time.monotonic() > end:
                 break
             if number % GROUPS_OF_SHAPES == 0:
-                compiled.append(random_shapes(chance, models))
+                compiled.append(random_shapes(rng, models))
             model, shapes = compiled[-1]
             if number % GROUPS_OF_SHAPES:
-                model, shapes = chance.choice(compiled[-NUM_SHAPES:])
+                model, shapes = rng.choice(compiled[-NUM_SHAPES:])
             for _ in range(CASES_OF_SHAPES):
-                case = random_case(chance, model, shapes)
+                case = random_case(rng, model, shapes)
                 num_cases += 1
                 if problem := fuzzer.failure(case):
-                    return _told(fuzzer, case, problem, num_cases, 60 * minutes, tell)
+                    return _told(fuzzer, case, problem, num_cases, 60 * minutes, report)
                 if time.monotonic() > end:
                     break
         share = compiling.seconds / (time.monotonic() - start)
-        tell(
+        report(
             f"{num_cases} cases with {len(compiled)} shapes, {fuzzer.num_requests} requests, no difference; "
             f"{fuzzer.refused.total()} times an engine refused what was asked; {share:.0%} of the time "
             f"went into compiling (seed {seed})"
         )
-        tell("  " + ", ".join(f"{count} x {name}" for name, count in fuzzer.events.most_common()))
+        report("  " + ", ".join(f"{count} x {name}" for name, count in fuzzer.events.most_common()))
         for reason, count in fuzzer.refused.most_common():
-            tell(f"  {count} x {reason.splitlines()[0][:200]}")
+            report(f"  {count} x {reason.splitlines()[0][:200]}")
     return 0
 
 
@@ -540,10 +540,10 @@ def _told(
     problem: str,
     number: int,
     seconds: float,
-    tell: Callable[[str], None],
+    report: Callable[[str], None],
 ) -> int:
     """Shrinks a case that fails, prints it, and returns 1."""
-    tell(f"case {number}: {problem}\nshrinking it")
+    report(f"case {number}: {problem}\nshrinking it")
     logging.disable(logging.CRITICAL)  # each try would log the same failed step again
     kind = _kind(problem)
 
@@ -552,7 +552,7 @@ def _told(
         return found if _kind(found) == kind else ""
 
     small = shrunk(case, fails, seconds=seconds)
-    tell(f"\n{fuzzer.failure(small) or problem}\n\n{small.program()}")
+    report(f"\n{fuzzer.failure(small) or problem}\n\n{small.program()}")
     logging.disable(logging.NOTSET)
     return 1
 

@@ -158,13 +158,13 @@ BANNED_ATTRIBUTES = {
 }
 BANNED_KEYWORDS = {"trust_remote_code", "allow_pickle", "shell"}  # with the value True
 
-# Where modules multiply: everywhere else they call `product`.
-PRODUCTS = {
-    "jaxpage/layers/product.py",
+# Where modules multiply: everywhere else they call `matmul`.
+MATMULS = {
+    "jaxpage/layers/matmul.py",
     "jaxpage/layers/norms.py",
     "jaxpage/layers/picture_attention.py",  # it multiplies by no weights
 }
-PRODUCT_CALLS = {"einsum", "dot", "matmul", "dot_general", "tensordot", "vdot", "inner"}
+MATMUL_CALLS = {"einsum", "dot", "matmul", "dot_general", "tensordot", "vdot", "inner"}
 
 MAX_MODULE_TOKENS = 3000  # of Python, docstrings counting as one: explaining more must cost nothing
 MAX_FUNCTION_LINES = 70
@@ -325,7 +325,7 @@ def violations(root: Path) -> list[str]:
             found += [f"{module.path}:{item.line}: {text}" for text in _door_laws(module, item)]
         found += [f"{module.path}:{line}: {text}" for line, text in _never(module)]
         found += [f"{module.path}:{line}: {text}" for line, text in _fragments(module)]
-        found += [f"{module.path}:{line}: {text}" for line, text in _products(module)]
+        found += [f"{module.path}:{line}: {text}" for line, text in _matmuls(module)]
         found += [f"{module.path}:{line}: {text}" for line, text in _steps(module)]
         found += [f"{module.path}:{line}: {text}" for line, text in _chains(module)]
         found += [f"{module.path}:{line}: {text}" for line, text in _sizes(module)]
@@ -508,18 +508,18 @@ def _never(module: Module) -> Iterator[tuple[int, str]]:
                     yield node.lineno, f"uses {node.module}.{alias.name}"
 
 
-def _products(module: Module) -> Iterator[tuple[int, str]]:
+def _matmuls(module: Module) -> Iterator[tuple[int, str]]:
     """One place multiplies by weights, so that one place has to know of a new kind of weight."""
-    if not module.name.startswith(("jaxpage.layers", "jaxpage.models")) or module.path in PRODUCTS:
+    if not module.name.startswith(("jaxpage.layers", "jaxpage.models")) or module.path in MATMULS:
         return
     for node in module.nodes:
         called = getattr(node.func, "attr", "") if isinstance(node, ast.Call) else ""
-        if called in PRODUCT_CALLS or (
+        if called in MATMUL_CALLS or (
             isinstance(node, ast.BinOp) and isinstance(node.op, ast.MatMult)
         ):
             yield (
                 node.lineno,
-                "multiplies: layers.product.product does that, and knows the kinds of weights",
+                "multiplies: layers.matmul.matmul does that, and knows the kinds of weights",
             )
 
 

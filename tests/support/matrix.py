@@ -118,8 +118,8 @@ class Engines:
             llm._engine, Scripted(texts, mixed_up, vocab_size=llm._engine.builder.vocab_size)
         )
         output = llm.generate(PROMPT, params, use_tqdm=False)[0]
-        longest = max(len(completion.token_ids) for completion in output.outputs)
-        if longest >= 12 and isinstance(params, SamplingParams):
+        max_length = max(len(completion.token_ids) for completion in output.outputs)
+        if max_length >= 12 and isinstance(params, SamplingParams):
             assert 0 < output.metrics.num_accepted_tokens < output.metrics.num_draft_tokens
         return output
 

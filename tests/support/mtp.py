@@ -78,7 +78,7 @@ class Head(torch.nn.Module):
         output = output.last_hidden_state[0]
         return output.numpy(), self.table(output).numpy()
 
-    def tensors(self, *, apart: bool) -> dict[str, np.ndarray]:
+    def tensors(self, *, separate: bool) -> dict[str, np.ndarray]:
         """As files name them; apart: experts are one by one."""
         decoder = {name: value.float() for name, value in self.decoder.state_dict().items()}
         numbered = self.config.model_type in NUMBERED
@@ -103,13 +103,13 @@ class Head(torch.nn.Module):
             found[f"{layer}shared_head.head.weight"] = self.table.weight.float()
         for name, value in decoder.items():
             if name.startswith("layers.0."):
-                found |= _experts(layer + name.removeprefix("layers.0."), value, apart)
+                found |= _experts(layer + name.removeprefix("layers.0."), value, separate)
         return {name: np.ascontiguousarray(value.detach().numpy()) for name, value in found.items()}
 
 
-def _experts(name: str, value: Any, apart: bool) -> dict[str, Any]:
+def _experts(name: str, value: Any, separate: bool) -> dict[str, Any]:
     stem, _, last = name.rpartition(".experts.")
-    if not stem or not apart:
+    if not stem or not separate:
         return {name: value}
     parts = ("gate_proj", "up_proj") if last == "gate_up_proj" else ("down_proj",)
     return {
@@ -135,7 +135,7 @@ def save_with_head(
 
     num_tokens: of so many tokens a greedy text is, so that a random head is right now and then. overrides: fields of config.json.
     """
-    name, apart = MODELS[family]
+    name, separate = MODELS[family]
     model = save_model(name, directory, **overrides)
     if num_tokens is not None:
         with torch.no_grad():
@@ -147,7 +147,7 @@ def save_with_head(
     if family == "mimo":
         config |= {"architectures": ["MiMoForCausalLM"], "model_type": "mimo"}
     (directory / "config.json").write_text(json.dumps(config))
-    tensors = head.tensors(apart=apart)
+    tensors = head.tensors(separate=separate)
     stored = load_file(directory / "model.safetensors")
     if "lm_head.weight" in stored:
         stored["lm_head.weight"] = model.get_output_embeddings().weight.detach().numpy()

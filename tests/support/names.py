@@ -24,19 +24,58 @@ sold spelt spent stood taken taught thought thrown told understood won worn writ
 IRREGULAR = frozenset(_IRREGULAR.split())
 # Words that end in "ed" and are no participles.
 PLAIN = frozenset({"bed", "embed", "exceed", "feed", "need", "proceed", "seed", "speed", "unused"})
-# Words that stood for a term of the field, with the term. They are parts of identifiers.
+# Words that stood for a term of the field, with the term, which docs/glossary.md lists. They are
+# parts of identifiers, in lower case.
 TERMS = {
-    "head_width": "head_dim",
-    "model_width": "hidden_size",
+    "apart": "separate",
+    "asked": "requested",
+    "behind": "after",
     "behind_attention": "post_attention_norm",
     "behind_mlp": "post_mlp_norm",
-    "query_growth": "temperature_tuning",
-    "asked": "requested",
+    "both_ways": "bidirectional",
+    "chance": "probability",
+    "chances": "probabilities",
+    "fewest": "min",
+    "head_width": "head_dim",
+    "least": "min, or minimum",
+    "leave": "detach, or end",
+    "lend": "share",
+    "lent": "shared",
+    "likeliest": "top",
+    "longest": "max_length",
+    "look": "observe, poll or sample",
+    "looks": "samples",
+    "model_width": "hidden_size",
+    "most": "max, or maximum",
     "obey": "run",
     "obeys": "runs",
+    "odds": "scores",
+    "orders": "commands",
+    "product": "matmul",
+    "products": "matmuls",
+    "query_growth": "temperature_tuning",
+    "shortest": "min_length",
+    "smallest": "min",
     "taker": "the running thread",
+    "tell": "report",
+    "told": "what was reported, such as message",
+    "turned": "rotated",
+    "wanted": "requested, or expected",
 }
-FOREIGN_NAMES = frozenset({"most_common", "most_common_dtype", "_most_common_dtype"})
+# Names with such a word that belong to others, or in which it means what it says.
+EXEMPT_NAMES = frozenset(
+    [
+        "at_least",
+        "at_most",
+        "longest_first",
+        "look_up",
+        "most_common",
+        "product",
+        "tell",
+        "zip_longest",
+        "scaled_dot_product_attention",
+    ]
+)
 PRONOUNS = frozenset({"found", "given", "kept", "one", "own", "rest", "wanted"})
 
 
@@ -77,16 +116,26 @@ def pronouns(modules: Sequence[Module]) -> tuple[list[str], int]:
 
 
 def old_words(modules: Sequence[Module]) -> list[str]:
-    """Returns the identifiers with a word that stands for a term of the field."""
-    pattern = re.compile(rf"(?:^|_)(?:{'|'.join(TERMS)})(?:_|$)|^_*most_")
+    """Returns the identifiers with a word that stands for a term of the field.
+
+    The name of a test is a sentence, and has any words.
+    """
+    words = "|".join(TERMS)
+    pattern = re.compile(rf"(?:^|_)({words})(?=_|$)")
+    exempt = re.compile(rf"(?:^|_)(?:{'|'.join(EXEMPT_NAMES - {'product', 'tell'})})(?=_|$)")
     places = []
     for module in modules:
+        before = ""
         for token in module.tokens:
-            if token.type != tokenize.NAME or token.string in FOREIGN_NAMES:
-                continue
-            if match := pattern.search(token.string):
-                term = TERMS.get(match[0].strip("_"), "max")
-                places.append(f"{module.path}:{token.start[0]}: {token.string} ({term})")
+            is_exempt = token.string.startswith("test_") or (
+                before == "." and token.string in EXEMPT_NAMES
+            )
+            if token.type == tokenize.NAME and not is_exempt:
+                snake = re.sub("(?<=[a-z])(?=[A-Z])", "_", token.string).lower()
+                if match := pattern.search(exempt.sub("", snake)):
+                    place = f"{module.path}:{token.start[0]}"
+                    places.append(f"{place}: {token.string} ({TERMS[match[1]]})")
+            before = token.string
     return places
 
 

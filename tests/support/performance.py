@@ -29,9 +29,9 @@ from tests.support.fuzz_cases import NUM_SETS, Ask, Case, Event
 from tests.support.fuzz_models import Weights, other_weights
 from tests.support.stage import Interrupt, RealTime, Stage
 
-MOST_SECONDS = 20.0  # of the last drain, and of calls on threads while their engines do nothing
-MOST_BUSY_SECONDS = 600.0  # of calls on threads: steps are compiled in turns, which takes minutes
-MOST_SCORED = 12  # tokens of a continuation, so that prompt and continuation fit
+MAX_SECONDS = 20.0  # of the last drain, and of calls on threads while their engines do nothing
+MAX_BUSY_SECONDS = 600.0  # of calls on threads: steps are compiled in turns, which takes minutes
+MAX_SCORED = 12  # tokens of a continuation, so that prompt and continuation fit
 
 
 class WrongBehaviour(Exception):
@@ -317,7 +317,7 @@ class Performance:
                 now = time.monotonic()
                 if any(engine.is_busy for engine in self.engines):
                     idle_since = now
-                if now - idle_since > MOST_SECONDS or now - began > MOST_BUSY_SECONDS:
+                if now - idle_since > MAX_SECONDS or now - began > MAX_BUSY_SECONDS:
                     raise WrongBehaviour(
                         f"a call has not ended after {now - began:.0f} s, and its engine has done "
                         f"nothing for {now - idle_since:.0f} s"
@@ -452,7 +452,7 @@ class Performance:
                 await engine.call("reset_prefix_cache")
             case "score":
                 prompt, continuation = (list(ask.prompt) for ask in asks)
-                actor.result = await engine.call("score", prompt, continuation[:MOST_SCORED])
+                actor.result = await engine.call("score", prompt, continuation[:MAX_SCORED])
             case "embed":
                 more = {} if engine.is_async else {"use_tqdm": False}
                 prompts = [list(ask.prompt) for ask in asks]

@@ -31,13 +31,13 @@ class Double(Proposer):
         self.forgotten.append(group.request.request_id)
 
 
-def oracle(outputs: Outputs, most: int, vocab_size: int) -> Proposer:
+def oracle(outputs: Outputs, maximum: int, vocab_size: int) -> Proposer:
     """Always right. `outputs`: what the engine draws for these prompts without drafts."""
-    return SyntheticProposer(outputs, (1.0,) * most, vocab_size=vocab_size)
+    return SyntheticProposer(outputs, (1.0,) * maximum, vocab_size=vocab_size)
 
 
-def always_wrong(outputs: Outputs, most: int, vocab_size: int) -> Proposer:
-    return SyntheticProposer(outputs, (0.0,) * most, vocab_size=vocab_size)
+def always_wrong(outputs: Outputs, maximum: int, vocab_size: int) -> Proposer:
+    return SyntheticProposer(outputs, (0.0,) * maximum, vocab_size=vocab_size)
 
 
 class PastTheEnd(Proposer):
@@ -55,8 +55,8 @@ class PastTheEnd(Proposer):
 def any_length(vocab_size: int) -> Double:
     """Random tokens, from none to as many as are wanted."""
     return Double(
-        lambda _, most, noise: chain(
-            tuple(noise.choices(range(vocab_size), k=noise.randint(0, most)))
+        lambda _, maximum, noise: chain(
+            tuple(noise.choices(range(vocab_size), k=noise.randint(0, maximum)))
         )
     )
 
@@ -64,10 +64,10 @@ def any_length(vocab_size: int) -> Double:
 def twins(vocab_size: int) -> Double:
     """Trees in which every token has two equal children, as far as they go."""
 
-    def guess(sequence: Sequence, most: int, noise: random.Random) -> Draft:
-        levels = noise.choices(range(vocab_size), k=most)
-        parents = [index // 2 - 1 for index in range(most)]
-        tokens = [levels[(index + 2).bit_length() - 2] for index in range(most)]
+    def guess(sequence: Sequence, maximum: int, noise: random.Random) -> Draft:
+        levels = noise.choices(range(vocab_size), k=maximum)
+        parents = [index // 2 - 1 for index in range(maximum)]
+        tokens = [levels[(index + 2).bit_length() - 2] for index in range(maximum)]
         return Draft(tuple(tokens), tuple(parents))
 
     return Double(guess)
@@ -75,16 +75,16 @@ def twins(vocab_size: int) -> Double:
 
 def too_many(vocab_size: int) -> Double:
     return Double(
-        lambda _, most, noise: chain(tuple(noise.choices(range(vocab_size), k=3 * most + 5)))
+        lambda _, maximum, noise: chain(tuple(noise.choices(range(vocab_size), k=3 * maximum + 5)))
     )
 
 
 def unknown_tokens(vocab_size: int) -> Double:
     """A good token, and then one that no model of this vocabulary has, anywhere in the chain."""
 
-    def guess(sequence: Sequence, most: int, noise: random.Random) -> Draft:
-        tokens = noise.choices(range(vocab_size), k=most)
-        tokens[noise.randrange(most)] = noise.choice((-1, -(2**40), vocab_size, 2**31, 2**70))
+    def guess(sequence: Sequence, maximum: int, noise: random.Random) -> Draft:
+        tokens = noise.choices(range(vocab_size), k=maximum)
+        tokens[noise.randrange(maximum)] = noise.choice((-1, -(2**40), vocab_size, 2**31, 2**70))
         return chain(tuple(tokens))
 
     return Double(guess)
@@ -93,13 +93,14 @@ def unknown_tokens(vocab_size: int) -> Double:
 def no_tree(vocab_size: int) -> Double:
     """Parents that come later, are the token itself or are none, or of which there are too few or too many."""
 
-    def guess(sequence: Sequence, most: int, noise: random.Random) -> Draft:
-        tokens = tuple(noise.choices(range(vocab_size), k=most))
+    def guess(sequence: Sequence, maximum: int, noise: random.Random) -> Draft:
+        tokens = tuple(noise.choices(range(vocab_size), k=maximum))
         parents = list(chain(tokens).parents)
-        place = noise.randrange(most)
-        parents[place] = noise.choice((place, place + 1, most + 7, -2))
+        place = noise.randrange(maximum)
+        parents[place] = noise.choice((place, place + 1, maximum + 7, -2))
         return Draft(
-            tokens, noise.choice((tuple(parents), chain(tokens).parents[:-1], (*range(-1, most),)))
+            tokens,
+            noise.choice((tuple(parents), chain(tokens).parents[:-1], (*range(-1, maximum),))),
         )
 
     return Double(guess)
@@ -108,10 +109,10 @@ def no_tree(vocab_size: int) -> Double:
 def fails(after: int) -> Double:
     """Raises when it was asked `after` times."""
 
-    def guess(sequence: Sequence, most: int, noise: random.Random) -> Draft:
+    def guess(sequence: Sequence, maximum: int, noise: random.Random) -> Draft:
         if double.num_requested > after:
             raise RuntimeError("a proposer that fails")
-        return chain((0,) * most)
+        return chain((0,) * maximum)
 
     double = Double(guess)
     return double

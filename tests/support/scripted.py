@@ -47,8 +47,8 @@ class Scripted(Proposer):
 
 def mixed_up(sequence_id: int, known: int) -> tuple[int, int]:
     """A script with some of everything."""
-    chance = zlib.crc32(f"{sequence_id} {known}".encode())
-    return chance % 5, chance // 5 % 3
+    digest = zlib.crc32(f"{sequence_id} {known}".encode())
+    return digest % 5, rng // 5 % 3
 
 
 class Guesses(Proposer):

@@ -15,7 +15,7 @@ import numpy as np
 from jaxpage.device.inputs.buckets import make_menu
 from jaxpage.memory import BlockManager, BlockPool, BlockTables
 from jaxpage.scheduling import Scheduler
-from jaxpage.shapes import MOST_DRAFTS
+from jaxpage.shapes import MAX_DRAFTS
 from jaxpage.simulation.scripts import ScriptedRequests
 from jaxpage.simulation.traces import Arrival
 from jaxpage.speculation.controller import Controller
@@ -67,7 +67,7 @@ class Guesses(Proposer):
     def __init__(self, rates: Rates, found: float = 1.0, seed: int = 0) -> None:
         self.step = 0
         self.num_requested = 0  # drafts
-        self.num_ready = MOST_DRAFTS  # drafts that were made before they are asked for
+        self.num_ready = MAX_DRAFTS  # drafts that were made before they are asked for
         self.places: dict[int, int] = {}  # in the batch, by sequence id
         self._rates = rates
         self._found = found
@@ -203,7 +203,7 @@ class SpeculativeLoop:
         plan = replace(plan, draft_depth=depth)
         self.depths.append(depth)
         edits = self._requests.edits(plan)
-        self._guesses.num_ready = MOST_DRAFTS if self._sync is None else depth or 0
+        self._guesses.num_ready = MAX_DRAFTS if self._sync is None else depth or 0
         groups = self.scheduler.commit(plan, edits)
         shape = self.limits.shape(len(plan.rows), plan.num_tokens - len(plan.rows))
         seconds = self._device.seconds(shape) + self._device.ahead(shape, depth)

@@ -21,7 +21,7 @@ import pytest
 from jaxpage.driver import Driver
 from jaxpage.driver.async_driver import AsyncDriver
 
-MOST_IDLE_TURNS = 40  # no pause of a case is as long
+MAX_IDLE_TURNS = 40  # no pause of a case is as long
 _HOUR = 3600.0
 _here = threading.local()
 
@@ -219,7 +219,7 @@ class Stage:
         num_idle = 0
         while not is_over():
             num_idle = 0 if self.take_turn() else num_idle + 1
-            if num_idle > MOST_IDLE_TURNS:
+            if num_idle > MAX_IDLE_TURNS:
                 if not self._pass_time():
                     return False
                 num_idle = 0

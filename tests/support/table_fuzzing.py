@@ -24,7 +24,7 @@ from jaxpage.serving.several.table import InUse, LoadFailed, ModelTable, Slot
 KINDS = ("request", "request", "request", "leave", "sleep", "sleep", "wake", "expire", "kill")
 WORK = ("check", "load", "sleep", "wake", "close")
 PARTING_SECONDS = 0.35  # how long a request goes on after its engine has ended
-LONGEST = 7200.0  # virtual seconds; no case works for so long
+MAX_LENGTH = 7200.0  # virtual seconds; no case works for so long
 
 
 class Broken(AssertionError):
@@ -101,41 +101,38 @@ class Case:
         )
 
 
-def random_case(chance: random.Random) -> Case:
+def random_case(rng: random.Random) -> Case:
     """A case of up to four models and two dozen events."""
 
-    def seconds(most: float) -> float:
-        return chance.randrange(1, int(10 * most)) / 10 + chance.randrange(10) / 1000
+    def seconds(maximum: float) -> float:
+        return rng.randrange(1, int(10 * maximum)) / 10 + rng.randrange(10) / 1000
 
     def kind(name: str) -> Kind:
         fails = tuple(
-            (chance.choice(WORK), chance.randrange(3))
-            for _ in range(chance.choice((0, 0, 0, 1, 2)))
+            (rng.choice(WORK), rng.randrange(3)) for _ in range(rng.choice((0, 0, 0, 1, 2)))
         )
-        stays = chance.random() < 0.1
-        keep_alive = math.inf if stays else chance.choice((math.inf, 0.0, 2.0, 9.0))
+        stays = rng.random() < 0.1
+        keep_alive = math.inf if stays else rng.choice((math.inf, 0.0, 2.0, 9.0))
         works = tuple((work, seconds(3)) for work in WORK)
-        return Kind(name, chance.randrange(1, 4), keep_alive, stays, works, fails)
+        return Kind(name, rng.randrange(1, 4), keep_alive, stays, works, fails)
 
     def event() -> Event:
-        keep_alive = chance.choice((None, None, 0.0, 1.0, 5.0, math.inf))
-        picked = chance.choice(names)
+        keep_alive = rng.choice((None, None, 0.0, 1.0, 5.0, math.inf))
+        picked = rng.choice(names)
         return Event(
             seconds(20),
-            chance.choice(KINDS),
+            rng.choice(KINDS),
             picked,
             seconds(4),
             keep_alive,
-            chance.choice((1, 1, 2)),
+            rng.choice((1, 1, 2)),
         )
 
-    names = "abcd"[: chance.randrange(1, 5)]
+    names = "abcd"[: rng.randrange(1, 5)]
     models = tuple(kind(name) for name in names)
-    events = tuple(
-        sorted((event() for _ in range(chance.randrange(1, 25))), key=lambda each: each.at)
-    )
-    stops_at = seconds(20) if chance.random() < 0.15 else math.inf
-    return Case(models, events, chance.randrange(3, 7), chance.choice((1, 3, 100)), stops_at)
+    events = tuple(sorted((event() for _ in range(rng.randrange(1, 25))), key=lambda each: each.at))
+    stops_at = seconds(20) if rng.random() < 0.15 else math.inf
+    return Case(models, events, rng.randrange(3, 7), rng.choice((1, 3, 100)), stops_at)
 
 
 class Fake:
@@ -191,8 +188,8 @@ class World:
         self.fakes: dict[str, Fake] = {}
         self.waiting: Counter[str] = Counter()
         self.in_flight: Counter[str] = Counter()
-        self.shortest = {kind.name: kind.keep_alive for kind in case.models}
-        self.longest = dict(self.shortest)
+        self.min_length = {kind.name: kind.keep_alive for kind in case.models}
+        self.max_length = dict(self.min_length)
         self._calls: Counter[tuple[str, str]] = Counter()
         self._failed: set[str] = set()
         self._at_work: str | None = None
@@ -270,18 +267,18 @@ class World:
     def check_reason_to_close(self, fake: Fake) -> None:
         name = fake.kind.name
         others_wait = any(number for other, number in self.waiting.items() if other != name)
-        is_due = self.now >= fake.last_used + self.shortest[name]
+        is_due = self.now >= fake.last_used + self.min_length[name]
         promise(fake.is_over or others_wait or is_due, f"{name} is unloaded without a reason")
         if fake.kind.stays and not fake.is_over:
-            promise(self.shortest[name] < math.inf, f"{name} stays, and is unloaded")
+            promise(self.min_length[name] < math.inf, f"{name} stays, and is unloaded")
 
     # What clients do.
 
     async def request(self, name: str, seconds: float, keep_alive: float | None) -> None:
         self._is_told_to_go.discard(name)
         if keep_alive is not None:
-            self.shortest[name] = min(self.shortest[name], keep_alive)
-            self.longest[name] = max(self.longest[name], keep_alive)
+            self.min_length[name] = min(self.min_length[name], keep_alive)
+            self.max_length[name] = max(self.max_length[name], keep_alive)
         self.in_flight[name] += 1
         self.waiting[name] += 1
         is_waiting = True
@@ -341,7 +338,7 @@ class World:
                 promise(fake.level == level or fake.last_used == self.now, f"{name} does not sleep")
 
     def expire(self, name: str) -> None:
-        self.shortest[name] = 0.0
+        self.min_length[name] = 0.0
         self._is_told_to_go.add(name)
         self.table.expire(name)
 
@@ -392,7 +389,7 @@ class World:
 
     async def _ended(self, tasks: list[asyncio.Task[None]]) -> None:
         if tasks:
-            _, waiting = await asyncio.wait(tasks, timeout=LONGEST)
+            _, waiting = await asyncio.wait(tasks, timeout=MAX_LENGTH)
             promise(not waiting, f"{len(waiting)} of {len(tasks)} wait for ever")
             await asyncio.gather(*tasks)
 
@@ -402,7 +399,7 @@ class World:
         self.table.check()
         for name, fake in self.fakes.items():
             promise(name not in self._is_told_to_go, f"{name} was told to go, and is there")
-            stays = fake.is_over or fake.level or self.longest[name] == math.inf
+            stays = fake.is_over or fake.level or self.max_length[name] == math.inf
             promise(stays, f"{name} is there, and its time is over")
         for name in self.kinds:
             for _ in range(1 + len(self.kinds[name].fails)):
@@ -472,17 +469,17 @@ def shrunk(case: Case) -> Case:
             return case
 
 
-def fuzz(minutes: float, seed: int, tell: Callable[[str], None]) -> int:
+def fuzz(minutes: float, seed: int, report: Callable[[str], None]) -> int:
     """Lives random cases for some minutes, and returns how many have failed, which is at most one."""
     end = time.monotonic() + 60 * minutes
-    chance = random.Random(seed)
+    rng = random.Random(seed)
     num_cases = 0
     while time.monotonic() < end:
-        case = random_case(chance)
+        case = random_case(rng)
         num_cases += 1
         if problem := failure(case):
             small = shrunk(case)
-            tell(f"life {num_cases}: {problem}\n\n{failure(small)}\n\n{small.program()}")
+            report(f"life {num_cases}: {problem}\n\n{failure(small)}\n\n{small.program()}")
             return 1
-    tell(f"{num_cases} lives of a table of models, no promise broken (seed {seed})")
+    report(f"{num_cases} lives of a table of models, no promise broken (seed {seed})")
     return 0

@@ -24,8 +24,8 @@ def _power(exponent: jax.Array) -> jax.Array:
 def _step(a_MK: jax.Array, b_KN: jax.Array, sum_MN: jax.Array) -> jax.Array:
     a_MK1 = a_MK.astype(jnp.float32)[:, :, None]
     b_1KN = b_KN.astype(jnp.float32)[None]
-    of_products = jnp.max(_exponent(a_MK1) + _exponent(b_1KN), axis=1)
-    top_MN = jnp.clip(jnp.maximum(of_products, _exponent(sum_MN)), -100, 100)
+    of_matmuls = jnp.max(_exponent(a_MK1) + _exponent(b_1KN), axis=1)
+    top_MN = jnp.clip(jnp.maximum(of_matmuls, _exponent(sum_MN)), -100, 100)
     up_MN = _power(FRACTION - top_MN)
     terms_MKN = jnp.trunc(a_MK1 * b_1KN * up_MN[:, None]).astype(jnp.int32)
     sum_MN = jnp.trunc(sum_MN * up_MN).astype(jnp.int32)

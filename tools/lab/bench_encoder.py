@@ -122,11 +122,11 @@ def print_nearest(
     for name, embed in makers.items():
         first, *vectors = embed([query, *sentences])
         scores[name] = np.stack(vectors) @ first
-    orders = {name: np.argsort(-array)[:NUM_NEAREST].tolist() for name, array in scores.items()}
-    assert all(order == orders["jaxpage"] for order in orders.values()), orders
+    rankings = {name: np.argsort(-array)[:NUM_NEAREST].tolist() for name, array in scores.items()}
+    assert all(order == rankings["jaxpage"] for order in rankings.values()), rankings
     print(f"of {len(sentences)} sentences:\n\n| {' | '.join(scores)} | sentence |")
     print("|---" * (1 + len(scores)) + "|")
-    for index in orders["jaxpage"]:
+    for index in rankings["jaxpage"]:
         numbers = [f"{array[index]:.6f}" for array in scores.values()]
         print(f"| {' | '.join(numbers)} | {' '.join(sentences[index].split())} |")
 
@@ -184,14 +184,14 @@ def compare(
     for name, peer in peers.items():
         far = np.abs(vectors - peer(texts)).max()
         assert far < 1e-5, f"the vectors differ from those of {name} by {far}"
-    least = {name: np.full(2, np.inf) for name in ("jaxpage", *peers)}
+    minimum = {name: np.full(2, np.inf) for name in ("jaxpage", *peers)}
     for _ in range(rounds):
         for name, call in {"jaxpage": embed, **peers}.items():
-            least[name] = np.minimum(least[name], time_once(call, texts))
-    numbers = [f"{1e3 * number:.1f}" for number in least["jaxpage"]]
+            minimum[name] = np.minimum(minimum[name], time_once(call, texts))
+    numbers = [f"{1e3 * number:.1f}" for number in minimum["jaxpage"]]
     for name in peers:
-        numbers += [f"{1e3 * number:.1f}" for number in least[name]]
-        numbers += [f"{ratio:.2f}" for ratio in least[name] / least["jaxpage"]]
+        numbers += [f"{1e3 * number:.1f}" for number in minimum[name]]
+        numbers += [f"{ratio:.2f}" for ratio in minimum[name] / minimum["jaxpage"]]
     return " | ".join(numbers)
 
 

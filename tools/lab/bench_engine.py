@@ -167,8 +167,8 @@ class Bench:
 
     def trace(self) -> Finding:
         """Times a trace of requests that all come at once."""
-        longest, count = min(512, self.arguments.context), self.arguments.trace
-        limits = {"vocab_size": self.vocab_size, "max_input": longest, "max_output": longest}
+        max_length, count = min(512, self.arguments.context), self.arguments.trace
+        limits = {"vocab_size": self.vocab_size, "max_input": max_length, "max_output": max_length}
         work = make_workload("sharegpt", count, seed=0, **limits)
         params = [parameters(item.num_output_tokens) for item in work]
         began = time.perf_counter()

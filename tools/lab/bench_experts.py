@@ -80,11 +80,11 @@ def times(num_experts: int, num_rows: int, arguments: argparse.Namespace) -> tup
         return jnp.einsum("ETF,EDF->ETD", jax.nn.silu(gate) * up, down).sum(axis=0)
 
     return tuple(
-        _least(jax.jit(each), parameters, x_TD, arguments.rounds) for each in (routed, of_all)
+        _minimum(jax.jit(each), parameters, x_TD, arguments.rounds) for each in (routed, of_all)
     )  # type: ignore[return-value]
 
 
-def _least(run: Callable[..., jax.Array], parameters: Any, x_TD: jax.Array, rounds: int) -> float:
+def _minimum(run: Callable[..., jax.Array], parameters: Any, x_TD: jax.Array, rounds: int) -> float:
     run(parameters, x_TD).block_until_ready()
     seconds = []
     for _ in range(rounds):

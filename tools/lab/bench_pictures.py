@@ -169,13 +169,13 @@ def _print_row(
     picture: Callable[[], Any],
     rounds: int,
 ) -> None:
-    least = np.full((2, 2), np.inf)
+    minimum = np.full((2, 2), np.inf)
     for _ in range(rounds):
         pixels = picture()
         for place, call in enumerate((ours, theirs)):
-            least[place] = np.minimum(least[place], time_once(call, pixels))
-    numbers = " | ".join(f"{1e3 * number:.0f}" for number in least.ravel())
-    ratios = " | ".join(f"{ratio:.2f}" for ratio in least[1] / least[0])
+            minimum[place] = np.minimum(minimum[place], time_once(call, pixels))
+    numbers = " | ".join(f"{1e3 * number:.0f}" for number in minimum.ravel())
+    ratios = " | ".join(f"{ratio:.2f}" for ratio in minimum[1] / minimum[0])
     print(f"| {name} | {numbers} | {ratios} |", flush=True)
 
 

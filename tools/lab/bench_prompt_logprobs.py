@@ -34,14 +34,14 @@ def main() -> None:
         model=arguments.model, max_num_seqs=arguments.max_num_seqs, enable_prefix_caching=False
     ) as llm:
         for _ in range(arguments.rounds):
-            for name, wanted in kinds.items():
-                params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=wanted)
+            for name, num_logprobs in kinds.items():
+                params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=num_logprobs)
                 began = time.monotonic()
                 llm.generate([prompt], params, use_tqdm=False)
                 seconds[name].append(time.monotonic() - began)
-    least = min(seconds["not scored"])
+    minimum = min(seconds["not scored"])
     for name, taken in seconds.items():
-        print(f"{name:<20} {min(taken):8.3f} s   x {min(taken) / least:.2f}")
+        print(f"{name:<20} {min(taken):8.3f} s   x {min(taken) / minimum:.2f}")
 
 
 if __name__ == "__main__":

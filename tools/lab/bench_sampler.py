@@ -79,18 +79,18 @@ METHODS: dict[str, Callable[..., jax.Array]] = {
 }
 
 
-def least_seconds(works: Mapping[str, Callable[[], object]], repeats: int) -> dict[str, float]:
+def min_seconds(works: Mapping[str, Callable[[], object]], repeats: int) -> dict[str, float]:
     """Returns for each work the least time of `repeats` turns.
 
     The works take turns, so what disturbs one disturbs all.
     """
-    least = dict.fromkeys(works, float("inf"))
+    minimum = dict.fromkeys(works, float("inf"))
     for _ in range(repeats):
         for name, work in works.items():
             start = time.perf_counter()
             work()
-            least[name] = min(least[name], time.perf_counter() - start)
-    return least
+            minimum[name] = min(minimum[name], time.perf_counter() - start)
+    return minimum
 
 
 def measure_cuts(vocab_size: int, cut: str, *, scale: float, repeats: int) -> dict[str, float]:
@@ -104,14 +104,14 @@ def measure_cuts(vocab_size: int, cut: str, *, scale: float, repeats: int) -> di
     """
     top_k, top_p = CUTS[cut]
     logits_V = (np.random.default_rng(0).standard_normal(vocab_size) * scale).astype(np.float32)
-    given = jax.device_put((logits_V, np.int32(top_k), np.float32(top_p)))
-    compiled = {name: jax.jit(method).lower(*given).compile() for name, method in METHODS.items()}
-    works = {name: functools.partial(_run, work, given) for name, work in compiled.items()}
-    return least_seconds(works, repeats)
+    inputs = jax.device_put((logits_V, np.int32(top_k), np.float32(top_p)))
+    compiled = {name: jax.jit(method).lower(*inputs).compile() for name, method in METHODS.items()}
+    works = {name: functools.partial(_run, work, inputs) for name, work in compiled.items()}
+    return min_seconds(works, repeats)
 
 
-def _run(work: Callable[..., jax.Array], given: tuple[jax.Array, ...]) -> jax.Array:
-    return work(*given).block_until_ready()
+def _run(work: Callable[..., jax.Array], inputs: tuple[jax.Array, ...]) -> jax.Array:
+    return work(*inputs).block_until_ready()
 
 
 def measure_steps(model: str, *, num_rows: int, num_tokens: int, repeats: int) -> dict[str, float]:
@@ -149,8 +149,8 @@ def measure_steps(model: str, *, num_rows: int, num_tokens: int, repeats: int) -
         name: functools.partial(_step, engine.runner, engine.builder.build, one)
         for name, one in plans.items()
     }
-    least_seconds(works, 3)
-    seconds = least_seconds(works, repeats)
+    min_seconds(works, 3)
+    seconds = min_seconds(works, repeats)
     engine.runner.close()
     return seconds
 

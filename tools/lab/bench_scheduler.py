@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from jaxpage.bench.results import environment
 from jaxpage.scheduling import Preemption
 from jaxpage.simulation.setup import Setup
-from tools.lab.scheduler_lab.host_time import least, planning_times, waiting_times
+from tools.lab.scheduler_lab.host_time import minimum, planning_times, waiting_times
 from tools.lab.scheduler_lab.pressure import Mode, press, requests_at_once
 from tools.lab.scheduler_lab.saturation import saturate
 from tools.lab.scheduler_lab.scheduler_tables import (
@@ -53,9 +53,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     if min(*arguments.rates, arguments.seconds) <= 0 or arguments.seeds < 1:
         parser.error("--rates and --seconds must be positive, and --seeds at least 1")
-    wanted = [name for name in _SECTIONS if getattr(arguments, name)]
+    sections = [name for name in _SECTIONS if getattr(arguments, name)]
     results: dict[str, Any] = {}
-    for name in wanted or _SECTIONS:
+    for name in sections or _SECTIONS:
         lines, results[name] = _SECTIONS[name](arguments)
         print("\n".join(lines), end="\n\n", flush=True)
     if arguments.json:
@@ -139,7 +139,7 @@ def _preemption(arguments: argparse.Namespace) -> Section:
     rate = arguments.rates[0]
     results = {}
     for mode, wait in itertools.product(MODES, ("readmitted", "completed")):
-        # `product` forgets the literal types.
+        # `matmul` forgets the literal types.
         setup = Setup(preemption=Preemption(mode, wait))  # type: ignore[arg-type]
         seeds = range(arguments.seeds)
         results[f"{mode}, {wait}"] = saturate(
@@ -158,7 +158,7 @@ def _pressure(arguments: argparse.Namespace) -> Section:
 
 
 def _planning(arguments: argparse.Namespace) -> Section:
-    times = least(
+    times = minimum(
         [time for num in NUMS_RUNNING for time in planning_times(num)] for _ in range(ROUNDS)
     )
     values = [{**asdict(time), "us_per_sequence": time.us_per_sequence} for time in times]
@@ -166,7 +166,7 @@ def _planning(arguments: argparse.Namespace) -> Section:
 
 
 def _waiting(arguments: argparse.Namespace) -> Section:
-    times = least(waiting_times(NUMS_WAITING) for _ in range(ROUNDS))
+    times = minimum(waiting_times(NUMS_WAITING) for _ in range(ROUNDS))
     title = "Waiting: one decode step while requests wait; the arrival of one more; the end of one in the middle"
     return [title, *waiting_table(times)], [asdict(time) for time in times]
 

@@ -147,8 +147,8 @@ def _flags(
 ) -> list[str]:
     """Returns the flags of a server for these prompts."""
     batch = len(groups[0])
-    longest = max(len(row) for rows in groups for row in rows)
-    slot = longest + arguments.max_output + SPARE_TOKENS
+    max_length = max(len(row) for rows in groups for row in rows)
+    slot = max_length + arguments.max_output + SPARE_TOKENS
     flags = ["--model", str(path), "--parallel", str(batch)]
     flags += ["--ctx-size", str(slot * batch), "--threads", str(os.cpu_count() or 1)]
     flags += ["--cache-ram", "0", "--spec-type", kind]

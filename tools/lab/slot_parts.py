@@ -133,8 +133,8 @@ def _groups(check: Check, sizes: Sizes, state: Path) -> Iterator[list[Part]]:
     )
     specs = ["--specs", sizes.specs]
     yield [_bench(check, FIRST, "--specs", f"{sizes.specs},{sizes.block_sizes}")]
-    products = check.part("products", needs_s=40, limit_s=100, seconds=80, alone=True)
-    yield [Part(products, "products of experts and of weights of few bits")]
+    matmuls = check.part("products", needs_s=40, limit_s=100, seconds=80, alone=True)
+    yield [Part(matmuls, "products of experts and of weights of few bits")]
     several = sizes.several_steps.split()
     yield [
         Part(

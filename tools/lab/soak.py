@@ -61,7 +61,7 @@ class Tally:
 
 
 @dataclass(frozen=True)
-class Look:
+class Probe:
     """Holds numbers of an idle server, seen from outside."""
 
     resident_bytes: int
@@ -96,7 +96,7 @@ class Served:
             raise RuntimeError("the server did not start: " + "; ".join(self.errors))
         return self._address
 
-    def look(self) -> Look:
+    def probe(self) -> Probe:
         """Waits until the server is idle, up to a limit, and measures it."""
         deadline = time.monotonic() + QUIET_SECONDS
         while True:
@@ -108,7 +108,7 @@ class Served:
                 break
             time.sleep(0.1)
         process = psutil.Process(self.process.pid)
-        return Look(process.memory_info().rss, process.num_fds(), process.num_threads(), metrics)
+        return Probe(process.memory_info().rss, process.num_fds(), process.num_threads(), metrics)
 
     def end(self) -> int:
         """Asks the server to end, and returns its exit status."""
@@ -235,9 +235,7 @@ def judge(ask: Ask, status: int, body: str, anchors: dict[str, str]) -> str | No
     return None
 
 
-def run(
-    address: str, wanted: Iterator[Ask], num_clients: int, tally: Tally, bar: tqdm[Any]
-) -> None:
+def run(address: str, asks: Iterator[Ask], num_clients: int, tally: Tally, bar: tqdm[Any]) -> None:
     """Sends all requests, `num_clients` at a time."""
 
     def one(ask: Ask) -> tuple[Ask, tuple[int, str] | Exception | None]:
@@ -247,7 +245,7 @@ def run(
             return ask, error
 
     with ThreadPoolExecutor(num_clients) as pool:
-        for future in as_completed([pool.submit(one, ask) for ask in wanted]):
+        for future in as_completed([pool.submit(one, ask) for ask in asks]):
             ask, result = future.result()
             tally.kinds[ask.kind] += 1
             if isinstance(result, Exception):
@@ -262,7 +260,7 @@ def run(
             bar.update()
 
 
-def step_seconds(before: Look, after: Look, share: float) -> float:
+def step_seconds(before: Probe, after: Probe, share: float) -> float:
     """Returns a bound that this share of the steps between two looks does not exceed.
 
     It is the bound of a bucket of the server's histogram.
@@ -277,23 +275,23 @@ def step_seconds(before: Look, after: Look, share: float) -> float:
     return min(bound for bound, count in gained.items() if count >= share * total)
 
 
-def broken(looks: list[Look], tally: Tally, served: Served, status: int) -> list[str]:
+def broken(probes: list[Probe], tally: Tally, served: Served, status: int) -> list[str]:
     """Returns the promises that were not kept.
 
     Args:
-        looks: The server after the warm-up, later, and at the end.
+        probes: The server after the warm-up, later, and at the end.
         tally: The results of the requests.
         served: The server.
         status: The server's exit status.
     """
-    warm, end = looks[0], looks[-1]
+    warm, end = probes[0], probes[-1]
     found = [f"{count} x {error}" for error, count in tally.errors.items()]
     found += [f"{count} x in the server's log: {line}" for line, count in served.errors.items()]
     for name in ("num_requests_running", "num_requests_waiting", "num_blocks_pinned"):
         if end.metrics[f"jaxpage_{name}"]:
             found.append(f"{name} is {end.metrics[f'jaxpage_{name}']:g} at the end")
-    for look in (warm, end):
-        if look.metrics["jaxpage_num_blocks_free"] != look.metrics["jaxpage_num_blocks_total"]:
+    for probe in (warm, end):
+        if probe.metrics["jaxpage_num_blocks_free"] != probe.metrics["jaxpage_num_blocks_total"]:
             found.append("blocks are lost")
     if end.metrics["jaxpage_compile_total"] != warm.metrics["jaxpage_compile_total"]:
         found.append("something was compiled in service")
@@ -312,10 +310,10 @@ def broken(looks: list[Look], tally: Tally, served: Served, status: int) -> list
     return found
 
 
-def report(looks: list[Look], tally: Tally, seconds: float) -> str:
+def report(probes: list[Probe], tally: Tally, seconds: float) -> str:
     """Returns the report for people."""
-    warm, end = looks[0], looks[-1]
-    steps = [f"{step_seconds(*pair, 0.99):g}" for pair in itertools.pairwise(looks)]
+    warm, end = probes[0], probes[-1]
+    steps = [f"{step_seconds(*pair, 0.99):g}" for pair in itertools.pairwise(probes)]
 
     def both(name: str) -> str:
         return f"{warm.metrics[f'jaxpage_{name}']:g} -> {end.metrics[f'jaxpage_{name}']:g}"
@@ -357,7 +355,7 @@ def main() -> int:
     arguments = parser.parse_args()
     count, warm_up = arguments.requests, arguments.warm_up or arguments.requests // 10
     ends = [warm_up, *(warm_up + (count - warm_up) * quarter // 4 for quarter in (1, 2, 3, 4))]
-    tally, looks = Tally(), []
+    tally, probes = Tally(), []
     everything = list(asks(count, arguments.seed, arguments.leaving))
     flags = {
         **SETTINGS,
@@ -369,11 +367,11 @@ def main() -> int:
         with tqdm(total=count, unit=" requests", disable=None) as bar:
             for start, end in itertools.pairwise([0, *ends]):
                 run(address, iter(everything[start:end]), arguments.clients, tally, bar)
-                looks.append(served.look())
+                probes.append(served.probe())
         seconds = time.monotonic() - began
         status = served.end()
-    print(report(looks, tally, seconds))
-    found = broken(looks, tally, served, status)
+    print(report(probes, tally, seconds))
+    found = broken(probes, tally, served, status)
     print("\n".join(f"BROKEN: {one}" for one in found) or "every promise was kept")
     return 1 if found else 0
 

@@ -43,103 +43,99 @@ def asks(count: int, seed: int, leaving: float) -> Iterator[Ask]:
         seed: The seed.
         leaving: The share of the requests whose client leaves early.
     """
-    chance = random.Random(seed)
+    rng = random.Random(seed)
     for _ in range(count):
-        make = chance.choices([make for make, _ in MIX], [weight for _, weight in MIX])[0]
-        ask = make(chance)
-        if ask.body is not None and ask.status == (200,) and chance.random() < leaving:
+        make = rng.choices([make for make, _ in MIX], [weight for _, weight in MIX])[0]
+        ask = make(rng)
+        if ask.body is not None and ask.status == (200,) and rng.random() < leaving:
             ask = Ask(
-                ask.kind, ask.path, ask.body, ask.status, chance.choice((0.0, 0.01, 0.05, 0.2, 0.5))
+                ask.kind, ask.path, ask.body, ask.status, rng.choice((0.0, 0.01, 0.05, 0.2, 0.5))
             )
         yield ask
 
 
-def _prompt(chance: random.Random) -> str:
+def _prompt(rng: random.Random) -> str:
     shared = (
         "Alice was beginning to get very tired of sitting by her sister on the bank. "
-        * chance.randint(0, 1)
+        * rng.randint(0, 1)
     )
-    return shared + " ".join(chance.choices(WORDS, k=chance.randint(1, 24)))
+    return shared + " ".join(rng.choices(WORDS, k=rng.randint(1, 24)))
 
 
-def _completion(kind: str, chance: random.Random, **fields: Any) -> Ask:
+def _completion(kind: str, rng: random.Random, **fields: Any) -> Ask:
     body = {
         "model": "demo",
-        "prompt": _prompt(chance),
-        "max_tokens": chance.randint(1, 48),
+        "prompt": _prompt(rng),
+        "max_tokens": rng.randint(1, 48),
         **fields,
     }
     return Ask(kind, "/v1/completions", body)
 
 
-def _anchor(chance: random.Random) -> Ask:
-    prompt = chance.choice(("The rabbit ran", "Off with her head", "Once upon a time there"))
-    return _completion("anchor", chance, prompt=prompt, max_tokens=12, temperature=0)
+def _anchor(rng: random.Random) -> Ask:
+    prompt = rng.choice(("The rabbit ran", "Off with her head", "Once upon a time there"))
+    return _completion("anchor", rng, prompt=prompt, max_tokens=12, temperature=0)
 
 
-def _sampled(chance: random.Random) -> Ask:
+def _sampled(rng: random.Random) -> Ask:
     return _completion(
-        "sampled", chance, seed=chance.randrange(2**32), stop=["\n"], presence_penalty=0.5, top_k=20
+        "sampled", rng, seed=rng.randrange(2**32), stop=["\n"], presence_penalty=0.5, top_k=20
     )
 
 
-def _streamed(chance: random.Random) -> Ask:
-    return _completion("streamed", chance, stream=True, stream_options={"include_usage": True})
+def _streamed(rng: random.Random) -> Ask:
+    return _completion("streamed", rng, stream=True, stream_options={"include_usage": True})
 
 
-def _samples(chance: random.Random) -> Ask:
-    return _completion("n samples", chance, n=chance.randint(2, 3), logprobs=2, max_tokens=16)
+def _samples(rng: random.Random) -> Ask:
+    return _completion("n samples", rng, n=rng.randint(2, 3), logprobs=2, max_tokens=16)
 
 
-def _best(chance: random.Random) -> Ask:
-    return _completion("best_of", chance, n=1, best_of=3, max_tokens=16)
+def _best(rng: random.Random) -> Ask:
+    return _completion("best_of", rng, n=1, best_of=3, max_tokens=16)
 
 
-def _beams(chance: random.Random) -> Ask:
-    return _completion("beams", chance, n=chance.randint(2, 3), use_beam_search=True, max_tokens=16)
+def _beams(rng: random.Random) -> Ask:
+    return _completion("beams", rng, n=rng.randint(2, 3), use_beam_search=True, max_tokens=16)
 
 
-def _tokens(chance: random.Random) -> Ask:
+def _tokens(rng: random.Random) -> Ask:
     prompts = [
-        [chance.randrange(1, 2048) for _ in range(chance.randint(1, 40))]
-        for _ in range(chance.randint(1, 3))
+        [rng.randrange(1, 2048) for _ in range(rng.randint(1, 40))]
+        for _ in range(rng.randint(1, 3))
     ]
-    return _completion(
-        "token ids", chance, prompt=prompts, cache_salt=chance.choice(("a", "b", None))
-    )
+    return _completion("token ids", rng, prompt=prompts, cache_salt=rng.choice(("a", "b", None)))
 
 
-def _scored(chance: random.Random) -> Ask:
-    return _completion("prompt logprobs", chance, echo=True, logprobs=2)
+def _scored(rng: random.Random) -> Ask:
+    return _completion("prompt logprobs", rng, echo=True, logprobs=2)
 
 
-def _structured(chance: random.Random) -> Ask:
-    number = chance.randrange(1000)
-    wanted = chance.choice(
+def _structured(rng: random.Random) -> Ask:
+    number = rng.randrange(1000)
+    schema = rng.choice(
         (
             {"regex": f"[a-z]{{3,8}} {number}"},
             {"choice": ["yes", "no", f"maybe {number}"]},
             {"json": {"type": "object", "properties": {f"field_{number}": {"type": "integer"}}}},
         )
     )
-    return _completion(
-        "structured", chance, structured_outputs=wanted, stream=chance.random() < 0.5
-    )
+    return _completion("structured", rng, structured_outputs=schema, stream=rng.random() < 0.5)
 
 
-def _chat(chance: random.Random) -> Ask:
-    messages = [{"role": "user", "content": _prompt(chance)} for _ in range(chance.randint(1, 2))]
+def _chat(rng: random.Random) -> Ask:
+    messages = [{"role": "user", "content": _prompt(rng)} for _ in range(rng.randint(1, 2))]
     body = {
         "model": "demo",
         "messages": messages,
-        "max_tokens": chance.randint(1, 24),
+        "max_tokens": rng.randint(1, 24),
         "logprobs": True,
     }
-    return Ask("chat", "/v1/chat/completions", {**body, "stream": chance.random() < 0.5})
+    return Ask("chat", "/v1/chat/completions", {**body, "stream": rng.random() < 0.5})
 
 
-def _wrong(chance: random.Random) -> Ask:
-    fields: dict[str, Any] = chance.choice(
+def _wrong(rng: random.Random) -> Ask:
+    fields: dict[str, Any] = rng.choice(
         (
             {"temperature": -1},
             {"n": 10**9},
@@ -154,23 +150,23 @@ def _wrong(chance: random.Random) -> Ask:
     return Ask(
         "refused",
         "/v1/completions",
-        {**(_completion("", chance).body or {}), **fields},
+        {**(_completion("", rng).body or {}), **fields},
         status=(400,),
     )
 
 
-def _other(chance: random.Random) -> Ask:
+def _other(rng: random.Random) -> Ask:
     paths = (
         "/health",
         "/metrics",
         "/v1/models",
         "/v1/models/none",
-        f"/{chance.random()}",
+        f"/{rng.random()}",
         "/tokenize",
     )
-    path = chance.choice(paths)
+    path = rng.choice(paths)
     if path == "/tokenize":
-        return Ask("other", path, {"prompt": _prompt(chance)})
+        return Ask("other", path, {"prompt": _prompt(rng)})
     return Ask("other", path, None, (200,) if path in paths[:3] else (404,))
 
 

@@ -22,7 +22,7 @@ from jaxpage.device.attention import make_attend
 from jaxpage.device.compiler_options import compiler_options
 from jaxpage.device.executables import compile_ahead
 from jaxpage.device.hardware.backends import Backend
-from jaxpage.device.inputs.buckets import SMALLEST_ROWS, Bucket, BucketMenu
+from jaxpage.device.inputs.buckets import MIN_ROWS, Bucket, BucketMenu
 from jaxpage.device.inputs.step_inputs import TableShape, unpack
 from jaxpage.device.sampler import draw
 from jaxpage.device.selection_kernels import selection_kernels
@@ -86,7 +86,7 @@ class StepCase:
         """Returns the bucket of the step."""
         if self.chunk:
             return Bucket(self.chunk, CHUNK_ROWS, self.chunk)
-        num_rows = max(self.rows, SMALLEST_ROWS)
+        num_rows = max(self.rows, MIN_ROWS)
         return Bucket(num_rows, num_rows, 1)
 
     @property
@@ -119,7 +119,7 @@ class StepTimes:
         step: A step on the device, where steps queue up.
         read: A step with the host, which reads the drawn tokens before the next step.
         call: The time until a call returns.
-        products: The model without attention.
+        matmuls: The model without attention.
         attention: The attention of all layers, which write their keys and values first.
         sampler: The sampler.
         bytes_read: The bytes of weights, keys and values that a step reads at least once.
@@ -128,7 +128,7 @@ class StepTimes:
     step: float
     read: float
     call: float
-    products: float
+    matmuls: float
     attention: float
     sampler: float
     bytes_read: int
@@ -184,14 +184,14 @@ def time_step(
 
     logits = jnp.zeros((case.bucket.num_draws, case.config["vocab_size"]), jnp.float32)
     logits = logits.at[:, ::7].set(1.0)
-    products = compile_ahead(jax.jit(parts.products), target, packed)
+    matmuls = compile_ahead(jax.jit(parts.matmuls), target, packed)
     sampler = compile_ahead(jax.jit(parts.sampler), logits, packed, neutral)
     return StepTimes(
         step=queued,
         read=read,
         call=statistics.median(called),
         attention=_seconds(run_attention, round_s),
-        products=_seconds(lambda: products(target, packed), round_s),
+        matmuls=_seconds(lambda: matmuls(target, packed), round_s),
         sampler=_seconds(lambda: sampler(logits, packed, neutral), round_s),
         bytes_read=parts.bytes_read(shapes),
     )
@@ -263,7 +263,7 @@ class _Parts:
             written.append(new)
         return q_TNH, tuple(written)
 
-    def products(self, parameters: Any, packed: jax.Array) -> jax.Array:
+    def matmuls(self, parameters: Any, packed: jax.Array) -> jax.Array:
         inputs = unpack(packed, self.case.bucket, self.tables)
 
         def skip(
@@ -343,7 +343,7 @@ def _seconds(run: Callable[[], Any], round_s: float) -> float:
 
 def cells(case: StepCase, times: StepTimes) -> list[str]:
     """Returns the cells of a case, in the order of `COLUMNS`."""
-    parts = (times.step, times.products, times.attention, times.sampler, times.host_gap, times.call)
+    parts = (times.step, times.matmuls, times.attention, times.sampler, times.host_gap, times.call)
     return [
         str(case),
         *(f"{1e3 * part:.3f}" for part in parts),

@@ -84,9 +84,9 @@ def cache_groups(
     for kind in sorted(set(kinds), reverse=True):
         layers = tuple(place for place, of_layer in enumerate(kinds) if of_layer == kind)
         block_bytes = sum(layer_bytes[place] for place in layers)
-        most = 1 if kind.is_state else max(elements[place] for place in layers)
+        maximum = 1 if kind.is_state else max(elements[place] for place in layers)
         window = None if kind.reach == math.inf else int(kind.reach)
-        groups.append(CacheGroup(layers, window, block_bytes, most, kind.is_state))
+        groups.append(CacheGroup(layers, window, block_bytes, maximum, kind.is_state))
     return tuple(groups)
 
 

@@ -230,13 +230,13 @@ def _ordered_bytes(described: Described, context: int, menu: BucketMenu) -> int:
     return described.device.ordered_bytes(max(tokens), heads * width, context)
 
 
-def _bytes_on_disk(prefix_cache_directory: str | None, most: int) -> int:
+def _bytes_on_disk(prefix_cache_directory: str | None, maximum: int) -> int:
     """Returns the bytes that swapped blocks may take in the directory of the prefix cache."""
     if prefix_cache_directory is None:
         return 0
     directory = Path(prefix_cache_directory)
     there = next(path for path in (directory, *directory.absolute().parents) if path.is_dir())
-    return min(most, shutil.disk_usage(there).free)
+    return min(maximum, shutil.disk_usage(there).free)
 
 
 def find_refused_settings(config: EngineConfig, layout: ModelLayout) -> tuple[str, ...]:

@@ -44,7 +44,7 @@ class Described:
             weights.
         lora: The LoRA adapters, counted as if each shard had all of A and B; in truth it has a part
             of one of the two.
-        kernels: The kernel set; None if the device is not at hand.
+        kernels: The kernel set; None if only the memory of the device is known.
         dtype_reason: The reason why the dtype differs from the checkpoint's or depends on the
             machine, or an empty text.
         max_text: The tokens of the longest text that an encoder's files allow; None if they say

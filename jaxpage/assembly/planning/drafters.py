@@ -56,7 +56,7 @@ from jaxpage.models.parameters import Path as LayerPath
 from jaxpage.models.parameters import replace_modules
 from jaxpage.settings.speculative_config import SpeculativeConfig
 from jaxpage.settings.speculative_methods import METHODS, DrafterKind
-from jaxpage.shapes import MOST_DRAFTS
+from jaxpage.shapes import MAX_DRAFTS
 from jaxpage.speculation import NUM_RECYCLED, Choices, assume_accuracies, choices_of
 
 logger = logging.getLogger(__name__)
@@ -64,7 +64,7 @@ logger = logging.getLogger(__name__)
 # EAGLE-2 grows trees of 60 drafts, 10 branches and depth 6 for the largest models. Smaller trees
 # have fewer branches.
 DEEPEST_TREE = 6
-MOST_BRANCHES = 8
+MAX_BRANCHES = 8
 
 
 @dataclass(frozen=True)
@@ -146,7 +146,7 @@ class HeadFiles:
 
     def depths(self, menu: BucketMenu) -> Sequence[int]:
         """Returns the one depth: the heads draft for all places at once."""
-        return (MOST_DRAFTS,)
+        return (MAX_DRAFTS,)
 
     @property
     def num_candidates(self) -> int:
@@ -321,7 +321,7 @@ def tree_shape(menu: BucketMenu) -> TreeShape:
     if not any(bucket.trees for bucket in menu.verify):
         return TreeShape(max_drafts, 1, max_rows)
     return TreeShape(
-        min(max_drafts, DEEPEST_TREE), min(MOST_BRANCHES, 1 + math.isqrt(max_drafts)), max_rows
+        min(max_drafts, DEEPEST_TREE), min(MAX_BRANCHES, 1 + math.isqrt(max_drafts)), max_rows
     )
 
 

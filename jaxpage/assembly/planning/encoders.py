@@ -77,10 +77,10 @@ def max_stream_tokens(described: Described) -> int:
 
 def encoder_sizes(described: Described) -> tuple[int, ...]:
     """Returns the numbers of tokens for which an encoder is compiled."""
-    return stream_sizes(longest_text(described), max_stream_tokens(described))
+    return stream_sizes(max_text_length(described), max_stream_tokens(described))
 
 
-def longest_text(described: Described) -> int:
+def max_text_length(described: Described) -> int:
     """Returns the tokens of the longest text."""
     positions = described.model.max_position_embeddings
     return described.config.max_model_len or min(positions, described.max_text or positions)
@@ -106,7 +106,7 @@ def plan_encoder_memory(described: Described) -> MemoryPlan:
         block_bytes=0,
         block_size=described.block_size,
         num_blocks=2,
-        max_model_len=longest_text(described),
+        max_model_len=max_text_length(described),
     )
     if plan.free_bytes < 0:
         raise CapacityError(

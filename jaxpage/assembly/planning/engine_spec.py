@@ -6,7 +6,7 @@ It is frozen. `jaxpage plan` prints it, the event log begins with it, and the en
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict, astuple, dataclass
+from dataclasses import asdict, astuple, dataclass, replace
 from typing import Any
 
 import jax
@@ -24,7 +24,7 @@ from jaxpage.assembly.planning.layer_kinds import (
 )
 from jaxpage.assembly.planning.sizing import MemoryPlan
 from jaxpage.assembly.planning.vectors import VectorInput
-from jaxpage.device.hardware import DeviceMesh, DeviceSpec
+from jaxpage.device.hardware import DeviceMesh, DeviceSpec, attention_sets
 from jaxpage.device.inputs import Bucket, BucketMenu, TableShape, make_menu
 from jaxpage.device.pages import KVPages, divide_shapes, page_dtype, page_shapes
 from jaxpage.errors import ConfigError
@@ -33,7 +33,7 @@ from jaxpage.memory import pool_ids
 from jaxpage.models import ModelSpec
 from jaxpage.models.sharding import LOGICAL_SHARDS, kv_of_shard, make_sharding
 from jaxpage.settings.engine_config import EngineConfig
-from jaxpage.shapes import MOST_CANDIDATES
+from jaxpage.shapes import MAX_CANDIDATES
 from jaxpage.step.limits import StepLimits
 
 BATCHED_TOKENS_ON_CPU = 256  # enough to keep a CPU busy
@@ -56,7 +56,7 @@ class EngineSpec:
         menu: The shapes of the steps.
         limits: The limits of these shapes, for the scheduler.
         memory: The division of a device's memory.
-        attention: The kernel sets by kind of step; empty if the device is not at hand.
+        attention: The kernel sets by kind of step; empty without `described.kernels`.
         quantization: A description of the weights' quantisation; empty if there is none.
         encoded: The numbers of tokens for which an encoder is compiled; empty for a decoder.
     """
@@ -287,7 +287,6 @@ def engine_spec_of(described: Described, *, swaps: bool = True) -> EngineSpec:
         return _spec_of_encoder(described)
     max_length = model.max_position_embeddings
     check_length(config, model)
-    described.device.check_kernels(config.attention_backend, batch_invariant=config.batch_invariant)
     check_batch_invariant(described)
     mixed = mixes(config, described.device)
     sharding = choose_sharding(described)
@@ -323,7 +322,22 @@ def engine_spec_of(described: Described, *, swaps: bool = True) -> EngineSpec:
     )
     if memory.num_host_blocks or config.prefix_cache_directory:
         menu = menu.swapping(memory.block_bytes)
-    return EngineSpec(described, sharding, groups, menu, limits, memory)
+    spec = EngineSpec(described, sharding, groups, menu, limits, memory)
+    return replace(spec, attention=_attention_sets(spec))
+
+
+def _attention_sets(spec: EngineSpec) -> str:
+    described = spec.described
+    if described.kernels is None:
+        return ""
+    return attention_sets(
+        described.kernels,
+        described.device.hardware,
+        zip(spec.pages_of_shard, described.model.kv.sliding_windows, strict=True),
+        spec.menu.buckets,
+        described.model.num_query_heads // spec.sharding.num_shards,
+        spec.layout.dtype,
+    )
 
 
 def _spec_of_encoder(described: Described) -> EngineSpec:
@@ -419,19 +433,19 @@ def step_menu(
         ConfigError: No shape has room for the drafts that the settings ask for.
     """
     drafts = config.speculative_config
-    most = config.max_num_batched_tokens
-    if most is None:
-        most = BATCHED_TOKENS_ON_CPU if device.is_cpu else BATCHED_TOKENS_ON_ACCELERATORS
-        most = max(most, vectors.num_whole if vectors else 0)
-    most = max(most, 2)
+    maximum = config.max_num_batched_tokens
+    if maximum is None:
+        maximum = BATCHED_TOKENS_ON_CPU if device.is_cpu else BATCHED_TOKENS_ON_ACCELERATORS
+        maximum = max(maximum, vectors.num_whole if vectors else 0)
+    maximum = max(maximum, 2)
     menu = make_menu(
         config.max_num_seqs,
-        most,
+        maximum,
         mixed=mixed,
         num_drafts=drafts.draft_lengths if drafts else (),
-        max_verified_tokens=most,
+        max_verified_tokens=maximum,
         trees=drafts is not None and drafts.branches,
-        q_width=MOST_CANDIDATES if config.acceptance.name == "rejection" else 0,
+        q_width=MAX_CANDIDATES if config.acceptance.name == "rejection" else 0,
         num_steps=choose_num_steps(config, device),
         takes_vectors=vectors is not None,
     )
@@ -439,7 +453,7 @@ def step_menu(
         raise ConfigError(
             "speculative_config: the smallest step with drafts has "
             f"{1 + min(drafts.draft_lengths)} tokens; "
-            f"max_num_batched_tokens is {most}"
+            f"max_num_batched_tokens is {maximum}"
         )
     return menu
 

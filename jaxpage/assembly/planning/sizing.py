@@ -23,7 +23,7 @@ TOKENS_ON_HOST = (
     # 500 on average.
     512
 )
-MOST_BYTES_ON_HOST = 4 * 2**30  # the largest default of a pool on CPU
+MAX_BYTES_ON_HOST = 4 * 2**30  # the largest default of a pool on CPU
 _SIGNIFICANT_BITS = 6  # the number of blocks on an accelerator has no more: at most 3 % are lost
 
 
@@ -96,9 +96,11 @@ class MemoryPlan:
 
         The null block is included.
         """
-        least = num_bytes // self.block_bytes
-        most = num_bytes // self.first_block_bytes
-        return least + bisect.bisect_right(range(least + 1, most + 1), num_bytes, key=self.bytes_of)
+        minimum = num_bytes // self.block_bytes
+        maximum = num_bytes // self.first_block_bytes
+        return minimum + bisect.bisect_right(
+            range(minimum + 1, maximum + 1), num_bytes, key=self.bytes_of
+        )
 
     @property
     def free_bytes(self) -> int:
@@ -204,11 +206,11 @@ def choose_num_blocks(
     Raises:
         CapacityError: The blocks do not fit; the text has the numbers and what would help.
     """
-    least = 1 + -(-2 // plan.block_size)  # the null block, and two slots
+    minimum = 1 + -(-2 // plan.block_size)  # the null block, and two slots
     free = plan.free_bytes
-    if free < least * plan.block_bytes:
+    if free < minimum * plan.block_bytes:
         advice = _how_to_make_room(
-            plan, least * plan.block_bytes - free, narrower_dtype, utilization
+            plan, minimum * plan.block_bytes - free, narrower_dtype, utilization
         )
         raise CapacityError(
             _does_not_fit(plan, "Weights and workspace leave no room for KV blocks", advice)
@@ -227,8 +229,8 @@ def choose_num_blocks(
                 requested = plan.unaddressable[0] - 1
     plan = replace(plan, num_blocks=requested)
     if plan.pool_bytes > free:
-        most = plan.max_blocks(free) if setting == "num_blocks" else free
-        advice = f"Lower {setting} to {most} or less, or leave it out to take what fits."
+        maximum = plan.max_blocks(free) if setting == "num_blocks" else free
+        advice = f"Lower {setting} to {maximum} or less, or leave it out to take what fits."
         raise CapacityError(
             _does_not_fit(plan, f"{requested} KV blocks take {gib(plan.pool_bytes)}", advice)
         )
@@ -241,8 +243,8 @@ def choose_num_blocks(
             f"kernels for GPUs cannot address them. Use {sizes[0]} or fewer, or {sizes[1]} or "
             "more, or attention_backend 'scan'."
         )
-    if requested < least:
-        enough = least if setting == "num_blocks" else least * plan.block_bytes
+    if requested < minimum:
+        enough = minimum if setting == "num_blocks" else minimum * plan.block_bytes
         advice = f"Set {setting} to {enough} or more; {gib(free)} are free for the pool."
         reason = f"A pool of {requested} blocks (one is the null block) holds no sequence"
         raise CapacityError(_does_not_fit(plan, reason, advice))
@@ -259,14 +261,14 @@ def _useful_on_host(plan: MemoryPlan, max_num_seqs: int) -> int:
         1,
         min(
             max(usual, plan.blocks_for(plan.max_model_len)),
-            plan.max_blocks(MOST_BYTES_ON_HOST) - 1,
+            plan.max_blocks(MAX_BYTES_ON_HOST) - 1,
         ),
     )
 
 
-def _halve(number: int, most: int) -> int:
-    """Returns the number, halved as often as needed to be at most `most`."""
-    while number > most:
+def _halve(number: int, maximum: int) -> int:
+    """Returns the number, halved as often as needed to be at most `maximum`."""
+    while number > maximum:
         number //= 2
     return number
 
@@ -340,14 +342,14 @@ def _how_to_make_room(
             f"use dtype {narrower_dtype}, in which the weights take {gib(plan.weights_bytes // 2)}"
         )
     if plan.workspace_bytes > missing:
-        most = gib(plan.workspace_bytes - missing)
+        maximum = gib(plan.workspace_bytes - missing)
         ways.append(
-            f"lower max_num_batched_tokens or max_num_seqs until the workspace takes {most} or less"
+            f"lower max_num_batched_tokens or max_num_seqs until the workspace takes {maximum} or less"
         )
     whole = plan.available_bytes / utilization
     if plan.available_bytes + missing <= whole:
-        least = math.ceil(100 * (plan.available_bytes + missing) / whole) / 100
-        ways.append(f"raise gpu_memory_utilization to {least:g} or more")
+        minimum = math.ceil(100 * (plan.available_bytes + missing) / whole) / 100
+        ways.append(f"raise gpu_memory_utilization to {minimum:g} or more")
     ways.append(
         "free memory"
         if plan.device.startswith("cpu")

@@ -15,7 +15,7 @@ from pathlib import Path
 from jaxpage.checkpoints.config_file import MODELOPT_FILE
 from jaxpage.checkpoints.embedding_files import EMBEDDING_FILES
 from jaxpage.checkpoints.finding.fetched import FETCHABLE, check_fetched, model_of_fetched
-from jaxpage.checkpoints.gguf.header import looks_like_gguf
+from jaxpage.checkpoints.gguf.header import is_gguf_file
 from jaxpage.checkpoints.safetensors_files import INDEX, SINGLE, weight_map
 from jaxpage.errors import CheckpointError, ConfigError, ModelNotFoundError
 from jaxpage.settings.argument_checks import close_names
@@ -88,7 +88,7 @@ def resolve_model(
         )
     if name in FETCHABLE:
         check_fetched(name)
-    is_file = looks_like_gguf(local)
+    is_file = is_gguf_file(local)
     if name and (os.path.isdir(local) or is_file):  # "" would be the current directory
         if revision is not None:
             kind = "file" if is_file else "directory"
@@ -121,7 +121,7 @@ def is_own_name(text: str) -> bool:
 def local_model(name: str) -> Path | None:
     """Returns the path of a model on this machine, or None; the hub and its cache are not asked."""
     path = _own(name) or Path(name).expanduser()
-    return path if name and (os.path.isdir(path) or looks_like_gguf(path)) else None
+    return path if name and (os.path.isdir(path) or is_gguf_file(path)) else None
 
 
 def _own(name: str) -> Path | None:
@@ -245,7 +245,7 @@ def _near(name: str) -> str:
     except (OSError, ValueError):  # no such parent, or a name that no file can have
         siblings = []
     near = (
-        [str(path.with_name(match)) for match in close_names(path.name, siblings, most=3)]
+        [str(path.with_name(match)) for match in close_names(path.name, siblings, maximum=3)]
         if path.name
         else []
     )

@@ -110,7 +110,7 @@ def is_gguf(path: Path) -> bool:
     return path.is_file()
 
 
-def looks_like_gguf(path: Path) -> bool:
+def is_gguf_file(path: Path) -> bool:
     """Returns whether a file is GGUF by its name, or by its first bytes."""
     if not os.path.isfile(path):
         return False

@@ -31,11 +31,11 @@ from jaxpage.versions import package_version
 logger = logging.getLogger(__name__)
 
 VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
-MOST_FILES = 16  # in the directory: the one that was unused for the longest time goes first
+MAX_FILES = 16  # in the directory: the one that was unused for the longest time goes first
 # transformers reads some tokenizers in another way where these packages are installed.
 _OPTIONAL = ("mistral_common", "sentencepiece", "tiktoken")
 _SUFFIXES = (".json", ".jinja", ".model", ".txt", ".tiktoken", ".py")
-_MOST_BYTES = 256_000_000  # of the files of one tokenizer
+_MAX_BYTES = 256_000_000  # of the files of one tokenizer
 
 
 class Facts(NamedTuple):
@@ -176,7 +176,7 @@ def _path(directory: Path) -> Path | None:
     try:
         for file in _files(directory):
             num_bytes += file.stat().st_size
-            if not file.is_file() or num_bytes > _MOST_BYTES:
+            if not file.is_file() or num_bytes > _MAX_BYTES:
                 return None
             contents = file.read_bytes()
             key.update(f"\n{file.relative_to(directory)} {len(contents)}\n".encode())
@@ -231,7 +231,7 @@ def _write(path: Path, backend: Tokenizer, facts: Facts) -> None:
         finally:
             temporary.unlink(missing_ok=True)
         files = sorted(path.parent.iterdir(), key=lambda entry: entry.stat().st_mtime, reverse=True)
-        for file_to_delete in files[MOST_FILES:]:
+        for file_to_delete in files[MAX_FILES:]:
             file_to_delete.unlink(missing_ok=True)
     except OSError as error:
         logger.info("cannot keep the tokenizer in %s: %s", path.parent, error)

@@ -50,15 +50,15 @@ def _growth_of(stage: dict[str, Any]) -> float:
         case "Replace":
             pattern = stage.get("pattern", {})
             content = stage.get("content", "")
-            shortest = len(pattern.get("String", "")) if isinstance(pattern, dict) else 0
+            min_length = len(pattern.get("String", "")) if isinstance(pattern, dict) else 0
             # A regular expression may match one character, or nothing in front of it.
-            return max(1.0, len(content) / shortest if shortest else len(content) + 1.0)
+            return max(1.0, len(content) / min_length if min_length else len(content) + 1.0)
         case "Precompiled":
-            return max(1.0, float(_longest_form(stage.get("precompiled_charsmap") or "")))
+            return max(1.0, float(_max_form_length(stage.get("precompiled_charsmap") or "")))
     return 1.0
 
 
-def _longest_form(charsmap: str) -> int:
+def _max_form_length(charsmap: str) -> int:
     """Returns the length of the longest form in SentencePiece's table.
 
     The table is a trie with its size before it, then the forms, each with a zero after it.

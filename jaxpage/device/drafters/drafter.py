@@ -122,7 +122,7 @@ class HeadDrafter:
         top_ids = functools.partial(
             nnx.merge(self.graph, parameters["drafter"]).top_ids, hidden_BD, self.num_candidates
         )
-        return _if_wanted(target, top_ids), pages
+        return _if_requested(target, top_ids), pages
 
 
 @dataclass(frozen=True)
@@ -144,7 +144,7 @@ class TopIdsDrafter:
         self, parameters: Any, target: TargetStep, pages: KVPages
     ) -> tuple[jax.Array, KVPages]:
         """Returns the most likely tokens [R, W] after each draw, and the pages as they were."""
-        return _if_wanted(target, lambda: top_ids(target.logits.whole(), self.num_ids)), pages
+        return _if_requested(target, lambda: top_ids(target.logits.whole(), self.num_ids)), pages
 
 
 def top_ids(logits_RV: Float[Array, "R V"], count: int) -> Int[Array, "R W"]:
@@ -152,7 +152,7 @@ def top_ids(logits_RV: Float[Array, "R V"], count: int) -> Int[Array, "R W"]:
     return jax.lax.top_k(logits_RV, count)[1].astype(jnp.int32)
 
 
-def _if_wanted(target: TargetStep, compute: Callable[[], jax.Array]) -> jax.Array:
+def _if_requested(target: TargetStep, compute: Callable[[], jax.Array]) -> jax.Array:
     """Computes drafts where the step asks for some, and returns zeros where it does not."""
     shape = jax.eval_shape(compute)
     return jax.lax.cond(target.depth > 0, compute, lambda: jnp.zeros(shape.shape, shape.dtype))

@@ -224,11 +224,11 @@ def _inherit(
 ) -> KVPages:
     """Copies to each branch the scratch of the branch that it continues."""
     block_size = tree.pages[0][0].shape[1]
-    place_J = jnp.arange(options.shape.num_levels)
-    offset_B1J = (ends.position_B % block_size)[:, None, None] + place_J
+    index_J = jnp.arange(options.shape.num_levels)
+    offset_B1J = (ends.position_B % block_size)[:, None, None] + index_J
     num_groups = len(options.num_blocks)
     source, destination = (
-        jnp.where(place_J < index, block_ZBX[..., None] * block_size + offset_B1J, 0).reshape(
+        jnp.where(index_J < index, block_ZBX[..., None] * block_size + offset_B1J, 0).reshape(
             num_groups, -1
         )
         for block_ZBX in (
@@ -262,8 +262,8 @@ def _fork_last_blocks(
     """
     block_size = pages[0][0].shape[1]
     last = ends.block_table_ZBM.shape[2] - 1
-    place_B1 = jnp.minimum(ends.position_B // block_size, last)[:, None]
-    source_ZB1 = jnp.take_along_axis(ends.block_table_ZBM, place_B1[None], axis=2)
+    index_B1 = jnp.minimum(ends.position_B // block_size, last)[:, None]
+    source_ZB1 = jnp.take_along_axis(ends.block_table_ZBM, index_B1[None], axis=2)
     first_block = _first_blocks(ends.position_B.shape[0], options, block_size)
     begins_in_it = (ends.position_B % block_size > 0)[:, None]
     source, destination = (
@@ -288,9 +288,9 @@ def _scratch_tables(
     # A draft may go beyond the longest sequence.
     table_ZBM = jnp.pad(ends.block_table_ZBM, ((0, 0), (0, 0), (0, num_scratch)))
     num_groups, _, table_width = table_ZBM.shape
-    place_B1M = jnp.arange(table_width) - (ends.position_B // block_size)[:, None, None]
-    scratch_ZBXM = first_block_ZBX[..., None] + place_B1M
+    index_B1M = jnp.arange(table_width) - (ends.position_B // block_size)[:, None, None]
+    scratch_ZBXM = first_block_ZBX[..., None] + index_B1M
     tables = jnp.where(
-        (place_B1M >= 0) & (place_B1M < num_scratch), scratch_ZBXM, table_ZBM[:, :, None]
+        (index_B1M >= 0) & (index_B1M < num_scratch), scratch_ZBXM, table_ZBM[:, :, None]
     )
     return tables.reshape(num_groups, -1, table_width)

@@ -24,7 +24,7 @@ from jaxpage.device.drawn import bits_of
 from jaxpage.device.inputs.step_inputs import Flags
 from jaxpage.device.pages.kv_pages import KVPages
 from jaxpage.device.sampler import Draws, draw_draft, perturb_logits
-from jaxpage.shapes import MOST_CANDIDATES
+from jaxpage.shapes import MAX_CANDIDATES
 
 # A drafter chooses as the target will draw, with the target's noise; or the most likely token; or
 # by a draw of its own.
@@ -80,7 +80,7 @@ class Growing:
         """
         num_rows = ends.token_id_B.shape[0]
         width = self.shape.num_branches
-        num_fields = 3 + 2 * MOST_CANDIDATES * (self.choice == "drawn")
+        num_fields = 3 + 2 * MAX_CANDIDATES * (self.choice == "drawn")
         zeros_BX = jnp.zeros((num_rows, width), jnp.int32)
         return Tree(
             pages,
@@ -108,12 +108,12 @@ class Growing:
         token_id_BY = token_ids.reshape(num_rows, -1).astype(jnp.int32)
         parent_BY = jnp.repeat(tree.node_BX, width, axis=1)
         candidates = [jnp.stack([token_id_BY, parent_BY, bits_of(score_BY)], axis=1), *drawn_from]
-        score_BX, place_BX = jax.lax.top_k(score_BY, width)
+        score_BX, index_BX = jax.lax.top_k(score_BY, width)
         return tree._replace(
-            token_id_BX=jnp.take_along_axis(token_id_BY, place_BX, axis=1),
-            branch_BX=place_BX // width,
+            token_id_BX=jnp.take_along_axis(token_id_BY, index_BX, axis=1),
+            branch_BX=index_BX // width,
             score_BX=score_BX,
-            node_BX=level * width * width + place_BX,
+            node_BX=level * width * width + index_BX,
             candidates_BJGY=tree.candidates_BJGY.at[:, level].set(
                 jnp.concatenate(candidates, axis=1)
             ),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -11,6 +11,8 @@ from jax.typing import DTypeLike
 
 from jaxpage.device.hardware import gpu_memory
 from jaxpage.device.hardware.backends import (
+    Backend,
+    choose_backend,
     find_invariant_set,
     has_bfloat16,
     is_interpreted,
@@ -37,6 +39,8 @@ class DeviceSpec:
         has_bfloat16: True if the device computes in bfloat16.
         keeps_bfloat16: True if dtype "auto" keeps a checkpoint in bfloat16: on a CPU without the
             kernels in C++, XLA is slow in it.
+        hardware: The `jax.Device`, or a description of one, which kernel sets are asked about; None
+            if only its memory is known.
     """
 
     name: str
@@ -44,6 +48,7 @@ class DeviceSpec:
     notice: str = ""
     has_bfloat16: bool = True
     keeps_bfloat16: bool = True
+    hardware: Any = field(default=None, repr=False)
 
     @classmethod
     def of(cls, device: Any, utilization: float, num_devices: int = 1) -> DeviceSpec:
@@ -65,6 +70,7 @@ class DeviceSpec:
             notice,
             has_bfloat16(device),
             device.platform != "cpu" or takes("bfloat16"),
+            device,
         )
 
     @property
@@ -104,20 +110,27 @@ class DeviceSpec:
         size = next(measured, USUAL_BLOCK_SIZE)
         return size if max_tokens is None else min(size, 1 << (max_tokens.bit_length() - 1))
 
-    def check_kernels(self, attention_backend: str, *, batch_invariant: bool) -> None:
-        """Checks that such a device runs or interprets a kernel set.
+    def choose_kernels(
+        self, attention_backend: str, kv_cache_dtype: str, *, batch_invariant: bool
+    ) -> Backend | None:
+        """Returns the kernels of an engine on such a device; see `choose_backend`.
 
-        Args:
-            attention_backend: The setting of this name.
-            batch_invariant: The setting of this name.
+        Returns:
+            None if only the memory of the device is known. It counts as a GPU, and what no GPU
+            takes is refused.
 
         Raises:
-            UnsupportedError: It does not, or its sums would depend on the batch; see
-                `choose_backend`.
+            UnsupportedError: The device neither runs nor interprets the kernel set, or its sums
+                would depend on the batch.
         """
+        if self.hardware is not None:
+            return choose_backend(
+                attention_backend, self.hardware, kv_cache_dtype, batch_invariant=batch_invariant
+            )
         if batch_invariant:
             find_invariant_set(attention_backend, self.platform)
         is_interpreted(attention_backend, self.platform)
+        return None
 
     def ordered_bytes(self, num_tokens: int, outputs_of_token: int, num_positions: int) -> int:
         """Returns the most bytes of sums that kernels keep apart, where these have one order.

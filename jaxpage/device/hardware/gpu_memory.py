@@ -13,7 +13,7 @@ from jax._src import xla_bridge  # JAX has no public name for whether its device
 # JAX reads both; the second is the older name.
 VARIABLES = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
 HEADROOM = 0.05  # a share of the card for gaps between arrays, beyond what an engine plans
-MOST = 0.95  # the largest share: CUDA itself, code and graphs take memory, too
+MAXIMUM = 0.95  # the largest share: CUDA itself, code and graphs take memory, too
 
 _fraction: float | None = None  # the share that `open_devices` gave JAX; None: it gave none
 
@@ -27,7 +27,7 @@ def open_devices(utilization: float) -> None:
     global _fraction
     if any(name in os.environ for name in VARIABLES) or _are_open():
         return
-    _fraction = min(MOST, utilization + HEADROOM)
+    _fraction = min(MAXIMUM, utilization + HEADROOM)
     os.environ[VARIABLES[0]] = str(_fraction)
     try:
         jax.devices()

@@ -11,14 +11,14 @@ from dataclasses import dataclass, replace
 
 # A token alone would be computed as a matrix-vector product, which XLA rounds differently from a
 # matrix product: no step has fewer rows.
-SMALLEST_ROWS = 2
-SMALLEST_CHUNK = 64  # tokens; with fewer a step is hardly shorter, since it reads all weights
-SMALLEST_STREAM = 32  # tokens of an encoder; with fewer a call is hardly shorter
+MIN_ROWS = 2
+MIN_CHUNK = 64  # tokens; with fewer a step is hardly shorter, since it reads all weights
+MIN_STREAM = 32  # tokens of an encoder; with fewer a call is hardly shorter
 CHUNK_ROWS = 16  # sequences that share one prompt step, at most
 # A batch of swapped blocks: large enough that calls cost little, small enough that padding does
 # (docs/lab-log.md).
 SWAPPED_BYTES = 2 * 2**20
-MOST_SWAPPED = 64
+MAX_SWAPPED = 64
 
 
 @dataclass(frozen=True, order=True)
@@ -117,8 +117,8 @@ class BucketMenu:
 
     def swapping(self, block_bytes: int) -> BucketMenu:
         """Returns the menu with the number of blocks that one call swaps: a power of two."""
-        most = 1 << max(0, (SWAPPED_BYTES // block_bytes).bit_length() - 1)
-        return replace(self, num_swapped=min(MOST_SWAPPED, most))
+        maximum = 1 << max(0, (SWAPPED_BYTES // block_bytes).bit_length() - 1)
+        return replace(self, num_swapped=min(MAX_SWAPPED, maximum))
 
     def by_first_use(self) -> list[Bucket]:
         """Returns the buckets in the order in which they are likely to be used first.
@@ -139,8 +139,8 @@ class BucketMenu:
         They are for the first part of the prompt, and for one row of each other kind.
         """
         prompt = self.choose([min(num_tokens, self.chunk[-1].num_tokens)])
-        smallest = [kind[0] for kind in (self.decode, self.multi_step, self.verify) if kind]
-        return list(dict.fromkeys((prompt, *smallest)))
+        minimal = [kind[0] for kind in (self.decode, self.multi_step, self.verify) if kind]
+        return list(dict.fromkeys((prompt, *minimal)))
 
     def choose(
         self,
@@ -221,8 +221,8 @@ def make_menu(
         takes_vectors: Prompts may have vectors in place of tokens. A step with one is a chunk step
             of as many rows as there are sequences, since all may decode next to it.
     """
-    rows = max(SMALLEST_ROWS, max_num_seqs)
-    decode = tuple(Bucket(size, size, 1) for size in _ladder(SMALLEST_ROWS, rows))
+    rows = max(MIN_ROWS, max_num_seqs)
+    decode = tuple(Bucket(size, size, 1) for size in _ladder(MIN_ROWS, rows))
     max_length = 1 + max(num_drafts, default=0)
     verify = [
         Bucket(
@@ -240,8 +240,7 @@ def make_menu(
     return BucketMenu(
         decode=decode,
         chunk=tuple(
-            Bucket(size, chunk_rows, size)
-            for size in _ladder(SMALLEST_CHUNK, max_num_batched_tokens)
+            Bucket(size, chunk_rows, size) for size in _ladder(MIN_CHUNK, max_num_batched_tokens)
         ),
         multi_step=tuple(
             Bucket(b.num_rows * num_steps, b.num_rows, num_steps, num_steps=num_steps)
@@ -250,7 +249,7 @@ def make_menu(
         ),
         vectors=tuple(
             Bucket(size, rows, size, takes_vectors=True)
-            for size in _ladder(SMALLEST_CHUNK, max(rows, max_num_batched_tokens))
+            for size in _ladder(MIN_CHUNK, max(rows, max_num_batched_tokens))
             if takes_vectors
         ),
         verify=tuple(
@@ -268,14 +267,14 @@ def _ladder(first: int, last: int) -> list[int]:
     return [*sizes, last]
 
 
-def stream_sizes(longest: int, most: int) -> tuple[int, ...]:
+def stream_sizes(max_length: int, maximum: int) -> tuple[int, ...]:
     """Returns the numbers of tokens for which an encoder is compiled, each twice the last.
 
     Args:
-        longest: The tokens of the longest text.
-        most: The tokens that texts fill together, where one alone does not fill more.
+        max_length: The tokens of the longest text.
+        maximum: The tokens that texts fill together, where one alone does not fill more.
     """
-    sizes = [SMALLEST_STREAM]
-    while sizes[-1] < max(longest, most):
+    sizes = [MIN_STREAM]
+    while sizes[-1] < max(max_length, maximum):
         sizes.append(2 * sizes[-1])
     return tuple(sizes)

@@ -220,20 +220,20 @@ def at_step(inputs: StepInputs, index: jax.Array, token_ids_B: jax.Array) -> Ste
     """
     first_B = inputs.query_start[:-1]
     length_B = jnp.diff(inputs.query_start)
-    place_B = jnp.minimum(
+    index_B = jnp.minimum(
         first_B + jnp.minimum(index, jnp.maximum(length_B - 1, 0)), inputs.token_ids_T.shape[0] - 1
     )
-    of_draws = {name: getattr(inputs, name)[place_B] for name in StepInputs._fields if "_R" in name}
-    positions_B = inputs.positions_T[place_B]
+    of_draws = {name: getattr(inputs, name)[index_B] for name in StepInputs._fields if "_R" in name}
+    positions_B = inputs.positions_T[index_B]
     is_row_B = length_B > 0
     return inputs._replace(
         **(of_draws | {"drawn_token_R": jnp.arange(len(token_ids_B))}),
         token_ids_T=token_ids_B,
         positions_T=positions_B,
-        axes_AT=inputs.axes_AT[:, place_B],
-        slots_ZT=jnp.where(index < length_B, inputs.slots_ZT[:, place_B], 0),
+        axes_AT=inputs.axes_AT[:, index_B],
+        slots_ZT=jnp.where(index < length_B, inputs.slots_ZT[:, index_B], 0),
         context_len_B=jnp.where(is_row_B, positions_B + 1, 0),
         query_start=jnp.append(0, jnp.cumsum(is_row_B)),
         scored_T=jnp.zeros_like(token_ids_B),
-        lora_slot_T=jnp.where(is_row_B, inputs.lora_slot_T[place_B], 0),
+        lora_slot_T=jnp.where(is_row_B, inputs.lora_slot_T[index_B], 0),
     )

@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxpage.errors import UnsupportedError
 from jaxpage.layers.context import Attend, AttentionOptions, ForwardContext, Recur, Recurrence
-from jaxpage.layers.product import product
+from jaxpage.layers.matmul import matmul
 from jaxpage.layers.trace_scope import LayerKernels, Routes, TokenAdapters, TraceScope
 from jaxpage.layers.weight_kinds import Grouped
 
@@ -149,12 +149,12 @@ def _multiply_groups(
 
     def one_by_one(x_PI: jax.Array, weight_EOI: jax.Array, count_E: jax.Array) -> jax.Array:
         """Multiplies all rows by each weight: on a CPU the other makes E copies of them."""
-        place_P = jnp.arange(len(x_PI))
+        index_P = jnp.arange(len(x_PI))
 
         def multiply(y_PO: jax.Array, group: tuple[jax.Array, ...]) -> tuple[jax.Array, None]:
             weight_OI, count, end = group
-            is_of_group_P = (place_P >= end - count) & (place_P < end)
-            made_PO = product(x_PI, weight_OI, result=result)
+            is_of_group_P = (index_P >= end - count) & (index_P < end)
+            made_PO = matmul(x_PI, weight_OI, result=result)
             return jnp.where(is_of_group_P[:, None], made_PO, y_PO), None
 
         zeros_PO = jnp.zeros((len(x_PI), weight_EOI.shape[1]), result)

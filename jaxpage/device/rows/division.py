@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpage.device.inputs.buckets import SMALLEST_ROWS, Bucket
+from jaxpage.device.inputs.buckets import MIN_ROWS, Bucket
 from jaxpage.device.inputs.step_inputs import StepInputs, TableShape, empty_inputs, unpack
 
 STREAM_TOKENS = 512  # the most tokens of a step
@@ -45,7 +45,7 @@ class Division(NamedTuple):
     def bucket(self) -> Bucket:
         """Returns the shape of a step."""
         num_tokens = self.rows_at_once * self.chunk
-        return Bucket(num_tokens, max(self.rows_at_once, SMALLEST_ROWS), self.chunk)
+        return Bucket(num_tokens, max(self.rows_at_once, MIN_ROWS), self.chunk)
 
     @property
     def table_width(self) -> int:
@@ -83,11 +83,11 @@ class Division(NamedTuple):
             lora_slot: The slot of the adapter of all tokens; 0 for none.
         """
         tables = TableShape(1, self.table_width)
-        place_T = np.tile(np.arange(self.chunk), self.rows_at_once)
+        index_T = np.tile(np.arange(self.chunk), self.rows_at_once)
         row_T = np.repeat(np.arange(self.rows_at_once), self.chunk)
         row_B = np.arange(self.bucket.num_rows)
         first_block_B = 1 + row_B * self.table_width
-        positions_T = chunk * self.chunk + place_T
+        positions_T = chunk * self.chunk + index_T
         table_BM = first_block_B[:, None] + np.arange(self.table_width)
         ends_B = np.minimum(np.arange(len(row_B) + 1), self.rows_at_once) * self.chunk
         fields = {

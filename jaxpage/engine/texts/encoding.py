@@ -19,16 +19,16 @@ class Truncation(NamedTuple):
     """Says how a prompt that is too long is cut.
 
     Attributes:
-        most: The tokens that stay at most, special tokens included.
+        maximum: The tokens that stay at most, special tokens included.
         side: The side at which tokens are left out; None for that of the tokenizer.
     """
 
-    most: int
+    maximum: int
     side: Side | None = None
 
     def cut(self, token_ids: Sequence[int], tokenizer: Any) -> tuple[int, ...]:
         """Returns the token ids of a prompt that stay."""
-        return tuple(_cut(token_ids, self.most, self._side_of(tokenizer)))
+        return tuple(_cut(token_ids, self.maximum, self._side_of(tokenizer)))
 
     def places(self, encoding: Any, tokenizer: Any) -> list[int]:
         """Returns the places of the tokens that stay of one text or two.
@@ -46,10 +46,10 @@ class Truncation(NamedTuple):
             for number in range(encoding.n_sequences)
         ]
         num_special = sequences.count(None)
-        room = self.most - num_special
+        room = self.maximum - num_special
         if room < len(texts):
             raise ValueError(
-                f"truncate_prompt_tokens={self.most} leaves no room for text: the tokenizer adds "
+                f"truncate_prompt_tokens={self.maximum} leaves no room for text: the tokenizer adds "
                 f"{num_special} special tokens"
             )
         side = self._side_of(tokenizer)
@@ -110,7 +110,7 @@ def encode(
         raise ValueError("prompt: the model's tokenizer gives up on this text") from None
     ids: Sequence[int] = encoding["input_ids"]
     types: Sequence[int] = encoding["token_type_ids"] if has_types else ()
-    if truncation is not None and len(ids) > truncation.most:
+    if truncation is not None and len(ids) > truncation.maximum:
         if not encoding.encodings:
             raise ValueError(
                 "truncate_prompt_tokens is not supported: the model's tokenizer is written in "
@@ -144,11 +144,11 @@ def encode_together(
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
         return list(prompts)
-    most = None if truncation is None else truncation.most
+    maximum = None if truncation is None else truncation.maximum
     with_ids: list[Mapping[str, Any]] = []
     for prompt in prompts:
         ids = prompt["prompt_token_ids"] if "prompt_token_ids" in prompt else next(id_lists)
-        is_whole = most is None or len(ids) <= most
+        is_whole = maximum is None or len(ids) <= maximum
         with_ids.append({**prompt, "prompt_token_ids": ids} if is_whole else prompt)
     return with_ids
 
@@ -186,7 +186,7 @@ def check_scored_whole(truncation: Truncation | None) -> None:
     """Raises ValueError if token ids, whose scores are asked for, shall be cut."""
     if truncation is not None:
         raise ValueError(
-            f"truncate_prompt_tokens={truncation.most} is only for pairs of texts, which encoders "
+            f"truncate_prompt_tokens={truncation.maximum} is only for pairs of texts, which encoders "
             "score: cut token ids before"
         )
 

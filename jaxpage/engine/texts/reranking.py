@@ -35,7 +35,7 @@ _BEFORE = (
     'the Instruct provided. Note that the answer can only be "yes" or "no".<|im_end|>\n'
     "<|im_start|>user\n"
 )
-_BEHIND = "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
+_AFTER = "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
 _MARKS = ("<|im_start|>", "<|im_end|>")
 
 
@@ -179,7 +179,7 @@ class YesNo:
         """Returns the prompt of each pair of a query and a document."""
         requested = instruction or DEFAULT_INSTRUCTION
         return [
-            f"{_BEFORE}<Instruct>: {requested}\n<Query>: {query}\n<Document>: {document}{_BEHIND}"
+            f"{_BEFORE}<Instruct>: {requested}\n<Query>: {query}\n<Document>: {document}{_AFTER}"
             for query, document in pairs
         ]
 

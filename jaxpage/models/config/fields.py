@@ -138,13 +138,13 @@ class Fields(ConfigFields):
         """Returns the name that the file has for a field."""
         return next((alias for alias in self._names(name) if alias in self.config), name)
 
-    def integer(self, name: str, default: Any = REQUIRED, *, least: int = 1) -> int:
-        """Returns an integer that is at least `least`."""
+    def integer(self, name: str, default: Any = REQUIRED, *, minimum: int = 1) -> int:
+        """Returns an integer that is at least `minimum`."""
         value = self.get(name, default)
-        if isinstance(value, int) and not isinstance(value, bool) and value >= least:
+        if isinstance(value, int) and not isinstance(value, bool) and value >= minimum:
             return value
         alias = self.in_file(name)
-        error = WrongField(f"{alias} must be an integer >= {least}, not {value!r}")
+        error = WrongField(f"{alias} must be an integer >= {minimum}, not {value!r}")
         instead: int = self._instead(error, name, _SIZE if default is REQUIRED else default)
         return instead
 

@@ -19,7 +19,7 @@ def windows_by_layer(fields: Fields) -> tuple[int | None, ...]:
     window = fields.optional_integer("sliding_window", 4096)
     if not fields.flag("use_sliding_window", False):
         window = None
-    first = fields.integer("max_window_layers", 28, least=0)
+    first = fields.integer("max_window_layers", 28, minimum=0)
     full = "full_attention"
     sliding = "sliding_attention"
     types = fields.layer_types(

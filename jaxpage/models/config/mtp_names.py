@@ -18,7 +18,7 @@ class MtpNames:
         field: The field of config.json with that number.
         prefixes: The beginnings of the names of all heads' tensors, as a checkpoint has them.
         layer: The decoder layer of the first head.
-        product: The product that fuses the embedding and the hidden state.
+        projection: The product that fuses the embedding and the hidden state.
         embedding_norm: The norm of the embedding.
         hidden_norm: The norm of the hidden state.
         output_norm: The norm after the layer.
@@ -32,7 +32,7 @@ class MtpNames:
     field: str
     prefixes: tuple[str, ...]
     layer: str
-    product: str
+    projection: str
     embedding_norm: str
     hidden_norm: str
     output_norm: str
@@ -60,7 +60,7 @@ def read_numbered_names(fields: Fields, *not_read: str) -> MtpNames | None:
         *not_read: Globs over tensors of a layer that the family does not read.
     """
     field = "num_nextn_predict_layers"
-    count = fields.integer(field, 0, least=0)
+    count = fields.integer(field, 0, minimum=0)
     if count > MAX_HEADS:
         fields.note_wrong(f"{field} = {count} is above {MAX_HEADS}", **{field: 0})
     if not 0 < count <= MAX_HEADS:
@@ -81,7 +81,7 @@ def read_numbered_names(fields: Fields, *not_read: str) -> MtpNames | None:
     )
 
 
-def name_apart(count: int, field: str, refusal: str = "") -> MtpNames:
+def name_separate_heads(count: int, field: str, refusal: str = "") -> MtpNames:
     """Returns the names of Qwen's form: a module of its own, `mtp`, outside of the model.
 
     Args:
@@ -110,8 +110,8 @@ def unread_heads(fields: Fields, start: str = "mtp.") -> MtpNames:
         start: The beginning of the names of all heads' tensors.
     """
     field = "num_nextn_predict_layers"
-    count = 0 if fields.get(field, None) is None else fields.integer(field, 0, least=0)
-    names = name_apart(count, field, "heads of this family are not read")
+    count = 0 if fields.get(field, None) is None else fields.integer(field, 0, minimum=0)
+    names = name_separate_heads(count, field, "heads of this family are not read")
     return replace(names, prefixes=(start,))
 
 

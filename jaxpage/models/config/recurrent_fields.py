@@ -93,10 +93,10 @@ def read_time_steps(fields: Fields) -> tuple[float, float]:
     if limits is None:
         return 0.0, math.inf
     if isinstance(limits, list | tuple) and len(limits) == 2:
-        least, most = (math.inf if limit in _INFINITE else limit for limit in limits)
-        numbers = all(type(limit) in (int, float) for limit in (least, most))
-        if numbers and 0 <= least <= most and least < math.inf:
-            return float(least), float(most)
+        minimum, maximum = (math.inf if limit in _INFINITE else limit for limit in limits)
+        numbers = all(type(limit) in (int, float) for limit in (minimum, maximum))
+        if numbers and 0 <= minimum <= maximum and minimum < math.inf:
+            return float(minimum), float(maximum)
     text = f"time_step_limit must be two numbers from 0, the smaller one first, not {limits!r}"
     fields.note_wrong(text, time_step_limit=[0.0, math.inf])
     return 0.0, math.inf

@@ -136,11 +136,11 @@ class Assistant(nnx.Module):
         groups = spec.centroids
         self.centroids = self.token_order = None
         if groups is not None:
-            product = gemma_layers.whole_projection(
+            projection = gemma_layers.whole_projection(
                 width, at, "masked_embedding.centroids", groups.count
             )
             order = parameter((config.vocab_size,), axes=("vocab",), dtype=jnp.int32)
-            self.centroids, self.token_order = nnx.data(product), nnx.data(order)
+            self.centroids, self.token_order = nnx.data(projection), nnx.data(order)
 
     def __call__(
         self,

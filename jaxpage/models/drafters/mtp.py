@@ -51,7 +51,7 @@ class MtpHead(nnx.Module):
             for name in (names.embedding_norm, names.hidden_norm, names.output_norm)
         )
         at = Scope("", dtype)
-        self.fc = at.projection(2 * width, (names.product, width), axes=(None, "embed"))
+        self.fc = at.projection(2 * width, (names.projection, width), axes=(None, "embed"))
         layer = family.Model.make_block(of_layer, 0, Scope(names.layer, dtype))
         self.layers = nnx.List([layer])
 

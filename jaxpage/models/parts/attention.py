@@ -26,12 +26,12 @@ class Gates:
 
     Attributes:
         count: The number of gates of a head: the width of a head, or one.
-        product: The name of their product; None if the product for queries has them.
+        projection: The name of their product; None if the product for queries has them.
         alias: The other name of that product.
     """
 
     count: int
-    product: str | None = None
+    projection: str | None = None
     alias: str | None = None
 
 
@@ -69,7 +69,7 @@ def grouped_query_attention(
     query_rows = config.num_query_heads * head_dim
     # With one head the fused product is as others are: all queries, the key, the value.
     is_grouped = names.fused is not None and names.in_groups and num_kv_heads > 1
-    gates_in_queries = gates is not None and gates.product is None
+    gates_in_queries = gates is not None and gates.projection is None
     inputs = query_key_value(
         input_width or width,
         query_rows * (2 if gates_in_queries else 1),
@@ -108,11 +108,11 @@ def _make_gates(
     config: DecoderConfig, at: Scope, gates: Gates | None, input_width: int
 ) -> Linear | None:
     """Returns the product for gates; None if they have none of their own."""
-    if gates is None or gates.product is None:
+    if gates is None or gates.projection is None:
         return None
     return linear(
         input_width,
-        Part(config.num_query_heads * gates.count, "heads", (at / gates.product).name),
+        Part(config.num_query_heads * gates.count, "heads", (at / gates.projection).name),
         fused=gates.alias and (at / gates.alias).name,
         input_axis="embed",
         bias=False,
@@ -160,19 +160,19 @@ def norms_over_all_heads(config: DecoderConfig, at: Scope) -> HeadNorms:
     )
 
 
-def norms_by_head(config: DecoderConfig, at: Scope, *, apart: bool = False) -> HeadNorms:
+def norms_by_head(config: DecoderConfig, at: Scope, *, separate: bool = False) -> HeadNorms:
     """Returns norms of queries and keys with a scale for each head.
 
     Args:
         config: The config of the model.
         at: The scope of the attention.
-        apart: True if each head has a tensor of its own (StableLM); False for one tensor of all
+        separate: True if each head has a tensor of its own (StableLM); False for one tensor of all
             (Cohere).
     """
     head_dim = config.kv.head_dim
 
     def norm(part: str, num_heads: int, axis: str) -> HeadNorm:
-        if apart:
+        if separate:
             norms = (at / f"{part}_layernorm.norms").name
             source = stack(
                 [tensor(f"{norms}.{head}.weight", head_dim) for head in range(num_heads)]

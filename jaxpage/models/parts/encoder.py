@@ -21,7 +21,7 @@ from jaxpage.models.parts.encoder_config import EncoderConfig
 from jaxpage.models.parts.names import Scope
 
 
-def attention_both_ways(
+def bidirectional_attention(
     config: EncoderConfig,
     index: int,
     inputs: Linear,

@@ -123,16 +123,16 @@ class EncoderConfig(TextConfig):
         return places.astype(np.int32)
 
 
-def distance_buckets(most: int) -> np.typing.NDArray[np.int32]:
+def distance_buckets(maximum: int) -> np.typing.NDArray[np.int32]:
     """Returns the bucket of each distance from -most to most, of a key after its query.
 
     Short distances have a bucket each, and longer ones share them by their logarithm (T5; Raffel et
     al., 2020). Keys after the query have the second half of the buckets.
 
     Args:
-        most: The longest distance, in tokens.
+        maximum: The longest distance, in tokens.
     """
-    distance = np.arange(-most, most + 1)
+    distance = np.arange(-maximum, maximum + 1)
     far = np.abs(distance)
     each_side = DISTANCE_BUCKETS // 2
     with np.errstate(divide="ignore"):

@@ -87,9 +87,9 @@ def make_experts(
     def stack(
         part: str, num_out: int, num_in: int, axes: tuple[Axis, str], parts: tuple[str, ...]
     ) -> ExpertLinear:
-        apart = [] if names.only_stacked or names.together else range(count)
+        separate = [] if names.only_stacked or names.together else range(count)
         modules = tuple(
-            tuple(f"{published}.experts.{expert}.{part}" for part in parts) for expert in apart
+            tuple(f"{published}.experts.{expert}.{part}" for part in parts) for expert in separate
         )
         name = f"{in_memory}.experts.{part}"
         aliases = (f"{published}.{together[part]}.weight",) if together else ()

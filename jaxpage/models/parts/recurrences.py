@@ -8,7 +8,7 @@ from typing import Any
 from jaxpage.layers import DeltaWidths, Linear, MambaSpec, RMSNorm
 from jaxpage.layers.context import StateSpec
 from jaxpage.layers.convolution import ConvolutionSpec, GatedConvolution
-from jaxpage.layers.delta_net import ChannelProducts, GatedDeltaNet
+from jaxpage.layers.delta_net import ChannelMatmuls, GatedDeltaNet
 from jaxpage.layers.mamba import Mamba2
 from jaxpage.layers.mamba1 import Mamba1, Mamba1Spec
 from jaxpage.models.parts.decoder_config import DecoderConfig
@@ -41,7 +41,7 @@ def delta_net(
     beta_step: Linear,
     norm: str = "norm",
     output: str = "out_proj",
-    channels: ChannelProducts | None = None,
+    channels: ChannelMatmuls | None = None,
 ) -> GatedDeltaNet:
     """Returns a gated delta net; see `GatedDeltaNet` for the products.
 

@@ -15,10 +15,10 @@ from jaxtyping import Array, Float, Int
 
 from jaxpage.layers import MLP, Angles, GatedMLP, Linear, RMSNorm
 from jaxpage.layers.linear import Part, linear
+from jaxpage.layers.matmul import matmul
 from jaxpage.layers.norms import add_and_norm
 from jaxpage.layers.parameter import Piece, Source, parameter
 from jaxpage.layers.picture_attention import attend_in_segments, attend_in_windows
-from jaxpage.layers.product import product
 from jaxpage.models.base import FamilyModule
 from jaxpage.models.parts import Scope, patches
 from jaxpage.models.parts.vision import VisionCall
@@ -39,7 +39,7 @@ class PatchEmbedding(nnx.Module):
     def __call__(self, patch_PI: Float[Array, "P I"]) -> Float[Array, "P D"]:
         """Returns the states of patches in the type of the kernel."""
         kernel = self.kernel[...]
-        state_PD = product(patch_PI.astype(kernel.dtype), kernel)
+        state_PD = matmul(patch_PI.astype(kernel.dtype), kernel)
         return state_PD if self.bias is None else state_PD + self.bias[...][None, :]
 
 

@@ -21,8 +21,8 @@ GROUP_SIZE = 32
 
 def int8_scale(weight: np.ndarray, num_out: int, num_in: int) -> np.ndarray:
     """Returns the scale of each output."""
-    most = np.abs(np.asarray(weight, np.float32)).max(axis=1, keepdims=True)
-    return np.where(most > 0, most / np.float32(127), np.float32(1))
+    maximum = np.abs(np.asarray(weight, np.float32)).max(axis=1, keepdims=True)
+    return np.where(maximum > 0, maximum / np.float32(127), np.float32(1))
 
 
 def int8_codes(weight: np.ndarray, num_out: int, num_in: int) -> np.ndarray:
@@ -38,8 +38,8 @@ def int4_scale(weight: np.ndarray, num_out: int, num_in: int) -> np.ndarray:
     It gives the group's number of greatest magnitude the code 0, which is -8.
     """
     groups = np.asarray(weight, np.float32).reshape(num_out, -1, GROUP_SIZE)
-    most = np.take_along_axis(groups, np.abs(groups).argmax(axis=2)[..., None], axis=2)[..., 0]
-    return np.where(most != 0, most / np.float32(-8), np.float32(1))
+    maximum = np.take_along_axis(groups, np.abs(groups).argmax(axis=2)[..., None], axis=2)[..., 0]
+    return np.where(maximum != 0, maximum / np.float32(-8), np.float32(1))
 
 
 def int4_codes(weight: np.ndarray, num_out: int, num_in: int) -> np.ndarray:

@@ -13,7 +13,7 @@ from jaxpage.models.quantization import mxfp4
 from jaxpage.models.quantization.formats import KEPT, METHODS
 from jaxpage.models.quantization.scheme import UNQUANTISED, Scheme
 
-_APART = re.compile(r"\.experts\.\d")
+_SEPARATE = re.compile(r"\.experts\.\d")
 _UNQUANTIZED = re.compile(r"\.experts\.[a-z_]+_proj$")
 
 
@@ -30,20 +30,22 @@ def explain_refused_experts(
     if scheme.name not in METHODS or scheme.name == mxfp4.NAME:
         return None
     names = (piece.name for weight in weights for piece in weight.sources[0].pieces)
-    apart = next(filter(_APART.search, names), None)
+    separate = next(filter(_SEPARATE.search, names), None)
     others = [
-        name for name in unexpected if ".experts." in name and not (apart and _APART.search(name))
+        name
+        for name in unexpected
+        if ".experts." in name and not (separate and _SEPARATE.search(name))
     ]
     if not others:
         return None
     advice = "use the checkpoint in MXFP4"
-    if apart and all(map(_UNQUANTIZED.search, others)):
+    if separate and all(map(_UNQUANTIZED.search, others)):
         advice = (
             "if they are not quantised, add 're:.*[.]experts' to "
             f"quantization_config.{KEPT[scheme.name]} of config.json"
         )
-    elif apart:
-        advice = f"use a checkpoint that has tensors for each expert, such as {apart!r}"
+    elif separate:
+        advice = f"use a checkpoint that has tensors for each expert, such as {separate!r}"
     return (
         f"experts quantised by {scheme.name!r} are not loaded from {others[0]!a} and "
         f"{len(others) - 1} other tensors; {advice}, "

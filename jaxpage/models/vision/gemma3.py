@@ -16,8 +16,8 @@ from jaxtyping import Array, Float
 
 from jaxpage.errors import UnsupportedError
 from jaxpage.layers import RMSNorm
+from jaxpage.layers.matmul import matmul
 from jaxpage.layers.parameter import parameter, tensor
-from jaxpage.layers.product import product
 from jaxpage.models.parts import Scope, vision, vision_config
 from jaxpage.models.vision.siglip import Siglip, SiglipConfig, SiglipTiles
 
@@ -109,4 +109,4 @@ class Projector(nnx.Module):
         """Returns the rows of all blocks."""
         blocks = state_PE.reshape(-1, self.num_patches, state_PE.shape[-1])
         mean_RE = jnp.mean(blocks.astype(jnp.float32), axis=1).astype(state_PE.dtype)
-        return product(self.norm(mean_RE), self.kernel[...])
+        return matmul(self.norm(mean_RE), self.kernel[...])

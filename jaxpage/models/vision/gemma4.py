@@ -52,7 +52,7 @@ class Gemma4VisionConfig(vision_config.VisionConfig):
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> Gemma4VisionConfig:
         """Reads config.json."""
-        both_ways = text_part(config).get("use_bidirectional_attention")
+        bidirectional = text_part(config).get("use_bidirectional_attention")
         with vision_config.open_fields(config, "gemma4_vision") as fields:
             tower = _read_tower(fields)
             num_kv_heads = fields.integer("num_key_value_heads", 12)
@@ -70,7 +70,7 @@ class Gemma4VisionConfig(vision_config.VisionConfig):
                 rope_theta=vision_config.read_theta(fields, 100.0),
                 is_clipped=fields.flag("use_clipped_linears", False),
                 is_standardized=fields.flag("standardize", False),
-                num_whole=_USUAL_ROWS if both_ways == "vision" else 0,
+                num_whole=_USUAL_ROWS if bidirectional == "vision" else 0,
             )
 
 
@@ -141,7 +141,7 @@ class Gemma4Vision(vision_tower.VisionTower, config=Gemma4VisionConfig):
 
     def __call__(self, inputs: Mapping[str, jax.Array]) -> Float[Array, "R 1 D"]:
         """Returns a row for each block of patches."""
-        place_P2 = inputs["place_P2"]
+        index_P2 = inputs["place_P2"]
         table = self.places[...]
         centred_PI = (2 * (inputs["patch_PI"] - 0.5)).astype(table.dtype)
         state_PE = self.patches(centred_PI)
@@ -170,7 +170,7 @@ def _call(
     return Gemma4Vision.make_call(spec, num_patches, make_inputs)
 
 
-def _axis_angles(place_P2: Int[Array, "P 2"], config: Gemma4VisionConfig) -> list[Angles]:
+def _axis_angles(index_P2: Int[Array, "P 2"], config: Gemma4VisionConfig) -> list[Angles]:
     """Returns the angles of the first half of a head, by columns, and of the second, by rows."""
     frequencies = vision_tower.rotary_frequencies(config.tower.head_dim // 2, config.rope_theta)
     angles = [place_P2[:, axis, None].astype(jnp.float32) * frequencies for axis in (0, 1)]

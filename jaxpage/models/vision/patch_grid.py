@@ -82,12 +82,12 @@ class PatchGrid(NamedTuple):
         return entry_P4, share_P4
 
 
-def _two_entries(place_P: Integers, size: int, side: int) -> tuple[Integers, Floats]:
+def _two_entries(index_P: Integers, size: int, side: int) -> tuple[Integers, Floats]:
     """Returns the two entries [P, 2] of an axis of the table next to each place, and their shares.
 
     The arithmetic is that of transformers, in float32.
     """
-    exact_P = place_P.astype(np.float32) * np.float32(side - 1) / np.float32(max(size - 1, 1))
+    exact_P = index_P.astype(np.float32) * np.float32(side - 1) / np.float32(max(size - 1, 1))
     entry_P2 = np.floor(exact_P)[:, None] + np.arange(2, dtype=np.float32)
     share_P2 = np.maximum(1 - np.abs(exact_P[:, None] - entry_P2), 0)
     return np.minimum(entry_P2, side - 1).astype(np.int32), share_P2
@@ -111,18 +111,18 @@ def rotary_positions(
         ValueError: The placeholders are not those of the pictures.
     """
     ids = np.asarray(token_ids)
-    place_P = np.flatnonzero(ids == placeholder)
+    index_P = np.flatnonzero(ids == placeholder)
     num_blocks = sum(grid.num_blocks for grid in grids)
-    if len(place_P) != num_blocks:
+    if len(index_P) != num_blocks:
         raise ValueError(
-            f"the prompt has {len(place_P)} tokens for pictures, and its {len(grids)} pictures "
+            f"the prompt has {len(index_P)} tokens for pictures, and its {len(grids)} pictures "
             f"fill {num_blocks}"
         )
     step_T = np.ones(len(ids), np.int32)
     offset_3T = np.zeros((3, len(ids)), np.int32)
     first = 0
     for grid in grids:
-        start, last = place_P[[first, first + grid.num_blocks - 1]]
+        start, last = index_P[[first, first + grid.num_blocks - 1]]
         first += grid.num_blocks
         if last - start + 1 != grid.num_blocks:
             raise ValueError(

@@ -151,7 +151,7 @@ def two_axis_angles(place_P2: Int[Array, "P 2"], head_dim: int, theta: float) ->
     """
     frequencies = vision_tower.rotary_frequencies(head_dim, theta)
     axes = [
-        place_P2[:, axis, None].astype(jnp.float32) * frequencies[None, axis::2] for axis in (0, 1)
+        index_P2[:, axis, None].astype(jnp.float32) * frequencies[None, axis::2] for axis in (0, 1)
     ]
     angles_PE = jnp.concatenate(axes, axis=-1)
     return Angles(jnp.cos(angles_PE), jnp.sin(angles_PE))

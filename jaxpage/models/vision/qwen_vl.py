@@ -76,7 +76,7 @@ class QwenVision(vision_tower.VisionTower):
     def __init__(self, config: Any, *, dtype: jax.typing.DTypeLike):
         super().__init__(config, dtype=dtype)
         at = Scope("model.visual", dtype)
-        self.patches = patch_product(config, at / "patch_embed.proj", bias=self.patch_bias)
+        self.patches = patch_matmul(config, at / "patch_embed.proj", bias=self.patch_bias)
         self.table = self.make_table(config, at / "pos_embed")
         self.layers = nnx.List(
             self.make_block(config, index, at / f"blocks.{index}")

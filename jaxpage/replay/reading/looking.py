@@ -18,7 +18,7 @@ from jaxpage.replay.recorder import Record, usual_draws
 from jaxpage.settings.argument_checks import count
 
 Path = str | os.PathLike[str]
-_MOST_SHOWN = 16  # the most entries of a list in a line
+_MAX_SHOWN = 16  # the most entries of a list in a line
 
 
 def header_of(path: Path) -> Record:
@@ -252,15 +252,15 @@ def _describe_tokens(token_ids: list[Any], text_of: Callable[[int], str] | None)
     if None in token_ids:
         return f"{len(token_ids)} tokens"
     texts = (
-        " ".join(repr(text_of(token_id)) for token_id in token_ids[:_MOST_SHOWN]) if text_of else ""
+        " ".join(repr(text_of(token_id)) for token_id in token_ids[:_MAX_SHOWN]) if text_of else ""
     )
     return f"{_list_values(token_ids)} {texts}".rstrip()
 
 
 def _list_values(values: list[Any]) -> str:
-    if len(values) <= _MOST_SHOWN:
+    if len(values) <= _MAX_SHOWN:
         return str(values)
-    return f"[{', '.join(map(str, values[: _MOST_SHOWN - 1]))}, ... {values[-1]}] ({len(values)})"
+    return f"[{', '.join(map(str, values[: _MAX_SHOWN - 1]))}, ... {values[-1]}] ({len(values)})"
 
 
 def _names(path: Path, until: int | None) -> str:

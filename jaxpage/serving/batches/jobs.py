@@ -162,7 +162,7 @@ class Batches:
         await self._finish(record)
 
     async def _run(self, record: Record, output: OutputFile, total: int) -> None:
-        def tell() -> None:
+        def report() -> None:
             self._count(record, output.counts, total)
             if output.counts.lines % 64 == 0 and self.store.num_bytes > self.store.max_bytes:
                 raise BatchFailed(
@@ -176,7 +176,7 @@ class Batches:
             max_line_bytes=self._max_line_bytes,
             is_dead=self._is_dead,
             is_closing=self._is_closing,
-            told=tell,
+            on_answer=report,
             url=record["endpoint"],
             owner=self.store.owner(record["id"]),
         )

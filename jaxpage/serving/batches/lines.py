@@ -154,5 +154,5 @@ def write_answer(line: Line, status: int, request_id: str, body: bytes) -> bytes
         body: The JSON of the answer.
     """
     head = encode({"id": line.id, "custom_id": line.custom_id})[:-1]
-    told = encode({"status_code": status, "request_id": request_id})[:-1]
-    return head + b',"response":' + told + b',"body":' + body + b'},"error":null}\n'
+    status_fields = encode({"status_code": status, "request_id": request_id})[:-1]
+    return head + b',"response":' + status_fields + b',"body":' + body + b'},"error":null}\n'

@@ -109,7 +109,7 @@ def _answer_all(
     window: int,
     bar: tqdm,  # type: ignore[type-arg]
 ) -> None:
-    def tell() -> None:
+    def report() -> None:
         num_tokens = output.counts.completion_tokens - output.before.completion_tokens
         rate = num_tokens / max(bar.format_dict["elapsed"], 1e-9)
         bar.set_postfix_str(f"{rate:.0f} tokens/s", refresh=False)
@@ -122,7 +122,7 @@ def _answer_all(
             num_at_once=_LINES_PER_SEQUENCE * driver.max_num_seqs,
             max_line_bytes=config.max_body_bytes + LINE_EXTRA_BYTES,
             is_dead=driver.has_ended,
-            told=tell,
+            on_answer=report,
             window=window,
         )
         await run.run(source)

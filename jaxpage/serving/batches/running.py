@@ -15,7 +15,7 @@ from jaxpage.serving.batches.output_file import LARGE_LINE_BYTES, OutputFile
 
 _TRY_AGAIN = (429, 503)  # the statuses of a server that has no room now
 _FIRST_PAUSE_SECONDS = 0.1
-_LONGEST_PAUSE_SECONDS = 5.0
+_MAX_PAUSE_SECONDS = 5.0
 
 
 class BatchRun:
@@ -36,7 +36,7 @@ class BatchRun:
         max_line_bytes: int,
         is_dead: Callable[[], bool],
         is_closing: Callable[[], bool] = lambda: False,
-        told: Callable[[], None] = lambda: None,
+        on_answer: Callable[[], None] = lambda: None,
         window: int = DEFAULT_WINDOW,
         url: str | None = None,
         owner: str = "",
@@ -50,7 +50,7 @@ class BatchRun:
             max_line_bytes: The longest line that is read.
             is_dead: Tells whether the engine has ended.
             is_closing: Tells whether the server accepts no more requests.
-            told: Called after each answer.
+            on_answer: Called after each answer.
             window: The most lines that are ordered together.
             url: The path that all lines must name; None allows all.
             owner: The one who made the batch, and to whom stored responses belong.
@@ -64,7 +64,7 @@ class BatchRun:
         self._places = asyncio.Semaphore(num_at_once)
         self._is_dead = is_dead
         self._is_closing = is_closing
-        self._told = told
+        self._on_answer = on_answer
         self._writing = asyncio.Lock()
 
     async def run(self, path: Path) -> None:
@@ -113,7 +113,7 @@ class BatchRun:
             if self._is_closing():
                 raise ShuttingDown("The server shuts down before all lines were answered")
             await asyncio.sleep(pause)
-            pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
+            pause = min(2 * pause, _MAX_PAUSE_SECONDS)
 
     async def _write(self, line: bytes) -> None:
         async with self._writing:
@@ -121,7 +121,7 @@ class BatchRun:
                 self._output.append(line)
             else:
                 await _to_the_end(asyncio.to_thread(self._output.append, line))
-        self._told()
+        self._on_answer()
 
 
 async def _to_the_end(work: Coroutine[Any, Any, None]) -> None:

@@ -98,7 +98,7 @@ class Dialect:
         end: The bytes that end a stream.
         media_type: The media type of a stream.
         comment: Bytes without meaning, which keep a silent stream open.
-        streams_unless_told: True if a request streams that does not say whether it does.
+        streams_by_default: True if a request streams that does not say whether it does.
         exchanges: What opens a request that generates, by path.
         conversations: What opens a request that may go on from a stored answer, by path; the
             answers are below that path.
@@ -124,7 +124,7 @@ class Dialect:
     end: bytes = b""
     media_type: str = "text/event-stream; charset=utf-8"
     comment: bytes = COMMENT
-    streams_unless_told: bool = False
+    streams_by_default: bool = False
     exchanges: Mapping[str, Callable[[Body, ModelContext], Exchange]] = field(default_factory=dict)
     conversations: Mapping[str, Callable[[Body, ModelContext, OwnerResponses], Exchange]] = field(
         default_factory=dict
@@ -165,6 +165,6 @@ class Dialect:
     def is_for_stream(self, path: str, body: Body) -> bool:
         """Returns whether a request of this path and body asks for a stream."""
         value = body.get("stream")
-        is_wanted = self.streams_unless_told if value is None else value is True
+        is_requested = self.streams_by_default if value is None else value is True
         generates = path in self.exchanges or path in self.conversations
-        return generates and is_wanted
+        return generates and is_requested

@@ -304,7 +304,7 @@ DIALECT = Dialect(
     media_type="application/x-ndjson",
     # White space may precede the JSON of a line, and a line always follows.
     comment=b" ",
-    streams_unless_told=True,
+    streams_by_default=True,
     exchanges={"/api/chat": open_ollama_chat, "/api/generate": open_ollama_generate},
     vectors={"/api/embed": open_ollama_embed, "/api/embeddings": open_ollama_embeddings},
     transforms={"/api/show": show_ollama},

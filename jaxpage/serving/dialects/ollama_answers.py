@@ -201,9 +201,9 @@ class OllamaVector(EmbeddingAnswer):
 
 def ollama_time(seconds: float) -> str:
     """Returns a time as Ollama writes it; one beyond the calendar as the last that it has."""
-    most = 253_402_300_799.0  # the last second of the year 9999
+    maximum = 253_402_300_799.0  # the last second of the year 9999
     return (
-        (datetime.fromtimestamp(0, UTC) + timedelta(seconds=min(seconds, most)))
+        (datetime.fromtimestamp(0, UTC) + timedelta(seconds=min(seconds, maximum)))
         .isoformat()
         .replace("+00:00", "Z")
     )

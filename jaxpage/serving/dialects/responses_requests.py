@@ -181,15 +181,15 @@ def truncate_messages(
     An answer has room for its longest output or for an eighth of the model's length, and never
     needs more than half of it.
     """
-    longest = context.max_model_len
-    num_reserved = min(request.max_output_tokens or max(1, longest // 8), longest // 2)
+    max_length = context.max_model_len
+    num_reserved = min(request.max_output_tokens or max(1, max_length // 8), max_length // 2)
     body = {**chat_of(request), "model": request.model, "stream": None}
 
     def has_room(some: list[ChatMessage]) -> bool:
         try:
             chat = open_chat({**body, "messages": [message.body for message in some]}, context)
             (prompt,) = chat.prompts
-            return count_prompt(prompt, context) + num_reserved <= longest
+            return count_prompt(prompt, context) + num_reserved <= max_length
         except ApiError as error:
             # The chat itself tells the client of other errors.
             return error.code != "context_length_exceeded"

@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 NAMES = ("rank 0", "this rank")
 
 
-class _Told(HostRecorder):
+class _FollowerRecorder(HostRecorder):
     def failed(self, plan: StepPlan, error: Exception) -> None:
         """Raises Differs, because rank 0 now waits for this host in a step that cannot end."""
         raise Differs(
@@ -57,7 +57,7 @@ class Follower:
             adapters: The adapters that requests may have, by name.
             weights: Loads other weights; None where there are no updates.
         """
-        engine.events = _Told(self._came)
+        engine.events = _FollowerRecorder(self._came)
         # The drafts come from the records. The engine's own speculator might choose another number
         # of drafts, because it measures how many are worth their time.
         engine.speculator = self._drafts = LoggedDrafts()

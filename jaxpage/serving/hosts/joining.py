@@ -31,7 +31,7 @@ from jaxpage.settings.engine_config import NO_LOG, EngineConfig
 logger = logging.getLogger(__name__)
 
 JOIN_SECONDS = 300.0  # the time in which all hosts must have joined
-LEAVE_SECONDS = 10.0  # the time that a host waits for the others at the end
+END_SECONDS = 10.0  # the time that a host waits for the others at the end
 _RETRY_SECONDS = 0.2
 # The paths of models may differ, because their files are hashed; rank 0 alone writes a log.
 _NOT_COMPARED = ("model", "tokenizer", *NO_LOG)
@@ -69,14 +69,14 @@ def join(engine: EngineConfig, server: ServerConfig) -> dict[int, Channel]:
             server.num_hosts,
             server.host_rank,
             JOIN_SECONDS,
-            LEAVE_SECONDS,
+            END_SECONDS,
         )
     except RuntimeError as error:
         raise HostsError(f"coordinator {server.coordinator}: {error}") from None
     return channels
 
 
-def smallest_sizes(
+def min_sizes(
     spec: EngineSpec, channels: Mapping[int, Channel], *, host_rank: int
 ) -> dict[str, int]:
     """Returns settings with which the engine fits into the memory of every host.
@@ -107,12 +107,14 @@ def smallest_sizes(
     sizes = {name: [each[name] for each in said] for name in _SIZES}
     differing = [name for name, values in sizes.items() if len(set(values)) > 1]
     for name in differing:
-        least = min(sizes[name])
-        most = max(sizes[name])
+        minimum = min(sizes[name])
+        maximum = max(sizes[name])
         text = (
             "%s is %d on all hosts, since rank %d has memory for no more; rank %d has memory for %d"
         )
-        logger.warning(text, name, least, sizes[name].index(least), sizes[name].index(most), most)
+        logger.warning(
+            text, name, minimum, sizes[name].index(minimum), sizes[name].index(maximum), maximum
+        )
     # Another size of the pool changes the swap space that follows from it, so both are fixed.
     return {
         name: min(values)
@@ -298,12 +300,12 @@ def model_hash(model: Path) -> str:
     names = ["" if path == model else path.relative_to(model).as_posix() for path in paths]
     with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
         digests = pool.map(_file_hash, paths)
-        told = [
+        facts = [
             (name, digest)
             for name, digest in zip(names, digests, strict=True)
             if not name.startswith(".")
         ]
-    return hashlib.blake2b(json.dumps(told).encode(), digest_size=16).hexdigest()
+    return hashlib.blake2b(json.dumps(facts).encode(), digest_size=16).hexdigest()
 
 
 def _file_hash(path: Path) -> str:

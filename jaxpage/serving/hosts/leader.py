@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Mapping
 
 from jaxpage.errors import CheckpointError, EngineFailed
-from jaxpage.replay import Leave, Record
+from jaxpage.replay import Record, StepAbandoned
 from jaxpage.serving.hosts.channel import Channel
 from jaxpage.serving.hosts.host_records import HostRecorder
 from jaxpage.serving.hosts.weight_loading import LoadedWeights
@@ -21,7 +21,7 @@ PINGS_IN_TIME = 4  # the pings in the time after which a silent host is lost
 REASON_SECONDS = 1.0
 
 
-class HostLost(Leave):
+class HostLost(StepAbandoned):
     """Says that the engine cannot go on, because a host is gone or does something else."""
 
 
@@ -43,18 +43,18 @@ class Leader(HostRecorder):
         self._timeout = timeout_seconds
         self._lock = threading.Lock()
         self._lost: str | None = None
-        self._tell: Callable[[BaseException], None] = lambda lost: None
+        self._report: Callable[[BaseException], None] = lambda lost: None
         self._ended = threading.Event()
         # What other hosts say of weights, by rank; None when no more will come.
         self._loaded: queue.SimpleQueue[tuple[int, Record] | None] = queue.SimpleQueue()
 
-    def start(self, tell: Callable[[BaseException], None]) -> None:
+    def start(self, report: Callable[[BaseException], None]) -> None:
         """Starts the threads that send pings and receive the answers.
 
         Args:
-            tell: Called once, on any thread, when a host is lost.
+            report: Called once, on any thread, when a host is lost.
         """
-        self._tell = tell
+        self._report = report
         threading.Thread(target=self._ping, name="jaxpage-hosts", daemon=True).start()
         for rank, channel in self._channels.items():
             threading.Thread(
@@ -183,4 +183,4 @@ class Leader(HostRecorder):
         # The other hosts see that their connection has ended, and end, too.
         for channel in self._channels.values():
             channel.shut()
-        self._tell(HostLost(why))
+        self._report(HostLost(why))

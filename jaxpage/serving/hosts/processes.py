@@ -36,11 +36,11 @@ def find_job(seconds: int = DETECTION_SECONDS) -> JobProcess | None:
 
 
 def join_processes(
-    coordinator: str, num_processes: int, process_id: int, join_seconds: float, leave_seconds: float
+    coordinator: str, num_processes: int, process_id: int, join_seconds: float, grace_seconds: float
 ) -> None:
     """Has JAX see the devices of several processes, before it has opened any.
 
-    Until `leave_processes` is called, this process ends with status 1 at its exit, without the
+    Until `end_processes` is called, this process ends with status 1 at its exit, without the
     others: JAX would wait for processes that are gone, and abort.
 
     Args:
@@ -48,7 +48,7 @@ def join_processes(
         num_processes: The number of processes.
         process_id: The number of this process.
         join_seconds: The time in which all must come together.
-        leave_seconds: The time to wait for the others at the end.
+        grace_seconds: The time to wait for the others at the end.
 
     Raises:
         RuntimeError: The processes do not come together in time.
@@ -65,11 +65,11 @@ def join_processes(
         cluster_detection_method="deactivate",
         coordinator_bind_address=coordinator,
         initialization_timeout=int(join_seconds),
-        shutdown_timeout_seconds=int(leave_seconds),
+        shutdown_timeout_seconds=int(grace_seconds),
     )
 
 
-def leave_processes() -> None:
+def end_processes() -> None:
     """Lets the process wait at its exit for the others, which are asked to end, too.
 
     Without other processes nothing changes.

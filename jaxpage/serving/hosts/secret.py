@@ -10,7 +10,7 @@ from jaxpage.errors import ConfigError
 from jaxpage.serving.config import ServerConfig
 
 SECRET_VARIABLE = "JAXPAGE_HOSTS_SECRET"
-_LEAST_BYTES = 16
+_MIN_BYTES = 16
 
 
 def read_secret(config: ServerConfig, environment: Mapping[str, str] | None = None) -> bytes:
@@ -37,9 +37,9 @@ def read_secret(config: ServerConfig, environment: Mapping[str, str] | None = No
     else:
         source = SECRET_VARIABLE
         secret = environment.get(SECRET_VARIABLE, "").strip().encode()
-    if len(secret) < _LEAST_BYTES:
+    if len(secret) < _MIN_BYTES:
         raise ConfigError(
-            f"several hosts need a secret of at least {_LEAST_BYTES} bytes, and {source} has "
+            f"several hosts need a secret of at least {_MIN_BYTES} bytes, and {source} has "
             f"{len(secret)}; "
             "openssl rand -hex 32 makes one, for --hosts-secret-file on every host"
         )

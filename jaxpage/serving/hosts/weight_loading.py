@@ -76,18 +76,18 @@ class WeightsOfFollower:
         self._kept: dict[int, LoadedWeights] = {}  # by the number of the update
         self._forgotten: set[int] = set()  # updates that may still be loaded here
 
-    def load(self, record: Record, tell: Callable[[Record], None]) -> None:
+    def load(self, record: Record, report: Callable[[Record], None]) -> None:
         """Begins to load.
 
         Args:
             record: What rank 0 says: number, path and `check_finite`.
-            tell: Called on another thread with a record for `answer`.
+            report: Called on another thread with a record for `answer`.
         """
         # Rank 0 waits for the answers of an update before it begins with the next one.
         self._forgotten = {number for number in self._forgotten if number >= record["number"]}
 
         def finish(loading: Future[LoadedWeights]) -> None:
-            tell({"event": "loaded", "number": record["number"], "loading": loading})
+            report({"event": "loaded", "number": record["number"], "loading": loading})
 
         self._pool.submit(self._load, record).add_done_callback(finish)
 
@@ -104,8 +104,8 @@ class WeightsOfFollower:
         """Keeps what was loaded, and returns the answer for rank 0: a hash, or what is wrong."""
         if (error := loading.exception()) is not None:
             logger.error("other weights cannot be loaded", exc_info=error)
-            is_told = isinstance(error, JaxpageError | ApiError)
-            why = str(error) if is_told else f"{type(error).__name__}: {error}"
+            is_notified = isinstance(error, JaxpageError | ApiError)
+            why = str(error) if is_notified else f"{type(error).__name__}: {error}"
             return {"event": "loaded", "why": why}
         loaded = loading.result()
         if number not in self._forgotten:

@@ -20,14 +20,14 @@ from jaxpage.serving.wire.exchange import Exchange
 
 _HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 # So often the clock looks whether a request that is not read yet asks for a stream.
-_LOOK_SECONDS = 1.0
+_CHECK_SECONDS = 1.0
 
 
 class AnswerStream:
     """The stream of an answer, on the event loop of its request.
 
     Attributes:
-        is_wanted: True once the request is known to ask for a stream. The thread that reads the
+        is_requested: True once the request is known to ask for a stream. The thread that reads the
             request sets it.
         is_open: True from the headers to the end.
         dialect: The API of the request.
@@ -43,7 +43,7 @@ class AnswerStream:
             send: Takes the messages of the answer.
             seconds: The longest silence in seconds; 0 for any.
         """
-        self.is_wanted = False
+        self.is_requested = False
         self.is_open = False
         self.dialect = dialect_of(scope["path"])
         self.exchange: Exchange | None = None
@@ -103,16 +103,16 @@ class AnswerStream:
             self._comment = None
 
     def _wait(self, seconds: float) -> None:
-        self._timer = asyncio.get_running_loop().call_later(seconds, self._look)
+        self._timer = asyncio.get_running_loop().call_later(seconds, self._check)
 
-    def _look(self) -> None:
+    def _check(self) -> None:
         """Sends a comment if there was silence for long enough, and plans the next look."""
         left = self._last_sent + self._seconds - asyncio.get_running_loop().time()
         is_sending = bool(self._num_sending) or not (self._comment is None or self._comment.done())
         if left > 0:
             self._wait(left)
-        elif is_sending or not self.is_wanted:
-            self._wait(min(_LOOK_SECONDS, self._seconds))
+        elif is_sending or not self.is_requested:
+            self._wait(min(_CHECK_SECONDS, self._seconds))
         else:
             self._comment = asyncio.ensure_future(self._send_comment())
             self._wait(self._seconds)

@@ -22,7 +22,7 @@ from jaxpage.serving.wire.encoding import encode
 from jaxpage.serving.wire.errors import RETRY_AFTER, ApiError
 
 # The most bytes of further requests that wait while one is being answered.
-MAX_BYTES_BEHIND = 1 << 16
+MAX_PIPELINED_BYTES = 1 << 16
 # The most bytes of a connection that are parsed in one turn of the event loop. A byte of a body can
 # be a chunk of its own, which takes 14 microseconds. A body with a length takes no time.
 MAX_BYTES_PER_TURN = 1 << 12
@@ -199,7 +199,7 @@ class Connection(H11Protocol):
         super().handle_events()
         if self.conn.their_state is h11.DONE and not self.transport.is_closing():
             # The client gets the answer to this request, but none to those that wait.
-            if len(self.conn.trailing_data[0]) > MAX_BYTES_BEHIND:
+            if len(self.conn.trailing_data[0]) > MAX_PIPELINED_BYTES:
                 self._drops = True
                 self.cycle.keep_alive = False
                 self.cycle.scope["state"]["is_last"] = True

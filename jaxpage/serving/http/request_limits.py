@@ -69,8 +69,8 @@ class Limits:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Passes a request on, and counts the bytes of its body."""
         headers = Headers(scope=scope)
-        most = self._larger.get(scope["path"], self._max_body_bytes)
-        self._check(headers, most)
+        maximum = self._larger.get(scope["path"], self._max_body_bytes)
+        self._check(headers, maximum)
         deadline = asyncio.get_running_loop().time() + self._timeout
         num_bytes = 0
         is_complete = False
@@ -87,8 +87,8 @@ class Limits:
                     408, f"The request body did not arrive within {self._timeout:g} s"
                 ) from None
             size = len(message.get("body", b""))
-            if num_bytes + size > most:
-                raise _too_large(most)
+            if num_bytes + size > maximum:
+                raise _too_large(maximum)
             if self._num_held + size > self._budget:
                 raise ApiError(
                     503,
@@ -109,7 +109,7 @@ class Limits:
                 self._max_held = 0
                 asyncio.get_running_loop().run_in_executor(None, give_memory_back)
 
-    def _check(self, headers: Headers, most: int) -> None:
+    def _check(self, headers: Headers, maximum: int) -> None:
         if len(headers) > MAX_HEADERS:
             raise ApiError(
                 431, f"The request has {len(headers)} headers; at most {MAX_HEADERS} are read"
@@ -120,12 +120,12 @@ class Limits:
             raise ApiError(
                 431, f"The headers have {num_bytes} bytes; at most {MAX_HEADER_BYTES} are read"
             )
-        if int(headers.get("content-length", "0")) > most:
-            raise _too_large(most)
+        if int(headers.get("content-length", "0")) > maximum:
+            raise _too_large(maximum)
 
 
-def _too_large(most: int) -> ApiError:
-    return ApiError(413, f"The request body is larger than the {most} bytes that are read")
+def _too_large(maximum: int) -> ApiError:
+    return ApiError(413, f"The request body is larger than the {maximum} bytes that are read")
 
 
 def check_is_plain(headers: Headers) -> None:

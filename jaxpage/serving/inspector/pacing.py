@@ -9,7 +9,7 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator
 
-_SECONDS_BETWEEN_LOOKS = 0.02  # the time between two looks at the driver's orders
+_POLL_SECONDS = 0.02  # the time between two looks at the driver's orders
 
 
 class Pace:
@@ -40,15 +40,15 @@ class Pace:
             seconds_of_others.remove(seconds)
             self._requested = tuple(seconds_of_others)
 
-    def lets_step(self, has_orders: Callable[[], bool]) -> bool:
+    def lets_step(self, has_commands: Callable[[], bool]) -> bool:
         """Waits until the next step is due. Returns False if it is not, but the driver has orders.
 
         Args:
-            has_orders: Tells whether the driver has any.
+            has_commands: Tells whether the driver has any.
         """
         while (left := self._stepped + self.seconds - time.monotonic()) > 0:
-            if has_orders():
+            if has_commands():
                 return False
-            time.sleep(min(left, _SECONDS_BETWEEN_LOOKS))
+            time.sleep(min(left, _POLL_SECONDS))
         self._stepped = time.monotonic()
         return True

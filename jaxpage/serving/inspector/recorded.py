@@ -30,7 +30,7 @@ from jaxpage.serving.inspector.state import Inspector, Snapshot, describe_vector
 from jaxpage.serving.inspector.watching import NUM_FINISHED, NUM_STEPS, Timeline, kind_of_row
 
 FORMAT = 1
-MOST_IDS = 65  # the most tokens of a prompt in a snapshot: one more than the page shows
+MAX_IDS = 65  # the most tokens of a prompt in a snapshot: one more than the page shows
 
 
 def write_snapshots(
@@ -136,11 +136,11 @@ class _EngineView:
         """Takes a record of the log that the engine has made again."""
         self._lines.follow(record)
 
-    def look(self, engine: Engine) -> None:
+    def observe(self, engine: Engine) -> None:
         """Writes a snapshot of the engine."""
         snapshot = self._inspector.inspect(engine)
         requests = [
-            {**request, "prompt": request["prompt"][:MOST_IDS]} for request in snapshot["requests"]
+            {**request, "prompt": request["prompt"][:MAX_IDS]} for request in snapshot["requests"]
         ]
         self._lines.add(snapshot["pool"], requests)
 
@@ -183,7 +183,7 @@ class _RecordView:
         self._block_size: int = header["config"]["block_size"]
         self._courses: dict[str, _Course] = {}  # by request id
         self._finished: deque[Snapshot] = deque(maxlen=NUM_FINISHED)
-        self._look()
+        self._observe()
 
     def follow(self, record: Record) -> None:
         """Takes the next record, and writes a snapshot at the end of a step."""
@@ -199,7 +199,7 @@ class _RecordView:
             if request_id not in self._walk.arrivals:
                 self._finish(self._courses.pop(request_id))
         if record["event"] in ("result", "failure"):
-            self._look()
+            self._observe()
 
     def _arrive(self, arrival: Record) -> None:
         course = self._courses[arrival["request_id"]] = _Course(arrival, Timeline())
@@ -253,7 +253,7 @@ class _RecordView:
         reasons = [sequence.finish_reason for sequence in ended.values()]
         self._finished.append({**self._describe(course, ended), "reasons": reasons})
 
-    def _look(self) -> None:
+    def _observe(self) -> None:
         requests = [
             self._describe(course, self._sequences(request_id))
             for request_id, course in self._courses.items()

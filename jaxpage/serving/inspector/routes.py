@@ -32,7 +32,7 @@ _Result = TypeVar("_Result")
 
 SECONDS_BETWEEN_SNAPSHOTS = 0.1
 SECONDS_BETWEEN_COMMENTS = 15.0  # comments keep an idle stream open
-MOST_VIEWERS = 16  # the most streams at the same time
+MAX_VIEWERS = 16  # the most streams at the same time
 MAX_SECONDS_PER_STEP = 2.0  # the slowest motion
 
 _DIRECTORY = Path(__file__).parent / "static"
@@ -147,10 +147,10 @@ def state_routes(
 
         Slow motion delays others, so no link and no image may lead to it.
         """
-        if feed.num_viewers >= MOST_VIEWERS:
+        if feed.num_viewers >= MAX_VIEWERS:
             raise ApiError(
                 503,
-                f"The inspector has {MOST_VIEWERS} viewers already, and no more are allowed; "
+                f"The inspector has {MAX_VIEWERS} viewers already, and no more are allowed; "
                 "close one",
                 headers=RETRY_AFTER,
             )

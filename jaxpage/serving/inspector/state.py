@@ -18,7 +18,7 @@ from jaxpage.step.embedded import EmbeddedPrompt, Picture
 from jaxpage.step.request import Sequence, SequenceGroup
 
 Snapshot = dict[str, Any]
-MOST_COPIES = 24  # the most block copies of the last steps that a snapshot shows
+MAX_COPIES = 24  # the most block copies of the last steps that a snapshot shows
 
 
 class Inspector:
@@ -47,7 +47,7 @@ class Inspector:
         watcher = self._watcher
         if watcher is None or not watcher.is_listening:
             watcher = self._watcher = Watcher(engine, self._clock)
-        watcher.note_look()
+        watcher.note_visit()
         scheduler = engine.scheduler
         executables = engine.executables
         manager = scheduler.block_manager
@@ -62,13 +62,13 @@ class Inspector:
         ]
         steps = list(watcher.steps)
         return {
-            "clock": {"unit": "seconds", "now": round(watcher.last_look - self._epoch, 4)},
+            "clock": {"unit": "seconds", "now": round(watcher.last_visit - self._epoch, 4)},
             "pool": _pool(manager),
             "requests": requests,
             "step": steps[-1] if steps else None,
             "history": [history_row(step) for step in steps],
             "copies": [[step["step"], *pair] for step in steps for pair in step["copies"]][
-                -MOST_COPIES:
+                -MAX_COPIES:
             ],
             "num_steps": engine.num_steps,
             "compiles": {

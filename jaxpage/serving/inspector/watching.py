@@ -21,7 +21,7 @@ from jaxpage.step.request import SequenceGroup
 
 logger = logging.getLogger(__name__)
 
-MOST_SEGMENTS = 200  # the most segments of a timeline; further ones are merged, or the oldest go
+MAX_SEGMENTS = 200  # the most segments of a timeline; further ones are merged, or the oldest go
 NUM_STEPS = 160  # the number of steps that are remembered
 NUM_FINISHED = 12  # the number of finished requests that are remembered
 PATIENCE_SECONDS = 10.0  # after so long a time without a look nothing more is noted
@@ -55,16 +55,12 @@ class Timeline:
         self.close(began)
         last = self.segments[-1] if self.segments else None
         goes_on = self.last_step == step or (kind == "decode" and self.last_step == step - 1)
-        if (
-            last is not None
-            and last[0] == kind
-            and (goes_on or len(self.segments) >= MOST_SEGMENTS)
-        ):
+        if last is not None and last[0] == kind and (goes_on or len(self.segments) >= MAX_SEGMENTS):
             last[2] = ended
             last[3] += num_tokens
         else:
             self.segments.append([kind, began, ended, num_tokens])
-            del self.segments[:-MOST_SEGMENTS]
+            del self.segments[:-MAX_SEGMENTS]
         self.last_step = step
 
     def close(self, at: float) -> None:
@@ -116,7 +112,7 @@ class Watcher(Both):
         tracks: The requests of the engine by id; those that have ended leave at the next look.
         finished: The last requests that have ended.
         steps: The last steps, as snapshots show them.
-        last_look: The time of the last look.
+        last_visit: The time of the last look.
     """
 
     def __init__(self, engine: Engine, clock: Callable[[], float] = time.monotonic) -> None:
@@ -124,7 +120,7 @@ class Watcher(Both):
         self.tracks: dict[str, Track] = {}
         self.finished: deque[Track] = deque(maxlen=NUM_FINISHED)
         self.steps: deque[dict[str, Any]] = deque(maxlen=NUM_STEPS)
-        self.last_look = now = self._clock()
+        self.last_visit = now = self._clock()
         self._engine = engine
         super().__init__(engine.events, Events())
         self._began = now
@@ -140,13 +136,13 @@ class Watcher(Both):
         """Returns whether the engine still tells this watcher its events."""
         return self._engine.events is self
 
-    def note_look(self) -> None:
+    def note_visit(self) -> None:
         """Notes that somebody looks now, and moves ended requests to the finished ones."""
-        self.last_look = self._clock()
+        self.last_visit = self._clock()
         present = {group.request.request_id for group in self._engine.groups}
         for request_id in [request_id for request_id in self.tracks if request_id not in present]:
             self.finished.append(self.tracks.pop(request_id))
-            self.finished[-1].timeline.close(self.last_look)
+            self.finished[-1].timeline.close(self.last_visit)
 
     def arrived(self, group: SequenceGroup) -> None:
         """Begins the timeline of a new request."""
@@ -176,8 +172,8 @@ class Watcher(Both):
         """Notes a step that ran, or leaves if nobody has looked for a while."""
         super().stepped(report)
         now = self._clock()
-        if now - self.last_look > PATIENCE_SECONDS:
-            self._leave()
+        if now - self.last_visit > PATIENCE_SECONDS:
+            self._detach()
             return
         try:
             self._note(report.plan, now)
@@ -185,9 +181,9 @@ class Watcher(Both):
             logger.exception(
                 "the page's history of the engine ends here; it begins anew at the next look"
             )
-            self._leave()
+            self._detach()
 
-    def _leave(self) -> None:
+    def _detach(self) -> None:
         if self.is_listening:
             self._engine.events = self._first
 

@@ -108,7 +108,7 @@ def log_refusal(scope: Mapping[str, Any], status: int, reason: str) -> None:
         else None
     )
     param = state.get("refused_param")
-    told = {
+    fields = {
         "status": status,
         "method": scope["method"] if scope["method"] in _METHODS else None,
         "path": path,
@@ -117,7 +117,9 @@ def log_refusal(scope: Mapping[str, Any], status: int, reason: str) -> None:
         "param": param if param and _NAME.fullmatch(param) else None,
         "id": state["request_id"],
     }
-    logger.info("refused", extra={name: value for name, value in told.items() if value is not None})
+    logger.info(
+        "refused", extra={name: value for name, value in fields.items() if value is not None}
+    )
 
 
 def activity(before: Mapping[str, Any], after: Mapping[str, Any], seconds: float) -> str | None:

@@ -22,7 +22,7 @@ from jaxpage.serving.wire.errors import ApiError
 
 logger = logging.getLogger(__name__)
 
-LONGEST_SECONDS = 60.0  # a trace grows in memory until it ends
+MAX_SECONDS = 60.0  # a trace grows in memory until it ends
 
 
 class Profiler:
@@ -60,7 +60,7 @@ class Profiler:
 
     async def _until_enough(self) -> None:
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._enough.wait(), LONGEST_SECONDS)
+            await asyncio.wait_for(self._enough.wait(), MAX_SECONDS)
         await asyncio.to_thread(jax.profiler.stop_trace)
         logger.info("a trace of the JAX profiler was written to %s", self._directory)
 

@@ -79,7 +79,7 @@ def pause_routes(
             raise ApiError(409, str(error), code="conflict") from error
         return json_answer({"status": "resumed"})
 
-    async def tell(request: Request) -> Response:
+    async def report(request: Request) -> Response:
         order = dict(request.query_params)
         check_fields(order, naming)
         return json_answer({"is_paused": driver_of(order).is_paused})
@@ -105,5 +105,5 @@ def pause_routes(
         Route("/abort_requests", abort, methods=["POST"]),
         Route("/pause", pause, methods=["POST"]),
         Route("/resume", resume, methods=["POST"]),
-        Route("/is_paused", tell),
+        Route("/is_paused", report),
     ]

@@ -103,9 +103,9 @@ class EmbeddingRequests:
         self, requested: Any, requests: list[PreparedRequest], arrived: float
     ) -> list[Any]:
         """Returns what the answer is made of, here the pooled vectors."""
-        longest = max(len(request.token_ids) for request in requests)
-        if not self._embedder.is_compiled(longest):
-            await self._preparing.aside(lambda: self._embedder.compile(longest))
+        max_length = max(len(request.token_ids) for request in requests)
+        if not self._embedder.is_compiled(max_length):
+            await self._preparing.aside(lambda: self._embedder.compile(max_length))
         values = []
         async with aclosing(
             self._driver.vectors(requests, self._embedder, requested.poolings)

@@ -187,7 +187,7 @@ class Generating:
         """
         record = record_of(scope)
         stream = stream_of(scope)
-        stream.is_wanted = True
+        stream.is_requested = True
         await stream.begin(headers)
         chat = exchange if isinstance(exchange, ChatAnswer) and exchange.reports_progress else None
         seconds = None if chat is None else PROGRESS_SECONDS

@@ -27,7 +27,7 @@ from jaxpage.serving.several.models_file import ModelEntry, mib
 from jaxpage.serving.startup import model_context
 
 logger = logging.getLogger(__name__)
-LEAST_BLOCKS = 3  # the null block, and two for a sequence
+MIN_BLOCKS = 3  # the null block, and two for a sequence
 
 
 class ServedModel:
@@ -160,20 +160,20 @@ def _hooks(name: str, num_bytes: int) -> Hooks:
         room = num_bytes - memory.weights_bytes - memory.workspace_bytes
         if memory.pool_bytes <= room:
             return {}
-        most = memory.max_blocks(max(room, 0))
+        maximum = memory.max_blocks(max(room, 0))
         config = spec.config
         sizes = ("num_blocks", "kv_cache_memory_bytes")
         explicit = [name for name in sizes if getattr(config, name) is not None]
-        if most < LEAST_BLOCKS or explicit:
+        if maximum < MIN_BLOCKS or explicit:
             what = (
                 f"the pool of {explicit[0]} takes {mib(memory.pool_bytes)}"
                 if explicit
-                else (f"{LEAST_BLOCKS} KV blocks take {mib(memory.bytes_of(LEAST_BLOCKS))}")
+                else (f"{MIN_BLOCKS} KV blocks take {mib(memory.bytes_of(MIN_BLOCKS))}")
             )
             raise CapacityError(
                 f"memory is {mib(num_bytes)}; the weights take {mib(memory.weights_bytes)}, the "
                 f"workspace {mib(memory.workspace_bytes)}, and {what}"
             )
-        return {"num_blocks": most}
+        return {"num_blocks": maximum}
 
     return Hooks(planned=plan, phase=lambda phase: logger.info("%s: %s", name, phase))

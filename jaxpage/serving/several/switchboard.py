@@ -174,7 +174,7 @@ class Switchboard:
                 self._table.expire(requested.model)
                 await json_answer(unload(requested.name))(scope, receive, send)
                 return
-            stream_of(scope).is_wanted = requested.is_for_stream
+            stream_of(scope).is_requested = requested.is_for_stream
             async with contextlib.AsyncExitStack() as leases:
                 model: ServedModel | None = None
 

@@ -30,7 +30,7 @@ from jaxpage.errors import CapacityError, JaxpageError, QueueFull, ShuttingDown
 from jaxpage.serving.several.models_file import mib
 
 logger = logging.getLogger(__name__)
-TELL_SECONDS = 10.0  # the time between two lines of the log that say that a model still loads
+REPORT_SECONDS = 10.0  # the time between two lines of the log that say that a model still loads
 
 
 class Resident(Protocol):
@@ -83,7 +83,7 @@ class Slot(Generic[Model]):
         last_used: The time of the last lease, by the table's clock.
         num_leases: The requests that use it.
         waiters: The requests that wait for it, each with the `keep_alive` that it gives or None.
-        is_wanted: True if a job for it is in the queue.
+        is_requested: True if a job for it is in the queue.
         timer: Has the models looked at when the time of this one is over; None if nothing is set.
     """
 
@@ -99,7 +99,7 @@ class Slot(Generic[Model]):
     last_used: float = 0.0
     num_leases: int = 0
     waiters: dict[asyncio.Future[None], float | None] = field(default_factory=dict)
-    is_wanted: bool = False
+    is_requested: bool = False
     timer: asyncio.TimerHandle | None = None
 
     def __post_init__(self) -> None:
@@ -124,7 +124,7 @@ class Slot(Generic[Model]):
     def is_usable(self) -> bool:
         """Returns whether a request can run at once."""
         there = self.model is not None and not self.model.is_over and not self.is_asleep
-        return there and not self.is_closing and not self.is_wanted
+        return there and not self.is_closing and not self.is_requested
 
     @property
     def taken(self) -> int:
@@ -172,7 +172,7 @@ class ModelTable(Generic[Model]):
         self._max_waiting = max_waiting
         self._clock = clock
         self._jobs: deque[Callable[[], Awaitable[None]]] = deque()
-        self._orders: set[asyncio.Future[None]] = set()
+        self._commands: set[asyncio.Future[None]] = set()
         self._changed = asyncio.Event()
         self._worker: asyncio.Task[None] | None = None
         self._is_stopped = False
@@ -192,9 +192,9 @@ class ModelTable(Generic[Model]):
             await asyncio.gather(self._worker, return_exceptions=True)
         for slot in self.slots.values():
             self._refuse(slot, _shutting_down())
-        for order in self._orders:
-            if not order.done():
-                order.set_exception(_shutting_down())
+        for command in self._commands:
+            if not command.done():
+                command.set_exception(_shutting_down())
 
     @contextlib.asynccontextmanager
     async def lease(self, name: str, keep_alive: float | None = None) -> AsyncIterator[Model]:
@@ -245,24 +245,24 @@ class ModelTable(Generic[Model]):
         """
         if self._is_stopped:
             raise _shutting_down()
-        order = asyncio.get_running_loop().create_future()
+        command = asyncio.get_running_loop().create_future()
 
         async def job() -> None:
             try:
                 await self._put_to_sleep(self.slots[name], level)
             except Exception as error:
-                if not order.done():
-                    order.set_exception(error)
+                if not command.done():
+                    command.set_exception(error)
             else:
-                if not order.done():
-                    order.set_result(None)
+                if not command.done():
+                    command.set_result(None)
 
-        self._orders.add(order)
+        self._commands.add(command)
         self._post(job)
         try:
-            await order
+            await command
         finally:
-            self._orders.discard(order)
+            self._commands.discard(command)
 
     def tidy(self) -> None:
         """Has models unloaded whose time is over; called by the timers that leases set."""
@@ -276,7 +276,9 @@ class ModelTable(Generic[Model]):
         for slot in self.slots.values():
             assert slot.num_leases >= 0
             assert not slot.num_leases or slot.taken, f"{slot.name}: leases without a model"
-            assert not slot.num_waiters or slot.is_wanted, f"{slot.name}: nobody works for waiters"
+            assert not slot.num_waiters or slot.is_requested, (
+                f"{slot.name}: nobody works for waiters"
+            )
 
     # The work of the one task.
 
@@ -300,8 +302,8 @@ class ModelTable(Generic[Model]):
             raise QueueFull(f"{waiting} requests wait for models to be loaded; try again later")
         granted = asyncio.get_running_loop().create_future()
         slot.waiters[granted] = keep_alive
-        if not slot.is_wanted:
-            slot.is_wanted = True
+        if not slot.is_requested:
+            slot.is_requested = True
             self._post(lambda: self._bring(slot))
         try:
             await granted
@@ -330,7 +332,7 @@ class ModelTable(Generic[Model]):
             failure.__cause__ = error
             self._refuse(slot, failure)
         finally:
-            slot.is_loading = slot.is_wanted = False
+            slot.is_loading = slot.is_requested = False
             if slot.model is None:
                 slot.keep_alive = slot.default_keep_alive
             self._set_timer(slot)
@@ -395,7 +397,7 @@ class ModelTable(Generic[Model]):
             if slot.is_closing and slot.taken and slot.model is not None:
                 slot.is_closing = False
                 if not slot.model.is_over:
-                    slot.is_wanted = False
+                    slot.is_requested = False
                     self._grant(slot)
 
     async def _next_change(self) -> None:
@@ -493,16 +495,16 @@ def _log_work(name: str, what: str) -> Iterator[None]:
     logger.info("%s %s", what, name)
     began = time.monotonic()
 
-    async def tell() -> None:
+    async def report() -> None:
         while True:
-            await asyncio.sleep(TELL_SECONDS)
+            await asyncio.sleep(REPORT_SECONDS)
             logger.info("still %s %s, after %.0f s", what, name, time.monotonic() - began)
 
-    telling = asyncio.ensure_future(tell())
+    reporting = asyncio.ensure_future(report())
     try:
         yield
     finally:
-        telling.cancel()
+        reporting.cancel()
     logger.info("%s is loaded, after %.1f s", name, time.monotonic() - began)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from jaxpage.outputs import CompletionOutput, RequestOutput
 from jaxpage.serving.wire.context import ModelContext
 from jaxpage.serving.wire.errors import INTERNAL, RETRY_AFTER, ApiError, as_api_error
-from jaxpage.serving.wire.logprobs import Entries, likeliest, limit_logprob
+from jaxpage.serving.wire.logprobs import Entries, limit_logprob, top_logprobs
 from jaxpage.serving.wire.prompt_request import PromptRequest
 from jaxpage.serving.wire.request_fields import GenerationRequest
 from jaxpage.step.strategy import NO_TOKEN_LEFT
@@ -217,7 +217,7 @@ def prompt_logprobs_body(entries: Entries | None, num_logprobs: int) -> list[Any
                 "rank": logprob.rank,
                 "decoded_token": logprob.decoded_token,
             }
-            for token_id, logprob in likeliest(entry, num_logprobs).items()
+            for token_id, logprob in top_logprobs(entry, num_logprobs).items()
         }
         for entry in entries
     ]

@@ -112,8 +112,8 @@ def open_generate(body: dict[str, Any], context: ModelContext) -> GenerateAnswer
         )
         return GenerateAnswer(cast(GenerationRequest, request), context, [goes_on], ignored)
     num_samples = max(request.n or 1, request.best_of or 1)
-    if num_samples > (most := context.limits.max_sequences):
-        raise ApiError(400, f"n={num_samples} is more than {most} sequences at once", param="n")
+    if num_samples > (maximum := context.limits.max_sequences):
+        raise ApiError(400, f"n={num_samples} is more than {maximum} sequences at once", param="n")
     budget = Wish(request.thinking_token_budget, "thinking_token_budget")
     can_reason = request.structured_outputs is None
     values, idle = budget_values(budget, context, can_reason=can_reason)
@@ -139,14 +139,14 @@ def open_generate(body: dict[str, Any], context: ModelContext) -> GenerateAnswer
 def _check_sizes(request: GenerateRequest, context: ModelContext, num_tokens: int) -> None:
     """Raises ApiError if an answer of so many tokens could have too large arrays."""
     limits = context.limits
-    for name, per_token, what, most in (
+    for name, per_token, what, maximum in (
         ("return_sampling_mask", request.top_k or 0, "token ids", limits.max_output_logprobs),
         ("return_hidden_states", context.hidden_size, "numbers", limits.max_output_hidden),
     ):
-        if getattr(request, name) and (number := num_tokens * per_token) > most:
+        if getattr(request, name) and (number := num_tokens * per_token) > maximum:
             message = (
                 f"{name}: the response could have {number} {what} (n times max_tokens, "
-                f"{num_tokens}, times {per_token}); at most {most} are allowed"
+                f"{num_tokens}, times {per_token}); at most {maximum} are allowed"
             )
             raise ApiError(400, message, param=name)
 

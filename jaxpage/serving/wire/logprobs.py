@@ -121,7 +121,7 @@ def limit_logprob(logprob: float) -> float:
     return max(logprob, -9999.0)
 
 
-def likeliest(entry: dict[int, Logprob], num_logprobs: int) -> dict[int, Logprob]:
+def top_logprobs(entry: dict[int, Logprob], num_logprobs: int) -> dict[int, Logprob]:
     """Returns the token itself and the `num_logprobs` most likely candidates.
 
     The entry may have more candidates, if another field asked for them.
@@ -159,7 +159,7 @@ def completion_logprobs(
         tokens.append(token)
         logprobs.append(limit_logprob(entry[token_id].logprob) if entry else None)
         tops.append(
-            _by_text(likeliest(entry, num_logprobs), texts) if entry and num_logprobs else None
+            _by_text(top_logprobs(entry, num_logprobs), texts) if entry and num_logprobs else None
         )
         offsets.append(places.after(token_id, token))
     return {

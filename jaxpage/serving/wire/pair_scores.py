@@ -80,6 +80,6 @@ def _texts(request: PairScoreRequest, name: str, context: ModelContext) -> list[
     if (value := getattr(request, name)) is None:
         raise ApiError(400, f"{name} is required", param=name)
     texts = prompts_of(value)
-    if not 0 < len(texts) <= (most := context.limits.max_prompts):
-        raise ApiError(400, f"{name} must be 1 to {most} texts, not {len(texts)}", param=name)
+    if not 0 < len(texts) <= (maximum := context.limits.max_prompts):
+        raise ApiError(400, f"{name} must be 1 to {maximum} texts, not {len(texts)}", param=name)
     return texts

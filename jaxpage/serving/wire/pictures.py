@@ -120,9 +120,11 @@ class PictureList:
         """
         if self._context.pictures is None:
             raise ApiError(400, f"{path} is a picture, and this model takes text alone", param=path)
-        most = self._context.limits.max_pictures
-        if len(self._pictures) >= most:
-            raise ApiError(400, f"{path}: at most {count(most, 'picture')} are allowed", param=path)
+        maximum = self._context.limits.max_pictures
+        if len(self._pictures) >= maximum:
+            raise ApiError(
+                400, f"{path}: at most {count(maximum, 'picture')} are allowed", param=path
+            )
         path += ".image_url.url"
         try:
             self._pictures.append(SentPicture(path, base64_in(url)))

@@ -51,11 +51,11 @@ def read(
     body = {name: value for name, value in body.items() if _is_requested(model, name, value)}
     for name in body:
         _check_supported(name, model)
-    longest = context.max_model_len
+    max_length = context.max_model_len
     if body.keys() & TRUNCATING:
-        longest = max(longest, context.limits.max_detokenize_tokens)
+        max_length = max(max_length, context.limits.max_detokenize_tokens)
     for name, value in body.items():
-        _check_length(name, value, context, longest)
+        _check_length(name, value, context, max_length)
     removed: tuple[str, ...] = ()
     for name, keys in _SCHEMAS.items():
         # Where requests are strict the compiler of grammars refuses the schema.
@@ -131,7 +131,7 @@ def _hint(name: str) -> str:
     return f"; {answer.text}" if answer and answer.kind != "same" else ""
 
 
-def _check_length(name: str, value: Any, context: ModelContext, longest: int) -> None:
+def _check_length(name: str, value: Any, context: ModelContext, max_length: int) -> None:
     """Raises ApiError for a list that is too long, whatever it contains.
 
     This comes first because validation would look at each of a million items.
@@ -140,7 +140,7 @@ def _check_length(name: str, value: Any, context: ModelContext, longest: int) ->
         name: The name of the field.
         value: Its value.
         context: The served model and the server's settings.
-        longest: The token ids of the longest prompt.
+        max_length: The token ids of the longest prompt.
     """
     if not isinstance(value, list):
         return
@@ -154,10 +154,10 @@ def _check_length(name: str, value: Any, context: ModelContext, longest: int) ->
             isinstance(prompt, list)
             and prompt
             and isinstance(prompt[0], int)
-            and len(prompt) > longest
+            and len(prompt) > max_length
         ):
-            limit = "max_model_len is" if longest == context.max_model_len else "at most are cut"
-            message = f"The {name} has {len(prompt)} tokens, and {limit} {longest}"
+            limit = "max_model_len is" if max_length == context.max_model_len else "at most are cut"
+            message = f"The {name} has {len(prompt)} tokens, and {limit} {max_length}"
             raise ApiError(400, message, param=name, code="context_length_exceeded")
 
 

@@ -168,11 +168,11 @@ def open_rerank(body: dict[str, Any], context: ModelContext) -> RerankAnswer:
     request, ignored = read(body, RerankRequest, context)
     if context.adapter(request.model) is not None:
         raise ApiError(400, "A LoRA adapter cannot rerank; name the model itself", param="model")
-    most = context.limits.max_prompts
-    if not 0 < len(request.documents) <= most:
+    maximum = context.limits.max_prompts
+    if not 0 < len(request.documents) <= maximum:
         raise ApiError(
             400,
-            f"documents must be 1 to {most} of them, not {len(request.documents)}",
+            f"documents must be 1 to {maximum} of them, not {len(request.documents)}",
             param="documents",
         )
     documents = [
@@ -205,12 +205,12 @@ def check_pairs_fit(
             context.check_prompt(text, name, is_cut=is_cut)
     if not isinstance(context.reranker, ByVectors):  # it reads the query with each document
         number = sum(len(query) + len(document) for query, document in pairs)
-        if number > (longest := context.limits.max_score_characters):
+        if number > (max_length := context.limits.max_score_characters):
             first, second = names
             raise ApiError(
                 400,
                 f"{second} have {number} characters, where the {first} counts once for each; "
-                f"at most {longest} are allowed",
+                f"at most {max_length} are allowed",
                 param=second,
             )
     if isinstance(context.reranker, ByVectors):

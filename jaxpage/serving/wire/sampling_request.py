@@ -51,9 +51,9 @@ def sampling_params(
             **changes,
         }
         params = SamplingParams(**values)
-        longest = _max_tokens_with_logprobs(params, request, context, num_prompts)
-        if longest is not None and params.max_tokens is None:
-            params = SamplingParams(**{**values, "max_tokens": longest})
+        max_length = _max_tokens_with_logprobs(params, request, context, num_prompts)
+        if max_length is not None and params.max_tokens is None:
+            params = SamplingParams(**{**values, "max_tokens": max_length})
     except ValueError as error:
         raise as_api_error(error) from None
     return params
@@ -76,19 +76,19 @@ def _max_tokens_with_logprobs(
     max_tokens = min(params.max_tokens or context.max_model_len, context.max_model_len)
     per_token = 1 + params.logprobs
     number = num_sequences * max_tokens * per_token
-    most = context.limits.max_output_logprobs
-    if number <= most:
+    maximum = context.limits.max_output_logprobs
+    if number <= maximum:
         return None
-    longest = most // (num_sequences * per_token)
-    if params.max_tokens is None and longest:
-        return longest
-    advice = f"max_tokens of at most {longest}" if longest else "fewer sequences"
+    max_length = maximum // (num_sequences * per_token)
+    if params.max_tokens is None and max_length:
+        return max_length
+    advice = f"max_tokens of at most {max_length}" if max_length else "fewer sequences"
     name = "top_logprobs" if getattr(request, "top_logprobs", None) else "logprobs"
     raise ApiError(
         400,
         f"{name}: the response could have {number} log probabilities ({num_sequences} "
         f"sequences times {max_tokens} tokens "
-        f"times 1 + {params.logprobs}); at most {most} are allowed: ask for {advice}",
+        f"times 1 + {params.logprobs}); at most {maximum} are allowed: ask for {advice}",
         param=name,
     )
 

@@ -129,10 +129,12 @@ def _pairs(request: ScoreRequest, context: ModelContext) -> list[tuple[Any, Any]
     """
     prompts = prompts_of(request.prompt)
     continuations = prompts_of(request.continuation)
-    most = context.limits.max_prompts
+    maximum = context.limits.max_prompts
     for name, items in (("prompt", prompts), ("continuation", continuations)):
-        if not 0 < len(items) <= most:
-            raise ApiError(400, f"{name} must be 1 to {most} of them, not {len(items)}", param=name)
+        if not 0 < len(items) <= maximum:
+            raise ApiError(
+                400, f"{name} must be 1 to {maximum} of them, not {len(items)}", param=name
+            )
     for prompt in prompts:
         context.check_prompt(prompt, "prompt")
     if len(prompts) == 1:
@@ -144,11 +146,11 @@ def _pairs(request: ScoreRequest, context: ModelContext) -> list[tuple[Any, Any]
         )
         raise ApiError(400, message, param="continuation")
     number = sum(len(text) for text in prompts if isinstance(text, str))
-    if number > (longest := context.limits.max_score_characters):
+    if number > (max_length := context.limits.max_score_characters):
         raise ApiError(
             400,
             f"prompt has {number} characters, counted once for each continuation; at most "
-            f"{longest} are allowed",
+            f"{max_length} are allowed",
             param="prompt",
         )
     return list(zip(prompts, continuations, strict=True))
@@ -187,10 +189,10 @@ class _Encoder:
         else:
             token_ids = (*prompt, *continuation)
         # A prompt that is too long is refused before it is encoded with other continuations.
-        if len(token_ids) > (longest := self._context.max_model_len):
+        if len(token_ids) > (max_length := self._context.max_model_len):
             message = (
                 f"The prompt has {len(token_ids)} tokens with its continuation, and "
-                f"max_model_len is {longest}"
+                f"max_model_len is {max_length}"
             )
             raise ApiError(400, message, param="prompt", code="context_length_exceeded")
         num_prompt_tokens = self._num_tokens(prompt) if isinstance(prompt, str) else len(prompt)

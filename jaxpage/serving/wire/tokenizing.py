@@ -44,9 +44,11 @@ def tokenize(body: dict[str, Any], context: ModelContext) -> Transformed:
     text, request, ignored, pictures = (
         _conversation(body, context) if param == "messages" else _text(body, context)
     )
-    if len(text) > (longest := context.limits.max_tokenize_characters):
+    if len(text) > (max_length := context.limits.max_tokenize_characters):
         raise ApiError(
-            400, f"{param} has {len(text)} characters; at most {longest} are allowed", param=param
+            400,
+            f"{param} has {len(text)} characters; at most {max_length} are allowed",
+            param=param,
         )
     context.check_length(text, param)
     text = valid_text(text, param)
@@ -124,10 +126,10 @@ def detokenize(body: dict[str, Any], context: ModelContext) -> Transformed:
     """
     tokenizer = _tokenizer(context)
     tokens = body.get("tokens")
-    most = context.limits.max_detokenize_tokens
-    if isinstance(tokens, list) and len(tokens) > most:
+    maximum = context.limits.max_detokenize_tokens
+    if isinstance(tokens, list) and len(tokens) > maximum:
         raise ApiError(
-            400, f"tokens has {len(tokens)} items; at most {most} are allowed", param="tokens"
+            400, f"tokens has {len(tokens)} items; at most {maximum} are allowed", param="tokens"
         )
     request, ignored = read(body, DetokenizeRequest, context)
     if (largest := max(request.tokens, default=0)) >= context.vocab_size:

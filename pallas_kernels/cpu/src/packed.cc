@@ -706,7 +706,7 @@ int64_t bytes_of_row(const Packed& p) {
   return std::max<int64_t>(p.num_words, 1) * (p.instructions ? 4 : 8);
 }
 
-// Rounds a row to eight bits as `round_inputs` of jaxpage/layers/product.py does, with the same
+// Rounds a row to eight bits as `round_inputs` of jaxpage/layers/matmul.py does, with the same
 // operations. A NaN makes the scale NaN.
 void round_row(const Packed& p, int64_t row, void* words) {
   const auto* x = static_cast<const float*>(p.x) + row * p.num_in;

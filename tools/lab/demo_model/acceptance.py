@@ -188,7 +188,7 @@ def measure(params: Params, ranks: Ranks, samples: list[Sample]) -> dict[str, An
     compiled = jax.jit(ranks)
     found = [np.asarray(compiled(params, sample.tokens_BT)) for sample in samples]
     accuracies = _accuracies(found, samples)
-    tree, measured = likeliest_tree(accuracies), {}
+    tree, measured = best_tree(accuracies), {}
     for sample, ranks_BTJ in zip(samples, found, strict=True):
         positions, chain = replay(ranks_BTJ == 0, sample)
         in_tree_BTJ = np.zeros(ranks_BTJ.shape, bool)
@@ -203,18 +203,18 @@ def measure(params: Params, ranks: Ranks, samples: list[Sample]) -> dict[str, An
     return {"acceptance": measured, "accuracies": accuracies}
 
 
-def likeliest_tree(accuracies: list[list[float]]) -> list[tuple[int, ...]]:
+def best_tree(accuracies: list[list[float]]) -> list[tuple[int, ...]]:
     """Returns the paths of ranks with the highest products of accuracies.
 
     No path is more likely than the one that it extends, so the paths are a tree.
     """
     ranks = [range(len(row)) for row in accuracies]
     paths = [path for depth in range(DRAFTS) for path in itertools.product(*ranks[: depth + 1])]
-    chances = {
+    probabilities = {
         path: math.prod(row[rank] for rank, row in zip(path, accuracies, strict=False))
         for path in paths
     }
-    return sorted(paths, key=lambda path: (-chances[path], len(path)))[:TREE_DRAFTS]
+    return sorted(paths, key=lambda path: (-probabilities[path], len(path)))[:TREE_DRAFTS]
 
 
 def share_of_new_4_grams(sample: Sample) -> float:

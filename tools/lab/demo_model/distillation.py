@@ -62,7 +62,7 @@ def discounted(losses: list[jax.Array]) -> jax.Array:
     return jnp.dot(jnp.stack(losses), weights / weights.sum())
 
 
-def frequent_tokens(text: np.ndarray, vocabulary: int, most: int) -> np.ndarray:
+def frequent_tokens(text: np.ndarray, vocabulary: int, maximum: int) -> np.ndarray:
     """Returns the most frequent token ids of the text, in the order of the ids."""
     counts = np.bincount(text.ravel(), minlength=vocabulary)
-    return np.sort(np.argsort(-counts, kind="stable")[:most]).astype(np.int64)
+    return np.sort(np.argsort(-counts, kind="stable")[:maximum]).astype(np.int64)

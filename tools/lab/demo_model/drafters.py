@@ -41,7 +41,7 @@ class Recipe:
 
     steps: int
     learning_rate: float
-    longest: int
+    max_length: int
     text_tokens: int = TEXT_TOKENS
 
 
@@ -109,7 +109,7 @@ def run_recipe(
     resume: bool,
 ) -> tuple[training.Plan, training.Run]:
     """Trains to the end of the plan, from the beginning or from the checkpoint in `scratch`."""
-    checkpoint, longest = scratch / f"{name}.npz", RECIPES[name].longest
+    checkpoint, max_length = scratch / f"{name}.npz", RECIPES[name].max_length
     stream, held_out = text[:-HELD_OUT_ROWS].ravel(), text[-HELD_OUT_ROWS:].astype(np.int32)
     if resume and checkpoint.exists():
         plan, run = training.load_run(
@@ -118,7 +118,7 @@ def run_recipe(
     else:
         if minutes is not None:
             steps = training.steps_for_minutes(
-                drafter.objective, drafter.params, plan, stream, longest, minutes
+                drafter.objective, drafter.params, plan, stream, max_length, minutes
             )
             plan = dataclasses.replace(plan, steps=steps)
         run = training.start_run(drafter.params, plan)
@@ -128,10 +128,10 @@ def run_recipe(
         drafter.objective,
         plan,
         run,
-        training.window_batches(stream, longest, plan),
+        training.window_batches(stream, max_length, plan),
         checkpoint,
         lambda run: (
-            f"{name} at step {run.step}: loss {loss(run.params, held_out[:, :longest]):.3f} on text not learned from"
+            f"{name} at step {run.step}: loss {loss(run.params, held_out[:, :max_length]):.3f} on text not learned from"
         ),
     )
 

@@ -96,8 +96,8 @@ def _random_shape(rng: np.random.Generator, count: int) -> Shape:
 
 def _is_clear(shapes: Sequence[Shape]) -> bool:
     for first, second in itertools.combinations(shapes, 2):
-        apart = math.hypot(first.x - second.x, first.y - second.y)
-        if first.name == second.name or apart < 1.1 * (first.radius + second.radius):
+        distance = math.hypot(first.x - second.x, first.y - second.y)
+        if first.name == second.name or distance < 1.1 * (first.radius + second.radius):
             return False
         if len(shapes) == 2 and relation(first, second) is None:
             return False

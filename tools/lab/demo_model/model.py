@@ -71,8 +71,8 @@ def rms_norm(x: jax.Array, weight: jax.Array, epsilon: float) -> jax.Array:
 def rotate(x_BTNH: jax.Array, cos_TH: jax.Array, sin_TH: jax.Array) -> jax.Array:
     """Returns the heads with rotary embeddings; the tables may be those of each row, BTH."""
     first, second = jnp.split(x_BTNH, 2, -1)
-    turned = jnp.concatenate([-second, first], -1)
-    return x_BTNH * cos_TH[..., None, :] + turned * sin_TH[..., None, :]
+    rotated = jnp.concatenate([-second, first], -1)
+    return x_BTNH * cos_TH[..., None, :] + rotated * sin_TH[..., None, :]
 
 
 def rope_tables(spec: ModelSpec, length: int) -> tuple[jax.Array, jax.Array]:

@@ -45,8 +45,8 @@ def train_tokenizer(seed: int) -> Tokenizer:
         show_progress=False,
     )
     rng = np.random.default_rng((seed, 1))
-    asked = itertools.chain.from_iterable(ask(make_scene(rng), rng) for _ in range(3000))
-    texts = (f"user\n{question.text}\nassistant\n{question.answer}" for question in asked)
+    questions = itertools.chain.from_iterable(ask(make_scene(rng), rng) for _ in range(3000))
+    texts = (f"user\n{question.text}\nassistant\n{question.answer}" for question in questions)
     tokenizer.train_from_iterator(texts, trainer)
     return tokenizer
 

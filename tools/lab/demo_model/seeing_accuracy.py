@@ -15,7 +15,7 @@ from tools.lab.demo_model.picture_talk import END, RowMaker, stack
 from tools.lab.demo_model.seeing_model import Rows, SeeingSpec, answer_logits
 
 ROWS = 32
-LONGEST_ANSWER = 24  # tokens
+MAX_ANSWER = 24  # tokens
 KINDS = (
     *("describe", "count", "colour", "size", "present"),
     *("where", "relation", "background"),
@@ -25,13 +25,15 @@ KINDS = (
 class Accuracy(NamedTuple):
     """Holds the number of questions and of right answers, by the kind of the question."""
 
-    asked: dict[str, int]
+    num_questions: dict[str, int]
     right: dict[str, int]
 
     def share(self, kind: str | None = None) -> float:
         """Returns the share of right answers to a kind of question, or to all."""
         kinds = KINDS if kind is None else (kind,)
-        return sum(self.right[name] for name in kinds) / sum(self.asked[name] for name in kinds)
+        return sum(self.right[name] for name in kinds) / sum(
+            self.num_questions[name] for name in kinds
+        )
 
 
 def held_out_questions(rng: np.random.Generator, count: int) -> list[tuple[Scene, Question]]:
@@ -62,7 +64,7 @@ def measure(
     A greedy answer is right exactly if each of its tokens is the most likely one after the right
     tokens before it, so one pass over the right answer decides.
     """
-    asked: dict[str, int] = defaultdict(int)
+    num_questions: dict[str, int] = defaultdict(int)
     right: dict[str, int] = defaultdict(int)
     for begin in range(0, len(questions), ROWS):
         part = questions[begin : begin + ROWS]
@@ -71,9 +73,9 @@ def measure(
         filled = stack(rows + rows[:1] * (ROWS - len(rows)))
         are_right = _are_right(spec, params, filled)
         for (_, question), is_right in zip(part, are_right, strict=False):
-            asked[question.kind] += 1
+            num_questions[question.kind] += 1
             right[question.kind] += bool(is_right)
-    return Accuracy(asked, right)
+    return Accuracy(num_questions, right)
 
 
 def answer(
@@ -82,20 +84,20 @@ def answer(
     """Returns the greedy answer to a question in the chat template."""
     ids: list[int] = []
     end = maker.tokenizer.token_to_id(END)
-    while len(ids) < LONGEST_ANSWER:
+    while len(ids) < MAX_ANSWER:
         row = stack([maker.unfinished(picture, question, ids)])
-        likeliest = int(_likeliest(spec, params, row)[0, 0])
-        if likeliest == end:
+        top_ids = int(_top_candidates(spec, params, row)[0, 0])
+        if top_ids == end:
             break
-        ids.append(likeliest)
+        ids.append(top_ids)
     return maker.tokenizer.decode(ids)
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _likeliest(spec: SeeingSpec, params: Params, rows: Rows) -> jax.Array:
+def _top_candidates(spec: SeeingSpec, params: Params, rows: Rows) -> jax.Array:
     return jnp.argmax(answer_logits(spec, params, rows), -1)
 
 
 def _are_right(spec: SeeingSpec, params: Params, rows: Rows) -> np.ndarray:
-    likeliest = np.asarray(_likeliest(spec, params, rows))
-    return ((likeliest == rows.answers) | (rows.answers < 0)).all(-1)
+    top_ids = np.asarray(_top_candidates(spec, params, rows))
+    return ((top_ids == rows.answers) | (rows.answers < 0)).all(-1)

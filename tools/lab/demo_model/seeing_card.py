@@ -122,7 +122,7 @@ def model_card(facts: Facts) -> str:
         jax_version=jax.__version__,
         conversations=CONVERSATION_SHARE,
         raw=RAW_SHARE,
-        asked=sum(facts.accuracy.asked.values()),
+        num_questions=sum(facts.accuracy.num_questions.values()),
         accuracies=_accuracy_lines(facts.accuracy),
         answers=_answer_lines(facts.answers),
         row_length=facts.row_length,

@@ -49,9 +49,9 @@ class Plan:
     weight_decay: float = 0.1
     tokens_per_step: int = 4096
 
-    def crop(self, step: int, longest: int) -> int:
+    def crop(self, step: int, max_length: int) -> int:
         """Returns the tokens per row at a step."""
-        return SHORT_CROP if step < SHORT_FRACTION * self.steps else longest
+        return SHORT_CROP if step < SHORT_FRACTION * self.steps else max_length
 
     def schedule(self, step: jax.Array) -> jax.Array:
         """Returns the learning rate at a step."""
@@ -121,9 +121,9 @@ def sample_windows(stream: np.ndarray, crop: int, plan: Plan, step: int) -> np.n
     return stream[starts[:, None] + np.arange(crop + 1)].astype(np.int32)
 
 
-def window_batches(stream: np.ndarray, longest: int, plan: Plan) -> Callable[[int], np.ndarray]:
+def window_batches(stream: np.ndarray, max_length: int, plan: Plan) -> Callable[[int], np.ndarray]:
     """Returns the function from a step to its windows, short ones first."""
-    return lambda step: sample_windows(stream, plan.crop(step, longest), plan, step)
+    return lambda step: sample_windows(stream, plan.crop(step, max_length), plan, step)
 
 
 def steps_for_minutes(
@@ -131,12 +131,12 @@ def steps_for_minutes(
     params: Params,
     plan: Plan,
     stream: np.ndarray,
-    longest: int,
+    max_length: int,
     minutes: float,
 ) -> int:
     """Returns how many steps fit; measures both crop lengths on copies of the weights."""
     seconds_per_step = []
-    for crop in (SHORT_CROP, longest):
+    for crop in (SHORT_CROP, max_length):
         run, step = start_run(params, plan), make_step(objective, plan)
         for index in range(CALIBRATION_STEPS + 2):
             if index == 2:

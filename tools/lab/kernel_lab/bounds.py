@@ -58,7 +58,7 @@ class Ceilings:
         """Returns the larger of the two measured bandwidths."""
         return max(self.copied, self.read)
 
-    def least_seconds(self, work: Work) -> float:
+    def min_seconds(self, work: Work) -> float:
         """Returns the least time that this work can take."""
         return max(work.num_bytes / self.bandwidth, work.flops / self.matmul)
 

@@ -181,21 +181,21 @@ class Check:
         deadline = time.monotonic() + self.minutes * 60
         findings: list[Finding] = []
 
-        def tell(_: Child, finding: Finding) -> None:
+        def report(_: Child, finding: Finding) -> None:
             findings.append(finding)
             found(finding)
 
         def done(child: Child, new: list[Finding]) -> None:
             if not new:
                 new = [nothing(child)]
-                tell(child, *new)
+                report(child, *new)
             ended(child.name, worst(new))
 
-        run_all([self.environment()], deadline=deadline, jobs=1, done=done, found=tell)
+        run_all([self.environment()], deadline=deadline, jobs=1, done=done, found=report)
         if self.interpret or has_gpu(findings):
-            run_all(self.children(), deadline=deadline, jobs=self.jobs, done=done, found=tell)
+            run_all(self.children(), deadline=deadline, jobs=self.jobs, done=done, found=report)
         if tables := bench_tables(findings, small=self.interpret):
-            tell(self.environment(), Finding("bench", PASSED, "all kernel sets", tables=tables))
+            report(self.environment(), Finding("bench", PASSED, "all kernel sets", tables=tables))
         return findings
 
 

@@ -42,7 +42,7 @@ class Row:
     def fraction(self, ceilings: Ceilings) -> float | None:
         """Returns the reached share of the measured ceiling that limits this call."""
         return (
-            None if self.seconds is None else ceilings.least_seconds(work(self.spec)) / self.seconds
+            None if self.seconds is None else ceilings.min_seconds(work(self.spec)) / self.seconds
         )
 
     @classmethod
@@ -155,13 +155,13 @@ def _row(
     time_one: TimeCase,
     tiles: Tiles | None,
 ) -> Row:
-    least = None if interpret else ceilings.least_seconds(work(case.spec))
+    minimum = None if interpret else ceilings.min_seconds(work(case.spec))
     timing = time_one(
         case,
         backend=backend,
         tiles=tiles,
         interpret=interpret,
-        least_seconds=least,
+        min_seconds=minimum,
         limit_s=limit_s,
     )
     notes = []

@@ -18,7 +18,7 @@ from tools.lab.kernel_lab.timing import median_of_rounds
 COPY_BYTES = 2**30
 MATMUL_SIZE = 8192
 NUM_COPIES = 20  # copies of a round; they queue up, so that their dispatch is hidden
-NUM_PRODUCTS = 10
+NUM_MATMULS = 10
 
 
 @jax.jit
@@ -32,8 +32,8 @@ def _summed(x: jax.Array) -> jax.Array:
 
 
 @jax.jit
-def _products(x: jax.Array, w: jax.Array) -> jax.Array:
-    return jax.lax.fori_loop(0, NUM_PRODUCTS, lambda _, y: jnp.dot(y, w), x)
+def _matmuls(x: jax.Array, w: jax.Array) -> jax.Array:
+    return jax.lax.fori_loop(0, NUM_MATMULS, lambda _, y: jnp.dot(y, w), x)
 
 
 def measure(
@@ -64,11 +64,11 @@ def measure(
     shape = (matmul_size, matmul_size)
     y = jax.random.normal(keys[0], shape, jnp.bfloat16)
     w = jax.random.normal(keys[1], shape, jnp.bfloat16) * jnp.bfloat16(matmul_size**-0.5)
-    product = median_of_rounds(lambda: _products(y, w), NUM_PRODUCTS, rounds=rounds)
+    matmul = median_of_rounds(lambda: _matmuls(y, w), NUM_MATMULS, rounds=rounds)
     return Ceilings(
         copied=2 * copy_bytes / copied.seconds,
         read=copy_bytes / read.seconds,
-        matmul=2 * matmul_size**3 / product.seconds,
+        matmul=2 * matmul_size**3 / matmul.seconds,
     )
 
 

@@ -17,12 +17,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import SETS, QuantizedWeight, batch_invariant_product, paged_attention
+from pallas_kernels import SETS, QuantizedWeight, batch_invariant_matmul, paged_attention
 from tools.lab.kernel_lab import specs
 from tools.lab.kernel_lab.findings import LEFT_OUT, Finding, judged
 from tools.lab.kernel_lab.kernel_cases import make_case
-from tools.lab.kernel_lab.products import make_weight
-from tools.lab.kernel_lab.specs import ProductSpec, Spec
+from tools.lab.kernel_lab.matmuls import make_weight
+from tools.lab.kernel_lab.specs import MatmulSpec, Spec
 from tools.lab.kernel_lab.stability import compare, last_tokens, pick, probe
 
 Outcomes = list[tuple[str, np.ndarray]]
@@ -38,11 +38,11 @@ ATTENTION: dict[str, dict[str, Any]] = {
 }
 # The weights of Llama-3-8B, one of few bits, and those of heads of latent attention.
 _ROWS: dict[str, Any] = {"name": "", "num_rows": 1}
-PRODUCTS = {
-    "qkv": ProductSpec(**_ROWS, num_in=4096, num_out=6144),
-    "down": ProductSpec(**_ROWS, num_in=14336, num_out=4096),
-    "down, int4": ProductSpec(**_ROWS, num_in=14336, num_out=4096, code="int4", group_size=128),
-    "heads": ProductSpec(**_ROWS, num_in=512, num_out=128, num_groups=16),
+MATMULS = {
+    "qkv": MatmulSpec(**_ROWS, num_in=4096, num_out=6144),
+    "down": MatmulSpec(**_ROWS, num_in=14336, num_out=4096),
+    "down, int4": MatmulSpec(**_ROWS, num_in=14336, num_out=4096, code="int4", group_size=128),
+    "heads": MatmulSpec(**_ROWS, num_in=512, num_out=128, num_groups=16),
 }
 
 
@@ -69,10 +69,10 @@ def findings(*, interpret: bool, small: bool, seconds: float) -> Iterator[Findin
         values = LATENT if name == "latents" else None
         attend = functools.partial(attention, spec, values, interpret=interpret)
         yield judge(f"one order: attention, {name}", attend)
-    for name, product in PRODUCTS.items():
+    for name, matmul in MATMULS.items():
         counts = (FEW, 17) if small else (FEW, 16, 64, 300, 2048)
-        weight = product.cut() if small else product
-        multiply = functools.partial(products, weight, counts, interpret=interpret)
+        weight = matmul.cut() if small else matmul
+        multiply = functools.partial(matmuls, weight, counts, interpret=interpret)
         yield judge(f"one order: product, {name}", multiply)
     yield judge("one order: norm", functools.partial(norms, interpret=interpret))
 
@@ -88,10 +88,10 @@ def attention(spec: Spec, value_width: int | None, *, interpret: bool) -> Outcom
     whole = make_case(spec, seed=4)
     [pages] = whole.layers
     values = (pages.v_pages, pages.v_scale) if value_width is None else (None, None)
-    longest = spec.queries[0]
+    max_length = spec.queries[0]
     cases = {
-        f"{size} of at most {most}": last_tokens(whole, size, most)
-        for size, most in ((1, 1), (1, 16), (16, 16), (3, longest), (longest, longest))
+        f"{size} of at most {maximum}": last_tokens(whole, size, maximum)
+        for size, maximum in ((1, 1), (1, 16), (16, 16), (3, max_length), (max_length, max_length))
     }
     width = spec.contexts[0] // spec.block_size
     cases["1, a wider table"] = pick(cases["1 of at most 1"], [0], extra_width=width)
@@ -118,7 +118,7 @@ def attention(spec: Spec, value_width: int | None, *, interpret: bool) -> Outcom
     return outcomes
 
 
-def products(spec: ProductSpec, counts: tuple[int, ...], *, interpret: bool) -> Outcomes:
+def matmuls(spec: MatmulSpec, counts: tuple[int, ...], *, interpret: bool) -> Outcomes:
     """Returns the products of the first rows of each group among several numbers of rows."""
     weight, num_groups = make_weight(spec), spec.num_groups
     shape = (num_groups, max(counts), spec.num_in)
@@ -127,12 +127,12 @@ def products(spec: ProductSpec, counts: tuple[int, ...], *, interpret: bool) -> 
     for count in counts:
         rows_PI = x_EPI[:, :count].reshape(-1, spec.num_in)
         if num_groups == 1:
-            y_PO = batch_invariant_product(
+            y_PO = batch_invariant_matmul(
                 rows_PI, _only(weight), backend=BACKEND, interpret=interpret
             )
         else:
             groups_E = jnp.full(num_groups, count)
-            y_PO = batch_invariant_product(
+            y_PO = batch_invariant_matmul(
                 rows_PI, weight, groups_E, backend=BACKEND, interpret=interpret
             )
         y_EPO = np.asarray(y_PO).reshape(num_groups, count, -1)

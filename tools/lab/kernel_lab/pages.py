@@ -122,15 +122,17 @@ def _write(name: str, spec: Spec, num_tokens: int, interpret: bool) -> Finding:
     return check(name, written, pages, _new(spec, num_tokens, num_slots), interpret=interpret)
 
 
-def _pairs(count: int, least: int, seed: int) -> tuple[jax.Array, jax.Array]:
-    """Returns sources and destinations among the ids from `least` up to `count`.
+def _pairs(count: int, minimum: int, seed: int) -> tuple[jax.Array, jax.Array]:
+    """Returns sources and destinations among the ids from `minimum` up to `count`.
 
     No destination comes twice, except for the padding with zeros. Two of the ids trade places, so a
     copy must read before another copy writes.
     """
     picked = (
-        np.random.default_rng(seed).permutation(count - least)[: min(64, count - least) // 2 * 2]
-        + least
+        np.random.default_rng(seed).permutation(count - minimum)[
+            : min(64, count - minimum) // 2 * 2
+        ]
+        + minimum
     )
     source, destination = np.split(picked, 2)
     source, destination = (

@@ -25,10 +25,10 @@ from tools.lab.kernel_lab import (
     environment,
     goals,
     machine_ceilings,
+    matmuls,
     one_order,
     pages,
     parity,
-    products,
     selection_checks,
     specs,
     stability,
@@ -127,10 +127,10 @@ def _sampler(options: Options) -> Iterator[Finding]:
     yield from selection_checks.findings(interpret=options.interpret, small=options.interpret)
 
 
-def _products(options: Options) -> Iterator[Finding]:
+def _matmuls(options: Options) -> Iterator[Finding]:
     """Checks the first kernel set, because the others share its product kernel."""
     small = options.interpret
-    yield from products.findings(
+    yield from matmuls.findings(
         KERNEL_BACKENDS[0],
         lambda: measured_ceilings(small),
         interpret=small,
@@ -388,7 +388,7 @@ PARTS: dict[str, Callable[[Options], Iterator[Finding]]] = {
     "stability": _stability,
     "one-order": _one_order,
     "pages": _pages,
-    "products": _products,
+    "products": _matmuls,
     "sampler": _sampler,
     "one-case": _one_case,
     "sanitizer": _sanitizer,

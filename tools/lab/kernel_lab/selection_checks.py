@@ -28,7 +28,7 @@ CUTS = [  # top_k, top_p, min_p
     *((50, 0.9, 0.0), (0, 1.0, 0.1), (0, 0.9, 0.02), (3, 0.5, 0.0)),
 ]
 SCALES = (0.1, 1.0, 4.0)  # scales of random logits: from flat to peaked
-NUM_LIKELIEST = 64
+NUM_TOP = 64
 MASS_ERROR = 1e-5  # the error that a device's exponentials may add up to
 TIMED_ROWS, VOCAB_SIZE, NUM_CALLS = 256, 128256, 20
 
@@ -44,7 +44,9 @@ def findings(*, interpret: bool, small: bool) -> Iterator[Finding]:
     top_candidates = functools.partial(found[1], interpret=interpret)
     vocab_size = 1000 if small else VOCAB_SIZE
     yield judged("sampler: cut-offs", functools.partial(_cutoffs, cutoffs, vocab_size))
-    yield judged("sampler: most likely", functools.partial(_likeliest, top_candidates, vocab_size))
+    yield judged(
+        "sampler: most likely", functools.partial(_top_candidates, top_candidates, vocab_size)
+    )
     yield judged("sampler: timings", functools.partial(_timings, cutoffs, top_candidates, small))
 
 
@@ -65,22 +67,22 @@ def _cutoffs(cutoffs: Callable[..., jax.Array], vocab_size: int) -> Finding:
     logits_RV, cuts = _rows(vocab_size)
     top_k, top_p, min_p = (np.array(each) for each in zip(*cuts, strict=True))
     requested = top_k.astype(np.int32), top_p.astype(np.float32), min_p.astype(np.float32)
-    least_R = np.asarray(
+    min_R = np.asarray(
         jax.jit(cutoffs)(
             logits_RV, logits_RV.max(axis=1), np.ones(len(cuts), np.float32), *requested
         )
     )
     wrong = [
         f"row {row}, {cut}"
-        for row, (logits_V, least, cut) in enumerate(zip(logits_RV, least_R, cuts, strict=True))
-        if not _is_right(logits_V.astype(np.float64), float(least), *cut)
+        for row, (logits_V, minimum, cut) in enumerate(zip(logits_RV, min_R, cuts, strict=True))
+        if not _is_right(logits_V.astype(np.float64), float(minimum), *cut)
     ]
     summary = f"{len(cuts) - len(wrong)} of {len(cuts)} rows keep what a sort in float64 keeps"
     return Finding("sampler: cut-offs", FAILED if wrong else PASSED, summary, data={"wrong": wrong})
 
 
 def _is_right(
-    logits_V: npt.NDArray[np.float64], least: float, top_k: int, top_p: float, min_p: float
+    logits_V: npt.NDArray[np.float64], minimum: float, top_k: int, top_p: float, min_p: float
 ) -> bool:
     """Returns whether all is kept that must be, and nothing that must not.
 
@@ -99,19 +101,19 @@ def _is_right(
             likelihood_V == 1.0
         )
 
-    kept_V = logits_V >= least
+    kept_V = logits_V >= minimum
     return bool((kept_V >= kept(-MASS_ERROR)).all() and (kept_V <= kept(MASS_ERROR)).all())
 
 
-def _likeliest(top_candidates: Callable[..., Any], vocab_size: int) -> Finding:
+def _top_candidates(top_candidates: Callable[..., Any], vocab_size: int) -> Finding:
     logits_RV = _rows(vocab_size)[0][:: len(CUTS)]
     largest_R, nothing_R = logits_RV.max(axis=1), np.zeros(len(logits_RV), np.float32)
     select = jax.jit(top_candidates, static_argnums=3)
-    values_RW, ids_RW = map(np.asarray, select(logits_RV, largest_R, nothing_R, NUM_LIKELIEST))
+    values_RW, ids_RW = map(np.asarray, select(logits_RV, largest_R, nothing_R, NUM_TOP))
     logits_RV = logits_RV - largest_R[:, None]
     order_RW = np.argsort(-values_RW, axis=1, kind="stable")
     got_RW = np.take_along_axis(ids_RW, order_RW, axis=1)
-    want_RW = np.argsort(-logits_RV, axis=1, kind="stable")[:, :NUM_LIKELIEST]
+    want_RW = np.argsort(-logits_RV, axis=1, kind="stable")[:, :NUM_TOP]
     same = bool(
         (got_RW == want_RW).all() and (np.take_along_axis(logits_RV, ids_RW, 1) == values_RW).all()
     )
@@ -165,16 +167,16 @@ def _works(
 
     def log_probabilities(logits_RV: jax.Array) -> jax.Array:
         nothing_R = jnp.zeros(num_rows)
-        values_RW: jax.Array = top_candidates(
-            logits_RV, logits_RV.max(axis=1), nothing_R, NUM_LIKELIEST
-        )[0]
+        values_RW: jax.Array = top_candidates(logits_RV, logits_RV.max(axis=1), nothing_R, NUM_TOP)[
+            0
+        ]
         return values_RW[:, 0]
 
     return {
         "top-k 50": cut(50, 1.0),
         "top-p 0.95": cut(0, 0.95),
         "top-k 50, top-p 0.95": cut(50, 0.95),
-        f"most likely {NUM_LIKELIEST}": log_probabilities,
+        f"most likely {NUM_TOP}": log_probabilities,
         "largest (one reading)": lambda logits_RV: logits_RV.max(axis=1),
     }
 

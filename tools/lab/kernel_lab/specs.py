@@ -99,9 +99,9 @@ def _verify(model: str, batch: int, drafts: int, context: int, **settings: objec
     )
 
 
-def _ragged(num: int, longest: int) -> list[int]:
+def _ragged(num: int, max_length: int) -> list[int]:
     """Returns the contexts of a batch in service: from short to long, in no order."""
-    return [1 + (longest - 1) * ((7 * i) % num) // max(1, num - 1) for i in range(num)]
+    return [1 + (max_length - 1) * ((7 * i) % num) // max(1, num - 1) for i in range(num)]
 
 
 SPECS: tuple[Spec, ...] = (
@@ -162,7 +162,7 @@ def find(name: str) -> Spec:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ProductSpec:
+class MatmulSpec:
     """One grouped product by its shapes: rows spread over groups (experts), or one weight.
 
     Attributes:
@@ -187,7 +187,7 @@ class ProductSpec:
     zeros: bool = False
     dtype: str = "bfloat16"
 
-    def cut(self) -> ProductSpec:
+    def cut(self) -> MatmulSpec:
         """Returns a small version of the product for an interpreter."""
         num_groups = min(self.num_groups, 5)
         return dataclasses.replace(
@@ -205,23 +205,23 @@ class ProductSpec:
         return num_weights // (2 if packed else 1) + of_groups
 
 
-_EXPERTS = ProductSpec(
+_EXPERTS = MatmulSpec(
     name="qwen3-30b-a3b experts", num_rows=8, num_groups=128, num_in=2048, num_out=1536
 )
-_MORE_EXPERTS = ProductSpec(
+_MORE_EXPERTS = MatmulSpec(
     name="gpt-oss-20b experts", num_rows=4, num_groups=32, num_in=2880, num_out=5760
 )
-_GATE_UP = ProductSpec(name="llama-3-8b gate_up", num_rows=1, num_in=4096, num_out=28672)
-_DOWN = ProductSpec(name="llama-3-8b down", num_rows=1, num_in=14336, num_out=4096)
+_GATE_UP = MatmulSpec(name="llama-3-8b gate_up", num_rows=1, num_in=4096, num_out=28672)
+_DOWN = MatmulSpec(name="llama-3-8b down", num_rows=1, num_in=14336, num_out=4096)
 
 
-def _product(
-    of_token: ProductSpec,
+def _matmul(
+    of_token: MatmulSpec,
     tokens: int,
     code: str | None = None,
     group_size: int = 0,
     zeros: bool = False,
-) -> ProductSpec:
+) -> MatmulSpec:
     kind = "" if code is None else f", {code}" + (" with zeros" if zeros else "")
     return dataclasses.replace(
         of_token,
@@ -233,14 +233,14 @@ def _product(
     )
 
 
-PRODUCTS: tuple[ProductSpec, ...] = (
-    *(_product(_EXPERTS, tokens) for tokens in (1, 64, 2048)),
-    _product(_EXPERTS, 64, "int4", 32),
-    _product(_EXPERTS, 64, "fp8", 128),
-    _product(_MORE_EXPERTS, 64, "fp4", 32),
-    *(_product(_GATE_UP, tokens, "int4", 32) for tokens in (16, 64, 512)),
-    _product(_DOWN, 16, "int4", 32),
-    _product(_GATE_UP, 16, "int4", 128, zeros=True),
-    _product(_GATE_UP, 16, "int8", 32),
-    *(_product(each, 16, "fp8", 128) for each in (_GATE_UP, _DOWN)),
+MATMULS: tuple[MatmulSpec, ...] = (
+    *(_matmul(_EXPERTS, tokens) for tokens in (1, 64, 2048)),
+    _matmul(_EXPERTS, 64, "int4", 32),
+    _matmul(_EXPERTS, 64, "fp8", 128),
+    _matmul(_MORE_EXPERTS, 64, "fp4", 32),
+    *(_matmul(_GATE_UP, tokens, "int4", 32) for tokens in (16, 64, 512)),
+    _matmul(_DOWN, 16, "int4", 32),
+    _matmul(_GATE_UP, 16, "int4", 128, zeros=True),
+    _matmul(_GATE_UP, 16, "int8", 32),
+    *(_matmul(each, 16, "fp8", 128) for each in (_GATE_UP, _DOWN)),
 )

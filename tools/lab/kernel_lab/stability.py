@@ -177,10 +177,12 @@ def across_kinds(backend: str, spec: Spec, run: Run) -> Finding:
     whole = make_case(spec, seed=4)
     queries = spec.queries[0]
     found = {}
-    for size, longest in ((1, 1), (1, queries), (1, 16), (16, 16), (queries, queries)):
-        case = last_tokens(whole, size, longest)
+    for size, max_length in ((1, 1), (1, queries), (1, 16), (16, 16), (queries, queries)):
+        case = last_tokens(whole, size, max_length)
         try:
-            found[f"{size} of at most {longest}"] = probe(case, run(case), True).astype(np.float64)
+            found[f"{size} of at most {max_length}"] = probe(case, run(case), True).astype(
+                np.float64
+            )
         except NotImplementedError as refusal:
             raise LeftOut(str(refusal)) from refusal
     base = next(iter(found.values()))

@@ -61,10 +61,10 @@ class Timing:
     compile_seconds: float = 0.0
 
 
-def num_layers(spec: Spec, fewest: int = 4, most: int = 16) -> int:
+def num_layers(spec: Spec, minimum: int = 4, maximum: int = 16) -> int:
     """Returns how many sets of pages make the cache useless and still fit."""
     kv_bytes = max(1, work(spec).kv_bytes)
-    return max(1, min(max(fewest, -(-CACHE_BYTES // kv_bytes)), most, POOL_BYTES // kv_bytes))
+    return max(1, min(max(minimum, -(-CACHE_BYTES // kv_bytes)), maximum, POOL_BYTES // kv_bytes))
 
 
 def stays_in_cache(spec: Spec, layers: int) -> bool:
@@ -136,7 +136,7 @@ def compiled(
     backend: str,
     tiles: Tiles | None = None,
     interpret: bool = False,
-    least_seconds: float | None = None,
+    min_seconds: float | None = None,
     round_s: float = 0.02,
 ) -> Program:
     """Compiles the program that times a case.
@@ -146,7 +146,7 @@ def compiled(
         backend: The kernel set.
         tiles: The tiles; None for the kernel set's choice.
         interpret: Kernels are interpreted.
-        least_seconds: The time of a call at the ceiling, which sets how many calls fill a round;
+        min_seconds: The time of a call at the ceiling, which sets how many calls fill a round;
             None for one step in a round.
         round_s: The wanted time of a round.
 
@@ -156,8 +156,8 @@ def compiled(
     """
     layers = len(case.layers)
     num_steps = 1
-    if least_seconds is not None:
-        expected = least_seconds * (20 if backend in XLA_BACKENDS else 2) * layers
+    if min_seconds is not None:
+        expected = min_seconds * (20 if backend in XLA_BACKENDS else 2) * layers
         num_steps = max(1, min(500, round(round_s / expected)))
     began = time.perf_counter()
     program = jax.jit(steps(case, num_steps, backend=backend, tiles=tiles, interpret=interpret))

@@ -245,9 +245,9 @@ class OnDevice:
         wait(self._coming.values())
         coming = self._coming.pop((spec, tiles), None)
         program = coming.result() if coming else self._compiled(spec, tiles)
-        return time_program(program, self.cases[spec], rounds=5, limit_s=0.5).seconds / self._least(
-            spec
-        )
+        return time_program(
+            program, self.cases[spec], rounds=5, limit_s=0.5
+        ).seconds / self._minimum(spec)
 
     def close(self) -> None:
         """Stops the threads, and drops what has not begun to compile."""
@@ -259,9 +259,9 @@ class OnDevice:
             backend=self.backend,
             tiles=tiles,
             interpret=self.interpret,
-            least_seconds=None if self.interpret else self._least(spec),
+            min_seconds=None if self.interpret else self._minimum(spec),
             round_s=0.01,
         )
 
-    def _least(self, spec: Spec) -> float:
-        return self.ceilings.least_seconds(work(spec))
+    def _minimum(self, spec: Spec) -> float:
+        return self.ceilings.min_seconds(work(spec))

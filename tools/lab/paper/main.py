@@ -34,8 +34,8 @@ def main(words: Sequence[str] | None = None, *, measure_attention: MeasureAttent
     """Writes the document and its pictures; the status is 1 if a tolerance fails."""
     parser = _parser()
     arguments = parser.parse_args(words)
-    wanted = arguments.figures.split(",") if arguments.figures else list(NAMES)
-    if unknown := set(wanted) - set(NAMES):
+    names = arguments.figures.split(",") if arguments.figures else list(NAMES)
+    if unknown := set(names) - set(NAMES):
         parser.error(f"--figures: {', '.join(sorted(unknown))} not among {', '.join(NAMES)}")
     if arguments.docs and (arguments.figures or arguments.quick):
         parser.error(
@@ -51,7 +51,7 @@ def main(words: Sequence[str] | None = None, *, measure_attention: MeasureAttent
         parser.error(f"--out: {error}")
     with Pool(arguments.processes) as pool:
         effort = Effort(pool, arguments.quick)
-        figures = _figures(effort, wanted, measure_attention)
+        figures = _figures(effort, names, measure_attention)
     _write(arguments, effort, figures)
     failed = [check for figure in figures for check in figure.checks if not check.holds]
     for check in failed:
@@ -96,7 +96,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _figures(
-    effort: Effort, wanted: Sequence[str], measure_attention: MeasureAttention
+    effort: Effort, names: Sequence[str], measure_attention: MeasureAttention
 ) -> list[Figure]:
     """Returns the figures in the order in which they are asked for, and prints progress.
 
@@ -127,13 +127,13 @@ def _figures(
 
     with ThreadPoolExecutor(len(makers) if effort.pool.num_processes > 1 else 1) as threads:
         for name, figure in [
-            (name, threads.submit(makers[name])) for name in wanted if name not in MEASURED
+            (name, threads.submit(makers[name])) for name in names if name not in MEASURED
         ]:
             drawn(name, figure.result())
-    for name in wanted:
+    for name in names:
         if name in MEASURED:
             drawn(name, makers[name]())
-    return [figures[name] for name in wanted]
+    return [figures[name] for name in names]
 
 
 def _once(make: Callable[[], T]) -> Callable[[], T]:

@@ -11,7 +11,7 @@ from jaxpage.step.request import Request
 from tools.lab.paper.reserving import MAX_MODEL_LEN, Reservation, ReservingScheduler
 
 
-def longest(request: Request) -> int:
+def max_length(request: Request) -> int:
     """Returns the slots for Max: those of the longest sequence that the model takes."""
     return max(MAX_MODEL_LEN, request.max_total_tokens)
 
@@ -31,7 +31,7 @@ def exact(request: Request) -> int:
     return request.max_total_tokens
 
 
-RESERVATIONS: Mapping[str, Reservation] = {"Max": longest, "Pow2": next_power, "Oracle": exact}
+RESERVATIONS: Mapping[str, Reservation] = {"Max": max_length, "Pow2": next_power, "Oracle": exact}
 
 
 class Orca(ReservingScheduler):

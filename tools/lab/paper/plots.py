@@ -19,14 +19,14 @@ PAPER_COLOUR = "#DDDDDD"
 MARKERS = "ov^sD"
 # The same numbers give the same file; text is kept as text, which makes files small.
 matplotlib.rcParams.update({"svg.hashsalt": "jaxpage", "svg.fonttype": "none", "font.size": 9})
-MOST_COLUMNS = 3
+MAX_COLUMNS = 3
 
 
 def save(figure: Figure, directory: Path, formats: Sequence[str]) -> None:
     """Writes figureNAME.FORMAT for each format; a figure without panels has no picture."""
     if not figure.panels:
         return
-    columns = min(len(figure.panels), MOST_COLUMNS)
+    columns = min(len(figure.panels), MAX_COLUMNS)
     rows = -(-len(figure.panels) // columns)
     canvas = Canvas(figsize=(1.2 + 3.6 * columns, 0.4 + 2.9 * rows), dpi=120, layout="constrained")
     grid = list(canvas.subplots(rows, columns, squeeze=False).flat)

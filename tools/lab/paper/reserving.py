@@ -98,15 +98,15 @@ class ReservingScheduler:
         """
         request = group.request
         num_slots, width = self._reservation(request), request.num_sequences
-        most = self.allocator.largest
+        maximum = self.allocator.largest
         if (
-            num_slots > most
+            num_slots > maximum
             or width * num_slots > self.allocator.num_slots
             or width > self.max_num_seqs
         ):
             raise CapacityError(
                 f"request {request.request_id!r} reserves {width} x {num_slots} slots at once; the pool has"
-                f" {self.allocator.num_slots}, at most {most} in a row, and a step {self.max_num_seqs} sequences"
+                f" {self.allocator.num_slots}, at most {maximum} in a row, and a step {self.max_num_seqs} sequences"
             )
         self._queue.append(group)
 
@@ -204,9 +204,9 @@ class ReservingScheduler:
         context = {row.sequence_id: row.context_length for row in rows}
         num_tokens = num_needed = num_requested = 0
         for held in self._running.values():
-            most = held.group.request.max_total_tokens
+            maximum = held.group.request.max_total_tokens
             num_tokens += sum(
-                min(context.get(s.sequence_id, s.num_computed_tokens), most)
+                min(context.get(s.sequence_id, s.num_computed_tokens), maximum)
                 for s in held.group.sequences
             )
             num_needed += held.num_needed

@@ -127,8 +127,8 @@ FIGURE_17 = (
 
 def figure_12(effort: Effort) -> Figure:
     """Makes figure 12."""
-    wanted = FIGURE_12[:1] if effort.quick else FIGURE_12
-    curves = compare(effort, wanted)
+    specs = FIGURE_12[:1] if effort.quick else FIGURE_12
+    curves = compare(effort, specs)
     ratio = curves[0].ratio("Orca (Oracle)").mean
     checks = [Check("figure 12a, highest rate over Orca (Oracle)", ratio, 1.7, 2.7)]
     return _figure("12", "Latency of single sequences", curves, checks)
@@ -136,8 +136,8 @@ def figure_12(effort: Effort) -> Figure:
 
 def figure_14(effort: Effort, ancestries: Mapping[int, Sequence[Ancestry]]) -> Figure:
     """Makes figure 14; beam searches follow the `ancestries` of real ones."""
-    wanted = FIGURE_14[-1:] if effort.quick else FIGURE_14
-    return _figure("14", "Parallel sampling and beam search", compare(effort, wanted, ancestries))
+    specs = FIGURE_14[-1:] if effort.quick else FIGURE_14
+    return _figure("14", "Parallel sampling and beam search", compare(effort, specs, ancestries))
 
 
 def figure_16(effort: Effort) -> Figure:

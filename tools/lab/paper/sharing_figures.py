@@ -31,7 +31,7 @@ PAPER = {  # percent; for ShareGPT the text gives only the ends
 # Requests per second of the simulated runs; they are so low that nothing is preempted.
 RATES = {"alpaca": 4.0, "sharegpt": 0.3}
 NUM_PROMPTS, QUICK_NUM_PROMPTS = 16, 8  # prompts of each seed
-LONGEST = 256  # tokens of a prompt, and of an output: the demo model takes 512
+MAX_LENGTH = 256  # tokens of a prompt, and of an output: the demo model takes 512
 
 
 Key = tuple[str, str, int]  # method, dataset, width
@@ -80,7 +80,12 @@ def decode(effort: Effort) -> Decoded:
 
 def _workload(dataset: str, seed: int, num_prompts: int) -> list[WorkItem]:
     return make_workload(
-        dataset, num_prompts, seed=seed, vocab_size=2048, max_input=LONGEST, max_output=LONGEST - 1
+        dataset,
+        num_prompts,
+        seed=seed,
+        vocab_size=2048,
+        max_input=MAX_LENGTH,
+        max_output=MAX_LENGTH - 1,
     )
 
 

@@ -26,7 +26,7 @@ SYSTEMS = (FASTER_TRANSFORMER, *ORCAS, PAGED)
 
 MAX_NUM_SEQS = 1024  # so many that only memory limits a batch
 WARM_UP = 0.25  # the share of the window that is not averaged: the pool fills up
-LOOK_EVERY = 8  # steps between two samples of the memory
+SAMPLE_EVERY = 8  # steps between two samples of the memory
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,7 @@ def run_case(case: Case, rate: float) -> Outcome:
         new_policy(case),
         case.machine.cost,
         average=average,
-        look_every=LOOK_EVERY,
+        sample_every=SAMPLE_EVERY,
         ancestries=case.ancestries,
     )
     return Outcome.of(rate, simulator.run(case.seconds))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from jaxpage.step.plan import Row, Sample
 from jaxpage.step.request import SequenceGroup
-from tools.lab.paper.orca import longest
+from tools.lab.paper.orca import max_length
 from tools.lab.paper.reserving import ReservingScheduler
 
 
@@ -21,7 +21,7 @@ class StaticBatcher(ReservingScheduler):
 
     def __init__(self, num_slots: int, *, max_num_seqs: int = 256) -> None:
         super().__init__(
-            num_slots, longest, max_num_seqs=max_num_seqs, max_num_batched_tokens=num_slots
+            num_slots, max_length, max_num_seqs=max_num_seqs, max_num_batched_tokens=num_slots
         )
 
     def _admit(self) -> None:

@@ -19,7 +19,7 @@ def main() -> None:
     llm = LLM(
         task.model,
         **weights,
-        max_model_len=task.longest,
+        max_model_len=task.max_length,
         max_num_seqs=task.max_rows,
         enable_prefix_caching=False,
         **task.mode,

@@ -17,7 +17,7 @@ Generate = Callable[
     [Prompts, Sequence[int]], list[list[int]]
 ]  # prompts, tokens of each output; greedy, ended by length alone
 FIRST_TOKENS = 4  # what a run draws before it is timed, of each output
-MOST_RUNS = 3  # of which the fastest counts
+MAX_RUNS = 3  # of which the fastest counts
 SECONDS_OF_RUNS = 20.0  # slow runs are repeated less often
 TRACE, PROMPT = "trace", "prompt"  # the names of two numbers; `rows_name` has the others
 
@@ -51,7 +51,7 @@ class Task:
     mode: dict[str, Any] = field(default_factory=dict)
 
     @property
-    def longest(self) -> int:
+    def max_length(self) -> int:
         """Returns the most tokens of a sequence, its prompt included."""
         lengths = [len(prompt) + length for prompt, length in self.trace]
         return max(*lengths, self.context + self.steps + FIRST_TOKENS, self.prompt + FIRST_TOKENS)
@@ -114,7 +114,7 @@ def _fastest(generate: Generate, prompts: Prompts, lengths: Sequence[int]) -> li
     """Returns the fastest time for each length of all outputs."""
     runs: list[list[float]] = [[] for _ in lengths]
     started = time.perf_counter()
-    for _ in range(MOST_RUNS):
+    for _ in range(MAX_RUNS):
         for length, times in zip(lengths, runs, strict=True):
             times.append(_timed(generate, prompts, [length] * len(prompts))[0])
         if time.perf_counter() - started > SECONDS_OF_RUNS:

@@ -26,11 +26,11 @@ def main() -> None:
 
     @torch.inference_mode()
     def batch(prompts: Prompts, lengths: Sequence[int]) -> list[list[int]]:
-        width, longest = max(map(len, prompts)), max(lengths)
+        width, max_length = max(map(len, prompts)), max(lengths)
         ids = torch.tensor([[0] * (width - len(prompt)) + list(prompt) for prompt in prompts])
         mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
         found = model.generate(
-            ids, attention_mask=mask, max_new_tokens=longest, min_new_tokens=longest
+            ids, attention_mask=mask, max_new_tokens=max_length, min_new_tokens=max_length
         )[:, width:]
         return [row[:length].tolist() for row, length in zip(found, lengths, strict=True)]
 

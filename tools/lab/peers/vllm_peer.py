@@ -22,7 +22,7 @@ def main() -> None:
     llm = vllm.LLM(
         task.model,
         dtype=task.dtype,
-        max_model_len=task.longest,
+        max_model_len=task.max_length,
         max_num_seqs=task.max_rows,
         enable_prefix_caching=False,
         skip_tokenizer_init=True,

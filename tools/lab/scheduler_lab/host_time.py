@@ -23,7 +23,7 @@ from jaxpage.step.request import SequenceGroup
 
 BLOCK_SIZE = 16
 # The prompts have 200 lengths, in an order in which neighbours differ.
-SHORTEST_PROMPT, NUM_PROMPTS, STRIDE = 200, 200, 37
+MIN_PROMPT, NUM_PROMPTS, STRIDE = 200, 200, 37
 SAMPLES = 200  # the steps, arrivals or departures of which the median is taken
 
 T = TypeVar("T")
@@ -71,9 +71,9 @@ class Decoding:
 
     def __init__(self, num_running: int, num_steps: int, *, prefix_caching: bool) -> None:
         # Some sequences decode while the prompts of others are computed, a few in each step.
-        self.longest = SHORTEST_PROMPT + NUM_PROMPTS + num_running + num_steps
+        self.max_length = MIN_PROMPT + NUM_PROMPTS + num_running + num_steps
         self.scheduler = Setup(
-            num_blocks=num_running * -(-self.longest // BLOCK_SIZE),
+            num_blocks=num_running * -(-self.max_length // BLOCK_SIZE),
             block_size=BLOCK_SIZE,
             max_num_seqs=num_running + 1,
             prefix_caching=prefix_caching,
@@ -82,7 +82,7 @@ class Decoding:
         self.steps: list[tuple[float, float]] = []  # the seconds of plan and of commit
         for index in range(num_running):
             self.scheduler.add(
-                self.new_group(SHORTEST_PROMPT + index * STRIDE % NUM_PROMPTS, self.longest)
+                self.new_group(MIN_PROMPT + index * STRIDE % NUM_PROMPTS, self.max_length)
             )
         while self.step().num_tokens > num_running or self.scheduler.num_waiting:
             pass
@@ -117,7 +117,7 @@ class Decoding:
         return (
             self.new_group(num_slots - 1, num_slots)
             if is_first
-            else self.new_group(SHORTEST_PROMPT, self.longest)
+            else self.new_group(MIN_PROMPT, self.max_length)
         )
 
 
@@ -160,7 +160,7 @@ def planning_times(num_running: int) -> list[PlanningTime]:
     sides = [Decoding(num_running, SAMPLES, prefix_caching=caching) for caching in cachings]
     builder = BatchBuilder(
         make_menu(num_running, Setup.max_num_batched_tokens),
-        table_width=-(-sides[0].longest // BLOCK_SIZE),
+        table_width=-(-sides[0].max_length // BLOCK_SIZE),
         block_size=BLOCK_SIZE,
         blocks=pool_ids([sides[0].scheduler.block_manager.groups[0].pool.num_blocks]),
         vocab_size=max(num_running, 32_000),
@@ -197,7 +197,7 @@ def waiting_times(nums_waiting: Sequence[int], num_running: int = 64) -> list[Wa
     return times
 
 
-def least(rounds: Iterable[Sequence[Times]]) -> list[Times]:
+def minimum(rounds: Iterable[Sequence[Times]]) -> list[Times]:
     """Returns, for each median, the least value of repeated measurements.
 
     Other load on the machine only makes a time longer, never shorter.

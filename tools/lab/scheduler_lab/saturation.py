@@ -16,7 +16,7 @@ from jaxpage.simulation.simulator import Simulator
 from jaxpage.simulation.traces import poisson_trace
 
 WARM_UP = 0.25  # the share of the trace that is not averaged: the pool fills up
-LOOK_EVERY = 8  # steps between two samples of the memory
+SAMPLE_EVERY = 8  # steps between two samples of the memory
 
 
 @dataclass(frozen=True)
@@ -48,6 +48,8 @@ def saturate(
         trace = poisson_trace(dataset, rate=rate, seconds=seconds, seed=seed)
         average = TimeAverage(WARM_UP * seconds, seconds)
         runs.append(
-            Simulator(trace, new_scheduler(), cost, average=average, look_every=LOOK_EVERY).run()
+            Simulator(
+                trace, new_scheduler(), cost, average=average, sample_every=SAMPLE_EVERY
+            ).run()
         )
     return Saturation(dataset, rate, seconds, runs)

@@ -5,7 +5,7 @@ import { requestColor } from "./colors.js";
 import { nameOf, vectorsIn, vectorsText } from "./snapshot.js";
 
 const MOST_ENTRIES = 64; // of a block table
-const MOST_IDS = 64; // of a prompt
+const MAX_IDS = 64; // of a prompt
 
 /** Returns elements that describe a block, a request, or what can be pointed at. */
 export function describe(block, request, snapshot) {
@@ -62,7 +62,7 @@ function describeBlock(block, size) {
 function describeRequest(request) {
   const { prompt } = request;
   const text = Array.isArray(prompt)
-    ? `token ids ${prompt.slice(0, MOST_IDS).join(" ")}${prompt.length > MOST_IDS ? " …" : ""}`
+    ? `token ids ${prompt.slice(0, MAX_IDS).join(" ")}${prompt.length > MAX_IDS ? " …" : ""}`
     : prompt;
   return [
     el("p", {}, el("b", {}, `Request #${request.number}`), ` ${storyOf(request)}`),

@@ -4,7 +4,7 @@
 import { el } from "./dom.js";
 
 const MOST_CHARACTERS = 200_000; // a longer text is shown as it is
-const MOST_LEVELS = 6; // of lists and quotes in each other
+const MAX_LEVELS = 6; // of lists and quotes in each other
 const SAFE_ADDRESS = /^(?:https?:|mailto:)/i;
 const BARE_ADDRESS = /https?:\/\/[^\s<>()[\]"'`]+[^\s<>()[\]"'`.,;:!?*_]/y;
 const FENCE = /^ {0,3}(`{3,}|~{3,})\s*([\w+#.-]*)/;
@@ -56,7 +56,7 @@ function blockAt(lines, at, level) {
       at + 1,
     ];
   if (RULE.test(line)) return [el("hr"), at + 1];
-  if (level < MOST_LEVELS && QUOTE.test(line)) {
+  if (level < MAX_LEVELS && QUOTE.test(line)) {
     const end = behind(lines, at, (one) => QUOTE.test(one));
     return [
       el(
@@ -70,7 +70,7 @@ function blockAt(lines, at, level) {
       end,
     ];
   }
-  if (level < MOST_LEVELS && ITEM.test(line)) return list(lines, at, level);
+  if (level < MAX_LEVELS && ITEM.test(line)) return list(lines, at, level);
   if (isTable(lines, at)) return table(lines, at);
   const end = Math.max(
     at + 1,
@@ -195,7 +195,7 @@ function inline(text, level = 0) {
     nodes.push(node);
   };
   for (let at = 0; at < text.length;) {
-    const found = level < MOST_LEVELS ? spanAt(text, at, level, dead) : null;
+    const found = level < MAX_LEVELS ? spanAt(text, at, level, dead) : null;
     if (found) {
       add(found[0]);
       at = found[1];

@@ -5,7 +5,7 @@ import { count, el } from "./dom.js";
 import { requestColor } from "./colors.js";
 import { rowsOf } from "./tokens.js";
 
-const MOST_ROWS = 64;
+const MAX_ROWS = 64;
 const MOST_DRAWS = 24;
 const MOST_BLOCKS = 48;
 const HEAD = ["Request", "Sequence", "Positions", "Query tokens", "Block table"];
@@ -18,11 +18,11 @@ export function planOf({ step, requests }) {
   );
   const tableOf = (row, index) => step.tables?.[index] ?? sequences.get(row[1])?.blocks ?? [];
   const rows = step.rows
-    .slice(0, MOST_ROWS)
+    .slice(0, MAX_ROWS)
     .map((row, index) => rowOf(row, tableOf(row, index), step.accepted?.[index]));
   const more =
-    step.rows.length > MOST_ROWS
-      ? [el("p", { class: "muted small" }, `and ${step.rows.length - MOST_ROWS} more rows`)]
+    step.rows.length > MAX_ROWS
+      ? [el("p", { class: "muted small" }, `and ${step.rows.length - MAX_ROWS} more rows`)]
       : [];
   const head = el("tr", {}, ...HEAD.map((name) => el("th", { scope: "col" }, name)));
   const table = el("table", { class: "plan" }, el("thead", {}, head), el("tbody", {}, ...rows));

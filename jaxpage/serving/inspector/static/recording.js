@@ -3,7 +3,7 @@
 // snapshot.
 
 const FORMAT = 1;
-const MOST_BYTES = 2 ** 28;
+const MAX_BYTES = 2 ** 28;
 
 /** Snapshots that were read. A moment is the end of a step; moment 0 is before the first. */
 export class Recording {
@@ -25,9 +25,9 @@ export class Recording {
   }
 
   static async read(file) {
-    if (file.size > MOST_BYTES) {
+    if (file.size > MAX_BYTES) {
       throw new Error(
-        `the file has ${file.size} bytes; ${MOST_BYTES} can be opened: --until STEP makes a ` +
+        `the file has ${file.size} bytes; ${MAX_BYTES} can be opened: --until STEP makes a ` +
           "smaller one",
       );
     }

@@ -5,7 +5,7 @@ import { requestColor } from "./colors.js";
 import { drawTimeline, segmentAt, segmentText } from "./timeline.js";
 import { hideTip, showTip } from "./tip.js";
 
-const MOST_ROWS = 24;
+const MAX_ROWS = 24;
 const WINDOW = { seconds: [2, 40], steps: [20, 320] }; // of the timelines: at least and at most
 const STATES = ["running", "waiting", "preempted", "swapped"];
 
@@ -27,14 +27,14 @@ export class RequestList {
         .filter(([n, state]) => n || state === "running")
         .map(([n, state]) => el("span", { class: "part" }, el("b", {}, String(n)), ` ${state}`)),
     );
-    const shown = requests.slice(0, MOST_ROWS);
+    const shown = requests.slice(0, MAX_ROWS);
     this.clock = clock;
     this.span = spanOf(shown, clock);
     const rows = shown.map((request) => this.row(request, chosen));
     const list = $("requests");
     const more =
-      requests.length > MOST_ROWS
-        ? [el("li", { class: "muted small" }, `and ${requests.length - MOST_ROWS} more`)]
+      requests.length > MAX_ROWS
+        ? [el("li", { class: "muted small" }, `and ${requests.length - MAX_ROWS} more`)]
         : [];
     const empty = shown.length
       ? []

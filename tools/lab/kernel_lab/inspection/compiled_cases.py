@@ -18,13 +18,13 @@ from pallas_kernels import (
     SETS,
     QuantizedWeight,
     copy_blocks,
-    grouped_product,
+    grouped_matmul,
     is_quantized,
     paged_attention,
     rotate_and_write,
     write_kv,
 )
-from tools.lab.kernel_lab.specs import PRODUCTS, SPECS, ProductSpec, Spec
+from tools.lab.kernel_lab.specs import MATMULS, SPECS, MatmulSpec, Spec
 
 # The kernel sets that JAX compiles; fa3's kernels are in a library.
 _COMPILED = tuple(name for name in KERNEL_BACKENDS if name != "fa3")
@@ -67,7 +67,7 @@ def cases() -> list[Case]:
     chosen = [spec for spec in SPECS if _is_chosen(spec)]
     return [
         *(attention_case(spec, backend) for backend in _COMPILED for spec in chosen),
-        *map(product_case, PRODUCTS),
+        *map(matmul_case, MATMULS),
         *_page_cases(),
         selection_case(64),
     ]
@@ -109,7 +109,7 @@ def attention_case(spec: Spec, backend: str, **settings: Any) -> Case:
     return Case("paged_attention", backend, _label(spec), *_by_name(function, shapes))
 
 
-def product_case(spec: ProductSpec, backend: str = KERNEL_BACKENDS[0]) -> Case:
+def matmul_case(spec: MatmulSpec, backend: str = KERNEL_BACKENDS[0]) -> Case:
     """Returns the grouped product of this shape."""
     groups_and_outputs = (spec.num_groups, spec.num_out)
     shapes: dict[str, Any] = {"x_PI": _shape((spec.num_rows, spec.num_in), spec.dtype)}
@@ -136,9 +136,9 @@ def product_case(spec: ProductSpec, backend: str = KERNEL_BACKENDS[0]) -> Case:
             else QuantizedWeight(values, scale, zero, spec.code, spec.group_size)
         )
         counts = jnp.array([spec.num_rows]) if count_E is None else count_E
-        return grouped_product(x_PI, weight, counts, backend=backend)
+        return grouped_matmul(x_PI, weight, counts, backend=backend)
 
-    return Case("grouped_product", backend, spec.name, *_by_name(function, shapes))
+    return Case("grouped_matmul", backend, spec.name, *_by_name(function, shapes))
 
 
 def write_case(
@@ -211,8 +211,8 @@ def selection_case(
     cutoffs, top_candidates = kernels.cutoffs, kernels.top_candidates
 
     def function(logits_RV: jax.Array, number_R: jax.Array, top_k_R: jax.Array) -> Any:
-        least_R = cutoffs(logits_RV, number_R, number_R, top_k_R, number_R, number_R)
-        return least_R, top_candidates(logits_RV, number_R, number_R, 64)
+        min_R = cutoffs(logits_RV, number_R, number_R, top_k_R, number_R, number_R)
+        return min_R, top_candidates(logits_RV, number_R, number_R, 64)
 
     arguments = (
         _shape((num_rows, vocab_size), "float32"),
@@ -270,6 +270,6 @@ def _by_name(
 
     The first dict is donated.
     """
-    jitted = jax.jit(lambda given, kept: function(**given, **kept), donate_argnums=0)
-    kept = {name: shape for name, shape in shapes.items() if name not in donated}
-    return jitted, ({name: shapes[name] for name in donated}, kept)
+    jitted = jax.jit(lambda donated, constant: function(**donated, **constant), donate_argnums=0)
+    constant = {name: shape for name, shape in shapes.items() if name not in donated}
+    return jitted, ({name: shapes[name] for name in donated}, constant)

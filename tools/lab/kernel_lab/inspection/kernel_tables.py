@@ -65,7 +65,8 @@ def _row(kernel: Kernel, case: Case) -> Row:
     if sass.disassembler() is not None:
         opcodes = sass.opcodes(kernel.image)
         counts = tuple(
-            sum(sass.count(opcodes, *one) for one in wanted) for wanted in INSTRUCTIONS.values()
+            sum(sass.count(opcodes, *one) for one in opcodes_of_kind)
+            for opcodes_of_kind in INSTRUCTIONS.values()
         )
     machine = kernel.machine
     name = f"{stem(kernel.name)} ({case.backend})"

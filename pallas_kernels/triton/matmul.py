@@ -36,7 +36,7 @@ from pallas_kernels.compat import target_device
 from pallas_kernels.kernel_set import capability
 from pallas_kernels.quantized_weight import QuantizedWeight
 from pallas_kernels.triton import backend as tb
-from pallas_kernels.triton.product_cut import (
+from pallas_kernels.triton.matmul_tiles import (
     PACKED,
     ROOMY,
     Cut,
@@ -44,12 +44,12 @@ from pallas_kernels.triton.product_cut import (
     heuristic,
     num_tiles,
 )
-from pallas_kernels.xla.product import has_scales_of_outputs, multiply_on_gpu
+from pallas_kernels.xla.matmul import has_scales_of_outputs, multiply_on_gpu
 
 FLOAT8_CAPABILITY = (8, 9)  # below it Triton converts nothing from float8_e4m3fn
 # With more rows a temporary array of the weight costs less than decoding it for each tile of rows.
 # This is an estimate, which was not measured.
-MOST_ROWS = 512
+MAX_ROWS = 512
 
 
 @dataclass(frozen=True)
@@ -302,7 +302,7 @@ def multiply_grouped(
     *,
     interpret: bool = False,
 ) -> jax.Array:
-    """Multiplies as `pallas_kernels.grouped_product` says; rows of no group are not written.
+    """Multiplies as `pallas_kernels.grouped_matmul` says; rows of no group are not written.
 
     Args:
         x_PI: The rows, sorted by group.
@@ -327,7 +327,7 @@ def multiply_by_segments(
     *,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Multiplies as `pallas_kernels.batch_invariant_product` says.
+    """Multiplies as `pallas_kernels.batch_invariant_matmul` says.
 
     Args:
         x_TI: The rows; sorted by group, if there are groups.
@@ -359,7 +359,7 @@ def multiply_by_segments(
 def _shapes(
     x_PI: jax.Array, weight: jax.Array | QuantizedWeight
 ) -> tuple[tuple[int, int], tuple[int, int], str, str | None]:
-    """Returns the arguments that `product_cut` has of a product with weights of groups."""
+    """Returns the arguments that `matmul_tiles` has of a product with weights of groups."""
     values = weight.values if isinstance(weight, QuantizedWeight) else weight
     code = weight.code if isinstance(weight, QuantizedWeight) else None
     of_x, of_weights = (x_PI.shape[0], x_PI.shape[1]), (values.shape[0], values.shape[1])
@@ -433,15 +433,15 @@ def _sum_segments(operands: list[Any], config: Config) -> jax.Array:
     num_groups = values.shape[0]
     tiles = num_tiles(num_rows, num_groups, cut.rows)
     blocks = pl.cdiv(config.num_out, cut.cols)
-    apart = cut.splits > 1
+    separate = cut.splits > 1
     sums_dtype = jnp.int32 if jnp.issubdtype(x_PI.dtype, jnp.integer) else jnp.float32
     call = tb.kernel_call(
         functools.partial(kernel, config=config),
-        name="grouped_product",
+        name="grouped_matmul",
         grid=(*((tiles, blocks) if num_groups == 1 else (blocks, tiles)), cut.splits),
         out_shape=jax.ShapeDtypeStruct(
             (cut.splits, num_rows, config.num_out),
-            sums_dtype if apart else jnp.dtype(config.result),
+            sums_dtype if separate else jnp.dtype(config.result),
         ),
         num_warps=cut.num_warps,
         num_stages=cut.num_stages,
@@ -493,8 +493,8 @@ def stack(weight: QuantizedWeight) -> QuantizedWeight:
 def multiply(
     x_TI: jax.Array, weight: QuantizedWeight, result: DTypeLike, *, interpret: bool = False
 ) -> jax.Array:
-    """Multiplies as `pallas_kernels.quantized_product` says."""
-    if x_TI.shape[0] <= MOST_ROWS and not has_scales_of_outputs(weight):
+    """Multiplies as `pallas_kernels.quantized_matmul` says."""
+    if x_TI.shape[0] <= MAX_ROWS and not has_scales_of_outputs(weight):
         try:
             return multiply_grouped(x_TI, stack(weight), None, result, interpret=interpret)
         except NotImplementedError:

@@ -9,12 +9,12 @@ from jax.experimental import pallas as pl
 PACKED = ("int4", "fp4")  # two codes in a byte
 ROOMY = ((9, 0), (10, 0))  # compute capabilities whose programs may have 227 KiB of shared memory
 PROGRAMS = 512  # these keep all of a GPU's processors reading: 132 of an H100, four each
-LEAST_TURNS = 4
-MOST_SPLITS = 8
+MIN_TURNS = 4
+MAX_SPLITS = 8
 # The programs of a tile of rows, in a product whose sums do not depend on the number of rows.
 PROGRAMS_OF_A_TILE = 256
 # With more rows the partial sums would take more memory than the product is worth.
-MOST_ROWS_APART = 256
+MAX_SEPARATE_ROWS = 256
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ def heuristic(
     num_groups, num_out = w_shape
     cut = _unsplit(num_rows / num_groups, dtype, code, roomy=roomy)
     programs = num_tiles(num_rows, num_groups, cut.rows) * pl.cdiv(num_out, cut.cols)
-    splits = min(PROGRAMS // programs, num_in // (LEAST_TURNS * cut.depth), MOST_SPLITS)
+    splits = min(PROGRAMS // programs, num_in // (MIN_TURNS * cut.depth), MAX_SPLITS)
     return replace(cut, splits=max(1, splits))
 
 
@@ -101,13 +101,13 @@ def cut_by_weight(
     blocks = pl.cdiv(num_out, cut.cols)
     segments = 1
     while (
-        2 * segments <= min(MOST_SPLITS, num_in // (LEAST_TURNS * cut.depth))
+        2 * segments <= min(MAX_SPLITS, num_in // (MIN_TURNS * cut.depth))
         and 2 * segments * blocks <= PROGRAMS_OF_A_TILE
     ):
         segments *= 2
     programs = num_tiles(num_rows, num_groups, cut.rows) * blocks
-    is_apart = num_rows <= MOST_ROWS_APART and programs < PROGRAMS
-    ways = {"splits": segments} if is_apart else {"folds": segments}
+    is_separate = num_rows <= MAX_SEPARATE_ROWS and programs < PROGRAMS
+    ways = {"splits": segments} if is_separate else {"folds": segments}
     return replace(cut, **ways, is_ordered=True)
 
 

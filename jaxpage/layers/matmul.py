@@ -10,12 +10,12 @@ from jaxtyping import Array, Float, Int, Int8, Int32
 from jaxpage.layers.trace_scope import LayerKernels, trace_scope
 from jaxpage.layers.weight_kinds import Grouped, Packed, PackedCodes, Scaled, StoredWeight
 
-TOKENS_BY_HEAD = 16  # the tokens of a tile: see `product_by_head`
-SMALLEST_SCALE = 2.0**-100  # The scale of a token whose inputs are all zero.
+TOKENS_BY_HEAD = 16  # the tokens of a tile: see `matmul_by_head`
+MIN_SCALE = 2.0**-100  # The scale of a token whose inputs are all zero.
 
 
 @jax.named_scope("product")  # These names are for profiles: see `bench.step_profile`.
-def product(
+def matmul(
     x_TI: Float[Array, "T I"], weight: StoredWeight, *, result: DTypeLike | None = None
 ) -> Float[Array, "T O"]:
     """Returns `x @ weight.T` for a weight that is stored [out, in], as a torch `Linear` stores it.
@@ -48,7 +48,7 @@ def product(
 
 
 @jax.named_scope("product")
-def finished_product(
+def finished_matmul(
     x_TI: Float[Array, "T I"],
     weight: StoredWeight,
     bias_O: Float[Array, "O"] | None,
@@ -65,7 +65,7 @@ def finished_product(
         weight: The weight.
         bias_O: The bias; None for none.
         activation: The name of the function in kernels; None for none.
-        result: See `product`.
+        result: See `matmul`.
     """
     dtype = result or x_TI.dtype
     if not isinstance(weight, Packed) or dtype != jnp.float32:
@@ -110,7 +110,7 @@ def weight_numbers(weight: StoredWeight) -> Float[Array, "O I"]:
 
 
 @jax.named_scope("product")
-def product_by_head(
+def matmul_by_head(
     x_TNI: Float[Array, "T N I"], weight: Float[Array, "N _ _"], *, transposed: bool = False
 ) -> Float[Array, "T N _"]:
     """Multiplies each head by its own matrix, which is [out, in] or, transposed, [in, out]."""
@@ -137,11 +137,11 @@ def product_by_head(
         out = jax.lax.map(whole, padded.reshape(-1, TOKENS_BY_HEAD, *x_TNI.shape[1:]))
         return out.reshape(-1, *out.shape[2:])[:num_tokens]
 
-    product_TNO: jax.Array = jax.lax.platform_dependent(x_TNI, cpu=by_tiles, default=whole)
-    return product_TNO
+    matmul_TNO: jax.Array = jax.lax.platform_dependent(x_TNI, cpu=by_tiles, default=whole)
+    return matmul_TNO
 
 
-def product_by_state(
+def matmul_by_state(
     x_BNK: Float[Array, "B N K"], state_BNKV: Float[Array, "B N K V"]
 ) -> Float[Array, "B N V"]:
     """Multiplies the vector of each row and head by its matrix.
@@ -160,7 +160,7 @@ def _multiply_scaled(x_TI: Float[Array, "T I"], weight: Scaled) -> Float[Array, 
     return sums_TO.astype(jnp.float32) * scale_T1 * weight.scale_O
 
 
-def has_product_by_group(weight: StoredWeight) -> bool:
+def has_matmul_by_group(weight: StoredWeight) -> bool:
     """Returns whether there is a kernel that multiplies rows by such weights of their groups."""
     kernels = trace_scope().kernels
     return isinstance(weight, Packed | PackedCodes) or (
@@ -169,7 +169,7 @@ def has_product_by_group(weight: StoredWeight) -> bool:
 
 
 @jax.named_scope("product")
-def product_by_group(
+def matmul_by_group(
     x_PI: Float[Array, "P I"],
     weight: StoredWeight,
     group_P: Int[Array, "P"],
@@ -221,7 +221,7 @@ def round_inputs(x_TI: Float[Array, "T I"]) -> tuple[Int8[Array, "T I"], Float[A
     the same.
     """
     scale_T1 = jnp.maximum(
-        jnp.abs(x_TI).max(axis=1, keepdims=True) * jnp.float32(1 / 127), SMALLEST_SCALE
+        jnp.abs(x_TI).max(axis=1, keepdims=True) * jnp.float32(1 / 127), MIN_SCALE
     )
     scale_T1 = jnp.where(jnp.isnan(x_TI).any(axis=1, keepdims=True), jnp.nan, scale_T1)
     return jnp.round(x_TI * (1 / scale_T1)).astype(jnp.int8), scale_T1

@@ -15,14 +15,14 @@ import pytest
 
 from pallas_kernels import (
     QuantizedWeight,
-    batch_invariant_product,
-    grouped_product,
-    has_grouped_product,
-    quantized_product,
+    batch_invariant_matmul,
+    grouped_matmul,
+    has_grouped_matmul,
+    quantized_matmul,
 )
 from pallas_kernels.compat import describe_gpu
 from pallas_kernels.quantized_weight import FP4
-from pallas_kernels.triton import product, product_cut
+from pallas_kernels.triton import matmul, matmul_tiles
 from tests.support.sweeps import few
 
 NUM_ROWS = 40
@@ -51,7 +51,7 @@ def make_weight(code, shape, group_size, extra=None, seed=0):
     rng = np.random.default_rng(seed)
     num_groups, num_out, num_in = shape
     bits = rng.integers(
-        0, 256, (num_groups, num_out, num_in // (2 if code in product_cut.PACKED else 1))
+        0, 256, (num_groups, num_out, num_in // (2 if code in matmul_tiles.PACKED else 1))
     ).astype(np.uint8)
     if code == "fp8":
         bits[(bits & 127) == 127] = 3
@@ -117,7 +117,7 @@ def test_weights_of_few_bits(name):
     code, dtype, num_out, num_in, *rest = CODES[name]
     weight, exact = make_weight(code, (6, num_out, num_in), *rest)
     x_PI = rows_of(dtype, num_in)
-    got = grouped_product(x_PI, weight, jnp.array(COUNTS[0]), result="float32", **options())
+    got = grouped_matmul(x_PI, weight, jnp.array(COUNTS[0]), result="float32", **options())
     assert error_of(got, x_PI, exact, COUNTS[0]) < TOLERANCE[dtype]
 
 
@@ -126,14 +126,14 @@ def test_weights_of_few_bits(name):
 )
 def test_rows_of_any_groups(dtype, num_out, num_in, monkeypatch):
     """The inputs are shared by splits, some of which get none, in the first case."""
-    monkeypatch.setattr(product_cut, "LEAST_TURNS", 1)
+    monkeypatch.setattr(matmul_tiles, "LEAST_TURNS", 1)
     rng = np.random.default_rng(3)
     weight = jnp.asarray(rng.standard_normal((6, num_out, num_in)), dtype)
     x_PI = rows_of(dtype, num_in)
-    cut = product_cut.heuristic((NUM_ROWS, num_in), (6, num_out), dtype, None, roomy=True)
+    cut = matmul_tiles.heuristic((NUM_ROWS, num_in), (6, num_out), dtype, None, roomy=True)
     assert cut.splits == (8 if dtype == "float32" else 1)
     for counts in COUNTS:
-        got = grouped_product(x_PI, weight, jnp.array(counts), **options())
+        got = grouped_matmul(x_PI, weight, jnp.array(counts), **options())
         assert got.dtype == dtype
         exact = np.asarray(weight, np.float64)
         assert error_of(got, x_PI, exact, counts) < TOLERANCE[dtype], counts
@@ -144,7 +144,7 @@ def test_integers_are_added_up_exactly():
     x_PI, weight = (
         rng.integers(-128, 128, shape).astype(np.int8) for shape in ((NUM_ROWS, 352), (6, 72, 352))
     )
-    got = grouped_product(
+    got = grouped_matmul(
         jnp.asarray(x_PI), jnp.asarray(weight), jnp.array(COUNTS[0]), result="int32", **options()
     )
     group = np.repeat(np.arange(6), COUNTS[0])
@@ -158,19 +158,19 @@ def test_every_bit_pattern_of_one_byte_and_of_four_bits():
     """As GPUs below 8.9 decode float8, and all decode fp4."""
     bits = np.arange(256)
     want = bits.astype(np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
-    np.testing.assert_array_equal(product._float8(jnp.asarray(bits)), want)
-    np.testing.assert_array_equal(product._float4(jnp.arange(16)), np.array(FP4, np.float32))
+    np.testing.assert_array_equal(matmul._float8(jnp.asarray(bits)), want)
+    np.testing.assert_array_equal(matmul._float4(jnp.arange(16)), np.array(FP4, np.float32))
 
 
 def test_gpus_that_do_not_convert_float8_decode_it(monkeypatch):
     weight, exact = make_weight("fp8", (1, 24, 64), 32)
     x_PI = rows_of("float32", 64, 3)
-    monkeypatch.setattr(product, "capability", lambda _: (8, 0))
+    monkeypatch.setattr(matmul, "capability", lambda _: (8, 0))
     text = str(
-        jax.make_jaxpr(lambda x: grouped_product(x, weight, jnp.array([3]), **options()))(x_PI)
+        jax.make_jaxpr(lambda x: grouped_matmul(x, weight, jnp.array([3]), **options()))(x_PI)
     )
     assert "f8_e4m3fn" not in text
-    got = grouped_product(x_PI, weight, jnp.array([3]), **options())
+    got = grouped_matmul(x_PI, weight, jnp.array([3]), **options())
     assert error_of(got, x_PI, exact, [3]) < TOLERANCE["float32"]
 
 
@@ -196,9 +196,9 @@ def test_a_product_with_one_weight(code, num_rows, group_size, extra, kernel):
         x_TI = rows_of(dtype, 64, num_rows)
 
         def multiply(x):
-            return quantized_product(x, weight, result="float32", **options())
+            return quantized_matmul(x, weight, result="float32", **options())
 
-        assert ("grouped_product" in str(jax.make_jaxpr(multiply)(x_TI))) == kernel
+        assert ("grouped_matmul" in str(jax.make_jaxpr(multiply)(x_TI))) == kernel
         assert error_of(multiply(x_TI), x_TI, exact, [num_rows]) < TOLERANCE[dtype]
 
 
@@ -213,7 +213,7 @@ def test_a_row_has_the_same_bits_in_any_company():
     ):
         moved = np.random.default_rng(place).standard_normal(x_PI.shape).astype(np.float32)
         moved[place] = x_PI[7]
-        got = grouped_product(jnp.asarray(moved), weight, jnp.array(counts), **options())
+        got = grouped_matmul(jnp.asarray(moved), weight, jnp.array(counts), **options())
         seen.add(np.asarray(got)[place].tobytes())
     assert len(seen) == 1
 
@@ -223,11 +223,11 @@ def test_groups_of_inputs_that_no_turn_holds_are_refused_with_the_reason():
     with pytest.raises(
         NotImplementedError, match=r"triton: a scale for each 48 inputs \(powers of two .*128, only"
     ):
-        grouped_product(rows_of("bfloat16", 96), weight, jnp.array(COUNTS[0]), **options())
+        grouped_matmul(rows_of("bfloat16", 96), weight, jnp.array(COUNTS[0]), **options())
     with pytest.raises(
-        NotImplementedError, match="grouped_product .* reference: it has no such kernel"
+        NotImplementedError, match="grouped_matmul .* reference: it has no such kernel"
     ):
-        grouped_product(rows_of("bfloat16", 96), weight, jnp.array(COUNTS[0]), backend="reference")
+        grouped_matmul(rows_of("bfloat16", 96), weight, jnp.array(COUNTS[0]), backend="reference")
 
 
 @pytest.mark.parametrize(
@@ -248,7 +248,7 @@ def test_it_lowers_for_cuda_once_for_all_layers(num_rows, name):
     weight, _ = make_weight(code, shape, shape[2] if "outputs" in name else group_size, *rest)
 
     def layers(x, counts):
-        return [grouped_product(x, weight, counts, backend="triton") for _ in range(3)]
+        return [grouped_matmul(x, weight, counts, backend="triton") for _ in range(3)]
 
     with describe_gpu():
         arguments = (
@@ -267,7 +267,7 @@ def test_so_does_a_product_in_segments_of_which_few_rows_are_added_up_by_a_secon
     weight, _ = make_weight("int8", (8, 256, 2048), 2048)
 
     def multiply(x, counts):
-        return batch_invariant_product(x, weight, counts, backend="triton")
+        return batch_invariant_matmul(x, weight, counts, backend="triton")
 
     with describe_gpu():
         arguments = (
@@ -283,7 +283,7 @@ def test_float8_is_decoded_from_its_bits_where_the_gpu_cannot_convert_it(capabil
     weight, _ = make_weight("fp8", (8, 256, 768), 128, "blocks")
 
     def multiply(x, counts):
-        return grouped_product(x, weight, counts, backend="triton")
+        return grouped_matmul(x, weight, counts, backend="triton")
 
     arguments = (
         jax.ShapeDtypeStruct((64, 768), jnp.bfloat16),
@@ -297,13 +297,13 @@ def test_float8_is_decoded_from_its_bits_where_the_gpu_cannot_convert_it(capabil
 @pytest.mark.parametrize("described", [False, True])
 def test_the_kernels_of_a_gpu_that_is_described_are_found(described):
     with describe_gpu() if described else contextlib.nullcontext():
-        assert has_grouped_product() == described
+        assert has_grouped_matmul() == described
 
 
 def kernel_with(**wrong):
     """Returns the kernel with some operands exchanged for others, or for None."""
     names = ("count", "x", "values", "scale", "zero", "minimum", "scale_row")
-    right = product.kernel
+    right = matmul.kernel
 
     def mistaken(*refs, config):
         operands = dict(zip(names, refs, strict=False))
@@ -315,7 +315,7 @@ def kernel_with(**wrong):
 
 def configured(**wrong):
     """Returns the kernel with some fields of its config, or of the config's cut, changed."""
-    right = product.kernel
+    right = matmul.kernel
 
     def mistaken(*refs, config):
         cut = {name: value for name, value in wrong.items() if hasattr(config.cut, name)}
@@ -329,7 +329,7 @@ def configured(**wrong):
 
 
 def moved(field, by):
-    right = product._place
+    right = matmul._place
 
     def mistaken(*arguments):
         place = list(right(*arguments))
@@ -366,12 +366,12 @@ MISTAKES = {  # name: the call that shows it, where it is, and what makes it
     "halves exchanged": (
         "int4 groups",
         "_decode",
-        lambda right=product._decode: lambda codes, config, high: right(codes, config, not high),
+        lambda right=matmul._decode: lambda codes, config, high: right(codes, config, not high),
     ),
     "fp4 read as int4": (
         "fp4 groups",
         "_decode",
-        lambda right=product._decode: (
+        lambda right=matmul._decode: (
             lambda codes, config, high: right(codes, dataclasses.replace(config, code="int4"), high)
         ),
     ),
@@ -381,14 +381,14 @@ MISTAKES = {  # name: the call that shows it, where it is, and what makes it
 @pytest.mark.parametrize("mistake", few(MISTAKES, ["a split left out", "halves exchanged"]))
 def test_a_mistake_in_the_kernel_is_seen(mistake, monkeypatch):
     name, where, make = MISTAKES[mistake]
-    monkeypatch.setattr(product, where, make())
+    monkeypatch.setattr(matmul, where, make())
     code, _, num_out, num_in, *rest = CODES[name]
     weight, exact = make_weight(code, (6, num_out, num_in), *rest)
     x_PI = rows_of("float32", num_in)
-    product._sum_segments.clear_cache()
+    matmul._sum_segments.clear_cache()
     try:
-        got = grouped_product(x_PI, weight, jnp.array(COUNTS[0]), **options())
+        got = grouped_matmul(x_PI, weight, jnp.array(COUNTS[0]), **options())
         error = error_of(got, x_PI, exact, COUNTS[0])
     finally:
-        product._sum_segments.clear_cache()
+        matmul._sum_segments.clear_cache()
     assert not error < 1e-3, f"{mistake}: {error}"

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.quantized_product import grouped_product
+from pallas_kernels.quantized_matmul import grouped_matmul
 from pallas_kernels.quantized_weight import FP4, QuantizedWeight
 from tools.lab.kernel_lab.bounds import Ceilings
 from tools.lab.kernel_lab.findings import (
@@ -28,7 +28,7 @@ from tools.lab.kernel_lab.findings import (
     first_line,
     judged,
 )
-from tools.lab.kernel_lab.specs import PRODUCTS, ProductSpec
+from tools.lab.kernel_lab.specs import MATMULS, MatmulSpec
 from tools.lab.kernel_lab.timing import median_of_rounds
 
 TOLERANCE = 2.0**-7
@@ -39,15 +39,15 @@ NUM_WEIGHTS = 2  # weights that take turns, so that no call finds its own in the
 DTYPES = {"int8": "int8", "fp8": "uint8", "int4": "uint8", "fp4": "uint8"}
 
 
-def specs(small: bool) -> list[ProductSpec]:
+def specs(small: bool) -> list[MatmulSpec]:
     """Returns the named shapes, or in small those that differ in more than sizes."""
     if not small:
-        return list(PRODUCTS)
-    kinds = {(spec.code, spec.zeros, spec.num_groups > 1): spec.cut() for spec in PRODUCTS}
+        return list(MATMULS)
+    kinds = {(spec.code, spec.zeros, spec.num_groups > 1): spec.cut() for spec in MATMULS}
     return list(kinds.values())
 
 
-def counts(spec: ProductSpec, seed: int = 0) -> np.ndarray:
+def counts(spec: MatmulSpec, seed: int = 0) -> np.ndarray:
     """Returns the number of rows of each group."""
     if spec.num_groups == 1:
         return np.array([spec.num_rows])
@@ -56,7 +56,7 @@ def counts(spec: ProductSpec, seed: int = 0) -> np.ndarray:
     return rng.multinomial(spec.num_rows, share)
 
 
-def make_weight(spec: ProductSpec, seed: int = 0) -> Any:
+def make_weight(spec: MatmulSpec, seed: int = 0) -> Any:
     """Returns random numbers of x's type, or random codes without NaN, with scales."""
     keys = jax.random.split(jax.random.key(seed), 3)
     shape = (spec.num_groups, spec.num_out, spec.num_in)
@@ -98,7 +98,7 @@ def exact_weight(weight: Any, outputs: np.ndarray) -> np.ndarray:
     return number * by_input(weight.scale_OJ)
 
 
-def parity(spec: ProductSpec, multiply: Callable[..., jax.Array]) -> Finding:
+def parity(spec: MatmulSpec, multiply: Callable[..., jax.Array]) -> Finding:
     """Compares a product with float64.
 
     Args:
@@ -137,7 +137,7 @@ def findings(
         seconds: The time for all of it. What no longer fits is left out.
     """
     end = time.monotonic() + seconds - LAST_S
-    multiply = functools.partial(grouped_product, backend=backend, interpret=interpret)
+    multiply = functools.partial(grouped_matmul, backend=backend, interpret=interpret)
     in_float32 = functools.partial(multiply, result="float32")
     for spec in specs(small):
         name = f"products: {spec.name}"
@@ -200,7 +200,7 @@ def timings(
     )
 
 
-def seconds(multiply: Callable[..., jax.Array], spec: ProductSpec, small: bool) -> float:
+def seconds(multiply: Callable[..., jax.Array], spec: MatmulSpec, small: bool) -> float:
     """Times one call, in a program of many that wait for each other."""
     weights = [make_weight(spec, seed) for seed in range(NUM_WEIGHTS)]
     count_E = jnp.asarray(counts(spec), jnp.int32)
@@ -217,14 +217,14 @@ def seconds(multiply: Callable[..., jax.Array], spec: ProductSpec, small: bool) 
     return _seconds(one, spec, [weight[:3] if spec.code else weight for weight in weights], small)
 
 
-def dense_seconds(spec: ProductSpec, small: bool) -> float:
+def dense_seconds(spec: MatmulSpec, small: bool) -> float:
     """Times XLA's product in bfloat16 of the same shape."""
     keys = jax.random.split(jax.random.key(3), NUM_WEIGHTS)
     weights = [jax.random.normal(key, (spec.num_out, spec.num_in), jnp.bfloat16) for key in keys]
     return _seconds(lambda x, w, index: jnp.einsum("TI,OI->TO", x, w[index]), spec, weights, small)
 
 
-def _seconds(one: Callable[..., jax.Array], spec: ProductSpec, weights: Any, small: bool) -> float:
+def _seconds(one: Callable[..., jax.Array], spec: MatmulSpec, weights: Any, small: bool) -> float:
     x_PI = jax.random.normal(jax.random.key(2), (spec.num_rows, spec.num_in), jnp.dtype(spec.dtype))
     turns = 1 if small else NUM_CALLS // NUM_WEIGHTS
 

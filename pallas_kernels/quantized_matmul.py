@@ -15,7 +15,7 @@ from pallas_kernels.quantized_weight import QuantizedWeight
 from pallas_kernels.sets import candidates, first_that_takes
 
 
-def quantized_product(
+def quantized_matmul(
     x_TI: Float[Array, "T I"],
     weight: QuantizedWeight,
     *,
@@ -38,7 +38,7 @@ def quantized_product(
         NotImplementedError: No backend takes the call; the message has every backend's reason.
     """
     y_TO: jax.Array = first_that_takes(
-        "quantized_product",
+        "quantized_matmul",
         operator.attrgetter("multiply"),
         x_TI,
         weight,
@@ -49,7 +49,7 @@ def quantized_product(
     return y_TO
 
 
-def grouped_product(
+def grouped_matmul(
     x_PI: Shaped[Array, "P I"],
     weight: Shaped[Array, "E O I"] | QuantizedWeight,
     count_E: Int[Array, "E"],
@@ -77,7 +77,7 @@ def grouped_product(
         NotImplementedError: No backend takes the call; the message has every backend's reason.
     """
     y_PO: jax.Array = first_that_takes(
-        "grouped_product",
+        "grouped_matmul",
         _use_grouped,
         x_PI,
         weight,
@@ -91,7 +91,7 @@ def grouped_product(
     return y_PO
 
 
-def batch_invariant_product(
+def batch_invariant_matmul(
     x_TI: Shaped[Array, "T I"],
     weight: Shaped[Array, "*E O I"] | QuantizedWeight,
     count_E: Int[Array, "E"] | None = None,
@@ -100,16 +100,16 @@ def batch_invariant_product(
     backend: str = "auto",
     interpret: bool = False,
 ) -> Shaped[Array, "T O"]:
-    """Returns the first result of `product_and_sums`.
+    """Returns the first result of `matmul_and_sums`.
 
     The arguments and the errors are those of this function, too.
     """
-    return product_and_sums(
+    return matmul_and_sums(
         x_TI, weight, count_E, result=result, backend=backend, interpret=interpret
     )[0]
 
 
-def product_and_sums(
+def matmul_and_sums(
     x_TI: Shaped[Array, "T I"],
     weight: Shaped[Array, "*E O I"] | QuantizedWeight,
     count_E: Int[Array, "E"] | None = None,
@@ -124,7 +124,7 @@ def product_and_sums(
     summed in one order, and the sums are added up in order.
 
     Args:
-        x_TI: The rows; with `count_E` sorted by group, as in `grouped_product`.
+        x_TI: The rows; with `count_E` sorted by group, as in `grouped_matmul`.
         weight: The weight: numbers of x's type, or codes; with `count_E` the weights of groups.
         count_E: The number of rows of each group; None for one weight.
         result: The type of the product; that of x by default.
@@ -139,7 +139,7 @@ def product_and_sums(
         NotImplementedError: No backend takes the call; the message has every backend's reason.
     """
     both: tuple[jax.Array, jax.Array | None] = first_that_takes(
-        "batch_invariant_product",
+        "batch_invariant_matmul",
         _use_segments,
         x_TI,
         weight,
@@ -153,7 +153,7 @@ def product_and_sums(
     return both
 
 
-def has_grouped_product(*, backend: str = "auto", interpret: bool = False) -> bool:
+def has_grouped_matmul(*, backend: str = "auto", interpret: bool = False) -> bool:
     """Returns whether any set that would be tried has a kernel for it."""
     platform = target_device().platform
     return any(each.multiply_grouped for each in candidates(backend, platform, interpret=interpret))

@@ -114,7 +114,7 @@ def test_behind_drafts_as_behind_tokens(grammar_of, regex, steps, min_tokens, st
                 wrong = (draw * 29) % VOCAB
                 drafts += (admitted[draw % len(admitted)] if admitted and draw % 4 else wrong,)
             want, goes_on = one_by_one(new, (*known, *drafts))
-            got = constraint.behind(drafts)
+            got = constraint.mask_after(drafts)
             assert (got is not None) == goes_on, (known, drafts)
             if got is not None:
                 assert ids_of(got) == ids_of(want.mask)
@@ -143,11 +143,11 @@ def test_looking_ahead_twice_costs_once(grammar_of, monkeypatch):
     )
     a, b = ids_of(constraint.mask)[:2]
     for path in ((), (a,), (a, b), (a, b, a), (a, a), (a, b, a)):
-        assert constraint.behind(path) is not None
+        assert constraint.mask_after(path) is not None
     assert len(computed) == 4
     assert constraint.advance(a) is None and len(computed) == 4
     # places further on begin anew
-    assert constraint.behind((b,)) is not None and len(computed) == 5
+    assert constraint.mask_after((b,)) is not None and len(computed) == 5
 
 
 @pytest.mark.parametrize(
@@ -182,7 +182,7 @@ def test_what_drafts_find_does_not_count(size, limit, fails, mistaken, directory
                 for _ in range(3):
                     path = tuple(int(token_id) for token_id in others.choice(letters, 4))
                     for length in range(1, 5):
-                        constraint.behind(path[:length])
+                        constraint.mask_after(path[:length])
             if (end := constraint.advance(int(rng.choice(letters)))) is not None:
                 return number, end
         return ids_of(constraint.mask)

@@ -22,7 +22,7 @@ def takes(dtype: DTypeLike, head_dim: int) -> bool:
     return not library.load().reason and dtype == jnp.float32 and head_dim % LANES == 0
 
 
-def attend_both_ways(
+def attend_bidirectional(
     q_TNH: Float[Array, "T N H"],
     k_TKH: Float[Array, "T K H"],
     v_TKH: Float[Array, "T K H"],
