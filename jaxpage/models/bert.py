@@ -131,8 +131,8 @@ class RobertaConfig(encoder_config.EncoderConfig):
     @classmethod
     def read(cls, fields: Fields) -> RobertaConfig:
         """Reads the fields; the rows of positions begin after that of the padding token."""
-        padding_id = fields.integer("pad_token_id", 1, least=0)
-        rows = fields.integer("max_position_embeddings", 512, least=padding_id + 2)
+        padding_id = fields.integer("pad_token_id", 1, minimum=0)
+        rows = fields.integer("max_position_embeddings", 512, minimum=padding_id + 2)
         return cls.from_fields(
             fields,
             num_positions=rows - padding_id - 1,
@@ -180,7 +180,7 @@ class MPNetConfig(encoder_config.EncoderConfig):
     def read(cls, fields: Fields) -> MPNetConfig:
         """Reads the fields; the rows of positions begin after that of the padding token."""
         fields.only(relative_attention_num_buckets=encoder_config.DISTANCE_BUCKETS)
-        rows = fields.integer("max_position_embeddings", 512, least=_MPNET_PADDING_ID + 2)
+        rows = fields.integer("max_position_embeddings", 512, minimum=_MPNET_PADDING_ID + 2)
         return cls.from_fields(
             fields, num_positions=rows - _MPNET_PADDING_ID - 1, padding_id=_MPNET_PADDING_ID
         )

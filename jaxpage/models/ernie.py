@@ -61,7 +61,7 @@ class Ernie4_5MoeConfig(ExpertsConfig):
         """Returns what the fields say."""
         fields.only(moe_norm_min=1e-12)
         experts = cls.expert_defaults.read(fields)
-        num_shared = fields.integer("moe_num_shared_experts", 2, least=0)
+        num_shared = fields.integer("moe_num_shared_experts", 2, minimum=0)
         bias = fields.flag("use_bias", False)
         return cls.from_fields(
             fields,

@@ -78,7 +78,9 @@ class Gemma4Config(gemma_layers.Gemma4LayersConfig):
             rope=(ropes[gemma.FULL], max_length),
             kv={**cache, "heads": tuple(heads[kind] for kind in kinds_with_pages)},
             rope_by_layer=tuple(ropes[kind] for kind in types),
-            layer_forms=_layer_forms(fields, types, places, sees_pictures=both_ways == "vision"),
+            layer_forms=_layer_forms(
+                fields, types, places, sees_pictures=bidirectional == "vision"
+            ),
             inputs=_inputs(fields),
             logit_softcap=fields.optional_number("final_logit_softcapping", None),
             experts=gemma4_experts.read_experts(fields),

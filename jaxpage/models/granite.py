@@ -137,7 +137,7 @@ class GraniteMoeSharedConfig(GraniteMoeConfig):
     @classmethod
     def from_fields(cls, fields: Fields, **options: Any) -> Self:
         """Returns the config; a width of 0 is no shared expert."""
-        shared_width = fields.integer("shared_intermediate_size", 0, least=0) or None
+        shared_width = fields.integer("shared_intermediate_size", 0, minimum=0) or None
         experts = cls.expert_defaults.read(fields, shared_width=shared_width)
         return super().from_fields(fields, experts=experts, **options)
 
@@ -256,7 +256,7 @@ class GraniteMoeHybridConfig(GraniteMoeConfig):
             fields.note_unsupported(text, position_embedding_type="rope")
         shared_width = fields.integer("shared_intermediate_size", 1024)
         experts = None
-        if has_experts := fields.integer("num_local_experts", 8, least=0) > 0:
+        if has_experts := fields.integer("num_local_experts", 8, minimum=0) > 0:
             experts = cls.expert_defaults.read(fields, shared_width=shared_width)
         return cls.from_fields(
             fields,

@@ -18,7 +18,7 @@ from typing import Any
 from flax import nnx
 
 from jaxpage.layers import DeltaWidths
-from jaxpage.layers.delta_net import ChannelProducts
+from jaxpage.layers.delta_net import ChannelMatmuls
 from jaxpage.models.config import CORRECTED, Fields, recurrent_fields
 from jaxpage.models.llama import Llama
 from jaxpage.models.parts import Defaults, ExpertNames, ExpertsConfig, Scope, latent, recurrences

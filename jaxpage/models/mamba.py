@@ -23,9 +23,8 @@ from jaxpage.models.parts import Decoder, HalfBlock, Scope, norms, recurrences
 from jaxpage.models.parts.decoder_config import DecoderConfig, Defaults, ExpertsConfig
 from jaxpage.models.parts.names import ExpertNames, MLPNames, ModuleNames
 
-MAX_LENGTH = (
-    2**18
-)  # The models have no positions and could go on; block tables have to end somewhere.
+# The models have no positions and could go on; block tables have to end somewhere.
+MAX_LENGTH = 2**18
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -220,7 +219,7 @@ class JambaConfig(ExpertsConfig):
         mamba = _read_mamba(fields)
         attends = _every(fields, "attn_layer", 8, 4, num_layers)
         experts = None
-        if fields.integer("num_local_experts", 16, least=0) > 1:
+        if fields.integer("num_local_experts", 16, minimum=0) > 1:
             experts = cls.expert_defaults.read(fields)
         sparse = _every(fields, "expert_layer", 2, 1, num_layers)
         states = (

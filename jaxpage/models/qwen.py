@@ -54,7 +54,7 @@ class Qwen2Config(DecoderConfig):
             field,
             (heads,),
             layer=f"{heads}0",
-            product=f"{heads}0.input_proj",
+            projection=f"{heads}0.input_proj",
             embedding_norm=f"{heads}0.token_layernorm",
             hidden_norm=f"{heads}0.hidden_layernorm",
             output_norm=f"{heads}0.final_layernorm",

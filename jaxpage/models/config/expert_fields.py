@@ -96,7 +96,7 @@ class ExpertDefaults:
         if self.has_step:
             return _read_step(fields)
         name, default = self.num_dense
-        num_dense = fields.integer(name, default, least=0) if name else default
+        num_dense = fields.integer(name, default, minimum=0) if name else default
         layers = range(fields.integer("num_hidden_layers"))
         usual = tuple(index >= num_dense for index in layers)
         return sparse_by_type(fields, usual) if self.has_types else usual

@@ -77,7 +77,7 @@ class PictureAttention(nnx.Module):
         if self.max_patches is None:
             mixed_PNH = attend_in_segments(*inputs, scale=self.scale)
         else:
-            mixed_PNH = attend_in_windows(*inputs, scale=self.scale, longest=self.max_patches)
+            mixed_PNH = attend_in_windows(*inputs, scale=self.scale, max_length=self.max_patches)
         return self.output(mixed_PNH.reshape(num_patches, -1))
 
 

@@ -145,8 +145,8 @@ class Gemma4Vision(vision_tower.VisionTower, config=Gemma4VisionConfig):
         table = self.places[...]
         centred_PI = (2 * (inputs["patch_PI"] - 0.5)).astype(table.dtype)
         state_PE = self.patches(centred_PI)
-        state_PE = state_PE + (table[0][place_P2[:, 0]] + table[1][place_P2[:, 1]])
-        angles = _axis_angles(place_P2, self.config)
+        state_PE = state_PE + (table[0][index_P2[:, 0]] + table[1][index_P2[:, 1]])
+        angles = _axis_angles(index_P2, self.config)
         for layer in self.layers:
             state_PE = layer(state_PE, inputs["segment_P"], angles)
         return self.projection(self.norm(self.pooling(state_PE)))[:, None, :]
@@ -173,7 +173,7 @@ def _call(
 def _axis_angles(index_P2: Int[Array, "P 2"], config: Gemma4VisionConfig) -> list[Angles]:
     """Returns the angles of the first half of a head, by columns, and of the second, by rows."""
     frequencies = vision_tower.rotary_frequencies(config.tower.head_dim // 2, config.rope_theta)
-    angles = [place_P2[:, axis, None].astype(jnp.float32) * frequencies for axis in (0, 1)]
+    angles = [index_P2[:, axis, None].astype(jnp.float32) * frequencies for axis in (0, 1)]
     return [Angles(jnp.cos(each), jnp.sin(each)) for each in angles]
 
 

@@ -144,7 +144,7 @@ def _call(spec: vision_config.VisionConfig, picture: np.typing.NDArray[Any]) -> 
     return PixtralVision.make_call(spec, height * width, make_inputs)
 
 
-def two_axis_angles(place_P2: Int[Array, "P 2"], head_dim: int, theta: float) -> Angles:
+def two_axis_angles(index_P2: Int[Array, "P 2"], head_dim: int, theta: float) -> Angles:
     """Returns angles whose first half is by the height, and the second by the width.
 
     The frequencies go to both by turns.

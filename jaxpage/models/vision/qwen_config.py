@@ -134,7 +134,7 @@ class QwenVisionConfig(vision_config.VisionConfig):
             num_deep=len(deep_layers),
             rope=_read_rope(fields, head_dim),
             num_frames=fields.side("temporal_patch_size", 2),
-            image_token_id=fields.integer("image_token_id", least=0),
+            image_token_id=fields.integer("image_token_id", minimum=0),
             deep_layers=deep_layers,
             **more,
         )

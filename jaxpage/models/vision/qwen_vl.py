@@ -284,7 +284,7 @@ def grid_of(
     return patch_grid.PatchGrid(height, width, spec.block)
 
 
-def patch_product(config: qwen_config.QwenVisionConfig, at: Scope, *, bias: bool) -> Linear:
+def patch_matmul(config: qwen_config.QwenVisionConfig, at: Scope, *, bias: bool) -> Linear:
     """Returns the product for patches, which is stored as a convolution [W, C, t, p, p]."""
     shape = (config.width, math.prod(config.patch))
     made = vision_tower.plain_projection(shape[1], at, ("", config.width), bias=bias)
