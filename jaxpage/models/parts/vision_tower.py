@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
@@ -20,8 +19,7 @@ from jaxpage.layers.norms import add_and_norm
 from jaxpage.layers.parameter import Piece, Source, parameter
 from jaxpage.layers.picture_attention import attend_in_segments, attend_in_windows
 from jaxpage.models.base import FamilyModule
-from jaxpage.models.parts import Scope, patches
-from jaxpage.models.parts.vision import VisionCall
+from jaxpage.models.parts import Scope, patches, vision
 from jaxpage.models.parts.vision_config import TowerConfig
 
 
@@ -140,12 +138,6 @@ def tower_norm(width: int, at: Scope | None, epsilon: float) -> RMSNorm:
     return RMSNorm(width, name=name, epsilon=epsilon, axis=None, dtype=dtype)
 
 
-def rotary_frequencies(width: int, theta: float) -> Float[np.ndarray, "E"]:
-    """Returns the frequencies of rotations of this width, in float32 as transformers has them."""
-    exponents = np.arange(0, width, 2, dtype=np.float32) / np.float32(width)
-    return (1.0 / np.float32(theta) ** exponents).astype(np.float32)
-
-
 class PictureBlock(nnx.Module):
     """Computes `y = x + attention(norm(x))`, then `y + mlp(norm(y))`."""
 
@@ -179,8 +171,8 @@ class VisionTower(FamilyModule):
 
     @staticmethod
     def make_call(
-        spec: Any, num_patches: int, make_inputs: Callable[[], dict[str, np.typing.NDArray[Any]]]
-    ) -> VisionCall:
+        spec: Any, num_patches: int, make_inputs: Callable[[], vision.PictureArrays]
+    ) -> vision.VisionCall:
         """Returns the call that encodes so many patches, in the smallest size that holds them.
 
         Args:
@@ -192,7 +184,7 @@ class VisionTower(FamilyModule):
             UnsupportedError: The encoder takes fewer patches.
         """
         size = patches.size_for(spec.sizes, num_patches)
-        return VisionCall(
+        return vision.VisionCall(
             size, lambda: patches.fill_up(make_inputs(), size), num_patches // spec.block**2
         )
 

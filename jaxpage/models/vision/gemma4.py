@@ -172,7 +172,7 @@ def _call(
 
 def _axis_angles(index_P2: Int[Array, "P 2"], config: Gemma4VisionConfig) -> list[Angles]:
     """Returns the angles of the first half of a head, by columns, and of the second, by rows."""
-    frequencies = vision_tower.rotary_frequencies(config.tower.head_dim // 2, config.rope_theta)
+    frequencies = patches.rotary_frequencies(config.tower.head_dim // 2, config.rope_theta)
     angles = [index_P2[:, axis, None].astype(jnp.float32) * frequencies for axis in (0, 1)]
     return [Angles(jnp.cos(each), jnp.sin(each)) for each in angles]
 

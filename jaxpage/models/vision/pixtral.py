@@ -149,7 +149,7 @@ def two_axis_angles(index_P2: Int[Array, "P 2"], head_dim: int, theta: float) ->
 
     The frequencies go to both by turns.
     """
-    frequencies = vision_tower.rotary_frequencies(head_dim, theta)
+    frequencies = patches.rotary_frequencies(head_dim, theta)
     axes = [
         index_P2[:, axis, None].astype(jnp.float32) * frequencies[None, axis::2] for axis in (0, 1)
     ]
