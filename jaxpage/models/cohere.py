@@ -43,7 +43,10 @@ class CohereConfig(DecoderConfig):
         """Returns what the fields say."""
         max_length = fields.integer("max_position_embeddings", 8192)
         if fields.rope_parameters(max_length, THETA)["rope_type"] == "default":
+            # A scaled rotation says how far it reaches by itself, and then this field does not
+            # count.
             max_length = fields.optional_integer("model_max_length", None) or max_length
+        # Cohere rotates neighbours and not halves, as its own code does.
         rope = fields.rope(fields.head_dim(), max_length, theta=THETA, interleaved=True)
         return cls.from_fields(
             fields,

@@ -75,6 +75,7 @@ class DeepseekV2Config(ExpertsConfig):
             method = "greedy"
         groups = None
         if method == "group_limited_greedy":
+            # V2 rates a group by its best expert, V3 by the sum of its best two.
             groups = expert_fields.read_groups(fields, ("n_routed_experts", 64), best=1)
         experts = cls.expert_defaults.read(fields, routing={"groups": groups})
         return cls.from_fields(fields, experts=experts)

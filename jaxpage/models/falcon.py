@@ -122,6 +122,7 @@ class Falcon(Decoder, config=FalconConfig):
         has_two = config.num_norms == 2
         first, second = "input_layernorm", "post_attention_layernorm"
         if config.parallel and has_two:
+            # Falcon 40B and 180B name their two norms so; Falcon 11B has one of the older name.
             first, second = "ln_attn", "ln_mlp"
         return Block(
             attention_norm=norms.layer_norm(config, at / first),

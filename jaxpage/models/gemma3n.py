@@ -121,6 +121,7 @@ def _inner_widths(fields: Fields, num_layers: int) -> tuple[int, ...]:
 
 def _sparsities(fields: Fields, num_layers: int) -> tuple[float, ...]:
     """Returns the share of gates that each layer cuts off; by default the first ten do."""
+    # As in the class of transformers.
     num_sparse = 10 if num_layers > 10 else 0
     usual = [0.95] * num_sparse + [0.0] * (num_layers - num_sparse)
     shares = layer_windows.read_by_layer(

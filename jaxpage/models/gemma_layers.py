@@ -204,6 +204,7 @@ def gemma4_attention(config: Gemma4LayersConfig, index: int, at: Scope) -> Atten
         names = ["k_proj"] if form.keys_are_values else ["k_proj", "v_proj"]
         parts += [Part(num_kv_heads * head_dim, "kv_heads", (at / name).name) for name in names]
         key_norm = norms.rms_norm(config, at / "k_norm", width=head_dim, axis=None)
+        # It has no scale, so that no checkpoint has it.
         value_norm = norms.rms_norm(config, None, width=head_dim)
     query_norm = norms.rms_norm(config, at / "q_norm", width=head_dim, axis=None)
     return Attention(

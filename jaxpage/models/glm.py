@@ -27,7 +27,9 @@ class GlmConfig(DecoderConfig):
         num_kv_heads=2,
         max_length=131_072,
         partial=0.5,
+        # GLM-4 rotates neighbours, (2i, 2i + 1); GLM-4.5 rotates halves, as Llama does.
         interleaved=True,
+        # So in the class of transformers: it is 1e-5 / 64.
         epsilon=1.5625e-7,
         attention_bias=True,
     )

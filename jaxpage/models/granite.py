@@ -92,6 +92,7 @@ class Granite(Llama, config=GraniteConfig):
 
     def enter(self, embedded_TD: jax.Array, positions_T: jax.Array) -> jax.Array:
         """Returns the input of the first layer, made of embedded tokens."""
+        # In `enter`, for transformers scales vectors in the place of tokens, too.
         return super().enter(embedded_TD, positions_T) * self.config.factors.embedding
 
     def logits(self, hidden_BD: jax.Array) -> jax.Array:
@@ -250,10 +251,12 @@ class GraniteMoeHybridConfig(GraniteMoeConfig):
             older={"attention": FULL, "mamba": LINEAR},
         )
         mamba = recurrent_fields.read_mamba(fields)
+        # Published models without positions say "nope", and null, the default, means the same.
         positions = fields.get("position_embedding_type", None)
         if positions not in (None, "nope", "rope"):
             text = f"position_embedding_type = {positions!r} is not one of rope, nope, null"
             fields.note_unsupported(text, position_embedding_type="rope")
+        # Dense models have the expert of all tokens alone, as their feed-forward half.
         shared_width = fields.integer("shared_intermediate_size", 1024)
         experts = None
         if has_experts := fields.integer("num_local_experts", 8, minimum=0) > 0:

@@ -25,6 +25,7 @@ def replace_alpha(fields: Fields) -> None:
     theta = parameters["rope_theta"]
     numbers = [alpha, theta]
     if all(isinstance(each, int | float) and 0 < each < 1e30 for each in numbers):
+        # The NTK formula (bloc97, 2023), applied once for all lengths and not as a text grows.
         stretched = float(theta) * float(alpha) ** (head_dim / (head_dim - 2))
         fields.config |= {
             **dict.fromkeys(("rope_scaling", "rope_theta")),

@@ -119,6 +119,7 @@ def _refuse(fields: Fields) -> None:
 def _layer_types(fields: Fields, nested: Mapping[str, Any]) -> tuple[str, ...]:
     """Returns the kinds of the layers, which published files number from 1."""
     numbers = range(1, fields.integer("num_hidden_layers") + 1)
+    # transformers has this default; the published model names other layers.
     usual = [FULL if number > 1 and number % 4 == 1 else LINEAR for number in numbers]
     lists = [nested.get(name) for name in ("full_attn_layers", "kda_layers")]
     if fields.get("layer_types", None) is None and None not in lists:

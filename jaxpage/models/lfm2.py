@@ -111,6 +111,7 @@ def _feed_forward_width(fields: Fields) -> int:
     width = fields.integer("intermediate_size")
     if not fields.flag("block_auto_adjust_ff_dim", True):
         return width
+    # Three products of two thirds have as many weights as two of the whole width (Shazeer, 2020).
     width = int(2 * width / 3)
     factor = fields.optional_number("block_ffn_dim_multiplier", 1.0)
     if factor is None:

@@ -160,6 +160,7 @@ class Llama4Config(ExpertsConfig):
         width_field="intermediate_size",
         width=8192,
         normalized=False,
+        # In a layer with experts `intermediate_size` is that of an expert; dense ones have `_mlp`.
         shared_width=("intermediate_size", 8192),
         routing={"sigmoid": True},
     )
@@ -238,6 +239,7 @@ class Llama4(Llama, config=Llama4Config):
         scores = Scores(chunked=True)
         if config.rope_of(index) is None:
             scores = Scores(chunked=True, temperature_tuning=config.temperature_tuning)
+        # L2 norms, which the checkpoint has no scales for, and of rotated queries and keys.
         elif config.use_qk_norm:
             head_norms = attention.norms_of_heads(
                 config, at, norms.unscaled_rms_norm, after_rotation=True
@@ -380,6 +382,7 @@ class ApertusConfig(DecoderConfig):
         """Returns what the fields say."""
         learned = fields.get("hidden_act", "xielu") == "xielu"
         if learned:
+            # The name of the learned function is no activation that `Fields` knows; it is not used.
             fields.config["hidden_act"] = "silu"
         return cls.from_fields(fields, xielu=learned)
 
@@ -417,6 +420,7 @@ class NanoChatConfig(DecoderConfig):
     def read(cls, fields: Fields) -> NanoChatConfig:
         """Returns what the fields say."""
         rope, reach = cls.defaults.read_rope(fields, fields.head_dim())
+        # nanochat rotates by the transpose of the matrix that Llama rotates by.
         backwards = tuple(-frequency for frequency in rope.frequencies)
         return cls.from_fields(
             fields,

@@ -117,6 +117,7 @@ def _ropes(fields: Fields, head_dim: int) -> tuple[dict[str, Rope], int]:
     ropes = fields.get("rope_parameters", None)
     if isinstance(ropes, dict):
         fields.config["rope_parameters"] = {
+            # In transformers a scaled rotation has another default of this share than a plain one.
             kind: {"partial_rotary_factor": 1.0, **each} if _is_scaled(each) else each
             for kind, each in ropes.items()
         }

@@ -144,6 +144,7 @@ def read_temperature_tuning(fields: Fields, max_length: int) -> tuple[float, int
         text = f"llama_4_scaling_beta = {rate!r} with original_max_position_embeddings = {length!r}"
         fields.note_wrong(text, **NO_ROPE)
         return None
+    # Llama 4 counts positions from 1 here, and Mistral from 0.
     return float(rate), length, 0
 
 

@@ -325,6 +325,7 @@ class DeciLMConfig(DecoderConfig):
             num_kv_heads=max(heads),
             head_dim=head_dim,
             kv=kv,
+            # This is the largest; each layer has its own.
             intermediate_size=max(each.width or WIDTH_STEP for each in halves),
             halves=halves,
         )
@@ -387,6 +388,7 @@ def _width(fields: Fields, block: dict[str, Any]) -> int | None:
         text = f"block_configs: ffn_mult = {factor!r} must be above 0 and below 1000"
         fields.note_wrong(text, block_configs=None)
         return WIDTH_STEP
+    # So does `_ffn_mult_to_intermediate_size`, of NVIDIA, by the rule of the first code of Llama.
     width = int(2 * factor * fields.integer("hidden_size") / 3)
     return -(-width // WIDTH_STEP) * WIDTH_STEP or WIDTH_STEP
 

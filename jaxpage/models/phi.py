@@ -148,6 +148,7 @@ class PhimoeConfig(ExpertsConfig):
     @classmethod
     def read(cls, fields: Fields) -> PhimoeConfig:
         """Returns what the fields say."""
+        # Sparse mixing (Phi-3.5-MoE) is defined for two experts: each has its own softmax.
         fields.only(num_experts_per_tok=2)
         head_dim = fields.head_dim()
         rope, max_length = _read_moe_rope(fields, head_dim)
@@ -174,6 +175,7 @@ def _read_moe_rope(fields: Fields, head_dim: int) -> tuple[Rope, int]:
             text = f"rope short_mscale must be a positive number, not {factor!r}"
             fields.note_wrong(text, rope_scaling=None, rope_parameters=None)
             factor = 1.0
+        # Phi-3.5-MoE has `short_mscale` in the place of the factor that LongRoPE computes.
         rope = replace(rope, attention_factor=float(factor))
     return rope, max_length
 

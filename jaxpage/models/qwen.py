@@ -201,6 +201,7 @@ class MiniMaxM2Config(ExpertsConfig):
         head_dim = fields.integer("head_dim", 128)
         max_length = fields.integer("max_position_embeddings", 196_608)
         rotary_dim = fields.optional_integer("rotary_dim", None)
+        # `rope` takes a share, which times the width of a head gives this width again.
         share = 1.0 if rotary_dim is None else rotary_dim / head_dim
         return cls.from_fields(
             fields,
@@ -273,6 +274,7 @@ class HybridConfig(DecoderConfig):
     def read_draft_heads(cls, fields: Fields) -> MtpNames:
         """Returns the names of MTP heads, which cannot be used with a token table of their own."""
         has_table = fields.flag("mtp_use_dedicated_embeddings", False)
+        # A head has the tables of its model (`drafters.join`), and no place for one of its own.
         refusal = "mtp_use_dedicated_embeddings = true of config.json" if has_table else ""
         count = fields.integer(cls.draft_field, 1, minimum=0)
         return mtp_names.name_separate_heads(count, cls.draft_field, refusal)

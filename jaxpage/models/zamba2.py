@@ -123,6 +123,7 @@ class Zamba2Config(DecoderConfig):
         names = ("layer_types", "layers_block_type")
         config = {key: value for key, value in config.items() if key not in names or value}
         if config.keys().isdisjoint(names):
+            # transformers has these as a default of the class, and not as a rule for other depths.
             config["layers_block_type"] = [*DEFAULT_TYPES]
         return config
 
@@ -290,6 +291,7 @@ class SharedBlock(nnx.Module):
         both = 2 * config.hidden_size
         # Heads share the width of two hidden states, and scores are scaled for the width of one.
         scores = Scores(scale=(config.kv.head_dim / 2) ** -0.5)
+        # Every hybrid layer has two layers of the cache, of which the first has keys and values.
         place = config.layer_places[layer][0]
         self.norm = norms.rms_norm(config, at / "input_layernorm", width=both)
         self.attention = attention.grouped_query_attention(
@@ -363,6 +365,7 @@ class Zamba2Layer(nnx.Module):
             block_TD, block_pages[0] = block(
                 both_TI, self.of_attention, self.of_mlp, block_pages[0], context
             )
+            # Mamba takes the sum, and the residual stream does not: x is added again below.
             entering_TD = x_TD + self.linear(block_TD)
         mixed_TD, state_pages = self.mamba(self.norm(entering_TD), state_pages, context)
         return x_TD + mixed_TD, (*block_pages, state_pages)
@@ -408,6 +411,7 @@ class Zamba2(decoder.Decoder, config=Zamba2Config):
         self, token_ids_T: Int[Array, "T"], hidden_TD: Float[Array, "T D"], context: ForwardContext
     ) -> Iterable[Any]:
         """Returns the layers, each with the embeddings and the block that it calls, if any."""
+        # The embeddings are those of the first layer, however deep the layer is that takes them.
         numbers = [self.config.blocks.block_of(index) for index in range(len(self.layers))]
         return [
             functools.partial(

@@ -119,6 +119,7 @@ class _Eagle(nnx.Module):
         logits_BV = self.head.logits(output_BD)
         if self.token_map is None:
             return logits_BV
+        # Verification compares with logits of the whole vocabulary.
         everywhere_BV = jnp.full((logits_BV.shape[0], self.spec.decoder.vocab_size), -jnp.inf)
         return everywhere_BV.at[:, self.token_map[...]].set(logits_BV)
 

@@ -185,6 +185,8 @@ class DecoderConfig(TextConfig):
 
     def of_draft_layer(self) -> DecoderConfig:
         """Returns the config of the one layer of an MTP head, which attends to all positions."""
+        # The layer has the index 0, and a window or rotation there would be that of the first one
+        # of the model.
         kv = KVSpec(1, self.kv.num_kv_heads, self.kv.head_dim, (None,), self.kv.value_width)
         return replace(self, kv=kv, rope_by_layer=())
 

@@ -157,6 +157,7 @@ class Encoder(FamilyModule):
             hidden_TD = hidden_TD + self.positions(context.positions_T)
         hidden_TD = self.table_norm(hidden_TD)
         for layer in self.layers:
+            # Blocks of decoders return pages, too, of which an encoder has none.
             hidden_TD, _ = layer(hidden_TD, (), context)
         return hidden_TD if self.norm is None else self.norm(hidden_TD)
 

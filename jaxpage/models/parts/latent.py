@@ -83,6 +83,7 @@ class LatentDefaults:
         else:
             rope, length = fields.rope(widths.rotated, max_length)
         rope = replace(rope, interleaved=fields.flag("rope_interleave", True))
+        # Squared, because YaRN scales queries and keys alike.
         scale = widths.query**-0.5 * _yarn_scale(fields) ** 2
         return {
             "num_kv_heads": 1,
@@ -183,6 +184,7 @@ def latent_attention(
         queries,
         at.projection(width, reduced, axes=("embed", None), bias=latent.bias),
         norm(widths.rank, "kv_a_layernorm"),
+        # Its weight goes into queries and outputs (absorption), and no input is multiplied by it.
         Linear(replace(expand.spec, multiplied=False)),
         at.projection(values, ("o_proj", width), axes=("heads", "embed"), bias=latent.bias),
     )

@@ -19,6 +19,7 @@ KEPT_FIELD = "llm_int8_skip_modules"
 
 
 def _scale(numbers: np.ndarray, num_out: int, num_in: int) -> np.ndarray:
+    # The file has the greatest magnitude of an output, which the code 127 stands for.
     return decoding.columns(numbers, num_out, num_in) / np.float32(127)
 
 

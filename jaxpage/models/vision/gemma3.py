@@ -98,6 +98,7 @@ class Projector(nnx.Module):
             name=(at / "mm_soft_emb_norm").name,
             epsilon=config.tower.norm_epsilon,
             axis=None,
+            # Norms of Gemma store their scales less 1.
             offset=1.0,
             dtype=at.dtype,
         )

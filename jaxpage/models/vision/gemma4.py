@@ -143,6 +143,7 @@ class Gemma4Vision(vision_tower.VisionTower, config=Gemma4VisionConfig):
         """Returns a row for each block of patches."""
         index_P2 = inputs["place_P2"]
         table = self.places[...]
+        # The processor leaves pixels from 0 to 1, and the model was trained on -1 to 1.
         centred_PI = (2 * (inputs["patch_PI"] - 0.5)).astype(table.dtype)
         state_PE = self.patches(centred_PI)
         state_PE = state_PE + (table[0][index_P2[:, 0]] + table[1][index_P2[:, 1]])
@@ -234,6 +235,7 @@ class Gemma4PictureAttention(nnx.Module):
         q_PNH = rotate(split(self.query, self.query_norm))
         k_PKH = rotate(split(self.key, self.key_norm))
         v_PKH = split(self.value, self.value_norm)
+        # As in the text model, norms of queries and keys are all that scales scores.
         mixed_PNH = attend_in_segments(q_PNH, k_PKH, v_PKH, segment_P, scale=1.0)
         return self.output(mixed_PNH.reshape(len(x_PD), -1))
 

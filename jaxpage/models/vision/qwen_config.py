@@ -148,6 +148,7 @@ class Qwen2VisionConfig(QwenVisionConfig):
     @classmethod
     def read(cls, fields: vision_config.VisionFields) -> QwenVisionConfig:
         """Returns what the fields say; `hidden_size` is that of the text model."""
+        # Qwen2-VL began from the tower of DFN, a CLIP, and has its function.
         usual = replace(_TOWER, activation="quick_gelu")
         inner = fields.integer("mlp_ratio", 4) * fields.integer("embed_dim", usual.hidden_size)
         return cls.from_fields(

@@ -228,6 +228,7 @@ def _inputs(
     inputs = {name: array[order_P] for name, array in inputs.items()}
     inputs["window_P"] = np.repeat(1 + window_R, each)
     row_R = np.zeros(size // each, np.int32)
+    # Undoes the order of windows: rows of the text model go by rows of the picture.
     row_R[: grid.num_blocks] = np.argsort(order_R)
     return {**patches.fill_up(inputs, size), "row_R": row_R}
 
