@@ -139,7 +139,7 @@ class SparseMLP(nnx.Module):
 
     A gate is cut off at a number of standard deviations from the mean of its token's gates, above
     which the rest of a normal distribution would be. So each device needs all gates, and the half
-    is not divided.
+    is not sharded.
     """
 
     def __init__(self, config: Gemma3nConfig, form: gemma_layers.LayerForm, at: Scope):

@@ -124,7 +124,7 @@ def cache_of_types(types: Sequence[str], places: Sequence[int], window: int) -> 
 
 
 def whole_projection(num_in: int, at: Scope, name: str, num_out: int) -> Linear:
-    """Returns a projection that is not divided among devices."""
+    """Returns a projection that is not sharded over devices."""
     return at.projection(num_in, (name, num_out), axes=(None, None))
 
 
