@@ -88,7 +88,7 @@ class KimiLinearConfig(ExpertsConfig):
             fields.note_wrong(text, linear_attn_config=None)
             nested = None
         recurrent_fields.check_activation(fields)
-        _refuse(fields)
+        _refuse_unsupported(fields)
         types = _layer_types(fields, nested or {})
         delta = _read_delta(fields)
         widths = LatentDefaults(query_rank=None).read_widths(fields)
@@ -105,7 +105,7 @@ class KimiLinearConfig(ExpertsConfig):
         )
 
 
-def _refuse(fields: Fields) -> None:
+def _refuse_unsupported(fields: Fields) -> None:
     """Refuses values of published configs that transformers does not implement."""
     fields.only(
         mla_use_nope=True,
