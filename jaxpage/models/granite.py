@@ -67,9 +67,9 @@ class GraniteConfig(DecoderConfig):
     factors: GraniteFactors
 
     @classmethod
-    def read(cls, fields: Fields) -> GraniteConfig:
-        """Returns what the fields say."""
-        return cls.from_fields(fields, factors=GraniteFactors.read(fields))
+    def from_fields(cls, fields: Fields, **options: Any) -> Self:
+        """Returns the config, with the factors that its fields say."""
+        return super().from_fields(fields, factors=GraniteFactors.read(fields), **options)
 
 
 class Granite(Llama, config=GraniteConfig):
@@ -101,7 +101,7 @@ class Granite(Llama, config=GraniteConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class GraniteMoeConfig(ExpertsConfig):
+class GraniteMoeConfig(GraniteConfig, ExpertsConfig):
     """Reads transformers' `GraniteMoeConfig`."""
 
     model_type = "granitemoe"
@@ -114,13 +114,6 @@ class GraniteMoeConfig(ExpertsConfig):
         width=11008,
         normalized=True,
     )
-
-    factors: GraniteFactors
-
-    @classmethod
-    def read(cls, fields: Fields) -> GraniteMoeConfig:
-        """Returns what the fields say."""
-        return cls.from_fields(fields, factors=GraniteFactors.read(fields))
 
 
 class GraniteMoe(Granite, config=GraniteMoeConfig):
@@ -161,11 +154,9 @@ class GraniteSWAConfig(GraniteConfig):
     )
 
     @classmethod
-    def read(cls, fields: Fields) -> GraniteSWAConfig:
+    def read(cls, fields: Fields) -> GraniteConfig:
         """Returns what the fields say."""
-        return cls.from_fields(
-            fields, **read_swash(fields, cls.defaults), factors=GraniteFactors.read(fields)
-        )
+        return cls.from_fields(fields, **read_swash(fields, cls.defaults))
 
 
 def read_swash(fields: Fields, defaults: Defaults) -> dict[str, Any]:
@@ -208,17 +199,12 @@ class GraniteSWA(Granite, config=GraniteSWAConfig):
         return Scores(scale=config.factors.attention, sinks=sinks)
 
 
-class GraniteMoeSWAConfig(GraniteMoeSharedConfig):
+class GraniteMoeSWAConfig(GraniteSWAConfig, GraniteMoeSharedConfig):
     """Reads transformers' `GraniteMoeSWAConfig`."""
 
     model_type = "granitemoe_swa"
-
-    @classmethod
-    def read(cls, fields: Fields) -> GraniteMoeSWAConfig:
-        """Returns what the fields say."""
-        return cls.from_fields(
-            fields, **read_swash(fields, cls.defaults), factors=GraniteFactors.read(fields)
-        )
+    # Its class has the defaults of the other models with experts, and none of Swash.
+    defaults = GraniteMoeSharedConfig.defaults
 
 
 class GraniteMoeSWA(GraniteSWA, config=GraniteMoeSWAConfig):
@@ -269,7 +255,6 @@ class GraniteMoeHybridConfig(GraniteMoeConfig):
             recurrent=mamba,
             experts=experts,
             sparse_layers=(has_experts,) * num_layers,
-            factors=GraniteFactors.read(fields),
         )
 
 
