@@ -6,6 +6,9 @@ step), T query tokens of the stream (Q: of one row), N query heads, K key/value 
 query heads share one), H head width, P physical blocks, S slots per block, M blocks per block-table
 row, C context positions. A *block* is a KV block; the part that a kernel works on at a time is a
 *tile*.
+
+Products with quantised weights are in `quantized_matmul`, and what kernel sets say of themselves in
+`sets`.
 """
 
 from pallas_kernels.arguments import Arguments
@@ -19,60 +22,28 @@ from pallas_kernels.paged_attention import (
     pages_from_PSKH,
     write_and_attend,
 )
-from pallas_kernels.quantized_matmul import (
-    batch_invariant_matmul,
-    grouped_matmul,
-    has_grouped_matmul,
-    matmul_and_sums,
-    quantized_matmul,
-)
 from pallas_kernels.quantized_pages import is_quantized
-from pallas_kernels.quantized_weight import QuantizedWeight, numbers
-from pallas_kernels.selection import mass_of
-from pallas_kernels.sets import (
-    BACKENDS,
-    INTERPRETABLE_BACKENDS,
-    KERNEL_BACKENDS,
-    SETS,
-    XLA_ADVICE,
-    XLA_BACKENDS,
-    candidates,
-    set_for,
-)
+from pallas_kernels.sets import BACKENDS, INTERPRETABLE_BACKENDS
 from pallas_kernels.tiles import Tiles
 
 __all__ = [
     "BACKENDS",
     "INTERPRETABLE_BACKENDS",
-    "KERNEL_BACKENDS",
-    "SETS",
-    "XLA_ADVICE",
-    "XLA_BACKENDS",
     "Arguments",
     "AttentionOptions",
     "Call",
     "KernelSet",
-    "QuantizedWeight",
     "Tiles",
     "attend_to_pages",
-    "batch_invariant_matmul",
-    "candidates",
     "copy_blocks",
     "copy_slots",
     "gather_blocks",
-    "grouped_matmul",
-    "has_grouped_matmul",
     "has_rotate_and_write",
     "is_quantized",
-    "mass_of",
-    "matmul_and_sums",
-    "numbers",
     "paged_attention",
     "pages_from_PSKH",
-    "quantized_matmul",
     "rotate_and_write",
     "scatter_blocks",
-    "set_for",
     "write_and_attend",
     "write_kv",
 ]

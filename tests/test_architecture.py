@@ -320,6 +320,9 @@ def stopped(own):
         "jaxpage/memory/forgotten.py": '"""Blocks."""\nz = 1\n',
         "pallas_kernels/__init__.py": "",
         "pallas_kernels/block_pool.py": "import pallas_kernels",
+        "tools/script.py": "def started():\n    one = 1  # a comment\n    return one\n",
+        "tests/test_pool.py": '"""What holds."""\n' + "assert " + "not " * 25 + "x\n",
+        "docs/_static/site.css": f"a {{}}\n\n{'b' * 101} {{}}\n",
     }
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
@@ -340,6 +343,13 @@ def stopped(own):
     assert table["file names in two or more folders"] == 1, "block_pool"
     words = [table[f'docstrings that begin with "{word}"'] for word in house_table.FIRST_WORDS]
     assert words == [1, 1, 1, 0, 0] and table["docstrings"] == 7
+    assert table["lines with comments, % of lines of code"] == 10
+    assert table["lines over 100 characters in other languages, %"] == 50
+    assert table["tools: functions named by a participle, %"] == 100
+    assert table["tools: locals named by a pronoun, %"] == 100
+    assert table['tests: docstrings that begin with "What"'] == 1
+    assert table["tests: lines over 100 characters, %"] == 50
+    assert (table["tokens of tools"], table["tokens of tests"]) == (10, 28)
     assert table["docstrings of functions that begin with no verb"] == 1
     assert table["functions named by a participle"] == 1
     assert table["functions named by a participle, %"] == 50

@@ -22,14 +22,10 @@ from jaxpage.layers.trace_scope import LayerKernels, TraceScope
 from jaxpage.models.base import abstract
 from jaxpage.models.parts.experts import make_experts
 from jaxpage.models.parts.names import QWEN_EXPERTS
-from pallas_kernels import (
-    QuantizedWeight,
-    batch_invariant_matmul,
-    matmul_and_sums,
-    paged_attention,
-    rotate_and_write,
-)
-from pallas_kernels import numbers as weight_numbers
+from pallas_kernels import paged_attention, rotate_and_write
+from pallas_kernels.quantized_matmul import batch_invariant_matmul, matmul_and_sums
+from pallas_kernels.quantized_weight import QuantizedWeight
+from pallas_kernels.quantized_weight import numbers as weight_numbers
 from pallas_kernels.sets import triton
 from pallas_kernels.tiles import Shape
 from pallas_kernels.triton import backend, matmul, matmul_tiles, rows, state
@@ -109,7 +105,7 @@ def fold_from_the_last_segment(monkeypatch):
 
 def test_a_row_of_a_product_has_the_same_bits_among_any_number_of_rows(monkeypatch):
     """In tiles of 16, 32 and 64 rows, with a program for each segment and with one for all; other orders are seen."""
-    monkeypatch.setattr(matmul_tiles, "MAX_ROWS_APART", 32)
+    monkeypatch.setattr(matmul_tiles, "MAX_SEPARATE_ROWS", 32)
     x_TI, weight = numbers(2, 33, NUM_IN), numbers(1, NUM_OUT, NUM_IN)
 
     def of_rows(count: int) -> np.ndarray:
@@ -130,7 +126,7 @@ def test_a_row_of_a_product_has_the_same_bits_among_any_number_of_rows(monkeypat
 
 @pytest.mark.parametrize("make_weight", [int4_weight, int8_weight])
 def test_so_has_a_row_of_a_product_with_a_weight_of_few_bits(make_weight, monkeypatch):
-    monkeypatch.setattr(matmul_tiles, "MAX_ROWS_APART", 16)
+    monkeypatch.setattr(matmul_tiles, "MAX_SEPARATE_ROWS", 16)
     x_TI, weight = numbers(2, 17, NUM_IN), make_weight()
     whole = bits(matmul_of(x_TI, weight))
     np.testing.assert_array_equal(bits(matmul_of(x_TI[:2], weight)), whole[:2])
@@ -159,7 +155,7 @@ COUNTS = (20, 0, 25)  # the rows of three groups, one of them empty
 @pytest.mark.parametrize("make_weight", few([None, int8_weight, int4_weight], [int8_weight]))
 def test_so_has_a_row_of_a_group(make_weight, monkeypatch):
     """The first row of the first group and two of the last alone, in split programs, and among all others."""
-    monkeypatch.setattr(matmul_tiles, "MAX_ROWS_APART", 16)
+    monkeypatch.setattr(matmul_tiles, "MAX_SEPARATE_ROWS", 16)
     x_PI = numbers(2, sum(COUNTS), NUM_IN)
     weight, exact = weights_of_groups(make_weight)
     few_rows = jnp.array([0, 20, 21])
@@ -211,8 +207,8 @@ def experts_layer(routing: Routing):
 
 @pytest.mark.parametrize("routing", few(ROUTINGS, ["softmax"]))
 def test_a_token_has_the_same_bits_in_a_mixture_of_experts_among_any_others(routing, monkeypatch):
-    monkeypatch.setattr(matmul_tiles, "MAX_ROWS_APART", 8)
-    monkeypatch.setattr(matmul_tiles, "LEAST_TURNS", 1)
+    monkeypatch.setattr(matmul_tiles, "MAX_SEPARATE_ROWS", 8)
+    monkeypatch.setattr(matmul_tiles, "MIN_TURNS", 1)
     run = experts_layer(ROUTINGS[routing])
     x_TD = numbers(3, 9, WIDTH)
     exact = make_layer_kernels(Backend("triton", interpret=True, batch_invariant=True))
@@ -225,7 +221,7 @@ def test_a_token_has_the_same_bits_in_a_mixture_of_experts_among_any_others(rout
 @pytest.mark.parametrize("transposed", few([False, True], [True]))
 def test_a_head_has_the_same_bits_in_a_product_by_head_among_any_tokens(transposed, monkeypatch):
     """Those of latent attention: in split programs, and in programs that go through all segments."""
-    monkeypatch.setattr(matmul_tiles, "MAX_ROWS_APART", 64)
+    monkeypatch.setattr(matmul_tiles, "MAX_SEPARATE_ROWS", 64)
     num_heads = 3
     weight = numbers(1, num_heads, NUM_OUT, NUM_IN)
     x_TNI = numbers(2, 33, num_heads, NUM_IN)
@@ -337,7 +333,7 @@ def test_so_has_a_token_that_attends_to_latents(small_segments, monkeypatch):
 def check_kinds(case, monkeypatch, **options) -> None:
     """Decoded tokens have the bits of a chunk, which are near float64's; other segments are seen."""
     decoded = attend(case, [(place, place + 1) for place in PLACES], **options)
-    monkeypatch.setattr(triton, "MAX_OUTPUTS_APART", 3)  # a program goes through all segments
+    monkeypatch.setattr(triton, "MAX_SEPARATE_OUTPUTS", 3)  # a program goes through all segments
     verified = attend(case, [(0, 5), (5, 9), (9, 10)], **options)
     whole = attend(case, [(0, QUERIES)], **options)
     np.testing.assert_array_equal(decoded, whole[list(PLACES)])

@@ -230,8 +230,8 @@ def test_what_the_compiler_makes_of_steps_is_alike_in_every_bucket(model):
 def test_an_engine_answers_the_same_in_every_batch(model, monkeypatch):
     """Alone, together, in chunks and with drafts to the bit of log probabilities: by interpreted kernels with the sums of a tensor core."""
     monkeypatch.setattr(triton_backend, "dot", tensor_core.dot)
-    monkeypatch.setattr(matmul_tiles, "LEAST_TURNS", 1)  # two segments of 128 inputs
-    monkeypatch.setattr(matmul_tiles, "MAX_ROWS_APART", 16)
+    monkeypatch.setattr(matmul_tiles, "MIN_TURNS", 1)  # two segments of 128 inputs
+    monkeypatch.setattr(matmul_tiles, "MAX_SEPARATE_ROWS", 16)
     config = MODELS[model] | {"hidden_size": 128, "intermediate_size": 128, "head_dim": 16}
     config |= {"num_hidden_layers": 1, "vocab_size": 128, "num_experts": 4}
     parameters = random_model(config, "bfloat16")

@@ -24,18 +24,16 @@ from jaxpage.device.hardware.backends import choose_backend
 from jaxpage.errors import UnsupportedError
 from jaxpage.layers.matmul import multiply_rounded
 from pallas_kernels import (
-    SETS,
     Arguments,
     AttentionOptions,
-    QuantizedWeight,
-    candidates,
     copy_blocks,
-    numbers,
     paged_attention,
-    quantized_matmul,
     write_and_attend,
 )
 from pallas_kernels.cpu import build, library, packed
+from pallas_kernels.quantized_matmul import quantized_matmul
+from pallas_kernels.quantized_weight import QuantizedWeight, numbers
+from pallas_kernels.sets import SETS, candidates
 from tests.support.attention import make_case
 from tests.support.engines import LLAMA, SMALL_POOL, make_llm
 from tests.support.random_checkpoints import random_checkpoint

@@ -21,7 +21,7 @@ from jaxpage.device.hardware.backends import Backend
 from jaxpage.device.inputs.buckets import Bucket
 from jaxpage.device.sampler import PROCESSED_AT_ONCE
 from jaxpage.layers import norms
-from pallas_kernels import batch_invariant_matmul
+from pallas_kernels.quantized_matmul import batch_invariant_matmul
 from pallas_kernels.sets import fa3, triton
 from pallas_kernels.triton import backend as triton_backend
 from pallas_kernels.triton import matmul_tiles

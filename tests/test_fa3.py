@@ -18,17 +18,9 @@ import pytest
 from jaxpage.device.hardware.backends import Backend, attention_sets, choose_backend
 from jaxpage.device.inputs.buckets import Bucket, make_menu
 from jaxpage.device.pages.kv_pages import LayerPages
-from pallas_kernels import (
-    Arguments,
-    AttentionOptions,
-    Call,
-    Tiles,
-    candidates,
-    paged_attention,
-    tiles,
-)
+from pallas_kernels import Arguments, AttentionOptions, Call, Tiles, paged_attention, tiles
 from pallas_kernels.compat import describe_gpu
-from pallas_kernels.sets import fa3, set_for
+from pallas_kernels.sets import candidates, fa3, set_for
 from tests.support import flash_attention
 from tests.support.attention import hidden, make_case, oracle
 from tools.lab.kernel_lab.inspection.compiled_cases import attention_case

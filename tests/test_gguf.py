@@ -35,7 +35,7 @@ from jaxpage.checkpoints.tokenizers.gguf_tokenizer import gguf_tokenizer
 from jaxpage.checkpoints.tokenizers.tokenizer_files import load_tokenizer
 from jaxpage.errors import CheckpointError, ModelNotFoundError
 from jaxpage.models.quantization.gguf import FORMATS
-from pallas_kernels import QuantizedWeight, numbers
+from pallas_kernels.quantized_weight import QuantizedWeight, numbers
 from tests.support.dense import logits_of
 from tests.support.engines import LLAMA, make_llm
 from tests.support.gguf_files import (

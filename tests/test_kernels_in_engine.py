@@ -29,15 +29,9 @@ from jaxpage.models.gemma import Gemma2, Gemma3
 from jaxpage.models.glm import Glm4
 from jaxpage.models.llama import Llama
 from jaxpage.settings import engine_config
-from pallas_kernels import (
-    BACKENDS,
-    INTERPRETABLE_BACKENDS,
-    KERNEL_BACKENDS,
-    SETS,
-    XLA_BACKENDS,
-    AttentionOptions,
-)
+from pallas_kernels import BACKENDS, INTERPRETABLE_BACKENDS, AttentionOptions
 from pallas_kernels.cpu.library import load
+from pallas_kernels.sets import KERNEL_BACKENDS, SETS, XLA_BACKENDS
 from pallas_kernels.triton import backend as triton_backend
 from pallas_kernels.triton import matmul
 from tests.support.engines import LLAMA, invariants, make_llm

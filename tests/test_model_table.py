@@ -388,7 +388,7 @@ def test_an_order_to_sleep_ends_with_the_table():
 
 
 def test_a_load_that_takes_long_is_in_the_log(caplog, monkeypatch):
-    monkeypatch.setattr(table, "TELL_SECONDS", 0.01)
+    monkeypatch.setattr(table, "REPORT_SECONDS", 0.01)
 
     async def run():
         async with running({"a": 1}, 1) as world:

@@ -14,8 +14,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pallas_kernels import (
-    SETS,
-    XLA_BACKENDS,
     Arguments,
     AttentionOptions,
     Call,
@@ -24,6 +22,7 @@ from pallas_kernels import (
     write_and_attend,
     write_kv,
 )
+from pallas_kernels.sets import SETS, XLA_BACKENDS
 from tests.support.attention import SHARED_BACKENDS, make_case, oracle, run
 from tests.support.sweeps import few
 

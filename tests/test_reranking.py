@@ -159,7 +159,7 @@ def test_yes_and_no_are_those_of_the_model_card(saved, llm):
 
 
 @pytest.mark.parametrize(
-    ("name", "mistake"), [("_BEHIND", "<|im_end|>\n"), ("DEFAULT_INSTRUCTION", "Rank")]
+    ("name", "mistake"), [("_AFTER", "<|im_end|>\n"), ("DEFAULT_INSTRUCTION", "Rank")]
 )
 def test_a_mistake_in_the_template_would_be_seen(saved, llm, monkeypatch, name, mistake):
     monkeypatch.setattr(f"jaxpage.engine.texts.reranking.{name}", mistake)

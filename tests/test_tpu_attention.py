@@ -14,8 +14,9 @@ from jax.experimental.pallas.ops.tpu.ragged_paged_attention import ragged_paged_
 from jaxpage import SamplingParams
 from jaxpage.device.pages import kv_pages
 from jaxpage.settings import engine_config
-from pallas_kernels import SETS, paged_attention, write_kv
+from pallas_kernels import paged_attention, write_kv
 from pallas_kernels.page_layouts import INTERLEAVED, interleave
+from pallas_kernels.sets import SETS
 from tests.support.attention import hidden, make_case, oracle
 from tests.support.engines import LLAMA, invariants, make_llm
 from tests.support.random_checkpoints import random_checkpoint

@@ -13,15 +13,14 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from pallas_kernels import (
-    QuantizedWeight,
+from pallas_kernels.compat import describe_gpu
+from pallas_kernels.quantized_matmul import (
     batch_invariant_matmul,
     grouped_matmul,
     has_grouped_matmul,
     quantized_matmul,
 )
-from pallas_kernels.compat import describe_gpu
-from pallas_kernels.quantized_weight import FP4
+from pallas_kernels.quantized_weight import FP4, QuantizedWeight
 from pallas_kernels.triton import matmul, matmul_tiles
 from tests.support.sweeps import few
 
@@ -126,7 +125,7 @@ def test_weights_of_few_bits(name):
 )
 def test_rows_of_any_groups(dtype, num_out, num_in, monkeypatch):
     """The inputs are shared by splits, some of which get none, in the first case."""
-    monkeypatch.setattr(matmul_tiles, "LEAST_TURNS", 1)
+    monkeypatch.setattr(matmul_tiles, "MIN_TURNS", 1)
     rng = np.random.default_rng(3)
     weight = jnp.asarray(rng.standard_normal((6, num_out, num_in)), dtype)
     x_PI = rows_of(dtype, num_in)

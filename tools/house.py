@@ -90,7 +90,7 @@ def measure(root: Path) -> Table:
     table["imports past doors"] = len(past)
     table["modules that are imported past doors"] = len({target for _, target in past})
     table["file names in two or more folders"] = len(shared_names(modules))
-    doors = [door_names(module) for module in house if module.path.endswith("__init__.py")]
+    doors = [door_names(module) for module in modules if module.path.endswith("__init__.py")]
     table["names of a door: most"] = max(map(len, doors))
     table |= first_words(modules)
     table |= names(modules)
@@ -127,7 +127,7 @@ def long_lines(root: Path) -> float:
     ]
     lines = [line for path in files for line in path.read_text("utf-8").splitlines()]
     filled = [line for line in lines if line.strip()]
-    return round(100 * sum(len(line) > LONG for line in filled) / len(filled), 2)
+    return percent(sum(len(line) > LONG for line in filled), len(filled), digits=2)
 
 
 def sizes(modules: Sequence[Module]) -> Table:
@@ -165,12 +165,12 @@ def density(modules: Sequence[Module]) -> Table:
     assigned = [node for node in nodes if isinstance(node, ast.Assign)]
     num_tuples = sum(is_tuple_assignment(node) for node in assigned)
     return {
-        "tokens a line": round(len(code) / num_filled, 1),
-        "lines with comments, % of lines of code": round(100 * num_comments / num_filled, 1),
+        "tokens a line": round(len(code) / max(1, num_filled), 1),
+        "lines with comments, % of lines of code": percent(num_comments, num_filled),
         f"lines over {LONG} characters": num_long,
-        f"lines over {LONG} characters, %": round(100 * num_long / len(lines), 1),
+        f"lines over {LONG} characters, %": percent(num_long, len(lines)),
         "tuple assignments": num_tuples,
-        "tuple assignments, % of assignments": round(100 * num_tuples / len(assigned), 1),
+        "tuple assignments, % of assignments": percent(num_tuples, len(assigned)),
     }
 
 
@@ -249,10 +249,15 @@ def names(modules: Sequence[Module]) -> Table:
     vague, num_locals = pronouns(modules)
     return {
         "functions named by a participle": len(facts),
-        "functions named by a participle, %": round(100 * len(facts) / num_functions, 1),
+        "functions named by a participle, %": percent(len(facts), num_functions),
         "locals named by a pronoun": len(vague),
-        "locals named by a pronoun, %": round(100 * len(vague) / num_locals, 1),
+        "locals named by a pronoun, %": percent(len(vague), num_locals),
     }
+
+
+def percent(count: int, total: int, digits: int = 1) -> float:
+    """Returns a count in percent of a total; 0 of nothing."""
+    return round(100 * count / max(1, total), digits)
 
 
 def percentile(ordered: Sequence[int], share: float) -> int:

@@ -26,17 +26,14 @@ from jaxpage.layers.weight_kinds import Grouped
 from pallas_kernels import (
     Arguments,
     AttentionOptions,
-    QuantizedWeight,
     attend_to_pages,
-    grouped_matmul,
-    has_grouped_matmul,
     has_rotate_and_write,
-    numbers,
-    quantized_matmul,
     rotate_and_write,
     write_and_attend,
 )
 from pallas_kernels.cpu import bidirectional, rows
+from pallas_kernels.quantized_matmul import grouped_matmul, has_grouped_matmul, quantized_matmul
+from pallas_kernels.quantized_weight import QuantizedWeight, numbers
 
 ROW_KERNELS = RowKernels(
     rows.takes,

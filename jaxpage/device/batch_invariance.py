@@ -20,7 +20,9 @@ from jaxpage.device.hardware.backends import Backend
 from jaxpage.errors import UnsupportedError
 from jaxpage.layers.trace_scope import LayerKernels, RowKernels, trace_scope
 from jaxpage.layers.weight_kinds import Grouped
-from pallas_kernels import SETS, QuantizedWeight, batch_invariant_matmul, matmul_and_sums
+from pallas_kernels.quantized_matmul import batch_invariant_matmul, matmul_and_sums
+from pallas_kernels.quantized_weight import QuantizedWeight
+from pallas_kernels.sets import SETS
 
 # By default XLA keeps the bits of a bfloat16 number that were to be rounded away, where it computes
 # on with it in the same kernel.

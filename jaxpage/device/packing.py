@@ -16,10 +16,10 @@ from jax.typing import DTypeLike
 
 from jaxpage.layers.weight_kinds import Packed, PackedCodes
 from jaxpage.models.parameters import Packing, Path
-from pallas_kernels import QuantizedWeight, numbers
 from pallas_kernels.compat import target_device
 from pallas_kernels.cpu import large_pages, packed
 from pallas_kernels.cpu.packed import takes as takes
+from pallas_kernels.quantized_weight import QuantizedWeight, numbers
 
 # How each packed array is packed, by the path of its parameter.
 Packings = Mapping[Path, Packing]

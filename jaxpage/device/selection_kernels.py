@@ -15,8 +15,9 @@ import jax
 
 from jaxpage.device.batch_invariance import log_sums_of
 from jaxpage.device.hardware.backends import Backend
-from pallas_kernels import Call, candidates
+from pallas_kernels import Call
 from pallas_kernels.compat import target_device
+from pallas_kernels.sets import candidates
 
 
 class SelectionKernels(NamedTuple):

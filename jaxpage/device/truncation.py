@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from pallas_kernels import mass_of
+from pallas_kernels.selection import mass_of
 
 NUM_TOP = 128  # a top-k up to this is found without bisecting the vocabulary
 

@@ -17,7 +17,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pallas_kernels import grouped_matmul, tiles, write_kv
+from pallas_kernels import tiles, write_kv
+from pallas_kernels.quantized_matmul import grouped_matmul
 from pallas_kernels.tiles import Tiles
 from tests.support import attention
 from tools import bench_kernels, bench_step
@@ -841,7 +842,7 @@ def test_products_are_compared_and_timed(monkeypatch):
     """A weight of four bits, and experts; then a result that is five per cent too large."""
     packed = next(spec for spec in specs.MATMULS if spec.code == "int4" and spec.num_groups == 1)
     chosen = [packed, specs.MATMULS[0]]
-    monkeypatch.setattr(matmuls, "PRODUCTS", chosen)
+    monkeypatch.setattr(matmuls, "MATMULS", chosen)
     *found, last = parts.PARTS["products"](parts.Options(interpret=True, seconds=600))
     assert len(found) == 2 and {one.status for one in found} == {PASSED} == {last.status}
     assert [float(row[1]) > 0 for row in last.tables[0].rows] == [True, True]
@@ -875,7 +876,7 @@ def test_steps_in_miniature(tmp_path, capsys):
         (2, 32, 0),
         (1, 16, 16),
     ]
-    parts = ("step", "read", "call", "products", "attention", "sampler", "bytes_read")
+    parts = ("step", "read", "call", "matmuls", "attention", "sampler", "bytes_read")
     assert all(row[part] > 0 for row in rows for part in parts) and "host gap" in printed
     *found, last = read(to)
     assert [one.status for one in found] == [PASSED, PASSED] and last.tables[0].rows[0][
@@ -976,7 +977,7 @@ def test_wrong_flags(capsys):
 def test_sums_in_another_order_are_seen_where_one_is_promised(monkeypatch):
     """Of products that depend on the number of rows; what no longer fits in the time is left out."""
     monkeypatch.setattr(one_order, "ATTENTION", {})
-    monkeypatch.setattr(one_order, "PRODUCTS", {"qkv": one_order.MATMULS["qkv"].cut()})
+    monkeypatch.setattr(one_order, "MATMULS", {"qkv": one_order.MATMULS["qkv"].cut()})
     monkeypatch.setattr(one_order, "norms", lambda **_: [("2 rows", np.ones(3))] * 2)
 
     def verdicts(**options):

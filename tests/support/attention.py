@@ -10,8 +10,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from pallas_kernels import SETS, is_quantized, paged_attention
+from pallas_kernels import is_quantized, paged_attention
 from pallas_kernels.cpu import library
+from pallas_kernels.sets import SETS
 
 E4M3 = ml_dtypes.float8_e4m3fn
 # The sets that the shared tests run: all but those that have no kernel for these cases on a CPU.

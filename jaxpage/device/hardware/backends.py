@@ -16,15 +16,7 @@ from jaxpage.device.packing import Packings
 from jaxpage.device.pages.kv_pages import QUANTIZED, LayerPages
 from jaxpage.errors import UnsupportedError
 from jaxpage.models.parameters import pack_modules
-from pallas_kernels import (
-    SETS,
-    XLA_ADVICE,
-    Arguments,
-    AttentionOptions,
-    Call,
-    candidates,
-    set_for,
-)
+from pallas_kernels import Arguments, AttentionOptions, Call
 from pallas_kernels.compat import libtpu_reason
 from pallas_kernels.cpu.build import compiler
 from pallas_kernels.cpu.library import DOT, NONE, TILES
@@ -32,6 +24,7 @@ from pallas_kernels.cpu.library import load as load_cpu_library
 from pallas_kernels.cpu.packed import NUMBERS
 from pallas_kernels.kernel_set import capability
 from pallas_kernels.page_layouts import INTERLEAVED
+from pallas_kernels.sets import SETS, XLA_ADVICE, candidates, set_for
 
 logger = logging.getLogger(__name__)
 _NAMED = {DOT: "dot products", TILES: "tiles (AMX)"}  # instructions of a CPU

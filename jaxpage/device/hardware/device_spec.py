@@ -19,7 +19,7 @@ from jaxpage.device.hardware.backends import (
     keeps_interleaved,
 )
 from jaxpage.device.packing import takes
-from pallas_kernels import SETS, candidates
+from pallas_kernels.sets import SETS, candidates
 
 _CGROUP = Path("/sys/fs/cgroup")
 USUAL_BLOCK_SIZE = 16

@@ -17,7 +17,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import SETS, QuantizedWeight, batch_invariant_matmul, paged_attention
+from pallas_kernels import paged_attention
+from pallas_kernels.quantized_matmul import batch_invariant_matmul
+from pallas_kernels.quantized_weight import QuantizedWeight
+from pallas_kernels.sets import SETS
 from tools.lab.kernel_lab import specs
 from tools.lab.kernel_lab.findings import LEFT_OUT, Finding, judged
 from tools.lab.kernel_lab.kernel_cases import make_case

@@ -13,17 +13,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import (
-    KERNEL_BACKENDS,
-    SETS,
-    QuantizedWeight,
-    copy_blocks,
-    grouped_matmul,
-    is_quantized,
-    paged_attention,
-    rotate_and_write,
-    write_kv,
-)
+from pallas_kernels import copy_blocks, is_quantized, paged_attention, rotate_and_write, write_kv
+from pallas_kernels.quantized_matmul import grouped_matmul
+from pallas_kernels.quantized_weight import QuantizedWeight
+from pallas_kernels.sets import KERNEL_BACKENDS, SETS
 from tools.lab.kernel_lab.specs import MATMULS, SPECS, MatmulSpec, Spec
 
 # The kernel sets that JAX compiles; fa3's kernels are in a library.
