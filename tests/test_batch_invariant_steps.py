@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import re
 from collections import Counter
@@ -13,8 +14,10 @@ import pytest
 from jaxpage import LLM, SamplingParams
 from jaxpage.assembly.planning.described import ModelLayout
 from jaxpage.assembly.planning.engine_spec import choose_sharding
+from jaxpage.device import executables
 from jaxpage.device.batch_invariance import EXACT_OPTIONS, refuse_sums
 from jaxpage.device.compiler_options import compiler_options
+from jaxpage.device.drafters import growing
 from jaxpage.device.hardware.backends import Backend, choose_backend
 from jaxpage.errors import ConfigError, UnsupportedError
 from jaxpage.models.registry import load_family
@@ -129,6 +132,53 @@ def test_models_with_experts_or_states_leave_none_either(name):
             BUCKETS["decode"], backend=EXACT, config=config_json(name), num_blocks=64
         )
         refuse_sums(shapes.step.trace(*shapes.arguments).jaxpr)
+
+
+def drafting_steps(method: str, monkeypatch: pytest.MonkeyPatch) -> list[jax.core.ClosedJaxpr]:
+    """Returns the traces, for a GPU, of the steps of an engine of the demo that drafts by a model."""
+    calls = []
+
+    def note_call(*arguments):
+        calls.append(arguments)
+        raise InterruptedError("the engine need not start")
+
+    monkeypatch.setattr(executables, "_compile_step", note_call)
+    drafts = {"method": method, "model": f"demo/{method.removesuffix('_model')}"}
+    with pytest.raises(InterruptedError):
+        LLM(
+            "demo",
+            attention_backend="scan",
+            dtype="bfloat16",
+            max_model_len=128,
+            num_blocks=64,
+            max_num_seqs=4,
+            speculative_config={**drafts, "num_speculative_tokens": 2},
+        )
+    jaxprs = []
+    for parameters, pages, bucket, options, mesh in calls:
+        drafter = options.drafter
+        if hasattr(drafter, "backend"):
+            drafter = dataclasses.replace(drafter, backend=EXACT)
+        options = options._replace(attention_backend=EXACT, sample_by_row=False, drafter=drafter)
+        with describe_gpu():
+            step, shapes = executables.step_call(parameters, pages, bucket, options, mesh)
+            jaxprs.append(step.trace(parameters, pages, *shapes).jaxpr)
+    return jaxprs
+
+
+@pytest.mark.parametrize("method", few(["medusa", "eagle3", "draft_model"], ["draft_model"]))
+def test_drafts_by_a_model_leave_none_either(method, monkeypatch):
+    """The probabilities of drafts are added up by a kernel; those that XLA adds up are seen."""
+    jaxprs = drafting_steps(method, monkeypatch)
+    assert jaxprs
+    for jaxpr in jaxprs:
+        refuse_sums(jaxpr)
+    if method != "draft_model":  # heads of Medusa need no probabilities
+        return
+    monkeypatch.setattr(growing, "log_softmax", jax.nn.log_softmax)
+    planted = drafting_steps(method, monkeypatch)
+    with pytest.raises(UnsupportedError, match="reduce_sum of float32"):
+        refuse_sums(planted[0])
 
 
 def test_a_sum_that_is_left_to_xla_is_refused():

@@ -28,6 +28,15 @@ def log_probabilities(
     return _log_probabilities(logits_BV, token_ids_B)
 
 
+def log_softmax(logits_RV: Float[Array, "R V"]) -> Float[Array, "R V"]:
+    """Returns the log probabilities of logits, whose sums have one order where a kernel has it."""
+    kernels = kernels_in_use()
+    if kernels is None or kernels.log_sums is None:
+        return jax.nn.log_softmax(logits_RV)
+    largest_R1 = jnp.max(logits_RV, axis=1, keepdims=True)
+    return logits_RV - largest_R1 - kernels.log_sums(logits_RV, largest_R1[:, 0])[:, None]
+
+
 def _select_log_probabilities(
     logits_BV: jax.Array, token_ids_B: jax.Array, kernels: SelectionKernels
 ) -> LogProbabilities:

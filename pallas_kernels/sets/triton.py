@@ -62,7 +62,7 @@ ROWS = (
     "rotate_pairs",
     "split_and_rotate",
     "log_sums",
-    "odds",
+    "scores",
     "weighted_sum",
 )
 OF_STATES = ("update_state", "convolve")

@@ -56,8 +56,6 @@ def check_batch_invariant(described: Described) -> None:
         "enable_lora: XLA adds up the products with adapters; leave it out": config.enable_lora,
         "speculative_config: the keys of a tree of drafts are not at their positions; use "
         "tree=False and a method of chains": drafts is not None and drafts.branches,
-        "speculative_config: XLA adds up the probabilities of what a model drafts; use ngram or "
-        "suffix": drafts is not None and (drafts.drafts_on_device or drafts.has_weights),
         f"acceptance {config.acceptance.name!r}: XLA adds up the probabilities of drafts; use "
         "coupled": drafts is not None and config.acceptance.name != "coupled",
         "limit_images: XLA adds up in the encoder of pictures; set it to 0": vectors is not None

@@ -24,6 +24,7 @@ from jaxpage.device.drawn import bits_of
 from jaxpage.device.inputs.step_inputs import Flags
 from jaxpage.device.pages.kv_pages import KVPages
 from jaxpage.device.sampler import Draws, draw_draft, perturb_logits
+from jaxpage.device.token_logprobs import log_softmax
 from jaxpage.shapes import MAX_CANDIDATES
 
 # A drafter chooses as the target will draw, with the target's noise; or the most likely token; or
@@ -138,5 +139,5 @@ class Growing:
         if self.choice == "coupled":
             is_random = target.inputs.flags[Flags.RANDOM] > 0
             logits = perturb_logits(logits, draws, is_random, by_row=target.by_row)
-        scores, token_ids = jax.lax.top_k(jax.nn.log_softmax(logits), self.shape.num_branches)
+        scores, token_ids = jax.lax.top_k(log_softmax(logits), self.shape.num_branches)
         return token_ids, scores, []
