@@ -551,6 +551,19 @@ PLANTED = [
         + "if TYPE_CHECKING:\n    import re",
         "has 16 lines of imports; 15 are enough for a page",
     ),
+    (
+        "jaxpage/layers/a.py",
+        "def f(a, b, c, d, e, *, f, g, h, i, j, k):\n    return a",
+        "f has 11 arguments; 10 are enough",
+    ),
+    (
+        "jaxpage/models/a.py",
+        "class A:\n"
+        + "".join(f"    a{place}: int\n" for place in range(11))
+        + "class B(A):\n    kind: ClassVar[str]\n"
+        + "".join(f"    b{place}: int\n" for place in range(10)),
+        "B has 21 fields; 20 are enough",
+    ),
 ]
 
 

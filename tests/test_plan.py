@@ -32,7 +32,7 @@ from jaxpage.layers.sharding import Sharding
 from jaxpage.memory import BlockManager, BlockPool, BlockTables
 from jaxpage.models import load_family
 from jaxpage.models.base import abstract_model
-from jaxpage.models.sharding.dividing import Divisions, shard_weights, with_sharding
+from jaxpage.models.sharding.dividing import ShardingChecker, shard_weights, with_sharding
 from jaxpage.settings.checked_settings import UnsupportedSettings
 from jaxpage.settings.engine_config import EngineConfig
 from jaxpage.simulation.setup import Setup
@@ -1075,7 +1075,7 @@ def test_a_division_is_refused_as_by_the_divided_model(name: str, tmp_path: Path
     path = write(tmp_path, config_json(name, moe_intermediate_size=22))
     described = describe_model(resolve_model_config(path))
     model = described.family, described.spec
-    divisions = Divisions(*model, described.rule)
+    divisions = ShardingChecker(*model, described.rule)
 
     def divide(sharding: Sharding) -> None:
         rule = with_sharding(sharding, described.rule)

@@ -49,7 +49,7 @@ from jaxpage.errors import (
 )
 from jaxpage.models import EncoderConfig, KVSpec, ModelSpec, model_weights
 from jaxpage.models.parameters import LoRASpec, num_bytes
-from jaxpage.models.sharding import Divisions
+from jaxpage.models.sharding import ShardingChecker
 from jaxpage.settings.engine_config import EngineConfig
 from jaxpage.tables import align, gib
 
@@ -69,7 +69,7 @@ class Subject:
     Attributes:
         config: The settings of the engine.
         model: The model, as its config.json describes it.
-        divisions: The divisions over devices that are possible, and the weights of the engine,
+        checker: Checks the shardings over devices that are possible, and the weights of the engine,
             quantised if the checkpoint or a setting says so.
         num_parameters: The parameters of the model, those of its encoder of pictures included; a
             quantised weight counts like a plain one.
@@ -82,7 +82,7 @@ class Subject:
 
     config: EngineConfig
     model: ModelDescription
-    divisions: Divisions
+    checker: ShardingChecker
     num_parameters: int
     device: DeviceSpec
     drafting: Drafting
@@ -102,7 +102,7 @@ class Subject:
 
     def describe(self, layout: ModelLayout) -> Described:
         """Returns the description from which an engine with this layout is planned."""
-        weights_bytes = num_bytes(self.divisions.weights, layout.dtype)
+        weights_bytes = num_bytes(self.checker.weights, layout.dtype)
         family = self.model.family
         vision = find_vision(self.config, family, self.model.config)
         kernels = self.device.choose_kernels(
@@ -141,7 +141,7 @@ class Subject:
         refused = find_refused_settings(self.config, layout)
         try:
             spec = self.engine_spec(layout)
-            self.divisions.check(spec.sharding)
+            self.checker.check(spec.sharding)
         except (CapacityError, ConfigError, UnsupportedError) as error:
             return Option(layout, refused, error=error)
         num_devices = layout.tensor_parallel_size
@@ -275,17 +275,15 @@ def _describe(
     directory = resolve_model_config(config.model, config.revision)
     model = describe_model(directory, config.quantization)
     device = _place(arguments, config.gpu_memory_utilization)
-    divisions = Divisions(model.family, model.spec, model.rule)
-    unquantised = (
-        divisions.weights if model.rule is None else model_weights(model.family, model.spec)
-    )
+    checker = ShardingChecker(model.family, model.spec, model.rule)
+    unquantised = checker.weights if model.rule is None else model_weights(model.family, model.spec)
     if (vision := find_vision(config, model.family, model.config)) is not None:
         unquantised = [*unquantised, *model_weights(vision.family, vision.spec)]
     num_parameters = sum(weight.size for weight in unquantised)
     drafting = _drafting(config)
     lora = lora_spec(config, model.family, model.spec)
     max_text = read_embedding_files(directory).max_tokens
-    subject = Subject(config, model, divisions, num_parameters, device, drafting, lora, max_text)
+    subject = Subject(config, model, checker, num_parameters, device, drafting, lora, max_text)
     dtype = choose_dtype(config.dtype, device, read_dtype(model.config), model.family)
     layout = ModelLayout(
         dtype, choose_kv_cache_dtype(config.kv_cache_dtype, model.spec, model.quantization)

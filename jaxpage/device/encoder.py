@@ -183,7 +183,8 @@ class TextEncoder:
 
     def _score(self, parameters: Any, states: Sequence[npt.NDArray[np.float32]]) -> list[Vector]:
         """Returns the scores [Z] of each text."""
-        mode = self._config.head_pooling
+        assert self._config.head is not None, "only models with a head score"
+        mode = self._config.head.pooling
         pooled = [pool(each, TokenPooling((mode,))) for each in states]
         scores: list[Vector] = []
         for start in range(0, len(pooled), HEAD_ROWS):

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from jaxpage.layers.attention import scale_by_position
+from jaxpage.layers.attention import Scores, scale_by_position
 from jaxpage.layers.context import AttentionOptions, ForwardContext, LayerPages
 from jaxpage.layers.linear import Linear
 from jaxpage.layers.matmul import matmul_by_head, weight_numbers
@@ -41,8 +41,8 @@ class LatentWidths:
     query_rank: int | None
 
     @property
-    def kept(self) -> int:
-        """Returns how many numbers a token keeps."""
+    def cached(self) -> int:
+        """Returns how many numbers the cache has of a token."""
         return self.rank + self.rotated
 
     @property
@@ -64,16 +64,11 @@ class LatentQueries(nnx.Module):
         return self.up(self.norm(self.down(x_TD)))
 
 
-class LatentAttention(nnx.Module):
-    """Attends to the latents of all tokens.
+@dataclass(frozen=True)
+class LatentProjections:
+    """Holds the products of latent attention, and the norm between them.
 
     Attributes:
-        layer_index: The layer's place in its model.
-        num_heads: The number of heads.
-        widths: The widths of the heads and of the latent.
-        rope: The rotation; None if there is none.
-        scale: The factor of the scores.
-        temperature_tuning: See `Attention`.
         queries: The product for the queries of all heads, in each head the plain part first.
         down: The product for the latent and the part that is rotated.
         norm: The norm of the latent.
@@ -82,32 +77,50 @@ class LatentAttention(nnx.Module):
         output: The product for the output.
     """
 
+    queries: Linear | LatentQueries
+    down: Linear
+    norm: RMSNorm
+    expand: Linear
+    output: Linear
+
+
+class LatentAttention(nnx.Module):
+    """Attends to the latents of all tokens.
+
+    The module has the attributes of the projections that it is made of.
+    """
+
     def __init__(
         self,
         layer_index: int,
-        queries: Linear | LatentQueries,
-        down: Linear,
-        norm: RMSNorm,
-        expand: Linear,
-        output: Linear,
+        projections: LatentProjections,
         widths: LatentWidths,
         *,
         num_heads: int,
         rope: Rope | None,
-        scale: float,
-        temperature_tuning: tuple[float, int, int] | None = None,
+        scores: Scores,
     ):
+        """Makes the layer.
+
+        Args:
+            layer_index: The layer's place in its model.
+            projections: The products.
+            widths: The widths of the heads and of the latent.
+            num_heads: The number of heads.
+            rope: The rotation; None if there is none.
+            scores: Its scale and its temperature tuning, which are all that this attention has.
+        """
         self.layer_index = layer_index
         self.num_heads = num_heads
         self.widths = widths
         self.rope = rope
-        self.scale = scale
-        self.temperature_tuning = temperature_tuning
-        self.queries = queries
-        self.down = down
-        self.norm = norm
-        self.expand = expand
-        self.output = output
+        self.scale = widths.query**-0.5 if scores.scale is None else scores.scale
+        self.temperature_tuning = scores.temperature_tuning
+        self.queries = projections.queries
+        self.down = projections.down
+        self.norm = projections.norm
+        self.expand = projections.expand
+        self.output = projections.output
 
     def __call__(
         self, x_TD: Float[Array, "T D"], layer_pages: LayerPages, context: ForwardContext

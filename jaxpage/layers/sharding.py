@@ -11,7 +11,7 @@ number of devices, and the sum is in the fastest order:
     device 1   shard 2 ─┐    + ── hidden state, on both devices
                shard 3 ─┴ + ─┘
 
-No family knows of this: `models.dividing` puts these layers in the place of the family's own.
+No family knows of this: `models.sharding` puts these layers in the place of the family's own.
 """
 
 from __future__ import annotations

@@ -13,13 +13,10 @@ from typing import Any
 import jax
 from flax import nnx
 
-from jaxpage.layers import ExpertsSpec
-from jaxpage.models.config import Fields, expert_fields, layer_windows
+from jaxpage.models.config import ExpertDefaults, Fields, layer_windows
 from jaxpage.models.llama import Llama
-from jaxpage.models.parts import Scope, attention
-from jaxpage.models.parts.attention import Gates
+from jaxpage.models.parts import ExpertNames, Gates, Scope, attention
 from jaxpage.models.parts.decoder_config import DecoderConfig, Defaults, ExpertsConfig
-from jaxpage.models.parts.names import ExpertNames
 
 
 class ArceeConfig(DecoderConfig):
@@ -47,12 +44,25 @@ class AfmoeConfig(ExpertsConfig):
 
     model_type = "afmoe"
     defaults = Defaults(head_dim=128, max_length=16_384, epsilon=1e-5, attention_bias=False)
+    expert_defaults = ExpertDefaults(
+        count=64,
+        per_token=6,
+        width=1408,
+        normalized=True,
+        shared_count=("num_shared_experts", 2),
+        factor=("route_scale", 1.0),
+        routing={"sigmoid": True, "corrected": True},
+        num_dense=("num_dense_layers", 1),
+    )
 
     embedding_scale: float
 
     @classmethod
     def read(cls, fields: Fields) -> AfmoeConfig:
         """Returns what the fields say."""
+        # Published files have these fields; transformers' class does not.
+        fields.only(score_func="sigmoid", route_norm=True, n_group=1, topk_group=1)
+        fields.only(num_expert_groups=1, num_limited_groups=1)
         types = layer_windows.layer_types(fields, fields.integer("global_attn_every_n_layers", 4))
         is_scaled = fields.flag("mup_enabled", False)
         return cls.from_fields(
@@ -60,26 +70,7 @@ class AfmoeConfig(ExpertsConfig):
             sliding_windows=layer_windows.read_windows(fields, types, 1024),
             rotates=layer_windows.slides(types),
             embedding_scale=math.sqrt(fields.integer("hidden_size")) if is_scaled else 1.0,
-            experts=_read_experts(fields),
-            sparse_layers=expert_fields.first_dense(fields, 1, "num_dense_layers"),
         )
-
-
-def _read_experts(fields: Fields) -> ExpertsSpec:
-    # Published files have these fields; transformers' class does not.
-    fields.only(score_func="sigmoid", route_norm=True, n_group=1, topk_group=1)
-    fields.only(num_expert_groups=1, num_limited_groups=1)
-    width = ("moe_intermediate_size", 1408)
-    factor = fields.number("route_scale", 1.0)
-    return expert_fields.read_experts(
-        fields,
-        count=("num_experts", 64),
-        per_token=6,
-        width=width,
-        normalized=True,
-        routing={"sigmoid": True, "corrected": True, "factor": factor},
-        shared_width=fields.integer(*width) * fields.integer("num_shared_experts", 2),
-    )
 
 
 class Afmoe(Llama, config=AfmoeConfig):

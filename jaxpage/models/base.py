@@ -215,6 +215,7 @@ def run_layers(
             for each, layer_pages in zip(place, of_layer, strict=True):
                 new_pages[each] = layer_pages
         if number < len(deep_nTD):
+            # DeepStack: features of a picture join after the layer, and the next one sees them.
             hidden_TD = hidden_TD + deep_nTD[number].astype(hidden_TD.dtype)
         entering.append(hidden_TD)
     output_TD = keep_and_norm(norm, hidden_TD)[1]

@@ -9,17 +9,15 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Literal
 
 import jax.numpy as jnp
 
 from jaxpage.layers import ACTIVATIONS, Embedding
 from jaxpage.layers.attention import query_key_value
 from jaxpage.models.config import Fields
-from jaxpage.models.parts import Scope, encoder, encoder_config, mlp, norms
-from jaxpage.models.parts.decoder import Block
-from jaxpage.models.parts.names import MLPNames
+from jaxpage.models.parts import Block, MLPNames, Scope, encoder, encoder_config, mlp, norms
 
 _POOLER = "*pooler.dense.*"
 _MPNET_PADDING_ID = 1  # whatever config.json says
@@ -30,7 +28,6 @@ _MODERN_THETA = {
     _MODERN_FULL: ("global_rope_theta", 160_000.0),
     "sliding_attention": ("local_rope_theta", 1e4),
 }
-_MODERN_HEAD = ("head.*", "classifier.*")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,19 +35,17 @@ class BertConfig(encoder_config.EncoderConfig):
     """Holds what a config.json of BERT says."""
 
     model_type = "bert"
+    head_tensors = (_POOLER,)
 
     name: str = "bert"
 
     @classmethod
     def read(cls, fields: Fields) -> BertConfig:
         """Reads the fields."""
-        common = encoder_config.read_encoder(
-            fields, num_positions=fields.integer("max_position_embeddings", 512)
-        )
-        return cls(
-            **common,
+        return cls.from_fields(
+            fields,
+            num_positions=fields.integer("max_position_embeddings", 512),
             token_types=fields.integer("type_vocab_size", 2),
-            idle_tensors=() if common["num_labels"] else (_POOLER,),
         )
 
 
@@ -81,7 +76,7 @@ class Bert(encoder.Encoder, config=BertConfig):
         """Returns the tables of tokens, positions and token types."""
         tables = at / "embeddings"
         width = config.hidden_size
-        num_positions = config.max_position_embeddings + config.first_position
+        num_positions = config.num_rows_before + config.max_position_embeddings
 
         def table(rows: int, name: str, axis: str | None = None) -> Embedding:
             return Embedding(rows, width, name=(tables / name).name, axis=axis, dtype=at.dtype)
@@ -121,7 +116,7 @@ class Bert(encoder.Encoder, config=BertConfig):
         """Returns the pooler and the classifier."""
         width = config.hidden_size
         dense = (at / config.name / "pooler").projection(width, ("dense", width), bias=True)
-        output = at.projection(width, ("classifier", config.num_labels), bias=True)
+        output = at.projection(width, ("classifier", 1), bias=True)
         return encoder.ScoreHead(dense, jnp.tanh, output)
 
 
@@ -138,12 +133,11 @@ class RobertaConfig(encoder_config.EncoderConfig):
         """Reads the fields; the rows of positions begin after that of the padding token."""
         padding_id = fields.integer("pad_token_id", 1, minimum=0)
         rows = fields.integer("max_position_embeddings", 512, minimum=padding_id + 2)
-        return cls(
-            **encoder_config.read_encoder(fields, num_positions=rows - padding_id - 1),
+        return cls.from_fields(
+            fields,
+            num_positions=rows - padding_id - 1,
             token_types=fields.integer("type_vocab_size", 2),
-            first_position=padding_id + 1,
             padding_id=padding_id,
-            idle_tensors=(_POOLER,),
         )
 
 
@@ -151,14 +145,15 @@ class Roberta(Bert, config=RobertaConfig):
     """RoBERTa: the layers of BERT, whose positions begin after the padding token's number."""
 
     prefix = "roberta."
-    ignored: ClassVar[tuple[str, ...]] = ("*position_ids", "lm_head.*")
+    # A model with a head lacks the pooler, too.
+    ignored: ClassVar[tuple[str, ...]] = ("*position_ids", "lm_head.*", _POOLER)
 
     @classmethod
     def make_head(cls, config: Any, at: Scope) -> encoder.ScoreHead:
         """Returns the head, which has two products."""
         width = config.hidden_size
         dense = (at / "classifier").projection(width, ("dense", width), bias=True)
-        output = (at / "classifier").projection(width, ("out_proj", config.num_labels), bias=True)
+        output = (at / "classifier").projection(width, ("out_proj", 1), bias=True)
         return encoder.ScoreHead(dense, jnp.tanh, output)
 
 
@@ -177,6 +172,7 @@ class MPNetConfig(encoder_config.EncoderConfig):
     """Holds what a config.json of MPNet says."""
 
     model_type = "mpnet"
+    has_distances = True
 
     name: str = "mpnet"
 
@@ -185,12 +181,8 @@ class MPNetConfig(encoder_config.EncoderConfig):
         """Reads the fields; the rows of positions begin after that of the padding token."""
         fields.only(relative_attention_num_buckets=encoder_config.DISTANCE_BUCKETS)
         rows = fields.integer("max_position_embeddings", 512, minimum=_MPNET_PADDING_ID + 2)
-        return cls(
-            **encoder_config.read_encoder(fields, num_positions=rows - _MPNET_PADDING_ID - 1),
-            has_distances=True,
-            first_position=_MPNET_PADDING_ID + 1,
-            padding_id=_MPNET_PADDING_ID,
-            idle_tensors=(_POOLER,),
+        return cls.from_fields(
+            fields, num_positions=rows - _MPNET_PADDING_ID - 1, padding_id=_MPNET_PADDING_ID
         )
 
 
@@ -226,15 +218,14 @@ class NomicBertConfig(encoder_config.EncoderConfig):
         """Reads the fields."""
         head_dim = fields.head_dim()
         positions = fields.integer("max_position_embeddings", 2048)
-        common = encoder_config.read_encoder(
-            fields, num_positions=positions, activation=("hidden_act", "silu"), head_dim=head_dim
-        )
         rope, length = fields.rope(head_dim, positions, theta=1000.0)
-        common |= {"rope": rope, "max_position_embeddings": length}
-        return cls(
-            **common,
+        return cls.from_fields(
+            fields,
+            num_positions=length,
+            activation=("hidden_act", "silu"),
+            head_dim=head_dim,
+            rope=rope,
             token_types=fields.integer("type_vocab_size", 2),
-            idle_tensors=(_POOLER,),
         )
 
 
@@ -243,7 +234,7 @@ class NomicBert(Bert, config=NomicBertConfig):
 
     prefix = "nomic_bert."
     layers_name = "encoder.layers"
-    ignored: ClassVar[tuple[str, ...]] = ("*position_ids", "*token_type_ids", "cls.*")
+    ignored: ClassVar[tuple[str, ...]] = ("*position_ids", "*token_type_ids", "cls.*", _POOLER)
     renamed: ClassVar[Mapping[str, str]] = {}
     has_positions = False
 
@@ -276,54 +267,46 @@ class ModernBertConfig(encoder_config.EncoderConfig):
 
     Attributes:
         norm_bias: True if norms have biases.
-        head_bias: True if the first product of the head has a bias.
-        head_activation: The function after it.
     """
 
     model_type = "modernbert"
+    head_tensors = ("head.*", "classifier.*")
 
     name: str = "model"
     norm_bias: bool = False
-    head_bias: bool = False
-    head_activation: str = "gelu"
 
     @classmethod
     def read(cls, fields: Fields) -> ModernBertConfig:
         """Reads the fields."""
-        common = encoder_config.read_encoder(
-            fields,
-            num_positions=fields.integer("max_position_embeddings", 8192),
-            epsilon=("norm_eps", 1e-5),
-            activation=("hidden_activation", "gelu"),
-        )
         fields.only(rope_scaling=None)
-        num_layers = common["kv"].num_decoder_layers
+        num_layers = fields.integer("num_hidden_layers")
         every = fields.integer("global_attn_every_n_layers", 3)
-        default = [
-            "sliding_attention" if index % every else _MODERN_FULL for index in range(num_layers)
-        ]
-        kinds = fields.layer_types(default)
-        positions = common["max_position_embeddings"]
+        kinds = fields.layer_types(
+            ["sliding_attention" if index % every else _MODERN_FULL for index in range(num_layers)]
+        )
+        positions = fields.integer("max_position_embeddings", 8192)
         ropes, length = fields.ropes_by_type(fields.head_dim(), positions, _MODERN_THETA)
         reach = fields.integer("local_attention", 128) // 2
-        common |= {
-            "max_position_embeddings": length,
-            "rope_by_layer": tuple(ropes[kind] for kind in kinds),
-            "reach": tuple(None if kind == _MODERN_FULL else reach for kind in kinds),
-        }
-        return cls(
-            **common,
+        config = cls.from_fields(
+            fields,
+            num_positions=length,
+            epsilon=("norm_eps", 1e-5),
+            activation=("hidden_activation", "gelu"),
+            rope_by_layer=tuple(ropes[kind] for kind in kinds),
+            reach=tuple(None if kind == _MODERN_FULL else reach for kind in kinds),
             attention_bias=fields.flag("attention_bias", False),
             mlp_bias=fields.flag("mlp_bias", False),
             norm_bias=fields.flag("norm_bias", False),
-            head_bias=fields.flag("classifier_bias", False),
-            head_activation=fields.activation("classifier_activation", "gelu"),
-            head_pooling=_read_head_pooling(fields),
-            idle_tensors=() if common["num_labels"] else _MODERN_HEAD,
         )
+        head = encoder_config.ScoreForm(
+            pooling=_read_head_pooling(fields),
+            bias=fields.flag("classifier_bias", False),
+            activation=fields.activation("classifier_activation", "gelu"),
+        )
+        return replace(config, head=config.head and head)
 
 
-def _read_head_pooling(fields: Fields) -> encoder_config.HeadPooling:
+def _read_head_pooling(fields: Fields) -> Literal["cls", "mean"]:
     stated = fields.get("classifier_pooling", "cls")
     if stated == "mean":
         return "mean"
@@ -383,8 +366,8 @@ class ModernBert(encoder.Encoder, config=ModernBertConfig):
         """Returns the head: a product, its function and norm, and the classifier."""
         width = config.hidden_size
         return encoder.ScoreHead(
-            (at / "head").projection(width, ("dense", width), bias=config.head_bias),
-            ACTIVATIONS[config.head_activation],
-            at.projection(width, ("classifier", config.num_labels), bias=True),
+            (at / "head").projection(width, ("dense", width), bias=config.head.bias),
+            ACTIVATIONS[config.head.activation],
+            at.projection(width, ("classifier", 1), bias=True),
             norms.layer_norm(config, at / "head.norm", bias=config.norm_bias),
         )

@@ -12,8 +12,7 @@ from flax import nnx
 
 from jaxpage.layers import NO_ROTATION, Scores
 from jaxpage.models.config import Fields, alibi
-from jaxpage.models.parts import Scope, attention, mlp, norms
-from jaxpage.models.parts.decoder import Block, Decoder
+from jaxpage.models.parts import Block, Decoder, Scope, attention, mlp, norms
 from jaxpage.models.parts.decoder_config import DecoderConfig, Defaults
 from jaxpage.models.parts.names import AttentionNames, ModuleNames
 
@@ -66,6 +65,7 @@ class Bloom(Decoder, config=BloomConfig):
 
     def make_others(self, config: Any, at: Scope) -> None:
         """Makes the norm after the token table."""
+        # It made training more stable (Le Scao et al., 2022).
         self.tokens_norm = norms.layer_norm(config, at / "word_embeddings_layernorm")
 
     @classmethod
@@ -128,6 +128,7 @@ class MptConfig(DecoderConfig):
         fields.only(attn_type="multihead_attention", alibi=True, alibi_bias_max=8)
         fields.only(qk_ln=False, prefix_lm=False, attn_uses_sequence_id=False, rope=False)
         fields.only(kv_n_heads=fields.integer("num_attention_heads"), sliding_window_size=-1)
+        # transformers reads none of these, and computes as if they had these values.
         fields.only(expansion_ratio=4, no_bias=True, logit_scale=None)
         return cls.from_fields(
             fields,

@@ -15,9 +15,7 @@ from flax import nnx
 from jaxpage.layers import HeadNorms
 from jaxpage.models.config import Fields, layer_windows
 from jaxpage.models.llama import Llama
-from jaxpage.models.parts import Scope, attention, norms
-from jaxpage.models.parts.decoder import Block
-from jaxpage.models.parts.decoder_config import DecoderConfig, Defaults
+from jaxpage.models.parts import Block, DecoderConfig, Defaults, Scope, attention, norms
 
 THETA = 500_000.0
 
@@ -45,7 +43,10 @@ class CohereConfig(DecoderConfig):
         """Returns what the fields say."""
         max_length = fields.integer("max_position_embeddings", 8192)
         if fields.rope_parameters(max_length, THETA)["rope_type"] == "default":
+            # A scaled rotation says how far it reaches by itself, and then this field does not
+            # count.
             max_length = fields.optional_integer("model_max_length", None) or max_length
+        # Cohere rotates neighbours and not halves, as its own code does.
         rope = fields.rope(fields.head_dim(), max_length, theta=THETA, interleaved=True)
         return cls.from_fields(
             fields,

@@ -9,26 +9,27 @@ and Solar Open have the experts alone. Kimi Linear has both (`kimi.py`).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar, Self
 
 from flax import nnx
 
-from jaxpage.models.config import Fields, expert_fields, layer_windows, mtp_names
-from jaxpage.models.config.fields import REQUIRED
+from jaxpage.models.config import REQUIRED, Fields, expert_fields, layer_windows
+from jaxpage.models.config.expert_fields import CORRECTED, ExpertDefaults
+from jaxpage.models.config.mtp_names import MtpNames, no_heads, read_numbered_names
 from jaxpage.models.llama import Llama
-from jaxpage.models.parts import Scope, latent
-from jaxpage.models.parts.decoder_config import Defaults, ExpertsConfig
-from jaxpage.models.parts.latent import LatentSpec
-from jaxpage.models.parts.names import DEEPSEEK_EXPERTS
+from jaxpage.models.parts import DEEPSEEK_EXPERTS, Defaults, ExpertsConfig, Scope, latent
+from jaxpage.models.parts.latent import LatentDefaults, LatentSpec
 from jaxpage.models.qwen import Qwen3Moe
 
 ALIASES = {
     "n_routed_experts": "num_local_experts",
     "num_nextn_predict_layers": "num_mtp_layers",
 }
+FIRST_DENSE = "first_k_dense_replace"
 NORM_AFTER_EXPERTS = "post_mlp_layernorm"
-INDEXER = "*.self_attn.indexer.*"  # It chooses all positions; see `read_indexed_decoder`.
+INDEXER = "*.self_attn.indexer.*"  # It chooses all positions; see `LatentDefaults.read_indexed`.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,8 +43,26 @@ class DeepseekV2Config(ExpertsConfig):
     model_type = "deepseek_v2"
     aliases = {"n_routed_experts": "num_experts"}
     defaults = Defaults(mlp_bias=False)
+    latent_defaults: ClassVar[LatentDefaults] = LatentDefaults(query_rank=1536)
+    expert_defaults = ExpertDefaults(
+        count_field="n_routed_experts",
+        count=64,
+        per_token=REQUIRED,
+        width=1407,
+        normalized=False,
+        shared_count=("n_shared_experts", 2),
+        factor=("routed_scaling_factor", 1.0),
+        num_dense=(FIRST_DENSE, 0),
+    )
+    read_draft_heads: ClassVar[Callable[..., MtpNames | None]] = staticmethod(read_numbered_names)
 
     latent: LatentSpec
+
+    @classmethod
+    def from_fields(cls, fields: Fields, **options: Any) -> Self:
+        """Returns the config, with the latent attention that its fields say."""
+        latents = cls.latent_defaults.read(fields, cls.defaults.max_length)
+        return super().from_fields(fields, **latents, **options)
 
     @classmethod
     def read(cls, fields: Fields) -> DeepseekV2Config:
@@ -54,25 +73,12 @@ class DeepseekV2Config(ExpertsConfig):
             text = f"topk_method = {method!r} is not greedy or group_limited_greedy"
             fields.note_unsupported(text, topk_method="greedy")
             method = "greedy"
-        count = ("n_routed_experts", 64)
-        width = ("moe_intermediate_size", 1407)
-        groups = None if method == "greedy" else expert_fields.read_groups(fields, count, best=1)
-        factor = fields.number("routed_scaling_factor", 1.0)
-        return cls.from_fields(
-            fields,
-            **latent.read_latent_decoder(fields, max_length=2048, query_rank=1536),
-            experts=expert_fields.read_experts(
-                fields,
-                count=count,
-                per_token=None,
-                width=width,
-                normalized=False,
-                routing={"groups": groups, "factor": factor},
-                shared_width=fields.integer(*width) * fields.integer("n_shared_experts", 2),
-            ),
-            sparse_layers=expert_fields.first_dense(fields, 0),
-            draft_heads=mtp_names.read_numbered_names(fields),
-        )
+        groups = None
+        if method == "group_limited_greedy":
+            # V2 rates a group by its best expert, V3 by the sum of its best two.
+            groups = expert_fields.read_groups(fields, ("n_routed_experts", 64), best=1)
+        experts = cls.expert_defaults.read(fields, routing={"groups": groups})
+        return cls.from_fields(fields, experts=experts)
 
 
 class DeepseekV2(Llama, config=DeepseekV2Config):
@@ -91,20 +97,18 @@ class DeepseekV3Config(DeepseekV2Config):
 
     model_type = "deepseek_v3"
     aliases = ALIASES
-    defaults = Defaults()
+    defaults = Defaults(max_length=4096)
+    expert_defaults = replace(
+        CORRECTED,
+        groups=(8, 4),
+        factor=("routed_scaling_factor", 2.5),
+        num_dense=(FIRST_DENSE, 3),
+    )
 
     @classmethod
-    def read(cls, fields: Fields) -> DeepseekV3Config:
+    def read(cls, fields: Fields) -> DeepseekV2Config:
         """Returns what the fields say."""
-        return cls.from_fields(
-            fields,
-            **latent.read_latent_decoder(fields, max_length=4096, query_rank=1536),
-            experts=expert_fields.read_corrected_experts(
-                fields, count=256, per_token=8, width=2048, groups=(8, 4), factor=2.5
-            ),
-            sparse_layers=expert_fields.first_dense(fields, 3),
-            draft_heads=mtp_names.read_numbered_names(fields),
-        )
+        return cls.from_fields(fields)
 
 
 class DeepseekV3(DeepseekV2, config=DeepseekV3Config):
@@ -114,27 +118,19 @@ class DeepseekV3(DeepseekV2, config=DeepseekV3Config):
     ignored = (*Llama.ignored, "*layers.61.*")
 
 
-class DeepseekV32Config(DeepseekV2Config):
+class DeepseekV32Config(DeepseekV3Config):
     """Reads transformers' `DeepseekV32Config`."""
 
     model_type = "deepseek_v32"
     aliases = {"n_routed_experts": "num_local_experts"}
-    defaults = Defaults()
+    defaults = Defaults(max_length=163_840)
+    latent_defaults = LatentDefaults(query_rank=1536, has_indexer=True)
+    expert_defaults = replace(DeepseekV3Config.expert_defaults, has_types=True)
 
     @classmethod
-    def read(cls, fields: Fields) -> DeepseekV32Config:
-        """Returns what the fields say."""
-        return cls.from_fields(
-            fields,
-            **latent.read_indexed_decoder(fields, max_length=163_840, query_rank=1536),
-            experts=expert_fields.read_corrected_experts(
-                fields, count=256, per_token=8, width=2048, groups=(8, 4), factor=2.5
-            ),
-            sparse_layers=expert_fields.sparse_by_type(
-                fields, expert_fields.first_dense(fields, 3)
-            ),
-            draft_heads=mtp_names.read_numbered_names(fields, INDEXER),
-        )
+    def read_draft_heads(cls, fields: Fields) -> MtpNames | None:
+        """Returns the names of MTP heads, of whose layers the indexer is not read."""
+        return read_numbered_names(fields, INDEXER)
 
 
 class DeepseekV32(DeepseekV3, config=DeepseekV32Config):
@@ -148,24 +144,21 @@ class YoutuConfig(DeepseekV2Config):
 
     model_type = "youtu"
     aliases = {}
-    defaults = Defaults(tied=True)
+    defaults = Defaults(max_length=131_072, tied=True)
+    read_draft_heads = staticmethod(no_heads)
 
     @classmethod
-    def read(cls, fields: Fields) -> YoutuConfig:
+    def read(cls, fields: Fields) -> DeepseekV2Config:
         """Returns what the fields say."""
-        return cls.from_fields(
-            fields,
-            **latent.read_latent_decoder(fields, max_length=131_072, query_rank=1536),
-            experts=None,
-            sparse_layers=(False,) * fields.integer("num_hidden_layers"),
-        )
+        no_layers = (False,) * fields.integer("num_hidden_layers")
+        return cls.from_fields(fields, experts=None, sparse_layers=no_layers)
 
 
 class Youtu(DeepseekV2, config=YoutuConfig):
     """Youtu-LLM (Tencent, 2025) has the latent attention of DeepSeek-V3, and no experts."""
 
 
-class AXK1Config(DeepseekV2Config):
+class AXK1Config(DeepseekV3Config):
     """Reads transformers' `AXK1Config`.
 
     The router has a correction bias only if `topk_method` is `noaux_tc` or absent. transformers
@@ -174,29 +167,23 @@ class AXK1Config(DeepseekV2Config):
 
     model_type = "axk1"
     aliases = {"n_routed_experts": "num_local_experts"}
-    defaults = Defaults()
+    defaults = Defaults(max_length=32_768)
+    expert_defaults = replace(
+        DeepseekV3Config.expert_defaults, count=192, num_dense=(FIRST_DENSE, 1), has_types=True
+    )
 
     @classmethod
-    def read(cls, fields: Fields) -> AXK1Config:
+    def read(cls, fields: Fields) -> DeepseekV2Config:
         """Returns what the fields say."""
-        heads = mtp_names.read_numbered_names(fields)
-        return cls.from_fields(
-            fields,
-            **latent.read_latent_decoder(fields, max_length=32_768, query_rank=1536),
-            experts=expert_fields.read_corrected_experts(
-                fields,
-                count=192,
-                per_token=8,
-                width=2048,
-                groups=(8, 4),
-                factor=2.5,
-                corrected=fields.get("topk_method", "noaux_tc") == "noaux_tc",
-            ),
-            sparse_layers=expert_fields.sparse_by_type(
-                fields, expert_fields.first_dense(fields, 1)
-            ),
-            draft_heads=heads and replace(heads, refusal="heads of A.X K1 are not read"),
-        )
+        corrected = fields.get("topk_method", "noaux_tc") == "noaux_tc"
+        experts = cls.expert_defaults.read(fields, routing={"corrected": corrected})
+        return cls.from_fields(fields, experts=experts)
+
+    @classmethod
+    def read_draft_heads(cls, fields: Fields) -> MtpNames | None:
+        """Returns the names of MTP heads, which no method can use."""
+        heads = read_numbered_names(fields)
+        return heads and replace(heads, refusal="heads of A.X K1 are not read")
 
 
 class AXK1(DeepseekV2, config=AXK1Config):
@@ -222,6 +209,15 @@ class Dots1Config(ExpertsConfig):
     model_type = "dots1"
     aliases = {"n_routed_experts": "num_local_experts"}
     defaults = Defaults(num_kv_heads=32, attention_bias=False)
+    expert_defaults = replace(
+        CORRECTED,
+        count=REQUIRED,
+        per_token=REQUIRED,
+        width=1408,
+        normalized=("norm_topk_prob", False),
+        shared_count=("n_shared_experts", REQUIRED),
+        num_dense=(FIRST_DENSE, 0),
+    )
 
     @classmethod
     def read(cls, fields: Fields) -> Dots1Config:
@@ -235,15 +231,6 @@ class Dots1Config(ExpertsConfig):
         return cls.from_fields(
             fields,
             sliding_windows=layer_windows.windows_of(fields, fields.layer_types(types), window),
-            experts=expert_fields.read_corrected_experts(
-                fields,
-                count=REQUIRED,
-                per_token=REQUIRED,
-                width=1408,
-                normalized=False,
-                shared=("n_shared_experts", REQUIRED),
-            ),
-            sparse_layers=expert_fields.first_dense(fields, 0),
         )
 
 
@@ -266,18 +253,16 @@ class SolarOpenConfig(ExpertsConfig):
         epsilon=1e-5,
         attention_bias=False,
     )
+    expert_defaults = replace(CORRECTED, count=128, width=1280)
 
     @classmethod
     def read(cls, fields: Fields) -> SolarOpenConfig:
         """Returns what the fields say."""
         # Published files have these fields; transformers' class does not.
         fields.only(first_k_dense_replace=0, use_qk_norm=False)
-        experts = expert_fields.read_corrected_experts(fields, count=128, per_token=8, width=1280)
-        return cls.from_fields(
-            fields,
-            intermediate_size=experts.width,  # No layer is dense.
-            experts=experts,
-        )
+        experts = cls.expert_defaults.read(fields)
+        # No layer is dense, and so the file need not say how wide one would be.
+        return cls.from_fields(fields, intermediate_size=experts.width, experts=experts)
 
 
 class SolarOpen(Llama, config=SolarOpenConfig):

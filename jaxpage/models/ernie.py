@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from jaxpage.models.config import Fields, expert_fields, mtp_names
+from jaxpage.models.config import ExpertDefaults, Fields
+from jaxpage.models.config.mtp_names import MtpNames, unread_heads
 from jaxpage.models.llama import Llama
-from jaxpage.models.parts.decoder_config import DecoderConfig, Defaults, ExpertsConfig
-from jaxpage.models.parts.names import ExpertNames
+from jaxpage.models.parts import DecoderConfig, Defaults, ExpertNames, ExpertsConfig
 
 DEFAULTS = Defaults(
     num_kv_heads=2,
@@ -47,30 +47,34 @@ class Ernie4_5MoeConfig(ExpertsConfig):
     model_type = "ernie4_5_moe"
     aliases = {"moe_num_experts": "num_experts", "num_experts_per_tok": "moe_k"}
     defaults = replace(DEFAULTS, num_kv_heads=4)
+    expert_defaults = ExpertDefaults(
+        count_field="moe_num_experts",
+        count=64,
+        per_token=6,
+        width=1536,
+        normalized=True,
+        routing={"corrected": True},
+    )
 
     @classmethod
     def read(cls, fields: Fields) -> Ernie4_5MoeConfig:
         """Returns what the fields say."""
         fields.only(moe_norm_min=1e-12)
-        width = ("moe_intermediate_size", 1536)
+        experts = cls.expert_defaults.read(fields)
         num_shared = fields.integer("moe_num_shared_experts", 2, minimum=0)
         bias = fields.flag("use_bias", False)
         return cls.from_fields(
             fields,
             attention_bias=bias,
             mlp_bias=bias,
-            experts=expert_fields.read_experts(
-                fields,
-                count=("moe_num_experts", 64),
-                per_token=6,
-                width=width,
-                normalized=True,
-                routing={"corrected": True},
-                shared_width=num_shared * fields.integer(*width) or None,
-            ),
+            experts=replace(experts, shared_width=num_shared * experts.width or None),
             sparse_layers=_sparse_layers(fields),
-            draft_heads=mtp_names.unread_heads(fields, "model.mtp_"),
         )
+
+    @classmethod
+    def read_draft_heads(cls, fields: Fields) -> MtpNames:
+        """Returns the names of MTP heads, which are not loaded."""
+        return unread_heads(fields, "model.mtp_")
 
 
 def _sparse_layers(fields: Fields) -> tuple[bool, ...]:

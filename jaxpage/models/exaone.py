@@ -8,11 +8,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from jaxpage.models.config import Fields, expert_fields, layer_windows, mtp_names
+from jaxpage.models.config import CORRECTED, Fields, layer_windows, mtp_names
 from jaxpage.models.olmo import Olmo2
-from jaxpage.models.parts import attention
-from jaxpage.models.parts.decoder_config import DecoderConfig, Defaults, ExpertsConfig
-from jaxpage.models.parts.names import DEEPSEEK_EXPERTS
+from jaxpage.models.parts import DEEPSEEK_EXPERTS, DecoderConfig, Defaults, ExpertsConfig, attention
 from jaxpage.models.qwen import Qwen3
 
 DEFAULTS = Defaults(num_kv_heads=32, epsilon=1e-5)
@@ -72,6 +70,17 @@ class ExaoneMoeConfig(ExpertsConfig):
 
     model_type = "exaone_moe"
     defaults = DEFAULTS
+    expert_defaults = replace(
+        CORRECTED,
+        count_field="num_experts",
+        count=64,
+        width=1024,
+        shared_count=("num_shared_experts", 1),
+        factor=("routed_scaling_factor", 2.5),
+        num_dense=("first_k_dense_replace", 1),
+        has_types=True,
+    )
+    read_draft_heads = staticmethod(mtp_names.unread_heads)
 
     @classmethod
     def read(cls, fields: Fields) -> ExaoneMoeConfig:
@@ -79,19 +88,6 @@ class ExaoneMoeConfig(ExpertsConfig):
         return cls.from_fields(
             fields,
             **read_layers(fields, fields.integer("sliding_window", 4096)),
-            experts=expert_fields.read_corrected_experts(
-                fields,
-                count_field="num_experts",
-                shared=("num_shared_experts", 1),
-                count=64,
-                per_token=8,
-                width=1024,
-                factor=2.5,
-            ),
-            sparse_layers=expert_fields.sparse_by_type(
-                fields, expert_fields.first_dense(fields, 1)
-            ),
-            draft_heads=mtp_names.unread_heads(fields),
         )
 
 

@@ -23,8 +23,7 @@ from jaxtyping import Array, Float
 
 from jaxpage.layers import ACTIVATIONS, NO_ROTATION, ForwardContext, LayerPages, MambaSpec, Scores
 from jaxpage.models.config import Fields, alibi, recurrent_fields
-from jaxpage.models.parts import Scope, attention, mlp, norms, recurrences
-from jaxpage.models.parts.decoder import Block, Decoder
+from jaxpage.models.parts import Block, Decoder, Scope, attention, mlp, norms, recurrences
 from jaxpage.models.parts.decoder_config import DecoderConfig, Defaults
 from jaxpage.models.parts.names import AttentionNames, ModuleNames
 
@@ -123,6 +122,7 @@ class Falcon(Decoder, config=FalconConfig):
         has_two = config.num_norms == 2
         first, second = "input_layernorm", "post_attention_layernorm"
         if config.parallel and has_two:
+            # Falcon 40B and 180B name their two norms so; Falcon 11B has one of the older name.
             first, second = "ln_attn", "ln_mlp"
         return Block(
             attention_norm=norms.layer_norm(config, at / first),

@@ -26,8 +26,7 @@ from flax import nnx
 from jaxpage.layers import RMSNorm, Scores
 from jaxpage.models.config import Fields, layer_windows
 from jaxpage.models.llama import Llama
-from jaxpage.models.parts import Scope, attention, decoder, norms
-from jaxpage.models.parts.decoder_config import DecoderConfig, Defaults
+from jaxpage.models.parts import DecoderConfig, Defaults, Scope, attention, decoder, norms
 
 ACTIVATION = "gelu_pytorch_tanh"
 FULL = "full_attention"
@@ -70,6 +69,7 @@ class GemmaConfig(DecoderConfig):
     @classmethod
     def complete(cls, config: Mapping[str, Any]) -> Mapping[str, Any]:
         """Returns the config with the activation that it means."""
+        # The first published files said gelu, and the models were trained with the tanh form of it.
         is_legacy = config.get("hidden_act") == "gelu"
         return {**config, "hidden_act": ACTIVATION} if is_legacy else config
 
@@ -94,7 +94,8 @@ class Gemma(Llama, config=GemmaConfig):
     make_norm: ClassVar[Callable[..., norms.Norm]] = staticmethod(gemma_norm)
 
     def embed_tokens(self, token_ids_T: jax.Array) -> jax.Array:
-        """Returns what vectors may take the place of."""
+        """Returns the embeddings, times the root of their width."""
+        # Vectors of pictures come in already scaled, and so take the place of the product.
         return super().embed_tokens(token_ids_T) * math.sqrt(self.config.hidden_size)
 
 
@@ -116,6 +117,7 @@ class Gemma2Config(DecoderConfig):
         tied=True,
         attention_bias=False,
     )
+    # Of scores and of logits, in the place of fields that are absent.
     default_softcaps: ClassVar[tuple[float | None, float | None]] = (50.0, 30.0)
 
     scores: Scores
@@ -140,6 +142,8 @@ class Gemma2Config(DecoderConfig):
         return cls.from_fields(
             fields,
             scores=Scores(
+                # The 27B model is scaled for the width of the model over its heads, not for that of
+                # a head.
                 scale=fields.number("query_pre_attn_scalar", 256.0) ** -0.5,
                 logit_softcap=fields.optional_number("attn_logit_softcapping", score_cap),
             ),
@@ -196,6 +200,7 @@ class Gemma3Config(Gemma2Config):
         if fields.get("attn_logit_softcapping", None) is not None:
             text = "attn_logit_softcapping is not supported: attention of Gemma 3 has no softcap"
             fields.note_unsupported(text, attn_logit_softcapping=None)
+        # Files from before `layer_types` have this field: one layer of so many is a full one.
         types = layer_windows.layer_types(fields, fields.integer("sliding_window_pattern", 6))
         return cls.read_gemma(
             fields,

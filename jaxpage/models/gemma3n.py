@@ -24,8 +24,7 @@ from jaxpage.layers.norms import mean
 from jaxpage.models import gemma, gemma_layers
 from jaxpage.models.base import Hidden, Pages, run_layers
 from jaxpage.models.config import Fields, layer_windows
-from jaxpage.models.parts import Scope, mlp, norms
-from jaxpage.models.parts.decoder_config import Defaults
+from jaxpage.models.parts import Defaults, Scope, mlp, norms
 
 ROPES = {gemma.FULL: ("rope_theta", 1_000_000.0), gemma.SLIDING: ("rope_local_base_freq", 10_000.0)}
 MIN_SQUARE = 1e-5  # The least mean of squares of a state that gets the size of another one.
@@ -122,6 +121,7 @@ def _inner_widths(fields: Fields, num_layers: int) -> tuple[int, ...]:
 
 def _sparsities(fields: Fields, num_layers: int) -> tuple[float, ...]:
     """Returns the share of gates that each layer cuts off; by default the first ten do."""
+    # As in the class of transformers.
     num_sparse = 10 if num_layers > 10 else 0
     usual = [0.95] * num_sparse + [0.0] * (num_layers - num_sparse)
     shares = layer_windows.read_by_layer(
@@ -139,7 +139,7 @@ class SparseMLP(nnx.Module):
 
     A gate is cut off at a number of standard deviations from the mean of its token's gates, above
     which the rest of a normal distribution would be. So each device needs all gates, and the half
-    is not divided.
+    is not sharded.
     """
 
     def __init__(self, config: Gemma3nConfig, form: gemma_layers.LayerForm, at: Scope):

@@ -21,8 +21,7 @@ from jaxtyping import Array, Float, Int
 from jaxpage.layers import ExpertsSpec, ForwardContext, LayerPages, Rope
 from jaxpage.models import gemma, gemma4_experts, gemma_layers
 from jaxpage.models.config import Fields, layer_windows, proportional_rope
-from jaxpage.models.parts import Scope, mlp, norms
-from jaxpage.models.parts.decoder_config import Defaults
+from jaxpage.models.parts import Defaults, Scope, mlp, norms
 
 ROPES: dict[str, dict[str, Any]] = {
     gemma.SLIDING: {"rope_type": "default", "rope_theta": 10_000.0},
@@ -40,7 +39,6 @@ class Gemma4Config(gemma_layers.Gemma4LayersConfig):
 
     Attributes:
         experts: The experts of each layer; None if there are none.
-        padding_id: The token whose inputs layers get where a vector takes the place of a token.
     """
 
     model_type = "gemma4_text"
@@ -48,7 +46,6 @@ class Gemma4Config(gemma_layers.Gemma4LayersConfig):
         activation=("hidden_activation", gemma.ACTIVATION), tied=True, attention_bias=False
     )
 
-    padding_id: int
     experts: ExpertsSpec | None
 
     @classmethod
@@ -66,10 +63,8 @@ class Gemma4Config(gemma_layers.Gemma4LayersConfig):
         if bidirectional not in (None, "vision"):
             text = "use_bidirectional_attention (attention to later tokens) is not supported"
             fields.note_unsupported(text, use_bidirectional_attention=None)
-        types = (
-            *layer_windows.layer_types(fields, 6)[:-1],
-            gemma.FULL,
-        )  # The last layer is always a full one.
+        # Whatever the config says, transformers makes the last layer a full one.
+        types = (*layer_windows.layer_types(fields, 6)[:-1], gemma.FULL)
         heads = _heads(fields, types, by_layer)
         ropes, max_length = _ropes(fields, heads)
         places = gemma_layers.find_shared_layers(fields, types, 0)
@@ -83,12 +78,12 @@ class Gemma4Config(gemma_layers.Gemma4LayersConfig):
             rope=(ropes[gemma.FULL], max_length),
             kv={**cache, "heads": tuple(heads[kind] for kind in kinds_with_pages)},
             rope_by_layer=tuple(ropes[kind] for kind in types),
-            layer_forms=_layer_forms(fields, types, places),
+            layer_forms=_layer_forms(
+                fields, types, places, sees_pictures=bidirectional == "vision"
+            ),
             inputs=_inputs(fields),
             logit_softcap=fields.optional_number("final_logit_softcapping", None),
             experts=gemma4_experts.read_experts(fields),
-            sees_ahead=bidirectional == "vision",
-            padding_id=_padding_id(fields),
         )
 
 
@@ -99,17 +94,28 @@ def _padding_id(fields: Fields) -> int:
 
 
 def _layer_forms(
-    fields: Fields, types: tuple[str, ...], places: tuple[int, ...]
+    fields: Fields, types: tuple[str, ...], places: tuple[int, ...], *, sees_pictures: bool
 ) -> tuple[gemma_layers.LayerForm, ...]:
-    """Returns what differs from layer to layer; layers that share pages may have a wider half."""
+    """Returns what differs from layer to layer; layers that share pages may have a wider half.
+
+    Args:
+        fields: The fields of the config.
+        types: The type of each layer.
+        places: For each layer, the place of the layer whose pages it reads.
+        sees_pictures: True if the tokens of a picture see each other both ways in layers with a
+            window, and so not in full ones.
+    """
     width = fields.integer("intermediate_size")
     wide = 2 * width if fields.flag("use_double_wide_mlp", False) else width
     keys_are_values = fields.flag("attention_k_eq_v", False)
     return tuple(
         gemma_layers.LayerForm(
-            place, width if place == index else wide, keys_are_values and types[index] == gemma.FULL
+            place,
+            width if place == index else wide,
+            keys_are_values=keys_are_values and kind == gemma.FULL,
+            sees_ahead=kind == gemma.SLIDING or not sees_pictures,
         )
-        for index, place in enumerate(places)
+        for index, (kind, place) in enumerate(zip(types, places, strict=True))
     )
 
 
@@ -185,7 +191,8 @@ def _inputs(fields: Fields) -> gemma_layers.InputsForm | None:
     if width and rows < (size := fields.integer("vocab_size")):
         text = f"vocab_size_per_layer_input = {rows} must not be less than vocab_size = {size}"
         fields.note_wrong(text, vocab_size_per_layer_input=size)
-    return gemma_layers.InputsForm(width, rows) if width else None
+    padding_id = _padding_id(fields)
+    return gemma_layers.InputsForm(width, rows, padding_id) if width else None
 
 
 class Gemma4Layer(nnx.Module):
@@ -252,5 +259,5 @@ class Gemma4(gemma.Gemma2, config=Gemma4Config):
             return self.layers
         if context.vectors is not None:
             is_vector_T, _ = context.vectors
-            token_ids_T = jax.numpy.where(is_vector_T, self.config.padding_id, token_ids_T)
+            token_ids_T = jax.numpy.where(is_vector_T, self.config.inputs.padding_id, token_ids_T)
         return gemma_layers.bind_inputs(self.layers, self.inputs(token_ids_T, hidden_TD))

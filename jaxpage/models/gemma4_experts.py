@@ -11,8 +11,7 @@ from jaxpage.layers.experts import Experts
 from jaxpage.layers.parameter import Axis, tensor
 from jaxpage.layers.routing import Router, Routing
 from jaxpage.models.config import Fields
-from jaxpage.models.parts import Scope, norms
-from jaxpage.models.parts.decoder_config import DecoderConfig
+from jaxpage.models.parts import DecoderConfig, Scope, norms
 
 
 def read_experts(fields: Fields) -> ExpertsSpec | None:
@@ -88,6 +87,8 @@ class Gemma4Experts(nnx.Module):
         self, x_TD: Float[Array, "T D"], dense_TD: Float[Array, "T D"]
     ) -> Float[Array, "T D"]:
         """Returns the sum of the experts' output and that of the dense half."""
+        # transformers multiplies by the learned scale first, and then by the inverse root of the
+        # width.
         scale = x_TD.shape[1] ** -0.5
         routed_TD = self.router_norm(x_TD) * self.router_scale[...][None] * scale
         expert_TX, weight_TX = self.router(routed_TD)

@@ -18,8 +18,7 @@ from jaxpage.layers import ACTIVATIONS, Attention, Embedding, HeadNorms, Linear,
 from jaxpage.layers.linear import Part, linear
 from jaxpage.models.config import Fields
 from jaxpage.models.gemma import SLIDING
-from jaxpage.models.parts import Scope, norms
-from jaxpage.models.parts.decoder_config import DecoderConfig
+from jaxpage.models.parts import DecoderConfig, Scope, norms
 
 
 @dataclass(frozen=True)
@@ -32,12 +31,15 @@ class LayerForm:
         keys_are_values: True if it has no projection to values, which are the keys before their
             norm.
         sparsity: The share of its gates that are cut off; 0 for none.
+        sees_ahead: False if the tokens of a picture see no later ones, in a model in whose layers
+            with a window they do.
     """
 
     place: int
     intermediate_size: int
     keys_are_values: bool = False
     sparsity: float = 0.0
+    sees_ahead: bool = True
 
 
 @dataclass(frozen=True)
@@ -47,10 +49,12 @@ class InputsForm:
     Attributes:
         width: The width of an input.
         vocab_size: The number of rows of their table.
+        padding_id: The token whose inputs layers get where a vector takes the place of a token.
     """
 
     width: int
     vocab_size: int
+    padding_id: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,11 +65,8 @@ class Gemma4LayersConfig(DecoderConfig):
         layer_forms: What differs from layer to layer.
         inputs: The inputs that layers have of their own; None if they have none.
         logit_softcap: The soft cap of logits; None for none.
-        sees_ahead: True if the tokens of a picture see each other both ways in layers with a
-            window.
     """
 
-    sees_ahead: bool = False
     layer_forms: tuple[LayerForm, ...]
     inputs: InputsForm | None
     logit_softcap: float | None
@@ -123,7 +124,7 @@ def cache_of_types(types: Sequence[str], places: Sequence[int], window: int) -> 
 
 
 def whole_projection(num_in: int, at: Scope, name: str, num_out: int) -> Linear:
-    """Returns a projection that is not divided among devices."""
+    """Returns a projection that is not sharded over devices."""
     return at.projection(num_in, (name, num_out), axes=(None, None))
 
 
@@ -203,9 +204,9 @@ def gemma4_attention(config: Gemma4LayersConfig, index: int, at: Scope) -> Atten
         names = ["k_proj"] if form.keys_are_values else ["k_proj", "v_proj"]
         parts += [Part(num_kv_heads * head_dim, "kv_heads", (at / name).name) for name in names]
         key_norm = norms.rms_norm(config, at / "k_norm", width=head_dim, axis=None)
+        # It has no scale, so that no checkpoint has it.
         value_norm = norms.rms_norm(config, None, width=head_dim)
     query_norm = norms.rms_norm(config, at / "q_norm", width=head_dim, axis=None)
-    window = config.kv.sliding_windows[form.place]
     return Attention(
         form.place,
         Projections(
@@ -217,7 +218,7 @@ def gemma4_attention(config: Gemma4LayersConfig, index: int, at: Scope) -> Atten
         norms=HeadNorms(query_norm, key_norm, value_norm),
         scores=Scores(
             scale=1.0,
-            sliding_window=window,
-            sees_ahead=window is not None or not config.sees_ahead,
+            sliding_window=config.kv.sliding_windows[form.place],
+            sees_ahead=form.sees_ahead,
         ),
     )

@@ -6,16 +6,16 @@ GLM-5 have its latent attention as well, and GLM-5 also the indexer of V3.2.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from jaxpage.layers import HeadNorms
-from jaxpage.models.config import Fields, expert_fields, mtp_names
-from jaxpage.models.deepseek import ALIASES, INDEXER, DeepseekV2, DeepseekV2Config
+from jaxpage.models import deepseek
+from jaxpage.models.config import CORRECTED, Fields
+from jaxpage.models.config.mtp_names import read_numbered_names
 from jaxpage.models.llama import Llama
-from jaxpage.models.parts import Scope, attention, latent
+from jaxpage.models.parts import DEEPSEEK_EXPERTS, LatentDefaults, Scope, attention
 from jaxpage.models.parts.decoder_config import DecoderConfig, Defaults, ExpertsConfig
-from jaxpage.models.parts.names import DEEPSEEK_EXPERTS
 from jaxpage.models.qwen import Qwen3Moe
 
 
@@ -27,7 +27,9 @@ class GlmConfig(DecoderConfig):
         num_kv_heads=2,
         max_length=131_072,
         partial=0.5,
+        # GLM-4 rotates neighbours, (2i, 2i + 1); GLM-4.5 rotates halves, as Llama does.
         interleaved=True,
+        # So in the class of transformers: it is 1e-5 / 64.
         epsilon=1.5625e-7,
         attention_bias=True,
     )
@@ -66,10 +68,12 @@ class Glm4MoeConfig(ExpertsConfig):
     """
 
     model_type = "glm4_moe"
-    aliases = ALIASES
+    aliases = deepseek.ALIASES
     defaults = Defaults(
         num_kv_heads=8, max_length=131_072, partial=0.5, epsilon=1e-5, attention_bias=False
     )
+    expert_defaults = replace(CORRECTED, count=128, width=1408, num_dense=(deepseek.FIRST_DENSE, 1))
+    read_draft_heads = staticmethod(read_numbered_names)
 
     has_head_norms: bool
 
@@ -79,11 +83,6 @@ class Glm4MoeConfig(ExpertsConfig):
         return cls.from_fields(
             fields,
             has_head_norms=fields.flag("use_qk_norm", False),
-            experts=expert_fields.read_corrected_experts(
-                fields, count=128, per_token=8, width=1408
-            ),
-            sparse_layers=expert_fields.first_dense(fields, 1),
-            draft_heads=mtp_names.read_numbered_names(fields),
         )
 
 
@@ -101,40 +100,32 @@ class Glm4Moe(Qwen3Moe, config=Glm4MoeConfig):
         return attention.norms_of_heads(config, at) if config.has_head_norms else HeadNorms()
 
 
-class Glm4MoeLiteConfig(DeepseekV2Config):
+class Glm4MoeLiteConfig(deepseek.DeepseekV3Config):
     """Reads transformers' `Glm4MoeLiteConfig`."""
 
     model_type = "glm4_moe_lite"
     aliases = {"n_routed_experts": "num_local_experts", "qk_rope_head_dim": "head_dim"}
-    defaults = Defaults(epsilon=1e-5)
-
-    @classmethod
-    def read(cls, fields: Fields) -> Glm4MoeLiteConfig:
-        """Returns what the fields say."""
-        num_layers = fields.integer("num_hidden_layers")
-        return cls.from_fields(
-            fields,
-            **latent.read_latent_decoder(
-                fields, max_length=202_752, query_rank=768, plain=192, value=256
-            ),
-            experts=expert_fields.read_corrected_experts(
-                fields, count=64, per_token=4, width=1536, factor=1.8
-            ),
-            sparse_layers=expert_fields.sparse_by_type(
-                fields, (False, *(True,) * (num_layers - 1))
-            ),
-            draft_heads=mtp_names.read_numbered_names(fields),
-        )
+    defaults = Defaults(max_length=202_752, epsilon=1e-5)
+    latent_defaults = LatentDefaults(query_rank=768, plain=192, value=256)
+    expert_defaults = replace(
+        CORRECTED,
+        count=64,
+        per_token=4,
+        width=1536,
+        factor=("routed_scaling_factor", 1.8),
+        num_dense=("", 1),
+        has_types=True,
+    )
 
 
-class Glm4MoeLite(DeepseekV2, config=Glm4MoeLiteConfig):
+class Glm4MoeLite(deepseek.DeepseekV2, config=Glm4MoeLiteConfig):
     """GLM-4.7 Flash (Z.ai, 2026) has the layers of DeepSeek-V3 in another size."""
 
     # The MTP head of published files, where config.json does not count it.
     ignored = (*Llama.ignored, "*layers.47.*")
 
 
-class GlmMoeDsaConfig(DeepseekV2Config):
+class GlmMoeDsaConfig(deepseek.DeepseekV32Config):
     """Reads transformers' `GlmMoeDsaConfig`.
 
     Which layers have an indexer of their own (`indexer_types`) does not matter where all positions
@@ -142,29 +133,13 @@ class GlmMoeDsaConfig(DeepseekV2Config):
     """
 
     model_type = "glm_moe_dsa"
-    aliases = {"n_routed_experts": "num_local_experts"}
-    defaults = Defaults(epsilon=1e-5)
-
-    @classmethod
-    def read(cls, fields: Fields) -> GlmMoeDsaConfig:
-        """Returns what the fields say."""
-        return cls.from_fields(
-            fields,
-            **latent.read_indexed_decoder(
-                fields, max_length=202_752, query_rank=2048, plain=192, value=256
-            ),
-            experts=expert_fields.read_corrected_experts(
-                fields, count=256, per_token=8, width=2048, factor=2.5
-            ),
-            sparse_layers=expert_fields.sparse_by_type(
-                fields, expert_fields.first_dense(fields, 3)
-            ),
-            draft_heads=mtp_names.read_numbered_names(fields, INDEXER),
-        )
+    defaults = Defaults(max_length=202_752, epsilon=1e-5)
+    latent_defaults = LatentDefaults(query_rank=2048, plain=192, value=256, has_indexer=True)
+    expert_defaults = replace(deepseek.DeepseekV32Config.expert_defaults, groups=(1, 1))
 
 
-class GlmMoeDsa(DeepseekV2, config=GlmMoeDsaConfig):
+class GlmMoeDsa(deepseek.DeepseekV2, config=GlmMoeDsaConfig):
     """GLM-5 to 5.2 (Z.ai, 2026) are DeepSeek-V3.2 in another size."""
 
     # The MTP head of published files, where config.json does not count it.
-    ignored = (*Llama.ignored, INDEXER, "*layers.78.*")
+    ignored = (*Llama.ignored, deepseek.INDEXER, "*layers.78.*")

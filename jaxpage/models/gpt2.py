@@ -16,8 +16,7 @@ from jaxpage.layers.linear import Part, linear
 from jaxpage.models.base import KVSpec
 from jaxpage.models.config import Fields
 from jaxpage.models.llama import Llama
-from jaxpage.models.parts import Scope, attention, mlp, norms
-from jaxpage.models.parts.decoder import Block, Decoder
+from jaxpage.models.parts import Block, Decoder, Scope, attention, mlp, norms
 from jaxpage.models.parts.decoder_config import DecoderConfig, Defaults
 from jaxpage.models.parts.names import AttentionNames, ModuleNames
 
@@ -59,6 +58,7 @@ class GPT2Config(DecoderConfig):
         head_dim = fields.divide("n_embd", "n_head")
         scale = head_dim**-0.5 if fields.flag("scale_attn_weights", True) else 1.0
         by_layer = fields.flag("scale_attn_by_inverse_layer_idx", False)
+        # It is read so that a value that is no flag is told.
         fields.flag("reorder_and_upcast_attn", False)
         return cls(
             vocab_size=fields.integer("vocab_size"),
@@ -73,7 +73,9 @@ class GPT2Config(DecoderConfig):
             tie_word_embeddings=fields.flag("tie_word_embeddings", True),
             name="transformer",
             attention_scales=tuple(
-                scale / (index + 1 if by_layer else 1) for index in range(num_layers)
+                # GPT-2 of Mistral (Stanford CRFM) divides the scores of layer i by i + 1.
+                scale / (index + 1 if by_layer else 1)
+                for index in range(num_layers)
             ),
         )
 

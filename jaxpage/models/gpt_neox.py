@@ -18,8 +18,7 @@ from jaxpage.layers.rope_scaling import make_rope
 from jaxpage.models.config import Fields
 from jaxpage.models.gpt2 import ALIASES, EPSILON, GPT2, inner_width
 from jaxpage.models.llama import Llama
-from jaxpage.models.parts import Scope, attention, mlp, norms
-from jaxpage.models.parts.decoder import Block, Decoder
+from jaxpage.models.parts import Block, Decoder, Scope, attention, mlp, norms
 from jaxpage.models.parts.decoder_config import DecoderConfig, Defaults
 from jaxpage.models.parts.names import AttentionNames, ModuleNames
 
@@ -115,6 +114,7 @@ def _gptj_rope(fields: Fields, head_dim: int, max_length: int) -> Rope:
         text = f"rotary_dim = {width} must be even, and at most the width of a head, {head_dim}"
         fields.note_wrong(text, rotary_dim=2)
         width = 2
+    # No field of GPT-J says the base.
     parameters = {"rope_type": "default", "rope_theta": 10_000.0}
     rope, _ = make_rope(parameters, head_dim=width, max_position_embeddings=max_length)
     return replace(rope, interleaved=True)
@@ -174,6 +174,7 @@ class AttentionInParts(Attention):
         fused = self.query_key_value(x_TI)
         num_tokens = fused.shape[0]
         parts = fused.reshape(num_tokens, self.num_groups, 3, -1)
+        # Values come before keys in a part, as in the code that CodeGen was trained with.
         q, v, k = (parts[:, :, place].reshape(num_tokens, -1) for place in range(3))
         return q, k, v
 
@@ -255,6 +256,7 @@ class GPTNeo(GPT2, config=GPTNeoConfig):
             at / "attention",
             names=AttentionNames("out_proj"),
             output_bias=True,
+            # Mesh TensorFlow folded the scale into the initial weights of queries.
             scores=Scores(scale=1.0),
         )
 

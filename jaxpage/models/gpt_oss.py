@@ -10,11 +10,9 @@ from typing import Any
 
 from jaxpage.layers import Scores
 from jaxpage.layers.experts import ClampedSwiGLU
-from jaxpage.models.config import Fields, expert_fields, layer_windows
+from jaxpage.models.config import ExpertDefaults, Fields, layer_windows
 from jaxpage.models.llama import Llama
-from jaxpage.models.parts import Scope, attention
-from jaxpage.models.parts.decoder_config import Defaults, ExpertsConfig
-from jaxpage.models.parts.names import ExpertNames
+from jaxpage.models.parts import Defaults, ExpertNames, ExpertsConfig, Scope, attention
 
 ROPE = {
     **{"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False},
@@ -35,6 +33,15 @@ class GptOssConfig(ExpertsConfig):
         epsilon=1e-5,
         attention_bias=True,
     )
+    expert_defaults = ExpertDefaults(
+        count_field="num_local_experts",
+        count=128,
+        per_token=4,
+        width_field="intermediate_size",
+        width=2880,
+        normalized=True,
+        routing={"bias": True},
+    )
 
     @classmethod
     def complete(cls, config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -47,18 +54,11 @@ class GptOssConfig(ExpertsConfig):
         """Returns what the fields say."""
         types = layer_windows.layer_types(fields, 2)
         limit = fields.number("swiglu_limit", 7.0)
+        swiglu = ClampedSwiGLU(limit, fields.number("swiglu_alpha", 1.702))
         return cls.from_fields(
             fields,
             sliding_windows=layer_windows.read_windows(fields, types, 128),
-            experts=expert_fields.read_experts(
-                fields,
-                count=("num_local_experts", 128),
-                per_token=4,
-                width=("intermediate_size", 2880),
-                normalized=True,
-                routing={"bias": True},
-                swiglu=ClampedSwiGLU(limit, fields.number("swiglu_alpha", 1.702)),
-            ),
+            experts=cls.expert_defaults.read(fields, swiglu=swiglu),
         )
 
 

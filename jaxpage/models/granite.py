@@ -10,18 +10,16 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import jax
 from flax import nnx
 
-from jaxpage.layers import ExpertsSpec, MambaSpec, Scores
-from jaxpage.models.config import Fields, expert_fields, layer_windows, recurrent_fields
+from jaxpage.layers import MambaSpec, Scores
+from jaxpage.models.config import ExpertDefaults, Fields, layer_windows, recurrent_fields
 from jaxpage.models.llama import Llama
-from jaxpage.models.parts import Scope, attention, recurrences
-from jaxpage.models.parts.decoder import Block
+from jaxpage.models.parts import Block, ExpertNames, MLPNames, Scope, attention, recurrences
 from jaxpage.models.parts.decoder_config import DecoderConfig, Defaults, ExpertsConfig
-from jaxpage.models.parts.names import ExpertNames, MLPNames
 
 MLP_NAMES = MLPNames("shared_mlp", gate=None, up=None, down="output_linear", fused="input_linear")
 EXPERT_NAMES = ExpertNames(
@@ -69,9 +67,9 @@ class GraniteConfig(DecoderConfig):
     factors: GraniteFactors
 
     @classmethod
-    def read(cls, fields: Fields) -> GraniteConfig:
-        """Returns what the fields say."""
-        return cls.from_fields(fields, factors=GraniteFactors.read(fields))
+    def from_fields(cls, fields: Fields, **options: Any) -> Self:
+        """Returns the config, with the factors that its fields say."""
+        return super().from_fields(fields, factors=GraniteFactors.read(fields), **options)
 
 
 class Granite(Llama, config=GraniteConfig):
@@ -94,6 +92,7 @@ class Granite(Llama, config=GraniteConfig):
 
     def enter(self, embedded_TD: jax.Array, positions_T: jax.Array) -> jax.Array:
         """Returns the input of the first layer, made of embedded tokens."""
+        # In `enter`, for transformers scales vectors in the place of tokens, too.
         return super().enter(embedded_TD, positions_T) * self.config.factors.embedding
 
     def logits(self, hidden_BD: jax.Array) -> jax.Array:
@@ -102,38 +101,18 @@ class Granite(Llama, config=GraniteConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class GraniteMoeConfig(ExpertsConfig):
+class GraniteMoeConfig(GraniteConfig, ExpertsConfig):
     """Reads transformers' `GraniteMoeConfig`."""
 
     model_type = "granitemoe"
     defaults = Defaults(attention_bias=False)
-
-    factors: GraniteFactors
-
-    @classmethod
-    def read(cls, fields: Fields) -> GraniteMoeConfig:
-        """Returns what the fields say."""
-        return cls.from_fields(
-            fields,
-            factors=GraniteFactors.read(fields),
-            experts=granite_experts(fields, cls.read_shared_width(fields)),
-        )
-
-    @classmethod
-    def read_shared_width(cls, fields: Fields) -> int | None:
-        """Returns the width of the expert of all tokens; None if there is none."""
-        return None
-
-
-def granite_experts(fields: Fields, shared_width: int | None) -> ExpertsSpec:
-    """Returns the experts, with a shared one of this width unless it is None."""
-    return expert_fields.read_experts(
-        fields,
-        count=("num_local_experts", 8),
+    expert_defaults = ExpertDefaults(
+        count_field="num_local_experts",
+        count=8,
         per_token=2,
-        width=("intermediate_size", 11008),
+        width_field="intermediate_size",
+        width=11008,
         normalized=True,
-        shared_width=shared_width,
     )
 
 
@@ -150,9 +129,11 @@ class GraniteMoeSharedConfig(GraniteMoeConfig):
     model_type = "granitemoeshared"
 
     @classmethod
-    def read_shared_width(cls, fields: Fields) -> int | None:
-        """Returns the width of the expert of all tokens; None if there is none."""
-        return fields.integer("shared_intermediate_size", 0, minimum=0) or None
+    def from_fields(cls, fields: Fields, **options: Any) -> Self:
+        """Returns the config; a width of 0 is no shared expert."""
+        shared_width = fields.integer("shared_intermediate_size", 0, minimum=0) or None
+        experts = cls.expert_defaults.read(fields, shared_width=shared_width)
+        return super().from_fields(fields, experts=experts, **options)
 
 
 class GraniteMoeShared(GraniteMoe, config=GraniteMoeSharedConfig):
@@ -173,11 +154,9 @@ class GraniteSWAConfig(GraniteConfig):
     )
 
     @classmethod
-    def read(cls, fields: Fields) -> GraniteSWAConfig:
+    def read(cls, fields: Fields) -> GraniteConfig:
         """Returns what the fields say."""
-        return cls.from_fields(
-            fields, **read_swash(fields, cls.defaults), factors=GraniteFactors.read(fields)
-        )
+        return cls.from_fields(fields, **read_swash(fields, cls.defaults))
 
 
 def read_swash(fields: Fields, defaults: Defaults) -> dict[str, Any]:
@@ -220,20 +199,12 @@ class GraniteSWA(Granite, config=GraniteSWAConfig):
         return Scores(scale=config.factors.attention, sinks=sinks)
 
 
-class GraniteMoeSWAConfig(GraniteMoeSharedConfig):
+class GraniteMoeSWAConfig(GraniteSWAConfig, GraniteMoeSharedConfig):
     """Reads transformers' `GraniteMoeSWAConfig`."""
 
     model_type = "granitemoe_swa"
-
-    @classmethod
-    def read(cls, fields: Fields) -> GraniteMoeSWAConfig:
-        """Returns what the fields say."""
-        return cls.from_fields(
-            fields,
-            **read_swash(fields, cls.defaults),
-            factors=GraniteFactors.read(fields),
-            experts=granite_experts(fields, cls.read_shared_width(fields)),
-        )
+    # Its class has the defaults of the other models with experts, and none of Swash.
+    defaults = GraniteMoeSharedConfig.defaults
 
 
 class GraniteMoeSWA(GraniteSWA, config=GraniteMoeSWAConfig):
@@ -244,19 +215,16 @@ class GraniteMoeSWA(GraniteSWA, config=GraniteMoeSWAConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class GraniteMoeHybridConfig(ExpertsConfig):
+class GraniteMoeHybridConfig(GraniteMoeConfig):
     """Reads transformers' `GraniteMoeHybridConfig`.
 
     Attributes:
-        factors: See `GraniteConfig`.
         recurrent: Mamba 2, which each layer has that has a state in `kv.states`.
     """
 
     model_type = "granitemoehybrid"
     aliases = {"layer_types": "layers_block_type"}
-    defaults = Defaults(attention_bias=False)
 
-    factors: GraniteFactors
     recurrent: MambaSpec
 
     @classmethod
@@ -269,21 +237,24 @@ class GraniteMoeHybridConfig(ExpertsConfig):
             older={"attention": FULL, "mamba": LINEAR},
         )
         mamba = recurrent_fields.read_mamba(fields)
+        # Published models without positions say "nope", and null, the default, means the same.
         positions = fields.get("position_embedding_type", None)
         if positions not in (None, "nope", "rope"):
             text = f"position_embedding_type = {positions!r} is not one of rope, nope, null"
             fields.note_unsupported(text, position_embedding_type="rope")
+        # Dense models have the expert of all tokens alone, as their feed-forward half.
         shared_width = fields.integer("shared_intermediate_size", 1024)
-        has_experts = fields.integer("num_local_experts", 8, minimum=0) > 0
+        experts = None
+        if has_experts := fields.integer("num_local_experts", 8, minimum=0) > 0:
+            experts = cls.expert_defaults.read(fields, shared_width=shared_width)
         return cls.from_fields(
             fields,
             kv={"states": tuple(mamba.state if kind == LINEAR else None for kind in types)},
             intermediate_size=shared_width,
             rope_by_layer=() if positions == "rope" else (None,) * num_layers,
             recurrent=mamba,
-            experts=granite_experts(fields, shared_width) if has_experts else None,
+            experts=experts,
             sparse_layers=(has_experts,) * num_layers,
-            factors=GraniteFactors.read(fields),
         )
 
 

@@ -6,12 +6,9 @@ import functools
 from collections.abc import Mapping
 from typing import Any
 
-from jaxpage.models.config import Fields, expert_fields
-from jaxpage.models.config.fields import NO_ROPE
+from jaxpage.models.config import NO_ROPE, REQUIRED, ExpertDefaults, Fields
 from jaxpage.models.llama import Llama
-from jaxpage.models.parts import attention
-from jaxpage.models.parts.decoder_config import DecoderConfig, Defaults, ExpertsConfig
-from jaxpage.models.parts.names import ExpertNames
+from jaxpage.models.parts import DecoderConfig, Defaults, ExpertNames, ExpertsConfig, attention
 
 HEAD_NORMS = ("query_layernorm", "key_layernorm")
 DEFAULTS = Defaults(epsilon=1e-5, attention_bias=False)
@@ -28,6 +25,7 @@ def replace_alpha(fields: Fields) -> None:
     theta = parameters["rope_theta"]
     numbers = [alpha, theta]
     if all(isinstance(each, int | float) and 0 < each < 1e30 for each in numbers):
+        # The NTK formula (bloc97, 2023), applied once for all lengths and not as a text grows.
         stretched = float(theta) * float(alpha) ** (head_dim / (head_dim - 2))
         fields.config |= {
             **dict.fromkeys(("rope_scaling", "rope_theta")),
@@ -65,6 +63,14 @@ class HunYuanMoeConfig(ExpertsConfig):
     model_type = "hunyuan_v1_moe"
     aliases = {"num_experts_per_tok": "moe_topk", "num_experts": "num_local_experts"}
     defaults = DEFAULTS
+    expert_defaults = ExpertDefaults(
+        count=1,
+        per_token=1,
+        width_field="intermediate_size",
+        width=REQUIRED,
+        normalized=True,
+        shared_width=("intermediate_size", REQUIRED),
+    )
 
     @classmethod
     def complete(cls, config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -75,19 +81,8 @@ class HunYuanMoeConfig(ExpertsConfig):
     @classmethod
     def read(cls, fields: Fields) -> HunYuanMoeConfig:
         """Returns what the fields say."""
-        width = fields.integer("intermediate_size")
         replace_alpha(fields)
-        return cls.from_fields(
-            fields,
-            experts=expert_fields.read_experts(
-                fields,
-                count=("num_experts", 1),
-                per_token=1,
-                width=("intermediate_size", width),
-                normalized=True,
-                shared_width=width,
-            ),
-        )
+        return cls.from_fields(fields)
 
 
 def _one_of(value: Any) -> Any:

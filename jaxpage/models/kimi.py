@@ -12,19 +12,17 @@ its own decay. The others have the latent attention of DeepSeek-V3, and experts 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from flax import nnx
 
 from jaxpage.layers import DeltaWidths
 from jaxpage.layers.delta_net import ChannelMatmuls
-from jaxpage.models.config import Fields, expert_fields, recurrent_fields
+from jaxpage.models.config import CORRECTED, Fields, recurrent_fields
 from jaxpage.models.llama import Llama
-from jaxpage.models.parts import Scope, latent, recurrences
-from jaxpage.models.parts.decoder_config import Defaults, ExpertsConfig
-from jaxpage.models.parts.latent import LatentSpec
-from jaxpage.models.parts.names import ExpertNames
+from jaxpage.models.parts import Defaults, ExpertNames, ExpertsConfig, Scope, latent, recurrences
+from jaxpage.models.parts.latent import LatentDefaults, LatentSpec
 
 FULL = "full_attention"
 LINEAR = "linear_attention"
@@ -59,6 +57,14 @@ class KimiLinearConfig(ExpertsConfig):
         "n_shared_experts": "num_shared_experts",
     }
     defaults = Defaults(max_length=1_048_576, has_rope=False, epsilon=1e-5)
+    expert_defaults = replace(
+        CORRECTED,
+        count_field="num_local_experts",
+        width=1024,
+        factor=("routed_scaling_factor", 2.446),
+        num_dense=("first_k_dense_replace", 1),
+        has_types=True,
+    )
 
     latent: LatentSpec
     recurrent: DeltaWidths
@@ -82,35 +88,24 @@ class KimiLinearConfig(ExpertsConfig):
             fields.note_wrong(text, linear_attn_config=None)
             nested = None
         recurrent_fields.check_activation(fields)
-        _refuse(fields)
+        _refuse_unsupported(fields)
         types = _layer_types(fields, nested or {})
         delta = _read_delta(fields)
-        widths = latent.read_widths(fields, query_rank=None)
+        widths = LatentDefaults(query_rank=None).read_widths(fields)
         return cls.from_fields(
             fields,
             num_kv_heads=1,
-            head_dim=widths.kept,
+            head_dim=widths.cached,
             kv={
                 "value_width": widths.rank,
                 "states": tuple(delta.state if kind == LINEAR else None for kind in types),
             },
             latent=LatentSpec(widths, widths.query**-0.5, fields.flag("attention_bias", False)),
             recurrent=delta,
-            experts=expert_fields.read_corrected_experts(
-                fields,
-                count=256,
-                count_field="num_local_experts",
-                per_token=8,
-                width=1024,
-                factor=2.446,
-            ),
-            sparse_layers=expert_fields.sparse_by_type(
-                fields, expert_fields.first_dense(fields, 1)
-            ),
         )
 
 
-def _refuse(fields: Fields) -> None:
+def _refuse_unsupported(fields: Fields) -> None:
     """Refuses values of published configs that transformers does not implement."""
     fields.only(
         mla_use_nope=True,
@@ -124,6 +119,7 @@ def _refuse(fields: Fields) -> None:
 def _layer_types(fields: Fields, nested: Mapping[str, Any]) -> tuple[str, ...]:
     """Returns the kinds of the layers, which published files number from 1."""
     numbers = range(1, fields.integer("num_hidden_layers") + 1)
+    # transformers has this default; the published model names other layers.
     usual = [FULL if number > 1 and number % 4 == 1 else LINEAR for number in numbers]
     lists = [nested.get(name) for name in ("full_attn_layers", "kda_layers")]
     if fields.get("layer_types", None) is None and None not in lists:

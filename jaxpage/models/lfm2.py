@@ -15,8 +15,7 @@ from flax import nnx
 
 from jaxpage.layers import NO_ROTATION, Rope
 from jaxpage.layers.convolution import ConvolutionSpec
-from jaxpage.models.config import Fields, expert_fields, layer_windows
-from jaxpage.models.config.fields import NO_ROPE
+from jaxpage.models.config import NO_ROPE, ExpertDefaults, Fields, layer_windows
 from jaxpage.models.config.proportional_rope import read_rope
 from jaxpage.models.llama import Llama
 from jaxpage.models.parts import Scope, attention, recurrences
@@ -112,6 +111,7 @@ def _feed_forward_width(fields: Fields) -> int:
     width = fields.integer("intermediate_size")
     if not fields.flag("block_auto_adjust_ff_dim", True):
         return width
+    # Three products of two thirds have as many weights as two of the whole width (Shazeer, 2020).
     width = int(2 * width / 3)
     factor = fields.optional_number("block_ffn_dim_multiplier", 1.0)
     if factor is None:
@@ -154,6 +154,15 @@ class Lfm2MoeConfig(Lfm2Config, ExpertsConfig):
 
     model_type = "lfm2_moe"
     published = {"tie_embedding": "tie_word_embeddings"}
+    expert_defaults = ExpertDefaults(
+        count=32,
+        per_token=4,
+        width=1792,
+        normalized=("norm_topk_prob", True),
+        factor=("routed_scaling_factor", 1.0),
+        routing={"sigmoid": True, "epsilon": 1e-6},
+        num_dense=("num_dense_layers", 2),
+    )
 
     @classmethod
     def read(cls, fields: Fields) -> Lfm2MoeConfig:
@@ -162,25 +171,12 @@ class Lfm2MoeConfig(Lfm2Config, ExpertsConfig):
         if fields.get("layer_types", None) is None:
             text = f"layer_types must name each of the {num_layers} layers, not None"
             fields.note_wrong(text, layer_types=[FULL] * num_layers)
-        experts = expert_fields.read_experts(
-            fields,
-            count=("num_experts", 32),
-            per_token=4,
-            width=("moe_intermediate_size", 1792),
-            normalized=fields.flag("norm_topk_prob", True),
-            routing={
-                "sigmoid": True,
-                "epsilon": 1e-6,
-                "corrected": fields.flag("use_expert_bias", True),
-                "factor": fields.number("routed_scaling_factor", 1.0),
-            },
-        )
+        corrected = fields.flag("use_expert_bias", True)
         types = fields.layer_types([FULL] * num_layers, kinds=(FULL, CONVOLUTION))
         return cls.from_fields(
             fields,
             **read_kinds(fields, types),
-            experts=experts,
-            sparse_layers=expert_fields.first_dense(fields, 2, "num_dense_layers"),
+            experts=cls.expert_defaults.read(fields, routing={"corrected": corrected}),
         )
 
 

@@ -24,9 +24,8 @@ from flax import nnx
 
 from jaxpage.layers import HeadNorms, Scores
 from jaxpage.layers.mlp import XIELU
-from jaxpage.models.config import Fields, expert_fields, layer_windows, mtp_names
-from jaxpage.models.parts import Scope, attention, decoder, experts, mlp, norms
-from jaxpage.models.parts.decoder import Block, Decoder
+from jaxpage.models.config import ExpertDefaults, Fields, layer_windows, mtp_names
+from jaxpage.models.parts import Block, Decoder, Scope, attention, decoder, experts, mlp, norms
 from jaxpage.models.parts.decoder_config import DecoderConfig, Defaults, ExpertsConfig
 from jaxpage.models.parts.names import LLAMA_MLP, QWEN_EXPERTS, ExpertNames, MLPNames
 
@@ -52,11 +51,7 @@ class LlamaConfig(DecoderConfig):
 
     model_type = "llama"
     defaults = Defaults(attention_bias=False, mlp_bias=False)
-
-    @classmethod
-    def read(cls, fields: Fields) -> LlamaConfig:
-        """Returns what the fields say."""
-        return cls.from_fields(fields, draft_heads=mtp_names.read_numbered_names(fields))
+    read_draft_heads = staticmethod(mtp_names.read_numbered_names)
 
 
 class Llama(Decoder, config=LlamaConfig):
@@ -158,6 +153,17 @@ class Llama4Config(ExpertsConfig):
         epsilon=1e-5,
         attention_bias=False,
     )
+    expert_defaults = ExpertDefaults(
+        count_field="num_local_experts",
+        count=16,
+        per_token=1,
+        width_field="intermediate_size",
+        width=8192,
+        normalized=False,
+        # In a layer with experts `intermediate_size` is that of an expert; dense ones have `_mlp`.
+        shared_width=("intermediate_size", 8192),
+        routing={"sigmoid": True},
+    )
 
     use_qk_norm: bool
     temperature_tuning: tuple[float, int, int] | None
@@ -174,16 +180,7 @@ class Llama4Config(ExpertsConfig):
             rotates=rotates,
             use_qk_norm=fields.flag("use_qk_norm", True),
             temperature_tuning=_temperature_tuning(fields),
-            experts=expert_fields.read_experts(
-                fields,
-                count=("num_local_experts", 16),
-                per_token=1,
-                width=("intermediate_size", 8192),
-                normalized=False,
-                routing={"sigmoid": True},
-                shared_width=fields.integer("intermediate_size", 8192),
-                scales_input=True,
-            ),
+            experts=cls.expert_defaults.read(fields, scales_input=True),
             sparse_layers=_sparse_layers(fields),
         )
 
@@ -242,6 +239,7 @@ class Llama4(Llama, config=Llama4Config):
         scores = Scores(chunked=True)
         if config.rope_of(index) is None:
             scores = Scores(chunked=True, temperature_tuning=config.temperature_tuning)
+        # L2 norms, which the checkpoint has no scales for, and of rotated queries and keys.
         elif config.use_qk_norm:
             head_norms = attention.norms_of_heads(
                 config, at, norms.unscaled_rms_norm, after_rotation=True
@@ -384,6 +382,7 @@ class ApertusConfig(DecoderConfig):
         """Returns what the fields say."""
         learned = fields.get("hidden_act", "xielu") == "xielu"
         if learned:
+            # The name of the learned function is no activation that `Fields` knows; it is not used.
             fields.config["hidden_act"] = "silu"
         return cls.from_fields(fields, xielu=learned)
 
@@ -421,6 +420,7 @@ class NanoChatConfig(DecoderConfig):
     def read(cls, fields: Fields) -> NanoChatConfig:
         """Returns what the fields say."""
         rope, reach = cls.defaults.read_rope(fields, fields.head_dim())
+        # nanochat rotates by the transpose of the matrix that Llama rotates by.
         backwards = tuple(-frequency for frequency in rope.frequencies)
         return cls.from_fields(
             fields,

@@ -17,16 +17,14 @@ from flax import nnx
 
 from jaxpage.layers import MambaSpec
 from jaxpage.layers.mamba1 import Mamba1Spec
-from jaxpage.models.config import Fields, expert_fields, recurrent_fields
+from jaxpage.models.config import ExpertDefaults, Fields, recurrent_fields
 from jaxpage.models.llama import Llama
-from jaxpage.models.parts import Scope, norms, recurrences
-from jaxpage.models.parts.decoder import Decoder, HalfBlock
+from jaxpage.models.parts import Decoder, HalfBlock, Scope, norms, recurrences
 from jaxpage.models.parts.decoder_config import DecoderConfig, Defaults, ExpertsConfig
 from jaxpage.models.parts.names import ExpertNames, MLPNames, ModuleNames
 
-MAX_LENGTH = (
-    2**18
-)  # The models have no positions and could go on; block tables have to end somewhere.
+# The models have no positions and could go on; block tables have to end somewhere.
+MAX_LENGTH = 2**18
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,6 +188,14 @@ class JambaConfig(ExpertsConfig):
     model_type = "jamba"
     aliases = {"num_local_experts": "num_experts"}
     defaults = Defaults(num_kv_heads=8, max_length=262_144, has_rope=False)
+    expert_defaults = ExpertDefaults(
+        count_field="num_local_experts",
+        count=16,
+        per_token=2,
+        width_field="intermediate_size",
+        width=14336,
+        normalized=False,
+    )
 
     recurrent: Mamba1Spec
 
@@ -214,13 +220,7 @@ class JambaConfig(ExpertsConfig):
         attends = _every(fields, "attn_layer", 8, 4, num_layers)
         experts = None
         if fields.integer("num_local_experts", 16, minimum=0) > 1:
-            experts = expert_fields.read_experts(
-                fields,
-                count=("num_local_experts", 16),
-                per_token=2,
-                width=("intermediate_size", 14336),
-                normalized=False,
-            )
+            experts = cls.expert_defaults.read(fields)
         sparse = _every(fields, "expert_layer", 2, 1, num_layers)
         states = (
             *(None if each else mamba.state for each in attends),

@@ -12,16 +12,15 @@ in DeepSeek-V3, and none is shared. The first layers are:
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from jaxpage.layers import Attention, Projections, Rope, Scores
 from jaxpage.layers.attention import Values
 from jaxpage.layers.linear import Part, linear
-from jaxpage.models.config import Fields, expert_fields, layer_windows, mtp_names
-from jaxpage.models.parts import Scope, attention
-from jaxpage.models.parts.decoder_config import Defaults, ExpertsConfig
-from jaxpage.models.parts.names import DEEPSEEK_EXPERTS
+from jaxpage.models.config import CORRECTED, Fields, layer_windows
+from jaxpage.models.config.mtp_names import MtpNames, unread_heads
+from jaxpage.models.parts import DEEPSEEK_EXPERTS, Defaults, ExpertsConfig, Scope, attention
 from jaxpage.models.qwen import Qwen3Moe
 
 FULL = "full_attention"
@@ -42,6 +41,7 @@ class MiMoV2FlashConfig(ExpertsConfig):
     model_type = "mimo_v2_flash"
     aliases = {"n_routed_experts": "num_local_experts"}
     defaults = Defaults(epsilon=1e-5, attention_bias=False)
+    expert_defaults = replace(CORRECTED, shared_count=None, num_dense=("", 1), has_types=True)
 
     value_head_dim: int
     value_scale: float
@@ -59,7 +59,7 @@ class MiMoV2FlashConfig(ExpertsConfig):
         types = fields.layer_types(
             [SLIDING if index and (index + 1) % 6 else FULL for index in range(num_layers)]
         )
-        sparse = expert_fields.sparse_by_type(fields, (False, *(True,) * (num_layers - 1)))
+        sparse = cls.expert_defaults.read_layers(fields)
         num_kv_heads, head_dim, value_width = _widths(fields, types)
         heads = tuple((num_kv_heads * (1 + (kind == SLIDING)), head_dim) for kind in types)
         _refuse_contradictions(fields, types, sparse)
@@ -72,18 +72,15 @@ class MiMoV2FlashConfig(ExpertsConfig):
             sliding_windows=layer_windows.windows_of(fields, types, _window(fields)),
             rope=(ropes[FULL], max_length),
             rope_by_layer=tuple(ropes[kind] for kind in types),
-            experts=expert_fields.read_corrected_experts(
-                fields,
-                shared=None,
-                count=256,
-                per_token=8,
-                width=2048,
-            ),
             sparse_layers=sparse,
-            draft_heads=mtp_names.unread_heads(fields, "model.mtp."),
             value_head_dim=value_width,
             value_scale=fields.optional_number("attention_value_scale", 0.707) or 1.0,
         )
+
+    @classmethod
+    def read_draft_heads(cls, fields: Fields) -> MtpNames:
+        """Returns the names of MTP heads, which are not loaded."""
+        return unread_heads(fields, "model.mtp.")
 
 
 def _widths(fields: Fields, types: Sequence[str]) -> tuple[int, int, int]:
@@ -120,6 +117,7 @@ def _ropes(fields: Fields, head_dim: int) -> tuple[dict[str, Rope], int]:
     ropes = fields.get("rope_parameters", None)
     if isinstance(ropes, dict):
         fields.config["rope_parameters"] = {
+            # In transformers a scaled rotation has another default of this share than a plain one.
             kind: {"partial_rotary_factor": 1.0, **each} if _is_scaled(each) else each
             for kind, each in ropes.items()
         }

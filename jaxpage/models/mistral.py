@@ -8,19 +8,18 @@ routed by a softmax.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from flax import nnx
 
 from jaxpage.layers import Scores
-from jaxpage.models.config import Fields, expert_fields
-from jaxpage.models.config.fields import NO_ROPE
+from jaxpage.models.config import CORRECTED, NO_ROPE, ExpertDefaults, Fields
+from jaxpage.models.config.mtp_names import no_heads
 from jaxpage.models.deepseek import DeepseekV2, DeepseekV2Config
 from jaxpage.models.llama import Llama
-from jaxpage.models.parts import Scope, latent
+from jaxpage.models.parts import ExpertNames, LatentDefaults, Scope, latent
 from jaxpage.models.parts.decoder_config import DecoderConfig, Defaults, ExpertsConfig
-from jaxpage.models.parts.names import ExpertNames
 
 # The parameters of a config of Ministral 3 that has neither `rope_parameters` nor `rope_scaling`.
 MINISTRAL3_ROPE = {
@@ -71,21 +70,20 @@ class MixtralConfig(ExpertsConfig):
     model_type = "mixtral"
     aliases = {"num_local_experts": "num_experts"}
     defaults = Defaults(num_kv_heads=8, max_length=4096 * 32, theta=1_000_000.0, epsilon=1e-5)
+    expert_defaults = ExpertDefaults(
+        count_field="num_local_experts",
+        count=8,
+        per_token=2,
+        width_field="intermediate_size",
+        width=14336,
+        normalized=True,
+    )
 
     @classmethod
     def read(cls, fields: Fields) -> MixtralConfig:
         """Returns what the fields say."""
-        return cls.from_fields(
-            fields,
-            sliding_windows=fields.optional_integer("sliding_window", None),
-            experts=expert_fields.read_experts(
-                fields,
-                count=("num_local_experts", 8),
-                per_token=2,
-                width=("intermediate_size", 14336),
-                normalized=True,
-            ),
-        )
+        window = fields.optional_integer("sliding_window", None)
+        return cls.from_fields(fields, sliding_windows=window)
 
 
 class Mixtral(Llama, config=MixtralConfig):
@@ -121,11 +119,11 @@ class Ministral3Config(DecoderConfig):
             fields,
             head_dim=fields.optional_integer("head_dim", 128),
             sliding_windows=window,
-            temperature_tuning=read_growth(fields, cls.defaults.max_length),
+            temperature_tuning=read_temperature_tuning(fields, cls.defaults.max_length),
         )
 
 
-def read_growth(fields: Fields, max_length: int) -> tuple[float, int, int] | None:
+def read_temperature_tuning(fields: Fields, max_length: int) -> tuple[float, int, int] | None:
     """Returns `Scores.temperature_tuning`; None if there is no `llama_4_scaling_beta`.
 
     `rope_parameters`, or `rope_scaling`, say how queries are scaled by position.
@@ -146,6 +144,7 @@ def read_growth(fields: Fields, max_length: int) -> tuple[float, int, int] | Non
         text = f"llama_4_scaling_beta = {rate!r} with original_max_position_embeddings = {length!r}"
         fields.note_wrong(text, **NO_ROPE)
         return None
+    # Llama 4 counts positions from 1 here, and Mistral from 0.
     return float(rate), length, 0
 
 
@@ -171,7 +170,12 @@ class Mistral4Config(DeepseekV2Config):
 
     model_type = "mistral4"
     aliases = {"n_routed_experts": "num_local_experts"}
-    defaults = Defaults()
+    defaults = Defaults(max_length=1_048_576)
+    latent_defaults = LatentDefaults(query_rank=1024, rank=256, plain=64, has_share=True)
+    expert_defaults = replace(
+        CORRECTED, count=128, per_token=4, routing={}, num_dense=("first_k_dense_replace", 0)
+    )
+    read_draft_heads = staticmethod(no_heads)
 
     temperature_tuning: tuple[float, int, int] | None
 
@@ -185,23 +189,8 @@ class Mistral4Config(DeepseekV2Config):
     @classmethod
     def read(cls, fields: Fields) -> Mistral4Config:
         """Returns what the fields say."""
-        max_length = fields.integer("max_position_embeddings", 1_048_576)
-        return cls.from_fields(
-            fields,
-            **latent.read_latent_decoder(
-                fields, max_length=max_length, rank=256, query_rank=1024, plain=64, turns_share=True
-            ),
-            experts=expert_fields.read_corrected_experts(
-                fields,
-                count=128,
-                per_token=4,
-                width=2048,
-                sigmoid=False,
-                corrected=False,
-            ),
-            sparse_layers=expert_fields.first_dense(fields, 0),
-            temperature_tuning=read_growth(fields, max_length),
-        )
+        tuning = read_temperature_tuning(fields, cls.defaults.max_length)
+        return cls.from_fields(fields, temperature_tuning=tuning)
 
 
 class Mistral4(DeepseekV2, config=Mistral4Config):

@@ -20,7 +20,7 @@ from typing import Any
 
 from jaxpage.errors import UnsupportedError
 from jaxpage.models.base import Family, ModelFactory, ModelSpec, SpecFactory
-from jaxpage.models.config.fields import text_part, without_axes
+from jaxpage.models.config import text_part, without_axes
 from jaxpage.models.config.mrope import QWEN2_VL, QWEN3_5, QWEN3_VL, Sections
 from jaxpage.models.parts.vision import VisionFamily
 
@@ -165,6 +165,7 @@ class TextSpecs:
     def from_config(self, config: Mapping[str, Any]) -> ModelSpec:
         """Returns the spec of a config.json."""
         text = {**self.wrapper.defaults, **without_axes(text_part(config)), **self.wrapper.fixed}
+        # Files may have the name of the whole model here, which is not that of the family.
         text.pop("model_type", None)
         spec: Any = self.family.Spec.from_config(text)
         changes: dict[str, Any] = {"name": self.wrapper.decoder, "not_loaded": self.wrapper.takes}

@@ -20,14 +20,14 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from flax import nnx
 from jaxtyping import Array, Float
 
 from jaxpage.layers import ExpertsSpec, ForwardContext, MambaSpec
-from jaxpage.models.config import Fields, expert_fields, mtp_names, recurrent_fields
+from jaxpage.models.config import CORRECTED, Fields, MtpNames, mtp_names, recurrent_fields
 from jaxpage.models.llama import Llama
 from jaxpage.models.parts import Scope, attention, experts, mlp, norms, recurrences
 from jaxpage.models.parts.decoder import Decoder, HalfBlock
@@ -118,6 +118,14 @@ class NemotronHConfig(ExpertsConfig):
         activation=("mlp_hidden_act", "relu2"),
         mlp_bias=False,
     )
+    expert_defaults = replace(
+        CORRECTED,
+        count=8,
+        per_token=2,
+        width=7688,
+        shared_count=None,
+        shared_width=("moe_shared_expert_intermediate_size", 7688),
+    )
 
     types: tuple[str, ...]
     recurrent: MambaSpec
@@ -157,27 +165,21 @@ class NemotronHConfig(ExpertsConfig):
             rope_by_layer=(None,) * len(states),
             recurrent=mamba,
             types=types,
-            experts=_read_experts(fields) if EXPERTS in types else None,
+            experts=cls.read_experts(fields) if EXPERTS in types else None,
             sparse_layers=tuple(kind == EXPERTS for kind in types),
-            draft_heads=mtp_names.unread_heads(fields) if mtp_names.counts_heads(fields) else None,
         )
 
+    @classmethod
+    def read_experts(cls, fields: Fields) -> ExpertsSpec:
+        """Returns the experts, whose expert of all tokens has a width of its own."""
+        fields.only(n_shared_experts=1)
+        latent_width = fields.optional_integer("moe_latent_size", None)
+        return cls.expert_defaults.read(fields, has_gates=False, latent_width=latent_width)
 
-def _read_experts(fields: Fields) -> ExpertsSpec:
-    """Returns the experts, whose expert of all tokens has a width of its own."""
-    fields.only(n_shared_experts=1)
-    return expert_fields.read_corrected_experts(
-        fields,
-        count=8,
-        per_token=2,
-        width=7688,
-        shared=None,
-        more={
-            "shared_width": fields.integer("moe_shared_expert_intermediate_size", 7688),
-            "has_gates": False,
-            "latent_width": fields.optional_integer("moe_latent_size", None),
-        },
-    )
+    @classmethod
+    def read_draft_heads(cls, fields: Fields) -> MtpNames | None:
+        """Returns the names of MTP heads, which are not loaded; None if the config counts none."""
+        return mtp_names.unread_heads(fields) if mtp_names.counts_heads(fields) else None
 
 
 def _layer_types(fields: Fields) -> tuple[str, ...]:
@@ -323,6 +325,7 @@ class DeciLMConfig(DecoderConfig):
             num_kv_heads=max(heads),
             head_dim=head_dim,
             kv=kv,
+            # This is the largest; each layer has its own.
             intermediate_size=max(each.width or WIDTH_STEP for each in halves),
             halves=halves,
         )
@@ -385,6 +388,7 @@ def _width(fields: Fields, block: dict[str, Any]) -> int | None:
         text = f"block_configs: ffn_mult = {factor!r} must be above 0 and below 1000"
         fields.note_wrong(text, block_configs=None)
         return WIDTH_STEP
+    # So does `_ffn_mult_to_intermediate_size`, of NVIDIA, by the rule of the first code of Llama.
     width = int(2 * factor * fields.integer("hidden_size") / 3)
     return -(-width // WIDTH_STEP) * WIDTH_STEP or WIDTH_STEP
 

@@ -14,10 +14,9 @@ from typing import Any
 from flax import nnx
 
 from jaxpage.layers import NO_ROTATION, DeltaWidths, Rope
-from jaxpage.models.config import Fields, expert_fields, layer_windows, mtp_names, recurrent_fields
+from jaxpage.models.config import ExpertDefaults, Fields, layer_windows, mtp_names, recurrent_fields
 from jaxpage.models.llama import Llama
-from jaxpage.models.parts import Scope, attention, norms, recurrences
-from jaxpage.models.parts.decoder import Block
+from jaxpage.models.parts import Block, Scope, attention, norms, recurrences
 from jaxpage.models.parts.decoder_config import DecoderConfig, Defaults, ExpertsConfig
 
 # In `Olmo3Config` too, `rope_theta` does not reach layers with windows.
@@ -107,23 +106,16 @@ class OlmoeConfig(ExpertsConfig):
     model_type = "olmoe"
     aliases = {"num_experts": "num_local_experts"}
     defaults = Defaults(max_length=4096, epsilon=1e-5, attention_bias=False)
+    expert_defaults = ExpertDefaults(
+        count=64, per_token=8, width_field="intermediate_size", width=2048
+    )
 
     clip_qkv: float | None
 
     @classmethod
     def read(cls, fields: Fields) -> OlmoeConfig:
         """Returns what the fields say."""
-        return cls.from_fields(
-            fields,
-            clip_qkv=fields.optional_number("clip_qkv", None),
-            experts=expert_fields.read_experts(
-                fields,
-                count=("num_experts", 64),
-                per_token=8,
-                width=("intermediate_size", 2048),
-                normalized=None,
-            ),
-        )
+        return cls.from_fields(fields, clip_qkv=fields.optional_number("clip_qkv", None))
 
 
 class Olmoe(Llama, config=OlmoeConfig):
@@ -144,20 +136,9 @@ class FlexOlmoConfig(ExpertsConfig):
     model_type = "flex_olmo"
     aliases = {"num_experts": "num_local_experts"}
     defaults = Defaults(max_length=4096, theta=500_000.0, attention_bias=False)
-
-    @classmethod
-    def read(cls, fields: Fields) -> FlexOlmoConfig:
-        """Returns what the fields say."""
-        return cls.from_fields(
-            fields,
-            experts=expert_fields.read_experts(
-                fields,
-                count=("num_experts", 7),
-                per_token=5,
-                width=("intermediate_size", 11008),
-                normalized=None,
-            ),
-        )
+    expert_defaults = ExpertDefaults(
+        count=7, per_token=5, width_field="intermediate_size", width=11008
+    )
 
 
 class FlexOlmo(Olmo2, config=FlexOlmoConfig):
@@ -174,6 +155,7 @@ class OlmoHybridConfig(DecoderConfig):
 
     model_type = "olmo_hybrid"
     defaults = Defaults(attention_bias=False)
+    read_draft_heads = staticmethod(mtp_names.unread_heads)
 
     recurrent: DeltaWidths
 
@@ -191,7 +173,6 @@ class OlmoHybridConfig(DecoderConfig):
             kv={"states": tuple(delta.state if kind == LINEAR else None for kind in types)},
             rope=(rope, max_length),
             recurrent=delta,
-            draft_heads=mtp_names.unread_heads(fields),
         )
 
 

@@ -18,8 +18,7 @@ from jaxtyping import Array, Float
 from jaxpage.layers import Embedding, ForwardContext, LayerNorm, LayerPages, Linear
 from jaxpage.layers.embedding import token_tables
 from jaxpage.models.config import Fields
-from jaxpage.models.parts import Scope, attention, mlp, norms
-from jaxpage.models.parts.decoder import Block, Decoder
+from jaxpage.models.parts import Block, Decoder, Scope, attention, mlp, norms
 from jaxpage.models.parts.decoder_config import DecoderConfig, Defaults
 from jaxpage.models.parts.names import AttentionNames, ModuleNames
 
@@ -154,6 +153,7 @@ class OPT(Decoder, config=OPTConfig):
 
 def _project(num_in: int, at: Scope, output: tuple[str, int]) -> Linear | None:
     """Returns a projection to another width; None where it is the same."""
+    # Only the 350m has them: its tokens are embedded in 512 of 1,024 dimensions.
     has_projection = output[1] != num_in
     return at.projection(num_in, output, axes=("embed", None)) if has_projection else None
 
@@ -224,6 +224,7 @@ class XGLM(Decoder, config=XGLMConfig):
         hidden_TD = super().enter(embedded_TD, positions_T)
         half = hidden_TD.shape[1] // 2
         frequencies = np.exp(np.arange(half, dtype=np.float32) * -(np.log(10_000.0) / (half - 1)))
+        # fairseq counts positions after the number of the padding token, which is 1.
         moved_T = (positions_T + POSITION_OFFSET).astype(jnp.float32)
         angles_TE = moved_T[:, None] * jnp.asarray(frequencies, jnp.float32)[None, :]
         sinusoids_TD = jnp.concatenate([jnp.sin(angles_TE), jnp.cos(angles_TE)], axis=1)

@@ -13,10 +13,9 @@ from flax import nnx
 
 from jaxpage.layers import HeadNorms, Rope
 from jaxpage.layers.rope_scaling import LENGTH
-from jaxpage.models.config import Fields, expert_fields
+from jaxpage.models.config import ExpertDefaults, Fields
 from jaxpage.models.llama import Llama
-from jaxpage.models.parts import Scope, attention, mlp, norms
-from jaxpage.models.parts.decoder import Block, Decoder
+from jaxpage.models.parts import Block, Decoder, Scope, attention, mlp, norms
 from jaxpage.models.parts.decoder_config import DecoderConfig, Defaults, ExpertsConfig
 from jaxpage.models.parts.names import AttentionNames, ExpertNames, ModuleNames
 
@@ -128,6 +127,14 @@ class PhimoeConfig(ExpertsConfig):
     model_type = "phimoe"
     aliases = {"num_local_experts": "num_experts"}
     defaults = Defaults(num_kv_heads=8, epsilon=1e-5, attention_bias=False)
+    expert_defaults = ExpertDefaults(
+        count_field="num_local_experts",
+        count=16,
+        per_token=2,
+        width_field="intermediate_size",
+        width=6400,
+        normalized=True,
+    )
 
     lm_head_bias: bool
 
@@ -141,6 +148,7 @@ class PhimoeConfig(ExpertsConfig):
     @classmethod
     def read(cls, fields: Fields) -> PhimoeConfig:
         """Returns what the fields say."""
+        # Sparse mixing (Phi-3.5-MoE) is defined for two experts: each has its own softmax.
         fields.only(num_experts_per_tok=2)
         head_dim = fields.head_dim()
         rope, max_length = _read_moe_rope(fields, head_dim)
@@ -150,13 +158,8 @@ class PhimoeConfig(ExpertsConfig):
             sliding_windows=fields.optional_integer("sliding_window", None),
             rope=(rope, max_length),
             lm_head_bias=fields.flag("lm_head_bias", False),
-            experts=expert_fields.read_experts(
-                fields,
-                count=("num_local_experts", 16),
-                per_token=2,
-                width=("intermediate_size", 6400),
-                normalized=True,
-                routing={"jitter": fields.number("router_jitter_noise", 0.01)},
+            experts=cls.expert_defaults.read(
+                fields, routing={"jitter": fields.number("router_jitter_noise", 0.01)}
             ),
         )
 
@@ -172,6 +175,7 @@ def _read_moe_rope(fields: Fields, head_dim: int) -> tuple[Rope, int]:
             text = f"rope short_mscale must be a positive number, not {factor!r}"
             fields.note_wrong(text, rope_scaling=None, rope_parameters=None)
             factor = 1.0
+        # Phi-3.5-MoE has `short_mscale` in the place of the factor that LongRoPE computes.
         rope = replace(rope, attention_factor=float(factor))
     return rope, max_length
 

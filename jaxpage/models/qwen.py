@@ -17,15 +17,13 @@ from typing import Any, ClassVar
 
 from flax import nnx
 
-from jaxpage.layers import DeltaWidths, ExpertsSpec, HeadNorms
-from jaxpage.models.config import Fields, expert_fields, layer_windows, mtp_names, recurrent_fields
+from jaxpage.layers import DeltaWidths, HeadNorms
+from jaxpage.models.config import Fields, MtpNames, layer_windows, mtp_names, recurrent_fields
+from jaxpage.models.config.expert_fields import ExpertDefaults
 from jaxpage.models.config.fields import without_axes
-from jaxpage.models.config.mtp_names import MtpNames
 from jaxpage.models.llama import Llama
-from jaxpage.models.parts import Scope, attention, norms, recurrences
-from jaxpage.models.parts.attention import Gates
+from jaxpage.models.parts import ExpertNames, Gates, Scope, attention, norms, recurrences
 from jaxpage.models.parts.decoder_config import DecoderConfig, Defaults, ExpertsConfig
-from jaxpage.models.parts.names import ExpertNames
 
 MELLUM_THETA = {"full_attention": ("", 500_000.0), "sliding_attention": ("", 10_000.0)}
 FULL = "full_attention"
@@ -42,30 +40,26 @@ class Qwen2Config(DecoderConfig):
     @classmethod
     def read(cls, fields: Fields) -> Qwen2Config:
         """Returns what the fields say."""
-        return cls.from_fields(
-            fields,
-            sliding_windows=layer_windows.windows_by_layer(fields),
-            attention_bias=True,
-            draft_heads=_read_mimo_heads(fields),
+        windows = layer_windows.windows_by_layer(fields)
+        return cls.from_fields(fields, sliding_windows=windows, attention_bias=True)
+
+    @classmethod
+    def read_draft_heads(cls, fields: Fields) -> MtpNames | None:
+        """Returns the names of the MTP heads of MiMo-7B; None if the config counts no heads."""
+        if not mtp_names.counts_heads(fields):
+            return None
+        field, heads = "num_nextn_predict_layers", "model.mtp_layers."
+        return MtpNames(
+            fields.integer(field),
+            field,
+            (heads,),
+            layer=f"{heads}0",
+            projection=f"{heads}0.input_proj",
+            embedding_norm=f"{heads}0.token_layernorm",
+            hidden_norm=f"{heads}0.hidden_layernorm",
+            output_norm=f"{heads}0.final_layernorm",
+            hidden_first=True,
         )
-
-
-def _read_mimo_heads(fields: Fields) -> MtpNames | None:
-    """Returns the names of the MTP heads of MiMo-7B; None if the config does not count heads."""
-    if not mtp_names.counts_heads(fields):
-        return None
-    field, heads = "num_nextn_predict_layers", "model.mtp_layers."
-    return MtpNames(
-        fields.integer(field),
-        field,
-        (heads,),
-        layer=f"{heads}0",
-        projection=f"{heads}0.input_proj",
-        embedding_norm=f"{heads}0.token_layernorm",
-        hidden_norm=f"{heads}0.hidden_layernorm",
-        output_norm=f"{heads}0.final_layernorm",
-        hidden_first=True,
-    )
 
 
 class Qwen2(Llama, config=Qwen2Config):
@@ -100,24 +94,19 @@ class Qwen2MoeConfig(ExpertsConfig):
 
     model_type = "qwen2_moe"
     defaults = Defaults(num_kv_heads=16, max_length=32768)
+    expert_defaults = ExpertDefaults(
+        count=60,
+        per_token=4,
+        width=1408,
+        shared_width=("shared_expert_intermediate_size", 5632),
+        has_step=True,
+    )
 
     @classmethod
     def read(cls, fields: Fields) -> Qwen2MoeConfig:
         """Returns what the fields say."""
         fields.refuse_true("use_sliding_window", " for this family")
-        return cls.from_fields(
-            fields,
-            attention_bias=fields.flag("qkv_bias", True),
-            experts=expert_fields.read_experts(
-                fields,
-                count=("num_experts", 60),
-                per_token=4,
-                width=("moe_intermediate_size", 1408),
-                normalized=None,
-                shared_width=fields.integer("shared_expert_intermediate_size", 5632),
-            ),
-            sparse_layers=expert_fields.sparse_layers(fields),
-        )
+        return cls.from_fields(fields, attention_bias=fields.flag("qkv_bias", True))
 
 
 class Qwen2Moe(Qwen2, config=Qwen2MoeConfig):
@@ -133,6 +122,7 @@ class Qwen3MoeConfig(ExpertsConfig):
     model_type = "qwen3_moe"
     aliases = {"num_experts": "num_local_experts"}
     defaults = Defaults(num_kv_heads=4, max_length=32768, attention_bias=False)
+    expert_defaults = ExpertDefaults(count=128, per_token=8, width=768, has_step=True)
 
     @classmethod
     def read(cls, fields: Fields) -> Qwen3MoeConfig:
@@ -140,18 +130,7 @@ class Qwen3MoeConfig(ExpertsConfig):
         window = None
         if fields.flag("use_sliding_window", False):
             window = fields.optional_integer("sliding_window", 4096)
-        return cls.from_fields(
-            fields,
-            sliding_windows=window,
-            experts=expert_fields.read_experts(
-                fields,
-                count=("num_experts", 128),
-                per_token=8,
-                width=("moe_intermediate_size", 768),
-                normalized=None,
-            ),
-            sparse_layers=expert_fields.sparse_layers(fields),
-        )
+        return cls.from_fields(fields, sliding_windows=window)
 
 
 class Qwen3Moe(Qwen3, config=Qwen3MoeConfig):
@@ -170,6 +149,10 @@ class MellumConfig(ExpertsConfig):
     model_type = "mellum"
     aliases = {"num_experts": "num_local_experts", "num_nextn_predict_layers": "num_mtp_layers"}
     defaults = Defaults(num_kv_heads=4, attention_bias=False)
+    expert_defaults = ExpertDefaults(
+        count=64, per_token=8, width=896, normalized=("norm_topk_prob", True), has_types=True
+    )
+    read_draft_heads = staticmethod(mtp_names.unread_heads)
 
     @classmethod
     def read(cls, fields: Fields) -> MellumConfig:
@@ -177,22 +160,12 @@ class MellumConfig(ExpertsConfig):
         layer_windows.refuse_rope_scaling(fields)
         fields.only(rope_theta=500_000.0)  # transformers does not read this field.
         head_dim = fields.integer("head_dim", 128)
-        num_layers = fields.integer("num_hidden_layers")
-        types = fields.layer_types(["full_attention"] * num_layers)
+        types = fields.layer_types(["full_attention"] * fields.integer("num_hidden_layers"))
         return cls.from_fields(
             fields,
             head_dim=head_dim,
             sliding_windows=layer_windows.read_windows(fields, types, 1024),
             **layer_windows.read_ropes(fields, types, head_dim, 131_072, MELLUM_THETA),
-            experts=expert_fields.read_experts(
-                fields,
-                count=("num_experts", 64),
-                per_token=8,
-                width=("moe_intermediate_size", 896),
-                normalized=fields.flag("norm_topk_prob", True),
-            ),
-            sparse_layers=expert_fields.sparse_by_type(fields, (True,) * num_layers),
-            draft_heads=mtp_names.unread_heads(fields),
         )
 
 
@@ -209,6 +182,15 @@ class MiniMaxM2Config(ExpertsConfig):
     model_type = "minimax_m2"
     aliases = {"num_local_experts": "num_experts"}
     defaults = Defaults(num_kv_heads=8)
+    expert_defaults = ExpertDefaults(
+        count_field="num_local_experts",
+        count=256,
+        per_token=8,
+        width_field="intermediate_size",
+        width=1536,
+        normalized=True,
+        routing={"sigmoid": True, "corrected": True},
+    )
 
     @classmethod
     def read(cls, fields: Fields) -> MiniMaxM2Config:
@@ -219,19 +201,12 @@ class MiniMaxM2Config(ExpertsConfig):
         head_dim = fields.integer("head_dim", 128)
         max_length = fields.integer("max_position_embeddings", 196_608)
         rotary_dim = fields.optional_integer("rotary_dim", None)
+        # `rope` takes a share, which times the width of a head gives this width again.
         share = 1.0 if rotary_dim is None else rotary_dim / head_dim
         return cls.from_fields(
             fields,
             head_dim=head_dim,
             rope=fields.rope(head_dim, max_length, theta=5_000_000.0, partial=share),
-            experts=expert_fields.read_experts(
-                fields,
-                count=("num_local_experts", 256),
-                per_token=8,
-                width=("intermediate_size", 1536),
-                normalized=True,
-                routing={"sigmoid": True, "corrected": True},
-            ),
         )
 
 
@@ -266,8 +241,8 @@ class HybridConfig(DecoderConfig):
     recurrent: DeltaWidths
 
     @classmethod
-    def read_hybrid(cls, fields: Fields, **more: Any) -> HybridConfig:
-        """Returns what the fields say; `more` are fields of the config that the family adds."""
+    def read(cls, fields: Fields) -> HybridConfig:
+        """Returns what the fields say."""
         recurrent_fields.check_activation(fields)
         every = fields.integer("full_attention_interval", 4)
         numbers = range(1, 1 + fields.integer("num_hidden_layers"))
@@ -279,8 +254,6 @@ class HybridConfig(DecoderConfig):
             fields,
             kv={"states": tuple(delta.state if kind == LINEAR else None for kind in types)},
             recurrent=delta,
-            draft_heads=cls.read_draft_heads(fields),
-            **more,
         )
 
     @classmethod
@@ -301,6 +274,7 @@ class HybridConfig(DecoderConfig):
     def read_draft_heads(cls, fields: Fields) -> MtpNames:
         """Returns the names of MTP heads, which cannot be used with a token table of their own."""
         has_table = fields.flag("mtp_use_dedicated_embeddings", False)
+        # A head has the tables of its model (`drafters.join`), and no place for one of its own.
         refusal = "mtp_use_dedicated_embeddings = true of config.json" if has_table else ""
         count = fields.integer(cls.draft_field, 1, minimum=0)
         return mtp_names.name_separate_heads(count, cls.draft_field, refusal)
@@ -316,11 +290,6 @@ class Qwen3_5Config(HybridConfig):
     def complete(cls, config: Mapping[str, Any]) -> Mapping[str, Any]:
         """Returns the config without the axes of positions."""
         return without_axes(config)
-
-    @classmethod
-    def read(cls, fields: Fields) -> HybridConfig:
-        """Returns what the fields say."""
-        return cls.read_hybrid(fields)
 
 
 class Qwen3_5(Llama, config=Qwen3_5Config):
@@ -353,18 +322,6 @@ class Qwen3_5(Llama, config=Qwen3_5Config):
         )
 
 
-def hybrid_experts(fields: Fields, count: int, per_token: int, *, normalized: bool) -> ExpertsSpec:
-    """Returns the experts, one of which takes all tokens; see `read_experts` for the defaults."""
-    return expert_fields.read_experts(
-        fields,
-        count=("num_experts", count),
-        per_token=per_token,
-        width=("moe_intermediate_size", 512),
-        normalized=normalized,
-        shared_width=fields.integer("shared_expert_intermediate_size", 512),
-    )
-
-
 @dataclass(frozen=True, kw_only=True)
 class Qwen3_5MoeConfig(HybridConfig, ExpertsConfig):
     """Reads transformers' `Qwen3_5MoeTextConfig`.
@@ -373,19 +330,18 @@ class Qwen3_5MoeConfig(HybridConfig, ExpertsConfig):
     """
 
     model_type = "qwen3_5_moe_text"
+    expert_defaults = ExpertDefaults(
+        count=256,
+        per_token=8,
+        width=512,
+        normalized=True,
+        shared_width=("shared_expert_intermediate_size", 512),
+    )
 
     @classmethod
     def complete(cls, config: Mapping[str, Any]) -> Mapping[str, Any]:
         """Returns the config without the axes of positions."""
         return {"intermediate_size": 1, **without_axes(config)}
-
-    @classmethod
-    def read(cls, fields: Fields) -> HybridConfig:
-        """Returns what the fields say."""
-        return cls.read_hybrid(
-            fields,
-            experts=hybrid_experts(fields, 256, 8, normalized=True),
-        )
 
 
 class Qwen3_5Moe(Qwen3_5, config=Qwen3_5MoeConfig):
@@ -398,18 +354,15 @@ class Qwen3NextConfig(HybridConfig, ExpertsConfig):
 
     model_type = "qwen3_next"
     aliases = {"num_experts": "num_local_experts"}
+    expert_defaults = replace(
+        Qwen3_5MoeConfig.expert_defaults,
+        count=512,
+        per_token=10,
+        normalized=("norm_topk_prob", True),
+        has_step=True,
+    )
     draft_field = "num_nextn_predict_layers"
     by_key_heads = True
-
-    @classmethod
-    def read(cls, fields: Fields) -> HybridConfig:
-        """Returns what the fields say."""
-        normalized = fields.flag("norm_topk_prob", True)
-        return cls.read_hybrid(
-            fields,
-            experts=hybrid_experts(fields, 512, 10, normalized=normalized),
-            sparse_layers=expert_fields.sparse_layers(fields),
-        )
 
 
 class Qwen3Next(Qwen3_5Moe, config=Qwen3NextConfig):

@@ -123,6 +123,7 @@ class Zamba2Config(DecoderConfig):
         names = ("layer_types", "layers_block_type")
         config = {key: value for key, value in config.items() if key not in names or value}
         if config.keys().isdisjoint(names):
+            # transformers has these as a default of the class, and not as a rule for other depths.
             config["layers_block_type"] = [*DEFAULT_TYPES]
         return config
 
@@ -137,12 +138,12 @@ class Zamba2Config(DecoderConfig):
         width = fields.integer("hidden_size")
         mamba = _read_mamba(fields, width)
         head_dim = _read_head_dim(fields, width)
-        _refuse_others(fields, hybrid_layer_ids=[*hybrid], attention_hidden_size=2 * width)
-        _refuse(fields)
+        _check_derived(fields, hybrid_layer_ids=[*hybrid], attention_hidden_size=2 * width)
+        _refuse_unsupported(fields)
         max_length = fields.integer("max_position_embeddings", 4096)
         rotates = fields.flag("use_mem_rope", False)
-        of_types = {LINEAR: (mamba.state,), HYBRID: (None, mamba.state)}
-        states = [state for kind in types for state in of_types[kind]]
+        states_by_type = {LINEAR: (mamba.state,), HYBRID: (None, mamba.state)}
+        states = [state for kind in types for state in states_by_type[kind]]
         return cls.from_fields(
             fields,
             head_dim=head_dim,
@@ -167,7 +168,7 @@ def _read_mamba(fields: Fields, width: int) -> MambaSpec:
         text = f"n_mamba_heads = {heads} does not divide mamba_expand * hidden_size = {inner}"
         fields.note_wrong(text, n_mamba_heads=1, mamba_headdim=None, mamba_ngroups=1)
         heads = 1
-    _refuse_others(fields, mamba_headdim=inner // heads)
+    _check_derived(fields, mamba_headdim=inner // heads)
     bias = fields.flag("add_bias_linear", False)
     return MambaSpec(
         heads=heads,
@@ -190,11 +191,11 @@ def _read_head_dim(fields: Fields, width: int) -> int:
         sizes = dict.fromkeys(("num_attention_heads", "num_key_value_heads"), 1)
         fields.note_wrong(text, **sizes, head_dim=None, attention_head_dim=None)
         heads = 1
-    _refuse_others(fields, head_dim=2 * width // heads)
+    _check_derived(fields, head_dim=2 * width // heads)
     return 2 * width // heads
 
 
-def _refuse_others(fields: Fields, **derived: Any) -> None:
+def _check_derived(fields: Fields, **derived: Any) -> None:
     """Refuses fields that say something else than what follows from others."""
     for name, value in derived.items():
         if (stated := fields.get(name, None)) not in (None, value):
@@ -202,7 +203,7 @@ def _refuse_others(fields: Fields, **derived: Any) -> None:
             fields.note_unsupported(text, **{name: value})
 
 
-def _refuse(fields: Fields) -> None:
+def _refuse_unsupported(fields: Fields) -> None:
     """Refuses what this family does not have, and what transformers cannot compute."""
     fields.refuse_true(
         "use_long_context",
@@ -257,7 +258,7 @@ class BlockAdapter(nnx.Module):
         self.up = nnx.List(
             at.projection(rank, (f"{name}.1", num_out), axes=(None, axis)) for name in names
         )
-        replace_modules(self, _share)
+        replace_modules(self, _mark_shared)
 
     def __call__(self, x_TD: Float[Array, "T D"]) -> list[Float[Array, "T O"]]:
         """Returns what is added to each projection."""
@@ -265,7 +266,7 @@ class BlockAdapter(nnx.Module):
         return [up(rank) for up, rank in zip(self.up, ranks, strict=True)]
 
 
-def _share(path: Path, module: nnx.Module) -> nnx.Module | None:
+def _mark_shared(path: Path, module: nnx.Module) -> nnx.Module | None:
     """Returns a linear layer as one that several layers have, which takes no LoRA adapters."""
     return Linear(replace(module.spec, shared=True)) if isinstance(module, Linear) else None
 
@@ -290,6 +291,7 @@ class SharedBlock(nnx.Module):
         both = 2 * config.hidden_size
         # Heads share the width of two hidden states, and scores are scaled for the width of one.
         scores = Scores(scale=(config.kv.head_dim / 2) ** -0.5)
+        # Every hybrid layer has two layers of the cache, of which the first has keys and values.
         place = config.layer_places[layer][0]
         self.norm = norms.rms_norm(config, at / "input_layernorm", width=both)
         self.attention = attention.grouped_query_attention(
@@ -297,26 +299,26 @@ class SharedBlock(nnx.Module):
         )
         self.mlp_norm = norms.rms_norm(config, at / "pre_ff_layernorm")
         self.mlp = mlp.gated_mlp(config, at / "feed_forward", names=MLP_NAMES)
-        replace_modules(self, _share)
+        replace_modules(self, _mark_shared)
 
     def __call__(
         self,
         both_TI: Float[Array, "T I"],
-        of_attention: BlockAdapter | None,
-        of_mlp: BlockAdapter,
+        attention_adapter: BlockAdapter | None,
+        mlp_adapter: BlockAdapter,
         layer_pages: LayerPages,
         context: ForwardContext,
     ) -> tuple[Float[Array, "T D"], LayerPages]:
         """Returns the output of the block, with what a layer adds, and the pages of the layer."""
         both_TI = self.norm(both_TI)
         q, k, v = self.attention.project(both_TI)
-        if of_attention is not None:
+        if attention_adapter is not None:
             assert k is not None and v is not None
-            added_q, added_k, added_v = of_attention(both_TI)
+            added_q, added_k, added_v = attention_adapter(both_TI)
             q, k, v = q + added_q, k + added_k, v + added_v
         x_TD, layer_pages = self.attention.attend(q, k, v, layer_pages, context)
         x_TD = self.mlp_norm(x_TD)
-        (added_TF,) = of_mlp(x_TD)
+        (added_TF,) = mlp_adapter(x_TD)
         return self.mlp.gate_down(self.mlp.gate_up(x_TD) + added_TF), layer_pages
 
 
@@ -326,8 +328,8 @@ class Zamba2Layer(nnx.Module):
     Attributes:
         block_number: The number of the block that a hybrid layer calls; None in other layers, which
             lack the first three modules.
-        of_attention: What the layer adds to the projections of the block's attention, or None.
-        of_mlp: What it adds to those of the block's feed-forward half.
+        attention_adapter: What the layer adds to the projections of the block's attention, or None.
+        mlp_adapter: What it adds to those of the block's feed-forward half.
         linear: The projection of the block's output.
         norm: The norm before Mamba 2.
         mamba: Mamba 2.
@@ -337,7 +339,9 @@ class Zamba2Layer(nnx.Module):
         self.block_number = config.blocks.block_of(index)
         if self.block_number is not None:
             width = config.hidden_size
-            self.of_attention, self.of_mlp = _make_adapters(config, index, self.block_number, at)
+            self.attention_adapter, self.mlp_adapter = _make_adapters(
+                config, index, self.block_number, at
+            )
             self.linear = at.projection(width, ("linear", width), axes=(None, "embed"))
             at = at / "mamba_decoder"
         self.norm = norms.rms_norm(config, at / "input_layernorm")
@@ -361,8 +365,9 @@ class Zamba2Layer(nnx.Module):
         if block is not None:
             both_TI = jax.numpy.concatenate([x_TD, embedded_TD], axis=-1)
             block_TD, block_pages[0] = block(
-                both_TI, self.of_attention, self.of_mlp, block_pages[0], context
+                both_TI, self.attention_adapter, self.mlp_adapter, block_pages[0], context
             )
+            # Mamba takes the sum, and the residual stream does not: x is added again below.
             entering_TD = x_TD + self.linear(block_TD)
         mixed_TD, state_pages = self.mamba(self.norm(entering_TD), state_pages, context)
         return x_TD + mixed_TD, (*block_pages, state_pages)
@@ -378,14 +383,14 @@ def _make_adapters(
     blocks, width = config.blocks, config.hidden_size
     number = blocks.callers.index(index)
     block = scope_of_block(config, blocks.first_callers[block_number], at.dtype)
-    of_attention = None
+    attention_adapter = None
     if blocks.adapts_attention:
         names = [f"linear_{kind}_adapter_list.{number}" for kind in "qkv"]
         sizes = 2 * width, 2 * width
-        of_attention = BlockAdapter(block / "self_attn", names, blocks.rank, sizes, "heads")
+        attention_adapter = BlockAdapter(block / "self_attn", names, blocks.rank, sizes, "heads")
     names = [f"gate_up_proj_adapter_list.{number}"]
     sizes = width, 2 * config.intermediate_size
-    return of_attention, BlockAdapter(block / "feed_forward", names, blocks.rank, sizes, "ffn")
+    return attention_adapter, BlockAdapter(block / "feed_forward", names, blocks.rank, sizes, "ffn")
 
 
 class Zamba2(decoder.Decoder, config=Zamba2Config):
@@ -408,6 +413,7 @@ class Zamba2(decoder.Decoder, config=Zamba2Config):
         self, token_ids_T: Int[Array, "T"], hidden_TD: Float[Array, "T D"], context: ForwardContext
     ) -> Iterable[Any]:
         """Returns the layers, each with the embeddings and the block that it calls, if any."""
+        # The embeddings are those of the first layer, however deep the layer is that takes them.
         numbers = [self.config.blocks.block_of(index) for index in range(len(self.layers))]
         return [
             functools.partial(

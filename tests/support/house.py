@@ -170,6 +170,8 @@ MAX_MODULE_TOKENS = 3000  # of Python, docstrings counting as one: explaining mo
 MAX_FUNCTION_LINES = 70
 MAX_DOOR_NAMES = 20
 MAX_HEADER_LINES = 15  # of imports, in a module of `models`, which are pages; doors are none
+MAX_FIELDS = 20  # of a record in `models` or `layers`, those that it inherits among them
+MAX_ARGUMENTS = 10  # of a function there, by position or by name
 MAX_COLUMNS = 100
 # The files of other languages, by their endings. What they include from elsewhere is not there.
 FOREIGN = (("jaxpage", ("js",)), ("docs", ("js",)), ("pallas_kernels", ("cc", "h")))
@@ -328,6 +330,8 @@ def violations(root: Path) -> list[str]:
         found += [f"{module.path}:{line}: {text}" for line, text in _chains(module)]
         found += [f"{module.path}:{line}: {text}" for line, text in _sizes(module)]
         found += [f"{module.path}:1: {text}" for text in _header(module)]
+        found += [f"{module.path}:{line}: {text}" for line, text in _arguments(module)]
+    found += _records(modules)
     found += _circles([module for module in modules if place(module.name)[0] < 5])
     return [*found, *_foreign_comments(root)]
 
@@ -575,6 +579,48 @@ def _header(module: Module) -> Iterator[str]:
     )
     if num_lines > MAX_HEADER_LINES:
         yield f"has {num_lines} lines of imports; {MAX_HEADER_LINES} are enough for a page"
+
+
+def _has_records(module: Module) -> bool:
+    return module.name.startswith(("jaxpage.models", "jaxpage.layers"))
+
+
+def _arguments(module: Module) -> Iterator[tuple[int, str]]:
+    """Yields functions of models and layers that take too many arguments, constructors too."""
+    for node in module.nodes if _has_records(module) else ():
+        if isinstance(node, ast.FunctionDef):
+            every = (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)
+            count = sum(each.arg not in ("self", "cls") for each in every)
+            if count > MAX_ARGUMENTS:
+                text = f"{node.name} has {count} arguments; {MAX_ARGUMENTS} are enough"
+                yield node.lineno, text
+
+
+def _records(modules: Sequence[Module]) -> Iterator[str]:
+    """Yields the records of models and layers that have too many fields, with inherited ones."""
+    records = {
+        node.name: (module.path, node)
+        for module in modules
+        if _has_records(module)
+        for node in module.nodes
+        if isinstance(node, ast.ClassDef)
+    }
+
+    def fields_of(name: str) -> set[str]:
+        if name not in records:
+            return set()
+        node = records[name][1]
+        bases = (ast.unparse(base).partition("[")[0].rpartition(".")[2] for base in node.bases)
+        own = {
+            ast.unparse(each.target)
+            for each in node.body
+            if isinstance(each, ast.AnnAssign) and "ClassVar" not in ast.unparse(each.annotation)
+        }
+        return own.union(*map(fields_of, bases))
+
+    for name, (path, node) in records.items():
+        if (count := len(fields_of(name))) > MAX_FIELDS:
+            yield f"{path}:{node.lineno}: {name} has {count} fields; {MAX_FIELDS} are enough"
 
 
 def median_sizes(root: Path) -> tuple[float, float]:

@@ -1,59 +1,122 @@
-"""Reads what configs say of experts, and which layers have them.
-
-DeepSeek-V3 began with experts whose scores are sigmoids with corrections.
-"""
+"""Reads what configs say of experts, and which layers have them."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from jaxpage.layers import ExpertsSpec
 from jaxpage.layers.routing import Groups, Routing
-from jaxpage.models.config.fields import REQUIRED, Fields
+from jaxpage.models.config.fields import Fields
 
-ONE_GROUP = {"n_group": 1, "topk_group": 1}
+_ONE_GROUP = {"n_group": 1, "topk_group": 1}
 
 
-def read_experts(
-    fields: Fields,
-    *,
-    count: tuple[str, Any],
-    per_token: Any,
-    width: tuple[str, Any],
-    normalized: bool | None,
-    routing: Mapping[str, Any] | None = None,
-    **more: Any,
-) -> ExpertsSpec:
-    """Reads what a config says of experts.
+@dataclass(frozen=True, kw_only=True)
+class ExpertDefaults:
+    """Says which fields of experts a family has, and what is in the place of absent ones.
 
-    Args:
-        fields: The fields of the config.
-        count: The field of the number of experts, and its default.
-        per_token: The default of the number of experts of a token; None if the field is required.
-        width: The field of the inner width of an expert, and its default.
-        normalized: True if the weights add up to one; None to read `norm_topk_prob`.
-        routing: Further fields of `Routing`.
-        **more: Further fields of `ExpertsSpec`.
+    A pair is a field and its default.
+
+    Attributes:
+        count_field: The field of the number of experts.
+        count: Its default.
+        per_token: In the place of `num_experts_per_tok`.
+        width_field: The field of the inner width of an expert.
+        width: Its default.
+        normalized: True if the weights of a token's experts add up to one, or the pair that says
+            so.
+        shared_count: The number of experts that all tokens take, each as wide as the others; None
+            for a family without them.
+        shared_width: The width of the one expert that all tokens take; None like `shared_count`.
+        groups: In the place of `n_group` and `topk_group`; None for a family without groups.
+        factor: The factor of the weights; None for a family that has no field for it.
+        routing: The fields of `Routing` that are the same in all models of the family.
+        num_dense: The number of the first layers, which have no experts. The field may be "".
+        has_step: True if `decoder_sparse_step` and `mlp_only_layers` say which layers have experts.
+        has_types: True if `mlp_layer_types` may say it.
     """
-    chosen = Routing(
-        num_experts=fields.integer(*count),
-        per_token=fields.integer(
-            "num_experts_per_tok", REQUIRED if per_token is None else per_token
-        ),
-        normalized=fields.flag("norm_topk_prob", False) if normalized is None else normalized,
-        **(routing or {}),
-    )
-    if chosen.per_token > chosen.num_experts:
-        text = (
-            f"num_experts_per_tok = {chosen.per_token} of {count[0]} = {chosen.num_experts} "
-            "experts cannot be"
+
+    count_field: str = "num_experts"
+    count: Any
+    per_token: Any
+    width_field: str = "moe_intermediate_size"
+    width: int
+    normalized: tuple[str, bool] | bool = ("norm_topk_prob", False)
+    shared_count: tuple[str, Any] | None = None
+    shared_width: tuple[str, int] | None = None
+    groups: tuple[int, int] | None = None
+    factor: tuple[str, float] | None = None
+    routing: Mapping[str, Any] = field(default_factory=dict)
+    num_dense: tuple[str, int] = ("", 0)
+    has_step: bool = False
+    has_types: bool = False
+
+    def read(
+        self, fields: Fields, *, routing: Mapping[str, Any] | None = None, **more: Any
+    ) -> ExpertsSpec:
+        """Returns what the fields say of the experts.
+
+        Args:
+            fields: The fields of the config.
+            routing: Further fields of `Routing`.
+            **more: Further fields of `ExpertsSpec`, or others than those that are read.
+        """
+        count = (self.count_field, self.count)
+        width = fields.integer(self.width_field, self.width)
+        choice = {**self.routing, **(routing or {})}
+        if self.groups is not None:
+            choice["groups"] = read_groups(
+                fields, count, best=2, default=self.groups, per_token=self.per_token
+            )
+        if self.factor is not None:
+            choice["factor"] = fields.number(*self.factor)
+        if self.shared_count is not None:
+            more.setdefault("shared_width", width * fields.integer(*self.shared_count))
+        if self.shared_width is not None:
+            more.setdefault("shared_width", fields.integer(*self.shared_width))
+        usual = self.normalized
+        chosen = Routing(
+            num_experts=fields.integer(*count),
+            per_token=fields.integer("num_experts_per_tok", self.per_token),
+            normalized=fields.flag(*usual) if isinstance(usual, tuple) else usual,
+            **choice,
         )
-        fields.note_wrong(text, **{"num_experts_per_tok": 1, count[0]: chosen.num_experts})
-    return ExpertsSpec(chosen, fields.integer(*width), **more)
+        if chosen.per_token > chosen.num_experts:
+            text = (
+                f"num_experts_per_tok = {chosen.per_token} of {count[0]} = {chosen.num_experts} "
+                "experts cannot be"
+            )
+            fields.note_wrong(text, **{"num_experts_per_tok": 1, count[0]: chosen.num_experts})
+        return ExpertsSpec(chosen, width, **more)
+
+    def read_layers(self, fields: Fields) -> tuple[bool, ...]:
+        """Returns for each layer whether it has experts."""
+        if self.has_step:
+            return _read_step(fields)
+        name, default = self.num_dense
+        num_dense = fields.integer(name, default, minimum=0) if name else default
+        layers = range(fields.integer("num_hidden_layers"))
+        usual = tuple(index >= num_dense for index in layers)
+        return sparse_by_type(fields, usual) if self.has_types else usual
 
 
-def sparse_layers(fields: Fields) -> tuple[bool, ...]:
+# DeepSeek-V3 began with it: scores are sigmoids, and ratings have corrections.
+CORRECTED = ExpertDefaults(
+    count_field="n_routed_experts",
+    count=256,
+    per_token=8,
+    width=2048,
+    normalized=("norm_topk_prob", True),
+    shared_count=("n_shared_experts", 1),
+    groups=(1, 1),
+    factor=("routed_scaling_factor", 1.0),
+    routing={"sigmoid": True, "corrected": True},
+)
+
+
+def _read_step(fields: Fields) -> tuple[bool, ...]:
     """Returns which layers have experts, by Qwen's rule.
 
     They are those whose number, from 1, `decoder_sparse_step` divides, except for those in
@@ -66,14 +129,6 @@ def sparse_layers(fields: Fields) -> tuple[bool, ...]:
         dense = []
     num_layers = fields.integer("num_hidden_layers")
     return tuple((index + 1) % every == 0 and index not in dense for index in range(num_layers))
-
-
-def first_dense(
-    fields: Fields, default: int, field: str = "first_k_dense_replace"
-) -> tuple[bool, ...]:
-    """Returns which layers have experts: all but the first ones, whose number is in `field`."""
-    first = fields.integer(field, default, minimum=0)
-    return tuple(index >= first for index in range(fields.integer("num_hidden_layers")))
 
 
 def sparse_by_type(fields: Fields, usual: tuple[bool, ...]) -> tuple[bool, ...]:
@@ -89,49 +144,6 @@ def sparse_by_type(fields: Fields, usual: tuple[bool, ...]) -> tuple[bool, ...]:
     )
     fields.note_wrong(text, mlp_layer_types=None, num_hidden_layers=len(usual))
     return usual
-
-
-def read_corrected_experts(
-    fields: Fields,
-    *,
-    count: Any,
-    per_token: Any,
-    width: int,
-    groups: tuple[int, int] = (1, 1),
-    factor: float = 1.0,
-    normalized: bool = True,
-    shared: tuple[str, Any] | None = ("n_shared_experts", 1),
-    count_field: str = "n_routed_experts",
-    more: Mapping[str, Any] | None = None,
-    **routing: Any,
-) -> ExpertsSpec:
-    """Returns the experts of a family whose scores are sigmoids with corrections by default.
-
-    `count_field` names the field with the number of experts; `shared` is the field with that of
-    shared ones, and its default, or None if there are none. `more` has further fields of
-    `ExpertsSpec`, `routing` fields of `Routing` that differ. The other arguments are the family's
-    defaults of fields.
-    """
-    named_count = (count_field, count)
-    named_width = ("moe_intermediate_size", width)
-    return read_experts(
-        fields,
-        count=named_count,
-        per_token=per_token,
-        width=named_width,
-        normalized=fields.flag("norm_topk_prob", normalized),
-        routing={
-            "sigmoid": True,
-            "corrected": True,
-            "groups": read_groups(fields, named_count, best=2, default=groups, per_token=per_token),
-            "factor": fields.number("routed_scaling_factor", factor),
-            **routing,
-        },
-        **{
-            "shared_width": shared and fields.integer(*named_width) * fields.integer(*shared),
-            **(more or {}),
-        },
-    )
 
 
 def read_groups(
@@ -159,7 +171,7 @@ def read_groups(
             f"{num_experts} experts cannot be in n_group = {number} groups, of which "
             f"topk_group = {num_kept} are taken"
         )
-        fields.note_wrong(text, **ONE_GROUP)
+        fields.note_wrong(text, **_ONE_GROUP)
         number = num_kept = 1
     per_token = fields.integer("num_experts_per_tok", per_token)
     if per_token > num_experts // number * num_kept:
@@ -167,5 +179,5 @@ def read_groups(
             f"topk_group = {num_kept} of n_group = {number} have fewer than "
             f"num_experts_per_tok = {per_token} experts"
         )
-        fields.note_wrong(text, **ONE_GROUP, num_experts_per_tok=1)
+        fields.note_wrong(text, **_ONE_GROUP, num_experts_per_tok=1)
     return Groups(number, num_kept, best) if num_kept < number else None

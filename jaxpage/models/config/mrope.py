@@ -45,6 +45,7 @@ class Sections:
             return ()
         if self.interleaved:
             return tuple(
+                # The longer section of time has what is left after the other two are used up.
                 axis if number < NUM_AXES * sections[axis] else 0
                 for number in range(num_pairs)
                 for axis in [number % NUM_AXES]

@@ -46,6 +46,10 @@ class MtpNames:
         return tuple(f"{prefix}*" for prefix in self.prefixes)
 
 
+def no_heads(fields: Fields) -> None:
+    """Returns None: the family has no MTP heads."""
+
+
 def read_numbered_names(fields: Fields, *not_read: str) -> MtpNames | None:
     """Returns the names of DeepSeek's form: layers whose numbers follow that of the last layer.
 

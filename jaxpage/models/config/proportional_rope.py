@@ -46,4 +46,5 @@ def read_rope(fields: Fields, kind: str, parameters: Mapping[str, Any], head_dim
     rotated = int(min(share, 1.0) * head_dim // 2)
     powers = np.arange(0, 2 * rotated, 2, dtype=np.float32) / np.float32(head_dim)
     frequencies = np.float32(1.0 / factor) / np.float32(theta) ** powers
+    # A frequency of 0 leaves a pair as it is, so that heads need not be split.
     return Rope((*map(float, frequencies), *(0.0,) * (head_dim // 2 - rotated)))

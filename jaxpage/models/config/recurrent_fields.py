@@ -105,6 +105,7 @@ def read_time_steps(fields: Fields) -> tuple[float, float]:
 def read_rank(fields: Fields, name: str) -> int:
     """Reads the rank of the product for Mamba's time steps."""
     if fields.get(name, "auto") == "auto":
+        # As in the code of Mamba: a sixteenth of the width, rounded up.
         return -(-fields.integer("hidden_size") // 16)
     return fields.integer(name, 1)
 

@@ -104,7 +104,6 @@ def follow_target(
         kv=replace(target.kv, sliding_windows=windows),
         layer_forms=(*target.layer_forms, *forms),
         rope_by_layer=(*target.rope_by_layer, *config.rope_by_layer),
-        sees_ahead=False,
     )
 
 

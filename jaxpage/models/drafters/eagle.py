@@ -20,8 +20,7 @@ from jaxpage.layers import Attention, Embedding, ForwardContext, HeadNorms, Laye
 from jaxpage.layers.parameter import parameter
 from jaxpage.models.base import KVSpec, Pages, run_layers
 from jaxpage.models.drafters.drafter import output_alone
-from jaxpage.models.parts import Scope, attention, decoder, mlp, norms
-from jaxpage.models.parts.decoder_config import DecoderConfig
+from jaxpage.models.parts import DecoderConfig, Scope, attention, decoder, mlp, norms
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,6 +119,7 @@ class _Eagle(nnx.Module):
         logits_BV = self.head.logits(output_BD)
         if self.token_map is None:
             return logits_BV
+        # Verification compares with logits of the whole vocabulary.
         everywhere_BV = jnp.full((logits_BV.shape[0], self.spec.decoder.vocab_size), -jnp.inf)
         return everywhere_BV.at[:, self.token_map[...]].set(logits_BV)
 

@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxpage.layers import Embedding, ForwardContext
 from jaxpage.models.base import Pages, run_layers
-from jaxpage.models.config.mtp_names import MtpNames
+from jaxpage.models.config import MtpNames
 from jaxpage.models.drafters.drafter import output_alone
 from jaxpage.models.parts import Scope
 

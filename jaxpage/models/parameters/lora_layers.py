@@ -90,7 +90,7 @@ def adapter_weights(
         spec: The spec of the model.
         lora: The slots for adapters.
         rule: The model's own rule; see `make_model`.
-        sharding: The division of the model.
+        sharding: The sharding of the model.
     """
     rule = lora.rule(rule)
     state = nnx.to_flat_state(nnx.state(make_model(family, spec, "float32", rule)))

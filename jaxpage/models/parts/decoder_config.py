@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, TypeVar, cast
+from typing import Any, ClassVar, Self, cast
 
 from jaxpage.layers import NO_ROTATION, ExpertsSpec, Rope
 from jaxpage.models.base import KVSpec
 from jaxpage.models.config import Fields
-from jaxpage.models.config.mtp_names import MtpNames
-
-_Config = TypeVar("_Config", bound="DecoderConfig")
+from jaxpage.models.config.expert_fields import ExpertDefaults
+from jaxpage.models.config.mtp_names import MtpNames, no_heads
+from jaxpage.models.parts.text_config import TextConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,55 +99,22 @@ class Defaults:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DecoderConfig:
-    """Holds what the configs of most decoders say; see `models.base.ModelSpec`.
-
-    A family whose config says more adds fields. What its models have in any case is not here, but
-    in the code of its page.
+class DecoderConfig(TextConfig):
+    """Holds what the configs of most decoders say.
 
     Attributes:
-        intermediate_size: The width of a feed-forward half (F).
-        rope: The rotation; `NO_ROTATION` for none.
-        rope_by_layer: The rotation of each layer, None for none, where layers differ from `rope`.
-        attention_bias: True if products of attention have biases; the page says which.
-        mlp_bias: True if products of a feed-forward half have biases.
+        tie_word_embeddings: True if the token table is the head, too.
         draft_heads: The heads that the checkpoint may have after its last layer.
-        name: The name of the decoder in the checkpoint.
         not_loaded: What the other models in the checkpoint take, for messages.
     """
 
-    model_type: ClassVar[str]
     defaults: ClassVar[Defaults] = Defaults()
-    aliases: ClassVar[Mapping[str, str]] = {}  # other names of fields; see `Fields`
-    idle_fields: ClassVar[tuple[str, ...]] = ()  # fields that transformers passes over
+    # Returns the names of the heads after the last layer, of the fields.
+    read_draft_heads: ClassVar[Callable[..., MtpNames | None]] = staticmethod(no_heads)
 
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    num_query_heads: int
-    max_position_embeddings: int
-    kv: KVSpec
-    rope: Rope
-    rope_by_layer: tuple[Rope | None, ...] = ()
-    norm_epsilon: float
-    activation: str
     tie_word_embeddings: bool
-    attention_bias: bool = False
-    mlp_bias: bool = False
     draft_heads: MtpNames | None = None
-    name: str = "model"
     not_loaded: str = ""
-
-    @classmethod
-    def from_config(cls, config: Mapping[str, Any]) -> DecoderConfig:
-        """Returns what a config.json says; see `SpecFactory`."""
-        with Fields(cls.complete(config), cls.model_type, cls.aliases) as fields:
-            return cls.read(fields)
-
-    @classmethod
-    def complete(cls, config: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Returns the config with what its absent or older fields mean to this family."""
-        return {name: config[name] for name in config if name not in cls.idle_fields}
 
     @classmethod
     def read(cls, fields: Fields) -> DecoderConfig:
@@ -156,7 +123,7 @@ class DecoderConfig:
 
     @classmethod
     def from_fields(
-        cls: type[_Config],
+        cls,
         fields: Fields,
         *,
         num_kv_heads: int | None = None,
@@ -167,7 +134,7 @@ class DecoderConfig:
         kv: Mapping[str, Any] | None = None,
         intermediate_size: int | None = None,
         **more: Any,
-    ) -> _Config:
+    ) -> Self:
         """Returns the config of fields that most families have, with what the caller reads.
 
         An argument that is None is read, with the `defaults` of the family.
@@ -204,16 +171,12 @@ class DecoderConfig:
             "norm_epsilon": usual.read_epsilon(fields),
             "activation": usual.read_activation(fields),
             "tie_word_embeddings": fields.flag("tie_word_embeddings", usual.tied),
+            "draft_heads": cls.read_draft_heads(fields),
             **usual.read_biases(fields),
         }
         if rotates is not None:
             common["rope_by_layer"] = tuple(rotation if turns else None for turns in rotates)
         return cls(**{**common, **more})
-
-    @property
-    def num_layers(self) -> int:
-        """Returns the number of layers of the decoder."""
-        return self.kv.num_decoder_layers
 
     @property
     def layer_places(self) -> Sequence[int | tuple[int, ...]] | None:
@@ -222,13 +185,10 @@ class DecoderConfig:
 
     def of_draft_layer(self) -> DecoderConfig:
         """Returns the config of the one layer of an MTP head, which attends to all positions."""
+        # The layer has the index 0, and a window or rotation there would be that of the first one
+        # of the model.
         kv = KVSpec(1, self.kv.num_kv_heads, self.kv.head_dim, (None,), self.kv.value_width)
         return replace(self, kv=kv, rope_by_layer=())
-
-    def rope_of(self, layer_index: int) -> Rope | None:
-        """Returns the rotation of a layer; None if it has none."""
-        rope = self.rope_by_layer[layer_index] if self.rope_by_layer else self.rope
-        return None if rope == NO_ROTATION else rope
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -240,13 +200,19 @@ class ExpertsConfig(DecoderConfig):
         sparse_layers: True for each layer with experts.
     """
 
+    expert_defaults: ClassVar[ExpertDefaults]
+
     experts: ExpertsSpec | None
     sparse_layers: tuple[bool, ...]
 
     @classmethod
-    def from_fields(cls: type[_Config], fields: Fields, **options: Any) -> _Config:
-        """Returns the config; all layers have experts where `sparse_layers` is left out."""
-        options.setdefault("sparse_layers", (True,) * fields.integer("num_hidden_layers"))
+    def from_fields(cls, fields: Fields, **options: Any) -> Self:
+        """Returns the config; experts are read with `expert_defaults` unless the caller has."""
+        usual = cls.expert_defaults
+        if "experts" not in options:
+            options["experts"] = usual.read(fields)
+        if "sparse_layers" not in options:
+            options["sparse_layers"] = usual.read_layers(fields)
         return super().from_fields(fields, **options)
 
     def experts_of(self, index: int) -> ExpertsSpec | None:

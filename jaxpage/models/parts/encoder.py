@@ -109,7 +109,7 @@ class Encoder(FamilyModule):
             for index in range(config.num_layers)
         )
         self.norm: Any = self.make_norm(config, at)
-        self.head = self.make_head(config, Scope("", dtype)) if config.num_labels else None
+        self.head = self.make_head(config, Scope("", dtype)) if config.scores_pairs else None
 
     @classmethod
     @abstractmethod
@@ -157,6 +157,7 @@ class Encoder(FamilyModule):
             hidden_TD = hidden_TD + self.positions(context.positions_T)
         hidden_TD = self.table_norm(hidden_TD)
         for layer in self.layers:
+            # Blocks of decoders return pages, too, of which an encoder has none.
             hidden_TD, _ = layer(hidden_TD, (), context)
         return hidden_TD if self.norm is None else self.norm(hidden_TD)
 

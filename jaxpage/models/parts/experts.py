@@ -108,6 +108,7 @@ def make_experts(
         )
 
     outer = spec.latent_width or hidden_size
+    # GPT-OSS stores gates and ups by turns, so that any range of columns has both.
     both: Axis = "ffn" if spec.swiglu else (("ffn", inner), ("ffn", inner))
     if spec.has_gates:
         up = stack("gate_up_proj", 2 * inner, outer, (both, "embed"), (names.gate, names.up))

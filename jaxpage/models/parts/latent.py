@@ -6,8 +6,13 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any
 
-from jaxpage.layers import Linear, RMSNorm, Rope
-from jaxpage.layers.latent_attention import LatentAttention, LatentQueries, LatentWidths
+from jaxpage.layers import Linear, RMSNorm, Rope, Scores
+from jaxpage.layers.latent_attention import (
+    LatentAttention,
+    LatentProjections,
+    LatentQueries,
+    LatentWidths,
+)
 from jaxpage.models.config import Fields
 from jaxpage.models.config.fields import NO_ROPE
 from jaxpage.models.parts.decoder_config import DecoderConfig
@@ -31,47 +36,79 @@ class LatentSpec:
     bias: bool
 
 
-def read_widths(
-    fields: Fields, *, query_rank: int | None, plain: int = 128, value: int = 128, rank: int = 512
-) -> LatentWidths:
-    """Returns the widths of latent attention.
+@dataclass(frozen=True, kw_only=True)
+class LatentDefaults:
+    """Says what a family takes in the place of fields of latent attention that a config.json lacks.
 
-    Args:
-        fields: The fields of the config.
-        query_rank: The family's default of `q_lora_rank`.
-        plain: The family's default of `qk_nope_head_dim`.
-        value: The family's default of `v_head_dim`.
-        rank: The family's default of `kv_lora_rank`.
+    Attributes:
+        query_rank: In the place of `q_lora_rank`; None if queries have no latent.
+        plain: In the place of `qk_nope_head_dim`.
+        value: In the place of `v_head_dim`.
+        rank: In the place of `kv_lora_rank`.
+        has_share: True if `partial_rotary_factor` says which share of a head is rotated.
+        has_indexer: True if an indexer chooses what a query attends to; see `read_indexed`.
     """
-    return LatentWidths(
-        rank=fields.integer("kv_lora_rank", rank),
-        rotated=fields.integer("qk_rope_head_dim", 64),
-        plain=fields.integer("qk_nope_head_dim", plain),
-        value=fields.integer("v_head_dim", value),
-        query_rank=fields.optional_integer("q_lora_rank", query_rank),
-    )
 
+    query_rank: int | None
+    plain: int = 128
+    value: int = 128
+    rank: int = 512
+    has_share: bool = False
+    has_indexer: bool = False
 
-def read_latent(
-    fields: Fields, *, max_length: int, turns_share: bool = False, **defaults: Any
-) -> tuple[LatentSpec, Rope, int]:
-    """Returns the latent attention, its rotation, and the number of positions for which that holds.
+    def read_widths(self, fields: Fields) -> LatentWidths:
+        """Returns the widths of latent attention."""
+        return LatentWidths(
+            rank=fields.integer("kv_lora_rank", self.rank),
+            rotated=fields.integer("qk_rope_head_dim", 64),
+            plain=fields.integer("qk_nope_head_dim", self.plain),
+            value=fields.integer("v_head_dim", self.value),
+            query_rank=fields.optional_integer("q_lora_rank", self.query_rank),
+        )
 
-    Args:
-        fields: The fields of the config.
-        max_length: The family's default of `max_position_embeddings`.
-        turns_share: True if `partial_rotary_factor` says which share of a head is turned.
-        **defaults: Further arguments of `read_widths`.
-    """
-    widths = read_widths(fields, **defaults)
-    max_length = fields.integer("max_position_embeddings", max_length)
-    if turns_share:
-        rope, length = _read_share(fields, widths, max_length)
-    else:
-        rope, length = fields.rope(widths.rotated, max_length)
-    scale = widths.query**-0.5 * _stretch(fields) ** 2
-    spec = LatentSpec(widths, scale, fields.flag("attention_bias", False))
-    return spec, replace(rope, interleaved=fields.flag("rope_interleave", True)), length
+    def read(self, fields: Fields, max_length: int) -> dict[str, Any]:
+        """Returns the arguments of `DecoderConfig.from_fields` for a decoder with it.
+
+        Args:
+            fields: The fields of the config.
+            max_length: The default of `max_position_embeddings`.
+        """
+        if self.has_indexer:
+            return self.read_indexed(fields, max_length)
+        fields.only(moe_layer_freq=1, ep_size=1)
+        widths = self.read_widths(fields)
+        max_length = fields.integer("max_position_embeddings", max_length)
+        if self.has_share:
+            rope, length = _read_share(fields, widths, max_length)
+        else:
+            rope, length = fields.rope(widths.rotated, max_length)
+        rope = replace(rope, interleaved=fields.flag("rope_interleave", True))
+        # Squared, because YaRN scales queries and keys alike.
+        scale = widths.query**-0.5 * _yarn_scale(fields) ** 2
+        return {
+            "num_kv_heads": 1,
+            "head_dim": widths.cached,
+            "rope": (rope, length),
+            "kv": {"value_width": widths.rank},
+            "latent": LatentSpec(widths, scale, fields.flag("attention_bias", False)),
+        }
+
+    def read_indexed(self, fields: Fields, max_length: int) -> dict[str, Any]:
+        """Returns what `read` does where an indexer chooses what a query attends to.
+
+        A query attends to the `index_topk` positions that the indexer rates highest, which are all
+        of them up to that length. So a sequence may be as long as that, and the indexer is not
+        read. `q_lora_rank` may not be null: the indexer's queries are made of this latent.
+        """
+        fields.only(rope_interleave=True, scoring_func="sigmoid", topk_method="noaux_tc")
+        fields.only(num_experts=fields.integer("n_routed_experts", 256))
+        fields.integer("q_lora_rank", self.query_rank)
+        kind = "indexed_attention"
+        fields.layer_types([kind] * fields.integer("num_hidden_layers"), kinds=(kind,))
+        arguments = replace(self, has_indexer=False).read(fields, max_length)
+        rope, length = arguments["rope"]
+        rope = replace(rope, interleaved=True)  # also where the field is null
+        return {**arguments, "rope": (rope, min(length, fields.integer("index_topk", 2048)))}
 
 
 def _read_share(fields: Fields, widths: LatentWidths, max_length: int) -> tuple[Rope, int]:
@@ -84,7 +121,7 @@ def _read_share(fields: Fields, widths: LatentWidths, max_length: int) -> tuple[
     return rope, length
 
 
-def _stretch(fields: Fields) -> float:
+def _yarn_scale(fields: Fields) -> float:
     """Returns the root of the factor of scores that YaRN's `mscale_all_dim` adds."""
     parameters = fields.get("rope_scaling", None) or fields.get("rope_parameters", None) or {}
     factor = parameters.get("factor", 1.0)
@@ -101,47 +138,6 @@ def _stretch(fields: Fields) -> float:
     ):
         return 1.0
     return 0.1 * share * math.log(factor) + 1.0
-
-
-def read_latent_decoder(fields: Fields, **defaults: Any) -> dict[str, Any]:
-    """Returns the arguments of `DecoderConfig.from_fields` for a decoder with latent attention.
-
-    Args:
-        fields: The fields of the config.
-        **defaults: Further arguments of `read_latent`.
-    """
-    fields.only(moe_layer_freq=1, ep_size=1)
-    latent, rope, length = read_latent(fields, **defaults)
-    return {
-        "num_kv_heads": 1,
-        "head_dim": latent.widths.kept,
-        "rope": (rope, length),
-        "kv": {"value_width": latent.widths.rank},
-        "latent": latent,
-    }
-
-
-def read_indexed_decoder(fields: Fields, *, query_rank: int, **defaults: Any) -> dict[str, Any]:
-    """Returns what `read_latent_decoder` does where an indexer chooses what a query attends to.
-
-    A query attends to the `index_topk` positions that the indexer rates highest, which are all of
-    them up to that length. So a sequence may be as long as that, and the indexer is not read.
-
-    Args:
-        fields: The fields of the config.
-        query_rank: The family's default of `q_lora_rank`, which may not be null: the indexer's
-            queries are made of this latent.
-        **defaults: Further arguments of `read_latent_decoder`.
-    """
-    fields.only(rope_interleave=True, scoring_func="sigmoid", topk_method="noaux_tc")
-    fields.only(num_experts=fields.integer("n_routed_experts", 256))
-    fields.integer("q_lora_rank", query_rank)
-    kind = "indexed_attention"
-    fields.layer_types([kind] * fields.integer("num_hidden_layers"), kinds=(kind,))
-    arguments = read_latent_decoder(fields, query_rank=query_rank, **defaults)
-    rope, length = arguments["rope"]
-    rope = replace(rope, interleaved=True)  # also where the field is null
-    return {**arguments, "rope": (rope, min(length, fields.integer("index_topk", 2048)))}
 
 
 def latent_attention(
@@ -182,18 +178,21 @@ def latent_attention(
         )
     expand_rows = num_heads * (widths.plain + widths.value)
     expand = at.projection(widths.rank, ("kv_b_proj", expand_rows), axes=(None, "heads"))
-    reduced = "kv_a_proj_with_mqa", widths.kept
+    reduced = "kv_a_proj_with_mqa", widths.cached
     values = num_heads * widths.value
-    return LatentAttention(
-        index,
+    projections = LatentProjections(
         queries,
         at.projection(width, reduced, axes=("embed", None), bias=latent.bias),
         norm(widths.rank, "kv_a_layernorm"),
+        # Its weight goes into queries and outputs (absorption), and no input is multiplied by it.
         Linear(replace(expand.spec, multiplied=False)),
         at.projection(values, ("o_proj", width), axes=("heads", "embed"), bias=latent.bias),
+    )
+    return LatentAttention(
+        index,
+        projections,
         widths,
         num_heads=num_heads,
         rope=config.rope_of(index),
-        scale=latent.scale,
-        temperature_tuning=temperature_tuning,
+        scores=Scores(scale=latent.scale, temperature_tuning=temperature_tuning),
     )

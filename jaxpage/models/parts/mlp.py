@@ -5,12 +5,12 @@ from __future__ import annotations
 from jaxpage.layers import MLP, GatedMLP
 from jaxpage.layers.linear import Part, linear
 from jaxpage.layers.mlp import XIELU
-from jaxpage.models.parts.decoder_config import DecoderConfig
 from jaxpage.models.parts.names import LLAMA_MLP, MLPNames, Scope
+from jaxpage.models.parts.text_config import TextConfig
 
 
 def gated_mlp(
-    config: DecoderConfig, at: Scope, *, names: MLPNames = LLAMA_MLP, width: int | None = None
+    config: TextConfig, at: Scope, *, names: MLPNames = LLAMA_MLP, width: int | None = None
 ) -> GatedMLP:
     """Returns a feed-forward half with gates.
 
@@ -40,7 +40,7 @@ def gated_mlp(
 
 
 def plain_mlp(
-    config: DecoderConfig,
+    config: TextConfig,
     at: Scope,
     up: str,
     down: str,

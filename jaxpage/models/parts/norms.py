@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 from jaxpage.layers import LayerNorm, RMSNorm
-from jaxpage.models.parts.decoder_config import DecoderConfig
 from jaxpage.models.parts.names import Scope
+from jaxpage.models.parts.text_config import TextConfig
 
 Norm = RMSNorm | LayerNorm
 
 
 def rms_norm(
-    config: DecoderConfig,
+    config: TextConfig,
     at: Scope | None,
     *,
     width: int | None = None,
@@ -38,13 +38,13 @@ def rms_norm(
     )
 
 
-def unscaled_rms_norm(config: DecoderConfig, at: Scope, **options: Any) -> RMSNorm:
+def unscaled_rms_norm(config: TextConfig, at: Scope, **options: Any) -> RMSNorm:
     """Returns an RMS norm without a scale, so that no checkpoint has it; see `rms_norm`."""
     return rms_norm(config, None, **options)
 
 
 def layer_norm(
-    config: DecoderConfig,
+    config: TextConfig,
     at: Scope,
     *,
     width: int | None = None,

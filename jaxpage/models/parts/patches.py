@@ -94,6 +94,12 @@ def placed_patch_shapes(patch_width: int, size: int) -> dict[str, jax.ShapeDtype
     }
 
 
+def rotary_frequencies(width: int, theta: float) -> Numbers:
+    """Returns the frequencies of rotations of this width, in float32 as transformers has them."""
+    exponents = np.arange(0, width, 2, dtype=np.float32) / np.float32(width)
+    return (1.0 / np.float32(theta) ** exponents).astype(np.float32)
+
+
 def size_menu(max_patches: int, block: int) -> tuple[int, ...]:
     """Returns the powers of two below a number of patches, from 256, and the number itself.
 

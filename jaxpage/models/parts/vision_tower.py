@@ -5,21 +5,21 @@ The towers are small next to text models, so no device has a part of one: no axi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from jaxpage.layers import Angles, Linear, RMSNorm
+from jaxpage.layers import MLP, Angles, GatedMLP, Linear, RMSNorm
 from jaxpage.layers.linear import Part, linear
 from jaxpage.layers.matmul import matmul
 from jaxpage.layers.norms import add_and_norm
 from jaxpage.layers.parameter import Piece, Source, parameter
 from jaxpage.layers.picture_attention import attend_in_segments, attend_in_windows
 from jaxpage.models.base import FamilyModule
-from jaxpage.models.parts import Scope, patches
+from jaxpage.models.parts import Scope, patches, vision
 from jaxpage.models.parts.vision_config import TowerConfig
 
 
@@ -49,33 +49,33 @@ class PictureAttention(nnx.Module):
         output: The product for the output.
         head_dim: The width of a head.
         scale: The factor of scores.
-        max_length: The most patches of a segment, where these are windows (`attend_in_windows`);
+        max_patches: The most patches of a segment, where these are windows (`attend_in_windows`);
             None otherwise.
     """
 
     def __init__(
-        self, inputs: Linear, output: Linear, *, head_dim: int, max_length: int | None = None
+        self, inputs: Linear, output: Linear, *, head_dim: int, max_patches: int | None = None
     ):
         self.inputs = inputs
         self.output = output
         self.head_dim = head_dim
         self.scale = head_dim**-0.5
-        self.max_length = max_length
+        self.max_patches = max_patches
 
     def __call__(
         self, x_PD: Float[Array, "P D"], segment_P: Int[Array, "P"], angles: Angles | None
     ) -> Float[Array, "P D"]:
-        """Returns the output; angles turn queries and keys."""
+        """Returns the output; queries and keys are rotated if there are angles."""
         num_patches = len(x_PD)
         parts = jax.numpy.split(self.inputs(x_PD), 3, axis=-1)
         q_PNH, k_PNH, v_PNH = (part.reshape(num_patches, -1, self.head_dim) for part in parts)
         if angles is not None:
             q_PNH, k_PNH = angles.rotate(q_PNH), angles.rotate(k_PNH)
         inputs = q_PNH, k_PNH, v_PNH, segment_P
-        if self.max_length is None:
+        if self.max_patches is None:
             mixed_PNH = attend_in_segments(*inputs, scale=self.scale)
         else:
-            mixed_PNH = attend_in_windows(*inputs, scale=self.scale, max_length=self.max_length)
+            mixed_PNH = attend_in_windows(*inputs, scale=self.scale, max_length=self.max_patches)
         return self.output(mixed_PNH.reshape(num_patches, -1))
 
 
@@ -110,6 +110,26 @@ def fuse_projections(num_in: int, at: Scope, name: str, each: Sequence[int]) -> 
     parts = [Part(rows, None, None) for rows in each]
     fused = (at / name).name
     return linear(num_in, *parts, fused=fused, input_axis=None, bias=True, dtype=at.dtype)
+
+
+def plain_mlp(config: TowerConfig, at: Scope, up: str, down: str) -> MLP:
+    """Returns a feed-forward half without gates, whose two products have biases."""
+    width, inner = config.hidden_size, config.intermediate_size
+    return MLP(
+        plain_projection(width, at, (up, inner), bias=True),
+        plain_projection(inner, at, (down, width), bias=True),
+        activation=config.activation,
+    )
+
+
+def gated_mlp(config: TowerConfig, at: Scope, *, bias: bool) -> GatedMLP:
+    """Returns a feed-forward half with gates, whose products have the names of Llama."""
+    width, inner = config.hidden_size, config.intermediate_size
+    return GatedMLP(
+        plain_projection(width, at, ("gate_proj", inner), ("up_proj", inner), bias=bias),
+        plain_projection(inner, at, ("down_proj", width), bias=bias),
+        activation=config.activation,
+    )
 
 
 def tower_norm(width: int, at: Scope | None, epsilon: float) -> RMSNorm:
@@ -148,6 +168,25 @@ class VisionTower(FamilyModule):
     def __init__(self, config: Any, *, dtype: jax.typing.DTypeLike):
         self.config = config
         self.dtype = dtype
+
+    @staticmethod
+    def make_call(
+        spec: Any, num_patches: int, make_inputs: Callable[[], vision.PictureArrays]
+    ) -> vision.VisionCall:
+        """Returns the call that encodes so many patches, in the smallest size that holds them.
+
+        Args:
+            spec: The spec.
+            num_patches: The number of patches, which are whole blocks.
+            make_inputs: Returns the arrays of these patches.
+
+        Raises:
+            UnsupportedError: The encoder takes fewer patches.
+        """
+        size = patches.size_for(spec.sizes, num_patches)
+        return vision.VisionCall(
+            size, lambda: patches.fill_up(make_inputs(), size), num_patches // spec.block**2
+        )
 
     @staticmethod
     def input_shapes(spec: Any, size: int) -> dict[str, jax.ShapeDtypeStruct]:

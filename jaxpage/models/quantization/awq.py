@@ -14,7 +14,7 @@ from jaxpage.models.quantization.scheme import Scheme, everywhere_but
 
 NAME = "awq"
 SIZE_FIELDS = "group_size"
-KEPT_FIELD = "modules_to_not_convert"
+EXCLUDED_FIELD = "modules_to_not_convert"
 ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # Output i of eight is this nibble of its word.
 
 
@@ -36,7 +36,7 @@ def read(config: QuantizationFields) -> Scheme:
     )
     has_zeros = config.flag("zero_point", True)
     form = WeightFormat("int4", values, scale, zero if has_zeros else None, size)
-    excluded = config.names(KEPT_FIELD)
+    excluded = config.names(EXCLUDED_FIELD)
     ignored = () if has_zeros else ("*.qzeros",)
     return Scheme(
         NAME,

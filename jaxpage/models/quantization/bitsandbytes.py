@@ -15,10 +15,11 @@ from jaxpage.models.quantization.scheme import UNQUANTISED, Check, Scheme, every
 
 NAME = "bitsandbytes"
 SIZE_FIELDS = ""
-KEPT_FIELD = "llm_int8_skip_modules"
+EXCLUDED_FIELD = "llm_int8_skip_modules"
 
 
 def _scale(numbers: np.ndarray, num_out: int, num_in: int) -> np.ndarray:
+    # The file has the greatest magnitude of an output, which the code 127 stands for.
     return decoding.columns(numbers, num_out, num_in) / np.float32(127)
 
 
@@ -32,7 +33,7 @@ def read(config: QuantizationFields) -> Scheme:
     if not config.flag("load_in_8bit", False):
         config.refuse("load_in_8bit", f"is not supported, only true; use {UNQUANTISED}")
     config.absent("load_in_4bit", "llm_int8_has_fp16_weight")
-    excluded = config.names(KEPT_FIELD)
+    excluded = config.names(EXCLUDED_FIELD)
     scale = StoredArray(
         "SCB", lambda num_out, _: (num_out,), decoding.FLOATS, _scale, decoding.check_scale
     )

@@ -18,7 +18,7 @@ from jaxpage.models.quantization.scheme import KV_SCALES, Check, Scheme, check_o
 
 NAME = "compressed-tensors"
 SIZE_FIELDS = "num_bits, strategy, group_size or block_structure"
-KEPT_FIELD = "ignore"
+EXCLUDED_FIELD = "ignore"
 _QUANTIZED = (
     *("pack-quantized", "int-quantized", "float-quantized", "naive-quantized"),
     *("mxfp4-pack-quantized", "nvfp4-pack-quantized"),
@@ -32,7 +32,7 @@ def read(config: QuantizationFields) -> Scheme:
     ):  # "dense" is stored as it is, zeros included
         config.absent("sparsity_config")
     config.absent("transform_config")
-    ignore = config.names(KEPT_FIELD)
+    ignore = config.names(EXCLUDED_FIELD)
     groups = config.part("config_groups")
     if config.config.get("config_groups") is None:
         config.refuse_wrong("config_groups", "must be an object of groups")

@@ -24,4 +24,4 @@ METHODS: dict[str, Callable[[QuantizationFields], Scheme]] = {
 # The key is `quant_method`. The shapes of its tensors depend on these fields.
 SIZES = {module.NAME: module.SIZE_FIELDS for module in FORMATS if module.SIZE_FIELDS}
 # The key is `quant_method`. This field names the modules that are not quantised.
-KEPT = {module.NAME: module.KEPT_FIELD for module in FORMATS}
+EXCLUDED = {module.NAME: module.EXCLUDED_FIELD for module in FORMATS}

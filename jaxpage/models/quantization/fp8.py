@@ -16,7 +16,7 @@ from jaxpage.models.quantization.scheme import KV_SCALES, Scheme, everywhere_but
 
 NAME = "fp8"
 SIZE_FIELDS = "weight_block_size"
-KEPT_FIELD = "modules_to_not_convert"
+EXCLUDED_FIELD = "modules_to_not_convert"
 NAME_OF_SCALE = "weight_scale_inv"  # although it multiplies
 OF_AUTO_FP8 = "weight_scale"
 
@@ -34,7 +34,7 @@ def read(config: QuantizationFields) -> Scheme:
     form = WeightFormat(
         "fp8", decoding.plain("float8_e4m3fn"), scale, group_size=size, block_rows=rows
     )
-    excluded = config.names(KEPT_FIELD, "ignored_layers")
+    excluded = config.names(EXCLUDED_FIELD, "ignored_layers")
     described = (
         "fp8 weights, a scale for each "
         f"{'block of ' + ' x '.join(map(str, block)) if block else 'weight'}"

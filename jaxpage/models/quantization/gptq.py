@@ -21,7 +21,7 @@ from jaxpage.models.quantization.scheme import (
 
 NAME = "gptq"
 SIZE_FIELDS = "bits or group_size"
-KEPT_FIELD = "modules_to_not_convert"
+EXCLUDED_FIELD = "modules_to_not_convert"
 _ONES = {4: 0x11111111, 8: 0x01010101}  # a one in each code of a word
 
 
@@ -78,7 +78,7 @@ def read(config: QuantizationFields) -> Scheme:
         )
 
     form = WeightFormat(f"int{bits}", values, scale, None if symmetric else zero, size)
-    excluded = (*config.names(KEPT_FIELD), *_find_excluded(config))
+    excluded = (*config.names(EXCLUDED_FIELD), *_find_excluded(config))
     described = f"GPTQ: int{bits} weights in groups of {size or -1}"
     form_of = everywhere_but(excluded, form)
     checks = [

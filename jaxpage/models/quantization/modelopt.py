@@ -25,7 +25,7 @@ from jaxpage.models.quantization.scheme import (
 
 NAME = "modelopt"
 SIZE_FIELDS = ""
-KEPT_FIELD = "ignore"
+EXCLUDED_FIELD = "ignore"
 
 _FP8 = WeightFormat(
     "fp8", decoding.plain("float8_e4m3fn"), decoding.scale_of_weight("weight_scale")
@@ -52,14 +52,14 @@ def read(config: QuantizationFields) -> Scheme:
         by_module = {"": algorithm}
         if _FORMS[algorithm].group_size:
             config.one_of("group_size", (decoding.NVFP4_GROUP,), decoding.NVFP4_GROUP)
-    excluded = config.names(KEPT_FIELD, "exclude_modules")
+    excluded = config.names(EXCLUDED_FIELD, "exclude_modules")
 
     def form_of(*names: str) -> WeightFormat | None:
-        is_kept = any(
+        is_excluded = any(
             matches(name, excluded) or any(fnmatch.fnmatchcase(name, each) for each in excluded)
             for name in names
         )
-        return None if is_kept else _form(by_module, names)
+        return None if is_excluded else _form(by_module, names)
 
     codes = {_FORMS[each].code for each in by_module.values() if each in _FORMS}
     described = ", ".join(_DESCRIBED[code] for code in sorted(codes, reverse=True))

@@ -17,7 +17,7 @@ from jaxpage.models.quantization.scheme import Scheme, matches
 
 NAME = "mxfp4"
 SIZE_FIELDS = ""
-KEPT_FIELD = "modules_to_not_convert"
+EXCLUDED_FIELD = "modules_to_not_convert"
 
 
 @dataclass(frozen=True)
@@ -25,13 +25,13 @@ class ExpertScheme(Scheme):
     """A scheme that quantises only experts.
 
     Attributes:
-        kept: The names of modules that are not quantised (see `matches`).
+        excluded: The names of modules that are not quantised (see `matches`).
     """
 
-    kept: tuple[str, ...] = ()
+    excluded: tuple[str, ...] = ()
 
     def _replacement(self, path: Path, module: nnx.Module) -> nnx.Module | None:
-        if not isinstance(module, ExpertLinear) or matches(module.spec.name, self.kept):
+        if not isinstance(module, ExpertLinear) or matches(module.spec.name, self.excluded):
             return None
         if module.spec.aliases:  # No file has tensors of this format under other names.
             return None
@@ -45,5 +45,5 @@ class ExpertScheme(Scheme):
 
 def read(config: QuantizationFields) -> Scheme:
     """Reads `quantization_config`."""
-    excluded = config.names(KEPT_FIELD)
-    return ExpertScheme(NAME, "experts in MXFP4", lambda *names: None, kept=excluded)
+    excluded = config.names(EXCLUDED_FIELD)
+    return ExpertScheme(NAME, "experts in MXFP4", lambda *names: None, excluded=excluded)

@@ -162,9 +162,9 @@ class Scheme:
 
 
 def everywhere_but(excluded: Sequence[str], form: quantized.WeightFormat) -> FormOf:
-    """Returns `Scheme.form_of` for one format of all modules but the kept ones.
+    """Returns `Scheme.form_of` for one format of all modules but the excluded ones.
 
-    A module is kept if any of its names is.
+    A module is excluded if any of its names is.
     """
 
     @functools.cache

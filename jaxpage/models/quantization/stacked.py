@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from jaxpage.models.parameters.weights import Weight
 from jaxpage.models.quantization import mxfp4
-from jaxpage.models.quantization.formats import KEPT, METHODS
+from jaxpage.models.quantization.formats import EXCLUDED, METHODS
 from jaxpage.models.quantization.scheme import UNQUANTISED, Scheme
 
 _SEPARATE = re.compile(r"\.experts\.\d")
@@ -42,7 +42,7 @@ def explain_refused_experts(
     if separate and all(map(_UNQUANTIZED.search, others)):
         advice = (
             "if they are not quantised, add 're:.*[.]experts' to "
-            f"quantization_config.{KEPT[scheme.name]} of config.json"
+            f"quantization_config.{EXCLUDED[scheme.name]} of config.json"
         )
     elif separate:
         advice = f"use a checkpoint that has tensors for each expert, such as {separate!r}"

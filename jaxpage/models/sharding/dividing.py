@@ -1,4 +1,4 @@
-"""Divides the layers of a model among devices, and its weights by the axes that they declare."""
+"""Shards the layers of a model over devices, and its weights by the axes that they declare."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LOGICAL_SHARDS = 4
 
 
 def make_sharding(spec: ModelSpec, num_devices: int, *, invariant: bool) -> Sharding:
-    """Returns the division of a model among devices.
+    """Returns the sharding of a model over devices.
 
     Raises:
         ConfigError: The devices cannot share the heads.
@@ -89,16 +89,16 @@ def _goes_into(num_kv_heads: int, count: int) -> bool:
 
 
 def with_sharding(sharding: Sharding, rule: Rule | None) -> Rule | None:
-    """Returns the rule that puts divided layers in the place of others.
+    """Returns the rule that puts sharded layers in the place of others.
 
     Args:
-        sharding: The division.
-        rule: The model's own rule; its layers are divided too.
+        sharding: The sharding.
+        rule: The model's own rule; its layers are sharded too.
     """
     if not sharding.is_divided:
         return rule
 
-    def divide(path: Path, module: nnx.Module) -> nnx.Module | None:
+    def shard(path: Path, module: nnx.Module) -> nnx.Module | None:
         make = find_sharded_kind(module, sharding.num_devices)
         if rule is None:
             return make and make(module, sharding)
@@ -108,12 +108,12 @@ def with_sharding(sharding: Sharding, rule: Rule | None) -> Rule | None:
         replace_modules(module, rule, path)
         return make(replacement or module, sharding)
 
-    return divide
+    return shard
 
 
 @dataclass(frozen=True)
 class Place:
-    """Describes a parameter of a divided model.
+    """Describes a parameter of a sharded model.
 
     Attributes:
         path: The path of the parameter.
@@ -136,8 +136,8 @@ class ShardedWeight:
     Attributes:
         weight: The weight.
         places: The parameters that have parts of it.
-        axis: The axis that is divided; None if each parameter has the whole weight.
-        sharding: The division.
+        axis: The axis that is sharded; None if each parameter has the whole weight.
+        sharding: The sharding.
     """
 
     weight: Weight
@@ -180,8 +180,8 @@ class ShardedWeight:
                 start += size
 
 
-class Divisions:
-    """Checks divisions of a model, which is built once. Layers that are equal are divided once.
+class ShardingChecker:
+    """Checks shardings of a model, which is built once. Layers that are equal are sharded once.
 
     Attributes:
         weights: The model's own weights.
@@ -221,24 +221,24 @@ class Divisions:
         ]
 
     def check(self, sharding: Sharding) -> None:
-        """Refuses a model that cannot be divided in this way.
+        """Refuses a model that cannot be sharded in this way.
 
         Raises:
-            ConfigError: An axis cannot be divided evenly.
-            UnsupportedError: A layer has heads, and this version does not divide it.
+            ConfigError: An axis cannot be sharded evenly.
+            UnsupportedError: A layer has heads, and this version does not shard it.
         """
         if not sharding.is_divided:
             return
-        divided = set()
+        sharded = set()
         for path, (module, module_state) in self._layers.items():
             if make := find_sharded_kind(module, sharding.num_devices):
                 state = nnx.to_flat_state(nnx.state(make(module_state, sharding)))
                 problems = [
                     _in_whole((*path, *cast(Path, path_in_module))) for path_in_module, _ in state
                 ]
-                divided |= {whole for whole, shard in problems if shard is not None}
+                sharded |= {whole for whole, shard in problems if shard is not None}
         for weight in self._to_check:
-            if weight.path not in divided:
+            if weight.path not in sharded:
                 _refuse_heads(weight)
 
 
@@ -249,12 +249,12 @@ def shard_weights(
 
     Args:
         weights: The weights of the checkpoint.
-        shapes: The shapes of the divided model's parameters on one device; see
+        shapes: The shapes of the sharded model's parameters on one device; see
             `models.base.abstract_model`.
-        sharding: The division.
+        sharding: The sharding.
 
     Raises:
-        UnsupportedError: A layer has heads, and `with_sharding` does not divide it.
+        UnsupportedError: A layer has heads, and `with_sharding` does not shard it.
     """
     places: dict[Path, list[Place]] = {}
     for keys, struct in jax.tree_util.tree_leaves_with_path(shapes):
@@ -285,7 +285,7 @@ def _in_whole(path: Path) -> tuple[Path, int | None]:
 
 
 def _refuse_heads(weight: Weight) -> None:
-    """Refuses a product that has heads and is not divided."""
+    """Refuses a product that has heads and is not sharded."""
     names = {name for index in range(len(weight.shape)) for name, _ in _parts(weight, index)}
     if len(weight.shape) > 1 and names & {"heads", "kv_heads"}:
         raise UnsupportedError(
@@ -300,7 +300,7 @@ def entry_at(tree: Mapping[Any, Any], path: Path) -> Any:
 
 
 def join_weights(weights: Iterable[ShardedWeight], parameters: Mapping[Any, Any]) -> dict[Any, Any]:
-    """Returns the whole weights, on the host, of a divided model's parameters."""
+    """Returns the whole weights, on the host, of a sharded model's parameters."""
     tree: dict[Any, Any] = {}
     for sharded in weights:
         whole: Any = None
@@ -320,7 +320,7 @@ def join_weights(weights: Iterable[ShardedWeight], parameters: Mapping[Any, Any]
 
 
 def _axis(weight: Weight, place: Place) -> int | None:
-    """Returns the axis that is divided, or None."""
+    """Returns the axis that is sharded, or None."""
     return next(
         (index for index, size in enumerate(weight.shape) if size != place.shape[index]), None
     )

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -20,18 +19,19 @@ from jaxpage.layers import RMSNorm
 from jaxpage.layers.matmul import matmul
 from jaxpage.layers.parameter import parameter, tensor
 from jaxpage.models.parts import Scope, vision, vision_config
-from jaxpage.models.vision.siglip import Siglip, SiglipTiles, read_siglip
+from jaxpage.models.vision.siglip import Siglip, SiglipConfig, SiglipTiles
 
 
-@dataclass(frozen=True, kw_only=True)
-class Gemma3VisionConfig(vision_config.VisionConfig):
-    """Holds what a config.json of Gemma 3 says of its encoder.
+class Gemma3VisionConfig(SiglipConfig):
+    """Holds what a config.json of Gemma 3 says of its encoder."""
 
-    Attributes:
-        num_rows: The rows of a tile.
-    """
+    kinds = ("siglip_vision_model",)
+    widths: ClassVar[Mapping[str, int]] = {"width": 768, "num_heads": 12, "patch_size": 16}
 
-    num_rows: int
+    @property
+    def num_rows(self) -> int:
+        """Returns the number of rows of a tile."""
+        return (self.tower.side // self.block) ** 2
 
     @property
     def num_whole(self) -> int:
@@ -39,22 +39,11 @@ class Gemma3VisionConfig(vision_config.VisionConfig):
         return self.num_rows
 
     @classmethod
-    def from_config(cls, config: Mapping[str, Any]) -> Gemma3VisionConfig:
-        """Reads config.json."""
-        with vision_config.open_fields(config, "siglip_vision_model") as fields:
-            tower = read_siglip(fields, width=768, num_heads=12, patch_size=16)
-            rows = vision_config.some_fields(config, "mm_tokens_per_image").integer(
-                "mm_tokens_per_image", 256
-            )
-            block = max(1, tower.side // math.isqrt(rows))
-            vision_config.check_blocks(fields, tower, block)
-        return cls(
-            tower=tower,
-            hidden_size=vision_config.text_width(config),
-            block=block,
-            sizes=(tower.side**2,),
-            num_rows=(tower.side // block) ** 2,
-        )
+    def read_block(cls, config: Mapping[str, Any], tower: vision_config.TowerConfig) -> int:
+        """Returns the side of a block, so that a tile has as many as `mm_tokens_per_image` says."""
+        name = "mm_tokens_per_image"
+        rows = vision_config.some_fields(config, name).integer(name, 256)
+        return max(1, tower.side // math.isqrt(rows))
 
 
 class Gemma3Vision(SiglipTiles, config=Gemma3VisionConfig):
@@ -109,6 +98,7 @@ class Projector(nnx.Module):
             name=(at / "mm_soft_emb_norm").name,
             epsilon=config.tower.norm_epsilon,
             axis=None,
+            # Norms of Gemma store their scales less 1.
             offset=1.0,
             dtype=at.dtype,
         )

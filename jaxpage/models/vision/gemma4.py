@@ -20,7 +20,7 @@ from jaxtyping import Array, Float, Int
 from jaxpage.layers import ACTIVATIONS, Angles, RMSNorm
 from jaxpage.layers.parameter import Piece, Source, parameter, tensor
 from jaxpage.layers.picture_attention import attend_in_segments
-from jaxpage.models.config.fields import text_part
+from jaxpage.models.config import text_part
 from jaxpage.models.parts import Scope, patches, vision, vision_config, vision_tower
 
 # The rows that a processor may let a picture have at most; most pictures have nearly as many.
@@ -143,12 +143,13 @@ class Gemma4Vision(vision_tower.VisionTower, config=Gemma4VisionConfig):
         """Returns a row for each block of patches."""
         index_P2 = inputs["place_P2"]
         table = self.places[...]
+        # The processor leaves pixels from 0 to 1, and the model was trained on -1 to 1.
         centred_PI = (2 * (inputs["patch_PI"] - 0.5)).astype(table.dtype)
         state_PE = self.patches(centred_PI)
         state_PE = state_PE + (table[0][index_P2[:, 0]] + table[1][index_P2[:, 1]])
-        turn = _axis_angles(index_P2, self.config)
+        angles = _axis_angles(index_P2, self.config)
         for layer in self.layers:
-            state_PE = layer(state_PE, inputs["segment_P"], turn)
+            state_PE = layer(state_PE, inputs["segment_P"], angles)
         return self.projection(self.norm(self.pooling(state_PE)))[:, None, :]
 
 
@@ -159,24 +160,20 @@ def _call(
     width, height = (int(each) + 1 for each in places[:num_patches].max(axis=0))
     block = spec.block
     patches.check_whole("picture", height, width, block, num_patches)
-    size = patches.size_for(spec.sizes, num_patches)
 
     def make_inputs() -> dict[str, np.typing.NDArray[Any]]:
         grid = {"patch_PI": pixels, "place_P2": places}
-        inputs = {
+        return {
             name: patches.by_blocks(each[:num_patches].reshape(height, width, -1), block)
             for name, each in grid.items()
         }
-        return patches.fill_up(inputs, size)
 
-    return vision.VisionCall(size, make_inputs, num_patches // block**2)
+    return Gemma4Vision.make_call(spec, num_patches, make_inputs)
 
 
 def _axis_angles(index_P2: Int[Array, "P 2"], config: Gemma4VisionConfig) -> list[Angles]:
     """Returns the angles of the first half of a head, by columns, and of the second, by rows."""
-    width = config.tower.head_dim // 2
-    exponents = np.arange(0, width, 2, dtype=np.float32) / np.float32(width)
-    frequencies = (1.0 / np.float32(config.rope_theta) ** exponents).astype(np.float32)
+    frequencies = patches.rotary_frequencies(config.tower.head_dim // 2, config.rope_theta)
     angles = [index_P2[:, axis, None].astype(jnp.float32) * frequencies for axis in (0, 1)]
     return [Angles(jnp.cos(each), jnp.sin(each)) for each in angles]
 
@@ -217,12 +214,13 @@ class Gemma4PictureAttention(nnx.Module):
         self.key = BoundedLinear(config, at / "k_proj", tower.hidden_size, keys)
         self.value = BoundedLinear(config, at / "v_proj", tower.hidden_size, keys)
         self.output = BoundedLinear(config, at / "o_proj", queries, tower.hidden_size)
-        self.query_norm = vision_tower.tower_norm(tower.head_dim, at / "q_norm", tower.norm_epsilon)
-        self.key_norm = vision_tower.tower_norm(tower.head_dim, at / "k_norm", tower.norm_epsilon)
-        self.value_norm = vision_tower.tower_norm(tower.head_dim, None, tower.norm_epsilon)
+        self.query_norm, self.key_norm, self.value_norm = (
+            vision_tower.tower_norm(tower.head_dim, scope, tower.norm_epsilon)
+            for scope in (at / "q_norm", at / "k_norm", None)
+        )
 
     def __call__(
-        self, x_PD: Float[Array, "P D"], segment_P: Int[Array, "P"], turn: Sequence[Angles]
+        self, x_PD: Float[Array, "P D"], segment_P: Int[Array, "P"], angles: Sequence[Angles]
     ) -> Float[Array, "P D"]:
         """Returns the output."""
 
@@ -230,13 +228,14 @@ class Gemma4PictureAttention(nnx.Module):
             return norm(linear(x_PD).reshape(len(x_PD), -1, self.head_dim))
 
         def rotate(x_PNH: jax.Array) -> jax.Array:
-            halves = jnp.split(x_PNH, len(turn), axis=-1)
-            rotated = [angles.rotate(half) for angles, half in zip(turn, halves, strict=True)]
+            halves = jnp.split(x_PNH, len(angles), axis=-1)
+            rotated = [axis.rotate(half) for axis, half in zip(angles, halves, strict=True)]
             return jnp.concatenate(rotated, axis=-1)
 
         q_PNH = rotate(split(self.query, self.query_norm))
         k_PKH = rotate(split(self.key, self.key_norm))
         v_PKH = split(self.value, self.value_norm)
+        # As in the text model, norms of queries and keys are all that scales scores.
         mixed_PNH = attend_in_segments(q_PNH, k_PKH, v_PKH, segment_P, scale=1.0)
         return self.output(mixed_PNH.reshape(len(x_PD), -1))
 
@@ -247,29 +246,25 @@ class Gemma4PictureLayer(nnx.Module):
     def __init__(self, config: Gemma4VisionConfig, at: Scope):
         tower = config.tower
         width, inner = tower.hidden_size, tower.intermediate_size
+
+        def norm(name: str) -> RMSNorm:
+            return vision_tower.tower_norm(width, at / name, tower.norm_epsilon)
+
         self.activation = ACTIVATIONS[tower.activation]
-        self.attention_norm = vision_tower.tower_norm(
-            width, at / "input_layernorm", tower.norm_epsilon
-        )
+        self.attention_norm = norm("input_layernorm")
         self.attention = Gemma4PictureAttention(config, at / "self_attn")
-        self.post_attention_norm = vision_tower.tower_norm(
-            width, at / "post_attention_layernorm", tower.norm_epsilon
-        )
-        self.mlp_norm = vision_tower.tower_norm(
-            width, at / "pre_feedforward_layernorm", tower.norm_epsilon
-        )
+        self.post_attention_norm = norm("post_attention_layernorm")
+        self.mlp_norm = norm("pre_feedforward_layernorm")
         self.gate = BoundedLinear(config, at / "mlp.gate_proj", width, inner)
         self.up = BoundedLinear(config, at / "mlp.up_proj", width, inner)
         self.down = BoundedLinear(config, at / "mlp.down_proj", inner, width)
-        self.post_mlp_norm = vision_tower.tower_norm(
-            width, at / "post_feedforward_layernorm", tower.norm_epsilon
-        )
+        self.post_mlp_norm = norm("post_feedforward_layernorm")
 
     def __call__(
-        self, x_PD: Float[Array, "P D"], segment_P: Int[Array, "P"], turn: Sequence[Angles]
+        self, x_PD: Float[Array, "P D"], segment_P: Int[Array, "P"], angles: Sequence[Angles]
     ) -> Float[Array, "P D"]:
         """Returns the states after the layer."""
-        attended_PD = self.attention(self.attention_norm(x_PD), segment_P, turn)
+        attended_PD = self.attention(self.attention_norm(x_PD), segment_P, angles)
         y_PD = x_PD + self.post_attention_norm(attended_PD)
         normed_PD = self.mlp_norm(y_PD)
         fed_PD = self.down(self.activation(self.gate(normed_PD)) * self.up(normed_PD))

@@ -17,8 +17,8 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from jaxpage.errors import UnsupportedError
-from jaxpage.layers import ACTIVATIONS, Angles, GatedMLP
-from jaxpage.models.config.fields import text_part
+from jaxpage.layers import ACTIVATIONS, Angles
+from jaxpage.models.config import text_part
 from jaxpage.models.parts import Scope, patches, vision, vision_config, vision_tower
 
 _EPSILON = 1e-5  # of the norms, which no field says
@@ -68,15 +68,14 @@ class PixtralConfig(vision_config.VisionConfig):
                 outer.note_unsupported(text_of_error, vision_feature_layer=-1)
             theta = vision_config.read_theta(fields, 10_000.0)
         epsilon = _TEXT_EPSILONS.get(text.get("model_type", ""), 1e-6)
+        text_fields = vision_config.some_fields(text, "rms_norm_eps")
         return cls(
             tower=tower,
             hidden_size=vision_config.text_width(config),
             block=block,
             sizes=patches.size_menu((-(-tower.side // block) * block) ** 2, block),
             rope_theta=theta,
-            joined_epsilon=vision_config.some_fields(text, "rms_norm_eps").number(
-                "rms_norm_eps", epsilon
-            ),
+            joined_epsilon=text_fields.number("rms_norm_eps", epsilon),
             joined_activation=outer.activation("projector_hidden_act", "gelu"),
             joined_bias=outer.flag("multimodal_projector_bias", False),
         )
@@ -134,26 +133,23 @@ def _call(spec: vision_config.VisionConfig, picture: np.typing.NDArray[Any]) -> 
             f"{side} x {side}: the processor must resize it"
         )
     height, width = (length // tower.patch_size for length in picture.shape[1:])
-    size = patches.size_for(spec.sizes, height * width)
 
     def make_inputs() -> dict[str, np.typing.NDArray[Any]]:
         places = np.moveaxis(np.indices((height, width), np.int32), 0, -1)
-        inputs = {
+        return {
             "patch_PI": patches.cut_patches(picture, tower.patch_size, block),
             "place_P2": patches.by_blocks(places, block),
         }
-        return patches.fill_up(inputs, size)
 
-    return vision.VisionCall(size, make_inputs, height * width // block**2)
+    return PixtralVision.make_call(spec, height * width, make_inputs)
 
 
 def two_axis_angles(index_P2: Int[Array, "P 2"], head_dim: int, theta: float) -> Angles:
-    """Returns angles of which the first half turns by the height, the second by the width.
+    """Returns angles whose first half is by the height, and the second by the width.
 
     The frequencies go to both by turns.
     """
-    exponents = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
-    frequencies = (1.0 / np.float32(theta) ** exponents).astype(np.float32)
+    frequencies = patches.rotary_frequencies(head_dim, theta)
     axes = [
         index_P2[:, axis, None].astype(jnp.float32) * frequencies[None, axis::2] for axis in (0, 1)
     ]
@@ -162,20 +158,12 @@ def two_axis_angles(index_P2: Int[Array, "P 2"], head_dim: int, theta: float) ->
 
 
 def _block(config: vision_config.TowerConfig, at: Scope) -> vision_tower.PictureBlock:
-    width, inner = config.hidden_size, config.intermediate_size
-    fed = at / "feed_forward"
-    mlp = GatedMLP(
-        vision_tower.plain_projection(
-            width, fed, ("gate_proj", inner), ("up_proj", inner), bias=False
-        ),
-        vision_tower.plain_projection(inner, fed, ("down_proj", width), bias=False),
-        activation=config.activation,
-    )
+    width = config.hidden_size
     return vision_tower.PictureBlock(
         vision_tower.tower_norm(width, at / "attention_norm", _EPSILON),
         vision_tower.picture_attention(config, at / "attention", output="o_proj", bias=False),
         vision_tower.tower_norm(width, at / "ffn_norm", _EPSILON),
-        mlp,
+        vision_tower.gated_mlp(config, at / "feed_forward", bias=False),
     )
 
 

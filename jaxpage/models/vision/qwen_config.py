@@ -3,34 +3,40 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Self
 
 from jaxpage.layers import Rope
 from jaxpage.layers.rope_scaling import make_rope
-from jaxpage.models.config.fields import text_part
+from jaxpage.models.config import text_part
 from jaxpage.models.config.mrope import NUM_AXES, QWEN2_VL, QWEN3_5, QWEN3_VL, Sections
 from jaxpage.models.parts import vision_config
 
 # The rows of the text model for which the encoder is compiled: 16,384 are 12 megapixels.
 ROWS = tuple(64 << doubling for doubling in range(9))
 _ALIASES = {"num_heads": "num_attention_heads", "depth": "num_hidden_layers"}
+# The defaults of Qwen2.5-VL in all but its sizes. A picture has any size.
+_TOWER = vision_config.TowerConfig(
+    hidden_size=1280,
+    intermediate_size=0,
+    num_layers=32,
+    num_heads=16,
+    head_dim=80,
+    num_channels=3,
+    patch_size=14,
+    image_size=0,
+    norm_epsilon=1e-6,
+    activation="silu",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
-class QwenVisionConfig:
+class QwenVisionConfig(vision_config.VisionConfig):
     """Holds what config.json says of an encoder; see `VisionSpec`.
 
     Attributes:
-        hidden_size: The width of the text model's hidden states (D).
-        width: The width of the encoder's hidden states (W).
-        inner: The width of a feed-forward half.
-        num_layers: The number of layers.
-        num_heads: The number of heads.
         rope: The rotation, whose axes are rows and columns.
-        activation: The function of a feed-forward half.
-        patch: The channels, frames, rows and columns of a patch.
-        block: The side of a block of patches that becomes a row of the text model.
+        num_frames: The frames of a patch; those of a picture are all the same.
         image_token_id: The token that stands for a picture's tokens in a prompt.
         num_entries: The entries of the table of positions, along each side; 0 for no table.
         window: The side of a window in blocks; 0 if no layer has windows.
@@ -43,15 +49,8 @@ class QwenVisionConfig:
     default_token: ClassVar[int] = 151_655
     num_axes: ClassVar[int] = NUM_AXES  # the axes of rotary positions
 
-    hidden_size: int
-    width: int
-    inner: int
-    num_layers: int
-    num_heads: int
     rope: Rope
-    activation: str
-    patch: tuple[int, int, int, int]
-    block: int
+    num_frames: int
     image_token_id: int
     num_entries: int = 0
     window: int = 0
@@ -59,14 +58,10 @@ class QwenVisionConfig:
     deep_layers: tuple[int, ...] = ()
 
     @property
-    def num_deep(self) -> int:
-        """Returns how many of the text model's first layers take features of a picture."""
-        return len(self.deep_layers)
-
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        """Returns the numbers of patches for which the encoder is compiled."""
-        return tuple(rows * self.block**2 for rows in ROWS)
+    def patch(self) -> tuple[int, int, int, int]:
+        """Returns the channels, frames, rows and columns of a patch."""
+        side = self.tower.patch_size
+        return self.tower.num_channels, self.num_frames, side, side
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> QwenVisionConfig:
@@ -90,43 +85,59 @@ class QwenVisionConfig:
         raise NotImplementedError
 
     @classmethod
-    def read_common(
+    def from_fields(
         cls,
         fields: vision_config.VisionFields,
+        usual: vision_config.TowerConfig,
         *,
-        width: tuple[str, int],
-        depth: int,
-        activation: str,
-        patch: int,
-    ) -> dict[str, Any]:
-        """Returns the fields that all generations have.
+        width: str = "hidden_size",
+        inner: int | None = None,
+        hidden_size: str = "out_hidden_size",
+        deep_layers: tuple[int, ...] = (),
+        **more: Any,
+    ) -> Self:
+        """Returns the config of fields that all generations have.
 
         Args:
             fields: The fields of `vision_config`.
-            width: The field of the width, and its default.
-            depth: The default of `depth`.
-            activation: The default of `hidden_act`.
-            patch: The default of `patch_size`.
+            usual: The defaults of the tower.
+            width: The field of the width of the encoder.
+            inner: The width of a feed-forward half; None to read `intermediate_size`.
+            hidden_size: The field of the width of the text model.
+            deep_layers: The layers whose outputs are features.
+            **more: Further fields of the config.
         """
-        side = fields.side("patch_size", patch)
-        channels = fields.integer("in_channels", 3)
-        frames = fields.side("temporal_patch_size", 2)
-        num_heads = fields.integer("num_heads", 16)
-        size = fields.integer(*width)
+        num_heads = fields.integer("num_heads", usual.num_heads)
+        size = fields.integer(width, usual.hidden_size)
         if size % (4 * num_heads):
             text = f"{num_heads} heads of {size} numbers cannot turn by rows and columns"
-            fields.note_wrong(text, **{width[0]: 64, "num_heads": 1})
+            fields.note_wrong(text, **{width: 64, "num_heads": 1})
             size = 64 * num_heads
-        return {
-            "width": size,
-            "num_layers": fields.integer("depth", depth),
-            "num_heads": num_heads,
-            "rope": _read_rope(fields, size // num_heads),
-            "activation": fields.activation("hidden_act", activation),
-            "patch": (channels, frames, side, side),
-            "block": fields.integer("spatial_merge_size", 2),
-            "image_token_id": fields.integer("image_token_id", minimum=0),
-        }
+        head_dim = size // num_heads
+        block = fields.integer("spatial_merge_size", 2)
+        tower = replace(
+            usual,
+            hidden_size=size,
+            intermediate_size=inner or fields.integer("intermediate_size", usual.intermediate_size),
+            num_layers=fields.integer("depth", usual.num_layers),
+            num_heads=num_heads,
+            head_dim=head_dim,
+            num_channels=fields.integer("in_channels", usual.num_channels),
+            patch_size=fields.side("patch_size", usual.patch_size),
+            activation=fields.activation("hidden_act", usual.activation),
+        )
+        return cls(
+            tower=tower,
+            hidden_size=fields.integer(hidden_size, 3584),
+            block=block,
+            sizes=tuple(rows * block**2 for rows in ROWS),
+            num_deep=len(deep_layers),
+            rope=_read_rope(fields, head_dim),
+            num_frames=fields.side("temporal_patch_size", 2),
+            image_token_id=fields.integer("image_token_id", minimum=0),
+            deep_layers=deep_layers,
+            **more,
+        )
 
 
 class Qwen2VisionConfig(QwenVisionConfig):
@@ -137,13 +148,11 @@ class Qwen2VisionConfig(QwenVisionConfig):
     @classmethod
     def read(cls, fields: vision_config.VisionFields) -> QwenVisionConfig:
         """Returns what the fields say; `hidden_size` is that of the text model."""
-        common = cls.read_common(
-            fields, width=("embed_dim", 1280), depth=32, activation="quick_gelu", patch=14
-        )
-        return cls(
-            **common,
-            inner=fields.integer("mlp_ratio", 4) * common["width"],
-            hidden_size=fields.integer("hidden_size", 3584),
+        # Qwen2-VL began from the tower of DFN, a CLIP, and has its function.
+        usual = replace(_TOWER, activation="quick_gelu")
+        inner = fields.integer("mlp_ratio", 4) * fields.integer("embed_dim", usual.hidden_size)
+        return cls.from_fields(
+            fields, usual, width="embed_dim", inner=inner, hidden_size="hidden_size"
         )
 
 
@@ -155,21 +164,18 @@ class Qwen2_5VisionConfig(QwenVisionConfig):
     @classmethod
     def read(cls, fields: vision_config.VisionFields) -> QwenVisionConfig:
         """Returns what the fields say; a window has a side in pixels there."""
-        common = cls.read_common(
-            fields, width=("hidden_size", 3584), depth=32, activation="silu", patch=14
-        )
-        pixels = fields.integer("window_size", 112)
-        window = pixels // common["block"] // common["patch"][-1]
-        if window == 0:
-            text = f"window_size = {pixels} is smaller than a block of patches"
-            fields.note_wrong(text, window_size=pixels, patch_size=common["patch"][-1])
-        return cls(
-            **common,
-            inner=fields.integer("intermediate_size", 3420),
-            hidden_size=fields.integer("out_hidden_size", 3584),
-            window=window,
+        config = cls.from_fields(
+            fields,
+            replace(_TOWER, hidden_size=3584, intermediate_size=3420),
             whole_layers=_read_layers(fields, "fullatt_block_indexes", (7, 15, 23, 31)),
         )
+        pixels = fields.integer("window_size", 112)
+        patch_size = config.tower.patch_size
+        window = pixels // config.block // patch_size
+        if window == 0:
+            text = f"window_size = {pixels} is smaller than a block of patches"
+            fields.note_wrong(text, window_size=pixels, patch_size=patch_size)
+        return replace(config, window=window)
 
 
 class Qwen3VisionConfig(QwenVisionConfig):
@@ -181,13 +187,16 @@ class Qwen3VisionConfig(QwenVisionConfig):
     @classmethod
     def read(cls, fields: vision_config.VisionFields) -> QwenVisionConfig:
         """Returns what the fields say."""
-        common = cls.read_common(
-            fields, width=("hidden_size", 1152), depth=27, activation="gelu_pytorch_tanh", patch=16
-        )
-        return cls(
-            **common,
-            inner=fields.integer("intermediate_size", 4304),
-            hidden_size=fields.integer("out_hidden_size", 3584),
+        return cls.from_fields(
+            fields,
+            replace(
+                _TOWER,
+                hidden_size=1152,
+                intermediate_size=4304,
+                num_layers=27,
+                patch_size=16,
+                activation="gelu_pytorch_tanh",
+            ),
             num_entries=_read_square(fields),
             deep_layers=cls.read_deep(fields),
         )

@@ -22,7 +22,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from jaxpage.errors import UnsupportedError
-from jaxpage.layers import ACTIVATIONS, MLP, Embedding, GatedMLP, LayerNorm, Linear, RMSNorm
+from jaxpage.layers import ACTIVATIONS, Embedding, LayerNorm, Linear, RMSNorm
 from jaxpage.layers.parameter import Source, parameter, tensor
 from jaxpage.models.parts import Scope, norms, patches, vision, vision_tower
 from jaxpage.models.vision import patch_grid, qwen_config
@@ -80,7 +80,7 @@ class QwenVision(vision_tower.VisionTower):
         self.table = self.make_table(config, at / "pos_embed")
         self.layers = nnx.List(
             self.make_block(config, index, at / f"blocks.{index}")
-            for index in range(config.num_layers)
+            for index in range(config.tower.num_layers)
         )
         self.merger = self.make_merger(config, at / "merger")
         self.deep_mergers = nnx.List(
@@ -104,7 +104,7 @@ class QwenVision(vision_tower.VisionTower):
     @classmethod
     def make_mlp(cls, config: qwen_config.QwenVisionConfig, at: Scope) -> nnx.Module:
         """Returns the feed-forward half of a layer."""
-        return make_mlp(config, at, "fc1", "fc2")
+        return vision_tower.plain_mlp(config.tower, at, "fc1", "fc2")
 
     @classmethod
     def make_block(
@@ -119,8 +119,8 @@ class QwenVision(vision_tower.VisionTower):
             vision_tower.PictureAttention(
                 vision_tower.fuse_projections(width, attention, "qkv", (width,) * 3),
                 vision_tower.plain_projection(width, attention, ("proj", width), bias=True),
-                head_dim=width // config.num_heads,
-                max_length=(config.window * config.block) ** 2 if has_windows else None,
+                head_dim=config.tower.head_dim,
+                max_patches=(config.window * config.block) ** 2 if has_windows else None,
             ),
             cls.make_norm(width, at / "norm2"),
             cls.make_mlp(config, at / "mlp"),
@@ -228,6 +228,7 @@ def _inputs(
     inputs = {name: array[order_P] for name, array in inputs.items()}
     inputs["window_P"] = np.repeat(1 + window_R, each)
     row_R = np.zeros(size // each, np.int32)
+    # Undoes the order of windows: rows of the text model go by rows of the picture.
     row_R[: grid.num_blocks] = np.argsort(order_R)
     return {**patches.fill_up(inputs, size), "row_R": row_R}
 
@@ -247,12 +248,7 @@ class Qwen2_5Vision(QwenVision, config=qwen_config.Qwen2_5VisionConfig):
     @classmethod
     def make_mlp(cls, config: qwen_config.QwenVisionConfig, at: Scope) -> nnx.Module:
         """Returns the feed-forward half of a layer."""
-        gate_and_up = [(name, config.inner) for name in ("gate_proj", "up_proj")]
-        return GatedMLP(
-            vision_tower.plain_projection(config.width, at, *gate_and_up, bias=True),
-            vision_tower.plain_projection(config.inner, at, ("down_proj", config.width), bias=True),
-            activation=config.activation,
-        )
+        return vision_tower.gated_mlp(config.tower, at, bias=True)
 
 
 class Qwen3Vision(QwenVision, config=qwen_config.Qwen3VisionConfig):
@@ -264,7 +260,7 @@ class Qwen3Vision(QwenVision, config=qwen_config.Qwen3VisionConfig):
     @classmethod
     def make_mlp(cls, config: qwen_config.QwenVisionConfig, at: Scope) -> nnx.Module:
         """Returns the feed-forward half of a layer."""
-        return make_mlp(config, at, "linear_fc1", "linear_fc2")
+        return vision_tower.plain_mlp(config.tower, at, "linear_fc1", "linear_fc2")
 
 
 class Qwen3_5Vision(Qwen3Vision, config=qwen_config.Qwen3_5VisionConfig):
@@ -287,15 +283,6 @@ def grid_of(
         )
     _, height, width = grids[0]
     return patch_grid.PatchGrid(height, width, spec.block)
-
-
-def make_mlp(config: qwen_config.QwenVisionConfig, at: Scope, up: str, down: str) -> MLP:
-    """Returns a feed-forward half without gates, of two products with these names."""
-    return MLP(
-        vision_tower.plain_projection(config.width, at, (up, config.inner), bias=True),
-        vision_tower.plain_projection(config.inner, at, (down, config.width), bias=True),
-        activation=config.activation,
-    )
 
 
 def patch_matmul(config: qwen_config.QwenVisionConfig, at: Scope, *, bias: bool) -> Linear:

@@ -5,9 +5,10 @@ SmolVLM and Idefics 3 divide a picture into tiles and join the states of a block
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -16,16 +17,42 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from jaxpage.errors import UnsupportedError
-from jaxpage.layers import MLP, Embedding, LayerNorm
+from jaxpage.layers import Embedding, LayerNorm
 from jaxpage.models.parts import Scope, patches, vision, vision_config, vision_tower
 
 
-def read_siglip(fields: vision_config.VisionFields, **defaults: int) -> vision_config.TowerConfig:
-    """Returns the config of the layers; see `read_tower`."""
-    activation = "gelu_pytorch_tanh"
-    return vision_config.read_tower(
-        fields, inner=3072, depth=12, image_size=224, activation=activation, **defaults
-    )
+@dataclass(frozen=True, kw_only=True)
+class SiglipConfig(vision_config.VisionConfig):
+    """Holds what a config.json says of an encoder that takes tiles of one size."""
+
+    kinds: ClassVar[tuple[str, ...]]  # the model types of `vision_config`
+    widths: ClassVar[Mapping[str, int]]  # defaults in which families differ; see `read_tower`
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> SiglipConfig:
+        """Reads config.json."""
+        with vision_config.open_fields(config, *cls.kinds) as fields:
+            tower = vision_config.read_tower(
+                fields,
+                inner=3072,
+                depth=12,
+                image_size=224,
+                activation="gelu_pytorch_tanh",
+                **cls.widths,
+            )
+            block = cls.read_block(config, tower)
+            vision_config.check_blocks(fields, tower, block)
+        return cls(
+            tower=tower,
+            hidden_size=vision_config.text_width(config),
+            block=block,
+            sizes=(tower.side**2,),
+        )
+
+    @classmethod
+    @abstractmethod
+    def read_block(cls, config: Mapping[str, Any], tower: vision_config.TowerConfig) -> int:
+        """Returns the side of a block of patches that becomes a row."""
 
 
 class Siglip(nnx.Module):
@@ -62,17 +89,11 @@ def _norm(config: vision_config.TowerConfig, at: Scope) -> LayerNorm:
 
 
 def _block(config: vision_config.TowerConfig, at: Scope) -> vision_tower.PictureBlock:
-    width, inner = config.hidden_size, config.intermediate_size
-    mlp = MLP(
-        vision_tower.plain_projection(width, at / "mlp", ("fc1", inner), bias=True),
-        vision_tower.plain_projection(inner, at / "mlp", ("fc2", width), bias=True),
-        activation=config.activation,
-    )
     return vision_tower.PictureBlock(
         _norm(config, at / "layer_norm1"),
         vision_tower.picture_attention(config, at / "self_attn", output="out_proj", bias=True),
         _norm(config, at / "layer_norm2"),
-        mlp,
+        vision_tower.plain_mlp(config, at / "mlp", "fc1", "fc2"),
     )
 
 
@@ -113,18 +134,16 @@ def _call(spec: vision_config.VisionConfig, tile: np.typing.NDArray[Any]) -> vis
     tower, block = spec.tower, spec.block
     height, width = (side // tower.patch_size for side in tile.shape[1:])
     patches.check_whole("tile", height, width, block)
-    size = patches.size_for(spec.sizes, height * width)
 
     def make_inputs() -> dict[str, np.typing.NDArray[Any]]:
         places = place_in_table(height, tower.side)[:, None] * tower.side
         places = places + place_in_table(width, tower.side)[None, :]
-        inputs = {
+        return {
             "patch_PI": patches.cut_patches(tile, tower.patch_size, block),
             "position_P": patches.by_blocks(places, block).astype(np.int32),
         }
-        return patches.fill_up(inputs, size)
 
-    return vision.VisionCall(size, make_inputs, height * width // block**2)
+    return SiglipTiles.make_call(spec, height * width, make_inputs)
 
 
 def place_in_table(num_patches: int, side: int) -> Int[np.ndarray, "P"]:
@@ -137,24 +156,16 @@ def place_in_table(num_patches: int, side: int) -> Int[np.ndarray, "P"]:
     return np.arange(num_patches) * side // num_patches
 
 
-@dataclass(frozen=True, kw_only=True)
-class Idefics3VisionConfig(vision_config.VisionConfig):
+class Idefics3VisionConfig(SiglipConfig):
     """Holds what a config.json of Idefics 3 says of its encoder."""
 
+    kinds = ("idefics3_vision", "smolvlm_vision", "idefics3", "smolvlm", "siglip_vision_model")
+    widths: ClassVar[Mapping[str, int]] = {"width": 1152, "num_heads": 16, "patch_size": 32}
+
     @classmethod
-    def from_config(cls, config: Mapping[str, Any]) -> Idefics3VisionConfig:
-        """Reads config.json."""
-        kinds = ("idefics3_vision", "smolvlm_vision", "idefics3", "smolvlm", "siglip_vision_model")
-        with vision_config.open_fields(config, *kinds) as fields:
-            tower = read_siglip(fields, width=1152, num_heads=16, patch_size=32)
-            block = vision_config.some_fields(config, "scale_factor").integer("scale_factor", 2)
-            vision_config.check_blocks(fields, tower, block)
-        return cls(
-            tower=tower,
-            hidden_size=vision_config.text_width(config),
-            block=block,
-            sizes=(tower.side**2,),
-        )
+    def read_block(cls, config: Mapping[str, Any], tower: vision_config.TowerConfig) -> int:
+        """Returns the side of a block, which `scale_factor` says."""
+        return vision_config.some_fields(config, "scale_factor").integer("scale_factor", 2)
 
 
 class Idefics3Vision(SiglipTiles, config=Idefics3VisionConfig):
