@@ -1,24 +1,16 @@
 // The kernels as XLA calls them: buffers are checked, and the units of work are shared among XLA's
 // own threads.
 #include <algorithm>
-#include <atomic>
-#include <chrono>
-#include <condition_variable>
 #include <cstring>
-#include <memory>
-#include <mutex>
-#include <thread>
 #include <vector>
 
 #include "attention.h"
 #include "both_ways.h"
 #include "packed.h"
+#include "parallel.h"
 #include "rows.h"
 #include "xla/ffi/api/ffi.h"
 
-#if defined(__x86_64__)
-#include <immintrin.h>
-#endif
 #if defined(__linux__)
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -34,132 +26,6 @@ extern const RowKernels kRows;
 }  // namespace JAXPAGE_ISA
 
 namespace {
-
-// XLA's threads flush subnormal numbers to zero and the thread that calls may not: a row's bits
-// must not tell who computed it.
-class FlushedSubnormals {
- public:
-#if defined(__x86_64__)
-  FlushedSubnormals() : before_(_mm_getcsr()) { _mm_setcsr(before_ | 0x8040); }
-  ~FlushedSubnormals() { _mm_setcsr(before_); }
-
- private:
-  unsigned int before_;
-#elif defined(__aarch64__)
-  FlushedSubnormals() {
-    asm volatile("mrs %0, fpcr" : "=r"(before_));
-    asm volatile("msr fpcr, %0" ::"r"(before_ | (1ull << 24)));
-  }
-  ~FlushedSubnormals() { asm volatile("msr fpcr, %0" ::"r"(before_)); }
-
- private:
-  uint64_t before_;
-#endif
-};
-
-void pause() {
-#if defined(__x86_64__)
-  _mm_pause();
-#elif defined(__aarch64__)
-  asm volatile("yield");
-#endif
-}
-
-// Looks for `until()` for a while, which is longer than the pause between two products of a step
-// and shorter than sleeping and being woken some times. Other threads that could run on this core
-// go first. Returns whether it came.
-template <typename Until>
-bool soon(std::chrono::microseconds while_, const Until& until) {
-  const auto end = std::chrono::steady_clock::now() + while_;
-  do {
-    for (int i = 0; i < 32; ++i) {
-      if (until()) return true;
-      pause();
-    }
-    std::this_thread::yield();
-  } while (std::chrono::steady_clock::now() < end);
-  return false;
-}
-
-// Holds what a call shares with threads that help it. One that starts late finds nothing to do,
-// perhaps when the call has returned.
-struct Shared {
-  std::atomic<int64_t> next{0}, num_done{0};
-  int64_t count, at_once;
-  const void* work;
-  void (*run)(const void* work, int64_t index);
-  std::mutex mutex;
-  std::condition_variable done;
-
-  void take_part() {
-    FlushedSubnormals flushed;
-    int64_t num_own = 0;
-    for (int64_t first; (first = next.fetch_add(at_once)) < count;)
-      for (int64_t i = first; i < count && i < first + at_once; ++i, ++num_own) run(work, i);
-    if (num_own == 0 || num_done.fetch_add(num_own) + num_own < count) return;
-    std::lock_guard<std::mutex> lock(mutex);
-    done.notify_all();
-  }
-
-  void wait() {
-    const auto all_done = [this] { return num_done.load() == count; };
-    if (soon(std::chrono::microseconds(20), all_done)) return;
-    std::unique_lock<std::mutex> lock(mutex);
-    done.wait(lock, all_done);
-  }
-};
-
-// Threads that helped stay for the next call of a step. To wake one takes as long as a small
-// product does, and Linux may let the thread that is woken run on the core of the one that wakes
-// it, with the other core idle.
-class Helpers {
- public:
-  void help(std::shared_ptr<Shared> shared) {
-    shared->take_part();
-    num_staying_.fetch_add(1);
-    for (int64_t seen = num_calls_.load();
-         soon(std::chrono::microseconds(100), [&] { return num_calls_.load() != seen; });) {
-      seen = num_calls_.load();
-      shared = std::atomic_load(&last_);
-      shared->take_part();
-    }
-    num_staying_.fetch_sub(1);
-  }
-
-  // Gives those who stayed another call. Returns how many they are.
-  int64_t call(const std::shared_ptr<Shared>& shared) {
-    std::atomic_store(&last_, shared);
-    num_calls_.fetch_add(1);
-    return num_staying_.load();
-  }
-
- private:
-  std::shared_ptr<Shared> last_;
-  std::atomic<int64_t> num_calls_{0}, num_staying_{0};
-};
-
-Helpers& helpers() {
-  // It is never destroyed: threads of the pool may be in it at the end of the process.
-  static Helpers* all = new Helpers;
-  return *all;
-}
-
-// Calls work(i) for i of [0, count), each once, on the calling thread and on those of the pool that
-// are free. Returns when all have returned.
-template <typename Work>
-void in_parallel(xla::ffi::ThreadPool& pool, int64_t count, int64_t at_once, const Work& work) {
-  if (count == 0) return;
-  auto shared = std::make_shared<Shared>();
-  shared->count = count, shared->at_once = at_once, shared->work = &work;
-  shared->run = [](const void* given, int64_t index) { (*static_cast<const Work*>(given))(index); };
-  int64_t wanted = (count + at_once - 1) / at_once - 1;
-  if (wanted > pool.num_threads() - 1) wanted = pool.num_threads() - 1;
-  if (wanted > 0)
-    for (int64_t i = helpers().call(shared); i < wanted; ++i)
-      pool.Schedule([shared] { helpers().help(shared); });
-  shared->take_part();
-  shared->wait();
-}
 
 namespace ffi = xla::ffi;
 
@@ -405,60 +271,102 @@ ffi::Error attend_both_ways(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> q, ffi::
   return ffi::Error::Success();
 }
 
-// Multiplies the rows of each group by the group's weight. `counts` has the rows of each, which lie
-// one group after the other; rows of none become zero. Without counts all rows are of one group.
-void multiply_packed(ffi::ThreadPool& pool, Packed p, const ffi::Buffer<ffi::S32>& row_counts,
-                     int64_t num_groups, int64_t bytes_of_group, int64_t bytes_of_scales,
-                     int64_t bytes_of_zeros) {
-  const int32_t* counts = row_counts.element_count() ? row_counts.typed_data() : nullptr;
-  const PackedKernels& k = JAXPAGE_ISA::kPacked;
-  const int64_t num_panels = (p.num_out + kOutputsOfPanel - 1) / kOutputsOfPanel;
-  static thread_local std::vector<char> prepared;
-  static thread_local std::vector<float> row_scale;
-  static thread_local std::vector<int32_t> row_sum;
-  p.words = p.x;
-  if (p.type == Type::kI8 && !p.is_coded) {
-    row_scale.resize(p.num_rows), row_sum.resize(p.num_rows);
-    p.row_scale = row_scale.data();
-    p.row_sum = row_sum.data();
+// A product, and where the weights of its groups are.
+struct Product {
+  Packed p;
+  // The weight, the scales and the zeros of a group are so many bytes after those of the one before.
+  int64_t num_groups, bytes_of_group, bytes_of_scales, bytes_of_zeros;
+  // The rows of each group, which lie one group after the other; rows of none become zero. Null if
+  // all rows are of one group.
+  const int32_t* counts;
+};
+
+// What products make of their inputs, one after the other: memory of the thread that calls.
+class Prepared {
+ public:
+  // Makes room for the rows of a product, before any memory is given.
+  void reserve(const Packed& p) {
+    words_.resize(std::max<size_t>(words_.size(), p.num_rows * bytes_of_row(p) + 64));
+    scales_.resize(std::max<size_t>(scales_.size(), p.num_rows));
+    sums_.resize(std::max<size_t>(sums_.size(), p.num_rows));
   }
-  if (const int64_t bytes = k.bytes_of_row(p)) {
-    prepared.resize(p.num_rows * bytes + 64);
-    // This thread's: the function below runs on other threads, where `prepared` is their own.
-    char* words = prepared.data();
-    in_parallel(pool, p.num_rows, 16, [&](int64_t row) { k.prepare(p, row, words + row * bytes); });
+
+  // Gives a product its memory, and a phase that fills it where it needs one.
+  void add_phase(Packed& p, std::vector<Phase>& phases) {
+    p.words = p.x;
+    p.row_scale = scales_.data();
+    p.row_sum = sums_.data();
+    const int64_t bytes = bytes_of_row(p);
+    if (bytes == 0) return;
+    char* words = words_.data();
     p.words = words;
+    phases.push_back({p.num_rows, 16, [p, words, bytes](int64_t row) {
+                        JAXPAGE_ISA::kPacked.prepare(p, row, words + row * bytes);
+                      }});
   }
-  struct Unit {
-    int64_t group, row, end_row, panel;
+
+ private:
+  static int64_t bytes_of_row(const Packed& p) { return JAXPAGE_ISA::kPacked.bytes_of_row(p); }
+
+  std::vector<char> words_;
+  std::vector<float> scales_;
+  std::vector<int32_t> sums_;
+};
+
+Prepared& prepared() {
+  static thread_local Prepared of_thread;
+  return of_thread;
+}
+
+// Adds the phases in which rows are multiplied.
+void add_phases(Product m, std::vector<Phase>& phases) {
+  Packed& p = m.p;
+  prepared().add_phase(p, phases);
+  const PackedKernels& k = JAXPAGE_ISA::kPacked;
+  const auto up = [](int64_t count, int64_t divisor) { return (count + divisor - 1) / divisor; };
+  const int64_t num_panels = up(p.num_out, kOutputsOfPanel);
+  struct Group {
+    int64_t index, row, end_row, end_unit;
   };
-  std::vector<Unit> units;
-  int64_t first = 0;
-  for (int64_t group = 0; group < num_groups; ++group) {
-    const int64_t end = counts ? std::clamp(first + counts[group], first, p.num_rows) : p.num_rows;
-    for (int64_t panel = 0; first < end && panel < num_panels; panel += k.panels_at_once)
-      for (int64_t row = first; row < end; row += kRowsAtOnce)
-        units.push_back({group, row, std::min(row + kRowsAtOnce, end), panel});
-    first = end;
+  std::vector<Group> groups;
+  int64_t row = 0, num_units = 0;
+  for (int64_t index = 0; index < m.num_groups; ++index) {
+    const int64_t end =
+        m.counts ? std::clamp(row + m.counts[index], row, p.num_rows) : p.num_rows;
+    num_units += up(end - row, kRowsAtOnce) * up(num_panels, k.panels_at_once);
+    if (end > row) groups.push_back({index, row, end, num_units});
+    row = end;
   }
   const int64_t bytes_of_result = p.num_out * (p.out_is_float ? 4 : 2);
-  std::memset(static_cast<char*>(p.out) + first * bytes_of_result, 0,
-              (p.num_rows - first) * bytes_of_result);
-  const int64_t count = units.size(),
-                at_once = std::clamp<int64_t>(count / (8 * pool.num_threads()), 1, 16);
-  in_parallel(pool, count, at_once, [&](int64_t index) {
-    const Unit& unit = units[index];
-    const auto after = [&](const void* array, int64_t bytes) {
-      return array ? static_cast<const char*>(array) + unit.group * bytes : nullptr;
-    };
-    Packed own = p;
-    own.panels = after(p.panels, bytes_of_group);
-    own.scale = after(p.scale, bytes_of_scales);
-    own.minimum = after(p.minimum, bytes_of_scales);
-    own.zero = after(p.zero, bytes_of_zeros);
-    k.multiply(own, unit.row, unit.end_row, unit.panel,
-               std::min(unit.panel + k.panels_at_once, num_panels));
-  });
+  std::memset(static_cast<char*>(p.out) + row * bytes_of_result, 0,
+              (p.num_rows - row) * bytes_of_result);
+  // Units of the same panels are neighbours, so that a thread reads these once.
+  phases.push_back({num_units, 1, [m, k, num_panels, up, groups = std::move(groups)](int64_t unit) {
+                      auto group = groups.begin();
+                      while (group->end_unit <= unit) ++group;
+                      const int64_t blocks = up(group->end_row - group->row, kRowsAtOnce);
+                      if (group != groups.begin()) unit -= (group - 1)->end_unit;
+                      const int64_t row = group->row + unit % blocks * kRowsAtOnce,
+                                    panel = unit / blocks * k.panels_at_once;
+                      const auto after = [&](const void* array, int64_t bytes) {
+                        return array ? static_cast<const char*>(array) + group->index * bytes
+                                     : nullptr;
+                      };
+                      Packed own = m.p;
+                      own.panels = after(own.panels, m.bytes_of_group);
+                      own.scale = after(own.scale, m.bytes_of_scales);
+                      own.minimum = after(own.minimum, m.bytes_of_scales);
+                      own.zero = after(own.zero, m.bytes_of_zeros);
+                      k.multiply(own, row, std::min(row + kRowsAtOnce, group->end_row), panel,
+                                 std::min(panel + k.panels_at_once, num_panels));
+                    }});
+}
+
+void multiply(ffi::ThreadPool& pool, const Product& product) {
+  prepared().reserve(product.p);
+  std::vector<Phase> phases;
+  add_phases(product, phases);
+  run_phases(pool, std::move(phases));
 }
 
 ffi::Error multiply_packed_any(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer panels,
@@ -494,8 +402,7 @@ ffi::Error multiply_packed_any(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyB
   p.num_in = xd[1];
   p.num_out = od[1];
   p.num_words = pd[2];
-  multiply_packed(pool, p, counts, pd[0], panels.size_bytes() / pd[0], scale.size_bytes() / pd[0],
-                  0);
+  multiply(pool, {p, pd[0], static_cast<int64_t>(panels.size_bytes()) / pd[0], static_cast<int64_t>(scale.size_bytes()) / pd[0], 0, counts.element_count() ? counts.typed_data() : nullptr});
   return ffi::Error::Success();
 }
 
@@ -546,8 +453,7 @@ ffi::Error multiply_coded(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer
   p.zero = zero.element_count() ? zero.typed_data() : nullptr;
   p.minimum = minimum.element_count() ? minimum.untyped_data() : nullptr;
   p.scale_row = scale_row.element_count() ? scale_row.typed_data() : nullptr;
-  multiply_packed(pool, p, counts, pd[0], panels.size_bytes() / pd[0], scale.size_bytes() / pd[0],
-                  zero.size_bytes() / pd[0]);
+  multiply(pool, {p, pd[0], static_cast<int64_t>(panels.size_bytes()) / pd[0], static_cast<int64_t>(scale.size_bytes()) / pd[0], static_cast<int64_t>(zero.size_bytes()) / pd[0], counts.element_count() ? counts.typed_data() : nullptr});
   return ffi::Error::Success();
 }
 
