@@ -6,7 +6,7 @@ See `pallas_kernels.cpu.packed`.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -14,11 +14,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
+from jaxpage.layers.chain import AddAndNorm, Gate, Multiply, Norm, Stage
 from jaxpage.layers.weight_kinds import Packed, PackedCodes
 from jaxpage.models.parameters import Packing, Path
 from pallas_kernels import QuantizedWeight, numbers
 from pallas_kernels.compat import target_device
-from pallas_kernels.cpu import large_pages, packed
+from pallas_kernels.cpu import chain, large_pages, packed
 from pallas_kernels.cpu.packed import takes as takes
 
 # How each packed array is packed, by the path of its parameter.
@@ -40,7 +41,7 @@ def multiply_packed(
         y_TO = packed.multiply_quantized(x_TI, codes, weight.num_out, result=made, count_E=count_E)
     else:
         y_TO = packed.multiply_packed(
-            x_TI if weight.scale_O is None else x_TI.astype(jnp.float32),
+            x_TI,
             weight.panels,
             weight.num_out,
             result=made,
@@ -50,6 +51,36 @@ def multiply_packed(
             activation=activation,
         )
     return y_TO.astype(result)
+
+
+def run_chain(
+    x_TI: jax.Array, stages: Sequence[Stage], epsilon: float = 0.0, offset: float = 0.0
+) -> jax.Array:
+    """Computes stages as `LayerKernels.run_chain`."""
+    width, links = x_TI.shape[1], []
+    for stage in stages:
+        match stage:
+            case Multiply(Packed() as weight):
+                operand = packed.operand_of_panels(weight.panels, weight.scale_O)
+            case Multiply(PackedCodes() as weight):
+                codes = QuantizedWeight(*weight.codes)
+                operand = packed.operand_of_codes(codes, weight.num_in, x_TI.dtype)
+            case Norm(scale_D):
+                links.append(chain.norm(scale_D))
+                continue
+            case AddAndNorm(added_TD, scale_D):
+                links.append(chain.add_and_norm(added_TD, scale_D))
+                continue
+            case Gate(activation):
+                width //= 2
+                links.append(chain.gate(activation, width))
+                continue
+            case _:
+                links.append(chain.add_sum())
+                continue
+        width = weight.num_out
+        links.append(chain.multiply(operand, width))
+    return chain.run(x_TI, links, epsilon=epsilon, offset=offset)
 
 
 def read_packed_rows(weight: Packed | PackedCodes, ids_T: jax.Array) -> jax.Array:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -43,6 +43,22 @@ class MultiplyPacked(Protocol):
                 has its own weight; None for one weight.
             bias_O: The bias of a `Packed` weight; None for none.
             activation: The function that follows such a weight, one of `rows.ACTIVATIONS`.
+        """
+
+
+class RunChain(Protocol):
+    """Computes stages in one call; see `layers.chain`."""
+
+    def __call__(
+        self, x_TI: jax.Array, stages: Sequence[Any], epsilon: float = 0.0, offset: float = 0.0
+    ) -> jax.Array:
+        """Returns what the last stage makes.
+
+        Args:
+            x_TI: The rows.
+            stages: The stages, `layers.chain.Stage`.
+            epsilon: The number that norms add to the mean of squares.
+            offset: The number that norms add to the scale.
         """
 
 
@@ -107,6 +123,7 @@ class LayerKernels(NamedTuple):
             It is None where XLA multiplies.
         multiply_heads: Returns the products [T, N, O] of the heads of x [T, N, I] with their
             weights [N, O, I]. It is None like `multiply_numbers`.
+        run_chain: Computes some operations in one call; None where no kernel does.
     """
 
     multiply: Callable[[jax.Array, Grouped, DTypeLike], jax.Array]
@@ -120,6 +137,7 @@ class LayerKernels(NamedTuple):
     attend_both_ways: Callable[..., jax.Array | None] | None = None
     multiply_numbers: Callable[[jax.Array, jax.Array, DTypeLike], jax.Array] | None = None
     multiply_heads: Callable[[jax.Array, jax.Array], jax.Array] | None = None
+    run_chain: RunChain | None = None
 
 
 class TokenAdapters(NamedTuple):
@@ -172,6 +190,10 @@ class TraceScope:
         routes: The experts that routers choose; None where nobody asks for them.
         sums: By its id, each sum that a norm after it may compute in its own call, with both
             arrays of which it is the sum; see `norms.add_before_norm`.
+        norms: By its id, each RMS norm that a product after it may compute in its own call, with
+            its input, scale, epsilon and offset; see `layers.chain`.
+        products: By its id, each product that a call after it may compute, too, with its input and
+            weight.
         segments: By its id, each product that a kernel after it may round itself, with the sums of
             segments [Z, T, O] that it is made of.
     """
@@ -181,6 +203,12 @@ class TraceScope:
     divided_logits: bool = False
     routes: Routes | None = None
     sums: dict[int, tuple[jax.Array, jax.Array, jax.Array]] = field(
+        default_factory=dict, init=False, repr=False
+    )
+    norms: dict[int, tuple[jax.Array, jax.Array, jax.Array, float, float]] = field(
+        default_factory=dict, init=False, repr=False
+    )
+    products: dict[int, tuple[jax.Array, jax.Array, Packed | PackedCodes]] = field(
         default_factory=dict, init=False, repr=False
     )
     segments: dict[int, tuple[jax.Array, jax.Array]] = field(

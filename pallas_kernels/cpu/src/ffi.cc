@@ -2,6 +2,7 @@
 // own threads.
 #include <algorithm>
 #include <cstring>
+#include <utility>
 #include <vector>
 
 #include "attention.h"
@@ -274,7 +275,8 @@ ffi::Error attend_both_ways(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> q, ffi::
 // A product, and where the weights of its groups are.
 struct Product {
   Packed p;
-  // The weight, the scales and the zeros of a group are so many bytes after those of the one before.
+  // The weight, the scales and the zeros of a group are so many bytes after those of the one
+  // before.
   int64_t num_groups, bytes_of_group, bytes_of_scales, bytes_of_zeros;
   // The rows of each group, which lie one group after the other; rows of none become zero. Null if
   // all rows are of one group.
@@ -287,19 +289,21 @@ class Prepared {
   // Makes room for the rows of a product, before any memory is given.
   void reserve(const Packed& p) {
     words_.resize(std::max<size_t>(words_.size(), p.num_rows * bytes_of_row(p) + 64));
+    if (p.narrow) wide_.resize(std::max<size_t>(wide_.size(), p.num_rows * p.num_in));
     scales_.resize(std::max<size_t>(scales_.size(), p.num_rows));
     sums_.resize(std::max<size_t>(sums_.size(), p.num_rows));
   }
 
   // Gives a product its memory, and a phase that fills it where it needs one.
   void add_phase(Packed& p, std::vector<Phase>& phases) {
+    if (p.narrow) p.x = wide_.data();
     p.words = p.x;
     p.row_scale = scales_.data();
     p.row_sum = sums_.data();
     const int64_t bytes = bytes_of_row(p);
-    if (bytes == 0) return;
+    if (bytes == 0 && !p.narrow) return;
     char* words = words_.data();
-    p.words = words;
+    if (bytes) p.words = words;
     phases.push_back({p.num_rows, 16, [p, words, bytes](int64_t row) {
                         JAXPAGE_ISA::kPacked.prepare(p, row, words + row * bytes);
                       }});
@@ -309,6 +313,7 @@ class Prepared {
   static int64_t bytes_of_row(const Packed& p) { return JAXPAGE_ISA::kPacked.bytes_of_row(p); }
 
   std::vector<char> words_;
+  std::vector<float> wide_;
   std::vector<float> scales_;
   std::vector<int32_t> sums_;
 };
@@ -331,8 +336,7 @@ void add_phases(Product m, std::vector<Phase>& phases) {
   std::vector<Group> groups;
   int64_t row = 0, num_units = 0;
   for (int64_t index = 0; index < m.num_groups; ++index) {
-    const int64_t end =
-        m.counts ? std::clamp(row + m.counts[index], row, p.num_rows) : p.num_rows;
+    const int64_t end = m.counts ? std::clamp(row + m.counts[index], row, p.num_rows) : p.num_rows;
     num_units += up(end - row, kRowsAtOnce) * up(num_panels, k.panels_at_once);
     if (end > row) groups.push_back({index, row, end, num_units});
     row = end;
@@ -362,110 +366,174 @@ void add_phases(Product m, std::vector<Phase>& phases) {
                     }});
 }
 
-void multiply(ffi::ThreadPool& pool, const Product& product) {
-  prepared().reserve(product.p);
-  std::vector<Phase> phases;
-  add_phases(product, phases);
-  run_phases(pool, std::move(phases));
+// Rows of numbers, as an operation reads them.
+struct Numbers {
+  ffi::DataType type;
+  const void* data;
+  int64_t num_rows, width;
+};
+
+// Gives a product its inputs. Those of bfloat16 may be multiplied in float32.
+bool read_inputs(Packed& p, const Numbers& x, bool in_float32) {
+  p.num_rows = x.num_rows;
+  p.num_in = x.width;
+  p.x = x.data;
+  if (in_float32 && x.type == ffi::DataType::BF16) {
+    p.narrow = static_cast<const uint16_t*>(x.data);
+    return true;
+  }
+  return x.type == (in_float32 ? ffi::DataType::F32 : ffi::DataType::BF16);
 }
 
-ffi::Error multiply_packed_any(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer panels,
-                               ffi::Buffer<ffi::F32> scale, ffi::Buffer<ffi::F32> bias,
-                               ffi::Buffer<ffi::S32> counts, ffi::Result<ffi::AnyBuffer> out,
-                               int64_t instructions, int64_t activation) {
-  Packed p{};
-  const auto xd = x.dimensions(), pd = panels.dimensions(), od = out->dimensions();
-  const auto type = panels.element_type();
-  p.out_is_float = out->element_type() == ffi::DataType::F32;
-  if (!type_of(type, true, &p.type) || p.type == Type::kF16 || p.type == Type::kF8 ||
-      x.element_type() != (type == ffi::DataType::S8 ? ffi::DataType::F32 : type) ||
-      (!p.out_is_float && out->element_type() != ffi::DataType::BF16) ||
-      instructions > best(p.type))
+// Describes a product with a weight in panels whose scales are of outputs.
+ffi::Error read_packed(Product& m, const Numbers& x, const ffi::AnyBuffer& panels,
+                       const ffi::AnyBuffer& scale, ffi::AnyBuffer& out, int64_t instructions) {
+  Packed& p = m.p;
+  const auto pd = panels.dimensions(), od = out.dimensions();
+  p.out_is_float = out.element_type() == ffi::DataType::F32;
+  if (!type_of(panels.element_type(), true, &p.type) || p.type == Type::kF16 ||
+      p.type == Type::kF8 || !read_inputs(p, x, p.type != Type::kBF16) ||
+      (p.narrow && p.type == Type::kF32) ||
+      (!p.out_is_float && out.element_type() != ffi::DataType::BF16) ||
+      scale.element_type() != ffi::DataType::F32 || instructions > best(p.type))
     return ffi::Error::InvalidArgument("no kernel for a product of these types");
   const int64_t numbers = p.type == Type::kF32 ? 1 : p.type == Type::kBF16 ? 2 : 4;
-  if (xd.size() != 2 || od.size() != 2 || pd.size() != 5 || od[0] != xd[0] ||
-      pd[3] != kOutputsOfPanel || pd[4] != numbers || (xd[1] + numbers - 1) / numbers != pd[2] ||
+  if (od.size() != 2 || pd.size() != 5 || od[0] != x.num_rows || pd[3] != kOutputsOfPanel ||
+      pd[4] != numbers || (x.width + numbers - 1) / numbers != pd[2] ||
       (od[1] + kOutputsOfPanel - 1) / kOutputsOfPanel != pd[1] ||
-      scale.element_count() != static_cast<size_t>(p.type == Type::kI8 ? pd[0] * od[1] : 0) ||
-      (bias.element_count() &&
-       (bias.element_count() != static_cast<size_t>(od[1]) || pd[0] != 1)) ||
-      (counts.element_count() ? counts.element_count() != static_cast<size_t>(pd[0]) : pd[0] != 1))
+      scale.element_count() != static_cast<size_t>(p.type == Type::kI8 ? pd[0] * od[1] : 0))
     return ffi::Error::InvalidArgument("the shapes of a weight in panels do not fit");
   p.instructions = static_cast<int>(instructions);
-  p.x = x.untyped_data();
   p.panels = panels.untyped_data();
-  p.out = out->untyped_data();
-  p.scale = p.type == Type::kI8 ? scale.typed_data() : nullptr;
-  p.bias = bias.element_count() ? bias.typed_data() : nullptr;
-  p.activation = static_cast<Activation>(activation);
-  p.num_rows = xd[0];
-  p.num_in = xd[1];
+  p.out = out.untyped_data();
+  p.scale = p.type == Type::kI8 ? scale.untyped_data() : nullptr;
   p.num_out = od[1];
   p.num_words = pd[2];
-  multiply(pool, {p, pd[0], static_cast<int64_t>(panels.size_bytes()) / pd[0], static_cast<int64_t>(scale.size_bytes()) / pd[0], 0, counts.element_count() ? counts.typed_data() : nullptr});
+  m.num_groups = pd[0];
+  m.bytes_of_group = panels.size_bytes() / pd[0];
+  m.bytes_of_scales = scale.size_bytes() / pd[0];
   return ffi::Error::Success();
 }
 
-// Scales, zeros and minima are in panels as codes are; with `scale_row`, which all groups share,
-// they are as they were.
-ffi::Error multiply_coded(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer panels,
-                          ffi::AnyBuffer scale, ffi::Buffer<ffi::F32> zero, ffi::AnyBuffer minimum,
-                          ffi::Buffer<ffi::S32> scale_row, ffi::Buffer<ffi::S32> counts,
-                          ffi::Result<ffi::AnyBuffer> out, int64_t code, int64_t group_size,
-                          int64_t instructions) {
-  Packed p{};
-  const auto xd = x.dimensions(), pd = panels.dimensions(), sd = scale.dimensions(),
-             od = out->dimensions();
-  if (xd.size() != 2 || od.size() != 2 || pd.size() != 5 || sd.size() < 3)
+// Describes a product with codes in panels. Scales, zeros and minima are in panels as codes are;
+// with `scale_row`, which all groups share, they are as they were.
+ffi::Error read_coded(Product& m, const Numbers& x, const ffi::AnyBuffer& panels,
+                      const ffi::AnyBuffer& scale, const ffi::AnyBuffer& zero,
+                      const ffi::AnyBuffer& minimum, const ffi::Buffer<ffi::S32>* scale_row,
+                      ffi::AnyBuffer& out, Code code, int64_t group_size, int64_t instructions) {
+  Packed& p = m.p;
+  const auto pd = panels.dimensions(), sd = scale.dimensions(), od = out.dimensions();
+  if (od.size() != 2 || pd.size() != 5 || sd.size() < 3)
     return ffi::Error::InvalidArgument("wrong number of axes");
   p.is_coded = true;
-  p.code = static_cast<Code>(code);
+  p.code = code;
   p.group_size = group_size;
-  p.num_rows = xd[0];
-  p.num_in = xd[1];
   p.num_out = od[1];
-  p.num_groups = scale_row.element_count() ? sd[sd.size() - 1] : sd[2];
+  p.num_groups = scale_row ? sd[sd.size() - 1] : sd[2];
   const int64_t codes = p.code == Code::kInt4 || p.code == Code::kFloat4 ? 2 : 1;
-  p.out_is_float = out->element_type() == ffi::DataType::F32;
+  p.out_is_float = out.element_type() == ffi::DataType::F32;
   if (!type_of(scale.element_type(), false, &p.scale_type) ||
-      minimum.element_type() != scale.element_type() ||
-      (scale_row.element_count() && p.scale_type != Type::kF32) ||
-      instructions > best(Type::kBF16) ||
-      x.element_type() != (instructions ? ffi::DataType::BF16 : ffi::DataType::F32) ||
-      (!p.out_is_float && out->element_type() != ffi::DataType::BF16))
+      minimum.element_type() != scale.element_type() || zero.element_type() != ffi::DataType::F32 ||
+      (scale_row && p.scale_type != Type::kF32) || instructions > best(Type::kBF16) ||
+      !read_inputs(p, x, !instructions) ||
+      (!p.out_is_float && out.element_type() != ffi::DataType::BF16))
     return ffi::Error::InvalidArgument("no kernel for a product of these types");
-  if (od[0] != xd[0] || pd[3] != kOutputsOfPanel || pd[4] != 1 || pd[2] * codes != p.num_in ||
+  if (od[0] != x.num_rows || pd[3] != kOutputsOfPanel || pd[4] != 1 || pd[2] * codes != p.num_in ||
       group_size % codes || (instructions && (p.num_in % 2 || group_size % 2)) ||
       (p.num_out + kOutputsOfPanel - 1) / kOutputsOfPanel != pd[1] ||
       (p.num_in + group_size - 1) / group_size != p.num_groups || sd[0] != pd[0] ||
-      (scale_row.element_count() ? scale_row.element_count() != static_cast<size_t>(p.num_out)
-                                 : sd[1] != pd[1]) ||
+      (scale_row ? scale_row->element_count() != static_cast<size_t>(p.num_out) : sd[1] != pd[1]) ||
       (zero.element_count() && zero.element_count() != scale.element_count()) ||
-      (minimum.element_count() && minimum.element_count() != scale.element_count()) ||
-      (counts.element_count() ? counts.element_count() != static_cast<size_t>(pd[0]) : pd[0] != 1))
+      (minimum.element_count() && minimum.element_count() != scale.element_count()))
     return ffi::Error::InvalidArgument("the shapes of a weight in panels do not fit");
+  const auto data = [](const ffi::AnyBuffer& array) {
+    return array.element_count() ? array.untyped_data() : nullptr;
+  };
   p.instructions = static_cast<int>(instructions);
   p.num_words = p.num_in / 2;
-  p.x = x.untyped_data();
   p.panels = panels.untyped_data();
-  p.out = out->untyped_data();
+  p.out = out.untyped_data();
   p.scale = scale.untyped_data();
-  p.zero = zero.element_count() ? zero.typed_data() : nullptr;
-  p.minimum = minimum.element_count() ? minimum.untyped_data() : nullptr;
-  p.scale_row = scale_row.element_count() ? scale_row.typed_data() : nullptr;
-  multiply(pool, {p, pd[0], static_cast<int64_t>(panels.size_bytes()) / pd[0], static_cast<int64_t>(scale.size_bytes()) / pd[0], static_cast<int64_t>(zero.size_bytes()) / pd[0], counts.element_count() ? counts.typed_data() : nullptr});
+  p.zero = data(zero);
+  p.minimum = data(minimum);
+  p.scale_row = scale_row ? scale_row->typed_data() : nullptr;
+  m.num_groups = pd[0];
+  m.bytes_of_group = panels.size_bytes() / pd[0];
+  m.bytes_of_scales = scale.size_bytes() / pd[0];
+  m.bytes_of_zeros = zero.size_bytes() / pd[0];
   return ffi::Error::Success();
 }
 
-ffi::Error each_row(ffi::ThreadPool& pool, Rows& p, void (*function)(const Rows&, int64_t),
-                    int64_t num_rows, ffi::AnyBuffer& x, ffi::Result<ffi::AnyBuffer>& out) {
-  if (!type_of(x.element_type(), false, &p.type) || p.type == Type::kF16 ||
-      out->element_type() != x.element_type())
+// Multiplies rows by the weight of their group. Without counts there is one group.
+ffi::Error multiply(ffi::ThreadPool& pool, Product& m, const ffi::Buffer<ffi::S32>& counts) {
+  const size_t num_counts = counts.element_count();
+  if (num_counts ? num_counts != static_cast<size_t>(m.num_groups) : m.num_groups != 1)
+    return ffi::Error::InvalidArgument("the shapes of a weight in panels do not fit");
+  m.counts = num_counts ? counts.typed_data() : nullptr;
+  prepared().reserve(m.p);
+  std::vector<Phase> phases;
+  add_phases(m, phases);
+  run_phases(pool, std::move(phases));
+  return ffi::Error::Success();
+}
+
+// Returns the rows of an array with two axes; an array with others has no rows that fit.
+Numbers numbers_of(const ffi::AnyBuffer& x) {
+  const auto d = x.dimensions();
+  return {x.element_type(), x.untyped_data(), d.size() == 2 ? d[0] : -1, d.size() == 2 ? d[1] : -1};
+}
+
+ffi::Error multiply_packed(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer panels,
+                           ffi::AnyBuffer scale, ffi::Buffer<ffi::F32> bias,
+                           ffi::Buffer<ffi::S32> counts, ffi::Result<ffi::AnyBuffer> out,
+                           int64_t instructions, int64_t activation) {
+  Product m{};
+  if (auto error = read_packed(m, numbers_of(x), panels, scale, *out, instructions);
+      error.failure())
+    return error;
+  if (bias.element_count() &&
+      (bias.element_count() != static_cast<size_t>(m.p.num_out) || m.num_groups != 1))
+    return ffi::Error::InvalidArgument("the shapes of a weight in panels do not fit");
+  m.p.bias = bias.element_count() ? bias.typed_data() : nullptr;
+  m.p.activation = static_cast<Activation>(activation);
+  return multiply(pool, m, counts);
+}
+
+ffi::Error multiply_coded(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer panels,
+                          ffi::AnyBuffer scale, ffi::AnyBuffer zero, ffi::AnyBuffer minimum,
+                          ffi::Buffer<ffi::S32> scale_row, ffi::Buffer<ffi::S32> counts,
+                          ffi::Result<ffi::AnyBuffer> out, int64_t code, int64_t group_size,
+                          int64_t instructions) {
+  Product m{};
+  if (auto error = read_coded(m, numbers_of(x), panels, scale, zero, minimum,
+                              scale_row.element_count() ? &scale_row : nullptr, *out,
+                              static_cast<Code>(code), group_size, instructions);
+      error.failure())
+    return error;
+  return multiply(pool, m, counts);
+}
+
+typedef void (*RowKernel)(const Rows&, int64_t row);
+
+// Gives rows their type and their memory, which have the same type before and after.
+ffi::Error read_rows(Rows& p, ffi::DataType type, const void* x, ffi::AnyBuffer& out) {
+  if (!type_of(type, false, &p.type) || p.type == Type::kF16 || out.element_type() != type)
     return ffi::Error::InvalidArgument("no kernel for rows of these types");
-  p.x = x.untyped_data();
-  p.out = out->untyped_data();
-  in_parallel(pool, num_rows, std::max<int64_t>(1, kNumbersOfUnit / std::max<int64_t>(1, p.width)),
-              [&](int64_t row) { function(p, row); });
+  p.x = x;
+  p.out = out.untyped_data();
+  return ffi::Error::Success();
+}
+
+Phase phase_of(const Rows& p, RowKernel kernel, int64_t num_rows) {
+  return {num_rows, std::max<int64_t>(1, kNumbersOfUnit / std::max<int64_t>(1, p.width)),
+          [p, kernel](int64_t row) { kernel(p, row); }};
+}
+
+ffi::Error each_row(ffi::ThreadPool& pool, Rows& p, RowKernel kernel, int64_t num_rows,
+                    ffi::AnyBuffer& x, ffi::Result<ffi::AnyBuffer>& out) {
+  if (auto error = read_rows(p, x.element_type(), x.untyped_data(), *out); error.failure())
+    return error;
+  run_phases(pool, {phase_of(p, kernel, num_rows)});
   return ffi::Error::Success();
 }
 
@@ -585,6 +653,133 @@ ffi::Error split_and_rotate(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::Buffer<
   return turn_heads(pool, p, xd[0], x, cos, sin, queries);
 }
 
+// What a stage of a chain does with the rows that the one before it made. Behind each are the
+// arrays that it takes, then those that it gives.
+enum class Link : int64_t {
+  kMultiply,    // panels, scales, zeros, minima: products
+  kNorm,        // scales: normed rows
+  kAddAndNorm,  // rows, scales: sums, normed sums
+  kGate,        // : activations of gates, times what follows these
+  kAdd          // : sums with the sums of the last kAddAndNorm
+};
+
+struct Stage {
+  Link link;
+  // Of kMultiply: the code, or -1 for a weight of numbers or of int8; the inputs that share a
+  // scale; the instructions. Of kGate: the activation.
+  int64_t numbers[3];
+};
+
+// Adds a stage to a chain: a product or what is done to rows.
+struct ChainStage {
+  Product product;
+  Rows rows;
+  RowKernel kernel;  // null for a product
+};
+
+ffi::Error read_product(Product& m, const Numbers& x, const Stage& stage,
+                        const ffi::AnyBuffer (&weight)[4], ffi::AnyBuffer& out) {
+  const auto& [panels, scale, zero, minimum] = weight;
+  const auto [code, group_size, instructions] = stage.numbers;
+  if (auto error = code < 0 ? read_packed(m, x, panels, scale, out, instructions)
+                            : read_coded(m, x, panels, scale, zero, minimum, nullptr, out,
+                                         static_cast<Code>(code), group_size, instructions);
+      error.failure())
+    return error;
+  if (m.num_groups != 1)
+    return ffi::Error::InvalidArgument("the shapes of a weight in panels do not fit");
+  return ffi::Error::Success();
+}
+
+// Computes stages one after the other, each as it is computed alone, in the phases of one call: the
+// threads stay together, and no operation of XLA comes between.
+ffi::Error run_chain(ffi::ThreadPool pool, ffi::AnyBuffer first, ffi::RemainingArgs args,
+                     ffi::RemainingRets rets, ffi::Span<const int64_t> stages, float epsilon,
+                     float offset) {
+  const RowKernels& k = JAXPAGE_ISA::kRows;
+  const auto* begin = reinterpret_cast<const Stage*>(stages.begin());
+  const size_t count = stages.size() * sizeof(int64_t) / sizeof(Stage);
+  Numbers x = numbers_of(first);
+  const int64_t num_rows = x.num_rows;
+  std::vector<ChainStage> chain(count);
+  const void* sum = nullptr;
+  int64_t sum_width = 0;
+  size_t next_arg = 0, next_ret = 0;
+  for (size_t i = 0; i < count; ++i) {
+    const Stage& stage = begin[i];
+    constexpr size_t kNumArgs[] = {4, 1, 2, 0, 0}, kNumRets[] = {1, 1, 2, 1, 1};
+    const size_t num_args = kNumArgs[static_cast<int>(stage.link)],
+                 num_rets = kNumRets[static_cast<int>(stage.link)];
+    if (next_arg + num_args > args.size() || next_ret + num_rets > rets.size())
+      return ffi::Error::InvalidArgument("a chain lacks arrays");
+    const auto arg = [&](size_t j) { return *args.get<ffi::AnyBuffer>(next_arg + j); };
+    ffi::AnyBuffer out = **rets.get<ffi::AnyBuffer>(next_ret + num_rets - 1);
+    Rows& p = chain[i].rows;
+    const auto of_rows = [&](RowKernel kernel) {
+      chain[i].kernel = kernel;
+      const auto od = out.dimensions();
+      p.width = od.size() == 2 ? od[1] : -1;
+      const bool halves = stage.link == Link::kGate;
+      if (p.width < 0 || od[0] != num_rows || x.width != p.width * (halves ? 2 : 1))
+        return ffi::Error::InvalidArgument("the shapes of a chain do not fit");
+      return read_rows(p, x.type, x.data, out);
+    };
+    ffi::Error error = ffi::Error::Success();
+    switch (stage.link) {
+      case Link::kMultiply:
+        error = read_product(chain[i].product, x, stage, {arg(0), arg(1), arg(2), arg(3)}, out);
+        break;
+      case Link::kAddAndNorm: {
+        const ffi::AnyBuffer added = arg(0);
+        ffi::AnyBuffer both = **rets.get<ffi::AnyBuffer>(next_ret);
+        for (const ffi::AnyBuffer* same : {&added, &std::as_const(both)})
+          if (same->element_type() != x.type ||
+              same->element_count() != static_cast<size_t>(num_rows * x.width))
+            return ffi::Error::InvalidArgument("the shapes of a sum do not fit");
+        p.added = added.untyped_data();
+        p.sum = both.untyped_data();
+        sum = p.sum;
+        sum_width = x.width;
+        [[fallthrough]];
+      }
+      case Link::kNorm: {
+        const ffi::AnyBuffer scale = arg(num_args - 1);
+        if (scale.element_count() != static_cast<size_t>(x.width) ||
+            !type_of(scale.element_type(), false, &p.scale_type))
+          return ffi::Error::InvalidArgument("the shapes of a norm do not fit");
+        p.scale = scale.untyped_data();
+        p.epsilon = epsilon;
+        p.offset = offset;
+        error = of_rows(k.rms_norm);
+        break;
+      }
+      case Link::kGate:
+        p.activation = static_cast<Activation>(stage.numbers[0]);
+        error = of_rows(k.gate);
+        break;
+      case Link::kAdd:
+        if (sum_width != x.width) return ffi::Error::InvalidArgument("a chain lacks a sum");
+        p.added = sum;
+        p.sum = out.untyped_data();
+        error = of_rows(k.add);
+        break;
+    }
+    if (error.failure()) return error;
+    next_arg += num_args;
+    next_ret += num_rets;
+    x = numbers_of(out);
+  }
+  for (const ChainStage& stage : chain)
+    if (!stage.kernel) prepared().reserve(stage.product.p);
+  std::vector<Phase> phases;
+  for (const ChainStage& stage : chain) {
+    if (stage.kernel) phases.push_back(phase_of(stage.rows, stage.kernel, num_rows));
+    else add_phases(stage.product, phases);
+  }
+  run_phases(pool, std::move(phases));
+  return ffi::Error::Success();
+}
+
 }  // namespace
 
 extern "C" int jaxpage_instructions(bool of_int8) {
@@ -647,12 +842,12 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxpage_attend_both_ways, attend_both_ways,
                                   .Attr<float>("scale")
                                   .Attr<int64_t>("reach"));
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxpage_multiply_packed, multiply_packed_any,
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxpage_multiply_packed, multiply_packed,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::ThreadPool>()
                                   .Arg<ffi::AnyBuffer>()
                                   .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::AnyBuffer>()
                                   .Arg<ffi::Buffer<ffi::F32>>()
                                   .Arg<ffi::Buffer<ffi::S32>>()
                                   .Ret<ffi::AnyBuffer>()
@@ -665,7 +860,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxpage_multiply_coded, multiply_coded,
                                   .Arg<ffi::AnyBuffer>()
                                   .Arg<ffi::AnyBuffer>()
                                   .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::AnyBuffer>()
                                   .Arg<ffi::AnyBuffer>()
                                   .Arg<ffi::Buffer<ffi::S32>>()
                                   .Arg<ffi::Buffer<ffi::S32>>()
@@ -673,6 +868,16 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxpage_multiply_coded, multiply_coded,
                                   .Attr<int64_t>("code")
                                   .Attr<int64_t>("group_size")
                                   .Attr<int64_t>("instructions"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxpage_run_chain, run_chain,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .RemainingArgs()
+                                  .RemainingRets()
+                                  .Attr<ffi::Span<const int64_t>>("stages")
+                                  .Attr<float>("epsilon")
+                                  .Attr<float>("offset"));
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxpage_gate, gate,
                               ffi::Ffi::Bind()

@@ -1,0 +1,42 @@
+"""Computes the feed-forward half of a layer with all that is around it in one call."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jaxtyping import Array, Float
+
+from jaxpage.layers.activations import name_in_kernels
+from jaxpage.layers.chain import AddAndNorm, AddSum, Gate, Multiply, Stage, chain_kernel, takes
+from jaxpage.layers.mlp import GatedMLP
+from jaxpage.layers.norms import RMSNorm
+from jaxpage.layers.packed import PackedLinear
+from jaxpage.layers.quantized import QuantizedLinear
+from jaxpage.layers.trace_scope import trace_scope
+
+
+def add_and_feed(
+    norm: Any, mlp: Any, x_TD: Float[Array, "T D"], added_TD: Float[Array, "T D"]
+) -> Float[Array, "T D"] | None:
+    """Returns `s + mlp(norm(s))` of the sum s of both rows in one call; None where no kernel does.
+
+    If the second rows are a product, the call computes it, too.
+    """
+    run_chain = chain_kernel(x_TD.dtype)
+    if run_chain is None or type(norm) is not RMSNorm or norm.scale is None or norm.groups > 1:
+        return None
+    if type(mlp) is not GatedMLP or (name := name_in_kernels(mlp.activation)) is None:
+        return None
+    stages: list[Stage] = [AddAndNorm(x_TD, norm.scale[...]), Gate(name), AddSum()]
+    for place, linear in ((1, mlp.gate_up), (3, mlp.down)):
+        if type(linear) not in (PackedLinear, QuantizedLinear):
+            return None
+        is_plain = linear.bias is None and linear.lora is None and linear.result is None
+        if not is_plain or not takes(linear.weight, x_TD.dtype):
+            return None
+        stages.insert(place, Multiply(linear.weight))
+    product = trace_scope().products.get(id(added_TD))
+    if product is not None:
+        _, added_TD, weight = product
+        stages.insert(0, Multiply(weight))
+    return run_chain(added_TD, stages, norm.epsilon, norm.offset)
