@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from jaxpage.layers.chain import AddAndNorm, Gate, Multiply, Norm, Stage
+from jaxpage.layers.chain import AddAndNorm, AddSum, Gate, Multiply, Norm, Stage
 from jaxpage.layers.weight_kinds import Packed, PackedCodes
 from jaxpage.models.parameters import Packing, Path
 from pallas_kernels import QuantizedWeight, numbers
@@ -53,34 +53,31 @@ def multiply_packed(
     return y_TO.astype(result)
 
 
-def run_chain(
-    x_TI: jax.Array, stages: Sequence[Stage], epsilon: float = 0.0, offset: float = 0.0
-) -> jax.Array:
+def run_chain(x_TI: jax.Array, stages: Sequence[Stage], epsilon: float, offset: float) -> jax.Array:
     """Computes stages as `LayerKernels.run_chain`."""
-    width, links = x_TI.shape[1], []
-    for stage in stages:
-        match stage:
-            case Multiply(Packed() as weight):
-                operand = packed.operand_of_panels(weight.panels, weight.scale_O)
-            case Multiply(PackedCodes() as weight):
-                codes = QuantizedWeight(*weight.codes)
-                operand = packed.operand_of_codes(codes, weight.num_in, x_TI.dtype)
-            case Norm(scale_D):
-                links.append(chain.norm(scale_D))
-                continue
-            case AddAndNorm(added_TD, scale_D):
-                links.append(chain.add_and_norm(added_TD, scale_D))
-                continue
-            case Gate(activation):
-                width //= 2
-                links.append(chain.gate(activation, width))
-                continue
-            case _:
-                links.append(chain.add_sum())
-                continue
-        width = weight.num_out
-        links.append(chain.multiply(operand, width))
+    links = [_link(stage, x_TI.dtype) for stage in stages]
     return chain.run(x_TI, links, epsilon=epsilon, offset=offset)
+
+
+def _link(stage: Stage, dtype: DTypeLike) -> chain.Stage:
+    """Returns a stage for rows of a type as the kernel takes it."""
+    match stage:
+        case Multiply(weight):
+            return chain.multiply(_operand(weight, dtype), weight.num_out)
+        case Norm(scale_D):
+            return chain.norm(scale_D)
+        case AddAndNorm(added_TD, scale_D):
+            return chain.add_and_norm(added_TD, scale_D)
+        case Gate(activation):
+            return chain.gate(activation)
+        case AddSum():
+            return chain.add_sum()
+
+
+def _operand(weight: Packed | PackedCodes, dtype: DTypeLike) -> packed.Operand:
+    if isinstance(weight, Packed):
+        return packed.operand_of_panels(weight.panels, weight.scale_O)
+    return packed.operand_of_codes(QuantizedWeight(*weight.codes), weight.num_in, dtype)
 
 
 def read_packed_rows(weight: Packed | PackedCodes, ids_T: jax.Array) -> jax.Array:

@@ -6,13 +6,14 @@ computed in one call with it, nothing else reads its result, and the compiler le
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, TypeGuard
 
 import jax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from jaxpage.layers.trace_scope import RunChain, row_kernels, trace_scope
+from jaxpage.layers.trace_scope import row_kernels, trace_scope
 from jaxpage.layers.weight_kinds import Packed, PackedCodes, StoredWeight
 
 
@@ -48,13 +49,16 @@ class AddSum(NamedTuple):
 Stage = Multiply | Norm | AddAndNorm | Gate | AddSum
 
 
+RunChain = Callable[[jax.Array, Sequence[Stage], float, float], jax.Array]
+
+
 def chain_kernel(dtype: DTypeLike) -> RunChain | None:
-    """Returns the kernel that computes stages for rows of this type; None where there is none."""
+    """Returns the kernel for chains of rows of this type; None where there is none."""
     kernels = trace_scope().kernels
     return None if kernels is None or row_kernels(dtype) is None else kernels.run_chain
 
 
-def takes(weight: StoredWeight, dtype: DTypeLike) -> bool:
+def takes(weight: StoredWeight, dtype: DTypeLike) -> TypeGuard[Packed | PackedCodes]:
     """Returns whether a stage may multiply rows of this type by a weight."""
     if isinstance(weight, Packed):
         return weight.scale_O is not None or weight.panels.dtype == dtype

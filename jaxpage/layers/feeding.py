@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
 from jaxtyping import Array, Float
 
 from jaxpage.layers.activations import name_in_kernels
@@ -15,6 +16,7 @@ from jaxpage.layers.quantized import QuantizedLinear
 from jaxpage.layers.trace_scope import trace_scope
 
 
+@jax.named_scope("product")
 def add_and_feed(
     norm: Any, mlp: Any, x_TD: Float[Array, "T D"], added_TD: Float[Array, "T D"]
 ) -> Float[Array, "T D"] | None:
@@ -32,11 +34,12 @@ def add_and_feed(
         if type(linear) not in (PackedLinear, QuantizedLinear):
             return None
         is_plain = linear.bias is None and linear.lora is None and linear.result is None
-        if not is_plain or not takes(linear.weight, x_TD.dtype):
+        weight = linear.weight
+        if not is_plain or not takes(weight, x_TD.dtype):
             return None
-        stages.insert(place, Multiply(linear.weight))
+        stages.insert(place, Multiply(weight))
     product = trace_scope().products.get(id(added_TD))
     if product is not None:
-        _, added_TD, weight = product
-        stages.insert(0, Multiply(weight))
+        _, added_TD, output_weight = product
+        stages.insert(0, Multiply(output_weight))
     return run_chain(added_TD, stages, norm.epsilon, norm.offset)

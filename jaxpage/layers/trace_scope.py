@@ -46,22 +46,6 @@ class MultiplyPacked(Protocol):
         """
 
 
-class RunChain(Protocol):
-    """Computes stages in one call; see `layers.chain`."""
-
-    def __call__(
-        self, x_TI: jax.Array, stages: Sequence[Any], epsilon: float = 0.0, offset: float = 0.0
-    ) -> jax.Array:
-        """Returns what the last stage makes.
-
-        Args:
-            x_TI: The rows.
-            stages: The stages, `layers.chain.Stage`.
-            epsilon: The number that norms add to the mean of squares.
-            offset: The number that norms add to the scale.
-        """
-
-
 class RowKernels(NamedTuple):
     """Holds kernels for what layers compute between products, row by row.
 
@@ -123,7 +107,8 @@ class LayerKernels(NamedTuple):
             It is None where XLA multiplies.
         multiply_heads: Returns the products [T, N, O] of the heads of x [T, N, I] with their
             weights [N, O, I]. It is None like `multiply_numbers`.
-        run_chain: Computes some operations in one call; None where no kernel does.
+        run_chain: Returns what the last of some `layers.chain.Stage` makes of x, with the epsilon
+            and the offset of norms. It is None where no kernel computes several in one call.
     """
 
     multiply: Callable[[jax.Array, Grouped, DTypeLike], jax.Array]
@@ -137,7 +122,7 @@ class LayerKernels(NamedTuple):
     attend_both_ways: Callable[..., jax.Array | None] | None = None
     multiply_numbers: Callable[[jax.Array, jax.Array, DTypeLike], jax.Array] | None = None
     multiply_heads: Callable[[jax.Array, jax.Array], jax.Array] | None = None
-    run_chain: RunChain | None = None
+    run_chain: Callable[[jax.Array, Sequence[Any], float, float], jax.Array] | None = None
 
 
 class TokenAdapters(NamedTuple):

@@ -11,56 +11,56 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
 from pallas_kernels.cpu.packed import Operand
 from pallas_kernels.cpu.rows import ACTIVATIONS
 
+# The operations, by their numbers in `Link` of src/ffi.cc.
+MULTIPLY, NORM, ADD_AND_NORM, GATE, ADD = range(5)
+
 
 class Stage(NamedTuple):
     """One operation of a chain.
 
     Attributes:
-        link: Its number in `Link` of src/ffi.cc.
+        link: The operation.
         arrays: The arrays that it takes beside the rows.
         numbers: The numbers that it takes.
-        width: The numbers of a row that it makes; None for as many as it takes.
-        num_results: The number of arrays that it makes.
+        num_out: The numbers of a row that a product makes; None for other operations.
     """
 
     link: int
     arrays: tuple[Array, ...] = ()
     numbers: tuple[int, int, int] = (0, 0, 0)
-    width: int | None = None
-    num_results: int = 1
+    num_out: int | None = None
 
 
 def multiply(weight: Operand, num_out: int) -> Stage:
     """Returns the product with a weight; see `packed.multiply_packed`."""
     numbers = (weight.code, weight.group_size, weight.instructions)
-    return Stage(0, weight.arrays, numbers, num_out)
+    return Stage(MULTIPLY, weight.arrays, numbers, num_out)
 
 
 def norm(scale_D: Float[Array, "D"]) -> Stage:
     """Returns an RMS norm; see `rows.rms_norm`."""
-    return Stage(1, (scale_D,))
+    return Stage(NORM, (scale_D,))
 
 
 def add_and_norm(added_TD: Float[Array, "T D"], scale_D: Float[Array, "D"]) -> Stage:
     """Returns the sum with other rows and its norm; see `rows.add_and_norm`."""
-    return Stage(2, (added_TD, scale_D), num_results=2)
+    return Stage(ADD_AND_NORM, (added_TD, scale_D))
 
 
-def gate(activation: str, width: int) -> Stage:
-    """Returns gates of a width times ups; see `rows.gate`."""
-    return Stage(3, numbers=(ACTIVATIONS.index(activation), 0, 0), width=width)
+def gate(activation: str) -> Stage:
+    """Returns an activation of gates times ups; see `rows.gate`."""
+    return Stage(GATE, numbers=(ACTIVATIONS.index(activation), 0, 0))
 
 
 def add_sum() -> Stage:
     """Returns the sum with the sum of the last `add_and_norm`."""
-    return Stage(4)
+    return Stage(ADD)
 
 
 def run(
@@ -77,12 +77,13 @@ def run(
     num_rows, width = x_TI.shape
     shapes = []
     for stage in stages:
-        width = stage.width or width
-        shapes += [jax.ShapeDtypeStruct((num_rows, width), x_TI.dtype)] * stage.num_results
+        width = width // 2 if stage.link == GATE else stage.num_out or width
+        shape = jax.ShapeDtypeStruct((num_rows, width), x_TI.dtype)
+        shapes += [shape] * (2 if stage.link == ADD_AND_NORM else 1)
     call = jax.ffi.ffi_call("jaxpage_run_chain", shapes, vmap_method="sequential")
     made: Sequence[jax.Array] = call(
         x_TI,
-        *(jnp.asarray(array) for stage in stages for array in stage.arrays),
+        *(array for stage in stages for array in stage.arrays),
         stages=np.array([(stage.link, *stage.numbers) for stage in stages], np.int64).ravel(),
         epsilon=np.float32(epsilon),
         offset=np.float32(offset),

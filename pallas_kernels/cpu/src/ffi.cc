@@ -283,7 +283,8 @@ struct Product {
   const int32_t* counts;
 };
 
-// What products make of their inputs, one after the other: memory of the thread that calls.
+// Holds the words that products multiply by, of one product after the other, for the thread that
+// calls.
 class Prepared {
  public:
   // Makes room for the rows of a product, before any memory is given.
@@ -515,8 +516,8 @@ ffi::Error multiply_coded(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer
 
 typedef void (*RowKernel)(const Rows&, int64_t row);
 
-// Gives rows their type and their memory, which have the same type before and after.
-ffi::Error read_rows(Rows& p, ffi::DataType type, const void* x, ffi::AnyBuffer& out) {
+// Gives rows their memory, of the same type before and after.
+ffi::Error give_memory(Rows& p, ffi::DataType type, const void* x, ffi::AnyBuffer& out) {
   if (!type_of(type, false, &p.type) || p.type == Type::kF16 || out.element_type() != type)
     return ffi::Error::InvalidArgument("no kernel for rows of these types");
   p.x = x;
@@ -531,7 +532,7 @@ Phase phase_of(const Rows& p, RowKernel kernel, int64_t num_rows) {
 
 ffi::Error each_row(ffi::ThreadPool& pool, Rows& p, RowKernel kernel, int64_t num_rows,
                     ffi::AnyBuffer& x, ffi::Result<ffi::AnyBuffer>& out) {
-  if (auto error = read_rows(p, x.element_type(), x.untyped_data(), *out); error.failure())
+  if (auto error = give_memory(p, x.element_type(), x.untyped_data(), *out); error.failure())
     return error;
   run_phases(pool, {phase_of(p, kernel, num_rows)});
   return ffi::Error::Success();
@@ -653,130 +654,147 @@ ffi::Error split_and_rotate(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::Buffer<
   return turn_heads(pool, p, xd[0], x, cos, sin, queries);
 }
 
-// What a stage of a chain does with the rows that the one before it made. Behind each are the
-// arrays that it takes, then those that it gives.
+// Names the operation of a stage, on the rows that the one before it made.
 enum class Link : int64_t {
-  kMultiply,    // panels, scales, zeros, minima: products
-  kNorm,        // scales: normed rows
-  kAddAndNorm,  // rows, scales: sums, normed sums
-  kGate,        // : activations of gates, times what follows these
-  kAdd          // : sums with the sums of the last kAddAndNorm
+  kMultiply,    // takes panels, scales, zeros and minima
+  kNorm,        // takes scales
+  kAddAndNorm,  // takes rows and scales; gives sums and normed sums
+  kGate,
+  kAdd  // adds the sums of the last kAddAndNorm
 };
+constexpr size_t kNumArgs[] = {4, 1, 2, 0, 0}, kNumRets[] = {1, 1, 2, 1, 1};
 
 struct Stage {
   Link link;
-  // Of kMultiply: the code, or -1 for a weight of numbers or of int8; the inputs that share a
-  // scale; the instructions. Of kGate: the activation.
+  // A product has the code (-1 for a weight of numbers or of int8), the inputs that share a scale,
+  // and the instructions; a gate has the activation.
   int64_t numbers[3];
 };
 
-// Adds a stage to a chain: a product or what is done to rows.
-struct ChainStage {
-  Product product;
-  Rows rows;
-  RowKernel kernel;  // null for a product
+// Reads the stages of a chain and their arrays, and makes phases of them.
+class Chain {
+ public:
+  Chain(const ffi::AnyBuffer& x, const ffi::RemainingArgs& args, const ffi::RemainingRets& rets,
+        float epsilon, float offset)
+      : args_(args), rets_(rets), x_(numbers_of(x)), epsilon_(epsilon), offset_(offset) {}
+
+  ffi::Error read(const Stage& stage) {
+    const size_t link = static_cast<size_t>(stage.link);
+    if (link > static_cast<size_t>(Link::kAdd) || next_arg_ + kNumArgs[link] > args_.size() ||
+        next_ret_ + kNumRets[link] > rets_.size())
+      return ffi::Error::InvalidArgument("a chain lacks arrays");
+    ffi::AnyBuffer out = ret(kNumRets[link] - 1);
+    if (auto error =
+            stage.link == Link::kMultiply ? read_product(stage, out) : read_rows(stage, out);
+        error.failure())
+      return error;
+    next_arg_ += kNumArgs[link];
+    next_ret_ += kNumRets[link];
+    x_ = numbers_of(out);
+    return ffi::Error::Success();
+  }
+
+  // All products are prepared in the same memory, one after the other.
+  std::vector<Phase> phases() const {
+    for (const Part& part : parts_)
+      if (!part.kernel) prepared().reserve(part.product.p);
+    std::vector<Phase> phases;
+    for (const Part& part : parts_) {
+      if (part.kernel) phases.push_back(phase_of(part.rows, part.kernel, x_.num_rows));
+      else add_phases(part.product, phases);
+    }
+    return phases;
+  }
+
+ private:
+  struct Part {
+    Product product;
+    Rows rows;
+    RowKernel kernel;  // null for a product
+  };
+
+  ffi::AnyBuffer arg(size_t i) const { return *args_.get<ffi::AnyBuffer>(next_arg_ + i); }
+  ffi::AnyBuffer ret(size_t i) const { return **rets_.get<ffi::AnyBuffer>(next_ret_ + i); }
+
+  ffi::Error read_product(const Stage& stage, ffi::AnyBuffer& out) {
+    Product m{};
+    const auto [code, group_size, instructions] = stage.numbers;
+    if (auto error = code < 0 ? read_packed(m, x_, arg(0), arg(1), out, instructions)
+                              : read_coded(m, x_, arg(0), arg(1), arg(2), arg(3), nullptr, out,
+                                           static_cast<Code>(code), group_size, instructions);
+        error.failure())
+      return error;
+    if (m.num_groups != 1)
+      return ffi::Error::InvalidArgument("the shapes of a weight in panels do not fit");
+    parts_.push_back({m, {}, nullptr});
+    return ffi::Error::Success();
+  }
+
+  ffi::Error read_rows(const Stage& stage, ffi::AnyBuffer& out) {
+    const RowKernels& k = JAXPAGE_ISA::kRows;
+    RowKernel kernel = k.rms_norm;
+    Rows p{};
+    p.width = stage.link == Link::kGate ? x_.width / 2 : x_.width;
+    p.epsilon = epsilon_;
+    p.offset = offset_;
+    if (!are_rows(out, p.width))
+      return ffi::Error::InvalidArgument("the shapes of a chain do not fit");
+    if (stage.link == Link::kGate) {
+      kernel = k.gate;
+      p.activation = static_cast<Activation>(stage.numbers[0]);
+    } else if (stage.link == Link::kAdd) {
+      if (!sum_ || sum_width_ != p.width) return ffi::Error::InvalidArgument("a chain lacks a sum");
+      kernel = k.add;
+      p.added = sum_;
+      p.sum = out.untyped_data();
+    } else {
+      const ffi::AnyBuffer scale = arg(kNumArgs[static_cast<size_t>(stage.link)] - 1);
+      if (scale.element_count() != static_cast<size_t>(p.width) ||
+          !type_of(scale.element_type(), false, &p.scale_type))
+        return ffi::Error::InvalidArgument("the shapes of a norm do not fit");
+      p.scale = scale.untyped_data();
+    }
+    if (stage.link == Link::kAddAndNorm) {
+      const ffi::AnyBuffer added = arg(0);
+      ffi::AnyBuffer both = ret(0);
+      if (!are_rows(added, p.width) || !are_rows(both, p.width))
+        return ffi::Error::InvalidArgument("the shapes of a sum do not fit");
+      p.added = added.untyped_data();
+      p.sum = sum_ = both.untyped_data();
+      sum_width_ = p.width;
+    }
+    parts_.push_back({{}, p, kernel});
+    return give_memory(parts_.back().rows, x_.type, x_.data, out);
+  }
+
+  bool are_rows(const ffi::AnyBuffer& array, int64_t width) const {
+    const Numbers numbers = numbers_of(array);
+    return numbers.type == x_.type && numbers.num_rows == x_.num_rows && numbers.width == width;
+  }
+
+  ffi::RemainingArgs args_;
+  ffi::RemainingRets rets_;
+  size_t next_arg_ = 0, next_ret_ = 0;
+  Numbers x_;  // what the last stage made
+  void* sum_ = nullptr;
+  int64_t sum_width_ = 0;
+  float epsilon_, offset_;
+  std::vector<Part> parts_;
 };
 
-ffi::Error read_product(Product& m, const Numbers& x, const Stage& stage,
-                        const ffi::AnyBuffer (&weight)[4], ffi::AnyBuffer& out) {
-  const auto& [panels, scale, zero, minimum] = weight;
-  const auto [code, group_size, instructions] = stage.numbers;
-  if (auto error = code < 0 ? read_packed(m, x, panels, scale, out, instructions)
-                            : read_coded(m, x, panels, scale, zero, minimum, nullptr, out,
-                                         static_cast<Code>(code), group_size, instructions);
-      error.failure())
-    return error;
-  if (m.num_groups != 1)
-    return ffi::Error::InvalidArgument("the shapes of a weight in panels do not fit");
-  return ffi::Error::Success();
-}
-
 // Computes stages one after the other, each as it is computed alone, in the phases of one call: the
-// threads stay together, and no operation of XLA comes between.
-ffi::Error run_chain(ffi::ThreadPool pool, ffi::AnyBuffer first, ffi::RemainingArgs args,
+// threads stay together, and XLA starts no operation in between.
+ffi::Error run_chain(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::RemainingArgs args,
                      ffi::RemainingRets rets, ffi::Span<const int64_t> stages, float epsilon,
                      float offset) {
-  const RowKernels& k = JAXPAGE_ISA::kRows;
-  const auto* begin = reinterpret_cast<const Stage*>(stages.begin());
-  const size_t count = stages.size() * sizeof(int64_t) / sizeof(Stage);
-  Numbers x = numbers_of(first);
-  const int64_t num_rows = x.num_rows;
-  std::vector<ChainStage> chain(count);
-  const void* sum = nullptr;
-  int64_t sum_width = 0;
-  size_t next_arg = 0, next_ret = 0;
-  for (size_t i = 0; i < count; ++i) {
-    const Stage& stage = begin[i];
-    constexpr size_t kNumArgs[] = {4, 1, 2, 0, 0}, kNumRets[] = {1, 1, 2, 1, 1};
-    const size_t num_args = kNumArgs[static_cast<int>(stage.link)],
-                 num_rets = kNumRets[static_cast<int>(stage.link)];
-    if (next_arg + num_args > args.size() || next_ret + num_rets > rets.size())
-      return ffi::Error::InvalidArgument("a chain lacks arrays");
-    const auto arg = [&](size_t j) { return *args.get<ffi::AnyBuffer>(next_arg + j); };
-    ffi::AnyBuffer out = **rets.get<ffi::AnyBuffer>(next_ret + num_rets - 1);
-    Rows& p = chain[i].rows;
-    const auto of_rows = [&](RowKernel kernel) {
-      chain[i].kernel = kernel;
-      const auto od = out.dimensions();
-      p.width = od.size() == 2 ? od[1] : -1;
-      const bool halves = stage.link == Link::kGate;
-      if (p.width < 0 || od[0] != num_rows || x.width != p.width * (halves ? 2 : 1))
-        return ffi::Error::InvalidArgument("the shapes of a chain do not fit");
-      return read_rows(p, x.type, x.data, out);
-    };
-    ffi::Error error = ffi::Error::Success();
-    switch (stage.link) {
-      case Link::kMultiply:
-        error = read_product(chain[i].product, x, stage, {arg(0), arg(1), arg(2), arg(3)}, out);
-        break;
-      case Link::kAddAndNorm: {
-        const ffi::AnyBuffer added = arg(0);
-        ffi::AnyBuffer both = **rets.get<ffi::AnyBuffer>(next_ret);
-        for (const ffi::AnyBuffer* same : {&added, &std::as_const(both)})
-          if (same->element_type() != x.type ||
-              same->element_count() != static_cast<size_t>(num_rows * x.width))
-            return ffi::Error::InvalidArgument("the shapes of a sum do not fit");
-        p.added = added.untyped_data();
-        p.sum = both.untyped_data();
-        sum = p.sum;
-        sum_width = x.width;
-        [[fallthrough]];
-      }
-      case Link::kNorm: {
-        const ffi::AnyBuffer scale = arg(num_args - 1);
-        if (scale.element_count() != static_cast<size_t>(x.width) ||
-            !type_of(scale.element_type(), false, &p.scale_type))
-          return ffi::Error::InvalidArgument("the shapes of a norm do not fit");
-        p.scale = scale.untyped_data();
-        p.epsilon = epsilon;
-        p.offset = offset;
-        error = of_rows(k.rms_norm);
-        break;
-      }
-      case Link::kGate:
-        p.activation = static_cast<Activation>(stage.numbers[0]);
-        error = of_rows(k.gate);
-        break;
-      case Link::kAdd:
-        if (sum_width != x.width) return ffi::Error::InvalidArgument("a chain lacks a sum");
-        p.added = sum;
-        p.sum = out.untyped_data();
-        error = of_rows(k.add);
-        break;
-    }
-    if (error.failure()) return error;
-    next_arg += num_args;
-    next_ret += num_rets;
-    x = numbers_of(out);
+  Chain chain(x, args, rets, epsilon, offset);
+  constexpr size_t kNumbers = sizeof(Stage) / sizeof(int64_t);
+  for (size_t i = 0; i + kNumbers <= stages.size(); i += kNumbers) {
+    const int64_t* s = stages.begin() + i;
+    if (auto error = chain.read({static_cast<Link>(s[0]), {s[1], s[2], s[3]}}); error.failure())
+      return error;
   }
-  for (const ChainStage& stage : chain)
-    if (!stage.kernel) prepared().reserve(stage.product.p);
-  std::vector<Phase> phases;
-  for (const ChainStage& stage : chain) {
-    if (stage.kernel) phases.push_back(phase_of(stage.rows, stage.kernel, num_rows));
-    else add_phases(stage.product, phases);
-  }
-  run_phases(pool, std::move(phases));
+  run_phases(pool, chain.phases());
   return ffi::Error::Success();
 }
 
