@@ -875,13 +875,12 @@ TILE_MISTAKES = {
         "shuffle<0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15>",
     ),
 }
-# These are of the phases of a call, and of chains.
-CHAIN_MISTAKES = {
+# These are of the phases of a call, and of fused operations.
+FUSION_MISTAKES = {
     "a phase begins before the one before it ends": ("if (i) wait(i - 1);", ""),
-    "the last unit of a range is left out": ("unit < from.end &&", "unit < from.end - 1 &&"),
     "rows of the first block": ("unit % blocks * kRowsAtOnce", "0"),
     "a group with the units of all before it": ("unit -= (group - 1)->end_unit", "unit -= 0"),
-    "a chain without its sum": ("p.added = sum_;", "p.added = x_.data;"),
+    "a fusion without its sum": ("p.added = sum_;", "p.added = x_.data;"),
     "a norm of rows before the last stage": (
         "x_ = numbers_of(out);",
         "x_.width = numbers_of(out).width;",
@@ -890,7 +889,7 @@ CHAIN_MISTAKES = {
     "inputs as they were": ("if (bytes) p.words = words;", ""),
 }
 ALL_MISTAKES = {
-    **CHAIN_MISTAKES,
+    **FUSION_MISTAKES,
     **MISTAKES,
     **PACKED_MISTAKES,
     **ROW_MISTAKES,

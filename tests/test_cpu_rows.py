@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 
 from jaxpage.device.attention import ROW_KERNELS
-from jaxpage.device.packing import multiply_packed, run_chain
+from jaxpage.device.packing import multiply_packed, run_fusion
 from jaxpage.layers.activations import gate
-from jaxpage.layers.chain import AddAndNorm, AddSum, Gate, Multiply, Norm
+from jaxpage.layers.fusion import AddAndNorm, AddSum, Gate, Multiply, Norm
 from jaxpage.layers.linear import Part, linear
 from jaxpage.layers.mlp import GatedMLP
 from jaxpage.layers.norms import LayerNorm, RMSNorm, add_and_norm, norm_of_sum
@@ -307,7 +307,7 @@ KINDS = ("numbers", "int8", "int4", "int4 with zeros")
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", KINDS)
-def test_one_call_computes_a_chain(kind: str, dtype: str) -> None:
+def test_one_call_computes_fused_operations(kind: str, dtype: str) -> None:
     """It has the bits of its parts alone for any number of rows, and the numbers of float64."""
     width = 48
     output, gate_up, down = (
@@ -325,7 +325,7 @@ def test_one_call_computes_a_chain(kind: str, dtype: str) -> None:
             Multiply(down[0]),
             AddSum(),
         ]
-        return run_chain(x, stages, 1e-3, 1.0)
+        return run_fusion(x, stages, 1e-3, 1.0)
 
     def parts(x: jax.Array, residual: jax.Array) -> jax.Array:
         attended = multiply_packed(x, output[0], dtype, None)
@@ -347,7 +347,7 @@ def test_one_call_computes_a_chain(kind: str, dtype: str) -> None:
     assert np.abs(found - exact).max() <= rounded * np.abs(exact).max()
 
     def product(x: jax.Array) -> jax.Array:
-        return run_chain(x, [Norm(scale), Multiply(gate_up[0])], 1e-3, 1.0)
+        return run_fusion(x, [Norm(scale), Multiply(gate_up[0])], 1e-3, 1.0)
 
     normed = rows.rms_norm(residual, scale, 1e-3, 1.0)
     together = multiply_packed(normed, gate_up[0], dtype, None)
@@ -355,7 +355,7 @@ def test_one_call_computes_a_chain(kind: str, dtype: str) -> None:
     np.testing.assert_array_equal(jax.jit(product)(residual[-1:]), together[-1:])
 
 
-def test_a_chain_that_does_not_fit_is_refused() -> None:
+def test_a_fusion_that_does_not_fit_is_refused() -> None:
     x, scale = jnp.ones((2, 8)), jnp.ones(8)
     weight, _ = weight_of("numbers", "float32", 20, 8)
     for stages, reason in (
@@ -367,7 +367,7 @@ def test_a_chain_that_does_not_fit_is_refused() -> None:
         ([Gate("silu"), AddAndNorm(x, scale)], "shapes of a norm|shapes of a sum"),
     ):
         with pytest.raises(Exception, match=reason):
-            jax.block_until_ready(run_chain(x, stages, 1e-5, 0.0))  # type: ignore[arg-type]
+            jax.block_until_ready(run_fusion(x, stages, 1e-5, 0.0))  # type: ignore[arg-type]
 
 
 def packed_linear(num_out: int, num_in: int, *, bias: bool = False) -> PackedLinear:
@@ -381,12 +381,12 @@ def packed_linear(num_out: int, num_in: int, *, bias: bool = False) -> PackedLin
 
 
 @pytest.mark.parametrize(
-    ("num_chains", "change"),
+    ("num_fusions", "change"),
     [(2, {}), (1, {"bias": True}), (1, {"activation": "relu"})],
     ids=["all in one call", "a bias", "an activation that no kernel has"],
 )
 def test_a_block_joins_what_a_kernel_computes_in_one_call(
-    num_chains: int, change: dict[str, Any]
+    num_fusions: int, change: dict[str, Any]
 ) -> None:
     """The bits are those of separate calls, and what a call has joined is not computed again."""
     norm = RMSNorm(32, name="norm", epsilon=1e-5, dtype="float32")
@@ -413,13 +413,13 @@ def test_a_block_joins_what_a_kernel_computes_in_one_call(
     x = numbers("float32", 5, 32)
     with TraceScope(kernels).open():
         apart = jax.jit(lambda x: run(x))(x)
-    with TraceScope(kernels._replace(run_chain=run_chain)).open():
+    with TraceScope(kernels._replace(run_fusion=run_fusion)).open():
         compiled = jax.jit(lambda x: run(x)).lower(x).compile()
     np.testing.assert_array_equal(compiled(x), apart)
     counts = Counter(re.findall("jaxpage_[a-z_]+", compiled.as_text()))
-    assert counts["jaxpage_run_chain"] == num_chains
+    assert counts["jaxpage_run_fusion"] == num_fusions
     if not change:
-        assert set(counts) == {"jaxpage_run_chain"}
+        assert set(counts) == {"jaxpage_run_fusion"}
 
 
 def test_shapes_that_do_not_fit_are_refused() -> None:

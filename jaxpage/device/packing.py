@@ -14,12 +14,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from jaxpage.layers.chain import AddAndNorm, AddSum, Gate, Multiply, Norm, Stage
+from jaxpage.layers.fusion import AddAndNorm, AddSum, Gate, Multiply, Norm, Stage
 from jaxpage.layers.weight_kinds import Packed, PackedCodes
 from jaxpage.models.parameters import Packing, Path
 from pallas_kernels import QuantizedWeight, numbers
 from pallas_kernels.compat import target_device
-from pallas_kernels.cpu import chain, large_pages, packed
+from pallas_kernels.cpu import fusion, large_pages, packed
 from pallas_kernels.cpu.packed import takes as takes
 
 # How each packed array is packed, by the path of its parameter.
@@ -53,25 +53,27 @@ def multiply_packed(
     return y_TO.astype(result)
 
 
-def run_chain(x_TI: jax.Array, stages: Sequence[Stage], epsilon: float, offset: float) -> jax.Array:
-    """Computes stages as `LayerKernels.run_chain`."""
-    links = [_link(stage, x_TI.dtype) for stage in stages]
-    return chain.run(x_TI, links, epsilon=epsilon, offset=offset)
+def run_fusion(
+    x_TI: jax.Array, stages: Sequence[Stage], epsilon: float, offset: float
+) -> jax.Array:
+    """Computes stages as `LayerKernels.run_fusion`."""
+    operations = [_operation(stage, x_TI.dtype) for stage in stages]
+    return fusion.run(x_TI, operations, epsilon=epsilon, offset=offset)
 
 
-def _link(stage: Stage, dtype: DTypeLike) -> chain.Stage:
+def _operation(stage: Stage, dtype: DTypeLike) -> fusion.Stage:
     """Returns a stage for rows of a type as the kernel takes it."""
     match stage:
         case Multiply(weight):
-            return chain.multiply(_operand(weight, dtype), weight.num_out)
+            return fusion.multiply(_operand(weight, dtype), weight.num_out)
         case Norm(scale_D):
-            return chain.norm(scale_D)
+            return fusion.norm(scale_D)
         case AddAndNorm(added_TD, scale_D):
-            return chain.add_and_norm(added_TD, scale_D)
+            return fusion.add_and_norm(added_TD, scale_D)
         case Gate(activation):
-            return chain.gate(activation)
+            return fusion.gate(activation)
         case AddSum():
-            return chain.add_sum()
+            return fusion.add_sum()
 
 
 def _operand(weight: Packed | PackedCodes, dtype: DTypeLike) -> packed.Operand:

@@ -8,7 +8,7 @@ import jax
 from jaxtyping import Array, Float
 
 from jaxpage.layers.activations import name_in_kernels
-from jaxpage.layers.chain import AddAndNorm, AddSum, Gate, Multiply, Stage, chain_kernel, takes
+from jaxpage.layers.fusion import AddAndNorm, AddSum, Gate, Multiply, Stage, fusion_kernel, takes
 from jaxpage.layers.mlp import GatedMLP
 from jaxpage.layers.norms import RMSNorm
 from jaxpage.layers.packed import PackedLinear
@@ -24,8 +24,8 @@ def add_and_feed(
 
     If the second rows are a product, the call computes it, too.
     """
-    run_chain = chain_kernel(x_TD.dtype)
-    if run_chain is None or type(norm) is not RMSNorm or norm.scale is None or norm.groups > 1:
+    run_fusion = fusion_kernel(x_TD.dtype)
+    if run_fusion is None or type(norm) is not RMSNorm or norm.scale is None or norm.groups > 1:
         return None
     if type(mlp) is not GatedMLP or (name := name_in_kernels(mlp.activation)) is None:
         return None
@@ -42,4 +42,4 @@ def add_and_feed(
     if product is not None:
         _, added_TD, output_weight = product
         stages.insert(0, Multiply(output_weight))
-    return run_chain(added_TD, stages, norm.epsilon, norm.offset)
+    return run_fusion(added_TD, stages, norm.epsilon, norm.offset)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Int8, Int32
 
-from jaxpage.layers.chain import multiply_after_norm, note_product
+from jaxpage.layers.fusion import multiply_after_norm, note_product
 from jaxpage.layers.trace_scope import LayerKernels, trace_scope
 from jaxpage.layers.weight_kinds import Grouped, Packed, PackedCodes, Scaled, StoredWeight
 

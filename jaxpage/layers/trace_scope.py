@@ -107,7 +107,7 @@ class LayerKernels(NamedTuple):
             It is None where XLA multiplies.
         multiply_heads: Returns the products [T, N, O] of the heads of x [T, N, I] with their
             weights [N, O, I]. It is None like `multiply_numbers`.
-        run_chain: Returns what the last of some `layers.chain.Stage` makes of x, with the epsilon
+        run_fusion: Returns what the last of some `layers.fusion.Stage` makes of x, with the epsilon
             and the offset of norms. It is None where no kernel computes several in one call.
     """
 
@@ -122,7 +122,7 @@ class LayerKernels(NamedTuple):
     attend_both_ways: Callable[..., jax.Array | None] | None = None
     multiply_numbers: Callable[[jax.Array, jax.Array, DTypeLike], jax.Array] | None = None
     multiply_heads: Callable[[jax.Array, jax.Array], jax.Array] | None = None
-    run_chain: Callable[[jax.Array, Sequence[Any], float, float], jax.Array] | None = None
+    run_fusion: Callable[[jax.Array, Sequence[Any], float, float], jax.Array] | None = None
 
 
 class TokenAdapters(NamedTuple):
@@ -176,7 +176,7 @@ class TraceScope:
         sums: By its id, each sum that a norm after it may compute in its own call, with both
             arrays of which it is the sum; see `norms.add_before_norm`.
         norms: By its id, each RMS norm that a product after it may compute in its own call, with
-            its input, scale, epsilon and offset; see `layers.chain`.
+            its input, scale, epsilon and offset; see `layers.fusion`.
         products: By its id, each product that a call after it may compute, too, with its input and
             weight.
         segments: By its id, each product that a kernel after it may round itself, with the sums of

@@ -655,7 +655,7 @@ ffi::Error split_and_rotate(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::Buffer<
 }
 
 // Names the operation of a stage, on the rows that the one before it made.
-enum class Link : int64_t {
+enum class Operation : int64_t {
   kMultiply,    // takes panels, scales, zeros and minima
   kNorm,        // takes scales
   kAddAndNorm,  // takes rows and scales; gives sums and normed sums
@@ -665,31 +665,32 @@ enum class Link : int64_t {
 constexpr size_t kNumArgs[] = {4, 1, 2, 0, 0}, kNumRets[] = {1, 1, 2, 1, 1};
 
 struct Stage {
-  Link link;
+  Operation operation;
   // A product has the code (-1 for a weight of numbers or of int8), the inputs that share a scale,
   // and the instructions; a gate has the activation.
   int64_t numbers[3];
 };
 
-// Reads the stages of a chain and their arrays, and makes phases of them.
-class Chain {
+// Reads the stages of a fusion and their arrays, and makes phases of them.
+class Fusion {
  public:
-  Chain(const ffi::AnyBuffer& x, const ffi::RemainingArgs& args, const ffi::RemainingRets& rets,
-        float epsilon, float offset)
+  Fusion(const ffi::AnyBuffer& x, const ffi::RemainingArgs& args, const ffi::RemainingRets& rets,
+         float epsilon, float offset)
       : args_(args), rets_(rets), x_(numbers_of(x)), epsilon_(epsilon), offset_(offset) {}
 
   ffi::Error read(const Stage& stage) {
-    const size_t link = static_cast<size_t>(stage.link);
-    if (link > static_cast<size_t>(Link::kAdd) || next_arg_ + kNumArgs[link] > args_.size() ||
-        next_ret_ + kNumRets[link] > rets_.size())
-      return ffi::Error::InvalidArgument("a chain lacks arrays");
-    ffi::AnyBuffer out = ret(kNumRets[link] - 1);
-    if (auto error =
-            stage.link == Link::kMultiply ? read_product(stage, out) : read_rows(stage, out);
+    const size_t operation = static_cast<size_t>(stage.operation);
+    if (operation > static_cast<size_t>(Operation::kAdd) ||
+        next_arg_ + kNumArgs[operation] > args_.size() ||
+        next_ret_ + kNumRets[operation] > rets_.size())
+      return ffi::Error::InvalidArgument("a fusion lacks arrays");
+    ffi::AnyBuffer out = ret(kNumRets[operation] - 1);
+    if (auto error = stage.operation == Operation::kMultiply ? read_product(stage, out)
+                                                             : read_rows(stage, out);
         error.failure())
       return error;
-    next_arg_ += kNumArgs[link];
-    next_ret_ += kNumRets[link];
+    next_arg_ += kNumArgs[operation];
+    next_ret_ += kNumRets[operation];
     x_ = numbers_of(out);
     return ffi::Error::Success();
   }
@@ -734,27 +735,28 @@ class Chain {
     const RowKernels& k = JAXPAGE_ISA::kRows;
     RowKernel kernel = k.rms_norm;
     Rows p{};
-    p.width = stage.link == Link::kGate ? x_.width / 2 : x_.width;
+    p.width = stage.operation == Operation::kGate ? x_.width / 2 : x_.width;
     p.epsilon = epsilon_;
     p.offset = offset_;
     if (!are_rows(out, p.width))
-      return ffi::Error::InvalidArgument("the shapes of a chain do not fit");
-    if (stage.link == Link::kGate) {
+      return ffi::Error::InvalidArgument("the shapes of a fusion do not fit");
+    if (stage.operation == Operation::kGate) {
       kernel = k.gate;
       p.activation = static_cast<Activation>(stage.numbers[0]);
-    } else if (stage.link == Link::kAdd) {
-      if (!sum_ || sum_width_ != p.width) return ffi::Error::InvalidArgument("a chain lacks a sum");
+    } else if (stage.operation == Operation::kAdd) {
+      if (!sum_ || sum_width_ != p.width)
+        return ffi::Error::InvalidArgument("a fusion lacks a sum");
       kernel = k.add;
       p.added = sum_;
       p.sum = out.untyped_data();
     } else {
-      const ffi::AnyBuffer scale = arg(kNumArgs[static_cast<size_t>(stage.link)] - 1);
+      const ffi::AnyBuffer scale = arg(kNumArgs[static_cast<size_t>(stage.operation)] - 1);
       if (scale.element_count() != static_cast<size_t>(p.width) ||
           !type_of(scale.element_type(), false, &p.scale_type))
         return ffi::Error::InvalidArgument("the shapes of a norm do not fit");
       p.scale = scale.untyped_data();
     }
-    if (stage.link == Link::kAddAndNorm) {
+    if (stage.operation == Operation::kAddAndNorm) {
       const ffi::AnyBuffer added = arg(0);
       ffi::AnyBuffer both = ret(0);
       if (!are_rows(added, p.width) || !are_rows(both, p.width))
@@ -784,17 +786,18 @@ class Chain {
 
 // Computes stages one after the other, each as it is computed alone, in the phases of one call: the
 // threads stay together, and XLA starts no operation in between.
-ffi::Error run_chain(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::RemainingArgs args,
-                     ffi::RemainingRets rets, ffi::Span<const int64_t> stages, float epsilon,
-                     float offset) {
-  Chain chain(x, args, rets, epsilon, offset);
+ffi::Error run_fusion(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::RemainingArgs args,
+                      ffi::RemainingRets rets, ffi::Span<const int64_t> stages, float epsilon,
+                      float offset) {
+  Fusion fusion(x, args, rets, epsilon, offset);
   constexpr size_t kNumbers = sizeof(Stage) / sizeof(int64_t);
   for (size_t i = 0; i + kNumbers <= stages.size(); i += kNumbers) {
     const int64_t* s = stages.begin() + i;
-    if (auto error = chain.read({static_cast<Link>(s[0]), {s[1], s[2], s[3]}}); error.failure())
+    if (auto error = fusion.read({static_cast<Operation>(s[0]), {s[1], s[2], s[3]}});
+        error.failure())
       return error;
   }
-  run_phases(pool, chain.phases());
+  run_phases(pool, fusion.phases());
   return ffi::Error::Success();
 }
 
@@ -887,7 +890,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxpage_multiply_coded, multiply_coded,
                                   .Attr<int64_t>("group_size")
                                   .Attr<int64_t>("instructions"));
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxpage_run_chain, run_chain,
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxpage_run_fusion, run_fusion,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::ThreadPool>()
                                   .Arg<ffi::AnyBuffer>()

@@ -20,20 +20,20 @@ namespace {
 // kMostPanels, so that no sum waits for the product before it.
 #if defined(__AVX512F__)
 constexpr int kMostPanels = 4, kManyPanels = 4, kMostRows = 6, kFewRows = 6;
-constexpr int kWordsAhead = 32, kCacheAhead = 3;
 // Marks a function that uses these instructions. The caller asks whether the processor has them.
 // What such a function calls and inlines needs the mark, too.
 #define JAXPAGE_DOT __attribute__((target("avx512bf16,avx512vnni")))
 #else
 constexpr int kMostPanels = 2, kManyPanels = 1, kMostRows = 6, kFewRows = 2;
-// Words of a panel are fetched so long before they are read, into the second cache (2) or the first
-// one (3).
-#if defined(__AVX2__)
-constexpr int kWordsAhead = 128, kCacheAhead = 2;
-#else
-constexpr int kWordsAhead = 32, kCacheAhead = 3;
-#endif
 #define JAXPAGE_DOT
+#endif
+// Words of a panel, and codes, are fetched so long before they are read; words into the second
+// cache (2) or the first one (3). Only those for AVX2 were measured with threads that read their
+// own parts.
+#if defined(__AVX2__) && !defined(__AVX512F__)
+constexpr int kWordsAhead = 128, kCacheAhead = 2, kCodesAhead = 256;
+#else
+constexpr int kWordsAhead = 32, kCacheAhead = 3, kCodesAhead = 64;
 #endif
 static_assert(kRowsAtOnce % kMostRows == 0, "a block of rows has whole tiles");
 
@@ -508,7 +508,7 @@ struct Codes {
   Words at(int v, int64_t k) const {
     const uint8_t* at =
         first + v / kParts * panel + k * kOutputsOfPanel + v % kParts * kNativeLanes;
-    if (v % kParts == 0) __builtin_prefetch(at + 64 * kOutputsOfPanel);
+    if (v % kParts == 0) __builtin_prefetch(at + kCodesAhead * kOutputsOfPanel);
     if constexpr (code == Code::kInt8)
       return (Words)widen_part(reinterpret_cast<const int8_t*>(at));
     return (Words)widen_part(at);

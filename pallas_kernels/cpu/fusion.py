@@ -17,21 +17,21 @@ from jaxtyping import Array, Float
 from pallas_kernels.cpu.packed import Operand
 from pallas_kernels.cpu.rows import ACTIVATIONS
 
-# The operations, by their numbers in `Link` of src/ffi.cc.
+# The operations, by their numbers in `Operation` of src/ffi.cc.
 MULTIPLY, NORM, ADD_AND_NORM, GATE, ADD = range(5)
 
 
 class Stage(NamedTuple):
-    """One operation of a chain.
+    """One operation of a fusion.
 
     Attributes:
-        link: The operation.
+        operation: The operation.
         arrays: The arrays that it takes beside the rows.
         numbers: The numbers that it takes.
         num_out: The numbers of a row that a product makes; None for other operations.
     """
 
-    link: int
+    operation: int
     arrays: tuple[Array, ...] = ()
     numbers: tuple[int, int, int] = (0, 0, 0)
     num_out: int | None = None
@@ -77,14 +77,14 @@ def run(
     num_rows, width = x_TI.shape
     shapes = []
     for stage in stages:
-        width = width // 2 if stage.link == GATE else stage.num_out or width
+        width = width // 2 if stage.operation == GATE else stage.num_out or width
         shape = jax.ShapeDtypeStruct((num_rows, width), x_TI.dtype)
-        shapes += [shape] * (2 if stage.link == ADD_AND_NORM else 1)
-    call = jax.ffi.ffi_call("jaxpage_run_chain", shapes, vmap_method="sequential")
+        shapes += [shape] * (2 if stage.operation == ADD_AND_NORM else 1)
+    call = jax.ffi.ffi_call("jaxpage_run_fusion", shapes, vmap_method="sequential")
     made: Sequence[jax.Array] = call(
         x_TI,
         *(array for stage in stages for array in stage.arrays),
-        stages=np.array([(stage.link, *stage.numbers) for stage in stages], np.int64).ravel(),
+        stages=np.array([(stage.operation, *stage.numbers) for stage in stages], np.int64).ravel(),
         epsilon=np.float32(epsilon),
         offset=np.float32(offset),
     )

@@ -49,13 +49,13 @@ class AddSum(NamedTuple):
 Stage = Multiply | Norm | AddAndNorm | Gate | AddSum
 
 
-RunChain = Callable[[jax.Array, Sequence[Stage], float, float], jax.Array]
+RunFusion = Callable[[jax.Array, Sequence[Stage], float, float], jax.Array]
 
 
-def chain_kernel(dtype: DTypeLike) -> RunChain | None:
-    """Returns the kernel for chains of rows of this type; None where there is none."""
+def fusion_kernel(dtype: DTypeLike) -> RunFusion | None:
+    """Returns the kernel for fusions of rows of this type; None where there is none."""
     kernels = trace_scope().kernels
-    return None if kernels is None or row_kernels(dtype) is None else kernels.run_chain
+    return None if kernels is None or row_kernels(dtype) is None else kernels.run_fusion
 
 
 def takes(weight: StoredWeight, dtype: DTypeLike) -> TypeGuard[Packed | PackedCodes]:
@@ -69,11 +69,11 @@ def multiply_after_norm(
     x_TI: Float[Array, "T I"], weight: Packed | PackedCodes
 ) -> Float[Array, "T O"] | None:
     """Returns the product in one call with the norm that made x; None where none did."""
-    run_chain, norm = chain_kernel(x_TI.dtype), trace_scope().norms.get(id(x_TI))
-    if run_chain is None or norm is None or not takes(weight, x_TI.dtype):
+    run_fusion, norm = fusion_kernel(x_TI.dtype), trace_scope().norms.get(id(x_TI))
+    if run_fusion is None or norm is None or not takes(weight, x_TI.dtype):
         return None
     _, before_TI, scale_D, epsilon, offset = norm
-    return run_chain(before_TI, [Norm(scale_D), Multiply(weight)], epsilon, offset)
+    return run_fusion(before_TI, [Norm(scale_D), Multiply(weight)], epsilon, offset)
 
 
 def note_product(y_TO: jax.Array, x_TI: jax.Array, weight: Packed | PackedCodes) -> jax.Array:
