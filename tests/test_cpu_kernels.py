@@ -705,10 +705,10 @@ def test_a_damaged_library_of_the_cache_is_compiled_again(
 
 
 PACKED_MISTAKES = {
-    "the high nibble first": ("put(number<code>(both & 15));", "put(number<code>(both >> 4));"),
-    "zeros are forgotten": (": p.zero  ? of_group", ": false  ? of_group"),
+    "the high nibble first": ("(step ? w >> 4 : w) & 15", "(step ? w : w >> 4) & 15"),
+    "zeros are forgotten": ("if (p.minimum || p.zero) value", "if (p.minimum) value"),
     "scales of another group": ("(panel * p.num_groups + group)", "(panel * p.num_groups)"),
-    "minima are forgotten": ("p.minimum ? multiply_add(", "false ? multiply_add("),
+    "minima are forgotten": ("const Vec offset = p.minimum", "const Vec offset = false"),
     "shared scales of another output": (
         "p.scale_row[panel * kOutputsOfPanel + lane]",
         "p.scale_row[lane]",
@@ -728,8 +728,8 @@ PACKED_MISTAKES = {
     ),
     "rows of another tile": ("x + first * num_words * Word::kSteps", "x"),
     "the last outputs are left out": (
-        "panel < end_panel; ++panel) panels<Word, 1>",
-        "panel < end_panel - 1; ++panel) panels<Word, 1>",
+        "panel < end_panel; ++panel) run(",
+        "panel < end_panel - 1; ++panel) run(",
     ),
     "words with the high nibble first": ("both | both << 12", "both >> 4 | both << 16"),
     "zeros are added": (": p.zero  ? -scale", ": p.zero  ? scale"),
@@ -739,8 +739,8 @@ PACKED_MISTAKES = {
     ),
     "a group without those before it": ("scale, raw_at<Vec>(total + at))", "scale, Vec{})"),
     "few rows with the inputs of the first group": (
-        "x + first, p.num_words, source",
-        "x, p.num_words, source",
+        "x + first * Word::kSteps, num_words, source",
+        "x, num_words, source",
     ),
     "few rows with the codes of the first group": ("source.from(first)", "source.from(0)"),
     "the last group is left out": (
@@ -748,7 +748,7 @@ PACKED_MISTAKES = {
         "group + i + 1 < p.num_groups; ++i)",
     ),
     "sums of the first row's inputs": ("x_sum[t * p.num_groups]", "x_sum[0]"),
-    "codes of other inputs": ("source.at(i, first + k)", "source.at(i, k)"),
+    "codes of other inputs": ("source, first + begin, first + end,", "source, begin, end,"),
     "a row without its last number": (
         "std::memcpy(words, x, p.num_in * 2);",
         "std::memcpy(words, x, p.num_in * 2 - 2);",
@@ -770,7 +770,10 @@ ROW_MISTAKES = {
     "another row's angles": ("token = row / heads_of_token", "token = row / p.width"),
     "values of the first head": ("(token * p.num_keys + value)", "(token * p.num_keys)"),
     "keys of the first head": ("(token * p.num_keys + key)", "(token * p.num_keys)"),
-    "a norm of what was not added": ("    x = both;", "    ;"),
+    "a norm of what was not added": (
+        "x = static_cast<const Number*>(p.sum) + row * p.width;",
+        ";",
+    ),
     "pairs that turn back": ("second * cos + first * sin", "second * cos - first * sin"),
     "what is not turned is lost": ("(p.width - 2 * pairs) * sizeof(Number)", "0"),
 }
@@ -835,17 +838,24 @@ MISTAKES = {
         "slope = a.slopes ? a.slopes[a.num_heads - 1 - head]",
     ),
     "distances from the block": ("tile.position + group - own", "group % a.block_size - own"),
-    "sums are left in registers": ("heads[h].acc[i] = acc[h][i];", ";"),
+    "sums are left in registers": (
+        "acc[h][i]);\n    }\n  }\n  for (int h = 0; h < kHeads; ++h)\n"
+        "    for (int i = 0; i < kVecs; ++i) heads[h].acc[first + i] = acc[h][i];",
+        "acc[h][i]);\n    }\n  }",
+    ),
     "scales of keys are forgotten": ("scores[j] *= a.k_scale", "scores[j] += 0 * a.k_scale"),
 }
 
 
 # These need AMX.
 TILE_MISTAKES = {
-    "a group with the inputs of the first": ("x + first + i * size,", "x + first,"),
+    "a group with the inputs of the first": (
+        "x + (first + i * size) * kSteps",
+        "x + first * kSteps",
+    ),
     "a group with the codes of the first": (
-        "i * size * kOutputsOfPanel;  // where the group's",
-        "0;  // where the group's",
+        "buffer + (i * size - begin) * kSteps",
+        "buffer + (0 - begin) * kSteps",
     ),
     "values of the first half": ("(half * vecs + i) * kRowsOfTile", "i * kRowsOfTile"),
     "few heads with the first positions' values again": (
@@ -882,17 +892,36 @@ TILE_MISTAKES = {
     ),
     "sinks of other heads in tiles": ("a.sinks[head] * kLog2E", "a.sinks[0] * kLog2E"),
     "numbers of a result in the order of tiles": (
-        "shuffled<0, 1, 2, 3, 16, 17, 18, 19, 4,",
-        "shuffled<0, 1, 2, 3, 4, 5, 6, 7, 8,",
+        "shuffle<0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23>",
+        "shuffle<0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15>",
     ),
 }
+# These are of the phases of a call, and of fused operations.
+FUSION_MISTAKES = {
+    "a phase begins before the one before it ends": ("if (i) wait(i - 1);", ""),
+    "rows of the first block": ("unit % blocks * kRowsAtOnce", "0"),
+    "a group with the units of all before it": ("unit -= (group - 1)->end_unit", "unit -= 0"),
+    "a fusion without its sum": ("p.added = sum_;", "p.added = x_.data;"),
+    "a norm of rows before the last stage": (
+        "x_ = numbers_of(out);",
+        "x_.width = numbers_of(out).width;",
+    ),
+    "inputs of another row": ("p.narrow[row * p.num_in + i]", "p.narrow[i]"),
+    "inputs as they were": ("if (bytes) p.words = words;", ""),
+}
 ALL_MISTAKES = {
+    **FUSION_MISTAKES,
     **MISTAKES,
     **PACKED_MISTAKES,
     **ROW_MISTAKES,
     **ENCODER_MISTAKES,
     **TILE_MISTAKES,
 }
+
+
+def test_each_mistake_is_planted_in_one_line() -> None:
+    sources = "".join(each.read_text() for each in library.SOURCES.iterdir())
+    assert not [name for name, (line, _) in ALL_MISTAKES.items() if sources.count(line) != 1]
 
 
 @pytest.mark.sweep

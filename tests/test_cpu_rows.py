@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -15,13 +17,18 @@ import numpy as np
 import pytest
 
 from jaxpage.device.attention import ROW_KERNELS
-from jaxpage.device.packing import multiply_packed
+from jaxpage.device.packing import multiply_packed, run_fusion
 from jaxpage.layers.activations import gate
+from jaxpage.layers.fusion import AddAndNorm, AddSum, Gate, Multiply, Norm
 from jaxpage.layers.linear import Part, linear
+from jaxpage.layers.mlp import GatedMLP
 from jaxpage.layers.norms import LayerNorm, RMSNorm, add_and_norm, norm_of_sum
 from jaxpage.layers.packed import PackedLinear
 from jaxpage.layers.rope import Rope
 from jaxpage.layers.trace_scope import LayerKernels, TraceScope
+from jaxpage.layers.weight_kinds import Grouped, Packed, PackedCodes
+from jaxpage.models.parts.decoder import Block
+from pallas_kernels import QuantizedWeight
 from pallas_kernels.cpu import library, packed, rows
 from pallas_kernels.cpu.bidirectional import attend_bidirectional
 from tests.support.sweeps import few
@@ -277,6 +284,150 @@ def test_one_call_splits_and_turns(num_keys: int, dtype: str) -> None:
     expected = (*(rows.rotate(jnp.asarray(each), cos, sin) for each in (q, k)), v)
     for ours, theirs in zip(parts, expected, strict=True):
         np.testing.assert_array_equal(ours, theirs)
+
+
+def weight_of(kind: str, dtype: str, num_out: int, num_in: int) -> tuple[Any, np.ndarray]:
+    """A weight of a kind for rows of a type, and its numbers."""
+    exact = np.random.default_rng(num_out).standard_normal((num_out, num_in)) / num_in**0.5
+    if kind == "numbers":
+        exact = np.asarray(exact, dtype)
+        panels = jnp.asarray(packed.pack(exact, packed.NUMBERS[dtype]))
+        return Packed(panels, num_out, num_in), exact.astype(np.float64)
+    if kind == "int8":
+        values = np.round(exact * 50).astype(np.int8)
+        panels = jnp.asarray(packed.pack(values, packed.NUMBERS["int8"]))
+        return Packed(panels, num_out, num_in, jnp.full(num_out, 0.02, jnp.float32)), values * 0.02
+    codes = np.clip(np.round(exact * 4), -8, 7).astype(np.int64) + 8
+    zero = jnp.full((num_out, num_in // 16), 7.0) if kind == "int4 with zeros" else None
+    weight = QuantizedWeight(
+        jnp.asarray(codes[:, ::2] | codes[:, 1::2] << 4, jnp.uint8),
+        jnp.full((num_out, num_in // 16), 0.25, "bfloat16" if zero is None else "float32"),
+        zero,
+        "int4",
+        16,
+    )
+    grouped = Grouped(*packed.pack_quantized(weight))
+    return PackedCodes(grouped, num_out, num_in), (codes - (8 if zero is None else 7)) * 0.25
+
+
+KINDS = ("numbers", "int8", "int4", "int4 with zeros")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_call_computes_fused_operations(kind: str, dtype: str) -> None:
+    """It has the bits of its parts alone for any number of rows, and the numbers of float64."""
+    width = 48
+    output, gate_up, down = (
+        weight_of(kind, dtype, *shape) for shape in ((112, 64), (2 * width, 112), (112, width))
+    )
+    scale = numbers(dtype, 112)
+    first, residual = numbers(dtype, 300, 64) / 4, numbers(dtype, 300, 112)[:, ::-1]
+
+    def whole(x: jax.Array, residual: jax.Array) -> jax.Array:
+        stages = [
+            Multiply(output[0]),
+            AddAndNorm(residual, scale),
+            Multiply(gate_up[0]),
+            Gate("silu"),
+            Multiply(down[0]),
+            AddSum(),
+        ]
+        return run_fusion(x, stages, 1e-3, 1.0)
+
+    def parts(x: jax.Array, residual: jax.Array) -> jax.Array:
+        attended = multiply_packed(x, output[0], dtype, None)
+        added, normed = rows.add_and_norm(attended, residual, scale, 1e-3, 1.0)
+        gated = rows.gate(multiply_packed(normed, gate_up[0], dtype, None), "silu")
+        return added + multiply_packed(gated, down[0], dtype, None)
+
+    found = np.asarray(jax.jit(whole)(first, residual))
+    np.testing.assert_array_equal(found, jax.jit(parts)(first, residual))
+    for count in (0, 1, 2, 5):
+        alone = jax.jit(whole)(first[300 - count :], residual[300 - count :])
+        np.testing.assert_array_equal(alone, found[300 - count :])
+    added = np.asarray(first, np.float64) @ output[1].T + np.asarray(residual, np.float64)
+    normed = added / np.sqrt(np.square(added).mean(axis=-1, keepdims=True) + 1e-3)
+    both = normed * (np.asarray(scale, np.float64) + 1) @ gate_up[1].T
+    gates, ups = both[:, :width], both[:, width:]
+    exact = added + (gates / (1 + np.exp(-gates)) * ups) @ down[1].T
+    rounded = 0.05 if kind == "int8" or dtype == "bfloat16" else 1e-4
+    assert np.abs(found - exact).max() <= rounded * np.abs(exact).max()
+
+    def matmul(x: jax.Array) -> jax.Array:
+        return run_fusion(x, [Norm(scale), Multiply(gate_up[0])], 1e-3, 1.0)
+
+    normed = rows.rms_norm(residual, scale, 1e-3, 1.0)
+    together = multiply_packed(normed, gate_up[0], dtype, None)
+    np.testing.assert_array_equal(jax.jit(matmul)(residual), together)
+    np.testing.assert_array_equal(jax.jit(matmul)(residual[-1:]), together[-1:])
+
+
+def test_a_fusion_that_does_not_fit_is_refused() -> None:
+    x, scale = jnp.ones((2, 8)), jnp.ones(8)
+    weight, _ = weight_of("numbers", "float32", 20, 8)
+    for stages, reason in (
+        ([Multiply(weight), Norm(scale)], "shapes of a norm"),
+        ([Norm(scale), AddSum()], "lacks a sum"),
+        ([AddAndNorm(x, scale), Multiply(weight), AddSum()], "lacks a sum"),
+        ([AddAndNorm(x[:1], scale)], "shapes of a sum"),
+        ([Multiply(weight), Multiply(weight)], "weight in panels do not fit"),
+        ([Gate("silu"), AddAndNorm(x, scale)], "shapes of a norm|shapes of a sum"),
+    ):
+        with pytest.raises(Exception, match=reason):
+            jax.block_until_ready(run_fusion(x, stages, 1e-5, 0.0))  # type: ignore[arg-type]
+
+
+def packed_linear(num_out: int, num_in: int, *, bias: bool = False) -> PackedLinear:
+    whole = linear(num_in, Part(num_out, None, "part"), input_axis=None, bias=bias, dtype="float32")
+    whole.kernel.set_value(numbers("float32", num_out, num_in) / 8)
+    if whole.bias is not None:
+        whole.bias.set_value(numbers("float32", num_out))
+    layer = PackedLinear(whole)
+    layer.kernel.set_value(packed.panels_of(whole.kernel[...], 1))
+    return layer
+
+
+@pytest.mark.parametrize(
+    ("num_fusions", "change"),
+    [(2, {}), (1, {"bias": True}), (1, {"activation": "relu"})],
+    ids=["all in one call", "a bias", "an activation that no kernel has"],
+)
+def test_a_block_joins_what_a_kernel_computes_in_one_call(
+    num_fusions: int, change: dict[str, Any]
+) -> None:
+    """The bits are those of separate calls, and what a call has joined is not computed again."""
+    norm = RMSNorm(32, name="norm", epsilon=1e-5, dtype="float32")
+    norm.scale.set_value(numbers("float32", 32))
+    into, output = packed_linear(48, 32), packed_linear(32, 48)
+    gate_up = packed_linear(80, 32, bias="bias" in change)
+    half = GatedMLP(gate_up, packed_linear(32, 40), activation=change.get("activation", "silu"))
+
+    def attend(x: jax.Array, pages: Any, context: Any) -> Any:
+        return output(into(x)), pages
+
+    block = Block(attention_norm=norm, attention=attend, mlp_norm=norm, mlp=half)
+
+    def run(x: jax.Array) -> jax.Array:
+        return block(x, None, None)[0]  # type: ignore[arg-type]
+
+    kernels = LayerKernels(
+        *2 * [None],  # type: ignore[arg-type]
+        multiply_packed=multiply_packed,
+        packed_rows=None,  # type: ignore[arg-type]
+        by_group=None,
+        rows=ROW_KERNELS,
+    )
+    x = numbers("float32", 5, 32)
+    with TraceScope(kernels).open():
+        separate = jax.jit(lambda x: run(x))(x)
+    with TraceScope(kernels._replace(run_fusion=run_fusion)).open():
+        compiled = jax.jit(lambda x: run(x)).lower(x).compile()
+    np.testing.assert_array_equal(compiled(x), separate)
+    counts = Counter(re.findall("jaxpage_[a-z_]+", compiled.as_text()))
+    assert counts["jaxpage_run_fusion"] == num_fusions
+    if not change:
+        assert set(counts) == {"jaxpage_run_fusion"}
 
 
 def test_shapes_that_do_not_fit_are_refused() -> None:

@@ -16,7 +16,7 @@ from jaxpage.device.batch_invariance import with_ordered_sums
 from jaxpage.device.hardware.backends import Backend
 from jaxpage.device.inputs.buckets import Bucket
 from jaxpage.device.inputs.step_inputs import StepInputs
-from jaxpage.device.packing import multiply_packed, read_packed_rows
+from jaxpage.device.packing import multiply_packed, read_packed_rows, run_fusion
 from jaxpage.device.pages.kv_pages import LayerPages
 from jaxpage.device.verify import unpack_tree_mask
 from jaxpage.layers.context import Attend, RotateAndWrite
@@ -177,5 +177,6 @@ def make_layer_kernels(backend: Backend) -> LayerKernels:
         by_group if has_groups else None,
         ROW_KERNELS if backend.in_cpp else None,
         attend_bidirectional if backend.in_cpp else None,
+        run_fusion=run_fusion if backend.in_cpp else None,
     )
     return with_ordered_sums(kernels, backend) if backend.batch_invariant else kernels

@@ -6,7 +6,7 @@ See `pallas_kernels.cpu.packed`.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -14,10 +14,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
+from jaxpage.layers.fusion import AddAndNorm, AddSum, Gate, Multiply, Norm, Stage
 from jaxpage.layers.weight_kinds import Packed, PackedCodes
 from jaxpage.models.parameters import Packing, Path
 from pallas_kernels.compat import target_device
-from pallas_kernels.cpu import large_pages, packed
+from pallas_kernels.cpu import fusion, large_pages, packed
 from pallas_kernels.cpu.packed import takes as takes
 from pallas_kernels.quantized_weight import QuantizedWeight, numbers
 
@@ -40,7 +41,7 @@ def multiply_packed(
         y_TO = packed.multiply_quantized(x_TI, codes, weight.num_out, result=made, count_E=count_E)
     else:
         y_TO = packed.multiply_packed(
-            x_TI if weight.scale_O is None else x_TI.astype(jnp.float32),
+            x_TI,
             weight.panels,
             weight.num_out,
             result=made,
@@ -50,6 +51,35 @@ def multiply_packed(
             activation=activation,
         )
     return y_TO.astype(result)
+
+
+def run_fusion(
+    x_TI: jax.Array, stages: Sequence[Stage], epsilon: float, offset: float
+) -> jax.Array:
+    """Computes stages as `LayerKernels.run_fusion`."""
+    operations = [_operation(stage, x_TI.dtype) for stage in stages]
+    return fusion.run(x_TI, operations, epsilon=epsilon, offset=offset)
+
+
+def _operation(stage: Stage, dtype: DTypeLike) -> fusion.Stage:
+    """Returns a stage for rows of a type as the kernel takes it."""
+    match stage:
+        case Multiply(weight):
+            return fusion.multiply(_operand(weight, dtype), weight.num_out)
+        case Norm(scale_D):
+            return fusion.norm(scale_D)
+        case AddAndNorm(added_TD, scale_D):
+            return fusion.add_and_norm(added_TD, scale_D)
+        case Gate(activation):
+            return fusion.gate(activation)
+        case AddSum():
+            return fusion.add_sum()
+
+
+def _operand(weight: Packed | PackedCodes, dtype: DTypeLike) -> packed.Operand:
+    if isinstance(weight, Packed):
+        return packed.operand_of_panels(weight.panels, weight.scale_O)
+    return packed.operand_of_codes(QuantizedWeight(*weight.codes), weight.num_in, dtype)
 
 
 def read_packed_rows(weight: Packed | PackedCodes, ids_T: jax.Array) -> jax.Array:

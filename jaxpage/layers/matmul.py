@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Int8, Int32
 
+from jaxpage.layers.fusion import multiply_after_norm, note_matmul
 from jaxpage.layers.trace_scope import LayerKernels, trace_scope
 from jaxpage.layers.weight_kinds import Grouped, Packed, PackedCodes, Scaled, StoredWeight
 
@@ -37,7 +38,10 @@ def matmul(
     if isinstance(weight, Grouped):
         return _kernels().multiply(x_TI, weight, result or x_TI.dtype)
     if isinstance(weight, Packed | PackedCodes):
-        return _kernels().multiply_packed(x_TI, weight, result or x_TI.dtype, None)
+        y_TO = None if result else multiply_after_norm(x_TI, weight)
+        if y_TO is None:
+            y_TO = _kernels().multiply_packed(x_TI, weight, result or x_TI.dtype, None)
+        return note_matmul(y_TO, x_TI, weight)
     kernels = trace_scope().kernels
     if kernels is not None and kernels.multiply_numbers is not None:
         return kernels.multiply_numbers(x_TI, weight, result or x_TI.dtype)

@@ -136,7 +136,11 @@ def keep_and_norm(
     """Returns x and its norm; one call computes both where x comes from `add_before_norm`."""
     if norm is not None and id(x_TD) in (sums := trace_scope().sums):
         return add_and_norm(norm, *sums[id(x_TD)][1:])
-    return x_TD, x_TD if norm is None else norm(x_TD)
+    normed_TD = x_TD if norm is None else norm(x_TD)
+    if isinstance(norm, RMSNorm) and norm.scale is not None and norm.groups == 1:
+        numbers = (norm.scale[...], norm.epsilon, norm.offset)
+        trace_scope().norms[id(normed_TD)] = (normed_TD, x_TD, *numbers)
+    return x_TD, normed_TD
 
 
 def norm_of_sum(

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -107,6 +107,8 @@ class LayerKernels(NamedTuple):
             It is None where XLA multiplies.
         multiply_heads: Returns the products [T, N, O] of the heads of x [T, N, I] with their
             weights [N, O, I]. It is None like `multiply_numbers`.
+        run_fusion: Returns what the last of some `layers.fusion.Stage` makes of x, with the epsilon
+            and the offset of norms. It is None where no kernel computes several in one call.
     """
 
     multiply: Callable[[jax.Array, Grouped, DTypeLike], jax.Array]
@@ -120,6 +122,7 @@ class LayerKernels(NamedTuple):
     attend_bidirectional: Callable[..., jax.Array | None] | None = None
     multiply_numbers: Callable[[jax.Array, jax.Array, DTypeLike], jax.Array] | None = None
     multiply_heads: Callable[[jax.Array, jax.Array], jax.Array] | None = None
+    run_fusion: Callable[[jax.Array, Sequence[Any], float, float], jax.Array] | None = None
 
 
 class TokenAdapters(NamedTuple):
@@ -172,6 +175,10 @@ class TraceScope:
         routes: The experts that routers choose; None where nobody asks for them.
         sums: By its id, each sum that a norm after it may compute in its own call, with both
             arrays of which it is the sum; see `norms.add_before_norm`.
+        norms: By its id, each RMS norm that a product after it may compute in its own call, with
+            its input, scale, epsilon and offset; see `layers.fusion`.
+        matmuls: By its id, each product that a call after it may compute, too, with its input and
+            weight.
         segments: By its id, each product that a kernel after it may round itself, with the sums of
             segments [Z, T, O] that it is made of.
     """
@@ -181,6 +188,12 @@ class TraceScope:
     divided_logits: bool = False
     routes: Routes | None = None
     sums: dict[int, tuple[jax.Array, jax.Array, jax.Array]] = field(
+        default_factory=dict, init=False, repr=False
+    )
+    norms: dict[int, tuple[jax.Array, jax.Array, jax.Array, float, float]] = field(
+        default_factory=dict, init=False, repr=False
+    )
+    matmuls: dict[int, tuple[jax.Array, jax.Array, Packed | PackedCodes]] = field(
         default_factory=dict, init=False, repr=False
     )
     segments: dict[int, tuple[jax.Array, jax.Array]] = field(

@@ -34,6 +34,7 @@ FUNCTIONS = (
     "jaxpage_attend_both_ways",
     "jaxpage_multiply_packed",
     "jaxpage_multiply_coded",
+    "jaxpage_run_fusion",
     "jaxpage_gate",
     "jaxpage_rms_norm",
     "jaxpage_add_and_norm",

@@ -19,7 +19,7 @@ first cache.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -120,6 +120,69 @@ def takes(dtype: DTypeLike) -> bool:
     return not library.load().reason and jnp.dtype(dtype).name in NUMBERS
 
 
+class Operand(NamedTuple):
+    """A weight in panels as the kernels take it.
+
+    Attributes:
+        arrays: The panels, scales, zeros and minima; those that are not there have no elements.
+        code: The place of the code in `CODES`; -1 for a weight of numbers or of int8.
+        group_size: The number of inputs that share a scale, of codes.
+        instructions: See `Library.instructions`.
+    """
+
+    arrays: tuple[Array, Array, Array, Array]
+    code: int
+    group_size: int
+    instructions: int
+
+
+def operand_of_panels(
+    panels: Float[Array, "... P K 16 _"],
+    scale_O: Float[Array, "... O"] | None,
+    instructions: int | None = None,
+    *,
+    has_groups: bool = False,
+) -> Operand:
+    """Returns a weight of numbers, or of int8 with scales; see `multiply_packed`."""
+    if instructions is None:
+        instructions = library.load().instructions.get(panels.dtype.name, library.NONE)
+    nothing = jnp.zeros(0, jnp.float32)
+    scales = nothing if scale_O is None else scale_O
+    arrays = (panels if has_groups else panels[None], scales, nothing, nothing)
+    return Operand(arrays, -1, 0, instructions)
+
+
+def operand_of_codes(
+    weight: QuantizedWeight,
+    num_in: int,
+    dtype: DTypeLike,
+    instructions: int | None = None,
+    *,
+    has_groups: bool = False,
+) -> Operand:
+    """Returns a quantised weight for inputs of this number and type; see `multiply_quantized`."""
+    if dtype != jnp.bfloat16 or num_in % 2 or weight.group_size % 2:
+        instructions = library.NONE
+    elif instructions is None:
+        instructions = library.load().instructions.get("bfloat16", library.NONE)
+    shared = weight.scale_row_O is not None
+    scale_dtype = jnp.dtype(jnp.float32) if shared else weight.scale_OJ.dtype
+
+    def of_groups(values: jax.Array | None, dtype: DTypeLike) -> jax.Array:
+        if values is None:
+            return jnp.zeros(0, dtype)
+        values = values.astype(dtype)
+        return values if has_groups else values[None]
+
+    arrays = (
+        of_groups(weight.values, weight.values.dtype),
+        of_groups(weight.scale_OJ, scale_dtype),
+        of_groups(weight.zero_OJ, jnp.float32),
+        of_groups(weight.minimum_OJ, scale_dtype),
+    )
+    return Operand(arrays, CODES.index(weight.code), weight.group_size, instructions)
+
+
 def multiply_packed(
     x_TI: Float[Array, "T I"],
     panels: Float[Array, "... P K 16 _"],
@@ -137,7 +200,7 @@ def multiply_packed(
     The result is `activation(x @ w.T + bias)`, which is rounded once.
 
     Args:
-        x_TI: The rows, in the weight's type; in float32 for a weight of int8.
+        x_TI: The rows, in the weight's type; in float32 or bfloat16 for a weight of int8.
         panels: The weight; with `count_E` the weights of all groups, one after the other.
         num_out: The number of outputs.
         scale_O: The scale of each output of a weight of int8, of all groups; else None.
@@ -148,18 +211,15 @@ def multiply_packed(
         activation: The function that follows, one of `rows.ACTIVATIONS`.
         instructions: See `Library.instructions`; None for the best that the processor has.
     """
-    loaded = library.load()
-    if instructions is None:
-        instructions = loaded.instructions.get(panels.dtype.name, library.NONE)
+    weight = operand_of_panels(panels, scale_O, instructions, has_groups=count_E is not None)
     shape = jax.ShapeDtypeStruct((x_TI.shape[0], num_out), result)
     call = jax.ffi.ffi_call("jaxpage_multiply_packed", shape, vmap_method="sequential")
     y_TO: jax.Array = call(
-        x_TI,
-        panels[None] if count_E is None else panels,
-        jnp.zeros(0, jnp.float32) if scale_O is None else scale_O,
+        x_TI if scale_O is None else _float32_or_bfloat16(x_TI),
+        *weight.arrays[:2],
         jnp.zeros(0, jnp.float32) if bias_O is None else bias_O.astype(jnp.float32),
         jnp.zeros(0, jnp.int32) if count_E is None else count_E.astype(jnp.int32),
-        instructions=instructions,
+        instructions=np.int64(weight.instructions),
         activation=np.int64(ACTIVATIONS.index(activation)),
     )
     return y_TO
@@ -179,32 +239,23 @@ def multiply_quantized(
     Rows of bfloat16 are multiplied by the codes, and the sum of each group by its scale, where the
     processor has instructions for it. Else codes are scaled, and all is computed in float32.
     """
-    loaded = library.load()
-    if x_TI.dtype != jnp.bfloat16 or x_TI.shape[1] % 2 or weight.group_size % 2:
-        instructions = library.NONE
-    elif instructions is None:
-        instructions = loaded.instructions.get("bfloat16", library.NONE)
-
-    def of_groups(values: jax.Array | None, dtype: DTypeLike) -> jax.Array:
-        if values is None:
-            return jnp.zeros(0, dtype)
-        values = values.astype(dtype)
-        return values if count_E is not None else values[None]
-
+    codes = operand_of_codes(
+        weight, x_TI.shape[1], x_TI.dtype, instructions, has_groups=count_E is not None
+    )
     rows = weight.scale_row_O
-    scale_dtype = weight.scale_OJ.dtype if rows is None else jnp.dtype(jnp.float32)
     shape = jax.ShapeDtypeStruct((x_TI.shape[0], num_out), result)
     call = jax.ffi.ffi_call("jaxpage_multiply_coded", shape, vmap_method="sequential")
     y_TO: jax.Array = call(
-        x_TI if instructions else x_TI.astype(jnp.float32),
-        of_groups(weight.values, weight.values.dtype),
-        of_groups(weight.scale_OJ, scale_dtype),
-        of_groups(weight.zero_OJ, jnp.float32),
-        of_groups(weight.minimum_OJ, scale_dtype),
+        _float32_or_bfloat16(x_TI),
+        *codes.arrays,
         jnp.zeros(0, jnp.int32) if rows is None else rows.astype(jnp.int32),
         jnp.zeros(0, jnp.int32) if count_E is None else count_E.astype(jnp.int32),
-        code=np.int64(CODES.index(weight.code)),
-        group_size=np.int64(weight.group_size),
-        instructions=np.int64(instructions),
+        code=np.int64(codes.code),
+        group_size=np.int64(codes.group_size),
+        instructions=np.int64(codes.instructions),
     )
     return y_TO
+
+
+def _float32_or_bfloat16(x_TI: jax.Array) -> jax.Array:
+    return x_TI if x_TI.dtype == jnp.bfloat16 else x_TI.astype(jnp.float32)

@@ -16,6 +16,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxpage.layers import Embedding, ForwardContext, LayerPages
 from jaxpage.layers.embedding import token_tables
+from jaxpage.layers.feeding import add_and_feed
 from jaxpage.layers.norms import add_and_norm, add_before_norm, keep_and_norm
 from jaxpage.models.base import FamilyModule, Hidden, Pages, run_layers
 from jaxpage.models.parts.names import ModuleNames, Scope
@@ -74,6 +75,10 @@ class Block(nnx.Module):
         x_TD, normed_TD = keep_and_norm(self.attention_norm, x_TD)
         attended_TD, layer_pages = self.attention(normed_TD, layer_pages, context)
         attended_TD = self._scale(_apply(self.post_attention_norm, attended_TD))
+        if not self.parallel and self.post_mlp_norm is None and self.residual_scale == 1.0:
+            output_TD = add_and_feed(self.mlp_norm, self.mlp, x_TD, attended_TD)
+            if output_TD is not None:
+                return output_TD, layer_pages
         if self.parallel:
             added_TD = x_TD + attended_TD
             entering_TD = normed_TD if self.mlp_norm is None else self.mlp_norm(x_TD)

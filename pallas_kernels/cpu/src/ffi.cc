@@ -1,24 +1,17 @@
 // The kernels as XLA calls them: buffers are checked, and the units of work are shared among XLA's
 // own threads.
 #include <algorithm>
-#include <atomic>
-#include <chrono>
-#include <condition_variable>
 #include <cstring>
-#include <memory>
-#include <mutex>
-#include <thread>
+#include <utility>
 #include <vector>
 
 #include "attention.h"
 #include "both_ways.h"
 #include "packed.h"
+#include "parallel.h"
 #include "rows.h"
 #include "xla/ffi/api/ffi.h"
 
-#if defined(__x86_64__)
-#include <immintrin.h>
-#endif
 #if defined(__linux__)
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -34,132 +27,6 @@ extern const RowKernels kRows;
 }  // namespace JAXPAGE_ISA
 
 namespace {
-
-// XLA's threads flush subnormal numbers to zero and the thread that calls may not: a row's bits
-// must not tell who computed it.
-class FlushedSubnormals {
- public:
-#if defined(__x86_64__)
-  FlushedSubnormals() : before_(_mm_getcsr()) { _mm_setcsr(before_ | 0x8040); }
-  ~FlushedSubnormals() { _mm_setcsr(before_); }
-
- private:
-  unsigned int before_;
-#elif defined(__aarch64__)
-  FlushedSubnormals() {
-    asm volatile("mrs %0, fpcr" : "=r"(before_));
-    asm volatile("msr fpcr, %0" ::"r"(before_ | (1ull << 24)));
-  }
-  ~FlushedSubnormals() { asm volatile("msr fpcr, %0" ::"r"(before_)); }
-
- private:
-  uint64_t before_;
-#endif
-};
-
-void pause() {
-#if defined(__x86_64__)
-  _mm_pause();
-#elif defined(__aarch64__)
-  asm volatile("yield");
-#endif
-}
-
-// Looks for `until()` for a while, which is longer than the pause between two products of a step
-// and shorter than sleeping and being woken some times. Other threads that could run on this core
-// go first. Returns whether it came.
-template <typename Until>
-bool soon(std::chrono::microseconds while_, const Until& until) {
-  const auto end = std::chrono::steady_clock::now() + while_;
-  do {
-    for (int i = 0; i < 32; ++i) {
-      if (until()) return true;
-      pause();
-    }
-    std::this_thread::yield();
-  } while (std::chrono::steady_clock::now() < end);
-  return false;
-}
-
-// Holds what a call shares with threads that help it. One that starts late finds nothing to do,
-// perhaps when the call has returned.
-struct Shared {
-  std::atomic<int64_t> next{0}, num_done{0};
-  int64_t count, at_once;
-  const void* work;
-  void (*run)(const void* work, int64_t index);
-  std::mutex mutex;
-  std::condition_variable done;
-
-  void take_part() {
-    FlushedSubnormals flushed;
-    int64_t num_own = 0;
-    for (int64_t first; (first = next.fetch_add(at_once)) < count;)
-      for (int64_t i = first; i < count && i < first + at_once; ++i, ++num_own) run(work, i);
-    if (num_own == 0 || num_done.fetch_add(num_own) + num_own < count) return;
-    std::lock_guard<std::mutex> lock(mutex);
-    done.notify_all();
-  }
-
-  void wait() {
-    const auto all_done = [this] { return num_done.load() == count; };
-    if (soon(std::chrono::microseconds(20), all_done)) return;
-    std::unique_lock<std::mutex> lock(mutex);
-    done.wait(lock, all_done);
-  }
-};
-
-// Threads that helped stay for the next call of a step. To wake one takes as long as a small
-// product does, and Linux may let the thread that is woken run on the core of the one that wakes
-// it, with the other core idle.
-class Helpers {
- public:
-  void help(std::shared_ptr<Shared> shared) {
-    shared->take_part();
-    num_staying_.fetch_add(1);
-    for (int64_t seen = num_calls_.load();
-         soon(std::chrono::microseconds(100), [&] { return num_calls_.load() != seen; });) {
-      seen = num_calls_.load();
-      shared = std::atomic_load(&last_);
-      shared->take_part();
-    }
-    num_staying_.fetch_sub(1);
-  }
-
-  // Gives those who stayed another call. Returns how many they are.
-  int64_t call(const std::shared_ptr<Shared>& shared) {
-    std::atomic_store(&last_, shared);
-    num_calls_.fetch_add(1);
-    return num_staying_.load();
-  }
-
- private:
-  std::shared_ptr<Shared> last_;
-  std::atomic<int64_t> num_calls_{0}, num_staying_{0};
-};
-
-Helpers& helpers() {
-  // It is never destroyed: threads of the pool may be in it at the end of the process.
-  static Helpers* all = new Helpers;
-  return *all;
-}
-
-// Calls work(i) for i of [0, count), each once, on the calling thread and on those of the pool that
-// are free. Returns when all have returned.
-template <typename Work>
-void in_parallel(xla::ffi::ThreadPool& pool, int64_t count, int64_t at_once, const Work& work) {
-  if (count == 0) return;
-  auto shared = std::make_shared<Shared>();
-  shared->count = count, shared->at_once = at_once, shared->work = &work;
-  shared->run = [](const void* given, int64_t index) { (*static_cast<const Work*>(given))(index); };
-  int64_t wanted = (count + at_once - 1) / at_once - 1;
-  if (wanted > pool.num_threads() - 1) wanted = pool.num_threads() - 1;
-  if (wanted > 0)
-    for (int64_t i = helpers().call(shared); i < wanted; ++i)
-      pool.Schedule([shared] { helpers().help(shared); });
-  shared->take_part();
-  shared->wait();
-}
 
 namespace ffi = xla::ffi;
 
@@ -405,161 +272,269 @@ ffi::Error attend_both_ways(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> q, ffi::
   return ffi::Error::Success();
 }
 
-// Multiplies the rows of each group by the group's weight. `counts` has the rows of each, which lie
-// one group after the other; rows of none become zero. Without counts all rows are of one group.
-void multiply_packed(ffi::ThreadPool& pool, Packed p, const ffi::Buffer<ffi::S32>& row_counts,
-                     int64_t num_groups, int64_t bytes_of_group, int64_t bytes_of_scales,
-                     int64_t bytes_of_zeros) {
-  const int32_t* counts = row_counts.element_count() ? row_counts.typed_data() : nullptr;
-  const PackedKernels& k = JAXPAGE_ISA::kPacked;
-  const int64_t num_panels = (p.num_out + kOutputsOfPanel - 1) / kOutputsOfPanel;
-  static thread_local std::vector<char> prepared;
-  static thread_local std::vector<float> row_scale;
-  static thread_local std::vector<int32_t> row_sum;
-  p.words = p.x;
-  if (p.type == Type::kI8 && !p.is_coded) {
-    row_scale.resize(p.num_rows), row_sum.resize(p.num_rows);
-    p.row_scale = row_scale.data();
-    p.row_sum = row_sum.data();
+// A product, and where the weights of its groups are.
+struct Product {
+  Packed p;
+  // The weight, the scales and the zeros of a group are so many bytes after those of the one
+  // before.
+  int64_t num_groups, bytes_of_group, bytes_of_scales, bytes_of_zeros;
+  // The rows of each group, which lie one group after the other; rows of none become zero. Null if
+  // all rows are of one group.
+  const int32_t* counts;
+};
+
+// Holds the words that products multiply by, of one product after the other, for the thread that
+// calls.
+class Prepared {
+ public:
+  // Makes room for the rows of a product, before any memory is given.
+  void reserve(const Packed& p) {
+    words_.resize(std::max<size_t>(words_.size(), p.num_rows * bytes_of_row(p) + 64));
+    if (p.narrow) wide_.resize(std::max<size_t>(wide_.size(), p.num_rows * p.num_in));
+    scales_.resize(std::max<size_t>(scales_.size(), p.num_rows));
+    sums_.resize(std::max<size_t>(sums_.size(), p.num_rows));
   }
-  if (const int64_t bytes = k.bytes_of_row(p)) {
-    prepared.resize(p.num_rows * bytes + 64);
-    // This thread's: the function below runs on other threads, where `prepared` is their own.
-    char* words = prepared.data();
-    in_parallel(pool, p.num_rows, 16, [&](int64_t row) { k.prepare(p, row, words + row * bytes); });
-    p.words = words;
+
+  // Gives a product its memory, and a phase that fills it where it needs one.
+  void add_phase(Packed& p, std::vector<Phase>& phases) {
+    if (p.narrow) p.x = wide_.data();
+    p.words = p.x;
+    p.row_scale = scales_.data();
+    p.row_sum = sums_.data();
+    const int64_t bytes = bytes_of_row(p);
+    if (bytes == 0 && !p.narrow) return;
+    char* words = words_.data();
+    if (bytes) p.words = words;
+    phases.push_back({p.num_rows, 16, [p, words, bytes](int64_t row) {
+                        JAXPAGE_ISA::kPacked.prepare(p, row, words + row * bytes);
+                      }});
   }
-  struct Unit {
-    int64_t group, row, end_row, panel;
-  };
-  std::vector<Unit> units;
-  int64_t first = 0;
-  for (int64_t group = 0; group < num_groups; ++group) {
-    const int64_t end = counts ? std::clamp(first + counts[group], first, p.num_rows) : p.num_rows;
-    for (int64_t panel = 0; first < end && panel < num_panels; panel += k.panels_at_once)
-      for (int64_t row = first; row < end; row += kRowsAtOnce)
-        units.push_back({group, row, std::min(row + kRowsAtOnce, end), panel});
-    first = end;
-  }
-  const int64_t bytes_of_result = p.num_out * (p.out_is_float ? 4 : 2);
-  std::memset(static_cast<char*>(p.out) + first * bytes_of_result, 0,
-              (p.num_rows - first) * bytes_of_result);
-  const int64_t count = units.size(),
-                at_once = std::clamp<int64_t>(count / (8 * pool.num_threads()), 1, 16);
-  in_parallel(pool, count, at_once, [&](int64_t index) {
-    const Unit& unit = units[index];
-    const auto after = [&](const void* array, int64_t bytes) {
-      return array ? static_cast<const char*>(array) + unit.group * bytes : nullptr;
-    };
-    Packed own = p;
-    own.panels = after(p.panels, bytes_of_group);
-    own.scale = after(p.scale, bytes_of_scales);
-    own.minimum = after(p.minimum, bytes_of_scales);
-    own.zero = after(p.zero, bytes_of_zeros);
-    k.multiply(own, unit.row, unit.end_row, unit.panel,
-               std::min(unit.panel + k.panels_at_once, num_panels));
-  });
+
+ private:
+  static int64_t bytes_of_row(const Packed& p) { return JAXPAGE_ISA::kPacked.bytes_of_row(p); }
+
+  std::vector<char> words_;
+  std::vector<float> wide_;
+  std::vector<float> scales_;
+  std::vector<int32_t> sums_;
+};
+
+Prepared& prepared() {
+  static thread_local Prepared of_thread;
+  return of_thread;
 }
 
-ffi::Error multiply_packed_any(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer panels,
-                               ffi::Buffer<ffi::F32> scale, ffi::Buffer<ffi::F32> bias,
-                               ffi::Buffer<ffi::S32> counts, ffi::Result<ffi::AnyBuffer> out,
-                               int64_t instructions, int64_t activation) {
-  Packed p{};
-  const auto xd = x.dimensions(), pd = panels.dimensions(), od = out->dimensions();
-  const auto type = panels.element_type();
-  p.out_is_float = out->element_type() == ffi::DataType::F32;
-  if (!type_of(type, true, &p.type) || p.type == Type::kF16 || p.type == Type::kF8 ||
-      x.element_type() != (type == ffi::DataType::S8 ? ffi::DataType::F32 : type) ||
-      (!p.out_is_float && out->element_type() != ffi::DataType::BF16) ||
-      instructions > best(p.type))
+// Adds the phases in which rows are multiplied.
+void add_phases(Product m, std::vector<Phase>& phases) {
+  Packed& p = m.p;
+  prepared().add_phase(p, phases);
+  const PackedKernels& k = JAXPAGE_ISA::kPacked;
+  const auto up = [](int64_t count, int64_t divisor) { return (count + divisor - 1) / divisor; };
+  const int64_t num_panels = up(p.num_out, kOutputsOfPanel);
+  struct Group {
+    int64_t index, row, end_row, end_unit;
+  };
+  std::vector<Group> groups;
+  int64_t row = 0, num_units = 0;
+  for (int64_t index = 0; index < m.num_groups; ++index) {
+    const int64_t end = m.counts ? std::clamp(row + m.counts[index], row, p.num_rows) : p.num_rows;
+    num_units += up(end - row, kRowsAtOnce) * up(num_panels, k.panels_at_once);
+    if (end > row) groups.push_back({index, row, end, num_units});
+    row = end;
+  }
+  const int64_t bytes_of_result = p.num_out * (p.out_is_float ? 4 : 2);
+  std::memset(static_cast<char*>(p.out) + row * bytes_of_result, 0,
+              (p.num_rows - row) * bytes_of_result);
+  // Units of the same panels are neighbours, so that a thread reads these once.
+  phases.push_back({num_units, 1, [m, k, num_panels, up, groups = std::move(groups)](int64_t unit) {
+                      auto group = groups.begin();
+                      while (group->end_unit <= unit) ++group;
+                      const int64_t blocks = up(group->end_row - group->row, kRowsAtOnce);
+                      if (group != groups.begin()) unit -= (group - 1)->end_unit;
+                      const int64_t row = group->row + unit % blocks * kRowsAtOnce,
+                                    panel = unit / blocks * k.panels_at_once;
+                      const auto after = [&](const void* array, int64_t bytes) {
+                        return array ? static_cast<const char*>(array) + group->index * bytes
+                                     : nullptr;
+                      };
+                      Packed own = m.p;
+                      own.panels = after(own.panels, m.bytes_of_group);
+                      own.scale = after(own.scale, m.bytes_of_scales);
+                      own.minimum = after(own.minimum, m.bytes_of_scales);
+                      own.zero = after(own.zero, m.bytes_of_zeros);
+                      k.multiply(own, row, std::min(row + kRowsAtOnce, group->end_row), panel,
+                                 std::min(panel + k.panels_at_once, num_panels));
+                    }});
+}
+
+// Rows of numbers, as an operation reads them.
+struct Numbers {
+  ffi::DataType type;
+  const void* data;
+  int64_t num_rows, width;
+};
+
+// Gives a product its inputs. Those of bfloat16 may be multiplied in float32.
+bool read_inputs(Packed& p, const Numbers& x, bool in_float32) {
+  p.num_rows = x.num_rows;
+  p.num_in = x.width;
+  p.x = x.data;
+  if (in_float32 && x.type == ffi::DataType::BF16) {
+    p.narrow = static_cast<const uint16_t*>(x.data);
+    return true;
+  }
+  return x.type == (in_float32 ? ffi::DataType::F32 : ffi::DataType::BF16);
+}
+
+// Describes a product with a weight in panels whose scales are of outputs.
+ffi::Error read_packed(Product& m, const Numbers& x, const ffi::AnyBuffer& panels,
+                       const ffi::AnyBuffer& scale, ffi::AnyBuffer& out, int64_t instructions) {
+  Packed& p = m.p;
+  const auto pd = panels.dimensions(), od = out.dimensions();
+  p.out_is_float = out.element_type() == ffi::DataType::F32;
+  if (!type_of(panels.element_type(), true, &p.type) || p.type == Type::kF16 ||
+      p.type == Type::kF8 || !read_inputs(p, x, p.type != Type::kBF16) ||
+      (p.narrow && p.type == Type::kF32) ||
+      (!p.out_is_float && out.element_type() != ffi::DataType::BF16) ||
+      scale.element_type() != ffi::DataType::F32 || instructions > best(p.type))
     return ffi::Error::InvalidArgument("no kernel for a product of these types");
   const int64_t numbers = p.type == Type::kF32 ? 1 : p.type == Type::kBF16 ? 2 : 4;
-  if (xd.size() != 2 || od.size() != 2 || pd.size() != 5 || od[0] != xd[0] ||
-      pd[3] != kOutputsOfPanel || pd[4] != numbers || (xd[1] + numbers - 1) / numbers != pd[2] ||
+  if (od.size() != 2 || pd.size() != 5 || od[0] != x.num_rows || pd[3] != kOutputsOfPanel ||
+      pd[4] != numbers || (x.width + numbers - 1) / numbers != pd[2] ||
       (od[1] + kOutputsOfPanel - 1) / kOutputsOfPanel != pd[1] ||
-      scale.element_count() != static_cast<size_t>(p.type == Type::kI8 ? pd[0] * od[1] : 0) ||
-      (bias.element_count() &&
-       (bias.element_count() != static_cast<size_t>(od[1]) || pd[0] != 1)) ||
-      (counts.element_count() ? counts.element_count() != static_cast<size_t>(pd[0]) : pd[0] != 1))
+      scale.element_count() != static_cast<size_t>(p.type == Type::kI8 ? pd[0] * od[1] : 0))
     return ffi::Error::InvalidArgument("the shapes of a weight in panels do not fit");
   p.instructions = static_cast<int>(instructions);
-  p.x = x.untyped_data();
   p.panels = panels.untyped_data();
-  p.out = out->untyped_data();
-  p.scale = p.type == Type::kI8 ? scale.typed_data() : nullptr;
-  p.bias = bias.element_count() ? bias.typed_data() : nullptr;
-  p.activation = static_cast<Activation>(activation);
-  p.num_rows = xd[0];
-  p.num_in = xd[1];
+  p.out = out.untyped_data();
+  p.scale = p.type == Type::kI8 ? scale.untyped_data() : nullptr;
   p.num_out = od[1];
   p.num_words = pd[2];
-  multiply_packed(pool, p, counts, pd[0], panels.size_bytes() / pd[0], scale.size_bytes() / pd[0],
-                  0);
+  m.num_groups = pd[0];
+  m.bytes_of_group = panels.size_bytes() / pd[0];
+  m.bytes_of_scales = scale.size_bytes() / pd[0];
   return ffi::Error::Success();
 }
 
-// Scales, zeros and minima are in panels as codes are; with `scale_row`, which all groups share,
-// they are as they were.
-ffi::Error multiply_coded(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer panels,
-                          ffi::AnyBuffer scale, ffi::Buffer<ffi::F32> zero, ffi::AnyBuffer minimum,
-                          ffi::Buffer<ffi::S32> scale_row, ffi::Buffer<ffi::S32> counts,
-                          ffi::Result<ffi::AnyBuffer> out, int64_t code, int64_t group_size,
-                          int64_t instructions) {
-  Packed p{};
-  const auto xd = x.dimensions(), pd = panels.dimensions(), sd = scale.dimensions(),
-             od = out->dimensions();
-  if (xd.size() != 2 || od.size() != 2 || pd.size() != 5 || sd.size() < 3)
+// Describes a product with codes in panels. Scales, zeros and minima are in panels as codes are;
+// with `scale_row`, which all groups share, they are as they were.
+ffi::Error read_coded(Product& m, const Numbers& x, const ffi::AnyBuffer& panels,
+                      const ffi::AnyBuffer& scale, const ffi::AnyBuffer& zero,
+                      const ffi::AnyBuffer& minimum, const ffi::Buffer<ffi::S32>* scale_row,
+                      ffi::AnyBuffer& out, Code code, int64_t group_size, int64_t instructions) {
+  Packed& p = m.p;
+  const auto pd = panels.dimensions(), sd = scale.dimensions(), od = out.dimensions();
+  if (od.size() != 2 || pd.size() != 5 || sd.size() < 3)
     return ffi::Error::InvalidArgument("wrong number of axes");
   p.is_coded = true;
-  p.code = static_cast<Code>(code);
+  p.code = code;
   p.group_size = group_size;
-  p.num_rows = xd[0];
-  p.num_in = xd[1];
   p.num_out = od[1];
-  p.num_groups = scale_row.element_count() ? sd[sd.size() - 1] : sd[2];
+  p.num_groups = scale_row ? sd[sd.size() - 1] : sd[2];
   const int64_t codes = p.code == Code::kInt4 || p.code == Code::kFloat4 ? 2 : 1;
-  p.out_is_float = out->element_type() == ffi::DataType::F32;
+  p.out_is_float = out.element_type() == ffi::DataType::F32;
   if (!type_of(scale.element_type(), false, &p.scale_type) ||
-      minimum.element_type() != scale.element_type() ||
-      (scale_row.element_count() && p.scale_type != Type::kF32) ||
-      instructions > best(Type::kBF16) ||
-      x.element_type() != (instructions ? ffi::DataType::BF16 : ffi::DataType::F32) ||
-      (!p.out_is_float && out->element_type() != ffi::DataType::BF16))
+      minimum.element_type() != scale.element_type() || zero.element_type() != ffi::DataType::F32 ||
+      (scale_row && p.scale_type != Type::kF32) || instructions > best(Type::kBF16) ||
+      !read_inputs(p, x, !instructions) ||
+      (!p.out_is_float && out.element_type() != ffi::DataType::BF16))
     return ffi::Error::InvalidArgument("no kernel for a product of these types");
-  if (od[0] != xd[0] || pd[3] != kOutputsOfPanel || pd[4] != 1 || pd[2] * codes != p.num_in ||
+  if (od[0] != x.num_rows || pd[3] != kOutputsOfPanel || pd[4] != 1 || pd[2] * codes != p.num_in ||
       group_size % codes || (instructions && (p.num_in % 2 || group_size % 2)) ||
       (p.num_out + kOutputsOfPanel - 1) / kOutputsOfPanel != pd[1] ||
       (p.num_in + group_size - 1) / group_size != p.num_groups || sd[0] != pd[0] ||
-      (scale_row.element_count() ? scale_row.element_count() != static_cast<size_t>(p.num_out)
-                                 : sd[1] != pd[1]) ||
+      (scale_row ? scale_row->element_count() != static_cast<size_t>(p.num_out) : sd[1] != pd[1]) ||
       (zero.element_count() && zero.element_count() != scale.element_count()) ||
-      (minimum.element_count() && minimum.element_count() != scale.element_count()) ||
-      (counts.element_count() ? counts.element_count() != static_cast<size_t>(pd[0]) : pd[0] != 1))
+      (minimum.element_count() && minimum.element_count() != scale.element_count()))
     return ffi::Error::InvalidArgument("the shapes of a weight in panels do not fit");
+  const auto data = [](const ffi::AnyBuffer& array) {
+    return array.element_count() ? array.untyped_data() : nullptr;
+  };
   p.instructions = static_cast<int>(instructions);
   p.num_words = p.num_in / 2;
-  p.x = x.untyped_data();
   p.panels = panels.untyped_data();
-  p.out = out->untyped_data();
+  p.out = out.untyped_data();
   p.scale = scale.untyped_data();
-  p.zero = zero.element_count() ? zero.typed_data() : nullptr;
-  p.minimum = minimum.element_count() ? minimum.untyped_data() : nullptr;
-  p.scale_row = scale_row.element_count() ? scale_row.typed_data() : nullptr;
-  multiply_packed(pool, p, counts, pd[0], panels.size_bytes() / pd[0], scale.size_bytes() / pd[0],
-                  zero.size_bytes() / pd[0]);
+  p.zero = data(zero);
+  p.minimum = data(minimum);
+  p.scale_row = scale_row ? scale_row->typed_data() : nullptr;
+  m.num_groups = pd[0];
+  m.bytes_of_group = panels.size_bytes() / pd[0];
+  m.bytes_of_scales = scale.size_bytes() / pd[0];
+  m.bytes_of_zeros = zero.size_bytes() / pd[0];
   return ffi::Error::Success();
 }
 
-ffi::Error each_row(ffi::ThreadPool& pool, Rows& p, void (*function)(const Rows&, int64_t),
-                    int64_t num_rows, ffi::AnyBuffer& x, ffi::Result<ffi::AnyBuffer>& out) {
-  if (!type_of(x.element_type(), false, &p.type) || p.type == Type::kF16 ||
-      out->element_type() != x.element_type())
+// Multiplies rows by the weight of their group. Without counts there is one group.
+ffi::Error multiply(ffi::ThreadPool& pool, Product& m, const ffi::Buffer<ffi::S32>& counts) {
+  const size_t num_counts = counts.element_count();
+  if (num_counts ? num_counts != static_cast<size_t>(m.num_groups) : m.num_groups != 1)
+    return ffi::Error::InvalidArgument("the shapes of a weight in panels do not fit");
+  m.counts = num_counts ? counts.typed_data() : nullptr;
+  prepared().reserve(m.p);
+  std::vector<Phase> phases;
+  add_phases(m, phases);
+  run_phases(pool, std::move(phases));
+  return ffi::Error::Success();
+}
+
+// Returns the rows of an array with two axes; an array with others has no rows that fit.
+Numbers numbers_of(const ffi::AnyBuffer& x) {
+  const auto d = x.dimensions();
+  return {x.element_type(), x.untyped_data(), d.size() == 2 ? d[0] : -1, d.size() == 2 ? d[1] : -1};
+}
+
+ffi::Error multiply_packed(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer panels,
+                           ffi::AnyBuffer scale, ffi::Buffer<ffi::F32> bias,
+                           ffi::Buffer<ffi::S32> counts, ffi::Result<ffi::AnyBuffer> out,
+                           int64_t instructions, int64_t activation) {
+  Product m{};
+  if (auto error = read_packed(m, numbers_of(x), panels, scale, *out, instructions);
+      error.failure())
+    return error;
+  if (bias.element_count() &&
+      (bias.element_count() != static_cast<size_t>(m.p.num_out) || m.num_groups != 1))
+    return ffi::Error::InvalidArgument("the shapes of a weight in panels do not fit");
+  m.p.bias = bias.element_count() ? bias.typed_data() : nullptr;
+  m.p.activation = static_cast<Activation>(activation);
+  return multiply(pool, m, counts);
+}
+
+ffi::Error multiply_coded(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer panels,
+                          ffi::AnyBuffer scale, ffi::AnyBuffer zero, ffi::AnyBuffer minimum,
+                          ffi::Buffer<ffi::S32> scale_row, ffi::Buffer<ffi::S32> counts,
+                          ffi::Result<ffi::AnyBuffer> out, int64_t code, int64_t group_size,
+                          int64_t instructions) {
+  Product m{};
+  if (auto error = read_coded(m, numbers_of(x), panels, scale, zero, minimum,
+                              scale_row.element_count() ? &scale_row : nullptr, *out,
+                              static_cast<Code>(code), group_size, instructions);
+      error.failure())
+    return error;
+  return multiply(pool, m, counts);
+}
+
+typedef void (*RowKernel)(const Rows&, int64_t row);
+
+// Gives rows their memory, of the same type before and after.
+ffi::Error give_memory(Rows& p, ffi::DataType type, const void* x, ffi::AnyBuffer& out) {
+  if (!type_of(type, false, &p.type) || p.type == Type::kF16 || out.element_type() != type)
     return ffi::Error::InvalidArgument("no kernel for rows of these types");
-  p.x = x.untyped_data();
-  p.out = out->untyped_data();
-  in_parallel(pool, num_rows, std::max<int64_t>(1, kNumbersOfUnit / std::max<int64_t>(1, p.width)),
-              [&](int64_t row) { function(p, row); });
+  p.x = x;
+  p.out = out.untyped_data();
+  return ffi::Error::Success();
+}
+
+Phase phase_of(const Rows& p, RowKernel kernel, int64_t num_rows) {
+  return {num_rows, std::max<int64_t>(1, kNumbersOfUnit / std::max<int64_t>(1, p.width)),
+          [p, kernel](int64_t row) { kernel(p, row); }};
+}
+
+ffi::Error each_row(ffi::ThreadPool& pool, Rows& p, RowKernel kernel, int64_t num_rows,
+                    ffi::AnyBuffer& x, ffi::Result<ffi::AnyBuffer>& out) {
+  if (auto error = give_memory(p, x.element_type(), x.untyped_data(), *out); error.failure())
+    return error;
+  run_phases(pool, {phase_of(p, kernel, num_rows)});
   return ffi::Error::Success();
 }
 
@@ -679,6 +654,153 @@ ffi::Error split_and_rotate(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::Buffer<
   return turn_heads(pool, p, xd[0], x, cos, sin, queries);
 }
 
+// Names the operation of a stage, on the rows that the one before it made.
+enum class Operation : int64_t {
+  kMultiply,    // takes panels, scales, zeros and minima
+  kNorm,        // takes scales
+  kAddAndNorm,  // takes rows and scales; gives sums and normed sums
+  kGate,
+  kAdd  // adds the sums of the last kAddAndNorm
+};
+constexpr size_t kNumArgs[] = {4, 1, 2, 0, 0}, kNumRets[] = {1, 1, 2, 1, 1};
+
+struct Stage {
+  Operation operation;
+  // A product has the code (-1 for a weight of numbers or of int8), the inputs that share a scale,
+  // and the instructions; a gate has the activation.
+  int64_t numbers[3];
+};
+
+// Reads the stages of a fusion and their arrays, and makes phases of them.
+class Fusion {
+ public:
+  Fusion(const ffi::AnyBuffer& x, const ffi::RemainingArgs& args, const ffi::RemainingRets& rets,
+         float epsilon, float offset)
+      : args_(args), rets_(rets), x_(numbers_of(x)), epsilon_(epsilon), offset_(offset) {}
+
+  ffi::Error read(const Stage& stage) {
+    const size_t operation = static_cast<size_t>(stage.operation);
+    if (operation > static_cast<size_t>(Operation::kAdd) ||
+        next_arg_ + kNumArgs[operation] > args_.size() ||
+        next_ret_ + kNumRets[operation] > rets_.size())
+      return ffi::Error::InvalidArgument("a fusion lacks arrays");
+    ffi::AnyBuffer out = ret(kNumRets[operation] - 1);
+    if (auto error = stage.operation == Operation::kMultiply ? read_product(stage, out)
+                                                             : read_rows(stage, out);
+        error.failure())
+      return error;
+    next_arg_ += kNumArgs[operation];
+    next_ret_ += kNumRets[operation];
+    x_ = numbers_of(out);
+    return ffi::Error::Success();
+  }
+
+  // All products are prepared in the same memory, one after the other.
+  std::vector<Phase> phases() const {
+    for (const Part& part : parts_)
+      if (!part.kernel) prepared().reserve(part.product.p);
+    std::vector<Phase> phases;
+    for (const Part& part : parts_) {
+      if (part.kernel) phases.push_back(phase_of(part.rows, part.kernel, x_.num_rows));
+      else add_phases(part.product, phases);
+    }
+    return phases;
+  }
+
+ private:
+  struct Part {
+    Product product;
+    Rows rows;
+    RowKernel kernel;  // null for a product
+  };
+
+  ffi::AnyBuffer arg(size_t i) const { return *args_.get<ffi::AnyBuffer>(next_arg_ + i); }
+  ffi::AnyBuffer ret(size_t i) const { return **rets_.get<ffi::AnyBuffer>(next_ret_ + i); }
+
+  ffi::Error read_product(const Stage& stage, ffi::AnyBuffer& out) {
+    Product m{};
+    const auto [code, group_size, instructions] = stage.numbers;
+    if (auto error = code < 0 ? read_packed(m, x_, arg(0), arg(1), out, instructions)
+                              : read_coded(m, x_, arg(0), arg(1), arg(2), arg(3), nullptr, out,
+                                           static_cast<Code>(code), group_size, instructions);
+        error.failure())
+      return error;
+    if (m.num_groups != 1)
+      return ffi::Error::InvalidArgument("the shapes of a weight in panels do not fit");
+    parts_.push_back({m, {}, nullptr});
+    return ffi::Error::Success();
+  }
+
+  ffi::Error read_rows(const Stage& stage, ffi::AnyBuffer& out) {
+    const RowKernels& k = JAXPAGE_ISA::kRows;
+    RowKernel kernel = k.rms_norm;
+    Rows p{};
+    p.width = stage.operation == Operation::kGate ? x_.width / 2 : x_.width;
+    p.epsilon = epsilon_;
+    p.offset = offset_;
+    if (!are_rows(out, p.width))
+      return ffi::Error::InvalidArgument("the shapes of a fusion do not fit");
+    if (stage.operation == Operation::kGate) {
+      kernel = k.gate;
+      p.activation = static_cast<Activation>(stage.numbers[0]);
+    } else if (stage.operation == Operation::kAdd) {
+      if (!sum_ || sum_width_ != p.width)
+        return ffi::Error::InvalidArgument("a fusion lacks a sum");
+      kernel = k.add;
+      p.added = sum_;
+      p.sum = out.untyped_data();
+    } else {
+      const ffi::AnyBuffer scale = arg(kNumArgs[static_cast<size_t>(stage.operation)] - 1);
+      if (scale.element_count() != static_cast<size_t>(p.width) ||
+          !type_of(scale.element_type(), false, &p.scale_type))
+        return ffi::Error::InvalidArgument("the shapes of a norm do not fit");
+      p.scale = scale.untyped_data();
+    }
+    if (stage.operation == Operation::kAddAndNorm) {
+      const ffi::AnyBuffer added = arg(0);
+      ffi::AnyBuffer both = ret(0);
+      if (!are_rows(added, p.width) || !are_rows(both, p.width))
+        return ffi::Error::InvalidArgument("the shapes of a sum do not fit");
+      p.added = added.untyped_data();
+      p.sum = sum_ = both.untyped_data();
+      sum_width_ = p.width;
+    }
+    parts_.push_back({{}, p, kernel});
+    return give_memory(parts_.back().rows, x_.type, x_.data, out);
+  }
+
+  bool are_rows(const ffi::AnyBuffer& array, int64_t width) const {
+    const Numbers numbers = numbers_of(array);
+    return numbers.type == x_.type && numbers.num_rows == x_.num_rows && numbers.width == width;
+  }
+
+  ffi::RemainingArgs args_;
+  ffi::RemainingRets rets_;
+  size_t next_arg_ = 0, next_ret_ = 0;
+  Numbers x_;  // what the last stage made
+  void* sum_ = nullptr;
+  int64_t sum_width_ = 0;
+  float epsilon_, offset_;
+  std::vector<Part> parts_;
+};
+
+// Computes stages one after the other, each as it is computed alone, in the phases of one call: the
+// threads stay together, and XLA starts no operation in between.
+ffi::Error run_fusion(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::RemainingArgs args,
+                      ffi::RemainingRets rets, ffi::Span<const int64_t> stages, float epsilon,
+                      float offset) {
+  Fusion fusion(x, args, rets, epsilon, offset);
+  constexpr size_t kNumbers = sizeof(Stage) / sizeof(int64_t);
+  for (size_t i = 0; i + kNumbers <= stages.size(); i += kNumbers) {
+    const int64_t* s = stages.begin() + i;
+    if (auto error = fusion.read({static_cast<Operation>(s[0]), {s[1], s[2], s[3]}});
+        error.failure())
+      return error;
+  }
+  run_phases(pool, fusion.phases());
+  return ffi::Error::Success();
+}
+
 }  // namespace
 
 extern "C" int jaxpage_instructions(bool of_int8) {
@@ -741,12 +863,12 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxpage_attend_both_ways, attend_both_ways,
                                   .Attr<float>("scale")
                                   .Attr<int64_t>("reach"));
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxpage_multiply_packed, multiply_packed_any,
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxpage_multiply_packed, multiply_packed,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::ThreadPool>()
                                   .Arg<ffi::AnyBuffer>()
                                   .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::AnyBuffer>()
                                   .Arg<ffi::Buffer<ffi::F32>>()
                                   .Arg<ffi::Buffer<ffi::S32>>()
                                   .Ret<ffi::AnyBuffer>()
@@ -759,7 +881,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxpage_multiply_coded, multiply_coded,
                                   .Arg<ffi::AnyBuffer>()
                                   .Arg<ffi::AnyBuffer>()
                                   .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::AnyBuffer>()
                                   .Arg<ffi::AnyBuffer>()
                                   .Arg<ffi::Buffer<ffi::S32>>()
                                   .Arg<ffi::Buffer<ffi::S32>>()
@@ -767,6 +889,16 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxpage_multiply_coded, multiply_coded,
                                   .Attr<int64_t>("code")
                                   .Attr<int64_t>("group_size")
                                   .Attr<int64_t>("instructions"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxpage_run_fusion, run_fusion,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .RemainingArgs()
+                                  .RemainingRets()
+                                  .Attr<ffi::Span<const int64_t>>("stages")
+                                  .Attr<float>("epsilon")
+                                  .Attr<float>("offset"));
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxpage_gate, gate,
                               ffi::Ffi::Bind()

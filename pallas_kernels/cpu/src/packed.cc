@@ -27,6 +27,14 @@ constexpr int kMostPanels = 4, kManyPanels = 4, kMostRows = 6, kFewRows = 6;
 constexpr int kMostPanels = 2, kManyPanels = 1, kMostRows = 6, kFewRows = 2;
 #define JAXPAGE_DOT
 #endif
+// Words of a panel, and codes, are fetched so long before they are read; words into the second
+// cache (2) or the first one (3). Only those for AVX2 were measured with threads that read their
+// own parts.
+#if defined(__AVX2__) && !defined(__AVX512F__)
+constexpr int kWordsAhead = 128, kCacheAhead = 2, kCodesAhead = 256;
+#else
+constexpr int kWordsAhead = 32, kCacheAhead = 3, kCodesAhead = 64;
+#endif
 static_assert(kRowsAtOnce % kMostRows == 0, "a block of rows has whole tiles");
 
 // Up to this many rows, make the parts of words in registers and multiply at once. With more rows
@@ -244,14 +252,24 @@ JAXPAGE_AMX void amx_square(TileRows& tile_rows, int count, int next_count, cons
 class TileRows {};
 #endif
 
-// Reads the words of some panels, each of which begins `panel` words after the one before it.
+// Reads the words of some panels, each of which begins `panel` words after the one before it. The
+// words that follow are fetched some time before: at the end of these panels, those of the next.
 struct Stored {
   const uint32_t* first;
-  int64_t panel;
+  int64_t panel, last_fetched, to_next;
+
+  Stored(const uint32_t* first, int64_t panel, int64_t num_words, int num_panels)
+      : first(first),
+        panel(panel),
+        last_fetched(num_words - kWordsAhead),
+        to_next((num_panels - 1) * panel) {}
+
   Words at(int v, int64_t k) const {
     const uint32_t* from =
         first + v / kParts * panel + k * kOutputsOfPanel + v % kParts * kNativeLanes;
-    if (v % kParts == 0) __builtin_prefetch(from + 512);
+    if (v % kParts == 0)
+      __builtin_prefetch(from + kWordsAhead * kOutputsOfPanel + (k < last_fetched ? 0 : to_next), 0,
+                         kCacheAhead);
     return raw_at<Words>(from);
   }
 };
@@ -388,7 +406,8 @@ JAXPAGE_DOT void words(TileRows& tile_rows, int instructions, int64_t num_rows,
       begin = whole;
     }
 #endif
-  all_rows<Word, kPanels>(num_rows, x, num_words, Stored{w, panel}, begin, end, total);
+  all_rows<Word, kPanels>(num_rows, x, num_words, Stored(w, panel, num_words, kPanels), begin, end,
+                          total);
 }
 
 // The words of a panel in a buffer, which stays in the first cache.
@@ -426,7 +445,7 @@ JAXPAGE_DOT void panels(const Packed& p, int64_t row, int64_t end_row, int64_t f
   do {
     const int64_t end = std::min(begin + block, p.num_words);
     if (in_buffer) {
-      make_words<Word, kPanels>(Stored{w, panel}, begin, end, buffer);
+      make_words<Word, kPanels>(Stored(w, panel, p.num_words, kPanels), begin, end, buffer);
       const uint32_t* from = buffer - begin * kSteps * kOutputsOfPanel;  // where word 0 would be
       words<Made, kPanels>(tile_rows, p.instructions, num_rows, x, p.num_words * kSteps, from,
                            kPanelOfBuffer, begin * kSteps, end * kSteps, total);
@@ -489,7 +508,7 @@ struct Codes {
   Words at(int v, int64_t k) const {
     const uint8_t* at =
         first + v / kParts * panel + k * kOutputsOfPanel + v % kParts * kNativeLanes;
-    if (v % kParts == 0) __builtin_prefetch(at + 64 * kOutputsOfPanel);
+    if (v % kParts == 0) __builtin_prefetch(at + kCodesAhead * kOutputsOfPanel);
     if constexpr (code == Code::kInt8)
       return (Words)widen_part(reinterpret_cast<const int8_t*>(at));
     return (Words)widen_part(at);
@@ -729,26 +748,33 @@ void round_row(const Packed& p, int64_t row, void* words) {
   p.row_scale[row] = scale;
   // The sum with 1.5 * 2^23 rounds to an integer: float32 has no bits for what is below one there.
   const Vec inverse = splat(1.0f / scale), magic = splat(12582912.0f);
-  auto* to = static_cast<uint32_t*>(words);
-  int32_t sum = 0;
   // The words before it are multiplied in tiles of AMX, whose sums have nothing too much.
   const int64_t first_dot = p.instructions == kTiles ? p.num_words / 16 * 16 : 0;
+  Int sums = {};
   for (int64_t i = 0; i < p.num_in; i += kLanes) {
     const Vec whole = at(i) * inverse;
     const Int rounded = to_int(select(whole == whole, (whole + magic) - magic, Vec{}));
-    for (int lane = 0; lane < kLanes && i + lane < p.num_words * 4; lane += 4) {
-      const uint32_t n[4] = {(uint32_t)rounded[lane], (uint32_t)rounded[lane + 1],
-                             (uint32_t)rounded[lane + 2], (uint32_t)rounded[lane + 3]};
-      const int64_t k = (i + lane) / 4;
-      if (k >= first_dot) sum += n[0] + n[1] + n[2] + n[3];
-      if (p.instructions) {
-        to[k] = (n[0] & 255) | (n[1] & 255) << 8 | (n[2] & 255) << 16 | n[3] << 24;
-      } else {
-        to[2 * k] = (n[0] & 0xffff) | n[2] << 16;
-        to[2 * k + 1] = (n[1] & 0xffff) | n[3] << 16;
+    if (i >= first_dot * 4) sums += rounded;
+    int32_t n[kLanes];
+    std::memcpy(n, &rounded, sizeof(n));
+    const int64_t count = std::min<int64_t>(kLanes, p.num_words * 4 - i);
+    if (p.instructions) {
+      int8_t bytes[kLanes];
+      for (int lane = 0; lane < kLanes; ++lane) bytes[lane] = static_cast<int8_t>(n[lane]);
+      std::memcpy(static_cast<int8_t*>(words) + i, bytes, count);
+    } else {
+      int16_t pairs[kLanes];  // as `FourWord` has them
+      for (int lane = 0; lane < kLanes; lane += 4) {
+        pairs[lane] = static_cast<int16_t>(n[lane]);
+        pairs[lane + 1] = static_cast<int16_t>(n[lane + 2]);
+        pairs[lane + 2] = static_cast<int16_t>(n[lane + 1]);
+        pairs[lane + 3] = static_cast<int16_t>(n[lane + 3]);
       }
+      std::memcpy(static_cast<int16_t*>(words) + i, pairs, count * 2);
     }
   }
+  int32_t sum = 0;
+  for (int lane = 0; lane < kLanes; ++lane) sum += sums[lane];
   p.row_sum[row] = sum;
 }
 
@@ -765,7 +791,14 @@ void sum_groups(const Packed& p, int64_t row, float* sums) {
 }
 
 void prepare(const Packed& p, int64_t row, void* words) {
-  if (p.is_coded) return sum_groups(p, row, static_cast<float*>(words));
+  if (p.narrow) {
+    auto* wide = static_cast<uint32_t*>(const_cast<void*>(p.x)) + row * p.num_in;
+    for (int64_t i = 0; i < p.num_in; ++i) wide[i] = uint32_t{p.narrow[row * p.num_in + i]} << 16;
+  }
+  if (p.is_coded) {
+    if (p.zero || p.minimum) sum_groups(p, row, static_cast<float*>(words));
+    return;
+  }
   if (p.type == Type::kI8) return round_row(p, row, words);
   const uint16_t* x = static_cast<const uint16_t*>(p.x) + row * p.num_in;
   if (p.instructions) {

@@ -32,6 +32,8 @@ struct Packed {
   // The inputs [T, I]: float32 for kI8, and for codes without instructions; bfloat16 for codes with
   // them; else of the weight's type.
   const void* x;
+  // The inputs in bfloat16, of which `prepare` makes those in float32; or null.
+  const uint16_t* narrow;
   // The words of x [T, ...] as `prepare` makes them, or x itself. For codes with bfloat16 inputs
   // these are the sums [T, J] of x.
   const void* words;

@@ -48,17 +48,23 @@ void gate(const Rows& p, int64_t row) {
 }
 
 template <typename Stored>
+void add(const Rows& p, int64_t row) {
+  typedef typename Stored::type Number;
+  const Number* x = static_cast<const Number*>(p.x) + row * p.width;
+  const Number* added = static_cast<const Number*>(p.added) + row * p.width;
+  Number* both = static_cast<Number*>(p.sum) + row * p.width;
+  for (int64_t i = 0; i < p.width; i += kLanes)
+    store<Stored>(both, i, p.width, load<Stored>(x, i, p.width) + load<Stored>(added, i, p.width));
+}
+
+template <typename Stored>
 void rms_norm(const Rows& p, int64_t row) {
   typedef typename Stored::type Number;
   const Number* x = static_cast<const Number*>(p.x) + row * p.width;
   Number* out = static_cast<Number*>(p.out) + row * p.width;
   if (p.added) {
-    const Number* added = static_cast<const Number*>(p.added) + row * p.width;
-    Number* both = static_cast<Number*>(p.sum) + row * p.width;
-    for (int64_t i = 0; i < p.width; i += kLanes)
-      store<Stored>(both, i, p.width,
-                    load<Stored>(x, i, p.width) + load<Stored>(added, i, p.width));
-    x = both;
+    add<Stored>(p, row);
+    x = static_cast<const Number*>(p.sum) + row * p.width;
   }
   // Four sums, because one alone would wait for each addition before it.
   Vec squares[4] = {};
@@ -152,8 +158,9 @@ void rotate(const Rows& p, int64_t row) {
 
 }  // namespace
 
-extern const RowKernels kRows = {JAXPAGE_OF_TYPE(gate), JAXPAGE_OF_TYPE(rms_norm),
-                                 JAXPAGE_OF_TYPE(layer_norm), JAXPAGE_OF_TYPE(rotate)};
+extern const RowKernels kRows = {JAXPAGE_OF_TYPE(gate), JAXPAGE_OF_TYPE(add),
+                                 JAXPAGE_OF_TYPE(rms_norm), JAXPAGE_OF_TYPE(layer_norm),
+                                 JAXPAGE_OF_TYPE(rotate)};
 
 }  // namespace JAXPAGE_ISA
 }  // namespace jaxpage

@@ -24,7 +24,7 @@ struct Rows {
   const void* bias;   // of layer norms; or null
   float epsilon, offset;
 
-  const void* added;  // to x before a norm; or null
+  const void* added;  // to x, alone or before a norm; or null
   void* sum;          // what is normed then, rounded; null if nobody wants it, in layer norms
 
   const float *cos, *sin;  // [T, E], of rotations
@@ -37,6 +37,7 @@ struct Rows {
 struct RowKernels {
   // The inputs x [T, 2 F] are gates, then what they multiply.
   void (*gate)(const Rows&, int64_t row);
+  void (*add)(const Rows&, int64_t row);
   void (*rms_norm)(const Rows&, int64_t row);
   void (*layer_norm)(const Rows&, int64_t row);
   // Rotates a head of x, of which the numbers i and E + i are a pair. What follows the pairs stays,

@@ -1,0 +1,45 @@
+"""Computes the feed-forward half of a layer with all that is around it in one call."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+from jaxtyping import Array, Float
+
+from jaxpage.layers.activations import name_in_kernels
+from jaxpage.layers.fusion import AddAndNorm, AddSum, Gate, Multiply, Stage, fusion_kernel, takes
+from jaxpage.layers.mlp import GatedMLP
+from jaxpage.layers.norms import RMSNorm
+from jaxpage.layers.packed import PackedLinear
+from jaxpage.layers.quantized import QuantizedLinear
+from jaxpage.layers.trace_scope import trace_scope
+
+
+@jax.named_scope("product")
+def add_and_feed(
+    norm: Any, mlp: Any, x_TD: Float[Array, "T D"], added_TD: Float[Array, "T D"]
+) -> Float[Array, "T D"] | None:
+    """Returns `s + mlp(norm(s))` of the sum s of both rows in one call; None where no kernel does.
+
+    If the second rows are a product, the call computes it, too.
+    """
+    run_fusion = fusion_kernel(x_TD.dtype)
+    if run_fusion is None or type(norm) is not RMSNorm or norm.scale is None or norm.groups > 1:
+        return None
+    if type(mlp) is not GatedMLP or (name := name_in_kernels(mlp.activation)) is None:
+        return None
+    stages: list[Stage] = [AddAndNorm(x_TD, norm.scale[...]), Gate(name), AddSum()]
+    for place, linear in ((1, mlp.gate_up), (3, mlp.down)):
+        if type(linear) not in (PackedLinear, QuantizedLinear):
+            return None
+        is_plain = linear.bias is None and linear.lora is None and linear.result is None
+        weight = linear.weight
+        if not is_plain or not takes(weight, x_TD.dtype):
+            return None
+        stages.insert(place, Multiply(weight))
+    matmul = trace_scope().matmuls.get(id(added_TD))
+    if matmul is not None:
+        _, added_TD, output_weight = matmul
+        stages.insert(0, Multiply(output_weight))
+    return run_fusion(added_TD, stages, norm.epsilon, norm.offset)
