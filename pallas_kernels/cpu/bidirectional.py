@@ -43,7 +43,7 @@ def attend_bidirectional(
         reach: How many positions to both sides a token sees; None for all.
     """
     shape = jax.ShapeDtypeStruct(q_TNH.shape, q_TNH.dtype)
-    call = jax.ffi.ffi_call("jaxpage_attend_both_ways", shape, vmap_method="sequential")
+    call = jax.ffi.ffi_call("jaxpage_attend_bidirectional", shape, vmap_method="sequential")
     out_TNH: jax.Array = call(
         q_TNH,
         k_TKH,

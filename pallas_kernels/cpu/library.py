@@ -31,7 +31,7 @@ _FORM = "with a digest"  # part of a file's name, so that files of another form 
 FUNCTIONS = (
     "jaxpage_attend",
     "jaxpage_write_and_attend",
-    "jaxpage_attend_both_ways",
+    "jaxpage_attend_bidirectional",
     "jaxpage_multiply_packed",
     "jaxpage_multiply_coded",
     "jaxpage_run_fusion",

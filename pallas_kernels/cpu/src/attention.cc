@@ -46,7 +46,7 @@ void write_quantized(const Attention& a, const void* from, int64_t token, void* 
   }
 }
 
-// So many vectors of sums of kMostHeads heads stay in registers.
+// So many vectors of sums of kMaxHeads heads stay in registers.
 constexpr int kVecsAtOnce = kParts == 1 ? 4 : 1;
 
 // Functions that read the pages of one key/value head, from its first number on, for a vector of
@@ -136,14 +136,14 @@ void for_page(Type type, const Run& run) {
   }
 }
 
-// Calls run(count) with the number of query heads, at most kMostHeads, as a constant.
+// Calls run(count) with the number of query heads, at most kMaxHeads, as a constant.
 template <typename Run>
 void for_heads(int64_t count, const Run& run) {
   switch (count) {
     case 1: return run(std::integral_constant<int, 1>());
     case 2: return run(std::integral_constant<int, 2>());
     case 3: return run(std::integral_constant<int, 3>());
-    default: return run(std::integral_constant<int, kMostHeads>());
+    default: return run(std::integral_constant<int, kMaxHeads>());
   }
 }
 
@@ -325,8 +325,8 @@ void attend_together(const Attention& a, const Unit* units, int num_tokens) {
     for_page(a.page_type, [&](auto page) {
       read_tile<decltype(page)>(a, tile, k_pages, v_pages, keys, values);
     });
-    for (int i = 0; i < num_heads; i += kMostHeads)
-      for_heads(std::min(kMostHeads, num_heads - i),
+    for (int i = 0; i < num_heads; i += kMaxHeads)
+      for_heads(std::min(kMaxHeads, num_heads - i),
                 [&](auto some) { score_tile<decltype(some)::value>(a, heads + i, keys); });
     own = tile;
     for (int t = 0; t < num_tokens; ++t) {
@@ -337,7 +337,7 @@ void attend_together(const Attention& a, const Unit* units, int num_tokens) {
     for (int i = 0, count; i < num_heads; i += count) {
       own.see(units[i / group_size]);
       const int begin = own.begin, end = own.end;
-      for (count = 1; count < kMostHeads && i + count < num_heads; ++count) {
+      for (count = 1; count < kMaxHeads && i + count < num_heads; ++count) {
         own.see(units[(i + count) / group_size]);
         if (own.begin != begin || own.end != end) break;
       }
@@ -353,8 +353,8 @@ void attend_together(const Attention& a, const Unit* units, int num_tokens) {
 
 void attend_unit(const Attention& a, const Unit& unit) {
   const int64_t group_size = a.num_heads / a.num_kv_heads;
-  for (int64_t done = 0; done < group_size; done += kMostHeads)
-    attend_heads(a, unit, done, group_size - done < kMostHeads ? group_size - done : kMostHeads);
+  for (int64_t done = 0; done < group_size; done += kMaxHeads)
+    attend_heads(a, unit, done, group_size - done < kMaxHeads ? group_size - done : kMaxHeads);
 }
 
 void write(const Attention& a, int64_t token) {
@@ -397,7 +397,7 @@ Unit unit_of(const Attention& a, int64_t row, int64_t token, int64_t kv_begin, i
 }
 
 void attend(const Attention& a, int64_t row, int64_t token, int64_t kv_begin, int64_t kv_end) {
-  int32_t branch[kMostDrafts];
+  int32_t branch[kMaxDrafts];
   const Unit unit = unit_of(a, row, token, kv_begin, kv_end, branch);
   a.with_tiles ? attend_tiles(a, &unit, 1) : attend_unit(a, unit);
 }

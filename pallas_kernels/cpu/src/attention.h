@@ -5,9 +5,9 @@
 
 namespace jaxpage {
 
-constexpr int kMostDrafts = 1024;  // query tokens of a row with a tree
-constexpr int kMostHeadWidth = 640;
-constexpr int kMostHeads = 4;  // query heads that are computed together
+constexpr int kMaxDrafts = 1024;  // query tokens of a row with a tree
+constexpr int kMaxHeadDim = 640;
+constexpr int kMaxHeads = 4;  // query heads that are computed together
 // The query heads of a prompt's chunk that share what is read of the pages.
 constexpr int kHeadsOfChunk = 48;
 // The query tokens of a prompt's chunk that do so with tiles, whatever their query heads.

@@ -26,12 +26,12 @@ namespace {
 constexpr int kRowsOfTile = 16, kBytesOfRow = 64, kNumbersOfRow = 32;
 constexpr int kWordsOfTile = kTile / 2;  // a word has the weights, or the values, of two positions
 constexpr int kHalf = kTile / 2;         // the positions of a tile of weights
-constexpr int kMostFewHeads = 8;
+constexpr int kMaxFewHeads = 8;
 constexpr float kLog2E = 1.44269504088896341f;
 // A head's largest score is replaced by one that is larger by this, as a logarithm, or more: its
 // sums need not be corrected for less. Weights are up to 2 to this.
 constexpr float kStep = 8.0f;
-constexpr float kLeast = -std::numeric_limits<float>::max();
+constexpr float kLowest = -std::numeric_limits<float>::max();
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
 // Holds the shape of the tiles of a call. They are let go at the end: other code uses the
@@ -110,7 +110,7 @@ struct Block {
     end_of_all = std::min(end_of_all, unit.last + 1);
     // Lanes without a head see what the last one sees.
     for (int lane = place; lane < kLanes; ++lane) {
-      most[lane] = a.sinks ? std::max(a.sinks[head] * kLog2E, kLeast) : kLeast;
+      most[lane] = a.sinks ? std::max(a.sinks[head] * kLog2E, kLowest) : kLowest;
       slope[lane] = a.slopes ? a.slopes[head] : 0.0f;
       own[lane] = static_cast<float>(unit.last);
       first[lane] = static_cast<int32_t>(unit.first);
@@ -456,7 +456,7 @@ JAXPAGE_AMX bool attend_heads(const Attention& a, const Unit* units, int num_tok
 }  // namespace
 
 void attend_tiles(const Attention& a, const Unit* units, int num_tokens) {
-  if (num_tokens == 1 && a.num_heads / a.num_kv_heads <= kMostFewHeads)
+  if (num_tokens == 1 && a.num_heads / a.num_kv_heads <= kMaxFewHeads)
     attend_heads<true>(a, units, 1);
   else if (!attend_heads<false>(a, units, num_tokens))
     for (int t = 0; t < num_tokens; ++t) attend_tiles(a, units + t, 1);

@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "attention.h"
-#include "both_ways.h"
+#include "bidirectional.h"
 #include "packed.h"
 #include "parallel.h"
 #include "rows.h"
@@ -82,7 +82,7 @@ ffi::Error run(ffi::ThreadPool& pool, Attention& a, ffi::AnyBuffer& q, ffi::AnyB
   const auto qd = q.dimensions(), pd = k_pages.dimensions(), td = block_table.dimensions();
   if (qd.size() != 3 || pd.size() != 4 || td.size() != 2)
     return ffi::Error::InvalidArgument("wrong number of axes");
-  if (qd[2] % 16 || qd[2] > kMostHeadWidth)
+  if (qd[2] % 16 || qd[2] > kMaxHeadDim)
     return ffi::Error::InvalidArgument("no kernel for this head width");
   a.num_tokens = qd[0];
   a.num_heads = qd[1];
@@ -109,7 +109,7 @@ ffi::Error run(ffi::ThreadPool& pool, Attention& a, ffi::AnyBuffer& q, ffi::AnyB
   a.tree_mask = tree_mask.element_count() ? reinterpret_cast<const uint8_t*>(tree_mask.typed_data())
                                           : nullptr;
   a.mask_width = tree_mask.element_count() ? tree_mask.dimensions()[1] : 0;
-  if (a.mask_width > kMostDrafts)
+  if (a.mask_width > kMaxDrafts)
     return ffi::Error::InvalidArgument("more query tokens of a row with a tree than fit");
   a.last_seen = last_seen.element_count() ? last_seen.typed_data() : nullptr;
   a.sinks = sinks.element_count() ? sinks.typed_data() : nullptr;
@@ -128,7 +128,7 @@ ffi::Error run(ffi::ThreadPool& pool, Attention& a, ffi::AnyBuffer& q, ffi::AnyB
   // as leave work for every thread, and whose queries stay in the cache. The many queries of a
   // prompt's chunk find those of one head there, some queries at once.
   const int64_t group_size = a.num_heads / a.num_kv_heads;
-  const int64_t heads_in_cache = kHeadsInCache / (std::min<int64_t>(group_size, kMostHeads) *
+  const int64_t heads_in_cache = kHeadsInCache / (std::min<int64_t>(group_size, kMaxHeads) *
                                                   (a.head_dim + a.value_width + 64));
   const int64_t heads_of_thread = num_queries * a.num_kv_heads / (2 * pool.num_threads());
   const int64_t side_by_side =
@@ -225,9 +225,11 @@ ffi::Error attend(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k_pages
              tree_mask, last_seen, sinks, slopes, *out);
 }
 
-ffi::Error attend_both_ways(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> q, ffi::Buffer<ffi::F32> k,
-                            ffi::Buffer<ffi::F32> v, ffi::Buffer<ffi::S32> segments,
-                            ffi::Result<ffi::Buffer<ffi::F32>> out, float scale, int64_t reach) {
+ffi::Error attend_bidirectional(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> q,
+                                ffi::Buffer<ffi::F32> k, ffi::Buffer<ffi::F32> v,
+                                ffi::Buffer<ffi::S32> segments,
+                                ffi::Result<ffi::Buffer<ffi::F32>> out, float scale,
+                                int64_t reach) {
   BothWays a{};
   const auto qd = q.dimensions(), kd = k.dimensions(), vd = v.dimensions();
   if (qd.size() != 3 || kd.size() != 3 || vd.size() != 3 || kd[1] == 0 || qd[1] % kd[1] ||
@@ -852,7 +854,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxpage_attend, attend,
                                   .Attr<int64_t>("chunk")
                                   .Attr<int64_t>("value_width"));
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxpage_attend_both_ways, attend_both_ways,
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxpage_attend_bidirectional, attend_bidirectional,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::ThreadPool>()
                                   .Arg<ffi::Buffer<ffi::F32>>()

@@ -16,15 +16,15 @@ namespace jaxpage {
 namespace JAXPAGE_ISA {
 namespace {
 
-// The sums of a tile stay in registers: it has kMostRows rows by kManyPanels panels, or kFewRows by
-// kMostPanels, so that no sum waits for the product before it.
+// The sums of a tile stay in registers: it has kMaxRows rows by kManyPanels panels, or kFewRows by
+// kMaxPanels, so that no sum waits for the product before it.
 #if defined(__AVX512F__)
-constexpr int kMostPanels = 4, kManyPanels = 4, kMostRows = 6, kFewRows = 6;
+constexpr int kMaxPanels = 4, kManyPanels = 4, kMaxRows = 6, kFewRows = 6;
 // Marks a function that uses these instructions. The caller asks whether the processor has them.
 // What such a function calls and inlines needs the mark, too.
 #define JAXPAGE_DOT __attribute__((target("avx512bf16,avx512vnni")))
 #else
-constexpr int kMostPanels = 2, kManyPanels = 1, kMostRows = 6, kFewRows = 2;
+constexpr int kMaxPanels = 2, kManyPanels = 1, kMaxRows = 6, kFewRows = 2;
 #define JAXPAGE_DOT
 #endif
 // Words of a panel, and codes, are fetched so long before they are read; words into the second
@@ -35,12 +35,12 @@ constexpr int kWordsAhead = 128, kCacheAhead = 2, kCodesAhead = 256;
 #else
 constexpr int kWordsAhead = 32, kCacheAhead = 3, kCodesAhead = 64;
 #endif
-static_assert(kRowsAtOnce % kMostRows == 0, "a block of rows has whole tiles");
+static_assert(kRowsAtOnce % kMaxRows == 0, "a block of rows has whole tiles");
 
 // Up to this many rows, make the parts of words in registers and multiply at once. With more rows
 // each tile would make them again, so they are written to a buffer first.
-constexpr int kMostRowsOfWords = 2 * kMostRows;
-constexpr int kMostColumns = kMostPanels * kOutputsOfPanel;
+constexpr int kMaxRowsOfWords = 2 * kMaxRows;
+constexpr int kMaxColumns = kMaxPanels * kOutputsOfPanel;
 // All rows are multiplied by so many words of a panel before the next ones are read, so that those
 // of a tile stay in the second cache.
 constexpr int64_t kWordsOfBlock = 1024;
@@ -167,7 +167,7 @@ class TileRows {
 // The first kCount tiles get the sums so far, or zero at the beginning.
 template <int kCount>
 JAXPAGE_AMX inline void load_sums(bool are_some, uint32_t* const (&sums)[4]) {
-  constexpr int kStride = kMostColumns * 4;
+  constexpr int kStride = kMaxColumns * 4;
   if (!are_some) {
     _tile_zero(0);
     _tile_zero(1);
@@ -185,7 +185,7 @@ JAXPAGE_AMX inline void load_sums(bool are_some, uint32_t* const (&sums)[4]) {
 
 template <int kCount>
 JAXPAGE_AMX inline void store_sums(uint32_t* const (&sums)[4]) {
-  constexpr int kStride = kMostColumns * 4;
+  constexpr int kStride = kMaxColumns * 4;
   _tile_stored(0, sums[0], kStride);
   if constexpr (kCount == 4) {
     _tile_stored(1, sums[1], kStride);
@@ -231,7 +231,7 @@ JAXPAGE_AMX void amx_square(TileRows& tile_rows, int count, int next_count, cons
                             int64_t end, uint32_t* total) {
   tile_rows.set(count, next_count);
   const uint32_t* next_x = x + count * num_words;
-  uint32_t* next = total + count * kMostColumns;
+  uint32_t* next = total + count * kMaxColumns;
   uint32_t* const sums[4] = {total, total + kOutputsOfPanel, next, next + kOutputsOfPanel};
   load_sums<4>(begin, sums);
   for (int64_t k = begin; k < end; k += kWordsOfTile) {
@@ -282,7 +282,7 @@ JAXPAGE_DOT inline void tile(const typename Word::X* x, int64_t num_words, const
   typename Word::Sum sum[kRows][kVectors];
   for (int t = 0; t < kRows; ++t)
     for (int v = 0; v < kVectors; ++v)
-      sum[t][v] = begin ? raw_at<typename Word::Sum>(total + t * kMostColumns + v * kNativeLanes)
+      sum[t][v] = begin ? raw_at<typename Word::Sum>(total + t * kMaxColumns + v * kNativeLanes)
                         : typename Word::Sum{};
   for (int64_t k = begin; k < end; ++k) {
     Words word[kVectors];
@@ -298,7 +298,7 @@ JAXPAGE_DOT inline void tile(const typename Word::X* x, int64_t num_words, const
   }
   for (int t = 0; t < kRows; ++t)
     for (int v = 0; v < kVectors; ++v)
-      std::memcpy(total + t * kMostColumns + v * kNativeLanes, &sum[t][v], kBytes);
+      std::memcpy(total + t * kMaxColumns + v * kNativeLanes, &sum[t][v], kBytes);
 }
 
 // Calls `tile` with the number of rows as a constant, so that its sums are registers.
@@ -311,7 +311,7 @@ JAXPAGE_DOT void rows(int count, const typename Word::X* x, int64_t num_words, c
     case 3: return tile<Word, 3, kPanels>(x, num_words, w, begin, end, total);
     case 4: return tile<Word, 4, kPanels>(x, num_words, w, begin, end, total);
     case 5: return tile<Word, 5, kPanels>(x, num_words, w, begin, end, total);
-    default: return tile<Word, kMostRows, kPanels>(x, num_words, w, begin, end, total);
+    default: return tile<Word, kMaxRows, kPanels>(x, num_words, w, begin, end, total);
   }
 }
 
@@ -346,11 +346,11 @@ inline void store(const Packed& p, int64_t row, int64_t output, const uint32_t* 
 template <typename Word, int kPanels, typename Source>
 JAXPAGE_DOT void all_rows(int64_t num_rows, const typename Word::X* x, int64_t num_words,
                           const Source& w, int64_t begin, int64_t end, uint32_t* total) {
-  const int64_t num_tiles = (num_rows + kMostRows - 1) / kMostRows;
+  const int64_t num_tiles = (num_rows + kMaxRows - 1) / kMaxRows;
   for (int64_t i = 0; i < num_tiles; ++i) {
     const int64_t first = i * num_rows / num_tiles, count = (i + 1) * num_rows / num_tiles - first;
     rows<Word, kPanels>(count, x + first * num_words * Word::kSteps, num_words, w, begin, end,
-                        total + first * kMostColumns);
+                        total + first * kMaxColumns);
   }
 }
 
@@ -365,7 +365,7 @@ void store(const Packed& p, int64_t row, int64_t end_row, int64_t panel, const u
   for (int64_t t = 0; t < end_row - row; ++t)
     for (int i = 0; i < kPanels; ++i)
       store<kActivation>(p, row + t, (panel + i) * kOutputsOfPanel,
-                         total + t * kMostColumns + i * kOutputsOfPanel,
+                         total + t * kMaxColumns + i * kOutputsOfPanel,
                          p.bias ? &bias[i] : nullptr);
 }
 
@@ -391,8 +391,8 @@ JAXPAGE_DOT void words(TileRows& tile_rows, int instructions, int64_t num_rows,
       for (int64_t i = 0; i < count && begin < whole; ++i) {
         const int64_t first = i * num_rows / count, last = (i + 1) * num_rows / count;
         const uint32_t* own = x + first * num_words;
-        uint32_t* sums = total + first * kMostColumns;
-        if (kPanels == kMostPanels && i + 1 < count) {
+        uint32_t* sums = total + first * kMaxColumns;
+        if (kPanels == kMaxPanels && i + 1 < count) {
           const int64_t next = (++i + 1) * num_rows / count;
           for (int p = 0; p < kPanels; p += 2)
             amx_square<Word>(tile_rows, last - first, next - last, own, num_words, w + p * panel,
@@ -431,12 +431,12 @@ template <typename Word, int kPanels>
 JAXPAGE_DOT void panels(const Packed& p, int64_t row, int64_t end_row, int64_t first_panel) {
   typedef typename Word::Made Made;
   constexpr int kSteps = Word::kSteps;
-  alignas(64) static thread_local uint32_t total[kRowsAtOnce * kMostColumns];
+  alignas(64) static thread_local uint32_t total[kRowsAtOnce * kMaxColumns];
   alignas(64) uint32_t buffer[kPanels * kPanelOfBuffer];
   const int64_t panel = p.num_words * kOutputsOfPanel, num_rows = end_row - row;
   const auto* x = static_cast<const typename Word::X*>(p.words) + row * p.num_words * kSteps;
   const uint32_t* w = static_cast<const uint32_t*>(p.panels) + first_panel * panel;
-  const bool in_buffer = !std::is_same<Word, Made>::value && num_rows > kMostRowsOfWords;
+  const bool in_buffer = !std::is_same<Word, Made>::value && num_rows > kMaxRowsOfWords;
   const int64_t block = in_buffer                  ? kWordsOfBuffer / kSteps
                         : p.instructions == kTiles ? kTileWordsOfBlock
                                                    : kWordsOfBlock;
@@ -589,7 +589,7 @@ void add_group(const Packed& p, int64_t row, int64_t num_rows, int64_t first_pan
                        : p.zero  ? -scale * of_group(p, Type::kF32, p.zero, first_panel + i, group)
                                  : Vec{};
     for (int64_t t = 0; t < num_rows; ++t) {
-      const int64_t at = t * kMostColumns + i * kOutputsOfPanel;
+      const int64_t at = t * kMaxColumns + i * kOutputsOfPanel;
       Vec value = multiply_add(raw_at<Vec>(part + at), scale, raw_at<Vec>(total + at));
       if (p.minimum || p.zero) value = multiply_add(splat(x_sum[t * p.num_groups]), offset, value);
       Store<F32>::at(reinterpret_cast<float*>(total + at), value);
@@ -606,16 +606,16 @@ JAXPAGE_DOT void many_rows_of_codes(const Packed& p, int64_t row, int64_t end_ro
                                     int64_t first_panel, const Source& source) {
   typedef typename Word::Made Made;
   constexpr int64_t kSteps = Word::kSteps, kWords = kWordsOfBuffer / kSteps,
-                    kSums = kRowsAtOnce * kMostColumns, kMostGroups = 4;
-  alignas(64) static thread_local uint32_t total[kSums], parts[kMostGroups * kSums];
+                    kSums = kRowsAtOnce * kMaxColumns, kMaxGroups = 4;
+  alignas(64) static thread_local uint32_t total[kSums], parts[kMaxGroups * kSums];
   alignas(64) uint32_t buffer[kPanels * kPanelOfBuffer];
   const int64_t num_rows = end_row - row, size = p.group_size / Word::kInputs,
                 num_words = p.num_in / Word::kInputs;
   const int64_t at_once =
-      num_rows > kMostRows ? 1 : std::clamp<int64_t>(kWords / size, 1, kMostGroups);
+      num_rows > kMaxRows ? 1 : std::clamp<int64_t>(kWords / size, 1, kMaxGroups);
   const auto* x = static_cast<const typename Made::X*>(p.x) + row * num_words * kSteps;
   TileRows tile_rows;
-  std::memset(total, 0, num_rows * kMostColumns * 4);
+  std::memset(total, 0, num_rows * kMaxColumns * 4);
   for (int64_t group = 0; group < p.num_groups; group += at_once) {
     const int64_t first = group * size, count = std::min(at_once * size, num_words - first);
     for (int64_t begin = 0; begin < count; begin += kWords) {
@@ -641,7 +641,7 @@ JAXPAGE_DOT void many_rows_of_codes(const Packed& p, int64_t row, int64_t end_ro
 template <typename Word, int kPanels, typename Source>
 JAXPAGE_DOT void few_rows_of_codes(const Packed& p, int64_t row, int64_t end_row,
                                    int64_t first_panel, const Source& source) {
-  constexpr int64_t kSums = kMostRowsOfWords * kMostColumns;
+  constexpr int64_t kSums = kMaxRowsOfWords * kMaxColumns;
   alignas(64) uint32_t total[kSums] = {}, part[kSums];
   const int64_t num_rows = end_row - row, size = p.group_size / Word::kInputs,
                 num_words = p.num_in / Word::kInputs;
@@ -657,7 +657,7 @@ JAXPAGE_DOT void few_rows_of_codes(const Packed& p, int64_t row, int64_t end_row
 
 template <typename Word, int kPanels, typename Source>
 void of_codes(const Packed& p, int64_t row, int64_t end_row, int64_t panel, const Source& source) {
-  end_row - row <= kMostRowsOfWords&& p.instructions != kTiles
+  end_row - row <= kMaxRowsOfWords&& p.instructions != kTiles
       ? few_rows_of_codes<Word, kPanels>(p, row, end_row, panel, source)
       : many_rows_of_codes<Word, kPanels>(p, row, end_row, panel, source);
 }
@@ -686,8 +686,8 @@ template <typename Word, typename Run>
 void for_panels(int64_t num_rows, int64_t panel, int64_t end_panel, const Run& run) {
   // Sums of integers take one cycle, and wait for nothing.
   constexpr bool kWaits = std::is_same<typename Word::Sum, Floats>::value;
-  if (kWaits && num_rows <= kFewRows && panel + kMostPanels <= end_panel)
-    return run(std::integral_constant<int, kMostPanels>(), panel);
+  if (kWaits && num_rows <= kFewRows && panel + kMaxPanels <= end_panel)
+    return run(std::integral_constant<int, kMaxPanels>(), panel);
   for (; panel + kManyPanels <= end_panel; panel += kManyPanels)
     run(std::integral_constant<int, kManyPanels>(), panel);
   for (; panel < end_panel; ++panel) run(std::integral_constant<int, 1>(), panel);
@@ -813,7 +813,7 @@ void prepare(const Packed& p, int64_t row, void* words) {
 
 }  // namespace
 
-extern const PackedKernels kPacked = {kMostPanels, bytes_of_row, prepare, multiply};
+extern const PackedKernels kPacked = {kMaxPanels, bytes_of_row, prepare, multiply};
 
 }  // namespace JAXPAGE_ISA
 }  // namespace jaxpage

@@ -12,7 +12,7 @@ namespace jaxpage {
 namespace JAXPAGE_ISA {
 
 constexpr int kTile = 64;  // positions
-constexpr int kMostVecs = kMostHeadWidth / kLanes;
+constexpr int kMaxVecs = kMaxHeadDim / kLanes;
 constexpr int kVecsOfTile = kTile / kLanes;
 
 // Returns the slot in which the pages hold a position of a row.
@@ -108,7 +108,7 @@ struct Tile {
 
 // A query head: its softmax, as it goes from tile to tile.
 struct Head {
-  Vec q[kMostVecs], acc[kMostVecs];
+  Vec q[kMaxVecs], acc[kMaxVecs];
   float scores[kTile] __attribute__((aligned(64)));
   float most, total, slope;
   int64_t own;  // the query token's position

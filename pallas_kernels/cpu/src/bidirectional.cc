@@ -4,7 +4,7 @@
 // (packed.h): 16 keys side by side, and 16 numbers of values. Each sum adds its products in their
 // order, over the numbers of a head or over the keys of the text. So a token has the same bits in
 // any stream of texts.
-#include "both_ways.h"
+#include "bidirectional.h"
 
 #include <algorithm>
 #include <limits>
@@ -18,11 +18,11 @@ namespace JAXPAGE_ISA {
 namespace {
 
 // The sums of a tile of rows and vectors stay in registers.
-constexpr int kMostRows = 6;
+constexpr int kMaxRows = 6;
 #if defined(__AVX512F__) || defined(__aarch64__)
-constexpr int kMostVecs = 4;
+constexpr int kMaxVecs = 4;
 #else
-constexpr int kMostVecs = 1;
+constexpr int kMaxVecs = 1;
 #endif
 // So many queries share what is read of keys and values. Their scores stay in the caches.
 constexpr int64_t kQueriesAtOnce = 48;
@@ -60,7 +60,7 @@ inline void tile(const Matrix& x, const float* w, int64_t panel, int64_t begin, 
 template <int kVecs>
 void all_rows(int64_t num_rows, const Matrix& x, const float* w, int64_t panel, int64_t begin,
               int64_t end, const Matrix& sums) {
-  const int64_t num_tiles = (num_rows + kMostRows - 1) / kMostRows;
+  const int64_t num_tiles = (num_rows + kMaxRows - 1) / kMaxRows;
   for (int64_t i = 0; i < num_tiles; ++i) {
     const int64_t first = i * num_rows / num_tiles, count = (i + 1) * num_rows / num_tiles - first;
     const Matrix own = {x.at(first, 0), x.width}, to = {sums.at(first, 0), sums.width};
@@ -70,7 +70,7 @@ void all_rows(int64_t num_rows, const Matrix& x, const float* w, int64_t panel, 
       case 3: tile<3, kVecs>(own, w, panel, begin, end, to); break;
       case 4: tile<4, kVecs>(own, w, panel, begin, end, to); break;
       case 5: tile<5, kVecs>(own, w, panel, begin, end, to); break;
-      default: tile<kMostRows, kVecs>(own, w, panel, begin, end, to);
+      default: tile<kMaxRows, kVecs>(own, w, panel, begin, end, to);
     }
   }
 }
@@ -85,8 +85,8 @@ void multiply(int64_t num_rows, const Matrix& x, const float* w, int64_t num_pan
       count = vecs;
       all_rows<vecs>(num_rows, x, from, panel, begin, end, to);
     };
-    if (kMostVecs >= 4 && num_panels - p >= 4) run(std::integral_constant<int, 4>());
-    else if (kMostVecs >= 2 && num_panels - p >= 2) run(std::integral_constant<int, 2>());
+    if (kMaxVecs >= 4 && num_panels - p >= 4) run(std::integral_constant<int, 4>());
+    else if (kMaxVecs >= 2 && num_panels - p >= 2) run(std::integral_constant<int, 2>());
     else run(std::integral_constant<int, 1>());
   }
 }
