@@ -40,6 +40,7 @@ from jaxpage.memory import BlockManager, BlockPool, BlockTables, PrefixIndex
 from jaxpage.models import EncoderConfig
 from jaxpage.scheduling import POLICIES, Preemption, Scheduler
 from jaxpage.settings.engine_config import EngineConfig
+from jaxpage.settings.field_table import PARAMETERS
 from jaxpage.step.strategy import Strategy
 from jaxpage.tables import gib
 
@@ -160,9 +161,10 @@ def assemble(opened: Opened, spec: EngineSpec, compiled: Compiled, hooks: Hooks)
 
 def _refusals(config: EngineConfig) -> dict[str, str]:
     """Returns the reasons for which requests cannot ask for what the steps do not return."""
-    names = ("return_sampling_mask", "return_routed_experts", "return_hidden_states")
     return {
-        name: f"needs enable_{name}=True" for name in names if not getattr(config, f"enable_{name}")
+        field.name: f"needs {field.setting}=True"
+        for field in PARAMETERS
+        if field.setting and not getattr(config, field.setting)
     }
 
 
