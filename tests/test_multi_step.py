@@ -441,9 +441,8 @@ def forgets_the_token(inputs: Any, index: Any, token_ids_B: Any) -> Any:
 def forgets_the_place(inputs: Any, index: Any, token_ids_B: Any) -> Any:
     """The noise of every step is that of the first."""
     now = at_step(inputs, index, token_ids_B)
-    return now._replace(
-        drawn_position_R=at_step(inputs, jnp.int32(0), token_ids_B).drawn_position_R
-    )
+    first = at_step(inputs, jnp.int32(0), token_ids_B).draws
+    return now._replace(draws=now.draws._replace(drawn_position_R=first.drawn_position_R))
 
 
 def writes_to_one_slot(inputs: Any, index: Any, token_ids_B: Any) -> Any:

@@ -418,7 +418,7 @@ def test_an_address_can_be_had_again_at_once():
     """Of a server that closed its connections itself, which the system remembers for a while."""
     with bind_socket(ServerConfig(port=0)) as listener:
         port = listener.getsockname()[1]
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as `run_server` does
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as `run_app` does
         listener.listen()
         with socket.create_connection(("127.0.0.1", port)) as client:
             listener.accept()[0].close()

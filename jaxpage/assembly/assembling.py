@@ -26,9 +26,9 @@ from jaxpage.device.hardware import DeviceMesh, make_mesh
 from jaxpage.device.pages import HostPages
 from jaxpage.engine import (
     Adapters,
+    AdmissionRules,
     BatchBuilder,
     Engine,
-    EngineParts,
     PictureEncoder,
     Runner,
     VectorSources,
@@ -111,16 +111,13 @@ def assemble(opened: Opened, spec: EngineSpec, compiled: Compiled, hooks: Hooks)
     mesh = opened.mesh
     lora = spec.described.lora
     strategies: dict[int, Strategy] = {}
-    parts: EngineParts = {
-        "speculator": spec.described.drafting.speculator(
-            spec.limits,
-            spec.menu,
-            vocab_size=spec.vocab_size,
-            block_size=spec.memory.block_size,
-            strategies=strategies,
-        ),
-        **hooks.parts,
-    }
+    speculator = hooks.parts.speculator or spec.described.drafting.speculator(
+        spec.limits,
+        spec.menu,
+        vocab_size=spec.vocab_size,
+        block_size=spec.memory.block_size,
+        strategies=strategies,
+    )
     new_pages = functools.partial(mesh.zeros, compiled.pages)
     host_pages = _host_pages(spec, mesh)
     runner = Runner(
@@ -136,15 +133,16 @@ def assemble(opened: Opened, spec: EngineSpec, compiled: Compiled, hooks: Hooks)
         builder=_builder(spec),
         runner=runner,
         tokenizer=tokenizer,
-        eos_token_ids=ends_of_text(files, tokenizer),
-        max_model_len=spec.memory.max_model_len,
-        seed=spec.config.seed,
+        rules=AdmissionRules(
+            spec.memory.max_model_len,
+            ends_of_text(files, tokenizer),
+            spec.config.seed,
+            generates=not spec.encoded,
+            refusals=_refusals(spec.config),
+        ),
         adapters=Adapters(lora, runner.write_adapter) if lora else None,
         sources=_sources(spec, files, runner),
-        strategies=strategies,
-        generates=not spec.encoded,
-        refusals=_refusals(spec.config),
-        **parts,
+        parts=replace(hooks.parts, speculator=speculator, strategies=strategies),
     )
     if hooks.before_steps:
         hooks.before_steps(spec)

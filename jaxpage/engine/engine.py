@@ -9,14 +9,20 @@ import functools
 import logging
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as TokenIds
-from dataclasses import replace
-from typing import Any, TypedDict
+from dataclasses import dataclass, replace
+from typing import Any
 
 from jaxpage.decoding import Grammar, GrammarCompiler, advance, masks_of
 from jaxpage.device import Executables, Packings
 from jaxpage.device.inputs import Bucket
 from jaxpage.engine.adapters import Adapters
-from jaxpage.engine.admission import Admission, CheckedParams, NamedAdapter, PreparedRequest
+from jaxpage.engine.admission import (
+    Admission,
+    AdmissionRules,
+    CheckedParams,
+    NamedAdapter,
+    PreparedRequest,
+)
 from jaxpage.engine.batch_builder import NO_SLOTS, BatchBuilder
 from jaxpage.engine.engine_metrics import EngineMetrics
 from jaxpage.engine.reporting import Reporter
@@ -51,15 +57,26 @@ logger = logging.getLogger(__name__)
 NewStrategy = Callable[[SequenceGroup, Grammar | None], Strategy]
 
 
-class EngineParts(TypedDict, total=False):
-    """Holds arguments that a caller may replace.
+@dataclass(frozen=True, kw_only=True)
+class EngineParts:
+    """Holds the parts of an engine that take decisions, and that a caller may replace.
 
     A replay passes its own parts, which take their decisions from the log.
+
+    Attributes:
+        speculator: The proposer of drafts; None for no speculation.
+        strategies: The decoding strategies by sequence id; a speculator may read the same dict.
+        new_strategy: Makes the strategy of a new request; None chooses it by the parameters.
+        events: The listener; None ignores all events.
     """
 
-    speculator: Speculator
-    new_strategy: NewStrategy
-    events: Events
+    speculator: Speculator | None = None
+    strategies: dict[int, Strategy] | None = None
+    new_strategy: NewStrategy | None = None
+    events: Events | None = None
+
+
+NO_PARTS = EngineParts()
 
 
 class Engine:
@@ -76,17 +93,10 @@ class Engine:
         builder: BatchBuilder,
         runner: Runner,
         tokenizer: Any | None,
-        eos_token_ids: frozenset[int],
-        max_model_len: int,
-        seed: int,
+        rules: AdmissionRules,
         adapters: Adapters | None = None,
         sources: VectorSources | None = None,
-        strategies: dict[int, Strategy] | None = None,
-        generates: bool = True,
-        refusals: Mapping[str, str] | None = None,
-        speculator: Speculator | None = None,
-        new_strategy: NewStrategy | None = None,
-        events: Events | None = None,
+        parts: EngineParts = NO_PARTS,
     ):
         """Joins the parts.
 
@@ -95,17 +105,10 @@ class Engine:
             builder: The batch builder.
             runner: The runner.
             tokenizer: The tokenizer; None if the model has none.
-            eos_token_ids: The end-of-sequence ids of the model.
-            max_model_len: The most tokens of a sequence, prompt and output together.
-            seed: The seed from which requests without a seed get theirs.
+            rules: What the model and the settings admit.
             adapters: The LoRA adapters; None if requests may have none.
             sources: The sources of vectors in prompts; None if prompts may have none.
-            strategies: The decoding strategies by sequence id; a speculator may read the same dict.
-            generates: False for an encoder, which computes vectors and scores of texts alone.
-            refusals: See `Admission`.
-            speculator: The proposer of drafts; None for no speculation.
-            new_strategy: Makes the strategy of a new request; None chooses it by the parameters.
-            events: The listener; None ignores all events.
+            parts: The parts that take decisions.
         """
         self.scheduler = scheduler
         self.builder = builder
@@ -113,28 +116,24 @@ class Engine:
         self.metrics = EngineMetrics()
         if sources is not None and sources.encoder is not None:
             self.metrics.encoder = sources.encoder.counts
-        self.events = events or Events()
+        self.events = parts.events or Events()
         self.tokenizer = tokenizer
         self.admission = Admission(
+            rules,
             vocab_size=builder.vocab_size,
-            max_model_len=max_model_len,
-            eos_token_ids=eos_token_ids,
             spell=None if tokenizer is None else functools.partial(words_as_token_ids, tokenizer),
             read_budget=None
             if tokenizer is None
             else functools.partial(budget_of, tokenizer, builder.vocab_size),
             has_priorities=scheduler.has_priorities,
-            seed=seed,
-            generates=generates,
-            refusals=refusals,
         )
         self.adapters = adapters
         self.sources = sources
         self.grammars = GrammarCompiler(tokenizer, builder.vocab_size)
-        self.speculator: Speculator = speculator or NoSpeculation()
+        self.speculator: Speculator = parts.speculator or NoSpeculation()
         self._default_strategies = DefaultStrategies(tokenizer)
-        self._new_strategy = new_strategy or self._default_strategies
-        self._strategies: dict[int, Strategy] = {} if strategies is None else strategies
+        self._new_strategy = parts.new_strategy or self._default_strategies
+        self._strategies = {} if parts.strategies is None else parts.strategies
         self._groups: dict[int, SequenceGroup] = {}  # by sequence id
         # Counts admitted sequences only: a replay never sees refused requests, so they take no id.
         self._num_sequences = 0

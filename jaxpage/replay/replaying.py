@@ -153,11 +153,11 @@ class Replay:
     @property
     def parts(self) -> EngineParts:
         """Returns the parts of the engine that take their decisions from the log."""
-        return {
-            "speculator": self._drafts,
-            "new_strategy": self._strategy,
-            "events": Recorder(self._compare),
-        }
+        return EngineParts(
+            speculator=self._drafts,
+            new_strategy=self._strategy,
+            events=Recorder(self._compare),
+        )
 
     def run(
         self, engine: Engine, bar: tqdm[Any] | None = None, *, until: int | None = None

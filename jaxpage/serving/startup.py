@@ -27,12 +27,14 @@ from jaxpage.chat_forms import TOOL_FORMS, ChatFormat
 from jaxpage.checkpoints import describe_model
 from jaxpage.checkpoints.finding import resolve_model_config, resolve_tokenizer
 from jaxpage.checkpoints.tokenizers import load_tokenizer, whole_tokenizer
+from jaxpage.driver import AsyncDriver
 from jaxpage.engine.texts import (
     ByPairs,
     reranker_of,
 )
 from jaxpage.errors import ConfigError
 from jaxpage.replay import open_engine
+from jaxpage.serving.app import build_app
 from jaxpage.serving.cache_events.kv_events import KVEvents
 from jaxpage.serving.config import API_KEY_VARIABLE, ServerConfig, read_api_keys
 from jaxpage.serving.hosts.channel import Channel
@@ -49,7 +51,7 @@ from jaxpage.serving.metrics.tracing import open_tracing
 from jaxpage.serving.model.capabilities import capabilities
 from jaxpage.serving.model.lora_modules import check_lora_modules, open_lora_modules
 from jaxpage.serving.model.model_cards import card_of, card_of_settings
-from jaxpage.serving.server import run_server
+from jaxpage.serving.server import run_app
 from jaxpage.serving.wire.context import ModelContext, RequestLimits
 from jaxpage.serving.wire.derived_forms import choose_form, derive_form
 from jaxpage.settings.engine_config import EngineConfig
@@ -332,19 +334,26 @@ def start(engine: EngineConfig, server: ServerConfig, listener: socket.socket) -
         context = model_context(built, engine, server)
         address = address_of(listener)
         text = how_to_ask(address, context, has_keys=bool(api_keys), has_page=server.ui)
-        status = run_server(
+        driver = AsyncDriver(
             built,
-            server,
+            max_queued_requests=server.max_queued_requests,
+            request_timeout_seconds=server.request_timeout_seconds,
+        )
+        app = build_app(
+            driver,
             context,
-            listener,
-            metrics=ServerMetrics(context.model_names[0], built.memory.block_size),
+            server,
+            ServerMetrics(context.model_names[0], built.memory.block_size),
             capabilities=capabilities(built, engine, server, context.limits),
             api_keys=api_keys,
             incidents=incidents,
-            announce=lambda: start_up.ready(text, address),
             hosts=hosts,
             tracing=tracing,
         )
+        if hosts is not None:
+            hosts.start(driver.fail)
+        announce = functools.partial(start_up.ready, text, address)
+        status = run_app(app, driver, server, listener, announce=announce)
         if hosts is not None and hosts.has_lost:
             os._exit(status)  # otherwise JAX waits at its exit for the host that is gone
         leave_processes()

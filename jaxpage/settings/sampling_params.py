@@ -175,6 +175,7 @@ def _num_hypotheses(params: BeamSearchParams, value: Any) -> int | None:
     return None if value is None else check_int("n", value, 1, params.beam_width)
 
 
+# One flat record of more than 20 fields, because its keywords are vLLM's, and scripts carry over.
 @checks_parameters
 @dataclass(frozen=True)
 class SamplingParams(CheckedParameters):

@@ -17,6 +17,7 @@ from pathlib import Path
 from tests.support.sources import (
     DOCUMENTED,
     FIRST_WORDS,
+    Function,
     Import,
     Module,
     door_names,
@@ -169,6 +170,17 @@ PRODUCT_CALLS = {"einsum", "dot", "matmul", "dot_general", "tensordot", "vdot", 
 MAX_MODULE_TOKENS = 3000  # of Python, docstrings counting as one: explaining more must cost nothing
 MAX_FUNCTION_LINES = 70
 MAX_DOOR_NAMES = 20
+MAX_FIELDS = 20  # of a record
+MAX_ARGUMENTS = 10  # of a function, `self` left out
+# Records and functions that users or other programs write, flat as they do -> why they are so wide.
+PUBLIC_FACES: dict[tuple[str, str], str] = {
+    ("jaxpage/settings/engine_config.py", "EngineConfig"): "a setting is a flag and a keyword",
+    ("jaxpage/settings/engine_settings.py", "EngineSettings"): "the same keywords, with types",
+    ("jaxpage/settings/sampling_params.py", "SamplingParams"): "its keywords are vLLM's",
+    ("jaxpage/serving/config.py", "ServerConfig"): "a setting is a flag",
+    ("jaxpage/layers/latent_attention.py", "__init__"): "its sizes are those of config.json",
+    ("jaxpage/integrations/trl.py", "generate"): "TRL calls it with the arguments of its client",
+}
 MAX_HEADER_LINES = 15  # of imports, in a module of `models`, which are pages; doors are none
 MAX_COLUMNS = 100
 # The files of other languages, by their endings. What they include from elsewhere is not there.
@@ -327,6 +339,7 @@ def violations(root: Path) -> list[str]:
         found += [f"{module.path}:{line}: {text}" for line, text in _steps(module)]
         found += [f"{module.path}:{line}: {text}" for line, text in _chains(module)]
         found += [f"{module.path}:{line}: {text}" for line, text in _sizes(module)]
+        found += [f"{module.path}:{line}: {text}" for line, text in _widths(module)]
         found += [f"{module.path}:1: {text}" for text in _header(module)]
     found += _circles([module for module in modules if place(module.name)[0] < 5])
     return [*found, *_foreign_comments(root)]
@@ -561,6 +574,30 @@ def _sizes(module: Module) -> Iterator[tuple[int, str]]:
                 node.lineno,
                 f"{node.name} has {code} lines; {MAX_FUNCTION_LINES} are enough for a function",
             )
+
+
+def _widths(module: Module) -> Iterator[tuple[int, str]]:
+    """Yields records of too many fields and functions of too many arguments."""
+    if not module.name.startswith("jaxpage."):
+        return
+    for node in module.nodes:
+        if isinstance(node, ast.ClassDef):
+            number = sum(
+                isinstance(field, ast.AnnAssign) and "ClassVar" not in ast.unparse(field.annotation)
+                for field in node.body
+            )
+            most, what = MAX_FIELDS, "fields; {} are enough for a record"
+        elif isinstance(node, Function):
+            names = [
+                argument.arg
+                for argument in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)
+            ]
+            number = len(names) - (names[:1] in (["self"], ["cls"]))
+            most, what = MAX_ARGUMENTS, "arguments; {} are enough for a function"
+        else:
+            continue
+        if number > most and (module.path, node.name) not in PUBLIC_FACES:
+            yield node.lineno, f"{node.name} has {number} {what.format(most)}"
 
 
 def _header(module: Module) -> Iterator[str]:

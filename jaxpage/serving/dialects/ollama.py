@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-from jaxpage.serving.dialects.dialect import Description, Dialect, ModelList, Stay
+from jaxpage.serving.dialects.dialect import Description, Dialect, ModelList, Stay, StreamForm
 from jaxpage.serving.dialects.ollama_answers import (
     OllamaAnswer,
     OllamaLoaded,
@@ -300,10 +300,8 @@ def _write_error(error: ApiError) -> dict[str, Any]:
 DIALECT = Dialect(
     beginnings=("/api/",),
     error=_write_error,
-    new_frame=lines,
-    media_type="application/x-ndjson",
     # White space may precede the JSON of a line, and a line always follows.
-    comment=b" ",
+    stream=StreamForm(new_frame=lines, media_type="application/x-ndjson", comment=b" "),
     streams_unless_told=True,
     exchanges={"/api/chat": open_ollama_chat, "/api/generate": open_ollama_generate},
     vectors={"/api/embed": open_ollama_embed, "/api/embeddings": open_ollama_embeddings},
