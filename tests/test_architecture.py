@@ -454,6 +454,16 @@ PLANTED = [
         "reaches through engine/: driver.engine.scheduler.running",
     ),
     (
+        "jaxpage/serving/a.py",
+        "def f(engine):\n    x = engine.scheduler\n    return x.block_manager",
+        "reaches through engine/: engine.scheduler.block_manager, by a local",
+    ),
+    (
+        "jaxpage/serving/a.py",
+        "def f(self):\n    if pool := self._built.memory:\n        return pool.num_blocks",
+        "reaches through assembly/: self._built.memory.num_blocks, by a local",
+    ),
+    (
         "pallas_kernels/a.py",
         "from jaxpage import shapes",
         "pallas_kernels stands alone, but imports jaxpage",

@@ -36,7 +36,8 @@ from jaxpage.checkpoints.finding.resolve import DEMO
 from jaxpage.decoding import BeamStrategy, SamplingStrategy
 from jaxpage.driver import Driver
 from jaxpage.engine import AdmissionRules, EngineParts
-from jaxpage.engine.engine import NO_PARTS, Engine
+from jaxpage.engine.engine import Engine
+from jaxpage.engine.strategies import NO_PARTS
 from jaxpage.errors import CapacityError, ConfigError, EngineFailed, EventLogError
 from jaxpage.outputs import TokenLogprobs
 from jaxpage.replay import replaying

@@ -71,6 +71,21 @@ class Built:
         """Returns how the memory of a device is divided."""
         return self.spec.memory
 
+    @property
+    def max_model_len(self) -> int:
+        """Returns the most tokens of a sequence, prompt and output together."""
+        return self.memory.max_model_len
+
+    @property
+    def block_size(self) -> int:
+        """Returns the slots of a KV block."""
+        return self.memory.block_size
+
+    @property
+    def generates(self) -> bool:
+        """Returns whether the model generates text; an encoder does not."""
+        return not self.spec.encoded
+
     @functools.cached_property
     def embedding(self) -> TextEmbedding:
         """Returns how texts become vectors, as the model's files say."""
@@ -88,15 +103,16 @@ class Built:
 
     def new_embedder(self) -> AnyEmbedder:
         """Returns an embedder of the model; one of a decoder has compiled nothing yet."""
-        executables = self.engine.executables
         if isinstance(self.model.spec, EncoderConfig):
             max_tokens = max_stream_tokens(self.spec.described)
-            return TextEncoder(self.model.spec, executables, self.spec.encoded, max_tokens)
+            return TextEncoder(
+                self.model.spec, self.engine.executables, self.spec.encoded, max_tokens
+            )
         weights = self.engine.parameters["target"]
         kv = self.model.spec.kv
         mesh = make_mesh(self.spec.layout.tensor_parallel_size)
         return Embedder(
-            executables.options, weights, kv, self.memory.block_size, self.spec.page_dtype, mesh
+            self.engine.executables, weights, kv, self.block_size, self.spec.page_dtype, mesh
         )
 
 
@@ -147,7 +163,7 @@ def assemble(opened: Opened, spec: EngineSpec, compiled: Compiled, hooks: Hooks)
     if hooks.before_steps:
         hooks.before_steps(spec)
     if (controller := getattr(engine.speculator, "controller", None)) is not None:
-        measure_costs(engine.builder, engine.runner, controller)
+        measure_costs(spec.menu, engine.builder, engine.runner, controller)
         decoded = [bucket.num_rows for bucket in spec.menu.decode]
         hooks.show([describe_break_even(controller, decoded)])
     if (workspace_bytes := compiled.executables.workspace_bytes()) is not None:

@@ -168,7 +168,7 @@ def _turn(llm: LLM, conversation: Conversation, question: str, tell: Say) -> boo
     def length_of(messages: list[Message]) -> int:
         return len(llm.chat_prompt(messages)["prompt_token_ids"])
 
-    longest = llm.memory.max_model_len
+    longest = llm.max_model_len
     if num_dropped := conversation.num_to_drop(question, length_of, longest):
         turns = "oldest turn is" if num_dropped == 1 else f"{num_dropped} oldest turns are"
         say(f"The context of {longest} tokens is full: the {turns} forgotten")

@@ -196,7 +196,7 @@ class DrivenModel(BuiltModel):
         if len(requests) != 1:
             raise ValueError(f"pin_prefix takes one prefix, not {len(requests)}")
         length = len(requests[0].token_ids)
-        longest = self.memory.max_model_len
+        longest = self.max_model_len
         if length + 2 > longest:
             raise ValueError(
                 f"The prefix has {length} tokens, which leaves no room for a prompt after it: "
@@ -217,7 +217,7 @@ class DrivenModel(BuiltModel):
 
     def _truncation(self, truncate_prompt_tokens: int | None) -> Truncation | None:
         """Returns how the prompts of a call are cut; see `truncation_of`."""
-        return truncation_of(truncate_prompt_tokens, self.memory.max_model_len)
+        return truncation_of(truncate_prompt_tokens, self.max_model_len)
 
     def _prepare_pairs(
         self,

@@ -98,7 +98,7 @@ class Receipts:
         """
         parsed = parse_receipt(receipt)
         _, weights = self.hash_weights()
-        return verify(parsed, self.facts, weights, self._built.memory.max_model_len, generate)
+        return verify(parsed, self.facts, weights, self._built.max_model_len, generate)
 
     def make(
         self, handle: Handle, model: str, *, names_tensors: bool = True

@@ -19,7 +19,6 @@ from jaxpage.engine.batch_builder import (
 )
 from jaxpage.engine.engine import (
     Engine,  # calls the scheduler and the runner in turn
-    EngineParts,  # holds the parts of an engine that may be replaced
 )
 from jaxpage.engine.picture_encoder import (
     PictureEncoder,  # encodes pictures, and keeps what it has encoded
@@ -30,6 +29,9 @@ from jaxpage.engine.reporting import (
 from jaxpage.engine.runner import (
     Runner,  # runs batches by the table of executables
     WakingWeights,  # holds the weights with which one sleep ends
+)
+from jaxpage.engine.strategies import (
+    EngineParts,  # holds the parts of an engine that may be replaced
 )
 from jaxpage.engine.text import (
     NoText,  # gives no text, for a model without a tokenizer

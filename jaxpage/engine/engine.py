@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from collections.abc import Sequence as TokenIds
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from jaxpage.decoding import Grammar, GrammarCompiler, advance, masks_of
@@ -22,18 +22,19 @@ from jaxpage.engine.admission import (
     CheckedParams,
     NamedAdapter,
     PreparedRequest,
+    Words,
 )
 from jaxpage.engine.batch_builder import NO_SLOTS, BatchBuilder
 from jaxpage.engine.engine_metrics import EngineMetrics
 from jaxpage.engine.reporting import Reporter
 from jaxpage.engine.runner import Runner, WakingWeights
-from jaxpage.engine.strategies import DefaultStrategies
+from jaxpage.engine.strategies import NO_PARTS, DefaultStrategies, EngineParts
 from jaxpage.engine.text import words_as_token_ids
 from jaxpage.engine.thinking import budget_of
 from jaxpage.engine.vector_fields import NO_SOURCES
 from jaxpage.engine.vector_sources import NO_PICTURES, NOT_ENABLED, VectorSources
 from jaxpage.errors import UnsupportedError
-from jaxpage.memory import CachedBlocks, MemoryHistory, MemoryReport
+from jaxpage.memory import BlockManager, CachedBlocks, MemoryHistory, MemoryReport
 from jaxpage.outputs import RequestMetrics
 from jaxpage.prefix_store import FileCounts
 from jaxpage.scheduling import Scheduler
@@ -45,38 +46,13 @@ from jaxpage.step.aborted import AbortedRequest, begin_group
 from jaxpage.step.draft import Drafts
 from jaxpage.step.edits import Edit, Finish, Fork
 from jaxpage.step.embedded import EmbeddedPrompt
-from jaxpage.step.events import Events
+from jaxpage.step.events import Both, Events
 from jaxpage.step.plan import StepPlan, StepResult
 from jaxpage.step.report import StepReport
 from jaxpage.step.request import SequenceGroup
-from jaxpage.step.strategy import Strategy
 from jaxpage.step.update import RUNNING_MODES, Mode, WeightsUpdate
 
 logger = logging.getLogger(__name__)
-
-NewStrategy = Callable[[SequenceGroup, Grammar | None], Strategy]
-
-
-@dataclass(frozen=True, kw_only=True)
-class EngineParts:
-    """Holds the parts of an engine that take decisions, and that a caller may replace.
-
-    A replay passes its own parts, which take their decisions from the log.
-
-    Attributes:
-        speculator: The proposer of drafts; None for no speculation.
-        strategies: The decoding strategies by sequence id; a speculator may read the same dict.
-        new_strategy: Makes the strategy of a new request; None chooses it by the parameters.
-        events: The listener; None ignores all events.
-    """
-
-    speculator: Speculator | None = None
-    strategies: dict[int, Strategy] | None = None
-    new_strategy: NewStrategy | None = None
-    events: Events | None = None
-
-
-NO_PARTS = EngineParts()
 
 
 class Engine:
@@ -153,12 +129,30 @@ class Engine:
     @property
     def groups(self) -> list[SequenceGroup]:
         """Returns the groups that run, and then those that wait."""
-        return [*self.scheduler.running, *self.scheduler.waiting]
+        return [*self.running, *self.waiting]
 
     @property
     def num_steps(self) -> int:
         """Returns how many steps have run."""
         return self.metrics.engine_steps_total
+
+    @property
+    def waiting(self) -> tuple[SequenceGroup, ...]:
+        """Returns the groups that wait, in order of rank."""
+        return self.scheduler.waiting
+
+    @property
+    def block_manager(self) -> BlockManager:
+        """Returns the owner of all block tables."""
+        return self.scheduler.block_manager
+
+    def is_swapped(self, group: SequenceGroup) -> bool:
+        """Returns whether the blocks of a waiting group are in host memory."""
+        return self.scheduler.is_swapped(group)
+
+    def listen(self, listener: Events) -> None:
+        """Tells a listener everything from now on, after those that listen already."""
+        self.events = Both(self.events, listener)
 
     def times_of(self, request_id: str) -> RequestMetrics:
         """Returns the times and counts of a request that runs or waits."""
@@ -210,6 +204,10 @@ class Engine:
     def check_params(self, requested: SamplingParams | BeamSearchParams) -> CheckedParams:
         """Checks all of a request but its prompt, once for many prompts; see `Admission`."""
         return self.admission.check_params(requested)
+
+    def check_words(self, words: Words) -> Words:
+        """Returns bad words, or raises ValueError if one is wrong; see `Admission`."""
+        return self.admission.check_words(words)
 
     def prepare(
         self,
@@ -539,7 +537,7 @@ class Engine:
         Args:
             reset: True begins a new report.
         """
-        report = self.metrics.memory_report(self.scheduler)
+        report = self.metrics.memory_report(self.scheduler, self.builder.block_size)
         if reset:
             self.metrics.memory = MemoryHistory()
         return report

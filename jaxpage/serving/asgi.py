@@ -110,7 +110,7 @@ def application(
         driver,
         context,
         theirs,
-        ServerMetrics(context.model_names[0], built.memory.block_size),
+        ServerMetrics(context.model_names[0], built.block_size),
         capabilities=capabilities(built, ours, theirs, context.limits),
         api_keys=api_keys,
         incidents=incidents,

@@ -111,8 +111,8 @@ _LoRAModules = Annotated[
 _Origins = Annotated[tuple[_Origin, ...], Field(max_length=256), BeforeValidator(_as_tuple)]
 
 
-# One flat record of more than 20 fields: each is also a flag, a key of YAML and a variable, and users
-# know it by that name alone.
+# One flat record of more than 20 fields, because each is also a flag, a key of YAML and a variable,
+# and users know it by that name alone.
 class ServerConfig(Settings):
     """Holds the settings of the server, each declared here and nowhere else; see `setting`."""
 

@@ -55,7 +55,6 @@ from jaxpage.serving.server import run_app
 from jaxpage.serving.wire.context import ModelContext, RequestLimits
 from jaxpage.serving.wire.derived_forms import choose_form, derive_form
 from jaxpage.settings.engine_config import EngineConfig
-from jaxpage.step.events import Both
 
 logger = logging.getLogger(__name__)
 # Python's own thresholds for garbage collections. Cycles of requests are found soon with them.
@@ -136,7 +135,7 @@ def model_context(built: Built, engine: EngineConfig, server: ServerConfig) -> M
     return ModelContext(
         model_names=names,
         adapters=open_lora_modules(built.engine, server),
-        max_model_len=built.memory.max_model_len,
+        max_model_len=built.max_model_len,
         vocab_size=built.engine.vocab_size,
         hidden_size=built.spec.described.model.hidden_size,
         tokenizer=tokenizer,
@@ -148,7 +147,7 @@ def model_context(built: Built, engine: EngineConfig, server: ServerConfig) -> M
         strict_requests=server.strict_requests,
         limits=RequestLimits() if most is None else RequestLimits(max_pictures=most),
         reranker=reranker_of(built.embedding, server.rerank_method),
-        generates=not built.spec.encoded,
+        generates=built.generates,
         embedding=built.embedding,
         pictures=built.pictures,
     )
@@ -280,11 +279,10 @@ def publish_kv_events(built: Built, server: ServerConfig) -> None:
     publisher = KVPublisher(
         server.kv_events, replay_endpoint=server.kv_events_replay, topic=server.kv_events_topic
     )
-    events = KVEvents(built.memory.block_size, publisher.send, publisher.close)
-    cached = built.engine.prefix_cache
-    assert cached is not None  # `resolve_both` refuses kv_events without prefix caching
-    cached.index.observer = events
-    built.engine.events = Both(built.engine.events, events)
+    events = KVEvents(built.block_size, publisher.send, publisher.close)
+    assert built.engine.prefix_cache is not None  # `resolve_both` refuses to do without it
+    events.watch(built.engine.prefix_cache)
+    built.engine.listen(events)
 
 
 @contextlib.contextmanager
@@ -330,7 +328,7 @@ def start(engine: EngineConfig, server: ServerConfig, listener: socket.socket) -
         incidents = open_incidents(built, engine, server)
         if hosts is not None:
             # The leader listens last: it raises in a step in which a host is lost.
-            built.engine.events = Both(built.engine.events, hosts)
+            built.engine.listen(hosts)
         context = model_context(built, engine, server)
         address = address_of(listener)
         text = how_to_ask(address, context, has_keys=bool(api_keys), has_page=server.ui)
@@ -343,7 +341,7 @@ def start(engine: EngineConfig, server: ServerConfig, listener: socket.socket) -
             driver,
             context,
             server,
-            ServerMetrics(context.model_names[0], built.memory.block_size),
+            ServerMetrics(context.model_names[0], built.block_size),
             capabilities=capabilities(built, engine, server, context.limits),
             api_keys=api_keys,
             incidents=incidents,

@@ -114,7 +114,10 @@ INNER_DOORS = {
 FRONT_DOORS = {"__init__", "__main__", "answer_forms", "async_llm", "llm", "training"}
 # The room of the object that a name stands for. Others go one dot through it.
 OBJECTS = {
+    "built": "assembly",
+    "builder": "engine",
     "engine": "engine",
+    "llm": "llm",
     "runner": "engine",
     "driver": "driver",
     "scheduler": "scheduling",
@@ -123,6 +126,9 @@ OBJECTS = {
     "speculator": "speculation",
     "executables": "device",
 }
+# What a record hands over whole (`Built`, `LLM`), and records of settings and sizes, which are read:
+# the way through one of them begins there.
+HANDED_OVER = {"built", "config", "engine", "menu", "model", "spec", "speculative_config"}
 OF_BUILT_INS = {"get", "items", "keys", "startswith", "values"}
 # Rooms that may call `Engine.step`. All others have a driver, whose room knows no HTTP, and event
 # loops in one module.
@@ -549,16 +555,45 @@ def _steps(module: Module) -> Iterator[tuple[int, str]]:
 
 
 def _chains(module: Module) -> Iterator[tuple[int, str]]:
-    """Yields the places that reach an object through an object of another room."""
+    """Yields the places that reach an object through an object of another room.
+
+    They do so at once (`engine.scheduler.running`), or by a local that stands for the first part.
+    """
     if not module.name.startswith("jaxpage."):
         return
     for node in module.nodes:
-        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Attribute):
-            owner = node.value.value
-            name = owner.id if isinstance(owner, ast.Name) else getattr(owner, "attr", "")
-            room = OBJECTS.get(name.lstrip("_"), room_of(module.name))
-            if room != room_of(module.name) and node.attr not in OF_BUILT_INS:
+        if isinstance(node, ast.Attribute) and (room := _room_behind(module, node.value)):
+            if node.attr not in OF_BUILT_INS:
                 yield node.lineno, f"reaches through {room}/: {ast.unparse(node)}"
+        elif isinstance(node, Function):
+            yield from _chains_by_locals(module, node)
+
+
+def _chains_by_locals(module: Module, function: Function) -> Iterator[tuple[int, str]]:
+    aliases = {}
+    for node in ast.walk(function):
+        if isinstance(node, ast.Assign | ast.AnnAssign | ast.NamedExpr):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            if node.value is not None and (room := _room_behind(module, node.value)):
+                text = ast.unparse(node.value)
+                aliases |= {
+                    target.id: (room, text) for target in targets if isinstance(target, ast.Name)
+                }
+    for node in ast.walk(function):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            room, text = aliases.get(node.value.id, ("", ""))
+            if room and node.attr not in OF_BUILT_INS:
+                yield node.lineno, f"reaches through {room}/: {text}.{node.attr}, by a local"
+
+
+def _room_behind(module: Module, node: ast.expr) -> str:
+    """Returns the other room whose object an attribute belongs to, or an empty text."""
+    if not isinstance(node, ast.Attribute) or node.attr in HANDED_OVER:
+        return ""
+    owner = node.value
+    name = owner.id if isinstance(owner, ast.Name) else getattr(owner, "attr", "")
+    room = OBJECTS.get(name.lstrip("_"), "")
+    return "" if room == room_of(module.name) else room
 
 
 def _sizes(module: Module) -> Iterator[tuple[int, str]]:

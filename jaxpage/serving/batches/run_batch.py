@@ -84,7 +84,7 @@ def run_batch(
             built = open_engine(engine, Hooks(progress=not quiet))
             driver = AsyncDriver(built, max_queued_requests=_NUM_PLACES)
             context = model_context(built, engine, server)
-            metrics = ServerMetrics(context.model_names[0], built.memory.block_size)
+            metrics = ServerMetrics(context.model_names[0], built.block_size)
             app = build_app(driver, context, server, metrics)
             began = time.monotonic()
             bar = tqdm(

@@ -34,9 +34,9 @@ def capabilities(
     return {
         "version": __version__,
         "model": {
-            "max_model_len": built.memory.max_model_len,
+            "max_model_len": built.max_model_len,
             "vocab_size": built.engine.vocab_size,
-            "generates": not built.spec.encoded,
+            "generates": built.generates,
             "takes_pictures": built.pictures is not None,
             "has_tokenizer": tokenizer is not None,
             "has_chat_template": bool(getattr(tokenizer, "chat_template", None)),
