@@ -44,8 +44,8 @@ from jaxpage.serving.wire.exchange import (
     open_score,
     tokenize,
 )
-from jaxpage.serving.wire.field_types import neutral_values
 from jaxpage.serving.wire.fields import LABELS
+from jaxpage.serving.wire.reading import neutral_values
 from jaxpage.serving.wire.request_fields import (
     ChatCompletionRequest,
     CompletionRequest,

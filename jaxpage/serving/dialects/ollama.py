@@ -46,9 +46,8 @@ from jaxpage.serving.wire.context import ModelContext
 from jaxpage.serving.wire.embeddings import EmbeddingAnswer, open_embeddings
 from jaxpage.serving.wire.encoding import lines
 from jaxpage.serving.wire.errors import ApiError, quotes
-from jaxpage.serving.wire.field_types import is_neutral
 from jaxpage.serving.wire.keep_alive import keep_alive_seconds
-from jaxpage.serving.wire.reading import read
+from jaxpage.serving.wire.reading import is_neutral, read
 from jaxpage.serving.wire.templates import may_reason
 from jaxpage.serving.wire.tokenizing import Transformed
 from jaxpage.settings.argument_checks import show
