@@ -17,7 +17,6 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jaxpage.errors import QueueFull
 from jaxpage.outputs import RequestMetrics, RequestOutput
-from jaxpage.serving.config import ServerConfig
 from jaxpage.serving.dialects.registry import DIALECTS, dialect_of
 from jaxpage.serving.http.answer_stream import AnswerStream, stream_of
 from jaxpage.serving.http.envelope import Envelope
@@ -25,6 +24,7 @@ from jaxpage.serving.http.posting import json_body
 from jaxpage.serving.metrics.metrics import ServerMetrics
 from jaxpage.serving.requests.generating import Generating
 from jaxpage.serving.requests.stored_responses import open_store
+from jaxpage.serving.settings.server_config import ServerConfig
 from jaxpage.serving.several.models_file import read_models_file
 from jaxpage.serving.several.switchboard import Switchboard
 from jaxpage.serving.several.table import LoadFailed

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import jaxpage
-from jaxpage.serving.config import ServerConfig
+from jaxpage.serving.settings.server_config import ServerConfig
 from jaxpage.settings.engine_config import EngineConfig
 from tests.support import house, names, reach
 from tests.support.sources import WHEEL, Module, door_names, imports, read_modules

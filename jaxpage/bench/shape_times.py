@@ -47,8 +47,8 @@ def measure_shapes(built: Built) -> ShapeTimes:
     rows = sorted({min(bucket.num_rows, most) for bucket in menu.decode})
     decode = tuple((num_rows, _decoding(engine, num_rows, SHORT_PROMPT)) for num_rows in rows)
     long = min(LONG_PROMPT, built.max_model_len - 4 * STEPS - 1)
-    most_long = fitting(long + 4 * STEPS)
-    num_long = max((num_rows for num_rows in rows if num_rows <= most_long), default=1)
+    max_long = fitting(long + 4 * STEPS)
+    num_long = max((num_rows for num_rows in rows if num_rows <= max_long), default=1)
     beyond = _decoding(engine, num_long, long) - dict(decode)[num_long]
     longest = built.max_model_len - 1
     sizes = {min(bucket.num_tokens, longest): bucket.num_rows for bucket in menu.chunk}

@@ -25,12 +25,12 @@ from starlette.applications import Starlette
 
 from jaxpage.errors import JaxpageError
 from jaxpage.serving.app import Server
-from jaxpage.serving.config import ServerConfig
 from jaxpage.serving.http.connection import Connection, no_room
 from jaxpage.serving.http.descriptors import Complaints, room_for_connections
 from jaxpage.serving.http.envelope import Envelope
 from jaxpage.serving.metrics.logs import log_activity
 from jaxpage.serving.metrics.tracing import SpanWriter
+from jaxpage.serving.settings.server_config import ServerConfig
 
 logger = logging.getLogger(__name__)
 FIRST_BYTE_SECONDS = 5.0  # the time for a connection's first byte; clients may connect beforehand

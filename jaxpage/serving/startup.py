@@ -36,7 +36,6 @@ from jaxpage.errors import ConfigError
 from jaxpage.replay import open_engine
 from jaxpage.serving.app import build_app
 from jaxpage.serving.cache_events.kv_events import KVEvents
-from jaxpage.serving.config import API_KEY_VARIABLE, ServerConfig, read_api_keys
 from jaxpage.serving.hosts.channel import Channel
 from jaxpage.serving.hosts.follower import Follower
 from jaxpage.serving.hosts.joining import agree, join, smallest_sizes
@@ -52,6 +51,8 @@ from jaxpage.serving.model.capabilities import capabilities
 from jaxpage.serving.model.lora_modules import check_lora_modules, open_lora_modules
 from jaxpage.serving.model.model_cards import card_of, card_of_settings
 from jaxpage.serving.server import run_app
+from jaxpage.serving.settings.key_sources import API_KEY_VARIABLE, read_api_keys
+from jaxpage.serving.settings.server_config import ServerConfig
 from jaxpage.serving.wire.context import ModelContext, RequestLimits
 from jaxpage.serving.wire.derived_forms import choose_form, derive_form
 from jaxpage.settings.engine_config import EngineConfig

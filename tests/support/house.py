@@ -183,7 +183,7 @@ PUBLIC_FACES: dict[tuple[str, str], str] = {
     ("jaxpage/settings/engine_config.py", "EngineConfig"): "a setting is a flag and a keyword",
     ("jaxpage/settings/engine_settings.py", "EngineSettings"): "the same keywords, with types",
     ("jaxpage/settings/sampling_params.py", "SamplingParams"): "its keywords are vLLM's",
-    ("jaxpage/serving/config.py", "ServerConfig"): "a setting is a flag",
+    ("jaxpage/serving/settings/server_config.py", "ServerConfig"): "a setting is a flag",
     ("jaxpage/layers/latent_attention.py", "__init__"): "its sizes are those of config.json",
     ("jaxpage/integrations/trl.py", "generate"): "TRL calls it with the arguments of its client",
 }

@@ -14,9 +14,9 @@ import jaxpage
 from jaxpage import LLM, AsyncLLM, BeamSearchParams, EngineConfig, SamplingParams, errors
 from jaxpage.cli.parsers import make_parser
 from jaxpage.cli.setting_flags import ENGINE_FLAGS, SERVER_FLAGS
-from jaxpage.serving.config import ServerConfig
 from jaxpage.serving.metrics.metric_texts import HELP, LABELS
 from jaxpage.serving.metrics.metrics import PREFIX
+from jaxpage.serving.settings.server_config import ServerConfig
 from jaxpage.settings.from_vllm import answers
 from jaxpage.settings.sources import PREFIX as PREFIX_OF_VARIABLES
 from tests.support import measured_errors, published_models

@@ -18,9 +18,9 @@ from jaxpage.serving.batches.in_process import InProcess
 from jaxpage.serving.batches.ordering import DEFAULT_WINDOW, LINE_EXTRA_BYTES, num_lines
 from jaxpage.serving.batches.output_file import OutputFile
 from jaxpage.serving.batches.running import BatchRun
-from jaxpage.serving.config import ServerConfig
 from jaxpage.serving.metrics.metrics import ServerMetrics
 from jaxpage.serving.model.lora_modules import check_lora_modules
+from jaxpage.serving.settings.server_config import ServerConfig
 from jaxpage.serving.startup import model_context, model_names
 from jaxpage.settings.engine_config import EngineConfig
 

@@ -14,9 +14,9 @@ from jaxpage.assembly import Built
 from jaxpage.driver import AsyncDriver
 from jaxpage.errors import ConfigError
 from jaxpage.replay import IncidentRing, Incidents, engine_header
-from jaxpage.serving.config import ServerConfig
 from jaxpage.serving.http.answers import json_answer
 from jaxpage.serving.http.host_guard import check_origin
+from jaxpage.serving.settings.server_config import ServerConfig
 from jaxpage.serving.wire.errors import ApiError
 from jaxpage.settings.engine_config import EngineConfig
 

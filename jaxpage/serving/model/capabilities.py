@@ -7,8 +7,8 @@ from typing import Any
 
 from jaxpage import __version__
 from jaxpage.assembly import Built, chat_defaults
-from jaxpage.serving.config import ServerConfig
 from jaxpage.serving.requests.generating import MAX_PROMPT_LOGPROBS
+from jaxpage.serving.settings.server_config import ServerConfig
 from jaxpage.serving.wire.context import RequestLimits
 from jaxpage.serving.wire.derived_forms import choose_form, derive_form
 from jaxpage.settings.engine_config import EngineConfig
