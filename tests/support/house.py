@@ -269,16 +269,16 @@ LAZY_IMPORTS: dict[tuple[str, str], str] = {
         "flash_attn3_jax",
     ): "the library comes with an extra, and is for one kind of GPU",
     (
-        "jaxpage/bench/serve.py",
-        "jaxpage.bench.serve_plot",
+        "jaxpage/bench/serving/serve.py",
+        "jaxpage.bench.serving.serve_plot",
     ): "the picture needs matplotlib, the rest does not",
     (
         "jaxpage/bench/throughput.py",
         "jaxpage.bench.memory_plot",
     ): "the picture needs matplotlib, the rest does not",
     (
-        "jaxpage/bench/speculation.py",
-        "jaxpage.bench.speculation_plot",
+        "jaxpage/bench/studies/speculation.py",
+        "jaxpage.bench.studies.speculation_plot",
     ): "the picture needs matplotlib, the rest does not",
     (
         "tools/lab/paper/main.py",

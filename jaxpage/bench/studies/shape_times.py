@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from jaxpage.assembly import Built
 from jaxpage.assembly.planning import MemoryPlan
-from jaxpage.bench.roofline import start_decoding, start_request
+from jaxpage.bench.studies.roofline import start_decoding, start_request
 from jaxpage.bench.workloads import SHORT_PROMPT
 from jaxpage.engine import Engine
 

@@ -16,7 +16,7 @@ from multiprocessing.connection import wait
 from multiprocessing.managers import BaseManager
 from typing import Any, NamedTuple
 
-from jaxpage.bench.oracle import OracleLLM
+from jaxpage.bench.studies.oracle import OracleLLM
 from jaxpage.errors import JaxpageError
 from jaxpage.llm import LLM
 from jaxpage.settings.engine_config import EngineConfig

@@ -14,7 +14,7 @@ from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from jaxpage.bench.http_client import Client
+from jaxpage.bench.serving.http_client import Client
 
 POLL_SECONDS = 0.25
 _PREFIXES = ("jaxpage_", "vllm:")

@@ -22,10 +22,10 @@ from tqdm import tqdm
 
 from jaxpage.assembly import Hooks
 from jaxpage.assembly.planning import refuse_recurrent
-from jaxpage.bench.ceilings import bandwidth, product_rate
 from jaxpage.bench.measure import parameters
 from jaxpage.bench.results import environment, print_result
-from jaxpage.bench.step_profile import OTHER, SCOPES, profile
+from jaxpage.bench.studies.ceilings import bandwidth, product_rate
+from jaxpage.bench.studies.step_profile import OTHER, SCOPES, profile
 from jaxpage.bench.throughput import check_writable
 from jaxpage.checkpoints import describe_model
 from jaxpage.checkpoints.finding import resolve_model
