@@ -160,16 +160,16 @@ def test_parameters_and_defaults_are_those_of_the_interface() -> None:
 def test_a_line_of_the_table_needs_its_field_and_a_field_its_check(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    line = field_table.Field("min_q", field_table.Float(0, 1))
+    line = field_table.Field("planted", field_table.Float(0, 1))
     monkeypatch.setattr(parameters, "PARAMETERS", (*field_table.PARAMETERS, line))
-    with pytest.raises(TypeError, match="has min_q, which is no field of SamplingParams"):
+    with pytest.raises(TypeError, match="has planted, which is no field of SamplingParams"):
         parameters.require_fields(SamplingParams)
     with pytest.raises(TypeError, match=r"^Planted\.max_q has no check"):
 
         @parameters.checks_parameters
         @dataclasses.dataclass(frozen=True)
         class Planted(parameters.CheckedParameters):
-            min_q: float = parameters.parameter(0.0, "a line has its check", lambda value: value)
+            planted: float = parameters.parameter(0.0, "checked", lambda value: value)
             max_q: float = parameters.parameter(0.0, "neither a line nor a check")
 
 

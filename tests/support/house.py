@@ -146,6 +146,7 @@ LABORATORIES = (
     "tools.lab.scheduler_lab",
     "tools.step_shapes",
     "tools.lab.step_times",
+    "tools.lab.walks",
 )
 
 JAX = {"jax", "jaxlib", "flax", "orbax", "optax", "pallas_kernels"}
