@@ -261,6 +261,7 @@ class RequestPlaces:
     def __init__(self, number: int | None) -> None:
         """Makes so many places; None means any number."""
         self._number = number
+        # `deque.pop` is atomic, which a counter would not be without a lock.
         self._free = deque([None] * (number or 0))  # each request takes one out
 
     @property
@@ -289,6 +290,7 @@ class RequestPlaces:
                 self._free.pop()
                 num_taken += 1
         except IndexError:
+            # All or none: the places of the others go back.
             self._free.extend([None] * num_taken)
             raise QueueFull(
                 f"{self.num_taken} requests run or wait, and there are {self._number} places; "
@@ -359,6 +361,7 @@ class AbortedRequests:
                 taken.append(handle)
                 assert handle.request.aborted and handle.request.aborted.request
                 handle.request_id = handle.request.aborted.request.request_id
+                # Its caller has not seen the end, and would miss the text between.
                 if handle.request_id in live:
                     raise RequestGone(
                         "a request cannot be continued before its last output was read"

@@ -60,6 +60,7 @@ class DefaultStrategies:
         )
 
     def _new_detokenizer(self, request: Request) -> StreamDetokenizer | NoText:
+        # A model without a tokenizer gives token ids alone.
         if self._tokenizer is None:
             return NoText()
         skip = request.params.skip_special_tokens

@@ -333,6 +333,7 @@ def start(engine: EngineConfig, server: ServerConfig, listener: socket.socket) -
         context = model_context(built, engine, server)
         address = address_of(listener)
         text = how_to_ask(address, context, has_keys=bool(api_keys), has_page=server.ui)
+        # The driver begins with the server's event loop, which awaits it.
         driver = AsyncDriver(
             built,
             max_queued_requests=server.max_queued_requests,

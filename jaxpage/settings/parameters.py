@@ -85,6 +85,7 @@ def checks_parameters(record: type[_Record]) -> type[_Record]:
         checked = default if bounded or default is MISSING else run(None, default)
         checks.append((name, default, checked, run))
 
+    # A dataclass writes it from the annotations, the converted ones included.
     init = record.__init__
     for name, annotation in init.__annotations__.items():
         if str(annotation).startswith("Converted["):

@@ -229,6 +229,7 @@ def unpack(packed: jax.Array, bucket: Bucket, tables: TableShape) -> StepInputs:
 
 def unflatten(fields: Mapping[str, Any]) -> StepInputs:
     """Returns the inputs of a step from all their fields, by `FIELDS`."""
+    # The packed vector is flat: a nested record costs nothing on the way to the device.
     draws = DrawInputs(**{name: fields[name] for name in DrawInputs._fields})
     shared = {name: fields[name] for name in StepInputs._fields if name != "draws"}
     return StepInputs(draws=draws, **shared)

@@ -65,6 +65,7 @@ def _params(
     if not request.use_beam_search:
         changes, idle = tools.changes(request, context, prompt)
         return sampling_params(request, context, max_tokens=max_tokens, **changes), idle
+    # The client knows the budget by the field that it sent, which may be one of three.
     budget = budget_of(request)
     if budget.value is not None:
         message = f"{budget.path} is not supported with use_beam_search"

@@ -48,6 +48,7 @@ def read(
     Raises:
         ApiError: The status is 400 and `param` names the field; 404 if the model is not served.
     """
+    # Clients send their defaults along, and these must not fail a field that is not honoured.
     body = {name: value for name, value in body.items() if _is_requested(model, name, value)}
     for name in body:
         _check_supported(name, model)
@@ -65,6 +66,7 @@ def read(
     try:
         request = model.model_validate(body)
     except ValidationError as error:
+        # pydantic's error names models of ours; the client gets the path of its own field.
         raise _invalid(error, body) from None
     except RecursionError:
         raise ApiError(400, "Request body is nested too deeply") from None

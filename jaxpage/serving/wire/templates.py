@@ -84,6 +84,7 @@ def render(
         message = "continue_final_message needs a last message of the assistant"
         raise ApiError(400, message, param="continue_final_message")
     _check_calls(request.messages)
+    # One for all calls, because it counts the containers of the request as a whole.
     reader = JsonReader()
     pictures: list[SentPicture] = []
     messages = [
@@ -125,6 +126,7 @@ def _render_in_order(requested: dict[str, Any]) -> str:
     except ValueError as error:
         problem = f"The model's chat template refuses these messages: {error}"
         refusal = ApiError(400, problem, param="messages")
+        # Templates of some models want the roles in turns, which agents do not keep.
         ordered = order_strictly(requested["messages"])
         if ordered == requested["messages"]:
             raise refusal from None
@@ -300,6 +302,7 @@ def _variables(variables: dict[str, Any], template: str, context: ModelContext) 
     """
     if not variables:
         return variables
+    # A variable of such a name would be taken for the argument.
     arguments = inspect.signature(context.tokenizer.apply_chat_template).parameters  # type: ignore[union-attr]
     known = variables_of(template) - arguments.keys()
     param = "chat_template_kwargs"
