@@ -114,7 +114,7 @@ class Sent:
 
     @property
     def comments(self) -> list[float]:
-        comment = dialect_of(self.path).comment
+        comment = dialect_of(self.path).stream.comment
         return [time for time, part in self.parts if part == comment]
 
     @property
@@ -245,7 +245,7 @@ def test_a_refusal_has_a_status_until_the_headers_are_out_and_ends_the_stream_th
         assert soon.refusals() == late.refusals() == ({reason: 1.0} if reason else {})
         dialect = dialect_of(path)
         (_, last) = late.parts[-1]
-        assert last.endswith(dialect.end) and b"secret" not in last
+        assert last.endswith(dialect.stream.end) and b"secret" not in last
         (line,) = (line for line in last.splitlines() if b"{" in line)
         in_stream = json.loads(line.removeprefix(b"data: "))
         in_stream.pop("sequence_number", None)
