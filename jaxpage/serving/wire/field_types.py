@@ -73,6 +73,8 @@ class RequestObject(BaseModel):
         lengths: The fields that ask for a number of tokens. One that asks for more than the model
             has room for is accepted, the output ends where the room ends, and the client is told
             the name.
+        is_passed_over: True if the client is told the name of the whole object, so that none of its
+            fields is unknown.
     """
 
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
@@ -80,6 +82,7 @@ class RequestObject(BaseModel):
     known: ClassVar[Mapping[str, table.Field]] = {}
     added: ClassVar[frozenset[str]] = frozenset()
     lengths: ClassVar[tuple[str, ...]] = ()
+    is_passed_over: ClassVar[bool] = False
 
     def check(self) -> None:
         """Raises ApiError for fields that do not go together."""

@@ -97,6 +97,8 @@ def _unknown_fields(request: RequestObject, prefix: str = "") -> Iterator[str]:
         prefix: What the paths begin with.
     """
     model = type(request)
+    if model.is_passed_over:
+        return
     for name, item in (request.model_extra or {}).items():
         if not is_neutral(model, name, item) and name not in model.added:
             yield prefix + name
