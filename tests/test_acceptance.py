@@ -29,11 +29,13 @@ from jaxpage.device.acceptance import decide
 from jaxpage.device.drafters import growing
 from jaxpage.device.inputs.buckets import Bucket, make_menu
 from jaxpage.device.inputs.step_inputs import (
+    FIELDS,
     Flags,
     ProcessorInputs,
     StepInputs,
     TableShape,
     processor_shapes,
+    unflatten,
     unpack,
 )
 from jaxpage.device.sampler import Stream, noise_key
@@ -267,14 +269,13 @@ def candidates(shape: Shape, token_ids_BQ: jax.Array) -> tuple[jax.Array, jax.Ar
     return ids_BQW.reshape(num_rows * num_tokens, -1), q_BQW.reshape(num_rows * num_tokens, -1)
 
 
-def step_inputs(
+def neutral_fields(
     token_ids_BQ: jax.Array,
     parents: tuple[int, ...],
     position_B: jax.Array,
     seed_B: jax.Array,
-    **fields: Any,
-) -> StepInputs:
-    """Rows of the same tree, one behind the other; what `fields` leaves out is neutral."""
+) -> dict[str, Any]:
+    """Returns the fields of rows with the same tree, one after the other."""
     num_rows, num_tokens = token_ids_BQ.shape
     total = num_rows * num_tokens
     depths, _ = depths_and_ranks(parents)
@@ -282,8 +283,8 @@ def step_inputs(
     parents_BQ = jnp.where(
         jnp.arange(num_tokens) > 0, start_B[:, None] + jnp.array([0, *(1 + p for p in parents)]), -1
     )
-    given: dict[str, Any] = {name: jnp.zeros(total) for name in StepInputs._fields}
-    given |= {
+    given: dict[str, Any] = {name: jnp.zeros(total) for name in FIELDS}
+    return given | {
         "token_ids_T": token_ids_BQ.reshape(-1),
         "parents_T": parents_BQ.reshape(-1),
         "query_start": jnp.arange(num_rows + 1) * num_tokens,
@@ -299,7 +300,11 @@ def step_inputs(
         "num_prompt_tokens_R": jnp.ones(total, jnp.int32),
         "flags": jnp.zeros(6, jnp.int32),
     }
-    return StepInputs(**{**given, **fields})
+
+
+def step_inputs(*arguments: Any, **fields: Any) -> StepInputs:
+    """Returns the inputs of such rows; what `fields` leaves out is neutral."""
+    return unflatten(neutral_fields(*arguments) | fields)
 
 
 def neutral(num_draws: int) -> ProcessorInputs:
@@ -552,12 +557,12 @@ def inputs_of(
     total = len(token_ids_T)
     chosen_TW = np.zeros((total, 3), np.float32)
     chosen_TW[:, 0] = 1
-    given = step_inputs(
+    given = neutral_fields(
         jnp.asarray(token_ids_T)[:, None], (), jnp.arange(total), jnp.arange(total)
-    )._asdict()
+    )
     given |= {"parents_T": parents_T, "query_start": query_start, "q_TW": chosen_TW}
     given |= {"q_ids_TW": np.where(chosen_TW > 0, token_ids_T[:, None], -1), **fields}
-    return StepInputs(**jax.tree.map(jnp.asarray, given))
+    return unflatten(jax.tree.map(jnp.asarray, given))
 
 
 ROWS, MAXIMUM = 12, 6
