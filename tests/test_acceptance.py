@@ -30,11 +30,13 @@ from jaxpage.device.acceptance import decide
 from jaxpage.device.drafters import growing
 from jaxpage.device.inputs.buckets import Bucket, make_menu
 from jaxpage.device.inputs.step_inputs import (
+    FIELDS,
     Flags,
     ProcessorInputs,
     StepInputs,
     TableShape,
     processor_shapes,
+    unflatten,
     unpack,
 )
 from jaxpage.device.sampler import Stream, noise_key
@@ -272,14 +274,13 @@ def candidates(shape: Shape, token_ids_BQ: jax.Array) -> tuple[jax.Array, jax.Ar
     return ids_BQW.reshape(num_rows * num_tokens, -1), q_BQW.reshape(num_rows * num_tokens, -1)
 
 
-def step_inputs(
+def neutral_fields(
     token_ids_BQ: jax.Array,
     parents: tuple[int, ...],
     position_B: jax.Array,
     seed_B: jax.Array,
-    **fields: Any,
-) -> StepInputs:
-    """Returns rows of the same tree, one after the other; what `fields` leaves out is neutral."""
+) -> dict[str, Any]:
+    """Returns the fields of rows with the same tree, one after the other."""
     num_rows, num_tokens = token_ids_BQ.shape
     total = num_rows * num_tokens
     depths, _ = depths_and_ranks(parents)
@@ -287,8 +288,8 @@ def step_inputs(
     parents_BQ = jnp.where(
         jnp.arange(num_tokens) > 0, start_B[:, None] + jnp.array([0, *(1 + p for p in parents)]), -1
     )
-    values: dict[str, Any] = {name: jnp.zeros(total) for name in StepInputs._fields}
-    values |= {
+    values: dict[str, Any] = {name: jnp.zeros(total) for name in FIELDS}
+    return values | {
         "token_ids_T": token_ids_BQ.reshape(-1),
         "parents_T": parents_BQ.reshape(-1),
         "query_start": jnp.arange(num_rows + 1) * num_tokens,
@@ -304,7 +305,11 @@ def step_inputs(
         "num_prompt_tokens_R": jnp.ones(total, jnp.int32),
         "flags": jnp.zeros(6, jnp.int32),
     }
-    return StepInputs(**{**values, **fields})
+
+
+def step_inputs(*arguments: Any, **fields: Any) -> StepInputs:
+    """Returns the inputs of such rows; what `fields` leaves out is neutral."""
+    return unflatten(neutral_fields(*arguments) | fields)
 
 
 def neutral(num_draws: int) -> ProcessorInputs:
@@ -571,12 +576,12 @@ def inputs_of(
     total = len(token_ids_T)
     chosen_TW = np.zeros((total, 3), np.float32)
     chosen_TW[:, 0] = 1
-    values = step_inputs(
+    values = neutral_fields(
         jnp.asarray(token_ids_T)[:, None], (), jnp.arange(total), jnp.arange(total)
-    )._asdict()
+    )
     values |= {"parents_T": parents_T, "query_start": query_start, "q_TW": chosen_TW}
     values |= {"q_ids_TW": np.where(chosen_TW > 0, token_ids_T[:, None], -1), **fields}
-    return StepInputs(**jax.tree.map(jnp.asarray, values))
+    return unflatten(jax.tree.map(jnp.asarray, values))
 
 
 ROWS, MAXIMUM = 12, 6

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 from jaxpage.serving.dialects.messages import open_message
 from jaxpage.serving.dialects.ollama import open_ollama_chat, show_ollama
-from jaxpage.serving.wire.efforts import EFFORTS, variables_for
 from jaxpage.serving.wire.errors import ApiError
 from jaxpage.serving.wire.exchange import open_chat
 from jaxpage.serving.wire.model_card import short_count
+from jaxpage.serving.wire.thinking import EFFORTS, variables_for
 from jaxpage.serving.wire.tokenizing import tokenize
 from tests.support.wire import context, tokenizer, with_template
 
@@ -73,7 +73,7 @@ def test_an_effort_becomes_what_the_template_knows(template, fields, shown, igno
 @given(words=st.sets(st.sampled_from(EFFORTS), min_size=1), effort=st.sampled_from(EFFORTS))
 def test_a_template_gets_a_word_that_it_compares(words, effort):
     template = f"{{% if reasoning_effort in {sorted(words)} %}}{{% endif %}}"
-    values, ignored = variables_for(template, effort, None)
+    values, ignored, _ = variables_for(template, effort, None)
     word = values["reasoning_effort"]
     assert word in words and (word == effort or effort not in words)
     assert (word == "none") <= (effort == "none" or words == {"none"})

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from jaxpage.errors import ConfigError
-from jaxpage.serving.config import resolve_both
+from jaxpage.serving.settings.resolving import resolve_both
 from tests.support.browsing import CHROMIUM, launched, opened
 from tests.support.raw_http import ask
 from tests.support.running import demo_engine, serving

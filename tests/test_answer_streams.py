@@ -17,7 +17,6 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jaxpage.errors import QueueFull
 from jaxpage.outputs import RequestMetrics, RequestOutput
-from jaxpage.serving.config import ServerConfig
 from jaxpage.serving.dialects.registry import DIALECTS, dialect_of
 from jaxpage.serving.http.answer_stream import AnswerStream, stream_of
 from jaxpage.serving.http.envelope import Envelope
@@ -25,6 +24,7 @@ from jaxpage.serving.http.posting import json_body
 from jaxpage.serving.metrics.metrics import ServerMetrics
 from jaxpage.serving.requests.generating import Generating
 from jaxpage.serving.requests.stored_responses import open_store
+from jaxpage.serving.settings.server_config import ServerConfig
 from jaxpage.serving.several.models_file import read_models_file
 from jaxpage.serving.several.switchboard import Switchboard
 from jaxpage.serving.several.table import LoadFailed
@@ -114,7 +114,7 @@ class Sent:
 
     @property
     def comments(self) -> list[float]:
-        comment = dialect_of(self.path).comment
+        comment = dialect_of(self.path).stream.comment
         return [time for time, part in self.parts if part == comment]
 
     @property
@@ -245,7 +245,7 @@ def test_a_refusal_has_a_status_until_the_headers_are_out_and_ends_the_stream_th
         assert soon.refusals() == late.refusals() == ({reason: 1.0} if reason else {})
         dialect = dialect_of(path)
         (_, last) = late.parts[-1]
-        assert last.endswith(dialect.end) and b"secret" not in last
+        assert last.endswith(dialect.stream.end) and b"secret" not in last
         (line,) = (line for line in last.splitlines() if b"{" in line)
         in_stream = json.loads(line.removeprefix(b"data: "))
         in_stream.pop("sequence_number", None)

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import jaxpage
-from jaxpage.serving.config import ServerConfig
+from jaxpage.serving.settings.server_config import ServerConfig
 from jaxpage.settings.engine_config import EngineConfig
 from tests.support import house, names, reach
 from tests.support.sources import WHEEL, Module, door_names, imports, read_modules
@@ -163,7 +163,8 @@ def test_the_laboratory_is_apart() -> None:
 
 
 def test_reasons_are_given_for_files_that_exist() -> None:
-    paths = {path for path, _ in house.LAZY_IMPORTS} | set(house.DYNAMIC_IMPORTS)
+    paths = {path for path, _ in (*house.LAZY_IMPORTS, *house.PUBLIC_FACES)}
+    paths |= set(house.DYNAMIC_IMPORTS)
     assert not [path for path in sorted(paths) if not (ROOT / path).is_file()]
 
 
@@ -468,6 +469,16 @@ PLANTED = [
         "reaches through engine/: driver.engine.scheduler.running",
     ),
     (
+        "jaxpage/serving/a.py",
+        "def f(engine):\n    x = engine.scheduler\n    return x.block_manager",
+        "reaches through engine/: engine.scheduler.block_manager, by a local",
+    ),
+    (
+        "jaxpage/serving/a.py",
+        "def f(self):\n    if pool := self._built.memory:\n        return pool.num_blocks",
+        "reaches through assembly/: self._built.memory.num_blocks, by a local",
+    ),
+    (
         "pallas_kernels/a.py",
         "from jaxpage import shapes",
         "pallas_kernels stands alone, but imports jaxpage",
@@ -544,6 +555,16 @@ PLANTED = [
     ),
     ("jaxpage/engine/a.py", "x = 1\n" * 1001, "has 3004 tokens; 3000 are enough"),
     ("jaxpage/engine/a.py", "def f():\n" + "    x = 1\n" * 70, "f has 71 lines; 70 are enough"),
+    (
+        "jaxpage/engine/a.py",
+        "class A:\n" + "".join(f"    f{place}: int\n" for place in range(21)),
+        "A has 21 fields; 20 are enough for a record",
+    ),
+    (
+        "jaxpage/engine/a.py",
+        "class A:\n    def f(self, a, b, c, d, e, f, /, g, h, i, *, j, k):\n        pass",
+        "f has 11 arguments; 10 are enough for a function",
+    ),
     (
         "jaxpage/models/a.py",
         "from typing import TYPE_CHECKING\n"

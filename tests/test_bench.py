@@ -24,7 +24,7 @@ import pytest
 from jaxpage import cli
 from jaxpage.assembly import PHASES
 from jaxpage.assembly.planning import ModelLayout
-from jaxpage.bench import history, start_times
+from jaxpage.bench import history
 from jaxpage.bench.comparison import check_same_work, compare, read_baseline
 from jaxpage.bench.measure import dtypes
 from jaxpage.bench.results import (
@@ -35,6 +35,7 @@ from jaxpage.bench.results import (
     table,
     too_short,
 )
+from jaxpage.bench.studies import start_times
 from jaxpage.bench.workload_files import read_workload
 from jaxpage.bench.workloads import DATASETS, WorkItem, chat, make_workload, prefix_repetition
 from jaxpage.errors import UsageError

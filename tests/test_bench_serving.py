@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from jaxpage import cli
-from jaxpage.bench.answer_latencies import rate_held, summary
-from jaxpage.bench.http_client import Client, TimedAnswer
-from jaxpage.bench.load import Places
-from jaxpage.bench.serve_report import rate_notes, table
-from jaxpage.bench.server_metrics import MetricsPoller
+from jaxpage.bench.serving.answer_latencies import rate_held, summary
+from jaxpage.bench.serving.http_client import Client, TimedAnswer
+from jaxpage.bench.serving.load import Places
+from jaxpage.bench.serving.serve_report import rate_notes, table
+from jaxpage.bench.serving.server_metrics import MetricsPoller
 from tests.support.random_checkpoints import random_checkpoint
 from tests.test_bench import LLAMA
 

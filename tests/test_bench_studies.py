@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from jaxpage import cli
-from jaxpage.bench import speculation
-from jaxpage.bench.engine_process import EngineInTurns
-from jaxpage.bench.roofline import PARTS
-from jaxpage.bench.speculation import CONTROL, NONE
+from jaxpage.bench.studies import speculation
+from jaxpage.bench.studies.engine_process import EngineInTurns
+from jaxpage.bench.studies.roofline import PARTS
+from jaxpage.bench.studies.speculation import CONTROL, NONE
 from tests.support.engines import LLAMA
 from tests.support.random_checkpoints import random_checkpoint
 
@@ -39,8 +39,8 @@ def test_the_effect_of_a_kv_cache_of_eight_bits(capsys):
 
 
 def test_steps_are_compared_with_what_the_machine_can_do(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("jaxpage.bench.ceilings.WIDTH", 64)
-    monkeypatch.setattr("jaxpage.bench.ceilings.MATMUL_WIDTHS", (32, 64))
+    monkeypatch.setattr("jaxpage.bench.studies.ceilings.WIDTH", 64)
+    monkeypatch.setattr("jaxpage.bench.studies.ceilings.MATMUL_WIDTHS", (32, 64))
     model, path = random_checkpoint(tmp_path / "llama", LLAMA), tmp_path / "result.json"
     words = [
         "bench",
@@ -57,7 +57,7 @@ def test_steps_are_compared_with_what_the_machine_can_do(tmp_path, capsys, monke
     assert (
         "max_model_len must be at least 97 for bench roofline, and is 64" in capsys.readouterr().err
     )
-    monkeypatch.setattr("jaxpage.bench.roofline.STEPS", 4)
+    monkeypatch.setattr("jaxpage.bench.studies.roofline.STEPS", 4)
     assert cli.main([*words, "--context", "49"]) == 2
     assert "--context must be at most 48: max_model_len is 64" in capsys.readouterr().err
     assert cli.main([*words, "--context", "20"]) == 0

@@ -21,13 +21,13 @@ from hypothesis.stateful import (
 
 from jaxpage.errors import CapacityError
 from jaxpage.memory import (
-    NULL_BLOCK,
     BlockManager,
     BlockPool,
     BlockTables,
     PrefixIndex,
     block_manager,
 )
+from jaxpage.memory.block_pool import NULL_BLOCK
 from jaxpage.memory.cached_blocks import CachedBlocks
 from jaxpage.step.plan import StepPlan
 from tests.support.fake_device import FakeDevice

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from jaxpage.memory import NULL_BLOCK, BlockPool
+from jaxpage.memory import BlockPool
+from jaxpage.memory.block_pool import NULL_BLOCK
 
 
 def test_every_block_but_the_null_block_is_handed_out_once():

@@ -292,6 +292,17 @@ WRONG_USE = [
         ("generate", "Once", "upon", "a", "time"),
         "unexpected argument 'a'; a text of several words needs quotes",
     ),
+    (
+        ("serve", "demo", "extra"),
+        "unexpected argument 'extra'; jaxpage serve takes MODEL, and flags",
+    ),
+    (
+        ("convert", "a", "b", "c"),
+        "unexpected argument 'c'; jaxpage convert takes SRC and DST, and flags",
+    ),
+    (("--nope",), "jaxpage: error: unknown argument '--nope'\n"),
+    (("--versoin",), "unknown argument '--versoin'; did you mean '--version'?"),
+    (("bench", "--nope"), "jaxpage bench: error: unknown argument '--nope'\n"),
     (("chat", "a", "--model", "b"), "the model is given twice: 'a' and 'b'"),
     (("generate", "-q", "-v", "x"), "not allowed with argument"),
     (

@@ -426,7 +426,7 @@ def test_a_config_is_frozen_and_replaced_as_a_whole() -> None:
 
 def test_checks_hold_under_python_optimised() -> None:
     program = """
-from jaxpage.serving.config import ServerConfig
+from jaxpage.serving.settings.server_config import ServerConfig
 from jaxpage.settings.engine_config import EngineConfig
 for config, values in ((EngineConfig, {"block_size": 3}), (ServerConfig, {"port": -1})):
     try:

@@ -17,7 +17,7 @@ import yaml
 
 from jaxpage import __version__
 from jaxpage.cli.parsers import make_parser
-from jaxpage.serving.config import ServerConfig
+from jaxpage.serving.settings.server_config import ServerConfig
 
 DEPLOY = Path(__file__).parents[1] / "deploy"
 ROOT = DEPLOY.parent

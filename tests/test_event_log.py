@@ -37,7 +37,9 @@ from jaxpage.checkpoints import load_weights
 from jaxpage.checkpoints.finding.resolve import DEMO
 from jaxpage.decoding import BeamStrategy, SamplingStrategy
 from jaxpage.driver import Driver
+from jaxpage.engine import AdmissionRules, EngineParts
 from jaxpage.engine.engine import Engine
+from jaxpage.engine.strategies import NO_PARTS
 from jaxpage.errors import CapacityError, ConfigError, EngineFailed, EventLogError
 from jaxpage.outputs import TokenLogprobs
 from jaxpage.replay import replaying
@@ -79,7 +81,9 @@ def llm(directory: Path) -> Iterator[LLM]:
         yield llm
 
 
-def new_engine(llm: LLM, runner: Any = None, tokenizer: Any = None, **parts: Any) -> Engine:
+def new_engine(
+    llm: LLM, runner: Any = None, tokenizer: Any = None, parts: EngineParts = NO_PARTS
+) -> Engine:
     """Makes an engine as when the LLM was built: nothing has happened, only the compiled steps are
     shared.
     """
@@ -88,10 +92,8 @@ def new_engine(llm: LLM, runner: Any = None, tokenizer: Any = None, **parts: Any
         builder=llm._engine.builder,
         runner=runner or llm._engine.runner,
         tokenizer=tokenizer,
-        eos_token_ids=frozenset({0}),
-        max_model_len=llm.memory.max_model_len,
-        seed=llm.config.seed,
-        **parts,
+        rules=AdmissionRules(llm.memory.max_model_len, frozenset({0}), llm.config.seed),
+        parts=parts,
     )
 
 
@@ -118,7 +120,7 @@ def replay_log(llm: LLM, path: Path, runner: Any = None) -> Report:
         read_header(log)
         log.take()
         follower = Replay(log)
-        return follower.run(new_engine(llm, runner, **follower.parts))
+        return follower.run(new_engine(llm, runner, parts=follower.parts))
 
 
 def records_of(path: Path) -> list[dict[str, Any]]:
@@ -1008,7 +1010,7 @@ def test_an_engine_that_plans_otherwise(llm: LLM, crowd: Path) -> None:
         read_header(log)
         log.take()
         follower = Replay(log)
-        engine = new_engine(llm, **follower.parts)
+        engine = new_engine(llm, parts=follower.parts)
         engine.scheduler.block_manager.cached = None
         assert step_of(follower.run(engine)) == step_id > 0
 
@@ -1265,7 +1267,9 @@ def test_the_command_with_another_engine(
         def rebuilt(config: Any, hooks: Hooks) -> Built:
             assert config.model == str(other) and config.num_blocks == 17
             assert "gpu_memory_utilization" not in config.explicit_settings(), "nobody had set it"
-            return Built(new_engine(strange, **hooks.parts), None, {}, strange.spec, strange._model)
+            return Built(
+                new_engine(strange, parts=hooks.parts), None, {}, strange.spec, strange._model
+            )
 
         monkeypatch.setattr(replaying, "build_engine", rebuilt)
         words = ("replay", str(crowd), "--model", str(other))
@@ -1499,7 +1503,7 @@ def test_the_command_looks_into_logs(
     assert {line.endswith("requests") for line in states if ": 1 " in line} == {False}
 
     def rebuilt(config: Any, hooks: Hooks) -> Built:
-        return Built(new_engine(llm, **hooks.parts), None, {}, llm.spec, llm._model)
+        return Built(new_engine(llm, parts=hooks.parts), None, {}, llm.spec, llm._model)
 
     monkeypatch.setattr(replaying, "build_engine", rebuilt)
     monkeypatch.setattr(llm._engine.runner, "close", lambda: None)
@@ -1534,7 +1538,7 @@ def check_shown(llm: LLM, failed: Path, monkeypatch: pytest.MonkeyPatch) -> None
     """
 
     def rebuilt(config: Any, hooks: Hooks) -> Built:
-        return Built(new_engine(llm, **hooks.parts), None, {}, llm.spec, llm._model)
+        return Built(new_engine(llm, parts=hooks.parts), None, {}, llm.spec, llm._model)
 
     shown = failed.with_name("shown")
     with monkeypatch.context() as patch:

@@ -24,7 +24,7 @@ from jaxpage.engine.engine import Engine
 from jaxpage.engine.reporting import Reporter
 from jaxpage.engine.text import StreamDetokenizer
 from jaxpage.memory import BlockPool
-from jaxpage.serving.config import ServerConfig
+from jaxpage.serving.settings.server_config import ServerConfig
 from tests.support.running import Running, running, wait_until
 
 # Greedy or seeded: each has one right answer, whoever is beside it.

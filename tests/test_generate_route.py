@@ -12,9 +12,9 @@ import pytest
 from jaxpage import LLM, SamplingParams
 from jaxpage.serving.dialects.openai import DIALECT, DOCUMENT
 from jaxpage.serving.wire.errors import ApiError
-from jaxpage.serving.wire.field_types import is_neutral
 from jaxpage.serving.wire.generate import GenerateRequest, array_body, open_generate
 from jaxpage.serving.wire.openapi import openapi
+from jaxpage.serving.wire.reading import is_neutral
 from tests.support.engines import invariants, make_llm
 from tests.support.field_bounds import NEEDS, fields_at_bounds, fields_beyond
 from tests.support.wire import VOCAB_SIZE, context

@@ -35,7 +35,6 @@ from jaxpage.replay import replaying
 from jaxpage.replay.differences import Differs
 from jaxpage.replay.recorder import Recorder
 from jaxpage.replay.replaying import drafts_of
-from jaxpage.serving.config import ServerConfig, resolve_both
 from jaxpage.serving.hosts import joining
 from jaxpage.serving.hosts.channel import Channel, Refused, greet_follower, greet_leader
 from jaxpage.serving.hosts.follower import Follower
@@ -48,6 +47,8 @@ from jaxpage.serving.hosts.weight_loading import (
     WeightsOfFollower,
     load_with_hash,
 )
+from jaxpage.serving.settings.resolving import resolve_both
+from jaxpage.serving.settings.server_config import ServerConfig
 from jaxpage.settings.engine_config import EngineConfig
 from jaxpage.settings.lora_request import LoRARequest
 from jaxpage.step.events import Events

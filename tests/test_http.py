@@ -26,13 +26,13 @@ from jaxpage.checkpoints.tokenizers import whole_tokenizer
 from jaxpage.engine.admission import Admission
 from jaxpage.errors import ConfigError
 from jaxpage.serving import app, server
-from jaxpage.serving.config import ServerConfig
 from jaxpage.serving.dialects.registry import dialect_of
 from jaxpage.serving.http import connection, request_limits
 from jaxpage.serving.http.descriptors import Complaints, room_for_connections
 from jaxpage.serving.http.listening import bind_socket
 from jaxpage.serving.metrics.logs import TextFormatter
 from jaxpage.serving.requests import generating, preparing
+from jaxpage.serving.settings.server_config import ServerConfig
 from jaxpage.serving.wire import completions
 from jaxpage.serving.wire.errors import ApiError
 from tests.support.gates import Gate

@@ -32,8 +32,8 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 
-from jaxpage.serving.config import ServerConfig
 from jaxpage.serving.dialects.registry import dialect_of
+from jaxpage.serving.settings.server_config import ServerConfig
 from jaxpage.serving.wire.errors import ApiError
 from tests.support.raw_http import OF_THE_MACHINE
 from tests.support.running import (

@@ -27,8 +27,9 @@ from jaxpage.errors import CheckpointError, ConfigError, ModelNotFoundError, Uns
 from jaxpage.models.parameters.lora_layers import lora_targets  # noqa: E402
 from jaxpage.models.registry import load_family  # noqa: E402
 from jaxpage.serving import startup  # noqa: E402
-from jaxpage.serving.config import ServerConfig, resolve_both  # noqa: E402
 from jaxpage.serving.model.lora_modules import check_lora_modules  # noqa: E402
+from jaxpage.serving.settings.resolving import resolve_both  # noqa: E402
+from jaxpage.serving.settings.server_config import ServerConfig  # noqa: E402
 from jaxpage.training import TrainableModel  # noqa: E402
 from tests.support.engines import LogitsWitness, invariants, make_llm  # noqa: E402
 from tests.support.hf_models import config_json, make_model, save_model  # noqa: E402

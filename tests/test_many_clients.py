@@ -15,7 +15,7 @@ import httpx
 import pytest
 
 from jaxpage.engine.engine import Engine
-from jaxpage.serving.config import ServerConfig
+from jaxpage.serving.settings.server_config import ServerConfig
 from jaxpage.serving.wire import tokenizing
 from tests.support.holding import Steps, held, stepped
 from tests.support.running import WAIT_SECONDS, Running, metrics, running, wait_until

@@ -590,7 +590,7 @@ def test_thinking_may_be_left_out_of_the_answer():
 )
 def test_a_stream_that_fails_ends_with_anthropics_error(status, kind):
     (chunk,) = DIALECT.failure_chunks(ApiError(status, "no"), None)
-    frame = DIALECT.new_frame()(chunk)
+    frame = DIALECT.stream.new_frame()(chunk)
     begin, data = frame.decode().split("\ndata: ")
     assert begin == "event: error"
     assert json.loads(data) == {"type": "error", "error": {"type": kind, "message": "no"}}

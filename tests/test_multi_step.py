@@ -19,7 +19,7 @@ from jaxpage.device.inputs.step_inputs import at_step
 from jaxpage.engine.engine import Engine
 from jaxpage.errors import ConfigError, EventLogError
 from jaxpage.replay import replay
-from jaxpage.scheduling import several_steps
+from jaxpage.scheduling import running_set
 from jaxpage.settings.engine_config import EngineConfig
 from jaxpage.step.draft import PLACEHOLDER
 from jaxpage.step.plan import Row, Sample, StepPlan
@@ -353,7 +353,7 @@ def test_auto_changes_nothing(engines, want, monkeypatch):
     waits for.
     """
     auto = engines("auto")
-    monkeypatch.setattr(several_steps, "STEPS_FOR_ONE_MORE", 1)
+    monkeypatch.setattr(running_set, "STEPS_FOR_ONE_MORE", 1)
     assert ask(auto, [*range(len(REQUESTS))]) == want
     rows, tokens = count_decoded(auto)
     assert ask(auto, [1, 11]) == [want[index] for index in (1, 11)]
@@ -387,7 +387,7 @@ def test_auto_takes_more_steps_the_longer_nobody_has_come(engines, monkeypatch):
 
 @pytest.mark.parametrize("waits", ["queue", "chunks", "preempted"])
 def test_auto_takes_one_step_while_anybody_waits(waits, engines, monkeypatch):
-    monkeypatch.setattr(several_steps, "STEPS_FOR_ONE_MORE", 1)
+    monkeypatch.setattr(running_set, "STEPS_FOR_ONE_MORE", 1)
     engine, params = (
         engines("auto")._engine,
         SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True),
@@ -425,7 +425,7 @@ def test_auto_takes_one_step_while_anybody_waits(waits, engines, monkeypatch):
 
 def test_a_log_of_auto_is_replayed(directories, want, tmp_path, monkeypatch):
     monkeypatch.setattr(engine_spec, "STEPS_ON_CPU", NUM_STEPS)
-    monkeypatch.setattr(several_steps, "STEPS_FOR_ONE_MORE", 2)
+    monkeypatch.setattr(running_set, "STEPS_FOR_ONE_MORE", 2)
     path = tmp_path / "log"
     settings = {**ENGINES["auto"], "block_size": "auto", "event_log": str(path)}
     with make_llm(directories["llama"], **settings) as llm:
@@ -435,7 +435,7 @@ def test_a_log_of_auto_is_replayed(directories, want, tmp_path, monkeypatch):
     } == {True}
     assert '"block_size":16' in path.read_text()
     assert replay(str(path)).difference is None
-    monkeypatch.setattr(several_steps, "STEPS_FOR_ONE_MORE", 3)
+    monkeypatch.setattr(running_set, "STEPS_FOR_ONE_MORE", 3)
     assert replay(str(path)).difference
 
 
@@ -457,9 +457,8 @@ def forgets_the_token(inputs: Any, index: Any, token_ids_B: Any) -> Any:
 def forgets_the_place(inputs: Any, index: Any, token_ids_B: Any) -> Any:
     """Draws with the noise of the first step in every step."""
     now = at_step(inputs, index, token_ids_B)
-    return now._replace(
-        drawn_position_R=at_step(inputs, jnp.int32(0), token_ids_B).drawn_position_R
-    )
+    first = at_step(inputs, jnp.int32(0), token_ids_B).draws
+    return now._replace(draws=now.draws._replace(drawn_position_R=first.drawn_position_R))
 
 
 def writes_to_one_slot(inputs: Any, index: Any, token_ids_B: Any) -> Any:

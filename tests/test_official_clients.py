@@ -22,10 +22,10 @@ from safetensors import safe_open
 
 from jaxpage import LLM, BeamSearchParams, SamplingParams
 from jaxpage.checkpoints.finding import resolve_model
-from jaxpage.serving.config import ServerConfig
 from jaxpage.serving.dialects.messages import open_message
 from jaxpage.serving.dialects.ollama import OLLAMA_VERSION, open_ollama_chat
 from jaxpage.serving.dialects.responses import open_response
+from jaxpage.serving.settings.server_config import ServerConfig
 from jaxpage.serving.wire.derived_forms import choose_form, derive_form
 from jaxpage.serving.wire.exchange import open_chat
 from tests.support.running import SMALL, Promises, demo_with_template, metrics, running

@@ -301,7 +301,7 @@ def test_the_lines_of_a_stream_are_the_answer_wherever_they_are_cut(text, cuts, 
         for place, call in enumerate(message.get("tool_calls", [])):
             assert call.pop("id") and call["function"]["index"] == place
         answers.append((message, parts[-1]["done_reason"], parts[-1]["eval_count"]))
-        DIALECT.new_frame()(parts[-1])
+        DIALECT.stream.new_frame()(parts[-1])
     assert answers[0] == answers[1]
     assert answers[0][1] == reason
 

@@ -135,10 +135,8 @@ def crowd_of(engine: Engine, spec: Any, config: EngineConfig, directory: Path) -
             builder=engine.builder,
             runner=engine.runner,
             tokenizer=None,
-            eos_token_ids=engine.admission._eos_token_ids,
-            max_model_len=spec.memory.max_model_len,
-            seed=config.seed,
-            **hooks.parts,
+            rules=engine.admission._rules._replace(seed=config.seed),
+            parts=hooks.parts,
         )
         return Built(again, None, {}, spec, None)
 

@@ -143,8 +143,9 @@ def raw_logits(logits_RV, *_, **__):
 
 
 def without_temperature(logits_RV, inputs, *rest, **options):
-    warm = inputs._replace(temperature_R=jnp.minimum(jnp.ceil(inputs.temperature_R), 1.0))
-    return _scale_logits(logits_RV, warm, *rest, **options)
+    draws = inputs.draws
+    warm = draws._replace(temperature_R=jnp.minimum(jnp.ceil(draws.temperature_R), 1.0))
+    return _scale_logits(logits_RV, inputs._replace(draws=warm), *rest, **options)
 
 
 def without_masks(logits_RV, inputs, *rest, **options):

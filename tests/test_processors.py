@@ -78,7 +78,7 @@ def plan_of(row, *seeds):
 @pytest.mark.parametrize("seed", [0, 1, 2**31, 2**32, 2**33 + 5, 2**63, 2**64 - 1])
 def test_all_bits_of_a_seed_reach_the_device(seed):
     batch = BUILDER.build(plan_of(Row(7, 0, (3,), ((1,),)), seed))
-    assert unpack(batch.packed, BUCKET, TableShape(1, 2)).seed_R2[0].tolist() == [
+    assert unpack(batch.packed, BUCKET, TableShape(1, 2)).draws.seed_R2[0].tolist() == [
         *divmod(seed, 2**32)
     ]
 

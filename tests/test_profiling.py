@@ -8,9 +8,9 @@ import pytest
 from starlette.applications import Starlette
 from starlette.testclient import TestClient
 
-from jaxpage.serving.config import ServerConfig
 from jaxpage.serving.http.answers import error_answer
 from jaxpage.serving.metrics import profiling
+from jaxpage.serving.settings.server_config import ServerConfig
 from jaxpage.serving.wire.errors import ApiError
 
 

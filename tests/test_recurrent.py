@@ -16,7 +16,7 @@ import pytest
 from jaxpage import LLM, BeamSearchParams, SamplingParams
 from jaxpage.assembly.planning import cache_groups
 from jaxpage.device import executables, recurrence, steps
-from jaxpage.device.inputs.step_inputs import StepInputs
+from jaxpage.device.inputs.step_inputs import FIELDS, unflatten
 from jaxpage.device.pages.kv_pages import StatePages
 from jaxpage.errors import ConfigError, UnsupportedError
 from jaxpage.layers.context import Recurrence, StateSpec
@@ -294,8 +294,8 @@ def test_steps_over_pages_are_the_recurrence(recurrence_, by_row):
             "context_len_B": context_len_B,
             "query_start": query_start,
         }
-        unused = dict.fromkeys(StepInputs._fields)
-        inputs = StepInputs(**{**unused, **used, "block_table_ZBM": table_BM[None]})
+        unused = dict.fromkeys(FIELDS)
+        inputs = unflatten({**unused, **used, "block_table_ZBM": table_BM[None]})
         recur = recurrence.make_recur(inputs, layer_groups=(0,), by_row=by_row)
         return recur(0, x_TE, recurrence_, pages)
 

@@ -20,7 +20,6 @@ from openai.lib.streaming.responses._responses import ResponseStreamState
 from openai.types.responses import ResponseStreamEvent
 
 from jaxpage.errors import ConfigError
-from jaxpage.serving.config import ServerConfig
 from jaxpage.serving.dialects import responses as dialect
 from jaxpage.serving.dialects.responses import open_response
 from jaxpage.serving.dialects.responses_items import (
@@ -34,6 +33,7 @@ from jaxpage.serving.requests.response_store import (
     ResponseStore,
     StoredResponse,
 )
+from jaxpage.serving.settings.server_config import ServerConfig
 from jaxpage.serving.wire.encoding import number_events
 from jaxpage.serving.wire.errors import ApiError
 from tests.support.chat_templates import TEMPLATES

@@ -16,6 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from jaxpage.settings import field_table, parameters
 from jaxpage.settings.sampling_params import BeamSearchParams, SamplingParams
 
 NAN, INF = math.nan, math.inf
@@ -131,7 +132,7 @@ def test_parameters_and_defaults_are_those_of_the_interface() -> None:
         name: parameter.default
         for name, parameter in inspect.signature(SamplingParams).parameters.items()
     }
-    assert defaults == dict(
+    expected = dict(
         n=1, best_of=None, temperature=1.0, top_p=1.0, top_k=0, min_p=0.0, presence_penalty=0.0, frequency_penalty=0.0,
         repetition_penalty=1.0, logit_bias=None, allowed_token_ids=None, bad_words=None, seed=None, stop=None,
         stop_token_ids=None, ignore_eos=False, max_tokens=16, min_tokens=0, logprobs=None, prompt_logprobs=None,
@@ -140,6 +141,7 @@ def test_parameters_and_defaults_are_those_of_the_interface() -> None:
         logprobs_mode="raw", return_sampling_mask=False, return_routed_experts=False,
         return_hidden_states=False,
     )  # fmt: skip
+    assert {name: defaults[name] for name in expected} == expected
     beam = {
         name: parameter.default
         for name, parameter in inspect.signature(BeamSearchParams).parameters.items()
@@ -153,6 +155,22 @@ def test_parameters_and_defaults_are_those_of_the_interface() -> None:
         ignore_eos=False,
         stop_token_ids=None,
     )
+
+
+def test_a_line_of_the_table_needs_its_field_and_a_field_its_check(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    line = field_table.Field("planted", field_table.Float(0, 1))
+    monkeypatch.setattr(parameters, "PARAMETERS", (*field_table.PARAMETERS, line))
+    with pytest.raises(TypeError, match="has planted, which is no field of SamplingParams"):
+        parameters.require_fields(SamplingParams)
+    with pytest.raises(TypeError, match=r"^Planted\.max_q has no check"):
+
+        @parameters.checks_parameters
+        @dataclasses.dataclass(frozen=True)
+        class Planted(parameters.CheckedParameters):
+            planted: float = parameters.parameter(0.0, "checked", lambda value: value)
+            max_q: float = parameters.parameter(0.0, "neither a line nor a check")
 
 
 def test_values_are_kept_in_one_form() -> None:

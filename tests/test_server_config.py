@@ -21,8 +21,10 @@ from jaxpage.cli.parsers import make_parser
 from jaxpage.cli.setting_flags import ENGINE_FLAGS, SERVER_FLAGS
 from jaxpage.errors import ConfigError, ModelNotFoundError
 from jaxpage.serving import startup
-from jaxpage.serving.config import ServerConfig, read_api_keys, resolve_both
 from jaxpage.serving.http.listening import address_of, bind_socket
+from jaxpage.serving.settings.key_sources import read_api_keys
+from jaxpage.serving.settings.resolving import resolve_both
+from jaxpage.serving.settings.server_config import ServerConfig
 from jaxpage.serving.startup import StartUp, how_to_ask, model_names
 from jaxpage.serving.wire.context import ModelContext
 from jaxpage.settings.checked_settings import nearest_name
@@ -418,7 +420,7 @@ def test_an_address_can_be_had_again_at_once():
     """Of a server that closed its connections itself, which the system remembers for a while."""
     with bind_socket(ServerConfig(port=0)) as listener:
         port = listener.getsockname()[1]
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as `run_server` does
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as `run_app` does
         listener.listen()
         with socket.create_connection(("127.0.0.1", port)) as client:
             listener.accept()[0].close()

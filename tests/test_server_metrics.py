@@ -24,10 +24,10 @@ from jaxpage.memory import CacheObserver, PrefixIndex
 from jaxpage.outputs import RequestMetrics
 from jaxpage.serving import asgi
 from jaxpage.serving.cache_events.kv_events import KVEvents
-from jaxpage.serving.config import ServerConfig
 from jaxpage.serving.metrics import logs
 from jaxpage.serving.metrics.metric_texts import HELP, LABELS
 from jaxpage.serving.metrics.metrics import ABORTIONS, REJECTIONS, ServerMetrics
+from jaxpage.serving.settings.server_config import ServerConfig
 from jaxpage.serving.startup import publish_kv_events
 from jaxpage.settings.from_vllm import answers
 from jaxpage.step.request import Request, Sequence, SequenceGroup

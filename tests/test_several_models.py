@@ -23,11 +23,11 @@ from jaxpage import SamplingParams
 from jaxpage.cli import main
 from jaxpage.errors import ConfigError, UnsupportedError
 from jaxpage.serving.app import guard
-from jaxpage.serving.config import ServerConfig
 from jaxpage.serving.http.listening import address_of, bind_socket
 from jaxpage.serving.metrics.tracing import open_tracing
 from jaxpage.serving.requests.response_store import StoredResponse
 from jaxpage.serving.server import Serving
+from jaxpage.serving.settings.server_config import ServerConfig
 from jaxpage.serving.several.all_models import Models
 from jaxpage.serving.several.models_file import check_sizes, read_models_file
 from jaxpage.serving.several.starting import open_table

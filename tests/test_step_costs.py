@@ -51,7 +51,7 @@ def test_drafts_cost_less_of_a_step_with_a_long_context(monkeypatch):
     monkeypatch.setattr(builder, "build", lambda plan: plan)
     monkeypatch.setattr(step_costs.time, "monotonic", lambda: clock[0])
     controller = Controller(make_limits(3))
-    step_costs.measure_costs(builder, Runner(), controller)
+    step_costs.measure_costs(builder.menu, builder, Runner(), controller)
     for context in (128, 500, 1500):
         controller.costs.context = context
         plain, drafts = (4 + 4 * context / 100, 16 + 4 * context / 100)

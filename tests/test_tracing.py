@@ -27,9 +27,9 @@ import jaxpage
 from jaxpage.assembly import Built
 from jaxpage.errors import ConfigError
 from jaxpage.outputs import RequestMetrics
-from jaxpage.serving.config import ServerConfig
 from jaxpage.serving.dialects.registry import DIALECTS
 from jaxpage.serving.metrics.tracing import OPERATIONS, RequestRecord, Traced, open_tracing
+from jaxpage.serving.settings.server_config import ServerConfig
 from tests.support.executables import when_used
 from tests.support.running import Running, demo_engine, serving, wait_until
 
@@ -642,7 +642,7 @@ def test_without_the_setting_nothing_of_opentelemetry_is_imported():
         assert found == package / "serving" / "metrics" / f"{importer}.py"
     program = (
         "import sys\n"
-        "from jaxpage.serving.config import ServerConfig\n"
+        "from jaxpage.serving.settings.server_config import ServerConfig\n"
         "from jaxpage.serving.metrics.tracing import open_tracing\n"
         "names = lambda: [name for name in sys.modules if name.startswith('opentelemetry')]\n"
         "assert open_tracing(ServerConfig()) is None and not names(), names()\n"

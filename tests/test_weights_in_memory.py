@@ -25,7 +25,7 @@ from jaxpage.assembly import Built
 from jaxpage.checkpoints import load_weights, loading
 from jaxpage.checkpoints.in_memory import name_parameters, open_parameters, with_parameters
 from jaxpage.errors import CheckpointError, ConfigError, UnsupportedError
-from jaxpage.serving.config import resolve_both
+from jaxpage.serving.settings.resolving import resolve_both
 from tests.support.engines import BLOCKS_OF_16, LLAMA, invariants, make_llm
 from tests.support.random_checkpoints import random_checkpoint, random_tensors
 from tests.support.running import Running, metrics, serving, wait_until

@@ -653,7 +653,7 @@ def test_a_part_of_a_stream_is_one_line_for_everybody():
 
 def check_lines(text: str) -> None:
     for path in ("/v1/chat/completions", "/v1/responses", "/v1/messages", "/api/chat"):
-        part = dialect_of(path).new_frame()({"type": "t", "text": text}).decode()
+        part = dialect_of(path).stream.new_frame()({"type": "t", "text": text}).decode()
         ends = [line for line in part.splitlines() if line]
         assert len(ends) == part.strip().count("\n") + 1
         assert json.loads(ends[-1].removeprefix("data: "))["text"] == text

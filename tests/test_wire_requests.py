@@ -44,8 +44,8 @@ from jaxpage.serving.wire.exchange import (
     open_score,
     tokenize,
 )
-from jaxpage.serving.wire.field_types import neutral_values
 from jaxpage.serving.wire.fields import LABELS
+from jaxpage.serving.wire.reading import neutral_values
 from jaxpage.serving.wire.request_fields import (
     ChatCompletionRequest,
     CompletionRequest,
@@ -66,6 +66,7 @@ from tests.support.field_bounds import (
     fields_beyond,
 )
 from tests.support.raw_http import OF_THE_MACHINE
+from tests.support.walks import walk, within
 from tests.support.wire import VOCAB_SIZE, Scripted, context, output, tokenizer, with_template
 
 NAN, INF = float("nan"), float("inf")
@@ -646,6 +647,15 @@ def test_errors_of_a_grammar_are_in_the_clients_terms():
             ApiError, match=f"{field} is not supported.*structured_outputs=.'{kind}'"
         ):
             open_chat(chat(**{field: {}}), context())
+
+
+def test_a_chat_is_opened_in_few_stays():
+    """It reads: parse, render, params, answer. `tools/lab/walks.py --list` shows each of them."""
+    model = context()
+    body = {"model": "demo", "messages": [{"role": "user", "content": "x"}], "max_tokens": 8}
+    open_chat(body, model)  # the first one starts the renderer
+    stays = within(walk(lambda: open_chat(body, model)), "serving/wire/")
+    assert 10 < len(stays) <= 21, "\n".join(map(str, stays))
 
 
 def test_unknown_fields_are_told_and_refused_where_that_is_wanted():

@@ -69,8 +69,8 @@ def stream_of(path: str) -> tuple[bytes, list[dict[str, Any]]]:
         for chunk in exchange.chunks(0, delta)
     ]
     chunks += exchange.last_chunks()
-    frame = dialect.new_frame()
-    return dialect.comment.join(map(frame, chunks)) + dialect.end, chunks
+    frame = dialect.stream.new_frame()
+    return dialect.stream.comment.join(map(frame, chunks)) + dialect.stream.end, chunks
 
 
 @pytest.mark.parametrize("path", APIS)

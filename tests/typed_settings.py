@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import jax.numpy as jnp
 
-from jaxpage import LLM, AsyncLLM
+from jaxpage import LLM, AsyncLLM, SamplingParams
 
 
 def settings_are_seen() -> None:
@@ -21,3 +21,10 @@ def settings_are_seen() -> None:
     LLM.from_config("engine.yaml", max_num_seq=3)  # type: ignore[call-arg]
     LLM.from_parameters({}, {}, max_num_seq=3)  # type: ignore[call-arg]
     AsyncLLM("demo", max_num_seq=3)  # type: ignore[call-arg]
+
+
+def parameters_are_seen() -> tuple[str, ...]:
+    params = SamplingParams(stop="end", logit_bias={3: 1.0}, stop_token_ids=range(3))
+    SamplingParams(stop=3)  # type: ignore[arg-type]
+    SamplingParams(min_q=0.5)  # type: ignore[call-arg]
+    return params.stop

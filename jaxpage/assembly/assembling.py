@@ -26,9 +26,9 @@ from jaxpage.device.hardware import DeviceMesh, make_mesh
 from jaxpage.device.pages import HostPages
 from jaxpage.engine import (
     Adapters,
+    AdmissionRules,
     BatchBuilder,
     Engine,
-    EngineParts,
     PictureEncoder,
     Runner,
     VectorSources,
@@ -40,6 +40,7 @@ from jaxpage.memory import BlockManager, BlockPool, BlockTables, PrefixIndex
 from jaxpage.models import EncoderConfig
 from jaxpage.scheduling import POLICIES, Preemption, Scheduler
 from jaxpage.settings.engine_config import EngineConfig
+from jaxpage.settings.field_table import PARAMETERS
 from jaxpage.step.strategy import Strategy
 from jaxpage.tables import gib
 
@@ -70,6 +71,21 @@ class Built:
         """Returns how the memory of a device is divided."""
         return self.spec.memory
 
+    @property
+    def max_model_len(self) -> int:
+        """Returns the most tokens of a sequence, prompt and output together."""
+        return self.memory.max_model_len
+
+    @property
+    def block_size(self) -> int:
+        """Returns the slots of a KV block."""
+        return self.memory.block_size
+
+    @property
+    def generates(self) -> bool:
+        """Returns whether the model generates text; an encoder does not."""
+        return not self.spec.encoded
+
     @functools.cached_property
     def embedding(self) -> TextEmbedding:
         """Returns how texts become vectors, as the model's files say."""
@@ -87,15 +103,16 @@ class Built:
 
     def new_embedder(self) -> AnyEmbedder:
         """Returns an embedder of the model; one of a decoder has compiled nothing yet."""
-        executables = self.engine.executables
         if isinstance(self.model.spec, EncoderConfig):
             max_tokens = max_stream_tokens(self.spec.described)
-            return TextEncoder(self.model.spec, executables, self.spec.encoded, max_tokens)
+            return TextEncoder(
+                self.model.spec, self.engine.executables, self.spec.encoded, max_tokens
+            )
         weights = self.engine.parameters["target"]
         kv = self.model.spec.kv
         mesh = make_mesh(self.spec.layout.tensor_parallel_size)
         return Embedder(
-            executables.options, weights, kv, self.memory.block_size, self.spec.page_dtype, mesh
+            self.engine.executables, weights, kv, self.block_size, self.spec.page_dtype, mesh
         )
 
 
@@ -110,16 +127,13 @@ def assemble(opened: Opened, spec: EngineSpec, compiled: Compiled, hooks: Hooks)
     mesh = opened.mesh
     lora = spec.described.lora
     strategies: dict[int, Strategy] = {}
-    parts: EngineParts = {
-        "speculator": spec.described.drafting.speculator(
-            spec.limits,
-            spec.menu,
-            vocab_size=spec.vocab_size,
-            block_size=spec.memory.block_size,
-            strategies=strategies,
-        ),
-        **hooks.parts,
-    }
+    speculator = hooks.parts.speculator or spec.described.drafting.speculator(
+        spec.limits,
+        spec.menu,
+        vocab_size=spec.vocab_size,
+        block_size=spec.memory.block_size,
+        strategies=strategies,
+    )
     new_pages = functools.partial(mesh.zeros, compiled.pages)
     host_pages = _host_pages(spec, mesh)
     runner = Runner(
@@ -135,20 +149,21 @@ def assemble(opened: Opened, spec: EngineSpec, compiled: Compiled, hooks: Hooks)
         builder=_builder(spec),
         runner=runner,
         tokenizer=tokenizer,
-        eos_token_ids=ends_of_text(files, tokenizer),
-        max_model_len=spec.memory.max_model_len,
-        seed=spec.config.seed,
+        rules=AdmissionRules(
+            spec.memory.max_model_len,
+            ends_of_text(files, tokenizer),
+            spec.config.seed,
+            generates=not spec.encoded,
+            refusals=_refusals(spec.config),
+        ),
         adapters=Adapters(lora, runner.write_adapter) if lora else None,
         sources=_sources(spec, files, runner),
-        strategies=strategies,
-        generates=not spec.encoded,
-        refusals=_refusals(spec.config),
-        **parts,
+        parts=replace(hooks.parts, speculator=speculator, strategies=strategies),
     )
     if hooks.before_steps:
         hooks.before_steps(spec)
     if (controller := getattr(engine.speculator, "controller", None)) is not None:
-        measure_costs(engine.builder, engine.runner, controller)
+        measure_costs(spec.menu, engine.builder, engine.runner, controller)
         decoded = [bucket.num_rows for bucket in spec.menu.decode]
         hooks.show([describe_break_even(controller, decoded)])
     if (workspace_bytes := compiled.executables.workspace_bytes()) is not None:
@@ -160,9 +175,10 @@ def assemble(opened: Opened, spec: EngineSpec, compiled: Compiled, hooks: Hooks)
 
 def _refusals(config: EngineConfig) -> dict[str, str]:
     """Returns the reasons for which requests cannot ask for what the steps do not return."""
-    names = ("return_sampling_mask", "return_routed_experts", "return_hidden_states")
     return {
-        name: f"needs enable_{name}=True" for name in names if not getattr(config, f"enable_{name}")
+        field.name: f"needs {field.setting}=True"
+        for field in PARAMETERS
+        if field.setting and not getattr(config, field.setting)
     }
 
 

@@ -37,6 +37,11 @@ class BuiltModel:
         self._checksum_of = built.checksum_of
 
     @property
+    def max_model_len(self) -> int:
+        """Returns the most tokens of a sequence, prompt and output together."""
+        return self.memory.max_model_len
+
+    @property
     def hf_config(self) -> dict[str, Any]:
         """Returns the content of the model's config.json."""
         return dict(self._model.config)

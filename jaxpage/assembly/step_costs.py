@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from jaxpage.device.inputs import Bucket
+from jaxpage.device.inputs import Bucket, BucketMenu
 from jaxpage.engine import BatchBuilder, Runner
 from jaxpage.settings.sampling_params import SamplingParams
 from jaxpage.speculation import Controller
@@ -20,7 +20,9 @@ LONG_CONTEXT = 2048  # at most; the drafter on the device is left out
 NUM_RUNS = 6  # the first warms up, and the fastest of the others counts
 
 
-def measure_costs(builder: BatchBuilder, runner: Runner, controller: Controller) -> None:
+def measure_costs(
+    menu: BucketMenu, builder: BatchBuilder, runner: Runner, controller: Controller
+) -> None:
     """Measures full steps of every shape, and the time that a drafter adds to them.
 
     A step is measured from the plan to the draws. No block of the pool may be in use.
@@ -28,8 +30,8 @@ def measure_costs(builder: BatchBuilder, runner: Runner, controller: Controller)
     deepest = max(controller.depths, default=0)
     costs = controller.costs
     depths = sorted({0, 1, deepest}) if deepest else []
-    shapes = [*builder.menu.decode, *builder.menu.verify]
-    buckets = [*shapes, *(builder.menu.chunk[-1:] if deepest else ())]
+    shapes = [*menu.decode, *menu.verify]
+    buckets = [*shapes, *(menu.chunk[-1:] if deepest else ())]
     steps = [full_step(builder, bucket) for bucket in buckets]
     far_steps = [full_step(builder, bucket, LONG_CONTEXT) for bucket in shapes]
     plans = [replace(step, draft_depth=depth) for step in steps for depth in (None, *depths)]
@@ -88,7 +90,7 @@ def full_step(builder: BatchBuilder, bucket: Bucket, context: int = CONTEXT) -> 
         bucket: The shape.
         context: The tokens before those of a row, at most.
     """
-    max_length = builder.tables.width * builder.block_size
+    max_length = builder.max_length
     size = min(bucket.num_tokens // bucket.num_rows, max_length)
     context = min(context, max_length - size)
     width = -(-(context + size) // builder.block_size)

@@ -29,17 +29,17 @@ from typing import TYPE_CHECKING
 from jaxpage.lazy import open_door
 
 if TYPE_CHECKING:
-    from jaxpage.bench.kv_dtype import run_kv_dtype
     from jaxpage.bench.latency import run_latency
     from jaxpage.bench.measure import parameters
-    from jaxpage.bench.quantization import run_quantization
     from jaxpage.bench.results import environment
-    from jaxpage.bench.roofline import run_roofline
-    from jaxpage.bench.serve import run_serve
-    from jaxpage.bench.shape_times import measure_shapes
-    from jaxpage.bench.speculation import run_speculation
-    from jaxpage.bench.start_times import run_startup
-    from jaxpage.bench.task_prompts import TASKS, prompts_of_tasks
+    from jaxpage.bench.serving.serve import run_serve
+    from jaxpage.bench.studies.kv_dtype import run_kv_dtype
+    from jaxpage.bench.studies.quantization import run_quantization
+    from jaxpage.bench.studies.roofline import run_roofline
+    from jaxpage.bench.studies.shape_times import measure_shapes
+    from jaxpage.bench.studies.speculation import run_speculation
+    from jaxpage.bench.studies.start_times import run_startup
+    from jaxpage.bench.studies.task_prompts import TASKS, prompts_of_tasks
     from jaxpage.bench.throughput import run_throughput
     from jaxpage.bench.workloads import DATASETS, SHORT_PROMPT, Lengths, make_workload
 

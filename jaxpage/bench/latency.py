@@ -145,11 +145,11 @@ def _check(arguments: argparse.Namespace) -> None:
 
 
 def _check_length(arguments: argparse.Namespace, llm: LLM) -> None:
-    if (length := arguments.input_len + arguments.output_len) > llm.memory.max_model_len:
+    if (length := arguments.input_len + arguments.output_len) > llm.max_model_len:
         raise UsageError(
             f"--input-len {arguments.input_len} and --output-len {arguments.output_len} are "
             f"{length} tokens together, "
-            f"and max_model_len is {llm.memory.max_model_len}"
+            f"and max_model_len is {llm.max_model_len}"
         )
 
 

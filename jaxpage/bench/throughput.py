@@ -69,7 +69,7 @@ def run_throughput(
     draw = _plotter(arguments.plot) if arguments.plot else None
     directory = resolve_model(config.model, config.revision)
     with start_engine(config) as (llm, load_seconds):
-        max_input, max_output = max_lengths(arguments, llm.memory.max_model_len)
+        max_input, max_output = max_lengths(arguments, llm.max_model_len)
         workload = workload_of(
             arguments,
             vocab_size=read_config(directory)["vocab_size"],

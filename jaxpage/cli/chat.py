@@ -168,7 +168,7 @@ def _turn(llm: LLM, conversation: Conversation, question: str, report: Say) -> b
     def length_of(messages: list[Message]) -> int:
         return len(llm.chat_prompt(messages)["prompt_token_ids"])
 
-    max_length = llm.memory.max_model_len
+    max_length = llm.max_model_len
     if num_dropped := conversation.num_to_drop(question, length_of, max_length):
         turns = "oldest turn is" if num_dropped == 1 else f"{num_dropped} oldest turns are"
         say(f"The context of {max_length} tokens is full: the {turns} forgotten")

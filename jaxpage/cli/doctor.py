@@ -83,6 +83,7 @@ def report(model: str | None = None) -> Iterator[tuple[str, str]]:
         *sorted(name for name in os.environ if name.startswith("JAXPAGE_")),
     ):
         if variable in os.environ:
+            # The report is meant to be sent to others.
             is_secret = any(word in variable for word in ("KEY", "TOKEN", "SECRET"))
             yield variable, "set" if is_secret else os.environ[variable]
 
@@ -144,6 +145,7 @@ def _nvidia_driver() -> Iterator[str]:
     if program is None:
         yield "none found (no nvidia-smi)"
         return
+    # It hangs where the driver does, so it has a limit.
     command = [program, "--query-gpu=driver_version", "--format=csv,noheader"]
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=DETECTION_SECONDS, check=False
@@ -236,6 +238,7 @@ def _compile_cache() -> Iterator[str]:
         yield f"{directory} (not there yet)"
         return
     files = [path for path in directory.rglob("*") if path.is_file()]
+    # Whoever can write there can have code run in later starts.
     mode = stat.S_IMODE(directory.stat().st_mode)
     warning = "" if mode & 0o077 == 0 else " (others can enter it: it holds code; chmod 700)"
     yield (
@@ -316,6 +319,7 @@ def _chat_template(model: str) -> Iterator[str]:
     if tokenizer is None or not tokenizer.chat_template:
         yield "none: completions alone"
         return
+    # A template can be broken in ways that only rendering shows.
     said = [{"role": "user", "content": "Hello"}]
     text = tokenizer.apply_chat_template(said, tokenize=False, add_generation_prompt=True)
     yield f"makes {len(text)} characters of one message of 5"

@@ -61,6 +61,7 @@ class Flag:
         options = (self.option, self.alias) if self.alias else (self.option,)
         keywords: dict[str, Any] = {
             "dest": self.setting,
+            # What is not given must not look as if it were: a file may say it.
             "default": argparse.SUPPRESS,
             "help": self.help,
         }
@@ -79,6 +80,7 @@ def json_object(text: str) -> dict[str, Any]:
     """Returns the value of a flag that takes a JSON object."""
     try:
         value = json.loads(text)
+    # None is no object either, so that both mistakes have one message.
     except ValueError:
         value = None
     if not isinstance(value, dict):

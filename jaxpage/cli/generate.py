@@ -39,6 +39,7 @@ def generate(arguments: argparse.Namespace) -> int:
     sampling = read_sampling(arguments)
     report = reporter(arguments)
     prompt = sys.stdin.read() if arguments.prompt == "-" else arguments.prompt
+    # Before jax is imported, which takes a second.
     if not prompt:
         raise UsageError("the prompt is empty")
     from jaxpage.checkpoints.finding import is_own_name
@@ -121,9 +122,11 @@ def print_stream(
     finally:
         print("" if wrapper is None else wrapper.finish(), flush=True)
     assert last is not None
+    # A clock may not have moved for a single token.
     seconds = max(time.monotonic() - start, 1e-9)
     reason = last.outputs[0].finish_reason
     if reason == "error":
+        # --quiet hides progress, and no failure.
         report = say
         reason = f"error, {last.outputs[0].stop_reason}"
     report(

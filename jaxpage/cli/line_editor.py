@@ -63,6 +63,7 @@ class LineEditor:
 
     def __exit__(self, *_: object) -> None:
         with contextlib.suppress(termios.error, OSError, ValueError):
+            # Standard input may be no terminal, or be closed already.
             termios.tcflush(sys.stdin.fileno(), termios.TCIFLUSH)
 
 
@@ -74,6 +75,7 @@ def _bindings() -> KeyBindings:
     def _(event: KeyPressEvent) -> None:
         buffer = event.current_buffer
         if is_open(buffer.text):
+            # A text with an open quote or bracket goes on in the next line.
             buffer.insert_text("\n")
         else:
             buffer.validate_and_handle()
@@ -104,6 +106,7 @@ def open_history() -> History:
         path = state / "jaxpage" / "chat_history"
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         with open(os.open(path, os.O_RDWR | os.O_CREAT, 0o600)) as file:
+            # The mode of `os.open` counts for a new file alone; this one may be older.
             os.fchmod(file.fileno(), 0o600)
         return _PrivateHistory(str(path))
     except (OSError, RuntimeError):  # RuntimeError: there is no home directory

@@ -24,12 +24,15 @@ MAX_USAGE_LINES = 6  # with an error
 class Parser(argparse.ArgumentParser):
     """Parses like argparse, and proposes the nearest name for an unknown command or flag."""
 
+    _first_word = ""  # of those that are parsed
+
     def parse_known_args(self, *arguments: Any, **options: Any) -> Any:
         """Parses one command, and refuses unknown words.
 
         By itself argparse leaves them to the parser above it, which does not know the flags of the
         command.
         """
+        self._first_word = next(iter(arguments[0] or ()), "") if arguments else ""
         namespace, unknown = super().parse_known_args(*arguments, **options)
         if unknown:
             self.error(self._of_unknown(unknown[0].split("=")[0]))
@@ -37,6 +40,11 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Ends with a message, after the usage if that is no longer than a few lines."""
+        word = self._first_word.split("=")[0]
+        is_flag = word.startswith("--") and word not in self._option_string_actions
+        if is_flag and "are required" in message:
+            # argparse looks for missing words first, and would not name a flag that is wrong.
+            message = self._of_unknown(word)
         usage = self.format_usage()
         if usage.count("\n") > MAX_USAGE_LINES:
             usage = f"usage: {self.prog} --help lists the flags\n"
@@ -44,7 +52,7 @@ class Parser(argparse.ArgumentParser):
 
     def _of_unknown(self, word: str) -> str:
         if not word.startswith("-"):
-            return f"unexpected argument {word!r}; a text of several words needs quotes"
+            return f"unexpected argument {word!r}; {self._of_words()}"
         if answer := answer_for_flag(word):
             return f"unknown argument {word!r}; {answer}"
         options = [option for action in self._actions for option in action.option_strings]
@@ -52,6 +60,13 @@ class Parser(argparse.ArgumentParser):
             word, [option for option in options if _negates(option) == _negates(word)], cutoff=0.7
         )
         return f"unknown argument {word!r}" + (f"; did you mean {close[0]!r}?" if close else "")
+
+    def _of_words(self) -> str:
+        """Returns a hint at the words that the command takes."""
+        words = [str(action.metavar or action.dest) for action in self._get_positional_actions()]
+        if "PROMPT" in words:
+            return "a text of several words needs quotes"
+        return f"{self.prog} takes {' and '.join(words) or 'no words'}, and flags"
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if isinstance(action, argparse._SubParsersAction) and value not in action.choices:

@@ -60,6 +60,7 @@ def read_sampling(arguments: argparse.Namespace) -> dict[str, Any]:
         UnsupportedError: More than one sample is asked for.
     """
     sampling = {"max_tokens": DEFAULT_MAX_TOKENS, **sampling_settings(arguments)}
+    # A default must not contradict what the user asks for.
     if sampling.get("min_tokens", 0) > DEFAULT_MAX_TOKENS and "max_tokens" not in vars(arguments):
         sampling["max_tokens"] = sampling["min_tokens"]
     try:
@@ -115,6 +116,7 @@ def engine_for_one(
     settings = resolve_settings(arguments, without=("seed",))
     config = settings.config
     if settings.origins["max_num_seqs"] == BUILT_IN:
+        # Fewer shapes are compiled, and a start is quicker.
         config = config.replace(max_num_seqs=1)
     tokenizer = _check_text(config, chats=chats)
 

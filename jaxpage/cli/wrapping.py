@@ -27,6 +27,7 @@ class Wrapper:
     def feed(self, text: str) -> str:
         """Returns what can be printed now."""
         pieces = _PIECES.findall(self._word + text)
+        # The next text may go on with the last word, whose width is not known yet.
         self._word = pieces.pop() if pieces and not pieces[-1].isspace() else ""
         return "".join(map(self._place, pieces))
 
@@ -40,6 +41,7 @@ class Wrapper:
         if piece == "\n":
             self._column = 0
             return piece
+        # wcwidth gives -1 for control characters, which move no cursor.
         width = sum(max(0, wcwidth(character)) for character in piece)
         if self._column and not piece.isspace() and self._column + width > self._width:
             self._column = width

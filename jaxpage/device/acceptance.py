@@ -76,7 +76,10 @@ def _key(inputs: StepInputs, place: jax.Array, stream: int | None = None) -> jax
     A step that verifies draws after every token, so a place in the stream is also that of a draw.
     """
     return noise_key(
-        inputs.seed_R2[place], inputs.sample_index_R[place], inputs.drawn_position_R[place], stream
+        inputs.draws.seed_R2[place],
+        inputs.draws.sample_index_R[place],
+        inputs.draws.drawn_position_R[place],
+        stream,
     )
 
 

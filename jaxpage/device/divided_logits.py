@@ -52,12 +52,12 @@ def need_whole_rows(inputs: StepInputs, vocab_size: int) -> Bool[Array, ""]:
     """
     kinds = (Flags.LOGPROBS, Flags.PROCESSED, Flags.MASKED, Flags.BIASED, Flags.PENALISED)
     cuts_R = (
-        ((inputs.top_k_R > 0) & (inputs.top_k_R < vocab_size))
-        | (inputs.top_p_R < 1.0)
-        | (inputs.min_p_R > 0.0)
+        ((inputs.draws.top_k_R > 0) & (inputs.draws.top_k_R < vocab_size))
+        | (inputs.draws.top_p_R < 1.0)
+        | (inputs.draws.min_p_R > 0.0)
     )
     return jnp.any(inputs.flags[jnp.array(kinds)] > 0) | jnp.any(
-        (inputs.temperature_R > 0.0) & cuts_R
+        (inputs.draws.temperature_R > 0.0) & cuts_R
     )
 
 

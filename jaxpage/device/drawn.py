@@ -90,7 +90,7 @@ def pack_draws(
     """
     if scaled_RV is None:
         return _pack_in_parts(logits_RV, token_ids_R, inputs, processor_inputs, num_words)
-    is_processed_R = inputs.is_processed_R > 0
+    is_processed_R = inputs.draws.is_processed_R > 0
     num_rows, vocab_size = logits_RV.shape
 
     def pack() -> tuple[jax.Array, jax.Array]:
@@ -117,20 +117,19 @@ def _pack_in_parts(
 ) -> tuple[jax.Array, jax.Array]:
     """Returns what `pack_draws` returns, without a second array as large as the logits."""
     raw_RX = pack_drawn(logits_RV, token_ids_R, inputs.flags[Flags.LOGPROBS] > 0, by_row=False)
-    of_draws = {name: getattr(inputs, name) for name in inputs._fields if "_R" in name}
-    rows = logits_RV, token_ids_R, of_draws, processor_inputs
+    rows = logits_RV, token_ids_R, inputs.draws, processor_inputs
     no_masks_RU = jnp.zeros((logits_RV.shape[0], num_words), jnp.uint32)
 
     def pack(rows: Any) -> tuple[jax.Array, jax.Array]:
-        some_BV, ids_B, some, wide = rows
-        scaled_BV = scale_logits(some_BV, inputs._replace(**some), wide, by_row=False)
+        some_BV, ids_B, draws, wide = rows
+        scaled_BV = scale_logits(some_BV, inputs._replace(draws=draws), wide, by_row=False)
         num_kept_B, masks_BU = _count_kept(scaled_BV, num_words)
         logprobs = _pack_logprobs(scaled_BV, ids_B, num_kept_B, by_row=False)
         return jnp.concatenate([ids_B[:, None], logprobs], axis=1), masks_BU
 
     def pack_processed() -> tuple[jax.Array, jax.Array]:
         packed_RX, masks_RU = in_parts(pack, rows, (jnp.zeros_like(raw_RX), no_masks_RU))
-        return jnp.where(inputs.is_processed_R[:, None] > 0, packed_RX, raw_RX), masks_RU
+        return jnp.where(inputs.draws.is_processed_R[:, None] > 0, packed_RX, raw_RX), masks_RU
 
     return jax.lax.cond(
         inputs.flags[Flags.PROCESSED] > 0, pack_processed, lambda: (raw_RX, no_masks_RU)

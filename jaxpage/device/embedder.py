@@ -13,12 +13,12 @@ import jax
 import numpy as np
 import numpy.typing as npt
 
-from jaxpage.device.executables import compile_ahead
+from jaxpage.device.executables import Executables, compile_ahead
 from jaxpage.device.hardware.mesh import DeviceMesh, shapes_of
 from jaxpage.device.inputs.buckets import Bucket
 from jaxpage.device.inputs.step_inputs import TableShape, empty_inputs, size_when_packed, unpack
 from jaxpage.device.pages import kv_pages
-from jaxpage.device.steps import StepOptions, pool_step
+from jaxpage.device.steps import pool_step
 from jaxpage.models import KVSpec
 from jaxpage.models.sharding import kv_of_shard
 from jaxpage.outputs import TokenPooling
@@ -37,7 +37,7 @@ class Embedder:
 
     def __init__(
         self,
-        options: StepOptions,
+        executables: Executables,
         parameters: Any,
         kv: KVSpec,
         block_size: int,
@@ -47,7 +47,7 @@ class Embedder:
         """Prepares the shapes; nothing is compiled yet.
 
         Args:
-            options: The options of the engine's steps.
+            executables: The steps of the engine, whose options the embedder shares.
             parameters: The parameters of the model, for their shapes and places.
             kv: What the layers of the model keep.
             block_size: The slots of a block (S).
@@ -55,6 +55,7 @@ class Embedder:
             mesh: The devices.
         """
         self._parameters = shapes_of(parameters)
+        options = executables.options
         sharding = options.sharding
         self._options = options._replace(
             drafter=None, layer_groups=(0,) * kv.num_layers * sharding.num_local

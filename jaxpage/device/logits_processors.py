@@ -30,10 +30,10 @@ class Penalties(NamedTuple):
 def penalties_of(inputs: StepInputs) -> Penalties:
     """Returns the penalties of the step's draws."""
     return Penalties(
-        inputs.num_prompt_tokens_R,
-        inputs.repetition_penalty_R,
-        inputs.frequency_penalty_R,
-        inputs.presence_penalty_R,
+        inputs.draws.num_prompt_tokens_R,
+        inputs.draws.repetition_penalty_R,
+        inputs.draws.frequency_penalty_R,
+        inputs.draws.presence_penalty_R,
     )
 
 

@@ -59,13 +59,13 @@ class DrawnFrom(NamedTuple):
 def draws_of(inputs: StepInputs) -> Draws:
     """Returns the parameters of the step's own draws."""
     return Draws(
-        inputs.temperature_R,
-        inputs.top_k_R,
-        inputs.top_p_R,
-        inputs.min_p_R,
-        inputs.seed_R2,
-        inputs.sample_index_R,
-        inputs.drawn_position_R,
+        inputs.draws.temperature_R,
+        inputs.draws.top_k_R,
+        inputs.draws.top_p_R,
+        inputs.draws.min_p_R,
+        inputs.draws.seed_R2,
+        inputs.draws.sample_index_R,
+        inputs.draws.drawn_position_R,
     )
 
 
@@ -290,7 +290,12 @@ def scale_logits(
 
     def scale_all() -> jax.Array:
         processed_RV = process_logits(logits_RV, inputs, processor_inputs, by_row=by_row)
-        cuts = (inputs.temperature_R, inputs.top_k_R, inputs.top_p_R, inputs.min_p_R)
+        cuts = (
+            inputs.draws.temperature_R,
+            inputs.draws.top_k_R,
+            inputs.draws.top_p_R,
+            inputs.draws.min_p_R,
+        )
         scaled_RV: jax.Array = _each_draw(_scale_row, (processed_RV, *cuts), by_row=by_row)
         return scaled_RV
 
@@ -371,12 +376,18 @@ def distributions(
     is_finite_B = are_finite(logits_BV)
     if not by_row:
         logits_BV = process_logits(logits_BV, inputs, processor_inputs, by_row=False)
-        rows = (logits_BV, inputs.temperature_R, inputs.top_k_R, inputs.top_p_R, inputs.min_p_R)
+        rows = (
+            logits_BV,
+            inputs.draws.temperature_R,
+            inputs.draws.top_k_R,
+            inputs.draws.top_p_R,
+            inputs.draws.min_p_R,
+        )
         log_p_BV = _each_draw(_distribution, rows, by_row=False)
     else:
         if scaled_BV is None:
             scaled_BV = scale_logits(logits_BV, inputs, processor_inputs, by_row=True)
-        log_p_BV = each_row(_normalise, (scaled_BV, inputs.temperature_R), by_row=True)
+        log_p_BV = each_row(_normalise, (scaled_BV, inputs.draws.temperature_R), by_row=True)
     return jnp.where(is_finite_B[:, None], log_p_BV, -jnp.inf)
 
 

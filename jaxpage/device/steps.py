@@ -187,7 +187,7 @@ def _target_step(
         paths,
         masks=masks if options.returns_masks else None,
         routes=stack_routes(routes.chosen, options.routed),
-        hidden=hidden_TD[inputs.drawn_token_R].astype(jnp.float32)
+        hidden=hidden_TD[inputs.draws.drawn_token_R].astype(jnp.float32)
         if options.returns_hidden
         else None,
     )
@@ -318,7 +318,7 @@ def _logits_to_draw_from(
 
     With `divided`, each device has its part of them, where the model is divided.
     """
-    rows_R = inputs.drawn_token_R
+    rows_R = inputs.draws.drawn_token_R
     return _logits(model, hidden_TD[rows_R], inputs.lora_slot_T[rows_R], options, divided=divided)
 
 

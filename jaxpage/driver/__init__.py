@@ -23,6 +23,7 @@ if TYPE_CHECKING:
         SLEEP_LEVELS,  # are the levels at which a model sleeps
         DrivenModel,  # is the part that LLM and AsyncLLM have in common
         PinnedPrefix,  # is a prefix that an LLM keeps in place for its caller
+        Receipts,  # makes the receipts of a driver's answers
         RequestStream,  # yields the outputs of a request to the caller of an LLM
         check_streamable,  # refuses parameters whose outputs are known only at the end
         prepare,  # encodes and checks a prompt
@@ -31,6 +32,5 @@ if TYPE_CHECKING:
         Handle,  # follows a request that a driver has
         Update,  # is a handle with what is new of its request
     )
-    from jaxpage.driver.receipts import Receipts  # makes the receipts of a driver's answers
 
 __getattr__, __dir__ = open_door(__name__)

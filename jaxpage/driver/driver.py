@@ -26,8 +26,15 @@ import numpy as np
 import numpy.typing as npt
 
 from jaxpage.device import AnyEmbedder
-from jaxpage.driver.aborted_requests import AbortedRequests
-from jaxpage.driver.handle import Change, Command, Handle, PendingAnswer, Update, copy_error
+from jaxpage.driver.handle import (
+    AbortedRequests,
+    Change,
+    Command,
+    Handle,
+    PendingAnswer,
+    Update,
+    copy_error,
+)
 from jaxpage.driver.process import check_process, new_thread
 from jaxpage.driver.turns import Turns
 from jaxpage.engine import Engine, PreparedRequest, WakingWeights

@@ -1,4 +1,7 @@
-"""Defines the commands to a driver with their answers, and the handles of its requests."""
+"""Defines the commands to a driver with their answers, and the handles of its requests.
+
+It also counts the places that requests take, and keeps the requests that were aborted last.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +9,23 @@ import copy
 import math
 import queue
 import time
-from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable
+from collections import defaultdict, deque
+from collections.abc import Callable, Container, Hashable, Iterable
 from concurrent.futures import Future
 from typing import Any, Final, Generic, NamedTuple, TypeVar
 
 from jaxpage.engine import Engine, PreparedRequest, Reporter
-from jaxpage.errors import JaxpageError
+from jaxpage.errors import (
+    CapacityError,
+    EngineFailed,
+    JaxpageError,
+    QueueFull,
+    RequestGone,
+    ShuttingDown,
+    UnsupportedError,
+)
 from jaxpage.outputs import RequestMetrics, RequestOutput
+from jaxpage.step.aborted import AbortedRequest
 
 _Result = TypeVar("_Result")
 _Error = TypeVar("_Error", bound=JaxpageError)
@@ -237,3 +249,158 @@ def send(updates: Iterable[Update]) -> None:
         by_receiver[update[0].deliver].append(update)
     for deliver, items in by_receiver.items():
         deliver(items)
+
+
+class RequestPlaces:
+    """Holds the free places.
+
+    Any thread may take one, even in the middle of another call on the same thread, so there is no
+    lock.
+    """
+
+    def __init__(self, number: int | None) -> None:
+        """Makes so many places; None means any number."""
+        self._number = number
+        # `deque.pop` is atomic, which a counter would not be without a lock.
+        self._free = deque([None] * (number or 0))  # each request takes one out
+
+    @property
+    def num_taken(self) -> int:
+        """Returns how many are taken; 0 if their number has no limit."""
+        return (self._number or 0) - len(self._free)
+
+    def take(self, handles: Iterable[Handle]) -> None:
+        """Takes a place for each request that needs one, all or none.
+
+        Raises:
+            CapacityError: There are too few places for so many requests at once.
+            QueueFull: There are too few free places now.
+        """
+        if self._number is None:
+            return
+        placed = [handle for handle in handles if handle.needs_place]
+        number = len(placed)
+        if number > self._number:
+            raise CapacityError(
+                f"{number} requests at once; max_num_seqs + max_queued_requests is {self._number}"
+            )
+        num_taken = 0
+        try:
+            while num_taken < number:
+                self._free.pop()
+                num_taken += 1
+        except IndexError:
+            # All or none: the places of the others go back.
+            self._free.extend([None] * num_taken)
+            raise QueueFull(
+                f"{self.num_taken} requests run or wait, and there are {self._number} places; "
+                "try again later"
+            ) from None
+        for handle in placed:
+            handle.has_place = True
+
+    def give_back(self, handle: Handle) -> None:
+        """Gives up the place of a request that has ended, if it had one."""
+        if handle.has_place:
+            handle.has_place = False
+            self._free.append(None)
+
+
+class AbortedRequests:
+    """Holds aborted requests by the ids that their callers know.
+
+    Only the thread that takes the turns uses it.
+    """
+
+    def __init__(self, maximum: int) -> None:
+        """Keeps at most so many requests, those that were aborted last."""
+        self._maximum = maximum
+        self._requests: dict[Hashable, PreparedRequest] = {}
+
+    def keep(self, name: Hashable, request: PreparedRequest) -> None:
+        """Keeps a request, in place of an older one with the same id."""
+        self._requests.pop(name, None)
+        self._requests[name] = request
+        while len(self._requests) > self._maximum:
+            del self._requests[next(iter(self._requests))]
+
+    def keep_of(
+        self, handle: Handle, aborted: AbortedRequest | None, why: JaxpageError | None = None
+    ) -> None:
+        """Keeps the request of a handle that has ended, if it may be continued.
+
+        Args:
+            handle: The handle.
+            aborted: What the request had; None if the engine does not have it.
+            why: The error with which it ended, if it did.
+        """
+        if not handle.is_kept or isinstance(why, EngineFailed | ShuttingDown):
+            return
+        if aborted is not None:
+            request = handle.request._replace(aborted=aborted)
+            self.keep(handle.name or handle.request_id, request)
+        elif handle.continues and handle.reporter is None:
+            self.keep(handle.name, handle.request)  # it ends before the engine has it again
+
+    def give(self, handles: Iterable[Handle], live: Container[str]) -> None:
+        """Gives handles the requests that they continue, all or none, with the ids of these.
+
+        Args:
+            handles: The handles; those of new requests stay as they are.
+            live: The ids of requests whose last output was not read.
+
+        Raises:
+            RequestGone: A request is not here, or its last output was not read.
+        """
+        taken: list[Handle] = []
+        try:
+            for handle in handles:
+                if not handle.continues:
+                    continue
+                handle.request = self.take(handle.name)
+                taken.append(handle)
+                assert handle.request.aborted and handle.request.aborted.request
+                handle.request_id = handle.request.aborted.request.request_id
+                # Its caller has not seen the end, and would miss the text between.
+                if handle.request_id in live:
+                    raise RequestGone(
+                        "a request cannot be continued before its last output was read"
+                    )
+        except JaxpageError:
+            for handle in taken:
+                self.keep(handle.name, handle.request)
+            raise
+
+    def find(self, name: Hashable) -> PreparedRequest:
+        """Returns a request, which stays here.
+
+        Raises:
+            RequestGone: There is no such request.
+            UnsupportedError: It is a beam search.
+        """
+        request = self._requests.get(name)
+        if request is None:
+            raise self._write_gone(name)
+        if beam := request.checked.beam:
+            raise UnsupportedError(
+                f"a beam search (beam_width={beam.beam_width}) cannot be continued"
+            )
+        return request
+
+    def take(self, name: Hashable) -> PreparedRequest:
+        """Returns a request, which goes on and is not kept any more; see `find` for the errors."""
+        request = self.find(name)
+        del self._requests[name]
+        return request
+
+    def _write_gone(self, name: Hashable) -> RequestGone:
+        shown = name[-1] if isinstance(name, tuple) else name
+        why = (
+            f"the last {self._maximum} that were aborted are kept, and it is not among them"
+            if self._maximum
+            else "none is kept"
+        )
+        return RequestGone(
+            f"request {shown!r:.80} cannot be continued: {why} (max_aborted_requests is "
+            f"{self._maximum})"
+        )

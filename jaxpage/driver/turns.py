@@ -17,19 +17,19 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
-from jaxpage.driver.aborted_requests import AbortedRequests
 from jaxpage.driver.handle import (
     LATER,
+    AbortedRequests,
     Change,
     Command,
     Handle,
     PendingAnswer,
+    RequestPlaces,
     Update,
     copy_error,
     seconds_to_deadline,
     send,
 )
-from jaxpage.driver.places import RequestPlaces
 from jaxpage.engine import Engine, WakingWeights
 from jaxpage.errors import (
     DeadlineExceeded,

@@ -8,6 +8,7 @@ from jaxpage.engine.adapters import (
     directory_of,  # gives the directory of an adapter
 )
 from jaxpage.engine.admission import (
+    AdmissionRules,  # holds what the model and the settings admit
     CheckedParams,  # holds parameters that fit the model
     NamedAdapter,  # holds an adapter that was read and fits the model
     PreparedRequest,  # holds a request that can be added to the engine
@@ -18,7 +19,6 @@ from jaxpage.engine.batch_builder import (
 )
 from jaxpage.engine.engine import (
     Engine,  # calls the scheduler and the runner in turn
-    EngineParts,  # names the parts of an engine that may be replaced
 )
 from jaxpage.engine.picture_encoder import (
     PictureEncoder,  # encodes pictures, and keeps what it has encoded
@@ -29,6 +29,9 @@ from jaxpage.engine.reporting import (
 from jaxpage.engine.runner import (
     Runner,  # runs batches by the table of executables
     WakingWeights,  # holds the weights with which one sleep ends
+)
+from jaxpage.engine.strategies import (
+    EngineParts,  # holds the parts of an engine that may be replaced
 )
 from jaxpage.engine.text import (
     NoText,  # gives no text, for a model without a tokenizer

@@ -59,6 +59,24 @@ class CheckedParams(NamedTuple):
         return self.requested if isinstance(self.requested, BeamSearchParams) else None
 
 
+class AdmissionRules(NamedTuple):
+    """Holds what the model and the settings of an engine admit.
+
+    Attributes:
+        max_model_len: The most tokens of a sequence, prompt and output together.
+        eos_token_ids: The end-of-sequence ids of the model.
+        seed: The engine's seed, from which the seeds of requests are made.
+        generates: False for an encoder, which computes vectors and scores of texts alone.
+        refusals: The reasons for which parameters of requests cannot be True, by their names.
+    """
+
+    max_model_len: int
+    eos_token_ids: frozenset[int]
+    seed: int
+    generates: bool = True
+    refusals: Mapping[str, str] = {}
+
+
 class NamedAdapter(NamedTuple):
     """Holds a LoRA adapter that was read and fits the model."""
 
@@ -104,40 +122,27 @@ class Admission:
 
     def __init__(
         self,
+        rules: AdmissionRules,
         *,
         vocab_size: int,
-        max_model_len: int,
-        eos_token_ids: frozenset[int],
         spell: Callable[[tuple[str, ...]], Words] | None,
         read_budget: Callable[[int, ThinkingMarkers], ThinkingBudget] | None,
         has_priorities: bool,
-        seed: int,
-        generates: bool = True,
-        refusals: Mapping[str, str] | None = None,
     ):
         """Sets the limits.
 
         Args:
+            rules: What the model and the settings admit.
             vocab_size: The number of token ids (V).
-            max_model_len: The most tokens of a sequence, prompt and output together.
-            eos_token_ids: The end-of-sequence ids of the model.
             spell: Gives the tokens of words; None if the model has no tokenizer.
             read_budget: Makes the budget for reasoning; None if the model has no tokenizer.
             has_priorities: True if the scheduling policy uses the priorities of requests.
-            seed: The engine's seed, from which the seeds of requests are made.
-            generates: False for an encoder.
-            refusals: The reasons for which parameters of requests cannot be True, by their names;
-                None for no such parameter.
         """
+        self._rules = rules
         self._vocab_size = vocab_size
-        self._max_model_len = max_model_len
-        self._eos_token_ids = eos_token_ids
         self._spell = spell
         self._read_budget = read_budget
         self._has_priorities = has_priorities
-        self._seed = seed
-        self._generates = generates
-        self._refusals = refusals or {}
         self._num_admitted = 0
 
     def check_params(self, requested: SamplingParams | BeamSearchParams) -> CheckedParams:
@@ -148,7 +153,7 @@ class Admission:
             UnsupportedError: A parameter cannot be honoured, or the model generates nothing.
         """
         # Only a request for vectors has this very object, whatever others have in common with it.
-        if not self._generates and requested is not TextEmbedding.params:
+        if not self._rules.generates and requested is not TextEmbedding.params:
             raise UnsupportedError(NO_GENERATION)
         params = requested
         if isinstance(params, BeamSearchParams):
@@ -196,15 +201,15 @@ class Admission:
             raise ValueError("The prompt has no tokens; at least one is needed")
         max_length = self._max_length(checked.sampling)
         # Such a prompt is only scored, so the message speaks of no output.
-        if len(token_ids) >= max_length > self._max_model_len:
+        if len(token_ids) >= max_length > self._rules.max_model_len:
             raise ValueError(
-                f"{len(token_ids)} tokens are more than max_model_len = {self._max_model_len}"
+                f"{len(token_ids)} tokens are more than max_model_len = {self._rules.max_model_len}"
             )
         if len(token_ids) >= max_length:
             raise ValueError(
                 f"The prompt has {len(token_ids)} tokens, which leaves no room to generate: "
                 "max_model_len is "
-                f"{self._max_model_len}, prompt and output together"
+                f"{self._rules.max_model_len}, prompt and output together"
             )
         self._check_token_ids("prompt_token_ids", token_ids)
         room = max_length - len(token_ids)
@@ -228,7 +233,9 @@ class Admission:
         If a prompt is scored, the one token after it is drawn but never computed, so it needs no
         room.
         """
-        return self._max_model_len + (params.max_tokens == 1 and params.prompt_logprobs is not None)
+        return self._rules.max_model_len + (
+            params.max_tokens == 1 and params.prompt_logprobs is not None
+        )
 
     def _check_width(self, beam: BeamSearchParams) -> None:
         num_ends = len(self._eos(beam).union(beam.stop_token_ids))
@@ -264,7 +271,7 @@ class Admission:
         )
 
     def _check_returned(self, params: SamplingParams) -> None:
-        for name, reason in self._refusals.items():
+        for name, reason in self._rules.refusals.items():
             if getattr(params, name):
                 raise UnsupportedError(f"{name}=True {reason}")
         if params.return_sampling_mask and (params.greedy or not params.top_k):
@@ -359,12 +366,14 @@ class Admission:
             raise ValueError(f"all tokens are masked: {why[0]} {' or '.join(why[1:])}")
 
     def _eos(self, params: SamplingParams | BeamSearchParams) -> frozenset[int]:
-        return frozenset() if params.ignore_eos else self._eos_token_ids
+        return frozenset() if params.ignore_eos else self._rules.eos_token_ids
 
     def _draw_seed(self) -> int:
         """Returns a seed that depends on the engine's seed and the number of the request only."""
         return int(
-            np.random.SeedSequence((self._seed, self._num_admitted)).generate_state(1, np.uint64)[0]
+            np.random.SeedSequence((self._rules.seed, self._num_admitted)).generate_state(
+                1, np.uint64
+            )[0]
         )
 
     def _check_token_ids(self, name: str, token_ids: Sequence[int]) -> None:

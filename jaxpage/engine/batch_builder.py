@@ -107,6 +107,7 @@ class BatchBuilder:
         self.menu = menu
         self.tables = tables or TableShape(len(blocks), table_width)
         self.block_size = block_size
+        self.max_length = self.tables.width * block_size  # tokens of the longest sequence
         self.blocks = tuple(blocks)
         self.vocab_size = vocab_size
         self.max_loras = max_loras

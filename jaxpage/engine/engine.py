@@ -7,27 +7,34 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from collections.abc import Sequence as TokenIds
 from dataclasses import replace
-from typing import Any, TypedDict
+from typing import Any
 
 from jaxpage.decoding import Grammar, GrammarCompiler, advance, masks_of
 from jaxpage.device import Executables, Packings
 from jaxpage.device.inputs import Bucket
 from jaxpage.engine.adapters import Adapters
-from jaxpage.engine.admission import Admission, CheckedParams, NamedAdapter, PreparedRequest
+from jaxpage.engine.admission import (
+    Admission,
+    AdmissionRules,
+    CheckedParams,
+    NamedAdapter,
+    PreparedRequest,
+    Words,
+)
 from jaxpage.engine.batch_builder import NO_SLOTS, BatchBuilder
 from jaxpage.engine.engine_metrics import EngineMetrics
 from jaxpage.engine.reporting import Reporter
 from jaxpage.engine.runner import Runner, WakingWeights
-from jaxpage.engine.strategies import DefaultStrategies
+from jaxpage.engine.strategies import NO_PARTS, DefaultStrategies, EngineParts
 from jaxpage.engine.text import words_as_token_ids
 from jaxpage.engine.thinking import budget_of
 from jaxpage.engine.vector_fields import NO_SOURCES
 from jaxpage.engine.vector_sources import NO_PICTURES, NOT_ENABLED, VectorSources
 from jaxpage.errors import UnsupportedError
-from jaxpage.memory import CachedBlocks, MemoryHistory, MemoryReport
+from jaxpage.memory import BlockManager, CachedBlocks, MemoryHistory, MemoryReport
 from jaxpage.outputs import RequestMetrics
 from jaxpage.prefix_store import FileCounts
 from jaxpage.scheduling import Scheduler
@@ -39,27 +46,13 @@ from jaxpage.step.aborted import AbortedRequest, begin_group
 from jaxpage.step.draft import Drafts
 from jaxpage.step.edits import Edit, Finish, Fork
 from jaxpage.step.embedded import EmbeddedPrompt
-from jaxpage.step.events import Events
+from jaxpage.step.events import Both, Events
 from jaxpage.step.plan import StepPlan, StepResult
 from jaxpage.step.report import StepReport
 from jaxpage.step.request import SequenceGroup
-from jaxpage.step.strategy import Strategy
 from jaxpage.step.update import RUNNING_MODES, Mode, WeightsUpdate
 
 logger = logging.getLogger(__name__)
-
-NewStrategy = Callable[[SequenceGroup, Grammar | None], Strategy]
-
-
-class EngineParts(TypedDict, total=False):
-    """Holds arguments that a caller may replace.
-
-    A replay passes its own parts, which take their decisions from the log.
-    """
-
-    speculator: Speculator
-    new_strategy: NewStrategy
-    events: Events
 
 
 class Engine:
@@ -76,17 +69,10 @@ class Engine:
         builder: BatchBuilder,
         runner: Runner,
         tokenizer: Any | None,
-        eos_token_ids: frozenset[int],
-        max_model_len: int,
-        seed: int,
+        rules: AdmissionRules,
         adapters: Adapters | None = None,
         sources: VectorSources | None = None,
-        strategies: dict[int, Strategy] | None = None,
-        generates: bool = True,
-        refusals: Mapping[str, str] | None = None,
-        speculator: Speculator | None = None,
-        new_strategy: NewStrategy | None = None,
-        events: Events | None = None,
+        parts: EngineParts = NO_PARTS,
     ):
         """Joins the parts.
 
@@ -95,17 +81,10 @@ class Engine:
             builder: The batch builder.
             runner: The runner.
             tokenizer: The tokenizer; None if the model has none.
-            eos_token_ids: The end-of-sequence ids of the model.
-            max_model_len: The most tokens of a sequence, prompt and output together.
-            seed: The seed from which requests without a seed get theirs.
+            rules: What the model and the settings admit.
             adapters: The LoRA adapters; None if requests may have none.
             sources: The sources of vectors in prompts; None if prompts may have none.
-            strategies: The decoding strategies by sequence id; a speculator may read the same dict.
-            generates: False for an encoder, which computes vectors and scores of texts alone.
-            refusals: See `Admission`.
-            speculator: The proposer of drafts; None for no speculation.
-            new_strategy: Makes the strategy of a new request; None chooses it by the parameters.
-            events: The listener; None ignores all events.
+            parts: The parts that take decisions.
         """
         self.scheduler = scheduler
         self.builder = builder
@@ -113,28 +92,24 @@ class Engine:
         self.metrics = EngineMetrics()
         if sources is not None and sources.encoder is not None:
             self.metrics.encoder = sources.encoder.counts
-        self.events = events or Events()
+        self.events = parts.events or Events()
         self.tokenizer = tokenizer
         self.admission = Admission(
+            rules,
             vocab_size=builder.vocab_size,
-            max_model_len=max_model_len,
-            eos_token_ids=eos_token_ids,
             spell=None if tokenizer is None else functools.partial(words_as_token_ids, tokenizer),
             read_budget=None
             if tokenizer is None
             else functools.partial(budget_of, tokenizer, builder.vocab_size),
             has_priorities=scheduler.has_priorities,
-            seed=seed,
-            generates=generates,
-            refusals=refusals,
         )
         self.adapters = adapters
         self.sources = sources
         self.grammars = GrammarCompiler(tokenizer, builder.vocab_size)
-        self.speculator: Speculator = speculator or NoSpeculation()
+        self.speculator: Speculator = parts.speculator or NoSpeculation()
         self._default_strategies = DefaultStrategies(tokenizer)
-        self._new_strategy = new_strategy or self._default_strategies
-        self._strategies: dict[int, Strategy] = {} if strategies is None else strategies
+        self._new_strategy = parts.new_strategy or self._default_strategies
+        self._strategies = {} if parts.strategies is None else parts.strategies
         self._groups: dict[int, SequenceGroup] = {}  # by sequence id
         # Counts admitted sequences only: a replay never sees refused requests, so they take no id.
         self._num_sequences = 0
@@ -154,12 +129,30 @@ class Engine:
     @property
     def groups(self) -> list[SequenceGroup]:
         """Returns the groups that run, and then those that wait."""
-        return [*self.scheduler.running, *self.scheduler.waiting]
+        return [*self.running, *self.waiting]
 
     @property
     def num_steps(self) -> int:
         """Returns how many steps have run."""
         return self.metrics.engine_steps_total
+
+    @property
+    def waiting(self) -> tuple[SequenceGroup, ...]:
+        """Returns the groups that wait, in order of rank."""
+        return self.scheduler.waiting
+
+    @property
+    def block_manager(self) -> BlockManager:
+        """Returns the owner of all block tables."""
+        return self.scheduler.block_manager
+
+    def is_swapped(self, group: SequenceGroup) -> bool:
+        """Returns whether the blocks of a waiting group are in host memory."""
+        return self.scheduler.is_swapped(group)
+
+    def listen(self, listener: Events) -> None:
+        """Tells a listener everything from now on, after those that listen already."""
+        self.events = Both(self.events, listener)
 
     def times_of(self, request_id: str) -> RequestMetrics:
         """Returns the times and counts of a request that runs or waits."""
@@ -211,6 +204,10 @@ class Engine:
     def check_params(self, requested: SamplingParams | BeamSearchParams) -> CheckedParams:
         """Checks all of a request but its prompt, once for many prompts; see `Admission`."""
         return self.admission.check_params(requested)
+
+    def check_words(self, words: Words) -> Words:
+        """Returns bad words, or raises ValueError if one is wrong; see `Admission`."""
+        return self.admission.check_words(words)
 
     def prepare(
         self,
@@ -540,7 +537,7 @@ class Engine:
         Args:
             reset: True begins a new report.
         """
-        report = self.metrics.memory_report(self.scheduler)
+        report = self.metrics.memory_report(self.scheduler, self.builder.block_size)
         if reset:
             self.metrics.memory = MemoryHistory()
         return report

@@ -12,7 +12,7 @@ from jaxpage.engine.picture_encoder import EncoderCounts
 from jaxpage.memory import MemoryHistory, MemoryReport
 from jaxpage.outputs import RequestMetrics
 from jaxpage.prefix_store import FileCounts
-from jaxpage.scheduling import Scheduler
+from jaxpage.scheduling import PrefixCounts, Scheduler
 from jaxpage.speculation import SpeculationCounts
 from jaxpage.step.edits import Append
 from jaxpage.step.plan import StepPlan
@@ -47,10 +47,10 @@ class EngineMetrics:
     ) -> None:
         """Notes a step that is about to run."""
         now = self._step_began = time.monotonic()
-        manager = scheduler.block_manager
-        used_blocks = manager.num_usable - manager.num_free
         self.memory.begin(
-            scheduler.usage, used_blocks=used_blocks, num_preempted=len(plan.preempted)
+            scheduler.usage,
+            used_blocks=scheduler.num_used_blocks,
+            num_preempted=len(plan.preempted),
         )
         for row in plan.rows:
             metrics = self.requests[group_of[row.sequence_id].request.request_id]
@@ -102,33 +102,26 @@ class EngineMetrics:
             reason = sequence.finish_reason or "abort"
             self.request_success_total[reason] = self.request_success_total.get(reason, 0) + 1
 
-    def memory_report(self, scheduler: Scheduler) -> MemoryReport:
-        """Returns what the pools held over time."""
-        manager = scheduler.block_manager
-        return self.memory.report(num_blocks=manager.num_usable, block_size=manager.block_size)
+    def memory_report(self, scheduler: Scheduler, block_size: int) -> MemoryReport:
+        """Returns what the pools held over time, in blocks of `block_size` slots."""
+        blocks = scheduler.block_counts()
+        return self.memory.report(num_blocks=blocks.num_usable, block_size=block_size)
 
     def snapshot(self, scheduler: Scheduler, executables: Executables) -> dict[str, Any]:
         """Returns all counters by their public names."""
-        manager = scheduler.block_manager
+        blocks = scheduler.block_counts()
         split = scheduler.usage()
-        total = manager.num_usable
-        free = manager.num_free
-        prefixes = scheduler.prefix_counts
         return {
             "num_requests_running": scheduler.num_running,
             "num_requests_waiting": scheduler.num_waiting,
             "num_requests_swapped": scheduler.num_swapped,  # a part of the waiting ones
-            "kv_cache_usage_perc": manager.used_share,
-            "num_blocks_total": total,
-            "num_blocks_free": free,
-            "num_blocks_cached": manager.num_cached,  # a part of the free ones
-            "num_blocks_pinned": sum(manager.num_pinned_blocks),
+            "kv_cache_usage_perc": blocks.used_share,
+            "num_blocks_total": blocks.num_usable,
+            "num_blocks_free": blocks.num_free,
+            "num_blocks_cached": blocks.num_cached,  # a part of the free ones
+            "num_blocks_pinned": blocks.num_pinned,
             "num_preemptions_total": dict(scheduler.num_preemptions),
-            # These count tokens, as vLLM does, and each request once.
-            "prefix_cache_queries_total": prefixes.num_queried,
-            "prefix_cache_hits_total": prefixes.num_hits,
-            # Hits after a preemption are counted here only.
-            "prefix_cache_resumed_hits_total": prefixes.num_resumed_hits,
+            **_count_prefixes(scheduler.prefix_counts),
             **{
                 f"prefix_files_{name}_blocks_total": count
                 for name, count in asdict(self.prefix_files).items()
@@ -154,3 +147,13 @@ class EngineMetrics:
             "engine_steps_total": self.engine_steps_total,
             **self.latencies.snapshot(),
         }
+
+
+def _count_prefixes(counts: PrefixCounts) -> dict[str, int]:
+    return {
+        # These count tokens, as vLLM does, and each request once.
+        "prefix_cache_queries_total": counts.num_queried,
+        "prefix_cache_hits_total": counts.num_hits,
+        # Hits after a preemption are counted here only.
+        "prefix_cache_resumed_hits_total": counts.num_resumed_hits,
+    }

@@ -1,13 +1,41 @@
-"""Makes the decoding strategies of requests."""
+"""Makes the strategies of requests, and holds the parts that take an engine's decisions."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from jaxpage.decoding import BeamStrategy, Grammar, MaskBudget, SamplingStrategy
 from jaxpage.engine.text import NoText, StreamDetokenizer
+from jaxpage.speculation import Speculator
+from jaxpage.step.events import Events
 from jaxpage.step.request import Request, SequenceGroup
 from jaxpage.step.strategy import Strategy
+
+NewStrategy = Callable[[SequenceGroup, Grammar | None], Strategy]
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineParts:
+    """Holds the parts of an engine that take decisions, and that a caller may replace.
+
+    A replay passes its own parts, which take their decisions from the log.
+
+    Attributes:
+        speculator: The proposer of drafts; None for no speculation.
+        strategies: The decoding strategies by sequence id; a speculator may read the same dict.
+        new_strategy: Makes the strategy of a new request; None chooses it by the parameters.
+        events: The listener; None ignores all events.
+    """
+
+    speculator: Speculator | None = None
+    strategies: dict[int, Strategy] | None = None
+    new_strategy: NewStrategy | None = None
+    events: Events | None = None
+
+
+NO_PARTS = EngineParts()
 
 
 class DefaultStrategies:
@@ -32,6 +60,7 @@ class DefaultStrategies:
         )
 
     def _new_detokenizer(self, request: Request) -> StreamDetokenizer | NoText:
+        # A model without a tokenizer gives token ids alone.
         if self._tokenizer is None:
             return NoText()
         skip = request.params.skip_special_tokens

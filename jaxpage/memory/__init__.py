@@ -6,13 +6,13 @@ only and never sees a device.
 """
 
 from jaxpage.memory.block_manager import (
+    BlockCounts,  # holds how many blocks there are, and in which state
     BlockManager,  # keeps the block tables of all cache groups in step
     Counts,  # are numbers of blocks, one for each cache group
     Pin,  # is a prefix that stays in place
     Prefix,  # has the blocks that hold a sequence's first tokens
 )
 from jaxpage.memory.block_pool import (
-    NULL_BLOCK,  # is the block that takes the writes of padding
     BlockPool,  # counts the references to blocks, and hands out the free ones
     pool_ids,  # gives the block ids of several pools
 )

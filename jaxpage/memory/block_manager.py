@@ -45,6 +45,24 @@ class Pin:
     salt: str | None
 
 
+class BlockCounts(NamedTuple):
+    """Holds how many blocks the pools of all groups have, and in which state.
+
+    Attributes:
+        num_usable: The blocks that can be handed out at all.
+        num_free: Those that can be handed out now, the cached ones included.
+        num_cached: The free ones that keep their content until they are handed out.
+        num_pinned: The distinct blocks of pins.
+        used_share: The used share, 0 to 1, of the fullest pool.
+    """
+
+    num_usable: int
+    num_free: int
+    num_cached: int
+    num_pinned: int
+    used_share: float
+
+
 class Prefix(NamedTuple):
     """Blocks that other sequences filled, and that hold the first tokens of a new sequence.
 
@@ -115,6 +133,18 @@ class BlockManager:
     def used_share(self) -> float:
         """Returns the used share, 0 to 1, of the fullest pool."""
         return max(1 - group.pool.num_free / group.pool.num_usable for group in self.groups)
+
+    @property
+    def index(self) -> PrefixIndex | None:
+        """Returns what finds cached blocks by their tokens; None where prefix caching is off."""
+        return None if self.cached is None else self.cached.index
+
+    def counts(self) -> BlockCounts:
+        """Returns the numbers of blocks; this walks the tables of pins."""
+        num_pinned = sum(self.num_pinned_blocks)
+        return BlockCounts(
+            self.num_usable, self.num_free, self.num_cached, num_pinned, self.used_share
+        )
 
     def blocks_for(self, num_tokens: int) -> int:
         """Returns how many blocks hold this many tokens."""

@@ -153,11 +153,11 @@ class Replay:
     @property
     def parts(self) -> EngineParts:
         """Returns the parts of the engine that take their decisions from the log."""
-        return {
-            "speculator": self._drafts,
-            "new_strategy": self._strategy,
-            "events": Recorder(self._compare),
-        }
+        return EngineParts(
+            speculator=self._drafts,
+            new_strategy=self._strategy,
+            events=Recorder(self._compare),
+        )
 
     def run(
         self, engine: Engine, bar: tqdm[Any] | None = None, *, until: int | None = None
@@ -434,9 +434,8 @@ def add_arrival(
         AttributeError, LookupError, TypeError, ValueError: The record is not valid.
     """
     words = tuple(tuple(word) for word in record.get("bad_word_token_ids", ()))
-    admission = engine.admission
-    checked = admission.check_params(_read_params(record))
-    checked = checked._replace(bad_word_token_ids=admission.check_words(words))
+    checked = engine.check_params(_read_params(record))
+    checked = checked._replace(bad_word_token_ids=engine.check_words(words))
     prepared = engine.prepare(None, record["prompt_token_ids"], checked, embedded)
     continued = prepared._replace(lora=lora, aborted=read_continued(record))
     engine.add(record["request_id"], continued)

@@ -6,6 +6,7 @@ code plans for the engine, for the simulator and for the replay of a log.
 
 from jaxpage.scheduling.admitting import (
     Preemption,  # says what becomes of a preempted request
+    PrefixCounts,  # counts the tokens that were found in the prefix cache and among pins
 )
 from jaxpage.scheduling.committing import (
     apply_edit,  # applies one edit to a sequence and its block tables

@@ -1,4 +1,7 @@
-"""Holds the groups of a scheduler: the running ones, the waiting ones, and their order."""
+"""Holds the groups of a scheduler: the running ones, the waiting ones, and their order.
+
+How many decode steps one executable runs depends on them, too; `SeveralSteps` chooses it.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
-from jaxpage.memory import BlockManager
+from jaxpage.memory import BlockManager, MemorySplit, PrefixIndex
 from jaxpage.scheduling import admitting
 from jaxpage.scheduling.admitting import (
     Preemption,
@@ -16,7 +19,16 @@ from jaxpage.scheduling.admitting import (
 )
 from jaxpage.scheduling.plan_builder import PlanBuilder
 from jaxpage.scheduling.queues import WaitingQueue
+from jaxpage.step.limits import StepLimits
 from jaxpage.step.request import Sequence, SequenceGroup
+
+# The steps between two arrivals for each decode step that one executable runs, where their number
+# adapts. A request that comes in the middle waits for all of them, up to 60 ms on a GPU, and what
+# was computed after the end of a text is dropped. With this bound the wait is at most a sixteenth
+# of the time since the last arrival, also where requests come at a steady rate, and so is the loss
+# of a request alone, while the host's part falls to an eighth. Steps are counted, not seconds: a
+# plan depends on events alone, which a replay repeats.
+STEPS_FOR_ONE_MORE = 16
 
 
 class RunningSet:
@@ -88,6 +100,17 @@ class RunningSet:
     def waiting(self) -> tuple[SequenceGroup, ...]:
         """Returns the groups that own no block of the pools, the next to be admitted first."""
         return tuple(self._queue)
+
+    def usage(self) -> MemorySplit:
+        """Returns how the slots of the pools are used.
+
+        This walks all block tables: it is for reports, not for every step.
+        """
+        running = [sequence for group in self.running for sequence in group.unfinished]
+        return self.block_manager.usage(
+            {sequence.sequence_id: sequence.num_computed_tokens for sequence in running},
+            {sequence.sequence_id: sequence.num_known_tokens for sequence in running},
+        )
 
     @property
     def num_running(self) -> int:
@@ -381,7 +404,8 @@ class RunningSet:
             num_slots = len(tables[0]) * manager.block_size
             assert sequence.num_computed_tokens < sequence.num_known_tokens, f"{name} is idle"
             assert sequence.num_computed_tokens <= num_slots, f"{name} outgrew its block table"
-            self._check_prefix(sequence)
+            if manager.index is not None:
+                self._check_prefix(sequence, manager.index)
         num_swapped = 0
         for sequence in [sequence for group in self._queue for sequence in group.unfinished]:
             num_blocks = manager.blocks_for(sequence.num_computed_tokens)
@@ -393,16 +417,13 @@ class RunningSet:
                 assert num_blocks == 0, "a waiting sequence has computed tokens and no blocks"
         assert num_swapped == manager.num_swapped, "a sequence outside of the queue is swapped"
 
-    def _check_prefix(self, sequence: Sequence) -> None:
+    def _check_prefix(self, sequence: Sequence, index: PrefixIndex) -> None:
         """Asserts that a sequence's cached blocks hold its tokens, and that these are computed.
 
         No later step writes to a block whose tokens are all computed. The token that follows a
         block is another one where a fork cached a block that both share; see `PrefixIndex`.
         """
         manager = self.block_manager
-        if (cached := manager.cached) is None:
-            return
-        index = cached.index
         name = f"sequence {sequence.sequence_id}"
         num_full = sequence.num_computed_tokens // manager.block_size
         content_ids = sequence.content_ids
@@ -427,3 +448,40 @@ def _check_group(group: SequenceGroup) -> None:
     for sequence in group.unfinished:
         fits = sequence.num_known_tokens < request.max_total_tokens
         assert fits, "a sequence outgrew its request"
+
+
+class SeveralSteps:
+    """Counts the steps since the last arrival, where each decode step of an executable counts."""
+
+    def __init__(self, limits: StepLimits) -> None:
+        """Begins to count.
+
+        Args:
+            limits: The limits of steps.
+        """
+        self._limits = limits
+        self._num_quiet_steps = 0
+
+    def note_arrival(self) -> None:
+        """Notes that a request has come."""
+        self._num_quiet_steps = 0
+
+    def count_step(self, step: PlanBuilder) -> None:
+        """Counts a step that was planned."""
+        lengths = [len(draft.token_ids) for draft in step.drafts.values()]
+        self._num_quiet_steps += 1 + max(lengths, default=0)
+
+    def choose(self, step: PlanBuilder, requests: RunningSet) -> int:
+        """Returns how many decode steps the executable of a step may run.
+
+        Where that adapts, it is one while anybody waits for the end of a step: a request in the
+        queue, one that was preempted or swapped out, or one whose prompt is not computed yet.
+        """
+        maximum = self._limits.num_steps
+        if not self._limits.adapts_num_steps:
+            return maximum
+        if requests.num_waiting or step.preempted or step.num_admitted:
+            return 1
+        if len({id(group) for group, _, _ in step.work}) < requests.num_running:
+            return 1  # the prompts of the others are computed in the next step
+        return min(maximum, self._num_quiet_steps // STEPS_FOR_ONE_MORE)

@@ -9,13 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from jaxpage.errors import CapacityError
-from jaxpage.memory import BlockManager, CachedBlocks, MemorySplit, Pin
+from jaxpage.memory import BlockCounts, BlockManager, CachedBlocks, MemorySplit, Pin
 from jaxpage.scheduling.admitting import Preemption, is_swapped, refuse_to_crowd_out
 from jaxpage.scheduling.committing import apply_edit
 from jaxpage.scheduling.plan_builder import PlanBuilder
 from jaxpage.scheduling.queues import ByPriority, FirstCome, WaitingQueue
-from jaxpage.scheduling.running_set import RunningSet
-from jaxpage.scheduling.several_steps import SeveralSteps
+from jaxpage.scheduling.running_set import RunningSet, SeveralSteps
 from jaxpage.step.draft import NO_DRAFTS, PLACEHOLDER, Draft, Drafts, chain
 from jaxpage.step.edits import Append, Edit, Score
 from jaxpage.step.limits import StepLimits
@@ -152,16 +151,18 @@ class Scheduler:
         """Returns whether the first waiting group fits into the sequence slots that are free."""
         return self._requests.has_sequence_slots
 
-    def usage(self) -> MemorySplit:
-        """Returns how the slots of the pools are used.
+    @property
+    def num_used_blocks(self) -> int:
+        """Returns how many blocks are handed out."""
+        return self.block_manager.num_usable - self.block_manager.num_free
 
-        This walks all block tables: it is for reports, not for every step.
-        """
-        running = [sequence for group in self.running for sequence in group.unfinished]
-        return self.block_manager.usage(
-            {sequence.sequence_id: sequence.num_computed_tokens for sequence in running},
-            {sequence.sequence_id: sequence.num_known_tokens for sequence in running},
-        )
+    def block_counts(self) -> BlockCounts:
+        """Returns the numbers of blocks, by their state."""
+        return self.block_manager.counts()
+
+    def usage(self) -> MemorySplit:
+        """Returns how the slots of the pools are used; see `RunningSet.usage`."""
+        return self._requests.usage()
 
     # Requests come and go between two steps.
 

@@ -34,12 +34,13 @@ from jaxpage.lazy import open_door
 
 if TYPE_CHECKING:
     from jaxpage.serving.batches.run_batch import run_batch
-    from jaxpage.serving.config import AUTO, ServerConfig, resolve_both
     from jaxpage.serving.hosts.job import hosts_of_job
     from jaxpage.serving.hosts.processes import find_job
     from jaxpage.serving.http.listening import bind_socket
     from jaxpage.serving.inspector.recorded import write_snapshots
     from jaxpage.serving.metrics.incident_files import open_incidents
+    from jaxpage.serving.settings.resolving import resolve_both
+    from jaxpage.serving.settings.server_config import AUTO, ServerConfig
     from jaxpage.serving.several.models_file import read_models_file
     from jaxpage.serving.several.starting import start_several
     from jaxpage.serving.startup import follow, start

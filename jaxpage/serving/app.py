@@ -33,7 +33,6 @@ from jaxpage.errors import JaxpageError
 from jaxpage.replay import Incidents
 from jaxpage.serving.batches.jobs import Batches, open_batches
 from jaxpage.serving.batches.routes import BatchRoutes, upload_limits
-from jaxpage.serving.config import ServerConfig
 from jaxpage.serving.dialects.dialect import Dialect, ListedModel, ModelList
 from jaxpage.serving.dialects.registry import DIALECTS
 from jaxpage.serving.hosts.leader import Leader
@@ -68,6 +67,7 @@ from jaxpage.serving.requests.rerank_requests import Reranking, Scoring
 from jaxpage.serving.requests.response_store import OwnerResponses, ResponseStore
 from jaxpage.serving.requests.shared_answers import OpenApiDocument, Shared
 from jaxpage.serving.requests.stored_responses import StoredResponses, open_store
+from jaxpage.serving.settings.server_config import ServerConfig
 from jaxpage.serving.wire.body import parse_object
 from jaxpage.serving.wire.context import ModelContext, unknown_model
 from jaxpage.serving.wire.embeddings import open_embeddings

@@ -18,7 +18,6 @@ from jaxpage.driver import AsyncDriver
 from jaxpage.replay import open_engine
 from jaxpage.serving.app import build_app
 from jaxpage.serving.batches.jobs import Batches
-from jaxpage.serving.config import ServerConfig, read_api_keys, resolve_both
 from jaxpage.serving.metrics import logs
 from jaxpage.serving.metrics.incident_files import open_incidents
 from jaxpage.serving.metrics.metrics import ServerMetrics
@@ -26,6 +25,9 @@ from jaxpage.serving.metrics.tracing import SpanWriter, open_tracing
 from jaxpage.serving.model.capabilities import capabilities
 from jaxpage.serving.model.lora_modules import check_lora_modules
 from jaxpage.serving.requests.response_store import ResponseStore
+from jaxpage.serving.settings.key_sources import read_api_keys
+from jaxpage.serving.settings.resolving import resolve_both
+from jaxpage.serving.settings.server_config import ServerConfig
 from jaxpage.serving.startup import model_context, model_names, publish_kv_events
 from jaxpage.settings.engine_config import EngineConfig
 
@@ -110,7 +112,7 @@ def application(
         driver,
         context,
         theirs,
-        ServerMetrics(context.model_names[0], built.memory.block_size),
+        ServerMetrics(context.model_names[0], built.block_size),
         capabilities=capabilities(built, ours, theirs, context.limits),
         api_keys=api_keys,
         incidents=incidents,

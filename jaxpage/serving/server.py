@@ -16,27 +16,21 @@ import os
 import signal
 import socket
 import threading
-from collections.abc import Awaitable, Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Generator, Iterator, Mapping
 from concurrent.futures import Future
 from typing import Any, Protocol
 
 import uvicorn
 from starlette.applications import Starlette
 
-from jaxpage.assembly import Built
-from jaxpage.driver import AsyncDriver
 from jaxpage.errors import JaxpageError
-from jaxpage.replay import Incidents
-from jaxpage.serving.app import Server, build_app
-from jaxpage.serving.config import ServerConfig
-from jaxpage.serving.hosts.leader import Leader
+from jaxpage.serving.app import Server
 from jaxpage.serving.http.connection import Connection, no_room
 from jaxpage.serving.http.descriptors import Complaints, room_for_connections
 from jaxpage.serving.http.envelope import Envelope
 from jaxpage.serving.metrics.logs import log_activity
-from jaxpage.serving.metrics.metrics import ServerMetrics
 from jaxpage.serving.metrics.tracing import SpanWriter
-from jaxpage.serving.wire.context import ModelContext
+from jaxpage.serving.settings.server_config import ServerConfig
 
 logger = logging.getLogger(__name__)
 FIRST_BYTE_SECONDS = 5.0  # the time for a connection's first byte; clients may connect beforehand
@@ -45,62 +39,6 @@ HEADER_SECONDS = 5.0  # the time for a request in addition to that for its body
 PARTING_SECONDS = 5.0
 # The time from the second signal to the end of the process, whatever is still being done.
 HURRIED_SECONDS = 2.0
-
-
-def run_server(
-    built: Built,
-    config: ServerConfig,
-    context: ModelContext,
-    listener: socket.socket,
-    *,
-    metrics: ServerMetrics,
-    capabilities: Mapping[str, Any],
-    api_keys: Sequence[str],
-    announce: Callable[[], None],
-    incidents: Incidents | None = None,
-    hosts: Leader | None = None,
-    tracing: SpanWriter | None = None,
-) -> int:
-    """Serves until a signal comes or the engine dies.
-
-    After the first SIGINT or SIGTERM running requests finish; the second ends them at once.
-
-    Args:
-        built: The engine.
-        config: The settings of the server.
-        context: The facts about the model that the wire format needs.
-        listener: The server's socket, which is bound but does not listen.
-        metrics: The counters of the server.
-        capabilities: The object that `/v1/capabilities` answers.
-        api_keys: The keys that let a request in; see `build_app`.
-        announce: Called once connections are answered.
-        incidents: The records of the last steps; None where they are not kept.
-        hosts: The leader of the other hosts; None where this is the only one.
-        tracing: The writer of spans; None where there are none.
-
-    Returns:
-        The exit status: 0 after one signal, also if the deadline has ended requests; 1 after a
-        second signal or the death of the engine.
-    """
-    driver = AsyncDriver(
-        built,
-        max_queued_requests=config.max_queued_requests,
-        request_timeout_seconds=config.request_timeout_seconds,
-    )
-    app = build_app(
-        driver,
-        context,
-        config,
-        metrics,
-        capabilities=capabilities,
-        api_keys=api_keys,
-        incidents=incidents,
-        hosts=hosts,
-        tracing=tracing,
-    )
-    if hosts is not None:
-        hosts.start(driver.fail)
-    return run_app(app, driver, config, listener, announce=announce)
 
 
 def run_app(
@@ -112,7 +50,9 @@ def run_app(
     announce: Callable[[], None],
     is_loading: Callable[[], bool] = lambda: False,
 ) -> int:
-    """Serves an application until a signal comes or its driver ends; see `run_server`.
+    """Serves an application until a signal comes or its driver ends.
+
+    After the first SIGINT or SIGTERM running requests finish; the second ends them at once.
 
     Args:
         app: The application.
@@ -121,6 +61,10 @@ def run_app(
         listener: The server's socket, which is bound but does not listen.
         announce: Called once connections are answered.
         is_loading: Returns whether a model is being loaded, for which a shutdown does not wait.
+
+    Returns:
+        The exit status: 0 after one signal, also if the deadline has ended requests; 1 after a
+        second signal or the death of an engine.
     """
     config = config.model_copy(
         update={"max_connections": room_for_connections(config.max_connections)}

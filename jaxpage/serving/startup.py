@@ -27,14 +27,15 @@ from jaxpage.chat_forms import TOOL_FORMS, ChatFormat
 from jaxpage.checkpoints import describe_model
 from jaxpage.checkpoints.finding import resolve_model_config, resolve_tokenizer
 from jaxpage.checkpoints.tokenizers import load_tokenizer, whole_tokenizer
+from jaxpage.driver import AsyncDriver
 from jaxpage.engine.texts import (
     ByPairs,
     reranker_of,
 )
 from jaxpage.errors import ConfigError
 from jaxpage.replay import open_engine
+from jaxpage.serving.app import build_app
 from jaxpage.serving.cache_events.kv_events import KVEvents
-from jaxpage.serving.config import API_KEY_VARIABLE, ServerConfig, read_api_keys
 from jaxpage.serving.hosts.channel import Channel
 from jaxpage.serving.hosts.follower import Follower
 from jaxpage.serving.hosts.joining import agree, join, min_sizes
@@ -49,11 +50,12 @@ from jaxpage.serving.metrics.tracing import open_tracing
 from jaxpage.serving.model.capabilities import capabilities
 from jaxpage.serving.model.lora_modules import check_lora_modules, open_lora_modules
 from jaxpage.serving.model.model_cards import card_of, card_of_settings
-from jaxpage.serving.server import run_server
+from jaxpage.serving.server import run_app
+from jaxpage.serving.settings.key_sources import API_KEY_VARIABLE, read_api_keys
+from jaxpage.serving.settings.server_config import ServerConfig
 from jaxpage.serving.wire.context import ModelContext, RequestLimits
 from jaxpage.serving.wire.derived_forms import choose_form, derive_form
 from jaxpage.settings.engine_config import EngineConfig
-from jaxpage.step.events import Both
 
 logger = logging.getLogger(__name__)
 # Python's own thresholds for garbage collections. Cycles of requests are found soon with them.
@@ -134,7 +136,7 @@ def model_context(built: Built, engine: EngineConfig, server: ServerConfig) -> M
     return ModelContext(
         model_names=names,
         adapters=open_lora_modules(built.engine, server),
-        max_model_len=built.memory.max_model_len,
+        max_model_len=built.max_model_len,
         vocab_size=built.engine.vocab_size,
         hidden_size=built.spec.described.model.hidden_size,
         tokenizer=tokenizer,
@@ -146,7 +148,7 @@ def model_context(built: Built, engine: EngineConfig, server: ServerConfig) -> M
         strict_requests=server.strict_requests,
         limits=RequestLimits() if maximum is None else RequestLimits(max_pictures=maximum),
         reranker=reranker_of(built.embedding, server.rerank_method),
-        generates=not built.spec.encoded,
+        generates=built.generates,
         embedding=built.embedding,
         pictures=built.pictures,
     )
@@ -278,11 +280,10 @@ def publish_kv_events(built: Built, server: ServerConfig) -> None:
     publisher = KVPublisher(
         server.kv_events, replay_endpoint=server.kv_events_replay, topic=server.kv_events_topic
     )
-    events = KVEvents(built.memory.block_size, publisher.send, publisher.close)
-    cached = built.engine.prefix_cache
-    assert cached is not None  # `resolve_both` refuses kv_events without prefix caching
-    cached.index.observer = events
-    built.engine.events = Both(built.engine.events, events)
+    events = KVEvents(built.block_size, publisher.send, publisher.close)
+    assert built.engine.prefix_cache is not None  # `resolve_both` refuses to do without it
+    events.watch(built.engine.prefix_cache)
+    built.engine.listen(events)
 
 
 @contextlib.contextmanager
@@ -328,23 +329,31 @@ def start(engine: EngineConfig, server: ServerConfig, listener: socket.socket) -
         incidents = open_incidents(built, engine, server)
         if hosts is not None:
             # The leader listens last: it raises in a step in which a host is lost.
-            built.engine.events = Both(built.engine.events, hosts)
+            built.engine.listen(hosts)
         context = model_context(built, engine, server)
         address = address_of(listener)
         text = how_to_ask(address, context, has_keys=bool(api_keys), has_page=server.ui)
-        status = run_server(
+        # The driver begins with the server's event loop, which awaits it.
+        driver = AsyncDriver(
             built,
-            server,
+            max_queued_requests=server.max_queued_requests,
+            request_timeout_seconds=server.request_timeout_seconds,
+        )
+        app = build_app(
+            driver,
             context,
-            listener,
-            metrics=ServerMetrics(context.model_names[0], built.memory.block_size),
+            server,
+            ServerMetrics(context.model_names[0], built.block_size),
             capabilities=capabilities(built, engine, server, context.limits),
             api_keys=api_keys,
             incidents=incidents,
-            announce=lambda: start_up.ready(text, address),
             hosts=hosts,
             tracing=tracing,
         )
+        if hosts is not None:
+            hosts.start(driver.fail)
+        announce = functools.partial(start_up.ready, text, address)
+        status = run_app(app, driver, server, listener, announce=announce)
         if hosts is not None and hosts.has_lost:
             os._exit(status)  # otherwise JAX waits at its exit for the host that is gone
         end_processes()

@@ -60,6 +60,8 @@ def _kv_cache_dtype(value: Any) -> Any:
 NO_LOG: dict[str, Any] = {"event_log": None, "event_log_weights": False}
 
 
+# One flat record of more than 20 fields, because each is also a flag, a keyword of `LLM`, a key of
+# YAML and a variable, and users know it by that name alone.
 class EngineConfig(Settings):
     """Holds the settings of an engine.
 

@@ -1,9 +1,11 @@
 """Lists the parameters of a request, one a line: type and bounds, and all names that it has.
 
 From these lines follow the checks of `SamplingParams`, the fields of the HTTP API with their bounds
-and their part in the OpenAPI document, what a beam search refuses, the flags of the command line,
-what is read of generation_config.json and of GGUF files, the names in the other APIs, and the tests
-at the bounds. Fields that are no parameters of the engine are in serving/wire/fields.py.
+and their part in the OpenAPI document, what a beam search and an engine without the setting refuse,
+the flags of the command line, what is read of generation_config.json and of GGUF files, the names
+in the other APIs, and the tests at the bounds. A line that the engine gets is also a field of
+`SamplingParams`, whose module fails to import without it. Fields that are no parameters of the
+engine are in serving/wire/fields.py.
 """
 
 from __future__ import annotations
@@ -126,6 +128,7 @@ class Field:
         elsewhere: More such values, where a request does not honour the field.
         beams: The values that a beam search takes, because they turn the field off; None for all.
         engine: Converts the value for `SamplingParams`; None if the endpoint gives it.
+        setting: The setting of the engine without which it refuses the field; empty for none.
         flag: The help of its flag on the command line; empty for none.
         config: True if generation_config.json may give a default.
         gguf: Its name in the metadata of a GGUF file, after "general.sampling.".
@@ -139,6 +142,7 @@ class Field:
     elsewhere: tuple[Any, ...] = ()
     beams: tuple[Any, ...] | None = None
     engine: Callable[[Any], Any] | None = _same
+    setting: str = ""
     flag: str = ""
     config: bool = False
     gguf: str = ""
@@ -333,7 +337,13 @@ PARAMETERS = (
     ),
     _field("logprobs_mode", Choice(("raw", "processed")), beams=("raw",)),
     *(
-        _field(name, Bool(), {"completions": None, "chats": None}, neutral=(False,))
+        _field(
+            name,
+            Bool(),
+            {"completions": None, "chats": None},
+            neutral=(False,),
+            setting=f"enable_{name}",
+        )
         for name in ("return_sampling_mask", "return_routed_experts", "return_hidden_states")
     ),
     _field("length_penalty", Float(), {"rollouts": None}, neutral=(1,), engine=None),

@@ -13,6 +13,7 @@ from jaxpage.simulation.scripts import ScriptedRequests
 from jaxpage.simulation.setup import Setup
 from jaxpage.simulation.traces import Arrival
 from jaxpage.step.plan import StepPlan
+from jaxpage.step.request import SequenceGroup
 
 EMPTY = "·"
 
@@ -146,16 +147,20 @@ def walk_steps(
             print(f"   preempted, whole: request {', '.join(plan.preempted)}")
         scheduler.commit(plan, requests.edits(plan))
         scheduler.check()
-        manager = scheduler.block_manager
-        for group in scheduler.running:
-            for sequence in group.unfinished:
-                table = manager.block_tables(sequence.sequence_id)[0]
-                print(
-                    f"   request {group.request.request_id}, sequence "
-                    f"{sequence.sequence_id}: blocks {list(table)}"
-                )
+        _print_tables(scheduler.running, scheduler.block_manager)
+        blocks = scheduler.block_counts()
         print(
-            f"   {manager.num_free} of {manager.num_usable} blocks are free; "
+            f"   {blocks.num_free} of {blocks.num_usable} blocks are free; "
             f"{scheduler.num_waiting} requests wait"
         )
     return plans
+
+
+def _print_tables(groups: Sequence[SequenceGroup], manager: BlockManager) -> None:
+    for group in groups:
+        for sequence in group.unfinished:
+            table = manager.block_tables(sequence.sequence_id)[0]
+            print(
+                f"   request {group.request.request_id}, sequence "
+                f"{sequence.sequence_id}: blocks {list(table)}"
+            )

@@ -35,6 +35,7 @@ class AbortedRequest(NamedTuple):
         sequences = group.sequences
         if not any(sequence.num_output_tokens for sequence in sequences):
             sequences = sequences[:1]  # the first draw forks the others
+        # The whole prompt is scored again if a part of it was not, so no score comes twice.
         scores = [] if group.num_unscored else group.prompt_logprobs
         return cls(sequences, scores, group.request, strategy)
 
@@ -64,6 +65,7 @@ class AbortedRequest(NamedTuple):
         """
         if self.strategy is not None:
             pairs = zip(self.sequences, group.sequences, strict=True)
+            # A strategy knows its sequences by their ids, and these are new.
             self.strategy.renumber({old.sequence_id: new.sequence_id for old, new in pairs})
             return self.strategy
         for sequence in group.unfinished:
@@ -112,6 +114,7 @@ def _copy(sequence: Sequence, sequence_id: int) -> Sequence:
         block_digests=[],
         text_ends=sequence.text_ends.copy(),
         logprobs=sequence.logprobs.copy(),
+        # All its tokens are computed again, and bring their routes with them.
         routes=[] if goes_on else sequence.routes,
         finish_reason=None if goes_on else sequence.finish_reason,
         weights=sequence.weights.copy(),

@@ -124,6 +124,7 @@ class Draft(NamedTuple):
         """Returns the chain of first children."""
         places: list[int] = []
         for index, parent in enumerate(self.parents):
+            # The first child of the last draft that was taken; its siblings come later.
             if parent == (places[-1] if places else -1):
                 places.append(index)
         token_ids = tuple(self.token_ids[place] for place in places)
@@ -150,6 +151,7 @@ class Draft(NamedTuple):
             if count == num_tokens or not is_possible:
                 break
             count += 1
+        # They may be numpy's integers, which JSON cannot write into a log.
         token_ids = tuple(map(int, self.token_ids[:count]))
         parents = tuple(map(int, self.parents[:count]))
         return Draft(token_ids, parents, self.q and self.q.of(slice(count)))

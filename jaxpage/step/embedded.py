@@ -125,6 +125,7 @@ class EmbeddedPrompt:
         It is not within a span whose tokens see each other both ways.
         """
         for span in self.spans:
+            # A step that ends within it computes tokens that cannot see the rest of their span.
             if span.is_whole and span.start < stop < span.stop:
                 return max(start, span.start)
         return stop
@@ -143,6 +144,7 @@ class EmbeddedPrompt:
         """
         assert self.axes_AT is not None
         length = self.axes_AT.shape[1]
+        # The index of later tokens is of no account, but must be within the array.
         of_prompt_AT = self.axes_AT[:, np.minimum(positions_T, length - 1)]
         after_T = positions_T - length + int(self.axes_AT.max()) + 1
         return np.where(positions_T < length, of_prompt_AT, after_T)

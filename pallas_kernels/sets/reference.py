@@ -59,7 +59,7 @@ def attend(arguments: Arguments) -> jax.Array:
     num_positions = arguments.block_table_BM.shape[1] * arguments.k_pages.shape[1]
     table_TM = arguments.block_table_BM[rows.row_T]
 
-    @jax.named_scope("gather")  # for profiles: see `jaxpage.bench.step_profile`
+    @jax.named_scope("gather")  # for profiles: see `jaxpage.bench.studies.step_profile`
     def gather(pages: jax.Array) -> jax.Array:
         return pages[table_TM].reshape(num_tokens, num_positions, *pages.shape[2:])
 

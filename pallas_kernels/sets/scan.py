@@ -207,7 +207,7 @@ def _pad_table(arguments: Arguments) -> jax.Array:
     )
 
 
-@jax.named_scope("gather")  # for profiles: see `jaxpage.bench.step_profile`
+@jax.named_scope("gather")  # for profiles: see `jaxpage.bench.studies.step_profile`
 def _context_tile(pages: jax.Array, table_RM: jax.Array, index: jax.Array) -> jax.Array:
     """Returns tile number `index` of every row's context, [R, C, ...], from pages [P, S, ...]."""
     block_size = pages.shape[1]

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxpage import SamplingParams, cli
-from jaxpage.bench.kv_dtype import differences, position_logits
+from jaxpage.bench.studies.kv_dtype import differences, position_logits
 from jaxpage.checkpoints import open_model
 from jaxpage.settings.engine_config import EngineConfig
 from tests.support.engines import LLAMA, LogitsWitness, make_llm

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 
 from jaxpage import cli
-from jaxpage.bench.roofline import MatmulWeights, Work, matmul_weights, work_of
-from jaxpage.bench.step_profile import scopes_of, seconds_by_scope
+from jaxpage.bench.studies.roofline import MatmulWeights, Work, matmul_weights, work_of
+from jaxpage.bench.studies.step_profile import scopes_of, seconds_by_scope
 from jaxpage.models.base import KVSpec
 from jaxpage.models.registry import load_family
 from tests.support.engines import LLAMA

@@ -12,10 +12,10 @@ from random import Random
 import pytest
 
 from jaxpage import LLM, EngineConfig, SamplingParams, cli
-from jaxpage.bench import speculation
-from jaxpage.bench.engine_process import engine_process
-from jaxpage.bench.speculation import ALONE, CONTROL, NONE, Cell, EngineRun, table
-from jaxpage.bench.task_prompts import TASKS, task_texts
+from jaxpage.bench.studies import speculation
+from jaxpage.bench.studies.engine_process import engine_process
+from jaxpage.bench.studies.speculation import ALONE, CONTROL, NONE, Cell, EngineRun, table
+from jaxpage.bench.studies.task_prompts import TASKS, task_texts
 from jaxpage.checkpoints.finding.resolve import DEMO
 from jaxpage.cli.parsers import make_parser
 from jaxpage.errors import JaxpageError, ModelNotFoundError

@@ -88,7 +88,10 @@ def test_the_methods_that_are_timed_do_the_same(cut: str) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("--block-sizes", "3"), "block_size: must be a power of two from 1 to 128, got 3"),
+        (
+            ("--block-sizes", "3"),
+            "block_size: must be a power of two from 1 to 128 or 'auto', got 3",
+        ),
         (
             ("--num-tokens", "100000"),
             "max_model_len is 100000, but the model's positions end at 512",

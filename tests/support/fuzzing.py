@@ -33,7 +33,7 @@ from jaxpage import LLM, AsyncLLM, LoRARequest
 from jaxpage.checkpoints.finding.resolve import DEMO
 from jaxpage.errors import CapacityError, ConfigError, UnsupportedError
 from jaxpage.outputs import CompletionOutput, Logprob, RequestOutput
-from jaxpage.scheduling import several_steps
+from jaxpage.scheduling import running_set
 from tests.support.engines import make_kind, make_llm
 from tests.support.fuzz_cases import SHARED, Ask, Case, random_case, random_shapes, shrunk
 from tests.support.fuzz_models import MODELS, Weights, other_weights
@@ -100,7 +100,7 @@ class Fuzzer:
             with opened, contextlib.ExitStack() as stack:
                 patch = stack.enter_context(pytest.MonkeyPatch.context())
                 # Texts are short, so "auto" takes several steps sooner.
-                patch.setattr(several_steps, "STEPS_FOR_ONE_MORE", 2)
+                patch.setattr(running_set, "STEPS_FOR_ONE_MORE", 2)
                 engines = [
                     stack.enter_context(self._engine(case, settings, stage))
                     for _ in range(case.num_engines)

@@ -17,6 +17,7 @@ from pathlib import Path
 from tests.support.sources import (
     DOCUMENTED,
     FIRST_WORDS,
+    Function,
     Import,
     Module,
     door_names,
@@ -113,7 +114,10 @@ INNER_DOORS = {
 FRONT_DOORS = {"__init__", "__main__", "answer_forms", "async_llm", "llm", "training"}
 # The room of the object that a name stands for. Others go one dot through it.
 OBJECTS = {
+    "built": "assembly",
+    "builder": "engine",
     "engine": "engine",
+    "llm": "llm",
     "runner": "engine",
     "driver": "driver",
     "scheduler": "scheduling",
@@ -122,6 +126,9 @@ OBJECTS = {
     "speculator": "speculation",
     "executables": "device",
 }
+# What a record hands over whole (`Built`, `LLM`), and records of settings and sizes, which are read:
+# the way through one of them begins there.
+HANDED_OVER = {"built", "config", "engine", "menu", "model", "spec", "speculative_config"}
 OF_BUILT_INS = {"get", "items", "keys", "startswith", "values"}
 # Rooms that may call `Engine.step`. All others have a driver, whose room knows no HTTP, and event
 # loops in one module.
@@ -139,6 +146,7 @@ LABORATORIES = (
     "tools.lab.scheduler_lab",
     "tools.step_shapes",
     "tools.lab.step_times",
+    "tools.lab.walks",
 )
 
 JAX = {"jax", "jaxlib", "flax", "orbax", "optax", "pallas_kernels"}
@@ -169,6 +177,17 @@ MATMUL_CALLS = {"einsum", "dot", "matmul", "dot_general", "tensordot", "vdot", "
 MAX_MODULE_TOKENS = 3000  # of Python, docstrings counting as one: explaining more must cost nothing
 MAX_FUNCTION_LINES = 70
 MAX_DOOR_NAMES = 20
+MAX_FIELDS = 20  # of a record
+MAX_ARGUMENTS = 10  # of a function, `self` left out
+# Records and functions that users or other programs write, flat as they do -> why they are so wide.
+PUBLIC_FACES: dict[tuple[str, str], str] = {
+    ("jaxpage/settings/engine_config.py", "EngineConfig"): "a setting is a flag and a keyword",
+    ("jaxpage/settings/engine_settings.py", "EngineSettings"): "the same keywords, with types",
+    ("jaxpage/settings/sampling_params.py", "SamplingParams"): "its keywords are vLLM's",
+    ("jaxpage/serving/settings/server_config.py", "ServerConfig"): "a setting is a flag",
+    ("jaxpage/layers/latent_attention.py", "__init__"): "its sizes are those of config.json",
+    ("jaxpage/integrations/trl.py", "generate"): "TRL calls it with the arguments of its client",
+}
 MAX_HEADER_LINES = 15  # of imports, in a module of `models`, which are pages; doors are none
 MAX_FIELDS = 20  # of a record in `models` or `layers`, those that it inherits among them
 MAX_ARGUMENTS = 10  # of a function there, by position or by name
@@ -253,16 +272,16 @@ LAZY_IMPORTS: dict[tuple[str, str], str] = {
         "flash_attn3_jax",
     ): "the library comes with an extra, and is for one kind of GPU",
     (
-        "jaxpage/bench/serve.py",
-        "jaxpage.bench.serve_plot",
+        "jaxpage/bench/serving/serve.py",
+        "jaxpage.bench.serving.serve_plot",
     ): "the picture needs matplotlib, the rest does not",
     (
         "jaxpage/bench/throughput.py",
         "jaxpage.bench.memory_plot",
     ): "the picture needs matplotlib, the rest does not",
     (
-        "jaxpage/bench/speculation.py",
-        "jaxpage.bench.speculation_plot",
+        "jaxpage/bench/studies/speculation.py",
+        "jaxpage.bench.studies.speculation_plot",
     ): "the picture needs matplotlib, the rest does not",
     (
         "tools/lab/paper/main.py",
@@ -329,6 +348,7 @@ def violations(root: Path) -> list[str]:
         found += [f"{module.path}:{line}: {text}" for line, text in _steps(module)]
         found += [f"{module.path}:{line}: {text}" for line, text in _chains(module)]
         found += [f"{module.path}:{line}: {text}" for line, text in _sizes(module)]
+        found += [f"{module.path}:{line}: {text}" for line, text in _widths(module)]
         found += [f"{module.path}:1: {text}" for text in _header(module)]
         found += [f"{module.path}:{line}: {text}" for line, text in _arguments(module)]
     found += _records(modules)
@@ -540,16 +560,45 @@ def _steps(module: Module) -> Iterator[tuple[int, str]]:
 
 
 def _chains(module: Module) -> Iterator[tuple[int, str]]:
-    """Yields the places that reach an object through an object of another room."""
+    """Yields the places that reach an object through an object of another room.
+
+    They do so at once (`engine.scheduler.running`), or by a local that stands for the first part.
+    """
     if not module.name.startswith("jaxpage."):
         return
     for node in module.nodes:
-        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Attribute):
-            owner = node.value.value
-            name = owner.id if isinstance(owner, ast.Name) else getattr(owner, "attr", "")
-            room = OBJECTS.get(name.lstrip("_"), room_of(module.name))
-            if room != room_of(module.name) and node.attr not in OF_BUILT_INS:
+        if isinstance(node, ast.Attribute) and (room := _room_behind(module, node.value)):
+            if node.attr not in OF_BUILT_INS:
                 yield node.lineno, f"reaches through {room}/: {ast.unparse(node)}"
+        elif isinstance(node, Function):
+            yield from _chains_by_locals(module, node)
+
+
+def _chains_by_locals(module: Module, function: Function) -> Iterator[tuple[int, str]]:
+    aliases = {}
+    for node in ast.walk(function):
+        if isinstance(node, ast.Assign | ast.AnnAssign | ast.NamedExpr):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            if node.value is not None and (room := _room_behind(module, node.value)):
+                text = ast.unparse(node.value)
+                aliases |= {
+                    target.id: (room, text) for target in targets if isinstance(target, ast.Name)
+                }
+    for node in ast.walk(function):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            room, text = aliases.get(node.value.id, ("", ""))
+            if room and node.attr not in OF_BUILT_INS:
+                yield node.lineno, f"reaches through {room}/: {text}.{node.attr}, by a local"
+
+
+def _room_behind(module: Module, node: ast.expr) -> str:
+    """Returns the other room whose object an attribute belongs to, or an empty text."""
+    if not isinstance(node, ast.Attribute) or node.attr in HANDED_OVER:
+        return ""
+    owner = node.value
+    name = owner.id if isinstance(owner, ast.Name) else getattr(owner, "attr", "")
+    room = OBJECTS.get(name.lstrip("_"), "")
+    return "" if room == room_of(module.name) else room
 
 
 def _sizes(module: Module) -> Iterator[tuple[int, str]]:
@@ -565,6 +614,30 @@ def _sizes(module: Module) -> Iterator[tuple[int, str]]:
                 node.lineno,
                 f"{node.name} has {code} lines; {MAX_FUNCTION_LINES} are enough for a function",
             )
+
+
+def _widths(module: Module) -> Iterator[tuple[int, str]]:
+    """Yields records of too many fields and functions of too many arguments."""
+    if not module.name.startswith("jaxpage."):
+        return
+    for node in module.nodes:
+        if isinstance(node, ast.ClassDef):
+            number = sum(
+                isinstance(field, ast.AnnAssign) and "ClassVar" not in ast.unparse(field.annotation)
+                for field in node.body
+            )
+            maximum, what = MAX_FIELDS, "fields; {} are enough for a record"
+        elif isinstance(node, Function):
+            names = [
+                argument.arg
+                for argument in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)
+            ]
+            number = len(names) - (names[:1] in (["self"], ["cls"]))
+            maximum, what = MAX_ARGUMENTS, "arguments; {} are enough for a function"
+        else:
+            continue
+        if number > maximum and (module.path, node.name) not in PUBLIC_FACES:
+            yield node.lineno, f"{node.name} has {number} {what.format(maximum)}"
 
 
 def _header(module: Module) -> Iterator[str]:

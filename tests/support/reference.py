@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import functools
 import inspect
-import re
 from collections.abc import Iterable, Iterator
 from types import ModuleType
 from typing import Any
@@ -14,9 +14,9 @@ import jaxpage
 from jaxpage import LLM, AsyncLLM, BeamSearchParams, EngineConfig, SamplingParams, errors
 from jaxpage.cli.parsers import make_parser
 from jaxpage.cli.setting_flags import ENGINE_FLAGS, SERVER_FLAGS
-from jaxpage.serving.config import ServerConfig
 from jaxpage.serving.metrics.metric_texts import HELP, LABELS
 from jaxpage.serving.metrics.metrics import PREFIX
+from jaxpage.serving.settings.server_config import ServerConfig
 from jaxpage.settings.from_vllm import answers
 from jaxpage.settings.sources import PREFIX as PREFIX_OF_VARIABLES
 from tests.support import measured_errors, published_models
@@ -133,7 +133,7 @@ def _sampling() -> Iterator[str]:
     for kind in (SamplingParams, BeamSearchParams):
         yield f"## `{kind.__name__}`"
         yield ""
-        comments = _comments(kind)
+        texts = {field.name: field.metadata["help"] for field in dataclasses.fields(kind)}
         signature = inspect.signature(kind).parameters
         yield from _table(
             ("parameter", "type", "default", "notes"),
@@ -144,22 +144,11 @@ def _sampling() -> Iterator[str]:
                     "required"
                     if parameter.default is parameter.empty
                     else f"`{parameter.default!r}`",
-                    comments.get(name, ""),
+                    texts[name],
                 )
                 for name, parameter in signature.items()
             ),
         )
-
-
-def _comments(kind: type) -> dict[str, str]:
-    """The comment beside a field in the source, or on the line above it."""
-    found = {}
-    above = ""
-    for line in inspect.getsource(kind).splitlines():
-        if match := re.fullmatch(r"    (\w+): [^=#]+?(?:  # (.*))?", line):
-            found.setdefault(match[1], match[2] or above)
-        above = line.removeprefix("    # ") if line.startswith("    # ") else ""
-    return found
 
 
 def _command_line() -> Iterator[str]:

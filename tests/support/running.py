@@ -23,13 +23,13 @@ import jaxpage
 from jaxpage.assembly import Built, build_engine
 from jaxpage.driver.async_driver import AsyncDriver
 from jaxpage.serving.app import Server, build_app
-from jaxpage.serving.config import ServerConfig
 from jaxpage.serving.http.listening import address_of, bind_socket
 from jaxpage.serving.metrics.incident_files import open_incidents
 from jaxpage.serving.metrics.metrics import ServerMetrics
 from jaxpage.serving.metrics.tracing import open_tracing
 from jaxpage.serving.model.capabilities import capabilities
 from jaxpage.serving.server import Serving
+from jaxpage.serving.settings.server_config import ServerConfig
 from jaxpage.serving.startup import model_context
 from jaxpage.settings.engine_config import EngineConfig
 

@@ -13,9 +13,9 @@ import uvicorn
 from jaxpage.assembly import Built
 from jaxpage.driver.async_driver import AsyncDriver
 from jaxpage.serving.app import build_app
-from jaxpage.serving.config import ServerConfig
 from jaxpage.serving.metrics.metrics import ServerMetrics
 from jaxpage.serving.model.capabilities import capabilities
+from jaxpage.serving.settings.server_config import ServerConfig
 from jaxpage.serving.startup import model_context
 from jaxpage.settings.engine_config import EngineConfig
 

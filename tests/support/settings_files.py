@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from jaxpage.serving.config import ServerConfig
+from jaxpage.serving.settings.server_config import ServerConfig
 from jaxpage.settings.checked_settings import ByteSize, Settings
 from jaxpage.settings.engine_config import EngineConfig
 

@@ -275,7 +275,7 @@ class _Parts:
         hidden_TD, *_ = model(
             inputs.token_ids_T, (None,) * self.num_layers, ForwardContext(inputs.positions_T, skip)
         )
-        logits: jax.Array = model.logits(hidden_TD[inputs.drawn_token_R])
+        logits: jax.Array = model.logits(hidden_TD[inputs.draws.drawn_token_R])
         return logits
 
     def sampler(self, logits: jax.Array, packed: jax.Array, neutral: Any) -> jax.Array:

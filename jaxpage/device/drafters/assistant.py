@@ -58,7 +58,7 @@ class AssistantDrafter:
         assistant = cast(Assistant, join(self.graph, parameters))
         growing = Growing(assistant.logits, self.shape, self.choice, target)
         ends = ends_of(target, None)
-        token_B = target.inputs.drawn_token_R[target.last_B]
+        token_B = target.inputs.draws.drawn_token_R[target.last_B]
         state_BS = target.hidden_TD[token_B]
         width = self.shape.num_branches
         attend = _make_attend(target, ends, self.layer_groups, width)

@@ -118,7 +118,7 @@ class HeadDrafter:
         self, parameters: Any, target: TargetStep, pages: KVPages
     ) -> tuple[jax.Array, KVPages]:
         """Returns the tokens [B, J, W] that the heads predict, and the pages as they were."""
-        hidden_BD = target.hidden_TD[target.inputs.drawn_token_R[target.last_B]]
+        hidden_BD = target.hidden_TD[target.inputs.draws.drawn_token_R[target.last_B]]
         top_ids = functools.partial(
             nnx.merge(self.graph, parameters["drafter"]).top_ids, hidden_BD, self.num_candidates
         )

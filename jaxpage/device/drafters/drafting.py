@@ -118,7 +118,7 @@ def _next_tokens(inputs: StepInputs, token_ids_R: Int[Array, "R"]) -> Int[Array,
     num_tokens = inputs.token_ids_T.shape[0]
     end_B = _ends_of_rows(inputs)
     # Padding draws for position 0.
-    drawn_R = jnp.where(inputs.drawn_position_R > 0, inputs.drawn_token_R, num_tokens)
+    drawn_R = jnp.where(inputs.draws.drawn_position_R > 0, inputs.draws.drawn_token_R, num_tokens)
     next_T = jnp.roll(inputs.token_ids_T, -1).at[end_B].set(inputs.next_token_B, mode="drop")
     return next_T.at[drawn_R].set(token_ids_R, mode="drop")
 

@@ -43,7 +43,7 @@ def ends_of(target: TargetStep, output_TD: jax.Array | None) -> Ends:
     inputs = target.inputs
     last_B = target.last_B
     draws = jax.tree.map(lambda array: array[last_B], draws_of(inputs))
-    token_B = inputs.drawn_token_R[last_B]
+    token_B = inputs.draws.drawn_token_R[last_B]
     row_B = jnp.searchsorted(inputs.query_start[1:], token_B, side="right", method="compare_all")
     axes_AT = inputs.rotary_AT
     return Ends(

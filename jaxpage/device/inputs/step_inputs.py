@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -31,21 +32,9 @@ class TableShape(NamedTuple):
     sees_ahead: bool = False  # tokens of pictures see each other both ways
 
 
-class StepInputs(NamedTuple):
-    """Holds the fields of a step's metadata, in the order in which they are packed.
+class DrawInputs(NamedTuple):
+    """Holds what each draw of a step depends on, one entry a draw."""
 
-    The batch builder writes them as numpy views, and the step reads them as arrays.
-    """
-
-    token_ids_T: jax.Array
-    positions_T: jax.Array
-    # The slot of each token's key and value in each cache group: block * S + offset. Padding goes
-    # to block 0.
-    slots_ZT: jax.Array
-    block_table_ZBM: jax.Array
-    context_len_B: jax.Array
-    query_start: jax.Array  # [B + 1]
-    next_token_B: jax.Array  # the known token after each row; -1: it is drawn
     drawn_token_R: jax.Array  # index into the stream of the token whose logits are drawn from
     temperature_R: jax.Array  # 0 is greedy
     top_k_R: jax.Array  # 0 is off
@@ -60,6 +49,25 @@ class StepInputs(NamedTuple):
     num_prompt_tokens_R: jax.Array  # tokens of the history before the output
     # 1: its log probabilities are those of the distribution that it is drawn from
     is_processed_R: jax.Array
+
+
+class StepInputs(NamedTuple):
+    """Holds the fields of a step's metadata, in the order in which they are packed.
+
+    The batch builder writes them as numpy views, all by their names, and the step reads them as
+    arrays.
+    """
+
+    token_ids_T: jax.Array
+    positions_T: jax.Array
+    # The slot of each token's key and value in each cache group: block * S + offset. Padding goes
+    # to block 0.
+    slots_ZT: jax.Array
+    block_table_ZBM: jax.Array
+    context_len_B: jax.Array
+    query_start: jax.Array  # [B + 1]
+    next_token_B: jax.Array  # the known token after each row; -1: it is drawn
+    draws: DrawInputs
     # The place in the stream of the token before this one, in steps that verify; -1: it was
     # computed before the step.
     parents_T: jax.Array
@@ -106,6 +114,12 @@ class ProcessorInputs(NamedTuple):
     history_RC: Any  # the known tokens, prompt first, padded with V
 
 
+# The names of all fields, each of which is a part of the packed vector.
+FIELDS = tuple(
+    name
+    for field in StepInputs._fields
+    for name in (DrawInputs._fields if field == "draws" else (field,))
+)
 _FLOATS = frozenset(
     {
         "temperature_R",
@@ -124,7 +138,7 @@ def _shapes(bucket: Bucket, tables: TableShape) -> dict[str, tuple[int, ...]]:
     tokens = bucket.num_tokens
     rows = bucket.num_rows
     draws = bucket.num_draws
-    shapes: dict[str, tuple[int, ...]] = dict.fromkeys(StepInputs._fields, (draws,))
+    shapes: dict[str, tuple[int, ...]] = dict.fromkeys(FIELDS, (draws,))
     shapes |= dict.fromkeys(("token_ids_T", "positions_T", "scored_T", "lora_slot_T"), (tokens,))
     shapes |= {
         "slots_ZT": (tables.num_groups, tokens),
@@ -210,7 +224,15 @@ def unpack(packed: jax.Array, bucket: Bucket, tables: TableShape) -> StepInputs:
     for name, (place, shape) in _slices(bucket, tables).items():
         dtype = jnp.float32 if name in _FLOATS else jnp.uint32 if name in _WORDS else jnp.int32
         fields[name] = jax.lax.bitcast_convert_type(packed[place], dtype).reshape(shape)
-    return StepInputs(**fields)
+    return unflatten(fields)
+
+
+def unflatten(fields: Mapping[str, Any]) -> StepInputs:
+    """Returns the inputs of a step from all their fields, by `FIELDS`."""
+    # The packed vector is flat: a nested record costs nothing on the way to the device.
+    draws = DrawInputs(**{name: fields[name] for name in DrawInputs._fields})
+    shared = {name: fields[name] for name in StepInputs._fields if name != "draws"}
+    return StepInputs(draws=draws, **shared)
 
 
 def at_step(inputs: StepInputs, index: jax.Array, token_ids_B: jax.Array) -> StepInputs:
@@ -223,11 +245,11 @@ def at_step(inputs: StepInputs, index: jax.Array, token_ids_B: jax.Array) -> Ste
     index_B = jnp.minimum(
         first_B + jnp.minimum(index, jnp.maximum(length_B - 1, 0)), inputs.token_ids_T.shape[0] - 1
     )
-    of_draws = {name: getattr(inputs, name)[index_B] for name in StepInputs._fields if "_R" in name}
+    draws = jax.tree.map(lambda array: array[index_B], inputs.draws)
     positions_B = inputs.positions_T[index_B]
     is_row_B = length_B > 0
     return inputs._replace(
-        **(of_draws | {"drawn_token_R": jnp.arange(len(token_ids_B))}),
+        draws=draws._replace(drawn_token_R=jnp.arange(len(token_ids_B))),
         token_ids_T=token_ids_B,
         positions_T=positions_B,
         axes_AT=inputs.axes_AT[:, index_B],

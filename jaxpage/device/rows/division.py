@@ -9,7 +9,7 @@ Some rows are a stream, and a long row is several chunks, which run one after th
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -101,9 +101,10 @@ class Division(NamedTuple):
         }
         packed, _ = empty_inputs(self.bucket, tables)
         inputs = unpack(jnp.asarray(packed), self.bucket, tables)
-        return inputs._replace(
-            **{name: jnp.asarray(field, jnp.int32) for name, field in fields.items()}
-        )
+        replaced: dict[str, Any] = {
+            name: jnp.asarray(field, jnp.int32) for name, field in fields.items()
+        }
+        return inputs._replace(**replaced)
 
 
 def divide_rows(num_rows: int, length: int) -> Division:

@@ -13,10 +13,10 @@ from typing import NamedTuple
 from starlette.routing import BaseRoute, Router
 from starlette.types import ASGIApp, Message, Scope
 
-from jaxpage.serving.config import ServerConfig
 from jaxpage.serving.http.envelope import Envelope
 from jaxpage.serving.http.request_limits import Limits
 from jaxpage.serving.metrics.metrics import ServerMetrics
+from jaxpage.serving.settings.server_config import ServerConfig
 
 
 class InProcessAnswer(NamedTuple):

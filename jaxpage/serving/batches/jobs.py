@@ -26,9 +26,9 @@ from jaxpage.serving.batches.ordering import LINE_EXTRA_BYTES, num_lines
 from jaxpage.serving.batches.output_file import Counts, OutputFile, outline
 from jaxpage.serving.batches.running import BatchRun
 from jaxpage.serving.batches.store import OPEN, Record, Store
-from jaxpage.serving.config import ServerConfig
 from jaxpage.serving.metrics.metrics import ServerMetrics
 from jaxpage.serving.requests.in_flight import InFlightRequests
+from jaxpage.serving.settings.server_config import ServerConfig
 from jaxpage.serving.wire.errors import scrub
 
 logger = logging.getLogger(__name__)

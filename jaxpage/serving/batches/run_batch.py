@@ -18,9 +18,9 @@ from jaxpage.serving.batches.in_process import InProcess
 from jaxpage.serving.batches.ordering import DEFAULT_WINDOW, LINE_EXTRA_BYTES, num_lines
 from jaxpage.serving.batches.output_file import OutputFile
 from jaxpage.serving.batches.running import BatchRun
-from jaxpage.serving.config import ServerConfig
 from jaxpage.serving.metrics.metrics import ServerMetrics
 from jaxpage.serving.model.lora_modules import check_lora_modules
+from jaxpage.serving.settings.server_config import ServerConfig
 from jaxpage.serving.startup import model_context, model_names
 from jaxpage.settings.engine_config import EngineConfig
 
@@ -84,7 +84,7 @@ def run_batch(
             built = open_engine(engine, Hooks(progress=not quiet))
             driver = AsyncDriver(built, max_queued_requests=_NUM_PLACES)
             context = model_context(built, engine, server)
-            metrics = ServerMetrics(context.model_names[0], built.memory.block_size)
+            metrics = ServerMetrics(context.model_names[0], built.block_size)
             app = build_app(driver, context, server, metrics)
             began = time.monotonic()
             bar = tqdm(

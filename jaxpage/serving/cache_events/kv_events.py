@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from jaxpage.memory import CacheObserver, Entry, has_vectors
+from jaxpage.memory import CachedBlocks, CacheObserver, Entry, has_vectors
 from jaxpage.step.events import Events
 from jaxpage.step.plan import StepPlan
 from jaxpage.step.report import StepReport
@@ -64,6 +64,10 @@ class KVEvents(Events, CacheObserver):
         self._events[-1]["block_hashes"].append(block_hash)
         self._events[-1]["token_ids"] += entry.token_ids[: self._block_size]
         self._last_block = block
+
+    def watch(self, cached: CachedBlocks) -> None:
+        """Hears from now on what can be found in a prefix cache."""
+        cached.index.observer = self
 
     def removed(self, blocks: list[int]) -> None:
         """Adds the removal of blocks that an event has named."""

@@ -86,6 +86,23 @@ class Stay(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
+class StreamForm:
+    """Says how an API writes a stream.
+
+    Attributes:
+        new_frame: Makes, for each stream, the function that encodes its parts.
+        end: The bytes that end a stream.
+        media_type: The media type.
+        comment: Bytes without meaning, which keep a silent stream open.
+    """
+
+    new_frame: Callable[[], Frame]
+    end: bytes = b""
+    media_type: str = "text/event-stream; charset=utf-8"
+    comment: bytes = COMMENT
+
+
+@dataclass(frozen=True, kw_only=True)
 class Dialect:
     """Holds one API.
 
@@ -94,10 +111,7 @@ class Dialect:
         error: Makes the body of an answer of an error.
         fail: Makes the last parts of a stream that fails, of the error and of the exchange, if that
             was opened; None if they are the body of an error.
-        new_frame: Makes, for each stream, the function that encodes its parts.
-        end: The bytes that end a stream.
-        media_type: The media type of a stream.
-        comment: Bytes without meaning, which keep a silent stream open.
+        stream: How its streams are written.
         streams_by_default: True if a request streams that does not say whether it does.
         exchanges: What opens a request that generates, by path.
         conversations: What opens a request that may go on from a stored answer, by path; the
@@ -120,10 +134,7 @@ class Dialect:
     beginnings: tuple[str, ...]
     error: Callable[[ApiError], dict[str, Any]] = ApiError.body
     fail: Callable[[ApiError, Exchange | None], list[dict[str, Any]]] | None = None
-    new_frame: Callable[[], Frame]
-    end: bytes = b""
-    media_type: str = "text/event-stream; charset=utf-8"
-    comment: bytes = COMMENT
+    stream: StreamForm
     streams_by_default: bool = False
     exchanges: Mapping[str, Callable[[Body, ModelContext], Exchange]] = field(default_factory=dict)
     conversations: Mapping[str, Callable[[Body, ModelContext, OwnerResponses], Exchange]] = field(

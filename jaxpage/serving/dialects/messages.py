@@ -9,7 +9,7 @@ from typing import Any
 
 from pydantic_core import from_json
 
-from jaxpage.serving.dialects.dialect import Dialect
+from jaxpage.serving.dialects.dialect import Dialect, StreamForm
 from jaxpage.serving.dialects.messages_body import NAMES, translate
 from jaxpage.serving.dialects.messages_fields import (
     DOCUMENT,
@@ -202,7 +202,7 @@ def _write_error(error: ApiError) -> dict[str, Any]:
 DIALECT = Dialect(
     beginnings=("/v1/messages",),
     error=_write_error,
-    new_frame=name_events,
+    stream=StreamForm(new_frame=name_events),
     exchanges={"/v1/messages": open_message},
     transforms={"/v1/messages/count_tokens": count_tokens},
     operations={"/v1/messages": "chat"},

@@ -120,9 +120,7 @@ class ServerBlock(RequestObject):
         "fallback",
     ]
 
-    def unknown_fields(self, prefix: str = "") -> Any:
-        """Yields nothing: the whole block is named to the client."""
-        yield from ()
+    is_passed_over = True
 
 
 Blocks = Annotated[_Text | Annotated[Items[TextBlock], Tag("blocks")], _TEXT_OR_BLOCKS]

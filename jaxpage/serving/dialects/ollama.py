@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-from jaxpage.serving.dialects.dialect import Description, Dialect, ModelList, Stay
+from jaxpage.serving.dialects.dialect import Description, Dialect, ModelList, Stay, StreamForm
 from jaxpage.serving.dialects.ollama_answers import (
     OllamaAnswer,
     OllamaLoaded,
@@ -46,9 +46,8 @@ from jaxpage.serving.wire.context import ModelContext
 from jaxpage.serving.wire.embeddings import EmbeddingAnswer, open_embeddings
 from jaxpage.serving.wire.encoding import lines
 from jaxpage.serving.wire.errors import ApiError, quotes
-from jaxpage.serving.wire.field_types import is_neutral
 from jaxpage.serving.wire.keep_alive import keep_alive_seconds
-from jaxpage.serving.wire.reading import read
+from jaxpage.serving.wire.reading import is_neutral, read
 from jaxpage.serving.wire.templates import may_reason
 from jaxpage.serving.wire.tokenizing import Transformed
 from jaxpage.settings.argument_checks import show
@@ -300,10 +299,8 @@ def _write_error(error: ApiError) -> dict[str, Any]:
 DIALECT = Dialect(
     beginnings=("/api/",),
     error=_write_error,
-    new_frame=lines,
-    media_type="application/x-ndjson",
     # White space may precede the JSON of a line, and a line always follows.
-    comment=b" ",
+    stream=StreamForm(new_frame=lines, media_type="application/x-ndjson", comment=b" "),
     streams_by_default=True,
     exchanges={"/api/chat": open_ollama_chat, "/api/generate": open_ollama_generate},
     vectors={"/api/embed": open_ollama_embed, "/api/embeddings": open_ollama_embeddings},

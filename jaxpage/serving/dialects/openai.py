@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from jaxpage.serving.dialects.dialect import Dialect
+from jaxpage.serving.dialects.dialect import Dialect, StreamForm
 from jaxpage.serving.wire.encoding import event, plain_events
 from jaxpage.serving.wire.exchange import open_chat, open_completion, open_generate
 from jaxpage.serving.wire.generate import ROLLOUT, GenerateRequest
@@ -67,8 +67,7 @@ DOCUMENT = DialectDocument(
 )
 DIALECT = Dialect(
     beginnings=("/v1/completions", "/v1/chat/completions", "/v1/generate"),
-    new_frame=plain_events,
-    end=event(b"[DONE]"),
+    stream=StreamForm(new_frame=plain_events, end=event(b"[DONE]")),
     exchanges={
         "/v1/completions": open_completion,
         "/v1/chat/completions": open_chat,

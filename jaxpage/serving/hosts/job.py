@@ -8,8 +8,9 @@ from __future__ import annotations
 import os
 
 from jaxpage.errors import ConfigError
-from jaxpage.serving.config import AUTO, ServerConfig, of_several_hosts
 from jaxpage.serving.hosts.processes import find_job
+from jaxpage.serving.settings.resolving import of_several_hosts
+from jaxpage.serving.settings.server_config import AUTO, ServerConfig
 from jaxpage.settings.engine_config import EngineConfig
 
 

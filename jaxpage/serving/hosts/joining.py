@@ -21,10 +21,10 @@ from jaxpage.assembly.planning import EngineSpec, drafter_directory
 from jaxpage.checkpoints.finding import resolve_model, resolve_tokenizer
 from jaxpage.errors import JaxpageError
 from jaxpage.replay import Record, encode_record, package_versions
-from jaxpage.serving.config import ServerConfig
 from jaxpage.serving.hosts.channel import Channel, Refused, greet_follower, greet_leader
 from jaxpage.serving.hosts.processes import join_processes
 from jaxpage.serving.hosts.secret import read_secret
+from jaxpage.serving.settings.server_config import ServerConfig
 from jaxpage.settings.argument_checks import show
 from jaxpage.settings.engine_config import NO_LOG, EngineConfig
 

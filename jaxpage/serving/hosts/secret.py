@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from jaxpage.errors import ConfigError
-from jaxpage.serving.config import ServerConfig
+from jaxpage.serving.settings.server_config import ServerConfig
 
 SECRET_VARIABLE = "JAXPAGE_HOSTS_SECRET"
 _MIN_BYTES = 16

@@ -47,7 +47,7 @@ class AnswerStream:
         self.is_open = False
         self.dialect = dialect_of(scope["path"])
         self.exchange: Exchange | None = None
-        self.frame = self.dialect.new_frame()
+        self.frame = self.dialect.stream.new_frame()
         self._scope = scope
         self._send = send
         self._seconds = seconds
@@ -84,7 +84,7 @@ class AnswerStream:
         """Sends the last bytes."""
         await self.stop_clock()
         self.is_open = False
-        body += self.dialect.end
+        body += self.dialect.stream.end
         await self._send_message({"type": "http.response.body", "body": body})
 
     async def fail(self, error: ApiError) -> None:
@@ -120,17 +120,17 @@ class AnswerStream:
     async def _send_comment(self) -> None:
         if not self.is_open:
             await self._send_headers({})
-        await self.send(self.dialect.comment)
+        await self.send(self.dialect.stream.comment)
 
     async def _send_headers(self, headers: Mapping[str, str]) -> None:
-        headers = {"content-type": self.dialect.media_type, **_HEADERS, **headers}
+        headers = {"content-type": self.dialect.stream.media_type, **_HEADERS, **headers}
         raw_headers = [(name.encode(), value.encode()) for name, value in headers.items()]
         await self._send_message(
             {"type": "http.response.start", "status": 200, "headers": raw_headers}
         )
         self.is_open = True
         # The connection sends this comment to find out whether the client is still there.
-        self._scope["state"]["comment"] = self.dialect.comment
+        self._scope["state"]["comment"] = self.dialect.stream.comment
 
     async def _send_message(self, message: Message) -> None:
         self._num_sending += 1

@@ -11,7 +11,7 @@ import stat
 from collections.abc import Iterator
 
 from jaxpage.errors import ConfigError
-from jaxpage.serving.config import ServerConfig
+from jaxpage.serving.settings.server_config import ServerConfig
 
 
 @contextlib.contextmanager

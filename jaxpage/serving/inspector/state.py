@@ -10,9 +10,9 @@ import time
 from collections.abc import Callable, Container, Iterable
 from typing import Any
 
+from jaxpage.device import Executables
 from jaxpage.engine import Engine
 from jaxpage.memory import BlockManager
-from jaxpage.scheduling import Scheduler
 from jaxpage.serving.inspector.watching import Timeline, Track, Watcher
 from jaxpage.step.embedded import EmbeddedPrompt, Picture
 from jaxpage.step.request import Sequence, SequenceGroup
@@ -48,11 +48,9 @@ class Inspector:
         if watcher is None or not watcher.is_listening:
             watcher = self._watcher = Watcher(engine, self._clock)
         watcher.note_visit()
-        scheduler = engine.scheduler
-        executables = engine.executables
-        manager = scheduler.block_manager
-        groups = [(group, "running") for group in scheduler.running]
-        groups += [(group, _waiting_state(group, scheduler)) for group in scheduler.waiting]
+        groups = [(group, "running") for group in engine.running]
+        groups += [(group, _waiting_state(group, engine)) for group in engine.waiting]
+        manager = engine.block_manager
         requests = [
             self._request(group, state, manager, watcher.tracks[group.request.request_id].timeline)
             for group, state in groups
@@ -71,10 +69,7 @@ class Inspector:
                 -MAX_COPIES:
             ],
             "num_steps": engine.num_steps,
-            "compiles": {
-                "total": executables.found[1],
-                "seconds": round(executables.compile_seconds, 3),
-            },
+            "compiles": _compiles(engine.executables),
         }
 
     def _describe_finished(self, track: Track, manager: BlockManager) -> Snapshot:
@@ -150,8 +145,13 @@ def _vectors(embedded: EmbeddedPrompt) -> list[list[int]]:
     return describe_vectors(embedded.spans, pictures)
 
 
-def _waiting_state(group: SequenceGroup, scheduler: Scheduler) -> str:
-    if scheduler.is_swapped(group):
+def _compiles(executables: Executables) -> Snapshot:
+    _, total = executables.found
+    return {"total": total, "seconds": round(executables.compile_seconds, 3)}
+
+
+def _waiting_state(group: SequenceGroup, engine: Engine) -> str:
+    if engine.is_swapped(group):
         return "swapped"
     return "preempted" if group.num_preemptions else "waiting"
 

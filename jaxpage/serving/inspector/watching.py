@@ -193,10 +193,9 @@ class Watcher(Both):
 
     def _note(self, plan: StepPlan, now: float) -> None:
         """Adds a step that ran to the timelines and to the last steps."""
-        scheduler = self._engine.scheduler
         for request_id in plan.preempted:
             if track := self.tracks.get(request_id):
-                swapped = scheduler.is_swapped(track.group)
+                swapped = self._engine.is_swapped(track.group)
                 track.timeline.wait("swapped" if swapped else "preempted", self._began)
         rows = []
         for row in plan.rows:

@@ -14,12 +14,11 @@ from jaxpage.assembly import Built
 from jaxpage.driver import AsyncDriver
 from jaxpage.errors import ConfigError
 from jaxpage.replay import IncidentRing, Incidents, engine_header
-from jaxpage.serving.config import ServerConfig
 from jaxpage.serving.http.answers import json_answer
 from jaxpage.serving.http.host_guard import check_origin
+from jaxpage.serving.settings.server_config import ServerConfig
 from jaxpage.serving.wire.errors import ApiError
 from jaxpage.settings.engine_config import EngineConfig
-from jaxpage.step.events import Both
 
 
 def open_incidents(built: Built, engine: EngineConfig, server: ServerConfig) -> Incidents | None:
@@ -49,7 +48,7 @@ def open_incidents(built: Built, engine: EngineConfig, server: ServerConfig) -> 
     ring = IncidentRing(
         server.incident_steps, keeps_token_ids=server.incident_token_ids, unsaid=unsaid
     )
-    built.engine.events = Both(built.engine.events, ring)
+    built.engine.listen(ring)
     return Incidents(
         ring, directory, lambda: engine_header(engine, built.engine, built.spec, built.model)
     )

@@ -14,10 +14,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from jaxpage.serving.config import ServerConfig
 from jaxpage.serving.http.answers import json_answer
 from jaxpage.serving.http.host_guard import check_origin
 from jaxpage.serving.http.request_limits import check_is_json
+from jaxpage.serving.settings.server_config import ServerConfig
 from jaxpage.serving.wire.errors import ApiError
 
 logger = logging.getLogger(__name__)

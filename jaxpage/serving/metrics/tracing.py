@@ -23,8 +23,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from jaxpage.driver import Handle
 from jaxpage.errors import ConfigError
 from jaxpage.outputs import RequestMetrics, RequestOutput
-from jaxpage.serving.config import ServerConfig
 from jaxpage.serving.dialects.registry import DIALECTS
+from jaxpage.serving.settings.server_config import ServerConfig
 from jaxpage.serving.wire.pair_scores import SCORE_PATHS
 from jaxpage.serving.wire.prompt_request import PromptRequest
 from jaxpage.serving.wire.rerank import RERANK_PATHS

@@ -7,8 +7,8 @@ from typing import Any
 
 from jaxpage import __version__
 from jaxpage.assembly import Built, chat_defaults
-from jaxpage.serving.config import ServerConfig
 from jaxpage.serving.requests.generating import MAX_PROMPT_LOGPROBS
+from jaxpage.serving.settings.server_config import ServerConfig
 from jaxpage.serving.wire.context import RequestLimits
 from jaxpage.serving.wire.derived_forms import choose_form, derive_form
 from jaxpage.settings.engine_config import EngineConfig
@@ -34,9 +34,9 @@ def capabilities(
     return {
         "version": __version__,
         "model": {
-            "max_model_len": built.memory.max_model_len,
+            "max_model_len": built.max_model_len,
             "vocab_size": built.engine.vocab_size,
-            "generates": not built.spec.encoded,
+            "generates": built.generates,
             "takes_pictures": built.pictures is not None,
             "has_tokenizer": tokenizer is not None,
             "has_chat_template": bool(getattr(tokenizer, "chat_template", None)),

@@ -22,11 +22,11 @@ from jaxpage.checkpoints import describe_model, read_adapter
 from jaxpage.checkpoints.finding import resolve_model_config
 from jaxpage.engine import Engine, directory_of
 from jaxpage.errors import CheckpointError, ConfigError, ModelNotFoundError
-from jaxpage.serving.config import MODEL_NAME, ServerConfig
 from jaxpage.serving.http.host_guard import check_origin
 from jaxpage.serving.http.request_limits import check_is_json
 from jaxpage.serving.model.directories import directory_inside
 from jaxpage.serving.requests.preparing import Preparing
+from jaxpage.serving.settings.server_config import MODEL_NAME, ServerConfig
 from jaxpage.serving.wire.body import check_fields, parse_object, text_field
 from jaxpage.serving.wire.context import ModelContext
 from jaxpage.serving.wire.errors import ApiError

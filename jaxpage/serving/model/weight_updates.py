@@ -18,7 +18,6 @@ from starlette.types import Receive, Scope, Send
 from jaxpage.assembly import check_replaceable
 from jaxpage.driver import AsyncDriver
 from jaxpage.errors import CheckpointError, QueueFull, ShuttingDown, UnsupportedError
-from jaxpage.serving.config import ServerConfig
 from jaxpage.serving.hosts.leader import Leader
 from jaxpage.serving.hosts.weight_loading import (
     LoadedWeights,
@@ -33,6 +32,7 @@ from jaxpage.serving.model.pausing import pause_routes
 from jaxpage.serving.requests.generating import while_connected
 from jaxpage.serving.requests.in_flight import InFlightRequests
 from jaxpage.serving.requests.preparing import Workers
+from jaxpage.serving.settings.server_config import ServerConfig
 from jaxpage.serving.wire.body import check_fields, parse_object, text_field
 from jaxpage.serving.wire.errors import ApiError
 from jaxpage.settings.argument_checks import show

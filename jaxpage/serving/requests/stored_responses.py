@@ -11,12 +11,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
-from jaxpage.serving.config import ServerConfig
 from jaxpage.serving.http.answers import json_answer
 from jaxpage.serving.http.api_keys import owner_of
 from jaxpage.serving.http.host_guard import check_origin
 from jaxpage.serving.http.pages import page_of
 from jaxpage.serving.requests.response_store import ResponseStore, StoredResponse
+from jaxpage.serving.settings.server_config import ServerConfig
 from jaxpage.serving.wire.errors import ApiError
 from jaxpage.settings.argument_checks import show
 

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, Field
 
 from jaxpage.errors import ConfigError, JaxpageError
-from jaxpage.serving.config import MODEL_NAME, ServerConfig
+from jaxpage.serving.settings.server_config import MODEL_NAME, ServerConfig
 from jaxpage.serving.wire.keep_alive import keep_alive_seconds
 from jaxpage.settings.checked_settings import (
     ByteSize,

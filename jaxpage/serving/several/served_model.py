@@ -53,7 +53,7 @@ class ServedModel:
         self.entry = entry
         self._built = built
         self.context = model_context(built, entry.engine, entry.server)
-        self.metrics = ServerMetrics(entry.name, built.memory.block_size)
+        self.metrics = ServerMetrics(entry.name, built.block_size)
         self.driver = AsyncDriver(
             built,
             max_queued_requests=entry.server.max_queued_requests,

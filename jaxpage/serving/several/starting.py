@@ -9,12 +9,13 @@ from collections.abc import Sequence
 
 from jaxpage.device.hardware import available_bytes, choose_backend, make_mesh, open_devices
 from jaxpage.serving.app import guard
-from jaxpage.serving.config import API_KEY_VARIABLE, ServerConfig, read_api_keys
 from jaxpage.serving.http.listening import address_of
 from jaxpage.serving.metrics import logs
 from jaxpage.serving.metrics.tracing import open_tracing
 from jaxpage.serving.requests.stored_responses import open_store
 from jaxpage.serving.server import run_app
+from jaxpage.serving.settings.key_sources import API_KEY_VARIABLE, read_api_keys
+from jaxpage.serving.settings.server_config import ServerConfig
 from jaxpage.serving.several.all_models import Models
 from jaxpage.serving.several.models_file import ModelEntry, check_sizes, mib
 from jaxpage.serving.several.served_model import Opener, ServedModel

@@ -21,7 +21,6 @@ from jaxpage.driver import SLEEP_LEVELS, AsyncDriver
 from jaxpage.errors import DeadlineExceeded, JaxpageError
 from jaxpage.serving.app import METRICS_SECONDS, STATS_SECONDS, version_route
 from jaxpage.serving.batches.jobs import open_batches
-from jaxpage.serving.config import ServerConfig
 from jaxpage.serving.dialects.dialect import Dialect, ListedModel, ModelList
 from jaxpage.serving.dialects.registry import DIALECTS, dialect_of
 from jaxpage.serving.http.answer_stream import stream_of
@@ -37,11 +36,8 @@ from jaxpage.serving.requests.preparing import Readers
 from jaxpage.serving.requests.response_store import ResponseStore
 from jaxpage.serving.requests.shared_answers import Shared
 from jaxpage.serving.requests.stored_responses import StoredResponses
-from jaxpage.serving.several.model_requests import (
-    ModelRequest,
-    paths_of_requests,
-    receive_again,
-)
+from jaxpage.serving.settings.server_config import ServerConfig
+from jaxpage.serving.several.model_requests import ModelRequest, paths_of_requests, receive_again
 from jaxpage.serving.several.models_file import ModelEntry, models_by_name
 from jaxpage.serving.several.page import routes_of_page
 from jaxpage.serving.several.served_model import ServedModel

@@ -24,7 +24,6 @@ class Answer:
     _prefix: str  # begins the id
     _object: str
     _chunk_object: str
-    _parameter_names: Mapping[str, str]  # the client's names by the engine's names
 
     def __init__(
         self,
@@ -46,6 +45,11 @@ class Answer:
         self._weights_version = 0  # the latest that any prompt was computed with
         self._ended: set[int] = set()  # the choices of a stream that have ended
         self._receipt: dict[str, Any] | None = None  # of a stream that has ended
+
+    @property
+    def _parameter_names(self) -> Mapping[str, str]:
+        """Returns the client's names by the engine's names, where they differ."""
+        return {}
 
     def refusal(self, error: Exception) -> ApiError:
         """Returns the client's error for a prompt that the engine refuses; see `Exchange`."""

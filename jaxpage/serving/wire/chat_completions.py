@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +15,7 @@ from jaxpage.serving.wire.context import ModelContext
 from jaxpage.serving.wire.errors import ApiError, quotes
 from jaxpage.serving.wire.logprobs import TextOffsets, TokenTexts, chat_logprobs
 from jaxpage.serving.wire.prompt_request import PromptRequest
-from jaxpage.serving.wire.reading import beyond_context, read
+from jaxpage.serving.wire.reading import read
 from jaxpage.serving.wire.reasoning_tokens import ReasoningTokens
 from jaxpage.serving.wire.request_fields import ChatCompletionRequest
 from jaxpage.serving.wire.sampling_request import (
@@ -23,7 +23,7 @@ from jaxpage.serving.wire.sampling_request import (
     sampling_params,
 )
 from jaxpage.serving.wire.templates import render
-from jaxpage.serving.wire.thinking import budget_of, budget_values, has_format
+from jaxpage.serving.wire.thinking import budget_of
 from jaxpage.serving.wire.tool_choice import ToolUse, tool_use
 from jaxpage.settings.sampling_params import BeamSearchParams, SamplingParams
 
@@ -42,18 +42,7 @@ def open_chat(body: dict[str, Any], context: ModelContext) -> ChatAnswer:
     rendered = render(request, context, tools.shown)
     num_pictures = len(rendered.pictures.pictures) if rendered.pictures else 0
     prompt = context.check_prompt(rendered.text, "messages", num_pictures)
-    params: SamplingParams | BeamSearchParams
-    budget = budget_of(request)
-    can_reason = tools.leaves_reasoning(context) and (tools.holds_answer or not has_format(request))
-    values, idle = budget_values(budget, context, can_reason=can_reason, prompt=str(prompt))
-    if request.use_beam_search:
-        if budget.value is not None:
-            message = f"{budget.path} is not supported with use_beam_search"
-            raise ApiError(400, message, param=budget.path)
-        params = beam_params(request, width=request.n or 1, max_tokens=request.max_new_tokens)
-    else:
-        changes = {**tools.changes(context, str(prompt)), **values}
-        params = sampling_params(request, context, max_tokens=request.max_new_tokens, **changes)
+    params, idle = _params(request, context, tools, str(prompt))
     prompt_request = PromptRequest(
         prompt,
         params,
@@ -62,13 +51,26 @@ def open_chat(body: dict[str, Any], context: ModelContext) -> ChatAnswer:
         pictures=rendered.pictures,
         receipt=bool(request.receipt),
     )
-    ignored += beyond_context(
-        context, max_tokens=request.max_tokens, max_completion_tokens=request.max_completion_tokens
-    )
     ignored += tools.ignored + rendered.ignored_fields + idle
     if request.store:
         ignored += ("store",)
-    return ChatAnswer(request, context, prompt_request, ignored, tools, budget.path)
+    return ChatAnswer(request, context, prompt_request, ignored, tools)
+
+
+def _params(
+    request: ChatCompletionRequest, context: ModelContext, tools: ToolUse, prompt: str
+) -> tuple[SamplingParams | BeamSearchParams, tuple[str, ...]]:
+    """Returns the engine's parameters, and the path of a field that has no effect."""
+    max_tokens = request.max_new_tokens
+    if not request.use_beam_search:
+        changes, idle = tools.changes(request, context, prompt)
+        return sampling_params(request, context, max_tokens=max_tokens, **changes), idle
+    # The client knows the budget by the field that it sent, which may be one of three.
+    budget = budget_of(request)
+    if budget.value is not None:
+        message = f"{budget.path} is not supported with use_beam_search"
+        raise ApiError(400, message, param=budget.path)
+    return beam_params(request, width=request.n or 1, max_tokens=max_tokens), ()
 
 
 class ChatAnswer(Answer):
@@ -86,21 +88,25 @@ class ChatAnswer(Answer):
         prompt_request: PromptRequest,
         ignored_fields: tuple[str, ...],
         tools: ToolUse,
-        budget_path: str = "",
     ) -> None:
         super().__init__(request, context, [prompt_request], ignored_fields)
-        self._parameter_names = {
-            **dict.fromkeys(("prompt", "prompt_token_ids"), "messages"),
-            "beam_width": "n",
-            **dict.fromkeys(("thinking_token_budget", "thinking_markers"), budget_path),
-            "structured_outputs": tools.parameter or request.format_parameter,
-        }
+        self._format_of_tools = tools.parameter
         self._is_named = tools.name is not None
         self._new_reader = self._readers(prompt_request, context, tools)
         self._texts = TokenTexts(context.tokenizer)
         self._usage.num_reasoning = {}
         self._readers_by_choice: dict[int, _Reader] = {}  # used by streams only
         self._num_computed = 0  # the tokens of the prompt, as far as a stream has said
+
+    @property
+    def _parameter_names(self) -> Mapping[str, str]:
+        budget = budget_of(self._request).path
+        return {
+            **dict.fromkeys(("prompt", "prompt_token_ids"), "messages"),
+            "beam_width": "n",
+            **dict.fromkeys(("thinking_token_budget", "thinking_markers"), budget),
+            "structured_outputs": self._format_of_tools or self._request.format_parameter,
+        }
 
     def chunks(self, job_index: int, delta: RequestOutput) -> list[dict[str, Any]]:
         """Returns the chunks of a stream for a delta; see `Exchange`."""

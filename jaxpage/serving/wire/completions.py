@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -11,13 +12,13 @@ from jaxpage.serving.wire.context import ModelContext
 from jaxpage.serving.wire.errors import ApiError, quotes
 from jaxpage.serving.wire.logprobs import Entries, TextOffsets, TokenTexts, completion_logprobs
 from jaxpage.serving.wire.prompt_request import PromptRequest, prompts_of
-from jaxpage.serving.wire.reading import beyond_context, read
+from jaxpage.serving.wire.reading import read
 from jaxpage.serving.wire.request_fields import CompletionRequest
 from jaxpage.serving.wire.sampling_request import (
     beam_params,
     sampling_params,
 )
-from jaxpage.serving.wire.thinking import Wish, budget_values, has_format
+from jaxpage.serving.wire.thinking import completion_budget
 from jaxpage.serving.wire.vectors import read_vectors
 from jaxpage.settings.sampling_params import BeamSearchParams, SamplingParams
 
@@ -36,12 +37,11 @@ def open_completion(body: dict[str, Any], context: ModelContext) -> CompletionAn
     prompts = [()] * len(vectors) if vectors else _prompts(request, context)
     _check_number(request, context, len(prompts))
     _check_tokens(request, context)
-    budget = Wish(request.thinking_token_budget, "thinking_token_budget")
-    values, idle = budget_values(budget, context, can_reason=not has_format(request))
+    values, idle = completion_budget(request, context)
     params = _params(request, context, len(prompts), **values)
     add_special_tokens = request.add_special_tokens is not False
     lora = context.adapter(request.model)
-    ignored += beyond_context(context, max_tokens=request.max_tokens) + idle
+    ignored += idle
     prompt_requests = [
         PromptRequest(
             prompt,
@@ -155,17 +155,20 @@ class CompletionAnswer(Answer):
         ignored: tuple[str, ...],
     ):
         super().__init__(request, context, prompts, ignored)
-        self._parameter_names = {
-            "prompt_token_ids": "prompt",
-            "beam_width": "n",
-            # The engine counts the sequences that it runs: `best_of`, where that is given.
-            "n": "n" if request.best_of is None else "best_of",
-            "structured_outputs": request.format_parameter,
-        }
         self._texts = TokenTexts(context.tokenizer)
         self._begun: set[int] = set()  # the choices of a stream that have had a chunk
         self._prompt_logprobs: dict[int, Entries] = {}  # by prompt; a stream brings them once
         self._offsets: dict[int, TextOffsets] = {}  # by choice
+
+    @property
+    def _parameter_names(self) -> Mapping[str, str]:
+        return {
+            "prompt_token_ids": "prompt",
+            "beam_width": "n",
+            # The engine counts the sequences that it runs: `best_of`, where that is given.
+            "n": "n" if self._request.best_of is None else "best_of",
+            "structured_outputs": self._request.format_parameter,
+        }
 
     def chunks(self, job_index: int, delta: RequestOutput) -> list[dict[str, Any]]:
         """Returns the chunks of a stream for a delta; see `Exchange`."""

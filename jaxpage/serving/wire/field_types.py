@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import (
@@ -70,74 +70,27 @@ class RequestObject(BaseModel):
         known: The lines of the fields that are known, by name; the object refuses one of them that
             it does not have.
         added: Fields that clients add to an answer before they send it back; they ask for nothing.
+        lengths: The fields that ask for a number of tokens. One that asks for more than the model
+            has room for is accepted, the output ends where the room ends, and the client is told
+            the name.
+        is_passed_over: True if the client is told the name of the whole object, so that none of its
+            fields is unknown.
     """
 
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
 
     known: ClassVar[Mapping[str, table.Field]] = {}
     added: ClassVar[frozenset[str]] = frozenset()
+    lengths: ClassVar[tuple[str, ...]] = ()
+    is_passed_over: ClassVar[bool] = False
 
     def check(self) -> None:
         """Raises ApiError for fields that do not go together."""
-
-    def engine_values(self) -> dict[str, Any]:
-        """Returns the parameters that go to the engine as they are, or converted.
-
-        Raises:
-            ValueError: A value cannot be converted.
-        """
-        return {
-            field.name: field.engine(value)
-            for field in table.PARAMETERS
-            if field.engine
-            and field.name in type(self).model_fields
-            and (value := getattr(self, field.name)) is not None
-        }
-
-    def unknown_fields(self, prefix: str = "") -> Iterator[str]:
-        """Yields the paths of the fields that no model knows and that ask for something.
-
-        Args:
-            prefix: What the paths begin with.
-        """
-        for name, item in (self.model_extra or {}).items():
-            if not is_neutral(type(self), name, item) and name not in self.added:
-                yield prefix + name
-        for name in self.model_fields_set & type(self).model_fields.keys():
-            value = getattr(self, name)
-            if isinstance(value, RequestObject):
-                yield from value.unknown_fields(f"{prefix}{name}.")
-            elif isinstance(value, list) and value and isinstance(value[0], RequestObject):
-                for index, item in enumerate(value):
-                    yield from item.unknown_fields(f"{prefix}{name}[{index}].")
 
 
 def by_name(*fields: table.Field) -> dict[str, table.Field]:
     """Returns lines of the table by the names of their fields."""
     return {field.name: field for field in fields}
-
-
-def is_neutral(model: type[RequestObject], name: str, value: Any) -> bool:
-    """Returns whether a field of a request, or of a part of one, asks for nothing.
-
-    A number is not a truth value here: 0 is not false.
-
-    Args:
-        model: The model that reads the request or the part.
-        name: The name of the field.
-        value: The value that the client sent.
-    """
-    return value is None or any(
-        value == neutral and isinstance(value, bool) == isinstance(neutral, bool)
-        for neutral in neutral_values(model, name)
-    )
-
-
-def neutral_values(model: type[RequestObject], name: str) -> tuple[Any, ...]:
-    """Returns the values with which a field of a request asks for nothing, besides null."""
-    if (field := model.known.get(name)) is None:
-        return ()
-    return field.neutral if name in model.model_fields else field.neutral + field.elsewhere
 
 
 _OWN_TYPES: dict[str, Any] = {

@@ -8,7 +8,6 @@ Trainers use it. An array travels as base64 of its numbers, little-endian and ro
 from __future__ import annotations
 
 import base64
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, cast
 
 import numpy as np
@@ -31,7 +30,7 @@ from jaxpage.serving.wire.field_types import (
 from jaxpage.serving.wire.fields import OF_CHATS, OF_GENERATION, OF_ROLLOUTS, REFUSED
 from jaxpage.serving.wire.openapi_parts import INTEGER, STRING, USAGE, list_of, object_of
 from jaxpage.serving.wire.prompt_request import PromptRequest
-from jaxpage.serving.wire.reading import beyond_context, read
+from jaxpage.serving.wire.reading import read
 from jaxpage.serving.wire.request_fields import GenerationRequest
 from jaxpage.serving.wire.sampling_request import sampling_params
 from jaxpage.serving.wire.thinking import Wish, budget_values
@@ -87,6 +86,8 @@ class RolloutRequest(RequestObject):
 class GenerateRequest(with_parameters("rollouts", RolloutRequest)):  # type: ignore[misc]
     """A request to POST /v1/generate."""
 
+    lengths = ("max_tokens",)
+
     @property
     def num_logprobs(self) -> int | None:
         """Returns the number of most likely tokens whose log probabilities are asked for."""
@@ -132,8 +133,7 @@ def open_generate(body: dict[str, Any], context: ModelContext) -> GenerateAnswer
         receipt=bool(request.receipt),
         request_id=request.request_id,
     )
-    ignored += beyond_context(context, max_tokens=request.max_tokens) + idle
-    return GenerateAnswer(cast(GenerationRequest, request), context, [prompt], ignored)
+    return GenerateAnswer(cast(GenerationRequest, request), context, [prompt], ignored + idle)
 
 
 def _check_sizes(request: GenerateRequest, context: ModelContext, num_tokens: int) -> None:
@@ -156,7 +156,6 @@ class GenerateAnswer(Answer):
 
     _prefix = "gen"
     _object = "rollout"
-    _parameter_names = MappingProxyType({})
 
     def whole(self, outputs: list[RequestOutput]) -> dict[str, Any]:
         """Returns the response; see `Exchange`."""

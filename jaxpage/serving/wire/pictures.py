@@ -101,42 +101,34 @@ class RequestedPictures(NamedTuple):
             raise ApiError(400, f"{path}: {error}", param=path) from None
 
 
-class PictureList:
-    """Collects the pictures of a conversation."""
+def read_picture(url: str, path: str, context: ModelContext, num_before: int) -> SentPicture:
+    """Returns the picture in a part of a message.
 
-    def __init__(self, context: ModelContext) -> None:
-        self._context = context
-        self._pictures: list[SentPicture] = []
+    Args:
+        url: The data URL of the picture.
+        path: The path of the part.
+        context: The served model and the server's settings.
+        num_before: The number of pictures before it in the request.
 
-    def add(self, url: str, path: str) -> None:
-        """Adds the picture in a part of a message.
+    Raises:
+        ApiError: The model takes no pictures, there are too many, or it is another URL.
+    """
+    if context.pictures is None:
+        raise ApiError(400, f"{path} is a picture, and this model takes text alone", param=path)
+    maximum = context.limits.max_pictures
+    if num_before >= maximum:
+        raise ApiError(400, f"{path}: at most {count(maximum, 'picture')} are allowed", param=path)
+    path += ".image_url.url"
+    try:
+        return SentPicture(path, base64_in(url))
+    except ValueError as error:
+        raise ApiError(400, f"{path} {error}", param=path) from None
 
-        Args:
-            url: The data URL of the picture.
-            path: The path of the part.
 
-        Raises:
-            ApiError: The model takes no pictures, there are too many, or it is another URL.
-        """
-        if self._context.pictures is None:
-            raise ApiError(400, f"{path} is a picture, and this model takes text alone", param=path)
-        maximum = self._context.limits.max_pictures
-        if len(self._pictures) >= maximum:
-            raise ApiError(
-                400, f"{path}: at most {count(maximum, 'picture')} are allowed", param=path
-            )
-        path += ".image_url.url"
-        try:
-            self._pictures.append(SentPicture(path, base64_in(url)))
-        except ValueError as error:
-            raise ApiError(400, f"{path} {error}", param=path) from None
-
-    def collect(self) -> RequestedPictures | None:
-        """Returns the pictures, or None if there are none."""
-        processor = self._context.pictures
-        if processor is None or not self._pictures:
-            return None
-        return RequestedPictures(processor, tuple(self._pictures), self._context.max_model_len)
+def request_pictures(context: ModelContext, pictures: Sequence[SentPicture]) -> RequestedPictures:
+    """Returns the pictures of a request, of which there is at least one, for a model with eyes."""
+    assert context.pictures is not None, "`read_picture` refuses them otherwise"
+    return RequestedPictures(context.pictures, tuple(pictures), context.max_model_len)
 
 
 # The pictures that were processed last, which are not processed again.

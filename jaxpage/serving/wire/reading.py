@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
 from jaxpage.serving.wire.context import ModelContext
 from jaxpage.serving.wire.errors import ApiError
-from jaxpage.serving.wire.field_types import RequestObject, is_neutral
+from jaxpage.serving.wire.field_types import RequestObject
 from jaxpage.serving.wire.fields import LABELS, TRUNCATING
 from jaxpage.serving.wire.relaxing import name_paths, relax_schema
 from jaxpage.serving.wire.request_fields import ChatCompletionRequest, CompletionRequest
@@ -48,6 +48,7 @@ def read(
     Raises:
         ApiError: The status is 400 and `param` names the field; 404 if the model is not served.
     """
+    # Clients send their defaults along, and these must not fail a field that is not honoured.
     body = {name: value for name, value in body.items() if _is_requested(model, name, value)}
     for name in body:
         _check_supported(name, model)
@@ -65,11 +66,12 @@ def read(
     try:
         request = model.model_validate(body)
     except ValidationError as error:
+        # pydantic's error names models of ours; the client gets the path of its own field.
         raise _invalid(error, body) from None
     except RecursionError:
         raise ApiError(400, "Request body is nested too deeply") from None
     context.adapter(getattr(request, "model", None))
-    unknown = [path for path in request.unknown_fields() if path not in LABELS]
+    unknown = [path for path in _unknown_fields(request) if path not in LABELS]
     if unknown and context.strict_requests:
         near = close_names(unknown[0], model.model_fields)
         hint = f". Did you mean {near[0]!r}?" if near else ""
@@ -77,20 +79,59 @@ def read(
             400, f"Unknown parameter: {show(unknown[0])}{hint}", param=_printable(unknown[0])
         )
     request.check()
-    return request, (*map(_printable, unknown[:_MAX_IGNORED]), *name_paths(removed))
+    ignored = [*map(_printable, unknown[:_MAX_IGNORED])]
+    if removed:
+        ignored += name_paths(removed)
+    # The prompt is not counted.
+    ignored += [
+        name for name in model.lengths if (getattr(request, name) or 0) > context.max_model_len
+    ]
+    return request, tuple(ignored)
 
 
-def beyond_context(context: ModelContext, **lengths: int | None) -> tuple[str, ...]:
-    """Returns the names of the fields that ask for more tokens than the model has room for.
-
-    The prompt is not counted. Such a length is accepted, the output ends where the room ends, and
-    the client is told the name.
+def _unknown_fields(request: RequestObject, prefix: str = "") -> Iterator[str]:
+    """Yields the paths of the fields that no model knows and that ask for something.
 
     Args:
-        context: The served model and the server's settings.
-        lengths: The numbers of tokens by the name of their field.
+        request: The request, or a part of one.
+        prefix: What the paths begin with.
     """
-    return tuple(name for name, length in lengths.items() if (length or 0) > context.max_model_len)
+    model = type(request)
+    if model.is_passed_over:
+        return
+    for name, item in (request.model_extra or {}).items():
+        if not is_neutral(model, name, item) and name not in model.added:
+            yield prefix + name
+    for name in request.model_fields_set & model.model_fields.keys():
+        value = getattr(request, name)
+        if isinstance(value, RequestObject):
+            yield from _unknown_fields(value, f"{prefix}{name}.")
+        elif isinstance(value, list) and value and isinstance(value[0], RequestObject):
+            for index, item in enumerate(value):
+                yield from _unknown_fields(item, f"{prefix}{name}[{index}].")
+
+
+def is_neutral(model: type[RequestObject], name: str, value: Any) -> bool:
+    """Returns whether a field of a request, or of a part of one, asks for nothing.
+
+    A number is not a truth value here: 0 is not false.
+
+    Args:
+        model: The model that reads the request or the part.
+        name: The name of the field.
+        value: The value that the client sent.
+    """
+    return value is None or any(
+        value == neutral and isinstance(value, bool) == isinstance(neutral, bool)
+        for neutral in neutral_values(model, name)
+    )
+
+
+def neutral_values(model: type[RequestObject], name: str) -> tuple[Any, ...]:
+    """Returns the values with which a field of a request asks for nothing, besides null."""
+    if (field := model.known.get(name)) is None:
+        return ()
+    return field.neutral if name in model.model_fields else field.neutral + field.elsewhere
 
 
 def _relax(value: Any, path: str, keys: tuple[str, ...]) -> tuple[Any, tuple[str, ...]]:

@@ -141,6 +141,8 @@ Prompts = Annotated[
 class CompletionRequest(with_parameters("completions", GenerationRequest)):  # type: ignore[misc]
     """A request to POST /v1/completions."""
 
+    lengths = ("max_tokens",)
+
     prompt: Prompts = ""
     # Vectors in place of a prompt, each an array as base64; see vectors.py.
     prompt_embeds: Annotated[str | Items[str], one_of("a string or a list of strings")] | None = (
@@ -279,7 +281,7 @@ class ConversationFields(RequestObject):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    # Both become variables of the chat template, where it has them; see efforts.py.
+    # Both become variables of the chat template, where it has them; see thinking.py.
     reasoning_effort: Effort | None = None
     verbosity: Literal["low", "medium", "high"] | None = None
     # Other forms of `reasoning_effort` and `thinking_token_budget`; see thinking.py.
@@ -289,6 +291,8 @@ class ConversationFields(RequestObject):
 
 class ChatCompletionRequest(with_parameters("chats", GenerationRequest), ConversationFields):  # type: ignore[misc]
     """A request to POST /v1/chat/completions."""
+
+    lengths = ("max_tokens", "max_completion_tokens")
 
     max_completion_tokens: Count | None = None
     tool_choice: (

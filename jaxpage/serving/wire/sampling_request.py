@@ -7,6 +7,7 @@ from typing import Any
 from jaxpage.serving.wire.body import JsonReader
 from jaxpage.serving.wire.context import ModelContext
 from jaxpage.serving.wire.errors import ApiError, as_api_error
+from jaxpage.serving.wire.field_types import RequestObject
 from jaxpage.serving.wire.request_fields import (
     GenerationRequest,
     JsonObjectFormat,
@@ -14,6 +15,7 @@ from jaxpage.serving.wire.request_fields import (
 )
 from jaxpage.serving.wire.schemas import check_schema
 from jaxpage.serving.wire.tool_fields import TextFormat
+from jaxpage.settings.field_table import PARAMETERS
 from jaxpage.settings.sampling_params import BeamSearchParams, SamplingParams
 
 # These fields of vLLM's StructuredOutputsParams are false by default.
@@ -21,6 +23,21 @@ _VLLM_DEFAULTS = {
     *("json_object", "disable_fallback", "disable_any_whitespace", "disable_additional_properties"),
     "_backend_was_auto",
 }
+
+
+def engine_values(request: RequestObject) -> dict[str, Any]:
+    """Returns the parameters that go to the engine as they are, or converted.
+
+    Raises:
+        ValueError: A value cannot be converted.
+    """
+    return {
+        field.name: field.engine(value)
+        for field in PARAMETERS
+        if field.engine
+        and field.name in type(request).model_fields
+        and (value := getattr(request, field.name)) is not None
+    }
 
 
 def sampling_params(
@@ -43,7 +60,7 @@ def sampling_params(
     try:
         values = {
             **context.sampling_defaults,
-            **request.engine_values(),
+            **engine_values(request),
             "logprobs": 0 if request.receipt and num_logprobs is None else num_logprobs,
             "structured_outputs": read_structured_outputs(
                 request.response_format, request.structured_outputs

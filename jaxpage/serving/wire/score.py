@@ -20,6 +20,7 @@ from jaxpage.serving.wire.logprobs import limit_logprob
 from jaxpage.serving.wire.prompt_request import PromptRequest, prompts_of
 from jaxpage.serving.wire.reading import read
 from jaxpage.serving.wire.request_fields import ScoreRequest
+from jaxpage.serving.wire.sampling_request import engine_values
 
 
 @quotes
@@ -35,7 +36,7 @@ def open_score(body: dict[str, Any], context: ModelContext) -> ScoreAnswer:
     encoder = _Encoder(request, context)
     pairs = [encoder.encode(*pair) for pair in _pairs(request, context)]
     try:
-        params = replace(SCORING, **request.engine_values())
+        params = replace(SCORING, **engine_values(request))
     except ValueError as error:
         raise as_api_error(error) from None
     lora = context.adapter(request.model)

@@ -9,27 +9,30 @@ import inspect
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from jaxpage.chat_forms import ChatFormat
 from jaxpage.images import parts_of_content, takes_parts_alone
 from jaxpage.serving.wire.body import JsonReader
-from jaxpage.serving.wire.call_history import check_calls
 from jaxpage.serving.wire.context import ModelContext
 from jaxpage.serving.wire.custom_tools import arguments_with
-from jaxpage.serving.wire.efforts import has_variables, variables_for
 from jaxpage.serving.wire.errors import ApiError
 from jaxpage.serving.wire.field_types import RequestObject
-from jaxpage.serving.wire.pictures import PictureList, RequestedPictures
+from jaxpage.serving.wire.pictures import (
+    RequestedPictures,
+    SentPicture,
+    read_picture,
+    request_pictures,
+)
 from jaxpage.serving.wire.rendering import RENDERERS
 from jaxpage.serving.wire.request_fields import (
     AssistantMessage,
     ConversationFields,
     ImagePart,
+    Message,
     RefusalPart,
     ToolMessage,
 )
 from jaxpage.serving.wire.strict_turns import order_strictly
 from jaxpage.serving.wire.template_source import variables_of
-from jaxpage.serving.wire.thinking import effort_of, switch_of
+from jaxpage.serving.wire.thinking import has_variables, wished_variables
 from jaxpage.serving.wire.tool_fields import CustomCall, FunctionTool, ToolCall
 from jaxpage.settings.argument_checks import show
 
@@ -80,22 +83,19 @@ def render(
     if continues and not isinstance(request.messages[-1], AssistantMessage):
         message = "continue_final_message needs a last message of the assistant"
         raise ApiError(400, message, param="continue_final_message")
-    check_calls(request.messages)
+    _check_calls(request.messages)
+    # One for all calls, because it counts the containers of the request as a whole.
     reader = JsonReader()
-    pictures = PictureList(context)
+    pictures: list[SentPicture] = []
     messages = [
-        _message(message, f"messages[{index}]", context.chat_format, reader, pictures)
+        _message(message, f"messages[{index}]", context, reader, pictures)
         for index, message in enumerate(request.messages)
     ]
     if context.pictures is not None and takes_parts_alone(template):
         messages = [
             {**message, "content": parts_of_content(message["content"])} for message in messages
         ]
-    effort = effort_of(request)
-    switch = switch_of(request)
-    wished = variables_for(
-        template, effort.value, request.verbosity, is_on=switch.value is not None
-    )
+    wished = wished_variables(request, template)
     variables = _variables(request.chat_template_kwargs or {}, template, context)
     requested = {
         "template": template,
@@ -109,10 +109,10 @@ def render(
         "variables": {**wished.values, **variables},
     }
     text = _render_in_order(requested)
-    ignored = tuple(effort.path if name == "reasoning_effort" else name for name in wished.ignored)
-    if switch.value and effort.value is None and not may_reason(context):
-        ignored += (switch.path,)
-    return Rendered(text, ignored, pictures.collect())
+    ignored = wished.ignored
+    if wished.switch and not may_reason(context):
+        ignored += (wished.switch,)
+    return Rendered(text, ignored, request_pictures(context, pictures) if pictures else None)
 
 
 def _render_in_order(requested: dict[str, Any]) -> str:
@@ -126,6 +126,7 @@ def _render_in_order(requested: dict[str, Any]) -> str:
     except ValueError as error:
         problem = f"The model's chat template refuses these messages: {error}"
         refusal = ApiError(400, problem, param="messages")
+        # Templates of some models want the roles in turns, which agents do not keep.
         ordered = order_strictly(requested["messages"])
         if ordered == requested["messages"]:
             raise refusal from None
@@ -163,8 +164,38 @@ def parameters_of(tool: FunctionTool) -> Any:
     return NO_PARAMETERS if parameters is None or parameters == {} else parameters
 
 
+def _check_calls(messages: Sequence[Message]) -> None:
+    """Raises ApiError for a call whose id is not new, and for a result without a call of its own.
+
+    A call without a result is accepted: a client may have been interrupted.
+    """
+    has_result: dict[str, bool] = {}  # by the ids of the calls so far
+    for index, message in enumerate(messages):
+        if isinstance(message, AssistantMessage):
+            for place, call in enumerate(message.tool_calls or []):
+                if call.id in has_result:
+                    path = f"messages[{index}].tool_calls[{place}].id"
+                    raise _refuse_call(path, call.id, "is the id of an earlier call")
+                has_result[call.id] = False
+        if isinstance(message, ToolMessage):
+            path = f"messages[{index}].tool_call_id"
+            if message.tool_call_id not in has_result:
+                raise _refuse_call(path, message.tool_call_id, "is the id of no earlier call")
+            if has_result[message.tool_call_id]:
+                raise _refuse_call(path, message.tool_call_id, "is the id of a call with a result")
+            has_result[message.tool_call_id] = True
+
+
+def _refuse_call(path: str, call_id: str, problem: str) -> ApiError:
+    return ApiError(400, f"{path} {show(call_id)} {problem}", param=path)
+
+
 def _message(
-    message: RequestObject, path: str, form: ChatFormat, reader: JsonReader, pictures: PictureList
+    message: RequestObject,
+    path: str,
+    context: ModelContext,
+    reader: JsonReader,
+    pictures: list[SentPicture],
 ) -> dict[str, Any]:
     """Returns a message in the form that templates expect.
 
@@ -174,11 +205,11 @@ def _message(
     Args:
         message: The message.
         path: Its path in the request.
-        form: The form of the model's answers, which knows where its template reads reasoning.
+        context: The model; the form of its answers knows where its template reads reasoning.
         reader: Reads the arguments of all calls of the request.
         pictures: Collects the pictures of the request.
     """
-    content = _content(getattr(message, "content", None), f"{path}.content", pictures)
+    content = _content(getattr(message, "content", None), f"{path}.content", context, pictures)
     role = str(getattr(message, "role", ""))
     fields: dict[str, Any] = {"role": "system" if role == "developer" else role, "content": content}
     if (name := getattr(message, "name", None)) is not None:
@@ -200,7 +231,7 @@ def _message(
             fields["content"] = content or ""
         if reasoning is not None:
             has_calls = bool(message.tool_calls)
-            fields |= form.sent.fields(reasoning, content or "", has_calls=has_calls)
+            fields |= context.chat_format.sent.fields(reasoning, content or "", has_calls=has_calls)
         if message.tool_calls:
             fields["tool_calls"] = [
                 _call(call, f"{path}.tool_calls[{index}]", reader)
@@ -209,14 +240,15 @@ def _message(
     return fields
 
 
-def _content(content: Any, path: str, pictures: PictureList) -> Any:
+def _content(content: Any, path: str, context: ModelContext, pictures: list[SentPicture]) -> Any:
     """Returns the content of a message: a text, or parts if one of them is a picture."""
     if not isinstance(content, list):
         return content
     parts: list[dict[str, Any]] = []
     for index, part in enumerate(content):
         if isinstance(part, ImagePart):
-            pictures.add(part.image_url.url, f"{path}[{index}]")
+            picture = read_picture(part.image_url.url, f"{path}[{index}]", context, len(pictures))
+            pictures.append(picture)
             parts.append({"type": "image"})
         else:
             text = part.refusal if isinstance(part, RefusalPart) else part.text
@@ -270,6 +302,7 @@ def _variables(variables: dict[str, Any], template: str, context: ModelContext) 
     """
     if not variables:
         return variables
+    # A variable of such a name would be taken for the argument.
     arguments = inspect.signature(context.tokenizer.apply_chat_template).parameters  # type: ignore[union-attr]
     known = variables_of(template) - arguments.keys()
     param = "chat_template_kwargs"

@@ -20,6 +20,7 @@ from jaxpage.serving.wire.request_fields import ChatCompletionRequest
 from jaxpage.serving.wire.sampling_request import read_structured_outputs
 from jaxpage.serving.wire.schemas import admits_object, check_schema
 from jaxpage.serving.wire.templates import parameters_of, template_of
+from jaxpage.serving.wire.thinking import chat_budget
 from jaxpage.serving.wire.tool_fields import (
     AllowedToolsChoice,
     AnyTool,
@@ -111,23 +112,37 @@ class ToolUse(NamedTuple):
         """Returns whether reasoning may come before the calls or the text of an answer."""
         return not self.is_input and not (self.must_call and context.chat_format.tools is None)
 
-    def changes(self, context: ModelContext, prompt: str) -> dict[str, Any]:
-        """Returns the parameters of the engine that the tools demand of an answer.
+    def changes(
+        self, request: ChatCompletionRequest, context: ModelContext, prompt: str
+    ) -> tuple[dict[str, Any], tuple[str, ...]]:
+        """Returns the parameters of the engine that tools and reasoning demand of an answer.
 
         Args:
+            request: The chat.
             context: The served model.
             prompt: The prompt of the answer.
 
+        Returns:
+            The parameters, and the path of a field about reasoning that has no effect.
+
         Raises:
-            ApiError: A grammar cannot hold the model's form of calls to the tool's schema.
+            ApiError: A grammar cannot hold the model's form of calls to the tool's schema, or two
+                fields ask for different budgets.
         """
+        budget, idle = chat_budget(
+            request,
+            context,
+            prompt,
+            leaves_room=self.leaves_reasoning(context),
+            has_own_grammar=self.holds_answer,
+        )
         values: dict[str, Any] = {}
         if (grammar := self.make_structured_outputs(context, prompt)) is not None:
             values["structured_outputs"] = grammar
         marks = context.chat_format.markers(with_tools=bool(self.callable))
         if context.has_special_marks(marks):
             values["skip_special_tokens"] = False
-        return values
+        return values | budget, idle
 
     def parser(self, context: ModelContext, prompt: str, *, is_held: bool) -> PieceParser:
         """Returns the parser of an answer's text.

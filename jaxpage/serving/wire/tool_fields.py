@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Discriminator, Field, Tag
@@ -124,11 +123,9 @@ class CustomTool(RequestObject):
 class OtherTool(RequestObject):
     """A tool that runs on another vendor's server, such as a web search; it is passed over."""
 
-    type: str
+    is_passed_over = True
 
-    def unknown_fields(self, prefix: str = "") -> Iterator[str]:
-        """Yields nothing: the whole tool is named to the client."""
-        yield from ()
+    type: str
 
 
 def kind_of_tool(tool: Any) -> str:

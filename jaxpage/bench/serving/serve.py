@@ -14,20 +14,20 @@ from typing import Any
 
 import numpy as np
 
-from jaxpage.bench.answer_latencies import goals_of, rate_held, summary
 from jaxpage.bench.datasets import check_workload, max_lengths, workload_fields, workload_of
-from jaxpage.bench.http_client import Client
-from jaxpage.bench.load import Endpoint, Load
 from jaxpage.bench.results import environment, print_result
-from jaxpage.bench.serve_comparison import (
+from jaxpage.bench.serving.answer_latencies import goals_of, rate_held, summary
+from jaxpage.bench.serving.http_client import Client
+from jaxpage.bench.serving.load import Endpoint, Load
+from jaxpage.bench.serving.serve_comparison import (
     COMPARED,
     check_same_work,
     compare,
     describe,
     read_baseline,
 )
-from jaxpage.bench.serve_report import rate_notes, table
-from jaxpage.bench.server_metrics import MetricsPoller
+from jaxpage.bench.serving.serve_report import rate_notes, table
+from jaxpage.bench.serving.server_metrics import MetricsPoller
 from jaxpage.bench.throughput import check_plot, check_writable
 from jaxpage.bench.workloads import WorkItem
 from jaxpage.checkpoints.finding import resolve_tokenizer
@@ -248,6 +248,6 @@ def _times(arguments: argparse.Namespace, work: Sequence[WorkItem], rate: float)
 
 def _plotter(path: str) -> Callable[..., Any]:
     check_plot(path)
-    from jaxpage.bench.serve_plot import draw  # matplotlib is optional: see check_plot
+    from jaxpage.bench.serving.serve_plot import draw  # matplotlib is optional: see check_plot
 
     return draw

@@ -1,4 +1,4 @@
-"""Times one start from inside: `python -m jaxpage.bench.startup_process`.
+"""Times one start from inside: `python -m jaxpage.bench.studies.startup_process`.
 
 It reads settings as JSON from standard input. It prints one JSON object. `phases` has the beginning
 of each phase and of the first token, in seconds since the epoch; `waking` has the seconds from

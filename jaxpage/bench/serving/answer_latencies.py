@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxpage.bench.http_client import TimedAnswer
+from jaxpage.bench.serving.http_client import TimedAnswer
 from jaxpage.errors import UsageError
 
 HELD = 0.95  # if a smaller share of the drawn rate was sent, the report says so

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import statistics
 import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from jaxpage.assembly import Built
-from jaxpage.bench.roofline import start_decoding, start_request
+from jaxpage.assembly.planning import MemoryPlan
+from jaxpage.bench.studies.roofline import start_decoding, start_request
 from jaxpage.bench.workloads import SHORT_PROMPT
 from jaxpage.engine import Engine
 
@@ -31,23 +33,24 @@ class ShapeTimes(NamedTuple):
     context_token: float
 
 
+def _max_rows(memory: MemoryPlan, num_tokens: int) -> int:
+    """Returns how many sequences of this length the pool holds; one block stays free."""
+    return (memory.num_blocks - 1) // memory.blocks_for(num_tokens)
+
+
 def measure_shapes(built: Built) -> ShapeTimes:
     """Measures steps of full shapes on an idle engine without a prefix cache."""
     engine = built.engine
-    memory = built.memory
+    fitting = functools.partial(_max_rows, built.memory)
     menu = built.spec.menu
-    maximum = min(
-        built.spec.limits.max_rows,
-        (memory.num_blocks - 1) // memory.blocks_for(2 * SHORT_PROMPT + 4 * STEPS),
-    )
+    maximum = min(built.spec.limits.max_rows, fitting(2 * SHORT_PROMPT + 4 * STEPS))
     rows = sorted({min(bucket.num_rows, maximum) for bucket in menu.decode})
     decode = tuple((num_rows, _decoding(engine, num_rows, SHORT_PROMPT)) for num_rows in rows)
-    long = min(LONG_PROMPT, memory.max_model_len - 4 * STEPS - 1)
-    num_long = max(
-        (r for r in rows if r * memory.blocks_for(long + 4 * STEPS) < memory.num_blocks), default=1
-    )
+    long = min(LONG_PROMPT, built.max_model_len - 4 * STEPS - 1)
+    max_long = fitting(long + 4 * STEPS)
+    num_long = max((num_rows for num_rows in rows if num_rows <= max_long), default=1)
     beyond = _decoding(engine, num_long, long) - dict(decode)[num_long]
-    max_length = memory.max_model_len - 1
+    max_length = built.max_model_len - 1
     sizes = {min(bucket.num_tokens, max_length): bucket.num_rows for bucket in menu.chunk}
     chunk = tuple(
         (tokens, num_rows, _computing(engine, tokens)) for tokens, num_rows in sorted(sizes.items())

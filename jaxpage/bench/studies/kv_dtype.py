@@ -16,8 +16,8 @@ from jax.typing import DTypeLike
 
 from jaxpage.assembly import choose_dtype
 from jaxpage.assembly.planning import refuse_recurrent
-from jaxpage.bench.file_texts import read_token_ids
 from jaxpage.bench.results import environment, print_result
+from jaxpage.bench.studies.file_texts import read_token_ids
 from jaxpage.checkpoints import ModelFiles, load_weights, open_model
 from jaxpage.checkpoints.finding import resolve_model
 from jaxpage.device import pack_weights

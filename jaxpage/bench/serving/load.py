@@ -11,7 +11,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from jaxpage.bench.http_client import Client, TimedAnswer
+from jaxpage.bench.serving.http_client import Client, TimedAnswer
 from jaxpage.bench.workloads import WorkItem
 
 

@@ -18,10 +18,10 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from jaxpage.bench.engine_process import EngineInTurns, EngineRun, Prompts, engine_process
-from jaxpage.bench.file_texts import read_token_ids
 from jaxpage.bench.results import environment, print_result
-from jaxpage.bench.task_prompts import TASKS, prompts_of_tasks
+from jaxpage.bench.studies.engine_process import EngineInTurns, EngineRun, Prompts, engine_process
+from jaxpage.bench.studies.file_texts import read_token_ids
+from jaxpage.bench.studies.task_prompts import TASKS, prompts_of_tasks
 from jaxpage.bench.throughput import check_plot
 from jaxpage.checkpoints import read_config
 from jaxpage.checkpoints.finding import resolve_model
@@ -155,7 +155,9 @@ def _report(cells: Sequence[Cell], arguments: argparse.Namespace, config: Engine
         for name in ("temperature", "max_output", "starts", "repeats", "text", "tasks", "seed")
     }
     if arguments.plot:
-        from jaxpage.bench.speculation_plot import draw  # matplotlib is optional: see check_plot
+        from jaxpage.bench.studies.speculation_plot import (
+            draw,  # matplotlib is optional: see check_plot
+        )
 
         draw(cells).savefig(arguments.plot)
     results = [asdict(cell) for cell in cells]

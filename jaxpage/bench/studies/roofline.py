@@ -22,13 +22,14 @@ from tqdm import tqdm
 
 from jaxpage.assembly import Hooks
 from jaxpage.assembly.planning import refuse_recurrent
-from jaxpage.bench.ceilings import bandwidth, matmul_rate
 from jaxpage.bench.measure import parameters
 from jaxpage.bench.results import environment, print_result
-from jaxpage.bench.step_profile import OTHER, SCOPES, profile
+from jaxpage.bench.studies.ceilings import bandwidth, matmul_rate
+from jaxpage.bench.studies.step_profile import OTHER, SCOPES, profile
 from jaxpage.bench.throughput import check_writable
 from jaxpage.checkpoints import describe_model
 from jaxpage.checkpoints.finding import resolve_model
+from jaxpage.device import Executables
 from jaxpage.device.pages import bytes_per_layer
 from jaxpage.engine import Batch, Engine, Reporter
 from jaxpage.errors import UsageError
@@ -247,9 +248,7 @@ def _measure(engine: Engine, name: str, work: Work, before: Callable[[], object]
         middle = int(np.argsort(seconds["step"])[STEPS // 2])
         plain = {part: each[middle] for part, each in seconds.items()}
         seconds.clear()
-        executables = engine.executables
-        executable = executables.step(batches[-1].bucket, batches[-1].draft_depth).executable
-        scopes = profile(steps, executable.as_text())
+        scopes = profile(steps, _text_of_step(engine.executables, batches[-1]))
     engine.abort_all()
     scale = plain["run"] / sum(seconds["run"])  # because the profiler slows a run down
     device = {scope: spent * scale for scope, spent in scopes.items()}
@@ -257,6 +256,11 @@ def _measure(engine: Engine, name: str, work: Work, before: Callable[[], object]
     parts["commit"] = plain["step"] - plain["planning"] - plain["batch"] - plain["run"]
     parts |= {**device, "dispatch and transfer": plain["run"] - sum(device.values())}
     return Measured(name, work, plain["step"], parts)
+
+
+def _text_of_step(executables: Executables, batch: Batch) -> str:
+    """Returns the compiled code of a batch's step."""
+    return str(executables.step(batch.bucket, batch.draft_depth).executable.as_text())
 
 
 @contextlib.contextmanager

@@ -17,7 +17,8 @@ import jax
 from tqdm import tqdm
 
 from jaxpage.assembly import choose_dtype
-from jaxpage.bench.kv_dtype import (
+from jaxpage.bench.results import environment, print_result
+from jaxpage.bench.studies.kv_dtype import (
     DIFFERENCES,
     Logits,
     differences,
@@ -25,8 +26,7 @@ from jaxpage.bench.kv_dtype import (
     table,
     text_tokens,
 )
-from jaxpage.bench.results import environment, print_result
-from jaxpage.bench.roofline import STEPS, start_decoding
+from jaxpage.bench.studies.roofline import STEPS, start_decoding
 from jaxpage.bench.throughput import check_writable
 from jaxpage.checkpoints import open_model
 from jaxpage.checkpoints.finding import resolve_model

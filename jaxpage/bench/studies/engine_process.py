@@ -16,7 +16,7 @@ from multiprocessing.connection import wait
 from multiprocessing.managers import BaseManager
 from typing import Any, NamedTuple
 
-from jaxpage.bench.oracle import OracleLLM
+from jaxpage.bench.studies.oracle import OracleLLM
 from jaxpage.errors import JaxpageError
 from jaxpage.llm import LLM
 from jaxpage.settings.engine_config import EngineConfig
@@ -55,7 +55,7 @@ class EngineInTurns:
     def learn(self, prompts: Prompts, params: Sequence[SamplingParams], outputs: Prompts) -> None:
         """Tells the oracle what comes of the prompts that begin next."""
         assert isinstance(self._llm, OracleLLM), "started with `oracle`"
-        self._llm.oracle.learn(prompts, params, outputs)
+        self._llm.learn(prompts, params, outputs)
 
     def begin(self, prompts: Prompts, params: Sequence[SamplingParams]) -> None:
         """Adds the prompts; nothing is computed before `go_on`."""

@@ -14,7 +14,7 @@ from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from jaxpage.bench.http_client import Client
+from jaxpage.bench.serving.http_client import Client
 
 POLL_SECONDS = 0.25
 _PREFIXES = ("jaxpage_", "vllm:")
@@ -43,14 +43,14 @@ class MetricsPoller:
 
     async def __aenter__(self) -> MetricsPoller:
         self._start = perf_counter()
-        await self._read_all()
+        await self._look()
         self._polling = asyncio.ensure_future(self._poll())
         return self
 
     async def __aexit__(self, *_: object) -> None:
         self._polling.cancel()
         await asyncio.gather(self._polling, return_exceptions=True)
-        await self._read_all()
+        await self._look()
 
     def as_dict(self) -> dict[str, Any]:
         """Returns counts over the run, and means and maxima of its samples, if there are any."""
@@ -83,9 +83,9 @@ class MetricsPoller:
     async def _poll(self) -> None:
         while self._samples:  # empty if the first look found no metrics
             await asyncio.sleep(POLL_SECONDS)
-            await self._read_all()
+            await self._look()
 
-    async def _read_all(self) -> None:
+    async def _look(self) -> None:
         text = await self._client.text("/metrics")
         try:
             values = parse(text or "")

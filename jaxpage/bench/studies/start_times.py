@@ -20,8 +20,8 @@ from statistics import median
 
 from tqdm import tqdm
 
-from jaxpage.bench import startup_process
 from jaxpage.bench.results import environment, print_result
+from jaxpage.bench.studies import startup_process
 from jaxpage.bench.throughput import check_writable
 from jaxpage.checkpoints.finding import FETCHABLE, resolve_model
 from jaxpage.errors import JaxpageError, UsageError

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from matplotlib.figure import Figure
 
-from jaxpage.bench.speculation import NONE, Cell
+from jaxpage.bench.studies.speculation import NONE, Cell
 
 # The colours are those of Okabe and Ito, which colour-blind readers can tell apart.
 COLOURS = ("#0072B2", "#56B4E9", "#D55E00", "#E69F00", "#009E73", "#CC79A7", "#999999")

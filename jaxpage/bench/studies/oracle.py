@@ -9,7 +9,7 @@ from jaxpage.assembly import Built
 from jaxpage.llm import LLM
 from jaxpage.settings.engine_config import EngineConfig
 from jaxpage.settings.sampling_params import SamplingParams
-from jaxpage.speculation import Proposer, ProposingSpeculator
+from jaxpage.speculation import Proposer, ProposingSpeculator, Speculator
 from jaxpage.step.draft import Draft, chain
 from jaxpage.step.request import Request, Sequence
 
@@ -50,9 +50,18 @@ class OracleLLM(LLM):
         oracle: The oracle.
     """
 
+    def learn(
+        self, prompts: Items[list[int]], params: Items[SamplingParams], outputs: Items[list[int]]
+    ) -> None:
+        """Tells the oracle what comes of the requests that come next; see `OracleProposer`."""
+        self.oracle.learn(prompts, params, outputs)
+
     def _use(self, config: EngineConfig, built: Built, **options: Any) -> None:
-        speculator = built.engine.speculator
-        assert isinstance(speculator, ProposingSpeculator), "the config has speculation"
         self.oracle = OracleProposer()
-        speculator.proposer = self.oracle
+        _replace_proposer(built.engine.speculator, self.oracle)
         super()._use(config, built, **options)
+
+
+def _replace_proposer(speculator: Speculator, proposer: Proposer) -> None:
+    assert isinstance(speculator, ProposingSpeculator), "the config has speculation"
+    speculator.proposer = proposer

@@ -1,28 +1,21 @@
-"""Declares the settings of the server, and resolves them together with those of the engine.
+"""Declares the settings of the server.
 
-In a configuration file the settings of the server are below `server:`.
+In a configuration file they are below `server:`; see resolving.py.
 """
 
 from __future__ import annotations
 
 import ipaddress
-import os
 import re
-from collections.abc import Iterable, Mapping
-from pathlib import Path
+from collections.abc import Iterable
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
-from jaxpage.errors import ConfigError, JaxpageError, UnsupportedError
 from jaxpage.serving.http.origins import check_origin
 from jaxpage.settings.checked_settings import ByteSize, Problem, Settings, setting
-from jaxpage.settings.engine_config import EngineConfig
-from jaxpage.settings.sources import Resolved, read_file, resolve_settings
 
-API_KEY_VARIABLE = "JAXPAGE_API_KEY"
 AUTO = "auto"
-MAX_KEY_FILE_BYTES = 1 << 16
 
 _Text = Annotated[str, Field(min_length=1, max_length=4096)]
 # The name goes into paths (/v1/models/NAME), metric labels and every answer.
@@ -111,6 +104,8 @@ _LoRAModules = Annotated[
 _Origins = Annotated[tuple[_Origin, ...], Field(max_length=256), BeforeValidator(_as_tuple)]
 
 
+# One flat record of more than 20 fields, because each is also a flag, a key of YAML and a variable,
+# and users know it by that name alone.
 class ServerConfig(Settings):
     """Holds the settings of the server, each declared here and nowhere else; see `setting`."""
 
@@ -409,153 +404,3 @@ class ServerConfig(Settings):
             return ipaddress.ip_address(self.host).is_loopback
         except ValueError:
             return self.host == "localhost"
-
-
-def resolve_both(
-    path: str | os.PathLike[str] | None,
-    engine: Mapping[str, Any],
-    server: Mapping[str, Any],
-    *,
-    environment: Mapping[str, str] | None = None,
-    overrides_origin: str = "argument",
-) -> tuple[Resolved[EngineConfig], Resolved[ServerConfig]]:
-    """Resolves both configurations from one file, the environment, and explicit settings.
-
-    Args:
-        path: The YAML file, or None.
-        engine: Explicit settings of the engine, which win over the file and the environment.
-        server: Explicit settings of the server, which win likewise.
-        environment: The environment variables; None for those of the process.
-        overrides_origin: The words that name the origin of explicit settings.
-
-    Raises:
-        ConfigError: A setting is unknown, wrong or below the wrong heading. The message has the
-            problems of both configurations.
-        UnsupportedError: Every problem is a setting that this version does not support.
-    """
-    file = read_file(path)
-    below = file.pop("server").value if "server" in file else {}
-    problems: list[str] = []
-    for settings, names, other, there in (
-        (file, EngineConfig, ServerConfig, "the server's: write it below 'server:'"),
-        (below, ServerConfig, EngineConfig, "the engine's: write it at the top level"),
-    ):
-        for name in [
-            name
-            for name in settings
-            if name in other.model_fields and name not in names.model_fields
-        ]:
-            problems.append(f"{settings.pop(name).place}: {name}: this setting is {there}")
-    errors: list[JaxpageError] = [ConfigError("\n".join(problems))] if problems else []
-    resolved: list[Any] = []
-    for kind, values, by_hand in ((EngineConfig, file, engine), (ServerConfig, below, server)):
-        try:
-            resolved.append(resolve_settings(kind, values, by_hand, environment, overrides_origin))
-        except (ConfigError, UnsupportedError) as error:
-            errors.append(error)
-    if not errors:
-        errors += _contradictions(resolved[0].config, resolved[1].config)
-    if errors:
-        refusal = (
-            UnsupportedError
-            if all(isinstance(error, UnsupportedError) for error in errors)
-            else ConfigError
-        )
-        raise refusal("\n".join(map(str, errors)))
-    return resolved[0], resolved[1]
-
-
-def _contradictions(engine: EngineConfig, server: ServerConfig) -> list[JaxpageError]:
-    explicit = [
-        name for name in ("lora_modules", "lora_directory") if getattr(server, name) is not None
-    ]
-    errors: list[JaxpageError] = [
-        ConfigError(f"{name}: needs enable_lora") for name in explicit if not engine.enable_lora
-    ]
-    if server.kv_events is not None and not engine.enable_prefix_caching:
-        errors.append(ConfigError("kv_events: needs enable_prefix_caching"))
-    if server.weights_directory is not None and not Path(server.weights_directory).is_dir():
-        errors.append(
-            ConfigError(f"weights_directory: {server.weights_directory!r} is not a directory")
-        )
-    return errors + (of_several_hosts(engine, server) if server.num_hosts > 1 else [])
-
-
-def of_several_hosts(engine: EngineConfig, server: ServerConfig) -> list[JaxpageError]:
-    """Returns an error for each setting that cannot be used with several hosts."""
-    num_hosts = server.num_hosts
-    size = engine.tensor_parallel_size
-    errors: list[JaxpageError] = []
-    if size % num_hosts:
-        errors.append(
-            ConfigError(
-                f"num_hosts: {num_hosts} hosts need a tensor_parallel_size that they can share, "
-                f"not {size}"
-            )
-        )
-    explicit: dict[str, Any] = {
-        "prefix_cache_directory": engine.prefix_cache_directory,
-        "lora_directory": server.lora_directory,
-        "event_log with weights_directory": engine.event_log and server.weights_directory,
-        "enable_prompt_embeds": engine.enable_prompt_embeds or None,
-    }
-    errors += [
-        UnsupportedError(f"{name} is not supported with num_hosts = {num_hosts}")
-        for name, value in explicit.items()
-        if value is not None
-    ]
-    of_leader = {"event_log": engine.event_log, "incident_steps": server.incident_steps}
-    errors += [
-        UnsupportedError(
-            f"{name} is not supported with host_rank = {server.host_rank}: rank 0 writes it, give "
-            "it there"
-        )
-        for name, value in of_leader.items()
-        if value is not None and server.host_rank
-    ]
-    return errors
-
-
-def read_api_keys(
-    config: ServerConfig, environment: Mapping[str, str] | None = None
-) -> tuple[str, ...]:
-    """Returns the keys that let a request in.
-
-    They come from `api_key_file`, one on each line, and from $JAXPAGE_API_KEY, separated by commas.
-    If neither is given there are no keys, and the server asks for none. A source that is given but
-    has no key is an error, so that a mistake opens no door.
-
-    Raises:
-        ConfigError: A source cannot be read, is empty, or has a key that no header can carry.
-    """
-    text = (os.environ if environment is None else environment).get(API_KEY_VARIABLE)
-    keys = [] if text is None else _keys(API_KEY_VARIABLE, text.split(","))
-    if config.api_key_file is not None:
-        lines = _read_key_file(Path(config.api_key_file)).splitlines()
-        keys += _keys(
-            config.api_key_file, [line for line in lines if not line.lstrip().startswith("#")]
-        )
-    return tuple(dict.fromkeys(keys))
-
-
-def _keys(source: str, texts: Iterable[str]) -> list[str]:
-    keys = [key for text in texts if (key := text.strip())]
-    if not keys:
-        raise ConfigError(f"{source} is given, but has no key")
-    if not all(key.isascii() and key.isprintable() and " " not in key for key in keys):
-        # The message does not show the key, which is a secret.
-        raise ConfigError(f"{source}: a key must be printable ASCII without spaces")
-    return keys
-
-
-def _read_key_file(path: Path) -> str:
-    try:
-        if not path.is_file():
-            raise ConfigError(f"api_key_file: there is no file {path}")
-        if path.stat().st_size > MAX_KEY_FILE_BYTES:
-            raise ConfigError(f"api_key_file: {path} has more than {MAX_KEY_FILE_BYTES} bytes")
-        return path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"api_key_file: cannot read {path}: {error.strerror}") from None
-    except UnicodeDecodeError:
-        raise ConfigError(f"api_key_file: {path} is not a text file (UTF-8)") from None

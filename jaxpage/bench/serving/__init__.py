@@ -1,0 +1,1 @@
+"""Measures a server as its clients see it: `jaxpage bench serve`, in serve.py."""

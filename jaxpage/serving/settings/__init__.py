@@ -1,0 +1,1 @@
+"""Declares the settings of the server, and reads them and its keys."""
