@@ -141,7 +141,7 @@ class Runs:
         for name, line in zip(("whole", "streamed"), lines, strict=True):
             streams = name == "streamed"
             half = slice(len(prompts) // 2, None) if streams else slice(len(prompts) // 2)
-            paths = [(one.path, one.streams) for one in seen if one.streams == streams]
+            paths = [(each.path, each.streams) for each in seen if each.streams == streams]
             outcomes[name] = Outcome(json.loads(line), prompts[half], paths)
         return outcomes
 

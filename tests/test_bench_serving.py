@@ -66,12 +66,12 @@ class FakeServer:
         length = int(head.lower().partition("content-length: ")[2].split("\r\n")[0])
         body = await reader.readexactly(length)
         if method == "GET":
-            found: dict[str, Any] = {
+            answer: dict[str, Any] = {
                 "data": [{"id": "a", "max_model_len": 64}, {"id": "b", "max_model_len": 64}]
             }
             if path == "/v1/capabilities":
-                found = {"model": {"vocab_size": 50}}
-            text = json.dumps(found)
+                answer = {"model": {"vocab_size": 50}}
+            text = json.dumps(answer)
             if path == "/metrics":
                 text = self.metrics.pop(0) if len(self.metrics) > 1 else self.metrics[0]
             self._head(writer)
@@ -154,7 +154,7 @@ def test_latencies_by_their_definitions():
         TimedAnswer(due=0.0, error="status 429"),
     ]
     result = summary(answers, 4.0, {"ttft": 600.0, "tpot": 500.0})
-    wanted = {
+    expected = {
         "request_goodput": 0.25,
         "mean_normalized_latency_ms": 1500.0,
         "completed": 2,
@@ -172,7 +172,7 @@ def test_latencies_by_their_definitions():
         "p99_itl_ms": pytest.approx(995.0),
         "mean_e2el_ms": 2250.0,
     }
-    assert {name: result[name] for name in wanted} == wanted
+    assert {name: result[name] for name in expected} == expected
 
 
 def test_a_latency_without_a_sample_is_no_number():
@@ -224,14 +224,14 @@ def test_a_rate_that_was_not_held_is_told():
     answers = [
         TimedAnswer(due=10.0 + due, sent=10.0 + sent) for due, sent in ((1, 1), (2, 2), (3, 4))
     ]
-    found = rate_held(answers, 10.0)
-    assert found == {
+    rate = rate_held(answers, 10.0)
+    assert rate == {
         "drawn_request_rate": 1.0,
         "sent_request_rate": 0.75,
         "max_lateness_ms": 1000.0,
         "request_rate_held": False,
     }
-    [note] = rate_notes(found)
+    [note] = rate_notes(rate)
     assert "not held: 1.00 requests/s arrived, 0.75 were sent, up to 1000 ms late" in note
     held = rate_held(answers[:2], 10.0)
     assert held["request_rate_held"] and not rate_notes(held)
@@ -265,7 +265,7 @@ def test_what_the_servers_metrics_say(server, capsys, tmp_path):
     assert result["num_preemptions"] == 3 and result["prefix_cache_hit_rate"] == 0.25
     assert result.get("mean_kv_cache_usage_perc", 0.25) == 0.25, "if there was a look in between"
     assert "draft_acceptance_rate" not in result and "compiles_during_run" not in result
-    assert [one["request_rate"] for one in result["sweep"]] == [100, 1000]
+    assert [each["request_rate"] for each in result["sweep"]] == [100, 1000]
     assert (
         result["request_goodput"] == result["request_throughput"]
         and result["arrivals"] == "poisson"
@@ -540,7 +540,7 @@ def test_latency_of_a_batch_and_of_other_settings_beside_it(model, capsys, tmp_p
         <= result["percentiles"]["50"]
         <= max(result["latencies"])
     )
-    assert [one["engine"] for one in result["baselines"]] == ["enable_prefix_caching=false"]
+    assert [each["engine"] for each in result["baselines"]] == ["enable_prefix_caching=false"]
     assert result["effective_dtype"] == result["effective_kv_cache_dtype"] == "float32"
     assert "p99 (s)" in out and result["environment"]["device"].startswith("cpu")
     earlier = tmp_path / "earlier.json"

@@ -10,11 +10,12 @@ from pathlib import Path
 import pytest
 
 from jaxpage import cli
+from jaxpage.assembly.planning import engine_spec
 from jaxpage.bench import speculation
 from jaxpage.bench.engine_process import EngineInTurns
 from jaxpage.bench.roofline import PARTS
 from jaxpage.bench.speculation import CONTROL, NONE
-from tests.support.engines import LLAMA
+from tests.support.engines import LLAMA, make_short_menu
 from tests.support.random_checkpoints import random_checkpoint
 
 pytestmark = pytest.mark.usefixtures("compiled_when_used")
@@ -96,6 +97,7 @@ def engine_here(config, *, oracle=False):
 def test_drafts_are_measured_beside_engines_without(capsys, monkeypatch):
     monkeypatch.setattr(speculation, "TOKENS_OF_A_TURN", 24)
     monkeypatch.setattr(speculation, "engine_process", engine_here)
+    monkeypatch.setattr(engine_spec, "make_menu", make_short_menu)
     words = ["--model", "demo", "--text", str(TEXT), "--batches", "1", "--repeats", "1"]
     words += ["--num-speculative-tokens", "2", "--max-output", "24"]
     words += ["--oracle", "--temperature", "0.8"]

@@ -345,12 +345,12 @@ def test_which_drafts_become_tokens() -> None:
         EngineConfig().acceptance == EngineConfig(speculative_config={"method": "ngram"}).acceptance
     )
     assert EngineConfig().acceptance.name == "coupled"
-    given = {
+    values = {
         "method": "suffix",
         "acceptance": "typical",
         "typical_acceptance_posterior_threshold": 0.2,
     }
-    assert EngineConfig(speculative_config=given).acceptance == ("typical", 0.2, 0.3)
+    assert EngineConfig(speculative_config=values).acceptance == ("typical", 0.2, 0.3)
     assert EngineConfig(
         speculative_config={"method": "medusa", "model": "m", "acceptance": "typical"}
     ).acceptance == (
@@ -361,16 +361,16 @@ def test_which_drafts_become_tokens() -> None:
 
 
 def test_settings_of_speculation_from_every_source(tmp_path: Path) -> None:
-    wanted = {"method": "ngram", "num_speculative_tokens": 3}
+    expected = {"method": "ngram", "num_speculative_tokens": 3}
     for config in (
         resolve(
             write(tmp_path, "speculative_config:\n  method: ngram\n  num_speculative_tokens: 3")
         ),
-        resolve(environment={"JAXPAGE_SPECULATIVE_CONFIG": json.dumps(wanted)}),
-        resolve(speculative_config=wanted),
+        resolve(environment={"JAXPAGE_SPECULATIVE_CONFIG": json.dumps(expected)}),
+        resolve(speculative_config=expected),
     ):
-        assert config == EngineConfig(speculative_config=wanted)
-    resolved = resolve_config(None, {"speculative_config": wanted}, environment={})
+        assert config == EngineConfig(speculative_config=expected)
+    resolved = resolve_config(None, {"speculative_config": expected}, environment={})
     assert resolve(write(tmp_path, "\n".join(resolved.lines()))) == resolved.config
     assert (
         EngineConfig(**resolved.config.model_dump()) == resolved.config == resolved.config.replace()
@@ -378,7 +378,7 @@ def test_settings_of_speculation_from_every_source(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "name"),
+    ("dtype", "name"),
     [
         (jnp.bfloat16, "bfloat16"),
         (np.float16, "float16"),
@@ -386,8 +386,8 @@ def test_settings_of_speculation_from_every_source(tmp_path: Path) -> None:
         ("half", "float16"),
     ],
 )
-def test_a_dtype_may_be_a_type(given: Any, name: str) -> None:
-    assert EngineConfig(dtype=given).dtype == name
+def test_a_dtype_may_be_a_type(dtype: Any, name: str) -> None:
+    assert EngineConfig(dtype=dtype).dtype == name
 
 
 def test_neutral_values_of_unsupported_settings_are_accepted() -> None:
@@ -561,7 +561,7 @@ def test_a_name_too_long_to_be_one_is_compared_with_none(
     """Wherever a name comes from: comparing takes time that grows with its length."""
     name, compared = "m" * length, []
     monkeypatch.setattr(
-        difflib, "get_close_matches", lambda given, *_: compared.append(len(given)) or []
+        difflib, "get_close_matches", lambda name, *_: compared.append(len(name)) or []
     )
     requests = context(strict_requests=True)
     for error, refused in (
@@ -616,12 +616,12 @@ def test_keyword_arguments_are_the_settings():
     hints = get_type_hints(LLMSettings)
     assert {"model", *hints} == EngineConfig.model_fields.keys()
     for name, hint in hints.items():
-        choices, wanted = (
+        choices, expected = (
             _choices(each) for each in (hint, EngineConfig.model_fields[name].annotation)
         )
         # Other words for a choice: "auto" is short for the method of that name.
         others = {"half", "float"} | ({"auto"} if name == "speculative_config" else set())
-        assert choices - others == wanted, name
+        assert choices - others == expected, name
 
 
 def _choices(hint: Any) -> set[Any]:

@@ -27,6 +27,7 @@ from tests.support.executables import when_used
 from tests.support.notebooks import as_text, executed
 from tests.support.random_checkpoints import random_checkpoint, random_tensors
 from tests.support.running import serving, wait_until
+from tests.support.sweeps import few
 
 pytestmark = pytest.mark.usefixtures("largest_shapes")
 
@@ -51,7 +52,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return random_checkpoint(tmp_path_factory.mktemp("model"), LLAMA)
 
 
-def seeded(llm: LLM, params: list[Any]) -> list[Any]:
+def prepare_seeded(llm: LLM, params: list[Any]) -> list[Any]:
     """Prepared requests, which have the seeds that an engine would draw for its first ones."""
     return llm._prepare(
         PROMPTS,
@@ -106,10 +107,10 @@ def plain_output(output: RequestOutput) -> RequestOutput:
     return dataclasses.replace(output, request_id="", metrics=None)
 
 
-@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize("name", few(SETTINGS, ["recompute", "swap"]))
 def test_a_request_goes_on_as_if_it_had_never_been_aborted(checkpoint: Path, name: str) -> None:
     with make_llm(checkpoint, start=False, **SETTINGS[name]) as llm:
-        requests = seeded(llm, PARAMS)
+        requests = prepare_seeded(llm, PARAMS)
         expected = [plain_output(output) for output in run(llm, requests, [])]
         lengths = {len(sample.token_ids) for sample in expected[2].outputs}
         assert len(lengths) > 1, "some samples end before others"

@@ -133,10 +133,12 @@ def test_stop_strings_cut_exactly_and_never_leak_into_a_stream(llm):
         )
         pieces = [chunk.outputs[0].text for chunk in llm.stream("Once upon a time", params)]
         assert "".join(pieces) == free.text[:place]
-    kept = SamplingParams(
+    greedy = SamplingParams(
         temperature=0.0, max_tokens=48, stop=stop, include_stop_str_in_output=True
     )
-    assert one(llm, "Once upon a time", kept).text == free.text[: free.text.index(stop) + len(stop)]
+    assert (
+        one(llm, "Once upon a time", greedy).text == free.text[: free.text.index(stop) + len(stop)]
+    )
 
 
 def test_chat_goes_through_the_template(llm):

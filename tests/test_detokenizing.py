@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
@@ -21,6 +21,7 @@ from jaxpage.engine.text import StreamDetokenizer
 from jaxpage.outputs import Logprob
 from jaxpage.receipts.hashing import hash_tokenizer
 from jaxpage.serving.wire.logprobs import TextOffsets, TokenTexts, chat_logprobs
+from tests.support.sweeps import examples
 from tests.support.tokenizers import byte_letters, write_tokenizer
 from tests.support.word_tokenizer import word_tokenizer
 
@@ -46,7 +47,7 @@ class Counting(StreamDetokenizer):
         return super()._decode(token_ids)
 
 
-@settings(max_examples=300)
+@examples(80)
 @given(
     st.lists(
         st.tuples(st.sampled_from(PIECES), st.integers(1, 4), st.sampled_from([1, 1, 1, 12])),
@@ -177,17 +178,15 @@ def ids_of(name: str) -> st.SearchStrategy[list[int]]:
             else {byte: byte for byte in range(256)}
         )
 
-        def spelled(text: str, length: int) -> list[int]:
+        def spell(text: str, length: int) -> list[int]:
             return [of_byte[byte] for byte in text.encode()[:length]]
 
         tokens += [
-            st.characters(codec="utf-8").map(lambda text: spelled(text, 4)),
+            st.characters(codec="utf-8").map(lambda text: spell(text, 4)),
             st.text("\U0001f389\u9f98\u0c24\U0001f1e9\U0001f3fd\u00e9\ufffda ", max_size=4).map(
-                lambda text: spelled(text, 16)
+                lambda text: spell(text, 16)
             ),
-            st.tuples(st.characters(codec="utf-8"), st.integers(1, 3)).map(
-                lambda cut: spelled(*cut)
-            ),
+            st.tuples(st.characters(codec="utf-8"), st.integers(1, 3)).map(lambda cut: spell(*cut)),
             st.integers(256, size - 1).map(lambda token_id: [token_id]),
         ]
     return st.lists(st.one_of(tokens), max_size=6).map(  # a run has at most 96 bytes
@@ -197,7 +196,7 @@ def ids_of(name: str) -> st.SearchStrategy[list[int]]:
 
 @pytest.mark.parametrize("name", VOCABULARIES)
 def test_text_in_pieces_is_the_text_of_the_whole(name):
-    @settings(max_examples=100)
+    @examples(30)
     @given(ids_of(name), st.integers(0, 20), st.booleans())
     def search(token_ids: list[int], cut: int, skips: bool) -> None:
         agree_with_the_tokenizer(name, token_ids, min(cut, len(token_ids)), skips=skips)
@@ -251,7 +250,7 @@ def test_a_prompt_may_end_anywhere_in_a_long_run_of_bytes(length):
 
 @pytest.mark.parametrize("name", ["gemma", "byte level"])
 @given(parts=st.data())
-@settings(max_examples=50)
+@examples(20)
 def test_log_probabilities_tell_the_bytes_of_tokens_and_where_they_begin(name, parts):
     """A token begins where the character begins that it is a part of; all bytes together are the text."""
     token_ids = parts.draw(ids_of(name))
@@ -303,7 +302,7 @@ def agree(stored: Any, whole: Any) -> None:
         assert getattr(stored, name) == getattr(whole, name)
     assert hash_tokenizer(stored) == hash_tokenizer(whole)
 
-    @settings(max_examples=30)
+    @examples(10)
     @given(
         st.lists(st.one_of(st.text(max_size=5), st.sampled_from(MARKS)), max_size=4).map("".join),
         st.lists(st.integers(0, len(whole) - 1), max_size=8),

@@ -123,18 +123,18 @@ RAW = (
 
 @pytest.fixture(scope="module")
 def server():
-    with running(ServerConfig(max_queued_requests=MAX_QUEUED)) as one:
-        yield one
+    with running(ServerConfig(max_queued_requests=MAX_QUEUED)) as running_server:
+        yield running_server
 
 
 @pytest.fixture
 def client(server):
-    with httpx.Client(base_url=server.address, timeout=120) as one:
-        yield one
+    with httpx.Client(base_url=server.address, timeout=120) as http_client:
+        yield http_client
 
 
 def test_a_hundred_hostile_clients_change_nothing_for_fifty_honest_ones(server):
-    alone = [asyncio.run(_together(server, [one], 0))[0][0] for one in HONEST]
+    alone = [asyncio.run(_together(server, [each], 0))[0][0] for each in HONEST]
     answers, statuses = asyncio.run(_together(server, [*HONEST] * 5, 100))
     for index, answer in enumerate(answers):
         assert answer == alone[index % len(HONEST)], HONEST[index % len(HONEST)]
@@ -154,7 +154,7 @@ async def _together(
         hostile = [
             asyncio.create_task(_attack(server, client, index)) for index in range(num_hostile)
         ]
-        answers = await asyncio.gather(*(_answer(client, *one) for one in honest))
+        answers = await asyncio.gather(*(_answer(client, *each) for each in honest))
         return answers, Counter(await asyncio.gather(*hostile))
 
 
@@ -330,8 +330,8 @@ def test_nobody_waits_for_texts_that_are_only_tokenized(server, client, monkeypa
         for _ in range(8)
     ]
     try:
-        for one in tokenizings:
-            one.start()
+        for each in tokenizings:
+            each.start()
         assert requested.acquire(timeout=WAIT_SECONDS)
         assert (
             client.post(
@@ -342,8 +342,8 @@ def test_nobody_waits_for_texts_that_are_only_tokenized(server, client, monkeypa
         assert not answers
     finally:
         goes_on.set()
-        for one in tokenizings:
-            one.join(WAIT_SECONDS)
+        for each in tokenizings:
+            each.join(WAIT_SECONDS)
     assert [answer.status_code for answer in answers] == [200] * 8
 
 

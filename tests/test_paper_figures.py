@@ -280,7 +280,7 @@ SCRIPT = {
 }
 
 
-def scripted(num_output: int, known: list[int]) -> dict[int, float]:
+def script(num_output: int, known: list[int]) -> dict[int, float]:
     """The likely tokens behind a beam."""
     if num_output not in SCRIPT:
         return CONTINUES
@@ -289,13 +289,13 @@ def scripted(num_output: int, known: list[int]) -> dict[int, float]:
     )
 
 
-def drawn_as_scripted(engine: Any, result: StepResult) -> StepResult:
+def draw_as_scripted(engine: Any, result: StepResult) -> StepResult:
     """Candidates as the figure wants them in place of what the model says."""
     sequences = {s.sequence_id: s for group in engine.scheduler.running for s in group.unfinished}
     top_ids, top_logprobs = result.top_token_ids.copy(), result.top_logprobs.copy()
     for draw, sample in enumerate(engine.plan.samples):
         sequence = sequences[sample.sequence_id]
-        likely = scripted(sequence.num_output_tokens, sequence.token_ids)
+        likely = script(sequence.num_output_tokens, sequence.token_ids)
         others = [token for token in range(100, 200) if token not in likely]
         top_ids[draw] = [*likely, *others][: top_ids.shape[1]]
         top_logprobs[draw] = [*likely.values(), *([-50.0] * len(others))][: top_ids.shape[1]]
@@ -316,11 +316,11 @@ def stepped(
     engine: Any = llm._engine
     build = engine.builder.build
 
-    def noted(plan: StepPlan, *masks: Any) -> Any:
+    def note(plan: StepPlan, *masks: Any) -> Any:
         engine.plan = plan
         return build(plan, *masks)
 
-    engine.builder.build = noted
+    engine.builder.build = note
     reporter = engine.add(
         "figure 9", engine.prepare(None, prompt, BeamSearchParams(4, max_tokens, ignore_eos=True))
     )
@@ -343,7 +343,7 @@ def test_figure_9_through_the_engine(llm, monkeypatch):
     """The same sharing by a beam search that is asked for, with candidates that make it the paper's."""
     engine, pool = llm._engine, llm._engine.scheduler.block_manager.groups[0].pool
     run = engine.runner.run
-    monkeypatch.setattr(engine.runner, "run", lambda batch: drawn_as_scripted(engine, run(batch)))
+    monkeypatch.setattr(engine.runner, "run", lambda batch: draw_as_scripted(engine, run(batch)))
     steps = list(stepped(llm, [1, 2, 3, 4], 15))
     assert all(not plan.copies for plan, _ in steps), "beams part where blocks end: nothing to copy"
     assert pool.num_free == pool.num_usable
@@ -370,8 +370,8 @@ def test_figure_9_through_the_engine(llm, monkeypatch):
     # 0 and 3 are not extended; 1 and 2 are, twice each; each of the four has begun a new block
     after = steps[13][1]
     assert set(after) == {(10, 31, 40), (10, 31, 41), (10, 32, 40), (10, 32, 41)}
-    kept = {name: [place.get(block) for block in table[:4]] for name, table in after.items()}
-    assert kept == {name: figure[name[:2]] for name in after}
+    places = {name: [place.get(block) for block in table[:4]] for name, table in after.items()}
+    assert places == {name: figure[name[:2]] for name in after}
     assert len({table[4] for table in after.values()}) == 4
     held = {block for table in after.values() for block in table}
     # freed

@@ -78,8 +78,8 @@ def test_the_tests_of_the_page_of_models_exist():
 
 def test_published_models_have_architectures_that_load_and_each_of_them_has_one():
     entries = [entry for group in ENTRIES.values() for entry in group]
-    found = {OTHER_NAMES.get(kind, kind) for _, _, kind, _ in entries}
-    assert found == set(FAMILIES)
+    kinds = {OTHER_NAMES.get(kind, kind) for _, _, kind, _ in entries}
+    assert kinds == set(FAMILIES)
     for other, name in OTHER_NAMES.items():
         assert load_family({"architectures": [other]}) is load_family({"architectures": [name]})
     names = [name for name, *_ in (*entries, *NOT_THERE)]
@@ -125,17 +125,17 @@ def test_links_lead_somewhere(path):
         if re.match(r"[a-z]+:", link):
             continue
         file, _, anchor = link.partition("#")
-        found = path if not file else (path.parent / file)
-        assert found.exists(), f"{path.name} links to {link}"
-        if anchor and found.suffix == ".md":
-            assert anchor in anchors(found), f"{path.name} links to {link}"
+        target_path = path if not file else (path.parent / file)
+        assert target_path.exists(), f"{path.name} links to {link}"
+        if anchor and target_path.suffix == ".md":
+            assert anchor in anchors(target_path), f"{path.name} links to {link}"
 
 
 def anchors(path: Path) -> set[str]:
     """Of the headings, as GitHub makes them."""
-    found = set()
+    names = set()
     for line in path.read_text().splitlines():
         if heading := re.match(r"#+ (.*)", line):
             text = re.sub(r"[^\w\- ]", "", re.sub(r"[`*]|\]\([^)]*\)|\[", "", heading[1]).lower())
-            found.add(text.replace(" ", "-"))
-    return found
+            names.add(text.replace(" ", "-"))
+    return names

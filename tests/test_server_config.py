@@ -312,8 +312,8 @@ def test_config_validate_tells_everything_at_once(tmp_path, monkeypatch, capsys)
     monkeypatch.setenv("JAXPAGE_LOG_LEVL", "info")
     monkeypatch.setenv("JAXPAGE_SEED", "[")
     assert cli.main(["config", "validate", str(path), "--max-num-seqs", "0"]) == 2
-    told = capsys.readouterr().err.removeprefix("jaxpage: error: ").splitlines()
-    assert sorted(line.partition(": ")[2].split(":")[0] for line in told) == [
+    errors = capsys.readouterr().err.removeprefix("jaxpage: error: ").splitlines()
+    assert sorted(line.partition(": ")[2].split(":")[0] for line in errors) == [
         *(
             "attention_backend",
             "block_size",
@@ -325,7 +325,7 @@ def test_config_validate_tells_everything_at_once(tmp_path, monkeypatch, capsys)
         ),
         *("prot", "ui_show_prompts", "unknown setting; did you mean 'log_level'?"),
     ]
-    assert {line.split(": ")[0] for line in told if line.startswith(str(path))} == {
+    assert {line.split(": ")[0] for line in errors if line.startswith(str(path))} == {
         f"{path}:{number}" for number in (1, 2, 3, 4, 6, 7, 8)
     }
 

@@ -30,6 +30,7 @@ from tests.support.random_checkpoints import random_checkpoint, random_tensors
 from tests.support.running import wait_until
 from tests.support.sweeps import few
 
+pytestmark = pytest.mark.usefixtures("largest_shapes")
 PROMPTS = [[1, 2, 3, 4] * 9, [7, 8, 9], [5] * 20]
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3}
 SUFFIX = {"method": "suffix", "num_speculative_tokens": 4}
@@ -45,13 +46,13 @@ def fresh(checkpoint: Path) -> Iterator[Callable[..., CompletionOutput]]:
     """What a request gives that begins with a prompt and tokens, on an engine that has done nothing else with these weights."""
     with make_llm(checkpoint, enable_prefix_caching=False) as llm:
 
-        def continued(version: int, token_ids: list[int], **params: Any) -> CompletionOutput:
+        def continue_from(version: int, token_ids: list[int], **params: Any) -> CompletionOutput:
             llm.update_parameters(random_tensors(LLAMA, seed=version))
             params = {"ignore_eos": True, "logprobs": 2, **params}
             output = llm.generate([token_ids], SamplingParams(**params), use_tqdm=False)
             return output[0].outputs[0]
 
-        yield continued
+        yield continue_from
 
 
 def run_by_hand(llm: LLM, prompts: list[list[int]], params: Any) -> list[Any]:
@@ -105,10 +106,7 @@ SETTINGS = {
     ("name", "way"),
     few(
         itertools.product(SETTINGS, WAYS),
-        [
-            *(("recompute", "drawn"), ("swap", "samples"), ("mixed", "greedy")),
-            *(("n-gram", "drawn"), ("suffix", "greedy")),
-        ],
+        [("recompute", "drawn"), ("swap", "samples")],  # the fuzzer updates with drafts, too
     ),
 )
 def test_recomputed_requests_go_on_as_fresh_ones(
@@ -143,7 +141,7 @@ def test_recomputed_requests_go_on_as_fresh_ones(
     ("name", "way"),
     few(
         itertools.product(["swap", "mixed", "n-gram"], WAYS),
-        [("swap", "drawn"), ("mixed", "samples"), ("n-gram", "greedy")],
+        [("swap", "drawn")],
     ),
 )
 def test_kept_requests_go_on_as_they_do_alone(
@@ -163,7 +161,7 @@ def test_kept_requests_go_on_as_they_do_alone(
             sample = output.outputs[0]
             versions = sample.weights_versions
             if versions.count(0) and versions.count(1):
-                alone_ = kept_alone(plain, prompt, params, versions)
+                alone_ = keep_alone(plain, prompt, params, versions)
                 assert alone_.weights_versions == versions or alone_.weights_versions == [
                     version + alone_.weights_versions[0] for version in versions
                 ]
@@ -179,7 +177,7 @@ def plain(checkpoint: Path) -> Iterator[LLM]:
         yield llm
 
 
-def kept_alone(llm: LLM, prompt: list[int], params: Any, versions: list[int]) -> CompletionOutput:
+def keep_alone(llm: LLM, prompt: list[int], params: Any, versions: list[int]) -> CompletionOutput:
     """What a request gives alone, when weights are replaced at the same tokens."""
     llm.update_parameters(random_tensors(LLAMA, seed=versions[0]))
     [(handle, updates)] = run_by_hand(llm, [prompt], params)
@@ -584,16 +582,16 @@ def test_a_changed_update_is_found(
     place = next(n for n, record in enumerate(records) if record["event"] == "update")
     shutil.copytree(f"{asynchronous_run[0]}.weights", f"{path}.weights")
 
-    def replayed(**fields: Any) -> str | None:
+    def replay_with(**fields: Any) -> str | None:
         changed = [*records[:place], records[place] | fields, *records[place + 1 :]]
         path.write_text("".join(json.dumps(record) + "\n" for record in changed))
         with when_used():
             return replay(path, progress=False).difference
 
-    assert "preempted of its update" in str(replayed(mode="recompute"))
-    assert "version" in str(replayed(version=7))
+    assert "preempted of its update" in str(replay_with(mode="recompute"))
+    assert "version" in str(replay_with(version=7))
     for fields in ({"mode": "now"}, {"mode": "wait"}):
         with pytest.raises(EventLogError, match="this update cannot be replayed"):
-            replayed(**fields)
+            replay_with(**fields)
     with pytest.raises(EventLogError, match="an update to weights with the checksum 3"):
-        replayed(checksum=3)
+        replay_with(checksum=3)

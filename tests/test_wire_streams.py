@@ -77,13 +77,13 @@ def stream_of(path: str) -> tuple[bytes, list[dict[str, Any]]]:
 def test_a_stream_cut_anywhere_is_the_whole(path):
     data, chunks = stream_of(path)
     whole = read(path, [data])
-    told = (
+    message = (
         whole
         if path.startswith("/api/")
         else [json.loads(text) for _, text in whole if text not in ("", "[DONE]")]
     )
-    assert [{**one, "sequence_number": 0} for one in told] == [
-        {**one, "sequence_number": 0} for one in chunks
+    assert [{**each, "sequence_number": 0} for each in message] == [
+        {**each, "sequence_number": 0} for each in chunks
     ]
     assert read(path, [data[place : place + 1] for place in range(len(data))]) == whole
     for size in (2, 7, 61):

@@ -98,8 +98,8 @@ def cases(arguments: argparse.Namespace) -> list[StepCase]:
     """Returns the cases that the command line asks for."""
     models, layers = arguments.models.split(","), arguments.layers
     samplings = arguments.sampling.split(",")
-    for name, given, known in (("--models", models, MODELS), ("--sampling", samplings, SAMPLING)):
-        if unknown := set(given) - set(known):
+    for name, names, known in (("--models", models, MODELS), ("--sampling", samplings, SAMPLING)):
+        if unknown := set(names) - set(known):
             sys.exit(f"{name}: {', '.join(sorted(unknown))} not among {', '.join(known)}")
     rows, contexts, chunks = (
         _numbers(text) for text in (arguments.rows, arguments.contexts, arguments.chunks)

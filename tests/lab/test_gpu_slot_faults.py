@@ -101,10 +101,10 @@ def test_each_fault_costs_its_part_alone(tmp_path, monkeypatch):
     only = ",".join((*FAULTS, *SOUND))
     command = ["--rehearse", "--state", str(tmp_path / "state"), "--out", str(tmp_path / "out")]
     assert gpu_slot.main([*command, "--only", only]) == 1
-    found = read(tmp_path / "out" / "results.jsonl")
+    findings = read(tmp_path / "out" / "results.jsonl")
     verdicts = {
         finding.check.removeprefix("part "): finding.status
-        for finding in found
+        for finding in findings
         if finding.check.startswith("part ")
     }
     # JAX 0.10 does not know the other way to update graphs.

@@ -68,8 +68,8 @@ def test_the_benchmark_prints_tables_and_one_object(
 
 def test_one_section_alone_and_wrong_use(capsys: pytest.CaptureFixture[str]) -> None:
     assert bench_scheduler.main(["--waste", "--seconds", "10", "--rates", "2", "--seeds", "1"]) == 0
-    title, header, row, *rest = capsys.readouterr().out.splitlines()
-    assert title.startswith("Memory: 983 blocks of 16") and rest == [""]
+    title, header, row, *others = capsys.readouterr().out.splitlines()
+    assert title.startswith("Memory: 983 blocks of 16") and others == [""]
     assert header.split()[0] == "requests/s" and row.split()[0] == "2"
     with pytest.raises(SystemExit):
         bench_scheduler.main(["--rates", "0"])

@@ -53,25 +53,25 @@ class Naive:
 
     def chunks(self) -> list[tuple[int, int]]:
         """(size, first slot) of the free chunks."""
-        found, left = [], self.is_free.copy()
+        blocks, left = [], self.is_free.copy()
         for order in reversed(range(len(left).bit_length())):
             size = 1 << order
             for start in range(0, len(left) - size + 1, size):
                 if left[start : start + size].all():
-                    found.append((size, start))
+                    blocks.append((size, start))
                     left[start : start + size] = False
-        return found
+        return blocks
 
     def allocate(self, num_slots: int) -> int | None:
-        wanted = 1
-        while wanted < num_slots:
-            wanted *= 2
-        fitting = [chunk for chunk in self.chunks() if chunk[0] >= wanted]
+        expected = 1
+        while expected < num_slots:
+            expected *= 2
+        fitting = [chunk for chunk in self.chunks() if chunk[0] >= expected]
         if not fitting:
             return None
         _, start = min(fitting)
-        self.is_free[start : start + wanted] = False
-        self.sizes[start] = wanted
+        self.is_free[start : start + expected] = False
+        self.sizes[start] = expected
         return start
 
     def free(self, start: int) -> None:

@@ -107,11 +107,11 @@ def next_messages(turn: int, call_id: str) -> list[dict[str, Any]]:
 
 def answer_of(messages: Sequence[dict[str, Any]], message: dict[str, Any], served: Any) -> str:
     """Returns what a template renders of an answer, without the prompt before it."""
-    asked = prompt_of(messages, [TOOL], served)
+    prompt = prompt_of(messages, [TOOL], served)
     answered = prompt_of(
         [*messages, message, next_messages(0, message["tool_calls"][0]["id"])[0]], [TOOL], served
     )
-    begin = num_shared(asked, answered)
+    begin = num_shared(prompt, answered)
     path = json.loads(message["tool_calls"][0]["function"]["arguments"])["path"]
     end = answered.index(path, begin)
     form = served.chat_format.tools

@@ -27,7 +27,7 @@ from tools.lab.kernel_lab.findings import (
     LeftOut,
     Table,
     append,
-    judged,
+    judge,
 )
 
 try:
@@ -53,7 +53,7 @@ SETTINGS: dict[str, Any] = {
 NUM_TOKENS = 32
 
 
-def generated(backend: str, dtype: str, orders: list[list[str]]) -> list[list[Any]]:
+def generate(backend: str, dtype: str, orders: list[list[str]]) -> list[list[Any]]:
     """Returns each prompt's (token ids, log probabilities), for each order of prompts.
 
     One engine computes all of them.
@@ -65,7 +65,7 @@ def generated(backend: str, dtype: str, orders: list[list[str]]) -> list[list[An
         ) as llm:
             outputs = [llm.generate(order, params, use_tqdm=False) for order in orders]
     except Exception as error:
-        if any(one.__name__ == "UnsupportedError" for one in type(error).__mro__):
+        if any(kind.__name__ == "UnsupportedError" for kind in type(error).__mro__):
             raise LeftOut(f"attention_backend={backend!r}, dtype={dtype!r}: {error}") from error
         raise
     return [[_essence(output.outputs[0]) for output in each] for each in outputs]
@@ -74,16 +74,16 @@ def generated(backend: str, dtype: str, orders: list[list[str]]) -> list[list[An
 def _essence(completion: Any) -> tuple[list[int], list[float]]:
     tokens = list(completion.token_ids)
     return tokens, [
-        one[token].logprob for token, one in zip(tokens, completion.logprobs, strict=True)
+        each[token].logprob for token, each in zip(tokens, completion.logprobs, strict=True)
     ]
 
 
-def same_tokens(backend: str, wanted: list[Any], definition: str) -> Finding:
+def same_tokens(backend: str, expected: list[Any], definition: str) -> Finding:
     """Compares a backend's greedy tokens with the definition's."""
-    [got] = generated(backend, "float32", [list(PROMPTS)])
+    [got] = generate(backend, "float32", [list(PROMPTS)])
     wrong = [
         index
-        for index, (mine, other) in enumerate(zip(got, wanted, strict=True))
+        for index, (mine, other) in enumerate(zip(got, expected, strict=True))
         if mine[0] != other[0]
     ]
     name = f"engine {backend}: float32 tokens"
@@ -91,7 +91,7 @@ def same_tokens(backend: str, wanted: list[Any], definition: str) -> Finding:
         return Finding(
             name, PASSED, f"{len(got)} requests of {NUM_TOKENS} greedy tokens as with {definition}"
         )
-    data = {str(index): {backend: got[index][0], definition: wanted[index][0]} for index in wrong}
+    data = {str(index): {backend: got[index][0], definition: expected[index][0]} for index in wrong}
     return Finding(
         name, FAILED, f"{len(wrong)} of {len(got)} requests differ from {definition}", data=data
     )
@@ -100,7 +100,7 @@ def same_tokens(backend: str, wanted: list[Any], definition: str) -> Finding:
 def path_independence(backend: str) -> Finding:
     """Compares each request alone with the same request among others."""
     orders = [[prompt] for prompt in PROMPTS] + [list(PROMPTS)]
-    *alone, together = generated(backend, "bfloat16", orders)
+    *alone, together = generate(backend, "bfloat16", orders)
     table = Table(
         f"bfloat16, {backend}: alone against together",
         ["request", "same tokens", "same log probabilities"],
@@ -133,24 +133,25 @@ def main(argv: list[str] | None = None) -> None:
         append(arguments.to, Finding("engine", LEFT_OUT, f"no {MISSING} here"))
         return
     *backends, definition = arguments.backends
-    wanted: list[Any] = []
+    expected: list[Any] = []
 
     def define() -> Finding:
-        wanted.extend(generated(definition, "float32", [list(PROMPTS)])[0])
+        expected.extend(generate(definition, "float32", [list(PROMPTS)])[0])
         return Finding(f"engine {definition}: float32 tokens", PASSED, "the definition")
 
     # The setting must be global, because the engine compiles in several threads.
     jax.config.update("jax_default_matmul_precision", "highest")
-    append(arguments.to, judged(f"engine {definition}: float32 tokens", define))
-    for backend in backends if wanted else []:
+    append(arguments.to, judge(f"engine {definition}: float32 tokens", define))
+    for backend in backends if expected else []:
         name = f"engine {backend}: float32 tokens"
         append(
-            arguments.to, judged(name, functools.partial(same_tokens, backend, wanted, definition))
+            arguments.to,
+            judge(name, functools.partial(same_tokens, backend, expected, definition)),
         )
     jax.config.update("jax_default_matmul_precision", None)
     for backend in backends:
         name = f"engine {backend}: path independence"
-        append(arguments.to, judged(name, functools.partial(path_independence, backend)))
+        append(arguments.to, judge(name, functools.partial(path_independence, backend)))
 
 
 if __name__ == "__main__":

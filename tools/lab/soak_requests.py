@@ -77,13 +77,13 @@ def _anchor(chance: random.Random) -> Ask:
     return _completion("anchor", chance, prompt=prompt, max_tokens=12, temperature=0)
 
 
-def _sampled(chance: random.Random) -> Ask:
+def _sample(chance: random.Random) -> Ask:
     return _completion(
         "sampled", chance, seed=chance.randrange(2**32), stop=["\n"], presence_penalty=0.5, top_k=20
     )
 
 
-def _streamed(chance: random.Random) -> Ask:
+def _stream(chance: random.Random) -> Ask:
     return _completion("streamed", chance, stream=True, stream_options={"include_usage": True})
 
 
@@ -109,13 +109,13 @@ def _tokens(chance: random.Random) -> Ask:
     )
 
 
-def _scored(chance: random.Random) -> Ask:
+def _score(chance: random.Random) -> Ask:
     return _completion("prompt logprobs", chance, echo=True, logprobs=2)
 
 
-def _structured(chance: random.Random) -> Ask:
+def _structure(chance: random.Random) -> Ask:
     number = chance.randrange(1000)
-    wanted = chance.choice(
+    expected = chance.choice(
         (
             {"regex": f"[a-z]{{3,8}} {number}"},
             {"choice": ["yes", "no", f"maybe {number}"]},
@@ -123,7 +123,7 @@ def _structured(chance: random.Random) -> Ask:
         )
     )
     return _completion(
-        "structured", chance, structured_outputs=wanted, stream=chance.random() < 0.5
+        "structured", chance, structured_outputs=expected, stream=chance.random() < 0.5
     )
 
 
@@ -177,12 +177,12 @@ def _other(chance: random.Random) -> Ask:
 MIX: tuple[tuple[Callable[[random.Random], Ask], int], ...] = (
     *(
         (_anchor, 10),
-        (_sampled, 20),
-        (_streamed, 20),
+        (_sample, 20),
+        (_stream, 20),
         (_chat, 12),
         (_samples, 8),
         (_best, 3),
         (_beams, 5),
     ),
-    *((_tokens, 6), (_scored, 3), (_structured, 5), (_wrong, 5), (_other, 3)),
+    *((_tokens, 6), (_score, 3), (_structure, 5), (_wrong, 5), (_other, 3)),
 )

@@ -34,7 +34,7 @@ class Accuracy(NamedTuple):
         return sum(self.right[name] for name in kinds) / sum(self.asked[name] for name in kinds)
 
 
-def held_out_questions(rng: np.random.Generator, count: int) -> list[tuple[Scene, Question]]:
+def make_questions(rng: np.random.Generator, count: int) -> list[tuple[Scene, Question]]:
     """Returns questions about new scenes, each kind as often as the others.
 
     Args:
@@ -62,7 +62,7 @@ def measure(
     A greedy answer is right exactly if each of its tokens is the most likely one after the right
     tokens before it, so one pass over the right answer decides.
     """
-    asked: dict[str, int] = defaultdict(int)
+    num_questions: dict[str, int] = defaultdict(int)
     right: dict[str, int] = defaultdict(int)
     for begin in range(0, len(questions), ROWS):
         part = questions[begin : begin + ROWS]
@@ -71,9 +71,9 @@ def measure(
         filled = stack(rows + rows[:1] * (ROWS - len(rows)))
         are_right = _are_right(spec, params, filled)
         for (_, question), is_right in zip(part, are_right, strict=False):
-            asked[question.kind] += 1
+            num_questions[question.kind] += 1
             right[question.kind] += bool(is_right)
-    return Accuracy(asked, right)
+    return Accuracy(num_questions, right)
 
 
 def answer(

@@ -53,15 +53,17 @@ class BuddyAllocator:
         """
         if num_slots < 1:
             raise ValueError(f"{num_slots=} must be at least 1")
-        wanted = (num_slots - 1).bit_length()
-        order = next((order for order in range(wanted, len(self._free)) if self._free[order]), None)
+        expected = (num_slots - 1).bit_length()
+        order = next(
+            (order for order in range(expected, len(self._free)) if self._free[order]), None
+        )
         if order is None:
             return None
         start = min(self._free[order])
         self._free[order].remove(start)
-        for smaller in range(wanted, order):
+        for smaller in range(expected, order):
             self._free[smaller].add(start + (1 << smaller))
-        self._sizes[start] = 1 << wanted
+        self._sizes[start] = 1 << expected
         return start
 
     def free(self, start: int) -> None:
