@@ -100,7 +100,7 @@ ALWAYS_STREAMS = {("drive_langchain.py", "ollama")}
 
 @dataclass
 class Outcome:
-    """What a client had in the end, and what came to the server meanwhile."""
+    """Holds what a client had in the end, and what came to the server meanwhile."""
 
     printed: dict[str, Any]
     prompts: list[str]

@@ -51,7 +51,7 @@ def body_of(path: str, **fields: Any) -> dict[str, Any]:
 
 
 class Sent:
-    """What a client has been sent, with the times."""
+    """Holds what a client has been sent, with the times."""
 
     def __init__(self, path: str, body: dict[str, Any] | None = None) -> None:
         self.path = path
@@ -190,7 +190,7 @@ def app_of(*steps: Step) -> ASGIApp:
 
 @pytest.mark.parametrize("path", PATHS)
 def test_a_stream_is_silent_for_no_longer_than_it_may_be(path):
-    """Before the engine has the request, in its prompt, and while parts say nothing."""
+    """It tells that it lives before the engine has the request, in its prompt, and while parts say nothing."""
 
     async def work() -> None:
         sent = Sent(path)
@@ -439,7 +439,7 @@ def _texts(body: bytes) -> str:
 
 
 def test_a_chat_says_how_much_of_its_prompt_is_computed():
-    """By the form of llama.cpp: the share is processed / total, and cache is a part of processed."""
+    """The form is llama.cpp's: the share is processed / total, and cache is a part of processed."""
 
     async def work() -> None:
         for fields in ({}, {"return_progress": False}, {"return_progress": True}):

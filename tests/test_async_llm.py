@@ -208,14 +208,14 @@ def test_the_other_verbs_are_those_of_llm(tmp_path):
 
 
 def _ends(outputs: Any) -> list[tuple[Any, int]]:
-    """Of each request: the last finish reason, and the number of tokens."""
+    """Returns the last finish reason of each request, and the number of its tokens."""
     return [
         (output.outputs[0].finish_reason, len(output.outputs[0].token_ids)) for output in outputs
     ]
 
 
 def test_an_abort_finds_a_request_whatever_it_waits_for(tmp_path, compiled_when_used):
-    """For its task to begin, for its preparation, for the engine, for other weights, for a wake-up."""
+    """It may wait for its task, its preparation, the engine, other weights or a wake-up."""
     model = random_checkpoint(tmp_path, LLAMA)
     params = SamplingParams(temperature=0.0, max_tokens=200, ignore_eos=True)
 

@@ -285,7 +285,7 @@ def upload(client: openai.OpenAI, lines: list[str]) -> Any:
 
 
 def owners_of_lines(running: Any, monkeypatch: pytest.MonkeyPatch) -> set[str]:
-    """To whom responses would belong that the lines of batches have the server keep."""
+    """Returns to whom responses would belong that the lines of batches have the server keep."""
     owners = set()
     post = running.server.batches._client.post
 

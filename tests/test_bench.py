@@ -294,7 +294,7 @@ def test_engines_with_other_settings_stand_beside(model, capsys):
 
 
 def test_run_batch_stands_beside(model, capsys):
-    """With the same outputs, from a file of the same requests; its engine is made for each repeat."""
+    """Its outputs are the same, from a file of the same requests; each repeat makes an engine."""
     words = [*flags(model), "--run-batch", "--repeats", "2"]
     assert cli.main(["bench", "throughput", *words]) == 0
     *shown, line = capsys.readouterr().out.splitlines()
@@ -311,7 +311,7 @@ def test_run_batch_stands_beside(model, capsys):
 
 
 def result_of(*seconds: float, **changes: Any) -> dict[str, Any]:
-    """As `--output-json` writes it, with a run for each of the times."""
+    """Returns a result as `--output-json` writes it, with a run for each of the times."""
     work = {
         "dataset": "random",
         "seed": 0,
@@ -567,7 +567,7 @@ def test_flags_that_make_no_sense(words, message, capsys):
 def test_what_would_fail_at_the_end_is_refused_at_the_beginning(
     kind, tmp_path, monkeypatch, capsys
 ):
-    """Before any model is looked for."""
+    """The refusal comes before any model is looked for."""
     words = ["bench", kind, "./no-such-model"]
     for path in (tmp_path / "no" / "such", tmp_path):
         assert cli.main([*words, "--output-json", str(path)]) == 2

@@ -141,7 +141,7 @@ def bench(
 
 
 def test_latencies_by_their_definitions():
-    """By hand: 4 tokens in 3 outputs; 1 token; a failure, which counts nowhere else."""
+    """The numbers by hand: 4 tokens in 3 outputs; 1 token; a failure, which counts nowhere else."""
     answers = [
         TimedAnswer(
             due=10.0,
@@ -193,7 +193,7 @@ def test_a_latency_without_a_sample_is_no_number():
 
 
 def test_a_run_between_two_polls_has_no_means_of_the_server():
-    """Of a server that was idle before it and after it, and busy at each poll within."""
+    """The server was idle before it and after it, and busy at each poll within."""
     gauges = "vllm:num_requests_running {}\nvllm:kv_cache_usage_perc {}\n# TYPE a gauge\n"
     gauges += "# TYPE vllm:num_preemptions counter\nvllm:num_preemptions_total {}\n"
     idle, busy = gauges.format(0, 0.0, 1), gauges.format(3, 0.5, 2)
@@ -220,7 +220,7 @@ def test_a_run_between_two_polls_has_no_means_of_the_server():
 
 
 def test_a_rate_that_was_not_held_is_told():
-    """By hand: due after 1, 2 and 3 s, the last sent after 4."""
+    """Requests were due after 1, 2 and 3 s, and the last was sent after 4."""
     answers = [
         TimedAnswer(due=10.0 + due, sent=10.0 + sent) for due, sent in ((1, 1), (2, 2), (3, 4))
     ]

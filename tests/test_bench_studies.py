@@ -85,7 +85,7 @@ def test_steps_are_compared_with_what_the_machine_can_do(tmp_path, capsys, monke
 
 @contextlib.contextmanager
 def engine_here(config, *, oracle=False):
-    """In place of a process of its own, which takes 8 seconds to begin."""
+    """Runs an engine in place of a process of its own, which takes 8 seconds to begin."""
     engine = EngineInTurns()
     engine.start(config, oracle=oracle)
     try:

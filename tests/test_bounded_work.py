@@ -79,7 +79,7 @@ class Numbers:
 
 
 def draw(sequence: Sequence, token_id: int, text: str, expected: int | None) -> None:
-    """What `scheduling/committing.py` does with a token."""
+    """Does with a token what `scheduling/committing.py` does."""
     sequence.token_ids.append(token_id)
     sequence.text += text
     sequence.text_ends.append(len(sequence.text))
@@ -501,7 +501,7 @@ def test_a_query_counts_once_for_each_document_that_it_is_read_with():
 
 
 def test_large_requests_and_long_texts_are_read_aside(server):
-    """While a large one is being read, a small one is."""
+    """A small request is read while a large one is being read."""
 
     async def main() -> None:
         preparing = Preparing(server.engine, 4)

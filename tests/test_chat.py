@@ -589,7 +589,7 @@ def test_keys(screen, tmp_path):
 
 
 def test_nothing_of_a_paste_reaches_the_shell(program, tmp_path):
-    """Of a terminal without bracketed paste: each line is a text of its own, and an empty line ends nothing."""
+    """Without bracketed paste each line is a text of its own, and an empty line ends nothing."""
     marker = tmp_path / "marker"
     environment = {
         "PYTHONPATH": str(ROOT),

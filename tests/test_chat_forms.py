@@ -328,7 +328,7 @@ def test_content_has_no_mark_where_the_prompt_skips_the_reasoning(name, text):
 
 @pytest.mark.parametrize("variables", [{}, {"enable_thinking": True}])
 def test_reasoning_that_only_a_prompt_opens_is_read(variables):
-    """As in templates that render an earlier answer as it is, and have no marker after reasoning."""
+    """Such templates render an earlier answer as it is, and have no marker after reasoning."""
     opened = "{% if enable_thinking %}<think>\n{% endif %}" if variables else "<think>"
     source = TEMPLATES["object in tags"].replace(THOUGHT, "")
     source = source.removesuffix("{% endif %}") + opened + "{% endif %}"
@@ -539,7 +539,7 @@ CALLED = [("look-up2", {"city": "Oslo"})]
 @examples(3)
 @given(data=st.data())
 def test_headers_are_read_in_the_order_of_the_model(text, reasoning, content, calls, data):
-    """As in the published description of harmony, which the template renders in one way only."""
+    """The published description of harmony has several ways; the template renders one."""
     form = derive_form_of(TEMPLATES["channels"]).form
     prompt = render(TEMPLATES["channels"], [{"role": "user", "content": "Hi"}], generates=True)
     message = read(form, [text], prompt)
@@ -618,7 +618,7 @@ def test_the_marker_of_a_response_is_found_where_an_answer_has_no_end():
 
 @pytest.mark.parametrize("name", TOLD)
 def test_calls_are_read_as_a_template_tells_to_write_them(name):
-    """Where it passes over the calls of a message."""
+    """The template passes over the calls of a message."""
     source, call = TOLD[name]
     form, problem = derive_form_of(source)
     assert problem is None and form.has_tools
@@ -666,7 +666,7 @@ RESPONSE_TEMPLATE = {
 
 
 def test_a_declared_response_template_is_read_where_no_form_is_derived():
-    """By transformers' own parser; what it cannot read is content."""
+    """Transformers' own parser reads it; what that cannot read is content."""
     declares = with_template(NO_TOOLS)
     declares.response_template = RESPONSE_TEMPLATE
     form, problem = derive_form(declares)
@@ -713,7 +713,10 @@ NO_GRAMMAR = "arguments as text in an object"
 
 
 def writer_of(form: ChatFormat) -> Callable[[str], bool]:
-    """Whether the grammar of required calls, of a tool with a schema and one without, allows a text."""
+    """Returns a function that is true of a text that the grammar of required calls allows.
+
+    One tool has a schema, and one has none.
+    """
     known, end_id = tokenizer_of(tokenizer().backend_tokenizer.to_str())
     grammar = grammar_of(
         form,
@@ -838,7 +841,7 @@ def test_an_object_may_be_that_of_a_request(name):
 @examples(2)
 @given(data=st.data())
 def test_code_may_have_other_quotes_than_the_template(quote, city, data):
-    """As LFM2.5's, whose template puts texts between single quotes as they are."""
+    """LFM2.5's template puts texts between single quotes as they are."""
     source = TEMPLATES["code"].replace("{{ v | tojson }}", '{{ "\'" + v + "\'" }}', 1)
     form, problem = derive_form_of(source)
     assert problem is None
@@ -858,7 +861,7 @@ HAS_OUTER_TAG = [
 
 
 def without_outer_tag(name: str, calls: Any) -> str:
-    """What a template renders of calls, without the first tag."""
+    """Returns what a template renders of calls, without the first tag."""
     form = derive_form_of(TEMPLATES[name]).form.tools
     _, text = answer(name, calls)
     return text[text.index(form.trigger) + len(form.trigger) :].lstrip()  # type: ignore[union-attr]
@@ -868,7 +871,7 @@ def without_outer_tag(name: str, calls: Any) -> str:
 @examples(2)
 @given(data=st.data())
 def test_a_call_may_lack_its_opening_tag(name, data):
-    """On a line of its own; of two calls none is lost, and the orphan closing tag is no content."""
+    """It is on a line of its own; of two calls none is lost, and the orphan closing tag is no content."""
     form = derive_form_of(TEMPLATES[name]).form
     bare = form.tools.bare  # type: ignore[union-attr]
     assert bare is not None
@@ -921,7 +924,7 @@ WITH_REASONING = [
 
 @pytest.mark.parametrize("name", WITH_REASONING)
 def test_the_markers_of_a_budget_are_those_of_the_reasoning(name):
-    """What is between them is read as reasoning, and what follows as content."""
+    """A text between them is read as reasoning, and a text after them as content."""
     form, prompt = derive_form_of(TEMPLATES[name]).form, thinking_prompt(TEMPLATES[name])
     known = context(chat_format=form)
     values, ignored = budget_values(Wish(3, "x"), known, can_reason=True, prompt=prompt)
@@ -1005,7 +1008,7 @@ def test_forms_by_name_are_those_of_models_whose_templates_render_no_calls(name,
 
 
 def test_a_prompt_tells_what_stands_around_reasoning_and_answer():
-    """As Granite 3.3's, if it is asked for reasoning."""
+    """Granite 3.3's does so if it is asked for reasoning."""
     form = derive_form_of(TOLD_TO_THINK).form
     requested = [{"role": "user", "content": "Hi"}]
     prompt = render(TOLD_TO_THINK, requested, generates=True, thinking=True)
@@ -1124,7 +1127,7 @@ def test_what_models_wrote_in_public_reports_is_read(report, data):
 @examples(2)
 @given(data=st.data())
 def test_a_quoted_call_that_a_text_goes_on_after_is_no_call(name, data):
-    """In a block of code and in a sentence, if its first tag is missing; with it, if it is not one's own."""
+    """It is quoted in a block of code or in a sentence, and its first tag may be missing."""
     form = derive_form_of(TEMPLATES[name]).form
     assert form.tools is not None
     prompt, call = answer(name, OSLO)

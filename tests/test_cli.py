@@ -350,7 +350,7 @@ def test_jaxpage_alone_prints_its_help(capsys):
 
 
 def test_answers_for_flags_of_vllm_are_true_of_the_parser():
-    """What is the same is there, all else is not, and flags in the answers exist."""
+    """Flags that are the same are there, others are not, and flags in the answers exist."""
     listed = options("serve")
     for flag, answer in answers("flags").items():
         assert (flag in listed) == (answer.kind == "same"), flag
@@ -661,7 +661,7 @@ COMPLETIONS = [
 
 @pytest.mark.skipif(shutil.which("bash") is None, reason="there is no bash")
 def test_bash_completes_commands_flags_and_files(capsys):
-    """By the function that it is told to call."""
+    """The function that bash is told to call completes them."""
     assert run("--print-completion", "bash") == 0
     script = capsys.readouterr().out
     program = script + "\nfunction=$(complete -p jaxpage | sed 's/.*-F \\([^ ]*\\) .*/\\1/')\n"
@@ -713,7 +713,7 @@ def test_the_first_command_of_the_readme():
 
 
 def test_nobody_is_told_that_torch_is_missing():
-    """By transformers, at its import, where there is none."""
+    """Transformers would say so at its import, where there is none."""
     code = (
         "import importlib.util as util; find = util.find_spec\n"
         "util.find_spec = lambda name, *rest: None if name.partition('.')[0] == 'torch' else find(name, *rest)\n"

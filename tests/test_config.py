@@ -286,7 +286,7 @@ NESTED = [
 def test_settings_of_speculation_are_named_in_full(
     change: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
-    """In one line each, also from a file, with the place of the whole."""
+    """Each is one line, also from a file, with the place of the whole."""
     with pytest.raises(ConfigError, match=rf"^speculative_config\.{message}"):
         EngineConfig(speculative_config={"method": "ngram", **change})
     text = "speculative_config:\n" + "".join(
@@ -612,7 +612,7 @@ def test_engine_flags_cover_every_setting() -> None:
 
 
 def test_keyword_arguments_are_the_settings():
-    """With the same choices. That type checkers see them, tests/typed_settings.py shows."""
+    """They have the same choices. tests/typed_settings.py shows that type checkers see them."""
     hints = get_type_hints(LLMSettings)
     assert {"model", *hints} == EngineConfig.model_fields.keys()
     for name, hint in hints.items():

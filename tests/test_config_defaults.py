@@ -25,7 +25,7 @@ def test_all_families_are_tried():
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """With `-k` all families that it selects are tried, which the recipe for one asks for."""
+    """Tries all families that `-k` selects, which the recipe for one asks for."""
     if "name" in metafunc.fixturenames:
         always = list(CONFIGS)
         if not metafunc.config.getoption("keyword"):

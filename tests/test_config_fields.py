@@ -79,7 +79,7 @@ def find_idle(name: str) -> tuple[list[str], list[str]]:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """With `-k` all cases that it selects are run, which the recipe for a family asks for."""
+    """Runs all cases that `-k` selects, which the recipe for a family asks for."""
     if "name" in metafunc.fixturenames:
         always = CASES if metafunc.config.getoption("keyword") else FIRST
         metafunc.parametrize("name", few(CASES, always))

@@ -245,7 +245,7 @@ def test_coroutines_continue_by_their_own_ids(checkpoint: Path) -> None:
 
 
 def test_requests_over_http_are_aborted_and_go_on(checkpoint: Path, tmp_path: Path) -> None:
-    """With the arrays that they ask for, whatever ended them: a call, an update, or a client that left."""
+    """They have the arrays that they ask for, whether a call, an update or a client that left ended them."""
     body = {"model": "demo", "prompt_token_ids": PROMPTS[0], "logprobs": 1, "prompt_logprobs": 0}
     body |= {"n": 2, "max_tokens": 40, "ignore_eos": True, "temperature": 1.1, "seed": 6}
     fixed = {"id": "", "created": 0, "request_id": "", "usage": None}

@@ -20,7 +20,7 @@ _SELECTOR = re.compile(r"\b((?:jaxpage|process)_\w+)(?:\{([^}]*)\})?(\[\$__rate_
 
 
 def samples() -> dict[str, tuple[str, set[str]]]:
-    """Of every series that the server tells: the type of its family, and its labels."""
+    """Returns the type of the family of every series that the server tells, and its labels."""
     stats: dict[str, Any] = {
         name: {"x": 0} if name in LABELS else 0 for name in HELP
     } | Latencies().snapshot()
@@ -47,7 +47,7 @@ def expressions() -> list[tuple[str, str]]:
 
 
 def problems(expression: str) -> list[str]:
-    """What in a query would give an empty or a wrong picture."""
+    """Returns what in a query would give an empty or a wrong picture."""
     known, metrics = samples(), []
     for name, labels, is_range in _SELECTOR.findall(expression):
         if name not in known:

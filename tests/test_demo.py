@@ -95,7 +95,7 @@ def test_tokens_are_those_of_transformers(llm):
 
 
 def test_the_loss_on_held_out_text_is_what_a_trained_model_has(llm):
-    """Far below a uniform guess over the vocabulary, by the model's own log probabilities of a text by a person."""
+    """It is far below a uniform guess over the vocabulary, for a text by a person."""
     text = "It was late in the evening when the carriage stopped before the door, and she went up to her room without a word."
     ids = llm.tokenizer(text)["input_ids"]
     total = 0.0
@@ -157,7 +157,7 @@ def test_chat_goes_through_the_template(llm):
 
 
 def test_tools_and_variables_reach_the_template(llm, monkeypatch):
-    """As transformers renders them; what the template does not know is refused."""
+    """They are rendered as by transformers; what the template does not know is refused."""
     messages, tools = [{"role": "user", "content": "Hello"}], [TOOL]
     with pytest.raises(ValueError, match="chat template has no tools, enable_thinking"):
         llm.chat(messages, GREEDY, tools=tools, chat_template_kwargs={"enable_thinking": True})

@@ -114,7 +114,7 @@ server.serve_forever()
 
 @pytest.mark.parametrize(("status", "expected"), [(200, 0), (503, 1)])
 def test_the_health_check_finds_the_port_of_the_server(status, expected):
-    """Whatever the port is, and whatever else the process listens on."""
+    """The port may be any, and the process may listen on others."""
     text = (DEPLOY / "Dockerfile").read_text()
     [place] = re.findall(r"^COPY deploy/healthcheck.py (\S+)$", text, re.M)
     assert re.search(rf'^HEALTHCHECK .* CMD \["python", "{place}"\]$', text, re.M)

@@ -143,7 +143,7 @@ def text_of(tokenizer: PreTrainedTokenizerFast, token_ids: list[int], *, skips: 
 
 
 def agree_with_the_tokenizer(name: str, token_ids: list[int], cut: int, *, skips: bool) -> None:
-    """At each token: what was shown, and what an end here would bring, are the text; little is held back.
+    """Checks that what was shown and what an end here would bring are the text, at each token.
 
     A prompt that ends in a run of bytes shows its characters whatever follows, so it is cut before such a run.
     """
@@ -227,7 +227,7 @@ def test_characters_that_are_no_tokens_follow_each_other(name, text):
 
 
 def test_of_a_run_without_an_end_complete_characters_are_shown():
-    """What is held back stays short, and what was shown stays when an invalid byte follows."""
+    """Little is held back, and what was shown stays when an invalid byte follows."""
     stream = StreamDetokenizer(VOCABULARIES["gemma"], (), skip_special_tokens=True)
     token_ids = list(("\U0001f389" * 100).encode())
     shown = "".join(map(stream.push, token_ids))
@@ -296,7 +296,7 @@ MARKS = ("<|endoftext|>", "<s>", "[CLS]", "<|end|>", " .", "\u2581", "12", "e\u0
 
 
 def agree(stored: Any, whole: Any) -> None:
-    """In all that a start asks for, and in texts."""
+    """Compares all that a start asks for, and texts."""
     assert stored.get_vocab() == whole.get_vocab() and len(stored) == len(whole)
     for name in ("eos_token_id", "all_special_ids", "chat_template"):
         assert getattr(stored, name) == getattr(whole, name)
@@ -325,7 +325,7 @@ def ids_or_error(tokenizer: Any, texts: Any, adds: bool) -> Any:
 
 
 def open_twice(directory: Path) -> tuple[Any, Any]:
-    """What a second start opens, and the tokenizer of transformers, which the first one opened."""
+    """Returns the tokenizer that a second start opens, and that of transformers."""
     first = open_tokenizer(directory)
     assert not isinstance(first, StoredTokenizer)
     return open_tokenizer(directory), first

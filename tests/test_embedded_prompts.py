@@ -98,7 +98,7 @@ def prompts():
 
 
 def table_of(llm):
-    """What transformers gives as the embeddings of the tokens, in the type of the engine."""
+    """Returns the embeddings of the tokens that transformers gives, in the type of the engine."""
     weights = load_file(Path(llm.config.model) / "model.safetensors")
     (table,) = (
         weights[name]
@@ -136,7 +136,7 @@ def llm(directories):
 
 @pytest.fixture(scope="module")
 def alone(directories, prompts):
-    """What each prompt of tokens gives by itself, in an engine that takes no vectors."""
+    """Returns what each prompt of tokens gives by itself, in an engine that takes no vectors."""
     known = {}
 
     def of(family, params=PARAMS):
@@ -202,7 +202,7 @@ def test_tokens_and_vectors_in_one_prompt(mode, directories, prompts, alone):
 
 
 def test_samples_of_a_prompt_that_ends_with_a_vector(llm, prompts):
-    """More samples than a step of chunks has rows: its last token is computed when all draw."""
+    """More samples than a step of chunks has rows compute its last token when all draw."""
     many = dataclasses.replace(PARAMS, n=4, max_tokens=6)
     (of_tokens,) = llm.generate([prompts[2]], many, use_tqdm=False)
     (of_vectors,) = llm.generate(as_vectors(llm, [prompts[2]]), many, use_tqdm=False)
@@ -247,7 +247,7 @@ def test_prefixes_outlive_the_engine(directories, prompts, tmp_path, alone):
     "family", few(["llama", "opt", "gemma2", "granite", "bloom"], ["opt", "gemma2", "bloom"])
 )
 def test_transformers_gives_the_same(family, directories):
-    """Of rows that are no token's. Those of OPT are projected, those of Gemma 2 have a factor, and those of Bloom a norm."""
+    """The rows are no token's. OPT projects its rows, Gemma 2 has a factor, and Bloom a norm."""
     torch = pytest.importorskip("torch")
     from transformers import AutoModelForCausalLM
 

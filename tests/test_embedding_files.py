@@ -365,7 +365,7 @@ REFUSED: dict[str, tuple[str, Any, str]] = {
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_is_not_supported_is_refused_for_embeddings_alone(case, llm, tmp_path, monkeypatch):
-    """In one line, before anything is compiled; the model generates text all the same."""
+    """One line refuses it before anything is compiled; the model generates text all the same."""
     file, content, text = REFUSED[case]
     write_files(tmp_path, {"pooling_mode": "mean"})
     if file.startswith("2_Dense"):

@@ -194,7 +194,7 @@ def check_scores(directory: Path, model: Any) -> None:
 def test_a_prompt_is_cut_as_by_the_tokenizer(
     first: list[str], second: list[str] | None, most: int, side: Any
 ) -> None:
-    """Of transformers, by which sentence-transformers cuts."""
+    """The tokenizer of transformers is what sentence-transformers cuts with."""
     texts = (" ".join(first), *([] if second is None else [" ".join(second)]))
     oracle = word_tokenizer()
     oracle.truncation_side = side
@@ -271,7 +271,7 @@ def test_an_encoder_that_embeds_scores_pairs_by_their_vectors(llm: LLM) -> None:
 
 
 def test_every_architecture_is_tested() -> None:
-    """Of those with a head for masked tokens, which is left out, a few are enough."""
+    """A few are enough of those with a head for masked tokens, which is left out."""
     heads_left_out = {name for name in ENCODERS if name.endswith("ForMaskedLM")}
     assert {*FORMS, *PAIRS} >= {*ENCODERS} - heads_left_out
 
@@ -280,7 +280,7 @@ def test_every_architecture_is_tested() -> None:
 def test_a_text_has_the_same_bits_alone_and_among_any_others(
     checkpoint: Any, llm: LLM, dtype: str, request: pytest.FixtureRequest
 ) -> None:
-    """In a stream of another size, too, and at another place in it."""
+    """The stream may have another size, and the text another place in it."""
     if dtype != "float32":
         llm = LLM(str(checkpoint[0]), dtype=dtype, max_num_batched_tokens=128)
         request.addfinalizer(llm.shutdown)

@@ -153,7 +153,7 @@ def test_names_that_cannot_be_fetched(capfd):
 
 @pytest.fixture
 def smollm2(monkeypatch):
-    """As the user fetched it; tests have another cache (tests/conftest.py)."""
+    """Returns the model as the user fetched it; tests have another cache (tests/conftest.py)."""
     monkeypatch.setenv("JAXPAGE_CACHE_DIR", str(Path(os.environ["JAXPAGE_CACHE_DIR"]).parent))
     try:
         return resolve_model("smollm2")

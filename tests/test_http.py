@@ -85,7 +85,7 @@ def server_with_keys(engines_server):
 
 @pytest.fixture
 def demo_build(engines_server):
-    """For a server of the test's own."""
+    """Gives an engine to a test that makes a server of its own."""
     engines_server.close()
     return engines_server.built
 
@@ -175,7 +175,7 @@ def list_closed_paths(running) -> list[str]:
 
 
 def test_every_path_but_two_needs_a_key(server_with_keys):
-    """Whether there is anything at it or not, by whatever method, however it is spelled and whatever the Host says."""
+    """It may lead nowhere, and the method, the spelling and the Host may be any."""
     paths = list_closed_paths(server_with_keys)
     assert len(paths) > 15 and "/debug/state" in paths and COMPLETIONS in paths
     requests = [(method, path, {}) for path in paths for method in ("GET", "POST")]
@@ -238,7 +238,7 @@ FOREIGN += [
 
 
 def test_without_keys_everybody_on_this_machine_comes_in_and_no_page_of_another_site(open_server):
-    """What a browser here sends for such a page: the names that its site has, by DNS, and its origin."""
+    """A browser here sends the names that the site of such a page has, by DNS, and its origin."""
     assert ask(open_server, "GET", "/v1/models", Authorization="Bearer whatever")[0] == 200
     for path in ("/v1/models", "/health", "/nothing"):
         usual = ask(open_server, "GET", path)[0]
@@ -610,7 +610,7 @@ TWO_LENGTHS = [
 @pytest.mark.parametrize("version", ["1.1", "1.0"])
 @pytest.mark.parametrize("body", [b"0\r\n\r\n", b"2\r\n{}\r\n0\r\n\r\n"])
 def test_a_body_of_two_lengths_smuggles_no_request(open_server, lengths, version, body):
-    """Whichever of the two a proxy goes by (RFC 9112, 6.1)."""
+    """A proxy may go by either of the two (RFC 9112, 6.1)."""
     names = "\r\n".join(lengths).format(len(body + SMUGGLED))
     head = f"POST {COMPLETIONS} HTTP/{version}\r\nHost: localhost\r\nContent-Type: application/json\r\n{names}\r\n\r\n"
     for pieces in ([head.encode() + body + SMUGGLED], [head.encode(), body, SMUGGLED]):
@@ -642,7 +642,7 @@ ABSOLUTE = [
 
 
 def test_a_target_may_be_a_url(open_server):
-    """Its host is the one that counts (RFC 9112, 3.2.2), also for who may come in."""
+    """The host in it is the one that counts (RFC 9112, 3.2.2), also for who may come in."""
     for form in ABSOLUTE:
         assert ask(open_server, "GET", form.format("/health"), Host="evil.example")[0] == 200
         assert ask(open_server, "GET", form.format("/v1/models/demo?x=/y"))[0] == 200
@@ -840,7 +840,7 @@ def test_a_stream_says_how_much_of_its_prompt_is_computed(demo_build, monkeypatc
 
 @pytest.mark.parametrize("behind", [b"x", b"\r\n", request_bytes("GET", "/health"), b"z" * 60_000])
 def test_who_sends_more_and_leaves_has_left(demo_build, monkeypatch, behind):
-    """What stands behind a request is read later, if it is another one; that nobody sends any more is seen at once."""
+    """A further request is read later; that nobody sends any more is seen at once."""
     with serving(demo_build) as running:
         gate = Gate(monkeypatch, demo_build.engine)
         with running.connect() as client:
@@ -1189,7 +1189,7 @@ def test_there_are_so_many_connections_and_no_more(demo_build):
 
 
 def test_the_client_with_most_connections_loses_one_first(demo_build, monkeypatch):
-    """Not the oldest of all, if that is the only one of its address."""
+    """The oldest of all stays if it is the only one of its address."""
     with serving(demo_build, max_connections=3) as running:
         host, _, port = running.address.removeprefix("http://").partition(":")
 
@@ -1206,7 +1206,7 @@ def test_the_client_with_most_connections_loses_one_first(demo_build, monkeypatc
 
 
 def test_memory_is_given_back_after_large_bodies(demo_build, monkeypatch):
-    """Whether they are taken or refused, and not after each small one."""
+    """It is given back whether they are taken or refused, and not after each small one."""
     values = []
     monkeypatch.setattr(request_limits, "give_memory_back", lambda: values.append(1))
     with serving(demo_build, max_body_bytes=4 << 20) as running:
@@ -1256,7 +1256,7 @@ def test_connections_that_cannot_be_accepted_are_a_line_a_second(caplog):
 
 
 def test_bodies_share_a_budget(demo_build, monkeypatch):
-    """Of all connections together; what is answered gives its part back."""
+    """All connections share it; a request that is answered gives its part back."""
     monkeypatch.setattr(request_limits, "NUM_LARGEST_BODIES", 2)
     with serving(demo_build, max_body_bytes=4096) as running:
         body = json.dumps({**SHORT, "user": "x" * 64}).encode().ljust(4000)

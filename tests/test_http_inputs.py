@@ -102,7 +102,10 @@ def user_message(text: str) -> dict[str, str]:
 
 
 def refusal_row(path: str, body: dict[str, Any], param: str, message: str) -> Row:
-    """What is too long, or has a number that is none, is refused before anybody looks at fields."""
+    """Returns the row of a request that is refused.
+
+    Its length and its numbers are looked at before its fields.
+    """
     if re.search(r"\b(NaN|-?Infinity)\b", json.dumps(body)):
         return Row(400, body, None, "is not a valid JSON number", path)
     if len(json.dumps(body)) > CONFIG.max_body_bytes:
@@ -396,7 +399,10 @@ def promises(client):
 
 @pytest.fixture(autouse=True)
 def as_before(request):
-    """After each test of the server in this process it is as it was, and nothing went wrong in it. Rows are many: after every 16th."""
+    """Checks that the server is as it was after each test of it in this process.
+
+    Rows are many: it is checked after every 16th.
+    """
     promises = request.getfixturevalue("promises") if "server" in request.fixturenames else None
     yield
     if promises is not None:
@@ -416,7 +422,7 @@ def client_of(address: str) -> httpx.Client:
 
 
 def check(client: httpx.Client, row: Row) -> None:
-    """With the client of the standard library, which tidies nothing up, and sends all before it reads."""
+    """Sends a request with the standard library, which tidies nothing up and sends all before it reads."""
     row_headers = {
         "authorization": f"Bearer {KEY}",
         "content-type": "application/json",
@@ -525,7 +531,7 @@ def connect(server: Running) -> Iterator[socket.socket]:
 
 
 def head(**headers: Any) -> bytes:
-    """Of a completion, without its body."""
+    """Returns the head of a completion, without its body."""
     body = {
         "Host": "x",
         "Authorization": f"Bearer {KEY}",
@@ -641,7 +647,10 @@ def test_lengths_at_the_edge(server, client):
 
 
 def test_special_tokens_in_text_are_special(server, client):
-    """In prompts and in messages, as docs/guides/serving.md says. Of a token's parts nothing is special."""
+    """Prompts and messages have them, as docs/guides/serving.md says.
+
+    Parts of a token are not special.
+    """
     special = {"prompt": "a<|endoftext|>"}, {"messages": [user_message("a<|endoftext|>")]}
     for body in special:
         assert 0 in client.post("/tokenize", json=body).json()["tokens"]

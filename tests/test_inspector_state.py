@@ -1,4 +1,4 @@
-"""What the page is shown of an engine is what the engine's own tables say, and looking changes nothing."""
+"""The page is shown what the engine's own tables say, and looking changes nothing."""
 
 from __future__ import annotations
 

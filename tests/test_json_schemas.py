@@ -1,4 +1,4 @@
-"""What is made of a JSON schema before llguidance compiles it: what comes through is valid by the given one, as jsonschema has it."""
+"""JSON schemas before llguidance compiles them: a text that comes through is valid, as jsonschema has it."""
 
 from __future__ import annotations
 

@@ -147,7 +147,10 @@ def test_a_hundred_hostile_clients_change_nothing_for_fifty_honest_ones(server):
 async def _together(
     server: Running, honest: Any, num_hostile: int
 ) -> tuple[list[Any], Counter[int]]:
-    """What honest requests are answered, and the statuses of hostile ones; 0 where the connection was not meant to have one."""
+    """Returns what honest requests are answered, and the statuses of hostile ones.
+
+    A status is 0 where the connection was not meant to have one.
+    """
     async with httpx.AsyncClient(
         base_url=server.address, timeout=300, limits=httpx.Limits()
     ) as client:
@@ -159,7 +162,7 @@ async def _together(
 
 
 async def _answer(client: httpx.AsyncClient, path: str, body: dict[str, Any]) -> Any:
-    """What was generated: choices, or the texts of a stream's."""
+    """Returns what was generated: choices, or the texts of those of a stream."""
     answer = await client.post(path, json=body)
     assert answer.status_code == 200, answer.text
     if not body.get("stream"):
@@ -286,7 +289,7 @@ async def _leave(server: Running, raw: bytes, steps: Steps, num_steps: int) -> b
 
 
 def test_a_client_that_leaves_before_the_engine_has_its_request(server, client):
-    """In the middle of its body, and while the engine is busy with somebody else."""
+    """It leaves in the middle of its body, and while the engine is busy with somebody else."""
     generated = metrics(client)["jaxpage_generation_tokens_total"]
     raw = json.dumps({**LONG, "prompt": TEXT}).encode()
     for sent in (_head(len(raw)), _head(len(raw)) + raw[:10]):
@@ -348,7 +351,7 @@ def test_nobody_waits_for_texts_that_are_only_tokenized(server, client, monkeypa
 
 
 def test_a_thousand_clients_at_once(server):
-    """As many as there are places are served; the others are told at once to come again, while those wait."""
+    """The server serves as many as it has places; the others are told at once to come again."""
     places = server.loop.engine.scheduler.max_num_seqs + MAX_QUEUED
     with contextlib.ExitStack() as holding:
         holding.enter_context(held(server))

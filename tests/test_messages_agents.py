@@ -370,13 +370,13 @@ def test_a_tool_of_a_server_is_passed_over(kind):
 
 
 def test_a_schema_that_nothing_enforces_refuses_no_request():
-    """In auto the template has it as it is."""
+    """With "auto" the template has it as it is."""
     look_ahead = {"type": "object", "properties": {"a": {"type": "string", "pattern": "^(?!x).*$"}}}
     open_message(message(tools=[{**TOOL, "input_schema": look_ahead}]), qwen(strict=True))
 
 
 def test_no_tools_ask_for_nothing():
-    """As agents send them for titles and summaries."""
+    """Agents send them so for titles and summaries."""
     for choice in (None, {"type": "auto"}, {"type": "none"}):
         answer = open_message(message(tools=[], tool_choice=choice), qwen(strict=True))
         assert answer.prompts == open_message(message(), qwen()).prompts
@@ -419,7 +419,7 @@ def test_thinking_is_what_the_template_knows(template, fields, shown, ignored, i
 
 
 def test_a_budget_is_that_of_the_chat():
-    """Where the reasoning has a form, without which nothing finds its end."""
+    """The reasoning has a form, without which nothing finds its end."""
     thinking = {"type": "enabled", "budget_tokens": 2048}
     chat = translation_of(thinking=thinking)
     assert chat.body["thinking_token_budget"] == 2048 and chat.ignored == ()
@@ -644,7 +644,7 @@ def test_what_only_anthropics_servers_do_is_named(name, value):
 
 
 def test_an_answer_keeps_to_a_format():
-    """As Claude Code asks for titles."""
+    """Claude Code asks so for titles."""
     schema = {"type": "object", "properties": {"title": {"type": "string"}}}
     expected = {"format": {"type": "json_schema", "schema": schema}}
     grammar = open_message(message(output_config=expected), qwen()).prompts[0].params

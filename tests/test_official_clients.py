@@ -78,7 +78,7 @@ def model(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def offline(model):
-    """What `LLM` makes of the same requests, before the server is there."""
+    """Returns what `LLM` makes of the same requests, before the server is there."""
     with LLM(model, **SMALL, use_tqdm=False) as llm:
 
         def generate(**params: Any) -> list[Any]:
@@ -351,7 +351,7 @@ def reads_reasoning(field: str, *, refuses: bool = False) -> Any:
 @pytest.mark.parametrize("field", FIELDS)
 @pytest.mark.parametrize("dialect", ["chat", "vllm", "responses", "messages", "ollama"])
 def test_reasoning_that_is_sent_back_reaches_the_template(field, dialect):
-    """By whatever name the template reads it, and the dialect has it."""
+    """The template may read it by any name, and so may the dialect."""
     thinking = {"type": "thinking", "thinking": "Hm", "signature": ""}
     said = {
         "chat": {**TOLD, "reasoning_content": "Hm"},
@@ -476,7 +476,7 @@ def test_a_message_stops_and_goes_on(claude, chat):
 
 
 def test_a_key_may_be_in_the_header_of_messages(server, promises):
-    """As older clients send it. One in `Authorization` goes before it."""
+    """Older clients send it there. A key in `Authorization` goes before it."""
     body = {name: value for name, value in MESSAGE.items() if name != "extra_body"}
     for headers, status in (
         ({"x-api-key": KEY}, 200),
@@ -536,7 +536,7 @@ def test_ollama_chats(llama, chat):
 
 
 def test_ollama_generates(llama, http, chat):
-    """As a chat, or from the prompt as it is."""
+    """It generates as in a chat, or from the prompt as it is."""
     requested: Any = {**OLLAMA, "prompt": "The old house"}
     assert llama.generate(**requested, system="Tell it.").response == text_of(chat())
     completion = {"model": "demo", "prompt": "The old house", "temperature": 0, "max_tokens": 12}
@@ -554,7 +554,7 @@ def test_ollama_generates(llama, http, chat):
 
 
 def test_ollama_clients_find_the_model(llama, http, chat):
-    """What they ask at their start, with the name that they give a model without a tag."""
+    """They ask at their start, with the name that they give a model without a tag."""
     length = http.get("/v1/models").json()["data"][0]["max_model_len"]
     assert [(model.model, model.context_length) for model in llama.ps().models] == [
         ("demo", length)
@@ -847,7 +847,7 @@ def test_a_streamed_chat_is_the_whole(open_ai, offline):
 
 
 def test_embeddings_are_hidden_states_of_length_one(open_ai, http, offline):
-    """Whatever the form, and between the steps of a request that generates."""
+    """The form may be any, and a request may generate between the steps."""
     inputs, texts_of = (
         [PROMPT, "The old house"],
         {"model": "demo", "input": [PROMPT, "The old house"]},
@@ -894,7 +894,7 @@ def test_embeddings_are_hidden_states_of_length_one(open_ai, http, offline):
 
 
 def test_scores_are_the_log_probabilities_of_completions(open_ai, http, offline):
-    """Of the greedy text as it was reported, and of another as echo reports it."""
+    """The greedy text has those that were reported, and another text those that echo reports."""
     (greedy,) = offline["greedy"]
     requested = {"model": "demo", "prompt": PROMPT, "continuation": [greedy.text, " zebra"]}
     first, second = http.post("/v1/score", json=requested).json()["data"]
@@ -987,7 +987,7 @@ def test_a_server_that_shuts_down_is_tried_again(open_ai, server):
 
 
 def readme(language: str) -> str:
-    """What is written in that language below "Serving", for the server of this test."""
+    """Returns what is written in that language below "Serving", for the server of this test."""
     text = (Path(__file__).parent.parent / "README.md").read_text()
     return text.partition("\n## Serving\n")[2].partition(f"```{language}\n")[2].partition("```")[0]
 

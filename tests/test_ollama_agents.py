@@ -52,7 +52,7 @@ def reads_calls(template: str = TEMPLATE) -> ModelContext:
 
 
 def test_tools_are_those_of_the_chat():
-    """What Ollama's clients leave out is put in, and the remainder goes to the template as it is."""
+    """Fields that Ollama's clients leave out are put in, and others go to the template as they are."""
     nullable = {"type": ["string", "null"], "enum": ["a", None]}
     function = {"name": "f", "description": "d"}
     schema = {"type": ["object"], "properties": {"p": nullable}, "required": ["p"], "$defs": {}}

@@ -133,7 +133,7 @@ def crowd_of(engine: Engine, spec: Any, config: EngineConfig, directory: Path) -
     log = as_lines(records)
 
     def rebuilt(config: EngineConfig, hooks: Hooks) -> Built:
-        """As the engine was at first; only what was compiled is shared."""
+        """Returns the engine as it was at first; only what was compiled is shared."""
         again = Engine(
             scheduler=untouched,
             builder=engine.builder,
@@ -207,7 +207,7 @@ def open_live(page: Any, server: str, kind: str = "Completion") -> None:
 
 
 def note_posts(page: Any) -> list[Any]:
-    """What the page sends from now on."""
+    """Returns a list that gets what the page sends from now on."""
     bodies: list[Any] = []
     page.on(
         "request",
@@ -370,7 +370,7 @@ def test_beams_side_by_side(page: Any, server: str) -> None:
 
 
 def squeeze(text: str) -> str:
-    """As Markdown shows white space."""
+    """Returns the text with white space as Markdown shows it."""
     return " ".join(text.split())
 
 
@@ -695,7 +695,7 @@ def files() -> Iterator[str]:
 
 
 def without_times(snapshot: Any) -> Any:
-    """What the snapshot of a log has as the engine's: all but times, and prompts, which only a log shows."""
+    """Returns the snapshot without times and prompts, which the log and the engine have differently."""
     omitted = {
         "snapshot": {"clock", "compiles"},
         "request": {"timeline", "prompt"},
@@ -803,7 +803,7 @@ def test_a_step_of_a_log_has_its_plan_and_probabilities(
 def test_texts_of_tokens_stand_beside_their_ids(
     page: Any, files: str, tmp_path: Path, crowd: Crowd
 ) -> None:
-    """Where `jaxpage replay --texts` has put them into the header of the log."""
+    """`jaxpage replay --texts` has put them into the header of the log."""
     header, *records = crowd.log.splitlines()
     results = [each for each in map(json.loads, records) if each["event"] == "result"]
     moment = next(moment for moment, each in enumerate(results, start=1) if each.get("logprobs"))

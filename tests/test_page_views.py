@@ -111,7 +111,7 @@ class Tree(html.parser.HTMLParser):
 
 
 def plain(nodes: list[Any]) -> list[Any]:
-    """What two renderings have in common: no layout, no classes, text joined."""
+    """Returns what two renderings have in common: no layout, no classes, text joined."""
     result: list[Any] = []
     for node in nodes:
         if isinstance(node, str):
@@ -204,7 +204,7 @@ ATTRIBUTES = {"href", "target", "rel", "tabindex", "aria-label", "role", "class"
 
 
 def test_markdown_of_a_hostile_model_is_harmless(page: Any, files: str) -> None:
-    """In the chat, as an answer: no element but those of Markdown, no address but http and mail, nothing is fetched, nothing takes long."""
+    """An answer in the chat has no element but those of Markdown, and no address but http and mail; nothing is fetched."""
     page.allowed.append("404")
     requested: list[str] = []
     page.on("request", lambda request: requested.append(request.url))
@@ -252,7 +252,7 @@ NUM_BLOCKS = 30_001
 
 
 def state(num_blocks: int = NUM_BLOCKS, *, num_requests: int = 40) -> dict[str, Any]:
-    """As of an engine in which requests have blocks all over the pool."""
+    """Returns the state of an engine in which requests have blocks all over the pool."""
     counts, cached, requests = [0] * num_blocks, [], []
     per_request = min(25, (num_blocks - 1) // (2 * num_requests))
     for number in range(1, num_requests + 1):
@@ -692,7 +692,7 @@ def test_a_phone_has_room_for_all_of_it(browser: Any, files: str, width: int) ->
 
 
 def open_faked_on_phone(page: Any, files: str) -> None:
-    """With an answer that has long words, code and a table, and a picture of the next message."""
+    """Opens a page with an answer that has long words, code and a table, and a picture of the next message."""
     page.allowed.append("404")
     facts = {
         "model": {"takes_pictures": True},

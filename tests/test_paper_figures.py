@@ -192,7 +192,7 @@ def test_figure_9_beam_search_shares_and_frees():
 
 @dataclass(frozen=True)
 class Contiguous:
-    """What systems before paging do: a request reserves its longest possible length in one piece."""
+    """Does what systems before paging do: a request reserves its longest length in one piece."""
 
     max_length: int
     num_prompt: int
@@ -379,7 +379,10 @@ def test_figure_9_through_the_engine(llm, monkeypatch):
 
 
 def test_beams_copy_the_last_partial_block_and_nothing_else(llm):
-    """Of those that share it all but one, when they write to it; whole blocks are shared for good, and in the end all is free."""
+    """All beams that share it but one copy it when they write to it.
+
+    Whole blocks are shared for good, and in the end all is free.
+    """
     pool = llm._engine.scheduler.block_manager.groups[0].pool
     num_copies = 0
     shared: dict[int, list[int]] = {}  # by last block: the positions of who shares it before a step

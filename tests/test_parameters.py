@@ -57,7 +57,7 @@ def write(directory: Path, tensors: dict[str, np.ndarray]) -> Path:
 
 
 def fuse(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """As Phi-3 stores them."""
+    """Joins weights as Phi-3 stores them."""
     tensors = dict(tensors)
     for layer in range(2):
         for name, parts in FUSED.items():

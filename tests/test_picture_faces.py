@@ -609,7 +609,7 @@ def test_wrong_parts_in_python(part: dict[str, Any]) -> None:
 
 
 def test_bodies_are_json() -> None:
-    """What the tests send is what clients can send."""
+    """Clients can send what the tests send."""
     for body in (CHAT, messages_body(), responses_body(), ollama_body()):
         assert json.loads(json.dumps(body)) == body
 

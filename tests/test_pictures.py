@@ -207,7 +207,7 @@ def test_texts_of_base64() -> None:
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_prompts_have_the_token_ids_of_transformers(name: str) -> None:
-    """Of several pictures of several sizes; and the arrays are those of each picture alone."""
+    """Prompts have several pictures of several sizes, and the arrays are those of each picture alone."""
     processor = processor_of(name)
     oracle = oracle_of(name)
     pictures = [picture(*size, seed) for seed, size in enumerate(SIZES)]
@@ -247,7 +247,7 @@ def test_prompts_have_the_token_ids_of_transformers(name: str) -> None:
 def test_texts_around_pictures_have_the_token_ids_of_transformers(
     name: str, texts: list[str]
 ) -> None:
-    """What stands next to a picture may become one token with a part of its text."""
+    """The text next to a picture may become one token with a part of the picture's text."""
     processor = processor_of(name)
     source = picture(7, 7)
     number = len(texts) - 1

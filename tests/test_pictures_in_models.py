@@ -126,7 +126,7 @@ def embed(
 def oracle_logprobs(
     model: Any, token_ids: Sequence[int], processed: Sequence[Mapping[str, Any]]
 ) -> np.ndarray:
-    """What transformers gives for each token, the pictures one by one."""
+    """Returns what transformers gives for each token, the pictures one by one."""
     of_picture = {tower.architecture: tower.features for tower, _ in MODELS.values()}
     architecture = type(model).__name__
     features: Any = []
@@ -153,7 +153,7 @@ def oracle_logprobs(
 # Gemma 3 and a SmolVLM, which is an Idefics3, are in tests/test_seeing_engines.py.
 @pytest.mark.parametrize("name", few(MODELS, ["mistral3", "gemma4"]))
 def test_logprobs_are_those_of_transformers(name: str, checkpoints: Any) -> None:
-    """Of a prompt with two pictures, and of the tokens after it."""
+    """A prompt has two pictures, and tokens follow it."""
     directory, model, _ = checkpoints(name)
     token_ids, embedded, processed = embed(name, checkpoints, ((23, 23), (31, 100)))
     with make_llm(directory, max_num_batched_tokens=280) as llm:

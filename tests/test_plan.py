@@ -285,7 +285,7 @@ _SEEING = {
 def test_the_workspace_of_a_picture_is_near_what_its_encoder_takes(
     architecture: str, rows: int, most: float
 ) -> None:
-    """Of published sizes with two layers, as compiled: never below, and so many times at most."""
+    """The sizes are published ones with two layers, as compiled: never below, and so many times at most."""
     kind, vision = _SEEING[architecture]
     text = {"hidden_size": 3584, "num_attention_heads": 28, "num_key_value_heads": 4}
     parts = {"vision_config": vision, "text_config": text, "mm_tokens_per_image": 256}
@@ -361,7 +361,10 @@ def test_users_are_as_many_as_a_block_manager_takes(
 def test_the_engine_does_what_was_planned(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """On this machine's device, from the same settings. "auto" is the checkpoint's type and the pool ends at what max_num_seqs can use."""
+    """The device is this machine's.
+
+    "auto" is the checkpoint's type, and the pool ends at what max_num_seqs can use.
+    """
     model = random_checkpoint(tmp_path / "llama", LLAMA, dtype="bfloat16")
     flags = ["--max-num-seqs", "2", "--max-num-batched-tokens", "16", "--max-model-len", "64"]
     plan = plan_of(capsys, str(model), *flags)
@@ -581,7 +584,7 @@ def error_of(capsys: pytest.CaptureFixture[str], *words: str) -> str:
 
 
 def test_advice_helps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """What is advised is done, and then it fits."""
+    """The advice is followed, and then it fits."""
     model = write(tmp_path, LLAMA_3_8B)
     small = (model, "--memory", "24GiB", "--max-model-len", "8192")
     error = error_of(capsys, *small, "--num-blocks", "20")
@@ -815,7 +818,7 @@ def test_settings_that_no_plan_takes_change_nothing_in_it(tmp_path: Path) -> Non
 def test_sums_in_one_order_take_a_workspace(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Those of attention: 64 tokens of 32 heads of 128 in 32 segments of 256 positions, or those of products."""
+    """64 rows need it for attention, in 32 segments of 256 positions, and 2 rows for products."""
     words = (write(tmp_path, SHORT), "--device", "h100", "--max-num-seqs")
     for rows, num_bytes in (("64", 64 * 32 * 128 * 32 * 4), ("2", 256 * 256 * 128 * 4)):
         plain, ordered = (
@@ -866,7 +869,7 @@ def test_a_plan_refuses_kernels_as_an_engine_does(
 def test_a_plan_refuses_what_has_no_one_order(
     flags: tuple[str, ...], text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """And takes it where nothing asks for one, or on a CPU, where all sums have one."""
+    """It is taken where nothing asks for one, and on a CPU, where all sums have one."""
     words = (write(tmp_path, SHORT), *flags)
     assert run(*words, "--device", "h100", "--batch-invariant") == 2
     assert f"batch_invariant with {text}" in capsys.readouterr().err
@@ -1003,7 +1006,10 @@ def test_wrong_use_of_an_slo(
 def test_weights_whose_groups_cannot_be_divided_are_planned_as_far_as_they_can(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Of 11,008 inputs two devices have 43 groups of 128 each; four would have 21 and a half. Falcon's heads stay in their groups."""
+    """Two devices have 43 groups of 128 each of 11,008 inputs; four would have 21 and a half.
+
+    Falcon's heads stay in their groups.
+    """
     awq = {
         "quant_method": "awq",
         "bits": 4,

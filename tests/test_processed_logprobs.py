@@ -76,7 +76,7 @@ def llm(directory):
 
 @pytest.fixture(scope="module")
 def alone(llm):
-    """Of each request, its output without others."""
+    """Returns the output of each request without others."""
     return {name: generate(llm, params) for name, params in REQUESTS.items()}
 
 
@@ -211,7 +211,7 @@ def content(outputs):
 
 
 def test_the_mode_changes_no_token_and_raw_numbers_stay(llm, alone):
-    """Also next to requests of the other mode."""
+    """Requests of the other mode beside it change nothing."""
     raw = [dataclasses.replace(params, logprobs_mode="raw") for params in REQUESTS.values()]
     separate = [generate(llm, params) for params in raw]
     for (output,), (other,) in zip(alone.values(), separate, strict=True):

@@ -176,7 +176,7 @@ PROMPTS = [
 
 
 def their_inputs(ids: np.ndarray, shown: Sequence[Picture]) -> dict[str, Any]:
-    """What transformers' models take."""
+    """Returns what transformers' models take."""
     inputs = {"input_ids": torch.tensor(ids)[None].long()}
     if shown:
         inputs["mm_token_type_ids"] = torch.tensor(ids == PICTURE)[None].int()
@@ -224,7 +224,7 @@ def test_angles_are_those_of_transformers(name: str) -> None:
 
 
 def test_a_text_has_the_same_angles_with_axes_and_without() -> None:
-    """To the bit, also for a rope that has no axes."""
+    """They agree to the bit, also for a rope that has no axes."""
     positions_T = jnp.asarray([0, 7, 31, 12_345, 100_000])
     axes_AT = jnp.tile(positions_T, (3, 1))
     frequencies = tuple(float(np.float32(500.0**-power)) for power in np.linspace(0, 1, 6))
@@ -301,7 +301,7 @@ def logits_of(
 
 @pytest.mark.parametrize("name", few(TOWERS, ["qwen2-vl", "qwen3-vl", "qwen3-5-images"]))
 def test_logits_of_texts_with_pictures_are_those_of_transformers(name: str) -> None:
-    """With one axis, with positions that go on from the place, or without features they are others."""
+    """One axis, positions that go on from the place, or no features give others."""
     shown = [pictures()[place] for place in (2, 0, 1)]
     ids = prompt_of(shown, (5, 3, 1, 9))
     model, _ = model_of(name)
@@ -528,7 +528,7 @@ def embed_pictures(ids: np.ndarray, shown: Sequence[Picture]) -> EmbeddedPrompt:
 # Qwen3-VL is in tests/test_seeing_engines.py.
 @pytest.mark.parametrize("name", few(ENGINES, ["qwen2-5-vl", "qwen3-5-images"]))
 def test_engines_give_the_log_probabilities_of_transformers(name: str, tmp_path: Path) -> None:
-    """Of the tokens after a prompt with pictures, too: their positions go on from the largest one."""
+    """Tokens after a prompt with pictures have positions that go on from the largest one."""
     save(name, tmp_path)
     model, _ = model_of(name)
     shown = [pictures()[place] for place in (2, 0)]

@@ -109,7 +109,7 @@ def verify_in_a_process_of_its_own(path: Path) -> str:
 def test_drafts_small_blocks_and_neighbours_are_verified_by_a_plain_engine(
     process: str, llm: LLM, tmp_path: Path
 ) -> None:
-    """What changes no bit may differ: the other engine has one request at a time in its blocks of 16."""
+    """The other engine has one request at a time in its blocks of 16, which changes no bit."""
     path = tmp_path / "receipt.json"
     settings: dict[str, Any] = {**BLOCKS_OF_4, "speculative_config": DRAFTS}
     with make_llm("demo", **settings) as busy:
@@ -126,7 +126,10 @@ def test_drafts_small_blocks_and_neighbours_are_verified_by_a_plain_engine(
 
 
 def test_the_hashes_are_those_of_the_checkpoint(receipt: dict[str, Any]) -> None:
-    """Of its tensors in the type of the computation, whatever panels they are in; layer 4 drafts."""
+    """They hash its tensors in the type of the computation, whatever panels they are in.
+
+    Layer 4 drafts.
+    """
     expected = {}
     of_model = load_file(DEMO / "model.safetensors").items()
     for name, array in ((name, each) for name, each in of_model if "layers.4." not in name):
@@ -316,7 +319,7 @@ def test_the_first_token_that_differs_is_told(llm: LLM, receipt: dict[str, Any])
 
 
 def test_bits_that_depend_on_the_batch_are_a_difference(llm: LLM, receipt: dict[str, Any]) -> None:
-    """And an engine that gives up does not tell."""
+    """An engine that gives up does not tell."""
     parsed = parse_receipt(receipt)
     _, weights = llm._receipts.hash_weights()
     about = parsed, llm._receipts.facts, weights, 512

@@ -132,7 +132,7 @@ def test_links_lead_somewhere(path):
 
 
 def anchors(path: Path) -> set[str]:
-    """Of the headings, as GitHub makes them."""
+    """Returns the anchors of the headings, as GitHub makes them."""
     names = set()
     for line in path.read_text().splitlines():
         if heading := re.match(r"#+ (.*)", line):

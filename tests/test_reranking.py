@@ -108,7 +108,7 @@ def llm(checkpoint):
 
 @torch.no_grad()
 def by_yes_and_no(model: Any, tokenizer: Any, task: str) -> list[float]:
-    """As the model card computes it: the softmax of the logits of no and yes at the last position."""
+    """Computes it as the model card does: the softmax of the logits of no and yes at the last position."""
     no, yes = (tokenizer.convert_tokens_to_ids(word) for word in ("no", "yes"))
     scores = []
     for document in DOCUMENTS:
@@ -121,7 +121,7 @@ def by_yes_and_no(model: Any, tokenizer: Any, task: str) -> list[float]:
 
 @torch.no_grad()
 def by_vectors(model: Any, tokenizer: Any, before: str) -> list[float]:
-    """As the model card of Qwen3-Embedding computes it: the last token's state, scaled to length 1."""
+    """Computes it as the card of Qwen3-Embedding does: the last token's state, scaled to length 1."""
     vectors = []
     for text in (before + QUERY, *DOCUMENTS):
         ids = tokenizer(text, return_tensors="pt")["input_ids"]

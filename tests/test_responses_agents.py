@@ -206,7 +206,7 @@ def test_what_has_no_effect_is_named_by_the_clients_path():
 
 
 def test_a_format_of_the_text_is_no_matter_where_there_is_none():
-    """As instructor sends it with the one function that must be called."""
+    """Instructor sends it with the one function that must be called."""
     format_ = {"type": "json_schema", "name": "x", "schema": LOOK["parameters"]}
     body = request(tools=[LOOK], text={"format": format_})
     named = {"type": "function", "name": "look"}
@@ -402,7 +402,7 @@ def without_ids(items: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     is_cut=st.booleans(),
 )
 def test_events_are_the_whole_response_whatever_the_cut(thought, said, calls, cuts, is_cut):
-    """Also as OpenAI's own client reads them."""
+    """OpenAI's own client reads them so."""
     text = thought + said + "".join("\n" + call for call in calls)
     places = sorted({0, len(text), *(cut for cut in cuts if cut < len(text))})
     texts = [text[start:stop] for start, stop in itertools.pairwise(places)] or [""]
@@ -862,7 +862,7 @@ def test_a_conversation_goes_on_from_a_response_without_its_instructions():
 
 
 def test_a_reference_is_the_item_of_a_response_that_is_kept():
-    """As the AI SDK sends a conversation."""
+    """The AI SDK sends a conversation so."""
     store = ResponseStore(1 << 20, 60)
     mine = store.of_owner("one")
     first = finish(

@@ -170,7 +170,10 @@ def assert_prefixes_find(held: dict[str, int], url: str, replicas: list[Replica]
 
 
 def assert_a_killed_server_is_not_missed(url: str, replicas: list[Replica]) -> None:
-    """While requests run. Those may fail, and no later one; texts are those of either server."""
+    """Kills a server while requests run.
+
+    Those may fail, and no later one; texts are those of either server.
+    """
     expected = {story: complete(replicas[0].url, story) for story in STORIES}
     assert expected == {story: complete(replicas[1].url, story) for story in STORIES}, (
         "texts are the same on both"

@@ -50,7 +50,7 @@ ROOT = Path(__file__).parents[1]
 
 
 class Witness:
-    """What the interpreter does that its audit events tell of: connections, names looked up, files, programs."""
+    """Notes what the audit events of the interpreter tell of: connections, names looked up, files, programs."""
 
     def __init__(self) -> None:
         self.seen: list[tuple[str, Any]] | None = None
@@ -88,7 +88,7 @@ def server():
 
 @pytest.fixture
 def client(server):
-    """With a key. Whatever it is answered has nothing of the machine in it."""
+    """Has a key. None of its answers has anything of the machine in it."""
 
     def check(answer: httpx.Response) -> None:
         answer.read()
@@ -125,7 +125,7 @@ def test_one_socket_listens_and_only_to_this_machine(server, client):
 
 
 def _status(server: Running, method: str, path: str, headers: dict[str, str]) -> int:
-    """As it is written: nothing tidies the path."""
+    """Returns the status of a path as it is written: nothing tidies it."""
     connection = http.client.HTTPConnection("127.0.0.1", _port(server), timeout=60)
     try:
         connection.putrequest(method, path, skip_host="Host" in headers, skip_accept_encoding=True)
@@ -282,7 +282,10 @@ EXPRESSIONS = {
 
 @pytest.mark.parametrize("name", few(EXPRESSIONS, ["join", "a loop"]))
 def test_a_template_has_its_time_and_its_memory(server, client, monkeypatch, name):
-    """What goes beyond them is a 400; meanwhile another client is answered, and afterwards the memory is back."""
+    """A template that goes beyond them is a 400.
+
+    Another client is answered, and the memory comes back.
+    """
     monkeypatch.setattr(templates, "RENDER_SECONDS", 0.5)
     template = (
         "{% if messages[0].content == 'x ' %}" + EXPRESSIONS[name] + "{% else %}fine{% endif %}"
@@ -450,7 +453,7 @@ for grammar_worker._try in (waits, works):
 
 
 def test_keys_and_prompts_are_in_no_log(server, client, caplog, monkeypatch):
-    """At the lowest level, whatever becomes of the request: answered, refused, failed, left."""
+    """The log has its lowest level, and requests are answered, refused, failed or left."""
     caplog.set_level(logging.DEBUG)
     secret = "xylophone"
     body = {**COMPLETION, "prompt": f"The {secret}", "user": secret, "cache_salt": secret}

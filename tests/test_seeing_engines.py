@@ -179,7 +179,7 @@ def test_preempted_in_its_prompt_and_later(name, mode, directories, alone):
 
 @pytest.mark.parametrize("name", few(MODELS, ["gemma3"]))
 def test_prefixes_are_found_through_a_picture(name, directories, alone):
-    """Never through another one in its place."""
+    """They are never found through another one in its place."""
     with start(directories(name)) as llm:
         prompts = prompts_of(name)
 
@@ -210,7 +210,7 @@ def test_prefixes_are_found_through_a_picture(name, directories, alone):
     ),
 )
 def test_requests_that_begin_alike_have_as_many_pictures_as_they_say(name, caching, directories):
-    """Sent together, each adding pictures to those of the one before (sglang #5455)."""
+    """They come together, each adding pictures to those of the one before (sglang #5455)."""
     text = np.random.default_rng(5).integers(1, 250, 9).tolist()
     album = [seeing.picture(name, seed, size) for seed, size in ((1, 2), (2, 3), (1, 2), (3, 2))]
     parts = [part for picture in album for part in (picture, text[:2])]
@@ -233,7 +233,7 @@ def test_requests_that_begin_alike_have_as_many_pictures_as_they_say(name, cachi
 
 @pytest.mark.parametrize("name", few(MODELS, ["gemma3"]))
 def test_samples_and_beams(name, directories):
-    """Also where a prompt ends with a picture, whose last token is computed with the others."""
+    """A prompt may end with a picture, whose last token is computed with the others."""
     prompts = prompts_of(name)
     many = dataclasses.replace(PARAMS, n=4, max_tokens=5)
     with start(directories(name)) as llm:
@@ -280,7 +280,7 @@ def test_a_log_is_replayed(name, directories, tmp_path):
 
 
 def test_a_snapshot_says_which_positions_pictures_fill(directories):
-    """As what a log says of its requests does."""
+    """A log says the same of its requests."""
     records = []
     with start(directories("smolvlm"), enable_prompt_embeds=True) as llm:
         engine = llm._engine
@@ -305,7 +305,7 @@ def test_a_snapshot_says_which_positions_pictures_fill(directories):
 
 
 def test_other_weights(directories, alone):
-    """Those of the encoder, too; what was made with the old ones is forgotten."""
+    """The encoder gets them, too; what was made with the old ones is forgotten."""
     name = "smolvlm"
     prompts = prompts_of(name)
     with start(directories(name)) as llm:
@@ -425,7 +425,7 @@ def test_a_drafter_on_the_device_changes_no_bit(name, directories, alone):
 
 
 def test_texts_are_embedded_and_scored(directories):
-    """By steps without axes and without vectors."""
+    """Steps without axes and without vectors compute them."""
     with start(directories("qwen3-vl")) as llm:
         vectors = llm.embed([[3, 4, 5], [3, 4]], use_tqdm=False)
         assert vectors.shape == (2, 64) and np.isfinite(vectors).all()

@@ -77,7 +77,7 @@ def serving(
 
 
 def run_copied(*command: str) -> str:
-    """What a program answers that has the key in its environment."""
+    """Returns what a program answers that has the key in its environment."""
     environment = {**os.environ, "JAXPAGE_API_KEY": KEY}
     result = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
     assert result.returncode == 0, result.stderr
@@ -132,7 +132,7 @@ def test_capabilities_tell_what_this_server_is(client):
 
 
 def test_bench_serve_measures_it(ready_server, client, monkeypatch, capsys):
-    """What the client counts is what the server counted."""
+    """The client and the server count the same."""
     monkeypatch.setenv("JAXPAGE_API_KEY", KEY)
     words = ["--num-prompts", "5", "--dataset", "random", "--max-input", "20"]
     words += ["--max-output", "8", "--baseline", "static"]

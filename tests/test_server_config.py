@@ -298,7 +298,7 @@ def test_config_show_is_a_file_that_loads_to_the_same(tmp_path, monkeypatch, cap
 
 
 def test_config_validate_tells_everything_at_once(tmp_path, monkeypatch, capsys):
-    """Of the file, of variables and of flags; of the engine and of the server."""
+    """The problems are in the file, in variables and in flags, of the engine and of the server."""
     lines = [
         "dtype: int3",
         "block_size: 13",
@@ -415,7 +415,7 @@ def test_an_address_that_is_taken_is_known_before_a_model_is_loaded():
 
 
 def test_an_address_can_be_had_again_at_once():
-    """Of a server that closed its connections itself, which the system remembers for a while."""
+    """A server closed its connections itself, which the system remembers for a while."""
     with bind_socket(ServerConfig(port=0)) as listener:
         port = listener.getsockname()[1]
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as `run_server` does
@@ -518,7 +518,10 @@ def test_what_clients_call_the_model(tmp_path):
 
 
 def test_a_model_without_a_template_is_asked_for_completions():
-    """Of text where there is a tokenizer, of token ids where there is none; the body that is shown is JSON in a shell's quotes."""
+    """It takes text where there is a tokenizer, and token ids where there is none.
+
+    The body that is shown is JSON in a shell's quotes.
+    """
     for tokenizer, prompt in ((SimpleNamespace(), "Once upon a time"), (None, [1, 2, 3])):
         context = ModelContext(
             model_names=("it's",), max_model_len=9, vocab_size=9, tokenizer=tokenizer

@@ -1,4 +1,4 @@
-"""What is measured, and how it is told: Prometheus' own parser reads the same facts that `llm.stats()` has. And the server's log."""
+"""Metrics and the server's log: Prometheus' own parser reads the same facts that `llm.stats()` has."""
 
 from __future__ import annotations
 
@@ -338,7 +338,7 @@ def test_activity_is_told_once_and_only_where_there_is_some(llm, outputs):
 
 
 def test_the_log_has_a_line_per_active_interval(log):
-    """Of four snapshots the second and the third differ: one line."""
+    """The second and the third of four snapshots differ: one line."""
     written = log()
     quiet = {name: 0 for name in HELP}
     snapshots = iter(
@@ -553,7 +553,7 @@ def test_subscribers_know_what_the_cache_will_find(llm):
 
 
 def test_the_application_runs_in_the_servers_of_others(llm, tmp_path, monkeypatch):
-    """With the lifespan of ASGI, by which its engine ends."""
+    """The lifespan of ASGI ends its engine."""
     with pytest.raises(ModelNotFoundError, match="nowhere"):
         asgi.asgi_app(
             engine={"model": str(tmp_path / "nowhere")}, server={"served_model_name": "m"}

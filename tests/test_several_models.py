@@ -125,7 +125,7 @@ def request(model: str, prompt: int, drawn: int, **more: Any) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def expect_tokens(directory):
+def expected(directory):
     """The tokens of engines that do nothing else, one request after the other."""
     tokens = {}
     for name, model, settings in (("demo", "demo", SMALL), ("other", directory, BLOCKS_OF_16)):
@@ -574,7 +574,7 @@ def test_kernels_that_the_device_does_not_run_are_refused_before_a_request(tmp_p
 
 
 def test_the_server_keeps_the_responses_of_all_models(client, running):
-    """Whatever becomes of a model. Only one of these has a chat template."""
+    """A model may go meanwhile. Only one of these has a chat template."""
     response_id = f"resp_{'1' * 32}"
     stored = StoredResponse(b'[{"role":"user","content":"x"}]', b'{"output":[]}')
     running.board.responses.put(response_id, "", stored)

@@ -271,7 +271,7 @@ def calls(function: Callable[[], object]) -> Counter[str]:
 def calls_with(
     num_waiting: int, plan: Callable[[Scheduler], StepPlan | None]
 ) -> list[Counter[str]]:
-    """Of a step, an arrival, the end of one that waits, and a step that admits one, while requests wait."""
+    """Counts the calls of a step, an arrival, an end and an admission, while requests wait."""
     decoding = Decoding(8, 20, prefix_caching=True)
     scheduler, requests = decoding.scheduler, decoding.requests
     queue = Queue(decoding, num_waiting)

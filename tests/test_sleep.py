@@ -188,7 +188,7 @@ def test_an_async_model_sleeps(directory, compiled_when_used):
 
 @pytest.mark.parametrize("level", [1, 2])
 def test_what_a_caller_holds_is_never_deleted(directory, level):
-    """Neither by sleep nor by the end of the engine, whoever gave the arrays to whom."""
+    """Sleep and the end of the engine delete nothing of it, whoever gave the arrays to whom."""
     arrays = {name: jax.device_put(array) for name, array in random_tensors(LLAMA, seed=5).items()}
     numbers = {name: np.array(array) for name, array in arrays.items()}
     with make_llm(directory) as llm:

@@ -145,7 +145,7 @@ def run(llm, prompts, each):
 
 
 def bad_outputs(llm, kind, num_seeds, **changes):
-    """Of so many seeds, the texts that are neither valid nor, when cut, what a valid one begins with."""
+    """Returns the texts of so many seeds that are neither valid nor, when cut, what a valid one begins with."""
     is_valid = KINDS[kind][1]
     longer = {"max_tokens": 200, **changes}
     outputs = run(
@@ -180,7 +180,7 @@ def test_what_a_random_model_says_is_what_was_asked_for(kind, llm):
 
 
 def test_without_a_grammar_it_says_something_else(llm):
-    """Otherwise the tests above would show nothing."""
+    """The tests above would show nothing if it did not."""
     outputs = run(
         llm, ["a"] * 12, [params(seed=seed, structured_outputs=None) for seed in range(12)]
     )
@@ -280,7 +280,7 @@ def test_each_sample_is_the_lone_request_with_its_key(kind, mistaken, llm, monke
 
 
 def test_log_probabilities_are_the_models_own(llm, directory):
-    """Before the mask, as everywhere: the chosen token may be far from the likeliest."""
+    """They are those before the mask, as everywhere: the chosen token may be far from the likeliest."""
     ((sample,),) = run(llm, ["a"], params("json", temperature=0.0, logprobs=2, max_tokens=12))
     ((plain,),) = run(llm, ["a"], params(None, temperature=0.0, logprobs=2, max_tokens=1))
     first = sample.logprobs[0]
@@ -352,7 +352,7 @@ def ids_of_mask(constraint):
 
 
 def test_masks_are_those_of_brute_force(grammar_of, directory):
-    """In every place that can be reached, for every token."""
+    """They agree in every place that can be reached, for every token."""
     texts = language()
     grammar = grammar_of(regex="((ab|ba){1,3})( (10|00))?(dog|cat)s?")
     pieces = [load_tokenizer(directory).decode([token_id]) for token_id in range(128)]
@@ -464,7 +464,7 @@ def test_without_an_end_to_draw_it_ends_where_the_grammar_does(llm):
 
 
 def test_it_ends_where_it_may_if_every_way_on_is_forbidden(llm):
-    """By `allowed_token_ids`, which is seen at once; by anything else, when nothing is left to draw."""
+    """`allowed_token_ids` is seen at once; anything else, when nothing is left to draw."""
     yes, bang = ({*llm.tokenizer(text)["input_ids"]} for text in ("yes", "!"))
     either = {"choice": ["yes", "yes!"]}
     for changes in (
@@ -536,7 +536,10 @@ def test_min_tokens_beyond_the_grammar_is_an_error(llm):
 
 
 def test_a_dead_end_ends_that_request_only(llm):
-    """Behind "ab" comes what the tokenizer cannot say; a neighbour is as it is alone, to the last bit."""
+    """The tokenizer cannot say what follows "ab".
+
+    A neighbour is as it is alone, to the last bit.
+    """
     neighbour = params(None, max_tokens=20, logprobs=2)
     alone = run(llm, [[3, 4]], neighbour)
     for requested in ({"regex": "[ab]{2}(\\x01|\u20ac)"}, {"choice": ["aba\u0001", "bab\u0001"]}):
@@ -574,7 +577,10 @@ def test_what_goes_wrong_in_a_grammar_ends_that_request_only(llm, monkeypatch):
 
 @pytest.mark.parametrize("limit", [0.1, 1e9])
 def test_slow_masks_of_many_sequences_take_a_part_of_a_step(limit, llm, monkeypatch):
-    """What multiplies by n is bounded by the processor's time, whatever makes it slow; nobody else notices."""
+    """The processor's time bounds what multiplies by n, whatever makes it slow.
+
+    Nobody else notices.
+    """
     neighbour = params(None, max_tokens=20, logprobs=2)
     alone = run(llm, [[3, 4]], neighbour)
     admitted = Grammar.admit
@@ -717,7 +723,7 @@ def test_refused_at_construction(value, message):
     ],
 )
 def test_refused_at_admission(value, message, llm):
-    """With the parameter, the beginning of its value and a sentence, without llguidance's source; before anything runs."""
+    """The message has the parameter, the beginning of its value and a sentence, and nothing of llguidance's source."""
     requested = re.escape(f"structured_outputs={{'{next(iter(value))}': ")
     with pytest.raises(
         ValueError, match=f"^{requested}.* is refused: .*{message.removeprefix('is refused: ')}"
@@ -778,7 +784,7 @@ def test_a_tokenizer_that_llguidance_cannot_take(kind, directory):
 
 @pytest.mark.parametrize(("first", "shift"), [(127, 1), (100, 5), (50, 129)])
 def test_ids_that_a_vocabulary_leaves_out_are_no_text(first, shift, directory):
-    """Nor is the end of the grammar another one's id."""
+    """The end of the grammar is no other one's id, either."""
     description = describe(directory)
     ids = {piece: i + shift * (i >= first) for piece, i in description["model"]["vocab"].items()}
     description["model"]["vocab"] = ids
@@ -883,7 +889,10 @@ def living(group):
 
 
 def soon(condition, seconds=20):
-    """Whether it comes to be; for what takes a moment, and would take for ever if it were wrong."""
+    """Returns whether it comes to be.
+
+    It takes a moment, and would take for ever if it were wrong.
+    """
     end = time.monotonic() + seconds
     while not (met := condition()) and time.monotonic() < end:
         time.sleep(0.01)
@@ -985,7 +994,7 @@ def test_a_worker_that_does_not_answer_is_not_asked_twice(llm, monkeypatch):
 
 @pytest.mark.parametrize("mistaken", [False, True])
 def test_no_worker_outlives_a_shutdown(mistaken, busy, monkeypatch):
-    """Neither for who waits for its answer nor for who waits behind that one."""
+    """It answers neither who waits for its answer nor who waits after that one."""
     if mistaken:
         monkeypatch.setattr(compiling.GrammarCompiler, "_check_open", lambda self: None)
         monkeypatch.setattr(compiling, "COMPILE_SECONDS", 1)

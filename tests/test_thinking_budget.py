@@ -1,4 +1,4 @@
-"""After so many tokens of reasoning its closing marker comes, whatever the model would say and however its engine runs."""
+"""The closing marker of reasoning comes after so many tokens, whatever the model would say and however its engine runs."""
 
 from __future__ import annotations
 
@@ -223,7 +223,7 @@ def params_of(name: str) -> SamplingParams:
 
 
 @pytest.fixture(scope="module")
-def tokens_expected(llm):
+def expected(llm):
     """The tokens of each sample of each case, by hand."""
     tokens = {}
     for name, (text, _) in CASES.items():
@@ -253,7 +253,7 @@ def generate(llm: Any, *neighbours: SamplingParams) -> dict[str, list[list[int]]
 
 
 def drafting(llm: Any, texts: dict[str, list[list[int]]]) -> dict[str, list[list[int]]]:
-    """With right and wrong drafts of what the texts will be."""
+    """Drafts the texts, right and wrong."""
     shift = llm._engine._num_sequences
     by_id: dict[int, list[int]] = {}
     for name, samples in texts.items():
@@ -314,7 +314,7 @@ def forgetting_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def counting_drafts_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the tokens of one step only the first counts."""
+    """Counts the first of the tokens of a step alone."""
     real = sampling_module.SamplingStrategy._advance
     seen: dict[int, bool] = {}
 
@@ -363,7 +363,7 @@ def test_what_cannot_be_forced_is_refused(llm):
 
 
 def test_a_grammar_and_the_budget_hold_together(llm):
-    """Where a grammar does not admit the marker, it holds alone."""
+    """The grammar holds alone where it does not admit the marker."""
     (close,) = llm.tokenizer("</think>", add_special_tokens=False)["input_ids"]
     until = f'start: r <[{close}]> "(" /[a-d]/ ")"\nr: /(.|\\n)*/'
     draft_with(llm._engine, Guesses())
@@ -386,7 +386,7 @@ def test_a_grammar_and_the_budget_hold_together(llm):
 
 @pytest.mark.parametrize("space", [("", ""), ("\n", "\n\n"), ("", "\n")])
 def test_the_grammar_of_required_calls_takes_the_bare_marker(space):
-    """Without the white space that the template has before it; what follows the marker is no reasoning any more."""
+    """The template has white space before it; what follows the marker is no reasoning any more."""
     close = f"{space[0]}</think>{space[1]}"
     form = ChatFormat(tools=HERMES, reasoning=ReasoningForm("<think>", close))
     grammar = grammar_of(

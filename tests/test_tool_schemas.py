@@ -61,7 +61,7 @@ def arguments(**properties: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("schema", STRANGE, ids=lambda value: f"{value!r:.50}")
 def test_with_auto_a_schema_goes_to_the_template_as_it_is(schema):
-    """And calls are read by whatever it says."""
+    """Calls are read by whatever it says."""
     shows = with_template("{{ tools | tojson }}{{ messages }}")
     whole = [schema] if isinstance(schema, dict | bool) else []
     for parameters in (arguments(a=schema), {"type": "object", "$defs": {"a": schema}}, *whole):
@@ -264,7 +264,7 @@ ANYTHING = st.recursive(
     is_tagged=st.booleans(),
 )
 def test_any_schema_is_taken_or_refused(parameters, choice, is_tagged):
-    """With "auto" it is always taken."""
+    """ "auto" always takes it."""
     try:
         open_chat(chat(tool("f", parameters), tool_choice=choice), KNOWN[is_tagged])
     except ApiError as error:

@@ -67,7 +67,7 @@ CHAT = {
 
 @pytest.fixture(scope="module", autouse=True)
 def _loggers():
-    """What `open_spans` sets for a server's process is not for the other tests of this one."""
+    """Resets what `open_spans` sets for a server's process, for the other tests of this one."""
     logger = logging.getLogger("opentelemetry")
     before = logger.level
     yield
@@ -149,7 +149,7 @@ def keeping_server(engine):
 
 @pytest.fixture
 def demo_build(engine):
-    """For a server of the test's own."""
+    """Gives an engine to a test that makes a server of its own."""
     engine.close()
     return engine.built
 
@@ -446,7 +446,7 @@ def test_a_failed_step_is_an_error_of_the_server(keeping_server, stream, monkeyp
 
 @pytest.mark.parametrize("num_known", [1, 2, 3, 4])
 def test_a_part_that_was_cut_short_ends_with_the_request(num_known):
-    """Whichever of the engine's times are known when the request ends."""
+    """The engine may know any of its times when the request ends."""
     times = ["arrival_time", "first_scheduled_time", "first_token_time", "last_token_time"]
     record = RequestRecord(bare_scope())
     moments = [record.began + each for each in range(1, 5)]
@@ -576,7 +576,7 @@ def test_the_sdk_reads_its_own_variables(name, value, number, monkeypatch):
 def test_an_endpoint_that_does_not_answer_costs_one_warning(
     demo_build, receiver, kind, caplog, monkeypatch
 ):
-    """With a queue that is full after two spans."""
+    """Its queue is full after two spans."""
     monkeypatch.setenv("OTEL_BSP_MAX_QUEUE_SIZE", "2")
     monkeypatch.setenv("OTEL_BSP_MAX_EXPORT_BATCH_SIZE", "1")
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "1" if kind == "silent" else "0.2")

@@ -69,13 +69,13 @@ def make(tmp_path: Path) -> Iterator[Any]:
 
 
 def scores(llm: LLM, rows: np.ndarray = ROWS) -> np.ndarray:
-    """What the engine says of each token from the second on."""
+    """Returns what the engine says of each token from the second on."""
     prompts, continuations = rows[:, :1].tolist(), rows[:, 1:].tolist()
     return np.array(llm.score(prompts, continuations), np.float32)
 
 
 def distributions(llm: LLM) -> np.ndarray:
-    """What the engine says of all tokens after each of ROWS but the last, [R, C - 1, V]."""
+    """Returns what the engine says of all tokens after each of ROWS but the last, [R, C - 1, V]."""
     params = SamplingParams(max_tokens=1, prompt_logprobs=VOCAB_SIZE)
     outputs = llm.generate(ROWS.tolist(), params, use_tqdm=False)
     return np.array(
@@ -190,7 +190,7 @@ def test_long_rows_and_many_rows_are_divided(make: Any) -> None:
 def test_an_engine_without_kernels_in_cpp_has_the_bits_of_a_trainer_without(
     name: str, make: Any
 ) -> None:
-    """And the kernels' order of sums is not that of XLA, which is seen."""
+    """The kernels' order of sums is not that of XLA, which is seen."""
     llm = make(name, attention_backend="scan")
     expected = scores(llm)
     model, weights = load(llm, attention_backend="scan")

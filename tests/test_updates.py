@@ -43,7 +43,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def fresh(checkpoint: Path) -> Iterator[Callable[..., CompletionOutput]]:
-    """What a request gives that begins with a prompt and tokens, on an engine that has done nothing else with these weights."""
+    """Returns what a request gives on an engine that has done nothing else with these weights."""
     with make_llm(checkpoint, enable_prefix_caching=False) as llm:
 
         def continue_from(version: int, token_ids: list[int], **params: Any) -> CompletionOutput:
@@ -112,7 +112,10 @@ SETTINGS = {
 def test_recomputed_requests_go_on_as_fresh_ones(
     checkpoint: Path, fresh: Callable[..., CompletionOutput], name: str, way: str
 ) -> None:
-    """Of several samples, each goes on with its own tokens; the noise of the first is a fresh request's."""
+    """Each of several samples goes on with its own tokens.
+
+    The noise of the first is a fresh request's.
+    """
     params = SamplingParams(**WAYS[way], max_tokens=24, ignore_eos=True, logprobs=2)
     with make_llm(checkpoint, start=False, **SETTINGS[name]) as llm:
         handles = run_by_hand(llm, PROMPTS, params)
@@ -178,7 +181,7 @@ def plain(checkpoint: Path) -> Iterator[LLM]:
 
 
 def keep_alone(llm: LLM, prompt: list[int], params: Any, versions: list[int]) -> CompletionOutput:
-    """What a request gives alone, when weights are replaced at the same tokens."""
+    """Returns what a request gives alone, when weights are replaced at the same tokens."""
     llm.update_parameters(random_tensors(LLAMA, seed=versions[0]))
     [(handle, updates)] = run_by_hand(llm, [prompt], params)
     for version in (1, 2):
@@ -195,7 +198,7 @@ def keep_alone(llm: LLM, prompt: list[int], params: Any, versions: list[int]) ->
 def test_no_request_finds_blocks_of_other_weights(
     checkpoint: Path, fresh: Callable[..., CompletionOutput], mode: Mode
 ) -> None:
-    """Neither those that were computed before, nor those that a kept request fills afterwards."""
+    """It finds neither those that were computed before nor those that a kept request fills later."""
     with make_llm(checkpoint, start=False) as llm:
         prompt = [3] * 40
         long = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
@@ -342,7 +345,7 @@ def test_no_step_runs_while_the_engine_is_paused(checkpoint: Path) -> None:
 
 
 def test_weights_are_replaced_while_the_engine_is_paused(checkpoint: Path) -> None:
-    """In every mode, without a step; only what would have to run first is refused."""
+    """Every mode does so without a step; only what would have to run first is refused."""
     with make_llm(checkpoint, start=False) as llm:
         llm.pause()
         assert llm.update_parameters(random_tensors(LLAMA)) == 1

@@ -313,7 +313,7 @@ def test_a_pinned_prefix_and_a_log_and_quantised_weights_are_refused(
 
 @pytest.fixture
 def server(llm: LLM, tmp_path: Path) -> Iterator[tuple[Running, httpx.Client, Path]]:
-    """With the weights of seed 0, and a directory with those of seeds 0 and 1."""
+    """Has the weights of seed 0, and a directory with those of seeds 0 and 1."""
     llm.update_parameters(random_tensors(LLAMA))
     for seed in (0, 1):
         random_checkpoint(tmp_path / "w" / str(seed), LLAMA, seed=seed)
@@ -457,7 +457,7 @@ def test_requests_that_run_are_waited_for_or_ended(
 def test_who_leaves_while_waiting_takes_the_update_back(
     server: Any, from_files: list[list[Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And another is refused meanwhile."""
+    """Another one is refused meanwhile."""
     running, client, _ = server
     version, run = running.engine.weights_version, running.engine.runner.run
     monkeypatch.setattr(

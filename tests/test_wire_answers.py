@@ -42,7 +42,7 @@ def chat(settings: dict[str, Any] | None = None, **fields: Any) -> Exchange:
 
 
 def read(kind: Any, response: dict[str, Any]) -> Any:
-    """As the client's own types have it, strictly, after a way through JSON that knows no infinity."""
+    """Reads it strictly as the client's own types have it, after a way through JSON that knows no infinity."""
     sent = json.loads(json.dumps(response, allow_nan=False))
     # what OpenAI sends and its own types leave out: no number for the first token of an echo
     if kind is Completion:
@@ -101,7 +101,7 @@ def join(chunks: Sequence[dict[str, Any]]) -> dict[int, dict[str, Any]]:
 
 
 def merge(message: dict[str, Any], delta: dict[str, Any]) -> None:
-    """As clients do it: texts are joined, calls by their index."""
+    """Joins chunks as clients do: texts are joined, calls by their index."""
     for name, value in delta.items():
         if name == "tool_calls":
             calls = message.setdefault("tool_calls", [])
@@ -195,7 +195,7 @@ def test_what_a_completion_says():
 
 
 def test_the_columns_of_an_echo_with_log_probabilities():
-    """What lm-eval's local-completions reads: a number for every token but the first, and offsets into the text."""
+    """lm-eval's local-completions reads a number for every token but the first, and offsets into the text."""
     exchange = completion(prompt=[300, 301, 302], echo=True, logprobs=2)
     script = [Scripted([tokenizer().decode([400])], "length", token_ids=[400])]
     choice = exchange.whole([output(exchange, script)])["choices"][0]
@@ -447,7 +447,7 @@ def tokens_of(text: str, cuts: Sequence[int]) -> list[int]:
 
 
 def begins_of(token_ids: Sequence[int]) -> list[int]:
-    """Where each token begins, from the bytes of each: at the character that has its first byte."""
+    """Returns where each token begins, from the bytes of each: at the character that has its first byte."""
     pieces = [token_bytes(tokenizer(), token_id) or b"" for token_id in token_ids]
     bytes_before = itertools.accumulate((len(piece) for piece in pieces), initial=0)
     written = b"".join(pieces)
@@ -513,7 +513,7 @@ def test_tokens_of_reasoning_are_those_that_begin_between_its_markers(
     ("name", "settings", "fields", "text"), TOOL_CHATS, ids=[name for name, *_ in TOOL_CHATS]
 )
 def test_an_answer_can_be_sent_back_as_it_came(name, settings, fields, text):
-    """As JSON, as OpenAI's client gives it, and as it puts a stream together, where no unknown field passes."""
+    """OpenAI's client gives it as JSON, and puts a stream together, where no unknown field passes."""
     exchange, script = chat(settings, **fields), [Scripted([text[:9], text[9:]])]
     whole = exchange.whole([output(exchange, script)])
     state = ChatCompletionStreamState()

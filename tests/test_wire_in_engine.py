@@ -173,7 +173,7 @@ def test_marks_that_are_special_tokens_are_read(gpt_oss):
 
 @pytest.mark.parametrize("reasoning_parser", ["auto", "none"])
 def test_a_required_call_may_end_with_a_token_that_ends_the_text(gpt_oss, reasoning_parser):
-    """As `<|call|>` of gpt-oss does, which a grammar can therefore not demand."""
+    """`<|call|>` of gpt-oss does so, which a grammar can therefore not demand."""
     call_on = gpt_oss.tokenizer(" to", add_special_tokens=False)["input_ids"]
     fields = {"tool_choice": "required", "logit_bias": {str(each): 100 for each in call_on}}
     exchange = of_gpt_oss(gpt_oss, fields, reasoning_parser=reasoning_parser)

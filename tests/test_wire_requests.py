@@ -627,7 +627,7 @@ def test_no_tools_leave_nothing_to_choose_from():
 
 
 def test_errors_of_a_grammar_are_in_the_clients_terms():
-    """And fields that were once its own tell their successor."""
+    """Fields that were once its own tell their successor."""
     exchange = open_chat(chat(response_format=schema_format({"type": "object"})), context())
     for shown in (
         "{'json': {'a': ' is refused: '}}",
@@ -759,7 +759,7 @@ BOUNDED = [
 
 @pytest.mark.parametrize(("request_kind", "opens", "new"), BOUNDED)
 def test_every_parameter_is_taken_at_its_bounds_and_refused_beyond(request_kind, opens, new):
-    """In each API by its own name, and the engine gets the value."""
+    """Each API has its own name for it, and the engine gets the value."""
     for field, name, value in fields_at_bounds(request_kind):
         needs = NEEDS.get((request_kind, name), {})
         exchange = opens(new(**{**needs, name: value}), context())
@@ -778,7 +778,7 @@ def test_every_parameter_is_taken_at_its_bounds_and_refused_beyond(request_kind,
 @pytest.mark.parametrize(("model", "opens", "body"), ENDPOINTS)
 @pytest.mark.parametrize("is_strict", [False, True])
 def test_another_value_of_a_field_that_is_not_honoured_is_refused(model, opens, body, is_strict):
-    """By name, and a value that Python only takes for the same is another one."""
+    """It is refused by name, and a value that Python only takes for the same is another one."""
     for name in model.known:
         values = neutral_values(model, name)
         if name not in model.model_fields:
@@ -940,7 +940,7 @@ def test_scores_that_are_refused(fields, param, text):
 
 
 def test_a_prompt_and_its_continuation_are_encoded_together():
-    """As lm-eval does: the space between them belongs to the word behind it."""
+    """lm-eval does so: the space between them belongs to the second word."""
     spelled = tokenizer()("Once upon a time")["input_ids"]
     for prompt, continuation in (("Once upon", " a time"), ("Once upon ", "a time")):
         opened_score = open_score(
@@ -975,7 +975,7 @@ def test_errors_of_the_engine_in_the_clients_terms():
 
 @pytest.mark.parametrize(("opens", "param"), [(open_completion, "prompt"), (open_chat, "messages")])
 def test_a_request_that_never_fits_is_told_by_its_parameter(opens, param):
-    """In the words of the engine's roster, which has no parameters."""
+    """The words are those of the engine's roster, which has no parameters."""
     exchange = opens(completion() if opens is open_completion else chat(), context())
     scheduler = Scheduler(
         StepLimits(2, 16, 2, mixed=False),

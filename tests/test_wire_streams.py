@@ -48,7 +48,7 @@ class Parts(httpx.SyncByteStream):
 
 
 def read(path: str, parts: Sequence[bytes]) -> list[Any]:
-    """What the API's official client takes from a stream that comes in these parts."""
+    """Returns what the API's official client takes from a stream that comes in these parts."""
     if path.startswith("/api/"):
         lines = httpx.Response(200, stream=Parts(parts)).iter_lines()  # as ollama's client does
         return [json.loads(line) for line in lines if line.strip()]

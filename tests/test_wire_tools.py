@@ -188,7 +188,7 @@ RECURSIVE = {
 
 
 def test_required_calls_keep_to_the_schemas_of_the_tools():
-    """In the model's own form, with one call or more."""
+    """The model writes one call or more in its own form."""
 
     def write(*calls: Any) -> str:
         texts = [f"<tool_call>\n{json.dumps(call)}\n</tool_call>" for call in calls]
@@ -255,7 +255,7 @@ OTHERS = [None, True, 1, " 18", [], [{}]]
     ("schema", "good", "bad"), SCHEMAS, ids=[f"{schema!r:.60}" for schema, *_ in SCHEMAS]
 )
 def test_arguments_are_an_object_that_keeps_to_the_schema(schema, good, bad):
-    """Whatever else the schema admits, and with what it refers to beside another tool's of the same names."""
+    """The schema may admit anything else, and refer to names that another tool's has, too."""
     choice = {"type": "function", "function": {"name": "f"}}
     named, alone = hold_to(choice, schema), hold_to(choice, schema, "none")
     required = hold_to("required", schema)
@@ -273,7 +273,7 @@ def test_arguments_are_an_object_that_keeps_to_the_schema(schema, good, bad):
 
 
 def hold_to(choice: Any, schema: dict[str, Any], tool_parser: str = "hermes") -> tuple[str, str]:
-    """What an answer is held to that has to call `f`, whose parameters the schema is."""
+    """Returns what an answer is held to that has to call `f`, whose parameters the schema is."""
     another = {
         "$defs": {"a": {"type": "null"}, "i": {"type": "null"}},
         "definitions": {"a": {"type": "null"}},
