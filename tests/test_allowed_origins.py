@@ -1,4 +1,7 @@
-"""`--allowed-origins`: pages of these origins may use a server, with a key and without; no other page may."""
+"""`--allowed-origins`: pages of these origins may use a server, with a key and without.
+
+No other page may.
+"""
 
 from __future__ import annotations
 

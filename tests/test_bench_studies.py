@@ -1,4 +1,7 @@
-"""The kinds of `jaxpage bench` that are studies, each once from the command line; `tests/lab/` has what their numbers mean."""
+"""The kinds of `jaxpage bench` that are studies, each once from the command line.
+
+`tests/lab/` has what their numbers mean.
+"""
 
 from __future__ import annotations
 

@@ -871,7 +871,10 @@ def without_outer_tag(name: str, calls: Any) -> str:
 @examples(2)
 @given(data=st.data())
 def test_a_call_may_lack_its_opening_tag(name, data):
-    """It is on a line of its own; of two calls none is lost, and the orphan closing tag is no content."""
+    """It is on a line of its own.
+
+    Of two calls none is lost, and the orphan closing tag is no content.
+    """
     form = derive_form_of(TEMPLATES[name]).form
     bare = form.tools.bare  # type: ignore[union-attr]
     assert bare is not None
@@ -950,7 +953,10 @@ THINKS_AND_CALLS = [
 @examples(2)
 @given(data=st.data())
 def test_calls_at_the_end_of_reasoning_are_calls(name, data):
-    """A model forgets to end its reasoning. If it goes on after a call, it only thinks of calling."""
+    """A model forgets to end its reasoning.
+
+    If it goes on after a call, it only thinks of calling.
+    """
     form = derive_form_of(TEMPLATES[name]).form
     assert form.tools is not None and form.reasoning is not None
     prompt, text = thinking_prompt(TEMPLATES[name]), answer(name, OSLO + BERN)[1]

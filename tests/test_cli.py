@@ -409,7 +409,10 @@ def options(command: str) -> set[str]:
 
 @pytest.mark.parametrize("cut", [1, 3, 100])
 def test_words_are_broken_at_the_edge_of_the_terminal(cut):
-    """The oracle is textwrap, for a text in which every word fits; wide characters count two columns."""
+    """The oracle is textwrap, for a text in which every word fits.
+
+    Wide characters count two columns.
+    """
     text = "Once upon a time there lived a young rabbit in an old town with a crooked tower and nothing else"
     wrapper = Wrapper(20)
     texts = (
@@ -615,7 +618,10 @@ HEAVY = {
 
 
 def test_help_is_quick_because_it_loads_nothing_heavy():
-    """Half a second is the promise; what would break it is an import, and that can be told without a clock."""
+    """Half a second is the promise.
+
+    What would break it is an import, and that can be told without a clock.
+    """
     code = (
         "import sys, contextlib\n"
         "from jaxpage.cli import main\n"

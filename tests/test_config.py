@@ -604,7 +604,10 @@ def test_shown_lines_are_yaml_that_loads_to_the_same_config(tmp_path: Path) -> N
 
 
 def test_engine_flags_cover_every_setting() -> None:
-    """The command line lists its flags without importing pydantic, so that --help is instant; here both are compared."""
+    """The command line lists its flags without importing pydantic, so that --help is instant.
+
+    Here both are compared.
+    """
     from jaxpage.cli.setting_flags import ENGINE_FLAGS
 
     assert {flag.setting for flag in ENGINE_FLAGS} == set(EngineConfig.model_fields)

@@ -252,7 +252,10 @@ def test_a_prompt_may_end_anywhere_in_a_long_run_of_bytes(length):
 @given(parts=st.data())
 @examples(20)
 def test_log_probabilities_tell_the_bytes_of_tokens_and_where_they_begin(name, parts):
-    """A token begins where the character begins that it is a part of; all bytes together are the text."""
+    """A token begins where the character begins that it is a part of.
+
+    All bytes together are the text.
+    """
     token_ids = parts.draw(ids_of(name))
     tokenizer = VOCABULARIES[name]
     text = tokenizer.decode(token_ids)

@@ -101,7 +101,10 @@ def test_commands_have_flags_that_exist(path, capsys):
 
 
 def test_links_are_called_by_what_they_lead_to():
-    """No link to a page has the page's file for a text. A link to a file that is no page may have its path."""
+    """No link to a page has the page's file for a text.
+
+    A link to a file that is no page may have its path.
+    """
     problems = [
         f"{path.relative_to(ROOT)}: {link}"
         for path in [*PAGES, *(ROOT / name for name in HOUSE_PAGES)]
@@ -229,7 +232,10 @@ def shell_blocks(page: str) -> list[str]:
 
 
 def jaxpage_commands(script: str) -> Iterator[list[str]]:
-    """The words after `jaxpage` of each such command in lines of shell; prompts, assignments and redirections are left out."""
+    """The words after `jaxpage` of each such command in lines of shell.
+
+    Prompts, assignments and redirections are left out.
+    """
     for line in HEREDOC.sub("", script).replace("\\\n", " ").splitlines():
         if "jaxpage" not in line:
             continue  # the output of a command may have any quotes

@@ -79,7 +79,10 @@ def write_files(
     texts: dict[str, Any] | None = None,
     package: str = "sentence_transformers.models",
 ) -> None:
-    """Writes modules.json with what it names; a layer is "Normalize" or the config and tensors of a Dense."""
+    """Writes modules.json with what it names.
+
+    A layer is "Normalize" or the config and tensors of a Dense.
+    """
     write_json(directory / "1_Pooling" / "config.json", pooling)
     modules = [TRANSFORMER, {"idx": 1, "path": "1_Pooling", "type": f"{package}.Pooling"}]
     for place, layer in enumerate(layers, 2):

@@ -1,4 +1,7 @@
-"""POST /v1/generate: token ids in, ids and arrays out; the arrays have the bits of the engine's own outputs, and nothing is passed over."""
+"""POST /v1/generate: token ids in, ids and arrays out.
+
+The arrays have the bits of the engine's own outputs, and nothing is passed over.
+"""
 
 from __future__ import annotations
 

@@ -265,7 +265,10 @@ def test_without_keys_everybody_on_this_machine_comes_in_and_no_page_of_another_
 
 
 def test_what_a_browser_sends_for_another_page_is_refused_without_an_origin_too(open_server):
-    """Some requests of a page have no Origin; a link that somebody follows to the server is none of these."""
+    """Some requests of a page have no Origin.
+
+    A link that somebody follows to the server is none of these.
+    """
     for site in ("cross-site", "same-site"):
         for mode in ("no-cors", "cors", "same-origin"):
             requested = {"Sec_Fetch_Site": site, "Sec_Fetch_Mode": mode}
@@ -527,7 +530,10 @@ def test_bodies_are_plain_json(open_server, headers, status):
 
 
 def test_ollamas_paths_take_json_under_any_name_but_from_no_other_page(engines_server, open_server):
-    """LiteLLM gives none, and curl its own; a page of another site could do that as well, but for its origin."""
+    """LiteLLM gives none, and curl its own.
+
+    A page of another site could do that as well, but for its origin.
+    """
     shown = {"model": "demo"}
     request = {**shown, "prompt": "a", "raw": True, "stream": False, "options": {"num_predict": 1}}
     kinds = [
@@ -970,7 +976,10 @@ def test_requests_behind_each_other_are_all_answered_behind_the_end_of_them(
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("version", ["1.1", "1.0"])
 def test_who_stops_sending_and_then_leaves_has_left(demo_build, monkeypatch, stream, version):
-    """Having read everything so far, so that nothing but a look tells. Of HTTP/1.0, which has no interim answers, the end is enough."""
+    """Having read everything so far, so that nothing but a look tells.
+
+    Of HTTP/1.0, which has no interim answers, the end is enough.
+    """
     raw = request_bytes("POST", COMPLETIONS, {**LONG, "stream": stream}).replace(
         b"HTTP/1.1", b"HTTP/" + version.encode()
     )

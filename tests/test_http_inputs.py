@@ -465,7 +465,10 @@ def test_an_input_ends_as_it_should(server, client, row):
 
 @contextlib.contextmanager
 def serve_optimised(model: str, directory: Path) -> Iterator[tuple[str, Path]]:
-    """`python -O -m jaxpage serve`, without any assert. Yields its address, and the file of what it says."""
+    """`python -O -m jaxpage serve`, without any assert.
+
+    Yields its address, and the file of what it says.
+    """
     flags = {
         "dtype": "float32",
         **SMALL,
@@ -622,7 +625,10 @@ WORDS = "aé😀b xyz ab abc é"
     ids=str,
 )  # fmt: skip
 def test_a_stop_cuts_at_its_first_place(server, client, stop):
-    """The model is made to say WORDS. A stop that only the prompt has changes nothing; of a stop nothing is streamed."""
+    """The model is made to say WORDS.
+
+    A stop that only the prompt has changes nothing; of a stop nothing is streamed.
+    """
     requested = completion(
         prompt="Hello", structured_outputs={"choice": [WORDS]}, stop=stop, max_tokens=64
     )

@@ -179,7 +179,10 @@ async def _answer(client: httpx.AsyncClient, path: str, body: dict[str, Any]) ->
 
 
 async def _attack(server: Running, client: httpx.AsyncClient, index: int) -> int:
-    """Every third tells the server what is no request, or leaves in the middle of one; the others ask for what they should not."""
+    """Every third tells the server what is no request, or leaves in the middle of one.
+
+    The others ask for what they should not.
+    """
     if index % 3 == 0:
         await _send(server, RAW[index // 3 % len(RAW)])
         return 0
@@ -274,7 +277,10 @@ def test_a_client_that_leaves_frees_its_blocks_within_a_step(
 
 
 async def _leave(server: Running, raw: bytes, steps: Steps, num_steps: int) -> bool:
-    """Sends a request, lets some steps be taken, and leaves. Whether the engine had the request then."""
+    """Sends a request, lets some steps be taken, and leaves.
+
+    Whether the engine had the request then.
+    """
     host, port = server.address.removeprefix("http://").split(":")
     _, writer = await asyncio.open_connection(host, int(port))
     writer.write(_head(len(raw)) + raw)
@@ -366,7 +372,10 @@ def test_a_thousand_clients_at_once(server):
 async def _crowd(
     server: Running, number: int, places: int, go_on: Callable[[], None]
 ) -> Counter[tuple[int, str | None]]:
-    """Statuses and Retry-After of so many requests on connections of their own; the engine goes on when the others were refused."""
+    """Statuses and Retry-After of so many requests on connections of their own.
+
+    The engine goes on when the others were refused.
+    """
     host, port = server.address.removeprefix("http://").split(":")
     raw = json.dumps({**COMMON, "max_tokens": 1, "prompt": [5]}).encode()
     refused = 0

@@ -171,7 +171,10 @@ def test_tensors_for_images_are_counted_in_one_line(name, others, idle, what, tm
     ("name", "older"), [("mistral3-images", as_llava), ("qwen2-vl", as_qwen), ("qwen3-vl", str)]
 )
 def test_names_in_a_quantisation_are_matched_as_by_the_library(name, older, others):
-    """Exact names of linear modules, in today's words or in older ones; a name of what contains them is of none."""
+    """Exact names of linear modules, in today's words or in older ones.
+
+    A name of what contains them is of none.
+    """
     library = pytest.importorskip("compressed_tensors.quantization")
     layers = "model.language_model.layers"
     inputs = {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True}

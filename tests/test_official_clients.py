@@ -662,7 +662,10 @@ def test_what_ollama_has_beyond_us_is_refused(llama):
 def test_an_error_within_a_stream_reaches_the_client(
     kind, open_ai, claude, llama, server, monkeypatch
 ):
-    """A step that fails on the device ends the stream as the client expects it; the server serves on."""
+    """A step that fails on the device ends the stream as the client expects it.
+
+    The server serves on.
+    """
     streams: dict[str, Any] = {
         "completions": lambda: open_ai.completions.create(**LONG, stream=True),
         "responses": lambda: open_ai.responses.create(

@@ -321,7 +321,7 @@ def test_stop_ends_the_request_in_the_engine(page: Any, server: str, loop: Async
     first.focus()
     expect(page.locator("#detail")).to_contain_text("ended: abort")
     assert loop.engine.stats()["engine_steps_total"] < num_steps + 100, (
-        "the engine went on behind the stop"
+        "the engine went on after the stop"
     )
 
 
@@ -458,7 +458,10 @@ DRAWN = ("temperature", "top_p", "top_k")
 def test_what_nobody_sets_is_the_model_s(
     page: Any, server: str, facts: Any, chat_sends: dict[str, float], shown: dict[str, list[str]]
 ) -> None:
-    """The server goes by generation_config.json where a request is silent; a chat fills in what that leaves open."""
+    """The server goes by generation_config.json where a request is silent.
+
+    A chat fills in what that leaves open.
+    """
     if facts is not None:
         page.route("**/v1/capabilities", lambda route: route.fulfill(json=facts))
     open_live(page, server)

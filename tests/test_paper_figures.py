@@ -122,7 +122,10 @@ def test_figure_8_parallel_sampling_copies_on_write_once():
 
 
 def test_figure_9_beam_search_shares_and_frees():
-    """Beam width 4. The paper numbers blocks from 0; here block 0 is the null block, so every number is one higher."""
+    """Beam width 4.
+
+    The paper numbers blocks from 0; here block 0 is the null block, so every number is one higher.
+    """
 
     def ours(*blocks: int) -> list[int]:
         return [block + 1 for block in blocks]
@@ -256,7 +259,10 @@ def test_figure_3_both_requests_at_once():
 
 @pytest.mark.parametrize(("num_samples", "printed"), [(2, 6.09), (4, 8.53), (6, 9.79)])
 def test_figure_15_parallel_sampling_saves_the_prompt(num_samples, printed):
-    """Section 3: the prompts take 12 % of the memory (of which k - 1 of k copies are saved); figure 15a prints what was measured."""
+    """Section 3: the prompts take 12 % of the memory (of which k - 1 of k copies are saved).
+
+    Figure 15a prints what was measured.
+    """
     story = Story(free_order=[], num_blocks=1000)
     story.write(0, ["prompt"] * 4 * 12)
     for sample in range(1, num_samples):
@@ -281,7 +287,7 @@ SCRIPT = {
 
 
 def script(num_output: int, known: list[int]) -> dict[int, float]:
-    """The likely tokens behind a beam."""
+    """Returns the likely tokens after a beam."""
     if num_output not in SCRIPT:
         return CONTINUES
     return next(
@@ -312,7 +318,7 @@ def llm(tmp_path_factory):
 def stepped(
     llm: LLM, prompt: list[int], max_tokens: int
 ) -> Iterator[tuple[StepPlan, dict[int, tuple[int, ...]]]]:
-    """A search of width 4: each step's plan, and behind it the block tables by the last token that tells a beam from others."""
+    """A search of width 4: each step's plan, and then the block tables by the last token that tells a beam from others."""
     engine: Any = llm._engine
     build = engine.builder.build
 

@@ -131,7 +131,10 @@ def test_table_1_of_the_paper(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Memory of parameters, of keys and values, and the slots that it has; ours is divided among the devices."""
+    """Memory of parameters, of keys and values, and the slots that it has.
+
+    Ours is divided among the devices.
+    """
     pool = str(int(kv_gib * GIB / num_devices))
     flags = ["--kv-cache-memory-bytes", pool, "--tensor-parallel-size", str(num_devices)]
     plan = plan_of(
@@ -157,7 +160,10 @@ def test_table_1_of_the_paper(
 
 
 def test_llama_3_8b(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """8,030,261,248 parameters, as on its page; 128 KiB per token in bfloat16; a byte and a scale per 128 in int8."""
+    """8,030,261,248 parameters, as on its page; 128 KiB per token in bfloat16.
+
+    A byte and a scale per 128 in int8.
+    """
     model = write(tmp_path, LLAMA_3_8B)
     plan = plan_of(capsys, model, "--memory", "24GiB", "--max-num-batched-tokens", "2048")
     assert (plan["num_parameters"], plan["weights_bytes"]) == (8_030_261_248, 16_060_522_496)
@@ -226,7 +232,10 @@ def test_published_models_have_the_sizes_that_follow_from_their_description(
 def test_the_workspace_holds_scored_tiles_and_neutral_processor_inputs(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A prompt is scored 64 tokens at a time however few sequences run; what stands in for penalties is as wide as a context."""
+    """A prompt is scored 64 tokens at a time however few sequences run.
+
+    What stands in for penalties is as wide as a context.
+    """
     model = write(tmp_path, SHORT)
     few = plan_of(
         capsys, model, "--memory", "24GiB", "--max-num-seqs", "1", "--max-num-batched-tokens", "64"
@@ -242,7 +251,10 @@ def test_the_workspace_holds_scored_tiles_and_neutral_processor_inputs(
 def test_the_workspace_holds_a_draw_behind_every_draft(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """64 sequences with 7 drafts draw from 512 tokens, if a step may have as many; each draw has logits of its own."""
+    """64 sequences with 7 drafts draw from 512 tokens, if a step may have as many.
+
+    Each draw has logits of its own.
+    """
     model = write(tmp_path, SHORT)
     drafting = ("--speculative-config", '{"method": "ngram", "num_speculative_tokens": 7}')
 
@@ -895,8 +907,11 @@ def test_an_encoder_of_pictures_has_no_one_order_either(
 
 
 def test_the_highest_rate_is_that_of_a_queue_with_one_server() -> None:
-    """One request at a time, and steps of 10 ms. Lindley's recursion gives every request's wait: of the same arrivals 99 of 100 keep the
-    SLO at the rate that is found, and not at one above the precision."""
+    """One request at a time, and steps of 10 ms.
+
+    Lindley's recursion gives every request's wait: of the same arrivals 99 of 100 keep the SLO at
+    the rate that is found, and not at one above the precision.
+    """
     cost = ShapeCost(((64, 0.01),), ((4096, 64, 0.01),), 0.0)
     question = Question(
         Setup(max_num_seqs=1).new_scheduler, cost, {"e2el": 0.3}, "random", 1, 10, num_requests=100
@@ -1086,7 +1101,10 @@ def test_a_division_is_refused_as_by_the_divided_model(name: str, tmp_path: Path
 def test_devices_are_divided_into_replicas(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Weights of a replica times its devices are the model's; 16 GB of weights do not fit on a device of 12 GiB."""
+    """Weights of a replica times its devices are the model's.
+
+    16 GB of weights do not fit on a device of 12 GiB.
+    """
     model = write(tmp_path, LLAMA_3_8B)
     flags = ("--memory", "12GiB", "--tensor-parallel-size", "2")
     values = {

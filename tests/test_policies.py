@@ -165,8 +165,12 @@ def service(driver: Driver) -> Counter[str]:
 
 @pytest.mark.parametrize("policy", ["fair", "fcfs"])
 def test_who_floods_the_queue_gets_no_larger_share(policy):
-    """Both users always have requests that wait. The bound is that of virtual token counters (Sheng et al., theorem 4.4): the service
-    of two backlogged users differs by at most twice the larger of the longest prompt and what the running batch can hold."""
+    """Both users always have requests that wait.
+
+    The bound is that of virtual token counters (Sheng et al., theorem 4.4): the service of two
+    backlogged users differs by at most twice the larger of the longest prompt and what the running
+    batch can hold.
+    """
     driver = make_driver(num_blocks=65, block_size=4, max_num_seqs=4, max_tokens=16, policy=policy)
     driver.seen = {}  # type: ignore[attr-defined]
     backlog(driver, "flood", 60, num_prompt=9, max_tokens=6, first_id=0)

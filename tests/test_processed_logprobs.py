@@ -90,7 +90,10 @@ def with_mask(params):
 
 
 def distribution(logits, params, output):
-    """The logarithms of what is drawn from, -inf for what cannot be; a greedy request has no temperature and no cuts."""
+    """The logarithms of what is drawn from, -inf for what cannot be.
+
+    A greedy request has no temperature and no cuts.
+    """
     wide = processed(logits, params, PROMPT, output)
     if not params.greedy:
         wide /= params.temperature

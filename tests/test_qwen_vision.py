@@ -525,8 +525,8 @@ def embed_pictures(ids: np.ndarray, shown: Sequence[Picture]) -> EmbeddedPrompt:
     return EmbeddedPrompt(tuple(spans), dict(zip(keys, shown, strict=True)))
 
 
-# Qwen3-VL is in tests/test_seeing_engines.py.
-@pytest.mark.parametrize("name", few(ENGINES, ["qwen2-5-vl", "qwen3-5-images"]))
+# Qwen3-VL is in tests/test_seeing_engines.py, and MTP without pictures in tests/test_mtp.py.
+@pytest.mark.parametrize("name", few(ENGINES, ["qwen2-5-vl", "qwen3-5-moe-images"]))
 def test_engines_give_the_log_probabilities_of_transformers(name: str, tmp_path: Path) -> None:
     """Tokens after a prompt with pictures have positions that go on from the largest one."""
     save(name, tmp_path)

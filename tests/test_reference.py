@@ -56,7 +56,10 @@ def test_the_page_of_python_lists_every_name(request):
 
 
 def test_flags_and_keywords_are_those_of_the_declared_settings(request):
-    """A setting is declared once. What reads it without pydantic, or without running it, is written from there."""
+    """A setting is declared once.
+
+    What reads it without pydantic, or without running it, is written from there.
+    """
     flags, typed = (
         ROOT / "jaxpage" / name for name in ("cli/setting_flags.py", "settings/engine_settings.py")
     )

@@ -60,7 +60,10 @@ WORDS = [
 
 
 def small_tokenizer(marks: tuple[str, ...] = ("<|im_start|>", "<|im_end|>")) -> Any:
-    """Bytes, some words, and the marks of a chat; it ends each text with a token, as Qwen3-Embedding's does."""
+    """Bytes, some words, and the marks of a chat.
+
+    It ends each text with a token, as Qwen3-Embedding's does.
+    """
     alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
     names = [*alphabet, *WORDS, "<|endoftext|>", *marks]
     made = tokenizers.Tokenizer(
@@ -83,7 +86,10 @@ def small_tokenizer(marks: tuple[str, ...] = ("<|im_start|>", "<|im_end|>")) -> 
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
-    """The two have one architecture. The names of tensors are those of Qwen3-Embedding, without "model."."""
+    """The two have one architecture.
+
+    The names of tensors are those of Qwen3-Embedding, without "model.".
+    """
     tokenizer = small_tokenizer()
     directory = tmp_path_factory.mktemp("model")
     model = make_model(

@@ -1,4 +1,7 @@
-"""Random JSON schemas: whatever a grammar admits is JSON and valid by `jsonschema`; what it cannot enforce is refused."""
+"""Random JSON schemas: whatever a grammar admits is JSON and valid by `jsonschema`.
+
+What it cannot enforce is refused.
+"""
 
 from __future__ import annotations
 

@@ -426,7 +426,10 @@ def test_unique_schemas_are_forgotten(server, client, witness, monkeypatch):
 
 
 def test_a_grammar_has_its_time_of_the_processor():
-    """A machine that is busy with others refuses no grammar for that; one that works without end is ended."""
+    """A machine that is busy with others refuses no grammar for that.
+
+    One that works without end is ended.
+    """
     program = """
 import json, os, time
 from jaxpage.decoding import grammar_worker

@@ -540,7 +540,10 @@ def test_a_model_without_a_template_is_asked_for_completions():
 
 
 def test_the_image_has_the_kernels_for_cpus_and_the_servers_of_the_compose_file_use_it():
-    """The image is not built here: its commands are read. An image without a compiler needs the kernels in the wheel."""
+    """The image is not built here: its commands are read.
+
+    An image without a compiler needs the kernels in the wheel.
+    """
     root = Path(__file__).parents[1]
     dockerfile = (root / "deploy" / "Dockerfile").read_text()
     making, running = dockerfile.split("FROM python:3.12-slim")[1:]

@@ -418,7 +418,7 @@ def test_routers_and_dashboards_find_vllms_names(llm, outputs):
 
 @pytest.mark.parametrize("following", [0, 1])
 def test_events_of_an_index(following):
-    """A block takes those behind it along, and nothing is told of a salt, nor of a token that follows."""
+    """A block takes those following it along, and nothing is told of a salt, nor of a token that follows."""
     batches: list[Any] = []
     index, events = PrefixIndex(2, num_following=following), KVEvents(2, batches.append)
     index.observer = events
@@ -435,12 +435,12 @@ def test_events_of_an_index(following):
     events.pages_rebuilt()
     events.pages_rebuilt()
     [(_, [stored], _), (_, [removed], _)] = batches
-    first, *behind = hashes = [int.from_bytes(digest[:8], "big") for digest in digests]
+    first, *following = hashes = [int.from_bytes(digest[:8], "big") for digest in digests]
     assert (stored["block_hashes"], stored["parent_block_hash"]) == (hashes, None)
     assert stored["token_ids"] == [1, 2, 3, 4, 5, 6]
     assert (
-        removed == {"type": "BlockRemoved", "block_hashes": behind, "medium": "GPU"}
-        and first not in behind
+        removed == {"type": "BlockRemoved", "block_hashes": following, "medium": "GPU"}
+        and first not in following
     )
 
 
@@ -450,7 +450,10 @@ def free_endpoint() -> str:
 
 
 def test_subscribers_know_what_the_cache_will_find(llm):
-    """Put together from the events alone, through evictions. Salted prefixes are left out. What was missed is sent again."""
+    """Put together from the events alone, through evictions.
+
+    Salted prefixes are left out. What was missed is sent again.
+    """
     zmq, msgpack = pytest.importorskip("zmq"), pytest.importorskip("msgpack")
     rng, engine = np.random.default_rng(0), llm._engine
     built, before = Built(engine, None, {}, llm.spec, llm._model), engine.events

@@ -76,7 +76,10 @@ def simulate(trace: list[Arrival], setup: Setup = SMALL, average: TimeAverage | 
 
 
 def test_one_request_takes_the_sum_by_hand():
-    """Each of the three steps: 13 ms + 0.2 ms + 19.7 ms of weights; contexts of 100, 101 and 102 tokens at 0.75 µs."""
+    """Each of the three steps: 13 ms + 0.2 ms + 19.7 ms of weights.
+
+    Contexts of 100, 101 and 102 tokens at 0.75 µs.
+    """
     run = Simulator([Arrival(5.0, 100, 3)], Setup().new_scheduler(), A100_OPT_13B).run()
     [served] = run.served.values()
     assert served.first_token == pytest.approx(5.0 + 0.0329 + 100 * 0.75e-6, abs=1e-12)
@@ -217,7 +220,10 @@ def saturate_pool() -> State:
 
 
 def test_less_than_four_percent_of_the_pool_is_wasted_at_saturation():
-    """The paper's claim (96.3 % in its figure 2). A request leaves half a block unfilled, as long as its length is any."""
+    """The paper's claim (96.3 % in its figure 2).
+
+    A request leaves half a block unfilled, as long as its length is any.
+    """
     mean = saturate_pool()
     assert mean.waiting > 10, "the machine is to be saturated"
     assert mean.pool_waste < 0.04

@@ -710,7 +710,7 @@ def test_refused_at_construction(value, message):
         ({"json": {"$ref": "http://somewhere/else"}}, "does not fetch"),
         ({"json": {"$ref": "file:///etc/passwd"}}, "does not fetch"),
         ({"json": {"type": "string", "pattern": "("}}, "unclosed group"),
-        # The first mask is as of any object: the parser's limit is reached behind its first brace.
+        # The first mask is as of any object: the parser's limit is reached after its first brace.
         (
             {
                 "json": {

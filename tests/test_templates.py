@@ -105,7 +105,10 @@ def request_of(template: str) -> dict[str, Any]:
 
 
 def test_a_process_that_is_gone_is_replaced(monkeypatch):
-    """Killed from outside, it or its child; a child that its limits end is replaced by the process itself."""
+    """Killed from outside, it or its child.
+
+    A child that its limits end is replaced by the process itself.
+    """
     renderers = Renderers()
     started: list[WorkerProcess] = []
     real = WorkerProcess.__init__

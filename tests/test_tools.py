@@ -1,4 +1,7 @@
-"""The programs of `tools/` that people run by name, each once; `tests/lab/` has what they measure and write."""
+"""The programs of `tools/` that people run by name, each once.
+
+`tests/lab/` has what they measure and write.
+"""
 
 from __future__ import annotations
 

@@ -25,12 +25,12 @@ from transformers import AutoModelForCausalLM  # noqa: E402
 from tests.support.hf_models import save_model  # noqa: E402
 from tests.support.sweeps import few  # noqa: E402
 
-pytestmark = pytest.mark.usefixtures("compiled_when_used")
+pytestmark = pytest.mark.usefixtures("compiled_when_used", "largest_shapes")
 ROWS = np.random.default_rng(5).integers(0, 97, (2, 24)).astype(np.int32)
 
 
 def of_torch(model: Any) -> Any:
-    """The log probability of each token of ROWS behind those before it."""
+    """Returns the log probability of each token of ROWS after those before it."""
     tokens = torch.tensor(ROWS, dtype=torch.long)
     logprobs = model(tokens).logits[:, :-1].log_softmax(-1)
     return logprobs.gather(-1, tokens[:, 1:, None])[..., 0]

@@ -134,7 +134,10 @@ def bits_of(array: Any) -> Any:
 def test_arrays_on_devices_are_joined_there(
     config: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Stacked, transposed and converted, with the bits that they get on the host; JAX itself lets no array of the host in."""
+    """Stacked, transposed and converted, with the bits that they get on the host.
+
+    JAX itself lets no array of the host in.
+    """
     tensors = random_tensors(config)
     for array in tensors.values():  # numbers that conversions round, and those that they flush
         array.reshape(-1)[:6] = [1e-39, -1e-41, 6e4, 1 + 2**-8, -0.0, 6e-8]
@@ -421,7 +424,10 @@ def test_a_stream_says_which_weights_drew_its_tokens(server: Any) -> None:
 def test_requests_that_run_are_waited_for_or_ended(
     server: Any, from_files: list[list[Any]], mode: str
 ) -> None:
-    """One that comes meanwhile waits, and has the new weights. The engine is held until all three have come, in order."""
+    """One that comes meanwhile waits, and has the new weights.
+
+    The engine is held until all three have come, in order.
+    """
     running, _, _ = server
     holds, held = threading.Event(), threading.Event()
 

@@ -83,7 +83,7 @@ def join(chunks: Sequence[dict[str, Any]]) -> dict[int, dict[str, Any]]:
                 choice["index"], {"delta": {}, "text": "", "logprobs": None, "token_ids": []}
             )
             assert choice_so_far.get("finish_reason") is None, (
-                "nothing comes behind the end of a choice"
+                "nothing comes after the end of a choice"
             )
             choice_so_far["text"] += choice.get("text", "")
             choice_so_far["token_ids"] += choice.get("token_ids", [])
@@ -223,7 +223,10 @@ def test_the_columns_of_an_echo_with_log_probabilities():
     ],
 )
 def test_a_special_token_that_is_not_shown_takes_no_place(fields):
-    """Among the generated ones, and in front of an echoed prompt, where the tokenizer puts one; a user may write one that is shown."""
+    """Among the generated ones, and in front of an echoed prompt, where the tokenizer puts one.
+
+    A user may write one that is shown.
+    """
     special, letter = (
         tokenizer().convert_tokens_to_ids("<|endoftext|>"),
         tokenizer()("x")["input_ids"][-1],

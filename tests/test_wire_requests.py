@@ -1,4 +1,7 @@
-"""Requests: what is accepted comes to the engine as it was meant; what is not is refused with the field's name (RELIABILITY 4.2 to 4.5)."""
+"""Requests: what is accepted comes to the engine as it was meant.
+
+What is not is refused with the field's name (RELIABILITY 4.2 to 4.5).
+"""
 
 from __future__ import annotations
 
@@ -545,7 +548,7 @@ def test_as_many_sequences_as_there_may_be_and_no_more(name):
 
 
 def test_an_input_of_a_vector_may_fill_the_model():
-    """Nothing is generated behind it."""
+    """Nothing is generated after it."""
     body = {"model": "demo", "input": [[1] * 512]}
     assert open_embeddings(body, context()).prompts[0].prompt == (1,) * 512
     with pytest.raises(ApiError, match="has 513 tokens"):

@@ -1,4 +1,7 @@
-"""`jaxpage bench roofline`: what a step must do, counted by hand and by torch; whose time an operation is; the command end to end."""
+"""`jaxpage bench roofline`: what a step must do, counted by hand and by torch.
+
+Whose time an operation is; the command end to end.
+"""
 
 from __future__ import annotations
 

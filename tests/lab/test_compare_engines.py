@@ -1,4 +1,7 @@
-"""`tools/compare_engines.py`: its report by hand, what is left out and why; in the sweep, two engines for real."""
+"""`tools/compare_engines.py`: its report by hand, what is left out and why.
+
+In the sweep, two engines for real.
+"""
 
 from __future__ import annotations
 

@@ -100,7 +100,10 @@ def model(tmp_path_factory):
 
 
 def test_ratios_by_hand() -> None:
-    """40 tokens without drafts in 2, 4, 4, 8 and 8 seconds; each ratio is to the mean of two of these."""
+    """40 tokens without drafts in 2, 4, 4, 8 and 8 seconds.
+
+    Each ratio is to the mean of two of these.
+    """
     seconds = iter([2.0, 2.0, 4.0, 1.0, 4.0, 6.0, 8.0, 4.0, 8.0])
     order = []
 
@@ -223,7 +226,10 @@ def test_wrong_use(words, said, monkeypatch, capsys) -> None:
 
 
 def test_the_file_that_is_written_has_the_tokens_and_the_numbers(model, tmp_path) -> None:
-    """transformers and safetensors read the model; the rows of queries are interleaved by halves of heads."""
+    """transformers and safetensors read the model.
+
+    The rows of queries are interleaved by halves of heads.
+    """
     path = tmp_path / "model.gguf"
     compare_speculation.write_gguf(model, LLAMA, str(path), "float32")
     reader, tokenizer = gguf.GGUFReader(path), AutoTokenizer.from_pretrained(model)

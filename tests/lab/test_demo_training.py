@@ -97,7 +97,10 @@ def train(teacher: Teacher, text: np.ndarray) -> Callable[[str], Trained]:
     ("name", "by"), [("draft", 0.2), ("medusa", 0.03), ("eagle3", 0.1), ("mtp", 0.1)]
 )
 def test_the_loss_falls(train: Callable[[str], Trained], name: str, by: float) -> None:
-    """Little of what a random model does two tokens on can be known; that text was not learned from."""
+    """Little of what a random model does two tokens on can be known.
+
+    That text was not learned from.
+    """
     before, after = train(name).losses
     assert after < before - by
 
@@ -106,7 +109,10 @@ def test_the_loss_falls(train: Callable[[str], Trained], name: str, by: float) -
 
 
 def test_what_the_model_writes_is_what_it_would_draw(teacher: Teacher) -> None:
-    """Greedy rows against whole passes over them; the first draws of many rows against the distribution."""
+    """Greedy rows against whole passes over them.
+
+    The first draws of many rows against the distribution.
+    """
     starts = np.tile(np.array([[5, 7, 11]], np.int32), (2000, 1))
     lengths = np.where(np.arange(2000) < 4, 1 + np.arange(2000), 3).astype(np.int32).clip(max=3)
     heat = np.where(np.arange(2000) < 4, 0.0, 1.0)[:, None] * np.ones((1, 12))
@@ -125,7 +131,10 @@ def test_what_the_model_writes_is_what_it_would_draw(teacher: Teacher) -> None:
 
 
 def z_of(drawn: np.ndarray, chances: np.ndarray) -> float:
-    """How far chi-square is from what it should be, in its standard deviations; rare tokens are counted together."""
+    """How far chi-square is from what it should be, in its standard deviations.
+
+    Rare tokens are counted together.
+    """
     expected, counts = len(drawn) * chances, np.bincount(drawn, minlength=len(chances))
     rare = expected < 5
     expected, counts = (np.append(x[~rare], x[rare].sum() + 1e-9) for x in (expected, counts))

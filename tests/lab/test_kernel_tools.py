@@ -313,7 +313,10 @@ def test_one_table_of_what_each_kernel_set_was_timed_at_alone():
     [((4e-4, 3e-4, 2.95e-4, 3.1e-4), 32), ((3e-4, 3e-4, 2.9e-4, 2.5e-4), 128)],
 )
 def test_the_slots_of_a_block_that_are_best_are_named(seconds, best):
-    """The fewest within 2% of the fastest; another number of rows and another set are no competitors."""
+    """The fewest within 2% of the fastest.
+
+    Another number of rows and another set are no competitors.
+    """
     names = [
         "llama-3-8b decode 64x2048",
         *(f"llama-3-8b decode in blocks of {size}" for size in (32, 64, 128)),

@@ -127,7 +127,10 @@ def simulate(
 
 
 def test_requests_leave_orca_one_by_one_and_a_static_batch_together() -> None:
-    """Two places. Outputs of 3, 5 and 2 tokens: the third request takes the place of the first, or waits for both."""
+    """Two places.
+
+    Outputs of 3, 5 and 2 tokens: the third request takes the place of the first, or waits for both.
+    """
     trace = [Arrival(0.0, 10, length) for length in (3, 5, 2)]
     orca = simulate(trace, Orca(4096, "Max"))
     assert [orca.served[name].finished for name in "012"] == [3, 5, 5]
@@ -169,7 +172,10 @@ def test_pow2_rounds_the_output_up(output: int, rounded: int) -> None:
 
 
 def test_orca_runs_as_many_as_the_allocator_has_room_for() -> None:
-    """Of 15,728 slots: seven chunks of 2,048; of 256, for 140 tokens in a row, 60 in 15,360 slots and one in the rest of 368."""
+    """Of 15,728 slots: seven chunks of 2,048.
+
+    Of 256, for 140 tokens in a row, 60 in 15,360 slots and one in the rest of 368.
+    """
     for variant, most in (("Max", 7), ("Pow2", 61), ("Oracle", 61)):
         average = Recorded()
         simulate(
@@ -239,7 +245,10 @@ class Noted(PagedScheduler):
 
 
 def same_trace() -> list[Arrival]:
-    """More than the pool of 16 blocks holds, at whole seconds; every third request asks for three samples."""
+    """More than the pool of 16 blocks holds, at whole seconds.
+
+    Every third request asks for three samples.
+    """
     trace = poisson_trace("sharegpt", rate=0.12, seconds=200, seed=5, max_input=40, max_total=80)
     return [
         replace(
