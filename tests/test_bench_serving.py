@@ -377,11 +377,11 @@ def test_a_place_that_is_free_is_given_on_unless_batches_stay_whole(whole):
     async def run() -> list[list[int]]:
         places, admitted, seen = Places(2, whole=whole), [], []
 
-        async def one(index: int) -> None:
+        async def send(index: int) -> None:
             await places.take()
             admitted.append(index)
 
-        tasks = [asyncio.ensure_future(one(index)) for index in range(5)]
+        tasks = [asyncio.ensure_future(send(index)) for index in range(5)]
         for leaves in (False, True, True, True, True):
             if leaves:
                 places.give_back()

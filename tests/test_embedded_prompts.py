@@ -139,7 +139,7 @@ def alone(directories, prompts):
     """Returns what each prompt of tokens gives by itself, in an engine that takes no vectors."""
     known = {}
 
-    def of(family, params=PARAMS):
+    def run_alone(family, params=PARAMS):
         key = family, params.temperature
         if key not in known:
             with make_llm(directories(family), enable_prefix_caching=False) as llm:
@@ -147,7 +147,7 @@ def alone(directories, prompts):
             known[key] = tokens_of(outputs)
         return known[key]
 
-    return of
+    return run_alone
 
 
 @pytest.mark.parametrize("family", few(["llama", "opt", "gemma2"], ["llama"]))

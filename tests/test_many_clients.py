@@ -380,7 +380,7 @@ async def _crowd(
     raw = json.dumps({**COMMON, "max_tokens": 1, "prompt": [5]}).encode()
     refused = 0
 
-    async def one() -> tuple[int, str | None]:
+    async def ask() -> tuple[int, str | None]:
         nonlocal refused
         reader, writer = await asyncio.open_connection(host, int(port))
         try:
@@ -394,4 +394,4 @@ async def _crowd(
             await asyncio.to_thread(go_on)
         return status, dict(line.split(": ", 1) for line in head[1:] if line).get("retry-after")
 
-    return Counter(await asyncio.gather(*(one() for _ in range(number))))
+    return Counter(await asyncio.gather(*(ask() for _ in range(number))))

@@ -495,6 +495,7 @@ def go_on(route: Any) -> None:
     route.continue_(post_data=json.dumps(body))
 
 
+@pytest.mark.sweep  # an engine of its own; tests/test_page_views.py has pictures without one
 def test_a_picture_is_asked_about_and_its_blocks_say_so(page: Any) -> None:
     config = EngineConfig(model="demo-vision", **POOL, max_num_batched_tokens=64)
     with when_used():

@@ -72,7 +72,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """The directory of a model, the model of transformers and its processor."""
     made: dict[str, Any] = {}
 
-    def of(name: str) -> Any:
+    def save(name: str) -> Any:
         if name not in made:
             directory = tmp_path_factory.mktemp(name)
             model, processor = build(MODELS[name][0])
@@ -85,7 +85,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Any:
             made[name] = directory, model, processor
         return made[name]
 
-    return of
+    return save
 
 
 def lay_out(

@@ -946,6 +946,7 @@ def test_a_step_costs_what_its_shape_and_its_context_cost() -> None:
         assert cost.compute_seconds(StepPlan(0, tuple(rows), ())) == pytest.approx(seconds)
 
 
+@pytest.mark.usefixtures("compiled_when_used")
 def test_costs_are_measured_where_none_are_given(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

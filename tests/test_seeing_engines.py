@@ -93,7 +93,7 @@ def run(llm, requests, params=PARAMS):
 def alone(directories):
     known = {}
 
-    def of(name, params=PARAMS):
+    def run_alone(name, params=PARAMS):
         key = name, params.temperature
         if key not in known:
             # One row has a shape of its own here, and in all other engines that of four rows.
@@ -104,7 +104,7 @@ def alone(directories):
             known[key] = tokens_of(outputs)
         return known[key]
 
-    return of
+    return run_alone
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -163,7 +163,7 @@ def test_no_request_is_lost_under_changing_load_with_room_for_one(running, expec
         loads.append(name)
         return await load(name)
 
-    async def one(client: httpx.AsyncClient, chance: random.Random) -> None:
+    async def ask_at_random(client: httpx.AsyncClient, chance: random.Random) -> None:
         case = chance.choice(sorted(expected))
         body = request(*case, stream=chance.random() < 0.5)
         if chance.random() < 0.2:  # this client leaves, while it waits or is answered
@@ -180,7 +180,7 @@ def test_no_request_is_lost_under_changing_load_with_room_for_one(running, expec
 
                 async def in_turn(chance: random.Random, places: asyncio.Semaphore) -> None:
                     async with places:
-                        await one(client, chance)
+                        await ask_at_random(client, chance)
 
                 await asyncio.gather(*(in_turn(chance, places) for _ in range(3 * num_at_once)))
 

@@ -57,13 +57,13 @@ def load(llm: LLM, **settings: Any) -> tuple[TrainableModel, Any]:
 def make(tmp_path: Path) -> Iterator[Any]:
     engines: list[LLM] = []
 
-    def one(name: str, **settings: Any) -> LLM:
+    def make_engine(name: str, **settings: Any) -> LLM:
         config = {**CONFIGS[name], "vocab_size": VOCAB_SIZE}
         directory = random_checkpoint(tmp_path / f"{len(engines)}", config)
         engines.append(make_llm(directory, **{"max_model_len": 128, **settings}))
         return engines[-1]
 
-    yield one
+    yield make_engine
     for llm in engines:
         llm.shutdown()
 

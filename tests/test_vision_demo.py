@@ -14,7 +14,7 @@ from jaxpage import LLM, SamplingParams, cli
 from jaxpage.checkpoints.finding.resolve import DEMO_VISION, resolve_model
 from tests.support.sweeps import few
 
-pytestmark = [pytest.mark.optimized, pytest.mark.usefixtures("compiled_when_used")]
+pytestmark = pytest.mark.usefixtures("compiled_when_used", "largest_shapes")
 
 PICTURES = Path(__file__).parents[1] / "examples" / "pictures"
 ANSWERS: dict[str, dict[str, str]] = json.loads((PICTURES / "answers.json").read_text())

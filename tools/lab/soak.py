@@ -240,14 +240,14 @@ def run(
 ) -> None:
     """Sends all requests, `num_clients` at a time."""
 
-    def one(ask: Ask) -> tuple[Ask, tuple[int, str] | Exception | None]:
+    def send(ask: Ask) -> tuple[Ask, tuple[int, str] | Exception | None]:
         try:
             return ask, answer(address, ask)
         except (OSError, HTTPException) as error:
             return ask, error
 
     with ThreadPoolExecutor(num_clients) as pool:
-        for future in as_completed([pool.submit(one, ask) for ask in expected]):
+        for future in as_completed([pool.submit(send, ask) for ask in expected]):
             ask, result = future.result()
             tally.kinds[ask.kind] += 1
             if isinstance(result, Exception):
