@@ -190,7 +190,9 @@ def app_of(*steps: Step) -> ASGIApp:
 
 @pytest.mark.parametrize("path", PATHS)
 def test_a_stream_is_silent_for_no_longer_than_it_may_be(path):
-    """It tells that it lives before the engine has the request, in its prompt, and while parts say nothing."""
+    """It tells that it lives before the engine has the request, in its prompt, and while parts say
+    nothing.
+    """
 
     async def work() -> None:
         sent = Sent(path)

@@ -1,4 +1,6 @@
-"""Batches: no line twice and none lost whatever is killed, errors by line, answers equal to the server's, and OpenAI's client."""
+"""Batches: no line twice and none lost whatever is killed, errors by line, answers equal to the
+server's, and OpenAI's client.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +61,9 @@ def test_a_line_that_asks_for_nothing_is_one_sentence(raw, code, text):
 
 
 class Echo:
-    """Answers with the body of the request, for the first time with 429, and dies after `last` answers."""
+    """Answers with the body of the request, for the first time with 429, and dies after `last`
+    answers.
+    """
 
     def __init__(self, last: int | None = None) -> None:
         self.requested: list[str] = []

@@ -1,4 +1,6 @@
-"""Benchmarks: lengths distributed as stated, equal work for every engine, a report that programs can read."""
+"""Benchmarks: lengths distributed as stated, equal work for every engine, a report that programs
+can read.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""`bench serve` and `bench latency`: the numbers are those of their definitions, and the baselines do what they are called."""
+"""`bench serve` and `bench latency`: the numbers are those of their definitions, and the baselines
+do what they are called.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ from tests.test_bench import LLAMA
 
 
 class FakeServer:
-    """A server that streams as many tokens as it is asked for, and remembers which streams were open together."""
+    """A server that streams as many tokens as it is asked for, and remembers which streams were
+    open together.
+    """
 
     def __init__(self) -> None:
         self.url = ""

@@ -1,4 +1,6 @@
-"""One request does not stop others: the work of each turn, call and thread is counted, and no time is measured."""
+"""One request does not stop others: the work of each turn, call and thread is counted, and no time
+is measured.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""`jaxpage chat`: commands and turns of a conversation without a terminal, lines of a pipe, and keys in a pseudo-terminal."""
+"""`jaxpage chat`: commands and turns of a conversation without a terminal, lines of a pipe, and
+keys in a pseudo-terminal.
+"""
 
 from __future__ import annotations
 

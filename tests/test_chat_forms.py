@@ -1,4 +1,6 @@
-"""Forms of tool calls and reasoning that are derived from chat templates: what transformers renders is read back, however it is cut."""
+"""Forms of tool calls and reasoning that are derived from chat templates: what transformers renders
+is read back, however it is cut.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The command line: exit statuses, what goes to which stream, how failures read, and how soon --help answers."""
+"""The command line: exit statuses, what goes to which stream, how failures read, and how soon
+--help answers.
+"""
 
 from __future__ import annotations
 
@@ -693,7 +695,9 @@ def test_a_reader_that_goes_away_is_no_traceback():
 
 
 def test_the_first_command_of_the_readme():
-    """The packaged model, end to end, in a process of its own: what the README quotes is what everybody reads."""
+    """The packaged model, end to end, in a process of its own: what the README quotes is what
+    everybody reads.
+    """
     readme = (Path(__file__).parents[1] / "README.md").read_text()
     quoted = " ".join(
         line.removeprefix(">").strip() for line in readme.splitlines() if line.startswith(">")

@@ -1,4 +1,6 @@
-"""EngineConfig, strict YAML, and the precedence of sources: what is accepted, what is refused, and how the refusal reads."""
+"""EngineConfig, strict YAML, and the precedence of sources: what is accepted, what is refused, and
+how the refusal reads.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Fields that config.json leaves out: each family's defaults are those of its config class in transformers."""
+"""Fields that config.json leaves out: each family's defaults are those of its config class in
+transformers.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Aborted requests that go on: the same tokens and bits as without the abort, and one error for those that are gone."""
+"""Aborted requests that go on: the same tokens and bits as without the abort, and one error for
+those that are gone.
+"""
 
 from __future__ import annotations
 
@@ -120,7 +122,9 @@ def test_a_request_goes_on_as_if_it_had_never_been_aborted(checkpoint: Path, nam
 
 
 def test_texts_and_grammars_go_on(tmp_path: Path) -> None:
-    """So do stop strings that are half there, budgets for reasoning, and the smallest number of tokens."""
+    """So do stop strings that are half there, budgets for reasoning, and the smallest number of
+    tokens.
+    """
     params = [
         SamplingParams(
             seed=1, max_tokens=40, stop=["the w", "xyz"], min_tokens=9, repetition_penalty=1.2
@@ -245,7 +249,9 @@ def test_coroutines_continue_by_their_own_ids(checkpoint: Path) -> None:
 
 
 def test_requests_over_http_are_aborted_and_go_on(checkpoint: Path, tmp_path: Path) -> None:
-    """They have the arrays that they ask for, whether a call, an update or a client that left ended them."""
+    """They have the arrays that they ask for, whether a call, an update or a client that left ended
+    them.
+    """
     body = {"model": "demo", "prompt_token_ids": PROMPTS[0], "logprobs": 1, "prompt_logprobs": 0}
     body |= {"n": 2, "max_tokens": 40, "ignore_eos": True, "temperature": 1.1, "seed": 6}
     fixed = {"id": "", "created": 0, "request_id": "", "usage": None}

@@ -1,4 +1,6 @@
-"""The packaged demo model: it fits its size, speaks fluently enough to be recognised, and carries the tests that need text."""
+"""The packaged demo model: it fits its size, speaks fluently enough to be recognised, and carries
+the tests that need text.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,9 @@ def test_size_and_card():
 
 
 def test_it_speaks_from_the_prompt_of_the_readme(llm):
-    """Most of what it says are words of its tokenizer's own language: no run of letters longer than words are, few fragments."""
+    """Most of what it says are words of its tokenizer's own language: no run of letters longer than
+    words are, few fragments.
+    """
     text = complete(
         llm, "Once upon a time", SamplingParams(temperature=0.7, seed=1, max_tokens=150)
     ).text

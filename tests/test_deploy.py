@@ -1,4 +1,6 @@
-"""The files of deploy/: what an operator relies on is in them, since neither Docker, nor a cluster, nor systemd runs here."""
+"""The files of deploy/: what an operator relies on is in them, since neither Docker, nor a cluster,
+nor systemd runs here.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Text that is made token by token is the tokenizer's own, and tokens that bring none cost no more than others."""
+"""Text that is made token by token is the tokenizer's own, and tokens that bring none cost no more
+than others.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +61,9 @@ class Counting(StreamDetokenizer):
 )  # one broken character after the other
 @example([(PIECES[2], 1, 1), (END, 1, 12), (PIECES[0], 3, 1)])
 def test_the_text_is_the_tokenizers_and_the_window_has_an_end(pieces):
-    """Broken characters, bytes that no character has, and special tokens, up to twelve times in a row."""
+    """Broken characters, bytes that no character has, and special tokens, up to twelve times in a
+    row.
+    """
     token_ids = [token_id for piece, cut, times in pieces for token_id in times * piece[:cut]]
     stream = Counting(TOKENIZER, (), skip_special_tokens=True)
     text = "".join([stream.push(token_id) for token_id in token_ids])

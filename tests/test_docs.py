@@ -1,4 +1,6 @@
-"""The documentation: its site builds without a warning, its commands have flags that exist, and those of the tutorials run."""
+"""The documentation: its site builds without a warning, its commands have flags that exist, and
+those of the tutorials run.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +57,9 @@ def test_the_site_builds_without_a_warning(tmp_path):
 
 
 def look_at_site(site: Path) -> None:
-    """Checks what a reader sees: guides first in a search, no table that scrolls, the picture of the theme."""
+    """Checks what a reader sees: guides first in a search, no table that scrolls, the picture of
+    the theme.
+    """
     playwright = pytest.importorskip("playwright.sync_api", reason="jaxpage[test] has it")
     with launched(playwright) as browser:
         page = browser.new_page(viewport={"width": 1440, "height": 900}, color_scheme="dark")
@@ -201,7 +205,9 @@ END
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("tutorial", TUTORIALS, ids=lambda path: path.stem)
 def test_the_commands_of_a_tutorial_run(tutorial, tmp_path):
-    """They run as a reader types them: the environment has jaxpage, and what the tutorial installs into it."""
+    """They run as a reader types them: the environment has jaxpage, and what the tutorial installs
+    into it.
+    """
     if os.environ.get("NO_INDEX"):
         pytest.skip("the package index is not wanted")
     venv.create(tmp_path / "env", with_pip=True)

@@ -1,4 +1,6 @@
-"""Vectors take the place of tokens: rows of the table give the bits of the tokens in every path, other rows what transformers gives."""
+"""Vectors take the place of tokens: rows of the table give the bits of the tokens in every path,
+other rows what transformers gives.
+"""
 
 from __future__ import annotations
 
@@ -182,7 +184,9 @@ def test_every_path(engine, directories, prompts, alone):
 
 @pytest.mark.parametrize("mode", few(["recompute", "swap"], ["swap"]))
 def test_tokens_and_vectors_in_one_prompt(mode, directories, prompts, alone):
-    """The cuts between chunks are before, in and after the vectors, and the request is preempted at every step."""
+    """The cuts between chunks are before, in and after the vectors, and the request is preempted at
+    every step.
+    """
     settings = {
         "max_num_batched_tokens": 16,
         "preemption_mode": mode,

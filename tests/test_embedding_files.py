@@ -1,4 +1,5 @@
-"""The files of sentence-transformers decide how texts become vectors, against states of transformers and float64.
+"""The files of sentence-transformers decide how texts become vectors, against states of
+transformers and float64.
 
 What each module computes is written down here once more, from the library's documentation (its own numbers were the same).
 """

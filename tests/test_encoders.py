@@ -1,4 +1,6 @@
-"""Encoders against transformers and the rules of sentence-transformers: vectors, scores of pairs, bits, and what they refuse."""
+"""Encoders against transformers and the rules of sentence-transformers: vectors, scores of pairs,
+bits, and what they refuse.
+"""
 
 from __future__ import annotations
 

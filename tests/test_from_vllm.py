@@ -1,4 +1,6 @@
-"""Names of vLLM's Python interface and of its dashboard: each is there, asks for nothing, or has one answer."""
+"""Names of vLLM's Python interface and of its dashboard: each is there, asks for nothing, or has
+one answer.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The server over real sockets: who may come in, what is refused and how, who leaves when, and how it all ends."""
+"""The server over real sockets: who may come in, what is refused and how, who leaves when, and how
+it all ends.
+"""
 
 from __future__ import annotations
 
@@ -166,7 +168,9 @@ def paths_of(running) -> list[str]:
 
 
 def list_closed_paths(running) -> list[str]:
-    """All but the two for load balancers, and the files of the page with what leads to them, which are the same for everybody."""
+    """All but the two for load balancers, and the files of the page with what leads to them, which
+    are the same for everybody.
+    """
     return [
         path
         for path in paths_of(running)
@@ -700,7 +704,9 @@ def test_a_key_is_asked_for_whatever_the_slashes(server_with_keys):
 
 
 def test_a_body_in_chunks_needs_http_1_1(open_server):
-    """HTTP/1.0 has none (RFC 9112, 6.1): a proxy of that age would take the chunks for the next request."""
+    """HTTP/1.0 has none (RFC 9112, 6.1): a proxy of that age would take the chunks for the next
+    request.
+    """
     for version, status in (("1.0", 400), ("1.1", 200)):
         with open_server.connect() as client:
             head = f"POST {COMPLETIONS} HTTP/{version}\r\nHost: localhost\r\nContent-Type: application/json\r\n"
@@ -926,7 +932,9 @@ def test_who_sends_without_end_behind_a_request_is_cut(demo_build, monkeypatch):
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_who_sends_no_more_gets_an_answer(demo_build, monkeypatch, stream):
-    """The server looks whether it is there: it gets an interim answer, or the comment of a stream, before the answer goes on."""
+    """The server looks whether it is there: it gets an interim answer, or the comment of a stream,
+    before the answer goes on.
+    """
     with serving(demo_build) as running:
         expected = reference(running)
         gate = Gate(monkeypatch, demo_build.engine)
@@ -1098,7 +1106,9 @@ def test_known_grammars_do_not_queue_and_the_queue_has_an_end(demo_build, monkey
 def test_parameters_are_checked_once_and_nothing_is_tokenized_on_the_engines_thread(
     demo_build, monkeypatch
 ):
-    """However many prompts share them, and more lists of bad words than any cache of tokens would hold."""
+    """However many prompts share them, and more lists of bad words than any cache of tokens would
+    hold.
+    """
     check_params, checked, encoding = Admission.check_params, [], set()
     kinds = {type(demo_build.tokenizer), type(whole_tokenizer(demo_build.tokenizer))}
     encode = {kind: kind.__call__ for kind in kinds}
@@ -1131,7 +1141,9 @@ def test_parameters_are_checked_once_and_nothing_is_tokenized_on_the_engines_thr
 
 
 def put_in_flight(running, gate, whole, streamed):
-    """A request and a streamed one, whose answer has begun, are in the engine, which is held at its next step."""
+    """A request and a streamed one, whose answer has begun, are in the engine, which is held at its
+    next step.
+    """
     whole.sendall(request_bytes("POST", COMPLETIONS, SHORT))
     gate.entered.acquire()
     streamed.sendall(
@@ -1322,7 +1334,9 @@ def test_a_body_is_let_go_of_without_the_garbage_collector(open_server):
 
 
 def test_a_tokenizer_that_gives_up_is_a_refusal(demo_build, caplog):
-    """A regular expression of tokenizer.json that backtracks ends in a panic of Rust, which is no Exception."""
+    """A regular expression of tokenizer.json that backtracks ends in a panic of Rust, which is no
+    Exception.
+    """
     tokenizers = (demo_build.engine.tokenizer, whole_tokenizer(demo_build.tokenizer))
     backends = [tokenizer.backend_tokenizer for tokenizer in tokenizers]
     usual = [backend.pre_tokenizer for backend in backends]

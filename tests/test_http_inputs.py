@@ -1,4 +1,5 @@
-"""Bad inputs over HTTP (RELIABILITY.md 4.1 to 4.5): each is refused as it should be, or served, and leaves a server as it was before.
+"""Bad inputs over HTTP (RELIABILITY.md 4.1 to 4.5): each is refused as it should be, or served, and
+leaves a server as it was before.
 
 What the tables of tests/test_wire_*.py refuse without a server is refused by one, too.
 """
@@ -422,7 +423,9 @@ def client_of(address: str) -> httpx.Client:
 
 
 def check(client: httpx.Client, row: Row) -> None:
-    """Sends a request with the standard library, which tidies nothing up and sends all before it reads."""
+    """Sends a request with the standard library, which tidies nothing up and sends all before it
+    reads.
+    """
     row_headers = {
         "authorization": f"Bearer {KEY}",
         "content-type": "application/json",
@@ -673,7 +676,9 @@ LENGTHS = {
 
 
 def bound(body: Any, path: str) -> Any:
-    """The same request for less work: what is a right number of tokens or sequences becomes a small one."""
+    """The same request for less work: what is a right number of tokens or sequences becomes a small
+    one.
+    """
     if not isinstance(body, dict):
         return body
     body = {LENGTHS[path]: 2, **body} if path in LENGTHS else dict(body)
@@ -701,7 +706,9 @@ EXAMPLES = 2 if os.environ.get("HYPOTHESIS_PROFILE", "deterministic") == "determ
     "mode", [GenerationMode.POSITIVE, GenerationMode.NEGATIVE], ids=["right", "wrong"]
 )
 def test_any_request_of_the_document_is_answered_as_it_says(server, mode):
-    """No 5xx; statuses, content types and bodies are those of the document, for requests that keep to it and for those that do not."""
+    """No 5xx; statuses, content types and bodies are those of the document, for requests that keep
+    to it and for those that do not.
+    """
     paths = [
         not_a_server_error,
         status_code_conformance,

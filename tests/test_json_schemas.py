@@ -1,4 +1,6 @@
-"""JSON schemas before llguidance compiles them: a text that comes through is valid, as jsonschema has it."""
+"""JSON schemas before llguidance compiles them: a text that comes through is valid, as jsonschema
+has it.
+"""
 
 from __future__ import annotations
 

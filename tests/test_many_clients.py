@@ -1,4 +1,6 @@
-"""Many clients at once: who does harm changes nothing for others, who leaves gives everything back, who is one too many is told."""
+"""Many clients at once: who does harm changes nothing for others, who leaves gives everything back,
+who is one too many is told.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The split of the pool against sets of slots, its history against all that was seen, and the report from engine to picture."""
+"""The split of the pool against sets of slots, its history against all that was seen, and the
+report from engine to picture.
+"""
 
 from __future__ import annotations
 
@@ -182,7 +184,9 @@ def llm(model):
 
 
 def test_the_report_of_an_engine(llm):
-    """Three sequences of 20 prompt tokens that decode to 32: what each step held is counted from the lengths alone."""
+    """Three sequences of 20 prompt tokens that decode to 32: what each step held is counted from
+    the lengths alone.
+    """
     llm.memory_report(reset=True)
     assert llm.memory_report().num_steps == 0
     before = llm.stats()["engine_steps_total"]
@@ -213,7 +217,9 @@ def test_the_report_of_an_engine(llm):
 
 
 def test_an_engine_that_shares_a_prefix_says_what_it_saves(llm):
-    """A prefix of two blocks that three have: two blocks for what would be six, next to a block of its own for each."""
+    """A prefix of two blocks that three have: two blocks for what would be six, next to a block of
+    its own for each.
+    """
     prefix = list(range(100, 132))
     llm.generate([[*prefix, 1]], SamplingParams(temperature=0, max_tokens=1), use_tqdm=False)
     llm.memory_report(reset=True)

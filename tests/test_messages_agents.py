@@ -1,4 +1,6 @@
-"""Anthropic's Messages as coding agents send them: tools, results, thinking, and the requests of Claude Code."""
+"""Anthropic's Messages as coding agents send them: tools, results, thinking, and the requests of
+Claude Code.
+"""
 
 from __future__ import annotations
 
@@ -196,7 +198,9 @@ def test_a_history_is_that_of_the_chat(name):
 
 
 def test_what_another_server_ran_is_passed_over_and_named():
-    """So are the lines for Anthropic's accounts, with which no prompt would have the prefix of the last."""
+    """So are the lines for Anthropic's accounts, with which no prompt would have the prefix of the
+    last.
+    """
     server_blocks: list[dict[str, Any]] = [
         {"type": "redacted_thinking", "data": "AAAA"},
         {"type": "server_tool_use", "id": "srv_1", "name": "web_search", "input": {"query": "x"}},

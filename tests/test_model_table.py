@@ -1,4 +1,6 @@
-"""The table of models with fake ones: never more memory than there is, nobody waits for ever, and no request is lost."""
+"""The table of models with fake ones: never more memory than there is, nobody waits for ever, and
+no request is lost.
+"""
 
 from __future__ import annotations
 
@@ -288,7 +290,9 @@ def test_whatever_comes_the_table_keeps_its_promises(chance):
 
 
 def test_an_order_to_unload_before_a_request_of_the_same_moment_does_not_end_its_model():
-    """The fuzzer knows which of the two the table got first: the client's, whose task begins a turn later, is second."""
+    """The fuzzer knows which of the two the table got first: the client's, whose task begins a turn
+    later, is second.
+    """
     kinds = (Kind("a", 1),)
     events = (Event(1.0, "leave", "a", 1.5), Event(1.0, "expire", "a"))
     assert failure(Case(kinds, events)) is None
@@ -308,7 +312,9 @@ ALWAYS_USABLE = property(lambda slot: slot.model is not None and not slot.is_asl
     ],
 )
 def test_the_fuzzer_finds_a_mistake_and_shrinks_it(monkeypatch, where, name, mistake, says):
-    """The first is what `ModelTable.sleep` once had: a look at the leases, a pause, and the state after it."""
+    """The first is what `ModelTable.sleep` once had: a look at the leases, a pause, and the state
+    after it.
+    """
     monkeypatch.setattr(where, name, mistake)
     events = []
     assert fuzz(1, 1, events.append) == 1

@@ -1,4 +1,6 @@
-"""Text models of checkpoints that hold other models too: older names, absent fields, what is not loaded."""
+"""Text models of checkpoints that hold other models too: older names, absent fields, what is not
+loaded.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The official clients, unchanged: OpenAI's reads what `LLM` generates, and those of other APIs what a chat or completion says."""
+"""The official clients, unchanged: OpenAI's reads what `LLM` generates, and those of other APIs
+what a chat or completion says.
+"""
 
 from __future__ import annotations
 
@@ -942,7 +944,9 @@ def test_errors_are_those_of_the_client(open_ai):
 
 
 def retrying(client: openai.OpenAI, relieve: Any) -> tuple[openai.OpenAI, list[int]]:
-    """A client that tries again as the official one does, the statuses that it got, and what happens after the first."""
+    """A client that tries again as the official one does, the statuses that it got, and what
+    happens after the first.
+    """
     statuses: list[int] = []
 
     def see(response: httpx.Response) -> None:

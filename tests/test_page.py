@@ -1,4 +1,6 @@
-"""The page in a browser: the playground against a whole server, the inspector live and over recorded event logs."""
+"""The page in a browser: the playground against a whole server, the inspector live and over
+recorded event logs.
+"""
 
 from __future__ import annotations
 
@@ -248,7 +250,9 @@ def test_a_text_streams_while_its_blocks_fill(page: Any, server: str, loop: Asyn
 def test_the_status_is_never_lost_over_a_whole_request(
     page: Any, server: str, loop: AsyncDriver, shown: str
 ) -> None:
-    """Whichever blocks are shown: those in use come and go, and what the page draws of them never ends its stream."""
+    """Whichever blocks are shown: those in use come and go, and what the page draws of them never
+    ends its stream.
+    """
     open_live(page, server)
     page.locator(f"#shown-{shown}").check(force=True)
     page.evaluate("""() => {
@@ -699,7 +703,9 @@ def files() -> Iterator[str]:
 
 
 def without_times(snapshot: Any) -> Any:
-    """Returns the snapshot without times and prompts, which the log and the engine have differently."""
+    """Returns the snapshot without times and prompts, which the log and the engine have
+    differently.
+    """
     omitted = {
         "snapshot": {"clock", "compiles"},
         "request": {"timeline", "prompt"},

@@ -1,4 +1,6 @@
-"""The page's drawings without an engine: Markdown, a pool of 30,000 blocks, timelines, small screens. Its states are faked."""
+"""The page's drawings without an engine: Markdown, a pool of 30,000 blocks, timelines, small
+screens. Its states are faked.
+"""
 
 from __future__ import annotations
 
@@ -204,7 +206,9 @@ ATTRIBUTES = {"href", "target", "rel", "tabindex", "aria-label", "role", "class"
 
 
 def test_markdown_of_a_hostile_model_is_harmless(page: Any, files: str) -> None:
-    """An answer in the chat has no element but those of Markdown, and no address but http and mail; nothing is fetched."""
+    """An answer in the chat has no element but those of Markdown, and no address but http and mail;
+    nothing is fetched.
+    """
     page.allowed.append("404")
     requested: list[str] = []
     page.on("request", lambda request: requested.append(request.url))
@@ -692,7 +696,9 @@ def test_a_phone_has_room_for_all_of_it(browser: Any, files: str, width: int) ->
 
 
 def open_faked_on_phone(page: Any, files: str) -> None:
-    """Opens a page with an answer that has long words, code and a table, and a picture of the next message."""
+    """Opens a page with an answer that has long words, code and a table, and a picture of the next
+    message.
+    """
     page.allowed.append("404")
     facts = {
         "model": {"takes_pictures": True},
@@ -728,7 +734,9 @@ def open_faked_on_phone(page: Any, files: str) -> None:
     few(itertools.product([390, 1440], ["light", "dark"]), [(390, "dark"), (1440, "light")]),
 )
 def test_axe_finds_nothing(browser: Any, files: str, width: int, scheme: str) -> None:
-    """A conversation with a long answer, an error, and the engine's state, in every part of the page."""
+    """A conversation with a long answer, an error, and the engine's state, in every part of the
+    page.
+    """
     axe = pytest.importorskip("axe_playwright_python.sync_playwright").Axe()
     rules = {"rules": {"label-content-name-mismatch": {"enabled": True}}}
     viewport = {"width": width, "height": 900}

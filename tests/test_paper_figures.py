@@ -1,4 +1,6 @@
-"""Golden tests: the walk-throughs of the PagedAttention paper (SOSP 2023, arXiv 2309.06180), with the numbers that it prints."""
+"""Golden tests: the walk-throughs of the PagedAttention paper (SOSP 2023, arXiv 2309.06180), with
+the numbers that it prints.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +53,8 @@ class Story:
         return self.pages.read(self.manager.block_tables(sequence_id)[0], self.lengths[sequence_id])
 
     def table(self, sequence_id: int) -> list[tuple[int, int]]:
-        """The block table as the paper draws it: (physical block, number of filled slots), by logical block.
+        """The block table as the paper draws it: (physical block, number of filled slots), by
+        logical block.
 
         The filled slots are counted in the pages, not derived from the length.
         """
@@ -217,7 +220,9 @@ class Contiguous:
     ids=["A", "B"],
 )
 def test_figure_3_waste_of_reservation_and_of_paging(request_, printed):
-    """The same two requests in one contiguous piece, as printed, and in blocks, whose waste is below one block at every step."""
+    """The same two requests in one contiguous piece, as printed, and in blocks, whose waste is
+    below one block at every step.
+    """
     assert request_.kinds() == printed
     assert sum(request_.kinds()) == request_.max_length
     story = Story(free_order=[])
@@ -318,7 +323,9 @@ def llm(tmp_path_factory):
 def stepped(
     llm: LLM, prompt: list[int], max_tokens: int
 ) -> Iterator[tuple[StepPlan, dict[int, tuple[int, ...]]]]:
-    """A search of width 4: each step's plan, and then the block tables by the last token that tells a beam from others."""
+    """A search of width 4: each step's plan, and then the block tables by the last token that tells
+    a beam from others.
+    """
     engine: Any = llm._engine
     build = engine.builder.build
 
@@ -346,7 +353,9 @@ def stepped(
 
 
 def test_figure_9_through_the_engine(llm, monkeypatch):
-    """The same sharing by a beam search that is asked for, with candidates that make it the paper's."""
+    """The same sharing by a beam search that is asked for, with candidates that make it the
+    paper's.
+    """
     engine, pool = llm._engine, llm._engine.scheduler.block_manager.groups[0].pool
     run = engine.runner.run
     monkeypatch.setattr(engine.runner, "run", lambda batch: draw_as_scripted(engine, run(batch)))

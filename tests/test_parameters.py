@@ -1,4 +1,6 @@
-"""Modules declare their parameters, and that is all that loading needs: fused, cut, stacked and quantised weights touch no family."""
+"""Modules declare their parameters, and that is all that loading needs: fused, cut, stacked and
+quantised weights touch no family.
+"""
 
 from __future__ import annotations
 
@@ -239,7 +241,9 @@ def test_a_module_is_replaced_by_its_path_and_not_looked_into():
 
 
 class Toy(nnx.Module):
-    """Three experts whose gate and up products are stored apart or, with all experts, together; and three thirds of one tensor."""
+    """Three experts whose gate and up products are stored apart or, with all experts, together; and
+    three thirds of one tensor.
+    """
 
     def __init__(self) -> None:
         halves = [

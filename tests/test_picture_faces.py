@@ -1,4 +1,6 @@
-"""Pictures come in through every API, in the shapes that its clients send, and what is wrong is refused with its path."""
+"""Pictures come in through every API, in the shapes that its clients send, and what is wrong is
+refused with its path.
+"""
 
 from __future__ import annotations
 

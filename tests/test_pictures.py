@@ -1,4 +1,6 @@
-"""Pictures are loaded within limits, processed as transformers does, known by keys, and written into prompts."""
+"""Pictures are loaded within limits, processed as transformers does, known by keys, and written
+into prompts.
+"""
 
 from __future__ import annotations
 
@@ -207,7 +209,9 @@ def test_texts_of_base64() -> None:
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_prompts_have_the_token_ids_of_transformers(name: str) -> None:
-    """Prompts have several pictures of several sizes, and the arrays are those of each picture alone."""
+    """Prompts have several pictures of several sizes, and the arrays are those of each picture
+    alone.
+    """
     processor = processor_of(name)
     oracle = oracle_of(name)
     pictures = [picture(*size, seed) for seed, size in enumerate(SIZES)]

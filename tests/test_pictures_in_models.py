@@ -1,4 +1,6 @@
-"""Whole models that take pictures, in engines: the logarithms of probabilities are those of transformers."""
+"""Whole models that take pictures, in engines: the logarithms of probabilities are those of
+transformers.
+"""
 
 from __future__ import annotations
 

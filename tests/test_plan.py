@@ -1,4 +1,6 @@
-"""`jaxpage plan`: published sizes, users counted by a real block manager, the engine's own plan, and how it refuses."""
+"""`jaxpage plan`: published sizes, users counted by a real block manager, the engine's own plan,
+and how it refuses.
+"""
 
 from __future__ import annotations
 
@@ -297,7 +299,9 @@ _SEEING = {
 def test_the_workspace_of_a_picture_is_near_what_its_encoder_takes(
     architecture: str, rows: int, most: float
 ) -> None:
-    """The sizes are published ones with two layers, as compiled: never below, and so many times at most."""
+    """The sizes are published ones with two layers, as compiled: never below, and so many times at
+    most.
+    """
     kind, vision = _SEEING[architecture]
     text = {"hidden_size": 3584, "num_attention_heads": 28, "num_key_value_heads": 4}
     parts = {"vision_config": vision, "text_config": text, "mm_tokens_per_image": 256}
@@ -406,7 +410,9 @@ def test_the_engine_does_what_was_planned(
 
 
 def test_heads_on_several_devices(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """12 query and 2 key/value heads: 4 devices have each of the two twice, and 8 cannot share the 12."""
+    """12 query and 2 key/value heads: 4 devices have each of the two twice, and 8 cannot share the
+    12.
+    """
     heads = {
         "hidden_size": 768,
         "num_attention_heads": 12,

@@ -1,4 +1,6 @@
-"""The policies: each queue against a naive model, shares under load, and what preemption can never do."""
+"""The policies: each queue against a naive model, shares under load, and what preemption can never
+do.
+"""
 
 from __future__ import annotations
 
@@ -204,7 +206,9 @@ def test_the_urgent_go_first_and_give_way_last():
 
 
 def contend(seed: int, **settings_: Any) -> Driver:
-    """A pool far smaller than the demand, and requests of adversarial lengths: one token, or all that fits; or many alike."""
+    """A pool far smaller than the demand, and requests of adversarial lengths: one token, or all
+    that fits; or many alike.
+    """
     rng = random.Random(seed)
     alike = seed % 2 == 1
     driver = make_driver(
@@ -236,7 +240,9 @@ def contend(seed: int, **settings_: Any) -> Driver:
     ),
 )
 def test_everybody_finishes_and_nobody_thrashes(policy, mode, wait):
-    """Whoever comes back has a block for each running sequence ahead: no group is preempted twice within a block's worth of its steps."""
+    """Whoever comes back has a block for each running sequence ahead: no group is preempted twice
+    within a block's worth of its steps.
+    """
     for seed in range(6):
         driver = contend(seed, policy=policy, num_host_blocks=16, preemption=Preemption(mode, wait))
         for group in driver.groups:  # type: ignore[attr-defined]
@@ -266,7 +272,9 @@ def test_everybody_finishes_and_nobody_thrashes(policy, mode, wait):
 
 
 def test_the_reserve_is_what_keeps_the_preempted_from_thrashing(monkeypatch):
-    """The control of the test above: with the watermark alone, some come back and are preempted at once."""
+    """The control of the test above: with the watermark alone, some come back and are preempted at
+    once.
+    """
     monkeypatch.setattr(
         "jaxpage.scheduling.running_set.spare_blocks",
         lambda usable, **options: spare_blocks(usable, **{**options, "resumes": False}),
@@ -276,7 +284,9 @@ def test_the_reserve_is_what_keeps_the_preempted_from_thrashing(monkeypatch):
 
 
 def test_new_ones_wait_for_the_preempted_as_they_are_told_to():
-    """Under the paper's literal sentence nobody new runs from a preemption until the preempted have finished."""
+    """Under the paper's literal sentence nobody new runs from a preemption until the preempted have
+    finished.
+    """
     for wait, overtakes in (("readmitted", True), ("completed", False)):
         differs = False
         for seed in range(6):
@@ -297,7 +307,9 @@ def test_new_ones_wait_for_the_preempted_as_they_are_told_to():
 
 
 def test_a_better_newcomer_runs_where_nobody_does_and_the_preempted_come_later():
-    """New requests wait for the preempted to complete only while something runs: the preempted one is not first here."""
+    """New requests wait for the preempted to complete only while something runs: the preempted one
+    is not first here.
+    """
     driver = make_driver(
         num_blocks=6,
         block_size=4,
@@ -363,7 +375,9 @@ def test_an_id_that_comes_again_with_another_priority_has_that_one():
 
 @pytest.mark.parametrize("mixed", [False, True])
 def test_a_long_prompt_stalls_nobody_beyond_the_budget(mixed):
-    """Between two tokens of a decoding sequence lies at most one step of other work, of at most the budget; none where steps mix."""
+    """Between two tokens of a decoding sequence lies at most one step of other work, of at most the
+    budget; none where steps mix.
+    """
     driver = make_driver(
         num_blocks=129, block_size=4, max_num_seqs=4, max_tokens=16, max_chunk_rows=4, mixed=mixed
     )

@@ -1,4 +1,5 @@
-"""logprobs_mode="processed": the numbers are those of the distribution that a token is drawn from, however an engine draws it.
+"""logprobs_mode="processed": the numbers are those of the distribution that a token is drawn from,
+however an engine draws it.
 
 The oracle computes this distribution in float64 from the raw logits of each draw.
 """

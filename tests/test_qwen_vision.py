@@ -1,4 +1,6 @@
-"""Qwen's models that see, against transformers: rows of the encoders, positions on three axes, whole models' logits."""
+"""Qwen's models that see, against transformers: rows of the encoders, positions on three axes,
+whole models' logits.
+"""
 
 from __future__ import annotations
 
@@ -156,7 +158,9 @@ def test_rows_and_features_are_those_of_transformers(name: str) -> None:
 
 
 def prompt_of(places: Sequence[Picture], lengths: Sequence[int]) -> np.ndarray:
-    """A text with pictures: `lengths` are those of the parts of text before, between and after them."""
+    """A text with pictures: `lengths` are those of the parts of text before, between and after
+    them.
+    """
     random = np.random.default_rng(len(lengths))
     parts = [random.integers(10, 100, length) for length in lengths]
     between = [np.full(picture.num_rows, PICTURE) for picture in places]

@@ -1,4 +1,5 @@
-"""The recipe for Ray Serve: two replicas answer, one is killed while clients read, and another comes.
+"""The recipe for Ray Serve: two replicas answer, one is killed while clients read, and another
+comes.
 
 It needs ray, which `.ci/nightly` installs.
 """

@@ -1,4 +1,6 @@
-"""The pages of docs/reference/ are generated from the code, and links within the documents lead somewhere."""
+"""The pages of docs/reference/ are generated from the code, and links within the documents lead
+somewhere.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Ranking by yes and no as Qwen3-Reranker's model card does it, and by vectors as Qwen3-Embedding's does, against transformers."""
+"""Ranking by yes and no as Qwen3-Reranker's model card does it, and by vectors as Qwen3-Embedding's
+does, against transformers.
+"""
 
 from __future__ import annotations
 
@@ -114,7 +116,9 @@ def llm(checkpoint):
 
 @torch.no_grad()
 def by_yes_and_no(model: Any, tokenizer: Any, task: str) -> list[float]:
-    """Computes it as the model card does: the softmax of the logits of no and yes at the last position."""
+    """Computes it as the model card does: the softmax of the logits of no and yes at the last
+    position.
+    """
     no, yes = (tokenizer.convert_tokens_to_ids(word) for word in ("no", "yes"))
     scores = []
     for document in DOCUMENTS:

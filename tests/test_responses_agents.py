@@ -1,4 +1,6 @@
-"""OpenAI's Responses as agents use them: tools, calls and results, reasoning, events, truncation, and responses that are kept."""
+"""OpenAI's Responses as agents use them: tools, calls and results, reasoning, events, truncation,
+and responses that are kept.
+"""
 
 from __future__ import annotations
 
@@ -606,7 +608,9 @@ def test_a_request_of_an_agent_is_answered(path):
 
 
 def valid_leavings(bodies: list[dict[str, Any]]) -> list[list[int]]:
-    """Every set of messages that may stay, by trying all: written down from the rule, not from the code."""
+    """Every set of messages that may stay, by trying all: written down from the rule, not from the
+    code.
+    """
     number = len(bodies)
     roles = [body["role"] for body in bodies]
     head = next((i for i, role in enumerate(roles) if role not in ("system", "developer")), number)

@@ -1,4 +1,6 @@
-"""return_routed_experts and return_hidden_states: both are those of transformers, of every token once, however an engine computes it."""
+"""return_routed_experts and return_hidden_states: both are those of transformers, of every token
+once, however an engine computes it.
+"""
 
 from __future__ import annotations
 
@@ -83,7 +85,9 @@ def check_oracle(model, completion):
 
 
 def check_hidden_states(model, completion):
-    """Compares them with those of transformers, and what the head makes of them with the log probabilities."""
+    """Compares them with those of transformers, and what the head makes of them with the log
+    probabilities.
+    """
     token_ids = [*PROMPT, *completion.token_ids[:-1]]
     states = completion.hidden_states
     with torch.no_grad():

@@ -1,4 +1,5 @@
-"""Two servers behind vllm-router and behind smg, if they are installed: a prefix goes to the server that has it, and one may be killed.
+"""Two servers behind vllm-router and behind smg, if they are installed: a prefix goes to the server
+that has it, and one may be killed.
 
 `pip install vllm-router smg` where their commands are found; `.ci/nightly` does.
 """

@@ -1,4 +1,6 @@
-"""SamplingParams and BeamSearchParams: what is accepted, in which form it is kept, and what is refused by name and value."""
+"""SamplingParams and BeamSearchParams: what is accepted, in which form it is kept, and what is
+refused by name and value.
+"""
 
 from __future__ import annotations
 

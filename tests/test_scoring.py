@@ -66,7 +66,9 @@ def test_scores_are_those_of_transformers(model: tuple[Path, Any], llm: LLM) -> 
 def test_scores_are_what_generation_reports_to_the_last_bit(
     model: tuple[Path, Any], llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It follows a cached prefix, or runs in an engine with another pool, other chunks and other blocks, where each is preempted."""
+    """It follows a cached prefix, or runs in an engine with another pool, other chunks and other
+    blocks, where each is preempted.
+    """
     params = SamplingParams(temperature=0.8, seed=2, max_tokens=20, ignore_eos=True, logprobs=0)
     llm.reset_prefix_cache()
     for is_cached in (False, True):

@@ -1,4 +1,6 @@
-"""The flaws that servers of language models were found to have (SECURITY.md names them), tried on this one."""
+"""The flaws that servers of language models were found to have (SECURITY.md names them), tried on
+this one.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,9 @@ ROOT = Path(__file__).parents[1]
 
 
 class Witness:
-    """Notes what the audit events of the interpreter tell of: connections, names looked up, files, programs."""
+    """Notes what the audit events of the interpreter tell of: connections, names looked up, files,
+    programs.
+    """
 
     def __init__(self) -> None:
         self.seen: list[tuple[str, Any]] | None = None
@@ -238,7 +242,8 @@ INJECTIONS = (
 
 @pytest.mark.parametrize("template", INJECTIONS, ids=range(len(INJECTIONS)))
 def test_templates_of_a_model_cannot_leave_their_sandbox(witness, monkeypatch, tmp_path, template):
-    """Refused, or harmless: nothing is run, nothing is written, nothing of Python shows in the prompt.
+    """Refused, or harmless: nothing is run, nothing is written, nothing of Python shows in the
+    prompt.
 
     The process that renders does so in this one, where the witness sees it.
     """
@@ -319,7 +324,9 @@ def test_a_template_has_its_time_and_its_memory(server, client, monkeypatch, nam
 
 
 def test_a_salt_hides_a_prompt_from_others(client):
-    """How soon an answer comes tells whether its prompt is cached, so others' prompts must not be found."""
+    """How soon an answer comes tells whether its prompt is cached, so others' prompts must not be
+    found.
+    """
 
     def num_cached_tokens(salt: str | None) -> int:
         body = {

@@ -330,7 +330,9 @@ def test_other_weights(directories, alone):
 
 
 def test_other_weights_for_requests_that_run(directories, alone):
-    """Pictures are encoded again where everything is computed again, and those that are encoded later have the new weights."""
+    """Pictures are encoded again where everything is computed again, and those that are encoded
+    later have the new weights.
+    """
     name = "smolvlm"
     with start(directories(name), max_num_batched_tokens=16) as llm:
         weights = {key: np.asarray(array) for key, array in llm.parameters().items()}

@@ -1,4 +1,6 @@
-"""`jaxpage serve` in a process of its own: what it says while it starts, that what it says can be copied, and how it ends."""
+"""`jaxpage serve` in a process of its own: what it says while it starts, that what it says can be
+copied, and how it ends.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""ServerConfig, where it comes from, the API keys, and what the start says before there is a server."""
+"""ServerConfig, where it comes from, the API keys, and what the start says before there is a
+server.
+"""
 
 from __future__ import annotations
 
@@ -495,7 +497,9 @@ def test_a_door_that_is_open_to_everybody_is_told(host, key, warned, monkeypatch
 
 
 def test_garbage_collections_leave_out_what_the_start_has_made():
-    """Otherwise a request with many lists makes Python look through 360,000 objects of imports, while all streams wait."""
+    """Otherwise a request with many lists makes Python look through 360,000 objects of imports,
+    while all streams wait.
+    """
     made_by_the_start = [[] for _ in range(1000)]
     before = gc.get_threshold()
     try:

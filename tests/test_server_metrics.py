@@ -418,7 +418,9 @@ def test_routers_and_dashboards_find_vllms_names(llm, outputs):
 
 @pytest.mark.parametrize("following", [0, 1])
 def test_events_of_an_index(following):
-    """A block takes those following it along, and nothing is told of a salt, nor of a token that follows."""
+    """A block takes those following it along, and nothing is told of a salt, nor of a token that
+    follows.
+    """
     batches: list[Any] = []
     index, events = PrefixIndex(2, num_following=following), KVEvents(2, batches.append)
     index.observer = events

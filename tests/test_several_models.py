@@ -1,4 +1,6 @@
-"""Several models in one server, over HTTP: no request is lost under changing load, and the texts are those of plain engines."""
+"""Several models in one server, over HTTP: no request is lost under changing load, and the texts
+are those of plain engines.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The simulator against sums by hand, conservation laws and the paper's numbers; and that a long queue costs a step nothing."""
+"""The simulator against sums by hand, conservation laws and the paper's numbers; and that a long
+queue costs a step nothing.
+"""
 
 from __future__ import annotations
 
@@ -95,7 +97,9 @@ def test_a_long_prompt_is_bound_by_arithmetic():
 
 
 def test_memory_is_averaged_over_time():
-    """A prompt of 10 in chunks of 8 tokens and blocks of 4, then two more tokens, after a pause of 6 s."""
+    """A prompt of 10 in chunks of 8 tokens and blocks of 4, then two more tokens, after a pause of
+    6 s.
+    """
     setup = replace(SMALL, num_blocks=5, max_num_seqs=2, max_num_batched_tokens=8)
     average = Recorded()
     run = simulate([Arrival(6.0, 10, 3)], setup, average)
@@ -158,7 +162,9 @@ def test_every_request_finishes_with_its_length(num_samples, prefix_caching):
 
 
 def test_littles_law():
-    """Requests in the system, integrated over time, are the sum of the latencies, but for the rest of the step in which one comes."""
+    """Requests in the system, integrated over time, are the sum of the latencies, but for the rest
+    of the step in which one comes.
+    """
     trace = small_trace(rate=0.05)
     run = simulate(trace)
     integral = (run.mean.running + run.mean.waiting) * run.seconds
@@ -196,7 +202,9 @@ def test_swapping_takes_its_time():
 
 
 def test_swapping_costs_what_the_paper_measured():
-    """Figure 19a, one way, for the 310 tokens of a request: about 65 ms in blocks of 1, about 10 ms in blocks of 256."""
+    """Figure 19a, one way, for the 310 tokens of a request: about 65 ms in blocks of 1, about 10 ms
+    in blocks of 256.
+    """
     assert A100_OPT_13B.swap_seconds(310, 1) == pytest.approx(0.065, rel=0.05)
     assert A100_OPT_13B.swap_seconds(1, 256) * 310 / 256 == pytest.approx(0.010, rel=0.1)
 

@@ -1,4 +1,6 @@
-"""A model that sleeps: its memory is free, it comes back without a compilation, and its texts are what they were."""
+"""A model that sleeps: its memory is free, it comes back without a compilation, and its texts are
+what they were.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Structured outputs: whatever a random model would rather say, what comes out is what was asked for, or a beginning of it."""
+"""Structured outputs: whatever a random model would rather say, what comes out is what was asked
+for, or a beginning of it.
+"""
 
 from __future__ import annotations
 
@@ -145,7 +147,9 @@ def run(llm, prompts, each):
 
 
 def bad_outputs(llm, kind, num_seeds, **changes):
-    """Returns the texts of so many seeds that are neither valid nor, when cut, what a valid one begins with."""
+    """Returns the texts of so many seeds that are neither valid nor, when cut, what a valid one
+    begins with.
+    """
     is_valid = KINDS[kind][1]
     longer = {"max_tokens": 200, **changes}
     outputs = run(
@@ -280,7 +284,9 @@ def test_each_sample_is_the_lone_request_with_its_key(kind, mistaken, llm, monke
 
 
 def test_log_probabilities_are_the_models_own(llm, directory):
-    """They are those before the mask, as everywhere: the chosen token may be far from the likeliest."""
+    """They are those before the mask, as everywhere: the chosen token may be far from the
+    likeliest.
+    """
     ((sample,),) = run(llm, ["a"], params("json", temperature=0.0, logprobs=2, max_tokens=12))
     ((plain,),) = run(llm, ["a"], params(None, temperature=0.0, logprobs=2, max_tokens=1))
     first = sample.logprobs[0]
@@ -613,7 +619,9 @@ def test_slow_masks_of_many_sequences_take_a_part_of_a_step(limit, llm, monkeypa
 
 
 def test_a_limit_of_the_parser_is_no_reason_to_begin_again(grammar_of, monkeypatch):
-    """Only the lexer's states are shared with others: a grammar that the parser gives up is not compiled for each sequence."""
+    """Only the lexer's states are shared with others: a grammar that the parser gives up is not
+    compiled for each sequence.
+    """
     grammar = grammar_of(json={"type": "object", "properties": {f"p{i}": {} for i in range(100)}})
     monkeypatch.setattr(grammar, "alone", lambda *_: pytest.fail("it begins again"))
     monkeypatch.setattr(constraints, "error_of", lambda matcher: "told")
@@ -723,7 +731,9 @@ def test_refused_at_construction(value, message):
     ],
 )
 def test_refused_at_admission(value, message, llm):
-    """The message has the parameter, the beginning of its value and a sentence, and nothing of llguidance's source."""
+    """The message has the parameter, the beginning of its value and a sentence, and nothing of
+    llguidance's source.
+    """
     requested = re.escape(f"structured_outputs={{'{next(iter(value))}': ")
     with pytest.raises(
         ValueError, match=f"^{requested}.* is refused: .*{message.removeprefix('is refused: ')}"
@@ -901,7 +911,9 @@ def soon(condition, seconds=20):
 
 @pytest.fixture
 def busy(directory, monkeypatch):
-    """A compiler, its worker, which is at an endless grammar, and the outcome for who asked for that."""
+    """A compiler, its worker, which is at an endless grammar, and the outcome for who asked for
+    that.
+    """
     monkeypatch.setattr(compiling, "COMPILE_SECONDS", 300)
     monkeypatch.setattr(compiling, "COMPILE_BYTES", 1 << 40)
     compiler, outcome = compiling.GrammarCompiler(load_tokenizer(directory), 257), []

@@ -1,4 +1,6 @@
-"""Chat templates rendered by a process of their own: transformers' text, for what clients send, and a process that is replaced."""
+"""Chat templates rendered by a process of their own: transformers' text, for what clients send, and
+a process that is replaced.
+"""
 
 from __future__ import annotations
 

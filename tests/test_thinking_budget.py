@@ -1,4 +1,6 @@
-"""The closing marker of reasoning comes after so many tokens, whatever the model would say and however its engine runs."""
+"""The closing marker of reasoning comes after so many tokens, whatever the model would say and
+however its engine runs.
+"""
 
 from __future__ import annotations
 
@@ -181,7 +183,9 @@ def test_every_part_of_a_marker_has_tokens_for_the_rest(tokenizer):
 def by_hand(
     llm: Any, prompt: list[int], params: SamplingParams, index: int, markers: Any, num_tokens: int
 ) -> list[int]:
-    """The tokens of one sample, from an engine that knows no budget and is asked for one token at a time."""
+    """The tokens of one sample, from an engine that knows no budget and is asked for one token at a
+    time.
+    """
     bare = replace(params, thinking_token_budget=None, thinking_markers=None, max_tokens=1)
     spell = functools.partial(llm.tokenizer, add_special_tokens=False)
     tail = llm.tokenizer.decode(prompt).rstrip()
@@ -336,7 +340,9 @@ def test_a_mistake_is_seen(llm, expected, monkeypatch, mistake):
 
 
 def test_steps_of_several_tokens_and_a_replay(directory, expected, tmp_path):
-    """A neighbour without a budget takes several at a time again when the others have ended; and the log gives all of it again."""
+    """A neighbour without a budget takes several at a time again when the others have ended; and
+    the log gives all of it again.
+    """
     log = tmp_path / "log.jsonl"
     with make_llm(directory, num_scheduler_steps=4, event_log=str(log)) as llm:
         neighbour = SamplingParams(temperature=1.0, seed=9, max_tokens=60, ignore_eos=True)

@@ -1,4 +1,6 @@
-"""Schemas of tools: with "auto" none refuses a request, and in enforced calls objects are closed, as `jsonschema` has it."""
+"""Schemas of tools: with "auto" none refuses a request, and in enforced calls objects are closed,
+as `jsonschema` has it.
+"""
 
 from __future__ import annotations
 

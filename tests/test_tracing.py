@@ -1,4 +1,6 @@
-"""Spans of OpenTelemetry: the SDK's exporter in memory is the oracle of their form, usage and `/metrics` of their numbers."""
+"""Spans of OpenTelemetry: the SDK's exporter in memory is the oracle of their form, usage and
+`/metrics` of their numbers.
+"""
 
 from __future__ import annotations
 

@@ -175,7 +175,9 @@ def test_the_example_of_the_reference(tmp_path: Path) -> None:
 
 
 def test_a_rollout_and_its_trainer_agree() -> None:
-    """examples/rl_rollout.py on the demo model: scores have the rollout's bits, also after an update of the weights."""
+    """examples/rl_rollout.py on the demo model: scores have the rollout's bits, also after an
+    update of the weights.
+    """
     table = runpy.run_path(str(Path(__file__).parents[1] / "examples" / "rl_rollout.py"))["main"](
         ["--steps", "2"]
     )

@@ -1,4 +1,6 @@
-"""`TrainableModel` has the bits of the engine: whole distributions, after updates, and however it is compiled."""
+"""`TrainableModel` has the bits of the engine: whole distributions, after updates, and however it
+is compiled.
+"""
 
 from __future__ import annotations
 

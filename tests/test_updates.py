@@ -465,7 +465,9 @@ def test_an_async_engine_is_paused_and_updated(checkpoint: Path, plain: LLM) -> 
 def asynchronous_run(
     checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Path, list[RequestOutput]]:
-    """A log of requests that three updates meet, with the arrays of their weights, and what users saw."""
+    """A log of requests that three updates meet, with the arrays of their weights, and what users
+    saw.
+    """
     path = tmp_path_factory.mktemp("run") / "run.jsonl"
     drawn = SamplingParams(temperature=1.2, seed=3, n=2, max_tokens=30, ignore_eos=True)
     with make_llm(checkpoint, start=False, event_log=str(path), event_log_weights=True) as llm:

@@ -1,4 +1,6 @@
-"""The packaged demo that sees: transformers loads it, and it answers questions about drawings as its card says."""
+"""The packaged demo that sees: transformers loads it, and it answers questions about drawings as
+its card says.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Encoders of pictures give the rows that transformers feeds to the text model, with its own image processors."""
+"""Encoders of pictures give the rows that transformers feeds to the text model, with its own image
+processors.
+"""
 
 from __future__ import annotations
 

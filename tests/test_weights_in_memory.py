@@ -1,4 +1,6 @@
-"""Weights that come from memory and go back there: the same texts as from files, other texts after an update, and nothing in between."""
+"""Weights that come from memory and go back there: the same texts as from files, other texts after
+an update, and nothing in between.
+"""
 
 from __future__ import annotations
 

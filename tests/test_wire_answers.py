@@ -42,7 +42,9 @@ def chat(settings: dict[str, Any] | None = None, **fields: Any) -> Exchange:
 
 
 def read(kind: Any, response: dict[str, Any]) -> Any:
-    """Reads it strictly as the client's own types have it, after a way through JSON that knows no infinity."""
+    """Reads it strictly as the client's own types have it, after a way through JSON that knows no
+    infinity.
+    """
     sent = json.loads(json.dumps(response, allow_nan=False))
     # what OpenAI sends and its own types leave out: no number for the first token of an echo
     if kind is Completion:
@@ -195,7 +197,9 @@ def test_what_a_completion_says():
 
 
 def test_the_columns_of_an_echo_with_log_probabilities():
-    """lm-eval's local-completions reads a number for every token but the first, and offsets into the text."""
+    """lm-eval's local-completions reads a number for every token but the first, and offsets into
+    the text.
+    """
     exchange = completion(prompt=[300, 301, 302], echo=True, logprobs=2)
     script = [Scripted([tokenizer().decode([400])], "length", token_ids=[400])]
     choice = exchange.whole([output(exchange, script)])["choices"][0]
@@ -404,7 +408,9 @@ def test_a_stream_with_tools_is_the_whole(name, settings, fields, text, data):
 )
 @pytest.mark.parametrize("is_cut", [False, True])
 def test_the_official_client_sees_each_call_end(name, settings, fields, text, is_cut):
-    """Its stream tells of a call that is complete when another begins, or when the answer ends in a chunk of its own."""
+    """Its stream tells of a call that is complete when another begins, or when the answer ends in a
+    chunk of its own.
+    """
     exchange, script = chat(settings, **fields), [Scripted([*text] if is_cut else [text])]
     message = exchange.whole([output(exchange, script)])["choices"][0]["message"]
     state = ChatCompletionStreamState(input_tools=fields.get("tools", []))
@@ -450,7 +456,9 @@ def tokens_of(text: str, cuts: Sequence[int]) -> list[int]:
 
 
 def begins_of(token_ids: Sequence[int]) -> list[int]:
-    """Returns where each token begins, from the bytes of each: at the character that has its first byte."""
+    """Returns where each token begins, from the bytes of each: at the character that has its first
+    byte.
+    """
     pieces = [token_bytes(tokenizer(), token_id) or b"" for token_id in token_ids]
     bytes_before = itertools.accumulate((len(piece) for piece in pieces), initial=0)
     written = b"".join(pieces)

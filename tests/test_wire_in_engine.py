@@ -1,4 +1,6 @@
-"""The wire format on top of an engine: what a stream says is what the whole says, and what an engine refuses has the client's names."""
+"""The wire format on top of an engine: what a stream says is what the whole says, and what an
+engine refuses has the client's names.
+"""
 
 from __future__ import annotations
 

@@ -578,7 +578,9 @@ def test_a_length_beyond_the_context_is_cut_and_told(name):
 
 
 def test_sets_are_told():
-    """pydantic writes them, no grammar keeps an array to them, and strict requests are refused by its compiler."""
+    """pydantic writes them, no grammar keeps an array to them, and strict requests are refused by
+    its compiler.
+    """
     schema = {
         "type": "object",
         "properties": {"a": {"type": "array", "uniqueItems": True, "items": {"const": 1}}},

@@ -1,4 +1,6 @@
-"""Streams as clients read them: cut anywhere they are the same, and who leaves after any part frees everything."""
+"""Streams as clients read them: cut anywhere they are the same, and who leaves after any part frees
+everything.
+"""
 
 from __future__ import annotations
 

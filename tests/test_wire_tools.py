@@ -1,4 +1,6 @@
-"""Parsers of tool calls and of reasoning: whatever the text and however it is cut, nothing is lost and nothing leaks; and their schemas."""
+"""Parsers of tool calls and of reasoning: whatever the text and however it is cut, nothing is lost
+and nothing leaks; and their schemas.
+"""
 
 from __future__ import annotations
 

@@ -31,7 +31,9 @@ SMALL = EngineConfig(
 
 
 def test_tasks_are_measured_one_by_one(capsys, monkeypatch, tmp_path):
-    """In runs of their own salt: what suffix decoding learned of a prompt would be the text of its next run."""
+    """In runs of their own salt: what suffix decoding learned of a prompt would be the text of its
+    next run.
+    """
     monkeypatch.setattr(speculation, "TOKENS_OF_A_TURN", 24)
     monkeypatch.setattr(speculation, "engine_process", engine_here)
     words = ["--model", "demo", "--tasks", "chat", "translate", "--batches", "1", "--repeats", "1"]

@@ -1,4 +1,6 @@
-"""`tools/lab/compare_speculation.py`: its ratios by hand, and what it sends to a server that is a script, and stops it."""
+"""`tools/lab/compare_speculation.py`: its ratios by hand, and what it sends to a server that is a
+script, and stops it.
+"""
 
 from __future__ import annotations
 

@@ -66,7 +66,9 @@ def text(teacher: Teacher) -> np.ndarray:
 
 
 class Trained(NamedTuple):
-    """A drafter after a few steps, and its losses before and after them, on text that it did not learn from."""
+    """A drafter after a few steps, and its losses before and after them, on text that it did not
+    learn from.
+    """
 
     drafter: drafters.Drafter
     params: Params
@@ -158,7 +160,9 @@ def test_a_part_of_a_distribution_counts_as_much_as_it_is() -> None:
 def step_by_step(
     name: str, teacher: Teacher, params: Params, tokens: np.ndarray, place: int, drafted: int
 ) -> np.ndarray:
-    """Logits at `place` of a head as it drafts, in float64: from the target up to `place` - `drafted`, then from itself."""
+    """Logits at `place` of a head as it drafts, in float64: from the target up to `place` -
+    `drafted`, then from itself.
+    """
     seen, is_eagle = teacher(tokens[None]), name == "eagle3"
     p = {key: np.asarray(value, np.float64) for key, value in params.items()}
     embed = np.asarray(teacher.params["embed"], np.float64)

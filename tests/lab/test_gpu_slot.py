@@ -1,4 +1,6 @@
-"""tools/gpu_slot.py: what runs in which order, what is not run twice, and what is left behind however a part ends."""
+"""tools/gpu_slot.py: what runs in which order, what is not run twice, and what is left behind
+however a part ends.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The readers of what the compiler makes, on small things that this test writes itself: no plugin is needed."""
+"""The readers of what the compiler makes, on small things that this test writes itself: no plugin
+is needed.
+"""
 
 from __future__ import annotations
 

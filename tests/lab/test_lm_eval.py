@@ -1,4 +1,5 @@
-"""lm-eval's log likelihoods and texts of a demo server, if it is installed: those of transformers on torch.
+"""lm-eval's log likelihoods and texts of a demo server, if it is installed: those of transformers
+on torch.
 
 `pip install 'lm-eval[api]'` where its command is found; `.ci/nightly` does.
 """

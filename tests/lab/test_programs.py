@@ -1,4 +1,6 @@
-"""The programs of the laboratory: each says how it is used, and two time a part of the engine, swapping and draws."""
+"""The programs of the laboratory: each says how it is used, and two time a part of the engine,
+swapping and draws.
+"""
 
 from __future__ import annotations
 

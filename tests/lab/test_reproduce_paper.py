@@ -1,4 +1,6 @@
-"""The paper's numbers: the quick mode of tools/reproduce_paper.py within its tolerances, and how it reads a curve."""
+"""The paper's numbers: the quick mode of tools/reproduce_paper.py within its tolerances, and how it
+reads a curve.
+"""
 
 from __future__ import annotations
 

@@ -17,7 +17,9 @@ from tools.lab.scheduler_lab.saturation import saturate
 
 
 def test_the_literal_reading_of_the_rule_leaves_a_third_of_the_pool_empty() -> None:
-    """New requests wait until the preempted ones are completed: a simulator that shares no code had 67 % and 25.5 requests."""
+    """New requests wait until the preempted ones are completed: a simulator that shares no code had
+    67 % and 25.5 requests.
+    """
     setup = Setup(preemption=Preemption("recompute", "completed"))
     mean = (
         saturate(setup.new_scheduler, "sharegpt", rate=2.0, seconds=800.0, seeds=[0]).runs[0].mean

@@ -1,4 +1,6 @@
-"""What the simulation compares the engine's scheduler with: the buddy allocator, Orca, static batches, and beams that follow real ones."""
+"""What the simulation compares the engine's scheduler with: the buddy allocator, Orca, static
+batches, and beams that follow real ones.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,9 @@ ONE_SECOND = AnalyticCost(
 
 
 class Naive:
-    """The same rules over a map of slots: free chunks are the largest aligned powers of two that are free; found anew each time."""
+    """The same rules over a map of slots: free chunks are the largest aligned powers of two that
+    are free; found anew each time.
+    """
 
     def __init__(self, num_slots: int) -> None:
         self.is_free = np.ones(num_slots, bool)
@@ -149,7 +153,9 @@ def test_who_has_ended_in_a_static_batch_still_costs() -> None:
     ("variant", "requested"), [("Max", 2048), ("Pow2", 100 + 64), ("Oracle", 100 + 40)]
 )
 def test_what_orca_reserves(variant: str, requested: int) -> None:
-    """The middle step of one request: 100 tokens of prompt, 40 of output, of which 20 have been drawn before it."""
+    """The middle step of one request: 100 tokens of prompt, 40 of output, of which 20 have been
+    drawn before it.
+    """
     average = Recorded()
     policy = Orca(15_728, variant)
     simulate([Arrival(0.0, 100, 40)], policy, average)
@@ -260,7 +266,9 @@ def same_trace() -> list[Arrival]:
 
 @pytest.mark.parametrize("mode", ["recompute", "swap"])
 def test_a_simulation_plans_what_an_engine_plans(checkpoint: Path, mode: str) -> None:
-    """The same trace, once with a model: in each step the same rows, draws, block tables, copies, swaps and preemptions."""
+    """The same trace, once with a model: in each step the same rows, draws, block tables, copies,
+    swaps and preemptions.
+    """
     trace, real = same_trace(), []
     with make_llm(checkpoint, **{**ENGINES[mode], "enable_prefix_caching": False}) as llm:
         engine = llm._engine

@@ -1,4 +1,6 @@
-"""What makes the packaged demo that sees: its drawings, its training model beside transformers', and its accuracy."""
+"""What makes the packaged demo that sees: its drawings, its training model beside transformers',
+and its accuracy.
+"""
 
 from __future__ import annotations
 
