@@ -335,7 +335,7 @@ class Drafts(Events):
 
 def test_a_head_of_the_model_drafts_from_the_vectors():
     """The same as from the tokens whose rows they are."""
-    drafting = {"method": "mtp", "num_speculative_tokens": 3}
+    drafting = {"method": "mtp", "num_speculative_tokens": 1}
     params = dataclasses.replace(GREEDY, max_tokens=16, logprobs=None)
     with make_llm("demo", enable_prompt_embeds=True, speculative_config=drafting) as llm:
         table = load_file(DEMO / "model.safetensors")["model.embed_tokens.weight"]
