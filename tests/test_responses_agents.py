@@ -709,7 +709,7 @@ class StoreMachine(RuleBasedStateMachine):
     def forget_old(self) -> None:
         self.expected = [entry for entry in self.expected if self.now - entry[2] < SECONDS]
 
-    @rule(owner=OWNERS, number=NUMBERS, size=st.integers(0, 60), rest=st.integers(0, 60))
+    @rule(owner=OWNERS, number=NUMBERS, size=st.integers(0, 60), remaining=st.integers(0, 60))
     def put(self, owner: str, number: int, size: int, remaining: int) -> None:
         """A response of its own id, as each answer has one."""
         self.number += 1
