@@ -100,7 +100,7 @@ ALWAYS_STREAMS = {("drive_langchain.py", "ollama")}
 
 @dataclass
 class Outcome:
-    """What a client had in the end, and what came to the server meanwhile."""
+    """Holds what a client had in the end, and what came to the server meanwhile."""
 
     printed: dict[str, Any]
     prompts: list[str]
@@ -141,7 +141,7 @@ class Runs:
         for name, line in zip(("whole", "streamed"), lines, strict=True):
             streams = name == "streamed"
             half = slice(len(prompts) // 2, None) if streams else slice(len(prompts) // 2)
-            paths = [(one.path, one.streams) for one in seen if one.streams == streams]
+            paths = [(each.path, each.streams) for each in seen if each.streams == streams]
             outcomes[name] = Outcome(json.loads(line), prompts[half], paths)
         return outcomes
 
@@ -156,7 +156,9 @@ def runs(tmp_path_factory, compiled_when_used):
 
 @pytest.mark.parametrize(("client", "route", "stream"), CASES)
 def test_a_conversation_with_tools(runs, client, route, stream):
-    """All calls run with their arguments, all texts come, and the model sees the same prompts in both ways."""
+    """All calls run with their arguments, all texts come, and the model sees the same prompts in
+    both ways.
+    """
     outcome = runs.outcome(client, route, stream)
     assert "error" not in outcome.printed, outcome.printed["error"]
     # Some clients run the calls of one answer at the same time.
@@ -192,7 +194,9 @@ RECORDED = {
 
 @pytest.mark.parametrize(("name", "called"), RECORDED.items(), ids=RECORDED)
 def test_a_recorded_request_of_an_agent(runs, name, called):
-    """A template that takes one message of the system, at the beginning, shows it, and the answer has the call or no call."""
+    """A template that takes one message of the system, at the beginning, shows it, and the answer
+    has the call or no call.
+    """
     recorded = json.loads(
         (DRIVERS.parent / "support" / "recorded_requests" / f"{name}.json").read_text()
     )

@@ -40,7 +40,7 @@ class Called(NamedTuple):
 
 
 class Turn(NamedTuple):
-    """What the user says (`asked`), or an answer, which may have thoughts and call tools."""
+    """A turn is what the user says (`asked`), or an answer, which may have thoughts and call tools."""
 
     asked: str = ""
     thought: str = ""

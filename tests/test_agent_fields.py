@@ -1,4 +1,6 @@
-"""Fields of agents and of their clients: how much is thought and said, refusals, and defaults of Ollama's."""
+"""Fields of agents and of their clients: how much is thought and said, refusals, and defaults of
+Ollama's.
+"""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ def calls_of(exchange: Exchange, *texts: str) -> list[dict[str, Any]]:
     return calls
 
 
-def streamed_calls(exchange: Exchange, *texts: str) -> list[dict[str, Any]]:
+def stream_calls(exchange: Exchange, *texts: str) -> list[dict[str, Any]]:
     calls: list[dict[str, Any]] = []
     for delta in deltas(output(exchange, [Scripted(texts)]), [Scripted(texts)]):
         for chunk in exchange.chunks(0, delta):
@@ -75,10 +75,10 @@ def test_the_model_sees_a_custom_tool_as_a_function():
 
 def test_a_call_of_a_custom_tool_has_its_input():
     text = '<tool_call>{"name": "note", "arguments": {"input": "a \\"b\\"\\n"}}</tool_call>'
-    wanted = {"type": "custom", "custom": {"name": "note", "input": 'a "b"\n'}}
+    expected = {"type": "custom", "custom": {"name": "note", "input": 'a "b"\n'}}
     body = chat([F, PLAIN])
-    assert without_ids(calls_of(open_chat(body, KNOWN), text)) == [wanted]
-    assert without_ids(streamed_calls(open_chat(body, KNOWN), *text)) == [wanted]
+    assert without_ids(calls_of(open_chat(body, KNOWN), text)) == [expected]
+    assert without_ids(stream_calls(open_chat(body, KNOWN), *text)) == [expected]
 
 
 def test_a_chunk_has_one_call():
@@ -111,10 +111,10 @@ def test_the_grammar_of_a_named_custom_tool_is_kept(known, tool, outputs, good, 
     exchange = open_chat(chat([F, tool], tool_choice=NAMED), known)
     held = exchange.prompts[0].params.structured_outputs
     assert {held[0]: json.loads(held[1])} == outputs
-    wanted = [{"type": "custom", "custom": {"name": "patch", "input": good}}]
-    assert without_ids(calls_of(exchange, good)) == wanted
+    expected = [{"type": "custom", "custom": {"name": "patch", "input": good}}]
+    assert without_ids(calls_of(exchange, good)) == expected
     fresh = open_chat(chat([F, tool], tool_choice=NAMED), known)
-    assert without_ids(streamed_calls(fresh, *good)) == wanted
+    assert without_ids(stream_calls(fresh, *good)) == expected
     assert admits(held, good) and not admits(held, bad)
 
 
@@ -266,7 +266,7 @@ def test_a_format_beside_calls_needs_a_marker_before_them():
 # Calls and results
 
 
-def called(*ids: str) -> dict[str, Any]:
+def message_with_calls(*ids: str) -> dict[str, Any]:
     calls = [{"id": each, "function": {"name": "f", "arguments": "{}"}} for each in ids]
     return {"role": "assistant", "tool_calls": calls}
 
@@ -279,13 +279,13 @@ def result(call_id: str) -> dict[str, Any]:
     ("messages", "param", "message"),
     [
         ([result("a")], "messages[1].tool_call_id", "'a' is the id of no earlier call"),
-        ([result("a"), called("a")], "messages[1].tool_call_id", "no earlier call"),
-        ([called("a", "b", "a")], "messages[1].tool_calls[2].id", "'a' is the id of an earlier call"),
-        ([called("a"), result("a"), USER, called("a")], "messages[4].tool_calls[0].id", "an earlier call"),
-        ([called("a", "b"), result("b"), result("b")], "messages[3].tool_call_id", "a call with a result"),
-        ([called("a", "b"), result("b"), result("a")], None, ""),
-        ([called("a", "b"), result("b"), USER, result("a")], None, ""),
-        ([called("a"), USER, called("b"), result("b")], None, ""),
+        ([result("a"), message_with_calls("a")], "messages[1].tool_call_id", "no earlier call"),
+        ([message_with_calls("a", "b", "a")], "messages[1].tool_calls[2].id", "'a' is the id of an earlier call"),
+        ([message_with_calls("a"), result("a"), USER, message_with_calls("a")], "messages[4].tool_calls[0].id", "an earlier call"),
+        ([message_with_calls("a", "b"), result("b"), result("b")], "messages[3].tool_call_id", "a call with a result"),
+        ([message_with_calls("a", "b"), result("b"), result("a")], None, ""),
+        ([message_with_calls("a", "b"), result("b"), USER, result("a")], None, ""),
+        ([message_with_calls("a"), USER, message_with_calls("b"), result("b")], None, ""),
     ],
 )  # fmt: skip
 def test_results_belong_to_calls(messages, param, message):
@@ -304,7 +304,9 @@ def test_results_belong_to_calls(messages, param, message):
     )
 )
 def test_a_conversation_is_accepted_if_each_call_is_new_and_each_result_is_the_first(events):
-    messages = [called(each) if kind == "call" else result(each) for kind, each in events]
+    messages = [
+        message_with_calls(each) if kind == "call" else result(each) for kind, each in events
+    ]
     calls = [each for kind, each in events if kind == "call"]
     results = [each for kind, each in events if kind == "result"]
     is_good = (
@@ -341,17 +343,17 @@ STRICT = (
 )
 
 
-def said(role: str, content: str) -> dict[str, Any]:
+def message_of(role: str, content: str) -> dict[str, Any]:
     return {"role": role, "content": content}
 
 
 @pytest.mark.parametrize(
     ("messages", "prompt"),
     [
-        ([said("system", "a"), said("user", "b")], "[system]a[user]b"),
-        ([said("developer", "a"), said("system", "b"), said("user", "c")], "[system]a\n\nb[user]c"),
-        ([said("user", "a"), said("system", "b"), said("user", "c")], "[user]a\n\nb\n\nc"),
-        ([said("user", "a"), called("i", "j"), result("i"), result("j"), said("user", "b")],
+        ([message_of("system", "a"), message_of("user", "b")], "[system]a[user]b"),
+        ([message_of("developer", "a"), message_of("system", "b"), message_of("user", "c")], "[system]a\n\nb[user]c"),
+        ([message_of("user", "a"), message_of("system", "b"), message_of("user", "c")], "[user]a\n\nb\n\nc"),
+        ([message_of("user", "a"), message_with_calls("i", "j"), result("i"), result("j"), message_of("user", "b")],
          "[user]a[assistant][tool]r[tool]r\n\nb"),
     ],
 )  # fmt: skip

@@ -1,4 +1,7 @@
-"""`--allowed-origins`: pages of these origins may use a server, with a key and without; no other page may."""
+"""`--allowed-origins`: pages of these origins may use a server, with a key and without.
+
+No other page may.
+"""
 
 from __future__ import annotations
 
@@ -26,16 +29,18 @@ PATHS = ("/v1/completions", "/api/generate")
 
 
 @pytest.fixture(scope="module")
-def built():
+def demo_build():
     built = demo_engine()
     yield built
     built.engine.runner.close()
 
 
 @pytest.mark.parametrize("keys", [(), (KEY,)], ids=["open", "key"])
-def test_an_allowed_page_may_use_the_server_and_no_other_page(built, keys):
+def test_an_allowed_page_may_use_the_server_and_no_other_page(demo_build, keys):
     key = {"Authorization": f"Bearer {KEY}"} if keys else {}
-    with serving(built, api_keys=keys, allowed_origins=(PAGE, "https://other.example")) as running:
+    with serving(
+        demo_build, api_keys=keys, allowed_origins=(PAGE, "https://other.example")
+    ) as running:
         for path in PATHS:
             # a preflight has no key
             status, headers, _ = ask(running, "OPTIONS", path, Origin=PAGE, **PREFLIGHT)
@@ -64,8 +69,8 @@ def test_an_allowed_page_may_use_the_server_and_no_other_page(built, keys):
             assert ask(running, "POST", PATHS[0], SHORT, **requested)[0] == 403
 
 
-def test_without_the_setting_no_answer_has_the_headers(built):
-    with serving(built, api_keys=(KEY,)) as running:
+def test_without_the_setting_no_answer_has_the_headers(demo_build):
+    with serving(demo_build, api_keys=(KEY,)) as running:
         requested = {"Origin": PAGE, "Authorization": f"Bearer {KEY}"}
         status, headers, _ = ask(running, "POST", PATHS[0], SHORT, **requested)
         assert status == 200 and not any(name.startswith("access-control") for name in headers)
@@ -105,7 +110,7 @@ ASK = """async ([address, key]) => {
 
 
 @pytest.mark.skipif(not CHROMIUM.exists(), reason="needs Chromium")
-def test_in_a_browser(built):
+def test_in_a_browser(demo_build):
     playwright = pytest.importorskip("playwright.sync_api")
 
     class Empty(BaseHTTPRequestHandler):
@@ -123,16 +128,16 @@ def test_in_a_browser(built):
         try:
             for allowed in (origin, "http://localhost:1"):
                 with (
-                    serving(built, api_keys=(KEY,), allowed_origins=(allowed,)) as running,
+                    serving(demo_build, api_keys=(KEY,), allowed_origins=(allowed,)) as running,
                     opened(browser) as page,
                 ):
                     page.allowed += ["CORS policy", "ERR_FAILED", "favicon", "404", "401"]
                     page.goto(origin)
-                    found = page.evaluate(ASK, [running.address, KEY])
+                    answers = page.evaluate(ASK, [running.address, KEY])
                     if allowed == origin:
-                        assert found == [200, True, "text_completion"]
+                        assert answers == [200, True, "text_completion"]
                         assert page.evaluate(ASK, [running.address, "wrong"])[0] == 401
                     else:
-                        assert found == "TypeError: Failed to fetch"
+                        assert answers == "TypeError: Failed to fetch"
         finally:
             site.shutdown()

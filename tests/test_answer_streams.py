@@ -51,7 +51,7 @@ def body_of(path: str, **fields: Any) -> dict[str, Any]:
 
 
 class Sent:
-    """What a client has been sent, with the times."""
+    """Holds what a client has been sent, with the times."""
 
     def __init__(self, path: str, body: dict[str, Any] | None = None) -> None:
         self.path = path
@@ -190,7 +190,9 @@ def app_of(*steps: Step) -> ASGIApp:
 
 @pytest.mark.parametrize("path", PATHS)
 def test_a_stream_is_silent_for_no_longer_than_it_may_be(path):
-    """Before the engine has the request, in its prompt, and while parts say nothing."""
+    """It tells that it lives before the engine has the request, in its prompt, and while parts say
+    nothing.
+    """
 
     async def work() -> None:
         sent = Sent(path)
@@ -390,13 +392,13 @@ def generating(path: str, driver: Driver, open_seconds: float, body: dict[str, A
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         await json_body(scope, receive)
 
-        async def opened() -> Exchange:
+        async def open_exchange() -> Exchange:
             stream_of(scope).is_requested = dialect.is_for_stream(path, body)
             await asyncio.sleep(open_seconds)
             driver.exchange = dialect.exchanges[path](body, context())
             return driver.exchange
 
-        await answers.answer(opened, 0.0, scope, receive, send)
+        await answers.answer(open_exchange, 0.0, scope, receive, send)
 
     return app
 
@@ -439,7 +441,7 @@ def _texts(body: bytes) -> str:
 
 
 def test_a_chat_says_how_much_of_its_prompt_is_computed():
-    """By the form of llama.cpp: the share is processed / total, and cache is a part of processed."""
+    """The form is llama.cpp's: the share is processed / total, and cache is a part of processed."""
 
     async def work() -> None:
         for fields in ({}, {"return_progress": False}, {"return_progress": True}):
@@ -453,14 +455,14 @@ def test_a_chat_says_how_much_of_its_prompt_is_computed():
                 for line in part.splitlines()
                 if line.startswith(b"data: {")
             ]
-            told = [(time, event) for time, event in events if "prompt_progress" in event]
+            progress = [(time, event) for time, event in events if "prompt_progress" in event]
             times = [0.5, 1, 2, 3] if fields.get("return_progress") else []
-            assert [time for time, _ in told] == times
+            assert [time for time, _ in progress] == times
             assert [
                 (event["prompt_progress"]["cache"], event["prompt_progress"]["processed"])
-                for _, event in told
+                for _, event in progress
             ] == [(16, 16), (16, 48), (16, 80), (16, 112)][: len(times)]
-            for _, event in told:
+            for _, event in progress:
                 assert event["object"] == "chat.completion.chunk" and event["choices"]
                 assert event["prompt_progress"]["total"] == 112
                 assert event["prompt_progress"]["time_ms"] >= 0
@@ -507,13 +509,13 @@ def test_a_request_that_loads_a_model_of_ollama_has_one_line_after_the_spaces():
                 await sent.answer(generating("/api/chat", Driver(0, [], []), delay, body))
                 assert sent.is_over and json.loads(sent.body)["done_reason"] == "load"
                 assert len(sent.comments) == (2 if delay == 12 else 0)
-            told = Sent("/api/chat", {"model": "demo", "stream": False})
-            await told.answer(
+            request = Sent("/api/chat", {"model": "demo", "stream": False})
+            await request.answer(
                 generating(
                     "/api/chat", Driver(0, [], []), delay, {"model": "demo", "stream": False}
                 )
             )
-            assert told.comments == [] and json.loads(told.body)["done_reason"] == "load"
+            assert request.comments == [] and json.loads(request.body)["done_reason"] == "load"
 
     run(work())
 

@@ -29,7 +29,7 @@ CONTINUATIONS = [[5, 6], [7], [8]]
 def test_coroutines_share_an_engine(tmp_path):
     model = random_checkpoint(tmp_path, LLAMA)
     with make_llm(model) as llm:
-        wanted = llm.generate(PROMPTS, PARAMS, use_tqdm=False)
+        expected = llm.generate(PROMPTS, PARAMS, use_tqdm=False)
 
     async def run() -> None:
         async with AsyncLLM(model, **BLOCKS_OF_16, preemption_mode="recompute") as llm:
@@ -41,8 +41,8 @@ def test_coroutines_share_an_engine(tmp_path):
                 ]
 
             for index, outputs in enumerate(await asyncio.gather(*map(whole, range(3)))):
-                assert outputs[-1].outputs == wanted[index].outputs
-                assert outputs[-1].prompt_logprobs == wanted[index].prompt_logprobs
+                assert outputs[-1].outputs == expected[index].outputs
+                assert outputs[-1].prompt_logprobs == expected[index].prompt_logprobs
                 assert outputs[-1].finished and outputs[-1].request_id == f"r{index}"
                 lengths = [len(output.outputs[0].token_ids) for output in outputs]
                 assert lengths == sorted(lengths) and (index == 2) == (len(outputs) == 1)
@@ -99,7 +99,7 @@ def test_scores_and_vectors_and_other_weights_are_those_of_llm(tmp_path):
     weights = [random_tensors(LLAMA, seed=seed) for seed in (0, 1)]
     scores: list[Any] = []
     with make_llm(model) as llm:
-        wanted = llm.generate(PROMPTS[0], PARAMS[1], use_tqdm=False)[0].outputs[0].token_ids
+        expected = llm.generate(PROMPTS[0], PARAMS[1], use_tqdm=False)[0].outputs[0].token_ids
         vectors = llm.embed(PROMPTS, pooling="mean", use_tqdm=False)
         for each in weights:
             llm.update_parameters(each)
@@ -123,7 +123,7 @@ def test_scores_and_vectors_and_other_weights_are_those_of_llm(tmp_path):
             await anext(running)
             update = asyncio.create_task(llm.update_parameters(weights[1]))
             last = [output async for output in running][-1]
-            assert (last.outputs[0].token_ids, last.weights_version) == (wanted, 0)
+            assert (last.outputs[0].token_ids, last.weights_version) == (expected, 0)
             assert await update == 1 and await llm.score(PROMPTS, CONTINUATIONS) == scores[1]
             running = llm.generate([5], SamplingParams(max_tokens=200, ignore_eos=True))
             await anext(running)
@@ -132,11 +132,13 @@ def test_scores_and_vectors_and_other_weights_are_those_of_llm(tmp_path):
                 [output async for output in running]
             assert await update == 2 and await llm.score(PROMPTS, CONTINUATIONS) == scores[0]
             embedder, embed = llm._embedder, llm._embedder.embed
-            embedder.embed = lambda *given: (time.sleep(0.2), embed(*given))[1]  # type: ignore[method-assign]
-            found = asyncio.create_task(llm.embed(PROMPTS, pooling="mean"))
+            embedder.embed = lambda *arguments: (time.sleep(0.2), embed(*arguments))[1]  # type: ignore[method-assign]
+            embedding = asyncio.create_task(llm.embed(PROMPTS, pooling="mean"))
             await asyncio.sleep(0.1)
-            assert await llm.update_parameters(weights[1]) == 3 and not found.done()
-            np.testing.assert_array_equal(await found, vectors)  # no vector of the other weights
+            assert await llm.update_parameters(weights[1]) == 3 and not embedding.done()
+            np.testing.assert_array_equal(
+                await embedding, vectors
+            )  # no vector of the other weights
             jax.tree.map(np.testing.assert_array_equal, await llm.parameters(), weights[1])
             assert repr(llm).startswith("AsyncLLM(model=") and "max_model_len=256" in repr(llm)
             with pytest.raises(ValueError, match="has no chat template; use generate"):
@@ -166,7 +168,7 @@ def test_the_other_verbs_are_those_of_llm(tmp_path):
     with make_llm(model) as llm:
         chunks = [chunk.outputs for chunk in llm.stream(PROMPTS[0], greedy)]
         with llm.pin_prefix(prefix):
-            wanted = llm.generate([*prefix, 5], greedy, use_tqdm=False)[0]
+            expected = llm.generate([*prefix, 5], greedy, use_tqdm=False)[0]
         whole = llm.memory_report()
 
     async def run() -> None:
@@ -182,7 +184,7 @@ def test_the_other_verbs_are_those_of_llm(tmp_path):
                 assert (pinned.num_tokens, pinned.released) == (37, False)
                 await llm.reset_prefix_cache()
                 (*_, last) = [output async for output in llm.generate([*prefix, 5], greedy)]
-                assert last.outputs == wanted.outputs and last.metrics.num_cached_tokens == 37
+                assert last.outputs == expected.outputs and last.metrics.num_cached_tokens == 37
                 with pytest.raises(RuntimeError, match="prefixes of the old ones are pinned"):
                     await llm.update_parameters(await llm.parameters())
             assert pinned.released and (await llm.stats())["num_blocks_pinned"] == 0
@@ -206,14 +208,14 @@ def test_the_other_verbs_are_those_of_llm(tmp_path):
 
 
 def _ends(outputs: Any) -> list[tuple[Any, int]]:
-    """Of each request: the last finish reason, and the number of tokens."""
+    """Returns the last finish reason of each request, and the number of its tokens."""
     return [
         (output.outputs[0].finish_reason, len(output.outputs[0].token_ids)) for output in outputs
     ]
 
 
 def test_an_abort_finds_a_request_whatever_it_waits_for(tmp_path, compiled_when_used):
-    """For its task to begin, for its preparation, for the engine, for other weights, for a wake-up."""
+    """It may wait for its task, its preparation, the engine, other weights or a wake-up."""
     model = random_checkpoint(tmp_path, LLAMA)
     params = SamplingParams(temperature=0.0, max_tokens=200, ignore_eos=True)
 
@@ -234,16 +236,17 @@ def test_an_abort_finds_a_request_whatever_it_waits_for(tmp_path, compiled_when_
                 ]
                 return [asyncio.create_task(last(each)) for each in kinds]
 
-            async def aborted(tasks: list[asyncio.Task[Any]]) -> list[Any]:
+            async def abort_all(tasks: list[asyncio.Task[Any]]) -> list[Any]:
                 for _ in range(2):
                     await llm.abort(["generate", "stream", "chat", "unknown", "beams"])
                 return _ends(await asyncio.wait_for(asyncio.gather(*tasks), 30))
 
-            assert await aborted(begin()) == [("abort", 0)] * 4  # before any of them begins
+            assert await abort_all(begin()) == [("abort", 0)] * 4  # before any of them begins
             prepare, may_prepare = llm._prepare, threading.Event()
-            llm._prepare = lambda *given, **named: (may_prepare.wait(60), prepare(*given, **named))[
-                1
-            ]  # type: ignore[method-assign]
+            llm._prepare = lambda *arguments, **named: (
+                may_prepare.wait(60),
+                prepare(*arguments, **named),
+            )[1]  # type: ignore[method-assign]
             tasks = begin()
             await asyncio.sleep(0.05)  # their preparation has begun
             await llm.abort(["generate", "stream", "chat", "beams"])
@@ -262,7 +265,7 @@ def test_an_abort_finds_a_request_whatever_it_waits_for(tmp_path, compiled_when_
                 with change as changed:
                     tasks = begin()
                     await asyncio.sleep(0.1)  # they wait for the weights
-                    assert await aborted(tasks) == [("abort", 0)] * 4 and not changed.done()
+                    assert await abort_all(tasks) == [("abort", 0)] * 4 and not changed.done()
                     await llm.abort("runs")
                     assert [output async for output in running][-1].finished
                     await asyncio.wrap_future(changed)

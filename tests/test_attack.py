@@ -14,7 +14,7 @@ from jaxpage.serving.dialects.registry import DIALECTS
 from jaxpage.serving.wire.openapi import openapi
 from tests.support.attack_bodies import SENDINGS, Attack, attacks, kinds_of
 from tests.support.wire import context
-from tools.attack import GROWTH_BYTES, LOG_BYTES, Siege, sent
+from tools.attack import GROWTH_BYTES, LOG_BYTES, Siege, send
 
 DOCUMENT = openapi(context(), [dialect.document for dialect in DIALECTS])
 
@@ -24,8 +24,8 @@ def test_every_field_of_every_request_is_attacked():
     for path, methods in DOCUMENT["paths"].items():
         if "post" in methods:
             schema = methods["post"]["requestBody"]["content"]["application/json"]["schema"]
-            for one in schema.get("anyOf", [schema]):
-                for field in DOCUMENT["components"]["schemas"][one["$ref"].rpartition("/")[2]][
+            for each in schema.get("anyOf", [schema]):
+                for field in DOCUMENT["components"]["schemas"][each["$ref"].rpartition("/")[2]][
                     "properties"
                 ]:
                     assert any(name.startswith(f"{path} {field}: ") for name in names), (
@@ -48,13 +48,13 @@ def test_attacks_are_the_same_for_the_same_seed():
 @pytest.mark.parametrize("sending", SENDINGS)
 def test_a_body_is_sent_whole_or_cut(sending):
     body = json.dumps({"a": "b" * 3000}).encode()
-    head, _, rest = b"".join(sent(Attack("", "/x", None, sending=sending), body)).partition(
+    head, _, content = b"".join(send(Attack("", "/x", None, sending=sending), body)).partition(
         b"\r\n\r\n"
     )
     assert head.startswith(b"POST /x HTTP/1.1\r\n")
     if sending in ("chunked", "crumbs"):
-        rest = b"".join(rest.split(b"\r\n")[1::2])
-    assert rest == (body[: len(body) // 2] if sending == "cut" else body)
+        content = b"".join(content.split(b"\r\n")[1::2])
+    assert content == (body[: len(body) // 2] if sending == "cut" else body)
 
 
 KEPT: dict[str, Any] = {
@@ -92,5 +92,5 @@ def test_broken_promises_are_told(broken, message, monkeypatch):
     siege.__dict__.update(_served=served, _witness=witness, address="", bound=5.0)
     siege.__dict__.update(tally=Counter(), max_pause=(0.0, ""), max_growth=(0.0, ""))
     monkeypatch.setattr(siege, "_settled", lambda: seen.growth)
-    found = siege.withstands(Attack("", "/", lambda: b"{}"))
-    assert (message is None and not found) or (len(found) == 1 and message in found[0])  # type: ignore[operator]
+    problem = siege.withstands(Attack("", "/", lambda: b"{}"))
+    assert (message is None and not problem) or (len(problem) == 1 and message in problem[0])  # type: ignore[operator]

@@ -1,4 +1,6 @@
-"""Batches: no line twice and none lost whatever is killed, errors by line, answers equal to the server's, and OpenAI's client."""
+"""Batches: no line twice and none lost whatever is killed, errors by line, answers equal to the
+server's, and OpenAI's client.
+"""
 
 from __future__ import annotations
 
@@ -31,10 +33,8 @@ MAX_BYTES = 4096
 
 
 def line(number: int, body: Any = None, **changes: Any) -> str:
-    given = {"custom_id": f"r{number}", "method": "POST", "url": "/v1/completions"}
-    return json.dumps(
-        {**given, "body": body or {"model": "demo", "prompt": f"p{number}"}, **changes}
-    )
+    row = {"custom_id": f"r{number}", "method": "POST", "url": "/v1/completions"}
+    return json.dumps({**row, "body": body or {"model": "demo", "prompt": f"p{number}"}, **changes})
 
 
 REFUSED = [
@@ -61,7 +61,9 @@ def test_a_line_that_asks_for_nothing_is_one_sentence(raw, code, text):
 
 
 class Echo:
-    """Answers with the body of the request, for the first time with 429, and dies after `last` answers."""
+    """Answers with the body of the request, for the first time with 429, and dies after `last`
+    answers.
+    """
 
     def __init__(self, last: int | None = None) -> None:
         self.requested: list[str] = []
@@ -78,12 +80,12 @@ class Echo:
             raise EngineFailed("killed")
         self.requested.append(prompt)
         usage = {"prompt_tokens": 2, "completion_tokens": 3}
-        told = json.dumps({"echo": prompt, "usage": usage}).encode()
-        return InProcessAnswer(400 if prompt.endswith("5") else 200, "x", told)
+        content = json.dumps({"echo": prompt, "usage": usage}).encode()
+        return InProcessAnswer(400 if prompt.endswith("5") else 200, "x", content)
 
 
 def run(client: Echo, source: Path, target: Path, window: int = 8) -> OutputFile:
-    async def answered() -> None:
+    async def answer_all() -> None:
         with output:
             run = BatchRun(
                 client,  # type: ignore[arg-type]
@@ -96,7 +98,7 @@ def run(client: Echo, source: Path, target: Path, window: int = 8) -> OutputFile
             await run.run(source)
 
     output = OutputFile(target)
-    asyncio.run(answered())
+    asyncio.run(answer_all())
     return output
 
 
@@ -120,14 +122,14 @@ def test_a_batch_that_is_killed_again_and_again_has_each_line_once(tmp_path, see
             target.write_bytes(target.read_bytes() + torn)
         finally:
             requested += client.requested
-    answers = [json.loads(one) for one in target.read_text().splitlines()]
-    numbers = sorted(int(one["id"].split("_")[2]) for one in answers)
+    answers = [json.loads(each) for each in target.read_text().splitlines()]
+    numbers = sorted(int(each["id"].split("_")[2]) for each in answers)
     assert numbers == [number for number in range(1, 41) if number != 22]
     assert sorted(requested) == sorted(f"p{n}" for n in range(40) if n not in (11, 20, 21))
-    for one in answers:
-        if one["error"] is None:
-            assert one["response"]["body"]["echo"] == "p" + one["custom_id"][1:]
-    refused = {one["error"]["code"] for one in answers if one["error"]}
+    for each in answers:
+        if each["error"] is None:
+            assert each["response"]["body"]["echo"] == "p" + each["custom_id"][1:]
+    refused = {each["error"]["code"] for each in answers if each["error"]}
     assert refused == {"invalid_json_line", "duplicate_custom_id"}
     assert output.counts.lines == 39
     assert output.counts.errors == 2 + sum(f"{n}".endswith("5") for n in range(40))
@@ -145,11 +147,11 @@ def test_lines_that_begin_alike_follow_each_other_within_a_window(tmp_path):
     for number in range(12):
         user = {"content": f"{number}", "role": "user"}
         bodies.append({"model": "demo", "messages": [system[number % 2], user]})
-    source.write_text("\n".join(line(*one) for one in enumerate(bodies)))
+    source.write_text("\n".join(line(*each) for each in enumerate(bodies)))
 
     def systems(window: int) -> list[list[int]]:
-        found = windows(source, {}, window=window, max_bytes=MAX_BYTES)
-        return [[int(one.custom_id[1:]) % 2 for one in lines] for lines in found]  # type: ignore[index]
+        pieces = windows(source, {}, window=window, max_bytes=MAX_BYTES)
+        return [[int(each.custom_id[1:]) % 2 for each in lines] for lines in pieces]  # type: ignore[index]
 
     assert systems(100) == [[0] * 6 + [1] * 6]
     assert systems(6) == [[0] * 3 + [1] * 3] * 2
@@ -204,7 +206,7 @@ def test_a_form_is_what_a_client_sent(content):
 
 
 @pytest.fixture(scope="module")
-def built():
+def demo_build():
     built = demo_engine()
     yield built
     built.engine.runner.close()
@@ -232,24 +234,27 @@ ASKED: list[tuple[str, dict[str, Any]]] = [
 TO_THE_ANSWER = {"id", "created", "system_fingerprint"}
 
 
-def test_run_batch_answers_as_the_server_does(built, tmp_path, capsys):
+def test_run_batch_answers_as_the_server_does(demo_build, tmp_path, capsys):
     assert {url for url, _ in ASKED} | {"/v1/responses"} == set(URLS)
     source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     source.write_text("\n".join(line(n, body, url=url) for n, (url, body) in enumerate(ASKED)))
-    with serving(built) as running, httpx.Client(base_url=running.address, timeout=300) as client:
-        wanted = [client.post(url, json=body) for url, body in ASKED]
+    with (
+        serving(demo_build) as running,
+        httpx.Client(base_url=running.address, timeout=300) as client,
+    ):
+        expected = [client.post(url, json=body) for url, body in ASKED]
     arguments = [f"--{name.replace('_', '-')}={value}" for name, value in SMALL.items()]
     with when_used():
         assert main(["run-batch", str(source), str(target), "-q", *arguments]) == 0
-    failed = sum(one.status_code != 200 for one in wanted)
+    failed = sum(each.status_code != 200 for each in expected)
     assert (
         failed < len(ASKED) and f"{len(ASKED)} lines, {failed} errors, " in capsys.readouterr().out
     )
-    answers = {one["custom_id"]: one for one in map(json.loads, target.read_text().splitlines())}
-    for number, one in enumerate(wanted):
+    answers = {each["custom_id"]: each for each in map(json.loads, target.read_text().splitlines())}
+    for number, each in enumerate(expected):
         response = answers[f"r{number}"]["response"]
-        assert response["status_code"] == one.status_code
-        theirs = {k: v for k, v in one.json().items() if k not in TO_THE_ANSWER}
+        assert response["status_code"] == each.status_code
+        theirs = {k: v for k, v in each.json().items() if k not in TO_THE_ANSWER}
         assert {k: v for k, v in response["body"].items() if k not in TO_THE_ANSWER} == theirs
     assert main(["run-batch", str(source), str(target), "-q"]) == 0  # without an engine
     assert capsys.readouterr().out.startswith(f"{len(ASKED)} lines, {failed} errors, {len(ASKED)} ")
@@ -266,11 +271,11 @@ def client_of():
         return made[-1]
 
     yield client
-    for one in made:
-        one.close()
+    for each in made:
+        each.close()
 
 
-def ended(client: openai.OpenAI, batch_id: str) -> Any:
+def wait_for_end(client: openai.OpenAI, batch_id: str) -> Any:
     wait_until(
         lambda: client.batches.retrieve(batch_id).status in ("completed", "failed", "cancelled"),
         "the batch ends",
@@ -279,12 +284,12 @@ def ended(client: openai.OpenAI, batch_id: str) -> Any:
     return client.batches.retrieve(batch_id)
 
 
-def uploaded(client: openai.OpenAI, lines: list[str]) -> Any:
+def upload(client: openai.OpenAI, lines: list[str]) -> Any:
     return client.files.create(file=("in.jsonl", "\n".join(lines).encode()), purpose="batch")
 
 
 def owners_of_lines(running: Any, monkeypatch: pytest.MonkeyPatch) -> set[str]:
-    """To whom responses would belong that the lines of batches have the server keep."""
+    """Returns to whom responses would belong that the lines of batches have the server keep."""
     owners = set()
     post = running.server.batches._client.post
 
@@ -296,15 +301,13 @@ def owners_of_lines(running: Any, monkeypatch: pytest.MonkeyPatch) -> set[str]:
     return owners
 
 
-def test_openais_client_runs_a_batch(built, client_of, tmp_path, monkeypatch):
+def test_openais_client_runs_a_batch(demo_build, client_of, tmp_path, monkeypatch):
     tmp_path.chmod(0o755)
-    with serving(built, api_keys=("one", "two"), batch_directory=str(tmp_path)) as running:
+    with serving(demo_build, api_keys=("one", "two"), batch_directory=str(tmp_path)) as running:
         client, other = client_of(running, "one"), client_of(running, "two")
-        wanted = client.completions.create(**GREEDY).choices[0].text
+        expected = client.completions.create(**GREEDY).choices[0].text
         owners = owners_of_lines(running, monkeypatch)
-        file = uploaded(
-            client, [line(0, GREEDY), line(1, {**GREEDY, "n": 0}), "{", line(3, GREEDY)]
-        )
+        file = upload(client, [line(0, GREEDY), line(1, {**GREEDY, "n": 0}), "{", line(3, GREEDY)])
         batch = client.batches.create(
             input_file_id=file.id,
             endpoint="/v1/completions",
@@ -312,7 +315,7 @@ def test_openais_client_runs_a_batch(built, client_of, tmp_path, monkeypatch):
             metadata={"a": "b"},
         )
         assert batch.status == "validating" and batch.metadata == {"a": "b"}
-        done = ended(client, batch.id)
+        done = wait_for_end(client, batch.id)
         assert running.server.batches is not None
         assert owners == {running.server.batches.store.owner(batch.id)} != {""}
         assert done.status == "completed" and done.request_counts.to_dict() == {
@@ -320,13 +323,13 @@ def test_openais_client_runs_a_batch(built, client_of, tmp_path, monkeypatch):
             "completed": 2,
             "failed": 2,
         }
-        good = [json.loads(one) for one in client.files.content(done.output_file_id).iter_lines()]
-        assert {one["custom_id"] for one in good} == {"r0", "r3"}
-        assert all(one["response"]["body"]["choices"][0]["text"] == wanted for one in good)
-        bad = [json.loads(one) for one in client.files.content(done.error_file_id).iter_lines()]
-        assert sorted(one["custom_id"] or "" for one in bad) == ["", "r1"]
-        assert [one.id for one in client.batches.list(limit=1)] == [batch.id]
-        assert {one.id for one in client.files.list()} == {
+        good = [json.loads(each) for each in client.files.content(done.output_file_id).iter_lines()]
+        assert {each["custom_id"] for each in good} == {"r0", "r3"}
+        assert all(each["response"]["body"]["choices"][0]["text"] == expected for each in good)
+        bad = [json.loads(each) for each in client.files.content(done.error_file_id).iter_lines()]
+        assert sorted(each["custom_id"] or "" for each in bad) == ["", "r1"]
+        assert [each.id for each in client.batches.list(limit=1)] == [batch.id]
+        assert {each.id for each in client.files.list()} == {
             file.id,
             done.output_file_id,
             done.error_file_id,
@@ -382,13 +385,13 @@ def test_texts_that_others_could_read_are_made_private_or_refused(tmp_path, monk
         Store(directory, MAX_BYTES)
 
 
-def test_a_batch_is_cancelled_and_bounds_are_kept(built, client_of, tmp_path, monkeypatch):
+def test_a_batch_is_cancelled_and_bounds_are_kept(demo_build, client_of, tmp_path, monkeypatch):
     long = {**GREEDY, "max_tokens": 400, "ignore_eos": True}
     monkeypatch.setattr("jaxpage.serving.batches.store.MAX_FILES", 3)
     settings: Any = {"batch_directory": str(tmp_path), "batch_directory_bytes": 1 << 20}
-    with serving(built, **settings) as running:
+    with serving(demo_build, **settings) as running:
         client = client_of(running)
-        file = uploaded(client, [line(number, long) for number in range(60)])
+        file = upload(client, [line(number, long) for number in range(60)])
         batch = client.batches.create(
             input_file_id=file.id, endpoint="/v1/completions", completion_window="24h"
         )
@@ -396,58 +399,61 @@ def test_a_batch_is_cancelled_and_bounds_are_kept(built, client_of, tmp_path, mo
         with pytest.raises(openai.ConflictError, match="has not ended"):
             client.files.delete(file.id)
         assert client.batches.cancel(batch.id).status == "cancelling"
-        assert ended(client, batch.id).status == "cancelled"
+        assert wait_for_end(client, batch.id).status == "cancelled"
         with pytest.raises(openai.BadRequestError, match="more are over the 1048576"):
             client.files.create(file=b"x" * (1 << 20), purpose="batch")
         with pytest.raises(openai.APIStatusError, match="larger than"):
             client.files.create(file=b"x" * (2 << 20), purpose="batch")
         for _ in range(3 - len(list(client.files.list()))):
-            uploaded(client, ["x"])
+            upload(client, ["x"])
         with pytest.raises(openai.BadRequestError, match="3 files are stored"):
-            uploaded(client, ["x"])
+            upload(client, ["x"])
 
 
-def test_a_batch_goes_on_when_the_server_starts_again(built, client_of, tmp_path):
+def test_a_batch_goes_on_when_the_server_starts_again(demo_build, client_of, tmp_path):
     lines = [line(number, {**GREEDY, "max_tokens": 24}) for number in range(30)]
     settings: Any = {"batch_directory": str(tmp_path), "shutdown_timeout_seconds": 0.0}
-    with serving(built, **settings) as running:
+    with serving(demo_build, **settings) as running:
         client = client_of(running)
-        file = uploaded(client, lines)
+        file = upload(client, lines)
         batch = client.batches.create(
             input_file_id=file.id, endpoint="/v1/completions", completion_window="24h"
         )
         gone = client.batches.create(
-            input_file_id=uploaded(client, lines).id,
+            input_file_id=upload(client, lines).id,
             endpoint="/v1/completions",
             completion_window="24h",
         )
         wait_until(lambda: client.batches.retrieve(batch.id).request_counts.completed > 0)
-        with pytest.raises(ConfigError, match="another server uses"), serving(built, **settings):
+        with (
+            pytest.raises(ConfigError, match="another server uses"),
+            serving(demo_build, **settings),
+        ):
             pass
-    kept = (tmp_path / f"{batch.id}.answers").read_bytes().count(b"\n")
-    assert 0 < kept < 30
+    num_answers = (tmp_path / f"{batch.id}.answers").read_bytes().count(b"\n")
+    assert 0 < num_answers < 30
     (tmp_path / f"{gone.input_file_id}.jsonl").unlink()
-    with serving(built, **settings) as running:
+    with serving(demo_build, **settings) as running:
         client = client_of(running)
-        done = ended(client, batch.id)
+        done = wait_for_end(client, batch.id)
         assert done.status == "completed" and done.request_counts.completed == 30
         content = client.files.content(done.output_file_id).read().splitlines()
-        assert sorted(json.loads(one)["custom_id"] for one in content) == sorted(
+        assert sorted(json.loads(each)["custom_id"] for each in content) == sorted(
             f"r{n}" for n in range(30)
         )
-        failed = ended(client, gone.id)
+        failed = wait_for_end(client, gone.id)
         assert failed.status == "failed"
         assert failed.errors.data[0].message == "The input file does not exist any more"
     # A file of answers that is damaged is told without a path of the machine.
-    with serving(built, **settings) as running:
+    with serving(demo_build, **settings) as running:
         client = client_of(running)
-        new = uploaded(client, lines)
+        new = upload(client, lines)
     record = json.loads((tmp_path / f"{batch.id}.json").read_text())
     record["record"] |= {"status": "in_progress", "input_file_id": new.id}
     (tmp_path / f"{batch.id}.json").write_text(json.dumps(record))
     (tmp_path / f"{batch.id}.answers").write_text("what is this\n")
-    with serving(built, **settings) as running:
-        failed = ended(client_of(running), batch.id)
+    with serving(demo_build, **settings) as running:
+        failed = wait_for_end(client_of(running), batch.id)
         assert failed.status == "failed"
         assert (
             failed.errors.data[0].message

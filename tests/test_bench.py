@@ -1,4 +1,6 @@
-"""Benchmarks: lengths distributed as stated, equal work for every engine, a report that programs can read."""
+"""Benchmarks: lengths distributed as stated, equal work for every engine, a report that programs
+can read.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,7 @@ from jaxpage.errors import UsageError
 from tests.support.executables import with_compiled_kernels
 from tests.support.random_checkpoints import random_checkpoint
 
-pytestmark = pytest.mark.usefixtures("compiled_when_used")
+pytestmark = pytest.mark.usefixtures("compiled_when_used", "largest_shapes")
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -135,7 +137,7 @@ def test_workloads_from_files(kind, tmp_path):
         encode=lambda text: [*text.encode()],
     )
     work = read(str(path), count)
-    wanted = {"alpaca": b"ab\nc"}.get(kind, b"abc")
+    expected = {"alpaca": b"ab\nc"}.get(kind, b"abc")
     if kind == "trace":
         assert [(item.seconds, len(item.prompt_token_ids)) for item in work] == [
             (0.0, 600),
@@ -145,7 +147,7 @@ def test_workloads_from_files(kind, tmp_path):
             "the same hash, the same tokens"
         )
     else:
-        assert work == [WorkItem(tuple(wanted), 4)]
+        assert work == [WorkItem(tuple(expected), 4)]
     with pytest.raises(UsageError, match=f"has {count} requests, fewer than --num-prompts 9"):
         read(str(path), 9)
     path.write_text('{"a": ')
@@ -295,16 +297,16 @@ def test_engines_with_other_settings_stand_beside(model, capsys):
 
 
 def test_run_batch_stands_beside(model, capsys):
-    """With the same outputs, from a file of the same requests; its engine is made for each repeat."""
+    """Its outputs are the same, from a file of the same requests; each repeat makes an engine."""
     words = [*flags(model), "--run-batch", "--repeats", "2"]
     assert cli.main(["bench", "throughput", *words]) == 0
     *shown, line = capsys.readouterr().out.splitlines()
     result = json.loads(line)
     (batch,) = result["baselines"]
     assert batch["engine"] == "run-batch" and result["identical_outputs"] == [6]
-    for one in (result, batch):
-        assert len(one["durations"]) == 2 and one["duration"] == max(one["durations"])
-        assert one["output_throughput"] == one["total_output_tokens"] / one["duration"]
+    for each in (result, batch):
+        assert len(each["durations"]) == 2 and each["duration"] == max(each["durations"])
+        assert each["output_throughput"] == each["total_output_tokens"] / each["duration"]
     assert shown[0].split() == ["jaxpage", "run-batch"]
     (row,) = [line for line in shown if line.startswith("output tokens/s")]
     assert row.split()[-1] == f"{batch['output_throughput']:.1f}"
@@ -312,7 +314,7 @@ def test_run_batch_stands_beside(model, capsys):
 
 
 def result_of(*seconds: float, **changes: Any) -> dict[str, Any]:
-    """As `--output-json` writes it, with a run for each of the times."""
+    """Returns a result as `--output-json` writes it, with a run for each of the times."""
     work = {
         "dataset": "random",
         "seed": 0,
@@ -332,9 +334,9 @@ def test_a_ratio_to_an_earlier_run_has_the_spread_of_both(tmp_path):
     baseline = read_baseline(str(path))
     now = result_of(1.0, config={"model": "/b/llama", "dtype": "bfloat16"})
     now["environment"]["jax"] = "9"
-    found = compare("a.json", baseline, now)
-    assert (found.ratio, found.lowest, found.highest) == (2.0, 1.0, 4.0)
-    one_run, *others = found.notes
+    comparison = compare("a.json", baseline, now)
+    assert (comparison.ratio, comparison.lowest, comparison.highest) == (2.0, 1.0, 4.0)
+    one_run, *others = comparison.notes
     assert one_run.startswith("one run has no spread: use --repeats")
     assert others == [f"other jax: {jax.__version__}, now 9", "other dtype: auto, now bfloat16"]
     twice = compare("a.json", baseline, result_of(1.0, 1.0, config=now["config"]))
@@ -473,6 +475,7 @@ def test_the_line_for_programs_is_not_for_people(
     assert capsys.readouterr().out == ('{"duration": 1}\n' if is_printed else "")
 
 
+@pytest.mark.sweep  # it starts two processes; the next test starts one
 def test_a_start_is_timed_by_phase(model, tmp_path, capsys, monkeypatch):
     cache = contextlib.nullcontext(str(with_compiled_kernels(tmp_path / "cache")))
     empty_but_for_kernels = SimpleNamespace(TemporaryDirectory=lambda **_: cache)
@@ -567,7 +570,7 @@ def test_flags_that_make_no_sense(words, message, capsys):
 def test_what_would_fail_at_the_end_is_refused_at_the_beginning(
     kind, tmp_path, monkeypatch, capsys
 ):
-    """Before any model is looked for."""
+    """The refusal comes before any model is looked for."""
     words = ["bench", kind, "./no-such-model"]
     for path in (tmp_path / "no" / "such", tmp_path):
         assert cli.main([*words, "--output-json", str(path)]) == 2
@@ -579,7 +582,7 @@ def test_what_would_fail_at_the_end_is_refused_at_the_beginning(
     monkeypatch.setattr(
         importlib.util,
         "find_spec",
-        lambda name, *rest: None if name == "torch" else find(name, *rest),
+        lambda name, *others: None if name == "torch" else find(name, *others),
     )
     assert cli.main([*words, "--baseline", "transformers"]) == 2
     assert "--baseline transformers needs torch, which is not installed" in capsys.readouterr().err

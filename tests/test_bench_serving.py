@@ -1,4 +1,6 @@
-"""`bench serve` and `bench latency`: the numbers are those of their definitions, and the baselines do what they are called."""
+"""`bench serve` and `bench latency`: the numbers are those of their definitions, and the baselines
+do what they are called.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ from tests.test_bench import LLAMA
 
 
 class FakeServer:
-    """A server that streams as many tokens as it is asked for, and remembers which streams were open together."""
+    """A server that streams as many tokens as it is asked for, and remembers which streams were
+    open together.
+    """
 
     def __init__(self) -> None:
         self.url = ""
@@ -66,12 +70,12 @@ class FakeServer:
         length = int(head.lower().partition("content-length: ")[2].split("\r\n")[0])
         body = await reader.readexactly(length)
         if method == "GET":
-            found: dict[str, Any] = {
+            answer: dict[str, Any] = {
                 "data": [{"id": "a", "max_model_len": 64}, {"id": "b", "max_model_len": 64}]
             }
             if path == "/v1/capabilities":
-                found = {"model": {"vocab_size": 50}}
-            text = json.dumps(found)
+                answer = {"model": {"vocab_size": 50}}
+            text = json.dumps(answer)
             if path == "/metrics":
                 text = self.metrics.pop(0) if len(self.metrics) > 1 else self.metrics[0]
             self._head(writer)
@@ -141,7 +145,7 @@ def bench(
 
 
 def test_latencies_by_their_definitions():
-    """By hand: 4 tokens in 3 outputs; 1 token; a failure, which counts nowhere else."""
+    """The numbers by hand: 4 tokens in 3 outputs; 1 token; a failure, which counts nowhere else."""
     answers = [
         TimedAnswer(
             due=10.0,
@@ -154,7 +158,7 @@ def test_latencies_by_their_definitions():
         TimedAnswer(due=0.0, error="status 429"),
     ]
     result = summary(answers, 4.0, {"ttft": 600.0, "tpot": 500.0})
-    wanted = {
+    expected = {
         "request_goodput": 0.25,
         "mean_normalized_latency_ms": 1500.0,
         "completed": 2,
@@ -172,7 +176,7 @@ def test_latencies_by_their_definitions():
         "p99_itl_ms": pytest.approx(995.0),
         "mean_e2el_ms": 2250.0,
     }
-    assert {name: result[name] for name in wanted} == wanted
+    assert {name: result[name] for name in expected} == expected
 
 
 def test_a_latency_without_a_sample_is_no_number():
@@ -193,7 +197,7 @@ def test_a_latency_without_a_sample_is_no_number():
 
 
 def test_a_run_between_two_polls_has_no_means_of_the_server():
-    """Of a server that was idle before it and after it, and busy at each poll within."""
+    """The server was idle before it and after it, and busy at each poll within."""
     gauges = "vllm:num_requests_running {}\nvllm:kv_cache_usage_perc {}\n# TYPE a gauge\n"
     gauges += "# TYPE vllm:num_preemptions counter\nvllm:num_preemptions_total {}\n"
     idle, busy = gauges.format(0, 0.0, 1), gauges.format(3, 0.5, 2)
@@ -220,18 +224,18 @@ def test_a_run_between_two_polls_has_no_means_of_the_server():
 
 
 def test_a_rate_that_was_not_held_is_told():
-    """By hand: due after 1, 2 and 3 s, the last sent after 4."""
+    """Requests were due after 1, 2 and 3 s, and the last was sent after 4."""
     answers = [
         TimedAnswer(due=10.0 + due, sent=10.0 + sent) for due, sent in ((1, 1), (2, 2), (3, 4))
     ]
-    found = rate_held(answers, 10.0)
-    assert found == {
+    rate = rate_held(answers, 10.0)
+    assert rate == {
         "drawn_request_rate": 1.0,
         "sent_request_rate": 0.75,
         "max_lateness_ms": 1000.0,
         "request_rate_held": False,
     }
-    [note] = rate_notes(found)
+    [note] = rate_notes(rate)
     assert "not held: 1.00 requests/s arrived, 0.75 were sent, up to 1000 ms late" in note
     held = rate_held(answers[:2], 10.0)
     assert held["request_rate_held"] and not rate_notes(held)
@@ -265,7 +269,7 @@ def test_what_the_servers_metrics_say(server, capsys, tmp_path):
     assert result["num_preemptions"] == 3 and result["prefix_cache_hit_rate"] == 0.25
     assert result.get("mean_kv_cache_usage_perc", 0.25) == 0.25, "if there was a look in between"
     assert "draft_acceptance_rate" not in result and "compiles_during_run" not in result
-    assert [one["request_rate"] for one in result["sweep"]] == [100, 1000]
+    assert [each["request_rate"] for each in result["sweep"]] == [100, 1000]
     assert (
         result["request_goodput"] == result["request_throughput"]
         and result["arrivals"] == "poisson"
@@ -377,11 +381,11 @@ def test_a_place_that_is_free_is_given_on_unless_batches_stay_whole(whole):
     async def run() -> list[list[int]]:
         places, admitted, seen = Places(2, whole=whole), [], []
 
-        async def one(index: int) -> None:
+        async def send(index: int) -> None:
             await places.take()
             admitted.append(index)
 
-        tasks = [asyncio.ensure_future(one(index)) for index in range(5)]
+        tasks = [asyncio.ensure_future(send(index)) for index in range(5)]
         for leaves in (False, True, True, True, True):
             if leaves:
                 places.give_back()
@@ -540,7 +544,7 @@ def test_latency_of_a_batch_and_of_other_settings_beside_it(model, capsys, tmp_p
         <= result["percentiles"]["50"]
         <= max(result["latencies"])
     )
-    assert [one["engine"] for one in result["baselines"]] == ["enable_prefix_caching=false"]
+    assert [each["engine"] for each in result["baselines"]] == ["enable_prefix_caching=false"]
     assert result["effective_dtype"] == result["effective_kv_cache_dtype"] == "float32"
     assert "p99 (s)" in out and result["environment"]["device"].startswith("cpu")
     earlier = tmp_path / "earlier.json"

@@ -1,4 +1,7 @@
-"""The kinds of `jaxpage bench` that are studies, each once from the command line; `tests/lab/` has what their numbers mean."""
+"""The kinds of `jaxpage bench` that are studies, each once from the command line.
+
+`tests/lab/` has what their numbers mean.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +13,12 @@ from pathlib import Path
 import pytest
 
 from jaxpage import cli
+from jaxpage.assembly.planning import engine_spec
 from jaxpage.bench.studies import speculation
 from jaxpage.bench.studies.engine_process import EngineInTurns
 from jaxpage.bench.studies.roofline import PARTS
 from jaxpage.bench.studies.speculation import CONTROL, NONE
-from tests.support.engines import LLAMA
+from tests.support.engines import LLAMA, make_short_menu
 from tests.support.random_checkpoints import random_checkpoint
 
 pytestmark = pytest.mark.usefixtures("compiled_when_used")
@@ -84,7 +88,7 @@ def test_steps_are_compared_with_what_the_machine_can_do(tmp_path, capsys, monke
 
 @contextlib.contextmanager
 def engine_here(config, *, oracle=False):
-    """In place of a process of its own, which takes 8 seconds to begin."""
+    """Runs an engine in place of a process of its own, which takes 8 seconds to begin."""
     engine = EngineInTurns()
     engine.start(config, oracle=oracle)
     try:
@@ -96,6 +100,7 @@ def engine_here(config, *, oracle=False):
 def test_drafts_are_measured_beside_engines_without(capsys, monkeypatch):
     monkeypatch.setattr(speculation, "TOKENS_OF_A_TURN", 24)
     monkeypatch.setattr(speculation, "engine_process", engine_here)
+    monkeypatch.setattr(engine_spec, "make_menu", make_short_menu)
     words = ["--model", "demo", "--text", str(TEXT), "--batches", "1", "--repeats", "1"]
     words += ["--num-speculative-tokens", "2", "--max-output", "24"]
     words += ["--oracle", "--temperature", "0.8"]

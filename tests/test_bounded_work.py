@@ -1,4 +1,6 @@
-"""One request does not stop others: the work of each turn, call and thread is counted, and no time is measured."""
+"""One request does not stop others: the work of each turn, call and thread is counted, and no time
+is measured.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +60,7 @@ def server(tmp_path_factory):
         yield running
 
 
-def refused(function: Any, *arguments: Any) -> ApiError:
+def refusal_of(function: Any, *arguments: Any) -> ApiError:
     with pytest.raises(ApiError) as caught:
         function(*arguments)
     return caught.value
@@ -78,28 +80,28 @@ class Numbers:
         return "".join(f"<{token_id}>" for token_id in token_ids)
 
 
-def draw(sequence: Sequence, token_id: int, text: str, wanted: int | None) -> None:
-    """What `scheduling/committing.py` does with a token."""
+def draw(sequence: Sequence, token_id: int, text: str, expected: int | None) -> None:
+    """Does with a token what `scheduling/committing.py` does."""
     sequence.token_ids.append(token_id)
     sequence.text += text
     sequence.text_ends.append(len(sequence.text))
-    if wanted is not None:
-        others = tuple(range(token_id + 1, token_id + 1 + wanted))
-        sequence.logprobs.append(TokenLogprobs(token_id, -1.0, 1, others, (-2.0,) * wanted))
+    if expected is not None:
+        others = tuple(range(token_id + 1, token_id + 1 + expected))
+        sequence.logprobs.append(TokenLogprobs(token_id, -1.0, 1, others, (-2.0,) * expected))
 
 
 def entries_of(output: RequestOutput) -> int:
     return sum(
-        len(one.token_ids) + sum(len(entry or ()) for entry in one.logprobs or ())
-        for one in output.outputs
+        len(each.token_ids) + sum(len(entry or ()) for entry in each.logprobs or ())
+        for each in output.outputs
     )
 
 
 @given(data=st.data())
 def test_deltas_of_a_bounded_size_are_the_whole(data):
     n = data.draw(st.integers(1, 5))
-    wanted = data.draw(st.none() | st.integers(0, 4))
-    group = make_group("r", 0, [1, 2], n=n, max_tokens=64, logprobs=wanted)
+    expected = data.draw(st.none() | st.integers(0, 4))
+    group = make_group("r", 0, [1, 2], n=n, max_tokens=64, logprobs=expected)
     group.sequences = [Sequence(index, index, 2, [1, 2]) for index in range(n)]
     reporter = Reporter(group, RequestMetrics(arrival_time=0.0), Numbers())
     reporter.max_entries = data.draw(st.integers(8, 40))
@@ -108,7 +110,10 @@ def test_deltas_of_a_bounded_size_are_the_whole(data):
         for sequence in group.sequences:
             for _ in range(data.draw(st.integers(0, 12))):
                 draw(
-                    sequence, len(sequence.token_ids), data.draw(st.text("ab", max_size=2)), wanted
+                    sequence,
+                    len(sequence.token_ids),
+                    data.draw(st.text("ab", max_size=2)),
+                    expected,
                 )
         if data.draw(st.booleans()):
             deltas.append(reporter.delta())
@@ -127,9 +132,9 @@ def test_deltas_of_a_bounded_size_are_the_whole(data):
         ends = [part.finish_reason for part in parts]
         place = ends.index("length")
         assert not any(ends[:place]) and not any(part.token_ids for part in parts[place + 1 :])
-        if wanted is not None:
-            given = [entry for part in parts for entry in part.logprobs or ()]
-            assert [next(iter(entry or ())) for entry in given] == sequence.output_token_ids
+        if expected is not None:
+            entries = [entry for part in parts for entry in part.logprobs or ()]
+            assert [next(iter(entry or ())) for entry in entries] == sequence.output_token_ids
         shown = 0
         text = ""
         for part in parts[:place]:  # the text of a part is that of its tokens
@@ -139,10 +144,10 @@ def test_deltas_of_a_bounded_size_are_the_whole(data):
 
 
 def test_a_large_whole_is_brief_until_another_thread_completes_it():
-    def made(max_entries: int | None) -> tuple[RequestOutput, Reporter]:
+    def make(max_entries: int | None) -> tuple[RequestOutput, Reporter]:
         group = make_group("r", 0, range(20), max_tokens=64, logprobs=2, prompt_logprobs=1)
         group.prompt_logprobs = [
-            TokenLogprobs(one, -1.0, 1, (one,), (-1.0,)) for one in range(1, 20)
+            TokenLogprobs(each, -1.0, 1, (each,), (-1.0,)) for each in range(1, 20)
         ]
         for token_id in range(10):
             draw(group.sequences[0], token_id, "a", 2)
@@ -151,20 +156,20 @@ def test_a_large_whole_is_brief_until_another_thread_completes_it():
         reporter.max_entries = max_entries
         return reporter.whole(), reporter
 
-    wanted, unbounded = made(None)
-    assert not unbounded.is_brief and made(1000)[0] == wanted
-    brief, reporter = made(30)
+    expected, unbounded = make(None)
+    assert not unbounded.is_brief and make(1000)[0] == expected
+    brief, reporter = make(30)
     assert reporter.is_brief and not reporter._texts
     assert brief.prompt_logprobs is None and brief.outputs[0].logprobs is None
-    assert brief.outputs[0].token_ids == wanted.outputs[0].token_ids
-    assert reporter.add_logprobs(brief, is_delta=False) == wanted
+    assert brief.outputs[0].token_ids == expected.outputs[0].token_ids
+    assert reporter.add_logprobs(brief, is_delta=False) == expected
     # Prompt log probabilities come with the first delta, and alone.
-    delta = made(30)[1].delta()
+    delta = make(30)[1].delta()
     assert delta.prompt_logprobs is None
-    _, streamed = made(30)
+    _, streamed = make(30)
     assert (
         streamed.add_logprobs(streamed.delta(), is_delta=True).prompt_logprobs
-        == wanted.prompt_logprobs
+        == expected.prompt_logprobs
     )
 
 
@@ -202,11 +207,11 @@ def test_what_a_reader_has_missed_comes_in_bounded_pieces(path, server, monkeypa
     pieces: list[int] = []
     usual = generating._events
 
-    def counted(exchange: Any, deltas: Any, frame: Any) -> bytes:
+    def count(exchange: Any, deltas: Any, frame: Any) -> bytes:
         pieces.append(sum(entries_of(delta) for _, delta in deltas))
         return usual(exchange, deltas, frame)
 
-    monkeypatch.setattr(generating, "_events", counted)
+    monkeypatch.setattr(generating, "_events", count)
     streamed = {**DIALECTS[path], "stream": True, "model": "demo"}
     if path.startswith("/v1/c"):
         streamed["ignore_eos"] = True
@@ -240,16 +245,16 @@ def test_large_answers_are_made_on_threads_of_their_own(server, monkeypatch):
     row = Reporter._logprobs
     whole = encoding.encode
 
-    def made(self: Any, *arguments: Any) -> Any:
+    def make(self: Any, *arguments: Any) -> Any:
         threads.append(threading.current_thread().name.rpartition("_")[0])
         return row(self, *arguments)
 
-    def encoded(value: Any) -> bytes:
+    def encode_here(value: Any) -> bytes:
         threads.append(threading.current_thread().name.rpartition("_")[0])
         return whole(value)
 
-    monkeypatch.setattr(Reporter, "_logprobs", made)
-    monkeypatch.setattr(encoding, "encode", encoded)
+    monkeypatch.setattr(Reporter, "_logprobs", make)
+    monkeypatch.setattr(encoding, "encode", encode_here)
     monkeypatch.setattr("jaxpage.serving.requests.preparing.LARGE_ANSWER_VALUES", 100)
     monkeypatch.setattr(async_driver, "MAX_ENTRIES", 100)
     body = {"model": "demo", "prompt": "The old house", "max_tokens": 40, "logprobs": 5}
@@ -294,15 +299,17 @@ def test_a_turn_of_the_loop_encodes_a_bounded_number_of_entries():
 @given(sizes=st.lists(st.tuples(st.integers(0, 3000), st.integers(0, 6)), max_size=12))
 def test_deltas_of_many_prompts_are_divided(sizes):
     deltas = []
-    for index, (count, wanted) in enumerate(sizes):
-        entry = {token_id: Logprob(-1.0, 1) for token_id in range(1 + wanted)}
-        one = CompletionOutput(index=0, text="", token_ids=[0] * count, logprobs=[entry] * count)
+    for index, (count, expected) in enumerate(sizes):
+        entry = {token_id: Logprob(-1.0, 1) for token_id in range(1 + expected)}
+        completion = CompletionOutput(
+            index=0, text="", token_ids=[0] * count, logprobs=[entry] * count
+        )
         output = RequestOutput(
-            request_id="", prompt=None, prompt_token_ids=[], outputs=[one], finished=False
+            request_id="", prompt=None, prompt_token_ids=[], outputs=[completion], finished=False
         )
         deltas.append((index, output))
     groups = list(loop_turns.portions(deltas))
-    assert [one for _, group in groups for one in group] == deltas
+    assert [completion for _, group in groups for completion in group] == deltas
     for number, group in groups:
         assert number == sum(1 + entries_of(delta) for _, delta in group)
         assert len(group) == 1 or number <= loop_turns.MAX_ENTRIES
@@ -312,11 +319,11 @@ def test_a_connection_parses_a_bounded_number_of_bytes_at_a_time(server, monkeyp
     sizes: list[int] = []
     receive = HTTPParser.receive_data
 
-    def counted(self: Any, data: bytes) -> None:
+    def count(self: Any, data: bytes) -> None:
         sizes.append(len(data))
         receive(self, data)
 
-    monkeypatch.setattr(HTTPParser, "receive_data", counted)
+    monkeypatch.setattr(HTTPParser, "receive_data", count)
     body = json.dumps({"model": "demo", "prompt": "A", "max_tokens": 1, "user": "a" * 200}).encode()
     chunks = b"".join(b"1\r\n%c\r\n" % byte for byte in body) + b"0\r\n\r\n"
     head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
@@ -378,11 +385,11 @@ def test_the_document_is_made_anew_for_other_names(monkeypatch):
     made: list[str] = []
     usual = openapi
 
-    def counted(context: Any, documents: Any) -> Any:
+    def count(context: Any, documents: Any) -> Any:
         made.append(threading.current_thread().name)
         return usual(context, documents)
 
-    monkeypatch.setattr("jaxpage.serving.requests.shared_answers.openapi", counted)
+    monkeypatch.setattr("jaxpage.serving.requests.shared_answers.openapi", count)
     asyncio.run(main())
     assert threading.main_thread().name not in made
 
@@ -405,7 +412,7 @@ def test_parts_of_an_answer_are_the_answer(value):
         parts = encoding.encode_parts(value)
     finally:
         encoding.MAX_VALUES, encoding.PART_BYTES = usual
-    assert b"".join(parts) == encoding.encode(value) and all(len(one) >= 16 for one in parts[:-1])
+    assert b"".join(parts) == encoding.encode(value) and all(len(each) >= 16 for each in parts[:-1])
 
 
 def test_no_call_encodes_many_values(monkeypatch):
@@ -416,11 +423,11 @@ def test_no_call_encodes_many_values(monkeypatch):
     calls: list[int] = []
     dumps = json.dumps
 
-    def counted(value: Any, **how: Any) -> str:
+    def count(value: Any, **how: Any) -> str:
         calls.append(num_values(value))
         return dumps(value, **how)
 
-    monkeypatch.setattr("jaxpage.serving.wire.encoding.json.dumps", counted)
+    monkeypatch.setattr("jaxpage.serving.wire.encoding.json.dumps", count)
     rows = [{"token": "a", "top": [{"token": "b", "bytes": [1, 2]}] * 20}] * 500
     answers = [
         {"choices": [{"logprobs": {"content": rows}}] * 4},
@@ -464,21 +471,23 @@ def test_a_score_encodes_its_prompt_once_and_refuses_early(server, monkeypatch):
     assert len(answer.prompts) == 256 and len(tokenizer.texts) == 257
     assert tokenizer.texts.count("Once upon a time") == 1
     tokenizer.texts.clear()
-    error = refused(open_score, {**requested, "prompt": "a b " * 800}, context(tokenizer=tokenizer))
+    error = refusal_of(
+        open_score, {**requested, "prompt": "a b " * 800}, context(tokenizer=tokenizer)
+    )
     assert (error.param, error.code) == ("prompt", "context_length_exceeded")
     assert len(tokenizer.texts) == 1
     tokenizer.texts.clear()
     few = context(tokenizer=tokenizer, limits=RequestLimits(max_score_characters=100))
-    assert "counted once for each continuation" in refused(open_score, requested, few).message
+    assert "counted once for each continuation" in refusal_of(open_score, requested, few).message
     assert not tokenizer.texts
     threads: list[str] = []
     usual = type(server.context.tokenizer).__call__
 
-    def called(self: Any, *texts: Any, **how: Any) -> Any:
+    def call(self: Any, *texts: Any, **how: Any) -> Any:
         threads.append(threading.current_thread().name.rpartition("_")[0])
         return usual(self, *texts, **how)
 
-    monkeypatch.setattr(type(server.context.tokenizer), "__call__", called)
+    monkeypatch.setattr(type(server.context.tokenizer), "__call__", call)
     status, _, _ = ask(server, "POST", "/v1/score", {**requested, "continuation": ["a", "b"]})
     assert status == 200 and threads == ["jaxpage-aside"] * 3
 
@@ -488,13 +497,13 @@ def test_a_query_counts_once_for_each_document_that_it_is_read_with():
     requested = {"model": "demo", "query": "q" * 99, "documents": ["d"] * 10}
     ranking = context(limits=limits, reranker=YesNo(1, 2))
     assert len(open_rerank(requested, ranking).prompts) == 10
-    error = refused(open_rerank, {**requested, "documents": ["d"] * 11}, ranking)
+    error = refusal_of(open_rerank, {**requested, "documents": ["d"] * 11}, ranking)
     assert error.param == "documents" and "1100 characters" in error.message
     assert open_rerank({**requested, "documents": ["d"] * 11}, context(limits=limits))
 
 
 def test_large_requests_and_long_texts_are_read_aside(server):
-    """While a large one is being read, a small one is."""
+    """A small request is read while a large one is being read."""
 
     async def main() -> None:
         preparing = Preparing(server.engine, 4)
@@ -520,9 +529,9 @@ def test_large_requests_and_long_texts_are_read_aside(server):
         refusals = await asyncio.wait(others, timeout=0)
         goes_on.set()
         names = await asyncio.gather(*large, answer, *others, return_exceptions=True)
-        told = {str(one).rpartition("_")[0] for one in names if isinstance(one, str)}
-        assert told == {"jaxpage-reading-large", "jaxpage-answers"}
-        assert any(isinstance(one, QueueFull) for one in names) and refusals
+        prefixes = {str(each).rpartition("_")[0] for each in names if isinstance(each, str)}
+        assert prefixes == {"jaxpage-reading-large", "jaxpage-answers"}
+        assert any(isinstance(each, QueueFull) for each in names) and refusals
         preparing.close()
 
     asyncio.run(main())
@@ -549,17 +558,17 @@ def test_json_in_a_text_is_read_as_bodies_are(kind):
     call = {"id": "1", "function": {"name": "f", "arguments": '{"a": 1.5}'}}
     other = {"id": "2", "function": {"name": "f", "arguments": text}}
     messages = [USER, {"role": "assistant", "tool_calls": [call, other]}]
-    for opens in (open_chat, _tokenized):
-        error = refused(opens, {"model": "demo", "messages": messages}, context())
+    for opens in (open_chat, _tokenize):
+        error = refusal_of(opens, {"model": "demo", "messages": messages}, context())
         assert error.status == 400 and message in error.message
         assert error.param == "messages[1].tool_calls[1].function.arguments"
         assert error.message.startswith(error.param)
     schema = {"model": "demo", "prompt": "x", "structured_outputs": {"json": text}}
-    error = refused(open_completion, schema, context())
+    error = refusal_of(open_completion, schema, context())
     assert error.param == "structured_outputs" and message in error.message
 
 
-def _tokenized(body: dict[str, Any], context: Any) -> Any:
+def _tokenize(body: dict[str, Any], context: Any) -> Any:
     from jaxpage.serving.wire.exchange import tokenize
 
     return tokenize(body, context)
@@ -570,12 +579,12 @@ def test_the_texts_of_a_request_share_its_limits():
     reader = JsonReader()
     for _ in range(2):
         reader.read(part, "a")
-    error = refused(reader.read, part, "messages[9].x")
+    error = refusal_of(reader.read, part, "messages[9].x")
     assert error.param == "messages[9].x" and "with the texts before it" in error.message
     arguments = {"name": "f", "arguments": f'{{"a": {part}}}'}
     calls = [[{"id": str(place), "function": arguments}] for place in range(4)]
     messages = [USER, *({"role": "assistant", "tool_calls": each} for each in calls)]
-    error = refused(open_chat, {"model": "demo", "messages": messages}, context())
+    error = refusal_of(open_chat, {"model": "demo", "messages": messages}, context())
     assert error.param == "messages[3].tool_calls[0].function.arguments"
 
 
@@ -591,7 +600,7 @@ def test_the_texts_of_a_request_share_its_limits():
 def test_log_probabilities_of_outputs_have_a_limit(opens, fields, param):
     limits = RequestLimits(max_output_logprobs=60_000)
     body = {"model": "demo", "messages": [USER]} if opens is open_chat else {"model": "demo", "prompt": "x"}  # fmt: skip
-    error = refused(opens, {**body, **fields}, context(limits=limits))
+    error = refusal_of(opens, {**body, **fields}, context(limits=limits))
     assert (error.status, error.param) == (400, param)
     assert "at most 60000 are allowed: ask for max_tokens of at most" in error.message
     max_length = int(error.message.rpartition(" ")[2])
@@ -606,7 +615,7 @@ def test_an_output_without_a_length_gets_the_room_that_there_is():
     assert open_chat(body, context(limits=limits)).prompts[0].params.max_tokens == 100
     assert open_chat(body, context()).prompts[0].params.max_tokens is None
     body |= {"n": 101, "max_tokens": None}
-    few = refused(open_chat, {**body, "top_logprobs": 20}, context(limits=RequestLimits(max_output_logprobs=2000)))  # fmt: skip
+    few = refusal_of(open_chat, {**body, "top_logprobs": 20}, context(limits=RequestLimits(max_output_logprobs=2000)))  # fmt: skip
     assert "fewer sequences" in few.message
 
 
@@ -636,7 +645,7 @@ NO_LIMITS = ["0" * 5000 + "11", "01", "10001", "0", "-1", "+5", "", " 5", "5.0",
 @pytest.mark.parametrize("boundary", [b"--a\r\n\r\n", b"\r\n--a", PART])
 def test_an_upload_of_boundaries_is_not_split(boundary):
     body = Searched(b"--a\r\n" + boundary * 100_000 + b"\r\n--a--")
-    assert refused(read_form, "multipart/form-data; boundary=a", body).status == 400
+    assert refusal_of(read_form, "multipart/form-data; boundary=a", body).status == 400
     assert body.num_searches <= 40
 
 
@@ -644,11 +653,11 @@ def test_files_are_written_and_synced_off_the_event_loop(server, monkeypatch):
     threads: list[str] = []
     write = store._write
 
-    def noted(path: Path, content: bytes) -> None:
+    def note(path: Path, content: bytes) -> None:
         threads.append(threading.current_thread().name)
         write(path, content)
 
-    monkeypatch.setattr(store, "_write", noted)
+    monkeypatch.setattr(store, "_write", note)
     form = b'--b\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nbatch\r\n--b\r\n'
     form += b'Content-Disposition: form-data; name="file"; filename="a.jsonl"\r\n\r\n'
     content = json.dumps(
@@ -671,7 +680,7 @@ def test_files_are_written_and_synced_off_the_event_loop(server, monkeypatch):
 def test_room_for_a_file_is_kept_while_it_is_written(tmp_path):
     files = Store(tmp_path, 100)
     with files.room(60):
-        assert "has 60" not in refused(files.room(41).__enter__).message
+        assert "has 60" not in refusal_of(files.room(41).__enter__).message
         with files.room(40):
             files.write_file("a", "batch", "", "file-" + "0" * 32, b"x" * 40)
     with files.room(60):
@@ -699,10 +708,10 @@ def test_a_large_answer_of_a_batch_is_counted_without_reading_it(custom_id, text
     line = write_answer(Line("id", custom_id, "/", b"", ""), 200, "request", encoding.encode(body))
     assert len(line) > LARGE_LINE_BYTES
     seen = outline(line)
-    wanted = json.loads(line)
+    expected = json.loads(line)
     assert seen["response"]["body"] == {"usage": usage}
-    seen["response"]["body"] = wanted["response"]["body"]
-    assert seen == wanted
+    seen["response"]["body"] = expected["response"]["body"]
+    assert seen == expected
 
 
 # Query strings.

@@ -21,7 +21,7 @@ from jaxpage.step.plan import Row, StepPlan
 from tests.support.engines import invariants, make_llm
 from tests.support.hf_models import save_model
 from tests.support.random_checkpoints import random_checkpoint
-from tests.test_plan import planned
+from tests.test_plan import plan_of
 
 WINDOW, BLOCK_SIZE = 8, 4
 QWEN: dict[str, Any] = {
@@ -136,8 +136,8 @@ def test_the_plan_says_what_windows_save(model, tmp_path, capsys):
         "--max-model-len",
         "192",
     )
-    mixed = planned(capsys, str(model), *sizes, "--num-blocks", "97")
-    full = planned(capsys, str(tmp_path), *sizes, "--num-blocks", "97")
+    mixed = plan_of(capsys, str(model), *sizes, "--num-blocks", "97")
+    full = plan_of(capsys, str(tmp_path), *sizes, "--num-blocks", "97")
     assert (
         mixed["block_bytes"] == full["block_bytes"]
         and full["pool_bytes"] == 97 * full["block_bytes"]

@@ -1,4 +1,6 @@
-"""`jaxpage chat`: commands and turns of a conversation without a terminal, lines of a pipe, and keys in a pseudo-terminal."""
+"""`jaxpage chat`: commands and turns of a conversation without a terminal, lines of a pipe, and
+keys in a pseudo-terminal.
+"""
 
 from __future__ import annotations
 
@@ -30,24 +32,24 @@ YELLOW = ROOT / "examples" / "pictures" / "yellow.png"
 
 
 def conversation(*turns: str, **settings: Any) -> Conversation:
-    found = Conversation(settings.pop("sampling", {}), **settings)
-    found.turns += [(text, f"answer to {text}") for text in turns]
-    return found
+    made = Conversation(settings.pop("sampling", {}), **settings)
+    made.turns += [(text, f"answer to {text}") for text in turns]
+    return made
 
 
 # ---- commands
 
 
 def test_the_messages_are_those_of_the_turns():
-    found = conversation("a", system="Be brief")
+    talk = conversation("a", system="Be brief")
     system, user = {"role": "system", "content": "Be brief"}, {"role": "user", "content": "b"}
-    assert found.messages("b") == [
+    assert talk.messages("b") == [
         system,
         {"role": "user", "content": "a"},
         {"role": "assistant", "content": "answer to a"},
         user,
     ]
-    assert found.messages("b", without=1) == [system, user]
+    assert talk.messages("b", without=1) == [system, user]
     assert conversation().messages("b") == [user]
 
 
@@ -60,27 +62,27 @@ def test_help_lists_every_command():
 
 
 def test_pictures_are_shown_with_the_next_question(tmp_path):
-    found = conversation("a")
+    talk = conversation("a")
     path = tmp_path / "a b.png"
-    assert "is no file" in found.command(f"/image {path}")
+    assert "is no file" in talk.command(f"/image {path}")
     path.write_bytes(b"x")
-    assert "is no PNG, JPEG, WebP or GIF file" in found.command(f"/image {path}")
+    assert "is no PNG, JPEG, WebP or GIF file" in talk.command(f"/image {path}")
     path.write_bytes(YELLOW.read_bytes())
-    assert found.command(f"/image {path}") == "The next question has 1 picture"
-    assert found.command(f"/image {path}") == "The next question has 2 pictures"
+    assert talk.command(f"/image {path}") == "The next question has 1 picture"
+    assert talk.command(f"/image {path}") == "The next question has 2 pictures"
     picture = {"type": "image", "image": str(path)}
     content = [picture, picture, {"type": "text", "text": "b"}]
-    assert found.messages("b")[-1] == {"role": "user", "content": content}
-    found.add_turn("b", "two")
-    assert found.messages("c")[2:] == [
+    assert talk.messages("b")[-1] == {"role": "user", "content": content}
+    talk.add_turn("b", "two")
+    assert talk.messages("c")[2:] == [
         {"role": "user", "content": content},
         {"role": "assistant", "content": "two"},
         {"role": "user", "content": "c"},
     ]
-    assert "with pictures cannot be saved" in found.command(f"/save {tmp_path / 'saved'}")
-    found.command(f"/image {path}")
-    found.command("/reset")
-    assert found.messages("d") == [{"role": "user", "content": "d"}]
+    assert "with pictures cannot be saved" in talk.command(f"/save {tmp_path / 'saved'}")
+    talk.command(f"/image {path}")
+    talk.command("/reset")
+    assert talk.messages("d") == [{"role": "user", "content": "d"}]
 
 
 @pytest.mark.parametrize(
@@ -95,24 +97,24 @@ def test_pictures_are_shown_with_the_next_question(tmp_path):
     ],
 )
 def test_an_unknown_command_is_told_and_changes_nothing(line, hint):
-    found = conversation("a")
-    told = found.command(line)
-    assert hint in told and "Nothing was sent" in told
-    assert len(found.turns) == 1 and not found.has_ended
+    talk = conversation("a")
+    message = talk.command(line)
+    assert hint in message and "Nothing was sent" in message
+    assert len(talk.turns) == 1 and not talk.has_ended
 
 
 def test_the_system_message_is_set_and_removed():
-    found = conversation("a")
-    found.command("/system  Be  brief ")
-    assert found.system == "Be  brief" and len(found.turns) == 1
-    found.command("/reset")
-    assert found.messages() == [{"role": "system", "content": "Be  brief"}]
-    assert "no system message" in found.command("/system") and found.messages() == []
+    talk = conversation("a")
+    talk.command("/system  Be  brief ")
+    assert talk.system == "Be  brief" and len(talk.turns) == 1
+    talk.command("/reset")
+    assert talk.messages() == [{"role": "system", "content": "Be  brief"}]
+    assert "no system message" in talk.command("/system") and talk.messages() == []
 
 
 def test_parameters_are_set_one_by_one():
-    found = conversation(sampling={"max_tokens": 200}, defaults={"temperature": 0.7, "top_p": 0.9})
-    assert (found.params.temperature, found.params.top_p, found.params.max_tokens) == (
+    talk = conversation(sampling={"max_tokens": 200}, defaults={"temperature": 0.7, "top_p": 0.9})
+    assert (talk.params.temperature, talk.params.top_p, talk.params.max_tokens) == (
         0.7,
         0.9,
         200,
@@ -124,12 +126,12 @@ def test_parameters_are_set_one_by_one():
         "/set stop The end",
         "/set ignore_eos true",
     ):
-        assert " = " in found.command(line), line
-    assert found.command("/set stop_token_ids [1, 2]") == "stop_token_ids = [1, 2]"
-    assert found.command('/set structured_outputs {"regex": "a+"}').startswith(
+        assert " = " in talk.command(line), line
+    assert talk.command("/set stop_token_ids [1, 2]") == "stop_token_ids = [1, 2]"
+    assert talk.command('/set structured_outputs {"regex": "a+"}').startswith(
         "structured_outputs = "
     )
-    params = found.params
+    params = talk.params
     assert (params.temperature, params.max_tokens, params.seed, params.stop) == (
         0,
         5,
@@ -141,9 +143,9 @@ def test_parameters_are_set_one_by_one():
         and params.stop_token_ids == (1, 2)
         and params.structured_outputs == ("regex", '"a+"')
     )
-    assert "temperature = 0.0\n" in found.command("/set") and "top_p = 0.9" in found.command("/set")
-    found.command("/set seed none")
-    assert found.params.seed is None
+    assert "temperature = 0.0\n" in talk.command("/set") and "top_p = 0.9" in talk.command("/set")
+    talk.command("/set seed none")
+    assert talk.params.seed is None
 
 
 @pytest.mark.parametrize(
@@ -161,25 +163,25 @@ def test_parameters_are_set_one_by_one():
     ],
 )
 def test_a_wrong_parameter_is_told_and_changes_nothing(line, message):
-    found = conversation(sampling={"temperature": 0.5})
-    assert message in found.command(line)
-    assert found.params == conversation(sampling={"temperature": 0.5}).params
+    talk = conversation(sampling={"temperature": 0.5})
+    assert message in talk.command(line)
+    assert talk.params == conversation(sampling={"temperature": 0.5}).params
 
 
 def test_a_conversation_is_saved_and_loaded(tmp_path):
     path = tmp_path / "talk.json"
-    found = conversation("a", "ü\n", system="Be brief")
-    assert found.command(f"/save {path}") == f"Written to {path}"
-    assert json.loads(path.read_text())["messages"] == found.messages()
+    talk = conversation("a", "ü\n", system="Be brief")
+    assert talk.command(f"/save {path}") == f"Written to {path}"
+    assert json.loads(path.read_text())["messages"] == talk.messages()
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
-    found.turns.pop()
-    assert found.command(f"/save {path}") == f"Written to {path}", (
+    talk.turns.pop()
+    assert talk.command(f"/save {path}") == f"Written to {path}", (
         "its own file may be written again"
     )
     other = conversation("b")
     assert other.command(f"/load {path}") == f"1 turns from {path}, and a system message"
-    assert other.messages() == found.messages()
-    path.write_text(json.dumps(found.messages()[1:]))
+    assert other.messages() == talk.messages()
+    path.write_text(json.dumps(talk.messages()[1:]))
     assert other.command(f"/load {path}") == f"1 turns from {path}", (
         "a list of messages is one, too"
     )
@@ -207,11 +209,11 @@ def test_a_conversation_is_saved_and_loaded(tmp_path):
 def test_what_is_no_conversation_is_neither_loaded_nor_overwritten(tmp_path, content, message):
     path = tmp_path / "other.json"
     path.write_text(content)
-    found = conversation("a", system="Be brief")
-    before = found.messages()
-    assert message in found.command(f"/load {path}") and found.messages() == before
+    talk = conversation("a", system="Be brief")
+    before = talk.messages()
+    assert message in talk.command(f"/load {path}") and talk.messages() == before
     assert (
-        "is not a conversation; give another name" in found.command(f"/save {path}")
+        "is not a conversation; give another name" in talk.command(f"/save {path}")
         and path.read_text() == content
     )
 
@@ -221,13 +223,13 @@ def test_files_that_cannot_be_had_are_told(tmp_path):
     for command in ("/load", "/save"):
         assert "give the name of a file" in conversation().command(command)
         for name in ("pipe", "no/such/directory", "\0", "."):
-            told = conversation().command(f"{command} {tmp_path}/{name}")
-            assert told.startswith(f"{command}: "), told
+            message = conversation().command(f"{command} {tmp_path}/{name}")
+            assert message.startswith(f"{command}: "), message
 
 
 def test_exit_ends_it():
-    found = conversation()
-    assert found.command("/exit ") == "" and found.has_ended
+    talk = conversation()
+    assert talk.command("/exit ") == "" and talk.has_ended
 
 
 @pytest.mark.parametrize(
@@ -257,23 +259,23 @@ def words(messages: list[dict[str, str]]) -> int:
 
 def test_the_oldest_turns_make_room():
     """A turn has 4 words, the system message 2; a context of 20 leaves 5 for the answer."""
-    found = conversation("a", "b", "c", "d", system="Be brief")
-    assert words(found.messages("e")) == 19
-    assert found.num_to_drop("e", words, 1000) == 0
-    assert [found.num_to_drop("e", words, length) for length in (20, 18, 12, 8, 4)] == [
+    talk = conversation("a", "b", "c", "d", system="Be brief")
+    assert words(talk.messages("e")) == 19
+    assert talk.num_to_drop("e", words, 1000) == 0
+    assert [talk.num_to_drop("e", words, length) for length in (20, 18, 12, 8, 4)] == [
         1,
         2,
         3,
         4,
         4,
     ]
-    found.command("/set max_tokens 1")
-    assert found.num_to_drop("e", words, 20) == 0, "no more room than the answer may take"
+    talk.command("/set max_tokens 1")
+    assert talk.num_to_drop("e", words, 20) == 0, "no more room than the answer may take"
     with pytest.raises(
         CapacityError, match="it has 3 tokens, and the context has 3, the answer included"
     ):
-        found.num_to_drop("e", words, 3)
-    assert len(found.turns) == 4, "nothing is forgotten for what does not fit"
+        talk.num_to_drop("e", words, 3)
+    assert len(talk.turns) == 4, "nothing is forgotten for what does not fit"
 
 
 class Scripted(FakeLLM):
@@ -325,22 +327,20 @@ def _forgotten():
 
 
 def test_a_full_context_drops_turns_with_a_notice(capsys):
-    found = conversation(system="Be brief")
+    talk = conversation(system="Be brief")
     texts = [f"{index} {'x ' * 5}".strip() for index in range(4)]
-    assert converse(Scripted(), found, Script(*texts, "word " * 50, "end"), say) == 1
+    assert converse(Scripted(), talk, Script(*texts, "word " * 50, "end"), say) == 1
     out, err = capsys.readouterr()
     assert err.count("The context of 40 tokens is full: the oldest turn is forgotten") == 3, err
     assert "Not answered: the message is too long: with the system message it has 53 tokens" in err
     assert [prompt.split(" | ")[0] for prompt, _ in FakeLLM.calls] == ["Be brief"] * 5
-    assert [turn[0] for turn in found.turns] == [texts[3], "end"] and "re: end\n" in out
+    assert [turn[0] for turn in talk.turns] == [texts[3], "end"] and "re: end\n" in out
 
 
 def test_a_failure_is_told_and_the_conversation_goes_on(capsys):
-    found = conversation()
+    talk = conversation()
     assert (
-        converse(
-            Scripted(), found, Script("refuse", "fail", "/halp", "and now?"), lambda text: None
-        )
+        converse(Scripted(), talk, Script("refuse", "fail", "/halp", "and now?"), lambda text: None)
         == 2
     )
     out, err = capsys.readouterr()
@@ -349,16 +349,16 @@ def test_a_failure_is_told_and_the_conversation_goes_on(capsys):
         and "finish reason: error" in err
         and "did you mean /help" in err
     )
-    assert out == "re: \nre: and now?\n" and found.turns[-1] == ("and now?", "re: and now?")
+    assert out == "re: \nre: and now?\n" and talk.turns[-1] == ("and now?", "re: and now?")
 
 
 def test_ctrl_c_keeps_what_was_said(capsys):
-    found = conversation()
-    assert converse(Scripted(), found, Script("stop", "go on"), say) == 0
-    assert found.turns == [("stop", "re: "), ("go on", "re: go on")]
+    talk = conversation()
+    assert converse(Scripted(), talk, Script("stop", "go on"), say) == 0
+    assert talk.turns == [("stop", "re: "), ("go on", "re: go on")]
     assert FakeLLM.calls[1][0] == "stop | re:  | go on"
     with pytest.raises(KeyboardInterrupt):  # who runs a program over a pipe ends it so
-        converse(Scripted(), found, Script("stop", is_terminal=False), say)
+        converse(Scripted(), talk, Script("stop", is_terminal=False), say)
 
 
 # ---- a pipe
@@ -391,15 +391,15 @@ def test_a_pipe_is_read_to_its_end(fake, monkeypatch, capsys):
 
 
 def test_pictures_of_the_command_line_are_shown_with_the_first_question(fake, monkeypatch, capsys):
-    asked = []
+    questions = []
     prompt = {"prompt": "Hi", "prompt_token_ids": [1]}
     monkeypatch.setattr(
-        FakeLLM, "chat_prompt", lambda _, messages: asked.append(messages) or prompt
+        FakeLLM, "chat_prompt", lambda _, messages: questions.append(messages) or prompt
     )
     assert chat(monkeypatch, "Hi\n", "demo", "--image", str(YELLOW), "--image", str(YELLOW)) == 0
     picture = {"type": "image", "image": str(YELLOW)}
     content = [picture, picture, {"type": "text", "text": "Hi"}]
-    assert asked[-1] == [{"role": "user", "content": content}]
+    assert questions[-1] == [{"role": "user", "content": content}]
     assert "The first question has 2 pictures" in capsys.readouterr().err
 
 
@@ -442,7 +442,7 @@ def test_a_text_in_quotes_may_be_cut_off(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("stated", "words", "want", "told"),
+    ("stated", "words", "want", "message"),
     [
         (
             {},
@@ -468,14 +468,14 @@ def test_a_text_in_quotes_may_be_cut_off(monkeypatch):
     ],
 )
 def test_where_generation_config_is_silent_a_chat_takes_its_own(
-    stated, words, want, told, fake, monkeypatch, capsys
+    stated, words, want, message, fake, monkeypatch, capsys
 ):
     monkeypatch.setattr(FakeLLM, "sampling_defaults", stated)
     assert chat(monkeypatch, "Hi\nAnd?\n", *words) == 0
     assert {(params.temperature, params.top_p) for _, params in fake.calls} == {want}
     err = capsys.readouterr().err
-    assert err.count("Sampling:") == (told is not None), "once"
-    assert told is None or told in err
+    assert err.count("Sampling:") == (message is not None), "once"
+    assert message is None or message in err
 
 
 def test_only_a_chat_has_defaults_of_its_own(fake):
@@ -591,7 +591,7 @@ def test_keys(screen, tmp_path):
 
 
 def test_nothing_of_a_paste_reaches_the_shell(program, tmp_path):
-    """Of a terminal without bracketed paste: each line is a text of its own, and an empty line ends nothing."""
+    """Without bracketed paste each line is a text of its own, and an empty line ends nothing."""
     marker = tmp_path / "marker"
     environment = {
         "PYTHONPATH": str(ROOT),
@@ -617,6 +617,7 @@ def test_nothing_of_a_paste_reaches_the_shell(program, tmp_path):
         assert not marker.exists()
 
 
+@pytest.mark.sweep  # seconds for the start of an engine; keys at a terminal are above
 def test_the_demo_model_at_a_terminal(tmp_path):
     """The command as it is, in a process of its own."""
     command = [sys.executable, "-m", "jaxpage", "chat", "demo", "--max-tokens", "8", "--seed", "1"]

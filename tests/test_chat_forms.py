@@ -1,4 +1,6 @@
-"""Forms of tool calls and reasoning that are derived from chat templates: what transformers renders is read back, however it is cut."""
+"""Forms of tool calls and reasoning that are derived from chat templates: what transformers renders
+is read back, however it is cut.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxpage.chat_forms import ChatFormat, Derived, derive, grammar_of
@@ -36,6 +38,7 @@ from tests.support.chat_templates import (
     UNTOLD,
 )
 from tests.support.reported_calls import REPORTS
+from tests.support.sweeps import examples
 from tests.support.wire import context, tokenizer, with_template
 
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
@@ -94,7 +97,7 @@ def render(
 
 
 @functools.cache
-def derived(source: str) -> Derived:
+def derive_form_of(source: str) -> Derived:
     def renders(messages: Any, tools: Any, generates: bool, variables: Any) -> str:
         try:
             return render(source, messages, tools, generates=generates, **variables)
@@ -127,9 +130,12 @@ def answer(
             {
                 "id": f"functions.{tool}:{index}" if "id in place" in name else f"abc12345{index}",
                 "type": "function",
-                "function": {"name": tool, "arguments": json.dumps(given) if as_text else given},
+                "function": {
+                    "name": tool,
+                    "arguments": json.dumps(arguments) if as_text else arguments,
+                },
             }
-            for index, (tool, given) in enumerate(calls)
+            for index, (tool, arguments) in enumerate(calls)
         ]
     whole, prompt = (
         render(source, [requested, message]),
@@ -169,7 +175,7 @@ def calls_of(message: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
 
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_what_a_template_renders_is_read_back(name):
-    form, problem = derived(TEMPLATES[name])
+    form, problem = derive_form_of(TEMPLATES[name])
     assert problem is None and form.tool_form
     for arguments in ARGUMENTS:
         prompt, text = answer(name, [("look-up2", arguments)])
@@ -195,15 +201,15 @@ def test_what_a_template_renders_is_read_back(name):
 
 @pytest.mark.parametrize("name", sorted(set(TEMPLATES) - NO_REASONING_RENDERED))
 def test_reasoning_is_read_back(name):
-    form, _ = derived(TEMPLATES[name])
-    one = [("get_weather", ARGUMENTS[1])]
-    for calls, content in (((), "So: 4."), (one, "")):
+    form, _ = derive_form_of(TEMPLATES[name])
+    call = [("get_weather", ARGUMENTS[1])]
+    for calls, content in (((), "So: 4."), (call, "")):
         if not calls and name in DROPS_CONTENT:
             continue
         prompt, text = answer(name, calls, content=content, reasoning="Two and two.\nIs <x> four?")
         message = read(form, text, prompt)
-        wanted = {"content": content, "reasoning_content": "Two and two.\nIs <x> four?"}
-        assert {field: message[field] for field in wanted} == wanted, text
+        expected = {"content": content, "reasoning_content": "Two and two.\nIs <x> four?"}
+        assert {field: message[field] for field in expected} == expected, text
         assert calls_of(message) == list(calls)
 
 
@@ -220,27 +226,27 @@ JSON_VALUES = st.recursive(
 WRITES_ANY_JSON = [
     name
     for name in TEMPLATES
-    if derived(TEMPLATES[name]).form.tools.payload != "items"  # type: ignore[union-attr]  # each has one
+    if derive_form_of(TEMPLATES[name]).form.tools.payload != "items"  # type: ignore[union-attr]  # each has one
     and name not in ("object of Python", "a fenced block")
 ]
 
 
 @pytest.mark.parametrize("name", WRITES_ANY_JSON)
-@settings(max_examples=10, deadline=None)
+@examples(4)
 @given(value=JSON_VALUES, data=st.data())
 def test_any_json_is_read_back_however_it_is_cut(name, value, data):
-    form = derived(TEMPLATES[name]).form
+    form = derive_form_of(TEMPLATES[name]).form
     prompt, text = answer(name, [("get_weather", {"x": value})])
     message = read(form, cut(text, data), prompt, None)
     assert calls_of(message) == [("get_weather", {"x": value})]
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-@settings(max_examples=15, deadline=None)
+@examples(5)
 @given(data=st.data())
 def test_what_does_not_fit_is_content_however_it_is_cut(name, data):
     """The markers of the form in any order, with calls among them."""
-    form = derived(TEMPLATES[name]).form
+    form = derive_form_of(TEMPLATES[name]).form
     assert form.tools is not None
     _, call = answer(name, [("look-up2", {"city": "x", "days": 1})])
     markers = [marker for marker in form.tools.markers if not PLACEHOLDER.search(marker)]
@@ -262,10 +268,10 @@ def test_what_does_not_fit_is_content_however_it_is_cut(name, data):
     whole = read(form, [text], "")
     assert read(form, cut(text, data), "") == whole
     if not whole["tool_calls"]:
-        kept = text
+        remaining = text
         for marker in sorted((*form.content.tails, *form.content.closes), key=len, reverse=True):
-            kept = kept.removesuffix(marker.rstrip()).removesuffix(marker.strip())
-        assert "".join(whole["content"].split()).startswith("".join(kept.split())[:1])
+            remaining = remaining.removesuffix(marker.rstrip()).removesuffix(marker.strip())
+        assert "".join(whole["content"].split()).startswith("".join(remaining.split())[:1])
         if not form.content.tails and not form.content.closes:
             assert whole["content"] == text
 
@@ -285,24 +291,24 @@ def test_what_does_not_fit_is_content_however_it_is_cut(name, data):
 )
 @pytest.mark.timeout(30)  # a reader that is not linear takes longer
 def test_a_long_text_of_markers_is_content_in_little_time(name, begin, unit):
-    form, text = derived(TEMPLATES[name]).form, begin + unit * (40_000 // len(unit))
-    message = read(form, [text[place : place + 3] for place in range(0, len(text), 3)], "")
+    form, text = derive_form_of(TEMPLATES[name]).form, begin + unit * (40_000 // len(unit))
+    message = read(form, [text[place : place + 7] for place in range(0, len(text), 7)], "")
     assert (message["content"], message["tool_calls"]) == (text, [])
     assert read(form, [text], "") == message
 
 
 def test_a_template_without_a_form_says_so():
-    form, problem = derived(UNCLEAR)
+    form, problem = derive_form_of(UNCLEAR)
     assert form.tool_form is None and form.has_tools and problem
-    form, problem = derived(NO_TOOLS)
+    form, problem = derive_form_of(NO_TOOLS)
     assert form.tool_form is None and not form.has_tools and problem is None
 
 
 def test_a_template_that_cannot_show_some_schemas_has_a_form():
     """Hermes' own macro for types fails where a tool has an array."""
     fails = "{% for t in tools or [] %}{% if 'array' in t | tojson %}{{ raise_exception('no arrays') }}{% endif %}{% endfor %}"
-    form, problem = derived(fails + TEMPLATES["object in tags"])
-    assert problem is None and form == derived(TEMPLATES["object in tags"]).form
+    form, problem = derive_form_of(fails + TEMPLATES["object in tags"])
+    assert problem is None and form == derive_form_of(TEMPLATES["object in tags"]).form
 
 
 @pytest.mark.parametrize(
@@ -314,7 +320,7 @@ def test_a_template_that_cannot_show_some_schemas_has_a_form():
     ],
 )
 def test_content_has_no_mark_where_the_prompt_skips_the_reasoning(name, text):
-    form = derived(TEMPLATES[name]).form
+    form = derive_form_of(TEMPLATES[name]).form
     requested = [{"role": "user", "content": "Hi"}]
     prompt = render(TEMPLATES[name], requested, generates=True, enable_thinking=False)
     message = read(form, text, prompt)
@@ -324,11 +330,11 @@ def test_content_has_no_mark_where_the_prompt_skips_the_reasoning(name, text):
 
 @pytest.mark.parametrize("variables", [{}, {"enable_thinking": True}])
 def test_reasoning_that_only_a_prompt_opens_is_read(variables):
-    """As in templates that render an earlier answer as it is, and have no marker after reasoning."""
+    """Such templates render an earlier answer as it is, and have no marker after reasoning."""
     opened = "{% if enable_thinking %}<think>\n{% endif %}" if variables else "<think>"
     source = TEMPLATES["object in tags"].replace(THOUGHT, "")
     source = source.removesuffix("{% endif %}") + opened + "{% endif %}"
-    form, requested = derived(source).form, [{"role": "user", "content": "Hi"}]
+    form, requested = derive_form_of(source).form, [{"role": "user", "content": "Hi"}]
     message = read(
         form, "Hm.\n</think>\n\nYes.", render(source, requested, generates=True, **variables)
     )
@@ -343,25 +349,34 @@ def test_a_form_shows_one_call():
         "name, id, JSON": "[TOOL_CALLS]NAME[CALL_ID]ID[ARGS]{...}",
     }
     for name, example in shown.items():
-        assert derived(TEMPLATES[name]).form.tools.example.strip() == example  # type: ignore[union-attr]
+        assert derive_form_of(TEMPLATES[name]).form.tools.example.strip() == example  # type: ignore[union-attr]
 
 
 def test_a_plan_before_calls_is_reasoning():
     source = TEMPLATES["array, channels and an open end"]
     plans = source.replace("reasoning_content", "tool_plan")
-    form = derived(plans).form
+    form = derive_form_of(plans).form
     assert form.sent.name == "tool_plan"
-    assert replace(form, sent=derived(source).form.sent) == derived(source).form
+    assert replace(form, sent=derive_form_of(source).form.sent) == derive_form_of(source).form
 
 
 def test_the_schema_decides_what_a_bare_value_is():
-    form = derived(TEMPLATES["parameters on lines"]).form
-    given = {"city": "3", "days": "3", "metric": "True", "deep": "{'k': 1}", "tags": '["a"]', "note": "None"}  # fmt: skip
-    prompt, text = answer("parameters on lines", [("get_weather", given)])
-    wanted = {"city": "3", "days": 3, "metric": True, "deep": {"k": 1}, "tags": ["a"], "note": None}
-    assert calls_of(read(form, text, prompt)) == [("get_weather", wanted)]
+    form = derive_form_of(TEMPLATES["parameters on lines"]).form
+    arguments = {"city": "3", "days": "3", "metric": "True", "deep": "{'k': 1}", "tags": '["a"]', "note": "None"}  # fmt: skip
+    prompt, text = answer("parameters on lines", [("get_weather", arguments)])
+    expected = {
+        "city": "3",
+        "days": 3,
+        "metric": True,
+        "deep": {"k": 1},
+        "tags": ["a"],
+        "note": None,
+    }
+    assert calls_of(read(form, text, prompt)) == [("get_weather", expected)]
     ((_, without),) = calls_of(read(form, text, prompt, None))
-    assert without == {**wanted, "city": 3}, "what reads as JSON is JSON where no schema says more"
+    assert without == {**expected, "city": 3}, (
+        "what reads as JSON is JSON where no schema says more"
+    )
 
 
 def parameters_of(name: str, **properties: Any) -> list[dict[str, Any]]:
@@ -383,12 +398,12 @@ NOT_READABLE = {
 
 @pytest.mark.parametrize("name", NOT_READABLE)
 def test_a_template_whose_calls_cannot_be_read_has_a_problem(name):
-    form, problem = derived(EACH + NOT_READABLE[name] + END)
+    form, problem = derive_form_of(EACH + NOT_READABLE[name] + END)
     assert form.tool_form is None and form.has_tools and problem
 
 
 def test_a_template_that_always_raises_has_no_form():
-    assert derived("{{ raise_exception('no') }}") == Derived(ChatFormat(), None)
+    assert derive_form_of("{{ raise_exception('no') }}") == Derived(ChatFormat(), None)
 
 
 def test_the_marker_of_the_content_may_be_what_ends_the_reasoning():
@@ -397,7 +412,7 @@ def test_the_marker_of_the_content_may_be_what_ends_the_reasoning():
         "{{ m.content }}" + "{% if m.tool_calls %}",
         "<answer>{{ m.content }}</answer>{% if m.tool_calls %}",
     )
-    form = derived(source).form
+    form = derive_form_of(source).form
     assert form.tools is not None and form.reasoning is not None
     for text in ("<think>\nHm.\n<answer>So.</answer><|im_end|>\n", "<answer>So.</answer>"):
         message = read(form, [text], "")
@@ -411,7 +426,7 @@ def test_nested_schemas_are_followed_in_little_time():
     """References to each other, and arrays in arrays that never end."""
     refers = [{"$ref": "#/properties/city"}] * 40
     (tool,) = tools = parameters_of("look-up2", city={"anyOf": [*refers, {"type": "integer"}]})
-    form = derived(TEMPLATES["parameters on lines"]).form
+    form = derive_form_of(TEMPLATES["parameters on lines"]).form
     prompt, text = answer("parameters on lines", [("look-up2", {"city": "3"})])
     assert calls_of(read(form, [text], prompt, tools)) == [("look-up2", {"city": 3})]
     schemas = {"look-up2": tool["function"]["parameters"]}
@@ -427,7 +442,7 @@ def test_nested_schemas_are_followed_in_little_time():
     for _ in range(26):
         schema = {"type": "array", "items": schema}
     text = "<|tool_call>call:look-up2{a:" + "[" * 30
-    form = derived(TEMPLATES["quotes of its own"]).form
+    form = derive_form_of(TEMPLATES["quotes of its own"]).form
     assert read(form, [text], "", parameters_of("look-up2", a=schema))["content"] == text
 
 
@@ -439,7 +454,7 @@ def test_nested_schemas_are_followed_in_little_time():
     ],
 )
 def test_a_name_or_a_header_that_is_too_long_is_content_however_it_is_cut(name, text):
-    form = derived(TEMPLATES[name]).form
+    form = derive_form_of(TEMPLATES[name]).form
     message = read(form, [text], "", None)
     assert message == {"content": text, "reasoning_content": "", "tool_calls": []}
     assert read(form, text, "", None) == message
@@ -447,7 +462,7 @@ def test_a_name_or_a_header_that_is_too_long_is_content_however_it_is_cut(name, 
 
 @pytest.mark.parametrize("name", ["name, mark, JSON", "function tag around JSON", "object in tags"])
 def test_the_name_of_a_tool_may_have_spaces(name):
-    form = derived(TEMPLATES[name]).form
+    form = derive_form_of(TEMPLATES[name]).form
     prompt, text = answer(name, [("look up", {"city": "x"})])
     tools = parameters_of("look up", city={"type": "string"})
     assert calls_of(read(form, text, prompt, tools)) == [("look up", {"city": "x"})]
@@ -455,25 +470,25 @@ def test_the_name_of_a_tool_may_have_spaces(name):
 
 @pytest.mark.parametrize("text", ["1, 2", "3 # three", "'a', 'b'", "[1] # one"])
 def test_a_text_that_only_python_reads_as_a_literal_is_a_string(text):
-    form = derived(TEMPLATES["parameters on lines"]).form
+    form = derive_form_of(TEMPLATES["parameters on lines"]).form
     prompt, written = answer("parameters on lines", [("look-up2", {"city": text})])
     assert calls_of(read(form, [written], prompt, None)) == [("look-up2", {"city": text})]
 
 
-@pytest.mark.parametrize("kept", [3, 30, 60])
-def test_a_call_that_is_cut_off_is_content(kept):
+@pytest.mark.parametrize("num_letters", [3, 30, 60])
+def test_a_call_that_is_cut_off_is_content(num_letters):
     for name in ("object in tags", "parameters on lines", "code", "name, mark, JSON"):
-        form = derived(TEMPLATES[name]).form
+        form = derive_form_of(TEMPLATES[name]).form
         _, text = answer(name, [("look-up2", {"city": "a long name of a city", "days": 1})])
         text = text[text.index(form.tools.trigger) :]  # type: ignore[union-attr]
-        message = read(form, text[:kept], "")
-        assert (message["content"], message["tool_calls"]) == (text[:kept], [])
+        message = read(form, text[:num_letters], "")
+        assert (message["content"], message["tool_calls"]) == (text[:num_letters], [])
 
 
 def test_a_template_that_changes_values_has_no_form():
     """Long strings are written backwards, so that the probes are read and the round trips are not."""
     reverses = "{{ (v | reverse if v | length > 8 else v) if v is string"
-    form, problem = derived(
+    form, problem = derive_form_of(
         TEMPLATES["parameters on lines"].replace("{{ v if v is string", reverses)
     )
     assert form.tool_form is None and problem and "look_up" in problem and "yadnoM" in problem
@@ -481,11 +496,11 @@ def test_a_template_that_changes_values_has_no_form():
 
 def test_a_mistake_in_the_reader_is_found_by_the_round_trips(monkeypatch):
     monkeypatch.setattr("jaxpage.chat_forms.calls.value_of", lambda text, form, allowed: text[:-1])
-    derived.cache_clear()
+    derive_form_of.cache_clear()
     try:
-        form, problem = derived(TEMPLATES["parameters on lines"])
+        form, problem = derive_form_of(TEMPLATES["parameters on lines"])
     finally:
-        derived.cache_clear()
+        derive_form_of.cache_clear()
     assert form.tool_form is None and problem
 
 
@@ -523,11 +538,11 @@ CALLED = [("look-up2", {"city": "Oslo"})]
         ("Hello to=you.", "", "Hello to=you.", []),
     ],
 )  # fmt: skip
-@settings(max_examples=8, deadline=None)
+@examples(3)
 @given(data=st.data())
 def test_headers_are_read_in_the_order_of_the_model(text, reasoning, content, calls, data):
-    """As in the published description of harmony, which the template renders in one way only."""
-    form = derived(TEMPLATES["channels"]).form
+    """The published description of harmony has several ways; the template renders one."""
+    form = derive_form_of(TEMPLATES["channels"]).form
     prompt = render(TEMPLATES["channels"], [{"role": "user", "content": "Hi"}], generates=True)
     message = read(form, [text], prompt)
     assert (message["reasoning_content"], message["content"]) == (reasoning, content)
@@ -537,15 +552,15 @@ def test_headers_are_read_in_the_order_of_the_model(text, reasoning, content, ca
 
 @pytest.mark.timeout(60)  # a reader that is not linear takes longer
 def test_many_headers_without_calls_are_read_in_little_time():
-    form = derived(TEMPLATES["channels"]).form
-    for rest in (' to=functions.look-up2<|message|>{"a": [', "<|channel|>"):
-        text = ("<|end|><|start|>assistant" + rest) * (40_000 // (25 + len(rest)))
-        message = read(form, [text[place : place + 3] for place in range(0, len(text), 3)], "")
+    form = derive_form_of(TEMPLATES["channels"]).form
+    for header in (' to=functions.look-up2<|message|>{"a": [', "<|channel|>"):
+        text = ("<|end|><|start|>assistant" + header) * (40_000 // (25 + len(header)))
+        message = read(form, [text[place : place + 7] for place in range(0, len(text), 7)], "")
         assert read(form, [text], "") == message and message["tool_calls"] == []
 
 
 def test_a_prompt_may_begin_a_message():
-    form = derived(TEMPLATES["channels"]).form
+    form = derive_form_of(TEMPLATES["channels"]).form
     prompt = "<|start|>user<|message|>Hi<|end|><|start|>assistant"
     thought = "<|channel|>analysis<|message|>Hm"
     for begun, field in (
@@ -557,7 +572,7 @@ def test_a_prompt_may_begin_a_message():
 
 
 def test_parts_of_an_answer_that_are_not_read_are_content():
-    form = derived(TEMPLATES["channels"]).form
+    form = derive_form_of(TEMPLATES["channels"]).form
     call = f" to=functions.look-up2<|channel|>commentary json{GIVEN}"
     pieces = [*(reader := form.parser(None, "")).push(THINKS + call), *reader.finish()]
     assert [tuple(piece)[:2] for piece in pieces][-1][0] == "content"
@@ -585,11 +600,11 @@ RESPONDS = "response:look-up2{value:3}"
         ("A <|tool_response> is a mark, <tool_response|> too.", "A <|tool_response> is a mark, <tool_response|> too.", 0),
     ],
 )  # fmt: skip
-@settings(max_examples=8, deadline=None)
+@examples(3)
 @given(data=st.data())
 def test_the_marker_of_a_response_is_no_content_and_what_follows_is(text, content, num_calls, data):
     """A model stops with the marker, or goes on as if it were the tool."""
-    form = derived(TEMPLATES["a response in the same answer"]).form
+    form = derive_form_of(TEMPLATES["a response in the same answer"]).form
     message = read(form, [text], "")
     assert message["content"] == content
     assert calls_of(message) == [("look-up2", {"city": "x"})] * num_calls
@@ -597,7 +612,7 @@ def test_the_marker_of_a_response_is_no_content_and_what_follows_is(text, conten
 
 
 def test_the_marker_of_a_response_is_found_where_an_answer_has_no_end():
-    form = derived(TEMPLATES["keys and values"]).form
+    form = derive_form_of(TEMPLATES["keys and values"]).form
     prompt, text = answer("keys and values", [("look-up2", {"city": "x"})])
     message = read(form, [text, "<|observation|>"], prompt)
     assert (message["content"], calls_of(message)) == ("", [("look-up2", {"city": "x"})])
@@ -605,9 +620,9 @@ def test_the_marker_of_a_response_is_found_where_an_answer_has_no_end():
 
 @pytest.mark.parametrize("name", TOLD)
 def test_calls_are_read_as_a_template_tells_to_write_them(name):
-    """Where it passes over the calls of a message."""
+    """The template passes over the calls of a message."""
     source, call = TOLD[name]
-    form, problem = derived(source)
+    form, problem = derive_form_of(source)
     assert problem is None and form.has_tools
     requested = [{"role": "user", "content": "Hi"}]
     prompt = render(source, requested, generates=True, enable_thinking=False)
@@ -626,12 +641,12 @@ def test_calls_are_read_as_a_template_tells_to_write_them(name):
 
 @pytest.mark.parametrize("name", UNTOLD)
 def test_what_a_template_tells_unclearly_is_no_form(name):
-    form, problem = derived(UNTOLD[name])
+    form, problem = derive_form_of(UNTOLD[name])
     assert (form.tool_form, form.has_tools, problem) == (None, False, None)
 
 
 def test_what_a_template_renders_goes_before_what_it_tells():
-    form = derived(TOLD_OTHERWISE).form
+    form = derive_form_of(TOLD_OTHERWISE).form
     assert form.tools is not None and form.tools.trigger == "<call>"
 
 
@@ -653,7 +668,7 @@ RESPONSE_TEMPLATE = {
 
 
 def test_a_declared_response_template_is_read_where_no_form_is_derived():
-    """By transformers' own parser; what it cannot read is content."""
+    """Transformers' own parser reads it; what that cannot read is content."""
     declares = with_template(NO_TOOLS)
     declares.response_template = RESPONSE_TEMPLATE
     form, problem = derive_form(declares)
@@ -700,7 +715,10 @@ NO_GRAMMAR = "arguments as text in an object"
 
 
 def writer_of(form: ChatFormat) -> Callable[[str], bool]:
-    """Whether the grammar of required calls, of a tool with a schema and one without, allows a text."""
+    """Returns a function that is true of a text that the grammar of required calls allows.
+
+    One tool has a schema, and one has none.
+    """
     known, end_id = tokenizer_of(tokenizer().backend_tokenizer.to_str())
     grammar = grammar_of(
         form,
@@ -722,7 +740,7 @@ def writer_of(form: ChatFormat) -> Callable[[str], bool]:
 
 @pytest.mark.parametrize("name", sorted(set(TEMPLATES) - OTHERWISE - {NO_GRAMMAR}))
 def test_required_calls_are_held_to_the_form_and_the_schema(name):
-    form = derived(TEMPLATES[name]).form
+    form = derive_form_of(TEMPLATES[name]).form
     tools = form.tools
     assert tools is not None
     allows = writer_of(form)
@@ -747,7 +765,7 @@ def test_required_calls_are_held_to_the_form_and_the_schema(name):
 
 
 def test_required_calls_of_messages_with_headers_may_be_written_as_the_model_does():
-    form = derived(TEMPLATES["channels"]).form
+    form = derive_form_of(TEMPLATES["channels"]).form
     may_write = writer_of(form)
     opened = "<|channel|>commentary to=functions.look-up2"
     for before in ("", THINKS, THINKS * 2):
@@ -764,7 +782,7 @@ def test_required_calls_of_messages_with_headers_may_be_written_as_the_model_doe
 def test_a_form_that_no_grammar_can_hold_is_refused():
     with pytest.raises(ValueError, match="as text"):
         grammar_of(
-            derived(TEMPLATES[NO_GRAMMAR]).form,
+            derive_form_of(TEMPLATES[NO_GRAMMAR]).form,
             {"f": HELD},
             lambda schema: json_rule(json.dumps(schema)),
             several=False,
@@ -783,7 +801,7 @@ BERN = [("get_weather", {"city": "Bern"})]
 WRITES_OBJECTS = [
     name
     for name in TEMPLATES
-    if derived(TEMPLATES[name]).form.tools.payload == "object"  # type: ignore[union-attr]  # each has one
+    if derive_form_of(TEMPLATES[name]).form.tools.payload == "object"  # type: ignore[union-attr]  # each has one
     and name != "array with names as keys"
 ]
 
@@ -795,10 +813,10 @@ def same_however_cut(form: ChatFormat, text: str, prompt: str, data: st.DataObje
 
 
 @pytest.mark.parametrize("name", WRITES_OBJECTS)
-@settings(max_examples=3, deadline=None)
+@examples(2)
 @given(data=st.data())
 def test_arguments_may_have_the_other_usual_key(name, data):
-    form = derived(TEMPLATES[name]).form
+    form = derive_form_of(TEMPLATES[name]).form
     prompt, text = answer(name, OSLO)
     key = form.tools.arguments_path[-1]  # type: ignore[union-attr]
     other = {"arguments": "parameters", "parameters": "arguments"}[key]
@@ -809,7 +827,7 @@ def test_arguments_may_have_the_other_usual_key(name, data):
 
 @pytest.mark.parametrize("name", WRITES_OBJECTS)
 def test_an_object_may_be_that_of_a_request(name):
-    form = derived(TEMPLATES[name]).form
+    form = derive_form_of(TEMPLATES[name]).form
     prompt, text = answer(name, [("look-up2", {})])
     begin, end = text.index("{"), text.rindex("}") + 1
     whole = {
@@ -822,12 +840,12 @@ def test_an_object_may_be_that_of_a_request(name):
 
 @pytest.mark.parametrize("quote", ["'", '"'])
 @pytest.mark.parametrize("city", ["Oslo", "a, b) ]", "3", "", "Sao\\nPaulo"])
-@settings(max_examples=5, deadline=None)
+@examples(2)
 @given(data=st.data())
 def test_code_may_have_other_quotes_than_the_template(quote, city, data):
-    """As LFM2.5's, whose template puts texts between single quotes as they are."""
+    """LFM2.5's template puts texts between single quotes as they are."""
     source = TEMPLATES["code"].replace("{{ v | tojson }}", '{{ "\'" + v + "\'" }}', 1)
-    form, problem = derived(source)
+    form, problem = derive_form_of(source)
     assert problem is None
     text = f"<|tool_call_start|>[look-up2(city={quote}{city}{quote}, days=3)]<|tool_call_end|>"
     (call,) = calls_of(same_however_cut(form, text, "", data))
@@ -839,24 +857,27 @@ def test_code_may_have_other_quotes_than_the_template(quote, city, data):
 HAS_OUTER_TAG = [
     name
     for name in TEMPLATES
-    if derived(TEMPLATES[name]).form.tools.bare  # type: ignore[union-attr]  # each has one
+    if derive_form_of(TEMPLATES[name]).form.tools.bare  # type: ignore[union-attr]  # each has one
     and name != "types and numbered calls"  # whose first tag is that of all parts
 ]
 
 
 def without_outer_tag(name: str, calls: Any) -> str:
-    """What a template renders of calls, without the first tag."""
-    form = derived(TEMPLATES[name]).form.tools
+    """Returns what a template renders of calls, without the first tag."""
+    form = derive_form_of(TEMPLATES[name]).form.tools
     _, text = answer(name, calls)
     return text[text.index(form.trigger) + len(form.trigger) :].lstrip()  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("name", HAS_OUTER_TAG)
-@settings(max_examples=3, deadline=None)
+@examples(2)
 @given(data=st.data())
 def test_a_call_may_lack_its_opening_tag(name, data):
-    """On a line of its own; of two calls none is lost, and the orphan closing tag is no content."""
-    form = derived(TEMPLATES[name]).form
+    """It is on a line of its own.
+
+    Of two calls none is lost, and the orphan closing tag is no content.
+    """
+    form = derive_form_of(TEMPLATES[name]).form
     bare = form.tools.bare  # type: ignore[union-attr]
     assert bare is not None
     prompt = answer(name, OSLO)[0]
@@ -872,7 +893,7 @@ def test_a_call_may_lack_its_opening_tag(name, data):
 
 
 def test_qwen_may_lack_the_tag_of_one_call_and_not_of_the_other():
-    form, prompt = derived(TEMPLATES["parameters on lines"]).form, "<think>\n\n</think>\n\n"
+    form, prompt = derive_form_of(TEMPLATES["parameters on lines"]).form, "<think>\n\n</think>\n\n"
     bare = "<function=look-up2>\n<parameter=city>\nOslo\n</parameter>\n<parameter=days>\n3\n</parameter>\n</function>"
     other = "<tool_call>\n<function=get_weather>\n<parameter=city>\nBern\n</parameter>\n</function>\n</tool_call>"
     texts = {
@@ -901,13 +922,15 @@ def test_qwen_may_lack_the_tag_of_one_call_and_not_of_the_other():
         assert read(form, text, prompt) == message
 
 
-WITH_REASONING = [name for name in sorted(TEMPLATES) if derived(TEMPLATES[name]).form.reasoning]
+WITH_REASONING = [
+    name for name in sorted(TEMPLATES) if derive_form_of(TEMPLATES[name]).form.reasoning
+]
 
 
 @pytest.mark.parametrize("name", WITH_REASONING)
 def test_the_markers_of_a_budget_are_those_of_the_reasoning(name):
-    """What is between them is read as reasoning, and what follows as content."""
-    form, prompt = derived(TEMPLATES[name]).form, thinking_prompt(TEMPLATES[name])
+    """A text between them is read as reasoning, and a text after them as content."""
+    form, prompt = derive_form_of(TEMPLATES[name]).form, thinking_prompt(TEMPLATES[name])
     known = context(chat_format=form)
     values, ignored = budget_values(Wish(3, "x"), known, can_reason=True, prompt=prompt)
     markers = SamplingParams(**values).thinking_markers
@@ -922,16 +945,21 @@ def test_the_markers_of_a_budget_are_those_of_the_reasoning(name):
 THINKS_AND_CALLS = [
     name
     for name in sorted(set(TEMPLATES) - {"channels"})
-    if (form := derived(TEMPLATES[name]).form).reasoning and form.tools and form.tools.trigger
+    if (form := derive_form_of(TEMPLATES[name]).form).reasoning
+    and form.tools
+    and form.tools.trigger
 ]
 
 
 @pytest.mark.parametrize("name", THINKS_AND_CALLS)
-@settings(max_examples=3, deadline=None)
+@examples(2)
 @given(data=st.data())
 def test_calls_at_the_end_of_reasoning_are_calls(name, data):
-    """A model forgets to end its reasoning. If it goes on after a call, it only thinks of calling."""
-    form = derived(TEMPLATES[name]).form
+    """A model forgets to end its reasoning.
+
+    If it goes on after a call, it only thinks of calling.
+    """
+    form = derive_form_of(TEMPLATES[name]).form
     assert form.tools is not None and form.reasoning is not None
     prompt, text = thinking_prompt(TEMPLATES[name]), answer(name, OSLO + BERN)[1]
     opened = "" if form.is_open(prompt) else form.reasoning.open
@@ -940,12 +968,12 @@ def test_calls_at_the_end_of_reasoning_are_calls(name, data):
         calls = calls.removesuffix(tail)
     for after in ("", "\n", form.reasoning.close):
         message = same_however_cut(form, f"{opened}I look.\n{calls}{after}", prompt, data)
-        wanted = ("I look.", "", OSLO + BERN)
+        expected = ("I look.", "", OSLO + BERN)
         assert (
             message["reasoning_content"].strip(),
             message["content"],
             calls_of(message),
-        ) == wanted
+        ) == expected
     thought = f"I could write {calls} or not."
     message = same_however_cut(form, opened + thought + form.reasoning.close + "So.", prompt, data)
     assert message["reasoning_content"].strip() == thought and not message["tool_calls"]
@@ -959,7 +987,7 @@ def test_calls_at_the_end_of_reasoning_are_calls(name, data):
     ["object without a tag, one only", "object in tags", "objects in one tag", "name, mark, JSON"],
 )
 def test_calls_in_json_may_have_other_signs_between_them(name, between):
-    form, (prompt, text) = derived(TEMPLATES[name]).form, answer(name, OSLO)
+    form, (prompt, text) = derive_form_of(TEMPLATES[name]).form, answer(name, OSLO)
     tools = form.tools
     assert tools is not None
     for tail in (*form.content.tails, tools.end.strip()):
@@ -971,11 +999,11 @@ def test_calls_in_json_may_have_other_signs_between_them(name, between):
 
 
 @pytest.mark.parametrize("name", HINTED)
-@settings(max_examples=5, deadline=None)
+@examples(2)
 @given(data=st.data())
 def test_forms_by_name_are_those_of_models_whose_templates_render_no_calls(name, data):
     source, call = HINTED[name]
-    form, problem = derived(source)
+    form, problem = derive_form_of(source)
     assert (form.tool_form, form.has_tools, problem) == (name, True, None)
     called = [("look-up2", {"city": "it's {x}", "days": 3})]
     for text, content in ((call, ""), (f"I look.\n{call}", "I look.")):
@@ -988,8 +1016,8 @@ def test_forms_by_name_are_those_of_models_whose_templates_render_no_calls(name,
 
 
 def test_a_prompt_tells_what_stands_around_reasoning_and_answer():
-    """As Granite 3.3's, if it is asked for reasoning."""
-    form = derived(TOLD_TO_THINK).form
+    """Granite 3.3's does so if it is asked for reasoning."""
+    form = derive_form_of(TOLD_TO_THINK).form
     requested = [{"role": "user", "content": "Hi"}]
     prompt = render(TOLD_TO_THINK, requested, generates=True, thinking=True)
     text = "<think>Hm.</think>\n<response>So.</response>"
@@ -1009,12 +1037,12 @@ def test_a_prompt_tells_what_stands_around_reasoning_and_answer():
         ("The <channel|> mark, or <|channel>.", "The <channel|> mark, or <|channel>."),
     ],
 )
-@settings(max_examples=5, deadline=None)
+@examples(2)
 @given(data=st.data())
 def test_a_stray_mark_after_an_answer_is_no_content_where_the_template_drops_it(
     text, content, data
 ):
-    form, problem = derived(STRAY)
+    form, problem = derive_form_of(STRAY)
     assert problem is None
     prompt = render(STRAY, [{"role": "user", "content": "Hi"}], generates=True)
     message = same_however_cut(form, text, prompt, data)
@@ -1041,7 +1069,7 @@ def test_a_result_belongs_to_the_first_call():
 @pytest.mark.parametrize("name", WRITES_OBJECTS)
 def test_the_definition_of_a_tool_is_no_call(name):
     """A model that lists its tools quotes what the prompt shows of them."""
-    form = derived(TEMPLATES[name]).form
+    form = derive_form_of(TEMPLATES[name]).form
     tools = form.tools
     assert tools is not None
     for shown in (TOOLS[1], TOOLS[1]["function"]):
@@ -1052,11 +1080,11 @@ def test_the_definition_of_a_tool_is_no_call(name):
 
 
 @pytest.mark.parametrize("name", THINKS_AND_CALLS)
-@settings(max_examples=10, deadline=None)
+@examples(4)
 @given(data=st.data())
 def test_reasoning_and_calls_in_any_order_are_the_same_however_they_are_cut(name, data):
     """Whole calls, calls without their first tag, and markers, within the reasoning and after it."""
-    form = derived(TEMPLATES[name]).form
+    form = derive_form_of(TEMPLATES[name]).form
     assert form.tools is not None and form.reasoning is not None
     prompt, call = thinking_prompt(TEMPLATES[name]), answer(name, OSLO)[1]
     bits = [form.reasoning.open, form.reasoning.close, call, *form.content.tails]
@@ -1069,10 +1097,10 @@ def test_reasoning_and_calls_in_any_order_are_the_same_however_they_are_cut(name
 @pytest.mark.timeout(60)  # a reader that is not linear takes longer
 @pytest.mark.parametrize("after", ["", "x"])
 def test_many_calls_in_reasoning_are_read_in_little_time(after):
-    form = derived(TEMPLATES["object in tags, always thought"]).form
+    form = derive_form_of(TEMPLATES["object in tags, always thought"]).form
     call = '<call>{"name": "look-up2", "arguments": {}}</call>'
     text = (call + after) * (40_000 // len(call)) + "x"
-    message = read(form, [text[place : place + 3] for place in range(0, len(text), 3)], "<think>\n")
+    message = read(form, [text[place : place + 7] for place in range(0, len(text), 7)], "<think>\n")
     assert (message["reasoning_content"], message["tool_calls"]) == (text, [])
 
 
@@ -1085,11 +1113,11 @@ def test_white_space_after_a_marker_belongs_to_one_that_ends_with_some(marker, l
 
 
 @pytest.mark.parametrize("report", REPORTS)
-@settings(max_examples=2, deadline=None)
+@examples(1)
 @given(data=st.data())
 def test_what_models_wrote_in_public_reports_is_read(report, data):
     name, text, reasoning, content, calls = REPORTS[report]
-    form = derived(TEMPLATES[name]).form
+    form = derive_form_of(TEMPLATES[name]).form
     prompt = thinking_prompt(TEMPLATES[name])
     if form.is_open(prompt):
         # The reasoning is over where the text does not begin with it.
@@ -1104,11 +1132,11 @@ def test_what_models_wrote_in_public_reports_is_read(report, data):
 
 
 @pytest.mark.parametrize("name", sorted(set(TEMPLATES) - {"types and numbered calls"}))
-@settings(max_examples=3, deadline=None)
+@examples(2)
 @given(data=st.data())
 def test_a_quoted_call_that_a_text_goes_on_after_is_no_call(name, data):
-    """In a block of code and in a sentence, if its first tag is missing; with it, if it is not one's own."""
-    form = derived(TEMPLATES[name]).form
+    """It is quoted in a block of code or in a sentence, and its first tag may be missing."""
+    form = derive_form_of(TEMPLATES[name]).form
     assert form.tools is not None
     prompt, call = answer(name, OSLO)
     if form.is_open(prompt):

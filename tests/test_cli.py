@@ -1,4 +1,6 @@
-"""The command line: exit statuses, what goes to which stream, how failures read, and how soon --help answers."""
+"""The command line: exit statuses, what goes to which stream, how failures read, and how soon
+--help answers.
+"""
 
 from __future__ import annotations
 
@@ -236,11 +238,11 @@ def test_debug_shows_the_traceback(fake, monkeypatch, capsys):
 
 
 def test_an_interrupt_is_a_line(fake, monkeypatch, capsys):
-    def interrupted(self: FakeLLM) -> Iterator[RequestOutput]:
+    def interrupt(self: FakeLLM) -> Iterator[RequestOutput]:
         raise KeyboardInterrupt
         yield
 
-    monkeypatch.setattr(FakeLLM, "_chunks", interrupted)
+    monkeypatch.setattr(FakeLLM, "_chunks", interrupt)
     assert run("generate", "x") == 1
     assert capsys.readouterr().err.endswith("jaxpage: error: interrupted\n") and fake.closed
 
@@ -361,11 +363,11 @@ def test_jaxpage_alone_prints_its_help(capsys):
 
 
 def test_answers_for_flags_of_vllm_are_true_of_the_parser():
-    """What is the same is there, all else is not, and flags in the answers exist."""
-    own = options("serve")
+    """Flags that are the same are there, others are not, and flags in the answers exist."""
+    listed = options("serve")
     for flag, answer in answers("flags").items():
-        assert (flag in own) == (answer.kind == "same"), flag
-        assert set(re.findall(r"--[a-z][a-z-]+", answer.text)) <= own, answer.text
+        assert (flag in listed) == (answer.kind == "same"), flag
+        assert set(re.findall(r"--[a-z][a-z-]+", answer.text)) <= listed, answer.text
 
 
 KINDS = ["same", "other name", "always on", "not needed", "not there"]
@@ -420,14 +422,17 @@ def options(command: str) -> set[str]:
 
 @pytest.mark.parametrize("cut", [1, 3, 100])
 def test_words_are_broken_at_the_edge_of_the_terminal(cut):
-    """The oracle is textwrap, for a text in which every word fits; wide characters count two columns."""
+    """The oracle is textwrap, for a text in which every word fits.
+
+    Wide characters count two columns.
+    """
     text = "Once upon a time there lived a young rabbit in an old town with a crooked tower and nothing else"
     wrapper = Wrapper(20)
-    found = (
+    texts = (
         "".join(wrapper.feed(text[at : at + cut]) for at in range(0, len(text), cut))
         + wrapper.finish()
     )
-    assert [line.rstrip() for line in found.split("\n")] == textwrap.wrap(text, 20)
+    assert [line.rstrip() for line in texts.split("\n")] == textwrap.wrap(text, 20)
     wide = Wrapper(6)
     assert wide.feed("日本 日本 x\ny ") + wide.finish() == "日本 \n日本 x\ny "
 
@@ -533,25 +538,25 @@ def test_doctor_breaks_long_lines_on_a_terminal(capsys, monkeypatch):
 
 
 def test_doctor_looks_at_a_model(tmp_path, capsys, monkeypatch):
-    def told(model: str) -> dict[str, str]:
+    def doctor_lines(model: str) -> dict[str, str]:
         assert run("doctor", model) == 0
         lines = capsys.readouterr().out.splitlines()
         return {line[:20].strip(): line[21:] for line in lines}
 
-    demo = told("demo")
+    demo = doctor_lines("demo")
     assert "config and tensors fit" in demo["model"] and demo["tokenizer"] == "2048 tokens"
     assert demo["chat template"].startswith("makes ") and "pictures" not in demo
-    seeing = told("demo-vision")
+    seeing = doctor_lines("demo-vision")
     assert seeing["pictures"] == "processed by Idefics3ImageProcessor; '<image>' stands for one"
     broken = Path(shutil.copytree(Path(jaxpage.__file__).parent / "demo", tmp_path / "broken"))
     (broken / "chat_template.jinja").write_text("{% for x in %}")
-    assert "TemplateSyntaxError" in told(str(broken))["chat template"]
+    assert "TemplateSyntaxError" in doctor_lines(str(broken))["chat template"]
     (broken / "config.json").write_text("{}")
-    assert told(str(broken))["model"].startswith("unknown: CheckpointError")
-    missing = told(str(tmp_path / "missing"))
+    assert doctor_lines(str(broken))["model"].startswith("unknown: CheckpointError")
+    missing = doctor_lines(str(tmp_path / "missing"))
     assert "missing" in missing["model"] and "tokenizer" not in missing
     monkeypatch.setattr("jaxpage.checkpoints.finding.resolve_model", lambda _: 1 / 0)
-    assert "ZeroDivisionError" in told("demo")["model"]
+    assert "ZeroDivisionError" in doctor_lines("demo")["model"]
 
 
 def test_doctor_says_what_several_devices_and_hosts_could_do(monkeypatch, capsys):
@@ -585,7 +590,7 @@ def test_doctor_says_what_several_devices_and_hosts_could_do(monkeypatch, capsys
 
 
 @pytest.mark.parametrize(
-    ("printed", "told"),
+    ("printed", "warning"),
     [
         ("echo 580.95.05; echo 580.95.05", r"580\.95\.05"),
         ("echo 570.00", r"570\.00"),
@@ -597,23 +602,23 @@ def test_doctor_says_what_several_devices_and_hosts_could_do(monkeypatch, capsys
         (None, "none found"),
     ],
 )
-def test_doctor_warns_of_an_old_nvidia_driver(printed, told, tmp_path, monkeypatch, capsys):
+def test_doctor_warns_of_an_old_nvidia_driver(printed, warning, tmp_path, monkeypatch, capsys):
     if printed is not None:
         program = tmp_path / "nvidia-smi"
         program.write_text(f"#!/bin/sh\n{printed}\n")
         program.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
     assert run("doctor") == 0
-    assert re.search(rf"^NVIDIA driver +{told}", capsys.readouterr().out, re.M)
+    assert re.search(rf"^NVIDIA driver +{warning}", capsys.readouterr().out, re.M)
 
 
 def test_doctor_reports_a_broken_jax(monkeypatch, capsys):
     import jax
 
-    def broken() -> list[Any]:
+    def fail() -> list[Any]:
         raise RuntimeError("no backend")
 
-    monkeypatch.setattr(jax, "devices", broken)
+    monkeypatch.setattr(jax, "devices", fail)
     assert run("doctor") == 0
     assert "unknown: RuntimeError: no backend" in capsys.readouterr().out
 
@@ -626,7 +631,10 @@ HEAVY = {
 
 
 def test_help_is_quick_because_it_loads_nothing_heavy():
-    """Half a second is the promise; what would break it is an import, and that can be told without a clock."""
+    """Half a second is the promise.
+
+    What would break it is an import, and that can be told without a clock.
+    """
     code = (
         "import sys, contextlib\n"
         "from jaxpage.cli import main\n"
@@ -672,13 +680,13 @@ COMPLETIONS = [
 
 @pytest.mark.skipif(shutil.which("bash") is None, reason="there is no bash")
 def test_bash_completes_commands_flags_and_files(capsys):
-    """By the function that it is told to call."""
+    """The function that bash is told to call completes them."""
     assert run("--print-completion", "bash") == 0
     script = capsys.readouterr().out
     program = script + "\nfunction=$(complete -p jaxpage | sed 's/.*-F \\([^ ]*\\) .*/\\1/')\n"
     for words, _ in COMPLETIONS:
         program += f'COMP_WORDS=(jaxpage {" ".join(words)}) COMP_CWORD={len(words)} COMPREPLY=(); $function; echo "${{COMPREPLY[@]}}"\n'
-    found = subprocess.run(
+    result = subprocess.run(
         ["bash", "-c", program],
         capture_output=True,
         text=True,
@@ -686,7 +694,7 @@ def test_bash_completes_commands_flags_and_files(capsys):
         timeout=60,
         check=True,
     )
-    assert found.stdout.split() == [wanted for _, wanted in COMPLETIONS]
+    assert result.stdout.split() == [expected for _, expected in COMPLETIONS]
     assert run("--print-completion", "zsh") == 0
     assert capsys.readouterr().out.startswith("#compdef jaxpage")
 
@@ -698,7 +706,9 @@ def test_a_reader_that_goes_away_is_no_traceback():
 
 
 def test_the_first_command_of_the_readme():
-    """The packaged model, end to end, in a process of its own: what the README quotes is what everybody reads."""
+    """The packaged model, end to end, in a process of its own: what the README quotes is what
+    everybody reads.
+    """
     readme = (Path(__file__).parents[1] / "README.md").read_text()
     quoted = " ".join(
         line.removeprefix(">").strip() for line in readme.splitlines() if line.startswith(">")
@@ -724,7 +734,7 @@ def test_the_first_command_of_the_readme():
 
 
 def test_nobody_is_told_that_torch_is_missing():
-    """By transformers, at its import, where there is none."""
+    """Transformers would say so at its import, where there is none."""
     code = (
         "import importlib.util as util; find = util.find_spec\n"
         "util.find_spec = lambda name, *rest: None if name.partition('.')[0] == 'torch' else find(name, *rest)\n"

@@ -1,4 +1,6 @@
-"""EngineConfig, strict YAML, and the precedence of sources: what is accepted, what is refused, and how the refusal reads."""
+"""EngineConfig, strict YAML, and the precedence of sources: what is accepted, what is refused, and
+how the refusal reads.
+"""
 
 from __future__ import annotations
 
@@ -286,7 +288,7 @@ NESTED = [
 def test_settings_of_speculation_are_named_in_full(
     change: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
-    """In one line each, also from a file, with the place of the whole."""
+    """Each is one line, also from a file, with the place of the whole."""
     with pytest.raises(ConfigError, match=rf"^speculative_config\.{message}"):
         EngineConfig(speculative_config={"method": "ngram", **change})
     text = "speculative_config:\n" + "".join(
@@ -345,12 +347,12 @@ def test_which_drafts_become_tokens() -> None:
         EngineConfig().acceptance == EngineConfig(speculative_config={"method": "ngram"}).acceptance
     )
     assert EngineConfig().acceptance.name == "coupled"
-    given = {
+    values = {
         "method": "suffix",
         "acceptance": "typical",
         "typical_acceptance_posterior_threshold": 0.2,
     }
-    assert EngineConfig(speculative_config=given).acceptance == ("typical", 0.2, 0.3)
+    assert EngineConfig(speculative_config=values).acceptance == ("typical", 0.2, 0.3)
     assert EngineConfig(
         speculative_config={"method": "medusa", "model": "m", "acceptance": "typical"}
     ).acceptance == (
@@ -361,16 +363,16 @@ def test_which_drafts_become_tokens() -> None:
 
 
 def test_settings_of_speculation_from_every_source(tmp_path: Path) -> None:
-    wanted = {"method": "ngram", "num_speculative_tokens": 3}
+    expected = {"method": "ngram", "num_speculative_tokens": 3}
     for config in (
         resolve(
             write(tmp_path, "speculative_config:\n  method: ngram\n  num_speculative_tokens: 3")
         ),
-        resolve(environment={"JAXPAGE_SPECULATIVE_CONFIG": json.dumps(wanted)}),
-        resolve(speculative_config=wanted),
+        resolve(environment={"JAXPAGE_SPECULATIVE_CONFIG": json.dumps(expected)}),
+        resolve(speculative_config=expected),
     ):
-        assert config == EngineConfig(speculative_config=wanted)
-    resolved = resolve_config(None, {"speculative_config": wanted}, environment={})
+        assert config == EngineConfig(speculative_config=expected)
+    resolved = resolve_config(None, {"speculative_config": expected}, environment={})
     assert resolve(write(tmp_path, "\n".join(resolved.lines()))) == resolved.config
     assert (
         EngineConfig(**resolved.config.model_dump()) == resolved.config == resolved.config.replace()
@@ -378,7 +380,7 @@ def test_settings_of_speculation_from_every_source(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "name"),
+    ("dtype", "name"),
     [
         (jnp.bfloat16, "bfloat16"),
         (np.float16, "float16"),
@@ -386,8 +388,8 @@ def test_settings_of_speculation_from_every_source(tmp_path: Path) -> None:
         ("half", "float16"),
     ],
 )
-def test_a_dtype_may_be_a_type(given: Any, name: str) -> None:
-    assert EngineConfig(dtype=given).dtype == name
+def test_a_dtype_may_be_a_type(dtype: Any, name: str) -> None:
+    assert EngineConfig(dtype=dtype).dtype == name
 
 
 def test_neutral_values_of_unsupported_settings_are_accepted() -> None:
@@ -561,7 +563,7 @@ def test_a_name_too_long_to_be_one_is_compared_with_none(
     """Wherever a name comes from: comparing takes time that grows with its length."""
     name, compared = "m" * length, []
     monkeypatch.setattr(
-        difflib, "get_close_matches", lambda given, *_: compared.append(len(given)) or []
+        difflib, "get_close_matches", lambda name, *_: compared.append(len(name)) or []
     )
     requests = context(strict_requests=True)
     for error, refused in (
@@ -604,7 +606,10 @@ def test_shown_lines_are_yaml_that_loads_to_the_same_config(tmp_path: Path) -> N
 
 
 def test_engine_flags_cover_every_setting() -> None:
-    """The command line lists its flags without importing pydantic, so that --help is instant; here both are compared."""
+    """The command line lists its flags without importing pydantic, so that --help is instant.
+
+    Here both are compared.
+    """
     from jaxpage.cli.setting_flags import ENGINE_FLAGS
 
     assert {flag.setting for flag in ENGINE_FLAGS} == set(EngineConfig.model_fields)
@@ -612,16 +617,16 @@ def test_engine_flags_cover_every_setting() -> None:
 
 
 def test_keyword_arguments_are_the_settings():
-    """With the same choices. That type checkers see them, tests/typed_settings.py shows."""
+    """They have the same choices. tests/typed_settings.py shows that type checkers see them."""
     hints = get_type_hints(LLMSettings)
     assert {"model", *hints} == EngineConfig.model_fields.keys()
     for name, hint in hints.items():
-        choices, wanted = (
+        choices, expected = (
             _choices(each) for each in (hint, EngineConfig.model_fields[name].annotation)
         )
         # Other words for a choice: "auto" is short for the method of that name.
         others = {"half", "float"} | ({"auto"} if name == "speculative_config" else set())
-        assert choices - others == wanted, name
+        assert choices - others == expected, name
 
 
 def _choices(hint: Any) -> set[Any]:

@@ -1,4 +1,6 @@
-"""Fields that config.json leaves out: each family's defaults are those of its config class in transformers."""
+"""Fields that config.json leaves out: each family's defaults are those of its config class in
+transformers.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +15,7 @@ from tests.support.checkpoint_cases import random_cases
 from tests.support.config_defaults import KEPT, Config, completed, difference, read
 from tests.support.family_names import FAMILY_OF
 from tests.support.model_configs import MODELS, config_json
+from tests.support.sweeps import few
 
 CONFIGS = {name: config for name in MODELS if "text_config" not in (config := config_json(name))}
 
@@ -23,7 +26,15 @@ def test_all_families_are_tried():
     }
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Tries all families that `-k` selects, which the recipe for one asks for."""
+    if "name" in metafunc.fixturenames:
+        always = list(CONFIGS)
+        if not metafunc.config.getoption("keyword"):
+            always = always[::3]  # the code is the same for all of them
+        metafunc.parametrize("name", few(CONFIGS, always))
+
+
 def test_a_field_that_is_left_out_is_the_default_of_transformers(name):
     """Each field alone, and all of them."""
     config = CONFIGS[name]
@@ -98,10 +109,10 @@ ALIKE: dict[str, tuple[str, Config, Config]] = {
 
 @pytest.mark.parametrize("case", ALIKE)
 def test_what_transformers_takes_is_taken(case):
-    name, given, plain = ALIKE[case]
-    found, wanted = read({**CONFIGS[name], **given}), read({**CONFIGS[name], **plain})
-    assert found == wanted and not isinstance(found, str), found
-    assert case == "a flag that is null" or completed({**CONFIGS[name], **given}) is not None
+    name, stated, plain = ALIKE[case]
+    spec, expected = read({**CONFIGS[name], **stated}), read({**CONFIGS[name], **plain})
+    assert spec == expected and not isinstance(spec, str), spec
+    assert case == "a flag that is null" or completed({**CONFIGS[name], **stated}) is not None
 
 
 @pytest.mark.sweep

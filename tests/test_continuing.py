@@ -1,4 +1,6 @@
-"""Aborted requests that go on: the same tokens and bits as without the abort, and one error for those that are gone."""
+"""Aborted requests that go on: the same tokens and bits as without the abort, and one error for
+those that are gone.
+"""
 
 from __future__ import annotations
 
@@ -27,6 +29,7 @@ from tests.support.executables import when_used
 from tests.support.notebooks import as_text, executed
 from tests.support.random_checkpoints import random_checkpoint, random_tensors
 from tests.support.running import serving, wait_until
+from tests.support.sweeps import few
 
 pytestmark = pytest.mark.usefixtures("largest_shapes")
 
@@ -51,7 +54,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return random_checkpoint(tmp_path_factory.mktemp("model"), LLAMA)
 
 
-def seeded(llm: LLM, params: list[Any]) -> list[Any]:
+def prepare_seeded(llm: LLM, params: list[Any]) -> list[Any]:
     """Prepared requests, which have the seeds that an engine would draw for its first ones."""
     return llm._prepare(
         PROMPTS,
@@ -106,10 +109,10 @@ def plain_output(output: RequestOutput) -> RequestOutput:
     return dataclasses.replace(output, request_id="", metrics=None)
 
 
-@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize("name", few(SETTINGS, ["recompute", "swap"]))
 def test_a_request_goes_on_as_if_it_had_never_been_aborted(checkpoint: Path, name: str) -> None:
     with make_llm(checkpoint, start=False, **SETTINGS[name]) as llm:
-        requests = seeded(llm, PARAMS)
+        requests = prepare_seeded(llm, PARAMS)
         expected = [plain_output(output) for output in run(llm, requests, [])]
         lengths = {len(sample.token_ids) for sample in expected[2].outputs}
         assert len(lengths) > 1, "some samples end before others"
@@ -119,7 +122,9 @@ def test_a_request_goes_on_as_if_it_had_never_been_aborted(checkpoint: Path, nam
 
 
 def test_texts_and_grammars_go_on(tmp_path: Path) -> None:
-    """So do stop strings that are half there, budgets for reasoning, and the smallest number of tokens."""
+    """So do stop strings that are half there, budgets for reasoning, and the smallest number of
+    tokens.
+    """
     params = [
         SamplingParams(
             seed=1, max_tokens=40, stop=["the w", "xyz"], min_tokens=9, repetition_penalty=1.2
@@ -244,7 +249,9 @@ def test_coroutines_continue_by_their_own_ids(checkpoint: Path) -> None:
 
 
 def test_requests_over_http_are_aborted_and_go_on(checkpoint: Path, tmp_path: Path) -> None:
-    """With the arrays that they ask for, whatever ended them: a call, an update, or a client that left."""
+    """They have the arrays that they ask for, whether a call, an update or a client that left ended
+    them.
+    """
     body = {"model": "demo", "prompt_token_ids": PROMPTS[0], "logprobs": 1, "prompt_logprobs": 0}
     body |= {"n": 2, "max_tokens": 40, "ignore_eos": True, "temperature": 1.1, "seed": 6}
     fixed = {"id": "", "created": 0, "request_id": "", "usage": None}

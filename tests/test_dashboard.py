@@ -20,7 +20,7 @@ _SELECTOR = re.compile(r"\b((?:jaxpage|process)_\w+)(?:\{([^}]*)\})?(\[\$__rate_
 
 
 def samples() -> dict[str, tuple[str, set[str]]]:
-    """Of every series that the server tells: the type of its family, and its labels."""
+    """Returns the type of the family of every series that the server tells, and its labels."""
     stats: dict[str, Any] = {
         name: {"x": 0} if name in LABELS else 0 for name in HELP
     } | Latencies().snapshot()
@@ -34,36 +34,36 @@ def samples() -> dict[str, tuple[str, set[str]]]:
 
 def expressions() -> list[tuple[str, str]]:
     dashboard = json.loads(DASHBOARD.read_text())
-    found = [
+    panels = [
         (panel["title"], target["expr"])
         for panel in dashboard["panels"]
         for target in panel.get("targets", [])
     ]
-    return found + [
-        (one["name"], one["definition"])
-        for one in dashboard["templating"]["list"]
-        if "definition" in one
+    return panels + [
+        (each["name"], each["definition"])
+        for each in dashboard["templating"]["list"]
+        if "definition" in each
     ]
 
 
 def problems(expression: str) -> list[str]:
-    """What in a query would give an empty or a wrong picture."""
-    known, found = samples(), []
+    """Returns what in a query would give an empty or a wrong picture."""
+    known, metrics = samples(), []
     for name, labels, is_range in _SELECTOR.findall(expression):
         if name not in known:
-            found.append(f"there is no {name}")
+            metrics.append(f"there is no {name}")
             continue
-        kind, own = known[name]
+        kind, metric_labels = known[name]
         requested = set(re.findall(r"(\w+)=", labels)) | set(
             re.findall(r"by \((\w+)\)", expression)
         )
-        found += [f"{name} has no label {label}" for label in requested - own]
+        metrics += [f"{name} has no label {label}" for label in requested - metric_labels]
         grows = kind == "counter" or (kind == "histogram" and not name.endswith("_created"))
         if is_range and not grows:
-            found.append(f"{name} is a gauge, and has no rate")
+            metrics.append(f"{name} is a gauge, and has no rate")
     if "histogram_quantile" in expression and "by (le)" not in expression:
-        found.append("a quantile needs le")
-    return found
+        metrics.append("a quantile needs le")
+    return metrics
 
 
 @pytest.mark.parametrize(

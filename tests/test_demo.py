@@ -1,4 +1,6 @@
-"""The packaged demo model: it fits its size, speaks fluently enough to be recognised, and carries the tests that need text."""
+"""The packaged demo model: it fits its size, speaks fluently enough to be recognised, and carries
+the tests that need text.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +16,6 @@ from jaxpage import LLM, BeamSearchParams, SamplingParams
 from tests.support.engines import invariants
 from tests.support.wire import CHATML
 
-pytestmark = pytest.mark.optimized
-
 DEMO = Path(jaxpage.__file__).parent / "demo"
 GREEDY = SamplingParams(temperature=0.0, max_tokens=48)
 TOOL = {
@@ -25,7 +25,7 @@ TOOL = {
 
 
 @pytest.fixture(scope="module")
-def llm(compiled_when_used):
+def llm(compiled_when_used, largest_shapes):
     with LLM(dtype="float32", max_num_seqs=4, max_num_batched_tokens=64, use_tqdm=False) as llm:
         yield llm
 
@@ -36,7 +36,7 @@ def nothing_left_behind(llm):
     invariants(llm)
 
 
-def one(llm, prompt, params):
+def complete(llm, prompt, params):
     return llm.generate(prompt, params, use_tqdm=False)[0].outputs[0]
 
 
@@ -50,8 +50,10 @@ def test_size_and_card():
 
 
 def test_it_speaks_from_the_prompt_of_the_readme(llm):
-    """Most of what it says are words of its tokenizer's own language: no run of letters longer than words are, few fragments."""
-    text = one(
+    """Most of what it says are words of its tokenizer's own language: no run of letters longer than
+    words are, few fragments.
+    """
+    text = complete(
         llm, "Once upon a time", SamplingParams(temperature=0.7, seed=1, max_tokens=150)
     ).text
     words = text.split()
@@ -91,16 +93,18 @@ def test_tokens_are_those_of_transformers(llm):
             do_sample=False,
             pad_token_id=0,
         )
-        assert one(llm, prompt, GREEDY).token_ids == want[0, ids.shape[1] :].tolist()
+        assert complete(llm, prompt, GREEDY).token_ids == want[0, ids.shape[1] :].tolist()
 
 
 def test_the_loss_on_held_out_text_is_what_a_trained_model_has(llm):
-    """Far below a uniform guess over the vocabulary, by the model's own log probabilities of a text by a person."""
+    """It is far below a uniform guess over the vocabulary, for a text by a person."""
     text = "It was late in the evening when the carriage stopped before the door, and she went up to her room without a word."
     ids = llm.tokenizer(text)["input_ids"]
     total = 0.0
     for place in range(1, len(ids)):
-        output = one(llm, ids[:place], SamplingParams(temperature=0.0, max_tokens=1, logprobs=20))
+        output = complete(
+            llm, ids[:place], SamplingParams(temperature=0.0, max_tokens=1, logprobs=20)
+        )
         entry = output.logprobs[0].get(ids[place])
         total -= entry.logprob if entry else -9.0
     assert total / (len(ids) - 1) < 5.5 < np.log(len(llm.tokenizer))
@@ -109,23 +113,23 @@ def test_the_loss_on_held_out_text_is_what_a_trained_model_has(llm):
 def test_text_is_the_tokenizers_own_decoding(llm):
     for seed in range(4):
         params = SamplingParams(temperature=1.3, seed=seed, max_tokens=60, ignore_eos=True)
-        output = one(llm, "Once upon a time", params)
+        output = complete(llm, "Once upon a time", params)
         assert output.text == llm.tokenizer.decode(output.token_ids, skip_special_tokens=True)
 
 
 def test_a_prompt_that_ends_in_a_replacement_character_stays_out_of_the_text(llm):
-    output = one(llm, "The word is \ufffd", GREEDY)
+    output = complete(llm, "The word is \ufffd", GREEDY)
     assert "word is" not in output.text
     assert output.text == llm.tokenizer.decode(output.token_ids, skip_special_tokens=True)
 
 
 def test_stop_strings_cut_exactly_and_never_leak_into_a_stream(llm):
-    free = one(llm, "Once upon a time", GREEDY)
+    free = complete(llm, "Once upon a time", GREEDY)
     for start, length in ((3, 1), (10, 4), (17, 9), (25, 2)):
         stop = free.text[start : start + length]
         params = SamplingParams(temperature=0.0, max_tokens=48, stop=[stop, "never said"])
         place = free.text.index(stop)
-        ended = one(llm, "Once upon a time", params)
+        ended = complete(llm, "Once upon a time", params)
         assert (ended.text, ended.finish_reason, ended.stop_reason) == (
             free.text[:place],
             "stop",
@@ -133,10 +137,13 @@ def test_stop_strings_cut_exactly_and_never_leak_into_a_stream(llm):
         )
         pieces = [chunk.outputs[0].text for chunk in llm.stream("Once upon a time", params)]
         assert "".join(pieces) == free.text[:place]
-    kept = SamplingParams(
+    greedy = SamplingParams(
         temperature=0.0, max_tokens=48, stop=stop, include_stop_str_in_output=True
     )
-    assert one(llm, "Once upon a time", kept).text == free.text[: free.text.index(stop) + len(stop)]
+    assert (
+        complete(llm, "Once upon a time", greedy).text
+        == free.text[: free.text.index(stop) + len(stop)]
+    )
 
 
 def test_chat_goes_through_the_template(llm):
@@ -155,7 +162,7 @@ def test_chat_goes_through_the_template(llm):
 
 
 def test_tools_and_variables_reach_the_template(llm, monkeypatch):
-    """As transformers renders them; what the template does not know is refused."""
+    """They are rendered as by transformers; what the template does not know is refused."""
     messages, tools = [{"role": "user", "content": "Hello"}], [TOOL]
     with pytest.raises(ValueError, match="chat template has no tools, enable_thinking"):
         llm.chat(messages, GREEDY, tools=tools, chat_template_kwargs={"enable_thinking": True})

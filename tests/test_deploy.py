@@ -1,4 +1,6 @@
-"""The files of deploy/: what an operator relies on is in them, since neither Docker, nor a cluster, nor systemd runs here."""
+"""The files of deploy/: what an operator relies on is in them, since neither Docker, nor a cluster,
+nor systemd runs here.
+"""
 
 from __future__ import annotations
 
@@ -114,7 +116,7 @@ server.serve_forever()
 
 @pytest.mark.parametrize(("status", "expected"), [(200, 0), (503, 1)])
 def test_the_health_check_finds_the_port_of_the_server(status, expected):
-    """Whatever the port is, and whatever else the process listens on."""
+    """The port may be any, and the process may listen on others."""
     text = (DEPLOY / "Dockerfile").read_text()
     [place] = re.findall(r"^COPY deploy/healthcheck.py (\S+)$", text, re.M)
     assert re.search(rf'^HEALTHCHECK .* CMD \["python", "{place}"\]$', text, re.M)

@@ -1,4 +1,6 @@
-"""Text that is made token by token is the tokenizer's own, and tokens that bring none cost no more than others."""
+"""Text that is made token by token is the tokenizer's own, and tokens that bring none cost no more
+than others.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
@@ -21,6 +23,7 @@ from jaxpage.engine.text import StreamDetokenizer
 from jaxpage.outputs import Logprob
 from jaxpage.receipts.hashing import hash_tokenizer
 from jaxpage.serving.wire.logprobs import TextOffsets, TokenTexts, chat_logprobs
+from tests.support.sweeps import examples
 from tests.support.tokenizers import byte_letters, write_tokenizer
 from tests.support.word_tokenizer import word_tokenizer
 
@@ -46,7 +49,7 @@ class Counting(StreamDetokenizer):
         return super()._decode(token_ids)
 
 
-@settings(max_examples=300)
+@examples(80)
 @given(
     st.lists(
         st.tuples(st.sampled_from(PIECES), st.integers(1, 4), st.sampled_from([1, 1, 1, 12])),
@@ -58,7 +61,9 @@ class Counting(StreamDetokenizer):
 )  # one broken character after the other
 @example([(PIECES[2], 1, 1), (END, 1, 12), (PIECES[0], 3, 1)])
 def test_the_text_is_the_tokenizers_and_the_window_has_an_end(pieces):
-    """Broken characters, bytes that no character has, and special tokens, up to twelve times in a row."""
+    """Broken characters, bytes that no character has, and special tokens, up to twelve times in a
+    row.
+    """
     token_ids = [token_id for piece, cut, times in pieces for token_id in times * piece[:cut]]
     stream = Counting(TOKENIZER, (), skip_special_tokens=True)
     text = "".join([stream.push(token_id) for token_id in token_ids])
@@ -142,7 +147,7 @@ def text_of(tokenizer: PreTrainedTokenizerFast, token_ids: list[int], *, skips: 
 
 
 def agree_with_the_tokenizer(name: str, token_ids: list[int], cut: int, *, skips: bool) -> None:
-    """At each token: what was shown, and what an end here would bring, are the text; little is held back.
+    """Checks that what was shown and what an end here would bring are the text, at each token.
 
     A prompt that ends in a run of bytes shows its characters whatever follows, so it is cut before such a run.
     """
@@ -177,17 +182,15 @@ def ids_of(name: str) -> st.SearchStrategy[list[int]]:
             else {byte: byte for byte in range(256)}
         )
 
-        def spelled(text: str, length: int) -> list[int]:
+        def spell(text: str, length: int) -> list[int]:
             return [of_byte[byte] for byte in text.encode()[:length]]
 
         tokens += [
-            st.characters(codec="utf-8").map(lambda text: spelled(text, 4)),
+            st.characters(codec="utf-8").map(lambda text: spell(text, 4)),
             st.text("\U0001f389\u9f98\u0c24\U0001f1e9\U0001f3fd\u00e9\ufffda ", max_size=4).map(
-                lambda text: spelled(text, 16)
+                lambda text: spell(text, 16)
             ),
-            st.tuples(st.characters(codec="utf-8"), st.integers(1, 3)).map(
-                lambda cut: spelled(*cut)
-            ),
+            st.tuples(st.characters(codec="utf-8"), st.integers(1, 3)).map(lambda cut: spell(*cut)),
             st.integers(256, size - 1).map(lambda token_id: [token_id]),
         ]
     return st.lists(st.one_of(tokens), max_size=6).map(  # a run has at most 96 bytes
@@ -197,7 +200,7 @@ def ids_of(name: str) -> st.SearchStrategy[list[int]]:
 
 @pytest.mark.parametrize("name", VOCABULARIES)
 def test_text_in_pieces_is_the_text_of_the_whole(name):
-    @settings(max_examples=100)
+    @examples(30)
     @given(ids_of(name), st.integers(0, 20), st.booleans())
     def search(token_ids: list[int], cut: int, skips: bool) -> None:
         agree_with_the_tokenizer(name, token_ids, min(cut, len(token_ids)), skips=skips)
@@ -228,7 +231,7 @@ def test_characters_that_are_no_tokens_follow_each_other(name, text):
 
 
 def test_of_a_run_without_an_end_complete_characters_are_shown():
-    """What is held back stays short, and what was shown stays when an invalid byte follows."""
+    """Little is held back, and what was shown stays when an invalid byte follows."""
     stream = StreamDetokenizer(VOCABULARIES["gemma"], (), skip_special_tokens=True)
     token_ids = list(("\U0001f389" * 100).encode())
     shown = "".join(map(stream.push, token_ids))
@@ -251,9 +254,12 @@ def test_a_prompt_may_end_anywhere_in_a_long_run_of_bytes(length):
 
 @pytest.mark.parametrize("name", ["gemma", "byte level"])
 @given(parts=st.data())
-@settings(max_examples=50)
+@examples(20)
 def test_log_probabilities_tell_the_bytes_of_tokens_and_where_they_begin(name, parts):
-    """A token begins where the character begins that it is a part of; all bytes together are the text."""
+    """A token begins where the character begins that it is a part of.
+
+    All bytes together are the text.
+    """
     token_ids = parts.draw(ids_of(name))
     tokenizer = VOCABULARIES[name]
     text = tokenizer.decode(token_ids)
@@ -297,13 +303,13 @@ MARKS = ("<|endoftext|>", "<s>", "[CLS]", "<|end|>", " .", "\u2581", "12", "e\u0
 
 
 def agree(stored: Any, whole: Any) -> None:
-    """In all that a start asks for, and in texts."""
+    """Compares all that a start asks for, and texts."""
     assert stored.get_vocab() == whole.get_vocab() and len(stored) == len(whole)
     for name in ("eos_token_id", "all_special_ids", "chat_template"):
         assert getattr(stored, name) == getattr(whole, name)
     assert hash_tokenizer(stored) == hash_tokenizer(whole)
 
-    @settings(max_examples=30)
+    @examples(10)
     @given(
         st.lists(st.one_of(st.text(max_size=5), st.sampled_from(MARKS)), max_size=4).map("".join),
         st.lists(st.integers(0, len(whole) - 1), max_size=8),
@@ -326,7 +332,7 @@ def ids_or_error(tokenizer: Any, texts: Any, adds: bool) -> Any:
 
 
 def open_twice(directory: Path) -> tuple[Any, Any]:
-    """What a second start opens, and the tokenizer of transformers, which the first one opened."""
+    """Returns the tokenizer that a second start opens, and that of transformers."""
     first = open_tokenizer(directory)
     assert not isinstance(first, StoredTokenizer)
     return open_tokenizer(directory), first

@@ -1,4 +1,6 @@
-"""The documentation: its site builds without a warning, its commands have flags that exist, and those of the tutorials run."""
+"""The documentation: its site builds without a warning, its commands have flags that exist, and
+those of the tutorials run.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +57,9 @@ def test_the_site_builds_without_a_warning(tmp_path):
 
 
 def look_at_site(site: Path) -> None:
-    """What a reader sees: guides first in a search, no table that scrolls, the picture of the theme."""
+    """Checks what a reader sees: guides first in a search, no table that scrolls, the picture of
+    the theme.
+    """
     playwright = pytest.importorskip("playwright.sync_api", reason="jaxpage[test] has it")
     with launched(playwright) as browser:
         page = browser.new_page(viewport={"width": 1440, "height": 900}, color_scheme="dark")
@@ -101,13 +105,16 @@ def test_commands_have_flags_that_exist(path, capsys):
 
 
 def test_links_are_called_by_what_they_lead_to():
-    """No link to a page has the page's file for a text. A link to a file that is no page may have its path."""
-    found = [
+    """No link to a page has the page's file for a text.
+
+    A link to a file that is no page may have its path.
+    """
+    problems = [
         f"{path.relative_to(ROOT)}: {link}"
         for path in [*PAGES, *(ROOT / name for name in HOUSE_PAGES)]
         for link in links_called_by_files(path.read_text(encoding="utf-8"))
     ]
-    assert not found, "\n".join(found)
+    assert not problems, "\n".join(problems)
     planted = "[a.md](a.md) [`x/y.md`](../x/y.md#z) [docs/](docs/README.md) [a page](a.md) [x.py](x.py) [lab\nlog.md](b.md)"
     assert list(links_called_by_files(planted)) == [
         "[a.md](a.md)",
@@ -143,12 +150,12 @@ def links_called_by_files(text: str) -> Iterator[str]:
 
 
 def test_the_example_of_the_architecture_is_what_the_engine_does(monkeypatch):
-    told = (ROOT / "docs" / "internals" / "architecture.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "internals" / "architecture.md").read_text(encoding="utf-8")
     steps: list[tuple[StepPlan, StepResult]] = []
     with make_llm("demo", **BLOCKS_OF_4, dtype="float32") as llm:
         run = llm._engine.runner.run
 
-        def recorded(batch: Any) -> StepResult:
+        def record(batch: Any) -> StepResult:
             steps.append((plans[-1], run(batch)))
             return steps[-1][1]
 
@@ -157,12 +164,12 @@ def test_the_example_of_the_architecture_is_what_the_engine_does(monkeypatch):
         monkeypatch.setattr(
             llm._engine.builder,
             "build",
-            lambda plan, *rest: (plans.append(plan), build(plan, *rest))[1],
+            lambda plan, *others: (plans.append(plan), build(plan, *others))[1],
         )
-        monkeypatch.setattr(llm._engine.runner, "run", recorded)
+        monkeypatch.setattr(llm._engine.runner, "run", record)
         params = SamplingParams(n=2, temperature=1.0, seed=5, max_tokens=3)
         llm.generate("Once upon a time there lived", params, use_tqdm=False)
-    table = told.partition("step  rows")[2].partition("```")[0]
+    table = page.partition("step  rows")[2].partition("```")[0]
     for plan, result in steps:
         for row in plan.rows:
             assert (
@@ -198,7 +205,9 @@ END
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("tutorial", TUTORIALS, ids=lambda path: path.stem)
 def test_the_commands_of_a_tutorial_run(tutorial, tmp_path):
-    """As a reader types them: the environment has jaxpage, and what the tutorial installs into it."""
+    """They run as a reader types them: the environment has jaxpage, and what the tutorial installs
+    into it.
+    """
     if os.environ.get("NO_INDEX"):
         pytest.skip("the package index is not wanted")
     venv.create(tmp_path / "env", with_pip=True)
@@ -229,7 +238,10 @@ def shell_blocks(page: str) -> list[str]:
 
 
 def jaxpage_commands(script: str) -> Iterator[list[str]]:
-    """The words after `jaxpage` of each such command in lines of shell; prompts, assignments and redirections are left out."""
+    """The words after `jaxpage` of each such command in lines of shell.
+
+    Prompts, assignments and redirections are left out.
+    """
     for line in HEREDOC.sub("", script).replace("\\\n", " ").splitlines():
         if "jaxpage" not in line:
             continue  # the output of a command may have any quotes

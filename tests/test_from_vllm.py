@@ -1,4 +1,6 @@
-"""Names of vLLM's Python interface and of its dashboard: each is there, asks for nothing, or has one answer."""
+"""Names of vLLM's Python interface and of its dashboard: each is there, asks for nothing, or has
+one answer.
+"""
 
 from __future__ import annotations
 
@@ -179,8 +181,12 @@ def test_the_defaults_of_sampling_are_taken():
     ],
 )
 def test_files_of_a_batch_are_given_as_to_vllm(words):
-    found = make_parser().parse_args(["run-batch", *words, "-tp", "2", "--model", "demo"])
-    assert (found.input, found.output, found.tensor_parallel_size) == ("a.jsonl", "b.jsonl", 2)
+    arguments = make_parser().parse_args(["run-batch", *words, "-tp", "2", "--model", "demo"])
+    assert (arguments.input, arguments.output, arguments.tensor_parallel_size) == (
+        "a.jsonl",
+        "b.jsonl",
+        2,
+    )
 
 
 @pytest.mark.parametrize("words", [["a"], ["-i", "a"], ["a", "b", "-i", "c"], []])

@@ -1,4 +1,7 @@
-"""POST /v1/generate: token ids in, ids and arrays out; the arrays have the bits of the engine's own outputs, and nothing is passed over."""
+"""POST /v1/generate: token ids in, ids and arrays out.
+
+The arrays have the bits of the engine's own outputs, and nothing is passed over.
+"""
 
 from __future__ import annotations
 
@@ -31,13 +34,13 @@ def llm():
         invariants(llm)
 
 
-def opened(**fields):
+def open_route(**fields):
     return open_generate({**BODY, **fields}, context(vocab_size=VOCAB_SIZE))
 
 
-def generated(llm: LLM, **fields):
+def generate(llm: LLM, **fields):
     """The body of the answer, as a client has it, and the engine's output."""
-    exchange = opened(**fields)
+    exchange = open_route(**fields)
     (request,) = exchange.prompts
     (output,) = llm.generate([list(request.prompt)], request.params, use_tqdm=False)
     body = json.loads(json.dumps(exchange.whole([output]), allow_nan=False))
@@ -54,17 +57,17 @@ def array_of(body):
 
 @pytest.mark.parametrize("mode", ["raw", "processed"])
 def test_arrays_have_the_bits_of_the_engine(mode, llm):
-    body, output = generated(llm, **SAMPLED, n=2, logprobs=8, logprobs_mode=mode, prompt_logprobs=2)
+    body, output = generate(llm, **SAMPLED, n=2, logprobs=8, logprobs_mode=mode, prompt_logprobs=2)
     assert [choice["index"] for choice in body["choices"]] == [0, 1]
     assert body["weights_version"] == 0 and body["usage"]["completion_tokens"] == 14
     for choice, completion in zip(body["choices"], output.outputs, strict=True):
         assert choice["token_ids"] == completion.token_ids
         assert choice["cumulative_logprob"] == completion.cumulative_logprob
-        wanted = [
+        expected = [
             e[t].logprob for e, t in zip(completion.logprobs, completion.token_ids, strict=True)
         ]
         logprobs = array_of(choice["logprobs"])
-        assert logprobs.dtype == np.float32 and logprobs.tolist() == wanted
+        assert logprobs.dtype == np.float32 and logprobs.tolist() == expected
         ids, top = array_of(choice["top_token_ids"]), array_of(choice["top_logprobs"])
         assert ids.shape == top.shape == (7, 8)
         for place, entry in enumerate(completion.logprobs):
@@ -84,7 +87,7 @@ def test_arrays_have_the_bits_of_the_engine(mode, llm):
 
 
 def test_a_mask_has_the_ids_that_were_kept(llm):
-    body, output = generated(llm, **SAMPLED, return_sampling_mask=True)
+    body, output = generate(llm, **SAMPLED, return_sampling_mask=True)
     (choice,), (completion,) = body["choices"], output.outputs
     mask = {name: array_of(array) for name, array in choice["sampling_mask"].items()}
     parts = np.split(mask["kept_token_ids"], np.cumsum(mask["num_kept"])[:-1])
@@ -94,7 +97,7 @@ def test_a_mask_has_the_ids_that_were_kept(llm):
 
 
 def test_nothing_but_ids_unless_it_is_asked_for(llm):
-    body, _ = generated(llm, **SAMPLED)
+    body, _ = generate(llm, **SAMPLED)
     (choice,) = body["choices"]
     assert choice.keys() == {
         "index",
@@ -119,7 +122,7 @@ def test_every_parameter_of_the_engine_is_honoured_or_refused():
     for field, name, value in fields_at_bounds("rollouts"):
         needs = NEEDS.get(("completions", field.name), {}) if field.name == "min_tokens" else {}
         needs |= {"top_k": 1} if name == "return_sampling_mask" else {}
-        exchange = opened(**{name: value, **needs})
+        exchange = open_route(**{name: value, **needs})
         (prompt,) = exchange.prompts
         if (
             field.engine is not None
@@ -135,7 +138,7 @@ def test_every_parameter_of_the_engine_is_honoured_or_refused():
 @pytest.mark.parametrize(("name", "value", "place"), fields_beyond("rollouts"))
 def test_a_value_beyond_a_bound_is_refused_by_its_name(name, value, place):
     with pytest.raises(ApiError) as refused:
-        opened(**{name: value})
+        open_route(**{name: value})
     assert refused.value.status == 400 and refused.value.param == place
 
 
@@ -158,7 +161,7 @@ def test_a_value_beyond_a_bound_is_refused_by_its_name(name, value, place):
 )
 def test_what_it_does_not_do_is_refused(fields, param):
     with pytest.raises(ApiError) as refused:
-        opened(**fields)
+        open_route(**fields)
     assert refused.value.status == 400 and refused.value.param == param
 
 

@@ -31,7 +31,7 @@ from jaxpage.device.waiting import Waiting
 from pallas_kernels.compat import DescribedGPU, describe_gpu
 from pallas_kernels.sets import fa3
 from tools.lab.kernel_lab.inspection import compile_for, deviceless, unavailable
-from tools.lab.kernel_lab.inspection.deviceless import described_mesh
+from tools.lab.kernel_lab.inspection.deviceless import describe_mesh
 
 reason = unavailable()
 needs_plugin = pytest.mark.skipif(reason is not None, reason=str(reason))
@@ -47,7 +47,7 @@ def multiply(**options: Any) -> Any:
 
 
 def device(gpu: str = "h200") -> jax.Device:
-    return described_mesh(gpu).devices.flat[0]
+    return describe_mesh(gpu).devices.flat[0]
 
 
 @pytest.fixture

@@ -1,4 +1,6 @@
-"""The server over real sockets: who may come in, what is refused and how, who leaves when, and how it all ends."""
+"""The server over real sockets: who may come in, what is refused and how, who leaves when, and how
+it all ends.
+"""
 
 from __future__ import annotations
 
@@ -66,7 +68,7 @@ class Shared:
 
 
 @pytest.fixture(scope="module")
-def shared():
+def engines_server():
     shared = Shared()
     yield shared
     shared.close()
@@ -74,20 +76,20 @@ def shared():
 
 
 @pytest.fixture
-def open_server(shared):
-    return shared.get()
+def open_server(engines_server):
+    return engines_server.get()
 
 
 @pytest.fixture
-def guarded(shared):
-    return shared.get(api_keys=("sk-other", KEY), ui=True)
+def server_with_keys(engines_server):
+    return engines_server.get(api_keys=("sk-other", KEY), ui=True)
 
 
 @pytest.fixture
-def built(shared):
-    """For a server of the test's own."""
-    shared.close()
-    return shared.built
+def demo_build(engines_server):
+    """Gives an engine to a test that makes a server of its own."""
+    engines_server.close()
+    return engines_server.built
 
 
 def error_of(body: bytes) -> dict:
@@ -165,8 +167,10 @@ def paths_of(running) -> list[str]:
     ]
 
 
-def closed_paths(running) -> list[str]:
-    """All but the two for load balancers, and the files of the page with what leads to them, which are the same for everybody."""
+def list_closed_paths(running) -> list[str]:
+    """All but the two for load balancers, and the files of the page with what leads to them, which
+    are the same for everybody.
+    """
     return [
         path
         for path in paths_of(running)
@@ -174,9 +178,9 @@ def closed_paths(running) -> list[str]:
     ]
 
 
-def test_every_path_but_two_needs_a_key(guarded):
-    """Whether there is anything at it or not, by whatever method, however it is spelled and whatever the Host says."""
-    paths = closed_paths(guarded)
+def test_every_path_but_two_needs_a_key(server_with_keys):
+    """It may lead nowhere, and the method, the spelling and the Host may be any."""
+    paths = list_closed_paths(server_with_keys)
     assert len(paths) > 15 and "/debug/state" in paths and COMPLETIONS in paths
     requests = [(method, path, {}) for path in paths for method in ("GET", "POST")]
     for path in LOOKED_AT:
@@ -191,7 +195,7 @@ def test_every_path_but_two_needs_a_key(guarded):
             requests += [("GET", spelling.format(path), {}) for spelling in SPELLINGS]
     for method, path, headers in requests:
         body = {} if method in ("POST", "PUT") else None
-        status, answered, content = ask(guarded, method, path, body, **headers)
+        status, answered, content = ask(server_with_keys, method, path, body, **headers)
         is_http = not (path == "*" and method != "OPTIONS")
         assert status == 401 or (status == 400 and not is_http), (method, path, headers, status)
         if status == 401:
@@ -200,22 +204,22 @@ def test_every_path_but_two_needs_a_key(guarded):
                 error_of_path(path, content)
 
 
-def test_a_key_opens_and_some_paths_are_open(guarded):
+def test_a_key_opens_and_some_paths_are_open(server_with_keys):
     for key in (KEY, "sk-other"):
-        assert ask(guarded, "GET", "/v1/models", Authorization=f"Bearer {key}")[0] == 200
-    assert ask(guarded, "GET", "/v1/models", Authorization=f"bearer  {KEY}")[0] == 200
+        assert ask(server_with_keys, "GET", "/v1/models", Authorization=f"Bearer {key}")[0] == 200
+    assert ask(server_with_keys, "GET", "/v1/models", Authorization=f"bearer  {KEY}")[0] == 200
     for path in ("/health", "/ready", "/ui/", "/ui/index.html"):
-        assert ask(guarded, "GET", path)[0] == 200, path
+        assert ask(server_with_keys, "GET", path)[0] == 200, path
     for path in ("/health/", "/Health", "/health%00", "/ui/nothing.js", "/ui/../v1/models"):
-        assert ask(guarded, "GET", path)[0] == 401, path
+        assert ask(server_with_keys, "GET", path)[0] == 401, path
 
 
-def test_the_root_leads_to_the_page_where_there_is_one(guarded):
-    status, answered, _ = ask(guarded, "GET", "/")
+def test_the_root_leads_to_the_page_where_there_is_one(server_with_keys):
+    status, answered, _ = ask(server_with_keys, "GET", "/")
     assert (status, answered["location"]) == (307, "ui/"), (
         "relative: a proxy may have put the server elsewhere"
     )
-    assert b"<title>jaxpage</title>" in ask(guarded, "GET", "/ui/")[2]
+    assert b"<title>jaxpage</title>" in ask(server_with_keys, "GET", "/ui/")[2]
 
 
 NAMES = ["localhost", "LocalHost:8000", "127.0.0.1", "127.1.2.3:80", "[::1]", "[::1]:9"]
@@ -238,7 +242,7 @@ FOREIGN += [
 
 
 def test_without_keys_everybody_on_this_machine_comes_in_and_no_page_of_another_site(open_server):
-    """What a browser here sends for such a page: the names that its site has, by DNS, and its origin."""
+    """A browser here sends the names that the site of such a page has, by DNS, and its origin."""
     assert ask(open_server, "GET", "/v1/models", Authorization="Bearer whatever")[0] == 200
     for path in ("/v1/models", "/health", "/nothing"):
         usual = ask(open_server, "GET", path)[0]
@@ -265,7 +269,10 @@ def test_without_keys_everybody_on_this_machine_comes_in_and_no_page_of_another_
 
 
 def test_what_a_browser_sends_for_another_page_is_refused_without_an_origin_too(open_server):
-    """Some requests of a page have no Origin; a link that somebody follows to the server is none of these."""
+    """Some requests of a page have no Origin.
+
+    A link that somebody follows to the server is none of these.
+    """
     for site in ("cross-site", "same-site"):
         for mode in ("no-cors", "cors", "same-origin"):
             requested = {"Sec_Fetch_Site": site, "Sec_Fetch_Mode": mode}
@@ -280,13 +287,14 @@ def test_what_a_browser_sends_for_another_page_is_refused_without_an_origin_too(
     assert (
         ask(open_server, "POST", COMPLETIONS, SHORT, Referer="http://evil.example/page")[0] == 403
     )
-    own = {
+    settings = {
         "Host": "localhost:8000",
         "Origin": "http://localhost:8000",
         "Referer": "http://localhost:8000/ui/",
     }
     assert (
-        ask(open_server, "POST", COMPLETIONS, SHORT, **own, Sec_Fetch_Site="same-origin")[0] == 200
+        ask(open_server, "POST", COMPLETIONS, SHORT, **settings, Sec_Fetch_Site="same-origin")[0]
+        == 200
     )
     assert (
         ask(open_server, "GET", "/health", Sec_Fetch_Site="none", Sec_Fetch_Mode="navigate")[0]
@@ -294,15 +302,15 @@ def test_what_a_browser_sends_for_another_page_is_refused_without_an_origin_too(
     )
 
 
-def test_with_keys_or_for_other_machines_any_name_will_do(built):
-    with serving(built, api_keys=(KEY,)) as running:
+def test_with_keys_or_for_other_machines_any_name_will_do(demo_build):
+    with serving(demo_build, api_keys=(KEY,)) as running:
         requested = {
             "Host": "model.example",
             "Origin": "http://model.example",
             "Authorization": f"Bearer {KEY}",
         }
         assert ask(running, "GET", "/v1/models", **requested)[0] == 200
-    with serving(built, host="0.0.0.0", profile_directory="/nowhere") as running:
+    with serving(demo_build, host="0.0.0.0", profile_directory="/nowhere") as running:
         assert (
             ask(running, "GET", "/v1/models", Host="model.example", Origin="http://page.example")[0]
             == 200
@@ -356,27 +364,27 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(
-    ("method", "path", "body", "told"), REFUSED, ids=[f"{row[0]} {row[1]}" for row in REFUSED]
+    ("method", "path", "body", "message"), REFUSED, ids=[f"{row[0]} {row[1]}" for row in REFUSED]
 )
 def test_a_refusal_is_a_line_without_the_client_s_text(
-    open_server, caplog, method, path, body, told
+    open_server, caplog, method, path, body, message
 ):
     caplog.set_level(logging.INFO, logger="jaxpage")
     ask(open_server, method, path, body, x_request_id="r-1")
     [record] = [record for record in caplog.records if record.message == "refused"]
-    assert {**vars(record), **told, "id": "r-1"} == vars(record)
+    assert {**vars(record), **message, "id": "r-1"} == vars(record)
     line = TextFormatter().format(record)
     assert "\n" not in line and len(line) < 300 and SECRET not in line.lower(), line
 
 
-def test_a_refusal_tells_a_path_of_the_servers_own_before_it_is_routed(guarded, caplog):
+def test_a_refusal_tells_a_path_of_the_servers_own_before_it_is_routed(server_with_keys, caplog):
     caplog.set_level(logging.INFO, logger="jaxpage")
     for path in ("/v1/models", "/metrics", f"/v1/{SECRET}", "/v1/models/demo"):
-        assert ask(guarded, "GET", path)[0] == 401
-    told = [
+        assert ask(server_with_keys, "GET", path)[0] == 401
+    messages = [
         getattr(record, "path", None) for record in caplog.records if record.message == "refused"
     ]
-    assert told == ["/v1/models", "/metrics", None, None]
+    assert messages == ["/v1/models", "/metrics", None, None]
 
 
 def test_what_is_answered_is_no_line(open_server, caplog):
@@ -449,8 +457,8 @@ def test_what_is_not_there(open_server, method, path, status, code):
 def test_slashes_too_many_are_passed_over(open_server, path):
     """Clients make them when they join a base URL and a path."""
     assert ask(open_server, "GET", path)[2] == ask(open_server, "GET", "/v1/models")[2]
-    one = path.replace("models", "models/demo")
-    assert json.loads(ask(open_server, "GET", one)[2])["id"] == "demo"
+    model_path = path.replace("models", "models/demo")
+    assert json.loads(ask(open_server, "GET", model_path)[2])["id"] == "demo"
     posted = path.replace("models", "chat//completions")
     body = {"model": "demo", "messages": [{"role": "user", "content": "x"}], "max_tokens": 1}
     assert ask(open_server, "POST", posted, body)[0] == 200
@@ -525,26 +533,29 @@ def test_bodies_are_plain_json(open_server, headers, status):
     )
 
 
-def test_ollamas_paths_take_json_under_any_name_but_from_no_other_page(shared, open_server):
-    """LiteLLM gives none, and curl its own; a page of another site could do that as well, but for its origin."""
+def test_ollamas_paths_take_json_under_any_name_but_from_no_other_page(engines_server, open_server):
+    """LiteLLM gives none, and curl its own.
+
+    A page of another site could do that as well, but for its origin.
+    """
     shown = {"model": "demo"}
-    asked = {**shown, "prompt": "a", "raw": True, "stream": False, "options": {"num_predict": 1}}
+    request = {**shown, "prompt": "a", "raw": True, "stream": False, "options": {"num_predict": 1}}
     kinds = [
         {"Content_Type": kind} for kind in ("application/x-www-form-urlencoded", "", "text/plain")
     ]
     for kind in kinds:
-        for path, fields in (("/api/generate", asked), ("/api/show", shown)):
+        for path, fields in (("/api/generate", request), ("/api/show", shown)):
             body = json.dumps(fields).encode()
             assert ask(open_server, "POST", path, body, **kind)[0] == 200
             assert ask(open_server, "POST", path, body, **kind, Content_Encoding="gzip")[0] == 415
-    running = shared.get(host="0.0.0.0")
+    running = engines_server.get(host="0.0.0.0")
     foreign = {"Origin": "http://page.example", "Host": "model.example"}
     for kind in kinds:
         assert ask(running, "POST", "/api/show", body, **kind, **foreign)[0] == 403
 
 
-def test_a_body_has_a_limit_with_and_without_a_length(built):
-    with serving(built, max_body_bytes=2000) as running:
+def test_a_body_has_a_limit_with_and_without_a_length(demo_build):
+    with serving(demo_build, max_body_bytes=2000) as running:
         fits = json.dumps(SHORT).encode().ljust(2000)
         assert ask(running, "POST", COMPLETIONS, fits)[0] == 200
         status, headers, body = ask(running, "POST", COMPLETIONS, fits + b" ")
@@ -584,10 +595,12 @@ def test_headers_have_a_limit(open_server):
     assert ask(open_server, "GET", "/health")[0] == 200
 
 
-def test_who_still_sends_what_is_not_http_gets_an_answer_and_is_not_waited_for(built, monkeypatch):
+def test_who_still_sends_what_is_not_http_gets_an_answer_and_is_not_waited_for(
+    demo_build, monkeypatch
+):
     """A connection that is closed with something unread is reset, and the answer with it."""
     monkeypatch.setattr(connection, "LINGER_SECONDS", 0.5)
-    with serving(built) as running, running.connect() as client:
+    with serving(demo_build) as running, running.connect() as client:
         client.sendall(b"hello\r\n\r\n")
         with contextlib.suppress(ConnectionError):
             for _ in range(20):
@@ -607,7 +620,7 @@ TWO_LENGTHS = [
 @pytest.mark.parametrize("version", ["1.1", "1.0"])
 @pytest.mark.parametrize("body", [b"0\r\n\r\n", b"2\r\n{}\r\n0\r\n\r\n"])
 def test_a_body_of_two_lengths_smuggles_no_request(open_server, lengths, version, body):
-    """Whichever of the two a proxy goes by (RFC 9112, 6.1)."""
+    """A proxy may go by either of the two (RFC 9112, 6.1)."""
     names = "\r\n".join(lengths).format(len(body + SMUGGLED))
     head = f"POST {COMPLETIONS} HTTP/{version}\r\nHost: localhost\r\nContent-Type: application/json\r\n{names}\r\n\r\n"
     for pieces in ([head.encode() + body + SMUGGLED], [head.encode(), body, SMUGGLED]):
@@ -639,7 +652,7 @@ ABSOLUTE = [
 
 
 def test_a_target_may_be_a_url(open_server):
-    """Its host is the one that counts (RFC 9112, 3.2.2), also for who may come in."""
+    """The host in it is the one that counts (RFC 9112, 3.2.2), also for who may come in."""
     for form in ABSOLUTE:
         assert ask(open_server, "GET", form.format("/health"), Host="evil.example")[0] == 200
         assert ask(open_server, "GET", form.format("/v1/models/demo?x=/y"))[0] == 200
@@ -659,13 +672,13 @@ def test_a_target_may_be_a_url(open_server):
         assert ask(open_server, "GET", target)[0] == 400
 
 
-def test_a_key_is_asked_for_on_the_path_of_a_url(guarded):
+def test_a_key_is_asked_for_on_the_path_of_a_url(server_with_keys):
     for form in (*ABSOLUTE, "http://x/health/..{}", "http://health{}"):
         for path in LOOKED_AT[:-1]:
-            assert ask(guarded, "GET", form.format(path))[0] == 401, (form, path)
+            assert ask(server_with_keys, "GET", form.format(path))[0] == 401, (form, path)
     for path in ("/health", "/ready", "/ui/"):
-        assert ask(guarded, "GET", f"http://x{path}")[0] == 200
-    assert ask(guarded, "GET", "http://x?/v1/models")[0] == 307, (
+        assert ask(server_with_keys, "GET", f"http://x{path}")[0] == 200
+    assert ask(server_with_keys, "GET", "http://x?/v1/models")[0] == 307, (
         "the path is /, which leads to the page"
     )
     for target in (
@@ -676,20 +689,24 @@ def test_a_key_is_asked_for_on_the_path_of_a_url(guarded):
         "x://health",
         "http:health",
     ):
-        assert ask(guarded, "GET", target)[0] == 401, target
-    assert ask(guarded, "GET", "http://x/v1/models", Authorization=f"Bearer {KEY}")[0] == 200
+        assert ask(server_with_keys, "GET", target)[0] == 401, target
+    assert (
+        ask(server_with_keys, "GET", "http://x/v1/models", Authorization=f"Bearer {KEY}")[0] == 200
+    )
 
 
-def test_a_key_is_asked_for_whatever_the_slashes(guarded):
+def test_a_key_is_asked_for_whatever_the_slashes(server_with_keys):
     for path in ("/v1//models", "//v1/models/", "/v1/messages//batches"):
-        assert ask(guarded, "GET", path)[0] == 401
-    status, _, body = ask(guarded, "GET", "/v1/messages/batches")
+        assert ask(server_with_keys, "GET", path)[0] == 401
+    status, _, body = ask(server_with_keys, "GET", "/v1/messages/batches")
     assert (status, json.loads(body)["error"]["type"]) == (401, "authentication_error")
-    assert ask(guarded, "GET", "/v1/messages/batches", x_api_key=KEY)[0] == 404
+    assert ask(server_with_keys, "GET", "/v1/messages/batches", x_api_key=KEY)[0] == 404
 
 
 def test_a_body_in_chunks_needs_http_1_1(open_server):
-    """HTTP/1.0 has none (RFC 9112, 6.1): a proxy of that age would take the chunks for the next request."""
+    """HTTP/1.0 has none (RFC 9112, 6.1): a proxy of that age would take the chunks for the next
+    request.
+    """
     for version, status in (("1.0", 400), ("1.1", 200)):
         with open_server.connect() as client:
             head = f"POST {COMPLETIONS} HTTP/{version}\r\nHost: localhost\r\nContent-Type: application/json\r\n"
@@ -723,9 +740,9 @@ def test_empty_lines_before_a_request_are_skipped(open_server, empty):
 # Who is slow
 
 
-def test_slow_senders_lose_their_connection(built, monkeypatch):
+def test_slow_senders_lose_their_connection(demo_build, monkeypatch):
     monkeypatch.setattr(server, "HEADER_SECONDS", 0.3)
-    with serving(built, body_timeout_seconds=0.3) as running:
+    with serving(demo_build, body_timeout_seconds=0.3) as running:
         with running.connect() as client:  # the body stops in the middle
             client.sendall(request_bytes("POST", COMPLETIONS, b"{", Content_Length="100"))
             status, headers, body = answer_of(client)
@@ -753,9 +770,9 @@ def test_slow_senders_lose_their_connection(built, monkeypatch):
         assert ask(running, "GET", "/health")[0] == 200
 
 
-def test_who_does_not_read_is_cut_and_ends_nothing_but_itself(built):
+def test_who_does_not_read_is_cut_and_ends_nothing_but_itself(demo_build):
     """The buffers of the sockets are small, so that a stream is soon held up."""
-    with serving(built, slow_reader_seconds=1.0, send_buffer=4096) as running:
+    with serving(demo_build, slow_reader_seconds=1.0, send_buffer=4096) as running:
         expected = reference(running)
         with running.connect(receive_buffer=4096) as client:
             client.sendall(
@@ -783,9 +800,9 @@ def test_who_does_not_read_is_cut_and_ends_nothing_but_itself(built):
             )
 
 
-def test_a_stream_that_is_silent_says_that_it_lives(built, monkeypatch):
-    with serving(built, sse_keep_alive_seconds=0.05) as running:
-        gate = Gate(monkeypatch, built.engine)
+def test_a_stream_that_is_silent_says_that_it_lives(demo_build, monkeypatch):
+    with serving(demo_build, sse_keep_alive_seconds=0.05) as running:
+        gate = Gate(monkeypatch, demo_build.engine)
         with running.connect() as client, client.makefile("rb") as lines:
             client.sendall(request_bytes("POST", COMPLETIONS, {**SHORT, "stream": True}))
             for line in lines:
@@ -795,26 +812,26 @@ def test_a_stream_that_is_silent_says_that_it_lives(built, monkeypatch):
             assert any(line.startswith(b"data: [DONE]") for line in lines)
 
 
-def test_a_stream_says_how_much_of_its_prompt_is_computed(built, monkeypatch):
+def test_a_stream_says_how_much_of_its_prompt_is_computed(demo_build, monkeypatch):
     monkeypatch.setattr(generating, "PROGRESS_SECONDS", 0.01)
     message = {"role": "user", "content": "Once upon a time there was a cat. " * 14}
     body = {"model": "demo", "messages": [message], "max_tokens": 2, "return_progress": True}
     options = {"include_usage": True}
-    told = []
+    messages = []
 
     def read_progress(line):
         if b"prompt_progress" in line:
-            told.append(json.loads(line.removeprefix(b"data: "))["prompt_progress"])
+            messages.append(json.loads(line.removeprefix(b"data: "))["prompt_progress"])
 
-    with serving(built) as running:
-        gate = Gate(monkeypatch, built.engine)
+    with serving(demo_build) as running:
+        gate = Gate(monkeypatch, demo_build.engine)
         with running.connect() as client, client.makefile("rb") as lines:
             requested = {**body, "stream": True, "stream_options": options}
             client.sendall(request_bytes("POST", "/v1/chat/completions", requested))
             gate.entered.acquire()
             gate.permits.release()
             gate.entered.acquire()  # one step was taken, and the next one waits
-            while not told:
+            while not messages:
                 read_progress(lines.readline())
             gate.open()
             for line in lines:
@@ -823,19 +840,21 @@ def test_a_stream_says_how_much_of_its_prompt_is_computed(built, monkeypatch):
                     num_tokens = json.loads(line.removeprefix(b"data: "))["usage"]["prompt_tokens"]
                 if line.startswith(b"data: [DONE]"):
                     break
-    processed = [progress["processed"] for progress in told]
+    processed = [progress["processed"] for progress in messages]
     assert processed[0] < num_tokens and processed == sorted(set(processed))
-    assert processed[-1] == num_tokens and {progress["total"] for progress in told} == {num_tokens}
+    assert processed[-1] == num_tokens and {progress["total"] for progress in messages} == {
+        num_tokens
+    }
 
 
 # Who leaves
 
 
 @pytest.mark.parametrize("behind", [b"x", b"\r\n", request_bytes("GET", "/health"), b"z" * 60_000])
-def test_who_sends_more_and_leaves_has_left(built, monkeypatch, behind):
-    """What stands behind a request is read later, if it is another one; that nobody sends any more is seen at once."""
-    with serving(built) as running:
-        gate = Gate(monkeypatch, built.engine)
+def test_who_sends_more_and_leaves_has_left(demo_build, monkeypatch, behind):
+    """A further request is read later; that nobody sends any more is seen at once."""
+    with serving(demo_build) as running:
+        gate = Gate(monkeypatch, demo_build.engine)
         with running.connect() as client:
             client.sendall(request_bytes("POST", COMPLETIONS, LONG) + behind)
             gate.entered.acquire()
@@ -845,11 +864,11 @@ def test_who_sends_more_and_leaves_has_left(built, monkeypatch, behind):
         assert running.aborted() == {"disconnect": 1}
 
 
-def test_what_stands_behind_the_last_request_is_dropped(built, monkeypatch):
+def test_what_stands_behind_the_last_request_is_dropped(demo_build, monkeypatch):
     """RFC 9112, 9.6."""
-    with serving(built) as running:
+    with serving(demo_build) as running:
         expected = reference(running)
-        gate = Gate(monkeypatch, built.engine)
+        gate = Gate(monkeypatch, demo_build.engine)
         with running.connect() as client:
             client.sendall(request_bytes("POST", COMPLETIONS, SHORT, Connection="close"))
             gate.entered.acquire()
@@ -864,12 +883,12 @@ def test_what_stands_behind_the_last_request_is_dropped(built, monkeypatch):
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_far_too_much_behind_a_request_is_dropped_and_its_answer_is_the_last(
-    built, monkeypatch, stream
+    demo_build, monkeypatch, stream
 ):
     body = {**SHORT, "stream": stream}
-    with serving(built) as running:
+    with serving(demo_build) as running:
         expected = reference(running)
-        gate = Gate(monkeypatch, built.engine)
+        gate = Gate(monkeypatch, demo_build.engine)
         with running.connect() as client:
             client.sendall(request_bytes("POST", COMPLETIONS, body))
             gate.entered.acquire()
@@ -893,10 +912,10 @@ def test_far_too_much_behind_a_request_is_dropped_and_its_answer_is_the_last(
         assert running.aborted() == {}
 
 
-def test_who_sends_without_end_behind_a_request_is_cut(built, monkeypatch):
+def test_who_sends_without_end_behind_a_request_is_cut(demo_build, monkeypatch):
     monkeypatch.setattr(connection, "MAX_BYTES_DROPPED", 1 << 20)
-    with serving(built) as running:
-        gate = Gate(monkeypatch, built.engine)
+    with serving(demo_build) as running:
+        gate = Gate(monkeypatch, demo_build.engine)
         with running.connect() as client:
             client.sendall(request_bytes("POST", COMPLETIONS, LONG))
             gate.entered.acquire()
@@ -912,11 +931,13 @@ def test_who_sends_without_end_behind_a_request_is_cut(built, monkeypatch):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_who_sends_no_more_gets_an_answer(built, monkeypatch, stream):
-    """The server looks whether it is there: it gets an interim answer, or the comment of a stream, before the answer goes on."""
-    with serving(built) as running:
+def test_who_sends_no_more_gets_an_answer(demo_build, monkeypatch, stream):
+    """The server looks whether it is there: it gets an interim answer, or the comment of a stream,
+    before the answer goes on.
+    """
+    with serving(demo_build) as running:
         expected = reference(running)
-        gate = Gate(monkeypatch, built.engine)
+        gate = Gate(monkeypatch, demo_build.engine)
         with running.connect() as client:
             client.sendall(request_bytes("POST", COMPLETIONS, {**SHORT, "stream": stream}))
             client.shutdown(socket.SHUT_WR)
@@ -940,15 +961,17 @@ def test_who_sends_no_more_gets_an_answer(built, monkeypatch, stream):
         wait_until(lambda: nothing_runs(running) and not running.uvicorn.connections)
 
 
-def test_requests_behind_each_other_are_all_answered_behind_the_end_of_them(built, monkeypatch):
-    with serving(built) as running:
+def test_requests_behind_each_other_are_all_answered_behind_the_end_of_them(
+    demo_build, monkeypatch
+):
+    with serving(demo_build) as running:
         expected = reference(running)
-        gate = Gate(monkeypatch, built.engine)
+        gate = Gate(monkeypatch, demo_build.engine)
         requested = request_bytes("POST", COMPLETIONS, SHORT)
         # the last one is half there, and nobody waits for it
-        for rest in (b"", requested[:40], requested[:-5]):
+        for sent in (b"", requested[:40], requested[:-5]):
             with running.connect() as client:
-                client.sendall(requested + request_bytes("GET", "/version") + requested + rest)
+                client.sendall(requested + request_bytes("GET", "/version") + requested + sent)
                 client.shutdown(socket.SHUT_WR)
                 gate.entered.acquire()
                 gate.open()
@@ -960,13 +983,16 @@ def test_requests_behind_each_other_are_all_answered_behind_the_end_of_them(buil
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("version", ["1.1", "1.0"])
-def test_who_stops_sending_and_then_leaves_has_left(built, monkeypatch, stream, version):
-    """Having read everything so far, so that nothing but a look tells. Of HTTP/1.0, which has no interim answers, the end is enough."""
+def test_who_stops_sending_and_then_leaves_has_left(demo_build, monkeypatch, stream, version):
+    """Having read everything so far, so that nothing but a look tells.
+
+    Of HTTP/1.0, which has no interim answers, the end is enough.
+    """
     raw = request_bytes("POST", COMPLETIONS, {**LONG, "stream": stream}).replace(
         b"HTTP/1.1", b"HTTP/" + version.encode()
     )
-    with serving(built) as running:
-        gate = Gate(monkeypatch, built.engine)
+    with serving(demo_build) as running:
+        gate = Gate(monkeypatch, demo_build.engine)
         with running.connect() as client:
             client.sendall(raw)
             gate.entered.acquire()
@@ -1000,11 +1026,11 @@ class Reading:
 
 @pytest.mark.parametrize(("path", "num_threads"), [(COMPLETIONS, 2), ("/tokenize", 1)])
 def test_what_waits_to_be_read_is_dropped_when_its_client_leaves(
-    built, monkeypatch, path, num_threads
+    demo_build, monkeypatch, path, num_threads
 ):
     reading = Reading(monkeypatch)
     raw = request_bytes("POST", path, SHORT if path == COMPLETIONS else {"prompt": "Once"})
-    with serving(built) as running, contextlib.ExitStack() as clients:
+    with serving(demo_build) as running, contextlib.ExitStack() as clients:
         clients.callback(reading.open)
         first = [clients.enter_context(running.connect()) for _ in range(num_threads)]
         for client in first:
@@ -1021,9 +1047,12 @@ def test_what_waits_to_be_read_is_dropped_when_its_client_leaves(
 
 
 @pytest.mark.parametrize("path", [COMPLETIONS, "/tokenize"])
-def test_the_time_of_a_request_is_over_while_it_waits_to_be_read(built, monkeypatch, path):
+def test_the_time_of_a_request_is_over_while_it_waits_to_be_read(demo_build, monkeypatch, path):
     reading = Reading(monkeypatch)
-    with serving(built, request_timeout_seconds=0.2) as running, contextlib.ExitStack() as clients:
+    with (
+        serving(demo_build, request_timeout_seconds=0.2) as running,
+        contextlib.ExitStack() as clients,
+    ):
         clients.callback(reading.open)
         for _ in range(4):
             client = clients.enter_context(running.connect())
@@ -1036,26 +1065,30 @@ def test_the_time_of_a_request_is_over_while_it_waits_to_be_read(built, monkeypa
         wait_until(lambda: nothing_runs(running))
 
 
-def test_known_grammars_do_not_queue_and_the_queue_has_an_end(built, monkeypatch):
+def test_known_grammars_do_not_queue_and_the_queue_has_an_end(demo_build, monkeypatch):
     known, refused, first, other = (
         {**SHORT, "structured_outputs": {"regex": regex}}
         for regex in ("[a-c]{3}", "(", "[d-f]{3}", "[g-i]{3}")
     )
-    begun, goes_on, compiled = threading.Event(), threading.Event(), built.engine.compile_grammar
+    begun, goes_on, compiled = (
+        threading.Event(),
+        threading.Event(),
+        demo_build.engine.compile_grammar,
+    )
 
-    def held(params):
+    def hold(params):
         begun.set()
         goes_on.wait()
         return compiled(params)
 
-    with serving(built) as running:
+    with serving(demo_build) as running:
         assert [ask(running, "POST", COMPLETIONS, body)[0] for body in (known, refused)] == [
             200,
             400,
         ]
-        monkeypatch.setattr(built.engine, "compile_grammar", held)
-        with running.connect() as one, running.connect() as next_one:
-            one.sendall(request_bytes("POST", COMPLETIONS, first))
+        monkeypatch.setattr(demo_build.engine, "compile_grammar", hold)
+        with running.connect() as first_connection, running.connect() as next_one:
+            first_connection.sendall(request_bytes("POST", COMPLETIONS, first))
             begun.wait()
             monkeypatch.setattr(preparing, "GRAMMAR_QUEUE_SECONDS", 0.0)
             next_one.sendall(request_bytes("POST", COMPLETIONS, other))
@@ -1065,37 +1098,42 @@ def test_known_grammars_do_not_queue_and_the_queue_has_an_end(built, monkeypatch
                 ] == [200, 400]
             finally:
                 goes_on.set()
-            assert answer_of(one)[0] == 200
+            assert answer_of(first_connection)[0] == 200
             status, _, body = answer_of(next_one)
             assert status == 503 and "waiting for the grammar compiler" in error_of(body)["message"]
 
 
 def test_parameters_are_checked_once_and_nothing_is_tokenized_on_the_engines_thread(
-    built, monkeypatch
+    demo_build, monkeypatch
 ):
-    """However many prompts share them, and more lists of bad words than any cache of tokens would hold."""
+    """However many prompts share them, and more lists of bad words than any cache of tokens would
+    hold.
+    """
     check_params, checked, encoding = Admission.check_params, [], set()
-    kinds = {type(built.tokenizer), type(whole_tokenizer(built.tokenizer))}
+    kinds = {type(demo_build.tokenizer), type(whole_tokenizer(demo_build.tokenizer))}
     encode = {kind: kind.__call__ for kind in kinds}
 
-    def watched_check(self, params):
+    def watch_check(self, params):
         checked.append(threading.current_thread().name)
         return check_params(self, params)
 
-    def watched_encode(self, *args, **kwargs):
+    def watch_encode(self, *args, **kwargs):
         encoding.add(threading.current_thread().name)
         return encode[type(self)](self, *args, **kwargs)
 
-    monkeypatch.setattr(Admission, "check_params", watched_check)
+    monkeypatch.setattr(Admission, "check_params", watch_check)
     for kind in kinds:
-        monkeypatch.setattr(kind, "__call__", watched_encode)
-    one = {**SHORT, "max_tokens": 1}
-    body = {**one, "prompt": ["a"] * 40, "stop_token_ids": [7] * 2000}
-    with serving(built) as running:
+        monkeypatch.setattr(kind, "__call__", watch_encode)
+    short_body = {**SHORT, "max_tokens": 1}
+    body = {**short_body, "prompt": ["a"] * 40, "stop_token_ids": [7] * 2000}
+    with serving(demo_build) as running:
         assert ask(running, "POST", COMPLETIONS, {**body, "bad_words": ["fox", "fox"]})[0] == 200
         assert len(checked) == 1
         for word in range(70):
-            assert ask(running, "POST", COMPLETIONS, {**one, "bad_words": [f"fox{word}"]})[0] == 200
+            assert (
+                ask(running, "POST", COMPLETIONS, {**short_body, "bad_words": [f"fox{word}"]})[0]
+                == 200
+            )
     assert encoding and all("jaxpage-reading" in name for name in (*checked, *encoding))
 
 
@@ -1103,7 +1141,9 @@ def test_parameters_are_checked_once_and_nothing_is_tokenized_on_the_engines_thr
 
 
 def put_in_flight(running, gate, whole, streamed):
-    """A request and a streamed one, whose answer has begun, are in the engine, which is held at its next step."""
+    """A request and a streamed one, whose answer has begun, are in the engine, which is held at its
+    next step.
+    """
     whole.sendall(request_bytes("POST", COMPLETIONS, SHORT))
     gate.entered.acquire()
     streamed.sendall(
@@ -1115,11 +1155,11 @@ def put_in_flight(running, gate, whole, streamed):
     assert streamed.recv(1, socket.MSG_PEEK)
 
 
-def test_a_request_that_takes_too_long(built, monkeypatch):
-    with serving(built) as running:
+def test_a_request_that_takes_too_long(demo_build, monkeypatch):
+    with serving(demo_build) as running:
         reference(running)  # compiles the steps, which may take more than the time below
-    with serving(built, request_timeout_seconds=3) as running:
-        gate = Gate(monkeypatch, built.engine)
+    with serving(demo_build, request_timeout_seconds=3) as running:
+        gate = Gate(monkeypatch, demo_build.engine)
         with running.connect() as whole, running.connect() as streamed:
             put_in_flight(running, gate, whole, streamed)
             time.sleep(3)  # the time that they have
@@ -1133,16 +1173,16 @@ def test_a_request_that_takes_too_long(built, monkeypatch):
         assert running.aborted() == {"deadline": 2}
 
 
-def test_no_part_of_an_answer_waits_for_an_acknowledgement_of_the_one_before(built):
-    with serving(built) as running, running.connect():
+def test_no_part_of_an_answer_waits_for_an_acknowledgement_of_the_one_before(demo_build):
+    with serving(demo_build) as running, running.connect():
         wait_until(lambda: running.uvicorn.connections)
-        (one,) = running.uvicorn.connections
-        held = one.transport.get_extra_info("socket")
+        (connection,) = running.uvicorn.connections
+        held = connection.transport.get_extra_info("socket")
         assert held.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
 
 
-def test_there_are_so_many_connections_and_no_more(built):
-    with serving(built, max_connections=3) as running:
+def test_there_are_so_many_connections_and_no_more(demo_build):
+    with serving(demo_build, max_connections=3) as running:
         idle = [running.connect() for _ in range(3)]
         wait_until(lambda: len(running.uvicorn.connections) == 3)
         assert ask(running, "GET", "/health")[0] == 200, (
@@ -1153,7 +1193,7 @@ def test_there_are_so_many_connections_and_no_more(built):
         held = [running.connect() for _ in range(3)]
         for client in held:
             client.sendall(b"GET /health HTTP/1.1\r\n")
-        wait_until(lambda: sum(not one.is_idle for one in running.uvicorn.connections) == 3)
+        wait_until(lambda: sum(not each.is_idle for each in running.uvicorn.connections) == 3)
         wait_until(lambda: len(running.uvicorn.connections) == 3)
         status, headers, body = ask(running, "GET", "/health")
         assert (
@@ -1161,7 +1201,7 @@ def test_there_are_so_many_connections_and_no_more(built):
         )
         assert running.rejected() == {"too_many_connections": 1}
         held += [running.connect() for _ in range(6)]
-        wait_until(lambda: sum(not one.is_idle for one in running.uvicorn.connections) == 3)
+        wait_until(lambda: sum(not each.is_idle for each in running.uvicorn.connections) == 3)
         assert len(running.uvicorn.connections) <= 6
         for client in (*held, *idle):
             client.close()
@@ -1169,9 +1209,9 @@ def test_there_are_so_many_connections_and_no_more(built):
         assert ask(running, "GET", "/health")[0] == 200
 
 
-def test_the_client_with_most_connections_loses_one_first(built, monkeypatch):
-    """Not the oldest of all, if that is the only one of its address."""
-    with serving(built, max_connections=3) as running:
+def test_the_client_with_most_connections_loses_one_first(demo_build, monkeypatch):
+    """The oldest of all stays if it is the only one of its address."""
+    with serving(demo_build, max_connections=3) as running:
         host, _, port = running.address.removeprefix("http://").partition(":")
 
         def connect(source):
@@ -1186,19 +1226,19 @@ def test_the_client_with_most_connections_loses_one_first(built, monkeypatch):
             client.close()
 
 
-def test_memory_is_given_back_after_large_bodies(built, monkeypatch):
-    """Whether they are taken or refused, and not after each small one."""
-    given = []
-    monkeypatch.setattr(request_limits, "give_memory_back", lambda: given.append(1))
-    with serving(built, max_body_bytes=4 << 20) as running:
+def test_memory_is_given_back_after_large_bodies(demo_build, monkeypatch):
+    """It is given back whether they are taken or refused, and not after each small one."""
+    values = []
+    monkeypatch.setattr(request_limits, "give_memory_back", lambda: values.append(1))
+    with serving(demo_build, max_body_bytes=4 << 20) as running:
         for body, status, number in (
             (json.dumps(SHORT).encode(), 200, 0),
             (json.dumps(SHORT).encode().ljust(2 << 20), 200, 1),
             (b"{".ljust(2 << 20), 400, 2),
         ):
             assert ask(running, "POST", COMPLETIONS, body)[0] == status
-            wait_until(lambda number=number: len(given) >= number)
-            assert len(given) == number
+            wait_until(lambda number=number: len(values) >= number)
+            assert len(values) == number
 
 
 @pytest.mark.parametrize(
@@ -1209,7 +1249,7 @@ def test_as_many_connections_as_there_may_be_files(soft, hard, room, raised, mon
     allowed = [soft, hard]
     monkeypatch.setattr(resource, "getrlimit", lambda _: tuple(allowed))
     monkeypatch.setattr(
-        resource, "setrlimit", lambda _, given: allowed.__setitem__(slice(None), given)
+        resource, "setrlimit", lambda _, limits: allowed.__setitem__(slice(None), limits)
     )
     assert room_for_connections(1024) == room and allowed == [raised, hard]
     assert [record.message[:26] for record in caplog.records] == (
@@ -1236,10 +1276,10 @@ def test_connections_that_cannot_be_accepted_are_a_line_a_second(caplog):
     assert not caplog.records[0].exc_info and others == [{"message": "another"}]
 
 
-def test_bodies_share_a_budget(built, monkeypatch):
-    """Of all connections together; what is answered gives its part back."""
+def test_bodies_share_a_budget(demo_build, monkeypatch):
+    """All connections share it; a request that is answered gives its part back."""
     monkeypatch.setattr(request_limits, "NUM_LARGEST_BODIES", 2)
-    with serving(built, max_body_bytes=4096) as running:
+    with serving(demo_build, max_body_bytes=4096) as running:
         body = json.dumps({**SHORT, "user": "x" * 64}).encode().ljust(4000)
         requested = request_bytes("POST", COMPLETIONS, body)
         held = [running.connect() for _ in range(2)]
@@ -1247,13 +1287,13 @@ def test_bodies_share_a_budget(built, monkeypatch):
             client.sendall(requested[:-10])
         wait_until(
             lambda: (
-                sum(one.conn.their_state is h11.SEND_BODY for one in running.uvicorn.connections)
+                sum(each.conn.their_state is h11.SEND_BODY for each in running.uvicorn.connections)
                 == 2
             )
         )
         time.sleep(0.2)  # until what came is read
-        status, headers, told = ask(running, "POST", COMPLETIONS, body)
-        assert status == 503 and headers["retry-after"] and "bodies" in error_of(told)["message"]
+        status, headers, answer = ask(running, "POST", COMPLETIONS, body)
+        assert status == 503 and headers["retry-after"] and "bodies" in error_of(answer)["message"]
         for client in held:
             client.sendall(requested[-10:])
             assert answer_of(client)[0] == 200
@@ -1276,7 +1316,7 @@ LET_GO = [
 
 
 def test_a_body_is_let_go_of_without_the_garbage_collector(open_server):
-    def held() -> list[str]:
+    def hold() -> list[str]:
         dicts = (each for each in gc.get_objects() if type(each) is dict)
         return [mark for each in dicts for mark in marks if mark in each]
 
@@ -1288,20 +1328,22 @@ def test_a_body_is_let_go_of_without_the_garbage_collector(open_server):
             body = {**fields, f"field {number}": [[]]}
             assert ask(open_server, "POST", path, body)[0] == status
         del body
-        wait_until(lambda: not held(), "they are gone", 5)
+        wait_until(lambda: not hold(), "they are gone", 5)
     finally:
         gc.enable()
 
 
-def test_a_tokenizer_that_gives_up_is_a_refusal(built, caplog):
-    """A regular expression of tokenizer.json that backtracks ends in a panic of Rust, which is no Exception."""
-    tokenizers = (built.engine.tokenizer, whole_tokenizer(built.tokenizer))
+def test_a_tokenizer_that_gives_up_is_a_refusal(demo_build, caplog):
+    """A regular expression of tokenizer.json that backtracks ends in a panic of Rust, which is no
+    Exception.
+    """
+    tokenizers = (demo_build.engine.tokenizer, whole_tokenizer(demo_build.tokenizer))
     backends = [tokenizer.backend_tokenizer for tokenizer in tokenizers]
     usual = [backend.pre_tokenizer for backend in backends]
     for backend in backends:
         backend.pre_tokenizer = pre_tokenizers.Split(Regex("(a+)+b"), "isolated")
     try:
-        with serving(built) as running:
+        with serving(demo_build) as running:
             for path, fields in (
                 (COMPLETIONS, {"prompt": "a" * 40}),
                 ("/tokenize", {"prompt": "a" * 40}),
@@ -1321,7 +1363,7 @@ def test_a_tokenizer_that_gives_up_is_a_refusal(built, caplog):
 # What is long
 
 
-def test_a_long_answer_is_written_while_others_are_answered(built, monkeypatch):
+def test_a_long_answer_is_written_while_others_are_answered(demo_build, monkeypatch):
     """It takes as long as it takes, and the event loop goes on."""
     begun, goes_on, whole = threading.Event(), threading.Event(), completions.CompletionAnswer.whole
 
@@ -1330,7 +1372,7 @@ def test_a_long_answer_is_written_while_others_are_answered(built, monkeypatch):
         goes_on.wait()
         return whole(self, outputs)
 
-    with serving(built) as running:
+    with serving(demo_build) as running:
         monkeypatch.setattr(completions.CompletionAnswer, "whole", slow)
         with running.connect() as client:
             client.sendall(request_bytes("POST", COMPLETIONS, SHORT))
@@ -1359,9 +1401,9 @@ def test_prompt_logprobs_have_a_limit_for_all_prompts_together(open_server, monk
 # What fails
 
 
-def test_when_the_engine_dies_the_server_says_so_and_ends(built, monkeypatch):
-    with serving(built) as running:
-        gate = Gate(monkeypatch, built.engine)
+def test_when_the_engine_dies_the_server_says_so_and_ends(demo_build, monkeypatch):
+    with serving(demo_build) as running:
+        gate = Gate(monkeypatch, demo_build.engine)
         with (
             running.connect() as whole,
             running.connect() as streamed,
@@ -1378,11 +1420,11 @@ def test_when_the_engine_dies_the_server_says_so_and_ends(built, monkeypatch):
                 assert answer_of(looking)[0] in (0, 503)
         running.thread.join()
         assert running.status == 1 and not running.loop.healthy
-    built.engine.abort_all()
+    demo_build.engine.abort_all()
 
 
-def test_an_answer_that_cannot_be_made_is_a_fixed_text(built, monkeypatch, caplog):
-    with serving(built) as running:
+def test_an_answer_that_cannot_be_made_is_a_fixed_text(demo_build, monkeypatch, caplog):
+    with serving(demo_build) as running:
 
         def failing(*_):
             raise KeyError("/home/somebody/secret at 0x7f")
@@ -1400,10 +1442,10 @@ def test_an_answer_that_cannot_be_made_is_a_fixed_text(built, monkeypatch, caplo
 # How it ends
 
 
-def test_a_drain_finishes_what_runs_and_refuses_the_rest(built, monkeypatch):
-    with serving(built) as running:
+def test_a_drain_finishes_what_runs_and_refuses_the_rest(demo_build, monkeypatch):
+    with serving(demo_build) as running:
         expected = reference(running)
-        gate = Gate(monkeypatch, built.engine)
+        gate = Gate(monkeypatch, demo_build.engine)
         with running.connect() as first, running.connect() as late, running.connect() as looking:
             first.sendall(request_bytes("POST", COMPLETIONS, SHORT))
             gate.entered.acquire()
@@ -1424,8 +1466,8 @@ def test_a_drain_finishes_what_runs_and_refuses_the_rest(built, monkeypatch):
             running.connect()
 
 
-def test_what_does_not_finish_in_time_is_told_so(built):
-    with serving(built, shutdown_timeout_seconds=0) as running:
+def test_what_does_not_finish_in_time_is_told_so(demo_build):
+    with serving(demo_build, shutdown_timeout_seconds=0) as running:
         with (
             running.connect() as streamed,
             running.connect() as whole,
@@ -1448,9 +1490,9 @@ def test_what_does_not_finish_in_time_is_told_so(built):
 # ---- a Unix socket, a prefix of the paths, idle connections
 
 
-def test_a_server_on_a_unix_socket_answers_there_and_leaves_no_file(built, tmp_path):
+def test_a_server_on_a_unix_socket_answers_there_and_leaves_no_file(demo_build, tmp_path):
     path = tmp_path / "jaxpage.sock"
-    with serving(built, uds=str(path)) as running:
+    with serving(demo_build, uds=str(path)) as running:
         assert running.address == f"unix:{path}"
         with httpx.Client(
             transport=httpx.HTTPTransport(uds=str(path)), base_url="http://llm.example", timeout=60
@@ -1470,8 +1512,8 @@ def test_a_server_on_a_unix_socket_answers_there_and_leaves_no_file(built, tmp_p
     assert [file.name for file in tmp_path.iterdir()] == ["jaxpage.sock.lock"]
 
 
-def test_paths_may_have_the_prefix_of_a_proxy_or_not(built):
-    with serving(built, root_path="/llm/a", api_keys=(KEY,), ui=True) as running:
+def test_paths_may_have_the_prefix_of_a_proxy_or_not(demo_build):
+    with serving(demo_build, root_path="/llm/a", api_keys=(KEY,), ui=True) as running:
         headers = {"Authorization": f"Bearer {KEY}"}
         with httpx.Client(base_url=running.address, timeout=60) as client:
             for prefix in ("", "/llm/a"):
@@ -1486,10 +1528,10 @@ def test_paths_may_have_the_prefix_of_a_proxy_or_not(built):
                 assert client.get(wrong, headers=headers).status_code == 404, wrong
 
 
-def test_idle_connections_stay_as_long_as_those_of_proxies(built):
+def test_idle_connections_stay_as_long_as_those_of_proxies(demo_build):
     """Proxies keep theirs for 60 to 90 seconds, and send into one that the server closes."""
-    for given, seconds in (({}, 75), ({"keep_alive_seconds": 3}, 3)):
-        with serving(built, **given) as running:
+    for settings, seconds in (({}, 75), ({"keep_alive_seconds": 3}, 3)):
+        with serving(demo_build, **settings) as running:
             assert running._serving._uvicorn.config.timeout_keep_alive == seconds
 
 

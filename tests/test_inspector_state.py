@@ -1,4 +1,4 @@
-"""What the page is shown of an engine is what the engine's own tables say, and looking changes nothing."""
+"""The page is shown what the engine's own tables say, and looking changes nothing."""
 
 from __future__ import annotations
 
@@ -59,21 +59,21 @@ def check_against_tables(snapshot: dict[str, Any], engine: Engine) -> None:
     assert shown["ref_counts"] == [pool.ref_count(block) for block in range(pool.num_blocks)]
     assert set(shown["kept"]) == set(manager.cached.index._entries)
     tables = {
-        one["id"]: list(one["blocks"])
+        each["id"]: list(each["blocks"])
         for request in snapshot["requests"]
-        for one in request["sequences"]
-        if one["blocks"]
+        for each in request["sequences"]
+        if each["blocks"]
     }
     assert tables == {
-        one: list(manager.block_tables(one)[0]) for one in manager.sequence_ids if one >= 0
+        each: list(manager.block_tables(each)[0]) for each in manager.sequence_ids if each >= 0
     }
     counted = Counter(block for table in tables.values() for block in table)
     assert all(shown["ref_counts"][block] == counted[block] for block in range(1, pool.num_blocks))
     host = {
-        one["id"]: one["host_blocks"]
+        each["id"]: each["host_blocks"]
         for request in snapshot["requests"]
-        for one in request["sequences"]
-        if one["host_blocks"]
+        for each in request["sequences"]
+        if each["host_blocks"]
     }
     assert host == manager.groups[0].swapped._tables
     for state, groups in (
@@ -87,12 +87,12 @@ def check_against_tables(snapshot: dict[str, Any], engine: Engine) -> None:
 
 
 def check_against_stats(snapshot: dict[str, Any], stats: dict[str, Any]) -> None:
-    counts, kept = snapshot["pool"]["ref_counts"], set(snapshot["pool"]["kept"])
+    counts, cached = snapshot["pool"]["ref_counts"], set(snapshot["pool"]["kept"])
     free = [block for block, count in enumerate(counts) if count == 0 and block != 0]
     states = Counter(request["state"] for request in snapshot["requests"])
     assert snapshot["pool"]["num_blocks"] - 1 == stats["num_blocks_total"]
     assert len(free) == stats["num_blocks_free"]
-    assert len(kept & set(free)) == stats["num_blocks_cached"]
+    assert len(cached & set(free)) == stats["num_blocks_cached"]
     assert sum(count > 1 for count in counts) == stats["shared_blocks"]
     assert states["running"] == stats["num_requests_running"]
     assert states["swapped"] == stats["num_requests_swapped"]
@@ -145,7 +145,7 @@ def test_the_last_step_is_the_one_that_ran(engine: Engine, monkeypatch: pytest.M
     monkeypatch.setattr(
         engine.builder,
         "build",
-        lambda plan, *rest: built.append((plan, build(plan, *rest))) or built[-1][1],
+        lambda plan, *others: built.append((plan, build(plan, *others))) or built[-1][1],
     )
 
     def after_step() -> None:
@@ -187,13 +187,13 @@ def test_prompts_are_shown_only_where_they_may_be(engine: Engine) -> None:
 
 def test_looking_changes_nothing_for_who_listens(engine: Engine) -> None:
     def records(inspector: Inspector | None) -> list[Any]:
-        found: list[Any] = []
-        engine.events = Recorder(found.append)
+        events: list[Any] = []
+        engine.events = Recorder(events.append)
         first = engine.scheduler._num_steps, engine._num_sequences
         run_crowd(engine, 5, lambda: inspector and inspector.inspect(engine), num_requests=5)
         engine.reset_prefix_cache()
         assert first[0] < engine.scheduler._num_steps
-        return [(one["event"], len(json.dumps(one.get("edits", [])))) for one in found]
+        return [(each["event"], len(json.dumps(each.get("edits", [])))) for each in events]
 
     engine.reset_prefix_cache()
     alone = records(None)
@@ -217,17 +217,17 @@ def test_nobody_listens_when_nobody_looks(engine: Engine, monkeypatch: pytest.Mo
     engine.step()
     monkeypatch.undo()
     again = inspector.inspect(engine)
-    assert again["step"] is None and [one["id"] for one in again["requests"]] == ["one"]
+    assert again["step"] is None and [each["id"] for each in again["requests"]] == ["one"]
 
 
 def test_a_broken_history_harms_no_request(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def broken(*_: Any) -> None:
+    def fail(*_: Any) -> None:
         raise RuntimeError("planted")
 
     Inspector().inspect(engine)
-    monkeypatch.setattr(Watcher, "_note", broken)
+    monkeypatch.setattr(Watcher, "_note", fail)
     reporter = engine.add("one", engine.prepare(None, [1, 2, 3], LONG))
     with caplog.at_level(logging.ERROR):
         while engine.has_unfinished:
@@ -283,14 +283,14 @@ def test_a_stream_ends_with_the_server(engine: Engine, monkeypatch: pytest.Monke
             source.ready = False
         return frames
 
-    async def gone(function: Any) -> None:
+    async def raise_shutdown(function: Any) -> None:
         raise ShuttingDown("the engine was shut down")
 
     feed = page._Feed(source, Inspector())
     (frame,) = asyncio.run(read(feed))
     assert json.loads(frame.removeprefix(b"data: "))["pool"]["num_blocks"] == POOL["num_blocks"]
     source.ready = True
-    monkeypatch.setattr(source, "snapshot", gone)
+    monkeypatch.setattr(source, "snapshot", raise_shutdown)
     feed = page._Feed(source, Inspector())
     assert asyncio.run(read(feed)) == [] and feed.num_viewers == 0
 

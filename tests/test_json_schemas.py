@@ -1,4 +1,6 @@
-"""What is made of a JSON schema before llguidance compiles it: what comes through is valid by the given one, as jsonschema has it."""
+"""JSON schemas before llguidance compiles them: a text that comes through is valid, as jsonschema
+has it.
+"""
 
 from __future__ import annotations
 
@@ -45,16 +47,16 @@ def grammar():
     return tokenizer_of(json.dumps(json.loads(tokenizer().backend_tokenizer.to_str())))
 
 
-def admitted(grammar: Any, schema: Any, texts: list[str]) -> list[str]:
+def admit(grammar: Any, schema: Any, texts: list[str]) -> list[str]:
     tokens, end_id = grammar
-    found = []
+    texts_of_schema = []
     for text in texts:
         matcher = matcher_of(tokens, source_of("json", json.dumps(schema)))
         assert problem_of(matcher.deep_copy(), end_id) is None
         token_ids = tokens.tokenize_str(text)
         if matcher.try_consume_tokens(token_ids) == len(token_ids) and matcher.is_accepting():
-            found.append(text)
-    return found
+            texts_of_schema.append(text)
+    return texts_of_schema
 
 
 @pytest.mark.parametrize(
@@ -113,12 +115,12 @@ def admitted(grammar: Any, schema: Any, texts: list[str]) -> list[str]:
     ],
 )  # fmt: skip
 def test_what_comes_through_is_valid(schema, texts, some, grammar):
-    found = admitted(grammar, schema, texts)
+    accepted = admit(grammar, schema, texts)
     valid = jsonschema.Draft202012Validator(schema, format_checker=jsonschema.FormatChecker())
-    assert all(valid.is_valid(json.loads(text, parse_float=Decimal)) for text in found), found
-    assert set(some) <= set(found)
+    assert all(valid.is_valid(json.loads(text, parse_float=Decimal)) for text in accepted), accepted
+    assert set(some) <= set(accepted)
     if schema.get("format") in ("uuid4", "base64"):  # which jsonschema does not check
-        assert found == some
+        assert accepted == some
 
 
 @pytest.mark.parametrize(
@@ -132,8 +134,8 @@ def test_what_comes_through_is_valid(schema, texts, some, grammar):
 )
 def test_bounds_of_draft_4_are_exclusive_by_a_boolean(schema, texts, grammar):
     valid = jsonschema.Draft4Validator(schema)
-    found = admitted(grammar, schema, texts)
-    assert found == [text for text in texts if valid.is_valid(json.loads(text))]
+    accepted = admit(grammar, schema, texts)
+    assert accepted == [text for text in texts if valid.is_valid(json.loads(text))]
 
 
 @pytest.mark.parametrize(

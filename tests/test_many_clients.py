@@ -1,4 +1,6 @@
-"""Many clients at once: who does harm changes nothing for others, who leaves gives everything back, who is one too many is told."""
+"""Many clients at once: who does harm changes nothing for others, who leaves gives everything back,
+who is one too many is told.
+"""
 
 from __future__ import annotations
 
@@ -123,18 +125,18 @@ RAW = (
 
 @pytest.fixture(scope="module")
 def server():
-    with running(ServerConfig(max_queued_requests=MAX_QUEUED)) as one:
-        yield one
+    with running(ServerConfig(max_queued_requests=MAX_QUEUED)) as running_server:
+        yield running_server
 
 
 @pytest.fixture
 def client(server):
-    with httpx.Client(base_url=server.address, timeout=120) as one:
-        yield one
+    with httpx.Client(base_url=server.address, timeout=120) as http_client:
+        yield http_client
 
 
 def test_a_hundred_hostile_clients_change_nothing_for_fifty_honest_ones(server):
-    alone = [asyncio.run(_together(server, [one], 0))[0][0] for one in HONEST]
+    alone = [asyncio.run(_together(server, [each], 0))[0][0] for each in HONEST]
     answers, statuses = asyncio.run(_together(server, [*HONEST] * 5, 100))
     for index, answer in enumerate(answers):
         assert answer == alone[index % len(HONEST)], HONEST[index % len(HONEST)]
@@ -147,19 +149,22 @@ def test_a_hundred_hostile_clients_change_nothing_for_fifty_honest_ones(server):
 async def _together(
     server: Running, honest: Any, num_hostile: int
 ) -> tuple[list[Any], Counter[int]]:
-    """What honest requests are answered, and the statuses of hostile ones; 0 where the connection was not meant to have one."""
+    """Returns what honest requests are answered, and the statuses of hostile ones.
+
+    A status is 0 where the connection was not meant to have one.
+    """
     async with httpx.AsyncClient(
         base_url=server.address, timeout=300, limits=httpx.Limits()
     ) as client:
         hostile = [
             asyncio.create_task(_attack(server, client, index)) for index in range(num_hostile)
         ]
-        answers = await asyncio.gather(*(_answer(client, *one) for one in honest))
+        answers = await asyncio.gather(*(_answer(client, *each) for each in honest))
         return answers, Counter(await asyncio.gather(*hostile))
 
 
 async def _answer(client: httpx.AsyncClient, path: str, body: dict[str, Any]) -> Any:
-    """What was generated: choices, or the texts of a stream's."""
+    """Returns what was generated: choices, or the texts of those of a stream."""
     answer = await client.post(path, json=body)
     assert answer.status_code == 200, answer.text
     if not body.get("stream"):
@@ -176,7 +181,10 @@ async def _answer(client: httpx.AsyncClient, path: str, body: dict[str, Any]) ->
 
 
 async def _attack(server: Running, client: httpx.AsyncClient, index: int) -> int:
-    """Every third tells the server what is no request, or leaves in the middle of one; the others ask for what they should not."""
+    """Every third tells the server what is no request, or leaves in the middle of one.
+
+    The others ask for what they should not.
+    """
     if index % 3 == 0:
         await _send(server, RAW[index // 3 % len(RAW)])
         return 0
@@ -271,7 +279,10 @@ def test_a_client_that_leaves_frees_its_blocks_within_a_step(
 
 
 async def _leave(server: Running, raw: bytes, steps: Steps, num_steps: int) -> bool:
-    """Sends a request, lets some steps be taken, and leaves. Whether the engine had the request then."""
+    """Sends a request, lets some steps be taken, and leaves.
+
+    Whether the engine had the request then.
+    """
     host, port = server.address.removeprefix("http://").split(":")
     _, writer = await asyncio.open_connection(host, int(port))
     writer.write(_head(len(raw)) + raw)
@@ -286,7 +297,7 @@ async def _leave(server: Running, raw: bytes, steps: Steps, num_steps: int) -> b
 
 
 def test_a_client_that_leaves_before_the_engine_has_its_request(server, client):
-    """In the middle of its body, and while the engine is busy with somebody else."""
+    """It leaves in the middle of its body, and while the engine is busy with somebody else."""
     generated = metrics(client)["jaxpage_generation_tokens_total"]
     raw = json.dumps({**LONG, "prompt": TEXT}).encode()
     for sent in (_head(len(raw)), _head(len(raw)) + raw[:10]):
@@ -330,8 +341,8 @@ def test_nobody_waits_for_texts_that_are_only_tokenized(server, client, monkeypa
         for _ in range(8)
     ]
     try:
-        for one in tokenizings:
-            one.start()
+        for each in tokenizings:
+            each.start()
         assert requested.acquire(timeout=WAIT_SECONDS)
         assert (
             client.post(
@@ -342,13 +353,13 @@ def test_nobody_waits_for_texts_that_are_only_tokenized(server, client, monkeypa
         assert not answers
     finally:
         goes_on.set()
-        for one in tokenizings:
-            one.join(WAIT_SECONDS)
+        for each in tokenizings:
+            each.join(WAIT_SECONDS)
     assert [answer.status_code for answer in answers] == [200] * 8
 
 
 def test_a_thousand_clients_at_once(server):
-    """As many as there are places are served; the others are told at once to come again, while those wait."""
+    """The server serves as many as it has places; the others are told at once to come again."""
     places = server.loop.engine.scheduler.max_num_seqs + MAX_QUEUED
     with contextlib.ExitStack() as holding:
         holding.enter_context(held(server))
@@ -363,12 +374,15 @@ def test_a_thousand_clients_at_once(server):
 async def _crowd(
     server: Running, number: int, places: int, go_on: Callable[[], None]
 ) -> Counter[tuple[int, str | None]]:
-    """Statuses and Retry-After of so many requests on connections of their own; the engine goes on when the others were refused."""
+    """Statuses and Retry-After of so many requests on connections of their own.
+
+    The engine goes on when the others were refused.
+    """
     host, port = server.address.removeprefix("http://").split(":")
     raw = json.dumps({**COMMON, "max_tokens": 1, "prompt": [5]}).encode()
     refused = 0
 
-    async def one() -> tuple[int, str | None]:
+    async def ask() -> tuple[int, str | None]:
         nonlocal refused
         reader, writer = await asyncio.open_connection(host, int(port))
         try:
@@ -382,4 +396,4 @@ async def _crowd(
             await asyncio.to_thread(go_on)
         return status, dict(line.split(": ", 1) for line in head[1:] if line).get("retry-after")
 
-    return Counter(await asyncio.gather(*(one() for _ in range(number))))
+    return Counter(await asyncio.gather(*(ask() for _ in range(number))))

@@ -1,4 +1,6 @@
-"""The split of the pool against sets of slots, its history against all that was seen, and the report from engine to picture."""
+"""The split of the pool against sets of slots, its history against all that was seen, and the
+report from engine to picture.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +53,7 @@ def test_the_split_counts_slots(data, block_size):
     computed = set().union(*(slots(blocks, num_computed) for blocks, num_computed, _ in every))
     known = set().union(*(slots(blocks, num_known) for blocks, _, num_known in every))
     entries = [block for blocks, *_ in every for block in blocks if block]
-    own = [block for blocks, *_ in tables for block in blocks if block]
+    blocks_of_tables = [block for blocks, *_ in tables for block in blocks if block]
     num_free = NUM_BLOCKS - len(set(entries))
     assert split_memory(tables, block_size, num_free, pinned) == MemorySplit(
         token_slots=len(computed),
@@ -59,8 +61,8 @@ def test_the_split_counts_slots(data, block_size):
         internal_fragmentation_slots=len(set(entries)) * block_size - len(known),
         free_slots=num_free * block_size,
         shared_blocks=sum(entries.count(block) > 1 for block in set(entries)),
-        saved_blocks=len(own) - len(set(own)),
-        unshared_blocks=len(own),
+        saved_blocks=len(blocks_of_tables) - len(set(blocks_of_tables)),
+        unshared_blocks=len(blocks_of_tables),
     )
 
 
@@ -75,7 +77,7 @@ def test_a_pin_saves_nothing_until_two_use_it():
     assert (twice.shared_blocks, twice.saved_blocks, twice.saved_by_sharing) == (2, 2, 1 / 3)
 
 
-def held(num_tokens: int, num_slots: int = 100, **sharing: int) -> MemorySplit:
+def split_of(num_tokens: int, num_slots: int = 100, **sharing: int) -> MemorySplit:
     sharing = {"shared_blocks": 0, "saved_blocks": 0, "unshared_blocks": 0, **sharing}
     return MemorySplit(num_tokens, 0, 0, num_slots - num_tokens, **sharing)
 
@@ -90,15 +92,15 @@ def run(
         seen.append(split)
         return split
 
-    for split, one in zip(splits, seconds, strict=True):
+    for split, each in zip(splits, seconds, strict=True):
         history.begin(look, used_blocks=split.token_slots, num_preempted=1)
-        history.end(one)
+        history.end(each)
     return seen
 
 
 @given(st.integers(0, 300), st.sampled_from([2, 4, 8, 10]))
 def test_samples_are_every_kth_step_however_many_there_are(num_steps, max_samples):
-    splits, history = [held(step % 97) for step in range(num_steps)], MemoryHistory(max_samples)
+    splits, history = [split_of(step % 97) for step in range(num_steps)], MemoryHistory(max_samples)
     seen = run(history, splits, [0.5] * num_steps)
     report = history.report(num_blocks=100, block_size=1)
     interval = 1
@@ -126,7 +128,7 @@ def test_means_are_over_time():
     history = MemoryHistory()
     run(
         history,
-        [held(100, saved_blocks=30, unshared_blocks=60), held(20, unshared_blocks=20)],
+        [split_of(100, saved_blocks=30, unshared_blocks=60), split_of(20, unshared_blocks=20)],
         [1.0, 3.0],
     )
     report = history.report(num_blocks=100, block_size=1)
@@ -149,8 +151,8 @@ def test_means_are_over_time():
 
 def test_a_step_that_failed_is_sampled_once_and_takes_no_time():
     history = MemoryHistory()
-    history.begin(lambda: held(90), used_blocks=90, num_preempted=0)
-    run(history, [held(10)], [2.0])
+    history.begin(lambda: split_of(90), used_blocks=90, num_preempted=0)
+    run(history, [split_of(10)], [2.0])
     report = history.report(num_blocks=100, block_size=1)
     assert [(sample.step, sample.split.token_slots) for sample in report.samples] == [(0, 10)]
     assert (report.num_steps, report.seconds, report.peak_blocks) == (1, 2.0, 90)
@@ -182,7 +184,9 @@ def llm(model):
 
 
 def test_the_report_of_an_engine(llm):
-    """Three sequences of 20 prompt tokens that decode to 32: what each step held is counted from the lengths alone."""
+    """Three sequences of 20 prompt tokens that decode to 32: what each step held is counted from
+    the lengths alone.
+    """
     llm.memory_report(reset=True)
     assert llm.memory_report().num_steps == 0
     before = llm.stats()["engine_steps_total"]
@@ -213,7 +217,9 @@ def test_the_report_of_an_engine(llm):
 
 
 def test_an_engine_that_shares_a_prefix_says_what_it_saves(llm):
-    """A prefix of two blocks that three have: two blocks for what would be six, next to a block of its own for each."""
+    """A prefix of two blocks that three have: two blocks for what would be six, next to a block of
+    its own for each.
+    """
     prefix = list(range(100, 132))
     llm.generate([[*prefix, 1]], SamplingParams(temperature=0, max_tokens=1), use_tqdm=False)
     llm.memory_report(reset=True)

@@ -1,4 +1,6 @@
-"""Anthropic's Messages as coding agents send them: tools, results, thinking, and the requests of Claude Code."""
+"""Anthropic's Messages as coding agents send them: tools, results, thinking, and the requests of
+Claude Code.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,7 @@ def message(**fields: Any) -> dict[str, Any]:
     return {"model": "demo", "max_tokens": 64, "messages": [USER], **fields}
 
 
-def translated(**fields: Any) -> Any:
+def translation_of(**fields: Any) -> Any:
     request, _ = read({"model": "demo", "messages": [USER], **fields}, CountTokensRequest, qwen())
     return translate(request, qwen())
 
@@ -61,11 +63,11 @@ def result(call_id: str = "toolu_1", **fields: Any) -> dict[str, Any]:
     return {"type": "tool_result", "tool_use_id": call_id, **fields}
 
 
-def said(*blocks: dict[str, Any]) -> dict[str, Any]:
+def assistant_message(*blocks: dict[str, Any]) -> dict[str, Any]:
     return {"role": "assistant", "content": list(blocks)}
 
 
-def asked(*blocks: dict[str, Any]) -> dict[str, Any]:
+def user_message(*blocks: dict[str, Any]) -> dict[str, Any]:
     return {"role": "user", "content": list(blocks)}
 
 
@@ -85,18 +87,18 @@ def call(call_id: str, arguments: str = '{"place": "Oslo"}') -> dict[str, Any]:
     return {"id": call_id, "type": "function", "function": function}
 
 
-def told(call_id: str, content: str) -> dict[str, Any]:
+def tool_message(call_id: str, content: str) -> dict[str, Any]:
     return {"role": "tool", "tool_call_id": call_id, "content": content}
 
 
 # Histories, and the messages of the chat that they are.
 HISTORIES: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
     "a call and its result": (
-        {"messages": [USER, said(THOUGHT, text("I look."), use()), asked(result(content="3 degrees"))]},
+        {"messages": [USER, assistant_message(THOUGHT, text("I look."), use()), user_message(result(content="3 degrees"))]},
         [
             USER,
             {"role": "assistant", "content": "I look.", "reasoning_content": "Hm", "tool_calls": [call("toolu_1")]},
-            told("toolu_1", "3 degrees"),
+            tool_message("toolu_1", "3 degrees"),
         ],
     ),
     "two calls, results of parts and of nothing, and text": (
@@ -104,8 +106,8 @@ HISTORIES: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
             "system": [text("Be brief.", cache_control={"type": "ephemeral", "ttl": "1h"}), text("Now.")],
             "messages": [
                 USER,
-                said(use("a"), use("b", input={})),
-                asked(
+                assistant_message(use("a"), use("b", input={})),
+                user_message(
                     text("First this."),
                     result("b"),
                     result("a", content=[text("3"), text("degrees")], cache_control={"type": "ephemeral"}),
@@ -117,8 +119,8 @@ HISTORIES: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
             {"role": "system", "content": "Be brief.\nNow."},
             USER,
             {"role": "assistant", "content": "", "tool_calls": [call("a"), call("b", "{}")]},
-            told("b", ""),
-            told("a", "3\ndegrees"),
+            tool_message("b", ""),
+            tool_message("a", "3\ndegrees"),
             {"role": "user", "content": "First this.\nGo on."},
         ],
     ),
@@ -126,8 +128,8 @@ HISTORIES: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
         {
             "messages": [
                 USER,
-                said(use("a"), use("b"), use("c"), use("d")),
-                asked(
+                assistant_message(use("a"), use("b"), use("c"), use("d")),
+                user_message(
                     result("a", content="no file", is_error=True),
                     result("b", is_error=True),
                     result("c", content=[text("Error 5")], is_error=True),
@@ -138,43 +140,49 @@ HISTORIES: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
         [
             USER,
             {"role": "assistant", "content": "", "tool_calls": [call(name) for name in "abcd"]},
-            told("a", "Error: no file"),
-            told("b", "Error"),
-            told("c", "Error 5"),
-            told("d", "fine"),
+            tool_message("a", "Error: no file"),
+            tool_message("b", "Error"),
+            tool_message("c", "Error 5"),
+            tool_message("d", "fine"),
         ],
     ),
     "instructions that come later": (
         {
             "system": "Be brief.",
             "messages": [
-                *(system("Always."), USER, system("Agents: x"), said(use())),
-                *(asked(result(content="3")), system("<system-reminder>y</system-reminder>")),
+                *(system("Always."), USER, system("Agents: x"), assistant_message(use())),
+                *(user_message(result(content="3")), system("<system-reminder>y</system-reminder>")),
             ],
         },
         [
             {"role": "system", "content": "Be brief.\nAlways."},
             {"role": "user", "content": "Hi\n<system-reminder>\nAgents: x\n</system-reminder>"},
             {"role": "assistant", "content": "", "tool_calls": [call("toolu_1")]},
-            told("toolu_1", "3"),
+            tool_message("toolu_1", "3"),
             {"role": "user", "content": "<system-reminder>y</system-reminder>"},
         ],
     ),
     "turns of the user that follow each other": (
-        {"messages": [USER, asked(text("there")), said(text("Yes?")), USER]},
+        {"messages": [USER, user_message(text("there")), assistant_message(text("Yes?")), USER]},
         [{"role": "user", "content": "Hi\nthere"}, {"role": "assistant", "content": "Yes?"}, USER],
     ),
     "answers that follow each other": (
-        {"messages": [USER, said(THOUGHT), said(), said(text("I")), said(text("look."), use()), asked(result())]},
+        {
+            "messages": [
+                *(USER, assistant_message(THOUGHT), assistant_message()),
+                *(assistant_message(text("I")), assistant_message(text("look."), use())),
+                user_message(result()),
+            ]
+        },
         [
             USER,
             {"role": "assistant", "content": "I\nlook.", "reasoning_content": "Hm", "tool_calls": [call("toolu_1")]},
-            told("toolu_1", ""),
+            tool_message("toolu_1", ""),
         ],
     ),
     "a tool that was found": (
-        {"messages": [USER, said(use()), asked(result(content=[{"type": "tool_reference", "tool_name": "weather"}]))]},
-        [USER, {"role": "assistant", "content": "", "tool_calls": [call("toolu_1")]}, told("toolu_1", "weather")],
+        {"messages": [USER, assistant_message(use()), user_message(result(content=[{"type": "tool_reference", "tool_name": "weather"}]))]},
+        [USER, {"role": "assistant", "content": "", "tool_calls": [call("toolu_1")]}, tool_message("toolu_1", "weather")],
     ),
 }  # fmt: skip
 
@@ -185,12 +193,14 @@ def test_a_history_is_that_of_the_chat(name):
     answer = open_message(message(**fields, tools=[TOOL]), qwen(strict=True))
     function = {"name": "weather", "description": "Tells the weather.", "parameters": SCHEMA}
     chat = {"messages": messages, "tools": [{"type": "function", "function": function}]}
-    wanted = open_chat({"model": "demo", "max_tokens": 64, **chat}, qwen())
-    assert answer.prompts == wanted.prompts and answer.ignored_fields == ()
+    expected = open_chat({"model": "demo", "max_tokens": 64, **chat}, qwen())
+    assert answer.prompts == expected.prompts and answer.ignored_fields == ()
 
 
 def test_what_another_server_ran_is_passed_over_and_named():
-    """So are the lines for Anthropic's accounts, with which no prompt would have the prefix of the last."""
+    """So are the lines for Anthropic's accounts, with which no prompt would have the prefix of the
+    last.
+    """
     server_blocks: list[dict[str, Any]] = [
         {"type": "redacted_thinking", "data": "AAAA"},
         {"type": "server_tool_use", "id": "srv_1", "name": "web_search", "input": {"query": "x"}},
@@ -198,11 +208,17 @@ def test_what_another_server_ran_is_passed_over_and_named():
     ]
     fields = {
         "system": [text("x-anthropic-billing-header: cch=1;"), text("Be brief.")],
-        "messages": [USER, said(*server_blocks), USER, said(text("Yes?"), server_blocks[0]), USER],
+        "messages": [
+            USER,
+            assistant_message(*server_blocks),
+            USER,
+            assistant_message(text("Yes?"), server_blocks[0]),
+            USER,
+        ],
         "tools": [SEARCH, TOOL],
     }
     answer = open_message(message(**fields), qwen())
-    plain = {"system": "Be brief.", "messages": [USER, USER, said(text("Yes?")), USER]}
+    plain = {"system": "Be brief.", "messages": [USER, USER, assistant_message(text("Yes?")), USER]}
     assert answer.prompts == open_message(message(**plain, tools=[TOOL]), qwen()).prompts
     passed_over = [
         *(f"messages[1].content[{index}]" for index in range(3)),
@@ -224,10 +240,10 @@ def test_a_text_after_a_result_is_part_of_it_where_turns_must_alternate():
     known = context(tokenizer=with_template(ALTERNATING))
     turns = [
         USER,
-        said(use("a"), use("b")),
-        asked(result("a", content="3"), result("b", content="4"), text("Go on.")),
+        assistant_message(use("a"), use("b")),
+        user_message(result("a", content="3"), result("b", content="4"), text("Go on.")),
     ]
-    fields = {"messages": [*turns, system("Agents"), said(text("Yes.")), USER]}
+    fields = {"messages": [*turns, system("Agents"), assistant_message(text("Yes.")), USER]}
     (requested,) = open_message(message(**fields), known).prompts
     assert str(requested.prompt).endswith(
         "[tool]3[tool]4\n\nGo on.\n<system-reminder>\nAgents\n</system-reminder>[assistant]Yes.[user]Hi"
@@ -235,40 +251,40 @@ def test_a_text_after_a_result_is_part_of_it_where_turns_must_alternate():
     counted = count_tokens({"model": "demo", **fields}, known).body["input_tokens"]
     assert counted == len(tokenizer()(requested.prompt)["input_ids"])
     with pytest.raises(ApiError, match="turns must alternate") as caught:
-        open_message(message(messages=[said(text("Yes.")), *turns]), known)
+        open_message(message(messages=[assistant_message(text("Yes.")), *turns]), known)
     assert caught.value.param == "messages"
 
 
 def test_an_answer_goes_on_from_text_only():
-    begun = open_message(message(messages=[USER, said(text("It was"))]), qwen())
+    begun = open_message(message(messages=[USER, assistant_message(text("It was"))]), qwen())
     assert str(begun.prompts[0].prompt).endswith("It was")
-    called = open_message(message(messages=[USER, said(use())], tools=[TOOL]), qwen())
+    called = open_message(message(messages=[USER, assistant_message(use())], tools=[TOOL]), qwen())
     assert str(called.prompts[0].prompt).endswith("<|im_start|>assistant\n")
 
 
-ROUND: list[dict[str, Any]] = [USER, said(use()), asked(result())]
+ROUND: list[dict[str, Any]] = [USER, assistant_message(use()), user_message(result())]
 REFUSED: list[tuple[dict[str, Any], str, str]] = [
-    ({"messages": [*ROUND[:2], asked(text("x"), result("toolu_2"))]},
+    ({"messages": [*ROUND[:2], user_message(text("x"), result("toolu_2"))]},
      "messages[2].content[1].tool_use_id", "'toolu_2' is the id of no earlier call"),
-    ({"messages": [*ROUND, asked(result())]},
+    ({"messages": [*ROUND, user_message(result())]},
      "messages[3].content[0].tool_use_id", "'toolu_1' is the id of a call with a result"),
-    ({"system": "s", "messages": [*ROUND, said(text("x"), use())]},
+    ({"system": "s", "messages": [*ROUND, assistant_message(text("x"), use())]},
      "messages[3].content[1].id", "'toolu_1' is the id of an earlier call"),
-    ({"messages": [USER, said(text("a")), said(text("b"), use(), use())]},
+    ({"messages": [USER, assistant_message(text("a")), assistant_message(text("b"), use(), use())]},
      "messages[2].content[2].id", "'toolu_1' is the id of an earlier call"),
-    ({"messages": [USER, said(text("x"), use(input="Oslo"))]},
+    ({"messages": [USER, assistant_message(text("x"), use(input="Oslo"))]},
      "messages[1].content[1].input", "must be an object, got 'Oslo'"),
-    ({"messages": [USER, said(use(input=None))]}, "messages[1].content[0].input", "must be an object"),
-    ({"messages": [USER, said(use(name="a b"))]}, "messages[1].content[0].name", "must match"),
-    ({"messages": [USER, said({"type": "tool_use", "name": "f", "input": {}})]},
+    ({"messages": [USER, assistant_message(use(input=None))]}, "messages[1].content[0].input", "must be an object"),
+    ({"messages": [USER, assistant_message(use(name="a b"))]}, "messages[1].content[0].name", "must match"),
+    ({"messages": [USER, assistant_message({"type": "tool_use", "name": "f", "input": {}})]},
      "messages[1].content[0].id", "is required"),
-    ({"messages": [USER, said({"type": "image", "source": {}})]},
+    ({"messages": [USER, assistant_message({"type": "image", "source": {}})]},
      "messages[1].content[0].type", "must be one of 'text', 'thinking', 'tool_use'"),
-    ({"messages": [asked({"type": "image", "source": {}})]},
+    ({"messages": [user_message({"type": "image", "source": {}})]},
      "messages[0].content[0].source.type", "is required"),
-    ({"messages": [*ROUND[:2], asked(result(content=[text("x"), {"type": "image"}]))]},
+    ({"messages": [*ROUND[:2], user_message(result(content=[text("x"), {"type": "image"}]))]},
      "messages[2].content[0].content[1].source", "is required"),
-    ({"messages": [*ROUND[:2], asked(result(content=5))]}, "messages[2].content[0].content", "must be a string, or a list"),
+    ({"messages": [*ROUND[:2], user_message(result(content=5))]}, "messages[2].content[0].content", "must be a string, or a list"),
     ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content", "must be a string, or a list"),
     ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role", "must be one of 'user'"),
     ({"system": [{"type": "image"}]}, "system[0].type", "must be 'text'"),
@@ -310,8 +326,10 @@ def test_an_error_has_the_clients_path(fields, param, problem):
         assert problem in caught.value.message
         is_of_list = " has " in caught.value.message  # two tools have a name
         assert is_of_list or caught.value.message.startswith(param)
-        told = DIALECT.error(caught.value)
-        assert told["type"] == "error" and told["error"]["type"] == "invalid_request_error"
+        error_body = DIALECT.error(caught.value)
+        assert (
+            error_body["type"] == "error" and error_body["error"]["type"] == "invalid_request_error"
+        )
 
 
 @pytest.mark.parametrize(
@@ -333,7 +351,7 @@ def test_an_error_has_the_clients_path(fields, param, problem):
 )
 def test_a_choice_is_that_of_the_chat(choice, body):
     strict = {**TOOL, "type": "custom", "strict": True, "input_examples": [{"place": "Rome"}]}
-    chat = translated(tools=[SEARCH, strict], tool_choice=choice).body
+    chat = translation_of(tools=[SEARCH, strict], tool_choice=choice).body
     assert {
         name: chat[name] for name in ("tool_choice", "parallel_tool_calls") if name in chat
     } == body
@@ -356,13 +374,13 @@ def test_a_tool_of_a_server_is_passed_over(kind):
 
 
 def test_a_schema_that_nothing_enforces_refuses_no_request():
-    """In auto the template has it as it is."""
+    """With "auto" the template has it as it is."""
     look_ahead = {"type": "object", "properties": {"a": {"type": "string", "pattern": "^(?!x).*$"}}}
     open_message(message(tools=[{**TOOL, "input_schema": look_ahead}]), qwen(strict=True))
 
 
 def test_no_tools_ask_for_nothing():
-    """As agents send them for titles and summaries."""
+    """Agents send them so for titles and summaries."""
     for choice in (None, {"type": "auto"}, {"type": "none"}):
         answer = open_message(message(tools=[], tool_choice=choice), qwen(strict=True))
         assert answer.prompts == open_message(message(), qwen()).prompts
@@ -405,12 +423,12 @@ def test_thinking_is_what_the_template_knows(template, fields, shown, ignored, i
 
 
 def test_a_budget_is_that_of_the_chat():
-    """Where the reasoning has a form, without which nothing finds its end."""
+    """The reasoning has a form, without which nothing finds its end."""
     thinking = {"type": "enabled", "budget_tokens": 2048}
-    chat = translated(thinking=thinking)
+    chat = translation_of(thinking=thinking)
     assert chat.body["thinking_token_budget"] == 2048 and chat.ignored == ()
     assert chat.names["thinking_token_budget"] == "thinking.budget_tokens"
-    assert "thinking_token_budget" not in translated(thinking=ON).body
+    assert "thinking_token_budget" not in translation_of(thinking=ON).body
     known = context(tokenizer=with_template(SWITCH))
     answer = open_message(message(thinking=thinking), known)
     assert answer.ignored_fields == ("thinking.budget_tokens",)
@@ -446,7 +464,9 @@ def test_as_many_tokens_are_counted_as_the_prompt_has(turns, choice, thinking):
 # Answers
 
 
-def streamed(body: dict[str, Any], script: Scripted, known: ModelContext) -> list[dict[str, Any]]:
+def stream_events(
+    body: dict[str, Any], script: Scripted, known: ModelContext
+) -> list[dict[str, Any]]:
     exchange = open_message({**body, "stream": True}, known)
     events = []
     for delta in deltas(output(exchange, [script]), [script]):
@@ -459,7 +479,7 @@ def whole(body: dict[str, Any], script: Scripted, known: ModelContext) -> dict[s
     return exchange.whole([output(exchange, [script])])
 
 
-def reassembled(events: Sequence[Any]) -> dict[str, Any]:
+def reassemble(events: Sequence[Any]) -> dict[str, Any]:
     """The message that Anthropic's client makes of a stream."""
     buffers: dict[int, bytes] = {}
     snapshot: Any = None
@@ -505,8 +525,8 @@ def test_a_stream_is_the_whole_answer_to_anthropics_client(thought, parts, place
     answer = whole(body, Scripted([said], ends), qwen())
     Message.model_validate(answer)
     script = Scripted(cut(said, places), ends, token_ids=[])
-    events = streamed(body, script, qwen())
-    again = reassembled(events)
+    events = stream_events(body, script, qwen())
+    again = reassemble(events)
     again["usage"]["output_tokens"] = answer["usage"]["output_tokens"]  # a token for each part
     assert again == plain(answer)
     num_calls = sum(block["type"] == "tool_use" for block in answer["content"])
@@ -518,7 +538,7 @@ def test_a_stream_is_the_whole_answer_to_anthropics_client(thought, parts, place
 
 def test_a_stream_with_a_call_has_anthropics_events():
     said = '<think>\nHm\n</think>\n\nI look.<tool_call>\n{"name": "weather", "arguments": {"place": "Oslo"}}\n</tool_call>'
-    events = streamed(message(tools=[TOOL]), Scripted(list(said)), qwen())
+    events = stream_events(message(tools=[TOOL]), Scripted(list(said)), qwen())
     names = [
         (event["type"], event.get("index"), event.get("delta", {}).get("type")) for event in events
     ]
@@ -564,7 +584,7 @@ def test_a_call_that_is_cut_has_what_is_complete(said, ends, given_input, reason
     answer = whole(body, Scripted([said], ends), known)
     (block,) = answer["content"]
     assert (block["input"], answer["stop_reason"]) == (given_input, reason)
-    again = reassembled(streamed(body, Scripted(list(said), ends), known))
+    again = reassemble(stream_events(body, Scripted(list(said), ends), known))
     assert again["content"] == plain(answer)["content"] and again["stop_reason"] == reason
 
 
@@ -574,8 +594,8 @@ def test_thinking_may_be_left_out_of_the_answer():
     answer = whole(body, Scripted([said]), qwen())
     thought, spoken = answer["content"]
     assert thought["thinking"] == "" and thought["signature"] and spoken["text"] == "Yes."
-    events = streamed(body, Scripted(list(said)), qwen())
-    assert reassembled(events)["content"] == plain(answer)["content"]
+    events = stream_events(body, Scripted(list(said)), qwen())
+    assert reassemble(events)["content"] == plain(answer)["content"]
     assert "Hm" not in json.dumps(events)
 
 
@@ -628,11 +648,11 @@ def test_what_only_anthropics_servers_do_is_named(name, value):
 
 
 def test_an_answer_keeps_to_a_format():
-    """As Claude Code asks for titles."""
+    """Claude Code asks so for titles."""
     schema = {"type": "object", "properties": {"title": {"type": "string"}}}
-    wanted = {"format": {"type": "json_schema", "schema": schema}}
-    grammar = open_message(message(output_config=wanted), qwen()).prompts[0].params
-    older = open_message(message(output_format=wanted["format"]), qwen()).prompts[0].params
+    expected = {"format": {"type": "json_schema", "schema": schema}}
+    grammar = open_message(message(output_config=expected), qwen()).prompts[0].params
+    older = open_message(message(output_format=expected["format"]), qwen()).prompts[0].params
     json_schema = {"name": "answer", "schema": schema}
     chat = message(response_format={"type": "json_schema", "json_schema": json_schema})
     assert grammar == older == open_chat(chat, qwen()).prompts[0].params
@@ -661,6 +681,6 @@ def test_a_request_of_claude_code_is_answered(name, is_strict):
     said_now = "Yes."
     if body["tools"]:
         said_now += '<tool_call>\n{"name": "Read", "arguments": {"file_path": "/x"}}\n</tool_call>'
-    events = streamed(body, Scripted(list(said_now)), known)
-    assert reassembled(events)["content"][0]["text"] == "Yes."
+    events = stream_events(body, Scripted(list(said_now)), known)
+    assert reassemble(events)["content"][0]["text"] == "Yes."
     assert events[-2]["delta"]["stop_reason"] == ("tool_use" if body["tools"] else "end_turn")

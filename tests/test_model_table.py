@@ -1,4 +1,6 @@
-"""The table of models with fake ones: never more memory than there is, nobody waits for ever, and no request is lost."""
+"""The table of models with fake ones: never more memory than there is, nobody waits for ever, and
+no request is lost.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +10,14 @@ import math
 import re
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxpage.errors import CapacityError, QueueFull, ShuttingDown
 from jaxpage.serving.several import table
 from jaxpage.serving.several.table import InUse, LoadFailed, ModelTable, Slot
 from jaxpage.serving.wire.keep_alive import keep_alive_seconds
+from tests.support.sweeps import examples
 from tests.support.table_fuzzing import Case, Event, Kind, failure, fuzz, random_case
 
 
@@ -88,7 +91,7 @@ async def running(*arguments, **more):
     await world.table.stop()
 
 
-async def settled():
+async def settle():
     for _ in range(20):
         await asyncio.sleep(0)
 
@@ -110,7 +113,7 @@ def test_a_busy_model_takes_no_more_requests_when_another_waits_for_its_room():
     async def run():
         async with running({"a": 1, "b": 1}, 1) as world:
             busy = asyncio.ensure_future(world.request("a", turns=30))
-            await settled()
+            await settle()
             order = []
             for name in "baab":
                 task = asyncio.ensure_future(world.request(name))
@@ -133,9 +136,9 @@ def test_a_busy_model_that_need_not_go_takes_requests_while_another_is_loaded():
     async def run():
         async with running({"a": 1, "b": 1, "c": 1}, 2) as world:
             long = [asyncio.ensure_future(world.request(name, turns=60)) for name in "ab"]
-            await settled()
+            await settle()
             wants = asyncio.ensure_future(world.request("c"))
-            await settled()
+            await settle()
             assert world.table.slots["a"].is_closing
             waits = asyncio.ensure_future(world.request("a"))
             loading = asyncio.Event()
@@ -181,11 +184,11 @@ def test_a_lease_that_is_granted_as_its_request_ends_is_given_back():
             request = asyncio.ensure_future(world.request("a"))
             grant = world.table._grant
 
-            def granted(slot):
+            def grant_and_cancel(slot):
                 grant(slot)
                 request.cancel()
 
-            world.table._grant = granted
+            world.table._grant = grant_and_cancel
             with pytest.raises(asyncio.CancelledError):
                 await request
             assert world.log == ["load a"] and not world.table.slots["a"].num_leases
@@ -212,19 +215,19 @@ def test_keep_alive_is_that_of_the_last_request_that_gave_one():
             for now, state in ((59.0, "loaded"), (60.0, "unloaded")):
                 world.now = now
                 world.table.tidy()
-                await settled()
+                await settle()
                 assert world.table.slots["a"].state == state
             await world.request("a")
             world.now += 10.0  # the value went with the model
             world.table.tidy()
-            await settled()
+            await settle()
             assert world.table.slots["a"].state == "unloaded"
             busy = asyncio.ensure_future(world.request("a", turns=30))
-            await settled()
+            await settle()
             assert world.table.expire("a") and world.table.slots["a"].state == "loaded"
             await busy
             await asyncio.sleep(0.01)  # the timer
-            await settled()
+            await settle()
             assert world.table.slots["a"].state == "unloaded" and not world.table.expire("a")
 
     asyncio.run(run())
@@ -234,7 +237,7 @@ def test_a_model_that_sleeps_takes_no_room_and_wakes_for_a_request():
     async def run():
         async with running({"a": 1, "b": 1}, 1) as world:
             busy = asyncio.ensure_future(world.request("a", turns=9))
-            await settled()
+            await settle()
             busy = asyncio.ensure_future(world.request("a", turns=30))
             await asyncio.sleep(0)
             with pytest.raises(InUse, match=r"run in .a. \(1\)"):
@@ -269,7 +272,7 @@ def test_the_queue_has_an_end_and_a_stop_ends_it():
         async with running({"a": 1, "b": 1}, 1) as world:
             async with world.table.lease("a"):
                 waiting = [asyncio.ensure_future(world.request("b")) for _ in range(100)]
-                await settled()
+                await settle()
                 with pytest.raises(QueueFull, match="100 requests"):
                     await world.request("b")
                 await world.table.stop()
@@ -279,7 +282,7 @@ def test_the_queue_has_an_end_and_a_stop_ends_it():
     asyncio.run(run())
 
 
-@settings(deadline=None, max_examples=150)
+@examples(50)
 @given(st.randoms(use_true_random=False))
 def test_whatever_comes_the_table_keeps_its_promises(rng):
     case = random_case(rng)
@@ -287,7 +290,9 @@ def test_whatever_comes_the_table_keeps_its_promises(rng):
 
 
 def test_an_order_to_unload_before_a_request_of_the_same_moment_does_not_end_its_model():
-    """The fuzzer knows which of the two the table got first: the client's, whose task begins a turn later, is second."""
+    """The fuzzer knows which of the two the table got first: the client's, whose task begins a turn
+    later, is second.
+    """
     kinds = (Kind("a", 1),)
     events = (Event(1.0, "leave", "a", 1.5), Event(1.0, "expire", "a"))
     assert failure(Case(kinds, events)) is None
@@ -307,16 +312,18 @@ ALWAYS_USABLE = property(lambda slot: slot.model is not None and not slot.is_asl
     ],
 )
 def test_the_fuzzer_finds_a_mistake_and_shrinks_it(monkeypatch, where, name, mistake, says):
-    """The first is what `ModelTable.sleep` once had: a look at the leases, a pause, and the state after it."""
+    """The first is what `ModelTable.sleep` once had: a look at the leases, a pause, and the state
+    after it.
+    """
     monkeypatch.setattr(where, name, mistake)
-    told = []
-    assert fuzz(1, 1, told.append) == 1
-    assert re.search(says, told[0].split("\n\n")[1])
-    program = told[0].split("\n\n", 2)[2]
+    events = []
+    assert fuzz(1, 1, events.append) == 1
+    assert re.search(says, events[0].split("\n\n")[1])
+    program = events[0].split("\n\n", 2)[2]
     assert program.count("Event(") <= 4
-    scope = {"print": told.append}
+    scope = {"print": events.append}
     exec(program, scope)
-    assert told[1] == told[0].split("\n\n")[1]
+    assert events[1] == events[0].split("\n\n")[1]
 
 
 @pytest.mark.parametrize("what", ["sleep", "close"])
@@ -341,7 +348,7 @@ def test_a_request_that_comes_while_its_model_falls_asleep_or_goes_waits_and_run
                 order = asyncio.ensure_future(asyncio.sleep(0))
             await began.wait()
             request = asyncio.ensure_future(world.request("a"))
-            await settled()
+            await settle()
             assert not request.done() and not world.table.slots["a"].num_leases
             world.table.check()
             may_end.set()
@@ -361,7 +368,7 @@ def test_an_order_to_unload_holds_for_a_model_that_is_being_loaded():
             assert world.table.expire("a")
             await request
             await asyncio.sleep(0.01)  # the timer
-            await settled()
+            await settle()
             assert world.log == ["load a", "close a"]
             assert world.table.slots["a"].keep_alive == math.inf
 
@@ -373,9 +380,9 @@ def test_an_order_to_sleep_ends_with_the_table():
         async with running({"a": 1, "b": 1}, 1) as world:
             async with world.table.lease("a"):
                 waits = asyncio.ensure_future(world.request("b"))
-                await settled()
+                await settle()
                 order = asyncio.ensure_future(world.table.sleep("b", 1))
-                await settled()
+                await settle()
                 await world.table.stop()
             ended = asyncio.gather(
                 *(waits, order, world.request("b"), world.table.sleep("b", 1)),

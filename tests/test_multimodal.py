@@ -1,4 +1,6 @@
-"""Text models of checkpoints that hold other models too: older names, absent fields, what is not loaded."""
+"""Text models of checkpoints that hold other models too: older names, absent fields, what is not
+loaded.
+"""
 
 from __future__ import annotations
 
@@ -109,12 +111,14 @@ def test_absent_fields_mean_what_the_class_of_the_text_model_says(name):
         text = {key: value for key, value in config["text_config"].items() if key not in left}
         if "num_key_value_heads" in left:  # the defaults of 8 to 32 do not divide 4 heads
             text |= {"num_attention_heads": 32, "hidden_size": 1024}
-        given = {**config, "text_config": text}
-        fields = json.loads(json.dumps({k: v for k, v in given.items() if k != "architectures"}))
+        whole_config = {**config, "text_config": text}
+        fields = json.loads(
+            json.dumps({k: v for k, v in whole_config.items() if k != "architectures"})
+        )
         whole = model_class.config_class(**fields).to_dict()
-        whole["architectures"] = given["architectures"]
-        found = family.Spec.from_config(given)
-        assert found == family.Spec.from_config(whole), left
+        whole["architectures"] = whole_config["architectures"]
+        spec = family.Spec.from_config(whole_config)
+        assert spec == family.Spec.from_config(whole), left
 
 
 def test_a_text_model_that_is_not_known_is_refused_by_its_type():
@@ -157,37 +161,40 @@ def test_tensors_for_images_are_counted_in_one_line(name, others, idle, what, tm
     assert count
     with caplog.at_level(logging.WARNING), make_llm(tmp_path, max_model_len=60, limit_images=0):
         pass
-    found = [line for line in caplog.messages if "text model alone" in line]
+    warnings = [line for line in caplog.messages if "text model alone" in line]
     why = f"this is the text model alone: {what} are not supported, and"
     if name == "gemma4-images":  # whose encoder of pictures is left out by the setting
         why = f"limit_images is 0, so this is the text model alone, without {what}:"
-    assert found == [f"{why} the checkpoint's {count} tensors for them are not loaded"]
+    assert warnings == [f"{why} the checkpoint's {count} tensors for them are not loaded"]
 
 
-@pytest.mark.parametrize("rest", [True, False])
+@pytest.mark.parametrize("others", [True, False])
 @pytest.mark.parametrize(
     ("name", "older"), [("mistral3-images", as_llava), ("qwen2-vl", as_qwen), ("qwen3-vl", str)]
 )
-def test_names_in_a_quantisation_are_matched_as_by_the_library(name, older, rest):
-    """Exact names of linear modules, in today's words or in older ones; a name of what contains them is of none."""
+def test_names_in_a_quantisation_are_matched_as_by_the_library(name, older, others):
+    """Exact names of linear modules, in today's words or in older ones.
+
+    A name of what contains them is of none.
+    """
     library = pytest.importorskip("compressed_tensors.quantization")
     layers = "model.language_model.layers"
     inputs = {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True}
     weights = {"num_bits": 8, "type": "int", "strategy": "channel"}
     named = [f"{layers}.0.mlp.up_proj", f"{layers}.1.self_attn.o_proj", f"{layers}.1.mlp"]
-    kept = ["lm_head", f"{layers}.0.self_attn.q_proj", f"{layers}.0.self_attn", "q_proj"]
+    left_out = ["lm_head", f"{layers}.0.self_attn.q_proj", f"{layers}.0.self_attn", "q_proj"]
 
-    def stated(rename: Callable[[str], str]) -> dict[str, Any]:
+    def state(rename: Callable[[str], str]) -> dict[str, Any]:
         targets = list(map(rename, named))
         groups = {"a": {"targets": targets, "weights": weights, "input_activations": inputs}}
-        if rest:
+        if others:
             groups["b"] = {"targets": ["Linear"], "weights": weights, "input_activations": None}
         config = {"config_groups": groups, "format": "int-quantized"}
-        ignored = [*map(rename, kept), "re:.*vision.*", "re:.*down_proj"]
+        ignored = [*map(rename, left_out), "re:.*vision.*", "re:.*down_proj"]
         return {"quant_method": "compressed-tensors", **config, "ignore": ignored}
 
     model = make_model(name)
-    library.apply_quantization_config(model, library.QuantizationConfig(**stated(str)))
+    library.apply_quantization_config(model, library.QuantizationConfig(**state(str)))
     schemes = {
         module_name: getattr(module, "quantization_scheme", None)
         for module_name, module in model.named_modules()
@@ -200,10 +207,12 @@ def test_names_in_a_quantisation_are_matched_as_by_the_library(name, older, rest
     }
     assert list(expected.values()).count(True) == 2
     for rename in (str, older):
-        config = {**config_json(name), "quantization_config": stated(rename)}
+        config = {**config_json(name), "quantization_config": state(rename)}
         scheme = describe_config(
             config, lambda config=config: quantization_of(config, None), Problems(Path())
         ).quantization
         forms = {module_name: scheme.form_of(module_name) for module_name in expected}
-        found = {module_name: form and form.int8_inputs for module_name, form in forms.items()}
-        assert found == expected
+        int8_inputs = {
+            module_name: form and form.int8_inputs for module_name, form in forms.items()
+        }
+        assert int8_inputs == expected

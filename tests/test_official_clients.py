@@ -1,4 +1,6 @@
-"""The official clients, unchanged: OpenAI's reads what `LLM` generates, and those of other APIs what a chat or completion says."""
+"""The official clients, unchanged: OpenAI's reads what `LLM` generates, and those of other APIs
+what a chat or completion says.
+"""
 
 from __future__ import annotations
 
@@ -78,7 +80,7 @@ def model(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def offline(model):
-    """What `LLM` makes of the same requests, before the server is there."""
+    """Returns what `LLM` makes of the same requests, before the server is there."""
     with LLM(model, **SMALL, use_tqdm=False) as llm:
 
         def generate(**params: Any) -> list[Any]:
@@ -118,9 +120,9 @@ def offline(model):
 @pytest.fixture(scope="module")
 def server(model, offline):
     config = ServerConfig(tool_parser="hermes", reasoning_parser="think", max_queued_requests=12)
-    with running(config, model=model, api_keys=[KEY]) as found:
-        yield found
-        assert found.errors == []
+    with running(config, model=model, api_keys=[KEY]) as running_server:
+        yield running_server
+        assert running_server.errors == []
 
 
 @pytest.fixture(scope="module")
@@ -140,8 +142,8 @@ def promises(http):
 def open_ai(server, promises):
     with openai.OpenAI(
         base_url=f"{server.address}/v1", api_key=KEY, max_retries=0, timeout=60
-    ) as found:
-        yield found
+    ) as http_client:
+        yield http_client
     promises.check()
 
 
@@ -149,8 +151,8 @@ def open_ai(server, promises):
 def claude(server, promises):
     with anthropic.Anthropic(
         base_url=server.address, api_key=KEY, max_retries=0, timeout=60
-    ) as found:
-        yield found
+    ) as http_client:
+        yield http_client
     promises.check()
 
 
@@ -158,8 +160,8 @@ def claude(server, promises):
 def llama(server, promises):
     with ollama.Client(
         server.address, headers={"authorization": f"Bearer {KEY}"}, timeout=60
-    ) as found:
-        yield found
+    ) as http_client:
+        yield http_client
     promises.check()
 
 
@@ -167,13 +169,13 @@ def llama(server, promises):
 def chat(http):
     """The answer of the chat that the requests of this file are translated into."""
 
-    def requested(**fields: Any) -> Any:
+    def request(**fields: Any) -> Any:
         body = {"model": "demo", "messages": MESSAGES, "temperature": 0, "max_tokens": 12, **fields}
         answer = http.post("/v1/chat/completions", json=body)
         assert answer.status_code == 200, answer.text
         return answer.json()
 
-    return requested
+    return request
 
 
 def text_of(answer: Any) -> str:
@@ -193,7 +195,7 @@ TOLD = {"role": "assistant", "content": "It was"}
 
 
 @pytest.mark.parametrize(
-    ("opens", "body", "wanted"),
+    ("opens", "body", "expected"),
     [
         (
             open_response,
@@ -310,14 +312,14 @@ TOLD = {"role": "assistant", "content": "It was"}
     ],
     ids=["responses", "messages", "ollama"],
 )
-def test_a_translated_request_is_that_of_the_chat(opens, body, wanted):
+def test_a_translated_request_is_that_of_the_chat(opens, body, expected):
     known = context(tokenizer=THINKING, strict_requests=True)
-    found, chat = (
+    text, chat = (
         open_({"model": "demo", **fields}, known)
-        for open_, fields in ((opens, body), (open_chat, wanted))
+        for open_, fields in ((opens, body), (open_chat, expected))
     )
-    assert found.prompts == chat.prompts and "(Hm)" in chat.prompts[0].prompt
-    assert (found.stream, found.ignored_fields) == (False, ())
+    assert text.prompts == chat.prompts and "(Hm)" in chat.prompts[0].prompt
+    assert (text.stream, text.ignored_fields) == (False, ())
 
 
 FIELDS = ("reasoning_content", "reasoning", "thinking", "thought", "parts")
@@ -351,7 +353,7 @@ def reads_reasoning(field: str, *, refuses: bool = False) -> Any:
 @pytest.mark.parametrize("field", FIELDS)
 @pytest.mark.parametrize("dialect", ["chat", "vllm", "responses", "messages", "ollama"])
 def test_reasoning_that_is_sent_back_reaches_the_template(field, dialect):
-    """By whatever name the template reads it, and the dialect has it."""
+    """The template may read it by any name, and so may the dialect."""
     thinking = {"type": "thinking", "thinking": "Hm", "signature": ""}
     said = {
         "chat": {**TOLD, "reasoning_content": "Hm"},
@@ -396,14 +398,14 @@ def test_a_preamble_before_a_call_goes_with_the_reasoning_where_only_one_is_take
 
 
 def test_a_response_is_the_chat(open_ai, chat):
-    wanted = chat()
+    expected = chat()
     answer = open_ai.responses.create(**RESPONSE)
-    assert answer.output_text == text_of(wanted) and answer.id.startswith("resp_")
+    assert answer.output_text == text_of(expected) and answer.id.startswith("resp_")
     assert answer.status == "incomplete" and answer.incomplete_details is not None
     assert answer.incomplete_details.reason == "max_output_tokens"
     assert answer.usage is not None
     assert [answer.usage.input_tokens, answer.usage.output_tokens, answer.usage.total_tokens] == [
-        wanted["usage"][name] for name in ("prompt_tokens", "completion_tokens", "total_tokens")
+        expected["usage"][name] for name in ("prompt_tokens", "completion_tokens", "total_tokens")
     ]
     with open_ai.responses.stream(**RESPONSE) as stream:
         events: list[Any] = list(stream)
@@ -428,15 +430,15 @@ def test_a_response_is_the_chat(open_ai, chat):
 
 
 def test_a_message_is_the_chat(claude, chat):
-    wanted = chat()
+    expected = chat()
     answer: Any = claude.messages.create(**MESSAGE)
-    assert [(block.type, block.text) for block in answer.content] == [("text", text_of(wanted))]
+    assert [(block.type, block.text) for block in answer.content] == [("text", text_of(expected))]
     assert (answer.stop_reason, answer.stop_sequence) == ("max_tokens", None)
     usage = answer.usage
-    assert usage.input_tokens + usage.cache_read_input_tokens == wanted["usage"]["prompt_tokens"]
-    assert usage.output_tokens == wanted["usage"]["completion_tokens"]
+    assert usage.input_tokens + usage.cache_read_input_tokens == expected["usage"]["prompt_tokens"]
+    assert usage.output_tokens == expected["usage"]["completion_tokens"]
     with claude.messages.stream(**MESSAGE) as stream:
-        assert "".join(stream.text_stream) == text_of(wanted)
+        assert "".join(stream.text_stream) == text_of(expected)
         whole = stream.get_final_message()
     assert whole.stop_reason == "max_tokens" and whole.usage.output_tokens == usage.output_tokens
     names = [event.type for event in claude.messages.create(**MESSAGE, stream=True)]
@@ -468,15 +470,15 @@ def test_a_message_stops_and_goes_on(claude, chat):
     assert (streamed.stop_reason, streamed.stop_sequence) == ("stop_sequence", stop)
     begun = {"role": "assistant", "content": [{"type": "text", "text": "It was"}]}
     more: Any = claude.messages.create(**{**MESSAGE, "messages": [USER, begun]})
-    wanted = chat(
+    expected = chat(
         messages=[*MESSAGES, {"role": "assistant", "content": "It was"}],
         continue_final_message=True,
     )
-    assert more.content[0].text == text_of(wanted)
+    assert more.content[0].text == text_of(expected)
 
 
 def test_a_key_may_be_in_the_header_of_messages(server, promises):
-    """As older clients send it. One in `Authorization` goes before it."""
+    """Older clients send it there. A key in `Authorization` goes before it."""
     body = {name: value for name, value in MESSAGE.items() if name != "extra_body"}
     for headers, status in (
         ({"x-api-key": KEY}, 200),
@@ -513,8 +515,8 @@ def test_every_error_below_messages_is_anthropics(http):
         headers = {"content-type": "application/json", **fields.pop("headers", {})}
         answer = http.request(method, path, headers=headers, **fields)
         assert answer.status_code == status, (path, answer.text)
-        told = answer.json()
-        assert told["type"] == "error" and told["error"]["type"] == kinds[status], path
+        message = answer.json()
+        assert message["type"] == "error" and message["error"]["type"] == kinds[status], path
         assert answer.headers["request-id"] == answer.headers["x-request-id"]
 
 
@@ -522,12 +524,12 @@ def test_every_error_below_messages_is_anthropics(http):
 
 
 def test_ollama_chats(llama, chat):
-    wanted = chat()
+    expected = chat()
     answer = llama.chat(messages=MESSAGES, **OLLAMA)
-    assert answer.message.role == "assistant" and answer.message.content == text_of(wanted)
+    assert answer.message.role == "assistant" and answer.message.content == text_of(expected)
     assert (answer.done, answer.done_reason) == (True, "length")
-    assert answer.prompt_eval_count == wanted["usage"]["prompt_tokens"]
-    assert answer.eval_count == wanted["usage"]["completion_tokens"]
+    assert answer.prompt_eval_count == expected["usage"]["prompt_tokens"]
+    assert answer.eval_count == expected["usage"]["completion_tokens"]
     assert (answer.total_duration or 0) >= (answer.eval_duration or 0) > 0
     *parts, last = llama.chat(messages=MESSAGES, stream=True, **OLLAMA)
     assert len(parts) > 1 and not any(part.done for part in parts)
@@ -536,15 +538,15 @@ def test_ollama_chats(llama, chat):
 
 
 def test_ollama_generates(llama, http, chat):
-    """As a chat, or from the prompt as it is."""
+    """It generates as in a chat, or from the prompt as it is."""
     requested: Any = {**OLLAMA, "prompt": "The old house"}
     assert llama.generate(**requested, system="Tell it.").response == text_of(chat())
     completion = {"model": "demo", "prompt": "The old house", "temperature": 0, "max_tokens": 12}
-    wanted = http.post("/v1/completions", json=completion).json()["choices"][0]["text"]
-    assert llama.generate(**requested, raw=True).response == wanted
+    expected = http.post("/v1/completions", json=completion).json()["choices"][0]["text"]
+    assert llama.generate(**requested, raw=True).response == expected
     assert (
         "".join(part.response or "" for part in llama.generate(**requested, raw=True, stream=True))
-        == wanted
+        == expected
     )
     formatted = llama.generate(
         **{**requested, "options": {"temperature": 0, "num_predict": 64}}, format=SCHEMA
@@ -554,7 +556,7 @@ def test_ollama_generates(llama, http, chat):
 
 
 def test_ollama_clients_find_the_model(llama, http, chat):
-    """What they ask at their start, with the name that they give a model without a tag."""
+    """They ask at their start, with the name that they give a model without a tag."""
     length = http.get("/v1/models").json()["data"][0]["max_model_len"]
     assert [(model.model, model.context_length) for model in llama.ps().models] == [
         ("demo", length)
@@ -613,11 +615,11 @@ def test_ollama_loads_the_model_where_there_is_no_prompt(llama, http):
 
 def test_ollama_embeds(llama, open_ai):
     texts = ["The old house", "A garden"]
-    wanted = open_ai.embeddings.create(model="demo", input=texts)
+    expected = open_ai.embeddings.create(model="demo", input=texts)
     answer = llama.embed("demo:latest", texts, options={"temperature": 0})
-    assert answer.embeddings == [one.embedding for one in wanted.data]
-    assert answer.prompt_eval_count == wanted.usage.prompt_tokens
-    assert llama.embed("demo", texts[0]).embeddings == [wanted.data[0].embedding]
+    assert answer.embeddings == [each.embedding for each in expected.data]
+    assert answer.prompt_eval_count == expected.usage.prompt_tokens
+    assert llama.embed("demo", texts[0]).embeddings == [expected.data[0].embedding]
     for truncate in (None, True):
         assert llama.embed("demo", "x" * 100_000, truncate=truncate).prompt_eval_count == 512
     plain = open_ai.embeddings.create(model="demo", input=texts[0], extra_body={"normalize": False})
@@ -662,7 +664,10 @@ def test_what_ollama_has_beyond_us_is_refused(llama):
 def test_an_error_within_a_stream_reaches_the_client(
     kind, open_ai, claude, llama, server, monkeypatch
 ):
-    """A step that fails on the device ends the stream as the client expects it; the server serves on."""
+    """A step that fails on the device ends the stream as the client expects it.
+
+    The server serves on.
+    """
     streams: dict[str, Any] = {
         "completions": lambda: open_ai.completions.create(**LONG, stream=True),
         "responses": lambda: open_ai.responses.create(
@@ -682,11 +687,14 @@ def test_an_error_within_a_stream_reaches_the_client(
         *_, error, last = parts
         assert (error.type, error.code) == ("error", "server_error") and error.message
         assert last.type == "response.failed" and last.response.status == "failed"
-        told = last.response.error
-        assert (told.code, told.message) == (error.code, error.message) and "0x" not in told.message
+        last_error = last.response.error
+        assert (last_error.code, last_error.message) == (
+            error.code,
+            error.message,
+        ) and "0x" not in last_error.message
         assert last.sequence_number == error.sequence_number + 1
-        kept = open_ai.responses.retrieve(last.response.id)
-        assert kept.to_dict() == last.response.to_dict() and kept.output_text
+        stored = open_ai.responses.retrieve(last.response.id)
+        assert stored.to_dict() == last.response.to_dict() and stored.output_text
     else:
         errors = (openai.APIError, anthropic.APIError, ollama.ResponseError)
         with pytest.raises(errors) as caught:
@@ -705,16 +713,17 @@ def texts(answer: Any) -> list[str]:
 
 def test_a_completion_is_what_llm_generates(open_ai, offline):
     answer = open_ai.completions.create(prompt=PROMPT, logprobs=3, **GREEDY)
-    (choice,), (wanted,) = answer.choices, offline["greedy"]
-    assert (choice.text, choice.finish_reason) == (wanted.text, wanted.finish_reason)
-    assert choice.logprobs is not None and wanted.logprobs is not None
+    (choice,), (expected,) = answer.choices, offline["greedy"]
+    assert (choice.text, choice.finish_reason) == (expected.text, expected.finish_reason)
+    assert choice.logprobs is not None and expected.logprobs is not None
     assert choice.logprobs.token_logprobs == [
-        entry[token].logprob for token, entry in zip(wanted.token_ids, wanted.logprobs, strict=True)
+        entry[token].logprob
+        for token, entry in zip(expected.token_ids, expected.logprobs, strict=True)
     ]
     assert "".join(choice.logprobs.tokens or []) == choice.text
-    assert [len(top) for top in choice.logprobs.top_logprobs or []] == [3] * len(wanted.token_ids)
+    assert [len(top) for top in choice.logprobs.top_logprobs or []] == [3] * len(expected.token_ids)
     assert answer.usage is not None
-    assert answer.usage.completion_tokens == len(wanted.token_ids)
+    assert answer.usage.completion_tokens == len(expected.token_ids)
     assert answer.usage.total_tokens == answer.usage.prompt_tokens + answer.usage.completion_tokens
     assert (
         answer.model == "demo"
@@ -784,13 +793,13 @@ def test_a_streamed_completion_is_the_whole(open_ai, offline):
         open_ai.completions.create(**requested, stream=True, stream_options={"include_usage": True})
     )
     *said, last = chunks
-    found, reasons = {0: "", 1: "", 2: ""}, {}
+    texts, reasons = {0: "", 1: "", 2: ""}, {}
     for chunk in said:
         assert chunk.usage is None
         for choice in chunk.choices:
-            found[choice.index] += choice.text
+            texts[choice.index] += choice.text
             reasons[choice.index] = choice.finish_reason
-    assert list(found.values()) == [output.text for output in offline["seeded"]]
+    assert list(texts.values()) == [output.text for output in offline["seeded"]]
     assert [reasons[index] for index in range(3)] == [
         output.finish_reason for output in offline["seeded"]
     ]
@@ -805,11 +814,11 @@ def test_a_chat_is_what_llm_chats(open_ai, offline):
     answer = open_ai.chat.completions.create(
         messages=MESSAGES, logprobs=True, top_logprobs=2, **GREEDY
     )
-    wanted = offline["chat"]
+    expected = offline["chat"]
     (choice,) = answer.choices
-    assert choice.message.role == "assistant" and choice.message.content == wanted.outputs[0].text
-    assert choice.finish_reason == wanted.outputs[0].finish_reason
-    assert answer.usage is not None and answer.usage.prompt_tokens == len(wanted.prompt_token_ids)
+    assert choice.message.role == "assistant" and choice.message.content == expected.outputs[0].text
+    assert choice.finish_reason == expected.outputs[0].finish_reason
+    assert answer.usage is not None and answer.usage.prompt_tokens == len(expected.prompt_token_ids)
     assert choice.logprobs is not None and choice.logprobs.content is not None
     assert "".join(row.token for row in choice.logprobs.content) == choice.message.content
     for row in choice.logprobs.content:
@@ -843,7 +852,7 @@ def test_a_streamed_chat_is_the_whole(open_ai, offline):
 
 
 def test_embeddings_are_hidden_states_of_length_one(open_ai, http, offline):
-    """Whatever the form, and between the steps of a request that generates."""
+    """The form may be any, and a request may generate between the steps."""
     inputs, texts_of = (
         [PROMPT, "The old house"],
         {"model": "demo", "input": [PROMPT, "The old house"]},
@@ -853,25 +862,29 @@ def test_embeddings_are_hidden_states_of_length_one(open_ai, http, offline):
         answer = open_ai.embeddings.create(**texts_of)  # type: ignore[arg-type] # the client asks for base64
         assert metrics(http)["jaxpage_num_requests_running"] == 1
     for pooling, hidden in offline["hidden"].items():
-        wanted = hidden / np.sqrt((hidden.astype(np.float64) ** 2).sum(axis=1, keepdims=True))
+        expected = hidden / np.sqrt((hidden.astype(np.float64) ** 2).sum(axis=1, keepdims=True))
         requested: Any = {
             **texts_of,
             "encoding_format": "float",
             "extra_body": {"pooling": pooling},
         }
-        found = open_ai.embeddings.create(**requested, dimensions=hidden.shape[1])
-        np.testing.assert_allclose([one.embedding for one in found.data], wanted, atol=1e-6)
+        embeddings = open_ai.embeddings.create(**requested, dimensions=hidden.shape[1])
+        np.testing.assert_allclose(
+            [each.embedding for each in embeddings.data], expected, atol=1e-6
+        )
         raw = open_ai.embeddings.create(
             **{**requested, "extra_body": {"pooling": pooling, "normalize": False}}
         )
         np.testing.assert_array_equal(
-            np.array([one.embedding for one in raw.data], np.float32), hidden
+            np.array([each.embedding for each in raw.data], np.float32), hidden
         )
         if pooling == "last":
-            np.testing.assert_allclose([one.embedding for one in answer.data], wanted, atol=1e-6)
-    token_ids = [http.post("/tokenize", json={"prompt": one}).json()["tokens"] for one in inputs]
+            np.testing.assert_allclose(
+                [each.embedding for each in answer.data], expected, atol=1e-6
+            )
+    token_ids = [http.post("/tokenize", json={"prompt": each}).json()["tokens"] for each in inputs]
     same = open_ai.embeddings.create(model="demo", input=token_ids)
-    assert same.data == answer.data and [one.index for one in same.data] == [0, 1]
+    assert same.data == answer.data and [each.index for each in same.data] == [0, 1]
     assert same.usage.prompt_tokens == same.usage.total_tokens == sum(map(len, token_ids))
     for change, param in (
         ({"dimensions": 7}, "dimensions"),
@@ -886,7 +899,7 @@ def test_embeddings_are_hidden_states_of_length_one(open_ai, http, offline):
 
 
 def test_scores_are_the_log_probabilities_of_completions(open_ai, http, offline):
-    """Of the greedy text as it was reported, and of another as echo reports it."""
+    """The greedy text has those that were reported, and another text those that echo reports."""
     (greedy,) = offline["greedy"]
     requested = {"model": "demo", "prompt": PROMPT, "continuation": [greedy.text, " zebra"]}
     first, second = http.post("/v1/score", json=requested).json()["data"]
@@ -900,13 +913,13 @@ def test_scores_are_the_log_probabilities_of_completions(open_ai, http, offline)
     )
     logprobs: Any = echo.choices[0].logprobs
     assert echo.choices[0].text == PROMPT + " zebra"
-    wanted = [
-        one
-        for one, at in zip(logprobs.token_logprobs, logprobs.text_offset, strict=True)
+    expected = [
+        each
+        for each, at in zip(logprobs.token_logprobs, logprobs.text_offset, strict=True)
         if at >= len(PROMPT)
     ]
-    assert (second["token_logprobs"], second["is_greedy"]) == (wanted, False)
-    assert second["score"] == pytest.approx(sum(wanted))
+    assert (second["token_logprobs"], second["is_greedy"]) == (expected, False)
+    assert second["score"] == pytest.approx(sum(expected))
 
 
 # Models, errors, retries
@@ -931,7 +944,9 @@ def test_errors_are_those_of_the_client(open_ai):
 
 
 def retrying(client: openai.OpenAI, relieve: Any) -> tuple[openai.OpenAI, list[int]]:
-    """A client that tries again as the official one does, the statuses that it got, and what happens after the first."""
+    """A client that tries again as the official one does, the statuses that it got, and what
+    happens after the first.
+    """
     statuses: list[int] = []
 
     def see(response: httpx.Response) -> None:
@@ -959,7 +974,7 @@ def test_a_full_queue_is_tried_again(open_ai, http):
 
 
 def test_a_server_that_shuts_down_is_tried_again(open_ai, server):
-    def opened() -> None:
+    def open_visitors() -> None:
         server.server.visitors.is_closed = False
 
     server.server.visitors.is_closed = True
@@ -967,11 +982,11 @@ def test_a_server_that_shuts_down_is_tried_again(open_ai, server):
         with pytest.raises(openai.InternalServerError) as caught:
             open_ai.completions.create(prompt=PROMPT, **GREEDY)
         assert caught.value.status_code == 503
-        again, statuses = retrying(open_ai, opened)
+        again, statuses = retrying(open_ai, open_visitors)
         with again:
             assert again.completions.create(prompt=PROMPT, **GREEDY).choices
     finally:
-        opened()
+        open_visitors()
     assert statuses == [503, 200]
 
 
@@ -979,7 +994,7 @@ def test_a_server_that_shuts_down_is_tried_again(open_ai, server):
 
 
 def readme(language: str) -> str:
-    """What is written in that language below "Serving", for the server of this test."""
+    """Returns what is written in that language below "Serving", for the server of this test."""
     text = (Path(__file__).parent.parent / "README.md").read_text()
     return text.partition("\n## Serving\n")[2].partition(f"```{language}\n")[2].partition("```")[0]
 

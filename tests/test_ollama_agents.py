@@ -40,7 +40,7 @@ TEMPLATE = (
 USER = {"role": "user", "content": "Weather?"}
 
 
-def written(name: str, arguments: str) -> str:
+def write_call(name: str, arguments: str) -> str:
     return f'\n<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>'
 
 
@@ -52,7 +52,7 @@ def reads_calls(template: str = TEMPLATE) -> ModelContext:
 
 
 def test_tools_are_those_of_the_chat():
-    """What Ollama's clients leave out is put in, and the remainder goes to the template as it is."""
+    """Fields that Ollama's clients leave out are put in, and others go to the template as they are."""
     nullable = {"type": ["string", "null"], "enum": ["a", None]}
     function = {"name": "f", "description": "d"}
     schema = {"type": ["object"], "properties": {"p": nullable}, "required": ["p"], "$defs": {}}
@@ -89,7 +89,7 @@ def call_of(name: str, arguments: Any = None, **more: Any) -> dict[str, Any]:
     return {"function": {"name": name, "arguments": {} if arguments is None else arguments}, **more}
 
 
-def told(*calls: dict[str, Any]) -> dict[str, Any]:
+def assistant_message(*calls: dict[str, Any]) -> dict[str, Any]:
     return {"role": "assistant", "tool_calls": list(calls)}
 
 
@@ -99,28 +99,28 @@ def result(**fields: str) -> dict[str, Any]:
 
 F, G = call_of("f"), call_of("g")
 RESULTS: dict[str, tuple[list[dict[str, Any]], list[str]]] = {
-    "in their order": ([told(F, G), result(), result()], ["f call00000", "g call00001"]),
+    "in their order": ([assistant_message(F, G), result(), result()], ["f call00000", "g call00001"]),
     "by name": (
-        [told(F, G, F), result(tool_name="g"), result(tool_name="f"), result(tool_name="f")],
+        [assistant_message(F, G, F), result(tool_name="g"), result(tool_name="f"), result(tool_name="f")],
         ["g call00001", "f call00000", "f call00002"],
     ),
     "by id": (
-        [told({**F, "id": "a"}, {**F, "id": "b"}), *(result(tool_call_id=name) for name in "ba")],
+        [assistant_message({**F, "id": "a"}, {**F, "id": "b"}), *(result(tool_call_id=name) for name in "ba")],
         ["f b", "f a"],
     ),
     "by an id that the call lacks": (
-        [told(F, G), result(tool_call_id="x", tool_name="g"), result(tool_call_id="y")],
+        [assistant_message(F, G), result(tool_call_id="x", tool_name="g"), result(tool_call_id="y")],
         ["g call00001", "f call00000"],
     ),
     "of the latest calls first": (
-        [told(F), told(F, G), result(tool_name="f"), result(), result()],
+        [assistant_message(F), assistant_message(F, G), result(tool_name="f"), result(), result()],
         ["f call00001", "g call00002", "f call00000"],
     ),
     "of calls with an id and without one": (
-        [told({**F, "id": "call00000"}, {**G, "id": ""}), result(), result(tool_call_id="call00000")],
+        [assistant_message({**F, "id": "call00000"}, {**G, "id": ""}), result(), result(tool_call_id="call00000")],
         ["g call00001", "f call00000"],
     ),
-    "without content": ([told(F), {"role": "tool", "tool_name": ""}], ["f call00000"]),
+    "without content": ([assistant_message(F), {"role": "tool", "tool_name": ""}], ["f call00000"]),
 }  # fmt: skip
 RESULTS["of calls with an id and without one"][0][1]["tool_name"] = "g"
 
@@ -141,7 +141,10 @@ def test_results_in_any_order_find_the_calls_of_their_names(data):
     order = data.draw(st.permutations(range(len(names))))
     # Of two calls of one name the first result is that of the first one.
     first = sorted(order, key=lambda place: (order.index(names.index(names[place])), place))
-    messages = [told(*map(call_of, names)), *(result(tool_name=names[place]) for place in first)]
+    messages = [
+        assistant_message(*map(call_of, names)),
+        *(result(tool_name=names[place]) for place in first),
+    ]
     ids = [f"call{place:05d}" for place in range(len(names))]
     calls = [
         {"id": ids[place], "type": "function", "function": {"name": name, "arguments": "{}"}}
@@ -165,37 +168,39 @@ def test_results_in_any_order_find_the_calls_of_their_names(data):
 def test_arguments_may_be_the_text_of_an_object(text):
     objects = json.loads(text or "{}")
     prompts = [
-        open_ollama_chat({"model": "demo", "messages": [told(call_of("f", value))]}, reads_calls())
+        open_ollama_chat(
+            {"model": "demo", "messages": [assistant_message(call_of("f", value))]}, reads_calls()
+        )
         .prompts[0]
         .prompt
         for value in (text, objects)
     ]
-    assert prompts[0] == prompts[1] and written("f", json.dumps(objects)) in str(prompts[0])
+    assert prompts[0] == prompts[1] and write_call("f", json.dumps(objects)) in str(prompts[0])
 
 
 WRONG: list[tuple[list[dict[str, Any]], str]] = [
-    ([told(), result()], "messages[1] is a result, and no call before it waits for one"),
+    ([assistant_message(), result()], "messages[1] is a result, and no call before it waits for one"),
     ([result(tool_name="f")], "messages[0].tool_name 'f' is the tool of no earlier call"),
-    ([told(F), result(tool_name="g")], "messages[1].tool_name 'g' is the tool of no earlier call"),
+    ([assistant_message(F), result(tool_name="g")], "messages[1].tool_name 'g' is the tool of no earlier call"),
     (
-        [told({**F, "id": "a"}), result(tool_call_id="b")],
+        [assistant_message({**F, "id": "a"}), result(tool_call_id="b")],
         "messages[1].tool_call_id 'b' is the id of no earlier call",
     ),
     (
-        [told({**F, "id": "a"}), result(tool_call_id="a"), result(tool_call_id="a")],
+        [assistant_message({**F, "id": "a"}), result(tool_call_id="a"), result(tool_call_id="a")],
         "messages[2].tool_call_id 'a' is the id of a call with a result",
     ),
     (
-        [told({**F, "id": "a"}, {**F, "id": "a"})],
+        [assistant_message({**F, "id": "a"}, {**F, "id": "a"})],
         "messages[0].tool_calls[1].id 'a' is the id of an earlier call",
     ),
     (
         [{**USER, "tool_calls": [F]}],
         "messages[0].tool_calls is only for the role 'assistant', got 'user'",
     ),
-    ([told(call_of("f", "[1]"))], "messages[0].tool_calls[0].function.arguments must be"),
-    ([told(call_of("f", [1]))], "messages[0].tool_calls[0].function.arguments must be an object"),
-    ([told({"function": {"arguments": {}}})], "messages[0].tool_calls[0].function.name is required"),
+    ([assistant_message(call_of("f", "[1]"))], "messages[0].tool_calls[0].function.arguments must be"),
+    ([assistant_message(call_of("f", [1]))], "messages[0].tool_calls[0].function.arguments must be an object"),
+    ([assistant_message({"function": {"arguments": {}}})], "messages[0].tool_calls[0].function.name is required"),
     ([{**USER, "role": "function"}], "messages[0].role must be"),
 ]  # fmt: skip
 
@@ -232,17 +237,17 @@ def test_tools_that_cannot_be_called_are_refused_or_passed_over():
 @pytest.mark.parametrize(
     ("cut", "reason"),
     [
-        (written("f", '{"a": "b')[: -len("}\n</tool_call>")], "length"),
-        (written("f", "[1]"), "stop"),
-        (written("f", '{"a": "\\ud800"}'), "stop"),  # which UTF-8 cannot express
+        (write_call("f", '{"a": "b')[: -len("}\n</tool_call>")], "length"),
+        (write_call("f", "[1]"), "stop"),
+        (write_call("f", '{"a": "\\ud800"}'), "stop"),  # which UTF-8 cannot express
     ],
 )
 def test_a_call_that_is_no_object_is_content(cut, reason):
     body = {"model": "demo", "messages": [USER], "tools": [{"function": {"name": "f"}}]}
     for stream in (False, True):
         exchange = open_ollama_chat({**body, "stream": stream}, reads_calls())
-        parts = parts_of(exchange, ["I ", "see", written("f", '{"a": 1}'), cut], reason)
-        said = joined(parts)
+        parts = parts_of(exchange, ["I ", "see", write_call("f", '{"a": 1}'), cut], reason)
+        said = join(parts)
         assert parts[-1]["done_reason"] == reason
         assert said["content"].startswith("I see") and len(said["content"]) > len("I see")
         (called,) = said["tool_calls"]
@@ -261,7 +266,7 @@ def parts_of(exchange: Any, texts: Sequence[str], reason: str = "stop") -> list[
     return [*lines, *exchange.last_chunks()]
 
 
-def joined(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def join(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Returns the message that a client puts together of lines."""
     message: dict[str, Any] = {}
     for part in parts:
@@ -276,7 +281,7 @@ def joined(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
 MARKS = [
     *("<think>\n", "\n</think>\n\n", "I see ", "\n<tool_call>\n", "\n</tool_call>", '{"name": "f"'),
     *(', "arguments": ', '{"a": "\\ud800"}', '{"a": [1.5, null]}', "}", '{"a": 1e999}', "é\u2028"),
-    *(written("f", "{}"), written("f", '{"a": {"b": "<tool_call>"}}'), written("g", "[]")),
+    *(write_call("f", "{}"), write_call("f", '{"a": {"b": "<tool_call>"}}'), write_call("g", "[]")),
 ]
 
 
@@ -285,8 +290,8 @@ MARKS = [
     st.lists(st.integers(0, 120), max_size=6),
     st.sampled_from(["stop", "length"]),
 )
-@example(2 * written("f", '{"city": "Par\\u00ees", "days": 2}'), [3, 40, 41, 90], "stop")
-@example(written("f", '{"a": "\\ud800"}'), [], "stop")
+@example(2 * write_call("f", '{"city": "Par\\u00ees", "days": 2}'), [3, 40, 41, 90], "stop")
+@example(write_call("f", '{"a": "\\ud800"}'), [], "stop")
 @example("<think>\nHm", [9], "length")
 @example("", [], "stop")
 def test_the_lines_of_a_stream_are_the_answer_wherever_they_are_cut(text, cuts, reason):
@@ -297,7 +302,7 @@ def test_the_lines_of_a_stream_are_the_answer_wherever_they_are_cut(text, cuts, 
     for stream in (False, True):
         parts = parts_of(open_ollama_chat({**body, "stream": stream}, reads_calls()), texts, reason)
         assert [part["done"] for part in parts] == [False] * (len(parts) - 1) + [True]
-        message = joined(parts)
+        message = join(parts)
         for place, call in enumerate(message.get("tool_calls", [])):
             assert call.pop("id") and call["function"]["index"] == place
         answers.append((message, parts[-1]["done_reason"], parts[-1]["eval_count"]))

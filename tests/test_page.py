@@ -1,4 +1,6 @@
-"""The page in a browser: the playground against a whole server, the inspector live and over recorded event logs."""
+"""The page in a browser: the playground against a whole server, the inspector live and over
+recorded event logs.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,10 @@ from tests.test_several_models import serving
 
 playwright = pytest.importorskip("playwright.sync_api", reason="Playwright is not installed")
 expect = playwright.expect
-pytestmark = pytest.mark.skipif(not CHROMIUM.exists(), reason="there is no /usr/bin/chromium")
+pytestmark = [
+    pytest.mark.skipif(not CHROMIUM.exists(), reason="there is no /usr/bin/chromium"),
+    pytest.mark.usefixtures("largest_shapes"),
+]
 
 KEY = "correct-horse"
 YELLOW = Path(__file__).parents[1] / "examples" / "pictures" / "yellow.png"
@@ -59,7 +64,7 @@ CONFIG = EngineConfig(model="demo", **SIZES)
 
 
 @pytest.fixture(scope="module")
-def built() -> Built:
+def demo_build() -> Built:
     with when_used():
         return build_engine(CONFIG)
 
@@ -84,8 +89,8 @@ Directories = pytest.TempPathFactory
 
 
 @pytest.fixture(scope="module")
-def crowd(built: Built, tmp_path_factory: Directories) -> Crowd:
-    return crowd_of(built.engine, built.spec, CONFIG, tmp_path_factory.mktemp("crowd"))
+def crowd(demo_build: Built, tmp_path_factory: Directories) -> Crowd:
+    return crowd_of(demo_build.engine, demo_build.spec, CONFIG, tmp_path_factory.mktemp("crowd"))
 
 
 @pytest.fixture(scope="module")
@@ -108,7 +113,8 @@ def crowd_of_model(config: Any, directories: Directories, **settings: Any) -> Cr
 
 def crowd_of(engine: Engine, spec: Any, config: EngineConfig, directory: Path) -> Crowd:
     untouched = copy.deepcopy(engine.scheduler)
-    inspector, snapshots = Inspector(), []
+    # Without a look for some seconds, as on a busy machine, an inspector stops listening.
+    inspector, snapshots = Inspector(clock=lambda: 0.0), []
     records = [json.loads(json.dumps(engine_header(config, engine, spec)))]
     ring = IncidentRing(INCIDENT_STEPS, keeps_token_ids=False)
     silent = engine.events
@@ -129,7 +135,7 @@ def crowd_of(engine: Engine, spec: Any, config: EngineConfig, directory: Path) -
     log = as_lines(records)
 
     def rebuilt(config: EngineConfig, hooks: Hooks) -> Built:
-        """As the engine was at first; only what was compiled is shared."""
+        """Returns the engine as it was at first; only what was compiled is shared."""
         again = Engine(
             scheduler=untouched,
             builder=engine.builder,
@@ -143,10 +149,10 @@ def crowd_of(engine: Engine, spec: Any, config: EngineConfig, directory: Path) -
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(replaying, "build_engine", rebuilt)
         patch.setattr(engine.runner, "close", lambda: None)
-        return Crowd(log, shown_of(log, directory), snapshots, as_lines(incident))
+        return Crowd(log, snapshots_of(log, directory), snapshots, as_lines(incident))
 
 
-def shown_of(log: str, directory: Path) -> str:
+def snapshots_of(log: str, directory: Path) -> str:
     """The file that `jaxpage replay --snapshots` makes of a log."""
     (directory / "run.jsonl").write_text(log)
     report = write_snapshots(directory / "snapshots.jsonl", directory / "run.jsonl")
@@ -159,8 +165,8 @@ def as_lines(records: list[Any]) -> str:
 
 
 @pytest.fixture(scope="module")
-def loop(built: Built, crowd: Any) -> Iterator[AsyncDriver]:
-    loop = AsyncDriver(built)
+def loop(demo_build: Built, crowd: Any) -> Iterator[AsyncDriver]:
+    loop = AsyncDriver(demo_build)
     loop.start()
     yield loop
     assert loop.stop(60)
@@ -173,8 +179,8 @@ def pace_of(loop: AsyncDriver) -> Pace:
 
 
 @pytest.fixture(scope="module")
-def server(loop: AsyncDriver, built: Built) -> Iterator[str]:
-    with served_engine(loop, built) as address:
+def server(loop: AsyncDriver, demo_build: Built) -> Iterator[str]:
+    with served_engine(loop, demo_build) as address:
         yield address
 
 
@@ -195,13 +201,13 @@ def open_live(page: Any, server: str, kind: str = "Completion") -> None:
     expect(page.locator("#status")).to_have_text("live")
     # of the first event, which comes a moment later
     expect(page.locator("#numbers")).to_contain_text("cached")
-    for one in ("chat", "completion", kind.lower()):
-        page.locator(f"[name=kind][value={one}]").check(force=True)
+    for each in ("chat", "completion", kind.lower()):
+        page.locator(f"[name=kind][value={each}]").check(force=True)
     page.locator(".parameters-box summary").click()
 
 
-def posted(page: Any) -> list[Any]:
-    """What the page sends from now on."""
+def note_posts(page: Any) -> list[Any]:
+    """Returns a list that gets what the page sends from now on."""
     bodies: list[Any] = []
     page.on(
         "request",
@@ -242,7 +248,9 @@ def test_a_text_streams_while_its_blocks_fill(page: Any, server: str, loop: Asyn
 def test_the_status_is_never_lost_over_a_whole_request(
     page: Any, server: str, loop: AsyncDriver, shown: str
 ) -> None:
-    """Whichever blocks are shown: those in use come and go, and what the page draws of them never ends its stream."""
+    """Whichever blocks are shown: those in use come and go, and what the page draws of them never
+    ends its stream.
+    """
     open_live(page, server)
     page.locator(f"#shown-{shown}").check(force=True)
     page.evaluate("""() => {
@@ -315,7 +323,7 @@ def test_stop_ends_the_request_in_the_engine(page: Any, server: str, loop: Async
     first.focus()
     expect(page.locator("#detail")).to_contain_text("ended: abort")
     assert loop.engine.stats()["engine_steps_total"] < num_steps + 100, (
-        "the engine went on behind the stop"
+        "the engine went on after the stop"
     )
 
 
@@ -363,8 +371,8 @@ def test_beams_side_by_side(page: Any, server: str) -> None:
     assert all(texts) and len(set(texts)) == 3
 
 
-def squeezed(text: str) -> str:
-    """As Markdown shows white space."""
+def squeeze(text: str) -> str:
+    """Returns the text with white space as Markdown shows it."""
     return " ".join(text.split())
 
 
@@ -378,7 +386,7 @@ def test_a_chat_goes_on_from_top_to_bottom_and_after_a_reload(page: Any, server:
     page.add_init_script(WITHOUT_POINTER)
     open_live(page, server, "Chat")
     expect(page.locator("#start")).to_be_visible()
-    bodies = posted(page)
+    bodies = note_posts(page)
     page.fill("#max_tokens", "40")
     page.fill("#system", "Be brief")
     for index, text in enumerate(("Once upon a time", "And then")):
@@ -386,15 +394,15 @@ def test_a_chat_goes_on_from_top_to_bottom_and_after_a_reload(page: Any, server:
         page.locator("#prompt").press("Enter")
         expect(page.locator("#prompt")).to_have_value("")
         expect(page.locator(".exchange").nth(index)).to_have_attribute("aria-busy", "false")
-    said = [(one["role"], one["content"]) for one in bodies[1]["messages"]]
+    said = [(each["role"], each["content"]) for each in bodies[1]["messages"]]
     assert (
         len(bodies) == 2
         and [role for role, _ in said] == ["system", "user", "assistant", "user"]
         and said[3][1] == "And then"
     )
-    assert squeezed(said[2][1]) == squeezed(page.locator(".exchange .text").first.inner_text())
+    assert squeeze(said[2][1]) == squeeze(page.locator(".exchange .text").first.inner_text())
     shown = page.locator(".said").all_inner_texts()
-    assert [squeezed(text) for text in shown] == [
+    assert [squeeze(text) for text in shown] == [
         "system Be brief",
         "user Once upon a time",
         "user And then",
@@ -412,7 +420,7 @@ def test_a_chat_goes_on_from_top_to_bottom_and_after_a_reload(page: Any, server:
     page.fill("#prompt", "Go on")
     page.locator("#prompt").press("Enter")
     expect(page.locator(".exchange").nth(2)).to_have_attribute("aria-busy", "false")
-    assert [one["content"] for one in bodies[2]["messages"]][:3] == [
+    assert [each["content"] for each in bodies[2]["messages"]][:3] == [
         "Once upon a time",
         said[2][1],
         "And then",
@@ -452,12 +460,15 @@ DRAWN = ("temperature", "top_p", "top_k")
 def test_what_nobody_sets_is_the_model_s(
     page: Any, server: str, facts: Any, chat_sends: dict[str, float], shown: dict[str, list[str]]
 ) -> None:
-    """The server goes by generation_config.json where a request is silent; a chat fills in what that leaves open."""
+    """The server goes by generation_config.json where a request is silent.
+
+    A chat fills in what that leaves open.
+    """
     if facts is not None:
         page.route("**/v1/capabilities", lambda route: route.fulfill(json=facts))
     open_live(page, server)
     expect(page.locator("#top_k")).to_have_attribute("placeholder", shown["Chat"][2])
-    bodies = posted(page)
+    bodies = note_posts(page)
     page.fill("#max_tokens", "2")
     for kind, sent in (("Completion", {}), ("Chat", chat_sends)):
         page.locator(f"[name=kind][value={kind.lower()}]").check(force=True)
@@ -486,6 +497,7 @@ def go_on(route: Any) -> None:
     route.continue_(post_data=json.dumps(body))
 
 
+@pytest.mark.sweep  # an engine of its own; tests/test_page_views.py has pictures without one
 def test_a_picture_is_asked_about_and_its_blocks_say_so(page: Any) -> None:
     config = EngineConfig(model="demo-vision", **POOL, max_num_batched_tokens=64)
     with when_used():
@@ -520,7 +532,7 @@ def test_a_refusal_is_told(page: Any, server: str) -> None:
     expect(page.locator(".note.problem")).to_contain_text("max_num_seqs is 8")
 
 
-def counted(loop: AsyncDriver) -> Counter[str]:
+def counts_of(loop: AsyncDriver) -> Counter[str]:
     stats = loop.call(Engine.stats).result(60)
     whole = {name: value for name, value in stats.items() if isinstance(value, int)}
     return Counter({**whole, "preempted": sum(stats["num_preemptions_total"].values())})
@@ -536,26 +548,26 @@ def test_the_tour_tells_what_the_engine_did(page: Any, server: str, loop: AsyncD
     page.select_option("#pace", "0")
     expect(costs.nth(1)).to_contain_text(re.compile(r"1 request, \d+ tokens$"))
 
-    def played(name: str) -> tuple[str, Counter[str]]:
-        before = counted(loop)
+    def play(name: str) -> tuple[str, Counter[str]]:
+        before = counts_of(loop)
         page.get_by_role("button", name=name).click()
         expect(page.locator("#tour-outcome")).not_to_be_empty()
         expect(page.locator("#tour-stop")).to_be_disabled()
         assert page.locator("#tour-text").inner_text().count(".") == 1, "one sentence"
-        after = counted(loop)
+        after = counts_of(loop)
         after.subtract(before)
         return page.locator("#tour-outcome").inner_text(), after
 
-    outcome, gained = played("Share a prefix")
+    outcome, gained = play("Share a prefix")
     assert (
         gained["prefix_cache_hits_total"] >= 48
         and f" {gained['prefix_cache_hits_total']} tokens" in outcome
     )
-    outcome, gained = played("Fork three samples")
+    outcome, gained = play("Fork three samples")
     assert gained["copy_on_write_blocks_total"] == int(outcome.split()[0]) == 2
-    outcome, gained = played("Beam search")
+    outcome, gained = play("Beam search")
     assert 0 < int(outcome.split()[0]) <= gained["copy_on_write_blocks_total"]
-    outcome, gained = played("Force a preemption")
+    outcome, gained = play("Force a preemption")
     assert gained["preempted"] >= outcome.count("#") >= 1 and "finished" in outcome
     assert page.locator(".note").count() == 5 and page.locator(".note.problem").count() == 0
     assert page.locator(".cost").all_inner_texts()[4] == "not on this server: why?"
@@ -564,10 +576,10 @@ def test_the_tour_tells_what_the_engine_did(page: Any, server: str, loop: AsyncD
 
 
 def test_slow_motion_lasts_as_long_as_somebody_looks(
-    page: Any, server: str, loop: AsyncDriver, built: Built, monkeypatch: pytest.MonkeyPatch
+    page: Any, server: str, loop: AsyncDriver, demo_build: Built, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    begun, step = [], built.engine.step
-    monkeypatch.setattr(built.engine, "step", lambda: begun.append(time.monotonic()) or step())
+    begun, step = [], demo_build.engine.step
+    monkeypatch.setattr(demo_build.engine, "step", lambda: begun.append(time.monotonic()) or step())
     open_live(page, server)
     page.select_option("#pace", "0.25")
     expect(page.locator("#status")).to_have_text("live, 0.25 s per step")
@@ -657,9 +669,9 @@ def test_markup_in_a_text_stays_text(page: Any, server: str, with_tokens: bool) 
     assert page.locator("main img, main script, .exchange b, #tooltip i").count() == 0
 
 
-def test_the_key_is_asked_for(page: Any, loop: AsyncDriver, built: Built) -> None:
+def test_the_key_is_asked_for(page: Any, loop: AsyncDriver, demo_build: Built) -> None:
     page.allowed.append("401")
-    with served_engine(loop, built, api_keys=[KEY]) as address:
+    with served_engine(loop, demo_build, api_keys=[KEY]) as address:
         page.goto(f"{address}/ui/")
         dialog = page.locator("#key-dialog")
         expect(dialog).to_be_visible()
@@ -689,7 +701,9 @@ def files() -> Iterator[str]:
 
 
 def without_times(snapshot: Any) -> Any:
-    """What the snapshot of a log has as the engine's: all but times, and prompts, which only a log shows."""
+    """Returns the snapshot without times and prompts, which the log and the engine have
+    differently.
+    """
     omitted = {
         "snapshot": {"clock", "compiles"},
         "request": {"timeline", "prompt"},
@@ -760,10 +774,10 @@ def test_a_step_of_a_log_has_its_plan_and_probabilities(
 ) -> None:
     log, shown, snapshots, _ = crowd
     results = [
-        one for one in map(json.loads, log.splitlines()) if one["event"] in ("result", "failure")
+        each for each in map(json.loads, log.splitlines()) if each["event"] in ("result", "failure")
     ]
     moment = next(
-        moment for moment, one in enumerate(results, start=1) if len(one.get("logprobs", ())) > 2
+        moment for moment, each in enumerate(results, start=1) if len(each.get("logprobs", ())) > 2
     )
     open_log(page, files, shown)
     page.locator("#scrubber").fill(str(moment))
@@ -785,26 +799,28 @@ def test_a_step_of_a_log_has_its_plan_and_probabilities(
         texts = page.locator(".draws > li").nth(index).locator(".tip-row").all_inner_texts()
         shares = np.exp(np.array(bits, np.int32).view(np.float32))
         want = dict(zip(ids[1:], 100 * shares[1:], strict=True)) | {ids[0]: 100 * shares[0]}
-        found = {int(text.split()[0]): float(text.split()[1]) for text in texts}
-        assert all(math.isclose(found[token], want[token], abs_tol=0.06) for token in found)
-        assert set(ids[1:]) <= found.keys() and list(found.values()) == sorted(
-            found.values(), reverse=True
+        shown_shares = {int(text.split()[0]): float(text.split()[1]) for text in texts}
+        assert all(
+            math.isclose(shown_shares[token], want[token], abs_tol=0.06) for token in shown_shares
+        )
+        assert set(ids[1:]) <= shown_shares.keys() and list(shown_shares.values()) == sorted(
+            shown_shares.values(), reverse=True
         )
 
 
 def test_texts_of_tokens_stand_beside_their_ids(
     page: Any, files: str, tmp_path: Path, crowd: Crowd
 ) -> None:
-    """Where `jaxpage replay --texts` has put them into the header of the log."""
+    """`jaxpage replay --texts` has put them into the header of the log."""
     header, *records = crowd.log.splitlines()
-    results = [one for one in map(json.loads, records) if one["event"] == "result"]
-    moment = next(moment for moment, one in enumerate(results, start=1) if one.get("logprobs"))
+    results = [each for each in map(json.loads, records) if each["event"] == "result"]
+    moment = next(moment for moment, each in enumerate(results, start=1) if each.get("logprobs"))
     ids = results[moment - 1]["logprobs"][0][2]
     texts = {str(token): f" <b>{token}" for token in ids[1:]}
     # An incident, whose snapshots need no engine.
     about = {"texts": texts, "incident": {"reason": "asked", "why_not_replayable": "for a test"}}
     log = "\n".join([json.dumps(json.loads(header) | about), *records, ""])
-    open_log(page, files, shown_of(log, tmp_path))
+    open_log(page, files, snapshots_of(log, tmp_path))
     page.locator("#scrubber").fill(str(moment))
     shown = page.locator(".draws > li").first.locator(".tip-row code").all_inner_texts()
     assert (
@@ -818,14 +834,14 @@ def test_an_incident_shows_the_last_steps(
     page: Any, files: str, tmp_path: Path, crowd: Crowd
 ) -> None:
     """It has no token ids and begins in the middle; its block tables are the engine's all the same."""
-    text = shown_of(crowd.incident, tmp_path)
+    text = snapshots_of(crowd.incident, tmp_path)
     open_log(page, files, text)
     expect(page.locator("#log-name")).to_contain_text("incident: asked for")
     expect(page.locator("#moment")).to_contain_text(f"of {INCIDENT_STEP}")
     num_compared = 0
     _, _, *shown = map(json.loads, text.splitlines())
-    wanted = crowd.snapshots[INCIDENT_STEP - INCIDENT_STEPS : INCIDENT_STEP]
-    for moment, want in zip(shown, wanted, strict=True):
+    expected = crowd.snapshots[INCIDENT_STEP - INCIDENT_STEPS : INCIDENT_STEP]
+    for moment, want in zip(shown, expected, strict=True):
         for name in ("step", "bucket", "kind", "num_draws", "copies", "swap_out", "swap_in"):
             assert moment["step"][name] == want["step"][name]
         by_id = {request["id"]: request for request in want["requests"]}

@@ -1,4 +1,6 @@
-"""The page's drawings without an engine: Markdown, a pool of 30,000 blocks, timelines, small screens. Its states are faked."""
+"""The page's drawings without an engine: Markdown, a pool of 30,000 blocks, timelines, small
+screens. Its states are faked.
+"""
 
 from __future__ import annotations
 
@@ -111,7 +113,7 @@ class Tree(html.parser.HTMLParser):
 
 
 def plain(nodes: list[Any]) -> list[Any]:
-    """What two renderings have in common: no layout, no classes, text joined."""
+    """Returns what two renderings have in common: no layout, no classes, text joined."""
     result: list[Any] = []
     for node in nodes:
         if isinstance(node, str):
@@ -123,10 +125,12 @@ def plain(nodes: list[Any]) -> list[Any]:
             result += plain(node[2])
         else:
             tag = {"s": "del", "h1": "h3"}.get(node[0], node[0])
-            kept = {name: value for name, value in node[1].items() if name in ("href", "start")}
-            result.append([tag, kept, plain(node[2])])
-    stripped = [one.strip("\n") if isinstance(one, str) else one for one in result]
-    return [one for one in stripped if one != ""]
+            attributes = {
+                name: value for name, value in node[1].items() if name in ("href", "start")
+            }
+            result.append([tag, attributes, plain(node[2])])
+    stripped = [each.strip("\n") if isinstance(each, str) else each for each in result]
+    return [each for each in stripped if each != ""]
 
 
 def test_markdown_is_what_a_library_makes_of_it(page: Any, files: str) -> None:
@@ -202,7 +206,9 @@ ATTRIBUTES = {"href", "target", "rel", "tabindex", "aria-label", "role", "class"
 
 
 def test_markdown_of_a_hostile_model_is_harmless(page: Any, files: str) -> None:
-    """In the chat, as an answer: no element but those of Markdown, no address but http and mail, nothing is fetched, nothing takes long."""
+    """An answer in the chat has no element but those of Markdown, and no address but http and mail;
+    nothing is fetched.
+    """
     page.allowed.append("404")
     requested: list[str] = []
     page.on("request", lambda request: requested.append(request.url))
@@ -250,8 +256,8 @@ NUM_BLOCKS = 30_001
 
 
 def state(num_blocks: int = NUM_BLOCKS, *, num_requests: int = 40) -> dict[str, Any]:
-    """As of an engine in which requests have blocks all over the pool."""
-    counts, kept, requests = [0] * num_blocks, [], []
+    """Returns the state of an engine in which requests have blocks all over the pool."""
+    counts, cached, requests = [0] * num_blocks, [], []
     per_request = min(25, (num_blocks - 1) // (2 * num_requests))
     for number in range(1, num_requests + 1):
         blocks = [
@@ -259,7 +265,7 @@ def state(num_blocks: int = NUM_BLOCKS, *, num_requests: int = 40) -> dict[str, 
         ]
         for block in blocks:
             counts[block] += 1
-        kept += blocks[:5]
+        cached += blocks[:5]
         known = 16 * len(blocks) - 3
         sequence = {
             "id": number,
@@ -303,13 +309,13 @@ def state(num_blocks: int = NUM_BLOCKS, *, num_requests: int = 40) -> dict[str, 
         "num_blocks": num_blocks,
         "num_host_blocks": 0,
         "ref_counts": counts,
-        "kept": sorted(set(kept)),
+        "kept": sorted(set(cached)),
     }
     step = {
         "step": 9,
         "kind": "decode",
         "bucket": [64, 64, 1],
-        "rows": [[one["number"], one["number"], 300, 1, 0] for one in requests],
+        "rows": [[each["number"], each["number"], 300, 1, 0] for each in requests],
         "num_draws": num_requests,
         "copies": [],
         "swap_out": [],
@@ -487,7 +493,7 @@ def test_a_tour_that_computes_much_is_asked_for_twice(page: Any, files: str) -> 
     page.route("**/v1/models", lambda route: route.fulfill(json={"data": [{"id": "large"}]}))
     page.route("**/v1/capabilities", lambda route: route.fulfill(json=facts))
     posted: list[str] = []
-    page.on("request", lambda one: posted.append(one.url) if one.method == "POST" else None)
+    page.on("request", lambda each: posted.append(each.url) if each.method == "POST" else None)
     open_faked(page, files, state(2050))
     page.evaluate("document.querySelector('#tour').inert = false")
     button = page.get_by_role("button", name="Force a preemption")
@@ -549,7 +555,7 @@ def test_pictures_are_chosen_dropped_and_pasted_and_taken_away(page: Any, files:
     page.fill("#prompt", "Which colours?")
     page.click("#send")
     expect(page.locator(".exchange")).to_have_attribute("aria-busy", "false")
-    urls = [f"data:image/png;base64,{base64.b64encode(one[2]).decode()}" for one in (RED, BLUE)]
+    urls = [f"data:image/png;base64,{base64.b64encode(each[2]).decode()}" for each in (RED, BLUE)]
     parts = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
     said = [*parts, {"type": "text", "text": "Which colours?"}]
     assert bodies[0]["messages"] == [{"role": "user", "content": said}]
@@ -690,7 +696,9 @@ def test_a_phone_has_room_for_all_of_it(browser: Any, files: str, width: int) ->
 
 
 def open_faked_on_phone(page: Any, files: str) -> None:
-    """With an answer that has long words, code and a table, and a picture of the next message."""
+    """Opens a page with an answer that has long words, code and a table, and a picture of the next
+    message.
+    """
     page.allowed.append("404")
     facts = {
         "model": {"takes_pictures": True},
@@ -726,7 +734,9 @@ def open_faked_on_phone(page: Any, files: str) -> None:
     few(itertools.product([390, 1440], ["light", "dark"]), [(390, "dark"), (1440, "light")]),
 )
 def test_axe_finds_nothing(browser: Any, files: str, width: int, scheme: str) -> None:
-    """A conversation with a long answer, an error, and the engine's state, in every part of the page."""
+    """A conversation with a long answer, an error, and the engine's state, in every part of the
+    page.
+    """
     axe = pytest.importorskip("axe_playwright_python.sync_playwright").Axe()
     rules = {"rules": {"label-content-name-mismatch": {"enabled": True}}}
     viewport = {"width": width, "height": 900}
@@ -741,5 +751,5 @@ def test_axe_finds_nothing(browser: Any, files: str, width: int, scheme: str) ->
         for pane in ("chat", "cache"):
             if width < 800:
                 page.locator(f"[name=pane][value={pane}]").check(force=True)
-            found = axe.run(page, options=rules)
-            assert found.violations_count == 0, found.generate_report()
+            results = axe.run(page, options=rules)
+            assert results.violations_count == 0, results.generate_report()

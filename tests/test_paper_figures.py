@@ -1,4 +1,6 @@
-"""Golden tests: the walk-throughs of the PagedAttention paper (SOSP 2023, arXiv 2309.06180), with the numbers that it prints."""
+"""Golden tests: the walk-throughs of the PagedAttention paper (SOSP 2023, arXiv 2309.06180), with
+the numbers that it prints.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +53,8 @@ class Story:
         return self.pages.read(self.manager.block_tables(sequence_id)[0], self.lengths[sequence_id])
 
     def table(self, sequence_id: int) -> list[tuple[int, int]]:
-        """The block table as the paper draws it: (physical block, number of filled slots), by logical block.
+        """The block table as the paper draws it: (physical block, number of filled slots), by
+        logical block.
 
         The filled slots are counted in the pages, not derived from the length.
         """
@@ -122,7 +125,10 @@ def test_figure_8_parallel_sampling_copies_on_write_once():
 
 
 def test_figure_9_beam_search_shares_and_frees():
-    """Beam width 4. The paper numbers blocks from 0; here block 0 is the null block, so every number is one higher."""
+    """Beam width 4.
+
+    The paper numbers blocks from 0; here block 0 is the null block, so every number is one higher.
+    """
 
     def ours(*blocks: int) -> list[int]:
         return [block + 1 for block in blocks]
@@ -192,7 +198,7 @@ def test_figure_9_beam_search_shares_and_frees():
 
 @dataclass(frozen=True)
 class Contiguous:
-    """What systems before paging do: a request reserves its longest possible length in one piece."""
+    """Does what systems before paging do: a request reserves its longest length in one piece."""
 
     max_length: int
     num_prompt: int
@@ -214,7 +220,9 @@ class Contiguous:
     ids=["A", "B"],
 )
 def test_figure_3_waste_of_reservation_and_of_paging(request_, printed):
-    """The same two requests in one contiguous piece, as printed, and in blocks, whose waste is below one block at every step."""
+    """The same two requests in one contiguous piece, as printed, and in blocks, whose waste is
+    below one block at every step.
+    """
     assert request_.kinds() == printed
     assert sum(request_.kinds()) == request_.max_length
     story = Story(free_order=[])
@@ -256,7 +264,10 @@ def test_figure_3_both_requests_at_once():
 
 @pytest.mark.parametrize(("num_samples", "printed"), [(2, 6.09), (4, 8.53), (6, 9.79)])
 def test_figure_15_parallel_sampling_saves_the_prompt(num_samples, printed):
-    """Section 3: the prompts take 12 % of the memory (of which k - 1 of k copies are saved); figure 15a prints what was measured."""
+    """Section 3: the prompts take 12 % of the memory (of which k - 1 of k copies are saved).
+
+    Figure 15a prints what was measured.
+    """
     story = Story(free_order=[], num_blocks=1000)
     story.write(0, ["prompt"] * 4 * 12)
     for sample in range(1, num_samples):
@@ -280,8 +291,8 @@ SCRIPT = {
 }
 
 
-def scripted(num_output: int, known: list[int]) -> dict[int, float]:
-    """The likely tokens behind a beam."""
+def script(num_output: int, known: list[int]) -> dict[int, float]:
+    """Returns the likely tokens after a beam."""
     if num_output not in SCRIPT:
         return CONTINUES
     return next(
@@ -289,13 +300,13 @@ def scripted(num_output: int, known: list[int]) -> dict[int, float]:
     )
 
 
-def drawn_as_scripted(engine: Any, result: StepResult) -> StepResult:
+def draw_as_scripted(engine: Any, result: StepResult) -> StepResult:
     """Candidates as the figure wants them in place of what the model says."""
     sequences = {s.sequence_id: s for group in engine.scheduler.running for s in group.unfinished}
     top_ids, top_logprobs = result.top_token_ids.copy(), result.top_logprobs.copy()
     for draw, sample in enumerate(engine.plan.samples):
         sequence = sequences[sample.sequence_id]
-        likely = scripted(sequence.num_output_tokens, sequence.token_ids)
+        likely = script(sequence.num_output_tokens, sequence.token_ids)
         others = [token for token in range(100, 200) if token not in likely]
         top_ids[draw] = [*likely, *others][: top_ids.shape[1]]
         top_logprobs[draw] = [*likely.values(), *([-50.0] * len(others))][: top_ids.shape[1]]
@@ -312,15 +323,17 @@ def llm(tmp_path_factory):
 def stepped(
     llm: LLM, prompt: list[int], max_tokens: int
 ) -> Iterator[tuple[StepPlan, dict[int, tuple[int, ...]]]]:
-    """A search of width 4: each step's plan, and behind it the block tables by the last token that tells a beam from others."""
+    """A search of width 4: each step's plan, and then the block tables by the last token that tells
+    a beam from others.
+    """
     engine: Any = llm._engine
     build = engine.builder.build
 
-    def noted(plan: StepPlan, *masks: Any) -> Any:
+    def note(plan: StepPlan, *masks: Any) -> Any:
         engine.plan = plan
         return build(plan, *masks)
 
-    engine.builder.build = noted
+    engine.builder.build = note
     reporter = engine.add(
         "figure 9", engine.prepare(None, prompt, BeamSearchParams(4, max_tokens, ignore_eos=True))
     )
@@ -340,10 +353,12 @@ def stepped(
 
 
 def test_figure_9_through_the_engine(llm, monkeypatch):
-    """The same sharing by a beam search that is asked for, with candidates that make it the paper's."""
+    """The same sharing by a beam search that is asked for, with candidates that make it the
+    paper's.
+    """
     engine, pool = llm._engine, llm._engine.scheduler.block_manager.groups[0].pool
     run = engine.runner.run
-    monkeypatch.setattr(engine.runner, "run", lambda batch: drawn_as_scripted(engine, run(batch)))
+    monkeypatch.setattr(engine.runner, "run", lambda batch: draw_as_scripted(engine, run(batch)))
     steps = list(stepped(llm, [1, 2, 3, 4], 15))
     assert all(not plan.copies for plan, _ in steps), "beams part where blocks end: nothing to copy"
     assert pool.num_free == pool.num_usable
@@ -370,8 +385,8 @@ def test_figure_9_through_the_engine(llm, monkeypatch):
     # 0 and 3 are not extended; 1 and 2 are, twice each; each of the four has begun a new block
     after = steps[13][1]
     assert set(after) == {(10, 31, 40), (10, 31, 41), (10, 32, 40), (10, 32, 41)}
-    kept = {name: [place.get(block) for block in table[:4]] for name, table in after.items()}
-    assert kept == {name: figure[name[:2]] for name in after}
+    places = {name: [place.get(block) for block in table[:4]] for name, table in after.items()}
+    assert places == {name: figure[name[:2]] for name in after}
     assert len({table[4] for table in after.values()}) == 4
     held = {block for table in after.values() for block in table}
     # freed
@@ -379,7 +394,10 @@ def test_figure_9_through_the_engine(llm, monkeypatch):
 
 
 def test_beams_copy_the_last_partial_block_and_nothing_else(llm):
-    """Of those that share it all but one, when they write to it; whole blocks are shared for good, and in the end all is free."""
+    """All beams that share it but one copy it when they write to it.
+
+    Whole blocks are shared for good, and in the end all is free.
+    """
     pool = llm._engine.scheduler.block_manager.groups[0].pool
     num_copies = 0
     shared: dict[int, list[int]] = {}  # by last block: the positions of who shares it before a step

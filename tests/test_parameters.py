@@ -1,4 +1,6 @@
-"""Modules declare their parameters, and that is all that loading needs: fused, cut, stacked and quantised weights touch no family."""
+"""Modules declare their parameters, and that is all that loading needs: fused, cut, stacked and
+quantised weights touch no family.
+"""
 
 from __future__ import annotations
 
@@ -56,8 +58,8 @@ def write(directory: Path, tensors: dict[str, np.ndarray]) -> Path:
     return directory
 
 
-def fused(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """As Phi-3 stores them."""
+def fuse(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Joins weights as Phi-3 stores them."""
     tensors = dict(tensors)
     for layer in range(2):
         for name, parts in FUSED.items():
@@ -66,12 +68,12 @@ def fused(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
                     f"model.layers.{layer}.{name.split('.')[0]}.{part}.{kind}" for part in parts
                 ]
                 if names[0] in tensors:
-                    joined = np.concatenate([tensors.pop(one) for one in names])
+                    joined = np.concatenate([tensors.pop(each) for each in names])
                     tensors[f"model.layers.{layer}.{name}.{kind}"] = joined
     return tensors
 
 
-def loaded(plan: LoadPlan) -> dict[Any, Any]:
+def load_weights_of(plan: LoadPlan) -> dict[Any, Any]:
     return load_weights(plan, "float32", jnp.asarray)
 
 
@@ -85,14 +87,14 @@ def refusal(directory: Path, weights: Any, ignored: tuple[str, ...] = ()) -> str
 
 
 def test_products_stored_apart_and_together_are_one_model(tmp_path):
-    separate, together = random_tensors(QWEN2), fused(random_tensors(QWEN2))
+    separate, together = random_tensors(QWEN2), fuse(random_tensors(QWEN2))
     # of each layer three weights, three biases and two weights
     assert len(together) == len(separate) - 2 * (2 + 2 + 1)
     plans = [
         open_model(write(tmp_path / str(len(tensors)), tensors)).plan
         for tensors in (separate, together)
     ]
-    first, second = (logits_of(FAMILY, SPEC, loaded(plan), TOKENS) for plan in plans)
+    first, second = (logits_of(FAMILY, SPEC, load_weights_of(plan), TOKENS) for plan in plans)
     assert first.std() > 0.3
     np.testing.assert_array_equal(first, second)
     for dtype in ("float32", "bfloat16"):
@@ -102,15 +104,17 @@ def test_products_stored_apart_and_together_are_one_model(tmp_path):
 
 
 def test_what_is_stored_together_is_converted_as_it_is_stored(tmp_path):
-    tensors = fused(random_tensors(QWEN2))
+    tensors = fuse(random_tensors(QWEN2))
     there = convert(write(tmp_path / "a", tensors), tmp_path / "b", progress=False)
     convert(there, tmp_path / "c", progress=False)
     assert_same(dict(load_file(tmp_path / "c" / "model.safetensors")), tensors)
-    assert_same(loaded(open_model(there).plan), loaded(open_model(tmp_path / "a").plan))
+    assert_same(
+        load_weights_of(open_model(there).plan), load_weights_of(open_model(tmp_path / "a").plan)
+    )
 
 
 def test_of_products_that_are_incomplete_either_way_those_apart_are_missing(tmp_path):
-    tensors = fused(random_tensors(QWEN2))
+    tensors = fuse(random_tensors(QWEN2))
     del (
         tensors["model.layers.0.self_attn.qkv_proj.weight"],
         tensors["model.layers.1.mlp.gate_up_proj.weight"],
@@ -139,7 +143,7 @@ def to_int8(path: tuple[str | int, ...], module: nnx.Module) -> nnx.Module | Non
     return QuantizedLinear(module.spec, INT8) if isinstance(module, Linear) else None
 
 
-def quantized(
+def quantize(
     tensors: dict[str, np.ndarray],
 ) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
     """Products in eight bits with a scale for each row, and the tensors that these stand for."""
@@ -156,10 +160,10 @@ def quantized(
 @pytest.mark.parametrize("together", [False, True])
 def test_weights_of_eight_bits_stand_for_what_they_are_with_their_scales(tmp_path, together):
     """Modules are replaced by path and load what they declare themselves; no family knows."""
-    stored, exact = quantized(random_tensors(QWEN2))
-    directory = write(tmp_path / "int8", fused(stored) if together else stored)
+    stored, exact = quantize(random_tensors(QWEN2))
+    directory = write(tmp_path / "int8", fuse(stored) if together else stored)
     plan = check_weights(directory, model_weights(FAMILY, SPEC, to_int8), FAMILY.ignored)
-    parameters = loaded(plan)
+    parameters = load_weights_of(plan)
     layer = parameters["layers"][1]["attention"]["query_key_value"]
     assert (
         layer["kernel"].dtype == jnp.int8
@@ -168,24 +172,27 @@ def test_weights_of_eight_bits_stand_for_what_they_are_with_their_scales(tmp_pat
     )
     weights = sum(value.size for value in stored.values() if value.dtype == np.int8)
     scales = sum(value.size for name, value in stored.items() if name.endswith("weight_scale"))
-    rest = sum(value.size for value in stored.values()) - weights - scales
+    num_others = sum(value.size for value in stored.values()) - weights - scales
     assert (
-        plan.num_bytes("bfloat16") == weights + 4 * scales + 2 * rest
+        plan.num_bytes("bfloat16") == weights + 4 * scales + 2 * num_others
         and plan.most_common_dtype() == "float32"
     )
-    wanted = logits_of(
-        FAMILY, SPEC, loaded(open_model(write(tmp_path / "exact", exact)).plan), TOKENS
+    expected = logits_of(
+        FAMILY, SPEC, load_weights_of(open_model(write(tmp_path / "exact", exact)).plan), TOKENS
     )
-    found = logits_of(FAMILY, SPEC, parameters, TOKENS, rule=to_int8)
+    logits = logits_of(FAMILY, SPEC, parameters, TOKENS, rule=to_int8)
     original = logits_of(
-        FAMILY, SPEC, loaded(open_model(random_checkpoint(tmp_path / "x", QWEN2)).plan), TOKENS
+        FAMILY,
+        SPEC,
+        load_weights_of(open_model(random_checkpoint(tmp_path / "x", QWEN2)).plan),
+        TOKENS,
     )
-    np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-5)
-    assert np.abs(wanted - original).max() > 1e-3  # else the last lines say little
+    np.testing.assert_allclose(logits, expected, rtol=1e-5, atol=1e-5)
+    assert np.abs(expected - original).max() > 1e-3  # else the last lines say little
 
 
 def test_weights_of_eight_bits_that_do_not_fit_are_refused_with_all_others(tmp_path):
-    stored, _ = quantized(random_tensors(QWEN2))
+    stored, _ = quantize(random_tensors(QWEN2))
     for name in ("model.layers.0.mlp.down_proj.weight", "model.norm.weight"):
         stored[name] = stored[name].astype(np.float32 if name.endswith("_proj.weight") else np.int8)
     stored["model.layers.1.self_attn.o_proj.weight_scale"] = np.zeros((32, 1), np.float32)
@@ -234,7 +241,9 @@ def test_a_module_is_replaced_by_its_path_and_not_looked_into():
 
 
 class Toy(nnx.Module):
-    """Three experts whose gate and up products are stored apart or, with all experts, together; and three thirds of one tensor."""
+    """Three experts whose gate and up products are stored apart or, with all experts, together; and
+    three thirds of one tensor.
+    """
 
     def __init__(self) -> None:
         halves = [
@@ -300,14 +309,14 @@ def test_a_parameter_is_stacked_joined_or_cut_out_of_what_is_stored(tmp_path):
     }
     for name, tensors in (("apart", TENSORS), ("together", together)):
         plan = check_weights(write(tmp_path / name, tensors), weights_of(Toy()))
-        assert_same(loaded(plan), WANTED)
+        assert_same(load_weights_of(plan), WANTED)
         assert plan.tensors.keys() == tensors.keys() and plan.num_bytes("float32") == 4 * (
             144 + 30 + 54 + 4
         )
         assert_same(load_sharded(plan, "float32", lambda weight: ONE_DEVICE), WANTED)
     graph, _ = abstract(Toy())
     np.testing.assert_array_equal(
-        nnx.merge(graph, loaded(plan)).thirds[2].kernel[...], WANTED["thirds"][2]["kernel"]
+        nnx.merge(graph, load_weights_of(plan)).thirds[2].kernel[...], WANTED["thirds"][2]["kernel"]
     )
 
 
@@ -318,7 +327,7 @@ def test_an_orbax_tensor_that_fills_several_parameters_is_read_for_each(tmp_path
     save_orbax(tmp_path, tree)
     plan = check_weights(tmp_path, weights_of(Toy()))
     assert plan.layout == "orbax"
-    assert_same(loaded(plan), WANTED)
+    assert_same(load_weights_of(plan), WANTED)
     assert_same(load_sharded(plan, "float32", lambda weight: ONE_DEVICE), WANTED)
 
 

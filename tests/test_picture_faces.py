@@ -1,4 +1,6 @@
-"""Pictures come in through every API, in the shapes that its clients send, and what is wrong is refused with its path."""
+"""Pictures come in through every API, in the shapes that its clients send, and what is wrong is
+refused with its path.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ import numpy as np
 import ollama
 import openai
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 from safetensors.numpy import save
@@ -48,6 +50,7 @@ from tests.support.picture_models import (
     tokenizer_of,
 )
 from tests.support.running import serving
+from tests.support.sweeps import examples
 from tests.support.wire import MODEL, context
 
 SMALL, TALL = encoded(picture(40, 40)), encoded(picture(16, 90, 1), "JPEG")
@@ -86,7 +89,7 @@ def chat(*messages: Any) -> dict[str, Any]:
     return {"model": MODEL, "messages": list(messages)}
 
 
-def said(content: Any, role: str = "user") -> dict[str, Any]:
+def user_message(content: Any, role: str = "user") -> dict[str, Any]:
     return {"role": role, "content": content}
 
 
@@ -99,10 +102,10 @@ def files(exchange: Exchange) -> list[bytes]:
 
 
 CHAT = chat(
-    said("Look.", "system"),
-    said([text("a"), image(SMALL), text("b"), image(TALL)]),
-    said("Two pictures.", "assistant"),
-    said([image(SMALL)]),
+    user_message("Look.", "system"),
+    user_message([text("a"), image(SMALL), text("b"), image(TALL)]),
+    user_message("Two pictures.", "assistant"),
+    user_message([image(SMALL)]),
 )
 PROMPT = "[system]Look.[user]a{0}b{0}[assistant]Two pictures.[user]{0}[assistant]".format(
     "<|vision_start|><|image_pad|><|vision_end|>"
@@ -119,9 +122,11 @@ def messages_body() -> dict[str, Any]:
         "max_tokens": 5,
         "system": "Look.",
         "messages": [
-            said([text("a"), block(SMALL, "image/png"), text("b"), block(TALL, "image/jpeg")]),
-            said("Two pictures.", "assistant"),
-            said([block(SMALL, "image/png")]),
+            user_message(
+                [text("a"), block(SMALL, "image/png"), text("b"), block(TALL, "image/jpeg")]
+            ),
+            user_message("Two pictures.", "assistant"),
+            user_message([block(SMALL, "image/png")]),
         ],
     }
 
@@ -137,13 +142,13 @@ def responses_body() -> dict[str, Any]:
         "model": MODEL,
         "instructions": "Look.",
         "input": [
-            said([part("a"), picture_part(SMALL), part("b"), picture_part(TALL)]),
+            user_message([part("a"), picture_part(SMALL), part("b"), picture_part(TALL)]),
             {
                 "type": "message",
                 "role": "assistant",
                 "content": [{"type": "output_text", "text": "Two pictures.", "annotations": []}],
             },
-            said([picture_part(SMALL)]),
+            user_message([picture_part(SMALL)]),
         ],
     }
 
@@ -152,10 +157,10 @@ def ollama_body() -> dict[str, Any]:
     return {
         "model": MODEL,
         "messages": [
-            said("Look.", "system"),
-            {**said("ab"), "images": [text_of(SMALL), url_of(TALL)]},
-            said("Two pictures.", "assistant"),
-            {**said(""), "images": [text_of(SMALL)]},
+            user_message("Look.", "system"),
+            {**user_message("ab"), "images": [text_of(SMALL), url_of(TALL)]},
+            user_message("Two pictures.", "assistant"),
+            {**user_message(""), "images": [text_of(SMALL)]},
         ],
     }
 
@@ -185,9 +190,9 @@ def test_every_dialect_has_the_same_prompt_and_pictures() -> None:
 def test_a_url_may_stand_alone_and_detail_is_named() -> None:
     served = seeing()
     alone = {"type": "image_url", "image_url": url_of(SMALL)}
-    assert files(open_chat(chat(said([alone])), served)) == [SMALL]
+    assert files(open_chat(chat(user_message([alone])), served)) == [SMALL]
     detailed = {"type": "image_url", "image_url": {"url": url_of(SMALL), "detail": "low"}}
-    exchange = open_chat(chat(said([detailed])), served)
+    exchange = open_chat(chat(user_message([detailed])), served)
     assert exchange.ignored_fields == ("messages[0].content[0].image_url.detail",)
 
 
@@ -195,7 +200,7 @@ def test_results_of_tools_may_have_pictures() -> None:
     served = seeing()
     call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
     messages = [
-        said("Go."),
+        user_message("Go."),
         {"role": "assistant", "tool_calls": [call]},
         {"role": "tool", "tool_call_id": "c1", "content": [text("seen"), image(TALL)]},
     ]
@@ -212,9 +217,9 @@ def test_results_of_tools_may_have_pictures() -> None:
         "model": MODEL,
         "max_tokens": 5,
         "messages": [
-            said("Go."),
-            said([{"type": "tool_use", "id": "c1", "name": "f", "input": {}}], "assistant"),
-            said([result]),
+            user_message("Go."),
+            user_message([{"type": "tool_use", "id": "c1", "name": "f", "input": {}}], "assistant"),
+            user_message([result]),
         ],
     }
     exchange = open_message(body, served)
@@ -227,7 +232,7 @@ def test_results_of_tools_may_have_pictures() -> None:
     assert files(open_response({"model": MODEL, "input": items}, served)) == [TALL]
 
 
-def refused(opens: Any, body: dict[str, Any], served: ModelContext) -> ApiError:
+def refusal_of(opens: Any, body: dict[str, Any], served: ModelContext) -> ApiError:
     with pytest.raises(ApiError) as caught:
         exchange = opens(body, served)
         for prompt in exchange.prompts:
@@ -242,13 +247,17 @@ def refused(opens: Any, body: dict[str, Any], served: ModelContext) -> ApiError:
 def test_a_text_model_refuses_pictures_with_their_paths() -> None:
     plain = context()
     for opens, body, path in (
-        (open_chat, chat(said("x"), said([text("a"), image(SMALL)])), "messages[1].content[1]"),
+        (
+            open_chat,
+            chat(user_message("x"), user_message([text("a"), image(SMALL)])),
+            "messages[1].content[1]",
+        ),
         (open_message, messages_body(), "messages[0].content[1]"),
         (open_response, responses_body(), "input[0].content[1]"),
         (open_ollama_chat, ollama_body(), "messages[1].images[0]"),
         (open_ollama_generate, {"model": MODEL, "prompt": "a", "images": ["AA=="]}, "images[0]"),
     ):
-        error = refused(opens, body, plain)
+        error = refusal_of(opens, body, plain)
         assert error.param == path
         assert error.message == f"{path} is a picture, and this model takes text alone"
 
@@ -272,13 +281,13 @@ def test_a_wrong_picture_is_refused_with_its_path(data: bytes, message: str) -> 
     theirs["messages"][1]["images"][0] = text_of(data)
     generate = {"model": MODEL, "prompt": "a", "images": [text_of(SMALL), text_of(data)]}
     for opens, request, path in (
-        (open_chat, chat(said([image(data)])), "messages[0].content[0].image_url.url"),
+        (open_chat, chat(user_message([image(data)])), "messages[0].content[0].image_url.url"),
         (open_message, body, "messages[0].content[1].source.data"),
         (open_response, items, "input[0].content[1].image_url"),
         (open_ollama_chat, theirs, "messages[1].images[0]"),
         (open_ollama_generate, generate, "images[1]"),
     ):
-        error = refused(opens, request, served)
+        error = refusal_of(opens, request, served)
         assert error.param == path and error.message.startswith(f"{path}: ")
         assert message in error.message
 
@@ -292,11 +301,11 @@ def test_nothing_is_fetched(url: str) -> None:
     items["input"][0]["content"][1]["image_url"] = url
     part = {"type": "image_url", "image_url": {"url": url}}
     for opens, request, path in (
-        (open_chat, chat(said([part])), "messages[0].content[0].image_url.url"),
+        (open_chat, chat(user_message([part])), "messages[0].content[0].image_url.url"),
         (open_message, body, "messages[0].content[1].source.url"),
         (open_response, items, "input[0].content[1].image_url"),
     ):
-        error = refused(opens, request, served)
+        error = refusal_of(opens, request, served)
         assert error.param == path
         assert error.message.startswith(f"{path} must be a data URL with base64")
         assert "nothing is fetched, so send the picture itself" in error.message
@@ -305,28 +314,32 @@ def test_nothing_is_fetched(url: str) -> None:
 @pytest.mark.parametrize(
     ("opens", "body", "param"),
     [
-        (open_chat, chat(said([{"type": "image_url"}])), "messages[0].content"),
-        (open_chat, chat(said([{"type": "image_url", "image_url": 3}])), "messages[0].content"),
-        (open_chat, chat(said([image(SMALL)], "system")), "messages[0].content"),
-        (open_chat, chat(said([image(SMALL)], "assistant")), "messages[0].content"),
-        (open_chat, chat(said([{"type": "video_url"}])), "messages[0].content"),
+        (open_chat, chat(user_message([{"type": "image_url"}])), "messages[0].content"),
+        (
+            open_chat,
+            chat(user_message([{"type": "image_url", "image_url": 3}])),
+            "messages[0].content",
+        ),
+        (open_chat, chat(user_message([image(SMALL)], "system")), "messages[0].content"),
+        (open_chat, chat(user_message([image(SMALL)], "assistant")), "messages[0].content"),
+        (open_chat, chat(user_message([{"type": "video_url"}])), "messages[0].content"),
         (
             open_message,
             {
                 "model": MODEL,
                 "max_tokens": 5,
-                "messages": [said([{"type": "image", "source": {}}])],
+                "messages": [user_message([{"type": "image", "source": {}}])],
             },
             "messages[0].content[0].source.type",
         ),
         (
             open_response,
-            {"model": MODEL, "input": [said([{"type": "input_image", "file_id": "f"}])]},
+            {"model": MODEL, "input": [user_message([{"type": "input_image", "file_id": "f"}])]},
             "input[0].content[0]",
         ),
         (
             open_ollama_chat,
-            {"model": MODEL, "messages": [{**said("x", "assistant"), "images": ["AA=="]}]},
+            {"model": MODEL, "messages": [{**user_message("x", "assistant"), "images": ["AA=="]}]},
             "messages[0].images",
         ),
         (
@@ -337,34 +350,34 @@ def test_nothing_is_fetched(url: str) -> None:
     ],
 )
 def test_what_is_no_picture_is_refused(opens: Any, body: dict[str, Any], param: str) -> None:
-    assert refused(opens, body, seeing()).param == param
+    assert refusal_of(opens, body, seeing()).param == param
 
 
 def test_there_are_as_many_pictures_as_places() -> None:
     served = seeing()
-    error = refused(open_chat, chat(said("What is <|image_pad|>?")), served)
+    error = refusal_of(open_chat, chat(user_message("What is <|image_pad|>?")), served)
     assert (error.param, error.message) == (
         "messages",
         "messages: The prompt has 1 place ('<|image_pad|>') for 0 pictures; each picture takes one",
     )
-    error = refused(open_completion, {"model": MODEL, "prompt": "<|image_pad|>"}, served)
+    error = refusal_of(open_completion, {"model": MODEL, "prompt": "<|image_pad|>"}, served)
     assert error.param == "prompt" and "1 place (" in error.message
     # A template that does not know pictures leaves them out.
     blind = seeing(template="{% for m in messages %}{{ m.content }}{% endfor %}")
-    error = refused(open_chat, chat(said([image(SMALL)])), blind)
+    error = refusal_of(open_chat, chat(user_message([image(SMALL)])), blind)
     assert "has 0 places ('<|image_pad|>') for 1 picture" in error.message
 
 
 def test_there_are_not_too_many_pictures() -> None:
     few = seeing(limits=RequestLimits(max_pictures=2))
-    error = refused(open_chat, chat(said([image(SMALL)] * 3)), few)
+    error = refusal_of(open_chat, chat(user_message([image(SMALL)] * 3)), few)
     assert error.param == "messages[0].content[2]"
     assert error.message == "messages[0].content[2]: at most 2 pictures are allowed"
     # A template without borders, so that the text itself is short enough.
     bare = "{% for m in messages %}{% for p in m.content %}<|image_pad|>{% endfor %}{% endfor %}"
     short = seeing(template=bare, max_model_len=20)
     large = encoded(picture(96, 96, 3))
-    error = refused(open_chat, chat(said([image(large)] * 8)), short)
+    error = refusal_of(open_chat, chat(user_message([image(large)] * 8)), short)
     assert (error.code, error.param) == (
         "context_length_exceeded",
         "messages[0].content[2].image_url.url",
@@ -383,7 +396,7 @@ def test_usage_counts_the_tokens_of_pictures() -> None:
     assert count_tokens(body, served).body == {"input_tokens": len(token_ids)}
     assert tokenize(CHAT, served).body["tokens"] == token_ids
     long = responses_body()
-    long["input"][:0] = [said("x " * 40), said("y", "assistant")] * 3
+    long["input"][:0] = [user_message("x " * 40), user_message("y", "assistant")] * 3
     cut = open_response({**long, "truncation": "auto"}, seeing(max_model_len=len(token_ids) + 40))
     assert files(cut) == [SMALL, TALL, SMALL] or files(cut) == [SMALL]
     assert "input[0]" in cut.ignored_fields
@@ -401,7 +414,12 @@ def test_templates_get_parts_where_they_want_them() -> None:
     assert not takes_parts_alone("{% for m in messages %}{{ m.content }}{% endfor %}")
     served = seeing("smolvlm", PARTS_TEMPLATE)
     exchange = open_chat(
-        chat(said("Hi"), said("Ho", "assistant"), said([image(SMALL), text("What?")])), served
+        chat(
+            user_message("Hi"),
+            user_message("Ho", "assistant"),
+            user_message([image(SMALL), text("What?")]),
+        ),
+        served,
     )
     assert exchange.prompts[0].prompt == (
         "<|im_start|>User: Hi<end_of_utterance>\nAssistant: Ho<end_of_utterance>\n"
@@ -411,8 +429,15 @@ def test_templates_get_parts_where_they_want_them() -> None:
 
 def test_messages_in_strict_order_keep_their_pictures() -> None:
     parts = [{"type": "image"}]
-    ordered = order_strictly([said("a"), said(parts), said("", "user"), said("b", "assistant")])
-    assert ordered == [said([text("a"), *parts]), said("b", "assistant")]
+    ordered = order_strictly(
+        [
+            user_message("a"),
+            user_message(parts),
+            user_message("", "user"),
+            user_message("b", "assistant"),
+        ]
+    )
+    assert ordered == [user_message([text("a"), *parts]), user_message("b", "assistant")]
 
 
 def test_the_same_picture_is_processed_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -431,9 +456,9 @@ def test_the_same_picture_is_processed_once(monkeypatch: pytest.MonkeyPatch) -> 
     processor = processor_of("qwen3_vl")
     other = processor_of("qwen2_5_vl")
     process = wire_pictures._process
-    one = process(processor, "one")
-    assert process(processor, "one") is one and made == ["one"]
-    assert process(other, "one").key != one.key and made == ["one"] * 2
+    picture = process(processor, "one")
+    assert process(processor, "one") is picture and made == ["one"]
+    assert process(other, "one").key != picture.key and made == ["one"] * 2
     process(processor, "two")  # there is room for one
     process(processor, "one")
     assert made == ["one", "one", "two", "one"] and 0 < known.num_bytes <= 100_000
@@ -442,13 +467,15 @@ def test_the_same_picture_is_processed_once(monkeypatch: pytest.MonkeyPatch) -> 
 def test_processing_has_limits_of_time(monkeypatch: pytest.MonkeyPatch) -> None:
     served = seeing("smolvlm", PARTS_TEMPLATE)
     large = encoded(picture(1500, 1500, 9), "JPEG")
-    refused(open_chat, chat(said([image(b"warm")])), served)  # what it imports does not count
+    refusal_of(
+        open_chat, chat(user_message([image(b"warm")])), served
+    )  # what it imports does not count
     monkeypatch.setattr(wire_pictures, "PICTURE_SECONDS", 0.001)
-    error = refused(open_chat, chat(said([image(large)])), served)
+    error = refusal_of(open_chat, chat(user_message([image(large)])), served)
     assert error.message.endswith("cannot be processed: it took longer than 0.001 s")
     monkeypatch.setattr(wire_pictures, "PICTURE_SECONDS", 20.0)
     monkeypatch.setattr(wire_pictures, "PICTURE_BYTES", 1 << 20)
-    error = refused(open_chat, chat(said([image(large)])), served)
+    error = refusal_of(open_chat, chat(user_message([image(large)])), served)
     assert "memory" in error.message
 
 
@@ -535,7 +562,7 @@ def test_wrong_vectors_are_refused(fields: dict[str, Any], param: str, message: 
     assert message in caught.value.message
 
 
-@settings(max_examples=150, deadline=None)
+@examples(50)
 @given(data=st.data())
 def test_damaged_vectors_are_arrays_or_refused(data: st.DataObject) -> None:
     file = bytearray(
@@ -564,8 +591,8 @@ def test_damaged_vectors_are_arrays_or_refused(data: st.DataObject) -> None:
 )
 def test_parts_in_python(part: dict[str, Any]) -> None:
     processor = processor_of("qwen3_vl")
-    (wanted,) = processor.process([SMALL])
-    assert processor.process([picture_in(part)])[0].key == wanted.key
+    (expected,) = processor.process([SMALL])
+    assert processor.process([picture_in(part)])[0].key == expected.key
 
 
 @pytest.mark.parametrize(
@@ -584,7 +611,7 @@ def test_wrong_parts_in_python(part: dict[str, Any]) -> None:
 
 
 def test_bodies_are_json() -> None:
-    """What the tests send is what clients can send."""
+    """Clients can send what the tests send."""
     for body in (CHAT, messages_body(), responses_body(), ollama_body()):
         assert json.loads(json.dumps(body)) == body
 
@@ -629,11 +656,11 @@ def ids_of(output: Any) -> list[int]:
 
 def test_python_gives_what_transformers_gives(model: Seeing) -> None:
     llm = model.llm
-    (first,) = llm.chat([said(QUESTION)], GREEDY, use_tqdm=False)
+    (first,) = llm.chat([user_message(QUESTION)], GREEDY, use_tqdm=False)
     pictures = [load_picture(SMALL), load_picture(TALL)]
-    wanted = model.their_logprobs(ASKED, pictures)
+    expected = model.their_logprobs(ASKED, pictures)
     for token_id, entry in first.outputs[0].logprobs[0].items():
-        assert abs(entry.logprob - wanted[token_id]) < 1e-4
+        assert abs(entry.logprob - expected[token_id]) < 1e-4
     token_ids, _ = oracle_of("smolvlm")(ASKED, pictures)
     assert list(first.prompt_token_ids) == token_ids
     pixels = [np.asarray(each) for each in pictures]
@@ -642,7 +669,7 @@ def test_python_gives_what_transformers_gives(model: Seeing) -> None:
         for sources in (pictures, pixels, [SMALL, url_of(TALL)])
     ]
     prompts.append({"prompt_token_ids": token_ids, "multi_modal_data": {"image": pixels}})
-    prompts.append(llm.chat_prompt([said(QUESTION)]))
+    prompts.append(llm.chat_prompt([user_message(QUESTION)]))
     for output in llm.generate(prompts, GREEDY, use_tqdm=False):
         assert ids_of(output) == ids_of(first)
         assert list(output.prompt_token_ids) == token_ids
@@ -681,7 +708,7 @@ def test_python_refuses(prompt: Any, error: type[Exception], message: str, model
 def test_a_text_model_refuses_pictures_in_python(model: Seeing) -> None:
     with make_llm(model.directory, limit_images=0, max_model_len=512) as llm:
         for call in (
-            lambda: llm.chat([said(QUESTION)], GREEDY, use_tqdm=False),
+            lambda: llm.chat([user_message(QUESTION)], GREEDY, use_tqdm=False),
             lambda: llm.generate(
                 {"prompt": ASKED, "multi_modal_data": {"image": [SMALL, TALL]}}, GREEDY
             ),
@@ -703,15 +730,15 @@ def test_the_clients_of_all_apis_get_the_answer_of_python(model: Seeing) -> None
     )
     with when_used():
         built = build_engine(config)
-    (wanted,) = model.llm.chat([said(QUESTION)], GREEDY, use_tqdm=False)
-    answer = wanted.outputs[0].text
-    num_tokens = len(wanted.prompt_token_ids)
+    (expected,) = model.llm.chat([user_message(QUESTION)], GREEDY, use_tqdm=False)
+    answer = expected.outputs[0].text
+    num_tokens = len(expected.prompt_token_ids)
     with serving(built, engine=config, served_model_name=("smol",)) as server:
         with openai.OpenAI(base_url=f"{server.address}/v1", api_key="x") as client:
             parts: Any = [image(SMALL), text("What?"), image(TALL)]
             common: Any = {"temperature": 0, "extra_body": {"ignore_eos": True}}
             whole = client.chat.completions.create(
-                model="smol", messages=[said(parts)], max_tokens=4, **common
+                model="smol", messages=[user_message(parts)], max_tokens=4, **common
             )
             assert whole.choices[0].message.content == answer
             assert whole.usage is not None and whole.usage.prompt_tokens == num_tokens
@@ -721,7 +748,7 @@ def test_the_clients_of_all_apis_get_the_answer_of_python(model: Seeing) -> None
                 {"type": "input_image", "image_url": url_of(TALL), "detail": "auto"},
             ]
             response = client.responses.create(
-                model="smol", input=[said(items)], max_output_tokens=4, **common
+                model="smol", input=[user_message(items)], max_output_tokens=4, **common
             )
             assert response.output_text == answer
             later = client.responses.create(
@@ -736,7 +763,7 @@ def test_the_clients_of_all_apis_get_the_answer_of_python(model: Seeing) -> None
             assert (models[0].model_extra or {})["capabilities"] == {"vision": True}
             with pytest.raises(openai.BadRequestError) as caught:
                 broken: Any = [image(SMALL[:50])]
-                client.chat.completions.create(model="smol", messages=[said(broken)])
+                client.chat.completions.create(model="smol", messages=[user_message(broken)])
             assert caught.value.param == "messages[0].content[0].image_url.url"
             rows = np.random.default_rng(1).standard_normal((5, 64), np.float32)
             (of_vectors,) = model.llm.generate({"prompt_embeds": rows}, GREEDY, use_tqdm=False)
@@ -755,7 +782,7 @@ def test_the_clients_of_all_apis_get_the_answer_of_python(model: Seeing) -> None
                 source = {"type": "base64", "media_type": "image/png", "data": text_of(data)}
                 return {"type": "image", "source": source}
 
-            turns: Any = [said([block(SMALL), text("What?"), block(TALL)])]
+            turns: Any = [user_message([block(SMALL), text("What?"), block(TALL)])]
             message = claude.messages.create(
                 model="smol",
                 max_tokens=4,

@@ -1,4 +1,6 @@
-"""Pictures are loaded within limits, processed as transformers does, known by keys, and written into prompts."""
+"""Pictures are loaded within limits, processed as transformers does, known by keys, and written
+into prompts.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import transformers
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from PIL import Image
 from transformers.image_utils import load_image
@@ -38,6 +40,7 @@ from tests.support.picture_models import (
     processor_of,
     tokenizer_of,
 )
+from tests.support.sweeps import examples
 
 SIZES = ((50, 40), (33, 90), (7, 7), (150, 20))
 
@@ -51,10 +54,10 @@ def test_files_are_read_as_transformers_reads_them(kind: str, tmp_path: Path) ->
     data = encoded(picture(31, 17), kind)
     path = tmp_path / "picture"
     path.write_bytes(data)
-    wanted = np.asarray(load_image(base64.b64encode(data).decode()))
+    expected = np.asarray(load_image(base64.b64encode(data).decode()))
     url = f"data:image/{kind.lower()};base64,{base64.b64encode(data).decode()}"
     for source in (data, bytearray(data), path, str(path), url):
-        assert np.array_equal(pixels(source), wanted)
+        assert np.array_equal(pixels(source), expected)
 
 
 @pytest.mark.parametrize("orientation", range(1, 9))
@@ -78,10 +81,10 @@ def test_transparent_parts_are_white_as_the_processors_make_them(mode: str) -> N
     else:
         source = source.convert(mode)
     processor = oracle_of("qwen3_vl").image_processor
-    wanted = np.moveaxis(processor.process_image(source, do_convert_rgb=True), 0, -1)
-    assert np.array_equal(pixels(source), wanted)
+    expected = np.moveaxis(processor.process_image(source, do_convert_rgb=True), 0, -1)
+    assert np.array_equal(pixels(source), expected)
     if mode != "CMYK":  # which PNG does not have
-        assert np.array_equal(pixels(encoded(source)), wanted)
+        assert np.array_equal(pixels(encoded(source)), expected)
 
 
 def test_arrays_are_pictures() -> None:
@@ -149,7 +152,7 @@ def test_files_that_are_cut_off_are_refused(kind: str) -> None:
 _FILES = [encoded(picture(24, 18), kind) for kind in ("PNG", "JPEG", "WEBP", "GIF")]
 
 
-@settings(max_examples=150, deadline=None)
+@examples(50)
 @given(data=st.data())
 def test_damaged_files_are_pictures_or_refused(data: st.DataObject) -> None:
     """Nothing else comes out of a decoder: no other error, and no picture beyond the limit."""
@@ -167,7 +170,7 @@ def test_damaged_files_are_pictures_or_refused(data: st.DataObject) -> None:
         assert loaded.mode == "RGB" and loaded.width * loaded.height <= 10_000
 
 
-@settings(max_examples=100, deadline=None)
+@examples(40)
 @given(source=st.one_of(st.text(), st.binary(), st.none(), st.integers(), st.lists(st.integers())))
 @example("iVBORw0KGgo" * 30)  # base64 is no path: longer than a name may be
 def test_anything_else_is_refused(source: object) -> None:
@@ -206,7 +209,9 @@ def test_texts_of_base64() -> None:
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_prompts_have_the_token_ids_of_transformers(name: str) -> None:
-    """Of several pictures of several sizes; and the arrays are those of each picture alone."""
+    """Prompts have several pictures of several sizes, and the arrays are those of each picture
+    alone.
+    """
     processor = processor_of(name)
     oracle = oracle_of(name)
     pictures = [picture(*size, seed) for seed, size in enumerate(SIZES)]
@@ -216,9 +221,9 @@ def test_prompts_have_the_token_ids_of_transformers(name: str) -> None:
         chosen = [pictures[place] for place in places]
         between = ["One\n\n", "", " two \n", "\n\n"]
         text = "".join(f"{between[place]}{marker}" for place in range(len(places))) + "\n\nEnd. "
-        wanted, _ = oracle(text, chosen)
+        expected, _ = oracle(text, chosen)
         token_ids, embedded = processor.expand(text, [processed[place] for place in places])
-        assert token_ids == wanted
+        assert token_ids == expected
         rows = [token_id == processor.token_id for token_id in token_ids]
         filled = [False] * len(rows)
         counts: dict[bytes, list[int]] = {}
@@ -238,7 +243,7 @@ def test_prompts_have_the_token_ids_of_transformers(name: str) -> None:
         assert "pixel_values" in ready.picture.arrays
 
 
-@settings(max_examples=60, deadline=None)
+@examples(20)
 @given(
     name=st.sampled_from([*FAMILIES]),
     texts=st.lists(st.text("ab \n\t.é<>|", max_size=6), min_size=2, max_size=4),
@@ -246,7 +251,7 @@ def test_prompts_have_the_token_ids_of_transformers(name: str) -> None:
 def test_texts_around_pictures_have_the_token_ids_of_transformers(
     name: str, texts: list[str]
 ) -> None:
-    """What stands next to a picture may become one token with a part of its text."""
+    """The text next to a picture may become one token with a part of the picture's text."""
     processor = processor_of(name)
     source = picture(7, 7)
     number = len(texts) - 1
@@ -293,21 +298,21 @@ def test_the_numbers_of_pictures_and_markers_must_agree() -> None:
 
 
 def test_keys_know_all_that_rows_depend_on() -> None:
-    one = np.arange(6, dtype=np.int32)
-    same = {"a": one, "b": one[:2]}
+    array = np.arange(6, dtype=np.int32)
+    same = {"a": array, "b": array[:2]}
     keys = [
         picture_key(arrays, setting)
         for arrays, setting in (
             (same, b"s"),
-            ({"a": one.reshape(2, 3), "b": one[:2]}, b"s"),
-            ({"a": one.astype(np.int64), "b": one[:2]}, b"s"),
-            ({"a": one.view(np.float32), "b": one[:2]}, b"s"),
-            ({"a": one, "c": one[:2]}, b"s"),
-            ({"a": one[:5], "b": np.r_[one[5:], one[:2]]}, b"s"),  # the border moved
-            ({"a": np.r_[one, one[:2]]}, b"s"),
+            ({"a": array.reshape(2, 3), "b": array[:2]}, b"s"),
+            ({"a": array.astype(np.int64), "b": array[:2]}, b"s"),
+            ({"a": array.view(np.float32), "b": array[:2]}, b"s"),
+            ({"a": array, "c": array[:2]}, b"s"),
+            ({"a": array[:5], "b": np.r_[array[5:], array[:2]]}, b"s"),  # the border moved
+            ({"a": np.r_[array, array[:2]]}, b"s"),
             (same, b"t"),
             (same, b""),
-            ({"a": one + 1, "b": one[:2]}, b"s"),
+            ({"a": array + 1, "b": array[:2]}, b"s"),
             ({}, b"s"),
         )
     ]
@@ -361,9 +366,9 @@ def test_keys_follow_what_a_file_says_of_its_pixels() -> None:
 def test_settings_are_read_from_either_file() -> None:
     image = {"image_processor_type": "Qwen2VLImageProcessorFast", "patch_size": 7}
     for processor, alone in (({"x": 1}, image), ({"x": 1, "image_processor": image}, {"a": 2})):
-        found = read_settings(processor, alone)
-        assert found is not None
-        assert (found.kind, found.arguments, found.of_prompts) == (
+        settings = read_settings(processor, alone)
+        assert settings is not None
+        assert (settings.kind, settings.arguments, settings.of_prompts) == (
             "Qwen2VLImageProcessor",
             image,
             {"x": 1},
@@ -436,10 +441,10 @@ def test_a_picture_has_a_placeholder_for_each_row_of_the_encoder(name: str) -> N
     vision = load_family(config).Vision
     spec = vision.Spec.from_config(config)
     family, of_prompts = ENCODERS[name]
-    found = ProcessorSettings(kind, dict(arguments), of_prompts)
-    rule = rule_of(found, tokenizer_of(family), config)
+    settings = ProcessorSettings(kind, dict(arguments), of_prompts)
+    rule = rule_of(settings, tokenizer_of(family), config)
     assert rule is not None
-    for ready in PictureProcessor(found, rule, tokenizer_of(family)).process(
+    for ready in PictureProcessor(settings, rule, tokenizer_of(family)).process(
         [picture(*size) for size in SIZES]
     ):
         calls = vision.Model.calls(spec, ready.picture.arrays)

@@ -1,4 +1,6 @@
-"""Whole models that take pictures, in engines: the logarithms of probabilities are those of transformers."""
+"""Whole models that take pictures, in engines: the logarithms of probabilities are those of
+transformers.
+"""
 
 from __future__ import annotations
 
@@ -68,11 +70,11 @@ MODELS = {
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Any:
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """The directory of a model, the model of transformers and its processor."""
     made: dict[str, Any] = {}
 
-    def of(name: str) -> Any:
+    def save(name: str) -> Any:
         if name not in made:
             directory = tmp_path_factory.mktemp(name)
             model, processor = build(MODELS[name][0])
@@ -85,7 +87,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Any:
             made[name] = directory, model, processor
         return made[name]
 
-    return of
+    return save
 
 
 def lay_out(
@@ -102,9 +104,11 @@ def lay_out(
     return token_ids, tuple(spans)
 
 
-def embed(name: str, saved: Any, sizes: Sequence[tuple[int, int]]) -> tuple[list[int], Any, Any]:
+def embed(
+    name: str, checkpoints: Any, sizes: Sequence[tuple[int, int]]
+) -> tuple[list[int], Any, Any]:
     """A prompt with pictures of these sizes, what the engine takes, and the processor's arrays."""
-    _, model, processor = saved(name)
+    _, model, processor = checkpoints(name)
     config = {**model.config.to_dict(), "architectures": [MODELS[name][0].architecture]}
     family: Any = load_family(config)
     spec = family.Vision.Spec.from_config(config)
@@ -121,10 +125,10 @@ def embed(name: str, saved: Any, sizes: Sequence[tuple[int, int]]) -> tuple[list
     return token_ids, EmbeddedPrompt(spans, sources), processed
 
 
-def expected_logprobs(
+def oracle_logprobs(
     model: Any, token_ids: Sequence[int], processed: Sequence[Mapping[str, Any]]
 ) -> np.ndarray:
-    """What transformers gives for each token, the pictures one by one."""
+    """Returns what transformers gives for each token, the pictures one by one."""
     of_picture = {tower.architecture: tower.features for tower, _ in MODELS.values()}
     architecture = type(model).__name__
     features: Any = []
@@ -150,10 +154,10 @@ def expected_logprobs(
 
 # Gemma 3 and a SmolVLM, which is an Idefics3, are in tests/test_seeing_engines.py.
 @pytest.mark.parametrize("name", few(MODELS, ["mistral3", "gemma4"]))
-def test_logprobs_are_those_of_transformers(name: str, saved: Any) -> None:
-    """Of a prompt with two pictures, and of the tokens after it."""
-    directory, model, _ = saved(name)
-    token_ids, embedded, processed = embed(name, saved, ((23, 23), (31, 100)))
+def test_logprobs_are_those_of_transformers(name: str, checkpoints: Any) -> None:
+    """A prompt has two pictures, and tokens follow it."""
+    directory, model, _ = checkpoints(name)
+    token_ids, embedded, processed = embed(name, checkpoints, ((23, 23), (31, 100)))
     with make_llm(directory, max_num_batched_tokens=280) as llm:
         engine = llm._engine
         reporter = engine.add("a", engine.prepare(None, token_ids, PARAMS, embedded))
@@ -163,7 +167,7 @@ def test_logprobs_are_those_of_transformers(name: str, saved: Any) -> None:
     assert len(output.logprobs) == PARAMS.max_tokens
     # A placeholder among the tokens would stand for a picture in transformers.
     drawn = list(itertools.takewhile(lambda each: each != IMAGE_ID, output.token_ids))
-    expected = expected_logprobs(model, [*token_ids, *drawn], processed)[len(token_ids) - 1 :]
+    expected = oracle_logprobs(model, [*token_ids, *drawn], processed)[len(token_ids) - 1 :]
     worst = max(
         abs(entry.logprob - expected[step, token_id])
         for step, entries in enumerate(output.logprobs[: len(drawn) + 1])

@@ -1,4 +1,6 @@
-"""`jaxpage plan`: published sizes, users counted by a real block manager, the engine's own plan, and how it refuses."""
+"""`jaxpage plan`: published sizes, users counted by a real block manager, the engine's own plan,
+and how it refuses.
+"""
 
 from __future__ import annotations
 
@@ -82,6 +84,11 @@ LLAMA_3_8B = {
 }
 # For what does not follow from its size: a plan makes every layer.
 SHORT = {**LLAMA_3_8B, "num_hidden_layers": 2}
+# As many parameters in few layers: 16 GB do not hold it in bfloat16.
+WIDE = {
+    **{**LLAMA_3_8B, "num_hidden_layers": 4, "num_key_value_heads": 32},
+    "intermediate_size": 143_360,
+}
 
 
 def write(directory: Path, config: dict[str, Any]) -> str:
@@ -97,7 +104,7 @@ def run(*words: str) -> int:
         return int(error.code or 0)
 
 
-def planned(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
+def plan_of(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
     assert run(*words, "--json") == 0, capsys.readouterr().err
     return json.loads(capsys.readouterr().out)
 
@@ -125,10 +132,13 @@ def test_table_1_of_the_paper(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Memory of parameters, of keys and values, and the slots that it has; ours is divided among the devices."""
+    """Memory of parameters, of keys and values, and the slots that it has.
+
+    Ours is divided among the devices.
+    """
     pool = str(int(kv_gib * GIB / num_devices))
     flags = ["--kv-cache-memory-bytes", pool, "--tensor-parallel-size", str(num_devices)]
-    plan = planned(
+    plan = plan_of(
         capsys,
         write(tmp_path, config),
         "--memory",
@@ -151,9 +161,12 @@ def test_table_1_of_the_paper(
 
 
 def test_llama_3_8b(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """8,030,261,248 parameters, as on its page; 128 KiB per token in bfloat16; a byte and a scale per 128 in int8."""
+    """8,030,261,248 parameters, as on its page; 128 KiB per token in bfloat16.
+
+    A byte and a scale per 128 in int8.
+    """
     model = write(tmp_path, LLAMA_3_8B)
-    plan = planned(capsys, model, "--memory", "24GiB", "--max-num-batched-tokens", "2048")
+    plan = plan_of(capsys, model, "--memory", "24GiB", "--max-num-batched-tokens", "2048")
     assert (plan["num_parameters"], plan["weights_bytes"]) == (8_030_261_248, 16_060_522_496)
     assert (plan["bytes_per_token"], plan["block_bytes"]) == (128 * 2**10, 2 * 2**20)
     assert plan["available_bytes"] == int(0.9 * 24 * GIB)
@@ -194,21 +207,19 @@ def test_deepseek_v3(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     }
     experts = {"n_routed_experts": 8, "n_group": 1, "topk_group": 1}
     model = write(tmp_path, {**config, **sizes, **experts, "vocab_size": 129280})
-    plan = planned(capsys, model, "--memory", "2000GiB")
+    plan = plan_of(capsys, model, "--memory", "2000GiB")
     assert plan["bytes_per_token"] * 61 == 4 * 70_272
     assert run(model, "--memory", "2000GiB") == 0
     assert "4 layers, a latent of 576 for all heads" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    "name", few(PLANNED, ["Qwen3.5 27B", "gpt-oss-20b", "Gemma 4 E4B", "GLM-4.5-Air"])
-)
+@pytest.mark.parametrize("name", few(PLANNED, ["gpt-oss-20b", "Gemma 4 E4B"]))
 def test_published_models_have_the_sizes_that_follow_from_their_description(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The table of docs/guides/memory.md."""
     model = PLANNED[name]
-    plan = planned(capsys, write(tmp_path, model.config), "--memory", "1000GB")
+    plan = plan_of(capsys, write(tmp_path, model.config), "--memory", "1000GB")
     assert plan["num_parameters"] == model.num_parameters
     assert model.num_parameters / 1e9 == pytest.approx(model.published, rel=0.01)
     assert plan["dtype"] == "bfloat16"
@@ -222,14 +233,17 @@ def test_published_models_have_the_sizes_that_follow_from_their_description(
 def test_the_workspace_holds_scored_tiles_and_neutral_processor_inputs(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A prompt is scored 64 tokens at a time however few sequences run; what stands in for penalties is as wide as a context."""
+    """A prompt is scored 64 tokens at a time however few sequences run.
+
+    What stands in for penalties is as wide as a context.
+    """
     model = write(tmp_path, SHORT)
-    few = planned(
+    few = plan_of(
         capsys, model, "--memory", "24GiB", "--max-num-seqs", "1", "--max-num-batched-tokens", "64"
     )
     assert few["workspace_bytes"] > 2 * 4 * 64 * LLAMA_3_8B["vocab_size"]
     short, long = (
-        planned(capsys, model, "--memory", "24GiB", "--max-model-len", length)["workspace_bytes"]
+        plan_of(capsys, model, "--memory", "24GiB", "--max-model-len", length)["workspace_bytes"]
         for length in ("1024", "8192")
     )
     assert long - short >= 64 * 4 * (8192 - 1024)
@@ -238,13 +252,16 @@ def test_the_workspace_holds_scored_tiles_and_neutral_processor_inputs(
 def test_the_workspace_holds_a_draw_behind_every_draft(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """64 sequences with 7 drafts draw from 512 tokens, if a step may have as many; each draw has logits of its own."""
+    """64 sequences with 7 drafts draw from 512 tokens, if a step may have as many.
+
+    Each draw has logits of its own.
+    """
     model = write(tmp_path, SHORT)
     drafting = ("--speculative-config", '{"method": "ngram", "num_speculative_tokens": 7}')
 
     def workspace(maximum: str, *words: str) -> int:
         size = ("--memory", "80GiB", "--max-model-len", "1024", "--max-num-batched-tokens", maximum)
-        return planned(capsys, model, *size, *words)["workspace_bytes"]
+        return plan_of(capsys, model, *size, *words)["workspace_bytes"]
 
     logits = 4 * LLAMA_3_8B["vocab_size"]
     assert workspace("2048", *drafting) - workspace("2048") >= (512 - 64) * logits
@@ -281,7 +298,9 @@ _SEEING = {
 def test_the_workspace_of_a_picture_is_near_what_its_encoder_takes(
     architecture: str, rows: int, maximum: float
 ) -> None:
-    """Of published sizes with two layers, as compiled: never below, and so many times at most."""
+    """The sizes are published ones with two layers, as compiled: never below, and so many times at
+    most.
+    """
     kind, vision = _SEEING[architecture]
     text = {"hidden_size": 3584, "num_attention_heads": 28, "num_key_value_heads": 4}
     parts = {"vision_config": vision, "text_config": text, "mm_tokens_per_image": 256}
@@ -326,14 +345,14 @@ def test_a_drafter_without_the_weight_files_is_refused_with_what_helps(
 def test_users_are_as_many_as_a_block_manager_takes(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    plan = planned(capsys, write(tmp_path, LLAMA_3_8B), "--memory", "20GiB", "--block-size", "32")
+    plan = plan_of(capsys, write(tmp_path, LLAMA_3_8B), "--memory", "20GiB", "--block-size", "32")
     assert [row["length"] for row in plan["users_by_length"]] == [256, 512, 1024, 2048, 4096, 8192]
-    odd = planned(
+    odd = plan_of(
         capsys, str(tmp_path), "--memory", "20GiB", "--block-size", "32", "--max-model-len", "1000"
     )
     assert [row["length"] for row in odd["users_by_length"]] == [256, 512, 1000]
     assert (odd["reference_length"], odd["users"]) == (1000, odd["users_by_length"][-1]["users"])
-    full = planned(
+    full = plan_of(
         capsys, str(tmp_path), "--memory", "20GiB", "--num-blocks", "32", "--max-model-len", "256"
     )
     assert full["users_by_length"] == [{"length": 256, "blocks": 16, "users": 1}], (
@@ -357,10 +376,13 @@ def test_users_are_as_many_as_a_block_manager_takes(
 def test_the_engine_does_what_was_planned(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """On this machine's device, from the same settings. "auto" is the checkpoint's type and the pool ends at what max_num_seqs can use."""
+    """The device is this machine's.
+
+    "auto" is the checkpoint's type, and the pool ends at what max_num_seqs can use.
+    """
     model = random_checkpoint(tmp_path / "llama", LLAMA, dtype="bfloat16")
     flags = ["--max-num-seqs", "2", "--max-num-batched-tokens", "16", "--max-model-len", "64"]
-    plan = planned(capsys, str(model), *flags)
+    plan = plan_of(capsys, str(model), *flags)
     settings = {
         "max_num_seqs": 2,
         "max_num_batched_tokens": 16,
@@ -387,7 +409,9 @@ def test_the_engine_does_what_was_planned(
 
 
 def test_heads_on_several_devices(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """12 query and 2 key/value heads: 4 devices have each of the two twice, and 8 cannot share the 12."""
+    """12 query and 2 key/value heads: 4 devices have each of the two twice, and 8 cannot share the
+    12.
+    """
     heads = {
         "hidden_size": 768,
         "num_attention_heads": 12,
@@ -395,7 +419,7 @@ def test_heads_on_several_devices(tmp_path: Path, capsys: pytest.CaptureFixture[
         "num_hidden_layers": 2,
     }
     model = write(tmp_path, {**LLAMA_3_8B, **heads})
-    plan = planned(capsys, model, "--memory", "8GiB", "--dtype", "float32")
+    plan = plan_of(capsys, model, "--memory", "8GiB", "--dtype", "float32")
     options = {
         o["tensor_parallel_size"]: o for o in plan["alternatives"] if o["dtype"] == "float32"
     }
@@ -436,7 +460,7 @@ def test_the_tables_have_the_numbers_of_the_json(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = (write(tmp_path, LLAMA_3_8B), "--memory", "24GiB")
-    plan, lines = planned(capsys, *words), lines_of(capsys, *words)
+    plan, lines = plan_of(capsys, *words), lines_of(capsys, *words)
     assert ["KV", "bytes", "per", "token", "131,072"] in lines
     for row in plan["users_by_length"]:
         assert [f"{row[name]:,}" for name in ("length", "blocks", "users")] in lines
@@ -482,7 +506,7 @@ def test_what_this_version_does_not_run_is_planned_and_marked(
         runs = False
     flag = "--" + name.replace("_", "-")
     words = (write(tmp_path, SHORT), "--memory", "24GiB", flag, str(value))
-    plan = planned(capsys, *words)
+    plan = plan_of(capsys, *words)
     assert (plan[name], plan["not_run_because_of"]) == (value, [] if runs else [name])
     assert run(*words) == 0
     assert (f"does not run it ({name})" in capsys.readouterr().out) is not runs
@@ -491,11 +515,11 @@ def test_what_this_version_does_not_run_is_planned_and_marked(
 def test_a_named_device_has_the_memory_of_its_maker(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    model = write(tmp_path, LLAMA_3_8B)
+    model = write(tmp_path, WIDE)
     tokens = {}
     for name, gigabytes in (("v6e", 32), ("V7X", 96), ("v5p", 95), ("h100", 80), ("rtx4090", 24)):
-        plan = planned(capsys, model, "--device", name)
-        same = planned(capsys, model, "--memory", f"{gigabytes}GB")
+        plan = plan_of(capsys, model, "--device", name)
+        same = plan_of(capsys, model, "--memory", f"{gigabytes}GB")
         assert plan.pop("device") != same.pop("device")
         assert plan["num_blocks"] == same["num_blocks"]
         tokens[name] = plan["num_blocks"]
@@ -505,7 +529,7 @@ def test_a_named_device_has_the_memory_of_its_maker(
     assert run(model, "--device", "v5e", "--quantization", "int8") == 0
     assert "\ndevice                     tpu (TPU v5e, 16 GB" in capsys.readouterr().out
     words = (model, "--device", "t4", "--quantization", "int8")
-    plan = planned(capsys, *words, "--attention-backend", "scan")
+    plan = plan_of(capsys, *words, "--attention-backend", "scan")
     assert (plan["dtype"], plan["attention"]) == ("float16", "scan")
 
 
@@ -548,9 +572,9 @@ def test_what_does_not_fit_says_so_in_numbers_and_shows_what_would(
         and out.splitlines()[-1].split()[:2] == ["2", "1"]
     )
     assert not re.search(r" 4 +7\.48 GiB", out), "more devices than there are"
-    found = planned(capsys, model, "--memory", "12GiB", "--devices", "2")
-    assert "are missing" in found["error"] and [
-        each["users_of_all"] > 0 for each in found["divisions"]
+    plan = plan_of(capsys, model, "--memory", "12GiB", "--devices", "2")
+    assert "are missing" in plan["error"] and [
+        each["users_of_all"] > 0 for each in plan["divisions"]
     ] == [
         False,
         True,
@@ -579,19 +603,19 @@ def error_of(capsys: pytest.CaptureFixture[str], *words: str) -> str:
 
 
 def test_advice_helps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """What is advised is done, and then it fits."""
+    """The advice is followed, and then it fits."""
     model = write(tmp_path, LLAMA_3_8B)
     small = (model, "--memory", "24GiB", "--max-model-len", "8192")
     error = error_of(capsys, *small, "--num-blocks", "20")
     assert error.endswith("Lower max_model_len to 304 or less, or raise num_blocks to 513 or more.")
-    assert planned(capsys, *small, "--num-blocks", "513")["users"] == 8
+    assert plan_of(capsys, *small, "--num-blocks", "513")["users"] == 8
     assert (
-        planned(capsys, *small[:-1], "304", "--num-blocks", "20")["users_by_length"][-1]["users"]
+        plan_of(capsys, *small[:-1], "304", "--num-blocks", "20")["users_by_length"][-1]["users"]
         == 1
     )
     error = error_of(capsys, *small, "--kv-cache-memory-bytes", "8MiB")
     assert error.endswith("or raise kv_cache_memory_bytes to 1075838976 or more.")
-    assert planned(capsys, *small, "--kv-cache-memory-bytes", "1075838976")["num_blocks"] == 513
+    assert plan_of(capsys, *small, "--kv-cache-memory-bytes", "1075838976")["num_blocks"] == 513
     error = error_of(capsys, model, "--memory", "17.9GiB", "--max-model-len", "8192")
     assert error.endswith(
         "or less: 513 blocks would take 1.00 GiB, and 123.47 MiB are free for the pool."
@@ -604,7 +628,7 @@ def test_advice_helps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     error = error_of(capsys, model, "--memory", "17GiB")
     assert "or raise gpu_memory_utilization to 0.95 or more; or" in error
     assert (
-        planned(capsys, model, "--memory", "17GiB", "--gpu-memory-utilization", "0.95")[
+        plan_of(capsys, model, "--memory", "17GiB", "--gpu-memory-utilization", "0.95")[
             "num_blocks"
         ]
         > 2
@@ -673,10 +697,10 @@ def test_the_model_is_a_directory_a_config_or_a_name(
     monkeypatch.chdir(tmp_path)
     directory = write(tmp_path / "m", SHORT)
     memory = ("--memory", "24GiB")
-    by_directory = planned(capsys, directory, *memory)
+    by_directory = plan_of(capsys, directory, *memory)
     for name in ("m", "m/config.json"):
-        assert {**planned(capsys, name, *memory), "model": directory} == by_directory
-    assert planned(capsys, "demo", *memory) == planned(capsys, *memory), "the built-in model"
+        assert {**plan_of(capsys, name, *memory), "model": directory} == by_directory
+    assert plan_of(capsys, "demo", *memory) == plan_of(capsys, *memory), "the built-in model"
     requested = []
 
     class Hub:
@@ -687,7 +711,7 @@ def test_the_model_is_a_directory_a_config_or_a_name(
 
     monkeypatch.setitem(sys.modules, "huggingface_hub", Hub)
     assert (
-        planned(capsys, "org/name", "--revision", "v1", *memory)["weights_bytes"]
+        plan_of(capsys, "org/name", "--revision", "v1", *memory)["weights_bytes"]
         == by_directory["weights_bytes"]
     )
     assert requested == [
@@ -723,9 +747,9 @@ def test_a_config_without_a_dtype_means_float32(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = {name: value for name, value in SHORT.items() if name != "torch_dtype"}
-    assert planned(capsys, write(tmp_path, config), "--memory", "80GB")["dtype"] == "float32"
+    assert plan_of(capsys, write(tmp_path, config), "--memory", "80GB")["dtype"] == "float32"
     assert (
-        planned(capsys, write(tmp_path, {**config, "dtype": "float16"}), "--memory", "80GB")[
+        plan_of(capsys, write(tmp_path, {**config, "dtype": "float16"}), "--memory", "80GB")[
             "dtype"
         ]
         == "float16"
@@ -813,17 +837,17 @@ def test_settings_that_no_plan_takes_change_nothing_in_it(tmp_path: Path) -> Non
 def test_sums_in_one_order_take_a_workspace(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Those of attention: 64 tokens of 32 heads of 128 in 32 segments of 256 positions, or those of products."""
+    """64 rows need it for attention, in 32 segments of 256 positions, and 2 rows for products."""
     words = (write(tmp_path, SHORT), "--device", "h100", "--max-num-seqs")
     for rows, num_bytes in (("64", 64 * 32 * 128 * 32 * 4), ("2", 256 * 256 * 128 * 4)):
         plain, ordered = (
-            planned(capsys, *words, rows, *flag)["workspace_bytes"]
+            plan_of(capsys, *words, rows, *flag)["workspace_bytes"]
             for flag in ((), ("--batch-invariant",))
         )
         assert ordered - plain == num_bytes
     for flag in ((), ("--batch-invariant",)):  # a CPU adds up in one order anyway
-        plain = planned(capsys, *words[:1], *flag)["workspace_bytes"]
-    assert plain == planned(capsys, *words[:1])["workspace_bytes"]
+        plain = plan_of(capsys, *words[:1], *flag)["workspace_bytes"]
+    assert plain == plan_of(capsys, *words[:1])["workspace_bytes"]
 
 
 def test_a_plan_refuses_kernels_as_an_engine_does(
@@ -856,8 +880,8 @@ def test_a_plan_says_which_kernels_attend(
     assert run(*words, "a100-80gb") == 2
     text = capsys.readouterr().err
     assert "triton: needs a GPU of compute capability 8.9" in text and "A100 of 80 GB" in text
-    assert planned(capsys, *words, "l40s")["attention"] == "triton"
-    assert planned(capsys, *words[:1], "--memory", "80GB")["attention"] == ""
+    assert plan_of(capsys, *words, "l40s")["attention"] == "triton"
+    assert plan_of(capsys, *words[:1], "--memory", "80GB")["attention"] == ""
     assert run(*words[:1], "--device", "l40s") == 0
     assert "\nattention                  triton\n" in capsys.readouterr().out
 
@@ -883,7 +907,7 @@ def test_a_plan_says_which_kernels_attend(
 def test_a_plan_refuses_what_has_no_one_order(
     flags: tuple[str, ...], text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """And takes it where nothing asks for one, or on a CPU, where all sums have one."""
+    """It is taken where nothing asks for one, and on a CPU, where all sums have one."""
     words = (write(tmp_path, SHORT), *flags)
     assert run(*words, "--device", "h100", "--batch-invariant") == 2
     assert f"batch_invariant with {text}" in capsys.readouterr().err
@@ -909,15 +933,18 @@ def test_an_encoder_of_pictures_has_no_one_order_either(
 
 
 def test_the_highest_rate_is_that_of_a_queue_with_one_server() -> None:
-    """One request at a time, and steps of 10 ms. Lindley's recursion gives every request's wait: of the same arrivals 99 of 100 keep the
-    SLO at the rate that is found, and not at one above the precision."""
+    """One request at a time, and steps of 10 ms.
+
+    Lindley's recursion gives every request's wait: of the same arrivals 99 of 100 keep the SLO at
+    the rate that is found, and not at one above the precision.
+    """
     cost = ShapeCost(((64, 0.01),), ((4096, 64, 0.01),), 0.0)
     question = Question(
         Setup(max_num_seqs=1).new_scheduler, cost, {"e2el": 0.3}, "random", 1, 10, num_requests=100
     )
-    found = highest_rate(question, [3])
+    answer = highest_rate(question, [3])
 
-    def kept(rate: float) -> float:
+    def share_within(rate: float) -> float:
         draw = np.random.default_rng(3)
         times = np.cumsum(draw.exponential(1 / rate, 100))
         _, outputs = LENGTHS["random"](draw, 100, 1, 10)
@@ -927,24 +954,25 @@ def test_the_highest_rate_is_that_of_a_queue_with_one_server() -> None:
             within.append(end - time <= 0.3)
         return float(np.mean(within))
 
-    assert found.kept == pytest.approx(kept(found.rate)) and found.rate > 1
-    assert kept(found.rate) >= 0.99 > kept(found.rate * PRECISION)
+    assert answer.kept == pytest.approx(share_within(answer.rate)) and answer.rate > 1
+    assert share_within(answer.rate) >= 0.99 > share_within(answer.rate * PRECISION)
     assert not highest_rate(replace(question, slo={"e2el": 0.01}), [3]).is_sustained
 
 
 def test_a_step_costs_what_its_shape_and_its_context_cost() -> None:
     cost = ShapeCost(((1, 1.0), (4, 2.0)), ((64, 2, 3.0), (64, 8, 5.0)), 0.01)
-    one, chunk = Row(0, 116, (0,), ()), Row(1, 0, (0,) * 30, ())
+    decode, chunk = Row(0, 116, (0,), ()), Row(1, 0, (0,) * 30, ())
     for rows, seconds in (
-        ([one], 1 + 0.01 * 101),  # of 117 tokens 16 are in the step's own time
-        ([one] * 3, 2 + 0.01 * 3 * 101),
-        ([one] * 6, 3 + 0.01 * 6 * 101),
+        ([decode], 1 + 0.01 * 101),  # of 117 tokens 16 are in the step's own time
+        ([decode] * 3, 2 + 0.01 * 3 * 101),
+        ([decode] * 6, 3 + 0.01 * 6 * 101),
         ([chunk], 3.0),
-        ([chunk, one, one], 5 + 0.01 * 2 * 101),
+        ([chunk, decode, decode], 5 + 0.01 * 2 * 101),
     ):
         assert cost.compute_seconds(StepPlan(0, tuple(rows), ())) == pytest.approx(seconds)
 
 
+@pytest.mark.usefixtures("compiled_when_used")
 def test_costs_are_measured_where_none_are_given(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -960,7 +988,7 @@ def test_costs_are_measured_where_none_are_given(
         "128",
     ]
     sizes = ["--dataset", "random", "--max-input", "20", "--max-output", "8"]
-    result = planned(capsys, str(model), *words, *sizes, "--slo", "ttft=10000,tpot=10000")
+    result = plan_of(capsys, str(model), *words, *sizes, "--slo", "ttft=10000,tpot=10000")
     costs = result["costs"]
     assert (
         all(seconds > 0 for *_, seconds in (*costs["decode"], *costs["chunk"]))
@@ -972,7 +1000,7 @@ def test_costs_are_measured_where_none_are_given(
         and result["highest_rate"]["rate"] > 1
     )
     (tmp_path / "costs.json").write_text(json.dumps(result))
-    given = [
+    flags = [
         "--memory",
         "1GiB",
         "--costs",
@@ -982,7 +1010,7 @@ def test_costs_are_measured_where_none_are_given(
         "--rate",
         "1",
     ]
-    assert run(str(model), *words, *sizes, *given) == 1
+    assert run(str(model), *words, *sizes, *flags) == 1
     assert "1 requests/s are not sustained" in capsys.readouterr().out, (
         "no request is done within a microsecond"
     )
@@ -1020,7 +1048,10 @@ def test_wrong_use_of_an_slo(
 def test_weights_whose_groups_cannot_be_divided_are_planned_as_far_as_they_can(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Of 11,008 inputs two devices have 43 groups of 128 each; four would have 21 and a half. Falcon's heads stay in their groups."""
+    """Two devices have 43 groups of 128 each of 11,008 inputs; four would have 21 and a half.
+
+    Falcon's heads stay in their groups.
+    """
     awq = {
         "quant_method": "awq",
         "bits": 4,
@@ -1034,7 +1065,7 @@ def test_weights_whose_groups_cannot_be_divided_are_planned_as_far_as_they_can(
         "num_hidden_layers": 2,
         "quantization_config": awq,
     }
-    options = planned(capsys, write(tmp_path, config), "--memory", "24GiB")["alternatives"]
+    options = plan_of(capsys, write(tmp_path, config), "--memory", "24GiB")["alternatives"]
     errors = {option["tensor_parallel_size"]: option["error"] for option in options}
     assert errors[1] is errors[2] is None
     assert (
@@ -1097,28 +1128,31 @@ def test_a_division_is_refused_as_by_the_divided_model(name: str, tmp_path: Path
 def test_devices_are_divided_into_replicas(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Weights of a replica times its devices are the model's; 16 GB of weights do not fit on a device of 12 GiB."""
+    """Weights of a replica times its devices are the model's.
+
+    16 GB of weights do not fit on a device of 12 GiB.
+    """
     model = write(tmp_path, LLAMA_3_8B)
     flags = ("--memory", "12GiB", "--tensor-parallel-size", "2")
-    found = {
+    values = {
         each["tensor_parallel_size"]: each
-        for each in planned(capsys, model, *flags, "--devices", "8")["divisions"]
+        for each in plan_of(capsys, model, *flags, "--devices", "8")["divisions"]
     }
-    assert [(size, each["replicas"]) for size, each in found.items()] == [
+    assert [(size, each["replicas"]) for size, each in values.items()] == [
         (1, 8),
         (2, 4),
         (4, 2),
         (8, 1),
     ]
-    assert "leave no room" in found[1]["error"] and found[1]["users_of_all"] == 0
+    assert "leave no room" in values[1]["error"] and values[1]["users_of_all"] == 0
     for size in (2, 4, 8):
-        assert found[size]["weights_bytes"] * size == 16_060_522_496
-        assert found[size]["users_of_all"] == 8 // size * (found[size]["num_slots"] // 1024)
+        assert values[size]["weights_bytes"] * size == 16_060_522_496
+        assert values[size]["users_of_all"] == 8 // size * (values[size]["num_slots"] // 1024)
     assert run(model, *flags, "--devices", "8") == 0
     table = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert ["1", "8", "does", "not", "fit"] in table
-    users = [f"{2 * (found[4]['num_slots'] // length):,}" for length in (1024, 4096)]
-    assert ["4", "2", "3.74", "GiB", f"{found[4]['num_slots']:,}", *users] in table
+    users = [f"{2 * (values[4]['num_slots'] // length):,}" for length in (1024, 4096)]
+    assert ["4", "2", "3.74", "GiB", f"{values[4]['num_slots']:,}", *users] in table
     assert run(model, *flags, "--devices", "0") == 2
 
 

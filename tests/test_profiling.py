@@ -16,7 +16,7 @@ from jaxpage.serving.wire.errors import ApiError
 
 @pytest.fixture
 def traces(tmp_path, monkeypatch):
-    """What is asked of JAX's profiler, which is itself slow to start."""
+    """Returns what is asked of JAX's profiler, which is itself slow to start."""
     requested: list[str] = []
     monkeypatch.setattr(
         profiling.jax.profiler,

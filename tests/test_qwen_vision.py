@@ -1,4 +1,6 @@
-"""Qwen's models that see, against transformers: rows of the encoders, positions on three axes, whole models' logits."""
+"""Qwen's models that see, against transformers: rows of the encoders, positions on three axes,
+whole models' logits.
+"""
 
 from __future__ import annotations
 
@@ -156,7 +158,9 @@ def test_rows_and_features_are_those_of_transformers(name: str) -> None:
 
 
 def prompt_of(places: Sequence[Picture], lengths: Sequence[int]) -> np.ndarray:
-    """A text with pictures: `lengths` are those of the parts of text before, between and after them."""
+    """A text with pictures: `lengths` are those of the parts of text before, between and after
+    them.
+    """
     random = np.random.default_rng(len(lengths))
     parts = [random.integers(10, 100, length) for length in lengths]
     between = [np.full(picture.num_rows, PICTURE) for picture in places]
@@ -176,7 +180,7 @@ PROMPTS = [
 
 
 def their_inputs(ids: np.ndarray, shown: Sequence[Picture]) -> dict[str, Any]:
-    """What transformers' models take."""
+    """Returns what transformers' models take."""
     inputs = {"input_ids": torch.tensor(ids)[None].long()}
     if shown:
         inputs["mm_token_type_ids"] = torch.tensor(ids == PICTURE)[None].int()
@@ -224,7 +228,7 @@ def test_angles_are_those_of_transformers(name: str) -> None:
 
 
 def test_a_text_has_the_same_angles_with_axes_and_without() -> None:
-    """To the bit, also for a rope that has no axes."""
+    """They agree to the bit, also for a rope that has no axes."""
     positions_T = jnp.asarray([0, 7, 31, 12_345, 100_000])
     axes_AT = jnp.tile(positions_T, (3, 1))
     frequencies = tuple(float(np.float32(500.0**-power)) for power in np.linspace(0, 1, 6))
@@ -301,7 +305,7 @@ def logits_of(
 
 @pytest.mark.parametrize("name", few(TOWERS, ["qwen2-vl", "qwen3-vl", "qwen3-5-images"]))
 def test_logits_of_texts_with_pictures_are_those_of_transformers(name: str) -> None:
-    """With one axis, with positions that go on from the place, or without features they are others."""
+    """One axis, positions that go on from the place, or no features give others."""
     shown = [pictures()[place] for place in (2, 0, 1)]
     ids = prompt_of(shown, (5, 3, 1, 9))
     model, _ = model_of(name)
@@ -486,21 +490,21 @@ def test_encoders_of_published_sizes_have_the_tensors_of_transformers(name: str)
         for name, tensor in model.state_dict().items()
         if name.startswith("model.visual.")
     }
-    found = {
+    shapes = {
         piece.name: piece.stored_shape
         for weight in model_weights(family, spec)
         for source in weight.sources
         for piece in source.pieces
         if piece.name in expected
     }
-    assert found == expected and len(found) > 200
+    assert shapes == expected and len(shapes) > 200
 
 
 # Engines: one with windows in the encoder, one with linear attention and MTP drafts, one with experts.
 ENGINES: dict[str, dict[str, Any]] = {
     "qwen2-5-vl": {},
     "qwen3-vl-moe": {},
-    "qwen3-5-images": {"speculative_config": {"method": "mtp", "num_speculative_tokens": 2}},
+    "qwen3-5-images": {"speculative_config": {"method": "mtp", "num_speculative_tokens": 1}},
     "qwen3-5-moe-images": {},
 }
 
@@ -514,7 +518,7 @@ def save(name: str, directory: Path) -> None:
         write_tensors(directory, {**stored, **Head(model).tensors(separate=False)})
 
 
-def embedded_prompt(ids: np.ndarray, shown: Sequence[Picture]) -> EmbeddedPrompt:
+def embed_pictures(ids: np.ndarray, shown: Sequence[Picture]) -> EmbeddedPrompt:
     starts = [0, *np.cumsum([picture.num_rows for picture in shown])[:-1].tolist()]
     places = np.flatnonzero(ids == PICTURE)
     keys = [bytes([number]) * 32 for number in range(len(shown))]
@@ -525,20 +529,20 @@ def embedded_prompt(ids: np.ndarray, shown: Sequence[Picture]) -> EmbeddedPrompt
     return EmbeddedPrompt(tuple(spans), dict(zip(keys, shown, strict=True)))
 
 
-# Experts are in Qwen3-VL, and what recurs in Qwen3.5.
-@pytest.mark.parametrize("name", few(ENGINES, {*ENGINES} - {"qwen3-5-moe-images"}))
+# Qwen3-VL is in tests/test_seeing_engines.py, and MTP without pictures in tests/test_mtp.py.
+@pytest.mark.parametrize("name", few(ENGINES, ["qwen2-5-vl", "qwen3-5-moe-images"]))
 def test_engines_give_the_log_probabilities_of_transformers(name: str, tmp_path: Path) -> None:
-    """Of the tokens after a prompt with pictures, too: their positions go on from the largest one."""
+    """Tokens after a prompt with pictures have positions that go on from the largest one."""
     save(name, tmp_path)
     model, _ = model_of(name)
     shown = [pictures()[place] for place in (2, 0)]
     ids = prompt_of(shown, (5, 3, 9))
     params = SamplingParams(temperature=1.0, seed=3, max_tokens=12, ignore_eos=True, logprobs=5)
-    with make_llm(tmp_path, **ENGINES[name]) as llm:
+    with make_llm(tmp_path, largest_shapes=True, **ENGINES[name]) as llm:
         engine = llm._engine
         outputs: list[Any] = []
         for number in range(2):  # the second time the prefix is found
-            prepared = engine.prepare(None, ids.tolist(), params, embedded_prompt(ids, shown))
+            prepared = engine.prepare(None, ids.tolist(), params, embed_pictures(ids, shown))
             reporter = engine.add(str(number), prepared)
             while engine.has_unfinished:
                 engine.step()

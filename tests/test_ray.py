@@ -1,4 +1,5 @@
-"""The recipe for Ray Serve: two replicas answer, one is killed while clients read, and another comes.
+"""The recipe for Ray Serve: two replicas answer, one is killed while clients read, and another
+comes.
 
 It needs ray, which `.ci/nightly` installs.
 """
@@ -70,7 +71,7 @@ def conversation(prompt: str) -> list[dict[str, str]]:
 
 
 @pytest.fixture(scope="module")
-def wanted():
+def plain_texts():
     """The texts that an engine without a server gives."""
     params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
     with LLM(use_tqdm=False, **SETTINGS) as llm:
@@ -159,29 +160,31 @@ class Asked:
             self.error = error
 
 
-def test_a_killed_replica_ends_its_requests_with_an_error_and_is_replaced(cluster, wanted):
+def test_a_killed_replica_ends_its_requests_with_an_error_and_is_replaced(cluster, expected):
     url = cluster.url
     requested = [Asked(url, prompt, stream=n < NUM_STREAMS) for n, prompt in enumerate(PROMPTS)]
     streams = requested[:NUM_STREAMS]
     before = cluster.replicas()
     assert len(before) == 2
     with ThreadPoolExecutor(len(requested)) as pool:
-        running = [pool.submit(one.run) for one in requested[NUM_STREAMS:]]
+        running = [pool.submit(each.run) for each in requested[NUM_STREAMS:]]
         for stream in streams:  # one by one, so that Ray shares them out
             running.append(pool.submit(stream.run))
             assert stream.has_begun.wait(WAIT_SECONDS), stream.error
         killed_at = time.time()
         before[0].kill()
-        for one in running:
-            one.result()
-    for one in requested:
-        if one.error is None:
-            assert one.text == wanted[one.prompt]
+        for each in running:
+            each.result()
+    for each in requested:
+        if each.error is None:
+            assert each.text == expected[each.prompt]
         else:
-            assert wanted[one.prompt].startswith(one.text) and one.text != wanted[one.prompt]
-    for one in requested:
-        print(f"{one.kind}: {one.error!r}" if one.error else f"{one.kind}: the right text")
-    assert 0 < sum(one.error is not None for one in streams) < len(streams)
+            assert (
+                expected[each.prompt].startswith(each.text) and each.text != expected[each.prompt]
+            )
+    for each in requested:
+        print(f"{each.kind}: {each.error!r}" if each.error else f"{each.kind}: the right text")
+    assert 0 < sum(each.error is not None for each in streams) < len(streams)
 
     # The new replica is the one that says that its model is there since later.
     def new_answers() -> bool:
@@ -192,8 +195,8 @@ def test_a_killed_replica_ends_its_requests_with_an_error_and_is_replaced(cluste
     later = [Asked(url, prompt, stream=n % 2 == 0) for n, prompt in enumerate(PROMPTS)]
     with ThreadPoolExecutor(len(later)) as pool:
         list(pool.map(Asked.run, later))
-    assert [one.error for one in later] == [None] * len(later)
-    assert {one.prompt: one.text for one in later} == wanted
+    assert [each.error for each in later] == [None] * len(later)
+    assert {each.prompt: each.text for each in later} == expected
 
 
 def test_without_a_key_only_requests_to_this_machine_pass_the_proxy(cluster):

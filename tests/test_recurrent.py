@@ -34,7 +34,7 @@ from tests.support.engines import (
 )
 from tests.support.random_checkpoints import random_checkpoint, write_tensors
 from tests.support.sweeps import few
-from tests.test_plan import planned
+from tests.test_plan import plan_of
 
 NUM_TOKENS = 40
 FEW = [5, 6, 7, 8]  # in a text of few tokens n-grams come again, and drafts are right now and then
@@ -442,7 +442,7 @@ def test_the_plan_counts_states(qwen, capsys):
     """By hand, a block of 4 has 2 heads of keys and values for each layer that attends; for each
     other one 4 inputs and a state.
     """
-    plan = planned(
+    plan = plan_of(
         capsys, str(qwen), "--block-size", "4", "--num-blocks", "81", "--max-num-seqs", "1"
     )
     attention = 4 * 2 * 2 * 16 * 4
@@ -464,5 +464,5 @@ def test_a_pool_that_states_keep_small_says_so(qwen, capsys, caplog):
     )
     for chunk, said in (("128", 1), ("16", 0)):
         caplog.clear()
-        planned(capsys, str(qwen), *words, "--max-num-batched-tokens", chunk)
+        plan_of(capsys, str(qwen), *words, "--max-num-batched-tokens", chunk)
         assert caplog.text.count("a larger block_size, leaves room for more") == said

@@ -1,4 +1,6 @@
-"""The pages of docs/reference/ are generated from the code, and links within the documents lead somewhere."""
+"""The pages of docs/reference/ are generated from the code, and links within the documents lead
+somewhere.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +58,10 @@ def test_the_page_of_python_lists_every_name(request):
 
 
 def test_flags_and_keywords_are_those_of_the_declared_settings(request):
-    """A setting is declared once. What reads it without pydantic, or without running it, is written from there."""
+    """A setting is declared once.
+
+    What reads it without pydantic, or without running it, is written from there.
+    """
     flags, typed = (
         ROOT / "jaxpage" / name for name in ("cli/setting_flags.py", "settings/engine_settings.py")
     )
@@ -78,8 +83,8 @@ def test_the_tests_of_the_page_of_models_exist():
 
 def test_published_models_have_architectures_that_load_and_each_of_them_has_one():
     entries = [entry for group in ENTRIES.values() for entry in group]
-    found = {OTHER_NAMES.get(kind, kind) for _, _, kind, _ in entries}
-    assert found == set(FAMILIES)
+    kinds = {OTHER_NAMES.get(kind, kind) for _, _, kind, _ in entries}
+    assert kinds == set(FAMILIES)
     for other, name in OTHER_NAMES.items():
         assert load_family({"architectures": [other]}) is load_family({"architectures": [name]})
     names = [name for name, *_ in (*entries, *NOT_THERE)]
@@ -125,17 +130,17 @@ def test_links_lead_somewhere(path):
         if re.match(r"[a-z]+:", link):
             continue
         file, _, anchor = link.partition("#")
-        found = path if not file else (path.parent / file)
-        assert found.exists(), f"{path.name} links to {link}"
-        if anchor and found.suffix == ".md":
-            assert anchor in anchors(found), f"{path.name} links to {link}"
+        target_path = path if not file else (path.parent / file)
+        assert target_path.exists(), f"{path.name} links to {link}"
+        if anchor and target_path.suffix == ".md":
+            assert anchor in anchors(target_path), f"{path.name} links to {link}"
 
 
 def anchors(path: Path) -> set[str]:
-    """Of the headings, as GitHub makes them."""
-    found = set()
+    """Returns the anchors of the headings, as GitHub makes them."""
+    names = set()
     for line in path.read_text().splitlines():
         if heading := re.match(r"#+ (.*)", line):
             text = re.sub(r"[^\w\- ]", "", re.sub(r"[`*]|\]\([^)]*\)|\[", "", heading[1]).lower())
-            found.add(text.replace(" ", "-"))
-    return found
+            names.add(text.replace(" ", "-"))
+    return names

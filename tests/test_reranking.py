@@ -1,4 +1,6 @@
-"""Ranking by yes and no as Qwen3-Reranker's model card does it, and by vectors as Qwen3-Embedding's does, against transformers."""
+"""Ranking by yes and no as Qwen3-Reranker's model card does it, and by vectors as Qwen3-Embedding's
+does, against transformers.
+"""
 
 from __future__ import annotations
 
@@ -60,30 +62,36 @@ WORDS = [
 
 
 def small_tokenizer(marks: tuple[str, ...] = ("<|im_start|>", "<|im_end|>")) -> Any:
-    """Bytes, some words, and the marks of a chat; it ends each text with a token, as Qwen3-Embedding's does."""
+    """Bytes, some words, and the marks of a chat.
+
+    It ends each text with a token, as Qwen3-Embedding's does.
+    """
     alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
     names = [*alphabet, *WORDS, "<|endoftext|>", *marks]
-    found = tokenizers.Tokenizer(
+    made = tokenizers.Tokenizer(
         tokenizers.models.WordPiece(
             {name: index for index, name in enumerate(names)},
             unk_token="<|endoftext|>",
             continuing_subword_prefix="",
         )
     )
-    found.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    found.post_processor = tokenizers.processors.TemplateProcessing(
+    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.post_processor = tokenizers.processors.TemplateProcessing(
         single="$A <|endoftext|>",
         special_tokens=[("<|endoftext|>", names.index("<|endoftext|>"))],
     )
-    found.decoder = tokenizers.decoders.ByteLevel()
+    made.decoder = tokenizers.decoders.ByteLevel()
     return transformers.PreTrainedTokenizerFast(
-        tokenizer_object=found, eos_token="<|endoftext|>", additional_special_tokens=list(marks)
+        tokenizer_object=made, eos_token="<|endoftext|>", additional_special_tokens=list(marks)
     )
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory):
-    """The two have one architecture. The names of tensors are those of Qwen3-Embedding, without "model."."""
+def checkpoint(tmp_path_factory):
+    """The two have one architecture.
+
+    The names of tensors are those of Qwen3-Embedding, without "model.".
+    """
     tokenizer = small_tokenizer()
     directory = tmp_path_factory.mktemp("model")
     model = make_model(
@@ -101,14 +109,16 @@ def saved(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def llm(saved):
-    with make_llm(saved[0], max_model_len=256 * 4) as made:
+def llm(checkpoint):
+    with make_llm(checkpoint[0], max_model_len=256 * 4) as made:
         yield made
 
 
 @torch.no_grad()
 def by_yes_and_no(model: Any, tokenizer: Any, task: str) -> list[float]:
-    """As the model card computes it: the softmax of the logits of no and yes at the last position."""
+    """Computes it as the model card does: the softmax of the logits of no and yes at the last
+    position.
+    """
     no, yes = (tokenizer.convert_tokens_to_ids(word) for word in ("no", "yes"))
     scores = []
     for document in DOCUMENTS:
@@ -121,7 +131,7 @@ def by_yes_and_no(model: Any, tokenizer: Any, task: str) -> list[float]:
 
 @torch.no_grad()
 def by_vectors(model: Any, tokenizer: Any, before: str) -> list[float]:
-    """As the model card of Qwen3-Embedding computes it: the last token's state, scaled to length 1."""
+    """Computes it as the card of Qwen3-Embedding does: the last token's state, scaled to length 1."""
     vectors = []
     for text in (before + QUERY, *DOCUMENTS):
         ids = tokenizer(text, return_tensors="pt")["input_ids"]
@@ -131,54 +141,54 @@ def by_vectors(model: Any, tokenizer: Any, before: str) -> list[float]:
     return list(unit[1:] @ unit[0])
 
 
-def check(results: Any, wanted: list[float]) -> None:
+def check(results: Any, expected: list[float]) -> None:
     """The order is that of the scores, and of equal ones that of the documents."""
-    order = sorted(range(len(wanted)), key=lambda index: (-results_of(results)[index], index))
-    assert [one.index for one in results] == order
-    assert [one.document for one in results] == [DOCUMENTS[index] for index in order]
-    np.testing.assert_allclose(results_of(results), wanted, atol=1e-4)
-    assert len({round(score, 4) for score in wanted}) == 3  # the first document is there twice
+    order = sorted(range(len(expected)), key=lambda index: (-results_of(results)[index], index))
+    assert [each.index for each in results] == order
+    assert [each.document for each in results] == [DOCUMENTS[index] for index in order]
+    np.testing.assert_allclose(results_of(results), expected, atol=1e-4)
+    assert len({round(score, 4) for score in expected}) == 3  # the first document is there twice
 
 
 def results_of(results: Any) -> list[float]:
-    return [one.relevance_score for one in sorted(results, key=lambda one: one.index)]
+    return [each.relevance_score for each in sorted(results, key=lambda each: each.index)]
 
 
 def reranker_for(tokenizer: Any, directory: Path, method: RerankMethod = "auto") -> Any:
     return reranker_of(TextEmbedding(read_embedding_files(directory), tokenizer), method)
 
 
-def test_yes_and_no_are_those_of_the_model_card(saved, llm):
-    _, model, tokenizer = saved
-    assert isinstance(reranker_for(tokenizer, saved[0]), YesNo)
+def test_yes_and_no_are_those_of_the_model_card(checkpoint, llm):
+    _, model, tokenizer = checkpoint
+    assert isinstance(reranker_for(tokenizer, checkpoint[0]), YesNo)
     for instruction in (None, INSTRUCTION):
-        wanted = by_yes_and_no(model, tokenizer, instruction or TASK)
+        expected = by_yes_and_no(model, tokenizer, instruction or TASK)
         results = llm.rerank(QUERY, DOCUMENTS, instruction=instruction)
-        check(results, wanted)
+        check(results, expected)
         assert llm.rerank(QUERY, DOCUMENTS, 2, instruction=instruction) == results[:2]
 
 
 @pytest.mark.parametrize(
     ("name", "mistake"), [("_AFTER", "<|im_end|>\n"), ("DEFAULT_INSTRUCTION", "Rank")]
 )
-def test_a_mistake_in_the_template_would_be_seen(saved, llm, monkeypatch, name, mistake):
+def test_a_mistake_in_the_template_would_be_seen(checkpoint, llm, monkeypatch, name, mistake):
     monkeypatch.setattr(f"jaxpage.engine.texts.reranking.{name}", mistake)
     with pytest.raises(AssertionError):
-        check(llm.rerank(QUERY, DOCUMENTS), by_yes_and_no(saved[1], saved[2], TASK))
+        check(llm.rerank(QUERY, DOCUMENTS), by_yes_and_no(checkpoint[1], checkpoint[2], TASK))
 
 
-def test_vectors_are_those_of_the_model_card(saved, llm):
-    _, model, tokenizer = saved
+def test_vectors_are_those_of_the_model_card(checkpoint, llm):
+    _, model, tokenizer = checkpoint
     results = llm.rerank(QUERY, DOCUMENTS, method="embedding")
     check(results, by_vectors(model, tokenizer, ""))
     results = llm.rerank(QUERY, DOCUMENTS, method="embedding", instruction=INSTRUCTION)
     check(results, by_vectors(model, tokenizer, f"Instruct: {INSTRUCTION}\nQuery:"))
 
 
-def test_an_event_loop_ranks_likewise(saved, llm):
+def test_an_event_loop_ranks_likewise(checkpoint, llm):
     async def both() -> list[Any]:
         settings = {**BLOCKS_OF_16, "max_model_len": 1024, "preemption_mode": "recompute"}
-        async with AsyncLLM(saved[0], **settings) as other:
+        async with AsyncLLM(checkpoint[0], **settings) as other:
             return [
                 await other.rerank(QUERY, DOCUMENTS, 3, method=method)
                 for method in ("yes_no", "embedding")
@@ -206,18 +216,18 @@ def test_the_files_of_a_model_say_how_it_ranks(tmp_path):
     assert isinstance(plain, ByVectors)
     assert plain.inputs([("q", "d")]) == (["q", "d"], [TokenPooling(("lasttoken",))] * 2)
     write_files(tmp_path, {"pooling_mode_mean_tokens": True})
-    found = reranker_for(tokenizer, tmp_path)
-    assert isinstance(found, ByVectors)
-    assert found.inputs([("q", "d")])[1] == [TokenPooling(("mean",))] * 2
+    template = reranker_for(tokenizer, tmp_path)
+    assert isinstance(template, ByVectors)
+    assert template.inputs([("q", "d")])[1] == [TokenPooling(("mean",))] * 2
     pooling = {
         "word_embedding_dimension": 8,
         "pooling_mode_lasttoken": True,
         "include_prompt": True,
     }
     write_files(tmp_path, pooling, {"query": "Instruct: x\nQuery:", "document": ""})
-    found = reranker_for(tokenizer, tmp_path)
-    assert isinstance(found, ByVectors)
-    prompts, poolings = found.inputs([("q", "d"), ("q", "e"), ("p", "d")])
+    template = reranker_for(tokenizer, tmp_path)
+    assert isinstance(template, ByVectors)
+    prompts, poolings = template.inputs([("q", "d"), ("q", "e"), ("p", "d")])
     assert prompts == ["Instruct: x\nQuery:q", "Instruct: x\nQuery:p", "d", "e", "d"]
     assert poolings == [TokenPooling(("lasttoken",))] * 5
     assert isinstance(reranker_for(tokenizer, tmp_path, "yes_no"), YesNo)
@@ -259,7 +269,7 @@ def test_the_wire_has_the_forms_of_jina_and_cohere():
     assert answer["usage"] == {"prompt_tokens": 7, "total_tokens": 7} and answer["model"] == "demo"
     cohere = {**requested, "documents": [{"text": "x"}, {"text": "y"}, {"text": "z"}]}
     opened = open_rerank({**cohere, "return_documents": False, "rank_fields": ["text"]}, context)
-    assert [one.prompt for one in opened.prompts] == ["a", "x", "y", "z"]
+    assert [each.prompt for each in opened.prompts] == ["a", "x", "y", "z"]
     assert opened.ignored_fields == ()
     assert opened.whole([0.1, 0.5, 0.3], 7)["results"][0] == {"index": 1, "relevance_score": 0.5}
     for changes, param in (

@@ -1,4 +1,6 @@
-"""OpenAI's Responses as agents use them: tools, calls and results, reasoning, events, truncation, and responses that are kept."""
+"""OpenAI's Responses as agents use them: tools, calls and results, reasoning, events, truncation,
+and responses that are kept.
+"""
 
 from __future__ import annotations
 
@@ -38,6 +40,7 @@ from jaxpage.serving.wire.encoding import number_events
 from jaxpage.serving.wire.errors import ApiError
 from tests.support.chat_templates import TEMPLATES
 from tests.support.running import demo_with_template, running
+from tests.support.sweeps import examples
 from tests.support.wire import Scripted, context, deltas, output, with_template
 from tests.test_agent_dialects import as_chat, conversations
 
@@ -71,14 +74,14 @@ def request(**fields: Any) -> dict[str, Any]:
     return {"model": "demo", "input": "Go", **fields}
 
 
-def opened(body: dict[str, Any], responses: OwnerResponses | None = None) -> Any:
-    kept = () if responses is None else (responses,)
-    return open_response(body, agents(), *kept)
+def open_exchange_of(body: dict[str, Any], responses: OwnerResponses | None = None) -> Any:
+    stores = () if responses is None else (responses,)
+    return open_response(body, agents(), *stores)
 
 
-def refused(body: dict[str, Any], responses: OwnerResponses | None = None) -> ApiError:
+def refusal_of(body: dict[str, Any], responses: OwnerResponses | None = None) -> ApiError:
     with pytest.raises(ApiError) as caught:
-        opened(body, responses)
+        open_exchange_of(body, responses)
     return caught.value
 
 
@@ -125,7 +128,7 @@ def test_tools_and_choices_are_those_of_a_chat(chat_of):
     ]
     assert (chat["parallel_tool_calls"], chat["tool_choice"]) == (False, "auto")
     look, patch = {"name": "look"}, {"name": "patch"}
-    for choice, wanted in (
+    for choice, expected in (
         ("required", "required"),
         ("none", "none"),
         ({"type": "function", **look}, {"type": "function", "function": look}),
@@ -153,7 +156,7 @@ def test_tools_and_choices_are_those_of_a_chat(chat_of):
             },
         ),
     ):
-        assert chat_of(tools=tools, tool_choice=choice)["tool_choice"] == wanted
+        assert chat_of(tools=tools, tool_choice=choice)["tool_choice"] == expected
     nothings: list[dict[str, Any]] = [{}, {"tools": []}, {"tools": None}]
     for nothing in nothings:
         assert "tools" not in (
@@ -183,7 +186,7 @@ def test_what_has_no_effect_is_named_by_the_clients_path():
         metadata={"a": "b"},
         include=["reasoning.encrypted_content", "web_search_call.results"],
     )
-    assert sorted(opened(body).ignored_fields) == [
+    assert sorted(open_exchange_of(body).ignored_fields) == [
         "reasoning.effort",
         "reasoning.summary",
         "service_tier",
@@ -201,22 +204,22 @@ def test_what_has_no_effect_is_named_by_the_clients_path():
         text={"verbosity": "medium"},
         tool_choice="none",
     )
-    assert opened(neutral).ignored_fields == ()
+    assert open_exchange_of(neutral).ignored_fields == ()
 
 
 def test_a_format_of_the_text_is_no_matter_where_there_is_none():
-    """As instructor sends it with the one function that must be called."""
+    """Instructor sends it with the one function that must be called."""
     format_ = {"type": "json_schema", "name": "x", "schema": LOOK["parameters"]}
     body = request(tools=[LOOK], text={"format": format_})
     named = {"type": "function", "name": "look"}
     allowed = {"type": "allowed_tools", "mode": "required", "tools": [named]}
     for choice in ("required", named, allowed):
-        exchange = opened({**body, "tool_choice": choice})
+        exchange = open_exchange_of({**body, "tool_choice": choice})
         assert exchange.ignored_fields == ("text.format",)
-        plain = opened({**request(tools=[LOOK]), "tool_choice": choice})
+        plain = open_exchange_of({**request(tools=[LOOK]), "tool_choice": choice})
         assert exchange.prompts == plain.prompts
     # Where the model may also say something, the format holds that.
-    auto = opened({**body, "tool_choice": "auto"})
+    auto = open_exchange_of({**body, "tool_choice": "auto"})
     assert auto.ignored_fields == () and auto.prompts != plain.prompts
 
 
@@ -275,7 +278,7 @@ SAY = {"role": "user", "content": "Go"}
     ],
 )  # fmt: skip
 def test_a_refusal_names_the_clients_path(fields, param, words):
-    error = refused(request(**fields))
+    error = refusal_of(request(**fields))
     assert error.param == param and words in error.message, error.message
     assert error.status == (404 if words == "send the item" else 400)
 
@@ -294,11 +297,11 @@ def test_encoded_reasoning_is_read_and_that_of_others_is_not(text, cut):
 def test_reasoning_comes_from_the_encoded_content_where_there_is_no_other():
     said = {"role": "assistant", "content": "It was"}
     thought = {"type": "reasoning", "summary": [], "encrypted_content": encode_reasoning("Hm")}
-    exchange = opened(request(input=[SAY, thought, said, SAY]))
+    exchange = open_exchange_of(request(input=[SAY, thought, said, SAY]))
     assert "<think>\nHm\n</think>" in str(exchange.prompts[0].prompt)
     assert exchange.ignored_fields == ()
     other = {**thought, "encrypted_content": "gAAAA"}
-    exchange = opened(request(input=[SAY, other, said, SAY]))
+    exchange = open_exchange_of(request(input=[SAY, other, said, SAY]))
     assert exchange.ignored_fields == ("input[1].encrypted_content",)
     empty: dict[str, Any] = {
         "type": "reasoning",
@@ -306,7 +309,7 @@ def test_reasoning_comes_from_the_encoded_content_where_there_is_no_other():
         "content": None,
         "encrypted_content": None,
     }
-    assert opened(request(input=[SAY, empty, said, SAY])).ignored_fields == ()
+    assert open_exchange_of(request(input=[SAY, empty, said, SAY])).ignored_fields == ()
 
 
 # Answers
@@ -348,7 +351,7 @@ FIELDS = {
 }
 
 
-def reassembled(events: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def reassemble(events: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """The output that a client makes of the events before the last, which each must fit."""
     output: list[dict[str, Any]] = []
     for event in events[2:-1]:
@@ -392,7 +395,7 @@ def without_ids(items: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     ]
 
 
-@settings(max_examples=60)
+@examples(20)
 @given(
     thought=THOUGHTS,
     said=SAYINGS,
@@ -401,7 +404,7 @@ def without_ids(items: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     is_cut=st.booleans(),
 )
 def test_events_are_the_whole_response_whatever_the_cut(thought, said, calls, cuts, is_cut):
-    """Also as OpenAI's own client reads them."""
+    """OpenAI's own client reads them so."""
     text = thought + said + "".join("\n" + call for call in calls)
     places = sorted({0, len(text), *(cut for cut in cuts if cut < len(text))})
     texts = [text[start:stop] for start, stop in itertools.pairwise(places)] or [""]
@@ -409,14 +412,14 @@ def test_events_are_the_whole_response_whatever_the_cut(thought, said, calls, cu
     body = request(
         tools=[LOOK, PATCH], include=["reasoning.encrypted_content"], metadata={"a": "b"}
     )
-    events = events_of(opened({**body, "stream": True}), texts, reason)
+    events = events_of(open_exchange_of({**body, "stream": True}), texts, reason)
     assert [event["sequence_number"] for event in events] == list(range(len(events)))
     names = [event["type"].removeprefix("response.") for event in events]
     assert names[:2] == ["created", "in_progress"]
     assert names[-1] == ("incomplete" if is_cut else "completed")
     final = events[-1]["response"]
-    assert reassembled(events) == final["output"]
-    exchange = opened(body)
+    assert reassemble(events) == final["output"]
+    exchange = open_exchange_of(body)
     whole = exchange.whole([output(exchange, [Scripted([text], reason)])])
     assert without_ids(whole["output"]) == without_ids(final["output"])
     assert whole.keys() == final.keys() and whole["usage"]["input_tokens"] > 0
@@ -444,11 +447,11 @@ def test_events_are_the_whole_response_whatever_the_cut(thought, said, calls, cu
         for item in final["output"]
         if "call_id" in item
     ]
-    again = opened({**body, "input": [SAY, *final["output"], *results, SAY]})
+    again = open_exchange_of({**body, "input": [SAY, *final["output"], *results, SAY]})
     assert again.ignored_fields == ()
 
 
-@settings(max_examples=30)
+@examples(12)
 @given(thought=THOUGHTS, said=SAYINGS, calls=CALLS, num_deltas=st.integers(0, 40))
 def test_a_response_that_fails_is_told_and_kept_with_what_it_has_said(
     thought, said, calls, num_deltas
@@ -456,7 +459,7 @@ def test_a_response_that_fails_is_told_and_kept_with_what_it_has_said(
     store = ResponseStore(1 << 20, 60)
     text = thought + said + "".join("\n" + call for call in calls)
     texts = [text[place : place + 5] for place in range(0, len(text), 5)] or [""]
-    exchange = opened(request(tools=[LOOK, PATCH], stream=True), store.of_owner(""))
+    exchange = open_exchange_of(request(tools=[LOOK, PATCH], stream=True), store.of_owner(""))
     scripts = [Scripted(texts)]
     said_before = [
         chunk
@@ -477,16 +480,16 @@ def test_a_response_that_fails_is_told_and_kept_with_what_it_has_said(
     assert response["status"] == "failed" and response["id"] == exchange.id
     assert response["error"] == {"code": "server_error", "message": "no"}
     assert response["completed_at"] is response["usage"] is response["incomplete_details"] is None
-    told = reassembled([*before, last])
-    for item in told[:-1]:
+    message = reassemble([*before, last])
+    for item in message[:-1]:
         assert item["status"] == "completed"
-    assert [{**item, "status": ""} for item in told] == [
+    assert [{**item, "status": ""} for item in message] == [
         {**item, "status": ""} for item in response["output"]
     ]
     statuses = [item["status"] for item in response["output"]]
     assert set(statuses[:-1]) <= {"completed"} and set(statuses[-1:]) <= {"incomplete"}
-    kept = store.find(exchange.id, "")
-    assert kept is not None and json.loads(kept.response) == response
+    stored = store.find(exchange.id, "")
+    assert stored is not None and json.loads(stored.response) == response
     state: Any = ResponseStreamState(input_tools=openai.omit, text_format=openai.omit)
     for event in events:
         state.handle_event(construct_type(type_=ResponseStreamEvent, value=event))
@@ -504,14 +507,14 @@ def test_a_response_that_fails_is_told_and_kept_with_what_it_has_said(
     ],
 )
 def test_the_code_of_a_response_that_failed_is_one_of_openais(error, code):
-    exchange = opened(request(stream=True, store=False))
-    *begin, told, last = dialect.DIALECT.failure_chunks(error, exchange)
+    exchange = open_exchange_of(request(stream=True, store=False))
+    *begin, failure, last = dialect.DIALECT.failure_chunks(error, exchange)
     assert [event["type"] for event in begin] == ["response.created", "response.in_progress"]
     assert [event["response"]["status"] for event in begin] == 2 * ["in_progress"]
     assert last["response"]["error"] == {"code": code, "message": "no"}
     assert last["response"]["output"] == []
     # Without an exchange there is no response to tell of.
-    assert dialect.DIALECT.failure_chunks(error, None) == [told]
+    assert dialect.DIALECT.failure_chunks(error, None) == [failure]
 
 
 def test_a_response_says_what_was_requested():
@@ -530,14 +533,14 @@ def test_a_response_says_what_was_requested():
         text={"verbosity": "low"},
         user="me",
     )
-    exchange = opened(body)
+    exchange = open_exchange_of(body)
     answer = exchange.whole([output(exchange, [Scripted(["Well"])])])
     assert answer["tools"] == body["tools"] and answer["tool_choice"] == choice
     assert answer["parallel_tool_calls"] is False and answer["store"] is False
     assert answer["reasoning"] == {"effort": "low", "summary": None}
     assert answer["truncation"] == "auto" and answer["prompt_cache_key"] == "key"
     assert answer["text"] == {"format": {"type": "text"}, "verbosity": "low"}
-    exchange = opened(request())
+    exchange = open_exchange_of(request())
     answer = exchange.whole([output(exchange, [Scripted(["Well"])])])
     assert (answer["tools"], answer["tool_choice"]) == ([], "auto")
     assert answer["parallel_tool_calls"] is True and answer["truncation"] == "disabled"
@@ -605,21 +608,23 @@ def test_a_request_of_an_agent_is_answered(path):
 
 
 def valid_leavings(bodies: list[dict[str, Any]]) -> list[list[int]]:
-    """Every set of messages that may stay, by trying all: written down from the rule, not from the code."""
+    """Every set of messages that may stay, by trying all: written down from the rule, not from the
+    code.
+    """
     number = len(bodies)
     roles = [body["role"] for body in bodies]
     head = next((i for i, role in enumerate(roles) if role not in ("system", "developer")), number)
     users = [i for i, role in enumerate(roles) if role == "user"]
     last = users[-1] if users else -1
-    asked = {
+    request = {
         i for i in range(head, last + 1) if all(role == "user" for role in roles[i : last + 1])
     }
     leavings = []
     for cut in range(head, max(number, head + 1)):
-        stays = [i for i in range(number) if i < head or i >= cut or i in asked]
+        stays = [i for i in range(number) if i < head or i >= cut or i in request]
         if cut > head:
             turn = (
-                cut <= min(asked, default=head)
+                cut <= min(request, default=head)
                 and roles[cut] == "user"
                 and roles[cut - 1] != "user"
             )
@@ -641,12 +646,12 @@ def test_the_oldest_messages_go_until_there_is_room(turns, room, moved):
         messages.append(messages.pop(results[-1]))
     entries = [ChatMessage(message) for message in messages]
     stay, dropped = fit_messages(entries, lambda some: len(some) <= room)
-    places = [index for index, entry in enumerate(entries) if any(entry is one for one in stay)]
+    places = [index for index, entry in enumerate(entries) if any(entry is each for each in stay)]
     assert len(stay) + len(dropped) == len(entries) and places[0] == 0
     valid = valid_leavings(messages)
     with_room = [leaving for leaving in valid if len(leaving) <= room]
-    wanted = max(with_room, key=len) if with_room else min(valid, key=len)
-    assert places == wanted
+    expected = max(with_room, key=len) if with_room else min(valid, key=len)
+    assert places == expected
 
 
 def test_a_long_conversation_is_cut_on_request_only():
@@ -704,11 +709,13 @@ class StoreMachine(RuleBasedStateMachine):
     def forget_old(self) -> None:
         self.expected = [entry for entry in self.expected if self.now - entry[2] < SECONDS]
 
-    @rule(owner=OWNERS, number=NUMBERS, size=st.integers(0, 60), rest=st.integers(0, 60))
-    def put(self, owner: str, number: int, size: int, rest: int) -> None:
+    @rule(owner=OWNERS, number=NUMBERS, size=st.integers(0, 60), remaining=st.integers(0, 60))
+    def put(self, owner: str, number: int, size: int, remaining: int) -> None:
         """A response of its own id, as each answer has one."""
         self.number += 1
-        stored = StoredResponse(json.dumps("x" * size).encode(), json.dumps("y" * rest).encode())
+        stored = StoredResponse(
+            json.dumps("x" * size).encode(), json.dumps("y" * remaining).encode()
+        )
         self.store.put(id_of(self.number), owner, stored)
         self.forget_old()
         if stored.num_bytes <= ROOM:
@@ -720,15 +727,15 @@ class StoreMachine(RuleBasedStateMachine):
     def use(self, owner: str, place: int, is_deleted: bool) -> None:
         self.forget_old()
         response_id = self.expected[place % len(self.expected)][0] if self.expected else id_of(1)
-        found = [entry for entry in self.expected if entry[:2] == (response_id, owner)]
+        entries = [entry for entry in self.expected if entry[:2] == (response_id, owner)]
         view = self.store.of_owner(owner)
         if is_deleted:
-            assert view.delete(response_id) == bool(found)
+            assert view.delete(response_id) == bool(entries)
             assert view.find(response_id) is None
-            self.expected = [entry for entry in self.expected if entry not in found]
+            self.expected = [entry for entry in self.expected if entry not in entries]
             return
-        assert view.find(response_id) == (found[0][3] if found else None)
-        self.expected = [entry for entry in self.expected if entry not in found] + found
+        assert view.find(response_id) == (entries[0][3] if entries else None)
+        self.expected = [entry for entry in self.expected if entry not in entries] + entries
 
     @rule(seconds=st.sampled_from([0.5, 4.0, 10.0, -1.0]))
     def wait(self, seconds: float) -> None:
@@ -749,9 +756,9 @@ class StoreMachine(RuleBasedStateMachine):
         assert self.store.num_bytes <= ROOM
         # To find them would be to use them.
         present = [
-            (response_id, kept.owner, kept.stored)
-            for response_id, kept in self.store._kept.items()
-            if not self.store._is_over(kept)
+            (response_id, stored.owner, stored.stored)
+            for response_id, stored in self.store._kept.items()
+            if not self.store._is_over(stored)
         ]
         assert sorted(present) == sorted((entry[0], entry[1], entry[3]) for entry in self.expected)
 
@@ -826,7 +833,7 @@ def test_a_conversation_goes_on_from_a_response_without_its_instructions():
     store = ResponseStore(1 << 20, 60)
     mine = store.of_owner("one")
     first = finish(
-        opened(request(instructions="Be brief.", input="Look", tools=[LOOK]), mine),
+        open_exchange_of(request(instructions="Be brief.", input="Look", tools=[LOOK]), mine),
         '<think>\nHm\n</think>\n\nI look.\n<tool_call>\n{"name": "look", "arguments": {"at": "a"}}\n</tool_call>',
     )
     assert first["store"] is True
@@ -836,9 +843,9 @@ def test_a_conversation_goes_on_from_a_response_without_its_instructions():
         input=[result], tools=[LOOK], instructions="Be kind.", previous_response_id=first["id"]
     )
     for _ in range(2):  # also a second time: a conversation may have branches
-        exchange = opened(body, mine)
+        exchange = open_exchange_of(body, mine)
         prompt = str(exchange.prompts[0].prompt)
-        whole = opened(
+        whole = open_exchange_of(
             request(
                 input=[{"role": "user", "content": "Look"}, *first["output"], result],
                 tools=[LOOK],
@@ -850,20 +857,20 @@ def test_a_conversation_goes_on_from_a_response_without_its_instructions():
     second = finish(exchange)
     assert second["previous_response_id"] == first["id"]
     assert mine.delete(first["id"])
-    third = opened(request(input="And?", previous_response_id=second["id"]), mine)
+    third = open_exchange_of(request(input="And?", previous_response_id=second["id"]), mine)
     assert "I look." in str(third.prompts[0].prompt)
     for wrong, whose in ((first["id"], mine), (second["id"], store.of_owner("two")), ("x", mine)):
-        error = refused(request(previous_response_id=wrong), whose)
+        error = refusal_of(request(previous_response_id=wrong), whose)
         assert (error.status, error.param) == (404, "previous_response_id")
         assert error.code == "previous_response_not_found"
 
 
 def test_a_reference_is_the_item_of_a_response_that_is_kept():
-    """As the AI SDK sends a conversation."""
+    """The AI SDK sends a conversation so."""
     store = ResponseStore(1 << 20, 60)
     mine = store.of_owner("one")
     first = finish(
-        opened(request(input="Look", tools=[LOOK]), mine),
+        open_exchange_of(request(input="Look", tools=[LOOK]), mine),
         'I look.\n<tool_call>\n{"name": "look", "arguments": {"at": "a"}}\n</tool_call>',
     )
     result = {**RESULT, "call_id": first["output"][1]["call_id"]}
@@ -871,12 +878,12 @@ def test_a_reference_is_the_item_of_a_response_that_is_kept():
     del references[1]["type"]
     requested = [{"role": "user", "content": "Look"}, *references, result]
     plain = [{"role": "user", "content": "Look"}, *first["output"], result]
-    referring = opened(request(input=requested, tools=[LOOK]), mine)
-    assert referring.prompts == opened(request(input=plain, tools=[LOOK])).prompts
+    referring = open_exchange_of(request(input=requested, tools=[LOOK]), mine)
+    assert referring.prompts == open_exchange_of(request(input=plain, tools=[LOOK])).prompts
     second = finish(referring)
     assert mine.delete(first["id"])
-    assert opened(request(previous_response_id=second["id"]), mine).prompts
-    error = refused(request(input=requested), mine)
+    assert open_exchange_of(request(previous_response_id=second["id"]), mine).prompts
+    error = refusal_of(request(input=requested), mine)
     assert (error.status, error.param, error.code) == (404, "input[1].id", "item_not_found")
 
 
@@ -892,19 +899,21 @@ def test_a_reference_is_the_item_of_a_response_that_is_kept():
 )
 def test_what_is_kept(fields, is_stored, ignored):
     store = ResponseStore(900 + 900 * is_stored, 60)
-    exchange = opened(request(**fields), store.of_owner(""))
+    exchange = open_exchange_of(request(**fields), store.of_owner(""))
     assert exchange.ignored_fields == ignored and store.num_bytes == 0
     answer = finish(exchange)
     assert answer["store"] is is_stored
     assert (store.find(answer["id"], "") is not None) is is_stored
-    stream = opened(request(**fields, stream=True), store.of_owner(""))
+    stream = open_exchange_of(request(**fields, stream=True), store.of_owner(""))
     scripts = [Scripted(["It ", "is"])]
     for delta in deltas(output(stream, scripts), scripts):
         stream.chunks(0, delta)
     assert store.find(stream.id, "") is None, "a client may have left"
     last = stream.last_chunks()[-1]["response"]
-    kept = store.find(stream.id, "")
-    assert (None if kept is None else json.loads(kept.response)) == (last if is_stored else None)
+    stored = store.find(stream.id, "")
+    assert (None if stored is None else json.loads(stored.response)) == (
+        last if is_stored else None
+    )
 
 
 # A server
@@ -917,17 +926,17 @@ def server(tmp_path_factory):
     directory = tmp_path_factory.mktemp("models")
     model = demo_with_template(directory / "demo", TEMPLATE)
     config = ServerConfig(response_store_directory=str(directory / "kept"))
-    with running(config, model=model, api_keys=KEYS) as found:
-        yield found
-        assert found.errors == []
+    with running(config, model=model, api_keys=KEYS) as running_server:
+        yield running_server
+        assert running_server.errors == []
 
 
 @pytest.fixture
 def client(server):
     with openai.OpenAI(
         base_url=f"{server.address}/v1", api_key=KEYS[0], max_retries=0, timeout=60
-    ) as found:
-        yield found
+    ) as http_client:
+        yield http_client
 
 
 def test_what_is_kept_is_read_and_deleted(client):
@@ -958,10 +967,10 @@ def test_a_response_belongs_to_its_key(server, client):
         texts = [answer.text.replace(mine.id, "") for answer in answers]
         assert texts[0] == texts[1].replace(gone.rpartition("/")[2], "")
     assert httpx.get(f"{url}/input_items", headers=other).status_code == 404
-    own = {"Authorization": "Bearer one"}
-    assert httpx.get(url, headers=own).json()["id"] == mine.id
-    assert httpx.get(f"{url}?stream=true", headers=own).json()["error"]["param"] == "stream"
+    headers = {"Authorization": "Bearer one"}
+    assert httpx.get(url, headers=headers).json()["id"] == mine.id
+    assert httpx.get(f"{url}?stream=true", headers=headers).json()["error"]["param"] == "stream"
     assert httpx.get(url).status_code == 401
-    assert httpx.post(url, headers=own, json={}).status_code == 405
-    deleted = httpx.delete(url, headers=own)
+    assert httpx.post(url, headers=headers, json={}).status_code == 405
+    deleted = httpx.delete(url, headers=headers)
     assert deleted.json() == {"id": mine.id, "object": "response", "deleted": True}

@@ -1,4 +1,6 @@
-"""return_routed_experts and return_hidden_states: both are those of transformers, of every token once, however an engine computes it."""
+"""return_routed_experts and return_hidden_states: both are those of transformers, of every token
+once, however an engine computes it.
+"""
 
 from __future__ import annotations
 
@@ -17,10 +19,12 @@ from jaxpage.serving.wire.generate import open_generate
 from jaxpage.step.edits import Route
 from tests.support.engines import LLAMA, invariants, make_llm, run_giving_way
 from tests.support.random_checkpoints import random_checkpoint
+from tests.support.sweeps import few
 from tests.support.wire import context
 
 torch = pytest.importorskip("torch", reason="the oracle is transformers on torch")
 
+pytestmark = pytest.mark.usefixtures("largest_shapes")
 LAYERS = (0, 2)  # those that have experts
 NAME = "qwen3-moe-mixed"
 PARAMS = SamplingParams(
@@ -39,7 +43,7 @@ MODEL = {"max_model_len": 64, "dtype": "float32", **RETURNS}
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory):
+def checkpoint(tmp_path_factory):
     """The directory, and transformers' model."""
     from tests.support.hf_models import save_model
 
@@ -48,8 +52,8 @@ def saved(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def llm(saved):
-    with make_llm(saved[0], **MODEL) as llm:
+def llm(checkpoint):
+    with make_llm(checkpoint[0], **MODEL) as llm:
         yield llm
         invariants(llm)
 
@@ -73,15 +77,17 @@ def check_oracle(model, completion):
     assert routes.dtype == np.int16
     assert routes.shape[:2] == (len(token_ids), model.config.num_hidden_layers)
     for logits, layer in zip(rated, LAYERS, strict=True):
-        wanted = np.asarray(logits.reshape(len(token_ids), -1).topk(routes.shape[2]).indices)
-        np.testing.assert_array_equal(np.sort(routes[:, layer]), np.sort(wanted))
+        expected = np.asarray(logits.reshape(len(token_ids), -1).topk(routes.shape[2]).indices)
+        np.testing.assert_array_equal(np.sort(routes[:, layer]), np.sort(expected))
     check_hidden_states(model, completion)
     others = [layer for layer in range(routes.shape[1]) if layer not in LAYERS]
     assert (routes[:, others] == -1).all()
 
 
 def check_hidden_states(model, completion):
-    """Compares them with those of transformers, and what the head makes of them with the log probabilities."""
+    """Compares them with those of transformers, and what the head makes of them with the log
+    probabilities.
+    """
     token_ids = [*PROMPT, *completion.token_ids[:-1]]
     states = completion.hidden_states
     with torch.no_grad():
@@ -95,8 +101,8 @@ def check_hidden_states(model, completion):
         assert logprobs[place, token_id] == pytest.approx(entry[token_id].logprob, abs=1e-5)
 
 
-def test_the_experts_are_those_of_transformers(saved, alone):
-    check_oracle(saved[1], alone[0])
+def test_the_experts_are_those_of_transformers(checkpoint, alone):
+    check_oracle(checkpoint[1], alone[0])
 
 
 def one_too_late(plan, result, routes_TLX):
@@ -110,11 +116,11 @@ def in_reverse(plan, result, routes_TLX):
 _routes = advancing._routes
 
 
-@pytest.mark.parametrize("mistake", [one_too_late, in_reverse])
-def test_the_oracle_sees_planted_mistakes(mistake, saved, llm, monkeypatch):
+@pytest.mark.parametrize("mistake", few([one_too_late, in_reverse], [one_too_late]))
+def test_the_oracle_sees_planted_mistakes(mistake, checkpoint, llm, monkeypatch):
     monkeypatch.setattr(advancing, "_routes", mistake)
     with pytest.raises(AssertionError):
-        check_oracle(saved[1], generate(llm)[0])
+        check_oracle(checkpoint[1], generate(llm)[0])
 
 
 def same(outputs, others):
@@ -137,9 +143,9 @@ ENGINES = {
 }
 
 
-@pytest.mark.parametrize("name", ENGINES)
-def test_an_engine_changes_no_route(name, saved, alone):
-    with make_llm(saved[0], **MODEL, **ENGINES[name]) as other:
+@pytest.mark.parametrize("name", few(ENGINES, ["chunks of 16", "drafts"]))
+def test_an_engine_changes_no_route(name, checkpoint, alone):
+    with make_llm(checkpoint[0], **MODEL, **ENGINES[name]) as other:
         same(generate(other), alone)
 
 
@@ -155,19 +161,19 @@ def test_what_is_cached_has_no_routes_unless_it_is_computed(llm, alone, monkeypa
     generate(llm, SILENT)
     beginnings = admitting.beginnings
 
-    def cached_all_the_same(group, manager):
+    def cache_all_the_same(group, manager):
         params, group.request.__dict__["params"] = group.request.params, SILENT
         try:
             yield from list(beginnings(group, manager))
         finally:
             group.request.__dict__["params"] = params
 
-    monkeypatch.setattr(admitting, "beginnings", cached_all_the_same)
+    monkeypatch.setattr(admitting, "beginnings", cache_all_the_same)
     with pytest.raises(AssertionError):
         same(generate(llm), alone)
 
 
-@pytest.mark.parametrize("step", [0, 5])
+@pytest.mark.parametrize("step", few([0, 5], [5]))
 def test_preemption_changes_no_route(step, llm, alone):
     engine = llm._engine
     elder = dataclasses.replace(PARAMS, max_tokens=20)
@@ -223,8 +229,8 @@ def test_who_does_not_ask_has_no_routes(llm, alone):
     assert output == alone[0], "the same tokens and log probabilities"
 
 
-def test_refusals(saved, tmp_path):
-    with make_llm(saved[0], max_model_len=64) as plain:
+def test_refusals(checkpoint, tmp_path):
+    with make_llm(checkpoint[0], max_model_len=64) as plain:
         for name in ("return_routed_experts", "return_hidden_states"):
             with pytest.raises(UnsupportedError, match=f"needs enable_{name}=True"):
                 generate(plain, dataclasses.replace(SILENT, **{name: True}))

@@ -1,4 +1,5 @@
-"""Two servers behind vllm-router and behind smg, if they are installed: a prefix goes to the server that has it, and one may be killed.
+"""Two servers behind vllm-router and behind smg, if they are installed: a prefix goes to the server
+that has it, and one may be killed.
 
 `pip install vllm-router smg` where their commands are found; `.ci/nightly` does.
 """
@@ -97,17 +98,17 @@ def answers(url: str) -> bool:
 def replicas(tmp_path):
     started = [Replica(tmp_path / f"{index}.log") for index in range(2)]
     try:
-        for one in started:
-            wait_until(lambda one=one: answers(one.url), f"{tmp_path}: a server answers", 240)
+        for each in started:
+            wait_until(lambda each=each: answers(each.url), f"{tmp_path}: a server answers", 240)
         yield started
     finally:
-        for one in started:
-            one.process.kill()
-            one.process.wait()
+        for each in started:
+            each.process.kill()
+            each.process.wait()
 
 
 @contextlib.contextmanager
-def routed(program: str, *words: str, log: Path) -> Iterator[str]:
+def route(program: str, *words: str, log: Path) -> Iterator[str]:
     """The address of a router, of which the program's name and flags are given."""
     port = free_port()
     command = [
@@ -133,7 +134,7 @@ def routed(program: str, *words: str, log: Path) -> Iterator[str]:
         router.wait()
 
 
-def completed(url: str, prompt: str, **fields: Any) -> str:
+def complete(url: str, prompt: str, **fields: Any) -> str:
     body = {
         "model": "demo",
         "prompt": prompt,
@@ -150,10 +151,10 @@ def completed(url: str, prompt: str, **fields: Any) -> str:
 
 def went_to(url: str, prompt: str, replicas: list[Replica]) -> int:
     """The server that a request went to."""
-    before = [one.num_finished for one in replicas]
-    completed(url, prompt)
+    before = [each.num_finished for each in replicas]
+    complete(url, prompt)
     return [
-        after - n for after, n in zip((one.num_finished for one in replicas), before, strict=True)
+        after - n for after, n in zip((each.num_finished for each in replicas), before, strict=True)
     ].index(1)
 
 
@@ -161,33 +162,36 @@ def assert_prefixes_find(held: dict[str, int], url: str, replicas: list[Replica]
     """held: the server that has computed each prompt."""
     # no turn that is taken by one after the other
     for prompt, holder in (*held.items(), *reversed(held.items())):
-        num_found, found = (
+        num_found, server = (
             replicas[holder].num_tokens_found,
             went_to(url, prompt + "they", replicas),
         )
-        print(f"{prompt[:12]!r}: held by server {holder}, went to server {found}")
-        assert found == holder and replicas[holder].num_tokens_found > num_found
+        print(f"{prompt[:12]!r}: held by server {holder}, went to server {server}")
+        assert server == holder and replicas[holder].num_tokens_found > num_found
 
 
 def assert_a_killed_server_is_not_missed(url: str, replicas: list[Replica]) -> None:
-    """While requests run. Those may fail, and no later one; texts are those of either server."""
-    wanted = {story: completed(replicas[0].url, story) for story in STORIES}
-    assert wanted == {story: completed(replicas[1].url, story) for story in STORIES}, (
+    """Kills a server while requests run.
+
+    Those may fail, and no later one; texts are those of either server.
+    """
+    expected = {story: complete(replicas[0].url, story) for story in STORIES}
+    assert expected == {story: complete(replicas[1].url, story) for story in STORIES}, (
         "texts are the same on both"
     )
     with ThreadPoolExecutor(4) as pool:
-        running = [pool.submit(completed, url, story) for story in STORIES * 4]
+        running = [pool.submit(complete, url, story) for story in STORIES * 4]
         replicas[0].process.send_signal(signal.SIGKILL)
-        ended = [(one.exception(), one) for one in running]
-    later = [completed(url, story) for story in STORIES * 4]
+        ended = [(each.exception(), each) for each in running]
+    later = [complete(url, story) for story in STORIES * 4]
     num_failed = sum(error is not None for error, _ in ended)
     print(
         f"killed server 0: {num_failed} of {len(running)} requests at that moment failed, {len(later)} later ones did not"
     )
-    assert later == [wanted[story] for story in STORIES * 4]
+    assert later == [expected[story] for story in STORIES * 4]
     assert all(
-        one.result() == wanted[story]
-        for (error, one), story in zip(ended, STORIES * 4, strict=True)
+        each.result() == expected[story]
+        for (error, each), story in zip(ended, STORIES * 4, strict=True)
         if not error
     )
 
@@ -195,16 +199,16 @@ def assert_a_killed_server_is_not_missed(url: str, replicas: list[Replica]) -> N
 @if_installed("vllm-router")
 def test_vllm_router(replicas, tmp_path):
     """It hears of the caches by KV events."""
-    words = ["--policy", "kv_aware", "--worker-urls", *(one.url for one in replicas)]
+    words = ["--policy", "kv_aware", "--worker-urls", *(each.url for each in replicas)]
     words += ["--kv-event-block-size", "16", "--kv-event-model", "demo"]
-    for one in replicas:
-        words += ["--kv-event-source", f"{one.url}={one.endpoint(one.events)}"]
-        words += ["--kv-event-replay-source", f"{one.url}={one.endpoint(one.replay)}"]
+    for each in replicas:
+        words += ["--kv-event-source", f"{each.url}={each.endpoint(each.events)}"]
+        words += ["--kv-event-replay-source", f"{each.url}={each.endpoint(each.replay)}"]
     held = {story: index % 2 for index, story in enumerate(STORIES)}
-    with routed("vllm-router", *words, log=tmp_path / "router.log") as url:
+    with route("vllm-router", *words, log=tmp_path / "router.log") as url:
         time.sleep(2)  # until it listens to the events: of those before it knows nothing
         for prompt, holder in held.items():
-            completed(replicas[holder].url, prompt)
+            complete(replicas[holder].url, prompt)
         time.sleep(1)
         assert_prefixes_find(held, url, replicas)
         assert_a_killed_server_is_not_missed(url, replicas)
@@ -213,8 +217,8 @@ def test_vllm_router(replicas, tmp_path):
 @if_installed("smg")
 def test_smg(replicas, tmp_path):
     """It remembers where it sent which text."""
-    words = ["launch", "--policy", "cache_aware", "--worker-urls", *(one.url for one in replicas)]
-    with routed("smg", *words, log=tmp_path / "router.log") as url:
+    words = ["launch", "--policy", "cache_aware", "--worker-urls", *(each.url for each in replicas)]
+    with route("smg", *words, log=tmp_path / "router.log") as url:
         wait_until(
             lambda: len(httpx.get(f"{url}/v1/models").json()["data"]) > 0, "it knows the servers"
         )

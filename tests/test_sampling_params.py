@@ -1,4 +1,6 @@
-"""SamplingParams and BeamSearchParams: what is accepted, in which form it is kept, and what is refused by name and value."""
+"""SamplingParams and BeamSearchParams: what is accepted, in which form it is kept, and what is
+refused by name and value.
+"""
 
 from __future__ import annotations
 
@@ -228,7 +230,7 @@ def test_numpy_numbers_are_numbers() -> None:
 
 
 @pytest.mark.parametrize(
-    ("seed", "kept"),
+    ("seed", "expected"),
     [
         (0, 0),
         (2**63 - 1, 2**63 - 1),
@@ -238,8 +240,8 @@ def test_numpy_numbers_are_numbers() -> None:
         (-1, None),
     ],
 )
-def test_seeds(seed: int, kept: int | None) -> None:
-    assert SamplingParams(seed=seed).seed == kept
+def test_seeds(seed: int, expected: int | None) -> None:
+    assert SamplingParams(seed=seed).seed == expected
 
 
 def test_params_are_immutable_hashable_and_copyable() -> None:

@@ -1,4 +1,7 @@
-"""Random JSON schemas: whatever a grammar admits is JSON and valid by `jsonschema`; what it cannot enforce is refused."""
+"""Random JSON schemas: whatever a grammar admits is JSON and valid by `jsonschema`.
+
+What it cannot enforce is refused.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +54,7 @@ def _optional(**fields: Any) -> Any:
 
 
 def _with_type(name: str, fields: Any) -> Any:
-    return fields.map(lambda found: {"type": name, **found})
+    return fields.map(lambda values: {"type": name, **values})
 
 
 integers = _with_type(
@@ -158,7 +161,7 @@ def grammar():
     return tokenizer_of(json.dumps(json.loads(tokenizer().backend_tokenizer.to_str())))
 
 
-def written(grammar: Any, matcher: Any, choice: random.Random) -> str | None:
+def write(grammar: Any, matcher: Any, choice: random.Random) -> str | None:
     """A text that the matcher admits, token by token; None if it does not come to an end."""
     end_id = grammar[1]
     token_ids: list[int] = []
@@ -173,7 +176,7 @@ def written(grammar: Any, matcher: Any, choice: random.Random) -> str | None:
         ):
             return str(tokenizer().decode(token_ids))
         allowed = allowed[allowed != end_id]
-        if place > CLOSING_TOKENS and (closing := [one for one in allowed if _closes(one)]):
+        if place > CLOSING_TOKENS and (closing := [each for each in allowed if _closes(each)]):
             allowed = closing
         token_ids.append(int(allowed[choice.randrange(len(allowed))]))
         matcher.consume_token(token_ids[-1])
@@ -203,7 +206,7 @@ def test_whatever_a_grammar_admits_is_valid_by_its_schema(grammar):
         valid = jsonschema.Draft202012Validator(exact, format_checker=jsonschema.FormatChecker())
         choice = random.Random(seed)
         for _ in range(3):
-            text = written(grammar, matcher.deep_copy(), choice)
+            text = write(grammar, matcher.deep_copy(), choice)
             ends["open" if text is None else "written"] += 1
             if text is not None:
                 valid.validate(json.loads(text, parse_float=Decimal, parse_constant=_no_json))

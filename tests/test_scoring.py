@@ -51,14 +51,14 @@ def test_scores_are_those_of_transformers(model: tuple[Path, Any], llm: LLM) -> 
             logprobs = (
                 model[1](torch.tensor([prompt + continuation])).logits[0].double().log_softmax(-1)
             )
-        wanted = [float(logprobs[len(prompt) + i - 1, id_]) for i, id_ in enumerate(continuation)]
-        np.testing.assert_allclose(score, wanted, atol=1e-4)
+        expected = [float(logprobs[len(prompt) + i - 1, id_]) for i, id_ in enumerate(continuation)]
+        np.testing.assert_allclose(score, expected, atol=1e-4)
     alone = prompts()[0], [5, 6, 7]
     for made in (list, np.array, jnp.array):
         assert llm.score(*map(made, alone)) == scores[0]
         assert (
-            llm.score(*(made([one]) for one in alone))
-            == llm.score(*([made(one)] for one in alone))
+            llm.score(*(made([each]) for each in alone))
+            == llm.score(*([made(each)] for each in alone))
             == scores[:1]
         )
 
@@ -66,7 +66,9 @@ def test_scores_are_those_of_transformers(model: tuple[Path, Any], llm: LLM) -> 
 def test_scores_are_what_generation_reports_to_the_last_bit(
     model: tuple[Path, Any], llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Behind a cached prefix, and in an engine with another pool, other chunks and other blocks where each is preempted."""
+    """It follows a cached prefix, or runs in an engine with another pool, other chunks and other
+    blocks, where each is preempted.
+    """
     params = SamplingParams(temperature=0.8, seed=2, max_tokens=20, ignore_eos=True, logprobs=0)
     llm.reset_prefix_cache()
     for is_cached in (False, True):
@@ -100,12 +102,12 @@ def test_embeddings_are_hidden_states_of_transformers(model: tuple[Path, Any], l
     for pooling in ("last", "mean"):
         vectors = llm.embed(prompts(), pooling=pooling, normalize=False, use_tqdm=False)  # type: ignore[arg-type]
         unit = llm.embed(prompts(), pooling=pooling, use_tqdm=False)  # type: ignore[arg-type]
-        for prompt, vector, one in zip(prompts(), vectors, unit, strict=True):
+        for prompt, vector, each in zip(prompts(), vectors, unit, strict=True):
             with torch.no_grad():
                 hidden = model[1].model(torch.tensor([prompt])).last_hidden_state[0].double()
-            wanted = (hidden[-1] if pooling == "last" else hidden.mean(0)).numpy()
-            np.testing.assert_allclose(vector, wanted, atol=1e-4)
-            np.testing.assert_allclose(one, wanted / np.linalg.norm(wanted), atol=1e-4)
+            expected = (hidden[-1] if pooling == "last" else hidden.mean(0)).numpy()
+            np.testing.assert_allclose(vector, expected, atol=1e-4)
+            np.testing.assert_allclose(each, expected / np.linalg.norm(expected), atol=1e-4)
     assert llm.embed([prompts()[2]], normalize=False, use_tqdm=False).shape == (1, 48)
 
 
@@ -130,14 +132,14 @@ def test_a_pooling_that_is_unknown(llm: LLM) -> None:
         llm.embed([])
 
 
-@pytest.mark.parametrize("given", [("a", "b"), ("a", [1]), (["a"], [[1]]), ([1], ["b"])])
-def test_scores_of_texts_are_refused(llm: LLM, given: Any) -> None:
+@pytest.mark.parametrize("texts", [("a", "b"), ("a", [1]), (["a"], [[1]]), ([1], ["b"])])
+def test_scores_of_texts_are_refused(llm: LLM, texts: Any) -> None:
     with pytest.raises(TypeError, match="score takes token ids, and no texts"):
-        llm.score(*given)
+        llm.score(*texts)
 
 
 @pytest.mark.parametrize(
-    ("given", "text"),
+    ("prompt", "text"),
     [
         (([[1]], [1]), "must both be lists of token ids, or both be lists of such lists"),
         (([1], [[1]]), "must both be lists of token ids, or both be lists of such lists"),
@@ -151,6 +153,6 @@ def test_scores_of_texts_are_refused(llm: LLM, given: Any) -> None:
         ),
     ],
 )
-def test_what_is_no_list_of_token_ids_is_not_scored(llm: LLM, given: Any, text: str) -> None:
+def test_what_is_no_list_of_token_ids_is_not_scored(llm: LLM, prompt: Any, text: str) -> None:
     with pytest.raises(TypeError, match=text):
-        llm.score(*given)
+        llm.score(*prompt)

@@ -1,4 +1,6 @@
-"""The flaws that servers of language models were found to have (SECURITY.md names them), tried on this one."""
+"""The flaws that servers of language models were found to have (SECURITY.md names them), tried on
+this one.
+"""
 
 from __future__ import annotations
 
@@ -50,13 +52,15 @@ ROOT = Path(__file__).parents[1]
 
 
 class Witness:
-    """What the interpreter does that its audit events tell of: connections, names looked up, files, programs."""
+    """Notes what the audit events of the interpreter tell of: connections, names looked up, files,
+    programs.
+    """
 
     def __init__(self) -> None:
         self.seen: list[tuple[str, Any]] | None = None
-        sys.addaudithook(self._heard)  # for good: there is no way to take one away
+        sys.addaudithook(self._listen)  # for good: there is no way to take one away
 
-    def _heard(self, event: str, arguments: Any) -> None:
+    def _listen(self, event: str, arguments: Any) -> None:
         if self.seen is not None and event in (
             "socket.connect",
             "socket.getaddrinfo",
@@ -82,13 +86,13 @@ def witness():
 
 @pytest.fixture(scope="module")
 def server():
-    with running(ServerConfig(), api_keys=KEYS) as one:
-        yield one
+    with running(ServerConfig(), api_keys=KEYS) as running_server:
+        yield running_server
 
 
 @pytest.fixture
 def client(server):
-    """With a key. Whatever it is answered has nothing of the machine in it."""
+    """Has a key. None of its answers has anything of the machine in it."""
 
     def check(answer: httpx.Response) -> None:
         answer.read()
@@ -99,8 +103,8 @@ def client(server):
     headers = {"Authorization": f"Bearer {KEYS[1]}"}
     with httpx.Client(
         base_url=server.address, timeout=120, headers=headers, event_hooks={"response": [check]}
-    ) as one:
-        yield one
+    ) as running_server:
+        yield running_server
 
 
 def _port(server: Running) -> int:
@@ -116,16 +120,16 @@ def test_one_socket_listens_and_only_to_this_machine(server, client):
     client.post("/v1/completions", json={**COMPLETION, "structured_outputs": {"choice": ["a"]}})
     process = psutil.Process()
     listening = [
-        one.laddr
+        each.laddr
         for member in (process, *process.children(recursive=True))
-        for one in member.net_connections("inet")
-        if one.status == psutil.CONN_LISTEN
+        for each in member.net_connections("inet")
+        if each.status == psutil.CONN_LISTEN
     ]
     assert listening == [("127.0.0.1", _port(server))]
 
 
 def _status(server: Running, method: str, path: str, headers: dict[str, str]) -> int:
-    """As it is written: nothing tidies the path."""
+    """Returns the status of a path as it is written: nothing tidies it."""
     connection = http.client.HTTPConnection("127.0.0.1", _port(server), timeout=60)
     try:
         connection.putrequest(method, path, skip_host="Host" in headers, skip_accept_encoding=True)
@@ -137,8 +141,8 @@ def _status(server: Running, method: str, path: str, headers: dict[str, str]) ->
         connection.close()
 
 
-@pytest.mark.parametrize("given", [KEYS[0], KEYS[1], "no key"])
-def test_a_key_is_compared_with_all_in_constant_time(server, monkeypatch, given):
+@pytest.mark.parametrize("header", [KEYS[0], KEYS[1], "no key"])
+def test_a_key_is_compared_with_all_in_constant_time(server, monkeypatch, header):
     compared: list[tuple[bytes, bytes]] = []
 
     def compare(first: bytes, second: bytes) -> bool:
@@ -147,8 +151,8 @@ def test_a_key_is_compared_with_all_in_constant_time(server, monkeypatch, given)
 
     real = hmac.compare_digest
     monkeypatch.setattr(hmac, "compare_digest", compare)
-    status = _status(server, "GET", "/version", {"Authorization": f"Bearer {given}"})
-    assert status == (200 if given in KEYS else 401)
+    status = _status(server, "GET", "/version", {"Authorization": f"Bearer {header}"})
+    assert status == (200 if header in KEYS else 401)
     assert len(compared) == len(KEYS) and {len(part) for pair in compared for part in pair} == {
         32
     }, "digests, all"
@@ -190,13 +194,15 @@ def test_nobody_is_called_and_no_file_is_read(server, client, witness, tmp_path)
             assert client.get(f"/v1/models/{name}").status_code == 404
         assert client.post("/v1/completions", json=COMPLETION).status_code == 200
         assert client.post("/v1/chat/completions", json=CHAT).status_code == 200
-    own = ("127.0.0.1", _port(server))
+    server_address = ("127.0.0.1", _port(server))
     called = [
         arguments[1] if event == "socket.connect" else arguments
         for event, arguments in seen
         if "socket" in event
     ]
-    assert {tuple(address[:2]) for address in called} <= {own}, "but for the client's own calls"
+    assert {tuple(address[:2]) for address in called} <= {server_address}, (
+        "but for the client's own calls"
+    )
     read = [str(arguments[0]) for event, arguments in seen if event == "open"]
     assert not [path for path in read if "secret.txt" in path or "passwd" in path]
 
@@ -236,23 +242,24 @@ INJECTIONS = (
 
 @pytest.mark.parametrize("template", INJECTIONS, ids=range(len(INJECTIONS)))
 def test_templates_of_a_model_cannot_leave_their_sandbox(witness, monkeypatch, tmp_path, template):
-    """Refused, or harmless: nothing is run, nothing is written, nothing of Python shows in the prompt.
+    """Refused, or harmless: nothing is run, nothing is written, nothing of Python shows in the
+    prompt.
 
     The process that renders does so in this one, where the witness sees it.
     """
 
-    def rendered(request: dict[str, Any], seconds: float, num_bytes: int) -> str:
+    def render(request: dict[str, Any], seconds: float, num_bytes: int) -> str:
         try:
             return template_worker.render_template(request)
         except Exception as error:
             raise ValueError(str(error) or type(error).__name__) from None
 
-    monkeypatch.setattr(RENDERERS, "render", rendered)
+    monkeypatch.setattr(RENDERERS, "render", render)
     monkeypatch.chdir(tmp_path)
-    own = context(tokenizer=with_template(template))
+    values = context(tokenizer=with_template(template))
     with witness.watching() as seen:
         try:
-            exchange = open_chat(CHAT, own)
+            exchange = open_chat(CHAT, values)
         except ApiError as error:
             assert (error.status, error.param) == (400, "messages")
             assert not OF_THE_MACHINE.search(error.message)
@@ -280,7 +287,10 @@ EXPRESSIONS = {
 
 @pytest.mark.parametrize("name", few(EXPRESSIONS, ["join", "a loop"]))
 def test_a_template_has_its_time_and_its_memory(server, client, monkeypatch, name):
-    """What goes beyond them is a 400; meanwhile another client is answered, and afterwards the memory is back."""
+    """A template that goes beyond them is a 400.
+
+    Another client is answered, and the memory comes back.
+    """
     monkeypatch.setattr(templates, "RENDER_SECONDS", 0.5)
     template = (
         "{% if messages[0].content == 'x ' %}" + EXPRESSIONS[name] + "{% else %}fine{% endif %}"
@@ -303,20 +313,22 @@ def test_a_template_has_its_time_and_its_memory(server, client, monkeypatch, nam
     assert re.search("takes more than 256 MiB of memory|took longer than 0.5 s", refused[0].text)
     assert client.post("/v1/chat/completions", json=CHAT).status_code == 200
     renderers = [
-        one
-        for one in psutil.Process().children(recursive=True)
-        if "template_worker" in str(one.cmdline())
+        each
+        for each in psutil.Process().children(recursive=True)
+        if "template_worker" in str(each.cmdline())
     ]
-    assert renderers and all(one.memory_info().rss < 256 * MIB for one in renderers)
+    assert renderers and all(each.memory_info().rss < 256 * MIB for each in renderers)
 
 
 # What one client learns of another, or does to it
 
 
 def test_a_salt_hides_a_prompt_from_others(client):
-    """How soon an answer comes tells whether its prompt is cached, so others' prompts must not be found."""
+    """How soon an answer comes tells whether its prompt is cached, so others' prompts must not be
+    found.
+    """
 
-    def cached(salt: str | None) -> int:
+    def num_cached_tokens(salt: str | None) -> int:
         body = {
             **COMPLETION,
             "prompt": list(range(200, 264)),
@@ -324,12 +336,16 @@ def test_a_salt_hides_a_prompt_from_others(client):
         }
         before = metrics(client)["jaxpage_prefix_cache_hits_total"]
         usage = client.post("/v1/completions", json=body).json()["usage"]
-        found = usage["prompt_tokens_details"]["cached_tokens"]
-        assert metrics(client)["jaxpage_prefix_cache_hits_total"] - before == found
-        return int(found)
+        num_cached = usage["prompt_tokens_details"]["cached_tokens"]
+        assert metrics(client)["jaxpage_prefix_cache_hits_total"] - before == num_cached
+        return int(num_cached)
 
-    assert [cached("mine"), cached("yours"), cached(None)] == [0, 0, 0]
-    assert all(cached(salt) >= 48 for salt in ("mine", "yours", None))
+    assert [num_cached_tokens("mine"), num_cached_tokens("yours"), num_cached_tokens(None)] == [
+        0,
+        0,
+        0,
+    ]
+    assert all(num_cached_tokens(salt) >= 48 for salt in ("mine", "yours", None))
 
 
 def test_ids_are_the_servers_own(server, client):
@@ -369,8 +385,10 @@ def test_ids_are_the_servers_own(server, client):
 
 def test_what_clients_make_up_is_no_label(server, client):
     def series() -> set[tuple[str, str]]:
-        found = text_string_to_metric_families(client.get("/metrics").text)
-        return {(sample.name, str(sample.labels)) for family in found for sample in family.samples}
+        families = text_string_to_metric_families(client.get("/metrics").text)
+        return {
+            (sample.name, str(sample.labels)) for family in families for sample in family.samples
+        }
 
     before = series()
     key = {"Authorization": f"Bearer {KEYS[0]}"}
@@ -389,10 +407,10 @@ def test_unique_schemas_are_forgotten(server, client, witness, monkeypatch):
         properties = {
             f"name_{number}_{place}": {"type": "string", "maxLength": 20} for place in range(20)
         }
-        wanted = {
+        expected = {
             "json": {"type": "object", "properties": properties, "required": list(properties)}
         }
-        body = {**COMPLETION, "max_tokens": 1, "structured_outputs": wanted}
+        body = {**COMPLETION, "max_tokens": 1, "structured_outputs": expected}
         assert client.post("/v1/completions", json=body).status_code == 200
 
     monkeypatch.setattr(grammar_compiler, "CACHED_GRAMMARS", 8)
@@ -415,7 +433,10 @@ def test_unique_schemas_are_forgotten(server, client, witness, monkeypatch):
 
 
 def test_a_grammar_has_its_time_of_the_processor():
-    """A machine that is busy with others refuses no grammar for that; one that works without end is ended."""
+    """A machine that is busy with others refuses no grammar for that.
+
+    One that works without end is ended.
+    """
     program = """
 import json, os, time
 from jaxpage.decoding import grammar_worker
@@ -442,7 +463,7 @@ for grammar_worker._try in (waits, works):
 
 
 def test_keys_and_prompts_are_in_no_log(server, client, caplog, monkeypatch):
-    """At the lowest level, whatever becomes of the request: answered, refused, failed, left."""
+    """The log has its lowest level, and requests are answered, refused, failed or left."""
     caplog.set_level(logging.DEBUG)
     secret = "xylophone"
     body = {**COMPLETION, "prompt": f"The {secret}", "user": secret, "cache_salt": secret}
@@ -472,8 +493,8 @@ def test_keys_and_prompts_are_in_no_log(server, client, caplog, monkeypatch):
     formatter = logging.Formatter()
     for record in caplog.records:
         if not record.name.startswith(("httpx", "httpcore")):
-            told = formatter.format(record) + repr(vars(record))
-            assert secret not in told and not any(key in told for key in KEYS), told
+            text = formatter.format(record) + repr(vars(record))
+            assert secret not in text and not any(key in text for key in KEYS), text
 
 
 def test_the_tests_that_are_promised_exist():

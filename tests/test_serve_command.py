@@ -1,4 +1,6 @@
-"""`jaxpage serve` in a process of its own: what it says while it starts, that what it says can be copied, and how it ends."""
+"""`jaxpage serve` in a process of its own: what it says while it starts, that what it says can be
+copied, and how it ends.
+"""
 
 from __future__ import annotations
 
@@ -76,8 +78,8 @@ def serving(
         server.end()
 
 
-def copied(*command: str) -> str:
-    """What a program answers that has the key in its environment."""
+def run_copied(*command: str) -> str:
+    """Returns what a program answers that has the key in its environment."""
     environment = {**os.environ, "JAXPAGE_API_KEY": KEY}
     result = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
     assert result.returncode == 0, result.stderr
@@ -85,73 +87,76 @@ def copied(*command: str) -> str:
 
 
 @pytest.fixture(scope="module")
-def served():
+def ready_server():
     """Ended by the last test that uses it."""
     with serving(ready=r"print\(client.*\n") as server:
         yield server
 
 
 @pytest.fixture
-def client(served):
+def client(ready_server):
     headers = {"Authorization": f"Bearer {KEY}"}
-    with httpx.Client(base_url=served.url, headers=headers, timeout=60) as client:
+    with httpx.Client(base_url=ready_server.url, headers=headers, timeout=60) as client:
         yield client
 
 
-def test_start_up_has_phases_and_ends_with_calls_that_can_be_copied(served):
-    phases = re.findall(r"^\[(\d)/5\] (.*)$", served.said, re.MULTILINE)
+def test_start_up_has_phases_and_ends_with_calls_that_can_be_copied(ready_server):
+    phases = re.findall(r"^\[(\d)/5\] (.*)$", ready_server.said, re.MULTILINE)
     assert phases == [
         (str(number), name.capitalize()) for number, name in enumerate(PHASES, start=1)
     ]
-    assert "sequences of 128 tokens" in served.said and "were in the compile cache" in served.said
-    took = re.findall(r"^ +\d+\.\d s$", served.said, re.MULTILINE)
+    assert (
+        "sequences of 128 tokens" in ready_server.said
+        and "were in the compile cache" in ready_server.said
+    )
+    took = re.findall(r"^ +\d+\.\d s$", ready_server.said, re.MULTILINE)
     assert len(took) == 5, "how long each took"
-    assert KEY not in served.said and "JAXPAGE_API_KEY" in served.said
-    curl = re.search(r"^  (curl .*)$", served.said, re.MULTILINE)
-    snippet = served.said.partition("  import os")[2]
+    assert KEY not in ready_server.said and "JAXPAGE_API_KEY" in ready_server.said
+    curl = re.search(r"^  (curl .*)$", ready_server.said, re.MULTILINE)
+    snippet = ready_server.said.partition("  import os")[2]
     assert curl is not None and snippet
     if shutil.which("curl"):
-        assert json.loads(copied("bash", "-c", curl[1]))["choices"][0]["message"]["content"]
+        assert json.loads(run_copied("bash", "-c", curl[1]))["choices"][0]["message"]["content"]
     program = "\n".join(line.removeprefix("  ") for line in ("  import os" + snippet).splitlines())
-    assert copied(sys.executable, "-c", program).strip()
+    assert run_copied(sys.executable, "-c", program).strip()
 
 
 def test_capabilities_tell_what_this_server_is(client):
-    found = client.get("/v1/capabilities").json()
-    assert found["model"]["max_model_len"] == 128 and found["model"]["has_chat_template"]
-    assert found["limits"]["max_num_seqs"] == 4 and found["limits"]["max_prompts"] > 1
-    assert found["tools"] is None
-    assert found["parameters"]["temperature"]["streaming"] == "yes"
-    assert found["parameters"]["best_of"]["streaming"] == "refused"
+    facts = client.get("/v1/capabilities").json()
+    assert facts["model"]["max_model_len"] == 128 and facts["model"]["has_chat_template"]
+    assert facts["limits"]["max_num_seqs"] == 4 and facts["limits"]["max_prompts"] > 1
+    assert facts["tools"] is None
+    assert facts["parameters"]["temperature"]["streaming"] == "yes"
+    assert facts["parameters"]["best_of"]["streaming"] == "refused"
     assert client.get("/metrics").text.count("jaxpage_compile_total{") == 1
     no_profiler = client.post("/start_profile")
     assert no_profiler.status_code == 404, "there is no profiler unless it was asked for"
 
 
-def test_bench_serve_measures_it(served, client, monkeypatch, capsys):
-    """What the client counts is what the server counted."""
+def test_bench_serve_measures_it(ready_server, client, monkeypatch, capsys):
+    """The client and the server count the same."""
     monkeypatch.setenv("JAXPAGE_API_KEY", KEY)
     words = ["--num-prompts", "5", "--dataset", "random", "--max-input", "20"]
     words += ["--max-output", "8", "--baseline", "static"]
-    before = generated(client)
-    assert cli.main(["bench", "serve", "--base-url", served.url, *words]) == 0
+    before = num_generated(client)
+    assert cli.main(["bench", "serve", "--base-url", ready_server.url, *words]) == 0
     result = json.loads(capsys.readouterr().out.splitlines()[-1])
     [static] = result["baselines"]
     assert result["completed"] == static["completed"] == 5
     assert result["total_output_tokens"] == static["total_output_tokens"]
-    warm_up = (generated(client) - before) - 2 * result["total_output_tokens"]
+    warm_up = (num_generated(client) - before) - 2 * result["total_output_tokens"]
     assert 1 <= warm_up <= 8
     assert 0 < result["median_ttft_ms"] <= result["median_e2el_ms"]
 
 
-def generated(client: httpx.Client) -> float:
+def num_generated(client: httpx.Client) -> float:
     return metrics(client)["jaxpage_generation_tokens_total"]
 
 
-def test_sigterm_under_load_then_exit_status_0_and_no_child_left(served, client):
+def test_sigterm_under_load_then_exit_status_0_and_no_child_left(ready_server, client):
     """Beforehand SIGHUP changes nothing, and says so."""
-    served.process.send_signal(signal.SIGHUP)
-    wait_until(lambda: any("SIGHUP is ignored" in line for line in served.lines))
+    ready_server.process.send_signal(signal.SIGHUP)
+    wait_until(lambda: any("SIGHUP is ignored" in line for line in ready_server.lines))
     statuses: list[Any] = []
     texts: list[str] = []
     requested = {"model": "demo", "prompt": "Once upon a time", "max_tokens": 60, "temperature": 0}
@@ -168,21 +173,21 @@ def test_sigterm_under_load_then_exit_status_0_and_no_child_left(served, client)
 
     warm = client.post("/v1/completions", json=requested)
     expected = warm.json()["choices"][0]["text"]
-    children = psutil.Process(served.process.pid).children(recursive=True)
+    children = psutil.Process(ready_server.process.pid).children(recursive=True)
     assert children  # the process that tries grammars
     threads = [threading.Thread(target=post) for _ in range(10)]
     for thread in threads:
         thread.start()
     wait_until(lambda: metrics(client)["jaxpage_num_requests_running"] == 4)
-    served.process.send_signal(signal.SIGTERM)
-    assert served.process.wait(60) == 0, "".join(served.lines)
+    ready_server.process.send_signal(signal.SIGTERM)
+    assert ready_server.process.wait(60) == 0, "".join(ready_server.lines)
     for thread in threads:
         thread.join()
-    wait_until(lambda: any("SIGTERM: finishing what runs" in line for line in served.lines))
+    wait_until(lambda: any("SIGTERM: finishing what runs" in line for line in ready_server.lines))
     assert set(statuses) <= {200, 503, "closed"} and statuses.count(200) >= 4
     assert set(texts) == {expected}
     assert not psutil.wait_procs(children, timeout=30)[1], "a child is left"
-    assert "Traceback" not in "".join(served.lines)
+    assert "Traceback" not in "".join(ready_server.lines)
 
 
 def test_an_interrupt_while_it_starts_ends_it_at_once_and_json_logs_are_objects():
@@ -203,6 +208,7 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
+@pytest.mark.sweep  # a third start of a server
 def test_a_second_signal_ends_it_at_once():
     """A request that does not end, and a thread that writes an answer for ever, are left behind."""
     words = ("--shutdown-timeout-seconds", "3600")
@@ -218,7 +224,7 @@ def test_a_second_signal_ends_it_at_once():
             sent = request_bytes("POST", "/v1/completions", b"{", Content_Length="1000", **key)
             visitor.sendall(sent)
             other.sendall(request_bytes("POST", "/v1/completions", body, **key))
-            wait_until(lambda: generated(client) == 8)
+            wait_until(lambda: num_generated(client) == 8)
             server.process.send_signal(signal.SIGTERM)
             wait_until(lambda: client.get("/ready").status_code == 503)
             server.process.send_signal(signal.SIGINT)

@@ -1,4 +1,6 @@
-"""ServerConfig, where it comes from, the API keys, and what the start says before there is a server."""
+"""ServerConfig, where it comes from, the API keys, and what the start says before there is a
+server.
+"""
 
 from __future__ import annotations
 
@@ -300,7 +302,7 @@ def test_config_show_is_a_file_that_loads_to_the_same(tmp_path, monkeypatch, cap
 
 
 def test_config_validate_tells_everything_at_once(tmp_path, monkeypatch, capsys):
-    """Of the file, of variables and of flags; of the engine and of the server."""
+    """The problems are in the file, in variables and in flags, of the engine and of the server."""
     lines = [
         "dtype: int3",
         "block_size: 13",
@@ -314,8 +316,8 @@ def test_config_validate_tells_everything_at_once(tmp_path, monkeypatch, capsys)
     monkeypatch.setenv("JAXPAGE_LOG_LEVL", "info")
     monkeypatch.setenv("JAXPAGE_SEED", "[")
     assert cli.main(["config", "validate", str(path), "--max-num-seqs", "0"]) == 2
-    told = capsys.readouterr().err.removeprefix("jaxpage: error: ").splitlines()
-    assert sorted(line.partition(": ")[2].split(":")[0] for line in told) == [
+    errors = capsys.readouterr().err.removeprefix("jaxpage: error: ").splitlines()
+    assert sorted(line.partition(": ")[2].split(":")[0] for line in errors) == [
         *(
             "attention_backend",
             "block_size",
@@ -327,7 +329,7 @@ def test_config_validate_tells_everything_at_once(tmp_path, monkeypatch, capsys)
         ),
         *("prot", "ui_show_prompts", "unknown setting; did you mean 'log_level'?"),
     ]
-    assert {line.split(": ")[0] for line in told if line.startswith(str(path))} == {
+    assert {line.split(": ")[0] for line in errors if line.startswith(str(path))} == {
         f"{path}:{number}" for number in (1, 2, 3, 4, 6, 7, 8)
     }
 
@@ -417,7 +419,7 @@ def test_an_address_that_is_taken_is_known_before_a_model_is_loaded():
 
 
 def test_an_address_can_be_had_again_at_once():
-    """Of a server that closed its connections itself, which the system remembers for a while."""
+    """A server closed its connections itself, which the system remembers for a while."""
     with bind_socket(ServerConfig(port=0)) as listener:
         port = listener.getsockname()[1]
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as `run_app` does
@@ -497,7 +499,9 @@ def test_a_door_that_is_open_to_everybody_is_told(host, key, warned, monkeypatch
 
 
 def test_garbage_collections_leave_out_what_the_start_has_made():
-    """Otherwise a request with many lists makes Python look through 360,000 objects of imports, while all streams wait."""
+    """Otherwise a request with many lists makes Python look through 360,000 objects of imports,
+    while all streams wait.
+    """
     made_by_the_start = [[] for _ in range(1000)]
     before = gc.get_threshold()
     try:
@@ -520,7 +524,10 @@ def test_what_clients_call_the_model(tmp_path):
 
 
 def test_a_model_without_a_template_is_asked_for_completions():
-    """Of text where there is a tokenizer, of token ids where there is none; the body that is shown is JSON in a shell's quotes."""
+    """It takes text where there is a tokenizer, and token ids where there is none.
+
+    The body that is shown is JSON in a shell's quotes.
+    """
     for tokenizer, prompt in ((SimpleNamespace(), "Once upon a time"), (None, [1, 2, 3])):
         context = ModelContext(
             model_names=("it's",), max_model_len=9, vocab_size=9, tokenizer=tokenizer
@@ -539,7 +546,10 @@ def test_a_model_without_a_template_is_asked_for_completions():
 
 
 def test_the_image_has_the_kernels_for_cpus_and_the_servers_of_the_compose_file_use_it():
-    """The image is not built here: its commands are read. An image without a compiler needs the kernels in the wheel."""
+    """The image is not built here: its commands are read.
+
+    An image without a compiler needs the kernels in the wheel.
+    """
     root = Path(__file__).parents[1]
     dockerfile = (root / "deploy" / "Dockerfile").read_text()
     making, running = dockerfile.split("FROM python:3.12-slim")[1:]

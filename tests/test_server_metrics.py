@@ -1,4 +1,4 @@
-"""What is measured, and how it is told: Prometheus' own parser reads the same facts that `llm.stats()` has. And the server's log."""
+"""Metrics and the server's log: Prometheus' own parser reads the same facts that `llm.stats()` has."""
 
 from __future__ import annotations
 
@@ -82,9 +82,9 @@ def test_latencies_are_recounted_from_the_requests(llm, outputs):
     """Each request carries its times; the histograms are made of them again, with sums and buckets."""
     stats = llm.stats()
     requests = [output.metrics for output in outputs]
-    tokens = [sum(len(one.token_ids) for one in output.outputs) for output in outputs]
-    max_length = [max(len(one.token_ids) for one in output.outputs) for output in outputs]
-    found = {
+    tokens = [sum(len(each.token_ids) for each in output.outputs) for output in outputs]
+    max_length = [max(len(each.token_ids) for each in output.outputs) for output in outputs]
+    values_by_name = {
         "time_to_first_token_seconds": [m.first_token_time - m.arrival_time for m in requests],
         "e2e_request_latency_seconds": [m.finished_time - m.arrival_time for m in requests],
         "request_queue_time_seconds": [m.first_scheduled_time - m.arrival_time for m in requests],
@@ -99,7 +99,7 @@ def test_latencies_are_recounted_from_the_requests(llm, outputs):
             if count > 1
         ],
     }
-    for name, values in found.items():
+    for name, values in values_by_name.items():
         histogram = stats[name]
         assert histogram["count"] == len(values), name
         assert histogram["sum"] == pytest.approx(sum(values)), name
@@ -111,7 +111,7 @@ def test_latencies_are_recounted_from_the_requests(llm, outputs):
         "beams that fell out were generated too"
     )
     gaps = stats["inter_token_latency_seconds"]
-    assert gaps["sum"] == pytest.approx(sum(found["request_decode_time_seconds"])), (
+    assert gaps["sum"] == pytest.approx(sum(values_by_name["request_decode_time_seconds"])), (
         "the gaps between tokens add up"
     )
     assert stats["engine_step_seconds"]["count"] == stats["engine_steps_total"] > gaps["count"] / 4
@@ -140,13 +140,13 @@ def test_what_is_aborted_has_no_latency(llm, outputs, by_hand):
 # ---- Prometheus
 
 
-def parsed(text: bytes) -> dict[str, Any]:
+def parse(text: bytes) -> dict[str, Any]:
     return {family.name: family for family in text_string_to_metric_families(text.decode())}
 
 
 def test_metrics_have_the_facts_of_stats(llm, outputs):
     stats = llm.stats()
-    families = parsed(ServerMetrics("my model").exposition(stats))
+    families = parse(ServerMetrics("my model").exposition(stats))
     samples = {
         (
             sample.name,
@@ -158,26 +158,26 @@ def test_metrics_have_the_facts_of_stats(llm, outputs):
     assert len(samples) == sum(len(family.samples) for family in families.values()), (
         "no sample comes twice"
     )
-    wanted: dict[tuple[str, ...], float] = {}
+    expected: dict[tuple[str, ...], float] = {}
     for name, value in stats.items():
         if isinstance(value, dict) and "buckets" in value:
-            wanted |= {
+            expected |= {
                 (f"jaxpage_{name}_bucket", bound): count
                 for bound, count in value["buckets"].items()
             }
-            wanted |= {
+            expected |= {
                 (f"jaxpage_{name}_sum",): value["sum"],
                 (f"jaxpage_{name}_count",): value["count"],
             }
         elif isinstance(value, dict):
-            wanted |= {(f"jaxpage_{name}", str(key)): number for key, number in value.items()}
+            expected |= {(f"jaxpage_{name}", str(key)): number for key, number in value.items()}
         else:
-            wanted[(f"jaxpage_{name}",)] = value
-    engine = {key: sample.value for key, sample in samples.items() if key in wanted}
-    assert engine == wanted and stats["num_preemptions_total"] and stats["request_success_total"]
-    assert all(samples[key].labels["model_name"] == "my model" for key in wanted)
-    own = {"jaxpage_rejected", "jaxpage_aborted", "jaxpage_build_info"}
-    assert {name for name in families if not name.startswith("process_")} == own | {
+            expected[(f"jaxpage_{name}",)] = value
+    engine = {key: sample.value for key, sample in samples.items() if key in expected}
+    assert engine == expected and stats["num_preemptions_total"] and stats["request_success_total"]
+    assert all(samples[key].labels["model_name"] == "my model" for key in expected)
+    names = {"jaxpage_rejected", "jaxpage_aborted", "jaxpage_build_info"}
+    assert {name for name in families if not name.startswith("process_")} == names | {
         f"jaxpage_{name}"
         if name == "num_blocks_total"
         else f"jaxpage_{name}".removesuffix("_total")
@@ -192,7 +192,7 @@ def test_every_metric_says_what_it_is(llm, outputs):
         name for name, value in stats.items() if isinstance(value, dict) and "buckets" not in value
     }
     assert {"rejected_total", "aborted_total", *labelled} == set(LABELS)
-    families = parsed(ServerMetrics("m").exposition(stats))
+    families = parse(ServerMetrics("m").exposition(stats))
     types = {name: family.type for name, family in families.items() if name.startswith("jaxpage_")}
     histograms = {
         f"jaxpage_{name}"
@@ -212,7 +212,7 @@ def test_reasons_are_a_closed_set():
         metrics.rejected(f"GET{index}")
         metrics.aborted(f"{index}\n")
     metrics.rejected("queue_full")
-    families = parsed(metrics.exposition({}))
+    families = parse(metrics.exposition({}))
     assert len(metrics.exposition({}).splitlines()) == size
     for name, reasons, counted in (
         ("rejected", REJECTIONS, {"other": 1000, "queue_full": 1}),
@@ -226,7 +226,7 @@ def test_reasons_are_a_closed_set():
 
 def test_a_model_s_name_cannot_break_the_text():
     name = 'a"b\\c\nd'
-    [sample] = parsed(ServerMetrics(name).exposition({"engine_steps_total": 3}))[
+    [sample] = parse(ServerMetrics(name).exposition({"engine_steps_total": 3}))[
         "jaxpage_engine_steps"
     ].samples
     assert (sample.labels["model_name"], sample.value) == (name, 3)
@@ -238,8 +238,8 @@ def test_a_model_s_name_cannot_break_the_text():
 @pytest.fixture
 def log(capsys):
     """Configures the log and gives what was written since."""
-    root, own = logging.getLogger(), logging.getLogger("jaxpage")
-    before = root.handlers[:], root.level, own.level
+    root, logger = logging.getLogger(), logging.getLogger("jaxpage")
+    before = root.handlers[:], root.level, logger.level
 
     def configure(**settings: Any) -> Any:
         logs.configure(ServerConfig(**settings))
@@ -249,7 +249,7 @@ def log(capsys):
     logging.captureWarnings(False)
     root.handlers[:] = before[0]
     root.setLevel(before[1])
-    own.setLevel(before[2])
+    logger.setLevel(before[2])
 
 
 HOSTILE = "first\r\n12:00:00 ERROR forged\x1b[2J\u2028\x85 \x7f"
@@ -269,11 +269,11 @@ def test_no_line_of_a_traceback_looks_like_a_record(log):
         raise ValueError(HOSTILE)
     except ValueError:
         logging.getLogger("jaxpage.x").exception("failed")
-    first, *rest = written().splitlines()
+    first, *others = written().splitlines()
     assert (
         first.endswith("ERROR failed")
-        and all(line.startswith("    ") for line in rest)
-        and len(rest) >= 3
+        and all(line.startswith("    ") for line in others)
+        and len(others) >= 3
     )
 
 
@@ -338,7 +338,7 @@ def test_activity_is_told_once_and_only_where_there_is_some(llm, outputs):
 
 
 def test_the_log_has_a_line_per_active_interval(log):
-    """Of four snapshots the second and the third differ: one line."""
+    """The second and the third of four snapshots differ: one line."""
     written = log()
     quiet = {name: 0 for name in HELP}
     snapshots = iter(
@@ -393,7 +393,7 @@ def test_latencies_of_a_failed_request_are_left_out():
 def test_routers_and_dashboards_find_vllms_names(llm, outputs):
     """The endpoint picker of the Gateway API reads the gauges, vLLM's dashboard the others, too."""
     stats = llm.stats()
-    families = parsed(ServerMetrics("m", 16).exposition(stats))
+    families = parse(ServerMetrics("m", 16).exposition(stats))
     theirs = {name: family for name, family in families.items() if name.startswith("vllm:")}
     same = {name for name, answer in answers("metrics").items() if answer.kind == "same"}
     assert theirs.keys() == {
@@ -409,16 +409,18 @@ def test_routers_and_dashboards_find_vllms_names(llm, outputs):
     (preemptions,) = theirs.pop("vllm:num_preemptions").samples
     assert preemptions.value == sum(stats["num_preemptions_total"].values())
     for name, family in theirs.items():
-        own = families[f"jaxpage_{name.removeprefix('vllm:')}"]
-        assert family.type == own.type
-        assert [(one.labels, one.value) for one in family.samples] == [
-            (one.labels, one.value) for one in own.samples
+        own_family = families[f"jaxpage_{name.removeprefix('vllm:')}"]
+        assert family.type == own_family.type
+        assert [(each.labels, each.value) for each in family.samples] == [
+            (each.labels, each.value) for each in own_family.samples
         ]
 
 
 @pytest.mark.parametrize("following", [0, 1])
 def test_events_of_an_index(following):
-    """A block takes those behind it along, and nothing is told of a salt, nor of a token that follows."""
+    """A block takes those following it along, and nothing is told of a salt, nor of a token that
+    follows.
+    """
     batches: list[Any] = []
     index, events = PrefixIndex(2, num_following=following), KVEvents(2, batches.append)
     index.observer = events
@@ -435,22 +437,25 @@ def test_events_of_an_index(following):
     events.pages_rebuilt()
     events.pages_rebuilt()
     [(_, [stored], _), (_, [removed], _)] = batches
-    first, *behind = hashes = [int.from_bytes(digest[:8], "big") for digest in digests]
+    first, *following = hashes = [int.from_bytes(digest[:8], "big") for digest in digests]
     assert (stored["block_hashes"], stored["parent_block_hash"]) == (hashes, None)
     assert stored["token_ids"] == [1, 2, 3, 4, 5, 6]
     assert (
-        removed == {"type": "BlockRemoved", "block_hashes": behind, "medium": "GPU"}
-        and first not in behind
+        removed == {"type": "BlockRemoved", "block_hashes": following, "medium": "GPU"}
+        and first not in following
     )
 
 
 def free_endpoint() -> str:
-    with socket.create_server(("127.0.0.1", 0)) as found:
-        return f"tcp://127.0.0.1:{found.getsockname()[1]}"
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return f"tcp://127.0.0.1:{listener.getsockname()[1]}"
 
 
 def test_subscribers_know_what_the_cache_will_find(llm):
-    """Put together from the events alone, through evictions. Salted prefixes are left out. What was missed is sent again."""
+    """Put together from the events alone, through evictions.
+
+    Salted prefixes are left out. What was missed is sent again.
+    """
     zmq, msgpack = pytest.importorskip("zmq"), pytest.importorskip("msgpack")
     rng, engine = np.random.default_rng(0), llm._engine
     built, before = Built(engine, None, {}, llm.spec, llm._model), engine.events
@@ -488,13 +493,13 @@ def test_subscribers_know_what_the_cache_will_find(llm):
             for prefix in [prefix for prefix, block_hash in known.items() if block_hash in gone]:
                 del known[prefix]
 
-    def missed(asking: Any, first: int) -> list[bytes]:
+    def find_missing(asking: Any, first: int) -> list[bytes]:
         asking.send_multipart([b"", first.to_bytes(8, "big")])
-        found = []
+        events = []
         while (got := asking.recv_multipart()[1:])[0] != b"\xff" * 8:
-            assert int.from_bytes(got[0], "big") == first + len(found)
-            found.append(got[1])
-        return found
+            assert int.from_bytes(got[0], "big") == first + len(events)
+            events.append(got[1])
+        return events
 
     def generate(*prompts: list[int], **params: Any) -> list[int]:
         outputs = llm.generate(
@@ -509,8 +514,8 @@ def test_subscribers_know_what_the_cache_will_find(llm):
     ):
         reading.connect(endpoint)
         asking.connect(replaying)
-        for one in (reading, asking):
-            one.rcvtimeo = 20_000
+        for each in (reading, asking):
+            each.rcvtimeo = 20_000
         reading.subscribe(b"kv@")
         seen = []
         while not seen:  # until the connection stands
@@ -526,17 +531,17 @@ def test_subscribers_know_what_the_cache_will_find(llm):
         generate(*prompts[30:])
         num_seen, hits = 0, []
         for probe in [*prompts[-12:], *prompts[:6], secret]:
-            batches = missed(asking, num_seen)
+            batches = find_missing(asking, num_seen)
             num_seen += len(batches)
             for sent_at, events, rank in map(msgpack.unpackb, batches):
                 assert abs(sent_at - time.time()) < 600 and rank == 0
                 for event in events:
                     follow(event)
-            wanted = 0
-            while wanted + 16 < len(probe) and tuple(probe[: wanted + 16]) in known:
-                wanted += 16
-            hits.append(wanted)
-            assert generate(probe) == [wanted]
+            expected = 0
+            while expected + 16 < len(probe) and tuple(probe[: expected + 16]) in known:
+                expected += 16
+            hits.append(expected)
+            assert generate(probe) == [expected]
         assert num_removed and max(hits) >= 32 and hits[-1] == 0, "nothing was evicted, or found"
         llm.reset_prefix_cache()
         while True:
@@ -553,7 +558,7 @@ def test_subscribers_know_what_the_cache_will_find(llm):
 
 
 def test_the_application_runs_in_the_servers_of_others(llm, tmp_path, monkeypatch):
-    """With the lifespan of ASGI, by which its engine ends."""
+    """The lifespan of ASGI ends its engine."""
     with pytest.raises(ModelNotFoundError, match="nowhere"):
         asgi.asgi_app(
             engine={"model": str(tmp_path / "nowhere")}, server={"served_model_name": "m"}
@@ -565,19 +570,19 @@ def test_the_application_runs_in_the_servers_of_others(llm, tmp_path, monkeypatc
     said: list[str] = []
 
     async def run() -> None:
-        told: asyncio.Queue[Any] = asyncio.Queue()
+        messages: asyncio.Queue[Any] = asyncio.Queue()
         lifespan = asyncio.create_task(
-            app({"type": "lifespan"}, told.get, lambda event: heard(event["type"]))
+            app({"type": "lifespan"}, messages.get, lambda event: hear(event["type"]))
         )
-        await told.put({"type": "lifespan.startup"})
+        await messages.put({"type": "lifespan.startup"})
         requested = {"model": "m", "prompt": [1, 2, 3], "max_tokens": 2}
         transport = httpx.ASGITransport(app)
         async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
             assert (await client.post("/v1/completions", json=requested)).status_code == 200
-        await told.put({"type": "lifespan.shutdown"})
+        await messages.put({"type": "lifespan.shutdown"})
         await lifespan
 
-    async def heard(event: str) -> None:
+    async def hear(event: str) -> None:
         said.append(event)
 
     asyncio.run(run())

@@ -1,4 +1,6 @@
-"""Several models in one server, over HTTP: no request is lost under changing load, and the texts are those of plain engines."""
+"""Several models in one server, over HTTP: no request is lost under changing load, and the texts
+are those of plain engines.
+"""
 
 from __future__ import annotations
 
@@ -104,9 +106,11 @@ def serving(path: Path, models: list[dict[str, Any]], **settings: Any) -> Iterat
 
 @pytest.fixture(scope="module")
 def running(directory, tmp_path_factory):
-    kept = tmp_path_factory.mktemp("kept")
+    kept_directory = tmp_path_factory.mktemp("kept")
     models = models_of(directory)
-    with serving(kept / "models.yaml", models, batch_directory=str(kept / "batches")) as server:
+    with serving(
+        kept_directory / "models.yaml", models, batch_directory=str(kept_directory / "batches")
+    ) as server:
         yield server
     assert server.status == 0
 
@@ -117,58 +121,58 @@ def client(running):
         yield client
 
 
-def requested(model: str, prompt: int, drawn: int, **more: Any) -> dict[str, Any]:
+def request(model: str, prompt: int, drawn: int, **more: Any) -> dict[str, Any]:
     about = {"model": model, "prompt": PROMPTS[prompt], "max_tokens": 8, "ignore_eos": True}
     return {**about, "return_token_ids": True, **DRAWN[drawn], **more}
 
 
 @pytest.fixture(scope="module")
-def wanted(directory):
+def expected(directory):
     """The tokens of engines that do nothing else, one request after the other."""
-    found = {}
+    tokens = {}
     for name, model, settings in (("demo", "demo", SMALL), ("other", directory, BLOCKS_OF_16)):
         with make_llm(model, **settings) as llm:
             for prompt, ids in enumerate(PROMPTS):
                 for drawn, sampling in enumerate(DRAWN):
                     params = SamplingParams(max_tokens=8, ignore_eos=True, **sampling)
                     output = llm.generate(ids, params, use_tqdm=False)[0].outputs[0]
-                    found[name, prompt, drawn] = list(output.token_ids)
-    return found
+                    tokens[name, prompt, drawn] = list(output.token_ids)
+    return tokens
 
 
-async def answered(client: httpx.AsyncClient, body: dict[str, Any]) -> list[int]:
+async def answer_of(client: httpx.AsyncClient, body: dict[str, Any]) -> list[int]:
     """Returns the tokens of an answer, which comes whole or as a stream."""
     if not body.get("stream"):
         answer = await client.post("/v1/completions", json=body)
         assert answer.status_code == 200, answer.text
         return list(answer.json()["choices"][0]["token_ids"])
-    found: list[int] = []
+    token_ids: list[int] = []
     async with client.stream("POST", "/v1/completions", json=body) as answer:
         assert answer.status_code == 200
         async for line in answer.aiter_lines():
             if line.startswith("data: {"):
                 for choice in json.loads(line.removeprefix("data: "))["choices"]:
-                    found += choice["token_ids"]
-    return found
+                    token_ids += choice["token_ids"]
+    return token_ids
 
 
-def test_no_request_is_lost_under_changing_load_with_room_for_one(running, wanted):
+def test_no_request_is_lost_under_changing_load_with_room_for_one(running, expected):
     loads: list[str] = []
     load = running.table._load
 
-    async def noted(name: str) -> Any:
+    async def note(name: str) -> Any:
         running.table.check()
         loads.append(name)
         return await load(name)
 
-    async def one(client: httpx.AsyncClient, rng: random.Random) -> None:
-        case = rng.choice(sorted(wanted))
-        body = requested(*case, stream=rng.random() < 0.5)
+    async def ask_at_random(client: httpx.AsyncClient, rng: random.Random) -> None:
+        case = rng.choice(sorted(expected))
+        body = request(*case, stream=rng.random() < 0.5)
         if rng.random() < 0.2:  # this client leaves, while it waits or is answered
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(answered(client, body), rng.random() / 10)
+                await asyncio.wait_for(answer_of(client, body), rng.random() / 10)
         else:
-            assert await answered(client, body) == wanted[case], case
+            assert await answer_of(client, body) == expected[case], case
 
     async def load_it() -> None:
         async with httpx.AsyncClient(base_url=running.address, timeout=300) as client:
@@ -178,11 +182,11 @@ def test_no_request_is_lost_under_changing_load_with_room_for_one(running, wante
 
                 async def in_turn(rng: random.Random, places: asyncio.Semaphore) -> None:
                     async with places:
-                        await one(client, rng)
+                        await ask_at_random(client, rng)
 
                 await asyncio.gather(*(in_turn(rng, places) for _ in range(3 * num_at_once)))
 
-    running.table._load = noted
+    running.table._load = note
     try:
         asyncio.run(load_it())
     finally:
@@ -191,25 +195,25 @@ def test_no_request_is_lost_under_changing_load_with_room_for_one(running, wante
     wait_until(lambda: not any(slot.num_leases for slot in running.table.slots.values()))
 
 
-def test_a_model_that_is_gone_answers_so_and_the_rest_goes_on(client, wanted):
-    before = client.post("/v1/completions", json=requested("demo", 0, 0)).json()
-    answer = client.post("/v1/completions", json=requested("gone", 0, 0))
+def test_a_model_that_is_gone_answers_so_and_the_rest_goes_on(client, expected):
+    before = client.post("/v1/completions", json=request("demo", 0, 0)).json()
+    answer = client.post("/v1/completions", json=request("gone", 0, 0))
     error = answer.json()["error"]
     assert answer.status_code == 500 and "retry-after" not in answer.headers
     assert error["code"] == "model_not_loaded" and error["param"] == "model"
     assert "'gone' cannot be loaded" in error["message"] and "/" not in error["message"]
     states = {card["id"]: card["state"] for card in client.get("/v1/models").json()["data"]}
     assert states == {"demo": "loaded", "other": "unloaded", "gone": "unloaded"}
-    after = client.post("/v1/completions", json=requested("demo", 0, 0)).json()
+    after = client.post("/v1/completions", json=request("demo", 0, 0)).json()
     assert after["choices"] == before["choices"]
-    assert before["choices"][0]["token_ids"] == wanted["demo", 0, 0]
-    answer = client.post("/v1/completions", json=requested("nobody", 0, 0))
+    assert before["choices"][0]["token_ids"] == expected["demo", 0, 0]
+    answer = client.post("/v1/completions", json=request("nobody", 0, 0))
     assert answer.status_code == 404 and answer.json()["error"]["code"] == "model_not_found"
 
 
 @pytest.mark.parametrize("level", [1, 2])
 def test_a_model_sleeps_and_wakes_for_a_request(client, level):
-    body = requested("other", 1, 1)
+    body = request("other", 1, 1)
     before = client.post("/v1/completions", json=body).json()["choices"]
     num_compiled = metric(client, "jaxpage_compile_total", "other")
     for path, state in (("/sleep", "asleep"), ("/wake_up", "loaded"), ("/sleep", "asleep")):
@@ -227,21 +231,21 @@ def test_a_model_sleeps_and_wakes_for_a_request(client, level):
 
 
 def test_a_model_is_paused(
-    running: Running, client: httpx.Client, wanted: dict[tuple[str, int, int], list[int]]
+    running: Running, client: httpx.Client, expected: dict[tuple[str, int, int], list[int]]
 ) -> None:
     client.post("/wake_up", json={"model": "demo"})
     assert client.post("/pause", json={"model": "demo"}).json() == {"status": "paused"}
     paused = client.get("/is_paused", params={"model": "demo"}).json()
     assert paused == {"is_paused": True}
     with ThreadPoolExecutor(1) as pool:
-        held = pool.submit(client.post, "/v1/completions", json=requested("demo", 0, 0))
+        held = pool.submit(client.post, "/v1/completions", json=request("demo", 0, 0))
         model = running.table.slots["demo"].model
         assert model is not None
         wait_until(lambda: model.driver.engine.has_unfinished, "the request is there")
         assert client.post("/sleep", json={"model": "demo"}).status_code == 409
         assert not held.done()
         assert client.post("/resume?model=demo").json() == {"status": "resumed"}
-        assert held.result().json()["choices"][0]["token_ids"] == wanted["demo", 0, 0]
+        assert held.result().json()["choices"][0]["token_ids"] == expected["demo", 0, 0]
     assert client.post("/resume", json={"model": "demo"}).status_code == 409
     unloaded = client.post("/pause", json={"model": "gone"})
     assert unloaded.status_code == 409 and "'gone' is not loaded" in unloaded.text
@@ -250,14 +254,14 @@ def test_a_model_is_paused(
 
 
 def test_requests_that_come_while_their_model_falls_asleep_wait_and_wake_it(
-    running, client, wanted
+    running, client, expected
 ):
     asks = {
-        "/v1/completions": requested("demo", 0, 0),
+        "/v1/completions": request("demo", 0, 0),
         "/v1/embeddings": {"model": "demo", "input": [1, 2, 3]},
     }
     before = {path: client.post(path, json=body).json() for path, body in asks.items()}
-    assert before["/v1/completions"]["choices"][0]["token_ids"] == wanted["demo", 0, 0]
+    assert before["/v1/completions"]["choices"][0]["token_ids"] == expected["demo", 0, 0]
     model = running.table.slots["demo"].model
     assert model is not None
     sleep = model.sleep
@@ -296,8 +300,8 @@ def test_a_look_at_a_model_does_not_load_it(running, client):
     def show(name: str) -> dict[str, Any]:
         answer = client.post("/api/show", json={"model": name, "verbose": True})
         assert answer.status_code == 200 and "x-jaxpage-ignored-fields" not in answer.headers
-        found: dict[str, Any] = answer.json()
-        return found
+        body: dict[str, Any] = answer.json()
+        return body
 
     unload(client, "demo", "other")
     shown_model = show("demo:latest")
@@ -305,7 +309,7 @@ def test_a_look_at_a_model_does_not_load_it(running, client):
     assert not client.get("/api/ps").json()["models"]
     assert shown_model["details"]["family"] == "llama"
     assert shown_model["model_info"]["llama.context_length"] == 512
-    client.post("/v1/completions", json=requested("demo", 0, 0))
+    client.post("/v1/completions", json=request("demo", 0, 0))
     assert show("demo") == shown_model
     client.post("/sleep", json={"model": "demo"})
     assert show("demo") == shown_model
@@ -369,10 +373,10 @@ def metric(client: httpx.Client, name: str, model: str) -> float:
 
 
 def test_metrics_have_each_name_once_and_each_model_in_memory(client):
-    client.post("/v1/completions", json=requested("demo", 0, 0))
+    client.post("/v1/completions", json=request("demo", 0, 0))
     text = client.get("/metrics").text
     assert client.post("/sleep", json={"model": "demo"}).status_code == 200
-    client.post("/v1/completions", json=requested("other", 0, 0))
+    client.post("/v1/completions", json=request("other", 0, 0))
     assert metric(client, "jaxpage_num_requests_running", "other") == 0
     assert metric(client, "jaxpage_num_requests_running", "demo") == 0, "it sleeps, and is there"
     helps = [line for line in client.get("/metrics").text.splitlines() if "# HELP" in line]
@@ -380,7 +384,7 @@ def test_metrics_have_each_name_once_and_each_model_in_memory(client):
 
 
 def test_ollamas_list_describes_what_is_loaded_and_what_is_not(client):
-    client.post("/v1/completions", json=requested("demo", 0, 0))
+    client.post("/v1/completions", json=request("demo", 0, 0))
     listed = {model["name"]: model for model in client.get("/api/tags").json()["models"]}
     for model in listed.values():
         assert len(model["digest"]) == 64 and model["modified_at"]
@@ -415,10 +419,10 @@ def test_ollamas_keep_alive(client):
     wait_until(lambda: not client.get("/api/ps").json()["models"], "the model is unloaded")
 
 
-def test_a_batch_of_two_models_leaves_out_no_line(client, wanted):
-    cases = [*sorted(wanted), ("gone", 0, 0)]
+def test_a_batch_of_two_models_leaves_out_no_line(client, expected):
+    cases = [*sorted(expected), ("gone", 0, 0)]
     line = {"method": "POST", "url": "/v1/completions"}
-    lines = [{**line, "custom_id": str(case), "body": requested(*case)} for case in cases]
+    lines = [{**line, "custom_id": str(case), "body": request(*case)} for case in cases]
     content = "\n".join(map(json.dumps, lines))
     file = client.post(
         "/v1/files", data={"purpose": "batch"}, files={"file": ("in.jsonl", content)}
@@ -427,18 +431,18 @@ def test_a_batch_of_two_models_leaves_out_no_line(client, wanted):
     batch = client.post("/v1/batches", json=asks).json()
 
     def now() -> dict[str, Any]:
-        found: dict[str, Any] = client.get(f"/v1/batches/{batch['id']}").json()
-        return found
+        batch_state: dict[str, Any] = client.get(f"/v1/batches/{batch['id']}").json()
+        return batch_state
 
     wait_until(lambda: now()["status"] == "completed", "the batch ends", 300)
-    found = {}
+    answers = {}
     for kind in ("output_file_id", "error_file_id"):
         for text in client.get(f"/v1/files/{now()[kind]}/content").text.splitlines():
             answer = json.loads(text)
-            found[answer["custom_id"]] = answer["response"]
-    assert found.pop(str(cases[-1]))["status_code"] == 500
-    assert {case: one["body"]["choices"][0]["token_ids"] for case, one in found.items()} == {
-        str(case): ids for case, ids in wanted.items()
+            answers[answer["custom_id"]] = answer["response"]
+    assert answers.pop(str(cases[-1]))["status_code"] == 500
+    assert {case: each["body"]["choices"][0]["token_ids"] for case, each in answers.items()} == {
+        str(case): ids for case, ids in expected.items()
     }
 
 
@@ -458,7 +462,7 @@ def test_a_shutdown_during_a_load_answers_those_that_wait(directory, tmp_path):
 
         def ask() -> None:
             with httpx.Client(base_url=running.address, timeout=300) as client:
-                answers.append(client.post("/v1/completions", json=requested("other", 0, 0)))
+                answers.append(client.post("/v1/completions", json=request("other", 0, 0)))
 
         asking = threading.Thread(target=ask)
         asking.start()
@@ -504,11 +508,11 @@ def test_settings_of_one_model_do_not_go_with_several(tmp_path, capsys):
     path.write_text(f"models: [{A}}}]")
     assert main(["serve", "demo", "--models", str(path)]) == 2
     assert "--models FILE does not go with model: " in capsys.readouterr().err
-    given = {"weights_directory": "w", "kv_events": "tcp://127.0.0.1:9"}
+    settings = {"weights_directory": "w", "kv_events": "tcp://127.0.0.1:9"}
     with pytest.raises(ConfigError) as refused:
-        ServerConfig(models_file=str(path), **given)
+        ServerConfig(models_file=str(path), **settings)
     assert str(refused.value).splitlines() == [
-        f"{name}: is not supported with models_file" for name in given
+        f"{name}: is not supported with models_file" for name in settings
     ]
 
 
@@ -572,7 +576,7 @@ def test_kernels_that_the_device_does_not_run_are_refused_before_a_request(tmp_p
 
 
 def test_the_server_keeps_the_responses_of_all_models(client, running):
-    """Whatever becomes of a model. Only one of these has a chat template."""
+    """A model may go meanwhile. Only one of these has a chat template."""
     response_id = f"resp_{'1' * 32}"
     stored = StoredResponse(b'[{"role":"user","content":"x"}]', b'{"output":[]}')
     running.board.responses.put(response_id, "", stored)

@@ -1,4 +1,6 @@
-"""A model that sleeps: its memory is free, it comes back without a compilation, and its texts are what they were."""
+"""A model that sleeps: its memory is free, it comes back without a compilation, and its texts are
+what they were.
+"""
 
 from __future__ import annotations
 
@@ -65,7 +67,7 @@ def write_adapter(directory):
 def on_device(llm):
     """The bytes of the arrays that the runner has."""
     runner = llm._engine.runner
-    return sum(one.nbytes for one in jax.tree.leaves((runner._parameters, runner._pages)))
+    return sum(each.nbytes for each in jax.tree.leaves((runner._parameters, runner._pages)))
 
 
 @pytest.mark.parametrize("level", [1, 2])
@@ -78,7 +80,9 @@ def test_a_model_wakes_without_a_compilation_and_with_the_same_texts(llm, level)
     assert on_device(llm) > 0 and not llm.is_sleeping
     llm.sleep(level)
     assert llm.is_sleeping and on_device(llm) == 0
-    assert weights and all(one.is_deleted() for one in weights), "the device still has the weights"
+    assert weights and all(each.is_deleted() for each in weights), (
+        "the device still has the weights"
+    )
     for use in (texts, lambda llm: llm.parameters(), lambda llm: llm.sleep()):
         with pytest.raises(RuntimeError, match="sleeps"):
             use(llm)
@@ -146,7 +150,7 @@ def test_by_hand_a_turn_that_only_makes_a_change_has_done_something(directory):
 def test_updated_weights_survive_the_host_and_are_dropped_with_the_others(directory):
     with make_llm(directory) as llm:
         before = texts(llm)
-        llm.update_parameters({name: -np.asarray(one) for name, one in llm.parameters().items()})
+        llm.update_parameters({name: -np.asarray(each) for name, each in llm.parameters().items()})
         updated = texts(llm)
         assert updated != before
         llm.sleep(1)
@@ -186,9 +190,9 @@ def test_an_async_model_sleeps(directory, compiled_when_used):
 
 @pytest.mark.parametrize("level", [1, 2])
 def test_what_a_caller_holds_is_never_deleted(directory, level):
-    """Neither by sleep nor by the end of the engine, whoever gave the arrays to whom."""
-    given = {name: jax.device_put(array) for name, array in random_tensors(LLAMA, seed=5).items()}
-    numbers = {name: np.array(array) for name, array in given.items()}
+    """Sleep and the end of the engine delete nothing of it, whoever gave the arrays to whom."""
+    arrays = {name: jax.device_put(array) for name, array in random_tensors(LLAMA, seed=5).items()}
+    numbers = {name: np.array(array) for name, array in arrays.items()}
     with make_llm(directory) as llm:
         lent = [llm.parameters()]
         expected = {name: np.array(array) for name, array in lent[0].items()}
@@ -201,17 +205,17 @@ def test_what_a_caller_holds_is_never_deleted(directory, level):
             llm.update_parameters(lent[0])
             assert texts(llm) == texts(other) == before
             lent.append(other.parameters())
-            other.update_parameters(given)
+            other.update_parameters(arrays)
             other.sleep(1)
             other.wake_up()
         lent.append(llm.parameters())
-        llm.update_parameters(given)
+        llm.update_parameters(arrays)
         lent.append(llm.parameters())
         llm.sleep(level)
     for each in lent[:3]:
         jax.tree.map(np.testing.assert_array_equal, each, expected)
     jax.tree.map(np.testing.assert_array_equal, lent[3], numbers)
-    jax.tree.map(np.testing.assert_array_equal, given, numbers)
+    jax.tree.map(np.testing.assert_array_equal, arrays, numbers)
     assert not any(array.is_deleted() for array in jax.tree.leaves(trained))
 
 
@@ -297,14 +301,14 @@ def test_a_drain_counts_a_request_that_waits_for_other_weights(directory):
         wait_until(lambda: turns.inbox.qsize() == 2, "the request is there")
         gate.set()
         assert llm.drain(60)
-        assert [len(one.outputs[0].token_ids) for one in answer.result(60)] == [8, 8]
+        assert [len(each.outputs[0].token_ids) for each in answer.result(60)] == [8, 8]
         assert update.result(60) == 1 and len([first, *stream]) == 60
 
 
 def test_an_array_that_is_in_the_tree_twice_is_moved_once():
-    one = jax.device_put(np.arange(6.0).reshape(2, 3))
-    held = to_host({"a": one, "b": [one]})
-    assert one.is_deleted() and held["a"] is held["b"][0]
+    array = jax.device_put(np.arange(6.0).reshape(2, 3))
+    held = to_host({"a": array, "b": [array]})
+    assert array.is_deleted() and held["a"] is held["b"][0]
     back = to_device(held)
     assert back["a"] is back["b"][0]
     np.testing.assert_array_equal(back["a"], np.arange(6.0).reshape(2, 3))

@@ -1,4 +1,6 @@
-"""Structured outputs: whatever a random model would rather say, what comes out is what was asked for, or a beginning of it."""
+"""Structured outputs: whatever a random model would rather say, what comes out is what was asked
+for, or a beginning of it.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +18,7 @@ import sys
 import threading
 import time
 from types import SimpleNamespace
+from typing import Any
 
 import jsonschema
 import numpy as np
@@ -38,6 +41,7 @@ from tests.support.engines import (
     make_llm,
 )
 from tests.support.random_checkpoints import random_checkpoint
+from tests.support.sweeps import few
 from tests.support.tokenizers import END, write_tokenizer
 
 pytestmark = pytest.mark.usefixtures("compiled_when_used", "largest_shapes", "usual_pages")
@@ -67,10 +71,10 @@ BALANCED = 'start: "(" start ")" start | "a"\n'
 GBNF = 'root ::= pair ("," pair)*\npair ::= [a-c]+ "=" ("10" | "0")\n'
 
 
-def balanced(text):
+def is_balanced(text):
     """A parser of BALANCED that is not llguidance's: start: "(" start ")" start | "a"."""
-    wanted = 1  # how many `start` and, as -1 on the stack, closing parentheses are due
-    stack = [wanted]
+    expected = 1  # how many `start` and, as -1 on the stack, closing parentheses are due
+    stack = [expected]
     for letter in text:
         if not stack:
             return False
@@ -101,7 +105,7 @@ KINDS = {
     ),
     "regex": ({"regex": REGEX}, re.compile(REGEX).fullmatch),
     "choice": ({"choice": CHOICES}, CHOICES.__contains__),
-    "lark": ({"grammar": BALANCED}, balanced),
+    "lark": ({"grammar": BALANCED}, is_balanced),
     "gbnf": ({"grammar": GBNF}, re.compile("[abc]+=(10|0)(,[abc]+=(10|0))*").fullmatch),
     "json_object": ({"json_object": True}, lambda text: isinstance(json.loads(text), dict)),
 }
@@ -143,65 +147,70 @@ def run(llm, prompts, each):
 
 
 def bad_outputs(llm, kind, num_seeds, **changes):
-    """Of so many seeds, the texts that are neither valid nor, when cut, what a valid one begins with."""
+    """Returns the texts of so many seeds that are neither valid nor, when cut, what a valid one
+    begins with.
+    """
     is_valid = KINDS[kind][1]
     longer = {"max_tokens": 200, **changes}
     outputs = run(
         llm, ["a"] * num_seeds, [params(kind, seed=seed, **longer) for seed in range(num_seeds)]
     )
-    bad = [one for (one,) in outputs if one.finish_reason != "length" and not is_valid(one.text)]
-    bad += [one for (one,) in outputs if one.finish_reason not in ("stop", "length")]
+    bad = [
+        each for (each,) in outputs if each.finish_reason != "length" and not is_valid(each.text)
+    ]
+    bad += [each for (each,) in outputs if each.finish_reason not in ("stop", "length")]
     cut = run(
         llm,
         ["a"] * num_seeds,
         [params(kind, seed=seed, **{**changes, "max_tokens": 5}) for seed in range(num_seeds)],
     )
     bad += [
-        one
-        for (one,), (whole,) in zip(cut, outputs, strict=True)
-        if not whole.text.startswith(one.text.rstrip("\ufffd"))
+        each
+        for (each,), (whole,) in zip(cut, outputs, strict=True)
+        if not whole.text.startswith(each.text.rstrip("\ufffd"))
     ]
     return bad, outputs
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", few(KINDS, ["json", "regex", "lark", "gbnf"]))
 def test_what_a_random_model_says_is_what_was_asked_for(kind, llm):
     bad, outputs = bad_outputs(llm, kind, 8)
     assert not bad
-    finished = [one for (one,) in outputs if one.finish_reason == "stop"]
+    finished = [each for (each,) in outputs if each.finish_reason == "stop"]
     assert len(finished) >= 3 and all(
-        one.token_ids[-1] == END and one.stop_reason is None for one in finished
+        each.token_ids[-1] == END and each.stop_reason is None for each in finished
     )
-    assert len({one.text for one in finished}) >= 2
+    assert len({each.text for each in finished}) >= 2
 
 
 def test_without_a_grammar_it_says_something_else(llm):
-    """Otherwise the tests above would show nothing."""
+    """The tests above would show nothing if it did not."""
     outputs = run(
         llm, ["a"] * 12, [params(seed=seed, structured_outputs=None) for seed in range(12)]
     )
     for _, is_valid in (KINDS[kind] for kind in ("json", "regex", "choice", "lark", "gbnf")):
-        assert not any(is_valid(one.text) for (one,) in outputs)
+        assert not any(is_valid(each.text) for (each,) in outputs)
+
+
+GREEDY: dict[str, Any] = {"temperature": 0.0}
+BIASED = {"logit_bias": {200: 100.0, END: 50.0}}
+PENALISED = {"repetition_penalty": 3.0, "presence_penalty": 2.0, "frequency_penalty": -2.0}
 
 
 @pytest.mark.parametrize(
     "changes",
-    [
-        {"temperature": 0.0},
-        {"top_k": 1},
-        {"top_p": 0.01},
-        {"min_p": 0.9},
-        {"logit_bias": {200: 100.0, END: 50.0}},
-        {"repetition_penalty": 3.0, "presence_penalty": 2.0, "frequency_penalty": -2.0},
-    ],
+    few(
+        [GREEDY, {"top_k": 1}, {"top_p": 0.01}, {"min_p": 0.9}, BIASED, PENALISED],
+        [GREEDY, BIASED],
+    ),
 )
 def test_beside_what_else_shapes_a_draw(changes, llm):
     bad, outputs = bad_outputs(llm, "regex", 2, **changes)
-    assert [one.finish_reason for (one,) in outputs] == ["stop"] * 2
+    assert [each.finish_reason for (each,) in outputs] == ["stop"] * 2
     assert not bad
 
 
-def shifted(mask):
+def shift_bits(mask):
     bits = np.unpackbits(mask.view(np.uint8), bitorder="little")
     return np.packbits(np.roll(bits, 1), bitorder="little").view(np.uint32)
 
@@ -210,7 +219,7 @@ def plant(monkeypatch, mistake):
     if mistake == "off by one token":
         mask = SamplingStrategy.mask
         monkeypatch.setattr(
-            SamplingStrategy, "mask", lambda self, sequence_id: shifted(mask(self, sequence_id))
+            SamplingStrategy, "mask", lambda self, sequence_id: shift_bits(mask(self, sequence_id))
         )
     if mistake == "of the step before":
         look, first = Constraint._look, Constraint.__init__
@@ -243,9 +252,10 @@ def one_place(strategy):
     return strategy._constraint_of.get(0)
 
 
-@pytest.mark.parametrize(
-    "mistake", ["off by one token", "of the step before", "one state for all", "ends anywhere"]
-)
+MISTAKES = ["off by one token", "of the step before", "one state for all", "ends anywhere"]
+
+
+@pytest.mark.parametrize("mistake", few(MISTAKES, ["off by one token", "one state for all"]))
 def test_a_planted_mistake_is_found(mistake, llm, monkeypatch):
     plant(monkeypatch, mistake)
     llm._engine.grammars._cache.clear()
@@ -261,26 +271,28 @@ FOURTH = ("json", "regex", "choice", "lark")
 
 
 @pytest.mark.parametrize("mistaken", [False, True])
-@pytest.mark.parametrize("kind", ["json", "regex"])
+@pytest.mark.parametrize("kind", few(["json", "regex"], ["regex"]))
 def test_each_sample_is_the_lone_request_with_its_key(kind, mistaken, llm, monkeypatch):
-    one = params(kind, max_tokens=40, logprobs=2)
-    lone = [lone_sample(llm, [7, 8, 9], one, index) for index in range(4)]
+    single = params(kind, max_tokens=40, logprobs=2)
+    lone = [lone_sample(llm, [7, 8, 9], single, index) for index in range(4)]
     assert len({sample.text for sample in lone}) >= 3
     assert all(KINDS[kind][1](sample.text) for sample in lone if sample.finish_reason == "stop")
     if mistaken:
         plant(monkeypatch, "one place for the samples")
-    ((*samples,),) = run(llm, [[7, 8, 9]], dataclasses.replace(one, n=4))
+    ((*samples,),) = run(llm, [[7, 8, 9]], dataclasses.replace(single, n=4))
     assert (samples == lone) != mistaken
 
 
 def test_log_probabilities_are_the_models_own(llm, directory):
-    """Before the mask, as everywhere: the chosen token may be far from the likeliest."""
-    ((one,),) = run(llm, ["a"], params("json", temperature=0.0, logprobs=2, max_tokens=12))
+    """They are those before the mask, as everywhere: the chosen token may be far from the
+    likeliest.
+    """
+    ((sample,),) = run(llm, ["a"], params("json", temperature=0.0, logprobs=2, max_tokens=12))
     ((plain,),) = run(llm, ["a"], params(None, temperature=0.0, logprobs=2, max_tokens=1))
-    first = one.logprobs[0]
-    assert first[one.token_ids[0]].rank > 1
+    first = sample.logprobs[0]
+    assert first[sample.token_ids[0]].rank > 1
     likeliest = plain.token_ids[0]
-    assert first[likeliest] == plain.logprobs[0][likeliest] and likeliest != one.token_ids[0]
+    assert first[likeliest] == plain.logprobs[0][likeliest] and likeliest != sample.token_ids[0]
 
 
 @pytest.fixture(scope="module")
@@ -298,7 +310,7 @@ def requests():
 @pytest.fixture(scope="module")
 def lone(directory, requests):
     with make_llm(directory, enable_prefix_caching=False) as llm:
-        return [run(llm, [prompt], one)[0] for prompt, one in zip(*requests, strict=True)]
+        return [run(llm, [prompt], each)[0] for prompt, each in zip(*requests, strict=True)]
 
 
 def test_stop_strings_cut_it_short(llm):
@@ -339,14 +351,14 @@ def request(eos=(END,), **changes):
     return SimpleNamespace(eos_token_ids=frozenset(eos), params=SamplingParams(**changes))
 
 
-def admitted(constraint):
+def ids_of_mask(constraint):
     bits = np.unpackbits(constraint.mask.view(np.uint8), bitorder="little")
     assert len(bits) == 288 and not bits[257:].any()  # of 9 words; the model has 257 ids
     return set(np.flatnonzero(bits))
 
 
 def test_masks_are_those_of_brute_force(grammar_of, directory):
-    """In every place that can be reached, for every token."""
+    """They agree in every place that can be reached, for every token."""
     texts = language()
     grammar = grammar_of(regex="((ab|ba){1,3})( (10|00))?(dog|cat)s?")
     pieces = [load_tokenizer(directory).decode([token_id]) for token_id in range(128)]
@@ -364,7 +376,7 @@ def test_masks_are_those_of_brute_force(grammar_of, directory):
             if token_id != END and any(whole.startswith(text + piece) for whole in texts)
         }
         may_end = text in texts
-        got = admitted(place)
+        got = ids_of_mask(place)
         assert (END in got) == may_end
         assert got - {END} == want, text
         for token_id in got - {END}:
@@ -372,7 +384,7 @@ def test_masks_are_those_of_brute_force(grammar_of, directory):
                 seen.add(longer)
                 todo.append((*token_ids, token_id))
     assert len(seen) > 300
-    assert admitted(Constraint(grammar, request())) == {
+    assert ids_of_mask(Constraint(grammar, request())) == {
         i for i, piece in enumerate(pieces) if i != END and piece in ("a", "b", "ab", "ba", "abc")
     }
 
@@ -400,7 +412,9 @@ def test_text_that_reads_like_a_special_token_is_text(requested, text, mistaken,
     if mistaken:
         monkeypatch.setattr(rules, "_NO_FORCING", "")
     llm._engine.grammars._cache.clear()
-    outcomes = {(one.text, one.finish_reason) for one in run(llm, ["a"], params(requested, n=3))[0]}
+    outcomes = {
+        (each.text, each.finish_reason) for each in run(llm, ["a"], params(requested, n=3))[0]
+    }
     llm._engine.grammars._cache.clear()
     assert (outcomes == {(text, "stop")}) != mistaken
 
@@ -418,7 +432,7 @@ def test_a_grammar_that_others_filled_is_as_good_as_new(size, limit, fails, dire
         for number in range(250):
             if (end := constraint.advance(int(rng.choice(letters)))) is not None:
                 return number, end
-        return admitted(constraint)
+        return ids_of_mask(constraint)
 
     def fresh():
         return Grammar(*tokenizer, 257, source)
@@ -430,24 +444,24 @@ def test_a_grammar_that_others_filled_is_as_good_as_new(size, limit, fails, dire
     )
     outcomes = [outcome(shared, seed) for seed in range(8)]
     assert alone and outcomes == [outcome(fresh(), seed) for seed in range(8)]
-    assert all(isinstance(one, tuple) for one in outcomes) == fails
+    assert all(isinstance(each, tuple) for each in outcomes) == fails
 
 
 # How it ends
 
 
 def only(llm, requested, prompt="a", **changes):
-    ((one,),) = run(llm, [prompt], params(requested, **changes))
-    return one
+    ((sample,),) = run(llm, [prompt], params(requested, **changes))
+    return sample
 
 
 def test_without_an_end_to_draw_it_ends_where_the_grammar_does(llm):
     for changes in ({"ignore_eos": True}, {"allowed_token_ids": range(1, 257)}):
-        one = only(llm, "choice", **changes)
+        sample = only(llm, "choice", **changes)
         assert (
-            (one.finish_reason, one.stop_reason) == ("stop", None)
-            and one.text in CHOICES
-            and END not in one.token_ids
+            (sample.finish_reason, sample.stop_reason) == ("stop", None)
+            and sample.text in CHOICES
+            and END not in sample.token_ids
         )
     open_ended = only(llm, {"regex": "[a-z]+"}, ignore_eos=True, max_tokens=30)
     assert open_ended.finish_reason == "length" and re.fullmatch("[a-z]{30,}", open_ended.text)
@@ -456,7 +470,7 @@ def test_without_an_end_to_draw_it_ends_where_the_grammar_does(llm):
 
 
 def test_it_ends_where_it_may_if_every_way_on_is_forbidden(llm):
-    """By `allowed_token_ids`, which is seen at once; by anything else, when nothing is left to draw."""
+    """`allowed_token_ids` is seen at once; anything else, when nothing is left to draw."""
     yes, bang = ({*llm.tokenizer(text)["input_ids"]} for text in ("yes", "!"))
     either = {"choice": ["yes", "yes!"]}
     for changes in (
@@ -467,8 +481,8 @@ def test_it_ends_where_it_may_if_every_way_on_is_forbidden(llm):
         # text that is held back comes out
         {"bad_words": ["!"], "ignore_eos": True, "stop": ["s?"]},
     ):
-        one = only(llm, either, **changes)
-        assert (one.text, one.finish_reason, one.stop_reason) == ("yes", "stop", None)
+        sample = only(llm, either, **changes)
+        assert (sample.text, sample.finish_reason, sample.stop_reason) == ("yes", "stop", None)
     empty = only(llm, {"regex": "(ab)?"}, allowed_token_ids=sorted(yes))
     assert (empty.token_ids, empty.finish_reason) == ([], "stop")
 
@@ -494,13 +508,13 @@ def test_it_fails_where_it_may_not_end_and_every_way_on_is_forbidden(llm):
 
 def test_stop_ids_are_ends_where_the_grammar_may_end(llm):
     (letter,) = llm.tokenizer("z")["input_ids"]
-    one = only(
+    sample = only(
         llm, {"regex": "[ab]{2,9}"}, ignore_eos=True, stop_token_ids=[letter], temperature=0.0
     )
     assert (
-        re.fullmatch("[ab]{2,9}", one.text)
-        and one.finish_reason == "stop"
-        and one.stop_reason == letter
+        re.fullmatch("[ab]{2,9}", sample.text)
+        and sample.finish_reason == "stop"
+        and sample.stop_reason == letter
     )
 
 
@@ -513,33 +527,36 @@ def test_an_end_that_is_a_letter_is_none_inside(directory, tmp_path):
     with make_llm(model) as llm:
         ends = {letter, llm.tokenizer.eos_token_id}
         for seed in range(6):
-            one = only(llm, {"regex": "[ab]{4}"}, seed=seed)
-            *inside, last = one.token_ids
-            assert last in ends and not ends & set(inside) and one.finish_reason == "stop"
-            assert re.fullmatch("[ab]{4}", one.text)
+            sample = only(llm, {"regex": "[ab]{4}"}, seed=seed)
+            *inside, last = sample.token_ids
+            assert last in ends and not ends & set(inside) and sample.finish_reason == "stop"
+            assert re.fullmatch("[ab]{4}", sample.text)
 
 
 def test_min_tokens_beyond_the_grammar_is_an_error(llm):
-    one = only(llm, {"choice": ["dog", "cat"]}, min_tokens=9)
-    assert one.text in ("dog", "cat") and one.finish_reason == "error"
-    assert re.search("complete after [1-3] tokens, below min_tokens=9", one.stop_reason)
+    sample = only(llm, {"choice": ["dog", "cat"]}, min_tokens=9)
+    assert sample.text in ("dog", "cat") and sample.finish_reason == "error"
+    assert re.search("complete after [1-3] tokens, below min_tokens=9", sample.stop_reason)
     longer = only(llm, {"regex": "[ab]{1,40}"}, min_tokens=9)
     assert longer.finish_reason == "stop" and len(longer.token_ids) >= 10
 
 
 def test_a_dead_end_ends_that_request_only(llm):
-    """Behind "ab" comes what the tokenizer cannot say; a neighbour is as it is alone, to the last bit."""
+    """The tokenizer cannot say what follows "ab".
+
+    A neighbour is as it is alone, to the last bit.
+    """
     neighbour = params(None, max_tokens=20, logprobs=2)
     alone = run(llm, [[3, 4]], neighbour)
     for requested in ({"regex": "[ab]{2}(\\x01|\u20ac)"}, {"choice": ["aba\u0001", "bab\u0001"]}):
         dead, beside = run(llm, ["a", [3, 4]], [params(requested, n=2), neighbour])
         assert [beside] == alone
-        for one in dead:
+        for each in dead:
             assert (
-                one.finish_reason == "error"
-                and "no token of the model continues the grammar" in one.stop_reason
+                each.finish_reason == "error"
+                and "no token of the model continues the grammar" in each.stop_reason
             )
-            assert re.fullmatch("[ab]{2,3}", one.text)
+            assert re.fullmatch("[ab]{2,3}", each.text)
 
 
 def test_the_first_mask_of_a_grammar_is_computed_once(grammar_of, monkeypatch):
@@ -555,16 +572,21 @@ def test_what_goes_wrong_in_a_grammar_ends_that_request_only(llm, monkeypatch):
     monkeypatch.setattr(rules, "MAX_LEXER_STATES", 200)
     neighbour = params(None, max_tokens=20, logprobs=2)
     alone = run(llm, [[3, 4]], neighbour)
-    (one,), beside = run(llm, ["a", [3, 4]], [params({"regex": "b{2}[ab]*a[ab]{90}c"}), neighbour])
+    (sample,), beside = run(
+        llm, ["a", [3, 4]], [params({"regex": "b{2}[ab]*a[ab]{90}c"}), neighbour]
+    )
     assert [beside] == alone
-    assert one.finish_reason == "error" and one.stop_reason.startswith(
+    assert sample.finish_reason == "error" and sample.stop_reason.startswith(
         "structured_outputs: lexer error"
     )
 
 
 @pytest.mark.parametrize("limit", [0.1, 1e9])
 def test_slow_masks_of_many_sequences_take_a_part_of_a_step(limit, llm, monkeypatch):
-    """What multiplies by n is bounded by the processor's time, whatever makes it slow; nobody else notices."""
+    """The processor's time bounds what multiplies by n, whatever makes it slow.
+
+    Nobody else notices.
+    """
     neighbour = params(None, max_tokens=20, logprobs=2)
     alone = run(llm, [[3, 4]], neighbour)
     admitted = Grammar.admit
@@ -586,7 +608,7 @@ def test_slow_masks_of_many_sequences_take_a_part_of_a_step(limit, llm, monkeypa
         llm, ["a", [3, 4]], [params({"regex": "[ab]{3}"}, n=3, max_tokens=1), neighbour]
     )
     assert [beside] == alone
-    errors = [one.stop_reason for one in many if one.finish_reason == "error"]
+    errors = [each.stop_reason for each in many if each.finish_reason == "error"]
     if limit == 0.1:
         assert len(calls) == 2 and len(errors) == 1
         assert {error.split(":")[0] for error in errors} == {
@@ -597,7 +619,9 @@ def test_slow_masks_of_many_sequences_take_a_part_of_a_step(limit, llm, monkeypa
 
 
 def test_a_limit_of_the_parser_is_no_reason_to_begin_again(grammar_of, monkeypatch):
-    """Only the lexer's states are shared with others: a grammar that the parser gives up is not compiled for each sequence."""
+    """Only the lexer's states are shared with others: a grammar that the parser gives up is not
+    compiled for each sequence.
+    """
     grammar = grammar_of(json={"type": "object", "properties": {f"p{i}": {} for i in range(100)}})
     monkeypatch.setattr(grammar, "alone", lambda *_: pytest.fail("it begins again"))
     monkeypatch.setattr(constraints, "error_of", lambda matcher: "told")
@@ -627,7 +651,7 @@ def test_an_exception_on_the_way_to_a_mask_ends_that_request_only(llm, monkeypat
     monkeypatch.setattr(Constraint, "__init__", lambda *_: 1 / 0)
     broken, beside = run(llm, ["a", [3, 4]], [params({"regex": "b{2}"}, n=2), neighbour])
     assert [beside] == alone
-    assert [(one.finish_reason, one.token_ids) for one in broken] == [("error", [])] * 2
+    assert [(each.finish_reason, each.token_ids) for each in broken] == [("error", [])] * 2
 
 
 # What is refused
@@ -694,7 +718,7 @@ def test_refused_at_construction(value, message):
         ({"json": {"$ref": "http://somewhere/else"}}, "does not fetch"),
         ({"json": {"$ref": "file:///etc/passwd"}}, "does not fetch"),
         ({"json": {"type": "string", "pattern": "("}}, "unclosed group"),
-        # The first mask is as of any object: the parser's limit is reached behind its first brace.
+        # The first mask is as of any object: the parser's limit is reached after its first brace.
         (
             {
                 "json": {
@@ -707,7 +731,9 @@ def test_refused_at_construction(value, message):
     ],
 )
 def test_refused_at_admission(value, message, llm):
-    """With the parameter, the beginning of its value and a sentence, without llguidance's source; before anything runs."""
+    """The message has the parameter, the beginning of its value and a sentence, and nothing of
+    llguidance's source.
+    """
     requested = re.escape(f"structured_outputs={{'{next(iter(value))}': ")
     with pytest.raises(
         ValueError, match=f"^{requested}.* is refused: .*{message.removeprefix('is refused: ')}"
@@ -726,7 +752,7 @@ def test_without_a_tokenizer(tmp_path):
         bare.generate([1, 2], params("regex"))
 
 
-def described(directory):
+def describe(directory):
     return json.loads(load_tokenizer(directory).backend_tokenizer.to_str())
 
 
@@ -739,7 +765,7 @@ def compiler_of(description):
 
 @pytest.mark.parametrize("kind", ["Metaspace", "WordPiece", "none"])
 def test_a_tokenizer_that_llguidance_cannot_take(kind, directory):
-    description = described(directory)
+    description = describe(directory)
     description["decoder"] = {
         "Metaspace": {
             "type": "Metaspace",
@@ -768,21 +794,21 @@ def test_a_tokenizer_that_llguidance_cannot_take(kind, directory):
 
 @pytest.mark.parametrize(("first", "shift"), [(127, 1), (100, 5), (50, 129)])
 def test_ids_that_a_vocabulary_leaves_out_are_no_text(first, shift, directory):
-    """Nor is the end of the grammar another one's id."""
-    description = described(directory)
+    """The end of the grammar is no other one's id, either."""
+    description = describe(directory)
     ids = {piece: i + shift * (i >= first) for piece, i in description["model"]["vocab"].items()}
     description["model"]["vocab"] = ids
     with contextlib.closing(compiler_of(description)) as compiler:
         grammar = compiler.compile(("regex", '"[^x]{2}"'))
     old = compiling.GrammarCompiler(load_tokenizer(directory), LLAMA["vocab_size"])
     with contextlib.closing(old) as compiler:
-        want = admitted(Constraint(compiler.compile(("regex", '"[^x]{2}"')), request()))
+        want = ids_of_mask(Constraint(compiler.compile(("regex", '"[^x]{2}"')), request()))
     moved = {i + shift * (i >= first) for i in want}
     constraint = Constraint(grammar, request())
-    assert admitted(constraint) == moved and max(moved) < 257
+    assert ids_of_mask(constraint) == moved and max(moved) < 257
     for _ in range(2):
         constraint.advance(ids["a"])
-    assert admitted(constraint) == {END}
+    assert ids_of_mask(constraint) == {END}
 
 
 def deep(depth):
@@ -873,7 +899,10 @@ def living(group):
 
 
 def soon(condition, seconds=20):
-    """Whether it comes to be; for what takes a moment, and would take for ever if it were wrong."""
+    """Returns whether it comes to be.
+
+    It takes a moment, and would take for ever if it were wrong.
+    """
     end = time.monotonic() + seconds
     while not (met := condition()) and time.monotonic() < end:
         time.sleep(0.01)
@@ -882,7 +911,9 @@ def soon(condition, seconds=20):
 
 @pytest.fixture
 def busy(directory, monkeypatch):
-    """A compiler, its worker, which is at an endless grammar, and the outcome for who asked for that."""
+    """A compiler, its worker, which is at an endless grammar, and the outcome for who asked for
+    that.
+    """
     monkeypatch.setattr(compiling, "COMPILE_SECONDS", 300)
     monkeypatch.setattr(compiling, "COMPILE_BYTES", 1 << 40)
     compiler, outcome = compiling.GrammarCompiler(load_tokenizer(directory), 257), []
@@ -951,12 +982,12 @@ def test_the_process_that_tries_grammars_may_die(llm, monkeypatch):
     assert only(llm, {"regex": "alive again"}).text == "alive again"
     tried, num_tried = compiling._Worker.try_grammar, []
 
-    def killed(self, *requested):
+    def kill_first(self, *requested):
         num_tried.append(1)
         self._process.kill()
         return tried(self, *requested)
 
-    monkeypatch.setattr(compiling._Worker, "try_grammar", killed)
+    monkeypatch.setattr(compiling._Worker, "try_grammar", kill_first)
     with pytest.raises(JaxpageError, match="the process that tries grammars has ended"):
         only(llm, {"regex": "dead"})
     assert len(num_tried) == 2
@@ -975,7 +1006,7 @@ def test_a_worker_that_does_not_answer_is_not_asked_twice(llm, monkeypatch):
 
 @pytest.mark.parametrize("mistaken", [False, True])
 def test_no_worker_outlives_a_shutdown(mistaken, busy, monkeypatch):
-    """Neither for who waits for its answer nor for who waits behind that one."""
+    """It answers neither who waits for its answer nor who waits after that one."""
     if mistaken:
         monkeypatch.setattr(compiling.GrammarCompiler, "_check_open", lambda self: None)
         monkeypatch.setattr(compiling, "COMPILE_SECONDS", 1)
@@ -1082,7 +1113,7 @@ def test_grammars_of_every_printable_character(grammar_of, directory):
         constraint = Constraint(grammar_of(choice=choice), request())
         for token_id in tokenizer.backend_tokenizer.encode(choice[1]).ids:
             if tokenizer.decode([token_id]) and not {"\r"} & set(character):
-                assert token_id in admitted(constraint), character
+                assert token_id in ids_of_mask(constraint), character
                 constraint.advance(token_id)
 
 

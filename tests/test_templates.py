@@ -1,4 +1,6 @@
-"""Chat templates rendered by a process of their own: transformers' text, for what clients send, and a process that is replaced."""
+"""Chat templates rendered by a process of their own: transformers' text, for what clients send, and
+a process that is replaced.
+"""
 
 from __future__ import annotations
 
@@ -75,7 +77,7 @@ def test_a_prompt_is_what_transformers_makes(template, messages):
         **flags,
     }
     try:
-        wanted = tokenizer.apply_chat_template(
+        expected = tokenizer.apply_chat_template(
             shown, tools=tools, tokenize=False, **flags, **variables
         )
     except Exception as error:
@@ -88,11 +90,11 @@ def test_a_prompt_is_what_transformers_makes(template, messages):
             open_chat(body, context(tokenizer=tokenizer, max_model_len=4096, tool_parser="hermes"))
             .prompts[0]
             .prompt
-            == wanted
+            == expected
         )
 
 
-def requested(template: str) -> dict[str, Any]:
+def request_of(template: str) -> dict[str, Any]:
     return {
         "template": template,
         "special_tokens": {},
@@ -105,20 +107,25 @@ def requested(template: str) -> dict[str, Any]:
 
 
 def test_a_process_that_is_gone_is_replaced(monkeypatch):
-    """Killed from outside, it or its child; a child that its limits end is replaced by the process itself."""
+    """Killed from outside, it or its child.
+
+    A child that its limits end is replaced by the process itself.
+    """
     renderers = Renderers()
     started: list[WorkerProcess] = []
     real = WorkerProcess.__init__
     monkeypatch.setattr(
-        WorkerProcess, "__init__", lambda self, *given: started.append(self) or real(self, *given)
+        WorkerProcess,
+        "__init__",
+        lambda self, *arguments: started.append(self) or real(self, *arguments),
     )
 
     def text(template: str) -> str:
-        return renderers.render(requested(template), 2.0, RENDER_BYTES)
+        return renderers.render(request_of(template), 2.0, RENDER_BYTES)
 
     def processes() -> list[int]:
         process = started[-1]._process.pid
-        return [process, *(one.pid for one in psutil.Process(process).children())]
+        return [process, *(each.pid for each in psutil.Process(process).children())]
 
     assert text("{{ 1 + 1 }}") == "2"
     first = processes()
@@ -133,13 +140,13 @@ def test_a_process_that_is_gone_is_replaced(monkeypatch):
     os.kill(processes()[1], signal.SIGKILL)  # its child: the process ends, too
     assert text("{{ 1 + 1 }}") == "2" and len(started) == 3
 
-    def killed(self: WorkerProcess, *given: Any) -> Any:
+    def kill_first(self: WorkerProcess, *arguments: Any) -> Any:
         self.kill()
-        return asked_worker(self, *given)
+        return asked_worker(self, *arguments)
 
     asked_worker = WorkerProcess.ask
     with monkeypatch.context() as patch:
-        patch.setattr(WorkerProcess, "ask", killed)
+        patch.setattr(WorkerProcess, "ask", kill_first)
         with pytest.raises(ValueError, match="256 MiB of memory, or crashes"):
             text("{{ 1 + 1 }}")
     assert text("{{ 1 + 1 }}") == "2"

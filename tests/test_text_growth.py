@@ -1,4 +1,6 @@
-"""Tokenizers of a checkpoint that would multiply a text are refused when they are loaded, before any text is."""
+"""Tokenizers of a checkpoint that would multiply a text are refused when they are loaded, before
+any text is.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""After so many tokens of reasoning its closing marker comes, whatever the model would say and however its engine runs."""
+"""The closing marker of reasoning comes after so many tokens, whatever the model would say and
+however its engine runs.
+"""
 
 from __future__ import annotations
 
@@ -73,23 +75,23 @@ def llm(directory):
 # The rule, as the guide has it, in the plainest form: a function of all tokens so far.
 
 
-def forced_by_hand(
+def force_by_hand(
     texts: list[str], num_tokens: int, markers: tuple[str, str, bool], *, is_open: bool
 ) -> str | None:
     """The text that must come next, where the budget is used up; None where anything may come."""
     opened, closed, again = markers
-    used, inside, text, rest = 0, is_open, "", ""
+    used, inside, text, tail = 0, is_open, "", ""
     for index in range(len(texts) + 1):
-        if inside and not rest and used >= num_tokens:
+        if inside and not tail and used >= num_tokens:
             length = next(n for n in range(len(closed), -1, -1) if text.endswith(closed[:n]))
-            rest = closed if closed in SPECIAL else closed[length:]
+            tail = closed if closed in SPECIAL else closed[length:]
         if index == len(texts):
-            return rest or None
+            return tail or None
         text += texts[index]
-        if rest:
-            assert rest.startswith(texts[index])
-            rest = rest[len(texts[index]) :]
-            if rest:
+        if tail:
+            assert tail.startswith(texts[index])
+            tail = tail[len(texts[index]) :]
+            if tail:
                 continue
             inside, text = False, ""
             if not again:
@@ -140,7 +142,7 @@ def test_a_place_is_what_all_tokens_say(tokenizer, markers, num_tokens, prompt, 
     place = thinking.start(budget)
     texts: list[str] = []
     for _ in range(16):
-        forced = forced_by_hand(texts, num_tokens, markers, is_open=is_open)
+        forced = force_by_hand(texts, num_tokens, markers, is_open=is_open)
         assert bool(place.forced) is (forced is not None), texts
         if forced:
             written = tokenizer.decode(list(place.forced))
@@ -160,10 +162,10 @@ def test_every_part_of_a_marker_has_tokens_for_the_rest(tokenizer):
         budget = budget_of(tokenizer, VOCAB, 1, markers)
         text = markers[1].encode()
         for there, ending in enumerate(budget.endings):
-            wanted = text[there:]
-            if wanted[0] & 0xC0 == 0x80:
-                wanted = text  # the rest begins within a character
-            assert b"".join(map(budget.bytes_of, ending)) == wanted
+            expected = text[there:]
+            if expected[0] & 0xC0 == 0x80:
+                expected = text  # the rest begins within a character
+            assert b"".join(map(budget.bytes_of, ending)) == expected
     (special,) = set(budget_of(tokenizer, VOCAB, 1, THINK_MARKERS).endings)
     assert special == tuple(tokenizer("</think>", add_special_tokens=False)["input_ids"])
     budget = budget_of(tokenizer, VOCAB, 1, ("", "</think><think>ab", False))
@@ -181,7 +183,9 @@ def test_every_part_of_a_marker_has_tokens_for_the_rest(tokenizer):
 def by_hand(
     llm: Any, prompt: list[int], params: SamplingParams, index: int, markers: Any, num_tokens: int
 ) -> list[int]:
-    """The tokens of one sample, from an engine that knows no budget and is asked for one token at a time."""
+    """The tokens of one sample, from an engine that knows no budget and is asked for one token at a
+    time.
+    """
     bare = replace(params, thinking_token_budget=None, thinking_markers=None, max_tokens=1)
     spell = functools.partial(llm.tokenizer, add_special_tokens=False)
     tail = llm.tokenizer.decode(prompt).rstrip()
@@ -190,8 +194,8 @@ def by_hand(
     for _ in range(params.max_tokens or 0):
         if not waiting:
             texts = [llm.tokenizer.decode([each]) for each in tokens]
-            rest = forced_by_hand(texts, num_tokens, markers, is_open=tail.endswith(markers[0]))
-            waiting = [] if rest is None else spell(rest)["input_ids"]
+            remaining = force_by_hand(texts, num_tokens, markers, is_open=tail.endswith(markers[0]))
+            waiting = [] if remaining is None else spell(remaining)["input_ids"]
         if waiting:
             tokens.append(waiting.pop(0))
         else:
@@ -223,7 +227,7 @@ def params_of(name: str) -> SamplingParams:
 
 
 @pytest.fixture(scope="module")
-def wanted(llm):
+def expected(llm):
     """The tokens of each sample of each case, by hand."""
     tokens = {}
     for name, (text, _) in CASES.items():
@@ -236,7 +240,7 @@ def wanted(llm):
     return tokens
 
 
-def generated(llm: Any, *neighbours: SamplingParams) -> dict[str, list[list[int]]]:
+def generate(llm: Any, *neighbours: SamplingParams) -> dict[str, list[list[int]]]:
     """The tokens of each sample of each case, all at once."""
     prompts = [
         llm.tokenizer(text, add_special_tokens=False)["input_ids"] for text, _ in CASES.values()
@@ -253,7 +257,7 @@ def generated(llm: Any, *neighbours: SamplingParams) -> dict[str, list[list[int]
 
 
 def drafting(llm: Any, texts: dict[str, list[list[int]]]) -> dict[str, list[list[int]]]:
-    """With right and wrong drafts of what the texts will be."""
+    """Drafts the texts, right and wrong."""
     shift = llm._engine._num_sequences
     by_id: dict[int, list[int]] = {}
     for name, samples in texts.items():
@@ -262,19 +266,19 @@ def drafting(llm: Any, texts: dict[str, list[list[int]]]) -> dict[str, list[list
             by_id[shift + len(by_id)] = [*prompt, *sample]
     draft_with(llm._engine, Scripted(by_id, mixed_up))
     before = llm.stats()["spec_decode_num_accepted_tokens_total"]
-    tokens = generated(llm)
+    tokens = generate(llm)
     assert llm.stats()["spec_decode_num_accepted_tokens_total"] > before
     return tokens
 
 
 def guessing(llm: Any, texts: Any) -> dict[str, list[list[int]]]:
     draft_with(llm._engine, Guesses())
-    return generated(llm)
+    return generate(llm)
 
 
 def plainly(llm: Any, texts: Any) -> dict[str, list[list[int]]]:
     without_drafts(llm)
-    return generated(llm)
+    return generate(llm)
 
 
 WAYS: dict[str, Callable[..., Any]] = {
@@ -285,18 +289,18 @@ WAYS: dict[str, Callable[..., Any]] = {
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_tokens_are_those_of_the_rule_by_hand(llm, wanted, way):
-    assert WAYS[way](llm, wanted) == wanted
+def test_tokens_are_those_of_the_rule_by_hand(llm, expected, way):
+    assert WAYS[way](llm, expected) == expected
 
 
-def test_the_cases_are_what_they_say(llm, wanted):
+def test_the_cases_are_what_they_say(llm, expected):
     (close,) = llm.tokenizer("</think>", add_special_tokens=False)["input_ids"]
-    assert [tokens.index(close) for tokens in wanted["sampled"]] == [5, 5]
-    assert wanted["sampled"][0] != wanted["sampled"][1]
-    assert wanted["at once"][0][0] == close and wanted["greedy"][0].index(close) == 7
-    assert close not in wanted["long enough"][0]
-    assert "(abdogcat)" in llm.tokenizer.decode(wanted["text"][0])
-    often = llm.tokenizer.decode(wanted["often"][0])
+    assert [tokens.index(close) for tokens in expected["sampled"]] == [5, 5]
+    assert expected["sampled"][0] != expected["sampled"][1]
+    assert expected["at once"][0][0] == close and expected["greedy"][0].index(close) == 7
+    assert close not in expected["long enough"][0]
+    assert "(abdogcat)" in llm.tokenizer.decode(expected["text"][0])
+    often = llm.tokenizer.decode(expected["often"][0])
     assert often.count("a") > 1 and often.count("b") > 1, often
 
 
@@ -314,7 +318,7 @@ def forgetting_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def counting_drafts_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the tokens of one step only the first counts."""
+    """Counts the first of the tokens of a step alone."""
     real = sampling_module.SamplingStrategy._advance
     seen: dict[int, bool] = {}
 
@@ -330,19 +334,21 @@ def counting_drafts_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("mistake", [off_by_one, forgetting_drafts, counting_drafts_once])
-def test_a_mistake_is_seen(llm, wanted, monkeypatch, mistake):
+def test_a_mistake_is_seen(llm, expected, monkeypatch, mistake):
     mistake(monkeypatch)
-    assert drafting(llm, wanted) != wanted
+    assert drafting(llm, expected) != expected
 
 
-def test_steps_of_several_tokens_and_a_replay(directory, wanted, tmp_path):
-    """A neighbour without a budget takes several at a time again when the others have ended; and the log gives all of it again."""
+def test_steps_of_several_tokens_and_a_replay(directory, expected, tmp_path):
+    """A neighbour without a budget takes several at a time again when the others have ended; and
+    the log gives all of it again.
+    """
     log = tmp_path / "log.jsonl"
     with make_llm(directory, num_scheduler_steps=4, event_log=str(log)) as llm:
         neighbour = SamplingParams(temperature=1.0, seed=9, max_tokens=60, ignore_eos=True)
-        together = generated(llm, neighbour)
+        together = generate(llm, neighbour)
         alone = llm.generate([[5, 6, 7]], neighbour, use_tqdm=False)
-    assert together == {**wanted, "neighbour": [alone[0].outputs[0].token_ids]}
+    assert together == {**expected, "neighbour": [alone[0].outputs[0].token_ids]}
     report = replaying.replay(log, progress=False)
     assert report.num_steps > 0 and (report.difference, report.ending) == (None, None)
 
@@ -363,7 +369,7 @@ def test_what_cannot_be_forced_is_refused(llm):
 
 
 def test_a_grammar_and_the_budget_hold_together(llm):
-    """Where a grammar does not admit the marker, it holds alone."""
+    """The grammar holds alone where it does not admit the marker."""
     (close,) = llm.tokenizer("</think>", add_special_tokens=False)["input_ids"]
     until = f'start: r <[{close}]> "(" /[a-d]/ ")"\nr: /(.|\\n)*/'
     draft_with(llm._engine, Guesses())
@@ -386,7 +392,7 @@ def test_a_grammar_and_the_budget_hold_together(llm):
 
 @pytest.mark.parametrize("space", [("", ""), ("\n", "\n\n"), ("", "\n")])
 def test_the_grammar_of_required_calls_takes_the_bare_marker(space):
-    """Without the white space that the template has before it; what follows the marker is no reasoning any more."""
+    """The template has white space before it; what follows the marker is no reasoning any more."""
     close = f"{space[0]}</think>{space[1]}"
     form = ChatFormat(tools=HERMES, reasoning=ReasoningForm("<think>", close))
     grammar = grammar_of(

@@ -1,4 +1,6 @@
-"""Schemas of tools: with "auto" none refuses a request, and in enforced calls objects are closed, as `jsonschema` has it."""
+"""Schemas of tools: with "auto" none refuses a request, and in enforced calls objects are closed,
+as `jsonschema` has it.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +63,7 @@ def arguments(**properties: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("schema", STRANGE, ids=lambda value: f"{value!r:.50}")
 def test_with_auto_a_schema_goes_to_the_template_as_it_is(schema):
-    """And calls are read by whatever it says."""
+    """Calls are read by whatever it says."""
     shows = with_template("{{ tools | tojson }}{{ messages }}")
     whole = [schema] if isinstance(schema, dict | bool) else []
     for parameters in (arguments(a=schema), {"type": "object", "$defs": {"a": schema}}, *whole):
@@ -145,11 +147,11 @@ def test_only_tools_that_must_be_called_need_a_grammar():
 def test_what_no_grammar_holds_is_refused_by_its_path(schema, path, message):
     known = context(tool_parser="hermes")
     tools = [tool(f"t{index}", arguments()) for index in range(3)]
-    wanted = {"name": "x", "schema": arguments(email=schema)}
+    expected = {"name": "x", "schema": arguments(email=schema)}
     for body, field in (
         (chat(*tools, tool("f", arguments(email=schema)), tool_choice="required"), "tools[3].function.parameters"),
         (chat(*tools, tool("f", arguments(email=schema)), tool_choice=CHOICE), "tools[3].function.parameters"),
-        (chat(response_format={"type": "json_schema", "json_schema": wanted}), "response_format.json_schema.schema"),
+        (chat(response_format={"type": "json_schema", "json_schema": expected}), "response_format.json_schema.schema"),
     ):  # fmt: skip
         with pytest.raises(ApiError, match=message) as caught:
             open_chat(body, known)
@@ -163,33 +165,33 @@ def test_what_no_grammar_holds_is_refused_by_its_path(schema, path, message):
 
 
 @pytest.mark.parametrize(
-    ("schema", "keyword", "rest"),
+    ("schema", "keyword", "others"),
     [
         (EMAIL, "pattern", {"type": "string", "format": "email"}),
         ({"format": "uuid", "pattern": "(?i)(?=a)b"}, "pattern", {"format": "uuid"}),
         ({"type": "string", "format": "jwt"}, "format", {"type": "string"}),
     ],
 )
-def test_what_a_format_says_already_is_left_out_and_told(schema, keyword, rest):
+def test_what_a_format_says_already_is_left_out_and_told(schema, keyword, others):
     for choice in ("required", CHOICE):
         body = chat(tool("f", arguments(email=schema)), tool_choice=choice)
         exchange = open_chat(body, context(tool_parser="hermes"))
         assert exchange.ignored_fields == (
             f"tools[0].function.parameters.properties.email.{keyword}",
         )
-    wanted = {
+    expected = {
         "type": "json_schema",
         "json_schema": {"name": "x", "schema": arguments(email=schema)},
     }
-    exchange = open_chat(chat(response_format=wanted), context())
+    exchange = open_chat(chat(response_format=expected), context())
     assert exchange.ignored_fields == (
         f"response_format.json_schema.schema.properties.email.{keyword}",
     )
     _, text = exchange.prompts[0].params.structured_outputs
-    assert json.loads(text) == arguments(email=rest)
+    assert json.loads(text) == arguments(email=others)
     if keyword == "pattern":
         with pytest.raises(ApiError, match="looks around"):
-            open_chat(chat(response_format=wanted), context(strict_requests=True))
+            open_chat(chat(response_format=expected), context(strict_requests=True))
 
 
 def test_sets_of_tools_are_told():
@@ -199,7 +201,7 @@ def test_sets_of_tools_are_told():
 
 
 def test_allowed_tools():
-    def opened(mode: str, *names: str) -> Any:
+    def open_chat_of(mode: str, *names: str) -> Any:
         allowed = [{"type": "function", "function": {"name": name}} for name in names]
         choice = {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": allowed}}
         tools = [tool(name, arguments(**{name: {}})) for name in "fgh"]
@@ -212,14 +214,14 @@ def test_allowed_tools():
         (choice,) = exchange.whole([output(exchange, [Scripted([text])])])["choices"]
         return [call["function"]["name"] for call in choice["message"].get("tool_calls", ())]
 
-    assert calls(opened("auto", "h", "f")) == ["f", "h"]
-    assert opened("auto", "h", "f").prompts[0].params.structured_outputs is None
-    assert str(opened("auto", "h", "f").prompts[0].prompt).startswith("[f][h]<")
-    _, grammar = opened("required", "g").prompts[0].params.structured_outputs
+    assert calls(open_chat_of("auto", "h", "f")) == ["f", "h"]
+    assert open_chat_of("auto", "h", "f").prompts[0].params.structured_outputs is None
+    assert str(open_chat_of("auto", "h", "f").prompts[0].prompt).startswith("[f][h]<")
+    _, grammar = open_chat_of("required", "g").prompts[0].params.structured_outputs
     assert '\\"g\\"' in grammar and '\\"f\\"' not in grammar
     for wrong in (("auto", "x"), ("required",), ("sometimes", "f")):
         with pytest.raises(ApiError, match="tool_choice"):
-            opened(*wrong)
+            open_chat_of(*wrong)
 
 
 KEYWORDS = (
@@ -264,7 +266,7 @@ ANYTHING = st.recursive(
     is_tagged=st.booleans(),
 )
 def test_any_schema_is_taken_or_refused(parameters, choice, is_tagged):
-    """With "auto" it is always taken."""
+    """ "auto" always takes it."""
     try:
         open_chat(chat(tool("f", parameters), tool_choice=choice), KNOWN[is_tagged])
     except ApiError as error:
@@ -384,6 +386,6 @@ def test_enforced_calls_have_no_other_keys(schema, good, bad):
     assert all(admits(held, json.dumps(value)) for value in good)
     assert not any(admits(held, json.dumps(value)) for value in bad)
     # `response_format` keeps to JSON schema.
-    wanted = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
-    (prompt,) = open_chat(chat(response_format=wanted), context()).prompts
+    expected = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    (prompt,) = open_chat(chat(response_format=expected), context()).prompts
     assert json.loads(prompt.params.structured_outputs[1]) == schema

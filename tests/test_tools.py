@@ -1,4 +1,7 @@
-"""The programs of `tools/` that people run by name, each once; `tests/lab/` has what they measure and write."""
+"""The programs of `tools/` that people run by name, each once.
+
+`tests/lab/` has what they measure and write.
+"""
 
 from __future__ import annotations
 
@@ -152,9 +155,9 @@ def test_nothing_is_written_on_a_busy_machine(others, busy, tmp_path, monkeypatc
     monkeypatch.setattr(other_programs, "STAT", stat)
     monkeypatch.setattr(other_programs.time, "perf_counter", lambda: next(clock))
     monkeypatch.setattr(other_programs.os, "cpu_count", lambda: 2)
-    own = argparse.Namespace(ru_utime=0.0, ru_stime=0.0)
+    usage = argparse.Namespace(ru_utime=0.0, ru_stime=0.0)
     uses = {
-        other_programs.resource.RUSAGE_SELF: own,
+        other_programs.resource.RUSAGE_SELF: usage,
         other_programs.resource.RUSAGE_CHILDREN: children,
     }
     monkeypatch.setattr(other_programs.resource, "getrusage", uses.__getitem__)

@@ -1,4 +1,6 @@
-"""Spans of OpenTelemetry: the SDK's exporter in memory is the oracle of their form, usage and `/metrics` of their numbers."""
+"""Spans of OpenTelemetry: the SDK's exporter in memory is the oracle of their form, usage and
+`/metrics` of their numbers.
+"""
 
 from __future__ import annotations
 
@@ -57,6 +59,7 @@ PHASES = ["queue", "prefill", "decode"]
 TEXT = "Once upon a time there lived a girl in an old house, and the girl had a cat and a dog"
 PROMPT = {"model": "demo", "prompt": TEXT, "temperature": 0}
 DRAWN = {**PROMPT, "max_tokens": 12, "ignore_eos": True}
+pytestmark = pytest.mark.usefixtures("largest_shapes")
 CHAT = {
     "model": "demo",
     "messages": [{"role": "user", "content": "Once upon a time"}],
@@ -66,7 +69,7 @@ CHAT = {
 
 @pytest.fixture(scope="module", autouse=True)
 def _loggers():
-    """What `open_spans` sets for a server's process is not for the other tests of this one."""
+    """Resets what `open_spans` sets for a server's process, for the other tests of this one."""
     logger = logging.getLogger("opentelemetry")
     before = logger.level
     yield
@@ -90,24 +93,24 @@ class Kept:
             return sum(span.kind is SpanKind.SERVER for span in self.exporter.get_finished_spans())
 
         wait_until(lambda: servers() >= number, f"{number} requests have spans")
-        found = list(self.exporter.get_finished_spans())
+        spans = list(self.exporter.get_finished_spans())
         self.exporter.clear()
-        assert sum(span.kind is SpanKind.SERVER for span in found) == number
-        return found
+        assert sum(span.kind is SpanKind.SERVER for span in spans) == number
+        return spans
 
     def stats(self) -> dict[str, Any]:
         return self.server.loop.call(lambda engine: engine.stats()).result(60)
 
 
 @contextlib.contextmanager
-def kept_spans(built: Built, **settings: Any) -> Iterator[Kept]:
+def keep_spans(demo_build: Built, **settings: Any) -> Iterator[Kept]:
     exporter = InMemorySpanExporter()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(otlp, "OTLPSpanExporter", lambda endpoint: exporter)
-        with serving(built, otlp_traces_endpoint=ENDPOINT, **settings) as server:
-            kept = Kept(server, exporter)
-            yield kept
-            kept.client.close()
+        with serving(demo_build, otlp_traces_endpoint=ENDPOINT, **settings) as server:
+            spans = Kept(server, exporter)
+            yield spans
+            spans.client.close()
 
 
 class Shared:
@@ -124,7 +127,7 @@ class Shared:
 
     def kept(self) -> Kept:
         if self._kept is None:
-            self._kept = self._stack.enter_context(kept_spans(self.built))
+            self._kept = self._stack.enter_context(keep_spans(self.built))
         return self._kept
 
     def close(self) -> None:
@@ -142,13 +145,13 @@ def engine():
 
 
 @pytest.fixture
-def shared(engine):
+def keeping_server(engine):
     return engine.kept()
 
 
 @pytest.fixture
-def built(engine):
-    """For a server of the test's own."""
+def demo_build(engine):
+    """Gives an engine to a test that makes a server of its own."""
     engine.close()
     return engine.built
 
@@ -203,44 +206,44 @@ def usage_of(path: str, body: dict[str, Any], client: httpx.Client) -> dict[str,
         }
         return {**events[-1]["usage"], "reasons": [reasons[index] for index in sorted(reasons)]}
     answer = client.post(path, json=body).raise_for_status().json()
-    found = answer.get("usage", answer)
+    token_counts = answer.get("usage", answer)
     names = {
         "prompt_tokens": ("prompt_tokens", "input_tokens", "prompt_eval_count"),
         "completion_tokens": ("completion_tokens", "output_tokens", "eval_count"),
     }
     usage = {
-        name: next((found[each] for each in theirs if each in found), None)
+        name: next((token_counts[each] for each in theirs if each in token_counts), None)
         for name, theirs in names.items()
     }
     if path == "/v1/messages":  # Anthropic counts cached tokens apart
-        usage["prompt_tokens"] += found.get("cache_read_input_tokens") or 0
+        usage["prompt_tokens"] += token_counts.get("cache_read_input_tokens") or 0
     reasons = [choice["finish_reason"] for choice in answer.get("choices", [])]
-    return {**found, **usage, "reasons": reasons, "answer": answer}
+    return {**token_counts, **usage, "reasons": reasons, "answer": answer}
 
 
 @pytest.mark.parametrize("name", BODIES)
-def test_spans_have_the_numbers_of_the_answer(shared, name):
+def test_spans_have_the_numbers_of_the_answer(keeping_server, name):
     path, body, num_prompts = BODIES[name]
-    before = shared.stats()
-    usage = usage_of(path, body, shared.client)
-    spans = shared.spans(1)
-    after = shared.stats()
+    before = keeping_server.stats()
+    usage = usage_of(path, body, keeping_server.client)
+    spans = keeping_server.spans(1)
+    after = keeping_server.stats()
     server = server_span(spans)
-    found = dict(server.attributes)
+    attributes = dict(server.attributes)
     assert server.name == f"{OPERATIONS[path]} demo" and server.parent is None
-    assert found["http.response.status_code"] == 200 and "error.type" not in found
+    assert attributes["http.response.status_code"] == 200 and "error.type" not in attributes
     assert server.status.status_code is StatusCode.UNSET
-    assert found["gen_ai.request.model"] == found["gen_ai.response.model"] == "demo"
-    assert found["gen_ai.usage.input_tokens"] == usage["prompt_tokens"]
+    assert attributes["gen_ai.request.model"] == attributes["gen_ai.response.model"] == "demo"
+    assert attributes["gen_ai.usage.input_tokens"] == usage["prompt_tokens"]
     if usage.get("completion_tokens") is not None:
-        assert found["gen_ai.usage.output_tokens"] == usage["completion_tokens"]
+        assert attributes["gen_ai.usage.output_tokens"] == usage["completion_tokens"]
     if (details := usage.get("prompt_tokens_details")) is not None:
-        assert found["gen_ai.usage.cache_read.input_tokens"] == details["cached_tokens"]
+        assert attributes["gen_ai.usage.cache_read.input_tokens"] == details["cached_tokens"]
         if name == "two outputs":
             assert details["cached_tokens"] > 0
     if usage["reasons"]:
-        assert list(found["gen_ai.response.finish_reasons"]) == usage["reasons"]
-    assert found["jaxpage.drafts"] == (
+        assert list(attributes["gen_ai.response.finish_reasons"]) == usage["reasons"]
+    assert attributes["jaxpage.drafts"] == (
         after["spec_decode_num_drafts_total"] - before["spec_decode_num_drafts_total"]
     )
     # The times are those of `/metrics`, and follow each other without a gap.
@@ -261,15 +264,15 @@ def test_spans_have_the_numbers_of_the_answer(shared, name):
         assert moments == sorted(moments) and moments[-1] <= server.end_time
 
 
-def test_no_text_of_a_request_is_in_its_spans(shared):
-    answer = shared.client.post("/v1/completions", json=DRAWN).json()
-    spans = shared.spans(1)
+def test_no_text_of_a_request_is_in_its_spans(keeping_server):
+    answer = keeping_server.client.post("/v1/completions", json=DRAWN).json()
+    spans = keeping_server.spans(1)
     text = "".join(span.to_json() for span in spans)
     assert "Once" not in text and answer["choices"][0]["text"].strip() not in text
     assert server_span(spans).attributes["gen_ai.response.id"] == answer["id"]
 
 
-def test_preemptions_and_drafts_are_those_of_the_engine(shared):
+def test_preemptions_and_drafts_are_those_of_the_engine(keeping_server):
     """Four requests that do not fit together; each number is in the spans of one of them."""
     names = {
         "jaxpage.preemptions": "num_preemptions_total",
@@ -280,16 +283,16 @@ def test_preemptions_and_drafts_are_those_of_the_engine(shared):
     }
 
     def totals() -> dict[str, float]:
-        stats = shared.stats()
-        found = {name: stats[theirs] for name, theirs in names.items()}
+        stats = keeping_server.stats()
+        values = {name: stats[theirs] for name, theirs in names.items()}
         return {
             name: sum(value.values()) if isinstance(value, dict) else value
-            for name, value in found.items()
+            for name, value in values.items()
         }
 
     async def ask_all() -> None:
         body = {**DRAWN, "max_tokens": 100}
-        async with httpx.AsyncClient(base_url=shared.server.address, timeout=300) as client:
+        async with httpx.AsyncClient(base_url=keeping_server.server.address, timeout=300) as client:
             prompts = [f"{index} {DRAWN['prompt']}" for index in range(4)]
             requested = [
                 client.post("/v1/completions", json={**body, "prompt": each}) for each in prompts
@@ -299,21 +302,21 @@ def test_preemptions_and_drafts_are_those_of_the_engine(shared):
 
     before = totals()
     asyncio.run(ask_all())
-    servers = [span for span in shared.spans(4) if span.kind is SpanKind.SERVER]
-    told = {name: sum(span.attributes[name] for span in servers) for name in names}
-    assert told == {name: value - before[name] for name, value in totals().items()}
-    assert min(told.values()) > 0, told
+    servers = [span for span in keeping_server.spans(4) if span.kind is SpanKind.SERVER]
+    sums = {name: sum(span.attributes[name] for span in servers) for name in names}
+    assert sums == {name: value - before[name] for name, value in totals().items()}
+    assert min(sums.values()) > 0, sums
 
 
-def test_embeddings_and_ranks_have_the_tokens_that_they_read(shared):
+def test_embeddings_and_ranks_have_the_tokens_that_they_read(keeping_server):
     requested = {"model": "demo", "input": ["A cat", "The old house"]}
-    usage = shared.client.post("/v1/embeddings", json=requested).json()["usage"]
-    [span] = shared.spans(1)
+    usage = keeping_server.client.post("/v1/embeddings", json=requested).json()["usage"]
+    [span] = keeping_server.spans(1)
     assert span.name == "embeddings demo"
     assert span.attributes["gen_ai.usage.input_tokens"] == usage["prompt_tokens"]
     requested = {"model": "demo", "query": "A cat", "documents": ["A dog", "The old house"]}
-    usage = shared.client.post("/v1/rerank", json=requested).json()["usage"]
-    [span] = shared.spans(1)
+    usage = keeping_server.client.post("/v1/rerank", json=requested).json()["usage"]
+    [span] = keeping_server.spans(1)
     assert span.name == "rerank demo"
     assert span.attributes["gen_ai.usage.input_tokens"] == usage["total_tokens"]
 
@@ -326,8 +329,8 @@ def test_a_dialect_says_what_each_of_its_paths_does():
         assert dialect.operations.items() <= OPERATIONS.items()
 
 
-def test_every_path_of_a_model_has_an_operation(shared):
-    routes = [route for route in shared.server.server.routes if isinstance(route, Route)]
+def test_every_path_of_a_model_has_an_operation(keeping_server):
+    routes = [route for route in keeping_server.server.server.routes if isinstance(route, Route)]
     posts = {route.path for route in routes if "POST" in (route.methods or ())}
     assert posts - set(OPERATIONS) == {
         "/v1/messages/count_tokens",
@@ -336,17 +339,19 @@ def test_every_path_of_a_model_has_an_operation(shared):
         "/detokenize",
     }
     assert set(OPERATIONS) <= posts
-    shared.client.post("/tokenize", json={"model": "demo", "prompt": "A"}).raise_for_status()
-    shared.client.get("/health")
-    shared.client.post("/v1/completions", json={**DRAWN, "max_tokens": 1})
-    shared.spans(1)
+    keeping_server.client.post(
+        "/tokenize", json={"model": "demo", "prompt": "A"}
+    ).raise_for_status()
+    keeping_server.client.get("/health")
+    keeping_server.client.post("/v1/completions", json={**DRAWN, "max_tokens": 1})
+    keeping_server.spans(1)
 
 
 # ---- the caller's span
 
 
 @pytest.mark.parametrize(
-    ("given", "found"),
+    ("header", "has_parent"),
     [
         (f"00-{TRACE}-{PARENT}-01", "child"),
         (f"00-{TRACE}-{PARENT}-00", "none"),  # the caller does not sample
@@ -358,17 +363,19 @@ def test_every_path_of_a_model_has_an_operation(shared):
         (None, "root"),
     ],
 )
-def test_the_span_is_a_child_of_the_caller_s(shared, given, found):
-    headers = {} if given is None else {"traceparent": given, "tracestate": "vendor=1"}
+def test_the_span_is_a_child_of_the_caller_s(keeping_server, header, has_parent):
+    headers = {} if header is None else {"traceparent": header, "tracestate": "vendor=1"}
     requested = {**DRAWN, "max_tokens": 2}
-    shared.client.post("/v1/completions", json=requested, headers=headers).raise_for_status()
-    if found == "none":
-        shared.client.post("/v1/completions", json=requested).raise_for_status()
-        assert f"{server_span(shared.spans(1)).context.trace_id:032x}" != TRACE
+    keeping_server.client.post(
+        "/v1/completions", json=requested, headers=headers
+    ).raise_for_status()
+    if has_parent == "none":
+        keeping_server.client.post("/v1/completions", json=requested).raise_for_status()
+        assert f"{server_span(keeping_server.spans(1)).context.trace_id:032x}" != TRACE
         return
-    spans = shared.spans(1)
+    spans = keeping_server.spans(1)
     server = server_span(spans)
-    if found == "child":
+    if has_parent == "child":
         assert f"{server.parent.span_id:016x}" == PARENT and server.parent.is_remote
         assert {f"{span.context.trace_id:032x}" for span in spans} == {TRACE}
         assert server.context.trace_state.get("vendor") == "1"
@@ -380,11 +387,11 @@ def test_the_span_is_a_child_of_the_caller_s(shared, given, found):
 # ---- requests that do not end well
 
 
-def test_a_client_that_leaves_has_a_span_of_what_was_done(shared):
+def test_a_client_that_leaves_has_a_span_of_what_was_done(keeping_server):
     requested = {**DRAWN, "max_tokens": 200, "stream": True}
-    with shared.client.stream("POST", "/v1/completions", json=requested) as answer:
+    with keeping_server.client.stream("POST", "/v1/completions", json=requested) as answer:
         next(answer.iter_lines())
-    spans = shared.spans(1)
+    spans = keeping_server.spans(1)
     server = server_span(spans)
     assert server.attributes["error.type"] == "disconnect"
     assert server.status.status_code is StatusCode.UNSET, "the server is not at fault"
@@ -404,10 +411,10 @@ def test_a_client_that_leaves_has_a_span_of_what_was_done(shared):
         ({"prompt": "cat " * 300}, 400, "text_completion demo"),  # it is read, then refused
     ],
 )
-def test_a_refused_request_has_a_span(shared, change, status, name):
-    answer = shared.client.post("/v1/completions", json={**DRAWN, **change})
+def test_a_refused_request_has_a_span(keeping_server, change, status, name):
+    answer = keeping_server.client.post("/v1/completions", json={**DRAWN, **change})
     assert answer.status_code == status
-    [span] = shared.spans(1)
+    [span] = keeping_server.spans(1)
     assert (span.name, span.attributes["error.type"]) == (name, str(status))
     assert span.attributes["http.response.status_code"] == status
     assert span.attributes["jaxpage.request.id"] == answer.headers["x-request-id"]
@@ -415,8 +422,8 @@ def test_a_refused_request_has_a_span(shared, change, status, name):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_failed_step_is_an_error_of_the_server(shared, stream, monkeypatch):
-    engine = shared.server.engine
+def test_a_failed_step_is_an_error_of_the_server(keeping_server, stream, monkeypatch):
+    engine = keeping_server.server.engine
     step = engine.step
     num_steps = 0
 
@@ -429,19 +436,19 @@ def test_a_failed_step_is_an_error_of_the_server(shared, stream, monkeypatch):
 
     monkeypatch.setattr(engine, "step", failing)
     requested = {**DRAWN, "max_tokens": 100, "stream": stream}
-    answer = shared.client.post("/v1/completions", json=requested)
+    answer = keeping_server.client.post("/v1/completions", json=requested)
     assert answer.status_code == (200 if stream else 500)
-    spans = shared.spans(1)
+    spans = keeping_server.spans(1)
     server = server_span(spans)
     assert server.status.status_code is StatusCode.ERROR
     assert server.attributes["error.type"] == ("error" if stream else "500")
     assert [span.name for span in spans if span is not server][:2] == PHASES[:2]
-    shared.server.errors.clear()
+    keeping_server.server.errors.clear()
 
 
 @pytest.mark.parametrize("num_known", [1, 2, 3, 4])
 def test_a_part_that_was_cut_short_ends_with_the_request(num_known):
-    """Whichever of the engine's times are known when the request ends."""
+    """The engine may know any of its times when the request ends."""
     times = ["arrival_time", "first_scheduled_time", "first_token_time", "last_token_time"]
     record = RequestRecord(bare_scope())
     moments = [record.began + each for each in range(1, 5)]
@@ -519,11 +526,11 @@ def receiver():
     receiver.close()
 
 
-def test_spans_arrive_by_otlp_at_the_latest_at_the_shutdown(built, receiver, monkeypatch):
+def test_spans_arrive_by_otlp_at_the_latest_at_the_shutdown(demo_build, receiver, monkeypatch):
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_HEADERS", "x-tenant=seven")
     monkeypatch.setenv("OTEL_RESOURCE_ATTRIBUTES", "deployment.environment.name=test")
     monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "600000")
-    with serving(built, otlp_traces_endpoint=receiver.endpoint) as server:
+    with serving(demo_build, otlp_traces_endpoint=receiver.endpoint) as server:
         headers = {"traceparent": f"00-{TRACE}-{PARENT}-01"}
         answer = httpx.post(
             f"{server.address}/v1/completions", json=DRAWN, headers=headers, timeout=300
@@ -541,11 +548,11 @@ def test_spans_arrive_by_otlp_at_the_latest_at_the_shutdown(built, receiver, mon
     assert (server_s.trace_id.hex(), server_s.parent_span_id.hex()) == (TRACE, PARENT)
     assert sorted(spans) == sorted(PHASES)
     assert {span.parent_span_id for span in spans.values()} == {server_s.span_id}
-    found = {each.key: each.value for each in server_s.attributes}
+    attributes = {each.key: each.value for each in server_s.attributes}
     usage = answer["usage"]
-    assert found["gen_ai.usage.input_tokens"].int_value == usage["prompt_tokens"]
-    assert found["gen_ai.usage.output_tokens"].int_value == usage["completion_tokens"]
-    [reason] = found["gen_ai.response.finish_reasons"].array_value.values
+    assert attributes["gen_ai.usage.input_tokens"].int_value == usage["prompt_tokens"]
+    assert attributes["gen_ai.usage.output_tokens"].int_value == usage["completion_tokens"]
+    [reason] = attributes["gen_ai.response.finish_reasons"].array_value.values
     assert reason.string_value == answer["choices"][0]["finish_reason"]
 
 
@@ -569,9 +576,9 @@ def test_the_sdk_reads_its_own_variables(name, value, number, monkeypatch):
 
 @pytest.mark.parametrize("kind", ["closed", "silent", "refusing"])
 def test_an_endpoint_that_does_not_answer_costs_one_warning(
-    built, receiver, kind, caplog, monkeypatch
+    demo_build, receiver, kind, caplog, monkeypatch
 ):
-    """With a queue that is full after two spans."""
+    """Its queue is full after two spans."""
     monkeypatch.setenv("OTEL_BSP_MAX_QUEUE_SIZE", "2")
     monkeypatch.setenv("OTEL_BSP_MAX_EXPORT_BATCH_SIZE", "1")
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "1" if kind == "silent" else "0.2")
@@ -582,7 +589,7 @@ def test_an_endpoint_that_does_not_answer_costs_one_warning(
         if kind == "closed":
             silent.close()
         url = receiver.endpoint if kind == "refusing" else f"http://{address}/v1/traces"
-        with serving(built, otlp_traces_endpoint=url) as server:
+        with serving(demo_build, otlp_traces_endpoint=url) as server:
             requested = {**DRAWN, "max_tokens": 2}
             with httpx.Client(base_url=server.address, timeout=300) as client:
                 began = time.monotonic()
@@ -591,10 +598,10 @@ def test_an_endpoint_that_does_not_answer_costs_one_warning(
                 # One that waited for the endpoint would take a second for each of 32 spans.
                 assert time.monotonic() - began < 30
             wait_until(lambda: "does not take spans" in caplog.text)
-    told = [record.getMessage() for record in caplog.records if "spans" in record.getMessage()]
-    ours = [text for text in told if "does not take spans" in text]
+    messages = [record.getMessage() for record in caplog.records if "spans" in record.getMessage()]
+    ours = [text for text in messages if "does not take spans" in text]
     assert len(ours) == 1 and url in ours[0]
-    assert set(told) - set(ours) <= {
+    assert set(messages) - set(ours) <= {
         "the last spans are not sent: the endpoint does not answer in time"
     }
     assert not [record for record in caplog.records if record.name.startswith("opentelemetry")]
@@ -638,8 +645,8 @@ def test_without_the_setting_nothing_of_opentelemetry_is_imported():
     sources = {path: path.read_text() for path in package.rglob("*.py")}
     for imported, importer in (("opentelemetry", "otlp"), ("metrics.otlp", "tracing")):
         pattern = re.compile(rf"^ *(from|import) .*{imported}", re.MULTILINE)
-        [found] = [path for path, text in sources.items() if pattern.search(text)]
-        assert found == package / "serving" / "metrics" / f"{importer}.py"
+        [path_of_match] = [path for path, text in sources.items() if pattern.search(text)]
+        assert path_of_match == package / "serving" / "metrics" / f"{importer}.py"
     program = (
         "import sys\n"
         "from jaxpage.serving.settings.server_config import ServerConfig\n"

@@ -54,7 +54,7 @@ def split_heads(x: np.ndarray, head_dim: int) -> np.ndarray:
     return x.T.reshape(x.shape[1], -1, head_dim)
 
 
-def interleaved(x: np.ndarray) -> np.ndarray:
+def interleave(x: np.ndarray) -> np.ndarray:
     """MaxText turns neighbours: the halves of each head take turns."""
     first, second = np.split(x, 2, axis=-1)
     return np.stack([first, second], axis=-1).reshape(x.shape)
@@ -66,7 +66,7 @@ def of_maxtext(case: str, config: dict[str, Any], arrays: Arrays, scanned: bool)
     layers: list[Arrays] = [{} for _ in range(num_layers)]
     head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     experts: dict[tuple[int, str], list[np.ndarray]] = {}
-    found: Arrays = {}
+    named: Arrays = {}
     norm = "norm" if gemma else "layer_norm"
     modules = {
         **{"input_layernorm": f"pre_self_attention_{norm}.scale"},
@@ -81,7 +81,7 @@ def of_maxtext(case: str, config: dict[str, Any], arrays: Arrays, scanned: bool)
     }
     for name, x in arrays.items():
         if name == "lm_head.weight":
-            found["decoder.logits_dense.kernel"] = np.pad(x, ((0, 5), (0, 0))).T
+            named["decoder.logits_dense.kernel"] = np.pad(x, ((0, 5), (0, 0))).T
             continue
         if not name.startswith("model.layers."):
             if "embed_tokens" in name:
@@ -89,9 +89,9 @@ def of_maxtext(case: str, config: dict[str, Any], arrays: Arrays, scanned: bool)
                 if case == "gemma3":
                     factor = torch.tensor(factor).bfloat16().float().numpy()
                 padded = np.pad(x * factor if gemma else x, ((0, 5), (0, 0)))
-                found["token_embedder.embedding"] = padded
+                named["token_embedder.embedding"] = padded
             else:
-                found["decoder.decoder_norm.scale"] = x + 1 if gemma else x
+                named["decoder.decoder_norm.scale"] = x + 1 if gemma else x
             continue
         place, *_, module, kind = name.split(".")[2:]
         to = modules[module]
@@ -104,7 +104,7 @@ def of_maxtext(case: str, config: dict[str, Any], arrays: Arrays, scanned: bool)
         elif module in ("q_proj", "k_proj", "v_proj"):
             to, x = f"{to}.kernel", split_heads(x, head_dim)
             if case == "llama" and module != "v_proj":
-                x = interleaved(x)
+                x = interleave(x)
             if case in ("llama", "gemma2") and module == "q_proj":
                 x = x * np.float32(head_dim**-0.5)
         elif module == "o_proj":
@@ -137,64 +137,64 @@ def of_maxtext(case: str, config: dict[str, Any], arrays: Arrays, scanned: bool)
         is_stacked = scanned and "remainder" not in group
         for to in members[0]:
             parts = [layer[to] for layer in members]
-            found[f"{group}.{to}"] = np.stack(parts, axis=1) if is_stacked else parts[0]
-    tree = flax.traverse_util.unflatten_dict(found, sep=".")
+            named[f"{group}.{to}"] = np.stack(parts, axis=1) if is_stacked else parts[0]
+    tree = flax.traverse_util.unflatten_dict(named, sep=".")
     return {"params": {"params": tree}, "step": np.zeros((), np.int32)}
 
 
 def of_tunix(case: str, config: dict[str, Any], arrays: Arrays) -> Arrays:
     """Returns weights of Llama or Qwen in the layout of Tunix."""
     head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
-    found: Arrays = {}
+    named: Arrays = {}
     for name, x in arrays.items():
         *before, module, kind = name.removeprefix("model.").split(".")
         if kind == "bias":
-            found[".".join([*before[:2], "attn", f"{module[0]}_bias"])] = x
+            named[".".join([*before[:2], "attn", f"{module[0]}_bias"])] = x
         elif module == "embed_tokens":
-            found["embedder.input_embedding"] = x
+            named["embedder.input_embedding"] = x
         elif module in ("q_proj", "k_proj", "v_proj"):
-            found[".".join([*before[:2], "attn", module, "w"])] = split_heads(x, head_dim)
+            named[".".join([*before[:2], "attn", module, "w"])] = split_heads(x, head_dim)
         elif module == "o_proj":
             whole = x.T.reshape(-1, head_dim, x.shape[0])
-            found[".".join([*before[:2], "attn", module, "w"])] = whole
+            named[".".join([*before[:2], "attn", module, "w"])] = whole
         elif "mlp" in before:
-            found[".".join([*before, module, "kernel"])] = x.T
+            named[".".join([*before, module, "kernel"])] = x.T
         else:
             place = [part.replace("self_attn", "attn") for part in before]
             module = "final_norm" if module == "norm" else module
-            found[".".join([*place, module, "w"])] = x.T
-    return found
+            named[".".join([*place, module, "w"])] = x.T
+    return named
 
 
 def of_gemma(case: str, config: dict[str, Any], arrays: Arrays) -> Arrays:
     """Returns weights of Gemma in the layout of the library gemma."""
     head_dim, num_layers = config["head_dim"], config["num_hidden_layers"]
-    found: Arrays = {
+    named: Arrays = {
         "transformer/embedder": {"input_embedding": arrays["model.embed_tokens.weight"]},
         "transformer/final_norm": {"scale": arrays["model.norm.weight"]},
     }
     for layer in range(num_layers):
-        own = {
+        names = {
             name.removeprefix(f"model.layers.{layer}."): x
             for name, x in arrays.items()
             if name.startswith(f"model.layers.{layer}.")
         }
         q, k, v = (
-            own[f"self_attn.{x}_proj.weight"].reshape(-1, head_dim, config["hidden_size"])
+            names[f"self_attn.{x}_proj.weight"].reshape(-1, head_dim, config["hidden_size"])
             for x in "qkv"
         )
         q, k, v = (x.swapaxes(1, 2) for x in (q, k, v))
         at = f"transformer/layer_{layer}"
         if len(q) == len(k):
-            found[f"{at}/attn/qkv_einsum"] = {"w": np.stack([q, k, v])}
+            named[f"{at}/attn/qkv_einsum"] = {"w": np.stack([q, k, v])}
         else:
-            found[f"{at}/attn/q_einsum"] = {"w": q}
-            found[f"{at}/attn/kv_einsum"] = {"w": np.stack([k, v])}
-        output = own["self_attn.o_proj.weight"]
-        found[f"{at}/attn/attn_vec_einsum"] = {"w": output.T.reshape(-1, head_dim, output.shape[0])}
-        gating = np.stack([own[f"mlp.{x}_proj.weight"] for x in ("gate", "up")])
+            named[f"{at}/attn/q_einsum"] = {"w": q}
+            named[f"{at}/attn/kv_einsum"] = {"w": np.stack([k, v])}
+        output = names["self_attn.o_proj.weight"]
+        named[f"{at}/attn/attn_vec_einsum"] = {"w": output.T.reshape(-1, head_dim, output.shape[0])}
+        gating = np.stack([names[f"mlp.{x}_proj.weight"] for x in ("gate", "up")])
         gating = gating.swapaxes(1, 2) if case == "gemma" else gating
-        found[f"{at}/mlp"] = {"gating_einsum": gating, "linear": own["mlp.down_proj.weight"].T}
+        named[f"{at}/mlp"] = {"gating_einsum": gating, "linear": names["mlp.down_proj.weight"].T}
         norms = {"input_layernorm": "pre_attention_norm"}
         if case == "gemma":
             norms["post_attention_layernorm"] = "pre_ffw_norm"
@@ -203,16 +203,16 @@ def of_gemma(case: str, config: dict[str, Any], arrays: Arrays) -> Arrays:
             norms["pre_feedforward_layernorm"] = "pre_ffw_norm"
             norms["post_feedforward_layernorm"] = "post_ffw_norm"
         for name, to in norms.items():
-            found[f"{at}/{to}"] = {"scale": own[f"{name}.weight"]}
+            named[f"{at}/{to}"] = {"scale": names[f"{name}.weight"]}
         for x, to in (("q", "_query_norm"), ("k", "_key_norm")):
-            if f"self_attn.{x}_norm.weight" in own:
-                found[f"{at}/attn/{to}"] = {"scale": own[f"self_attn.{x}_norm.weight"]}
-    return found
+            if f"self_attn.{x}_norm.weight" in names:
+                named[f"{at}/attn/{to}"] = {"scale": names[f"self_attn.{x}_norm.weight"]}
+    return named
 
 
-def assert_as_hugging_face(case: str, config: dict[str, Any], found: Arrays, want: Arrays) -> None:
+def assert_as_hugging_face(case: str, config: dict[str, Any], arrays: Arrays, want: Arrays) -> None:
     stacked = {name for name in want if ".experts." in name and name.endswith("_proj")}
-    flat = flax.traverse_util.flatten_dict(found, sep="/")
+    flat = flax.traverse_util.flatten_dict(arrays, sep="/")
     named = hugging_face_names(flat, config)
     assert named.keys() == want.keys() - stacked
     for name, x in named.items():
@@ -221,18 +221,18 @@ def assert_as_hugging_face(case: str, config: dict[str, Any], found: Arrays, wan
 
 def separate(arrays: Arrays) -> Arrays:
     """The experts of transformers 5 are in one tensor, those of files are apart."""
-    found: Arrays = {}
+    named: Arrays = {}
     for name, x in arrays.items():
         if name.endswith("experts.gate_up_proj"):
             for expert, both in enumerate(x):
                 for kind, part in zip(("gate", "up"), np.split(both, 2), strict=True):
-                    found[name.replace("gate_up_proj", f"{expert}.{kind}_proj.weight")] = part
+                    named[name.replace("gate_up_proj", f"{expert}.{kind}_proj.weight")] = part
         elif name.endswith("experts.down_proj"):
             for expert, part in enumerate(x):
-                found[name.replace("down_proj", f"{expert}.down_proj.weight")] = part
+                named[name.replace("down_proj", f"{expert}.down_proj.weight")] = part
         else:
-            found[name] = x
-    return found
+            named[name] = x
+    return named
 
 
 @pytest.mark.parametrize("scanned", [True, False], ids=["scanned", "each layer"])
@@ -266,9 +266,9 @@ class Node(nnx.Module):
 def test_a_module_of_tunix_is_taken_as_its_arrays_are():
     config, arrays = weights("llama")
     tree = flax.traverse_util.unflatten_dict(of_tunix("llama", config, arrays), sep=".")
-    found = open_parameters(config, Node(tree)).plan.arrays
-    assert found.keys() == arrays.keys()
-    for name, x in found.items():
+    named = open_parameters(config, Node(tree)).plan.arrays
+    assert named.keys() == arrays.keys()
+    for name, x in named.items():
         np.testing.assert_array_equal(x, arrays[name])
 
 
@@ -313,9 +313,9 @@ def greedy(llm: Any, prompt: list[int]) -> list[int]:
 
 
 def test_an_architecture_without_a_table_is_refused_by_name():
-    found = {"token_embedder.embedding": np.zeros((4, 2))}
+    arrays = {"token_embedder.embedding": np.zeros((4, 2))}
     with pytest.raises(UnsupportedError, match="names of MaxText.*not for OPTForCausalLM"):
-        hugging_face_names(found, config_json("opt-norm-first"))
+        hugging_face_names(arrays, config_json("opt-norm-first"))
     square = {
         "embedder.input_embedding": np.zeros((4, 2)),
         "layer_0.mlp.gating_einsum": np.zeros((2, 3, 3)),

@@ -25,18 +25,18 @@ from transformers import AutoModelForCausalLM  # noqa: E402
 from tests.support.hf_models import save_model  # noqa: E402
 from tests.support.sweeps import few  # noqa: E402
 
-pytestmark = pytest.mark.usefixtures("compiled_when_used")
+pytestmark = pytest.mark.usefixtures("compiled_when_used", "largest_shapes")
 ROWS = np.random.default_rng(5).integers(0, 97, (2, 24)).astype(np.int32)
 
 
 def of_torch(model: Any) -> Any:
-    """The log probability of each token of ROWS behind those before it."""
+    """Returns the log probability of each token of ROWS after those before it."""
     tokens = torch.tensor(ROWS, dtype=torch.long)
     logprobs = model(tokens).logits[:, :-1].log_softmax(-1)
     return logprobs.gather(-1, tokens[:, 1:, None])[..., 0]
 
 
-def loaded(directory: Path, oracle: Any, **settings: Any) -> tuple[TrainableModel, Any]:
+def load(directory: Path, oracle: Any, **settings: Any) -> tuple[TrainableModel, Any]:
     config = json.loads((directory / "config.json").read_text())
     tensors = {name: tensor.detach().numpy() for name, tensor in oracle.state_dict().items()}
     return TrainableModel.load(config, tensors, **settings)
@@ -51,25 +51,25 @@ def loaded(directory: Path, oracle: Any, **settings: Any) -> tuple[TrainableMode
             *("llama4-chunks", "qwen3-moe-mixed", "olmoe-many", "gpt-oss-windows", "jamba-mixed"),
             *("nemotron-h-experts", "lfm2-moe-mixed"),
         ],
-        # Llama's are in the example below, and a mixture's are differences in float64, too
-        ["gemma3-types", "qwen3-5-mixed", "qwen3-moe-mixed"],
+        # Llama's are in the example below, and those of a mixture are differences in float64.
+        ["gemma3-types", "qwen3-5-mixed"],
     ),
 )
 def test_log_probabilities_and_derivatives_are_those_of_transformers(
     name: str, tmp_path: Path
 ) -> None:
     oracle = save_model(name, tmp_path)
-    model, weights = loaded(tmp_path, oracle)
-    wanted = of_torch(oracle)
-    wanted.mean().backward()
+    model, weights = load(tmp_path, oracle)
+    expected = of_torch(oracle)
+    expected.mean().backward()
 
     @jax.jit
     def mean(weights: Any) -> tuple[jax.Array, jax.Array]:
         logprobs = model.log_probabilities(weights, ROWS)
         return logprobs.mean(), logprobs
 
-    (_, found), gradients = jax.value_and_grad(mean, has_aux=True)(weights)
-    np.testing.assert_allclose(found, wanted.detach().numpy(), atol=2e-5)
+    (_, actual), gradients = jax.value_and_grad(mean, has_aux=True)(weights)
+    np.testing.assert_allclose(actual, expected.detach().numpy(), atol=2e-5)
     named = model.named(gradients)
     parameters = {key: each for key, each in oracle.named_parameters() if each.grad is not None}
     assert named.keys() >= parameters.keys()
@@ -94,9 +94,9 @@ def test_a_window_that_is_one_too_wide_is_seen(
     name: str, option: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     oracle = save_model(name, tmp_path)
-    model, weights = loaded(tmp_path, oracle)
-    wanted = of_torch(oracle).detach().numpy()
-    np.testing.assert_allclose(model.log_probabilities(weights, ROWS.tolist()), wanted, atol=2e-5)
+    model, weights = load(tmp_path, oracle)
+    expected = of_torch(oracle).detach().numpy()
+    np.testing.assert_allclose(model.log_probabilities(weights, ROWS.tolist()), expected, atol=2e-5)
     for rows in (ROWS[0], ROWS[None], ROWS[:0], ROWS[:, :0], ROWS * 1.0, ROWS > 3, 5):
         with pytest.raises(
             TypeError,
@@ -112,7 +112,7 @@ def test_a_window_that_is_one_too_wide_is_seen(
         ):
             model.log_probabilities(weights, rows)
         assert jax.jit(model.log_probabilities)(weights, rows).shape == (1, 1), "traced: not known"
-    model, _ = loaded(tmp_path, oracle, exact=False)
+    model, _ = load(tmp_path, oracle, exact=False)
     dense = dense_pass.dense_attend
 
     def wrong(num_rows: int) -> Any:
@@ -126,13 +126,13 @@ def test_a_window_that_is_one_too_wide_is_seen(
         return attend
 
     monkeypatch.setattr(dense_pass, "dense_attend", wrong)
-    assert np.abs(model.log_probabilities(weights, ROWS) - wanted).max() > 1e-3
+    assert np.abs(model.log_probabilities(weights, ROWS) - expected).max() > 1e-3
 
 
 def test_derivatives_of_experts_are_differences_in_float64(tmp_path: Path) -> None:
     """Along a random direction of all weights; the oracle's own routes do not change on the way."""
     oracle = save_model("qwen3-moe-mixed", tmp_path)
-    model, weights = loaded(tmp_path, oracle)
+    model, weights = load(tmp_path, oracle)
     gradients = jax.jit(jax.grad(lambda w: model.log_probabilities(w, ROWS).mean()))(weights)
     named = model.named(gradients)
     oracle.set_experts_implementation("eager")  # the others have no float64
@@ -161,21 +161,23 @@ def test_the_example_of_the_reference(tmp_path: Path) -> None:
     page = Path(__file__).parents[1] / "docs" / "reference" / "python.md"
     *_, code = re.findall(r"^```python\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
     (tmp_path / "example.py").write_text(code)
-    found = runpy.run_path(str(tmp_path / "example.py"))
-    oracle = AutoModelForCausalLM.from_pretrained(found["directory"], dtype=torch.float32)
-    rows = torch.tensor(np.asarray(found["rows"]), dtype=torch.long)
+    names = runpy.run_path(str(tmp_path / "example.py"))
+    oracle = AutoModelForCausalLM.from_pretrained(names["directory"], dtype=torch.float32)
+    rows = torch.tensor(np.asarray(names["rows"]), dtype=torch.long)
     logprobs = oracle(rows).logits[:, :-1].log_softmax(-1).gather(-1, rows[:, 1:, None])
     loss = -logprobs.mean()
     loss.backward()
-    np.testing.assert_allclose(found["value"], loss.item(), atol=2e-5)
+    np.testing.assert_allclose(names["value"], loss.item(), atol=2e-5)
     for name, parameter in oracle.named_parameters():
         np.testing.assert_allclose(
-            found["named"][name], parameter.grad.numpy(), atol=1e-4, err_msg=name
+            names["named"][name], parameter.grad.numpy(), atol=1e-4, err_msg=name
         )
 
 
 def test_a_rollout_and_its_trainer_agree() -> None:
-    """examples/rl_rollout.py on the demo model: scores have the rollout's bits, also after an update of the weights."""
+    """examples/rl_rollout.py on the demo model: scores have the rollout's bits, also after an
+    update of the weights.
+    """
     table = runpy.run_path(str(Path(__file__).parents[1] / "examples" / "rl_rollout.py"))["main"](
         ["--steps", "2"]
     )

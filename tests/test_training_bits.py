@@ -1,4 +1,6 @@
-"""`TrainableModel` has the bits of the engine: whole distributions, after updates, and however it is compiled."""
+"""`TrainableModel` has the bits of the engine: whole distributions, after updates, and however it
+is compiled.
+"""
 
 from __future__ import annotations
 
@@ -57,25 +59,25 @@ def load(llm: LLM, **settings: Any) -> tuple[TrainableModel, Any]:
 def make(tmp_path: Path) -> Iterator[Any]:
     engines: list[LLM] = []
 
-    def one(name: str, **settings: Any) -> LLM:
+    def make_engine(name: str, **settings: Any) -> LLM:
         config = {**CONFIGS[name], "vocab_size": VOCAB_SIZE}
         directory = random_checkpoint(tmp_path / f"{len(engines)}", config)
         engines.append(make_llm(directory, **{"max_model_len": 128, **settings}))
         return engines[-1]
 
-    yield one
+    yield make_engine
     for llm in engines:
         llm.shutdown()
 
 
 def scores(llm: LLM, rows: np.ndarray = ROWS) -> np.ndarray:
-    """What the engine says of each token from the second on."""
+    """Returns what the engine says of each token from the second on."""
     prompts, continuations = rows[:, :1].tolist(), rows[:, 1:].tolist()
     return np.array(llm.score(prompts, continuations), np.float32)
 
 
 def distributions(llm: LLM) -> np.ndarray:
-    """What the engine says of all tokens after each of ROWS but the last, [R, C - 1, V]."""
+    """Returns what the engine says of all tokens after each of ROWS but the last, [R, C - 1, V]."""
     params = SamplingParams(max_tokens=1, prompt_logprobs=VOCAB_SIZE)
     outputs = llm.generate(ROWS.tolist(), params, use_tqdm=False)
     return np.array(
@@ -95,7 +97,7 @@ def add_gradients(weights: Any, gradients: Any, rate: float) -> Any:
     return jax.tree.map(lambda w, g: (w + rate * g).astype(w.dtype), weights, gradients)
 
 
-def weighted(model: TrainableModel, weights: Any, rows: Any) -> tuple[jax.Array, jax.Array]:
+def weigh(model: TrainableModel, weights: Any, rows: Any) -> tuple[jax.Array, jax.Array]:
     """A loss that depends on all tokens, and the log probabilities."""
     logprobs = model.log_probabilities(weights, rows)
     return jnp.sum(logprobs * jnp.sin(jnp.arange(logprobs.size)).reshape(logprobs.shape)), logprobs
@@ -105,7 +107,8 @@ def weighted(model: TrainableModel, weights: Any, rows: Any) -> tuple[jax.Array,
     ("name", "dtype"),
     few(
         [(name, dtype) for name in CONFIGS for dtype in ("float32", "bfloat16")],
-        [("qwen3 moe", "bfloat16"), ("qwen3.5", "float32"), ("deepseek", "float32")],
+        # Qwen3.5 in float32 is in the test of long rows.
+        [("qwen3 moe", "bfloat16"), ("deepseek", "float32")],
     ),
 )
 def test_every_bit_is_the_engine_s_before_and_after_an_update(
@@ -122,7 +125,7 @@ def test_every_bit_is_the_engine_s_before_and_after_an_update(
 
     @jax.jit
     def differentiate(weights: Any) -> Any:
-        return jax.value_and_grad(lambda w: weighted(model, w, ROWS), has_aux=True)(weights)
+        return jax.value_and_grad(lambda w: weigh(model, w, ROWS), has_aux=True)(weights)
 
     expected = distributions(llm)
     np.testing.assert_array_equal(whole(weights).reshape(expected.shape), expected)
@@ -145,21 +148,21 @@ def test_neither_batches_nor_transformations_change_a_bit(name: str, make: Any) 
     np.testing.assert_array_equal(model.log_probabilities(weights, ROWS), expected)
 
     def loss(weights: Any, rows: Any) -> tuple[jax.Array, jax.Array]:
-        return weighted(model, weights, rows)
+        return weigh(model, weights, rows)
 
-    for function, size in ((loss, 1), (jax.checkpoint(loss), 4)):  # all at once: above
-        differentiate = jax.jit(jax.value_and_grad(function, has_aux=True))
-        parts = [ROWS[at : at + size] for at in range(0, 4, size)]
-        found = [differentiate(weights, part)[0][1] for part in parts]
-        np.testing.assert_array_equal(np.concatenate(found), expected)
+    differentiate = jax.jit(jax.value_and_grad(jax.checkpoint(loss), has_aux=True))
+    (_, again), _ = differentiate(weights, ROWS)
+    np.testing.assert_array_equal(again, expected)
 
     def accumulate(total: Any, rows: jax.Array) -> tuple[Any, jax.Array]:
         (_, logprobs), gradients = jax.value_and_grad(loss, has_aux=True)(weights, rows)
         return jax.tree.map(jnp.add, total, gradients), logprobs
 
     zeros = jax.tree.map(lambda w: np.zeros(w.shape, w.dtype), weights)
-    _, found = jax.jit(lambda: jax.lax.scan(accumulate, zeros, ROWS.reshape(2, 2, -1)))()
-    np.testing.assert_array_equal(found.reshape(expected.shape), expected)
+    _, parts_of_logprobs = jax.jit(
+        lambda: jax.lax.scan(accumulate, zeros, ROWS.reshape(2, 2, -1))
+    )()
+    np.testing.assert_array_equal(parts_of_logprobs.reshape(expected.shape), expected)
     of_rows = jax.jit(jax.vmap(model.log_probabilities, (None, 0)))(weights, ROWS[:, None])
     np.testing.assert_array_equal(of_rows[:, 0], expected)
     changes = jax.tree.map(lambda w: np.ones(w.shape, w.dtype), weights)
@@ -189,7 +192,7 @@ def test_long_rows_and_many_rows_are_divided(make: Any) -> None:
 def test_an_engine_without_kernels_in_cpp_has_the_bits_of_a_trainer_without(
     name: str, make: Any
 ) -> None:
-    """And the kernels' order of sums is not that of XLA, which is seen."""
+    """The kernels' order of sums is not that of XLA, which is seen."""
     llm = make(name, attention_backend="scan")
     expected = scores(llm)
     model, weights = load(llm, attention_backend="scan")
@@ -205,12 +208,12 @@ def test_an_engine_without_kernels_in_cpp_has_the_bits_of_a_trainer_without(
 @pytest.mark.parametrize("name", few(["llama", "gemma 3", "qwen3.5"], ["llama"]))
 def test_derivatives_are_those_of_the_dense_pass(name: str, make: Any) -> None:
     llm = make(name)
-    found = []
+    gradients = []
     for exact in (True, False):
         model, weights = load(llm, exact=exact)
-        differentiate = jax.jit(jax.grad(lambda w, m=model: weighted(m, w, ROWS)[0]))
-        found.append(differentiate(weights))
-    for ours, dense in zip(*map(jax.tree.leaves, found), strict=True):
+        differentiate = jax.jit(jax.grad(lambda w, m=model: weigh(m, w, ROWS)[0]))
+        gradients.append(differentiate(weights))
+    for ours, dense in zip(*map(jax.tree.leaves, gradients), strict=True):
         np.testing.assert_allclose(ours, dense, atol=1e-5 * max(1.0, float(abs(dense).max())))
 
 
@@ -237,7 +240,7 @@ def test_panels_on_the_device_are_those_of_the_host() -> None:
             np.testing.assert_array_equal(panels, packed.pack(np.asarray(array), numbers))
 
 
-def trained_adapter(model: TrainableModel, seed: int, **settings: Any) -> LoRAWeights:
+def make_trained_adapter(model: TrainableModel, seed: int, **settings: Any) -> LoRAWeights:
     """An adapter whose matrices B are not zero."""
     adapter = model.make_adapter(seed=seed, **settings)
     rng = np.random.default_rng(seed)
@@ -252,7 +255,7 @@ def trained_adapter(model: TrainableModel, seed: int, **settings: Any) -> LoRAWe
     ("name", "dtype"),
     few(
         [(name, dtype) for name in CONFIGS for dtype in ("float32", "bfloat16")],
-        [("llama", "bfloat16")],  # float32 is in tests/test_lora.py
+        [],  # tests/test_lora.py always has one
     ),
 )
 def test_an_adapter_has_the_engine_s_bits_before_and_after_it_is_trained(
@@ -261,7 +264,7 @@ def test_an_adapter_has_the_engine_s_bits_before_and_after_it_is_trained(
     llm = make(name, dtype=dtype, enable_lora=True, max_loras=2, max_lora_rank=8)
     model, weights = TrainableModel.for_engine(llm)
     assert model.dtype == dtype and model.find_differences(llm) == []
-    adapter = trained_adapter(model, 1, rank=5, alpha=7)
+    adapter = make_trained_adapter(model, 1, rank=5, alpha=7)
     policy = LoRARequest("policy", 1)
     without = scores(llm)
 

@@ -101,7 +101,10 @@ def test_a_trainer_generates_and_updates(tmp_path: Path) -> None:
 def check_retries(
     client: JaxpageClient, old: dict[str, Any], new: dict[str, Any], sampling: dict[str, Any]
 ) -> None:
-    """After weights that the server refused, others are taken; those that never reached it stay for the next try."""
+    """After weights that the server refused, others are taken.
+
+    Those that never reached it stay for the next try.
+    """
 
     def generate() -> Any:
         return client.generate(PROMPTS, **sampling, generation_kwargs={"seed": 7})

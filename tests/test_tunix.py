@@ -1,4 +1,7 @@
-"""jaxpage as Tunix's rollout engine, made as Tunix makes one; needs google-tunix, which `.ci/nightly` installs."""
+"""jaxpage as Tunix's rollout engine, made as Tunix makes one.
+
+Needs google-tunix, which `.ci/nightly` installs.
+"""
 
 from __future__ import annotations
 

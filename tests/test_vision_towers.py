@@ -1,4 +1,6 @@
-"""Encoders of pictures give the rows that transformers feeds to the text model, with its own image processors."""
+"""Encoders of pictures give the rows that transformers feeds to the text model, with its own image
+processors.
+"""
 
 from __future__ import annotations
 
@@ -236,7 +238,7 @@ def process(name: str, picture: Image.Image) -> dict[str, Any]:
     return dict(theirs(name)[1](images=[picture], return_tensors="np"))
 
 
-def expected_rows(name: str, arrays: Mapping[str, Any]) -> np.ndarray:
+def oracle_rows(name: str, arrays: Mapping[str, Any]) -> np.ndarray:
     model, _ = theirs(name)
     tensors = {key: torch.from_numpy(np.asarray(value)) for key, value in arrays.items()}
     with torch.no_grad():
@@ -257,9 +259,9 @@ def encode(name: str, calls: Sequence[Any]) -> np.ndarray:
     return np.concatenate(rows)
 
 
-def error(found: np.ndarray, expected: np.ndarray) -> float:
-    assert found.shape == expected.shape
-    return float(np.abs(found - expected).max() / np.abs(expected).max())
+def error(rows: np.ndarray, expected: np.ndarray) -> float:
+    assert rows.shape == expected.shape
+    return float(np.abs(rows - expected).max() / np.abs(expected).max())
 
 
 @pytest.mark.parametrize("name", TOWERS)
@@ -270,7 +272,7 @@ def test_rows_are_the_features_of_transformers(name: str) -> None:
     for picture in pictures():
         arrays = process(name, picture)
         rows = encode(name, family.Model.calls(spec, arrays))
-        worst = max(worst, error(rows[:, 0], expected_rows(name, arrays)))
+        worst = max(worst, error(rows[:, 0], oracle_rows(name, arrays)))
         counts.append(len(rows))
     print(f"{name}: {worst:.1e}, rows {counts}")
     assert worst < TOLERANCE
@@ -314,7 +316,7 @@ def test_tiles_of_padding_are_left_out_as_by_transformers() -> None:
     arrays = dict(processor(images=several, return_tensors="np"))
     family, spec, _ = ours("smolvlm")
     rows = encode("smolvlm", family.Model.calls(spec, arrays))
-    assert error(rows[:, 0], expected_rows("smolvlm", arrays)) < TOLERANCE
+    assert error(rows[:, 0], oracle_rows("smolvlm", arrays)) < TOLERANCE
     assert len(rows) < arrays["pixel_values"].shape[0] * arrays["pixel_values"].shape[1] * 4
 
 

@@ -1,4 +1,6 @@
-"""Weights that come from memory and go back there: the same texts as from files, other texts after an update, and nothing in between."""
+"""Weights that come from memory and go back there: the same texts as from files, other texts after
+an update, and nothing in between.
+"""
 
 from __future__ import annotations
 
@@ -57,14 +59,14 @@ def texts(llm: LLM) -> list[Any]:
 @pytest.fixture(scope="module")
 def from_files(tmp_path_factory: pytest.TempPathFactory) -> list[list[Any]]:
     """The texts of two sets of weights."""
-    found = []
+    arrays = []
     for seed in (0, 1):
         with make_llm(
             random_checkpoint(tmp_path_factory.mktemp("m") / "m", LLAMA, seed=seed)
         ) as llm:
-            found.append(texts(llm))
-    assert found[0] != found[1]
-    return found
+            arrays.append(texts(llm))
+    assert arrays[0] != arrays[1]
+    return arrays
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +75,7 @@ def llm() -> Any:
         yield made
 
 
-def nested(tensors: dict[str, Any]) -> dict[str, Any]:
+def nest(tensors: dict[str, Any]) -> dict[str, Any]:
     tree: dict[str, Any] = {}
     for name, value in tensors.items():
         *parents, last = name.split(".")
@@ -92,7 +94,7 @@ def test_weights_go_in_and_come_back_and_are_replaced(
     for name, array in random_tensors(LLAMA).items():
         np.testing.assert_array_equal(np.asarray(back.pop(name)), array)
     assert not back
-    other = nested(
+    other = nest(
         {name: jnp.asarray(array) for name, array in random_tensors(LLAMA, seed=1).items()}
     )
     llm.update_parameters(other)  # compiles what joins arrays on their devices, for each shape
@@ -116,9 +118,9 @@ class NoHostCopies:
     def __getattr__(self, name: str) -> Any:
         return getattr(np, name)
 
-    def asarray(self, array: Any, *rest: Any) -> Any:
+    def asarray(self, array: Any, *others: Any) -> Any:
         assert not isinstance(array, jax.Array), "it comes to the host"
-        return np.asarray(array, *rest)
+        return np.asarray(array, *others)
 
 
 FAMILIES = pytest.mark.parametrize(
@@ -134,7 +136,10 @@ def bits_of(array: Any) -> Any:
 def test_arrays_on_devices_are_joined_there(
     config: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Stacked, transposed and converted, with the bits that they get on the host; JAX itself lets no array of the host in."""
+    """Stacked, transposed and converted, with the bits that they get on the host.
+
+    JAX itself lets no array of the host in.
+    """
     tensors = random_tensors(config)
     for array in tensors.values():  # numbers that conversions round, and those that they flush
         array.reshape(-1)[:6] = [1e-39, -1e-41, 6e4, 1 + 2**-8, -0.0, 6e-8]
@@ -165,14 +170,14 @@ def test_a_module_does_not_come_to_the_host(
     module = files.family.Model(files.spec, dtype="float32")
     nnx.update(module, load_weights(files.plan, "float32", jnp.asarray))
     want = load_weights(files.plan, "float32", lambda array: array)
-    given = with_parameters(files, module)
+    stored = with_parameters(files, module)
     with monkeypatch.context() as patch:
         patch.setattr(loading, "np", NoHostCopies())
-        found = load_weights(given.plan, "float32", lambda array: array)
-    named = name_parameters(given.plan, found)
+        weights = load_weights(stored.plan, "float32", lambda array: array)
+    named = name_parameters(stored.plan, weights)
     for array in jax.tree.leaves(nnx.to_pure_dict(nnx.state(module))):
         array.delete()  # as a trainer that donates them does
-    jax.tree.map(np.testing.assert_array_equal, found, want)
+    jax.tree.map(np.testing.assert_array_equal, weights, want)
     assert named.keys() == random_tensors(config).keys()
 
 
@@ -250,12 +255,12 @@ def test_what_does_not_fit_leaves_the_old_weights_in_use(
     ):
         llm.update_parameters(infinite, check_finite=True)
     assert llm.update_parameters(random_tensors(LLAMA), check_finite=True) == version + 1
-    for given in (None, 3, [("model.norm.weight", wrong["model.norm.weight"])]):
+    for wrong_value in (None, 3, [("model.norm.weight", wrong["model.norm.weight"])]):
         with pytest.raises(
             TypeError,
             match="parameters must be a dict of arrays by name, or a module of Flax NNX; got",
         ):
-            llm.update_parameters(given)  # type: ignore[arg-type]
+            llm.update_parameters(wrong_value)  # type: ignore[arg-type]
     with pytest.raises(
         CheckpointError,
         match=r"1 problem\):\n  - 'model.norm.weight' is a list, and no array of numpy or JAX",
@@ -267,10 +272,10 @@ def test_what_does_not_fit_leaves_the_old_weights_in_use(
 
 
 def test_a_config_of_transformers_is_one() -> None:
-    found, wanted = (
+    actual, expected = (
         open_parameters(config, random_tensors(LLAMA)) for config in (LlamaConfig(**LLAMA), LLAMA)
     )
-    assert found.spec == wanted.spec
+    assert actual.spec == expected.spec
     for wrong in (None, "config.json", [LLAMA]):
         with pytest.raises(
             TypeError,
@@ -313,7 +318,7 @@ def test_a_pinned_prefix_and_a_log_and_quantised_weights_are_refused(
 
 @pytest.fixture
 def server(llm: LLM, tmp_path: Path) -> Iterator[tuple[Running, httpx.Client, Path]]:
-    """With the weights of seed 0, and a directory with those of seeds 0 and 1."""
+    """Has the weights of seed 0, and a directory with those of seeds 0 and 1."""
     llm.update_parameters(random_tensors(LLAMA))
     for seed in (0, 1):
         random_checkpoint(tmp_path / "w" / str(seed), LLAMA, seed=seed)
@@ -325,15 +330,15 @@ def server(llm: LLM, tmp_path: Path) -> Iterator[tuple[Running, httpx.Client, Pa
         assert not server.errors
 
 
-def requested(**fields: Any) -> dict[str, Any]:
+def request(**fields: Any) -> dict[str, Any]:
     greedy = {"temperature": 0, "max_tokens": 12, "ignore_eos": True, "return_token_ids": True}
     return {"model": "demo", "prompt": PROMPTS[0], **greedy, **fields}
 
 
 def token_ids(answer: httpx.Response) -> list[int]:
     assert answer.status_code == 200, answer.text
-    found: list[int] = answer.json()["choices"][0]["token_ids"]
-    return found
+    token_ids: list[int] = answer.json()["choices"][0]["token_ids"]
+    return token_ids
 
 
 def test_the_server_takes_other_weights(server: Any, from_files: list[list[Any]]) -> None:
@@ -341,19 +346,19 @@ def test_the_server_takes_other_weights(server: Any, from_files: list[list[Any]]
     old, new = from_files[0][0][0], from_files[1][0][0]
     version = running.engine.weights_version
     before, compiled = (
-        client.post("/v1/completions", json=requested()),
+        client.post("/v1/completions", json=request()),
         metrics(client)["jaxpage_compile_total"],
     )
     assert token_ids(before) == old
     (directory / "1" / "config.json").unlink()  # a trainer may write weights alone
     answer = client.post("/v1/update_weights", json={"path": "1"})
     assert (answer.status_code, answer.json()) == (200, {"weights_version": version + 1})
-    after = client.post("/v1/completions", json=requested())
+    after = client.post("/v1/completions", json=request())
     assert token_ids(after) == new, "neither the old weights nor what was cached of them"
     fingerprint = before.json()["system_fingerprint"].rpartition("-")[0]
     assert after.json()["system_fingerprint"] == f"{fingerprint}-{version + 1}"
     assert client.post("/v1/update_weights", json={"path": "0", "mode": "abort"}).status_code == 200
-    assert token_ids(client.post("/v1/completions", json=requested())) == old
+    assert token_ids(client.post("/v1/completions", json=request())) == old
     assert metrics(client)["jaxpage_compile_total"] == compiled
 
 
@@ -366,7 +371,7 @@ def test_the_server_is_paused_while_its_weights_change(server: Any) -> None:
         assert (answer.status_code, answer.json()) == (200, {"status": "paused"})
     assert client.get("/is_paused").json() == {"is_paused": True}
     with ThreadPoolExecutor(1) as pool:
-        first = pool.submit(client.post, "/v1/completions", json=requested())
+        first = pool.submit(client.post, "/v1/completions", json=request())
         wait_until(lambda: running.engine.has_unfinished, "the request is there")
         waiting = client.post("/v1/update_weights", json={"path": "1"})
         assert waiting.status_code == 409 and "paused with 1 of them" in waiting.text
@@ -400,7 +405,7 @@ def test_a_stream_says_which_weights_drew_its_tokens(server: Any) -> None:
 
     num_steps = running.engine.num_steps
     running.loop.before_step = pause_in_the_middle
-    body = requested(stream=True)
+    body = request(stream=True)
     with client.stream("POST", "/v1/completions", json=body) as answer:
         assert has_paused.wait(60)
         update = {"path": "1", "mode": "keep"}
@@ -421,7 +426,10 @@ def test_a_stream_says_which_weights_drew_its_tokens(server: Any) -> None:
 def test_requests_that_run_are_waited_for_or_ended(
     server: Any, from_files: list[list[Any]], mode: str
 ) -> None:
-    """One that comes meanwhile waits, and has the new weights. The engine is held until all three have come, in order."""
+    """One that comes meanwhile waits, and has the new weights.
+
+    The engine is held until all three have come, in order.
+    """
     running, _, _ = server
     holds, held = threading.Event(), threading.Event()
 
@@ -438,9 +446,9 @@ def test_requests_that_run_are_waited_for_or_ended(
             wait_until(lambda: running.loop.turns.inbox.qsize() == place, "the engine has it")
             return answer
 
-        first = post("/v1/completions", 1, requested())
+        first = post("/v1/completions", 1, request())
         update = post("/v1/update_weights", 2, {"path": "1", "mode": mode})
-        second = post("/v1/completions", 3, requested())
+        second = post("/v1/completions", 3, request())
         held.set()
         assert (
             update.result().status_code == 200 and token_ids(second.result()) == from_files[1][0][0]
@@ -457,14 +465,14 @@ def test_requests_that_run_are_waited_for_or_ended(
 def test_who_leaves_while_waiting_takes_the_update_back(
     server: Any, from_files: list[list[Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And another is refused meanwhile."""
+    """Another one is refused meanwhile."""
     running, client, _ = server
     version, run = running.engine.weights_version, running.engine.runner.run
     monkeypatch.setattr(
         running.engine.runner, "run", lambda batch: (time.sleep(0.1), run(batch))[1]
     )
     with ThreadPoolExecutor(2) as pool:
-        first = pool.submit(lambda: client.post("/v1/completions", json=requested()))
+        first = pool.submit(lambda: client.post("/v1/completions", json=request()))
         wait_until(lambda: running.engine.has_unfinished, "it runs")
         update = pool.submit(
             lambda: httpx.post(
@@ -478,7 +486,7 @@ def test_who_leaves_while_waiting_takes_the_update_back(
             update.result()
         assert token_ids(first.result()) == from_files[0][0][0]
     wait_until(lambda: running.loop.turns.change is None, "nothing waits")
-    assert token_ids(client.post("/v1/completions", json=requested())) == from_files[0][0][0]
+    assert token_ids(client.post("/v1/completions", json=request())) == from_files[0][0][0]
     assert running.engine.weights_version == version
 
 
@@ -535,7 +543,7 @@ def test_weights_that_do_not_fit_are_refused_with_all_that_is_wrong(
         "/v1/update_weights", json={"path": "1"}, headers={"Origin": "http://elsewhere"}
     )
     assert foreign.status_code == 403
-    assert token_ids(client.post("/v1/completions", json=requested())) == from_files[0][0][0]
+    assert token_ids(client.post("/v1/completions", json=request())) == from_files[0][0][0]
     assert running.engine.weights_version == version
 
 
@@ -546,13 +554,13 @@ def test_a_directory_of_weights_must_be_there(tmp_path: Path) -> None:
 
 def test_weights_that_their_owner_gave_away_are_an_error(tmp_path: Path) -> None:
     with make_llm(random_checkpoint(tmp_path, LLAMA)) as llm:
-        kept = {name: np.asarray(array).copy() for name, array in llm.parameters().items()}
+        copies = {name: np.asarray(array).copy() for name, array in llm.parameters().items()}
         score = llm.score([1, 2, 3], [4, 5])
         # as a function that donates its arguments does
         llm.parameters()["model.norm.weight"].delete()
         with pytest.raises(RuntimeError, match="the engine failed during scoring"):
             llm.score([1, 2, 3], [4, 5])
-        llm.update_parameters(kept)
+        llm.update_parameters(copies)
         assert llm.score([1, 2, 3], [4, 5]) == score
 
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from openai.lib.streaming.chat import ChatCompletionStreamState
 from openai.types import Completion
@@ -26,6 +26,7 @@ from jaxpage.serving.wire.exchange import Exchange, open_chat, open_completion
 from jaxpage.serving.wire.logprobs import TextOffsets, TokenTexts, completion_logprobs
 from jaxpage.step.strategy import NO_TOKEN_LEFT
 from tests.support.chat_templates import TEMPLATES
+from tests.support.sweeps import examples
 from tests.support.wire import Scripted, context, deltas, output, tokenizer, with_template
 
 USER = {"role": "user", "content": "Hello"}
@@ -41,7 +42,9 @@ def chat(settings: dict[str, Any] | None = None, **fields: Any) -> Exchange:
 
 
 def read(kind: Any, response: dict[str, Any]) -> Any:
-    """As the client's own types have it, strictly, after a way through JSON that knows no infinity."""
+    """Reads it strictly as the client's own types have it, after a way through JSON that knows no
+    infinity.
+    """
     sent = json.loads(json.dumps(response, allow_nan=False))
     # what OpenAI sends and its own types leave out: no number for the first token of an echo
     if kind is Completion:
@@ -56,47 +59,51 @@ def read(kind: Any, response: dict[str, Any]) -> Any:
     return kind.model_validate_json(json.dumps(sent), strict=True)
 
 
-def streamed(
+def stream_of_chat(
     exchange: Exchange, outputs: Sequence[RequestOutput], scripts: Sequence[Sequence[Scripted]]
 ) -> list[dict[str, Any]]:
     """All chunks. The prompt_requests take turns, as in an engine."""
     running = [deltas(whole, script) for whole, script in zip(outputs, scripts, strict=True)]
     chunks = []
     while running:
-        for index, one in enumerate(running):
-            if one is not None and (delta := next(one, None)) is not None:
+        for index, each in enumerate(running):
+            if each is not None and (delta := next(each, None)) is not None:
                 chunks += exchange.chunks(index, delta)
             else:
                 running[index] = None  # type: ignore[call-overload]
-        if all(one is None for one in running):
+        if all(each is None for each in running):
             break
     return chunks + exchange.last_chunks()
 
 
-def joined(chunks: Sequence[dict[str, Any]]) -> dict[int, dict[str, Any]]:
+def join(chunks: Sequence[dict[str, Any]]) -> dict[int, dict[str, Any]]:
     """The choices that the chunks of a stream say, by index."""
     choices: dict[int, dict[str, Any]] = {}
     for chunk in chunks:
         for choice in chunk["choices"]:
-            found = choices.setdefault(
+            choice_so_far = choices.setdefault(
                 choice["index"], {"delta": {}, "text": "", "logprobs": None, "token_ids": []}
             )
-            assert found.get("finish_reason") is None, "nothing comes behind the end of a choice"
-            found["text"] += choice.get("text", "")
-            found["token_ids"] += choice.get("token_ids", [])
-            merge(found["delta"], choice.get("delta", {}))
+            assert choice_so_far.get("finish_reason") is None, (
+                "nothing comes after the end of a choice"
+            )
+            choice_so_far["text"] += choice.get("text", "")
+            choice_so_far["token_ids"] += choice.get("token_ids", [])
+            merge(choice_so_far["delta"], choice.get("delta", {}))
             if choice["logprobs"] is not None:
-                found["logprobs"] = found["logprobs"] or {}
+                choice_so_far["logprobs"] = choice_so_far["logprobs"] or {}
                 for name, values in choice["logprobs"].items():
-                    found["logprobs"][name] = (
-                        None if values is None else (found["logprobs"].get(name) or []) + values
+                    choice_so_far["logprobs"][name] = (
+                        None
+                        if values is None
+                        else (choice_so_far["logprobs"].get(name) or []) + values
                     )
-            found |= {name: choice.get(name) for name in ("finish_reason", "stop_reason")}
+            choice_so_far |= {name: choice.get(name) for name in ("finish_reason", "stop_reason")}
     return choices
 
 
 def merge(message: dict[str, Any], delta: dict[str, Any]) -> None:
-    """As clients do it: texts are joined, calls by their index."""
+    """Joins chunks as clients do: texts are joined, calls by their index."""
     for name, value in delta.items():
         if name == "tool_calls":
             calls = message.setdefault("tool_calls", [])
@@ -142,14 +149,14 @@ def test_a_streamed_completion_is_the_whole(name, fields):
     whole = exchange.whole(outputs)
     read(Completion, whole)
     stream = completion(**fields, stream=True, stream_options={"include_usage": True})
-    chunks = streamed(stream, outputs, scripts)
+    chunks = stream_of_chat(stream, outputs, scripts)
     for chunk in chunks:
         read(Completion, chunk)
     assert {chunk["id"] for chunk in chunks} == {stream.id} and stream.id.startswith("cmpl-")
     assert len(whole["choices"]) == num_choices * len(exchange.prompts)
-    found = joined(chunks)
+    joint = join(chunks)
     for choice in whole["choices"]:
-        assert {**found[choice["index"]], "index": choice["index"], "delta": None}.items() >= {
+        assert {**joint[choice["index"]], "index": choice["index"], "delta": None}.items() >= {
             "text": choice["text"],
             "logprobs": choice["logprobs"],
             "finish_reason": choice["finish_reason"],
@@ -157,8 +164,8 @@ def test_a_streamed_completion_is_the_whole(name, fields):
             "token_ids": choice.get("token_ids", []),
         }.items()
     if not {"logprobs", "return_token_ids"} & fields.keys():
-        told = [choice for chunk in chunks for choice in chunk["choices"]]
-        assert all(choice["text"] or choice["finish_reason"] for choice in told)
+        streamed_choices = [choice for chunk in chunks for choice in chunk["choices"]]
+        assert all(choice["text"] or choice["finish_reason"] for choice in streamed_choices)
     assert chunks[-1]["choices"] == [] and chunks[-1]["usage"] == whole["usage"]
     assert all(chunk["usage"] is None for chunk in chunks[:-1])
 
@@ -190,7 +197,9 @@ def test_what_a_completion_says():
 
 
 def test_the_columns_of_an_echo_with_log_probabilities():
-    """What lm-eval's local-completions reads: a number for every token but the first, and offsets into the text."""
+    """lm-eval's local-completions reads a number for every token but the first, and offsets into
+    the text.
+    """
     exchange = completion(prompt=[300, 301, 302], echo=True, logprobs=2)
     script = [Scripted([tokenizer().decode([400])], "length", token_ids=[400])]
     choice = exchange.whole([output(exchange, script)])["choices"][0]
@@ -218,7 +227,10 @@ def test_the_columns_of_an_echo_with_log_probabilities():
     ],
 )
 def test_a_special_token_that_is_not_shown_takes_no_place(fields):
-    """Among the generated ones, and in front of an echoed prompt, where the tokenizer puts one; a user may write one that is shown."""
+    """Among the generated ones, and in front of an echoed prompt, where the tokenizer puts one.
+
+    A user may write one that is shown.
+    """
     special, letter = (
         tokenizer().convert_tokens_to_ids("<|endoftext|>"),
         tokenizer()("x")["input_ids"][-1],
@@ -230,15 +242,15 @@ def test_a_special_token_that_is_not_shown_takes_no_place(fields):
         if fields.get("skip_special_tokens") is False
         else [letter] * 3
     )
-    found = output(
+    result = output(
         exchange,
         [Scripted([tokenizer().decode(shown)], token_ids=[letter, special, letter, letter])],
     )
     if fields.get("echo") and not requested["prompt"].startswith("<"):
-        found.prompt_token_ids.insert(0, special)
-        first = found.prompt_token_ids[1]
-        found.prompt_logprobs.insert(1, {first: Logprob(-1.0, 1, tokenizer().decode([first]))})
-    choice = exchange.whole([found])["choices"][0]
+        result.prompt_token_ids.insert(0, special)
+        first = result.prompt_token_ids[1]
+        result.prompt_logprobs.insert(1, {first: Logprob(-1.0, 1, tokenizer().decode([first]))})
+    choice = exchange.whole([result])["choices"][0]
     columns = choice["logprobs"]
     for token, offset in zip(columns["tokens"], columns["text_offset"], strict=True):
         assert token == "<|endoftext|>" or choice["text"][offset:].startswith(token)
@@ -272,8 +284,8 @@ def test_the_probabilities_of_a_prompt():
 def test_infinity_has_a_number():
     exchange = completion(logprobs=1)
     whole = output(exchange, [Scripted(["x"])])
-    ((token_id, one),) = list(whole.outputs[0].logprobs[0].items())[:1]
-    whole.outputs[0].logprobs[0][token_id] = type(one)(float("-inf"), 3, "x")
+    ((token_id, entry),) = list(whole.outputs[0].logprobs[0].items())[:1]
+    whole.outputs[0].logprobs[0][token_id] = type(entry)(float("-inf"), 3, "x")
     columns = read(Completion, exchange.whole([whole])).choices[0].logprobs
     assert columns.token_logprobs == [-9999.0]
 
@@ -304,13 +316,13 @@ def test_a_streamed_chat_is_the_whole(name, fields):
         stream=True,
         stream_options={"include_usage": True, "continuous_usage_stats": True},
     )
-    chunks = streamed(stream, outputs, scripts)
+    chunks = stream_of_chat(stream, outputs, scripts)
     for chunk in chunks:
         read(ChatCompletionChunk, chunk)
     assert chunks[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
-    found = joined(chunks)
+    joint = join(chunks)
     for choice in whole["choices"]:
-        said = found[choice["index"]]
+        said = joint[choice["index"]]
         assert said["delta"] == {"role": "assistant", "content": choice["message"]["content"]}
         assert said["finish_reason"] == choice["finish_reason"]
         assert (
@@ -335,8 +347,10 @@ def test_the_rows_of_a_chats_log_probabilities():
     character = tokenizer()("\N{PILE OF POO}", add_special_tokens=False)["input_ids"]
     assert len(character) == 4 and set(character) <= set(pieces)
     broken = exchange.whole([output(exchange, [Scripted(["a"] * 4, token_ids=character)])])
-    told = [byte for row in broken["choices"][0]["logprobs"]["content"] for byte in row["bytes"]]
-    assert bytes(told).decode() == "\N{PILE OF POO}"
+    text_bytes = [
+        byte for row in broken["choices"][0]["logprobs"]["content"] for byte in row["bytes"]
+    ]
+    assert bytes(text_bytes).decode() == "\N{PILE OF POO}"
 
 
 HERMES = 'Well.\n<tool_call>\n{"name": "f", "arguments": {"a": "é<"}}\n</tool_call>\n<tool_call>{"name": "g", "arguments": {}}</tool_call>'
@@ -370,7 +384,7 @@ TOOL_CHATS: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
 @pytest.mark.parametrize(
     ("name", "settings", "fields", "text"), TOOL_CHATS, ids=[name for name, *_ in TOOL_CHATS]
 )
-@settings(max_examples=12)
+@examples(8)
 @given(data=st.data())
 def test_a_stream_with_tools_is_the_whole(name, settings, fields, text, data):
     cuts = sorted(data.draw(st.sets(st.integers(0, len(text)), max_size=30)))
@@ -378,13 +392,15 @@ def test_a_stream_with_tools_is_the_whole(name, settings, fields, text, data):
     exchange, script = chat(settings, **fields), [Scripted(pieces)]
     whole = exchange.whole([output(exchange, script)])
     read(ChatCompletion, whole)
-    chunks = streamed(chat(settings, **fields, stream=True), [output(exchange, script)], [script])
+    chunks = stream_of_chat(
+        chat(settings, **fields, stream=True), [output(exchange, script)], [script]
+    )
     for chunk in chunks:
         read(ChatCompletionChunk, chunk)
-    (choice,), found = whole["choices"], joined(chunks)[0]
+    (choice,), joint = whole["choices"], join(chunks)[0]
     message = {name: value for name, value in choice["message"].items() if value is not None}
-    assert without_ids(found["delta"]) == without_ids({"content": "", **message})
-    assert found["finish_reason"] == choice["finish_reason"]
+    assert without_ids(joint["delta"]) == without_ids({"content": "", **message})
+    assert joint["finish_reason"] == choice["finish_reason"]
 
 
 @pytest.mark.parametrize(
@@ -392,11 +408,15 @@ def test_a_stream_with_tools_is_the_whole(name, settings, fields, text, data):
 )
 @pytest.mark.parametrize("is_cut", [False, True])
 def test_the_official_client_sees_each_call_end(name, settings, fields, text, is_cut):
-    """Its stream tells of a call that is complete when another begins, or when the answer ends in a chunk of its own."""
+    """Its stream tells of a call that is complete when another begins, or when the answer ends in a
+    chunk of its own.
+    """
     exchange, script = chat(settings, **fields), [Scripted([*text] if is_cut else [text])]
     message = exchange.whole([output(exchange, script)])["choices"][0]["message"]
     state = ChatCompletionStreamState(input_tools=fields.get("tools", []))
-    chunks = streamed(chat(settings, **fields, stream=True), [output(exchange, script)], [script])
+    chunks = stream_of_chat(
+        chat(settings, **fields, stream=True), [output(exchange, script)], [script]
+    )
     events = [
         event for chunk in chunks for event in state.handle_chunk(read(ChatCompletionChunk, chunk))
     ]
@@ -436,14 +456,16 @@ def tokens_of(text: str, cuts: Sequence[int]) -> list[int]:
 
 
 def begins_of(token_ids: Sequence[int]) -> list[int]:
-    """Where each token begins, from the bytes of each: at the character that has its first byte."""
+    """Returns where each token begins, from the bytes of each: at the character that has its first
+    byte.
+    """
     pieces = [token_bytes(tokenizer(), token_id) or b"" for token_id in token_ids]
     bytes_before = itertools.accumulate((len(piece) for piece in pieces), initial=0)
     written = b"".join(pieces)
     return [len(written[:place].decode(errors="ignore")) for place in bytes_before][:-1]
 
 
-@settings(max_examples=60)
+@examples(20)
 @given(
     template=st.sampled_from(sorted(THOUGHT_IN)),
     words=st.lists(WORDS, max_size=12),
@@ -488,11 +510,11 @@ def test_tokens_of_reasoning_are_those_that_begin_between_its_markers(
     assert numbers == sorted(numbers) and numbers[-1] == expected
     assert chunks[-1]["usage"] == response["usage"]
     if num_choices == 1:
-        asked = {"model": "demo", "input": "Hello"}
-        answer = open_response(asked, thinking(template))
+        request = {"model": "demo", "input": "Hello"}
+        answer = open_response(request, thinking(template))
         usage = answer.whole([output(answer, scripts)])["usage"]
         assert usage["output_tokens_details"] == {"reasoning_tokens": expected}
-        events = open_response({**asked, "stream": True}, thinking(template))
+        events = open_response({**request, "stream": True}, thinking(template))
         for delta in deltas(output(events, scripts), scripts):
             events.chunks(0, delta)
         assert events.last_chunks()[-1]["response"]["usage"] == usage
@@ -502,11 +524,13 @@ def test_tokens_of_reasoning_are_those_that_begin_between_its_markers(
     ("name", "settings", "fields", "text"), TOOL_CHATS, ids=[name for name, *_ in TOOL_CHATS]
 )
 def test_an_answer_can_be_sent_back_as_it_came(name, settings, fields, text):
-    """As JSON, as OpenAI's client gives it, and as it puts a stream together, where no unknown field passes."""
+    """OpenAI's client gives it as JSON, and puts a stream together, where no unknown field passes."""
     exchange, script = chat(settings, **fields), [Scripted([text[:9], text[9:]])]
     whole = exchange.whole([output(exchange, script)])
     state = ChatCompletionStreamState()
-    stream = streamed(chat(settings, **fields, stream=True), [output(exchange, script)], [script])
+    stream = stream_of_chat(
+        chat(settings, **fields, stream=True), [output(exchange, script)], [script]
+    )
     for chunk in stream:
         state.handle_chunk(read(ChatCompletionChunk, chunk))
     parsed = state.get_final_completion().choices[0].message.model_dump()
@@ -515,7 +539,7 @@ def test_an_answer_can_be_sent_back_as_it_came(name, settings, fields, text):
     by_router = {
         "reasoning" if name == "reasoning_content" else name: value for name, value in raw.items()
     }
-    delta = joined(stream)[0]["delta"]  # with the indices of calls
+    delta = join(stream)[0]["delta"]  # with the indices of calls
     prompts = set()
     for message in (raw, of_client, {**of_client, "annotations": []}, parsed, delta, by_router):
         exchange = chat(
@@ -553,7 +577,7 @@ def test_usage_in_every_chunk_needs_no_chunk_of_its_own(opens, num_chunks):
         opens(stream=True, stream_options={"continuous_usage_stats": True}),
         [Scripted(["a", "b"])],
     )
-    chunks = streamed(stream, [output(stream, script)], [script])
+    chunks = stream_of_chat(stream, [output(stream, script)], [script])
     assert [len(chunk["choices"]) for chunk in chunks] == [1] * num_chunks
     assert (
         [chunk["usage"]["completion_tokens"] for chunk in chunks] == [1, 1, 2, 2][-num_chunks:]
@@ -584,14 +608,14 @@ def without_ids(message: dict[str, Any]) -> dict[str, Any]:
     ],
 )
 def test_what_an_answer_with_tools_says(name, reason, content, calls):
-    settings, fields, text = next(rest for known, *rest in TOOL_CHATS if known == name)
+    settings, fields, text = next(others for known, *others in TOOL_CHATS if known == name)
     exchange = chat(settings, **fields)
     choice = read(ChatCompletion, exchange.whole([output(exchange, [Scripted([text])])])).choices[0]
-    found = [
+    chats = [
         (call.function.name, json.loads(call.function.arguments))
         for call in choice.message.tool_calls or []
     ]
-    assert (choice.finish_reason, choice.message.content, found) == (reason, content, calls)
+    assert (choice.finish_reason, choice.message.content, chats) == (reason, content, calls)
     reasoning = {"thinking": "\nHm <tool_call>.", "thinking on": "Hm."}.get(name)
     assert getattr(choice.message, "reasoning_content", None) == reasoning
     assert len({call.id for call in choice.message.tool_calls or []}) == len(calls)
@@ -626,12 +650,14 @@ def test_a_stream_tells_the_tokens_of_its_prompt_once():
     for opens in (completion, chat):
         stream = opens(stream=True, n=2, return_token_ids=True)
         script = [Scripted(["a", "b"]), Scripted(["c", "d"])]
-        wanted = output(stream, script)
-        chunks = [chunk for delta in deltas(wanted, script) for chunk in stream.chunks(0, delta)]
-        told = chunks[:1] if opens is chat else [chunk["choices"][0] for chunk in chunks[:2]]
-        assert [one.pop("prompt_token_ids") for one in told] == [wanted.prompt_token_ids] * len(
-            told
+        expected = output(stream, script)
+        chunks = [chunk for delta in deltas(expected, script) for chunk in stream.chunks(0, delta)]
+        first_chunks = (
+            chunks[:1] if opens is chat else [chunk["choices"][0] for chunk in chunks[:2]]
         )
+        assert [each.pop("prompt_token_ids") for each in first_chunks] == [
+            expected.prompt_token_ids
+        ] * len(first_chunks)
         assert "prompt_token_ids" not in json.dumps(chunks)
 
 
@@ -662,5 +688,5 @@ def check_lines(text: str) -> None:
 def test_tokens_with_one_text_are_all_told():
     """Pieces of characters look alike; the likeliest of them must not hide behind the chosen one."""
     entry = {5: Logprob(-2.0, 2, "\ufffd"), 6: Logprob(-1.0, 1, "\ufffd")}
-    found = completion_logprobs([5], [entry], 2, TextOffsets(None), TokenTexts(None))
-    assert found["top_logprobs"] == [{"\ufffd": -2.0, "token_id:6": -1.0}]
+    entries = completion_logprobs([5], [entry], 2, TextOffsets(None), TokenTexts(None))
+    assert entries["top_logprobs"] == [{"\ufffd": -2.0, "token_id:6": -1.0}]

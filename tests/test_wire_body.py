@@ -104,11 +104,11 @@ def test_a_json_object_is_what_it_says(raw):
 def test_whatever_comes_is_an_object_or_a_refusal(raw):
     """The parser of the standard library is the oracle of what is JSON."""
     try:
-        found = parse_object(raw)
+        parsed = parse_object(raw)
     except ApiError as error:
         assert error.status == 400
     else:
-        assert found == json.loads(raw)
+        assert parsed == json.loads(raw)
 
 
 @given(

@@ -1,4 +1,6 @@
-"""The wire format on top of an engine: what a stream says is what the whole says, and what an engine refuses has the client's names."""
+"""The wire format on top of an engine: what a stream says is what the whole says, and what an
+engine refuses has the client's names.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ from tests.support.engines import invariants
 from tests.support.running import SMALL, demo_with_template
 from tests.support.tokenizers import END, write_tokenizer
 from tests.support.wire import context
-from tests.test_wire_answers import joined
+from tests.test_wire_answers import join
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 SCHEMA = {
@@ -56,14 +58,14 @@ def prompt_of(llm: LLM, prompt_request: PromptRequest) -> Any:
     return {"prompt": prompt_request.prompt, "prompt_token_ids": ids}
 
 
-def generated(llm: LLM, exchange: Exchange, **held: Any) -> dict[str, Any]:
+def generate(llm: LLM, exchange: Exchange, **held: Any) -> dict[str, Any]:
     """The whole answer. `held` changes parameters, as no client can."""
     prompts = [prompt_of(llm, prompt_request) for prompt_request in exchange.prompts]
     params = [replace(prompt_request.params, **held) for prompt_request in exchange.prompts]
     return exchange.whole(llm.generate(prompts, params, use_tqdm=False))
 
 
-def streamed(llm: LLM, exchange: Exchange, **held: Any) -> list[dict[str, Any]]:
+def stream_answer(llm: LLM, exchange: Exchange, **held: Any) -> list[dict[str, Any]]:
     """The chunks of the same answer as a stream."""
     (prompt_request,) = exchange.prompts
     deltas = llm.stream(prompt_of(llm, prompt_request), replace(prompt_request.params, **held))
@@ -71,7 +73,7 @@ def streamed(llm: LLM, exchange: Exchange, **held: Any) -> list[dict[str, Any]]:
     return chunks + exchange.last_chunks()
 
 
-def opened(server: ModelContext, fields: dict[str, Any]) -> Exchange:
+def open_exchange(server: ModelContext, fields: dict[str, Any]) -> Exchange:
     opens: Any = open_chat if "messages" in fields else open_completion
     return opens({"model": "demo", "temperature": 0.0, **fields}, server)
 
@@ -89,16 +91,18 @@ STREAMS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("fields", STREAMS, ids=lambda value: f"{value!r:.60}")
 def test_what_is_streamed_is_the_whole(llm, server, fields):
-    whole = generated(llm, opened(server, fields))
-    stream = opened(server, {**fields, "stream": True, "stream_options": {"include_usage": True}})
-    chunks = streamed(llm, stream)
+    whole = generate(llm, open_exchange(server, fields))
+    stream = open_exchange(
+        server, {**fields, "stream": True, "stream_options": {"include_usage": True}}
+    )
+    chunks = stream_answer(llm, stream)
     counts = ("prompt_tokens", "completion_tokens", "total_tokens")  # what was cached differs
     assert [chunks[-1]["usage"][name] for name in counts] == [
         whole["usage"][name] for name in counts
     ]
-    found = joined(chunks)
+    joint = join(chunks)
     for choice in whole["choices"]:
-        said = found[choice["index"]]
+        said = joint[choice["index"]]
         assert said["finish_reason"] == choice["finish_reason"]
         assert said["logprobs"] == choice["logprobs"]
         if "text" in choice:
@@ -114,7 +118,7 @@ def test_what_is_streamed_is_the_whole(llm, server, fields):
 
 def test_what_a_grammar_makes_the_model_write(llm, server):
     formatted, named, required = [
-        generated(llm, opened(server, fields))["choices"][0] for fields in STREAMS[-3:]
+        generate(llm, open_exchange(server, fields))["choices"][0] for fields in STREAMS[-3:]
     ]
     jsonschema.validate(json.loads(formatted["message"]["content"]), SCHEMA)
     (call,) = named["message"]["tool_calls"]
@@ -142,7 +146,7 @@ def gpt_oss(tmp_path_factory):
 def of_gpt_oss(llm: LLM, fields: dict[str, Any], **parsers: str) -> Exchange:
     read = {"tool_parser": "auto", "reasoning_parser": "auto", **parsers}
     requested = {"messages": MESSAGES, "tools": TOOLS[:1], "max_tokens": 200, **fields}
-    return opened(context(tokenizer=llm.tokenizer, **read), requested)
+    return open_exchange(context(tokenizer=llm.tokenizer, **read), requested)
 
 
 def test_marks_that_are_special_tokens_are_read(gpt_oss):
@@ -155,27 +159,27 @@ def test_marks_that_are_special_tokens_are_read(gpt_oss):
     token_ids = gpt_oss.tokenizer(text, add_special_tokens=False)["input_ids"]
     tokens = " ".join(f"<[{token_id}]>" for token_id in token_ids)
     held = {"structured_outputs": {"grammar": f"start: {tokens}"}}
-    (choice,) = generated(gpt_oss, of_gpt_oss(gpt_oss, {}), **held)["choices"]
+    (choice,) = generate(gpt_oss, of_gpt_oss(gpt_oss, {}), **held)["choices"]
     message = choice["message"]
     assert (message["reasoning_content"], message["content"]) == ("Is <it> {so}?", "I look.")
     ((call,), reason) = message["tool_calls"], choice["finish_reason"]
     assert (call["function"], reason) == ({"name": "f", "arguments": '{"a": true}'}, "tool_calls")
-    said = joined(streamed(gpt_oss, of_gpt_oss(gpt_oss, {"stream": True}), **held))[0]
+    said = join(stream_answer(gpt_oss, of_gpt_oss(gpt_oss, {"stream": True}), **held))[0]
     for name in ("reasoning_content", "content"):
         assert said["delta"][name] == message[name]
-    assert [one["function"] for one in said["delta"]["tool_calls"]] == [call["function"]]
+    assert [each["function"] for each in said["delta"]["tool_calls"]] == [call["function"]]
     plain = of_gpt_oss(gpt_oss, {"tools": []}, tool_parser="none", reasoning_parser="none")
-    bare = generated(gpt_oss, plain, **held)["choices"][0]["message"]["content"]
+    bare = generate(gpt_oss, plain, **held)["choices"][0]["message"]["content"]
     assert bare.startswith("analysisIs <it>") and not any(mark in bare for mark in HARMONY)
 
 
 @pytest.mark.parametrize("reasoning_parser", ["auto", "none"])
 def test_a_required_call_may_end_with_a_token_that_ends_the_text(gpt_oss, reasoning_parser):
-    """As `<|call|>` of gpt-oss does, which a grammar can therefore not demand."""
+    """`<|call|>` of gpt-oss does so, which a grammar can therefore not demand."""
     call_on = gpt_oss.tokenizer(" to", add_special_tokens=False)["input_ids"]
-    fields = {"tool_choice": "required", "logit_bias": {str(one): 100 for one in call_on}}
+    fields = {"tool_choice": "required", "logit_bias": {str(each): 100 for each in call_on}}
     exchange = of_gpt_oss(gpt_oss, fields, reasoning_parser=reasoning_parser)
-    (choice,) = generated(gpt_oss, exchange)["choices"]
+    (choice,) = generate(gpt_oss, exchange)["choices"]
     assert choice["finish_reason"] == "tool_calls", choice
     (call,) = choice["message"]["tool_calls"]
     assert call["function"]["name"] == "f"
@@ -184,9 +188,9 @@ def test_a_required_call_may_end_with_a_token_that_ends_the_text(gpt_oss, reason
 
 def test_a_request_that_leaves_no_token_is_the_clients_fault(llm, server):
     with pytest.raises(ApiError, match="leave no token") as caught:
-        generated(
+        generate(
             llm,
-            opened(
+            open_exchange(
                 server,
                 {"prompt": "x", "allowed_token_ids": [0], "structured_outputs": {"regex": "a+"}},
             ),

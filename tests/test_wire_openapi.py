@@ -68,7 +68,10 @@ def test_what_is_accepted_is_what_it_says(fields):
     ],
 )
 def test_whatever_it_forbids_is_refused(kind, name, opens, new, refused):
-    """And most of what is refused it forbids: the rest is what one field says of another."""
+    """It forbids most of what is refused.
+
+    One field says something of another in the other cases.
+    """
     table = [fields for fields, *_ in COMMON_REFUSED + refused]
     table += [{name: value} for name, value, _ in fields_beyond(kind)[::3]]
     valid = validator(name)

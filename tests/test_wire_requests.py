@@ -1,4 +1,7 @@
-"""Requests: what is accepted comes to the engine as it was meant; what is not is refused with the field's name (RELIABILITY 4.2 to 4.5)."""
+"""Requests: what is accepted comes to the engine as it was meant.
+
+What is not is refused with the field's name (RELIABILITY 4.2 to 4.5).
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
@@ -66,6 +69,7 @@ from tests.support.field_bounds import (
     fields_beyond,
 )
 from tests.support.raw_http import OF_THE_MACHINE
+from tests.support.sweeps import examples
 from tests.support.walks import walk, within
 from tests.support.wire import VOCAB_SIZE, Scripted, context, output, tokenizer, with_template
 
@@ -321,7 +325,7 @@ CHAT_REFUSED: list[tuple[dict[str, Any], str, str]] = [
 ]  # fmt: skip
 
 
-def refused(opens: Any, body: dict[str, Any], **settings: Any) -> ApiError:
+def refusal_of(opens: Any, body: dict[str, Any], **settings: Any) -> ApiError:
     with pytest.raises(ApiError) as caught:
         opens(body, context(**settings))
     error = caught.value.body()["error"]
@@ -337,7 +341,7 @@ def refused(opens: Any, body: dict[str, Any], **settings: Any) -> ApiError:
     ids=lambda value: f"{value!r:.50}",
 )
 def test_a_bad_completion_is_refused(fields, param, message):
-    error = refused(open_completion, completion(**fields))
+    error = refusal_of(open_completion, completion(**fields))
     assert (error.status, error.type, error.param) == (400, "invalid_request_error", param)
     assert message in error.message
 
@@ -348,7 +352,7 @@ def test_a_bad_completion_is_refused(fields, param, message):
     ids=lambda value: f"{value!r:.50}",
 )
 def test_a_bad_chat_is_refused(fields, param, message):
-    error = refused(open_chat, chat(**fields))
+    error = refusal_of(open_chat, chat(**fields))
     assert (error.status, error.type, error.param) == (400, "invalid_request_error", param)
     assert message in error.message
 
@@ -367,7 +371,7 @@ def test_a_pattern_that_only_looks_as_if_it_looked_around_is_taken(pattern):
     "pattern", [r"(a)\1", r"(a)\\\1", "[a](?=b)", r"\[(?!b)", r"(?<n>a)\k<n>", "(?<=a)b"]
 )
 def test_a_pattern_that_looks_around_or_back_is_refused(pattern):
-    error = refused(
+    error = refusal_of(
         open_completion,
         completion(response_format=schema_format({"type": "string", "pattern": pattern})),
     )
@@ -378,7 +382,7 @@ def test_a_pattern_that_looks_around_or_back_is_refused(pattern):
 def test_what_is_missing_is_named(missing):
     body = completion()
     del body[missing]
-    assert refused(open_completion, body).message == f"{missing} is required"
+    assert refusal_of(open_completion, body).message == f"{missing} is required"
 
 
 @pytest.mark.parametrize("name", ["../../etc", "gpt-4", "Demo", "d", "d" * 256, "", "d" * 257])
@@ -389,7 +393,7 @@ def test_another_model_is_not_found(name):
         (open_embeddings, {"input": "x"}),
         (open_score, {"prompt": "x", "continuation": "y"}),
     ):
-        error = refused(opens, {**body, "model": name})
+        error = refusal_of(opens, {**body, "model": name})
         if 1 <= len(name) <= 256:
             assert (error.status, error.param, error.code) == (404, "model", "model_not_found")
         else:
@@ -419,16 +423,16 @@ ACCEPTED: list[tuple[dict[str, Any], dict[str, Any]]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("fields", "wanted"), ACCEPTED, ids=lambda value: f"{value!r:.50}")
+@pytest.mark.parametrize(("fields", "expected"), ACCEPTED, ids=lambda value: f"{value!r:.50}")
 @pytest.mark.parametrize("kind", ["completion", "chat"])
-def test_what_is_accepted_comes_to_the_engine(kind, fields, wanted):
+def test_what_is_accepted_comes_to_the_engine(kind, fields, expected):
     exchange = (
         open_completion(completion(**fields), context())
         if kind == "completion"
         else open_chat(chat(**fields), context())
     )
     (prompt_request,) = exchange.prompts
-    assert {name: getattr(prompt_request.params, name) for name in wanted} == wanted
+    assert {name: getattr(prompt_request.params, name) for name in expected} == expected
     assert exchange.ignored_fields == ()
 
 
@@ -457,7 +461,7 @@ def test_every_field_of_a_request_has_a_test_that_refuses_a_value():
             if name in ("return_progress", "parallel_tool_calls")
             else (open_completion, completion())
         )
-        assert refused(opens, {**body, name: "yes"}).param == name
+        assert refusal_of(opens, {**body, name: "yes"}).param == name
 
 
 INT32 = 2**31 - 1
@@ -539,13 +543,13 @@ def test_as_many_sequences_as_there_may_be_and_no_more(name):
     limits = RequestLimits(max_sequences=6)
     taken = open_completion(completion(prompt=["a", "b"], **{name: 3}), context(limits=limits))
     assert len(taken.prompts) == 2
-    for prompts, wanted in ((["a", "b"], 4), (["a", "b", "c"], 3)):
+    for prompts, expected in ((["a", "b"], 4), (["a", "b", "c"], 3)):
         with pytest.raises(ApiError, match="more than 6 sequences at once"):
-            open_completion(completion(prompt=prompts, **{name: wanted}), context(limits=limits))
+            open_completion(completion(prompt=prompts, **{name: expected}), context(limits=limits))
 
 
 def test_an_input_of_a_vector_may_fill_the_model():
-    """Nothing is generated behind it."""
+    """Nothing is generated after it."""
     body = {"model": "demo", "input": [[1] * 512]}
     assert open_embeddings(body, context()).prompts[0].prompt == (1,) * 512
     with pytest.raises(ApiError, match="has 513 tokens"):
@@ -556,10 +560,10 @@ def test_a_beam_search_is_as_wide_as_best_of():
     body = completion(
         use_beam_search=True, n=2, best_of=4, length_penalty=0.5, early_stopping=True, max_tokens=9
     )
-    wanted = BeamSearchParams(4, max_tokens=9, length_penalty=0.5, early_stopping=True, n=2)
+    expected = BeamSearchParams(4, max_tokens=9, length_penalty=0.5, early_stopping=True, n=2)
     assert (
         open_completion({**body, "temperature": 0.0, "seed": 5}, context()).prompts[0].params
-        == wanted
+        == expected
     )
     assert open_chat(chat(use_beam_search=True, n=3), context()).prompts[
         0
@@ -568,14 +572,16 @@ def test_a_beam_search_is_as_wide_as_best_of():
 
 @pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens"])
 def test_a_length_beyond_the_context_is_cut_and_told(name):
-    for length, told in ((512, ()), (513, (name,))):
-        assert open_chat(chat(**{name: length}), context()).ignored_fields == told
+    for length, notes in ((512, ()), (513, (name,))):
+        assert open_chat(chat(**{name: length}), context()).ignored_fields == notes
         if name == "max_tokens":
-            assert open_completion(completion(max_tokens=length), context()).ignored_fields == told
+            assert open_completion(completion(max_tokens=length), context()).ignored_fields == notes
 
 
 def test_sets_are_told():
-    """pydantic writes them, no grammar keeps an array to them, and strict requests are refused by its compiler."""
+    """pydantic writes them, no grammar keeps an array to them, and strict requests are refused by
+    its compiler.
+    """
     schema = {
         "type": "object",
         "properties": {"a": {"type": "array", "uniqueItems": True, "items": {"const": 1}}},
@@ -605,7 +611,7 @@ def test_the_defaults_of_vllms_structured_outputs_ask_for_nothing():
         ),
         False,
     )
-    given = {
+    fields = {
         "regex": "a",
         "json": None,
         "choice": None,
@@ -613,11 +619,11 @@ def test_the_defaults_of_vllms_structured_outputs_ask_for_nothing():
         "_backend": None,
         **others,
     }
-    exchange = open_chat(chat(structured_outputs=given), context(strict_requests=True))
+    exchange = open_chat(chat(structured_outputs=fields), context(strict_requests=True))
     assert exchange.prompts[0].params.structured_outputs == ("regex", '"a"')
     for name in others:
         with pytest.raises(ApiError, match="structured_outputs"):
-            open_chat(chat(structured_outputs={**given, name: True}), context())
+            open_chat(chat(structured_outputs={**fields, name: True}), context())
 
 
 def test_no_tools_leave_nothing_to_choose_from():
@@ -627,18 +633,20 @@ def test_no_tools_leave_nothing_to_choose_from():
 
 
 def test_errors_of_a_grammar_are_in_the_clients_terms():
-    """And fields that were once its own tell their successor."""
+    """Fields that were once its own tell their successor."""
     exchange = open_chat(chat(response_format=schema_format({"type": "object"})), context())
     for shown in (
         "{'json': {'a': ' is refused: '}}",
         "{'json': {'items': {'const': 90071...",
         "a dict too large to print",
     ):
-        told = exchange.refusal(
+        error = exchange.refusal(
             ValueError(f"structured_outputs={shown} is refused: it is too large")
         )
-        assert told.param == "response_format" and told.message.startswith("response_format")
-        assert "structured_outputs" not in told.message and told.message.endswith("it is too large")
+        assert error.param == "response_format" and error.message.startswith("response_format")
+        assert "structured_outputs" not in error.message and error.message.endswith(
+            "it is too large"
+        )
     failed = output(exchange, [Scripted(["{"], "error", "structured_outputs: no token continues")])
     with pytest.raises(ApiError, match="Generation failed: response_format: no token continues"):
         exchange.whole([failed])
@@ -667,7 +675,7 @@ def test_unknown_fields_are_told_and_refused_where_that_is_wanted():
         "(a name that cannot be shown)",
         "messages[0].mood",
     )
-    error = refused(open_chat, chat(temprature=1), strict_requests=True)
+    error = refusal_of(open_chat, chat(temprature=1), strict_requests=True)
     assert error.message == "Unknown parameter: 'temprature'. Did you mean 'temperature'?"
     assert error.param == "temprature"
     many = open_chat(chat(**{f"field{index}": 1 for index in range(1000)}), context())
@@ -766,7 +774,7 @@ BOUNDED = [
 
 @pytest.mark.parametrize(("request_kind", "opens", "new"), BOUNDED)
 def test_every_parameter_is_taken_at_its_bounds_and_refused_beyond(request_kind, opens, new):
-    """In each API by its own name, and the engine gets the value."""
+    """Each API has its own name for it, and the engine gets the value."""
     for field, name, value in fields_at_bounds(request_kind):
         needs = NEEDS.get((request_kind, name), {})
         exchange = opens(new(**{**needs, name: value}), context())
@@ -776,7 +784,7 @@ def test_every_parameter_is_taken_at_its_bounds_and_refused_beyond(request_kind,
             expected = SamplingParams(**{"max_tokens": None, field.name: field.engine(value)})
             assert getattr(params, field.name) == getattr(expected, field.name), (name, value)
     for name, value, param in fields_beyond(request_kind):
-        error = refused(opens, new(**{name: value}))
+        error = refusal_of(opens, new(**{name: value}))
         param = f"options.{param}" if new is with_options else param
         assert (error.status, error.param) == (400, param), (name, value)
         assert error.message.startswith(f"{param} must "), error.message
@@ -785,13 +793,13 @@ def test_every_parameter_is_taken_at_its_bounds_and_refused_beyond(request_kind,
 @pytest.mark.parametrize(("model", "opens", "body"), ENDPOINTS)
 @pytest.mark.parametrize("is_strict", [False, True])
 def test_another_value_of_a_field_that_is_not_honoured_is_refused(model, opens, body, is_strict):
-    """By name, and a value that Python only takes for the same is another one."""
+    """It is refused by name, and a value that Python only takes for the same is another one."""
     for name in model.known:
         values = neutral_values(model, name)
         if name not in model.model_fields:
             for other in ("other", {"a": 1}, [None], True, False, 0, 1, 1.5):
                 if not any(type(other) is type(value) and other == value for value in values):
-                    error = refused(opens, {**body, name: other}, strict_requests=is_strict)
+                    error = refusal_of(opens, {**body, name: other}, strict_requests=is_strict)
                     assert (error.status, error.param) == (400, name)
                     assert error.message.startswith(f"{name} is not supported")
 
@@ -799,8 +807,8 @@ def test_another_value_of_a_field_that_is_not_honoured_is_refused(model, opens, 
 @pytest.mark.parametrize(("model", "opens", "body"), ENDPOINTS)
 def test_a_field_that_is_null_counts_as_left_out(model, opens, body):
     nulls = dict.fromkeys([*model.model_fields, *model.known, "x"])
-    found = opens({**nulls, **body}, context(strict_requests=True))
-    assert found.ignored_fields == ()
+    params = opens({**nulls, **body}, context(strict_requests=True))
+    assert params.ignored_fields == ()
 
 
 def test_the_document_says_what_asks_for_nothing():
@@ -822,12 +830,12 @@ def test_the_document_says_what_asks_for_nothing():
             nothing_but_null.append(f"`{name}`")
         elif set(cells) != {"honoured"}:
             rows.append(f"| `{name}` | {' | '.join(cells)} |")
-    for wanted in (
+    for expected in (
         "\n".join(rows),
         ", ".join(nothing_but_null),
         ", ".join(f"`{name}`" for name in sorted(LABELS)),
     ):
-        assert wanted.replace("\n", " ") in document, wanted
+        assert expected.replace("\n", " ") in document, expected
 
 
 def test_a_model_without_tokenizer_takes_token_ids():
@@ -847,7 +855,7 @@ def test_a_model_without_tokenizer_takes_token_ids():
 )
 def test_a_server_that_reads_no_calls_says_why(reason, said):
     body = chat(tools=[tool()], tool_choice="required")
-    error = refused(open_chat, body, no_form=reason)
+    error = refusal_of(open_chat, body, no_form=reason)
     assert error.status == 400 and error.param == "tool_choice"
     assert error.message.startswith("tool_choice 'required' is not supported: ")
     assert error.message.endswith(said)
@@ -887,7 +895,7 @@ def test_the_template_renders_what_was_said():
 def test_a_template_that_reads_a_variable_does_not_lend_the_renderers_arguments():
     lends = with_template("{{ chat_template }}{{ tokenize }}{{ bos_token }}{{ mood }}")
     for name in ("chat_template", "tokenize", "bos_token", "sanitize_control_tokens"):
-        error = refused(open_chat, chat(chat_template_kwargs={name: "evil"}), tokenizer=lends)
+        error = refusal_of(open_chat, chat(chat_template_kwargs={name: "evil"}), tokenizer=lends)
         assert "is not a variable" in error.message
     assert (
         open_chat(chat(chat_template_kwargs={"mood": "good"}), context(tokenizer=lends))
@@ -903,7 +911,8 @@ def test_a_surrogate_that_only_the_template_lays_open_is_refused():
     parse_object(json.dumps(body).encode())
     for function in (open_chat, tokenize):
         assert (
-            refused(function, body).message == "messages contains invalid Unicode: a lone surrogate"
+            refusal_of(function, body).message
+            == "messages contains invalid Unicode: a lone surrogate"
         )
 
 
@@ -941,19 +950,19 @@ def test_a_million_wrong_items_are_not_a_million_errors(name, item):
 )
 def test_scores_that_are_refused(fields, param, text):
     body = {"model": "demo", "prompt": "Once", "continuation": " upon", **fields}
-    error = refused(open_score, body, strict_requests=True)
+    error = refusal_of(open_score, body, strict_requests=True)
     assert (error.status, error.param) == (400, param) and text in error.message
 
 
 def test_a_prompt_and_its_continuation_are_encoded_together():
-    """As lm-eval does: the space between them belongs to the word behind it."""
+    """lm-eval does so: the space between them belongs to the second word."""
     spelled = tokenizer()("Once upon a time")["input_ids"]
     for prompt, continuation in (("Once upon", " a time"), ("Once upon ", "a time")):
-        found = open_score(
+        opened_score = open_score(
             {"model": "demo", "prompt": prompt, "continuation": [continuation] * 2}, context()
         )
-        assert [one.prompt for one in found.prompts] == [tuple(spelled)] * 2
-        assert found._num_prompt_tokens == [len(tokenizer()("Once upon")["input_ids"])] * 2
+        assert [each.prompt for each in opened_score.prompts] == [tuple(spelled)] * 2
+        assert opened_score._num_prompt_tokens == [len(tokenizer()("Once upon")["input_ids"])] * 2
 
 
 def test_errors_of_the_engine_in_the_clients_terms():
@@ -981,7 +990,7 @@ def test_errors_of_the_engine_in_the_clients_terms():
 
 @pytest.mark.parametrize(("opens", "param"), [(open_completion, "prompt"), (open_chat, "messages")])
 def test_a_request_that_never_fits_is_told_by_its_parameter(opens, param):
-    """In the words of the engine's roster, which has no parameters."""
+    """The words are those of the engine's roster, which has no parameters."""
     exchange = opens(completion() if opens is open_completion else chat(), context())
     scheduler = Scheduler(
         StepLimits(2, 16, 2, mixed=False),
@@ -1022,13 +1031,13 @@ def test_a_request_that_never_fits_is_told_by_its_parameter(opens, param):
     ],
 )
 def test_any_error_has_a_status(error, status):
-    found = as_api_error(error)
-    assert found.status == status
-    assert "secret" not in found.message
+    api_error = as_api_error(error)
+    assert api_error.status == status
+    assert "secret" not in api_error.message
     if status == 500:
-        assert found.message == INTERNAL
+        assert api_error.message == INTERNAL
     if status == 503:
-        assert "Retry-After" in found.headers
+        assert "Retry-After" in api_error.headers
 
 
 def test_messages_show_nothing_of_the_machine():
@@ -1073,10 +1082,10 @@ def test_what_the_client_said_is_told_as_it_said_it(path):
             opens(body, context())
         assert path in caught.value.message and path in str(caught.value)
     long = completion(cache_salt=f"/{path}/" * 100)
-    assert refused_as_it_is(open_completion, long).count(f"/{path}/") >= 1
+    assert refuse_as_it_is(open_completion, long).count(f"/{path}/") >= 1
 
 
-def refused_as_it_is(opens: Any, body: dict[str, Any]) -> str:
+def refuse_as_it_is(opens: Any, body: dict[str, Any]) -> str:
     with pytest.raises(ApiError) as caught:
         opens(body, context())
     return caught.value.message
@@ -1090,22 +1099,24 @@ def test_what_the_client_said_stands_beside_what_it_is_not_told():
         (open_chat, chat(structured_outputs={"regex": said})),
     ):
         exchange = opens(body, context())
-        for told in (
+        for message in (
             exchange.refusal(
                 ValueError(f"structured_outputs={{'regex': '{said}'}} is refused {machine}")
             ).message,
             exchange_fails(exchange, f"structured_outputs: '{said}' {machine}"),
         ):
-            assert said in told
-            assert not re.search(r"0x|somebody|site-packages|object at|Traceback|bc", told)
+            assert said in message
+            assert not re.search(r"0x|somebody|site-packages|object at|Traceback|bc", message)
     template = with_template(
         "{{ raise_exception('no ' ~ messages[0].content ~ ' " + machine + "') }}"
     )
-    told = refused_as_it_is(
+    message = refuse_as_it_is(
         lambda body, _: open_chat(body, context(tokenizer=template)),
         chat(messages=[{**USER, "content": said}]),
     )
-    assert said in told and not re.search(r"0x|somebody|site-packages|object at|Traceback|bc", told)
+    assert said in message and not re.search(
+        r"0x|somebody|site-packages|object at|Traceback|bc", message
+    )
 
 
 def exchange_fails(exchange: Any, reason: str) -> str:
@@ -1116,10 +1127,10 @@ def exchange_fails(exchange: Any, reason: str) -> str:
 
 def test_tokens_and_back():
     text = "Once upon a time, é"
-    found = tokenize({"model": "demo", "prompt": text, "return_token_strs": True}, context()).body
-    assert found["tokens"] == tokenizer()(text)["input_ids"]
-    assert found["count"] == len(found["tokens"]) == len(found["token_strs"])
-    assert detokenize({"tokens": found["tokens"]}, context()).body == {"prompt": text}
+    body = tokenize({"model": "demo", "prompt": text, "return_token_strs": True}, context()).body
+    assert body["tokens"] == tokenizer()(text)["input_ids"]
+    assert body["count"] == len(body["tokens"]) == len(body["token_strs"])
+    assert detokenize({"tokens": body["tokens"]}, context()).body == {"prompt": text}
     conversation = tokenize({"messages": [USER]}, context()).body
     assert (
         conversation["tokens"]
@@ -1134,7 +1145,7 @@ def test_a_text_to_tokenize_is_no_longer_than_a_prompt():
         ({"prompt": "x" * (max_length + 1)}, "prompt"),
         (chat(messages=[{**USER, "content": "x" * max_length}]), "messages"),
     ):
-        error = refused(tokenize, body)
+        error = refusal_of(tokenize, body)
         assert (error.param, error.code) == (param, "context_length_exceeded")
 
 
@@ -1178,7 +1189,7 @@ FIELDS = sorted(
 )
 
 
-@settings(max_examples=max(400, settings().max_examples))
+@examples(120)
 @given(st.dictionaries(st.sampled_from(FIELDS), VALUES, max_size=4), st.booleans())
 def test_any_body_is_understood_or_refused(fields, is_strict):
     raw = json.dumps({**completion(), **fields}).encode()

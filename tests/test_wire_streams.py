@@ -1,4 +1,6 @@
-"""Streams as clients read them: cut anywhere they are the same, and who leaves after any part frees everything."""
+"""Streams as clients read them: cut anywhere they are the same, and who leaves after any part frees
+everything.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,7 @@ class Parts(httpx.SyncByteStream):
 
 
 def read(path: str, parts: Sequence[bytes]) -> list[Any]:
-    """What the API's official client takes from a stream that comes in these parts."""
+    """Returns what the API's official client takes from a stream that comes in these parts."""
     if path.startswith("/api/"):
         lines = httpx.Response(200, stream=Parts(parts)).iter_lines()  # as ollama's client does
         return [json.loads(line) for line in lines if line.strip()]
@@ -77,13 +79,13 @@ def stream_of(path: str) -> tuple[bytes, list[dict[str, Any]]]:
 def test_a_stream_cut_anywhere_is_the_whole(path):
     data, chunks = stream_of(path)
     whole = read(path, [data])
-    told = (
+    message = (
         whole
         if path.startswith("/api/")
         else [json.loads(text) for _, text in whole if text not in ("", "[DONE]")]
     )
-    assert [{**one, "sequence_number": 0} for one in told] == [
-        {**one, "sequence_number": 0} for one in chunks
+    assert [{**each, "sequence_number": 0} for each in message] == [
+        {**each, "sequence_number": 0} for each in chunks
     ]
     assert read(path, [data[place : place + 1] for place in range(len(data))]) == whole
     for size in (2, 7, 61):

@@ -1,4 +1,6 @@
-"""Parsers of tool calls and of reasoning: whatever the text and however it is cut, nothing is lost and nothing leaks; and their schemas."""
+"""Parsers of tool calls and of reasoning: whatever the text and however it is cut, nothing is lost
+and nothing leaks; and their schemas.
+"""
 
 from __future__ import annotations
 
@@ -32,17 +34,17 @@ PARSERS: dict[str, Callable[[], PieceParser]] = {
 }
 
 
-def said(parser: PieceParser, texts: Iterable[str]) -> list[tuple[str, str, str]]:
+def read_all(parser: PieceParser, texts: Iterable[str]) -> list[tuple[str, str, str]]:
     """(kind, name, text) of what comes, neighbours of one kind joined."""
     pieces = [piece for text in texts for piece in parser.push(text)] + list(parser.finish())
-    found: list[tuple[str, str, str]] = []
+    parts: list[tuple[str, str, str]] = []
     for kind, text, name in pieces:
         assert text, "an empty piece says nothing"
-        if kind == "arguments" or (found and found[-1][0] == kind != "call"):
-            found[-1] = (*found[-1][:2], found[-1][2] + text)
+        if kind == "arguments" or (parts and parts[-1][0] == kind != "call"):
+            parts[-1] = (*parts[-1][:2], parts[-1][2] + text)
         else:
-            found.append((kind, name, text))
-    return found
+            parts.append((kind, name, text))
+    return parts
 
 
 CASES = [
@@ -99,11 +101,11 @@ CASES = [
 
 
 @pytest.mark.parametrize(
-    ("name", "text", "wanted"), CASES, ids=[f"{name} {text[:40]}" for name, text, _ in CASES]
+    ("name", "text", "expected"), CASES, ids=[f"{name} {text[:40]}" for name, text, _ in CASES]
 )
-def test_what_a_text_says(name, text, wanted):
-    assert said(PARSERS[name](), [text]) == wanted
-    assert said(PARSERS[name](), text) == wanted, "a character at a time"
+def test_what_a_text_says(name, text, expected):
+    assert read_all(PARSERS[name](), [text]) == expected
+    assert read_all(PARSERS[name](), text) == expected, "a character at a time"
 
 
 BITS = [
@@ -134,8 +136,8 @@ TEXT = st.lists(
 def test_it_makes_no_difference_how_a_text_is_cut(name, text, data):
     cuts = sorted(data.draw(st.sets(st.integers(0, len(text)), max_size=8)))
     pieces = [text[begin:end] for begin, end in zip([0, *cuts], [*cuts, len(text)], strict=True)]
-    whole = said(PARSERS[name](), [text])
-    assert said(PARSERS[name](), pieces) == whole
+    whole = read_all(PARSERS[name](), [text])
+    assert read_all(PARSERS[name](), pieces) == whole
     if name in ("hermes", "llama3_json") and not any(kind == "call" for kind, *_ in whole):
         assert "".join(text for *_, text in whole) == text, "what is no call is content, all of it"
 
@@ -161,8 +163,8 @@ ADVERSARIAL = [
 @pytest.mark.timeout(15)  # a parser that is not linear takes longer
 def test_a_long_text_takes_no_longer_than_it_is(name, unit):
     text = unit * (60_000 // len(unit))
-    assert said(PARSERS[name](), [text])
-    assert said(PARSERS[name](), (text[place : place + 3] for place in range(0, len(text), 3)))
+    assert read_all(PARSERS[name](), [text])
+    assert read_all(PARSERS[name](), (text[place : place + 3] for place in range(0, len(text), 3)))
 
 
 @given(st.text(max_size=30))
@@ -170,14 +172,14 @@ def test_arguments_are_what_the_model_wrote(text):
     arguments = {"a": [text, 1.5, None]}
     for ascii_only in (True, False):
         written = json.dumps({"name": "f", "arguments": arguments}, ensure_ascii=ascii_only)
-        ((kind, name, found),) = said(PARSERS["llama3_json"](), [written])
-        assert (kind, name, json.loads(found)) == ("call", "f", arguments)
+        ((kind, name, call_arguments),) = read_all(PARSERS["llama3_json"](), [written])
+        assert (kind, name, json.loads(call_arguments)) == ("call", "f", arguments)
 
 
 def test_a_lone_surrogate_in_arguments_can_be_sent():
     written = '<tool_call>{"name": "f", "arguments": {"a": "\\ud800"}}</tool_call>'
-    ((_, _, found),) = said(PARSERS["hermes"](), [written])
-    assert json.loads(found.encode()) == {"a": "\ud800"}
+    ((_, _, arguments),) = read_all(PARSERS["hermes"](), [written])
+    assert json.loads(arguments.encode()) == {"a": "\ud800"}
 
 
 RECURSIVE = {
@@ -188,9 +190,9 @@ RECURSIVE = {
 
 
 def test_required_calls_keep_to_the_schemas_of_the_tools():
-    """In the model's own form, with one call or more."""
+    """The model writes one call or more in its own form."""
 
-    def written(*calls: Any) -> str:
+    def write(*calls: Any) -> str:
         texts = [f"<tool_call>\n{json.dumps(call)}\n</tool_call>" for call in calls]
         return "\n".join(texts)
 
@@ -205,12 +207,16 @@ def test_required_calls_keep_to_the_schemas_of_the_tools():
         [{"name": "h", "arguments": {}}],
         [{"name": "g"}],
     ]
-    held = opened("required").prompts[0].params.structured_outputs
-    one = opened("required", {"parallel_tool_calls": False}).prompts[0].params.structured_outputs
+    held = open_chat_with("required").prompts[0].params.structured_outputs
+    single = (
+        open_chat_with("required", {"parallel_tool_calls": False})
+        .prompts[0]
+        .params.structured_outputs
+    )
     for calls in good:
-        assert admits(held, written(*calls)) and admits(one, written(*calls))
-    assert admits(held, written(*two)) and not admits(one, written(*two))
-    assert not any(admits(held, written(*calls)) for calls in bad)
+        assert admits(held, write(*calls)) and admits(single, write(*calls))
+    assert admits(held, write(*two)) and not admits(single, write(*two))
+    assert not any(admits(held, write(*calls)) for calls in bad)
 
 
 INTEGER = {"type": "integer"}
@@ -251,25 +257,25 @@ OTHERS = [None, True, 1, " 18", [], [{}]]
     ("schema", "good", "bad"), SCHEMAS, ids=[f"{schema!r:.60}" for schema, *_ in SCHEMAS]
 )
 def test_arguments_are_an_object_that_keeps_to_the_schema(schema, good, bad):
-    """Whatever else the schema admits, and with what it refers to beside another tool's of the same names."""
+    """The schema may admit anything else, and refer to names that another tool's has, too."""
     choice = {"type": "function", "function": {"name": "f"}}
-    named, alone = held_to(choice, schema), held_to(choice, schema, "none")
-    required = held_to("required", schema)
+    named, alone = hold_to(choice, schema), hold_to(choice, schema, "none")
+    required = hold_to("required", schema)
 
     def call(arguments: Any) -> str:
         written = json.dumps({"name": "f", "arguments": arguments})
         return f"<tool_call>\n{written}\n</tool_call>"
 
-    for one in good:
-        assert admits(alone, json.dumps(one))
-        assert admits(named, call(one)) and admits(required, call(one))
-    for one in bad + OTHERS:
-        assert not admits(alone, json.dumps(one))
-        assert not admits(named, call(one)) and not admits(required, call(one))
+    for each in good:
+        assert admits(alone, json.dumps(each))
+        assert admits(named, call(each)) and admits(required, call(each))
+    for each in bad + OTHERS:
+        assert not admits(alone, json.dumps(each))
+        assert not admits(named, call(each)) and not admits(required, call(each))
 
 
-def held_to(choice: Any, schema: dict[str, Any], tool_parser: str = "hermes") -> tuple[str, str]:
-    """What an answer is held to that has to call `f`, whose parameters the schema is."""
+def hold_to(choice: Any, schema: dict[str, Any], tool_parser: str = "hermes") -> tuple[str, str]:
+    """Returns what an answer is held to that has to call `f`, whose parameters the schema is."""
     another = {
         "$defs": {"a": {"type": "null"}, "i": {"type": "null"}},
         "definitions": {"a": {"type": "null"}},
@@ -282,9 +288,9 @@ def held_to(choice: Any, schema: dict[str, Any], tool_parser: str = "hermes") ->
     return held
 
 
-def refused_parameters(schema: Any, choice: Any) -> ApiError:
+def refuse_parameters(schema: Any, choice: Any) -> ApiError:
     with pytest.raises(ApiError) as caught:
-        held_to(choice, schema)
+        hold_to(choice, schema)
     return caught.value
 
 
@@ -309,14 +315,14 @@ def refused_parameters(schema: Any, choice: Any) -> ApiError:
 )  # fmt: skip
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "f"}}])
 def test_parameters_that_admit_no_object_are_refused(schema, choice):
-    error = refused_parameters(schema, choice)
+    error = refuse_parameters(schema, choice)
     assert (error.status, error.param) == (400, "tools[0].function.parameters")
     assert "must allow an object" in error.message
 
 
 @pytest.mark.parametrize("schema", [True, False, [], "x"])
 def test_parameters_are_a_schema_that_is_an_object(schema):
-    assert refused_parameters(schema, "required").param == "tools[0].function.parameters"
+    assert refuse_parameters(schema, "required").param == "tools[0].function.parameters"
 
 
 @pytest.mark.parametrize(
@@ -333,7 +339,7 @@ def test_parameters_are_a_schema_that_is_an_object(schema):
 )  # fmt: skip
 def test_a_schema_that_goes_round_or_nowhere_is_the_compilers_to_refuse(schema):
     """Looking whether it admits an object ends, in a time that grows with its length."""
-    assert held_to("required", schema)
+    assert hold_to("required", schema)
 
 
 @pytest.mark.parametrize(
@@ -346,10 +352,10 @@ def test_a_schema_that_goes_round_or_nowhere_is_the_compilers_to_refuse(schema):
     ],
 )
 def test_references_lead_nowhere_outside_wherever_they_stand(schema):
-    assert "external references are not fetched" in refused_parameters(schema, "required").message
+    assert "external references are not fetched" in refuse_parameters(schema, "required").message
 
 
-def opened(choice: Any, fields: dict[str, Any] | None = None, **settings: Any) -> Any:
+def open_chat_with(choice: Any, fields: dict[str, Any] | None = None, **settings: Any) -> Any:
     tools = [
         {"type": "function", "function": {"name": name, "parameters": RECURSIVE}}
         for name in ("f", "g")
@@ -365,17 +371,17 @@ def opened(choice: Any, fields: dict[str, Any] | None = None, **settings: Any) -
 
 
 def test_what_a_choice_of_tools_asks_of_the_engine():
-    named = opened({"type": "function", "function": {"name": "g"}}, tool_parser="none")
+    named = open_chat_with({"type": "function", "function": {"name": "g"}}, tool_parser="none")
     closed = {**RECURSIVE, "additionalProperties": False}
     assert json.loads(named.prompts[0].params.structured_outputs[1]) == closed
     problem = ValueError("structured_outputs={'json': ...} is refused: x")
     assert named.refusal(problem).param == "tools[1].function.parameters"
-    assert opened("required").refusal(problem).param == "tools"
-    assert opened("required").prompts[0].params.structured_outputs[0] == "grammar"
-    assert opened("auto").prompts[0].params.structured_outputs is None
-    assert opened("auto").prompts[0].prompt.startswith("[f][g]") and not opened("none").prompts[
-        0
-    ].prompt.startswith("[f]")
+    assert open_chat_with("required").refusal(problem).param == "tools"
+    assert open_chat_with("required").prompts[0].params.structured_outputs[0] == "grammar"
+    assert open_chat_with("auto").prompts[0].params.structured_outputs is None
+    assert open_chat_with("auto").prompts[0].prompt.startswith("[f][g]") and not open_chat_with(
+        "none"
+    ).prompts[0].prompt.startswith("[f]")
 
 
 @pytest.mark.parametrize("function", [{}, {"parameters": {}}, {"parameters": RECURSIVE}])
@@ -390,12 +396,12 @@ def test_the_model_is_shown_the_schema_that_it_is_held_to(function):
 
 
 def test_marks_that_are_special_tokens_are_kept_in_the_text():
-    assert opened("auto").prompts[0].params.skip_special_tokens
+    assert open_chat_with("auto").prompts[0].params.skip_special_tokens
     special = with_template(chatml().chat_template)
     special.add_special_tokens({"additional_special_tokens": ["<tool_call>", "</tool_call>"]})
-    assert not opened("auto", tokenizer=special).prompts[0].params.skip_special_tokens
+    assert not open_chat_with("auto", tokenizer=special).prompts[0].params.skip_special_tokens
 
 
 def test_a_template_without_tools_has_none_to_choose_from():
     with pytest.raises(ApiError, match="does not support tools"):
-        opened("auto", tokenizer=tokenizer())
+        open_chat_with("auto", tokenizer=tokenizer())

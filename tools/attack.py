@@ -169,7 +169,7 @@ class Witness:
         self._open[name] = now
 
 
-def sent(attack: Attack, body: bytes | None) -> Iterator[bytes]:
+def send(attack: Attack, body: bytes | None) -> Iterator[bytes]:
     """Yields the parts of a request; an empty part is a short pause."""
     method = "GET" if body is None else "POST"
     head = f"{method} {attack.path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
@@ -207,7 +207,7 @@ def strike(address: str, attack: Attack, body: bytes | None) -> str:
         deadline += READER_SECONDS
     try:
         with socket.create_connection((host, int(port)), timeout=ANSWER_SECONDS) as client:
-            for part in sent(attack, body):
+            for part in send(attack, body):
                 client.sendall(part)
                 if not part:
                     time.sleep(0.05)
@@ -218,13 +218,13 @@ def strike(address: str, attack: Attack, body: bytes | None) -> str:
                 return "unread"
             if attack.sending == "paused":
                 time.sleep(READER_SECONDS)
-            found = b""
+            answer = b""
             while (left := deadline - time.monotonic()) > 0:
                 client.settimeout(left)
                 if not (part := client.recv(1 << 16)):
                     break
-                found = found or part[:12]
-            return found[9:12].decode("latin-1") or "closed"
+                answer = answer or part[:12]
+            return answer[9:12].decode("latin-1") or "closed"
     except TimeoutError:
         return "left"
     except OSError as error:  # the server refuses the request while it is still being sent
@@ -277,23 +277,23 @@ class Siege:
         pause = self._witness.max_length(begin, time.monotonic())
         self.max_pause = max(self.max_pause, (pause, attack.name))
         self.max_growth = max(self.max_growth, (growth, attack.name))
-        found = [
+        problems = [
             f"an answer has the status {end}"
             for end in set(ends)
             if end.isdigit() and int(end) not in STATUSES
         ]
-        found += self._witness.problems
+        problems += self._witness.problems
         if pause > self.bound:
-            found.append(f"another client waited {pause:.1f} s; the bound is {self.bound:.1f} s")
+            problems.append(f"another client waited {pause:.1f} s; the bound is {self.bound:.1f} s")
         if growth > GROWTH_BYTES:
-            found.append(
+            problems.append(
                 f"{SETTLE_SECONDS:g} s later the server has {growth / 2**20:.0f} MiB more than at the start"
             )
         if (logged := self._served.num_log_bytes - num_log_bytes) > LOG_BYTES:
-            found.append(f"the server logged {logged} bytes")
+            problems.append(f"the server logged {logged} bytes")
         if self._served.process.poll() is not None:
-            found.append(f"the server ended with status {self._served.process.returncode}")
-        return found
+            problems.append(f"the server ended with status {self._served.process.returncode}")
+        return problems
 
     def end(self) -> None:
         """Stops the other clients."""
@@ -329,14 +329,14 @@ class Siege:
         return total
 
 
-def run(siege: Siege, attacks_to_run: Iterator[Attack], minutes: float, *, goes_on: bool) -> int:
+def run(siege: Siege, expected: Iterator[Attack], minutes: float, *, goes_on: bool) -> int:
     """Makes attacks until the time is over; returns how many broke a promise."""
     deadline, num_broken, count = time.monotonic() + 60 * minutes, 0, 0
-    for count, attack in enumerate(attacks_to_run, 1):  # noqa: B007
-        if found := siege.withstands(attack):
+    for count, attack in enumerate(expected, 1):  # noqa: B007
+        if problem := siege.withstands(attack):
             num_broken += 1
             body = attack.make() if attack.make else b""
-            print(f"BROKEN by {attack.name}\n  " + "\n  ".join(found))
+            print(f"BROKEN by {attack.name}\n  " + "\n  ".join(problem))
             print(
                 f"  {attack.num_connections} x {len(body)} bytes: {body[:SHOWN_BYTES].decode(errors='replace')!r}"
             )
@@ -387,16 +387,16 @@ def main() -> int:
         server({**SETTINGS, "batch-directory": directory}) as served,
     ):
         document: dict[str, Any] = json.loads(fetch(served.address, "/openapi.json"))
-        attacks_to_run = attacks(document, seed)
+        expected = attacks(document, seed)
         if arguments.only is not None:
             chosen = [
-                one for one in attacks_to_run if any(text in one.name for text in arguments.only)
+                each for each in expected if any(text in each.name for text in arguments.only)
             ]
             if not chosen:
                 parser.error(f"no attack's name has one of {arguments.only}")
-            attacks_to_run = iter(chosen)
+            expected = iter(chosen)
         siege = Siege(served, arguments.pause_seconds)
-        num_broken = run(siege, attacks_to_run, arguments.minutes, goes_on=arguments.all)
+        num_broken = run(siege, expected, arguments.minutes, goes_on=arguments.all)
         siege.end()
         status = served.end()
     for line, count in served.errors.items():

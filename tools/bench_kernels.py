@@ -39,7 +39,7 @@ from tools.lab.kernel_lab.bounds import Ceilings
 from tools.lab.kernel_lab.compare_sets import ceilings_table, compare, table
 from tools.lab.kernel_lab.findings import FAILED, PASSED, Finding, Table, append, read
 from tools.lab.kernel_lab.kernel_cases import label
-from tools.lab.kernel_lab.parts import best_of, chosen, contiguous_seconds, measured_ceilings
+from tools.lab.kernel_lab.parts import best_of, choose, contiguous_seconds, measure_ceilings
 from tools.lab.kernel_lab.record import append_section, section
 from tools.lab.kernel_lab.specs import Spec
 from tools.lab.kernel_lab.tuner import (
@@ -119,7 +119,7 @@ def main(argv: list[str] | None = None) -> int:
     """Runs the program and returns the exit status."""
     arguments = parse(argv)
     try:
-        specs = chosen(arguments.specs)
+        specs = choose(arguments.specs)
     except KeyError as unknown:
         sys.exit(str(unknown.args[0]))
     if arguments.list:
@@ -136,7 +136,7 @@ def main(argv: list[str] | None = None) -> int:
             file=sys.stderr,
         )
         return 2
-    measured = measured_ceilings(arguments.small)
+    measured = measure_ceilings(arguments.small)
     print(ceilings_table(measured).plain(), flush=True)
     specs = [spec.cut() for spec in specs] if arguments.small else specs
     work = tuning if arguments.tune else timing
@@ -161,8 +161,8 @@ def time_contiguous(specs: str, directory: Path) -> None:
         print("contiguous: not finished after 240 s", file=sys.stderr)
     for finding in read(directory / "contiguous.jsonl"):
         print(f"{finding.check}: {finding.status}: {finding.summary}", flush=True)
-        for one in finding.tables:
-            print(one.plain(), flush=True)
+        for each in finding.tables:
+            print(each.plain(), flush=True)
 
 
 def timing(
@@ -194,7 +194,7 @@ def timing(
     if set(pages.KERNELS) & set(arguments.backends) and time.monotonic() < deadline - 20:
         copied = pages.timings(measured, interpret=arguments.interpret, small=arguments.small)
         tables, data["pages"] = [*tables, *copied.tables], copied.data["rows"]
-    tables += [one for finding in contiguous for one in finding.tables]
+    tables += [each for finding in contiguous for each in finding.tables]
     timed = sum(row.seconds is not None for row in rows)
     status = FAILED if any(row.failed for row in rows) else PASSED
     return Finding(
@@ -254,14 +254,14 @@ def tuning(
         )
         device.close()
         if tuned.best:
-            found = read_tuned(kind, arguments.tuned_directory)
-            found.setdefault(backend, {})[str(shape)] = tuned.best
+            known = read_tuned(kind, arguments.tuned_directory)
+            known.setdefault(backend, {})[str(shape)] = tuned.best
             compared.setdefault(shape, {})[backend] = tuned
             first = fastest(compared[shape])
             sets = {str(shape): first} if first else {}
-            path = str(write_tuned(kind, found, arguments.tuned_directory, fastest=sets))
-        made.rows.append(_tuned_row(backend, tuned, len(group), begin[0]))
-        data.append(_tuned_data(backend, tuned))
+            path = str(write_tuned(kind, known, arguments.tuned_directory, fastest=sets))
+        made.rows.append(_row_of_tuned(backend, tuned, len(group), begin[0]))
+        data.append(_data_of_tuned(backend, tuned))
         bar.step()
     bar.close()
     return Finding(
@@ -273,7 +273,7 @@ def tuning(
     )
 
 
-def _tuned_row(backend: str, tuned: Tuned, num_specs: int, start: Tiles) -> list[str]:
+def _row_of_tuned(backend: str, tuned: Tuned, num_specs: int, start: Tiles) -> list[str]:
     counts = [
         str(len(tuned.seconds)),
         str(len(tuned.failures)),
@@ -288,7 +288,7 @@ def _tuned_row(backend: str, tuned: Tuned, num_specs: int, start: Tiles) -> list
     return [f"{backend} {tuned.shape}", tiles, f"{best / num_specs:.2f}", f"{gain:.2f}", *counts]
 
 
-def _tuned_data(backend: str, tuned: Tuned) -> dict[str, Any]:
+def _data_of_tuned(backend: str, tuned: Tuned) -> dict[str, Any]:
     tried = [
         {
             "tiles": asdict(tiles),
@@ -309,8 +309,8 @@ def _tuned_data(backend: str, tuned: Tuned) -> dict[str, Any]:
 
 def report(finding: Finding, arguments: argparse.Namespace, measured: Ceilings) -> int:
     """Prints and writes the finding, and returns the exit status."""
-    for one in finding.tables[1:]:
-        print(f"\n{one.plain()}")
+    for each in finding.tables[1:]:
+        print(f"\n{each.plain()}")
     print(f"\n{finding.check}: {finding.summary}")
     where = environment.describe()
     if arguments.to:

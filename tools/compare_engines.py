@@ -37,7 +37,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from jaxpage.bench import make_workload
 from tools.lab.peers.cases import CASES, PACKAGES, modes_of
 from tools.lab.peers.other_programs import OtherPrograms
-from tools.lab.peers.report import Answers, best, draw, replaced, report
+from tools.lab.peers.report import Answers, best, draw, replace_section, report
 from tools.lab.peers.task import FIRST_TOKENS, PROMPT, TRACE, Answer, Task, rows_name
 
 ROOT = Path(__file__).parents[1]
@@ -97,7 +97,7 @@ def main() -> None:
         raise SystemExit("nothing is written: stop the other programs and measure again")
     if arguments.write:
         path = Path(arguments.write)
-        path.write_text(replaced(path.read_text(encoding="utf-8"), text), encoding="utf-8")
+        path.write_text(replace_section(path.read_text(encoding="utf-8"), text), encoding="utf-8")
     if arguments.chart:
         draw(answers, arguments.chart)
 
@@ -128,11 +128,11 @@ def measure(
     for number in range(2, 1 + repeats):
         for name, modes in answers.items():
             best_modes = {each: best(modes, each).mode for each in numbers}
-            for letters, own in modes.items():
-                if requested := [each for each in numbers if best_modes[each] == letters]:
+            for letters, settings in modes.items():
+                if expected := [each for each in numbers if best_modes[each] == letters]:
                     _say(number, repeats, name, letters)
-                    if (answer := run(name, letters, requested)) is not None:
-                        own.append(answer)
+                    if (answer := run(name, letters, expected)) is not None:
+                        settings.append(answer)
     return answers
 
 
@@ -211,9 +211,9 @@ def _python(text: str) -> tuple[str, str]:
         raise argparse.ArgumentTypeError(
             f"{text!r} is not one of {', '.join(PACKAGES)} with = and a path"
         )
-    if (found := shutil.which(path)) is None:
+    if (program := shutil.which(path)) is None:
         raise argparse.ArgumentTypeError(f"{text!r}: there is no such program")
-    return peer, str(Path(found).absolute())
+    return peer, str(Path(program).absolute())
 
 
 def _run(name: str, task: Task, python: str) -> Answer | None:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from tools.fuzz_engine import fuzz_parser, prepare_jax, printed_seed
+from tools.fuzz_engine import fuzz_parser, prepare_jax, print_seed
 from tools.needed import need
 
 
@@ -29,7 +29,7 @@ def main() -> int:
     )
     arguments = parser.parse_args()
     need("pytest", "torch", "transformers", extra="test")
-    seed = printed_seed(parser, arguments)
+    seed = print_seed(parser, arguments)
     with tempfile.TemporaryDirectory(prefix="jaxpage-fuzz-cache-") as cache:
         prepare_jax(Path(cache), optimized=False)
         from tests.support.checkpoint_cases import bases

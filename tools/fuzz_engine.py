@@ -40,7 +40,7 @@ def main() -> int:
     )
     arguments = parser.parse_args()
     need("pytest", "hypothesis", extra="test")
-    seed = printed_seed(parser, arguments)
+    seed = print_seed(parser, arguments)
     with tempfile.TemporaryDirectory(prefix="jaxpage-fuzz-cache-") as cache:
         prepare_jax(Path(cache), arguments.optimized)
         from tests.support.executables import SharedExecutables
@@ -90,7 +90,7 @@ def fuzz_parser(description: str | None) -> argparse.ArgumentParser:
     return parser
 
 
-def printed_seed(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
+def print_seed(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
     """Checks `--minutes`, and returns the seed of the cases, which it prints."""
     if arguments.minutes <= 0:
         parser.error(f"--minutes must be above 0, got {arguments.minutes:g}")

@@ -27,7 +27,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from tests.support.table_fuzzing import fuzz
-from tools.fuzz_engine import fuzz_parser, printed_seed
+from tools.fuzz_engine import fuzz_parser, print_seed
 from tools.lab.soak import server
 
 NUM_CLIENTS = 6
@@ -57,7 +57,7 @@ def main() -> int:
         "--server", action="store_true", help="use a server with real engines, over HTTP"
     )
     arguments = parser.parse_args()
-    seed = printed_seed(parser, arguments)
+    seed = print_seed(parser, arguments)
     if arguments.server:
         return fuzz_server(arguments.minutes, seed)
     logging.disable(logging.CRITICAL)  # loads that fail are logged, and are many

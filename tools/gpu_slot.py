@@ -36,7 +36,7 @@ from tools.lab.kernel_lab.check import Check, has_gpu, nothing
 from tools.lab.kernel_lab.children import Child, run_all
 from tools.lab.kernel_lab.environment import wait_for_gpu
 from tools.lab.kernel_lab.findings import FAILED, PASSED, Finding
-from tools.lab.kernel_lab.record import counted
+from tools.lab.kernel_lab.record import count_findings
 from tools.lab.slot_parts import CANARY, NO_GRAPHS, Part, groups, with_flag
 from tools.lab.slot_results import ENVIRONMENT, RESULTS, Results, Screen, lines, machine, record
 
@@ -170,12 +170,12 @@ class Slot:
     def run(self, groups: list[list[Part]], deadline: float) -> int:
         """Runs the parts; returns the exit status."""
         for group in groups:
-            parts_to_run = [
+            expected = [
                 part
                 for part in group
                 if not part.if_failed or self.results.verdict(part.if_failed) == FAILED
             ]
-            self._run([self._as_it_can_run(part.child) for part in parts_to_run], deadline)
+            self._run([self._as_it_can_run(part.child) for part in expected], deadline)
         return int(self._failed)
 
     def _as_it_can_run(self, child: Child) -> Child:
@@ -188,10 +188,10 @@ class Slot:
         for child in children:
             child.to.unlink(missing_ok=True)
 
-        def found(child: Child, finding: Finding) -> None:
+        def note_finding(child: Child, finding: Finding) -> None:
             self.results.add(child.name, finding)
 
-        def done(child: Child, findings: list[Finding]) -> None:
+        def note_end(child: Child, findings: list[Finding]) -> None:
             findings = findings or [nothing(child)]
             verdict = self.results.end(child.name, findings, time.monotonic() - began)
             if verdict.status == FAILED:
@@ -205,12 +205,12 @@ class Slot:
             children,
             deadline=deadline,
             jobs=min(len(children), os.cpu_count() or 1),
-            done=done,
-            found=found,
+            done=note_end,
+            on_finding=note_finding,
         )
 
 
-def listed(results: Results, parts: list[list[Part]]) -> str:
+def list_parts(results: Results, parts: list[list[Part]]) -> str:
     """Returns a line for each part."""
     rows = []
     for part in [part for group in parts for part in group]:
@@ -234,28 +234,28 @@ def run(arguments: argparse.Namespace, screen: Screen) -> int:
     check = Check(interpret=arguments.rehearse, directory=logs)
     parts = list(groups(check, state))
     if arguments.list:
-        print(listed(results, parts))
+        print(list_parts(results, parts))
         return 0
     slot = Slot(check, results, parts, screen)
     only = tuple(text.strip() for text in arguments.only.split(",") if text.strip())
     if not any(slot.open_parts(only, True)):
         print(f"no part's name holds {arguments.only!r}; see --list", file=sys.stderr)
         return 2
-    parts_to_run = slot.open_parts(only, arguments.again)
+    expected = slot.open_parts(only, arguments.again)
     if absent := missing():
         screen.say(absent)
     if reason := slot.probe(deadline):
         screen.end(reason)
         return 2
-    status = slot.run(parts_to_run, deadline)
+    status = slot.run(expected, deadline)
     left = [part for group in slot.open_parts(only, False) for part in group if not part.if_failed]
     still = [part.name for part in left]
     if results.problem or (arguments.rehearse and not all(part.may_lack for part in left)):
         screen.say(results.problem)
         status = 1
-    verdicts = [one for one in results.findings if one.check.startswith("part ")]
+    verdicts = [each for each in results.findings if each.check.startswith("part ")]
     screen.end(
-        f"{counted(verdicts)} of the parts; open: {', '.join(still) or 'nothing'}. {results.out / RESULTS}"
+        f"{count_findings(verdicts)} of the parts; open: {', '.join(still) or 'nothing'}. {results.out / RESULTS}"
     )
     return status
 

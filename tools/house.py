@@ -78,9 +78,9 @@ def measure(root: Path) -> Table:
     modules = read_modules(root, WHEEL)
     table: Table = {}
     for top in WHEEL:
-        own = [module.source for module in modules if module.path.startswith(f"{top}/")]
-        table[f"{top}: modules"] = len(own)
-        table[f"{top}: lines"] = sum(len(source.splitlines()) for source in own)
+        sources = [module.source for module in modules if module.path.startswith(f"{top}/")]
+        table[f"{top}: modules"] = len(sources)
+        table[f"{top}: lines"] = sum(len(source.splitlines()) for source in sources)
     house = [module for module in modules if module.path.startswith("jaxpage/")]
     table |= sizes(house)
     table |= density(house)
@@ -89,7 +89,7 @@ def measure(root: Path) -> Table:
     past = list(imports_past_doors(modules))
     table["imports past doors"] = len(past)
     table["modules that are imported past doors"] = len({target for _, target in past})
-    table["file names in two or more folders"] = len(shared_names(modules))
+    table["file names in two or more folders"] = len(names_in_several_folders(modules))
     doors = [door_names(module) for module in modules if module.path.endswith("__init__.py")]
     table["names of a door: most"] = max(map(len, doors))
     table |= first_words(modules)
@@ -197,20 +197,20 @@ def imports_past_doors(modules: Sequence[Module]) -> Iterator[tuple[str, str]]:
     packages = (module for module in modules if module.path.endswith("__init__.py"))
     listed = {module.name: door_names(module) for module in packages}
     for module in modules:
-        found = set()
+        targets = set()
         for item in imports(module, known):
             parts = item.target.split(".")
             if len(parts) < 3 or parts[0] != "jaxpage" or parts[1] in OPEN_ROOMS:
                 continue
             room = ".".join(parts[:2])
-            own = module.name == room or module.name.startswith(f"{room}.")
+            is_own = module.name == room or module.name.startswith(f"{room}.")
             is_door = parts[2] in listed.get(room, ()) or listed.get(item.target)
-            if not own and not is_door:
-                found.add(item.target)
-        yield from ((module.name, target) for target in sorted(found))
+            if not is_own and not is_door:
+                targets.add(item.target)
+        yield from ((module.name, target) for target in sorted(targets))
 
 
-def shared_names(modules: Sequence[Module]) -> list[str]:
+def names_in_several_folders(modules: Sequence[Module]) -> list[str]:
     """Returns the names that files of several folders have, `__init__` and `__main__` left out."""
     names = Counter(Path(module.path).stem for module in modules)
     return [name for name, count in names.items() if count > 1 and not name.startswith("__")]
@@ -262,9 +262,9 @@ def percent(count: int, total: int, digits: int = 1) -> float:
 
 def percentile(ordered: Sequence[int], share: float) -> int:
     """Returns the least of the ordered numbers that at least this share of them do not exceed."""
-    count = share * len(ordered)
+    expected = share * len(ordered)
     places = range(1, len(ordered) + 1)
-    return ordered[bisect.bisect_left(places, count)]
+    return ordered[bisect.bisect_left(places, expected)]
 
 
 def markdown(columns: Mapping[str, Table]) -> str:

@@ -65,14 +65,14 @@ STEP_COLUMNS = (
 
 def kernel_rows(gpu: str, only: str, progress: bool) -> tuple[list[Row], list[str]]:
     """Returns the rows of all cases whose name contains `only`, and the refusals."""
-    found, refusals = [], []
+    listed, refusals = [], []
     chosen = [case for case in cases() if only in case.name]
     for case in tqdm(chosen, desc="Kernels", unit="case", disable=None if progress else True):
         try:
-            found += rows(case, gpu=gpu)
+            listed += rows(case, gpu=gpu)
         except NotImplementedError as refusal:
             refusals.append(f"{case.name}: {refusal}")
-    return found, refusals
+    return listed, refusals
 
 
 def step_rows(gpu: str, num_layers: int, progress: bool) -> Iterator[tuple[str, ...]]:
@@ -90,29 +90,29 @@ def step_rows(gpu: str, num_layers: int, progress: bool) -> Iterator[tuple[str, 
         except NotImplementedError as refusal:
             yield (name, *[""] * (len(STEP_COLUMNS) - 2), str(refusal))
             continue
-        found, waits = inspect(compiled), thunks.on_host(listed)
-        problems = found.problems(pages_bytes=shapes.pages_bytes, array_bytes=shapes.array_bytes)
+        findings, waits = inspect(compiled), thunks.on_host(listed)
+        problems = findings.problems(pages_bytes=shapes.pages_bytes, array_bytes=shapes.array_bytes)
         yield (
             name,
-            _counts(found),
-            str(found.num_launches),
+            _counts(findings),
+            str(findings.num_launches),
             f"{shapes.pages_bytes / 2**30:.0f} GiB",
-            f"{found.aliased_bytes / 2**30:.0f} GiB",
-            f"{found.temporary_bytes / 2**20:.0f}",
+            f"{findings.aliased_bytes / 2**30:.0f} GiB",
+            f"{findings.temporary_bytes / 2**20:.0f}",
             str(len(waits)),
             "; ".join(problems) or "none",
         )
 
 
-def _counts(found: Findings) -> str:
-    return ", ".join(f"{number} {name}" for name, number in sorted(Counter(found.calls).items()))
+def _counts(findings: Findings) -> str:
+    return ", ".join(f"{number} {name}" for name, number in sorted(Counter(findings.calls).items()))
 
 
 def section(arguments: argparse.Namespace) -> str:
     """Returns the text between the marks."""
     progress = not arguments.quiet
-    found, refusals = kernel_rows(arguments.gpu, arguments.only, progress)
-    text = markdown(found, refusals, gpu=arguments.gpu)
+    rows, refusals = kernel_rows(arguments.gpu, arguments.only, progress)
+    text = markdown(rows, refusals, gpu=arguments.gpu)
     if not arguments.no_steps:
         steps = "\n".join(
             "| " + " | ".join(row) + " |"
@@ -123,7 +123,7 @@ def section(arguments: argparse.Namespace) -> str:
     return text
 
 
-def replaced(document: str, text: str, marks: tuple[str, str] = (BEGIN, END)) -> str:
+def replace_section(document: str, text: str, marks: tuple[str, str] = (BEGIN, END)) -> str:
     """Returns the document with the text between its marks.
 
     Raises:
@@ -138,8 +138,8 @@ def replaced(document: str, text: str, marks: tuple[str, str] = (BEGIN, END)) ->
         raise ValueError(
             f"the document must have the lines {begin!r} and {end!r}, once each and in this order"
         )
-    before, rest = document.split(begin)
-    return f"{before}{begin}\n\n{text}\n\n{end}{rest.split(end)[1]}"
+    before, after = document.split(begin)
+    return f"{before}{begin}\n\n{text}\n\n{end}{after.split(end)[1]}"
 
 
 def main(words: Sequence[str] | None = None) -> None:
@@ -185,7 +185,7 @@ def main(words: Sequence[str] | None = None) -> None:
     path = arguments.document
     old = path.read_text(encoding="utf-8") if path.exists() else f"{HEAD}{BEGIN}\n{END}\n"
     try:
-        new = replaced(old, section(arguments))
+        new = replace_section(old, section(arguments))
     except ValueError as error:
         parser.error(f"{path}: {error}")
     if not arguments.check:

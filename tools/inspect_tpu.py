@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import jax
 from tqdm import tqdm
 
-from tools.inspect_kernels import replaced
+from tools.inspect_kernels import replace_section
 from tools.lab.kernel_lab.inspection.deviceless_tpu import (
     TPUS,
     compile_for_tpu,
@@ -82,27 +82,27 @@ def rows(
             num_blocks=num_blocks,
         )
         began = time.monotonic()
-        found = inspect_for_tpu(compile_for_tpu(shapes.step, *shapes.arguments, tpu=tpu))
+        findings = inspect_for_tpu(compile_for_tpu(shapes.step, *shapes.arguments, tpu=tpu))
         seconds = time.monotonic() - began
-        problems = found.problems(pages_bytes=shapes.pages_bytes, array_bytes=shapes.array_bytes)
+        problems = findings.problems(pages_bytes=shapes.pages_bytes, array_bytes=shapes.array_bytes)
         yield (
             tpu,
             model,
             f"{kind} of {BUCKETS[kind].num_tokens} tokens",
-            str(sum(found.calls.values())),
+            str(sum(findings.calls.values())),
             f"{shapes.pages_bytes / 2**20:,.0f}",
-            f"{found.aliased_bytes / 2**20:,.0f}",
-            f"{found.temporary_bytes / 2**20:,.1f}",
-            f"{found.accessed_bytes / 2**30:.2f}",
+            f"{findings.aliased_bytes / 2**20:,.0f}",
+            f"{findings.temporary_bytes / 2**20:,.1f}",
+            f"{findings.accessed_bytes / 2**30:.2f}",
             f"{seconds:.0f}",
             "; ".join(problems) or "none",
         )
 
 
-def table(found: Sequence[Sequence[str]], num_layers: int) -> str:
+def table(rows: Sequence[Sequence[str]], num_layers: int) -> str:
     """Returns the rows as Markdown, with the versions of what compiled them."""
     versions = f"jax {jax.__version__}, libtpu {importlib.metadata.version('libtpu')}"
-    lines = (COLUMNS, ("---",) * 3 + ("---:",) * 6 + ("---",), *found)
+    lines = (COLUMNS, ("---",) * 3 + ("---:",) * 6 + ("---",), *rows)
     text = "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
     return f"Steps of {num_layers} layers in bfloat16, 16 rows, by {versions}:\n\n{text}"
 
@@ -128,17 +128,17 @@ def main(words: Sequence[str] | None = None) -> None:
         *KINDS,
     }:
         parser.error("--tpus, --models and --kinds make a part of the table, which --print shows")
-    found = []
+    lines = []
     for cells in rows(arguments.tpus, arguments.models, arguments.kinds, arguments.layers):
-        found.append(cells)
+        lines.append(cells)
         print(" | ".join(cells), flush=True)
-    text = table(found, arguments.layers)
+    text = table(lines, arguments.layers)
     if arguments.print:
         print(text)
     else:
         old = arguments.document.read_text(encoding="utf-8")
-        arguments.document.write_text(replaced(old, text, MARKS), encoding="utf-8")
-    sys.exit(any(cells[-1] != "none" for cells in found))
+        arguments.document.write_text(replace_section(old, text, MARKS), encoding="utf-8")
+    sys.exit(any(cells[-1] != "none" for cells in lines))
 
 
 if __name__ == "__main__":

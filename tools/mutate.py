@@ -234,14 +234,14 @@ def possible(modules: Sequence[Path]) -> Iterator[Any]:
     for module in sorted(modules):
         nodes = list(ast_nodes(get_ast_from_path(module)))
         for name, operator in operators.items():
-            found = ((node, *ends) for node in nodes for ends in operator.mutation_positions(node))
-            for occurrence, (node, start, end) in enumerate(found):
+            places = ((node, *ends) for node in nodes for ends in operator.mutation_positions(node))
+            for occurrence, (node, start, end) in enumerate(places):
                 definition = ASTQuery(node).get_definition_name()
                 if definition is not None:  # elsewhere are constants and names of types
                     yield MutationSpec(module, name, occurrence, start, end, {}, definition)
 
 
-def drawn(modules: Sequence[Path], number: int, seed: int) -> list[Any]:
+def draw_faults(modules: Sequence[Path], number: int, seed: int) -> list[Any]:
     """Returns a sample of the faults that can be planted, in the order of the files."""
     faults = sorted(
         possible(modules),
@@ -288,7 +288,7 @@ def try_faults(modules: Sequence[Path], number: int, seed: int) -> int:
 
     run_tests = Tests()
     survived = []
-    for fault in drawn(modules, number, seed):
+    for fault in draw_faults(modules, number, seed):
         line = line_of(fault)
         where = f"{fault.module_path}:{fault.start_pos[0]}"
         described = f"{where} {fault.operator_name.removeprefix('core/')}: {line.strip()}"
@@ -438,7 +438,7 @@ def files_of_tests(module: Path) -> list[list[str]]:
         ):
             others.append(path.stem.removeprefix("test_"))
     parts = first, [other for other in dict.fromkeys(others) if other not in first]
-    return [[f"tests/test_{one}.py" for one in part] for part in parts if part]
+    return [[f"tests/test_{each}.py" for each in part] for part in parts if part]
 
 
 if __name__ == "__main__":

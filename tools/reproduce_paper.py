@@ -67,11 +67,11 @@ def _microseconds(
         )
         calls.append((function, (q, k, v, jnp.asarray(table), lengths, starts)))
         jax.block_until_ready(function(*calls[-1][1]))
-    rounds = [[_timed(function, arrays) for function, arrays in calls] for _ in range(ROUNDS)]
+    rounds = [[_time(function, arrays) for function, arrays in calls] for _ in range(ROUNDS)]
     return [1e6 * statistics.median(times) for times in zip(*rounds, strict=True)]
 
 
-def _timed(function: object, arrays: tuple[jax.Array, ...]) -> float:
+def _time(function: object, arrays: tuple[jax.Array, ...]) -> float:
     began = time.perf_counter()
     jax.block_until_ready(function(*arrays))  # type: ignore[operator]
     return time.perf_counter() - began

@@ -103,7 +103,7 @@ def wait_for(url: str) -> None:
 
 
 @contextlib.contextmanager
-def opened(browser: Browser, address: str, scheme: str, size: tuple[int, int]) -> Iterator[Page]:
+def open_page(browser: Browser, address: str, scheme: str, size: tuple[int, int]) -> Iterator[Page]:
     """Opens the page in this color scheme and size."""
     width, height = size
     is_dark = scheme == "dark"
@@ -142,7 +142,7 @@ def take_tour(browser: Browser, address: str, scheme: str, out: Path) -> None:
     Other requests run at the same time, an earlier answer fills the conversation, and the block
     tables of the samples are shown.
     """
-    with opened(browser, address, scheme, DESKTOP) as page:
+    with open_page(browser, address, scheme, DESKTOP) as page:
         page.get_by_text("Completion", exact=True).click()
         page.fill("#prompt", "Once upon a time there lived a clever fox")
         page.click("#send")
@@ -169,7 +169,7 @@ def take_tour(browser: Browser, address: str, scheme: str, out: Path) -> None:
 
 def take_preemption(browser: Browser, address: str, scheme: str, out: Path) -> None:
     """Takes host memory in use, on a phone."""
-    with opened(browser, address, scheme, (PHONE[0], 1400)) as page:
+    with open_page(browser, address, scheme, (PHONE[0], 1400)) as page:
         page.locator("[name=pane][value=cache]").check(force=True)
         start_tour(page, "Force a preemption")
         page.wait_for_function(
@@ -181,7 +181,7 @@ def take_preemption(browser: Browser, address: str, scheme: str, out: Path) -> N
 
 def take_chat(browser: Browser, address: str, scheme: str, out: Path) -> None:
     """Takes an answer in Markdown, on a phone."""
-    with opened(browser, address, scheme, PHONE) as page:
+    with open_page(browser, address, scheme, PHONE) as page:
         chunk = {"choices": [{"index": 0, "delta": {"content": MARKDOWN}, "finish_reason": "stop"}]}
         body = f"data: {json.dumps(chunk)}\n\ndata: [DONE]\n\n"
         page.route(
@@ -197,7 +197,7 @@ def take_chat(browser: Browser, address: str, scheme: str, out: Path) -> None:
 
 def take_large_pool(browser: Browser, address: str, scheme: str, out: Path) -> None:
     """Takes a pool of 30,000 blocks of which some hundred are in use."""
-    with opened(browser, address, scheme, DESKTOP) as page:
+    with open_page(browser, address, scheme, DESKTOP) as page:
         page.select_option("#pace", "0.5")
         post(
             page,
@@ -220,7 +220,7 @@ def take_log(browser: Browser, address: str, scheme: str, log: Path, out: Path) 
 
     For an incident it is the step that failed, which is the last.
     """
-    with opened(browser, address, scheme, (1440, 1500)) as page:
+    with open_page(browser, address, scheme, (1440, 1500)) as page:
         page.set_input_files("#log-file", log)
         if log.stem.startswith("incident"):
             page.locator("#scrubber").press("End")
@@ -250,9 +250,9 @@ def record_failure(directory: Path) -> Path:
         open_incidents(built, llm.config, server)
         plant_fault(llm._engine.runner)
         llm.generate(PROMPTS, PARAMS, use_tqdm=False)
-        while not (found := list(directory.glob("incident-*.jsonl"))):  # a thread writes it
+        while not (files := list(directory.glob("incident-*.jsonl"))):  # a thread writes it
             time.sleep(0.1)
-    return found[0]
+    return files[0]
 
 
 def snapshots_of(log: Path) -> Path:

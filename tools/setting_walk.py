@@ -133,11 +133,11 @@ def _always_marked(name: str) -> Iterator[None]:
     """Gives each `EngineConfig` that is made a marked value of one setting."""
     real = EngineConfig.__init__
 
-    def made(config: EngineConfig, /, **settings: Any) -> None:
+    def make(config: EngineConfig, /, **settings: Any) -> None:
         real(config, **settings)
         vars(config)[name] = _as_marked(getattr(config, name))
 
-    EngineConfig.__init__ = made  # type: ignore[assignment, method-assign]
+    EngineConfig.__init__ = make  # type: ignore[assignment, method-assign]
     try:
         yield
     finally:
@@ -170,10 +170,10 @@ def main() -> None:
     print(f"{'setting':<28}" + "".join(f"{name:>11}" for name in counts([])))
     for setting in arguments.settings:
         name, _, value = setting.partition("=")
-        found = walk(name, int(value) if value.isdigit() else value)
-        print(f"{setting:<28}" + "".join(f"{number:>11}" for number in counts(found).values()))
+        steps = walk(name, int(value) if value.isdigit() else value)
+        print(f"{setting:<28}" + "".join(f"{number:>11}" for number in counts(steps).values()))
         if arguments.list:
-            print("\n".join(f"    {module:<32} {function}" for module, function in found))
+            print("\n".join(f"    {module:<32} {function}" for module, function in steps))
 
 
 if __name__ == "__main__":

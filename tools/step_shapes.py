@@ -148,8 +148,8 @@ def step_shapes(
         interleaved=backend.interleaved,
     )
     both = {"target": parameters, "drafter": None}
-    step, rest = step_call(both, pages, bucket, options, make_mesh())
-    return StepShapes(step, (both, pages, *rest), spec.kv.num_layers)
+    step, others = step_call(both, pages, bucket, options, make_mesh())
+    return StepShapes(step, (both, pages, *others), spec.kv.num_layers)
 
 
 def _bytes(leaf: Any) -> int:

@@ -126,7 +126,7 @@ def train(
     else:
         run = training.start_run(train_vision(spec, params, maker, options), plan)
     rng = np.random.default_rng((plan.seed, 3))
-    questions = seeing_accuracy.held_out_questions(rng, REPORTED)
+    questions = seeing_accuracy.make_questions(rng, REPORTED)
 
     def report(run: training.Run) -> str:
         rng = np.random.default_rng((plan.seed, 4))
@@ -160,14 +160,14 @@ def main() -> None:
     params = exporting.round_to_bfloat16(run.params)
     seeing_files.export_seeing(spec, params, tokenizer, options.output)
     rng = np.random.default_rng((plan.seed, 5))
-    questions = seeing_accuracy.held_out_questions(rng, MEASURED)
+    questions = seeing_accuracy.make_questions(rng, MEASURED)
     accuracy = seeing_accuracy.measure(spec, params, maker, questions, rng)
     answers = record_answers(spec, params, tokenizer, options.pictures)
     facts = Facts(
         spec,
         plan,
         run,
-        seeing_files.exported(params),
+        seeing_files.export(params),
         BATCH,
         picture_talk.ROW_LENGTH,
         accuracy,

@@ -1,4 +1,6 @@
-"""`bench kv-dtype` looks at the logits that an engine draws from, and its numbers mean what they say."""
+"""`bench kv-dtype` looks at the logits that an engine draws from, and its numbers mean what they
+say.
+"""
 
 from __future__ import annotations
 

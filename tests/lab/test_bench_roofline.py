@@ -1,4 +1,7 @@
-"""`jaxpage bench roofline`: what a step must do, counted by hand and by torch; whose time an operation is; the command end to end."""
+"""`jaxpage bench roofline`: what a step must do, counted by hand and by torch.
+
+Whose time an operation is; the command end to end.
+"""
 
 from __future__ import annotations
 
@@ -98,8 +101,10 @@ def test_an_operation_belongs_to_the_scope_that_it_was_traced_in() -> None:
             for name, time, stats in events
         ]
     )
-    found = seconds_by_scope(SimpleNamespace(planes=[SimpleNamespace(lines=[line, line])]), scopes)
-    assert found == pytest.approx(
+    seconds = seconds_by_scope(
+        SimpleNamespace(planes=[SimpleNamespace(lines=[line, line])]), scopes
+    )
+    assert seconds == pytest.approx(
         {"product": 22e-9, "gather": 0, "attention": 0, "sampling": 0, "other": 6e-9}
     )
 

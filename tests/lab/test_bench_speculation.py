@@ -31,7 +31,9 @@ SMALL = EngineConfig(
 
 
 def test_tasks_are_measured_one_by_one(capsys, monkeypatch, tmp_path):
-    """In runs of their own salt: what suffix decoding learned of a prompt would be the text of its next run."""
+    """In runs of their own salt: what suffix decoding learned of a prompt would be the text of its
+    next run.
+    """
     monkeypatch.setattr(speculation, "TOKENS_OF_A_TURN", 24)
     monkeypatch.setattr(speculation, "engine_process", engine_here)
     words = ["--model", "demo", "--tasks", "chat", "translate", "--batches", "1", "--repeats", "1"]
@@ -51,7 +53,9 @@ def test_tasks_are_measured_one_by_one(capsys, monkeypatch, tmp_path):
         assert cell["tokens_per_step"] < 2, "no text is known from an earlier run"
     picture = (tmp_path / "ratios.svg").read_text()
     # Text is outlines with a comment, or text where another test has asked matplotlib for it.
-    texts = {one or other for one, other in re.findall(r"<!-- (.*?) -->|>([^<>]*)</text>", picture)}
+    texts = {
+        each or other for each, other in re.findall(r"<!-- (.*?) -->|>([^<>]*)</text>", picture)
+    }
     ratios = {f"{cell['ratio']:.2f}" for cell in cells if cell["method"] == "suffix"}
     assert {"chat", "translate", "suffix auto", *ratios} <= texts
     assert not any("again" in text for text in texts)
@@ -117,10 +121,10 @@ def test_an_engine_in_a_process_of_its_own_does_what_one_does_here_and_its_end_i
     ):
         for _ in range(2):
             engine.begin(prompts, params)
-            told = [engine.go_on() for _ in range(6)]
-            assert [goes_on for _, goes_on in told] == [True] * 6
+            turns = [engine.go_on() for _ in range(6)]
+            assert [goes_on for _, goes_on in turns] == [True] * 6
             last, goes_on = engine.go_on()
-            assert not goes_on and [*told, (last, False)] == sorted([*told, (last, False)])
+            assert not goes_on and [*turns, (last, False)] == sorted([*turns, (last, False)])
             assert engine.end() == (last, 1.0, expected, ())
         with pytest.raises(ValueError, match="takes one prompt, not 0"):
             engine.begin([[]], params[:1])

@@ -1,4 +1,7 @@
-"""`tools/compare_engines.py`: its report by hand, what is left out and why; in the sweep, two engines for real."""
+"""`tools/compare_engines.py`: its report by hand, what is left out and why.
+
+In the sweep, two engines for real.
+"""
 
 from __future__ import annotations
 
@@ -17,16 +20,18 @@ from tests.support.random_checkpoints import random_checkpoint
 from tools import compare_engines
 from tools.compare_engines import measure
 from tools.lab.peers.cases import CASES
-from tools.lab.peers.report import BEGIN, END, Best, best, replaced, report
+from tools.lab.peers.report import BEGIN, END, Best, best, replace_section, report
 from tools.lab.peers.task import Answer, Task
 
 TRACE = [([1, 2, 3], 2), ([4], 4)]
 SIZES = argparse.Namespace(batches=[1, 8], context=20, steps=4, prompt=30, repeats=2, python=[])
 
 
-def _answer(trace: float, one: float, eight: float, prompt: float = 0.5, last: int = 9) -> Answer:
+def _answer(
+    trace: float, single: float, eight: float, prompt: float = 0.5, last: int = 9
+) -> Answer:
     outputs = [[5, 6], [7, 8, 9, last]]
-    seconds = {"trace": trace, "1 row": one, "8 rows": eight, "prompt": prompt}
+    seconds = {"trace": trace, "1 row": single, "8 rows": eight, "prompt": prompt}
     return Answer("engine 1", outputs, seconds)
 
 
@@ -60,15 +65,15 @@ def test_later_rounds_measure_what_a_mode_was_best_in() -> None:
     numbers = ["trace", "1 row", "8 rows", "prompt"]
     runs = []
 
-    def run(name: str, letters: str, wanted: Sequence[str]) -> Answer | None:
-        runs.append((name, letters, *wanted))
+    def run(name: str, letters: str, expected: Sequence[str]) -> Answer | None:
+        runs.append((name, letters, *expected))
         if name == "jaxpage":
             return _answer(1.0, 1.0, 1.0)
         if letters not in seconds:
             return None
         answer = _answer(*seconds[letters], prompt=9.0)
         later = len(runs) > 5
-        answer.seconds = {each: answer.seconds[each] * (1 + later) for each in wanted}
+        answer.seconds = {each: answer.seconds[each] * (1 + later) for each in expected}
         return answer
 
     answers = measure(["jaxpage", "llama.cpp"], numbers, 2, run)
@@ -81,7 +86,7 @@ def test_later_rounds_measure_what_a_mode_was_best_in() -> None:
         ("llama.cpp", "sf", "8 rows"),
     ]
     assert best(answers["llama.cpp"], "8 rows") == Best(1.5, 1.0, 2.0, "sf")
-    assert measure(["vLLM"], numbers, 2, lambda name, letters, wanted: None) == {}
+    assert measure(["vLLM"], numbers, 2, lambda name, letters, expected: None) == {}
 
 
 def test_the_command_over_the_table_makes_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,14 +99,19 @@ def test_the_command_over_the_table_makes_the_table(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(sys, "argv", words)
     monkeypatch.setenv("PATH", str(Path(sys.executable).parent))
     assert sys.executable not in command
-    found = compare_engines._arguments()
-    assert (found.model, found.engines, found.python) == (
+    arguments = compare_engines._arguments()
+    assert (arguments.model, arguments.engines, arguments.python) == (
         "models/tiny",
         names,
         [("jaxpage", sys.executable)],
     )
-    assert (found.num_prompts, found.batches, found.context, found.steps) == (2, [1, 8], 20, 4)
-    assert (found.prompt, found.repeats) == (30, 2)
+    assert (arguments.num_prompts, arguments.batches, arguments.context, arguments.steps) == (
+        2,
+        [1, 8],
+        20,
+        4,
+    )
+    assert (arguments.prompt, arguments.repeats) == (30, 2)
     everything = report(dict.fromkeys(CASES, answers[names[0]]), "tiny", TRACE, SIZES)
     assert "--engines" not in everything
 
@@ -109,12 +119,12 @@ def test_the_command_over_the_table_makes_the_table(monkeypatch: pytest.MonkeyPa
 def test_its_section_of_a_file_is_replaced() -> None:
     text = f"before\n{BEGIN}\nold\n{END}\nafter\n"
     assert (
-        replaced(text, "new")
+        replace_section(text, "new")
         == f"before\n{BEGIN}\n\nnew\n\n{END}\nafter\n"
-        == replaced(replaced(text, "x"), "new")
+        == replace_section(replace_section(text, "x"), "new")
     )
     with pytest.raises(SystemExit, match="no section between"):
-        replaced("before", "new")
+        replace_section("before", "new")
 
 
 @pytest.mark.parametrize(

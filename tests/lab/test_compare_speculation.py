@@ -1,4 +1,6 @@
-"""`tools/lab/compare_speculation.py`: its ratios by hand, and what it sends to a server that is a script, and stops it."""
+"""`tools/lab/compare_speculation.py`: its ratios by hand, and what it sends to a server that is a
+script, and stops it.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ from tests.support.random_checkpoints import random_checkpoint
 from tests.support.tokenizers import write_tokenizer
 from tools.lab import compare_speculation
 from tools.lab.compare_speculation import cells, measure
-from tools.lab.peers.llama_server import Run, started
+from tools.lab.peers.llama_server import Run, run_server
 
 ROOT = Path(__file__).parents[2]
 # It answers with the last token of the prompt again and again, but to long prompts with 9 where it
@@ -100,7 +102,10 @@ def model(tmp_path_factory):
 
 
 def test_ratios_by_hand() -> None:
-    """40 tokens without drafts in 2, 4, 4, 8 and 8 seconds; each ratio is to the mean of two of these."""
+    """40 tokens without drafts in 2, 4, 4, 8 and 8 seconds.
+
+    Each ratio is to the mean of two of these.
+    """
     seconds = iter([2.0, 2.0, 4.0, 1.0, 4.0, 6.0, 8.0, 4.0, 8.0])
     order = []
 
@@ -112,7 +117,7 @@ def test_ratios_by_hand() -> None:
 
     pairs = measure(run, ["a", "b"], 2)
     assert order == ["none", "a", "none", "b", "none", "a", "none", "b", "none"]
-    assert {kind: cells(own) for kind, own in pairs.items()} == {
+    assert {kind: cells(pairs_of_kind) for kind, pairs_of_kind in pairs.items()} == {
         "none": ["1.00", "8 (5 to 10)", "0.75 (0.50 to 1.00)", "8 of 8"],
         "a": ["2.00", "13 (7 to 20)", "1.25 (1.00 to 1.50)", "4 of 4"],
         "b": ["1.00", "25 (10 to 40)", "3.00 (2.00 to 4.00)", "3 of 4"],
@@ -152,8 +157,8 @@ def test_what_is_sent(server, port, model, monkeypatch, capsys) -> None:
     others = {"ignore_eos": True, "cache_prompt": False, "return_tokens": True, **greedy}
     expected = [{"prompt": prompt, "n_predict": 5, **others} for prompt in prompts]
     warming = [{"prompt": prompt[:8], "n_predict": 2, **others} for prompt in prompts[:2]]
-    for begin, found in ((0, warming), (2, expected[:2]), (4, expected[2:])):
-        assert sorted(requests[begin : begin + 2], key=str) == sorted(found, key=str)
+    for begin, requests_then in ((0, warming), (2, expected[:2]), (4, expected[2:])):
+        assert sorted(requests[begin : begin + 2], key=str) == sorted(requests_then, key=str)
     assert len(requests) == 6
     assert {note.get("path", "/completion") for note in notes} == {"/completion"}
 
@@ -182,7 +187,7 @@ def test_a_port_that_is_taken(server, port) -> None:
     with (
         socket.create_server(("127.0.0.1", port)),
         taken,
-        started(str(server[0]), port, ["--spec-type", "none"]),
+        run_server(str(server[0]), port, ["--spec-type", "none"]),
     ):
         raise AssertionError("a server was started")
 
@@ -223,7 +228,10 @@ def test_wrong_use(words, said, monkeypatch, capsys) -> None:
 
 
 def test_the_file_that_is_written_has_the_tokens_and_the_numbers(model, tmp_path) -> None:
-    """transformers and safetensors read the model; the rows of queries are interleaved by halves of heads."""
+    """transformers and safetensors read the model.
+
+    The rows of queries are interleaved by halves of heads.
+    """
     path = tmp_path / "model.gguf"
     compare_speculation.write_gguf(model, LLAMA, str(path), "float32")
     reader, tokenizer = gguf.GGUFReader(path), AutoTokenizer.from_pretrained(model)
@@ -240,5 +248,5 @@ def test_the_file_that_is_written_has_the_tokens_and_the_numbers(model, tmp_path
     down = stored["model.layers.1.mlp.down_proj.weight"]
     assert np.array_equal(written["blk.1.ffn_down.weight"], down)
     queries = stored["model.layers.0.self_attn.q_proj.weight"].reshape(4, 2, 8, 64)
-    found = written["blk.0.attn_q.weight"].reshape(4, 8, 2, 64)
-    assert all(np.array_equal(found[:, :, half], queries[:, half]) for half in (0, 1))
+    rows = written["blk.0.attn_q.weight"].reshape(4, 8, 2, 64)
+    assert all(np.array_equal(rows[:, :, half], queries[:, half]) for half in (0, 1))

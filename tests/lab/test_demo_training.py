@@ -66,7 +66,9 @@ def text(teacher: Teacher) -> np.ndarray:
 
 
 class Trained(NamedTuple):
-    """A drafter after a few steps, and its losses before and after them, on text that it did not learn from."""
+    """A drafter after a few steps, and its losses before and after them, on text that it did not
+    learn from.
+    """
 
     drafter: drafters.Drafter
     params: Params
@@ -76,7 +78,7 @@ class Trained(NamedTuple):
 @pytest.fixture(scope="module")
 def train(teacher: Teacher, text: np.ndarray) -> Callable[[str], Trained]:
     @functools.cache
-    def trained(name: str) -> Trained:
+    def train_model(name: str) -> Trained:
         drafter = drafters.make_drafter(name, teacher, FREQUENT, 0)
         plan = training.Plan(80, 0, 2e-2)
         run, step = (
@@ -90,14 +92,17 @@ def train(teacher: Teacher, text: np.ndarray) -> Callable[[str], Trained]:
         losses = float(loss(drafter.params, text[64:80])), float(loss(run.params, text[64:80]))
         return Trained(drafter, run.params, losses)
 
-    return trained
+    return train_model
 
 
 @pytest.mark.parametrize(
     ("name", "by"), [("draft", 0.2), ("medusa", 0.03), ("eagle3", 0.1), ("mtp", 0.1)]
 )
 def test_the_loss_falls(train: Callable[[str], Trained], name: str, by: float) -> None:
-    """Little of what a random model does two tokens on can be known; that text was not learned from."""
+    """Little of what a random model does two tokens on can be known.
+
+    That text was not learned from.
+    """
     before, after = train(name).losses
     assert after < before - by
 
@@ -106,7 +111,10 @@ def test_the_loss_falls(train: Callable[[str], Trained], name: str, by: float) -
 
 
 def test_what_the_model_writes_is_what_it_would_draw(teacher: Teacher) -> None:
-    """Greedy rows against whole passes over them; the first draws of many rows against the distribution."""
+    """Greedy rows against whole passes over them.
+
+    The first draws of many rows against the distribution.
+    """
     starts = np.tile(np.array([[5, 7, 11]], np.int32), (2000, 1))
     lengths = np.where(np.arange(2000) < 4, 1 + np.arange(2000), 3).astype(np.int32).clip(max=3)
     heat = np.where(np.arange(2000) < 4, 0.0, 1.0)[:, None] * np.ones((1, 12))
@@ -125,7 +133,10 @@ def test_what_the_model_writes_is_what_it_would_draw(teacher: Teacher) -> None:
 
 
 def z_of(drawn: np.ndarray, chances: np.ndarray) -> float:
-    """How far chi-square is from what it should be, in its standard deviations; rare tokens are counted together."""
+    """How far chi-square is from what it should be, in its standard deviations.
+
+    Rare tokens are counted together.
+    """
     expected, counts = len(drawn) * chances, np.bincount(drawn, minlength=len(chances))
     rare = expected < 5
     expected, counts = (np.append(x[~rare], x[rare].sum() + 1e-9) for x in (expected, counts))
@@ -140,16 +151,18 @@ def test_a_part_of_a_distribution_counts_as_much_as_it_is() -> None:
     rng = np.random.default_rng(0)
     p, logits = rng.dirichlet(np.ones(6), 5), rng.standard_normal((5, 4))
     q = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
-    wanted = -(p[:, :4] * np.log(q)).sum(-1)
+    expected = -(p[:, :4] * np.log(q)).sum(-1)
     np.testing.assert_allclose(
-        soft_cross_entropy(jnp.asarray(p[:, :4]), jnp.asarray(logits)), wanted, rtol=1e-5
+        soft_cross_entropy(jnp.asarray(p[:, :4]), jnp.asarray(logits)), expected, rtol=1e-5
     )
 
 
 def step_by_step(
     name: str, teacher: Teacher, params: Params, tokens: np.ndarray, place: int, drafted: int
 ) -> np.ndarray:
-    """Logits at `place` of a head as it drafts, in float64: from the target up to `place` - `drafted`, then from itself."""
+    """Logits at `place` of a head as it drafts, in float64: from the target up to `place` -
+    `drafted`, then from itself.
+    """
     seen, is_eagle = teacher(tokens[None]), name == "eagle3"
     p = {key: np.asarray(value, np.float64) for key, value in params.items()}
     embed = np.asarray(teacher.params["embed"], np.float64)
@@ -157,7 +170,7 @@ def step_by_step(
     def norm(x: np.ndarray, weight: str) -> np.ndarray:
         return x / np.sqrt(np.mean(x * x) + TOY.norm_epsilon) * p[weight]
 
-    def rotated(x_NH: np.ndarray, at: int) -> np.ndarray:
+    def rotate(x_NH: np.ndarray, at: int) -> np.ndarray:
         first, second = np.split(x_NH, 2, -1)
         angle = at * TOY.rope_theta ** (-np.arange(0, TOY.head_dim, 2) / TOY.head_dim)
         cos, sin = np.cos(angle), np.sin(angle)
@@ -178,9 +191,9 @@ def step_by_step(
         x = feature if is_eagle else both @ p["fc_proj"]
         y = both if is_eagle else norm(x, "input_norm")
         q, k, v = ((y @ p[f"{part}_proj"]).reshape(-1, TOY.head_dim) for part in "qkv")
-        keys.append(rotated(k, at)[0])
+        keys.append(rotate(k, at)[0])
         values.append(v[0])
-        weights = np.exp(rotated(q, at) @ np.array(keys).T / np.sqrt(TOY.head_dim))
+        weights = np.exp(rotate(q, at) @ np.array(keys).T / np.sqrt(TOY.head_dim))
         attended = weights @ np.array(values) / weights.sum(-1, keepdims=True)
         x = x + attended.reshape(-1) @ p["o_proj"]
         fed = norm(x, "post_norm")
@@ -201,8 +214,8 @@ def test_training_time_test_is_what_drafting_does(
     tokens = text[0, :10]
     passes = head.unrolled(teacher, params, teacher(tokens[None]), tokens[None], 4)
     for place, drafted in ((0, 0), (6, 0), (6, 1), (6, 3), (3, 3)):
-        wanted = step_by_step(name, teacher, params, tokens, place, drafted)
-        np.testing.assert_allclose(passes[drafted][0, place], wanted, rtol=1e-3, atol=1e-4)
+        expected = step_by_step(name, teacher, params, tokens, place, drafted)
+        np.testing.assert_allclose(passes[drafted][0, place], expected, rtol=1e-3, atol=1e-4)
         other = step_by_step(name, teacher, params, tokens, place, (drafted + 1) % (place + 1))
         # which pass it is matters
         assert place == 0 or np.abs(passes[drafted][0, place] - other).max() > 0.01
@@ -229,9 +242,9 @@ def test_a_draft_model_is_an_ordinary_model(
         tmp_path, dtype=torch.float32, local_files_only=True
     )
     with torch.no_grad():
-        wanted = theirs(torch.tensor(text[:2].tolist())).logits.numpy()
+        expected = theirs(torch.tensor(text[:2].tolist())).logits.numpy()
     np.testing.assert_allclose(
-        draft_model.logits(teacher, again, text[:2]), wanted, rtol=1e-3, atol=1e-4
+        draft_model.logits(teacher, again, text[:2]), expected, rtol=1e-3, atol=1e-4
     )
 
 
@@ -335,9 +348,9 @@ def test_an_mtp_head_is_read_from_the_file_of_its_model(
             input_ids=torch.tensor(tokens[:, 1:].tolist()),
         )
     rounded = exporting.round_to_bfloat16(params)
-    wanted = rows.numpy() @ np.asarray(teacher.params["embed"]).T
-    (guesses,) = mtp_head.unrolled(teacher, rounded, seen, jnp.asarray(tokens), 1)
-    np.testing.assert_allclose(guesses, wanted, rtol=1e-3, atol=1e-4)
+    expected = rows.numpy() @ np.asarray(teacher.params["embed"]).T
+    (guesses,) = mtp_head.unroll(teacher, rounded, seen, jnp.asarray(tokens), 1)
+    np.testing.assert_allclose(guesses, expected, rtol=1e-3, atol=1e-4)
 
 
 # --- the measurement
@@ -364,7 +377,7 @@ def test_ranks_are_those_of_guesses_made_one_by_one(
     ranks = np.asarray(drafter.ranks(params, jnp.asarray(tokens)))
     assert ranks.shape == (1, 10, acceptance.DRAFTS)
 
-    def known(length: int) -> np.ndarray:
+    def know(length: int) -> np.ndarray:
         """The others are zero, so that all of these have one shape."""
         return np.where(np.arange(10) < length, tokens, 0)
 
@@ -375,17 +388,17 @@ def test_ranks_are_those_of_guesses_made_one_by_one(
                 assert ranks[0, place, draft] > 48
                 continue
             logits = {
-                "draft": lambda p, d: draft_model.logits(teacher, params, known(p + 1 + d))[
+                "draft": lambda p, d: draft_model.logits(teacher, params, know(p + 1 + d))[
                     0, p + d
                 ],
                 "medusa": lambda p, d: medusa_heads.head_logits(
-                    params, d, teacher(known(p)).hidden_BTD[0, p - 1]
+                    params, d, teacher(know(p)).hidden_BTD[0, p - 1]
                 ),
                 "eagle3": lambda p, d: step_by_step(
-                    name, teacher, params, known(p + 1 + d)[0], p - 1 + d, d
+                    name, teacher, params, know(p + 1 + d)[0], p - 1 + d, d
                 ),
                 "mtp": lambda p, d: step_by_step(
-                    name, teacher, params, known(p + 1 + d)[0], p - 1 + d, d
+                    name, teacher, params, know(p + 1 + d)[0], p - 1 + d, d
                 ),
             }[name](place, draft)
             words = np.arange(48) if name in ("draft", "mtp") else FREQUENT

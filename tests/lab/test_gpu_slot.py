@@ -1,4 +1,6 @@
-"""tools/gpu_slot.py: what runs in which order, what is not run twice, and what is left behind however a part ends."""
+"""tools/gpu_slot.py: what runs in which order, what is not run twice, and what is left behind
+however a part ends.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,7 @@ from tools.lab.kernel_lab.children import Child
 from tools.lab.kernel_lab.compare_sets import Row
 from tools.lab.kernel_lab.findings import FAILED, LEFT_OUT, PASSED, Finding, append, read
 from tools.lab.kernel_lab.kernel_cases import label
-from tools.lab.kernel_lab.parts import chosen
+from tools.lab.kernel_lab.parts import choose
 from tools.lab.kernel_lab.timing import Timing
 from tools.lab.slot_parts import Part
 from tools.lab.slot_results import Results, Screen
@@ -60,7 +62,7 @@ def slot(tmp_path: Path, parts: list[list[Part]]) -> gpu_slot.Slot:
     return gpu_slot.Slot(Check(interpret=True, directory=tmp_path), results, parts, Screen())
 
 
-def started(tmp_path: Path) -> list[str]:
+def start(tmp_path: Path) -> list[str]:
     return sorted((tmp_path / "started").read_text().split())
 
 
@@ -99,7 +101,7 @@ def test_the_order_is_that_of_what_matters_most(tmp_path):
     assert children["steps without graphs"].environment["XLA_FLAGS"].endswith("command_buffer=")
     assert "SKIP_PROFILED" in children["steps skip-profiled"].environment["XLA_FLAGS"]
     assert "XLA_FLAGS" not in children["steps"].environment
-    labels = {label(spec) for spec in chosen(slot_parts.REAL.specs)}
+    labels = {label(spec) for spec in choose(slot_parts.REAL.specs)}
     pages = ("", " int8", " uint8")
     assert labels == {
         *(f"llama-3-8b decode {rows}x2048{each}" for rows in (16, 64) for each in pages),
@@ -156,28 +158,28 @@ def test_one_row_is_timed_in_the_smallest_step():
 
 
 def test_the_first_set_is_timed_with_blocks_of_other_sizes():
-    sizes = [spec.block_size for spec in chosen(slot_parts.REAL.block_sizes)]
+    sizes = [spec.block_size for spec in choose(slot_parts.REAL.block_sizes)]
     assert sizes == [32, 64, 128]
-    assert {spec.block_size for spec in chosen(slot_parts.REAL.specs)} == {16}
+    assert {spec.block_size for spec in choose(slot_parts.REAL.specs)} == {16}
 
 
 def test_products_keep_their_time():
     """Fourteen shapes are checked, and timed with and without their format: 36 compilations."""
     began = time.monotonic()
-    found = list(parts.PARTS["products"](parts.Options(interpret=True, seconds=11)))
+    findings = list(parts.PARTS["products"](parts.Options(interpret=True, seconds=11)))
     assert time.monotonic() - began < 40
-    assert found[-1].check == "products: timings"
-    assert LEFT_OUT in {one.status for one in found}
-    assert FAILED not in {one.status for one in found}
+    assert findings[-1].check == "products: timings"
+    assert LEFT_OUT in {each.status for each in findings}
+    assert FAILED not in {each.status for each in findings}
 
 
 def test_a_pool_that_is_too_small_leaves_out_what_does_not_fit(tmp_path, monkeypatch):
-    monkeypatch.setattr(bench_engine, "opened", lambda *_: Slow(num_slots=100 * 32))
+    monkeypatch.setattr(bench_engine, "open_engine", lambda *_: Slow(num_slots=100 * 32))
     to = tmp_path / "engine.jsonl"
     sizes = ["--model", "tiny", "--rows", "1,100,101", "--context", "8", "--new", "12"]
     assert bench_engine.main([*sizes, "--trace", "3", "--to", str(to)]) == 0
-    left_out = [one for one in read(to) if one.status == LEFT_OUT]
-    assert [(one.check, one.summary) for one in left_out] == [
+    left_out = [each for each in read(to) if each.status == LEFT_OUT]
+    assert [(each.check, each.summary) for each in left_out] == [
         ("engine decode 101 rows", "the KV pool holds 100 sequences of 20 tokens")
     ]
 
@@ -220,18 +222,18 @@ def test_a_part_that_crashes_hangs_or_prints_megabytes_is_a_row_of_the_report(tm
     ]
     made = slot(tmp_path, parts)
     assert made.run(made.open_parts((), False), time.monotonic() + 60) == 1
-    assert started(tmp_path) == sorted([*ENDINGS, "why"])
-    found = read(tmp_path / "out" / "results.jsonl")
+    assert start(tmp_path) == sorted([*ENDINGS, "why"])
+    findings = read(tmp_path / "out" / "results.jsonl")
     report = (tmp_path / "out" / "report.md").read_text()
     for name, (_, status, text) in ENDINGS.items():
-        rows = [one for one in found if one.data["part"] == name]
+        rows = [each for each in findings if each.data["part"] == name]
         assert (
             rows[0].check == "a check"
             and rows[-1].check == f"part {name}"
             and rows[-1].status == status
         )
         assert (
-            text in " ".join(one.summary for one in rows)
+            text in " ".join(each.summary for each in rows)
             and f"| part {name} | {status} |" in report
         )
     files = list((tmp_path / "out").iterdir())
@@ -255,7 +257,7 @@ def test_a_second_call_runs_what_is_open_alone(tmp_path):
     ]
     first = slot(tmp_path, parts)
     first.run(first.open_parts((), False), time.monotonic() + 3)
-    assert started(tmp_path) == ["crashes", "good", "late"]
+    assert start(tmp_path) == ["crashes", "good", "late"]
     verdicts = {name: first.results.verdict(name) for name in names}
     assert verdicts == {"good": PASSED, "crashes": FAILED, "late": LEFT_OUT, "large": LEFT_OUT}
 
@@ -266,9 +268,9 @@ def test_a_second_call_runs_what_is_open_alone(tmp_path):
     assert len(second.results.parts["late"]) == 3
     (tmp_path / "started").unlink()
     assert second.run(second.open_parts((), False), time.monotonic() + 30) == 0
-    assert started(tmp_path) == ["large", "late"]
-    assert [one.status for one in second.results.parts["late"]] == [PASSED, PASSED]
-    listed = gpu_slot.listed(second.results, second.parts)
+    assert start(tmp_path) == ["large", "late"]
+    assert [each.status for each in second.results.parts["late"]] == [PASSED, PASSED]
+    listed = gpu_slot.list_parts(second.results, second.parts)
     assert listed.count("passed") == 3 and "crashes                FAILED" in listed
     for path in (tmp_path / "state", tmp_path / "out"):
         assert read(path / "results.jsonl") == second.results.findings
@@ -278,9 +280,9 @@ def test_results_are_in_the_files_while_a_part_goes_on_and_not_taken_for_its_end
     results = Results(tmp_path / "state", tmp_path / "out", small=True)
     results.add("steps", Finding("step 8b", PASSED, "5 ms"))
     for path in (tmp_path / "state", tmp_path / "out"):
-        assert [one.summary for one in read(path / "results.jsonl")] == ["5 ms"]
+        assert [each.summary for each in read(path / "results.jsonl")] == ["5 ms"]
     again = Results(tmp_path / "state", tmp_path / "other", small=True)  # the run was cut off
-    assert again.verdict("steps") == "" and [one.summary for one in again.findings] == ["5 ms"]
+    assert again.verdict("steps") == "" and [each.summary for each in again.findings] == ["5 ms"]
 
 
 def test_the_report_has_one_table_of_all_kernel_sets_and_is_no_reason_to_stop(
@@ -335,7 +337,7 @@ def test_another_gpu_does_not_mix_with_what_is_there(tmp_path, monkeypatch, caps
     command = ["--state", str(tmp_path / "state"), "--out", str(tmp_path / "out")]
     assert gpu_slot.main(command) == 0
     assert "open: nothing" in capsys.readouterr().out
-    assert gpu_slot.main(command) == 0 and started(tmp_path) == ["good"]
+    assert gpu_slot.main(command) == 0 and start(tmp_path) == ["good"]
     where["device"] = "GPU Y"
     assert gpu_slot.main(command) == 2
     assert "has results of GPU X, and this is GPU Y" in capsys.readouterr().out
@@ -366,8 +368,8 @@ def test_a_record_is_of_a_gpu(tmp_path, capsys):
     with pytest.raises(SystemExit, match="holds results of cpu, not of a GPU"):
         gpu_slot.main(command)
     results.unlink()
-    found = {**where, "device": "GPU X", "platform": "gpu", "commit": "unknown (no git here)"}
-    append(results, Finding("environment", PASSED, "here", data=found))
+    environment = {**where, "device": "GPU X", "platform": "gpu", "commit": "unknown (no git here)"}
+    append(results, Finding("environment", PASSED, "here", data=environment))
     append(results, Finding("step 8b", PASSED, "5 ms", data={"part": "steps"}))
     assert gpu_slot.main(command) == 0
     assert "GPU X, jax 0.11.2, 2026-01-02 03:04 UTC" in capsys.readouterr().out
@@ -387,21 +389,21 @@ class Slow(contextlib.AbstractContextManager):
 
     def generate(self, prompts, params, use_tqdm=False):
         params = params if isinstance(params, list) else [params]
-        time.sleep(0.002 * max(one.max_tokens for one in params))
+        time.sleep(0.002 * max(each.max_tokens for each in params))
 
     def stats(self):
         return {"compile_seconds_total": 1.0, "num_preemptions_total": {"swap": 2}}
 
 
 def test_the_engine_is_timed_with_what_takes_longest_last(tmp_path, monkeypatch):
-    monkeypatch.setattr(bench_engine, "opened", lambda *_: Slow())
+    monkeypatch.setattr(bench_engine, "open_engine", lambda *_: Slow())
     to, command = (
         tmp_path / "engine.jsonl",
         ["--model", "tiny", "--rows", "1,100,2", "--context", "8", "--trace", "3"],
     )
     assert bench_engine.main([*command, "--new", "12", "--to", str(to)]) == 0
-    found = {one.check.removeprefix("engine "): one for one in read(to)}
-    assert list(found) == [
+    findings = {each.check.removeprefix("engine "): each for each in read(to)}
+    assert list(findings) == [
         *(
             "start tiny",
             "decode 1 rows",
@@ -411,18 +413,18 @@ def test_the_engine_is_timed_with_what_takes_longest_last(tmp_path, monkeypatch)
         ),
         *("trace of 3 requests", "decode 100 rows"),
     ]
-    assert {one.status for one in found.values()} == {PASSED}
-    assert 0.0015 < found["decode 2 rows"].data["step"] < 0.01
-    assert found["trace of 3 requests"].data["preemptions"] == 2
+    assert {each.status for each in findings.values()} == {PASSED}
+    assert 0.0015 < findings["decode 2 rows"].data["step"] < 0.01
+    assert findings["trace of 3 requests"].data["preemptions"] == 2
     to.unlink()
     assert bench_engine.main([*command, "--seconds", "12", "--to", str(to)]) == 0
-    left_out = [one.check for one in read(to) if one.status == LEFT_OUT]
+    left_out = [each.check for each in read(to) if each.status == LEFT_OUT]
     assert left_out == [
         "engine decode 2 rows, top-p",
         "engine trace of 3 requests",
         "engine decode 100 rows",
     ]
-    monkeypatch.setattr(bench_engine, "opened", lambda *_: 1 / 0)
+    monkeypatch.setattr(bench_engine, "open_engine", lambda *_: 1 / 0)
     assert bench_engine.main([*command, "--to", str(to)]) == 1
     assert "ZeroDivisionError" in read(to)[-1].summary
 

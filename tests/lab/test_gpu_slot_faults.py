@@ -1,4 +1,6 @@
-"""The failures that are likeliest in the minutes on a GPU, planted in a rehearsal: each costs its own part alone."""
+"""The failures that are likeliest in the minutes on a GPU, planted in a rehearsal: each costs its
+own part alone.
+"""
 
 from __future__ import annotations
 
@@ -78,7 +80,9 @@ def is_alive(pid: int) -> bool:
 
 @pytest.mark.sweep
 def test_each_fault_costs_its_part_alone(tmp_path, monkeypatch):
-    """Two minutes: the parts that are sound run as in any rehearsal, without graphs since the first one hangs."""
+    """Two minutes: the parts that are sound run as in any rehearsal, without graphs since the first
+    one hangs.
+    """
     flags = {}
 
     def with_faults(check: Check, state: Path) -> list[list[Part]]:
@@ -101,10 +105,10 @@ def test_each_fault_costs_its_part_alone(tmp_path, monkeypatch):
     only = ",".join((*FAULTS, *SOUND))
     command = ["--rehearse", "--state", str(tmp_path / "state"), "--out", str(tmp_path / "out")]
     assert gpu_slot.main([*command, "--only", only]) == 1
-    found = read(tmp_path / "out" / "results.jsonl")
+    findings = read(tmp_path / "out" / "results.jsonl")
     verdicts = {
         finding.check.removeprefix("part "): finding.status
-        for finding in found
+        for finding in findings
         if finding.check.startswith("part ")
     }
     # JAX 0.10 does not know the other way to update graphs.

@@ -1,4 +1,6 @@
-"""The readers of what the compiler makes, on small things that this test writes itself: no plugin is needed."""
+"""The readers of what the compiler makes, on small things that this test writes itself: no plugin
+is needed.
+"""
 
 from __future__ import annotations
 
@@ -122,8 +124,8 @@ def test_launches_are_read_from_the_messages_around_their_images() -> None:
         (8, b"jit_step"), *((13, message((1, b"info"), (36, message((3, step))))) for step in steps)
     )
     # The names and numbers of the outermost message are followed by what is no message.
-    found = kernels(b"pjrt" + riegeli([b"", riegeli([b"options", thunks])]))
-    assert [(k.name, k.machine.registers, k.threads, k.shared_bytes) for k in found] == [
+    launched = kernels(b"pjrt" + riegeli([b"", riegeli([b"options", thunks])]))
+    assert [(k.name, k.machine.registers, k.threads, k.shared_bytes) for k in launched] == [
         ("attend", 168, 256, 75264),
         ("spill", 255, 128, 0),
         ("attend", 168, None, 119880),
@@ -182,15 +184,15 @@ HLO = HLO.replace("METADATA", 'metadata={op_name="jit(f)/attend/pallas_call"}')
 
 
 def test_large_arrays_that_are_made_are_found() -> None:
-    found = hlo.made(hlo.computations(HLO), 2048)
-    assert {(one.name, one.how, one.num_bytes) for one in found} == {
+    arrays = hlo.arrays_made(hlo.computations(HLO), 2048)
+    assert {(each.name, each.how, each.num_bytes) for each in arrays} == {
         ("copied", "copy", 2048),
         ("layer", "dynamic-slice", 2048),
         ("norm", "custom-call", 2048),
         ("large-start", "slice-start", 2048),
         ("turned", "transpose", 2048),
     }
-    assert hlo.made(hlo.computations(HLO), 2049) == []
+    assert hlo.arrays_made(hlo.computations(HLO), 2049) == []
 
 
 def test_calls_of_pallas_kernels_are_counted_by_their_names() -> None:
@@ -214,10 +216,14 @@ def test_instructions_are_counted() -> None:
         /*0040*/                   HGMMA.64x64x16.F32.BF16 R24, gdesc[UR8], R24 ;
         /*1f050*/             @P2  STL.64 [R1+0x8], R10 ;
     """
-    found = sass.parse(text)
-    assert sum(found.values()) == 6
-    assert sass.count(found, "LDGSTS") == 2 and sass.count(found, "LDGSTS", "128") == 1
-    assert [sass.count(found, name) for name in ("UTMALDG", "HGMMA", "STL", "LDL", "LD")] == [
+    instructions = sass.parse(text)
+    assert sum(instructions.values()) == 6
+    assert (
+        sass.count(instructions, "LDGSTS") == 2 and sass.count(instructions, "LDGSTS", "128") == 1
+    )
+    assert [
+        sass.count(instructions, name) for name in ("UTMALDG", "HGMMA", "STL", "LDL", "LD")
+    ] == [
         1,
         1,
         1,
@@ -231,11 +237,11 @@ def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert f'pip install "jax[cuda13-local]=={jax.__version__}"' in str(deviceless.unavailable())
     monkeypatch.setattr(deviceless, "_version", lambda name: "0.9.1" if "13" in name else None)
     assert "jax-cuda13-plugin 0.9.1" in str(deviceless.unavailable())
-    deviceless.described_mesh.cache_clear()
+    deviceless.describe_mesh.cache_clear()
     with pytest.raises(RuntimeError, match="another version"):
         deviceless.compile_for(None)
     with pytest.raises(ValueError, match="one of h200, h100, .*not 'h300'"):
-        deviceless.described_mesh("h300")
+        deviceless.describe_mesh("h300")
 
 
 def test_a_number_that_never_ends_is_refused() -> None:
@@ -247,15 +253,15 @@ def test_the_tables_of_the_document_are_replaced_and_nothing_else() -> None:
     old = (
         f"# Kernels\n\nText.\n\n{inspect_kernels.BEGIN}\nold\n{inspect_kernels.END}\n\nMore text.\n"
     )
-    new = inspect_kernels.replaced(old, "| new |")
+    new = inspect_kernels.replace_section(old, "| new |")
     assert (
         new
         == f"# Kernels\n\nText.\n\n{inspect_kernels.BEGIN}\n\n| new |\n\n{inspect_kernels.END}\n\nMore text.\n"
     )
-    assert inspect_kernels.replaced(new, "| new |") == new
+    assert inspect_kernels.replace_section(new, "| new |") == new
     for wrong in ("no marks", f"{inspect_kernels.END} {inspect_kernels.BEGIN}", old + old):
         with pytest.raises(ValueError, match="once each and in this order"):
-            inspect_kernels.replaced(wrong, "| new |")
+            inspect_kernels.replace_section(wrong, "| new |")
 
 
 def test_the_tool_says_what_to_install(

@@ -49,7 +49,7 @@ from tools.lab.kernel_lab.findings import (
     LeftOut,
     Table,
     append,
-    judged,
+    judge,
     read,
     worst,
 )
@@ -58,8 +58,8 @@ from tools.lab.kernel_lab.kernel_cases import (
     Case,
     label,
     make_case,
-    seen_slots,
     shape_of_spec,
+    slots_in_sight,
     tree_masks,
 )
 from tools.lab.kernel_lab.specs import Spec
@@ -109,11 +109,11 @@ def test_work_is_what_counting_one_by_one_finds(rows, window, tree, page_dtype):
                     blocks.add((row, c // spec.block_size))
             token += 1
     vector = 16 * 2 if page_dtype == "bfloat16" else 16 + 4
-    found = work(spec)
-    assert found.kv_bytes == 2 * len(touched) * spec.num_kv_heads * vector
-    assert found.flops == 4 * pairs * spec.num_heads * spec.head_dim
-    assert found.query_bytes == 2 * sum(queries) * spec.num_heads * spec.head_dim * 2
-    assert found.table_bytes == 4 * len(blocks)
+    amounts = work(spec)
+    assert amounts.kv_bytes == 2 * len(touched) * spec.num_kv_heads * vector
+    assert amounts.flops == 4 * pairs * spec.num_heads * spec.head_dim
+    assert amounts.query_bytes == 2 * sum(queries) * spec.num_heads * spec.head_dim * 2
+    assert amounts.table_bytes == 4 * len(blocks)
 
 
 def test_the_tiles_of_a_spec_are_those_of_its_call():
@@ -179,7 +179,7 @@ def test_bits_of_float8():
 def test_what_nobody_sees_is_poisoned_and_layers_differ():
     spec = dataclasses.replace(MIXED, sliding_window=9)
     case = make_case(spec, layers=3, poison=True)
-    seen = seen_slots(spec, np.asarray(case.step.block_table_BM), len(case.layers[0].k_pages))
+    seen = slots_in_sight(spec, np.asarray(case.step.block_table_BM), len(case.layers[0].k_pages))
     for layer in case.layers:
         for array in (layer.k_pages, layer.v_pages):
             assert np.isnan(array)[~seen].all() and np.isfinite(array)[seen].all()
@@ -198,12 +198,12 @@ def test_rounds_and_their_median():
         now[0] += next(taken)
         return np.zeros(1)
 
-    found = timing.median_of_rounds(run, 10, rounds=5, limit_s=1e9, clock=lambda: now[0])
-    assert (found.seconds, found.calls, found.rounds) == (
+    median = timing.median_of_rounds(run, 10, rounds=5, limit_s=1e9, clock=lambda: now[0])
+    assert (median.seconds, median.calls, median.rounds) == (
         0.25,
         10,
         5,
-    ) and found.spread == pytest.approx(8 / 2.5)
+    ) and median.spread == pytest.approx(8 / 2.5)
 
 
 def test_a_slow_call_gets_fewer_rounds():
@@ -213,8 +213,8 @@ def test_a_slow_call_gets_fewer_rounds():
         now[0] += 3.0
         return np.zeros(1)
 
-    found = timing.median_of_rounds(run, 1, rounds=9, limit_s=7.0, clock=lambda: now[0])
-    assert found.rounds == 2 and found.seconds == 3.0
+    median = timing.median_of_rounds(run, 1, rounds=9, limit_s=7.0, clock=lambda: now[0])
+    assert median.rounds == 2 and median.seconds == 3.0
 
 
 @pytest.mark.parametrize("backend", ["scan", "a kernel"])
@@ -288,7 +288,7 @@ def test_comparison_reports_refusals_failures_and_ratios():
 
 
 def test_one_table_of_what_each_kernel_set_was_timed_at_alone():
-    def timed(backend, name, seconds):
+    def make_timed(backend, name, seconds):
         row = Row(specs.find(name), backend, seconds, "2 splits", timing.Timing(seconds, 0.0, 1, 7))
         return Finding(
             f"bench {backend} {name}", PASSED, "", data={"rows": [row.as_data(CEILINGS)]}
@@ -297,14 +297,14 @@ def test_one_table_of_what_each_kernel_set_was_timed_at_alone():
     decode, chunk = "llama-3-8b decode 16x2048", "llama-3-8b chunk 2048+0"
     measured = Finding("ceilings", PASSED, "", data=dataclasses.asdict(CEILINGS))
     contiguous = Finding("contiguous", PASSED, "", data={"seconds": {"contiguous": {decode: 2e-4}}})
-    found = [
+    findings = [
         contiguous,
-        timed("triton", chunk, 3e-3),
-        timed("triton", decode, 1e-4),
-        timed("scan", decode, 4e-4),
+        make_timed("triton", chunk, 3e-3),
+        make_timed("triton", decode, 1e-4),
+        make_timed("scan", decode, 4e-4),
     ]
-    assert parts.bench_tables(found) == []  # nothing to judge them by
-    rows = parts.bench_tables([measured, *found])[0].rows
+    assert parts.bench_tables(findings) == []  # nothing to judge them by
+    rows = parts.bench_tables([measured, *findings])[0].rows
     assert [row[:2] for row in rows] == [[decode, "triton"], [decode, "scan"], [chunk, "triton"]]
     assert rows[0][-3:] == ["0.250", "0.500", "2 splits"]
 
@@ -314,7 +314,10 @@ def test_one_table_of_what_each_kernel_set_was_timed_at_alone():
     [((4e-4, 3e-4, 2.95e-4, 3.1e-4), 32), ((3e-4, 3e-4, 2.9e-4, 2.5e-4), 128)],
 )
 def test_the_slots_of_a_block_that_are_best_are_named(seconds, best):
-    """The fewest within 2% of the fastest; another number of rows and another set are no competitors."""
+    """The fewest within 2% of the fastest.
+
+    Another number of rows and another set are no competitors.
+    """
     names = [
         "llama-3-8b decode 64x2048",
         *(f"llama-3-8b decode in blocks of {size}" for size in (32, 64, 128)),
@@ -334,7 +337,7 @@ def test_the_slots_of_a_block_that_are_best_are_named(seconds, best):
 
 
 def test_a_kernel_set_is_timed_alone_with_the_splits_that_are_asked_for(monkeypatch):
-    monkeypatch.setattr(parts, "measured_ceilings", lambda small: CEILINGS)
+    monkeypatch.setattr(parts, "measure_ceilings", lambda small: CEILINGS)
     requested = []
 
     def compare_one(specs, backends, *_, tiles, **__):
@@ -345,17 +348,17 @@ def test_a_kernel_set_is_timed_alone_with_the_splits_that_are_asked_for(monkeypa
     monkeypatch.setattr(parts, "compare", compare_one)
     names = "llama-3-8b decode 4x2048,llama-3-8b decode 16x2048 int8,llama-3-8b chunk 128"
     options = parts.Options(backend="mosaic", specs=names, splits=(1, 8))
-    first, *found = parts.PARTS["bench"](options)
+    first, *findings = parts.PARTS["bench"](options)
     assert first.check == "ceilings" and "3000 GB/s" in first.summary
     swept = [{"mosaic": 1}, {"mosaic": 8}, {"mosaic": 1}, {}]
     assert requested == [(["mosaic"], splits) for splits in swept]
-    one, eight, refused, chunk = (finding.summary for finding in found)
+    single, eight, refused, chunk = (finding.summary for finding in findings)
     assert (
-        one.endswith("of memory, 1 splits")
+        single.endswith("of memory, 1 splits")
         and eight.endswith("of memory, 8 splits")
         and "100.0 us" in chunk
     )
-    assert refused == "1 splits, refused" and found[2].status == LEFT_OUT
+    assert refused == "1 splits, refused" and findings[2].status == LEFT_OUT
     [unknown] = parts.PARTS["bench"](parts.Options(backend="fa4"))
     assert unknown.status == LEFT_OUT and unknown.summary.startswith(
         "there is no kernel set of this name among triton"
@@ -372,8 +375,8 @@ def test_goals():
         Row(chunk, "triton", at[chunk] / 0.5),
         Row(specs.find("llama-3-8b decode 1x2048"), "triton", 1.0),
     ]
-    found = goals_table(rows, CEILINGS, {decode.name: at[decode]}).rows
-    assert [(row[2], row[3], row[5]) for row in found] == [
+    table_rows = goals_table(rows, CEILINGS, {decode.name: at[decode]}).rows
+    assert [(row[2], row[3], row[5]) for row in table_rows] == [
         ("mosaic", "0.900", "yes"),
         ("mosaic", "1.111", "no"),
         ("triton", "0.500", "no"),
@@ -408,7 +411,7 @@ def test_the_tuner_finds_the_fastest_and_reports_what_failed(tmp_path, monkeypat
         prefetch=requested.extend,
     )
     assert tuned.best == BEST and tuned.finished and tuned.seconds[BEST] == 4.0
-    assert tuned.failures and all(one.num_stages == 4 for one in tuned.failures)
+    assert tuned.failures and all(each.num_stages == 4 for each in tuned.failures)
     assert all("small: RuntimeError: ptxas" in reason for reason in tuned.failures.values())
     assert set(tuned.seconds) == {START, *requested} and len(requested) == len(set(requested)) < 60
     kind = "NVIDIA H100 80GB HBM3"
@@ -438,22 +441,26 @@ def test_sets_are_compared_over_the_specs_that_all_of_them_take():
     """One takes two specs, and its sum is larger; over the one that both take it is faster."""
     shape, other = shape_of_spec(SMALL), dataclasses.replace(SMALL, name="b")
 
-    def tuned(**seconds):
-        found = tuner.Tuned(shape, {BEST: sum(seconds.values())})
-        found.of_spec[BEST] = {
+    def make_tuned(**seconds):
+        result = tuner.Tuned(shape, {BEST: sum(seconds.values())})
+        result.of_spec[BEST] = {
             {"small": SMALL, "b": other}[name]: taken for name, taken in seconds.items()
         }
-        return found
+        return result
 
-    both, one, nothing = tuned(small=1.0, b=9.0), tuned(small=2.0), tuner.Tuned(shape)
-    assert tuner.fastest({"fa3": one, "triton": both}) == "triton"
-    assert tuner.fastest({"fa3": tuned(small=0.5), "triton": both, "mosaic": nothing}) == "fa3"
+    both, small_only, nothing = (
+        make_tuned(small=1.0, b=9.0),
+        make_tuned(small=2.0),
+        tuner.Tuned(shape),
+    )
+    assert tuner.fastest({"fa3": small_only, "triton": both}) == "triton"
+    assert tuner.fastest({"fa3": make_tuned(small=0.5), "triton": both, "mosaic": nothing}) == "fa3"
     assert (
         tuner.fastest({"triton": both})
         is None
         is tuner.fastest({"triton": both, "mosaic": nothing})
     )
-    assert tuner.fastest({"triton": tuned(small=1.0), "fa3": tuned(b=1.0)}) is None, (
+    assert tuner.fastest({"triton": make_tuned(small=1.0), "fa3": make_tuned(b=1.0)}) is None, (
         "nothing in common"
     )
 
@@ -487,10 +494,10 @@ def test_the_tuner_stops_in_time_and_may_find_nothing():
     )
     assert len(tuned.seconds) == 5 and not tuned.finished and tuned.best is not None
 
-    def broken(spec, candidate):
+    def break_all(spec, candidate):
         raise ValueError("no")
 
-    assert tuner.tune(shape_of_spec(SMALL), [SMALL], broken, [START]).best is None
+    assert tuner.tune(shape_of_spec(SMALL), [SMALL], break_all, [START]).best is None
 
 
 def test_specs_are_tuned_by_shape():
@@ -533,11 +540,11 @@ def test_a_wrong_backend_fails_the_whole_check(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(parity, "trials", lambda: [parity.Trial(spec=MIXED, interpreted=True)])
     monkeypatch.setattr(parity.Trial, "cut", lambda self: self)
 
-    def run(self, *, found, ended):
+    def run(self, *, on_finding, ended):
         findings = [parts_finding("environment", {"platform": "cpu", "device": "cpu"})]
         findings += parity.findings("scan", interpret=False, small=True)
         for finding in findings:
-            found(finding)
+            on_finding(finding)
         return findings
 
     def parts_finding(check, data):
@@ -562,15 +569,15 @@ def test_refusals_are_left_out_and_exceptions_fail():
         raise NotImplementedError("a reason")
 
     trial = parity.Trial(spec=MIXED)
-    found = judged("x", lambda: parity.check("b", trial, refuse))
-    assert (found.status, found.summary) == (LEFT_OUT, "a reason")
-    broken = judged("x", lambda: parity.check("b", trial, lambda case: 1 / 0))
+    finding = judge("x", lambda: parity.check("b", trial, refuse))
+    assert (finding.status, finding.summary) == (LEFT_OUT, "a reason")
+    broken = judge("x", lambda: parity.check("b", trial, lambda case: 1 / 0))
     assert (
         broken.status == FAILED
         and "ZeroDivisionError" in broken.summary
         and "lambda" in broken.data["traceback"]
     )
-    assert worst([found, broken]) == FAILED and worst([found]) == LEFT_OUT
+    assert worst([finding, broken]) == FAILED and worst([finding]) == LEFT_OUT
 
 
 def test_bits_that_depend_on_neighbours_are_seen():
@@ -584,8 +591,8 @@ def test_bits_that_depend_on_neighbours_are_seen():
         "triton", "decode", stability.decode_settings(spec, (2, 3)), lambda case: case.run("scan")
     )
     assert stable.status == PASSED and all(row[1] == "yes" for row in stable.tables[0].rows)
-    found = stability.check("triton", "decode", stability.decode_settings(spec, (2, 3)), run)
-    assert found.status == FAILED and found.data["differing"] == ["first of 3"]
+    findings = stability.check("triton", "decode", stability.decode_settings(spec, (2, 3)), run)
+    assert findings.status == FAILED and findings.data["differing"] == ["first of 3"]
     assert (
         stability.check("scan", "decode", stability.decode_settings(spec, (2, 3)), run).status
         == PASSED
@@ -605,8 +612,8 @@ def test_bits_that_depend_on_the_rows_other_tokens_are_seen_and_may_be_recorded(
         stability.check("triton", "verify", settings(), lambda case: case.run("scan")).status
         == PASSED
     )
-    found = stability.check("triton", "verify", settings(), run)
-    assert found.status == FAILED and found.data["differing"] == ["3 tokens in a step of 5"]
+    findings = stability.check("triton", "verify", settings(), run)
+    assert findings.status == FAILED and findings.data["differing"] == ["3 tokens in a step of 5"]
     assert stability.check("triton", "verify", settings(), run, promised=False).status == PASSED
 
 
@@ -634,9 +641,9 @@ def test_contiguous_attention_in_miniature(tmp_path):
     pytest.importorskip("torch")
     to = tmp_path / "contiguous.jsonl"
     time_contiguous_attention.main(["--small", "--to", str(to), "--specs", "short"])
-    *_, found = read(to)
+    *_, last = read(to)
     timed = parts.contiguous_seconds(read(to))["contiguous"]
-    assert found.status == PASSED and set(timed) == {
+    assert last.status == PASSED and set(timed) == {
         "llama-3-8b decode 1x2048",
         "llama-3-8b decode 16x2048",
         "llama-3-8b decode 64x2048",
@@ -644,7 +651,7 @@ def test_contiguous_attention_in_miniature(tmp_path):
         "llama-3-8b chunk 2048+0",
         "llama-3-8b verify chain 16x8",
     }
-    why = {row[0]: row[2] for row in found.tables[0].rows}
+    why = {row[0]: row[2] for row in last.tables[0].rows}
     assert (
         why["llama-3-8b decode 64 ragged"] == "ragged rows"
         and why["llama-3-8b verify tree 16x16"] == "a tree"
@@ -674,16 +681,16 @@ def test_what_crashes_or_hangs_takes_no_other_along(tmp_path):
         child(tmp_path, "big", "", needs_s=1000),
         child(tmp_path, "late", "import time; time.sleep(60)", needs_s=0, alone=True),
     ]
-    ended, told = {}, []
+    ended, events = {}, []
     run_all(
         children,
         deadline=time.monotonic() + 3,
         jobs=2,
-        done=lambda one, found: ended.update({one.name: found}),
-        found=lambda one, finding: told.append((one.name, finding)),
+        done=lambda each, findings: ended.update({each.name: findings}),
+        on_finding=lambda each, finding: events.append((each.name, finding)),
     )
-    assert sorted(map(str, told)) == sorted(
-        str((name, one)) for name, found in ended.items() for one in found
+    assert sorted(map(str, events)) == sorted(
+        str((name, each)) for name, findings in ended.items() for each in findings
     )
     assert [finding.status for finding in ended["good"]] == [PASSED]
     assert [finding.status for finding in ended["crash"]] == [
@@ -703,17 +710,20 @@ def test_a_finding_is_told_while_its_part_goes_on(tmp_path):
         f"\nwhile not os.path.exists({str(seen)!r}) and time.time() < until: time.sleep(0.01)"
     )
     program += f"\nassert os.path.exists({str(seen)!r})"
-    one, ended = child(tmp_path, "slow", program, needs_s=0), []
-    report = {"done": lambda _, found: ended.extend(found), "found": lambda *_: seen.touch()}
-    run_all([one], deadline=time.monotonic() + 30, jobs=1, **report)
+    slow_child, ended = child(tmp_path, "slow", program, needs_s=0), []
+    report = {
+        "done": lambda _, findings: ended.extend(findings),
+        "on_finding": lambda *_: seen.touch(),
+    }
+    run_all([slow_child], deadline=time.monotonic() + 30, jobs=1, **report)
     assert [finding.status for finding in ended] == [PASSED]
 
 
 def test_what_a_part_leaves_behind_is_stopped(tmp_path):
     program = "import subprocess, sys; print(subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)']).pid)"
-    one = child(tmp_path, "leaves", program, needs_s=0)
-    run_all([one], deadline=time.monotonic() + 30, jobs=1, done=lambda *_: None)
-    status = Path(f"/proc/{int(one.log.read_text())}/status")
+    leaving_child = child(tmp_path, "leaves", program, needs_s=0)
+    run_all([leaving_child], deadline=time.monotonic() + 30, jobs=1, done=lambda *_: None)
+    status = Path(f"/proc/{int(leaving_child.log.read_text())}/status")
     until = time.monotonic() + 10
     while status.exists() and "zombie" not in status.read_text() and time.monotonic() < until:
         time.sleep(0.05)
@@ -724,7 +734,7 @@ def test_the_engines_float32_is_no_tf32_in_any_thread(tmp_path, monkeypatch):
     """Engines compile in threads of their own."""
     seen = []
 
-    def generated(backend, dtype, orders):
+    def generate(backend, dtype, orders):
         thread = threading.Thread(
             target=lambda: seen.append((dtype, jax.config.jax_default_matmul_precision))
         )
@@ -732,13 +742,13 @@ def test_the_engines_float32_is_no_tf32_in_any_thread(tmp_path, monkeypatch):
         thread.join()
         return [[([1], [0.0]) for _ in order] for order in orders]
 
-    monkeypatch.setattr(check_engine, "generated", generated)
+    monkeypatch.setattr(check_engine, "generate", generate)
     check_engine.main(["triton", "reference", "--to", str(tmp_path / "engine.jsonl")])
     assert seen == [("float32", "highest")] * 2 + [("bfloat16", None)]
 
 
 def test_pages_are_not_timed_when_time_is_short(monkeypatch):
-    monkeypatch.setattr(parts, "measured_ceilings", lambda small: CEILINGS)
+    monkeypatch.setattr(parts, "measure_ceilings", lambda small: CEILINGS)
     monkeypatch.setattr(parts, "compare", lambda specs, *_, **__: [Row(specs[0], "triton", None)])
     *_, last = parts.PARTS["bench"](parts.Options(backend="triton", seconds=30))
     assert (last.status, last.check) == (
@@ -752,11 +762,11 @@ def test_a_missing_package_leaves_the_engine_out(tmp_path):
     program = "import sys, runpy; sys.modules['llguidance'] = None; sys.argv[0] = 'x'; "
     program += "runpy.run_path('tools/lab/check_engine.py', run_name='__main__')"
     command = [sys.executable, "-c", program, "--to", str(to), "scan", "reference"]
-    one = Child(
+    first_child = Child(
         name="engine", command=command, to=to, needs_s=0, environment={"JAX_PLATFORMS": "cpu"}
     )
-    run_all([one], deadline=time.monotonic() + 120, jobs=1, done=lambda *_: None)
-    assert [(found.status, found.summary) for found in read(to)] == [
+    run_all([first_child], deadline=time.monotonic() + 120, jobs=1, done=lambda *_: None)
+    assert [(finding.status, finding.summary) for finding in read(to)] == [
         (LEFT_OUT, "no llguidance here")
     ]
 
@@ -782,7 +792,9 @@ def test_a_backend_that_crashed_is_not_timed(tmp_path, monkeypatch):
         tmp_path / "parity-scan.jsonl",
         Finding("parity scan", FAILED, "error 1.0", data={"error": 1.0}),
     )
-    assert parts.broken(tmp_path) == ["triton"] and parts.broken(None) == []
+    assert (
+        parts.backends_that_broke(tmp_path) == ["triton"] and parts.backends_that_broke(None) == []
+    )
 
 
 def test_the_record_keeps_what_was_there(tmp_path):
@@ -843,8 +855,8 @@ def test_products_are_compared_and_timed(monkeypatch):
     packed = next(spec for spec in specs.MATMULS if spec.code == "int4" and spec.num_groups == 1)
     chosen = [packed, specs.MATMULS[0]]
     monkeypatch.setattr(matmuls, "MATMULS", chosen)
-    *found, last = parts.PARTS["products"](parts.Options(interpret=True, seconds=600))
-    assert len(found) == 2 and {one.status for one in found} == {PASSED} == {last.status}
+    *findings, last = parts.PARTS["products"](parts.Options(interpret=True, seconds=600))
+    assert len(findings) == 2 and {each.status for each in findings} == {PASSED} == {last.status}
     assert [float(row[1]) > 0 for row in last.tables[0].rows] == [True, True]
     assert [row[2] == "-" for row in last.tables[0].rows] == [False, True]
 
@@ -859,8 +871,8 @@ def test_products_are_compared_and_timed(monkeypatch):
 def test_the_kernel_in_miniature(monkeypatch):
     few = [trial for trial in parity.trials() if trial.spec.name == "mixed, empty rows"]
     monkeypatch.setattr(parity, "trials", lambda: few)
-    [found] = parts.PARTS["parity"](parts.Options(backend="triton", interpret=True))
-    assert found.status == PASSED, found.summary
+    [finding] = parts.PARTS["parity"](parts.Options(backend="triton", interpret=True))
+    assert finding.status == PASSED, finding.summary
 
 
 def test_steps_in_miniature(tmp_path, capsys):
@@ -878,8 +890,8 @@ def test_steps_in_miniature(tmp_path, capsys):
     ]
     parts = ("step", "read", "call", "matmuls", "attention", "sampler", "bytes_read")
     assert all(row[part] > 0 for row in rows for part in parts) and "host gap" in printed
-    *found, last = read(to)
-    assert [one.status for one in found] == [PASSED, PASSED] and last.tables[0].rows[0][
+    *findings, last = read(to)
+    assert [each.status for each in findings] == [PASSED, PASSED] and last.tables[0].rows[0][
         0
     ].startswith("tiny, decode 2")
     assert bench_step.main([*shape, "--seconds", "-1", "--to", str(to)]) == 0
@@ -912,10 +924,10 @@ def test_tuning_in_miniature(monkeypatch, tmp_path, capsys):
     ]
     assert bench_kernels.main(command) == 0
     data = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert [one["best"] for one in data["tuned"]] == [dataclasses.asdict(BEST)] * 2
+    assert [each["best"] for each in data["tuned"]] == [dataclasses.asdict(BEST)] * 2
     kind = jax.devices()[0].device_kind
     assert set(tiles.read_tuned(kind, tmp_path)["triton"]) == {
-        one["shape"] for one in data["tuned"]
+        each["shape"] for each in data["tuned"]
     }
 
 
@@ -924,10 +936,10 @@ def test_pages_in_miniature(monkeypatch):
     assert next(pages.findings(**few)).status == PASSED
 
     def forgetful(*arrays, backend, **options):
-        kept = write_kv(
+        written = write_kv(
             *arrays, backend="reference", k_scale=options["k_scale"], v_scale=options["v_scale"]
         )
-        return kept if backend == "reference" else (*kept[:3], options["v_scale"])
+        return written if backend == "reference" else (*written[:3], options["v_scale"])
 
     monkeypatch.setattr(pages, "write_kv", forgetful)
     assert next(pages.findings(**few)).status == FAILED
@@ -953,8 +965,8 @@ def test_what_compute_sanitizer_says(printed, tmp_path, monkeypatch):
     fake.write_text(f"#!/bin/sh\nprintf '{printed}\\n'\nexit {code}\n")
     fake.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
-    [found] = parts.PARTS["sanitizer"](parts.Options(backend="triton"))
-    assert found.status == status and found.summary.startswith(text)
+    [finding] = parts.PARTS["sanitizer"](parts.Options(backend="triton"))
+    assert finding.status == status and finding.summary.startswith(text)
 
 
 def test_wrong_flags(capsys):
@@ -971,7 +983,7 @@ def test_wrong_flags(capsys):
     assert capsys.readouterr().out.strip() == "llama-3-8b decode 64x2048 int8"
     assert len({label(spec) for spec in specs.SPECS}) == len(specs.SPECS)
     with pytest.raises(LeftOut, match="not on PATH"):
-        parts._sanitized(parts.Options(backend="triton"))
+        parts._sanitize(parts.Options(backend="triton"))
 
 
 def test_sums_in_another_order_are_seen_where_one_is_promised(monkeypatch):
@@ -981,8 +993,8 @@ def test_sums_in_another_order_are_seen_where_one_is_promised(monkeypatch):
     monkeypatch.setattr(one_order, "norms", lambda **_: [("2 rows", np.ones(3))] * 2)
 
     def verdicts(**options):
-        found = one_order.findings(small=True, **{"seconds": 60.0, "interpret": True, **options})
-        return {finding.check.removeprefix("one order: "): finding.status for finding in found}
+        findings = one_order.findings(small=True, **{"seconds": 60.0, "interpret": True, **options})
+        return {finding.check.removeprefix("one order: "): finding.status for finding in findings}
 
     assert verdicts() == {"product, qkv": PASSED, "norm": PASSED}
     assert set(verdicts(seconds=1.0).values()) == {LEFT_OUT}

@@ -1,4 +1,5 @@
-"""lm-eval's log likelihoods and texts of a demo server, if it is installed: those of transformers on torch.
+"""lm-eval's log likelihoods and texts of a demo server, if it is installed: those of transformers
+on torch.
 
 `pip install 'lm-eval[api]'` where its command is found; `.ci/nightly` does.
 """
@@ -48,10 +49,10 @@ def test_log_likelihoods_are_those_of_transformers(tmp_path: Path) -> None:
             "--log_samples",
         ]
         environment = {**os.environ, "OPENAI_API_KEY": "none", "HF_HUB_OFFLINE": "1"}
-        found = subprocess.run(
+        result = subprocess.run(
             command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600
         )
-        assert found.returncode == 0, found.stderr
+        assert result.returncode == 0, result.stderr
     [results] = (tmp_path / "demo").glob("results_*.json")
     scores = json.loads(results.read_text())["results"]
     assert scores["jaxpage_choose"]["acc,none"] == 1.0

@@ -1,4 +1,6 @@
-"""The programs of the laboratory: each says how it is used, and two time a part of the engine, swapping and draws."""
+"""The programs of the laboratory: each says how it is used, and two time a part of the engine,
+swapping and draws.
+"""
 
 from __future__ import annotations
 
@@ -78,11 +80,15 @@ def test_draws_are_timed_by_method_and_by_kind(
 def test_the_methods_that_are_timed_do_the_same(cut: str) -> None:
     top_k, top_p = bench_sampler.CUTS[cut]
     logits = np.random.default_rng(3).standard_normal(1500).astype(np.float32) * 3
-    kept = [
+    programs = [
         np.isfinite(jax.jit(method)(logits, np.int32(top_k), np.float32(top_p)))
         for method in bench_sampler.METHODS.values()
     ]
-    assert (kept[0] == kept[2]).all() and (kept[1] == kept[2]).all() and 0 < kept[0].sum() < 1500
+    assert (
+        (programs[0] == programs[2]).all()
+        and (programs[1] == programs[2]).all()
+        and 0 < programs[0].sum() < 1500
+    )
 
 
 @pytest.mark.parametrize(

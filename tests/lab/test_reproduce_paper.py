@@ -1,4 +1,6 @@
-"""The paper's numbers: the quick mode of tools/reproduce_paper.py within its tolerances, and how it reads a curve."""
+"""The paper's numbers: the quick mode of tools/reproduce_paper.py within its tolerances, and how it
+reads a curve.
+"""
 
 from __future__ import annotations
 
@@ -183,12 +185,12 @@ def test_every_figure_has_all_its_panels_and_curves(
     for figure in figures.values():
         save(figure, tmp_path, ["svg"])
         text = (tmp_path / f"figure{figure.name}.svg").read_text()
-        wanted = [
+        expected = [
             figure.title,
             *(panel.title for panel in figure.panels),
             *(s.label for s in figure.panels[0].series),
         ]
-        assert [words for words in wanted if words not in text] == []
+        assert [words for words in expected if words not in text] == []
     text = document(
         list(figures.values()), command="command", effort="effort", images="images/{}.svg"
     )

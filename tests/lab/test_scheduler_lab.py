@@ -17,7 +17,9 @@ from tools.lab.scheduler_lab.saturation import saturate
 
 
 def test_the_literal_reading_of_the_rule_leaves_a_third_of_the_pool_empty() -> None:
-    """New requests wait until the preempted ones are completed: a simulator that shares no code had 67 % and 25.5 requests."""
+    """New requests wait until the preempted ones are completed: a simulator that shares no code had
+    67 % and 25.5 requests.
+    """
     setup = Setup(preemption=Preemption("recompute", "completed"))
     mean = (
         saturate(setup.new_scheduler, "sharegpt", rate=2.0, seconds=800.0, seeds=[0]).runs[0].mean
@@ -68,8 +70,8 @@ def test_the_benchmark_prints_tables_and_one_object(
 
 def test_one_section_alone_and_wrong_use(capsys: pytest.CaptureFixture[str]) -> None:
     assert bench_scheduler.main(["--waste", "--seconds", "10", "--rates", "2", "--seeds", "1"]) == 0
-    title, header, row, *rest = capsys.readouterr().out.splitlines()
-    assert title.startswith("Memory: 983 blocks of 16") and rest == [""]
+    title, header, row, *others = capsys.readouterr().out.splitlines()
+    assert title.startswith("Memory: 983 blocks of 16") and others == [""]
     assert header.split()[0] == "requests/s" and row.split()[0] == "2"
     with pytest.raises(SystemExit):
         bench_scheduler.main(["--rates", "0"])

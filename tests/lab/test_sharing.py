@@ -32,15 +32,15 @@ def test_parallel_sampling_shares_the_full_blocks_of_the_prompt(llm):
     )
     # after the prompt's step
     splits = [sample.split for sample in llm.memory_report().samples][-(OUTPUT - 1) :]
-    wanted = [(3 * (PROMPT // SIZE), 4 * blocks(PROMPT + 1 + step)) for step in range(OUTPUT - 1)]
-    assert [(split.saved_blocks, split.unshared_blocks) for split in splits] == wanted
+    expected = [(3 * (PROMPT // SIZE), 4 * blocks(PROMPT + 1 + step)) for step in range(OUTPUT - 1)]
+    assert [(split.saved_blocks, split.unshared_blocks) for split in splits] == expected
     assert saving.peak_blocks == 4 * blocks(PROMPT + OUTPUT - 1) - 3 * (PROMPT // SIZE)
-    assert 0 < saving.saved_by_sharing <= max(saved / unshared for saved, unshared in wanted)
+    assert 0 < saving.saved_by_sharing <= max(saved / unshared for saved, unshared in expected)
 
 
 def test_written_prompts_have_the_lengths_that_were_asked_for(llm):
     workload = [WorkItem((7,), 3), WorkItem(tuple(range(20)), 5)]
-    written = measured_sharing.written_prompts(llm, workload)
+    written = measured_sharing.write_prompts(llm, workload)
     assert [(len(item.prompt_token_ids), item.num_output_tokens) for item in written] == [
         (1, 3),
         (20, 5),
@@ -49,7 +49,7 @@ def test_written_prompts_have_the_lengths_that_were_asked_for(llm):
 
 
 def test_beams_share_more_than_samples(llm):
-    workload = measured_sharing.written_prompts(llm, [WorkItem(tuple(range(1, 40)), 50)])
+    workload = measured_sharing.write_prompts(llm, [WorkItem(tuple(range(1, 40)), 50)])
     samples, beams = (
         measured_sharing.measure(llm, workload, method, 4)
         for method in ("parallel sampling", "beam search")

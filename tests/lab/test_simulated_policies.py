@@ -1,4 +1,6 @@
-"""What the simulation compares the engine's scheduler with: the buddy allocator, Orca, static batches, and beams that follow real ones."""
+"""What the simulation compares the engine's scheduler with: the buddy allocator, Orca, static
+batches, and beams that follow real ones.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,9 @@ ONE_SECOND = AnalyticCost(
 
 
 class Naive:
-    """The same rules over a map of slots: free chunks are the largest aligned powers of two that are free; found anew each time."""
+    """The same rules over a map of slots: free chunks are the largest aligned powers of two that
+    are free; found anew each time.
+    """
 
     def __init__(self, num_slots: int) -> None:
         self.is_free = np.ones(num_slots, bool)
@@ -53,25 +57,25 @@ class Naive:
 
     def chunks(self) -> list[tuple[int, int]]:
         """(size, first slot) of the free chunks."""
-        found, left = [], self.is_free.copy()
+        blocks, left = [], self.is_free.copy()
         for order in reversed(range(len(left).bit_length())):
             size = 1 << order
             for start in range(0, len(left) - size + 1, size):
                 if left[start : start + size].all():
-                    found.append((size, start))
+                    blocks.append((size, start))
                     left[start : start + size] = False
-        return found
+        return blocks
 
     def allocate(self, num_slots: int) -> int | None:
-        wanted = 1
-        while wanted < num_slots:
-            wanted *= 2
-        fitting = [chunk for chunk in self.chunks() if chunk[0] >= wanted]
+        expected = 1
+        while expected < num_slots:
+            expected *= 2
+        fitting = [chunk for chunk in self.chunks() if chunk[0] >= expected]
         if not fitting:
             return None
         _, start = min(fitting)
-        self.is_free[start : start + wanted] = False
-        self.sizes[start] = wanted
+        self.is_free[start : start + expected] = False
+        self.sizes[start] = expected
         return start
 
     def free(self, start: int) -> None:
@@ -127,7 +131,10 @@ def simulate(
 
 
 def test_requests_leave_orca_one_by_one_and_a_static_batch_together() -> None:
-    """Two places. Outputs of 3, 5 and 2 tokens: the third request takes the place of the first, or waits for both."""
+    """Two places.
+
+    Outputs of 3, 5 and 2 tokens: the third request takes the place of the first, or waits for both.
+    """
     trace = [Arrival(0.0, 10, length) for length in (3, 5, 2)]
     orca = simulate(trace, Orca(4096, "Max"))
     assert [orca.served[name].finished for name in "012"] == [3, 5, 5]
@@ -146,7 +153,9 @@ def test_who_has_ended_in_a_static_batch_still_costs() -> None:
     ("variant", "requested"), [("Max", 2048), ("Pow2", 100 + 64), ("Oracle", 100 + 40)]
 )
 def test_what_orca_reserves(variant: str, requested: int) -> None:
-    """The middle step of one request: 100 tokens of prompt, 40 of output, of which 20 have been drawn before it."""
+    """The middle step of one request: 100 tokens of prompt, 40 of output, of which 20 have been
+    drawn before it.
+    """
     average = Recorded()
     policy = Orca(15_728, variant)
     simulate([Arrival(0.0, 100, 40)], policy, average)
@@ -169,7 +178,10 @@ def test_pow2_rounds_the_output_up(output: int, rounded: int) -> None:
 
 
 def test_orca_runs_as_many_as_the_allocator_has_room_for() -> None:
-    """Of 15,728 slots: seven chunks of 2,048; of 256, for 140 tokens in a row, 60 in 15,360 slots and one in the rest of 368."""
+    """Of 15,728 slots: seven chunks of 2,048.
+
+    Of 256, for 140 tokens in a row, 60 in 15,360 slots and one in the rest of 368.
+    """
     for variant, maximum in (("Max", 7), ("Pow2", 61), ("Oracle", 61)):
         average = Recorded()
         simulate(
@@ -239,7 +251,10 @@ class Noted(PagedScheduler):
 
 
 def same_trace() -> list[Arrival]:
-    """More than the pool of 16 blocks holds, at whole seconds; every third request asks for three samples."""
+    """More than the pool of 16 blocks holds, at whole seconds.
+
+    Every third request asks for three samples.
+    """
     trace = poisson_trace("sharegpt", rate=0.12, seconds=200, seed=5, max_input=40, max_total=80)
     return [
         replace(
@@ -251,7 +266,9 @@ def same_trace() -> list[Arrival]:
 
 @pytest.mark.parametrize("mode", ["recompute", "swap"])
 def test_a_simulation_plans_what_an_engine_plans(checkpoint: Path, mode: str) -> None:
-    """The same trace, once with a model: in each step the same rows, draws, block tables, copies, swaps and preemptions."""
+    """The same trace, once with a model: in each step the same rows, draws, block tables, copies,
+    swaps and preemptions.
+    """
     trace, real = same_trace(), []
     with make_llm(checkpoint, **{**ENGINES[mode], "enable_prefix_caching": False}) as llm:
         engine = llm._engine

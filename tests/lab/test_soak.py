@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tools.lab.soak import Probe, Tally, broken, judge
+from tools.lab.soak import Probe, Tally, judge, promises_broken
 from tools.lab.soak_requests import Ask, asks
 
 ROOT = Path(__file__).parents[2]
@@ -52,23 +52,25 @@ def test_a_short_soak_keeps_every_promise() -> None:
 
 
 def test_requests_are_the_same_for_the_same_seed() -> None:
-    wanted = list(asks(500, 1, 0.2))
-    assert wanted == list(asks(500, 1, 0.2)) != list(asks(500, 2, 0.2))
-    assert len({ask.kind for ask in wanted}) > 10
-    leaving = [ask for ask in wanted if ask.leaves_after is not None]
+    expected = list(asks(500, 1, 0.2))
+    assert expected == list(asks(500, 1, 0.2)) != list(asks(500, 2, 0.2))
+    assert len({ask.kind for ask in expected}) > 10
+    leaving = [ask for ask in expected if ask.leaves_after is not None]
     assert 50 < len(leaving) < 150 and not any(
         ask.leaves_after is not None for ask in asks(500, 1, 0.0)
     )
 
 
-def _found(
+def _find(
     end: Probe = WARM,
     *,
     tally: Tally | None = None,
     log: Counter[str] | None = None,
     status: int = 0,
 ) -> Any:
-    return broken([WARM, end], tally or Tally(), SimpleNamespace(errors=log or Counter()), status)  # type: ignore[arg-type]
+    return promises_broken(
+        [WARM, end], tally or Tally(), SimpleNamespace(errors=log or Counter()), status
+    )  # type: ignore[arg-type]
 
 
 def _with(**metrics: float) -> Probe:
@@ -93,19 +95,19 @@ def _with(**metrics: float) -> Probe:
     ],
 )
 def test_what_is_left_behind_is_seen(end: Probe, message: str) -> None:
-    assert _found() == []
-    (told,) = _found(end)
-    assert message in told
+    assert _find() == []
+    (problem,) = _find(end)
+    assert message in problem
 
 
 def test_wrong_answers_logs_and_statuses_are_seen() -> None:
-    assert _found(tally=Tally(errors=Counter({"anchor: another text than before": 2}))) == [
+    assert _find(tally=Tally(errors=Counter({"anchor: another text than before": 2}))) == [
         "2 x anchor: another text than before"
     ]
-    assert _found(log=Counter({"error: a step failed": 1})) == [
+    assert _find(log=Counter({"error: a step failed": 1})) == [
         "1 x in the server's log: error: a step failed"
     ]
-    assert _found(status=1) == ["the server's exit status is 1"]
+    assert _find(status=1) == ["the server's exit status is 1"]
 
 
 ANCHOR = Ask("anchor", "/v1/completions", {"prompt": "a"})

@@ -1,4 +1,6 @@
-"""What makes the packaged demo that sees: its drawings, its training model beside transformers', and its accuracy."""
+"""What makes the packaged demo that sees: its drawings, its training model beside transformers',
+and its accuracy.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,7 @@ def maker() -> picture_talk.RowMaker:
     return picture_talk.RowMaker(tokenizer, import_seeing(DEMO_VISION)[0])
 
 
-def stated_accuracy() -> float:
+def accuracy_of_card() -> float:
     """Returns the share in the last row of the card's table."""
     card = (DEMO_VISION / "README.md").read_text()
     return float(re.search(r"^\| all \| ([\d.]+)% \|$", card, re.M).group(1)) / 100
@@ -66,34 +68,34 @@ def test_the_model_that_was_trained_is_the_one_of_transformers(maker):
 def test_it_is_as_right_about_new_drawings_as_its_card_says(maker):
     spec, params = import_seeing(DEMO_VISION)
     rng = np.random.default_rng(17)
-    questions = seeing_accuracy.held_out_questions(rng, 96)
+    questions = seeing_accuracy.make_questions(rng, 96)
     accuracy = seeing_accuracy.measure(spec, params, maker, questions, rng)
-    assert accuracy.share() > stated_accuracy() - MARGIN
+    assert accuracy.share() > accuracy_of_card() - MARGIN
 
 
 def test_questions_have_the_answers_of_their_scenes():
     """By hand, of a scene with two shapes and of one with one."""
     scene = seeing_examples.EXAMPLES["red-and-blue.png"][0]
     rng = np.random.default_rng(1)
-    asked = {
+    questions = {
         question.text: question.answer for _ in range(200) for question in drawings.ask(scene, rng)
     }
-    assert asked["What is in the picture?"] == "a red circle left of a blue circle"
-    assert asked["How many shapes?"] == "two"
-    assert asked["Where is the blue circle?"] == "right of the red circle"
-    assert asked["Is the red circle left of the blue circle?"] == "yes"
-    assert asked["Is the blue circle left of the red circle?"] == "no"
-    assert asked["Is there a green circle?"] == "no"
-    assert asked["How big is the blue circle?"] == "large"
-    assert not [text for text in asked if "the circle" in text]  # there are two
+    assert questions["What is in the picture?"] == "a red circle left of a blue circle"
+    assert questions["How many shapes?"] == "two"
+    assert questions["Where is the blue circle?"] == "right of the red circle"
+    assert questions["Is the red circle left of the blue circle?"] == "yes"
+    assert questions["Is the blue circle left of the red circle?"] == "no"
+    assert questions["Is there a green circle?"] == "no"
+    assert questions["How big is the blue circle?"] == "large"
+    assert not [text for text in questions if "the circle" in text]  # there are two
     yellow = seeing_examples.EXAMPLES["yellow.png"][0]
-    asked = {
+    questions = {
         question.text: question.answer for _ in range(50) for question in drawings.ask(yellow, rng)
     }
-    assert asked["What is this?"] == "a yellow circle"
-    assert asked["Where is the circle?"] == "at the top right"
-    assert asked["What color is the circle?"] == "yellow"
-    assert asked["What colour is the background?"] == "black"
+    assert questions["What is this?"] == "a yellow circle"
+    assert questions["Where is the circle?"] == "at the top right"
+    assert questions["What color is the circle?"] == "yellow"
+    assert questions["What colour is the background?"] == "black"
 
 
 def test_a_shape_is_drawn_where_its_cell_says():

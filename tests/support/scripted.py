@@ -48,7 +48,7 @@ class Scripted(Proposer):
 def mixed_up(sequence_id: int, known: int) -> tuple[int, int]:
     """A script with some of everything."""
     digest = zlib.crc32(f"{sequence_id} {known}".encode())
-    return digest % 5, rng // 5 % 3
+    return digest % 5, digest // 5 % 3
 
 
 class Guesses(Proposer):

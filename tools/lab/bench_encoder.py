@@ -82,7 +82,7 @@ def sentence_encoder(directory: str) -> Callable[[Sequence[str]], np.ndarray]:
     return lambda texts: model.encode(list(texts), batch_size=BATCH, show_progress_bar=False)
 
 
-def fastembed_encoder(directory: str, graph: str) -> Callable[[Sequence[str]], np.ndarray]:
+def encoder_of_fastembed(directory: str, graph: str) -> Callable[[Sequence[str]], np.ndarray]:
     """Returns the function of fastembed that embeds, with as many threads as there are cores."""
     library = importlib.import_module("fastembed")  # which the extras do not have
     description = importlib.import_module("fastembed.common.model_description")
@@ -151,7 +151,7 @@ def main() -> None:
     makers = {
         "transformers": transformers_encoder,
         "sentence-transformers": sentence_encoder,
-        "fastembed": lambda directory: fastembed_encoder(directory, arguments.onnx),
+        "fastembed": lambda directory: encoder_of_fastembed(directory, arguments.onnx),
     }
     with LLM(arguments.model, use_tqdm=False, verbose=False) as llm:
         directory = str(llm._model.directory)

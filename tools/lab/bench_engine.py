@@ -34,7 +34,7 @@ from tools.lab.kernel_lab.findings import (
     LeftOut,
     append,
     first_line,
-    judged,
+    judge,
 )
 
 try:
@@ -204,14 +204,14 @@ class Results:
                 "", LEFT_OUT, f"{max(0, left):.0f} s were left, and it may need {needs_s:.0f}"
             )
         else:
-            finding = judged("", run)
+            finding = judge("", run)
         finding.check = f"{self.prefix} {check}"
         self.failed |= finding.status == FAILED
         append(self.to, finding)
         print(f"{finding.check}: {finding.status}: {finding.summary}", flush=True)
 
 
-def opened(arguments: argparse.Namespace, rows: list[int]) -> LLM:
+def open_engine(arguments: argparse.Namespace, rows: list[int]) -> LLM:
     """Opens an engine with random weights, and as many blocks as fit beside them."""
     config = dict(MODELS[arguments.model])
     return LLM.from_parameters(
@@ -229,7 +229,7 @@ def opened(arguments: argparse.Namespace, rows: list[int]) -> LLM:
     )
 
 
-def started(bench: Bench) -> Finding:
+def start_engine(bench: Bench) -> Finding:
     """Measures how long compiling and the first tokens take."""
     began = time.monotonic()
     bench.seconds(bench.prompts(1, 32), 4)
@@ -241,9 +241,9 @@ def started(bench: Bench) -> Finding:
 def measure(arguments: argparse.Namespace, results: Results) -> None:
     """Starts an engine and times what fits."""
     rows = [int(number) for number in arguments.rows.split(",")]
-    with opened(arguments, rows) as llm:
+    with open_engine(arguments, rows) as llm:
         bench = Bench(arguments, llm)
-        results.add(f"start {arguments.model}", lambda: started(bench))
+        results.add(f"start {arguments.model}", lambda: start_engine(bench))
         few = [count for count in rows if count <= FEW_ROWS]
         decode(bench, results, few)
         results.add(f"prompt of {arguments.chunk} tokens", bench.prompt, needs_s=10)

@@ -69,10 +69,10 @@ def times(num_experts: int, num_rows: int, arguments: argparse.Namespace) -> tup
     )
     x_TD = jnp.asarray(rng.standard_normal((num_rows, arguments.hidden_size)), arguments.dtype)
 
-    def routed(parameters: Any, x_TD: jax.Array) -> jax.Array:
+    def route(parameters: Any, x_TD: jax.Array) -> jax.Array:
         with TraceScope(make_layer_kernels(choose_backend("auto", jax.devices()[0]))).open():
-            found: jax.Array = nnx.merge(graph, parameters)(x_TD)
-        return found
+            out_TD: jax.Array = nnx.merge(graph, parameters)(x_TD)
+        return out_TD
 
     def of_all(parameters: Any, x_TD: jax.Array) -> jax.Array:
         gate_up, down = (parameters["experts"][part]["kernel"] for part in ("gate_up", "down"))
@@ -80,7 +80,7 @@ def times(num_experts: int, num_rows: int, arguments: argparse.Namespace) -> tup
         return jnp.einsum("ETF,EDF->ETD", jax.nn.silu(gate) * up, down).sum(axis=0)
 
     return tuple(
-        _minimum(jax.jit(each), parameters, x_TD, arguments.rounds) for each in (routed, of_all)
+        _minimum(jax.jit(each), parameters, x_TD, arguments.rounds) for each in (route, of_all)
     )  # type: ignore[return-value]
 
 

@@ -34,8 +34,8 @@ def main() -> None:
         model=arguments.model, max_num_seqs=arguments.max_num_seqs, enable_prefix_caching=False
     ) as llm:
         for _ in range(arguments.rounds):
-            for name, num_logprobs in kinds.items():
-                params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=num_logprobs)
+            for name, expected in kinds.items():
+                params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=expected)
                 began = time.monotonic()
                 llm.generate([prompt], params, use_tqdm=False)
                 seconds[name].append(time.monotonic() - began)

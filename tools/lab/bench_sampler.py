@@ -104,14 +104,16 @@ def measure_cuts(vocab_size: int, cut: str, *, scale: float, repeats: int) -> di
     """
     top_k, top_p = CUTS[cut]
     logits_V = (np.random.default_rng(0).standard_normal(vocab_size) * scale).astype(np.float32)
-    inputs = jax.device_put((logits_V, np.int32(top_k), np.float32(top_p)))
-    compiled = {name: jax.jit(method).lower(*inputs).compile() for name, method in METHODS.items()}
-    works = {name: functools.partial(_run, work, inputs) for name, work in compiled.items()}
+    arguments = jax.device_put((logits_V, np.int32(top_k), np.float32(top_p)))
+    compiled = {
+        name: jax.jit(method).lower(*arguments).compile() for name, method in METHODS.items()
+    }
+    works = {name: functools.partial(_run, work, arguments) for name, work in compiled.items()}
     return min_seconds(works, repeats)
 
 
-def _run(work: Callable[..., jax.Array], inputs: tuple[jax.Array, ...]) -> jax.Array:
-    return work(*inputs).block_until_ready()
+def _run(work: Callable[..., jax.Array], arguments: tuple[jax.Array, ...]) -> jax.Array:
+    return work(*arguments).block_until_ready()
 
 
 def measure_steps(model: str, *, num_rows: int, num_tokens: int, repeats: int) -> dict[str, float]:
@@ -146,8 +148,8 @@ def measure_steps(model: str, *, num_rows: int, num_tokens: int, repeats: int) -
 
     plans = {name: plan(SamplingParams(**params)) for name, params in KINDS.items()}
     works = {
-        name: functools.partial(_step, engine.runner, engine.builder.build, one)
-        for name, one in plans.items()
+        name: functools.partial(_step, engine.runner, engine.builder.build, each)
+        for name, each in plans.items()
     }
     min_seconds(works, 3)
     seconds = min_seconds(works, repeats)

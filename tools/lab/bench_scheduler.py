@@ -53,9 +53,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     if min(*arguments.rates, arguments.seconds) <= 0 or arguments.seeds < 1:
         parser.error("--rates and --seconds must be positive, and --seeds at least 1")
-    sections = [name for name in _SECTIONS if getattr(arguments, name)]
+    expected = [name for name in _SECTIONS if getattr(arguments, name)]
     results: dict[str, Any] = {}
-    for name in sections or _SECTIONS:
+    for name in expected or _SECTIONS:
         lines, results[name] = _SECTIONS[name](arguments)
         print("\n".join(lines), end="\n\n", flush=True)
     if arguments.json:

@@ -27,7 +27,7 @@ from tools.lab.kernel_lab.findings import (
     LeftOut,
     Table,
     append,
-    judged,
+    judge,
 )
 
 try:
@@ -53,7 +53,7 @@ SETTINGS: dict[str, Any] = {
 NUM_TOKENS = 32
 
 
-def generated(backend: str, dtype: str, batches: list[list[str]]) -> list[list[Any]]:
+def generate(backend: str, dtype: str, batches: list[list[str]]) -> list[list[Any]]:
     """Returns each prompt's (token ids, log probabilities), for each order of prompts.
 
     One engine computes all of them.
@@ -65,7 +65,7 @@ def generated(backend: str, dtype: str, batches: list[list[str]]) -> list[list[A
         ) as llm:
             outputs = [llm.generate(batch, params, use_tqdm=False) for batch in batches]
     except Exception as error:
-        if any(one.__name__ == "UnsupportedError" for one in type(error).__mro__):
+        if any(kind.__name__ == "UnsupportedError" for kind in type(error).__mro__):
             raise LeftOut(f"attention_backend={backend!r}, dtype={dtype!r}: {error}") from error
         raise
     return [[_essence(output.outputs[0]) for output in each] for each in outputs]
@@ -74,13 +74,13 @@ def generated(backend: str, dtype: str, batches: list[list[str]]) -> list[list[A
 def _essence(completion: Any) -> tuple[list[int], list[float]]:
     tokens = list(completion.token_ids)
     return tokens, [
-        one[token].logprob for token, one in zip(tokens, completion.logprobs, strict=True)
+        each[token].logprob for token, each in zip(tokens, completion.logprobs, strict=True)
     ]
 
 
 def same_tokens(backend: str, expected: list[Any], definition: str) -> Finding:
     """Compares a backend's greedy tokens with the definition's."""
-    [got] = generated(backend, "float32", [list(PROMPTS)])
+    [got] = generate(backend, "float32", [list(PROMPTS)])
     wrong = [
         index
         for index, (mine, other) in enumerate(zip(got, expected, strict=True))
@@ -100,7 +100,7 @@ def same_tokens(backend: str, expected: list[Any], definition: str) -> Finding:
 def path_independence(backend: str) -> Finding:
     """Compares each request alone with the same request among others."""
     batches = [[prompt] for prompt in PROMPTS] + [list(PROMPTS)]
-    *alone, together = generated(backend, "bfloat16", batches)
+    *alone, together = generate(backend, "bfloat16", batches)
     table = Table(
         f"bfloat16, {backend}: alone against together",
         ["request", "same tokens", "same log probabilities"],
@@ -136,22 +136,22 @@ def main(argv: list[str] | None = None) -> None:
     expected: list[Any] = []
 
     def define() -> Finding:
-        expected.extend(generated(definition, "float32", [list(PROMPTS)])[0])
+        expected.extend(generate(definition, "float32", [list(PROMPTS)])[0])
         return Finding(f"engine {definition}: float32 tokens", PASSED, "the definition")
 
     # The setting must be global, because the engine compiles in several threads.
     jax.config.update("jax_default_matmul_precision", "highest")
-    append(arguments.to, judged(f"engine {definition}: float32 tokens", define))
+    append(arguments.to, judge(f"engine {definition}: float32 tokens", define))
     for backend in backends if expected else []:
         name = f"engine {backend}: float32 tokens"
         append(
             arguments.to,
-            judged(name, functools.partial(same_tokens, backend, expected, definition)),
+            judge(name, functools.partial(same_tokens, backend, expected, definition)),
         )
     jax.config.update("jax_default_matmul_precision", None)
     for backend in backends:
         name = f"engine {backend}: path independence"
-        append(arguments.to, judged(name, functools.partial(path_independence, backend)))
+        append(arguments.to, judge(name, functools.partial(path_independence, backend)))
 
 
 if __name__ == "__main__":

@@ -44,7 +44,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from jaxpage import EngineConfig
 from jaxpage.bench import TASKS, environment, prompts_of_tasks
 from tools.lab.peers.gguf_file import TYPES, write_gguf
-from tools.lab.peers.llama_server import Run, complete, ngram_types, started, version_of
+from tools.lab.peers.llama_server import Run, complete, ngram_types, run_server, version_of
 from tools.lab.peers.other_programs import OtherPrograms
 from tools.lab.peers.report import table_row
 
@@ -95,8 +95,8 @@ def measure(run: Callable[[str], Run], types: Sequence[str], repeats: int) -> di
     pairs: dict[str, list[Pair]] = {kind: [] for kind in (NONE, *types)}
     before = run(NONE)
     for kind in [*types] * repeats:
-        found, after = run(kind), run(NONE)
-        pairs[kind].append((found, [before, after]))
+        answers, after = run(kind), run(NONE)
+        pairs[kind].append((answers, [before, after]))
         pairs[NONE].append((after, [before]))
         before = after
     return pairs
@@ -134,7 +134,7 @@ def _run(
     groups: Sequence[Sequence[Sequence[int]]],
     kind: str,
 ) -> Run:
-    with started(arguments.server, arguments.port, _flags(arguments, path, groups, kind)):
+    with run_server(arguments.server, arguments.port, _flags(arguments, path, groups, kind)):
         complete(pool, arguments.port, [[row[:8] for row in groups[0]]], 2)  # a warm-up
         return complete(pool, arguments.port, groups, arguments.max_output)
 
@@ -201,9 +201,9 @@ def _arguments() -> argparse.Namespace:
 
 
 def _program(text: str) -> str:
-    if (found := shutil.which(text)) is None:
+    if (program := shutil.which(text)) is None:
         raise argparse.ArgumentTypeError(f"{text!r}: there is no such program")
-    return found
+    return program
 
 
 if __name__ == "__main__":

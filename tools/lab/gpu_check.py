@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from pallas_kernels.sets import GPU_BACKENDS
 from tools.lab.kernel_lab.check import Check, exit_status, has_gpu
 from tools.lab.kernel_lab.findings import FAILED, Finding
-from tools.lab.kernel_lab.record import append_section, as_data, counted, line, section
+from tools.lab.kernel_lab.record import append_section, as_data, count_findings, line, section
 from tools.lab.progress import Bar
 
 NO_GPU = "There is no GPU here, or JAX does not see it. --interpret runs a miniature on CPU."
@@ -104,7 +104,7 @@ def run(check: Check, num_parts: int) -> list[Finding]:
     """Runs the parts of the check and shows their findings."""
     bar = Bar(num_parts, "part")
 
-    def found(finding: Finding) -> None:
+    def note_finding(finding: Finding) -> None:
         text = line(finding)
         if finding.status == FAILED:
             text += "".join(
@@ -113,7 +113,9 @@ def run(check: Check, num_parts: int) -> list[Finding]:
         bar.write(text)
 
     try:
-        return check.run(found=found, ended=lambda name, verdict: bar.step(f"{name}: {verdict}"))
+        return check.run(
+            on_finding=note_finding, ended=lambda name, verdict: bar.step(f"{name}: {verdict}")
+        )
     finally:
         bar.close()
 
@@ -128,7 +130,7 @@ def report(check: Check, arguments: argparse.Namespace, findings: list[Finding])
     for finding in findings:
         for table in finding.tables:
             print(f"\n{table.plain()}")
-    print(f"\n{counted(findings)}")
+    print(f"\n{count_findings(findings)}")
     if arguments.record and status != 2:
         command = shlex.join(["python", "tools/lab/gpu_check.py", *sys.argv[1:]])
         date = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC")

@@ -21,7 +21,7 @@ from tools.lab.kernel_lab.findings import (
     worst,
 )
 from tools.lab.kernel_lab.parts import bench_tables
-from tools.lab.kernel_lab.record import append_section, counted, section
+from tools.lab.kernel_lab.record import append_section, count_findings, section
 
 RESULTS, REPORT, LOGS = "results.jsonl", "report.md", "logs.txt"
 ENVIRONMENT = "environment"
@@ -75,22 +75,22 @@ class Results:
     @property
     def findings(self) -> list[Finding]:
         """Returns all findings."""
-        return [finding for found in self.parts.values() for finding in found]
+        return [finding for findings in self.parts.values() for finding in findings]
 
     def add(self, part: str, finding: Finding) -> None:
         """Appends a finding to the files at once; it counts when the part has ended."""
         for path in self._paths():
             append(path, _of(part, finding))
 
-    def end(self, part: str, found: Sequence[Finding], seconds: float) -> Finding:
+    def end(self, part: str, findings: Sequence[Finding], seconds: float) -> Finding:
         """Replaces what a part found before with what it found now, and returns its verdict."""
-        cut = any(one.check == part and one.status == LEFT_OUT for one in found)
+        cut = any(each.check == part and each.status == LEFT_OUT for each in findings)
         verdict = Finding(
-            f"part {part}", LEFT_OUT if cut else worst(found), counted(found), seconds
+            f"part {part}", LEFT_OUT if cut else worst(findings), count_findings(findings), seconds
         )
         # Otherwise the part was not even begun
-        if not (cut and len(found) == 1 and part in self.parts):
-            self.put(part, [_of(part, finding) for finding in (*found, verdict)])
+        if not (cut and len(findings) == 1 and part in self.parts):
+            self.put(part, [_of(part, finding) for finding in (*findings, verdict)])
         return verdict
 
     def put(self, part: str, findings: list[Finding]) -> None:
@@ -147,10 +147,13 @@ def _logs(findings: Sequence[Finding]) -> str:
     """Returns what failures printed and raised."""
     failed = [finding for finding in findings if finding.status == FAILED]
     texts = [
-        (one, one.data[key]) for one in failed for key in ("traceback", "log") if one.data.get(key)
+        (each, each.data[key])
+        for each in failed
+        for key in ("traceback", "log")
+        if each.data.get(key)
     ]
     return "\n".join(
-        f"== {one.data['part']}: {one.check}: {one.summary}\n{text}" for one, text in texts
+        f"== {each.data['part']}: {each.check}: {each.summary}\n{text}" for each, text in texts
     )
 
 
@@ -158,16 +161,16 @@ def lines(part: str, findings: Sequence[Finding]) -> list[str]:
     """Returns the lines about a part for the screen."""
     quiet = part.startswith(QUIET)
     return [
-        f"  {one.status}: {one.check}: {one.summary}"
-        for one in findings
-        if one.status == FAILED or not quiet
+        f"  {each.status}: {each.check}: {each.summary}"
+        for each in findings
+        if each.status == FAILED or not quiet
     ]
 
 
 def machine(findings: Sequence[Finding]) -> dict[str, str]:
     """Returns the environment's description of the machine of the findings."""
-    found = next((one.data for one in findings if one.check == ENVIRONMENT), {})
-    return {name: value for name, value in found.items() if name != "part"}
+    facts = next((each.data for each in findings if each.check == ENVIRONMENT), {})
+    return {name: value for name, value in facts.items() if name != "part"}
 
 
 def report(findings: Sequence[Finding], *, small: bool) -> str:
@@ -178,11 +181,11 @@ def report(findings: Sequence[Finding], *, small: bool) -> str:
     tables = bench_tables(findings, small=small)
     joined = [Finding("kernels", PASSED, "all kernel sets", tables=tables)] if tables else []
     date = where.get("date", "unknown date")
-    titled = [_titled(finding) for finding in findings]
+    titled = [_with_title(finding) for finding in findings]
     return section([*titled, *joined], where, date=date, command="python tools/gpu_slot.py")
 
 
-def _titled(finding: Finding) -> Finding:
+def _with_title(finding: Finding) -> Finding:
     """Returns the finding with the part's name in the titles of its tables.
 
     Two parts may time the same.

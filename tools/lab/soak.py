@@ -122,14 +122,14 @@ class Served:
             self._reading.join(5)
 
     def _metrics(self) -> dict[str, float]:
-        found: defaultdict[str, float] = defaultdict(float)
+        sums: defaultdict[str, float] = defaultdict(float)
         for family in text_string_to_metric_families(fetch(self.address, "/metrics")):
             for sample in family.samples:
                 name = (
                     f"{sample.name} {sample.labels['le']}" if "le" in sample.labels else sample.name
                 )
-                found[name] += sample.value
-        return dict(found)
+                sums[name] += sample.value
+        return dict(sums)
 
     def _read_log(self) -> None:
         assert self.process.stderr is not None
@@ -195,12 +195,12 @@ def answer(address: str, ask: Ask) -> tuple[int, str] | None:
         if ask.leaves_after is None:
             response = connection.getresponse()
             return response.status, response.read().decode()
-        return _left(connection, ask.leaves_after)
+        return _leave(connection, ask.leaves_after)
     finally:
         connection.close()
 
 
-def _left(connection: HTTPConnection, seconds: float) -> tuple[int, str] | None:
+def _leave(connection: HTTPConnection, seconds: float) -> tuple[int, str] | None:
     """Returns None, unless the answer was complete before the time was over."""
     deadline = time.monotonic() + seconds
     response = None
@@ -235,17 +235,19 @@ def judge(ask: Ask, status: int, body: str, anchors: dict[str, str]) -> str | No
     return None
 
 
-def run(address: str, asks: Iterator[Ask], num_clients: int, tally: Tally, bar: tqdm[Any]) -> None:
+def run(
+    address: str, expected: Iterator[Ask], num_clients: int, tally: Tally, bar: tqdm[Any]
+) -> None:
     """Sends all requests, `num_clients` at a time."""
 
-    def one(ask: Ask) -> tuple[Ask, tuple[int, str] | Exception | None]:
+    def send(ask: Ask) -> tuple[Ask, tuple[int, str] | Exception | None]:
         try:
             return ask, answer(address, ask)
         except (OSError, HTTPException) as error:
             return ask, error
 
     with ThreadPoolExecutor(num_clients) as pool:
-        for future in as_completed([pool.submit(one, ask) for ask in asks]):
+        for future in as_completed([pool.submit(send, ask) for ask in expected]):
             ask, result = future.result()
             tally.kinds[ask.kind] += 1
             if isinstance(result, Exception):
@@ -275,7 +277,7 @@ def step_seconds(before: Probe, after: Probe, share: float) -> float:
     return min(bound for bound, count in gained.items() if count >= share * total)
 
 
-def broken(probes: list[Probe], tally: Tally, served: Served, status: int) -> list[str]:
+def promises_broken(probes: list[Probe], tally: Tally, served: Served, status: int) -> list[str]:
     """Returns the promises that were not kept.
 
     Args:
@@ -285,29 +287,29 @@ def broken(probes: list[Probe], tally: Tally, served: Served, status: int) -> li
         status: The server's exit status.
     """
     warm, end = probes[0], probes[-1]
-    found = [f"{count} x {error}" for error, count in tally.errors.items()]
-    found += [f"{count} x in the server's log: {line}" for line, count in served.errors.items()]
+    problems = [f"{count} x {error}" for error, count in tally.errors.items()]
+    problems += [f"{count} x in the server's log: {line}" for line, count in served.errors.items()]
     for name in ("num_requests_running", "num_requests_waiting", "num_blocks_pinned"):
         if end.metrics[f"jaxpage_{name}"]:
-            found.append(f"{name} is {end.metrics[f'jaxpage_{name}']:g} at the end")
+            problems.append(f"{name} is {end.metrics[f'jaxpage_{name}']:g} at the end")
     for probe in (warm, end):
         if probe.metrics["jaxpage_num_blocks_free"] != probe.metrics["jaxpage_num_blocks_total"]:
-            found.append("blocks are lost")
+            problems.append("blocks are lost")
     if end.metrics["jaxpage_compile_total"] != warm.metrics["jaxpage_compile_total"]:
-        found.append("something was compiled in service")
+        problems.append("something was compiled in service")
     if end.resident_bytes > max(GROWTH * warm.resident_bytes, warm.resident_bytes + GROWTH_BYTES):
-        found.append(
+        problems.append(
             f"memory grew from {warm.resident_bytes >> 20} to {end.resident_bytes >> 20} MiB"
         )
     if end.num_files > warm.num_files + 2 or end.num_threads > warm.num_threads + 2:
-        found.append(
+        problems.append(
             f"files {warm.num_files} -> {end.num_files}, threads {warm.num_threads} -> {end.num_threads}"
         )
     if not end.metrics["jaxpage_num_preemptions_total"]:
-        found.append("no request was preempted: the pool is too large for this soak")
+        problems.append("no request was preempted: the pool is too large for this soak")
     if status != 0:
-        found.append(f"the server's exit status is {status}")
-    return found
+        problems.append(f"the server's exit status is {status}")
+    return problems
 
 
 def report(probes: list[Probe], tally: Tally, seconds: float) -> str:
@@ -371,9 +373,9 @@ def main() -> int:
         seconds = time.monotonic() - began
         status = served.end()
     print(report(probes, tally, seconds))
-    found = broken(probes, tally, served, status)
-    print("\n".join(f"BROKEN: {one}" for one in found) or "every promise was kept")
-    return 1 if found else 0
+    problems = promises_broken(probes, tally, served, status)
+    print("\n".join(f"BROKEN: {each}" for each in problems) or "every promise was kept")
+    return 1 if problems else 0
 
 
 if __name__ == "__main__":

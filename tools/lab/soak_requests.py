@@ -77,13 +77,13 @@ def _anchor(rng: random.Random) -> Ask:
     return _completion("anchor", rng, prompt=prompt, max_tokens=12, temperature=0)
 
 
-def _sampled(rng: random.Random) -> Ask:
+def _sample(rng: random.Random) -> Ask:
     return _completion(
         "sampled", rng, seed=rng.randrange(2**32), stop=["\n"], presence_penalty=0.5, top_k=20
     )
 
 
-def _streamed(rng: random.Random) -> Ask:
+def _stream(rng: random.Random) -> Ask:
     return _completion("streamed", rng, stream=True, stream_options={"include_usage": True})
 
 
@@ -107,20 +107,20 @@ def _tokens(rng: random.Random) -> Ask:
     return _completion("token ids", rng, prompt=prompts, cache_salt=rng.choice(("a", "b", None)))
 
 
-def _scored(rng: random.Random) -> Ask:
+def _score(rng: random.Random) -> Ask:
     return _completion("prompt logprobs", rng, echo=True, logprobs=2)
 
 
-def _structured(rng: random.Random) -> Ask:
+def _structure(rng: random.Random) -> Ask:
     number = rng.randrange(1000)
-    schema = rng.choice(
+    expected = rng.choice(
         (
             {"regex": f"[a-z]{{3,8}} {number}"},
             {"choice": ["yes", "no", f"maybe {number}"]},
             {"json": {"type": "object", "properties": {f"field_{number}": {"type": "integer"}}}},
         )
     )
-    return _completion("structured", rng, structured_outputs=schema, stream=rng.random() < 0.5)
+    return _completion("structured", rng, structured_outputs=expected, stream=rng.random() < 0.5)
 
 
 def _chat(rng: random.Random) -> Ask:
@@ -173,12 +173,12 @@ def _other(rng: random.Random) -> Ask:
 MIX: tuple[tuple[Callable[[random.Random], Ask], int], ...] = (
     *(
         (_anchor, 10),
-        (_sampled, 20),
-        (_streamed, 20),
+        (_sample, 20),
+        (_stream, 20),
         (_chat, 12),
         (_samples, 8),
         (_best, 3),
         (_beams, 5),
     ),
-    *((_tokens, 6), (_scored, 3), (_structured, 5), (_wrong, 5), (_other, 3)),
+    *((_tokens, 6), (_score, 3), (_structure, 5), (_wrong, 5), (_other, 3)),
 )

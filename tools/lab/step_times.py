@@ -160,7 +160,7 @@ def time_step(
         dtype=dtype,
     )
     parts = _Parts(case, shapes, backend, dtype)
-    parameters, packed = drawn(shapes.arguments[0]), parts.packed
+    parameters, packed = draw_weights(shapes.arguments[0]), parts.packed
     neutral = jax.tree.map(lambda shape: jnp.zeros(shape.shape, shape.dtype), shapes.arguments[3])
     state = [jax.tree.map(lambda shape: jnp.zeros(shape.shape, shape.dtype), shapes.arguments[1])]
     step = compile_ahead(shapes.step, *shapes.arguments)
@@ -303,11 +303,11 @@ def random_model(config: Mapping[str, Any], dtype: str) -> nnx.Module:
     """Returns the model that a config.json describes, with random weights made on the device."""
     family = load_family(config)
     graph, shapes = abstract_model(family, family.Spec.from_config(config), jnp.dtype(dtype))
-    module: nnx.Module = nnx.merge(graph, drawn(shapes))
+    module: nnx.Module = nnx.merge(graph, draw_weights(shapes))
     return module
 
 
-def drawn(shapes: Any) -> Any:
+def draw_weights(shapes: Any) -> Any:
     """Returns random weights with which values neither vanish nor grow without bound."""
     normal = jax.jit(
         lambda key, shape, dtype: (0.02 * jax.random.normal(key, shape, jnp.float32)).astype(dtype),

@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from tools.lab.kernel_lab.findings import LEFT_OUT, PASSED, Finding, Table, append, first_line
 from tools.lab.kernel_lab.kernel_cases import label
-from tools.lab.kernel_lab.parts import chosen
+from tools.lab.kernel_lab.parts import choose
 from tools.lab.kernel_lab.specs import Spec
 from tools.lab.kernel_lab.timing import num_layers
 
@@ -116,18 +116,18 @@ def fastest(spec: Spec, layers: int, device: str) -> tuple[float | None, str]:
         if device == "cpu"
         else ("FLASH_ATTENTION", "CUDNN_ATTENTION", "EFFICIENT_ATTENTION")
     )
-    found: dict[str, float] = {}
+    times: dict[str, float] = {}
     refused = []
     for name in names:
         try:
             with torch.no_grad(), sdpa_kernel([getattr(SDPBackend, name)]):
-                found[name] = seconds(spec, layers, device)
+                times[name] = seconds(spec, layers, device)
         except Exception as error:  # the backend does not take the call; the others go on
             refused.append(f"{name}: {first_line(error)}")
-    if not found:
+    if not times:
         return None, "; ".join(refused)
-    best = min(found, key=found.__getitem__)
-    return found[best], best
+    best = min(times, key=times.__getitem__)
+    return times[best], best
 
 
 def others() -> str:
@@ -169,22 +169,22 @@ def main(argv: list[str] | None = None) -> None:
     table = Table(
         "Attention over contiguous keys and values (torch)", ["spec", "us", "backend, or why not"]
     )
-    found: dict[str, float] = {}
-    for spec in chosen(arguments.specs):
+    seconds: dict[str, float] = {}
+    for spec in choose(arguments.specs):
         name = label(spec)
         taken, how = None, incomparable(spec)
         if not how:
             spec = spec.cut() if arguments.small else spec
             taken, how = fastest(spec, 2 if arguments.small else num_layers(spec), device)
         if taken is not None:
-            found[name] = taken
+            seconds[name] = taken
         table.rows.append([name, "-" if taken is None else f"{taken * 1e6:.1f}", how])
-    text = f"{len(found)} specs timed with torch {torch.__version__}"
-    status = PASSED if found else LEFT_OUT
+    text = f"{len(seconds)} specs timed with torch {torch.__version__}"
+    status = PASSED if seconds else LEFT_OUT
     append(
         arguments.to,
         Finding(
-            "contiguous", status, text, tables=[table], data={"seconds": {"contiguous": found}}
+            "contiguous", status, text, tables=[table], data={"seconds": {"contiguous": seconds}}
         ),
     )
 

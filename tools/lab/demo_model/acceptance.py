@@ -49,7 +49,7 @@ class Sample(NamedTuple):
     ends_B: np.ndarray  # the position after the last token of the text
 
 
-def held_out_samples(teacher: Teacher, tokenizer: Tokenizer, seed: int) -> list[Sample]:
+def make_samples(teacher: Teacher, tokenizer: Tokenizer, seed: int) -> list[Sample]:
     """Returns tales and novel-like text, greedy and at temperature 1."""
     rng = random.Random(seed)
     tale_prompts = [tales.tale(rng)[:60].rsplit(" ", 1)[0] for _ in range(ROWS)]
@@ -133,7 +133,7 @@ def eagle_ranks(
 
     Draft j of position t is pass j of position t - 1 + j.
     """
-    passes = eagle_head.unrolled(teacher, params, teacher(tokens_BT), tokens_BT, DRAFTS)
+    passes = eagle_head.unroll(teacher, params, teacher(tokens_BT), tokens_BT, DRAFTS)
     return _ranks_of_passes(
         [_whole(logits, token_map, teacher.spec.vocabulary) for logits in passes], tokens_BT
     )
@@ -141,7 +141,7 @@ def eagle_ranks(
 
 def mtp_ranks(teacher: Teacher, params: Params, tokens_BT: jax.Array) -> jax.Array:
     """Returns the same as `eagle_ranks`, for the MTP head."""
-    passes = mtp_head.unrolled(teacher, params, teacher(tokens_BT), tokens_BT, DRAFTS)
+    passes = mtp_head.unroll(teacher, params, teacher(tokens_BT), tokens_BT, DRAFTS)
     return _ranks_of_passes(passes, tokens_BT)
 
 
@@ -186,10 +186,10 @@ def measure(params: Params, ranks: Ranks, samples: list[Sample]) -> dict[str, An
         rank was right, by draft; the tree is searched with it.
     """
     compiled = jax.jit(ranks)
-    found = [np.asarray(compiled(params, sample.tokens_BT)) for sample in samples]
-    accuracies = _accuracies(found, samples)
+    logits = [np.asarray(compiled(params, sample.tokens_BT)) for sample in samples]
+    accuracies = _accuracies(logits, samples)
     tree, measured = best_tree(accuracies), {}
-    for sample, ranks_BTJ in zip(samples, found, strict=True):
+    for sample, ranks_BTJ in zip(samples, logits, strict=True):
         positions, chain = replay(ranks_BTJ == 0, sample)
         in_tree_BTJ = np.zeros(ranks_BTJ.shape, bool)
         for path in tree:
@@ -226,10 +226,10 @@ def share_of_new_4_grams(sample: Sample) -> float:
     return round(new / total, 2)
 
 
-def _accuracies(found: list[np.ndarray], samples: list[Sample]) -> list[list[float]]:
+def _accuracies(logits: list[np.ndarray], samples: list[Sample]) -> list[list[float]]:
     """Returns how often each rank was right, [J][rank], over all positions of all samples."""
     counts, places, place = np.zeros((DRAFTS, MEASURED_RANKS)), np.zeros(DRAFTS), np.arange(LENGTH)
-    for sample, ranks_BTJ in zip(samples, found, strict=True):
+    for sample, ranks_BTJ in zip(samples, logits, strict=True):
         for j in range(DRAFTS):
             within = (place >= sample.begins_B[:, None]) & (place + 1 + j < sample.ends_B[:, None])
             places[j] += within.sum()

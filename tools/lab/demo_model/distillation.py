@@ -53,7 +53,7 @@ def soft_cross_entropy(p_BTV: jax.Array, logits_BTV: jax.Array) -> jax.Array:
     return mass_BT * jax.nn.logsumexp(logits_BTV, -1) - (p_BTV * logits_BTV).sum(-1)
 
 
-def discounted(losses: list[jax.Array]) -> jax.Array:
+def discount(losses: list[jax.Array]) -> jax.Array:
     """Returns the mean loss of guesses one, two and more positions ahead.
 
     Each counts less than the one before it.

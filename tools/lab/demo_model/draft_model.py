@@ -8,7 +8,7 @@ import dataclasses
 import jax
 
 from tools.lab.demo_model.distillation import Teacher, soft_cross_entropy
-from tools.lab.demo_model.model import ModelSpec, Params, hidden_states, init_params
+from tools.lab.demo_model.model import ModelSpec, Params, init_params, last_hidden_states
 from tools.lab.demo_model.training import Objective
 
 
@@ -31,7 +31,7 @@ def first_params(teacher: Teacher, seed: int) -> Params:
 
 def logits(teacher: Teacher, params: Params, tokens_BT: jax.Array) -> jax.Array:
     """Returns the logits of the token after each token."""
-    return hidden_states(draft_spec(teacher.spec), params, tokens_BT) @ params["embed"].T
+    return last_hidden_states(draft_spec(teacher.spec), params, tokens_BT) @ params["embed"].T
 
 
 def objective(teacher: Teacher) -> Objective:

@@ -161,7 +161,7 @@ def train_drafters(
     tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
     text = own_text.write(teacher.spec, teacher.params, tokenizer, TEXT_TOKENS, seed)
     token_map = frequent_tokens(text, teacher.spec.vocabulary, FREQUENT)
-    samples = acceptance.held_out_samples(teacher, tokenizer, seed + 1)
+    samples = acceptance.make_samples(teacher, tokenizer, seed + 1)
     for name in names:
         drafter, recipe = make_drafter(name, teacher, token_map, seed), RECIPES[name]
         num_rows = recipe.text_tokens // teacher.spec.max_positions

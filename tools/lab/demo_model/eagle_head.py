@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from safetensors.numpy import save_file
 
-from tools.lab.demo_model.distillation import UNSURE, Seen, Teacher, discounted, soft_cross_entropy
+from tools.lab.demo_model.distillation import UNSURE, Seen, Teacher, discount, soft_cross_entropy
 from tools.lab.demo_model.exporting import LAYER_MODULES, llama_config, write_json
 from tools.lab.demo_model.model import (
     ModelSpec,
@@ -84,15 +84,15 @@ def mix(spec: ModelSpec, q_BTNH: jax.Array, past: list[tuple[jax.Array, jax.Arra
     back = jnp.arange(t)[:, None] - jnp.arange(t)
     first = jnp.where(back >= newest, jnp.einsum("btkgh,bskh->bkgts", q, past[0][0]), -1e30)
     moved = [[jnp.roll(x, newest - index, 1) for x in past[index]] for index in range(1, len(past))]
-    own = [jnp.einsum("btkgh,btkh->bkgt", q, k)[..., None] for k, _ in moved]
-    weights = jax.nn.softmax(jnp.concatenate([first, *own], -1), -1)
+    diagonals = [jnp.einsum("btkgh,btkh->bkgt", q, k)[..., None] for k, _ in moved]
+    weights = jax.nn.softmax(jnp.concatenate([first, *diagonals], -1), -1)
     mixed = jnp.einsum("bkgts,bskh->btkgh", weights[..., :t], past[0][1])
     for index, (_, v) in enumerate(moved):
         mixed = mixed + jnp.einsum("bkgt,btkh->btkgh", weights[..., t + index], v)
     return mixed.reshape(b, t, -1)
 
 
-def unrolled(
+def unroll(
     teacher: Teacher, params: Params, seen: Seen, tokens_BT: jax.Array, passes: int
 ) -> list[jax.Array]:
     """Returns logits over the frequent tokens for each of several passes over all positions.
@@ -136,8 +136,8 @@ def objective(teacher: Teacher, token_map: np.ndarray) -> Objective:
     def loss(params: Params, window_BT: jax.Array) -> jax.Array:
         seen = teacher(window_BT)
         p_BTV = jax.nn.softmax(seen.logits_BTV[:, 1:], -1)[..., token_map]
-        guesses = unrolled(teacher, params, seen, window_BT, UNROLLED)
-        return discounted(
+        guesses = unroll(teacher, params, seen, window_BT, UNROLLED)
+        return discount(
             [soft_cross_entropy(p_BTV, logits)[:, j:].mean() for j, logits in enumerate(guesses)]
         )
 

@@ -3,7 +3,7 @@
 import jax
 import numpy as np
 
-from tools.lab.demo_model.model import ModelSpec, Params, hidden_states, token_losses
+from tools.lab.demo_model.model import ModelSpec, Params, last_hidden_states, token_losses
 from tools.lab.demo_model.tokenizer import END_OF_TEXT_ID
 
 
@@ -29,7 +29,7 @@ def sample_text(
     This is slow, but simple and independent of jaxpage.
     """
     width = spec.max_positions // 2
-    forward = jax.jit(lambda p, ids, last: hidden_states(spec, p, ids)[0, last] @ p["embed"].T)
+    forward = jax.jit(lambda p, ids, last: last_hidden_states(spec, p, ids)[0, last] @ p["embed"].T)
     rng, ids = np.random.default_rng(seed), list(prompt)
     for _ in range(min(tokens, width - len(prompt))):
         padded = np.zeros((1, width), np.int32)

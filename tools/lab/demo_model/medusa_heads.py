@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from safetensors.numpy import save_file
 
-from tools.lab.demo_model.distillation import UNSURE, Teacher, discounted, soft_cross_entropy
+from tools.lab.demo_model.distillation import UNSURE, Teacher, discount, soft_cross_entropy
 from tools.lab.demo_model.exporting import write_json
 from tools.lab.demo_model.model import Params
 from tools.lab.demo_model.training import Objective
@@ -57,7 +57,7 @@ def objective(teacher: Teacher, token_map: np.ndarray) -> Objective:
         for head in range(HEADS):
             guesses = head_logits(params, head, seen.hidden_BTD[:, : -1 - head])
             losses.append(soft_cross_entropy(p_BTV[:, 1 + head :], guesses).mean())
-        return discounted(losses)
+        return discount(losses)
 
     return loss
 

@@ -148,7 +148,7 @@ def residual_streams(spec: ModelSpec, params: Params, tokens_BT: jax.Array) -> l
     return streams
 
 
-def hidden_states(spec: ModelSpec, params: Params, tokens_BT: jax.Array) -> jax.Array:
+def last_hidden_states(spec: ModelSpec, params: Params, tokens_BT: jax.Array) -> jax.Array:
     """Returns the normed output of the last layer, which the tied embedding turns into logits."""
     return rms_norm(
         residual_streams(spec, params, tokens_BT)[-1], params["norm"], spec.norm_epsilon
@@ -159,7 +159,7 @@ def token_losses(
     spec: ModelSpec, params: Params, tokens_BT: jax.Array, targets_BT: jax.Array
 ) -> jax.Array:
     """Returns the cross-entropy of each target in nats."""
-    logits = hidden_states(spec, params, tokens_BT) @ params["embed"].T
+    logits = last_hidden_states(spec, params, tokens_BT) @ params["embed"].T
     chosen = jnp.take_along_axis(logits, targets_BT[..., None], -1)[..., 0]
     return jax.nn.logsumexp(logits, -1) - chosen
 

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from safetensors.flax import load_file, save_file
 
-from tools.lab.demo_model.distillation import UNSURE, Seen, Teacher, discounted, soft_cross_entropy
+from tools.lab.demo_model.distillation import UNSURE, Seen, Teacher, discount, soft_cross_entropy
 from tools.lab.demo_model.eagle_head import mix
 from tools.lab.demo_model.exporting import LAYER_MODULES, write_json
 from tools.lab.demo_model.model import (
@@ -56,7 +56,7 @@ def first_params(teacher: Teacher, seed: int) -> Params:
     }
 
 
-def unrolled(
+def unroll(
     teacher: Teacher, params: Params, seen: Seen, tokens_BT: jax.Array, passes: int
 ) -> list[jax.Array]:
     """Returns logits for each of several passes over all positions; see `eagle_head.unrolled`."""
@@ -90,8 +90,8 @@ def objective(teacher: Teacher) -> Objective:
     def loss(params: Params, window_BT: jax.Array) -> jax.Array:
         seen = teacher(window_BT)
         p_BTV = jax.nn.softmax(seen.logits_BTV[:, 1:], -1)
-        guesses = unrolled(teacher, params, seen, window_BT, UNROLLED)
-        return discounted(
+        guesses = unroll(teacher, params, seen, window_BT, UNROLLED)
+        return discount(
             [soft_cross_entropy(p_BTV, logits)[:, j:].mean() for j, logits in enumerate(guesses)]
         )
 

@@ -194,16 +194,16 @@ class RowMaker:
             segments += [0 if is_conversation else number] * length
             places += range(len(tokens) - len(answer_ids) - 1, len(tokens) - 1)
         answers = [tokens[place + 1] for place in places]
-        tokens_T = _padded(tokens, ROW_LENGTH)
+        tokens_T = _pad(tokens, ROW_LENGTH)
         is_image = tokens_T == self.image_id
         return Rows(
             seen.pixels,
             tokens_T,
-            _padded(positions, ROW_LENGTH),
-            _padded(segments, ROW_LENGTH, -1),
+            _pad(positions, ROW_LENGTH),
+            _pad(segments, ROW_LENGTH, -1),
             np.where(is_image, np.cumsum(is_image) - 1, -1).astype(np.int32),
-            _padded(places, ANSWERS_LENGTH),
-            _padded(answers, ANSWERS_LENGTH, -1),
+            _pad(places, ANSWERS_LENGTH),
+            _pad(answers, ANSWERS_LENGTH, -1),
             seen.cells,
         )
 
@@ -220,7 +220,7 @@ def random_size(rng: np.random.Generator) -> tuple[int, int]:
     return width, height
 
 
-def _padded(values: Sequence[int], length: int, value: int = 0) -> np.ndarray:
+def _pad(values: Sequence[int], length: int, value: int = 0) -> np.ndarray:
     return np.array([*values, *[value] * (length - len(values))], np.int32)
 
 

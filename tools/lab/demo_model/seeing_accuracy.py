@@ -36,7 +36,7 @@ class Accuracy(NamedTuple):
         )
 
 
-def held_out_questions(rng: np.random.Generator, count: int) -> list[tuple[Scene, Question]]:
+def make_questions(rng: np.random.Generator, count: int) -> list[tuple[Scene, Question]]:
     """Returns questions about new scenes, each kind as often as the others.
 
     Args:

@@ -114,8 +114,8 @@ def model_card(facts: Facts) -> str:
         plan=facts.plan,
         parameters=sum(int(np.prod(value.shape)) for value in facts.parameters.values()),
         shuffle=facts.spec.shuffle**2,
-        colours=_listed(list(COLOURS), "and"),
-        backgrounds=_listed(list(BACKGROUNDS), "or"),
+        colours=_join_words(list(COLOURS), "and"),
+        backgrounds=_join_words(list(BACKGROUNDS), "or"),
         steps=facts.run.step,
         batch=facts.batch,
         minutes=facts.run.seconds / 60,
@@ -129,5 +129,5 @@ def model_card(facts: Facts) -> str:
     )
 
 
-def _listed(words: list[str], joined_by: str) -> str:
+def _join_words(words: list[str], joined_by: str) -> str:
     return f"{', '.join(words[:-1])} {joined_by} {words[-1]}"

@@ -75,7 +75,7 @@ def idefics_config(spec: SeeingSpec, tokenizer: Tokenizer) -> dict[str, object]:
     }
 
 
-def exported(params: Params) -> Params:
+def export(params: Params) -> Params:
     """Returns the parameters that belong to the model; one serves training alone."""
     return {name: value for name, value in params.items() if name != CELLS}
 
@@ -83,7 +83,7 @@ def exported(params: Params) -> Params:
 def export_seeing(spec: SeeingSpec, params: Params, tokenizer: Tokenizer, directory: Path) -> None:
     """Writes config.json, generation_config.json and model.safetensors."""
     tensors = {}
-    for name, value in exported(params).items():
+    for name, value in export(params).items():
         stored = value.T if name.endswith("_proj") else value
         if name == "patch_proj":
             stored = stored.reshape(-1, 3, spec.patch_size, spec.patch_size)
@@ -114,7 +114,7 @@ def import_seeing(directory: Path) -> tuple[SeeingSpec, Params]:
     )
     stored = load_file(directory / "model.safetensors")
     params = {}
-    for name in exported(init_seeing(spec, jax.random.key(0))):
+    for name in export(init_seeing(spec, jax.random.key(0))):
         value = stored[checkpoint_name(name)].astype(jnp.float32)
         if name == "patch_proj":
             value = value.reshape(value.shape[0], -1)

@@ -56,11 +56,11 @@ class Check:
             else []
         )
         made += [self.part("stability", name, needs_s=60, limit_s=240) for name in kernels]
-        rest = [name for name in self.backends if name not in KERNEL_BACKENDS]
-        made += [self.part("parity", name, needs_s=40, limit_s=200) for name in rest]
+        others = [name for name in self.backends if name not in KERNEL_BACKENDS]
+        made += [self.part("parity", name, needs_s=40, limit_s=200) for name in others]
         made += [
             self.part("stability", name, needs_s=40, limit_s=200)
-            for name in rest
+            for name in others
             if name != DEFINITION
         ]
         if not self.interpret:
@@ -166,13 +166,13 @@ class Check:
     def run(
         self,
         *,
-        found: Callable[[Finding], None] = lambda _: None,
+        on_finding: Callable[[Finding], None] = lambda _: None,
         ended: Callable[[str, str], None] = lambda *_: None,
     ) -> list[Finding]:
         """Runs the parts; stops after the environment where there is no GPU.
 
         Args:
-            found: Called with each finding.
+            on_finding: Called with each finding.
             ended: Called with the name of each part and its verdict.
 
         Returns:
@@ -183,17 +183,19 @@ class Check:
 
         def report(_: Child, finding: Finding) -> None:
             findings.append(finding)
-            found(finding)
+            on_finding(finding)
 
-        def done(child: Child, new: list[Finding]) -> None:
+        def note_end(child: Child, new: list[Finding]) -> None:
             if not new:
                 new = [nothing(child)]
                 report(child, *new)
             ended(child.name, worst(new))
 
-        run_all([self.environment()], deadline=deadline, jobs=1, done=done, found=report)
+        run_all([self.environment()], deadline=deadline, jobs=1, done=note_end, on_finding=report)
         if self.interpret or has_gpu(findings):
-            run_all(self.children(), deadline=deadline, jobs=self.jobs, done=done, found=report)
+            run_all(
+                self.children(), deadline=deadline, jobs=self.jobs, done=note_end, on_finding=report
+            )
         if tables := bench_tables(findings, small=self.interpret):
             report(self.environment(), Finding("bench", PASSED, "all kernel sets", tables=tables))
         return findings

@@ -64,7 +64,7 @@ def run_all(
     deadline: float,
     jobs: int,
     done: Callable[[Child, list[Finding]], None],
-    found: Callable[[Child, Finding], None] = lambda *_: None,
+    on_finding: Callable[[Child, Finding], None] = lambda *_: None,
     clock: Callable[[], float] = time.monotonic,
 ) -> None:
     """Runs children in their order, up to `jobs` at once.
@@ -76,40 +76,40 @@ def run_all(
         deadline: The time of `clock` when all are stopped.
         jobs: The most processes at once.
         done: Called with all findings of a child when it has ended.
-        found: Called with each finding as soon as its child has written it.
+        on_finding: Called with each finding as soon as its child has written it.
         clock: Returns the time.
     """
     waiting = list(children)
     running: list[_Running] = []
     try:
         while waiting or running:
-            for one in list(running):
-                ending = _ending(one, deadline, clock())
+            for each in list(running):
+                ending = _ending(each, deadline, clock())
                 for finding in ending or []:
-                    append(one.child.to, finding)
-                for finding in _news(one):
-                    found(one.child, finding)
+                    append(each.child.to, finding)
+                for finding in _news(each):
+                    on_finding(each.child, finding)
                 if ending is not None:
-                    running.remove(one)
-                    done(one.child, read(one.child.to))
+                    running.remove(each)
+                    done(each.child, read(each.child.to))
             while waiting and _may_start(waiting[0], running, jobs):
                 child = waiting.pop(0)
                 left = deadline - clock()
                 if left < child.needs_s:
                     text = f"{max(0, left):.0f} s were left, and it may need {child.needs_s:.0f}"
                     finding = Finding(child.name, LEFT_OUT, text)
-                    found(child, finding)
+                    on_finding(child, finding)
                     done(child, [finding])
                 else:
                     running.append(_Running(child, _start(child), clock()))
             time.sleep(POLL_S)
     finally:
-        for one in running:
-            _stop(one.process)
+        for each in running:
+            _stop(each.process)
 
 
 def _may_start(child: Child, running: Sequence[_Running], jobs: int) -> bool:
-    if child.alone or any(one.child.alone for one in running):
+    if child.alone or any(each.child.alone for each in running):
         return not running
     return len(running) < jobs
 
@@ -126,39 +126,39 @@ def _start(child: Child) -> subprocess.Popen[bytes]:
         )
 
 
-def _ending(one: _Running, deadline: float, now: float) -> list[Finding] | None:
+def _ending(running: _Running, deadline: float, now: float) -> list[Finding] | None:
     """Returns None while the child runs, else findings about a bad end."""
-    status = one.process.poll()
-    name, elapsed = one.child.name, now - one.began
+    status = running.process.poll()
+    name, elapsed = running.child.name, now - running.began
     if status is None:
-        if now < deadline and elapsed < one.child.limit_s:
+        if now < deadline and elapsed < running.child.limit_s:
             return None
-        _stop(one.process)
-        if now >= deadline and elapsed < one.child.limit_s:
+        _stop(running.process)
+        if now >= deadline and elapsed < running.child.limit_s:
             return [Finding(name, LEFT_OUT, f"stopped after {elapsed:.0f} s: time is up")]
         return [
             Finding(
                 name,
                 FAILED,
                 f"stopped after {elapsed:.0f} s: it hangs, or is far too slow",
-                data=_tail(one.child),
+                data=_tail(running.child),
             )
         ]
-    _stop(one.process)  # a process that it started and left would keep the GPU busy
+    _stop(running.process)  # a process that it started and left would keep the GPU busy
     if status == 0:
         return []
     how = f"exit status {status}" if status > 0 else signal.Signals(-status).name
-    return [Finding(name, FAILED, f"its process ended with {how}", data=_tail(one.child))]
+    return [Finding(name, FAILED, f"its process ended with {how}", data=_tail(running.child))]
 
 
-def _news(one: _Running) -> list[Finding]:
+def _news(running: _Running) -> list[Finding]:
     """Returns the findings that the child has written since the last call."""
-    num_bytes = one.child.to.stat().st_size if one.child.to.exists() else 0
-    if num_bytes == one.num_bytes:
+    num_bytes = running.child.to.stat().st_size if running.child.to.exists() else 0
+    if num_bytes == running.num_bytes:
         return []
-    written = read(one.child.to)
-    news = written[one.num_found :]
-    one.num_bytes, one.num_found = num_bytes, len(written)
+    written = read(running.child.to)
+    news = written[running.num_found :]
+    running.num_bytes, running.num_found = num_bytes, len(written)
     return news
 
 

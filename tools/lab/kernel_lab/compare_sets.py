@@ -50,8 +50,8 @@ class Row:
         """Returns the row that `as_data` wrote; in small its spec is the named one, cut."""
         spec = next(spec for spec in SPECS if label(spec) == data["spec"])
         timed = Timing(**data["timing"]) if "timing" in data else None
-        kept = {name: data[name] for name in ("backend", "seconds", "note", "failed")}
-        return cls(spec.cut() if small else spec, timing=timed, **kept)
+        fields = {name: data[name] for name in ("backend", "seconds", "note", "failed")}
+        return cls(spec.cut() if small else spec, timing=timed, **fields)
 
     def as_data(self, ceilings: Ceilings) -> dict[str, Any]:
         """Returns the row as plain data, with what it reaches."""
@@ -205,9 +205,9 @@ def table(
             made.rows.append([label(row.spec), row.backend, *["-"] * (6 + len(others)), row.note])
             continue
         xla = [
-            one.seconds
-            for one in rows
-            if one.spec == row.spec and one.backend in XLA_BACKENDS and one.seconds
+            each.seconds
+            for each in rows
+            if each.spec == row.spec and each.backend in XLA_BACKENDS and each.seconds
         ]
         ratios = [
             min(xla) if xla else None,

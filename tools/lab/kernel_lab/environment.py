@@ -22,7 +22,7 @@ _BUSY_S = 10.0  # the longest wait for processes that were killed to leave the G
 def describe() -> dict[str, str]:
     """Returns names and values as texts; asking JAX for its device starts JAX."""
     device = jax.devices()[0]
-    found = {
+    facts = {
         "device": device.device_kind,
         "platform": device.platform,
         "jax": jax.__version__,
@@ -42,10 +42,10 @@ def describe() -> dict[str, str]:
         "jax-cuda12-plugin",
     ):
         try:
-            found[name] = metadata.version(name)
+            facts[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
-            found[name] = "not there"
-    return found | _nvidia_smi()
+            facts[name] = "not there"
+    return facts | _nvidia_smi()
 
 
 def commit() -> str:
@@ -56,7 +56,7 @@ def commit() -> str:
 
 def _nvidia_smi() -> dict[str, str]:
     values = _output(["nvidia-smi", f"--query-gpu={_FIELDS}", "--format=csv,noheader"]).splitlines()
-    found = (
+    processors = (
         dict(
             zip(_FIELDS.split(","), (value.strip() for value in values[0].split(",")), strict=False)
         )
@@ -64,9 +64,10 @@ def _nvidia_smi() -> dict[str, str]:
         else {}
     )
     if cuda := re.search(r"CUDA Version:\s*([\d.]+)", _output(["nvidia-smi"])):
-        found["driver's CUDA"] = cuda[1]
+        processors["driver's CUDA"] = cuda[1]
     return {
-        f"nvidia-smi {name}" if name == "name" else name: value for name, value in found.items()
+        f"nvidia-smi {name}" if name == "name" else name: value
+        for name, value in processors.items()
     }
 
 

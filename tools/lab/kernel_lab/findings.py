@@ -85,7 +85,7 @@ class LeftOut(Exception):
     """Says that a check cannot be done here, and why; this is no failure."""
 
 
-def judged(check: str, run: Callable[[], Finding]) -> Finding:
+def judge(check: str, run: Callable[[], Finding]) -> Finding:
     """Runs a check so that an exception does not stop the others.
 
     LeftOut leaves the check out. Any other exception is a failure with its traceback in `data`.
@@ -128,7 +128,7 @@ def read(path: Path) -> list[Finding]:
     Raises:
         ValueError: A line is JSON but no finding.
     """
-    found = []
+    findings = []
     for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
         try:
             plain = json.loads(line)
@@ -136,8 +136,10 @@ def read(path: Path) -> list[Finding]:
             continue
         if not isinstance(plain, dict) or not isinstance(plain.get("tables"), list):
             raise ValueError(f"{path} holds what is no finding: {line[:80]}")
-        found.append(Finding(**{**plain, "tables": [Table(**table) for table in plain["tables"]]}))
-    return found
+        findings.append(
+            Finding(**{**plain, "tables": [Table(**table) for table in plain["tables"]]})
+        )
+    return findings
 
 
 def worst(findings: Sequence[Finding]) -> str:

@@ -46,26 +46,26 @@ def table(
         fastest.setdefault(label(row.spec), row)
     for name, row in fastest.items():
         seconds, needed = row.seconds or 1.0, work(row.spec)
-        found: list[tuple[str, float, float, bool]] = []
+        goals: list[tuple[str, float, float, bool]] = []
         if _decode(row) and row.spec.sliding_window is None:
             reached = needed.num_bytes / seconds / ceilings.bandwidth
-            found.append(("share of measured bandwidth", reached, BANDWIDTH, reached >= BANDWIDTH))
+            goals.append(("share of measured bandwidth", reached, BANDWIDTH, reached >= BANDWIDTH))
             if contiguous and name in contiguous:
                 ratio = seconds / contiguous[name]
-                found.append(
+                goals.append(
                     ("time against contiguous attention", ratio, CONTIGUOUS, ratio <= CONTIGUOUS)
                 )
         if row.spec.max_query_len >= CHUNK:
             reached = needed.flops / seconds / ceilings.matmul
-            found.append(("share of measured matmul", reached, MATMUL, reached >= MATMUL))
-        for goal, reached, goal_value, met in found:
+            goals.append(("share of measured matmul", reached, MATMUL, reached >= MATMUL))
+        for goal, reached, expected, met in goals:
             made.rows.append(
                 [
                     goal,
                     name,
                     row.backend,
                     f"{reached:.3f}",
-                    f"{goal_value:.2f}",
+                    f"{expected:.2f}",
                     "yes" if met else "no",
                 ]
             )

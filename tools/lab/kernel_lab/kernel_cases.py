@@ -214,7 +214,7 @@ def make_case(
     step, num_blocks = make_step(spec, seed=seed, padding=padding)
     shape = (num_blocks, spec.block_size, spec.num_kv_heads, spec.head_dim)
     rng = np.random.default_rng([seed, 1])
-    seen_PS = seen_slots(spec, np.asarray(step.block_table_BM), num_blocks) if poison else None
+    seen_PS = slots_in_sight(spec, np.asarray(step.block_table_BM), num_blocks) if poison else None
     if math.prod(shape) <= HOST_ELEMENTS:
         made = tuple(_host_pages(rng, shape, spec.page_dtype, seen_PS) for _ in range(layers))
     elif poison:
@@ -237,7 +237,7 @@ def make_case(
     return Case(spec=spec, q_TNH=q_TNH, step=step, layers=made, logit_softcap=logit_softcap)
 
 
-def seen_slots(spec: Spec, table_BM: np.ndarray, num_blocks: int) -> np.ndarray:
+def slots_in_sight(spec: Spec, table_BM: np.ndarray, num_blocks: int) -> np.ndarray:
     """Returns [P, S]: whether some query token sees the slot."""
     seen_PS = np.zeros((num_blocks, spec.block_size), bool)
     for row, context in enumerate(spec.contexts):
@@ -257,15 +257,15 @@ def _host_pages(
     arrays: list[Any] = []
     for _ in range(2):
         pages = jnp.asarray(rng.standard_normal(shape, np.float32))
-        kept, scale = _quantized(pages, page_dtype) if is_quantized(page_dtype) else (pages, None)
+        stored, scale = _quantized(pages, page_dtype) if is_quantized(page_dtype) else (pages, None)
         if seen_PS is not None:
-            spoiled = np.array(kept if scale is None else scale)
+            spoiled = np.array(stored if scale is None else scale)
             spoiled[~seen_PS] = np.nan
-            kept, scale = (
-                (jnp.asarray(spoiled), None) if scale is None else (kept, jnp.asarray(spoiled))
+            stored, scale = (
+                (jnp.asarray(spoiled), None) if scale is None else (stored, jnp.asarray(spoiled))
             )
         arrays.append(
-            (kept if is_quantized(page_dtype) else kept.astype(jnp.dtype(page_dtype)), scale)
+            (stored if is_quantized(page_dtype) else stored.astype(jnp.dtype(page_dtype)), scale)
         )
     (k_pages, k_scale), (v_pages, v_scale) = arrays
     return Pages(k_pages, v_pages, k_scale, v_scale)

@@ -22,12 +22,12 @@ NUM_MATMULS = 10
 
 
 @jax.jit
-def _copied(x: jax.Array) -> jax.Array:
+def _copy(x: jax.Array) -> jax.Array:
     return x + 1
 
 
 @jax.jit
-def _summed(x: jax.Array) -> jax.Array:
+def _sum(x: jax.Array) -> jax.Array:
     return jnp.sum(x, dtype=jnp.int32)
 
 
@@ -50,12 +50,12 @@ def measure(
 
     def copies() -> jax.Array:
         for _ in range(NUM_COPIES):
-            last = _copied(x)
+            last = _copy(x)
         return last
 
     def sums() -> jax.Array:
         for _ in range(NUM_COPIES):
-            last = _summed(x)
+            last = _sum(x)
         return last
 
     copied = median_of_rounds(copies, NUM_COPIES, rounds=rounds)

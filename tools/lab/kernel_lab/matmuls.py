@@ -26,7 +26,7 @@ from tools.lab.kernel_lab.findings import (
     Finding,
     Table,
     first_line,
-    judged,
+    judge,
 )
 from tools.lab.kernel_lab.specs import MATMULS, MatmulSpec
 from tools.lab.kernel_lab.timing import median_of_rounds
@@ -142,13 +142,11 @@ def findings(
     for spec in specs(small):
         name = f"products: {spec.name}"
         if time.monotonic() < end:
-            yield judged(name, functools.partial(parity, spec, in_float32))
+            yield judge(name, functools.partial(parity, spec, in_float32))
         else:
             yield Finding(name, LEFT_OUT, f"{seconds:.0f} s are used up")
     if time.monotonic() < end:
-        yield judged(
-            "products: timings", lambda: timings(multiply, measure(), small=small, end=end)
-        )
+        yield judge("products: timings", lambda: timings(multiply, measure(), small=small, end=end))
     else:
         yield Finding("products: timings", LEFT_OUT, f"{seconds:.0f} s are used up")
 
@@ -206,10 +204,10 @@ def seconds(multiply: Callable[..., jax.Array], spec: MatmulSpec, small: bool) -
     count_E = jnp.asarray(counts(spec), jnp.int32)
 
     def one(x_PI: jax.Array, arrays: list[Any], index: int) -> jax.Array:
-        own = arrays[index]
+        array = arrays[index]
         if spec.code is None:
-            return multiply(x_PI, own, count_E)
-        values, scale, zero = own
+            return multiply(x_PI, array, count_E)
+        values, scale, zero = array
         return multiply(
             x_PI, QuantizedWeight(values, scale, zero, spec.code, spec.group_size), count_E
         )
@@ -224,7 +222,9 @@ def dense_seconds(spec: MatmulSpec, small: bool) -> float:
     return _seconds(lambda x, w, index: jnp.einsum("TI,OI->TO", x, w[index]), spec, weights, small)
 
 
-def _seconds(one: Callable[..., jax.Array], spec: MatmulSpec, weights: Any, small: bool) -> float:
+def _seconds(
+    matmul: Callable[..., jax.Array], spec: MatmulSpec, weights: Any, small: bool
+) -> float:
     x_PI = jax.random.normal(jax.random.key(2), (spec.num_rows, spec.num_in), jnp.dtype(spec.dtype))
     turns = 1 if small else NUM_CALLS // NUM_WEIGHTS
 
@@ -233,7 +233,7 @@ def _seconds(one: Callable[..., jax.Array], spec: MatmulSpec, weights: Any, smal
             for index in range(NUM_WEIGHTS):
                 # Each product waits for the one before.
                 x, out_PO = jax.lax.optimization_barrier((x_PI, out_PO))
-                out_PO = one(x, weights, index).astype(out_PO.dtype)
+                out_PO = matmul(x, weights, index).astype(out_PO.dtype)
             return out_PO
 
         return jax.lax.fori_loop(

@@ -22,7 +22,7 @@ from pallas_kernels.quantized_matmul import batch_invariant_matmul
 from pallas_kernels.quantized_weight import QuantizedWeight
 from pallas_kernels.sets import SETS
 from tools.lab.kernel_lab import specs
-from tools.lab.kernel_lab.findings import LEFT_OUT, Finding, judged
+from tools.lab.kernel_lab.findings import LEFT_OUT, Finding, judge
 from tools.lab.kernel_lab.kernel_cases import make_case
 from tools.lab.kernel_lab.matmuls import make_weight
 from tools.lab.kernel_lab.specs import MatmulSpec, Spec
@@ -59,10 +59,10 @@ def findings(*, interpret: bool, small: bool, seconds: float) -> Iterator[Findin
     """
     end = time.monotonic() + seconds - LAST_S
 
-    def judge(name: str, measure: Callable[[], Outcomes]) -> Finding:
+    def judge_in_time(name: str, measure: Callable[[], Outcomes]) -> Finding:
         if time.monotonic() >= end:
             return Finding(name, LEFT_OUT, f"{seconds:.0f} s are used up")
-        return judged(name, lambda: compare(name, measure(), promised=not interpret))
+        return judge(name, lambda: compare(name, measure(), promised=not interpret))
 
     base = specs.find("llama-3-8b decode 64 ragged")
     for name, fields in ATTENTION.items():
@@ -71,13 +71,13 @@ def findings(*, interpret: bool, small: bool, seconds: float) -> Iterator[Findin
             spec = spec.cut(rows=2, context=70, queries=20)
         values = LATENT if name == "latents" else None
         attend = functools.partial(attention, spec, values, interpret=interpret)
-        yield judge(f"one order: attention, {name}", attend)
+        yield judge_in_time(f"one order: attention, {name}", attend)
     for name, matmul in MATMULS.items():
         counts = (FEW, 17) if small else (FEW, 16, 64, 300, 2048)
         weight = matmul.cut() if small else matmul
         multiply = functools.partial(matmuls, weight, counts, interpret=interpret)
-        yield judge(f"one order: product, {name}", multiply)
-    yield judge("one order: norm", functools.partial(norms, interpret=interpret))
+        yield judge_in_time(f"one order: product, {name}", multiply)
+    yield judge_in_time("one order: norm", functools.partial(norms, interpret=interpret))
 
 
 def attention(spec: Spec, value_width: int | None, *, interpret: bool) -> Outcomes:

@@ -23,7 +23,7 @@ from tools.lab.kernel_lab.findings import (
     LeftOut,
     Table,
     first_line,
-    judged,
+    judge,
 )
 from tools.lab.kernel_lab.kernel_cases import Pages, make_case
 from tools.lab.kernel_lab.specs import Spec
@@ -59,7 +59,7 @@ def _new(spec: Spec, num_tokens: int, num_slots: int) -> tuple[jax.Array, jax.Ar
     return k_TKH, v_TKH, jnp.asarray(slots_T, jnp.int32)
 
 
-def written(pages: Pages, new: tuple[jax.Array, ...], **options: Any) -> Pages:
+def write(pages: Pages, new: tuple[jax.Array, ...], **options: Any) -> Pages:
     """Writes new keys and values into the pages."""
     k_TKH, v_TKH, slots_T = new
     options |= {} if pages.k_scale is None else {"k_scale": pages.k_scale, "v_scale": pages.v_scale}
@@ -71,27 +71,27 @@ def bits(tree: Any) -> list[bytes]:
     return [np.asarray(array).tobytes() for array in jax.tree.leaves(tree)]
 
 
-def check(name: str, run: Callable[..., Any], pages: Any, *rest: Any, interpret: bool) -> Finding:
+def check(name: str, run: Callable[..., Any], pages: Any, *others: Any, interpret: bool) -> Finding:
     """Compares the kernels' results with the definition's.
 
     The pages are donated, as in the engine.
 
     Args:
         name: The check's name.
-        run: Takes the pages, `rest`, `backend` and `interpret`, and returns the new pages.
+        run: Takes the pages, `others`, `backend` and `interpret`, and returns the new pages.
         pages: The pages before the call.
-        *rest: The other arguments of `run`.
+        *others: The other arguments of `run`.
         interpret: Kernels are interpreted.
     """
     results = {}
     for backend in (DEFINITION, *KERNELS):
 
-        def call(pages: Pages, *rest: Any, backend: str = backend) -> Any:
-            return run(pages, *rest, backend=backend, interpret=interpret and backend in KERNELS)
+        def call(pages: Pages, *others: Any, backend: str = backend) -> Any:
+            return run(pages, *others, backend=backend, interpret=interpret and backend in KERNELS)
 
         donated = jax.tree.map(jnp.copy, pages)
         try:
-            results[backend] = bits(jax.jit(call, donate_argnums=0)(donated, *rest))
+            results[backend] = bits(jax.jit(call, donate_argnums=0)(donated, *others))
         except NotImplementedError as refusal:
             raise LeftOut(str(refusal)) from refusal
     same = all(result == results[DEFINITION] for result in results.values())
@@ -110,16 +110,16 @@ def findings(
         spec = _pool(page_dtype, small)
         for num_tokens in (7,) if small else (1, 64, 2000):
             name = f"write_kv {page_dtype} {num_tokens} tokens"
-            yield judged(name, functools.partial(_write, name, spec, num_tokens, interpret))
+            yield judge(name, functools.partial(_write, name, spec, num_tokens, interpret))
         for name, run in MOVES.items():
             name = f"{name} {page_dtype}"
-            yield judged(name, functools.partial(_moved, name, run, spec, interpret))
+            yield judge(name, functools.partial(_move, name, run, spec, interpret))
 
 
 def _write(name: str, spec: Spec, num_tokens: int, interpret: bool) -> Finding:
     pages = make_case(spec).layers[0]
     num_slots = pages.k_pages.shape[0] * pages.k_pages.shape[1]
-    return check(name, written, pages, _new(spec, num_tokens, num_slots), interpret=interpret)
+    return check(name, write, pages, _new(spec, num_tokens, num_slots), interpret=interpret)
 
 
 def _pairs(count: int, minimum: int, seed: int) -> tuple[jax.Array, jax.Array]:
@@ -148,18 +148,18 @@ def _there_and_back(pages: Any, pair: tuple[jax.Array, jax.Array], **options: An
     return scatter_blocks(pages, pair[1], contents, **options), contents
 
 
-def _copied(pages: Any, pair: tuple[jax.Array, jax.Array], **options: Any) -> Any:
+def _copy(pages: Any, pair: tuple[jax.Array, jax.Array], **options: Any) -> Any:
     return copy_blocks(pages, *pair, **options)
 
 
-def _copied_slots(pages: Any, pair: tuple[jax.Array, jax.Array], **options: Any) -> Any:
+def _copy_slots(pages: Any, pair: tuple[jax.Array, jax.Array], **options: Any) -> Any:
     return copy_slots(pages, *pair, **options)
 
 
-def _moved(name: str, run: Callable[..., Any], spec: Spec, interpret: bool) -> Finding:
+def _move(name: str, run: Callable[..., Any], spec: Spec, interpret: bool) -> Finding:
     layers = make_case(spec, layers=2).layers
     num_blocks = layers[0].k_pages.shape[0]
-    slots = run is _copied_slots
+    slots = run is _copy_slots
     pair = (
         _pairs(num_blocks * spec.block_size, spec.block_size, 6)
         if slots
@@ -168,25 +168,25 @@ def _moved(name: str, run: Callable[..., Any], spec: Spec, interpret: bool) -> F
     return check(name, run, layers, pair, interpret=interpret)
 
 
-MOVES = {"copy_blocks": _copied, "copy_slots": _copied_slots, "gather and scatter": _there_and_back}
+MOVES = {"copy_blocks": _copy, "copy_slots": _copy_slots, "gather and scatter": _there_and_back}
 
 
-def _seconds(run: Callable[..., Any], pages: Any, rest: Any, num_calls: int) -> float:
+def _seconds(run: Callable[..., Any], pages: Any, others: Any, num_calls: int) -> float:
     """Times one call among many in a program that carries the pages in place."""
 
-    def program(pages: Any, rest: Any) -> Any:
+    def program(pages: Any, others: Any) -> Any:
         def turn(index: jax.Array, pages: Any) -> Any:
             # The barrier keeps XLA from preparing anything once for all turns.
-            _, now = jax.lax.optimization_barrier((index, rest))
+            _, now = jax.lax.optimization_barrier((index, others))
             return run(pages, now)
 
         return jax.lax.fori_loop(0, num_calls, turn, pages)
 
-    compiled = jax.jit(program, donate_argnums=0).lower(pages, rest).compile()
+    compiled = jax.jit(program, donate_argnums=0).lower(pages, others).compile()
     held = [jax.tree.map(jnp.copy, pages)]
 
     def once() -> Any:
-        held[0] = compiled(held[0], rest)
+        held[0] = compiled(held[0], others)
         return held[0]
 
     return median_of_rounds(once, num_calls).seconds
@@ -215,7 +215,7 @@ def timings(ceilings: Ceilings | None, *, interpret: bool, small: bool) -> Findi
         work: list[tuple[str, Callable[..., Any], Any, Any, int]] = [
             (
                 f"write_kv {n} x {page_dtype}",
-                written,
+                write,
                 layers[0],
                 _new(spec, n, num_slots),
                 n * (slot_bytes + new_bytes),
@@ -226,17 +226,17 @@ def timings(ceilings: Ceilings | None, *, interpret: bool, small: bool) -> Findi
         work.append(
             (
                 f"copy_blocks {count} x {len(layers)} layers {page_dtype}",
-                _copied,
+                _copy,
                 layers,
                 blocks,
                 moved_bytes,
             )
         )
-        for name, run, pages, rest, num_bytes in work:
+        for name, run, pages, others, num_bytes in work:
             for backend in (DEFINITION, *KERNELS):
                 options = {"backend": backend, "interpret": interpret and backend in KERNELS}
                 try:
-                    seconds = _seconds(functools.partial(run, **options), pages, rest, num_calls)
+                    seconds = _seconds(functools.partial(run, **options), pages, others, num_calls)
                 except Exception as error:  # the row reports it
                     failed |= not isinstance(error, NotImplementedError)
                     table.rows.append([name, backend, "-", "-", first_line(error)])

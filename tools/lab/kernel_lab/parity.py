@@ -18,7 +18,7 @@ import jax
 import numpy as np
 
 from tools.lab.kernel_lab import oracle, specs
-from tools.lab.kernel_lab.findings import FAILED, PASSED, Finding, LeftOut, judged
+from tools.lab.kernel_lab.findings import FAILED, PASSED, Finding, LeftOut, judge
 from tools.lab.kernel_lab.kernel_cases import Case, make_case
 from tools.lab.kernel_lab.specs import Spec
 
@@ -184,7 +184,7 @@ def check(backend: str, trial: Trial, run: Run) -> Finding:
         raise LeftOut(str(refusal)) from refusal
     want_TNH, size_TNH = oracle.attention(case)
     tolerance = TOLERANCE[trial.spec.dtype]
-    error, problems = compared(got_TNH, want_TNH, size_TNH)
+    error, problems = compare(got_TNH, want_TNH, size_TNH)
     if error > tolerance:
         problems.append(f"error {error:.2e} is more than {tolerance:.0e}")
     data = {"error": error, "tolerance": tolerance, "backend": backend, "trial": trial.spec.name}
@@ -192,7 +192,7 @@ def check(backend: str, trial: Trial, run: Run) -> Finding:
     return Finding(name, FAILED if problems else PASSED, summary, data=data)
 
 
-def compared(
+def compare(
     got_TNH: np.ndarray, want_TNH: np.ndarray, size_TNH: np.ndarray
 ) -> tuple[float, list[str]]:
     """Returns the largest error, and the problems that no tolerance allows.
@@ -215,11 +215,11 @@ def findings(backend: str, *, interpret: bool, small: bool) -> Iterator[Finding]
         if small and not trial.interpreted:
             continue
         trial = trial.cut() if small else trial
-        yield judged(
+        yield judge(
             f"parity {backend}: {trial.spec.name}",
-            functools.partial(_checked, backend, trial, interpret),
+            functools.partial(_check, backend, trial, interpret),
         )
 
 
-def _checked(backend: str, trial: Trial, interpret: bool) -> Finding:
+def _check(backend: str, trial: Trial, interpret: bool) -> Finding:
     return check(backend, trial, lambda case: case.run(backend, interpret=interpret))

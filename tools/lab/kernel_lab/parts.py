@@ -43,7 +43,7 @@ from tools.lab.kernel_lab.findings import (
     Finding,
     LeftOut,
     Table,
-    judged,
+    judge,
     read,
 )
 from tools.lab.kernel_lab.kernel_cases import label, make_case, shape_of_spec
@@ -95,12 +95,12 @@ def _kernel(options: Options) -> bool:
 
 
 def _environment(options: Options) -> Iterator[Finding]:
-    found = environment.describe()
+    facts = environment.describe()
     rows = Table(
-        "Where this ran", ["what", "value"], [[name, value] for name, value in found.items()]
+        "Where this ran", ["what", "value"], [[name, value] for name, value in facts.items()]
     )
-    summary = f"{found['device']}, jax {found['jax']}"
-    yield Finding("environment", PASSED, summary, tables=[rows], data=dict(found))
+    summary = f"{facts['device']}, jax {facts['jax']}"
+    yield Finding("environment", PASSED, summary, tables=[rows], data=dict(facts))
 
 
 def _parity(options: Options) -> Iterator[Finding]:
@@ -132,7 +132,7 @@ def _matmuls(options: Options) -> Iterator[Finding]:
     small = options.interpret
     yield from matmuls.findings(
         KERNEL_BACKENDS[0],
-        lambda: measured_ceilings(small),
+        lambda: measure_ceilings(small),
         interpret=small,
         small=small,
         seconds=options.seconds,
@@ -147,8 +147,8 @@ def _one_case(options: Options) -> Iterator[Finding]:
     mixed = next(trial for trial in parity.trials() if trial.spec.name == "mixed, empty rows")
     spec = mixed.cut().spec
     decode = dataclasses.replace(spec, contexts=(1, 70, 33), queries=(1, 1, 1))
-    for one in (spec, decode):
-        out = make_case(one, padding=3, poison=True).run(
+    for each in (spec, decode):
+        out = make_case(each, padding=3, poison=True).run(
             options.backend, interpret=_kernel(options)
         )
         finite = bool(np.isfinite(np.asarray(out).astype(np.float64)).all())
@@ -162,10 +162,10 @@ def _one_case(options: Options) -> Iterator[Finding]:
 
 
 def _sanitizer(options: Options) -> Iterator[Finding]:
-    yield judged(f"compute-sanitizer {options.backend}", lambda: _sanitized(options))
+    yield judge(f"compute-sanitizer {options.backend}", lambda: _sanitize(options))
 
 
-def _sanitized(options: Options) -> Finding:
+def _sanitize(options: Options) -> Finding:
     program = shutil.which("compute-sanitizer")
     if program is None:
         raise LeftOut("compute-sanitizer is not on PATH")
@@ -215,7 +215,7 @@ def _sanitized(options: Options) -> Finding:
     )
 
 
-def chosen(names: str) -> list[Spec]:
+def choose(names: str) -> list[Spec]:
     """Returns the specs whose label holds one of the comma-separated texts.
 
     Args:
@@ -228,19 +228,19 @@ def chosen(names: str) -> list[Spec]:
         return list(specs.SPECS)
     if names == "short":
         return [spec for spec in specs.SPECS if label(spec) in SHORT]
-    found = [
+    candidates = [
         spec
         for spec in specs.SPECS
         if any(name.strip() in label(spec) for name in names.split(","))
     ]
-    if not found:
+    if not candidates:
         raise KeyError(
             f"no shape's name holds {names!r}; there are: {', '.join(map(label, specs.SPECS))}"
         )
-    return found
+    return candidates
 
 
-def measured_ceilings(small: bool) -> Ceilings:
+def measure_ceilings(small: bool) -> Ceilings:
     """Measures the ceilings, or in small a miniature of them."""
     if small:
         return machine_ceilings.measure(copy_bytes=2**20, matmul_size=128, rounds=1)
@@ -249,14 +249,14 @@ def measured_ceilings(small: bool) -> Ceilings:
 
 def contiguous_seconds(findings: Iterable[Finding]) -> dict[str, dict[str, float]]:
     """Returns what the part "contiguous" measured: {library: {spec: seconds}}."""
-    found: dict[str, dict[str, float]] = {}
+    ceilings: dict[str, dict[str, float]] = {}
     for finding in findings:
-        found |= (
+        ceilings |= (
             finding.data["seconds"]
             if finding.check == CONTIGUOUS and finding.data.get("seconds")
             else {}
         )
-    return found
+    return ceilings
 
 
 def best_of(others: dict[str, dict[str, float]]) -> dict[str, float]:
@@ -268,15 +268,15 @@ def best_of(others: dict[str, dict[str, float]]) -> dict[str, float]:
     return best
 
 
-def broken(directory: Path | None) -> list[str]:
+def backends_that_broke(directory: Path | None) -> list[str]:
     """Returns the backends whose parity ended with a crash or a hang.
 
     Their timings would crash or hang too.
     """
     names = []
     for name in BACKENDS:
-        found = read(directory / f"parity-{name}.jsonl") if directory else []
-        names += [name] if any(ENDED_BADLY in finding.data for finding in found) else []
+        findings = read(directory / f"parity-{name}.jsonl") if directory else []
+        names += [name] if any(ENDED_BADLY in finding.data for finding in findings) else []
     return names
 
 
@@ -289,21 +289,23 @@ def _bench(options: Options) -> Iterator[Finding]:
     if name not in BACKENDS:
         reason = f"there is no kernel set of this name among {', '.join(BACKENDS)}"
     else:
-        reason = "its parity crashed or hung" if name in broken(options.directory) else ""
+        reason = (
+            "its parity crashed or hung" if name in backends_that_broke(options.directory) else ""
+        )
     if reason:
         yield Finding(f"bench {name}", LEFT_OUT, reason)
         return
     end = time.monotonic() + options.seconds - 10
-    measured = measured_ceilings(small)
+    measured = measure_ceilings(small)
     yield Finding(
         CEILINGS,
         PASSED,
-        _reached(measured),
+        _ceilings_in_words(measured),
         tables=[ceilings_table(measured)],
         data=machine_ceilings.as_data(measured),
     )
     interpret = [name] if _kernel(options) else []
-    for spec in chosen(options.specs):
+    for spec in choose(options.specs):
         spec = spec.cut() if small else spec
         for tiles in _sweep(options, spec):
             settings: dict[str, Any] = {
@@ -315,14 +317,17 @@ def _bench(options: Options) -> Iterator[Finding]:
                 [spec], [name], measured, time_left=lambda: time.monotonic() < end, **settings
             )
             splits = ", ".join(
-                [*(f"{one.max_splits} splits" for one in tiles.values()), *filter(None, [row.note])]
+                [
+                    *(f"{each.max_splits} splits" for each in tiles.values()),
+                    *filter(None, [row.note]),
+                ]
             )
             # Yield each row at once, because a later one may hang.
-            yield _timed(dataclasses.replace(row, note=splits), measured)
+            yield _time(dataclasses.replace(row, note=splits), measured)
             if row.seconds is None:
                 break  # the other numbers of splits get the same answer
     if name in pages.KERNELS:
-        yield judged("pages: timings", lambda: _page_timings(measured, small, end))
+        yield judge("pages: timings", lambda: _page_timings(measured, small, end))
 
 
 def _sweep(options: Options, spec: Spec) -> list[dict[str, Tiles]]:
@@ -341,7 +346,7 @@ def _sweep(options: Options, spec: Spec) -> list[dict[str, Tiles]]:
     ]
 
 
-def _reached(measured: Ceilings) -> str:
+def _ceilings_in_words(measured: Ceilings) -> str:
     return ", ".join(f"{what}: {value}" for what, value in ceilings_table(measured).rows)
 
 
@@ -368,7 +373,7 @@ def _page_timings(measured: Ceilings, small: bool, end: float) -> Finding:
     return pages.timings(measured, interpret=small, small=small)
 
 
-def _timed(row: Row, measured: Ceilings) -> Finding:
+def _time(row: Row, measured: Ceilings) -> Finding:
     text = row.note
     if row.seconds is not None:
         bound = measured.bound(work(row.spec))

@@ -18,7 +18,7 @@ def line(finding: Finding) -> str:
     return f"{finding.status:<8}  {finding.check}: {finding.summary}  ({finding.seconds:.1f} s)"
 
 
-def counted(findings: Sequence[Finding]) -> str:
+def count_findings(findings: Sequence[Finding]) -> str:
     """Returns how many findings passed, failed and were left out."""
     counts = [
         (status, sum(finding.status == status for finding in findings))
@@ -38,7 +38,7 @@ def as_data(findings: Sequence[Finding], environment: Mapping[str, str]) -> dict
     )
     return {
         "ok": ok,
-        "counts": counted(findings),
+        "counts": count_findings(findings),
         "environment": dict(environment),
         "findings": plain,
     }
@@ -54,7 +54,7 @@ def section(
     device = environment.get("device", "unknown device")
     parts = [
         f"## {date}: {device}, commit {environment.get('commit', 'unknown')}",
-        f"`{command}`: {counted(findings)}.",
+        f"`{command}`: {count_findings(findings)}.",
     ]
     parts.append(
         Table(

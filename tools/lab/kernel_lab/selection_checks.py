@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pallas_kernels.sets import SETS
-from tools.lab.kernel_lab.findings import FAILED, PASSED, Finding, LeftOut, Table, judged
+from tools.lab.kernel_lab.findings import FAILED, PASSED, Finding, LeftOut, Table, judge
 from tools.lab.kernel_lab.machine_ceilings import measure
 from tools.lab.kernel_lab.timing import median_of_rounds
 
@@ -35,19 +35,19 @@ TIMED_ROWS, VOCAB_SIZE, NUM_CALLS = 256, 128256, 20
 
 def findings(*, interpret: bool, small: bool) -> Iterator[Finding]:
     """Yields the findings of the first kernel set that selects."""
-    found = next(
+    candidate = next(
         ((each.cutoffs, each.top_candidates) for each in SETS.values() if each.cutoffs), None
     )
-    if found is None or found[0] is None or found[1] is None:
+    if candidate is None or candidate[0] is None or candidate[1] is None:
         raise LeftOut("no kernel set selects in rows of logits")
-    cutoffs = functools.partial(found[0], interpret=interpret)
-    top_candidates = functools.partial(found[1], interpret=interpret)
+    cutoffs = functools.partial(candidate[0], interpret=interpret)
+    top_candidates = functools.partial(candidate[1], interpret=interpret)
     vocab_size = 1000 if small else VOCAB_SIZE
-    yield judged("sampler: cut-offs", functools.partial(_cutoffs, cutoffs, vocab_size))
-    yield judged(
+    yield judge("sampler: cut-offs", functools.partial(_cutoffs, cutoffs, vocab_size))
+    yield judge(
         "sampler: most likely", functools.partial(_top_candidates, top_candidates, vocab_size)
     )
-    yield judged("sampler: timings", functools.partial(_timings, cutoffs, top_candidates, small))
+    yield judge("sampler: timings", functools.partial(_timings, cutoffs, top_candidates, small))
 
 
 def _rows(vocab_size: int) -> tuple[npt.NDArray[np.float32], list[tuple[int, float, float]]]:
@@ -95,14 +95,14 @@ def _is_right(
     # The share of the mass of more likely tokens.
     above_V = 1.0 - up_to_V[np.searchsorted(sorted_V, likelihood_V, side="right")]
 
-    def kept(error: float) -> npt.NDArray[np.bool_]:
+    def mask_of(error: float) -> npt.NDArray[np.bool_]:
         reaches_V = likelihood_V >= min_p * (1.0 - error)
         return allowed_V & reaches_V & ((above_V < top_p + error) | (top_p == 1.0)) | (
             likelihood_V == 1.0
         )
 
     kept_V = logits_V >= minimum
-    return bool((kept_V >= kept(-MASS_ERROR)).all() and (kept_V <= kept(MASS_ERROR)).all())
+    return bool((kept_V >= mask_of(-MASS_ERROR)).all() and (kept_V <= mask_of(MASS_ERROR)).all())
 
 
 def _top_candidates(top_candidates: Callable[..., Any], vocab_size: int) -> Finding:

@@ -99,7 +99,7 @@ def _verify(model: str, batch: int, drafts: int, context: int, **settings: objec
     )
 
 
-def _ragged(num: int, max_length: int) -> list[int]:
+def _contexts_of_batch(num: int, max_length: int) -> list[int]:
     """Returns the contexts of a batch in service: from short to long, in no order."""
     return [1 + (max_length - 1) * ((7 * i) % num) // max(1, num - 1) for i in range(num)]
 
@@ -108,7 +108,7 @@ SPECS: tuple[Spec, ...] = (
     *(_decode("llama-3-8b", batch, 2048) for batch in (1, 4, 16, 64, 256)),
     _decode("llama-3-8b", 1, 32768),
     _decode("llama-3-8b", 16, 8192),
-    _spec("llama-3-8b", "decode 64 ragged", _ragged(64, 4096), [1] * 64),
+    _spec("llama-3-8b", "decode 64 ragged", _contexts_of_batch(64, 4096), [1] * 64),
     *(_decode("llama-3-70b", batch, 2048) for batch in (16, 64)),
     _decode("qwen3-4b", 64, 2048),
     _decode("qwen2-0.5b", 64, 2048),
@@ -141,7 +141,7 @@ SPECS: tuple[Spec, ...] = (
     _spec(
         "llama-3-8b",
         "mixed 48 decodes and 2 chunks",
-        [*_ragged(48, 2048), 512, 2000],
+        [*_contexts_of_batch(48, 2048), 512, 2000],
         [1] * 48 + [512, 500],
     ),
 )

@@ -24,7 +24,7 @@ import numpy as np
 
 from pallas_kernels.sets import KERNEL_BACKENDS
 from tools.lab.kernel_lab import specs
-from tools.lab.kernel_lab.findings import FAILED, PASSED, Finding, LeftOut, Table, judged
+from tools.lab.kernel_lab.findings import FAILED, PASSED, Finding, LeftOut, Table, judge
 from tools.lab.kernel_lab.kernel_cases import Case, Pages, Step, make_case
 from tools.lab.kernel_lab.specs import Spec
 
@@ -42,7 +42,7 @@ def pick(case: Case, rows: list[int], *, extra_width: int = 0) -> Case:
     return dataclasses.replace(case, q_TNH=case.q_TNH[jnp.asarray(rows)], step=step)
 
 
-def moved(case: Case, seed: int = 7) -> Case:
+def move(case: Case, seed: int = 7) -> Case:
     """Returns a case with the same contents in other blocks."""
     pages = case.layers[0]
     num_blocks = pages.k_pages.shape[0]
@@ -71,7 +71,7 @@ def decode_settings(spec: Spec, batches: tuple[int, ...]) -> Settings:
         "alone, table four times as wide",
         pick(whole, [0], extra_width=3 * whole.step.block_table_BM.shape[1]),
     )
-    yield "alone, other blocks", moved(pick(whole, [0]))
+    yield "alone, other blocks", move(pick(whole, [0]))
 
 
 def last_tokens(whole: Case, size: int, num_tokens: int) -> Case:
@@ -128,44 +128,45 @@ def check(
         run: Runs a case.
         promised: True if other bits are a failure; None if the backend's promise decides.
     """
-    found: list[tuple[str, np.ndarray]] = []
+    outputs: list[tuple[str, np.ndarray]] = []
     for name, case in settings:
         try:
-            found.append((name, probe(case, run(case), not name.startswith("last"))))
+            outputs.append((name, probe(case, run(case), not name.startswith("last"))))
         except NotImplementedError as refusal:
             raise LeftOut(str(refusal)) from refusal
     promised = backend in KERNEL_BACKENDS if promised is None else promised
-    finding = compare(f"stability {backend}: {kind}", found, promised=promised)
+    finding = compare(f"stability {backend}: {kind}", outputs, promised=promised)
     finding.data.update(backend=backend, kind=kind)
     return finding
 
 
-def compare(name: str, found: Sequence[tuple[str, np.ndarray]], *, promised: bool) -> Finding:
+def compare(name: str, outputs: Sequence[tuple[str, np.ndarray]], *, promised: bool) -> Finding:
     """Compares the bits of outputs with those of the first.
 
     Args:
         name: The name of the check.
-        found: The name of each setting, and its output.
+        outputs: The name of each setting, and its output.
         promised: True if other bits are a failure.
     """
-    base = found[0][1]
+    base = outputs[0][1]
     table = Table(
-        f"{name}: the outputs against {found[0][0]}", ["setting", "same bits", "largest difference"]
+        f"{name}: the outputs against {outputs[0][0]}",
+        ["setting", "same bits", "largest difference"],
     )
     differing = []
-    for setting, out in found:
+    for setting, out in outputs:
         same = out.tobytes() == base.tobytes()
         largest = float(np.abs(out.astype(np.float64) - base.astype(np.float64)).max())
         table.rows.append([setting, "yes" if same else "NO", f"{largest:.1e}"])
         differing += [] if same else [setting]
-    summary = f"{len(found) - len(differing)} of {len(found)} settings have the same bits"
+    summary = f"{len(outputs) - len(differing)} of {len(outputs)} settings have the same bits"
     summary += f" (differ: {', '.join(differing)})" if differing else ""
     return Finding(
         name,
         FAILED if promised and differing else PASSED,
         summary if promised else summary + ", none promised",
         tables=[table],
-        data={"differing": differing, "settings": len(found), "promised": promised},
+        data={"differing": differing, "settings": len(outputs), "promised": promised},
     )
 
 
@@ -176,21 +177,21 @@ def across_kinds(backend: str, spec: Spec, run: Run) -> Finding:
     """
     whole = make_case(spec, seed=4)
     queries = spec.queries[0]
-    found = {}
+    results = {}
     for size, max_length in ((1, 1), (1, queries), (1, 16), (16, 16), (queries, queries)):
         case = last_tokens(whole, size, max_length)
         try:
-            found[f"{size} of at most {max_length}"] = probe(case, run(case), True).astype(
+            results[f"{size} of at most {max_length}"] = probe(case, run(case), True).astype(
                 np.float64
             )
         except NotImplementedError as refusal:
             raise LeftOut(str(refusal)) from refusal
-    base = next(iter(found.values()))
+    base = next(iter(results.values()))
     table = Table(
         f"{backend}: the same token by kinds of step, against decode",
         ["query tokens", "same bits", "largest difference"],
     )
-    for name, out in found.items():
+    for name, out in results.items():
         table.rows.append(
             [name, "yes" if np.array_equal(out, base) else "no", f"{np.abs(out - base).max():.1e}"]
         )
@@ -223,25 +224,23 @@ def findings(backend: str, *, interpret: bool, small: bool) -> Iterator[Finding]
     def run(case: Case) -> jax.Array:
         return case.run(backend, interpret=interpret)
 
-    yield judged(
+    yield judge(
         f"stability {backend}: decode",
         lambda: check(backend, "decode", decode_settings(decode, batches), run),
     )
-    yield judged(
+    yield judge(
         f"stability {backend}: chunk",
         lambda: check(backend, "chunk", chunk_settings(chunk, sizes), run),
     )
     if not small:
-        yield judged(
+        yield judge(
             f"stability {backend}: verify",
             lambda: check(backend, "verify", verify_settings(short, few), run),
         )
-        yield judged(
+        yield judge(
             f"stability {backend}: verify over much",
             lambda: check(
                 backend, "verify over much", verify_settings(long, few), run, promised=False
             ),
         )
-        yield judged(
-            f"stability {backend}: across kinds", lambda: across_kinds(backend, chunk, run)
-        )
+        yield judge(f"stability {backend}: across kinds", lambda: across_kinds(backend, chunk, run))

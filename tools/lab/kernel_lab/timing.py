@@ -130,7 +130,7 @@ class Program:
     compile_seconds: float
 
 
-def compiled(
+def compile_case(
     case: Case,
     *,
     backend: str,
@@ -178,4 +178,4 @@ def time_program(program: Program, case: Case, *, rounds: int = 7, limit_s: floa
 
 def time_case(case: Case, *, limit_s: float = 2.0, rounds: int = 7, **options: Any) -> Timing:
     """Compiles a case and times it; `options` are those of `compiled`."""
-    return time_program(compiled(case, **options), case, rounds=rounds, limit_s=limit_s)
+    return time_program(compile_case(case, **options), case, rounds=rounds, limit_s=limit_s)

@@ -25,7 +25,7 @@ from tools.lab.kernel_lab.bounds import Ceilings, work
 from tools.lab.kernel_lab.inspection.compiled_cases import attention_case
 from tools.lab.kernel_lab.kernel_cases import Case, label, make_case, shape_of_spec
 from tools.lab.kernel_lab.specs import Spec
-from tools.lab.kernel_lab.timing import Program, compiled, num_layers, time_program
+from tools.lab.kernel_lab.timing import Program, compile_case, num_layers, time_program
 
 # Returns the number to minimise; raises where the tiles do not compile.
 Measure = Callable[[Spec, Tiles], float]
@@ -92,11 +92,11 @@ def fastest(tuned: Mapping[str, Tuned]) -> str | None:
 def starts(backend: str, shape: Shape) -> list[Tiles]:
     """Returns the tiles that the walk of a kernel set begins from, the set's rule first."""
     rule = RULES[backend](shape)
-    found = [rule]
+    candidates = [rule]
     for changes in STARTS[shape.kind]:
         with contextlib.suppress(ValueError):  # no kernel could take the tiles
-            found.append(dataclasses.replace(rule, **changes))
-    return found
+            candidates.append(dataclasses.replace(rule, **changes))
+    return candidates
 
 
 def refusal(backend: str, spec: Spec) -> str | None:
@@ -122,7 +122,7 @@ def neighbours(tiles: Tiles, name: str) -> list[Tiles]:
 
     A split is whole turns of the loop over the context, so it changes with the length of a turn.
     """
-    found = []
+    candidates = []
     for value in VALUES[name]:
         if name == "split_context" and tiles.max_splits == 1:
             continue  # nothing is split
@@ -137,8 +137,8 @@ def neighbours(tiles: Tiles, name: str) -> list[Tiles]:
             changes.append({name: value, "num_warps": value // 16})
         for change in changes:
             with contextlib.suppress(ValueError):  # no kernel could take the tiles
-                found.append(dataclasses.replace(tiles, **change))
-    return list(dict.fromkeys(found))
+                candidates.append(dataclasses.replace(tiles, **change))
+    return list(dict.fromkeys(candidates))
 
 
 def tune(
@@ -254,7 +254,7 @@ class OnDevice:
         self._pool.shutdown(cancel_futures=True)
 
     def _compiled(self, spec: Spec, tiles: Tiles) -> Program:
-        return compiled(
+        return compile_case(
             self.cases[spec],
             backend=self.backend,
             tiles=tiles,

@@ -28,7 +28,7 @@ def main(samples: str, model_directory: str) -> int:
     tokenizer = AutoTokenizer.from_pretrained(model_directory)
     model = AutoModelForCausalLM.from_pretrained(model_directory, dtype=torch.float32).eval()
     differences, num_wrong = [], 0
-    for context, text, logprob, is_greedy in read_samples(Path(samples)):
+    for context, text, logprob, is_greedy in read_answers(Path(samples)):
         before = tokenizer(context)["input_ids"] or [tokenizer.eos_token_id]
         token_ids = tokenizer(context + text)["input_ids"][len(before) if context else 0 :]
         expected, greedy = likelihood(model, before, token_ids)
@@ -40,7 +40,7 @@ def main(samples: str, model_directory: str) -> int:
     return int(num_wrong > 0 or max(differences) > TOLERANCE)
 
 
-def read_samples(directory: Path) -> Iterator[tuple[str, str, float, bool | None]]:
+def read_answers(directory: Path) -> Iterator[tuple[str, str, float, bool | None]]:
     """Yields context, text, its log likelihood, and whether it is greedy decoding's text.
 
     A whole page has no context, and None in the last place.

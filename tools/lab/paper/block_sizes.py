@@ -132,14 +132,14 @@ def figure_19(effort: Effort) -> Figure:
     end_to_end = Panel(
         "(b) simulated", "block size", LATENCY, [series for _, series in swept], log_x=True
     )
-    measured, measured_row = _measured(effort)
-    model, model_rows = _modelled(_sizes(effort))
+    measured, measured_row = _measure(effort)
+    model, model_rows = _model(_sizes(effort))
     rows = [*model_rows, measured_row, *(row for row, _ in swept)]
     origin = "(a) by the cost model, and measured on a CPU; (b) simulated"
     return Figure("19", "Swapping and recomputation", origin, rows, [model, measured, end_to_end])
 
 
-def _modelled(sizes: Sequence[int]) -> tuple[Panel, list[Row]]:
+def _model(sizes: Sequence[int]) -> tuple[Panel, list[Row]]:
     """Returns the cost model's times for swapping and recomputing a sequence."""
     num_tokens, cost = NUM_SWAPPED_TOKENS, A100_OPT_13B
     one_way = [1e3 * cost.swap_seconds(num_tokens // size, size) for size in sizes]
@@ -164,7 +164,7 @@ def _modelled(sizes: Sequence[int]) -> tuple[Panel, list[Row]]:
     ]
 
 
-def _measured(effort: Effort) -> tuple[Panel, Row]:
+def _measure(effort: Effort) -> tuple[Panel, Row]:
     """Measures an engine's own copies on this machine."""
     sizes = QUICK_MEASURED_SIZES if effort.quick else MEASURED_SIZES
     costs = [

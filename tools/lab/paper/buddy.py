@@ -53,17 +53,17 @@ class BuddyAllocator:
         """
         if num_slots < 1:
             raise ValueError(f"{num_slots=} must be at least 1")
-        needed_order = (num_slots - 1).bit_length()
+        expected = (num_slots - 1).bit_length()
         order = next(
-            (order for order in range(needed_order, len(self._free)) if self._free[order]), None
+            (order for order in range(expected, len(self._free)) if self._free[order]), None
         )
         if order is None:
             return None
         start = min(self._free[order])
         self._free[order].remove(start)
-        for smaller in range(needed_order, order):
+        for smaller in range(expected, order):
             self._free[smaller].add(start + (1 << smaller))
-        self._sizes[start] = 1 << needed_order
+        self._sizes[start] = 1 << expected
         return start
 
     def free(self, start: int) -> None:

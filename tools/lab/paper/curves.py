@@ -151,11 +151,12 @@ def compare(
                 jobs.append((index, system, case, [share * expected for share in effort.shares]))
     jobs.sort(key=lambda job: job[1] != PAGED)
     results = effort.pool.map(run_curve, [(case, rates, LIMIT) for _, _, case, rates in jobs])
-    found: list[dict[str, list[list[Outcome]]]] = [
+    outcomes_by_trace: list[dict[str, list[list[Outcome]]]] = [
         {s: [] for s in comparison.expected} for comparison in comparisons
     ]
     for (index, system, _, _), outcomes in zip(jobs, results, strict=True):
-        found[index][system].append(outcomes)
+        outcomes_by_trace[index][system].append(outcomes)
     return [
-        Curves(comparison, curves) for comparison, curves in zip(comparisons, found, strict=True)
+        Curves(comparison, curves)
+        for comparison, curves in zip(comparisons, outcomes_by_trace, strict=True)
     ]

@@ -34,8 +34,8 @@ def main(words: Sequence[str] | None = None, *, measure_attention: MeasureAttent
     """Writes the document and its pictures; the status is 1 if a tolerance fails."""
     parser = _parser()
     arguments = parser.parse_args(words)
-    names = arguments.figures.split(",") if arguments.figures else list(NAMES)
-    if unknown := set(names) - set(NAMES):
+    expected = arguments.figures.split(",") if arguments.figures else list(NAMES)
+    if unknown := set(expected) - set(NAMES):
         parser.error(f"--figures: {', '.join(sorted(unknown))} not among {', '.join(NAMES)}")
     if arguments.docs and (arguments.figures or arguments.quick):
         parser.error(
@@ -51,7 +51,7 @@ def main(words: Sequence[str] | None = None, *, measure_attention: MeasureAttent
         parser.error(f"--out: {error}")
     with Pool(arguments.processes) as pool:
         effort = Effort(pool, arguments.quick)
-        figures = _figures(effort, names, measure_attention)
+        figures = _figures(effort, expected, measure_attention)
     _write(arguments, effort, figures)
     failed = [check for figure in figures for check in figure.checks if not check.holds]
     for check in failed:
@@ -96,7 +96,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _figures(
-    effort: Effort, names: Sequence[str], measure_attention: MeasureAttention
+    effort: Effort, expected: Sequence[str], measure_attention: MeasureAttention
 ) -> list[Figure]:
     """Returns the figures in the order in which they are asked for, and prints progress.
 
@@ -121,19 +121,19 @@ def _figures(
     assert tuple(makers) == NAMES
     figures: dict[str, Figure] = {}
 
-    def drawn(name: str, figure: Figure) -> None:
+    def note_figure(name: str, figure: Figure) -> None:
         figures[name] = figure
         print(f"figure {name}: {time.monotonic() - started:.0f} s", file=sys.stderr, flush=True)
 
     with ThreadPoolExecutor(len(makers) if effort.pool.num_processes > 1 else 1) as threads:
         for name, figure in [
-            (name, threads.submit(makers[name])) for name in names if name not in MEASURED
+            (name, threads.submit(makers[name])) for name in expected if name not in MEASURED
         ]:
-            drawn(name, figure.result())
-    for name in names:
+            note_figure(name, figure.result())
+    for name in expected:
         if name in MEASURED:
-            drawn(name, makers[name]())
-    return [figures[name] for name in names]
+            note_figure(name, makers[name]())
+    return [figures[name] for name in expected]
 
 
 def _once(make: Callable[[], T]) -> Callable[[], T]:

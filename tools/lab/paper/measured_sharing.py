@@ -46,7 +46,7 @@ def measure(llm: LLM, workload: Sequence[WorkItem], method: str, width: int) -> 
     return Saving(method, width, saved, report.peak_blocks)
 
 
-def written_prompts(llm: LLM, workload: Sequence[WorkItem]) -> list[WorkItem]:
+def write_prompts(llm: LLM, workload: Sequence[WorkItem]) -> list[WorkItem]:
     """Returns the workload with prompts that the model has written.
 
     Each prompt has the length and the first token of the old one.

@@ -211,7 +211,7 @@ class ReservingScheduler:
             )
             num_needed += held.num_needed
             num_requested += held.num_slots * len(held.chunks)
-        rest = self.allocator.num_slots - num_requested
+        num_free = self.allocator.num_slots - num_requested
         return MemorySplit(
-            num_tokens, num_needed - num_tokens, num_requested - num_needed, rest, 0, 0, 0
+            num_tokens, num_needed - num_tokens, num_requested - num_needed, num_free, 0, 0, 0
         )

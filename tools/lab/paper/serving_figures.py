@@ -127,8 +127,8 @@ FIGURE_17 = (
 
 def figure_12(effort: Effort) -> Figure:
     """Makes figure 12."""
-    specs = FIGURE_12[:1] if effort.quick else FIGURE_12
-    curves = compare(effort, specs)
+    expected = FIGURE_12[:1] if effort.quick else FIGURE_12
+    curves = compare(effort, expected)
     ratio = curves[0].ratio("Orca (Oracle)").mean
     checks = [Check("figure 12a, highest rate over Orca (Oracle)", ratio, 1.7, 2.7)]
     return _figure("12", "Latency of single sequences", curves, checks)
@@ -136,8 +136,8 @@ def figure_12(effort: Effort) -> Figure:
 
 def figure_14(effort: Effort, ancestries: Mapping[int, Sequence[Ancestry]]) -> Figure:
     """Makes figure 14; beam searches follow the `ancestries` of real ones."""
-    specs = FIGURE_14[-1:] if effort.quick else FIGURE_14
-    return _figure("14", "Parallel sampling and beam search", compare(effort, specs, ancestries))
+    expected = FIGURE_14[-1:] if effort.quick else FIGURE_14
+    return _figure("14", "Parallel sampling and beam search", compare(effort, expected, ancestries))
 
 
 def figure_16(effort: Effort) -> Figure:
@@ -159,5 +159,5 @@ def figure_17(effort: Effort) -> Figure:
 def _figure(
     name: str, title: str, curves: Sequence[Curves], checks: Sequence[Check] = ()
 ) -> Figure:
-    rows: list[Row] = [row for one in curves for row in one.rows()]
-    return Figure(name, title, "simulated", rows, [one.panel() for one in curves], checks)
+    rows: list[Row] = [row for each in curves for row in each.rows()]
+    return Figure(name, title, "simulated", rows, [each.panel() for each in curves], checks)

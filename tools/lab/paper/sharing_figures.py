@@ -17,7 +17,7 @@ from jaxpage import LLM
 from jaxpage.bench.workloads import WorkItem, make_workload
 from jaxpage.simulation.beams import Ancestry
 from tools.lab.paper.effort import Effort
-from tools.lab.paper.measured_sharing import WIDTHS, measure, written_prompts
+from tools.lab.paper.measured_sharing import WIDTHS, measure, write_prompts
 from tools.lab.paper.results import Figure, Interval, Panel, Row, Series
 from tools.lab.paper.simulated_cases import PAGED, Case, Workload, run_case
 
@@ -71,7 +71,7 @@ def decode(effort: Effort) -> Decoded:
         )
         with llm:
             for dataset, seed in itertools.product(RATES, effort.seeds):
-                workload = written_prompts(llm, _workload(dataset, seed, num_prompts))
+                workload = write_prompts(llm, _workload(dataset, seed, num_prompts))
                 for method, width in itertools.product(METHODS, WIDTHS):
                     saving = measure(llm, workload, method, width)
                     savings.setdefault((method, dataset, width), []).append(saving.saved_by_sharing)
@@ -92,13 +92,13 @@ def _workload(dataset: str, seed: int, num_prompts: int) -> list[WorkItem]:
 def read_ancestries(log: Path) -> dict[int, list[Ancestry]]:
     """Returns which beams survived in the beam searches of an event log, by their width."""
     searches: dict[int, _Search] = {}  # by sequence id
-    found: dict[int, list[Ancestry]] = {}
+    ancestries: dict[int, list[Ancestry]] = {}
     with log.open(encoding="utf-8") as lines:
         for record in map(json.loads, lines):
             if record["event"] == "arrival" and "beam" in record:
                 search = _Search(record["beam"]["beam_width"], record["sequences"])
                 searches |= dict.fromkeys(record["sequences"], search)
-                found.setdefault(search.width, []).append(search.steps)
+                ancestries.setdefault(search.width, []).append(search.steps)
             elif record["event"] == "plan":
                 drawing = {
                     id(searches[row[0]]): searches[row[0]]
@@ -108,7 +108,7 @@ def read_ancestries(log: Path) -> dict[int, list[Ancestry]]:
             elif record["event"] == "result":
                 for search in drawing.values():
                     search.step(record.get("edits", ()))
-    return found
+    return ancestries
 
 
 class _Search:
@@ -122,15 +122,15 @@ class _Search:
 
     def step(self, edits: Sequence[Sequence[Any]]) -> None:
         """Takes the edits of a step."""
-        own = [edit for edit in edits if edit[1] in self._sequence_ids]
-        forks = [(edit[1], edit[2]) for edit in own if edit[0] == "fork"]
-        if any(edit[0] == "finish" for edit in own):
+        own_edits = [edit for edit in edits if edit[1] in self._sequence_ids]
+        forks = [(edit[1], edit[2]) for edit in own_edits if edit[0] == "fork"]
+        if any(edit[0] == "finish" for edit in own_edits):
             self._sequence_ids.clear()
         elif not self._beams:
             if forks:
                 self._beams = [forks[0][0], *(child for _, child in forks)]
         elif self._sequence_ids:
-            dropped = [self._beams.index(edit[1]) for edit in own if edit[0] == "drop"]
+            dropped = [self._beams.index(edit[1]) for edit in own_edits if edit[0] == "drop"]
             parents = [self._beams.index(parent) for parent, _ in forks]
             self.steps.append(list(zip(dropped, parents, strict=True)))
             for place, (_, child) in zip(dropped, forks, strict=True):

@@ -52,11 +52,11 @@ def write_gguf(model: Path, config: dict[str, Any], path: str, dtype: str) -> No
         for name, tensor in SafetensorsLocal(file).tensors.items():
             values = _float32(tensor)
             if "q_proj" in name or "k_proj" in name:
-                values = _interleaved(
+                values = _interleave(
                     values, heads if "q_proj" in name else config["num_key_value_heads"]
                 )
             kind = TYPES[dtype] if values.ndim > 1 else gguf.GGMLQuantizationType.F32
-            writer.add_tensor(_renamed(name), gguf.quants.quantize(values, kind), raw_dtype=kind)
+            writer.add_tensor(_rename(name), gguf.quants.quantize(values, kind), raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -86,7 +86,7 @@ def _add_tokens(writer: gguf.GGUFWriter, model: Path, vocab_size: int) -> None:
     gguf.SpecialVocab(model, load_merges=True, n_vocab=vocab_size).add_to_gguf(writer, quiet=True)
 
 
-def _renamed(name: str) -> str:
+def _rename(name: str) -> str:
     fixed = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
     module, _, kind = name.rpartition(".")
     if module in fixed:
@@ -108,7 +108,7 @@ def _float32(tensor: LocalTensor) -> npt.NDArray[np.float32]:
     return values.reshape(tensor.shape)
 
 
-def _interleaved(values: npt.NDArray[np.float32], num_heads: int) -> npt.NDArray[np.float32]:
+def _interleave(values: npt.NDArray[np.float32], num_heads: int) -> npt.NDArray[np.float32]:
     rows, columns = values.shape
     halves = values.reshape(num_heads, 2, rows // num_heads // 2, columns)
     return np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(rows, columns)

@@ -30,20 +30,20 @@ def main() -> None:
     context: Any = None
     num_sequences = 0
 
-    def prepare(num_rows: int) -> None:
+    def prepare(expected: int) -> None:
         """Makes a context for this number of sequences, unless it is that of the last run."""
         nonlocal context, num_sequences
-        if num_rows == num_sequences:
+        if expected == num_sequences:
             return
         if context is not None:
             llama_cpp.llama_free(context)
         params = llama_cpp.llama_context_default_params()
-        params.n_ctx, params.n_seq_max = num_rows * (task.max_length + 256), num_rows
+        params.n_ctx, params.n_seq_max = expected * (task.max_length + 256), expected
         params.n_batch = params.n_ubatch = BATCH
         params.n_threads = params.n_threads_batch = task.threads
         params.kv_unified = task.mode["kv_unified"]
         params.flash_attn_type = int(task.mode["flash_attention"])
-        context, num_sequences = llama_cpp.llama_init_from_model(model, params), num_rows
+        context, num_sequences = llama_cpp.llama_init_from_model(model, params), expected
 
     vocab_size = config["vocab_size"]
     batch = llama_cpp.llama_batch_init(BATCH, 0, 1)

@@ -59,8 +59,8 @@ def ngram_types(program: str) -> list[str]:
         shown = subprocess.run([program, "--help"], capture_output=True, text=True).stdout
     except OSError as error:
         raise SystemExit(f"--server {program}: it cannot be run: {error.strerror}") from None
-    found = re.search(r"--spec-type\s+(\S+)", shown)
-    if not (types := re.findall(r"ngram-[a-z0-9-]+", found[1] if found else "")):
+    match = re.search(r"--spec-type\s+(\S+)", shown)
+    if not (types := re.findall(r"ngram-[a-z0-9-]+", match[1] if match else "")):
         raise SystemExit(f"--server {program}: its --help names no --spec-type with n-grams")
     return types
 
@@ -68,12 +68,12 @@ def ngram_types(program: str) -> list[str]:
 def version_of(program: str) -> str:
     """Returns the version of a server, by its own words."""
     shown = subprocess.run([program, "--version"], capture_output=True, text=True)
-    found = re.search(r"version: (.+)", shown.stdout + shown.stderr)
-    return found[1] if found else "of unknown version"
+    match = re.search(r"version: (.+)", shown.stdout + shown.stderr)
+    return match[1] if match else "of unknown version"
 
 
 @contextmanager
-def started(program: str, port: int, flags: Sequence[str]) -> Iterator[None]:
+def run_server(program: str, port: int, flags: Sequence[str]) -> Iterator[None]:
     """Runs a server as long as the block lasts, however it ends.
 
     The server and what it started are in a process group of their own, and are killed: they have

@@ -79,7 +79,7 @@ def report(
         all_requests = best(modes, TRACE)
         any_answer = modes[all_requests.mode][0]
         equal = sum(
-            one == other for one, other in zip(any_answer.outputs, first.outputs, strict=True)
+            output == other for output, other in zip(any_answer.outputs, first.outputs, strict=True)
         )
         low, middle, high = (
             num_output / seconds
@@ -122,11 +122,11 @@ def _first(answers: Answers) -> Answer:
     return next(iter(first_modes.values()))[0]
 
 
-def replaced(text: str, section: str) -> str:
+def replace_section(text: str, section: str) -> str:
     """Returns the text with this section between the marks."""
-    before, found, rest = text.partition(BEGIN)
-    _, ended, after = rest.partition(END)
-    if not (found and ended):
+    before, marker, below = text.partition(BEGIN)
+    _, ended, after = below.partition(END)
+    if not (marker and ended):
         raise SystemExit(f"the file has no section between {BEGIN} and {END}")
     return f"{before}{BEGIN}\n\n{section}\n\n{END}{after}"
 

@@ -96,7 +96,7 @@ def answer(task: Task, version: str, generate: Generate) -> None:
         prompts = [prompt for prompt, _ in task.trace]
         lengths = [length for _, length in task.trace]
         generate(prompts, [min(FIRST_TOKENS, length) for length in lengths])
-        seconds[TRACE], outputs = _timed(generate, prompts, lengths)
+        seconds[TRACE], outputs = _time(generate, prompts, lengths)
     for rows in task.rows:
         if rows_name(rows) in task.numbers:
             uniform = [_prompt(task.context, row) for row in range(rows)]
@@ -104,9 +104,9 @@ def answer(task: Task, version: str, generate: Generate) -> None:
             few, many = _fastest(generate, uniform, [2, 2 + task.steps])
             seconds[rows_name(rows)] = (many - few) / task.steps
     if PROMPT in task.numbers:
-        one = [_prompt(task.prompt, 0)]
-        generate(one, [1])
-        (seconds[PROMPT],) = _fastest(generate, one, [1])
+        first_prompt = [_prompt(task.prompt, 0)]
+        generate(first_prompt, [1])
+        (seconds[PROMPT],) = _fastest(generate, first_prompt, [1])
     print(json.dumps(asdict(Answer(version, outputs, seconds))))
 
 
@@ -116,7 +116,7 @@ def _fastest(generate: Generate, prompts: Prompts, lengths: Sequence[int]) -> li
     started = time.perf_counter()
     for _ in range(MAX_RUNS):
         for length, times in zip(lengths, runs, strict=True):
-            times.append(_timed(generate, prompts, [length] * len(prompts))[0])
+            times.append(_time(generate, prompts, [length] * len(prompts))[0])
         if time.perf_counter() - started > SECONDS_OF_RUNS:
             break
     return [min(times) for times in runs]
@@ -131,7 +131,7 @@ def _prompt(length: int, row: int) -> list[int]:
     return [(7 * row + 3 * place) % 251 + 3 for place in range(length)]
 
 
-def _timed(
+def _time(
     generate: Generate, prompts: Prompts, lengths: Sequence[int]
 ) -> tuple[float, list[list[int]]]:
     start = time.perf_counter()

@@ -29,10 +29,10 @@ def main() -> None:
         width, max_length = max(map(len, prompts)), max(lengths)
         ids = torch.tensor([[0] * (width - len(prompt)) + list(prompt) for prompt in prompts])
         mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
-        found = model.generate(
+        token_ids = model.generate(
             ids, attention_mask=mask, max_new_tokens=max_length, min_new_tokens=max_length
         )[:, width:]
-        return [row[:length].tolist() for row, length in zip(found, lengths, strict=True)]
+        return [row[:length].tolist() for row, length in zip(token_ids, lengths, strict=True)]
 
     def generate(prompts: Prompts, lengths: Sequence[int]) -> list[list[int]]:
         size = BATCH if len(set(lengths)) > 1 else len(prompts)

@@ -96,10 +96,10 @@ class Decoding:
 
     def step(self) -> StepPlan:
         """Plans and commits a step, and keeps the times."""
-        planning, plan = timed(self.scheduler.plan)
+        planning, plan = time_call(self.scheduler.plan)
         assert plan is not None
         edits = self.requests.edits(plan)
-        committing, _ = timed(partial(self.scheduler.commit, plan, edits))
+        committing, _ = time_call(partial(self.scheduler.commit, plan, edits))
         self.steps.append((planning, committing))
         return plan
 
@@ -135,16 +135,16 @@ class Queue:
 
     def add(self, group: SequenceGroup) -> None:
         """Adds a request, and keeps the time."""
-        self.adds.append(timed(partial(self.decoding.scheduler.add, group))[0])
+        self.adds.append(time_call(partial(self.decoding.scheduler.add, group))[0])
         self._request_ids.append(group.request.request_id)
 
     def abort_one(self) -> None:
         """Aborts a request from the middle of the queue, and keeps the time."""
         request_id = self._request_ids.pop(len(self._request_ids) // 2)
-        self.aborts.append(timed(partial(self.decoding.scheduler.abort, request_id))[0])
+        self.aborts.append(time_call(partial(self.decoding.scheduler.abort, request_id))[0])
 
 
-def timed(function: Callable[[], T]) -> tuple[float, T]:
+def time_call(function: Callable[[], T]) -> tuple[float, T]:
     """Returns the seconds that the call took, and its result."""
     start = time.perf_counter()
     result = function()
@@ -168,7 +168,7 @@ def planning_times(num_running: int) -> list[PlanningTime]:
     building: dict[bool, list[float]] = {caching: [] for caching in cachings}
     for _ in range(SAMPLES):
         for caching, side in zip(cachings, sides, strict=True):
-            building[caching].append(timed(partial(builder.build, side.step()))[0])
+            building[caching].append(time_call(partial(builder.build, side.step()))[0])
     return [
         PlanningTime(num_running, caching, *side.medians(), _microseconds(building[caching]))
         for caching, side in zip(cachings, sides, strict=True)

@@ -263,6 +263,9 @@ def _by_name(
 
     The first dict is donated.
     """
-    jitted = jax.jit(lambda donated, constant: function(**donated, **constant), donate_argnums=0)
-    constant = {name: shape for name, shape in shapes.items() if name not in donated}
-    return jitted, ({name: shapes[name] for name in donated}, constant)
+    jitted = jax.jit(
+        lambda donated_arrays, other_arrays: function(**donated_arrays, **other_arrays),
+        donate_argnums=0,
+    )
+    others = {name: shape for name, shape in shapes.items() if name not in donated}
+    return jitted, ({name: shapes[name] for name in donated}, others)

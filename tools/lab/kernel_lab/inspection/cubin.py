@@ -75,7 +75,7 @@ def machines(image: bytes) -> list[Machine]:
     by_name = {section.name: section for section in sections}
     attributes = _attributes(image, by_name[".nv.info"]) if ".nv.info" in by_name else {}
     symbols = _symbols(image, sections, by_name[".symtab"]) if ".symtab" in by_name else []
-    found = []
+    entries = []
     for name in (name.removeprefix(".text.") for name in by_name if name.startswith(".text.")):
         values = attributes.get(symbols.index(name), {}) if name in symbols else {}
         if _REGCOUNT not in values:
@@ -83,8 +83,8 @@ def machines(image: bytes) -> list[Machine]:
         shared = by_name[f".nv.shared.{name}"].size if f".nv.shared.{name}" in by_name else 0
         if _RESERVED in by_name:
             shared = max(0, shared - _RESERVED_BYTES)
-        found.append(Machine(name, values[_REGCOUNT], values.get(_FRAME_SIZE, 0), shared))
-    return found
+        entries.append(Machine(name, values[_REGCOUNT], values.get(_FRAME_SIZE, 0), shared))
+    return entries
 
 
 def _sections(image: bytes) -> Iterator[_Section]:
@@ -108,7 +108,7 @@ def _symbols(image: bytes, sections: list[_Section], table: _Section) -> list[st
 
 def _attributes(image: bytes, info: _Section) -> dict[int, dict[int, int]]:
     """Returns {symbol: {attribute: value}}; attributes of other forms are skipped."""
-    found: dict[int, dict[int, int]] = {}
+    attributes: dict[int, dict[int, int]] = {}
     at, end = info.offset, info.offset + info.size
     while at + 4 <= end:
         form, attribute, size = struct.unpack_from("<BBH", image, at)
@@ -117,9 +117,9 @@ def _attributes(image: bytes, info: _Section) -> dict[int, dict[int, int]]:
             continue
         if size == 8:
             symbol, value = struct.unpack_from("<II", image, at)
-            found.setdefault(symbol, {})[attribute] = value
+            attributes.setdefault(symbol, {})[attribute] = value
         at += size
-    return found
+    return attributes
 
 
 def _text(image: bytes, start: int) -> str:

@@ -31,11 +31,11 @@ _PLUGINS = ("jax-cuda13-plugin", "jax-cuda12-plugin")
 
 def unavailable() -> str | None:
     """Returns why nothing can be compiled here, with the command that helps; None if it can."""
-    found = {name: version for name in _PLUGINS if (version := _version(name)) is not None}
-    if not found:
+    versions = {name: version for name in _PLUGINS if (version := _version(name)) is not None}
+    if not versions:
         return f"JAX's CUDA plugin is not installed: {INSTALL.format(jax.__version__)}"
-    if jax.__version__ not in found.values():
-        listed = ", ".join(f"{name} {version}" for name, version in found.items())
+    if jax.__version__ not in versions.values():
+        listed = ", ".join(f"{name} {version}" for name, version in versions.items())
         return f"JAX is {jax.__version__}, but its CUDA plugin is another version ({listed}): {INSTALL.format(jax.__version__)}"
     return None
 
@@ -48,7 +48,7 @@ def _version(distribution: str) -> str | None:
 
 
 @functools.cache
-def described_mesh(gpu: str = "h200") -> Mesh:
+def describe_mesh(gpu: str = "h200") -> Mesh:
     """Returns a mesh of one GPU of that name that is not present.
 
     Raises:
@@ -92,18 +92,18 @@ def compile_for(
         ValueError: The name is none of `GPUS`.
         RuntimeError: The plugin is absent or another version.
     """
-    mesh = described_mesh(gpu)
+    mesh = describe_mesh(gpu)
     device = mesh.devices.flat[0]
     sharding = NamedSharding(mesh, PartitionSpec())
 
-    def placed(leaf: Any) -> Any:
+    def place(leaf: Any) -> Any:
         return (
             jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
             if hasattr(leaf, "shape")
             else leaf
         )
 
-    arguments, keywords = jax.tree.map(placed, (arguments, keywords))
+    arguments, keywords = jax.tree.map(place, (arguments, keywords))
     with describe_gpu(device.device_kind, device.core_count, device.compute_capability):
         lowered = function.lower(*arguments, **keywords)
         # An executable that is compiled for no device can be written to the cache, but not read

@@ -59,14 +59,14 @@ class Findings:
             pages_bytes: The bytes of all pages.
             array_bytes: The bytes of the largest array of pages.
         """
-        found = page_problems(
+        problems = page_problems(
             self.computations,
             self.aliased_bytes,
             self.temporary_bytes,
             pages_bytes=pages_bytes,
             array_bytes=array_bytes,
         )
-        return found + [f"{name} concerns the host" for name in self.of_host]
+        return problems + [f"{name} concerns the host" for name in self.of_host]
 
 
 def unavailable() -> str | None:
@@ -94,11 +94,11 @@ def compile_for_tpu(function: Any, *arguments: Any, tpu: str = "v5e") -> Any:
     device = topologies.get_topology_desc(platform="tpu", topology_name=TPUS[tpu]).devices[0]
     sharding = NamedSharding(Mesh(np.array([device]), ("x",)), PartitionSpec())
 
-    def placed(leaf: Any) -> Any:
+    def place(leaf: Any) -> Any:
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
     with describe_tpu(device):
-        lowered = function.lower(*jax.tree.map(placed, arguments))
+        lowered = function.lower(*jax.tree.map(place, arguments))
         with without_compile_cache():
             return lowered.compile()
 

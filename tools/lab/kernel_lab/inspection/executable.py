@@ -114,7 +114,7 @@ def _message(data: int | bytes | None) -> Message | None:
     """Returns the values by field; None if the bytes are no message."""
     if not isinstance(data, bytes):
         return None
-    found: Message = {}
+    message: Message = {}
     at = 0
     try:
         while at < len(data):
@@ -122,7 +122,7 @@ def _message(data: int | bytes | None) -> Message | None:
             kind, value = key & 7, b""
             if kind == 0:
                 number, at = varint(data, at)
-                found.setdefault(key >> 3, []).append(number)
+                message.setdefault(key >> 3, []).append(number)
                 continue
             if kind == 2:
                 size, at = varint(data, at)
@@ -131,7 +131,7 @@ def _message(data: int | bytes | None) -> Message | None:
             value, at = data[at : at + size], at + size
             if at > len(data) or key >> 3 == 0:
                 return None
-            found.setdefault(key >> 3, []).append(value)
+            message.setdefault(key >> 3, []).append(value)
     except (FormatError, KeyError):
         return None
-    return found
+    return message

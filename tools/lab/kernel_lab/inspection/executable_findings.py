@@ -44,12 +44,12 @@ class Findings:
             pages_bytes: The bytes of all pages.
             array_bytes: The bytes of one layer's keys.
         """
-        found = [
+        problems = [
             f"{kernel.name} spills {kernel.machine.stack_bytes} bytes of a thread ({kernel.machine.registers} registers)"
             for kernel in self.kernels
             if kernel.machine.stack_bytes
         ]
-        return found + page_problems(
+        return problems + page_problems(
             self.computations,
             self.aliased_bytes,
             self.temporary_bytes,
@@ -75,16 +75,16 @@ def page_problems(
         pages_bytes: The bytes of all pages.
         array_bytes: The bytes of the largest array of pages.
     """
-    found = []
+    findings = []
     if aliased_bytes != pages_bytes:
-        found.append(f"{aliased_bytes} bytes are aliased, and the pages have {pages_bytes}")
+        findings.append(f"{aliased_bytes} bytes are aliased, and the pages have {pages_bytes}")
     if temporary_bytes >= array_bytes:
-        found.append(
+        findings.append(
             f"{temporary_bytes} bytes of temporary memory hold a layer's keys of {array_bytes}"
         )
-    return found + [
-        f"{one.name} makes {one.num_bytes} bytes ({one.how})"
-        for one in hlo.made(computations, array_bytes)
+    return findings + [
+        f"{each.name} makes {each.num_bytes} bytes ({each.how})"
+        for each in hlo.arrays_made(computations, array_bytes)
     ]
 
 

@@ -72,43 +72,50 @@ class Made:
 
 def computations(text: str) -> dict[str, Computation]:
     """Returns the computations by name, from the text of `jax.stages.Compiled.as_text`."""
-    found: dict[str, Computation] = {}
+    computations_by_name: dict[str, Computation] = {}
     current: Computation | None = None
     for line in text.splitlines():
         if match := _INSTRUCTION.match(line):
             if current is not None:
                 current.instructions.append(_instruction(match))
         elif match := _COMPUTATION.match(line):
-            current = found[match[1]] = Computation(match[1])
+            current = computations_by_name[match[1]] = Computation(match[1])
         elif line.startswith("}"):
             current = None
-    return found
+    return computations_by_name
 
 
-def made(found: Mapping[str, Computation], at_least: int) -> list[Made]:
+def arrays_made(computations: Mapping[str, Computation], at_least: int) -> list[Made]:
     """Returns the arrays of at least this many bytes that a function makes.
 
     It may make them by a copy, a slice, a transposition or a sum. Arrays that it updates in place
     (a scatter, a kernel's aliased output) are not among them. Where no array as large as a layer's
     pages is made, none is copied.
     """
-    fused = {name for each in found.values() for item in each.instructions for name in _fused(item)}
+    fused = {
+        name
+        for each in computations.values()
+        for item in each.instructions
+        for name in _fusions(item)
+    }
     return [
-        one
-        for computation in found.values()
+        array
+        for computation in computations.values()
         if computation.name not in fused
         for item in computation.instructions
-        for one in _makes(item, found, at_least)
+        for array in _makes(item, computations, at_least)
     ]
 
 
-def kernel_calls(found: Mapping[str, Computation]) -> Counter[str]:
+def kernel_calls(computations: Mapping[str, Computation]) -> Counter[str]:
     """Returns how often each Pallas kernel is called, by name; a call inside a loop counts once."""
-    every = (item.kernel for each in found.values() for item in each.instructions)
+    every = (item.kernel for each in computations.values() for item in each.instructions)
     return Counter(name for name in every if name is not None)
 
 
-def _makes(item: Instruction, found: Mapping[str, Computation], at_least: int) -> Iterator[Made]:
+def _makes(
+    item: Instruction, computations: Mapping[str, Computation], at_least: int
+) -> Iterator[Made]:
     large = max(item.sizes, default=0)
     if (
         large < at_least
@@ -122,8 +129,8 @@ def _makes(item: Instruction, found: Mapping[str, Computation], at_least: int) -
         # shows it.
         return
     if item.opcode == "fusion":
-        for name in _fused(item):
-            for ending in _endings(found[name]):
+        for name in _fusions(item):
+            for ending in _endings(computations[name]):
                 if max(ending.sizes) >= at_least and ending.opcode not in _IN_PLACE:
                     yield Made(item.name, ending.opcode, max(ending.sizes))
         return
@@ -152,18 +159,18 @@ def _operands(item: Instruction) -> list[str]:
     return re.findall(r"%([\w.\-$]+)", item.rest[: _closing(item.rest)])
 
 
-def _fused(item: Instruction) -> list[str]:
+def _fusions(item: Instruction) -> list[str]:
     return re.findall(r"\bcalls=%?([\w.\-$]+)", item.rest) if item.opcode == "fusion" else []
 
 
 def _instruction(match: re.Match[str]) -> Instruction:
     text = match[3]
     end = _closing(text) + 1 if text.startswith("(") else text.index(" ")
-    opcode, _, rest = text[end:].lstrip().partition("(")
+    opcode, _, operands = text[end:].lstrip().partition("(")
     # The result of an asynchronous start holds its operands, in a tuple of their own.
     begin = _closing(text[1:]) + 2 if text.startswith("((") else 0
     sizes = tuple(_bytes(kind, shape) for kind, shape in _ARRAY.findall(text[begin:end]))
-    return Instruction(match[2], opcode, sizes, bool(match[1]), "(" + rest)
+    return Instruction(match[2], opcode, sizes, bool(match[1]), "(" + operands)
 
 
 def _closing(text: str) -> int:

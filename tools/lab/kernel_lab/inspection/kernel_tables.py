@@ -65,8 +65,8 @@ def _row(kernel: Kernel, case: Case) -> Row:
     if sass.disassembler() is not None:
         opcodes = sass.opcodes(kernel.image)
         counts = tuple(
-            sum(sass.count(opcodes, *one) for one in opcodes_of_kind)
-            for opcodes_of_kind in INSTRUCTIONS.values()
+            sum(sass.count(opcodes, *each) for each in expected)
+            for expected in INSTRUCTIONS.values()
         )
     machine = kernel.machine
     name = f"{stem(kernel.name)} ({case.backend})"
@@ -75,7 +75,7 @@ def _row(kernel: Kernel, case: Case) -> Row:
     )
 
 
-def markdown(found: Iterable[Row], refusals: Sequence[str], *, gpu: str) -> str:
+def markdown(rows: Iterable[Row], refusals: Sequence[str], *, gpu: str) -> str:
     """Returns the table in Markdown.
 
     The line above it names the GPU and the version of JAX; the lines below it list the calls that
@@ -83,7 +83,7 @@ def markdown(found: Iterable[Row], refusals: Sequence[str], *, gpu: str) -> str:
     """
     lines = [f"Compiled for {gpu.upper()} by jax {jax.__version__}. {_NOTE}", ""]
     lines += ["| " + " | ".join(COLUMNS) + " |", "|---|---|" + "---:|" * (len(COLUMNS) - 2)]
-    lines += ["| " + " | ".join(row.cells()) + " |" for row in found]
+    lines += ["| " + " | ".join(row.cells()) + " |" for row in rows]
     if refusals:
         lines += ["", "Not taken:", "", *(f"- {refusal}" for refusal in refusals)]
     return "\n".join(lines)

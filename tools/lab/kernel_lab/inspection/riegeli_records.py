@@ -65,8 +65,8 @@ def _chunks(file: bytes) -> Iterator[tuple[bytes, bytes]]:
 def _simple_chunk(data: bytes) -> Iterator[bytes]:
     compression = data[0]
     sizes_bytes, at = varint(data, 1)
-    sizes = _unpacked(data[at : at + sizes_bytes], compression)
-    values = _unpacked(data[at + sizes_bytes :], compression)
+    sizes = _unpack(data[at : at + sizes_bytes], compression)
+    values = _unpack(data[at + sizes_bytes :], compression)
     at = start = 0
     while at < len(sizes):
         size, at = varint(sizes, at)
@@ -74,7 +74,7 @@ def _simple_chunk(data: bytes) -> Iterator[bytes]:
         start += size
 
 
-def _unpacked(data: bytes, compression: int) -> bytes:
+def _unpack(data: bytes, compression: int) -> bytes:
     if compression == _PLAIN:
         return data
     if compression != _SNAPPY:

@@ -22,8 +22,8 @@ _INSTRUCTION = re.compile(
 @functools.cache
 def disassembler() -> str | None:
     """Returns the path of `nvdisasm`, or None."""
-    if found := shutil.which("nvdisasm"):
-        return found
+    if program := shutil.which("nvdisasm"):
+        return program
     try:
         triton = importlib.util.find_spec("triton")
     except (ImportError, ValueError):

@@ -20,15 +20,15 @@ def on_host(text: str) -> list[str]:
     Args:
         text: The list that `compile_with_thunks` gives; what a thunk holds is indented below it.
     """
-    found, within = [], None  # the indentation of the command buffer that this line is in
+    listed, within = [], None  # the indentation of the command buffer that this line is in
     for match in filter(None, map(_THUNK.match, text.splitlines())):
         indentation, kind = len(match[1]), match[2]
         if within is not None and indentation > within:
             continue
         within = indentation if kind == COMMAND_BUFFER else None
         if kind in _CONTROL:
-            found.append(kind)
-    return found
+            listed.append(kind)
+    return listed
 
 
 def num_command_buffers(text: str) -> int:
