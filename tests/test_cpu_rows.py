@@ -28,9 +28,9 @@ from jaxpage.layers.rope import Rope
 from jaxpage.layers.trace_scope import LayerKernels, TraceScope
 from jaxpage.layers.weight_kinds import Grouped, Packed, PackedCodes
 from jaxpage.models.parts.decoder import Block
-from pallas_kernels import QuantizedWeight
 from pallas_kernels.cpu import library, packed, rows
 from pallas_kernels.cpu.bidirectional import attend_bidirectional
+from pallas_kernels.quantized_weight import QuantizedWeight
 from tests.support.sweeps import few
 
 # 300 rows are shared among threads; the other widths do not fill their last vector.
