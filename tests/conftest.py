@@ -1,6 +1,8 @@
-"""Settings that hold for every test: CPU, no network, a compile cache of one's own, the same hypothesis examples on every run.
+"""Settings that hold for every test: CPU, no network, a compile cache of one's own, the same
+hypothesis examples on every run.
 
-The variables are set here, at import, because jax and transformers read them when they are first imported.
+The variables are set here, at import, because jax and transformers read them when they are first
+imported.
 """
 
 from __future__ import annotations
@@ -14,7 +16,9 @@ from pathlib import Path
 
 
 def _private_directory() -> str:
-    """Where compiled executables are kept between runs. They are code, so the directory is its user's alone."""
+    """Where compiled executables are kept between runs. They are code, so the directory is its
+    user's alone.
+    """
     base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     directory = base / "jaxpage" / "tests"
     try:
@@ -68,9 +72,9 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "deterministic"))
 
 # The shapes in signatures are checked while jax traces, with --check-shapes. The hook makes tracing
-# take twice as long, even where it is told to check nothing, so it is installed for that flag alone.
-# Not in pallas_kernels: its functions check their arguments themselves, and take numpy arrays as
-# well.
+# take twice as long, even where it is told to check nothing, so it is installed for that flag
+# alone. Not in pallas_kernels: its functions check their arguments themselves, and take numpy
+# arrays as well.
 _CHECKED = (
     "TESTS_CHECK_SHAPES"  # for the processes of pytest-xdist, which have another command line
 )
@@ -114,7 +118,9 @@ def compiled_when_used():
 
 @pytest.fixture(scope="module")
 def largest_shapes():
-    """For files to which the choice among shapes is no subject: engines have those for the most rows alone, as `make_llm` does if asked."""
+    """For files to which the choice among shapes is no subject: engines have those for the most
+    rows alone, as `make_llm` does if asked.
+    """
     from jaxpage.assembly.planning import engine_spec
     from tests.support.engines import make_short_menu
 
@@ -125,7 +131,9 @@ def largest_shapes():
 
 @pytest.fixture(scope="module")
 def usual_pages():
-    """For files that replay logs: engines that a replay builds have the pages of those of `make_llm`, and so run the same executables."""
+    """For files that replay logs: engines that a replay builds have the pages of those of
+    `make_llm`, and so run the same executables.
+    """
     from jaxpage.assembly.planning import engine_spec
     from tests.support.engines import roomy_page_shapes
 
@@ -145,7 +153,9 @@ def by_hand(llm):
 
 @pytest.fixture(scope="module", autouse=True)
 def _settled():
-    """What is there before a module stays there. The collector would look through a million objects of jax and torch again and again."""
+    """Keeps what is there before a module from the collector, which would look through a million
+    objects of jax and torch again and again.
+    """
     gc.collect()
     gc.freeze()
     # tracing makes many objects; a twelfth of its time went into looking for cycles
@@ -163,7 +173,9 @@ def pytest_configure(config):
 
 
 def pytest_itemcollected(item):
-    """Cases of a family have dashes in their names, and the family's module has underscores: `-k seed_oss` selects them."""
+    """Cases of a family have dashes in their names, and the family's module has underscores: `-k
+    seed_oss` selects them.
+    """
     item.extra_keyword_matches.add(item.name.replace("-", "_"))
 
 

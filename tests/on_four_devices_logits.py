@@ -109,7 +109,7 @@ def test_parts_give_what_whole_rows_do(num_devices, by_row, monkeypatch):
         assert draw(inputs_for(**fields)).tolist() != want
 
 
-ASKED = {
+REQUESTED = {
     "greedy": SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True),
     "random": SamplingParams(temperature=0.9, seed=3, max_tokens=8, ignore_eos=True),
     "cut off": SamplingParams(
@@ -132,9 +132,9 @@ def texts(directory: Any, together: list[str], **settings: Any) -> dict[str, Any
     prompt = prompts_of(LLAMA["vocab_size"])[2]
     with when_used(), LLM(str(directory), **{**SETTINGS, **settings}) as llm:
         outputs = {
-            name: llm.generate(prompt, params, use_tqdm=False) for name, params in ASKED.items()
+            name: llm.generate(prompt, params, use_tqdm=False) for name, params in REQUESTED.items()
         }
-        requested = [ASKED[name] for name in together]
+        requested = [REQUESTED[name] for name in together]
         outputs["together"] = llm.generate([prompt] * len(requested), requested, use_tqdm=False)
         invariants(llm)
     return {

@@ -63,8 +63,8 @@ from tests.test_speculation_log import results_of
 # --- what drafts were drawn from stays with them on their way from a proposer into a step
 
 IDS = np.array([[5, 3, -1], [3, 5, -1], [7, 8, 9], [2, -1, 1]], np.int32)
-ODDS = np.array([[0.5, 0.5, 0], [0.75, 0.25, 0], [0.2, 0.3, 0.5], [0.4, 0, 0.6]], np.float32)
-DRAFT = Draft((5, 3, 8, 1), (-1, -1, 0, 1), Candidates(IDS, ODDS))
+PROBS = np.array([[0.5, 0.5, 0], [0.75, 0.25, 0], [0.2, 0.3, 0.5], [0.4, 0, 0.6]], np.float32)
+DRAFT = Draft((5, 3, 8, 1), (-1, -1, 0, 1), Candidates(IDS, PROBS))
 
 
 def assert_same(draft: Draft, expected: Draft) -> None:
@@ -74,35 +74,37 @@ def assert_same(draft: Draft, expected: Draft) -> None:
 
 
 def test_what_is_cut_keeps_its_own():
-    assert_same(DRAFT.cut(2), Draft((5, 3), (-1, -1), Candidates(IDS[:2], ODDS[:2])))
-    assert_same(DRAFT.first_branch(), Draft((5, 8), (-1, 0), Candidates(IDS[[0, 2]], ODDS[[0, 2]])))
+    assert_same(DRAFT.cut(2), Draft((5, 3), (-1, -1), Candidates(IDS[:2], PROBS[:2])))
+    assert_same(
+        DRAFT.first_branch(), Draft((5, 8), (-1, 0), Candidates(IDS[[0, 2]], PROBS[[0, 2]]))
+    )
     assert_same(DRAFT.sound(20, 9), DRAFT)
     assert_same(DRAFT.sound(20, 3), DRAFT.cut(3))
     assert_same(DRAFT._replace(parents=(-1, 7, 0, 1)).sound(20, 9), DRAFT.cut(1))
 
 
 @pytest.mark.parametrize(
-    ("ids", "odds", "message"),
+    ("ids", "probs", "message"),
     [
-        (IDS[:3], ODDS[:3], "4 drafts with q of"),
-        (IDS, ODDS[:, :2], "4 drafts with q of"),
+        (IDS[:3], PROBS[:3], "4 drafts with q of"),
+        (IDS, PROBS[:, :2], "4 drafts with q of"),
         (
             np.full((4, MAX_CANDIDATES + 1), 5),
             np.full((4, MAX_CANDIDATES + 1), 0.03),
             "33 tokens; 32 are possible",
         ),
-        (IDS, ODDS * 0.9, "no distribution"),
-        (IDS, ODDS * [[1], [1], [np.nan], [1]], "no distribution"),
-        (IDS, np.where(IDS == 3, -0.5, ODDS) + np.where(IDS == 5, 1.0, 0), "no distribution"),
-        (np.where(IDS == 9, 20, IDS), ODDS, "beyond the model's, which end at 19"),
-        (np.where(IDS == 9, -1, IDS), ODDS, "beyond the model's"),
-        (np.where(IDS == 8, 9, IDS), ODDS, "cannot be drawn from"),
-        (IDS, np.where(IDS == 8, 0, ODDS) + np.where(IDS == 9, 0.3, 0), "cannot be drawn from"),
+        (IDS, PROBS * 0.9, "no distribution"),
+        (IDS, PROBS * [[1], [1], [np.nan], [1]], "no distribution"),
+        (IDS, np.where(IDS == 3, -0.5, PROBS) + np.where(IDS == 5, 1.0, 0), "no distribution"),
+        (np.where(IDS == 9, 20, IDS), PROBS, "beyond the model's, which end at 19"),
+        (np.where(IDS == 9, -1, IDS), PROBS, "beyond the model's"),
+        (np.where(IDS == 8, 9, IDS), PROBS, "cannot be drawn from"),
+        (IDS, np.where(IDS == 8, 0, PROBS) + np.where(IDS == 9, 0.3, 0), "cannot be drawn from"),
     ],
 )
-def test_what_no_draft_was_drawn_from_is_an_error(ids, odds, message):
+def test_what_no_draft_was_drawn_from_is_an_error(ids, probs, message):
     with pytest.raises(ValueError, match=message):
-        DRAFT._replace(q=Candidates(ids, odds)).sound(20, 9)
+        DRAFT._replace(q=Candidates(ids, probs)).sound(20, 9)
 
 
 class Forbidding:
@@ -158,13 +160,13 @@ def test_a_step_is_told_what_each_draft_was_drawn_from():
     batch = builder.build(StepPlan(1, rows, samples))
     assert batch.bucket.q_width == MAX_CANDIDATES
     inputs = unpack(jnp.asarray(batch.packed), batch.bucket, TableShape(1, 4))
-    ids, odds = np.asarray(inputs.q_ids_TW), np.asarray(inputs.q_TW)
-    assert ids.shape == odds.shape == (batch.bucket.num_tokens, MAX_CANDIDATES)
+    ids, probs = np.asarray(inputs.q_ids_TW), np.asarray(inputs.q_TW)
+    assert ids.shape == probs.shape == (batch.bucket.num_tokens, MAX_CANDIDATES)
     np.testing.assert_array_equal(ids[3:7, :3], IDS)
-    np.testing.assert_array_equal(odds[3:7, :3], ODDS)
-    assert (ids[:, 3:] == -1).all() and (odds[:, 3:] == 0).all()
+    np.testing.assert_array_equal(probs[3:7, :3], PROBS)
+    assert (ids[:, 3:] == -1).all() and (probs[:, 3:] == 0).all()
     for place, token_id in ((0, 6), (1, 9), (2, 1), (7, 4)):
-        assert ids[place, :2].tolist() == [token_id, -1] and odds[place, :2].tolist() == [1, 0]
+        assert ids[place, :2].tolist() == [token_id, -1] and probs[place, :2].tolist() == [1, 0]
     plain = make_menu(4, 16, num_drafts=(7,), max_verified_tokens=64, trees=True)
     assert {bucket.q_width for bucket in plain.buckets + menu.decode + menu.chunk} == {0}
     assert Bucket(8, 1, 8, verifies=True).q_width == 0
@@ -614,9 +616,9 @@ def test_every_rule_gives_the_greedy_text(rule, by_row):
             .round(1)
         )
         inputs = inputs_of(*random_rows(seed))
-        drawn_R, wanted_BQ = decide_all(logits_RV, inputs, AcceptanceRule(), by_row)
+        drawn_R, expected_BQ = decide_all(logits_RV, inputs, AcceptanceRule(), by_row)
         token_ids_R, paths_BQ = decide_all(logits_RV, inputs, rule, by_row)
-        np.testing.assert_array_equal(paths_BQ, wanted_BQ)
+        np.testing.assert_array_equal(paths_BQ, expected_BQ)
         on_a_path = paths_BQ[paths_BQ >= 0]
         np.testing.assert_array_equal(token_ids_R[on_a_path], drawn_R[on_a_path])
 
@@ -723,10 +725,10 @@ def best_path(
         paths.append((length, likelihood, path[: 1 + length]))
     max_length = max(length for length, _, _ in paths)
     paths = [(likelihood, path) for length, likelihood, path in paths if length == max_length]
-    likeliest = max(likelihood for likelihood, _ in paths)
-    close = {tuple(tokens[path]) for likelihood, path in paths if likeliest - likelihood < 1e-5}
+    top = max(likelihood for likelihood, _ in paths)
+    close = {tuple(tokens[path]) for likelihood, path in paths if top - likelihood < 1e-5}
     return (
-        min(path for likelihood, path in paths if likeliest - likelihood < 1e-5)
+        min(path for likelihood, path in paths if top - likelihood < 1e-5)
         if len(close) == 1
         else None
     )

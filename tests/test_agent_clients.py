@@ -174,8 +174,8 @@ def test_a_conversation_with_tools(runs, client, route, stream):
         assert outcome.prompts == runs.outcome(client, route, "whole").prompts
 
 
-# Requests of the programs themselves, recorded with `agent_server --log` and shortened: the first one,
-# that which follows the call, and others.
+# Requests of the programs themselves, recorded with `agent_server --log` and shortened: the first
+# one, that which follows the call, and others.
 RECORDED = {
     "claude_code_exec_first": "Bash",
     "claude_code_exec_turn": None,

@@ -42,7 +42,7 @@ class Called(NamedTuple):
 class Turn(NamedTuple):
     """A turn is what the user says (`asked`), or an answer, which may have thoughts and call tools."""
 
-    asked: str = ""
+    requested: str = ""
     thought: str = ""
     said: str = ""
     calls: tuple[Called, ...] = ()
@@ -62,7 +62,7 @@ def conversations(draw: st.DrawFn, min_answers: int = 1) -> list[Turn]:
     turns: list[Turn] = []
     number = 0
     for _ in range(draw(st.integers(1, 3))):
-        turns.append(Turn(asked=draw(QUESTIONS)))
+        turns.append(Turn(requested=draw(QUESTIONS)))
         for _ in range(draw(st.integers(min_answers, 2))):
             calls = []
             for _ in range(draw(st.integers(0, 2))):
@@ -72,14 +72,14 @@ def conversations(draw: st.DrawFn, min_answers: int = 1) -> list[Turn]:
             turns.append(Turn("", draw(st.sampled_from(["", "I need both."])), said, (*calls,)))
             if not calls:
                 break
-    return [*turns, Turn(asked=draw(QUESTIONS))]
+    return [*turns, Turn(requested=draw(QUESTIONS))]
 
 
 def as_chat(turns: Sequence[Turn]) -> list[dict[str, Any]]:
     messages: list[dict[str, Any]] = []
     for turn in turns:
-        if turn.asked:
-            messages.append({"role": "user", "content": turn.asked})
+        if turn.requested:
+            messages.append({"role": "user", "content": turn.requested})
             continue
         answer: dict[str, Any] = {"role": "assistant", "content": turn.said or None}
         if turn.thought:
@@ -99,8 +99,8 @@ def as_chat(turns: Sequence[Turn]) -> list[dict[str, Any]]:
 def as_messages(turns: Sequence[Turn]) -> list[dict[str, Any]]:
     messages: list[dict[str, Any]] = []
     for turn in turns:
-        if turn.asked:
-            messages.append({"role": "user", "content": turn.asked})
+        if turn.requested:
+            messages.append({"role": "user", "content": turn.requested})
             continue
         blocks: list[dict[str, Any]] = []
         if turn.thought:
@@ -121,8 +121,8 @@ def as_messages(turns: Sequence[Turn]) -> list[dict[str, Any]]:
 def as_items(turns: Sequence[Turn]) -> list[dict[str, Any]]:
     items: list[dict[str, Any]] = []
     for turn in turns:
-        if turn.asked:
-            items.append({"role": "user", "content": turn.asked})
+        if turn.requested:
+            items.append({"role": "user", "content": turn.requested})
         if turn.thought:
             thought = {"type": "reasoning_text", "text": turn.thought}
             items.append({"type": "reasoning", "summary": [], "content": [thought]})
@@ -141,8 +141,8 @@ def as_items(turns: Sequence[Turn]) -> list[dict[str, Any]]:
 def as_ollama(turns: Sequence[Turn]) -> list[dict[str, Any]]:
     messages: list[dict[str, Any]] = [{"role": "system", "content": SYSTEM}]
     for turn in turns:
-        if turn.asked:
-            messages.append({"role": "user", "content": turn.asked})
+        if turn.requested:
+            messages.append({"role": "user", "content": turn.requested})
             continue
         calls = [{"function": {"name": "look", "arguments": call.arguments}} for call in turn.calls]
         answer = {"role": "assistant", "content": turn.said, "thinking": turn.thought}
@@ -190,4 +190,4 @@ def test_a_conversation_has_the_same_prompt_in_every_dialect(kind, turns):
     (prompt,) = {exchange.prompts[0].prompt for exchange in exchanges}
     assert not any(exchange.ignored_fields for exchange in exchanges)
     for turn in turns:
-        assert turn.asked in prompt and all(call.result in prompt for call in turn.calls)
+        assert turn.requested in prompt and all(call.result in prompt for call in turn.calls)

@@ -181,7 +181,8 @@ def test_ollama_may_be_told_to_think_where_a_model_always_does():
     assert (caught.value.status, caught.value.param) == (400, "think")
 
 
-# https://github.com/ollama/ollama/blob/main/docs/modelfile.md and `DefaultOptions` in its api/types.go
+# https://github.com/ollama/ollama/blob/main/docs/modelfile.md and `DefaultOptions` in its
+# api/types.go
 DEFAULTS = {
     "num_ctx": 512,
     "num_keep": 4,

@@ -60,7 +60,7 @@ class Sent:
         self.state: dict[str, Any] = {}
         self.blocks = asyncio.Event()  # a client that reads nothing
         self.blocks.set()
-        self.most_at_once = 0
+        self.max_at_once = 0
         self._num_at_once = 0
         self._leaves = asyncio.Event()
         self._began = asyncio.get_running_loop().time()
@@ -78,7 +78,7 @@ class Sent:
 
     async def send(self, message: Message) -> None:
         self._num_at_once += 1
-        self.most_at_once = max(self.most_at_once, self._num_at_once)
+        self.max_at_once = max(self.max_at_once, self._num_at_once)
         await self.blocks.wait()
         self._num_at_once -= 1
         assert not self.is_over
@@ -285,7 +285,7 @@ def test_a_client_that_does_not_read_gets_one_comment_at_a_time():
             sent.blocks.set()
 
         await sent.answer(app_of(want, begin, block, wait(60), unblock, wait(1), say, wait(6), end))
-        assert sent.most_at_once == 1 and sent.comments == [60, 66] and sent.is_over
+        assert sent.max_at_once == 1 and sent.comments == [60, 66] and sent.is_over
         blocked = Sent("/v1/chat/completions")
         blocked.blocks.clear()
         late = app_of(want, wait(60), refuse(ApiError(400, "no")))

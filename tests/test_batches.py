@@ -214,7 +214,7 @@ def demo_build():
 
 PROMPT = "Once upon a time there was a"
 GREEDY = {"model": "demo", "prompt": PROMPT, "max_tokens": 6, "temperature": 0}
-ASKED: list[tuple[str, dict[str, Any]]] = [
+REQUESTED: list[tuple[str, dict[str, Any]]] = [
     ("/v1/completions", {**GREEDY, "logprobs": 2}),
     ("/v1/completions", {**GREEDY, "temperature": 0.9, "seed": 3, "n": 2}),
     ("/v1/completions", {**GREEDY, "max_tokens": -1}),
@@ -235,20 +235,21 @@ TO_THE_ANSWER = {"id", "created", "system_fingerprint"}
 
 
 def test_run_batch_answers_as_the_server_does(demo_build, tmp_path, capsys):
-    assert {url for url, _ in ASKED} | {"/v1/responses"} == set(URLS)
+    assert {url for url, _ in REQUESTED} | {"/v1/responses"} == set(URLS)
     source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
-    source.write_text("\n".join(line(n, body, url=url) for n, (url, body) in enumerate(ASKED)))
+    source.write_text("\n".join(line(n, body, url=url) for n, (url, body) in enumerate(REQUESTED)))
     with (
         serving(demo_build) as running,
         httpx.Client(base_url=running.address, timeout=300) as client,
     ):
-        expected = [client.post(url, json=body) for url, body in ASKED]
+        expected = [client.post(url, json=body) for url, body in REQUESTED]
     arguments = [f"--{name.replace('_', '-')}={value}" for name, value in SMALL.items()]
     with when_used():
         assert main(["run-batch", str(source), str(target), "-q", *arguments]) == 0
     failed = sum(each.status_code != 200 for each in expected)
     assert (
-        failed < len(ASKED) and f"{len(ASKED)} lines, {failed} errors, " in capsys.readouterr().out
+        failed < len(REQUESTED)
+        and f"{len(REQUESTED)} lines, {failed} errors, " in capsys.readouterr().out
     )
     answers = {each["custom_id"]: each for each in map(json.loads, target.read_text().splitlines())}
     for number, each in enumerate(expected):
@@ -257,7 +258,9 @@ def test_run_batch_answers_as_the_server_does(demo_build, tmp_path, capsys):
         theirs = {k: v for k, v in each.json().items() if k not in TO_THE_ANSWER}
         assert {k: v for k, v in response["body"].items() if k not in TO_THE_ANSWER} == theirs
     assert main(["run-batch", str(source), str(target), "-q"]) == 0  # without an engine
-    assert capsys.readouterr().out.startswith(f"{len(ASKED)} lines, {failed} errors, {len(ASKED)} ")
+    assert capsys.readouterr().out.startswith(
+        f"{len(REQUESTED)} lines, {failed} errors, {len(REQUESTED)} "
+    )
 
 
 @pytest.fixture

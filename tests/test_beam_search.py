@@ -29,7 +29,7 @@ from jaxpage.outputs import TokenLogprobs
 from jaxpage.step.edits import Append, Drop, Edit, Finish, Fork
 from jaxpage.step.request import Request
 from jaxpage.step.strategy import Draw
-from tests.support.beams import Found, all_hypotheses, likeliest, naive_search, random_logprobs
+from tests.support.beams import Found, all_hypotheses, best_tokens, naive_search, random_logprobs
 from tests.support.engines import LLAMA, WIDE, invariants, make_llm
 from tests.support.random_checkpoints import random_checkpoint
 from tests.support.sweeps import examples
@@ -97,7 +97,7 @@ class World:
             random.Random(len(self.texts)).shuffle(live)
             draws = []
             for i in live:
-                top = likeliest(
+                top = best_tokens(
                     self.logprobs_of(self.texts[i].token_ids), self.request.num_logprobs or 0
                 )
                 draws.append(Draw(i, top.token_id, top))
@@ -198,12 +198,12 @@ class WrongSign(BeamStrategy):
 
 
 class NeverStopsEarly(BeamStrategy):
-    def _is_over(self, likeliest, best):
+    def _is_over(self, candidate, best):
         return False
 
 
 class StopsWhenFull(BeamStrategy):
-    def _is_over(self, likeliest, best):
+    def _is_over(self, candidate, best):
         return len(best) == self._beam.beam_width
 
 
@@ -365,7 +365,7 @@ def test_a_draw_that_is_none_ends_the_whole_search() -> None:
     likely = int(random_logprobs((3, ()), 4).argmax())
     request = request_of(BeamSearchParams(3, stop_token_ids=[likely]))
     world = World(BeamStrategy(request, range(6), NoText), request, 3, 4)
-    for edit in world.strategy.advance([Draw(0, 1, likeliest(world.logprobs_of(()), 4))]):
+    for edit in world.strategy.advance([Draw(0, 1, best_tokens(world.logprobs_of(()), 4))]):
         world.apply(edit)
     live = [i for i, text in world.texts.items() if text.end is None]
     assert len(live) == 3 and len(world.texts) == 4
@@ -433,7 +433,7 @@ def llm(tmp_path_factory):
 
 
 @pytest.fixture(autouse=True)
-def nothing_left_behind(request):
+def nothing_left_after(request):
     yield
     if "llm" in request.fixturenames:
         invariants(request.getfixturevalue("llm"))

@@ -213,7 +213,7 @@ def test_a_run_between_two_polls_has_no_means_of_the_server():
         poller = MetricsPoller(Texts(*texts))  # type: ignore[arg-type]
         poller._start = 0.0
         for _ in texts:
-            await poller._look()
+            await poller._read_all()
         return poller.as_dict()
 
     short = asyncio.run(measure(idle, idle.replace("_total 1", "_total 3")))

@@ -28,12 +28,12 @@ from jaxpage.settings.sampling_params import SamplingParams
 from tests.support.chat_templates import (
     HINTED,
     NO_TOOLS,
+    REPORTED,
+    REPORTED_OTHERWISE,
+    REPORTED_TO_THINK,
     STRAY,
     TEMPLATES,
     THOUGHT,
-    TOLD,
-    TOLD_OTHERWISE,
-    TOLD_TO_THINK,
     UNCLEAR,
     UNTOLD,
 )
@@ -618,10 +618,10 @@ def test_the_marker_of_a_response_is_found_where_an_answer_has_no_end():
     assert (message["content"], calls_of(message)) == ("", [("look-up2", {"city": "x"})])
 
 
-@pytest.mark.parametrize("name", TOLD)
+@pytest.mark.parametrize("name", REPORTED)
 def test_calls_are_read_as_a_template_tells_to_write_them(name):
     """The template passes over the calls of a message."""
-    source, call = TOLD[name]
+    source, call = REPORTED[name]
     form, problem = derive_form_of(source)
     assert problem is None and form.has_tools
     requested = [{"role": "user", "content": "Hi"}]
@@ -646,7 +646,7 @@ def test_what_a_template_tells_unclearly_is_no_form(name):
 
 
 def test_what_a_template_renders_goes_before_what_it_tells():
-    form = derive_form_of(TOLD_OTHERWISE).form
+    form = derive_form_of(REPORTED_OTHERWISE).form
     assert form.tools is not None and form.tools.trigger == "<call>"
 
 
@@ -1017,15 +1017,18 @@ def test_forms_by_name_are_those_of_models_whose_templates_render_no_calls(name,
 
 def test_a_prompt_tells_what_stands_around_reasoning_and_answer():
     """Granite 3.3's does so if it is asked for reasoning."""
-    form = derive_form_of(TOLD_TO_THINK).form
+    form = derive_form_of(REPORTED_TO_THINK).form
     requested = [{"role": "user", "content": "Hi"}]
-    prompt = render(TOLD_TO_THINK, requested, generates=True, thinking=True)
+    prompt = render(REPORTED_TO_THINK, requested, generates=True, thinking=True)
     text = "<think>Hm.</think>\n<response>So.</response>"
     message = read(form, [text], prompt)
     assert (message["reasoning_content"], message["content"]) == ("Hm.", "So.")
     assert read(form, text, prompt) == message
     for said in ("The <think> tag opens it, <response> the answer.", "So."):
-        assert read(form, said, render(TOLD_TO_THINK, requested, generates=True))["content"] == said
+        assert (
+            read(form, said, render(REPORTED_TO_THINK, requested, generates=True))["content"]
+            == said
+        )
 
 
 @pytest.mark.parametrize(

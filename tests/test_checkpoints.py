@@ -1180,7 +1180,7 @@ def test_a_file_is_not_a_model(tmp_path):
         resolve_model(tmp_path / "model.safetensors")
 
 
-WANTED = [
+EXPECTED = [
     *(
         "config.json",
         "generation_config.json",
@@ -1215,7 +1215,7 @@ UNWANTED = [
 )
 def test_all_files_of_a_hub_model_come_from_one_pinned_snapshot(tmp_path, monkeypatch, weights):
     shards = [name for name in weights if name.endswith(".safetensors")]
-    for name in (*WANTED, *UNWANTED, *weights):
+    for name in (*EXPECTED, *UNWANTED, *weights):
         (tmp_path / "repository" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "repository" / name).write_text(
             json.dumps({"weight_map": dict(enumerate([*shards, "x.pt"]))})
@@ -1227,7 +1227,7 @@ def test_all_files_of_a_hub_model_come_from_one_pinned_snapshot(tmp_path, monkey
         ("org/name", "c0ffee"),
     ]
     assert {str(path.relative_to(snapshot)) for path in snapshot.rglob("*") if path.is_file()} == {
-        *WANTED,
+        *EXPECTED,
         *weights,
     }
     shutil.rmtree(snapshot)
@@ -1236,7 +1236,7 @@ def test_all_files_of_a_hub_model_come_from_one_pinned_snapshot(tmp_path, monkey
         for path in resolve_tokenizer("org/name").rglob("*")
         if path.is_file()
     }
-    assert paths == {*WANTED} - {"generation_config.json", "hf_quant_config.json"}
+    assert paths == {*EXPECTED} - {"generation_config.json", "hf_quant_config.json"}
 
 
 def test_a_hub_that_does_not_answer(tmp_path, monkeypatch):

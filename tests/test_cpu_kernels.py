@@ -379,7 +379,7 @@ def test_one_call_multiplies_rows_by_quantised_weights_of_groups(shared: bool, d
     scale = rng.uniform(0.1, 1, (3, 3 if shared else 40, 2)).astype(np.float32)
     rows = np.arange(40) // 16 if shared else None
     weights = QuantizedWeight(values, scale, None, "int4", 288, None, rows)
-    products = packed.multiply_quantized(
+    matmuls = packed.multiply_quantized(
         x, packed.pack_quantized(weights), 40, result="float32", count_E=jnp.asarray(counts)
     )
     first = 0
@@ -387,9 +387,9 @@ def test_one_call_multiplies_rows_by_quantised_weights_of_groups(shared: bool, d
         weight = QuantizedWeight(codes, scales if rows is None else scales[rows], None, "int4", 288)
         own_x = np.asarray(x[first : first + count]).astype(np.float32)
         expected = own_x @ np.asarray(numbers(on_device(weight))).T
-        np.testing.assert_allclose(products[first : first + count], expected, rtol=1e-4, atol=1e-3)
+        np.testing.assert_allclose(matmuls[first : first + count], expected, rtol=1e-4, atol=1e-3)
         first += count
-    assert not np.asarray(products[first:]).any(), "of no group"
+    assert not np.asarray(matmuls[first:]).any(), "of no group"
 
 
 @pytest.mark.parametrize("num_in", [64, 2115])
@@ -502,7 +502,7 @@ def test_one_call_multiplies_rows_by_the_weight_of_their_group(dtype: str) -> No
     rng = np.random.default_rng(6)
     counts = np.array([3, 0, 100, 1])
     x, w = (rng.standard_normal(size).astype(dtype) for size in ((110, 40), (4, 24, 40)))
-    products = packed.multiply_packed(
+    matmuls = packed.multiply_packed(
         x, packed.pack(w, packed.NUMBERS[dtype]), 24, result="float32", count_E=jnp.asarray(counts)
     )
     first = 0
@@ -511,9 +511,9 @@ def test_one_call_multiplies_rows_by_the_weight_of_their_group(dtype: str) -> No
         alone = packed.multiply_packed(
             x[rows], packed.pack(weight, packed.NUMBERS[dtype]), 24, result="float32"
         )
-        np.testing.assert_array_equal(products[rows], alone)
+        np.testing.assert_array_equal(matmuls[rows], alone)
         first += count
-    assert not np.asarray(products[first:]).any(), "of no group"
+    assert not np.asarray(matmuls[first:]).any(), "of no group"
 
 
 def test_a_weight_in_panels_that_does_not_fit_is_refused() -> None:

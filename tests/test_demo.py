@@ -31,7 +31,7 @@ def llm(compiled_when_used, largest_shapes):
 
 
 @pytest.fixture(autouse=True)
-def nothing_left_behind(llm):
+def nothing_left_after(llm):
     yield
     invariants(llm)
 

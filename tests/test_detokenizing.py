@@ -119,7 +119,8 @@ BYTE_PIECES = [
     "".join(byte_letters()[byte] for byte in (piece.encode() if isinstance(piece, str) else piece))
     for piece in (*(bytes([byte]) for byte in range(256)), *CUT_PIECES)
 ]
-# Of these, one consists of letters that stand for bytes, one of others, and one is a byte that is no character.
+# Of these, one consists of letters that stand for bytes, one of others, and one is a byte that is
+# no character.
 ADDED = ["<tool>", "<a \u9f98>", "\u00ff"]
 WORDS = ["a", "##b", "\ufffd", ".", "##\ufffd", "\u2581a", "\u2581", "b</w>", "a</w>", "<pad>", "|"]
 VOCABULARIES = {
@@ -149,7 +150,8 @@ def text_of(tokenizer: PreTrainedTokenizerFast, token_ids: list[int], *, skips: 
 def agree_with_the_tokenizer(name: str, token_ids: list[int], cut: int, *, skips: bool) -> None:
     """Checks that what was shown and what an end here would bring are the text, at each token.
 
-    A prompt that ends in a run of bytes shows its characters whatever follows, so it is cut before such a run.
+    A prompt that ends in a run of bytes shows its characters whatever follows, so it is cut before
+    such a run.
     """
     tokenizer = VOCABULARIES[name]
     while name in OF_RUNS and 0 < cut < len(token_ids) and max(token_ids[cut - 1 : cut + 1]) < 256:
@@ -283,7 +285,8 @@ def test_the_second_token_of_an_answer_begins_after_the_space_of_the_first():
     assert [places.after(token_id, "a") for token_id in (word, letter)] == [0, 2]
 
 
-# What tokenizer_config.json may say of the demo's tokenizer.json, and whether `tokenizers` alone does the same.
+# What tokenizer_config.json may say of the demo's tokenizer.json, and whether `tokenizers` alone
+# does the same.
 CONFIGS = {
     "as it is": ({}, True),
     "with BOS": ({"bos_token": "<s>", "add_bos_token": True}, True),

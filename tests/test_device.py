@@ -165,7 +165,7 @@ def test_jax_is_given_the_part_of_a_gpu_that_the_engine_is_asked_to_use(monkeypa
 
     assert plan(0.9) == (90, 95, "")
     assert plan(0.3) == (30, 35, "") and plan(1.0) == (95, 95, "")
-    assert plan(0.45, is_open=True, told=0.75) == (45, 75, ""), "a second engine"
+    assert plan(0.45, is_open=True, reported=0.75) == (45, 75, ""), "a second engine"
     assert (
         plan(0.9, is_open=True)[:2] == (67.5, 75)
         and "had opened the GPU before" in plan(0.9, is_open=True)[2]

@@ -535,8 +535,8 @@ def test_a_recurrent_model_takes_typical_acceptance_and_auto(root, number):
         )
     with torch.no_grad():
         whole = torch.tensor([[*prompts()[0], *greedy.outputs[0].token_ids]])
-        likeliest = model(whole).logits[0, len(prompts()[0]) - 1 : -1].argmax(-1)
-    assert greedy.outputs[0].token_ids == likeliest.tolist()
+        top = model(whole).logits[0, len(prompts()[0]) - 1 : -1].argmax(-1)
+    assert greedy.outputs[0].token_ids == top.tolist()
     if number == 3:
         drafted, accepted = np.sum([counts(output) for output in (*outputs, greedy)], axis=0)
         assert 0 < accepted < drafted

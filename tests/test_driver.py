@@ -70,7 +70,7 @@ def built(tmp_path_factory):
 
 
 @pytest.fixture(autouse=True)
-def nothing_left_behind(built):
+def nothing_left_after(built):
     yield
     engine = built.engine
     engine.scheduler.check()
@@ -929,11 +929,11 @@ def test_a_pin_that_is_taken_back_before_it_begins_is_no_error(built, caplog):
 def test_lent_weights_are_left_to_those_that_hold_them(built):
     engine = built.engine
     with by_hand(built) as driver:
-        lent = jax.tree.leaves(driver.wait(driver.weights()))
+        shared = jax.tree.leaves(driver.wait(driver.weights()))
         for _ in range(2):
             with driver.falling_asleep(1) as asleep:
                 driver.wait(asleep)
-            assert not any(array.is_deleted() for array in lent)
+            assert not any(array.is_deleted() for array in shared)
             driver.wait(driver.wake(weights_held_by(engine)))
         unlent = jax.tree.leaves(engine.runner.parameters)
         with driver.falling_asleep(1) as asleep:
@@ -997,7 +997,7 @@ class Lives(RuleBasedStateMachine):
         self.driver.turns.close_engine = lambda: None
         self.readers = []  # of requests whose callers were not interrupted
         self.contexts = []  # of pins, vectors and changes, each with its answers
-        self.all_answers, self.pins, self.lent, self.problems = [], [], [], []
+        self.all_answers, self.pins, self.shared, self.problems = [], [], [], []
         self.handles, self.drains, self.due = [], [], []
 
     def on_device(self):
@@ -1102,12 +1102,12 @@ class Lives(RuleBasedStateMachine):
         self.driver.resume().add_done_callback(resumed)
 
     @rule()
-    def lend(self):
-        def lent(answer):
+    def share(self):
+        def shared(answer):
             if answer.exception() is None:
-                self.lent += jax.tree.leaves(answer.result())
+                self.shared += jax.tree.leaves(answer.result())
 
-        self.driver.weights().add_done_callback(lent)
+        self.driver.weights().add_done_callback(shared)
 
     @rule(is_late=st.booleans())
     def drain(self, is_late):
@@ -1158,7 +1158,7 @@ class Lives(RuleBasedStateMachine):
         assert not any(handle.is_over for handle in turns.live.values())
         waits = turns.change is not None or self.engine.is_asleep or turns.is_paused
         assert not turns._held or waits
-        assert not any(array.is_deleted() for array in self.lent)
+        assert not any(array.is_deleted() for array in self.shared)
         self.engine.scheduler.check()
 
     def teardown(self):

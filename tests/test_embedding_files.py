@@ -1,7 +1,8 @@
 """The files of sentence-transformers decide how texts become vectors, against states of
 transformers and float64.
 
-What each module computes is written down here once more, from the library's documentation (its own numbers were the same).
+What each module computes is written down here once more, from the library's documentation (its own
+numbers were the same).
 """
 
 from __future__ import annotations

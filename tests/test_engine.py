@@ -61,7 +61,7 @@ def llm(directory):
 
 
 @pytest.fixture(autouse=True)
-def nothing_left_behind(llm):
+def nothing_left_after(llm):
     yield
     invariants(llm)
 

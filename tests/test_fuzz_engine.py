@@ -98,7 +98,7 @@ def sleeps_while_vectors_are_computed(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(EmbeddingHandle, "reads_weights", False)
 
 
-def deletes_what_it_has_lent(patch: pytest.MonkeyPatch) -> None:
+def deletes_what_it_has_shared(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Engine, "share_weights", lambda engine: engine.runner.parameters)
 
 
@@ -193,7 +193,7 @@ LIVES: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], Case, str]] = {
         "embed of turn 0: RuntimeError",
     ),
     "held weights": (
-        deletes_what_it_has_lent,
+        deletes_what_it_has_shared,
         case(
             Event(0, "hold"),
             Event(1, "sleep", (), (1, 2)),

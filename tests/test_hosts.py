@@ -674,7 +674,7 @@ SETTINGS = {
     **{"dtype": "float32", "preemption_mode": "swap"},
 }
 PROMPTS = [[(7 * i + 3) % 250 + 1 for i in range(length)] for length in (41, 17)]
-ASKED: dict[str, Any] = {
+REQUESTED: dict[str, Any] = {
     "max_tokens": 16,
     "temperature": 0.9,
     "seed": 3,
@@ -758,7 +758,7 @@ def reference(
     directory: Path, lora: LoRARequest | None = None, **requested: Any
 ) -> list[tuple[list[int], list[float]]]:
     """Returns the outputs of one process."""
-    params = SamplingParams(**{**ASKED, **requested})
+    params = SamplingParams(**{**REQUESTED, **requested})
     settings = {
         **SETTINGS,
         "tensor_parallel_reduction": "invariant",
@@ -782,7 +782,7 @@ def reference(
 
 
 def answers_of(url: str, **requested: Any) -> list[tuple[list[int], list[float]]]:
-    body = {"model": "m", "prompt": PROMPTS, **ASKED, "return_token_ids": True, **requested}
+    body = {"model": "m", "prompt": PROMPTS, **REQUESTED, "return_token_ids": True, **requested}
     answer = httpx.post(f"{url}/v1/completions", json=body, timeout=120).raise_for_status().json()
     return [
         (choice["token_ids"], choice["logprobs"]["token_logprobs"]) for choice in answer["choices"]
@@ -1016,7 +1016,7 @@ def test_two_processes_take_other_weights_while_a_request_runs(directory, others
         word for name, size in sizes.items() for word in (f"--{name.replace('_', '-')}", f"{size}")
     ]
     of_rank = [[*flags, "--weights-directory", str(tmp_path / f"{rank}")] for rank in range(2)]
-    params = {**ASKED, "max_tokens": 200}
+    params = {**REQUESTED, "max_tokens": 200}
     with (
         start_process(
             directory, port, 0, SECRET, "--served-model-name", "m", *of_rank[0]

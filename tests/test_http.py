@@ -850,13 +850,13 @@ def test_a_stream_says_how_much_of_its_prompt_is_computed(demo_build, monkeypatc
 # Who leaves
 
 
-@pytest.mark.parametrize("behind", [b"x", b"\r\n", request_bytes("GET", "/health"), b"z" * 60_000])
-def test_who_sends_more_and_leaves_has_left(demo_build, monkeypatch, behind):
+@pytest.mark.parametrize("after", [b"x", b"\r\n", request_bytes("GET", "/health"), b"z" * 60_000])
+def test_who_sends_more_and_leaves_has_left(demo_build, monkeypatch, after):
     """A further request is read later; that nobody sends any more is seen at once."""
     with serving(demo_build) as running:
         gate = Gate(monkeypatch, demo_build.engine)
         with running.connect() as client:
-            client.sendall(request_bytes("POST", COMPLETIONS, LONG) + behind)
+            client.sendall(request_bytes("POST", COMPLETIONS, LONG) + after)
             gate.entered.acquire()
         wait_until(lambda: not running.server.visitors._number)
         gate.permits.release()

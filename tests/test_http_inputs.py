@@ -177,12 +177,18 @@ EMPTY = {
 }
 NAMED = {"type": "function", "function": {"name": "f"}}
 TABLES = [
-    *(refusal_row(COMPLETIONS, completion(**fields), *told) for fields, *told in COMMON_REFUSED),
     *(
-        refusal_row(COMPLETIONS, completion(**fields), *told)
-        for fields, *told in COMPLETION_REFUSED
+        refusal_row(COMPLETIONS, completion(**fields), *reported)
+        for fields, *reported in COMMON_REFUSED
     ),
-    *(refusal_row(CHAT, chat(**fields), *told) for fields, *told in COMMON_REFUSED + CHAT_REFUSED),
+    *(
+        refusal_row(COMPLETIONS, completion(**fields), *reported)
+        for fields, *reported in COMPLETION_REFUSED
+    ),
+    *(
+        refusal_row(CHAT, chat(**fields), *reported)
+        for fields, *reported in COMMON_REFUSED + CHAT_REFUSED
+    ),
 ]
 FIELDS = [
     *[Row(400, completion(prompt=[token_id]), "prompt") for token_id, _ in NO_IDS],

@@ -364,7 +364,7 @@ def test_a_new_adapter_is_peft_s_and_its_directory_is_loaded_by_both(model, llm,
 
 
 def test_more_adapters_than_slots(model, llm):
-    """Of three for two slots the last waits for one, and both the others have theirs again."""
+    """With three for two slots the last waits for one, and both the others have theirs again."""
     names = [*CONFIGS, None, *CONFIGS]
     seen = set()
 

@@ -224,8 +224,8 @@ def test_heads_compute_what_the_paper_says(tmp_path, layers):
         np.testing.assert_allclose(
             ours.head_logits(index, hidden_BD), expected, rtol=1e-4, atol=1e-5
         )
-    wanted_ids = np.stack([np.argsort(-each, axis=1)[:, :4] for each in logits], axis=1)
-    np.testing.assert_array_equal(ours.top_ids(hidden_BD, 4), wanted_ids)
+    expected_ids = np.stack([np.argsort(-each, axis=1)[:, :4] for each in logits], axis=1)
+    np.testing.assert_array_equal(ours.top_ids(hidden_BD, 4), expected_ids)
 
 
 # --- trees

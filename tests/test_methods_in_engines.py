@@ -174,13 +174,13 @@ def differs_from_transformers(
 
     def keeps(plan: StepPlan, result: StepResult) -> None:
         assert result.draft_candidates is not None
-        for sample, likeliest in zip(plan.samples, result.draft_candidates.tolist(), strict=False):
+        for sample, top in zip(plan.samples, result.draft_candidates.tolist(), strict=False):
             row, offset, path = plan.rows[sample.row], sample.offset, list[int]()
             while row.parents and offset:
                 path.insert(0, row.token_ids[offset])
                 offset = row.parents[offset - 1]
             (sequence,) = engine._groups[row.sequence_id].sequences
-            texts.append((sequence.token_ids[: row.start + offset + 1] + path, likeliest))
+            texts.append((sequence.token_ids[: row.start + offset + 1] + path, top))
         observe(plan, result)
 
     def hears(salts: Any, token_ids: Any, top_ids_BW: np.ndarray) -> None:
@@ -195,19 +195,19 @@ def differs_from_transformers(
         )
         llm.generate(PROMPTS[:2], params, use_tqdm=False)
     assert len(texts) == len(heard) > 20
-    for (text, likeliest), (token_id, heard_ids) in zip(texts, heard, strict=True):
+    for (text, top), (token_id, heard_ids) in zip(texts, heard, strict=True):
         with torch.no_grad():
             logits = model(torch.tensor([text])).logits[0, -1].numpy()
-        best = np.argsort(-logits, kind="stable")[: len(likeliest)]
+        best = np.argsort(-logits, kind="stable")[: len(top)]
         # the order of what is equally likely is anybody's
-        close = np.abs(logits[best] - logits[likeliest]) < 1e-4
+        close = np.abs(logits[best] - logits[top]) < 1e-4
         if (
             token_id != text[-1]
-            or heard_ids != likeliest
+            or heard_ids != top
             or not close.all()
-            or len(set(likeliest)) < NUM_RECYCLED
+            or len(set(top)) < NUM_RECYCLED
         ):
-            return f"behind {text}: {likeliest}, told as behind {token_id}: {heard_ids}; transformers says {best.tolist()}"
+            return f"behind {text}: {top}, told as behind {token_id}: {heard_ids}; transformers says {best.tolist()}"
     return None
 
 

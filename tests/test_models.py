@@ -231,13 +231,13 @@ def test_auxiliary_hidden_states_are_the_hidden_states_of_transformers(name):
     expected = [hidden.numpy().reshape(LENGTH, -1) for hidden in (*entering, left[0])]
     family, spec = read_spec(name)
     graph, _ = abstract_model(family, spec, "float32")
-    wanted = (*reversed(range(len(expected))), 1)
+    aux_layers = (*reversed(range(len(expected))), 1)
 
     @jax.jit
     def forward(parameters, token_ids_T):
         model, pages = nnx.merge(graph, parameters), (None,) * spec.kv.num_layers
         context = functools.partial(ForwardContext, jnp.arange(LENGTH), dense_attend())
-        return model(token_ids_T, pages, context(aux_layers=wanted)), model(
+        return model(token_ids_T, pages, context(aux_layers=aux_layers)), model(
             token_ids_T, pages, context()
         )
 
@@ -246,7 +246,7 @@ def test_auxiliary_hidden_states_are_the_hidden_states_of_transformers(name):
     )
     np.testing.assert_array_equal(hidden, plain)
     assert nothing == ()
-    for layer, states in zip(wanted, found, strict=True):
+    for layer, states in zip(aux_layers, found, strict=True):
         np.testing.assert_allclose(states, expected[layer], atol=TOLERANCE)
         others = [other for number, other in enumerate(expected) if number != layer]
         assert min(np.abs(states - other).max() for other in others) > 100 * TOLERANCE
@@ -849,7 +849,7 @@ def test_all_wrong_fields_of_a_config_are_told_at_once():
     problems = Problems(Path("somewhere"))
     check_sizes(config, problems)
     assert check_spec(load_family(config), config, problems) is None
-    wanted = [
+    expected = [
         *(
             "hidden_size",
             "intermediate_size",
@@ -858,8 +858,10 @@ def test_all_wrong_fields_of_a_config_are_told_at_once():
             "num_key_value_heads",
         )
     ]
-    wanted += ["spiral", "intermediate_size", "rms_norm_eps", "wavy"]
-    assert [any(each in line for line in problems.lines) for each in wanted] == [True] * len(wanted)
+    expected += ["spiral", "intermediate_size", "rms_norm_eps", "wavy"]
+    assert [any(each in line for line in problems.lines) for each in expected] == [True] * len(
+        expected
+    )
     assert len(problems.lines) == 8, problems.lines
 
 
@@ -899,7 +901,7 @@ def test_an_error_that_a_replaced_value_may_have_caused_gives_way_to_what_was_no
 
 
 @pytest.mark.parametrize(
-    ("name", "parameters", "wanted"),
+    ("name", "parameters", "expected"),
     [
         (
             "llama-grouped",
@@ -941,16 +943,16 @@ def test_an_error_that_a_replaced_value_may_have_caused_gives_way_to_what_was_no
         ),
     ],
 )
-def test_all_that_is_wrong_with_a_rotary_embedding_is_told_at_once(name, parameters, wanted):
+def test_all_that_is_wrong_with_a_rotary_embedding_is_told_at_once(name, parameters, expected):
     config = config_json(name) | {"rope_parameters": parameters, "rope_scaling": None}
     if name == "llama-grouped":
-        config["head_dim"], wanted = 7, [*wanted, "even head width, not 7"]
+        config["head_dim"], expected = 7, [*expected, "even head width, not 7"]
     problems = Problems(Path("somewhere"))
     assert check_spec(load_family(config), config, problems) is None
-    assert [any(each in line for line in problems.lines) for each in wanted] == [True] * len(
-        wanted
+    assert [any(each in line for line in problems.lines) for each in expected] == [True] * len(
+        expected
     ), problems.lines
-    assert len(problems.lines) == len(wanted), problems.lines
+    assert len(problems.lines) == len(expected), problems.lines
 
 
 def test_command_r_has_a_length_of_its_own():

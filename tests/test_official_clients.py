@@ -191,7 +191,7 @@ THINKING = with_template(
 )
 SAID = [*MESSAGES, {"role": "assistant", "content": "It was", "reasoning_content": "Hm"}]
 MORE = {"role": "user", "content": "Go on"}
-TOLD = {"role": "assistant", "content": "It was"}
+REPORTED = {"role": "assistant", "content": "It was"}
 
 
 @pytest.mark.parametrize(
@@ -269,7 +269,7 @@ TOLD = {"role": "assistant", "content": "It was"}
         (
             open_ollama_chat,
             {
-                "messages": [*MESSAGES, {**TOLD, "thinking": "Hm"}, MORE],
+                "messages": [*MESSAGES, {**REPORTED, "thinking": "Hm"}, MORE],
                 "stream": False,
                 "think": False,
                 "keep_alive": "5m",
@@ -356,10 +356,10 @@ def test_reasoning_that_is_sent_back_reaches_the_template(field, dialect):
     """The template may read it by any name, and so may the dialect."""
     thinking = {"type": "thinking", "thinking": "Hm", "signature": ""}
     said = {
-        "chat": {**TOLD, "reasoning_content": "Hm"},
-        "vllm": {**TOLD, "reasoning": "Hm"},
-        "messages": {**TOLD, "content": [thinking, {"type": "text", "text": "It was"}]},
-        "ollama": {**TOLD, "thinking": "Hm"},
+        "chat": {**REPORTED, "reasoning_content": "Hm"},
+        "vllm": {**REPORTED, "reasoning": "Hm"},
+        "messages": {**REPORTED, "content": [thinking, {"type": "text", "text": "It was"}]},
+        "ollama": {**REPORTED, "thinking": "Hm"},
     }
     bodies: dict[str, tuple[Any, dict[str, Any]]] = {
         name: (open_, {"messages": [USER, said.get(name), MORE], **more})
@@ -372,7 +372,7 @@ def test_reasoning_that_is_sent_back_reaches_the_template(field, dialect):
     }
     thought = {"type": "reasoning_text", "text": "Hm"}
     reasoning = {"type": "reasoning", "id": "rs_1", "summary": [], "content": [thought]}
-    bodies["responses"] = (open_response, {"input": [USER, reasoning, TOLD, MORE]})
+    bodies["responses"] = (open_response, {"input": [USER, reasoning, REPORTED, MORE]})
     opens, body = bodies[dialect]
     (requested,) = opens({"model": "demo", **body}, reads_reasoning(field)).prompts
     assert (

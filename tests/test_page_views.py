@@ -497,7 +497,8 @@ def test_a_tour_that_computes_much_is_asked_for_twice(page: Any, files: str) -> 
     open_faked(page, files, state(2050))
     page.evaluate("document.querySelector('#tour').inert = false")
     button = page.get_by_role("button", name="Force a preemption")
-    # 128 steps compute the prompts, 256 tokens each, and 96 the outputs, each a quarter of a second.
+    # 128 steps compute the prompts, 256 tokens each, and 96 the outputs, each a quarter of a
+    # second.
     expect(button).to_contain_text("5 requests, 32,880 tokens, about 56 s")
     button.click(force=True)
     expect(page.locator("#tour-text")).to_contain_text("computes 5 requests, 32,880 tokens")

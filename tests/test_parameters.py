@@ -292,7 +292,7 @@ TENSORS = {
 STACKED = np.stack(
     [np.concatenate([TENSORS[f"gate.{index}"], TENSORS[f"up.{index}"]]) for index in range(3)]
 )
-WANTED = {
+EXPECTED = {
     "gate_up": STACKED,
     "wide": np.concatenate([TENSORS["left"], TENSORS["right"].T], axis=1),
     "scale": TENSORS["scale"],
@@ -309,14 +309,15 @@ def test_a_parameter_is_stacked_joined_or_cut_out_of_what_is_stored(tmp_path):
     }
     for name, tensors in (("apart", TENSORS), ("together", together)):
         plan = check_weights(write(tmp_path / name, tensors), weights_of(Toy()))
-        assert_same(load_weights_of(plan), WANTED)
+        assert_same(load_weights_of(plan), EXPECTED)
         assert plan.tensors.keys() == tensors.keys() and plan.num_bytes("float32") == 4 * (
             144 + 30 + 54 + 4
         )
-        assert_same(load_sharded(plan, "float32", lambda weight: ONE_DEVICE), WANTED)
+        assert_same(load_sharded(plan, "float32", lambda weight: ONE_DEVICE), EXPECTED)
     graph, _ = abstract(Toy())
     np.testing.assert_array_equal(
-        nnx.merge(graph, load_weights_of(plan)).thirds[2].kernel[...], WANTED["thirds"][2]["kernel"]
+        nnx.merge(graph, load_weights_of(plan)).thirds[2].kernel[...],
+        EXPECTED["thirds"][2]["kernel"],
     )
 
 
@@ -327,8 +328,8 @@ def test_an_orbax_tensor_that_fills_several_parameters_is_read_for_each(tmp_path
     save_orbax(tmp_path, tree)
     plan = check_weights(tmp_path, weights_of(Toy()))
     assert plan.layout == "orbax"
-    assert_same(load_weights_of(plan), WANTED)
-    assert_same(load_sharded(plan, "float32", lambda weight: ONE_DEVICE), WANTED)
+    assert_same(load_weights_of(plan), EXPECTED)
+    assert_same(load_sharded(plan, "float32", lambda weight: ONE_DEVICE), EXPECTED)
 
 
 def test_any_part_of_a_parameter_is_that_part_of_the_whole(tmp_path):

@@ -647,7 +647,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Seeing]:
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True, logprobs=5)
 QUESTION = [{"type": "image", "image": SMALL}, text("What?"), {"type": "image", "image": TALL}]
-ASKED = "<|im_start|>User:<image>What?<image><end_of_utterance>\nAssistant:"
+REQUESTED = "<|im_start|>User:<image>What?<image><end_of_utterance>\nAssistant:"
 
 
 def ids_of(output: Any) -> list[int]:
@@ -658,14 +658,14 @@ def test_python_gives_what_transformers_gives(model: Seeing) -> None:
     llm = model.llm
     (first,) = llm.chat([user_message(QUESTION)], GREEDY, use_tqdm=False)
     pictures = [load_picture(SMALL), load_picture(TALL)]
-    expected = model.their_logprobs(ASKED, pictures)
+    expected = model.their_logprobs(REQUESTED, pictures)
     for token_id, entry in first.outputs[0].logprobs[0].items():
         assert abs(entry.logprob - expected[token_id]) < 1e-4
-    token_ids, _ = oracle_of("smolvlm")(ASKED, pictures)
+    token_ids, _ = oracle_of("smolvlm")(REQUESTED, pictures)
     assert list(first.prompt_token_ids) == token_ids
     pixels = [np.asarray(each) for each in pictures]
     prompts = [
-        {"prompt": ASKED, "multi_modal_data": {"image": sources}}
+        {"prompt": REQUESTED, "multi_modal_data": {"image": sources}}
         for sources in (pictures, pixels, [SMALL, url_of(TALL)])
     ]
     prompts.append({"prompt_token_ids": token_ids, "multi_modal_data": {"image": pixels}})
@@ -674,7 +674,7 @@ def test_python_gives_what_transformers_gives(model: Seeing) -> None:
         assert ids_of(output) == ids_of(first)
         assert list(output.prompt_token_ids) == token_ids
     (rotated,) = llm.generate(
-        {"prompt": ASKED, "multi_modal_data": {"image": [TALL, SMALL]}}, GREEDY, use_tqdm=False
+        {"prompt": REQUESTED, "multi_modal_data": {"image": [TALL, SMALL]}}, GREEDY, use_tqdm=False
     )
     assert rotated.outputs[0].logprobs != first.outputs[0].logprobs
 
@@ -710,13 +710,13 @@ def test_a_text_model_refuses_pictures_in_python(model: Seeing) -> None:
         for call in (
             lambda: llm.chat([user_message(QUESTION)], GREEDY, use_tqdm=False),
             lambda: llm.generate(
-                {"prompt": ASKED, "multi_modal_data": {"image": [SMALL, TALL]}}, GREEDY
+                {"prompt": REQUESTED, "multi_modal_data": {"image": [SMALL, TALL]}}, GREEDY
             ),
         ):
             with pytest.raises(UnsupportedError, match="takes no pictures"):
                 call()
     with pytest.raises(UnsupportedError, match="no pictures"):
-        model.llm.embed({"prompt": ASKED, "multi_modal_data": {"image": [SMALL, TALL]}})
+        model.llm.embed({"prompt": REQUESTED, "multi_modal_data": {"image": [SMALL, TALL]}})
 
 
 def test_the_clients_of_all_apis_get_the_answer_of_python(model: Seeing) -> None:

@@ -1101,7 +1101,8 @@ def test_weights_whose_groups_cannot_be_divided_are_planned_as_far_as_they_can(
 def test_a_division_is_refused_as_by_the_divided_model(name: str, tmp_path: Path) -> None:
     """One model is built for all divisions; the oracle builds one for each, as an engine does.
 
-    The 22 columns of DeepSeek's shared expert cannot be divided into 4, those of its first layer can.
+    The 22 columns of DeepSeek's shared expert cannot be divided into 4, those of its first layer
+    can.
     """
     path = write(tmp_path, config_json(name, moe_intermediate_size=22))
     described = describe_model(resolve_model_config(path))

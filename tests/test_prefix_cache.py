@@ -344,7 +344,7 @@ class CountsRevivedBlocksAsFree(BlockTables):
         return 0
 
 
-class KeepsOwnBlockBehindAnothers(BlockManager):
+class KeepsOwnBlockAfterAnothers(BlockManager):
     """Holds two blocks for one content, and caches what follows the second after nothing that the
     index has.
     """
@@ -477,7 +477,7 @@ def mistaken_machine(mistake: type, collides: bool, windows: Any) -> type[Cached
                 ),
                 *(
                     CountsRevivedBlocksAsFree,
-                    KeepsOwnBlockBehindAnothers,
+                    KeepsOwnBlockAfterAnothers,
                     HashesWithoutParent,
                     IgnoresTheSalt,
                 ),

@@ -119,8 +119,8 @@ def check_oracle(llm, params):
         entries = output.logprobs[place]
         assert entries[token_id].logprob == pytest.approx(expected[token_id], abs=CLOSE)
         assert output.num_kept[place] == np.isfinite(expected).sum()
-        likeliest = np.argsort(-expected, kind="stable")[: min(6, output.num_kept[place])]
-        assert set(entries) == {token_id, *likeliest.tolist()}
+        top = np.argsort(-expected, kind="stable")[: min(6, output.num_kept[place])]
+        assert set(entries) == {token_id, *top.tolist()}
         for other, entry in entries.items():
             assert entry.logprob == pytest.approx(expected[other], abs=CLOSE)
             assert entry.rank == 1 + (expected > expected[other]).sum()

@@ -378,7 +378,7 @@ def llm(directory):
 
 
 @pytest.fixture(autouse=True)
-def nothing_left_behind(request):
+def nothing_left_after(request):
     yield
     if "llm" in request.fixturenames:
         invariants(request.getfixturevalue("llm"))

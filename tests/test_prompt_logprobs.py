@@ -44,7 +44,7 @@ def llm(directory):
 
 
 @pytest.fixture(autouse=True)
-def nothing_left_behind(llm):
+def nothing_left_after(llm):
     yield
     invariants(llm)
     llm.reset_prefix_cache()
@@ -214,7 +214,7 @@ def test_what_was_drawn_scores_the_same_as_a_prompt(llm, prompts):
 # ---- whatever happens around it
 
 
-class Asked:
+class Requested:
     """Counts the tokens that the plans of an engine ask to be scored."""
 
     def __init__(self, llm, monkeypatch):
@@ -232,7 +232,7 @@ def test_a_chunk_that_begins_before_what_is_missing(directory, prompts, lone, mo
     """After a preemption the chunks may be cut elsewhere: a part of one is scored already."""
     with make_llm(directory, enable_prefix_caching=False) as llm:
         engine = llm._engine
-        requested = Asked(llm, monkeypatch)
+        requested = Requested(llm, monkeypatch)
         # takes 49 of the 64 tokens of the first step
         engine.add("older", engine.prepare(None, [3] * 49, GREEDY))
         reporter = engine.add("watched", engine.prepare(None, prompts[5], PARAMS))
@@ -246,7 +246,7 @@ def test_a_chunk_that_begins_before_what_is_missing(directory, prompts, lone, mo
 
 
 def test_scored_once_for_all_samples(llm, prompts, lone, monkeypatch):
-    requested = Asked(llm, monkeypatch)
+    requested = Requested(llm, monkeypatch)
     for prompt, alone in zip(prompts, lone, strict=True):
         output = generate(llm, prompt, dataclasses.replace(PARAMS, n=3, best_of=4))
         assert output.prompt_logprobs == alone.prompt_logprobs

@@ -136,7 +136,7 @@ class Naive:
             path, score = (*path, tokens[0]), score + probability
         return path, score
 
-    def likeliest(self, run: Sequence[int], depth: int, minimum: float) -> list[float]:
+    def top(self, run: Sequence[int], depth: int, minimum: float) -> list[float]:
         """Returns probabilities of everything that follows, the highest first."""
         results = [
             len(times) / self.count(run)
@@ -200,9 +200,7 @@ def test_the_tree_of_drafts_has_the_likeliest_each_once(events, depth, num_token
                 naive.count((*run, *draft.path(index))) / naive.count(run)
                 for index in range(len(draft.token_ids))
             ]
-            assert shares == pytest.approx(
-                naive.likeliest(run, depth - len(run), minimum)[:num_tokens]
-            )
+            assert shares == pytest.approx(naive.top(run, depth - len(run), minimum)[:num_tokens])
             assert guess.score == pytest.approx(sum(shares))
             assert len({draft.path(index) for index in range(len(shares))}) == len(shares)
             assert draft == draft.sound(3, num_tokens)

@@ -62,7 +62,8 @@ TOWERS: dict[str, dict[str, Any]] = {
     "qwen3-5-images": _QWEN3,
     "qwen3-5-moe-images": _QWEN3,
 }
-# Of one block, of one window, of windows that end at borders, wide, high; the last one has 24 x 26 patches.
+# Of one block, of one window, of windows that end at borders, wide, high; the last one has 24 x 26
+# patches.
 SIZES = ((8, 8), (24, 24), (40, 56), (16, 120), (104, 24), (96, 104))
 
 
@@ -500,7 +501,8 @@ def test_encoders_of_published_sizes_have_the_tensors_of_transformers(name: str)
     assert shapes == expected and len(shapes) > 200
 
 
-# Engines: one with windows in the encoder, one with linear attention and MTP drafts, one with experts.
+# Engines: one with windows in the encoder, one with linear attention and MTP drafts, one with
+# experts.
 ENGINES: dict[str, dict[str, Any]] = {
     "qwen2-5-vl": {},
     "qwen3-vl-moe": {},

@@ -126,7 +126,7 @@ def cluster():
             started.end()
 
 
-class Asked:
+class Requested:
     """A request by the client of OpenAI on a thread: its text, and how it ended."""
 
     def __init__(self, url: str, prompt: str, *, stream: bool) -> None:
@@ -162,7 +162,7 @@ class Asked:
 
 def test_a_killed_replica_ends_its_requests_with_an_error_and_is_replaced(cluster, expected):
     url = cluster.url
-    requested = [Asked(url, prompt, stream=n < NUM_STREAMS) for n, prompt in enumerate(PROMPTS)]
+    requested = [Requested(url, prompt, stream=n < NUM_STREAMS) for n, prompt in enumerate(PROMPTS)]
     streams = requested[:NUM_STREAMS]
     before = cluster.replicas()
     assert len(before) == 2
@@ -192,9 +192,9 @@ def test_a_killed_replica_ends_its_requests_with_an_error_and_is_replaced(cluste
         return answer.status_code == 200 and answer.json()["data"][0]["created"] > killed_at
 
     wait_until(new_answers, "a new replica answers", START_SECONDS)
-    later = [Asked(url, prompt, stream=n % 2 == 0) for n, prompt in enumerate(PROMPTS)]
+    later = [Requested(url, prompt, stream=n % 2 == 0) for n, prompt in enumerate(PROMPTS)]
     with ThreadPoolExecutor(len(later)) as pool:
-        list(pool.map(Asked.run, later))
+        list(pool.map(Requested.run, later))
     assert [each.error for each in later] == [None] * len(later)
     assert {each.prompt: each.text for each in later} == expected
 

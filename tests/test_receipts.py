@@ -448,8 +448,8 @@ def test_the_command_line_makes_and_verifies(
     ):
         path.write_text(json.dumps({**body, **changes}))
         assert run("verify", str(path), *FLAGS) == 3
-        told_line = capsys.readouterr().out
-        assert told_line.startswith("This machine cannot tell: ") and reason in told_line
+        reported_line = capsys.readouterr().out
+        assert reported_line.startswith("This machine cannot tell: ") and reason in reported_line
 
 
 def test_a_file_that_is_no_receipt_is_wrong_use(

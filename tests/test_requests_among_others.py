@@ -65,14 +65,14 @@ CROWD = [
     ([7] * 150, SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)),
     ([8] * 140, SamplingParams(seed=3, max_tokens=60, ignore_eos=True)),
 ]
-Asked = list[tuple[list[int], Any]]
+Requested = list[tuple[list[int], Any]]
 
 
 def prompt_of(length: int) -> list[int]:
     return np.random.default_rng(length).integers(1, 257, length).tolist()
 
 
-ASKED: Asked = [(prompt_of(length), params) for length, params in ALL.values()]
+REQUESTED: Requested = [(prompt_of(length), params) for length, params in ALL.values()]
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +88,7 @@ def contents(outputs: list[Any]) -> list[Any]:
     return [(output.outputs, output.prompt_logprobs) for output in outputs]
 
 
-def generate(llm: LLM, requested: Asked) -> list[Any]:
+def generate(llm: LLM, requested: Requested) -> list[Any]:
     prompts, params = ([*column] for column in zip(*requested, strict=True))
     return llm.generate(prompts, params, use_tqdm=False)
 
@@ -104,7 +104,7 @@ def alone(directories):
     for family, directory in directories.items():
         with make_llm(directory, enable_prefix_caching=False, **sizes) as llm:
             outputs[family] = [
-                contents(generate(llm, [request]))[0] for request in [*ASKED, *CROWD]
+                contents(generate(llm, [request]))[0] for request in [*REQUESTED, *CROWD]
             ]
             invariants(llm)
     return outputs
@@ -153,7 +153,7 @@ def test_requests_give_among_others_what_they_give_alone(engine, engines, alone)
     small for all.
     """
     llm, expected = engines(engine), alone["mistral" if is_of_mistral(engine) else "llama"]
-    requested = [*ASKED, *CROWD]
+    requested = [*REQUESTED, *CROWD]
     for order in (1, -1):
         outputs = generate(llm, [*CROWD, *requested[::order]])
         assert contents(outputs[2:]) == expected[::order]
@@ -178,7 +178,7 @@ def test_requests_that_give_way_at_any_step_go_on_as_they_were(family, mode, eng
     engine, older = llm._engine, ([3] * 9, CROWD[0][1])
     for step in range(1, 18, 3):
         llm.reset_prefix_cache()
-        requested = [older, *ASKED]
+        requested = [older, *REQUESTED]
         reporters = [
             engine.add(str(index), engine.prepare(None, *request))
             for index, request in enumerate(requested)
@@ -186,11 +186,11 @@ def test_requests_that_give_way_at_any_step_go_on_as_they_were(family, mode, eng
         for number in range(200):
             if not engine.has_unfinished:
                 break
-            if step <= number < step + len(ASKED):
+            if step <= number < step + len(REQUESTED):
                 engine.scheduler.give_way()
             engine.step()
             engine.scheduler.check()
         outputs = contents([reporter.whole() for reporter in reporters[1:]])
-        assert outputs == alone[family][: len(ASKED)]
+        assert outputs == alone[family][: len(REQUESTED)]
     assert llm.stats()["num_preemptions_total"][mode] >= 6 * 4
     invariants(llm)

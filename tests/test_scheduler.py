@@ -460,7 +460,7 @@ class OverfillsChunks(Scheduler):
         return step.num_tokens < self.limits.max_tokens
 
 
-class DrawsAGroupApart(RunningSet):
+class DrawsAGroupSeparate(RunningSet):
     """Admits a group without room for all of its sequences."""
 
     def _give_blocks(self, group, step):
@@ -514,7 +514,7 @@ class ForgetsMinTokens(Scheduler):
 QUICKLY_SEEN = [LeaksSequenceSlots, AdmitsOutOfOrder, DropsCopies, ForgetsMinTokens]
 SEEN_LATE = [
     *(PreemptsTheOldest, KeepsCountAfterPreemption, OverfillsChunks),
-    *(DrawsSamplesFromChunks, DrawsAGroupApart, NeverAlternates),
+    *(DrawsSamplesFromChunks, DrawsAGroupSeparate, NeverAlternates),
 ]
 
 

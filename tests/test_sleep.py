@@ -194,27 +194,27 @@ def test_what_a_caller_holds_is_never_deleted(directory, level):
     arrays = {name: jax.device_put(array) for name, array in random_tensors(LLAMA, seed=5).items()}
     numbers = {name: np.array(array) for name, array in arrays.items()}
     with make_llm(directory) as llm:
-        lent = [llm.parameters()]
-        expected = {name: np.array(array) for name, array in lent[0].items()}
-        _, trained = TrainableModel.load(LLAMA, lent[0])
-        with LLM.from_parameters(LLAMA, lent[0], **SMALL) as other:
+        shared = [llm.parameters()]
+        expected = {name: np.array(array) for name, array in shared[0].items()}
+        _, trained = TrainableModel.load(LLAMA, shared[0])
+        with LLM.from_parameters(LLAMA, shared[0], **SMALL) as other:
             before = texts(other)
             for each in (llm, other):
                 each.sleep(level) if each is llm else each.sleep(1)
                 each.wake_up()
-            llm.update_parameters(lent[0])
+            llm.update_parameters(shared[0])
             assert texts(llm) == texts(other) == before
-            lent.append(other.parameters())
+            shared.append(other.parameters())
             other.update_parameters(arrays)
             other.sleep(1)
             other.wake_up()
-        lent.append(llm.parameters())
+        shared.append(llm.parameters())
         llm.update_parameters(arrays)
-        lent.append(llm.parameters())
+        shared.append(llm.parameters())
         llm.sleep(level)
-    for each in lent[:3]:
+    for each in shared[:3]:
         jax.tree.map(np.testing.assert_array_equal, each, expected)
-    jax.tree.map(np.testing.assert_array_equal, lent[3], numbers)
+    jax.tree.map(np.testing.assert_array_equal, shared[3], numbers)
     jax.tree.map(np.testing.assert_array_equal, arrays, numbers)
     assert not any(array.is_deleted() for array in jax.tree.leaves(trained))
 
@@ -224,9 +224,9 @@ def test_lent_arrays_leave_the_device_when_nobody_holds_them(keeps_weights):
     """Those that were not lent leave it at once, whoever refers to them."""
     arrays = {name: jax.device_put(np.arange(4.0)) for name in "ab"}
     runner = Runner({"target": arrays}, lambda: (), None, ())
-    lent = runner.share_parameters()["target"]
-    held, dropped = lent["a"], weakref.ref(lent["b"])
-    del arrays, lent
+    shared = runner.share_parameters()["target"]
+    held, dropped = shared["a"], weakref.ref(shared["b"])
+    del arrays, shared
     runner.sleep(keeps_weights=keeps_weights)
     assert dropped() is None and held.tolist() == [0, 1, 2, 3]
     runner.wake({"target": {"a": jax.device_put(np.arange(4.0))}})

@@ -213,7 +213,7 @@ class HoldsOneTooFew(StopStrings):
         return max(0, super()._num_to_hold(text) - 1)
 
 
-class AlwaysHoldsTheMost(StopStrings):
+class AlwaysHoldsTheMax(StopStrings):
     def _num_to_hold(self, text: str) -> int:
         return min(self._reach, len(text))
 
@@ -256,7 +256,7 @@ class FindsOldStopsAgain(StopStrings):
     [
         HoldsNothing,
         HoldsOneTooFew,
-        AlwaysHoldsTheMost,
+        AlwaysHoldsTheMax,
         TakesTheFirstInTheList,
         LooksOnlyAtThePiece,
         ForgetsWhatIsHeld,

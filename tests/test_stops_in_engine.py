@@ -62,7 +62,7 @@ def llm():
 
 
 @pytest.fixture(autouse=True)
-def nothing_left_behind(llm):
+def nothing_left_after(llm):
     yield
     invariants(llm)
 

@@ -123,7 +123,7 @@ def llm(directory):
 
 
 @pytest.fixture(autouse=True)
-def nothing_left_behind(llm):
+def nothing_left_after(llm):
     llm._engine.grammars._refusals.clear()
     yield
     invariants(llm)
@@ -291,8 +291,8 @@ def test_log_probabilities_are_the_models_own(llm, directory):
     ((plain,),) = run(llm, ["a"], params(None, temperature=0.0, logprobs=2, max_tokens=1))
     first = sample.logprobs[0]
     assert first[sample.token_ids[0]].rank > 1
-    likeliest = plain.token_ids[0]
-    assert first[likeliest] == plain.logprobs[0][likeliest] and likeliest != sample.token_ids[0]
+    top = plain.token_ids[0]
+    assert first[top] == plain.logprobs[0][top] and top != sample.token_ids[0]
 
 
 @pytest.fixture(scope="module")

@@ -142,9 +142,9 @@ def test_a_process_that_is_gone_is_replaced(monkeypatch):
 
     def kill_first(self: WorkerProcess, *arguments: Any) -> Any:
         self.kill()
-        return asked_worker(self, *arguments)
+        return requested_worker(self, *arguments)
 
-    asked_worker = WorkerProcess.ask
+    requested_worker = WorkerProcess.ask
     with monkeypatch.context() as patch:
         patch.setattr(WorkerProcess, "ask", kill_first)
         with pytest.raises(ValueError, match="256 MiB of memory, or crashes"):

@@ -694,7 +694,7 @@ ROUTED = {
     },
     **{"separate_reasoning": True, "stream_reasoning": True, "include_reasoning": True},
 }
-NOTHING_ASKED: list[dict[str, Any]] = [  # in completions and in chat
+NOTHING_REQUESTED: list[dict[str, Any]] = [  # in completions and in chat
     ROUTED,
     *[{name: value} for name, value in ROUTED.items()],
     {"logprobs": False, "top_logprobs": 0},
@@ -719,7 +719,7 @@ NOTHING_ASKED: list[dict[str, Any]] = [  # in completions and in chat
 ]
 
 
-@pytest.mark.parametrize("fields", NOTHING_ASKED, ids=lambda value: f"{value!r:.60}")
+@pytest.mark.parametrize("fields", NOTHING_REQUESTED, ids=lambda value: f"{value!r:.60}")
 @pytest.mark.parametrize(("opens", "new"), [(open_completion, completion), (open_chat, chat)])
 def test_what_asks_for_nothing_passes_where_nothing_unknown_does(opens, new, fields):
     exchange = opens(new(**fields), context(strict_requests=True))

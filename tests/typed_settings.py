@@ -1,4 +1,6 @@
-"""What a type checker says of settings, for `mypy`, which is strict: an error that it no longer finds is one, too. Never run."""
+"""Says what a type checker says of settings, for `mypy`, which is strict: an error that it no
+longer finds is one, too. Never run.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every client asks the scripted model, the tool that it has, and what must come out.
+"""Says what every client asks the scripted model, the tool that it has, and what must come out.
 
 The drivers import it as a sibling, in environments of their own: it needs nothing but Python.
 """
@@ -21,8 +21,8 @@ QUESTIONS = [
     "What is the weather in Kyiv?",
     "How many places was that?",
 ]
-_ASKED = [["Paris"], ["Rome", "Oslo"], ["Lima", "Cairo", "Quito", "Hanoi"], ["Kyiv"]]
-CALLS = [["get_weather", {"city": city}] for cities in _ASKED for city in cities]
+_REQUESTED = [["Paris"], ["Rome", "Oslo"], ["Lima", "Cairo", "Quito", "Hanoi"], ["Kyiv"]]
+CALLS = [["get_weather", {"city": city}] for cities in _REQUESTED for city in cities]
 
 
 def report(city: str) -> str:
@@ -31,7 +31,7 @@ def report(city: str) -> str:
 
 
 TEXTS = [
-    *(f"Voilà: {'; '.join(map(report, cities))} ✓" for cities in _ASKED),
+    *(f"Voilà: {'; '.join(map(report, cities))} ✓" for cities in _REQUESTED),
     "Voilà: 8 places ✓",
 ]
 REASONING = [

@@ -18,7 +18,7 @@ def converse(address: str, route: str, stream: bool, tool: Weather) -> dict[str,
     for question in QUESTIONS:
         messages.append({"role": "user", "content": question})
         while True:
-            asked: Any = {
+            requested: Any = {
                 "model": "demo",
                 "max_tokens": 4096,
                 "system": [
@@ -29,10 +29,10 @@ def converse(address: str, route: str, stream: bool, tool: Weather) -> dict[str,
                 "thinking": {"type": "adaptive"},
             }
             if stream:
-                with client.messages.stream(**asked) as events:
+                with client.messages.stream(**requested) as events:
                     answer = events.get_final_message()
             else:
-                answer = client.messages.create(**asked)
+                answer = client.messages.create(**requested)
             messages.append({"role": "assistant", "content": answer.content})
             reasoning += [block.thinking for block in answer.content if block.type == "thinking"]
             if answer.stop_reason != "tool_use":

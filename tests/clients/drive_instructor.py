@@ -1,4 +1,6 @@
-"""instructor, which makes a forced call of a class: each place of the conversation, one answer each."""
+"""instructor, which makes a forced call of a class: each place of the conversation, one answer
+each.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,7 @@ def converse(address: str, route: str, stream: bool, tool: Weather) -> dict[str,
     client = client_of(address, route)
     limits = {} if route == "responses" else {"max_tokens": 1000}
     for _, arguments in CALLS:
-        asked: Any = {
+        requested: Any = {
             "model": "demo",
             "messages": [
                 {"role": "system", "content": SYSTEM},
@@ -44,9 +46,9 @@ def converse(address: str, route: str, stream: bool, tool: Weather) -> dict[str,
             **limits,
         }
         if stream:
-            *_, found = client.create_partial(**asked)
+            *_, found = client.create_partial(**requested)
         else:
-            found = client.create(**asked)
+            found = client.create(**requested)
         tool.call("get_weather", found.model_dump())
     return {"texts": []}
 

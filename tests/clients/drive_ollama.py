@@ -18,14 +18,14 @@ def converse(address: str, route: str, stream: bool, tool: Weather) -> dict[str,
     for question in QUESTIONS:
         messages.append({"role": "user", "content": question})
         while True:
-            asked: Any = {
+            requested: Any = {
                 "model": model.model,
                 "messages": messages,
                 "tools": [tool.get_weather],
                 "think": True,
             }
             if stream:
-                parts = [part.message for part in client.chat(**asked, stream=True)]
+                parts = [part.message for part in client.chat(**requested, stream=True)]
                 message: dict[str, Any] = {
                     "role": "assistant",
                     "content": "".join(part.content or "" for part in parts),
@@ -33,7 +33,7 @@ def converse(address: str, route: str, stream: bool, tool: Weather) -> dict[str,
                     "tool_calls": [call for part in parts for call in part.tool_calls or []],
                 }
             else:
-                message = dict(client.chat(**asked).message)
+                message = dict(client.chat(**requested).message)
             messages.append(message)
             reasoning.append(message["thinking"])
             if not message.get("tool_calls"):

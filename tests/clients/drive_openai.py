@@ -1,4 +1,6 @@
-"""OpenAI's client: chat completions, responses with the history as input, and responses that the server keeps."""
+"""OpenAI's client: chat completions, responses with the history as input, and responses that the
+server keeps.
+"""
 
 from __future__ import annotations
 
@@ -16,16 +18,16 @@ def chat(client: OpenAI, stream: bool, tool: Weather) -> dict[str, Any]:
     for question in QUESTIONS:
         messages.append({"role": "user", "content": question})
         while True:
-            asked: Any = {
+            requested: Any = {
                 "model": "demo",
                 "messages": messages,
                 "tools": [{"type": "function", "function": FUNCTION}],
             }
             if stream:
-                with client.chat.completions.stream(**asked) as events:
+                with client.chat.completions.stream(**requested) as events:
                     answer = events.get_final_completion().choices[0]
             else:
-                answer = client.chat.completions.create(**asked).choices[0]
+                answer = client.chat.completions.create(**requested).choices[0]
             message = answer.message
             reasoning.append(message.model_extra["reasoning_content"])
             messages.append(message.model_dump(exclude_none=True, exclude={"parsed"}))
@@ -46,7 +48,7 @@ def responses(client: OpenAI, stream: bool, tool: Weather, *, stored: bool) -> d
     for question in QUESTIONS:
         history.append({"role": "user", "content": question})
         while True:
-            asked: Any = {
+            requested: Any = {
                 "model": "demo",
                 "instructions": SYSTEM,
                 "input": history,
@@ -55,11 +57,11 @@ def responses(client: OpenAI, stream: bool, tool: Weather, *, stored: bool) -> d
                 "store": stored,
             }
             if stored:
-                asked["previous_response_id"] = last
+                requested["previous_response_id"] = last
             else:
-                asked["include"] = ["reasoning.encrypted_content"]
+                requested["include"] = ["reasoning.encrypted_content"]
             if stream:
-                with client.responses.stream(**asked) as events:
+                with client.responses.stream(**requested) as events:
                     said = [
                         event.delta
                         for event in events
@@ -68,7 +70,7 @@ def responses(client: OpenAI, stream: bool, tool: Weather, *, stored: bool) -> d
                     answer = events.get_final_response()
                 assert "".join(said) == answer.output_text
             else:
-                answer = client.responses.create(**asked)
+                answer = client.responses.create(**requested)
             assert answer.status == "completed", answer
             last = answer.id
             history = [] if stored else [*history, *answer.output]

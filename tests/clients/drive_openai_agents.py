@@ -32,13 +32,13 @@ async def run(address: str, route: str, stream: bool, tool: Weather) -> dict[str
     history: list[Any] = []
     texts = []
     for question in QUESTIONS:
-        asked = [*history, {"role": "user", "content": question}]
+        requested = [*history, {"role": "user", "content": question}]
         if stream:
-            result: Any = Runner.run_streamed(agent, asked)
+            result: Any = Runner.run_streamed(agent, requested)
             async for _ in result.stream_events():
                 pass
         else:
-            result = await Runner.run(agent, asked)
+            result = await Runner.run(agent, requested)
         history = result.to_input_list()
         texts.append(result.final_output)
     return {"texts": texts}

@@ -1,4 +1,6 @@
-"""smolagents' agent that calls tools: it requires a call in each answer, and has the last text as a call, too."""
+"""smolagents' agent that calls tools: it requires a call in each answer, and has the last text as a
+call, too.
+"""
 
 from __future__ import annotations
 

@@ -28,7 +28,8 @@ from tools.lab.peers.llama_server import Run, run_server
 
 ROOT = Path(__file__).parents[2]
 # It answers with the last token of the prompt again and again, but to long prompts with 9 where it
-# drafts; half of the tokens after the first are drafts that were accepted. It writes down what it was asked.
+# drafts; half of the tokens after the first are drafts that were accepted. It writes down what it
+# was asked.
 SERVER = """#!{python}
 import json, os, sys, time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer

@@ -49,7 +49,7 @@ FREQUENT = np.sort(np.random.default_rng(3).permutation(48)[:40])
 
 @pytest.fixture(scope="module")
 def teacher() -> Teacher:
-    """Of random weights, but with an opinion, so that there is something to learn."""
+    """Makes a model of random weights, but with an opinion, so that there is something to learn."""
     params = init_params(TOY, jax.random.key(1))
     return Teacher(
         TOY, {name: value if name.endswith("norm") else 8 * value for name, value in params.items()}
@@ -132,12 +132,12 @@ def test_what_the_model_writes_is_what_it_would_draw(teacher: Teacher) -> None:
     assert z_of(rows[4:, 3], np.asarray(jax.nn.softmax(logits[4, 2] / 0.7))) > 10
 
 
-def z_of(drawn: np.ndarray, chances: np.ndarray) -> float:
+def z_of(drawn: np.ndarray, probabilities: np.ndarray) -> float:
     """How far chi-square is from what it should be, in its standard deviations.
 
     Rare tokens are counted together.
     """
-    expected, counts = len(drawn) * chances, np.bincount(drawn, minlength=len(chances))
+    expected, counts = len(drawn) * probabilities, np.bincount(drawn, minlength=len(probabilities))
     rare = expected < 5
     expected, counts = (np.append(x[~rare], x[rare].sum() + 1e-9) for x in (expected, counts))
     freedom = len(expected) - 1

@@ -987,7 +987,7 @@ def test_wrong_flags(capsys):
 
 
 def test_sums_in_another_order_are_seen_where_one_is_promised(monkeypatch):
-    """Of products that depend on the number of rows; what no longer fits in the time is left out."""
+    """Products that depend on the number of rows fail; what no longer fits in the time is left out."""
     monkeypatch.setattr(one_order, "ATTENTION", {})
     monkeypatch.setattr(one_order, "MATMULS", {"qkv": one_order.MATMULS["qkv"].cut()})
     monkeypatch.setattr(one_order, "norms", lambda **_: [("2 rows", np.ones(3))] * 2)

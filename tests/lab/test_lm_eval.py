@@ -26,7 +26,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def test_log_likelihoods_are_those_of_transformers(tmp_path: Path) -> None:
-    """As docs/guides/serving.md has it."""
+    """The command is that of docs/guides/serving.md."""
     with serving(demo_engine(max_num_seqs=8, num_blocks=257), served_model_name="demo") as server:
         url, tasks = f"{server.address}/v1/completions", "jaxpage_choose,jaxpage_tale,jaxpage_go_on"
         model = f"model=demo,base_url={url},tokenizer=jaxpage/demo,num_concurrent=4,max_length=512"

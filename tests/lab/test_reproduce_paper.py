@@ -33,7 +33,7 @@ def quick(tmp_path_factory: pytest.TempPathFactory) -> tuple[int, str, Path]:
 
 
 def cells(document: str, label: str) -> list[str]:
-    """Of the only row of the document that begins so."""
+    """Returns the cells of the only row of the document that begins so."""
     [row] = [line for line in document.splitlines() if line.startswith(f"| {label}")]
     return [cell.strip() for cell in row.strip("|").split("|")]
 

@@ -1,4 +1,4 @@
-"""What `tools/lab/bench_scheduler.py` measures and prints."""
+"""Says what `tools/lab/bench_scheduler.py` measures and prints."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the simulation compares the engine's scheduler with: the buddy allocator, Orca, static
+"""Says what the simulation compares the engine's scheduler with: the buddy allocator, Orca, static
 batches, and beams that follow real ones.
 """
 
@@ -178,7 +178,7 @@ def test_pow2_rounds_the_output_up(output: int, rounded: int) -> None:
 
 
 def test_orca_runs_as_many_as_the_allocator_has_room_for() -> None:
-    """Of 15,728 slots: seven chunks of 2,048.
+    """Of 15,728 slots seven chunks of 2,048 are used.
 
     Of 256, for 140 tokens in a row, 60 in 15,360 slots and one in the rest of 368.
     """

@@ -1,5 +1,5 @@
-"""What makes the packaged demo that sees: its drawings, its training model beside transformers',
-and its accuracy.
+"""Says what makes the packaged demo that sees: its drawings, its training model beside
+transformers', and its accuracy.
 """
 
 from __future__ import annotations

@@ -36,14 +36,14 @@ from tests.support.running import Running, demo_with_template, serving
 _MESSAGE = re.compile(r"<\|im_start\|>(\w+)\n(.*?)<\|im_end\|>\n", re.DOTALL)
 _PLACES = re.compile(r"What is the weather in (.+?)\?")
 _REPORT = re.compile(r"[A-Z][a-z]+: \w+ and \d+ degrees")
-_ASKED_CALL = re.compile(r"Call the tool (\S+) with (\{.*?\})\.(?:\s|$)", re.DOTALL)
-_ASKED_TEXT = re.compile(r"Answer with \[\[\[\n?(.*?)\]\]\]", re.DOTALL)
+_REQUESTED_CALL = re.compile(r"Call the tool (\S+) with (\{.*?\})\.(?:\s|$)", re.DOTALL)
+_REQUESTED_TEXT = re.compile(r"Answer with \[\[\[\n?(.*?)\]\]\]", re.DOTALL)
 _THOUGHT = "<think>\n{}\n</think>\n\n"
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What the model says: its thoughts, some words, and calls as (name, arguments)."""
+    """Holds what the model says: its thoughts, some words, and calls as (name, arguments)."""
 
     thought: str = ""
     words: str = ""
@@ -69,15 +69,17 @@ class Answer:
 def answer_to(prompt: str) -> Answer:
     """Returns what the model says next in the conversation that a prompt shows.
 
-    It looks at the last message of the user that asks for something it knows, and at the results of tools since then:
+    It looks at the last message of the user that asks for something it knows, and at the results of
+    tools since then:
 
     * "What is the weather in Rome and Oslo, then Lima?": it calls `get_weather` for Rome and Oslo
-      in one answer, for Lima in the next, and then says what the results were.
-    * "How many places was that?": it counts the results of the whole conversation.
-    * "Call the tool Bash with {"command": "ls"}.": it calls it once, and then says what came back.
-    * "Answer with [[[text]]]": it says the text.
+    in one answer, for Lima in the next, and then says what the results were. * "How many places was
+    that?": it counts the results of the whole conversation. * "Call the tool Bash with {"command":
+    "ls"}.": it calls it once, and then says what came back. * "Answer with [[[text]]]": it says the
+    text.
 
-    A tool `final_answer`, which some agents want called at the end, is called with what it would say.
+    A tool `final_answer`, which some agents want called at the end, is called with what it would
+    say.
     """
     messages = [(match[1], match[2]) for match in _MESSAGE.finditer(prompt)]
     tools = _tools_of(next((text for role, text in messages if role == "tools"), ""))
@@ -87,29 +89,29 @@ def answer_to(prompt: str) -> Answer:
     )
     if place is None:
         return _close(Answer("Nothing is asked.", "Hello from the script."), tools)
-    asked = messages[place][1]
+    requested = messages[place][1]
     results = [
         text
         for role, text in messages[place + 1 :]
         if role == "tool" or (role == "user" and _REPORT.search(text))
     ]
-    if match := _last(_PLACES, asked):
+    if match := _last(_PLACES, requested):
         return _weather(match[1], results, tools)
-    if match := _last(_ASKED_CALL, asked):
+    if match := _last(_REQUESTED_CALL, requested):
         if not results and match[1] in tools:
             # Some programs quote what they are asked.
             arguments = match[2].replace('\\"', '"')
             return Answer(f"I need {match[1]}.", "I call it.", ((match[1], json.loads(arguments)),))
         said = f"{match[1]} said: {results[-1].strip()[:300]}" if results else f"no {match[1]} here"
         return _close(Answer("That is all.", said), tools)
-    if match := _last(_ASKED_TEXT, asked):
+    if match := _last(_REQUESTED_TEXT, requested):
         return _close(Answer("I know that.", match[1]), tools)
     num_places = len({report for _, text in messages for report in _REPORT.findall(text)})
     return _close(Answer("I count them.", f"Voilà: {num_places} places ✓"), tools)
 
 
 def _is_known(text: str) -> bool:
-    asks = (_PLACES, _ASKED_CALL, _ASKED_TEXT)
+    asks = (_PLACES, _REQUESTED_CALL, _REQUESTED_TEXT)
     return "How many places" in text or any(pattern.search(text) for pattern in asks)
 
 

@@ -1,4 +1,6 @@
-"""Gemma 4's assistants of transformers with random weights, and the drafts of its assisted generation: the oracle."""
+"""Gemma 4's assistants of transformers with random weights, and the drafts of its assisted
+generation: the oracle.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,8 @@ from transformers.generation import candidate_generator  # noqa: E402 - it needs
 
 WINDOW = 7
 NUM_DRAFTS = 3
-# Heads of 16 and 32 are those of the kernel for CPUs, which compiles faster than what takes its place.
+# Heads of 16 and 32 are those of the kernel for CPUs, which compiles faster than what takes its
+# place.
 HEADS = {"head_dim": 16, "global_head_dim": 32}
 SIZES = {
     "vocab_size": 96,
@@ -128,7 +131,9 @@ def generate(pair: Pair, prompt: list[int], num_tokens: int) -> tuple[list[int],
 
 
 def states_of(target: Any, tokens: list[int]) -> tuple[Any, dict[str, tuple[Any, Any]]]:
-    """Returns the target's hidden states after its final norm, and the keys and values of each type of layer."""
+    """Returns the target's hidden states after its final norm, and the keys and values of each type
+    of layer.
+    """
     with torch.no_grad():
         outputs = target(
             torch.tensor([tokens]), output_hidden_states=True, return_shared_kv_states=True

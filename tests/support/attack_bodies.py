@@ -1,4 +1,6 @@
-"""Requests at the bounds of their fields, from the server's OpenAPI document: a field that is new is attacked without a word here."""
+"""Requests at the bounds of their fields, from the server's OpenAPI document: a field that is new
+is attacked without a word here.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,9 @@ class Attack:
 
 
 def attacks(document: dict[str, Any], seed: int) -> Iterator[Attack]:
-    """Yields all attacks once, in a random order in which plain fields, constructs and raw bodies take turns."""
+    """Yields all attacks once, in a random order in which plain fields, constructs and raw bodies
+    take turns.
+    """
     rng = random.Random(seed)
     kinds = kinds_of(document)
     for kind in kinds:
@@ -53,7 +57,9 @@ def attacks(document: dict[str, Any], seed: int) -> Iterator[Attack]:
 
 
 def kinds_of(document: dict[str, Any]) -> tuple[list[Attack], list[Attack], list[Attack]]:
-    """Returns attacks through plain fields, through what is compiled, parsed or multiplied, and through whole bodies."""
+    """Returns attacks through plain fields, through what is compiled, parsed or multiplied, and
+    through whole bodies.
+    """
     plain: list[Attack] = []
     constructs: list[Attack] = [
         Attack(one.name, one.path, one.make, one.num_connections, one.sending, one.content_type)  # type: ignore[arg-type]
@@ -140,7 +146,7 @@ class RequestFields:
         return schema
 
     def _branches(self, schema: dict[str, Any]) -> list[dict[str, Any]]:
-        """What a union is of, without null."""
+        """Returns what a union is of, without null."""
         schema = self._resolved(schema)
         members = schema.get("anyOf") or schema.get("oneOf")
         if members is None:
@@ -163,11 +169,11 @@ class RequestFields:
             )
         kind = one.get("type")
         if kind == "object":
-            wanted = {*one.get("required", ()), *CONTENT_FIELDS, *LENGTH_FIELDS}
+            expected = {*one.get("required", ()), *CONTENT_FIELDS, *LENGTH_FIELDS}
             return {
                 field: self._base(inner, field)
                 for field, inner in one.get("properties", {}).items()
-                if field in wanted
+                if field in expected
             }
         if kind == "array":
             return [self._base(one.get("items", {}), name)]

@@ -1,4 +1,6 @@
-"""Constructs that make a server work: JSON schemas, patterns, choices, grammars, bodies that are no request, and lists times prompts."""
+"""Constructs that make a server work: JSON schemas, patterns, choices, grammars, bodies that are no
+request, and lists times prompts.
+"""
 
 from __future__ import annotations
 
@@ -148,7 +150,9 @@ def _filled(head: bytes, unit: bytes, tail: bytes, num_bytes: int = BODY_BYTES) 
 
 
 def raw_bodies(field: str) -> dict[str, Callable[[], bytes]]:
-    """Bodies at the server's bound that are no request, or hardly one. `field` is the one that a path's prompt is in."""
+    """Bodies at the server's bound that are no request, or hardly one. `field` is the one that a
+    path's prompt is in.
+    """
     head = b'{"model":"demo","' + field.encode() + b'":'
     lists = {
         "empty lists": b"[],",
@@ -187,7 +191,8 @@ def raw_bodies(field: str) -> dict[str, Callable[[], bytes]]:
     }
 
 
-# Work that a request multiplies: by a list, by a pause of its reader, by a text that is JSON itself.
+# Work that a request multiplies: by a list, by a pause of its reader, by a text that is JSON
+# itself.
 
 
 @dataclass(frozen=True)

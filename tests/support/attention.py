@@ -1,4 +1,6 @@
-"""Random calls of paged attention, what numpy says that they give, in float64, and one compiled function that runs them."""
+"""Random calls of paged attention, what numpy says that they give, in float64, and one compiled
+function that runs them.
+"""
 
 from __future__ import annotations
 
@@ -34,12 +36,12 @@ class Case:
 
     @property
     def arrays(self) -> tuple[np.ndarray, ...]:
-        """What `paged_attention` takes by position."""
+        """Returns what `paged_attention` takes by position."""
         return tuple(getattr(self, field.name) for field in dataclasses.fields(self)[:6])
 
     @property
     def scales(self) -> dict[str, np.ndarray]:
-        """What it takes by keyword, where pages are quantised."""
+        """Returns what it takes by keyword, where pages are quantised."""
         return {} if self.k_scale is None else {"k_scale": self.k_scale, "v_scale": self.v_scale}
 
 
@@ -122,7 +124,9 @@ def oracle(
     alibi_slopes=None,
     last_seen_T=None,
 ) -> np.ndarray:
-    """One token and one head at a time, in float64, from what the arrays hold. Zeros where a token sees nothing."""
+    """One token and one head at a time, in float64, from what the arrays hold. Zeros where a token
+    sees nothing.
+    """
     out = np.zeros(case.q_TNH.shape)
     num_kv_heads, width = case.k_pages.shape[2:]
     group = case.q_TNH.shape[1] // num_kv_heads
@@ -165,7 +169,9 @@ def oracle(
 
 
 def hidden(case, queries, window=None):
-    """The case with NaN in every slot that no query token sees, and the null block wherever a table needs no block."""
+    """The case with NaN in every slot that no query token sees, and the null block wherever a table
+    needs no block.
+    """
     poisoned = [np.full_like(pages, np.nan) for pages in (case.k_pages, case.v_pages)]
     table, block_size = np.zeros_like(case.block_table_BM), case.k_pages.shape[1]
     for row, (length, num_new) in enumerate(zip(case.context_len_B, queries, strict=True)):

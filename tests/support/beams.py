@@ -1,4 +1,6 @@
-"""Beam search by its definition, in float64 over whole arrays and without sequence ids, forks or drops: the oracle of BeamStrategy."""
+"""Beam search by its definition, in float64 over whole arrays and without sequence ids, forks or
+drops: the oracle of BeamStrategy.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ class Found(NamedTuple):
 def naive_search(
     logprobs_of: LogprobsOf, beam: BeamSearchParams, ends: Collection[int], max_tokens: int
 ) -> list[Found]:
-    """The best hypotheses, the best first: those that end with a token of `ends` or have `max_tokens` tokens."""
+    """The best hypotheses, the best first: those that end with a token of `ends` or have
+    `max_tokens` tokens.
+    """
     width = beam.beam_width
     live: list[tuple[tuple[int, ...], float]] = [((), 0.0)]
     done: list[Found] = []
@@ -79,8 +83,8 @@ def random_logprobs(key: object, num_token_ids: int, spread: float = 2.0) -> np.
     return (logits - np.log(np.exp(logits).sum())).astype(np.float32)
 
 
-def likeliest(logprobs: np.ndarray, count: int) -> TokenLogprobs:
-    """What the device tells of a draw."""
+def best_tokens(logprobs: np.ndarray, count: int) -> TokenLogprobs:
+    """Returns what the device tells of a draw."""
     order = np.argsort(-logprobs, kind="stable")[:count]
     top = tuple(float(logprobs[token]) for token in order)
     return TokenLogprobs(int(order[0]), top[0], 1, tuple(order.tolist()), top)

@@ -1,4 +1,6 @@
-"""Chromium for the tests of the page: a browser, pages whose console must stay empty, and an event log opened in one."""
+"""Chromium for the tests of the page: a browser, pages whose console must stay empty, and an event
+log opened in one.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ def launched(playwright: Any) -> Iterator[Any]:
 
 @contextlib.contextmanager
 def opened(browser: Any, **options: Any) -> Iterator[Any]:
-    """A page whose console must stay empty: a violation of the content security policy would be in it."""
+    """A page whose console must stay empty: a violation of the content security policy would be in
+    it.
+    """
     page = browser.new_page(
         **{"viewport": {"width": 1280, "height": 900}, "reduced_motion": "reduce", **options}
     )

@@ -1,4 +1,5 @@
-"""Chat templates written by hand, one or more for each form in which published ones write tool calls.
+"""Chat templates written by hand, one or more for each form in which published ones write tool
+calls.
 
 `TEMPLATES` has them by name. Each is small: roles are marked in its own way, tools are listed, and
 an answer may have reasoning, content and calls.
@@ -290,7 +291,9 @@ NO_TOOLS = _template("", said="{{ m.content }}")
 UNCLEAR = _template(_each("{{ f.name }} {{ f.arguments | length }}"))
 
 
-def told(example: str, *, tools: str = "{{ t | string }}\n", rest: str = "", said: str = "") -> str:
+def reported(
+    example: str, *, tools: str = "{{ t | string }}\n", rest: str = "", said: str = ""
+) -> str:
     """A template that tells how calls are written, and passes over those of a message.
 
     `tools` writes a tool, `rest` a call, and `said` the content, if it is not written as it is.
@@ -309,46 +312,49 @@ def told(example: str, *, tools: str = "{{ t | string }}\n", rest: str = "", sai
 
 _HERMES = '<tool_call>\n{"name": <function-name>, "arguments": <args-json-object>}\n</tool_call>'
 # By names: a template, and a call of `look-up2` as it tells to write one.
-TOLD = {
+REPORTED = {
     "as SmolLM3": (
-        told("An object within <tool_call></tool_call> tags:\n" + _HERMES),
+        reported("An object within <tool_call></tool_call> tags:\n" + _HERMES),
         '<tool_call>\n{"name": "look-up2", "arguments": {"city": "it\'s {x}", "days": 3}}\n</tool_call>',
     ),
     "with an example, the arguments first": (
-        told(
+        reported(
             '[CALL] {"parameters": {"key": "a value", "other": {"k": 1}}, "tool_name": "the name of a tool"} [/CALL]',
             tools='<tool>{{ {"name": t.function.name, "parameters": t.function.parameters} | tojson }}</tool>\n',
         ),
         '[CALL] {"parameters": {"city": "it\'s {x}", "days": 3}, "tool_name": "look-up2"} [/CALL]',
     ),
     "from start to end": (
-        told('<|call_start|>{\n  "function": $NAME,\n  "args": {...}\n}<|call_end|>'),
+        reported('<|call_start|>{\n  "function": $NAME,\n  "args": {...}\n}<|call_end|>'),
         '<|call_start|>{\n  "function": "look-up2",\n  "args": {"city": "it\'s {x}", "days": 3}\n}<|call_end|>',
     ),
 }
 UNTOLD = {
-    "nothing": told("A call is a JSON object."),
-    "an object without marks": told('{"name": <name>, "arguments": <arguments>}'),
-    "marks of two kinds": told('<call>{"name": <name>, "arguments": <arguments>}</done>'),
-    "no closing mark": told('<call>{"name": <name>, "arguments": <arguments>}'),
-    "a further key": told('<call>{"name": <name>, "arguments": <arguments>, "id": <id>}</call>'),
-    "no key of arguments": told('<answer>{"name": <name>, "content": <text>}</answer>'),
-    "two ways": told(_HERMES + '\nor <call>{"tool": <name>, "args": <arguments>}</call>'),
-    "only a tool": told(
+    "nothing": reported("A call is a JSON object."),
+    "an object without marks": reported('{"name": <name>, "arguments": <arguments>}'),
+    "marks of two kinds": reported('<call>{"name": <name>, "arguments": <arguments>}</done>'),
+    "no closing mark": reported('<call>{"name": <name>, "arguments": <arguments>}'),
+    "a further key": reported(
+        '<call>{"name": <name>, "arguments": <arguments>, "id": <id>}</call>'
+    ),
+    "no key of arguments": reported('<answer>{"name": <name>, "content": <text>}</answer>'),
+    "two ways": reported(_HERMES + '\nor <call>{"tool": <name>, "args": <arguments>}</call>'),
+    "only a tool": reported(
         "",
         tools='<tool>{{ {"name": t.function.name, "parameters": t.function.parameters} | tojson }}</tool>\n',
     ),
-    "whether there are tools or not": _HERMES + "\n" + told(_HERMES),
-    "no tools": told(_HERMES, tools=""),
-    "another content": told(_HERMES, said="{{ m.content | replace('tool_call', 'call') }}"),
+    "whether there are tools or not": _HERMES + "\n" + reported(_HERMES),
+    "no tools": reported(_HERMES, tools=""),
+    "another content": reported(_HERMES, said="{{ m.content | replace('tool_call', 'call') }}"),
 }
 # It renders calls in another way than it tells, and the model has learnt what is rendered.
-TOLD_OTHERWISE = told(_HERMES, rest=_each("\n<call>" + _JSON + "</call>"))
+REPORTED_OTHERWISE = reported(_HERMES, rest=_each("\n<call>" + _JSON + "</call>"))
 
 _SHOWS = (
     "{% if tools %}<tools>{% for t in tools %}{{ t | tojson }}{% endfor %}</tools>MARK\n{% endif %}"
 )
-# Templates that show tools and render no calls. By the name of the form that their model writes: a template, and a call of `look-up2`.
+# Templates that show tools and render no calls. By the name of the form that their model writes: a
+# template, and a call of `look-up2`.
 HINTED = {
     "lfm2": (
         _template("", tools=_SHOWS.replace("<tools>", "<|tool_list_start|>").replace("MARK", "<|tool_list_end|>")),
@@ -364,7 +370,7 @@ HINTED = {
     ),
 }  # fmt: skip
 # It tells what to write around reasoning and an answer, if it is asked for reasoning.
-TOLD_TO_THINK = _template(
+REPORTED_TO_THINK = _template(
     "",
     tools="{% if thinking %}Think within <think></think>, and answer within <response></response>.\n{% endif %}",
 )
@@ -377,8 +383,8 @@ STRAY = TEMPLATES["a response in the same answer"].replace(
     "{% for m in messages %}", 1
 ).removesuffix("{% endif %}") + "{% if not enable_thinking %}<|channel>thought\n<channel|>{% endif %}{% endif %}"  # fmt: skip
 
-# As Qwen3.5's: calls are objects in tags, reasoning comes before them, a variable turns it off, and a
-# message of the system may only come first.
+# As Qwen3.5's: calls are objects in tags, reasoning comes before them, a variable turns it off, and
+# a message of the system may only come first.
 STRICT_QWEN = """\
 {% if tools %}<|im_start|>tools
 {% for tool in tools %}{{ tool | tojson }}

@@ -195,8 +195,8 @@ def text_of(config: Config) -> Config:
 def text_class(model_type: str) -> Any:
     """Returns the config class of the text model.
 
-    It is that of a config made without arguments: `sub_configs` names no class for models whose text may be of several
-    families.
+    It is that of a config made without arguments: `sub_configs` names no class for models whose
+    text may be of several families.
     """
     return type(CONFIG_MAPPING[model_type]().get_text_config())
 

@@ -77,7 +77,7 @@ def write_checkpoint(case: Case, directory: Path) -> torch.nn.Module:
         saved.save_pretrained(directory, save_original_format="stacked" not in case.files, **more)
         _arrange(case, directory, model)
         (directory / "config.json").write_text(text.removeprefix(mark))
-        loaded, told = kind.from_pretrained(
+        loaded, reported = kind.from_pretrained(
             directory, dtype=torch.float32, output_loading_info=True
         )
         (directory / "config.json").write_text(text, encoding="utf-8")
@@ -85,8 +85,8 @@ def write_checkpoint(case: Case, directory: Path) -> torch.nn.Module:
         raise
     except Exception as error:
         raise NotTaken(f"{type(error).__name__}: {error}") from error
-    if told["missing_keys"] or told["mismatched_keys"]:
-        raise NotTaken(f"it does not load what it saved: {told}")
+    if reported["missing_keys"] or reported["mismatched_keys"]:
+        raise NotTaken(f"it does not load what it saved: {reported}")
     return stated_time_steps(loaded.eval())
 
 
@@ -129,7 +129,7 @@ def _tolerance(model: Any, token_ids: torch.Tensor, logits: np.ndarray, seed: in
 
 
 def failure(
-    case: Case, directory: Path, told: Counter[str] | None = None, *, is_compiled: bool = True
+    case: Case, directory: Path, reported: Counter[str] | None = None, *, is_compiled: bool = True
 ) -> str:
     """Returns how jaxpage and transformers differ on a case; "" if they do not.
 
@@ -139,7 +139,7 @@ def failure(
         told: Counts what was compared, what was refused, and what transformers does not take.
         is_compiled: Whether logits are compared, or only the defaults of what is left out.
     """
-    told = Counter() if told is None else told
+    reported = Counter() if reported is None else reported
     if text := difference(case.config):
         return f"a config that is read otherwise than with all defaults of its class:\n{text}"
     if not is_compiled:
@@ -149,14 +149,14 @@ def failure(
         rng = torch.Generator().manual_seed(case.seed)
         size = model.config.get_text_config().vocab_size
         token_ids = torch.randint(size, (LENGTH,), generator=rng)
-        return _compared(case, directory, model, token_ids, told)
+        return _compared(case, directory, model, token_ids, reported)
     except NotTaken as reason:
-        told[f"not taken by transformers: {kind_of(str(reason))}"] += 1
+        reported[f"not taken by transformers: {kind_of(str(reason))}"] += 1
         return ""
 
 
 def _compared(
-    case: Case, directory: Path, model: Any, token_ids: torch.Tensor, told: Counter[str]
+    case: Case, directory: Path, model: Any, token_ids: torch.Tensor, reported: Counter[str]
 ) -> str:
     try:
         files = open_model(directory)
@@ -175,25 +175,25 @@ def _compared(
         if case.in_engine and len(token_ids) > 2:
             if problem := _in_engine(directory, model, token_ids[:-2].tolist(), allowed):
                 return problem
-            told["equal in an engine"] += 1
+            reported["equal in an engine"] += 1
     except NotTaken:
         raise
     except JaxpageError as error:
         _logits(model, token_ids)  # a refusal counts where transformers gives logits
-        return _refused(case, directory, str(error), told)
+        return _refused(case, directory, str(error), reported)
     except Exception as error:
         return f"{type(error).__name__} of jaxpage: {str(error)[:300]}"
-    told["equal"] += 1
+    reported["equal"] += 1
     return ""
 
 
-def _refused(case: Case, directory: Path, text: str, told: Counter[str]) -> str:
+def _refused(case: Case, directory: Path, text: str, reported: Counter[str]) -> str:
     text = text.replace(str(directory), "DIRECTORY")
     named = {*re.findall(r"\w+", text)}
     fields = {*_names(case.config), *class_fields(case.config["model_type"])}
     if not named & fields:
         return f"jaxpage refuses it and names no field: {text[:300]}"
-    told[f"refused: {kind_of(text)}"] += 1
+    reported[f"refused: {kind_of(text)}"] += 1
     return ""
 
 
@@ -215,12 +215,12 @@ def _in_engine(directory: Path, model: Any, prompt: list[int], allowed: float) -
     with torch.no_grad():
         both = model(torch.tensor([[*prompt, *output.token_ids[:1]]])).logits[0, -2:]
     for place, (logits, given) in enumerate(zip(both, output.logprobs or (), strict=True)):
-        wanted = torch.log_softmax(logits.float(), -1)
+        expected = torch.log_softmax(logits.float(), -1)
         for token_id, one in (given or {}).items():
-            if abs(one.logprob - float(wanted[token_id])) > 4 * allowed:
+            if abs(one.logprob - float(expected[token_id])) > 4 * allowed:
                 return (
                     f"log probability {place} of token {token_id} in an engine is {one.logprob}, "
-                    f"and {float(wanted[token_id])} of transformers"
+                    f"and {float(expected[token_id])} of transformers"
                 )
     return ""
 
@@ -244,11 +244,11 @@ def fuzz(minutes: float, seed: int, *, family: str | None, report: Callable[[str
     """
     transformers.utils.logging.disable_progress_bar()
     end = time.monotonic() + 60 * minutes
-    told: Counter[str] = Counter()
+    reported: Counter[str] = Counter()
 
     def fails(case: Case, is_compiled: bool) -> str:
         with tempfile.TemporaryDirectory(prefix="jaxpage-fuzz-") as directory:
-            return failure(case, Path(directory), told, is_compiled=is_compiled)
+            return failure(case, Path(directory), reported, is_compiled=is_compiled)
 
     num_cases = 0
     logging.disable(logging.CRITICAL)  # each checkpoint would log the same lines again
@@ -259,7 +259,7 @@ def fuzz(minutes: float, seed: int, *, family: str | None, report: Callable[[str
             num_cases += 1
             if problem := fails(case, num_cases % READ == 0):
                 report(f"case {num_cases}: {problem}\nshrinking it")
-                small, problem = _smallest(case, fails, seconds=60 * minutes)
+                small, problem = _min(case, fails, seconds=60 * minutes)
                 report(f"\n{problem}\n\n{small.program()}")
                 return 1
     finally:
@@ -268,14 +268,12 @@ def fuzz(minutes: float, seed: int, *, family: str | None, report: Callable[[str
         f"{num_cases} configs, 1 of {READ} of them written as a checkpoint, no difference "
         f"(seed {seed})"
     )
-    for reason, count in sorted(told.items(), key=lambda item: (-item[1], item[0])):
+    for reason, count in sorted(reported.items(), key=lambda item: (-item[1], item[0])):
         report(f"  {count} x {reason}")
     return 0
 
 
-def _smallest(
-    case: Case, fails: Callable[[Case, bool], str], *, seconds: float
-) -> tuple[Case, str]:
+def _min(case: Case, fails: Callable[[Case, bool], str], *, seconds: float) -> tuple[Case, str]:
     """Returns the smallest case found in this time that still fails, and what is wrong with it."""
     end = time.monotonic() + seconds
     is_compiled = difference(case.config) is None  # else nothing needs to be

@@ -51,7 +51,7 @@ def difference(config: Config) -> str | None:
     if leaves_tying_open(config):  # The files decide, of which there are none here.
         tied = whole["tie_word_embeddings"]
         config = {**config, "tie_word_embeddings": tied}
-    found, wanted = read(config), read(whole)
+    found, expected = read(config), read(whole)
     while isinstance(found, str) and found.endswith(" is missing"):
         name = found.split()[1]
         if isinstance(text := config.get("text_config"), dict):
@@ -64,19 +64,19 @@ def difference(config: Config) -> str | None:
     # class drops, because whoever wrote it expects something of it, and a width of heads that the
     # class rounds down.
     is_refused = isinstance(found, str) and (
-        isinstance(wanted, str)
+        isinstance(expected, str)
         or "contradict each other" in found
         or " does not divide " in found
         or any(name in found and whole.get(name) != value for name, value in config.items())
     )
-    return None if is_refused or found == wanted else f"{config}\n{_apart(found, wanted)}"
+    return None if is_refused or found == expected else f"{config}\n{_separate(found, expected)}"
 
 
-def _apart(found: Any, wanted: Any) -> str:
+def _separate(found: Any, expected: Any) -> str:
     """Returns what is read of a config and of the completed one: of specs what differs."""
-    if type(found) is not type(wanted) or isinstance(found, str):
-        return f"{found}\nwith all defaults: {wanted}"
-    pairs = [(name, value, getattr(wanted, name)) for name, value in vars(found).items()]
+    if type(found) is not type(expected) or isinstance(found, str):
+        return f"{found}\nwith all defaults: {expected}"
+    pairs = [(name, value, getattr(expected, name)) for name, value in vars(found).items()]
     return "\n".join(
         f"{name}: {one}\nwith all defaults: {other}" for name, one, other in pairs if one != other
     )

@@ -1,4 +1,4 @@
-"""What a sampler should draw, in float64 and by sorting, and how far counts are from it."""
+"""Says what a sampler should draw, in float64 and by sorting, and how far counts are from it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ Floats = npt.NDArray[np.float64]
 def kept(
     logits: npt.NDArray[np.floating], top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0
 ) -> npt.NDArray[np.bool_]:
-    """What top-k, top-p and min-p leave, in this order. Ties at the cut-off of top-k stay in."""
+    """Returns what top-k, top-p and min-p leave, in this order. Ties at the cut-off of top-k stay
+    in.
+    """
     logits = logits.astype(np.float64)
     stays = np.ones(len(logits), bool)
     if 0 < top_k < len(logits):
@@ -30,14 +32,15 @@ def probabilities(
     top_p: float = 1.0,
     min_p: float = 0.0,
 ) -> Floats:
-    """Of each token, after temperature and truncation."""
+    """Returns the probability of each token, after temperature and truncation."""
     scaled = logits.astype(np.float64) / temperature
     weights = np.where(kept(scaled, top_k, top_p, min_p), np.exp(scaled - scaled.max()), 0.0)
     return weights / weights.sum()
 
 
 def z_score(counts: npt.NDArray[np.int64], expected_shares: Floats) -> float:
-    """How far counts are from a distribution, in standard deviations of the chi-square statistic; infinite if the impossible happened.
+    """How far counts are from a distribution, in standard deviations of the chi-square statistic;
+    infinite if the impossible happened.
 
     Cells in which less than five are expected count as one (Cochran's rule).
     """

@@ -27,7 +27,9 @@ def random_draft(
     branches: bool = True,
     share_right: float = 0.7,
 ) -> Draft:
-    """A draft that follows `future` for a while, on any of its branches, with tokens that are there already and some beyond the end."""
+    """A draft that follows `future` for a while, on any of its branches, with tokens that are there
+    already and some beyond the end.
+    """
     tokens: list[int] = []
     parents: list[int] = []
     depths = {-1: 0}  # of those that are right: how much of the future stands up to there
@@ -69,7 +71,7 @@ def any_tree(rng: random.Random, future: list[int], maximum: int) -> Draft:
 
 
 def too_many(rng: random.Random, future: list[int], maximum: int) -> Draft:
-    """Behind what follows, past any end; and more than a step holds."""
+    """Drafts what follows, past any end, and more than a step holds."""
     return random_draft(rng, future, maximum + 40, NUM_TOKEN_IDS, branches=False, share_right=1.0)
 
 
@@ -107,7 +109,8 @@ KINDS: dict[str, Kind] = {
 
 
 class Drafter(NoSpeculation):
-    """Stands in for an engine's speculator. Drafts for every running sequence, beams too, by what `outputs` say that follows.
+    """Stands in for an engine's speculator. Drafts for every running sequence, beams too, by what
+    `outputs` say that follows.
 
     A request that is not among them gets drafts at random.
     """

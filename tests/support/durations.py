@@ -1,4 +1,6 @@
-"""tests/durations.json: what each file of tests costs. Seconds are for the order in which files run; what is counted is a budget."""
+"""tests/durations.json: what each file of tests costs. Seconds are for the order in which files
+run; what is counted is a budget.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,9 @@ def read() -> dict[str, Record]:
 
 
 def is_of_this_python() -> bool:
-    """Whether the table was counted with this Python: another one has another JAX, which may share less."""
+    """Returns whether the table was counted with this Python: another one has another JAX, which
+    may share less.
+    """
     version = json.loads(PATH.read_text())["machine"]["python"] if PATH.exists() else ""
     return version.split(".")[:2] == platform.python_version().split(".")[:2]
 
@@ -80,7 +84,9 @@ def _totals(files: dict[str, Record], *, in_lab: bool) -> Record:
 
 
 def over_budget(name: str, num_executables: int, known: dict[str, Record]) -> str | None:
-    """What to tell whose file needs more executables than its line in tests/durations.json says. Counted, so no machine is too slow."""
+    """Returns what to tell whose file needs more executables than its line in tests/durations.json
+    says. Counted, so no machine is too slow.
+    """
     line = int(known[name]["executables"]) if name in known else UNLISTED
     if num_executables <= line:
         return None

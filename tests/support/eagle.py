@@ -1,4 +1,6 @@
-"""EAGLE heads in torch, float64, on transformers' own decoder layers: the oracle, and files of them in every published format."""
+"""EAGLE heads in torch, float64, on transformers' own decoder layers: the oracle, and files of them
+in every published format.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,7 @@ _DECODERS = {
 
 
 class Head(torch.nn.Module):
-    """What both kinds have. `tokens` and `table` are the target's where the file has none."""
+    """Holds what both kinds have. `tokens` and `table` are the target's where the file has none."""
 
     def __init__(self, layers: dict[str, Any], fused: int, *, fc_bias: bool, rows: int, seed: int):
         super().__init__()
@@ -80,7 +82,7 @@ class Head(torch.nn.Module):
         return self.decoder(inputs_embeds=hidden[None], use_cache=False).last_hidden_state[0]
 
     def tensors(self) -> dict[str, np.ndarray]:
-        """As the files call them, tables included."""
+        """Returns the tensors as the files call them, tables included."""
         names = {
             "decoder.embed_tokens.weight": "embed_tokens.weight",
             "table.weight": "lm_head.weight",
@@ -93,7 +95,9 @@ class Head(torch.nn.Module):
 
 
 class Eagle(Head):
-    """As in the authors' first model: no norm before the first attention, none at the end."""
+    """Returns the head of the authors' first model: no norm before the first attention, none at the
+    end.
+    """
 
     def __init__(self, *, fc_bias: bool = True, seed: int = 1, **layers: Any):
         layers = {**LAYERS, **layers}
@@ -112,7 +116,9 @@ class Eagle(Head):
 
 
 class _Both(torch.nn.Module):
-    """In place of the norm before the first attention: what attention sees is the embedding and the feature, each normed."""
+    """In place of the norm before the first attention: what attention sees is the embedding and the
+    feature, each normed.
+    """
 
     def __init__(self, head: Eagle3):
         super().__init__()

@@ -1,4 +1,6 @@
-"""Engines for tests, kept by their settings so that tests share compiled work, and a look at the logits that they draw from."""
+"""Engines for tests, kept by their settings so that tests share compiled work, and a look at the
+logits that they draw from.
+"""
 
 from __future__ import annotations
 
@@ -117,16 +119,20 @@ _WITH_SCRATCH_BLOCKS = ("draft_model", "eagle", "eagle3", "mtp", "auto")
 def make_llm(
     directory: Path | str, *, at_start: bool = False, largest_shapes: bool = False, **settings: Any
 ) -> LLM:
-    """An LLM with a small menu of shapes; those that move blocks to the host only where a test asks for them.
+    """An LLM with a small menu of shapes; those that move blocks to the host only where a test asks
+    for them.
 
     They compute in float32, whatever the checkpoint is in, unless a test asks for another type.
 
-    at_start: everything is compiled at the start, as for users; otherwise each shape when it is first used.
-    largest_shapes: steps with few rows run in the shapes of those with many. Where the choice among shapes is no subject, this saves a
+    at_start: everything is compiled at the start, as for users; otherwise each shape when it is
+    first used.
+    largest_shapes: steps with few rows run in the shapes of those with many. Where the choice among
+    shapes is no subject, this saves a
     second for each that is not compiled.
 
-    A pool that is smaller than its geometry's is small on the host alone: the pages on the device, which are in every shape, keep their
-    size. A drafter on the device has scratch blocks right behind the pool, so there the pages are as large as was asked.
+    A pool that is smaller than its geometry's is small on the host alone: the pages on the device,
+    which are in every shape, keep their size. A drafter on the device has scratch blocks right
+    behind the pool, so there the pages are as large as was asked.
 
     Where "auto" steps are asked for by name, they are those of an accelerator, up to 4 at once.
     """
@@ -161,7 +167,9 @@ def make_kind(
 
 
 def make_short_menu(*sizes: Any, **kinds: Any) -> BucketMenu:
-    """Returns the menu with the most rows of each kind of step alone: one shape for each number of tokens of a row."""
+    """Returns the menu with the most rows of each kind of step alone: one shape for each number of
+    tokens of a row.
+    """
     menu = make_menu(*sizes, **kinds)
     verify = {bucket.num_tokens // bucket.num_rows: bucket for bucket in menu.verify}
     return dataclasses.replace(
@@ -201,7 +209,9 @@ def engines_by_name(
 
 
 def tokens_of(outputs: list[RequestOutput]) -> list[tuple[list[int], list[dict[int, float]]]]:
-    """Of the first sequence of each: tokens and their log probabilities, which must agree to the last bit."""
+    """Returns of the first sequence of each the tokens and log probabilities, which must agree in
+    all bits.
+    """
     return [
         (
             output.outputs[0].token_ids,
@@ -216,7 +226,7 @@ def free_blocks(llm: LLM) -> int:
 
 
 def invariants(llm: LLM) -> None:
-    """What must hold of an engine that is idle."""
+    """Returns what must hold of an engine that is idle."""
     stats = llm.stats()  # between two steps, and after all that callers have ended by now
     llm._engine.scheduler.check()
     assert stats["num_blocks_free"] == stats["num_blocks_total"]
@@ -229,7 +239,9 @@ def invariants(llm: LLM) -> None:
 
 @contextlib.contextmanager
 def steps_by_hand(llm: LLM) -> Iterator[None]:
-    """The engine's thread waits meanwhile. A call takes the steps that it waits for, so that a stream that nobody reads stands still."""
+    """The engine's thread waits meanwhile. A call takes the steps that it waits for, so that a
+    stream that nobody reads stands still.
+    """
     driver, waits, may_go_on = llm._driver, threading.Event(), threading.Event()
     parked = driver.call(lambda engine: (waits.set(), may_go_on.wait()))
     waits.wait()
@@ -243,7 +255,9 @@ def steps_by_hand(llm: LLM) -> Iterator[None]:
 
 
 def run_giving_way(engine: Engine, step: int) -> None:
-    """Steps an engine until nothing is left; before step `step`, counted from 0, the newest running group is preempted."""
+    """Steps an engine until nothing is left; before step `step`, counted from 0, the newest running
+    group is preempted.
+    """
     for number in itertools.count():
         if not engine.has_unfinished:
             return
@@ -256,7 +270,7 @@ def run_giving_way(engine: Engine, step: int) -> None:
 def lone_sample(
     llm: LLM, prompt: list[int], params: SamplingParams, sample_index: int
 ) -> CompletionOutput:
-    """What a request of its own draws with the noise of this sample."""
+    """Returns what a request of its own draws with the noise of this sample."""
     engine = llm._engine
     reporter = engine.add(
         "lone", engine.prepare(None, prompt, dataclasses.replace(params, n=1, best_of=None))
@@ -270,9 +284,11 @@ def lone_sample(
 
 
 class LogitsWitness:
-    """Stands in front of an engine's executables and keeps the logits of every draw, computed by the same step function.
+    """Stands in front of an engine's executables and keeps the logits of every draw, computed by
+    the same step function.
 
-    `logits[sequence_id, position]` is what the token at that position was drawn from. Sequence ids count up from 0.
+    `logits[sequence_id, position]` is what the token at that position was drawn from. Sequence ids
+    count up from 0.
     """
 
     def __init__(self, llm: LLM):

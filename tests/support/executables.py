@@ -1,6 +1,8 @@
-"""What tests compile: shared by the engines of a process, counted by file, compiled in a fifth of the time where speed is no subject.
+"""Says what tests compile: shared by the engines of a process, counted by file, compiled in a fifth
+of the time where speed is no subject.
 
-Of an engine that is made `when_used`, what its test does not run is not compiled at all: most tests run a part of their menu.
+Of an engine that is made `when_used`, what its test does not run is not compiled at all: most tests
+run a part of their menu.
 """
 
 from __future__ import annotations
@@ -55,7 +57,9 @@ _made_when_used = 0
 
 @contextlib.contextmanager
 def when_used() -> Iterator[None]:
-    """Engines that are made meanwhile compile each executable when it first runs, and not at their start."""
+    """Engines that are made meanwhile compile each executable when it first runs, and not at their
+    start.
+    """
     global _made_when_used
     _made_when_used += 1
     try:
@@ -65,7 +69,9 @@ def when_used() -> Iterator[None]:
 
 
 class WhenUsed:
-    """An executable that is compiled when it first runs, or is looked into. `stats()` counts it with those of the start."""
+    """An executable that is compiled when it first runs, or is looked into. `stats()` counts it
+    with those of the start.
+    """
 
     def __init__(self, get: Callable[[], Any]) -> None:
         self._get: Callable[[], Any] | None = get
@@ -90,8 +96,8 @@ class WhenUsed:
 class Counts:
     """Counts executables of one file.
 
-    `requested` are the different ones that its engines run. Unlike `compiled`, they do not depend on
-    which files ran before.
+    `requested` are the different ones that its engines run. Unlike `compiled`, they do not depend
+    on which files ran before.
     """
 
     def __init__(self) -> None:
@@ -100,9 +106,11 @@ class Counts:
 
 
 class SharedExecutables:
-    """Compiles each executable once in a process: it holds neither weights nor pages, so engines of the same shapes may share it.
+    """Compiles each executable once in a process: it holds neither weights nor pages, so engines of
+    the same shapes may share it.
 
-    When the process has more memory maps than `max_maps`, those that were used least recently are forgotten.
+    When the process has more memory maps than `max_maps`, those that were used least recently are
+    forgotten.
     """
 
     def __init__(self, *, max_maps: int = MAX_MAPS) -> None:
@@ -179,7 +187,9 @@ class SharedExecutables:
         return executable
 
     def _changed_code(self) -> Iterator[tuple[str, object]]:
-        """What could be traced and is not what it was when its module was first seen: tests plant mistakes, which are nobody else's."""
+        """Returns what could be traced and is not what it was when its module was first seen: tests
+        plant mistakes, which are nobody else's.
+        """
         for name, module in list(sys.modules.items()):
             if not name.startswith(_TRACED) or _is_as(self._as_it_was.get(name), module):
                 continue
@@ -208,7 +218,7 @@ def with_compiled_kernels(cache: Path) -> Path:
 
 
 def _namespaces(name: str, module: ModuleType) -> Namespaces:
-    """What a module and its classes hold, to be compared with what they hold later."""
+    """Returns what a module and its classes hold, to be compared with what they hold later."""
     spaces: list[Mapping[str, object]] = [vars(module)]
     for value in list(vars(module).values()):
         if isinstance(value, type) and value.__module__ == name:
@@ -217,7 +227,9 @@ def _namespaces(name: str, module: ModuleType) -> Namespaces:
 
 
 def _is_as(namespaces: Namespaces | None, module: ModuleType) -> bool:
-    """Whether a module and its classes hold what they held. Every executable of every engine asks, so no name is looked at."""
+    """Returns whether a module and its classes hold what they held. Every executable of every
+    engine asks, so no name is looked at.
+    """
     if namespaces is None or namespaces[0][0] is not vars(module):
         return False
     return all(
@@ -238,7 +250,7 @@ def _members(name: str, module: ModuleType) -> Iterator[tuple[str, object]]:
 
 
 def _workspace_bytes(executable: Any) -> int:
-    """As `executables._workspace_bytes`; nothing of what is not compiled yet."""
+    """Returns `executables._workspace_bytes`; 0 for what is not compiled yet."""
     return 0 if isinstance(executable, WhenUsed) else _REAL_WORKSPACE_BYTES(executable)
 
 

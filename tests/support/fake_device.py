@@ -1,7 +1,9 @@
-"""A device without a model, for tests of the host modules: slots hold token ids, and a draw is a hash of what its row reads.
+"""A device without a model, for tests of the host modules: slots hold token ids, and a draw is a
+hash of what its row reads.
 
-Whatever breaks paging shows: a row that reads another sequence's token, a lost copy or a stale block draws other tokens.
-As keys and values do, each slot also depends on all that was read before it: a hash of the tokens up to its own.
+Whatever breaks paging shows: a row that reads another sequence's token, a lost copy or a stale
+block draws other tokens. As keys and values do, each slot also depends on all that was read before
+it: a hash of the tokens up to its own.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from jaxpage.step.edits import Append, Edit, Finish, Fork, Score
 from jaxpage.step.plan import Row, Sample, StepPlan
 from jaxpage.step.request import Request, Sequence, SequenceGroup
 from jaxpage.step.strategy import Draw
-from tests.support.beams import likeliest, random_logprobs
+from tests.support.beams import random_logprobs, top
 
 EOS = 7
 NUM_TOKEN_IDS = 40
@@ -96,7 +98,9 @@ def make_beam_group(
 
 
 def alone(request: Request, sample_index: int = 0, window: int | None = None) -> list[int]:
-    """The output that the request must have whatever happens around it: drawn one by one, without blocks or steps."""
+    """The output that the request must have whatever happens around it: drawn one by one, without
+    blocks or steps.
+    """
     known = list(request.prompt_token_ids)
     while True:
         too_early = len(known) - len(request.prompt_token_ids) < request.params.min_tokens
@@ -113,12 +117,12 @@ def alone(request: Request, sample_index: int = 0, window: int | None = None) ->
 
 
 def score(context: Iterable[int], token_id: int) -> TokenLogprobs:
-    """What a token of a prompt gets behind `context`: a number that depends on both."""
+    """Returns what a token of a prompt gets behind `context`: a number that depends on both."""
     return TokenLogprobs(token_id, -float(draw(context, token_id, 0)), 1)
 
 
 def scores_alone(request: Request, window: int | None = None) -> list[TokenLogprobs]:
-    """What the tokens of the prompt must get, all but the first."""
+    """Returns what the tokens of the prompt must get, all but the first."""
     prompt = request.prompt_token_ids
     return [
         score(prompt[max(0, place - (window or place)) : place], prompt[place])
@@ -131,7 +135,7 @@ def ends(request: Request, known: list[int]) -> bool:
 
 
 def context_of(token_ids: Iterable[int], root: object = None) -> int:
-    """What the slot of the last of these tokens must depend on."""
+    """Returns what the slot of the last of these tokens must depend on."""
     context = hash((0, root))
     for token_id in token_ids:
         context = hash((context, token_id))
@@ -139,11 +143,13 @@ def context_of(token_ids: Iterable[int], root: object = None) -> int:
 
 
 class FakeDevice:
-    """The pages of a pool, with one token id and one context per slot. Salts are made visible: they are roots of contexts.
+    """The pages of a pool, with one token id and one context per slot. Salts are made visible: they
+    are roots of contexts.
 
-    A draw sees the tokens of the window, if there is one; the context of a slot is a hash of all before it all the same, as the keys of
-    a deep layer depend on more than its window. Blocks of all cache groups have slots here: a token is written to each, and what a draw
-    sees must stand in each, as far back as the group sees.
+    A draw sees the tokens of the window, if there is one; the context of a slot is a hash of all
+    before it all the same, as the keys of a deep layer depend on more than its window. Blocks of
+    all cache groups have slots here: a token is written to each, and what a draw sees must stand in
+    each, as far back as the group sees.
     """
 
     def __init__(
@@ -196,7 +202,7 @@ class FakeDevice:
         ]
 
     def write_drafts(self, row: Row, table: tuple[int, ...]) -> None:
-        """Of a row with drafts, those: each in the slot of its place, and behind its parent."""
+        """Returns the drafts of a row: each in the slot of its place, and after its parent."""
         known = row.start + len(row.token_ids) - len(row.parents)
         contexts = [self.context(table, known)]
         for place, parent in enumerate(row.parents, 1):
@@ -208,7 +214,9 @@ class FakeDevice:
             )
 
     def verify(self, row: Row, drawn: list[int]) -> list[int]:
-        """From what was drawn behind each token of a row: the tokens that are right, one behind the other, moved to where they belong."""
+        """From what was drawn behind each token of a row: the tokens that are right, one behind the
+        other, moved to where they belong.
+        """
         path = [0]
         while right := [
             place
@@ -228,7 +236,9 @@ class FakeDevice:
         return table[position // self.block_size], position % self.block_size
 
     def run(self, plan: StepPlan, roots: Mapping[int, object]) -> list[tuple[Sample, int, bool]]:
-        """Swaps, copies, then all writes, then all draws. Returns the draws that count, and whether a draft was just that."""
+        """Swaps, copies, then all writes, then all draws. Returns the draws that count, and whether
+        a draft was just that.
+        """
         for moves in (plan.swap_out, plan.swap_in, plan.copies):
             assert len({destination for _, destination in moves}) == len(moves), (
                 "a block is a destination twice"
@@ -318,13 +328,13 @@ class Driver:
         edits = self.scores(plan)
         draws: dict[str, list[Draw]] = {}
         ended: set[int] = set()
-        behind: dict[int, list[int]] = {}  # what a row has drawn before
+        after: dict[int, list[int]] = {}  # what a row has drawn before
         for sample, token_id, drafted in counted:
             parent_id = plan.rows[sample.row].sequence_id
             group, sequence = sequences[parent_id]
             if request := group.request.beam and group.request:
                 context = self.device.read(plan.rows[sample.row].block_tables[0], sample.position)
-                candidates = likeliest(
+                candidates = top(
                     random_logprobs(tuple(context), NUM_TOKEN_IDS), request.num_logprobs or 0
                 )
                 draws.setdefault(request.request_id, []).append(
@@ -340,7 +350,7 @@ class Driver:
                     group.request, sequence.token_ids, sample.sequence_id, token_id
                 )
             elif plan.rows[sample.row].parents:
-                drawn = behind.setdefault(parent_id, [])
+                drawn = after.setdefault(parent_id, [])
                 if parent_id not in ended:
                     new = self.appended(
                         group.request, [*sequence.token_ids, *drawn], parent_id, token_id
@@ -410,7 +420,7 @@ class Driver:
             )
 
     def scores(self, plan: StepPlan) -> list[Edit]:
-        """Of the tokens that the plan asks for, behind what the device reads before them."""
+        """Returns the tokens that the plan asks for, after what the device reads before them."""
         edits: list[Edit] = []
         for row in plan.rows:
             first = row.start + row.first_scored + 1
@@ -437,7 +447,9 @@ class Driver:
         raise AssertionError(f"unfinished after {max_steps} steps")
 
     def edits_of(self, group: SequenceGroup, sequence: Sequence, token_id: int) -> list[Edit]:
-        """Sampling: the token is appended; the first draw of a request with n > 1 forks off those samples that the plan did not."""
+        """Sampling: the token is appended; the first draw of a request with n > 1 forks off those
+        samples that the plan did not.
+        """
         request = group.request
         edits: list[Edit] = []
         drawn = {sequence.sequence_id: token_id}
@@ -505,7 +517,9 @@ def check_limits(
     sequences: dict[int, Sequence],
     requests: dict[int, Request],
 ) -> None:
-    """Asserts that the backend's shapes hold the plan, that its parts fit together, and that nobody writes where others read."""
+    """Asserts that the backend's shapes hold the plan, that its parts fit together, and that nobody
+    writes where others read.
+    """
     limits, manager = scheduler.limits, scheduler.block_manager
     block_size = manager.block_size
     lengths = [len(row.token_ids) for row in plan.rows]

@@ -1,4 +1,6 @@
-"""Values at the bounds of the fields of requests, and one beyond, made from the lines of their table."""
+"""Values at the bounds of the fields of requests, and one beyond, made from the lines of their
+table.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,9 @@
-"""A model in numpy of what flash-attn3-jax 0.2.3 does with a paged cache, in place of the library where there is no Hopper GPU.
+"""A model in numpy of what flash-attn3-jax 0.2.3 does with a paged cache, in place of the library
+where there is no Hopper GPU.
 
-It was written from the library's source, not from our kernel set: queries end where the context ends, keys that a mask hides count as
-minus infinity whatever they are, and their values are multiplied by zero, so that NaN among them reaches the output.
+It was written from the library's source, not from our kernel set: queries end where the context
+ends, keys that a mask hides count as minus infinity whatever they are, and their values are
+multiplied by zero, so that NaN among them reaches the output.
 """
 
 from __future__ import annotations
@@ -29,7 +31,9 @@ def flash_mha_with_kvcache(
     num_splits=1,
     return_softmax_lse=False,
 ):
-    """q: (batch, queries, heads, width). Pages: (blocks, block size, key/value heads, width). Lengths: (batch,)."""
+    """q: (batch, queries, heads, width). Pages: (blocks, block size, key/value heads, width).
+    Lengths: (batch,).
+    """
     unused = (k, v, cache_batch_idx, cache_leftpad, rotary_cos, rotary_sin)
     assert (
         all(each is None for each in unused)

@@ -65,7 +65,7 @@ SHARED = (
 )
 # Settings without which an engine would have other shapes, and take longer to compile.
 NEEDED = ("dtype", "block_size", "num_blocks", "max_num_seqs", *SHARED)
-MOST_WITH_PICTURES = 76  # tokens of a prompt; a picture fills 16 of them at most
+MAX_WITH_PICTURES = 76  # tokens of a prompt; a picture fills 16 of them at most
 LENGTHS = (96, 96, 96, 96, 80, 128)  # tokens of the longest request; a small pool still holds one
 NUM_SETS = 3  # sets of weights: the model's own, and others
 _DIRECTORY = "a new directory"
@@ -121,7 +121,9 @@ class Ask:
         return BeamSearchParams(**self.params) if self.beams else SamplingParams(**self.params)
 
     def alone(self) -> Ask:
-        """Returns the request without what concerns its place among others, which changes no result."""
+        """Returns the request without what concerns its place among others, which changes no
+        result.
+        """
         params = {
             name: value
             for name, value in self.params.items()
@@ -208,7 +210,9 @@ class Case:
     in_threads: bool = False
 
     def program(self) -> str:
-        """Returns the case as a program for a checkout of this repository, and what it does in words."""
+        """Returns the case as a program for a checkout of this repository, and what it does in
+        words.
+        """
         lines = ["from tools.fuzz_engine import run_cases", ""]
         lines += [f"# {line}" for line in self.story()]
         lines += ["with run_cases() as failure:"]
@@ -285,7 +289,9 @@ def random_shapes(rng: random.Random, models: Sequence[str] = ()) -> tuple[str, 
 
 
 def has_pool_in_shapes(settings: dict[str, Any]) -> bool:
-    """Returns whether engines with pools of other sizes share nothing that is compiled; see `make_llm`."""
+    """Returns whether engines with pools of other sizes share nothing that is compiled; see
+    `make_llm`.
+    """
     drafting = settings.get("speculative_config", {})
     method = drafting if isinstance(drafting, str) else drafting.get("method")
     return method in ON_DEVICE or settings["block_size"] not in SHARED_SIZES
@@ -341,7 +347,7 @@ def random_asks(rng: random.Random, model: str, settings: dict[str, Any]) -> Ite
             prompt = [*prompt[:-1], rng.randrange(2, num_tokens)]
         adapter = rng.choice((0, 1, 2)) if settings.get("enable_lora") else 0
         pictures = random_changes(rng, album, len(prompt))
-        prompt = prompt[: MOST_WITH_PICTURES - 16 * len(pictures)] if pictures else prompt
+        prompt = prompt[: MAX_WITH_PICTURES - 16 * len(pictures)] if pictures else prompt
         if rng.random() < 0.12 and not adapter:
             params = random_beams(rng)
             yield Ask(tuple(prompt), params, beams=True, pictures=pictures)
@@ -534,7 +540,9 @@ def _random_act(
 
 
 def shrunk(case: Case, fails: Callable[[Case], str], *, seconds: float) -> Case:
-    """Returns the smallest case found in this time that still fails, by leaving out one thing after the other."""
+    """Returns the smallest case found in this time that still fails, by leaving out one thing after
+    the other.
+    """
     end = time.monotonic() + seconds
     progress = True
     while progress:

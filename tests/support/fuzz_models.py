@@ -1,4 +1,6 @@
-"""Models for the fuzzer of engines: the packaged one, and small random ones of each kind of cache and of weights."""
+"""Models for the fuzzer of engines: the packaged one, and small random ones of each kind of cache
+and of weights.
+"""
 
 from __future__ import annotations
 

@@ -1,11 +1,12 @@
-"""Random engines, requests and lives of engines, compared with a plain engine that computes one request at a time.
+"""Random engines, requests and lives of engines, compared with a plain engine that computes one
+request at a time.
 
-A case is a few settings, a few requests, and calls that begin at numbered turns of one or two engines
-(`fuzz_cases`): requests, streams that are left, pins, updates of the weights, sleep, drains, aborts and
-interrupts. What a request gives must not depend on any of it (path independence), so the same request
-alone on a plain engine with the same weights is the oracle. After every step the invariants of the
-scheduler, the block tables and the pools are checked, and at the end nothing may be left. A case that
-fails is shrunk and printed as a program.
+A case is a few settings, a few requests, and calls that begin at numbered turns of one or two
+engines (`fuzz_cases`): requests, streams that are left, pins, updates of the weights, sleep,
+drains, aborts and interrupts. What a request gives must not depend on any of it (path
+independence), so the same request alone on a plain engine with the same weights is the oracle.
+After every step the invariants of the scheduler, the block tables and the pools are checked, and at
+the end nothing may be left. A case that fails is shrunk and printed as a program.
 """
 
 from __future__ import annotations
@@ -179,9 +180,9 @@ class Fuzzer:
         if event.name in ("score", "embed") and actor.result is not None:
             versions = range(actor.first_version, actor.last_version + 1)
             sets = {actor.engine.weights[version] for version in versions}
-            wanted = [plain.numbers(event.name, asks, event.details, one) for one in sets]
-            if not any(_are_close(actor.result, one, self.tolerance) for one in wanted):
-                return f"{actor.result!r}, and alone {wanted!r}"
+            alone = [plain.numbers(event.name, asks, event.details, one) for one in sets]
+            if not any(_are_close(actor.result, one, self.tolerance) for one in alone):
+                return f"{actor.result!r}, and alone {alone!r}"
         return ""
 
     def plain(self, case: Case) -> PlainEngine:
@@ -217,11 +218,11 @@ class Fuzzer:
         # Before the prompt is computed, a request of several samples has one sequence.
         if len(output.outputs) != len(expected.outputs) and not aborted:
             return f"{len(output.outputs)} outputs, and alone {len(expected.outputs)}"
-        for got, wanted in zip(output.outputs, expected.outputs, strict=False):
+        for got, alone in zip(output.outputs, expected.outputs, strict=False):
             if got.finish_reason == "abort":
-                problem = self._beginning_differs(got, wanted)
+                problem = self._beginning_differs(got, alone)
             else:
-                problem = self._whole_differs(got, wanted)
+                problem = self._whole_differs(got, alone)
             if problem:
                 return problem
         if problem := self._logprobs_differ(output.prompt_logprobs, expected.prompt_logprobs):
@@ -233,8 +234,8 @@ class Fuzzer:
     ) -> str:
         """Compares what a request gave whose weights were replaced while it ran.
 
-        Its tokens of the first weights are those that it gives alone. Those of later ones are those of a
-        request that begins with the tokens before, if all was computed anew each time.
+        Its tokens of the first weights are those that it gives alone. Those of later ones are those
+        of a request that begins with the tokens before, if all was computed anew each time.
         """
         plain, sets = self.plain(performance.case), actor.engine.weights
         for sample in output.outputs:
@@ -253,34 +254,38 @@ class Fuzzer:
                     logprobs=sample.logprobs and sample.logprobs[start:stop],
                 )
                 whole = ask.after(sample.token_ids[:start], stop - start) if start else ask
-                wanted = plain.output(whole, sets[version]).outputs[sample.index]
-                if problem := self._beginning_differs(part, wanted):
+                alone = plain.output(whole, sets[version]).outputs[sample.index]
+                if problem := self._beginning_differs(part, alone):
                     return f"tokens {start} to {stop} of version {version}: {problem}"
         return ""
 
-    def _whole_differs(self, got: CompletionOutput, wanted: CompletionOutput) -> str:
+    def _whole_differs(self, got: CompletionOutput, alone: CompletionOutput) -> str:
         for name in ("token_ids", "text", "finish_reason", "stop_reason"):
-            ours, theirs = getattr(got, name), getattr(wanted, name)
+            ours, theirs = getattr(got, name), getattr(alone, name)
             if ours != theirs:
                 return f"{name} is {ours!r}, and alone on a plain engine {theirs!r}"
         for name in ("cumulative_logprob", "score"):
-            ours, theirs = getattr(got, name), getattr(wanted, name)
+            ours, theirs = getattr(got, name), getattr(alone, name)
             tolerance = self.tolerance * max(1, len(got.token_ids))
             if (ours is None) != (theirs is None) or abs((ours or 0) - (theirs or 0)) > tolerance:
                 return f"{name} is {ours!r}, and alone {theirs!r}"
-        return self._logprobs_differ(got.logprobs, wanted.logprobs)
+        return self._logprobs_differ(got.logprobs, alone.logprobs)
 
-    def _beginning_differs(self, got: CompletionOutput, wanted: CompletionOutput) -> str:
+    def _beginning_differs(self, got: CompletionOutput, alone: CompletionOutput) -> str:
         tokens = list(got.token_ids)
-        if tokens != list(wanted.token_ids)[: len(tokens)]:
-            return f"aborted with {tokens!r}, and alone on a plain engine it gives {wanted.token_ids!r}"
-        return self._logprobs_differ(got.logprobs, (wanted.logprobs or [])[: len(tokens)])
+        if tokens != list(alone.token_ids)[: len(tokens)]:
+            return (
+                f"aborted with {tokens!r}, and alone on a plain engine it gives {alone.token_ids!r}"
+            )
+        return self._logprobs_differ(got.logprobs, (alone.logprobs or [])[: len(tokens)])
 
-    def _logprobs_differ(self, got: Logprobs, wanted: Logprobs) -> str:
-        """Compares the log probabilities of tokens that both have: candidates that are as likely may change places."""
-        if len(got or ()) != len(wanted or ()):
-            return f"{len(got or ())} log probabilities, and alone {len(wanted or ())}"
-        for place, (ours, theirs) in enumerate(zip(got or (), wanted or (), strict=True)):
+    def _logprobs_differ(self, got: Logprobs, alone: Logprobs) -> str:
+        """Compares the log probabilities of tokens that both have: candidates that are as likely
+        may change places.
+        """
+        if len(got or ()) != len(alone or ()):
+            return f"{len(got or ())} log probabilities, and alone {len(alone or ())}"
+        for place, (ours, theirs) in enumerate(zip(got or (), alone or (), strict=True)):
             for token, logprob in (ours or {}).items():
                 other = (theirs or {}).get(token, logprob)
                 if abs(logprob.logprob - other.logprob) > self.tolerance:
@@ -308,10 +313,10 @@ class Fuzzer:
         if _updates_met(actor, version):
             return self._continued_differs(performance, actor, ask, _joined(chunks))
         expected = self.plain(performance.case).output(ask, actor.engine.weights[version])
-        for got, wanted in zip(_joined(chunks).outputs, expected.outputs, strict=False):
-            if not wanted.text.startswith(got.text):
-                return f"its stream has {got.text!r}, and alone it gives {wanted.text!r}"
-            if problem := self._beginning_differs(got, wanted):
+        for got, alone in zip(_joined(chunks).outputs, expected.outputs, strict=False):
+            if not alone.text.startswith(got.text):
+                return f"its stream has {got.text!r}, and alone it gives {alone.text!r}"
+            if problem := self._beginning_differs(got, alone):
                 return f"its stream: {problem}"
         return ""
 
@@ -519,7 +524,7 @@ def fuzz(
                 case = random_case(rng, model, shapes)
                 num_cases += 1
                 if problem := fuzzer.failure(case):
-                    return _told(fuzzer, case, problem, num_cases, 60 * minutes, report)
+                    return _reported(fuzzer, case, problem, num_cases, 60 * minutes, report)
                 if time.monotonic() > end:
                     break
         share = compiling.seconds / (time.monotonic() - start)
@@ -534,7 +539,7 @@ def fuzz(
     return 0
 
 
-def _told(
+def _reported(
     fuzzer: Fuzzer,
     case: Case,
     problem: str,

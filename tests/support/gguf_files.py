@@ -44,10 +44,13 @@ def write_gguf(
     left_out: str = "",
     kinds: Mapping[str, str] | None = None,
 ) -> Path:
-    """Of a checkpoint in Hugging Face's names and orders. kind: of its matrices. kinds: of some, by a part of their name.
+    """Writes a checkpoint with Hugging Face's names and orders as a GGUF file, and returns its
+    path.
 
-    metadata: more of it, by key, each with the name of its type ("uint32", ...), or another value for what there is. added: tensors
-    under names of GGUF. left_out: a key.
+    Args: path: The file. config: The config.json. tensors: The tensors. kind: The kind of its
+    matrices. kinds: The kind of some of them, by a part of their names. metadata: More metadata by
+    key, each with the name of its type ("uint32", ...), or another value for what there is. added:
+    Tensors under names of GGUF. left_out: A key that is left out.
     """
     architecture = config["model_type"].removesuffix("_text")
     writer = gguf.GGUFWriter(path, architecture)
@@ -89,7 +92,7 @@ def write_gguf(
 
 
 def add_tensor(writer: gguf.GGUFWriter, name: str, values: np.ndarray, kind: str) -> None:
-    """What is no matrix stays float32."""
+    """Returns what is no matrix stays float32."""
     number = gguf.GGMLQuantizationType[kind if values.ndim > 1 else "F32"]
     data = gguf.quantize(values, number)
     writer.add_tensor(name, data, raw_dtype=number)
@@ -98,7 +101,9 @@ def add_tensor(writer: gguf.GGUFWriter, name: str, values: np.ndarray, kind: str
 def byte_level(
     pre: str, vocabulary: Mapping[str, int], merges: list[tuple[str, str]]
 ) -> dict[str, tuple[str, Any]]:
-    """Metadata of a tokenizer. Tokens that are written <|so|> are control tokens; "<|end|>" ends a text."""
+    """Metadata of a tokenizer. Tokens that are written <|so|> are control tokens; "<|end|>" ends a
+    text.
+    """
     tokens = sorted(vocabulary, key=lambda token: vocabulary[token])
     types = [_CONTROL if token.startswith("<|") else _NORMAL for token in tokens]
     return {
@@ -130,7 +135,9 @@ def byte_level_vocabulary(
 
 
 def sentence_piece(words: list[str]) -> dict[str, tuple[str, Any]]:
-    """As `byte_level`, of SentencePiece's kind: bytes, and pieces of `words` with scores that fall."""
+    """Returns what `byte_level` does, of SentencePiece's kind: bytes, and pieces of `words` with
+    scores that fall.
+    """
     tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
     types = [_UNKNOWN, _CONTROL, _CONTROL, *[_BYTE] * 256]
     letters = sorted({letter for word in words for letter in word})
@@ -151,7 +158,7 @@ def sentence_piece(words: list[str]) -> dict[str, tuple[str, Any]]:
 
 
 def sentence_piece_metadata(processor: Any) -> dict[str, tuple[str, Any]]:
-    """As `sentence_piece`, of a model of the library."""
+    """Returns what `sentence_piece` does, of a model of the library."""
     numbers = range(len(processor))
     kinds = [
         (processor.is_unknown, _UNKNOWN),
@@ -173,6 +180,8 @@ def _number(architecture: str) -> Any:
 
 
 def _permuted(values: np.ndarray, heads: int) -> np.ndarray:
-    """llama.cpp's order of the rows of queries and keys, for RoPE over neighbours instead of halves."""
+    """llama.cpp's order of the rows of queries and keys, for RoPE over neighbours instead of
+    halves.
+    """
     halves = values.reshape(heads, 2, values.shape[0] // heads // 2, *values.shape[1:])
     return halves.swapaxes(1, 2).reshape(values.shape)

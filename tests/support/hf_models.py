@@ -1,6 +1,8 @@
-"""Hugging Face models with random weights, those of `model_configs`, made by transformers: the oracle of tests.
+"""Hugging Face models with random weights, those of `model_configs`, made by transformers: the
+oracle of tests.
 
-The weights are scaled so that attention is far from uniform, logits are well spread and greedy text is not one token.
+The weights are scaled so that attention is far from uniform, logits are well spread and greedy text
+is not one token.
 """
 
 from __future__ import annotations
@@ -37,7 +39,9 @@ _SEED = 11  # a seed with which greedy text varies in every model
 
 @contextlib.contextmanager
 def without_timm() -> Iterator[None]:
-    """Leaves the models for images and sound out of Gemma 3n: they need timm, and a text none of them."""
+    """Leaves the models for images and sound out of Gemma 3n: they need timm, and a text none of
+    them.
+    """
     from_config = transformers.AutoModel.from_config
 
     def text_alone(part: Any, **options: Any) -> Any:
@@ -49,7 +53,9 @@ def without_timm() -> Iterator[None]:
 
 
 def without_images() -> None:
-    """Lets Llama 4 for images compute a text: its class in transformers 5.24 reads what outputs of texts lack."""
+    """Lets Llama 4 for images compute a text: its class in transformers 5.24 reads what outputs of
+    texts lack.
+    """
     outputs = transformers.modeling_outputs.MoeCausalLMOutputWithPast
     if not hasattr(outputs, "image_outputs"):
         outputs.image_outputs = None
@@ -58,8 +64,8 @@ def without_images() -> None:
 def stated_time_steps(model: Any) -> Any:
     """Gives layers of Mamba 2 the limits that config.json states, and returns the model.
 
-    The classes of Nemotron-H and Zamba 2 take `time_step_min` for the least one. The models' own code does not, nor do
-    mlx-lm and vLLM (tests/test_time_steps.py compares with the definition).
+    The classes of Nemotron-H and Zamba 2 take `time_step_min` for the least one. The models' own
+    code does not, nor do mlx-lm and vLLM (tests/test_time_steps.py compares with the definition).
     """
     limit = getattr(model.config.get_text_config(), "time_step_limit", None) or (0.0, math.inf)
     for module in model.modules():
@@ -69,7 +75,9 @@ def stated_time_steps(model: Any) -> Any:
 
 
 def make_model(name: str, *, seed: int = _SEED, **overrides: Any) -> Any:
-    """The named model of transformers, float32, ready for inference. overrides: fields of config.json."""
+    """The named model of transformers, float32, ready for inference. overrides: fields of
+    config.json.
+    """
     config = config_json(name, **overrides)
     model_class = getattr(transformers, config.pop("architectures")[0])
     config_class = model_class.config_class
@@ -91,7 +99,8 @@ def save_model(
 ) -> Any:
     """Write the named model to `directory`: config, safetensors and a tokenizer; return the model.
 
-    config.json is what transformers saves; the tokenizer knows the words "t0", "t1", ... for the ids of the vocabulary.
+    config.json is what transformers saves; the tokenizer knows the words "t0", "t1", ... for the
+    ids of the vocabulary.
     """
     model = make_model(name, seed=seed, **overrides)
     if dtype != torch.float32:  # Not for nothing: a cast of Llama 4's complex numbers is warned of.

@@ -1,4 +1,6 @@
-"""Holds the engine of a server that runs, between two steps or from step to step, so that a test chooses when what happens."""
+"""Holds the engine of a server that runs, between two steps or from step to step, so that a test
+chooses when what happens.
+"""
 
 from __future__ import annotations
 
@@ -47,13 +49,13 @@ class Steps:
 
     def allow(self, number: int) -> None:
         """Lets so many steps be taken, and waits for them."""
-        wanted = self.num_taken + number
+        expected = self.num_taken + number
         if number:
             self._allowed.release(number)
-        wait_until(lambda: self.num_taken == wanted, f"{number} steps")
+        wait_until(lambda: self.num_taken == expected, f"{number} steps")
 
     def let_go(self) -> None:
-        """Of who waits for a step that nobody allows."""
+        """Ends the waiting for a step that nobody allows."""
         self._allowed.release(1 << 20)
 
 

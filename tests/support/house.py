@@ -1,6 +1,8 @@
-"""The laws of docs/internals/architecture.md, read off the syntax trees: who may import whom, what never appears, how large things get.
+"""The laws of docs/internals/architecture.md, read off the syntax trees: who may import whom, what
+never appears, how large things get.
 
-`violations(root)` lists what breaks them as `file:line: what`, so that the test's message is the place to go to.
+`violations(root)` lists what breaks them as `file:line: what`, so that the test's message is the
+place to go to.
 """
 
 from __future__ import annotations
@@ -126,8 +128,8 @@ OBJECTS = {
     "speculator": "speculation",
     "executables": "device",
 }
-# What a record hands over whole (`Built`, `LLM`), and records of settings and sizes, which are read:
-# the way through one of them begins there.
+# What a record hands over whole (`Built`, `LLM`), and records of settings and sizes, which are
+# read: the way through one of them begins there.
 HANDED_OVER = {"built", "config", "engine", "menu", "model", "spec", "speculative_config"}
 OF_BUILT_INS = {"get", "items", "keys", "startswith", "values"}
 # Rooms that may call `Engine.step`. All others have a driver, whose room knows no HTTP, and event
@@ -136,7 +138,8 @@ STEPPING = {"driver", "replay", "bench"}
 UNKNOWN_TO_DRIVER = {"asyncio", "http", "starlette", "uvicorn"}
 KNOWN_TO = {"jaxpage.driver.async_driver": {"asyncio"}}
 
-# Parts of tools/ that import more than the front doors, because they time or replace a part that has none.
+# Parts of tools/ that import more than the front doors, because they time or replace a part that
+# has none.
 LABORATORIES = (
     "tools.lab.bench_experts",
     "tools.lab.bench_sampler",
@@ -314,7 +317,9 @@ DYNAMIC_IMPORTS: dict[str, str] = {
 
 
 def place(module_name: str) -> tuple[int, str]:
-    """(floor, wing) of a module of jaxpage, of `tools` or of `pallas_kernels`; floor -1 when the house has no such room."""
+    """(floor, wing) of a module of jaxpage, of `tools` or of `pallas_kernels`; floor -1 when the
+    house has no such room.
+    """
     top, _, rest = module_name.partition(".")
     if top == "tools":
         return 5, "tools"
@@ -567,7 +572,7 @@ def _chains(module: Module) -> Iterator[tuple[int, str]]:
     if not module.name.startswith("jaxpage."):
         return
     for node in module.nodes:
-        if isinstance(node, ast.Attribute) and (room := _room_behind(module, node.value)):
+        if isinstance(node, ast.Attribute) and (room := _room_after(module, node.value)):
             if node.attr not in OF_BUILT_INS:
                 yield node.lineno, f"reaches through {room}/: {ast.unparse(node)}"
         elif isinstance(node, Function):
@@ -579,7 +584,7 @@ def _chains_by_locals(module: Module, function: Function) -> Iterator[tuple[int,
     for node in ast.walk(function):
         if isinstance(node, ast.Assign | ast.AnnAssign | ast.NamedExpr):
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            if node.value is not None and (room := _room_behind(module, node.value)):
+            if node.value is not None and (room := _room_after(module, node.value)):
                 text = ast.unparse(node.value)
                 aliases |= {
                     target.id: (room, text) for target in targets if isinstance(target, ast.Name)
@@ -591,7 +596,7 @@ def _chains_by_locals(module: Module, function: Function) -> Iterator[tuple[int,
                 yield node.lineno, f"reaches through {room}/: {text}.{node.attr}, by a local"
 
 
-def _room_behind(module: Module, node: ast.expr) -> str:
+def _room_after(module: Module, node: ast.expr) -> str:
     """Returns the other room whose object an attribute belongs to, or an empty text."""
     if not isinstance(node, ast.Attribute) or node.attr in HANDED_OVER:
         return ""
@@ -607,8 +612,10 @@ def _sizes(module: Module) -> Iterator[tuple[int, str]]:
     if (num_tokens := len(token_lines(module))) > MAX_MODULE_TOKENS:
         yield 1, f"has {num_tokens} tokens; {MAX_MODULE_TOKENS} are enough for a module"
     for node, length in functions(module):
-        told = node.body[0] if ast.get_docstring(node) else None
-        code = length - (told.end_lineno - told.lineno + 1 if told and told.end_lineno else 0)
+        reported = node.body[0] if ast.get_docstring(node) else None
+        code = length - (
+            reported.end_lineno - reported.lineno + 1 if reported and reported.end_lineno else 0
+        )
         if code > MAX_FUNCTION_LINES:
             yield (
                 node.lineno,
@@ -697,7 +704,9 @@ def _records(modules: Sequence[Module]) -> Iterator[str]:
 
 
 def median_sizes(root: Path) -> tuple[float, float]:
-    """Returns the median numbers of tokens of modules that are more than a docstring, and of functions."""
+    """Returns the median numbers of tokens of modules that are more than a docstring, and of
+    functions.
+    """
     module_tokens, function_tokens = [], []
     for module in read_modules(root):
         lines = token_lines(module)

@@ -1,4 +1,6 @@
-"""A crowd for the inspector: every kind of request, some aborted, in a pool that is too small for all of them."""
+"""A crowd for the inspector: every kind of request, some aborted, in a pool that is too small for
+all of them.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,10 @@
-"""The support matrix: which parameter is honoured together with which feature, found out by asking the engine.
+"""The support matrix: which parameter is honoured together with which feature, found out by asking
+the engine.
 
-A cell is found by running the packaged model: the parameter must do what it says (`Case.check`) and, under a feature that is only a way
-of running (streaming, prefix cache, preemption, chunks, speculation), give what a plain run gives, to the last bit. What the engine
-refuses must be refused by name.
+A cell is found by running the packaged model: the parameter must do what it says (`Case.check`)
+and, under a feature that is only a way of running (streaming, prefix cache, preemption, chunks,
+speculation), give what a plain run gives, to the last bit. What the engine refuses must be refused
+by name.
 """
 
 from __future__ import annotations
@@ -46,7 +48,9 @@ Outputs = list[CompletionOutput]
 
 
 class Engines:
-    """Runs a request in every way that must not matter. settings: of all engines, besides `SETTINGS`."""
+    """Runs a request in every way that must not matter. settings: of all engines, besides
+    `SETTINGS`.
+    """
 
     def __init__(self, **settings: Any) -> None:
         self._settings = {**SETTINGS, **settings}
@@ -74,7 +78,7 @@ class Engines:
         return self._llms[kind]
 
     def plain(self, params: Params) -> RequestOutput:
-        """What all others are compared with, which the cells of a row are with the same: run once."""
+        """Returns what the cells of a row are compared with; it runs once."""
         key = repr(params)
         if key not in self._known:
             self._known[key] = self.llm().generate(PROMPT, params, use_tqdm=False)[0]
@@ -89,7 +93,7 @@ class Engines:
         return dataclasses.replace(chunk, outputs=[whole[index] for index in sorted(whole)])
 
     def prefix_cache(self, params: Params) -> RequestOutput:
-        """Behind a request that has computed the prompt, under the same salt."""
+        """Runs after a request that has computed the prompt, under the same salt."""
         llm, salt = self.llm("cached"), getattr(params, "cache_salt", None)
         llm.generate(PROMPT, SamplingParams(max_tokens=1, cache_salt=salt), use_tqdm=False)
         return llm.generate(PROMPT, params, use_tqdm=False)[0]
@@ -163,7 +167,9 @@ def _joined(old: CompletionOutput, new: CompletionOutput) -> CompletionOutput:
 
 @dataclass(frozen=True)
 class Situation:
-    """What a check sees: the outputs with the parameter, those without it, and a way to run something else."""
+    """Holds what a check sees: the outputs with the parameter, those without it, and a way to run
+    something else.
+    """
 
     output: RequestOutput
     bare: RequestOutput  # without the parameter, but with what stands beside it
@@ -228,8 +234,8 @@ def _cut_at(text_of_bare: str, stop: str, *, included: bool) -> str:
 
 def _stops_at_string(situation: Situation, *, included: bool = False) -> bool:
     (stop,) = situation.params.stop
-    wanted = [_cut_at(plain.text, stop, included=included) for plain in situation.plain.outputs]
-    return [output.text for output in situation.outputs] == wanted and situation.outputs[
+    expected = [_cut_at(plain.text, stop, included=included) for plain in situation.plain.outputs]
+    return [output.text for output in situation.outputs] == expected and situation.outputs[
         0
     ].stop_reason == stop
 
@@ -387,7 +393,7 @@ def _a_beam_stops(situation: Situation) -> bool:
 
 def _scores_follow(situation: Situation) -> bool:
     pairs = [(o.score, o.cumulative_logprob / len(o.token_ids) ** 2.0) for o in situation.outputs]
-    return all(abs(score - wanted) < 1e-5 for score, wanted in pairs)
+    return all(abs(score - expected) < 1e-5 for score, expected in pairs)
 
 
 SAMPLING = {"temperature": 1.0, "seed": 5, "max_tokens": 24}
@@ -412,7 +418,9 @@ FEATURES = ("greedy", "sampling", "n > 1", "beam search", "structured", *WAYS)
 
 
 def cell(engines: Engines, name: str, feature: str) -> str:
-    """What becomes of a parameter together with a feature. Raises AssertionError if it is neither honoured nor refused by name."""
+    """Returns what becomes of a parameter together with a feature. Raises AssertionError if it is
+    neither honoured nor refused by name.
+    """
     llm = engines.llm()
     of_sampling, of_beams = sampling_cases(llm).get(name), beam_cases(llm).get(name)
     if feature == "beam search":

@@ -1,4 +1,6 @@
-"""tests/measured_errors.json: how far the logits of each model of the tests were from those of transformers, when last written."""
+"""tests/measured_errors.json: how far the logits of each model of the tests were from those of
+transformers, when last written.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ def write(errors: dict[str, float]) -> None:
 
 
 def greatest(errors: dict[str, float], architecture: str) -> str:
-    """The greatest one of an architecture, as the page of models shows it; nothing where none was measured."""
+    """The greatest one of an architecture, as the page of models shows it; nothing where none was
+    measured.
+    """
     found = [
         error
         for name, error in errors.items()

@@ -41,14 +41,16 @@ def random_heads(
 
 
 def table_of(following: np.ndarray) -> np.ndarray:
-    """Rows [V, D] that give token `following[t]` the one large logit where the hidden state is that of token t."""
+    """Rows [V, D] that give token `following[t]` the one large logit where the hidden state is that
+    of token t.
+    """
     table = np.zeros((WIDTH, WIDTH), np.float32)
     table[following, np.arange(WIDTH)] = SHARPNESS
     return table
 
 
 def times(count: int) -> np.ndarray:
-    """What stands so many tokens behind each token, if every token is the likeliest."""
+    """Returns what stands so many tokens behind each token, if every token is the likeliest."""
     following = np.arange(WIDTH)
     for _ in range(count):
         following = NEXT[following]
@@ -62,7 +64,9 @@ def knowing_heads(count: int) -> list[Head]:
 
 
 def cycle_checkpoint(directory: Path) -> Path:
-    """A model whose hidden state is a function of the last token alone, and so is what it finds likeliest next."""
+    """A model whose hidden state is a function of the last token alone, and so is what it finds
+    likeliest next.
+    """
     directory.mkdir(parents=True)
     tensors = random_tensors(CYCLE)
     for name, tensor in tensors.items():
@@ -78,7 +82,7 @@ def cycle_checkpoint(directory: Path) -> Path:
 
 
 def write_original(directory: Path, heads: Sequence[Head], **config: Any) -> Path:
-    """As the authors of Medusa publish heads."""
+    """Writes heads as the authors of Medusa publish them."""
     tensors = {}
     for index, head in enumerate(heads):
         for layer, (kernel, bias) in enumerate(head.blocks):
@@ -100,7 +104,7 @@ def write_vllm(
     token_map: np.ndarray | None = None,
     **config: Any,
 ) -> Path:
-    """As vLLM takes heads."""
+    """Writes heads as vLLM takes them."""
     tensors = {}
     for index, head in enumerate(heads):
         for layer, (kernel, bias) in enumerate(head.blocks):

@@ -1,4 +1,6 @@
-"""A few requests, greedy and sampled, whose bits must not depend on how an engine runs them; and the model that they are for."""
+"""A few requests, greedy and sampled, whose bits must not depend on how an engine runs them; and
+the model that they are for.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""What config.json says of small models, several shapes per family: of those that transformers makes for tests, and of random ones."""
+"""Says what config.json says of small models, several shapes per family: of those that transformers
+makes for tests, and of random ones.
+"""
 
 from __future__ import annotations
 
@@ -95,7 +97,8 @@ _GEMMA3N = {
     "intermediate_size": [80, 72, 64, 80, 72],
 }
 
-# name: (model type, what config.json says beyond _DIMENSIONS or the entry of SIZES). More: `model_forms`.
+# name: (model type, what config.json says beyond _DIMENSIONS or the entry of SIZES). More:
+# `model_forms`.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-grouped": ("llama", {}),
     "llama-tied-bias": (
@@ -812,7 +815,8 @@ _ARCHITECTURES = {
 }
 
 
-# Ids for classes that take no null: only the one of the end could change a text, and no vocabulary has it.
+# Ids for classes that take no null: only the one of the end could change a text, and no vocabulary
+# has it.
 _IDS = {"bos_token_id": 0, "eos_token_id": 1_000_000, "pad_token_id": 0}
 
 
@@ -825,7 +829,8 @@ def no_special_tokens(model_type: str) -> dict[str, int | None]:
 
 
 def config_json(name: str, **overrides: Any) -> dict[str, Any]:
-    """What a config.json of the named model may say; it has no special tokens, so that nothing stops early.
+    """Returns what a config.json of the named model may say; it has no special tokens, so that
+    nothing stops early.
 
     A copy all through: classes of transformers write into the objects that they are given.
     """

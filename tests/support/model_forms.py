@@ -1,4 +1,5 @@
-"""Configs of small models, by family: with the registry they make entries of `model_configs.MODELS`.
+"""Configs of small models, by family: with the registry they make entries of
+`model_configs.MODELS`.
 
 A family costs its file, its line in the registry, and a line here if one config of the usual sizes
 does not show all that its config.json can ask for.

@@ -1,4 +1,6 @@
-"""MTP heads in torch, float64, on transformers' own decoder layers: the oracle, and checkpoints that hold them under published names."""
+"""MTP heads in torch, float64, on transformers' own decoder layers: the oracle, and checkpoints
+that hold them under published names.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,9 @@ ONE_LAYER = {
 
 
 class Head(torch.nn.Module):
-    """Rows of the head, by its definition: y = norm_f(layer(fc([norm_e(x); norm_h(h)]))), the logits head(y)."""
+    """Rows of the head, by its definition: y = norm_f(layer(fc([norm_e(x); norm_h(h)]))), the
+    logits head(y).
+    """
 
     def __init__(self, model: Any, *, seed: int = 3):
         super().__init__()
@@ -70,7 +74,9 @@ class Head(torch.nn.Module):
 
     @torch.no_grad()
     def forward(self, token_ids: np.ndarray, features: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Outputs (the features of the next places) and logits of every row; token_ids: of the places behind the rows."""
+        """Outputs (the features of the next places) and logits of every row; token_ids: of the
+        places behind the rows.
+        """
         embedded = self.enorm(self.decoder.embed_tokens(torch.tensor(token_ids)))
         parts = [embedded, self.hnorm(torch.tensor(features).double())]
         both = torch.cat(parts[::-1] if self.config.model_type == MIMO else parts, -1)
@@ -79,7 +85,7 @@ class Head(torch.nn.Module):
         return output.numpy(), self.table(output).numpy()
 
     def tensors(self, *, separate: bool) -> dict[str, np.ndarray]:
-        """As files name them; apart: experts are one by one."""
+        """Returns tensors as files name them. With `separate` experts are one by one."""
         decoder = {name: value.float() for name, value in self.decoder.state_dict().items()}
         numbered = self.config.model_type in NUMBERED
         if numbered:
@@ -133,7 +139,8 @@ def save_with_head(
 ) -> Model:
     """Write the model of a family with a random head to `directory`.
 
-    num_tokens: of so many tokens a greedy text is, so that a random head is right now and then. overrides: fields of config.json.
+    num_tokens: of so many tokens a greedy text is, so that a random head is right now and then.
+    overrides: fields of config.json.
     """
     name, separate = MODELS[family]
     model = save_model(name, directory, **overrides)
@@ -156,7 +163,7 @@ def save_with_head(
 
 
 def states_of(model: Any, token_ids: np.ndarray) -> np.ndarray:
-    """What the model returns behind each token, after its final norm."""
+    """Returns the hidden state of each token, after the final norm."""
     with torch.no_grad():
         states = model(torch.tensor(token_ids)[None], output_hidden_states=True).hidden_states
     return states[-1][0].numpy()

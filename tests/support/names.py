@@ -10,7 +10,7 @@ from __future__ import annotations
 import ast
 import re
 import tokenize
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 from tests.support.sources import Function, Module
 
@@ -115,12 +115,16 @@ def pronouns(modules: Sequence[Module]) -> tuple[list[str], int]:
     return names, count
 
 
-def old_words(modules: Sequence[Module]) -> list[str]:
+def old_words(modules: Sequence[Module], allowed: Collection[str] = ()) -> list[str]:
     """Returns the identifiers with a word that stands for a term of the field.
 
     The name of a test is a sentence, and has any words.
+
+    Args:
+        modules: The modules.
+        allowed: Words of the table that mean what they say in these modules.
     """
-    words = "|".join(TERMS)
+    words = "|".join(word for word in TERMS if word not in allowed)
     pattern = re.compile(rf"(?:^|_)({words})(?=_|$)")
     exempt = re.compile(rf"(?:^|_)(?:{'|'.join(EXEMPT_NAMES - {'product', 'tell'})})(?=_|$)")
     places = []

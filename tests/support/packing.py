@@ -1,4 +1,6 @@
-"""Writes, in small, the formats that `tools.lab.kernel_lab.inspection` reads: snappy, Riegeli, Protocol Buffers and CUDA's ELF images."""
+"""Writes, in small, the formats that `tools.lab.kernel_lab.inspection` reads: snappy, Riegeli,
+Protocol Buffers and CUDA's ELF images.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ def varint(number: int) -> bytes:
 
 
 def snappy(data: bytes) -> bytes:
-    """Packed with copies of all three widths, by the distance, wherever four bytes were seen before; the rest as it is."""
+    """Packed with copies of all three widths, by the distance, wherever four bytes were seen
+    before; the rest as it is.
+    """
     out, at, plain, seen = bytearray(varint(len(data))), 0, 0, dict[bytes, int]()
 
     def literal(chunk: bytes) -> None:

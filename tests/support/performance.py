@@ -566,8 +566,8 @@ class Performance:
     def _met_late_drain(self, actor: Actor) -> bool:
         """Returns whether a drain ended the call: at once, or when its time was over.
 
-        The time of a drain is over while the engine sleeps since an interrupted call, because nobody
-        wakes it.
+        The time of a drain is over while the engine sleeps since an interrupted call, because
+        nobody wakes it.
         """
         return any(
             other.event.name == "drain"

@@ -1,4 +1,6 @@
-"""Files of small models that take pictures: tokenizers, settings, and the processors of transformers as oracles."""
+"""Files of small models that take pictures: tokenizers, settings, and the processors of
+transformers as oracles.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,7 @@ _TILES = [
 
 
 class Family(NamedTuple):
-    """What the files of a family's model say, in small numbers."""
+    """Holds what the files of a family's model say, in small numbers."""
 
     processor: str
     image_processor: dict[str, Any]
@@ -159,8 +161,8 @@ def _class_of(name: str, family: Family) -> Any:
 class Oracle:
     """The processor of transformers for a family, which gives token ids and arrays.
 
-    Those of families with videos demand torchvision and num2words for these, so their objects are made without
-    `__init__`, with the attributes that prompts with pictures need.
+    Those of families with videos demand torchvision and num2words for these, so their objects are
+    made without `__init__`, with the attributes that prompts with pictures need.
     """
 
     def __init__(self, name: str) -> None:
@@ -223,7 +225,8 @@ def encoded(picture: Image.Image, kind: str = "PNG", **options: Any) -> bytes:
     return file.getvalue()
 
 
-# The chat template of SmolVLM, which shows parts and no texts, and one that shows both, as Qwen's does.
+# The chat template of SmolVLM, which shows parts and no texts, and one that shows both, as Qwen's
+# does.
 PARTS_TEMPLATE = (
     "<|im_start|>{% for message in messages %}{{message['role'] | capitalize}}"
     "{% if message['content'][0]['type'] == 'image' %}{{':'}}{% else %}{{': '}}{% endif %}"
@@ -241,7 +244,9 @@ BOTH_TEMPLATE = (
 
 
 def save_seeing_model(directory: Path) -> Any:
-    """Writes a SmolVLM with random weights and all its files, and returns the model of transformers."""
+    """Writes a SmolVLM with random weights and all its files, and returns the model of
+    transformers.
+    """
     torch = pytest.importorskip("torch", reason="the oracle is transformers on torch")
     from tests.support.hf_models import randomise
 

@@ -1,4 +1,5 @@
-"""Ten published models for `jaxpage plan`: the sizes in their config.json, and what follows from these by hand.
+"""Ten published models for `jaxpage plan`: the sizes in their config.json, and what follows from
+these by hand.
 
 What changes no size is left out, but for what jaxpage must read. A count of parameters is a sum
 that a reader can follow from the description of the model, and shares no code with jaxpage.

@@ -14,7 +14,9 @@ Guessing = Callable[[Sequence, int, random.Random], Draft | None]
 
 
 class Double(Proposer):
-    """A proposer made of a function of the sequence, the drafts that are wanted and a source of noise that the sequence's length seeds."""
+    """A proposer made of a function of the sequence, the drafts that are wanted and a source of
+    noise that the sequence's length seeds.
+    """
 
     def __init__(self, guess: Guessing) -> None:
         self.guess = guess
@@ -41,7 +43,9 @@ def always_wrong(outputs: Outputs, maximum: int, vocab_size: int) -> Proposer:
 
 
 class PastTheEnd(Proposer):
-    """Right to the end of the known output, and from there on for as many drafts as are wanted: past EOS and past the last position."""
+    """Right to the end of the known output, and from there on for as many drafts as are wanted:
+    past EOS and past the last position.
+    """
 
     def __init__(self, outputs: Outputs) -> None:
         self.outputs = outputs
@@ -91,7 +95,9 @@ def unknown_tokens(vocab_size: int) -> Double:
 
 
 def no_tree(vocab_size: int) -> Double:
-    """Parents that come later, are the token itself or are none, or of which there are too few or too many."""
+    """Parents that come later, are the token itself or are none, or of which there are too few or
+    too many.
+    """
 
     def guess(sequence: Sequence, maximum: int, noise: random.Random) -> Draft:
         tokens = tuple(noise.choices(range(vocab_size), k=maximum))

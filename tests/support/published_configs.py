@@ -1,4 +1,6 @@
-"""config.json of models as they are published with code of their own, in the words of their authors."""
+"""config.json of models as they are published with code of their own, in the words of their
+authors.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The page "Is my model there?" in docs/reference/: models by the names that they are published with.
+"""The page "Is my model there?" in docs/reference/: models by the names that they are published
+with.
 
 An entry has the name, how many billions of parameters each size has, the architecture that its
 config.json names, and what is to be known. Tests find each architecture in the registry, and each

@@ -29,7 +29,9 @@ DTYPES: dict[str, Any] = {
 def random_tensors(
     config: dict[str, Any], seed: int = 0, dtype: str = "float32"
 ) -> dict[str, np.ndarray]:
-    """A checkpoint's tensors by name. Matrices keep the size of what they multiply, so logits are well spread."""
+    """A checkpoint's tensors by name. Matrices keep the size of what they multiply, so logits are
+    well spread.
+    """
     family = load_family(config)
     rng = np.random.default_rng(seed)
     tensors = {}
@@ -69,10 +71,12 @@ def random_checkpoint(
     headless_names: bool = False,
     generation_config: dict[str, Any] | None = None,
 ) -> Path:
-    """Write config.json and random weights to `directory`, which is returned. The same seed gives the same weights.
+    """Write config.json and random weights to `directory`, which is returned. The same seed gives
+    the same weights.
 
-    shards: number of files (more than one comes with an index). tied_head: for tied embeddings, lm_head is saved as
-    well. headless_names: without the prefix of the model inside (as saved from the bare decoder).
+    shards: number of files (more than one comes with an index). tied_head: for tied embeddings,
+    lm_head is saved as well. headless_names: without the prefix of the model inside (as saved from
+    the bare decoder).
     """
     directory.mkdir(parents=True, exist_ok=True)
     tensors = random_tensors(config, seed, dtype)

@@ -1,4 +1,6 @@
-"""The page of models in docs/reference/: what each family can be used with, as the code says it, and the tests that show it."""
+"""The page of models in docs/reference/: what each family can be used with, as the code says it,
+and the tests that show it.
+"""
 
 from __future__ import annotations
 
@@ -150,7 +152,7 @@ def _refused(cases: list[str]) -> str:
 
 
 def _has(models: list[tuple[Any, Any]], kind: type[nnx.Module]) -> bool:
-    """Whether a model has such a module; models are families with specs."""
+    """Returns whether a model has such a module; models are families with specs."""
     return any(isinstance(module, kind) for model in models for _, module in _modules(*model))
 
 

@@ -1,4 +1,6 @@
-"""What a draw should be, by definition: float64, one logit after the other, with the noise of its key."""
+"""Says what a draw should be, by definition: float64, one logit after the other, with the noise of
+its key.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +54,9 @@ def ends_with(known: Sequence[int], end: Sequence[int]) -> bool:
 def drawn(
     logits: Logits, params: SamplingParams, seed: int, sample_index: int, position: int
 ) -> int:
-    """The token of processed logits: the first of the largest, with noise unless the request is greedy."""
+    """The token of processed logits: the first of the largest, with noise unless the request is
+    greedy.
+    """
     if params.greedy:
         return int(logits.argmax())
     scaled = logits / params.temperature

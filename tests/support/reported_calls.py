@@ -1,4 +1,4 @@
-"""What models wrote, as public reports about other engines have it.
+"""Says what models wrote, as public reports about other engines have it.
 
 By the repository and the number of the report: the template of the same form, the text, and what it
 says: the reasoning, the content and the calls.

@@ -1,4 +1,6 @@
-"""Servers over real engines, on a thread and a free port, as `jaxpage serve` would make them; and what must hold of one that is idle."""
+"""Servers over real engines, on a thread and a free port, as `jaxpage serve` would make them; and
+what must hold of one that is idle.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,9 @@ WAIT_SECONDS = 60.0  # for what is bound to happen: far beyond what it takes
 
 
 def demo_with_template(directory: Path, template: str) -> str:
-    """The packaged model with another chat template. Returns `directory`, which is new and called "demo"."""
+    """The packaged model with another chat template. Returns `directory`, which is new and called
+    "demo".
+    """
     packaged = Path(jaxpage.__file__).parent / "demo"
     directory.mkdir()
     for name in ("config.json", "generation_config.json", "model.safetensors", "tokenizer.json"):
@@ -76,7 +80,9 @@ def free_port() -> int:
 
 
 class Running:
-    """A server on a thread, from `start` on. Its engine is reached through `loop.call`, as others reach it."""
+    """A server on a thread, from `start` on. Its engine is reached through `loop.call`, as others
+    reach it.
+    """
 
     def __init__(
         self,
@@ -127,7 +133,7 @@ class Running:
         assert self._ready.wait(WAIT_SECONDS), "the server does not start"
 
     def signal(self) -> None:
-        """As SIGTERM."""
+        """Stops the server as SIGTERM does."""
         with contextlib.suppress(RuntimeError):  # it has ended
             self._home.call_soon_threadsafe(self._serving.signal)
 
@@ -230,9 +236,10 @@ REFERENCE = {
 
 
 class Promises:
-    """What holds of a server before, and must hold after whatever was done to it.
+    """Holds what holds of a server before, and must hold after whatever was done to it.
 
-    It is healthy, its blocks are free, nothing was compiled but for a first embedding, and a completion is the one of before, to the byte.
+    It is healthy, its blocks are free, nothing was compiled but for a first embedding, and a
+    completion is the one of before, to the byte.
     """
 
     def __init__(self, client: httpx.Client) -> None:

@@ -18,7 +18,9 @@ DRAFTING = {"method": "ngram", "num_speculative_tokens": 4}
 
 
 class Scripted(Proposer):
-    """Drafts what a sequence will be, so many right tokens and wrong ones behind them. `heard`: what it was told of each sequence."""
+    """Drafts what a sequence will be, so many right tokens and wrong ones behind them. `heard`:
+    what it was told of each sequence.
+    """
 
     def __init__(
         self,
@@ -29,7 +31,8 @@ class Scripted(Proposer):
         """
         Args:
             texts: by sequence id, all its tokens in the end.
-            script: by sequence id and number of known tokens: how many right drafts, and how many wrong ones.
+            script: by sequence id and number of known tokens: how many right drafts, and how many
+            wrong ones.
         """
         self.texts, self.script, self.vocab_size = texts, script, vocab_size
         self.heard: dict[int, list[int]] = {}

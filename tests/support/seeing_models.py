@@ -1,4 +1,6 @@
-"""Tiny models that take pictures, made by transformers with random weights, and prompts with pictures for them."""
+"""Tiny models that take pictures, made by transformers with random weights, and prompts with
+pictures for them.
+"""
 
 from __future__ import annotations
 
@@ -177,7 +179,7 @@ class Placeholders:
 
 @functools.cache
 def processor_of(name: str) -> PictureProcessor:
-    """What `LLM` has of a model with files of its image processor."""
+    """Returns what `LLM` has of a model with files of its image processor."""
     placeholders = Placeholders(SEEING[name])
     return PictureProcessor(ProcessorSettings("", {}, {}), placeholders, placeholders)
 

@@ -1,4 +1,6 @@
-"""What is written from the declarations of settings: the flags of the command line, and the typed keywords of `LLM`."""
+"""Says what is written from the declarations of settings: the flags of the command line, and the
+typed keywords of `LLM`.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,7 @@ from jaxpage.cli.flag import (
 '''
 
 
-def told(field: FieldInfo, name: str) -> str | None:
+def reported(field: FieldInfo, name: str) -> str | None:
     """Returns what the declaration of a setting says apart from its help: see `setting`."""
     extra = field.json_schema_extra
     assert isinstance(extra, dict), "declared with `setting`"
@@ -56,7 +58,7 @@ def _flags(config: type[Settings]) -> Iterator[str]:
     for name, field in config.model_fields.items():
         leaves = list(_leaves(hints[name]))
         kind, metavar = _kind(leaves, NoneType in get_args(hints[name]))
-        more = {"metavar": told(field, "metavar") or metavar, "alias": told(field, "alias")}
+        more = {"metavar": reported(field, "metavar") or metavar, "alias": reported(field, "alias")}
         yield "    Flag("
         yield f'        "{name}",'
         yield f"        {kind},"
@@ -71,7 +73,7 @@ def _flags(config: type[Settings]) -> Iterator[str]:
 
 def _help(field: FieldInfo) -> str:
     """Returns what --help says: what the setting is, and its default where there is one."""
-    default = told(field, "shown")
+    default = reported(field, "shown")
     if default is None and field.default is not None:
         default = (
             {True: "yes", False: "no"}[field.default]
@@ -132,7 +134,7 @@ def _keywords() -> Iterator[str]:
     for name, field in EngineConfig.model_fields.items():
         if name in ("model", "tokenizer"):  # parameters of their own
             continue
-        typed = told(field, "given") or _typed(hints[name])
+        typed = reported(field, "given") or _typed(hints[name])
         line = f"    {name}: {typed}\n"
         yield line if len(line) <= WIDTH + 1 else f"    {name}: (\n        {typed}\n    )\n"
 

@@ -1,4 +1,5 @@
-"""Speculation on a virtual clock: the engine's scheduler, controller and shapes; drafts that are right as often as they are told to be.
+"""Speculation on a virtual clock: the engine's scheduler, controller and shapes; drafts that are
+right as often as they are told to be.
 
 A closed loop: as many requests as the batch has rows, and whenever one ends another begins.
 """
@@ -40,7 +41,9 @@ Rates = Callable[[int, int], tuple[float, ...]]
 
 @dataclass(frozen=True)
 class ShapedDevice:
-    """A step costs what its shape costs, padding included: the same until arithmetic takes longer than reading the weights. Seconds."""
+    """A step costs what its shape costs, padding included: the same until arithmetic takes longer
+    than reading the weights. Seconds.
+    """
 
     fixed: float
     weights: float
@@ -91,7 +94,9 @@ class Guesses(Proposer):
 
 @dataclass
 class Progress:
-    """What came of the steps: by the clock of a device that never varies. `shapes`: of each step."""
+    """Holds what came of the steps: by the clock of a device that never varies. `shapes`: of each
+    step.
+    """
 
     num_tokens: int = 0
     seconds: float = 0.0
@@ -103,7 +108,9 @@ class Progress:
 
     @property
     def num_switches(self) -> int:
-        """From steps with drafts to steps without, and back; a single step of the other kind is a look, and none."""
+        """From steps with drafts to steps without, and back; a single step of the other kind is a
+        look, and none.
+        """
         drafts = [tokens > rows for rows, tokens in self.shapes]
         triples = zip(drafts, drafts[1:], drafts[2:], strict=False)
         smooth = [sum(triple) > 1 for triple in triples]
@@ -115,7 +122,9 @@ class Progress:
 
 
 class SpeculativeLoop:
-    """A batch of `num_rows` requests that decode, on a device whose times vary as those of a real one do."""
+    """A batch of `num_rows` requests that decode, on a device whose times vary as those of a real
+    one do.
+    """
 
     def __init__(
         self,
@@ -130,7 +139,8 @@ class SpeculativeLoop:
         """
         Args:
             num_drafts: of each sequence in each step; None: as many as a controller finds worth it.
-            mistaken: by how much what it is told at the start of what each shape costs is wrong; the deviation of the logarithm.
+            mistaken: by how much what it is told at the start of what each shape costs is wrong;
+            the deviation of the logarithm.
         """
         menu = make_menu(
             num_rows,
@@ -185,7 +195,9 @@ class SpeculativeLoop:
         )
 
     def run(self, num_steps: int) -> Progress:
-        """So many steps in which all decode; those between them, which compute prompts, do not count."""
+        """So many steps in which all decode; those between them, which compute prompts, do not
+        count.
+        """
         progress = Progress()
         while len(progress.shapes) < num_steps:
             for place in set(range(self._num_rows)) - set(self._guesses.places.values()):

@@ -12,7 +12,9 @@ USUAL_EXAMPLES = 40  # of hypothesis, in the usual profile of tests/conftest.py
 
 
 def few(cases: Iterable[Any], kept: Collection[Any]) -> list[Any]:
-    """Parameters of a test: those that are kept, as they are, and the others marked `sweep`. Each of `kept` must be a case."""
+    """Parameters of a test: those that are kept, as they are, and the others marked `sweep`. Each
+    of `kept` must be a case.
+    """
     cases = list(cases)
     if missing := [case for case in kept if case not in cases]:
         raise ValueError(f"no such cases: {missing}; there are {cases}")
@@ -25,6 +27,8 @@ def few(cases: Iterable[Any], kept: Collection[Any]) -> list[Any]:
 
 
 def examples(number: int, **options: Any) -> hypothesis.settings:
-    """Returns hypothesis' settings for so many examples in the usual run, and for a dozen times as many in a nightly one."""
+    """Returns hypothesis' settings for so many examples in the usual run, and for a dozen times as
+    many in a nightly one.
+    """
     factor = hypothesis.settings.default.max_examples / USUAL_EXAMPLES
     return hypothesis.settings(max_examples=int(number * factor), **options)

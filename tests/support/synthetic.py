@@ -14,10 +14,10 @@ Outputs = Mapping[tuple[int, ...], Sequence[Sequence[int]]]  # by prompt: of eac
 
 
 def rates_of(mean_length: float, num_drafts: int) -> tuple[float, ...]:
-    """Of `num_drafts` drafts: how often the first is right, the first two are, and so on, with the least variance.
+    """Returns of `num_drafts` drafts how often the first is right, the first two are, and so on,
+    with the least variance.
 
-    Args:
-        mean_length: tokens of a step: 1 and the right drafts, from 1 to 1 + `num_drafts`.
+    Args: mean_length: tokens of a step: 1 and the right drafts, from 1 to 1 + `num_drafts`.
     """
     if not 1 <= mean_length <= 1 + num_drafts:
         raise ValueError(
@@ -27,7 +27,9 @@ def rates_of(mean_length: float, num_drafts: int) -> tuple[float, ...]:
 
 
 class SyntheticProposer(Proposer):
-    """Drafts chains of `len(rates)` tokens: so many from the known output, and from there on wrong ones."""
+    """Drafts chains of `len(rates)` tokens: so many from the known output, and from there on wrong
+    ones.
+    """
 
     def __init__(
         self, outputs: Outputs, rates: Sequence[float], *, vocab_size: int, seed: int = 0
@@ -35,7 +37,8 @@ class SyntheticProposer(Proposer):
         """
         Args:
             outputs: what the engine draws for these prompts without drafts.
-            rates: how often the first draft is right, the first two are, and so on: from 1 to 0, and never more than before.
+            rates: how often the first draft is right, the first two are, and so on: from 1 to 0,
+            and never more than before.
             vocab_size: at least 2.
             seed: of who is right when. The rest is the sequence and the position.
         """
@@ -64,7 +67,9 @@ class SyntheticProposer(Proposer):
         return chain((*drafts[:num_right], *wrong)) if drafts else None
 
     def num_right(self, sequence_id: int, position: int) -> int:
-        """Of the drafts of a sequence that take the places from `position` on, if all are made."""
+        """Returns those of the drafts of a sequence that take the places from `position` on, if all
+        are made.
+        """
         key = blake2b(f"{self._seed} {sequence_id} {position}".encode(), digest_size=8)
         uniform = int.from_bytes(key.digest(), "little") / 2**64
         return sum(uniform < rate for rate in self._rates)

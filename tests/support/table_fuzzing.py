@@ -1,7 +1,9 @@
-"""Random lives of a table of models, on an event loop whose clock jumps: no second passes, and what waits for ever is seen at once.
+"""Random lives of a table of models, on an event loop whose clock jumps: no second passes, and what
+waits for ever is seen at once.
 
-The models are fake: loading, sleep, waking and the end of each take their time, and fail when the case says so. They know
-what the device would hold and which request is in which of them, without asking the table.
+The models are fake: loading, sleep, waking and the end of each take their time, and fail when the
+case says so. They know what the device would hold and which request is in which of them, without
+asking the table.
 """
 
 from __future__ import annotations
@@ -62,7 +64,9 @@ class JumpingLoop(asyncio.SelectorEventLoop):
 
 @dataclass(frozen=True)
 class Kind:
-    """A model of a case: `seconds` and `fails` are those of its work, `fails` by name and number of the call."""
+    """A model of a case: `seconds` and `fails` are those of its work, `fails` by name and number of
+    the call.
+    """
 
     name: str
     size: int
@@ -74,7 +78,9 @@ class Kind:
 
 @dataclass(frozen=True)
 class Event:
-    """What comes at a time: a request runs for `seconds`, a client that leaves does so after them."""
+    """Holds what comes at a time: a request runs for `seconds`, a client that leaves does so after
+    them.
+    """
 
     at: float
     kind: str
@@ -194,8 +200,9 @@ class World:
         self._failed: set[str] = set()
         self._at_work: str | None = None
         self.is_stopped = False
-        # Who was told to go after the last request; two events of one moment may come in either order.
-        self._is_told_to_go: set[str] = set()
+        # Who was told to go after the last request; two events of one moment may come in either
+        # order.
+        self._is_reported_to_go: set[str] = set()
         slots: dict[str, Slot[Fake]] = {
             kind.name: Slot(kind.name, kind.size, kind.keep_alive, kind.stays)
             for kind in case.models
@@ -275,7 +282,7 @@ class World:
     # What clients do.
 
     async def request(self, name: str, seconds: float, keep_alive: float | None) -> None:
-        self._is_told_to_go.discard(name)
+        self._is_reported_to_go.discard(name)
         if keep_alive is not None:
             self.min_length[name] = min(self.min_length[name], keep_alive)
             self.max_length[name] = max(self.max_length[name], keep_alive)
@@ -339,7 +346,7 @@ class World:
 
     def expire(self, name: str) -> None:
         self.min_length[name] = 0.0
-        self._is_told_to_go.add(name)
+        self._is_reported_to_go.add(name)
         self.table.expire(name)
 
     def kill(self, name: str) -> None:
@@ -398,7 +405,7 @@ class World:
         await asyncio.sleep(60)  # longer than all times to stay, and all work
         self.table.check()
         for name, fake in self.fakes.items():
-            promise(name not in self._is_told_to_go, f"{name} was told to go, and is there")
+            promise(name not in self._is_reported_to_go, f"{name} was told to go, and is there")
             stays = fake.is_over or fake.level or self.max_length[name] == math.inf
             promise(stays, f"{name} is there, and its time is over")
         for name in self.kinds:

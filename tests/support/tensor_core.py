@@ -1,8 +1,10 @@
-"""A matrix product with the order of sums of a tensor core, for interpreted kernels: 16 inputs at a time.
+"""A matrix product with the order of sums of a tensor core, for interpreted kernels: 16 inputs at a
+time.
 
-Its structure is that of the published bit-accurate model of Hopper's mma.sync and wgmma for bfloat16 (MMA-Sim, arXiv 2511.10909):
-the 16 products and the sum before them are cut to one exponent and added as integers, so that their order does not matter; groups of
-16 follow one another. FRACTION is 25 there, and 22 here, so that int32 holds the sum.
+Its structure is that of the published bit-accurate model of Hopper's mma.sync and wgmma for
+bfloat16 (MMA-Sim, arXiv 2511.10909): the 16 products and the sum before them are cut to one
+exponent and added as integers, so that their order does not matter; groups of 16 follow one
+another. FRACTION is 25 there, and 22 here, so that int32 holds the sum.
 """
 
 from __future__ import annotations

@@ -32,7 +32,9 @@ class Terminal:
         self._at = 0  # up to where it was waited for
 
     def expect(self, text: str) -> str:
-        """Waits until `text` comes behind what was waited for before. Returns what came, up to it, without control sequences."""
+        """Waits until `text` comes behind what was waited for before. Returns what came, up to it,
+        without control sequences.
+        """
         deadline = time.monotonic() + WAIT_SECONDS
         while (found := self.written.find(text, self._at)) < 0:
             left = max(0.0, deadline - time.monotonic())
@@ -47,7 +49,7 @@ class Terminal:
         os.write(self._descriptor, keys.encode())
 
     def paste(self, text: str) -> None:
-        """As a terminal does that was asked for bracketed paste."""
+        """Pastes as a terminal does that was asked for bracketed paste."""
         self.press(f"\x1b[200~{text}\x1b[201~")
 
     def end(self) -> int:

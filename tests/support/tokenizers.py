@@ -1,4 +1,6 @@
-"""A small tokenizer for the small models: byte-level BPE without every byte, and with tokens of several."""
+"""A small tokenizer for the small models: byte-level BPE without every byte, and with tokens of
+several.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,8 @@ END = 0  # the token that ends a text
 def write_tokenizer(
     directory: Path, special: Sequence[str] = ("<|end|>",), template: str | None = None
 ) -> Path:
-    """Into a model's directory, which is returned. Fewer tokens than LLAMA of `tests.support.engines` has ids.
+    """Into a model's directory, which is returned. Fewer tokens than LLAMA of
+    `tests.support.engines` has ids.
 
     The first of the special tokens ends a text.
     """
@@ -65,7 +68,9 @@ def _bpe(end: str) -> models.BPE:
 
 
 def byte_letters() -> dict[int, str]:
-    """The character that stands for each byte: printable ones for themselves, the others counted up from 256."""
+    """The character that stands for each byte: printable ones for themselves, the others counted up
+    from 256.
+    """
     alphabet = set(ByteLevel.alphabet())
     others = iter(range(256, 512))
     return {byte: chr(byte) if chr(byte) in alphabet else chr(next(others)) for byte in range(256)}

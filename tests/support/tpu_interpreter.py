@@ -1,7 +1,7 @@
 """JAX's kernel for TPUs, on a CPU: its copies and semaphores are simulated, and races are found.
 
-The kernel reads through reshaped references, and stores under masks, which the interpreter of jax 0.10
-to 0.12 does not take: both are replaced here by reads and writes of the same memory.
+The kernel reads through reshaped references, and stores under masks, which the interpreter of jax
+0.10 to 0.12 does not take: both are replaced here by reads and writes of the same memory.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ def interpreted(
 ) -> Iterator[Callable[[], bool]]:
     """A block in which the set `tpu` runs on this CPU; what it gives says whether there was a race.
 
-    Memory that nobody wrote holds NaN. `wait` takes the place of the kernel's wait for a copy; `copies` says
-    whether a copy is made when it begins ("eager") or when somebody waits for it.
+    Memory that nobody wrote holds NaN. `wait` takes the place of the kernel's wait for a copy;
+    `copies` says whether a copy is made when it begins ("eager") or when somebody waits for it.
     """
     params = pltpu.InterpretParams(detect_races=True, dma_execution_mode=copies, **_WARN)
     with (

@@ -1,4 +1,6 @@
-"""For tests of the wire format: a model's context with the packaged tokenizer, and outputs of an engine that follow a script."""
+"""For tests of the wire format: a model's context with the packaged tokenizer, and outputs of an
+engine that follow a script.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +53,7 @@ def _grammar_tokenizer() -> tuple[Any, int]:
 
 
 def admits(held: tuple[str, str], text: str) -> bool:
-    """Whether a model that a grammar holds may write a text, and nothing after it."""
+    """Returns whether a model that a grammar holds may write a text, and nothing after it."""
     known, end_id = _grammar_tokenizer()
     matcher = matcher_of(known, source_of(*held))
     assert problem_of(matcher.deep_copy(), end_id) is None
@@ -99,15 +101,17 @@ class Scripted:
 
 
 def logprobs(
-    token_ids: Sequence[int], wanted: int | None
+    token_ids: Sequence[int], expected: int | None
 ) -> list[dict[int, Logprob] | None] | None:
-    """Made up, in the form of the engine's: the token itself, then the likeliest; the token is the third likeliest."""
-    if wanted is None:
+    """Made up, in the form of the engine's: the token itself, then the likeliest; the token is the
+    third likeliest.
+    """
+    if expected is None:
         return None
     entries: list[dict[int, Logprob] | None] = []
     for token_id in token_ids:
         entry = {token_id: Logprob(-3.0 - token_id / 1000, 3, tokenizer().decode([token_id]))}
-        for rank in range(1, wanted + 1):
+        for rank in range(1, expected + 1):
             other = token_id if rank == 3 else (token_id + rank) % VOCAB_SIZE
             entry.setdefault(other, Logprob(-1.0 * rank, rank, tokenizer().decode([other])))
         entries.append(entry)
@@ -115,16 +119,21 @@ def logprobs(
 
 
 def output(exchange: Exchange, scripts: Sequence[Scripted], *, prompt: int = 0) -> RequestOutput:
-    """What the engine would give for a prompt, whole. Texts are the scripts', whatever the tokens are."""
+    """Returns what the engine would give for a prompt, whole. Texts are the scripts', whatever the
+    tokens are.
+    """
     prompt, params = exchange.prompts[prompt].prompt, exchange.prompts[prompt].params
     ids = tokenizer()(prompt)["input_ids"] if isinstance(prompt, str) else list(prompt)
-    wanted, of_prompt = getattr(params, "logprobs", None), getattr(params, "prompt_logprobs", None)
+    expected, of_prompt = (
+        getattr(params, "logprobs", None),
+        getattr(params, "prompt_logprobs", None),
+    )
     completions = [
         CompletionOutput(
             index=index,
             text="".join(script.texts),
             token_ids=script.token_ids,
-            logprobs=logprobs(script.token_ids, wanted),
+            logprobs=logprobs(script.token_ids, expected),
             finish_reason=script.finish_reason,
             stop_reason=script.stop_reason,
         )
@@ -144,7 +153,9 @@ def output(exchange: Exchange, scripts: Sequence[Scripted], *, prompt: int = 0) 
 
 
 def deltas(whole: RequestOutput, scripts: Sequence[Scripted]) -> Iterator[RequestOutput]:
-    """The same, a text and a token of each sequence at a time; those that ended stay in it, with nothing new."""
+    """The same, a text and a token of each sequence at a time; those that ended stay in it, with
+    nothing new.
+    """
     for step in range(max(len(script.texts) for script in scripts)):
         completions = []
         for one, script in zip(whole.outputs, scripts, strict=True):

@@ -195,12 +195,12 @@ def answer(address: str, ask: Ask) -> tuple[int, str] | None:
         if ask.leaves_after is None:
             response = connection.getresponse()
             return response.status, response.read().decode()
-        return _leave(connection, ask.leaves_after)
+        return _detach(connection, ask.leaves_after)
     finally:
         connection.close()
 
 
-def _leave(connection: HTTPConnection, seconds: float) -> tuple[int, str] | None:
+def _detach(connection: HTTPConnection, seconds: float) -> tuple[int, str] | None:
     """Returns None, unless the answer was complete before the time was over."""
     deadline = time.monotonic() + seconds
     response = None

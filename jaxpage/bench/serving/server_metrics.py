@@ -43,14 +43,14 @@ class MetricsPoller:
 
     async def __aenter__(self) -> MetricsPoller:
         self._start = perf_counter()
-        await self._look()
+        await self._read_all()
         self._polling = asyncio.ensure_future(self._poll())
         return self
 
     async def __aexit__(self, *_: object) -> None:
         self._polling.cancel()
         await asyncio.gather(self._polling, return_exceptions=True)
-        await self._look()
+        await self._read_all()
 
     def as_dict(self) -> dict[str, Any]:
         """Returns counts over the run, and means and maxima of its samples, if there are any."""
@@ -83,9 +83,9 @@ class MetricsPoller:
     async def _poll(self) -> None:
         while self._samples:  # empty if the first look found no metrics
             await asyncio.sleep(POLL_SECONDS)
-            await self._look()
+            await self._read_all()
 
-    async def _look(self) -> None:
+    async def _read_all(self) -> None:
         text = await self._client.text("/metrics")
         try:
             values = parse(text or "")
