@@ -123,7 +123,7 @@ def test_deltas_of_a_bounded_size_are_the_whole(data):
     while not deltas or not deltas[-1].finished:
         deltas.append(reporter.delta())
     assert max(map(entries_of, deltas)) <= reporter.max_entries
-    assert not reporter.is_after
+    assert not reporter.has_unsent
     for index, sequence in enumerate(group.sequences):
         parts = [delta.outputs[index] for delta in deltas]
         token_ids = [token_id for part in parts for token_id in part.token_ids]

@@ -11,7 +11,6 @@ import stat
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
@@ -281,7 +280,7 @@ def test_the_oldest_turns_make_room():
 class Scripted(FakeLLM):
     """Answers with the question, or as the question says."""
 
-    memory = SimpleNamespace(max_model_len=40)
+    max_model_len = 40
     sampling_defaults: ClassVar[dict[str, Any]] = {}
 
     def stream(self, prompt: Any, params: Any) -> Iterator[RequestOutput]:
@@ -420,7 +419,7 @@ def test_exit_ends_a_pipe_too(fake, monkeypatch):
 
 
 def test_a_question_of_a_pipe_that_is_not_answered_is_status_1(fake, monkeypatch, capsys):
-    monkeypatch.setattr(FakeLLM, "memory", SimpleNamespace(max_model_len=8))
+    monkeypatch.setattr(FakeLLM, "max_model_len", 8)
     assert chat(monkeypatch, "one two three four five six seven eight\nshort\n") == 1
     assert capsys.readouterr().out == "Hello wörld\n"
 

@@ -140,13 +140,13 @@ def test_a_default_does_not_follow_what_happens_to_be_free():
 def test_jax_is_given_the_part_of_a_gpu_that_the_engine_is_asked_to_use(monkeypatch):
     """The card has 100 GB. JAX reads the variable when it opens its devices."""
 
-    def plan(utilization, *, is_open=False, message=None, **variables):
+    def plan(utilization, *, is_open=False, fraction=None, **variables):
         for name in gpu_memory.VARIABLES:
             monkeypatch.delenv(name, raising=False)
         for name, value in variables.items():
             monkeypatch.setenv(name, value)
         limit = [int(1e9 * 75)]
-        monkeypatch.setattr(gpu_memory, "_fraction", message)
+        monkeypatch.setattr(gpu_memory, "_fraction", fraction)
         monkeypatch.setattr(gpu_memory, "_are_open", lambda: is_open)
         monkeypatch.setattr(
             jax,
@@ -165,7 +165,7 @@ def test_jax_is_given_the_part_of_a_gpu_that_the_engine_is_asked_to_use(monkeypa
 
     assert plan(0.9) == (90, 95, "")
     assert plan(0.3) == (30, 35, "") and plan(1.0) == (95, 95, "")
-    assert plan(0.45, is_open=True, reported=0.75) == (45, 75, ""), "a second engine"
+    assert plan(0.45, is_open=True, fraction=0.75) == (45, 75, ""), "a second engine"
     assert (
         plan(0.9, is_open=True)[:2] == (67.5, 75)
         and "had opened the GPU before" in plan(0.9, is_open=True)[2]

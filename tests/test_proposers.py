@@ -663,7 +663,8 @@ def test_only_speculation_and_settings_decide_by_the_name_of_a_method():
 def test_a_method_with_a_drafter_changes_four_files_of_others_at_most():
     """It is MTP, with its own files and those of the families that have heads left out."""
     pages = {entry.partition(":")[0] for entry in FAMILIES.values()}
-    shared = {"parts/decoder_config", "parts/experts"}  # the configs of all families with heads
+    # The configs of all families with heads, and their door.
+    shared = {"parts/decoder_config", "parts/experts", "config/__init__"}
     families = {f"jaxpage/models/{name}.py" for name in pages | shared}
     results = {
         module.path

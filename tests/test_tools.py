@@ -73,7 +73,7 @@ def test_a_step_is_timed_with_its_parts(capsys):
     words = ["--models", "tiny", "--rows", "2", "--contexts", "32", "--round", "0.001"]
     assert bench_step.main(words) == 0
     [row] = json.loads(capsys.readouterr().out.splitlines()[-1])["rows"]
-    parts = ("step", "read", "call", "products", "attention", "sampler", "bytes_read")
+    parts = ("step", "read", "call", "matmuls", "attention", "sampler", "bytes_read")
     assert row["rows"] == 2 and all(row[part] > 0 for part in parts)
 
 

@@ -178,9 +178,9 @@ def test_pow2_rounds_the_output_up(output: int, rounded: int) -> None:
 
 
 def test_orca_runs_as_many_as_the_allocator_has_room_for() -> None:
-    """Of 15,728 slots seven chunks of 2,048 are used.
+    """Seven chunks of 2,048 fit in 15,728 slots.
 
-    Of 256, for 140 tokens in a row, 60 in 15,360 slots and one in the rest of 368.
+    With 256, for 140 tokens in a row, 60 in 15,360 slots and one in the rest of 368.
     """
     for variant, maximum in (("Max", 7), ("Pow2", 61), ("Oracle", 61)):
         average = Recorded()

@@ -27,7 +27,7 @@ from jaxpage.step.edits import Append, Edit, Finish, Fork, Score
 from jaxpage.step.plan import Row, Sample, StepPlan
 from jaxpage.step.request import Request, Sequence, SequenceGroup
 from jaxpage.step.strategy import Draw
-from tests.support.beams import random_logprobs, top
+from tests.support.beams import best_tokens, random_logprobs
 
 EOS = 7
 NUM_TOKEN_IDS = 40
@@ -334,7 +334,7 @@ class Driver:
             group, sequence = sequences[parent_id]
             if request := group.request.beam and group.request:
                 context = self.device.read(plan.rows[sample.row].block_tables[0], sample.position)
-                candidates = top(
+                candidates = best_tokens(
                     random_logprobs(tuple(context), NUM_TOKEN_IDS), request.num_logprobs or 0
                 )
                 draws.setdefault(request.request_id, []).append(

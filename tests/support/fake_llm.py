@@ -19,6 +19,7 @@ class FakeLLM:
     closed: ClassVar[bool] = False
     sampling_defaults: ClassVar[dict[str, Any]] = {"top_k": 40}
     memory: ClassVar[Any] = SimpleNamespace(max_model_len=10_000)
+    max_model_len: ClassVar[int] = 10_000
 
     def __init__(self, **settings: Any) -> None:
         if FakeLLM.fails is not None:
