@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, TypeVar
 
 from flax import nnx
 
@@ -22,6 +22,8 @@ from jaxpage.models.llama import Llama
 from jaxpage.models.parts import DEEPSEEK_EXPERTS, Defaults, ExpertsConfig, Scope, latent
 from jaxpage.models.parts.latent import LatentDefaults, LatentSpec
 from jaxpage.models.qwen import Qwen3Moe
+
+_Config = TypeVar("_Config", bound="DeepseekV2Config")
 
 ALIASES = {
     "n_routed_experts": "num_local_experts",
@@ -59,7 +61,7 @@ class DeepseekV2Config(ExpertsConfig):
     latent: LatentSpec
 
     @classmethod
-    def from_fields(cls, fields: Fields, **options: Any) -> Self:
+    def from_fields(cls: type[_Config], fields: Fields, **options: Any) -> _Config:
         """Returns the config, with the latent attention that its fields say."""
         latents = cls.latent_defaults.read(fields, cls.defaults.max_length)
         return super().from_fields(fields, **latents, **options)

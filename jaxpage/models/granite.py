@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, TypeVar
 
 import jax
 from flax import nnx
@@ -20,6 +20,9 @@ from jaxpage.models.config import ExpertDefaults, Fields, layer_windows, recurre
 from jaxpage.models.llama import Llama
 from jaxpage.models.parts import Block, ExpertNames, MLPNames, Scope, attention, recurrences
 from jaxpage.models.parts.decoder_config import DecoderConfig, Defaults, ExpertsConfig
+
+_Granite = TypeVar("_Granite", bound="GraniteConfig")
+_GraniteMoeShared = TypeVar("_GraniteMoeShared", bound="GraniteMoeSharedConfig")
 
 MLP_NAMES = MLPNames("shared_mlp", gate=None, up=None, down="output_linear", fused="input_linear")
 EXPERT_NAMES = ExpertNames(
@@ -67,7 +70,7 @@ class GraniteConfig(DecoderConfig):
     factors: GraniteFactors
 
     @classmethod
-    def from_fields(cls, fields: Fields, **options: Any) -> Self:
+    def from_fields(cls: type[_Granite], fields: Fields, **options: Any) -> _Granite:
         """Returns the config, with the factors that its fields say."""
         return super().from_fields(fields, factors=GraniteFactors.read(fields), **options)
 
@@ -129,7 +132,9 @@ class GraniteMoeSharedConfig(GraniteMoeConfig):
     model_type = "granitemoeshared"
 
     @classmethod
-    def from_fields(cls, fields: Fields, **options: Any) -> Self:
+    def from_fields(
+        cls: type[_GraniteMoeShared], fields: Fields, **options: Any
+    ) -> _GraniteMoeShared:
         """Returns the config; a width of 0 is no shared expert."""
         shared_width = fields.integer("shared_intermediate_size", 0, minimum=0) or None
         experts = cls.expert_defaults.read(fields, shared_width=shared_width)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Self, cast
+from typing import Any, ClassVar, TypeVar, cast
 
 from jaxpage.layers import NO_ROTATION, ExpertsSpec, Rope
 from jaxpage.models.base import KVSpec
@@ -12,6 +12,10 @@ from jaxpage.models.config import Fields
 from jaxpage.models.config.expert_fields import ExpertDefaults
 from jaxpage.models.config.mtp_names import MtpNames, no_heads
 from jaxpage.models.parts.text_config import TextConfig
+
+# In place of `Self`, which beartype does not take in single methods (`pytest --check-shapes`).
+_Decoder = TypeVar("_Decoder", bound="DecoderConfig")
+_Experts = TypeVar("_Experts", bound="ExpertsConfig")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,7 +127,7 @@ class DecoderConfig(TextConfig):
 
     @classmethod
     def from_fields(
-        cls,
+        cls: type[_Decoder],
         fields: Fields,
         *,
         num_kv_heads: int | None = None,
@@ -134,7 +138,7 @@ class DecoderConfig(TextConfig):
         kv: Mapping[str, Any] | None = None,
         intermediate_size: int | None = None,
         **more: Any,
-    ) -> Self:
+    ) -> _Decoder:
         """Returns the config of fields that most families have, with what the caller reads.
 
         An argument that is None is read, with the `defaults` of the family.
@@ -206,7 +210,7 @@ class ExpertsConfig(DecoderConfig):
     sparse_layers: tuple[bool, ...]
 
     @classmethod
-    def from_fields(cls, fields: Fields, **options: Any) -> Self:
+    def from_fields(cls: type[_Experts], fields: Fields, **options: Any) -> _Experts:
         """Returns the config; experts are read with `expert_defaults` unless the caller has."""
         usual = cls.expert_defaults
         if "experts" not in options:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal, TypeVar
 
 import numpy as np
 
@@ -11,6 +11,8 @@ from jaxpage.layers import NO_ROTATION
 from jaxpage.models.base import KVSpec
 from jaxpage.models.config import Fields
 from jaxpage.models.parts.text_config import TextConfig
+
+_Config = TypeVar("_Config", bound="EncoderConfig")
 
 SCORES_PAIRS = "ForSequenceClassification"  # how the architecture of a cross-encoder ends
 DISTANCE_BUCKETS = 32  # of T5 and MPNet
@@ -55,7 +57,7 @@ class EncoderConfig(TextConfig):
 
     @classmethod
     def from_fields(
-        cls,
+        cls: type[_Config],
         fields: Fields,
         *,
         num_positions: int,
@@ -63,7 +65,7 @@ class EncoderConfig(TextConfig):
         activation: tuple[str, str] = ("hidden_act", "gelu"),
         head_dim: int | None = None,
         **more: Any,
-    ) -> Self:
+    ) -> _Config:
         """Returns the config of fields that most families have, with what the caller reads.
 
         Args:

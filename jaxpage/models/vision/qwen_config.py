@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, TypeVar
 
 from jaxpage.layers import Rope
 from jaxpage.layers.rope_scaling import make_rope
 from jaxpage.models.config import text_part
 from jaxpage.models.config.mrope import NUM_AXES, QWEN2_VL, QWEN3_5, QWEN3_VL, Sections
 from jaxpage.models.parts import vision_config
+
+_Config = TypeVar("_Config", bound="QwenVisionConfig")
 
 # The rows of the text model for which the encoder is compiled: 16,384 are 12 megapixels.
 ROWS = tuple(64 << doubling for doubling in range(9))
@@ -86,7 +88,7 @@ class QwenVisionConfig(vision_config.VisionConfig):
 
     @classmethod
     def from_fields(
-        cls,
+        cls: type[_Config],
         fields: vision_config.VisionFields,
         usual: vision_config.TowerConfig,
         *,
@@ -95,7 +97,7 @@ class QwenVisionConfig(vision_config.VisionConfig):
         hidden_size: str = "out_hidden_size",
         deep_layers: tuple[int, ...] = (),
         **more: Any,
-    ) -> Self:
+    ) -> _Config:
         """Returns the config of fields that all generations have.
 
         Args:
