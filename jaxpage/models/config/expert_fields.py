@@ -24,7 +24,7 @@ class ExpertDefaults:
         count: Its default.
         per_token: In the place of `num_experts_per_tok`.
         width_field: The field of the inner width of an expert.
-        width: Its default.
+        width: Its default; REQUIRED if it has none.
         normalized: True if the weights of a token's experts add up to one, or the pair that says
             so.
         shared_count: The number of experts that all tokens take, each as wide as the others; None
@@ -39,13 +39,13 @@ class ExpertDefaults:
     """
 
     count_field: str = "num_experts"
-    count: Any
+    count: Any  # these three: an int, or REQUIRED
     per_token: Any
     width_field: str = "moe_intermediate_size"
-    width: int
+    width: Any
     normalized: tuple[str, bool] | bool = ("norm_topk_prob", False)
     shared_count: tuple[str, Any] | None = None
-    shared_width: tuple[str, int] | None = None
+    shared_width: tuple[str, Any] | None = None
     groups: tuple[int, int] | None = None
     factor: tuple[str, float] | None = None
     routing: Mapping[str, Any] = field(default_factory=dict)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -30,6 +30,7 @@ from jaxpage.models.vision import patch_grid, qwen_config
 _EPSILON = 1e-6
 
 
+@runtime_checkable
 class ProcessedPicture(Protocol):
     """Holds a picture as its processor made it."""
 
