@@ -98,11 +98,14 @@ def test_another_choice_has_another_text():
     assert "selected_algorithm" in choices_of(multiply(**WITHOUT_TRITON))
 
 
-def autotuning_of(entries: dict[Any, Any], device: Any = CARD, **from_files: Any) -> str | None:
+def autotuning_of(entries: dict[Any, Any], device: Any = CARD, **from_files: Found) -> str | None:
     """Returns the hash of a table of executables."""
     table = object.__new__(Executables)
     table._mesh = SimpleNamespace(first=device)
-    table._table, table._found = entries, from_files
+    loading = {
+        key: Waiting(functools.partial(table._load, key, each)) for key, each in from_files.items()
+    }
+    table._table, table._choices = entries | loading, {}
     return table.autotuning
 
 
@@ -114,8 +117,8 @@ def test_the_hash_is_that_of_the_choices_for_all_executables():
         for first, second in ((Program(HLO), other), (other, Program(HLO)), (other, other))
     ]
     assert len(set(hashes)) == len(hashes) and all(len(each) == 64 for each in hashes)
-    waiting = {Bucket(2, 2, 1): Waiting(lambda: Program(HLO)), "copy 0": None}
-    from_file = SimpleNamespace(choices=choices_of(other))
+    waiting = {Bucket(2, 2, 1): Waiting(lambda: Program(HLO))}
+    from_file = SimpleNamespace(load=lambda: None, choices=choices_of(other))
     assert autotuning_of(waiting, **{"copy 0": from_file}) == hashes[0]
     assert autotuning_of({"copy 0": None}, jax.devices()[0]) is None
 
@@ -133,8 +136,7 @@ def test_the_hash_has_the_new_choices_of_a_file_that_does_not_load(tmp_path):
         [CARD],
         functools.partial(lambda: other),
     )
-    table = {"copy 0": Waiting(found.load)}
-    assert autotuning_of(table, **{"copy 0": found}) == autotuning_of({"copy 0": other})
+    assert autotuning_of({}, **{"copy 0": found}) == autotuning_of({"copy 0": other})
 
 
 @needs_plugin

@@ -140,7 +140,7 @@ class Executables:
         jobs |= self._block_jobs(menu, pages)
         self._stored = stored
         self._workspace_bytes: int | None = None
-        self._found: dict[Bucket | str, Found] = {}
+        self._choices: dict[Bucket | str, str] = {}  # of executables that come from files
         self._table: dict[Bucket | str, Any] = {}
         self._until_closed = contextlib.ExitStack()
         in_use = contextlib.nullcontext() if stored is None else stored.in_use()
@@ -167,11 +167,18 @@ class Executables:
             progress,
         )
         self._workspace_bytes = max(map(_workspace_bytes, entries.values()))
-        self._found = {key: entry for key, entry in entries.items() if isinstance(entry, Found)}
         self._table = {
-            key: Waiting(entry.load) if isinstance(entry, Found) else entry
+            key: Waiting(functools.partial(self._load, key, entry))
+            if isinstance(entry, Found)
+            else entry
             for key, entry in entries.items()
         }
+
+    def _load(self, key: Bucket | str, entry: Found) -> Any:
+        """Returns the executable of a file, of which the choices alone are kept."""
+        executable = entry.load()
+        self._choices[key] = entry.choices
+        return executable
 
     def _step_jobs(self, menu: BucketMenu, parameters: Any, pages: KVPages) -> Jobs:
         """Returns what compiles the steps, by the keys of the table."""
@@ -296,7 +303,7 @@ class Executables:
         made = {key: self.executable(key) for key in list(self._table)}
         return hash_choices(
             {
-                repr(key): self._found[key].choices if key in self._found else choices_of(each)
+                repr(key): self._choices[key] if key in self._choices else choices_of(each)
                 for key, each in made.items()
             }
         )
