@@ -16,19 +16,15 @@ from starlette.types import Receive, Scope, Send
 from jaxpage.assembly import Built
 from jaxpage.driver import AsyncDriver
 from jaxpage.replay import open_engine
-from jaxpage.serving.app import build_app
 from jaxpage.serving.batches.jobs import Batches
 from jaxpage.serving.metrics import logs
-from jaxpage.serving.metrics.incident_files import open_incidents
-from jaxpage.serving.metrics.metrics import ServerMetrics
 from jaxpage.serving.metrics.tracing import SpanWriter, open_tracing
-from jaxpage.serving.model.capabilities import capabilities
 from jaxpage.serving.model.lora_modules import check_lora_modules
 from jaxpage.serving.requests.response_store import ResponseStore
 from jaxpage.serving.settings.key_sources import read_api_keys
 from jaxpage.serving.settings.resolving import resolve_both
 from jaxpage.serving.settings.server_config import ServerConfig
-from jaxpage.serving.startup import model_context, model_names, publish_kv_events
+from jaxpage.serving.startup import model_names, open_app
 from jaxpage.settings.engine_config import EngineConfig
 
 
@@ -99,23 +95,6 @@ def application(
         api_keys: The keys that let a request in; see `build_app`.
     """
     tracing = open_tracing(theirs)
-    publish_kv_events(built, theirs)
-    incidents = open_incidents(built, ours, theirs)
-    context = model_context(built, ours, theirs)
-    driver = AsyncDriver(
-        built,
-        max_queued_requests=theirs.max_queued_requests,
-        request_timeout_seconds=theirs.request_timeout_seconds,
-    )
+    app, driver, _ = open_app(built, ours, theirs, api_keys=api_keys, tracing=tracing)
     driver.start()
-    app = build_app(
-        driver,
-        context,
-        theirs,
-        ServerMetrics(context.model_names[0], built.block_size),
-        capabilities=capabilities(built, ours, theirs, context.limits),
-        api_keys=api_keys,
-        incidents=incidents,
-        tracing=tracing,
-    )
     return Application(app, driver)

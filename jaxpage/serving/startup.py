@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from starlette.applications import Starlette
 
 from jaxpage import __version__
 from jaxpage.assembly import PHASES, Built, Hooks, open_pictures
@@ -46,7 +47,7 @@ from jaxpage.serving.http.listening import address_of
 from jaxpage.serving.metrics import logs
 from jaxpage.serving.metrics.incident_files import open_incidents
 from jaxpage.serving.metrics.metrics import ServerMetrics
-from jaxpage.serving.metrics.tracing import open_tracing
+from jaxpage.serving.metrics.tracing import SpanWriter, open_tracing
 from jaxpage.serving.model.capabilities import capabilities
 from jaxpage.serving.model.lora_modules import check_lora_modules, open_lora_modules
 from jaxpage.serving.model.model_cards import card_of, card_of_settings
@@ -286,6 +287,53 @@ def publish_kv_events(built: Built, server: ServerConfig) -> None:
     built.engine.listen(events)
 
 
+def open_app(
+    built: Built,
+    engine: EngineConfig,
+    server: ServerConfig,
+    *,
+    api_keys: tuple[str, ...],
+    tracing: SpanWriter | None,
+    hosts: Leader | None = None,
+) -> tuple[Starlette, AsyncDriver, ModelContext]:
+    """Returns the application of an engine, its driver, which has not begun, and its context.
+
+    Args:
+        built: The engine, which has not begun.
+        engine: The settings of the engine.
+        server: The settings of the server.
+        api_keys: The keys that let a request in; see `build_app`.
+        tracing: The writer of spans; None where there are none.
+        hosts: The leader of the other hosts; None where this is the only one.
+
+    Raises:
+        ConfigError: See `publish_kv_events`.
+    """
+    publish_kv_events(built, server)
+    incidents = open_incidents(built, engine, server)
+    if hosts is not None:
+        # The leader listens last: it raises in a step in which a host is lost.
+        built.engine.listen(hosts)
+    context = model_context(built, engine, server)
+    driver = AsyncDriver(
+        built,
+        max_queued_requests=server.max_queued_requests,
+        request_timeout_seconds=server.request_timeout_seconds,
+    )
+    app = build_app(
+        driver,
+        context,
+        server,
+        ServerMetrics(context.model_names[0], built.block_size),
+        capabilities=capabilities(built, engine, server, context.limits),
+        api_keys=api_keys,
+        incidents=incidents,
+        hosts=hosts,
+        tracing=tracing,
+    )
+    return app, driver, context
+
+
 @contextlib.contextmanager
 def handle_as(number: signal.Signals, handler: signal.Handlers) -> Iterator[None]:
     """Handles a signal otherwise while the context lasts."""
@@ -325,31 +373,11 @@ def start(engine: EngineConfig, server: ServerConfig, listener: socket.socket) -
         with handle_as(signal.SIGINT, signal.SIG_DFL):
             built, channels = _open(engine, server, start_up)
         hosts = Leader(channels, server.host_timeout_seconds) if channels else None
-        publish_kv_events(built, server)
-        incidents = open_incidents(built, engine, server)
-        if hosts is not None:
-            # The leader listens last: it raises in a step in which a host is lost.
-            built.engine.listen(hosts)
-        context = model_context(built, engine, server)
+        app, driver, context = open_app(
+            built, engine, server, api_keys=api_keys, tracing=tracing, hosts=hosts
+        )
         address = address_of(listener)
         text = how_to_ask(address, context, has_keys=bool(api_keys), has_page=server.ui)
-        # The driver begins with the server's event loop, which awaits it.
-        driver = AsyncDriver(
-            built,
-            max_queued_requests=server.max_queued_requests,
-            request_timeout_seconds=server.request_timeout_seconds,
-        )
-        app = build_app(
-            driver,
-            context,
-            server,
-            ServerMetrics(context.model_names[0], built.block_size),
-            capabilities=capabilities(built, engine, server, context.limits),
-            api_keys=api_keys,
-            incidents=incidents,
-            hosts=hosts,
-            tracing=tracing,
-        )
         if hosts is not None:
             hosts.start(driver.fail)
         announce = functools.partial(start_up.ready, text, address)
