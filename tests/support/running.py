@@ -23,16 +23,12 @@ from uvicorn.server import ServerState
 
 import jaxpage
 from jaxpage.assembly import Built, build_engine
-from jaxpage.driver.async_driver import AsyncDriver
-from jaxpage.serving.app import Server, build_app
+from jaxpage.serving.app import Server
 from jaxpage.serving.http.listening import address_of, bind_socket
-from jaxpage.serving.metrics.incident_files import open_incidents
-from jaxpage.serving.metrics.metrics import ServerMetrics
 from jaxpage.serving.metrics.tracing import open_tracing
-from jaxpage.serving.model.capabilities import capabilities
 from jaxpage.serving.server import Serving
 from jaxpage.serving.settings.server_config import ServerConfig
-from jaxpage.serving.startup import model_context
+from jaxpage.serving.startup import open_app
 from jaxpage.settings.engine_config import EngineConfig
 
 SMALL: dict[str, Any] = {
@@ -100,26 +96,11 @@ class Running:
         self.address = address_of(listener)
         self.status: int | None = None  # when it has ended
         settings = settings or EngineConfig(model=model, **SMALL)
-        incidents = open_incidents(built, settings, config)
-        self.context = model_context(built, settings, config)
-        self.metrics = ServerMetrics(self.context.model_names[0])
-        self.loop = AsyncDriver(
-            built,
-            max_queued_requests=config.max_queued_requests,
-            request_timeout_seconds=config.request_timeout_seconds,
-        )
-        facts = capabilities(built, settings, config, self.context.limits)
-        self.app = build_app(
-            self.loop,
-            self.context,
-            config,
-            self.metrics,
-            capabilities=facts,
-            api_keys=tuple(api_keys),
-            incidents=incidents,
-            tracing=open_tracing(config),
+        self.app, self.loop, self.context = open_app(
+            built, settings, config, api_keys=tuple(api_keys), tracing=open_tracing(config)
         )
         self.server: Server = self.app.state.server
+        self.metrics = self.server.metrics
         self._ready = threading.Event()
         self._serving = Serving(self.app, self.loop, config, listener, self._ready.set)
         self.thread = threading.Thread(target=lambda: asyncio.run(self._run()), daemon=True)

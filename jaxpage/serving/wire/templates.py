@@ -32,7 +32,7 @@ from jaxpage.serving.wire.request_fields import (
 )
 from jaxpage.serving.wire.strict_turns import order_strictly
 from jaxpage.serving.wire.template_source import variables_of
-from jaxpage.serving.wire.thinking import has_variables, wished_variables
+from jaxpage.serving.wire.thinking import has_variables, variables_of_request
 from jaxpage.serving.wire.tool_fields import CustomCall, FunctionTool, ToolCall
 from jaxpage.settings.argument_checks import show
 
@@ -95,7 +95,7 @@ def render(
         messages = [
             {**message, "content": parts_of_content(message["content"])} for message in messages
         ]
-    wished = wished_variables(request, template)
+    wished = variables_of_request(request, template)
     variables = _variables(request.chat_template_kwargs or {}, template, context)
     requested = {
         "template": template,

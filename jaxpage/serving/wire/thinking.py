@@ -175,7 +175,7 @@ class Variables(NamedTuple):
     switch: str = ""
 
 
-def wished_variables(request: ConversationFields, template: str) -> Variables:
+def variables_of_request(request: ConversationFields, template: str) -> Variables:
     """Returns the template's variables for how much a request wants reasoned and said.
 
     Raises:
