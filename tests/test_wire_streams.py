@@ -36,7 +36,8 @@ APIS: dict[str, tuple[Any, dict[str, Any]]] = {
     "/v1/messages": (open_message, {"messages": MESSAGES, "max_tokens": 8, **GREEDY}),
     "/api/chat": (
         open_ollama_chat,
-        {"messages": MESSAGES, "options": {"num_predict": 8, **GREEDY}},
+        # A part is one line here, and tokens that come while the last one is written share a part.
+        {"messages": MESSAGES, "options": {"num_predict": 16, **GREEDY}},
     ),
 }
 
