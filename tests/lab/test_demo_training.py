@@ -212,7 +212,7 @@ def test_training_time_test_is_what_drafting_does(
         name: 8 * value if name.endswith("_proj") else value for name, value in params.items()
     }
     tokens = text[0, :10]
-    passes = head.unrolled(teacher, params, teacher(tokens[None]), tokens[None], 4)
+    passes = head.unroll(teacher, params, teacher(tokens[None]), tokens[None], 4)
     for place, drafted in ((0, 0), (6, 0), (6, 1), (6, 3), (3, 3)):
         expected = step_by_step(name, teacher, params, tokens, place, drafted)
         np.testing.assert_allclose(passes[drafted][0, place], expected, rtol=1e-3, atol=1e-4)

@@ -59,7 +59,7 @@ def first_params(teacher: Teacher, seed: int) -> Params:
 def unroll(
     teacher: Teacher, params: Params, seen: Seen, tokens_BT: jax.Array, passes: int
 ) -> list[jax.Array]:
-    """Returns logits for each of several passes over all positions; see `eagle_head.unrolled`."""
+    """Returns logits for each of several passes over all positions; see `eagle_head.unroll`."""
     spec = teacher.spec
     epsilon = spec.norm_epsilon
     embedded_BTD = rms_norm(
