@@ -6,6 +6,7 @@
 #include "packed.h"
 
 #include <algorithm>
+#include <cmath>
 #include <type_traits>
 #include <vector>
 
@@ -296,7 +297,9 @@ JAXPAGE_DOT inline void tile(const typename Word::X* x, int64_t num_words, const
       }
     }
   }
+#pragma GCC unroll kMaxRows
   for (int t = 0; t < kRows; ++t)
+#pragma GCC unroll kMaxPanels* kParts
     for (int v = 0; v < kVectors; ++v)
       std::memcpy(total + t * kMaxColumns + v * kNativeLanes, &sum[t][v], kBytes);
 }
@@ -413,6 +416,11 @@ JAXPAGE_DOT void words(TileRows& tile_rows, int instructions, int64_t num_rows,
 // The words of a panel in a buffer, which stays in the first cache.
 constexpr int64_t kWordsOfBuffer = 64, kPanelOfBuffer = kWordsOfBuffer * kOutputsOfPanel;
 
+// So many inputs share a scale at most where they are rounded to 16 bits: products with codes of
+// eight bits have 22 bits, and a sum 32.
+constexpr int64_t kInputsOfPart = 128;
+static_assert(kInputsOfPart <= 2 * kWordsOfBuffer, "a part is made at once");
+
 // Writes the parts of some words of some panels into a buffer, as words of type Made.
 template <typename Word, int kPanels, typename Source>
 JAXPAGE_DOT inline void make_words(const Source& source, int64_t begin, int64_t end,
@@ -494,21 +502,30 @@ struct CodeWord : FloatWord {
   static constexpr int kSteps = code == Code::kInt4 || code == Code::kFloat4 ? 2 : 1,
                        kInputs = kSteps;
   static Words part(Words w, int step) {
-    if constexpr (kSteps == 2) w = (step ? w >> 4 : w) & 15;
+    if constexpr (kSteps == 2) w = step ? w >> 4 : w & 15;
     return (Words)number<code>((Ints)w - middle);
   }
 };
 
-// Reads the codes of some panels, from a word on.
+// Reads the codes of two inputs as a pair of 16 bits.
 template <Code code>
+struct CodePair : ShortsWord {
+  static constexpr int kInputs = 2;
+  static Words part(Words w, int) { return code == Code::kInt4 ? (w | w << 12) & 0x000f000fu : w; }
+};
+
+// Reads the codes of some panels, from a word of so many inputs on.
+template <Code code, int kInputs>
 struct Codes {
+  static constexpr int kCodesOfByte = code == Code::kInt4 || code == Code::kFloat4 ? 2 : 1;
+  static constexpr int64_t kBytesOfWord = kOutputsOfPanel * kInputs / kCodesOfByte;
   const uint8_t* first;
   int64_t panel;  // the bytes of one
-  Codes from(int64_t word) const { return {first + word * kOutputsOfPanel, panel}; }
+  Codes from(int64_t word) const { return {first + word * kBytesOfWord, panel}; }
   Words at(int v, int64_t k) const {
-    const uint8_t* at =
-        first + v / kParts * panel + k * kOutputsOfPanel + v % kParts * kNativeLanes;
+    const uint8_t* at = first + v / kParts * panel + k * kBytesOfWord + v % kParts * kNativeLanes;
     if (v % kParts == 0) __builtin_prefetch(at + kCodesAhead * kOutputsOfPanel);
+    if constexpr (kInputs > kCodesOfByte) return widen_pairs(at, at + kOutputsOfPanel);
     if constexpr (code == Code::kInt8)
       return (Words)widen_part(reinterpret_cast<const int8_t*>(at));
     return (Words)widen_part(at);
@@ -577,27 +594,90 @@ struct Coded {
 };
 #endif
 
-// Adds the sums of a group, which are in `part`, to those of all groups: scaled, and with what its
+// Tells whether inputs of bfloat16 are rounded to 16 bits, so that one instruction multiplies pairs
+// of them by codes, which would be made float one by one.
+bool rounds_inputs(const Packed& p) {
+#if defined(__AVX2__)
+  return p.narrow && (p.code == Code::kInt4 || p.code == Code::kInt8) && p.group_size % 2 == 0 &&
+         (p.group_size <= kInputsOfPart || p.group_size % kLanes == 0);
+#else
+  return false;
+#endif
+}
+
+// Returns how many inputs are a part: those that share a scale, of the weight and of their own. A
+// group of the weight has one part, or equal ones, whose sums do not exceed 32 bits.
+int64_t inputs_of_part(const Packed& p) {
+  int64_t size = p.group_size;
+  if (rounds_inputs(p) && size > kInputsOfPart)
+    for (size = kInputsOfPart; p.group_size % size != 0;) size /= 2;
+  return size;
+}
+
+// Returns the bytes that `prepare` writes for a row; 0 where x is multiplied as it is.
+int64_t bytes_of_row(const Packed& p) {
+  if (p.is_coded && rounds_inputs(p)) {
+    const int64_t size = inputs_of_part(p);
+    return p.num_in * 2 + (p.num_in + size - 1) / size * 8;
+  }
+  if (p.is_coded) return p.zero || p.minimum ? p.num_groups * 4 : 0;
+  if (p.type == Type::kF32 || (p.type == Type::kBF16 && p.instructions && p.num_in % 2 == 0))
+    return 0;
+  return std::max<int64_t>(p.num_words, 1) * (p.instructions ? 4 : 8);
+}
+
+// Holds where the rows are that are multiplied by codes. A rounded row is followed by the scales of
+// its parts, and by their sums.
+template <typename Word>
+struct CodedRows {
+  static constexpr bool kRounded = std::is_same<typename Word::Sum, Ints>::value;
+  int64_t inputs, size, num_words, num_parts, parts_of_group;  // words of a part, and of a row
+  int64_t stride, numbers;  // from a row to the next: of x, and of scales and sums
+  const typename Word::X* x;
+  const float *scale, *sum;
+
+  CodedRows(const Packed& p, int64_t row)
+      : inputs(inputs_of_part(p)),
+        size(inputs / Word::kInputs),
+        num_words(p.num_in / Word::kInputs),
+        num_parts((p.num_in + inputs - 1) / inputs),
+        parts_of_group(p.group_size / inputs),
+        stride(kRounded ? bytes_of_row(p) / 4 : num_words),
+        numbers(kRounded ? stride : num_parts),
+        x(static_cast<const typename Word::X*>(kRounded ? p.words : p.x) +
+          row * stride * Word::kSteps),
+        scale(kRounded ? reinterpret_cast<const float*>(x) + num_words : nullptr),
+        sum(kRounded ? scale + num_parts : static_cast<const float*>(p.words) + row * numbers) {}
+};
+
+// Adds the sums of a part, which are in `part`, to those of all parts: scaled, and with what its
 // zeros or minima give.
-template <int kPanels>
-void add_group(const Packed& p, int64_t row, int64_t num_rows, int64_t first_panel, int64_t group,
-               const uint32_t* part, uint32_t* total) {
-  const float* x_sum = static_cast<const float*>(p.words) + row * p.num_groups + group;
+template <int kPanels, typename Rows>
+void add_part(const Packed& p, const Rows& rows, int64_t num_rows, int64_t first_panel,
+              int64_t index, const uint32_t* part, uint32_t* total) {
+  const int64_t group = rows.parts_of_group == 1 ? index : index / rows.parts_of_group;
+  const bool has_sums = p.minimum || p.zero;
+#pragma GCC unroll kMaxPanels
   for (int i = 0; i < kPanels; ++i) {
     const Vec scale = of_group(p, p.scale_type, p.scale, first_panel + i, group);
     const Vec offset = p.minimum ? of_group(p, p.scale_type, p.minimum, first_panel + i, group)
                        : p.zero  ? -scale * of_group(p, Type::kF32, p.zero, first_panel + i, group)
                                  : Vec{};
     for (int64_t t = 0; t < num_rows; ++t) {
-      const int64_t at = t * kMaxColumns + i * kOutputsOfPanel;
-      Vec value = multiply_add(raw_at<Vec>(part + at), scale, raw_at<Vec>(total + at));
-      if (p.minimum || p.zero) value = multiply_add(splat(x_sum[t * p.num_groups]), offset, value);
+      const int64_t at = t * kMaxColumns + i * kOutputsOfPanel, of_row = t * rows.numbers + index;
+      Vec sum = raw_at<Vec>(part + at);
+      if constexpr (Rows::kRounded) {
+        const int32_t excess = has_sums ? 0 : reinterpret_cast<const int32_t*>(rows.sum)[of_row];
+        sum = to_float(as_int(sum) - excess) * splat(rows.scale[of_row]);
+      }
+      Vec value = multiply_add(sum, scale, raw_at<Vec>(total + at));
+      if (has_sums) value = multiply_add(splat(rows.sum[of_row]), offset, value);
       Store<F32>::at(reinterpret_cast<float*>(total + at), value);
     }
   }
 }
 
-// Multiplies weights of few bits: the codes of a group are multiplied as they are, and its sum by
+// Multiplies weights of few bits: the codes of a part are multiplied as they are, and its sum by
 // the scale. Some words are made at a time, so that they stay in the first cache, and multiplied by
 // all rows. With AMX and few rows, some small groups take each step one after the other, so that
 // no step waits for the one before it.
@@ -606,51 +686,49 @@ JAXPAGE_DOT void many_rows_of_codes(const Packed& p, int64_t row, int64_t end_ro
                                     int64_t first_panel, const Source& source) {
   typedef typename Word::Made Made;
   constexpr int64_t kSteps = Word::kSteps, kWords = kWordsOfBuffer / kSteps,
-                    kSums = kRowsAtOnce * kMaxColumns, kMaxGroups = 4;
-  alignas(64) static thread_local uint32_t total[kSums], parts[kMaxGroups * kSums];
+                    kSums = kRowsAtOnce * kMaxColumns, kMaxParts = 4;
+  alignas(64) static thread_local uint32_t total[kSums], sums[kMaxParts * kSums];
   alignas(64) uint32_t buffer[kPanels * kPanelOfBuffer];
-  const int64_t num_rows = end_row - row, size = p.group_size / Word::kInputs,
-                num_words = p.num_in / Word::kInputs;
-  const int64_t at_once =
-      num_rows > kMaxRows ? 1 : std::clamp<int64_t>(kWords / size, 1, kMaxGroups);
-  const auto* x = static_cast<const typename Made::X*>(p.x) + row * num_words * kSteps;
+  const int64_t num_rows = end_row - row;
+  const CodedRows<Word> rows(p, row);
+  const int64_t size = rows.size, at_once = num_rows > kMaxRows
+                                                ? 1
+                                                : std::clamp<int64_t>(kWords / size, 1, kMaxParts);
   TileRows tile_rows;
   std::memset(total, 0, num_rows * kMaxColumns * 4);
-  for (int64_t group = 0; group < p.num_groups; group += at_once) {
-    const int64_t first = group * size, count = std::min(at_once * size, num_words - first);
+  for (int64_t part = 0; part < rows.num_parts; part += at_once) {
+    const int64_t first = part * size, count = std::min(at_once * size, rows.num_words - first);
     for (int64_t begin = 0; begin < count; begin += kWords) {
       const int64_t end = std::min(begin + kWords, count);
       make_words<Word, kPanels>(source, first + begin, first + end, buffer);
-      // One group, perhaps in several blocks, or several in one block.
+      // One part, perhaps in several blocks, or several in one block.
       for (int64_t i = 0; i < at_once && i * size < end; ++i) {
         const uint32_t* from = buffer + (i * size - begin) * kSteps *
-                                            kOutputsOfPanel;  // where the group's word 0 would be
+                                            kOutputsOfPanel;  // where the part's word 0 would be
         const int64_t stop = std::min(end - i * size, size);
-        words<Made, kPanels>(tile_rows, p.instructions, num_rows, x + (first + i * size) * kSteps,
-                             num_words * kSteps, from, kPanelOfBuffer, begin * kSteps,
-                             stop * kSteps, parts + i * kSums);
+        words<Made, kPanels>(tile_rows, p.instructions, num_rows,
+                             rows.x + (first + i * size) * kSteps, rows.stride * kSteps, from,
+                             kPanelOfBuffer, begin * kSteps, stop * kSteps, sums + i * kSums);
       }
     }
-    for (int64_t i = 0; i < at_once && group + i < p.num_groups; ++i)
-      add_group<kPanels>(p, row, num_rows, first_panel, group + i, parts + i * kSums, total);
+    for (int64_t i = 0; i < at_once && part + i < rows.num_parts; ++i)
+      add_part<kPanels>(p, rows, num_rows, first_panel, part + i, sums + i * kSums, total);
   }
   store<kPanels>(p, row, end_row, first_panel, total);
 }
 
-// Does the same for few rows: the words of a group are multiplied as they are made.
+// Does the same for few rows: the words of a part are multiplied as they are made.
 template <typename Word, int kPanels, typename Source>
 JAXPAGE_DOT void few_rows_of_codes(const Packed& p, int64_t row, int64_t end_row,
                                    int64_t first_panel, const Source& source) {
   constexpr int64_t kSums = kMaxRowsOfWords * kMaxColumns;
-  alignas(64) uint32_t total[kSums] = {}, part[kSums];
-  const int64_t num_rows = end_row - row, size = p.group_size / Word::kInputs,
-                num_words = p.num_in / Word::kInputs;
-  const auto* x = static_cast<const typename Word::X*>(p.x) + row * num_words * Word::kSteps;
-  for (int64_t group = 0; group < p.num_groups; ++group) {
-    const int64_t first = group * size, count = std::min(size, num_words - first);
-    all_rows<Word, kPanels>(num_rows, x + first * Word::kSteps, num_words, source.from(first), 0,
-                            count, part);
-    add_group<kPanels>(p, row, num_rows, first_panel, group, part, total);
+  alignas(64) uint32_t total[kSums] = {}, sums[kSums];
+  const CodedRows<Word> rows(p, row);
+  for (int64_t part = 0; part < rows.num_parts; ++part) {
+    const int64_t first = part * rows.size, count = std::min(rows.size, rows.num_words - first);
+    all_rows<Word, kPanels>(end_row - row, rows.x + first * Word::kSteps, rows.stride,
+                            source.from(first), 0, count, sums);
+    add_part<kPanels>(p, rows, end_row - row, first_panel, part, sums, total);
   }
   store<kPanels>(p, row, end_row, first_panel, total);
 }
@@ -674,9 +752,16 @@ void of_codes(const Packed& p, int64_t row, int64_t end_row, int64_t panel) {
   for_code(p.code, [&](auto code) {
     constexpr Code kCode = decltype(code)::value;
     constexpr int kMiddle = kCode == Code::kInt4 ? 8 : 0;
-    const int64_t bytes = p.num_in / CodeWord<kCode, 0>::kInputs * kOutputsOfPanel;
-    const Codes<kCode> source{static_cast<const uint8_t*>(p.panels) + panel * bytes, bytes};
-    if (p.zero || p.minimum) of_codes<CodeWord<kCode, 0>, kPanels>(p, row, end_row, panel, source);
+    typedef CodeWord<kCode, 0> Word;
+    typedef Codes<kCode, Word::kInputs> Numbers;
+    const int64_t bytes = p.num_in / Word::kInputs * Numbers::kBytesOfWord;
+    const auto* first = static_cast<const uint8_t*>(p.panels) + panel * bytes;
+    if constexpr (kCode == Code::kInt4 || kCode == Code::kInt8)
+      if (rounds_inputs(p))
+        return of_codes<CodePair<kCode>, kPanels>(p, row, end_row, panel,
+                                                  Codes<kCode, 2>{first, bytes});
+    const Numbers source{first, bytes};
+    if (p.zero || p.minimum) of_codes<Word, kPanels>(p, row, end_row, panel, source);
     else of_codes<CodeWord<kCode, kMiddle>, kPanels>(p, row, end_row, panel, source);
   });
 }
@@ -715,14 +800,6 @@ void multiply(const Packed& p, int64_t row, int64_t end_row, int64_t panel, int6
   if (p.instructions) return multiply<PairDot>(p, row, end_row, panel, end_panel);
 #endif
   multiply<PairWord>(p, row, end_row, panel, end_panel);
-}
-
-// Returns the bytes that `prepare` writes for a row; 0 where x is multiplied as it is.
-int64_t bytes_of_row(const Packed& p) {
-  if (p.is_coded) return p.zero || p.minimum ? p.num_groups * 4 : 0;
-  if (p.type == Type::kF32 || (p.type == Type::kBF16 && p.instructions && p.num_in % 2 == 0))
-    return 0;
-  return std::max<int64_t>(p.num_words, 1) * (p.instructions ? 4 : 8);
 }
 
 // Rounds a row to eight bits as `round_inputs` of jaxpage/layers/matmul.py does, with the same
@@ -790,7 +867,41 @@ void sum_groups(const Packed& p, int64_t row, float* sums) {
   }
 }
 
+// Rounds a row of bfloat16 to 16 bits, each part beside its largest number: the scale is a power of
+// two, so that numbers of at least its 128th part, which have eight bits, stay as they are. With a
+// number that is not finite the scale is NaN. The sums are those of the rounded numbers, of codes
+// without zeros and minima what 8 in each code of int4 makes too much.
+void round_parts(const Packed& p, int64_t row, char* words) {
+  const uint16_t* x = p.narrow + row * p.num_in;
+  auto* rounded = reinterpret_cast<int16_t*>(words);
+  const int64_t size = inputs_of_part(p), num_parts = (p.num_in + size - 1) / size;
+  auto* scales = reinterpret_cast<float*>(words + p.num_in * 2);
+  float* sums = scales + num_parts;
+  const int32_t middle = p.code == Code::kInt4 ? 8 : 0;
+  for (int64_t part = 0; part < num_parts; ++part) {
+    const int64_t first = part * size, end = std::min(first + size, p.num_in);
+    uint16_t most = 0;
+    for (int64_t i = first; i < end; ++i) most = std::max<uint16_t>(most, x[i] & 0x7fff);
+    // 2^15 times the scale is the next power of two after the largest number.
+    const bool is_finite = most < 0x7f80;
+    const int exponent = std::max(most >> 7, 16) - 14 - 127;
+    const float scale = is_finite ? std::ldexp(1.0f, exponent) : NAN,
+                inverse = is_finite ? std::ldexp(1.0f, -exponent) : 0.0f;
+    int32_t sum = 0;
+    for (int64_t i = first; i < end; ++i) {
+      // As in `round_row`, the sum with 1.5 * 2^23 rounds. What is not finite becomes any number.
+      const float whole = (float_of_bfloat16(x[i]) * inverse + 12582912.0f) - 12582912.0f;
+      rounded[i] = static_cast<int16_t>(static_cast<int32_t>(whole));
+      sum += rounded[i];
+    }
+    scales[part] = scale;
+    if (p.zero || p.minimum) sums[part] = static_cast<float>(sum) * scale;
+    else reinterpret_cast<int32_t*>(sums)[part] = middle * sum;
+  }
+}
+
 void prepare(const Packed& p, int64_t row, void* words) {
+  if (p.is_coded && rounds_inputs(p)) return round_parts(p, row, static_cast<char*>(words));
   if (p.narrow) {
     auto* wide = static_cast<uint32_t*>(const_cast<void*>(p.x)) + row * p.num_in;
     for (int64_t i = 0; i < p.num_in; ++i) wide[i] = uint32_t{p.narrow[row * p.num_in + i]} << 16;

@@ -216,6 +216,22 @@ inline Int widen(const Number* x) {
   return by_parts([&](int i) { return widen_part(x + i * kNativeLanes); });
 }
 
+// Reads numbers of eight bits from two places and makes pairs of 16 bits of them.
+inline Words widen_pairs(const void* low, const void* high) {
+#if defined(__AVX512F__)
+  const __m128i a = raw_at<__m128i>(low), b = raw_at<__m128i>(high);
+  return (Words)_mm512_cvtepi8_epi16(
+      _mm256_set_m128i(_mm_unpackhi_epi8(a, b), _mm_unpacklo_epi8(a, b)));
+#elif defined(__AVX2__)
+  return (Words)_mm256_cvtepi8_epi16(
+      _mm_unpacklo_epi8(_mm_loadl_epi64(static_cast<const __m128i*>(low)),
+                        _mm_loadl_epi64(static_cast<const __m128i*>(high))));
+#else
+  return ((Words)widen_part(static_cast<const int8_t*>(low)) & 0xffffu) |
+         (Words)widen_part(static_cast<const int8_t*>(high)) << 16;
+#endif
+}
+
 // Loads a vector of numbers as they are stored.
 template <typename Stored>
 struct Load;
