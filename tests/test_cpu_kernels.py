@@ -382,7 +382,9 @@ def test_one_call_multiplies_rows_of_bfloat16_by_codes(
         assert not np.isfinite(matmul(x.at[0, 70].set(bad))[0]).any()
 
 
-@pytest.mark.parametrize(("code", "group_size"), [("int8", 320), ("int4", 96), ("int4", 160)])
+@pytest.mark.parametrize(
+    ("code", "group_size"), [("int8", 320), ("int4", 96), ("int4", 160), ("int4", 150)]
+)
 def test_inputs_of_eight_bits_are_multiplied_exactly(code: str, group_size: int) -> None:
     """The oracle is numpy, with whole numbers: inputs of bfloat16 that are at least the 128th part
     of the largest lose nothing, in groups of any size.
@@ -797,7 +799,7 @@ PACKED_MISTAKES = {
         "for (int64_t i = 0; i < p.num_in; ++i) most",
     ),
     "the middle of codes is kept": ("has_sums ? 0 :", "true ? 0 :"),
-    "a large group in one part": ("size = kInputsOfPart; p.group_size", "false; p.group_size"),
+    "a large group in one part": ("p.group_size > kMaxInputsOfPart ?", "false ?"),
     "parts with a scale of their own": ("index / rows.parts_of_group", "index"),
     "what is not finite is a number": (": NAN", ": 1.0f"),
     "codes of other inputs": ("source, first + begin, first + end,", "source, begin, end,"),

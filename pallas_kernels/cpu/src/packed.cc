@@ -28,13 +28,13 @@ constexpr int kMaxPanels = 4, kManyPanels = 4, kMaxRows = 6, kFewRows = 6;
 constexpr int kMaxPanels = 2, kManyPanels = 1, kMaxRows = 6, kFewRows = 2;
 #define JAXPAGE_DOT
 #endif
-// Words of a panel, and codes, are fetched so long before they are read; words into the second
-// cache (2) or the first one (3). Only those for AVX2 were measured with threads that read their
-// own parts.
+// Words of a panel, codes and scales of groups are fetched so long before they are read; words into
+// the second cache (2) or the first one (3). Only those for AVX2 were measured with threads that
+// read their own parts.
 #if defined(__AVX2__) && !defined(__AVX512F__)
-constexpr int kWordsAhead = 128, kCacheAhead = 2, kCodesAhead = 256;
+constexpr int kWordsAhead = 128, kCacheAhead = 2, kCodesAhead = 768, kGroupsAhead = 24;
 #else
-constexpr int kWordsAhead = 32, kCacheAhead = 3, kCodesAhead = 64;
+constexpr int kWordsAhead = 32, kCacheAhead = 3, kCodesAhead = 64, kGroupsAhead = 8;
 #endif
 static_assert(kRowsAtOnce % kMaxRows == 0, "a block of rows has whole tiles");
 
@@ -416,10 +416,11 @@ JAXPAGE_DOT void words(TileRows& tile_rows, int instructions, int64_t num_rows,
 // The words of a panel in a buffer, which stays in the first cache.
 constexpr int64_t kWordsOfBuffer = 64, kPanelOfBuffer = kWordsOfBuffer * kOutputsOfPanel;
 
-// So many inputs share a scale at most where they are rounded to 16 bits: products with codes of
-// eight bits have 22 bits, and a sum 32.
-constexpr int64_t kInputsOfPart = 128;
-static_assert(kInputsOfPart <= 2 * kWordsOfBuffer, "a part is made at once");
+// Where inputs are rounded to 16 bits, so many share a scale at most: a product with a code of
+// eight bits has 22 bits, and a sum 32. Those of a larger group are parts of a size that does not
+// depend on the group, so that devices that share the inputs have the same parts.
+constexpr int64_t kMaxInputsOfPart = 128, kInputsOfPart = 32;
+static_assert(kMaxInputsOfPart <= 2 * kWordsOfBuffer, "a part is made at once");
 
 // Writes the parts of some words of some panels into a buffer, as words of type Made.
 template <typename Word, int kPanels, typename Source>
@@ -471,7 +472,7 @@ inline Vec of_group(const Packed& p, Type type, const void* values, int64_t pane
   if (!p.scale_row) {
     const int64_t at = (panel * p.num_groups + group) * kOutputsOfPanel;
     __builtin_prefetch(static_cast<const char*>(values) +
-                       (at + 8 * kOutputsOfPanel) * (type == Type::kF32 ? 4 : 2));
+                       (at + kGroupsAhead * kOutputsOfPanel) * (type == Type::kF32 ? 4 : 2));
     if (type == Type::kF32) return Load<F32>::at(static_cast<const float*>(values) + at);
     if (type == Type::kBF16) return Load<BF16>::at(static_cast<const uint16_t*>(values) + at);
     return Load<F16>::at(static_cast<const uint16_t*>(values) + at);
@@ -599,19 +600,15 @@ struct Coded {
 bool rounds_inputs(const Packed& p) {
 #if defined(__AVX2__)
   return p.narrow && (p.code == Code::kInt4 || p.code == Code::kInt8) && p.group_size % 2 == 0 &&
-         (p.group_size <= kInputsOfPart || p.group_size % kLanes == 0);
+         (p.group_size <= kMaxInputsOfPart || p.group_size % kInputsOfPart == 0);
 #else
   return false;
 #endif
 }
 
-// Returns how many inputs are a part: those that share a scale, of the weight and of their own. A
-// group of the weight has one part, or equal ones, whose sums do not exceed 32 bits.
+// Returns how many inputs are a part, which share a scale of the weight and one of their own.
 int64_t inputs_of_part(const Packed& p) {
-  int64_t size = p.group_size;
-  if (rounds_inputs(p) && size > kInputsOfPart)
-    for (size = kInputsOfPart; p.group_size % size != 0;) size /= 2;
-  return size;
+  return rounds_inputs(p) && p.group_size > kMaxInputsOfPart ? kInputsOfPart : p.group_size;
 }
 
 // Returns the bytes that `prepare` writes for a row; 0 where x is multiplied as it is.
