@@ -9,6 +9,7 @@ import os
 import re
 import runpy
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -385,7 +386,7 @@ def test_one_call_multiplies_rows_of_bfloat16_by_codes(
 @pytest.mark.parametrize(
     ("code", "group_size"), [("int8", 320), ("int4", 96), ("int4", 160), ("int4", 150)]
 )
-def test_inputs_of_eight_bits_are_multiplied_exactly(code: str, group_size: int) -> None:
+def test_one_call_multiplies_inputs_of_eight_bits_exactly(code: str, group_size: int) -> None:
     """The oracle is numpy, with whole numbers: inputs of bfloat16 that are at least the 128th part
     of the largest lose nothing, in groups of any size.
     """
@@ -989,7 +990,9 @@ def test_a_planted_mistake_is_seen(mistake: str, tmp_path: Path) -> None:
     assert source.read_text().count(line) == 1
     source.write_text(source.read_text().replace(line, wrong))
     done = _in_process(f"library.SOURCES = Path({str(sources)!r})", tmp_path)
-    assert done.returncode == 1 and "failed" in done.stdout, done.stdout + done.stderr
+    has_failed = done.returncode == 1 and "failed" in done.stdout
+    # What reads past an array may end the process.
+    assert has_failed or done.returncode == -signal.SIGSEGV, done.stdout + done.stderr
 
 
 @pytest.mark.sweep
