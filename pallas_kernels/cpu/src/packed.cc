@@ -508,30 +508,51 @@ struct CodeWord : FloatWord {
   }
 };
 
-// Reads the codes of two inputs as a pair of 16 bits.
+// Reads the codes of some panels, from a word on.
 template <Code code>
-struct CodePair : ShortsWord {
-  static constexpr int kInputs = 2;
-  static Words part(Words w, int) { return code == Code::kInt4 ? (w | w << 12) & 0x000f000fu : w; }
-};
-
-// Reads the codes of some panels, from a word of so many inputs on.
-template <Code code, int kInputs>
 struct Codes {
-  static constexpr int kCodesOfByte = code == Code::kInt4 || code == Code::kFloat4 ? 2 : 1;
-  static constexpr int64_t kBytesOfWord = kOutputsOfPanel * kInputs / kCodesOfByte;
   const uint8_t* first;
   int64_t panel;  // the bytes of one
-  Codes from(int64_t word) const { return {first + word * kBytesOfWord, panel}; }
+  Codes from(int64_t word) const { return {first + word * kOutputsOfPanel, panel}; }
   Words at(int v, int64_t k) const {
-    const uint8_t* at = first + v / kParts * panel + k * kBytesOfWord + v % kParts * kNativeLanes;
+    const uint8_t* at =
+        first + v / kParts * panel + k * kOutputsOfPanel + v % kParts * kNativeLanes;
     if (v % kParts == 0) __builtin_prefetch(at + kCodesAhead * kOutputsOfPanel);
-    if constexpr (kInputs > kCodesOfByte) return widen_pairs(at, at + kOutputsOfPanel);
     if constexpr (code == Code::kInt8)
       return (Words)widen_part(reinterpret_cast<const int8_t*>(at));
     return (Words)widen_part(at);
   }
 };
+
+#if defined(__AVX2__)
+struct CodePair : ShortsWord {
+  static constexpr int kInputs = 2;
+};
+
+// Reads the codes of two inputs at a time as pairs of 16 bits; those of fp4 are doubled, and whole
+// numbers then.
+template <Code code>
+struct CodePairs {
+  static constexpr int64_t kBytesOfWord = kOutputsOfPanel * (code == Code::kInt8 ? 2 : 1);
+  const uint8_t* first;
+  int64_t panel;
+  CodePairs from(int64_t word) const { return {first + word * kBytesOfWord, panel}; }
+  Words at(int v, int64_t k) const {
+    const uint8_t* at = first + v / kParts * panel + k * kBytesOfWord + v % kParts * kNativeLanes;
+    if (v % kParts == 0) __builtin_prefetch(at + kCodesAhead * kOutputsOfPanel);
+    if constexpr (code == Code::kInt8)
+      return widen_pairs(bytes_at(at), bytes_at(at + kOutputsOfPanel));
+    if constexpr (code == Code::kInt4) {
+      const Words two = (Words)widen_part(at);
+      return (two | two << 12) & 0x000f000fu;
+    }
+    const __m128i numbers = _mm_setr_epi8(0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12);
+    const __m128i both = bytes_at(at), nibble = _mm_set1_epi8(15);
+    return widen_pairs(_mm_shuffle_epi8(numbers, _mm_and_si128(both, nibble)),
+                       _mm_shuffle_epi8(numbers, _mm_and_si128(_mm_srli_epi16(both, 4), nibble)));
+  }
+};
+#endif
 
 // Calls run(code) with the code as a constant.
 template <typename Run>
@@ -596,10 +617,10 @@ struct Coded {
 #endif
 
 // Tells whether inputs of bfloat16 are rounded to 16 bits, so that one instruction multiplies pairs
-// of them by codes, which would be made float one by one.
+// of them by codes, which would be made float one by one. Those of eight bits with an exponent are.
 bool rounds_inputs(const Packed& p) {
 #if defined(__AVX2__)
-  return p.narrow && (p.code == Code::kInt4 || p.code == Code::kInt8) && p.group_size % 2 == 0 &&
+  return p.narrow && p.code != Code::kFloat8 && p.group_size % 2 == 0 &&
          (p.group_size <= kMaxInputsOfPart || p.group_size % kInputsOfPart == 0);
 #else
   return false;
@@ -749,16 +770,14 @@ void of_codes(const Packed& p, int64_t row, int64_t end_row, int64_t panel) {
   for_code(p.code, [&](auto code) {
     constexpr Code kCode = decltype(code)::value;
     constexpr int kMiddle = kCode == Code::kInt4 ? 8 : 0;
-    typedef CodeWord<kCode, 0> Word;
-    typedef Codes<kCode, Word::kInputs> Numbers;
-    const int64_t bytes = p.num_in / Word::kInputs * Numbers::kBytesOfWord;
+    const int64_t bytes = p.num_in / CodeWord<kCode, 0>::kInputs * kOutputsOfPanel;
     const auto* first = static_cast<const uint8_t*>(p.panels) + panel * bytes;
-    if constexpr (kCode == Code::kInt4 || kCode == Code::kInt8)
-      if (rounds_inputs(p))
-        return of_codes<CodePair<kCode>, kPanels>(p, row, end_row, panel,
-                                                  Codes<kCode, 2>{first, bytes});
-    const Numbers source{first, bytes};
-    if (p.zero || p.minimum) of_codes<Word, kPanels>(p, row, end_row, panel, source);
+#if defined(__AVX2__)
+    if (rounds_inputs(p))
+      return of_codes<CodePair, kPanels>(p, row, end_row, panel, CodePairs<kCode>{first, bytes});
+#endif
+    const Codes<kCode> source{first, bytes};
+    if (p.zero || p.minimum) of_codes<CodeWord<kCode, 0>, kPanels>(p, row, end_row, panel, source);
     else of_codes<CodeWord<kCode, kMiddle>, kPanels>(p, row, end_row, panel, source);
   });
 }
@@ -891,7 +910,7 @@ void round_parts(const Packed& p, int64_t row, char* words) {
       rounded[i] = static_cast<int16_t>(static_cast<int32_t>(whole));
       sum += rounded[i];
     }
-    scales[part] = scale;
+    scales[part] = p.code == Code::kFloat4 ? scale * 0.5f : scale;  // codes are doubled
     if (p.zero || p.minimum) sums[part] = static_cast<float>(sum) * scale;
     else reinterpret_cast<int32_t*>(sums)[part] = middle * sum;
   }

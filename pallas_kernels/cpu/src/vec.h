@@ -216,21 +216,23 @@ inline Int widen(const Number* x) {
   return by_parts([&](int i) { return widen_part(x + i * kNativeLanes); });
 }
 
-// Reads numbers of eight bits from two places and makes pairs of 16 bits of them.
-inline Words widen_pairs(const void* low, const void* high) {
+#if defined(__AVX2__)
+// Reads as many bytes as a vector of the processor has numbers.
+inline __m128i bytes_at(const void* from) {
+  return kNativeLanes == kLanes ? raw_at<__m128i>(from)
+                                : _mm_loadl_epi64(static_cast<const __m128i*>(from));
+}
+
+// Makes pairs of 16 bits of numbers of eight bits.
+inline Words widen_pairs(__m128i low, __m128i high) {
+  const __m128i first = _mm_unpacklo_epi8(low, high);
 #if defined(__AVX512F__)
-  const __m128i a = raw_at<__m128i>(low), b = raw_at<__m128i>(high);
-  return (Words)_mm512_cvtepi8_epi16(
-      _mm256_set_m128i(_mm_unpackhi_epi8(a, b), _mm_unpacklo_epi8(a, b)));
-#elif defined(__AVX2__)
-  return (Words)_mm256_cvtepi8_epi16(
-      _mm_unpacklo_epi8(_mm_loadl_epi64(static_cast<const __m128i*>(low)),
-                        _mm_loadl_epi64(static_cast<const __m128i*>(high))));
+  return (Words)_mm512_cvtepi8_epi16(_mm256_set_m128i(_mm_unpackhi_epi8(low, high), first));
 #else
-  return ((Words)widen_part(static_cast<const int8_t*>(low)) & 0xffffu) |
-         (Words)widen_part(static_cast<const int8_t*>(high)) << 16;
+  return (Words)_mm256_cvtepi8_epi16(first);
 #endif
 }
+#endif
 
 // Loads a vector of numbers as they are stored.
 template <typename Stored>
