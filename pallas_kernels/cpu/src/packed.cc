@@ -905,7 +905,7 @@ void round_parts(const Packed& p, int64_t row, char* words) {
                 inverse = is_finite ? std::ldexp(1.0f, -exponent) : 0.0f;
     int32_t sum = 0;
     for (int64_t i = first; i < end; ++i) {
-      // As in `round_row`, the sum with 1.5 * 2^23 rounds. What is not finite becomes any number.
+      // The sum with 1.5 * 2^23 rounds, as in `round_row`. What is not finite becomes any number.
       const float whole = (float_of_bfloat16(x[i]) * inverse + 12582912.0f) - 12582912.0f;
       rounded[i] = static_cast<int16_t>(static_cast<int32_t>(whole));
       sum += rounded[i];
