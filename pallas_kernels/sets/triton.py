@@ -416,9 +416,18 @@ def _operation(module: str, name: str) -> Callable[..., Any]:
 
 @functools.cache
 def _operations() -> dict[str, Any]:
-    from pallas_kernels.triton import matmul, move, rotary_write, rows, select, state, write
+    from pallas_kernels.triton import (
+        matmul,
+        move,
+        rotary_write,
+        routing,
+        rows,
+        select,
+        state,
+        write,
+    )
 
-    modules = (move, matmul, rotary_write, rows, select, state, write)
+    modules = (move, matmul, rotary_write, routing, rows, select, state, write)
     return {module.__name__.rpartition(".")[2]: module for module in modules}
 
 
@@ -434,6 +443,8 @@ SET = KernelSet(
     multiply_grouped=_operation("matmul", "multiply_grouped"),
     multiply_by_segments=_operation("matmul", "multiply_by_segments"),
     rotate_and_write=_operation("rotary_write", "rotate_and_write"),
+    choose_experts=_operation("routing", "choose_experts"),
+    gather_by_group=_operation("routing", "gather_by_group"),
     cutoffs=_operation("select", "cutoffs"),
     top_candidates=_operation("select", "top_candidates"),
     honours=frozenset(
