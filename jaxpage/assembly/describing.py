@@ -75,10 +75,13 @@ def describe(
     drafting = open_drafting(config.speculative_config, files)
     stored = files.plan.most_common_dtype()
     dtype = choose_dtype(config.dtype, device, stored, files.family)
+    aliased_bytes = 0  # of weights that are on the device already, and counted among both
+    if not device.is_cpu and mesh.size == 1:
+        aliased_bytes = files.plan.aliased_bytes(dtype, mesh.first)
     described = Described(
         config,
         files.spec,
-        device,
+        replace(device, available_bytes=device.available_bytes + aliased_bytes),
         ModelLayout(dtype, cache_dtype, config.tensor_parallel_size),
         files.plan.num_bytes(dtype),
         drafting,

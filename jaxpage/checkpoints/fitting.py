@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -64,6 +65,31 @@ class Filled:
         stored = [NUMPY_DTYPES[info.dtype] for _, info in self.pieces]
         return np.dtype(functools.reduce(jnp.promote_types, stored))
 
+    @property
+    def is_whole(self) -> bool:
+        """Returns whether the parameter is one stored tensor, as it is stored."""
+        piece, _ = self.pieces[0]
+        return (
+            len(self.pieces) == 1
+            and not piece.transpose
+            and piece.stored_shape == self.weight.shape
+        )
+
+    def whole_array(self, array: Any, dtype: str | None) -> jax.Array | None:
+        """Returns an array that is the parameter as it is, on its one device.
+
+        It is without the mesh of its owner. None where the parameter needs a conversion, other
+        arrays, or a transfer.
+
+        Args:
+            array: The array of the first piece.
+            dtype: The type of the model.
+        """
+        is_there = isinstance(array, jax.Array) and len(array.devices()) == 1
+        if not is_there or array.dtype != self.dtype(dtype) or not self.is_whole:
+            return None
+        return array.addressable_data(0)
+
 
 @dataclass(frozen=True)
 class LoadPlan:
@@ -76,6 +102,8 @@ class LoadPlan:
         names: The names of tensors in a GGUF file, by the names that the model's family has.
         arrays: The arrays that are in memory, by name.
         unused: The names of tensors that fill nothing, and need not.
+        may_alias: True if an array of JAX that needs no change may itself become a parameter;
+            otherwise parameters share no memory with the arrays.
     """
 
     directory: Path
@@ -84,6 +112,17 @@ class LoadPlan:
     names: Mapping[str, str] = field(default_factory=dict)
     arrays: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)
     unused: tuple[str, ...] = field(default=(), repr=False, compare=False)
+    may_alias: bool = False
+
+    def aliased_bytes(self, dtype: str | None, device: Any) -> int:
+        """Returns the bytes of arrays of a `jax.Device` that become parameters themselves."""
+        if not self.may_alias:
+            return 0
+        lent = (
+            filled.whole_array(self.arrays[filled.pieces[0][1].name], dtype)
+            for filled in self.parameters
+        )
+        return sum(array.nbytes for array in lent if array is not None and array.device == device)
 
     @property
     def tensors(self) -> dict[str, TensorInfo]:

@@ -31,11 +31,11 @@ def load_weights(
 ) -> dict[Any, Any]:
     """Returns the parameters as a nested dict keyed by `Weight.path`, each one `put(array)`.
 
-    The array has the parameter's shape and `dtype` (or its own), is row major and owns its memory,
-    so that `put` may keep it. Parameters are read and converted one at a time, those of GGUF one
-    for each core, so that the host never holds two copies of the model. (An Orbax checkpoint is
-    restored whole, and released piece by piece.) What is filled by arrays of JAX that need not be
-    decoded is made on their devices and does not come to the host.
+    The array has the parameter's shape and `dtype` (or its own), is row major and owns its memory
+    (see `LoadPlan.may_alias`), so that `put` may keep it. Parameters are read and converted one at
+    a time, those of GGUF one for each core, so that the host never holds two copies of the model.
+    (An Orbax checkpoint is restored whole, and released piece by piece.) What is filled by arrays
+    of JAX that need not be decoded is made on their devices and does not come to the host.
 
     Args:
         plan: The tensors that fill the parameters.
@@ -49,16 +49,10 @@ def load_weights(
 
     def load(filled: Filled, arrays: list[Any]) -> tuple[dict[Path, Any], int]:
         target_dtype = filled.dtype(dtype)
-        array = arrays[0]
-        if (
-            isinstance(array, jax.Array)
-            and array.dtype == target_dtype
-            and _is_whole(filled)
-            and len(array.devices()) == 1
-        ):
-            # The copy is without the mesh of the array's owner, who may donate it.
-            local = array.addressable_data(0)
-            array = jax.device_put(local, local.sharding, may_alias=False)
+        array = filled.whole_array(arrays[0], dtype)
+        if array is not None:
+            if not plan.may_alias:  # its owner may donate it
+                array = jax.device_put(array, array.sharding, may_alias=False)
         elif are_on_devices(filled, arrays):
             array = join_arrays(filled, arrays, target_dtype)
         else:
@@ -86,7 +80,7 @@ def load_sharded(
     if plan.layout == "orbax":
         for filled in plan.parameters:
             _, info = filled.pieces[0]
-            if _is_whole(filled):
+            if filled.is_whole:
                 sharding = sharding_of(filled.weight)
                 targets[info.name] = jax.ShapeDtypeStruct(
                     info.shape, filled.dtype(dtype), sharding=sharding
@@ -193,16 +187,6 @@ def _shard(
         ]
         parts.append(np.zeros(shape, parts[0].dtype))
     return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=sharded.axis)
-
-
-def _is_whole(filled: Filled) -> bool:
-    """Returns whether the parameter is one stored tensor, as it is stored."""
-    piece, _ = filled.pieces[0]
-    return (
-        len(filled.pieces) == 1
-        and not piece.transpose
-        and piece.stored_shape == filled.weight.shape
-    )
 
 
 def _whole(filled: Filled) -> tuple[slice, ...]:

@@ -201,7 +201,8 @@ class Attention(nnx.Module):
         if norms is not None:
             x_TMH = x_TF.reshape(len(x_TF), -1, self.head_dim)
             q_TNH, k_TKH, v_TKH = jnp.split(x_TMH, [-2 * num_keys, -num_keys], axis=1)
-            q_TNH, k_TKH = self._norm(q_TNH, k_TKH)
+            assert self.query_norm is not None and self.key_norm is not None, "they gave the scales"
+            q_TNH, k_TKH = self.query_norm(q_TNH), self.key_norm(k_TKH)
             return angles.rotate(q_TNH), angles.rotate(k_TKH), v_TKH, layer_pages
         return *angles.split_and_rotate(x_TF, num_keys, self.head_dim), layer_pages
 

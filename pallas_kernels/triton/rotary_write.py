@@ -116,7 +116,7 @@ def _kernel(
     slot = load(slots_ref.at[token])
     is_written = (slot >= 0) & (slot < num_blocks * block_size)
     block = jax.lax.div(slot, block_size)
-    offset = jax.lax.rem(slot, block_size)
+    in_block = jax.lax.rem(slot, block_size)
 
     def write(place: int, numbers_MH: jax.Array) -> None:
         """Writes heads into the pages of keys, with place 0, or of values."""
@@ -130,9 +130,9 @@ def _kernel(
             if num_pages == 4:
                 kept_MH, scale_M = quantize(numbers_MH.astype(jnp.float32), pages_ref.dtype)
                 key = head - first + jnp.arange(heads)
-                store(page_refs[2 + place].at[block, offset, key], scale_M)
+                store(page_refs[2 + place].at[block, in_block, key], scale_M)
             kept_MH = kept_MH.astype(pages_ref.dtype)
-            store(pages_ref.at[block, offset, at_K1, at_1H], kept_MH, mask=has_1H)
+            store(pages_ref.at[block, in_block, at_K1, at_1H], kept_MH, mask=has_1H)
 
     write(0, rotated_MH)
     write(1, x_MH)
