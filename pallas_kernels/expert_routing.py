@@ -26,14 +26,14 @@ def choose_experts(
 
     Args:
         logits_TE: The logits of the experts.
-        correction_E: What is added to the odds of each expert to rate it; None for nothing.
+        correction_E: What is added to the scores of each expert to rate it; None for nothing.
         count: The number of experts of a token.
-        sigmoid: True if odds are sigmoids; otherwise they are `exp(logits - their maximum)`.
+        sigmoid: True if scores are sigmoids; otherwise they are `exp(logits - their maximum)`.
         backend: One of `BACKENDS`, or "auto", as in `paged_attention`.
         interpret: Runs a kernel on CPU, operation by operation.
 
     Returns:
-        The odds of the chosen experts, and these experts.
+        The scores of the chosen experts, and these experts.
 
     Raises:
         NotImplementedError: No backend takes the call; the message has every backend's reason.

@@ -116,12 +116,12 @@ def test_pairs_are_sorted_by_expert():
 
 
 def check_choice(sigmoid, corrected):
-    """Compares the choice by `jax.lax.top_k` and odds in float64; two experts are alike."""
+    """Compares the choice by `jax.lax.top_k` and scores in float64; two experts are alike."""
     logits_TE = np.random.default_rng(1).standard_normal((9, 12)).astype(np.float32)
     logits_TE[:, 7] = logits_TE[:, 3] = 2.5
     logits_TE[4, 5] = np.nan
     correction_E = np.linspace(1, 0, 12, dtype=np.float32) if corrected else None
-    odds_TX, expert_TX = choose_experts(
+    scores_TX, expert_TX = choose_experts(
         jnp.asarray(logits_TE),
         None if correction_E is None else jnp.asarray(correction_E),
         4,
@@ -130,14 +130,14 @@ def check_choice(sigmoid, corrected):
         interpret=True,
     )
     wide_TE = logits_TE.astype(np.float64)
-    odds_TE = 1 / (1 + np.exp(-wide_TE)) if sigmoid else np.exp(wide_TE - wide_TE.max(1)[:, None])
-    rated_TE = odds_TE + (0 if correction_E is None else correction_E)
+    scores_TE = 1 / (1 + np.exp(-wide_TE)) if sigmoid else np.exp(wide_TE - wide_TE.max(1)[:, None])
+    rated_TE = scores_TE + (0 if correction_E is None else correction_E)
     is_number_T = np.arange(9) != 4  # a softmax has none at all there
     want_TX = np.asarray(jax.lax.top_k(jnp.asarray(rated_TE, jnp.float32), 4)[1])
     np.testing.assert_array_equal(np.asarray(expert_TX)[is_number_T], want_TX[is_number_T])
-    want = np.take_along_axis(odds_TE, want_TX, 1)[is_number_T]
-    np.testing.assert_allclose(np.asarray(odds_TX)[is_number_T], want, rtol=2e-6)
-    assert expert_TX[4, 0] == (5 if sigmoid else 0) and np.isnan(odds_TX[4, 0])
+    want = np.take_along_axis(scores_TE, want_TX, 1)[is_number_T]
+    np.testing.assert_allclose(np.asarray(scores_TX)[is_number_T], want, rtol=2e-6)
+    assert expert_TX[4, 0] == (5 if sigmoid else 0) and np.isnan(scores_TX[4, 0])
     assert len(set(np.asarray(expert_TX)[4].tolist())) == 4
 
 
@@ -146,9 +146,9 @@ def test_the_experts_that_are_rated_highest_are_chosen(sigmoid, corrected):
     check_choice(sigmoid, corrected)
 
 
-@pytest.mark.parametrize("mistake", ["order", "count", "copy", "odds"])
+@pytest.mark.parametrize("mistake", ["order", "count", "copy", "scores"])
 def test_a_planted_mistake_in_routing_is_seen(mistake, monkeypatch):
-    number, odds_of = triton_routing._number, triton_routing.odds_of
+    number, scores_of = triton_routing._number, triton_routing.scores_of
 
     def wrong_number(is_counted_P):
         return number(is_counted_P.at[0].set(False))
@@ -159,14 +159,16 @@ def test_a_planted_mistake_in_routing_is_seen(mistake, monkeypatch):
         monkeypatch.setattr(triton_routing.pl, "cdiv", lambda a, b: a // b)
     if mistake == "order":
         monkeypatch.setattr(triton_routing, "_group", lambda group, num_groups: group)
-    if mistake == "odds":
+    if mistake == "scores":
         monkeypatch.setattr(
-            triton_routing, "odds_of", lambda logits_E, sigmoid: odds_of(-logits_E, sigmoid=sigmoid)
+            triton_routing,
+            "scores_of",
+            lambda logits_E, sigmoid: scores_of(-logits_E, sigmoid=sigmoid),
         )
     triton_routing.gather_by_group.clear_cache()
     triton_routing.choose_experts.clear_cache()
     with pytest.raises(AssertionError):
-        check_choice(True, True) if mistake == "odds" else check_pairs()
+        check_choice(True, True) if mistake == "scores" else check_pairs()
     triton_routing.gather_by_group.clear_cache()
     triton_routing.choose_experts.clear_cache()
 

@@ -369,7 +369,7 @@ def check_norms(dtype, offset):
     q, got = jax.jit(functools.partial(fused, **norms))(x, cos, sin, *pages, slots)
 
     @jax.jit
-    def apart(x, cos, sin, pages, slots):
+    def in_turn(x, cos, sin, pages, slots):
         parts = jnp.split(x, [N, N + K], axis=1)
         normed = [
             rows.rms_norm(part.reshape(-1, H), scale, 1e-3, offset, interpret=True)
@@ -378,9 +378,9 @@ def check_norms(dtype, offset):
         heads = [*(each.reshape(T, -1, H) for each in normed), parts[2]]
         return one_after_the_other(jnp.concatenate(heads, axis=1), cos, sin, *pages, slots)
 
-    q_apart, pages_apart = apart(x, cos, sin, pages, slots)
-    same(q, q_apart)
-    same(*([each.reshape(P * S, -1)[S:] for each in both] for both in (got, pages_apart)))
+    separate_q, separate_pages = in_turn(x, cos, sin, pages, slots)
+    same(q, separate_q)
+    same(*([each.reshape(P * S, -1)[S:] for each in both] for both in (got, separate_pages)))
     wide = np.asarray(x, np.float64)[:, : N + K]
     scale_MH = np.repeat(np.asarray(jnp.asarray(scales, dtype), np.float64), (N, K), axis=0)
     wide = (scale_MH + offset) * wide / np.sqrt((wide**2).mean(-1, keepdims=True) + 1e-3)

@@ -24,7 +24,7 @@ from transformers import LlamaConfig
 
 from jaxpage import LLM, SamplingParams
 from jaxpage.assembly import Built
-from jaxpage.checkpoints import load_weights, loading
+from jaxpage.checkpoints import aliased_bytes, load_weights, loading
 from jaxpage.checkpoints.in_memory import name_parameters, open_parameters, with_parameters
 from jaxpage.device.hardware import make_mesh
 from jaxpage.errors import CheckpointError, ConfigError, UnsupportedError
@@ -212,8 +212,8 @@ def test_arrays_that_need_no_change_can_be_used_as_they_are(from_files: list[lis
     joined = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
     alone = [array for name, array in arrays.items() if not any(each in name for each in joined)]
     device = jax.devices()[0]
-    assert plan.aliased_bytes("float32", device) == sum(array.nbytes for array in alone)
-    assert plan.aliased_bytes("bfloat16", device) == plan.aliased_bytes("float32", None) == 0
+    assert aliased_bytes(plan, "float32", device) == sum(array.nbytes for array in alone)
+    assert aliased_bytes(plan, "bfloat16", device) == aliased_bytes(plan, "float32", None) == 0
 
 
 def test_a_module_serves(llm: LLM, from_files: list[list[Any]]) -> None:

@@ -13,7 +13,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -65,31 +64,6 @@ class Filled:
         stored = [NUMPY_DTYPES[info.dtype] for _, info in self.pieces]
         return np.dtype(functools.reduce(jnp.promote_types, stored))
 
-    @property
-    def is_whole(self) -> bool:
-        """Returns whether the parameter is one stored tensor, as it is stored."""
-        piece, _ = self.pieces[0]
-        return (
-            len(self.pieces) == 1
-            and not piece.transpose
-            and piece.stored_shape == self.weight.shape
-        )
-
-    def whole_array(self, array: Any, dtype: str | None) -> jax.Array | None:
-        """Returns an array that is the parameter as it is, on its one device.
-
-        It is without the mesh of its owner. None where the parameter needs a conversion, other
-        arrays, or a transfer.
-
-        Args:
-            array: The array of the first piece.
-            dtype: The type of the model.
-        """
-        is_there = isinstance(array, jax.Array) and len(array.devices()) == 1
-        if not is_there or array.dtype != self.dtype(dtype) or not self.is_whole:
-            return None
-        return array.addressable_data(0)
-
 
 @dataclass(frozen=True)
 class LoadPlan:
@@ -113,16 +87,6 @@ class LoadPlan:
     arrays: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)
     unused: tuple[str, ...] = field(default=(), repr=False, compare=False)
     may_alias: bool = False
-
-    def aliased_bytes(self, dtype: str | None, device: Any) -> int:
-        """Returns the bytes of arrays of a `jax.Device` that become parameters themselves."""
-        if not self.may_alias:
-            return 0
-        lent = (
-            filled.whole_array(self.arrays[filled.pieces[0][1].name], dtype)
-            for filled in self.parameters
-        )
-        return sum(array.nbytes for array in lent if array is not None and array.device == device)
 
     @property
     def tensors(self) -> dict[str, TensorInfo]:

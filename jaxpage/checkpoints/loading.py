@@ -49,7 +49,7 @@ def load_weights(
 
     def load(filled: Filled, arrays: list[Any]) -> tuple[dict[Path, Any], int]:
         target_dtype = filled.dtype(dtype)
-        array = filled.whole_array(arrays[0], dtype)
+        array = _whole_array(filled, arrays[0], target_dtype)
         if array is not None:
             if not plan.may_alias:  # its owner may donate it
                 array = jax.device_put(array, array.sharding, may_alias=False)
@@ -80,7 +80,7 @@ def load_sharded(
     if plan.layout == "orbax":
         for filled in plan.parameters:
             _, info = filled.pieces[0]
-            if filled.is_whole:
+            if _is_whole(filled):
                 sharding = sharding_of(filled.weight)
                 targets[info.name] = jax.ShapeDtypeStruct(
                     info.shape, filled.dtype(dtype), sharding=sharding
@@ -187,6 +187,37 @@ def _shard(
         ]
         parts.append(np.zeros(shape, parts[0].dtype))
     return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=sharded.axis)
+
+
+def _is_whole(filled: Filled) -> bool:
+    """Returns whether the parameter is one stored tensor, as it is stored."""
+    piece, _ = filled.pieces[0]
+    return (
+        len(filled.pieces) == 1
+        and not piece.transpose
+        and piece.stored_shape == filled.weight.shape
+    )
+
+
+def _whole_array(filled: Filled, array: Any, dtype: np.dtype[Any]) -> jax.Array | None:
+    """Returns an array that is the parameter as it is, without the mesh of its owner.
+
+    None where the parameter needs a conversion, other arrays, or several devices.
+    """
+    if not isinstance(array, jax.Array) or len(array.devices()) != 1:
+        return None
+    return array.addressable_data(0) if array.dtype == dtype and _is_whole(filled) else None
+
+
+def aliased_bytes(plan: LoadPlan, dtype: str | None, device: Any) -> int:
+    """Returns the bytes of arrays of a `jax.Device` that become parameters themselves."""
+    if not plan.may_alias:
+        return 0
+    arrays = [
+        _whole_array(filled, plan.arrays[filled.pieces[0][1].name], filled.dtype(dtype))
+        for filled in plan.parameters
+    ]
+    return sum(array.nbytes for array in arrays if array is not None and array.device == device)
 
 
 def _whole(filled: Filled) -> tuple[slice, ...]:

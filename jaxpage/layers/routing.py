@@ -109,10 +109,10 @@ class Router(nnx.Module):
             expert_TX, weight_TX = self._choose(logits_TE, requested_TX)
         elif kernels is not None and kernels.choose_experts is not None and self._is_plain:
             correction_E = None if self.correction is None else self.correction[...]
-            odds_TX, expert_TX = kernels.choose_experts(
+            scores_TX, expert_TX = kernels.choose_experts(
                 logits_TE, correction_E, self.routing.per_token, sigmoid=self.routing.sigmoid
             )
-            weight_TX = self._scale(odds_TX, logits_TE)
+            weight_TX = self._scale(scores_TX, logits_TE)
         else:
             expert_TX, weight_TX = jax.lax.platform_dependent(
                 logits_TE, cpu=self._choose_by_tiles, default=self._choose
@@ -123,9 +123,9 @@ class Router(nnx.Module):
 
     @property
     def _is_plain(self) -> bool:
-        """Returns whether odds alone, and corrections of sigmoids, decide which experts are best.
+        """Returns whether scores alone, and corrections of sigmoids, decide which experts are best.
 
-        The weights then depend on the odds of the chosen experts alone.
+        The weights then depend on the scores of the chosen experts alone.
         """
         routing = self.routing
         is_alone = routing.jitter is None and routing.groups is None

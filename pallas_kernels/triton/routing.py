@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from pallas_kernels.triton.backend import kernel_call, load, store
-from pallas_kernels.triton.rows import odds_of, warps_of
+from pallas_kernels.triton.rows import scores_of, warps_of
 
 NO_EXPERT = 1 << 30
 COLS = 1024  # the numbers of a row that a program copies
@@ -27,7 +27,7 @@ def choose_experts(
     sigmoid: bool,
     interpret: bool = False,
 ) -> tuple[jax.Array, ...]:
-    """Returns odds and experts; see `expert_routing.choose_experts`. A program takes a row."""
+    """Returns scores and experts; see `expert_routing.choose_experts`. A program takes a row."""
     num_tokens, num_experts = logits_TE.shape
     shape = (num_tokens, count)
     call = kernel_call(
@@ -48,7 +48,7 @@ def choose_experts(
 def _choose(
     logits_ref: Any,
     correction_ref: Any,
-    odds_ref: Any,
+    scores_ref: Any,
     expert_ref: Any,
     *,
     width: int,
@@ -58,8 +58,10 @@ def _choose(
     row = pl.program_id(0)
     at_E = jnp.arange(pl.next_power_of_2(width))
     has_E = at_E < width
-    odds_E = odds_of(load(logits_ref.at[row, at_E], mask=has_E, other=-jnp.inf), sigmoid=sigmoid)
-    rated_E = odds_E
+    scores_E = scores_of(
+        load(logits_ref.at[row, at_E], mask=has_E, other=-jnp.inf), sigmoid=sigmoid
+    )
+    rated_E = scores_E
     if correction_ref is not None:
         rated_E = rated_E + load(correction_ref.at[at_E], mask=has_E, other=0.0)
     # What is no number is rated highest, as by `jax.lax.top_k`, so that it is seen in the output.
@@ -70,7 +72,7 @@ def _choose(
         expert = jnp.min(jnp.where(is_best_E, at_E, NO_EXPERT))
         is_taken_E = at_E == expert
         store(expert_ref.at[row, place], expert)
-        store(odds_ref.at[row, place], jnp.sum(jnp.where(is_taken_E, odds_E, 0.0)))
+        store(scores_ref.at[row, place], jnp.sum(jnp.where(is_taken_E, scores_E, 0.0)))
         return jnp.where(is_taken_E, -jnp.inf, left_E)
 
     jax.lax.fori_loop(0, count, take, jnp.where(has_E, rated_E, -jnp.inf))

@@ -351,10 +351,10 @@ def _scores_row(logits_ref: Any, out_ref: Any, *, width: int, sigmoid: bool) -> 
     at_E = jnp.arange(pl.next_power_of_2(width))
     has_E = at_E < width
     logits_E = tb.load(logits_ref.at[row, at_E], mask=has_E, other=-jnp.inf)
-    tb.store(out_ref.at[row, at_E], odds_of(logits_E, sigmoid=sigmoid), mask=has_E)
+    tb.store(out_ref.at[row, at_E], scores_of(logits_E, sigmoid=sigmoid), mask=has_E)
 
 
-def odds_of(logits_E: jax.Array, *, sigmoid: bool) -> jax.Array:
+def scores_of(logits_E: jax.Array, *, sigmoid: bool) -> jax.Array:
     """Returns the odds of the experts of a token; see `scores`."""
     if sigmoid:
         return 1.0 / (1.0 + jnp.exp(-logits_E))
