@@ -429,7 +429,7 @@ def test_attention_fits_the_card(gpu, call, heads, page_dtype):
     if page_dtype == "uint8" and gpu in WITHOUT_FP8:
         with pytest.raises(
             NotImplementedError,
-            match=r"needs a GPU of compute capability 8\.9 or more for pages of uint8",
+            match=r"needs a GPU of compute capability 8\.9 or more for pages of fp8",
         ):
             compile_for(case.function, *case.arguments, gpu=gpu)
         return

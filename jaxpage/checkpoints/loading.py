@@ -49,7 +49,7 @@ def load_weights(
 
     def load(filled: Filled, arrays: list[Any]) -> tuple[dict[Path, Any], int]:
         target_dtype = filled.dtype(dtype)
-        array = _whole_array(filled, arrays[0], target_dtype)
+        array: Any = _whole_array(filled, arrays[0], target_dtype)
         if array is not None:
             if not plan.may_alias:  # its owner may donate it
                 array = jax.device_put(array, array.sharding, may_alias=False)

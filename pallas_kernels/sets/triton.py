@@ -242,7 +242,7 @@ def supports(device: Any, call: Call) -> str | None:
     has = None if call.interpret else capability(device)
     needed = FLOAT8_CAPABILITY if call.page_dtype in FLOAT8 else CAPABILITY
     if has is not None and has < needed:
-        pages = f" for pages of {call.page_dtype}" if needed == FLOAT8_CAPABILITY else ""
+        pages = " for pages of fp8" if needed == FLOAT8_CAPABILITY else ""
         return (
             f"needs a GPU of compute capability {'.'.join(map(str, needed))} or more{pages}, but "
             f"{describe(device)}"
