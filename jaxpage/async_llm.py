@@ -98,6 +98,7 @@ class AsyncLLM(DrivenModel):
         parameters: Parameters,
         tokenizer: Any | None = None,
         *,
+        may_alias: bool = False,
         use_tqdm: bool = False,
         max_queued_requests: int = 4096,
         **settings: Unpack[EngineSettings],
@@ -105,7 +106,14 @@ class AsyncLLM(DrivenModel):
         """Returns an `AsyncLLM` with weights that are in memory; see `LLM.from_parameters`."""
         made = cls.__new__(cls)
         made._use(
-            *open_in_memory(config, parameters, tokenizer, settings, Hooks(progress=use_tqdm)),
+            *open_in_memory(
+                config,
+                parameters,
+                tokenizer,
+                settings,
+                Hooks(progress=use_tqdm),
+                may_alias=may_alias,
+            ),
             max_queued_requests,
         )
         return made

@@ -146,6 +146,7 @@ class LLM(DrivenModel):
         parameters: Parameters,
         tokenizer: Any | None = None,
         *,
+        may_alias: bool = False,
         use_tqdm: bool = False,
         verbose: bool | None = None,
         **settings: Unpack[EngineSettings],
@@ -160,6 +161,9 @@ class LLM(DrivenModel):
                 `jaxpage.models` or of Tunix with its arrays.
             tokenizer: A tokenizer of transformers, or a directory with its files. With None,
                 prompts are token ids.
+            may_alias: Use arrays of JAX as they are where nothing has to be joined, converted or
+                moved, so that they are in memory once. Such arrays must neither be donated nor
+                deleted while the engine has them. With False they are copied.
             use_tqdm: Show progress bars on standard error.
             verbose: See `LLM`.
             settings: Fields of `EngineConfig`, by name.
@@ -170,7 +174,7 @@ class LLM(DrivenModel):
         """
         made = cls.__new__(cls)
         hooks = Hooks(progress=use_tqdm, verbose=verbose)
-        opened = open_in_memory(config, parameters, tokenizer, settings, hooks)
+        opened = open_in_memory(config, parameters, tokenizer, settings, hooks, may_alias=may_alias)
         made._use(*opened, progress=use_tqdm)
         return made
 

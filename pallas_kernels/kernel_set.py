@@ -70,9 +70,13 @@ class KernelSet:
             `grouped_matmul`. None if the set has no such kernel.
         multiply_by_segments: (x_TI, weight, count_E or None, type of the result) -> y_TO, and the
             sums of segments or None; see `matmul_and_sums`. None if the set has no such kernel.
-        rotate_and_write: (x_TMH, cos_TE, sin_TE, k_pages, v_pages, slots_T, k_scale, v_scale) ->
-            q_TNH, and the pages and scales; see `kv_write.rotate_and_write`. None if the set has no
-            such kernel.
+        rotate_and_write: (x_TMH, cos_TE, sin_TE, k_pages, v_pages, slots_T, k_scale, v_scale,
+            query_scale_H, key_scale_H) -> q_TNH, and the pages and scales; see
+            `kv_write.rotate_and_write`. None if the set has no such kernel.
+        choose_experts: (logits_TE, correction_E or None, count) -> odds_TX and expert_TX; see
+            `expert_routing.choose_experts`. None if the set has no such kernel.
+        gather_by_group: (x_TI, group_P, number of groups) -> x_PI, place_P, group_P and count_E;
+            see `expert_routing.gather_by_group`. None like `choose_experts`.
         write_and_attend: (k_TKH, v_TKH, slots_T, Arguments) -> out_TNH and what `write` returns.
             None unless one kernel does both.
         cutoffs: Selects in rows of logits (see `selection`); None if the set has no kernel.
@@ -112,6 +116,8 @@ class KernelSet:
     multiply_grouped: Callable[..., jax.Array] | None = None
     multiply_by_segments: Callable[..., tuple[jax.Array, jax.Array | None]] | None = None
     rotate_and_write: Callable[..., tuple[jax.Array, ...]] | None = None
+    choose_experts: Callable[..., tuple[jax.Array, ...]] | None = None
+    gather_by_group: Callable[..., tuple[jax.Array, ...]] | None = None
     write_and_attend: Callable[..., tuple[jax.Array, tuple[jax.Array | None, ...]]] | None = None
     cutoffs: Callable[..., jax.Array] | None = None
     top_candidates: Callable[..., tuple[jax.Array, jax.Array]] | None = None

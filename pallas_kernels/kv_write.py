@@ -80,15 +80,20 @@ def rotate_and_write(
     *,
     k_scale: Float[Array, "P S K"] | None = None,
     v_scale: Float[Array, "P S K"] | None = None,
+    query_scale_H: Float[Array, "H"] | None = None,
+    key_scale_H: Float[Array, "H"] | None = None,
+    epsilon: float = 0.0,
+    offset: float = 0.0,
     dtype: DTypeLike | None = None,
     backend: str = "auto",
     interpret: bool = False,
 ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
     """Splits heads into queries, keys and values, rotates the first two, and writes the others.
 
-    Each token has N = M - 2K heads of queries, K of keys and K of values, in this order. The pairs
-    (i, E + i) of queries and keys are turned by the token's angles, in float32; what is after the
-    pairs stays. Keys and values go to the pages as `write_kv` writes them.
+    Each token has N = M - 2K heads of queries, K of keys and K of values, in this order. With
+    scales, a head x of queries or keys becomes `(scale + offset) * x / sqrt(mean(x^2) + epsilon)`,
+    rounded. The pairs (i, E + i) of queries and keys are turned by the token's angles, in float32;
+    what is after the pairs stays. Keys and values go to the pages as `write_kv` writes them.
 
     Args:
         x_TMH: The heads, or the sums of their segments; see `matmul_and_sums`.
@@ -99,6 +104,10 @@ def rotate_and_write(
         slots_T: The slot of each token.
         k_scale: The scales of quantised pages of keys.
         v_scale: The scales of quantised pages of values.
+        query_scale_H: The scale of the RMS norm of each head of queries; None for no norms.
+        key_scale_H: The same of keys; both are given, or none.
+        epsilon: The number that norms add to the mean of squares.
+        offset: The number that norms add to scales.
         dtype: The type to which sums of segments are rounded; None for that of the heads.
         backend: One of `BACKENDS`, or "auto".
         interpret: Runs the kernel on CPU, operation by operation.
@@ -118,6 +127,14 @@ def rotate_and_write(
             f"x_TMH {x_TMH.shape} must have more than 2 x {num_keys} heads, at least 2 x "
             f"{cos_TE.shape[1]} wide"
         )
+    if (query_scale_H is None) != (key_scale_H is None):
+        raise ValueError("query_scale_H and key_scale_H must be given both, or neither")
+    for name, scale_H in (("query_scale_H", query_scale_H), ("key_scale_H", key_scale_H)):
+        if scale_H is not None and scale_H.shape != x_TMH.shape[-1:]:
+            raise ValueError(
+                f"{name} {scale_H.shape} must have one number for each of a head's "
+                f"{x_TMH.shape[-1]}"
+            )
     whole_TMH = x_TMH if x_TMH.ndim == 3 else x_TMH[0]
     k_TKH, v_TKH = jnp.split(whole_TMH[:, num_queries:], 2, axis=1)  # for the checks alone
     _, _, *pages, slots_T, k_scale, v_scale = check(
@@ -127,12 +144,14 @@ def rotate_and_write(
     dtype_name = jnp.dtype(dtype or x_TMH.dtype).name
 
     def pick(kernels: KernelSet) -> Callable[..., tuple[jax.Array, ...]]:
-        return functools.partial(kernels.rotate_and_write or no_kernel, dtype=dtype_name)
+        return functools.partial(
+            kernels.rotate_and_write or no_kernel, dtype=dtype_name, epsilon=epsilon, offset=offset
+        )
 
     q_TNH, *written = first_that_takes(
         "rotate_and_write",
         pick,
-        *(x_TMH, cos_TE, sin_TE, *pages, slots_T, k_scale, v_scale),
+        *(x_TMH, cos_TE, sin_TE, *pages, slots_T, k_scale, v_scale, query_scale_H, key_scale_H),
         call=call,
         backend=backend,
     )

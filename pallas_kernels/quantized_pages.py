@@ -31,6 +31,12 @@ def is_quantized(dtype: DTypeLike) -> bool:
     return jnp.dtype(dtype) in _LARGEST
 
 
+def spell_dtype(dtype: DTypeLike) -> str:
+    """Returns a type of pages as messages and settings name it: "fp8" for its bits, too."""
+    name = jnp.dtype(dtype).name
+    return "fp8" if name in ("float8_e4m3fn", "uint8") else name
+
+
 def largest(dtype: DTypeLike) -> float:
     """Returns the greatest magnitude that pages of this type keep, in units of the scale."""
     return _LARGEST[jnp.dtype(dtype)]

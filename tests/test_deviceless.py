@@ -48,7 +48,7 @@ from tools.lab.kernel_lab.inspection.compiled_cases import (
 )
 from tools.lab.kernel_lab.kernel_cases import shape_of_spec
 from tools.lab.kernel_lab.specs import MATMULS, find
-from tools.step_shapes import BUCKETS, LLAMA_3_8B, step_shapes
+from tools.step_shapes import BUCKETS, LLAMA_3_8B, QWEN3_30B_A3B, step_shapes
 
 reason = unavailable()
 pytestmark = pytest.mark.skipif(reason is not None, reason=str(reason))
@@ -298,17 +298,24 @@ def test_queries_and_keys_are_rotated_and_written_in_one_launch(case):
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize(("batch_invariant", "maximum"), [(False, 13), (True, 10)])
-@pytest.mark.parametrize("num_rows", [2, 16])
-def test_a_layer_has_few_launches(num_rows, batch_invariant, maximum):
-    """In a layer of 8B attention has two of them, and in plain products a sum of split inputs may
-    be one more.
+@pytest.mark.parametrize(
+    ("config", "num_rows", "batch_invariant", "maximum"),
+    [
+        *((LLAMA_3_8B, num_rows, False, 13) for num_rows in (2, 16)),
+        *((LLAMA_3_8B, num_rows, True, 10) for num_rows in (2, 16)),
+        *((QWEN3_30B_A3B, 2, False, 16), (QWEN3_30B_A3B, 64, False, 17)),
+        (QWEN3_30B_A3B, 2, True, 19),
+    ],
+)
+def test_a_layer_has_few_launches(config, num_rows, batch_invariant, maximum):
+    """In a layer attention has two of them, and in plain products a sum of split inputs may be one
+    more.
     """
     bucket = Bucket(num_rows, num_rows, 1)
     numbers = []
     for num_layers in (1, 2):
         backend = Backend("triton", batch_invariant=batch_invariant)
-        shapes = step_shapes(bucket, backend=backend, num_layers=num_layers)
+        shapes = step_shapes(bucket, backend=backend, config=config, num_layers=num_layers)
         compiled, _ = compile_with_thunks(
             shapes.step, *shapes.arguments, options=compiler_options("gpu")
         )
@@ -422,7 +429,7 @@ def test_attention_fits_the_card(gpu, call, heads, page_dtype):
     if page_dtype == "uint8" and gpu in WITHOUT_FP8:
         with pytest.raises(
             NotImplementedError,
-            match=r"needs a GPU of compute capability 8\.9 or more for pages of uint8",
+            match=r"needs a GPU of compute capability 8\.9 or more for pages of fp8",
         ):
             compile_for(case.function, *case.arguments, gpu=gpu)
         return

@@ -19,7 +19,6 @@ from jaxpage.checkpoints import load_weights, open_model
 from jaxpage.device.attention import make_layer_kernels
 from jaxpage.device.hardware.backends import Backend
 from jaxpage.errors import CheckpointError
-from jaxpage.layers import experts
 from jaxpage.layers.experts import ExpertsSpec
 from jaxpage.layers.routing import Groups, Routing
 from jaxpage.layers.trace_scope import LayerKernels, TraceScope
@@ -28,6 +27,8 @@ from jaxpage.models.parameters.replacing import replace_modules
 from jaxpage.models.parts.experts import make_experts
 from jaxpage.models.parts.names import QWEN_EXPERTS
 from jaxpage.models.quantization.scheme_choice import quantization_of
+from pallas_kernels.expert_routing import choose_experts, gather_by_group
+from pallas_kernels.triton import routing as triton_routing
 from tests.support.dense import logits_of
 from tests.support.engines import BLOCKS_OF_4, SMALL_POOL
 from tests.support.mixed_requests import CONFIG, PROMPTS, texts
@@ -89,12 +90,87 @@ def test_the_mixture_is_a_sum_over_each_tokens_experts(kernels):
         np.testing.assert_allclose(np.asarray(run(parameters, x)), expected, atol=1e-4)
 
 
-@pytest.mark.parametrize("compared", [0, 100])
-def test_pairs_are_sorted_by_expert(compared):
-    expert_P = np.random.default_rng(0).integers(0, 7, 40)
-    order_P, index_P = experts._sort(jnp.asarray(expert_P), compared)
-    np.testing.assert_array_equal(order_P, np.argsort(expert_P, kind="stable"))
-    np.testing.assert_array_equal(np.asarray(index_P)[np.asarray(order_P)], np.arange(40))
+def check_pairs(num_rows=20, per_row=2, num_groups=7, width=1500):
+    """Compares a stable sort by numpy; numbers that are no group come last."""
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((num_rows, width)).astype(np.float32)
+    group_P = rng.integers(-1, num_groups + 2, num_rows * per_row).astype(np.int32)
+    options = {"backend": "triton", "interpret": True}
+    rows_PD, place_P, sorted_P, count_E = gather_by_group(
+        jnp.asarray(x), jnp.asarray(group_P), num_groups, **options
+    )
+    is_group_P = (group_P >= 0) & (group_P < num_groups)
+    key_P = np.where(is_group_P, group_P, num_groups)
+    order_P = np.argsort(key_P, kind="stable")
+    np.testing.assert_array_equal(rows_PD, x[order_P // per_row])
+    np.testing.assert_array_equal(np.asarray(place_P)[order_P], np.arange(len(group_P)))
+    np.testing.assert_array_equal(sorted_P, key_P[order_P])
+    np.testing.assert_array_equal(count_E, np.bincount(key_P, minlength=num_groups + 1)[:-1])
+
+
+def test_pairs_are_sorted_by_expert():
+    check_pairs()
+    check_pairs(num_rows=3, per_row=1, num_groups=9, width=20)
+    with pytest.raises(NotImplementedError, match="2050 pairs to sort \\(at most 2048\\)"):
+        check_pairs(num_rows=1025, width=1)
+
+
+def check_choice(sigmoid, corrected):
+    """Compares the choice by `jax.lax.top_k` and scores in float64; two experts are alike."""
+    logits_TE = np.random.default_rng(1).standard_normal((9, 12)).astype(np.float32)
+    logits_TE[:, 7] = logits_TE[:, 3] = 2.5
+    logits_TE[4, 5] = np.nan
+    correction_E = np.linspace(1, 0, 12, dtype=np.float32) if corrected else None
+    scores_TX, expert_TX = choose_experts(
+        jnp.asarray(logits_TE),
+        None if correction_E is None else jnp.asarray(correction_E),
+        4,
+        sigmoid=sigmoid,
+        backend="triton",
+        interpret=True,
+    )
+    wide_TE = logits_TE.astype(np.float64)
+    scores_TE = 1 / (1 + np.exp(-wide_TE)) if sigmoid else np.exp(wide_TE - wide_TE.max(1)[:, None])
+    rated_TE = scores_TE + (0 if correction_E is None else correction_E)
+    is_number_T = np.arange(9) != 4  # a softmax has none at all there
+    want_TX = np.asarray(jax.lax.top_k(jnp.asarray(rated_TE, jnp.float32), 4)[1])
+    np.testing.assert_array_equal(np.asarray(expert_TX)[is_number_T], want_TX[is_number_T])
+    want = np.take_along_axis(scores_TE, want_TX, 1)[is_number_T]
+    np.testing.assert_allclose(np.asarray(scores_TX)[is_number_T], want, rtol=2e-6)
+    assert expert_TX[4, 0] == (5 if sigmoid else 0) and np.isnan(scores_TX[4, 0])
+    assert len(set(np.asarray(expert_TX)[4].tolist())) == 4
+
+
+@pytest.mark.parametrize(("sigmoid", "corrected"), [(False, False), (True, False), (True, True)])
+def test_the_experts_that_are_rated_highest_are_chosen(sigmoid, corrected):
+    check_choice(sigmoid, corrected)
+
+
+@pytest.mark.parametrize("mistake", ["order", "count", "copy", "scores"])
+def test_a_planted_mistake_in_routing_is_seen(mistake, monkeypatch):
+    number, scores_of = triton_routing._number, triton_routing.scores_of
+
+    def wrong_number(is_counted_P):
+        return number(is_counted_P.at[0].set(False))
+
+    if mistake == "count":
+        monkeypatch.setattr(triton_routing, "_number", wrong_number)
+    if mistake == "copy":
+        monkeypatch.setattr(triton_routing.pl, "cdiv", lambda a, b: a // b)
+    if mistake == "order":
+        monkeypatch.setattr(triton_routing, "_group", lambda group, num_groups: group)
+    if mistake == "scores":
+        monkeypatch.setattr(
+            triton_routing,
+            "scores_of",
+            lambda logits_E, sigmoid: scores_of(-logits_E, sigmoid=sigmoid),
+        )
+    triton_routing.gather_by_group.clear_cache()
+    triton_routing.choose_experts.clear_cache()
+    with pytest.raises(AssertionError):
+        check_choice(True, True) if mistake == "scores" else check_pairs()
+    triton_routing.gather_by_group.clear_cache()
+    triton_routing.choose_experts.clear_cache()
 
 
 @pytest.mark.parametrize(

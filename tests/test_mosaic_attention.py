@@ -330,15 +330,19 @@ def test_refusals_name_the_argument_and_its_value(options, reason):
         jax.eval_shape(call, *arrays)
 
 
-def test_pages_of_another_type_are_refused():
+@pytest.mark.parametrize(("dtype", "name"), [("float16", "float16"), ("uint8", "fp8")])
+def test_pages_of_another_type_are_refused(dtype, name):
     case = small_case(1, [20], [2])
-    with pytest.raises(NotImplementedError, match="pages of float16 under queries of bfloat16"):
+    scales = np.ones(case.k_pages.shape[:3], np.float32) if dtype == "uint8" else None
+    with pytest.raises(NotImplementedError, match=f"pages of {name} under queries of bfloat16"):
         paged_attention(
             case.q_TNH,
-            case.k_pages.astype(np.float16),
-            case.v_pages.astype(np.float16),
+            np.zeros(case.k_pages.shape, dtype),
+            np.zeros(case.v_pages.shape, dtype),
             *case.arrays[3:],
             scale=1.0,
+            k_scale=scales,
+            v_scale=scales,
             backend="mosaic",
         )
     assert ml_dtypes.bfloat16 == case.q_TNH.dtype

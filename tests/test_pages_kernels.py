@@ -338,12 +338,12 @@ def test_heads_of_a_program_are_all_of_a_kind(tile, monkeypatch):
 def test_a_planted_mistake_in_a_rotation_is_seen(mistake, monkeypatch):
     turn = rotary_write._turn
 
-    def wrong(x_MH, x_ref, cos_ref, sin_ref, token, at_M1, at_1H):
+    def wrong(x_MH, x_ref, cos_ref, sin_ref, token, at_M1, at_1H, norm):
         if mistake == "sign":
-            return turn(x_MH, x_ref, sin_ref, cos_ref, token, at_M1, at_1H)
+            return turn(x_MH, x_ref, sin_ref, cos_ref, token, at_M1, at_1H, norm)
         if mistake == "values":
             return x_MH
-        return turn(x_MH, x_ref, cos_ref, sin_ref, token, at_M1 + 1, at_1H)
+        return turn(x_MH, x_ref, cos_ref, sin_ref, token, at_M1 + 1, at_1H, norm)
 
     monkeypatch.setattr(rotary_write, "_turn", wrong)
     rotary_write.rotate_and_write.clear_cache()
@@ -354,9 +354,82 @@ def test_a_planted_mistake_in_a_rotation_is_seen(mistake, monkeypatch):
     rotate_then_write.clear_cache()
 
 
+def check_norms(dtype, offset):
+    """Checks normed and rotated queries and keys against float64 to a rounding, and all that is
+    written against the kernels one after the other to the bit.
+    """
+    x, cos, sin = heads_and_angles(4, dtype)
+    pages, slots = new_pages(dtype, 4), np.array(SLOTS, np.int32)
+    scales = np.random.default_rng(5).uniform(0.5, 2, (2, H)).astype(np.float32)
+    norms = dict(
+        zip(("query_scale_H", "key_scale_H"), jnp.asarray(scales, dtype), strict=True),
+        epsilon=1e-3,
+        offset=offset,
+    )
+    q, got = jax.jit(functools.partial(fused, **norms))(x, cos, sin, *pages, slots)
+
+    @jax.jit
+    def in_turn(x, cos, sin, pages, slots):
+        parts = jnp.split(x, [N, N + K], axis=1)
+        normed = [
+            rows.rms_norm(part.reshape(-1, H), scale, 1e-3, offset, interpret=True)
+            for part, scale in zip(parts[:2], jnp.asarray(scales, dtype), strict=True)
+        ]
+        heads = [*(each.reshape(T, -1, H) for each in normed), parts[2]]
+        return one_after_the_other(jnp.concatenate(heads, axis=1), cos, sin, *pages, slots)
+
+    separate_q, separate_pages = in_turn(x, cos, sin, pages, slots)
+    same(q, separate_q)
+    same(*([each.reshape(P * S, -1)[S:] for each in both] for both in (got, separate_pages)))
+    wide = np.asarray(x, np.float64)[:, : N + K]
+    scale_MH = np.repeat(np.asarray(jnp.asarray(scales, dtype), np.float64), (N, K), axis=0)
+    wide = (scale_MH + offset) * wide / np.sqrt((wide**2).mean(-1, keepdims=True) + 1e-3)
+    first, second = wide[..., :E], wide[..., E : 2 * E]
+    cos_T1E, sin_T1E = cos[:, None].astype(np.float64), sin[:, None].astype(np.float64)
+    rotated = [first * cos_T1E - second * sin_T1E, second * cos_T1E + first * sin_T1E]
+    want = np.concatenate([*rotated, wide[..., 2 * E :]], -1)
+    tolerance = {"float32": 2e-6, "bfloat16": 2e-2}[dtype]
+    options = {"rtol": tolerance, "atol": 2 * tolerance}
+    np.testing.assert_allclose(np.asarray(q, np.float64), want[:, :N], **options)
+    keys = np.asarray(got[0], np.float64).reshape(P * S, K, H)
+    for token, slot in enumerate(SLOTS):
+        if S <= slot < P * S:
+            np.testing.assert_allclose(keys[slot], want[token, N:], **options)
+
+
+@pytest.mark.parametrize(("dtype", "offset"), [("float32", 1.0), ("bfloat16", 0.0)])
+def test_heads_are_normed_in_the_same_launch(dtype, offset):
+    check_norms(dtype, offset)
+
+
+@pytest.mark.parametrize("mistake", ["key", "offset", "other half"])
+def test_a_planted_mistake_in_a_norm_of_heads_is_seen(mistake, monkeypatch):
+    scale_head = rotary_write._scale_head
+
+    def wrong(x_MH, at_1H, has_1H, **options):
+        if mistake == "key":
+            options["is_query"] = True
+        if mistake == "offset":
+            options["offset"] = 0.0
+        if mistake == "other half":
+            at_1H = jnp.arange(at_1H.shape[-1])[None, :]
+        return scale_head(x_MH, at_1H, has_1H, **options)
+
+    monkeypatch.setattr(rotary_write, "_scale_head", wrong)
+    rotary_write.rotate_and_write.clear_cache()
+    with pytest.raises(AssertionError):
+        check_norms("float32", 1.0)
+    rotary_write.rotate_and_write.clear_cache()
+
+
 def test_rotations_that_no_kernel_takes_are_refused():
     x, cos, sin = heads_and_angles(3, "float32")
     pages, slots = new_pages("float32"), np.array(SLOTS, np.int32)
+    scale = jnp.ones(H)
+    with pytest.raises(ValueError, match="must be given both, or neither"):
+        fused(x, cos, sin, *pages, slots, query_scale_H=scale)
+    with pytest.raises(ValueError, match=r"key_scale_H \(19,\) must have one number for each"):
+        fused(x, cos, sin, *pages, slots, query_scale_H=scale, key_scale_H=scale[1:])
     with pytest.raises(NotImplementedError, match="reference: it has no such kernel"):
         rotate_and_write(x, cos, sin, *pages, slots, backend="reference")
     with pytest.raises(ValueError, match="must have more than 2 x 3 heads"):

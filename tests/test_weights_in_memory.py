@@ -24,8 +24,9 @@ from transformers import LlamaConfig
 
 from jaxpage import LLM, SamplingParams
 from jaxpage.assembly import Built
-from jaxpage.checkpoints import load_weights, loading
+from jaxpage.checkpoints import aliased_bytes, load_weights, loading
 from jaxpage.checkpoints.in_memory import name_parameters, open_parameters, with_parameters
+from jaxpage.device.hardware import make_mesh
 from jaxpage.errors import CheckpointError, ConfigError, UnsupportedError
 from jaxpage.serving.settings.resolving import resolve_both
 from tests.support.engines import BLOCKS_OF_16, LLAMA, invariants, make_llm
@@ -179,6 +180,40 @@ def test_a_module_does_not_come_to_the_host(
         array.delete()  # as a trainer that donates them does
     jax.tree.map(np.testing.assert_array_equal, weights, want)
     assert named.keys() == random_tensors(config).keys()
+
+
+def test_arrays_that_need_no_change_can_be_used_as_they_are(from_files: list[list[Any]]) -> None:
+    """The engine has the owner's buffers, as far as kernels want no panels, and deletes none.
+
+    Arrays that are joined or converted are made anew.
+    """
+    tensors = random_tensors(LLAMA)
+    files = open_parameters(LLAMA, tensors)
+    module = files.family.Model(files.spec, dtype="float32")
+    nnx.update(module, load_weights(files.plan, "float32", jnp.asarray))
+    leaves = jax.tree.leaves(nnx.to_pure_dict(nnx.state(module)))
+    plan = open_parameters(LLAMA, module, may_alias=True).plan
+
+    def pointers(arrays: Any) -> set[int]:
+        return {array.unsafe_buffer_pointer() for array in jax.tree.leaves(arrays)}
+
+    put = make_mesh().put
+    assert pointers(load_weights(plan, "float32", put)) == pointers(leaves)
+    assert pointers(leaves).isdisjoint(pointers(load_weights(plan, "bfloat16", put)))
+    with LLM.from_parameters(LLAMA, module, may_alias=True, **SETTINGS) as llm:
+        used = llm._engine.runner.share_parameters()["target"]
+        norms = pointers(leaves) & pointers(used)
+        assert len(norms) == 2 * LLAMA["num_hidden_layers"] + 1
+        assert texts(llm) == from_files[0]
+        llm.sleep()
+    assert not any(leaf.is_deleted() for leaf in leaves)
+    arrays = {name: jnp.asarray(tensor) for name, tensor in tensors.items()}
+    plan = open_parameters(LLAMA, arrays, may_alias=True).plan
+    joined = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
+    alone = [array for name, array in arrays.items() if not any(each in name for each in joined)]
+    device = jax.devices()[0]
+    assert aliased_bytes(plan, "float32", device) == sum(array.nbytes for array in alone)
+    assert aliased_bytes(plan, "bfloat16", device) == aliased_bytes(plan, "float32", None) == 0
 
 
 def test_a_module_serves(llm: LLM, from_files: list[list[Any]]) -> None:

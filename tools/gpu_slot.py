@@ -194,8 +194,6 @@ class Slot:
         def note_end(child: Child, findings: list[Finding]) -> None:
             findings = findings or [nothing(child)]
             verdict = self.results.end(child.name, findings, time.monotonic() - began)
-            if verdict.status == FAILED:
-                wait_for_gpu()
             self._failed |= verdict.status == FAILED
             title = f"{time.monotonic() - self._began:4.0f} s  {child.name}: {verdict.status}"
             title += f" ({verdict.summary}; {verdict.seconds:.0f} s)"
@@ -208,6 +206,9 @@ class Slot:
             done=note_end,
             on_finding=note_finding,
         )
+        # Not between parts that run at the same time: the others' processes are on the GPU.
+        if any(self.results.verdict(child.name) == FAILED for child in children):
+            wait_for_gpu()
 
 
 def list_parts(results: Results, parts: list[list[Part]]) -> str:

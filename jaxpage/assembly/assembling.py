@@ -144,6 +144,8 @@ def assemble(opened: Opened, spec: EngineSpec, compiled: Compiled, hooks: Hooks)
         compiled.adapters,
         compiled.packed,
     )
+    if files.plan.may_alias:
+        runner.share_parameters()
     engine = Engine(
         scheduler=_scheduler(spec),
         builder=_builder(spec),

@@ -161,7 +161,7 @@ def load_parameters(
         parameters["drafter"] = drafting.load(dtype, mesh.put, progress=progress)
     if files.vision is not None:
         parameters["vision"] = load_weights(files.vision.plan, dtype, mesh.put, progress=progress)
-    pack_weights(parameters, packed)
+    pack_weights(parameters, packed, deletes=not files.plan.may_alias)
     return parameters
 
 

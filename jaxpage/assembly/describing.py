@@ -14,7 +14,13 @@ from jaxpage.assembly.planning.drafting import open_drafting
 from jaxpage.assembly.planning.encoders import check_settings, is_encoder
 from jaxpage.assembly.planning.vectors import VisionPart, vector_input
 from jaxpage.assembly.sampling_defaults import read_sampling_defaults
-from jaxpage.checkpoints import ModelFiles, list_names, open_model, read_embedding_files
+from jaxpage.checkpoints import (
+    ModelFiles,
+    aliased_bytes,
+    list_names,
+    open_model,
+    read_embedding_files,
+)
 from jaxpage.checkpoints.finding import resolve_model, resolve_tokenizer
 from jaxpage.checkpoints.tokenizers import open_tokenizer
 from jaxpage.device import compile_cache_directory, use_compile_cache
@@ -75,10 +81,13 @@ def describe(
     drafting = open_drafting(config.speculative_config, files)
     stored = files.plan.most_common_dtype()
     dtype = choose_dtype(config.dtype, device, stored, files.family)
+    counted_bytes = 0  # of weights that are on the device already, and counted among both
+    if not device.is_cpu and mesh.size == 1:
+        counted_bytes = aliased_bytes(files.plan, dtype, mesh.first)
     described = Described(
         config,
         files.spec,
-        device,
+        replace(device, available_bytes=device.available_bytes + counted_bytes),
         ModelLayout(dtype, cache_dtype, config.tensor_parallel_size),
         files.plan.num_bytes(dtype),
         drafting,

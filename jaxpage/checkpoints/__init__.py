@@ -22,6 +22,7 @@ from jaxpage.checkpoints.fitting import (
     LoadPlan,  # says which tensors of a checkpoint fill which parameters
 )
 from jaxpage.checkpoints.loading import (
+    aliased_bytes,  # counts what needs no memory of its own
     insert,  # puts a value into a nested dict of weights
     load_shards,  # loads the weights of a model that is divided among devices
     load_weights,  # loads all weights

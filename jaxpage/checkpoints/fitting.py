@@ -76,6 +76,8 @@ class LoadPlan:
         names: The names of tensors in a GGUF file, by the names that the model's family has.
         arrays: The arrays that are in memory, by name.
         unused: The names of tensors that fill nothing, and need not.
+        may_alias: True if an array of JAX that needs no change may itself become a parameter;
+            otherwise parameters share no memory with the arrays.
     """
 
     directory: Path
@@ -84,6 +86,7 @@ class LoadPlan:
     names: Mapping[str, str] = field(default_factory=dict)
     arrays: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)
     unused: tuple[str, ...] = field(default=(), repr=False, compare=False)
+    may_alias: bool = False
 
     @property
     def tensors(self) -> dict[str, TensorInfo]:

@@ -31,11 +31,11 @@ def load_weights(
 ) -> dict[Any, Any]:
     """Returns the parameters as a nested dict keyed by `Weight.path`, each one `put(array)`.
 
-    The array has the parameter's shape and `dtype` (or its own), is row major and owns its memory,
-    so that `put` may keep it. Parameters are read and converted one at a time, those of GGUF one
-    for each core, so that the host never holds two copies of the model. (An Orbax checkpoint is
-    restored whole, and released piece by piece.) What is filled by arrays of JAX that need not be
-    decoded is made on their devices and does not come to the host.
+    The array has the parameter's shape and `dtype` (or its own), is row major and owns its memory
+    (see `LoadPlan.may_alias`), so that `put` may keep it. Parameters are read and converted one at
+    a time, those of GGUF one for each core, so that the host never holds two copies of the model.
+    (An Orbax checkpoint is restored whole, and released piece by piece.) What is filled by arrays
+    of JAX that need not be decoded is made on their devices and does not come to the host.
 
     Args:
         plan: The tensors that fill the parameters.
@@ -49,16 +49,10 @@ def load_weights(
 
     def load(filled: Filled, arrays: list[Any]) -> tuple[dict[Path, Any], int]:
         target_dtype = filled.dtype(dtype)
-        array = arrays[0]
-        if (
-            isinstance(array, jax.Array)
-            and array.dtype == target_dtype
-            and _is_whole(filled)
-            and len(array.devices()) == 1
-        ):
-            # The copy is without the mesh of the array's owner, who may donate it.
-            local = array.addressable_data(0)
-            array = jax.device_put(local, local.sharding, may_alias=False)
+        array: Any = _whole_array(filled, arrays[0], target_dtype)
+        if array is not None:
+            if not plan.may_alias:  # its owner may donate it
+                array = jax.device_put(array, array.sharding, may_alias=False)
         elif are_on_devices(filled, arrays):
             array = join_arrays(filled, arrays, target_dtype)
         else:
@@ -203,6 +197,27 @@ def _is_whole(filled: Filled) -> bool:
         and not piece.transpose
         and piece.stored_shape == filled.weight.shape
     )
+
+
+def _whole_array(filled: Filled, array: Any, dtype: np.dtype[Any]) -> jax.Array | None:
+    """Returns an array that is the parameter as it is, without the mesh of its owner.
+
+    None where the parameter needs a conversion, other arrays, or several devices.
+    """
+    if not isinstance(array, jax.Array) or len(array.devices()) != 1:
+        return None
+    return array.addressable_data(0) if array.dtype == dtype and _is_whole(filled) else None
+
+
+def aliased_bytes(plan: LoadPlan, dtype: str | None, device: Any) -> int:
+    """Returns the bytes of arrays of a `jax.Device` that become parameters themselves."""
+    if not plan.may_alias:
+        return 0
+    arrays = [
+        _whole_array(filled, plan.arrays[filled.pieces[0][1].name], filled.dtype(dtype))
+        for filled in plan.parameters
+    ]
+    return sum(array.nbytes for array in arrays if array is not None and array.device == device)
 
 
 def _whole(filled: Filled) -> tuple[slice, ...]:

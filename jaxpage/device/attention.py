@@ -6,6 +6,7 @@ The seam `attend` writes a layer's new keys and values, then reads through the b
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 from typing import Any
 
@@ -19,7 +20,7 @@ from jaxpage.device.inputs.step_inputs import StepInputs
 from jaxpage.device.packing import multiply_packed, read_packed_rows, run_fusion
 from jaxpage.device.pages.kv_pages import LayerPages
 from jaxpage.device.verify import unpack_tree_mask
-from jaxpage.layers.context import Attend, RotateAndWrite
+from jaxpage.layers.context import Attend, HeadScales, RotateAndWrite
 from jaxpage.layers.rope import Angles
 from jaxpage.layers.trace_scope import LayerKernels, RowKernels, trace_scope
 from jaxpage.layers.weight_kinds import Grouped
@@ -32,7 +33,12 @@ from pallas_kernels import (
     write_and_attend,
 )
 from pallas_kernels.cpu import bidirectional, rows
-from pallas_kernels.quantized_matmul import grouped_matmul, has_grouped_matmul, quantized_matmul
+from pallas_kernels.expert_routing import choose_experts, gather_by_group
+from pallas_kernels.quantized_matmul import (
+    grouped_matmul,
+    has_grouped_matmul,
+    quantized_matmul,
+)
 from pallas_kernels.quantized_weight import QuantizedWeight, numbers
 
 ROW_KERNELS = RowKernels(
@@ -119,6 +125,7 @@ def make_rotate_and_write(
         head_dim: int,
         angles: Angles,
         layer_pages: LayerPages,
+        norms: HeadScales | None,
         /,
     ) -> tuple[jax.Array, LayerPages] | None:
         if angles.interleaved or layer_pages.v_pages is None:
@@ -131,6 +138,7 @@ def make_rotate_and_write(
             angles.sin_TE,
             slots_T=slots_T,
             dtype=x_TF.dtype,
+            **({} if norms is None else norms._asdict()),
             **layer_pages._asdict(),
             **backend.options,
         )
@@ -168,6 +176,14 @@ def make_layer_kernels(backend: Backend) -> LayerKernels:
             logger.warning("experts are multiplied one after another, which is slow: %s", refusal)
             return None
 
+    def sort_rows(
+        x_TI: jax.Array, group_P: jax.Array, num_groups: int
+    ) -> tuple[jax.Array, ...] | None:
+        try:
+            return gather_by_group(x_TI, group_P, num_groups, **backend.options)
+        except NotImplementedError:  # of more pairs than a program compares, which XLA sorts
+            return None
+
     has_groups = has_grouped_matmul(backend=backend.name, interpret=backend.interpret)
     kernels = LayerKernels(
         multiply,
@@ -178,5 +194,7 @@ def make_layer_kernels(backend: Backend) -> LayerKernels:
         ROW_KERNELS if backend.in_cpp else None,
         attend_bidirectional if backend.in_cpp else None,
         run_fusion=run_fusion if backend.in_cpp else None,
+        choose_experts=functools.partial(choose_experts, **backend.options) if has_groups else None,
+        gather_by_group=sort_rows if has_groups else None,
     )
     return with_ordered_sums(kernels, backend) if backend.batch_invariant else kernels

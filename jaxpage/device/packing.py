@@ -100,17 +100,23 @@ def make_packed_matmul(weight: jax.Array) -> Callable[[jax.Array], jax.Array] | 
     return lambda x: packed.multiply_packed(x, panels, len(weight), result=x.dtype)
 
 
-def pack_weights(parameters: Any, packings: Packings) -> None:
+def pack_weights(parameters: Any, packings: Packings, *, deletes: bool = True) -> None:
     """Puts weights in panels in the place of those that are loaded, one after the other.
 
     So at any time there are two copies of one weight at most.
+
+    Args:
+        parameters: The tree of all parameters.
+        packings: Which of them go into panels.
+        deletes: True deletes the arrays; False leaves them to their owner.
     """
     for path, how in packings.items():
         branch = _branch(parameters, path)
         if (array := branch.get(path[-1])) is not None:
             packs = functools.partial(packed.pack, numbers=how.numbers)
             branch[path[-1]] = _of_each_part(array, packs)
-            array.delete()
+            if deletes:
+                array.delete()
     if packings:
         large_pages.return_freed_memory()
 

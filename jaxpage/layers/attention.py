@@ -14,7 +14,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from jaxpage.layers.context import AttentionOptions, ForwardContext, LayerPages
+from jaxpage.layers.context import AttentionOptions, ForwardContext, HeadScales, LayerPages
 from jaxpage.layers.linear import Linear, Part, linear
 from jaxpage.layers.norms import HeadNorm, LayerNorm, RMSNorm
 from jaxpage.layers.rope import Rope
@@ -168,17 +168,23 @@ class Attention(nnx.Module):
         self, x_TI: Float[Array, "T I"], layer_pages: LayerPages, context: ForwardContext
     ) -> tuple[Float[Array, "T D"], LayerPages]:
         """Returns the output of the layer and its pages."""
-        if self.rope is not None and self._only_rotates:
-            return self._over_heads(*self._rotate(x_TI, layer_pages, context), context)
+        has_norms = (self.query_norm, self.key_norm, self.value_norm) != (None, None, None)
+        norms = None if context.rotate_and_write is None else self._head_scales()
+        if self.rope is not None and self._is_plain and (norms is not None or not has_norms):
+            return self._over_heads(*self._rotate(x_TI, layer_pages, context, norms), context)
         q, k, v = self.project(x_TI)
         if self.norm_over_all_heads:
             q, k = self._norm(q, k)
         return self.attend(q, k, v, layer_pages, context)
 
     def _rotate(
-        self, x_TI: Float[Array, "T I"], layer_pages: LayerPages, context: ForwardContext
+        self,
+        x_TI: Float[Array, "T I"],
+        layer_pages: LayerPages,
+        context: ForwardContext,
+        norms: HeadScales | None,
     ) -> tuple[jax.Array, jax.Array | None, jax.Array | None, LayerPages]:
-        """Returns rotated queries and keys, values, and pages, where nothing else comes between.
+        """Returns queries and keys that are normed and rotated, values, and pages.
 
         Keys and values are None where they are in the pages already.
         """
@@ -187,11 +193,17 @@ class Attention(nnx.Module):
         x_TF = self.query_key_value(x_TI)
         if context.rotate_and_write is not None:
             written = context.rotate_and_write(
-                self.layer_index, x_TF, self.head_dim, angles, layer_pages
+                self.layer_index, x_TF, self.head_dim, angles, layer_pages, norms
             )
             if written is not None:
                 return written[0], None, None, written[1]
         num_keys = self.query_key_value.spec.parts[1].rows // self.head_dim
+        if norms is not None:
+            x_TMH = x_TF.reshape(len(x_TF), -1, self.head_dim)
+            q_TNH, k_TKH, v_TKH = jnp.split(x_TMH, [-2 * num_keys, -num_keys], axis=1)
+            assert self.query_norm is not None and self.key_norm is not None, "they gave the scales"
+            q_TNH, k_TKH = self.query_norm(q_TNH), self.key_norm(k_TKH)
+            return angles.rotate(q_TNH), angles.rotate(k_TKH), v_TKH, layer_pages
         return *angles.split_and_rotate(x_TF, num_keys, self.head_dim), layer_pages
 
     def project(
@@ -266,13 +278,27 @@ class Attention(nnx.Module):
         return self._over_heads(q_TNH, k_TKH, v_TKH, layer_pages, context, gate_TNH, place)
 
     @property
-    def _only_rotates(self) -> bool:
-        """Returns whether nothing but a rotation is between the product and attention."""
-        norms = (self.query_norm, self.key_norm, self.value_norm)
+    def _is_plain(self) -> bool:
+        """Returns whether nothing but norms and a rotation is between the product and attention."""
         parts = self.query_key_value.spec.parts
-        is_plain = self.clip_qkv is None and not self.num_gates and norms == (None, None, None)
+        is_whole = self.clip_qkv is None and not self.num_gates
         is_usual = self.value_head_dim == self.head_dim and self.value_scale == 1.0
-        return len(parts) == 3 and is_plain and is_usual
+        return len(parts) == 3 and is_whole and is_usual
+
+    def _head_scales(self) -> HeadScales | None:
+        """Returns the norms of queries and keys; None where a kernel for both cannot have them."""
+        norms = (self.query_norm, self.key_norm)
+        if self.norm_over_all_heads or self.norm_after_rotation or self.value_norm is not None:
+            return None
+        query, key = (
+            (norm.scale[...], norm.epsilon, norm.offset)
+            if isinstance(norm, RMSNorm) and norm.scale is not None and norm.groups == 1
+            else None
+            for norm in norms
+        )
+        if query is None or key is None or query[1:] != key[1:]:
+            return None
+        return HeadScales(query[0], *key)
 
     def _over_heads(
         self,

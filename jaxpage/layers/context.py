@@ -52,6 +52,22 @@ class Attend(Protocol):
         """
 
 
+class HeadScales(NamedTuple):
+    """Holds RMS norms of each head of queries and keys.
+
+    Attributes:
+        query_scale_H: The scale of queries.
+        key_scale_H: The scale of keys.
+        epsilon: The number that is added to the mean of squares.
+        offset: The number that is added to the scales.
+    """
+
+    query_scale_H: jax.Array
+    key_scale_H: jax.Array
+    epsilon: float
+    offset: float
+
+
 @runtime_checkable
 class RotateAndWrite(Protocol):
     """Splits heads into queries, keys and values, rotates the first two, and writes the others."""
@@ -63,6 +79,7 @@ class RotateAndWrite(Protocol):
         head_dim: int,
         angles: Angles,
         layer_pages: LayerPages,
+        norms: HeadScales | None,
         /,
     ) -> tuple[jax.Array, LayerPages] | None:
         """Returns the queries, with which `Attend` reads the pages; None where no kernel does that.
@@ -73,6 +90,7 @@ class RotateAndWrite(Protocol):
             head_dim: The width of a head.
             angles: The angles by which the pairs of queries and keys turn.
             layer_pages: The pages of this layer.
+            norms: The norms of queries and keys before they turn; None for none.
         """
 
 

@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from jaxpage.layers.activations import ACTIVATIONS, gate
 from jaxpage.layers.expert_linear import ExpertLinear
@@ -30,15 +30,11 @@ from jaxpage.layers.matmul import has_matmul_by_group, matmul
 from jaxpage.layers.mlp import MLP, GatedMLP
 from jaxpage.layers.parameter import parameter, tensor
 from jaxpage.layers.routing import Router, Routing
-from jaxpage.layers.trace_scope import row_kernels
-from jaxpage.layers.weight_kinds import Packed, PackedCodes
+from jaxpage.layers.trace_scope import row_kernels, trace_scope
 
 # The rows of a tile; the key is the largest mean number of pairs per expert (docs/lab-log.md, "Time
 # of a mixture of experts").
 TILE_ROWS = {8: 8, 64: 16, math.inf: 32}
-# Up to this number, pairs are sorted on a GPU by comparing each with all, which takes two launches.
-# A CPU compares 64 pairs in four times the time of a sort, and 2,048 in 36 times.
-PAIRS_COMPARED = 2048
 
 
 @dataclass(frozen=True)
@@ -162,21 +158,16 @@ class Experts(nnx.Module):
 
         Returns None where no kernel takes these products.
         """
-        per_token = expert_TX.shape[1]
         num_experts = self.gate_up.spec.num_experts
         is_expert_TX = (expert_TX >= 0) & (expert_TX < num_experts)
-        expert_P = jnp.where(is_expert_TX, expert_TX, num_experts).reshape(-1)
-        is_on_cpu = isinstance(self.gate_up.weight(...), Packed | PackedCodes)
-        order_P, index_P = _sort(expert_P, 0 if is_on_cpu else PAIRS_COMPARED)
-        sorted_P = expert_P[order_P]
-        count_E = (expert_P == jnp.arange(num_experts)[:, None]).sum(axis=1)
-        both_PF = self.gate_up.of_sorted(x_TD[order_P // per_token], sorted_P, count_E)
+        rows_PD, place_P, sorted_P, count_E = _sort(x_TD, expert_TX, is_expert_TX, num_experts)
+        both_PF = self.gate_up.of_sorted(rows_PD, sorted_P, count_E)
         if both_PF is None:
             return None
         made_PD = self.down.of_sorted(self._between(both_PF), sorted_P, count_E)
         if made_PD is None:
             return None
-        return jnp.where(is_expert_TX[..., None], made_PD[index_P].reshape(*expert_TX.shape, -1), 0)
+        return jnp.where(is_expert_TX[..., None], made_PD[place_P].reshape(*expert_TX.shape, -1), 0)
 
     def _run_by_tiles(
         self, x_TD: Float[Array, "T D"], expert_TX: Int[Array, "T X"]
@@ -218,16 +209,22 @@ class Experts(nnx.Module):
 
 
 def _sort(
-    expert_P: Int[Array, "P"], pairs_compared: int
-) -> tuple[Int[Array, "P"], Int[Array, "P"]]:
-    """Returns the pair at each place after sorting by expert, and the place of each pair."""
-    pair_P = jnp.arange(len(expert_P))
-    if len(expert_P) > pairs_compared:
-        order_P = jnp.argsort(expert_P, stable=True)
-        return order_P, jnp.zeros_like(order_P).at[order_P].set(pair_P, unique_indices=True)
-    key_P = expert_P * len(expert_P) + pair_P
-    index_P = (key_P < key_P[:, None]).sum(axis=1)
-    return jnp.where(index_P == pair_P[:, None], pair_P, 0).sum(axis=1), index_P
+    x_TD: Float[Array, "T D"],
+    expert_TX: Int[Array, "T X"],
+    is_expert_TX: Bool[Array, "T X"],
+    num_experts: int,
+) -> tuple[jax.Array, ...]:
+    """Returns rows by expert, the place of each pair, the experts in order, and their numbers."""
+    kernels = trace_scope().kernels
+    if kernels is not None and kernels.gather_by_group is not None:
+        sorted_pairs = kernels.gather_by_group(x_TD, expert_TX.reshape(-1), num_experts)
+        if sorted_pairs is not None:
+            return sorted_pairs
+    expert_P = jnp.where(is_expert_TX, expert_TX, num_experts).reshape(-1)
+    order_P = jnp.argsort(expert_P, stable=True)
+    place_P = jnp.zeros_like(order_P).at[order_P].set(jnp.arange(len(order_P)), unique_indices=True)
+    count_E = (expert_P == jnp.arange(num_experts)[:, None]).sum(axis=1)
+    return x_TD[order_P // expert_TX.shape[1]], place_P, expert_P[order_P], count_E
 
 
 class MixtureOfExperts(nnx.Module):

@@ -104,8 +104,15 @@ class Router(nnx.Module):
         if self.bias is not None:
             logits_TE = logits_TE + self.bias[...].astype(jnp.float32)[None, :]
         routes = trace_scope().routes
+        kernels = trace_scope().kernels
         if routes is not None and (requested_TX := routes.request()) is not None:
             expert_TX, weight_TX = self._choose(logits_TE, requested_TX)
+        elif kernels is not None and kernels.choose_experts is not None and self._is_plain:
+            correction_E = None if self.correction is None else self.correction[...]
+            scores_TX, expert_TX = kernels.choose_experts(
+                logits_TE, correction_E, self.routing.per_token, sigmoid=self.routing.sigmoid
+            )
+            weight_TX = self._scale(scores_TX, logits_TE)
         else:
             expert_TX, weight_TX = jax.lax.platform_dependent(
                 logits_TE, cpu=self._choose_by_tiles, default=self._choose
@@ -113,6 +120,16 @@ class Router(nnx.Module):
         if routes is not None:
             routes.chosen.append(expert_TX)
         return expert_TX, weight_TX.astype(x_TD.dtype)
+
+    @property
+    def _is_plain(self) -> bool:
+        """Returns whether scores alone, and corrections of sigmoids, decide which experts are best.
+
+        The weights then depend on the scores of the chosen experts alone.
+        """
+        routing = self.routing
+        is_alone = routing.jitter is None and routing.groups is None
+        return is_alone and (routing.sigmoid or (routing.normalized and not routing.corrected))
 
     def _choose(
         self, logits_TE: Float[Array, "T E"], requested_TX: Int[Array, "T X"] | None = None

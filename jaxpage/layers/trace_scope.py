@@ -109,6 +109,10 @@ class LayerKernels(NamedTuple):
             weights [N, O, I]. It is None like `multiply_numbers`.
         run_fusion: Returns what the last of some `layers.fusion.Stage` makes of x, with the epsilon
             and the offset of norms. It is None where no kernel computes several in one call.
+        choose_experts: Returns what `pallas_kernels.expert_routing.choose_experts` does. It is None
+            like `by_group`.
+        gather_by_group: Returns what `pallas_kernels.expert_routing.gather_by_group` does, or None
+            for pairs that it does not take. It is None like `by_group`.
     """
 
     multiply: Callable[[jax.Array, Grouped, DTypeLike], jax.Array]
@@ -123,6 +127,10 @@ class LayerKernels(NamedTuple):
     multiply_numbers: Callable[[jax.Array, jax.Array, DTypeLike], jax.Array] | None = None
     multiply_heads: Callable[[jax.Array, jax.Array], jax.Array] | None = None
     run_fusion: Callable[[jax.Array, Sequence[Any], float, float], jax.Array] | None = None
+    choose_experts: Callable[..., tuple[jax.Array, jax.Array]] | None = None
+    gather_by_group: Callable[[jax.Array, jax.Array, int], tuple[jax.Array, ...] | None] | None = (
+        None
+    )
 
 
 class TokenAdapters(NamedTuple):

@@ -67,6 +67,8 @@ def open_in_memory(
     tokenizer: Any | None,
     settings: EngineSettings,
     hooks: Hooks,
+    *,
+    may_alias: bool = False,
 ) -> tuple[EngineConfig, Built]:
     """Opens the engine of a model that is in memory, and returns it with its settings.
 
@@ -76,6 +78,7 @@ def open_in_memory(
         tokenizer: The tokenizer or its directory, if there is one.
         settings: The settings by name.
         hooks: The hooks of the start.
+        may_alias: See `LLM.from_parameters`.
 
     Raises:
         TypeError: The settings name a model, or the tokenizer is none.
@@ -102,7 +105,7 @@ def open_in_memory(
             "event_log needs event_log_weights=True with from_parameters: without the weights next "
             "to the log a replay could not find them"
         )
-    files = open_parameters(model, parameters, config.quantization)
+    files = open_parameters(model, parameters, config.quantization, may_alias=may_alias)
     return config, open_engine(config, hooks, files=files, tokenizer=tokenizer_of_model)
 
 

@@ -28,6 +28,7 @@ import jax.numpy as jnp
 from pallas_kernels.arguments import Arguments
 from pallas_kernels.compat import x64_reason
 from pallas_kernels.kernel_set import Call, capability, describe, first_reason
+from pallas_kernels.quantized_pages import spell_dtype
 from pallas_kernels.query_tiles import query_cut
 from pallas_kernels.sets import mosaic
 from pallas_kernels.tiles import Shape, Tiles, find_tuned, shape_of
@@ -206,7 +207,7 @@ def _attention_reason(arguments: Arguments) -> str | None:
         (dtype not in ("bfloat16", "float16"), f"q_TNH of {dtype} (only bfloat16, float16)"),
         (
             page_dtype != dtype,
-            f"k_pages of {page_dtype} under q_TNH of {dtype} (only the queries' type)",
+            f"k_pages of {spell_dtype(page_dtype)} under q_TNH of {dtype} (only the queries' type)",
         ),
         (width != HEAD_DIM, f"heads {width} wide: the library is compiled for {HEAD_DIM}"),
         (group > ROWS, f"q_TNH with {group} heads for one of k_pages (up to {ROWS} only)"),

@@ -31,6 +31,7 @@ from pallas_kernels.mosaic.kernel_plan import (
     turns_per_split,
 )
 from pallas_kernels.page_layouts import SEPARATE
+from pallas_kernels.quantized_pages import spell_dtype
 from pallas_kernels.query_tiles import QueryTiles, mask_words, query_tiles, token_rows
 from pallas_kernels.sets import reference
 from pallas_kernels.tiles import Shape, Tiles, find_tuned, shape_of
@@ -154,7 +155,7 @@ def _attention_reason(arguments: Arguments) -> str | None:
         ),
         (
             page_dtype != dtype,
-            f"pages of {page_dtype} under queries of {dtype}: wgmma reads the pages as they lie",
+            f"pages of {spell_dtype(page_dtype)} under queries of {dtype}: wgmma reads the pages as they lie",
         ),
         (
             width % 64 or width > 256,

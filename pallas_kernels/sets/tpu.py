@@ -27,6 +27,7 @@ from pallas_kernels.arguments import Arguments
 from pallas_kernels.compat import libtpu_reason, x64_reason
 from pallas_kernels.kernel_set import Call, first_reason
 from pallas_kernels.page_layouts import INTERLEAVED, LANES, fill_up
+from pallas_kernels.quantized_pages import spell_dtype
 from pallas_kernels.query_tiles import token_rows
 from pallas_kernels.sets import reference
 
@@ -119,7 +120,7 @@ def _attention_reason(arguments: Arguments) -> str | None:
         (dtype not in QUERY_DTYPES, f"q_TNH of {dtype} (only {', '.join(QUERY_DTYPES)})"),
         (
             page_dtype != dtype,
-            f"pages of {page_dtype} under q_TNH of {dtype} (only the queries' type)",
+            f"pages of {spell_dtype(page_dtype)} under q_TNH of {dtype} (only the queries' type)",
         ),
         (
             not _fills_tiles(2 * arguments.num_kv_heads, page_dtype),

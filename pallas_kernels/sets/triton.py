@@ -242,7 +242,7 @@ def supports(device: Any, call: Call) -> str | None:
     has = None if call.interpret else capability(device)
     needed = FLOAT8_CAPABILITY if call.page_dtype in FLOAT8 else CAPABILITY
     if has is not None and has < needed:
-        pages = f" for pages of {call.page_dtype}" if needed == FLOAT8_CAPABILITY else ""
+        pages = " for pages of fp8" if needed == FLOAT8_CAPABILITY else ""
         return (
             f"needs a GPU of compute capability {'.'.join(map(str, needed))} or more{pages}, but "
             f"{describe(device)}"
@@ -416,9 +416,18 @@ def _operation(module: str, name: str) -> Callable[..., Any]:
 
 @functools.cache
 def _operations() -> dict[str, Any]:
-    from pallas_kernels.triton import matmul, move, rotary_write, rows, select, state, write
+    from pallas_kernels.triton import (
+        matmul,
+        move,
+        rotary_write,
+        routing,
+        rows,
+        select,
+        state,
+        write,
+    )
 
-    modules = (move, matmul, rotary_write, rows, select, state, write)
+    modules = (move, matmul, rotary_write, routing, rows, select, state, write)
     return {module.__name__.rpartition(".")[2]: module for module in modules}
 
 
@@ -434,6 +443,8 @@ SET = KernelSet(
     multiply_grouped=_operation("matmul", "multiply_grouped"),
     multiply_by_segments=_operation("matmul", "multiply_by_segments"),
     rotate_and_write=_operation("rotary_write", "rotate_and_write"),
+    choose_experts=_operation("routing", "choose_experts"),
+    gather_by_group=_operation("routing", "gather_by_group"),
     cutoffs=_operation("select", "cutoffs"),
     top_candidates=_operation("select", "top_candidates"),
     honours=frozenset(

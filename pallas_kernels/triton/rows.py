@@ -351,11 +351,14 @@ def _scores_row(logits_ref: Any, out_ref: Any, *, width: int, sigmoid: bool) -> 
     at_E = jnp.arange(pl.next_power_of_2(width))
     has_E = at_E < width
     logits_E = tb.load(logits_ref.at[row, at_E], mask=has_E, other=-jnp.inf)
+    tb.store(out_ref.at[row, at_E], scores_of(logits_E, sigmoid=sigmoid), mask=has_E)
+
+
+def scores_of(logits_E: jax.Array, *, sigmoid: bool) -> jax.Array:
+    """Returns the odds of the experts of a token; see `scores`."""
     if sigmoid:
-        scores_E = 1.0 / (1.0 + jnp.exp(-logits_E))
-    else:
-        scores_E = jnp.exp(logits_E - jnp.max(logits_E))
-    tb.store(out_ref.at[row, at_E], scores_E, mask=has_E)
+        return 1.0 / (1.0 + jnp.exp(-logits_E))
+    return jnp.exp(logits_E - jnp.max(logits_E))
 
 
 def weighted_sum(
@@ -387,6 +390,11 @@ def _weighted_sum(
     tb.store(out_ref.at[token, at_D], total_D.astype(out_ref.dtype), mask=has_D)
 
 
+def warps_of(width: int) -> int:
+    """Returns the warps of a program that takes a row of this width."""
+    return max(1, min(8, pl.next_power_of_2(width) // NUMBERS_OF_A_WARP))
+
+
 def _call(
     body: Callable[..., None],
     name: str,
@@ -396,13 +404,12 @@ def _call(
     interpret: bool,
 ) -> Callable[..., Any]:
     """Returns a call with as many warps as a row of this width takes, whatever the rows are."""
-    warps = max(1, min(8, pl.next_power_of_2(width) // NUMBERS_OF_A_WARP))
     return tb.kernel_call(
         body,
         name=name,
         grid=grid,
         out_shape=out_shape,
-        num_warps=warps,
+        num_warps=warps_of(width),
         num_stages=1,
         interpret=interpret,
     )

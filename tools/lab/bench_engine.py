@@ -217,6 +217,7 @@ def open_engine(arguments: argparse.Namespace, rows: list[int]) -> LLM:
     return LLM.from_parameters(
         config,
         random_model(config, arguments.dtype),
+        may_alias=True,
         max_num_seqs=max(rows),
         max_num_batched_tokens=min(arguments.chunk, 2048),
         max_model_len=max(arguments.context + arguments.new, arguments.chunk + 8, 1024),

@@ -48,7 +48,11 @@ _CODES = {dtype: code for code, dtype in NUMPY_DTYPES.items()}
 
 
 def open_parameters(
-    config: ModelConfig, parameters: Parameters, quantization: str | None = None
+    config: ModelConfig,
+    parameters: Parameters,
+    quantization: str | None = None,
+    *,
+    may_alias: bool = False,
 ) -> ModelFiles:
     """Opens a model whose weights are arrays in memory.
 
@@ -57,6 +61,7 @@ def open_parameters(
         parameters: The arrays in a flat or a nested dict, or a module of the model's family or of
             Tunix.
         quantization: The setting.
+        may_alias: See `LoadPlan`.
 
     Raises:
         CheckpointError: The weights do not fit; the error lists all that is wrong.
@@ -80,7 +85,8 @@ def open_parameters(
         codes = {name for name, array in flat(parameters) if find_flaw(array, of_codes) is None}
         described = replace(described, quantization=scheme.with_head(codes))
     empty = ModelFiles(plan=LoadPlan(PLACE, "memory"), directory=PLACE, **vars(described))
-    return with_parameters(empty, parameters)
+    files = with_parameters(empty, parameters)
+    return replace(files, plan=replace(files.plan, may_alias=may_alias))
 
 
 def with_parameters(files: ModelFiles, parameters: Parameters) -> ModelFiles:

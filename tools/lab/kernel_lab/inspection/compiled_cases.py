@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import copy_blocks, is_quantized, paged_attention, rotate_and_write, write_kv
+from pallas_kernels.expert_routing import choose_experts, gather_by_group
 from pallas_kernels.quantized_matmul import grouped_matmul
 from pallas_kernels.quantized_weight import QuantizedWeight
 from pallas_kernels.sets import KERNEL_BACKENDS, SETS
@@ -62,6 +63,7 @@ def cases() -> list[Case]:
         *(attention_case(spec, backend) for backend in _COMPILED for spec in chosen),
         *map(matmul_case, MATMULS),
         *_page_cases(),
+        routing_case(64),
         selection_case(64),
     ]
 
@@ -160,6 +162,7 @@ def rotation_case(
     *,
     page_dtype: str = "bfloat16",
     num_segments: int = 0,
+    has_norms: bool = False,
     num_blocks: int = 4096,
     backend: str = KERNEL_BACKENDS[0],
 ) -> Case:
@@ -176,11 +179,30 @@ def rotation_case(
         **_pages(8, 128, num_blocks, 16, page_dtype),
     )
     donated = tuple(name for name in shapes if name.endswith(("_pages", "_scale")))
+    if has_norms:
+        scale = _shape((128,), "bfloat16")
+        shapes |= {"query_scale_H": scale, "key_scale_H": scale}
     function = functools.partial(rotate_and_write, dtype="bfloat16", backend=backend)
     label = f"llama-3-8b {num_tokens} tokens, {page_dtype} pages"
     if num_segments:
         label += f", {num_segments} segments"
+    if has_norms:
+        label += ", norms of heads"
     return Case("rotate_and_write", backend, label, *_by_name(function, shapes, donated))
+
+
+def routing_case(num_tokens: int, backend: str = KERNEL_BACKENDS[0]) -> Case:
+    """Returns the choice of the experts of a step of Qwen3-30B-A3B, and its rows by expert."""
+
+    def function(logits_TE: Any, x_TI: Any) -> Any:
+        _, expert_TX = choose_experts(logits_TE, None, 8, sigmoid=False, backend=backend)
+        return gather_by_group(x_TI, expert_TX.reshape(-1), 128, backend=backend)
+
+    shapes = dict(
+        logits_TE=_shape((num_tokens, 128), "float32"), x_TI=_shape((num_tokens, 2048), "bfloat16")
+    )
+    label = f"qwen3-30b-a3b {num_tokens} tokens"
+    return Case("routing", backend, label, *_by_name(function, shapes))
 
 
 def copy_case(
@@ -222,6 +244,7 @@ def _page_cases() -> Iterator[Case]:
     for page_dtype in ("bfloat16", "int8", "uint8"):
         yield rotation_case(64, page_dtype=page_dtype)
     yield rotation_case(64, num_segments=4)
+    yield rotation_case(64, has_norms=True)
     yield rotation_case(2048)
     yield copy_case(16)
 
