@@ -180,6 +180,14 @@ def test_reasons_are_given_for_files_that_exist() -> None:
     assert not [path for path in sorted(paths) if not (ROOT / path).is_file()]
 
 
+def test_what_may_be_wide_is_wide() -> None:
+    """An entry of `PUBLIC_FACES` that is no longer needed is taken out."""
+    wide = {
+        (module.path, name) for module in read_modules(ROOT) for _, name, _ in house.widths(module)
+    }
+    assert wide == house.PUBLIC_FACES.keys()
+
+
 def test_every_import_is_a_declared_dependency() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     declared = {re.split(r"[\[<>=!~; ]", line)[0].lower() for line in project["dependencies"]}
