@@ -109,7 +109,7 @@ INNER_DOORS = {
     "jaxpage.models.drafters",
     "jaxpage.models.parameters",
     "jaxpage.models.parts",
-    "jaxpage.models.quantization",
+    "jaxpage.checkpoints.quantization",
     "jaxpage.models.sharding",
     "jaxpage.replay.reading",
 }
