@@ -27,8 +27,9 @@ _TOWER = vision_config.TowerConfig(
     num_channels=3,
     patch_size=14,
     image_size=0,
-    norm_epsilon=1e-6,
+    norm_epsilon=1e-6,  # no field says another one
     activation="silu",
+    mlp_bias=True,
 )
 
 
