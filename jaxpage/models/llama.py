@@ -15,7 +15,7 @@ all layers are full ones:
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -31,7 +31,6 @@ from jaxpage.models.parts.names import LLAMA_MLP, QWEN_EXPERTS, ExpertNames, MLP
 
 CHUNKED = "chunked_attention"
 FULL = "full_attention"
-# The parameters of a config that has neither `rope_parameters` nor `rope_scaling`.
 APERTUS_ROPE = {
     "rope_type": "llama3",
     "rope_theta": 12_000_000.0,
@@ -368,14 +367,9 @@ class ApertusConfig(DecoderConfig):
         epsilon=1e-5,
         attention_bias=False,
     )
+    default_rope = APERTUS_ROPE
 
     xielu: bool
-
-    @classmethod
-    def complete(cls, config: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Returns the config with the rotation that it means."""
-        rope = config.get("rope_parameters") or config.get("rope_scaling")
-        return config if rope else {**config, "rope_parameters": APERTUS_ROPE}
 
     @classmethod
     def read(cls, fields: Fields) -> ApertusConfig:

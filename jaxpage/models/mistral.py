@@ -7,7 +7,6 @@ routed by a softmax.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,7 +20,6 @@ from jaxpage.models.llama import Llama
 from jaxpage.models.parts import ExpertNames, LatentDefaults, Scope, latent
 from jaxpage.models.parts.decoder_config import DecoderConfig, Defaults, ExpertsConfig
 
-# The parameters of a config of Ministral 3 that has neither `rope_parameters` nor `rope_scaling`.
 MINISTRAL3_ROPE = {
     "rope_type": "yarn",
     "rope_theta": 1_000_000.0,
@@ -33,7 +31,6 @@ MINISTRAL3_ROPE = {
     "mscale_all_dim": 1.0,
     "llama_4_scaling_beta": 0.1,
 }
-# The parameters of a config that has neither `rope_parameters` nor `rope_scaling`.
 MISTRAL4_ROPE = {
     **MINISTRAL3_ROPE,
     **{"rope_theta": 10_000.0, "factor": 128.0, "original_max_position_embeddings": 8192},
@@ -102,14 +99,9 @@ class Ministral3Config(DecoderConfig):
 
     model_type = "ministral3"
     defaults = Defaults(num_kv_heads=8, max_length=262_144, epsilon=1e-5)
+    default_rope = MINISTRAL3_ROPE
 
     temperature_tuning: tuple[float, int, int] | None
-
-    @classmethod
-    def complete(cls, config: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Returns the config with the rotation that it means."""
-        is_stated = config.get("rope_parameters") is not None or config.get("rope_scaling")
-        return config if is_stated else {**config, "rope_parameters": MINISTRAL3_ROPE}
 
     @classmethod
     def read(cls, fields: Fields) -> Ministral3Config:
@@ -176,15 +168,9 @@ class Mistral4Config(DeepseekV2Config):
         CORRECTED, count=128, per_token=4, routing={}, num_dense=("first_k_dense_replace", 0)
     )
     read_draft_heads = staticmethod(no_heads)
+    default_rope = MISTRAL4_ROPE
 
     temperature_tuning: tuple[float, int, int] | None
-
-    @classmethod
-    def complete(cls, config: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Returns the config with the rotation that it means."""
-        if config.get("rope_parameters") is None and not config.get("rope_scaling"):
-            return {**config, "rope_parameters": MISTRAL4_ROPE}
-        return config
 
     @classmethod
     def read(cls, fields: Fields) -> Mistral4Config:

@@ -13,12 +13,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, Float
 
-from jaxpage.layers import Embedding, ForwardContext, LayerNorm, LayerPages, Linear
+from jaxpage.layers import Embedding, LayerNorm, Linear
 from jaxpage.layers.embedding import token_tables
 from jaxpage.models.config import Fields
-from jaxpage.models.parts import Block, Decoder, Scope, attention, mlp, norms
+from jaxpage.models.parts import Block, Decoder, Scope, attention, decoder, mlp, norms
 from jaxpage.models.parts.decoder_config import DecoderConfig, Defaults
 from jaxpage.models.parts.names import AttentionNames, ModuleNames
 
@@ -72,25 +71,6 @@ class OPTConfig(DecoderConfig):
         )
 
 
-class NormLastBlock(nnx.Module):
-    """Computes `norm(x + attention(x))`, then `norm(x + mlp(x))`."""
-
-    def __init__(self, *, attention_norm: LayerNorm, attention: Any, mlp_norm: LayerNorm, mlp: Any):
-        """Makes the block; see `Block`."""
-        self.attention_norm = attention_norm
-        self.attention = attention
-        self.mlp_norm = mlp_norm
-        self.mlp = mlp
-
-    def __call__(
-        self, x_TD: Float[Array, "T D"], layer_pages: LayerPages, context: ForwardContext
-    ) -> tuple[Float[Array, "T D"], LayerPages]:
-        """Returns the output of the layer and its pages."""
-        attended_TD, layer_pages = self.attention(x_TD, layer_pages, context)
-        x_TD = self.attention_norm(x_TD + attended_TD)
-        return self.mlp_norm(x_TD + self.mlp(x_TD)), layer_pages
-
-
 class OPT(Decoder, config=OPTConfig):
     """OPT (Zhang et al., 2022) has norms first, in all sizes but the 350m.
 
@@ -120,7 +100,7 @@ class OPT(Decoder, config=OPTConfig):
     @classmethod
     def make_block(cls, config: Any, index: int, at: Scope) -> nnx.Module:
         """Returns a layer."""
-        block = Block if config.norm_first else NormLastBlock
+        block = Block if config.norm_first else decoder.PostNormBlock
         return block(
             attention_norm=cls.make_norm(config, at / "self_attn_layer_norm"),
             attention=attention.grouped_query_attention(

@@ -48,6 +48,8 @@ class TextConfig(LayerSizes):
     model_type: ClassVar[str]
     aliases: ClassVar[Mapping[str, str]] = {}  # other names of fields; see `Fields`
     idle_fields: ClassVar[tuple[str, ...]] = ()  # fields that transformers passes over
+    # The `rope_parameters` of a config without any; empty for those of all families.
+    default_rope: ClassVar[Mapping[str, Any]] = {}
 
     vocab_size: int
     num_query_heads: int
@@ -67,12 +69,20 @@ class TextConfig(LayerSizes):
     @classmethod
     def complete(cls, config: Mapping[str, Any]) -> Mapping[str, Any]:
         """Returns the config with what its absent or older fields mean to this family."""
-        return {name: config[name] for name in config if name not in cls.idle_fields}
+        config = {name: config[name] for name in config if name not in cls.idle_fields}
+        is_stated = config.get("rope_parameters") is not None or config.get("rope_scaling")
+        if cls.default_rope and not is_stated:
+            config["rope_parameters"] = cls.default_rope
+        return config
 
     @classmethod
     @abstractmethod
     def read(cls, fields: Fields) -> TextConfig:
         """Returns what the fields say."""
+
+    def window_of(self, layer_index: int) -> int | None:
+        """Returns how many positions a token of a layer sees; None if it sees all."""
+        return self.kv.sliding_windows[layer_index]
 
     @property
     def num_layers(self) -> int:
