@@ -546,7 +546,7 @@ PLANTED = [
     ("jaxpage/engine/a.py", "from jaxpage.device import b", "enters device/ past its door"),
     (
         "jaxpage/checkpoints/a.py",
-        "from jaxpage.models.parameters.packing import NAME",
+        "from jaxpage.models.parameters.replacing import NAME",
         "enters models/ past its door",
     ),
     (
@@ -645,7 +645,7 @@ def test_what_the_laws_allow_is_not_reported(tmp_path: Path) -> None:
         "jaxpage/memory/c.py": "import numpy\nfrom jaxpage.errors import CapacityError",
         "jaxpage/device/b.py": "import jax\nimport pallas_kernels",
         "jaxpage/models/parameters/__init__.py": '__all__ = ["lives"]',
-        "jaxpage/models/parameters/packing.py": "x = 1",
+        "jaxpage/models/parameters/replacing.py": "x = 1",
         "jaxpage/checkpoints/a.py": "from jaxpage.models.parameters import lives",
         "jaxpage/layers/context.py": "from pallas_kernels import AttentionOptions",
         "jaxpage/layers/trace_scope.py": "from contextvars import ContextVar",

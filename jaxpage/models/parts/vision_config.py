@@ -102,7 +102,10 @@ class TowerConfig(LayerSizes):
 
 @dataclass(frozen=True, kw_only=True)
 class VisionConfig:
-    """Holds what a config.json says of an encoder; see `VisionSpec`.
+    """Holds what a config.json says of an encoder.
+
+    It may have `num_whole`, the most tokens of a picture that see each other both ways in the text
+    model. Without it none do.
 
     Attributes:
         tower: The layers.

@@ -35,7 +35,7 @@ _TOWER = vision_config.TowerConfig(
 
 @dataclass(frozen=True, kw_only=True)
 class QwenVisionConfig(vision_config.VisionConfig):
-    """Holds what config.json says of an encoder; see `VisionSpec`.
+    """Holds what config.json says of an encoder.
 
     Attributes:
         rope: The rotation, whose axes are rows and columns.
