@@ -27,7 +27,14 @@ from jaxpage.layers.mlp import XIELU
 from jaxpage.models.config import ExpertDefaults, Fields, layer_windows, mtp_names
 from jaxpage.models.parts import Block, Decoder, Scope, attention, decoder, experts, mlp, norms
 from jaxpage.models.parts.decoder_config import DecoderConfig, Defaults, ExpertsConfig
-from jaxpage.models.parts.names import LLAMA_MLP, QWEN_EXPERTS, ExpertNames, MLPNames
+from jaxpage.models.parts.names import (
+    LLAMA_ATTENTION,
+    LLAMA_MLP,
+    QWEN_EXPERTS,
+    AttentionNames,
+    ExpertNames,
+    MLPNames,
+)
 
 CHUNKED = "chunked_attention"
 FULL = "full_attention"
@@ -65,6 +72,7 @@ class Llama(Decoder, config=LlamaConfig):
         "post_attention_layernorm",
     )
     output_norm_names: ClassVar[tuple[str | None, str | None]] = (None, None)
+    attention_names: ClassVar[AttentionNames] = LLAMA_ATTENTION
     mlp_names: ClassVar[MLPNames] = LLAMA_MLP
     # The two products of a feed-forward half without gates; None if it has gates.
     plain_names: ClassVar[tuple[str, str] | None] = None
@@ -73,6 +81,7 @@ class Llama(Decoder, config=LlamaConfig):
     make_head_norms: ClassVar[Callable[..., HeadNorms]] = staticmethod(attention.no_head_norms)
     # True if the product for the output of attention has a bias; None if it is like the others.
     output_bias: ClassVar[bool | None] = None
+    parallel: ClassVar[bool] = False  # True if both halves of a layer take its input
 
     @classmethod
     def make_block(cls, config: Any, index: int, at: Scope) -> nnx.Module:
@@ -81,7 +90,13 @@ class Llama(Decoder, config=LlamaConfig):
             **cls.make_norms(config, index, at),
             attention=cls.make_mixer(config, index, at),
             mlp=cls.make_mlp(config, index, at),
+            parallel=cls.is_parallel(config),
         )
+
+    @classmethod
+    def is_parallel(cls, config: Any) -> bool:
+        """Returns whether both halves of a layer take its input, which some configs say."""
+        return cls.parallel
 
     @classmethod
     def make_norms(cls, config: Any, index: int, layer: Scope) -> dict[str, Any]:
@@ -95,7 +110,7 @@ class Llama(Decoder, config=LlamaConfig):
         """Returns the half of a layer in which tokens see others: attention, or a recurrence."""
         if config.kv.state_of(index) is not None:
             return cls.make_recurrence(config, index, layer)
-        return cls.make_attention(config, index, layer / "self_attn")
+        return cls.make_attention(config, index, layer / cls.attention_names.module)
 
     @classmethod
     def make_recurrence(cls, config: Any, index: int, layer: Scope) -> nnx.Module:
@@ -109,6 +124,7 @@ class Llama(Decoder, config=LlamaConfig):
             config,
             index,
             at,
+            names=cls.attention_names,
             norms=cls.make_head_norms(config, at),
             scores=cls.make_scores(config, at),
             output_bias=cls.output_bias,

@@ -17,9 +17,10 @@ from flax import nnx
 from jaxpage.layers import Embedding, LayerNorm, Linear
 from jaxpage.layers.embedding import token_tables
 from jaxpage.models.config import Fields
+from jaxpage.models.llama import Llama
 from jaxpage.models.parts import Block, Decoder, Scope, attention, decoder, mlp, norms
 from jaxpage.models.parts.decoder_config import DecoderConfig, Defaults
-from jaxpage.models.parts.names import AttentionNames, ModuleNames
+from jaxpage.models.parts.names import AttentionNames, MLPNames, ModuleNames
 
 EPSILON = 1e-5
 # The first positions are for padding, in the code that both were trained with.
@@ -175,25 +176,16 @@ class XGLMConfig(DecoderConfig):
         )
 
 
-class XGLM(Decoder, config=XGLMConfig):
+class XGLM(Llama, config=XGLMConfig):
     """XGLM (Lin et al., 2021) has sinusoids for positions, and LayerNorm before both halves."""
 
     ignored = ("*.embed_positions.weights",)
     names = ModuleNames(norm="layer_norm")
+    norm_names = ("self_attn_layer_norm", "final_layer_norm")
+    attention_names = AttentionNames("out_proj")
+    mlp_names = MLPNames(module="")
+    plain_names = ("fc1", "fc2")
     make_norm = staticmethod(norms.layer_norm)
-
-    @classmethod
-    def make_block(cls, config: Any, index: int, at: Scope) -> nnx.Module:
-        """Returns a layer."""
-        names = AttentionNames("out_proj")
-        return Block(
-            attention_norm=norms.layer_norm(config, at / "self_attn_layer_norm"),
-            attention=attention.grouped_query_attention(
-                config, index, at / "self_attn", names=names
-            ),
-            mlp_norm=norms.layer_norm(config, at / "final_layer_norm"),
-            mlp=mlp.plain_mlp(config, at, "fc1", "fc2"),
-        )
 
     def embed_tokens(self, token_ids_T: jax.Array) -> jax.Array:
         """Returns what vectors may take the place of."""

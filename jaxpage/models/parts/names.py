@@ -102,12 +102,14 @@ class AttentionNames:
         in_groups: True if that product has for each key/value head its queries, its key and its
             value; False if it has all queries, then all keys, then all values.
         inputs: The products for queries, keys and values.
+        module: Attention, in its layer.
     """
 
     output: str = "o_proj"
     fused: str | None = None
     in_groups: bool = True
     inputs: tuple[str, str, str] = ("q_proj", "k_proj", "v_proj")
+    module: str = "self_attn"
 
 
 @dataclass(frozen=True)
