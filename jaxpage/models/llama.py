@@ -162,6 +162,8 @@ class Llama4Config(ExpertsConfig):
     model_type = "llama4_text"
     defaults = Defaults(
         num_kv_heads=8,
+        head_dim=128,
+        has_null_head_dim=True,
         max_length=131_072,
         theta=500_000.0,
         interleaved=True,
@@ -189,7 +191,6 @@ class Llama4Config(ExpertsConfig):
         rotates = layer_windows.rotating_layers(fields)
         return cls.from_fields(
             fields,
-            head_dim=fields.optional_integer("head_dim", 128),
             sliding_windows=_chunks(fields, rotates),
             intermediate_size=fields.integer("intermediate_size_mlp", 16_384),
             rotates=rotates,
@@ -343,18 +344,22 @@ class SeedOssConfig(DecoderConfig):
     """
 
     model_type = "seed_oss"
-    defaults = Defaults(num_kv_heads=8, max_length=524_288, attention_bias=True, mlp_bias=False)
+    defaults = Defaults(
+        num_kv_heads=8,
+        head_dim=128,
+        has_null_head_dim=True,
+        max_length=524_288,
+        attention_bias=True,
+        mlp_bias=False,
+    )
 
     attention_out_bias: bool
 
     @classmethod
     def read(cls, fields: Fields) -> SeedOssConfig:
         """Returns what the fields say."""
-        return cls.from_fields(
-            fields,
-            head_dim=fields.optional_integer("head_dim", 128),
-            attention_out_bias=fields.flag("attention_out_bias", False),
-        )
+        has_bias = fields.flag("attention_out_bias", False)
+        return cls.from_fields(fields, attention_out_bias=has_bias)
 
 
 class SeedOss(Llama, config=SeedOssConfig):

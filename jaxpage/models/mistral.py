@@ -66,7 +66,9 @@ class MixtralConfig(ExpertsConfig):
 
     model_type = "mixtral"
     aliases = {"num_local_experts": "num_experts"}
-    defaults = Defaults(num_kv_heads=8, max_length=4096 * 32, theta=1_000_000.0, epsilon=1e-5)
+    defaults = Defaults(
+        num_kv_heads=8, has_window=True, max_length=4096 * 32, theta=1_000_000.0, epsilon=1e-5
+    )
     expert_defaults = ExpertDefaults(
         count_field="num_local_experts",
         count=8,
@@ -75,12 +77,6 @@ class MixtralConfig(ExpertsConfig):
         width=14336,
         normalized=True,
     )
-
-    @classmethod
-    def read(cls, fields: Fields) -> MixtralConfig:
-        """Returns what the fields say."""
-        window = fields.optional_integer("sliding_window", None)
-        return cls.from_fields(fields, sliding_windows=window)
 
 
 class Mixtral(Llama, config=MixtralConfig):
@@ -98,7 +94,14 @@ class Ministral3Config(DecoderConfig):
     """
 
     model_type = "ministral3"
-    defaults = Defaults(num_kv_heads=8, max_length=262_144, epsilon=1e-5)
+    defaults = Defaults(
+        num_kv_heads=8,
+        head_dim=128,
+        has_null_head_dim=True,
+        has_window=True,
+        max_length=262_144,
+        epsilon=1e-5,
+    )
     default_rope = MINISTRAL3_ROPE
 
     temperature_tuning: tuple[float, int, int] | None
@@ -106,13 +109,8 @@ class Ministral3Config(DecoderConfig):
     @classmethod
     def read(cls, fields: Fields) -> Ministral3Config:
         """Returns what the fields say."""
-        window = fields.optional_integer("sliding_window", None)
-        return cls.from_fields(
-            fields,
-            head_dim=fields.optional_integer("head_dim", 128),
-            sliding_windows=window,
-            temperature_tuning=read_temperature_tuning(fields, cls.defaults.max_length),
-        )
+        tuning = read_temperature_tuning(fields, cls.defaults.max_length)
+        return cls.from_fields(fields, temperature_tuning=tuning)
 
 
 def read_temperature_tuning(fields: Fields, max_length: int) -> tuple[float, int, int] | None:

@@ -46,6 +46,7 @@ class OPTConfig(DecoderConfig):
         epsilon=("", EPSILON),
         activation=("activation_function", "relu"),
         tied=True,
+        all_biases=("enable_bias", True),
     )
 
     embedding_width: int
@@ -58,12 +59,9 @@ class OPTConfig(DecoderConfig):
         """Returns what the fields say."""
         width = fields.integer("hidden_size")
         norm_first = fields.flag("do_layer_norm_before", True)
-        bias = fields.flag("enable_bias", True)
         return cls.from_fields(
             fields,
             intermediate_size=fields.integer("ffn_dim"),
-            attention_bias=bias,
-            mlp_bias=bias,
             name="model.decoder",
             embedding_width=fields.optional_integer("word_embed_proj_dim", None) or width,
             norm_first=norm_first,

@@ -76,18 +76,16 @@ class Phi3Config(DecoderConfig):
     """
 
     model_type = "phi3"
-    defaults = Defaults(epsilon=1e-5)
+    defaults = Defaults(has_window=True, epsilon=1e-5)
 
     @classmethod
     def read(cls, fields: Fields) -> Phi3Config:
         """Returns what the fields say."""
-        window = fields.optional_integer("sliding_window", None)
         head_dim = fields.divide("hidden_size", "num_attention_heads")
         max_length = fields.integer("max_position_embeddings", 4096)
         return cls.from_fields(
             fields,
             head_dim=head_dim,
-            sliding_windows=window,
             rope=fields.rope(
                 head_dim, max_length, partial=1.0, aliases=OLDER_ROPE_TYPES, original=4096
             ),
@@ -113,7 +111,7 @@ class PhimoeConfig(ExpertsConfig):
 
     model_type = "phimoe"
     aliases = {"num_local_experts": "num_experts"}
-    defaults = Defaults(num_kv_heads=8, epsilon=1e-5, attention_bias=False)
+    defaults = Defaults(num_kv_heads=8, has_window=True, epsilon=1e-5, attention_bias=False)
     expert_defaults = ExpertDefaults(
         count_field="num_local_experts",
         count=16,
@@ -142,7 +140,6 @@ class PhimoeConfig(ExpertsConfig):
         return cls.from_fields(
             fields,
             head_dim=head_dim,
-            sliding_windows=fields.optional_integer("sliding_window", None),
             rope=(rope, max_length),
             lm_head_bias=fields.flag("lm_head_bias", False),
             experts=cls.expert_defaults.read(
