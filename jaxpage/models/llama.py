@@ -27,14 +27,7 @@ from jaxpage.layers.mlp import XIELU
 from jaxpage.models.config import ExpertDefaults, Fields, layer_windows, mtp_names
 from jaxpage.models.parts import Block, Decoder, Scope, attention, decoder, experts, mlp, norms
 from jaxpage.models.parts.decoder_config import DecoderConfig, Defaults, ExpertsConfig
-from jaxpage.models.parts.names import (
-    LLAMA_ATTENTION,
-    LLAMA_MLP,
-    QWEN_EXPERTS,
-    AttentionNames,
-    ExpertNames,
-    MLPNames,
-)
+from jaxpage.models.parts.names import QWEN_EXPERTS, AttentionNames, ExpertNames, MLPNames
 
 CHUNKED = "chunked_attention"
 FULL = "full_attention"
@@ -72,8 +65,8 @@ class Llama(Decoder, config=LlamaConfig):
         "post_attention_layernorm",
     )
     output_norm_names: ClassVar[tuple[str | None, str | None]] = (None, None)
-    attention_names: ClassVar[AttentionNames] = LLAMA_ATTENTION
-    mlp_names: ClassVar[MLPNames] = LLAMA_MLP
+    attention_names: ClassVar[AttentionNames] = AttentionNames()
+    mlp_names: ClassVar[MLPNames] = MLPNames()
     # The two products of a feed-forward half without gates; None if it has gates.
     plain_names: ClassVar[tuple[str, str] | None] = None
     expert_names: ClassVar[ExpertNames] = QWEN_EXPERTS
