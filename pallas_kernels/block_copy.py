@@ -109,7 +109,7 @@ def scatter_blocks(
 
 
 def _choose(operation: str, backend: str, interpret: bool, *arguments: Any) -> Any:
-    pick = operator.attrgetter(operation)
+    pick = operator.attrgetter(f"moves.{operation}")
     return first_that_takes(
         operation, pick, *arguments, call=Call(interpret=interpret), backend=backend
     )

@@ -40,7 +40,7 @@ def choose_experts(
     """
     chosen: tuple[jax.Array, jax.Array] = first_that_takes(
         "choose_experts",
-        lambda each: functools.partial(each.choose_experts or no_kernel, sigmoid=sigmoid),
+        lambda each: functools.partial(each.matmuls.choose_experts or no_kernel, sigmoid=sigmoid),
         logits_TE,
         correction_E,
         count,
@@ -79,7 +79,7 @@ def gather_by_group(
     """
     sorted_pairs: tuple[jax.Array, jax.Array, jax.Array, jax.Array] = first_that_takes(
         "gather_by_group",
-        lambda each: each.gather_by_group or no_kernel,
+        lambda each: each.matmuls.gather_by_group or no_kernel,
         x_TI,
         group_P,
         num_groups,

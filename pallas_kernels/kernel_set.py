@@ -48,6 +48,59 @@ class Call:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Moves:
+    """Holds the operations that move the contents of pages as they are.
+
+    Attributes:
+        copy_blocks: (leaves, source, destination) -> leaves.
+        copy_slots: (leaves, source, destination) -> leaves.
+        gather_blocks: (leaves, blocks) -> bytes.
+        scatter_blocks: (leaves, blocks, bytes) -> leaves.
+    """
+
+    copy_blocks: Callable[..., Leaves]
+    copy_slots: Callable[..., Leaves]
+    gather_blocks: Callable[..., jax.Array]
+    scatter_blocks: Callable[..., Leaves]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Matmuls:
+    """Holds the operations that multiply by weights, and those that bring rows to their experts.
+
+    Attributes:
+        multiply: (x_TI, QuantizedWeight, type of the result) -> y_TO; see `quantized_matmul`.
+        grouped: (x_PI, weight, count_E, type of the result) -> y_PO; see `grouped_matmul`. None if
+            the set has no such kernel.
+        by_segments: (x_TI, weight, count_E or None, type of the result) -> y_TO, and the sums of
+            segments or None; see `matmul_and_sums`. None if the set has no such kernel.
+        choose_experts: (logits_TE, correction_E or None, count) -> odds_TX and expert_TX; see
+            `expert_routing.choose_experts`. None if the set has no such kernel.
+        gather_by_group: (x_TI, group_P, number of groups) -> x_PI, place_P, group_P and count_E;
+            see `expert_routing.gather_by_group`. None like `choose_experts`.
+    """
+
+    multiply: Callable[..., jax.Array]
+    grouped: Callable[..., jax.Array] | None = None
+    by_segments: Callable[..., tuple[jax.Array, jax.Array | None]] | None = None
+    choose_experts: Callable[..., tuple[jax.Array, ...]] | None = None
+    gather_by_group: Callable[..., tuple[jax.Array, ...]] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Selection:
+    """Holds the operations that select in rows of logits; see `selection`.
+
+    Attributes:
+        cutoffs: Finds the least logit of each row that may be drawn.
+        top_candidates: Selects the largest logits of each row.
+    """
+
+    cutoffs: Callable[..., jax.Array]
+    top_candidates: Callable[..., tuple[jax.Array, jax.Array]]
+
+
+@dataclass(frozen=True, kw_only=True)
 class KernelSet:
     """Holds the operations of one set, and what the set says of itself.
 
@@ -61,26 +114,14 @@ class KernelSet:
         attend: (Arguments) -> out_TNH.
         write: (k_TKH, v_TKH, k_pages, v_pages, slots_T, k_scale, v_scale) -> the pages, and the
             scales if there are any.
-        copy_blocks: (leaves, source, destination) -> leaves.
-        copy_slots: (leaves, source, destination) -> leaves.
-        gather_blocks: (leaves, blocks) -> bytes.
-        scatter_blocks: (leaves, blocks, bytes) -> leaves.
-        multiply: (x_TI, QuantizedWeight, type of the result) -> y_TO; see `quantized_matmul`.
-        multiply_grouped: (x_PI, weight, count_E, type of the result) -> y_PO; see
-            `grouped_matmul`. None if the set has no such kernel.
-        multiply_by_segments: (x_TI, weight, count_E or None, type of the result) -> y_TO, and the
-            sums of segments or None; see `matmul_and_sums`. None if the set has no such kernel.
+        moves: The copies of blocks and slots, and their way to the host and back.
+        matmuls: The products with weights of few bits, and those of experts.
         rotate_and_write: (x_TMH, cos_TE, sin_TE, k_pages, v_pages, slots_T, k_scale, v_scale,
             query_scale_H, key_scale_H) -> q_TNH, and the pages and scales; see
             `kv_write.rotate_and_write`. None if the set has no such kernel.
-        choose_experts: (logits_TE, correction_E or None, count) -> odds_TX and expert_TX; see
-            `expert_routing.choose_experts`. None if the set has no such kernel.
-        gather_by_group: (x_TI, group_P, number of groups) -> x_PI, place_P, group_P and count_E;
-            see `expert_routing.gather_by_group`. None like `choose_experts`.
         write_and_attend: (k_TKH, v_TKH, slots_T, Arguments) -> out_TNH and what `write` returns.
             None unless one kernel does both.
-        cutoffs: Selects in rows of logits (see `selection`); None if the set has no kernel.
-        top_candidates: Selects the largest logits of rows; None if `cutoffs` is None.
+        selection: Selects in rows of logits; None if the set has no kernels for it.
         honours: The fields of `AttentionOptions` that its attention computes; calls with others are
             refused.
         supports: (jax.Device, Call) -> the reason why it refuses a call for anything else, or None.
@@ -108,19 +149,11 @@ class KernelSet:
     name: str
     attend: Callable[..., jax.Array]
     write: Callable[..., tuple[jax.Array | None, ...]]
-    copy_blocks: Callable[..., Leaves]
-    copy_slots: Callable[..., Leaves]
-    gather_blocks: Callable[..., jax.Array]
-    scatter_blocks: Callable[..., Leaves]
-    multiply: Callable[..., jax.Array]
-    multiply_grouped: Callable[..., jax.Array] | None = None
-    multiply_by_segments: Callable[..., tuple[jax.Array, jax.Array | None]] | None = None
+    moves: Moves
+    matmuls: Matmuls
     rotate_and_write: Callable[..., tuple[jax.Array, ...]] | None = None
-    choose_experts: Callable[..., tuple[jax.Array, ...]] | None = None
-    gather_by_group: Callable[..., tuple[jax.Array, ...]] | None = None
     write_and_attend: Callable[..., tuple[jax.Array, tuple[jax.Array | None, ...]]] | None = None
-    cutoffs: Callable[..., jax.Array] | None = None
-    top_candidates: Callable[..., tuple[jax.Array, jax.Array]] | None = None
+    selection: Selection | None = None
     honours: frozenset[str]
     supports: Callable[[Any, Call], str | None]
     tiles: Callable[[Shape], Tiles] | None = None

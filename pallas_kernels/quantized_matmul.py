@@ -39,7 +39,7 @@ def quantized_matmul(
     """
     y_TO: jax.Array = first_that_takes(
         "quantized_matmul",
-        operator.attrgetter("multiply"),
+        operator.attrgetter("matmuls.multiply"),
         x_TI,
         weight,
         result or x_TI.dtype,
@@ -156,12 +156,12 @@ def matmul_and_sums(
 def has_grouped_matmul(*, backend: str = "auto", interpret: bool = False) -> bool:
     """Returns whether any set that would be tried has a kernel for it."""
     platform = target_device().platform
-    return any(each.multiply_grouped for each in candidates(backend, platform, interpret=interpret))
+    return any(each.matmuls.grouped for each in candidates(backend, platform, interpret=interpret))
 
 
 def _use_grouped(kernels: KernelSet) -> Callable[..., jax.Array]:
-    return kernels.multiply_grouped or no_kernel
+    return kernels.matmuls.grouped or no_kernel
 
 
 def _use_segments(kernels: KernelSet) -> Callable[..., tuple[jax.Array, jax.Array | None]]:
-    return kernels.multiply_by_segments or no_kernel
+    return kernels.matmuls.by_segments or no_kernel

@@ -95,6 +95,19 @@ def test_a_field_that_is_passed_over_is_found(monkeypatch):
     assert [each.split()[0] for each in find_idle("seed-oss-grouped")[1]] == ["hidden_act"]
 
 
+@pytest.mark.parametrize(
+    "case", ["apertus-plain", "gpt-oss-windows", "ministral3-growth", "mistral4-plain"]
+)
+def test_a_rotation_without_parameters_is_the_one_of_transformers(case):
+    """The classes have a scaled rotation in the place of null, and not of an empty object."""
+    config = {name: x for name, x in config_json(case).items() if not name.startswith("rope")}
+    config_class = getattr(transformers, config["architectures"][0]).config_class
+    for stated in ({}, {"rope_parameters": None}, {"rope_scaling": {}}, {"rope_parameters": {}}):
+        spec = read({**config, **stated})
+        want = config_class(**config, **stated).rope_parameters  # it fills in the object it gets
+        assert spec == read({**config, "rope_parameters": want})
+
+
 @pytest.mark.parametrize("keyword", ["", "seed_oss"])
 def test_the_name_of_a_family_selects_its_cases(keyword, request):
     """Underscores of a module's name are dashes in those of cases; conftest.py takes both."""

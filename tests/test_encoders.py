@@ -41,7 +41,10 @@ from pallas_kernels import AttentionOptions
 
 torch = pytest.importorskip("torch", reason="the oracle is transformers on torch")
 
+import transformers  # noqa: E402
+
 from tests.support.encoders import (  # noqa: E402
+    SIZES,
     random_texts,
     save_encoder,
     states_of,
@@ -276,6 +279,18 @@ def test_every_architecture_is_tested() -> None:
     """A few are enough of those with a head for masked tokens, which is left out."""
     heads_left_out = {name for name in ENCODERS if name.endswith("ForMaskedLM")}
     assert {*FORMS, *PAIRS} >= {*ENCODERS} - heads_left_out
+
+
+@pytest.mark.parametrize("architecture", ENCODERS)
+def test_absent_fields_mean_what_the_class_in_transformers_says(architecture: str) -> None:
+    """Sizes have to be there, and the number of labels, which must be one."""
+    config = getattr(transformers, architecture).config_class(num_labels=1).to_dict()
+    config |= {"architectures": [architecture], "num_labels": 1}
+    family = load_family(config)
+    needed = {*SIZES, "vocab_size", "num_labels", "id2label", "architectures", "model_type"}
+    for name in config.keys() - needed:
+        less = {field: value for field, value in config.items() if field != name}
+        assert family.Spec.from_config(less) == family.Spec.from_config(config), name
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -16,6 +16,7 @@ from flax import nnx
 from safetensors.numpy import load_file
 
 from jaxpage.checkpoints import load_weights, open_model
+from jaxpage.checkpoints.quantization.scheme_choice import quantization_of
 from jaxpage.device.attention import make_layer_kernels
 from jaxpage.device.hardware.backends import Backend
 from jaxpage.errors import CheckpointError
@@ -26,7 +27,6 @@ from jaxpage.models.base import abstract
 from jaxpage.models.parameters.replacing import replace_modules
 from jaxpage.models.parts.experts import make_experts
 from jaxpage.models.parts.names import QWEN_EXPERTS
-from jaxpage.models.quantization.scheme_choice import quantization_of
 from pallas_kernels.expert_routing import choose_experts, gather_by_group
 from pallas_kernels.triton import routing as triton_routing
 from tests.support.dense import logits_of

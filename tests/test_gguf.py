@@ -33,10 +33,10 @@ from jaxpage.checkpoints.config_file import eos_token_ids
 from jaxpage.checkpoints.finding import resolve_model
 from jaxpage.checkpoints.gguf.header import read_gguf
 from jaxpage.checkpoints.gguf.tensors import read_gguf_array
+from jaxpage.checkpoints.quantization.gguf import FORMATS
 from jaxpage.checkpoints.tokenizers.gguf_tokenizer import gguf_tokenizer
 from jaxpage.checkpoints.tokenizers.tokenizer_files import load_tokenizer
 from jaxpage.errors import CheckpointError, ModelNotFoundError
-from jaxpage.models.quantization.gguf import FORMATS
 from pallas_kernels.quantized_weight import QuantizedWeight, numbers
 from tests.support.dense import logits_of
 from tests.support.engines import LLAMA, make_llm

@@ -94,7 +94,9 @@ def fill(family: Any, spec: Any, state: Mapping[str, np.ndarray]) -> Parameters:
                 for piece in source.pieces
             )
         )
-        for piece in next(there).pieces:
+        source = next(there, None)
+        assert source is not None, f"no tensors for {weight.path}: {weight.sources}"
+        for piece in source.pieces:
             names = [name for name in piece.names if name in state]
             unused -= set(names)
             tensor = state[names[0]]

@@ -18,8 +18,8 @@ from safetensors.numpy import load_file, save_file
 
 from jaxpage.checkpoints.opening import describe_config, open_model
 from jaxpage.checkpoints.problems import Problems
+from jaxpage.checkpoints.quantization.scheme_choice import quantization_of
 from jaxpage.errors import UnsupportedError
-from jaxpage.models.quantization.scheme_choice import quantization_of
 from jaxpage.models.registry import load_family
 from tests.support.engines import make_llm
 from tests.support.hf_models import config_json, make_model, save_model

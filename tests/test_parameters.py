@@ -19,13 +19,13 @@ from jaxpage.checkpoints import convert, load_weights, loading, open_model
 from jaxpage.checkpoints.fitting import LoadPlan, check_weights
 from jaxpage.checkpoints.loading import insert, load_sharded
 from jaxpage.checkpoints.orbax_files import save_orbax
+from jaxpage.checkpoints.quantization.decoding import columns
 from jaxpage.errors import CheckpointError
 from jaxpage.layers.linear import Linear
 from jaxpage.layers.parameter import Source, concatenate, parameter, sources_of, stack, tensor
 from jaxpage.layers.quantized import QuantizedLinear, StoredArray, WeightFormat
 from jaxpage.models.base import abstract, abstract_model, model_weights
 from jaxpage.models.parameters.weights import num_bytes, weights_of
-from jaxpage.models.quantization.decoding import columns
 from jaxpage.models.registry import load_family
 from tests.support.dense import logits_of
 from tests.support.random_checkpoints import random_checkpoint, random_tensors, write_tensors

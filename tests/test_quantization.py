@@ -27,6 +27,10 @@ from jaxpage.checkpoints import convert, load_shards, load_weights, open_model
 from jaxpage.checkpoints.config_file import read_config
 from jaxpage.checkpoints.drafters.eagle_files import find_shared_table
 from jaxpage.checkpoints.problems import Problems
+from jaxpage.checkpoints.quantization import gguf
+from jaxpage.checkpoints.quantization.formats import METHODS
+from jaxpage.checkpoints.quantization.on_load import SCHEMES
+from jaxpage.checkpoints.quantization.scheme_choice import quantization_of
 from jaxpage.checkpoints.safetensors_files import map_array, read_tensors
 from jaxpage.device.attention import make_layer_kernels
 from jaxpage.device.hardware.backends import Backend
@@ -38,10 +42,6 @@ from jaxpage.layers.sharding import Sharding
 from jaxpage.layers.trace_scope import TraceScope
 from jaxpage.layers.weight_kinds import Scaled
 from jaxpage.models.base import abstract_model, make_model
-from jaxpage.models.quantization import gguf
-from jaxpage.models.quantization.formats import METHODS
-from jaxpage.models.quantization.on_load import SCHEMES
-from jaxpage.models.quantization.scheme_choice import quantization_of
 from jaxpage.models.sharding.dividing import Place, ShardedWeight, shard_weights, with_sharding
 from jaxpage.settings.engine_config import EngineConfig
 from tests.support.engines import SMALL_POOL, make_llm

@@ -18,6 +18,7 @@ from flax import nnx
 from safetensors.numpy import load_file
 
 from jaxpage.checkpoints import load_weights, open_model
+from jaxpage.checkpoints.quantization.scheme_choice import quantization_of
 from jaxpage.device.attention import make_layer_kernels
 from jaxpage.device.hardware.backends import Backend
 from jaxpage.errors import CheckpointError
@@ -29,7 +30,6 @@ from jaxpage.models.base import abstract, abstract_model, model_weights
 from jaxpage.models.parameters.replacing import replace_modules
 from jaxpage.models.parts.experts import make_experts
 from jaxpage.models.parts.names import QWEN_EXPERTS
-from jaxpage.models.quantization.scheme_choice import quantization_of
 from jaxpage.models.registry import load_family
 from tests.support.dense import logits_of
 from tests.support.engines import SMALL_POOL

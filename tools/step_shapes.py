@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxpage.checkpoints.quantization.scheme_choice import quantization_of
 from jaxpage.device.executables import step_call
 from jaxpage.device.hardware.backends import Backend
 from jaxpage.device.hardware.mesh import make_mesh
@@ -18,7 +19,6 @@ from jaxpage.device.inputs.step_inputs import TableShape
 from jaxpage.device.pages.kv_pages import page_dtype, page_shapes
 from jaxpage.device.steps import StepOptions
 from jaxpage.models.base import abstract_model
-from jaxpage.models.quantization.scheme_choice import quantization_of
 from jaxpage.models.registry import load_family
 
 # The part of config.json of meta-llama/Meta-Llama-3-8B that gives shapes.

@@ -22,13 +22,13 @@ from jaxpage.checkpoints import (
     read_embedding_files,
 )
 from jaxpage.checkpoints.finding import resolve_model, resolve_tokenizer
+from jaxpage.checkpoints.quantization import Scheme
 from jaxpage.checkpoints.tokenizers import open_tokenizer
 from jaxpage.device import compile_cache_directory, use_compile_cache
 from jaxpage.device.hardware import DeviceMesh, DeviceSpec, make_mesh, open_devices
 from jaxpage.errors import CheckpointError, ConfigError, UnsupportedError
 from jaxpage.models import Family, ModelSpec
 from jaxpage.models.parameters import LoRASpec, lora_targets
-from jaxpage.models.quantization import Scheme
 from jaxpage.settings.engine_config import EngineConfig
 
 logger = logging.getLogger(__name__)

@@ -2,8 +2,8 @@
 
 Nothing here unpickles, runs code that comes with a model, or touches a device before all of the
 checkpoint fits. The inner rooms are `finding` (the directory of a model), `tokenizers` (which takes
-seconds to import: a model is read without it), `gguf`, `in_memory` (models that are no files) and
-`drafters` (what comes next to a model).
+seconds to import: a model is read without it), `gguf`, `quantization` (formats of quantised
+weights), `in_memory` (models that are no files) and `drafters` (what comes next to a model).
 """
 
 import logging

@@ -21,6 +21,13 @@ from jaxpage.checkpoints.gguf.tensors import gguf_names, read_gguf_tensors, unde
 from jaxpage.checkpoints.layer_counts import layers_beyond
 from jaxpage.checkpoints.orbax_files import has_orbax, read_orbax_tensors
 from jaxpage.checkpoints.problems import Problems, quote
+from jaxpage.checkpoints.quantization import (
+    METHODS,
+    SIZES,
+    UNQUANTISED,
+    Scheme,
+    explain_refused_experts,
+)
 from jaxpage.checkpoints.safetensors_files import (
     INDEX,
     NUMPY_DTYPES,
@@ -31,7 +38,6 @@ from jaxpage.checkpoints.safetensors_files import (
 from jaxpage.checkpoints.safetensors_header import TensorInfo
 from jaxpage.layers.parameter import Piece, Source
 from jaxpage.models.parameters import FLOATS, Weight
-from jaxpage.models.quantization import METHODS, SIZES, UNQUANTISED, Scheme, explain_refused_experts
 
 COMPARED_BYTES = 1 << 26  # The bytes of two copies of a tensor that are compared at a time.
 CODES = ("I8", "U8", "I32", "F8_E4M3")  # The types that quantised weights are stored in.

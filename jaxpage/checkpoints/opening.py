@@ -17,6 +17,13 @@ from jaxpage.checkpoints.fitting import CODES, LoadPlan, fit, read_layout
 from jaxpage.checkpoints.gguf.header import GGUFTensor, is_gguf
 from jaxpage.checkpoints.gguf.tensors import gguf_scheme
 from jaxpage.checkpoints.problems import Problems, quote
+from jaxpage.checkpoints.quantization import (
+    FIELDS,
+    GGUF,
+    Scheme,
+    quantization_of,
+    without_quantization,
+)
 from jaxpage.checkpoints.vision_files import VisionFiles, fit_vision
 from jaxpage.errors import CheckpointError, UnsupportedError
 from jaxpage.models import (
@@ -30,7 +37,6 @@ from jaxpage.models import (
 )
 from jaxpage.models.config import FieldError
 from jaxpage.models.parameters import Rule
-from jaxpage.models.quantization import FIELDS, GGUF, Scheme, quantization_of, without_quantization
 
 
 @dataclass(frozen=True)

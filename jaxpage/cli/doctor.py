@@ -373,7 +373,7 @@ def families_of_packages() -> Iterator[str]:
 
 
 def _quantizations() -> Iterator[str]:
-    from jaxpage.models.quantization import GGUF_FORMATS, METHODS, SCHEMES
+    from jaxpage.checkpoints.quantization import GGUF_FORMATS, METHODS, SCHEMES
 
     yield (
         f"checkpoints of {', '.join(METHODS)}; at load {', '.join(SCHEMES)}; kept of GGUF files "

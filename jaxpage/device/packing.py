@@ -7,23 +7,95 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 from jax.typing import DTypeLike
 
+from jaxpage.layers import Embedding, Linear
+from jaxpage.layers.expert_linear import ExpertLinear, MXFP4ExpertLinear
 from jaxpage.layers.fusion import AddAndNorm, AddSum, Gate, Multiply, Norm, Stage
+from jaxpage.layers.packed import PackedEmbedding, PackedExpertLinear, PackedLinear
+from jaxpage.layers.quantized import Quantized
+from jaxpage.layers.quantized_experts import QuantizedExpertLinear
 from jaxpage.layers.weight_kinds import Packed, PackedCodes
-from jaxpage.models.parameters import Packing, Path
+from jaxpage.models.parameters import Path, replace_modules
 from pallas_kernels.compat import target_device
 from pallas_kernels.cpu import fusion, large_pages, packed
 from pallas_kernels.cpu.packed import takes as takes
 from pallas_kernels.quantized_weight import QuantizedWeight, numbers
 
+Codes = Quantized | QuantizedExpertLinear | MXFP4ExpertLinear
+
+
+class Packing(NamedTuple):
+    """Says how an array [..., rows, columns] is packed.
+
+    Attributes:
+        num_rows: The number of rows, which are outputs of a layer.
+        num_columns: The number of columns.
+        numbers: The numbers of a word.
+    """
+
+    num_rows: int
+    num_columns: int
+    numbers: int
+
+
 # How each packed array is packed, by the path of its parameter.
 Packings = Mapping[Path, Packing]
+
+
+def pack_modules(module: nnx.Module) -> Packings:
+    """Replaces all layers inside whose weights can be in panels.
+
+    It is applied last, to a module whose other replacements are made, because it visits what they
+    put in. Layers with weights of few bits are not replaced, but know then that these are in
+    panels.
+
+    Returns:
+        How each array is to be packed, by the path of its parameter.
+    """
+    packings: dict[Path, Packing] = {}
+
+    def note(path: Path, parameter: nnx.Param[Any], count: int) -> None:
+        num_rows, num_columns = parameter.get_value().shape[-2:]
+        packings[path] = Packing(num_rows, num_columns, count)
+
+    def replacement(path: Path, each: nnx.Module) -> nnx.Module | None:
+        if isinstance(each, Linear) and not each.spec.multiplied:
+            return None
+        if isinstance(each, Codes) and not getattr(each, "int8_inputs", False):
+            each.in_panels = True
+            note((*path, "kernel"), each.kernel, 1)
+            for name in () if each.block_rows > 1 else ("scale", "zero", "minimum"):
+                if (parameter := getattr(each, name, None)) is not None:
+                    note((*path, name), parameter, 1)
+            return None
+        if isinstance(each, Embedding) and type(each) is Embedding and each.axis == "vocab":
+            count = _numbers_of_word(each.table)
+            if count is None:
+                return None
+            note((*path, "table"), each.table, count)
+            return PackedEmbedding(each)
+        if not isinstance(each, Linear | ExpertLinear) or not hasattr(each, "kernel"):
+            return None
+        count = _numbers_of_word(each.kernel)
+        if count is None:
+            return None
+        note((*path, "kernel"), each.kernel, count)
+        return PackedLinear(each) if isinstance(each, Linear) else PackedExpertLinear(each)
+
+    replace_modules(module, replacement)
+    return packings
+
+
+def _numbers_of_word(parameter: nnx.Param[Any]) -> int | None:
+    """Returns the numbers of a word of a parameter's type; None if it cannot be in panels."""
+    return packed.NUMBERS.get(jnp.dtype(parameter.get_value().dtype).name)
 
 
 def multiply_packed(

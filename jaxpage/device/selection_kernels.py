@@ -56,12 +56,12 @@ def selection_kernels(backend: Backend) -> Iterator[None]:
 def _find(backend: Backend) -> SelectionKernels | None:
     device = target_device()
     for each in candidates(backend.name, device.platform, interpret=backend.interpret):
-        if each.cutoffs is None or each.top_candidates is None:
+        if (selection := each.selection) is None:
             continue
         if each.refusal(device, Call(interpret=backend.interpret)) is None:
             bound = functools.partial(functools.partial, interpret=backend.interpret)
             return SelectionKernels(
-                bound(each.cutoffs), bound(each.top_candidates), log_sums_of(backend)
+                bound(selection.cutoffs), bound(selection.top_candidates), log_sums_of(backend)
             )
     return None
 

@@ -368,6 +368,7 @@ def query_key_value(
     num_keys: int,
     *,
     name: str,
+    names: tuple[str, str, str] = ("q_proj", "k_proj", "v_proj"),
     fused: str | None = None,
     is_grouped: bool = False,
     bias: bool,
@@ -380,6 +381,7 @@ def query_key_value(
         num_queries: The rows of the queries: heads times head width.
         num_keys: The rows of the keys, and of the values.
         name: The module of the checkpoint that has these modules.
+        names: Their names in it.
         fused: The product in files of a family whose products are never apart.
         is_grouped: True if that product is one part; see `Projections.num_groups`.
         bias: True if the products have biases.
@@ -388,10 +390,10 @@ def query_key_value(
     if is_grouped:
         part = Part(num_queries + 2 * num_keys, "kv_heads", f"{name}.{fused}")
         return linear(num_in, part, input_axis="embed", bias=bias, dtype=dtype)
-    each = (("q_proj", num_queries, "heads"), ("k_proj", num_keys, "kv_heads"))
+    sizes = ((num_queries, "heads"), (num_keys, "kv_heads"), (num_keys, "kv_heads"))
     parts = [
         Part(rows, axis, None if fused else f"{name}.{module}")
-        for module, rows, axis in (*each, ("v_proj", num_keys, "kv_heads"))
+        for module, (rows, axis) in zip(names, sizes, strict=True)
     ]
     return linear(
         num_in,

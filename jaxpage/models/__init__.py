@@ -2,8 +2,8 @@
 
 A family has a config that is read from config.json, and is a Flax NNX module of `parts`, whose
 layers declare their weights. The names are loaded at first use. The inner rooms are `config` (the
-fields of config.json), `parameters` (weights and what replaces modules by path), `quantization`
-(formats of quantised weights), `sharding` (several devices) and `drafters` (models that draft).
+fields of config.json), `parameters` (weights and what replaces modules by path), `sharding`
+(several devices) and `drafters` (models that draft).
 """
 
 from __future__ import annotations

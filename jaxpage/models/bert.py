@@ -15,14 +15,16 @@ from typing import Any, ClassVar, Literal
 import jax.numpy as jnp
 
 from jaxpage.layers import ACTIVATIONS, Embedding
-from jaxpage.layers.attention import query_key_value
 from jaxpage.models.config import Fields
-from jaxpage.models.parts import Block, MLPNames, Scope, encoder, encoder_config, mlp, norms
+from jaxpage.models.parts import Block, Scope, attention, encoder, encoder_config, mlp, norms
+from jaxpage.models.parts.decoder import PostNormBlock
+from jaxpage.models.parts.names import AttentionNames, MLPNames
 
 _POOLER = "*pooler.dense.*"
 _MPNET_PADDING_ID = 1  # whatever config.json says
 # The activation is that of the second product in the file.
 _NOMIC_MLP = MLPNames("mlp", "fc12", "fc11", "fc2", None)
+_MODERN_MLP = MLPNames("mlp", None, None, "Wo", "Wi")
 _MODERN_FULL = "full_attention"
 _MODERN_THETA = {
     _MODERN_FULL: ("global_rope_theta", 160_000.0),
@@ -60,19 +62,15 @@ class Bert(encoder.Encoder, config=BertConfig):
         "LayerNorm.bias": "LayerNorm.beta",
     }
     has_positions: ClassVar[bool] = True  # True if there is a table of learned positions
-    # The products for queries, keys, values and the output, and the norm after them.
-    attention_names: ClassVar[tuple[str, ...]] = (
-        "attention.self.query",
-        "attention.self.key",
-        "attention.self.value",
+    # The products of attention, and the norm after it.
+    attention_names: ClassVar[AttentionNames] = AttentionNames(
         "attention.output.dense",
-        "attention.output.LayerNorm",
+        inputs=("attention.self.query", "attention.self.key", "attention.self.value"),
     )
+    attention_norm: ClassVar[str] = "attention.output.LayerNorm"
 
     @classmethod
-    def make_tables(
-        cls, config: Any, at: Scope
-    ) -> tuple[Embedding, Embedding | None, Embedding | None]:
+    def make_tables(cls, config: Any, at: Scope) -> encoder.Tables:
         """Returns the tables of tokens, positions and token types."""
         tables = at / "embeddings"
         width = config.hidden_size
@@ -93,22 +91,15 @@ class Bert(encoder.Encoder, config=BertConfig):
         return norms.layer_norm(config, at / "embeddings.LayerNorm")
 
     @classmethod
-    def make_block(cls, config: Any, index: int, at: Scope) -> encoder.PostNormBlock:
+    def make_block(cls, config: Any, index: int, at: Scope) -> PostNormBlock:
         """Returns a layer."""
-        width = config.hidden_size
-        inner = config.num_query_heads * config.kv.head_dim
-        *inputs, output, norm = cls.attention_names
-        attention = encoder.bidirectional_attention(
-            config,
-            index,
-            at.projection(width, *((name, inner) for name in inputs), bias=True),
-            at.projection(inner, (output, width), axes=("heads", "embed"), bias=True),
-        )
-        return encoder.PostNormBlock(
-            attention,
-            norms.layer_norm(config, at / norm),
-            mlp.plain_mlp(config, at, "intermediate.dense", "output.dense", bias=True),
-            norms.layer_norm(config, at / "output.LayerNorm"),
+        return PostNormBlock(
+            attention=attention.grouped_query_attention(
+                config, index, at, names=cls.attention_names
+            ),
+            attention_norm=norms.layer_norm(config, at / cls.attention_norm),
+            mlp=mlp.plain_mlp(config, at, "intermediate.dense", "output.dense"),
+            mlp_norm=norms.layer_norm(config, at / "output.LayerNorm"),
         )
 
     @classmethod
@@ -190,10 +181,10 @@ class MPNet(Roberta, config=MPNetConfig):
     """MPNet, and what was trained from it: all-mpnet-base, multi-qa-mpnet, paraphrase-mpnet."""
 
     prefix = "mpnet."
-    attention_names = (
-        *("attention.attn.q", "attention.attn.k", "attention.attn.v", "attention.attn.o"),
-        "attention.LayerNorm",
+    attention_names = AttentionNames(
+        "attention.attn.o", inputs=("attention.attn.q", "attention.attn.k", "attention.attn.v")
     )
+    attention_norm = "attention.LayerNorm"
 
     @classmethod
     def make_distances(cls, config: Any, at: Scope) -> Embedding:
@@ -226,6 +217,8 @@ class NomicBertConfig(encoder_config.EncoderConfig):
             head_dim=head_dim,
             rope=rope,
             token_types=fields.integer("type_vocab_size", 2),
+            attention_bias=False,
+            mlp_bias=False,
         )
 
 
@@ -244,20 +237,14 @@ class NomicBert(Bert, config=NomicBertConfig):
         return norms.layer_norm(config, at / "emb_ln")
 
     @classmethod
-    def make_block(cls, config: Any, index: int, at: Scope) -> encoder.PostNormBlock:
+    def make_block(cls, config: Any, index: int, at: Scope) -> PostNormBlock:
         """Returns a layer."""
-        width = config.hidden_size
-        inner = config.num_query_heads * config.kv.head_dim
-        attention = at / "attn"
-        inputs = query_key_value(
-            width, inner, inner, name=attention.name, fused="Wqkv", bias=False, dtype=at.dtype
-        )
-        output = attention.projection(inner, ("out_proj", width), axes=("heads", "embed"))
-        return encoder.PostNormBlock(
-            encoder.bidirectional_attention(config, index, inputs, output),
-            norms.layer_norm(config, at / "norm1"),
-            mlp.gated_mlp(config, at / "mlp", names=_NOMIC_MLP),
-            norms.layer_norm(config, at / "norm2"),
+        names = AttentionNames("out_proj", fused="Wqkv", in_groups=False)
+        return PostNormBlock(
+            attention=attention.grouped_query_attention(config, index, at / "attn", names=names),
+            attention_norm=norms.layer_norm(config, at / "norm1"),
+            mlp=mlp.gated_mlp(config, at / "mlp", names=_NOMIC_MLP),
+            mlp_norm=norms.layer_norm(config, at / "norm2"),
         )
 
 
@@ -324,9 +311,7 @@ class ModernBert(encoder.Encoder, config=ModernBertConfig):
     layers_name = "layers"
 
     @classmethod
-    def make_tables(
-        cls, config: Any, at: Scope
-    ) -> tuple[Embedding, Embedding | None, Embedding | None]:
+    def make_tables(cls, config: Any, at: Scope) -> encoder.Tables:
         """Returns the table of tokens, which is alone."""
         name = (at / "embeddings.tok_embeddings").name
         table = Embedding(config.vocab_size, config.hidden_size, name=name, dtype=at.dtype)
@@ -345,20 +330,13 @@ class ModernBert(encoder.Encoder, config=ModernBertConfig):
     @classmethod
     def make_block(cls, config: Any, index: int, at: Scope) -> Block:
         """Returns a layer; the first one has no norm before its attention."""
-        width = config.hidden_size
-        bias = config.attention_bias
-        attention = at / "attn"
-        inputs = query_key_value(
-            width, width, width, name=attention.name, fused="Wqkv", bias=bias, dtype=at.dtype
-        )
-        output = attention.projection(width, ("Wo", width), axes=("heads", "embed"), bias=bias)
-        names = MLPNames("mlp", None, None, "Wo", "Wi")
+        names = AttentionNames("Wo", fused="Wqkv", in_groups=False)
         norm = functools.partial(norms.layer_norm, bias=config.norm_bias)
         return Block(
             attention_norm=norm(config, at / "attn_norm") if index else None,
-            attention=encoder.bidirectional_attention(config, index, inputs, output),
+            attention=attention.grouped_query_attention(config, index, at / "attn", names=names),
             mlp_norm=norm(config, at / "mlp_norm"),
-            mlp=mlp.gated_mlp(config, at / "mlp", names=names),
+            mlp=mlp.gated_mlp(config, at / "mlp", names=_MODERN_MLP),
         )
 
     @classmethod

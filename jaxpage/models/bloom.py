@@ -12,6 +12,7 @@ from flax import nnx
 
 from jaxpage.layers import NO_ROTATION, Scores
 from jaxpage.models.config import Fields, alibi
+from jaxpage.models.llama import Llama
 from jaxpage.models.parts import Block, Decoder, Scope, attention, mlp, norms
 from jaxpage.models.parts.decoder_config import DecoderConfig, Defaults
 from jaxpage.models.parts.names import AttentionNames, ModuleNames
@@ -52,7 +53,7 @@ class BloomConfig(DecoderConfig):
         )
 
 
-class Bloom(Decoder, config=BloomConfig):
+class Bloom(Llama, config=BloomConfig):
     """BLOOM and BLOOMZ (BigScience, 2022) have ALiBi in place of positions, and LayerNorm.
 
     One of the norms follows the token table.
@@ -61,6 +62,8 @@ class Bloom(Decoder, config=BloomConfig):
     prefix = "transformer."
     ignored = ()
     names = ModuleNames(tokens="word_embeddings", layers="h", norm="ln_f")
+    attention_names = AttentionNames("dense", fused="query_key_value", module="self_attention")
+    plain_names = ("dense_h_to_4h", "dense_4h_to_h")
     make_norm = staticmethod(norms.layer_norm)
 
     def make_others(self, config: Any, at: Scope) -> None:
@@ -69,20 +72,9 @@ class Bloom(Decoder, config=BloomConfig):
         self.tokens_norm = norms.layer_norm(config, at / "word_embeddings_layernorm")
 
     @classmethod
-    def make_block(cls, config: Any, index: int, at: Scope) -> nnx.Module:
-        """Returns a layer."""
-        return Block(
-            attention_norm=norms.layer_norm(config, at / "input_layernorm"),
-            attention=attention.grouped_query_attention(
-                config,
-                index,
-                at / "self_attention",
-                names=AttentionNames(output="dense", fused="query_key_value"),
-                scores=Scores(alibi_slopes=alibi.alibi_slopes(config.num_query_heads)),
-            ),
-            mlp_norm=norms.layer_norm(config, at / "post_attention_layernorm"),
-            mlp=mlp.plain_mlp(config, at / "mlp", "dense_h_to_4h", "dense_4h_to_h"),
-        )
+    def make_scores(cls, config: Any, at: Scope) -> Scores:
+        """Returns the slopes of ALiBi."""
+        return Scores(alibi_slopes=alibi.alibi_slopes(config.num_query_heads))
 
     def enter(self, embedded_TD: jax.Array, positions_T: jax.Array) -> jax.Array:
         """Returns the input of the first layer, made of embedded tokens."""

@@ -10,12 +10,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
-from flax import nnx
 
 from jaxpage.layers import HeadNorms
 from jaxpage.models.config import Fields, layer_windows
 from jaxpage.models.llama import Llama
-from jaxpage.models.parts import Block, DecoderConfig, Defaults, Scope, attention, norms
+from jaxpage.models.parts import DecoderConfig, Defaults, Scope, attention, norms
 
 THETA = 500_000.0
 
@@ -62,18 +61,9 @@ class Cohere(Llama, config=CohereConfig):
     R+ has norms of queries and keys.
     """
 
+    norm_names = ("input_layernorm", None)
+    parallel = True
     make_norm = staticmethod(functools.partial(norms.layer_norm, bias=False))
-
-    @classmethod
-    def make_block(cls, config: Any, index: int, at: Scope) -> nnx.Module:
-        """Returns a layer."""
-        return Block(
-            attention_norm=cls.make_norm(config, at / "input_layernorm"),
-            attention=cls.make_attention(config, index, at / "self_attn"),
-            mlp_norm=None,
-            mlp=cls.make_mlp(config, index, at),
-            parallel=True,
-        )
 
     @classmethod
     def make_head_norms(cls, config: Any, at: Scope) -> HeadNorms:

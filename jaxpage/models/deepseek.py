@@ -224,16 +224,8 @@ class Dots1Config(ExpertsConfig):
     @classmethod
     def read(cls, fields: Fields) -> Dots1Config:
         """Returns what the fields say."""
-        window = fields.optional_integer("sliding_window", 4096)
-        first = fields.integer("max_window_layers", 62, minimum=0)
-        types = [
-            "sliding_attention" if window and index >= first else "full_attention"
-            for index in range(fields.integer("num_hidden_layers"))
-        ]
-        return cls.from_fields(
-            fields,
-            sliding_windows=layer_windows.windows_of(fields, fields.layer_types(types), window),
-        )
+        windows = layer_windows.windows_by_layer(fields, 62, has_switch=False)
+        return cls.from_fields(fields, sliding_windows=windows)
 
 
 class Dots1(Qwen3Moe, config=Dots1Config):

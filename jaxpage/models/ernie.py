@@ -17,6 +17,7 @@ DEFAULTS = Defaults(
     interleaved=True,
     epsilon=1e-5,
     tied=True,
+    all_biases=("use_bias", False),
 )
 
 
@@ -24,14 +25,7 @@ class Ernie4_5Config(DecoderConfig):
     """Reads transformers' `Ernie4_5Config`."""
 
     model_type = "ernie4_5"
-    defaults = DEFAULTS
-
-    @classmethod
-    def read(cls, fields: Fields) -> Ernie4_5Config:
-        """Returns what the fields say."""
-        bias = fields.flag("use_bias", False)
-        head_dim = fields.optional_integer("head_dim", 128)
-        return cls.from_fields(fields, head_dim=head_dim, attention_bias=bias, mlp_bias=bias)
+    defaults = replace(DEFAULTS, head_dim=128, has_null_head_dim=True)
 
 
 class Ernie4_5(Llama, config=Ernie4_5Config):
@@ -62,11 +56,8 @@ class Ernie4_5MoeConfig(ExpertsConfig):
         fields.only(moe_norm_min=1e-12)
         experts = cls.expert_defaults.read(fields)
         num_shared = fields.integer("moe_num_shared_experts", 2, minimum=0)
-        bias = fields.flag("use_bias", False)
         return cls.from_fields(
             fields,
-            attention_bias=bias,
-            mlp_bias=bias,
             experts=replace(experts, shared_width=num_shared * experts.width or None),
             sparse_layers=_sparse_layers(fields),
         )

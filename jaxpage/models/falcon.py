@@ -41,7 +41,10 @@ class FalconConfig(DecoderConfig):
     model_type = "falcon"
     aliases = {"hidden_size": "n_embed"}
     defaults = Defaults(
-        epsilon=("layer_norm_epsilon", 1e-5), activation=("activation", "gelu"), tied=True
+        epsilon=("layer_norm_epsilon", 1e-5),
+        activation=("activation", "gelu"),
+        tied=True,
+        all_biases=("bias", False),
     )
 
     alibi_slopes: tuple[float, ...] | None
@@ -55,7 +58,6 @@ class FalconConfig(DecoderConfig):
         width = fields.integer("hidden_size")
         head_dim = fields.divide("hidden_size", "num_attention_heads")
         has_alibi = fields.flag("alibi", False)
-        bias = fields.flag("bias", False)
         max_length = fields.integer("max_position_embeddings", 2048)
         parallel, num_norms = _order(fields)
         return cls.from_fields(
@@ -64,8 +66,6 @@ class FalconConfig(DecoderConfig):
             head_dim=head_dim,
             rope=(NO_ROTATION, max_length) if has_alibi else None,
             intermediate_size=fields.optional_integer("ffn_hidden_size", None) or 4 * width,
-            attention_bias=bias,
-            mlp_bias=bias,
             name="transformer",
             alibi_slopes=_slopes(num_heads, head_dim) if has_alibi else None,
             parallel=parallel,

@@ -21,7 +21,6 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import jax
-from flax import nnx
 
 from jaxpage.layers import RMSNorm, Scores
 from jaxpage.models.config import Fields, layer_windows
@@ -163,12 +162,10 @@ class Gemma2(Gemma, config=Gemma2Config):
     )
 
     @classmethod
-    def make_attention(cls, config: Any, index: int, at: Scope) -> nnx.Module:
-        """Returns the attention of a layer."""
-        head_norms = cls.make_head_norms(config, at)
-        return attention.grouped_query_attention(
-            config, index, at, scores=config.scores, norms=head_norms
-        )
+    def make_scores(cls, config: Any, at: Scope) -> Scores:
+        """Returns the scale of scores, and their soft cap."""
+        scores: Scores = config.scores
+        return scores
 
     def logits(self, hidden_BD: jax.Array) -> jax.Array:
         """Returns the logits in float32."""

@@ -25,6 +25,8 @@ class GlmConfig(DecoderConfig):
     model_type = "glm"
     defaults = Defaults(
         num_kv_heads=2,
+        head_dim=128,
+        has_null_head_dim=True,
         max_length=131_072,
         partial=0.5,
         # GLM-4 rotates neighbours, (2i, 2i + 1); GLM-4.5 rotates halves, as Llama does.
@@ -33,11 +35,6 @@ class GlmConfig(DecoderConfig):
         epsilon=1.5625e-7,
         attention_bias=True,
     )
-
-    @classmethod
-    def read(cls, fields: Fields) -> GlmConfig:
-        """Returns what the fields say."""
-        return cls.from_fields(fields, head_dim=fields.optional_integer("head_dim", 128))
 
 
 class Glm(Llama, config=GlmConfig):

@@ -207,23 +207,13 @@ class Starcoder2Config(DecoderConfig):
     model_type = "starcoder2"
     defaults = Defaults(
         num_kv_heads=2,
+        has_window=True,
         max_length=4096,
         epsilon=("norm_epsilon", 1e-5),
         activation="gelu_pytorch_tanh",
         tied=True,
+        all_biases=("use_bias", True),
     )
-
-    @classmethod
-    def read(cls, fields: Fields) -> Starcoder2Config:
-        """Returns what the fields say."""
-        window = fields.optional_integer("sliding_window", None)
-        bias = fields.flag("use_bias", True)
-        return cls.from_fields(
-            fields,
-            sliding_windows=window,
-            attention_bias=bias,
-            mlp_bias=bias,
-        )
 
 
 class Starcoder2(Llama, config=Starcoder2Config):

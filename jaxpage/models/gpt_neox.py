@@ -18,7 +18,7 @@ from jaxpage.layers.rope_scaling import make_rope
 from jaxpage.models.config import Fields
 from jaxpage.models.gpt2 import ALIASES, EPSILON, GPT2, inner_width
 from jaxpage.models.llama import Llama
-from jaxpage.models.parts import Block, Decoder, Scope, attention, mlp, norms
+from jaxpage.models.parts import Block, Scope, attention, mlp, norms
 from jaxpage.models.parts.decoder_config import DecoderConfig, Defaults
 from jaxpage.models.parts.names import AttentionNames, ModuleNames
 
@@ -59,7 +59,7 @@ class GPTNeoXConfig(DecoderConfig):
         )
 
 
-class GPTNeoX(Decoder, config=GPTNeoXConfig):
+class GPTNeoX(Llama, config=GPTNeoXConfig):
     """GPT-NeoX and Pythia (EleutherAI, 2022) compute both halves of a layer in parallel.
 
     Each half has a LayerNorm of its own, and a quarter of each head is rotated.
@@ -68,21 +68,14 @@ class GPTNeoX(Decoder, config=GPTNeoXConfig):
     prefix = "gpt_neox."
     ignored = ("*.attention.bias", "*.attention.masked_bias", "*rotary_emb.inv_freq")
     names = ModuleNames(tokens="embed_in", norm="final_layer_norm", heads=("embed_out", "lm_head"))
+    attention_names = AttentionNames(output="dense", fused="query_key_value", module="attention")
+    plain_names = ("dense_h_to_4h", "dense_4h_to_h")
     make_norm = staticmethod(norms.layer_norm)
 
     @classmethod
-    def make_block(cls, config: Any, index: int, at: Scope) -> nnx.Module:
-        """Returns a layer."""
-        names = AttentionNames(output="dense", fused="query_key_value")
-        return Block(
-            attention_norm=norms.layer_norm(config, at / "input_layernorm"),
-            attention=attention.grouped_query_attention(
-                config, index, at / "attention", names=names
-            ),
-            mlp_norm=norms.layer_norm(config, at / "post_attention_layernorm"),
-            mlp=mlp.plain_mlp(config, at / "mlp", "dense_h_to_4h", "dense_4h_to_h"),
-            parallel=config.parallel,
-        )
+    def is_parallel(cls, config: Any) -> bool:
+        """Returns whether both halves of a layer take its input."""
+        return bool(config.parallel)
 
 
 class GPTJConfig(DecoderConfig):
@@ -120,7 +113,7 @@ def _gptj_rope(fields: Fields, head_dim: int, max_length: int) -> Rope:
     return replace(rope, interleaved=True)
 
 
-class GPTJ(Decoder, config=GPTJConfig):
+class GPTJ(Llama, config=GPTJConfig):
     """GPT-J (EleutherAI, 2021) computes both halves of a layer in parallel, after one LayerNorm.
 
     It rotates the first part of each head, interleaved.
@@ -129,26 +122,12 @@ class GPTJ(Decoder, config=GPTJConfig):
     prefix = "transformer."
     ignored = ("*.attn.bias", "*.attn.masked_bias", "*.attn.causal_mask")
     names = ModuleNames(tokens="wte", layers="h", norm="ln_f")
+    norm_names = ("ln_1", None)
+    attention_names = AttentionNames("out_proj", module="attn")
+    plain_names = ("fc_in", "fc_out")
     head_bias = True
+    parallel = True
     make_norm = staticmethod(norms.layer_norm)
-
-    @classmethod
-    def make_block(cls, config: Any, index: int, at: Scope) -> nnx.Module:
-        """Returns a layer."""
-        return Block(
-            attention_norm=norms.layer_norm(config, at / "ln_1"),
-            attention=cls.make_attention(config, index, at / "attn"),
-            mlp_norm=None,
-            mlp=mlp.plain_mlp(config, at / "mlp", "fc_in", "fc_out"),
-            parallel=True,
-        )
-
-    @classmethod
-    def make_attention(cls, config: Any, index: int, at: Scope) -> Attention:
-        """Returns the attention of a layer."""
-        return attention.grouped_query_attention(
-            config, index, at, names=AttentionNames("out_proj")
-        )
 
 
 class CodeGenConfig(GPTJConfig):
@@ -185,10 +164,12 @@ class CodeGen(GPTJ, config=CodeGenConfig):
     The product has a part for each device among which a model was divided in training.
     """
 
+    attention_names = AttentionNames("out_proj", fused="qkv_proj", module="attn")
+
     @classmethod
     def make_attention(cls, config: Any, index: int, at: Scope) -> Attention:
         """Returns the attention of a layer."""
-        names = AttentionNames("out_proj", fused="qkv_proj")
+        names = cls.attention_names
         whole = attention.grouped_query_attention(config, index, at, names=names)
         return AttentionInParts(
             index,

@@ -5,7 +5,6 @@ Every other layer has a window.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from jaxpage.layers import Scores
@@ -42,12 +41,7 @@ class GptOssConfig(ExpertsConfig):
         normalized=True,
         routing={"bias": True},
     )
-
-    @classmethod
-    def complete(cls, config: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Returns the config with the rotation that it means."""
-        rope = config.get("rope_parameters") or config.get("rope_scaling")
-        return config if rope else {**config, "rope_parameters": ROPE}
+    default_rope = ROPE
 
     @classmethod
     def read(cls, fields: Fields) -> GptOssConfig:

@@ -7,6 +7,7 @@ and by default norms after attention, the convolution and the MLP.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
@@ -128,24 +129,16 @@ class Lfm2(Llama, config=Lfm2Config):
 
     names = ModuleNames(norm="embedding_norm")
     norm_names = ("operator_norm", "ffn_norm")
+    attention_names = AttentionNames("out_proj")
     mlp_names = MLPNames("feed_forward", "w1", "w3", "w2", None)
+    make_head_norms = staticmethod(
+        functools.partial(attention.norms_of_heads, names=("q_layernorm", "k_layernorm"))
+    )
 
     @classmethod
     def make_recurrence(cls, config: Any, index: int, layer: Scope) -> nnx.Module:
         """Returns the convolution of a layer."""
         return recurrences.gated_convolution(config.convolution, index, layer / "conv")
-
-    @classmethod
-    def make_attention(cls, config: Any, index: int, at: Scope) -> nnx.Module:
-        """Returns the attention of a layer."""
-        names = ("q_layernorm", "k_layernorm")
-        return attention.grouped_query_attention(
-            config,
-            index,
-            at,
-            names=AttentionNames("out_proj"),
-            norms=attention.norms_of_heads(config, at, names=names),
-        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,7 +15,7 @@ all layers are full ones:
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -27,11 +27,10 @@ from jaxpage.layers.mlp import XIELU
 from jaxpage.models.config import ExpertDefaults, Fields, layer_windows, mtp_names
 from jaxpage.models.parts import Block, Decoder, Scope, attention, decoder, experts, mlp, norms
 from jaxpage.models.parts.decoder_config import DecoderConfig, Defaults, ExpertsConfig
-from jaxpage.models.parts.names import LLAMA_MLP, QWEN_EXPERTS, ExpertNames, MLPNames
+from jaxpage.models.parts.names import QWEN_EXPERTS, AttentionNames, ExpertNames, MLPNames
 
 CHUNKED = "chunked_attention"
 FULL = "full_attention"
-# The parameters of a config that has neither `rope_parameters` nor `rope_scaling`.
 APERTUS_ROPE = {
     "rope_type": "llama3",
     "rope_theta": 12_000_000.0,
@@ -66,7 +65,8 @@ class Llama(Decoder, config=LlamaConfig):
         "post_attention_layernorm",
     )
     output_norm_names: ClassVar[tuple[str | None, str | None]] = (None, None)
-    mlp_names: ClassVar[MLPNames] = LLAMA_MLP
+    attention_names: ClassVar[AttentionNames] = AttentionNames()
+    mlp_names: ClassVar[MLPNames] = MLPNames()
     # The two products of a feed-forward half without gates; None if it has gates.
     plain_names: ClassVar[tuple[str, str] | None] = None
     expert_names: ClassVar[ExpertNames] = QWEN_EXPERTS
@@ -74,6 +74,7 @@ class Llama(Decoder, config=LlamaConfig):
     make_head_norms: ClassVar[Callable[..., HeadNorms]] = staticmethod(attention.no_head_norms)
     # True if the product for the output of attention has a bias; None if it is like the others.
     output_bias: ClassVar[bool | None] = None
+    parallel: ClassVar[bool] = False  # True if both halves of a layer take its input
 
     @classmethod
     def make_block(cls, config: Any, index: int, at: Scope) -> nnx.Module:
@@ -82,7 +83,13 @@ class Llama(Decoder, config=LlamaConfig):
             **cls.make_norms(config, index, at),
             attention=cls.make_mixer(config, index, at),
             mlp=cls.make_mlp(config, index, at),
+            parallel=cls.is_parallel(config),
         )
+
+    @classmethod
+    def is_parallel(cls, config: Any) -> bool:
+        """Returns whether both halves of a layer take its input, which some configs say."""
+        return cls.parallel
 
     @classmethod
     def make_norms(cls, config: Any, index: int, layer: Scope) -> dict[str, Any]:
@@ -96,7 +103,7 @@ class Llama(Decoder, config=LlamaConfig):
         """Returns the half of a layer in which tokens see others: attention, or a recurrence."""
         if config.kv.state_of(index) is not None:
             return cls.make_recurrence(config, index, layer)
-        return cls.make_attention(config, index, layer / "self_attn")
+        return cls.make_attention(config, index, layer / cls.attention_names.module)
 
     @classmethod
     def make_recurrence(cls, config: Any, index: int, layer: Scope) -> nnx.Module:
@@ -110,6 +117,7 @@ class Llama(Decoder, config=LlamaConfig):
             config,
             index,
             at,
+            names=cls.attention_names,
             norms=cls.make_head_norms(config, at),
             scores=cls.make_scores(config, at),
             output_bias=cls.output_bias,
@@ -147,6 +155,8 @@ class Llama4Config(ExpertsConfig):
     model_type = "llama4_text"
     defaults = Defaults(
         num_kv_heads=8,
+        head_dim=128,
+        has_null_head_dim=True,
         max_length=131_072,
         theta=500_000.0,
         interleaved=True,
@@ -174,7 +184,6 @@ class Llama4Config(ExpertsConfig):
         rotates = layer_windows.rotating_layers(fields)
         return cls.from_fields(
             fields,
-            head_dim=fields.optional_integer("head_dim", 128),
             sliding_windows=_chunks(fields, rotates),
             intermediate_size=fields.integer("intermediate_size_mlp", 16_384),
             rotates=rotates,
@@ -328,18 +337,22 @@ class SeedOssConfig(DecoderConfig):
     """
 
     model_type = "seed_oss"
-    defaults = Defaults(num_kv_heads=8, max_length=524_288, attention_bias=True, mlp_bias=False)
+    defaults = Defaults(
+        num_kv_heads=8,
+        head_dim=128,
+        has_null_head_dim=True,
+        max_length=524_288,
+        attention_bias=True,
+        mlp_bias=False,
+    )
 
     attention_out_bias: bool
 
     @classmethod
     def read(cls, fields: Fields) -> SeedOssConfig:
         """Returns what the fields say."""
-        return cls.from_fields(
-            fields,
-            head_dim=fields.optional_integer("head_dim", 128),
-            attention_out_bias=fields.flag("attention_out_bias", False),
-        )
+        has_bias = fields.flag("attention_out_bias", False)
+        return cls.from_fields(fields, attention_out_bias=has_bias)
 
 
 class SeedOss(Llama, config=SeedOssConfig):
@@ -368,14 +381,9 @@ class ApertusConfig(DecoderConfig):
         epsilon=1e-5,
         attention_bias=False,
     )
+    default_rope = APERTUS_ROPE
 
     xielu: bool
-
-    @classmethod
-    def complete(cls, config: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Returns the config with the rotation that it means."""
-        rope = config.get("rope_parameters") or config.get("rope_scaling")
-        return config if rope else {**config, "rope_parameters": APERTUS_ROPE}
 
     @classmethod
     def read(cls, fields: Fields) -> ApertusConfig:

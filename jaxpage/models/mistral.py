@@ -7,7 +7,6 @@ routed by a softmax.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,7 +20,6 @@ from jaxpage.models.llama import Llama
 from jaxpage.models.parts import ExpertNames, LatentDefaults, Scope, latent
 from jaxpage.models.parts.decoder_config import DecoderConfig, Defaults, ExpertsConfig
 
-# The parameters of a config of Ministral 3 that has neither `rope_parameters` nor `rope_scaling`.
 MINISTRAL3_ROPE = {
     "rope_type": "yarn",
     "rope_theta": 1_000_000.0,
@@ -33,7 +31,6 @@ MINISTRAL3_ROPE = {
     "mscale_all_dim": 1.0,
     "llama_4_scaling_beta": 0.1,
 }
-# The parameters of a config that has neither `rope_parameters` nor `rope_scaling`.
 MISTRAL4_ROPE = {
     **MINISTRAL3_ROPE,
     **{"rope_theta": 10_000.0, "factor": 128.0, "original_max_position_embeddings": 8192},
@@ -69,7 +66,9 @@ class MixtralConfig(ExpertsConfig):
 
     model_type = "mixtral"
     aliases = {"num_local_experts": "num_experts"}
-    defaults = Defaults(num_kv_heads=8, max_length=4096 * 32, theta=1_000_000.0, epsilon=1e-5)
+    defaults = Defaults(
+        num_kv_heads=8, has_window=True, max_length=4096 * 32, theta=1_000_000.0, epsilon=1e-5
+    )
     expert_defaults = ExpertDefaults(
         count_field="num_local_experts",
         count=8,
@@ -78,12 +77,6 @@ class MixtralConfig(ExpertsConfig):
         width=14336,
         normalized=True,
     )
-
-    @classmethod
-    def read(cls, fields: Fields) -> MixtralConfig:
-        """Returns what the fields say."""
-        window = fields.optional_integer("sliding_window", None)
-        return cls.from_fields(fields, sliding_windows=window)
 
 
 class Mixtral(Llama, config=MixtralConfig):
@@ -101,26 +94,23 @@ class Ministral3Config(DecoderConfig):
     """
 
     model_type = "ministral3"
-    defaults = Defaults(num_kv_heads=8, max_length=262_144, epsilon=1e-5)
+    defaults = Defaults(
+        num_kv_heads=8,
+        head_dim=128,
+        has_null_head_dim=True,
+        has_window=True,
+        max_length=262_144,
+        epsilon=1e-5,
+    )
+    default_rope = MINISTRAL3_ROPE
 
     temperature_tuning: tuple[float, int, int] | None
 
     @classmethod
-    def complete(cls, config: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Returns the config with the rotation that it means."""
-        is_stated = config.get("rope_parameters") is not None or config.get("rope_scaling")
-        return config if is_stated else {**config, "rope_parameters": MINISTRAL3_ROPE}
-
-    @classmethod
     def read(cls, fields: Fields) -> Ministral3Config:
         """Returns what the fields say."""
-        window = fields.optional_integer("sliding_window", None)
-        return cls.from_fields(
-            fields,
-            head_dim=fields.optional_integer("head_dim", 128),
-            sliding_windows=window,
-            temperature_tuning=read_temperature_tuning(fields, cls.defaults.max_length),
-        )
+        tuning = read_temperature_tuning(fields, cls.defaults.max_length)
+        return cls.from_fields(fields, temperature_tuning=tuning)
 
 
 def read_temperature_tuning(fields: Fields, max_length: int) -> tuple[float, int, int] | None:
@@ -176,15 +166,9 @@ class Mistral4Config(DeepseekV2Config):
         CORRECTED, count=128, per_token=4, routing={}, num_dense=("first_k_dense_replace", 0)
     )
     read_draft_heads = staticmethod(no_heads)
+    default_rope = MISTRAL4_ROPE
 
     temperature_tuning: tuple[float, int, int] | None
-
-    @classmethod
-    def complete(cls, config: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Returns the config with the rotation that it means."""
-        if config.get("rope_parameters") is None and not config.get("rope_scaling"):
-            return {**config, "rope_parameters": MISTRAL4_ROPE}
-        return config
 
     @classmethod
     def read(cls, fields: Fields) -> Mistral4Config:

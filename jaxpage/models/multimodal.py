@@ -21,7 +21,6 @@ from typing import Any
 from jaxpage.errors import UnsupportedError
 from jaxpage.models.base import Family, ModelFactory, ModelSpec, SpecFactory
 from jaxpage.models.config import text_part, without_axes
-from jaxpage.models.config.mrope import QWEN2_VL, QWEN3_5, QWEN3_VL, Sections
 from jaxpage.models.parts.vision import VisionFamily
 
 DECODER = "model.language_model"
@@ -47,7 +46,6 @@ class MultimodalCheckpoint:
         tied_by_files: True if published configs do not say whether the head is tied to the token
             table: it is, where the files have no head.
         vision: The class of the encoder of images, `module:class`; empty for none that is computed.
-        sections: The pairs of a head that turn by each axis; None if positions have one axis.
         decoder: The name of the text model's decoder.
     """
 
@@ -58,7 +56,6 @@ class MultimodalCheckpoint:
     fixed: Mapping[str, Any] = field(default_factory=dict)
     tied_by_files: bool = False
     vision: str = ""
-    sections: Sections | None = None
     decoder: str = DECODER
 
 
@@ -114,20 +111,17 @@ MULTIMODAL = {
         {"qwen2_vl_text": "qwen:Qwen2", "qwen2_vl": "qwen:Qwen2"},
         defaults={**_QWEN2, "rope_theta": 1_000_000.0},
         vision="vision.qwen_vl:Qwen2Vision",
-        sections=QWEN2_VL,
     ),
     "Qwen2_5_VLForConditionalGeneration": MultimodalCheckpoint(
         {"qwen2_5_vl_text": "qwen:Qwen2", "qwen2_5_vl": "qwen:Qwen2"},
         defaults={**_QWEN2, "rope_theta": 1_000_000.0},
         vision="vision.qwen_vl:Qwen2_5Vision",
-        sections=QWEN2_VL,
     ),
     "Qwen3VLForConditionalGeneration": MultimodalCheckpoint(
         {"qwen3_vl_text": "qwen:Qwen3"},
         defaults=_QWEN3,
         fixed=_NO_WINDOWS,
         vision="vision.qwen_vl:Qwen3Vision",
-        sections=QWEN3_VL,
     ),
     "Qwen3VLMoeForConditionalGeneration": MultimodalCheckpoint(
         {"qwen3_vl_moe_text": "qwen:Qwen3VLMoeText"},
@@ -139,17 +133,14 @@ MULTIMODAL = {
         },
         fixed={**_NO_WINDOWS, "norm_topk_prob": True},
         vision="vision.qwen_vl:Qwen3Vision",
-        sections=QWEN3_VL,
     ),
     "Qwen3_5ForConditionalGeneration": MultimodalCheckpoint(
         {"qwen3_5_text": "qwen:Qwen3_5"},
         vision="vision.qwen_vl:Qwen3_5Vision",
-        sections=QWEN3_5,
     ),
     "Qwen3_5MoeForConditionalGeneration": MultimodalCheckpoint(
         {"qwen3_5_moe_text": "qwen:Qwen3_5Moe"},
         vision="vision.qwen_vl:Qwen3_5Vision",
-        sections=QWEN3_5,
     ),
     "SmolVLMForConditionalGeneration": _IDEFICS3,
 }
@@ -161,6 +152,7 @@ class TextSpecs:
 
     wrapper: MultimodalCheckpoint
     family: Family
+    vision: VisionFamily | None
 
     def from_config(self, config: Mapping[str, Any]) -> ModelSpec:
         """Returns the spec of a config.json."""
@@ -169,8 +161,9 @@ class TextSpecs:
         text.pop("model_type", None)
         spec: Any = self.family.Spec.from_config(text)
         changes: dict[str, Any] = {"name": self.wrapper.decoder, "not_loaded": self.wrapper.takes}
-        if self.wrapper.sections is not None:
-            axes = self.wrapper.sections.axes(config, len(spec.rope.frequencies))
+        # An encoder whose pictures have positions on several axes says which pairs turn by each.
+        if (sections := getattr(getattr(self.vision, "Spec", None), "sections", None)) is not None:
+            axes = sections.axes(config, len(spec.rope.frequencies))
             changes["rope"] = dataclasses.replace(spec.rope, axes=axes)
         changed: ModelSpec = dataclasses.replace(spec, **changes)
         return changed
@@ -223,7 +216,7 @@ def text_family(architecture: str, family: Family, vision: VisionFamily | None) 
     wrapper = MULTIMODAL[architecture]
     others = tuple(f"{before}{name}*" for name in wrapper.others for before in ("model.", ""))
     return TextFamily(
-        TextSpecs(wrapper, family),
+        TextSpecs(wrapper, family, vision),
         family.Model,
         family.prefix,
         (*family.ignored, *others),

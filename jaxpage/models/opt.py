@@ -13,14 +13,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, Float
 
-from jaxpage.layers import Embedding, ForwardContext, LayerNorm, LayerPages, Linear
+from jaxpage.layers import Embedding, LayerNorm, Linear
 from jaxpage.layers.embedding import token_tables
 from jaxpage.models.config import Fields
-from jaxpage.models.parts import Block, Decoder, Scope, attention, mlp, norms
+from jaxpage.models.llama import Llama
+from jaxpage.models.parts import Block, Decoder, Scope, attention, decoder, mlp, norms
 from jaxpage.models.parts.decoder_config import DecoderConfig, Defaults
-from jaxpage.models.parts.names import AttentionNames, ModuleNames
+from jaxpage.models.parts.names import AttentionNames, MLPNames, ModuleNames
 
 EPSILON = 1e-5
 # The first positions are for padding, in the code that both were trained with.
@@ -46,6 +46,7 @@ class OPTConfig(DecoderConfig):
         epsilon=("", EPSILON),
         activation=("activation_function", "relu"),
         tied=True,
+        all_biases=("enable_bias", True),
     )
 
     embedding_width: int
@@ -58,37 +59,15 @@ class OPTConfig(DecoderConfig):
         """Returns what the fields say."""
         width = fields.integer("hidden_size")
         norm_first = fields.flag("do_layer_norm_before", True)
-        bias = fields.flag("enable_bias", True)
         return cls.from_fields(
             fields,
             intermediate_size=fields.integer("ffn_dim"),
-            attention_bias=bias,
-            mlp_bias=bias,
             name="model.decoder",
             embedding_width=fields.optional_integer("word_embed_proj_dim", None) or width,
             norm_first=norm_first,
             final_norm=norm_first and not fields.flag("_remove_final_layer_norm", False),
             affine_norms=fields.flag("layer_norm_elementwise_affine", True),
         )
-
-
-class NormLastBlock(nnx.Module):
-    """Computes `norm(x + attention(x))`, then `norm(x + mlp(x))`."""
-
-    def __init__(self, *, attention_norm: LayerNorm, attention: Any, mlp_norm: LayerNorm, mlp: Any):
-        """Makes the block; see `Block`."""
-        self.attention_norm = attention_norm
-        self.attention = attention
-        self.mlp_norm = mlp_norm
-        self.mlp = mlp
-
-    def __call__(
-        self, x_TD: Float[Array, "T D"], layer_pages: LayerPages, context: ForwardContext
-    ) -> tuple[Float[Array, "T D"], LayerPages]:
-        """Returns the output of the layer and its pages."""
-        attended_TD, layer_pages = self.attention(x_TD, layer_pages, context)
-        x_TD = self.attention_norm(x_TD + attended_TD)
-        return self.mlp_norm(x_TD + self.mlp(x_TD)), layer_pages
 
 
 class OPT(Decoder, config=OPTConfig):
@@ -120,7 +99,7 @@ class OPT(Decoder, config=OPTConfig):
     @classmethod
     def make_block(cls, config: Any, index: int, at: Scope) -> nnx.Module:
         """Returns a layer."""
-        block = Block if config.norm_first else NormLastBlock
+        block = Block if config.norm_first else decoder.PostNormBlock
         return block(
             attention_norm=cls.make_norm(config, at / "self_attn_layer_norm"),
             attention=attention.grouped_query_attention(
@@ -195,25 +174,16 @@ class XGLMConfig(DecoderConfig):
         )
 
 
-class XGLM(Decoder, config=XGLMConfig):
+class XGLM(Llama, config=XGLMConfig):
     """XGLM (Lin et al., 2021) has sinusoids for positions, and LayerNorm before both halves."""
 
     ignored = ("*.embed_positions.weights",)
     names = ModuleNames(norm="layer_norm")
+    norm_names = ("self_attn_layer_norm", "final_layer_norm")
+    attention_names = AttentionNames("out_proj")
+    mlp_names = MLPNames(module="")
+    plain_names = ("fc1", "fc2")
     make_norm = staticmethod(norms.layer_norm)
-
-    @classmethod
-    def make_block(cls, config: Any, index: int, at: Scope) -> nnx.Module:
-        """Returns a layer."""
-        names = AttentionNames("out_proj")
-        return Block(
-            attention_norm=norms.layer_norm(config, at / "self_attn_layer_norm"),
-            attention=attention.grouped_query_attention(
-                config, index, at / "self_attn", names=names
-            ),
-            mlp_norm=norms.layer_norm(config, at / "final_layer_norm"),
-            mlp=mlp.plain_mlp(config, at, "fc1", "fc2"),
-        )
 
     def embed_tokens(self, token_ids_T: jax.Array) -> jax.Array:
         """Returns what vectors may take the place of."""

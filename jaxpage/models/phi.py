@@ -9,17 +9,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from flax import nnx
-
 from jaxpage.layers import HeadNorms, Rope
 from jaxpage.layers.rope_scaling import LENGTH
 from jaxpage.models.config import ExpertDefaults, Fields
 from jaxpage.models.llama import Llama
-from jaxpage.models.parts import Block, Decoder, Scope, attention, mlp, norms
+from jaxpage.models.parts import Scope, attention, norms
 from jaxpage.models.parts.decoder_config import DecoderConfig, Defaults, ExpertsConfig
 from jaxpage.models.parts.names import AttentionNames, ExpertNames, ModuleNames
 
-ATTENTION_NAMES = AttentionNames(output="dense")
 MOE_THETA = 1_000_000.0
 OLDER_ROPE_TYPES = {"su": "longrope", "yarn": "longrope"}
 
@@ -49,37 +46,27 @@ class PhiConfig(DecoderConfig):
         )
 
 
-class Phi(Decoder, config=PhiConfig):
+class Phi(Llama, config=PhiConfig):
     """Phi-1, 1.5 and 2 (Microsoft, 2023) compute both halves of a layer in parallel with LayerNorm.
 
     They rotate half of each head, and have biases everywhere.
     """
 
     names = ModuleNames(norm="final_layernorm")
+    norm_names = ("input_layernorm", None)
+    attention_names = AttentionNames(output="dense")
+    plain_names = ("fc1", "fc2")
     head_bias = True
+    parallel = True
     make_norm = staticmethod(norms.layer_norm)
 
     @classmethod
-    def make_block(cls, config: Any, index: int, at: Scope) -> nnx.Module:
-        """Returns a layer."""
-        return Block(
-            attention_norm=norms.layer_norm(config, at / "input_layernorm"),
-            attention=cls.make_attention(config, index, at / "self_attn"),
-            mlp_norm=None,
-            mlp=mlp.plain_mlp(config, at / "mlp", "fc1", "fc2"),
-            parallel=True,
-        )
-
-    @classmethod
-    def make_attention(cls, config: Any, index: int, at: Scope) -> nnx.Module:
-        """Returns the attention of a layer."""
-        head_norms = HeadNorms()
-        if config.qk_layernorm:
-            names = ("q_layernorm", "k_layernorm")
-            head_norms = attention.norms_of_heads(config, at, norms.layer_norm, names=names)
-        return attention.grouped_query_attention(
-            config, index, at, names=ATTENTION_NAMES, norms=head_norms
-        )
+    def make_head_norms(cls, config: Any, at: Scope) -> HeadNorms:
+        """Returns the norms of queries and keys, which the config may ask for."""
+        if not config.qk_layernorm:
+            return HeadNorms()
+        names = ("q_layernorm", "k_layernorm")
+        return attention.norms_of_heads(config, at, norms.layer_norm, names=names)
 
 
 class Phi3Config(DecoderConfig):
@@ -89,18 +76,16 @@ class Phi3Config(DecoderConfig):
     """
 
     model_type = "phi3"
-    defaults = Defaults(epsilon=1e-5)
+    defaults = Defaults(has_window=True, epsilon=1e-5)
 
     @classmethod
     def read(cls, fields: Fields) -> Phi3Config:
         """Returns what the fields say."""
-        window = fields.optional_integer("sliding_window", None)
         head_dim = fields.divide("hidden_size", "num_attention_heads")
         max_length = fields.integer("max_position_embeddings", 4096)
         return cls.from_fields(
             fields,
             head_dim=head_dim,
-            sliding_windows=window,
             rope=fields.rope(
                 head_dim, max_length, partial=1.0, aliases=OLDER_ROPE_TYPES, original=4096
             ),
@@ -126,7 +111,7 @@ class PhimoeConfig(ExpertsConfig):
 
     model_type = "phimoe"
     aliases = {"num_local_experts": "num_experts"}
-    defaults = Defaults(num_kv_heads=8, epsilon=1e-5, attention_bias=False)
+    defaults = Defaults(num_kv_heads=8, has_window=True, epsilon=1e-5, attention_bias=False)
     expert_defaults = ExpertDefaults(
         count_field="num_local_experts",
         count=16,
@@ -155,7 +140,6 @@ class PhimoeConfig(ExpertsConfig):
         return cls.from_fields(
             fields,
             head_dim=head_dim,
-            sliding_windows=fields.optional_integer("sliding_window", None),
             rope=(rope, max_length),
             lm_head_bias=fields.flag("lm_head_bias", False),
             experts=cls.expert_defaults.read(

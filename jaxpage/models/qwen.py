@@ -26,7 +26,6 @@ from jaxpage.models.parts import ExpertNames, Gates, Scope, attention, norms, re
 from jaxpage.models.parts.decoder_config import DecoderConfig, Defaults, ExpertsConfig
 
 MELLUM_THETA = {"full_attention": ("", 500_000.0), "sliding_attention": ("", 10_000.0)}
-FULL = "full_attention"
 LINEAR = "linear_attention"
 offset_norm = functools.partial(norms.rms_norm, offset=1.0)  # The stored scale is less 1.
 
@@ -245,10 +244,7 @@ class HybridConfig(DecoderConfig):
         """Returns what the fields say."""
         recurrent_fields.check_activation(fields)
         every = fields.integer("full_attention_interval", 4)
-        numbers = range(1, 1 + fields.integer("num_hidden_layers"))
-        types = fields.layer_types(
-            [LINEAR if number % every else FULL for number in numbers], kinds=(FULL, LINEAR)
-        )
+        types = layer_windows.layer_types(fields, every, other=LINEAR)
         delta = cls.read_delta(fields)
         return cls.from_fields(
             fields,

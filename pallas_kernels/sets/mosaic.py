@@ -21,7 +21,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.arguments import Arguments
 from pallas_kernels.compat import MOSAIC_INTERPRETABLE, x64_reason
-from pallas_kernels.kernel_set import Call, capability, describe, first_reason
+from pallas_kernels.kernel_set import Call, Matmuls, Moves, capability, describe, first_reason
 from pallas_kernels.mosaic.kernel_plan import (
     NO_TOP,
     ROWS,
@@ -342,11 +342,13 @@ SET = dataclasses.replace(
     name="mosaic",
     attend=attend,
     write=_as_it_is(write.write),
-    copy_blocks=_as_it_is(move.copy_blocks),
-    copy_slots=_as_it_is(move.copy_slots),
-    gather_blocks=_as_it_is(move.gather_blocks),
-    scatter_blocks=_as_it_is(move.scatter_blocks),
-    multiply=_as_it_is(matmul.multiply_on_gpu),
+    moves=Moves(
+        copy_blocks=_as_it_is(move.copy_blocks),
+        copy_slots=_as_it_is(move.copy_slots),
+        gather_blocks=_as_it_is(move.gather_blocks),
+        scatter_blocks=_as_it_is(move.scatter_blocks),
+    ),
+    matmuls=Matmuls(multiply=_as_it_is(matmul.multiply_on_gpu)),
     honours=frozenset({"scale", "sliding_window", "logit_softcap", "sinks", "tree_mask_TQ"}),
     supports=supports,
     tiles=heuristic,

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.arguments import Arguments
-from pallas_kernels.kernel_set import Call, KernelSet
+from pallas_kernels.kernel_set import Call, KernelSet, Matmuls, Moves
 from pallas_kernels.page_layouts import INTERLEAVED, SEPARATE, separate
 from pallas_kernels.quantized_pages import dequantize
 from pallas_kernels.query_tiles import token_rows
@@ -109,11 +109,13 @@ SET = KernelSet(
     name="reference",
     attend=attend,
     write=write.write,
-    copy_blocks=move.copy_blocks,
-    copy_slots=move.copy_slots,
-    gather_blocks=move.gather_blocks,
-    scatter_blocks=move.scatter_blocks,
-    multiply=matmul.multiply,
+    moves=Moves(
+        copy_blocks=move.copy_blocks,
+        copy_slots=move.copy_slots,
+        gather_blocks=move.gather_blocks,
+        scatter_blocks=move.scatter_blocks,
+    ),
+    matmuls=Matmuls(multiply=matmul.multiply),
     honours=frozenset(
         {"scale", "sliding_window", "logit_softcap", "value_width", "sinks", "alibi_slopes"}
         | {"attention_chunk", "tree_mask_TQ", "last_seen_T"}

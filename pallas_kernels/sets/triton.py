@@ -28,7 +28,16 @@ from jax.typing import DTypeLike
 
 from pallas_kernels.arguments import Arguments
 from pallas_kernels.compat import target_device, x64_reason
-from pallas_kernels.kernel_set import Call, KernelSet, capability, describe, first_reason
+from pallas_kernels.kernel_set import (
+    Call,
+    KernelSet,
+    Matmuls,
+    Moves,
+    Selection,
+    capability,
+    describe,
+    first_reason,
+)
 from pallas_kernels.query_tiles import QueryCut, mask_words, query_cut
 from pallas_kernels.tiles import Shape, Tiles, find_tuned, shape_of
 
@@ -435,18 +444,24 @@ SET = KernelSet(
     name="triton",
     attend=attend,
     write=_operation("write", "write"),
-    copy_blocks=_operation("move", "copy_blocks"),
-    copy_slots=_operation("move", "copy_slots"),
-    gather_blocks=_operation("move", "gather_blocks"),
-    scatter_blocks=_operation("move", "scatter_blocks"),
-    multiply=_operation("matmul", "multiply"),
-    multiply_grouped=_operation("matmul", "multiply_grouped"),
-    multiply_by_segments=_operation("matmul", "multiply_by_segments"),
+    moves=Moves(
+        copy_blocks=_operation("move", "copy_blocks"),
+        copy_slots=_operation("move", "copy_slots"),
+        gather_blocks=_operation("move", "gather_blocks"),
+        scatter_blocks=_operation("move", "scatter_blocks"),
+    ),
+    matmuls=Matmuls(
+        multiply=_operation("matmul", "multiply"),
+        grouped=_operation("matmul", "multiply_grouped"),
+        by_segments=_operation("matmul", "multiply_by_segments"),
+        choose_experts=_operation("routing", "choose_experts"),
+        gather_by_group=_operation("routing", "gather_by_group"),
+    ),
     rotate_and_write=_operation("rotary_write", "rotate_and_write"),
-    choose_experts=_operation("routing", "choose_experts"),
-    gather_by_group=_operation("routing", "gather_by_group"),
-    cutoffs=_operation("select", "cutoffs"),
-    top_candidates=_operation("select", "top_candidates"),
+    selection=Selection(
+        cutoffs=_operation("select", "cutoffs"),
+        top_candidates=_operation("select", "top_candidates"),
+    ),
     honours=frozenset(
         {"scale", "sliding_window", "logit_softcap", "value_width", "sinks", "tree_mask_TQ"}
     ),

@@ -12,6 +12,10 @@ from flax import nnx
 
 from jaxpage.assembly.planning import ModelLayout
 from jaxpage.assembly.planning.layer_kinds import check_recurrent, check_windows
+from jaxpage.checkpoints.quantization.formats import METHODS
+from jaxpage.checkpoints.quantization.on_load import SCHEMES
+from jaxpage.checkpoints.quantization.quantization_fields import QuantizationFields
+from jaxpage.checkpoints.quantization.scheme import Scheme
 from jaxpage.cli.plan import CACHE_DTYPES
 from jaxpage.errors import UnsupportedError
 from jaxpage.layers.expert_linear import ExpertLinear
@@ -19,10 +23,6 @@ from jaxpage.layers.linear import Linear
 from jaxpage.models.base import KVSpec, make_model
 from jaxpage.models.parameters.lora_layers import lora_targets
 from jaxpage.models.parts.encoder_config import SCORES_PAIRS
-from jaxpage.models.quantization.formats import METHODS
-from jaxpage.models.quantization.on_load import SCHEMES
-from jaxpage.models.quantization.quantization_fields import QuantizationFields
-from jaxpage.models.quantization.scheme import Scheme
 from jaxpage.models.registry import ENCODERS, FAMILIES, load_family, load_page
 from jaxpage.settings.speculative_config import SpeculativeConfig
 from tests.support import measured_errors

@@ -30,10 +30,10 @@ from jaxpage.bench.studies.roofline import STEPS, start_decoding
 from jaxpage.bench.throughput import check_writable
 from jaxpage.checkpoints import open_model
 from jaxpage.checkpoints.finding import resolve_model
+from jaxpage.checkpoints.quantization import SCHEMES
 from jaxpage.device.hardware import DeviceSpec
 from jaxpage.device.pages import page_dtype
 from jaxpage.errors import CheckpointError, UsageError
-from jaxpage.models.quantization import SCHEMES
 from jaxpage.replay import open_engine
 from jaxpage.settings.engine_config import EngineConfig
 

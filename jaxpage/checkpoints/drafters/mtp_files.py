@@ -20,13 +20,13 @@ from jaxpage.checkpoints.in_memory.parameters import array_headers
 from jaxpage.checkpoints.loading import load_weights
 from jaxpage.checkpoints.opening import ModelFiles
 from jaxpage.checkpoints.problems import Problems
+from jaxpage.checkpoints.quantization import Scheme
 from jaxpage.checkpoints.safetensors_files import read_tensors
 from jaxpage.checkpoints.safetensors_header import TensorInfo
 from jaxpage.errors import UnsupportedError
 from jaxpage.models import DecoderConfig, Family, other_names
 from jaxpage.models.drafters import MtpHead, MtpNames
 from jaxpage.models.parameters import replace_modules, weights_of
-from jaxpage.models.quantization import Scheme
 
 WHAT = "speculative_config: method 'mtp'"
 

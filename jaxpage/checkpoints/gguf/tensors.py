@@ -13,10 +13,10 @@ import numpy as np
 from jaxpage.checkpoints.gguf.header import GGUFFile, GGUFTensor, read_gguf
 from jaxpage.checkpoints.gguf.types import tensor_names, tensor_type
 from jaxpage.checkpoints.problems import Problems
+from jaxpage.checkpoints.quantization import Scheme, choose_scheme
 from jaxpage.checkpoints.safetensors_files import map_array
 from jaxpage.checkpoints.safetensors_header import TensorInfo
 from jaxpage.models.parameters import Weight
-from jaxpage.models.quantization import Scheme, choose_scheme
 
 _AT_ONCE = 1 << 18  # The numbers that are dequantised at a time.
 # The config is made of these (`gguf_config`); they are no parameters.

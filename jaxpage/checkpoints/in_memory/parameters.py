@@ -20,6 +20,7 @@ from jaxpage.checkpoints.fitting import CODES, Filled, LoadPlan, fit_stored
 from jaxpage.checkpoints.in_memory.trainer_names import hugging_face_names, trainer_of
 from jaxpage.checkpoints.opening import ModelFiles, describe_config
 from jaxpage.checkpoints.problems import Problems
+from jaxpage.checkpoints.quantization import quantization_of
 from jaxpage.checkpoints.safetensors_files import NUMPY_DTYPES
 from jaxpage.checkpoints.safetensors_header import TensorInfo
 from jaxpage.checkpoints.vision_files import VisionFiles, fit_vision
@@ -29,7 +30,6 @@ from jaxpage.models import find_ignored_tensors, model_weights
 from jaxpage.models.config import text_part
 from jaxpage.models.parameters import Path as LayerPath
 from jaxpage.models.parameters import Weight
-from jaxpage.models.quantization import quantization_of
 from jaxpage.models.sharding import entry_at
 
 PLACE = Path("(parameters in memory)")  # Messages give this place.

@@ -12,16 +12,14 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from jaxpage.device.inputs.buckets import Bucket
-from jaxpage.device.packing import Packings
+from jaxpage.device.packing import Packings, pack_modules
 from jaxpage.device.pages.kv_pages import QUANTIZED, LayerPages
 from jaxpage.errors import UnsupportedError
-from jaxpage.models.parameters import pack_modules
 from pallas_kernels import Arguments, AttentionOptions, Call
 from pallas_kernels.compat import libtpu_reason
 from pallas_kernels.cpu.build import compiler
 from pallas_kernels.cpu.library import DOT, NONE, TILES
 from pallas_kernels.cpu.library import load as load_cpu_library
-from pallas_kernels.cpu.packed import NUMBERS
 from pallas_kernels.kernel_set import capability
 from pallas_kernels.page_layouts import INTERLEAVED
 from pallas_kernels.sets import SETS, XLA_ADVICE, candidates, set_for
@@ -49,11 +47,11 @@ class Backend(NamedTuple):
         """Puts layers with weights in panels into a module, where kernels multiply by such.
 
         Returns:
-            What `models.pack_modules` returns.
+            What `device.packing.pack_modules` returns.
         """
         if not self.in_cpp:
             return {}
-        return pack_modules(module, lambda dtype: NUMBERS.get(jnp.dtype(dtype).name))
+        return pack_modules(module)
 
 
 def choose_backend(

@@ -10,16 +10,23 @@ from jaxpage.models.config.fields import NO_ROPE, Fields
 T = TypeVar("T")
 
 
-def windows_by_layer(fields: Fields) -> tuple[int | None, ...]:
+def windows_by_layer(
+    fields: Fields, first: int = 28, *, has_switch: bool = True
+) -> tuple[int | None, ...]:
     """Returns the window of each layer by Qwen's rule; None for all unless `use_sliding_window`.
 
     Layers are those of `layer_types`, or by default the ones from `max_window_layers` on.
+
+    Args:
+        fields: The fields of the config.
+        first: The default of `max_window_layers`.
+        has_switch: False for a family without `use_sliding_window`, which always has windows.
     """
     num_layers = fields.integer("num_hidden_layers")
     window = fields.optional_integer("sliding_window", 4096)
-    if not fields.flag("use_sliding_window", False):
+    if has_switch and not fields.flag("use_sliding_window", False):
         window = None
-    first = fields.integer("max_window_layers", 28, minimum=0)
+    first = fields.integer("max_window_layers", first, minimum=0)
     full = "full_attention"
     sliding = "sliding_attention"
     types = fields.layer_types(
@@ -67,16 +74,17 @@ def read_by_layer(
     return list(usual)
 
 
-def layer_types(fields: Fields, every: int, first: int = 1) -> tuple[str, ...]:
+def layer_types(
+    fields: Fields, every: int, first: int = 1, other: str = "sliding_attention"
+) -> tuple[str, ...]:
     """Returns `Fields.layer_types`, with one full layer in `every` by default.
 
-    By default a layer has full attention if `every` divides its number, and otherwise a window. The
-    first layer has the number `first`.
+    By default a layer has full attention if `every` divides its number, and otherwise a window, or
+    is of the `other` kind. The first layer has the number `first`.
     """
     numbers = range(first, first + fields.integer("num_hidden_layers"))
-    return fields.layer_types(
-        ["sliding_attention" if number % every else "full_attention" for number in numbers]
-    )
+    kinds = ("full_attention", other)
+    return fields.layer_types([kinds[number % every > 0] for number in numbers], kinds=kinds)
 
 
 def windows_of(fields: Fields, types: Sequence[str], window: int | None) -> tuple[int | None, ...]:

@@ -13,10 +13,6 @@ if TYPE_CHECKING:
         adapter_weights,  # lists the weights of adapter slots
         lora_targets,  # finds the layers that take adapters
     )
-    from jaxpage.models.parameters.packing import (
-        Packing,  # says how a weight is packed
-        pack_modules,  # replaces the modules whose weights can be in panels
-    )
     from jaxpage.models.parameters.replacing import (
         Path,  # is the place of a module or parameter in a model
         Rule,  # gives the modules that replace those of a family

@@ -16,6 +16,7 @@ from jaxpage.layers.parameter import stack, tensor
 from jaxpage.models.parts.decoder_config import DecoderConfig
 from jaxpage.models.parts.names import LLAMA_ATTENTION, AttentionNames, Scope
 from jaxpage.models.parts.norms import rms_norm
+from jaxpage.models.parts.text_config import TextConfig
 
 AnyNorm = RMSNorm | LayerNorm | HeadNorm
 
@@ -36,7 +37,7 @@ class Gates:
 
 
 def grouped_query_attention(
-    config: DecoderConfig,
+    config: TextConfig,
     index: int,
     at: Scope,
     *,
@@ -75,6 +76,7 @@ def grouped_query_attention(
         query_rows * (2 if gates_in_queries else 1),
         num_kv_heads * head_dim,
         name=at.name,
+        names=names.inputs,
         fused=names.fused,
         is_grouped=is_grouped,
         bias=config.attention_bias,
@@ -99,13 +101,13 @@ def grouped_query_attention(
         head_dim=head_dim,
         rope=config.rope_of(index),
         norms=norms,
-        scores=replace(scores, sliding_window=config.kv.sliding_windows[index]),
+        scores=replace(scores, sliding_window=config.window_of(index)),
         clip_qkv=clip_qkv,
     )
 
 
 def _make_gates(
-    config: DecoderConfig, at: Scope, gates: Gates | None, input_width: int
+    config: TextConfig, at: Scope, gates: Gates | None, input_width: int
 ) -> Linear | None:
     """Returns the product for gates; None if they have none of their own."""
     if gates is None or gates.projection is None:

@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Int
 from jaxpage.layers import Embedding, ForwardContext, LayerPages
 from jaxpage.layers.embedding import token_tables
 from jaxpage.layers.feeding import add_and_feed
-from jaxpage.layers.norms import add_and_norm, add_before_norm, keep_and_norm
+from jaxpage.layers.norms import add_and_norm, add_before_norm, keep_and_norm, norm_of_sum
 from jaxpage.models.base import FamilyModule, Hidden, Pages, run_layers
 from jaxpage.models.parts.names import ModuleNames, Scope
 from jaxpage.models.parts.norms import Norm, rms_norm
@@ -89,6 +89,25 @@ class Block(nnx.Module):
 
     def _scale(self, x_TD: Float[Array, "T D"]) -> Float[Array, "T D"]:
         return x_TD if self.residual_scale == 1.0 else x_TD * self.residual_scale
+
+
+class PostNormBlock(nnx.Module):
+    """Computes `y = norm(x + attention(x))`, then `norm(y + mlp(y))` (Vaswani et al., 2017)."""
+
+    def __init__(self, *, attention_norm: Norm, attention: Any, mlp_norm: Norm, mlp: Any):
+        """Makes the block of its halves and of the norms of their sums with the input."""
+        self.attention = attention
+        self.attention_norm = attention_norm
+        self.mlp = mlp
+        self.mlp_norm = mlp_norm
+
+    def __call__(
+        self, x_TD: Float[Array, "T D"], layer_pages: LayerPages, context: ForwardContext
+    ) -> tuple[Float[Array, "T D"], LayerPages]:
+        """Returns the output of the layer and its pages; see `Block`."""
+        attended_TD, layer_pages = self.attention(x_TD, layer_pages, context)
+        y_TD = norm_of_sum(self.attention_norm, x_TD, attended_TD)
+        return norm_of_sum(self.mlp_norm, y_TD, self.mlp(y_TD)), layer_pages
 
 
 class HalfBlock(nnx.Module):

@@ -28,6 +28,9 @@ class Defaults:
     Attributes:
         num_kv_heads: In the place of `num_key_value_heads`; None for one for each query head.
         head_dim: In the place of `head_dim`; None to call `Fields.head_dim`.
+        has_null_head_dim: True if null in this field is the width of the model over the number of
+            query heads.
+        has_window: True if `sliding_window` is that of all layers; absent or null for none.
         max_length: In the place of `max_position_embeddings`.
         theta: In the place of `rope_theta`.
         partial: The share of each head that is rotated; None for a family that rotates all.
@@ -40,10 +43,14 @@ class Defaults:
         tied: In the place of `tie_word_embeddings`.
         attention_bias: In the place of this field; None for a family that has none.
         mlp_bias: Like `attention_bias`.
+        all_biases: The field that says whether all products have biases, and its default; None for
+            a family that has none.
     """
 
     num_kv_heads: int | None = None
     head_dim: int | None = None
+    has_null_head_dim: bool = False
+    has_window: bool = False
     max_length: int = 2048
     theta: float = 10_000.0
     partial: float | None = None
@@ -55,6 +62,7 @@ class Defaults:
     tied: bool = False
     attention_bias: bool | None = None
     mlp_bias: bool | None = None
+    all_biases: tuple[str, bool] | None = None
 
     def read_kv_heads(self, fields: Fields) -> int:
         """Returns the number of key/value heads."""
@@ -64,7 +72,8 @@ class Defaults:
 
     def read_head_dim(self, fields: Fields) -> int:
         """Returns the width of a head."""
-        if self.plain_heads:
+        is_null = self.has_null_head_dim and fields.get("head_dim", self.head_dim) is None
+        if self.plain_heads or is_null:
             return fields.divide("hidden_size", "num_attention_heads")
         if self.head_dim is None:
             return fields.head_dim()
@@ -97,6 +106,8 @@ class Defaults:
     def read_biases(self, fields: Fields) -> dict[str, bool]:
         """Returns which products have biases, as far as the family has fields for it."""
         biases = {"attention_bias": self.attention_bias, "mlp_bias": self.mlp_bias}
+        if self.all_biases is not None:
+            return dict.fromkeys(biases, fields.flag(*self.all_biases))
         return {
             name: fields.flag(name, usual) for name, usual in biases.items() if usual is not None
         }
@@ -162,6 +173,8 @@ class DecoderConfig(TextConfig):
         head_dim = head_dim or usual.read_head_dim(fields)
         rotation, length = rope or usual.read_rope(fields, head_dim)
         windows = sliding_windows
+        if usual.has_window and windows is None:
+            windows = fields.optional_integer("sliding_window", None)
         if not isinstance(windows, tuple):
             windows = (windows,) * num_layers
         common: dict[str, Any] = {

@@ -13,54 +13,9 @@ import jax
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from jaxpage.layers import Embedding, ForwardContext, LayerPages, Linear
-from jaxpage.layers.attention import Attention, Projections, Scores
-from jaxpage.layers.norms import norm_of_sum
+from jaxpage.layers import Embedding, ForwardContext, Linear
 from jaxpage.models.base import FamilyModule
-from jaxpage.models.parts.encoder_config import EncoderConfig
 from jaxpage.models.parts.names import Scope
-
-
-def bidirectional_attention(
-    config: EncoderConfig,
-    index: int,
-    inputs: Linear,
-    output: Linear,
-) -> Attention:
-    """Returns attention whose tokens see each other, as far as the layer reaches.
-
-    Args:
-        config: The config of the model.
-        index: The number of the layer.
-        inputs: The product for queries, keys and values: three parts in this order.
-        output: The product for the output.
-    """
-    return Attention(
-        index,
-        Projections(inputs, output),
-        head_dim=config.kv.head_dim,
-        rope=config.rope_of(index),
-        scores=Scores(sliding_window=config.reach[index]),
-    )
-
-
-class PostNormBlock(nnx.Module):
-    """Computes `y = norm(x + attention(x))`, then `norm(y + mlp(y))` (Vaswani et al., 2017)."""
-
-    def __init__(self, attention: Attention, attention_norm: Any, mlp: Any, mlp_norm: Any):
-        """Makes the block of its halves and of the norms of their sums with the input."""
-        self.attention = attention
-        self.attention_norm = attention_norm
-        self.mlp = mlp
-        self.mlp_norm = mlp_norm
-
-    def __call__(
-        self, x_TD: Float[Array, "T D"], layer_pages: LayerPages, context: ForwardContext
-    ) -> tuple[Float[Array, "T D"], LayerPages]:
-        """Returns the output of the layer and its pages; see `Block`."""
-        attended_TD, layer_pages = self.attention(x_TD, layer_pages, context)
-        y_TD = norm_of_sum(self.attention_norm, x_TD, attended_TD)
-        return norm_of_sum(self.mlp_norm, y_TD, self.mlp(y_TD)), layer_pages
 
 
 class ScoreHead(nnx.Module):
@@ -85,6 +40,10 @@ class ScoreHead(nnx.Module):
         if self.norm is not None:
             inner_RD = self.norm(inner_RD)
         return self.output(inner_RD).astype(jax.numpy.float32)
+
+
+# The tables of tokens, positions and token types; None for one that is not there.
+Tables = tuple[Embedding, Embedding | None, Embedding | None]
 
 
 class Encoder(FamilyModule):
@@ -113,10 +72,8 @@ class Encoder(FamilyModule):
 
     @classmethod
     @abstractmethod
-    def make_tables(
-        cls, config: Any, at: Scope
-    ) -> tuple[Embedding, Embedding | None, Embedding | None]:
-        """Returns the tables of tokens, positions and token types; None for one not there."""
+    def make_tables(cls, config: Any, at: Scope) -> Tables:
+        """Returns the tables of tokens, positions and token types."""
 
     @classmethod
     def make_distances(cls, config: Any, at: Scope) -> Embedding | None:

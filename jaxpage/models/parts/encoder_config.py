@@ -45,6 +45,7 @@ class EncoderConfig(TextConfig):
         padding_id: The token that takes no position; the rows of positions begin after that of its
             number (RoBERTa). None where they begin with the first row.
         head: The head; None for a model without one.
+        attention_bias: As in other models, but True where a family does not say it; and `mlp_bias`.
     """
 
     has_distances: ClassVar[bool] = False  # True if scores have a bias by the distance of tokens
@@ -54,6 +55,8 @@ class EncoderConfig(TextConfig):
     token_types: int = 0
     padding_id: int | None = None
     head: ScoreForm | None
+    attention_bias: bool = True
+    mlp_bias: bool = True
 
     @classmethod
     def from_fields(
@@ -94,6 +97,10 @@ class EncoderConfig(TextConfig):
             "head": ScoreForm() if read_scores_pairs(fields) else None,
         }
         return cls(**{**common, **more})
+
+    def window_of(self, layer_index: int) -> int | None:
+        """Returns how many positions to both sides a token of a layer sees; None for all."""
+        return self.reach[layer_index]
 
     @property
     def tie_word_embeddings(self) -> bool:

@@ -6,11 +6,11 @@ from jaxpage.layers import MLP, GatedMLP
 from jaxpage.layers.linear import Part, linear
 from jaxpage.layers.mlp import XIELU
 from jaxpage.models.parts.names import LLAMA_MLP, MLPNames, Scope
-from jaxpage.models.parts.text_config import TextConfig
+from jaxpage.models.parts.text_config import LayerSizes
 
 
 def gated_mlp(
-    config: TextConfig, at: Scope, *, names: MLPNames = LLAMA_MLP, width: int | None = None
+    config: LayerSizes, at: Scope, *, names: MLPNames = LLAMA_MLP, width: int | None = None
 ) -> GatedMLP:
     """Returns a feed-forward half with gates.
 
@@ -27,10 +27,9 @@ def gated_mlp(
 
     gate_up = linear(
         config.hidden_size,
-        Part(inner, "ffn", name_part(names.gate)),
-        Part(inner, "ffn", name_part(names.up)),
+        *(Part(inner, at.axis("ffn"), name_part(name)) for name in (names.gate, names.up)),
         fused=name_part(names.fused),
-        input_axis="embed",
+        input_axis=at.axis("embed"),
         bias=config.mlp_bias,
         dtype=at.dtype,
     )
@@ -40,7 +39,7 @@ def gated_mlp(
 
 
 def plain_mlp(
-    config: TextConfig,
+    config: LayerSizes,
     at: Scope,
     up: str,
     down: str,

@@ -17,14 +17,24 @@ class Scope:
     """Holds the name of a module in the checkpoint, and the type of its parameters.
 
     `scope / "self_attn"` is the scope of a module inside of it.
+
+    Attributes:
+        name: The name.
+        dtype: The type.
+        whole: True if each device has all of its parameters, so that no axis has a name.
     """
 
     name: str
     dtype: jax.typing.DTypeLike
+    whole: bool = False
 
     def __truediv__(self, module: str) -> Scope:
         """Returns the scope of a module of this one; "" is this one itself."""
         return replace(self, name=".".join(filter(None, (self.name, module))))
+
+    def axis(self, name: str | None) -> str | None:
+        """Returns the name of an axis; None where no axis has one."""
+        return None if self.whole else name
 
     def projection(
         self,
@@ -43,9 +53,10 @@ class Scope:
             bias: True if they have biases.
             each: See `Part`, for the first one.
         """
-        made = [Part(rows, axes[1], (self / name).name) for name, rows in parts]
+        input_axis, output_axis = map(self.axis, axes)
+        made = [Part(rows, output_axis, (self / name).name) for name, rows in parts]
         made[0] = replace(made[0], each=each)
-        return linear(num_in, *made, input_axis=axes[0], bias=bias, dtype=self.dtype)
+        return linear(num_in, *made, input_axis=input_axis, bias=bias, dtype=self.dtype)
 
     def vector(
         self, name: str, size: int, axis: str | None = None, aliases: tuple[str, ...] = ()
@@ -90,11 +101,15 @@ class AttentionNames:
         fused: The one product for queries, keys and values; None for three products.
         in_groups: True if that product has for each key/value head its queries, its key and its
             value; False if it has all queries, then all keys, then all values.
+        inputs: The products for queries, keys and values.
+        module: Attention, in its layer.
     """
 
     output: str = "o_proj"
     fused: str | None = None
     in_groups: bool = True
+    inputs: tuple[str, str, str] = ("q_proj", "k_proj", "v_proj")
+    module: str = "self_attn"
 
 
 @dataclass(frozen=True)

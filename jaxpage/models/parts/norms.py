@@ -6,13 +6,13 @@ from typing import Any
 
 from jaxpage.layers import LayerNorm, RMSNorm
 from jaxpage.models.parts.names import Scope
-from jaxpage.models.parts.text_config import TextConfig
+from jaxpage.models.parts.text_config import LayerSizes
 
 Norm = RMSNorm | LayerNorm
 
 
 def rms_norm(
-    config: TextConfig,
+    config: LayerSizes,
     at: Scope | None,
     *,
     width: int | None = None,
@@ -32,19 +32,19 @@ def rms_norm(
         width or config.hidden_size,
         name=None if at is None else at.name,
         epsilon=config.norm_epsilon,
-        axis=axis,
+        axis=axis if at is None else at.axis(axis),
         offset=offset,
         dtype="float32" if at is None else at.dtype,
     )
 
 
-def unscaled_rms_norm(config: TextConfig, at: Scope, **options: Any) -> RMSNorm:
+def unscaled_rms_norm(config: LayerSizes, at: Scope, **options: Any) -> RMSNorm:
     """Returns an RMS norm without a scale, so that no checkpoint has it; see `rms_norm`."""
     return rms_norm(config, None, **options)
 
 
 def layer_norm(
-    config: TextConfig,
+    config: LayerSizes,
     at: Scope,
     *,
     width: int | None = None,
@@ -68,7 +68,7 @@ def layer_norm(
         width or config.hidden_size,
         name=at.name,
         epsilon=config.norm_epsilon,
-        axis=axis,
+        axis=at.axis(axis),
         affine=affine,
         bias=affine and bias,
         offset=offset,

@@ -13,37 +13,51 @@ from jaxpage.models.config import Fields
 
 
 @dataclass(frozen=True, kw_only=True)
-class TextConfig:
+class LayerSizes:
+    """Holds what norms and feed-forward halves take of the config of a model, of texts or pictures.
+
+    Attributes:
+        hidden_size: The width of hidden states (D).
+        intermediate_size: The width of a feed-forward half (F).
+        norm_epsilon: The number that norms add to the variance.
+        activation: The function of a feed-forward half.
+        mlp_bias: True if products of a feed-forward half have biases.
+    """
+
+    hidden_size: int
+    intermediate_size: int
+    norm_epsilon: float
+    activation: str
+    mlp_bias: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextConfig(LayerSizes):
     """Holds what the configs of models of texts say; see `models.base.ModelSpec`.
 
     A family whose config says more adds fields. What its models have in any case is not here, but
     in the code of its page.
 
     Attributes:
-        intermediate_size: The width of a feed-forward half (F).
         rope: The rotation; `NO_ROTATION` for none.
         rope_by_layer: The rotation of each layer, None for none, where layers differ from `rope`.
         attention_bias: True if products of attention have biases; the page says which.
-        mlp_bias: True if products of a feed-forward half have biases.
         name: The name of the model in the checkpoint, in which its head may be beside it.
     """
 
     model_type: ClassVar[str]
     aliases: ClassVar[Mapping[str, str]] = {}  # other names of fields; see `Fields`
     idle_fields: ClassVar[tuple[str, ...]] = ()  # fields that transformers passes over
+    # The `rope_parameters` of a config without any; empty for those of all families.
+    default_rope: ClassVar[Mapping[str, Any]] = {}
 
     vocab_size: int
-    hidden_size: int
-    intermediate_size: int
     num_query_heads: int
     max_position_embeddings: int
     kv: KVSpec
     rope: Rope
     rope_by_layer: tuple[Rope | None, ...] = ()
-    norm_epsilon: float
-    activation: str
     attention_bias: bool = False
-    mlp_bias: bool = False
     name: str = "model"
 
     @classmethod
@@ -55,12 +69,20 @@ class TextConfig:
     @classmethod
     def complete(cls, config: Mapping[str, Any]) -> Mapping[str, Any]:
         """Returns the config with what its absent or older fields mean to this family."""
-        return {name: config[name] for name in config if name not in cls.idle_fields}
+        config = {name: config[name] for name in config if name not in cls.idle_fields}
+        is_stated = config.get("rope_parameters") is not None or config.get("rope_scaling")
+        if cls.default_rope and not is_stated:
+            config["rope_parameters"] = cls.default_rope
+        return config
 
     @classmethod
     @abstractmethod
     def read(cls, fields: Fields) -> TextConfig:
         """Returns what the fields say."""
+
+    def window_of(self, layer_index: int) -> int | None:
+        """Returns how many positions a token of a layer sees; None if it sees all."""
+        return self.kv.sliding_windows[layer_index]
 
     @property
     def num_layers(self) -> int:

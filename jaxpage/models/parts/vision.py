@@ -16,7 +16,7 @@ class VisionCall(NamedTuple):
     """Describes one call of an encoder: a tile of a picture, or a whole picture.
 
     Attributes:
-        size: The number of patches of the executable, one of `VisionSpec.sizes`.
+        size: The number of patches of the executable, one of `VisionConfig.sizes`.
         make_inputs: Returns the arrays, padded to this size. Who counts rows needs none.
         num_rows: The number of leading rows of the result that count.
     """
@@ -24,50 +24,6 @@ class VisionCall(NamedTuple):
     size: int
     make_inputs: Callable[[], dict[str, np.typing.NDArray[Any]]]
     num_rows: int
-
-
-@runtime_checkable
-class VisionSpec(Protocol):
-    """Holds what config.json says of an encoder: a frozen, hashable dataclass.
-
-    It may have `num_whole`, the most tokens of a picture that see each other both ways in the text
-    model. Without it none do.
-    """
-
-    @property
-    def hidden_size(self) -> int:
-        """Returns the width of the text model's hidden states (D)."""
-        ...
-
-    @property
-    def width(self) -> int:
-        """Returns the width of the encoder's hidden states."""
-        ...
-
-    @property
-    def inner(self) -> int:
-        """Returns the width of a feed-forward half of the encoder."""
-        ...
-
-    @property
-    def num_heads(self) -> int:
-        """Returns the number of heads of the encoder."""
-        ...
-
-    @property
-    def num_deep(self) -> int:
-        """Returns how many of the text model's first layers take features of a picture, too."""
-        ...
-
-    @property
-    def block(self) -> int:
-        """Returns the side of a block of patches, which becomes a row."""
-        ...
-
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        """Returns the numbers of patches for which the encoder is compiled."""
-        ...
 
 
 @runtime_checkable
@@ -101,7 +57,7 @@ class VisionFamily(Protocol):
     rotary positions on several axes has a static method `axes_of(spec, token_ids, pictures)`, too.
     """
 
-    Spec: Any  # `from_config` reads the whole config.json and returns a `VisionSpec`
+    Spec: Any  # `from_config` reads the whole config.json and returns a `VisionConfig`
     prefix: str | tuple[str, ...]
     ignored: tuple[str, ...]
 

@@ -10,6 +10,7 @@ from jaxpage.errors import CheckpointError, UnsupportedError
 from jaxpage.models.config import Fields
 from jaxpage.models.config.config_fields import FieldError
 from jaxpage.models.config.fields import text_part
+from jaxpage.models.parts.text_config import LayerSizes
 
 
 class VisionFields(Fields):
@@ -69,32 +70,24 @@ def some_fields(config: Mapping[str, Any], *names: str) -> Fields:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TowerConfig:
+class TowerConfig(LayerSizes):
     """Holds what a `vision_config` says of the layers of an encoder.
 
     Attributes:
-        hidden_size: The width of the encoder's hidden states.
-        intermediate_size: The width of a feed-forward half.
         num_layers: The number of layers.
         num_heads: The number of heads.
         head_dim: The width of a head.
         num_channels: The colours of a pixel.
         patch_size: The side of a patch in pixels.
         image_size: The side of a picture in pixels: that of a tile, or the longest one.
-        norm_epsilon: The number that norms add to the variance.
-        activation: The function of a feed-forward half.
     """
 
-    hidden_size: int
-    intermediate_size: int
     num_layers: int
     num_heads: int
     head_dim: int
     num_channels: int
     patch_size: int
     image_size: int
-    norm_epsilon: float
-    activation: str
 
     @property
     def side(self) -> int:
@@ -109,7 +102,10 @@ class TowerConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class VisionConfig:
-    """Holds what a config.json says of an encoder; see `VisionSpec`.
+    """Holds what a config.json says of an encoder.
+
+    It may have `num_whole`, the most tokens of a picture that see each other both ways in the text
+    model. Without it none do.
 
     Attributes:
         tower: The layers.

@@ -1,6 +1,6 @@
 """Makes the parts of encoders of pictures: the product for patches, attention both ways, blocks.
 
-The towers are small next to text models, so no device has a part of one: no axis has a name.
+The towers are small next to text models, so no device has a part of one: their scopes are whole.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import jax
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from jaxpage.layers import MLP, Angles, GatedMLP, Linear, RMSNorm
+from jaxpage.layers import Angles, Linear
 from jaxpage.layers.linear import Part, linear
 from jaxpage.layers.matmul import matmul
 from jaxpage.layers.norms import add_and_norm
@@ -94,15 +94,10 @@ def picture_attention(
     inner = config.num_heads * config.head_dim
     parts = [(name, inner) for name in ("q_proj", "k_proj", "v_proj")]
     return PictureAttention(
-        plain_projection(width, at, *parts, bias=bias),
-        plain_projection(inner, at, (output, width), bias=bias),
+        at.projection(width, *parts, bias=bias),
+        at.projection(inner, (output, width), bias=bias),
         head_dim=config.head_dim,
     )
-
-
-def plain_projection(num_in: int, at: Scope, *parts: tuple[str, int], bias: bool) -> Linear:
-    """Returns a linear layer that every device has; see `projection`."""
-    return at.projection(num_in, *parts, axes=(None, None), bias=bias)
 
 
 def fuse_projections(num_in: int, at: Scope, name: str, each: Sequence[int]) -> Linear:
@@ -110,32 +105,6 @@ def fuse_projections(num_in: int, at: Scope, name: str, each: Sequence[int]) -> 
     parts = [Part(rows, None, None) for rows in each]
     fused = (at / name).name
     return linear(num_in, *parts, fused=fused, input_axis=None, bias=True, dtype=at.dtype)
-
-
-def plain_mlp(config: TowerConfig, at: Scope, up: str, down: str) -> MLP:
-    """Returns a feed-forward half without gates, whose two products have biases."""
-    width, inner = config.hidden_size, config.intermediate_size
-    return MLP(
-        plain_projection(width, at, (up, inner), bias=True),
-        plain_projection(inner, at, (down, width), bias=True),
-        activation=config.activation,
-    )
-
-
-def gated_mlp(config: TowerConfig, at: Scope, *, bias: bool) -> GatedMLP:
-    """Returns a feed-forward half with gates, whose products have the names of Llama."""
-    width, inner = config.hidden_size, config.intermediate_size
-    return GatedMLP(
-        plain_projection(width, at, ("gate_proj", inner), ("up_proj", inner), bias=bias),
-        plain_projection(inner, at, ("down_proj", width), bias=bias),
-        activation=config.activation,
-    )
-
-
-def tower_norm(width: int, at: Scope | None, epsilon: float) -> RMSNorm:
-    """Returns an RMS norm that every device has; without a scale if there is no scope."""
-    name, dtype = (None, "float32") if at is None else (at.name, at.dtype)
-    return RMSNorm(width, name=name, epsilon=epsilon, axis=None, dtype=dtype)
 
 
 class PictureBlock(nnx.Module):

@@ -15,10 +15,9 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from jaxpage.errors import UnsupportedError
-from jaxpage.layers import RMSNorm
 from jaxpage.layers.matmul import matmul
 from jaxpage.layers.parameter import parameter, tensor
-from jaxpage.models.parts import Scope, vision, vision_config
+from jaxpage.models.parts import Scope, norms, vision, vision_config
 from jaxpage.models.vision.siglip import Siglip, SiglipConfig, SiglipTiles
 
 
@@ -62,8 +61,8 @@ class Gemma3Vision(SiglipTiles, config=Gemma3VisionConfig):
 
     def __init__(self, config: Any, *, dtype: jax.typing.DTypeLike):
         super().__init__(config, dtype=dtype)
-        self.tower = Siglip(config.tower, Scope("model.vision_tower", dtype))
-        self.projector = Projector(config, Scope("model.multi_modal_projector", dtype))
+        self.tower = Siglip(config.tower, Scope("model.vision_tower", dtype, whole=True))
+        self.projector = Projector(config, Scope("model.multi_modal_projector", dtype, whole=True))
 
     @staticmethod
     def calls(spec: Any, arrays: vision.PictureArrays) -> Sequence[vision.VisionCall]:
@@ -93,15 +92,8 @@ class Projector(nnx.Module):
     def __init__(self, config: Gemma3VisionConfig, at: Scope):
         width = config.tower.hidden_size
         self.num_patches = config.block**2
-        self.norm = RMSNorm(
-            width,
-            name=(at / "mm_soft_emb_norm").name,
-            epsilon=config.tower.norm_epsilon,
-            axis=None,
-            # Norms of Gemma store their scales less 1.
-            offset=1.0,
-            dtype=at.dtype,
-        )
+        # Norms of Gemma store their scales less 1.
+        self.norm = norms.rms_norm(config.tower, at / "mm_soft_emb_norm", offset=1.0)
         name = (at / "mm_input_projection_weight").name
         source = tensor(name, width, config.hidden_size, transpose=True)
         self.kernel = parameter(source.shape, axes=(None, None), dtype=at.dtype, sources=[source])

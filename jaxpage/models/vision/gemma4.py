@@ -21,7 +21,7 @@ from jaxpage.layers import ACTIVATIONS, Angles, RMSNorm
 from jaxpage.layers.parameter import Piece, Source, parameter, tensor
 from jaxpage.layers.picture_attention import attend_in_segments
 from jaxpage.models.config import text_part
-from jaxpage.models.parts import Scope, patches, vision, vision_config, vision_tower
+from jaxpage.models.parts import Scope, norms, patches, vision, vision_config, vision_tower
 
 # The rows that a processor may let a picture have at most; most pictures have nearly as many.
 _NUM_ROWS = (70, 140, 280, 560, 1120)
@@ -98,12 +98,10 @@ class Gemma4Vision(vision_tower.VisionTower, config=Gemma4VisionConfig):
 
     def __init__(self, config: Gemma4VisionConfig, *, dtype: jax.typing.DTypeLike):
         super().__init__(config, dtype=dtype)
-        at = Scope("model.vision_tower", dtype)
+        at = Scope("model.vision_tower", dtype, whole=True)
         tower = config.tower
         tables = at / "patch_embedder"
-        self.patches = vision_tower.plain_projection(
-            tower.patch_width, tables, ("input_proj", tower.hidden_size), bias=False
-        )
+        self.patches = tables.projection(tower.patch_width, ("input_proj", tower.hidden_size))
         table = (tables / "position_embedding_table").name
         source = tensor(table, 2, config.num_places, tower.hidden_size)
         self.places = parameter(source.shape, axes=(None,) * 3, dtype=dtype, sources=[source])
@@ -112,12 +110,9 @@ class Gemma4Vision(vision_tower.VisionTower, config=Gemma4VisionConfig):
             for index in range(tower.num_layers)
         )
         self.pooling = BlockMeans(config, at)
-        self.norm = vision_tower.tower_norm(tower.hidden_size, None, tower.norm_epsilon)
-        self.projection = vision_tower.plain_projection(
-            tower.hidden_size,
-            Scope("model.embed_vision", dtype),
-            ("embedding_projection", config.hidden_size),
-            bias=False,
+        self.norm = norms.rms_norm(tower, None)
+        self.projection = Scope("model.embed_vision", dtype, whole=True).projection(
+            tower.hidden_size, ("embedding_projection", config.hidden_size)
         )
 
     @staticmethod
@@ -182,7 +177,7 @@ class BoundedLinear(nnx.Module):
     """Computes a product whose inputs and outputs have bounds, which may be infinite."""
 
     def __init__(self, config: Gemma4VisionConfig, at: Scope, num_in: int, num_out: int):
-        self.linear = vision_tower.plain_projection(num_in, at, ("linear", num_out), bias=False)
+        self.linear = at.projection(num_in, ("linear", num_out))
         names = ("input_min", "input_max", "output_min", "output_max") if config.is_clipped else ()
         self.bounds = nnx.List(
             parameter((1,), axes=(None,), dtype=at.dtype, sources=[_number((at / name).name)])
@@ -215,7 +210,7 @@ class Gemma4PictureAttention(nnx.Module):
         self.value = BoundedLinear(config, at / "v_proj", tower.hidden_size, keys)
         self.output = BoundedLinear(config, at / "o_proj", queries, tower.hidden_size)
         self.query_norm, self.key_norm, self.value_norm = (
-            vision_tower.tower_norm(tower.head_dim, scope, tower.norm_epsilon)
+            norms.rms_norm(tower, scope, width=tower.head_dim)
             for scope in (at / "q_norm", at / "k_norm", None)
         )
 
@@ -246,19 +241,15 @@ class Gemma4PictureLayer(nnx.Module):
     def __init__(self, config: Gemma4VisionConfig, at: Scope):
         tower = config.tower
         width, inner = tower.hidden_size, tower.intermediate_size
-
-        def norm(name: str) -> RMSNorm:
-            return vision_tower.tower_norm(width, at / name, tower.norm_epsilon)
-
         self.activation = ACTIVATIONS[tower.activation]
-        self.attention_norm = norm("input_layernorm")
+        self.attention_norm = norms.rms_norm(tower, at / "input_layernorm")
         self.attention = Gemma4PictureAttention(config, at / "self_attn")
-        self.post_attention_norm = norm("post_attention_layernorm")
-        self.mlp_norm = norm("pre_feedforward_layernorm")
+        self.post_attention_norm = norms.rms_norm(tower, at / "post_attention_layernorm")
+        self.mlp_norm = norms.rms_norm(tower, at / "pre_feedforward_layernorm")
         self.gate = BoundedLinear(config, at / "mlp.gate_proj", width, inner)
         self.up = BoundedLinear(config, at / "mlp.up_proj", width, inner)
         self.down = BoundedLinear(config, at / "mlp.down_proj", inner, width)
-        self.post_mlp_norm = norm("post_feedforward_layernorm")
+        self.post_mlp_norm = norms.rms_norm(tower, at / "post_feedforward_layernorm")
 
     def __call__(
         self, x_PD: Float[Array, "P D"], segment_P: Int[Array, "P"], angles: Sequence[Angles]

@@ -7,7 +7,7 @@ the next larger size of a menu.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -19,7 +19,7 @@ from jaxtyping import Array, Float, Int
 from jaxpage.errors import UnsupportedError
 from jaxpage.layers import ACTIVATIONS, Angles
 from jaxpage.models.config import text_part
-from jaxpage.models.parts import Scope, patches, vision, vision_config, vision_tower
+from jaxpage.models.parts import Scope, mlp, norms, patches, vision, vision_config, vision_tower
 
 _EPSILON = 1e-5  # of the norms, which no field says
 _TEXT_EPSILONS = {"ministral3": 1e-5}  # where `rms_norm_eps` is absent and it is not 1e-6
@@ -86,14 +86,15 @@ class PixtralVision(vision_tower.VisionTower, config=PixtralConfig):
 
     def __init__(self, config: Any, *, dtype: jax.typing.DTypeLike):
         super().__init__(config, dtype=dtype)
-        at = Scope("model.vision_tower", dtype)
+        at = Scope("model.vision_tower", dtype, whole=True)
         self.patches = vision_tower.PatchEmbedding(config.tower, at / "patch_conv", bias=False)
-        self.patch_norm = vision_tower.tower_norm(config.tower.hidden_size, at / "ln_pre", _EPSILON)
+        self.patch_norm = norms.rms_norm(config.tower, at / "ln_pre")
         self.layers = nnx.List(
             _block(config.tower, at / f"transformer.layers.{index}")
             for index in range(config.tower.num_layers)
         )
-        self.merger = PatchMerger(config, Scope("model.multi_modal_projector", dtype))
+        projector = Scope("model.multi_modal_projector", dtype, whole=True)
+        self.merger = PatchMerger(config, projector)
 
     @staticmethod
     def calls(spec: Any, arrays: vision.PictureArrays) -> Sequence[vision.VisionCall]:
@@ -158,12 +159,11 @@ def two_axis_angles(index_P2: Int[Array, "P 2"], head_dim: int, theta: float) ->
 
 
 def _block(config: vision_config.TowerConfig, at: Scope) -> vision_tower.PictureBlock:
-    width = config.hidden_size
     return vision_tower.PictureBlock(
-        vision_tower.tower_norm(width, at / "attention_norm", _EPSILON),
+        norms.rms_norm(config, at / "attention_norm"),
         vision_tower.picture_attention(config, at / "attention", output="o_proj", bias=False),
-        vision_tower.tower_norm(width, at / "ffn_norm", _EPSILON),
-        vision_tower.gated_mlp(config, at / "feed_forward", bias=False),
+        norms.rms_norm(config, at / "ffn_norm"),
+        mlp.gated_mlp(config, at / "feed_forward"),
     )
 
 
@@ -175,13 +175,12 @@ class PatchMerger(nnx.Module):
         bias = config.joined_bias
         self.activation = ACTIVATIONS[config.joined_activation]
         self.num_patches = config.block**2
-        self.norm = vision_tower.tower_norm(width, at / "norm", config.joined_epsilon)
+        of_text = replace(config.tower, norm_epsilon=config.joined_epsilon)
+        self.norm = norms.rms_norm(of_text, at / "norm")
         joined = width * self.num_patches
-        self.merge = vision_tower.plain_projection(
-            joined, at / "patch_merger", ("merging_layer", width), bias=False
-        )
-        self.first = vision_tower.plain_projection(width, at, ("linear_1", rows), bias=bias)
-        self.second = vision_tower.plain_projection(rows, at, ("linear_2", rows), bias=bias)
+        self.merge = (at / "patch_merger").projection(joined, ("merging_layer", width))
+        self.first = at.projection(width, ("linear_1", rows), bias=bias)
+        self.second = at.projection(rows, ("linear_2", rows), bias=bias)
 
     def __call__(self, state_PE: Float[Array, "P E"]) -> Float[Array, "R D"]:
         """Returns the rows of all blocks."""

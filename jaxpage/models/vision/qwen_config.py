@@ -27,14 +27,15 @@ _TOWER = vision_config.TowerConfig(
     num_channels=3,
     patch_size=14,
     image_size=0,
-    norm_epsilon=1e-6,
+    norm_epsilon=1e-6,  # no field says another one
     activation="silu",
+    mlp_bias=True,
 )
 
 
 @dataclass(frozen=True, kw_only=True)
 class QwenVisionConfig(vision_config.VisionConfig):
-    """Holds what config.json says of an encoder; see `VisionSpec`.
+    """Holds what config.json says of an encoder.
 
     Attributes:
         rope: The rotation, whose axes are rows and columns.

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import jax
@@ -22,12 +22,10 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from jaxpage.errors import UnsupportedError
-from jaxpage.layers import ACTIVATIONS, Embedding, LayerNorm, Linear, RMSNorm
+from jaxpage.layers import ACTIVATIONS, Embedding, Linear
 from jaxpage.layers.parameter import Source, parameter, tensor
-from jaxpage.models.parts import Scope, norms, patches, vision, vision_tower
+from jaxpage.models.parts import Scope, mlp, norms, patches, vision, vision_tower
 from jaxpage.models.vision import patch_grid, qwen_config
-
-_EPSILON = 1e-6
 
 
 @runtime_checkable
@@ -72,11 +70,13 @@ class QwenVision(vision_tower.VisionTower):
 
     ignored: ClassVar[tuple[str, ...]] = ("*rotary_pos_emb.inv_freq",)
     patch_bias: ClassVar[bool] = False
+    # Returns a norm of hidden states, of the config of a tower and a scope.
+    make_norm: ClassVar[Callable[..., norms.Norm]] = staticmethod(norms.layer_norm)
     merger_names: ClassVar[tuple[str, str, str]] = ("ln_q", "mlp.0", "mlp.2")
 
     def __init__(self, config: Any, *, dtype: jax.typing.DTypeLike):
         super().__init__(config, dtype=dtype)
-        at = Scope("model.visual", dtype)
+        at = Scope("model.visual", dtype, whole=True)
         self.patches = patch_matmul(config, at / "patch_embed.proj", bias=self.patch_bias)
         self.table = self.make_table(config, at / "pos_embed")
         self.layers = nnx.List(
@@ -98,14 +98,9 @@ class QwenVision(vision_tower.VisionTower):
         return Embedding(rows, config.width, name=at.name, axis=None, dtype=at.dtype)
 
     @classmethod
-    def make_norm(cls, width: int, at: Scope) -> norms.Norm:
-        """Returns a norm of hidden states."""
-        return LayerNorm(width, name=at.name, epsilon=_EPSILON, axis=None, dtype=at.dtype)
-
-    @classmethod
     def make_mlp(cls, config: qwen_config.QwenVisionConfig, at: Scope) -> nnx.Module:
         """Returns the feed-forward half of a layer."""
-        return vision_tower.plain_mlp(config.tower, at, "fc1", "fc2")
+        return mlp.plain_mlp(config.tower, at, "fc1", "fc2")
 
     @classmethod
     def make_block(
@@ -116,14 +111,14 @@ class QwenVision(vision_tower.VisionTower):
         attention = at / "attn"
         has_windows = config.window and index not in config.whole_layers
         return vision_tower.PictureBlock(
-            cls.make_norm(width, at / "norm1"),
+            cls.make_norm(config.tower, at / "norm1"),
             vision_tower.PictureAttention(
                 vision_tower.fuse_projections(width, attention, "qkv", (width,) * 3),
-                vision_tower.plain_projection(width, attention, ("proj", width), bias=True),
+                attention.projection(width, ("proj", width), bias=True),
                 head_dim=config.tower.head_dim,
                 max_patches=(config.window * config.block) ** 2 if has_windows else None,
             ),
-            cls.make_norm(width, at / "norm2"),
+            cls.make_norm(config.tower, at / "norm2"),
             cls.make_mlp(config, at / "mlp"),
         )
 
@@ -135,9 +130,9 @@ class QwenVision(vision_tower.VisionTower):
         inner = config.width * config.block**2
         norm, up, down = cls.merger_names
         return Merger(
-            cls.make_norm(inner if is_norm_of_block else config.width, at / norm),
-            vision_tower.plain_projection(inner, at, (up, inner), bias=True),
-            vision_tower.plain_projection(inner, at, (down, config.hidden_size), bias=True),
+            cls.make_norm(config.tower, at / norm, width=inner if is_norm_of_block else None),
+            at.projection(inner, (up, inner), bias=True),
+            at.projection(inner, (down, config.hidden_size), bias=True),
             is_norm_of_block=is_norm_of_block,
         )
 
@@ -241,15 +236,12 @@ class Qwen2Vision(QwenVision, config=qwen_config.Qwen2VisionConfig):
 class Qwen2_5Vision(QwenVision, config=qwen_config.Qwen2_5VisionConfig):
     """The encoder of Qwen2.5-VL (Bai et al., 2025): RMS norms, gates and windows."""
 
-    @classmethod
-    def make_norm(cls, width: int, at: Scope) -> norms.Norm:
-        """Returns a norm of hidden states."""
-        return RMSNorm(width, name=at.name, epsilon=_EPSILON, axis=None, dtype=at.dtype)
+    make_norm = staticmethod(norms.rms_norm)
 
     @classmethod
     def make_mlp(cls, config: qwen_config.QwenVisionConfig, at: Scope) -> nnx.Module:
         """Returns the feed-forward half of a layer."""
-        return vision_tower.gated_mlp(config.tower, at, bias=True)
+        return mlp.gated_mlp(config.tower, at)
 
 
 class Qwen3Vision(QwenVision, config=qwen_config.Qwen3VisionConfig):
@@ -261,7 +253,7 @@ class Qwen3Vision(QwenVision, config=qwen_config.Qwen3VisionConfig):
     @classmethod
     def make_mlp(cls, config: qwen_config.QwenVisionConfig, at: Scope) -> nnx.Module:
         """Returns the feed-forward half of a layer."""
-        return vision_tower.plain_mlp(config.tower, at, "linear_fc1", "linear_fc2")
+        return mlp.plain_mlp(config.tower, at, "linear_fc1", "linear_fc2")
 
 
 class Qwen3_5Vision(Qwen3Vision, config=qwen_config.Qwen3_5VisionConfig):
@@ -289,7 +281,7 @@ def grid_of(
 def patch_matmul(config: qwen_config.QwenVisionConfig, at: Scope, *, bias: bool) -> Linear:
     """Returns the product for patches, which is stored as a convolution [W, C, t, p, p]."""
     shape = (config.width, math.prod(config.patch))
-    made = vision_tower.plain_projection(shape[1], at, ("", config.width), bias=bias)
+    made = at.projection(shape[1], ("", config.width), bias=bias)
     stored = tensor(f"{at.name}.weight", config.width, *config.patch).pieces[0]
     source = Source(shape, (stored._replace(shape=shape, offset=(0, 0)),))
     made.kernel = parameter(shape, axes=(None, None), dtype=at.dtype, sources=[source])

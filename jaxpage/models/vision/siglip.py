@@ -17,8 +17,8 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from jaxpage.errors import UnsupportedError
-from jaxpage.layers import Embedding, LayerNorm
-from jaxpage.models.parts import Scope, patches, vision, vision_config, vision_tower
+from jaxpage.layers import Embedding
+from jaxpage.models.parts import Scope, mlp, norms, patches, vision, vision_config, vision_tower
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +72,7 @@ class Siglip(nnx.Module):
         self.layers = nnx.List(
             _block(config, at / f"encoder.layers.{index}") for index in range(config.num_layers)
         )
-        self.norm = _norm(config, at / "post_layernorm")
+        self.norm = norms.layer_norm(config, at / "post_layernorm")
 
     def __call__(self, inputs: Mapping[str, jax.Array]) -> Float[Array, "P D"]:
         """Returns the states after the last norm."""
@@ -82,18 +82,12 @@ class Siglip(nnx.Module):
         return self.norm(state_PD)
 
 
-def _norm(config: vision_config.TowerConfig, at: Scope) -> LayerNorm:
-    return LayerNorm(
-        config.hidden_size, name=at.name, epsilon=config.norm_epsilon, axis=None, dtype=at.dtype
-    )
-
-
 def _block(config: vision_config.TowerConfig, at: Scope) -> vision_tower.PictureBlock:
     return vision_tower.PictureBlock(
-        _norm(config, at / "layer_norm1"),
+        norms.layer_norm(config, at / "layer_norm1"),
         vision_tower.picture_attention(config, at / "self_attn", output="out_proj", bias=True),
-        _norm(config, at / "layer_norm2"),
-        vision_tower.plain_mlp(config, at / "mlp", "fc1", "fc2"),
+        norms.layer_norm(config, at / "layer_norm2"),
+        mlp.plain_mlp(config, at / "mlp", "fc1", "fc2", bias=True),
     )
 
 
@@ -173,13 +167,11 @@ class Idefics3Vision(SiglipTiles, config=Idefics3VisionConfig):
 
     def __init__(self, config: Any, *, dtype: jax.typing.DTypeLike):
         super().__init__(config, dtype=dtype)
-        at = Scope("model", dtype)
+        at = Scope("model", dtype, whole=True)
         self.tower = Siglip(config.tower, at / "vision_model")
         joined = config.tower.hidden_size * config.block**2
         connector = at / "connector.modality_projection"
-        self.projection = vision_tower.plain_projection(
-            joined, connector, ("proj", config.hidden_size), bias=False
-        )
+        self.projection = connector.projection(joined, ("proj", config.hidden_size))
 
     def __call__(self, inputs: Mapping[str, jax.Array]) -> Float[Array, "R 1 D"]:
         """Returns a row for each block of patches."""

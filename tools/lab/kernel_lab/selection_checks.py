@@ -35,13 +35,11 @@ TIMED_ROWS, VOCAB_SIZE, NUM_CALLS = 256, 128256, 20
 
 def findings(*, interpret: bool, small: bool) -> Iterator[Finding]:
     """Yields the findings of the first kernel set that selects."""
-    candidate = next(
-        ((each.cutoffs, each.top_candidates) for each in SETS.values() if each.cutoffs), None
-    )
-    if candidate is None or candidate[0] is None or candidate[1] is None:
+    selection = next((each.selection for each in SETS.values() if each.selection), None)
+    if selection is None:
         raise LeftOut("no kernel set selects in rows of logits")
-    cutoffs = functools.partial(candidate[0], interpret=interpret)
-    top_candidates = functools.partial(candidate[1], interpret=interpret)
+    cutoffs = functools.partial(selection.cutoffs, interpret=interpret)
+    top_candidates = functools.partial(selection.top_candidates, interpret=interpret)
     vocab_size = 1000 if small else VOCAB_SIZE
     yield judge("sampler: cut-offs", functools.partial(_cutoffs, cutoffs, vocab_size))
     yield judge(

@@ -221,9 +221,9 @@ def selection_case(
     num_rows: int, *, vocab_size: int = 128256, backend: str = KERNEL_BACKENDS[0]
 ) -> Case:
     """Returns the selection of a step of Llama-3-8B, with cut-offs and log probabilities."""
-    kernels = SETS[backend]
-    assert kernels.cutoffs is not None and kernels.top_candidates is not None
-    cutoffs, top_candidates = kernels.cutoffs, kernels.top_candidates
+    selection = SETS[backend].selection
+    assert selection is not None
+    cutoffs, top_candidates = selection.cutoffs, selection.top_candidates
 
     def function(logits_RV: jax.Array, number_R: jax.Array, top_k_R: jax.Array) -> Any:
         min_R = cutoffs(logits_RV, number_R, number_R, top_k_R, number_R, number_R)

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 import numpy as np
 from flax import nnx
 
+from jaxpage.checkpoints.quantization import decoding
+from jaxpage.checkpoints.quantization.scheme import Scheme
 from jaxpage.errors import CheckpointError
 from jaxpage.layers import Embedding, Linear, quantized
-from jaxpage.models.parameters.replacing import Path
-from jaxpage.models.quantization import decoding
-from jaxpage.models.quantization.scheme import Scheme
+from jaxpage.models.parameters import Path
 
 NAME = "gguf"
 # A decoder turns blocks [out, blocks of a row, bytes] into [out, codes or groups, ...].

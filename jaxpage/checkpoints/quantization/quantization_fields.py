@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
-from jaxpage.models.config.config_fields import ConfigFields
+from jaxpage.models.config import ConfigFields
 
 T = TypeVar("T")
 

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 
 from flax import nnx
 
+from jaxpage.checkpoints.quantization.quantization_fields import QuantizationFields
+from jaxpage.checkpoints.quantization.scheme import Scheme, matches
 from jaxpage.errors import CheckpointError
 from jaxpage.layers.expert_linear import MXFP4_GROUP, ExpertLinear, MXFP4ExpertLinear
-from jaxpage.models.parameters.replacing import Path
-from jaxpage.models.quantization.quantization_fields import QuantizationFields
-from jaxpage.models.quantization.scheme import Scheme, matches
+from jaxpage.models.parameters import Path
 
 NAME = "mxfp4"
 SIZE_FIELDS = ""

@@ -11,12 +11,12 @@ from typing import Literal, Protocol, runtime_checkable
 import numpy as np
 from flax import nnx
 
+from jaxpage.checkpoints.quantization.quantization_fields import QuantizationFields
 from jaxpage.errors import CheckpointError
 from jaxpage.layers import Embedding, Linear, quantized
 from jaxpage.layers.expert_linear import ExpertLinear
 from jaxpage.layers.quantized_experts import QuantizedExpertLinear
-from jaxpage.models.parameters.replacing import Path, Rule
-from jaxpage.models.quantization.quantization_fields import QuantizationFields
+from jaxpage.models.parameters import Path, Rule
 
 # This can be used in place of any other checkpoint.
 UNQUANTISED = "the unquantised checkpoint with quantization='int8' or 'int4'"

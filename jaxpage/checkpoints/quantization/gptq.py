@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from jaxpage.layers.quantized import StoredArray, WeightFormat
-from jaxpage.models.quantization import decoding
-from jaxpage.models.quantization.quantization_fields import QuantizationFields, is_pattern
-from jaxpage.models.quantization.scheme import (
+from jaxpage.checkpoints.quantization import decoding
+from jaxpage.checkpoints.quantization.quantization_fields import QuantizationFields, is_pattern
+from jaxpage.checkpoints.quantization.scheme import (
     UNQUANTISED,
     Check,
     Scheme,
@@ -18,6 +17,7 @@ from jaxpage.models.quantization.scheme import (
     check_zeros,
     everywhere_but,
 )
+from jaxpage.layers.quantized import StoredArray, WeightFormat
 
 NAME = "gptq"
 SIZE_FIELDS = "bits or group_size"

@@ -11,10 +11,16 @@ from typing import Any
 
 import numpy as np
 
+from jaxpage.checkpoints.quantization import decoding
+from jaxpage.checkpoints.quantization.quantization_fields import QuantizationFields
+from jaxpage.checkpoints.quantization.scheme import (
+    KV_SCALES,
+    Check,
+    Scheme,
+    check_order,
+    read_kv_cache,
+)
 from jaxpage.layers.quantized import StoredArray, WeightFormat
-from jaxpage.models.quantization import decoding
-from jaxpage.models.quantization.quantization_fields import QuantizationFields
-from jaxpage.models.quantization.scheme import KV_SCALES, Check, Scheme, check_order, read_kv_cache
 
 NAME = "compressed-tensors"
 SIZE_FIELDS = "num_bits, strategy, group_size or block_structure"

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from jaxpage.checkpoints.quantization import gguf
+from jaxpage.checkpoints.quantization.formats import METHODS
+from jaxpage.checkpoints.quantization.on_load import SCHEMES
+from jaxpage.checkpoints.quantization.quantization_fields import QuantizationFields
+from jaxpage.checkpoints.quantization.scheme import UNQUANTISED, Scheme
 from jaxpage.errors import CheckpointError, UnsupportedError
-from jaxpage.models.quantization import gguf
-from jaxpage.models.quantization.formats import METHODS
-from jaxpage.models.quantization.on_load import SCHEMES
-from jaxpage.models.quantization.quantization_fields import QuantizationFields
-from jaxpage.models.quantization.scheme import UNQUANTISED, Scheme
 
 # The second is an older name of the field in config.json.
 FIELDS = ("quantization_config", "compression_config")

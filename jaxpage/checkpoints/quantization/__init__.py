@@ -1,6 +1,6 @@
 """Reads formats of quantised weights: what config.json says of them, and their tensors.
 
-This is a room within `jaxpage.models`, with a door of its own. Other rooms take:
+This is a room within `jaxpage.checkpoints`, with a door of its own. Other rooms take:
 
     Scheme                says how the weights of a model are quantised
     quantization_of       finds the scheme by config.json and the settings
@@ -16,18 +16,18 @@ This is a room within `jaxpage.models`, with a door of its own. Other rooms take
     choose_scheme         makes this scheme
 """
 
-from jaxpage.models.quantization.formats import METHODS, SIZES
-from jaxpage.models.quantization.gguf import FORMATS as GGUF_FORMATS
-from jaxpage.models.quantization.gguf import NAME as GGUF
-from jaxpage.models.quantization.gguf import choose_scheme
-from jaxpage.models.quantization.on_load import SCHEMES
-from jaxpage.models.quantization.scheme import UNQUANTISED, Scheme
-from jaxpage.models.quantization.scheme_choice import (
+from jaxpage.checkpoints.quantization.formats import METHODS, SIZES
+from jaxpage.checkpoints.quantization.gguf import FORMATS as GGUF_FORMATS
+from jaxpage.checkpoints.quantization.gguf import NAME as GGUF
+from jaxpage.checkpoints.quantization.gguf import choose_scheme
+from jaxpage.checkpoints.quantization.on_load import SCHEMES
+from jaxpage.checkpoints.quantization.scheme import UNQUANTISED, Scheme
+from jaxpage.checkpoints.quantization.scheme_choice import (
     FIELDS,
     quantization_of,
     without_quantization,
 )
-from jaxpage.models.quantization.stacked import explain_refused_experts
+from jaxpage.checkpoints.quantization.stacked import explain_refused_experts
 
 __all__ = [
     "FIELDS",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from jaxpage.models.quantization import (
+from jaxpage.checkpoints.quantization import (
     awq,
     bitsandbytes,
     compressed_tensors,
@@ -13,8 +13,8 @@ from jaxpage.models.quantization import (
     modelopt,
     mxfp4,
 )
-from jaxpage.models.quantization.quantization_fields import QuantizationFields
-from jaxpage.models.quantization.scheme import Scheme
+from jaxpage.checkpoints.quantization.quantization_fields import QuantizationFields
+from jaxpage.checkpoints.quantization.scheme import Scheme
 
 FORMATS = (compressed_tensors, fp8, awq, gptq, mxfp4, modelopt, bitsandbytes)
 # The key is `quant_method`. Each function reads `quantization_config`.

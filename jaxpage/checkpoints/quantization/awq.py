@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import numpy as np
 
+from jaxpage.checkpoints.quantization import decoding
+from jaxpage.checkpoints.quantization.quantization_fields import QuantizationFields
+from jaxpage.checkpoints.quantization.scheme import Scheme, everywhere_but
 from jaxpage.layers.quantized import StoredArray, WeightFormat
-from jaxpage.models.quantization import decoding
-from jaxpage.models.quantization.quantization_fields import QuantizationFields
-from jaxpage.models.quantization.scheme import Scheme, everywhere_but
 
 NAME = "awq"
 SIZE_FIELDS = "group_size"

@@ -8,10 +8,10 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from jaxpage.models.parameters.weights import Weight
-from jaxpage.models.quantization import mxfp4
-from jaxpage.models.quantization.formats import EXCLUDED, METHODS
-from jaxpage.models.quantization.scheme import UNQUANTISED, Scheme
+from jaxpage.checkpoints.quantization import mxfp4
+from jaxpage.checkpoints.quantization.formats import EXCLUDED, METHODS
+from jaxpage.checkpoints.quantization.scheme import UNQUANTISED, Scheme
+from jaxpage.models.parameters import Weight
 
 _SEPARATE = re.compile(r"\.experts\.\d")
 _UNQUANTIZED = re.compile(r"\.experts\.[a-z_]+_proj$")

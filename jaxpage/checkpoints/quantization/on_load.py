@@ -12,9 +12,9 @@ import functools
 
 import numpy as np
 
+from jaxpage.checkpoints.quantization import decoding
+from jaxpage.checkpoints.quantization.scheme import Scheme
 from jaxpage.layers.quantized import StoredArray, WeightFormat
-from jaxpage.models.quantization import decoding
-from jaxpage.models.quantization.scheme import Scheme
 
 GROUP_SIZE = 32
 

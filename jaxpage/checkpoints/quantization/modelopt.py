@@ -11,17 +11,17 @@ import fnmatch
 from collections.abc import Mapping
 from typing import Any
 
-from jaxpage.errors import UnsupportedError
-from jaxpage.layers.quantized import WeightFormat
-from jaxpage.models.quantization import decoding
-from jaxpage.models.quantization.quantization_fields import QuantizationFields
-from jaxpage.models.quantization.scheme import (
+from jaxpage.checkpoints.quantization import decoding
+from jaxpage.checkpoints.quantization.quantization_fields import QuantizationFields
+from jaxpage.checkpoints.quantization.scheme import (
     KV_SCALES,
     UNQUANTISED,
     Scheme,
     matches,
     read_kv_cache,
 )
+from jaxpage.errors import UnsupportedError
+from jaxpage.layers.quantized import WeightFormat
 
 NAME = "modelopt"
 SIZE_FIELDS = ""

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from jaxpage.checkpoints.quantization import decoding
+from jaxpage.checkpoints.quantization.quantization_fields import QuantizationFields
+from jaxpage.checkpoints.quantization.scheme import KV_SCALES, Scheme, everywhere_but
 from jaxpage.layers.quantized import WeightFormat
-from jaxpage.models.quantization import decoding
-from jaxpage.models.quantization.quantization_fields import QuantizationFields
-from jaxpage.models.quantization.scheme import KV_SCALES, Scheme, everywhere_but
 
 NAME = "fp8"
 SIZE_FIELDS = "weight_block_size"
