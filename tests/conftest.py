@@ -129,6 +129,19 @@ def largest_shapes():
         yield
 
 
+@pytest.fixture
+def decodes_in_chunks(largest_shapes):
+    """For tests of models whose steps are no subject: what decodes runs in the shape of chunks, so
+    that an engine compiles one step in place of two.
+    """
+    from jaxpage.assembly.planning import engine_spec
+    from tests.support.engines import make_menu_of_chunks
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine_spec, "make_menu", make_menu_of_chunks)
+        yield
+
+
 @pytest.fixture(scope="module")
 def usual_pages():
     """For files that replay logs: engines that a replay builds have the pages of those of

@@ -190,6 +190,7 @@ def assert_as_transformers(model: Any, prompts: list[list[int]], outputs: Any) -
                 assert abs(logprob - float(want[place, token])) < 1e-4
 
 
+@pytest.mark.usefixtures("decodes_in_chunks")
 @pytest.mark.parametrize(
     ("name", "layout"),
     few(
@@ -298,6 +299,7 @@ def test_checkpoints_are_read_in_parts(kind, tmp_path, capfd, monkeypatch):
     assert "loading weights: 100%" in capfd.readouterr().err
 
 
+@pytest.mark.usefixtures("decodes_in_chunks")
 def test_what_is_fast_gives_the_same_tokens(directory, want):
     fast = {**ON_4, "tensor_parallel_reduction": "fast"}
     outputs = generate(directory, prompts_of(257), 0.9, **fast)
@@ -313,6 +315,7 @@ def test_bfloat16_too(directory):
     assert single == four
 
 
+@pytest.mark.usefixtures("decodes_in_chunks")
 @pytest.mark.parametrize("mistake", few(["order", "heads"], ["order"]))
 def test_a_planted_mistake_is_seen(directory, want, mistake, monkeypatch):
     if mistake == "order":  # two sums, of which the second depends on the devices
@@ -392,6 +395,7 @@ def test_one_engine_in_every_other_way(directory, want, tmp_path):
 # tests/test_quantization.py, for every format.
 
 
+@pytest.mark.usefixtures("decodes_in_chunks")
 @pytest.mark.parametrize("quantization", few(["gguf", "int8"], ["int8"]))
 def test_weights_of_few_bits_give_the_same_bits(quantization, tmp_path):
     """GGUF has products of parts of two types, with minima and without; with int8 each shard rounds
@@ -443,6 +447,7 @@ def generate_with(directory: Path, names: list[str | None], **settings: Any) -> 
     return tokens_of(outputs)
 
 
+@pytest.mark.usefixtures("decodes_in_chunks")
 def test_adapters_give_the_same_bits_and_those_of_peft(adapters, monkeypatch):
     model, directory = adapters
     names = ["third", None, "narrow"]
@@ -473,6 +478,7 @@ def test_adapters_give_the_same_bits_and_those_of_peft(adapters, monkeypatch):
 # bit. EAGLE's heads take the model's divided tables, and draft what they draft in float64.
 
 
+@pytest.mark.usefixtures("decodes_in_chunks")
 @pytest.mark.parametrize(
     "method", few(["draft_model", "medusa", "eagle", "eagle3"], ["draft_model", "eagle"])
 )
@@ -559,6 +565,7 @@ CELLS = (
 )
 
 
+@pytest.mark.usefixtures("decodes_in_chunks")
 @pytest.mark.parametrize("name", few(support_matrix(), CELLS))
 def test_a_cell_is_what_the_package_says(engines, name):
     assert cell(engines, name, ON_DEVICES) == support_matrix()[name][ON_DEVICES]

@@ -4,6 +4,7 @@ engines that run them.
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import os
 import re
@@ -747,6 +748,30 @@ def test_a_damaged_library_of_the_cache_is_compiled_again(
     path.write_bytes(path.read_bytes()[:-1])
     assert library.compile_library("avx2", ()) == path and path.read_bytes()[:2000] == bytes(2000)
     assert f"{path} is damaged" in caplog.text
+
+
+def test_of_two_processes_one_compiles_a_library(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The other, which finds none either, waits for it."""
+    monkeypatch.setenv("JAXPAGE_CACHE_DIR", str(tmp_path))
+    lock, built = library.fcntl.flock, []
+
+    def build_here(path: Path, *_: object) -> None:
+        directory = os.open(path.parent, os.O_RDONLY)
+        with pytest.raises(BlockingIOError):
+            lock(directory, library.fcntl.LOCK_EX | library.fcntl.LOCK_NB)
+        os.close(directory)
+        built.append(path)
+        path.write_bytes(hashlib.sha256(b"").digest())
+
+    def wait_while_the_other_builds(*_: int) -> None:
+        monkeypatch.setattr(library.fcntl, "flock", lock)
+        library.compile_library("avx2", ())
+
+    monkeypatch.setattr(library, "build", build_here)
+    monkeypatch.setattr(library.fcntl, "flock", wait_while_the_other_builds)
+    assert [library.compile_library("avx2", ())] == built
 
 
 PACKED_MISTAKES = {

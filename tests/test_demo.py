@@ -14,6 +14,7 @@ import pytest
 import jaxpage
 from jaxpage import LLM, BeamSearchParams, SamplingParams
 from tests.support.engines import invariants
+from tests.support.running import SMALL
 from tests.support.wire import CHATML
 
 DEMO = Path(jaxpage.__file__).parent / "demo"
@@ -26,7 +27,7 @@ TOOL = {
 
 @pytest.fixture(scope="module")
 def llm(compiled_when_used, largest_shapes):
-    with LLM(dtype="float32", max_num_seqs=4, max_num_batched_tokens=64, use_tqdm=False) as llm:
+    with LLM(**SMALL, use_tqdm=False) as llm:
         yield llm
 
 

@@ -138,21 +138,6 @@ def test_those_that_run_always_have_every_kind_of_page_and_module():
     assert {family: these for family, these in lacking.items() if these} == {}
 
 
-class BesideOthers(SyntheticProposer):
-    """Drafts where two requests run: for one alone the engine would need another executable."""
-
-    def __init__(self, engine, known):
-        super().__init__(known, (0.7, 0.5, 0.3), vocab_size=engine.builder.vocab_size)
-        self._scheduler = engine.scheduler
-
-    def propose(self, request, sequence, num_drafts):
-        return (
-            super().propose(request, sequence, num_drafts)
-            if self._scheduler.num_running > 1
-            else None
-        )
-
-
 def lone_tokens(llm: LLM, prompts: list[list[int]], params: list[SamplingParams]) -> list[Any]:
     """Returns the tokens of each request by itself, with nothing cached."""
     tokens = []
@@ -185,7 +170,7 @@ def test_tokens_are_those_of_transformers_and_no_bit_depends_on_the_engine(name,
         np.random.default_rng(8).integers(1, 90, length).tolist() for length in PROMPT_LENGTHS
     ]
     drafts = {"method": "ngram", "num_speculative_tokens": 3}
-    with make_llm(tmp_path, **TIGHT, speculative_config=drafts) as llm:
+    with make_llm(tmp_path, **TIGHT, speculative_config=drafts, largest_shapes=True) as llm:
         without_drafts(llm)
         if alone == "in the same engine":
             want = lone_tokens(llm, prompts, params)
@@ -210,7 +195,8 @@ def check_requests(
     engine = llm._engine
     for turn in ("computed", "with prefixes in the cache", "with drafts"):
         if turn == "with drafts":
-            draft_with(engine, BesideOthers(engine, known))
+            vocab_size = engine.builder.vocab_size
+            draft_with(engine, SyntheticProposer(known, (0.7, 0.5, 0.3), vocab_size=vocab_size))
         requests = zip(prompts, params, strict=True)
         reporters = [
             engine.add(f"{turn} {n}", engine.prepare(None, *request))

@@ -611,7 +611,7 @@ def test_pictures_that_cannot_be_sent_are_told(page: Any, files: str) -> None:
 
 
 def test_blocks_say_which_slots_a_picture_fills(page: Any, files: str) -> None:
-    snapshot = state(513, num_requests=5)
+    snapshot = state(65, num_requests=5)
     snapshot["requests"][0]["vectors"] = [[4, 30, 1, 0], [40, 8, 2, 0], [50, 3, 2, 8]]
     first, second, third, *_ = snapshot["requests"][0]["sequences"][0]["blocks"]
     open_faked(page, files, snapshot)

@@ -5,6 +5,7 @@ and how it refuses.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import re
 import sys
@@ -23,6 +24,7 @@ from jaxpage.assembly.planning import ModelLayout
 from jaxpage.assembly.planning.vectors import VectorInput, VisionPart
 from jaxpage.checkpoints import describe_model
 from jaxpage.checkpoints.finding import resolve_model_config
+from jaxpage.cli import plan_rate
 from jaxpage.cli.flag import byte_size
 from jaxpage.cli.flags import PLAN_SETTINGS, PLANNED_SETTINGS
 from jaxpage.cli.plan import spec_of
@@ -974,8 +976,10 @@ def test_a_step_costs_what_its_shape_and_its_context_cost() -> None:
 
 @pytest.mark.usefixtures("compiled_when_used")
 def test_costs_are_measured_where_none_are_given(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # tests/test_simulation.py has rates of as many requests as users simulate
+    monkeypatch.setattr(plan_rate, "Question", functools.partial(Question, num_requests=40))
     model = random_checkpoint(tmp_path / "model", LLAMA)
     words = [
         "--num-blocks",

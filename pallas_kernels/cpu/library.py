@@ -5,14 +5,16 @@ It is the wheel's own, or is compiled for this machine once and kept in the user
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import fcntl
 import functools
 import hashlib
 import logging
 import os
 import platform
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
@@ -118,14 +120,33 @@ def compile_library(name: str, flags: Sequence[str]) -> Path:
     for source in sorted(SOURCES.iterdir()):
         key.update(source.read_bytes())
     path = _cache() / f"{name}-{key.hexdigest()[:16]}.so"
-    is_there = path.exists()
-    if is_there and is_whole(path):
+    if path.exists() and is_whole(path):
         return path
-    if is_there:
-        logger.warning("%s is damaged", path)
-    logger.warning("Compiling the kernels for CPUs (%s), once: about 10 s on two free cores", name)
-    build(path, SOURCES, chosen)
+    with _alone_in(path.parent):
+        if (is_there := path.exists()) and is_whole(path):
+            return path
+        if is_there:
+            logger.warning("%s is damaged", path)
+        logger.warning(
+            "Compiling the kernels for CPUs (%s), once: about 10 s on two free cores", name
+        )
+        build(path, SOURCES, chosen)
     return path
+
+
+@contextlib.contextmanager
+def _alone_in(directory: Path) -> Iterator[None]:
+    """Waits until no other process compiles there, which may be the same library.
+
+    Where the file system has no locks, processes compile beside each other.
+    """
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        with contextlib.suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)  # and the lock with it
 
 
 def make_private(directory: Path) -> None:

@@ -182,6 +182,12 @@ def make_short_menu(*sizes: Any, **kinds: Any) -> BucketMenu:
     )
 
 
+def make_menu_of_chunks(*sizes: Any, **kinds: Any) -> BucketMenu:
+    """Returns the short menu with the shape of chunks in place of that of decode steps."""
+    menu = make_short_menu(*sizes, **kinds)
+    return dataclasses.replace(menu, decode=menu.chunk)
+
+
 def roomy_page_shapes(
     kv: KVSpec, num_blocks: list[int], block_size: int, dtype: Any, **layout: bool
 ) -> kv_pages.KVPages:

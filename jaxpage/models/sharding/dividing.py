@@ -214,6 +214,7 @@ class ShardingChecker:
         for path, modules in layers.items():
             kinds.setdefault((*map(type, modules), *shapes[path]), path)
         self._layers = {path: layers[path] for path in kinds.values()}
+        self._possible: set[Sharding] = set()  # a plan asks again for each type and cache
         self._to_check = [
             weight
             for weight, layer in zip(self.weights, layer_of, strict=True)
@@ -227,7 +228,7 @@ class ShardingChecker:
             ConfigError: An axis cannot be sharded evenly.
             UnsupportedError: A layer has heads, and this version does not shard it.
         """
-        if not sharding.is_divided:
+        if not sharding.is_divided or sharding in self._possible:
             return
         sharded = set()
         for path, (module, module_state) in self._layers.items():
@@ -240,6 +241,7 @@ class ShardingChecker:
         for weight in self._to_check:
             if weight.path not in sharded:
                 _refuse_heads(weight)
+        self._possible.add(sharding)
 
 
 def shard_weights(
