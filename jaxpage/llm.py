@@ -676,6 +676,7 @@ class LLM(DrivenModel):
 
         Raises:
             ValueError: The level is neither 1 nor 2.
+            UnsupportedError: The level is 2, and no checkpoint has the weights (`from_parameters`).
             RuntimeError: The model sleeps already, or a prefix is pinned.
         """
         with self._sleeping(level) as asleep:

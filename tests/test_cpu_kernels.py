@@ -385,33 +385,32 @@ def test_one_call_multiplies_rows_of_bfloat16_by_codes(
 
 
 @pytest.mark.parametrize(
-    ("code", "group_size"), [("int8", 320), ("int4", 96), ("int4", 160), ("int4", 150)]
+    ("code", "num_in", "group_size"),
+    [
+        *(("int8", 320, 320), ("int4", 320, 96), ("int4", 320, 160), ("int4", 320, 150)),
+        *(("int8", 75, 32), ("int8", 78, 26), ("int8", 75, 25)),
+    ],
 )
-def test_one_call_multiplies_inputs_of_eight_bits_exactly(code: str, group_size: int) -> None:
+def test_one_call_multiplies_inputs_of_eight_bits_exactly(
+    code: str, num_in: int, group_size: int
+) -> None:
     """The oracle is numpy, with whole numbers: inputs of bfloat16 that are at least the 128th part
-    of the largest lose nothing, in groups of any size.
+    of the largest lose nothing, in any number and in groups of any size.
     """
     rng = np.random.default_rng(2)
-    x = (rng.integers(128, 256, (3, 320)) * rng.choice([-1, 1], (3, 320))).astype(np.float32)
-    values = rng.integers(0 if code == "int4" else -128, 256 if code == "int4" else 128, (32, 320))
+    x = (rng.integers(128, 256, (3, num_in)) * rng.choice([-1, 1], (3, num_in))).astype(np.float32)
     if code == "int4":
-        exact, stored = values % 16 - 8, (values[:, ::2] % 16 | values[:, 1::2] % 16 << 4)
+        exact = rng.integers(-8, 8, (32, num_in))
+        stored = (exact[:, ::2] + 8 | exact[:, 1::2] + 8 << 4).astype(np.uint8)
     else:
-        exact, stored = values, values
-    num_groups = 320 // group_size + (320 % group_size > 0)
-    scale = 2.0 ** rng.integers(-2, 3, (32, num_groups)).astype(np.float32)
-    weight = QuantizedWeight(
-        stored.astype(np.uint8 if code == "int4" else np.int8),
-        jnp.asarray(scale),
-        None,
-        code,
-        group_size,
-        None,
-    )
+        exact = rng.integers(-128, 128, (32, num_in))
+        stored = exact.astype(np.int8)
+    scale = 2.0 ** rng.integers(-2, 3, (32, -(-num_in // group_size))).astype(np.float32)
+    weight = QuantizedWeight(stored, jnp.asarray(scale), None, code, group_size, None)
     matmul = packed.multiply_quantized(
         jnp.asarray(x, jnp.bfloat16), packed.pack_quantized(weight), 32, result="float32"
     )
-    whole = np.repeat(scale, group_size, 1)[:, :320].astype(np.float64) * exact
+    whole = np.repeat(scale, group_size, 1)[:, :num_in].astype(np.float64) * exact
     np.testing.assert_array_equal(np.asarray(matmul), (x @ whole.T).astype(np.float32))
 
 

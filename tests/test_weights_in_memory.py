@@ -4,10 +4,12 @@ an update, and nothing in between.
 
 from __future__ import annotations
 
+import gc
 import json
 import shutil
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -214,6 +216,30 @@ def test_arrays_that_need_no_change_can_be_used_as_they_are(from_files: list[lis
     device = jax.devices()[0]
     assert aliased_bytes(plan, "float32", device) == sum(array.nbytes for array in alone)
     assert aliased_bytes(plan, "bfloat16", device) == aliased_bytes(plan, "float32", None) == 0
+
+
+def test_arrays_are_free_when_their_owner_drops_them() -> None:
+    """So a model that goes to sleep cannot read them again."""
+
+    def refer(arrays: dict[str, Any]) -> list[weakref.ref[Any]]:
+        return [weakref.ref(array) for array in arrays.values()]
+
+    arrays = {name: jnp.asarray(array) for name, array in random_tensors(LLAMA).items()}
+    others = random_tensors(LLAMA, seed=1)
+    with LLM.from_parameters(LLAMA, arrays, **SETTINGS) as llm:
+        references = refer(arrays)
+        del arrays
+        llm.update_parameters(others)
+        references += refer(others)
+        del others
+        gc.collect()
+        assert not any(each() is not None for each in references)
+        before = texts(llm)
+        with pytest.raises(UnsupportedError, match="level 1 keeps them"):
+            llm.sleep(2)
+        llm.sleep(1)
+        llm.wake_up()
+        assert texts(llm) == before
 
 
 def test_a_module_serves(llm: LLM, from_files: list[list[Any]]) -> None:

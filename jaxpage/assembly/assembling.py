@@ -172,7 +172,7 @@ def assemble(opened: Opened, spec: EngineSpec, compiled: Compiled, hooks: Hooks)
         workspace_bytes += mesh.num_bytes_of_device(compiled.pages) - spec.memory.pool_bytes
         spec = replace(spec, memory=replace(spec.memory, workspace_bytes=workspace_bytes))
         hooks.show([_of_cache(spec.memory, compiled.executables)])
-    return Built(engine, tokenizer, opened.sampling_defaults, spec, files)
+    return Built(engine, tokenizer, opened.sampling_defaults, spec, files.drop_arrays())
 
 
 def _refusals(config: EngineConfig) -> dict[str, str]:

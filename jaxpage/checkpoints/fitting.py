@@ -95,6 +95,11 @@ class LoadPlan:
     may_alias: bool = False
 
     @property
+    def is_in_memory(self) -> bool:
+        """Returns whether the tensors are arrays in memory and not in a file."""
+        return self.layout in ("memory", "module")
+
+    @property
     def tensors(self) -> dict[str, TensorInfo]:
         """Returns the tensors that are used, each once, by the name in the model's family."""
         return {piece.name: info for filled in self.parameters for piece, info in filled.pieces}

@@ -71,6 +71,10 @@ class ModelFiles:
         """Returns the rule for modules that take the place of the family's."""
         return self.quantization.rule if self.quantization else None
 
+    def drop_arrays(self) -> ModelFiles:
+        """Returns the same without arrays in memory, which are free when others drop them."""
+        return replace(self, plan=replace(self.plan, arrays={}))
+
     @property
     def rounded_before(self) -> tuple[str, ...]:
         """Returns the types of tensors that the file has rounded, and that loading rounds again."""

@@ -285,6 +285,11 @@ class DrivenModel(BuiltModel):
         self._driver.check_awake()
         if level not in SLEEP_LEVELS:
             raise ValueError(f"level must be 1 or 2, not {level!r:.80}")
+        if level == 2 and self._model.plan.is_in_memory:
+            raise UnsupportedError(
+                "level 2 drops the weights, and these came from memory: no checkpoint has them; "
+                "level 1 keeps them on the host"
+            )
         return self._driver.falling_asleep(level)
 
     def _weights_for_waking(self) -> WakingWeights:

@@ -620,7 +620,7 @@ struct Coded {
 // of them by codes, which would be made float one by one. Those of eight bits with an exponent are.
 bool rounds_inputs(const Packed& p) {
 #if defined(__AVX2__)
-  return p.narrow && p.code != Code::kFloat8 && p.group_size % 2 == 0 &&
+  return p.narrow && p.code != Code::kFloat8 && p.num_in % 2 == 0 && p.group_size % 2 == 0 &&
          (p.group_size <= kMaxInputsOfPart || p.group_size % kInputsOfPart == 0);
 #else
   return false;
