@@ -269,7 +269,7 @@ def test_serving_names_no_dialect() -> None:
         for module in modules
         if module.path.startswith(room) and "\nDIALECT = " in module.source
     }
-    assert {"messages", "ollama", "openai", "responses"} == dialects
+    assert {"messages", "ollama", "openai", "responses"} <= dialects
     doors = {"jaxpage.serving.dialects.dialect", "jaxpage.serving.dialects.registry"}
     for module in modules:
         if not module.path.startswith(room):
@@ -277,7 +277,7 @@ def test_serving_names_no_dialect() -> None:
                 item.target for item in imports(module, set()) if "serving.dialects" in item.target
             }
             assert inside <= doors, module.path
-            assert not re.search("ollama|anthropic", module.source, re.I), module.path
+            assert not re.search("ollama|anthropic|/api/", module.source, re.I), module.path
 
 
 def test_every_module_of_the_wheel_is_reached() -> None:

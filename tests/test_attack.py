@@ -88,7 +88,7 @@ def test_broken_promises_are_told(broken, message, monkeypatch):
         return str(seen.status)
 
     monkeypatch.setattr("tools.attack.strike", strike)
-    witness = SimpleNamespace(max_length=lambda *_: seen.pause, problems=[])
+    witness = SimpleNamespace(find_max_pause=lambda *_: seen.pause, problems=[])
     siege.__dict__.update(_served=served, _witness=witness, address="", bound=5.0)
     siege.__dict__.update(tally=Counter(), max_pause=(0.0, ""), max_growth=(0.0, ""))
     monkeypatch.setattr(siege, "_settled", lambda: seen.growth)

@@ -178,16 +178,16 @@ EMPTY = {
 NAMED = {"type": "function", "function": {"name": "f"}}
 TABLES = [
     *(
-        refusal_row(COMPLETIONS, completion(**fields), *reported)
-        for fields, *reported in COMMON_REFUSED
+        refusal_row(COMPLETIONS, completion(**fields), *refusal)
+        for fields, *refusal in COMMON_REFUSED
     ),
     *(
-        refusal_row(COMPLETIONS, completion(**fields), *reported)
-        for fields, *reported in COMPLETION_REFUSED
+        refusal_row(COMPLETIONS, completion(**fields), *refusal)
+        for fields, *refusal in COMPLETION_REFUSED
     ),
     *(
-        refusal_row(CHAT, chat(**fields), *reported)
-        for fields, *reported in COMMON_REFUSED + CHAT_REFUSED
+        refusal_row(CHAT, chat(**fields), *refusal)
+        for fields, *refusal in COMMON_REFUSED + CHAT_REFUSED
     ),
 ]
 FIELDS = [

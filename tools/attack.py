@@ -83,18 +83,18 @@ class Witness:
         for follow in (self._stream, self._ask_health, self._ask_anew):
             threading.Thread(target=follow, daemon=True).start()
 
-    def max_length(self, begin: float, end: float) -> float:
+    def find_max_pause(self, begin: float, end: float) -> float:
         """Returns the longest pause of the stream and the health in seconds.
 
         Only the part between the two times counts. It is noted for each client.
         """
         pauses = [*self._pauses, *((name, start, end) for name, start in [*self._open.items()])]
-        max_length = dict.fromkeys(CLIENTS, 0.0)
+        max_seconds = dict.fromkeys(CLIENTS, 0.0)
         for name, start, stop in pauses:
-            max_length[name] = max(max_length[name], min(stop, end) - max(start, begin))
-        for name, seconds in max_length.items():
+            max_seconds[name] = max(max_seconds[name], min(stop, end) - max(start, begin))
+        for name, seconds in max_seconds.items():
             self.maximum[name] = max(self.maximum[name], (seconds, self.attack))
-        return max(max_length["stream"], max_length["health"])
+        return max(max_seconds["stream"], max_seconds["health"])
 
     def end(self) -> None:
         """Stops both clients."""
@@ -255,7 +255,7 @@ class Siege:
         self._witness = Witness(self.address)
         begin = time.monotonic()
         time.sleep(BASELINE_SECONDS)
-        self.idle_pause = self._witness.max_length(begin, time.monotonic())
+        self.idle_pause = self._witness.find_max_pause(begin, time.monotonic())
         self.bound = pause_seconds or max(PAUSE_SECONDS, IDLE_PAUSES * self.idle_pause)
         self.idle_pauses = {name: seconds for name, (seconds, _) in self._witness.maximum.items()}
         self._witness.maximum = {name: (0.0, "") for name in CLIENTS}
@@ -274,7 +274,7 @@ class Siege:
             )
         self.tally.update(ends)
         growth = self._settled()
-        pause = self._witness.max_length(begin, time.monotonic())
+        pause = self._witness.find_max_pause(begin, time.monotonic())
         self.max_pause = max(self.max_pause, (pause, attack.name))
         self.max_growth = max(self.max_growth, (growth, attack.name))
         problems = [

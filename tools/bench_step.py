@@ -146,16 +146,16 @@ def main(argv: list[str] | None = None) -> int:
         )
     table = Table("Whole steps (ms)", [*COLUMNS])
     rows = list[dict[str, Any]]()
-    max_length = 0.0
+    max_seconds = 0.0
     failed = 0
     for case in chosen:
         began = time.monotonic()
-        if began + max_length > end:
+        if began + max_seconds > end:
             report(
                 Finding(
                     f"step {case}",
                     LEFT_OUT,
-                    f"{max(0.0, end - began):.0f} s were left, and one took {max_length:.0f}",
+                    f"{max(0.0, end - began):.0f} s were left, and one took {max_seconds:.0f}",
                 )
             )
             continue
@@ -167,7 +167,7 @@ def main(argv: list[str] | None = None) -> int:
             failed += 1
             report(Finding(f"step {case}", FAILED, first_line(error)))
             continue
-        max_length = max(max_length, time.monotonic() - began)
+        max_seconds = max(max_seconds, time.monotonic() - began)
         table.rows.append(cells(case, times))
         rows.append(
             {**dataclasses.asdict(case), **dataclasses.asdict(times), "host_gap": times.host_gap}

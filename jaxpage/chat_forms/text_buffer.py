@@ -184,17 +184,17 @@ class TextBuffer:
         if not stops:
             raise MismatchError
         pattern = any_of(stops)
-        max_length = max(map(len, stops))
+        max_characters = max(map(len, stops))
         begin = self.position
         while True:
             match = pattern.search(self.text, begin)
             if match is None:
-                begin = max(self.position, len(self.text) - max_length + 1)
+                begin = max(self.position, len(self.text) - max_characters + 1)
             elif match.start() - self.position > limit:
                 raise MismatchError
-            elif self.has_ended or match.start() + max_length <= len(self.text):
+            elif self.has_ended or match.start() + max_characters <= len(self.text):
                 return match.start(), match[0]
-            if len(self.text) - self.position > limit + max_length:
+            if len(self.text) - self.position > limit + max_characters:
                 raise MismatchError
             yield from self.more()
 
@@ -223,8 +223,10 @@ class TextBuffer:
     def _certain(self, markers: tuple[str, ...]) -> int:
         """Returns the position from which on the text could be the beginning of a marker."""
         if not self.has_ended:
-            max_length = max(map(len, markers), default=1) - 1
-            for position in range(max(self.position, len(self.text) - max_length), len(self.text)):
+            max_characters = max(map(len, markers), default=1) - 1
+            for position in range(
+                max(self.position, len(self.text) - max_characters), len(self.text)
+            ):
                 if any(marker.startswith(self.text[position:]) for marker in markers):
                     return position
         return len(self.text)

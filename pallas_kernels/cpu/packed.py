@@ -236,8 +236,9 @@ def multiply_quantized(
 ) -> Float[Array, "T O"]:
     """Multiplies rows by a quantised weight in panels; see `multiply_packed`.
 
-    Rows of bfloat16 are multiplied by the codes, and the sum of each group by its scale, where the
-    processor has instructions for it. Else codes are scaled, and all is computed in float32.
+    Rows are multiplied by the codes, and the sum of each group by its scale. Rows of bfloat16 stay
+    as they are where the processor has instructions for them; else they are rounded to 16 bits,
+    or made float32 (docs/internals/kernels.md).
     """
     codes = operand_of_codes(
         weight, x_TI.shape[1], x_TI.dtype, instructions, has_groups=count_E is not None

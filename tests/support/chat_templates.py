@@ -291,7 +291,7 @@ NO_TOOLS = _template("", said="{{ m.content }}")
 UNCLEAR = _template(_each("{{ f.name }} {{ f.arguments | length }}"))
 
 
-def reported(
+def template_with_form(
     example: str, *, tools: str = "{{ t | string }}\n", rest: str = "", said: str = ""
 ) -> str:
     """A template that tells how calls are written, and passes over those of a message.
@@ -314,41 +314,49 @@ _HERMES = '<tool_call>\n{"name": <function-name>, "arguments": <args-json-object
 # By names: a template, and a call of `look-up2` as it tells to write one.
 REPORTED = {
     "as SmolLM3": (
-        reported("An object within <tool_call></tool_call> tags:\n" + _HERMES),
+        template_with_form("An object within <tool_call></tool_call> tags:\n" + _HERMES),
         '<tool_call>\n{"name": "look-up2", "arguments": {"city": "it\'s {x}", "days": 3}}\n</tool_call>',
     ),
     "with an example, the arguments first": (
-        reported(
+        template_with_form(
             '[CALL] {"parameters": {"key": "a value", "other": {"k": 1}}, "tool_name": "the name of a tool"} [/CALL]',
             tools='<tool>{{ {"name": t.function.name, "parameters": t.function.parameters} | tojson }}</tool>\n',
         ),
         '[CALL] {"parameters": {"city": "it\'s {x}", "days": 3}, "tool_name": "look-up2"} [/CALL]',
     ),
     "from start to end": (
-        reported('<|call_start|>{\n  "function": $NAME,\n  "args": {...}\n}<|call_end|>'),
+        template_with_form('<|call_start|>{\n  "function": $NAME,\n  "args": {...}\n}<|call_end|>'),
         '<|call_start|>{\n  "function": "look-up2",\n  "args": {"city": "it\'s {x}", "days": 3}\n}<|call_end|>',
     ),
 }
 UNTOLD = {
-    "nothing": reported("A call is a JSON object."),
-    "an object without marks": reported('{"name": <name>, "arguments": <arguments>}'),
-    "marks of two kinds": reported('<call>{"name": <name>, "arguments": <arguments>}</done>'),
-    "no closing mark": reported('<call>{"name": <name>, "arguments": <arguments>}'),
-    "a further key": reported(
+    "nothing": template_with_form("A call is a JSON object."),
+    "an object without marks": template_with_form('{"name": <name>, "arguments": <arguments>}'),
+    "marks of two kinds": template_with_form(
+        '<call>{"name": <name>, "arguments": <arguments>}</done>'
+    ),
+    "no closing mark": template_with_form('<call>{"name": <name>, "arguments": <arguments>}'),
+    "a further key": template_with_form(
         '<call>{"name": <name>, "arguments": <arguments>, "id": <id>}</call>'
     ),
-    "no key of arguments": reported('<answer>{"name": <name>, "content": <text>}</answer>'),
-    "two ways": reported(_HERMES + '\nor <call>{"tool": <name>, "args": <arguments>}</call>'),
-    "only a tool": reported(
+    "no key of arguments": template_with_form(
+        '<answer>{"name": <name>, "content": <text>}</answer>'
+    ),
+    "two ways": template_with_form(
+        _HERMES + '\nor <call>{"tool": <name>, "args": <arguments>}</call>'
+    ),
+    "only a tool": template_with_form(
         "",
         tools='<tool>{{ {"name": t.function.name, "parameters": t.function.parameters} | tojson }}</tool>\n',
     ),
-    "whether there are tools or not": _HERMES + "\n" + reported(_HERMES),
-    "no tools": reported(_HERMES, tools=""),
-    "another content": reported(_HERMES, said="{{ m.content | replace('tool_call', 'call') }}"),
+    "whether there are tools or not": _HERMES + "\n" + template_with_form(_HERMES),
+    "no tools": template_with_form(_HERMES, tools=""),
+    "another content": template_with_form(
+        _HERMES, said="{{ m.content | replace('tool_call', 'call') }}"
+    ),
 }
 # It renders calls in another way than it tells, and the model has learnt what is rendered.
-REPORTED_OTHERWISE = reported(_HERMES, rest=_each("\n<call>" + _JSON + "</call>"))
+REPORTED_OTHERWISE = template_with_form(_HERMES, rest=_each("\n<call>" + _JSON + "</call>"))
 
 _SHOWS = (
     "{% if tools %}<tools>{% for t in tools %}{{ t | tojson }}{% endfor %}</tools>MARK\n{% endif %}"

@@ -299,19 +299,19 @@ def has_pool_in_shapes(settings: dict[str, Any]) -> bool:
 
 def random_pool(rng: random.Random, settings: dict[str, Any]) -> int:
     """Returns a number of blocks, from room for a single request on."""
-    max_length = -(-settings["max_model_len"] // settings["block_size"])
-    return 1 + rng.randint(max_length, 3 * max_length)
+    max_blocks = -(-settings["max_model_len"] // settings["block_size"])
+    return 1 + rng.randint(max_blocks, 3 * max_blocks)
 
 
 def random_case(rng: random.Random, model: str, shapes: dict[str, Any]) -> Case:
     """Returns a case for engines of a model and of these shapes."""
     settings = dict(shapes)
-    max_length = -(-settings["max_model_len"] // settings["block_size"])
+    max_blocks = -(-settings["max_model_len"] // settings["block_size"])
     if not has_pool_in_shapes(settings):
         settings["num_blocks"] = random_pool(rng, settings)
     settings["preemption_mode"] = rng.choice(("auto", "swap", "recompute"))
     if settings["preemption_mode"] == "swap" and rng.random() < 0.4:
-        settings["swap_space_blocks"] = rng.randint(1, 2 * max_length)
+        settings["swap_space_blocks"] = rng.randint(1, 2 * max_blocks)
     settings["scheduling_policy"] = rng.choice(("fcfs", "fcfs", "priority", "fair"))
     if settings["scheduling_policy"] != "priority":
         settings["new_requests_wait_until"] = rng.choice(("readmitted", "completed"))

@@ -612,9 +612,9 @@ def _sizes(module: Module) -> Iterator[tuple[int, str]]:
     if (num_tokens := len(token_lines(module))) > MAX_MODULE_TOKENS:
         yield 1, f"has {num_tokens} tokens; {MAX_MODULE_TOKENS} are enough for a module"
     for node, length in functions(module):
-        reported = node.body[0] if ast.get_docstring(node) else None
+        docstring = node.body[0] if ast.get_docstring(node) else None
         code = length - (
-            reported.end_lineno - reported.lineno + 1 if reported and reported.end_lineno else 0
+            docstring.end_lineno - docstring.lineno + 1 if docstring and docstring.end_lineno else 0
         )
         if code > MAX_FUNCTION_LINES:
             yield (

@@ -194,15 +194,15 @@ class World:
         self.fakes: dict[str, Fake] = {}
         self.waiting: Counter[str] = Counter()
         self.in_flight: Counter[str] = Counter()
-        self.min_length = {kind.name: kind.keep_alive for kind in case.models}
-        self.max_length = dict(self.min_length)
+        self.min_keep_alive = {kind.name: kind.keep_alive for kind in case.models}
+        self.max_keep_alive = dict(self.min_keep_alive)
         self._calls: Counter[tuple[str, str]] = Counter()
         self._failed: set[str] = set()
         self._at_work: str | None = None
         self.is_stopped = False
         # Who was told to go after the last request; two events of one moment may come in either
         # order.
-        self._is_reported_to_go: set[str] = set()
+        self._names_to_go: set[str] = set()
         slots: dict[str, Slot[Fake]] = {
             kind.name: Slot(kind.name, kind.size, kind.keep_alive, kind.stays)
             for kind in case.models
@@ -274,18 +274,18 @@ class World:
     def check_reason_to_close(self, fake: Fake) -> None:
         name = fake.kind.name
         others_wait = any(number for other, number in self.waiting.items() if other != name)
-        is_due = self.now >= fake.last_used + self.min_length[name]
+        is_due = self.now >= fake.last_used + self.min_keep_alive[name]
         promise(fake.is_over or others_wait or is_due, f"{name} is unloaded without a reason")
         if fake.kind.stays and not fake.is_over:
-            promise(self.min_length[name] < math.inf, f"{name} stays, and is unloaded")
+            promise(self.min_keep_alive[name] < math.inf, f"{name} stays, and is unloaded")
 
     # What clients do.
 
     async def request(self, name: str, seconds: float, keep_alive: float | None) -> None:
-        self._is_reported_to_go.discard(name)
+        self._names_to_go.discard(name)
         if keep_alive is not None:
-            self.min_length[name] = min(self.min_length[name], keep_alive)
-            self.max_length[name] = max(self.max_length[name], keep_alive)
+            self.min_keep_alive[name] = min(self.min_keep_alive[name], keep_alive)
+            self.max_keep_alive[name] = max(self.max_keep_alive[name], keep_alive)
         self.in_flight[name] += 1
         self.waiting[name] += 1
         is_waiting = True
@@ -345,8 +345,8 @@ class World:
                 promise(fake.level == level or fake.last_used == self.now, f"{name} does not sleep")
 
     def expire(self, name: str) -> None:
-        self.min_length[name] = 0.0
-        self._is_reported_to_go.add(name)
+        self.min_keep_alive[name] = 0.0
+        self._names_to_go.add(name)
         self.table.expire(name)
 
     def kill(self, name: str) -> None:
@@ -405,8 +405,8 @@ class World:
         await asyncio.sleep(60)  # longer than all times to stay, and all work
         self.table.check()
         for name, fake in self.fakes.items():
-            promise(name not in self._is_reported_to_go, f"{name} was told to go, and is there")
-            stays = fake.is_over or fake.level or self.max_length[name] == math.inf
+            promise(name not in self._names_to_go, f"{name} was told to go, and is there")
+            stays = fake.is_over or fake.level or self.max_keep_alive[name] == math.inf
             promise(stays, f"{name} is there, and its time is over")
         for name in self.kinds:
             for _ in range(1 + len(self.kinds[name].fails)):

@@ -6,8 +6,11 @@ import re
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from jaxpage.serving.dialects.registry import DIALECTS
+
 _SLASHES = re.compile("//+")
-_APIS = ("/v1/", "/api/")
+# The first folder of every path of a dialect; further paths of the server are in these, too.
+_APIS = tuple({f"/{path.split('/')[1]}/" for dialect in DIALECTS for path in dialect.beginnings})
 
 
 class PlainPaths:

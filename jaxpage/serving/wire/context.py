@@ -158,12 +158,12 @@ class ModelContext:
 
         Longer texts are refused before they are encoded, because encoding takes time.
         """
-        max_length = (
+        max_characters = (
             max(map(len, self.tokenizer.get_vocab()), default=1)
             if self.tokenizer is not None
             else 1
         )
-        return self.max_model_len * max_length
+        return self.max_model_len * max_characters
 
     @property
     def takes_pictures(self) -> bool:
@@ -199,8 +199,8 @@ class ModelContext:
             )
         if not is_cut:
             self.check_length(prompt, param)
-        elif len(prompt) > (max_length := self.limits.max_tokenize_characters):
-            message = f"{param} has {len(prompt)} characters; at most {max_length} are cut"
+        elif len(prompt) > (max_characters := self.limits.max_tokenize_characters):
+            message = f"{param} has {len(prompt)} characters; at most {max_characters} are cut"
             raise ApiError(400, message, param=param, code="context_length_exceeded")
         if self.pictures is not None:
             try:

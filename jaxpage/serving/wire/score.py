@@ -147,11 +147,11 @@ def _pairs(request: ScoreRequest, context: ModelContext) -> list[tuple[Any, Any]
         )
         raise ApiError(400, message, param="continuation")
     number = sum(len(text) for text in prompts if isinstance(text, str))
-    if number > (max_length := context.limits.max_score_characters):
+    if number > (max_characters := context.limits.max_score_characters):
         raise ApiError(
             400,
             f"prompt has {number} characters, counted once for each continuation; at most "
-            f"{max_length} are allowed",
+            f"{max_characters} are allowed",
             param="prompt",
         )
     return list(zip(prompts, continuations, strict=True))

@@ -418,7 +418,7 @@ constexpr int64_t kWordsOfBuffer = 64, kPanelOfBuffer = kWordsOfBuffer * kOutput
 
 // Where inputs are rounded to 16 bits, so many share a scale at most: a product with a code of
 // eight bits has 22 bits, and a sum 32. Those of a larger group are parts of a size that does not
-// depend on the group, so that devices that share the inputs have the same parts.
+// depend on the group: devices that share its inputs have the same parts, if each has more.
 constexpr int64_t kMaxInputsOfPart = 128, kInputsOfPart = 32;
 static_assert(kMaxInputsOfPart <= 2 * kWordsOfBuffer, "a part is made at once");
 
@@ -617,7 +617,7 @@ struct Coded {
 #endif
 
 // Tells whether inputs of bfloat16 are rounded to 16 bits, so that one instruction multiplies pairs
-// of them by codes, which would be made float one by one. Those of eight bits with an exponent are.
+// of them by codes, which would be made float one by one. Codes of fp8 are no whole numbers.
 bool rounds_inputs(const Packed& p) {
 #if defined(__AVX2__)
   return p.narrow && p.code != Code::kFloat8 && p.num_in % 2 == 0 && p.group_size % 2 == 0 &&
@@ -884,9 +884,10 @@ void sum_groups(const Packed& p, int64_t row, float* sums) {
 }
 
 // Rounds a row of bfloat16 to 16 bits, each part beside its largest number: the scale is a power of
-// two, so that numbers of at least its 128th part, which have eight bits, stay as they are. With a
-// number that is not finite the scale is NaN. The sums are those of the rounded numbers, of codes
-// without zeros and minima what 8 in each code of int4 makes too much.
+// two, so that numbers of at least its 128th part, which have eight bits, stay as they are (if they
+// exceed 2^-111). With a number that is not finite the scale is NaN, and the part may be anything.
+// The sums are those of the rounded numbers, of codes without zeros and minima what 8 in each code
+// of int4 makes too much.
 void round_parts(const Packed& p, int64_t row, char* words) {
   const uint16_t* x = p.narrow + row * p.num_in;
   auto* rounded = reinterpret_cast<int16_t*>(words);
@@ -898,14 +899,15 @@ void round_parts(const Packed& p, int64_t row, char* words) {
     const int64_t first = part * size, end = std::min(first + size, p.num_in);
     uint16_t most = 0;
     for (int64_t i = first; i < end; ++i) most = std::max<uint16_t>(most, x[i] & 0x7fff);
-    // 2^15 times the scale is the next power of two after the largest number.
+    // 2^15 times the scale is the next power of two after the largest number; but no scale is less
+    // than 2^-125, so that its inverse is a number.
     const bool is_finite = most < 0x7f80;
     const int exponent = std::max(most >> 7, 16) - 14 - 127;
     const float scale = is_finite ? std::ldexp(1.0f, exponent) : NAN,
-                inverse = is_finite ? std::ldexp(1.0f, -exponent) : 0.0f;
+                inverse = std::ldexp(1.0f, -exponent);
     int32_t sum = 0;
-    for (int64_t i = first; i < end; ++i) {
-      // The sum with 1.5 * 2^23 rounds, as in `round_row`. What is not finite becomes any number.
+    for (int64_t i = first; i < end && is_finite; ++i) {
+      // The sum with 1.5 * 2^23 rounds, as in `round_row`.
       const float whole = (float_of_bfloat16(x[i]) * inverse + 12582912.0f) - 12582912.0f;
       rounded[i] = static_cast<int16_t>(static_cast<int32_t>(whole));
       sum += rounded[i];

@@ -34,8 +34,8 @@ struct Packed {
   const void* x;
   // The inputs in bfloat16, of which `prepare` makes those in float32; or null.
   const uint16_t* narrow;
-  // The words of x [T, ...] as `prepare` makes them, or x itself. For codes with bfloat16 inputs
-  // these are the sums [T, J] of x.
+  // The words of x [T, ...] as `prepare` makes them, or x itself. For codes these are the sums
+  // [T, J] of x, or rows that it rounds to 16 bits, with the scales and sums of their parts.
   const void* words;
   const void* panels;  // [P, K, 16] words; of codes [P, I, 16] or [P, I / 2, 16] bytes
   void* out;           // [T, O]
@@ -51,8 +51,8 @@ struct Packed {
   float* row_scale;   // [T]: what `prepare` rounds a row with
   int32_t* row_sum;   // [T]: of the rounded x, what a sum has 128 times too much
 
-  // With codes, which are made float32; with instructions bfloat16, and a group is scaled when it
-  // is summed:
+  // With codes, which are made float32, with instructions bfloat16, or pairs of 16 bits where x is
+  // rounded; a group is scaled when it is summed:
   bool is_coded;
   Code code;
   Type scale_type;  // of scales and minima
