@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from jaxpage.decoding import ENFORCED_FORMATS, KNOWN_FORMATS
-from jaxpage.serving.wire.schemas import parts_of, problem_of_pattern
+from jaxpage.serving.wire.schemas import IS_NOT_REGULAR, parts_of, problem_of_pattern
 
 MAX_NAMED = 16  # the names go into a header, whose length is limited
 _MAX_PATH = 200
@@ -61,5 +61,5 @@ def _find_removed(part: Any) -> Iterator[str]:
     if pattern is None:
         if kind not in KNOWN_FORMATS:
             yield "format"
-    elif kind in ENFORCED_FORMATS and "looks" in (problem_of_pattern(pattern) or ""):
+    elif kind in ENFORCED_FORMATS and problem_of_pattern(pattern) == IS_NOT_REGULAR:
         yield "pattern"

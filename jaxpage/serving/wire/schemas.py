@@ -18,6 +18,7 @@ from jaxpage.settings.structured_outputs import MAX_CHARACTERS
 
 MAX_SCHEMA_DEPTH = 64
 _TYPES = {"null", "boolean", "object", "array", "number", "integer", "string"}
+IS_NOT_REGULAR = "looks around or back, which is not supported"
 # Look-around and back-references. This is matched only outside of classes and escapes.
 _BEYOND_REGULAR = re.compile(r"\(\?(?:[=!]|<[=!]|P[=>])|\\(?:[1-9]|k<|[bB])")
 _PLAIN_KEY = re.compile(r"[\w-]{1,64}", re.ASCII)
@@ -236,7 +237,7 @@ def problem_of_pattern(pattern: Any) -> str | None:
     may_repeat = False
     for place, character in enumerate(pattern):
         if not (escaped or in_class) and _BEYOND_REGULAR.match(pattern, place):
-            return "looks around or back, which is not supported"
+            return IS_NOT_REGULAR
         if escaped or in_class:
             in_class = in_class and (escaped or character != "]")
             escaped = not escaped and character == "\\"
