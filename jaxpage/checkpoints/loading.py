@@ -237,7 +237,7 @@ def make_array_reader(
         return map_array
     if plan.layout == "gguf":
         return read_gguf_array
-    if plan.arrays:
+    if plan.is_in_memory:
         return lambda info: plan.arrays[info.name]
     files: dict[str, Any] = {}
     for info in plan.tensors.values():

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from pallas_kernels.triton.backend import kernel_call, load, store
-from pallas_kernels.triton.rows import scores_of, warps_of
+from pallas_kernels.triton.rows import row_call, scores_of
 
 NO_EXPERT = 1 << 30
 COLS = 1024  # the numbers of a row that a program copies
@@ -30,18 +30,9 @@ def choose_experts(
     """Returns scores and experts; see `expert_routing.choose_experts`. A program takes a row."""
     num_tokens, num_experts = logits_TE.shape
     shape = (num_tokens, count)
-    call = kernel_call(
-        functools.partial(_choose, width=num_experts, count=count, sigmoid=sigmoid),
-        name="choose_experts",
-        grid=(num_tokens,),
-        out_shape=[
-            jax.ShapeDtypeStruct(shape, logits_TE.dtype),
-            jax.ShapeDtypeStruct(shape, jnp.int32),
-        ],
-        num_warps=warps_of(num_experts),
-        num_stages=1,
-        interpret=interpret,
-    )
+    shapes = [jax.ShapeDtypeStruct(shape, dtype) for dtype in (logits_TE.dtype, jnp.int32)]
+    body = functools.partial(_choose, width=num_experts, count=count, sigmoid=sigmoid)
+    call = row_call(body, "choose_experts", (num_tokens,), shapes, num_experts, interpret)
     return tuple(call(logits_TE, correction_E))
 
 

@@ -45,7 +45,7 @@ def gate(
     shape = jax.ShapeDtypeStruct((num_rows, width), both_TF.dtype)
     body = functools.partial(_gate, function=_FUNCTIONS[activation], width=width)
     cols = min(1024, pl.next_power_of_2(width))
-    y_TF: jax.Array = _call(
+    y_TF: jax.Array = row_call(
         functools.partial(body, cols=cols),
         "gate",
         (num_rows, pl.cdiv(width, cols)),
@@ -141,7 +141,7 @@ def _norm(
     body = functools.partial(
         _norm_row, width=width, epsilon=epsilon, offset=offset, is_centred=is_centred
     )
-    out = _call(body, "norm", (num_rows,), [shape] * (1 + keeps_sum), width, interpret)(
+    out = row_call(body, "norm", (num_rows,), [shape] * (1 + keeps_sum), width, interpret)(
         x_TD, scale_D, bias_D, added_TD
     )
     return (out[0] if keeps_sum else None), out[-1]
@@ -264,9 +264,9 @@ def _rotate(
         head_dim=head_dim,
         interleaved=interleaved,
     )
-    y_TNH: jax.Array = _call(body, "rotate", (num_tokens, num_heads), shape, head_dim, interpret)(
-        x_TMH, cos_TE, sin_TE
-    )
+    y_TNH: jax.Array = row_call(
+        body, "rotate", (num_tokens, num_heads), shape, head_dim, interpret
+    )(x_TMH, cos_TE, sin_TE)
     return y_TNH
 
 
@@ -314,7 +314,7 @@ def log_sums(
     """Returns `log(sum(exp(logits - largest)))` of each row."""
     num_rows, width = logits_RV.shape
     shape = jax.ShapeDtypeStruct((num_rows,), jnp.float32)
-    call = _call(
+    call = row_call(
         functools.partial(_log_sum, width=width), "log_sum", (num_rows,), shape, TILE, interpret
     )
     sums_R: jax.Array = call(logits_RV, largest_R)
@@ -342,7 +342,7 @@ def scores(
     num_rows, width = logits_TE.shape
     body = functools.partial(_scores_row, width=width, sigmoid=sigmoid)
     shape = jax.ShapeDtypeStruct(logits_TE.shape, logits_TE.dtype)
-    scores_TE: jax.Array = _call(body, "odds", (num_rows,), shape, width, interpret)(logits_TE)
+    scores_TE: jax.Array = row_call(body, "odds", (num_rows,), shape, width, interpret)(logits_TE)
     return scores_TE
 
 
@@ -370,7 +370,9 @@ def weighted_sum(
     shape = jax.ShapeDtypeStruct((num_tokens, width), x_TXD.dtype)
     body = functools.partial(_weighted_sum, count=count, width=width, cols=cols)
     grid = (num_tokens, pl.cdiv(width, cols))
-    sum_TD: jax.Array = _call(body, "weighted_sum", grid, shape, cols, interpret)(x_TXD, weight_TX)
+    sum_TD: jax.Array = row_call(body, "weighted_sum", grid, shape, cols, interpret)(
+        x_TXD, weight_TX
+    )
     return sum_TD
 
 
@@ -395,7 +397,7 @@ def warps_of(width: int) -> int:
     return max(1, min(8, pl.next_power_of_2(width) // NUMBERS_OF_A_WARP))
 
 
-def _call(
+def row_call(
     body: Callable[..., None],
     name: str,
     grid: tuple[int, ...],

@@ -78,7 +78,7 @@ def open_mtp(target: ModelFiles) -> MtpFiles:
             "checkpoint"
         )
     problems = Problems(target.directory)
-    in_memory = target.plan.layout == "memory"
+    in_memory = target.plan.is_in_memory
     headers = (
         array_headers(target.plan.arrays) if in_memory else read_tensors(target.directory, problems)
     )

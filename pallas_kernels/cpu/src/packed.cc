@@ -620,7 +620,8 @@ struct Coded {
 // of them by codes, which would be made float one by one. Codes of fp8 are no whole numbers.
 bool rounds_inputs(const Packed& p) {
 #if defined(__AVX2__)
-  return p.narrow && p.code != Code::kFloat8 && p.num_in % 2 == 0 && p.group_size % 2 == 0 &&
+  return p.is_coded && p.narrow && p.code != Code::kFloat8 && p.num_in % 2 == 0 &&
+         p.group_size % 2 == 0 &&
          (p.group_size <= kMaxInputsOfPart || p.group_size % kInputsOfPart == 0);
 #else
   return false;
@@ -632,12 +633,14 @@ int64_t inputs_of_part(const Packed& p) {
   return rounds_inputs(p) && p.group_size > kMaxInputsOfPart ? kInputsOfPart : p.group_size;
 }
 
+int64_t parts_of_row(const Packed& p) {
+  const int64_t size = inputs_of_part(p);
+  return (p.num_in + size - 1) / size;
+}
+
 // Returns the bytes that `prepare` writes for a row; 0 where x is multiplied as it is.
 int64_t bytes_of_row(const Packed& p) {
-  if (p.is_coded && rounds_inputs(p)) {
-    const int64_t size = inputs_of_part(p);
-    return p.num_in * 2 + (p.num_in + size - 1) / size * 8;
-  }
+  if (rounds_inputs(p)) return p.num_in * 2 + parts_of_row(p) * 8;
   if (p.is_coded) return p.zero || p.minimum ? p.num_groups * 4 : 0;
   if (p.type == Type::kF32 || (p.type == Type::kBF16 && p.instructions && p.num_in % 2 == 0))
     return 0;
@@ -658,7 +661,7 @@ struct CodedRows {
       : inputs(inputs_of_part(p)),
         size(inputs / Word::kInputs),
         num_words(p.num_in / Word::kInputs),
-        num_parts((p.num_in + inputs - 1) / inputs),
+        num_parts(parts_of_row(p)),
         parts_of_group(p.group_size / inputs),
         stride(kRounded ? bytes_of_row(p) / 4 : num_words),
         numbers(kRounded ? stride : num_parts),
@@ -891,7 +894,7 @@ void sum_groups(const Packed& p, int64_t row, float* sums) {
 void round_parts(const Packed& p, int64_t row, char* words) {
   const uint16_t* x = p.narrow + row * p.num_in;
   auto* rounded = reinterpret_cast<int16_t*>(words);
-  const int64_t size = inputs_of_part(p), num_parts = (p.num_in + size - 1) / size;
+  const int64_t size = inputs_of_part(p), num_parts = parts_of_row(p);
   auto* scales = reinterpret_cast<float*>(words + p.num_in * 2);
   float* sums = scales + num_parts;
   const int32_t middle = p.code == Code::kInt4 ? 8 : 0;
@@ -919,7 +922,7 @@ void round_parts(const Packed& p, int64_t row, char* words) {
 }
 
 void prepare(const Packed& p, int64_t row, void* words) {
-  if (p.is_coded && rounds_inputs(p)) return round_parts(p, row, static_cast<char*>(words));
+  if (rounds_inputs(p)) return round_parts(p, row, static_cast<char*>(words));
   if (p.narrow) {
     auto* wide = static_cast<uint32_t*>(const_cast<void*>(p.x)) + row * p.num_in;
     for (int64_t i = 0; i < p.num_in; ++i) wide[i] = uint32_t{p.narrow[row * p.num_in + i]} << 16;
