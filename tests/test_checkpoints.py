@@ -1052,7 +1052,7 @@ def test_a_tensor_of_orbax_is_released_with_the_last_piece_that_it_fills(monkeyp
         SimpleNamespace(pieces=[(None, infos[name])]) for name in ("shared", "alone", "shared")
     ]
     plan = SimpleNamespace(
-        layout="orbax", arrays=None, tensors=infos, directory=None, parameters=pieces
+        layout="orbax", is_in_memory=False, tensors=infos, directory=None, parameters=pieces
     )
     monkeypatch.setattr(loading, "restore_orbax", lambda directory, names: restored)
     read = loading.make_array_reader(plan)
