@@ -195,6 +195,7 @@ class StepPlan:
         return [sample.sequence_id for sample in self.samples] == drawing
 
 
+# `cached_property` writes past `frozen`, into the instance's dictionary.
 @dataclass(frozen=True)
 class StepResult:
     """The outcome of a step, with an entry for each of `StepPlan.samples`: R draws of B rows.
