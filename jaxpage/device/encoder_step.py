@@ -159,6 +159,8 @@ def without_padding(kernels: LayerKernels, num_tokens: jax.Array) -> LayerKernel
         activation: str | None = None,
     ) -> jax.Array:
         if count_E is None and isinstance(weight, Packed):
+            # One group of experts whose rows are the texts: the kernel skips rows that no group
+            # counts.
             weight = weight._replace(panels=weight.panels[None])
             count_E = num_tokens[None]
         return kernels.multiply_packed(x_TI, weight, result, count_E, bias_O, activation)
@@ -187,6 +189,7 @@ def attend_in_cpp(inputs: EncoderInputs, num_tokens: int, max_length: int) -> At
     sees. Other options than it and the scale are not honoured, and no encoder has them.
     """
     start_R = inputs.start_R
+    # A token is a block of one slot, so a text's table counts up from its start.
     block_table_RM = jnp.minimum(start_R[:, None] + jnp.arange(max_length), num_tokens - 1)
     # Rows without a text come last: they start and end where the last text ends.
     end = end_of_texts(inputs)
@@ -204,6 +207,7 @@ def attend_in_cpp(inputs: EncoderInputs, num_tokens: int, max_length: int) -> At
         if mixed is not None:
             return mixed
         last_T = inputs.length_R[row_T] - 1 if reach is None else index_T + reach
+        # A window counts the token itself; how far it sees ahead is in `last_seen_T`.
         window = None if reach is None else reach + 1
         arguments = Arguments(
             q_TNH=q_TNH,
@@ -296,6 +300,7 @@ def attend_by_tiles(
         if options.sliding_window is not None:
             distance = jnp.abs(key_GK[:, None, None, :] - query_G1Q1)
             sees &= distance <= options.sliding_window
+        # The last tile of keys may go beyond the stream; those are not seen.
         index_GK = jnp.minimum(key_GK, num_tokens - 1)
         score_GNQK = multiply("GNQH,GKNH->GNQK", q_GNQH, k_TNH[index_GK]) * options.scale
         if bias_DN is not None:

@@ -85,6 +85,7 @@ def noise_key(
     seed_2: jax.Array, sample_index: jax.Array, position: jax.Array, stream: int | None = None
 ) -> jax.Array:
     """Returns the key of a draw's noise, or that of another stream's noise for the same draw."""
+    # Named, so that JAX's setting of a default generator changes no text.
     key = jax.random.wrap_key_data(seed_2, impl="threefry2x32")
     if stream is not None:
         key = jax.random.fold_in(key, stream)
@@ -321,6 +322,7 @@ def draw_draft(
         log_q_V = _distribution(logits_V, temperature, *cutoffs, **options)
         log_q_W, ids_W = jax.lax.top_k(log_q_V[None], min(MAX_CANDIDATES, log_q_V.shape[0]))
         key = noise_key(seed_2, sample_index, position, Stream.DRAFT)
+        # It is negative where no token can be drawn; the target's draw says so, too.
         place = jnp.maximum(with_noise(log_q_W[0], key), 0)
         lacking = (0, MAX_CANDIDATES - ids_W.shape[1])
         padded_W = jnp.pad(ids_W[0].astype(jnp.int32), lacking, constant_values=-1)
@@ -405,6 +407,7 @@ def _normalise(scaled_V: jax.Array, temperature: jax.Array) -> jax.Array:
         return jnp.where(place_V == _first_of_the_largest(scaled_V), 0.0, -jnp.inf)
 
     chosen_V = jax.lax.cond(temperature > 0.0, lambda: scaled_V, keep_first)
+    # A softmax without any finite logit is NaN.
     return jnp.where(jnp.isfinite(jnp.max(chosen_V)), jax.nn.log_softmax(chosen_V), -jnp.inf)
 
 

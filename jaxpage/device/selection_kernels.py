@@ -59,10 +59,11 @@ def _find(backend: Backend) -> SelectionKernels | None:
         if (selection := each.selection) is None:
             continue
         if each.refusal(device, Call(interpret=backend.interpret)) is None:
-            bound = functools.partial(functools.partial, interpret=backend.interpret)
-            return SelectionKernels(
-                bound(selection.cutoffs), bound(selection.top_candidates), log_sums_of(backend)
+            cutoffs, top_candidates = (
+                functools.partial(kernel, interpret=backend.interpret)
+                for kernel in (selection.cutoffs, selection.top_candidates)
             )
+            return SelectionKernels(cutoffs, top_candidates, log_sums_of(backend))
     return None
 
 
