@@ -101,6 +101,7 @@ class Driver:
         self._thread: threading.Thread | None = None
         self.is_by_hand = True
         # The thread refers to the turns alone, so that a driver that is dropped ends.
+        # At the interpreter's exit `process._end_all` does this, and waits for the thread.
         weakref.finalize(self, self.turns.detach).atexit = False
 
     def start(self) -> None:
@@ -116,8 +117,6 @@ class Driver:
             True if there was anything to do.
         """
         return self.turns.turn(waits=False)
-
-    # The state of the driver.
 
     @property
     def healthy(self) -> bool:
@@ -399,6 +398,7 @@ class Driver:
         """
         turns = self.turns
         answer = PendingAnswer[None]()
+        # Here and not in the command: from now on other threads may add nothing.
         turns.draining = turns.draining or ShuttingDown(f"{what} is shutting down")
         turns.post(Command(lambda engine: turns.begin_drain(answer), answer))
         return answer
@@ -590,10 +590,12 @@ class EmbeddingHandle(AnsweringHandle):
         self.vectors: list[PendingAnswer[npt.NDArray[np.float32]]] = [
             PendingAnswer() for _ in prompts
         ]
+        # A handle has a request; the engine never gets this one (`begin`).
         super().__init__(turns, prompts[0], self.vectors)
         self._embedder = embedder
         self._prompts = prompts
         self._poolings = poolings
+        # Turned around, because batches are taken from the end.
         self._remaining = embedder.batches([len(prompt.token_ids) for prompt in prompts])[::-1]
         self._weights: Any = None
 

@@ -193,6 +193,7 @@ class Turns:
             with contextlib.suppress(queue.Empty):
                 self._run_command(self.inbox.get(timeout=seconds_to_deadline(self.live.values())))
         self.began = time.monotonic()
+        # Only those that are there now: whoever posts without end must not hold up the step.
         for _ in range(self.inbox.qsize()):
             self._run_command(self.inbox.get())
         self._end_what_is_late()
@@ -290,6 +291,7 @@ class Turns:
         self.live.update((handle.request_id, handle) for handle in handles)
         self._later.add(added)
         if self._awaits_weights:
+            # Those get their last output now, and wait for no weights.
             self._begin([handle for handle in handles if handle.is_aborted])
         self._run_command(Command(lambda engine: self._begin(handles), waits_for_weights=True))
         return LATER
@@ -315,7 +317,8 @@ class Turns:
         """
         caller_waits = any(handle.added in self._later for handle in handles)
         failure = error if isinstance(error, JaxpageError) else EngineFailed("A request failed")
-        failure.__cause__ = failure.__cause__ if failure is error else error
+        if failure is not error:
+            failure.__cause__ = error
         for handle in handles:
             handle.reporter = None
             self.fail_later(handle.added, error)
