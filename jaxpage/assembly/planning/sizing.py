@@ -96,6 +96,7 @@ class MemoryPlan:
 
         The null block is included.
         """
+        # As if every group had as many blocks as the first; and below, as if the others had none.
         minimum = num_bytes // self.block_bytes
         maximum = num_bytes // self.first_block_bytes
         return minimum + bisect.bisect_right(
