@@ -99,6 +99,7 @@ class ScriptedRequests:
             drafts = row.token_ids[1:] if row.parents else ()
             if any(draft != ordinal for draft in drafts[: sample.offset]):
                 continue
+            # A slice, because after the last draft comes nothing.
             is_drafted = drafts[sample.offset : sample.offset + 1] == (ordinal,)
             if sequence_id != row.sequence_id:
                 edits.append(Fork(row.sequence_id, sequence_id, sample.sample_index))
