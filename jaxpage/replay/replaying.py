@@ -117,6 +117,7 @@ def replay(
         follower = Replay(log, viewer)
         built = build_engine(config, Hooks(progress=progress, parts=follower.parts))
         try:
+            # As a log has it, where tuples are lists.
             ours = json.loads(encode_record(engine_header(config, built.engine, built.spec)))
             compare_engines(logged, ours, force=force)
             log.take()
@@ -183,6 +184,7 @@ class Replay:
                     ending = None
                     break
                 self._follow(record)
+                # `_compare` takes a record when the engine has made the same one.
                 if record is self._log.next:
                     self._differ(record, None)
                 if record["event"] == "end":

@@ -142,6 +142,7 @@ def first_difference(path: Path, other: Path, until: int | None = None) -> str |
     """
     plan: Record = {"rows": []}
     pairs = zip_longest(records_of(path, until), records_of(other, until))
+    # The header is line 1.
     for line, (ours, theirs) in enumerate(pairs, start=2):
         if ours is not None and ours["event"] == "plan":
             plan = ours
