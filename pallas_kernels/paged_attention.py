@@ -218,6 +218,7 @@ def _write_and_attend(
     of_write = {name: value for name, value in options.items() if name == "interpret"}
     pages = each.write(k_TKH, v_TKH, *old, **of_write)
     written: dict[str, Any] = dict(
+        # Pages that are not quantised come back without scales.
         zip(("k_pages", "v_pages", "k_scale", "v_scale"), pages, strict=False)
     )
     return _attend(each, dataclasses.replace(arguments, **written), **options), pages
