@@ -216,6 +216,7 @@ class Driver:
         """
         turns = self.turns
         added: PendingAnswer[None] = PendingAnswer()
+        # On this thread and before the command, so that a full driver refuses at once.
         turns.take_places(handles)
         try:
             turns.post(Command(lambda engine: turns.accept(handles, name, added), added))
@@ -426,6 +427,7 @@ class Driver:
         thread = self._thread
         turns.post(Command(turns.stop))
         if thread is None:
+            # There is no thread that would run the command to stop.
             if not turns.is_over:
                 turns.run()
             return True
@@ -460,11 +462,13 @@ class Driver:
         ends = math.inf if timeout is None else time.monotonic() + timeout
         while True:
             while self.is_by_hand and box.empty() and time.monotonic() < ends:
+                # Commands go first: one of them may be waited for, and needs no step.
                 if self.turns.run_commands() or self.step():
                     continue
                 if timeout is None:
                     raise RuntimeError("nothing is left to do, but what is waited for has not come")
                 break
+            # The time may be over already, and `get` refuses a timeout below 0.
             left = min(ends - time.monotonic(), WAKE_SECONDS)
             try:
                 return box.get(timeout=max(left, 0.0))
