@@ -96,6 +96,7 @@ def paged_attention(
         k_scale=k_scale,
         v_scale=v_scale,
         interleaved=interleaved,
+        # It is only a bound, so one that no row can exceed stands for none.
         max_query_len=sys.maxsize if max_query_len is None else max_query_len,
     )
     return attend_to_pages(

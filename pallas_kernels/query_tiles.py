@@ -105,6 +105,8 @@ def query_cut(arguments: Arguments, tile: int) -> QueryCut:
         row_R = jnp.searchsorted(
             tile_end_B, jnp.arange(num_tiles), side="right", method="compare_all"
         )
+        # Tiles after the last that is needed are given to the last row, of which they have no
+        # tokens.
         row_R = jnp.minimum(row_R, num_rows - 1)
     offset_R = (jnp.arange(num_tiles) - tile_start_B[row_R]) * tile
     origin_R = (arguments.context_len_B - query_len_B)[row_R]

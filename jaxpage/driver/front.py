@@ -356,6 +356,7 @@ def prepare(
         return engine.prepare(prompt.text, expanded, checked, embedded)
     token_ids = prompt.token_ids
     if token_ids is None and processor is not None and prompt.text is not None:
+        # A text without pictures must not have markers of pictures.
         processor.check_text(prompt.text, 0)
     if token_ids is None:
         if engine.tokenizer is None:

@@ -81,6 +81,7 @@ class Runner:
 
     def run(self, batch: Batch) -> StepResult:
         """Runs a batch, its moves of blocks first, and returns what the step drew."""
+        # The order is that of `StepPlan`: what swaps out frees blocks that the same step fills.
         self.swap_out(batch.swap_out)
         self.swap_in(batch.swap_in)
         for group, pairs in batch.copies:

@@ -48,6 +48,7 @@ class ScriptedRequests:
         num_prompt_tokens = arrival.num_prompt_tokens
         self._num_requests += 1
         tokens = [PREFIX_TOKEN] * arrival.num_prefix_tokens
+        # No other request has this token, so only the common prefix is found in the cache.
         tokens += [ordinal] * (num_prompt_tokens - arrival.num_prefix_tokens)
         width = arrival.num_samples
         length = arrival.num_output_tokens

@@ -64,6 +64,8 @@ def entry(plan: Plan, operands: Operands) -> None:
         top_total = mg.SMEM((plan.consumers, 2, ROWS), jnp.float32)
     filled = mg.Barrier(num_arrivals=plan.copies, num_barriers=plan.stages)
     freed = mg.Barrier(num_arrivals=plan.consumers, num_barriers=plan.stages)
+    # These only describe memory: `run_scoped` gives each field its own, so keys and values share
+    # none.
     shared = Shared(
         q=queries,
         k=keys,

@@ -305,6 +305,7 @@ def choose_num_host_blocks(
     )
     free = max(0, available - plan.num_devices * taken)
     if requested is None:
+        # One block of the host's is the null block.
         fitting = max(0, plan.max_blocks(int(free * HOST_SHARE) // plan.num_devices) - 1)
         return replace(plan, num_host_blocks=_halve(plan.num_blocks - 1, fitting))
     plan = replace(plan, num_host_blocks=requested)

@@ -80,6 +80,7 @@ class TextEmbedding:
                 prefixed_prompts.append({"prompt": f"{before}{prompt.text}"})
                 poolings.append(prefixed)
             else:
+                # Token ids are taken as they are, without the model's default prompt.
                 text = {} if prompt.text is None else {"prompt": prompt.text}
                 prefixed_prompts.append({**text, "prompt_token_ids": list(prompt.token_ids)})
                 poolings.append(plain)

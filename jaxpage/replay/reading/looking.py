@@ -104,6 +104,7 @@ def request_lines(
     seen = False
     plan: Record = {"rows": []}
     for record in records_of(path, until):
+        # This comes before the record is followed, since it may end some of them.
         before = {
             sequence_id
             for sequence_id in walk.sequences
