@@ -27,6 +27,7 @@ from jaxtyping import Array, Float
 from jaxpage.device.attention import attend_bidirectional, make_layer_kernels
 from jaxpage.device.hardware.backends import Backend
 from jaxpage.device.steps import StepOptions
+from jaxpage.errors import UnsupportedError
 from jaxpage.layers.context import Attend, AttentionOptions, ForwardContext, LayerPages
 from jaxpage.layers.trace_scope import LayerKernels, TraceScope
 from jaxpage.layers.weight_kinds import Packed, PackedCodes
@@ -186,7 +187,7 @@ def attend_in_cpp(inputs: EncoderInputs, num_tokens: int, max_length: int) -> At
     """Returns the operation that attention layers call, where the kernel for CPUs computes it.
 
     `AttentionOptions.sliding_window` is here the number of positions to both sides that a token
-    sees. Other options than it and the scale are not honoured, and no encoder has them.
+    sees. Other options than it and the scale are refused by name, and no encoder has them.
     """
     start_R = inputs.start_R
     # A token is a block of one slot, so a text's table counts up from its start.
@@ -258,6 +259,10 @@ def without_pages(attend: Callable[..., jax.Array]) -> Attend:
         options: AttentionOptions,
         /,
     ) -> tuple[jax.Array, LayerPages]:
+        if others := options.set_names - {"scale", "sliding_window"}:
+            raise UnsupportedError(
+                f"attention of encoders does not compute {', '.join(sorted(others))}"
+            )
         assert k_TKH is not None and v_TKH is not None, "an encoder's layers have all three"
         return attend(q_TNH, k_TKH, v_TKH, options), layer_pages
 

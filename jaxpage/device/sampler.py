@@ -58,15 +58,14 @@ class DrawnFrom(NamedTuple):
 
 def draws_of(inputs: StepInputs) -> Draws:
     """Returns the parameters of the step's own draws."""
-    return Draws(
-        inputs.draws.temperature_R,
-        inputs.draws.top_k_R,
-        inputs.draws.top_p_R,
-        inputs.draws.min_p_R,
-        inputs.draws.seed_R2,
-        inputs.draws.sample_index_R,
-        inputs.draws.drawn_position_R,
-    )
+    draws = inputs.draws
+    return Draws(*_cuts_of(inputs), draws.seed_R2, draws.sample_index_R, draws.drawn_position_R)
+
+
+def _cuts_of(inputs: StepInputs) -> tuple[jax.Array, ...]:
+    """Returns what logits are divided by, and what cuts them off, in the order of `Draws`."""
+    draws = inputs.draws
+    return draws.temperature_R, draws.top_k_R, draws.top_p_R, draws.min_p_R
 
 
 class Stream:
@@ -291,13 +290,8 @@ def scale_logits(
 
     def scale_all() -> jax.Array:
         processed_RV = process_logits(logits_RV, inputs, processor_inputs, by_row=by_row)
-        cuts = (
-            inputs.draws.temperature_R,
-            inputs.draws.top_k_R,
-            inputs.draws.top_p_R,
-            inputs.draws.min_p_R,
-        )
-        scaled_RV: jax.Array = _each_draw(_scale_row, (processed_RV, *cuts), by_row=by_row)
+        rows = (processed_RV, *_cuts_of(inputs))
+        scaled_RV: jax.Array = _each_draw(_scale_row, rows, by_row=by_row)
         return scaled_RV
 
     if not by_row:
@@ -378,14 +372,7 @@ def distributions(
     is_finite_B = are_finite(logits_BV)
     if not by_row:
         logits_BV = process_logits(logits_BV, inputs, processor_inputs, by_row=False)
-        rows = (
-            logits_BV,
-            inputs.draws.temperature_R,
-            inputs.draws.top_k_R,
-            inputs.draws.top_p_R,
-            inputs.draws.min_p_R,
-        )
-        log_p_BV = _each_draw(_distribution, rows, by_row=False)
+        log_p_BV = _each_draw(_distribution, (logits_BV, *_cuts_of(inputs)), by_row=False)
     else:
         if scaled_BV is None:
             scaled_BV = scale_logits(logits_BV, inputs, processor_inputs, by_row=True)

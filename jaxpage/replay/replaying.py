@@ -395,7 +395,7 @@ class _LoggedEnds(SamplingStrategy):
             # Either the text's error replaced the only token, or the draw after this one found no
             # token that it may draw.
             return [end] if num_tokens is None else [append, *ends]
-        return [append, end]  # if the grammar ended it, `own` has the same end
+        return [append, end]  # if the grammar ended it, `ends` has the same end
 
 
 class _LoggedBeams(BeamStrategy):

@@ -19,6 +19,12 @@ from jaxpage.layers.matmul import matmul
 from jaxpage.layers.trace_scope import LayerKernels, Routes, TokenAdapters, TraceScope
 from jaxpage.layers.weight_kinds import Grouped
 
+# The options of attention that are computed here.
+_HONOURED = frozenset(
+    {"scale", "sliding_window", "attention_chunk", "logit_softcap", "value_width"}
+    | {"sinks", "alibi_slopes"}
+)
+
 
 def dense_logits(
     model: Any,
@@ -65,6 +71,10 @@ def dense_attend(num_rows: int) -> Attend:
         options: AttentionOptions,
         /,
     ) -> tuple[jax.Array, Any]:
+        if others := options.set_names - _HONOURED:
+            raise UnsupportedError(
+                f"attention over whole rows does not compute {', '.join(sorted(others))}"
+            )
         if k_TKH is None:
             # The layer reads the keys and values of another one, which stand in for its pages.
             k_TKH, v_TKH = layer_pages
