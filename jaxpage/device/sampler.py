@@ -62,7 +62,7 @@ def draws_of(inputs: StepInputs) -> Draws:
     return Draws(*_cuts_of(inputs), draws.seed_R2, draws.sample_index_R, draws.drawn_position_R)
 
 
-def _cuts_of(inputs: StepInputs) -> tuple[jax.Array, ...]:
+def _cuts_of(inputs: StepInputs) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """Returns what logits are divided by, and what cuts them off, in the order of `Draws`."""
     draws = inputs.draws
     return draws.temperature_R, draws.top_k_R, draws.top_p_R, draws.min_p_R
