@@ -59,11 +59,10 @@ def _find(backend: Backend) -> SelectionKernels | None:
         if (selection := each.selection) is None:
             continue
         if each.refusal(device, Call(interpret=backend.interpret)) is None:
-            cutoffs, top_candidates = (
-                functools.partial(kernel, interpret=backend.interpret)
-                for kernel in (selection.cutoffs, selection.top_candidates)
+            bind = functools.partial(functools.partial, interpret=backend.interpret)
+            return SelectionKernels(
+                bind(selection.cutoffs), bind(selection.top_candidates), log_sums_of(backend)
             )
-            return SelectionKernels(cutoffs, top_candidates, log_sums_of(backend))
     return None
 
 
