@@ -16,8 +16,9 @@ from pathlib import Path
 
 
 def _private_directory() -> str:
-    """Where compiled executables are kept between runs. They are code, so the directory is its
-    user's alone.
+    """Returns the directory in which compiled executables are kept between runs.
+
+    They are code, so the directory is its user's alone.
     """
     base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     directory = base / "jaxpage" / "tests"
@@ -94,7 +95,7 @@ _FOUND: dict[str, durations.Record] = {}  # of this process, or of all when they
 
 @pytest.fixture(scope="module", autouse=True)
 def _compilation(request):
-    """Modules that are marked `optimized`, whose subject is bits, test the code that users run."""
+    """Compiles as users do for modules that are marked `optimized`, whose subject is bits."""
     optimized = request.node.get_closest_marker("optimized") is not None
     stopwatch = durations.Stopwatch()
     with _EXECUTABLES.in_use(optimized=optimized) as counts:
@@ -111,15 +112,19 @@ def _compilation(request):
 
 @pytest.fixture(scope="module")
 def compiled_when_used():
-    """For files whose engines are not made by `make_llm`, which does so by itself."""
+    """Makes engines compile a shape when it is used.
+
+    Those of `make_llm` do so by themselves.
+    """
     with when_used():
         yield
 
 
 @pytest.fixture(scope="module")
 def largest_shapes():
-    """For files to which the choice among shapes is no subject: engines have those for the most
-    rows alone, as `make_llm` does if asked.
+    """Gives engines the shapes for the most rows alone, as `make_llm` does if asked.
+
+    It is for files to which the choice among shapes is no subject.
     """
     from jaxpage.assembly.planning import engine_spec
     from tests.support.engines import make_short_menu
@@ -131,8 +136,10 @@ def largest_shapes():
 
 @pytest.fixture
 def decodes_in_chunks(largest_shapes):
-    """For tests of models whose steps are no subject: what decodes runs in the shape of chunks, so
-    that an engine compiles one step in place of two.
+    """Runs what decodes in the shape of chunks, so that an engine compiles one step in place of
+    two.
+
+    It is for tests of models whose steps are no subject.
     """
     from jaxpage.assembly.planning import engine_spec
     from tests.support.engines import make_menu_of_chunks
@@ -144,8 +151,9 @@ def decodes_in_chunks(largest_shapes):
 
 @pytest.fixture(scope="module")
 def usual_pages():
-    """For files that replay logs: engines that a replay builds have the pages of those of
-    `make_llm`, and so run the same executables.
+    """Gives engines that a replay builds the pages of those of `make_llm`.
+
+    So they run the same executables.
     """
     from jaxpage.assembly.planning import engine_spec
     from tests.support.engines import roomy_page_shapes
@@ -157,7 +165,9 @@ def usual_pages():
 
 @pytest.fixture
 def by_hand(llm):
-    """The calls of `llm` take the engine's steps themselves: what nobody waits for stands still."""
+    """Lets the calls of `llm` take the engine's steps themselves: what nobody waits for stands
+    still.
+    """
     from tests.support.engines import steps_by_hand
 
     with steps_by_hand(llm):
@@ -176,7 +186,7 @@ def _settled():
 
 
 def pytest_configure(config):
-    """Before XLA reads its flags: all that is compiled here, by oracles and child processes too."""
+    """Sets XLA's flags before it reads them, for oracles and child processes too."""
     if not config.getoption("--optimized") and UNOPTIMIZED_FLAGS not in os.environ.get(
         "XLA_FLAGS", ""
     ):
@@ -186,14 +196,12 @@ def pytest_configure(config):
 
 
 def pytest_itemcollected(item):
-    """Cases of a family have dashes in their names, and the family's module has underscores: `-k
-    seed_oss` selects them.
-    """
+    """Lets `-k seed_oss` select the cases of that family, which have dashes in their names."""
     item.extra_keyword_matches.add(item.name.replace("-", "_"))
 
 
 def pytest_collection_modifyitems(config, items):
-    """The longest files first, so that no process is left alone with one at the end.
+    """Puts the longest files first, so that no process is left alone with one at the end.
 
     With `-x` the quickest come first, because the first failure ends the run.
     """

@@ -803,7 +803,7 @@ class Drawing(Proposer):
         self.num_requested = 0
 
     def propose(self, request: Request, sequence: Sequence, num_drafts: int) -> Draft | None:
-        """A function of the request and its tokens, so that it drafts the same again."""
+        """Drafts by a function of the request and its tokens, so that it drafts the same again."""
         self.num_requested += 1
         known = sequence.token_ids
         rng = np.random.default_rng([request.seed % 2**32, sequence.sample_index, *known])
@@ -1137,7 +1137,7 @@ def test_every_parameter_holds(llm):
 
 
 def check_scores(llm: LLM, outputs: list[Any]) -> None:
-    """The log probabilities that came with texts are those of the texts as prompts."""
+    """Checks that the log probabilities that came with texts are those of the texts as prompts."""
     whole = [(output, text) for output in outputs for text in output.outputs]
     prompts = [[*output.prompt_token_ids, *text.token_ids] for output, text in whole]
     params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=2)

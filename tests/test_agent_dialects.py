@@ -55,7 +55,7 @@ ARGUMENTS = st.dictionaries(st.sampled_from(["city", "at"]), st.sampled_from(["O
 
 @st.composite
 def conversations(draw: st.DrawFn, min_answers: int = 1) -> list[Turn]:
-    """Questions, each with answers that call tools until one calls none, or the user goes on.
+    """Draws questions, each with answers that call tools until one calls none, or the user goes on.
 
     Messages joins questions that follow each other, so there are none unless `min_answers` is 0.
     """

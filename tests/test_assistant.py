@@ -60,8 +60,9 @@ def pair(tmp_path_factory: Any) -> Pair:
 def over_keys(
     layer: int, q_TNH: Any, k_TKH: Any, v_TKH: Any, pages: Any, options: AttentionOptions, /
 ) -> tuple[jax.Array, Any]:
-    """`Attend` of one query over keys and values in a row, of which it sees the last of a
-    window.
+    """Makes `Attend` of one query over keys and values in a row.
+
+    The query sees the last of a window.
     """
     assert k_TKH is None and v_TKH is None
     k_SNH, v_SNH = (
@@ -139,7 +140,7 @@ def test_a_position_that_is_off_by_one_is_seen(pair: Pair, tmp_path: Any) -> Non
 
 
 def start(pair: Pair, **settings: Any) -> LLM:
-    """An engine whose requests preempt each other, with blocks that no draft ends on evenly."""
+    """Starts an engine whose requests preempt each other, in blocks that no draft fills evenly."""
     config = {
         "method": "draft_model",
         "model": str(pair.assistant_directory),

@@ -46,7 +46,7 @@ ROUTINGS = {
 
 @pytest.fixture(autouse=True)
 def order_of_a_tensor_core(monkeypatch):
-    """Kernels that were traced with another `dot` are forgotten."""
+    """Forgets kernels that were traced with another `dot`."""
     caches = (matmul._sum_segments, triton._attend)
     monkeypatch.setattr(backend, "dot", dot)
     for function in caches:
@@ -347,8 +347,9 @@ def test_so_has_a_token_that_attends_to_latents(small_segments, monkeypatch):
 
 
 def check_kinds(case, monkeypatch, **options) -> None:
-    """Decoded tokens have the bits of a chunk, which are near float64's; other segments are
-    seen.
+    """Checks that decoded tokens have the bits of a chunk, which are near float64's.
+
+    Other segments are seen.
     """
     decoded = attend(case, [(place, place + 1) for place in PLACES], **options)
     monkeypatch.setattr(triton, "MAX_SEPARATE_OUTPUTS", 3)  # a program goes through all segments

@@ -44,7 +44,7 @@ class FakeServer:
 
     @property
     def maximum(self) -> int:
-        """Requests at the same time, at most."""
+        """Returns the most requests at the same time."""
         now = maximum = 0
         for what, _ in self.log:
             now += 1 if what == "begins" else -1
@@ -145,7 +145,9 @@ def bench(
 
 
 def test_latencies_by_their_definitions():
-    """The numbers by hand: 4 tokens in 3 outputs; 1 token; a failure, which counts nowhere else."""
+    """The numbers are made by hand: 4 tokens in 3 outputs, 1 token, and a failure, which counts
+    nowhere else.
+    """
     answers = [
         TimedAnswer(
             due=10.0,
@@ -429,7 +431,10 @@ def test_static_batches_wait_for_their_last(server, capsys):
 
 
 def test_requests_arrive_at_the_rate_that_was_asked_for(server, capsys):
-    """200 requests at 500 a second: not before the last is due. A slow machine may take longer."""
+    """A run of 200 requests at 500 a second is not over before the last is due.
+
+    A slow machine may take longer.
+    """
     result = bench(
         server, "--num-prompts", "200", "--request-rate", "500", "--max-output", "1", capsys=capsys
     )

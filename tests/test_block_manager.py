@@ -148,7 +148,7 @@ class Tables(RuleBasedStateMachine):
     @precondition(lambda self: self.tokens)
     @rule(data=st.data())
     def extend_together(self, data: st.DataObject) -> None:
-        """A token for each of several sequences takes the blocks that were foretold."""
+        """Checks that a token for each of several sequences takes the blocks that were foretold."""
         chosen = data.draw(some_of(self.tokens))
         spans = [(i, len(self.tokens[i]), len(self.tokens[i]) + 1) for i in chosen]
         num_new, num_free = self.manager.num_new_blocks_together(spans), self.manager.pool.num_free

@@ -618,7 +618,7 @@ def test_nothing_of_a_paste_reaches_the_shell(program, tmp_path):
 
 @pytest.mark.sweep  # seconds for the start of an engine; keys at a terminal are above
 def test_the_demo_model_at_a_terminal(tmp_path):
-    """The command as it is, in a process of its own."""
+    """The command runs as it is, in a process of its own."""
     command = [sys.executable, "-m", "jaxpage", "chat", "demo", "--max-tokens", "8", "--seed", "1"]
     with terminal(command, PYTHONPATH=str(ROOT), XDG_STATE_HOME=str(tmp_path)) as screen:
         start = screen.expect(READY)

@@ -90,7 +90,7 @@ def render(
     generates: bool = False,
     **variables: Any,
 ) -> str:
-    """The text of transformers."""
+    """Returns the text of transformers."""
     requested = {"template": source, "special_tokens": SPECIAL, "messages": list(messages)}
     requested |= {"tools": tools and list(tools), "add_generation_prompt": generates}
     return render_template({**requested, "continue_final_message": False, "variables": variables})
@@ -114,7 +114,7 @@ def answer(
     content: str = "",
     reasoning: str = "",
 ) -> tuple[str, str]:
-    """The prompt and the answer that a template renders."""
+    """Returns the prompt and the answer that a template renders."""
     source, requested = TEMPLATES[name], {"role": "user", "content": "Hi"}
     message: dict[str, Any] = {"role": "assistant", "content": content}
     if reasoning and name == "name, mark, JSON":
@@ -150,7 +150,7 @@ def answer(
 
 
 def read(form: ChatFormat, texts: Sequence[str], prompt: str, tools: Any = TOOLS) -> dict[str, Any]:
-    """The message, and that the deltas say the same once."""
+    """Returns the message, and checks that the deltas say the same once."""
     reader = form.reader(tools, prompt)
     deltas = [delta for text in texts for delta in reader.feed(text)]
     message = reader.finish()
@@ -245,7 +245,7 @@ def test_any_json_is_read_back_however_it_is_cut(name, value, data):
 @examples(5)
 @given(data=st.data())
 def test_what_does_not_fit_is_content_however_it_is_cut(name, data):
-    """The markers of the form in any order, with calls among them."""
+    """The markers of the form come in any order, with calls among them."""
     form = derive_form_of(TEMPLATES[name]).form
     assert form.tools is not None
     _, call = answer(name, [("look-up2", {"city": "x", "days": 1})])
@@ -380,7 +380,7 @@ def test_the_schema_decides_what_a_bare_value_is():
 
 
 def parameters_of(name: str, **properties: Any) -> list[dict[str, Any]]:
-    """A tool with these properties, as the only one of a request."""
+    """Returns a tool with these properties, as the only one of a request."""
     schema = {"type": "object", "properties": properties}
     return [{"type": "function", "function": {"name": name, "parameters": schema}}]
 
@@ -792,7 +792,7 @@ def test_a_form_that_no_grammar_can_hold_is_refused():
 
 
 def thinking_prompt(source: str) -> str:
-    """A prompt that opens the reasoning, where the template has one."""
+    """Returns a prompt that opens the reasoning, where the template has one."""
     return render(source, [{"role": "user", "content": "Hi"}], generates=True, enable_thinking=True)
 
 
@@ -1086,7 +1086,9 @@ def test_the_definition_of_a_tool_is_no_call(name):
 @examples(4)
 @given(data=st.data())
 def test_reasoning_and_calls_in_any_order_are_the_same_however_they_are_cut(name, data):
-    """Whole calls, calls without their first tag, and markers, within the reasoning and after it."""
+    """They are whole calls, calls without their first tag, and markers, within the reasoning and
+    after it.
+    """
     form = derive_form_of(TEMPLATES[name]).form
     assert form.tools is not None and form.reasoning is not None
     prompt, call = thinking_prompt(TEMPLATES[name]), answer(name, OSLO)[1]

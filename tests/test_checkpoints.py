@@ -139,7 +139,7 @@ def assert_same_bits(got: dict[Any, Any], want: dict[Any, Any]) -> None:
 
 
 def refusal(directory: Path) -> str:
-    """The text of the one CheckpointError that opening the directory raises."""
+    """Returns the text of the one CheckpointError that opening the directory raises."""
     with pytest.raises(CheckpointError) as caught:
         open_model(directory)
     return str(caught.value)
@@ -276,7 +276,7 @@ def test_layers_that_draft_are_those_that_the_config_counts(tmp_path, name, head
 
 
 def test_weights_bytes_reads_headers_only(tmp_path):
-    """A Llama 2 7B whose data is a hole in the file: 13.5 GB that are never read."""
+    """The data of a Llama 2 7B is a hole in the file: 13.5 GB that are never read."""
     config = {**LLAMA, "vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 11008}
     config |= {"num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 32}
     random_checkpoint(tmp_path, LLAMA)
@@ -543,7 +543,7 @@ def write(name: str, text: str) -> Callable[[Path], object]:
 
 
 def link_out(name: str) -> Callable[[Path], object]:
-    """Move the file out of the directory and leave a symbolic link to it."""
+    """Moves the file out of the directory and leaves a symbolic link to it."""
 
     def change(directory: Path) -> None:
         outside = directory.parent / "outside"

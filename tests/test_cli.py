@@ -42,7 +42,7 @@ from tests.support.fake_llm import FakeLLM
 
 
 def run(*words: str) -> int:
-    """The exit status, whether it is returned or raised."""
+    """Returns the exit status, whether it is returned or raised."""
     try:
         return cli.main(words)
     except SystemExit as error:
@@ -706,7 +706,7 @@ def test_a_reader_that_goes_away_is_no_traceback():
 
 
 def test_the_first_command_of_the_readme():
-    """The packaged model, end to end, in a process of its own: what the README quotes is what
+    """The packaged model runs end to end in a process of its own: what the README quotes is what
     everybody reads.
     """
     readme = (Path(__file__).parents[1] / "README.md").read_text()

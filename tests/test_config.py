@@ -560,7 +560,7 @@ def test_a_refusal_names_the_source(tmp_path: Path) -> None:
 def test_a_name_too_long_to_be_one_is_compared_with_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, length: int
 ) -> None:
-    """Wherever a name comes from: comparing takes time that grows with its length."""
+    """It may come from anywhere: comparing takes time that grows with its length."""
     name, compared = "m" * length, []
     monkeypatch.setattr(
         difflib, "get_close_matches", lambda name, *_: compared.append(len(name)) or []

@@ -36,7 +36,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def test_a_field_that_is_left_out_is_the_default_of_transformers(name):
-    """Each field alone, and all of them."""
+    """Each field is left out alone, and all of them together."""
     config = CONFIGS[name]
     fields = [field for field in config if field not in KEPT]
     tried = [{other: config[other] for other in config if other != field} for field in fields]

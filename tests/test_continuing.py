@@ -55,7 +55,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def prepare_seeded(llm: LLM, params: list[Any]) -> list[Any]:
-    """Prepared requests, which have the seeds that an engine would draw for its first ones."""
+    """Prepares requests, which have the seeds that an engine would draw for its first ones."""
     return llm._prepare(
         PROMPTS,
         [dataclasses.replace(sampling, seed=index) for index, sampling in enumerate(params)],

@@ -207,7 +207,7 @@ def test_one_call_writes_and_attends(page_dtype: str, name: str) -> None:
 
 @pytest.mark.parametrize(("page_dtype", "options"), [("float32", SLOPES), ("bfloat16", {})])
 def test_a_row_has_its_bits_among_any_others(page_dtype: str, options: dict[str, Any]) -> None:
-    """With all key/value heads in one unit of work, or some in each."""
+    """All key/value heads are in one unit of work, or some in each."""
     shape: dict[str, Any] = {"heads": (6, 6), "width": 64, "num_rows": 32, **options}
     together, _ = step("cpu", page_dtype, **shape)
     queries, start = [5, 1, 3, MAX_LENGTH] * 8, 0

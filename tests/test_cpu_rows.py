@@ -287,7 +287,7 @@ def test_one_call_splits_and_turns(num_keys: int, dtype: str) -> None:
 
 
 def weight_of(kind: str, dtype: str, num_out: int, num_in: int) -> tuple[Any, np.ndarray]:
-    """A weight of a kind for rows of a type, and its numbers."""
+    """Returns a weight of a kind for rows of a type, and its numbers."""
     exact = np.random.default_rng(num_out).standard_normal((num_out, num_in)) / num_in**0.5
     if kind == "numbers":
         exact = np.asarray(exact, dtype)

@@ -102,7 +102,7 @@ def test_a_wrong_query_would_be_found(expression, problem):
 
 
 def test_the_dashboard_can_be_imported_anywhere():
-    """No fixed data source, every panel in its place, ids that differ."""
+    """It has no fixed data source, every panel in its place, and ids that differ."""
     dashboard = json.loads(DASHBOARD.read_text())
     panels = dashboard["panels"]
     assert len({panel["id"] for panel in panels}) == len(panels) > 15

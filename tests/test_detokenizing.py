@@ -61,8 +61,8 @@ class Counting(StreamDetokenizer):
 )  # one broken character after the other
 @example([(PIECES[2], 1, 1), (END, 1, 12), (PIECES[0], 3, 1)])
 def test_the_text_is_the_tokenizers_and_the_window_has_an_end(pieces):
-    """Broken characters, bytes that no character has, and special tokens, up to twelve times in a
-    row.
+    """There are broken characters, bytes that no character has, and special tokens, up to twelve
+    times in a row.
     """
     token_ids = [token_id for piece, cut, times in pieces for token_id in times * piece[:cut]]
     stream = Counting(TOKENIZER, (), skip_special_tokens=True)
@@ -173,7 +173,9 @@ def agree_with_the_tokenizer(name: str, token_ids: list[int], cut: int, *, skips
 
 
 def ids_of(name: str) -> st.SearchStrategy[list[int]]:
-    """Tokens of a vocabulary: characters of all planes as bytes, random bytes, other tokens."""
+    """Returns tokens of a vocabulary: characters of all planes as bytes, random bytes, other
+    tokens.
+    """
     size = len(VOCABULARIES[name])
     tokens = [st.integers(0, size - 1).map(lambda token_id: [token_id])]
     if size > 256:

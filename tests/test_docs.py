@@ -238,7 +238,7 @@ def shell_blocks(page: str) -> list[str]:
 
 
 def jaxpage_commands(script: str) -> Iterator[list[str]]:
-    """The words after `jaxpage` of each such command in lines of shell.
+    """Yields the words after `jaxpage` of each such command in lines of shell.
 
     Prompts, assignments and redirections are left out.
     """

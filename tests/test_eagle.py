@@ -291,8 +291,8 @@ def test_eagle3_of_speculators(tmp_path, target, norm_before_residual):
 
 
 def test_eagle3_with_all_its_norms_of_speculators(tmp_path, target):
-    """Two layers of Qwen3's kind, with norms of heads, one with a window; four states; all tokens,
-    in another order than the model's.
+    """It has two layers of Qwen3's kind with norms of heads, one with a window, four states, and
+    all tokens in another order than the model's.
     """
     norms = {
         "norm_before_residual": True,
@@ -384,8 +384,8 @@ def test_eagle3_without_a_head_takes_the_target_s(tmp_path, target):
 
 
 def test_a_head_on_what_the_target_itself_computes(tmp_path, target):
-    """The whole chain in one jitted function: the model with auxiliary hidden states, features, the
-    head with the model's tables.
+    """The whole chain is in one jitted function: the model with auxiliary hidden states, features,
+    and the head with the model's tables.
     """
     head = Eagle3(rows=len(KNOWN))
     head.take(target.tensors, "tokens")

@@ -117,7 +117,7 @@ def as_vectors(llm, prompts):
 
 
 def mix(llm, token_ids, spans):
-    """The tokens of a prompt, some of which the table's rows take the place of."""
+    """Returns the tokens of a prompt, some of which the table's rows take the place of."""
     rows = table_of(llm)[token_ids]
     ids = list(token_ids)
     parts, sources = [], {}
@@ -334,7 +334,7 @@ class Drafts(Events):
 
 
 def test_a_head_of_the_model_drafts_from_the_vectors():
-    """The same as from the tokens whose rows they are."""
+    """It drafts the same as from the tokens whose rows they are."""
     drafting = {"method": "mtp", "num_speculative_tokens": 1}
     params = dataclasses.replace(GREEDY, max_tokens=16, logprobs=None)
     with make_llm("demo", enable_prompt_embeds=True, speculative_config=drafting) as llm:

@@ -352,7 +352,7 @@ def test_options_that_no_encoder_computes_are_refused_by_name(way: Any) -> None:
     ),
 )
 def test_both_ways_to_attend_agree(dtype: str, reach: int | None, lengths: tuple[int, ...]) -> None:
-    """The kernels for CPUs and plain XLA, with what follows a text and without."""
+    """They are the kernels for CPUs and plain XLA, with what follows a text and without."""
     error = 2e-6 if dtype == "float32" else 0.03
     heads = np.random.default_rng(5).standard_normal((3, sum(lengths), 2, 16)).astype(dtype)
     options = AttentionOptions(scale=0.25, sliding_window=reach)

@@ -79,7 +79,9 @@ BY_TOKEN = {
 
 @torch.no_grad()
 def assert_as_transformers(model: Any, name: str, prompts: Any, outputs: Any) -> None:
-    """Each greedy token is the likeliest one, and all reported log probabilities agree."""
+    """Asserts that each greedy token is the likeliest one, and all reported log probabilities
+    agree.
+    """
     tolerance = 2e-4 if name.startswith(CHUNKED) else 1e-4
     for prompt, (tokens, logprobs) in zip(prompts, outputs, strict=True):
         logits = model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1].double()

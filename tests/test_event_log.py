@@ -542,7 +542,7 @@ def test_a_failed_step(llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def fail_at(patch: pytest.MonkeyPatch, runner: Any, step: int, error: BaseException) -> None:
-    """The step takes the pages, and raises."""
+    """Makes a step take the pages, and raise."""
     real, calls = runner.run, itertools.count(1)
 
     def run(batch: Any) -> Any:

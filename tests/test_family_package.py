@@ -30,7 +30,7 @@ def install(directory, name, architecture, module):
 
 
 def test_a_package_brings_a_family(monkeypatch, tmp_path):
-    """The example, found as an installed package is; its own test compares tokens with
+    """The example is found as an installed package is; its own test compares tokens with
     transformers.
     """
     project = tomllib.loads((EXAMPLE / "pyproject.toml").read_text())["project"]

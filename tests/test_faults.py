@@ -53,7 +53,7 @@ class Injector:
         self.arm(0)
 
     def arm(self, k: int) -> None:
-        """k: 0 lets none fail."""
+        """Chooses the call that fails; with k of 0 none does."""
         with self._lock:
             self._left, self.fired = k, False
 

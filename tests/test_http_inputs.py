@@ -455,7 +455,7 @@ def check(client: httpx.Client, row: Row) -> None:
 
 
 def check_error(headers: Any, text: str) -> None:
-    """OpenAI's shape, short, and nothing of this machine in it."""
+    """Checks that an error has OpenAI's shape, is short, and has nothing of this machine in it."""
     assert headers["content-type"] == "application/json"
     error = json.loads(text)["error"]
     assert set(error) == {"message", "type", "param", "code"}
@@ -474,7 +474,7 @@ def test_an_input_ends_as_it_should(server, client, row):
 
 @contextlib.contextmanager
 def serve_optimised(model: str, directory: Path) -> Iterator[tuple[str, Path]]:
-    """`python -O -m jaxpage serve`, without any assert.
+    """Runs `python -O -m jaxpage serve`, without any assert.
 
     Yields its address, and the file of what it says.
     """
@@ -682,8 +682,9 @@ LENGTHS = {
 
 
 def bound(body: Any, path: str) -> Any:
-    """The same request for less work: what is a right number of tokens or sequences becomes a small
-    one.
+    """Returns the same request for less work.
+
+    A right number of tokens or sequences becomes a small one.
     """
     if not isinstance(body, dict):
         return body
@@ -712,8 +713,8 @@ EXAMPLES = 2 if os.environ.get("HYPOTHESIS_PROFILE", "deterministic") == "determ
     "mode", [GenerationMode.POSITIVE, GenerationMode.NEGATIVE], ids=["right", "wrong"]
 )
 def test_any_request_of_the_document_is_answered_as_it_says(server, mode):
-    """No 5xx; statuses, content types and bodies are those of the document, for requests that keep
-    to it and for those that do not.
+    """There is no 5xx, and statuses, content types and bodies are those of the document, for
+    requests that keep to it and for those that do not.
     """
     paths = [
         not_a_server_error,

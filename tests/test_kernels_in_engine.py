@@ -438,8 +438,8 @@ def test_the_kernel_set_is_known_before_anything_is_loaded_and_is_no_plain_xla_o
 
 
 def test_a_pool_of_one_byte_pages_ends_where_kernels_address_no_further():
-    """Llama-3.2-1B on a GPU of 141 GB: with 2^18 blocks of int8, of 8,192 elements each, a layer's
-    keys would have 2^31.
+    """Llama-3.2-1B is on a GPU of 141 GB: with 2^18 blocks of int8, of 8,192 elements each, a
+    layer's keys would have 2^31.
     """
     small = {
         "hidden_size": 2048,

@@ -234,8 +234,8 @@ def test_what_is_by_place_alone_is_right_at_once():
 
 
 def test_n_grams_are_learnt_ahead_of_the_text():
-    """A walk through 300 tokens that never meets one again: nothing of the text helps, but columns
-    that began elsewhere have been there.
+    """The text is a walk through 300 tokens that never meets one again: nothing of it helps, but
+    columns that began elsewhere have been there.
     """
     order = np.random.default_rng(0).permutation(300).tolist()
     follows = dict(itertools.pairwise([*order, order[0]]))
@@ -256,8 +256,9 @@ def test_n_grams_are_learnt_ahead_of_the_text():
 @given(st.data(), SIZES, st.sampled_from(sorted(MODELS)))
 @settings(max_examples=60, deadline=None)
 def test_whatever_is_left_of_a_draft_the_window_goes_on(data, sizes, name):
-    """Three samples of a request and one of another; drafts that are cut, thinned out by a grammar,
-    not made or not heard of, draws that are none, steps without drafts, and requests that end.
+    """Three samples of a request and one of another meet drafts that are cut, thinned out by a
+    grammar, not made or not heard of, draws that are none, steps without drafts, and requests that
+    end.
     """
     proposer, model = LookaheadProposer(sizes), MODELS[name]
     groups = [

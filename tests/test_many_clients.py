@@ -181,7 +181,7 @@ async def _answer(client: httpx.AsyncClient, path: str, body: dict[str, Any]) ->
 
 
 async def _attack(server: Running, client: httpx.AsyncClient, index: int) -> int:
-    """Every third tells the server what is no request, or leaves in the middle of one.
+    """Sends what is no request from every third client, or leaves in the middle of one.
 
     The others ask for what they should not.
     """
@@ -374,7 +374,7 @@ def test_a_thousand_clients_at_once(server):
 async def _crowd(
     server: Running, number: int, places: int, go_on: Callable[[], None]
 ) -> Counter[tuple[int, str | None]]:
-    """Statuses and Retry-After of so many requests on connections of their own.
+    """Returns the statuses and Retry-After of so many requests on connections of their own.
 
     The engine goes on when the others were refused.
     """

@@ -25,7 +25,9 @@ NUM_BLOCKS = 9  # usable ones: 1 to 9
 
 @st.composite
 def block_tables(draw: st.DrawFn, block_size: int) -> tuple[list[int], int, int]:
-    """Some blocks, behind null blocks where a window passed by, with tokens computed and known."""
+    """Returns some blocks, after null blocks where a window passed by, with tokens computed and
+    known.
+    """
     num_passed = draw(st.integers(0, 2))
     blocks = draw(st.lists(st.integers(1, NUM_BLOCKS), unique=True, max_size=5))
     slots = (num_passed + len(blocks)) * block_size
@@ -85,7 +87,7 @@ def split_of(num_tokens: int, num_slots: int = 100, **sharing: int) -> MemorySpl
 def run(
     history: MemoryHistory, splits: list[MemorySplit], seconds: list[float]
 ) -> list[MemorySplit]:
-    """Steps that hold `splits` and take `seconds`; returns those that were looked at."""
+    """Returns the steps that were looked at, of those that hold `splits` and take `seconds`."""
     seen: list[MemorySplit] = []
 
     def look() -> MemorySplit:
@@ -184,8 +186,8 @@ def llm(model):
 
 
 def test_the_report_of_an_engine(llm):
-    """Three sequences of 20 prompt tokens that decode to 32: what each step held is counted from
-    the lengths alone.
+    """Three sequences of 20 prompt tokens decode to 32: what each step held is counted from the
+    lengths alone.
     """
     llm.memory_report(reset=True)
     assert llm.memory_report().num_steps == 0
@@ -217,8 +219,8 @@ def test_the_report_of_an_engine(llm):
 
 
 def test_an_engine_that_shares_a_prefix_says_what_it_saves(llm):
-    """A prefix of two blocks that three have: two blocks for what would be six, next to a block of
-    its own for each.
+    """Three sequences share a prefix of two blocks: two blocks do for what would be six, next to a
+    block of its own for each.
     """
     prefix = list(range(100, 132))
     llm.generate([[*prefix, 1]], SamplingParams(temperature=0, max_tokens=1), use_tqdm=False)

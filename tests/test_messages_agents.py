@@ -480,7 +480,7 @@ def whole(body: dict[str, Any], script: Scripted, known: ModelContext) -> dict[s
 
 
 def reassemble(events: Sequence[Any]) -> dict[str, Any]:
-    """The message that Anthropic's client makes of a stream."""
+    """Returns the message that Anthropic's client makes of a stream."""
     buffers: dict[int, bytes] = {}
     snapshot: Any = None
     for event in events:
@@ -489,7 +489,7 @@ def reassemble(events: Sequence[Any]) -> dict[str, Any]:
 
 
 def plain(message: dict[str, Any]) -> dict[str, Any]:
-    """A message without what differs between two answers."""
+    """Returns a message without what differs between two answers."""
     blocks = [{**block, "id": "toolu_" in block.get("id", "")} for block in message["content"]]
     known = {name: message[name] for name in ("role", "stop_reason", "stop_sequence", "usage")}
     return {**known, "content": blocks}
@@ -662,7 +662,7 @@ def test_an_answer_keeps_to_a_format():
 @pytest.mark.parametrize("name", ["main", "tool_turn", "title", "count_tokens", "compaction"])
 @pytest.mark.parametrize("is_strict", [False, True])
 def test_a_request_of_claude_code_is_answered(name, is_strict):
-    """Recorded ones, of which texts and names are replaced."""
+    """The requests are recorded ones, with other texts and names."""
     requested = json.loads((REQUESTS / f"claude_code_{name}.json").read_text())
     body = requested["body"]
     known = qwen(strict=is_strict)

@@ -258,8 +258,8 @@ def shapes_of(spec: Spec):
 
 @pytest.mark.parametrize("kind", ["decode", "verify", "chunk"])
 def test_the_rule_fits_every_named_shape(kind):
-    """One shape of each model and kind: registers aside, nothing of it depends on the numbers of
-    rows.
+    """One shape of each model and kind is enough: registers aside, nothing of it depends on the
+    numbers of rows.
     """
     taken = {}
     for spec in SPECS:

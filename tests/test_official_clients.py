@@ -167,7 +167,7 @@ def llama(server, promises):
 
 @pytest.fixture(scope="module")
 def chat(http):
-    """The answer of the chat that the requests of this file are translated into."""
+    """Returns the answer of the chat that the requests of this file are translated into."""
 
     def request(**fields: Any) -> Any:
         body = {"model": "demo", "messages": MESSAGES, "temperature": 0, "max_tokens": 12, **fields}
@@ -944,8 +944,9 @@ def test_errors_are_those_of_the_client(open_ai):
 
 
 def retrying(client: openai.OpenAI, relieve: Any) -> tuple[openai.OpenAI, list[int]]:
-    """A client that tries again as the official one does, the statuses that it got, and what
-    happens after the first.
+    """Returns a client that tries again as the official one does.
+
+    With it come the statuses that it got, and what happens after the first.
     """
     statuses: list[int] = []
 
@@ -960,7 +961,7 @@ def retrying(client: openai.OpenAI, relieve: Any) -> tuple[openai.OpenAI, list[i
 
 
 def test_a_full_queue_is_tried_again(open_ai, http):
-    """16 places: 4 that run, 12 that wait."""
+    """There are 16 places: 4 for requests that run, 12 for those that wait."""
     full = open_ai.completions.create(**{**LONG, "prompt": [PROMPT] * 16, "stream": True})
     next(iter(full))
     with pytest.raises(openai.RateLimitError) as caught:

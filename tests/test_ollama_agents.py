@@ -136,7 +136,7 @@ def test_a_result_finds_its_call(case):
 
 @given(st.data())
 def test_results_in_any_order_find_the_calls_of_their_names(data):
-    """Against a chat with the same calls, and the ids that its client would give."""
+    """The oracle is a chat with the same calls, and the ids that its client would give."""
     names = data.draw(st.lists(st.sampled_from("fgh"), min_size=1, max_size=6))
     order = data.draw(st.permutations(range(len(names))))
     # Of two calls of one name the first result is that of the first one.

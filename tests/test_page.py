@@ -100,7 +100,7 @@ def crowd_of_several_steps(tmp_path_factory: Directories) -> Crowd:
 
 @pytest.fixture(scope="module")
 def crowd_of_groups(tmp_path_factory: Directories) -> Crowd:
-    """Some layers see a window, so they have block tables of their own."""
+    """Returns a crowd in which some layers see a window, so they have block tables of their own."""
     return crowd_of_model({**QWEN, "sliding_window": 24}, tmp_path_factory)
 
 
@@ -153,7 +153,7 @@ def crowd_of(engine: Engine, spec: Any, config: EngineConfig, directory: Path) -
 
 
 def snapshots_of(log: str, directory: Path) -> str:
-    """The file that `jaxpage replay --snapshots` makes of a log."""
+    """Returns the file that `jaxpage replay --snapshots` makes of a log."""
     (directory / "run.jsonl").write_text(log)
     report = write_snapshots(directory / "snapshots.jsonl", directory / "run.jsonl")
     assert report is None or (report.difference is None and report.num_steps > 100), report
@@ -173,7 +173,7 @@ def loop(demo_build: Built, crowd: Any) -> Iterator[AsyncDriver]:
 
 
 def pace_of(loop: AsyncDriver) -> Pace:
-    """The slow motion that the page has given to the driver."""
+    """Returns the slow motion that the page has given to the driver."""
     assert loop.before_step is not None
     return loop.before_step.__self__  # type: ignore[attr-defined]
 
@@ -248,8 +248,8 @@ def test_a_text_streams_while_its_blocks_fill(page: Any, server: str, loop: Asyn
 def test_the_status_is_never_lost_over_a_whole_request(
     page: Any, server: str, loop: AsyncDriver, shown: str
 ) -> None:
-    """Whichever blocks are shown: those in use come and go, and what the page draws of them never
-    ends its stream.
+    """It stays whichever blocks are shown: those in use come and go, and what the page draws of
+    them never ends its stream.
     """
     open_live(page, server)
     page.locator(f"#shown-{shown}").check(force=True)
@@ -695,7 +695,7 @@ def test_the_key_is_asked_for(page: Any, loop: AsyncDriver, demo_build: Built) -
 
 @pytest.fixture(scope="module")
 def files() -> Iterator[str]:
-    """The page without an engine."""
+    """Serves the page without an engine."""
     with served(Starlette(routes=page_routes())) as address:
         yield address
 
@@ -727,7 +727,7 @@ CROWDS = ["crowd", "crowd_of_several_steps", "crowd_of_groups"]
 
 @pytest.mark.parametrize("which", few(CROWDS, ["crowd", "crowd_of_groups"]))
 def test_a_log_shows_what_the_engine_showed(which: str, request: pytest.FixtureRequest) -> None:
-    """Every block, request and step, as the engine had them while the log was recorded."""
+    """It shows every block, request and step as the engine had them while the log was recorded."""
     log, text, snapshots, _ = request.getfixturevalue(which)
     assert ("[-1]" in log) == (which == "crowd_of_several_steps")
     assert ("further_tables" in log) == (which == "crowd_of_groups")

@@ -735,8 +735,8 @@ def open_faked_on_phone(page: Any, files: str) -> None:
     few(itertools.product([390, 1440], ["light", "dark"]), [(390, "dark"), (1440, "light")]),
 )
 def test_axe_finds_nothing(browser: Any, files: str, width: int, scheme: str) -> None:
-    """A conversation with a long answer, an error, and the engine's state, in every part of the
-    page.
+    """It looks at a conversation with a long answer, an error, and the engine's state, in every
+    part of the page.
     """
     axe = pytest.importorskip("axe_playwright_python.sync_playwright").Axe()
     rules = {"rules": {"label-content-name-mismatch": {"enabled": True}}}

@@ -53,8 +53,9 @@ class Story:
         return self.pages.read(self.manager.block_tables(sequence_id)[0], self.lengths[sequence_id])
 
     def table(self, sequence_id: int) -> list[tuple[int, int]]:
-        """The block table as the paper draws it: (physical block, number of filled slots), by
-        logical block.
+        """Returns the block table as the paper draws it: (physical block, number of filled slots).
+
+        It goes by logical block.
 
         The filled slots are counted in the pages, not derived from the length.
         """
@@ -125,7 +126,7 @@ def test_figure_8_parallel_sampling_copies_on_write_once():
 
 
 def test_figure_9_beam_search_shares_and_frees():
-    """Beam width 4.
+    """The beam width is 4.
 
     The paper numbers blocks from 0; here block 0 is the null block, so every number is one higher.
     """
@@ -205,7 +206,9 @@ class Contiguous:
     num_to_come: int  # tokens that it will really generate after the current one
 
     def kinds(self) -> tuple[int, int, int, int]:
-        """(prompt states, slot of the current token, reserved for tokens to come, never used)."""
+        """Returns (prompt states, slot of the current token, reserved for tokens to come, never
+        used).
+        """
         return (
             self.num_prompt,
             1,
@@ -220,7 +223,7 @@ class Contiguous:
     ids=["A", "B"],
 )
 def test_figure_3_waste_of_reservation_and_of_paging(request_, printed):
-    """The same two requests in one contiguous piece, as printed, and in blocks, whose waste is
+    """The same two requests are in one contiguous piece, as printed, and in blocks, whose waste is
     below one block at every step.
     """
     assert request_.kinds() == printed
@@ -301,7 +304,7 @@ def script(num_output: int, known: list[int]) -> dict[int, float]:
 
 
 def draw_as_scripted(engine: Any, result: StepResult) -> StepResult:
-    """Candidates as the figure wants them in place of what the model says."""
+    """Draws candidates as the figure wants them in place of what the model says."""
     sequences = {s.sequence_id: s for group in engine.scheduler.running for s in group.unfinished}
     top_ids, top_logprobs = result.top_token_ids.copy(), result.top_logprobs.copy()
     for draw, sample in enumerate(engine.plan.samples):
@@ -323,8 +326,9 @@ def llm(tmp_path_factory):
 def stepped(
     llm: LLM, prompt: list[int], max_tokens: int
 ) -> Iterator[tuple[StepPlan, dict[int, tuple[int, ...]]]]:
-    """A search of width 4: each step's plan, and then the block tables by the last token that tells
-    a beam from others.
+    """Yields a search of width 4: each step's plan, and then the block tables.
+
+    They are by the last token that tells a beam from others.
     """
     engine: Any = llm._engine
     build = engine.builder.build
@@ -353,9 +357,7 @@ def stepped(
 
 
 def test_figure_9_through_the_engine(llm, monkeypatch):
-    """The same sharing by a beam search that is asked for, with candidates that make it the
-    paper's.
-    """
+    """A beam search whose candidates make it the paper's shares the same blocks."""
     engine, pool = llm._engine, llm._engine.scheduler.block_manager.groups[0].pool
     run = engine.runner.run
     monkeypatch.setattr(engine.runner, "run", lambda batch: draw_as_scripted(engine, run(batch)))

@@ -146,7 +146,9 @@ def to_int8(path: tuple[str | int, ...], module: nnx.Module) -> nnx.Module | Non
 def quantize(
     tensors: dict[str, np.ndarray],
 ) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-    """Products in eight bits with a scale for each row, and the tensors that these stand for."""
+    """Returns products in eight bits with a scale for each row, and the tensors that these stand
+    for.
+    """
     stored, exact = dict(tensors), dict(tensors)
     for name, weight in tensors.items():
         if name.endswith("_proj.weight"):

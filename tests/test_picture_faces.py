@@ -94,7 +94,7 @@ def user_message(content: Any, role: str = "user") -> dict[str, Any]:
 
 
 def files(exchange: Exchange) -> list[bytes]:
-    """The files of the pictures of the one prompt, in order."""
+    """Returns the files of the pictures of the one prompt, in order."""
     (prompt,) = exchange.prompts
     if prompt.pictures is None:
         return []
@@ -626,7 +626,9 @@ class Seeing:
         self.llm = make_llm(directory, max_num_batched_tokens=64, **settings)
 
     def their_logprobs(self, text: str, pictures: list[Image.Image]) -> np.ndarray:
-        """The log probabilities of the first token, by transformers' own processor and model."""
+        """Returns the log probabilities of the first token, by transformers' own processor and
+        model.
+        """
         torch = pytest.importorskip("torch")
         token_ids, arrays = oracle_of("smolvlm")(text, pictures)
         inputs = {

@@ -106,7 +106,7 @@ def test_the_first_frame_of_an_animation_counts() -> None:
 
 
 def png_of(width: int, height: int) -> bytes:
-    """The header of a PNG of this size, and a little data."""
+    """Returns the header of a PNG of this size, and a little data."""
 
     def chunk(kind: bytes, data: bytes) -> bytes:
         check = struct.pack(">I", zlib.crc32(kind + data))

@@ -31,7 +31,7 @@ PARAMS = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True, logprobs
 
 
 def with_text(tower: Tower, *, token_field: str = "image_token_id", **text: Any) -> Tower:
-    """The model with other fields of its text model, and the id of placeholders."""
+    """Returns the model with other fields of its text model, and the id of placeholders."""
     text_config = {**tower.config["text_config"], "num_hidden_layers": 3, **text}
     config = {**tower.config, "text_config": text_config, token_field: IMAGE_ID}
     return dataclasses.replace(tower, config=config)
@@ -71,7 +71,7 @@ MODELS = {
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """The directory of a model, the model of transformers and its processor."""
+    """Returns the directory of a model, the model of transformers and its processor."""
     made: dict[str, Any] = {}
 
     def save(name: str) -> Any:
@@ -93,7 +93,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Any:
 def lay_out(
     keys: Sequence[bytes], counts: Sequence[int], run: int, *, is_whole: bool
 ) -> tuple[list[int], tuple[EmbeddedSpan, ...]]:
-    """A prompt with pictures of so many rows, and where these are."""
+    """Returns a prompt with pictures of so many rows, and where these are."""
     token_ids, spans = [1, 2, 3], []
     for number, (key, count) in enumerate(zip(keys, counts, strict=True)):
         for offset in range(0, count, run or count):
@@ -107,7 +107,9 @@ def lay_out(
 def embed(
     name: str, checkpoints: Any, sizes: Sequence[tuple[int, int]]
 ) -> tuple[list[int], Any, Any]:
-    """A prompt with pictures of these sizes, what the engine takes, and the processor's arrays."""
+    """Returns a prompt with pictures of these sizes, what the engine takes, and the processor's
+    arrays.
+    """
     _, model, processor = checkpoints(name)
     config = {**model.config.to_dict(), "architectures": [MODELS[name][0].architecture]}
     family: Any = load_family(config)

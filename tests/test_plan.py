@@ -55,7 +55,7 @@ GIB = 2**30
 
 
 def opt(num_layers: int, width: int, num_heads: int) -> dict[str, Any]:
-    """An OPT of Zhang et al., table 1, with the fields of the published config.json."""
+    """Returns an OPT of Zhang et al., table 1, with the fields of the published config.json."""
     return {
         "architectures": ["OPTForCausalLM"],
         "model_type": "opt",
@@ -134,7 +134,7 @@ def test_table_1_of_the_paper(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Memory of parameters, of keys and values, and the slots that it has.
+    """The table has the memory of parameters, of keys and values, and the slots.
 
     Ours is divided among the devices.
     """
@@ -163,9 +163,9 @@ def test_table_1_of_the_paper(
 
 
 def test_llama_3_8b(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """8,030,261,248 parameters, as on its page; 128 KiB per token in bfloat16.
+    """It has 8,030,261,248 parameters, as on its page, and 128 KiB per token in bfloat16.
 
-    A byte and a scale per 128 in int8.
+    In int8 there is a byte for each number and a scale for 128 of them.
     """
     model = write(tmp_path, LLAMA_3_8B)
     plan = plan_of(capsys, model, "--memory", "24GiB", "--max-num-batched-tokens", "2048")
@@ -192,7 +192,8 @@ def test_llama_3_8b(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_deepseek_v3(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """70.272 kB per token of 61 layers (DeepSeek-AI, "Insights into DeepSeek-V3", 2025, table 1).
+    """It keeps 70.272 kB per token in 61 layers (DeepSeek-AI, "Insights into DeepSeek-V3", 2025,
+    table 1).
 
     Layers keep the same each, so four are planned, with fewer experts, which keep nothing.
     """
@@ -219,7 +220,7 @@ def test_deepseek_v3(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
 def test_published_models_have_the_sizes_that_follow_from_their_description(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The table of docs/guides/memory.md."""
+    """The descriptions are those of the table of docs/guides/memory.md."""
     model = PLANNED[name]
     plan = plan_of(capsys, write(tmp_path, model.config), "--memory", "1000GB")
     assert plan["num_parameters"] == model.num_parameters
@@ -935,7 +936,7 @@ def test_an_encoder_of_pictures_has_no_one_order_either(
 
 
 def test_the_highest_rate_is_that_of_a_queue_with_one_server() -> None:
-    """One request at a time, and steps of 10 ms.
+    """There is one request at a time, and steps take 10 ms.
 
     Lindley's recursion gives every request's wait: of the same arrivals 99 of 100 keep the SLO at
     the rate that is found, and not at one above the precision.

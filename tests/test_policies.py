@@ -147,7 +147,7 @@ def groups_of(driver: Driver) -> dict[int, SequenceGroup]:
 
 
 def service(driver: Driver) -> Counter[str]:
-    """Weighted tokens by user, off the plans: prompt tokens once, drawn tokens twice."""
+    """Returns weighted tokens by user, off the plans: prompt tokens once, drawn tokens twice."""
     weights: Counter[str] = Counter()
     highest: Counter[int] = Counter()
     groups = groups_of(driver) | driver.seen  # type: ignore[attr-defined]
@@ -206,8 +206,9 @@ def test_the_urgent_go_first_and_give_way_last():
 
 
 def contend(seed: int, **settings_: Any) -> Driver:
-    """A pool far smaller than the demand, and requests of adversarial lengths: one token, or all
-    that fits; or many alike.
+    """Returns a pool far smaller than the demand, and requests of adversarial lengths.
+
+    They are one token or all that fits, or many alike.
     """
     rng = random.Random(seed)
     alike = seed % 2 == 1
@@ -272,8 +273,8 @@ def test_everybody_finishes_and_nobody_thrashes(policy, mode, wait):
 
 
 def test_the_reserve_is_what_keeps_the_preempted_from_thrashing(monkeypatch):
-    """The control of the test above: with the watermark alone, some come back and are preempted at
-    once.
+    """This is the control of the test above: with the watermark alone, some come back and are
+    preempted at once.
     """
     monkeypatch.setattr(
         "jaxpage.scheduling.running_set.spare_blocks",

@@ -91,7 +91,7 @@ def with_mask(params):
 
 
 def distribution(logits, params, output):
-    """The logarithms of what is drawn from, -inf for what cannot be.
+    """Returns the logarithms of what is drawn from, -inf for what cannot be.
 
     A greedy request has no temperature and no cuts.
     """
@@ -175,7 +175,7 @@ def test_the_oracle_sees_planted_mistakes(mistake, directory, monkeypatch):
 
 
 def test_rows_at_once_have_what_rows_have_one_by_one(monkeypatch):
-    """Some rows at a time, as on a GPU, and a few of them twice."""
+    """Some rows are processed at a time, as on a GPU, and a few of them twice."""
     monkeypatch.setattr(sampler, "PROCESSED_AT_ONCE", 24)
     rng = np.random.default_rng(5)
     logits = rng.standard_normal((NUM_ROWS, WIDTH)).astype(np.float32) * 3
@@ -211,7 +211,7 @@ def test_rows_at_once_have_what_rows_have_one_by_one(monkeypatch):
 
 
 def content(outputs):
-    """All that must agree to the last bit."""
+    """Returns all that must agree to the last bit."""
     return [dataclasses.replace(output, index=0) for output in outputs]
 
 

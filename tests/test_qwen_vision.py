@@ -69,7 +69,7 @@ SIZES = ((8, 8), (24, 24), (40, 56), (16, 120), (104, 24), (96, 104))
 
 @functools.cache
 def model_of(name: str) -> tuple[Any, dict[str, Any]]:
-    """transformers' model with random weights, and its config.json."""
+    """Returns transformers' model with random weights, and its config.json."""
     fields: dict[str, Any] = {"num_hidden_layers": 3, "max_position_embeddings": 256}
     if name.startswith("qwen3-5"):  # six pairs, so that each axis turns two
         rope = {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.75}
@@ -91,7 +91,7 @@ def model_of(name: str) -> tuple[Any, dict[str, Any]]:
 
 @functools.cache
 def pictures() -> tuple[Picture, ...]:
-    """Pictures as transformers' processor makes them."""
+    """Returns pictures as transformers' processor makes them."""
     settings: dict[str, Any] = {"shortest_edge": 64, "longest_edge": 10**6}
     processor = transformers.Qwen2VLImageProcessorPil(patch_size=4, merge_size=2, size=settings)
     random = np.random.default_rng(0)
@@ -106,7 +106,7 @@ def pictures() -> tuple[Picture, ...]:
 
 @functools.cache
 def encoder(name: str) -> tuple[Any, Any, Any, Any]:
-    """The encoder's family, its spec, its parameters, and what computes it."""
+    """Returns the encoder's family, its spec, its parameters, and what computes it."""
     model, config = model_of(name)
     loaded: Any = load_family(config)
     family = loaded.Vision
@@ -126,7 +126,7 @@ def state_of(model: Any, start: str = "") -> dict[str, np.ndarray]:
 
 
 def rows_of(name: str, picture: Picture) -> np.ndarray:
-    """The encoder's rows [R, 1 + n, D]."""
+    """Returns the encoder's rows [R, 1 + n, D]."""
     family, spec, parameters, forward = encoder(name)
     (call,) = family.calls(spec, picture.arrays)
     shapes = family.input_shapes(spec, call.size)
@@ -159,8 +159,9 @@ def test_rows_and_features_are_those_of_transformers(name: str) -> None:
 
 
 def prompt_of(places: Sequence[Picture], lengths: Sequence[int]) -> np.ndarray:
-    """A text with pictures: `lengths` are those of the parts of text before, between and after
-    them.
+    """Returns a text with pictures.
+
+    `lengths` are those of the parts of text before, between and after them.
     """
     random = np.random.default_rng(len(lengths))
     parts = [random.integers(10, 100, length) for length in lengths]
@@ -257,7 +258,7 @@ def test_sections_say_by_which_axis_pairs_turn() -> None:
 
 @functools.cache
 def decoder(name: str) -> tuple[Any, Any]:
-    """The text model's parameters, and what computes logits of tokens and rows of pictures."""
+    """Returns the text model's parameters, and a function for logits of tokens and pictures."""
     model, config = model_of(name)
     family = load_family(config)
     spec = family.Spec.from_config(config)
@@ -294,7 +295,9 @@ def logits_of(
     shown: Sequence[Picture],
     change: Callable[[np.ndarray, np.ndarray], None] = lambda *_: None,
 ) -> np.ndarray:
-    """Logits [T, V] of a prompt; `change` makes a mistake in the positions or in the rows."""
+    """Returns the logits [T, V] of a prompt; `change` makes a mistake in the positions or in the
+    rows.
+    """
     family, spec, *_ = encoder(name)
     parameters, forward = decoder(name)
     table_TND = np.zeros((len(ids), 1 + spec.num_deep, spec.hidden_size), np.float32)
@@ -471,7 +474,7 @@ _PUBLISHED: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", _PUBLISHED)
 def test_encoders_of_published_sizes_have_the_tensors_of_transformers(name: str) -> None:
-    """Qwen2-VL-7B, Qwen2.5-VL-7B and Qwen3-VL-2B, with the fields that their files have."""
+    """They are Qwen2-VL-7B, Qwen2.5-VL-7B and Qwen3-VL-2B, with the fields of their files."""
     config = {**_PUBLISHED[name], "architectures": [f"{name}ForConditionalGeneration"]}
     loaded: Any = load_family(config)
     family = loaded.Vision

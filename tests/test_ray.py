@@ -72,7 +72,7 @@ def conversation(prompt: str) -> list[dict[str, str]]:
 
 @pytest.fixture(scope="module")
 def plain_texts():
-    """The texts that an engine without a server gives."""
+    """Returns the texts that an engine without a server gives."""
     params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
     with LLM(use_tqdm=False, **SETTINGS) as llm:
         outputs = llm.chat([conversation(prompt) for prompt in PROMPTS], params)

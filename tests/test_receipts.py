@@ -54,7 +54,7 @@ def receipt(llm: LLM) -> dict[str, Any]:
 
 
 def make_receipt(llm: LLM, **params: Any) -> dict[str, Any]:
-    """A receipt as a file or an answer has it."""
+    """Returns a receipt as a file or an answer has it."""
     (output,) = llm.generate(PROMPT, SamplingParams(**params), use_tqdm=False, receipt=True)
     body: dict[str, Any] = json.loads(json.dumps(output.receipt))
     return body
@@ -161,7 +161,7 @@ def test_a_divided_model_and_one_in_memory_have_the_same_hashes(
 
 
 def _updates(llm: LLM, parameters: dict[str, Any], receipt: dict[str, Any]) -> None:
-    """Other weights are named, and a receipt has the hashes of those that made its answer."""
+    """Checks that other weights are named, and that a receipt has the hashes of its own."""
     name = "model.layers.2.mlp.up_proj.weight"
     changed = parameters[name].copy()
     changed[3, 5] = np.nextafter(changed[3, 5], np.float32(1))
@@ -181,7 +181,7 @@ def _updates(llm: LLM, parameters: dict[str, Any], receipt: dict[str, Any]) -> N
 
 
 def leaves(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """The paths of all values that have no parts."""
+    """Yields the paths of all values that have no parts."""
     items: Any = ()
     if isinstance(value, dict):
         items = value.items()
@@ -210,7 +210,7 @@ def value_at(body: dict[str, Any], path: tuple[Any, ...]) -> Any:
 
 
 def another(value: Any) -> Any:
-    """A value of the same type that is not far away."""
+    """Returns a value of the same type that is not far away."""
     match value:
         case bool():
             return not value
@@ -234,7 +234,7 @@ DECIDING = {"n", "temperature", "max_tokens", "structured_outputs"}
 
 
 def test_no_changed_receipt_is_equal(llm: LLM, receipt: dict[str, Any]) -> None:
-    """Each field, with the old checksum and with its own."""
+    """Each field is changed, with the old checksum and with its own."""
     assert llm.verify(receipt).result == "equal"
     assert llm.verify(json.loads(json.dumps(receipt).replace(".0,", ","))).result == "equal"
     _, weights = llm._receipts.hash_weights()

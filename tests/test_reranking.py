@@ -62,7 +62,7 @@ WORDS = [
 
 
 def small_tokenizer(marks: tuple[str, ...] = ("<|im_start|>", "<|im_end|>")) -> Any:
-    """Bytes, some words, and the marks of a chat.
+    """Returns a tokenizer of bytes, some words, and the marks of a chat.
 
     It ends each text with a token, as Qwen3-Embedding's does.
     """
@@ -88,7 +88,7 @@ def small_tokenizer(marks: tuple[str, ...] = ("<|im_start|>", "<|im_end|>")) -> 
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
-    """The two have one architecture.
+    """Writes two models of one architecture.
 
     The names of tensors are those of Qwen3-Embedding, without "model.".
     """
@@ -142,7 +142,7 @@ def by_vectors(model: Any, tokenizer: Any, before: str) -> list[float]:
 
 
 def check(results: Any, expected: list[float]) -> None:
-    """The order is that of the scores, and of equal ones that of the documents."""
+    """Checks that the order is that of the scores, and of equal ones that of the documents."""
     order = sorted(range(len(expected)), key=lambda index: (-results_of(results)[index], index))
     assert [each.index for each in results] == order
     assert [each.document for each in results] == [DOCUMENTS[index] for index in order]

@@ -87,7 +87,7 @@ def refusal_of(body: dict[str, Any], responses: OwnerResponses | None = None) ->
 
 @pytest.fixture
 def chat_of(monkeypatch):
-    """The body of the chat that a request is translated into."""
+    """Returns the body of the chat that a request is translated into."""
     bodies: list[dict[str, Any]] = []
 
     class Chat:
@@ -352,7 +352,7 @@ FIELDS = {
 
 
 def reassemble(events: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The output that a client makes of the events before the last, which each must fit."""
+    """Returns the output that a client makes of the events before the last, which each must fit."""
     output: list[dict[str, Any]] = []
     for event in events[2:-1]:
         kind, _, what = event["type"].rpartition(".")
@@ -608,8 +608,9 @@ def test_a_request_of_an_agent_is_answered(path):
 
 
 def valid_leavings(bodies: list[dict[str, Any]]) -> list[list[int]]:
-    """Every set of messages that may stay, by trying all: written down from the rule, not from the
-    code.
+    """Returns every set of messages that may stay, by trying all.
+
+    It is written down from the rule, not from the code.
     """
     number = len(bodies)
     roles = [body["role"] for body in bodies]
@@ -711,7 +712,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule(owner=OWNERS, number=NUMBERS, size=st.integers(0, 60), remaining=st.integers(0, 60))
     def put(self, owner: str, number: int, size: int, remaining: int) -> None:
-        """A response of its own id, as each answer has one."""
+        """Puts a response of its own id, as each answer has one."""
         self.number += 1
         stored = StoredResponse(
             json.dumps("x" * size).encode(), json.dumps("y" * remaining).encode()

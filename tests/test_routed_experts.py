@@ -44,7 +44,7 @@ MODEL = {"max_model_len": 64, "dtype": "float32", **RETURNS}
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
-    """The directory, and transformers' model."""
+    """Returns the directory, and transformers' model."""
     from tests.support.hf_models import save_model
 
     directory = tmp_path_factory.mktemp(NAME)

@@ -109,7 +109,7 @@ def replicas(tmp_path):
 
 @contextlib.contextmanager
 def route(program: str, *words: str, log: Path) -> Iterator[str]:
-    """The address of a router, of which the program's name and flags are given."""
+    """Runs a router, of which the program's name and flags are given, and yields its address."""
     port = free_port()
     command = [
         program,
@@ -150,7 +150,7 @@ def complete(url: str, prompt: str, **fields: Any) -> str:
 
 
 def went_to(url: str, prompt: str, replicas: list[Replica]) -> int:
-    """The server that a request went to."""
+    """Returns the server that a request went to."""
     before = [each.num_finished for each in replicas]
     complete(url, prompt)
     return [
@@ -159,7 +159,7 @@ def went_to(url: str, prompt: str, replicas: list[Replica]) -> int:
 
 
 def assert_prefixes_find(held: dict[str, int], url: str, replicas: list[Replica]) -> None:
-    """held: the server that has computed each prompt."""
+    """Asserts that prompts go where they were computed; held: the server of each prompt."""
     # no turn that is taken by one after the other
     for prompt, holder in (*held.items(), *reversed(held.items())):
         num_found, server = (

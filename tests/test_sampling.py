@@ -91,8 +91,8 @@ def pairs_expected(log_probabilities, **sampler):
 
 @pytest.mark.parametrize("name", few(SAMPLERS, ["temperature", "all"]))
 def test_draws_follow_the_distribution(name, llm, log_probabilities):
-    """Two tokens in a row, jointly: each is right, and neither depends on the other by more than
-    the model's own word.
+    """Two tokens in a row are counted jointly: each is right, and neither depends on the other by
+    more than the model's own word.
     """
     counts = pairs_drawn(llm, **SAMPLERS[name])
     assert counts.sum() == WIDTH * NUM_REQUESTS

@@ -162,7 +162,7 @@ def grammar():
 
 
 def write(grammar: Any, matcher: Any, choice: random.Random) -> str | None:
-    """A text that the matcher admits, token by token; None if it does not come to an end."""
+    """Returns a text that the matcher admits, token by token; None if it does not end."""
     end_id = grammar[1]
     token_ids: list[int] = []
     for place in range(MAX_TOKENS):

@@ -242,8 +242,8 @@ INJECTIONS = (
 
 @pytest.mark.parametrize("template", INJECTIONS, ids=range(len(INJECTIONS)))
 def test_templates_of_a_model_cannot_leave_their_sandbox(witness, monkeypatch, tmp_path, template):
-    """Refused, or harmless: nothing is run, nothing is written, nothing of Python shows in the
-    prompt.
+    """They are refused or harmless: nothing is run, nothing is written, and nothing of Python shows
+    in the prompt.
 
     The process that renders does so in this one, where the witness sees it.
     """
@@ -349,7 +349,7 @@ def test_a_salt_hides_a_prompt_from_others(client):
 
 
 def test_ids_are_the_servers_own(server, client):
-    """Two requests under one id of their clients: one leaves, and the other is answered."""
+    """Two requests have one id of their clients: one leaves, and the other is answered."""
     headers = {"X-Request-Id": "the-same"}
     body = {**COMPLETION, "max_tokens": 50, "ignore_eos": True}
     answers: list[httpx.Response] = []

@@ -67,7 +67,7 @@ class Served:
 def serving(
     *words: str, ready: str, program: Sequence[str] = ("-m", "jaxpage")
 ) -> Iterator[Served]:
-    """The server, from a line that says how far it is to its end."""
+    """Runs the server, from a line that says how far it is to its end."""
     command = [sys.executable, *program, "serve", "demo", "--port", "0", *SMALL, *words]
     environment = {**os.environ, "JAXPAGE_API_KEY": KEY}
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
@@ -88,7 +88,7 @@ def run_copied(*command: str) -> str:
 
 @pytest.fixture(scope="module")
 def ready_server():
-    """Ended by the last test that uses it."""
+    """Yields a server that the last test that uses it ends."""
     with serving(ready=r"print\(client.*\n") as server:
         yield server
 

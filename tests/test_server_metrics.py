@@ -46,7 +46,7 @@ def llm(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def outputs(llm):
-    """Requests of several kinds, some of which wait for others; all that `llm` ever had."""
+    """Returns outputs of several kinds, some of which wait for others: all that `llm` ever had."""
     prompts = [list(range(1, 20 + 7 * index)) for index in range(7)]
     greedy = SamplingParams(temperature=0.0, max_tokens=9, ignore_eos=True)
     params: list[Any] = [greedy] * 4
@@ -452,9 +452,9 @@ def free_endpoint() -> str:
 
 
 def test_subscribers_know_what_the_cache_will_find(llm):
-    """Put together from the events alone, through evictions.
+    """They put it together from the events alone, through evictions.
 
-    Salted prefixes are left out. What was missed is sent again.
+    Salted prefixes are left out, and what was missed is sent again.
     """
     zmq, msgpack = pytest.importorskip("zmq"), pytest.importorskip("msgpack")
     rng, engine = np.random.default_rng(0), llm._engine

@@ -49,7 +49,9 @@ def directory(tmp_path_factory):
 
 
 def models_of(directory: Path) -> list[dict[str, Any]]:
-    """The packaged model, one of another shape with other settings, and one whose files are gone."""
+    """Returns the packaged model, one of another shape with other settings, and one whose files are
+    gone.
+    """
     other = {**BLOCKS_OF_16, "dtype": "float32", "scheduling_policy": "fair"}
     return [
         {"name": "demo", "model": "demo", "settings": SMALL},
@@ -128,7 +130,7 @@ def request(model: str, prompt: int, drawn: int, **more: Any) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def expected(directory):
-    """The tokens of engines that do nothing else, one request after the other."""
+    """Returns the tokens of engines that do nothing else, one request after the other."""
     tokens = {}
     for name, model, settings in (("demo", "demo", SMALL), ("other", directory, BLOCKS_OF_16)):
         with make_llm(model, **settings) as llm:

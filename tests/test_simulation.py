@@ -56,7 +56,10 @@ class Recorded(TimeAverage):
 
 
 def small_trace(seed: int = 0, num_samples: int = 1, rate: float = 0.2) -> list[Arrival]:
-    """More than the small setup can take at once: requests of up to 60 tokens, a step a second."""
+    """Returns a trace of more than the small setup can take at once.
+
+    Requests are of up to 60 tokens, and a step takes a second.
+    """
     return poisson_trace(
         "sharegpt",
         rate=rate,
@@ -78,9 +81,9 @@ def simulate(trace: list[Arrival], setup: Setup = SMALL, average: TimeAverage | 
 
 
 def test_one_request_takes_the_sum_by_hand():
-    """Each of the three steps: 13 ms + 0.2 ms + 19.7 ms of weights.
+    """Each of the three steps takes 13 ms + 0.2 ms + 19.7 ms of weights.
 
-    Contexts of 100, 101 and 102 tokens at 0.75 µs.
+    Contexts are of 100, 101 and 102 tokens, at 0.75 µs.
     """
     run = Simulator([Arrival(5.0, 100, 3)], Setup().new_scheduler(), A100_OPT_13B).run()
     [served] = run.served.values()
@@ -97,8 +100,8 @@ def test_a_long_prompt_is_bound_by_arithmetic():
 
 
 def test_memory_is_averaged_over_time():
-    """A prompt of 10 in chunks of 8 tokens and blocks of 4, then two more tokens, after a pause of
-    6 s.
+    """A prompt of 10 runs in chunks of 8 tokens and blocks of 4, then two more tokens come, after a
+    pause of 6 s.
     """
     setup = replace(SMALL, num_blocks=5, max_num_seqs=2, max_num_batched_tokens=8)
     average = Recorded()
@@ -202,8 +205,8 @@ def test_swapping_takes_its_time():
 
 
 def test_swapping_costs_what_the_paper_measured():
-    """Figure 19a, one way, for the 310 tokens of a request: about 65 ms in blocks of 1, about 10 ms
-    in blocks of 256.
+    """Figure 19a has, one way, for the 310 tokens of a request, about 65 ms in blocks of 1 and
+    about 10 ms in blocks of 256.
     """
     assert A100_OPT_13B.swap_seconds(310, 1) == pytest.approx(0.065, rel=0.05)
     assert A100_OPT_13B.swap_seconds(1, 256) * 310 / 256 == pytest.approx(0.010, rel=0.1)
@@ -228,9 +231,9 @@ def saturate_pool() -> State:
 
 
 def test_less_than_four_percent_of_the_pool_is_wasted_at_saturation():
-    """The paper's claim (96.3 % in its figure 2).
+    """The paper claims so (96.3 % in its figure 2).
 
-    A request leaves half a block unfilled, as long as its length is any.
+    A request of any length leaves half a block unfilled on average.
     """
     mean = saturate_pool()
     assert mean.waiting > 10, "the machine is to be saturated"
@@ -263,7 +266,7 @@ def test_a_larger_watermark_is_seen_as_waste(monkeypatch):
 
 
 def calls(function: Callable[[], object]) -> Counter[str]:
-    """How often each function is called, those in C included."""
+    """Returns How often each function is called, those in C included."""
     counts: Counter[str] = Counter()
 
     def note(frame: object, event: str, argument: object) -> None:

@@ -48,7 +48,7 @@ def texts(llm, **more):
 
 
 def write_adapter(directory):
-    """An adapter of one projection that changes every text."""
+    """Writes an adapter of one projection that changes every text."""
     directory.mkdir()
     random = np.random.default_rng(1)
     layer = "base_model.model.model.layers.0.self_attn.q_proj.lora_"
@@ -65,7 +65,7 @@ def write_adapter(directory):
 
 
 def on_device(llm):
-    """The bytes of the arrays that the runner has."""
+    """Returns the bytes of the arrays that the runner has."""
     runner = llm._engine.runner
     return sum(each.nbytes for each in jax.tree.leaves((runner._parameters, runner._pages)))
 
@@ -100,7 +100,7 @@ def test_a_model_wakes_without_a_compilation_and_with_the_same_texts(llm, level)
 
 @pytest.mark.parametrize("level", [1, 2])
 def test_a_wake_up_that_was_overtaken_does_not_end_a_later_sleep(directory, level):
-    """Nor bring back the weights before an update that came between the two sleeps."""
+    """Nor does it bring back the weights before an update that came between the two sleeps."""
     with make_llm(directory) as llm:
         before = texts(llm)
         read = llm._weights_for_waking
@@ -236,7 +236,9 @@ def test_lent_arrays_leave_the_device_when_nobody_holds_them(keeps_weights):
 
 
 def slow_embedder(llm, begun):
-    """Each vector takes a while, so that something else comes between two of them."""
+    """Returns an embedder whose vectors take a while, so that something else comes between two of
+    them.
+    """
     embed = llm._embedder.embed
 
     def slowly(*arguments):

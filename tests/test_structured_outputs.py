@@ -72,7 +72,7 @@ GBNF = 'root ::= pair ("," pair)*\npair ::= [a-c]+ "=" ("10" | "0")\n'
 
 
 def is_balanced(text):
-    """A parser of BALANCED that is not llguidance's: start: "(" start ")" start | "a"."""
+    """Parses BALANCED without llguidance: start: "(" start ")" start | "a"."""
     expected = 1  # how many `start` and, as -1 on the stack, closing parentheses are due
     stack = [expected]
     for letter in text:
@@ -324,7 +324,9 @@ def test_stop_strings_cut_it_short(llm):
 
 
 def language():
-    """All texts of REGEX with fewer digits: what a mask is worked out from without llguidance."""
+    """Returns all texts of REGEX with fewer digits: what a mask is worked out from without
+    llguidance.
+    """
     heads = [
         "".join(parts)
         for count in (1, 2, 3)
@@ -519,7 +521,7 @@ def test_stop_ids_are_ends_where_the_grammar_may_end(llm):
 
 
 def test_an_end_that_is_a_letter_is_none_inside(directory, tmp_path):
-    """A model whose end-of-sequence id is text to its tokenizer."""
+    """The end-of-sequence id of the model is text to its tokenizer."""
     (letter,) = load_tokenizer(directory)("b")["input_ids"]
     model = write_tokenizer(
         random_checkpoint(tmp_path / "other", {**LLAMA, "eos_token_id": letter})
@@ -888,7 +890,7 @@ ENDLESS = {
 
 
 def living(group):
-    """Processes of a group, by their ids, that have not ended."""
+    """Returns the processes of a group, by their ids, that have not ended."""
     listed = subprocess.run(
         ["ps", "-eo", "pgid=,pid=,stat="], capture_output=True, text=True, check=True
     ).stdout
@@ -911,8 +913,8 @@ def soon(condition, seconds=20):
 
 @pytest.fixture
 def busy(directory, monkeypatch):
-    """A compiler, its worker, which is at an endless grammar, and the outcome for who asked for
-    that.
+    """Yields a compiler, its worker, which is at an endless grammar, and the outcome for who asked
+    for it.
     """
     monkeypatch.setattr(compiling, "COMPILE_SECONDS", 300)
     monkeypatch.setattr(compiling, "COMPILE_BYTES", 1 << 40)

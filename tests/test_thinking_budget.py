@@ -78,7 +78,9 @@ def llm(directory):
 def force_by_hand(
     texts: list[str], num_tokens: int, markers: tuple[str, str, bool], *, is_open: bool
 ) -> str | None:
-    """The text that must come next, where the budget is used up; None where anything may come."""
+    """Returns the text that must come next, where the budget is used up; None where anything may
+    come.
+    """
     opened, closed, again = markers
     used, inside, text, tail = 0, is_open, "", ""
     for index in range(len(texts) + 1):
@@ -131,7 +133,9 @@ MARKERS = st.sampled_from(
     data=st.data(),
 )
 def test_a_place_is_what_all_tokens_say(tokenizer, markers, num_tokens, prompt, data):
-    """Token by token, with the tokens that are forced and such as come near the markers."""
+    """It is compared token by token, with the tokens that are forced and such as come near the
+    markers.
+    """
     ids = tokenizer(prompt, add_special_tokens=False)["input_ids"]
     budget = for_prompt(budget_of(tokenizer, VOCAB, num_tokens, markers), ids)
     is_open = prompt.rstrip().endswith(markers[0])
@@ -183,8 +187,9 @@ def test_every_part_of_a_marker_has_tokens_for_the_rest(tokenizer):
 def by_hand(
     llm: Any, prompt: list[int], params: SamplingParams, index: int, markers: Any, num_tokens: int
 ) -> list[int]:
-    """The tokens of one sample, from an engine that knows no budget and is asked for one token at a
-    time.
+    """Returns the tokens of one sample.
+
+    They are from an engine that knows no budget and is asked for one token at a time.
     """
     bare = replace(params, thinking_token_budget=None, thinking_markers=None, max_tokens=1)
     spell = functools.partial(llm.tokenizer, add_special_tokens=False)
@@ -228,7 +233,7 @@ def params_of(name: str) -> SamplingParams:
 
 @pytest.fixture(scope="module")
 def expected(llm):
-    """The tokens of each sample of each case, by hand."""
+    """Returns the tokens of each sample of each case, by hand."""
     tokens = {}
     for name, (text, _) in CASES.items():
         params = params_of(name)
@@ -241,7 +246,7 @@ def expected(llm):
 
 
 def generate(llm: Any, *neighbours: SamplingParams) -> dict[str, list[list[int]]]:
-    """The tokens of each sample of each case, all at once."""
+    """Returns the tokens of each sample of each case, all at once."""
     prompts = [
         llm.tokenizer(text, add_special_tokens=False)["input_ids"] for text, _ in CASES.values()
     ]

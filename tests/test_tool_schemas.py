@@ -324,7 +324,8 @@ values = st.recursive(
 
 
 def strictly(schema: Any, *, is_merged: bool = False) -> Any:
-    """The schema with `unevaluatedProperties: false` where nothing opens an object: the oracle.
+    """Returns the schema with `unevaluatedProperties: false` where nothing opens an object: the
+    oracle.
 
     A member of a merge leaves that to the schema that merges.
     """

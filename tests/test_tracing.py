@@ -192,7 +192,7 @@ BODIES: dict[str, tuple[str, dict[str, Any], int]] = {  # with the number of pro
 
 
 def usage_of(path: str, body: dict[str, Any], client: httpx.Client) -> dict[str, Any]:
-    """The numbers of an answer under OpenAI's names, and the finish reasons of its outputs."""
+    """Returns the numbers of an answer under OpenAI's names, and its finish reasons."""
     if body.get("stream"):
         body = {**body, "stream_options": {"include_usage": True}}
         text = client.post(path, json=body).raise_for_status().text

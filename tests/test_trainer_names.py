@@ -50,12 +50,12 @@ def weights(case: str) -> tuple[dict[str, Any], Arrays]:
 
 
 def split_heads(x: np.ndarray, head_dim: int) -> np.ndarray:
-    """[heads x H, in] becomes [in, heads, H]."""
+    """Reshapes [heads x H, in] to [in, heads, H]."""
     return x.T.reshape(x.shape[1], -1, head_dim)
 
 
 def interleave(x: np.ndarray) -> np.ndarray:
-    """MaxText turns neighbours: the halves of each head take turns."""
+    """Interleaves the halves of each head, because MaxText turns neighbours."""
     first, second = np.split(x, 2, axis=-1)
     return np.stack([first, second], axis=-1).reshape(x.shape)
 
@@ -220,7 +220,7 @@ def assert_as_hugging_face(case: str, config: dict[str, Any], arrays: Arrays, wa
 
 
 def separate(arrays: Arrays) -> Arrays:
-    """The experts of transformers 5 are in one tensor, those of files are apart."""
+    """Separates the experts of transformers 5, which are in one tensor, as those of files are."""
     named: Arrays = {}
     for name, x in arrays.items():
         if name.endswith("experts.gate_up_proj"):
@@ -279,7 +279,7 @@ def test_names_of_gemma(case):
 
 
 def test_a_checkpoint_of_maxtext_is_converted_and_its_arrays_are_parameters(tmp_path):
-    """An engine of either gives the tokens of transformers. A mistake planted: no turned pairs."""
+    """An engine of either gives transformers' tokens. A mistake is planted: no turned pairs."""
     config, arrays = weights("llama")
     source = tmp_path / "trained"
     source.mkdir()

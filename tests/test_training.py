@@ -151,7 +151,9 @@ def test_an_option_of_attention_is_computed_or_refused_by_name(name: str) -> Non
 
 
 def test_derivatives_of_experts_are_differences_in_float64(tmp_path: Path) -> None:
-    """Along a random direction of all weights; the oracle's own routes do not change on the way."""
+    """They go along a random direction of all weights; the oracle's own routes do not change on the
+    way.
+    """
     oracle = save_model("qwen3-moe-mixed", tmp_path)
     model, weights = load(tmp_path, oracle)
     gradients = jax.jit(jax.grad(lambda w: model.log_probabilities(w, ROWS).mean()))(weights)

@@ -98,7 +98,7 @@ def add_gradients(weights: Any, gradients: Any, rate: float) -> Any:
 
 
 def weigh(model: TrainableModel, weights: Any, rows: Any) -> tuple[jax.Array, jax.Array]:
-    """A loss that depends on all tokens, and the log probabilities."""
+    """Returns a loss that depends on all tokens, and the log probabilities."""
     logprobs = model.log_probabilities(weights, rows)
     return jnp.sum(logprobs * jnp.sin(jnp.arange(logprobs.size)).reshape(logprobs.shape)), logprobs
 
@@ -241,7 +241,7 @@ def test_panels_on_the_device_are_those_of_the_host() -> None:
 
 
 def make_trained_adapter(model: TrainableModel, seed: int, **settings: Any) -> LoRAWeights:
-    """An adapter whose matrices B are not zero."""
+    """Makes an adapter whose matrices B are not zero."""
     adapter = model.make_adapter(seed=seed, **settings)
     rng = np.random.default_rng(seed)
     tensors = {

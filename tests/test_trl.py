@@ -101,7 +101,7 @@ def test_a_trainer_generates_and_updates(tmp_path: Path) -> None:
 def check_retries(
     client: JaxpageClient, old: dict[str, Any], new: dict[str, Any], sampling: dict[str, Any]
 ) -> None:
-    """After weights that the server refused, others are taken.
+    """Checks that other weights are taken after those that the server refused.
 
     Those that never reached it stay for the next try.
     """

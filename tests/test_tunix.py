@@ -162,7 +162,7 @@ def test_a_trained_module_has_the_bits_of_the_rollout_whatever_the_padding(
 
 
 def request(prompt: Any, **changes: Any) -> SimpleNamespace:
-    """A request with the fields and defaults of Tunix's `SamplingRequest`."""
+    """Returns a request with the fields and defaults of Tunix's `SamplingRequest`."""
     params = {
         "max_tokens": 6,
         "temperature": 0.0,

@@ -78,7 +78,7 @@ def finish(llm: LLM, handles: list[Any]) -> list[RequestOutput]:
 
 
 def bits(output: CompletionOutput, start: int = 0) -> list[Any]:
-    """The tokens from a place on, with the bits of their log probabilities."""
+    """Returns the tokens from a place on, with the bits of their log probabilities."""
     assert output.logprobs is not None
     entries = output.logprobs[start:]
     return [
@@ -150,7 +150,7 @@ def test_recomputed_requests_go_on_as_fresh_ones(
 def test_kept_requests_go_on_as_they_do_alone(
     checkpoint: Path, plain: LLM, name: str, way: str
 ) -> None:
-    """Alone with the same keys and values, that is with the updates at the same tokens."""
+    """Alone they have the same keys and values, that is the updates at the same tokens."""
     params = SamplingParams(**WAYS[way], max_tokens=24, ignore_eos=True, logprobs=2)
     with make_llm(checkpoint, start=False, **SETTINGS[name]) as llm:
         handles = run_by_hand(llm, PROMPTS, params)
@@ -465,8 +465,8 @@ def test_an_async_engine_is_paused_and_updated(checkpoint: Path, plain: LLM) -> 
 def asynchronous_run(
     checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Path, list[RequestOutput]]:
-    """A log of requests that three updates meet, with the arrays of their weights, and what users
-    saw.
+    """Returns a log of requests that three updates meet, with the arrays of their weights, and what
+    users saw.
     """
     path = tmp_path_factory.mktemp("run") / "run.jsonl"
     drawn = SamplingParams(temperature=1.2, seed=3, n=2, max_tokens=30, ignore_eos=True)

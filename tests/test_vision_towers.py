@@ -179,7 +179,7 @@ def theirs(name: str) -> tuple[Any, Any]:
 
 
 def build(tower: Tower) -> tuple[Any, Any]:
-    """The model of transformers with random weights, and its processor."""
+    """Returns the model of transformers with random weights, and its processor."""
     kind = getattr(transformers, tower.architecture)
     config = {key: dict(v) if isinstance(v, dict) else v for key, v in tower.config.items()}
     model = kind(kind.config_class(**config)).eval()
@@ -197,14 +197,14 @@ def build(tower: Tower) -> tuple[Any, Any]:
 
 
 def config_of(name: str, **changes: Any) -> dict[str, Any]:
-    """The config.json as transformers writes it."""
+    """Returns the config.json as transformers writes it."""
     config = theirs(name)[0].config.to_dict()
     return {**config, "architectures": [TOWERS[name].architecture], **changes}
 
 
 @functools.cache
 def ours(name: str) -> tuple[Any, Any, Any]:
-    """The family of the encoder, its spec and its parameters."""
+    """Returns the family of the encoder, its spec and its parameters."""
     config = config_of(name)
     loaded: Any = load_family(config)
     family = loaded.Vision
@@ -213,7 +213,7 @@ def ours(name: str) -> tuple[Any, Any, Any]:
 
 
 def state_of(name: str) -> dict[str, np.ndarray]:
-    """The tensors of the encoder."""
+    """Returns the tensors of the encoder."""
     return {
         key: tensor.detach().numpy()
         for key, tensor in theirs(name)[0].state_dict().items()
@@ -295,7 +295,7 @@ def test_the_same_picture_in_a_larger_size_has_the_same_rows(name: str) -> None:
 
 
 def test_padding_has_no_part_in_the_rows() -> None:
-    """Whatever numbers are there, the bits are the same."""
+    """Its numbers may be any: the bits are the same."""
     family, spec, _ = ours("smolvlm")
     larger = dataclasses.replace(spec, sizes=(2 * spec.sizes[0],))
     call = family.Model.calls(larger, process("smolvlm", next(pictures())))[0]

@@ -61,7 +61,7 @@ def texts(llm: LLM) -> list[Any]:
 
 @pytest.fixture(scope="module")
 def from_files(tmp_path_factory: pytest.TempPathFactory) -> list[list[Any]]:
-    """The texts of two sets of weights."""
+    """Returns the texts of two sets of weights."""
     arrays = []
     for seed in (0, 1):
         with make_llm(

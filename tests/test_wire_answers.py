@@ -62,7 +62,10 @@ def read(kind: Any, response: dict[str, Any]) -> Any:
 def stream_of_chat(
     exchange: Exchange, outputs: Sequence[RequestOutput], scripts: Sequence[Sequence[Scripted]]
 ) -> list[dict[str, Any]]:
-    """All chunks. The prompt_requests take turns, as in an engine."""
+    """Returns all chunks.
+
+    The prompt_requests take turns, as in an engine.
+    """
     running = [deltas(whole, script) for whole, script in zip(outputs, scripts, strict=True)]
     chunks = []
     while running:
@@ -77,7 +80,7 @@ def stream_of_chat(
 
 
 def join(chunks: Sequence[dict[str, Any]]) -> dict[int, dict[str, Any]]:
-    """The choices that the chunks of a stream say, by index."""
+    """Returns the choices that the chunks of a stream say, by index."""
     choices: dict[int, dict[str, Any]] = {}
     for chunk in chunks:
         for choice in chunk["choices"]:
@@ -227,9 +230,8 @@ def test_the_columns_of_an_echo_with_log_probabilities():
     ],
 )
 def test_a_special_token_that_is_not_shown_takes_no_place(fields):
-    """Among the generated ones, and in front of an echoed prompt, where the tokenizer puts one.
-
-    A user may write one that is shown.
+    """It may be among the generated ones, or in front of an echoed prompt, where the tokenizer puts
+    one. A user may write one that is shown.
     """
     special, letter = (
         tokenizer().convert_tokens_to_ids("<|endoftext|>"),
@@ -449,7 +451,9 @@ def thinking(template: str) -> Any:
 
 
 def tokens_of(text: str, cuts: Sequence[int]) -> list[int]:
-    """The tokens of a text that a model writes: not those that a tokenizer makes of the whole."""
+    """Returns the tokens of a text that a model writes: not those that a tokenizer makes of the
+    whole.
+    """
     places = sorted({0, len(text), *(cut for cut in cuts if cut < len(text))})
     parts = [text[start:stop] for start, stop in itertools.pairwise(places)]
     return [token for part in parts for token in tokenizer()(part)["input_ids"]]
@@ -478,7 +482,7 @@ def begins_of(token_ids: Sequence[int]) -> list[int]:
 def test_tokens_of_reasoning_are_those_that_begin_between_its_markers(
     template, words, said, is_cut, tail, cuts, num_choices
 ):
-    """Whole and streamed, whatever the tokens are; also in the events of Responses."""
+    """They are so whole and streamed, whatever the tokens are, also in the events of Responses."""
     before, after = THOUGHT_IN[template]
     thought = "".join(words)
     text = f"{before}{thought}" + (tail if is_cut else f"{after}{said}")

@@ -59,14 +59,17 @@ def prompt_of(llm: LLM, prompt_request: PromptRequest) -> Any:
 
 
 def generate(llm: LLM, exchange: Exchange, **held: Any) -> dict[str, Any]:
-    """The whole answer. `held` changes parameters, as no client can."""
+    """Returns the whole answer.
+
+    `held` changes parameters, as no client can.
+    """
     prompts = [prompt_of(llm, prompt_request) for prompt_request in exchange.prompts]
     params = [replace(prompt_request.params, **held) for prompt_request in exchange.prompts]
     return exchange.whole(llm.generate(prompts, params, use_tqdm=False))
 
 
 def stream_answer(llm: LLM, exchange: Exchange, **held: Any) -> list[dict[str, Any]]:
-    """The chunks of the same answer as a stream."""
+    """Returns the chunks of the same answer as a stream."""
     (prompt_request,) = exchange.prompts
     deltas = llm.stream(prompt_of(llm, prompt_request), replace(prompt_request.params, **held))
     chunks = [chunk for delta in deltas for chunk in exchange.chunks(0, delta)]
@@ -133,7 +136,7 @@ HARMONY = ("<|return|>", "<|start|>", "<|channel|>", "<|message|>", "<|end|>", "
 
 @pytest.fixture(scope="module")
 def gpt_oss(tmp_path_factory):
-    """The packaged model with harmony's marks as special tokens, of which two end a text."""
+    """Yields the packaged model with harmony's marks as special tokens, of which two end a text."""
     directory = Path(demo_with_template(tmp_path_factory.mktemp("models") / "demo", ""))
     write_tokenizer(directory, HARMONY, TEMPLATES["channels"])
     call_id = Tokenizer.from_file(str(directory / "tokenizer.json")).token_to_id("<|call|>")

@@ -44,7 +44,7 @@ def test_it_is_json_whose_schemas_are_schemas_and_whose_references_lead_somewher
 
 
 def test_routes_say_with_which_statuses_they_refuse():
-    """All that have a body alike; 401 is that of a server with a key."""
+    """All that have a body do so alike; 401 is that of a server with a key."""
     statuses = {"200", "400", "401", "404", "408", "413", "415", "429", "503", "504"}
     bodies = {path: item["post"] for path, item in DOCUMENT["paths"].items() if "post" in item}
     assert "/v1/chat/completions" in bodies and "/v1/messages" in bodies

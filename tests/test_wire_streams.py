@@ -61,7 +61,7 @@ def read(path: str, parts: Sequence[bytes]) -> list[Any]:
 
 
 def stream_of(path: str) -> tuple[bytes, list[dict[str, Any]]]:
-    """The bytes of a stream with comments in it, and the parts that it is of."""
+    """Returns the bytes of a stream with comments in it, and the parts that it is of."""
     opens, body = APIS[path]
     dialect = dialect_of(path)
     exchange = opens({"model": "demo", "stream": True, **body}, context())

@@ -35,7 +35,7 @@ PARSERS: dict[str, Callable[[], PieceParser]] = {
 
 
 def read_all(parser: PieceParser, texts: Iterable[str]) -> list[tuple[str, str, str]]:
-    """(kind, name, text) of what comes, neighbours of one kind joined."""
+    """Returns (kind, name, text) of what comes, neighbours of one kind joined."""
     pieces = [piece for text in texts for piece in parser.push(text)] + list(parser.finish())
     parts: list[tuple[str, str, str]] = []
     for kind, text, name in pieces:

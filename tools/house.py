@@ -15,7 +15,6 @@ import argparse
 import ast
 import bisect
 import json
-import re
 import statistics
 import sys
 import tokenize
@@ -25,13 +24,12 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs from any directory
 
-from tests.support.names import old_words, participles, pronouns
+from tests.support.names import first_word, old_words, participles, pronouns, without_verb
 from tests.support.reach import unreached
 from tests.support.sources import (
     DOCUMENTED,
     FIRST_WORDS,
     WHEEL,
-    Function,
     Module,
     door_names,
     functions,
@@ -45,8 +43,6 @@ LONG = 100  # characters
 OTHER_LANGUAGES = {".cc", ".h", ".js", ".mjs", ".css", ".html", ".sh"}
 # These rooms are vocabulary: every room imports their modules, past any door.
 OPEN_ROOMS = {"layers", "settings", "step"}
-# Words that end in "s" and begin a docstring without being its verb.
-NO_VERBS = {"Arguments", "As", "Bytes", "Globs", "Its", "Less", "Names", "This", "Tokens"}
 Table = dict[str, float]
 
 
@@ -102,6 +98,9 @@ def measure(root: Path) -> Table:
         rows = density(others) | first_words(others) | names(others)
         chosen = [name for name in rows if name.endswith("%") or name.startswith("docstrings that")]
         table |= {f"{top}: {name}": rows[name] for name in chosen}
+        if top == "tests":
+            row = "docstrings of helpers that begin with no verb"
+            table[f"{top}: {row}"] = len(without_verb(others, tests=False))
     models = [module for module in house if module.path.startswith("jaxpage/models/")]
     num_tokens["jaxpage/models"] = count_tokens(models)
     table |= {f"tokens of {top}": count for top, count in num_tokens.items()}
@@ -217,25 +216,17 @@ def names_in_several_folders(modules: Sequence[Module]) -> list[str]:
 
 
 def first_words(modules: Sequence[Module]) -> Table:
-    """Returns how many docstrings begin with words that no sentence of the house begins with.
-
-    A fragment is a docstring of a function that does not begin with a verb in the third person
-    ("Returns", "Is"): a word that ends in "s". This is an estimate.
-    """
+    """Returns how many docstrings begin with words that no sentence of the house begins with."""
     counts: Counter[str] = Counter()
     for module in modules:
         for node in module.nodes:
             if not isinstance(node, DOCUMENTED) or not (text := ast.get_docstring(node)):
                 continue
-            word = re.match(r"[\w'-]*", text)
-            first = word[0] if word else ""
             counts["all"] += 1
-            counts[first] += first in FIRST_WORDS
-            has_verb = first.endswith("s") and first not in NO_VERBS
-            counts["fragment"] += isinstance(node, Function) and not has_verb
+            counts[first_word(text)] += first_word(text) in FIRST_WORDS
     rows: Table = {"docstrings": counts["all"]}
     rows |= {f'docstrings that begin with "{word}"': counts[word] for word in FIRST_WORDS}
-    rows["docstrings of functions that begin with no verb"] = counts["fragment"]
+    rows["docstrings of functions that begin with no verb"] = len(without_verb(modules))
     return rows
 
 

@@ -12,7 +12,7 @@ from openai import OpenAI
 
 
 def chat(client: OpenAI, stream: bool, tool: Weather) -> dict[str, Any]:
-    """Chat completions, with the helper of the client that gathers a stream."""
+    """Asks for chat completions, with the helper of the client that gathers a stream."""
     messages: list[Any] = [{"role": "system", "content": SYSTEM}]
     texts, reasoning = [], []
     for question in QUESTIONS:
@@ -41,7 +41,7 @@ def chat(client: OpenAI, stream: bool, tool: Weather) -> dict[str, Any]:
 
 
 def responses(client: OpenAI, stream: bool, tool: Weather, *, stored: bool) -> dict[str, Any]:
-    """Responses; `stored`: only what is new is sent, after the id of the last response."""
+    """Asks for responses; `stored`: only what is new is sent, after the id of the last response."""
     history: list[Any] = []
     texts, reasoning = [], []
     last: str | None = None

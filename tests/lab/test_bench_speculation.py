@@ -32,8 +32,8 @@ SMALL = EngineConfig(
 
 
 def test_tasks_are_measured_one_by_one(capsys, monkeypatch, tmp_path):
-    """In runs of their own salt: what suffix decoding learned of a prompt would be the text of its
-    next run.
+    """Each run has a salt of its own: what suffix decoding learned of a prompt would be the text of
+    its next run.
     """
     monkeypatch.setattr(speculation, "TOKENS_OF_A_TURN", 24)
     monkeypatch.setattr(speculation, "engine_process", engine_here)
@@ -74,7 +74,9 @@ def arguments_of(*words: str) -> argparse.Namespace:
 
 
 def test_the_default_prompts_are_of_texts_that_drafters_know():
-    """A count, which no other program on the machine changes; after random ids it is 1.4."""
+    """The measure is a count, which no other program on the machine changes; it is 1.4 after random
+    ids.
+    """
     arguments = arguments_of("--methods", "eagle3=demo/eagle3", "--batches", "1", "4")
     prompts = speculation._prompts(arguments, SMALL)[""]
     assert len(prompts) == 4 and {len(prompt) for prompt in prompts} == {64}

@@ -103,7 +103,7 @@ def model(tmp_path_factory):
 
 
 def test_ratios_by_hand() -> None:
-    """40 tokens without drafts in 2, 4, 4, 8 and 8 seconds.
+    """Without drafts 40 tokens take 2, 4, 4, 8 and 8 seconds.
 
     Each ratio is to the mean of two of these.
     """

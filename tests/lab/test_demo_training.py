@@ -111,9 +111,8 @@ def test_the_loss_falls(train: Callable[[str], Trained], name: str, by: float) -
 
 
 def test_what_the_model_writes_is_what_it_would_draw(teacher: Teacher) -> None:
-    """Greedy rows against whole passes over them.
-
-    The first draws of many rows against the distribution.
+    """Greedy rows agree with whole passes over them, and the first draws of many rows with the
+    distribution.
     """
     starts = np.tile(np.array([[5, 7, 11]], np.int32), (2000, 1))
     lengths = np.where(np.arange(2000) < 4, 1 + np.arange(2000), 3).astype(np.int32).clip(max=3)
@@ -133,7 +132,7 @@ def test_what_the_model_writes_is_what_it_would_draw(teacher: Teacher) -> None:
 
 
 def z_of(drawn: np.ndarray, probabilities: np.ndarray) -> float:
-    """How far chi-square is from what it should be, in its standard deviations.
+    """Returns how far chi-square is from what it should be, in its standard deviations.
 
     Rare tokens are counted together.
     """
@@ -160,8 +159,9 @@ def test_a_part_of_a_distribution_counts_as_much_as_it_is() -> None:
 def step_by_step(
     name: str, teacher: Teacher, params: Params, tokens: np.ndarray, place: int, drafted: int
 ) -> np.ndarray:
-    """Logits at `place` of a head as it drafts, in float64: from the target up to `place` -
-    `drafted`, then from itself.
+    """Returns the logits at `place` of a head as it drafts, in float64.
+
+    It goes from the target up to `place` - `drafted`, then from itself.
     """
     seen, is_eagle = teacher(tokens[None]), name == "eagle3"
     p = {key: np.asarray(value, np.float64) for key, value in params.items()}
@@ -309,7 +309,7 @@ def test_an_eagle_head_has_the_names_of_its_authors(
 def test_an_mtp_head_is_read_from_the_file_of_its_model(
     train: Callable[[str], Trained], teacher: Teacher, text: np.ndarray, tmp_path: Path
 ) -> None:
-    """By transformers, too, whose `MtpModel` gives the guesses of the first pass."""
+    """Transformers reads it, too: its `MtpModel` gives the guesses of the first pass."""
     drafter, params, _ = train("mtp")
     exporting.export_model(TOY, teacher.params, tmp_path)
     before = load_file(tmp_path / "model.safetensors")
@@ -371,14 +371,14 @@ def test_a_replay_walks_as_speculation_does() -> None:
 def test_ranks_are_those_of_guesses_made_one_by_one(
     name: str, train: Callable[[str], Trained], teacher: Teacher, text: np.ndarray
 ) -> None:
-    """At every place, with nothing but what is known there."""
+    """They are compared at every place, with nothing but what is known there."""
     drafter, params, _ = train(name)
     tokens = text[:1, :10]
     ranks = np.asarray(drafter.ranks(params, jnp.asarray(tokens)))
     assert ranks.shape == (1, 10, acceptance.DRAFTS)
 
     def know(length: int) -> np.ndarray:
-        """The others are zero, so that all of these have one shape."""
+        """Returns the first tokens and then zeros, so that all of these have one shape."""
         return np.where(np.arange(10) < length, tokens, 0)
 
     for place in range(1, 10):

@@ -44,7 +44,7 @@ PASSES = json.dumps(
 def part(
     tmp_path: Path, name: str, program: str = "", *, if_failed: str = "", **limits: float
 ) -> Part:
-    """A part that notes that it was started, finds one thing, and goes on with its program."""
+    """Returns a part that notes its start, finds one thing, and goes on with its program."""
     to = tmp_path / f"{name}.jsonl"
     begin = f"open({str(tmp_path / 'started')!r}, 'a').write({name + ' '!r}); "
     begin += f"open({str(to)!r}, 'a').write({PASSES!r} + chr(10)); import os, signal, time; "

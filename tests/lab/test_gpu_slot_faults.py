@@ -53,7 +53,7 @@ SOUND = ("steps without graphs", "engine without graphs", "pages", "parity trito
 
 
 def with_fault(child: Child) -> Child:
-    """The process with its fault, and a limit after which a hang is seen."""
+    """Returns the process with its fault, and a limit after which a hang is seen."""
     if child.name not in FAULTS:
         return child
     _, *words = child.command
@@ -80,8 +80,8 @@ def is_alive(pid: int) -> bool:
 
 @pytest.mark.sweep
 def test_each_fault_costs_its_part_alone(tmp_path, monkeypatch):
-    """Two minutes: the parts that are sound run as in any rehearsal, without graphs since the first
-    one hangs.
+    """It takes two minutes: the parts that are sound run as in any rehearsal, without graphs since
+    the first one hangs.
     """
     flags = {}
 

@@ -314,7 +314,7 @@ def test_one_table_of_what_each_kernel_set_was_timed_at_alone():
     [((4e-4, 3e-4, 2.95e-4, 3.1e-4), 32), ((3e-4, 3e-4, 2.9e-4, 2.5e-4), 128)],
 )
 def test_the_slots_of_a_block_that_are_best_are_named(seconds, best):
-    """The fewest within 2% of the fastest.
+    """They are the fewest within 2% of the fastest.
 
     Another number of rows and another set are no competitors.
     """
@@ -851,7 +851,9 @@ def test_a_miniature_of_the_whole_check(tmp_path, capsys):
 
 
 def test_products_are_compared_and_timed(monkeypatch):
-    """A weight of four bits, and experts; then a result that is five per cent too large."""
+    """A weight of four bits and experts are compared, and then a result that is five per cent too
+    large.
+    """
     packed = next(spec for spec in specs.MATMULS if spec.code == "int4" and spec.num_groups == 1)
     chosen = [packed, specs.MATMULS[0]]
     monkeypatch.setattr(matmuls, "MATMULS", chosen)
@@ -876,7 +878,7 @@ def test_the_kernel_in_miniature(monkeypatch):
 
 
 def test_steps_in_miniature(tmp_path, capsys):
-    """On a CPU too: whole steps and their parts, as a table, as JSON and as findings."""
+    """On a CPU, too, whole steps and their parts come out as a table, as JSON and as findings."""
     to, shape = (
         tmp_path / "steps.jsonl",
         ["--models", "tiny", "--rows", "2", "--contexts", "32", "--sampling", "top_p"],

@@ -25,7 +25,7 @@ from tools.reproduce_paper import measure_attention
 
 @pytest.fixture(scope="module")
 def quick(tmp_path_factory: pytest.TempPathFactory) -> tuple[int, str, Path]:
-    """Status, document and directory of one run."""
+    """Returns the status, the document and the directory of one run."""
     directory = tmp_path_factory.mktemp("paper")
     words = ["--quick", "--figures", "table1,2,13", "--out", str(directory), "--processes", "1"]
     status = program.main(words, measure_attention=lambda contexts, rows: [])

@@ -26,7 +26,7 @@ def blocks(num_tokens: int) -> int:
 
 
 def test_parallel_sampling_shares_the_full_blocks_of_the_prompt(llm):
-    """Step by step from the lengths alone, for one request of four samples."""
+    """The oracle goes step by step from the lengths alone, for one request of four samples."""
     saving = measured_sharing.measure(
         llm, [WorkItem(tuple(range(1, PROMPT + 1)), OUTPUT)], "parallel sampling", 4
     )

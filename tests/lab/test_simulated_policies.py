@@ -56,7 +56,7 @@ class Naive:
         self.sizes: dict[int, int] = {}
 
     def chunks(self) -> list[tuple[int, int]]:
-        """(size, first slot) of the free chunks."""
+        """Returns (size, first slot) of the free chunks."""
         blocks, left = [], self.is_free.copy()
         for order in reversed(range(len(left).bit_length())):
             size = 1 << order
@@ -131,9 +131,8 @@ def simulate(
 
 
 def test_requests_leave_orca_one_by_one_and_a_static_batch_together() -> None:
-    """Two places.
-
-    Outputs of 3, 5 and 2 tokens: the third request takes the place of the first, or waits for both.
+    """There are two places, and outputs of 3, 5 and 2 tokens: the third request takes the place of
+    the first, or waits for both.
     """
     trace = [Arrival(0.0, 10, length) for length in (3, 5, 2)]
     orca = simulate(trace, Orca(4096, "Max"))
@@ -153,8 +152,8 @@ def test_who_has_ended_in_a_static_batch_still_costs() -> None:
     ("variant", "requested"), [("Max", 2048), ("Pow2", 100 + 64), ("Oracle", 100 + 40)]
 )
 def test_what_orca_reserves(variant: str, requested: int) -> None:
-    """The middle step of one request: 100 tokens of prompt, 40 of output, of which 20 have been
-    drawn before it.
+    """In its middle step one request has 100 tokens of prompt and 40 of output, of which 20 have
+    been drawn before.
     """
     average = Recorded()
     policy = Orca(15_728, variant)
@@ -180,7 +179,7 @@ def test_pow2_rounds_the_output_up(output: int, rounded: int) -> None:
 def test_orca_runs_as_many_as_the_allocator_has_room_for() -> None:
     """Seven chunks of 2,048 fit in 15,728 slots.
 
-    With 256, for 140 tokens in a row, 60 in 15,360 slots and one in the rest of 368.
+    Of those of 256, for 140 tokens in a row, 60 fit in 15,360 slots and one in the rest of 368.
     """
     for variant, maximum in (("Max", 7), ("Pow2", 61), ("Oracle", 61)):
         average = Recorded()
@@ -231,7 +230,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def facts(plan: StepPlan) -> tuple[object, ...]:
-    """All of a plan but the tokens, which a simulation does not have."""
+    """Returns all of a plan but the tokens, which a simulation does not have."""
     rows = [(row.sequence_id, row.start, len(row.token_ids), row.block_tables) for row in plan.rows]
     samples = [
         (sample.row, sample.sequence_id, sample.sample_index, sample.position)
@@ -251,7 +250,7 @@ class Noted(PagedScheduler):
 
 
 def same_trace() -> list[Arrival]:
-    """More than the pool of 16 blocks holds, at whole seconds.
+    """Returns a trace of more than the pool of 16 blocks holds, at whole seconds.
 
     Every third request asks for three samples.
     """
@@ -266,8 +265,8 @@ def same_trace() -> list[Arrival]:
 
 @pytest.mark.parametrize("mode", ["recompute", "swap"])
 def test_a_simulation_plans_what_an_engine_plans(checkpoint: Path, mode: str) -> None:
-    """The same trace, once with a model: in each step the same rows, draws, block tables, copies,
-    swaps and preemptions.
+    """The same trace runs once with a model: each step has the same rows, draws, block tables,
+    copies, swaps and preemptions.
     """
     trace, real = same_trace(), []
     with make_llm(checkpoint, **{**ENGINES[mode], "enable_prefix_caching": False}) as llm:
@@ -306,7 +305,9 @@ def test_a_simulation_plans_what_an_engine_plans(checkpoint: Path, mode: str) ->
 
 
 def test_simulated_beams_share_what_the_real_ones_shared(checkpoint: Path, tmp_path: Path) -> None:
-    """One search of three beams alone, by an engine, and again by the ancestry in its event log."""
+    """An engine runs one search of three beams alone, and a simulation runs it again by the
+    ancestry in its event log.
+    """
     log, num_prompt, num_output = tmp_path / "log.jsonl", 20, 60
     with make_llm(checkpoint, enable_prefix_caching=False, event_log=str(log)) as llm:
         params = BeamSearchParams(3, max_tokens=num_output, ignore_eos=True)

@@ -74,7 +74,7 @@ def test_it_is_as_right_about_new_drawings_as_its_card_says(maker):
 
 
 def test_questions_have_the_answers_of_their_scenes():
-    """By hand, of a scene with two shapes and of one with one."""
+    """The answers are made by hand, for a scene with two shapes and one with one."""
     scene = seeing_examples.EXAMPLES["red-and-blue.png"][0]
     rng = np.random.default_rng(1)
     questions = {

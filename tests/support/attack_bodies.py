@@ -95,7 +95,9 @@ class RequestFields:
         self.content = next((name for name in CONTENT_FIELDS if name in self.properties), "model")
 
     def attacks(self) -> Iterator[Attack]:
-        """Every extreme alone, times n, times prompts, times connections, and times all of them."""
+        """Yields every extreme alone, times n, times prompts, times connections, and times all of
+        them.
+        """
         for field, schema in self.properties.items():
             for name, make in self._extremes(schema, field, 0):
                 for times, more, num_connections in self._multiples(field):
@@ -110,7 +112,7 @@ class RequestFields:
                     )
 
     def plain(self) -> dict[str, Any]:
-        """A request that is nothing special."""
+        """Returns a request that is nothing special."""
         found: dict[str, Any] = self._base(self._schema, "")
         if "options" in self.properties:
             found["options"] = {"num_predict": NUM_TOKENS}

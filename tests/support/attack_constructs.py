@@ -27,7 +27,9 @@ def _nested(depth: int) -> dict[str, Any]:
 
 
 def _doubling(depth: int, join: Callable[[Any], Any]) -> dict[str, Any]:
-    """A schema of a few hundred bytes that is 2 ** depth schemas when its references are followed."""
+    """Returns a schema of a few hundred bytes that is 2 ** depth schemas when its references are
+    followed.
+    """
     definitions = {f"a{level}": join({"$ref": f"#/$defs/a{level + 1}"}) for level in range(depth)}
     return {"$ref": "#/$defs/a0", "$defs": {**definitions, f"a{depth}": {"type": "integer"}}}
 
@@ -150,8 +152,9 @@ def _filled(head: bytes, unit: bytes, tail: bytes, num_bytes: int = BODY_BYTES) 
 
 
 def raw_bodies(field: str) -> dict[str, Callable[[], bytes]]:
-    """Bodies at the server's bound that are no request, or hardly one. `field` is the one that a
-    path's prompt is in.
+    """Returns bodies at the server's bound that are no request, or hardly one.
+
+    `field` is the one that a path's prompt is in.
     """
     head = b'{"model":"demo","' + field.encode() + b'":'
     lists = {
@@ -212,7 +215,7 @@ def _request(**fields: Any) -> Callable[[], bytes]:
 
 
 def _called(arguments: Callable[[], str], num_calls: int = 1) -> Callable[[], bytes]:
-    """A chat with calls of tools in its history."""
+    """Returns a chat with calls of tools in its history."""
 
     def make() -> bytes:
         function = {"name": "f", "arguments": arguments()}

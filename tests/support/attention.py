@@ -59,7 +59,7 @@ def make_case(
     dtype="float32",
     page_dtype="float32",
 ) -> Case:
-    """num_blocks, table_width: at least what the rows need, to give several cases one shape."""
+    """Makes a case of rows; num_blocks and table_width may be larger, to give cases one shape."""
     rng = np.random.default_rng(seed)
     num_heads, num_kv_heads = heads
     needed = [-(-length // block_size) for length in contexts]
@@ -95,7 +95,7 @@ def make_case(
 
 
 def quantized(x: np.ndarray, dtype: str) -> tuple[np.ndarray, np.ndarray]:
-    """The formats as the documentation has them, in numpy."""
+    """Quantizes to the formats as the documentation has them, in numpy."""
     largest = np.float32(1 / 127) if dtype == "int8" else np.float32(1 / 448)
     scale = np.maximum(np.abs(x).max(-1) * largest, np.float32(2.0**-100))
     scaled = x / scale[..., None]
@@ -106,7 +106,7 @@ def quantized(x: np.ndarray, dtype: str) -> tuple[np.ndarray, np.ndarray]:
 
 
 def dequantized(kept: np.ndarray, scale: np.ndarray | None) -> np.ndarray:
-    """In float64."""
+    """Returns the numbers that codes stand for, in float64."""
     kept = kept.view(E4M3) if kept.dtype == np.uint8 else kept
     wide = kept.astype(np.float64)
     return wide if scale is None else wide * scale[..., None].astype(np.float64)
@@ -124,8 +124,9 @@ def oracle(
     alibi_slopes=None,
     last_seen_T=None,
 ) -> np.ndarray:
-    """One token and one head at a time, in float64, from what the arrays hold. Zeros where a token
-    sees nothing.
+    """Computes one token and one head at a time, in float64, from what the arrays hold.
+
+    A token that sees nothing has zeros.
     """
     out = np.zeros(case.q_TNH.shape)
     num_kv_heads, width = case.k_pages.shape[2:]
@@ -169,8 +170,9 @@ def oracle(
 
 
 def hidden(case, queries, window=None):
-    """The case with NaN in every slot that no query token sees, and the null block wherever a table
-    needs no block.
+    """Returns the case with NaN in every slot that no query token sees.
+
+    The null block is wherever a table needs no block.
     """
     poisoned = [np.full_like(pages, np.nan) for pages in (case.k_pages, case.v_pages)]
     table, block_size = np.zeros_like(case.block_table_BM), case.k_pages.shape[1]
@@ -205,7 +207,7 @@ def _run(*arrays, **options):
 
 
 def run(*arrays, backend="auto", **options):
-    """`paged_attention`, compiled; kernels for GPUs are interpreted."""
+    """Runs `paged_attention`, compiled; kernels for GPUs are interpreted."""
     if backend == "cpu" and (reason := library.load().reason) is not None:
         pytest.skip(reason)
     return _run(*arrays, backend=backend, interpret=backend == "triton", **options)

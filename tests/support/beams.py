@@ -26,8 +26,9 @@ class Found(NamedTuple):
 def naive_search(
     logprobs_of: LogprobsOf, beam: BeamSearchParams, ends: Collection[int], max_tokens: int
 ) -> list[Found]:
-    """The best hypotheses, the best first: those that end with a token of `ends` or have
-    `max_tokens` tokens.
+    """Returns the best hypotheses, the best first.
+
+    They are those that end with a token of `ends` or have `max_tokens` tokens.
     """
     width = beam.beam_width
     live: list[tuple[tuple[int, ...], float]] = [((), 0.0)]
@@ -62,7 +63,7 @@ def naive_search(
 def all_hypotheses(
     logprobs_of: LogprobsOf, length_penalty: float, ends: Collection[int], max_tokens: int
 ) -> list[Found]:
-    """Every hypothesis that there is, the best first."""
+    """Returns every hypothesis that there is, the best first."""
     found: list[Found] = []
 
     def visit(tokens: tuple[int, ...], total: float) -> None:
@@ -77,7 +78,7 @@ def all_hypotheses(
 
 
 def random_logprobs(key: object, num_token_ids: int, spread: float = 2.0) -> np.ndarray:
-    """Float32 log probabilities that are a function of the key."""
+    """Returns float32 log probabilities that are a function of the key."""
     rng = np.random.default_rng(zlib.crc32(repr(key).encode()))
     logits = spread * rng.standard_normal(num_token_ids)
     return (logits - np.log(np.exp(logits).sum())).astype(np.float32)

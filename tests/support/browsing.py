@@ -26,7 +26,7 @@ FLAGS += ["--disable-component-update", "--disable-sync"]
 
 @contextlib.contextmanager
 def launched(playwright: Any) -> Iterator[Any]:
-    """playwright: the module playwright.sync_api."""
+    """Launches a browser; `playwright` is the module playwright.sync_api."""
     playwright.expect.set_options(timeout=60_000)
     with playwright.sync_playwright() as driver:
         browser = driver.chromium.launch(executable_path=str(CHROMIUM), args=FLAGS)
@@ -36,8 +36,9 @@ def launched(playwright: Any) -> Iterator[Any]:
 
 @contextlib.contextmanager
 def opened(browser: Any, **options: Any) -> Iterator[Any]:
-    """A page whose console must stay empty: a violation of the content security policy would be in
-    it.
+    """Opens a page whose console must stay empty.
+
+    A violation of the content security policy would be in it.
     """
     page = browser.new_page(
         **{"viewport": {"width": 1280, "height": 900}, "reduced_motion": "reduce", **options}

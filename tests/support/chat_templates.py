@@ -294,7 +294,7 @@ UNCLEAR = _template(_each("{{ f.name }} {{ f.arguments | length }}"))
 def template_with_form(
     example: str, *, tools: str = "{{ t | string }}\n", rest: str = "", said: str = ""
 ) -> str:
-    """A template that tells how calls are written, and passes over those of a message.
+    """Returns a template that tells how calls are written, and passes over those of a message.
 
     `tools` writes a tool, `rest` a call, and `said` the content, if it is not written as it is.
     """

@@ -20,7 +20,9 @@ from jaxpage.models.base import abstract_model
 
 
 def dense_attend(window_error: int = 0) -> Callable[..., Any]:
-    """`Attend` over one whole sequence held in memory; `window_error` widens every sliding window."""
+    """Makes `Attend` over one whole sequence held in memory; `window_error` widens every sliding
+    window.
+    """
 
     def attend(
         layer_index,
@@ -73,7 +75,7 @@ def logits_of(
     dtype: Any = "float32",
     rule: Any = None,
 ) -> np.ndarray:
-    """Logits [T, V] of one sequence.
+    """Returns the logits [T, V] of one sequence.
 
     rule: of modules that replace the family's.
     """
@@ -88,7 +90,7 @@ def logits_of(
 def _forward(
     family: Any, spec: Any, dtype: Any, rule: Any, attend: Any
 ) -> Callable[..., jax.Array]:
-    """Through `nnx.merge` of a pure dict inside `jax.jit`, as the engine does."""
+    """Computes logits through `nnx.merge` of a pure dict inside `jax.jit`, as the engine does."""
     graph, _ = abstract_model(family, spec, dtype, rule)
 
     @jax.jit

@@ -39,8 +39,10 @@ def probabilities(
 
 
 def z_score(counts: npt.NDArray[np.int64], expected_shares: Floats) -> float:
-    """How far counts are from a distribution, in standard deviations of the chi-square statistic;
-    infinite if the impossible happened.
+    """Returns how far counts are from a distribution.
+
+    The unit is the standard deviation of the chi-square statistic; it is infinite if the impossible
+    happened.
 
     Cells in which less than five are expected count as one (Cochran's rule).
     """

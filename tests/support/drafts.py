@@ -27,8 +27,9 @@ def random_draft(
     branches: bool = True,
     share_right: float = 0.7,
 ) -> Draft:
-    """A draft that follows `future` for a while, on any of its branches, with tokens that are there
-    already and some beyond the end.
+    """Returns a draft that follows `future` for a while, on any of its branches.
+
+    Some tokens are there already, and some are beyond the end.
     """
     tokens: list[int] = []
     parents: list[int] = []
@@ -58,7 +59,7 @@ def oracle(rng: random.Random, future: list[int], maximum: int) -> Draft:
 
 
 def wrong(rng: random.Random, future: list[int], maximum: int) -> Draft:
-    """Not one of them is right."""
+    """Returns a draft that has not one right token."""
     return chain(tuple((token_id + 1) % NUM_TOKEN_IDS for token_id in future[:maximum]))
 
 
@@ -76,7 +77,7 @@ def too_many(rng: random.Random, future: list[int], maximum: int) -> Draft:
 
 
 def duplicates(rng: random.Random, future: list[int], maximum: int) -> Draft:
-    """Every token stands twice behind each of the two before it."""
+    """Returns a draft in which every token stands twice after each of the two before it."""
     parents = [-1, -1] + [parent for parent in range(maximum) for _ in range(2)]
     depths = Draft((0,) * maximum, tuple(parents[:maximum])).depths
     known = [depth for depth in depths if depth <= len(future)]
@@ -84,7 +85,10 @@ def duplicates(rng: random.Random, future: list[int], maximum: int) -> Draft:
 
 
 def right_branch(rng: random.Random, future: list[int], maximum: int, *, last: bool) -> Draft:
-    """At every depth a right token and a wrong one, and what follows behind the right one."""
+    """Returns a draft with a right token and a wrong one at every depth.
+
+    What follows comes after the right one.
+    """
     tokens: list[int] = []
     parents: list[int] = []
     right = -1

@@ -37,12 +37,12 @@ class Stopwatch:
 
 
 def name_of(path: Path) -> str:
-    """The name of a file's line: "test_x.py", and "lab/test_x.py" of the laboratory."""
+    """Returns the name of a file's line: "test_x.py", and "lab/test_x.py" of the laboratory."""
     return path.relative_to(PATH.parent).as_posix()
 
 
 def read() -> dict[str, Record]:
-    """By file. Empty where nothing was ever recorded."""
+    """Returns the figures by file, which are none where nothing was ever recorded."""
     return json.loads(PATH.read_text())["files"] if PATH.exists() else {}
 
 

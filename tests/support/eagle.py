@@ -57,7 +57,7 @@ class Head(torch.nn.Module):
         self.seed = seed
 
     def drawn(self) -> Head:
-        """With random numbers, each of which a float32 holds, for inference in float64."""
+        """Draws random numbers, each of which a float32 holds, for inference in float64."""
         generator = torch.Generator().manual_seed(self.seed)
         with torch.no_grad():
             for name, parameter in self.named_parameters():
@@ -67,7 +67,7 @@ class Head(torch.nn.Module):
         return self.eval().double()
 
     def take(self, target: dict[str, np.ndarray], *names: str) -> None:
-        """The target's tables in place of its own."""
+        """Replaces the head's own tables by the target's."""
         tables = {
             "tokens": (self.decoder.embed_tokens, "model.embed_tokens.weight"),
             "head": (self.table, "lm_head.weight"),
@@ -109,7 +109,7 @@ class Eagle(Head):
 
     @torch.no_grad()
     def forward(self, token_ids: np.ndarray, features: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Outputs and logits of every place."""
+        """Returns the outputs and the logits of every place."""
         embedded = self.decoder.embed_tokens(torch.tensor(token_ids))
         output = self.run(embedded, self.fc(torch.cat([embedded, torch.tensor(features)], -1)))
         return output.numpy(), self.table(output).numpy()
@@ -167,7 +167,7 @@ class Eagle3(Head):
 
     @torch.no_grad()
     def fuse(self, states: list[np.ndarray]) -> np.ndarray:
-        """Features of the target's hidden states."""
+        """Returns the features of the target's hidden states."""
         fused = torch.cat([torch.tensor(state) for state in states], -1)
         fused = fused if self.input_norm is None else self.input_norm(fused)
         if self.fc_norm is not None:
@@ -179,7 +179,7 @@ class Eagle3(Head):
 
     @torch.no_grad()
     def forward(self, token_ids: np.ndarray, features: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Outputs (the features of the next places) and logits over the head's own tokens."""
+        """Returns outputs (features of the next places) and logits over the head's own tokens."""
         self.embedded, hidden = (
             self.decoder.embed_tokens(torch.tensor(token_ids)),
             torch.tensor(features),

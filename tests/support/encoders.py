@@ -52,7 +52,7 @@ def write_json(path: Path, content: Any) -> None:
 
 
 def random_texts(lengths: Sequence[int], first: int = len(SPECIAL)) -> list[list[int]]:
-    """Token ids of texts; the same for the same lengths."""
+    """Returns the token ids of texts; they are the same for the same lengths."""
     draw = np.random.default_rng(7)
     maximum = len(word_tokenizer())
     return [draw.integers(first, maximum, length).tolist() for length in lengths]
@@ -60,7 +60,7 @@ def random_texts(lengths: Sequence[int], first: int = len(SPECIAL)) -> list[list
 
 @torch.no_grad()
 def states_of(model: Any, ids: Sequence[int]) -> np.ndarray:
-    """The states of the last layer, by transformers."""
+    """Returns the states of the last layer, by transformers."""
     base = getattr(model, model.base_model_prefix, model)
     states: np.ndarray = base(torch.tensor([list(ids)])).last_hidden_state[0].double().numpy()
     return states

@@ -119,8 +119,9 @@ _WITH_SCRATCH_BLOCKS = ("draft_model", "eagle", "eagle3", "mtp", "auto")
 def make_llm(
     directory: Path | str, *, at_start: bool = False, largest_shapes: bool = False, **settings: Any
 ) -> LLM:
-    """An LLM with a small menu of shapes; those that move blocks to the host only where a test asks
-    for them.
+    """Makes an LLM with a small menu of shapes.
+
+    Engines move blocks to the host only where a test asks for them.
 
     They compute in float32, whatever the checkpoint is in, unless a test asks for another type.
 
@@ -191,7 +192,7 @@ def make_menu_of_chunks(*sizes: Any, **kinds: Any) -> BucketMenu:
 def roomy_page_shapes(
     kv: KVSpec, num_blocks: list[int], block_size: int, dtype: Any, **layout: bool
 ) -> kv_pages.KVPages:
-    """`kv_pages.page_shapes`, but for pages with more blocks than the host hands out."""
+    """Returns `kv_pages.page_shapes`, but for pages with more blocks than the host hands out."""
     minimum = _DEVICE_BLOCKS.get(block_size, 0) if len(set(num_blocks)) == 1 else 0
     roomy = [max(count, minimum) for count in num_blocks]
     return kv_pages.page_shapes(kv, roomy, block_size, dtype, **layout)
@@ -201,7 +202,7 @@ def roomy_page_shapes(
 def engines_by_name(
     settings: Mapping[str, dict[str, Any]], directory_of: Callable[[str], Path | str]
 ) -> Iterator[Callable[[str], LLM]]:
-    """Engines that are made when they are first asked for."""
+    """Returns engines that are made when they are first asked for."""
     made: dict[str, LLM] = {}
 
     def engine(name: str) -> LLM:
@@ -245,8 +246,9 @@ def invariants(llm: LLM) -> None:
 
 @contextlib.contextmanager
 def steps_by_hand(llm: LLM) -> Iterator[None]:
-    """The engine's thread waits meanwhile. A call takes the steps that it waits for, so that a
-    stream that nobody reads stands still.
+    """Makes the engine's thread wait, while a call takes the steps that it waits for.
+
+    A stream that nobody reads stands still.
     """
     driver, waits, may_go_on = llm._driver, threading.Event(), threading.Event()
     parked = driver.call(lambda engine: (waits.set(), may_go_on.wait()))

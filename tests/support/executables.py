@@ -57,9 +57,7 @@ _made_when_used = 0
 
 @contextlib.contextmanager
 def when_used() -> Iterator[None]:
-    """Engines that are made meanwhile compile each executable when it first runs, and not at their
-    start.
-    """
+    """Makes new engines compile each executable when it first runs, and not at their start."""
     global _made_when_used
     _made_when_used += 1
     try:
@@ -122,7 +120,7 @@ class SharedExecutables:
 
     @contextlib.contextmanager
     def in_use(self, *, optimized: bool) -> Iterator[Counts]:
-        """While it is open, engines take their executables from here."""
+        """Lets engines take their executables from here while it is open."""
         counts = Counts()
         build = executables.Executables.__init__
 
@@ -262,5 +260,5 @@ def _num_maps() -> int:
 
 
 def _as_for_users(function: Any, *shapes: Any, **_: Any) -> Any:
-    """Whatever XLA_FLAGS says."""
+    """Compiles as for users, whatever XLA_FLAGS says."""
     return function.lower(*shapes).compile(_AS_FOR_USERS)

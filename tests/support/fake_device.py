@@ -37,7 +37,7 @@ NOTHING = -1
 def draw(
     context: Iterable[int], seed: int, sample_index: int, suppressed: Iterable[int] = ()
 ) -> int:
-    """The token that follows `context`: a function of the context and the noise key alone."""
+    """Returns the token after `context`: a function of the context and the noise key alone."""
     banned = set(suppressed)
     for attempt in itertools.count():
         key = f"{list(context)} {seed} {sample_index} {attempt}"
@@ -76,7 +76,7 @@ def make_group(
 def make_beam_group(
     request_id: str, first_id: int, prompt: Iterable[int], beam: BeamSearchParams
 ) -> SequenceGroup:
-    """Its forks take the ids that follow the first."""
+    """Makes a group whose forks take the ids that follow the first."""
     token_ids = tuple(prompt)
     assert beam.max_tokens is not None
     request = Request(
@@ -98,8 +98,9 @@ def make_beam_group(
 
 
 def alone(request: Request, sample_index: int = 0, window: int | None = None) -> list[int]:
-    """The output that the request must have whatever happens around it: drawn one by one, without
-    blocks or steps.
+    """Returns the output that the request must have whatever happens around it.
+
+    It is drawn one by one, without blocks or steps.
     """
     known = list(request.prompt_token_ids)
     while True:
@@ -155,7 +156,7 @@ class FakeDevice:
     def __init__(
         self, num_blocks: int, block_size: int, windows: tuple[int | None, ...] = (None,)
     ) -> None:
-        """windows: of each cache group, the first of which sees most."""
+        """Makes a device with these windows of cache groups, the first of which sees most."""
         self.block_size = block_size
         self.window, *self.further_windows = windows
         self.host: dict[int, tuple[list[int], list[int]]] = {}
@@ -168,7 +169,7 @@ class FakeDevice:
             self.contexts[destination] = self.contexts[source].copy()
 
     def swap(self, plan: StepPlan) -> None:
-        """Out, then in: a block that is freed by the one may be filled by the other."""
+        """Swaps out, and then in: a block that is freed by the one may be filled by the other."""
         for block, host_block in plan.swap_out:
             self.host[host_block] = self.slots[block].copy(), self.contexts[block].copy()
         for host_block, block in plan.swap_in:
@@ -214,8 +215,9 @@ class FakeDevice:
             )
 
     def verify(self, row: Row, drawn: list[int]) -> list[int]:
-        """From what was drawn behind each token of a row: the tokens that are right, one behind the
-        other, moved to where they belong.
+        """Returns the tokens that are right, by what was drawn after each token of a row.
+
+        They follow each other, and are moved to where they belong.
         """
         path = [0]
         while right := [
@@ -305,7 +307,10 @@ class Driver:
         self.num_right = 0  # drafts that became tokens
 
     def step(self, change: EditsOf | None = None) -> list[SequenceGroup]:
-        """One step; `change` may answer a draw with edits of its own. Returns the touched groups."""
+        """Takes one step, and returns the touched groups.
+
+        `change` may answer a draw with edits of its own.
+        """
         scheduler, manager = self.scheduler, self.scheduler.block_manager
         before = scheduler.running
         plan = self._plan()
@@ -378,7 +383,7 @@ class Driver:
         return touched
 
     def _plan(self) -> StepPlan | None:
-        """The next plan, which drafts must not change in anything but drafts."""
+        """Returns the next plan, which drafts must not change in anything but drafts."""
         drafts = {} if self.propose is None else self.propose(self.scheduler)
         if not drafts:
             return self.scheduler.plan()
@@ -447,8 +452,10 @@ class Driver:
         raise AssertionError(f"unfinished after {max_steps} steps")
 
     def edits_of(self, group: SequenceGroup, sequence: Sequence, token_id: int) -> list[Edit]:
-        """Sampling: the token is appended; the first draw of a request with n > 1 forks off those
-        samples that the plan did not.
+        """Samples: the token is appended, and the first draw of a request with n > 1 forks off
+        samples.
+
+        They are those that the plan did not fork off.
         """
         request = group.request
         edits: list[Edit] = []

@@ -31,8 +31,10 @@ def flash_mha_with_kvcache(
     num_splits=1,
     return_softmax_lse=False,
 ):
-    """q: (batch, queries, heads, width). Pages: (blocks, block size, key/value heads, width).
-    Lengths: (batch,).
+    """Computes attention as the library of that name does.
+
+    q: (batch, queries, heads, width). Pages: (blocks, block size, key/value heads, width). Lengths:
+    (batch,).
     """
     unused = (k, v, cache_batch_idx, cache_leftpad, rotary_cos, rotary_sin)
     assert (

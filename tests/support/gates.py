@@ -33,7 +33,7 @@ class Gate:
         self.permits.release(10_000)
 
     async def reached(self):
-        """The engine stands before a step."""
+        """Waits until the engine stands before a step."""
         await asyncio.to_thread(self.entered.acquire)
 
     async def until(self, awaitable):

@@ -101,8 +101,9 @@ def add_tensor(writer: gguf.GGUFWriter, name: str, values: np.ndarray, kind: str
 def byte_level(
     pre: str, vocabulary: Mapping[str, int], merges: list[tuple[str, str]]
 ) -> dict[str, tuple[str, Any]]:
-    """Metadata of a tokenizer. Tokens that are written <|so|> are control tokens; "<|end|>" ends a
-    text.
+    """Returns the metadata of a tokenizer.
+
+    Tokens that are written <|so|> are control tokens; "<|end|>" ends a text.
     """
     tokens = sorted(vocabulary, key=lambda token: vocabulary[token])
     types = [_CONTROL if token.startswith("<|") else _NORMAL for token in tokens]
@@ -121,7 +122,7 @@ def byte_level(
 def byte_level_vocabulary(
     words: list[str], letters: Iterable[str] | None = None
 ) -> tuple[dict[str, int], list[tuple[str, str]]]:
-    """`letters`, by default those of all bytes, and `words` put together from the left."""
+    """Returns `letters`, by default those of all bytes, and `words` put together from the left."""
     letters = sorted(ByteLevel.alphabet() if letters is None else letters)
     vocabulary = {"<|end|>": 0, **{letter: place + 1 for place, letter in enumerate(letters)}}
     merges = []
@@ -180,7 +181,7 @@ def _number(architecture: str) -> Any:
 
 
 def _permuted(values: np.ndarray, heads: int) -> np.ndarray:
-    """llama.cpp's order of the rows of queries and keys, for RoPE over neighbours instead of
+    """Returns rows of queries and keys in llama.cpp's order, for RoPE over neighbours instead of
     halves.
     """
     halves = values.reshape(heads, 2, values.shape[0] // heads // 2, *values.shape[1:])

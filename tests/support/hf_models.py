@@ -75,8 +75,9 @@ def stated_time_steps(model: Any) -> Any:
 
 
 def make_model(name: str, *, seed: int = _SEED, **overrides: Any) -> Any:
-    """The named model of transformers, float32, ready for inference. overrides: fields of
-    config.json.
+    """Makes the named model of transformers in float32, ready for inference.
+
+    overrides: fields of config.json.
     """
     config = config_json(name, **overrides)
     model_class = getattr(transformers, config.pop("architectures")[0])
@@ -97,7 +98,7 @@ def save_model(
     dtype: torch.dtype = torch.float32,
     **overrides: Any,
 ) -> Any:
-    """Write the named model to `directory`: config, safetensors and a tokenizer; return the model.
+    """Writes the named model to `directory`, and returns it: config, safetensors and a tokenizer.
 
     config.json is what transformers saves; the tokenizer knows the words "t0", "t1", ... for the
     ids of the vocabulary.
@@ -117,7 +118,7 @@ def save_model(
 def randomise(
     model: torch.nn.Module, generator: torch.Generator, *, embedding: float = 0.2
 ) -> None:
-    """Draw all weights anew; embedding: the deviation of the tables' values."""
+    """Draws all weights anew; embedding: the deviation of the tables' values."""
 
     def draw(parameter: torch.nn.Parameter, deviation: float, mean: float = 0.0) -> None:
         parameter.normal_(mean, deviation, generator=generator)

@@ -17,7 +17,10 @@ from tests.support.running import WAIT_SECONDS, Running, wait_until
 
 @contextlib.contextmanager
 def held(server: Running) -> Iterator[None]:
-    """Between two steps: what is sent meanwhile waits in the queue of the engine's thread."""
+    """Holds the engine between two steps.
+
+    What is sent meanwhile waits in the queue of the engine's thread.
+    """
     is_held, goes_on = threading.Event(), threading.Event()
 
     def hold(engine: Engine) -> None:
@@ -61,7 +64,7 @@ class Steps:
 
 @contextlib.contextmanager
 def stepped(server: Running, monkeypatch: pytest.MonkeyPatch) -> Iterator[Steps]:
-    """The engine takes a step when it may."""
+    """Lets the engine take a step when it may."""
     steps = Steps(server.loop.engine)
     with monkeypatch.context() as patch:
         patch.setattr(server.loop.engine, "step", steps)

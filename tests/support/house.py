@@ -314,8 +314,9 @@ DYNAMIC_IMPORTS: dict[str, str] = {
 
 
 def place(module_name: str) -> tuple[int, str]:
-    """(floor, wing) of a module of jaxpage, of `tools` or of `pallas_kernels`; floor -1 when the
-    house has no such room.
+    """Returns the (floor, wing) of a module of jaxpage, of `tools` or of `pallas_kernels`.
+
+    The floor is -1 when the house has no such room.
     """
     top, _, rest = module_name.partition(".")
     if top == "tools":
@@ -335,7 +336,7 @@ def room_of(module_name: str) -> str:
 
 
 def violations(root: Path) -> list[str]:
-    """Everything in `root` that breaks a law, as `file:line: what`."""
+    """Returns everything in `root` that breaks a law, as `file:line: what`."""
     modules = read_modules(root)
     known = {module.name for module in modules} | {module.package for module in modules}
     found: list[str] = []
@@ -534,7 +535,10 @@ def _never(module: Module) -> Iterator[tuple[int, str]]:
 
 
 def _matmuls(module: Module) -> Iterator[tuple[int, str]]:
-    """One place multiplies by weights, so that one place has to know of a new kind of weight."""
+    """Yields products outside of the one place that multiplies by weights.
+
+    So one place has to know of a new kind of weight.
+    """
     if not module.name.startswith(("jaxpage.layers", "jaxpage.models")) or module.path in MATMULS:
         return
     for node in module.nodes:
@@ -549,7 +553,10 @@ def _matmuls(module: Module) -> Iterator[tuple[int, str]]:
 
 
 def _steps(module: Module) -> Iterator[tuple[int, str]]:
-    """One thread takes the steps of an engine, so that nothing else meets it in the middle of one."""
+    """Yields calls of `Engine.step` outside of a driver.
+
+    One thread takes the steps of an engine, so that nothing else meets it in the middle of one.
+    """
     if not module.name.startswith("jaxpage.") or room_of(module.name) in STEPPING:
         return
     for node in module.nodes:
@@ -709,7 +716,9 @@ def median_sizes(root: Path) -> tuple[float, float]:
 
 
 def third_party(root: Path) -> dict[str, str]:
-    """Packages that the product imports, neither its own nor Python's, each with one place where."""
+    """Returns packages that the product imports, neither its own nor Python's, each with one place
+    where.
+    """
     found: dict[str, str] = {}
     modules = [module for module in read_modules(root) if place(module.name)[0] < 5]
     for module in modules:

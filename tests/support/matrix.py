@@ -99,7 +99,9 @@ class Engines:
         return llm.generate(PROMPT, params, use_tqdm=False)[0]
 
     def preemption(self, params: Params) -> RequestOutput:
-        """By swapping, and again by recomputation: in the prompt, after the first token, later."""
+        """Preempts by swapping, and again by recomputation: in the prompt, after the first token,
+        later.
+        """
         swapped, recomputed = (
             self._gives_way(self.llm(kind), params) for kind in ("plain", "recompute")
         )
@@ -110,7 +112,7 @@ class Engines:
         return self.llm("chunked").generate(PROMPT, params, use_tqdm=False)[0]
 
     def speculation(self, params: Params) -> RequestOutput:
-        """With drafts, right and wrong ones, of what the request was without them."""
+        """Runs with drafts, right and wrong ones, of what the request was without them."""
         llm = self.llm("speculating")
         heard = Scripted({}, lambda *_: (0, 0))
         draft_with(llm._engine, heard)
@@ -294,7 +296,7 @@ def _has_masks(situation: Situation) -> bool:
 
 
 def sampling_cases(llm: LLM) -> dict[str, Case]:
-    """One for every field of `SamplingParams`."""
+    """Returns a case for every field of `SamplingParams`."""
     eos = llm.tokenizer.eos_token_id
     ids = {word: llm.tokenizer(word)["input_ids"][0] for word in (" and", " the", " old", " a")}
     to_the_end = {"logit_bias": {eos: 100.0}, "max_tokens": 12}
@@ -371,7 +373,7 @@ def sampling_cases(llm: LLM) -> dict[str, Case]:
 
 
 def beam_cases(llm: LLM) -> dict[str, Case]:
-    """One for every field of `BeamSearchParams`."""
+    """Returns a case for every field of `BeamSearchParams`."""
     return {
         "n": Case(lambda s: len(s.outputs) == 2, 2),
         "stop_token_ids": Case(
@@ -463,7 +465,7 @@ def _cell(
 
 
 def markdown(matrix: dict[str, dict[str, str]]) -> str:
-    """The matrix as a document."""
+    """Returns the matrix as a document."""
     signs = {YES: "yes", REFUSED: "refused", NO_FIELD: "–"}
     lines = [f"| parameter | {' | '.join(FEATURES)} |", f"|---|{'---|' * len(FEATURES)}"]
     lines += [

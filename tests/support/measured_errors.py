@@ -18,7 +18,7 @@ WRITE = "pytest -n 0 -m '' tests/test_models.py -k logits_are_those_of_transform
 
 
 def read() -> dict[str, Any]:
-    """The version of transformers, and the greatest difference by the model's name."""
+    """Returns the version of transformers, and the greatest difference by the model's name."""
     found: dict[str, Any] = json.loads(PATH.read_text())
     return found
 
@@ -35,8 +35,9 @@ def write(errors: dict[str, float]) -> None:
 
 
 def greatest(errors: dict[str, float], architecture: str) -> str:
-    """The greatest one of an architecture, as the page of models shows it; nothing where none was
-    measured.
+    """Returns the greatest one of an architecture, as the page of models shows it.
+
+    Where none was measured it is nothing.
     """
     found = [
         error

@@ -41,8 +41,9 @@ def random_heads(
 
 
 def table_of(following: np.ndarray) -> np.ndarray:
-    """Rows [V, D] that give token `following[t]` the one large logit where the hidden state is that
-    of token t.
+    """Returns rows [V, D] that give token `following[t]` the one large logit.
+
+    They do so where the hidden state is that of token t.
     """
     table = np.zeros((WIDTH, WIDTH), np.float32)
     table[following, np.arange(WIDTH)] = SHARPNESS
@@ -58,14 +59,15 @@ def times(count: int) -> np.ndarray:
 
 
 def knowing_heads(count: int) -> list[Head]:
-    """Whose best guess is what the cycle model finds likeliest, and then again."""
+    """Returns heads whose best guess is what the cycle model finds likeliest, and then again."""
     zeros = [(np.zeros((WIDTH, WIDTH), np.float32), np.zeros(WIDTH, np.float32))]
     return [Head(zeros, table_of(times(head + 2))) for head in range(count)]
 
 
 def cycle_checkpoint(directory: Path) -> Path:
-    """A model whose hidden state is a function of the last token alone, and so is what it finds
-    likeliest next.
+    """Writes a model whose hidden state is a function of the last token alone.
+
+    So is what it finds likeliest next.
     """
     directory.mkdir(parents=True)
     tensors = random_tensors(CYCLE)

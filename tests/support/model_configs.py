@@ -822,7 +822,7 @@ _IDS = {"bos_token_id": 0, "eos_token_id": 1_000_000, "pad_token_id": 0}
 
 @functools.cache
 def no_special_tokens(model_type: str) -> dict[str, int | None]:
-    """Special tokens that no text has: null, as far as the config class takes it."""
+    """Returns special tokens that no text has: null, as far as the config class takes it."""
     fields = getattr(CONFIG_MAPPING[model_type], "__dataclass_fields__", {})
     strict = {name for name in _IDS if name in fields and fields[name].type in (int, "int")}
     return {name: each if name in strict else None for name, each in _IDS.items()}

@@ -74,8 +74,9 @@ class Head(torch.nn.Module):
 
     @torch.no_grad()
     def forward(self, token_ids: np.ndarray, features: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Outputs (the features of the next places) and logits of every row; token_ids: of the
-        places behind the rows.
+        """Returns outputs (the features of the next places) and logits of every row.
+
+        token_ids: of the places after the rows.
         """
         embedded = self.enorm(self.decoder.embed_tokens(torch.tensor(token_ids)))
         parts = [embedded, self.hnorm(torch.tensor(features).double())]
@@ -137,7 +138,7 @@ class Model(NamedTuple):
 def save_with_head(
     family: str, directory: Path, *, num_tokens: int | None = None, **overrides: Any
 ) -> Model:
-    """Write the model of a family with a random head to `directory`.
+    """Writes the model of a family with a random head to `directory`.
 
     num_tokens: of so many tokens a greedy text is, so that a random head is right now and then.
     overrides: fields of config.json.

@@ -24,6 +24,13 @@ sold spelt spent stood taken taught thought thrown told understood won worn writ
 IRREGULAR = frozenset(_IRREGULAR.split())
 # Words that end in "ed" and are no participles.
 PLAIN = frozenset({"bed", "embed", "exceed", "feed", "need", "proceed", "seed", "speed", "unused"})
+# Words that end in "s" and begin a docstring without being its verb.
+_NO_VERBS = """
+Always Arguments As Bodies Bytes Candidates Cases Engines Globs Its Kernels Less Logits Modules
+Names Outputs Packages Parameters Pictures Questions Rows Seconds Status Statuses Tables This Tokens
+Trees
+"""
+NO_VERBS = frozenset(_NO_VERBS.split())
 # Words that stood for a term of the field, with the term, which docs/glossary.md lists. They are
 # parts of identifiers, in lower case.
 TERMS = {
@@ -140,6 +147,36 @@ def old_words(modules: Sequence[Module], allowed: Collection[str] = ()) -> list[
                     place = f"{module.path}:{token.start[0]}"
                     places.append(f"{place}: {token.string} ({TERMS[match[1]]})")
             before = token.string
+    return places
+
+
+def first_word(text: str) -> str:
+    """Returns the word that a docstring begins with, which is empty before a quote."""
+    match = re.match(r"[\w'-]*", text)
+    return match[0] if match else ""
+
+
+def without_verb(modules: Sequence[Module], *, tests: bool = True) -> list[str]:
+    """Returns the functions whose docstring does not begin with a verb in the third person.
+
+    Such a verb ("Returns", "Is") ends in "s", so this is an estimate.
+
+    Args:
+        modules: The modules.
+        tests: Whether functions count that are named as tests are, whose docstrings are sentences
+            with any subject.
+    """
+    places = []
+    for module in modules:
+        for node in module.nodes:
+            if not isinstance(node, Function) or not (text := ast.get_docstring(node)):
+                continue
+            word = first_word(text)
+            is_verb = word[:1].isupper() and word.endswith("s") and "'" not in word
+            if (tests or not node.name.startswith("test_")) and not (
+                is_verb and word not in NO_VERBS
+            ):
+                places.append(f"{module.path}:{node.lineno}: {node.name}: {text.splitlines()[0]}")
     return places
 
 

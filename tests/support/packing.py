@@ -19,8 +19,9 @@ def varint(number: int) -> bytes:
 
 
 def snappy(data: bytes) -> bytes:
-    """Packed with copies of all three widths, by the distance, wherever four bytes were seen
-    before; the rest as it is.
+    """Packs with copies of all three widths, by the distance, wherever four bytes were seen before.
+
+    The rest stays as it is.
     """
     out, at, plain, seen = bytearray(varint(len(data))), 0, 0, dict[bytes, int]()
 
@@ -58,7 +59,10 @@ def snappy(data: bytes) -> bytes:
 
 
 def riegeli(records: list[bytes], *, packed: bool = True) -> bytes:
-    """A file of simple chunks of up to three records. Hashes are left zero: nobody checks them."""
+    """Returns a file of simple chunks of up to three records.
+
+    Hashes are left zero: nobody checks them.
+    """
     stream = bytes(24) + b"s" + bytes(15)  # the chunk that every file begins with
     for start in range(0, len(records), 3):
         stream += _chunk(records[start : start + 3], packed)
@@ -85,7 +89,7 @@ def _chunk(records: list[bytes], packed: bool) -> bytes:
 
 
 def message(*fields: tuple[int, int | bytes]) -> bytes:
-    """A Protocol Buffer of numbers and bytes."""
+    """Returns a Protocol Buffer of numbers and bytes."""
     out = b""
     for field, value in fields:
         if isinstance(value, int):
@@ -102,7 +106,7 @@ def image(
     code: bytes = b"code",
     attributes: bool = True,
 ) -> bytes:
-    """An ELF image; kernels: (registers, stack bytes, static shared bytes) by name."""
+    """Returns an ELF image; kernels: (registers, stack bytes, static shared bytes) by name."""
     symbol_names = _strings(kernels)
     symbols = bytes(24) + b"".join(
         struct.pack("<IBBHQQ", symbol_names.index(name.encode() + b"\0"), 0x12, 0, 0, 0, 0)

@@ -128,7 +128,7 @@ FAMILIES = {
 
 @functools.cache
 def tokenizer_of(name: str) -> Any:
-    """The packaged tokenizer with the special tokens of a family."""
+    """Returns the packaged tokenizer with the special tokens of a family."""
     family = FAMILIES[name]
     directory = Path(jaxpage.__file__).parent / "demo"
     tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(
@@ -212,14 +212,14 @@ def oracle_of(name: str) -> Oracle:
 
 
 def picture(width: int, height: int, seed: int = 0, mode: str = "RGB") -> Image.Image:
-    """A picture of noise, which no resize leaves as it is."""
+    """Returns a picture of noise, which no resize leaves as it is."""
     shape = (height, width, len(mode)) if len(mode) > 1 else (height, width)
     values = np.random.default_rng(seed).integers(0, 256, shape, dtype=np.uint8)
     return Image.fromarray(values, mode)
 
 
 def encoded(picture: Image.Image, kind: str = "PNG", **options: Any) -> bytes:
-    """The bytes of a picture's file."""
+    """Returns the bytes of a picture's file."""
     file = io.BytesIO()
     picture.save(file, kind, **options)
     return file.getvalue()

@@ -34,12 +34,12 @@ class Planned:
 
 
 def _attention(width: int, heads: int, kv_heads: int, head: int) -> int:
-    """Queries and the output, keys and values."""
+    """Returns the weights of queries and the output, and those of keys and values."""
     return width * head * (2 * heads + 2 * kv_heads)
 
 
 def _sizes(width: int, layers: int, heads: int, kv_heads: int, vocabulary: int) -> dict[str, Any]:
-    """The fields that have one name in all these families."""
+    """Returns the fields that have one name in all these families."""
     shape = {"hidden_size": width, "num_hidden_layers": layers, "vocab_size": vocabulary}
     return {**shape, "num_attention_heads": heads, "num_key_value_heads": kv_heads}
 
@@ -52,7 +52,7 @@ def _config(name: str, kind: str, *parts: dict[str, Any], **fields: Any) -> dict
 
 
 def _layers(count: int, every: int, others: str = "sliding_attention") -> list[str]:
-    """One full layer in so many, the last of them."""
+    """Returns one full layer in so many, the last of them."""
     return ["full_attention" if (i + 1) % every == 0 else others for i in range(count)]
 
 

@@ -34,7 +34,10 @@ class Double(Proposer):
 
 
 def oracle(outputs: Outputs, maximum: int, vocab_size: int) -> Proposer:
-    """Always right. `outputs`: what the engine draws for these prompts without drafts."""
+    """Returns a proposer that is always right.
+
+    `outputs`: what the engine draws for these prompts without drafts.
+    """
     return SyntheticProposer(outputs, (1.0,) * maximum, vocab_size=vocab_size)
 
 
@@ -57,7 +60,7 @@ class PastTheEnd(Proposer):
 
 
 def any_length(vocab_size: int) -> Double:
-    """Random tokens, from none to as many as are wanted."""
+    """Drafts random tokens, from none to as many as are wanted."""
     return Double(
         lambda _, maximum, noise: chain(
             tuple(noise.choices(range(vocab_size), k=noise.randint(0, maximum)))
@@ -66,7 +69,7 @@ def any_length(vocab_size: int) -> Double:
 
 
 def twins(vocab_size: int) -> Double:
-    """Trees in which every token has two equal children, as far as they go."""
+    """Drafts trees in which every token has two equal children, as far as they go."""
 
     def guess(sequence: Sequence, maximum: int, noise: random.Random) -> Draft:
         levels = noise.choices(range(vocab_size), k=maximum)
@@ -84,7 +87,9 @@ def too_many(vocab_size: int) -> Double:
 
 
 def unknown_tokens(vocab_size: int) -> Double:
-    """A good token, and then one that no model of this vocabulary has, anywhere in the chain."""
+    """Drafts a good token, and then one that no model of this vocabulary has, anywhere in the
+    chain.
+    """
 
     def guess(sequence: Sequence, maximum: int, noise: random.Random) -> Draft:
         tokens = noise.choices(range(vocab_size), k=maximum)
@@ -95,8 +100,9 @@ def unknown_tokens(vocab_size: int) -> Double:
 
 
 def no_tree(vocab_size: int) -> Double:
-    """Parents that come later, are the token itself or are none, or of which there are too few or
-    too many.
+    """Drafts parents that come later, are the token itself or are none.
+
+    They may be too few or too many, too.
     """
 
     def guess(sequence: Sequence, maximum: int, noise: random.Random) -> Draft:
@@ -130,7 +136,9 @@ def no_draft() -> Double:
 
 
 def harmless(vocab_size: int) -> Mapping[str, Double]:
-    """By name: proposers that know nothing, with which every text must be what it is without them."""
+    """Returns, by name, proposers that know nothing, with which every text is what it is without
+    them.
+    """
     makers = (any_length, twins, too_many, unknown_tokens, no_tree)
     return {
         **{maker.__name__: maker(vocab_size) for maker in makers},

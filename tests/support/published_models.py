@@ -322,7 +322,7 @@ transformers on small random weights, not these models."""
 
 
 def tables() -> Iterator[tuple[str, tuple[str, ...], list[tuple[str, ...]]]]:
-    """Each publisher, with the header and the rows of its table."""
+    """Yields each publisher, with the header and the rows of its table."""
     for publisher, entries in ENTRIES.items():
         rows = [(name, sizes, f"`{kind}`", note) for name, sizes, kind, note in entries]
         yield publisher, ("model", "billions of parameters", "architecture", "to know"), rows

@@ -29,8 +29,9 @@ DTYPES: dict[str, Any] = {
 def random_tensors(
     config: dict[str, Any], seed: int = 0, dtype: str = "float32"
 ) -> dict[str, np.ndarray]:
-    """A checkpoint's tensors by name. Matrices keep the size of what they multiply, so logits are
-    well spread.
+    """Returns a checkpoint's tensors by name.
+
+    Matrices keep the size of what they multiply, so logits are well spread.
     """
     family = load_family(config)
     rng = np.random.default_rng(seed)
@@ -52,7 +53,7 @@ def random_tensors(
 
 
 def _order(name: str) -> tuple[int, int, bool, str]:
-    """Tables first, then layer by layer, then what is left; the weight before the bias."""
+    """Sorts tables first, then layer by layer, then what is left; the weight before the bias."""
     layer = next((int(part) for part in name.split(".") if part.isdigit()), None)
     parts = (_OUTSIDE if layer is None else _INSIDE).split()
     place = next((place for place, part in enumerate(parts) if part in name), len(parts))
@@ -71,8 +72,9 @@ def random_checkpoint(
     headless_names: bool = False,
     generation_config: dict[str, Any] | None = None,
 ) -> Path:
-    """Write config.json and random weights to `directory`, which is returned. The same seed gives
-    the same weights.
+    """Writes config.json and random weights to `directory`, which is returned.
+
+    The same seed gives the same weights.
 
     shards: number of files (more than one comes with an index). tied_head: for tied embeddings,
     lm_head is saved as well. headless_names: without the prefix of the model inside (as saved from
@@ -96,7 +98,7 @@ def random_checkpoint(
 
 
 def write_tensors(directory: Path, tensors: dict[str, np.ndarray], shards: int = 1) -> None:
-    """model.safetensors, or that many shards and their index."""
+    """Writes model.safetensors, or that many shards and their index."""
     metadata = {"format": "pt"}
     if shards == 1:
         save_file(tensors, directory / "model.safetensors", metadata)

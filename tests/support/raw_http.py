@@ -16,8 +16,9 @@ OF_THE_MACHINE = re.compile(rf"0x|Traceback|site-packages|/home|/usr|{ROOT}|obje
 
 
 def request_bytes(method: str, path: str, body: Any = None, **headers: str) -> bytes:
-    """A request as it goes over the wire. Underscores in names of headers are hyphens; `Host` can
-    be left out with ''.
+    """Returns a request as it goes over the wire.
+
+    Underscores in names of headers are hyphens; `Host` can be left out with ''.
     """
     content = (
         b"" if body is None else body if isinstance(body, bytes) else json.dumps(body).encode()
@@ -36,8 +37,9 @@ def request_bytes(method: str, path: str, body: Any = None, **headers: str) -> b
 
 
 def answer_of(client: socket.socket) -> tuple[int, dict[str, str], bytes]:
-    """Status, headers and body of what comes, until the server closes the connection or the body is
-    there.
+    """Returns the status, the headers and the body of what comes.
+
+    It reads until the server closes the connection or the body is there.
     """
     data = b""
     while b"\r\n\r\n" not in data:

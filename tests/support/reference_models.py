@@ -86,7 +86,7 @@ layers. `KV cache` has the values of `kv_cache_dtype`; `auto` is the model's dty
 
 
 def models() -> Iterator[tuple[str, list[tuple[str, ...]]]]:
-    """The two tables: header and rows."""
+    """Yields the two tables, each with header and rows."""
     described, used = [], []
     errors = measured_errors.read()["errors"]
     for architecture, entry in FAMILIES.items():
@@ -134,7 +134,7 @@ def models() -> Iterator[tuple[str, list[tuple[str, ...]]]]:
 
 
 def encoders() -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-    """The table of encoders: header and rows."""
+    """Returns the table of encoders, its header and rows."""
     rows = []
     for architecture, entry in ENCODERS.items():
         what = (load_page(entry).__doc__ or "").strip().splitlines()[0]
@@ -165,7 +165,7 @@ def _modules(family: Any, spec: Any) -> list[tuple[Any, nnx.Module]]:
 
 
 def _experts(family: Any, cases: list[str]) -> str:
-    """The formats whose rule takes an expert's place."""
+    """Returns the formats whose rule takes an expert's place."""
     schemes: dict[str, Scheme] = {**SCHEMES}
     schemes |= {
         name: METHODS[config["quant_method"]](QuantizationFields(config))
@@ -193,7 +193,7 @@ def _experts(family: Any, cases: list[str]) -> str:
 
 
 def _lora(models: list[tuple[Any, Any]]) -> str:
-    """The linear layers that an adapter may change: all, or all but some."""
+    """Returns the linear layers that an adapter may change: all, or all but some."""
     others = ["experts"] if _has(models, ExpertLinear) else []
     for family, spec in models:
         targets = lora_targets(family, spec)

@@ -26,7 +26,7 @@ def processed(
     eos: Iterable[int] = (),
     words: Iterable[Sequence[int]] = (),
 ) -> Logits:
-    """The logits that are drawn from, in vLLM's order: what is allowed, biases, penalties."""
+    """Returns the logits to draw from, in vLLM's order: what is allowed, biases, penalties."""
     wide = logits.astype(np.float64)
     forbidden = {word[-1] for word in words if ends_with(output, word[:-1])}
     if len(output) < params.min_tokens:
@@ -54,8 +54,9 @@ def ends_with(known: Sequence[int], end: Sequence[int]) -> bool:
 def drawn(
     logits: Logits, params: SamplingParams, seed: int, sample_index: int, position: int
 ) -> int:
-    """The token of processed logits: the first of the largest, with noise unless the request is
-    greedy.
+    """Returns the token of processed logits: the first of the largest.
+
+    There is noise unless the request is greedy.
     """
     if params.greedy:
         return int(logits.argmax())

@@ -41,8 +41,9 @@ WAIT_SECONDS = 60.0  # for what is bound to happen: far beyond what it takes
 
 
 def demo_with_template(directory: Path, template: str) -> str:
-    """The packaged model with another chat template. Returns `directory`, which is new and called
-    "demo".
+    """Copies the packaged model with another chat template, and returns `directory`.
+
+    The directory is new and called "demo".
     """
     packaged = Path(jaxpage.__file__).parent / "demo"
     directory.mkdir()
@@ -126,7 +127,7 @@ class Running:
 
     @property
     def uvicorn(self) -> ServerState:
-        """Its connections and how many requests there were."""
+        """Returns its connections and how many requests there were."""
         return self._serving._uvicorn.server_state
 
     def aborted(self) -> dict[str, int]:
@@ -153,7 +154,7 @@ class Running:
 def running(
     config: ServerConfig | None = None, *, model: str = "demo", api_keys: Sequence[str] = ()
 ) -> Iterator[Running]:
-    """A server with an engine of its own, which must end as one should."""
+    """Runs a server with an engine of its own, which must end as one should."""
     config = (config or ServerConfig()).model_copy(update={"port": 0})
     built = build_engine(EngineConfig(model=model, **SMALL))
     with bind_socket(config) as listener, _logged_errors() as errors:
@@ -175,7 +176,7 @@ def serving(
     engine: EngineConfig | None = None,
     **settings: Any,
 ) -> Iterator[Running]:
-    """A server around an engine that outlives it, whatever becomes of the server."""
+    """Runs a server around an engine that outlives it, whatever becomes of the server."""
     address = {} if {"uds", "port"} & set(settings) else {"port": 0}
     config = ServerConfig(**address, **{"shutdown_timeout_seconds": WAIT_SECONDS, **settings})
     with bind_socket(config) as listener, _logged_errors() as errors:
@@ -251,7 +252,9 @@ class Promises:
 
 
 def metrics(client: httpx.Client) -> dict[str, float]:
-    """By name; by name and value of the label where there is one beside the model's name."""
+    """Returns values by name; by name and value of the label where there is one beside the model's
+    name.
+    """
     found = {}
     for family in text_string_to_metric_families(client.get("/metrics").text):
         for sample in family.samples:

@@ -49,7 +49,7 @@ class Scripted(Proposer):
 
 
 def mixed_up(sequence_id: int, known: int) -> tuple[int, int]:
-    """A script with some of everything."""
+    """Returns a script with some of everything."""
     digest = zlib.crc32(f"{sequence_id} {known}".encode())
     return digest % 5, digest // 5 % 3
 
@@ -75,7 +75,7 @@ class Guesses(Proposer):
 
 
 def draft_with(engine: Engine, proposer: Proposer, *, always_drafts: bool = False) -> None:
-    """From now on the engine verifies what this proposer drafts, as much of it as its shapes hold."""
+    """Makes the engine verify what this proposer drafts, as much of it as its shapes hold."""
     engine.speculator = ProposingSpeculator(
         proposer,
         engine.scheduler.limits,

@@ -138,7 +138,7 @@ SEEING = {
 
 @functools.cache
 def theirs(name: str) -> Any:
-    """The model of transformers with random weights."""
+    """Returns the model of transformers with random weights."""
     model = SEEING[name]
     kind = getattr(transformers, model.architecture)
     config = {key: dict(v) if isinstance(v, dict) else v for key, v in model.config.items()}
@@ -196,7 +196,7 @@ def key_of(each: Picture) -> bytes:
 
 
 def prompt(name: str, parts: Sequence[Sequence[int] | Picture]) -> tuple[list[int], EmbeddedPrompt]:
-    """The token ids of texts and pictures, and where the pictures are."""
+    """Returns the token ids of texts and pictures, and where the pictures are."""
     ids: list[int] = []
     spans = []
     sources = {}
@@ -213,7 +213,7 @@ def prompt(name: str, parts: Sequence[Sequence[int] | Picture]) -> tuple[list[in
 
 
 def their_logprobs(name: str, ids: Sequence[int], pictures: Sequence[Picture]) -> np.ndarray:
-    """The log probabilities [V] of the token after a prompt."""
+    """Returns the log probabilities [V] of the token after a prompt."""
     model = theirs(name)
     joined = {
         key: np.concatenate([each.arrays[key] for each in pictures], axis=int(name == "smolvlm"))

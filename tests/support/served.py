@@ -60,7 +60,7 @@ def served_engine(
     api_keys: Sequence[str] = (),
     show_prompts: bool = False,
 ) -> Iterator[str]:
-    """A server with the page over an engine that is running already."""
+    """Runs a server with the page over an engine that is running already."""
     config, engine = ServerConfig(ui=True, ui_show_prompts=show_prompts), EngineConfig(model=model)
     context = model_context(built, engine, config)
     facts = capabilities(built, engine, config, context.limits)

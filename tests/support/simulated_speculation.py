@@ -60,7 +60,7 @@ class ShapedDevice:
         return self.fixed + max(self.weights, self.token * shape[1])
 
     def ahead(self, shape: Shape, depth: int | None) -> float:
-        """Seconds that a drafter adds."""
+        """Returns the seconds that a drafter adds."""
         return 0.0 if depth is None else self.follow * self.seconds(shape) + self.level * depth
 
 
@@ -108,8 +108,9 @@ class Progress:
 
     @property
     def num_switches(self) -> int:
-        """From steps with drafts to steps without, and back; a single step of the other kind is a
-        look, and none.
+        """Counts changes from steps with drafts to steps without, and back.
+
+        A single step of the other kind is a look, and none.
         """
         drafts = [tokens > rows for rows, tokens in self.shapes]
         triples = zip(drafts, drafts[1:], drafts[2:], strict=False)
@@ -195,8 +196,8 @@ class SpeculativeLoop:
         )
 
     def run(self, num_steps: int) -> Progress:
-        """So many steps in which all decode; those between them, which compute prompts, do not
-        count.
+        """Takes so many steps in which all decode; those between them, which compute prompts, do
+        not count.
         """
         progress = Progress()
         while len(progress.shapes) < num_steps:
@@ -237,7 +238,7 @@ class SpeculativeLoop:
 
 
 def _result(plan: StepPlan) -> StepResult:
-    """Nobody looks at what was drawn."""
+    """Returns a result, at which nobody looks."""
     ids, floats = np.zeros(len(plan.samples), np.int32), np.zeros(len(plan.samples), np.float32)
     tops = np.zeros((len(plan.samples), 0))
     return StepResult(

@@ -99,7 +99,7 @@ class Case:
     stops_at: float = math.inf
 
     def program(self) -> str:
-        """A program that shows the failure of the case."""
+        """Returns a program that shows the failure of the case."""
         return (
             "from math import inf\n"
             "from tests.support.table_fuzzing import Case, Event, Kind, failure\n\n"
@@ -108,7 +108,7 @@ class Case:
 
 
 def random_case(rng: random.Random) -> Case:
-    """A case of up to four models and two dozen events."""
+    """Returns a case of up to four models and two dozen events."""
 
     def seconds(maximum: float) -> float:
         return rng.randrange(1, int(10 * maximum)) / 10 + rng.randrange(10) / 1000
@@ -224,7 +224,7 @@ class World:
 
     @contextlib.asynccontextmanager
     async def works(self, work: str, kind: Kind) -> AsyncIterator[None]:
-        """Work on a model, of which there is one at a time, and in which no request is meanwhile."""
+        """Works on a model, at one at a time, while no request is in it."""
 
         def check() -> None:
             num_users = self.fakes[kind.name].num_users if kind.name in self.fakes else 0
@@ -414,7 +414,7 @@ class World:
 
 
 def failure(case: Case) -> str | None:
-    """The promise that the table breaks in a case, or None."""
+    """Returns the promise that the table breaks in a case, or None."""
     try:
         with asyncio.Runner(loop_factory=JumpingLoop) as runner:
             runner.get_loop().set_exception_handler(lambda loop, context: None)
@@ -429,7 +429,7 @@ async def _live(case: Case) -> None:
 
 
 def simpler(case: Case) -> Iterator[Case]:
-    """Cases with one thing less."""
+    """Yields cases with one thing less."""
     for place in range(len(case.events)):
         yield dataclasses.replace(case, events=(*case.events[:place], *case.events[place + 1 :]))
     used = {event.model for event in case.events}
@@ -466,7 +466,7 @@ def simpler(case: Case) -> Iterator[Case]:
 
 
 def shrunk(case: Case) -> Case:
-    """A case that fails, and of which nothing can be left out."""
+    """Returns a case that fails, and of which nothing can be left out."""
     while True:
         for smaller in simpler(case):
             if failure(smaller):

@@ -75,7 +75,7 @@ _INSIDE = "import fcntl, os, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0);
 
 @contextmanager
 def terminal(command: Sequence[str], **environment: str) -> Iterator[Terminal]:
-    """A program in a terminal of 100 columns."""
+    """Runs a program in a terminal of 100 columns."""
     descriptor, inside = pty.openpty()
     fcntl.ioctl(inside, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 100, 0, 0))
     program = subprocess.Popen(

@@ -37,8 +37,9 @@ END = 0  # the token that ends a text
 def write_tokenizer(
     directory: Path, special: Sequence[str] = ("<|end|>",), template: str | None = None
 ) -> Path:
-    """Into a model's directory, which is returned. Fewer tokens than LLAMA of
-    `tests.support.engines` has ids.
+    """Writes a tokenizer into a model's directory, which is returned.
+
+    It has fewer tokens than LLAMA of `tests.support.engines` has ids.
 
     The first of the special tokens ends a text.
     """
@@ -68,8 +69,9 @@ def _bpe(end: str) -> models.BPE:
 
 
 def byte_letters() -> dict[int, str]:
-    """The character that stands for each byte: printable ones for themselves, the others counted up
-    from 256.
+    """Returns the character that stands for each byte.
+
+    Printable ones stand for themselves, the others are counted up from 256.
     """
     alphabet = set(ByteLevel.alphabet())
     others = iter(range(256, 512))

@@ -64,7 +64,7 @@ _PALLAS = types.SimpleNamespace(
 def interpreted(
     wait: Callable[[Any], Any] = COPIES.wait, copies: str = "on_wait"
 ) -> Iterator[Callable[[], bool]]:
-    """A block in which the set `tpu` runs on this CPU; what it gives says whether there was a race.
+    """Runs the set `tpu` on this CPU in a block; what it gives says whether there was a race.
 
     Memory that nobody wrote holds NaN. `wait` takes the place of the kernel's wait for a copy;
     `copies` says whether a copy is made when it begins ("eager") or when somebody waits for it.

@@ -36,7 +36,7 @@ def tokenizer() -> Any:
 
 
 def with_template(template: str) -> Any:
-    """The tokenizer with another chat template."""
+    """Returns the tokenizer with another chat template."""
     loaded = load_tokenizer(Path(jaxpage.__file__).parent / "demo")
     loaded.chat_template = template
     return loaded
@@ -80,7 +80,7 @@ def context(**settings: Any) -> ModelContext:
 def prompt_of(
     messages: Sequence[dict[str, Any]], tools: list[dict[str, Any]], served: ModelContext
 ) -> str:
-    """The prompt of a chat, as the server renders it."""
+    """Returns the prompt of a chat, as the server renders it."""
     body = {"model": MODEL, "messages": list(messages), "tools": tools}
     return str(open_chat(body, served).prompts[0].prompt)
 
@@ -103,8 +103,9 @@ class Scripted:
 def logprobs(
     token_ids: Sequence[int], expected: int | None
 ) -> list[dict[int, Logprob] | None] | None:
-    """Made up, in the form of the engine's: the token itself, then the likeliest; the token is the
-    third likeliest.
+    """Makes up log probabilities in the form of the engine's: the token itself, then the likeliest.
+
+    The token is the third likeliest.
     """
     if expected is None:
         return None
@@ -153,8 +154,9 @@ def output(exchange: Exchange, scripts: Sequence[Scripted], *, prompt: int = 0) 
 
 
 def deltas(whole: RequestOutput, scripts: Sequence[Scripted]) -> Iterator[RequestOutput]:
-    """The same, a text and a token of each sequence at a time; those that ended stay in it, with
-    nothing new.
+    """Yields the same, a text and a token of each sequence at a time.
+
+    Those that ended stay in it, with nothing new.
     """
     for step in range(max(len(script.texts) for script in scripts)):
         completions = []

@@ -13,7 +13,7 @@ POSITIONS = 128  # tokens of the longest text
 
 
 def word_tokenizer(*, has_types: bool = True) -> Any:
-    """A tokenizer of words and letters, which puts texts and pairs into BERT's form."""
+    """Returns a tokenizer of words and letters, which puts texts and pairs into BERT's form."""
     names = [*SPECIAL, *WORDS, *"bcdefghijklmnopqrstuvwxyz0123456789.,"]
     model = tokenizers.models.WordPiece(
         {name: index for index, name in enumerate(names)},
