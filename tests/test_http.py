@@ -1428,7 +1428,7 @@ def test_an_answer_that_cannot_be_made_is_a_fixed_text(demo_build, monkeypatch, 
     with serving(demo_build) as running:
 
         def failing(*_):
-            raise KeyError("/home/somebody/secret at 0x7f")
+            raise KeyError(f"{__file__}, secret at 0x7f")
 
         monkeypatch.setattr(generating.Generating, "_stream", failing)
         status, _, body = ask(running, "POST", COMPLETIONS, {**SHORT, "stream": True})

@@ -65,7 +65,11 @@ CONFIG = ServerConfig(
     tool_parser="none",
     body_timeout_seconds=3.0,
 )
-REFUSING = "{% if messages[0].content == 'Refuse' %}{{ raise_exception('roles at 0xdead in /home/somebody/x must alternate') }}{% endif %}"
+REFUSING = (
+    "{% if messages[0].content == 'Refuse' %}"
+    f"{{{{ raise_exception('roles at 0xdead in {__file__} must alternate') }}}}"
+    "{% endif %}"
+)
 TEMPLATE = REFUSING + CHATML
 ZIPPED, BOMB = gzip.compress(b"{}", mtime=0), gzip.compress(b" " * 50_000_000, mtime=0)
 

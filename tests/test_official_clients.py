@@ -678,7 +678,7 @@ def test_an_error_within_a_stream_reaches_the_client(
     }
 
     def failing(*_: Any, **__: Any) -> Any:
-        raise RuntimeError("a device at 0xdead in /home/somebody")
+        raise RuntimeError(f"a device at 0xdead in {__file__}")
 
     parts = iter(streams[kind]())
     next(parts)

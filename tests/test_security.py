@@ -236,7 +236,7 @@ INJECTIONS = (
     "{% extends 'config.json' %}",
     "{{ range(10**9)|list }}",
     "{% for x in range(10**9) %}{% endfor %}",
-    "{{ raise_exception('see /home/somebody/secret/key and 0xdeadbeef') }}",
+    f"{{{{ raise_exception('see {__file__} and 0xdeadbeef') }}}}",
 )
 
 

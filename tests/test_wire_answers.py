@@ -629,7 +629,7 @@ def test_what_an_answer_with_tools_says(name, reason, content, calls):
     ("reason", "stop_reason", "status", "message"),
     [
         ("error", None, 500, "The server failed"),
-        ("error", "RuntimeError: at /home/somebody/x.py", 500, "The server failed"),
+        ("error", "RuntimeError: at x.py, line 3", 500, "The server failed"),
         ("error", "the model's logits are not finite", 500, "The server failed"),
         ("error", NO_TOKEN_LEFT, 400, "leave no token"),
         ("error", "structured_outputs: the grammar is too costly", 400, "too costly"),

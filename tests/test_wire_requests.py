@@ -1041,12 +1041,8 @@ def test_any_error_has_a_status(error, status):
 
 
 def test_messages_show_nothing_of_the_machine():
-    raw = (
-        "at 0x7f00ab in /home/somebody/site-packages/x.py <jaxpage.Engine object at 0x12> Traceback"
-    )
-    assert not re.search(
-        r"0x|somebody|site-packages|object at|Traceback", ApiError(400, raw).message
-    )
+    raw = f"at 0x7f00ab in {pytest.__file__} <jaxpage.Engine object at 0x12> Traceback"
+    assert not re.search(r"0x|pytest|site-packages|object at|Traceback", ApiError(400, raw).message)
     assert ApiError(400, "use /v1/completions").message == "use /v1/completions"
 
 
@@ -1093,7 +1089,7 @@ def refuse_as_it_is(opens: Any, body: dict[str, Any]) -> str:
 
 def test_what_the_client_said_stands_beside_what_it_is_not_told():
     said = "/a/b/("
-    machine = "at 0x7f00ab in /home/somebody/site-packages/x.py <jaxpage.Engine object at 0x12> Traceback /a/bc/("
+    machine = f"at 0x7f00ab in {pytest.__file__} <jaxpage.Engine object at 0x12> Traceback /a/bc/("
     for opens, body in (
         (open_completion, completion(structured_outputs={"regex": said})),
         (open_chat, chat(structured_outputs={"regex": said})),
@@ -1106,7 +1102,7 @@ def test_what_the_client_said_stands_beside_what_it_is_not_told():
             exchange_fails(exchange, f"structured_outputs: '{said}' {machine}"),
         ):
             assert said in message
-            assert not re.search(r"0x|somebody|site-packages|object at|Traceback|bc", message)
+            assert not re.search(r"0x|pytest|site-packages|object at|Traceback|bc", message)
     template = with_template(
         "{{ raise_exception('no ' ~ messages[0].content ~ ' " + machine + "') }}"
     )
@@ -1115,7 +1111,7 @@ def test_what_the_client_said_stands_beside_what_it_is_not_told():
         chat(messages=[{**USER, "content": said}]),
     )
     assert said in message and not re.search(
-        r"0x|somebody|site-packages|object at|Traceback|bc", message
+        r"0x|pytest|site-packages|object at|Traceback|bc", message
     )
 
 
