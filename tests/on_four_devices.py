@@ -184,10 +184,10 @@ def assert_as_transformers(model: Any, prompts: list[list[int]], outputs: Any) -
     for prompt, (tokens, logprobs) in zip(prompts, outputs, strict=True):
         logits = model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1].double()
         assert logits.argmax(-1).tolist() == tokens
-        want = logits.log_softmax(-1)
+        expected = logits.log_softmax(-1)
         for place, entries in enumerate(logprobs):
             for token, logprob in entries.items():
-                assert abs(logprob - float(want[place, token])) < 1e-4
+                assert abs(logprob - float(expected[place, token])) < 1e-4
 
 
 @pytest.mark.usefixtures("decodes_in_chunks")
@@ -236,7 +236,7 @@ def directory(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def want(directory):
+def expected(directory):
     return generate(directory, prompts_of(257), 0.9, **INVARIANT)
 
 
@@ -300,10 +300,10 @@ def test_checkpoints_are_read_in_parts(kind, tmp_path, capfd, monkeypatch):
 
 
 @pytest.mark.usefixtures("decodes_in_chunks")
-def test_what_is_fast_gives_the_same_tokens(directory, want):
+def test_what_is_fast_gives_the_same_tokens(directory, expected):
     fast = {**ON_4, "tensor_parallel_reduction": "fast"}
     outputs = generate(directory, prompts_of(257), 0.9, **fast)
-    assert [tokens for tokens, _ in outputs] == [tokens for tokens, _ in want]
+    assert [tokens for tokens, _ in outputs] == [tokens for tokens, _ in expected]
 
 
 @pytest.mark.sweep
@@ -317,7 +317,7 @@ def test_bfloat16_too(directory):
 
 @pytest.mark.usefixtures("decodes_in_chunks")
 @pytest.mark.parametrize("mistake", few(["order", "heads"], ["order"]))
-def test_a_planted_mistake_is_seen(directory, want, mistake, monkeypatch):
+def test_a_planted_mistake_is_seen(directory, expected, mistake, monkeypatch):
     if mistake == "order":  # two sums, of which the second depends on the devices
 
         def total(parts, shards):
@@ -334,10 +334,10 @@ def test_a_planted_mistake_is_seen(directory, want, mistake, monkeypatch):
             return real(self, axis, size, 3 - place if axis == "kv_heads" else place)
 
         monkeypatch.setattr(sharding.Sharding, "part", part)
-    assert generate(directory, prompts_of(257), 0.9, **ON_4) != want
+    assert generate(directory, prompts_of(257), 0.9, **ON_4) != expected
 
 
-def test_one_engine_in_every_other_way(directory, want, tmp_path):
+def test_one_engine_in_every_other_way(directory, expected, tmp_path):
     """One engine answers alone as together, scores, embeds, takes weights, and its log is
     replayed.
     """
@@ -348,11 +348,12 @@ def test_one_engine_in_every_other_way(directory, want, tmp_path):
     )
     with when_used(), LLM(str(directory), **{**SETTINGS, **ON_4}) as llm:
         alone = [tokens_of(llm.generate(prompt, params, use_tqdm=False))[0] for prompt in prompts]
-        assert alone == want
+        assert alone == expected
         reported = [
-            [entry[id_] for entry, id_ in zip(entries, ids, strict=True)] for ids, entries in want
+            [entry[id_] for entry, id_ in zip(entries, ids, strict=True)]
+            for ids, entries in expected
         ]
-        assert llm.score(prompts, [ids for ids, _ in want]) == reported
+        assert llm.score(prompts, [ids for ids, _ in expected]) == reported
         held = {name: np.asarray(array) for name, array in llm.parameters().items()}
         assert held.keys() == stored.keys()
         for name, array in stored.items():
@@ -366,9 +367,9 @@ def test_one_engine_in_every_other_way(directory, want, tmp_path):
         )
         vectors = llm.embed(prompts, use_tqdm=False)
         llm.update_parameters({name: array * np.float32(0.9) for name, array in held.items()})
-        assert tokens_of(llm.generate(prompts, params, use_tqdm=False)) != want
+        assert tokens_of(llm.generate(prompts, params, use_tqdm=False)) != expected
         llm.update_parameters(held)
-        assert tokens_of(llm.generate(prompts, params, use_tqdm=False)) == want
+        assert tokens_of(llm.generate(prompts, params, use_tqdm=False)) == expected
         wrong = "model.layers.1.mlp.down_proj.weight"
         changed = held[wrong].copy()
         changed[0, -1] = np.nan  # in the part of the last device
@@ -378,7 +379,7 @@ def test_one_engine_in_every_other_way(directory, want, tmp_path):
     with when_used(), LLM(str(directory), **{**SETTINGS, **INVARIANT}) as llm:
         np.testing.assert_array_equal(llm.embed(prompts, use_tqdm=False), vectors)
     with when_used(), LLM(str(directory), **{**SETTINGS, **ON_4}, event_log=str(log)) as llm:
-        assert tokens_of(llm.generate(prompts, params, use_tqdm=False)) == want
+        assert tokens_of(llm.generate(prompts, params, use_tqdm=False)) == expected
     with when_used():
         report = replay(log, progress=False)
     assert report.difference is None and report.num_tokens == NUM_TOKENS * len(prompts)
@@ -482,7 +483,7 @@ def test_adapters_give_the_same_bits_and_those_of_peft(adapters, monkeypatch):
 @pytest.mark.parametrize(
     "method", few(["draft_model", "medusa", "eagle", "eagle3"], ["draft_model", "eagle"])
 )
-def test_a_drafter_changes_no_bit(method, directory, want, tmp_path):
+def test_a_drafter_changes_no_bit(method, directory, expected, tmp_path):
     """The drafter is the model itself, whose products are whole where it drafts and which is right
     most of the time, or a head of random numbers.
     """
@@ -506,7 +507,7 @@ def test_a_drafter_changes_no_bit(method, directory, want, tmp_path):
         ]
         run_giving_way(engine, 4)
         invariants(llm)
-        assert tokens_of([reporter.whole() for reporter in reporters]) == want
+        assert tokens_of([reporter.whole() for reporter in reporters]) == expected
         stats = llm.stats()
         if method.startswith("eagle"):
             reference, drafts = of_a_head(heads()[method], directory), record(llm)

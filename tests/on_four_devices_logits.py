@@ -91,14 +91,14 @@ def test_parts_give_what_whole_rows_do(num_devices, by_row, monkeypatch):
     }
     greedy = SamplingParams(temperature=0.0)
     random = SamplingParams(temperature=float(np.float32(0.7)))
-    want = [
+    expected = [
         drawn(logits.astype(np.float64), random if temperature_R[row] else greedy, 7, 0, row)
         for row, logits in enumerate(logits_RV)
     ]
     logits_RV[0, VOCAB - 1], logits_RV[1], logits_RV[2, 0] = np.nan, -np.inf, np.inf
-    want[:3] = [NOT_FINITE] * 3
+    expected[:3] = [NOT_FINITE] * 3
     draw = functools.partial(from_parts, logits_RV, num_devices=num_devices, by_row=by_row)
-    assert draw(inputs_for(**fields)).tolist() == want
+    assert draw(inputs_for(**fields)).tolist() == expected
     all_greedy = draw(inputs_for(**{**fields, "temperature_R": 0.0}, flags=flags_of(RANDOM=0)))
     assert all_greedy[3:].tolist() == logits_RV[3:].argmax(axis=1).tolist()
     if by_row:  # a planted mistake: all devices have the noise of the first
@@ -106,7 +106,7 @@ def test_parts_give_what_whole_rows_do(num_devices, by_row, monkeypatch):
         monkeypatch.setattr(
             jax.lax, "dynamic_slice_in_dim", lambda array, start, size: real(array, 0, size)
         )
-        assert draw(inputs_for(**fields)).tolist() != want
+        assert draw(inputs_for(**fields)).tolist() != expected
 
 
 REQUESTED = {

@@ -751,18 +751,21 @@ def test_typical_acceptance_is_that_of_medusa():
             [probabilities(*row, top_k=6) for row in zip(logits_RV, temperature_R, strict=True)]
         )
         for index, (start, stop) in enumerate(itertools.pairwise(starts)):
-            got = [place for place in np.asarray(paths_BQ[index]).tolist() if place >= 0]
+            actual = [place for place in np.asarray(paths_BQ[index]).tolist() if place >= 0]
             if start == stop:
-                assert not got
+                assert not actual
                 continue
             row_parents = np.maximum(parents[start:stop] - start, -1)
             expected = best_path(p_TV[start:stop], token_ids[start:stop], row_parents, rule)
             if expected is not None:
                 num_paths += 1
                 lengths.add(len(expected))
-                assert got == [start + place for place in expected]
-                expected_ids = [*token_ids[got[1:]], drawn_R[got[-1]]]  # the last is drawn as ever
-                np.testing.assert_array_equal(token_ids_R[np.array(got)], expected_ids)
+                assert actual == [start + place for place in expected]
+                expected_ids = [
+                    *token_ids[actual[1:]],
+                    drawn_R[actual[-1]],
+                ]  # the last is drawn as ever
+                np.testing.assert_array_equal(token_ids_R[np.array(actual)], expected_ids)
     assert num_paths > 150 and len(lengths) > 3
 
 

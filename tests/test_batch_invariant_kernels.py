@@ -360,8 +360,8 @@ def check_kinds(case, monkeypatch, **options) -> None:
     within = options.pop("value_width", None)
     keys = case if within is None else dataclasses.replace(case, v_pages=case.k_pages)
     expected = oracle(keys, scale=0.25, **options)[..., :within]
-    got = whole.view(jnp.bfloat16).astype(np.float64)
-    np.testing.assert_allclose(got, expected, atol=2e-2, rtol=2e-2)
+    actual = whole.view(jnp.bfloat16).astype(np.float64)
+    np.testing.assert_allclose(actual, expected, atol=2e-2, rtol=2e-2)
     monkeypatch.setattr(triton, "SEGMENT", 64)
     options |= {} if within is None else {"value_width": within}
     assert (whole != attend(case, [(0, QUERIES)], **options)).sum() > 20
@@ -483,24 +483,26 @@ def test_sums_of_segments_are_added_up_where_rows_are_read():
         return [*map(bits, jax.tree.leaves(rotate_and_write(x_TMH, *turns, **options)))]
 
     for of in (add_and_norm, rotate_and_write_all):
-        expected = of(y_TO)
-        for got, want in zip(of(sums_ZTO), expected, strict=True):
-            np.testing.assert_array_equal(got, want)
+        expected_sums = of(y_TO)
+        for actual, expected in zip(of(sums_ZTO), expected_sums, strict=True):
+            np.testing.assert_array_equal(actual, expected)
         big = sums_ZTO.at[0].multiply(1e6).at[1].set(-1e6 * sums_ZTO[0])  # order shows here
         right, wrong = of(big), of(backwards(big, jnp.bfloat16))
-        assert any((got != want).any() for got, want in zip(right, wrong, strict=True)), of
+        assert any(
+            (actual != expected).any() for actual, expected in zip(right, wrong, strict=True)
+        ), of
 
 
 def test_neighbours_are_turned_as_by_complex_numbers():
     x_TNH = numbers(1, 3, 2, 12, dtype="float32")  # four pairs, and four numbers that stay
     angles = np.random.default_rng(2).uniform(0, 6, (3, 4))
     cos, sin = (jnp.asarray(each, jnp.float32) for each in (np.cos(angles), np.sin(angles)))
-    got = np.asarray(rows.rotate_pairs(x_TNH, cos, sin, interpret=True))
+    actual = np.asarray(rows.rotate_pairs(x_TNH, cos, sin, interpret=True))
     pairs = np.asarray(x_TNH, np.float64)
     rotated = (pairs[..., 0:8:2] + 1j * pairs[..., 1:8:2]) * np.exp(1j * angles)[:, None]
-    np.testing.assert_allclose(got[..., 0:8:2], rotated.real, atol=1e-5)
-    np.testing.assert_allclose(got[..., 1:8:2], rotated.imag, atol=1e-5)
-    np.testing.assert_array_equal(got[..., 8:], x_TNH[..., 8:])
+    np.testing.assert_allclose(actual[..., 0:8:2], rotated.real, atol=1e-5)
+    np.testing.assert_allclose(actual[..., 1:8:2], rotated.imag, atol=1e-5)
+    np.testing.assert_array_equal(actual[..., 8:], x_TNH[..., 8:])
 
 
 def test_queries_and_keys_are_turned_and_values_are_not():
@@ -548,26 +550,26 @@ def test_states_are_updated_as_in_float64_and_alike_among_other_rows(
     arrays = [before, decay, k, v, q, beta if with_beta else None]
     result = state.update_state(*arrays, interpret=True)
     wide = [None if each is None else np.asarray(each, np.float64) for each in arrays]
-    for got, want in zip(result, update_in_float64(*wide), strict=True):
-        np.testing.assert_allclose(got, want, atol=2e-5, rtol=2e-5)
+    for actual, expected in zip(result, update_in_float64(*wide), strict=True):
+        np.testing.assert_allclose(actual, expected, atol=2e-5, rtol=2e-5)
     moved = jnp.array([2, 4, 0, 1, 3])  # other rows stand before it and after it
     others = state.update_state(
         *(None if each is None else each[moved] for each in arrays), interpret=True
     )
-    for got, want in zip(others, result, strict=True):
-        np.testing.assert_array_equal(got, want[moved])
+    for actual, expected in zip(others, result, strict=True):
+        np.testing.assert_array_equal(actual, expected[moved])
 
 
 def test_a_convolution_is_added_up_in_the_order_of_its_places():
     inputs, kernel = numbers(1, 5, 4, WIDE, dtype="float32"), numbers(2, 4, WIDE, dtype="float32")
     bias = numbers(3, WIDE, dtype="float32")
     for added in (None, bias):
-        got = state.convolve(inputs, kernel, added, interpret=True)
-        want = (np.asarray(inputs, np.float64) * np.asarray(kernel, np.float64)).sum(1)
-        want += 0 if added is None else np.asarray(added, np.float64)
-        np.testing.assert_allclose(got, want, atol=1e-5, rtol=1e-5)
+        actual = state.convolve(inputs, kernel, added, interpret=True)
+        expected = (np.asarray(inputs, np.float64) * np.asarray(kernel, np.float64)).sum(1)
+        expected += 0 if added is None else np.asarray(added, np.float64)
+        np.testing.assert_allclose(actual, expected, atol=1e-5, rtol=1e-5)
         rotated = state.convolve(inputs[::-1], kernel, added, interpret=True)
-        np.testing.assert_array_equal(rotated, got[::-1])
+        np.testing.assert_array_equal(rotated, actual[::-1])
 
 
 def test_the_programs_of_a_state_depend_on_its_widths_alone(monkeypatch):

@@ -91,11 +91,11 @@ def compare(
     )
     outputs = outputs[len(strangers) :]
     for (prompt, beam), output in zip(requested, outputs, strict=True):
-        want = transformers_search(model, prompt, beam)
+        expected = transformers_search(model, prompt, beam)
         assert [hypothesis.token_ids for hypothesis in output.outputs] == [
-            tokens for tokens, _ in want
+            tokens for tokens, _ in expected
         ], beam
-        for hypothesis, (tokens, score) in zip(output.outputs, want, strict=True):
+        for hypothesis, (tokens, score) in zip(output.outputs, expected, strict=True):
             if score is not None:
                 assert hypothesis.score == pytest.approx(score, rel=1e-4), beam
             last = tokens[-1]
@@ -194,14 +194,14 @@ def test_a_tiny_vocabulary_by_brute_force(tmp_path):
                 (output,) = llm.generate(prompt, beam, use_tqdm=False)
                 # 1 + 2 + 4 x 3: those that end after one token, after two, and all of three
                 if width >= 15:
-                    want = all_hypotheses(logprobs_of, penalty, {0}, max_tokens)
-                    assert len(want) == 15
+                    expected = all_hypotheses(logprobs_of, penalty, {0}, max_tokens)
+                    assert len(expected) == 15
                 else:
-                    want = naive_search(logprobs_of, beam, {0}, max_tokens)
+                    expected = naive_search(logprobs_of, beam, {0}, max_tokens)
                 assert [tuple(hypothesis.token_ids) for hypothesis in output.outputs] == [
-                    hypothesis.token_ids for hypothesis in want
+                    hypothesis.token_ids for hypothesis in expected
                 ]
                 assert [hypothesis.score for hypothesis in output.outputs] == pytest.approx(
-                    [hypothesis.score for hypothesis in want], rel=1e-4
+                    [hypothesis.score for hypothesis in expected], rel=1e-4
                 )
         invariants(llm)

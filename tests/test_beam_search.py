@@ -171,10 +171,10 @@ def check_search(
     strategy = BeamStrategy(request, range(request.num_sequence_ids), NoText)
     world = World(strategy, request, key, num_token_ids)
     outputs = world.run()
-    want = naive_search(world.logprobs_of, beam, ends, max_tokens)
-    assert [output.token_ids for output in outputs] == [output.token_ids for output in want]
+    expected = naive_search(world.logprobs_of, beam, ends, max_tokens)
+    assert [output.token_ids for output in outputs] == [output.token_ids for output in expected]
     assert [output.score for output in outputs] == pytest.approx(
-        [output.score for output in want], rel=1e-12
+        [output.score for output in expected], rel=1e-12
     )
     for text in world.texts.values():
         assert text.end is not None
@@ -327,10 +327,12 @@ def test_a_width_that_holds_every_hypothesis_finds_the_best(
     )
     request = request_of(beam, (), max_tokens)
     world = World(BeamStrategy(request, range(2 * width), NoText), request, key, num_token_ids)
-    want = all_hypotheses(world.logprobs_of, length_penalty, ends, max_tokens)
+    expected = all_hypotheses(world.logprobs_of, length_penalty, ends, max_tokens)
     outputs = world.run()
-    assert [output.token_ids for output in outputs] == [output.token_ids for output in want]
-    assert [output.score for output in outputs] == pytest.approx([output.score for output in want])
+    assert [output.token_ids for output in outputs] == [output.token_ids for output in expected]
+    assert [output.score for output in outputs] == pytest.approx(
+        [output.score for output in expected]
+    )
 
 
 @functools.cache

@@ -467,11 +467,11 @@ def test_a_text_in_quotes_may_be_cut_off(monkeypatch):
     ],
 )
 def test_where_generation_config_is_silent_a_chat_takes_its_own(
-    stated, words, want, message, fake, monkeypatch, capsys
+    stated, words, expected, message, fake, monkeypatch, capsys
 ):
     monkeypatch.setattr(FakeLLM, "sampling_defaults", stated)
     assert chat(monkeypatch, "Hi\nAnd?\n", *words) == 0
-    assert {(params.temperature, params.top_p) for _, params in fake.calls} == {want}
+    assert {(params.temperature, params.top_p) for _, params in fake.calls} == {expected}
     err = capsys.readouterr().err
     assert err.count("Sampling:") == (message is not None), "once"
     assert message is None or message in err

@@ -127,12 +127,12 @@ def expected_arrays(
     return arrays
 
 
-def assert_same_bits(got: dict[Any, Any], want: dict[Any, Any]) -> None:
-    assert got.keys() == want.keys()
-    for key, value in want.items():
-        assert np.asarray(got[key]).dtype == value.dtype, key
+def assert_same_bits(actual: dict[Any, Any], expected: dict[Any, Any]) -> None:
+    assert actual.keys() == expected.keys()
+    for key, value in expected.items():
+        assert np.asarray(actual[key]).dtype == value.dtype, key
         np.testing.assert_array_equal(
-            np.ascontiguousarray(got[key]).view(np.uint8),
+            np.ascontiguousarray(actual[key]).view(np.uint8),
             np.ascontiguousarray(value).view(np.uint8),
             str(key),
         )

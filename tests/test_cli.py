@@ -157,7 +157,7 @@ def test_one_word_is_a_prompt_and_two_are_model_and_prompt(fake):
 
 
 def test_quiet_and_verbose(fake, capsys):
-    for words, want in (
+    for words, expected in (
         ((), (True, False)),
         (("-v",), (True, True)),
         (("--quiet",), (False, False)),
@@ -165,7 +165,8 @@ def test_quiet_and_verbose(fake, capsys):
         assert run("generate", "x", *words) == 0
         out, err = capsys.readouterr()
         assert (
-            out == "Hello wörld\n" and (fake.settings["use_tqdm"], fake.settings["verbose"]) == want
+            out == "Hello wörld\n"
+            and (fake.settings["use_tqdm"], fake.settings["verbose"]) == expected
         )
         assert ("2 tokens" in err and "top_k=40" in err) == (words != ("--quiet",))
     assert err == ""

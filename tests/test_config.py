@@ -191,11 +191,11 @@ def test_settings_that_were_given_are_known() -> None:
         *((True, "must be a valid integer, got True"), (1e9, "must be a valid integer")),
     ],
 )
-def test_amounts_of_memory(value: object, want: int | str) -> None:
-    if isinstance(want, int):
-        assert EngineConfig(kv_cache_memory_bytes=value).kv_cache_memory_bytes == want  # type: ignore[arg-type]
+def test_amounts_of_memory(value: object, expected: int | str) -> None:
+    if isinstance(expected, int):
+        assert EngineConfig(kv_cache_memory_bytes=value).kv_cache_memory_bytes == expected  # type: ignore[arg-type]
         return
-    with pytest.raises(ConfigError, match=f"^kv_cache_memory_bytes: {want}"):
+    with pytest.raises(ConfigError, match=f"^kv_cache_memory_bytes: {expected}"):
         EngineConfig(kv_cache_memory_bytes=value)  # type: ignore[arg-type]
 
 

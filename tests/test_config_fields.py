@@ -65,13 +65,13 @@ def logits_with(config: Config, state: dict[str, Any]) -> torch.Tensor | None:
 def find_idle(name: str) -> tuple[list[str], list[str]]:
     """Returns the fields that move logits, and those of them that change nothing here."""
     state = make_model(name).state_dict()
-    want = logits_with(config_json(name), state)
-    assert want is not None
+    expected = logits_with(config_json(name), state)
+    assert expected is not None
     spec = read(config_json(name))
     moving, idle = [], []
     for field, value in other_values(config_json(name)):
         logits = logits_with({**config_json(name), field: value}, state)
-        if logits is not None and float((logits - want).abs().max()) > MOVED:
+        if logits is not None and float((logits - expected).abs().max()) > MOVED:
             moving.append(field)
             if read({**config_json(name), field: value}) == spec:
                 idle.append(f"{field} = {value!r}")
@@ -104,8 +104,10 @@ def test_a_rotation_without_parameters_is_the_one_of_transformers(case):
     config_class = getattr(transformers, config["architectures"][0]).config_class
     for stated in ({}, {"rope_parameters": None}, {"rope_scaling": {}}, {"rope_parameters": {}}):
         spec = read({**config, **stated})
-        want = config_class(**config, **stated).rope_parameters  # it fills in the object it gets
-        assert spec == read({**config, "rope_parameters": want})
+        expected = config_class(
+            **config, **stated
+        ).rope_parameters  # it fills in the object it gets
+        assert spec == read({**config, "rope_parameters": expected})
 
 
 @pytest.mark.parametrize("keyword", ["", "seed_oss"])

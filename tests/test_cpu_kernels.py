@@ -195,13 +195,13 @@ def test_one_call_writes_and_attends(page_dtype: str, name: str) -> None:
     bits.
     """
     options = ONE_CALL[name]
-    (want, want_pages), (got, pages) = (
+    (expected, expected_pages), (actual, pages) = (
         step("reference", page_dtype, **options),
         step("cpu", page_dtype, **options),
     )
     tolerance = 5e-5 if PAGES[page_dtype] == "float32" else 2e-2
-    np.testing.assert_allclose(got, want, rtol=tolerance, atol=tolerance)
-    for page, other in zip(pages, want_pages, strict=True):
+    np.testing.assert_allclose(actual, expected, rtol=tolerance, atol=tolerance)
+    for page, other in zip(pages, expected_pages, strict=True):
         np.testing.assert_array_equal(page, other)
 
 
@@ -614,11 +614,11 @@ def test_without_a_compiler_plain_xla_does_it_and_the_reason_is_said(
     with pytest.raises(UnsupportedError, match=r"'cpu' .*no C\+\+ compiler"):
         choose_backend("cpu", jax.devices()[0])
     case = make_case(7, [5, 20], [1, 3])
-    got, want = (
+    actual, expected = (
         paged_attention(*case.arrays, scale=0.2, max_query_len=3, backend=each)
         for each in ("auto", "scan")
     )
-    np.testing.assert_array_equal(got, want)
+    np.testing.assert_array_equal(actual, expected)
     copy_blocks([jax.numpy.asarray(case.k_pages)], np.array([1]), np.array([2]))
     assert "copy_blocks" not in caplog.text, "the kernels have none of their own"
     said = re.findall(

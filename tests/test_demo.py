@@ -87,14 +87,14 @@ def test_tokens_are_those_of_transformers(llm):
     model = AutoModelForCausalLM.from_pretrained(DEMO, dtype=torch.float32, local_files_only=True)
     for prompt in ("Once upon a time", "It was a dark night, and", "{"):
         ids = torch.tensor([llm.tokenizer(prompt)["input_ids"]])
-        want = model.generate(
+        expected = model.generate(
             ids,
             attention_mask=torch.ones_like(ids),
             max_new_tokens=48,
             do_sample=False,
             pad_token_id=0,
         )
-        assert complete(llm, prompt, GREEDY).token_ids == want[0, ids.shape[1] :].tolist()
+        assert complete(llm, prompt, GREEDY).token_ids == expected[0, ids.shape[1] :].tolist()
 
 
 def test_the_loss_on_held_out_text_is_what_a_trained_model_has(llm):

@@ -40,17 +40,17 @@ def test_what_is_packed_on_the_host_is_unpacked_on_the_device():
     bucket, tables = Bucket(6, 3, 6), TableShape(2, 5)
     packed = np.zeros(size_when_packed(bucket, tables), np.int32)
     rng = np.random.default_rng(0)
-    want = {}
+    expected = {}
     for name, view in views(packed, bucket, tables).items():
         if view.dtype == np.float32:
             view[...] = rng.standard_normal(view.shape)
         else:
             view[...] = rng.integers(0, 2**31, view.shape)
-        want[name] = view.copy()
-    assert list(want) == list(FIELDS)
-    got = jax.jit(lambda vector: unpack(vector, bucket, tables))(packed)
-    for name, value in want.items():
-        record = got.draws if name in got.draws._fields else got
+        expected[name] = view.copy()
+    assert list(expected) == list(FIELDS)
+    actual = jax.jit(lambda vector: unpack(vector, bucket, tables))(packed)
+    for name, value in expected.items():
+        record = actual.draws if name in actual.draws._fields else actual
         np.testing.assert_array_equal(np.asarray(getattr(record, name)), value)
 
 
@@ -375,12 +375,12 @@ def test_what_does_not_fit_says_so_in_numbers_and_what_helps(change, requested, 
         ("cpu (test)", 20, 12_100, 20),
     ],
 )
-def test_host_blocks_are_counted_from_what_is_left(device, num_requested, available, want):
+def test_host_blocks_are_counted_from_what_is_left(device, num_requested, available, expected):
     plan = dataclasses.replace(PLAN, device=device, num_blocks=50)
     plan = choose_num_host_blocks(plan, requested=num_requested, available=available)
-    assert plan.num_host_blocks == want
+    assert plan.num_host_blocks == expected
     rows = {6: "6, 700 B", 20: "20, 2.05 KiB", 49: "49, 4.88 KiB", 70: "70, 6.93 KiB"}
-    assert dict(plan.rows()).get("host blocks for swapping") == rows.get(want)
+    assert dict(plan.rows()).get("host blocks for swapping") == rows.get(expected)
 
 
 @pytest.mark.parametrize(("device", "available"), [("gpu (test)", 2_099), ("cpu (test)", 12_099)])

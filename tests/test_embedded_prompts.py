@@ -168,12 +168,12 @@ def test_the_tables_rows_are_the_tokens(family, directories, prompts, alone):
 @pytest.mark.parametrize("engine", few(ENGINES, ["mixed, fair"]))
 def test_every_path(engine, directories, prompts, alone):
     params = GREEDY if engine == "drafts" else PARAMS
-    want = alone("llama", params)
+    expected = alone("llama", params)
     with make_llm(directories("llama"), enable_prompt_embeds=True, **ENGINES[engine]) as llm:
         both = [*as_vectors(llm, prompts), *prompts[::-1]]
         for _ in range(2):
             together = tokens_of(llm.generate(both, params, use_tqdm=False))
-            assert together[: len(prompts)] == together[: len(prompts) - 1 : -1] == want
+            assert together[: len(prompts)] == together[: len(prompts) - 1 : -1] == expected
         stats = llm.stats()
         if engine in ("recompute", "swap"):
             assert stats["num_preemptions_total"][engine] >= 1
@@ -262,7 +262,7 @@ def test_transformers_gives_the_same(family, directories):
     )
     with torch.no_grad():
         logits = model(inputs_embeds=torch.tensor(rows)[None]).logits[0, -1]
-    want = torch.log_softmax(logits.double(), dim=-1).numpy()
+    expected = torch.log_softmax(logits.double(), dim=-1).numpy()
     with make_llm(directories(family), enable_prompt_embeds=True) as llm:
         (output,) = llm.generate(
             {"prompt_embeds": torch.tensor(rows)},
@@ -270,7 +270,7 @@ def test_transformers_gives_the_same(family, directories):
             use_tqdm=False,
         )
     for token_id, entry in output.outputs[0].logprobs[0].items():
-        assert abs(entry.logprob - want[token_id]) < 2e-4
+        assert abs(entry.logprob - expected[token_id]) < 2e-4
 
 
 def test_penalties_do_not_count_placeholders(llm, prompts):

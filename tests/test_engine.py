@@ -302,7 +302,7 @@ def test_a_stream_may_be_dropped_in_the_middle_of_a_step(llm, by_hand, monkeypat
             yield next(stream)
 
     prompts, before = prompts_of(30, 40, 20), free_blocks(llm)
-    want = [one(llm, prompt, GREEDY) for prompt in prompts]
+    expected = [one(llm, prompt, GREEDY) for prompt in prompts]
     others = [llm.stream(prompts[0], GREEDY), llm.stream(prompts[1], GREEDY)]
     pieces = [[next(stream)] for stream in others]
     others.append(holding())
@@ -318,9 +318,9 @@ def test_a_stream_may_be_dropped_in_the_middle_of_a_step(llm, by_hand, monkeypat
         return result
 
     monkeypatch.setattr(getattr(llm._engine, part), method, dropping)
-    assert one(llm, prompts[1], GREEDY) == want[1]
+    assert one(llm, prompts[1], GREEDY) == expected[1]
     pieces[0] += others[0]
-    assert [token for piece in pieces[0] for token in piece.outputs[0].token_ids] == want[
+    assert [token for piece in pieces[0] for token in piece.outputs[0].token_ids] == expected[
         0
     ].token_ids
     assert len(others) == 1 and free_blocks(llm) == before
@@ -379,20 +379,20 @@ def signal_in_step(llm, monkeypatch, number, nth=0, *, after=False):
 @pytest.mark.parametrize("moment", ["before the step", "after the step"])
 def test_an_interrupt_leaves_the_engine_usable(llm, moment, monkeypatch):
     prompts = prompts_of(30, 5, 60)
-    want = llm.generate(prompts, GREEDY, use_tqdm=False)
+    expected = llm.generate(prompts, GREEDY, use_tqdm=False)
     signal_in_step(llm, monkeypatch, signal.SIGINT, 5, after=moment == "after the step")
     with pytest.raises(KeyboardInterrupt):
         llm.generate(prompts, LONG, use_tqdm=False)
     invariants(llm)
     monkeypatch.undo()
     assert [o.outputs for o in llm.generate(prompts, GREEDY, use_tqdm=False)] == [
-        o.outputs for o in want
+        o.outputs for o in expected
     ]
 
 
 def test_an_interrupt_while_other_weights_wait_for_what_runs(llm, monkeypatch):
     """The step that it comes in is taken to its end; the old weights stay in use."""
-    want, gate = one(llm, prompts_of(40)[0], GREEDY), Gate(monkeypatch, llm._engine)
+    expected, gate = one(llm, prompts_of(40)[0], GREEDY), Gate(monkeypatch, llm._engine)
     version = llm._engine.weights_version
     with llm.stream(prompts_of(40)[0], GREEDY) as stream:
         gate.permits.release()
@@ -410,7 +410,7 @@ def test_an_interrupt_while_other_weights_wait_for_what_runs(llm, monkeypatch):
         interrupting.join()
         gate.open()
         remaining = [token_id for chunk in stream for token_id in chunk.outputs[0].token_ids]
-    assert [*first.outputs[0].token_ids, *remaining] == want.token_ids
+    assert [*first.outputs[0].token_ids, *remaining] == expected.token_ids
     assert llm.generate([5], GREEDY, use_tqdm=False)[0].weights_version == version
 
 
@@ -475,14 +475,14 @@ def test_a_call_that_is_interrupted_while_other_weights_wait_leaves_nothing(llm,
 
 
 def test_another_stream_survives_an_interrupt(llm, monkeypatch):
-    want = one(llm, prompts_of(40)[0], GREEDY)
+    expected = one(llm, prompts_of(40)[0], GREEDY)
     stream = llm.stream(prompts_of(40)[0], GREEDY)
     pieces = [next(stream).outputs[0].token_ids]
     signal_in_step(llm, monkeypatch, signal.SIGINT)
     with pytest.raises(KeyboardInterrupt):
         one(llm, prompts_of(9)[0], LONG)
     pieces += [chunk.outputs[0].token_ids for chunk in stream]
-    assert list(itertools.chain.from_iterable(pieces)) == want.token_ids
+    assert list(itertools.chain.from_iterable(pieces)) == expected.token_ids
 
 
 class Stop(BaseException):
@@ -496,7 +496,7 @@ def test_a_handler_of_the_program_meets_a_waiting_caller(llm, monkeypatch, raise
     no other request notices.
     """
     prompts, handled, came = prompts_of(30, 40), [], []
-    want = [one(llm, prompt, GREEDY) for prompt in prompts]
+    expected = [one(llm, prompt, GREEDY) for prompt in prompts]
     owner = llm._engine.runner if method == "run" else llm._engine.scheduler
     real = getattr(owner, method)
 
@@ -517,15 +517,17 @@ def test_a_handler_of_the_program_meets_a_waiting_caller(llm, monkeypatch, raise
             pieces = [next(stream)]
             monkeypatch.setattr(owner, method, signalling)
             with contextlib.nullcontext() if raised is None else pytest.raises(raised):
-                assert one(llm, prompts[1], LONG).token_ids[:12] == want[1].token_ids
+                assert one(llm, prompts[1], LONG).token_ids[:12] == expected[1].token_ids
             pieces += stream
         assert signal.getsignal(signal.SIGALRM) is handler
     finally:
         signal.signal(signal.SIGALRM, before)
-    assert [token for piece in pieces for token in piece.outputs[0].token_ids] == want[0].token_ids
-    assert [output for _, output in handled] == [want[0]] and one(llm, prompts[1], GREEDY) == want[
-        1
-    ]
+    assert [token for piece in pieces for token in piece.outputs[0].token_ids] == expected[
+        0
+    ].token_ids
+    assert [output for _, output in handled] == [expected[0]] and one(
+        llm, prompts[1], GREEDY
+    ) == expected[1]
 
 
 def test_a_finaliser_in_a_step_can_end_a_stream_and_nothing_else(llm, monkeypatch):
@@ -534,7 +536,7 @@ def test_a_finaliser_in_a_step_can_end_a_stream_and_nothing_else(llm, monkeypatc
     A stream that it drops ends.
     """
     prompts, errors = prompts_of(30, 40), []
-    want, before = one(llm, prompts[0], GREEDY), free_blocks(llm)
+    expected, before = one(llm, prompts[0], GREEDY), free_blocks(llm)
     gate = Gate(monkeypatch, llm._engine)
     dropped = [llm.stream(prompts[1], dataclasses.replace(GREEDY, max_tokens=200))]
     real = llm._engine.scheduler.commit
@@ -551,7 +553,7 @@ def test_a_finaliser_in_a_step_can_end_a_stream_and_nothing_else(llm, monkeypatc
 
     monkeypatch.setattr(llm._engine.scheduler, "commit", commit)
     gate.open()
-    assert one(llm, prompts[0], GREEDY) == want and free_blocks(llm) == before
+    assert one(llm, prompts[0], GREEDY) == expected and free_blocks(llm) == before
     assert (
         "in the middle of its own step" in errors[0] == errors[2]
         and errors[1]["num_requests_running"] > 0
@@ -616,7 +618,7 @@ def test_a_real_ctrl_c(llm):
 
 def test_a_failed_step_ends_what_runs_and_the_engine_serves_on(llm, monkeypatch, caplog):
     prompts = prompts_of(30, 5)
-    want = llm.generate(prompts, GREEDY, use_tqdm=False)
+    expected = llm.generate(prompts, GREEDY, use_tqdm=False)
     runner, calls = llm._engine.runner, itertools.count()
     real = runner.run
 
@@ -631,13 +633,13 @@ def test_a_failed_step_ends_what_runs_and_the_engine_serves_on(llm, monkeypatch,
     assert [output.outputs[0].finish_reason for output in failed] == ["error", "error"]
     assert "planted" in caplog.text
     assert [o.outputs for o in llm.generate(prompts, GREEDY, use_tqdm=False)] == [
-        o.outputs for o in want
+        o.outputs for o in expected
     ]
 
 
 def test_an_exception_of_one_request_ends_that_request(llm, monkeypatch, caplog):
     prompts = prompts_of(30, 5, 9)
-    want = llm.generate(prompts, GREEDY, use_tqdm=False)
+    expected = llm.generate(prompts, GREEDY, use_tqdm=False)
     real, calls = SamplingStrategy.advance, itertools.count()
 
     def failing(self, *arguments):
@@ -650,7 +652,7 @@ def test_an_exception_of_one_request_ends_that_request(llm, monkeypatch, caplog)
     ended = [output for output in outputs if output.finish_reason == "error"]
     assert len(ended) == 1 and ended[0].stop_reason == "KeyError: 'planted'"
     assert (
-        sum(output == expected.outputs[0] for output, expected in zip(outputs, want, strict=True))
+        sum(output == alone.outputs[0] for output, alone in zip(outputs, expected, strict=True))
         == 2
     )
 
@@ -678,11 +680,11 @@ def test_what_was_computed_before_is_found_and_counted(llm):
     before = llm.stats()
     assert before["num_blocks_cached"] == 0
     prompt = prompts_of(50, seed=77)[0]
-    want = one(llm, prompt, GREEDY)
-    turn = [*prompt, *want.token_ids, 5]
+    expected = one(llm, prompt, GREEDY)
+    turn = [*prompt, *expected.token_ids, 5]
     outputs = [llm.generate(p, GREEDY, use_tqdm=False)[0] for p in (prompt, prompt[:48], turn)]
     assert [output.metrics.num_cached_tokens for output in outputs] == [48, 32, 48]
-    assert outputs[0].outputs[0] == want
+    assert outputs[0].outputs[0] == expected
     after = llm.stats()
     hits, queries = (
         after[f"prefix_cache_{name}_total"] - before[f"prefix_cache_{name}_total"]
@@ -722,17 +724,17 @@ def break_once(llm, monkeypatch, prompt):
 @pytest.mark.parametrize("lose", [fail_once, break_once])
 def test_the_cache_goes_with_the_pages(llm, monkeypatch, lose):
     prompt = prompts_of(50, seed=80)[0]
-    want = one(llm, prompt, WITH_LOGPROBS)
+    expected = one(llm, prompt, WITH_LOGPROBS)
     assert cached_tokens(llm, prompt) == 48
     lose(llm, monkeypatch, prompt[:20])
     assert llm.stats()["num_blocks_cached"] == 0
     output = llm.generate(prompt, WITH_LOGPROBS, use_tqdm=False)[0]
-    assert output.metrics.num_cached_tokens == 0 and output.outputs[0] == want
+    assert output.metrics.num_cached_tokens == 0 and output.outputs[0] == expected
 
 
 def test_numbers_that_are_none_end_only_their_request(llm, monkeypatch):
     prompts = prompts_of(30, 5)
-    want = llm.generate(prompts, GREEDY, use_tqdm=False)
+    expected = llm.generate(prompts, GREEDY, use_tqdm=False)
     runner = llm._engine.runner
     real, calls = runner.run, itertools.count()
 
@@ -747,7 +749,7 @@ def test_numbers_that_are_none_end_only_their_request(llm, monkeypatch):
     monkeypatch.setattr(runner, "run", without_a_number)
     ended, other = (output.outputs[0] for output in llm.generate(prompts, GREEDY, use_tqdm=False))
     assert ended.finish_reason == "error" and "not finite" in ended.stop_reason
-    assert other == want[1].outputs[0]
+    assert other == expected[1].outputs[0]
     assert cached_tokens(llm, prompts[0]) == 0  # what made the numbers bad may be in the pages
 
 
@@ -836,10 +838,10 @@ def _pages(llm):
 
 def test_the_null_block_reaches_no_output(llm):
     prompt = prompts_of(21)[0]
-    want = one(llm, prompt, GREEDY)
+    expected = one(llm, prompt, GREEDY)
     runner = llm._engine.runner
     runner._pages = jax.tree.map(lambda page: page.at[0].set(float("nan")), runner._pages)
-    assert one(llm, prompt, GREEDY) == want
+    assert one(llm, prompt, GREEDY) == expected
 
 
 def test_shutdown_ends_what_runs(directory, llm):
@@ -957,7 +959,7 @@ def test_priorities_are_refused_unless_the_policy_looks_at_them(llm, directory):
 
 def test_a_pinned_prefix_is_shared_and_stays(llm):
     system, (end,) = prompts_of(37, seed=3)[0], prompts_of(9, seed=4)
-    want = one(llm, [*system, *end], GREEDY).token_ids
+    expected = one(llm, [*system, *end], GREEDY).token_ids
     with llm.pin_prefix(system) as pinned:
         assert (pinned.num_tokens, pinned.released) == (37, False)
         assert llm.stats()["num_blocks_pinned"] == 3
@@ -971,12 +973,12 @@ def test_a_pinned_prefix_is_shared_and_stays(llm):
             output = llm.generate(prompt, GREEDY, use_tqdm=False)[0]
             assert output.metrics.num_cached_tokens == num_found
             llm.reset_prefix_cache()
-        assert one(llm, [*system, *end], GREEDY).token_ids == want
+        assert one(llm, [*system, *end], GREEDY).token_ids == expected
         assert llm.stats()["num_blocks_total"] - free_blocks(llm) == 3
         salted = llm.generate(
             [*system, *end], dataclasses.replace(GREEDY, cache_salt="s"), use_tqdm=False
         )[0]
-        assert salted.metrics.num_cached_tokens == 0 and salted.outputs[0].token_ids == want
+        assert salted.metrics.num_cached_tokens == 0 and salted.outputs[0].token_ids == expected
     assert pinned.released and free_blocks(llm) == llm.stats()["num_blocks_total"]
     pinned.release()
 
@@ -1042,7 +1044,7 @@ def test_a_plan_that_is_not_finished_loses_the_pages(directory, monkeypatch):
     params = dataclasses.replace(GREEDY, max_tokens=60)
     prompts = prompts_of(60, 61, 62)
     with make_llm(directory, **settings) as llm:
-        want = [
+        expected = [
             output.outputs[0].token_ids for output in llm.generate(prompts, params, use_tqdm=False)
         ]
         assert llm.stats()["num_preemptions_total"]["swap"] > 0
@@ -1062,5 +1064,5 @@ def test_a_plan_that_is_not_finished_loses_the_pages(directory, monkeypatch):
         assert llm.stats()["num_blocks_cached"] == 0
         assert [
             output.outputs[0].token_ids for output in llm.generate(prompts, params, use_tqdm=False)
-        ] == want
+        ] == expected
         invariants(llm)

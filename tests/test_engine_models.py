@@ -175,11 +175,11 @@ def test_tokens_are_those_of_transformers_and_no_bit_depends_on_the_engine(name,
     with make_llm(tmp_path, **TIGHT, speculative_config=drafts, largest_shapes=True) as llm:
         without_drafts(llm)
         if alone == "in the same engine":
-            want = lone_tokens(llm, prompts, params)
+            expected = lone_tokens(llm, prompts, params)
         else:
             with make_llm(tmp_path, **TOKEN_BY_TOKEN) as other:
-                want = lone_tokens(other, prompts, params)
-        check_requests(llm, model, name, prompts, params, want)
+                expected = lone_tokens(other, prompts, params)
+        check_requests(llm, model, name, prompts, params, expected)
 
 
 def check_requests(
@@ -188,12 +188,12 @@ def check_requests(
     name: str,
     prompts: list[list[int]],
     params: list[SamplingParams],
-    want: list[Any],
+    expected: list[Any],
 ) -> None:
     """Compares what requests gave alone with transformers, and with the same beside others."""
-    assert len({tuple(tokens) for tokens, _ in want}) == len(prompts)
-    assert_as_transformers(model, name, prompts, want)
-    known = {tuple(prompt): [tokens] for prompt, (tokens, _) in zip(prompts, want, strict=True)}
+    assert len({tuple(tokens) for tokens, _ in expected}) == len(prompts)
+    assert_as_transformers(model, name, prompts, expected)
+    known = {tuple(prompt): [tokens] for prompt, (tokens, _) in zip(prompts, expected, strict=True)}
     engine = llm._engine
     for turn in ("computed", "with prefixes in the cache", "with drafts"):
         if turn == "with drafts":
@@ -210,7 +210,7 @@ def check_requests(
             if not engine.has_unfinished:
                 break
             engine.step()
-        assert tokens_of([reporter.whole() for reporter in reporters]) == want, turn
+        assert tokens_of([reporter.whole() for reporter in reporters]) == expected, turn
     stats = llm.stats()
     assert stats["num_preemptions_total"]["recompute"] >= 6
     assert stats["prefix_cache_hits_total"] >= 80

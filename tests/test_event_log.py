@@ -134,8 +134,8 @@ def write(path: Path, records: list[dict[str, Any]]) -> Path:
 
 def assert_identical(report: Report, path: Path) -> None:
     results = [record for record in records_of(path) if record["event"] == "result"]
-    want = Report(len(results), sum(len(result["tokens"]) for result in results), None, None)
-    assert report == want and report.num_steps > 0
+    expected = Report(len(results), sum(len(result["tokens"]) for result in results), None, None)
+    assert report == expected and report.num_steps > 0
 
 
 def prompts_of(*lengths: int, seed: int = 0) -> list[list[int]]:
@@ -361,9 +361,11 @@ def test_a_full_disk_ends_the_log_and_nothing_else(
 ) -> None:
     path = tmp_path / "a.jsonl"
     with open_log(llm, path) as engine:
-        want = llm.generate(prompts_of(20), GREEDY, use_tqdm=False)
+        expected = llm.generate(prompts_of(20), GREEDY, use_tqdm=False)
         os.dup2(os.open("/dev/full", os.O_WRONLY), engine.events._file)
-        assert llm.generate(prompts_of(20), GREEDY, use_tqdm=False)[0].outputs == want[0].outputs
+        assert (
+            llm.generate(prompts_of(20), GREEDY, use_tqdm=False)[0].outputs == expected[0].outputs
+        )
     messages = [record.getMessage() for record in caplog.records if record.levelno == logging.ERROR]
     assert len(messages) == 1 and "No space left" in messages[0] and str(path) in messages[0]
     report = replay_log(llm, path)

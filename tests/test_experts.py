@@ -133,10 +133,10 @@ def check_choice(sigmoid, corrected):
     scores_TE = 1 / (1 + np.exp(-wide_TE)) if sigmoid else np.exp(wide_TE - wide_TE.max(1)[:, None])
     rated_TE = scores_TE + (0 if correction_E is None else correction_E)
     is_number_T = np.arange(9) != 4  # a softmax has none at all there
-    want_TX = np.asarray(jax.lax.top_k(jnp.asarray(rated_TE, jnp.float32), 4)[1])
-    np.testing.assert_array_equal(np.asarray(expert_TX)[is_number_T], want_TX[is_number_T])
-    want = np.take_along_axis(scores_TE, want_TX, 1)[is_number_T]
-    np.testing.assert_allclose(np.asarray(scores_TX)[is_number_T], want, rtol=2e-6)
+    expected_TX = np.asarray(jax.lax.top_k(jnp.asarray(rated_TE, jnp.float32), 4)[1])
+    np.testing.assert_array_equal(np.asarray(expert_TX)[is_number_T], expected_TX[is_number_T])
+    expected = np.take_along_axis(scores_TE, expected_TX, 1)[is_number_T]
+    np.testing.assert_allclose(np.asarray(scores_TX)[is_number_T], expected, rtol=2e-6)
     assert expert_TX[4, 0] == (5 if sigmoid else 0) and np.isnan(scores_TX[4, 0])
     assert len(set(np.asarray(expert_TX)[4].tolist())) == 4
 

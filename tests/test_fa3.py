@@ -84,10 +84,10 @@ def attend(case, **options):
     return np.asarray(jax.jit(function)(*map(jnp.asarray, case.arrays)))
 
 
-def wrong(case, got):
+def wrong(case, actual):
     """Returns by how much the worst number is off, in units of what its type can resolve."""
-    want = oracle(case, scale=0.09)
-    return np.abs(got.astype(np.float64) - want).max() / EPSILON[got.dtype.name]
+    expected = oracle(case, scale=0.09)
+    return np.abs(actual.astype(np.float64) - expected).max() / EPSILON[actual.dtype.name]
 
 
 @pytest.mark.parametrize("name", CALLS)

@@ -828,9 +828,9 @@ def test_two_processes_serve_what_one_computes_until_one_is_killed(directory, tm
             "refuses this rank: the files of the model differ", mistaken.said
         )
         with start_process(directory, port, 1) as follower:  # it joins late
-            want = reference(directory)  # compiled meanwhile
+            expected = reference(directory)  # compiled meanwhile
             url = leader.wait_for(r"http://[^\s/\"]+")
-            assert answers_of(url) == want, "to the last bit"
+            assert answers_of(url) == expected, "to the last bit"
             swapped = re.search(
                 r'^jaxpage.num_preemptions_total\S*mode="swap"\S* (\d+)',
                 httpx.get(f"{url}/metrics").text,
@@ -911,9 +911,11 @@ def test_two_processes_draft_and_keep_a_log(directory, tmp_path):
         start_process(directory, port, 0, SECRET, *both, *flags) as leader,
         start_process(directory, port, 1, SECRET, *both) as other,
     ):
-        want = reference(directory, temperature=0.0)
+        expected = reference(directory, temperature=0.0)
         url = leader.wait_for(r"http://[^\s/\"]+")
-        assert [answers_of(url, temperature=0.0) for _ in range(2)] == [want] * 2, "to the last bit"
+        assert [answers_of(url, temperature=0.0) for _ in range(2)] == [expected] * 2, (
+            "to the last bit"
+        )
         incident = httpx.post(f"{url}/debug/incident").raise_for_status().json()
         right = re.search(
             r"^jaxpage.spec_decode_num_accepted_tokens_total\S* (\d+)",
@@ -965,9 +967,9 @@ def test_two_processes_take_several_steps_at_once_with_an_adapter(directory, tmp
         start_process(directory, port, 1, SECRET, *both) as other,
     ):
         plain = reference(directory)
-        want = reference(directory, LoRARequest("one", 1, str(adapter)))
+        expected = reference(directory, LoRARequest("one", 1, str(adapter)))
         url = leader.wait_for(r"http://[^\s/\"]+")
-        assert answers_of(url, model="one") == want != plain, "to the last bit"
+        assert answers_of(url, model="one") == expected != plain, "to the last bit"
         assert answers_of(url) == plain
         steps = re.search(
             r"^jaxpage.engine_steps_total\S* (\d+)", httpx.get(f"{url}/metrics").text, re.M

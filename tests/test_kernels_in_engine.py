@@ -345,12 +345,12 @@ def test_a_set_with_one_kernel_for_both_writes_and_attends(monkeypatch):
     monkeypatch.setitem(SETS, "toy", dataclasses.replace(toy, write_and_attend=write_and_attend))
     monkeypatch.setattr(engine_config, "attention_backends", lambda: ("auto", "toy"))
     assert mixes(EngineConfig(attention_backend="toy"), DeviceSpec("cpu (cpu)", 2**34))
-    (want, want_pages), (got, pages) = (
+    (expected, expected_pages), (actual, pages) = (
         run_attention(Backend("scan")),
         run_attention(choose_backend("toy", CPU)),
     )
-    np.testing.assert_allclose(got, want + 1, atol=1e-6)
-    np.testing.assert_array_equal(pages, want_pages)
+    np.testing.assert_allclose(actual, expected + 1, atol=1e-6)
+    np.testing.assert_array_equal(pages, expected_pages)
     with pytest.raises(UnsupportedError, match="'toy' needs a CPU"):
         choose_backend("toy", gpu("9.0"))
 

@@ -174,14 +174,14 @@ def differs_from_the_published(
     published, proposer = Published(model, list(prompt), sizes), LookaheadProposer(sizes)
     group = make_group("a", 0, prompt, max_tokens=10_000)
     for number in range(num_steps):
-        want = {path[:size] for path in published.paths() for size in range(1, len(path) + 1)}
+        expected = {path[:size] for path in published.paths() for size in range(1, len(path) + 1)}
         num_tokens = published.step()
-        draft, got = step(proposer, group, model, sizes.num_drafts)
-        if {draft.path(place) for place in range(len(draft.token_ids))} != want or len(
+        draft, actual = step(proposer, group, model, sizes.num_drafts)
+        if {draft.path(place) for place in range(len(draft.token_ids))} != expected or len(
             draft.token_ids
-        ) != len(want):
+        ) != len(expected):
             return f"the draft of step {number}"
-        if got != num_tokens or group.sequences[0].token_ids != published.text:
+        if actual != num_tokens or group.sequences[0].token_ids != published.text:
             return f"the tokens of step {number}"
     return None
 
@@ -544,9 +544,9 @@ def test_it_does_not_lose(rate):
     auto.controller = controller
     auto.speculator = auto._new_speculator(controller)
     auto.run(900)
-    got = auto.run(1000)
+    actual = auto.run(1000)
     none = 1 / device.seconds((2, 2))
-    assert set(got.num_by_shape) <= {(2, 2), (1, 16)}
-    assert got.tokens_per_second >= 0.97 * none
-    assert got.tokens_per_second >= 0.95 * always.run(1000).tokens_per_second
-    assert (got.num_by_shape[1, 16] > 700) == (rate == 0.9)
+    assert set(actual.num_by_shape) <= {(2, 2), (1, 16)}
+    assert actual.tokens_per_second >= 0.97 * none
+    assert actual.tokens_per_second >= 0.95 * always.run(1000).tokens_per_second
+    assert (actual.num_by_shape[1, 16] > 700) == (rate == 0.9)

@@ -387,14 +387,14 @@ def test_more_adapters_than_slots(model, llm):
 
 
 def test_weights_that_are_replaced_keep_their_adapters(model, llm):
-    want = greedy_of_peft(model[0], "wide", prompt_of())[0]
+    expected = greedy_of_peft(model[0], "wide", prompt_of())[0]
     llm.generate(prompt_of(), GREEDY, False, lora_request=lora(model, "wide"))
     slots = dict(llm._engine.adapters._slots)
     llm.update_parameters({name: np.array(array) for name, array in llm.parameters().items()})
     output = llm.generate(prompt_of(), GREEDY, False, lora_request=lora(model, "wide"))[0].outputs[
         0
     ]
-    assert output.token_ids == want and slots == llm._engine.adapters._slots
+    assert output.token_ids == expected and slots == llm._engine.adapters._slots
 
 
 def test_embeddings_are_those_of_the_model_without_adapters(model, llm):
@@ -443,9 +443,9 @@ def test_beams_are_those_of_the_adapter(model, llm):
 def test_the_same_in_other_engines(model, llm, settings):
     prompts = [prompt_of(40, seed) for seed in (1, 2, 1)]
     requested = [lora(model, "wide"), lora(model, "narrow"), None]
-    want = results(llm.generate(prompts, GREEDY, False, lora_request=requested))
+    expected = results(llm.generate(prompts, GREEDY, False, lora_request=requested))
     with make_llm(model[1] / "model", **SETTINGS, **LORA, **settings) as other:
-        assert results(other.generate(prompts, GREEDY, False, lora_request=requested)) == want
+        assert results(other.generate(prompts, GREEDY, False, lora_request=requested)) == expected
         if "speculative_config" in settings:
             assert other.stats()["spec_decode_num_drafts_total"]
 
@@ -711,15 +711,19 @@ def test_the_server_has_adapters_by_name(model, client):
     def load(**body):
         return client.post("/v1/load_lora_adapter", json=body)
 
-    want = {
+    expected = {
         name: greedy_of_peft(model[0], name, prompt_of())[0]
         for name in (None, "wide", "narrow", "third")
     }
     assert list_models() == {"demo": None, "first": "demo"}
-    assert texts(client, "demo", "first", "second") == [want[None], want["wide"], 404]
+    assert texts(client, "demo", "first", "second") == [expected[None], expected["wide"], 404]
     assert load(lora_name="second", lora_path="narrow").status_code == 200
     assert list_models() == {"demo": None, "first": "demo", "second": "demo"}
-    assert texts(client, "second", "demo", "first") == [want["narrow"], want[None], want["wide"]]
+    assert texts(client, "second", "demo", "first") == [
+        expected["narrow"],
+        expected[None],
+        expected["wide"],
+    ]
     assert client.get("/v1/models/second").json()["id"] == "second"
     # Under a name that is served only if asked so; then no block of the old adapter is found.
     assert load(lora_name="second", lora_path="third").status_code == 400
@@ -727,17 +731,17 @@ def test_the_server_has_adapters_by_name(model, client):
         load(lora_name="second", lora_path=str(model[1] / "third"), load_inplace=True).status_code
         == 200
     )
-    assert texts(client, "second", "first") == [want["third"], want["wide"]]
+    assert texts(client, "second", "first") == [expected["third"], expected["wide"]]
     assert client.post("/v1/unload_lora_adapter", json={"lora_name": "second"}).status_code == 200
     assert client.post("/v1/unload_lora_adapter", json={"lora_name": "second"}).status_code == 404
-    assert texts(client, "second", "demo") == [404, want[None]]
+    assert texts(client, "second", "demo") == [404, expected[None]]
 
 
 def test_a_trainer_gives_new_numbers_to_an_adapter_that_is_served(model, llm, client):
     """New requests have them, those that run keep theirs, and outputs say which they had; the files
     are not needed any longer.
     """
-    want = {name: greedy_of_peft(model[0], name, prompt_of())[0] for name in ("wide", "third")}
+    expected = {name: greedy_of_peft(model[0], name, prompt_of())[0] for name in ("wide", "third")}
     body = {"model": "policy", "max_tokens": NUM_TOKENS, "temperature": 0, "ignore_eos": True}
     update = {"lora_name": "policy", "lora_path": "step", "load_inplace": True}
 
@@ -755,7 +759,7 @@ def test_a_trainer_gives_new_numbers_to_an_adapter_that_is_served(model, llm, cl
         return answer["choices"][0]["token_ids"], answer.get("adapter_digest")
 
     first = load("wide")
-    assert generate() == (want["wide"], first)
+    assert generate() == (expected["wide"], first)
     streamed = {**body, "prompt": prompt_of(), "stream": True, "return_token_ids": True}
     tokens = []
     with client.stream("POST", "/v1/completions", json=streamed) as answer:
@@ -764,11 +768,11 @@ def test_a_trainer_gives_new_numbers_to_an_adapter_that_is_served(model, llm, cl
                 second = second if tokens else load("third")
                 [choice] = json.loads(line.removeprefix("data: "))["choices"]
                 tokens += choice["token_ids"]
-    assert tokens == want["wide"]
-    assert generate() == (want["third"], second) and second != first
+    assert tokens == expected["wide"]
+    assert generate() == (expected["third"], second) and second != first
     assert load("wide") == first, "the digest is of the numbers"
     broken = client.post("/v1/load_lora_adapter", json={**update, "lora_path": "model"})
-    assert broken.status_code == 400 and generate() == (want["wide"], first)
+    assert broken.status_code == 400 and generate() == (expected["wide"], first)
     assert generate(model="demo")[1] is None
     params = SamplingParams(max_tokens=1)
     wide = LoRARequest("wide", 77, str(model[1] / "wide"))

@@ -118,11 +118,11 @@ def test_behind_drafts_as_behind_tokens(grammar_of, regex, steps, min_tokens, st
                 admitted = ids_of(place.mask)
                 wrong = (draw * 29) % VOCAB
                 drafts += (admitted[draw % len(admitted)] if admitted and draw % 4 else wrong,)
-            want, goes_on = one_by_one(new, (*known, *drafts))
-            got = constraint.mask_after(drafts)
-            assert (got is not None) == goes_on, (known, drafts)
-            if got is not None:
-                assert ids_of(got) == ids_of(want.mask)
+            expected, goes_on = one_by_one(new, (*known, *drafts))
+            actual = constraint.mask_after(drafts)
+            assert (actual is not None) == goes_on, (known, drafts)
+            if actual is not None:
+                assert ids_of(actual) == ids_of(expected.mask)
         assert (constraint.mask == before).all(), "looking ahead changed what may be drawn"
         text = ids_of(constraint._text)
         if not text:
@@ -225,17 +225,18 @@ def test_draws_behind_drafts_are_processed_as_behind_tokens():
 
     draft = Draft((5, 7, 6, 8, 7), (-1, -1, 0, 1, 3))
     root = sample_of(0, 1, sequence(), requested)
-    got = (root, *make_draft_samples(root, draft, sequence(), requested))
+    actual = (root, *make_draft_samples(root, draft, sequence(), requested))
     paths = [(), *(draft.path(place) for place in range(5))]
-    want = tuple(sample_of(0, 1, sequence(*path), requested) for path in paths)
-    assert len({sample.suppressed_token_ids for sample in want}) > 2, "nothing is told apart"
+    expected = tuple(sample_of(0, 1, sequence(*path), requested) for path in paths)
+    assert len({sample.suppressed_token_ids for sample in expected}) > 2, "nothing is told apart"
     arrays = [
-        processor_inputs_of(samples, {}, 8, vocab_size=VOCAB, context=32) for samples in (got, want)
+        processor_inputs_of(samples, {}, 8, vocab_size=VOCAB, context=32)
+        for samples in (actual, expected)
     ]
     np.testing.assert_array_equal(arrays[0].history_RC, arrays[1].history_RC)
     np.testing.assert_array_equal(arrays[0].mask_RU, arrays[1].mask_RU)
-    same = [sample._replace(history=(), drafts=(), offset=0) for sample in got]
-    assert same == [sample._replace(history=(), offset=0) for sample in want]
+    same = [sample._replace(history=(), drafts=(), offset=0) for sample in actual]
+    assert same == [sample._replace(history=(), offset=0) for sample in expected]
 
 
 # ---- drafts that are taken out
@@ -278,11 +279,11 @@ def test_what_stays_is_what_can_be(grammar_of, tree, regex):
     def can_be(path: tuple[int, ...]) -> bool:
         return grammar is None or one_by_one(lambda: Constraint(grammar, request()), path)[1]
 
-    want = [draft.path(place) for place in range(len(token_ids)) if can_be(draft.path(place))]
-    got = drafts.get(7, Draft((), ()))
-    assert all(-1 <= parent < place for place, parent in enumerate(got.parents))
-    assert [got.path(place) for place in range(len(got.token_ids))] == want
-    assert (7 in drafts) == bool(want)
+    expected = [draft.path(place) for place in range(len(token_ids)) if can_be(draft.path(place))]
+    actual = drafts.get(7, Draft((), ()))
+    assert all(-1 <= parent < place for place, parent in enumerate(actual.parents))
+    assert [actual.path(place) for place in range(len(actual.token_ids))] == expected
+    assert (7 in drafts) == bool(expected)
 
 
 def test_what_stays_keeps_its_parents():

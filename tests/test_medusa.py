@@ -123,8 +123,8 @@ def test_heads_of_vllm_without_biases_and_with_one_table(tmp_path):
         expected = reference(
             Head([(head.blocks[0][0], np.zeros(WIDTH))], heads[0].table), hidden_BD
         )
-        got = module(directory).head_logits(index, jnp.asarray(hidden_BD, jnp.float32))
-        np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-5)
+        actual = module(directory).head_logits(index, jnp.asarray(hidden_BD, jnp.float32))
+        np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [np.int64, np.int32])

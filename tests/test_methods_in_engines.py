@@ -99,7 +99,7 @@ def engines(directory):
 
 
 @pytest.fixture(scope="module")
-def want(engines):
+def expected(engines):
     return everything(engines("without").generate(PROMPTS, REQUESTS, use_tqdm=False))
 
 
@@ -110,14 +110,14 @@ def right_drafts(llm: LLM) -> int:
 
 @pytest.mark.parametrize("engine", few(["roomy", "recomputing", "swapping"], ["swapping"]))
 @pytest.mark.parametrize("method", METHODS)
-def test_nothing_changes(method, engine, engines, want):
+def test_nothing_changes(method, engine, engines, expected):
     """Requests are greedy and seeded, with several samples, grammars, bad words, penalties and
     ends; some are preempted.
     """
     llm = engines(engine, method)
     before, right = llm.stats()["num_preemptions_total"], right_drafts(llm)
     for _ in range(2):  # the second time recycling knows much
-        assert everything(llm.generate(PROMPTS, REQUESTS, use_tqdm=False)) == want
+        assert everything(llm.generate(PROMPTS, REQUESTS, use_tqdm=False)) == expected
     assert right_drafts(llm) - right > 10
     if engine != "roomy":
         mode = "swap" if engine == "swapping" else "recompute"

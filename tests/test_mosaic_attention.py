@@ -52,10 +52,10 @@ def looks_for_races(monkeypatch):
 
 
 def attend(case, tiles, **options):
-    got = paged_attention(
+    actual = paged_attention(
         *map(jnp.asarray, case.arrays), backend="mosaic", interpret=True, tiles=tiles, **options
     )
-    return np.asarray(got).astype(np.float64)
+    return np.asarray(actual).astype(np.float64)
 
 
 def small_case(seed, contexts, queries, *, dtype="bfloat16", **shape):
@@ -136,11 +136,13 @@ def test_float64_agrees_and_nothing_races(name):
     case = small_case(1, contexts, queries, **call)
     if tree:
         options["tree_mask_TQ"] = tree_mask(len(case.q_TNH))
-    got = attend(hidden(case, queries, options.get("sliding_window")), tiles, scale=0.2, **options)
+    actual = attend(
+        hidden(case, queries, options.get("sliding_window")), tiles, scale=0.2, **options
+    )
     mask = {key: value for key, value in options.items() if key != "max_query_len"}
-    want = oracle(case, scale=0.2, **mask)
+    expected = oracle(case, scale=0.2, **mask)
     np.testing.assert_allclose(
-        got, want, atol=2 * EPSILON[call.get("dtype", "bfloat16")] * np.abs(want).max()
+        actual, expected, atol=2 * EPSILON[call.get("dtype", "bfloat16")] * np.abs(expected).max()
     )
 
 
@@ -161,7 +163,7 @@ MUTATIONS = {
 def test_a_planted_mistake_is_seen(mutation, monkeypatch):
     queries = [3, 3]
     case = small_case(2, [18, 40], queries, heads=(2, 1))
-    want = oracle(case, scale=0.2)
+    expected = oracle(case, scale=0.2)
     if mutation == "no masks":
         monkeypatch.setattr(mosaic_kernel, "_mask", lambda plan, scores, *_: scores)
     elif mutation == "values not cleaned":
@@ -169,8 +171,10 @@ def test_a_planted_mistake_is_seen(mutation, monkeypatch):
         case = hidden(case, queries)
     else:
         case = MUTATIONS[mutation](case)
-    got = attend(case, dataclasses.replace(ONE_CONSUMER, max_splits=1), scale=0.2, max_query_len=3)
-    assert not np.abs(got - want).max() < 0.05  # NaN is seen too
+    actual = attend(
+        case, dataclasses.replace(ONE_CONSUMER, max_splits=1), scale=0.2, max_query_len=3
+    )
+    assert not np.abs(actual - expected).max() < 0.05  # NaN is seen too
 
 
 @pytest.mark.skipif(

@@ -124,7 +124,7 @@ def engines(directories):
 
 
 @pytest.fixture(scope="module")
-def want(engines):
+def expected(engines):
     return everything(engines("without").generate(PROMPTS, REQUESTS, use_tqdm=False))
 
 
@@ -144,14 +144,14 @@ def count_decoded(llm: LLM) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("engine", few(["roomy", "recomputing", "swapping"], ["roomy", "swapping"]))
-def test_nothing_changes(engine, engines, want):
+def test_nothing_changes(engine, engines, expected):
     """Requests are greedy and seeded, have several samples and log probabilities, and go to the
     last position; some are preempted.
     """
     llm = engines(engine)
     before, (rows, tokens) = llm.stats()["num_preemptions_total"], count_decoded(llm)
     chosen = [index for index in HOSTLESS if index not in HELD[engine]]
-    assert ask(llm, chosen) == [want[index] for index in chosen]
+    assert ask(llm, chosen) == [expected[index] for index in chosen]
     more_rows, more_tokens = count_decoded(llm)
     assert (more_tokens - tokens) / (more_rows - rows) > (2 if engine == "roomy" else 1.2)
     stats = llm.stats()
@@ -163,17 +163,17 @@ def test_nothing_changes(engine, engines, want):
     invariants(llm)
 
 
-def test_what_needs_the_host_goes_one_at_a_time(engines, want):
+def test_what_needs_the_host_goes_one_at_a_time(engines, expected):
     """Grammars, penalties, bad words, min_tokens, biases and beams do, alone, and with them
     whatever decodes beside them.
     """
     llm = engines("roomy")
     for index in sorted({*range(len(REQUESTS))} - {*HOSTLESS}):
         rows, tokens = count_decoded(llm)
-        assert ask(llm, [index]) == [want[index]]
+        assert ask(llm, [index]) == [expected[index]]
         more_rows, more_tokens = count_decoded(llm)
         assert more_tokens - tokens == more_rows - rows > 0
-    assert ask(llm, [*range(len(REQUESTS))]) == want
+    assert ask(llm, [*range(len(REQUESTS))]) == expected
     beam = BeamSearchParams(beam_width=2, max_tokens=6)
     both = [
         llm.generate([PROMPTS[1], PROMPTS[0]], [beam, REQUESTS[0]], use_tqdm=False)
@@ -206,22 +206,24 @@ def test_what_needs_the_host_may_be_admitted_in_a_step_that_decodes(engine, prom
     plain, several = engines("without"), engines(engine)
     several.generate([prompt], SamplingParams(temperature=0.0, max_tokens=2), use_tqdm=False)
     for hosted in HOSTED:
-        want = everything(plain.generate([prompt], hosted, use_tqdm=False))
-        assert everything([output_of_hosted(several._engine, hosted, prompt, 2)]) == want, hosted
+        expected = everything(plain.generate([prompt], hosted, use_tqdm=False))
+        assert everything([output_of_hosted(several._engine, hosted, prompt, 2)]) == expected, (
+            hosted
+        )
     invariants(several)
 
 
 def test_what_needs_the_host_may_come_back_in_a_step_that_decodes(engines):
     plain, llm = engines("without"), engines("swapping")
     for hosted in HOSTED:
-        want = everything(plain.generate([[70, 71]], hosted, use_tqdm=False))
+        expected = everything(plain.generate([[70, 71]], hosted, use_tqdm=False))
         prepared = (
             llm._engine.prepare(None, PROMPTS[0], REQUESTS[0]),
             llm._engine.prepare(None, [70, 71], hosted),
         )
         _, reporter = [llm._engine.add(f"{place}", each) for place, each in enumerate(prepared)]
         run_giving_way(llm._engine, 5)
-        assert everything([reporter.whole()]) == want, hosted
+        assert everything([reporter.whole()]) == expected, hosted
     invariants(llm)
 
 
@@ -270,8 +272,8 @@ def test_a_step_has_as_many_tokens_as_are_wanted(engines, monkeypatch):
 
 
 @pytest.mark.parametrize("include", [False, True])
-def test_a_stop_cuts_inside_a_step(include, engines, want):
-    whole = want[1][1][0]
+def test_a_stop_cuts_inside_a_step(include, engines, expected):
+    whole = expected[1][1][0]
     texts = sorted({whole.text[place : place + 3] for place in range(len(whole.text) - 2)})
     requests = [
         dataclasses.replace(REQUESTS[1], stop=(text,), include_stop_str_in_output=include)
@@ -292,7 +294,7 @@ def test_a_stop_cuts_inside_a_step(include, engines, want):
 
 
 @pytest.mark.parametrize("engine", few(["recomputing", "swapping"], ["swapping"]))
-def test_who_gives_way_in_the_middle_goes_on(engine, engines, want):
+def test_who_gives_way_in_the_middle_goes_on(engine, engines, expected):
     llm, chosen = engines(engine), [0, 2]
     for step in (2, 4, 5):
         prepared = [llm._engine.prepare(None, PROMPTS[index], REQUESTS[index]) for index in chosen]
@@ -301,30 +303,30 @@ def test_who_gives_way_in_the_middle_goes_on(engine, engines, want):
         ]
         run_giving_way(llm._engine, step)
         assert everything([reporter.whole() for reporter in reporters]) == [
-            want[index] for index in chosen
+            expected[index] for index in chosen
         ]
     invariants(llm)
 
 
-def test_what_it_cached_is_what_others_find(engines, want):
+def test_what_it_cached_is_what_others_find(engines, expected):
     llm = engines("roomy")
     chosen = [1, 2, 3]
     ask(llm, chosen)
-    longer = [[*PROMPTS[index], *want[index][1][0].token_ids] for index in chosen]
+    longer = [[*PROMPTS[index], *expected[index][1][0].token_ids] for index in chosen]
     before = llm.stats()["prefix_cache_hits_total"]
-    got = llm.generate(longer, [REQUESTS[index] for index in chosen], use_tqdm=False)
+    actual = llm.generate(longer, [REQUESTS[index] for index in chosen], use_tqdm=False)
     assert llm.stats()["prefix_cache_hits_total"] > before + 16
     plain = engines("without")
     plain.reset_prefix_cache()
-    expected = plain.generate(longer, [REQUESTS[index] for index in chosen], use_tqdm=False)
-    assert everything(got) == everything(expected)
+    expected_outputs = plain.generate(longer, [REQUESTS[index] for index in chosen], use_tqdm=False)
+    assert everything(actual) == everything(expected_outputs)
 
 
-def test_a_log_of_it_is_replayed(directories, want, tmp_path):
+def test_a_log_of_it_is_replayed(directories, expected, tmp_path):
     path = tmp_path / "log"
     with make_llm(directories["llama"], **ENGINES["swapping"], event_log=str(path)) as llm:
         chosen = [0, 2, 11]
-        assert ask(llm, chosen) == [want[index] for index in chosen]
+        assert ask(llm, chosen) == [expected[index] for index in chosen]
     assert '"drafts":[[0,[-1,-1,-1]]' in path.read_text()
     report = replay(str(path))
     assert report.difference is None and report.num_tokens > 60
@@ -348,15 +350,15 @@ def lengths_of_plans(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[li
     return lengths
 
 
-def test_auto_changes_nothing(engines, want, monkeypatch):
+def test_auto_changes_nothing(engines, expected, monkeypatch):
     """There are more requests than rows, with and without a need of the host, and two that nobody
     waits for.
     """
     auto = engines("auto")
     monkeypatch.setattr(running_set, "STEPS_FOR_ONE_MORE", 1)
-    assert ask(auto, [*range(len(REQUESTS))]) == want
+    assert ask(auto, [*range(len(REQUESTS))]) == expected
     rows, tokens = count_decoded(auto)
-    assert ask(auto, [1, 11]) == [want[index] for index in (1, 11)]
+    assert ask(auto, [1, 11]) == [expected[index] for index in (1, 11)]
     more_rows, more_tokens = count_decoded(auto)
     assert more_tokens - tokens > 2 * (more_rows - rows)
     invariants(engines("auto"))
@@ -423,13 +425,13 @@ def test_auto_takes_one_step_while_anybody_waits(waits, engines, monkeypatch):
     invariants(engines("auto"))
 
 
-def test_a_log_of_auto_is_replayed(directories, want, tmp_path, monkeypatch):
+def test_a_log_of_auto_is_replayed(directories, expected, tmp_path, monkeypatch):
     monkeypatch.setattr(engine_spec, "STEPS_ON_CPU", NUM_STEPS)
     monkeypatch.setattr(running_set, "STEPS_FOR_ONE_MORE", 2)
     path = tmp_path / "log"
     settings = {**ENGINES["auto"], "block_size": "auto", "event_log": str(path)}
     with make_llm(directories["llama"], **settings) as llm:
-        assert ask(llm, [0, 2, 11]) == [want[index] for index in (0, 2, 11)]
+        assert ask(llm, [0, 2, 11]) == [expected[index] for index in (0, 2, 11)]
     assert {
         f'"drafts":[[0,[{",".join(["-1"] * count)}]]' in path.read_text() for count in (1, 3)
     } == {True}
@@ -485,10 +487,12 @@ def test_no_family_has_other_bits_in_several_steps(family, backend, tmp_path):
     sizes = {"max_num_seqs": 2, "max_num_batched_tokens": 16, "max_model_len": 60, "num_blocks": 20}
     settings = {**sizes, "num_scheduler_steps": NUM_STEPS, "attention_backend": backend}
     with make_llm(tmp_path, **settings) as llm:
-        want = llm.generate([3, 1, 4, 1, 5], single, use_tqdm=False)
+        expected = llm.generate([3, 1, 4, 1, 5], single, use_tqdm=False)
         rows, tokens = count_decoded(llm)
         assert tokens == rows == 12
-        assert tokens_of(llm.generate([3, 1, 4, 1, 5], several, use_tqdm=False)) == tokens_of(want)
+        assert tokens_of(llm.generate([3, 1, 4, 1, 5], several, use_tqdm=False)) == tokens_of(
+            expected
+        )
         assert count_decoded(llm) == (rows + 3, tokens + 12)
 
 
@@ -496,11 +500,11 @@ def test_no_family_has_other_bits_in_several_steps(family, backend, tmp_path):
     "mistake",
     few([forgets_the_token, forgets_the_place, writes_to_one_slot], [writes_to_one_slot]),
 )
-def test_a_planted_mistake_is_seen(mistake, directories, want, monkeypatch):
+def test_a_planted_mistake_is_seen(mistake, directories, expected, monkeypatch):
     monkeypatch.setattr(steps, "at_step", mistake)
     small = {"max_num_seqs": 2, "max_num_batched_tokens": 16, "num_scheduler_steps": NUM_STEPS}
     with make_llm(directories["llama"], **small) as llm:
-        assert ask(llm, [0, 1, 2]) != [want[index] for index in (0, 1, 2)]
+        assert ask(llm, [0, 1, 2]) != [expected[index] for index in (0, 1, 2)]
 
 
 def test_wrong_settings():

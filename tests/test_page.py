@@ -735,10 +735,10 @@ def test_a_log_shows_what_the_engine_showed(which: str, request: pytest.FixtureR
     assert header == {"event": "snapshots", "format": 1, "log": "run.jsonl"}
     assert first["step"] is None and not first["requests"]
     assert len(shown) >= len(snapshots) > 100
-    for moment, want in zip(shown, snapshots, strict=False):
-        assert without_times(moment) == without_times(want), f"step {want['num_steps']}"
-        assert moment["clock"] == {"unit": "steps", "now": want["step"]["step"]}
-        for line, other in zip(moment["requests"], want["requests"], strict=True):
+    for moment, expected in zip(shown, snapshots, strict=False):
+        assert without_times(moment) == without_times(expected), f"step {expected['num_steps']}"
+        assert moment["clock"] == {"unit": "steps", "now": expected["step"]["step"]}
+        for line, other in zip(moment["requests"], expected["requests"], strict=True):
             assert [(kind, num) for kind, _, _, num in line["timeline"]] == [
                 (kind, num) for kind, _, _, num in other["timeline"]
             ]
@@ -798,10 +798,11 @@ def test_a_step_of_a_log_has_its_plan_and_probabilities(
     for index, (_, _, ids, bits) in enumerate(results[moment - 1]["logprobs"]):
         texts = page.locator(".draws > li").nth(index).locator(".tip-row").all_inner_texts()
         shares = np.exp(np.array(bits, np.int32).view(np.float32))
-        want = dict(zip(ids[1:], 100 * shares[1:], strict=True)) | {ids[0]: 100 * shares[0]}
+        expected = dict(zip(ids[1:], 100 * shares[1:], strict=True)) | {ids[0]: 100 * shares[0]}
         shown_shares = {int(text.split()[0]): float(text.split()[1]) for text in texts}
         assert all(
-            math.isclose(shown_shares[token], want[token], abs_tol=0.06) for token in shown_shares
+            math.isclose(shown_shares[token], expected[token], abs_tol=0.06)
+            for token in shown_shares
         )
         assert set(ids[1:]) <= shown_shares.keys() and list(shown_shares.values()) == sorted(
             shown_shares.values(), reverse=True
@@ -840,11 +841,11 @@ def test_an_incident_shows_the_last_steps(
     expect(page.locator("#moment")).to_contain_text(f"of {INCIDENT_STEP}")
     num_compared = 0
     _, _, *shown = map(json.loads, text.splitlines())
-    expected = crowd.snapshots[INCIDENT_STEP - INCIDENT_STEPS : INCIDENT_STEP]
-    for moment, want in zip(shown, expected, strict=True):
+    snapshots = crowd.snapshots[INCIDENT_STEP - INCIDENT_STEPS : INCIDENT_STEP]
+    for moment, expected in zip(shown, snapshots, strict=True):
         for name in ("step", "bucket", "kind", "num_draws", "copies", "swap_out", "swap_in"):
-            assert moment["step"][name] == want["step"][name]
-        by_id = {request["id"]: request for request in want["requests"]}
+            assert moment["step"][name] == expected["step"][name]
+        by_id = {request["id"]: request for request in expected["requests"]}
         rows = {row[1] for row in moment["step"]["rows"]}
         for request in moment["requests"]:
             engines = by_id[request["id"]]

@@ -51,8 +51,8 @@ PROMPTS = pytest.param([80, 3, 70], [80, 3, 33])  # the first two rows begin a s
 def test_every_backend_matches_float64(backend, contexts, queries, heads, options):
     one_shape = {"padding": 64 - sum(queries), "num_blocks": 32, "table_width": 13}
     case = make_case(1, contexts, queries, heads=heads, **one_shape)
-    got = run(*case.arrays, scale=0.3, backend=backend, **options)
-    np.testing.assert_allclose(got, oracle(case, scale=0.3, **options), atol=2e-6)
+    actual = run(*case.arrays, scale=0.3, backend=backend, **options)
+    np.testing.assert_allclose(actual, oracle(case, scale=0.3, **options), atol=2e-6)
 
 
 @pytest.mark.parametrize("backend", SHARED_BACKENDS)
@@ -67,10 +67,10 @@ def test_sinks_take_their_share_of_every_softmax(backend, contexts, queries):
     )
     sinks = np.array([-np.inf, 0.5, 3.0, -1.0, 9.0, 2.0], np.float32)
     options = {"scale": 0.3, "sliding_window": 9}
-    got = run(*case.arrays, **options, sinks=sinks, backend=backend)
-    np.testing.assert_allclose(got, oracle(case, **options, sinks=sinks), atol=2e-6)
+    actual = run(*case.arrays, **options, sinks=sinks, backend=backend)
+    np.testing.assert_allclose(actual, oracle(case, **options, sinks=sinks), atol=2e-6)
     for wrong in (np.roll(sinks, 1), sinks[[3, 4, 5, 0, 1, 2]], None):
-        assert np.abs(np.asarray(got) - oracle(case, **options, sinks=wrong)).max() > 1e-2
+        assert np.abs(np.asarray(actual) - oracle(case, **options, sinks=wrong)).max() > 1e-2
 
 
 SLOPES = np.array([0.5, 0.3, 0.1, 0.03, 0.01, 0.0], np.float32)
@@ -95,12 +95,12 @@ def test_alibi_lowers_scores_by_distance(backend, contexts, queries, options):
     """Mistakes are planted: slopes of the heads beside, or none."""
     one_shape = {"padding": 64 - sum(queries), "num_blocks": 32, "table_width": 13}
     case = make_case(1, contexts, queries, heads=(6, 2), **one_shape)
-    got = run(*case.arrays, scale=0.3, **options, alibi_slopes=SLOPES, backend=backend)
-    want = oracle(case, scale=0.3, **options, alibi_slopes=SLOPES)
-    np.testing.assert_allclose(got, want, atol=2e-6)
+    actual = run(*case.arrays, scale=0.3, **options, alibi_slopes=SLOPES, backend=backend)
+    expected = oracle(case, scale=0.3, **options, alibi_slopes=SLOPES)
+    np.testing.assert_allclose(actual, expected, atol=2e-6)
     for wrong in (np.roll(SLOPES, 1), SLOPES[[3, 4, 5, 0, 1, 2]], None):
         other = oracle(case, scale=0.3, **options, alibi_slopes=wrong)
-        assert np.abs(np.asarray(got) - other).max() > 1e-2
+        assert np.abs(np.asarray(actual) - other).max() > 1e-2
 
 
 @pytest.mark.parametrize(
@@ -128,13 +128,13 @@ def test_a_token_may_see_later_ones(backend, contexts, queries, options, page_dt
     types = {"dtype": page_dtype, "page_dtype": page_dtype}
     case = make_case(1, contexts, queries, heads=(6, 2), width=32, **one_shape, **types)
     last = np.random.default_rng(3).integers(0, 90, 128).astype(np.int32)
-    got = run(*case.arrays, scale=0.3, **options, last_seen_T=last, backend=backend)
-    want = oracle(case, scale=0.3, **options, last_seen_T=last)
+    actual = run(*case.arrays, scale=0.3, **options, last_seen_T=last, backend=backend)
+    expected = oracle(case, scale=0.3, **options, last_seen_T=last)
     tolerance = 2e-6 if page_dtype == "float32" else 0.03
-    np.testing.assert_allclose(np.asarray(got, np.float32), want, atol=tolerance)
+    np.testing.assert_allclose(np.asarray(actual, np.float32), expected, atol=tolerance)
     for wrong in (None, np.full(128, 99), np.roll(last, 1)):
         other = oracle(case, scale=0.3, **options, last_seen_T=wrong)
-        assert np.abs(np.asarray(got, np.float32) - other).max() > 0.1
+        assert np.abs(np.asarray(actual, np.float32) - other).max() > 0.1
 
 
 @pytest.mark.parametrize(
@@ -146,10 +146,10 @@ def test_a_token_sees_its_own_chunk_of_positions(backend, chunk):
     case = make_case(
         1, [101, 64, 9, 70], [1, 33, 9, 21], heads=(6, 2), num_blocks=64, table_width=26
     )
-    got = run(*case.arrays, scale=0.3, attention_chunk=chunk, backend=backend)
-    np.testing.assert_allclose(got, oracle(case, scale=0.3, attention_chunk=chunk), atol=2e-6)
+    actual = run(*case.arrays, scale=0.3, attention_chunk=chunk, backend=backend)
+    np.testing.assert_allclose(actual, oracle(case, scale=0.3, attention_chunk=chunk), atol=2e-6)
     for wrong in ({"attention_chunk": chunk + 1}, {"sliding_window": chunk + 1}, {}):
-        assert np.abs(np.asarray(got) - oracle(case, scale=0.3, **wrong)).max() > 1e-2
+        assert np.abs(np.asarray(actual) - oracle(case, scale=0.3, **wrong)).max() > 1e-2
 
 
 def test_every_set_takes_a_chunk_that_no_row_is_longer_than():
@@ -189,11 +189,11 @@ def test_values_within_the_keys(backend, page_dtype):
     arrays = (case.q_TNH, case.k_pages, None, *case.arrays[3:])
     options = {"scale": 0.2, "logit_softcap": 20.0}
     scales = {} if case.k_scale is None else {"k_scale": case.k_scale}
-    got = run(*arrays, **options, **scales, value_width=32, backend=backend)
-    want = oracle(within, **options)
-    assert got.shape == (47, 6, 32) and not np.any(got[44:])
-    np.testing.assert_allclose(got, want[..., :32], atol=1e-5)
-    assert np.abs(np.asarray(got) - want[..., 16:]).max() > 1e-2
+    actual = run(*arrays, **options, **scales, value_width=32, backend=backend)
+    expected = oracle(within, **options)
+    assert actual.shape == (47, 6, 32) and not np.any(actual[44:])
+    np.testing.assert_allclose(actual, expected[..., :32], atol=1e-5)
+    assert np.abs(np.asarray(actual) - expected[..., 16:]).max() > 1e-2
     new = np.random.default_rng(0).standard_normal((3, 1, 48)).astype(np.float32)
     slots = np.array([8, 9, 100])
     fields = dict(
@@ -240,8 +240,8 @@ def test_block_sizes(block_size):
 
 def test_one_token_rows_with_the_promise_of_it():
     case = make_case(3, [1, 30, 129, 7], [1, 1, 1, 1], padding=0)
-    got = run(*case.arrays, scale=0.25, backend="scan", max_query_len=1)
-    np.testing.assert_allclose(got, oracle(case, scale=0.25), atol=2e-6)
+    actual = run(*case.arrays, scale=0.25, backend="scan", max_query_len=1)
+    np.testing.assert_allclose(actual, oracle(case, scale=0.25), atol=2e-6)
 
 
 @pytest.mark.parametrize("backend", ["reference", "scan"])
@@ -251,10 +251,14 @@ def test_tree_mask_takes_the_place_of_the_causal_order(backend):
     tree[0:4] = [[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 0, 1, 1]]
     tree[4:7] = [[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0]]
     for slopes in (None, SLOPES[:4]):
-        got = run(*case.arrays, scale=0.25, tree_mask_TQ=tree, alibi_slopes=slopes, backend=backend)
-        want = oracle(case, scale=0.25, tree_mask_TQ=tree, alibi_slopes=slopes)
-        np.testing.assert_allclose(got, want, atol=2e-6)
-        assert np.abs(np.asarray(got) - oracle(case, scale=0.25, alibi_slopes=slopes)).max() > 1e-2
+        actual = run(
+            *case.arrays, scale=0.25, tree_mask_TQ=tree, alibi_slopes=slopes, backend=backend
+        )
+        expected = oracle(case, scale=0.25, tree_mask_TQ=tree, alibi_slopes=slopes)
+        np.testing.assert_allclose(actual, expected, atol=2e-6)
+        assert (
+            np.abs(np.asarray(actual) - oracle(case, scale=0.25, alibi_slopes=slopes)).max() > 1e-2
+        )
 
 
 def random_tree(rng, num_tokens):
@@ -329,8 +333,10 @@ def test_a_token_of_a_tree_has_the_bits_of_its_branch_alone(name):
     form = {**TREE_FORMS[name]}
     options = {"scale": 0.3, "alibi_slopes": form.pop("alibi_slopes", None)}
     case, mask, trees = tree_case(11, [70, 20, 9], [20, 16, 9], **form)
-    got = np.asarray(run(*case.arrays, **case.scales, **options, backend="scan", tree_mask_TQ=mask))
-    np.testing.assert_allclose(got, oracle(case, **options, tree_mask_TQ=mask), atol=5e-6)
+    actual = np.asarray(
+        run(*case.arrays, **case.scales, **options, backend="scan", tree_mask_TQ=mask)
+    )
+    np.testing.assert_allclose(actual, oracle(case, **options, tree_mask_TQ=mask), atol=5e-6)
     assert any(np.diff(tree).tolist() != [1] * (len(tree) - 1) for tree in trees)
     for row, tree in enumerate(trees):
         start = case.query_start[row]
@@ -355,12 +361,12 @@ def test_a_token_of_a_tree_has_the_bits_of_its_branch_alone(name):
                     backend="scan",
                     max_query_len=1 if count == 1 else 20,
                 )
-                want = (
+                expected = (
                     np.asarray(plain)[:1]
                     if count == 1
                     else np.asarray(plain)[start : start + len(path)]
                 )
-                np.testing.assert_array_equal(got[start + np.array(path[-count:])], want)
+                np.testing.assert_array_equal(actual[start + np.array(path[-count:])], expected)
 
 
 MUTATIONS = {
@@ -382,8 +388,8 @@ MUTATIONS = {
 @pytest.mark.parametrize("mutation", MUTATIONS)
 def test_a_planted_mistake_is_seen(backend, mutation):
     case = make_case(5, [33, 40], [2, 7])
-    got = run(*MUTATIONS[mutation](case).arrays, scale=0.3, backend=backend)
-    assert np.abs(np.asarray(got) - oracle(case, scale=0.3)).max() > 1e-2
+    actual = run(*MUTATIONS[mutation](case).arrays, scale=0.3, backend=backend)
+    assert np.abs(np.asarray(actual) - oracle(case, scale=0.3)).max() > 1e-2
 
 
 @pytest.mark.parametrize("backend", SHARED_BACKENDS)
@@ -532,8 +538,8 @@ def test_a_gpu_gets_plain_xla_only_where_it_is_asked_for_by_name(monkeypatch):
         NotImplementedError, match=f"triton: needs a GPU .* has 7.5; mosaic: .* by name: {by_name};"
     ):
         paged_attention(*case.arrays, scale=0.3)
-    got = paged_attention(*case.arrays, scale=0.3, backend="scan")
-    np.testing.assert_allclose(got, oracle(case, scale=0.3), atol=2e-6)
+    actual = paged_attention(*case.arrays, scale=0.3, backend="scan")
+    np.testing.assert_allclose(actual, oracle(case, scale=0.3), atol=2e-6)
     with pytest.raises(
         NotImplementedError, match="triton: needs a GPU of .* 8.0 or more, but Tesla T4 has 7.5"
     ):
@@ -601,10 +607,10 @@ def test_a_call_without_tokens_or_rows_gives_zeros(backend):
                 case.context_len_B[:0],
             )
             case.query_start = case.query_start[:1]
-        got = paged_attention(*case.arrays, scale=1.0, backend=backend, interpret=interpret)
-        assert got.shape == case.q_TNH.shape
-        assert got.dtype == case.q_TNH.dtype
-        assert not np.any(got)
+        actual = paged_attention(*case.arrays, scale=1.0, backend=backend, interpret=interpret)
+        assert actual.shape == case.q_TNH.shape
+        assert actual.dtype == case.q_TNH.dtype
+        assert not np.any(actual)
 
 
 @pytest.mark.parametrize("integers", few(["int64", "int8", "uint8"], ["uint8"]))
@@ -613,11 +619,11 @@ def test_numpy_arrays_of_any_integers_do(integers):
     counts.
     """
     case = make_case(9, [120, 20], [100, 20], padding=20)
-    want = oracle(case, scale=0.25)
+    expected = oracle(case, scale=0.25)
     for name in ("block_table_BM", "context_len_B", "query_start"):
         setattr(case, name, getattr(case, name).astype(integers))
-    got = paged_attention(*case.arrays, scale=np.float64(0.25), backend="scan")
-    np.testing.assert_allclose(got, want, atol=2e-5)
+    actual = paged_attention(*case.arrays, scale=np.float64(0.25), backend="scan")
+    np.testing.assert_allclose(actual, expected, atol=2e-5)
 
 
 def test_kernels_refuse_64_bits_and_xla_does_not():
@@ -625,7 +631,7 @@ def test_kernels_refuse_64_bits_and_xla_does_not():
     pages = np.ones((3, 2, 1, 8), np.float32)
     jax.config.update("jax_enable_x64", True)
     try:
-        got = paged_attention(*case.arrays, scale=0.5)
+        actual = paged_attention(*case.arrays, scale=0.5)
         with pytest.raises(
             NotImplementedError, match="triton: jax_enable_x64.*mosaic: jax_enable_x64"
         ):
@@ -634,8 +640,8 @@ def test_kernels_refuse_64_bits_and_xla_does_not():
             write_kv(pages[0], pages[1], pages, pages, np.array([1, 2]), interpret=True)
     finally:
         jax.config.update("jax_enable_x64", False)
-    assert got.dtype == np.float32
-    np.testing.assert_allclose(got, oracle(case, scale=0.5), atol=1e-5)
+    assert actual.dtype == np.float32
+    np.testing.assert_allclose(actual, oracle(case, scale=0.5), atol=1e-5)
 
 
 @pytest.mark.parametrize("page_dtype", ["float32", "int8"])
@@ -650,11 +656,11 @@ def test_writing_and_attending_in_one_call(num_tokens, page_dtype):
     pages = write_kv(k, v, case.k_pages, case.v_pages, slots, **case.scales)
     scales = dict(zip(case.scales, pages[2:], strict=True))
     options = {"scale": 0.3, "sinks": np.array([1.0, -1.0, 0.5, 2.0], np.float32)}
-    want = paged_attention(case.q_TNH, *pages[:2], *case.arrays[3:], **options, **scales)
-    out, got = write_and_attend(
+    expected = paged_attention(case.q_TNH, *pages[:2], *case.arrays[3:], **options, **scales)
+    out, actual = write_and_attend(
         k, v, slots, Arguments(**vars(case), options=AttentionOptions(**options))
     )
-    for array, other in zip((out, *got), (want, *pages), strict=True):
+    for array, other in zip((out, *actual), (expected, *pages), strict=True):
         np.testing.assert_array_equal(array, other)
     with pytest.raises(ValueError, match=r"v_TKH must have one vector .* \(1, 2, 16\)"):
         arguments = Arguments(**vars(case), options=AttentionOptions(scale=0.3))
@@ -666,20 +672,20 @@ def test_write_kv_fills_exactly_its_slots():
     k_pages, v_pages = rng.standard_normal((2, 5, 4, 2, 8)).astype(np.float32)
     k, v = rng.standard_normal((2, 3, 2, 8)).astype(np.float32)
     slots = np.array([7, 16, 9], np.int32)
-    want = [pages.reshape(20, 2, 8).copy() for pages in (k_pages, v_pages)]
+    expected = [pages.reshape(20, 2, 8).copy() for pages in (k_pages, v_pages)]
     for index, slot in enumerate(slots):
-        want[0][slot], want[1][slot] = k[index], v[index]
-    got = write_kv(
+        expected[0][slot], expected[1][slot] = k[index], v[index]
+    actual = write_kv(
         jnp.asarray(k), jnp.asarray(v), jnp.asarray(k_pages), jnp.asarray(v_pages), slots
     )
-    for pages, expected in zip(got, want, strict=True):
-        np.testing.assert_array_equal(np.asarray(pages).reshape(20, 2, 8), expected)
+    for pages, slots in zip(actual, expected, strict=True):
+        np.testing.assert_array_equal(np.asarray(pages).reshape(20, 2, 8), slots)
 
 
 def test_copy_blocks_reads_before_it_writes():
     pages = jnp.arange(5 * 2).reshape(5, 2)
-    got = copy_blocks({"k": pages}, np.array([1, 2, 0]), np.array([2, 3, 0]))["k"]
-    np.testing.assert_array_equal(got, np.asarray(pages)[[0, 1, 1, 2, 4]])
+    actual = copy_blocks({"k": pages}, np.array([1, 2, 0]), np.array([2, 3, 0]))["k"]
+    np.testing.assert_array_equal(actual, np.asarray(pages)[[0, 1, 1, 2, 4]])
 
 
 @pytest.mark.parametrize("operation", ["write", "copy"])

@@ -47,8 +47,8 @@ def bits(array):
     return array.reshape(len(array), -1).view(np.uint8)
 
 
-def same(got, want):
-    for array, other in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+def same(actual, expected):
+    for array, other in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
         assert array.dtype == other.dtype and array.shape == other.shape
         np.testing.assert_array_equal(bits(array), bits(other))
 
@@ -103,25 +103,28 @@ def check_write(function, dtype, slots, seed=0, width=H):
     padding token brought.
     """
     (k, v), pages = vectors(seed, width), new_pages(dtype, seed, width)
-    got = [
+    actual = [
         np.asarray(array).reshape(P * S, K, -1)
         for array in function(k, v, pages, np.array(slots, np.int32))
     ]
     updates = [quantize(k, dtype), quantize(v, dtype)]
     for array, old, new in zip(
-        got, pages, [value for value, _ in updates] + [scale for _, scale in updates], strict=False
+        actual,
+        pages,
+        [value for value, _ in updates] + [scale for _, scale in updates],
+        strict=False,
     ):
-        want, null = old.reshape(P * S, K, -1).copy(), {}
+        expected, null = old.reshape(P * S, K, -1).copy(), {}
         for token, slot in enumerate(slots):
             value = new[token].reshape(K, -1)
             if 0 <= slot < S:
                 null.setdefault(slot, []).append(bits(value).tobytes())
             elif slot < P * S:
-                want[slot] = value
-        np.testing.assert_array_equal(bits(array[S:]), bits(want[S:]))
+                expected[slot] = value
+        np.testing.assert_array_equal(bits(array[S:]), bits(expected[S:]))
         for slot in range(S):
-            assert bits(array[slot]).tobytes() in null.get(slot, [bits(want[slot]).tobytes()])
-    return got
+            assert bits(array[slot]).tobytes() in null.get(slot, [bits(expected[slot]).tobytes()])
+    return actual
 
 
 SLOTS = [S, 23, 0, 9, 24, 0, 3]  # the first and the last, padding, and one after the pages
@@ -136,11 +139,11 @@ SLOTS = [S, 23, 0, 9, 24, 0, 3]  # the first and the last, padding, and one afte
 )
 def test_a_write_fills_exactly_its_slots(dtype, real, others, seed):
     slots = np.random.default_rng(seed).permutation(real + others[len(real) :]).tolist()
-    got = {
+    actual = {
         backend: check_write(functools.partial(write, backend=backend), dtype, slots, seed)
         for backend in BACKENDS
     }
-    same([array[S:] for array in got["triton"]], [array[S:] for array in got["reference"]])
+    same([array[S:] for array in actual["triton"]], [array[S:] for array in actual["reference"]])
 
 
 @pytest.mark.parametrize("width", few([80, 96, 128], [96]))
@@ -219,10 +222,10 @@ def quantize_twice(x, *, dtype):
 def test_quantising_in_a_kernel_gives_the_same_bits(values):
     x = np.array(values, np.float32).reshape(2, 8)
     for dtype in ("int8", "uint8", "float8_e4m3fn"):
-        (codes, scale), (want, want_scale) = quantize_twice(x, dtype=dtype)
-        np.testing.assert_array_equal(scale, want_scale)  # NaN is NaN
-        finite = np.isfinite(want_scale)
-        np.testing.assert_array_equal(bits(codes)[finite], bits(want)[finite])
+        (codes, scale), (expected, expected_scale) = quantize_twice(x, dtype=dtype)
+        np.testing.assert_array_equal(scale, expected_scale)  # NaN is NaN
+        finite = np.isfinite(expected_scale)
+        np.testing.assert_array_equal(bits(codes)[finite], bits(expected)[finite])
         read = quantized_pages.dequantize(codes, scale)
         assert np.isnan(np.asarray(read)[~finite]).all()
 
@@ -263,18 +266,18 @@ def check_rotation(dtype, pages_dtype, width=H):
     """
     x, cos, sin = heads_and_angles(3, dtype, width)
     pages, slots = new_pages(pages_dtype, 3, width), np.array(SLOTS, np.int32)
-    q, got = rotate_then_write(x, cos, sin, pages, slots, function=fused)
+    q, actual = rotate_then_write(x, cos, sin, pages, slots, function=fused)
     wide = np.asarray(x, np.float64)
     first, second = wide[..., :E], wide[..., E : 2 * E]
     cos_T1E, sin_T1E = cos[:, None].astype(np.float64), sin[:, None].astype(np.float64)
     rotated = [first * cos_T1E - second * sin_T1E, second * cos_T1E + first * sin_T1E]
-    want = np.concatenate([*rotated, wide[..., 2 * E :]], -1)
+    expected = np.concatenate([*rotated, wide[..., 2 * E :]], -1)
     tolerance = {"float32": 1e-6, "bfloat16": 8e-3, "float16": 1e-3}[dtype]
     np.testing.assert_allclose(
-        np.asarray(q, np.float64), want[:, :N], rtol=tolerance, atol=tolerance
+        np.asarray(q, np.float64), expected[:, :N], rtol=tolerance, atol=tolerance
     )
     numbers = np.asarray(x, np.float32)
-    for place, (array, old) in enumerate(zip(got, pages, strict=True)):
+    for place, (array, old) in enumerate(zip(actual, pages, strict=True)):
         slots_now, new = (np.asarray(each).reshape(P * S, K, -1) for each in (array, old))
         new = new.copy()
         is_key, is_scale = place % 2 == 0, place > 1
@@ -282,7 +285,9 @@ def check_rotation(dtype, pages_dtype, width=H):
             if S <= slot < P * S and not is_key:
                 new[slot] = quantize(numbers[token, N + K :], pages_dtype)[is_scale].reshape(K, -1)
             elif S <= slot < P * S:
-                near = quantize(want[token, N : N + K].astype(np.float32), pages_dtype)[is_scale]
+                near = quantize(expected[token, N : N + K].astype(np.float32), pages_dtype)[
+                    is_scale
+                ]
                 new[slot] = slots_now[slot]
                 near_values, wished = (
                     np.asarray(each.view(E4M3) if each.dtype == "uint8" else each, np.float64)
@@ -294,7 +299,7 @@ def check_rotation(dtype, pages_dtype, width=H):
                     np.abs(near_values - wished), step + 2 * tolerance * (1 + np.abs(wished))
                 )
         np.testing.assert_array_equal(bits(slots_now[S:]), bits(new[S:]))
-    return q, got
+    return q, actual
 
 
 @pytest.mark.parametrize(
@@ -308,7 +313,7 @@ def check_rotation(dtype, pages_dtype, width=H):
 )
 def test_queries_and_keys_are_rotated_and_pages_written_in_one_launch(dtype, pages_dtype):
     pages_dtype = dtype if pages_dtype == "as x" else pages_dtype
-    got = check_rotation(dtype, pages_dtype)
+    actual = check_rotation(dtype, pages_dtype)
     x, cos, sin = heads_and_angles(3, dtype)
     before = rotate_then_write(
         x,
@@ -318,9 +323,9 @@ def test_queries_and_keys_are_rotated_and_pages_written_in_one_launch(dtype, pag
         np.array(SLOTS, np.int32),
         function=one_after_the_other,
     )
-    same(got[0], before[0])
+    same(actual[0], before[0])
     same(
-        [each.reshape(P * S, -1)[S:] for each in got[1]],
+        [each.reshape(P * S, -1)[S:] for each in actual[1]],
         [each.reshape(P * S, -1)[S:] for each in before[1]],
     )
 
@@ -366,7 +371,7 @@ def check_norms(dtype, offset):
         epsilon=1e-3,
         offset=offset,
     )
-    q, got = jax.jit(functools.partial(fused, **norms))(x, cos, sin, *pages, slots)
+    q, actual = jax.jit(functools.partial(fused, **norms))(x, cos, sin, *pages, slots)
 
     @jax.jit
     def in_turn(x, cos, sin, pages, slots):
@@ -380,21 +385,21 @@ def check_norms(dtype, offset):
 
     separate_q, separate_pages = in_turn(x, cos, sin, pages, slots)
     same(q, separate_q)
-    same(*([each.reshape(P * S, -1)[S:] for each in both] for both in (got, separate_pages)))
+    same(*([each.reshape(P * S, -1)[S:] for each in both] for both in (actual, separate_pages)))
     wide = np.asarray(x, np.float64)[:, : N + K]
     scale_MH = np.repeat(np.asarray(jnp.asarray(scales, dtype), np.float64), (N, K), axis=0)
     wide = (scale_MH + offset) * wide / np.sqrt((wide**2).mean(-1, keepdims=True) + 1e-3)
     first, second = wide[..., :E], wide[..., E : 2 * E]
     cos_T1E, sin_T1E = cos[:, None].astype(np.float64), sin[:, None].astype(np.float64)
     rotated = [first * cos_T1E - second * sin_T1E, second * cos_T1E + first * sin_T1E]
-    want = np.concatenate([*rotated, wide[..., 2 * E :]], -1)
+    expected = np.concatenate([*rotated, wide[..., 2 * E :]], -1)
     tolerance = {"float32": 2e-6, "bfloat16": 2e-2}[dtype]
     options = {"rtol": tolerance, "atol": 2 * tolerance}
-    np.testing.assert_allclose(np.asarray(q, np.float64), want[:, :N], **options)
-    keys = np.asarray(got[0], np.float64).reshape(P * S, K, H)
+    np.testing.assert_allclose(np.asarray(q, np.float64), expected[:, :N], **options)
+    keys = np.asarray(actual[0], np.float64).reshape(P * S, K, H)
     for token, slot in enumerate(SLOTS):
         if S <= slot < P * S:
-            np.testing.assert_allclose(keys[slot], want[token, N:], **options)
+            np.testing.assert_allclose(keys[slot], expected[token, N:], **options)
 
 
 @pytest.mark.parametrize(("dtype", "offset"), [("float32", 1.0), ("bfloat16", 0.0)])
@@ -474,12 +479,12 @@ copies = {
 def check_copy(function, by_slot, pairs, seed=0):
     pages = mixed_pages(seed)
     source, destination = np.array(pairs, np.int32).reshape(-1, 2).T
-    got = function(pages, source, destination)
-    for new, old in zip(jax.tree.leaves(got), jax.tree.leaves(pages), strict=True):
+    actual = function(pages, source, destination)
+    for new, old in zip(jax.tree.leaves(actual), jax.tree.leaves(pages), strict=True):
         rows = np.asarray(old).reshape(P * S if by_slot else P, -1)
-        want, inside = rows.copy(), (destination >= 0) & (destination < len(rows))
-        want[destination[inside]] = rows[np.clip(source[inside], 0, len(rows) - 1)]
-        same(np.asarray(new), want.reshape(old.shape))
+        expected, inside = rows.copy(), (destination >= 0) & (destination < len(rows))
+        expected[destination[inside]] = rows[np.clip(source[inside], 0, len(rows) - 1)]
+        same(np.asarray(new), expected.reshape(old.shape))
 
 
 # a circle, two that are left out, a source that is clamped
@@ -546,13 +551,13 @@ def test_blocks_leave_and_come_back_to_the_bit(backend, blocks, padding):
     blocks = np.array(blocks[padding:] + [0] * padding, np.int32)
     pages, others = mixed_pages(1), mixed_pages(2)
     contents = move(pages, blocks, operation=gather_blocks, backend=backend)
-    want = np.concatenate([bits(leaf) for leaf in jax.tree.leaves(pages)], axis=1)
-    np.testing.assert_array_equal(contents, want[blocks])
+    expected = np.concatenate([bits(leaf) for leaf in jax.tree.leaves(pages)], axis=1)
+    np.testing.assert_array_equal(contents, expected[blocks])
     back = move(others, blocks, np.asarray(contents), operation=scatter_blocks, backend=backend)
     for new, old, brought in zip(*map(jax.tree.leaves, (back, others, pages)), strict=True):
-        expected = np.array(old)
-        expected[blocks] = np.asarray(brought)[blocks]
-        same(np.asarray(new), expected)
+        filled = np.array(old)
+        filled[blocks] = np.asarray(brought)[blocks]
+        same(np.asarray(new), filled)
 
 
 def test_more_arrays_than_a_launch_takes(monkeypatch):
@@ -786,12 +791,12 @@ def test_refusals_name_the_argument():
 def test_numpy_arrays_and_narrow_integers_do(backend):
     """The call is not compiled; the pool has more slots than eight bits count."""
     pages = np.arange(2 * 40 * 4 * 1 * 16, dtype=np.float32).reshape(2, 40, 4, 1, 16)
-    got = write_kv(
+    actual = write_kv(
         pages[0, 0, :2], pages[1, 0, :2], *pages, np.array([5, 9], np.int8), **BACKENDS[backend]
     )
-    want = pages.copy().reshape(2, 160, 1, 16)
-    want[:, [5, 9]] = pages[:, 0, :2]
-    np.testing.assert_array_equal(np.stack(got).reshape(want.shape), want)
+    expected = pages.copy().reshape(2, 160, 1, 16)
+    expected[:, [5, 9]] = pages[:, 0, :2]
+    np.testing.assert_array_equal(np.stack(actual).reshape(expected.shape), expected)
     moved = copy_blocks(
         pages[0], np.array([1], np.uint8), np.array([2], np.int8), **BACKENDS[backend]
     )

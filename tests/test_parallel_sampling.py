@@ -180,8 +180,8 @@ def test_best_of_is_the_likeliest_of_all(llm, prompts):
 def test_equals_are_ranked_by_their_index_and_greedy_ones_are_equal(llm, prompts):
     greedy = dataclasses.replace(PARAMS, temperature=0.0, n=3)
     (output,) = llm.generate(prompts[1], greedy, use_tqdm=False)
-    want = lone_sample(llm, prompts[1], greedy, 0)
-    assert output.outputs == [dataclasses.replace(want, index=index) for index in range(3)]
+    expected = lone_sample(llm, prompts[1], greedy, 0)
+    assert output.outputs == [dataclasses.replace(expected, index=index) for index in range(3)]
     (best,) = llm.generate(prompts[1], dataclasses.replace(greedy, n=2, best_of=4), use_tqdm=False)
     assert best.outputs == output.outputs[:2]
 

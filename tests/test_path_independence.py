@@ -270,8 +270,8 @@ def test_gives_way_at_every_step(family, mode, directories, prompts, lone_tokens
             reporter = engine.add("watched", engine.prepare(None, prompts[2], watched))
             run_giving_way(engine, step)
             ((token_ids, logprobs),) = tokens_of([reporter.whole()])
-            want_ids, want_logprobs = lone_tokens[family, kind][2]
-            assert (token_ids, logprobs) == (want_ids[:8], want_logprobs[:8])
+            expected_ids, expected_logprobs = lone_tokens[family, kind][2]
+            assert (token_ids, logprobs) == (expected_ids[:8], expected_logprobs[:8])
         assert llm.stats()["num_preemptions_total"][mode] >= 8
         invariants(llm)
 
@@ -372,7 +372,7 @@ def test_cached_or_not(engine, directories, prompts, lone_tokens):
     settings = {**ENGINES, "uncached": {"enable_prefix_caching": False}}[engine]
     with make_llm(directories["llama"], **settings) as llm:
         params = [KINDS["greedy"], KINDS["seeded"]] * 3
-        want = [
+        expected = [
             lone_tokens["llama", kind][index] for index, kind in enumerate(["greedy", "seeded"] * 3)
         ]
         size, num_prompt = llm.config.block_size, sum(map(len, prompts))
@@ -380,18 +380,20 @@ def test_cached_or_not(engine, directories, prompts, lone_tokens):
         cached = engine != "uncached"
         for hits in (0, num_hits):  # computed, then revived
             since = mark(llm)
-            assert tokens_of(llm.generate(prompts, params, use_tqdm=False)) == want
+            assert tokens_of(llm.generate(prompts, params, use_tqdm=False)) == expected
             assert since() == ((num_prompt, hits, 0) if cached else (0, 0, 0))
         salted = [dataclasses.replace(param, cache_salt="pepper") for param in params]
         since = mark(llm)
-        assert tokens_of(llm.generate(prompts, salted, use_tqdm=False)) == want
+        assert tokens_of(llm.generate(prompts, salted, use_tqdm=False)) == expected
         assert since()[1] == 0
         with steps_by_hand(llm), llm.stream(prompts[3], salted[1]) as running:
             next(running)  # it holds the blocks that the next two find
             both = tokens_of(llm.generate([prompts[3]] * 2, salted[:2], use_tqdm=False))
             assert both == [lone_tokens["llama", kind][3] for kind in ("greedy", "seeded")]
         llm.reset_prefix_cache()
-        assert tokens_of(llm.generate(prompts[::-1], params[::-1], use_tqdm=False))[::-1] == want
+        assert (
+            tokens_of(llm.generate(prompts[::-1], params[::-1], use_tqdm=False))[::-1] == expected
+        )
         invariants(llm)
 
 
@@ -435,19 +437,21 @@ def test_fewer_bits(types, geometry, directories, prompts, lone_tokens):
     params = [KINDS["greedy"], KINDS["seeded"]] * 3
     types = {**types, "largest_shapes": True}
     with make_llm(directories["llama"], enable_prefix_caching=False, **types) as llm:
-        want = [
+        expected = [
             tokens_of(llm.generate(*request, use_tqdm=False))[0]
             for request in zip(prompts, params, strict=True)
         ]
         contents = {_blocks_of(llm, prompts[3], 120)}
-    assert want != [
+    assert expected != [
         lone_tokens["llama", kind][index] for index, kind in enumerate(["greedy", "seeded"] * 3)
     ]
     small_pool = {**geometry, "num_blocks": 288 // geometry.get("block_size", 16)}
     with make_llm(directories["llama"], **small_pool, **types) as llm:
-        assert tokens_of(llm.generate(prompts, params, use_tqdm=False)) == want
+        assert tokens_of(llm.generate(prompts, params, use_tqdm=False)) == expected
         # the last are cached
-        assert tokens_of(llm.generate(prompts[::-1], params[::-1], use_tqdm=False))[::-1] == want
+        assert (
+            tokens_of(llm.generate(prompts[::-1], params[::-1], use_tqdm=False))[::-1] == expected
+        )
         stats = llm.stats()
         assert (
             stats["prefix_cache_hits_total"] > 100

@@ -181,8 +181,8 @@ def test_who_floods_the_queue_gets_no_larger_share(policy):
     largest = 0
     while {g.request.params.user for g in driver.scheduler.waiting} == {"flood", "modest"}:
         driver.step()
-        got = service(driver)
-        largest = max(largest, abs(got["flood"] - got["modest"]))
+        actual = service(driver)
+        largest = max(largest, abs(actual["flood"] - actual["modest"]))
     bound = 2 * max(9, 4 * (2 * 12 + 9))  # in a batch of 4: the most that one of them can be owed
     assert (largest <= bound) == (policy == "fair"), f"{largest} against {bound}"
 

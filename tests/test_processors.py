@@ -182,12 +182,12 @@ def test_processed_logits_by_definition(name, by_row):
     request = make_request(params, words=words)
     for seed in range(3):
         logits = random_logits(seed, VOCAB)
-        got, _ = run_step(logits[None], [request], [OUTPUT], by_row)
-        want = processed(logits, params, request.prompt_token_ids, OUTPUT, eos=EOS, words=words)
-        np.testing.assert_allclose(got[0], want, rtol=2e-6, atol=1e-5)
+        actual, _ = run_step(logits[None], [request], [OUTPUT], by_row)
+        expected = processed(logits, params, request.prompt_token_ids, OUTPUT, eos=EOS, words=words)
+        np.testing.assert_allclose(actual[0], expected, rtol=2e-6, atol=1e-5)
         # to the last bit
-        np.testing.assert_array_equal(got[0][want == logits], logits[want == logits])
-        assert (name == "late end") == (want == logits).all()
+        np.testing.assert_array_equal(actual[0][expected == logits], logits[expected == logits])
+        assert (name == "late end") == (expected == logits).all()
 
 
 def test_processed_logits_as_transformers_has_them():
@@ -225,10 +225,10 @@ def test_processed_logits_as_transformers_has_them():
         request = make_request(
             words=params.pop("words", ()), params=SamplingParams(**params), prompt=prompt
         )
-        got, _ = run_step(logits[None], [request], [output])
-        want = processor(torch.tensor([seen]), torch.tensor(logits[None]))[0].numpy()
-        np.testing.assert_allclose(got[0], want, rtol=1e-6)
-        assert (np.isinf(got[0]) == np.isinf(want)).all()
+        actual, _ = run_step(logits[None], [request], [output])
+        expected = processor(torch.tensor([seen]), torch.tensor(logits[None]))[0].numpy()
+        np.testing.assert_allclose(actual[0], expected, rtol=1e-6)
+        assert (np.isinf(actual[0]) == np.isinf(expected)).all()
 
 
 token_lists = st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=12)
@@ -264,19 +264,19 @@ def test_any_requests_together(requested, seed):
     draw.
     """
     logits = random_logits(seed, len(requested), VOCAB)
-    got, token_ids = run_step(logits, *zip(*requested, strict=True))
+    actual, token_ids = run_step(logits, *zip(*requested, strict=True))
     for row, (request, output) in enumerate(requested):
         alone, alone_id = run_step(logits[row][None], [request], [output])
-        assert alone[0].tobytes() == got[row].tobytes() and alone_id[0] == token_ids[row]
+        assert alone[0].tobytes() == actual[row].tobytes() and alone_id[0] == token_ids[row]
         words, prompt = request.bad_word_token_ids, request.prompt_token_ids
-        want = processed(logits[row], request.params, prompt, output, eos=EOS, words=words)
+        expected = processed(logits[row], request.params, prompt, output, eos=EOS, words=words)
         with np.errstate(over="ignore"):
-            np.testing.assert_allclose(got[row], want, rtol=1e-5, atol=2e-5)
-        if np.isfinite(want).any():
+            np.testing.assert_allclose(actual[row], expected, rtol=1e-5, atol=2e-5)
+        if np.isfinite(expected).any():
             # By the float32 logits: the truncation and the draw are what is looked at here.
             known = len(prompt) + len(output)
             assert token_ids[row] == drawn(
-                got[row].astype(np.float64), request.params, request.seed, 0, known
+                actual[row].astype(np.float64), request.params, request.seed, 0, known
             )
         else:
             assert token_ids[row] == NOTHING_ALLOWED
@@ -294,9 +294,9 @@ def test_ends_of_bad_words(known, split, seed):
     rng = np.random.default_rng(seed)
     words = tuple(tuple(rng.integers(0, 4, rng.integers(1, 5)).tolist()) for _ in range(6))
     split = min(split, len(known))
-    want = {word[-1] for word in words if ends_with(known[split:], word[:-1])}
+    expected = {word[-1] for word in words if ends_with(known[split:], word[:-1])}
     request = make_request(SamplingParams(), known[:split], words)
-    assert suppression(request, known) == (False, tuple(sorted(want)))
+    assert suppression(request, known) == (False, tuple(sorted(expected)))
 
 
 def test_masks_of_a_grammar_are_met_by_the_rest():
@@ -469,8 +469,8 @@ def test_every_pair_draws_what_float64_draws(lone, pairs):
         params = pairs[names]
         for index, token_id in enumerate(output.token_ids):
             said, words = output.token_ids[:index], spell(params.bad_words)
-            want = processed(logits[index], params, PROMPT, said, words=words)
-            assert drawn(want, params, params.seed, 0, len(PROMPT) + index) == token_id, (
+            expected = processed(logits[index], params, PROMPT, said, words=words)
+            assert drawn(expected, params, params.seed, 0, len(PROMPT) + index) == token_id, (
                 names,
                 index,
             )
@@ -516,7 +516,7 @@ def test_a_request_that_runs_out_of_tokens_ends_alone(llm):
         temperature=0.0, allowed_token_ids=[1, 2], bad_words=["1 1", "1 2", "2 1", "2 2"]
     )
     other = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
-    (want,) = llm.generate(PROMPT, other, use_tqdm=False)
+    (expected,) = llm.generate(PROMPT, other, use_tqdm=False)
     hits = llm.stats()["prefix_cache_hits_total"]
     ended, beside = llm.generate([[7, 8], PROMPT], [params, other], use_tqdm=False)
     (output,) = ended.outputs
@@ -524,10 +524,10 @@ def test_a_request_that_runs_out_of_tokens_ends_alone(llm):
         0
     ] in (1, 2)
     assert "leave no token to sample" in output.stop_reason
-    assert beside.outputs == want.outputs
+    assert beside.outputs == expected.outputs
     assert llm.stats()["prefix_cache_hits_total"] > hits
     (again,) = llm.generate(PROMPT, other, use_tqdm=False)
-    assert again.outputs == want.outputs and llm.stats()["prefix_cache_hits_total"] > hits + 16
+    assert again.outputs == expected.outputs and llm.stats()["prefix_cache_hits_total"] > hits + 16
     forked = dataclasses.replace(
         params, n=2, temperature=1.0, seed=3, allowed_token_ids=[1, 2, 3], max_tokens=4
     )
@@ -593,7 +593,7 @@ def test_bad_words_need_a_tokenizer(llm, monkeypatch):
 
 
 def test_what_generation_config_asks_for(tmp_path):
-    for requested, want in (
+    for requested, expected in (
         (
             {"repetition_penalty": 1.3, "temperature": 0.5},
             {"repetition_penalty": 1.3, "temperature": 0.5},
@@ -604,7 +604,7 @@ def test_what_generation_config_asks_for(tmp_path):
         ),
     ):
         (tmp_path / "generation_config.json").write_text(json.dumps(requested))
-        assert read_sampling_defaults(tmp_path) == want
+        assert read_sampling_defaults(tmp_path) == expected
 
 
 def test_numbers_of_generation_config_that_no_request_can_have_are_taken_as_the_nearest(

@@ -298,7 +298,7 @@ def test_the_room_that_a_pin_saves_is_not_there_for_it(directory, prompts):
 
 def test_lost_pages_and_failed_steps(llm, prompts, lone, monkeypatch):
     prompt, engine = [*prompts[5], *prompts[4], *prompts[3]], llm._engine
-    want = content(generate(llm, prompt, PARAMS))
+    expected = content(generate(llm, prompt, PARAMS))
     for num_steps in range(4):
         reporter = engine.add("watched", engine.prepare(None, prompt, PARAMS))
         for _ in range(num_steps):
@@ -306,7 +306,7 @@ def test_lost_pages_and_failed_steps(llm, prompts, lone, monkeypatch):
         engine.rebuild_pages()
         while engine.has_unfinished:
             engine.step()
-        assert content(reporter.whole()) == want
+        assert content(reporter.whole()) == expected
     run = engine.runner.run
     for num_steps in (0, 1, 2):
         calls = itertools.count()
@@ -319,7 +319,7 @@ def test_lost_pages_and_failed_steps(llm, prompts, lone, monkeypatch):
         monkeypatch.setattr(engine.runner, "run", failing)
         output = generate(llm, prompt, PARAMS)
         assert output.outputs[0].finish_reason == "error"
-        assert output.prompt_logprobs == (want[0] if num_steps == 2 else None), (
+        assert output.prompt_logprobs == (expected[0] if num_steps == 2 else None), (
             "complete or not there"
         )
 

@@ -49,14 +49,17 @@ def test_a_write_fills_exactly_its_slots_and_their_scales(dtype):
     k, v = (rng.standard_normal((2, 3, 2, 8)) * [[[[1]], [[50]], [[0.01]]]]).astype(np.float32)
     v[1, 0] = 0.0
     slots = np.array([7, 16, 9], np.int32)
-    got = [np.asarray(array) for array in write_pages(k, v, slots, dtype=dtype)]
-    for new, pages, scales in ((k, got[0], got[2]), (v, got[1], got[3])):
-        want_pages, want_scales = np.zeros((20, 2, 8), pages.dtype), np.zeros((20, 2), np.float32)
-        want_pages[slots], want_scales[slots] = quantized(new, dtype)
-        np.testing.assert_array_equal(
-            pages.reshape(20, 2, 8).view(np.int8), want_pages.view(np.int8)
+    actual = [np.asarray(array) for array in write_pages(k, v, slots, dtype=dtype)]
+    for new, pages, scales in ((k, actual[0], actual[2]), (v, actual[1], actual[3])):
+        expected_pages, expected_scales = (
+            np.zeros((20, 2, 8), pages.dtype),
+            np.zeros((20, 2), np.float32),
         )
-        np.testing.assert_array_equal(scales.reshape(20, 2), want_scales)
+        expected_pages[slots], expected_scales[slots] = quantized(new, dtype)
+        np.testing.assert_array_equal(
+            pages.reshape(20, 2, 8).view(np.int8), expected_pages.view(np.int8)
+        )
+        np.testing.assert_array_equal(scales.reshape(20, 2), expected_scales)
 
 
 @given(st.lists(st.floats(-(2.0**100), 2.0**100, width=32), min_size=8, max_size=8))
@@ -141,8 +144,8 @@ def quantized_case(dtype: str, **options):
 )
 def test_attention_over_quantized_pages_matches_float64(backend, dtype, options):
     stored, scales, read = quantized_case(dtype)
-    got = run(*stored.arrays, scale=0.3, backend=backend, **options, **scales)
-    np.testing.assert_allclose(got, oracle(read, scale=0.3, **options), atol=1e-5)
+    actual = run(*stored.arrays, scale=0.3, backend=backend, **options, **scales)
+    np.testing.assert_allclose(actual, oracle(read, scale=0.3, **options), atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", ["int8", "uint8"])
@@ -161,9 +164,9 @@ def test_small_weights_times_small_scales_are_no_zeros_in_float16(dtype):
     stored = dataclasses.replace(
         case, k_pages=k_pages, v_pages=v_pages, k_scale=k_scale, v_scale=v_scale
     )
-    want = oracle(stored, scale=1.0)
-    got = run(*stored.arrays, scale=1.0, backend="triton", **stored.scales)
-    assert np.abs(np.asarray(got, np.float64) - want).max() < 0.01 * np.abs(want).max()
+    expected = oracle(stored, scale=1.0)
+    actual = run(*stored.arrays, scale=1.0, backend="triton", **stored.scales)
+    assert np.abs(np.asarray(actual, np.float64) - expected).max() < 0.01 * np.abs(expected).max()
 
 
 MUTATIONS = {
@@ -182,8 +185,8 @@ MUTATIONS = {
 def test_a_planted_mistake_is_seen(backend, mutation):
     stored, scales, read = quantized_case("int8")
     k_scale, v_scale = MUTATIONS[mutation](*map(np.asarray, scales.values()))
-    got = run(*stored.arrays, scale=0.3, backend=backend, k_scale=k_scale, v_scale=v_scale)
-    assert np.abs(np.asarray(got) - oracle(read, scale=0.3)).max() > 1e-2
+    actual = run(*stored.arrays, scale=0.3, backend=backend, k_scale=k_scale, v_scale=v_scale)
+    assert np.abs(np.asarray(actual) - oracle(read, scale=0.3)).max() > 1e-2
 
 
 @pytest.mark.parametrize("backend", SHARED_BACKENDS)
@@ -213,8 +216,8 @@ def test_copied_blocks_take_their_scales_along():
     new_place = dict(zip(used.tolist(), moved.tolist(), strict=True)) | {0: 0}
     table = np.vectorize(new_place.__getitem__, otypes=[np.int32])(stored.block_table_BM)
     case = dataclasses.replace(stored, k_pages=k_pages, v_pages=v_pages, block_table_BM=table)
-    got = run(*case.arrays, scale=0.3, backend="scan", k_scale=k_scale, v_scale=v_scale)
-    np.testing.assert_allclose(got, oracle(read, scale=0.3), atol=1e-5)
+    actual = run(*case.arrays, scale=0.3, backend="scan", k_scale=k_scale, v_scale=v_scale)
+    np.testing.assert_allclose(actual, oracle(read, scale=0.3), atol=1e-5)
 
 
 @pytest.mark.parametrize(("operation", "dtype"), [("write", "int8"), ("copy", "uint8")])
@@ -355,12 +358,14 @@ def test_an_engine_says_nearly_the_same(in_float, kv_cache_dtype, largest, mean)
             and llm.memory.pool_bytes == 18 * block_bytes
         )
         outputs, logits = greedy(llm)
-    (want, want_logits), differences, num_same = in_float, [], 0
-    for sequence_id, ((length, ours), (_, theirs)) in enumerate(zip(outputs, want, strict=True)):
+    (expected, expected_logits), differences, num_same = in_float, [], 0
+    for sequence_id, ((length, ours), (_, theirs)) in enumerate(
+        zip(outputs, expected, strict=True)
+    ):
         same = [*map(operator.eq, ours, theirs), False].index(False)
         num_same += same
         places = [(sequence_id, length + index) for index in range(min(same + 1, len(ours)))]
-        differences += [np.abs(logits[place] - want_logits[place]) for place in places]
+        differences += [np.abs(logits[place] - expected_logits[place]) for place in places]
     assert num_same > 0.8 * len(PROMPTS) * GREEDY.max_tokens
     assert 1e-3 < np.max(differences) < largest and np.mean(differences) < mean
 

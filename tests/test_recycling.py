@@ -50,7 +50,7 @@ def test_drafts_are_what_was_likely_the_last_time_rank_by_rank(heard, tree, last
         proposer.on_top_k(salts, token_ids, rows)
         known.update(zip(draws, rows.tolist(), strict=True))
     for salt in (None, "a"):
-        want: list[tuple[int, ...]] = []
+        expected: list[tuple[int, ...]] = []
         for choice in TREE if tree else [(0,) * depth for depth in range(1, MAX_DRAFTS + 1)]:
             path = [last]
             for rank in choice:
@@ -58,9 +58,12 @@ def test_drafts_are_what_was_likely_the_last_time_rank_by_rank(heard, tree, last
                     break
                 path.append(known[salt, path[-1]][rank])
             else:
-                want.append(tuple(path[1:]))
+                expected.append(tuple(path[1:]))
         group = make_group("one", 0, [0, last], cache_salt=salt)
-        assert paths(proposer.propose(group.request, group.sequences[0], maximum)) == want[:maximum]
+        assert (
+            paths(proposer.propose(group.request, group.sequences[0], maximum))
+            == expected[:maximum]
+        )
 
 
 def test_salts_that_nobody_uses_give_way(monkeypatch):

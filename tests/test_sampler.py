@@ -50,12 +50,12 @@ def test_truncation_matches_a_float64_sort(seed, scale, num_tokens, top_k, top_p
     logits = np.random.default_rng(seed).standard_normal(num_tokens).astype(
         np.float32
     ) * np.float32(scale)
-    want = kept(logits, top_k, np.float64(np.float32(top_p)), np.float64(np.float32(min_p)))
+    expected = kept(logits, top_k, np.float64(np.float32(top_p)), np.float64(np.float32(min_p)))
     for by_row in (True, False):
-        got = np.isfinite(
+        actual = np.isfinite(
             run_truncate(logits, top_k, np.float32(top_p), np.float32(min_p), by_row=by_row)
         )
-        np.testing.assert_array_equal(got, want)
+        np.testing.assert_array_equal(actual, expected)
 
 
 @pytest.mark.parametrize("by_row", [True, False])
@@ -74,8 +74,8 @@ def test_truncation_matches_transformers(by_row):
         scores = torch.tensor(logits)[None]
         for warper in (TopKLogitsWarper(top_k), TopPLogitsWarper(top_p), MinPLogitsWarper(min_p)):
             scores = warper(None, scores)
-        got = run_truncate(logits, top_k, np.float32(top_p), np.float32(min_p), by_row=by_row)
-        np.testing.assert_array_equal(np.isfinite(got), np.isfinite(scores[0].numpy()))
+        actual = run_truncate(logits, top_k, np.float32(top_p), np.float32(min_p), by_row=by_row)
+        np.testing.assert_array_equal(np.isfinite(actual), np.isfinite(scores[0].numpy()))
 
 
 @pytest.mark.parametrize("by_row", [True, False])
@@ -311,13 +311,15 @@ def test_log_probabilities_and_ranks(by_row):
         jnp.asarray(logits), token_ids
     )
     wide = logits.astype(np.float64)
-    want = (
+    expected = (
         wide
         - np.log(np.exp(wide - wide.max(-1, keepdims=True)).sum(-1, keepdims=True))
         - wide.max(-1, keepdims=True)
     )
     rows = np.arange(5)
-    np.testing.assert_allclose(chosen, want[rows, token_ids], atol=1e-5)
+    np.testing.assert_allclose(chosen, expected[rows, token_ids], atol=1e-5)
     np.testing.assert_array_equal(ranks, 1 + (wide > wide[rows, token_ids][:, None]).sum(-1))
     np.testing.assert_array_equal(top_ids, np.argsort(-wide, axis=-1)[:, :NUM_CANDIDATES])
-    np.testing.assert_allclose(top, np.take_along_axis(want, np.asarray(top_ids), -1), atol=1e-5)
+    np.testing.assert_allclose(
+        top, np.take_along_axis(expected, np.asarray(top_ids), -1), atol=1e-5
+    )

@@ -359,14 +359,16 @@ class Searching(Scheduling):
             known = (*prompt, *output)
             return random_logprobs(known[-self.window :] if self.window else known, NUM_TOKEN_IDS)
 
-        want = naive_search(logprobs_of, beam, group.request.ending_token_ids, beam.max_tokens or 0)
+        expected = naive_search(
+            logprobs_of, beam, group.request.ending_token_ids, beam.max_tokens or 0
+        )
         scores = {
             tuple(sequence.output_token_ids): sequence.cumulative_logprob
             / sequence.num_output_tokens**beam.length_penalty
             for sequence in group.sequences
         }
         assert scores == {
-            hypothesis.token_ids: pytest.approx(hypothesis.score) for hypothesis in want
+            hypothesis.token_ids: pytest.approx(hypothesis.score) for hypothesis in expected
         }
         assert len(scores) == len(group.sequences)
         return None

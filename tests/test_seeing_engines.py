@@ -114,10 +114,10 @@ def test_transformers_gives_the_same(name, directories):
     with start(directories(name)) as llm:
         for ids, embedded in prompts_of(name):
             pictures = [embedded.sources[span.key] for span in embedded.spans] if embedded else []
-            want = seeing.their_logprobs(name, ids, pictures)
+            expected = seeing.their_logprobs(name, ids, pictures)
             (output,) = run(llm, [(ids, embedded)], first)
             entries = output.outputs[0].logprobs[0].items()
-            worst = max(worst, *(abs(entry.logprob - want[id_]) for id_, entry in entries))
+            worst = max(worst, *(abs(entry.logprob - expected[id_]) for id_, entry in entries))
     print(f"{name}: {worst:.1e}")
     assert worst < 1e-4
 
@@ -144,12 +144,12 @@ ENGINES = {
 )
 def test_every_path(name, engine, directories, alone):
     params = GREEDY if engine == "drafts" else PARAMS
-    want = alone(name, params)
+    expected = alone(name, params)
     with start(directories(name), **ENGINES[engine]) as llm:
         prompts = prompts_of(name)
         for order in (1, -1):  # the second time prefixes are found
             outputs = run(llm, prompts[::order], params)
-            assert tokens_of(outputs)[::order] == want
+            assert tokens_of(outputs)[::order] == expected
         counts = llm._engine.sources.encoder.counts
         if engine == "no cache":
             assert counts.num_found == 0 == counts.num_bytes
@@ -216,14 +216,14 @@ def test_requests_that_begin_alike_have_as_many_pictures_as_they_say(name, cachi
     parts = [part for picture in album for part in (picture, text[:2])]
     prompts = [seeing.prompt(name, (text, *parts[: 2 * count])) for count in range(1, 5)]
     first = dataclasses.replace(GREEDY, max_tokens=2, logprobs=8)
-    want = []
+    expected = []
     for ids, embedded in prompts:
         pictures = [embedded.sources[span.key] for span in embedded.spans]
-        want.append(seeing.their_logprobs(name, ids, pictures))
+        expected.append(seeing.their_logprobs(name, ids, pictures))
     with start(directories(name), enable_prefix_caching=caching) as llm:
         for order in (1, -1):  # the second time prefixes are found
             outputs = run(llm, prompts[::order], first)[::order]
-            for output, theirs in zip(outputs, want, strict=True):
+            for output, theirs in zip(outputs, expected, strict=True):
                 for token_id, entry in output.outputs[0].logprobs[0].items():
                     assert abs(entry.logprob - theirs[token_id]) < 1e-4
         assert bool(outputs[-1].metrics.num_cached_tokens) == caching
@@ -432,9 +432,9 @@ def test_texts_are_embedded_and_scored(directories):
         vectors = llm.embed([[3, 4, 5], [3, 4]], use_tqdm=False)
         assert vectors.shape == (2, 64) and np.isfinite(vectors).all()
         ids, _ = prompts_of("qwen3-vl")[-1]
-        want = seeing.their_logprobs("qwen3-vl", ids, [])
+        expected = seeing.their_logprobs("qwen3-vl", ids, [])
         (score,) = llm.score(ids, [7])
-        assert abs(score - want[7]) < 1e-4
+        assert abs(score - expected[7]) < 1e-4
 
 
 def test_blocks_with_pictures_are_no_kv_events(directories):

@@ -102,23 +102,23 @@ def test_the_kernel_keeps_what_is_kept_without_it(temperature: float) -> None:
     """
     names, (logits_RV, *cuts) = all_rows()
     temperature_R = np.full(len(names), temperature, np.float32)
-    got = keep_by_kernel(logits_RV, temperature_R, *cuts) & (logits_RV > -np.inf)
+    actual = keep_by_kernel(logits_RV, temperature_R, *cuts) & (logits_RV > -np.inf)
     for by_row in (True, False):
-        want = np.asarray(keep_without(logits_RV, temperature_R, *cuts, by_row=by_row))
+        expected = np.asarray(keep_without(logits_RV, temperature_R, *cuts, by_row=by_row))
         assert [
             name
-            for name, mask, other in zip(names, got, want, strict=True)
+            for name, mask, other in zip(names, actual, expected, strict=True)
             if (mask != other).any()
         ] == []
     if temperature != 1.0:
         return
     for name, row, logits_V, cut in zip(
-        names, got, logits_RV, zip(*cuts, strict=True), strict=True
+        names, actual, logits_RV, zip(*cuts, strict=True), strict=True
     ):
         # whose likelihoods are equal in float32, and not in float64
         if not name.startswith(("tiny", "far")):
-            want = kept(logits_V, int(cut[0]), *map(float, cut[1:])) & (logits_V > -np.inf)
-            np.testing.assert_array_equal(row, want, err_msg=name)
+            expected = kept(logits_V, int(cut[0]), *map(float, cut[1:])) & (logits_V > -np.inf)
+            np.testing.assert_array_equal(row, expected, err_msg=name)
 
 
 @pytest.mark.parametrize("processed", few([False, True], [True]))
@@ -142,14 +142,14 @@ def test_draws_are_those_without_kernels(processed: bool, monkeypatch: pytest.Mo
         drawn_position_R=np.arange(NUM_ROWS),
     )
     masks = NEUTRAL._replace(mask_RU=np.full_like(NEUTRAL.mask_RU, ~np.uint32(1 << 1)))
-    want = np.asarray(run_draw(logits, packed, masks, by_row=True))
+    expected = np.asarray(run_draw(logits, packed, masks, by_row=True))
     with selection_kernels(KERNELS):
-        got = np.asarray(
+        actual = np.asarray(
             jax.jit(functools.partial(run_draw.__wrapped__, by_row=False))(logits, packed, masks)
         )
-    np.testing.assert_array_equal(got, want)
-    assert got[:3].tolist() == [NOT_FINITE, NOT_FINITE, NOTHING_ALLOWED if processed else 1]
-    assert len(set(got[3:].tolist())) == VOCAB - processed
+    np.testing.assert_array_equal(actual, expected)
+    assert actual[:3].tolist() == [NOT_FINITE, NOT_FINITE, NOTHING_ALLOWED if processed else 1]
+    assert len(set(actual[3:].tolist())) == VOCAB - processed
 
 
 def as_bits(array: jax.Array) -> np.ndarray:
@@ -162,10 +162,10 @@ def test_log_probabilities_are_those_without_kernels(num_tokens: int) -> None:
     logits = np.stack(list(rows_of_logits().values()))[:, :num_tokens]
     logits[logits.max(axis=1) == -np.inf] = 0.0
     token_ids = np.arange(len(logits), dtype=np.int32)
-    want = jax.jit(functools.partial(log_probabilities, by_row=False))(logits, token_ids)
+    expected = jax.jit(functools.partial(log_probabilities, by_row=False))(logits, token_ids)
     with selection_kernels(KERNELS):
-        got = jax.jit(functools.partial(log_probabilities, by_row=False))(logits, token_ids)
-    for array, other in zip(got, want, strict=True):
+        actual = jax.jit(functools.partial(log_probabilities, by_row=False))(logits, token_ids)
+    for array, other in zip(actual, expected, strict=True):
         np.testing.assert_array_equal(as_bits(array), as_bits(other))
 
 
@@ -191,10 +191,10 @@ def test_sums_are_exact() -> None:
         high, low = (
             np.asarray(half).astype(object) for half in selection.weights(jnp.asarray(likelihood))
         )
-        want = [int(float(value) * 2**44) for value in likelihood]
-        assert list(high * 2**22 + low) == want
+        expected = [int(float(value) * 2**44) for value in likelihood]
+        assert list(high * 2**22 + low) == expected
         assert float(selection.mass_of(jnp.asarray(likelihood))) == pytest.approx(
-            sum(want), rel=2**-22
+            sum(expected), rel=2**-22
         )
     with pytest.raises(ValueError, match="1048576 tokens"):
         jax.eval_shape(selection.mass_of, jax.ShapeDtypeStruct((2**20,), jnp.float32))
@@ -229,9 +229,9 @@ def test_planted_mistakes_are_found(mistake: str, monkeypatch: pytest.MonkeyPatc
     name, plant = MISTAKES[mistake]
     _, (logits_RV, *cuts) = all_rows()
     ones_R = np.ones(len(logits_RV), np.float32)
-    want = np.asarray(keep_without(logits_RV, ones_R, *cuts, by_row=False))
+    expected = np.asarray(keep_without(logits_RV, ones_R, *cuts, by_row=False))
     jax.clear_caches()
     monkeypatch.setattr(select, name, plant(getattr(select, name)))  # type: ignore[operator]
-    got = keep_by_kernel(logits_RV, ones_R, *cuts) & (logits_RV > -np.inf)
+    actual = keep_by_kernel(logits_RV, ones_R, *cuts) & (logits_RV > -np.inf)
     jax.clear_caches()
-    assert (got != want).any()
+    assert (actual != expected).any()

@@ -496,9 +496,9 @@ def test_subscribers_know_what_the_cache_will_find(llm):
     def find_missing(asking: Any, first: int) -> list[bytes]:
         asking.send_multipart([b"", first.to_bytes(8, "big")])
         events = []
-        while (got := asking.recv_multipart()[1:])[0] != b"\xff" * 8:
-            assert int.from_bytes(got[0], "big") == first + len(events)
-            events.append(got[1])
+        while (actual := asking.recv_multipart()[1:])[0] != b"\xff" * 8:
+            assert int.from_bytes(actual[0], "big") == first + len(events)
+            events.append(actual[1])
         return events
 
     def generate(*prompts: list[int], **params: Any) -> list[int]:

@@ -253,11 +253,11 @@ def test_the_requests_are_not_all_alike(lone):
     ),
 )
 def test_nothing_changes(engine, kind, engines, lone):
-    want, outputs = lone("without")
+    expected, outputs = lone("without")
     llm = engines(engine)
     before = llm.stats()["num_preemptions_total"]
     with Watched(llm, outputs, kind) as watched:
-        assert watched.generate() == want
+        assert watched.generate() == expected
     assert watched.counts["drafts"] > 0 and (watched.counts["right"] > 0) == (kind != "wrong")
     branching = engine != "chains" and kind not in ("oracle", "wrong", "any length", "too many")
     assert (watched.counts["branching"] > 0) == branching
@@ -269,12 +269,12 @@ def test_nothing_changes(engine, kind, engines, lone):
 
 @pytest.mark.parametrize("kind", ["any tree", "right branch last", "oracle"])
 def test_nothing_changes_for_one_at_a_time(kind, engines, lone):
-    want, outputs = lone("without")
+    expected, outputs = lone("without")
     with Watched(engines("trees"), outputs, kind) as watched:
         for index in (0, 1, 4, 9, 14):
             assert (
                 watched.generate(PROMPTS[index : index + 1], REQUESTS[index : index + 1])
-                == want[index : index + 1]
+                == expected[index : index + 1]
             )
     assert watched.counts["right"] > 20
     assert all(len(plan.rows) == 1 for plan in watched.plans)
@@ -286,11 +286,11 @@ def test_nothing_changes_in_fewer_bits_or_with_a_window(model, engines, lone):
     # of grammars and bad words, drafts that cannot be are left out beforehand
     some = [0, 2, 4, 3, 11]
     requested = [PROMPTS[index] for index in some], tuple(REQUESTS[index] for index in some)
-    want, outputs = lone(f"{model} without", *requested)
-    assert want != [lone("without")[0][index] for index in some]
+    expected, outputs = lone(f"{model} without", *requested)
+    assert expected != [lone("without")[0][index] for index in some]
     for kind in ("any tree", "right branch last", "oracle"):
         with Watched(engines(model), outputs, kind) as watched:
-            assert watched.generate(*requested) == want
+            assert watched.generate(*requested) == expected
         trees = model != "mistral" and kind != "oracle"
         # of chains that is the wrong branch, but for what is right by chance
         if trees or kind != "right branch last":
@@ -306,10 +306,10 @@ def test_two_hundred_seeds(engines, lone):
         for seed in range(200)
     )
     prompts = [PROMPTS[2]] * len(requests)
-    want, outputs = lone("without", prompts, requests)
-    assert len({tuple(each[1][0].token_ids) for each in want}) > 150
+    expected, outputs = lone("without", prompts, requests)
+    assert len({tuple(each[1][0].token_ids) for each in expected}) > 150
     with Watched(engines("trees"), outputs, "any tree") as watched:
-        assert watched.generate(prompts, requests) == want
+        assert watched.generate(prompts, requests) == expected
     assert watched.counts["right"] > 200
 
 
@@ -326,11 +326,11 @@ def test_a_stop_string_cuts_inside_an_accepted_run(include, engines, lone):
         for stop in stops
     )
     prompts = [PROMPTS[1]] * len(stops)
-    want, _ = lone("without", prompts, requests)
-    assert all(each[1][0].stop_reason == stop for each, stop in zip(want, stops, strict=True))
+    expected, _ = lone("without", prompts, requests)
+    assert all(each[1][0].stop_reason == stop for each, stop in zip(expected, stops, strict=True))
     with Watched(engines("trees"), outputs, "oracle") as watched:
-        assert watched.generate(prompts, requests) == want
-    lengths = [len(each[1][0].token_ids) for each in want]
+        assert watched.generate(prompts, requests) == expected
+    lengths = [len(each[1][0].token_ids) for each in expected]
     assert watched.counts["right"] > 0 and any(
         length % (1 + MAX_DRAFTS) not in (0, 1) for length in lengths
     )
@@ -339,7 +339,7 @@ def test_a_stop_string_cuts_inside_an_accepted_run(include, engines, lone):
 
 @pytest.mark.parametrize("engine", ["recomputing", "swapping"])
 def test_who_gives_way_in_the_middle_goes_on_as_if_nothing_had_happened(engine, engines, lone):
-    want, outputs = lone("without")
+    expected, outputs = lone("without")
     llm = engines(engine)
     chosen = [0, 2, 11]
     for step, kind in itertools.product((2, 4, 5, 7), ("any tree", "right branch last")):
@@ -352,8 +352,8 @@ def test_who_gives_way_in_the_middle_goes_on_as_if_nothing_had_happened(engine, 
                 for index in chosen
             ]
             run_giving_way(llm._engine, step)
-        got = everything([reporter.whole() for reporter in reporters])
-        assert got == [want[index] for index in chosen]
+        actual = everything([reporter.whole() for reporter in reporters])
+        assert actual == [expected[index] for index in chosen]
         assert any(plan.preempted for plan in watched.plans) and watched.counts["right"] > 0
     invariants(llm)
 
@@ -362,9 +362,9 @@ def test_what_speculation_cached_is_what_others_find(engines, lone):
     """Prompts that go on with what was drawn find its blocks, right drafts included, and draw what
     they draw without a cache.
     """
-    want, outputs = lone("without")
+    expected, outputs = lone("without")
     llm = engines("trees")
-    longer = [[*PROMPTS[index], *want[index][1][0].token_ids] for index in (1, 2, 3)]
+    longer = [[*PROMPTS[index], *expected[index][1][0].token_ids] for index in (1, 2, 3)]
     requests = tuple(
         SamplingParams(**LENGTH, temperature=0.9, seed=index, logprobs=1) for index in (1, 2, 3)
     )
@@ -415,10 +415,10 @@ def test_keys_and_values_are_those_without_drafts(kind, engines, lone):
         assert len(before) == 2
     assert watched.counts["drafts"] > 0 and (watched.counts["right"] > 0) == (kind != "wrong")
     for sample, pages in final["trees"].items():
-        for got, want in zip(pages, final["without"][sample], strict=True):
-            shared = min(len(got), len(want))
+        for actual, expected in zip(pages, final["without"][sample], strict=True):
+            shared = min(len(actual), len(expected))
             assert shared > len(PROMPTS[index])
-            np.testing.assert_array_equal(got[:shared], want[:shared])
+            np.testing.assert_array_equal(actual[:shared], expected[:shared])
 
 
 def test_who_does_not_know_who_goes_on_does_not_draft(engines, lone):
@@ -430,8 +430,8 @@ def test_who_does_not_know_who_goes_on_does_not_draft(engines, lone):
         (REQUESTS[0], REQUESTS[index], beam),
     )
     plain = engines("without")
-    want = everything(plain.generate(prompts[:2], list(requests[:2]), use_tqdm=False))
-    want += everything(plain.generate(prompts[2], beam, use_tqdm=False))
+    expected = everything(plain.generate(prompts[:2], list(requests[:2]), use_tqdm=False))
+    expected += everything(plain.generate(prompts[2], beam, use_tqdm=False))
     llm = engines("trees")
     with Watched(llm, lone("without")[1], "any tree") as watched:
         engine = llm._engine
@@ -451,13 +451,13 @@ def test_who_does_not_know_who_goes_on_does_not_draft(engines, lone):
                     row.parents
                     and (row.sequence_id in beams or due & set(groups["1"].sequence_ids))
                 )
-        assert everything([reporter.whole() for reporter in reporters]) == want
+        assert everything([reporter.whole() for reporter in reporters]) == expected
     assert watched.counts["right"] > 0 and watched.counts["mixed"] > 0 and forked
     invariants(llm)
 
 
 def test_a_request_that_is_aborted_while_its_drafts_are_verified_is_gone(engines, lone):
-    want, outputs = lone("without")
+    expected, outputs = lone("without")
     llm = engines("trees")
     engine, run = llm._engine, llm._engine.runner.run
     with Watched(llm, outputs, "any tree") as watched:
@@ -476,17 +476,17 @@ def test_a_request_that_is_aborted_while_its_drafts_are_verified_is_gone(engines
                 engine.scheduler.check()
         finally:
             engine.runner.run = run
-        assert everything([remaining.whole()]) == [want[0]]
+        assert everything([remaining.whole()]) == [expected[0]]
     (cut,) = gone.whole().outputs
     assert (
         cut.finish_reason == "abort"
-        and cut.token_ids == want[2][1][0].token_ids[: len(cut.token_ids)]
+        and cut.token_ids == expected[2][1][0].token_ids[: len(cut.token_ids)]
     )
     invariants(llm)
 
 
 def test_a_failed_step_ends_its_requests_and_the_next_ones_draw_as_ever(engines, lone):
-    want, outputs = lone("without")
+    expected, outputs = lone("without")
     llm = engines("trees")
     engine, run = llm._engine, llm._engine.runner.run
     with Watched(llm, outputs, "any tree") as watched:
@@ -502,7 +502,7 @@ def test_a_failed_step_ends_its_requests_and_the_next_ones_draw_as_ever(engines,
         finally:
             engine.runner.run = run
         assert failed.outputs[0].finish_reason == "error"
-        assert watched.generate(PROMPTS[:3], REQUESTS[:3]) == want[:3]
+        assert watched.generate(PROMPTS[:3], REQUESTS[:3]) == expected[:3]
     invariants(llm)
 
 
@@ -523,15 +523,15 @@ def test_its_own_proposer_changes_nothing_either(engine, engines, lone):
         )
         for heat, few in ((0.0, [5, 6, 7, 8]), (1.5, [3, 9]))
     )
-    want, _ = lone("without", prompts, requests)
+    expected, _ = lone("without", prompts, requests)
     with Watched(engines(engine), {}, "oracle") as watched:
         watched.engine.speculator = watched._speculator
-        assert watched.generate(prompts, requests) == want
+        assert watched.generate(prompts, requests) == expected
     assert watched.counts["right"] > 0 and (watched.counts["branching"] > 0) == (engine == "trees")
-    texts = [outputs[0].token_ids for _, outputs, *_ in want]
+    texts = [outputs[0].token_ids for _, outputs, *_ in expected]
     reported = [
         [entry[id_].logprob for entry, id_ in zip(outputs[0].logprobs, text, strict=True)]
-        for (_, outputs, *_), text in zip(want, texts, strict=True)
+        for (_, outputs, *_), text in zip(expected, texts, strict=True)
     ]
     llm, name = engines(engine), "spec_decode_num_accepted_tokens_total"
     accepted = llm.stats()[name]
@@ -600,26 +600,26 @@ right_samples, right_mask, right_draws = (
     ],
 )
 def test_a_planted_mistake_is_seen(module, name, mistake, engines, lone, monkeypatch):
-    want, outputs = lone("without")
+    expected, outputs = lone("without")
     some = [1, 2, 4, 5]
     monkeypatch.setattr(module, name, mistake)
     with Watched(engines("trees"), outputs, "any tree") as watched:
-        got = watched.generate(
+        actual = watched.generate(
             [PROMPTS[index] for index in some], [REQUESTS[index] for index in some]
         )
-    assert got != [want[index] for index in some]
+    assert actual != [expected[index] for index in some]
     monkeypatch.undo()
     engines("trees").reset_prefix_cache()
 
 
 @pytest.mark.sweep
 def test_it_is_seen_if_nothing_is_moved(directories, lone, monkeypatch):
-    want, outputs = lone("without")
+    expected, outputs = lone("without")
     monkeypatch.setattr(steps, "moves", lambda paths, *_: (jax.numpy.zeros(paths.size, int),) * 2)
     with make_llm(directories["llama"], **TWO, speculative_config=TREES) as llm:
         for kind, same in (("right branch last", False), ("oracle", True)):
             with Watched(llm, outputs, kind) as watched:
-                assert (watched.generate(PROMPTS[:3], REQUESTS[:3]) == want[:3]) == same
+                assert (watched.generate(PROMPTS[:3], REQUESTS[:3]) == expected[:3]) == same
             assert watched.counts["right"] > 0
 
 

@@ -145,9 +145,9 @@ def test_the_simulated_device_counts_right():
         loop = loop_of(
             A100, lambda place, step: PROFILES["falling"], num_rows, num_drafts=num_drafts
         )
-        got = loop.run(3000 // num_rows).tokens_per_second
-        want = expected_speed(A100, loop.limits, PROFILES["falling"], num_rows, num_drafts)
-        assert got == pytest.approx(want, rel=0.04)
+        actual = loop.run(3000 // num_rows).tokens_per_second
+        expected = expected_speed(A100, loop.limits, PROFILES["falling"], num_rows, num_drafts)
+        assert actual == pytest.approx(expected, rel=0.04)
         loop.scheduler.check()
 
 
@@ -161,14 +161,14 @@ def test_unequal_sequences_have_unequal_drafts():
 
     loop = loop_of(A100, rates, 32)
     loop.run(FEW_STEPS)
-    got = loop.run(100).tokens_per_second
+    actual = loop.run(100).tokens_per_second
     fixed = []
     for num_drafts in (0, *NUM_DRAFTS):
         every = [
             expected_speed(A100, loop.limits, rates(place, 0), 32, num_drafts) for place in range(4)
         ]
         fixed.append(sum(every) / 4)
-    assert got > 1.1 * max(fixed)
+    assert actual > 1.1 * max(fixed)
 
 
 def recovery(device: ShapedDevice, num_rows: int, before: float, after: float) -> int:
@@ -239,8 +239,8 @@ def test_drafts_that_are_seldom_found_and_cost_the_host(num_rows, hits):
     device = dataclasses.replace(CPU, draft=0.4e-3)
     loop = SpeculativeLoop(device, Guesses(lambda place, step: (0.9,) * 7, found=hits), num_rows)
     loop.run(FEW_STEPS)
-    got = loop.run(600).tokens_per_second
-    assert got >= 0.97 * expected_speed(device, loop.limits, (), num_rows, 0)
+    actual = loop.run(600).tokens_per_second
+    assert actual >= 0.97 * expected_speed(device, loop.limits, (), num_rows, 0)
 
 
 def no_probes(patch: pytest.MonkeyPatch) -> None:

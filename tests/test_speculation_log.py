@@ -214,8 +214,8 @@ def test_a_stop_string_inside_a_run_of_right_drafts(llm: LLM, tmp_path: Path) ->
         outputs = llm.generate(prompts, stopped, use_tqdm=False)
     assert "stop" in {output.outputs[0].finish_reason for output in outputs}
     for index, output in enumerate(outputs):
-        got = output.outputs[0].token_ids
-        assert got == plain[index].outputs[0].token_ids[: len(got)]
+        actual = output.outputs[0].token_ids
+        assert actual == plain[index].outputs[0].token_ids[: len(actual)]
     ends = [
         edit
         for record in records_of(path)

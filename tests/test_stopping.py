@@ -142,14 +142,14 @@ def agree_with_the_oracle(
         max_tokens=max_tokens,
         stop_token_ids=[STOP_ID],
     )
-    expected, got = oracle(request, token_ids), stream(request, token_ids)
+    expected, actual = oracle(request, token_ids), stream(request, token_ids)
     if expected[2] is not None:
-        assert got == expected
+        assert actual == expected
         return
     # Still going on: what came out begins the text, and only what a stop string could begin with is
     # held back.
-    assert got[2] is None and expected[1].startswith(got[1])
-    held = expected[1][len(got[1]) :]
+    assert actual[2] is None and expected[1].startswith(actual[1])
+    held = expected[1][len(actual[1]) :]
     assert not held or any(stop.startswith(held) and stop != held for stop in stops)
     assert not (held and include), "nothing has to be held back when the stop string is shown"
 

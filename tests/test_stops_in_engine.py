@@ -210,14 +210,14 @@ def agree_with_the_oracle(llm, scripts, stops, include, min_tokens, max_tokens, 
     scripts = [[[*part, *[WORDS["c"]] * max_tokens] for part in samples] for samples in scripts]
     outputs, chunks = run(llm, scripts, params, gives_way_at)
     for (request_id, index), output in outputs.items():
-        (want, so_far) = oracle(llm.tokenizer, params, scripts[int(request_id)][index])
-        assert (output.token_ids, output.text, output.finish_reason, output.stop_reason) == want
+        (expected, so_far) = oracle(llm.tokenizer, params, scripts[int(request_id)][index])
+        assert (output.token_ids, output.text, output.finish_reason, output.stop_reason) == expected
         pieces = [part for part in chunks[request_id, index] if part.token_ids]
         assert "".join(part.text for part in chunks[request_id, index]) == output.text, (
             "no chunk shows what is cut later"
         )
         assert [part.token_ids for part in pieces] == [[token_id] for token_id in output.token_ids]
-        assert [part.finish_reason for part in pieces] == [None] * len(so_far) + [want[2]]
+        assert [part.finish_reason for part in pieces] == [None] * len(so_far) + [expected[2]]
         begun = list(itertools.accumulate(part.text for part in pieces))
         for text, streamed in zip(so_far, begun, strict=False):
             if params.min_tokens == 0:

@@ -372,16 +372,16 @@ def test_masks_are_those_of_brute_force(grammar_of, directory):
             Constraint(grammar, request()),
         )
         assert [place.advance(token_id) for token_id in token_ids] == [None] * len(token_ids)
-        want = {
+        expected = {
             token_id
             for token_id, piece in enumerate(pieces)
             if token_id != END and any(whole.startswith(text + piece) for whole in texts)
         }
         may_end = text in texts
-        got = ids_of_mask(place)
-        assert (END in got) == may_end
-        assert got - {END} == want, text
-        for token_id in got - {END}:
+        actual = ids_of_mask(place)
+        assert (END in actual) == may_end
+        assert actual - {END} == expected, text
+        for token_id in actual - {END}:
             if (longer := text + pieces[token_id]) not in seen:
                 seen.add(longer)
                 todo.append((*token_ids, token_id))
@@ -804,8 +804,8 @@ def test_ids_that_a_vocabulary_leaves_out_are_no_text(first, shift, directory):
         grammar = compiler.compile(("regex", '"[^x]{2}"'))
     old = compiling.GrammarCompiler(load_tokenizer(directory), LLAMA["vocab_size"])
     with contextlib.closing(old) as compiler:
-        want = ids_of_mask(Constraint(compiler.compile(("regex", '"[^x]{2}"')), request()))
-    moved = {i + shift * (i >= first) for i in want}
+        expected = ids_of_mask(Constraint(compiler.compile(("regex", '"[^x]{2}"')), request()))
+    moved = {i + shift * (i >= first) for i in expected}
     constraint = Constraint(grammar, request())
     assert ids_of_mask(constraint) == moved and max(moved) < 257
     for _ in range(2):

@@ -156,12 +156,12 @@ def model(device, host, plan, order=ORDER):
 
 
 def assert_agrees(runner, *plans):
-    expected = state(runner)
+    expected_arrays = state(runner)
     for plan in plans:
-        expected = model(*expected, plan)
+        expected_arrays = model(*expected_arrays, plan)
         run(runner, plan)
-    for got, want in zip(state(runner), expected, strict=True):
-        np.testing.assert_array_equal(got, want)
+    for actual, expected in zip(state(runner), expected_arrays, strict=True):
+        np.testing.assert_array_equal(actual, expected)
 
 
 # ---- blocks
@@ -187,10 +187,10 @@ def test_blocks_come_back_bit_by_bit_and_no_other_changes(kind, count):
     )
     garbage = bytes_of(runner._pages)[1:]
     run(runner, plan_of(swap_in=zip(host_blocks, destinations, strict=True)))
-    want = garbage.copy()
-    want[np.array(destinations) - 1] = device[np.array(sources) - 1]
-    np.testing.assert_array_equal(state(runner)[0], want)
-    assert not np.array_equal(want, garbage)
+    expected = garbage.copy()
+    expected[np.array(destinations) - 1] = device[np.array(sources) - 1]
+    np.testing.assert_array_equal(state(runner)[0], expected)
+    assert not np.array_equal(expected, garbage)
 
 
 def test_gathered_bytes_are_those_of_the_pages():
@@ -390,18 +390,20 @@ def test_a_sequence_that_was_away_goes_on_to_the_last_bit(directory):
         assert len(builder.host_blocks[0]) == llm.memory.num_host_blocks == 32
         before = llm.stats()["compile_total"]
         token = int(step(prompt, 0, (1, 2, 3)).token_ids[0])
-        want = step([token], 40, (1, 2, 3))
+        expected = step([token], 40, (1, 2, 3))
         step(stranger, 0, (1, 2, 3), swap_out=((1, 5), (2, 32), (3, 1)))
         places = [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(runner._pages)]
-        got = step([token], 40, (9, 32, 4), swap_in=((5, 9), (32, 32), (1, 4)))
+        actual = step([token], 40, (9, 32, 4), swap_in=((5, 9), (32, 32), (1, 4)))
         # nothing was copied
         assert [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(runner._pages)] == places
         other = step([token], 40, (1, 2, 3))
         assert llm.stats()["compile_total"] == before
-    for field, another in zip(dataclasses.astuple(got), dataclasses.astuple(want), strict=True):
+    for field, another in zip(
+        dataclasses.astuple(actual), dataclasses.astuple(expected), strict=True
+    ):
         np.testing.assert_array_equal(field, another)
     # the stranger's blocks are not the prompt's
-    assert not np.array_equal(other.logprobs, want.logprobs)
+    assert not np.array_equal(other.logprobs, expected.logprobs)
 
 
 @pytest.mark.parametrize(

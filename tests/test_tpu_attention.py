@@ -112,8 +112,8 @@ def test_plain_xla_reads_interleaved_pages_to_the_same_bits(backend, options):
     """Plain XLA computes what the kernel of JAX refuses, from the same pages."""
     case = make_case(1, *ROWS["rows of every kind"], width=16)
     options = {"scale": 0.1, "backend": backend, **OPTIONS[options]}
-    want = paged_attention(*case.arrays, **options)
-    np.testing.assert_array_equal(call_interleaved(case, **options), want)
+    expected = paged_attention(*case.arrays, **options)
+    np.testing.assert_array_equal(call_interleaved(case, **options), expected)
 
 
 def test_what_is_written_is_where_the_kernel_reads_it():
@@ -121,11 +121,11 @@ def test_what_is_written_is_where_the_kernel_reads_it():
     rng = np.random.default_rng(0)
     k_TKH, v_TKH = (rng.standard_normal((3, 2, 16)).astype(np.float32) for _ in range(2))
     slots_T = np.array([9, 30, 0], np.int32)
-    want = write_kv(k_TKH, v_TKH, case.k_pages, case.v_pages, slots_T, backend="reference")
+    expected = write_kv(k_TKH, v_TKH, case.k_pages, case.v_pages, slots_T, backend="reference")
     kv_pages = interleave(jnp.asarray(case.k_pages), jnp.asarray(case.v_pages))
     written, nothing = write_kv(k_TKH, v_TKH, kv_pages, None, slots_T, backend="reference")
     assert nothing is None
-    np.testing.assert_array_equal(written, interleave(*want))
+    np.testing.assert_array_equal(written, interleave(*expected))
 
 
 def refusal_of(case, **options):

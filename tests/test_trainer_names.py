@@ -210,13 +210,15 @@ def of_gemma(case: str, config: dict[str, Any], arrays: Arrays) -> Arrays:
     return named
 
 
-def assert_as_hugging_face(case: str, config: dict[str, Any], arrays: Arrays, want: Arrays) -> None:
-    stacked = {name for name in want if ".experts." in name and name.endswith("_proj")}
+def assert_as_hugging_face(
+    case: str, config: dict[str, Any], arrays: Arrays, expected: Arrays
+) -> None:
+    stacked = {name for name in expected if ".experts." in name and name.endswith("_proj")}
     flat = flax.traverse_util.flatten_dict(arrays, sep="/")
     named = hugging_face_names(flat, config)
-    assert named.keys() == want.keys() - stacked
+    assert named.keys() == expected.keys() - stacked
     for name, x in named.items():
-        np.testing.assert_allclose(x, want[name], rtol=1e-6, atol=1e-6, err_msg=name)
+        np.testing.assert_allclose(x, expected[name], rtol=1e-6, atol=1e-6, err_msg=name)
 
 
 def separate(arrays: Arrays) -> Arrays:
@@ -239,8 +241,8 @@ def separate(arrays: Arrays) -> Arrays:
 @pytest.mark.parametrize("case", [case for case in CASES if case != "gemma"])
 def test_names_of_maxtext(case, scanned):
     config, arrays = weights(case)
-    want = separate(arrays)
-    assert_as_hugging_face(case, config, of_maxtext(case, config, want, scanned), want)
+    expected = separate(arrays)
+    assert_as_hugging_face(case, config, of_maxtext(case, config, expected, scanned), expected)
 
 
 @pytest.mark.parametrize("case", ["llama", "qwen2", "qwen3"])

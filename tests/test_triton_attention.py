@@ -75,11 +75,11 @@ def test_real_shapes_cut_small(spec):
         options["sinks"] = (
             np.random.default_rng(2).standard_normal(small.num_heads).astype(np.float32)
         )
-    got = run(
+    actual = run(
         *case.arrays, **case.scales, **options, max_query_len=small.max_query_len, backend="triton"
     )
     tolerance = 1e-5 if case.scales else 3e-6  # of values of ten
-    np.testing.assert_allclose(got, oracle(case, **options), atol=tolerance, rtol=tolerance)
+    np.testing.assert_allclose(actual, oracle(case, **options), atol=tolerance, rtol=tolerance)
 
 
 FORMS = [
@@ -115,10 +115,10 @@ def test_widths_groups_blocks_and_types(width, heads, block_size, dtype, page_dt
         "scale": width**-0.5 if width > 16 else -0.3,
         "logit_softcap": 5.0 if group == 8 else None,
     }
-    got = run(*case.arrays, **case.scales, **options, tiles=tiles, backend="triton")
-    assert got.dtype == jnp.dtype(dtype)
+    actual = run(*case.arrays, **case.scales, **options, tiles=tiles, backend="triton")
+    assert actual.dtype == jnp.dtype(dtype)
     np.testing.assert_allclose(
-        np.asarray(got, np.float64), oracle(case, **options), atol=tolerance, rtol=tolerance
+        np.asarray(actual, np.float64), oracle(case, **options), atol=tolerance, rtol=tolerance
     )
 
 
@@ -134,12 +134,12 @@ TOLERANCES = {"bfloat16": 2e-2, "float16": 4e-3, "float32": 1e-5}
 )
 def test_every_pair_of_types(dtype, page_dtype):
     case = make_case(3, [37], [1], heads=(2, 1), padding=1, dtype=dtype, page_dtype=page_dtype)
-    got = run(
+    actual = run(
         *case.arrays, **case.scales, scale=0.25, tiles=UNSPLIT, max_query_len=1, backend="triton"
     )
     tolerance = TOLERANCES[dtype]
     np.testing.assert_allclose(
-        np.asarray(got, np.float64), oracle(case, scale=0.25), atol=tolerance, rtol=tolerance
+        np.asarray(actual, np.float64), oracle(case, scale=0.25), atol=tolerance, rtol=tolerance
     )
 
 
@@ -182,9 +182,9 @@ def test_any_rows(rows, way, seed):
         "window": {"sliding_window": 17},
         "tree": {"tree_mask_TQ": random_tree(seed, len(case.q_TNH), 20)},
     }[mask]
-    got = np.asarray(run(*case.arrays, scale=0.3, backend="triton", tiles=tiles, **masks))
-    np.testing.assert_allclose(got, oracle(case, scale=0.3, **masks), atol=3e-6)
-    assert not got[case.query_start[-1] :].any()
+    actual = np.asarray(run(*case.arrays, scale=0.3, backend="triton", tiles=tiles, **masks))
+    np.testing.assert_allclose(actual, oracle(case, scale=0.3, **masks), atol=3e-6)
+    assert not actual[case.query_start[-1] :].any()
 
 
 @pytest.mark.parametrize(
@@ -203,13 +203,15 @@ def test_values_within_the_keys_of_any_width(heads, width, value_width, dtype, p
     types = {"dtype": dtype, "page_dtype": page_dtype}
     case = make_case(3, [70, 0, 9, 33], [5, 0, 9, 1], heads=(heads, 1), width=width, **types)
     within = dataclasses.replace(case, v_pages=case.k_pages, v_scale=case.k_scale)
-    want = oracle(within, scale=0.1)[..., :value_width]
+    expected = oracle(within, scale=0.1)[..., :value_width]
     scales = {} if case.k_scale is None else {"k_scale": case.k_scale}
     arrays = (case.q_TNH, case.k_pages, None, *case.arrays[3:])
-    got = run(*arrays, **scales, scale=0.1, value_width=value_width, tiles=SMALL, backend="triton")
-    assert got.shape == want.shape
+    actual = run(
+        *arrays, **scales, scale=0.1, value_width=value_width, tiles=SMALL, backend="triton"
+    )
+    assert actual.shape == expected.shape
     np.testing.assert_allclose(
-        np.asarray(got, np.float64), want, atol=TOLERANCES[dtype], rtol=TOLERANCES[dtype]
+        np.asarray(actual, np.float64), expected, atol=TOLERANCES[dtype], rtol=TOLERANCES[dtype]
     )
 
 
@@ -239,8 +241,10 @@ def test_a_row_has_the_same_bits_in_any_company(num_tokens):
         case.k_pages[at], case.v_pages[at] = keys, values
         tokens = slice(case.query_start[place], case.query_start[place + 1])
         case.q_TNH[tokens] = queries
-        got = run(*case.arrays, scale=0.3, tiles=SMALL, max_query_len=num_tokens, backend="triton")
-        seen.add(np.asarray(got)[tokens].tobytes())
+        actual = run(
+            *case.arrays, scale=0.3, tiles=SMALL, max_query_len=num_tokens, backend="triton"
+        )
+        seen.add(np.asarray(actual)[tokens].tobytes())
     assert len(seen) == 1
 
 
@@ -368,7 +372,7 @@ def error_of(feature: str) -> float:
     """Returns the largest difference from float64, traced anew."""
     case, options = calls()[feature]
     triton._attend.clear_cache()
-    got = paged_attention(
+    actual = paged_attention(
         *case.arrays,
         scale=0.3,
         backend="triton",
@@ -377,7 +381,7 @@ def error_of(feature: str) -> float:
         **options,
         **case.scales,
     )
-    return np.abs(np.asarray(got) - oracle(case, scale=0.3, **options)).max()
+    return np.abs(np.asarray(actual) - oracle(case, scale=0.3, **options)).max()
 
 
 @pytest.mark.parametrize("feature", few(calls(), ["plain", "tree"]))

@@ -81,13 +81,16 @@ def make_weight(code, shape, group_size, extra=None, seed=0):
     return QuantizedWeight(*arrays, code, group_size, *extras), exact
 
 
-def error_of(got, x, exact, counts):
+def error_of(actual, x, exact, counts):
     """Returns the largest error, as a share of the sum of the absolute values that are added up."""
     group = np.repeat(np.arange(len(counts)), counts)
-    x, got = np.asarray(x, np.float64)[: len(group)], np.asarray(got, np.float64)[: len(group)]
-    want = np.einsum("PI,POI->PO", x, exact[group])
+    x, actual = (
+        np.asarray(x, np.float64)[: len(group)],
+        np.asarray(actual, np.float64)[: len(group)],
+    )
+    expected = np.einsum("PI,POI->PO", x, exact[group])
     size = np.einsum("PI,POI->PO", np.abs(x), np.abs(exact[group]))
-    return np.max(np.abs(got - want) / size, initial=0)
+    return np.max(np.abs(actual - expected) / size, initial=0)
 
 
 def rows_of(dtype, num_in, num_rows=NUM_ROWS):
@@ -125,8 +128,8 @@ def test_weights_of_few_bits(name):
     code, dtype, num_out, num_in, *form = CODES[name]
     weight, exact = make_weight(code, (6, num_out, num_in), *form)
     x_PI = rows_of(dtype, num_in)
-    got = grouped_matmul(x_PI, weight, jnp.array(COUNTS[0]), result="float32", **options())
-    assert error_of(got, x_PI, exact, COUNTS[0]) < TOLERANCE[dtype]
+    actual = grouped_matmul(x_PI, weight, jnp.array(COUNTS[0]), result="float32", **options())
+    assert error_of(actual, x_PI, exact, COUNTS[0]) < TOLERANCE[dtype]
 
 
 @pytest.mark.parametrize(
@@ -141,10 +144,10 @@ def test_rows_of_any_groups(dtype, num_out, num_in, monkeypatch):
     cut = matmul_tiles.heuristic((NUM_ROWS, num_in), (6, num_out), dtype, None, roomy=True)
     assert cut.splits == (8 if dtype == "float32" else 1)
     for counts in COUNTS:
-        got = grouped_matmul(x_PI, weight, jnp.array(counts), **options())
-        assert got.dtype == dtype
+        actual = grouped_matmul(x_PI, weight, jnp.array(counts), **options())
+        assert actual.dtype == dtype
         exact = np.asarray(weight, np.float64)
-        assert error_of(got, x_PI, exact, counts) < TOLERANCE[dtype], counts
+        assert error_of(actual, x_PI, exact, counts) < TOLERANCE[dtype], counts
 
 
 def test_integers_are_added_up_exactly():
@@ -152,21 +155,21 @@ def test_integers_are_added_up_exactly():
     x_PI, weight = (
         rng.integers(-128, 128, shape).astype(np.int8) for shape in ((NUM_ROWS, 352), (6, 72, 352))
     )
-    got = grouped_matmul(
+    actual = grouped_matmul(
         jnp.asarray(x_PI), jnp.asarray(weight), jnp.array(COUNTS[0]), result="int32", **options()
     )
     group = np.repeat(np.arange(6), COUNTS[0])
-    want = np.einsum(
+    expected = np.einsum(
         "PI,POI->PO", x_PI[: len(group)].astype(np.int64), weight[group].astype(np.int64)
     )
-    np.testing.assert_array_equal(got[: len(group)], want)
+    np.testing.assert_array_equal(actual[: len(group)], expected)
 
 
 def test_every_bit_pattern_of_one_byte_and_of_four_bits():
     """GPUs below 8.9 decode float8 so, and all decode fp4."""
     bits = np.arange(256)
-    want = bits.astype(np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
-    np.testing.assert_array_equal(matmul._float8(jnp.asarray(bits)), want)
+    expected = bits.astype(np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
+    np.testing.assert_array_equal(matmul._float8(jnp.asarray(bits)), expected)
     np.testing.assert_array_equal(matmul._float4(jnp.arange(16)), np.array(FP4, np.float32))
 
 
@@ -178,8 +181,8 @@ def test_gpus_that_do_not_convert_float8_decode_it(monkeypatch):
         jax.make_jaxpr(lambda x: grouped_matmul(x, weight, jnp.array([3]), **options()))(x_PI)
     )
     assert "f8_e4m3fn" not in text
-    got = grouped_matmul(x_PI, weight, jnp.array([3]), **options())
-    assert error_of(got, x_PI, exact, [3]) < TOLERANCE["float32"]
+    actual = grouped_matmul(x_PI, weight, jnp.array([3]), **options())
+    assert error_of(actual, x_PI, exact, [3]) < TOLERANCE["float32"]
 
 
 @pytest.mark.parametrize(
@@ -223,8 +226,8 @@ def test_a_row_has_the_same_bits_in_any_company():
     ):
         shifted = np.random.default_rng(place).standard_normal(x_PI.shape).astype(np.float32)
         shifted[place] = x_PI[7]
-        got = grouped_matmul(jnp.asarray(shifted), weight, jnp.array(counts), **options())
-        seen.add(np.asarray(got)[place].tobytes())
+        actual = grouped_matmul(jnp.asarray(shifted), weight, jnp.array(counts), **options())
+        seen.add(np.asarray(actual)[place].tobytes())
     assert len(seen) == 1
 
 
@@ -399,8 +402,8 @@ def test_a_mistake_in_the_kernel_is_seen(mistake, monkeypatch):
     x_PI = rows_of("float32", num_in)
     matmul._sum_segments.clear_cache()
     try:
-        got = grouped_matmul(x_PI, weight, jnp.array(COUNTS[0]), **options())
-        error = error_of(got, x_PI, exact, COUNTS[0])
+        actual = grouped_matmul(x_PI, weight, jnp.array(COUNTS[0]), **options())
+        error = error_of(actual, x_PI, exact, COUNTS[0])
     finally:
         matmul._sum_segments.clear_cache()
     assert not error < 1e-3, f"{mistake}: {error}"

@@ -172,7 +172,7 @@ def test_a_module_does_not_come_to_the_host(
     files = open_parameters(config, random_tensors(config))
     module = files.family.Model(files.spec, dtype="float32")
     nnx.update(module, load_weights(files.plan, "float32", jnp.asarray))
-    want = load_weights(files.plan, "float32", lambda array: array)
+    expected = load_weights(files.plan, "float32", lambda array: array)
     stored = with_parameters(files, module)
     with monkeypatch.context() as patch:
         patch.setattr(loading, "np", NoHostCopies())
@@ -180,7 +180,7 @@ def test_a_module_does_not_come_to_the_host(
     named = name_parameters(stored.plan, weights)
     for array in jax.tree.leaves(nnx.to_pure_dict(nnx.state(module))):
         array.delete()  # as a trainer that donates them does
-    jax.tree.map(np.testing.assert_array_equal, weights, want)
+    jax.tree.map(np.testing.assert_array_equal, weights, expected)
     assert named.keys() == random_tensors(config).keys()
 
 

@@ -41,12 +41,12 @@ def test_its_logits_are_those_of_an_engine_to_the_last_bit(directory):
 def test_differences_against_sums_by_hand():
     exact = np.log(np.array([[0.5, 0.25, 0.25], [0.1, 0.8, 0.1]], np.float32)) + 3
     other = np.log(np.array([[0.25, 0.5, 0.25], [0.1, 0.8, 0.1]], np.float32)) - 1
-    got = differences(exact, other, [2, 0])
-    assert got["max_logit_difference"] == pytest.approx(4 + math.log(2))
-    assert got["mean_logit_difference"] == pytest.approx((6 * 4 + math.log(2) - math.log(2)) / 6)
-    assert got["kl_divergence"] == pytest.approx((0.5 * math.log(2) - 0.25 * math.log(2)) / 2)
-    assert got["top1_agreement"] == 0.5
-    assert got["loss"] == pytest.approx(math.log(4))
+    actual = differences(exact, other, [2, 0])
+    assert actual["max_logit_difference"] == pytest.approx(4 + math.log(2))
+    assert actual["mean_logit_difference"] == pytest.approx((6 * 4 + math.log(2) - math.log(2)) / 6)
+    assert actual["kl_divergence"] == pytest.approx((0.5 * math.log(2) - 0.25 * math.log(2)) / 2)
+    assert actual["top1_agreement"] == 0.5
+    assert actual["loss"] == pytest.approx(math.log(4))
 
 
 @pytest.mark.parametrize(

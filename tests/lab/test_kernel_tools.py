@@ -163,9 +163,9 @@ def test_the_oracle_agrees_with_the_one_of_the_tests(spec):
     plain = attention.Case(*map(np.asarray, arrays), *scales)
     masks = None if step.tree_mask_TQ is None else np.asarray(step.tree_mask_TQ)
     options = {"sliding_window": spec.sliding_window, "logit_softcap": 3.0, "tree_mask_TQ": masks}
-    want = attention.oracle(plain, scale=case.scale, **options)
+    expected = attention.oracle(plain, scale=case.scale, **options)
     out, size = oracle.attention(case)
-    np.testing.assert_allclose(out, want, atol=1e-12)
+    np.testing.assert_allclose(out, expected, atol=1e-12)
     assert np.all(size >= np.abs(out) - 1e-12) and np.isfinite(out).all()
 
 
@@ -220,19 +220,22 @@ def test_a_slow_call_gets_fewer_rounds():
 @pytest.mark.parametrize("backend", ["scan", "a kernel"])
 def test_a_program_calls_every_layer_in_turn_on_the_output_before(backend):
     case = make_case(SMALL, layers=2)
-    attend, want = jax.jit(functools.partial(case.attend, backend="scan")), case.q_TNH
+    attend, expected = jax.jit(functools.partial(case.attend, backend="scan")), case.q_TNH
     for _ in range(2):
         for layer in case.layers:
-            want = attend(want, case.step, layer)
+            expected = attend(expected, case.step, layer)
     real = dataclasses.replace(case)
     if backend != "scan":
         object.__setattr__(
             real, "attend", lambda *arrays, **_: case.attend(*arrays, backend="scan")
         )
     program = jax.jit(timing.steps(real, 2, backend=backend))
-    got = program(case.q_TNH, case.step, case.layers)
-    np.testing.assert_allclose(got, want, atol=1e-6)
-    assert np.abs(np.asarray(program(case.q_TNH, case.step, case.layers[::-1])) - want).max() > 1e-4
+    actual = program(case.q_TNH, case.step, case.layers)
+    np.testing.assert_allclose(actual, expected, atol=1e-6)
+    assert (
+        np.abs(np.asarray(program(case.q_TNH, case.step, case.layers[::-1])) - expected).max()
+        > 1e-4
+    )
 
 
 def test_the_layers_of_real_shapes_outgrow_the_cache_or_are_said_not_to():
@@ -625,7 +628,7 @@ def test_contiguous_attention_is_the_same_attention(tokens):
         SMALL, contexts=(context, context), queries=(queries, queries), block_size=20
     )
     case = make_case(spec)
-    want, _ = oracle.attention(case)
+    expected, _ = oracle.attention(case)
     blocks = np.asarray(case.step.block_table_BM)[:, 0]
     layer = case.layers[0]
     k, v = (
@@ -633,8 +636,10 @@ def test_contiguous_attention_is_the_same_attention(tokens):
         for each in (layer.k_pages, layer.v_pages)
     )
     q = torch.tensor(np.asarray(case.q_TNH)).reshape(2, queries, 4, 16).transpose(1, 2)
-    got = time_contiguous_attention.attend(spec, q, [(k, v)]).transpose(1, 2).reshape(want.shape)
-    np.testing.assert_allclose(got, want, atol=2e-6)
+    actual = (
+        time_contiguous_attention.attend(spec, q, [(k, v)]).transpose(1, 2).reshape(expected.shape)
+    )
+    np.testing.assert_allclose(actual, expected, atol=2e-6)
 
 
 def test_contiguous_attention_in_miniature(tmp_path):

@@ -218,11 +218,11 @@ class Fuzzer:
         # Before the prompt is computed, a request of several samples has one sequence.
         if len(output.outputs) != len(expected.outputs) and not aborted:
             return f"{len(output.outputs)} outputs, and alone {len(expected.outputs)}"
-        for got, alone in zip(output.outputs, expected.outputs, strict=False):
-            if got.finish_reason == "abort":
-                problem = self._beginning_differs(got, alone)
+        for actual, alone in zip(output.outputs, expected.outputs, strict=False):
+            if actual.finish_reason == "abort":
+                problem = self._beginning_differs(actual, alone)
             else:
-                problem = self._whole_differs(got, alone)
+                problem = self._whole_differs(actual, alone)
             if problem:
                 return problem
         if problem := self._logprobs_differ(output.prompt_logprobs, expected.prompt_logprobs):
@@ -259,33 +259,33 @@ class Fuzzer:
                     return f"tokens {start} to {stop} of version {version}: {problem}"
         return ""
 
-    def _whole_differs(self, got: CompletionOutput, alone: CompletionOutput) -> str:
+    def _whole_differs(self, actual: CompletionOutput, alone: CompletionOutput) -> str:
         for name in ("token_ids", "text", "finish_reason", "stop_reason"):
-            ours, theirs = getattr(got, name), getattr(alone, name)
+            ours, theirs = getattr(actual, name), getattr(alone, name)
             if ours != theirs:
                 return f"{name} is {ours!r}, and alone on a plain engine {theirs!r}"
         for name in ("cumulative_logprob", "score"):
-            ours, theirs = getattr(got, name), getattr(alone, name)
-            tolerance = self.tolerance * max(1, len(got.token_ids))
+            ours, theirs = getattr(actual, name), getattr(alone, name)
+            tolerance = self.tolerance * max(1, len(actual.token_ids))
             if (ours is None) != (theirs is None) or abs((ours or 0) - (theirs or 0)) > tolerance:
                 return f"{name} is {ours!r}, and alone {theirs!r}"
-        return self._logprobs_differ(got.logprobs, alone.logprobs)
+        return self._logprobs_differ(actual.logprobs, alone.logprobs)
 
-    def _beginning_differs(self, got: CompletionOutput, alone: CompletionOutput) -> str:
-        tokens = list(got.token_ids)
+    def _beginning_differs(self, actual: CompletionOutput, alone: CompletionOutput) -> str:
+        tokens = list(actual.token_ids)
         if tokens != list(alone.token_ids)[: len(tokens)]:
             return (
                 f"aborted with {tokens!r}, and alone on a plain engine it gives {alone.token_ids!r}"
             )
-        return self._logprobs_differ(got.logprobs, (alone.logprobs or [])[: len(tokens)])
+        return self._logprobs_differ(actual.logprobs, (alone.logprobs or [])[: len(tokens)])
 
-    def _logprobs_differ(self, got: Logprobs, alone: Logprobs) -> str:
+    def _logprobs_differ(self, actual: Logprobs, alone: Logprobs) -> str:
         """Compares the log probabilities of tokens that both have: candidates that are as likely
         may change places.
         """
-        if len(got or ()) != len(alone or ()):
-            return f"{len(got or ())} log probabilities, and alone {len(alone or ())}"
-        for place, (ours, theirs) in enumerate(zip(got or (), alone or (), strict=True)):
+        if len(actual or ()) != len(alone or ()):
+            return f"{len(actual or ())} log probabilities, and alone {len(alone or ())}"
+        for place, (ours, theirs) in enumerate(zip(actual or (), alone or (), strict=True)):
             for token, logprob in (ours or {}).items():
                 other = (theirs or {}).get(token, logprob)
                 if abs(logprob.logprob - other.logprob) > self.tolerance:
@@ -313,10 +313,10 @@ class Fuzzer:
         if _updates_met(actor, version):
             return self._continued_differs(performance, actor, ask, _joined(chunks))
         expected = self.plain(performance.case).output(ask, actor.engine.weights[version])
-        for got, alone in zip(_joined(chunks).outputs, expected.outputs, strict=False):
-            if not alone.text.startswith(got.text):
-                return f"its stream has {got.text!r}, and alone it gives {alone.text!r}"
-            if problem := self._beginning_differs(got, alone):
+        for actual, alone in zip(_joined(chunks).outputs, expected.outputs, strict=False):
+            if not alone.text.startswith(actual.text):
+                return f"its stream has {actual.text!r}, and alone it gives {alone.text!r}"
+            if problem := self._beginning_differs(actual, alone):
                 return f"its stream: {problem}"
         return ""
 
