@@ -441,7 +441,7 @@ def test_a_text_in_quotes_may_be_cut_off(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("stated", "words", "want", "message"),
+    ("stated", "words", "expected", "message"),
     [
         (
             {},

@@ -179,7 +179,7 @@ def test_settings_that_were_given_are_known() -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "want"),
+    ("value", "expected"),
     [
         *((1000, 1000), (2**30, 2**30), ("24GiB", 24 * 2**30), ("1.5 MB", 1_500_000)),
         *((24, "must be at least 1000 bytes, or an amount with a unit such as 24GiB, got 24"),),

@@ -357,7 +357,7 @@ def test_what_does_not_fit_says_so_in_numbers_and_what_helps(change, requested, 
 
 
 @pytest.mark.parametrize(
-    ("device", "num_requested", "available", "want"),
+    ("device", "num_requested", "available", "expected"),
     [
         ("gpu (test)", None, 10**6, 49),  # as many as the device has, the null block not counted
         (
