@@ -40,7 +40,7 @@ class Called(NamedTuple):
 
 
 class Turn(NamedTuple):
-    """A turn is what the user says (`asked`), or an answer, which may have thoughts and call tools."""
+    """A turn is what the user says (`asked`), or an answer with thoughts and calls of tools."""
 
     requested: str = ""
     thought: str = ""
@@ -86,7 +86,8 @@ def as_chat(turns: Sequence[Turn]) -> list[dict[str, Any]]:
             answer["reasoning_content"] = turn.thought
         if turn.calls:
             answer["tool_calls"] = [
-                {"id": call.id, "type": "function", "function": {"name": "look", "arguments": call.text}}
+                {"id": call.id, "type": "function",
+                 "function": {"name": "look", "arguments": call.text}}
                 for call in turn.calls
             ]  # fmt: skip
         results = [

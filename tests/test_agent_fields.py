@@ -47,7 +47,8 @@ def chat(**fields: Any) -> dict[str, Any]:
         (ANY_WORD, {}, "medium", ()),
         (SWITCH, {"reasoning_effort": "none"}, "False", ()),
         (SWITCH, {"reasoning_effort": "minimal"}, "True", ()),
-        (SWITCH, {"reasoning_effort": "high", "chat_template_kwargs": {"thinking": False}}, "False", ()),
+        (SWITCH, {"reasoning_effort": "high", "chat_template_kwargs": {"thinking": False}}, "False",
+         ()),
         (TWO_WORDS, {"reasoning_effort": "none"}, "none", ()),
         (TWO_WORDS, {"reasoning_effort": "low"}, "high", ()),
         (QWEN, {"reasoning_effort": "none"}, "False", ()),
@@ -95,7 +96,8 @@ def test_what_is_stored_nowhere_is_told():
         ({"content": "Hm.", "refusal": "No."}, "Hm.\nNo."),
         ({"content": "Hm.", "refusal": None}, "Hm."),
         ({"content": [{"type": "refusal", "refusal": "No."}]}, "No."),
-        ({"content": [{"type": "text", "text": "Hm."}, {"type": "refusal", "refusal": "No."}]}, "Hm.\nNo."),
+        ({"content": [{"type": "text", "text": "Hm."}, {"type": "refusal", "refusal": "No."}]},
+         "Hm.\nNo."),
     ],
 )  # fmt: skip
 def test_a_refusal_is_what_the_assistant_said(message, text):
@@ -241,7 +243,8 @@ def test_penalties_look_at_the_whole_sequence(options, penalty, ignored):
 
 @pytest.mark.parametrize(
     ("number", "text"),
-    [(0, ""), (999, "999"), (362_000_000, "362M"), (8_030_261_248, "8.0B"), (8 * 10**9, "8B"), (134_515_008, "134.52M")],
+    [(0, ""), (999, "999"), (362_000_000, "362M"), (8_030_261_248, "8.0B"), (8 * 10**9, "8B"),
+     (134_515_008, "134.52M")],
 )  # fmt: skip
 def test_counts_are_short(number, text):
     assert short_count(number) == text

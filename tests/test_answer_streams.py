@@ -317,7 +317,7 @@ def test_no_silence_is_longer_than_it_may_be(plan, seconds):
 
 
 class Handle:
-    """A request whose deltas come at the times of a plan, and whose prompt is computed meanwhile."""
+    """A request whose deltas come at the times of a plan, after its prompt is computed."""
 
     metrics = RequestMetrics(arrival_time=0.0, first_scheduled_time=0.0, num_cached_tokens=16)
     request = SimpleNamespace(token_ids=(7,) * 112)

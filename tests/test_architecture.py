@@ -48,7 +48,7 @@ def test_the_house_keeps_its_laws() -> None:
 
 
 def find_unread(names: set[str], source: str, *, of_self: bool = False) -> set[str]:
-    """Returns the names that a source does not read, as an attribute (of `self` alone) or a text."""
+    """Returns names that a source does not read, as an attribute (of `self` alone) or a text."""
     read = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
@@ -60,7 +60,7 @@ def find_unread(names: set[str], source: str, *, of_self: bool = False) -> set[s
 
 
 def test_every_setting_is_read() -> None:
-    """The module that declares the engine's also checks them, and that alone does not honour them."""
+    """The module that declares them also checks them, which alone does not honour them."""
     declaring = ROOT / "jaxpage" / "settings" / "engine_config.py"
     generated = {
         ROOT / "jaxpage" / name for name in ("cli/setting_flags.py", "settings/engine_settings.py")
@@ -289,7 +289,7 @@ def test_serving_names_no_dialect() -> None:
 
 
 def test_every_module_of_the_wheel_is_reached() -> None:
-    """A module that only tools or tests import is theirs: it belongs into tools/ or tests/support/."""
+    """A module that only tools or tests import belongs into tools/ or tests/support/."""
     found = reach.unreached(ROOT)
     assert not found, "no public name, command or entry point leads to: " + ", ".join(found)
 

@@ -137,7 +137,7 @@ def test_models_with_experts_or_states_leave_none_either(name):
 
 
 def drafting_steps(method: str, monkeypatch: pytest.MonkeyPatch) -> list[jax.core.ClosedJaxpr]:
-    """Returns the traces, for a GPU, of the steps of an engine of the demo that drafts by a model."""
+    """Returns the traces, for a GPU, of the steps of a demo engine that drafts by a model."""
     calls = []
 
     def note_call(*arguments):

@@ -541,7 +541,10 @@ def test_the_tool_is_the_same_program(model, monkeypatch, capsys, caplog):
         (["--num-prompts", "0"], "--num-prompts must be at least 1, got 0"),
         (
             ["--dataset", "pile"],
-            "--dataset must be one of sharegpt, alpaca, random, prefix_repetition, chat, trace, custom, got 'pile'",
+            (
+                "--dataset must be one of sharegpt, alpaca, random, prefix_repetition, chat, "
+                "trace, custom, got 'pile'"
+            ),
         ),
         (["--baseline", "vllm"], "--baseline must be one of transformers, got 'vllm'"),
         (["--versus", "recompute"], "--versus takes NAME=VALUE[,NAME=VALUE], got 'recompute'"),

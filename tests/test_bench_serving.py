@@ -182,7 +182,7 @@ def test_latencies_by_their_definitions():
 
 
 def test_a_latency_without_a_sample_is_no_number():
-    """A mean of nothing is not 0: not where all requests failed, and not where each has one token."""
+    """A mean of nothing is not 0, neither where all requests failed nor where each has one token."""
     failed = summary([TimedAnswer(due=0.0, error="x")], 1.0)
     single = TimedAnswer(
         due=1.0, outputs=[1.5], ended=1.5, num_prompt_tokens=3, num_output_tokens=1

@@ -401,7 +401,8 @@ def test_the_document_is_made_anew_for_other_names(monkeypatch):
     value=st.recursive(
         st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False)
         | st.text(max_size=4) | st.sampled_from(["\u2028", "\x85", '"\\']),
-        lambda inner: st.lists(inner, max_size=6) | st.dictionaries(st.text(max_size=3) | st.integers(0, 9), inner, max_size=5),
+        lambda inner: st.lists(inner, max_size=6)
+        | st.dictionaries(st.text(max_size=3) | st.integers(0, 9), inner, max_size=5),
         max_leaves=60,
     )
 )  # fmt: skip
@@ -466,7 +467,11 @@ class Counted:
 
 def test_a_score_encodes_its_prompt_once_and_refuses_early(server, monkeypatch):
     tokenizer = Counted()
-    requested = {"model": "demo", "prompt": "Once upon a time ", "continuation": [f"c{n}" for n in range(256)]}  # fmt: skip
+    requested = {
+        "model": "demo",
+        "prompt": "Once upon a time ",
+        "continuation": [f"c{n}" for n in range(256)],
+    }
     answer = open_score(requested, context(tokenizer=tokenizer))
     assert len(answer.prompts) == 256 and len(tokenizer.texts) == 257
     assert tokenizer.texts.count("Once upon a time") == 1
@@ -591,15 +596,21 @@ def test_the_texts_of_a_request_share_its_limits():
 @pytest.mark.parametrize(
     ("opens", "fields", "param"),
     [
-        (open_chat, {"logprobs": True, "top_logprobs": 20, "n": 100, "max_tokens": 500}, "top_logprobs"),
+        (open_chat, {"logprobs": True, "top_logprobs": 20, "n": 100, "max_tokens": 500},
+         "top_logprobs"),
         (open_chat, {"logprobs": True, "n": 128, "max_completion_tokens": 10**9}, "logprobs"),
-        (open_completion, {"logprobs": 5, "n": 4, "max_tokens": 512, "prompt": ["x"] * 256}, "logprobs"),
+        (open_completion, {"logprobs": 5, "n": 4, "max_tokens": 512, "prompt": ["x"] * 256},
+         "logprobs"),
         (open_completion, {"logprobs": 1, "n": 1, "best_of": 64, "max_tokens": 512}, "logprobs"),
     ],
 )  # fmt: skip
 def test_log_probabilities_of_outputs_have_a_limit(opens, fields, param):
     limits = RequestLimits(max_output_logprobs=60_000)
-    body = {"model": "demo", "messages": [USER]} if opens is open_chat else {"model": "demo", "prompt": "x"}  # fmt: skip
+    body = (
+        {"model": "demo", "messages": [USER]}
+        if opens is open_chat
+        else {"model": "demo", "prompt": "x"}
+    )
     error = refusal_of(opens, {**body, **fields}, context(limits=limits))
     assert (error.status, error.param) == (400, param)
     assert "at most 60000 are allowed: ask for max_tokens of at most" in error.message
@@ -615,7 +626,11 @@ def test_an_output_without_a_length_gets_the_room_that_there_is():
     assert open_chat(body, context(limits=limits)).prompts[0].params.max_tokens == 100
     assert open_chat(body, context()).prompts[0].params.max_tokens is None
     body |= {"n": 101, "max_tokens": None}
-    few = refusal_of(open_chat, {**body, "top_logprobs": 20}, context(limits=RequestLimits(max_output_logprobs=2000)))  # fmt: skip
+    few = refusal_of(
+        open_chat,
+        {**body, "top_logprobs": 20},
+        context(limits=RequestLimits(max_output_logprobs=2000)),
+    )
     assert "fewer sequences" in few.message
 
 
@@ -639,7 +654,20 @@ class Searched(bytes):
 
 
 PART = b'--a\r\nContent-Disposition: form-data; name="x"\r\n\r\n\r\n'
-NO_LIMITS = ["0" * 5000 + "11", "01", "10001", "0", "-1", "+5", "", " 5", "5.0", "٣", "1e3", "5" * 5000]  # fmt: skip
+NO_LIMITS = [
+    "0" * 5000 + "11",
+    "01",
+    "10001",
+    "0",
+    "-1",
+    "+5",
+    "",
+    " 5",
+    "5.0",
+    "٣",
+    "1e3",
+    "5" * 5000,
+]
 
 
 @pytest.mark.parametrize("boundary", [b"--a\r\n\r\n", b"\r\n--a", PART])
@@ -661,14 +689,19 @@ def test_files_are_written_and_synced_off_the_event_loop(server, monkeypatch):
     form = b'--b\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nbatch\r\n--b\r\n'
     form += b'Content-Disposition: form-data; name="file"; filename="a.jsonl"\r\n\r\n'
     content = json.dumps(
-        {"custom_id": "a", "method": "POST", "url": COMPLETIONS, "body": {"model": "demo", "prompt": "A"}}
+        {"custom_id": "a", "method": "POST", "url": COMPLETIONS,
+         "body": {"model": "demo", "prompt": "A"}}
     ).encode()  # fmt: skip
     form += content + b"\r\n--b--\r\n"
     status, _, body = ask(
         server, "POST", "/v1/files", form, Content_Type="multipart/form-data; boundary=b"
     )
     assert status == 200 and json.loads(body)["bytes"] == len(content)
-    requested = {"input_file_id": json.loads(body)["id"], "endpoint": COMPLETIONS, "completion_window": "24h"}  # fmt: skip
+    requested = {
+        "input_file_id": json.loads(body)["id"],
+        "endpoint": COMPLETIONS,
+        "completion_window": "24h",
+    }
     status, _, body = ask(server, "POST", "/v1/batches", requested)
     batch = json.loads(body)
     assert status == 200 and batch["status"] == "validating"
@@ -699,7 +732,11 @@ def test_room_for_a_file_is_kept_while_it_is_written(tmp_path):
     after=st.sampled_from([{}, {"prompt_logprobs": [None, {"1": {"rank": 1}}]}, {"user": "usage"}]),
 )
 def test_a_large_answer_of_a_batch_is_counted_without_reading_it(custom_id, text, after):
-    usage = {"prompt_tokens": 2, "completion_tokens": 3, "prompt_tokens_details": {"cached_tokens": 1}}  # fmt: skip
+    usage = {
+        "prompt_tokens": 2,
+        "completion_tokens": 3,
+        "prompt_tokens_details": {"cached_tokens": 1},
+    }
     body = {
         "choices": [{"text": text + "a" * LARGE_LINE_BYTES, "usage": 1}],
         "usage": usage,
@@ -729,7 +766,8 @@ def test_limits_of_lists_that_are_no_limits(path, given_limit, server):
 
 @pytest.mark.parametrize(
     ("query", "param"),
-    [("limit=1&limit=2", "limit"), ("after=x", "after"), ("after=" + "9" * 6000, "after"), ("x=1", "query")],
+    [("limit=1&limit=2", "limit"), ("after=x", "after"), ("after=" + "9" * 6000, "after"),
+     ("x=1", "query")],
 )  # fmt: skip
 def test_queries_that_are_refused(query, param, server):
     for path in ("/v1/files", "/v1/batches"):

@@ -219,10 +219,16 @@ def cut(text: str, data: st.DataObject) -> list[str]:
 
 
 JSON_VALUES = st.recursive(
-    st.none() | st.booleans() | st.integers(-(10**6), 10**6) | st.text("ab<>\"'\\{}[],:= \n\té", max_size=12),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text("kl", min_size=1, max_size=3), inner, max_size=3),
+    st.none()
+    | st.booleans()
+    | st.integers(-(10**6), 10**6)
+    | st.text("ab<>\"'\\{}[],:= \n\té", max_size=12),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.text("kl", min_size=1, max_size=3), inner, max_size=3)
+    ),
     max_leaves=6,
-)  # fmt: skip
+)
 WRITES_ANY_JSON = [
     name
     for name in TEMPLATES
@@ -362,7 +368,14 @@ def test_a_plan_before_calls_is_reasoning():
 
 def test_the_schema_decides_what_a_bare_value_is():
     form = derive_form_of(TEMPLATES["parameters on lines"]).form
-    arguments = {"city": "3", "days": "3", "metric": "True", "deep": "{'k': 1}", "tags": '["a"]', "note": "None"}  # fmt: skip
+    arguments = {
+        "city": "3",
+        "days": "3",
+        "metric": "True",
+        "deep": "{'k': 1}",
+        "tags": '["a"]',
+        "note": "None",
+    }
     prompt, text = answer("parameters on lines", [("get_weather", arguments)])
     expected = {
         "city": "3",
@@ -486,7 +499,7 @@ def test_a_call_that_is_cut_off_is_content(num_letters):
 
 
 def test_a_template_that_changes_values_has_no_form():
-    """Long strings are written backwards, so that the probes are read and the round trips are not."""
+    """Long strings are written backwards, so that probes are read and round trips are not."""
     reverses = "{{ (v | reverse if v | length > 8 else v) if v is string"
     form, problem = derive_form_of(
         TEMPLATES["parameters on lines"].replace("{{ v if v is string", reverses)
@@ -515,26 +528,38 @@ CALLED = [("look-up2", {"city": "Oslo"})]
     ("text", "reasoning", "content", "calls"),
     [
         # The recipient in the channel's part or the role's; with the type of the arguments or not.
-        (f"{THINKS}<|channel|>commentary to=functions.look-up2 <|constrain|>json{GIVEN}<|call|>", "Hm, {}.", "", CALLED),
-        (f"{THINKS}<|channel|>commentary to=functions.look-up2{GIVEN}<|call|>", "Hm, {}.", "", CALLED),
-        (f" to=functions.look-up2<|channel|>commentary <|constrain|>json{GIVEN}<|call|>", "", "", CALLED),
+        (f"{THINKS}<|channel|>commentary to=functions.look-up2 <|constrain|>json{GIVEN}<|call|>",
+         "Hm, {}.", "", CALLED),
+        (f"{THINKS}<|channel|>commentary to=functions.look-up2{GIVEN}<|call|>", "Hm, {}.", "",
+         CALLED),
+        (f" to=functions.look-up2<|channel|>commentary <|constrain|>json{GIVEN}<|call|>", "", "",
+         CALLED),
         (f"{THINKS} to=functions.look-up2<|channel|>analysis code{GIVEN}", "Hm, {}.", "", CALLED),
         # A word to the user before a call, reasoning around it, and calls one after the other.
-        (f"{THINKS}{SAYS}<|channel|>commentary to=functions.look-up2 json{GIVEN}<|call|>", "Hm, {}.", "I look.", CALLED),
-        (f"{SAYS}{THINKS} to=functions.look-up2<|channel|>commentary json{GIVEN}<|call|>", "Hm, {}.", "I look.", CALLED),
-        (f"{THINKS}{SAYS}{THINKS}<|channel|>final<|message|>So.\n<|return|>", "Hm, {}.\nHm, {}.", "I look.\nSo.\n", []),
+        (f"{THINKS}{SAYS}<|channel|>commentary to=functions.look-up2 json{GIVEN}<|call|>",
+         "Hm, {}.", "I look.", CALLED),
+        (f"{SAYS}{THINKS} to=functions.look-up2<|channel|>commentary json{GIVEN}<|call|>",
+         "Hm, {}.", "I look.", CALLED),
+        (f"{THINKS}{SAYS}{THINKS}<|channel|>final<|message|>So.\n<|return|>", "Hm, {}.\nHm, {}.",
+         "I look.\nSo.\n", []),
         (f"<|channel|>commentary to=functions.look-up2{GIVEN}<|call|><|start|>assistant to=functions.look-up2<|channel|>commentary{GIVEN}<|call|>", "", "", CALLED * 2),  # noqa: E501
         ("<|channel|>final <|constrain|>json<|message|>{}<|return|>", "", "{}", []),
         # Messages for others than the request's tools, and calls that are none.
         (f"{THINKS}{SEARCH}<|call|>", "Hm, {}.", SEARCH, []),
-        (f"{THINKS}<|channel|>analysis to=python code<|message|>print(1)<|call|>", "Hm, {}.", "<|channel|>analysis to=python code<|message|>print(1)", []),  # noqa: E501
-        (f" to=functions.other<|channel|>commentary json{GIVEN}<|call|>", "", f"to=functions.other<|channel|>commentary json{GIVEN}", []),
-        (f"<|channel|>commentary to=functions.look-up2{GIVEN[:-3]}", "", f"<|channel|>commentary to=functions.look-up2{GIVEN[:-3]}", []),
-        (f"<|channel|>commentary to=functions.look-up2{GIVEN} and so on", "", f"<|channel|>commentary to=functions.look-up2{GIVEN} and so on", []),  # noqa: E501
+        (f"{THINKS}<|channel|>analysis to=python code<|message|>print(1)<|call|>", "Hm, {}.",
+         "<|channel|>analysis to=python code<|message|>print(1)", []),
+        (f" to=functions.other<|channel|>commentary json{GIVEN}<|call|>", "",
+         f"to=functions.other<|channel|>commentary json{GIVEN}", []),
+        (f"<|channel|>commentary to=functions.look-up2{GIVEN[:-3]}", "",
+         f"<|channel|>commentary to=functions.look-up2{GIVEN[:-3]}", []),
+        (f"<|channel|>commentary to=functions.look-up2{GIVEN} and so on", "",
+         f"<|channel|>commentary to=functions.look-up2{GIVEN} and so on", []),
         # Cut off, quoted and missing headers.
         (f"{THINKS}<|channel|>fin", "Hm, {}.", "", []),
-        (f"{THINKS}<|channel|>commentary to=functions.lo", "Hm, {}.", "<|start|>assistant<|channel|>commentary to=functions.lo", []),
-        ("<|channel|>final<|message|>It ends with <|end|> or <|start|>assistant, <|channel|>x.", "", "It ends with <|end|> or <|start|>assistant, <|channel|>x.", []),  # noqa: E501
+        (f"{THINKS}<|channel|>commentary to=functions.lo", "Hm, {}.",
+         "<|start|>assistant<|channel|>commentary to=functions.lo", []),
+        ("<|channel|>final<|message|>It ends with <|end|> or <|start|>assistant, <|channel|>x.", "",
+         "It ends with <|end|> or <|start|>assistant, <|channel|>x.", []),
         ("Hello to=you.", "", "Hello to=you.", []),
     ],
 )  # fmt: skip
@@ -594,10 +619,13 @@ RESPONDS = "response:look-up2{value:3}"
         (f"{CALLS_A_TOOL}Wait.<|tool_response>", "Wait.", 1),
         (f"{CALLS_A_TOOL}<|tool_response><turn|>\n", "", 1),
         ("Let me see.<|tool_response>", "Let me see.", 0),
-        (f"{CALLS_A_TOOL}<|tool_response>{RESPONDS}<tool_response|>It is 3.<turn|>", f"{RESPONDS}It is 3.", 1),
-        (f"{CALLS_A_TOOL}<|tool_response>{RESPONDS}<tool_response|>{CALLS_A_TOOL}<|tool_response>", RESPONDS, 2),
+        (f"{CALLS_A_TOOL}<|tool_response>{RESPONDS}<tool_response|>It is 3.<turn|>",
+         f"{RESPONDS}It is 3.", 1),
+        (f"{CALLS_A_TOOL}<|tool_response>{RESPONDS}<tool_response|>{CALLS_A_TOOL}<|tool_response>",
+         RESPONDS, 2),
         (f"{CALLS_A_TOOL}<|tool_response>{{}} <|tool_res", "{} <|tool_res", 1),
-        ("A <|tool_response> is a mark, <tool_response|> too.", "A <|tool_response> is a mark, <tool_response|> too.", 0),
+        ("A <|tool_response> is a mark, <tool_response|> too.",
+         "A <|tool_response> is a mark, <tool_response|> too.", 0),
     ],
 )  # fmt: skip
 @examples(3)

@@ -321,7 +321,10 @@ WRONG_USE = [
     (("serve", "demo", "--prot", "80"), "unknown argument '--prot'; did you mean '--port'?"),
     (
         ("serve", "demo", "--tool-call-parser", "xml"),
-        "command line: tool_parser: must be 'auto', 'none', 'hermes', 'llama3_json', 'lfm2', 'granite' or 'minicpm5'",
+        (
+            "command line: tool_parser: must be 'auto', 'none', 'hermes', 'llama3_json', 'lfm2', "
+            "'granite' or 'minicpm5'"
+        ),
     ),
     (
         ("serve", "demo", "--ui-show-prompts"),
@@ -427,7 +430,10 @@ def test_words_are_broken_at_the_edge_of_the_terminal(cut):
 
     Wide characters count two columns.
     """
-    text = "Once upon a time there lived a young rabbit in an old town with a crooked tower and nothing else"
+    text = (
+        "Once upon a time there lived a young rabbit in an old town with a crooked tower and "
+        "nothing else"
+    )
     wrapper = Wrapper(20)
     texts = (
         "".join(wrapper.feed(text[at : at + cut]) for at in range(0, len(text), cut))
@@ -597,7 +603,10 @@ def test_doctor_says_what_several_devices_and_hosts_could_do(monkeypatch, capsys
         ("echo 570.00", r"570\.00"),
         (
             "echo 565.57.01",
-            r"565\.57\.01 \(warning: steps may hang, .* install r570 or newer, or XLA_FLAGS=--xla_gpu",
+            (
+                r"565\.57\.01 \(warning: steps may hang, .* install r570 or newer, or "
+                r"XLA_FLAGS=--xla_gpu"
+            ),
         ),
         ("echo NVIDIA-SMI has failed; exit 9", "unknown: nvidia-smi says 'NVIDIA-SMI has failed'"),
         (None, "none found"),

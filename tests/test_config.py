@@ -105,7 +105,10 @@ def test_fields_and_defaults_are_those_of_the_interface() -> None:
         (
             "cudagraph_collectives",
             True,
-            "cudagraph_collectives: cannot be true while tensor_parallel_size is 1: one device exchanges nothing",
+            (
+                "cudagraph_collectives: cannot be true while tensor_parallel_size is 1: one "
+                "device exchanges nothing"
+            ),
         ),
         ("max_num_seqs", 0, "max_num_seqs: must be greater than or equal to 1, got 0"),
         ("max_num_seqs", True, "max_num_seqs: must be a valid integer, got True"),
@@ -165,7 +168,8 @@ def test_contradictions_are_told_beside_other_mistakes() -> None:
     assert [line.split(":")[0] for line in lines] == [
         *("block_size", "max_num_seqs", "zebra", "swap_space_blocks", "attention_backend"),
     ], (
-        "and nothing that comes of a default in the place of a mistake: 40 are fewer than 64 max_num_seqs"
+        "and nothing that comes of a default in the place of a mistake: 40 are fewer than 64 "
+        "max_num_seqs"
     )
     assert lines[0] == "block_size: must be a power of two from 1 to 128 or 'auto', got 13"
 
@@ -212,11 +216,17 @@ def test_an_amount_of_memory_in_a_file_and_in_a_variable(tmp_path: Path) -> None
     [
         (
             {"swap_space_blocks": 8, "max_num_seqs": 1},
-            "swap_space_blocks: cannot be 8 while max_num_seqs is 1 and preemption_mode 'auto': one sequence recomputes",
+            (
+                "swap_space_blocks: cannot be 8 while max_num_seqs is 1 and preemption_mode "
+                "'auto': one sequence recomputes"
+            ),
         ),
         (
             {"scheduling_policy": "priority", "new_requests_wait_until": "completed"},
-            "new_requests_wait_until: cannot be 'completed' while scheduling_policy is 'priority': requests of higher priority do not wait",
+            (
+                "new_requests_wait_until: cannot be 'completed' while scheduling_policy is "
+                "'priority': requests of higher priority do not wait"
+            ),
         ),
         (
             {"num_blocks": 10, "kv_cache_memory_bytes": 1000},
@@ -224,11 +234,17 @@ def test_an_amount_of_memory_in_a_file_and_in_a_variable(tmp_path: Path) -> None
         ),
         (
             {"preemption_mode": "swap", "swap_space_blocks": 0},
-            "preemption_mode: cannot be 'swap' while swap_space_blocks is 0: there is nowhere to swap to",
+            (
+                "preemption_mode: cannot be 'swap' while swap_space_blocks is 0: there is nowhere "
+                "to swap to"
+            ),
         ),
         (
             {"preemption_mode": "recompute", "swap_space_blocks": 8},
-            "swap_space_blocks: cannot be 8 while preemption_mode is 'recompute': nothing is swapped",
+            (
+                "swap_space_blocks: cannot be 8 while preemption_mode is 'recompute': nothing is "
+                "swapped"
+            ),
         ),
     ],
 )
@@ -332,7 +348,8 @@ def test_speculation_that_this_version_does_not_do_is_refused() -> None:
         EngineConfig(speculative_config={"method": "ngram", "tree": True})
     with pytest.raises(
         UnsupportedError,
-        match="^speculative_config: acceptance 'rejection' is not supported: this version of method 'lookahead'",
+        match="^speculative_config: acceptance 'rejection' is not supported: this version of method "
+        "'lookahead'",
     ):
         EngineConfig(speculative_config={"method": "lookahead", "acceptance": "rejection"})
     with pytest.raises(
@@ -451,9 +468,12 @@ for config, values in ((EngineConfig, {"block_size": 3}), (ServerConfig, {"port"
 @pytest.mark.parametrize(
     ("text", "value"),
     [
-        ("1e-6", 1e-6), ("1.0e-6", 1e-6), (".5", 0.5), ("0.9", 0.9), ("8", 8), ("-8", -8), ("0123", 123), ("true", True),
-        ("False", False), ("null", None), ("~", None), ("yes", "yes"), ("on", "on"), ("no", "no"), ("12:30:45", "12:30:45"),
-        ("2024-01-01", "2024-01-01"), ("0x1f", "0x1f"), (".nan", ".nan"), ("1_000", "1_000"), ("'8'", "8"), ("<<", "<<"),
+        ("1e-6", 1e-6), ("1.0e-6", 1e-6), (".5", 0.5), ("0.9", 0.9), ("8", 8), ("-8", -8),
+        ("0123", 123), ("true", True),
+        ("False", False), ("null", None), ("~", None), ("yes", "yes"), ("on", "on"), ("no", "no"),
+        ("12:30:45", "12:30:45"),
+        ("2024-01-01", "2024-01-01"), ("0x1f", "0x1f"), (".nan", ".nan"), ("1_000", "1_000"),
+        ("'8'", "8"), ("<<", "<<"),
         ("[1, a]", [1, "a"]), ("{a: {b: 1}}", {"a": {"b": 1}}),
     ],
 )  # fmt: skip

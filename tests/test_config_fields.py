@@ -1,4 +1,4 @@
-"""Every field of a config class that moves the logits of transformers is read, or refused by name."""
+"""Every field of a config class that moves transformers' logits is read, or refused by name."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def test_the_name_of_a_family_selects_its_cases(keyword, request):
 
 
 def test_special_tokens_are_null_where_the_class_takes_null():
-    """CWM's class takes no null for the first token; a family of it would fail on its first test."""
+    """CWM's class takes no null for the first token."""
     for model_type in ("cwm", "modernbert-decoder", "llama"):
         tokens = no_special_tokens(model_type)
         CONFIG_MAPPING[model_type](**tokens, vocab_size=131)  # It raises where one is not allowed.

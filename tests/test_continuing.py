@@ -63,7 +63,7 @@ def prepare_seeded(llm: LLM, params: list[Any]) -> list[Any]:
 
 
 def begin(llm: LLM, requests: list[Any], names: list[str] | None = None) -> list[Any]:
-    """Begins requests on an engine that is stepped by hand; returns lists that get their outputs."""
+    """Begins requests on an engine stepped by hand; returns lists that get their outputs."""
     handles = []
     for place, request in enumerate(requests):
         updates: list[Any] = []
@@ -150,7 +150,7 @@ def test_texts_and_grammars_go_on(tmp_path: Path) -> None:
 
 
 def test_a_request_goes_on_under_other_weights(checkpoint: Path) -> None:
-    """It continues as a request that begins with its prompt and its tokens, and has both versions."""
+    """It continues as a request that begins with its prompt and tokens, and has both versions."""
     params = SamplingParams(temperature=1.3, seed=5, prompt_logprobs=1, **SHARED)
     with make_llm(checkpoint, start=False) as llm:
         [(_, updates)] = begin(llm, llm._prepare(PROMPTS[0], params))

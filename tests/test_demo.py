@@ -99,7 +99,10 @@ def test_tokens_are_those_of_transformers(llm):
 
 def test_the_loss_on_held_out_text_is_what_a_trained_model_has(llm):
     """It is far below a uniform guess over the vocabulary, for a text by a person."""
-    text = "It was late in the evening when the carriage stopped before the door, and she went up to her room without a word."
+    text = (
+        "It was late in the evening when the carriage stopped before the door, and she went up to "
+        "her room without a word."
+    )
     ids = llm.tokenizer(text)["input_ids"]
     total = 0.0
     for place in range(1, len(ids)):

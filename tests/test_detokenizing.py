@@ -124,7 +124,8 @@ BYTE_PIECES = [
 ADDED = ["<tool>", "<a \u9f98>", "\u00ff"]
 WORDS = ["a", "##b", "\ufffd", ".", "##\ufffd", "\u2581a", "\u2581", "b</w>", "a</w>", "<pad>", "|"]
 VOCABULARIES = {
-    "llama": of_vocabulary(SENTENCE_PIECES, decoders.Sequence([*OF_PIECES, decoders.Strip(" ", 1, 0)]), ADDED),
+    "llama": of_vocabulary(SENTENCE_PIECES,
+                           decoders.Sequence([*OF_PIECES, decoders.Strip(" ", 1, 0)]), ADDED),
     "gemma": of_vocabulary(SENTENCE_PIECES, decoders.Sequence(OF_PIECES), ADDED),
     "byte level": of_vocabulary(BYTE_PIECES, decoders.ByteLevel(), ADDED),
     "byte level and more": of_vocabulary(
@@ -223,7 +224,7 @@ def test_text_in_pieces_is_the_text_of_the_whole(name):
     ],
 )
 def test_characters_that_are_no_tokens_follow_each_other(name, text):
-    """They come out when the run of bytes ends, or each with its last byte if none are held back."""
+    """They come out when the run of bytes ends, or each with its last byte if none is held."""
     tokenizer = VOCABULARIES[name]
     token_ids = [*text.encode(), tokenizer.convert_tokens_to_ids("a")]
     stream = StreamDetokenizer(tokenizer, (), skip_special_tokens=True)

@@ -181,7 +181,10 @@ def test_jax_is_given_the_part_of_a_gpu_that_the_engine_is_asked_to_use(monkeypa
 
 
 def test_jax_says_whether_its_devices_are_open():
-    program = "from jaxpage.device.hardware import gpu_memory as g; a = g._are_open(); import jax; jax.devices(); print(a, g._are_open())"
+    program = (
+        "from jaxpage.device.hardware import gpu_memory as g; a = g._are_open(); import jax; "
+        "jax.devices(); print(a, g._are_open())"
+    )
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=True
     )

@@ -72,7 +72,10 @@ def look_at_site(site: Path) -> None:
             assert rooms[0] in ("guides", "tutorials"), (word, links[:3])
             last_guide = max(place for place, room in enumerate(rooms) if room == "guides")
             assert last_guide < rooms.index("decisions"), word
-        too_wide = "[...document.querySelectorAll('.table-wrapper')].filter(one => one.scrollWidth > one.clientWidth + 1).length"
+        too_wide = (
+            "[...document.querySelectorAll('.table-wrapper')].filter(one => one.scrollWidth > "
+            "one.clientWidth + 1).length"
+        )
         for path in sorted(site.rglob("*.html")):
             if "table-wrapper" in path.read_text():
                 page.goto(f"file://{path}")

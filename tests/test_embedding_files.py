@@ -133,7 +133,7 @@ def apply_layer(layer: Any, x: np.ndarray) -> np.ndarray:
 
 
 def pool(states_TD: np.ndarray, mode: str) -> np.ndarray:
-    """Returns the vector of states that count; `weightedmean` is told apart, as it needs positions."""
+    """Returns the vector of states that count; only `weightedmean` needs positions."""
     return {
         "cls": states_TD[0],
         "max": states_TD.max(0),

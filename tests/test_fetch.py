@@ -114,9 +114,9 @@ def test_a_model_is_brought_once(links, tmp_path, monkeypatch, capfd, caplog):
     (tmp_path / "small").mkdir()
     assert resolve_model("small") == path and resolve_model("./small") == tmp_path / "small"
     assert (
-        "model = 'small' is the model of `jaxpage fetch`; for the directory of that name use './small'"
-        in caplog.text
-    )
+        "model = 'small' is the model of `jaxpage fetch`; for the directory of that name use "
+        "'./small'"
+    ) in caplog.text
     links.rename(links.with_name("gone"))
     assert cli.main(["fetch", "small"]) == 0
     assert "small is there already" in capfd.readouterr().err

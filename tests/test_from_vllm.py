@@ -127,7 +127,8 @@ def test_the_defaults_of_an_llm_are_taken():
         ({"enforce_eager": True}, "every step is an executable"),
         ({"trust_remote_code": True}, "no code of a checkpoint is ever run"),
         ({"swap_space": 4}, "use swap_space_blocks N"),
-        ({"enable_chunked_prefill": False}, "prompts are computed in chunks of max_num_batched_tokens"),
+        ({"enable_chunked_prefill": False},
+         "prompts are computed in chunks of max_num_batched_tokens"),
         ({"cpu_offload_gb": 10}, "swap_space_blocks"),
         ({"pipeline_parallel_size": 2}, "use tensor_parallel_size N"),
         ({"served_model_name": "x"}, "jaxpage serve --served-model-name"),
@@ -198,7 +199,8 @@ def test_a_batch_needs_both_files_once(words, capsys):
 
 @pytest.mark.parametrize(
     ("word", "text"),
-    [("-pp", "--tensor-parallel-size"), ("-dp", "router"), ("-q", "--quantization"), ("-O3", "executable"), ("-cc", "--max-num-seqs")],
+    [("-pp", "--tensor-parallel-size"), ("-dp", "router"), ("-q", "--quantization"),
+     ("-O3", "executable"), ("-cc", "--max-num-seqs")],
 )  # fmt: skip
 def test_short_flags_have_answers(word, text, capsys):
     with pytest.raises(SystemExit):

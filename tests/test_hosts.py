@@ -337,7 +337,10 @@ def test_the_host_with_the_least_memory_sizes_all_pools(leader, follower, minimu
         int(follower[0] < leader[0]),
         "since rank {} has memory for no more; rank {} has memory for 64",
     )
-    text = f"num_blocks is {minimum.get('num_blocks')} on all hosts, {no_more.format(smaller, 1 - smaller)}"
+    text = (
+        f"num_blocks is {minimum.get('num_blocks')} on all hosts, "
+        f"{no_more.format(smaller, 1 - smaller)}"
+    )
     assert said == [text] * 2 * ("num_blocks" in minimum)
 
 

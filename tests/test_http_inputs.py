@@ -91,7 +91,10 @@ class Row(NamedTuple):
         return self.body if isinstance(self.body, bytes) else json.dumps(self.body).encode()
 
     def __str__(self) -> str:
-        return f"{self.status} {self.method} {self.path} {self.headers or ''} {self.content.decode(errors='replace'):.70}"
+        return (
+            f"{self.status} {self.method} {self.path} {self.headers or ''} "
+            f"{self.content.decode(errors='replace'):.70}"
+        )
 
 
 def completion(**fields: Any) -> dict[str, Any]:

@@ -94,23 +94,27 @@ def tool_message(call_id: str, content: str) -> dict[str, Any]:
 # Histories, and the messages of the chat that they are.
 HISTORIES: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
     "a call and its result": (
-        {"messages": [USER, assistant_message(THOUGHT, text("I look."), use()), user_message(result(content="3 degrees"))]},
+        {"messages": [USER, assistant_message(THOUGHT, text("I look."), use()),
+                      user_message(result(content="3 degrees"))]},
         [
             USER,
-            {"role": "assistant", "content": "I look.", "reasoning_content": "Hm", "tool_calls": [call("toolu_1")]},
+            {"role": "assistant", "content": "I look.", "reasoning_content": "Hm",
+             "tool_calls": [call("toolu_1")]},
             tool_message("toolu_1", "3 degrees"),
         ],
     ),
     "two calls, results of parts and of nothing, and text": (
         {
-            "system": [text("Be brief.", cache_control={"type": "ephemeral", "ttl": "1h"}), text("Now.")],
+            "system": [text("Be brief.", cache_control={"type": "ephemeral", "ttl": "1h"}),
+                       text("Now.")],
             "messages": [
                 USER,
                 assistant_message(use("a"), use("b", input={})),
                 user_message(
                     text("First this."),
                     result("b"),
-                    result("a", content=[text("3"), text("degrees")], cache_control={"type": "ephemeral"}),
+                    result("a", content=[text("3"), text("degrees")],
+                           cache_control={"type": "ephemeral"}),
                     text("Go on."),
                 ),
             ],
@@ -151,7 +155,8 @@ HISTORIES: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
             "system": "Be brief.",
             "messages": [
                 *(system("Always."), USER, system("Agents: x"), assistant_message(use())),
-                *(user_message(result(content="3")), system("<system-reminder>y</system-reminder>")),
+                *(user_message(result(content="3")),
+                  system("<system-reminder>y</system-reminder>")),
             ],
         },
         [
@@ -176,13 +181,17 @@ HISTORIES: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
         },
         [
             USER,
-            {"role": "assistant", "content": "I\nlook.", "reasoning_content": "Hm", "tool_calls": [call("toolu_1")]},
+            {"role": "assistant", "content": "I\nlook.", "reasoning_content": "Hm",
+             "tool_calls": [call("toolu_1")]},
             tool_message("toolu_1", ""),
         ],
     ),
     "a tool that was found": (
-        {"messages": [USER, assistant_message(use()), user_message(result(content=[{"type": "tool_reference", "tool_name": "weather"}]))]},
-        [USER, {"role": "assistant", "content": "", "tool_calls": [call("toolu_1")]}, tool_message("toolu_1", "weather")],
+        {"messages": [USER, assistant_message(use()),
+                      user_message(result(content=[{"type": "tool_reference",
+                                                    "tool_name": "weather"}]))]},
+        [USER, {"role": "assistant", "content": "", "tool_calls": [call("toolu_1")]},
+         tool_message("toolu_1", "weather")],
     ),
 }  # fmt: skip
 
@@ -274,8 +283,10 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
      "messages[2].content[2].id", "'toolu_1' is the id of an earlier call"),
     ({"messages": [USER, assistant_message(text("x"), use(input="Oslo"))]},
      "messages[1].content[1].input", "must be an object, got 'Oslo'"),
-    ({"messages": [USER, assistant_message(use(input=None))]}, "messages[1].content[0].input", "must be an object"),
-    ({"messages": [USER, assistant_message(use(name="a b"))]}, "messages[1].content[0].name", "must match"),
+    ({"messages": [USER, assistant_message(use(input=None))]}, "messages[1].content[0].input",
+     "must be an object"),
+    ({"messages": [USER, assistant_message(use(name="a b"))]}, "messages[1].content[0].name",
+     "must match"),
     ({"messages": [USER, assistant_message({"type": "tool_use", "name": "f", "input": {}})]},
      "messages[1].content[0].id", "is required"),
     ({"messages": [USER, assistant_message({"type": "image", "source": {}})]},
@@ -284,18 +295,23 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
      "messages[0].content[0].source.type", "is required"),
     ({"messages": [*ROUND[:2], user_message(result(content=[text("x"), {"type": "image"}]))]},
      "messages[2].content[0].content[1].source", "is required"),
-    ({"messages": [*ROUND[:2], user_message(result(content=5))]}, "messages[2].content[0].content", "must be a string, or a list"),
-    ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content", "must be a string, or a list"),
+    ({"messages": [*ROUND[:2], user_message(result(content=5))]}, "messages[2].content[0].content",
+     "must be a string, or a list"),
+    ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content",
+     "must be a string, or a list"),
     ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role", "must be one of 'user'"),
     ({"system": [{"type": "image"}]}, "system[0].type", "must be 'text'"),
     ({"tools": [TOOL, {**TOOL, "input_schema": "x"}]}, "tools[1].input_schema", "must be"),
     ({"tools": [{"name": "f"}]}, "tools[0].input_schema", "is required"),
     ({"tools": [{**TOOL, "name": "a b"}]}, "tools[0].name", "must match"),
-    ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools[0].type", "must be 'custom'"),
+    ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools[0].type",
+     "must be 'custom'"),
     ({"tools": [SEARCH, TOOL, TOOL]}, "tools[2].name", "tools has 'weather' twice"),
-    ({"tools": [SEARCH, {**TOOL, "input_schema": {"type": "banana"}}], "tool_choice": {"type": "any"}},
+    ({"tools": [SEARCH, {**TOOL, "input_schema": {"type": "banana"}}],
+      "tool_choice": {"type": "any"}},
      "tools[1].input_schema", "banana"),
-    ({"tools": [TOOL], "tool_choice": {"type": "tool", "name": "f"}}, "tool_choice", "names 'f', which is not in tools"),
+    ({"tools": [TOOL], "tool_choice": {"type": "tool", "name": "f"}}, "tool_choice",
+     "names 'f', which is not in tools"),
     ({"tools": [TOOL, SEARCH], "tool_choice": {"type": "tool", "name": "web_search"}},
      "tool_choice", "tools[1] is passed over: this server has no tools of type 'web_search_20250305'"),
     ({"tools": [SEARCH], "tool_choice": {"type": "any"}}, "tool_choice", "no tool is a function"),
@@ -304,12 +320,14 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"tools": [TOOL], "tool_choice": "auto"}, "tool_choice", "must be"),
     ({"thinking": {"type": "enabled", "budget_tokens": 0}}, "thinking.budget_tokens", "must be"),
     ({"thinking": {"type": "on"}}, "thinking.type", "must be one of"),
-    ({"thread": {"type": "continue", "previous_message_id": "msg_1"}}, "thread", "is not supported"),
+    ({"thread": {"type": "continue", "previous_message_id": "msg_1"}}, "thread",
+     "is not supported"),
     ({"compaction": {"type": "summarize"}}, "compaction", "is not supported"),
     ({"output_config": {"effort": "huge"}}, "output_config.effort", "must be"),
     ({"output_config": {"format": {"type": "json_schema", "schema": {"type": "banana"}}}},
      "output_config.format.schema", "banana"),
-    ({"output_format": {"type": "json_schema", "schema": {"type": "banana"}}}, "output_format.schema", "banana"),
+    ({"output_format": {"type": "json_schema", "schema": {"type": "banana"}}},
+     "output_format.schema", "banana"),
 ]  # fmt: skip
 
 
@@ -365,8 +383,10 @@ def test_a_choice_is_that_of_the_chat(choice, body):
 
 
 @pytest.mark.parametrize("kind", [
-    "web_search_20250305", "web_fetch_20260318", "bash_20250124", "text_editor_20250728", "computer_20251124",
-    "computer_toolset_20260801", "memory_20250818", "code_execution_20260521", "mcp_toolset", "tool_search_tool_regex_20251119",
+    "web_search_20250305", "web_fetch_20260318", "bash_20250124", "text_editor_20250728",
+    "computer_20251124",
+    "computer_toolset_20260801", "memory_20250818", "code_execution_20260521", "mcp_toolset",
+    "tool_search_tool_regex_20251119",
 ])  # fmt: skip
 def test_a_tool_of_a_server_is_passed_over(kind):
     answer = open_message(message(tools=[{"type": kind, "name": "x"}]), qwen(strict=True))
@@ -570,7 +590,8 @@ def test_a_stream_with_a_call_has_anthropics_events():
     ("said", "ends", "given_input", "reason"),
     [
         ('{"place": "Oslo"}', "stop", {"place": "Oslo"}, "tool_use"),
-        ('{"place": "Oslo", "days": [1, {"a": tr', "length", {"place": "Oslo", "days": [1, {}]}, "max_tokens"),
+        ('{"place": "Oslo", "days": [1, {"a": tr', "length", {"place": "Oslo", "days": [1, {}]},
+         "max_tokens"),
         ('{"place": "Os', "length", {}, "max_tokens"),
         ('{"pl', "length", {}, "max_tokens"),
         ("{", "length", {}, "max_tokens"),
@@ -578,7 +599,7 @@ def test_a_stream_with_a_call_has_anthropics_events():
     ],
 )  # fmt: skip
 def test_a_call_that_is_cut_has_what_is_complete(said, ends, given_input, reason):
-    """A model without a form of calls writes the arguments alone, so that a cut call can be seen."""
+    """A model without a form of calls writes the arguments alone, so that a cut shows."""
     known = context(tokenizer=with_template("{{ messages[0].content }}"))
     body = message(tools=[TOOL], tool_choice={"type": "tool", "name": "weather"})
     answer = whole(body, Scripted([said], ends), known)
@@ -620,10 +641,12 @@ def test_a_stream_that_fails_ends_with_anthropics_error(status, kind):
 
 
 @pytest.mark.parametrize("fields", [
-    {"metadata": {"user_id": "{\"device_id\": \"x\"}"}, "service_tier": "auto", "container": None, "speed": "standard"},
+    {"metadata": {"user_id": "{\"device_id\": \"x\"}"}, "service_tier": "auto", "container": None,
+     "speed": "standard"},
     {"context_management": {"edits": []}, "mcp_servers": [], "output_config": {}, "fallbacks": []},
     {"context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}},
-    {"diagnostics": {"previous_message_id": None}, "system": [], "cache_control": {"type": "ephemeral"}},
+    {"diagnostics": {"previous_message_id": None}, "system": [],
+     "cache_control": {"type": "ephemeral"}},
     {"thinking": None, "output_config": None, "tool_choice": None, "tools": None, "system": ""},
 ])  # fmt: skip
 def test_what_asks_for_nothing_is_accepted(fields):

@@ -207,7 +207,10 @@ def differs_from_transformers(
             or not close.all()
             or len(set(top)) < NUM_RECYCLED
         ):
-            return f"behind {text}: {top}, told as behind {token_id}: {heard_ids}; transformers says {best.tolist()}"
+            return (
+                f"behind {text}: {top}, told as behind {token_id}: {heard_ids}; transformers says "
+                f"{best.tolist()}"
+            )
     return None
 
 

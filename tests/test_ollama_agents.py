@@ -52,7 +52,7 @@ def reads_calls(template: str = TEMPLATE) -> ModelContext:
 
 
 def test_tools_are_those_of_the_chat():
-    """Fields that Ollama's clients leave out are put in, and others go to the template as they are."""
+    """Fields that clients leave out are put in, and others go to the template as they are."""
     nullable = {"type": ["string", "null"], "enum": ["a", None]}
     function = {"name": "f", "description": "d"}
     schema = {"type": ["object"], "properties": {"p": nullable}, "required": ["p"], "$defs": {}}
@@ -99,17 +99,21 @@ def result(**fields: str) -> dict[str, Any]:
 
 F, G = call_of("f"), call_of("g")
 RESULTS: dict[str, tuple[list[dict[str, Any]], list[str]]] = {
-    "in their order": ([assistant_message(F, G), result(), result()], ["f call00000", "g call00001"]),
+    "in their order": ([assistant_message(F, G), result(), result()],
+                       ["f call00000", "g call00001"]),
     "by name": (
-        [assistant_message(F, G, F), result(tool_name="g"), result(tool_name="f"), result(tool_name="f")],
+        [assistant_message(F, G, F), result(tool_name="g"), result(tool_name="f"),
+         result(tool_name="f")],
         ["g call00001", "f call00000", "f call00002"],
     ),
     "by id": (
-        [assistant_message({**F, "id": "a"}, {**F, "id": "b"}), *(result(tool_call_id=name) for name in "ba")],
+        [assistant_message({**F, "id": "a"}, {**F, "id": "b"}),
+         *(result(tool_call_id=name) for name in "ba")],
         ["f b", "f a"],
     ),
     "by an id that the call lacks": (
-        [assistant_message(F, G), result(tool_call_id="x", tool_name="g"), result(tool_call_id="y")],
+        [assistant_message(F, G), result(tool_call_id="x", tool_name="g"),
+         result(tool_call_id="y")],
         ["g call00001", "f call00000"],
     ),
     "of the latest calls first": (
@@ -117,7 +121,8 @@ RESULTS: dict[str, tuple[list[dict[str, Any]], list[str]]] = {
         ["f call00001", "g call00002", "f call00000"],
     ),
     "of calls with an id and without one": (
-        [assistant_message({**F, "id": "call00000"}, {**G, "id": ""}), result(), result(tool_call_id="call00000")],
+        [assistant_message({**F, "id": "call00000"}, {**G, "id": ""}), result(),
+         result(tool_call_id="call00000")],
         ["g call00001", "f call00000"],
     ),
     "without content": ([assistant_message(F), {"role": "tool", "tool_name": ""}], ["f call00000"]),
@@ -179,9 +184,11 @@ def test_arguments_may_be_the_text_of_an_object(text):
 
 
 WRONG: list[tuple[list[dict[str, Any]], str]] = [
-    ([assistant_message(), result()], "messages[1] is a result, and no call before it waits for one"),
+    ([assistant_message(), result()],
+     "messages[1] is a result, and no call before it waits for one"),
     ([result(tool_name="f")], "messages[0].tool_name 'f' is the tool of no earlier call"),
-    ([assistant_message(F), result(tool_name="g")], "messages[1].tool_name 'g' is the tool of no earlier call"),
+    ([assistant_message(F), result(tool_name="g")],
+     "messages[1].tool_name 'g' is the tool of no earlier call"),
     (
         [assistant_message({**F, "id": "a"}), result(tool_call_id="b")],
         "messages[1].tool_call_id 'b' is the id of no earlier call",
@@ -198,9 +205,12 @@ WRONG: list[tuple[list[dict[str, Any]], str]] = [
         [{**USER, "tool_calls": [F]}],
         "messages[0].tool_calls is only for the role 'assistant', got 'user'",
     ),
-    ([assistant_message(call_of("f", "[1]"))], "messages[0].tool_calls[0].function.arguments must be"),
-    ([assistant_message(call_of("f", [1]))], "messages[0].tool_calls[0].function.arguments must be an object"),
-    ([assistant_message({"function": {"arguments": {}}})], "messages[0].tool_calls[0].function.name is required"),
+    ([assistant_message(call_of("f", "[1]"))],
+     "messages[0].tool_calls[0].function.arguments must be"),
+    ([assistant_message(call_of("f", [1]))],
+     "messages[0].tool_calls[0].function.arguments must be an object"),
+    ([assistant_message({"function": {"arguments": {}}})],
+     "messages[0].tool_calls[0].function.name is required"),
     ([{**USER, "role": "function"}], "messages[0].role must be"),
 ]  # fmt: skip
 

@@ -834,7 +834,7 @@ def test_texts_of_tokens_stand_beside_their_ids(
 def test_an_incident_shows_the_last_steps(
     page: Any, files: str, tmp_path: Path, crowd: Crowd
 ) -> None:
-    """It has no token ids and begins in the middle; its block tables are the engine's all the same."""
+    """It has no token ids and begins in the middle; its block tables are the engine's."""
     text = snapshots_of(crowd.incident, tmp_path)
     open_log(page, files, text)
     expect(page.locator("#log-name")).to_contain_text("incident: asked for")

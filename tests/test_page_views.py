@@ -228,7 +228,8 @@ def test_markdown_of_a_hostile_model_is_harmless(page: Any, files: str) -> None:
     page.click("#send")
     expect(page.locator(".markdown")).to_contain_text("tracker")
     elements = page.locator(".markdown").evaluate(
-        "(one) => [...one.querySelectorAll('*')].map((e) => [e.tagName.toLowerCase(), [...e.attributes].map((a) => [a.name, a.value])])"
+        "(one) => [...one.querySelectorAll('*')].map((e) => [e.tagName.toLowerCase(), "
+        "[...e.attributes].map((a) => [a.name, a.value])])"
     )
     assert {tag for tag, _ in elements} <= TAGS
     attributes = [pair for _, pairs in elements for pair in pairs]
@@ -457,7 +458,7 @@ def test_a_server_that_is_gone_shows_no_live_blocks(page: Any, files: str) -> No
 
 
 def test_a_continuation_begins_with_its_first_word(page: Any, files: str) -> None:
-    """It is shown below its prompt, so the space between them is not; a line break is of the text."""
+    """It is shown below its prompt without the space between them; a line break is of the text."""
     page.allowed += ["404", "405"]
     open_faked(page, files, state(513))
     for pieces, expected in (

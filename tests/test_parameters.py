@@ -207,9 +207,9 @@ def test_weights_of_eight_bits_that_do_not_fit_are_refused_with_all_others(tmp_p
         in text
     )
     assert (
-        "'model.layers.1.self_attn.o_proj.weight_scale' has shape (32, 1), and the model needs (32,)"
-        in text
-    )
+        "'model.layers.1.self_attn.o_proj.weight_scale' has shape (32, 1), and the model needs "
+        "(32,)"
+    ) in text
     assert "tensor 'model.layers.0.self_attn.k_proj.weight_scale' of shape (16,) is missing" in text
     with pytest.raises(CheckpointError, match="weight_scale' of shape .* is unexpected"):
         open_model(tmp_path / "x")

@@ -558,9 +558,9 @@ def test_what_does_not_fit_says_so_in_numbers_and_shows_what_would(
     assert run(model, "--memory", "12GiB") == 1
     out, err = capsys.readouterr()
     assert (
-        "of 10.80 GiB available on a device of 12.00 GiB (gpu_memory_utilization 0.9), weights take 14.96 GiB"
-        in err
-    )
+        "of 10.80 GiB available on a device of 12.00 GiB (gpu_memory_utilization 0.9), weights "
+        "take 14.96 GiB"
+    ) in err
     assert (
         "bfloat16  auto           2   7.48 GiB     64.00 KiB     36\n" in out
         and "Users at" not in out
@@ -648,7 +648,10 @@ def test_what_a_cpu_ignores_is_told(tmp_path: Path, caplog: pytest.LogCaptureFix
     model = write(tmp_path, {**LLAMA_3_8B, "num_hidden_layers": 1, "vocab_size": 1000})
     assert run(model, "--num-blocks", "20", "--gpu-memory-utilization", "0.9") == 0
     assert [record.getMessage() for record in caplog.records] == [
-        "gpu_memory_utilization = 0.9 means nothing on a CPU: num_blocks or kv_cache_memory_bytes size the pool here",
+        (
+            "gpu_memory_utilization = 0.9 means nothing on a CPU: num_blocks or "
+            "kv_cache_memory_bytes size the pool here"
+        ),
         "max_model_len is 304, as many tokens as the KV pool holds; the model could take 8192: "
         "num_blocks or kv_cache_memory_bytes give it more memory",
     ]

@@ -407,7 +407,10 @@ def test_key_heads_that_shards_cannot_share_are_refused(qwen):
 )
 def test_layers_that_are_not_divided_are_refused_by_name(name, part, tmp_path):
     directory = random_checkpoint(tmp_path, MODELS[name])
-    text = rf"tensor_parallel_size: model.layers.0.{part}.in_proj.weight is of a layer that .* not divide"
+    text = (
+        rf"tensor_parallel_size: model.layers.0.{part}.in_proj.weight is of a layer that .* not "
+        r"divide"
+    )
     with pytest.raises(UnsupportedError, match=text):
         make_llm(directory, tensor_parallel_reduction="invariant")
 

@@ -131,7 +131,7 @@ def by_yes_and_no(model: Any, tokenizer: Any, task: str) -> list[float]:
 
 @torch.no_grad()
 def by_vectors(model: Any, tokenizer: Any, before: str) -> list[float]:
-    """Computes it as the card of Qwen3-Embedding does: the last token's state, scaled to length 1."""
+    """Computes it as Qwen3-Embedding's card does: the last token's state, scaled to length 1."""
     vectors = []
     for text in (before + QUERY, *DOCUMENTS):
         ids = tokenizer(text, return_tensors="pt")["input_ids"]

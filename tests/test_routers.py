@@ -40,7 +40,8 @@ SETTINGS = [
     "demo",
     "--strict-requests",
 ]
-STORIES = [f"Story {name}. " + f"Once upon a time {name} went to the {place}. " * 6 for name, place in
+STORIES = [f"Story {name}. " + f"Once upon a time {name} went to the {place}. " * 6 for name,
+           place in
            (("Anna", "sea"), ("Ben", "hill"), ("Carl", "mill"), ("Dora", "town"))]  # fmt: skip
 
 
@@ -186,7 +187,8 @@ def assert_a_killed_server_is_not_missed(url: str, replicas: list[Replica]) -> N
     later = [complete(url, story) for story in STORIES * 4]
     num_failed = sum(error is not None for error, _ in ended)
     print(
-        f"killed server 0: {num_failed} of {len(running)} requests at that moment failed, {len(later)} later ones did not"
+        f"killed server 0: {num_failed} of {len(running)} requests at that moment failed, "
+        f"{len(later)} later ones did not"
     )
     assert later == [expected[story] for story in STORIES * 4]
     assert all(

@@ -62,7 +62,10 @@ def test_a_header_that_is_too_long_is_not_read(tmp_path, monkeypatch):
         file.truncate(2 * MAX_HEADER_BYTES)
     problems = Problems(tmp_path)
     assert read_header(tmp_path / SINGLE, SINGLE, problems) == {}
-    claims = f"the header claims {MAX_HEADER_BYTES + 1} bytes, and at most {MAX_HEADER_BYTES} are possible"
+    claims = (
+        f"the header claims {MAX_HEADER_BYTES + 1} bytes, and at most {MAX_HEADER_BYTES} are "
+        "possible"
+    )
     assert problems.lines == [f"{SINGLE}: {claims}"]
     header = {"a": entry(0, 4, 1)}
     for allowed, is_taken in (

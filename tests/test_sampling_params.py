@@ -135,10 +135,14 @@ def test_parameters_and_defaults_are_those_of_the_interface() -> None:
         for name, parameter in inspect.signature(SamplingParams).parameters.items()
     }
     expected = dict(
-        n=1, best_of=None, temperature=1.0, top_p=1.0, top_k=0, min_p=0.0, presence_penalty=0.0, frequency_penalty=0.0,
-        repetition_penalty=1.0, logit_bias=None, allowed_token_ids=None, bad_words=None, seed=None, stop=None,
-        stop_token_ids=None, ignore_eos=False, max_tokens=16, min_tokens=0, logprobs=None, prompt_logprobs=None,
-        include_stop_str_in_output=False, skip_special_tokens=True, structured_outputs=None, priority=0, cache_salt=None,
+        n=1, best_of=None, temperature=1.0, top_p=1.0, top_k=0, min_p=0.0, presence_penalty=0.0,
+        frequency_penalty=0.0,
+        repetition_penalty=1.0, logit_bias=None, allowed_token_ids=None, bad_words=None, seed=None,
+        stop=None,
+        stop_token_ids=None, ignore_eos=False, max_tokens=16, min_tokens=0, logprobs=None,
+        prompt_logprobs=None,
+        include_stop_str_in_output=False, skip_special_tokens=True, structured_outputs=None,
+        priority=0, cache_salt=None,
         user=None, thinking_token_budget=None, thinking_markers=None,
         logprobs_mode="raw", return_sampling_mask=False, return_routed_experts=False,
         return_hidden_states=False,
@@ -177,8 +181,10 @@ def test_a_line_of_the_table_needs_its_field_and_a_field_its_check(
 
 def test_values_are_kept_in_one_form() -> None:
     params = SamplingParams(
-        temperature=1, top_k=-1, seed=-1, stop="end", stop_token_ids=[3, 4], logit_bias={7: -1, 2: 0.5}, bad_words=["a"],
-        allowed_token_ids=range(3), max_tokens=None, min_tokens=10**6, structured_outputs={"json": {"type": "object"}, "regex": None},
+        temperature=1, top_k=-1, seed=-1, stop="end", stop_token_ids=[3, 4],
+        logit_bias={7: -1, 2: 0.5}, bad_words=["a"],
+        allowed_token_ids=range(3), max_tokens=None, min_tokens=10**6,
+        structured_outputs={"json": {"type": "object"}, "regex": None},
     )  # fmt: skip
     assert params.temperature == 1.0 and isinstance(params.temperature, float)
     assert (params.top_k, params.seed, params.stop, params.stop_token_ids) == (
@@ -310,7 +316,10 @@ assert False, "asserts are on: this run shows nothing"
 
 
 def test_the_module_needs_no_jax() -> None:
-    program = "import sys, jaxpage.settings.sampling_params, jaxpage.support; print(sorted({'jax', 'flax', 'numpy'} & set(sys.modules)))"
+    program = (
+        "import sys, jaxpage.settings.sampling_params, jaxpage.support; print(sorted({'jax', "
+        "'flax', 'numpy'} & set(sys.modules)))"
+    )
     result = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=True
     )

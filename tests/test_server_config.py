@@ -97,7 +97,10 @@ def test_it_is_closed_unless_somebody_opens_it():
         (
             "tool_parser",
             "xml",
-            "tool_parser: must be 'auto', 'none', 'hermes', 'llama3_json', 'lfm2', 'granite' or 'minicpm5', got 'xml'",
+            (
+                "tool_parser: must be 'auto', 'none', 'hermes', 'llama3_json', 'lfm2', 'granite' "
+                "or 'minicpm5', got 'xml'"
+            ),
         ),
         (
             "log_level",
@@ -399,7 +402,8 @@ def test_an_address_that_is_taken_is_known_before_a_model_is_loaded():
         listener.listen()
         program = (
             f"import sys; from jaxpage.cli import main; status = main(['serve', 'demo', '--port', '{port}'])\n"
-            "print(sorted({'jax', 'numpy', 'transformers', 'starlette'} & set(sys.modules))); sys.exit(status)"
+            "print(sorted({'jax', 'numpy', 'transformers', 'starlette'} & set(sys.modules))); "
+            "sys.exit(status)"
         )
         result = subprocess.run(
             [sys.executable, "-c", program], capture_output=True, text=True, timeout=300

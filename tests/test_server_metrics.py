@@ -1,4 +1,4 @@
-"""Metrics and the server's log: Prometheus' own parser reads the same facts that `llm.stats()` has."""
+"""Metrics and the server's log: Prometheus' parser reads the facts that `llm.stats()` has."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_a_value_counts_in_every_bucket_that_holds_it():
 
 
 def test_latencies_are_recounted_from_the_requests(llm, outputs):
-    """Each request carries its times; the histograms are made of them again, with sums and buckets."""
+    """Each request carries its times; the histograms are made of them again, with sums."""
     stats = llm.stats()
     requests = [output.metrics for output in outputs]
     tokens = [sum(len(each.token_ids) for each in output.outputs) for output in outputs]

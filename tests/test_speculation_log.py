@@ -411,7 +411,9 @@ CHANGES: dict[str, tuple[str, str, int, Any, int]] = {  # the last: how many lin
     "whose they are": ("plan", "drafts", 5, lambda record: flip(record["drafts"][0], 0), 0),
     "a draft less": ("plan", "drafts", 9, lambda record: record["drafts"][0][1].pop(), 0),
     "that there were any": ("plan", "drafts", 9, lambda record: record.pop("drafts"), 0),
-    "parents of a chain": ("plan", "drafts", 3, lambda record: record["drafts"][0].append([-1, 0, 1, 2][: len(record["drafts"][0][1])]), 0),
+    "parents of a chain": ("plan", "drafts", 3,
+                           lambda record: record["drafts"][0].append(
+                               [-1, 0, 1, 2][: len(record["drafts"][0][1])]), 0),
     "how long a row is": ("plan", "drafts", 3, lambda record: flip(draft_row(record), 2), 0),
     "a token": ("result", "paths", 9, lambda record: flip(record["tokens"], -1), 0),
     "a path": ("result", "paths", 9, lambda record: record["paths"][0].append(9), 0),

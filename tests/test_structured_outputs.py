@@ -837,7 +837,7 @@ SLOW = {"json": {"type": "integer", "multipleOf": 1234567}}
 
 @pytest.mark.parametrize("mistaken", [False, True])
 def test_others_go_on_while_a_grammar_compiles(mistaken, llm, monkeypatch):
-    """It is compiled on the thread that asks, without the engine; what takes too long is refused."""
+    """It is compiled on the thread that asks; what takes too long is refused."""
     monkeypatch.setattr(compiling, "COMPILE_SECONDS", 1.0)
     compiled, steps = llm._engine.compile_grammar, []
 
@@ -1120,7 +1120,10 @@ def test_grammars_of_every_printable_character(grammar_of, directory):
 
 
 def test_on_the_command_line(directory, capsys):
-    small = "--max-num-seqs 4 --max-num-batched-tokens 64 --num-blocks 129 --max-model-len 256 --preemption-mode recompute"
+    small = (
+        "--max-num-seqs 4 --max-num-batched-tokens 64 --num-blocks 129 --max-model-len 256 "
+        "--preemption-mode recompute"
+    )
     command = ["generate", "a", "--model", str(directory), *small.split(), "--structured-outputs"]
     assert cli.main([*command, '{"choice": ["dog"]}']) == 0 and capsys.readouterr().out == "dog\n"
     assert (

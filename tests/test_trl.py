@@ -1,4 +1,4 @@
-"""The client for TRL: what its trainers call, on a server, with the engine's own tokens and bits."""
+"""The client for TRL: what its trainers call, on a server, with the engine's tokens and bits."""
 
 from __future__ import annotations
 

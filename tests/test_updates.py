@@ -56,7 +56,7 @@ def fresh(checkpoint: Path) -> Iterator[Callable[..., CompletionOutput]]:
 
 
 def run_by_hand(llm: LLM, prompts: list[list[int]], params: Any) -> list[Any]:
-    """Begins requests on an engine that is stepped by hand; returns lists that get their outputs."""
+    """Begins requests on an engine stepped by hand; returns lists that get their outputs."""
     handles = []
     for request in llm._prepare(prompts, params):
         updates: list[Any] = []
@@ -198,7 +198,7 @@ def keep_alone(llm: LLM, prompt: list[int], params: Any, versions: list[int]) ->
 def test_no_request_finds_blocks_of_other_weights(
     checkpoint: Path, fresh: Callable[..., CompletionOutput], mode: Mode
 ) -> None:
-    """It finds neither those that were computed before nor those that a kept request fills later."""
+    """It finds neither those computed before nor those that a kept request fills later."""
     with make_llm(checkpoint, start=False) as llm:
         prompt = [3] * 40
         long = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)

@@ -370,15 +370,22 @@ CALL_F = '<tool_call>\n{"name": "f", "arguments": {"a": "]"}}\n</tool_call>'
 NAMED_F = {"type": "function", "function": {"name": "f"}}
 TOOL_CHATS: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
     ("hermes", {"tool_parser": "hermes"}, {"tools": TOOLS}, HERMES),
-    ("one at most", {"tool_parser": "hermes"}, {"tools": TOOLS, "parallel_tool_calls": False}, HERMES),
-    ("llama", {"tool_parser": "llama3_json"}, {"tools": TOOLS}, '<|python_tag|>{"name": "f", "parameters": {"a": "{"}}; {"name": "g"}'),
+    ("one at most", {"tool_parser": "hermes"}, {"tools": TOOLS, "parallel_tool_calls": False},
+     HERMES),
+    ("llama", {"tool_parser": "llama3_json"}, {"tools": TOOLS},
+     '<|python_tag|>{"name": "f", "parameters": {"a": "{"}}; {"name": "g"}'),
     ("required", {"tool_parser": "hermes"}, {"tools": TOOLS, "tool_choice": "required"}, CALL_F),
-    ("named in its form", {"tool_parser": "hermes"}, {"tools": TOOLS, "tool_choice": NAMED_F}, CALL_F),
-    ("derived", {"tool_parser": "auto", "reasoning_parser": "auto"}, {"tools": TOOLS}, 'f({"a": "é("})'),
-    ("named", {}, {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "f"}}}, '{"a": "b"}'),
+    ("named in its form", {"tool_parser": "hermes"}, {"tools": TOOLS, "tool_choice": NAMED_F},
+     CALL_F),
+    ("derived", {"tool_parser": "auto", "reasoning_parser": "auto"}, {"tools": TOOLS},
+     'f({"a": "é("})'),
+    ("named", {}, {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "f"}}},
+     '{"a": "b"}'),
     ("none", {}, {"tools": TOOLS, "tool_choice": "none"}, HERMES),
-    ("thinking", {"reasoning_parser": "think", "tool_parser": "hermes"}, {"tools": TOOLS}, "<think>\nHm <tool_call>.</think>" + HERMES),
-    ("thinking on", {"reasoning_parser": "think"}, {"chat_template_kwargs": {"enable_thinking": True}}, "Hm.</think>\n\nYes <think>"),
+    ("thinking", {"reasoning_parser": "think", "tool_parser": "hermes"}, {"tools": TOOLS},
+     "<think>\nHm <tool_call>.</think>" + HERMES),
+    ("thinking on", {"reasoning_parser": "think"},
+     {"chat_template_kwargs": {"enable_thinking": True}}, "Hm.</think>\n\nYes <think>"),
     ("json", {"reasoning_parser": "think"}, {"response_format": {"type": "json_object"}}, "{}"),
 ]  # fmt: skip
 
@@ -528,7 +535,7 @@ def test_tokens_of_reasoning_are_those_that_begin_between_its_markers(
     ("name", "settings", "fields", "text"), TOOL_CHATS, ids=[name for name, *_ in TOOL_CHATS]
 )
 def test_an_answer_can_be_sent_back_as_it_came(name, settings, fields, text):
-    """OpenAI's client gives it as JSON, and puts a stream together, where no unknown field passes."""
+    """OpenAI's client gives it as JSON and joins a stream, where no unknown field passes."""
     exchange, script = chat(settings, **fields), [Scripted([text[:9], text[9:]])]
     whole = exchange.whole([output(exchange, script)])
     state = ChatCompletionStreamState()
@@ -690,7 +697,7 @@ def check_lines(text: str) -> None:
 
 
 def test_tokens_with_one_text_are_all_told():
-    """Pieces of characters look alike; the likeliest of them must not hide behind the chosen one."""
+    """Pieces of characters look alike; the likeliest must not hide behind the chosen one."""
     entry = {5: Logprob(-2.0, 2, "\ufffd"), 6: Logprob(-1.0, 1, "\ufffd")}
     entries = completion_logprobs([5], [entry], 2, TextOffsets(None), TokenTexts(None))
     assert entries["top_logprobs"] == [{"\ufffd": -2.0, "token_id:6": -1.0}]

@@ -83,12 +83,17 @@ def open_exchange(server: ModelContext, fields: dict[str, Any]) -> Exchange:
 
 STREAMS: list[dict[str, Any]] = [
     {"prompt": "Once upon a time", "max_tokens": 8, "stop": ["lived a", "zz"]},
-    {"prompt": "Once upon a time", "temperature": 0.8, "seed": -1, "max_tokens": 8, "n": 2, "echo": True, "logprobs": 2},
+    {"prompt": "Once upon a time", "temperature": 0.8, "seed": -1, "max_tokens": 8, "n": 2,
+     "echo": True, "logprobs": 2},
     {"prompt": [300, 301, 302], "echo": True, "logprobs": 1, "max_tokens": 0},
-    {"messages": MESSAGES, "max_tokens": 6, "logprobs": True, "top_logprobs": 2, "n": 2, "temperature": 1.0, "seed": 4},
-    {"messages": MESSAGES, "max_tokens": 40, "response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA}}},
-    {"messages": MESSAGES, "max_tokens": 120, "tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "f"}}},
-    {"messages": MESSAGES, "max_tokens": 200, "tools": TOOLS, "tool_choice": "required", "parallel_tool_calls": False},
+    {"messages": MESSAGES, "max_tokens": 6, "logprobs": True, "top_logprobs": 2, "n": 2,
+     "temperature": 1.0, "seed": 4},
+    {"messages": MESSAGES, "max_tokens": 40,
+     "response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA}}},
+    {"messages": MESSAGES, "max_tokens": 120, "tools": TOOLS,
+     "tool_choice": {"type": "function", "function": {"name": "f"}}},
+    {"messages": MESSAGES, "max_tokens": 200, "tools": TOOLS, "tool_choice": "required",
+     "parallel_tool_calls": False},
 ]  # fmt: skip
 
 
@@ -131,7 +136,15 @@ def test_what_a_grammar_makes_the_model_write(llm, server):
     assert call["function"]["name"] in ("f", "g") and required["finish_reason"] == "tool_calls"
 
 
-HARMONY = ("<|return|>", "<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|call|>", "<|constrain|>")  # fmt: skip
+HARMONY = (
+    "<|return|>",
+    "<|start|>",
+    "<|channel|>",
+    "<|message|>",
+    "<|end|>",
+    "<|call|>",
+    "<|constrain|>",
+)
 
 
 @pytest.fixture(scope="module")

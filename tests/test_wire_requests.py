@@ -246,22 +246,27 @@ CHAT_REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"messages": ["hi"]}, "messages[0]", "must"),
     ({"messages": [{"content": "x"}]}, "messages[0].role", "is required"),
     *[
-        ({"messages": [USER, {"role": role, "content": "x"}]}, "messages[1].role", "one of 'system', 'developer', 'user', 'assistant'")
+        ({"messages": [USER, {"role": role, "content": "x"}]}, "messages[1].role",
+         "one of 'system', 'developer', 'user', 'assistant'")
         for role in ("robot", 5, None, [], "function")
     ],
-    ({"messages": [USER, {"role": "user", "content": None}]}, "messages[1].content", "must be a string"),
+    ({"messages": [USER, {"role": "user", "content": None}]}, "messages[1].content",
+     "must be a string"),
     ({"messages": [{"role": "user"}]}, "messages[0].content", "is required"),
-    ({"messages": [USER, {"role": "assistant", "content": None}]}, "messages[1].content", "is required without tool_calls"),
+    ({"messages": [USER, {"role": "assistant", "content": None}]}, "messages[1].content",
+     "is required without tool_calls"),
     ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].tool_call_id", "is required"),
     *[
         (
-            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": url}}]}]},
+            {"messages": [{"role": "user",
+                           "content": [{"type": "image_url", "image_url": {"url": url}}]}]},
             "messages[0].content[0]",
             "takes text alone",
         )
         for url in ("http://localhost/x.png", "file:///etc/passwd", "data:image/png;base64,AAAA")
     ],
-    ({"messages": [{"role": "user", "content": [{"type": "input_audio"}]}]}, "messages[0].content", "'text', not 'input_audio'"),
+    ({"messages": [{"role": "user", "content": [{"type": "input_audio"}]}]}, "messages[0].content",
+     "'text', not 'input_audio'"),
     ({"messages": [USER] * 10_000}, "messages", "at most 4096"),
     ({"messages": [{"role": "user", "content": "x" * 4 * 2**20}]}, "messages", "characters"),
     (
@@ -269,33 +274,45 @@ CHAT_REFUSED: list[tuple[dict[str, Any], str, str]] = [
         "messages[1].tool_calls[0].function.arguments",
         "the text of a JSON object",
     ),
-    ({"add_generation_prompt": True, "continue_final_message": True}, "continue_final_message", "exclude"),
+    ({"add_generation_prompt": True, "continue_final_message": True}, "continue_final_message",
+     "exclude"),
     ({"continue_final_message": True}, "continue_final_message", "of the assistant"),
-    ({"chat_template_kwargs": {"chat_template": "x"}}, "chat_template_kwargs", "'chat_template' is not a variable"),
-    ({"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs", "'tokenize' is not a variable"),
-    ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs", "'messages' is not a variable"),
-    ({"chat_template_kwargs": {"conversation": []}}, "chat_template_kwargs", "'conversation' is not a variable"),
-    ({"chat_template_kwargs": {"enable_thinking": 10**9}}, "chat_template_kwargs", "a number up to"),
+    ({"chat_template_kwargs": {"chat_template": "x"}}, "chat_template_kwargs",
+     "'chat_template' is not a variable"),
+    ({"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs",
+     "'tokenize' is not a variable"),
+    ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs",
+     "'messages' is not a variable"),
+    ({"chat_template_kwargs": {"conversation": []}}, "chat_template_kwargs",
+     "'conversation' is not a variable"),
+    ({"chat_template_kwargs": {"enable_thinking": 10**9}}, "chat_template_kwargs",
+     "a number up to"),
     ({"chat_template_kwargs": {"enable_thinking": ["x"]}}, "chat_template_kwargs", "must be true"),
     ({"max_tokens": 5, "max_completion_tokens": 6}, "max_completion_tokens", "differ"),
     ({"top_logprobs": 1}, "top_logprobs", "only for logprobs"),
-    *[({"reasoning_effort": value}, "reasoning_effort", "must be") for value in ("some", 1, True, "")],
+    *[({"reasoning_effort": value}, "reasoning_effort", "must be")
+      for value in ("some", 1, True, "")],
     *[({"reasoning": {name: value}}, f"reasoning.{name}", "must be")
       for name, value in (("effort", "some"), ("max_tokens", -1), ("max_tokens", 1.5), ("enabled", 1), ("exclude", "yes"))],
-    *[({"thinking": {"type": "enabled", "budget_tokens": value}}, "thinking.budget_tokens", "must be") for value in (-1, "5")],
+    *[({"thinking": {"type": "enabled", "budget_tokens": value}}, "thinking.budget_tokens",
+       "must be") for value in (-1, "5")],
     ({"thinking": {"budget_tokens": 5}}, "thinking.type", "is required"),
     ({"thinking": {"type": "on"}}, "thinking.type", "must be"),
     ({"thinking": True}, "thinking", "must be"),
     ({"reasoning": "high"}, "reasoning", "must be"),
-    ({"thinking_token_budget": 5, "reasoning": {"max_tokens": 6}}, "reasoning.max_tokens", "differ"),
-    ({"reasoning": {"max_tokens": 6}, "thinking": {"type": "enabled", "budget_tokens": 5}}, "thinking.budget_tokens", "differ"),
+    ({"thinking_token_budget": 5, "reasoning": {"max_tokens": 6}}, "reasoning.max_tokens",
+     "differ"),
+    ({"reasoning": {"max_tokens": 6}, "thinking": {"type": "enabled", "budget_tokens": 5}},
+     "thinking.budget_tokens", "differ"),
     ({"reasoning_effort": "low", "reasoning": {"effort": "high"}}, "reasoning.effort", "differ"),
     ({"reasoning": {"effort": "low", "enabled": False}}, "reasoning.enabled", "differ"),
     ({"reasoning_effort": "low", "thinking": {"type": "disabled"}}, "thinking.type", "differ"),
-    ({"reasoning": {"max_tokens": 5}, "use_beam_search": True}, "reasoning.max_tokens", "is not supported with use_beam_search"),
+    ({"reasoning": {"max_tokens": 5}, "use_beam_search": True}, "reasoning.max_tokens",
+     "is not supported with use_beam_search"),
     *[({"verbosity": value}, "verbosity", "must be") for value in ("loud", 1)],
     ({"store": "yes"}, "store", "must be"),
-    ({"messages": [{"role": "assistant", "content": [{"type": "refusal", "text": "x"}]}]}, "messages[0].content", "must be"),
+    ({"messages": [{"role": "assistant", "content": [{"type": "refusal", "text": "x"}]}]},
+     "messages[0].content", "must be"),
     ({"messages": [{"role": "assistant", "refusal": 5}]}, "messages[0].refusal", "must be"),
     ({"prompt": "x"}, "prompt", "is not supported by this endpoint"),
     ({"best_of": 2}, "best_of", "is not supported by this endpoint"),
@@ -306,18 +323,23 @@ CHAT_REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"tools": [tool(), tool()]}, "tools[1].function.name", "twice"),
     ({"tools": [tool()] * 513}, "tools", "at most 512"),
     ({"tools": [tool("a b")]}, "tools[0].function.name", "must match"),
-    ({"tools": [tool()], "tool_choice": {"type": "function", "function": {"name": "g"}}}, "tool_choice", "not in tools"),
-    ({"tools": [tool()], "tool_choice": {"type": "function", "function": {"name": "f"}}, "structured_outputs": {"regex": "a"}},
+    ({"tools": [tool()], "tool_choice": {"type": "function", "function": {"name": "g"}}},
+     "tool_choice", "not in tools"),
+    ({"tools": [tool()], "tool_choice": {"type": "function", "function": {"name": "f"}},
+      "structured_outputs": {"regex": "a"}},
      "structured_outputs", "not supported with tools"),
     *[
-        ({"tools": [tool(), tool("g", parameters=schema)], "tool_choice": {"type": "function", "function": {"name": "g"}}},
+        ({"tools": [tool(), tool("g", parameters=schema)],
+          "tool_choice": {"type": "function", "function": {"name": "g"}}},
          f"tools[1].function.parameters{path}", message)
         for schema, path, message in (
-            ({"type": "object", "properties": {"a": {"type": "string", "pattern": "("}}}, ".properties.a.pattern",
+            ({"type": "object", "properties": {"a": {"type": "string", "pattern": "("}}},
+             ".properties.a.pattern",
              "is not a valid regular expression"),
             ({"patternProperties": {"a[": {}}}, "", "is not a valid regular expression"),
             ({"pattern": "(?P<n>a)(?P=n)"}, "", "looks around or back"),
-            ({"properties": {"a": {"$ref": "file:///etc/passwd"}}}, ".properties.a.$ref", "external references are not fetched"),
+            ({"properties": {"a": {"$ref": "file:///etc/passwd"}}}, ".properties.a.$ref",
+             "external references are not fetched"),
             ({"properties": {"a b": 5}}, '.properties["a b"]', "is not a JSON schema"),
             ({"description": "x" * 70_000}, "", "at most 65536 characters"),
         )
@@ -412,13 +434,16 @@ ACCEPTED: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"stop": "ab"}, {"stop": ("ab",)}),
     ({"stop": ["ab", "abc"]}, {"stop": ("ab", "abc")}),
     ({"logit_bias": {"5": -100, "7": 1.5}}, {"logit_bias": ((5, -100.0), (7, 1.5))}),
-    ({"stop_token_ids": [0], "ignore_eos": True, "min_tokens": 1}, {"stop_token_ids": (0,), "ignore_eos": True, "min_tokens": 1}),
+    ({"stop_token_ids": [0], "ignore_eos": True, "min_tokens": 1},
+     {"stop_token_ids": (0,), "ignore_eos": True, "min_tokens": 1}),
     ({"cache_salt": "salt", "priority": 0, "user": "me"}, {"cache_salt": "salt", "user": "me"}),
     ({"user": ""}, {"user": None}),
     ({"response_format": {"type": "text"}}, {"structured_outputs": None}),
     ({"response_format": {"type": "json_object"}}, {"structured_outputs": ("json_object", "true")}),
-    ({"response_format": schema_format({"type": "null"})}, {"structured_outputs": ("json", '{"type": "null"}')}),
-    ({"structured_outputs": {"choice": ["a", "b"]}}, {"structured_outputs": ("choice", '["a", "b"]')}),
+    ({"response_format": schema_format({"type": "null"})},
+     {"structured_outputs": ("json", '{"type": "null"}')}),
+    ({"structured_outputs": {"choice": ["a", "b"]}},
+     {"structured_outputs": ("choice", '["a", "b"]')}),
     ({"suffix": None, "store": False, "modalities": ["text"], "metadata": {"a": "b"}}, {}),
 ]  # fmt: skip
 
@@ -978,7 +1003,8 @@ def test_errors_of_the_engine_in_the_clients_terms():
         == "prompt"
     )
     long = ValueError(
-        "The prompt has 600 tokens, which leaves no room to generate: max_model_len is 512, prompt and output together"
+        "The prompt has 600 tokens, which leaves no room to generate: max_model_len is 512, "
+        "prompt and output together"
     )
     assert (exchange.refusal(long).param, exchange.refusal(long).code) == (
         "prompt",

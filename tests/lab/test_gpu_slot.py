@@ -193,7 +193,10 @@ def test_the_next_part_waits_until_a_killed_one_has_left_the_gpu(tmp_path, monke
 
 
 def test_a_rehearsal_fails_where_a_package_lacks(tmp_path, monkeypatch, capsys):
-    lacks = f"open({str(tmp_path / 'engine.jsonl')!r}, 'w').write({PASSES.replace(PASSED, LEFT_OUT)!r} + chr(10))"
+    lacks = (
+        f"open({str(tmp_path / 'engine.jsonl')!r}, "
+        f"'w').write({PASSES.replace(PASSED, LEFT_OUT)!r} + chr(10))"
+    )
     engine = part(tmp_path, "engine", lacks)
     monkeypatch.setattr(Check, "environment", lambda self: part(tmp_path, "environment").child)
     for may_lack, status in ((True, 0), (False, 1)):
@@ -434,7 +437,8 @@ def test_packages_that_lack_are_one_line_with_the_command(monkeypatch, capsys):
         gpu_slot.importlib.util, "find_spec", lambda name: None if name == "pydantic" else name
     )
     assert gpu_slot.missing() == (
-        "missing: pydantic (the engine): python3 -m pip install --no-deps -r constraints/gpu-wheels.txt"
+        "missing: pydantic (the engine): python3 -m pip install --no-deps -r "
+        "constraints/gpu-wheels.txt"
     )
     assert gpu_slot.main(["--wheels"]) == 0
     fetch, install = capsys.readouterr().out.splitlines()

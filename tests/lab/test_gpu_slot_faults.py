@@ -26,7 +26,10 @@ HANGS = "import time; time.sleep(1000)"
 FAULTS = {
     CANARY: HANGS,  # a graph with conditionals, at its second run
     # The KV pool that is asked for is larger than what the weights leave.
-    "engine": "from jaxpage.device.hardware import device_spec; device_spec.available_host_bytes = lambda: 2**20",
+    "engine": (
+        "from jaxpage.device.hardware import device_spec; device_spec.available_host_bytes = "
+        "lambda: 2**20"
+    ),
     # Sixteen threads try tiles of products at once, beside what JAX has reserved.
     "steps": f"""
 from tools.lab import step_times

@@ -1,4 +1,4 @@
-"""The programs for a real GPU, in miniature: what they count, time, choose, judge and write down."""
+"""The programs for a real GPU, in miniature: what they count, time, choose and write down."""
 
 from __future__ import annotations
 
@@ -710,7 +710,10 @@ def test_what_crashes_or_hangs_takes_no_other_along(tmp_path):
 def test_a_finding_is_told_while_its_part_goes_on(tmp_path):
     line = json.dumps(dataclasses.asdict(Finding("good", PASSED, "fine"))) + "\n"
     seen = tmp_path / "seen"
-    program = f"import os, time; open({str(tmp_path / 'slow.jsonl')!r}, 'a').write({line!r}); until = time.time() + 20"
+    program = (
+        f"import os, time; open({str(tmp_path / 'slow.jsonl')!r}, 'a').write({line!r}); until = "
+        "time.time() + 20"
+    )
     program += (
         f"\nwhile not os.path.exists({str(seen)!r}) and time.time() < until: time.sleep(0.01)"
     )
@@ -725,7 +728,10 @@ def test_a_finding_is_told_while_its_part_goes_on(tmp_path):
 
 
 def test_what_a_part_leaves_behind_is_stopped(tmp_path):
-    program = "import subprocess, sys; print(subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)']).pid)"
+    program = (
+        "import subprocess, sys; print(subprocess.Popen([sys.executable, '-c', 'import time; "
+        "time.sleep(60)']).pid)"
+    )
     leaving_child = child(tmp_path, "leaves", program, needs_s=0)
     run_all([leaving_child], deadline=time.monotonic() + 30, jobs=1, done=lambda *_: None)
     status = Path(f"/proc/{int(leaving_child.log.read_text())}/status")
@@ -994,7 +1000,7 @@ def test_wrong_flags(capsys):
 
 
 def test_sums_in_another_order_are_seen_where_one_is_promised(monkeypatch):
-    """Products that depend on the number of rows fail; what no longer fits in the time is left out."""
+    """Products that depend on the number of rows fail; what exceeds the time is left out."""
     monkeypatch.setattr(one_order, "ATTENTION", {})
     monkeypatch.setattr(one_order, "MATMULS", {"qkv": one_order.MATMULS["qkv"].cut()})
     monkeypatch.setattr(one_order, "norms", lambda **_: [("2 rows", np.ones(3))] * 2)

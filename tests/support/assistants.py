@@ -142,7 +142,7 @@ def states_of(target: Any, tokens: list[int]) -> tuple[Any, dict[str, tuple[Any,
 
 
 def draft(pair: Pair, model: Any, token: int, state: Any, kv: Any, position: int) -> Any:
-    """Returns what an assistant of the pair's target makes of a token and of the state before it."""
+    """Returns what an assistant of the pair's target makes of a token and the state before it."""
     embedded = pair.target.get_input_embeddings()(torch.tensor([[token]]))
     with torch.no_grad():
         return model(

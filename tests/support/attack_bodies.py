@@ -15,7 +15,16 @@ from tests.support.attack_constructs import MULTIPLIED, SCHEMAS, STRUCTURED, raw
 
 Extreme = tuple[str, Callable[[], Any]]  # its name, and what makes the value
 Sending = Literal["whole", "chunked", "bytes", "drip", "cut", "unread", "crumbs", "paused"]
-SENDINGS: tuple[Sending, ...] = ("whole", "chunked", "bytes", "drip", "cut", "unread", "crumbs", "paused")  # fmt: skip
+SENDINGS: tuple[Sending, ...] = (
+    "whole",
+    "chunked",
+    "bytes",
+    "drip",
+    "cut",
+    "unread",
+    "crumbs",
+    "paused",
+)
 PROMPT = "Once upon a time"
 NUM_ITEMS, NUM_CHARACTERS, DEPTH = 60_000, 1 << 19, 100  # where a field has no bound of its own
 # asked for even where a request may leave them out

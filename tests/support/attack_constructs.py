@@ -279,7 +279,8 @@ MULTIPLIED: list[Multiplied] = [
         for count in (1, 4)
     ),
     *(
-        Multiplied(f"/v1/chat/completions arguments of {name}", "/v1/chat/completions", _called(make), 8)
+        Multiplied(f"/v1/chat/completions arguments of {name}", "/v1/chat/completions",
+                   _called(make), 8)
         for name, make in _ARGUMENTS.items()
     ),
     Multiplied(
@@ -296,7 +297,8 @@ MULTIPLIED: list[Multiplied] = [
         )
         for number in (800, 6600)
     ),
-    Multiplied("/v1/rerank 256 documents", "/v1/rerank", _request(query="a " * 200, documents=["b " * 200] * 256)),
+    Multiplied("/v1/rerank 256 documents", "/v1/rerank",
+               _request(query="a " * 200, documents=["b " * 200] * 256)),
     Multiplied("/v1/embeddings 2048 inputs", "/v1/embeddings", _request(input=["a b c"] * 2048), 2),
     Multiplied(
         "/v1/completions 256 prompts and bad words",
@@ -308,10 +310,14 @@ MULTIPLIED: list[Multiplied] = [
         "/v1/completions",
         _request(prompt="a", n=64, **_LONG, logprobs=5),
     ),
-    Multiplied("/tokenize a million characters", "/tokenize", _request(prompt="a " * 500_000, return_token_strs=True)),
-    Multiplied("/detokenize as many ids as a body has", "/detokenize", _request(tokens=[7] * 1_000_000), 8),
-    Multiplied("/detokenize as many ids as are allowed", "/detokenize", _request(tokens=[7] * 262_144), 8),
-    Multiplied("/v1/completions crumbs", "/v1/completions", _request(prompt="a" * 200_000), 8, "crumbs"),
+    Multiplied("/tokenize a million characters", "/tokenize",
+               _request(prompt="a " * 500_000, return_token_strs=True)),
+    Multiplied("/detokenize as many ids as a body has", "/detokenize",
+               _request(tokens=[7] * 1_000_000), 8),
+    Multiplied("/detokenize as many ids as are allowed", "/detokenize",
+               _request(tokens=[7] * 262_144), 8),
+    Multiplied("/v1/completions crumbs", "/v1/completions", _request(prompt="a" * 200_000), 8,
+               "crumbs"),
     *(
         Multiplied(f"/v1/files upload of {name}", "/v1/files", _upload(unit), 1, content_type=_FORM)
         for name, unit in (("boundaries", b"\r\n--b"), ("lines", b"{}\n"), ("zeros", b"\0"))

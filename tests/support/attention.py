@@ -23,7 +23,7 @@ SHARED_BACKENDS = tuple(name for name in SETS if name not in ("fa3", "mosaic", "
 
 @dataclasses.dataclass
 class Case:
-    """A random call: contexts, query lengths and everything that the oracle and the backends need."""
+    """A random call: contexts, query lengths and all that the oracle and the backends need."""
 
     q_TNH: np.ndarray
     k_pages: np.ndarray

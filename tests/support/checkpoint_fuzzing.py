@@ -119,7 +119,7 @@ def _logits(model: Any, token_ids: torch.Tensor) -> np.ndarray:
 
 
 def _tolerance(model: Any, token_ids: torch.Tensor, logits: np.ndarray, seed: int) -> float:
-    """Returns how far logits may be: some times what they move with the last bits of the weights."""
+    """Returns how far off logits may be: some times what the last bits of the weights move."""
     rng = torch.Generator().manual_seed(seed)
     moved = copy.deepcopy(model)
     for each in moved.parameters():

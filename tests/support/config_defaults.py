@@ -1,4 +1,4 @@
-"""Fields that config.json leaves out, read with the defaults of the config classes of transformers."""
+"""Fields that config.json leaves out, read with the defaults of transformers' config classes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ KEPT = ("architectures", "model_type")
 
 
 def completed(config: Mapping[str, Any]) -> Config | None:
-    """Returns the config with all defaults of its class in transformers; None if that refuses it."""
+    """Returns the config with all defaults of transformers' class; None if that refuses it."""
     # The class changes the objects that it is given.
     given = copy.deepcopy({name: value for name, value in config.items() if name not in KEPT})
     try:

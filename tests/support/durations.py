@@ -91,7 +91,9 @@ def over_budget(name: str, num_executables: int, known: dict[str, Record]) -> st
     if num_executables <= line:
         return None
     return (
-        f"the engines of tests/{name} need {num_executables} different executables; its budget is {line} (tests/durations.json). "
-        "Share an engine or a geometry (tests/support/engines.py). If the tests are worth the time that more executables take to compile: "
+        f"the engines of tests/{name} need {num_executables} different executables; its budget is "
+        f"{line} (tests/durations.json). "
+        "Share an engine or a geometry (tests/support/engines.py). If the tests are worth the "
+        "time that more executables take to compile: "
         f"pytest -n 0 tests/{name} --write-durations, and say why in the commit."
     )

@@ -165,7 +165,8 @@ class SharedExecutables:
     ) -> Any:
         if (now := dict(self._changed_code())) != changed:
             raise RuntimeError(
-                f"compiled when used, which is too late: {now.keys() ^ changed.keys()} changed since the engine was made"
+                f"compiled when used, which is too late: {now.keys() ^ changed.keys()} changed "
+                "since the engine was made"
             )
         with self._lock:
             counts.requested.add(key)

@@ -557,7 +557,7 @@ def shrunk(case: Case, fails: Callable[[Case], str], *, seconds: float) -> Case:
 
 
 def smaller_cases(case: Case) -> Iterator[Case]:
-    """Yields cases with less: events, engines, requests of a batch, settings, parameters, tokens."""
+    """Yields cases with fewer events, engines, requests of a batch, settings or tokens."""
     if case.is_async or case.in_threads:
         yield dataclasses.replace(case, is_async=False, in_threads=False)
     half = len(case.events) // 2

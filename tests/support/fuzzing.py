@@ -202,7 +202,10 @@ class Fuzzer:
         """Compares a whole output, or what an aborted request has."""
         version = output.weights_version
         if not actor.first_version <= version <= actor.last_version:
-            return f"weights_version is {version}, and it ran with {actor.first_version} to {actor.last_version}"
+            return (
+                f"weights_version is {version}, and it ran with {actor.first_version} to "
+                f"{actor.last_version}"
+            )
         if _updates_met(actor, version):
             return self._continued_differs(performance, actor, ask, output)
         if any({*one.weights_versions} - {version} for one in output.outputs):
@@ -289,7 +292,10 @@ class Fuzzer:
             for token, logprob in (ours or {}).items():
                 other = (theirs or {}).get(token, logprob)
                 if abs(logprob.logprob - other.logprob) > self.tolerance:
-                    return f"log probability {place} of token {token} is {logprob.logprob!r}, and alone {other.logprob!r}"
+                    return (
+                        f"log probability {place} of token {token} is {logprob.logprob!r}, and "
+                        f"alone {other.logprob!r}"
+                    )
                 if not self._ranks_agree(logprob.rank, other.rank):
                     return (
                         f"rank {place} of token {token} is {logprob.rank}, and alone {other.rank}"
@@ -529,8 +535,10 @@ def fuzz(
                     break
         share = compiling.seconds / (time.monotonic() - start)
         report(
-            f"{num_cases} cases with {len(compiled)} shapes, {fuzzer.num_requests} requests, no difference; "
-            f"{fuzzer.refused.total()} times an engine refused what was asked; {share:.0%} of the time "
+            f"{num_cases} cases with {len(compiled)} shapes, {fuzzer.num_requests} requests, no "
+            "difference; "
+            f"{fuzzer.refused.total()} times an engine refused what was asked; {share:.0%} of the "
+            "time "
             f"went into compiling (seed {seed})"
         )
         report("  " + ", ".join(f"{count} x {name}" for name, count in fuzzer.events.most_common()))

@@ -479,7 +479,10 @@ def _import_laws(module: Module, item: Import) -> Iterator[str]:
     if top == "pallas_kernels" and not may_bind and module.path != ATTENTION_SEAM:
         yield "only jaxpage/device/ binds pallas_kernels"
     if top in UNKNOWN_TO_DRIVER - KNOWN_TO.get(module.name, set()) and room == "driver":
-        yield f"the driver knows no HTTP, and event loops in async_driver alone, but imports {item.target}"
+        yield (
+            "the driver knows no HTTP, and event loops in async_driver alone, but imports "
+            f"{item.target}"
+        )
     if top in ("jaxpage", "tools"):
         yield from _floor_laws(module.name, item.target, floor, wing)
 

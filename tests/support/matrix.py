@@ -30,7 +30,8 @@ from tests.support.scripted import DRAFTING, Scripted, draft_with, mixed_up
 YES, REFUSED, NO_FIELD = "yes", "refused", "no such field"
 
 PROMPT = (
-    "There was once a poor woodcutter who lived with his wife and three children on the edge of a great forest. One morning in the "
+    "There was once a poor woodcutter who lived with his wife and three children on the edge of a "
+    "great forest. One morning in the "
     "middle of winter he"
 )
 SETTINGS: dict[str, Any] = {

@@ -238,7 +238,8 @@ class PlayedEngine:
             ]
             if lost:
                 raise WrongBehaviour(
-                    f"{len(lost)} of {len(weights)} arrays that the caller holds were deleted, such as {lost[0]!r}"
+                    f"{len(lost)} of {len(weights)} arrays that the caller holds were deleted, "
+                    f"such as {lost[0]!r}"
                 )
 
 

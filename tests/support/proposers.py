@@ -1,4 +1,4 @@
-"""Proposers that no engine may be hurt by: each is wrong in its own way, and one is always right."""
+"""Proposers that may hurt no engine: each is wrong in its own way, and one is always right."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checkpoints with random weights in Hugging Face layout, for every family, written without torch."""
+"""Checkpoints with random weights in Hugging Face layout, written without torch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from jaxpage.models.registry import load_family
 # The order in which numbers are drawn, by parts of names within a layer and outside of one.
 _OUTSIDE = "embed_tokens wte lm_head embed_positions wpe project_in project_out"
 _INSIDE = (
-    "input_layernorm post_attention_layernorm ln_1 q_proj k_proj v_proj o_proj out_proj q_norm k_norm c_attn attn.c_proj "
+    "input_layernorm post_attention_layernorm ln_1 q_proj k_proj v_proj o_proj out_proj q_norm "
+    "k_norm c_attn attn.c_proj "
     "self_attn_layer_norm ln_2 gate_proj up_proj down_proj fc1 fc2 c_fc mlp.c_proj final_layer_norm"
 )
 DTYPES: dict[str, Any] = {

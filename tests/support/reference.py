@@ -87,7 +87,8 @@ def _models() -> Iterator[str]:
     yield ""
     for header, rows in models():
         yield from _table(header, rows)
-    yield "[Encoders](../guides/reranking.md#encoders) keep nothing of a text and generate none (`tests/test_encoders.py`):"
+    yield "[Encoders](../guides/reranking.md#encoders) keep nothing of a text and generate none"
+    yield "(`tests/test_encoders.py`):"
     yield ""
     yield from _table(*encoders())
     yield "The tests of each column, in `tests/`:"
@@ -109,11 +110,12 @@ def _table(header: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> Iterator
 
 
 def _settings() -> Iterator[str]:
-    yield "A setting has one name everywhere: in Python, in YAML, as a flag and as an environment variable."
-    yield "In YAML, the settings of the server are below `server:`."
+    yield "A setting has one name everywhere: in Python, in YAML, as a flag and as an environment"
+    yield "variable. In YAML, the settings of the server are below `server:`."
     yield ""
-    yield "Sources, the strongest first: flag or Python argument, `JAXPAGE_*` variable, YAML file, the model's"
-    yield "`generation_config.json`, the default. `jaxpage config show` prints the origin of each value."
+    yield "Sources, the strongest first: flag or Python argument, `JAXPAGE_*` variable, YAML file,"
+    yield "the model's `generation_config.json`, the default. `jaxpage config show` prints the"
+    yield "origin of each value."
     yield ""
     for title, config in (("The engine", EngineConfig), ("The server", ServerConfig)):
         yield f"## {title}"
@@ -133,7 +135,8 @@ def _setting_rows(config: Any) -> Iterator[tuple[str, ...]]:
 
 
 def _sampling() -> Iterator[str]:
-    yield "How the parameters of a request work together, and in which order, is in [decoding](../guides/decoding.md)."
+    yield "How the parameters of a request work together, and in which order, is in"
+    yield "[decoding](../guides/decoding.md)."
     yield ""
     for kind in (SamplingParams, BeamSearchParams):
         yield f"## `{kind.__name__}`"
@@ -157,7 +160,8 @@ def _sampling() -> Iterator[str]:
 
 
 def _command_line() -> Iterator[str]:
-    yield "Every command that makes an engine also takes the settings as flags: see [settings](settings.md)."
+    yield "Every command that makes an engine also takes the settings as flags: see"
+    yield "[settings](settings.md)."
     yield ""
     shared = {flag.setting for flag in (*ENGINE_FLAGS, *SERVER_FLAGS)}
     for name, parser in _commands(make_parser()):
@@ -176,10 +180,11 @@ def _command_line() -> Iterator[str]:
 
 
 def _from_vllm() -> Iterator[str]:
-    yield "`vllm serve MODEL` is `jaxpage serve MODEL`. `LLM`, `SamplingParams` and `RequestOutput` have vLLM's names and"
-    yield "meanings, and so have most flags and the fields of requests: [settings](settings.md),"
-    yield "[sampling parameters](sampling-parameters.md), [HTTP API](wire-format.md). This page has every flag of"
-    yield "vLLM 0.33 and of some older versions, each with one answer, and then the fields of its requests, its"
+    yield "`vllm serve MODEL` is `jaxpage serve MODEL`. `LLM`, `SamplingParams` and `RequestOutput`"
+    yield "have vLLM's names and meanings, and so have most flags and the fields of requests:"
+    yield "[settings](settings.md), [sampling parameters](sampling-parameters.md),"
+    yield "[HTTP API](wire-format.md). This page has every flag of vLLM 0.33 and of some older"
+    yield "versions, each with one answer, and then the fields of its requests, its"
     yield "[Python names](#python) and its [metrics](#metrics)."
     yield ""
     yield "A flag that is not the same is refused with its answer, in whatever form vLLM takes it:"
@@ -187,17 +192,19 @@ def _from_vllm() -> Iterator[str]:
     yield from ("```text", "$ jaxpage serve demo --enforce_eager")
     yield "jaxpage serve: error: " + make_parser()._of_unknown("--enforce_eager")  # type: ignore[attr-defined]
     yield from ("```", "")
-    yield "A field that is not the same is refused with its answer too. Where it changes no answer, or where no"
-    yield "endpoint knows it, it is ignored and named in the header `x-jaxpage-ignored-fields`."
+    yield "A field that is not the same is refused with its answer too. Where it changes no answer,"
+    yield "or where no endpoint knows it, it is ignored and named in the header"
+    yield "`x-jaxpage-ignored-fields`."
     yield ""
     yield from _answers("flags", "flags of vLLM")
     yield from _answers("fields", "fields of vLLM")
     yield "## Python"
     yield ""
-    yield "Keywords of `LLM`, `AsyncLLM` and `SamplingParams` have vLLM's names where they mean the same. A keyword of"
-    yield "vLLM that asks for what jaxpage does anyway is taken and has no effect: `enforce_eager=False`,"
-    yield "`trust_remote_code=False`, `detokenize=True`, and any that is `None`, false or empty. Another one is refused with"
-    yield "its answer. A keyword of `LLM` that is not in the first table has the answer of its flag, above:"
+    yield "Keywords of `LLM`, `AsyncLLM` and `SamplingParams` have vLLM's names where they mean the"
+    yield "same. A keyword of vLLM that asks for what jaxpage does anyway is taken and has no"
+    yield "effect: `enforce_eager=False`, `trust_remote_code=False`, `detokenize=True`, and any"
+    yield "that is `None`, false or empty. Another one is refused with its answer. A keyword of"
+    yield "`LLM` that is not in the first table has the answer of its flag, above:"
     yield ""
     yield from ("```text", ">>> jaxpage.LLM(enforce_eager=True)")
     yield "ConfigError: enforce_eager: " + EngineConfig.unknown("enforce_eager")[1]
@@ -206,9 +213,10 @@ def _from_vllm() -> Iterator[str]:
     yield from _answers("sampling", "parameters of `SamplingParams`", level="###")
     yield "## Metrics"
     yield ""
-    yield "`/metrics` has [names of its own](metrics.md), with the prefix `jaxpage_` where vLLM has `vllm:`. Those of vLLM that mean"
-    yield "the same are there under `vllm:` as well, so that routers and dashboards made for vLLM read them. Counters end"
-    yield "in `_total`, histograms in `_bucket`, `_sum` and `_count`."
+    yield "`/metrics` has [names of its own](metrics.md), with the prefix `jaxpage_` where vLLM has"
+    yield "`vllm:`. Those of vLLM that mean the same are there under `vllm:` as well, so that"
+    yield "routers and dashboards made for vLLM read them. Counters end in `_total`, histograms in"
+    yield "`_bucket`, `_sum` and `_count`."
     yield ""
     yield from _answers("metrics", "metrics of vLLM, without `vllm:`", level="###")
 

@@ -1,4 +1,4 @@
-"""Tests with many cases: a few of them are run always, all of them in a sweep or in a nightly run."""
+"""Tests with many cases: a few always run, all of them in a sweep or in a nightly run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Drafts of which a set share is right: somebody has to have run the same requests without drafts."""
+"""Drafts of which a set share is right: the same requests have run without drafts before."""
 
 from __future__ import annotations
 
@@ -57,7 +57,8 @@ class SyntheticProposer(Proposer):
         start = sequence.num_output_tokens
         if start and (start > len(output) or sequence.token_ids[-1] != output[start - 1]):
             raise ValueError(
-                f"sequence {sequence.sequence_id} is not what the known output says at token {start - 1}"
+                f"sequence {sequence.sequence_id} is not what the known output says at token "
+                f"{start - 1}"
             )
         drafts = [
             int(token_id) for token_id in output[start : start + min(num_drafts, len(self._rates))]

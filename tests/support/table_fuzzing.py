@@ -477,7 +477,7 @@ def shrunk(case: Case) -> Case:
 
 
 def fuzz(minutes: float, seed: int, report: Callable[[str], None]) -> int:
-    """Lives random cases for some minutes, and returns how many have failed, which is at most one."""
+    """Lives random cases for some minutes, and returns how many failed, which is at most one."""
     end = time.monotonic() + 60 * minutes
     rng = random.Random(seed)
     num_cases = 0

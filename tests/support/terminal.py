@@ -70,7 +70,10 @@ class Terminal:
 
 # Makes the terminal that is its standard input the one whose Ctrl-C it hears. Not by a fork of this
 # process, where jax may run.
-_INSIDE = "import fcntl, os, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); os.execv(sys.argv[1], sys.argv[1:])"
+_INSIDE = (
+    "import fcntl, os, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); os.execv(sys.argv[1], "
+    "sys.argv[1:])"
+)
 
 
 @contextmanager
