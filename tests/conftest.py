@@ -150,6 +150,17 @@ def decodes_in_chunks(largest_shapes):
 
 
 @pytest.fixture(scope="module")
+def decode_as_chunks():
+    """Does as `decodes_in_chunks` for the engines of a whole file, and of its other fixtures."""
+    from jaxpage.assembly.planning import engine_spec
+    from tests.support.engines import make_menu_of_chunks
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine_spec, "make_menu", make_menu_of_chunks)
+        yield
+
+
+@pytest.fixture(scope="module")
 def usual_pages():
     """Gives engines that a replay builds the pages of those of `make_llm`.
 

@@ -16,6 +16,7 @@ from tests.support.engines import invariants, make_llm
 from tests.support.hf_models import save_model, torch
 from tests.support.sweeps import few
 
+pytestmark = pytest.mark.usefixtures("decode_as_chunks")
 WIDTHS = (1, 3, 8)
 PENALTIES = (-1.0, 0.0, 0.5, 2.0)
 EARLY = (False, True, "never")
@@ -23,7 +24,6 @@ SETTINGS = {
     "max_num_seqs": 16,
     "max_num_batched_tokens": 64,
     "max_model_len": 128,
-    "largest_shapes": True,
 }
 EOS = 5
 # so many that beams end all the time

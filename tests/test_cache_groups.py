@@ -19,11 +19,11 @@ from jaxpage.models.base import KVSpec
 from jaxpage.serving.inspector.state import Inspector
 from jaxpage.step.plan import Row, StepPlan
 from tests.support.engines import invariants, make_llm
-from tests.support.hf_models import save_model
 from tests.support.random_checkpoints import random_checkpoint
 from tests.test_plan import plan_of
 
 WINDOW, BLOCK_SIZE = 8, 4
+pytestmark = pytest.mark.usefixtures("decode_as_chunks")
 QWEN: dict[str, Any] = {
     "architectures": ["Qwen2ForCausalLM"],
     "model_type": "qwen2",
@@ -48,7 +48,6 @@ SETTINGS: dict[str, Any] = {
     "max_num_batched_tokens": 16,
     "block_size": BLOCK_SIZE,
     "max_model_len": 192,
-    "largest_shapes": True,
 }
 DRAFTS = {"method": "ngram", "num_speculative_tokens": 3}
 PROMPTS = [
@@ -74,7 +73,7 @@ def texts(llm: LLM) -> list[list[list[int]]]:
 @pytest.fixture(scope="module")
 def reference_texts(model):
     """Returns the texts of an engine that has room for all, with blocks of 16 and other chunks."""
-    with make_llm(model, num_blocks=129, largest_shapes=True) as llm:
+    with make_llm(model, num_blocks=129) as llm:
         assert [group.sliding_window for group in llm.spec.groups] == [None, WINDOW]
         return texts(llm)
 
@@ -228,20 +227,3 @@ def test_the_largest_pool_in_so_many_bytes(first, windows, num_bytes):
     assert plan.max_blocks(num_bytes) == max(
         num for num, size in enumerate(sizes) if size <= num_bytes
     )
-
-
-@pytest.mark.sweep  # models with several windows are in tests/test_engine_models.py
-def test_logits_of_mixed_windows_are_those_of_transformers(tmp_path):
-    torch = pytest.importorskip("torch")
-    model = save_model("qwen2-layer-types", tmp_path)
-    prompt = np.random.default_rng(3).integers(0, model.config.vocab_size, 30).tolist()
-    with make_llm(tmp_path, **SETTINGS | {"max_model_len": 60}, num_blocks=33) as llm:
-        assert len(llm.spec.groups) == 2
-        tokens = (
-            llm.generate(prompt, dataclasses.replace(GREEDY, max_tokens=20), use_tqdm=False)[0]
-            .outputs[0]
-            .token_ids
-        )
-    with torch.no_grad():
-        logits = model(torch.tensor([prompt + tokens])).logits[0]
-    assert tokens == logits[len(prompt) - 1 : -1].argmax(-1).tolist()

@@ -33,7 +33,7 @@ from tests.support.engines import (
 from tests.support.random_checkpoints import random_checkpoint
 from tests.support.sweeps import few
 
-pytestmark = pytest.mark.usefixtures("largest_shapes")
+pytestmark = pytest.mark.usefixtures("decode_as_chunks")
 PARAMS = SamplingParams(
     temperature=0.9, top_p=0.95, seed=11, max_tokens=40, ignore_eos=True, logprobs=3
 )

@@ -55,6 +55,8 @@ from tests.support.wire import MODEL, context
 
 SMALL, TALL = encoded(picture(40, 40)), encoded(picture(16, 90, 1), "JPEG")
 
+pytestmark = pytest.mark.usefixtures("decode_as_chunks")
+
 
 def text_of(data: bytes) -> str:
     return base64.b64encode(data).decode()

@@ -25,6 +25,7 @@ from tests.test_vision_towers import GEMMA3, GEMMA4, IDEFICS3, MISTRAL3, Tower, 
 
 torch = pytest.importorskip("torch", reason="the oracle is transformers on torch")
 
+pytestmark = pytest.mark.usefixtures("decode_as_chunks")
 TOLERANCE = 1e-4
 IMAGE_ID, BREAK_ID = 59, 58
 PARAMS = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True, logprobs=8)

@@ -37,7 +37,7 @@ from tests.support.sweeps import few
 from tests.test_sampler import BUCKET, NEUTRAL, NUM_ROWS, TABLES, flags_of, inputs_for, run_draw
 from tests.test_sampler import VOCAB as WIDTH
 
-pytestmark = pytest.mark.usefixtures("largest_shapes")
+pytestmark = pytest.mark.usefixtures("decode_as_chunks")
 
 VOCAB = LLAMA["vocab_size"]
 PROMPT = np.random.default_rng(0).integers(1, VOCAB, 21).tolist()

@@ -21,7 +21,7 @@ from tests.support.random_checkpoints import random_checkpoint
 from tests.support.sweeps import few
 from tests.support.tokenizers import write_tokenizer
 
-pytestmark = pytest.mark.usefixtures("largest_shapes")
+pytestmark = pytest.mark.usefixtures("decode_as_chunks")
 
 PARAMS = SamplingParams(
     temperature=0.9, seed=7, max_tokens=6, ignore_eos=True, logprobs=2, prompt_logprobs=3

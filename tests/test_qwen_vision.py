@@ -43,6 +43,7 @@ from tests.test_models import fill
 
 torch = pytest.importorskip("torch", reason="the oracle is transformers on torch")
 
+pytestmark = pytest.mark.usefixtures("decode_as_chunks")
 TOWER_TOLERANCE = 1e-5  # of the largest number, in float32
 LOGITS_TOLERANCE = 1e-4
 PICTURE = 5  # the token that stands for those of pictures

@@ -12,6 +12,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from jaxpage import BeamSearchParams, SamplingParams, cli
+from jaxpage.assembly.planning import engine_spec
 from jaxpage.device import unpack_weights
 from jaxpage.errors import ConfigError, EventLogError, UnsupportedError
 from jaxpage.replay.reading import RecordedSteps
@@ -26,6 +27,7 @@ from tests.support.engines import (
     SMALL_POOL,
     invariants,
     make_llm,
+    make_menu_of_chunks,
     run_giving_way,
     tokens_of,
 )
@@ -73,7 +75,9 @@ def prompts_of(name):
 
 def start(directory, **settings):
     """Returns an engine whose steps have few shapes: which one a step takes is no subject here."""
-    return make_llm(directory, largest_shapes=True, **settings)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine_spec, "make_menu", make_menu_of_chunks)
+        return make_llm(directory, **settings)
 
 
 def run(llm, requests, params=PARAMS):
@@ -97,9 +101,8 @@ def alone(directories):
         key = name, params.temperature
         if key not in known:
             # One row has a shape of its own here, and in all other engines that of four rows.
-            is_short = name != "qwen3-vl"
-            settings = {"enable_prefix_caching": False, "largest_shapes": is_short}
-            with make_llm(directories(name), **settings) as llm:
+            make = make_llm if name == "qwen3-vl" else start
+            with make(directories(name), enable_prefix_caching=False) as llm:
                 outputs = [run(llm, [prompt], params)[0] for prompt in prompts_of(name)]
             known[key] = tokens_of(outputs)
         return known[key]

@@ -44,7 +44,7 @@ from tests.support.random_checkpoints import random_checkpoint
 from tests.support.sweeps import few
 from tests.support.tokenizers import END, write_tokenizer
 
-pytestmark = pytest.mark.usefixtures("compiled_when_used", "largest_shapes", "usual_pages")
+pytestmark = pytest.mark.usefixtures("compiled_when_used", "decode_as_chunks", "usual_pages")
 
 SCHEMA = {
     "type": "object",
