@@ -43,7 +43,7 @@ from tests.support.engines import LLAMA, invariants, run_giving_way, tokens_of  
 from tests.support.executables import when_used  # noqa: E402
 from tests.support.gguf_files import write_gguf  # noqa: E402
 from tests.support.hf_models import MODELS, config_json, make_model, save_model  # noqa: E402
-from tests.support.matrix import ON_DEVICES, YES, Engines, cell  # noqa: E402
+from tests.support.matrix import ON_DEVICES, Engines, cell  # noqa: E402
 from tests.support.medusa import random_heads, write_original  # noqa: E402
 from tests.support.mtp import save_with_head  # noqa: E402
 from tests.support.random_checkpoints import random_checkpoint, random_tensors  # noqa: E402
@@ -480,9 +480,7 @@ def test_adapters_give_the_same_bits_and_those_of_peft(adapters, monkeypatch):
 
 
 @pytest.mark.usefixtures("decodes_in_chunks")
-@pytest.mark.parametrize(
-    "method", few(["draft_model", "medusa", "eagle", "eagle3"], ["draft_model", "eagle"])
-)
+@pytest.mark.parametrize("method", few(["draft_model", "medusa", "eagle", "eagle3"], ["eagle"]))
 def test_a_drafter_changes_no_bit(method, directory, expected, tmp_path):
     """The drafter is the model itself, whose products are whole where it drafts and which is right
     most of the time, or a head of random numbers.
@@ -570,32 +568,6 @@ CELLS = (
 @pytest.mark.parametrize("name", few(support_matrix(), CELLS))
 def test_a_cell_is_what_the_package_says(engines, name):
     assert cell(engines, name, ON_DEVICES) == support_matrix()[name][ON_DEVICES]
-
-
-@pytest.mark.parametrize(
-    ("name", "feature"),
-    few(
-        [
-            *(("n", "preemption"), ("beam_width", "preemption")),
-            *(("structured_outputs", "preemption"), ("logprobs", "prefix cache")),
-            *(("temperature", "speculation"), ("prompt_logprobs", "chunked")),
-        ],
-        # in every run there are preempted drafts above, and on_four_devices_logits.py has drafts,
-        # too
-        [],
-    ),
-)
-def test_what_changes_no_text_changes_none_on_two_devices(two_devices, name, feature):
-    assert cell(two_devices, name, feature) == YES
-
-
-@pytest.fixture(scope="module")
-def two_devices():
-    engines = Engines(tensor_parallel_size=2)
-    yield engines
-    for llm in engines._llms.values():
-        invariants(llm)
-    engines.close()
 
 
 @pytest.mark.parametrize(

@@ -44,7 +44,7 @@ from jaxpage.errors import UsageError
 from tests.support.executables import with_compiled_kernels
 from tests.support.random_checkpoints import random_checkpoint
 
-pytestmark = pytest.mark.usefixtures("compiled_when_used", "largest_shapes")
+pytestmark = pytest.mark.usefixtures("compiled_when_used", "decode_as_chunks")
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],

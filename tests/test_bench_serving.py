@@ -520,6 +520,7 @@ def model(tmp_path_factory):
     return random_checkpoint(tmp_path_factory.mktemp("bench") / "llama", LLAMA)
 
 
+@pytest.mark.usefixtures("compiled_when_used", "largest_shapes")
 def test_latency_of_a_batch_and_of_other_settings_beside_it(model, capsys, tmp_path):
     words = [
         "--model",

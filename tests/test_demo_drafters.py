@@ -32,7 +32,7 @@ from tools.lab.demo_model import (
     eagle_head,
 )
 
-pytestmark = pytest.mark.usefixtures("compiled_when_used", "largest_shapes")
+pytestmark = pytest.mark.usefixtures("compiled_when_used", "decode_as_chunks")
 
 TARGET: Any = SimpleNamespace(spec=load_family(CYCLE).Spec.from_config(CYCLE))
 

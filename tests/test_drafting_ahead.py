@@ -26,6 +26,7 @@ from tests.support.mtp import Head, save_with_head
 from tests.support.random_checkpoints import random_checkpoint, random_tensors
 from tests.support.sweeps import few
 
+pytestmark = pytest.mark.usefixtures("decode_as_chunks")
 SMALL = {
     **LLAMA,
     "hidden_size": 32,
@@ -145,7 +146,6 @@ def start(root: Path, case: Case, **settings: Any) -> LLM:
         speculative_config=config,
         max_num_seqs=2,
         max_num_batched_tokens=32,
-        largest_shapes=True,
         **settings,
     )
 
@@ -307,7 +307,7 @@ def plain_texts(root):
 
     @functools.cache
     def texts(target: Path) -> list[Any]:
-        with make_llm(target, largest_shapes=True) as llm:
+        with make_llm(target) as llm:
             return [(params, outputs(llm, params)) for params in (GREEDY, SAMPLED)]
 
     return texts

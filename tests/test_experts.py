@@ -30,9 +30,8 @@ from jaxpage.models.parts.names import QWEN_EXPERTS
 from pallas_kernels.expert_routing import choose_experts, gather_by_group
 from pallas_kernels.triton import routing as triton_routing
 from tests.support.dense import logits_of
-from tests.support.engines import BLOCKS_OF_4, SMALL_POOL
-from tests.support.mixed_requests import CONFIG, PROMPTS, texts
-from tests.support.random_checkpoints import random_checkpoint, write_tensors
+from tests.support.mixed_requests import CONFIG
+from tests.support.random_checkpoints import write_tensors
 from tests.support.sweeps import few
 
 WIDTH = 32
@@ -271,12 +270,6 @@ def test_the_work_goes_with_the_tokens_and_not_with_the_experts():
     assert operations[64] < 2 * operations[4], "16 times as many experts"
 
 
-@pytest.mark.sweep  # models with experts are in tests/test_engine_models.py
-def test_an_engine_gives_the_same_bits_however_it_is_run(tmp_path):
-    model = random_checkpoint(tmp_path, MOE)
-    assert texts(model) == texts(model, **SMALL_POOL, preemption_mode="swap")
-
-
 def save_gpt_oss(directory: Path, **overrides: Any) -> Any:
     """Writes GPT-OSS in MXFP4, and returns the model of transformers with the weights that it
     stands for, by transformers' own conversion.
@@ -341,20 +334,6 @@ def test_experts_in_mxfp4_are_multiplied_as_they_are_stored(in_four_bits):
     assert expected.std() > 0.5 and difference() < 1e-4
     experts["kernel"] = experts["kernel"] >> 4 | experts["kernel"] << 4
     assert difference() > 1e-2
-
-
-@pytest.mark.sweep  # on one device and on four: tests/on_four_devices.py
-def test_an_engine_with_experts_in_mxfp4_gives_the_tokens_of_transformers(in_four_bits):
-    import torch
-
-    directory, model = in_four_bits
-    outputs = texts(directory, **{**BLOCKS_OF_4, **SMALL_POOL, "num_blocks": 65})
-    for index in (0, 3):  # the greedy ones
-        ids = list(PROMPTS[index])
-        for _ in range(24):
-            with torch.no_grad():
-                ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
-        assert outputs[index][0] == ids[len(PROMPTS[index]) :]
 
 
 def test_scales_of_experts_that_are_no_numbers_are_refused(in_four_bits, tmp_path):

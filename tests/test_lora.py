@@ -35,7 +35,7 @@ from tests.support.engines import LogitsWitness, invariants, make_llm  # noqa: E
 from tests.support.hf_models import config_json, make_model, save_model  # noqa: E402
 from tests.support.running import serving  # noqa: E402
 
-pytestmark = pytest.mark.usefixtures("largest_shapes")
+pytestmark = pytest.mark.usefixtures("decode_as_chunks")
 
 NAME = "llama-grouped"
 NUM_TOKENS = 10
@@ -422,32 +422,6 @@ def test_beams_are_those_of_the_adapter(model, llm):
     }
     beams = model[0].generate(input_ids=torch.tensor([prompt_of(20)]), **settings)
     assert tokens == beams[0, len(prompt_of(20)) :].tolist()
-
-
-@pytest.mark.sweep  # the fuzzer draws adapters with drafts, several steps and mixed ones
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {
-            "speculative_config": {
-                "method": "ngram",
-                "num_speculative_tokens": 3,
-                "prompt_lookup_min": 1,
-            }
-        },
-        {"num_scheduler_steps": 4},
-        {"enable_mixed_steps": True},
-    ],
-    ids=["ngram", "multi-step", "mixed"],
-)
-def test_the_same_in_other_engines(model, llm, settings):
-    prompts = [prompt_of(40, seed) for seed in (1, 2, 1)]
-    requested = [lora(model, "wide"), lora(model, "narrow"), None]
-    expected = results(llm.generate(prompts, GREEDY, False, lora_request=requested))
-    with make_llm(model[1] / "model", **SETTINGS, **LORA, **settings) as other:
-        assert results(other.generate(prompts, GREEDY, False, lora_request=requested)) == expected
-        if "speculative_config" in settings:
-            assert other.stats()["spec_decode_num_drafts_total"]
 
 
 def test_beside_a_quantised_weight(tmp_path):

@@ -57,6 +57,7 @@ from tests.support.medusa import (
     write_vllm,
 )
 
+pytestmark = pytest.mark.usefixtures("decode_as_chunks")
 TARGET: Any = SimpleNamespace(spec=load_family(CYCLE).Spec.from_config(CYCLE))
 
 # --- files
@@ -348,7 +349,6 @@ def engine_with(
         block_size=4,
         max_num_batched_tokens=32,
         preemption_mode="auto",
-        largest_shapes=True,
         speculative_config=speculative_config,
     )
 

@@ -37,7 +37,7 @@ from tests.support.model_configs import MODELS, config_json
 from tests.support.random_checkpoints import random_checkpoint
 from tests.support.sweeps import few
 from tests.support.tokenizers import write_tokenizer
-from tests.test_speculation import MISTRAL, PROMPTS, REQUESTS, everything
+from tests.test_speculation import PROMPTS, REQUESTS, everything
 
 pytestmark = pytest.mark.usefixtures("usual_pages", "largest_shapes")
 
@@ -72,13 +72,6 @@ ENGINES: dict[str, dict[str, Any]] = {
         },
     },
     "auto": {"max_num_batched_tokens": 32, "num_scheduler_steps": "auto"},
-    "mistral without": {"max_num_batched_tokens": 32},
-    "mistral": {
-        "max_num_batched_tokens": 32,
-        "block_size": 4,
-        "num_blocks": 60,
-        "num_scheduler_steps": NUM_STEPS,
-    },
 }
 HOSTLESS = [
     index for index, each in enumerate(REQUESTS) if index in (0, 1, 2, 3, 11, 12, 13, 14)
@@ -107,19 +100,13 @@ HOSTED = [
 
 
 @pytest.fixture(scope="module")
-def directories(tmp_path_factory):
-    models = {"llama": LLAMA, "mistral": MISTRAL}
-    return {
-        name: write_tokenizer(random_checkpoint(tmp_path_factory.mktemp(name), each))
-        for name, each in models.items()
-    }
+def directory(tmp_path_factory):
+    return write_tokenizer(random_checkpoint(tmp_path_factory.mktemp("llama"), LLAMA))
 
 
 @pytest.fixture(scope="module")
-def engines(directories):
-    with engines_by_name(
-        ENGINES, lambda name: directories["mistral" if "mistral" in name else "llama"]
-    ) as engine:
+def engines(directory):
+    with engines_by_name(ENGINES, lambda name: directory) as engine:
         yield engine
 
 
@@ -243,15 +230,6 @@ def test_a_step_of_several_tokens_with_masks_is_refused(needs, engines):
         builder.build(plan, masks)
 
 
-@pytest.mark.sweep  # a family with windows is below, and in the lives of the fuzzer
-def test_nothing_changes_behind_a_window(engines):
-    chosen = [0, 1, 2, 3, 11]
-    assert ask(engines("mistral"), chosen) == ask(engines("mistral without"), chosen)
-    rows, tokens = count_decoded(engines("mistral"))
-    assert tokens > 2 * rows
-    invariants(engines("mistral"))
-
-
 def test_a_step_has_as_many_tokens_as_are_wanted(engines, monkeypatch):
     """The longest row decides how many steps are made; no token is computed after the last."""
     llm, plans = engines("roomy"), []
@@ -322,9 +300,9 @@ def test_what_it_cached_is_what_others_find(engines, expected):
     assert everything(actual) == everything(expected_outputs)
 
 
-def test_a_log_of_it_is_replayed(directories, expected, tmp_path):
+def test_a_log_of_it_is_replayed(directory, expected, tmp_path):
     path = tmp_path / "log"
-    with make_llm(directories["llama"], **ENGINES["swapping"], event_log=str(path)) as llm:
+    with make_llm(directory, **ENGINES["swapping"], event_log=str(path)) as llm:
         chosen = [0, 2, 11]
         assert ask(llm, chosen) == [expected[index] for index in chosen]
     assert '"drafts":[[0,[-1,-1,-1]]' in path.read_text()
@@ -425,12 +403,12 @@ def test_auto_takes_one_step_while_anybody_waits(waits, engines, monkeypatch):
     invariants(engines("auto"))
 
 
-def test_a_log_of_auto_is_replayed(directories, expected, tmp_path, monkeypatch):
+def test_a_log_of_auto_is_replayed(directory, expected, tmp_path, monkeypatch):
     monkeypatch.setattr(engine_spec, "STEPS_ON_CPU", NUM_STEPS)
     monkeypatch.setattr(running_set, "STEPS_FOR_ONE_MORE", 2)
     path = tmp_path / "log"
     settings = {**ENGINES["auto"], "block_size": "auto", "event_log": str(path)}
-    with make_llm(directories["llama"], **settings) as llm:
+    with make_llm(directory, **settings) as llm:
         assert ask(llm, [0, 2, 11]) == [expected[index] for index in (0, 2, 11)]
     assert {
         f'"drafts":[[0,[{",".join(["-1"] * count)}]]' in path.read_text() for count in (1, 3)
@@ -500,10 +478,10 @@ def test_no_family_has_other_bits_in_several_steps(family, backend, tmp_path):
     "mistake",
     few([forgets_the_token, forgets_the_place, writes_to_one_slot], [writes_to_one_slot]),
 )
-def test_a_planted_mistake_is_seen(mistake, directories, expected, monkeypatch):
+def test_a_planted_mistake_is_seen(mistake, directory, expected, monkeypatch):
     monkeypatch.setattr(steps, "at_step", mistake)
     small = {"max_num_seqs": 2, "max_num_batched_tokens": 16, "num_scheduler_steps": NUM_STEPS}
-    with make_llm(directories["llama"], **small) as llm:
+    with make_llm(directory, **small) as llm:
         assert ask(llm, [0, 1, 2]) != [expected[index] for index in (0, 1, 2)]
 
 

@@ -24,7 +24,7 @@ from tests.support.wire import context
 
 torch = pytest.importorskip("torch", reason="the oracle is transformers on torch")
 
-pytestmark = pytest.mark.usefixtures("largest_shapes")
+pytestmark = pytest.mark.usefixtures("decode_as_chunks")
 LAYERS = (0, 2)  # those that have experts
 NAME = "qwen3-moe-mixed"
 PARAMS = SamplingParams(

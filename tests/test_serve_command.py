@@ -24,10 +24,10 @@ import pytest
 from jaxpage import cli
 from jaxpage.assembly import PHASES
 from tests.support.raw_http import request_bytes
-from tests.support.running import metrics, wait_until
+from tests.support.running import SMALL, metrics, wait_until
 
-SMALL = ["--max-num-seqs", "4", "--max-model-len", "128", "--num-blocks", "65"]
-SMALL += ["--max-num-batched-tokens", "16", "--preemption-mode", "recompute"]
+# The settings of other files, whose executables are found in the compile cache.
+FLAGS = [f"--{name.replace('_', '-')}={value}" for name, value in SMALL.items()]
 KEY = "sk-a-key-for-this-test"
 
 
@@ -68,7 +68,7 @@ def serving(
     *words: str, ready: str, program: Sequence[str] = ("-m", "jaxpage")
 ) -> Iterator[Served]:
     """Runs the server, from a line that says how far it is to its end."""
-    command = [sys.executable, *program, "serve", "demo", "--port", "0", *SMALL, *words]
+    command = [sys.executable, *program, "serve", "demo", "--port", "0", *FLAGS, *words]
     environment = {**os.environ, "JAXPAGE_API_KEY": KEY}
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
     server = Served(process, ready)
@@ -106,7 +106,7 @@ def test_start_up_has_phases_and_ends_with_calls_that_can_be_copied(ready_server
         (str(number), name.capitalize()) for number, name in enumerate(PHASES, start=1)
     ]
     assert (
-        "sequences of 128 tokens" in ready_server.said
+        "sequences of 512 tokens" in ready_server.said
         and "were in the compile cache" in ready_server.said
     )
     took = re.findall(r"^ +\d+\.\d s$", ready_server.said, re.MULTILINE)
@@ -123,7 +123,7 @@ def test_start_up_has_phases_and_ends_with_calls_that_can_be_copied(ready_server
 
 def test_capabilities_tell_what_this_server_is(client):
     facts = client.get("/v1/capabilities").json()
-    assert facts["model"]["max_model_len"] == 128 and facts["model"]["has_chat_template"]
+    assert facts["model"]["max_model_len"] == 512 and facts["model"]["has_chat_template"]
     assert facts["limits"]["max_num_seqs"] == 4 and facts["limits"]["max_prompts"] > 1
     assert facts["tools"] is None
     assert facts["parameters"]["temperature"]["streaming"] == "yes"

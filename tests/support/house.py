@@ -591,7 +591,8 @@ def _chains(module: Module) -> Iterator[tuple[int, str]]:
 
 def _chains_by_locals(module: Module, function: Function) -> Iterator[tuple[int, str]]:
     aliases = {}
-    for node in ast.walk(function):
+    nodes = list(ast.walk(function))
+    for node in nodes:
         if isinstance(node, ast.Assign | ast.AnnAssign | ast.NamedExpr):
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
             if node.value is not None and (room := _room_after(module, node.value)):
@@ -599,7 +600,7 @@ def _chains_by_locals(module: Module, function: Function) -> Iterator[tuple[int,
                 aliases |= {
                     target.id: (room, text) for target in targets if isinstance(target, ast.Name)
                 }
-    for node in ast.walk(function):
+    for node in nodes if aliases else ():
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
             room, text = aliases.get(node.value.id, ("", ""))
             if room and node.attr not in OF_BUILT_INS:
@@ -619,7 +620,11 @@ def _room_after(module: Module, node: ast.expr) -> str:
 def _sizes(module: Module) -> Iterator[tuple[int, str]]:
     if module.name.startswith("pallas_kernels"):  # a kernel may run long
         return
-    if (num_tokens := len(token_lines(module))) > MAX_MODULE_TOKENS:
+    # Reading the tokens takes long, and few modules have so many words and signs.
+    if (
+        len(re.findall(r"\w+|[^\w\s]", module.source)) > MAX_MODULE_TOKENS
+        and (num_tokens := len(token_lines(module))) > MAX_MODULE_TOKENS
+    ):
         yield 1, f"has {num_tokens} tokens; {MAX_MODULE_TOKENS} are enough for a module"
     for node, length in functions(module):
         docstring = node.body[0] if ast.get_docstring(node) else None

@@ -8,8 +8,8 @@ object, or a listener, which says what has happened (`stepped`).
 from __future__ import annotations
 
 import ast
+import functools
 import re
-import tokenize
 from collections.abc import Collection, Iterator, Sequence
 
 from tests.support.sources import Function, Module
@@ -83,6 +83,17 @@ EXEMPT_NAMES = frozenset(
         "scaled_dot_product_attention",
     ]
 )
+# Where a syntax tree has identifiers.
+_FIELDS: dict[type[ast.AST], tuple[str, ...]] = {
+    **dict.fromkeys((ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef), ("name",)),
+    **dict.fromkeys((ast.arg, ast.keyword), ("arg",)),
+    ast.Name: ("id",),
+    ast.Attribute: ("attr",),
+    ast.alias: ("name", "asname"),
+    ast.ImportFrom: ("module",),
+    ast.ExceptHandler: ("name",),
+    ast.MatchAs: ("name",),
+}
 PRONOUNS = frozenset({"found", "given", "kept", "one", "own", "rest", "wanted"})
 
 
@@ -134,19 +145,24 @@ def old_words(modules: Sequence[Module], allowed: Collection[str] = ()) -> list[
     words = "|".join(word for word in TERMS if word not in allowed)
     pattern = re.compile(rf"(?:^|_)({words})(?=_|$)")
     exempt = re.compile(rf"(?:^|_)(?:{'|'.join(EXEMPT_NAMES - {'product', 'tell'})})(?=_|$)")
+
+    @functools.cache
+    def term_of(name: str) -> str | None:
+        snake = re.sub("(?<=[a-z])(?=[A-Z])", "_", name).lower()
+        match = pattern.search(exempt.sub("", snake))
+        return TERMS[match[1]] if match else None
+
     places = []
     for module in modules:
-        before = ""
-        for token in module.tokens:
-            is_exempt = token.string.startswith("test_") or (
-                before == "." and token.string in EXEMPT_NAMES
-            )
-            if token.type == tokenize.NAME and not is_exempt:
-                snake = re.sub("(?<=[a-z])(?=[A-Z])", "_", token.string).lower()
-                if match := pattern.search(exempt.sub("", snake)):
-                    place = f"{module.path}:{token.start[0]}"
-                    places.append(f"{place}: {token.string} ({TERMS[match[1]]})")
-            before = token.string
+        for node in module.nodes:
+            for field in _FIELDS.get(type(node), ()):
+                for name in (getattr(node, field) or "").split("."):
+                    is_exempt = name.startswith("test_") or (
+                        isinstance(node, ast.Attribute) and name in EXEMPT_NAMES
+                    )
+                    if not is_exempt and (term := term_of(name)):
+                        line = getattr(node, "lineno", 1)
+                        places.append(f"{module.path}:{line}: {name} ({term})")
     return places
 
 

@@ -40,14 +40,14 @@ class Module:
         return list(tokenize.generate_tokens(io.StringIO(self.source).readline))
 
     @functools.cached_property
-    def lazy_nodes(self) -> set[int]:
-        """Returns the ids of the nodes inside of functions."""
-        inside: set[int] = set()
-        # In breadth first, so a function inside another one has been visited.
-        for node in self.nodes:
-            if isinstance(node, Function | ast.Lambda) and id(node) not in inside:
-                inside.update(map(id, ast.walk(node)))
-        return inside
+    def function_lines(self) -> set[int]:
+        """Returns the lines inside of functions."""
+        spans = (
+            range(node.lineno + 1, (node.end_lineno or node.lineno) + 1)
+            for node in self.nodes
+            if isinstance(node, Function)
+        )
+        return set().union(*spans)
 
     @functools.cached_property
     def name(self) -> str:
@@ -84,11 +84,11 @@ def _parse(path: str, text: str) -> Module:
 
 def imports(module: Module, known: set[str]) -> Iterator[Import]:
     """Yields every import; `from package import module` names the module if it is a known one."""
-    inside = module.lazy_nodes
+    inside = module.function_lines
     for node in module.nodes:
         if isinstance(node, ast.Import):
             for alias in node.names:
-                yield Import(alias.name, node.lineno, id(node) in inside)
+                yield Import(alias.name, node.lineno, node.lineno in inside)
         elif isinstance(node, ast.ImportFrom):
             base = node.module or ""
             if node.level:
@@ -96,7 +96,7 @@ def imports(module: Module, known: set[str]) -> Iterator[Import]:
                 base = ".".join(parents[: len(parents) - node.level + 1] + ([base] if base else []))
             for alias in node.names:
                 full = f"{base}.{alias.name}"
-                yield Import(full if full in known else base, node.lineno, id(node) in inside)
+                yield Import(full if full in known else base, node.lineno, node.lineno in inside)
 
 
 def imports_by_name(module: Module) -> Iterator[tuple[str, int]]:
