@@ -373,7 +373,6 @@ def test_a_model_that_no_kernel_takes_is_refused_with_the_reason(tmp_path):
         make_llm(wide, attention_backend="triton")
 
 
-# Its first engine has the settings of `tests.support.running`, and so its executables are cached.
 WITHOUT_TRITON = """
 import sys
 sys.modules["jax.experimental.pallas.triton"] = None
@@ -381,9 +380,8 @@ from jaxpage import LLM, SamplingParams
 from jaxpage.errors import UnsupportedError
 from pallas_kernels.compat import describe_gpu
 from tools.lab.kernel_lab.inspection.compiled_cases import attention_case, copy_case, write_case
-from tests.support.running import SMALL
 from tools.lab.kernel_lab.specs import find
-settings = {"use_tqdm": False, **SMALL}
+settings = {"use_tqdm": False, "max_num_seqs": 1, "max_num_batched_tokens": 16, "max_model_len": 64, "num_blocks": 16}
 with LLM("demo", **settings) as llm:
     print(len(llm.generate("Once", SamplingParams(max_tokens=3, ignore_eos=True))[0].outputs[0].token_ids))
 try:
