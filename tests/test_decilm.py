@@ -21,6 +21,7 @@ from jaxpage.models.registry import load_family  # noqa: E402
 from tests.support.engines import make_llm, tokens_of  # noqa: E402
 from tests.support.random_checkpoints import random_tensors  # noqa: E402
 
+pytestmark = pytest.mark.usefixtures("decode_as_chunks")
 WIDTH, HEADS, HEAD, FFN = 64, 4, 16, 512
 
 

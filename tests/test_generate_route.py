@@ -29,7 +29,7 @@ SAMPLED = {"max_tokens": 7, "temperature": 0.8, "top_k": 6, "seed": 3, "ignore_e
 
 @pytest.fixture(scope="module")
 def llm():
-    with make_llm("demo", enable_return_sampling_mask=True) as llm:
+    with make_llm("demo", largest_shapes=True, enable_return_sampling_mask=True) as llm:
         yield llm
         invariants(llm)
 

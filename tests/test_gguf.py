@@ -739,7 +739,7 @@ def test_an_engine_of_a_file(tmp_path, capsys):
     oracle = AutoModelForCausalLM.from_pretrained(
         tmp_path, gguf_file=path.name, dtype=torch.float32
     )
-    with make_llm(path, load_format="gguf") as llm:
+    with make_llm(path, load_format="gguf", largest_shapes=True) as llm:
         (output,) = llm.generate(
             "the quick", SamplingParams(temperature=0, max_tokens=24), use_tqdm=False
         )

@@ -280,6 +280,7 @@ def test_names_of_gemma(case):
     assert_as_hugging_face(case, config, of_gemma(case, config, arrays), arrays)
 
 
+@pytest.mark.usefixtures("decode_as_chunks")
 def test_a_checkpoint_of_maxtext_is_converted_and_its_arrays_are_parameters(tmp_path):
     """An engine of either gives transformers' tokens. A mistake is planted: no turned pairs."""
     config, arrays = weights("llama")

@@ -57,7 +57,7 @@ def test_methods_take_what_trl_gives_them():
 
 
 def test_a_trainer_generates_and_updates(tmp_path: Path) -> None:
-    with make_llm("demo") as llm:
+    with make_llm("demo", largest_shapes=True) as llm:
         built = Built(llm._engine, llm.tokenizer, {}, llm.spec, llm._model)
         with serving(built, weights_directory=str(tmp_path)) as running:
             client = JaxpageClient(running.address, weights_directory=tmp_path)
