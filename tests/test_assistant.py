@@ -39,6 +39,7 @@ from tests.support.random_checkpoints import random_checkpoint
 from tests.support.sweeps import few
 from tests.test_drafting_ahead import counts, record
 
+pytestmark = pytest.mark.usefixtures("decode_as_chunks")
 RNG = np.random.default_rng(2)
 PROMPTS = [RNG.integers(1, 96, length).tolist() for length in (3, 9, 30)]
 FORMS: dict[str, dict[str, Any]] = {

@@ -20,6 +20,7 @@ from jaxpage.memory.memory_split import split_memory
 from tests.support.engines import LLAMA, make_llm
 from tests.support.random_checkpoints import random_checkpoint
 
+pytestmark = pytest.mark.usefixtures("compiled_when_used", "largest_shapes")
 NUM_BLOCKS = 9  # usable ones: 1 to 9
 
 
