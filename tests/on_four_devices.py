@@ -476,7 +476,8 @@ def test_adapters_give_the_same_bits_and_those_of_peft(adapters, monkeypatch):
 
 
 # Drafters with weights, of which each device has all: the text is that without drafts, to the last
-# bit. EAGLE's heads take the model's divided tables, and draft what they draft in float64.
+# bit. EAGLE's heads take the model's divided tables, and draft what they draft in float64; a whole
+# model is on each device as a head's layer is.
 
 
 @pytest.mark.usefixtures("decodes_in_chunks")
