@@ -841,8 +841,7 @@ ROW_MISTAKES = {
     "gates and ups change places": ("load<Stored>(gates + p.width", "load<Stored>(gates"),
     "a sigmoid of gates": ("return x / (splat", "return splat(1.0f) / (splat"),
     "gates without their last vector": (
-        "i < p.width; i += kLanes)\n    store<Stored>(out, i, p.width,\n                  "
-        "activate",
+        "i < p.width; i += kLanes)\n    store<Stored>(out, i, p.width,\n                  activate",
         "i + kLanes <= p.width; i += kLanes)\n    store<Stored>(out, i, p.width, activate",
     ),
     "a norm without its offset": (
