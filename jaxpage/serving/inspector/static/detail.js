@@ -85,7 +85,7 @@ function dotOf({ request }) {
 }
 
 function storyOf(request) {
-  const cached = request.cached_tokens
+  const hit = request.cached_tokens
     ? `, ${request.cached_tokens} of them from the prefix cache`
     : "";
   const numPictures = Math.max(0, ...(request.vectors ?? []).map(([, , picture]) => picture));
@@ -100,7 +100,7 @@ function storyOf(request) {
     : "";
   const ended = request.reasons ? `; ended: ${request.reasons.join(", ")}` : "";
   return (
-    `is ${request.state}: ${count(request.prompt_tokens, "token")} of prompt${pictures}${cached}, ` +
+    `is ${request.state}: ${count(request.prompt_tokens, "token")} of prompt${pictures}${hit}, ` +
     `at most ${request.max_total_tokens} in total${kind}${gave}${ended}.`
   );
 }

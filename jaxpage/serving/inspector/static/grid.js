@@ -162,8 +162,8 @@ export class BlockGrid {
   }
 
   /**
-   * Returns the indices of the blocks in the box, from and up to: of the blocks that there are, which
-   * may be fewer than were drawn.
+   * Returns the indices of the blocks in the box, from and up to: of the blocks that there are,
+   * which may be fewer than were drawn.
    */
   get sight() {
     return this.drawnRange.map((index) => Math.min(index, this.blocks.length));

@@ -59,11 +59,11 @@ export class Pictures {
     if (!items.length) return "";
     if (!this.facts?.model.takes_pictures) return "This model takes no pictures.";
     if (!this.isChat()) return "Pictures are sent in a chat: choose Chat.";
-    const { max_pictures: maxPictures, max_body_bytes: bytes } = this.facts.limits;
+    const { max_pictures: maximum, max_body_bytes: bytes } = this.facts.limits;
     const before = this.history().flatMap(({ content }) => partsOf(content));
     const number = items.length + before.filter(({ type }) => type === "image_url").length;
-    if (number > maxPictures)
-      return `The conversation would have ${count(number, "picture")}; the most are ${maxPictures}.`;
+    if (number > maximum)
+      return `The conversation would have ${count(number, "picture")}; the most are ${maximum}.`;
     const size = JSON.stringify([before, items.map(({ url }) => url)]).length;
     if (size > bytes)
       return (
