@@ -134,6 +134,33 @@ def test_identifiers_have_the_words_of_the_field() -> None:
     assert not [word for word in names.TERMS if f"| {word.replace('_', ' ')} |" not in glossary]
 
 
+@pytest.mark.parametrize("language", names.LANGUAGES)
+def test_other_languages_have_the_words_of_the_field(language: str) -> None:
+    """No identifier has a word of `TERMS` or is a pronoun, in files that have a thousand names."""
+    places, count = names.foreign_names(ROOT, language)
+    assert not places, "\n".join(places)
+    assert count > 1000
+
+
+def test_identifiers_of_other_languages_are_read(tmp_path: Path) -> None:
+    """Comments, texts, patterns, numbers and keys of objects have none; templates have code."""
+    (tmp_path / "jaxpage").mkdir()
+    (tmp_path / "pallas_kernels").mkdir()
+    (tmp_path / "jaxpage" / "a.js").write_text(
+        "// own\nconst found = { kept: 1 }; /* rest */ f('most', /own`/u, a.mostBlocks);\n"
+        "g(`https://given ${isLeft ? one : wanted} least`);\n"
+    )
+    (tmp_path / "pallas_kernels" / "a.cc").write_text(
+        '#include "own.h"\nint kMost = 0x1p3; rest::Found own_(1);  // kept\n'
+    )
+    script, count = names.foreign_names(tmp_path, "JavaScript")
+    assert [place.split()[1] for place in script] == ["found", "mostBlocks", "one", "wanted"]
+    assert count == 9
+    source, count = names.foreign_names(tmp_path, "C++")
+    assert [place.split()[1] for place in source] == ["Found", "kMost", "own_", "rest"]
+    assert (source[1], count) == ("pallas_kernels/a.cc: kMost (max, or maximum)", 5)
+
+
 def test_doors_give_the_names_that_they_list() -> None:
     """Those that are loaded at first use, too."""
     doors = house.INNER_DOORS | {f"jaxpage.{room}" for room in house.DOORS}

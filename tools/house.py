@@ -25,7 +25,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs from any directory
 
-from tests.support.names import old_words, participles, pronouns
+from tests.support.names import LANGUAGES, foreign_names, old_words, participles, pronouns
 from tests.support.reach import unreached
 from tests.support.sources import (
     DOCUMENTED,
@@ -95,6 +95,9 @@ def measure(root: Path) -> Table:
     table |= first_words(modules)
     table |= names(modules)
     table["identifiers with words that stand for terms of the field"] = len(old_words(modules))
+    for language in LANGUAGES:
+        places, _ = foreign_names(root, language)
+        table[f"{language}: identifiers with such words, or that are pronouns"] = len(places)
     num_tokens = {"wheel": count_tokens(modules)}
     for top in ("tools", "tests"):
         others = read_modules(root, (top,))

@@ -11,6 +11,7 @@ import ast
 import re
 import tokenize
 from collections.abc import Collection, Iterator, Sequence
+from pathlib import Path
 
 from tests.support.sources import Function, Module
 
@@ -76,7 +77,26 @@ EXEMPT_NAMES = frozenset(
         "scaled_dot_product_attention",
     ]
 )
+_EXEMPT = re.compile(rf"(?:^|_)(?:{'|'.join(EXEMPT_NAMES - {'product', 'tell'})})(?=_|$)")
 PRONOUNS = frozenset({"found", "given", "kept", "one", "own", "rest", "wanted"})
+# The sources in C++ and JavaScript: the endings of their files, and their folders.
+LANGUAGES = {
+    "C++": ((".cc", ".h"), ("pallas_kernels",)),
+    "JavaScript": ((".js", ".mjs"), ("jaxpage", "docs", "tests")),
+}
+# What has no identifiers in C++ and JavaScript: templates but for their braces, comments, includes,
+# texts, patterns and numbers.
+_NO_NAMES = re.compile(
+    r"(?P<template>`(?:\\.|[^`\\])*`)"
+    r"|//[^\n]*|/\*.*?\*/|^ *#include[^\n]*"
+    r'|"(?:\\.|[^"\\\n])*"|\'(?:\\.|[^\'\\\n])*\''
+    r"|(?:(?<=[(=,:!&|?{;\[] )|(?<=[(=,:!&|?{;\[]))/(?:\\.|\[(?:\\.|[^\]\\\n])*\]|[^/\\\[\n])+/\w*"
+    r"|\b\d[\w.']*",
+    re.DOTALL | re.MULTILINE,
+)
+_BRACES = re.compile(r"\$\{((?:[^{}]|\{[^{}]*\})*)\}")
+# A key of an object, which is followed by a colon, may be a field of a file or of an answer.
+_NAME = re.compile(r"[A-Za-z_]\w*+(?!:(?!:))")
 
 
 def is_participle(name: str) -> bool:
@@ -124,9 +144,7 @@ def old_words(modules: Sequence[Module], allowed: Collection[str] = ()) -> list[
         modules: The modules.
         allowed: Words of the table that mean what they say in these modules.
     """
-    words = "|".join(word for word in TERMS if word not in allowed)
-    pattern = re.compile(rf"(?:^|_)({words})(?=_|$)")
-    exempt = re.compile(rf"(?:^|_)(?:{'|'.join(EXEMPT_NAMES - {'product', 'tell'})})(?=_|$)")
+    pattern = _pattern(allowed)
     places = []
     for module in modules:
         before = ""
@@ -134,13 +152,57 @@ def old_words(modules: Sequence[Module], allowed: Collection[str] = ()) -> list[
             is_exempt = token.string.startswith("test_") or (
                 before == "." and token.string in EXEMPT_NAMES
             )
-            if token.type == tokenize.NAME and not is_exempt:
-                snake = re.sub("(?<=[a-z])(?=[A-Z])", "_", token.string).lower()
-                if match := pattern.search(exempt.sub("", snake)):
-                    place = f"{module.path}:{token.start[0]}"
-                    places.append(f"{place}: {token.string} ({TERMS[match[1]]})")
+            match = pattern.search(_EXEMPT.sub("", _snake(token.string)))
+            if match and token.type == tokenize.NAME and not is_exempt:
+                place = f"{module.path}:{token.start[0]}"
+                places.append(f"{place}: {token.string} ({TERMS[match[1]]})")
             before = token.string
     return places
+
+
+def foreign_names(root: Path, language: str) -> tuple[list[str], int]:
+    """Returns the identifiers of a language of `LANGUAGES` that have a word of `TERMS`, or are a
+    pronoun, and the number of all.
+
+    A name counts once for each file.
+    """
+    endings, folders = LANGUAGES[language]
+    pattern = _pattern(())
+    places = []
+    count = 0
+    paths = (path for folder in folders for path in sorted((root / folder).rglob("*")))
+    for path in (path for path in paths if path.suffix in endings):
+        names = sorted(set(foreign_identifiers(path.read_text(encoding="utf-8"))))
+        count += len(names)
+        for name in names:
+            snake = _snake(name).strip("_").removeprefix("k_")
+            match = pattern.search(_EXEMPT.sub("", snake))
+            if match or snake in PRONOUNS:
+                term = TERMS[match[1]] if match else "what it is"
+                places.append(f"{path.relative_to(root)}: {name} ({term})")
+    return places, count
+
+
+def foreign_identifiers(source: str) -> list[str]:
+    """Returns the identifiers of a source in C++ or JavaScript, keywords among them."""
+    return _NAME.findall(_NO_NAMES.sub(_code_of_braces, source))
+
+
+def _code_of_braces(match: re.Match[str]) -> str:
+    """Returns what a template computes; nothing of what is no template."""
+    braces = _BRACES.findall(match["template"] or "")
+    return " ".join(["", *(_NO_NAMES.sub(_code_of_braces, code) for code in braces), ""])
+
+
+def _pattern(allowed: Collection[str]) -> re.Pattern[str]:
+    """Returns what finds a word of `TERMS` in a name, those that are allowed left out."""
+    words = "|".join(word for word in TERMS if word not in allowed)
+    return re.compile(rf"(?:^|_)({words})(?=_|$)")
+
+
+def _snake(name: str) -> str:
+    """Returns a name in lower case, with an underscore between its words."""
+    return re.sub("(?<=[a-z])(?=[A-Z])", "_", name).lower()
 
 
 def bound_names(function: ast.AST) -> Iterator[str]:
