@@ -69,7 +69,7 @@ class TokenLogprobs:
         top_token_ids: The most likely tokens, in order.
         top_logprobs: Their log probabilities.
         num_kept: The number of tokens that could be drawn, with logprobs_mode="processed".
-        kept: The ids of these tokens as int32, with `return_sampling_mask`.
+        mask_ids: The ids of these tokens as int32, with `return_sampling_mask`.
         hidden_state: The numbers of the hidden state as float32, with `return_hidden_states`.
     """
 
@@ -79,7 +79,7 @@ class TokenLogprobs:
     top_token_ids: tuple[int, ...] = ()
     top_logprobs: tuple[float, ...] = ()
     num_kept: int = 0
-    kept: bytes = b""
+    mask_ids: bytes = b""
     hidden_state: bytes = field(default=b"", repr=False)
 
 

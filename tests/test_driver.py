@@ -644,7 +644,7 @@ def same_weights(engine):
 
 def weights_held_by(engine):
     """Returns the weights that a model that sleeps has kept."""
-    return WakingWeights(to_device(engine.runner.kept), engine.runner.num_sleeps)
+    return WakingWeights(to_device(engine.runner.host_parameters), engine.runner.num_sleeps)
 
 
 @contextmanager
@@ -1084,7 +1084,7 @@ class Lives(RuleBasedStateMachine):
     @rule()
     def wake(self):
         runner = self.engine.runner
-        if runner.kept is None:
+        if runner.host_parameters is None:
             self.driver.wake(WakingWeights(self.on_device(), runner.num_sleeps))
         else:
             self.driver.wake(weights_held_by(self.engine))

@@ -432,12 +432,12 @@ def test_sequences_without_room_for_a_tree_draft_from_what_others_wrote():
     large = make_group("large", 3, [*range(100, 200), 10, 11], max_tokens=99)
     assert ask(proposer, small, 4) == chain((7, 5))
     assert ask(proposer, large, 4) == chain((12, 13))
-    assert proposer._own[3].tree is None
+    assert proposer._own_trees[3].tree is None
     assert proposer._num_own_edges <= 50
     assert ask(proposer, small, 4) == chain((7, 5))
     for group in (small, large):
         proposer.forget(group)
-    assert (proposer._num_own_edges, proposer._own, proposer._shared._written) == (0, {}, {})
+    assert (proposer._num_own_edges, proposer._own_trees, proposer._shared._written) == (0, {}, {})
 
 
 def test_a_long_prompt_is_taken_in_over_several_steps_and_drafts_follow_when_it_is():

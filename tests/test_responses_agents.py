@@ -757,7 +757,7 @@ class StoreMachine(RuleBasedStateMachine):
         # To find them would be to use them.
         present = [
             (response_id, stored.owner, stored.stored)
-            for response_id, stored in self.store._kept.items()
+            for response_id, stored in self.store._entries.items()
             if not self.store._is_over(stored)
         ]
         assert sorted(present) == sorted((entry[0], entry[1], entry[3]) for entry in self.expected)

@@ -93,13 +93,13 @@ class _Arguments:
         prober: Renders answers.
         mid: The text between a key and a string.
         split: The markers of the list of arguments.
-        rest: The text after the only argument.
+        ending: The text after the only argument.
     """
 
     prober: Prober
     mid: str
     split: ListMarkers
-    rest: str
+    ending: str
 
     @classmethod
     def of(cls, prober: Prober) -> _Arguments | None:
@@ -125,9 +125,9 @@ class _Arguments:
     def region(self, value: Any) -> str | None:
         """Returns what is written between a key and the next item for a value, or None."""
         parts = _cut(self.prober.body([Call(NAMES[0], {KEYS[0]: value})]), [NAMES[0], KEYS[0]])
-        if parts is None or not parts[-1].endswith(self.rest):
+        if parts is None or not parts[-1].endswith(self.ending):
             return None
-        return parts[-1].removesuffix(self.rest)
+        return parts[-1].removesuffix(self.ending)
 
 
 def _cut(text: str | None, parts: Sequence[str]) -> list[str] | None:

@@ -276,7 +276,7 @@ def _load(
     total = plan.num_bytes(dtype)
     shown = None if progress else True
 
-    def one(filled: Filled) -> tuple[dict[Path, Any], int]:
+    def load_parameter(filled: Filled) -> tuple[dict[Path, Any], int]:
         return load(filled, [read(info) for _, info in filled.pieces])
 
     with (
@@ -285,7 +285,9 @@ def _load(
     ):
         # Dequantising is work for all cores. Others are read as fast as memory or disk can, and one
         # at a time needs the least memory.
-        for made, num_bytes in (pool.map if plan.layout == "gguf" else map)(one, plan.parameters):
+        for made, num_bytes in (pool.map if plan.layout == "gguf" else map)(
+            load_parameter, plan.parameters
+        ):
             for path, value in made.items():
                 insert(tree, path, value)
             bar.update(num_bytes)

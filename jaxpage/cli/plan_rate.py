@@ -199,7 +199,7 @@ def _lines(
 def _cells(each: AtRate) -> tuple[str, ...]:
     return (
         f"{each.rate:,.4g}",
-        f"{each.kept:.1%}",
+        f"{each.share_within_slo:.1%}",
         f"{1000 * each.p99_ttft:.1f}",
         f"{1000 * each.p99_tpot:.1f}",
         f"{each.running:.1f}",

@@ -129,7 +129,7 @@ def _draw(result: StepResult, index: int, sample: Sample, drafted: bool) -> Draw
     if sample.params.logprobs_mode == "processed":
         logprobs = _of_kept(logprobs, result, index)
     if sample.params.return_sampling_mask and result.masks is not None:
-        logprobs = replace(logprobs, kept=ids_of(result.masks[index]).tobytes())
+        logprobs = replace(logprobs, mask_ids=ids_of(result.masks[index]).tobytes())
     if sample.params.return_hidden_states and result.hidden is not None:
         logprobs = replace(logprobs, hidden_state=result.hidden[index].tobytes())
     return Draw(sample.sequence_id, token_id, logprobs, drafted)

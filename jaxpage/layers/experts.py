@@ -146,10 +146,10 @@ class Experts(nnx.Module):
 
         A number that is no expert's gives zeros.
         """
-        found_TXD = None
+        output_TXD = None
         if has_matmul_by_group(self.gate_up.weight(...)):
-            found_TXD = self._run_at_once(x_TD, expert_TX)
-        return self._run_by_tiles(x_TD, expert_TX) if found_TXD is None else found_TXD
+            output_TXD = self._run_at_once(x_TD, expert_TX)
+        return self._run_by_tiles(x_TD, expert_TX) if output_TXD is None else output_TXD
 
     def _run_at_once(
         self, x_TD: Float[Array, "T D"], expert_TX: Int[Array, "T X"]

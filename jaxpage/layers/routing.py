@@ -25,12 +25,12 @@ class Groups:
 
     Attributes:
         count: The number of groups.
-        kept: The number of groups that a token takes.
+        num_kept: The number of groups that a token takes.
         best: The number of a group's best experts whose ratings are added up to rate it.
     """
 
     count: int
-    kept: int
+    num_kept: int
     best: int
 
 
@@ -251,9 +251,9 @@ def _only_best(rated_TE: Float[Array, "T E"], groups: Groups) -> Float[Array, "T
     total = best[..., 0]
     for place in range(1, groups.best):
         total = total + best[..., place]
-    is_kept = jax.nn.one_hot(jax.lax.top_k(total, groups.kept)[1], groups.count, dtype=bool).any(
-        axis=1
-    )
+    is_kept = jax.nn.one_hot(
+        jax.lax.top_k(total, groups.num_kept)[1], groups.count, dtype=bool
+    ).any(axis=1)
     return jnp.where(is_kept[:, :, None], grouped, -jnp.inf).reshape(rated_TE.shape)
 
 

@@ -245,8 +245,8 @@ class Gemma3nLayer(nnx.Module):
         gate_TD = states[self.states.active]
         if self.states.scales_active:
             gate_TD = gate_TD * self.altup.scale[...][None]
-        given_TD = self.input(gate_TD, input_TI)
-        return jnp.stack([states[0], *(each + given_TD for each in states[1:])]), layer_pages
+        change_TD = self.input(gate_TD, input_TI)
+        return jnp.stack([states[0], *(each + change_TD for each in states[1:])]), layer_pages
 
 
 class Gemma3n(gemma.Gemma2, config=Gemma3nConfig):
@@ -304,5 +304,5 @@ def _match_size(x_TD: Float[Array, "T D"], other_TD: Float[Array, "T D"]) -> Flo
     """Returns the state with the root mean square of another one."""
     wide_TD = x_TD.astype(jnp.float32)
     size_T1 = jnp.sqrt(mean(jnp.square(other_TD.astype(jnp.float32))))
-    own_T1 = jnp.sqrt(jnp.maximum(mean(jnp.square(wide_TD)), MIN_SQUARE))
-    return (wide_TD * size_T1 / own_T1).astype(x_TD.dtype)
+    rms_T1 = jnp.sqrt(jnp.maximum(mean(jnp.square(wide_TD)), MIN_SQUARE))
+    return (wide_TD * size_T1 / rms_T1).astype(x_TD.dtype)

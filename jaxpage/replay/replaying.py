@@ -187,8 +187,8 @@ class Replay:
                     self._differ(record, None)
                 if record["event"] == "end":
                     ending = None
-        except Differs as found:
-            difference = str(found)
+        except Differs as differs:
+            difference = str(differs)
             ending = None
         except _EndsInside as step:
             ending = f"The log ends in the middle of step {step}"

@@ -58,11 +58,11 @@ class Acceptance:
     def __init__(self, first_rate: float) -> None:
         # By place: [accepted, seen].
         self._all = [[FIRST_WEIGHT, FIRST_WEIGHT], [FIRST_WEIGHT * first_rate, FIRST_WEIGHT]]
-        self._own: dict[int, list[list[float]]] = {}
+        self._by_sequence: dict[int, list[list[float]]] = {}
 
     def add(self, sequence_id: int, place: int, accepted: float) -> None:
         """Counts what came of one place of a sequence's drafts."""
-        for counts in (self._all, self._own.setdefault(sequence_id, [])):
+        for counts in (self._all, self._by_sequence.setdefault(sequence_id, [])):
             counts += [[0.0, 0.0] for _ in range(len(counts), 1 + place)]
             counts[place][0] += accepted - counts[place][0] / MEMORY
             counts[place][1] += 1.0 - counts[place][1] / MEMORY
@@ -81,7 +81,7 @@ class Acceptance:
 
     def rates(self, sequence_id: int, average: Sequence[float]) -> list[float]:
         """Returns the rates of one sequence, by place; it starts from the average of all."""
-        counts_of_sequence = self._own.get(sequence_id, [])
+        counts_of_sequence = self._by_sequence.get(sequence_id, [])
         rates = [
             (counts[0] + PRIOR * rate) / (counts[1] + PRIOR)
             for counts, rate in zip(counts_of_sequence, average, strict=False)
@@ -91,7 +91,7 @@ class Acceptance:
     def forget(self, sequence_ids: Iterable[int]) -> None:
         """Forgets sequences that have ended."""
         for sequence_id in sequence_ids:
-            self._own.pop(sequence_id, None)
+            self._by_sequence.pop(sequence_id, None)
 
 
 class _Node(NamedTuple):

@@ -24,7 +24,7 @@ from jaxpage.step.request import Request, Sequence
 NUM_RECYCLED = 8  # W: tokens that are kept for each token
 # The most tables for salts, besides the one without. With 128,000 tokens a table takes 4 MB.
 MAX_TABLES = 16
-KEPT = 64  # steps without use after which a table may be given to another salt
+MIN_IDLE_STEPS = 64  # steps without use after which a table may be given to another salt
 MAX_LEVELS = 6  # tokens ahead that a tree goes
 
 # The shape of trees: how often the first token of a row comes next, the second, and so on, with the
@@ -117,7 +117,7 @@ class RecyclingProposer(Proposer):
         if table is None:
             others = [each for each in self._tables if each is not None]
             if salt is not None and len(others) >= MAX_TABLES:
-                if self._step - self._tables[others[0]].used < KEPT:
+                if self._step - self._tables[others[0]].used < MIN_IDLE_STEPS:
                     return None
                 del self._tables[others[0]]
             table = self._tables[salt] = _Table(

@@ -79,6 +79,7 @@ EXEMPT_NAMES = frozenset(
 )
 _EXEMPT = re.compile(rf"(?:^|_)(?:{'|'.join(EXEMPT_NAMES - {'product', 'tell'})})(?=_|$)")
 PRONOUNS = frozenset({"found", "given", "kept", "one", "own", "rest", "wanted"})
+_SHAPE = re.compile(r"(?:_[A-Z0-9]+)+$")
 # The sources in C++ and JavaScript: the endings of their files, and their folders.
 LANGUAGES = {
     "C++": ((".cc", ".h"), ("pallas_kernels",)),
@@ -133,6 +134,17 @@ def pronouns(modules: Sequence[Module]) -> tuple[list[str], int]:
                 place = f"{module.path}:{node.lineno}"
                 names += [f"{place}: {name}" for name in sorted(bound & PRONOUNS)]
     return names, count
+
+
+def pronoun_names(modules: Sequence[Module]) -> list[str]:
+    """Returns the identifiers that are nothing but a pronoun, before the letters of a shape."""
+    places = []
+    for module in modules:
+        for token in module.tokens:
+            word = token.string if token.string.isupper() else _SHAPE.sub("", token.string)
+            if token.type == tokenize.NAME and word.strip("_").lower() in PRONOUNS:
+                places.append(f"{module.path}:{token.start[0]}: {token.string}")
+    return places
 
 
 def old_words(modules: Sequence[Module], allowed: Collection[str] = ()) -> list[str]:

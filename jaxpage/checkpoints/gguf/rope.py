@@ -41,18 +41,18 @@ def rope_parameters(file: GGUFFile, head_dim: int) -> dict[str, Any]:
     Raises:
         UnsupportedError: The file asks for something that is not computed here.
     """
-    scaling = {key: value for key, value in _own(file).items() if key.startswith(_PREFIX)}
+    scaling = {key: value for key, value in _own_fields(file).items() if key.startswith(_PREFIX)}
     values = {key.removeprefix(_PREFIX): as_number(value) for key, value in scaling.items()}
     kind = values.pop("type", "none")
     factor = values.pop("factor", None)
     values.pop("finetuned", None)  # says how the model was trained
     if unknown := [
         key
-        for key in _own(file)
+        for key in _own_fields(file)
         if key.removeprefix("rope.") not in _KNOWN and not key.startswith(_PREFIX)
     ]:
         raise UnsupportedError(
-            f"{file.architecture}.{unknown[0]} = {quote(_own(file)[unknown[0]])} is not supported"
+            f"{file.architecture}.{unknown[0]} = {quote(_own_fields(file)[unknown[0]])} is not supported"
         )
     linear = as_number(file.of_model("rope.scale_linear"))  # in old files
     if kind == "none" and linear not in (None, 1.0):
@@ -93,7 +93,7 @@ def rope_parameters(file: GGUFFile, head_dim: int) -> dict[str, Any]:
     return {"full_attention": parameters, "sliding_attention": of_windows}
 
 
-def _own(file: GGUFFile) -> dict[str, Any]:
+def _own_fields(file: GGUFFile) -> dict[str, Any]:
     prefix = f"{file.architecture}."
     fields = {
         key.removeprefix(prefix): value

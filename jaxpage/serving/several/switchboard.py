@@ -132,7 +132,7 @@ class Switchboard:
             Route("/is_sleeping", self._is_sleeping),
             *pause_routes(self._driver_of, {"model"}),
             Route("/v1/models", self._list),
-            Route("/v1/models/{name:path}", self._one),
+            Route("/v1/models/{name:path}", self._show_model),
             Route("/v1/capabilities", self._capable),
             Route("/health", self._health),
             Route("/ready", self._ready),
@@ -307,7 +307,7 @@ class Switchboard:
     async def _list(self, request: Request) -> Response:
         return json_answer({"object": "list", "data": [self._card(name) for name in self._models]})
 
-    async def _one(self, request: Request) -> Response:
+    async def _show_model(self, request: Request) -> Response:
         name = request.path_params["name"]
         self._find_model(name)
         return json_answer(self._card(name))

@@ -81,8 +81,8 @@ def make_samples(teacher: Teacher, tokenizer: Tokenizer, seed: int) -> list[Samp
 
 def ranks_of(logits_BTV: jax.Array, tokens_BT: jax.Array) -> jax.Array:
     """Returns for each position how many tokens are more likely than the token of the text."""
-    own_BT1 = jnp.take_along_axis(logits_BTV, tokens_BT[..., None], -1)
-    return (logits_BTV > own_BT1).sum(-1)
+    logit_BT1 = jnp.take_along_axis(logits_BTV, tokens_BT[..., None], -1)
+    return (logits_BTV > logit_BT1).sum(-1)
 
 
 def _whole(logits_BTV: jax.Array, token_map: np.ndarray, vocabulary: int) -> jax.Array:
