@@ -185,9 +185,9 @@ def assert_as_transformers(model: Any, prompts: list[list[int]], outputs: Any) -
         logits = model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1].double()
         assert logits.argmax(-1).tolist() == tokens
         want = logits.log_softmax(-1)
-        for place, entries in enumerate(logprobs):
+        for index, entries in enumerate(logprobs):
             for token, logprob in entries.items():
-                assert abs(logprob - float(want[place, token])) < 1e-4
+                assert abs(logprob - float(want[index, token])) < 1e-4
 
 
 @pytest.mark.usefixtures("decodes_in_chunks")

@@ -135,6 +135,11 @@ def test_identifiers_have_the_words_of_the_field() -> None:
     source = "def _found(own_TD):\n    return OWN.kept + kept_ids + not_found"
     planted = Module("jaxpage/a.py", ast.parse(source), source)
     assert len(names.pronoun_names([planted])) == 4
+    counters = names.place_counters(read_modules(ROOT, (*WHEEL, "tools", "examples", "tests")))
+    assert not counters, "\n".join(counters)
+    source = "for place, _ in enumerate(x):\n    [place for place in range(place) for place in x]"
+    planted = Module("jaxpage/a.py", ast.parse(source), source)
+    assert len(names.place_counters([planted])) == 2
     glossary = (ROOT / "docs" / "glossary.md").read_text()
     assert not [word for word in names.TERMS if f"| {word.replace('_', ' ')} |" not in glossary]
 
@@ -598,7 +603,7 @@ PLANTED = [
     ),
     (
         "jaxpage/memory/__init__.py",
-        "\n".join(f"from jaxpage.memory.c import lives{place}  # lives" for place in range(21)),
+        "\n".join(f"from jaxpage.memory.c import lives{index}  # lives" for index in range(21)),
         "the door has 21 names; 20 are enough",
     ),
     (
@@ -611,7 +616,7 @@ PLANTED = [
     ("jaxpage/engine/a.py", "def f():\n" + "    x = 1\n" * 70, "f has 71 lines; 70 are enough"),
     (
         "jaxpage/engine/a.py",
-        "class A:\n" + "".join(f"    f{place}: int\n" for place in range(21)),
+        "class A:\n" + "".join(f"    f{index}: int\n" for index in range(21)),
         "A has 21 fields; 20 are enough for a record",
     ),
     (
@@ -634,9 +639,9 @@ PLANTED = [
     (
         "jaxpage/models/a.py",
         "class A:\n"
-        + "".join(f"    a{place}: int\n" for place in range(11))
+        + "".join(f"    a{index}: int\n" for index in range(11))
         + "class B(A):\n    kind: ClassVar[str]\n"
-        + "".join(f"    b{place}: int\n" for place in range(10)),
+        + "".join(f"    b{index}: int\n" for index in range(10)),
         "B has 21 fields; 20 are enough",
     ),
 ]

@@ -108,9 +108,9 @@ def step(
     if tree:  # the first token has two children, and the others follow the second
         mask = np.zeros((num_tokens, MAX_LENGTH), bool)
         for start, count in zip(np.cumsum([0, *queries[:-1]]), queries, strict=True):
-            for place in range(count):
-                mask[start + place, : place + 1] = True
-                mask[start + place, 1] &= place < 2
+            for index in range(count):
+                mask[start + index, : index + 1] = True
+                mask[start + index, 1] &= index < 2
         options["tree_mask_TQ"] = mask
 
     q, table, context = jnp.asarray(case.q_TNH, dtype), case.block_table_BM, case.context_len_B

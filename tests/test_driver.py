@@ -626,7 +626,7 @@ class Witness:
         self.seen = []
 
     def batches(self, lengths):
-        return [[place] for place in range(len(lengths))]
+        return [[index] for index in range(len(lengths))]
 
     def embed(self, weights, prompts, poolings):
         self.seen.append(first := jax.tree.leaves(weights)[0])

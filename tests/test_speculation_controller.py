@@ -165,7 +165,7 @@ def test_unequal_sequences_have_unequal_drafts():
     fixed = []
     for num_drafts in (0, *NUM_DRAFTS):
         every = [
-            expected_speed(A100, loop.limits, rates(place, 0), 32, num_drafts) for place in range(4)
+            expected_speed(A100, loop.limits, rates(index, 0), 32, num_drafts) for index in range(4)
         ]
         fixed.append(sum(every) / 4)
     assert got > 1.1 * max(fixed)

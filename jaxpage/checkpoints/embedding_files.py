@@ -302,9 +302,9 @@ def _read_modules(directory: Path) -> tuple[str, tuple[Dense | Normalize, ...]]:
         raise CheckpointError(f"{MODULES_FILE} has more than {MAX_MODULES} modules")
     pooling: str | None = None
     layers: list[Dense | Normalize] = []
-    for place, module in enumerate(modules):
+    for index, module in enumerate(modules):
         kind, path = _kind_and_path(module)
-        if place == 0:
+        if index == 0:
             if kind != "Transformer" or path:
                 raise CheckpointError(
                     f"{MODULES_FILE}: the first module must be the Transformer in the directory "
@@ -318,7 +318,7 @@ def _read_modules(directory: Path) -> tuple[str, tuple[Dense | Normalize, ...]]:
             layers.append(Normalize())
         elif kind != "Dropout":  # It changes training alone.
             raise CheckpointError(
-                f"{MODULES_FILE}: module {place} is {kind}, and supported are a Transformer, one "
+                f"{MODULES_FILE}: module {index} is {kind}, and supported are a Transformer, one "
                 "Pooling, and after it Dense, Dropout and Normalize"
             )
     if pooling is None:

@@ -227,11 +227,11 @@ def _each_among_close(
     experts = []
     weights = []
     left_TE = logits_TE
-    for place in range(count):
+    for index in range(count):
         if requested_TX is None:
             best_T1, expert_T1 = jax.lax.top_k(left_TE, 1)
         else:
-            expert_T1 = requested_TX[:, place : place + 1]
+            expert_T1 = requested_TX[:, index : index + 1]
             best_T1 = jnp.take_along_axis(left_TE, expert_T1, axis=1)
         scale_TE = jnp.maximum(jnp.abs(logits_TE), best_T1)
         is_far_TE = (best_T1 - logits_TE) / scale_TE > 2 * jitter
@@ -249,8 +249,8 @@ def _only_best(rated_TE: Float[Array, "T E"], groups: Groups) -> Float[Array, "T
     grouped = rated_TE.reshape(num_tokens, groups.count, -1)
     best = jax.lax.top_k(grouped, groups.best)[0]
     total = best[..., 0]
-    for place in range(1, groups.best):
-        total = total + best[..., place]
+    for index in range(1, groups.best):
+        total = total + best[..., index]
     is_kept = jax.nn.one_hot(
         jax.lax.top_k(total, groups.num_kept)[1], groups.count, dtype=bool
     ).any(axis=1)

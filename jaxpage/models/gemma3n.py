@@ -183,12 +183,12 @@ class AltUp(nnx.Module):
         share_TS = self.prediction(self._modalities(state_UTD[self.active]))
         count = len(state_UTD)
         predictions = []
-        for place in range(count):
+        for index in range(count):
             total_TD = jnp.zeros_like(state_UTD[0])
             for other in range(count):
-                share = place * count + other
+                share = index * count + other
                 total_TD = total_TD + state_UTD[other] * share_TS[:, share : share + 1]
-            predictions.append(total_TD + state_UTD[place])
+            predictions.append(total_TD + state_UTD[index])
         return predictions
 
     def correct(self, predictions: list[Array], computed_TD: Float[Array, "T D"]) -> list[Array]:
@@ -196,8 +196,8 @@ class AltUp(nnx.Module):
         share_TU = self.correction(self._modalities(computed_TD)) + 1.0
         lacking_TD = computed_TD - predictions[self.active]
         return [
-            lacking_TD * share_TU[:, place : place + 1] + each
-            for place, each in enumerate(predictions)
+            lacking_TD * share_TU[:, index : index + 1] + each
+            for index, each in enumerate(predictions)
         ]
 
 

@@ -103,7 +103,7 @@ def find_shared_layers(fields: Fields, types: tuple[str, ...], default: int) -> 
         )
         fields.note_wrong(text, num_kv_shared_layers=0)
         return tuple(range(len(types)))
-    last = {kind: place for place, kind in enumerate(types_with_pages)}
+    last = {kind: index for index, kind in enumerate(types_with_pages)}
     return (*range(len(types_with_pages)), *(last[kind] for kind in types[len(types_with_pages) :]))
 
 

@@ -209,10 +209,10 @@ def parse_receipt(body: Any) -> Receipt:
         receipt = Receipt.model_validate(body)
     except (ValidationError, RecursionError) as error:
         _refuse(error)
-    for place, output in enumerate(receipt.outputs):
+    for index, output in enumerate(receipt.outputs):
         if len(output.token_ids) != len(output.logprobs):
             raise ReceiptError(
-                f"outputs.{place} of the receipt has {len(output.token_ids)} tokens and "
+                f"outputs.{index} of the receipt has {len(output.token_ids)} tokens and "
                 f"{len(output.logprobs)} log probabilities"
             )
     return receipt

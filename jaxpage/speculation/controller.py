@@ -70,11 +70,11 @@ class Acceptance:
     def average(self, num_places: int) -> list[float]:
         """Returns the rates of all sequences together, by place."""
         rates: list[float] = []
-        for place in range(num_places):
-            accepted, seen = self._all[place] if place < len(self._all) else (0.0, 0.0)
+        for index in range(num_places):
+            accepted, seen = self._all[index] if index < len(self._all) else (0.0, 0.0)
             rates.append(
                 accepted / seen
-                if place < 2
+                if index < 2
                 else (accepted + FIRST_WEIGHT * rates[-1]) / (seen + FIRST_WEIGHT)
             )
         return rates

@@ -202,7 +202,7 @@ class LookaheadProposer(Proposer):
         if drafted is None or drafted.window.num_known != num_known_tokens:
             return  # it has ended, or others drafted
         places = {
-            key: place for place, key in enumerate(zip(draft.parents, draft.token_ids, strict=True))
+            key: index for index, key in enumerate(zip(draft.parents, draft.token_ids, strict=True))
         }
         ends = (_follow(path, places) for path in drafted.window.paths())
         after = [None if end is None else token_ids[1 + end] for end in ends]

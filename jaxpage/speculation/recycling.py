@@ -52,7 +52,7 @@ class RecyclingProposer(Proposer):
             if tree
             else best_only(MAX_DRAFTS, MAX_DRAFTS)
         )
-        places = {path: place for place, path in enumerate(choices)} | {(): -1}
+        places = {path: index for index, path in enumerate(choices)} | {(): -1}
         # For each draft: the place of the one before it, and its rank among those after that one.
         self._template = [(places[path[:-1]], path[-1]) for path in choices]
         # By salt; the one that was used last is at the end.
@@ -105,7 +105,7 @@ class RecyclingProposer(Proposer):
         width = top_ids_BW.shape[1]
         for salt in dict.fromkeys(salts):
             if (table_VW := self._table(salt)) is not None:
-                draws = [place for place, each in enumerate(salts) if each == salt]
+                draws = [index for index, each in enumerate(salts) if each == salt]
                 table_VW[np.array(token_ids)[draws], :width] = top_ids_BW[draws]
 
     def _table(self, salt: str | None) -> npt.NDArray[np.int32] | None:

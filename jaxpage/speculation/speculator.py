@@ -293,9 +293,9 @@ def _admit(sequence_id: int, draft: Draft, strategy: Strategy) -> Draft:
     try:
         if draft.q is not None or strategy.mask(sequence_id) is None:
             return draft  # the usual case
-        for place, parent in enumerate(draft.parents):
-            if parent in places and strategy.mask(sequence_id, draft.path(place)) is not None:
-                places[place] = len(places) - 1
+        for index, parent in enumerate(draft.parents):
+            if parent in places and strategy.mask(sequence_id, draft.path(index)) is not None:
+                places[index] = len(places) - 1
     except Exception:  # other requests are not affected
         logger.exception("nothing is drafted for sequence %d", sequence_id)
         return Draft((), ())
@@ -316,10 +316,10 @@ def _right(draft: Draft, token_ids: Iterable[int]) -> set[int]:
     path: set[int] = set()
     last = -1
     for token_id in token_ids:
-        for place, parent in enumerate(draft.parents):
-            if parent == last and draft.token_ids[place] == token_id:
-                path.add(place)
-                last = place
+        for index, parent in enumerate(draft.parents):
+            if parent == last and draft.token_ids[index] == token_id:
+                path.add(index)
+                last = index
                 break
         else:
             break

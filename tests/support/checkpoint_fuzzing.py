@@ -214,12 +214,12 @@ def _in_engine(directory: Path, model: Any, prompt: list[int], allowed: float) -
         output = llm.generate([prompt], params, use_tqdm=False)[0].outputs[0]
     with torch.no_grad():
         both = model(torch.tensor([[*prompt, *output.token_ids[:1]]])).logits[0, -2:]
-    for place, (logits, given) in enumerate(zip(both, output.logprobs or (), strict=True)):
+    for index, (logits, given) in enumerate(zip(both, output.logprobs or (), strict=True)):
         expected = torch.log_softmax(logits.float(), -1)
         for token_id, one in (given or {}).items():
             if abs(one.logprob - float(expected[token_id])) > 4 * allowed:
                 return (
-                    f"log probability {place} of token {token_id} in an engine is {one.logprob}, "
+                    f"log probability {index} of token {token_id} in an engine is {one.logprob}, "
                     f"and {float(expected[token_id])} of transformers"
                 )
     return ""

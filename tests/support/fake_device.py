@@ -125,8 +125,8 @@ def scores_alone(request: Request, window: int | None = None) -> list[TokenLogpr
     """Returns what the tokens of the prompt must get, all but the first."""
     prompt = request.prompt_token_ids
     return [
-        score(prompt[max(0, place - (window or place)) : place], prompt[place])
-        for place in range(1, len(prompt))
+        score(prompt[max(0, index - (window or index)) : index], prompt[index])
+        for index in range(1, len(prompt))
     ]
 
 
@@ -205,12 +205,12 @@ class FakeDevice:
         """Returns the drafts of a row: each in the slot of its place, and after its parent."""
         known = row.start + len(row.token_ids) - len(row.parents)
         contexts = [self.context(table, known)]
-        for place, parent in enumerate(row.parents, 1):
-            contexts.append(hash((contexts[parent], row.token_ids[place])))
-            block, slot = self.place(table, row.start + place)
+        for index, parent in enumerate(row.parents, 1):
+            contexts.append(hash((contexts[parent], row.token_ids[index])))
+            block, slot = self.place(table, row.start + index)
             self.slots[block][slot], self.contexts[block][slot] = (
-                row.token_ids[place],
-                contexts[place],
+                row.token_ids[index],
+                contexts[index],
             )
 
     def verify(self, row: Row, drawn: list[int]) -> list[int]:
@@ -219,9 +219,9 @@ class FakeDevice:
         """
         path = [0]
         while right := [
-            place
-            for place, parent in enumerate(row.parents, 1)
-            if parent == path[-1] and row.token_ids[place] == drawn[parent]
+            index
+            for index, parent in enumerate(row.parents, 1)
+            if parent == path[-1] and row.token_ids[index] == drawn[parent]
         ]:
             path.append(right[0])
         for table in row.block_tables:
@@ -580,7 +580,7 @@ def check_limits(
     assert own == reaching and len(set(first)) == len(first)
     queue = scheduler._requests._queue
     first_come = isinstance(queue, FirstCome) and not isinstance(queue, ByPriority)
-    order = {sequence_id: place if first_come else 0 for place, sequence_id in enumerate(sequences)}
+    order = {sequence_id: index if first_come else 0 for index, sequence_id in enumerate(sequences)}
     decoding_first = []
     for row in plan.rows:
         # a prompt of one token may be taken for either kind

@@ -285,14 +285,14 @@ class Fuzzer:
         """
         if len(got or ()) != len(alone or ()):
             return f"{len(got or ())} log probabilities, and alone {len(alone or ())}"
-        for place, (ours, theirs) in enumerate(zip(got or (), alone or (), strict=True)):
+        for index, (ours, theirs) in enumerate(zip(got or (), alone or (), strict=True)):
             for token, logprob in (ours or {}).items():
                 other = (theirs or {}).get(token, logprob)
                 if abs(logprob.logprob - other.logprob) > self.tolerance:
-                    return f"log probability {place} of token {token} is {logprob.logprob!r}, and alone {other.logprob!r}"
+                    return f"log probability {index} of token {token} is {logprob.logprob!r}, and alone {other.logprob!r}"
                 if not self._ranks_agree(logprob.rank, other.rank):
                     return (
-                        f"rank {place} of token {token} is {logprob.rank}, and alone {other.rank}"
+                        f"rank {index} of token {token} is {logprob.rank}, and alone {other.rank}"
                     )
         return ""
 

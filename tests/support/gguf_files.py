@@ -123,7 +123,7 @@ def byte_level_vocabulary(
 ) -> tuple[dict[str, int], list[tuple[str, str]]]:
     """`letters`, by default those of all bytes, and `words` put together from the left."""
     letters = sorted(ByteLevel.alphabet() if letters is None else letters)
-    vocabulary = {"<|end|>": 0, **{letter: place + 1 for place, letter in enumerate(letters)}}
+    vocabulary = {"<|end|>": 0, **{letter: index + 1 for index, letter in enumerate(letters)}}
     merges = []
     for word in words:
         ((spelled, _),) = ByteLevel(add_prefix_space=False, use_regex=False).pre_tokenize_str(word)
@@ -144,7 +144,7 @@ def sentence_piece(words: list[str]) -> dict[str, tuple[str, Any]]:
     pieces = [word[:end] for word in words for end in range(2, len(word) + 1)]
     pieces += [word[start:] for word in words for start in range(1, len(word) - 1)]
     pieces = list(dict.fromkeys([*pieces, *letters]))
-    scores = [0.0] * len(tokens) + [-float(place) for place in range(len(pieces))]
+    scores = [0.0] * len(tokens) + [-float(index) for index in range(len(pieces))]
     return {
         "tokenizer.ggml.model": ("string", "llama"),
         "tokenizer.ggml.pre": ("string", "default"),

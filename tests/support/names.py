@@ -217,6 +217,22 @@ def _snake(name: str) -> str:
     return re.sub("(?<=[a-z])(?=[A-Z])", "_", name).lower()
 
 
+def place_counters(modules: Sequence[Module]) -> list[str]:
+    """Returns the counters of `enumerate` and `range` that are called a place, not an index."""
+    places = []
+    for module in modules:
+        for node in module.nodes:
+            if isinstance(node, ast.For | ast.comprehension) and isinstance(node.iter, ast.Call):
+                called = ast.unparse(node.iter.func)
+                target = node.target
+                if called == "enumerate" and isinstance(target, ast.Tuple):
+                    target = target.elts[0]
+                name = target.id if isinstance(target, ast.Name) else ""
+                if called in ("enumerate", "range") and name in ("place", "places"):
+                    places.append(f"{module.path}:{target.lineno}: {name} (index)")
+    return places
+
+
 def bound_names(function: ast.AST) -> Iterator[str]:
     """Yields the arguments of a function, and the names that it sets outside of inner functions."""
     nodes = list(ast.iter_child_nodes(function))

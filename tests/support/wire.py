@@ -96,7 +96,7 @@ class Scripted:
 
     def __post_init__(self) -> None:
         self.token_ids = self.token_ids or [
-            (7 * place) % VOCAB_SIZE for place in range(len(self.texts))
+            (7 * index) % VOCAB_SIZE for index in range(len(self.texts))
         ]
 
 

@@ -221,7 +221,7 @@ def share_of_new_4_grams(sample: Sample) -> float:
     """Returns the share of 4-grams that are new in their row; 1 where no row repeats itself."""
     total, new = 0, 0
     for row, begin, end in zip(sample.tokens_BT, sample.begins_B, sample.ends_B, strict=True):
-        grams = [tuple(row[place : place + 4]) for place in range(begin, end - 3)]
+        grams = [tuple(row[index : index + 4]) for index in range(begin, end - 3)]
         total, new = total + len(grams), new + len(set(grams))
     return round(new / total, 2)
 

@@ -178,10 +178,10 @@ def _instruction(match: re.Match[str]) -> Instruction:
 def _closing(text: str) -> int:
     """Returns the position where the parenthesis that opens the text is closed."""
     depth = 0
-    for place, letter in enumerate(text):
+    for index, letter in enumerate(text):
         depth += (letter == "(") - (letter == ")")
         if depth == 0:
-            return place
+            return index
     return len(text)
 
 
