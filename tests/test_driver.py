@@ -29,7 +29,7 @@ from jaxpage.device import to_device
 from jaxpage.driver import Driver, Handle, async_driver, turns
 from jaxpage.driver import driver as driver_module
 from jaxpage.driver.async_driver import AsyncDriver
-from jaxpage.driver.front import prepare
+from jaxpage.driver.facade import prepare
 from jaxpage.engine import WakingWeights
 from jaxpage.engine.calls import (
     Prompt,

@@ -33,7 +33,7 @@ from tests.support.sources import (
 # The packages ("rooms") of jaxpage: the layer ("floor") and the side ("wing", of host or device) of
 # each, and which others of its layer and below it may import. Modules in no package are of layer 0
 # (errors, outputs, shapes) or of the public interface (llm).
-GROUND, WEST, EAST, HALL, FRONT = "ground", "host", "device", "hall", "front"
+GROUND, WEST, EAST, HALL, PUBLIC = "ground", "host", "device", "hall", "public"
 ROOMS: dict[str, tuple[int, str, set[str]]] = {
     "settings": (0, GROUND, set()),
     "step": (0, GROUND, {"settings"}),
@@ -60,11 +60,11 @@ _BELOW = set(ROOMS)
 ROOMS |= {"driver": (3, HALL, _BELOW - {"replay"})}
 _BELOW = set(ROOMS)
 ROOMS |= {
-    "simulation": (4, FRONT, _BELOW | {"bench"}),
-    "bench": (4, FRONT, _BELOW),
-    "serving": (4, FRONT, _BELOW),
-    "integrations": (4, FRONT, {"settings"}),
-    "cli": (4, FRONT, _BELOW | {"bench", "serving", "simulation"}),
+    "simulation": (4, PUBLIC, _BELOW | {"bench"}),
+    "bench": (4, PUBLIC, _BELOW),
+    "serving": (4, PUBLIC, _BELOW),
+    "integrations": (4, PUBLIC, {"settings"}),
+    "cli": (4, PUBLIC, _BELOW | {"bench", "serving", "simulation"}),
 }
 # Rooms that other rooms enter through their `__init__`, which has a word about each name.
 DOORS = {
@@ -113,7 +113,7 @@ INNER_DOORS = {
     "jaxpage.models.sharding",
     "jaxpage.replay.reading",
 }
-FRONT_DOORS = {"__init__", "__main__", "answer_forms", "async_llm", "llm", "training"}
+PUBLIC_MODULES = {"__init__", "__main__", "answer_forms", "async_llm", "llm", "training"}
 # The room of the object that a name stands for. Others go one dot through it.
 OBJECTS = {
     "built": "assembly",
@@ -323,8 +323,8 @@ def place(module_name: str) -> tuple[int, str]:
     if top == "pallas_kernels":
         return 0, "kernels"
     room = room_of(module_name)
-    if room in FRONT_DOORS:
-        return 4, FRONT
+    if room in PUBLIC_MODULES:
+        return 4, PUBLIC
     if room in ROOMS:
         return ROOMS[room][:2]
     return (0, GROUND) if "." not in rest else (-1, room)
@@ -490,7 +490,7 @@ def _floor_laws(importer: str, target: str, floor: int, wing: str) -> Iterator[s
     elif {wing, target_wing} == {WEST, EAST}:
         yield f"the {wing} side imports {target} of the {target_wing} side"
     elif wing == "tools":
-        open_to_it = target_wing in (FRONT, "tools") or importer.startswith(LABORATORIES)
+        open_to_it = target_wing in (PUBLIC, "tools") or importer.startswith(LABORATORIES)
         if not open_to_it:
             yield f"tools import the front door only, not {target}"
     else:
