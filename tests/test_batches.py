@@ -51,7 +51,7 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("raw", "code", "text"), REFUSED, ids=[one[1] for one in REFUSED])
+@pytest.mark.parametrize(("raw", "code", "text"), REFUSED, ids=[case[1] for case in REFUSED])
 def test_a_line_that_asks_for_nothing_is_one_sentence(raw, code, text):
     refused = read_line(1, raw.encode(), {"seen"})
     assert not isinstance(refused, Line) and refused.code == code and text in refused.message

@@ -129,7 +129,7 @@ def test_the_hash_has_the_new_choices_of_a_file_that_does_not_load(tmp_path):
     """It is compiled again, and the choices in the file are of no executable that runs."""
     other = Program(HLO.replace('"3"', '"4"'))
     trees = jax.tree.structure(((), {})), jax.tree.structure(None)
-    found = StoredExecutable(
+    stored = StoredExecutable(
         tmp_path / "damaged",
         memoryview(b"x"),
         0,
@@ -138,7 +138,7 @@ def test_the_hash_has_the_new_choices_of_a_file_that_does_not_load(tmp_path):
         [CARD],
         functools.partial(lambda: other),
     )
-    assert autotuning_of({}, **{"copy 0": found}) == autotuning_of({"copy 0": other})
+    assert autotuning_of({}, **{"copy 0": stored}) == autotuning_of({"copy 0": other})
 
 
 @needs_plugin

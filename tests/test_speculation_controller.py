@@ -237,7 +237,7 @@ def test_drafts_that_are_seldom_found_and_cost_the_host(num_rows, hits):
     never, is asked no more.
     """
     device = dataclasses.replace(CPU, draft=0.4e-3)
-    loop = SpeculativeLoop(device, Guesses(lambda place, step: (0.9,) * 7, found=hits), num_rows)
+    loop = SpeculativeLoop(device, Guesses(lambda place, step: (0.9,) * 7, hit_rate=hits), num_rows)
     loop.run(FEW_STEPS)
     got = loop.run(600).tokens_per_second
     assert got >= 0.97 * expected_speed(device, loop.limits, (), num_rows, 0)

@@ -226,8 +226,10 @@ class FakeDevice:
             path.append(right[0])
         for table in row.block_tables:
             places = [self.place(table, row.start + place) for place in path]
-            kept = [(self.slots[block][slot], self.contexts[block][slot]) for block, slot in places]
-            for depth, (token_id, context) in enumerate(kept):
+            stored = [
+                (self.slots[block][slot], self.contexts[block][slot]) for block, slot in places
+            ]
+            for depth, (token_id, context) in enumerate(stored):
                 block, slot = self.place(table, row.start + depth)
                 self.slots[block][slot], self.contexts[block][slot] = token_id, context
         return path
@@ -571,13 +573,13 @@ def check_limits(
         if known_until == sequence.num_known_tokens:
             reaching[index] = row.sequence_id
     # the last draw of a row is its own sequence's
-    own = {sample.row: sample.sequence_id for sample in plan.samples}
+    sampled = {sample.row: sample.sequence_id for sample in plan.samples}
     first = [
         sample.sequence_id
         for sample in plan.samples
         if not (plan.rows[sample.row].parents and sample.offset)
     ]
-    assert own == reaching and len(set(first)) == len(first)
+    assert sampled == reaching and len(set(first)) == len(first)
     queue = scheduler._requests._queue
     first_come = isinstance(queue, FirstCome) and not isinstance(queue, ByPriority)
     order = {sequence_id: index if first_come else 0 for index, sequence_id in enumerate(sequences)}

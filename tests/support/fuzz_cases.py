@@ -217,7 +217,9 @@ class Case:
         lines += [f"# {line}" for line in self.story()]
         lines += ["with run_cases() as failure:"]
         lines += ["    from tests.support.fuzz_cases import Ask, Case, Event", ""]
-        names = [one.name for one in dataclasses.fields(Case) if one.name not in ("asks", "events")]
+        names = [
+            each.name for each in dataclasses.fields(Case) if each.name not in ("asks", "events")
+        ]
         lines += [
             "    case = Case(",
             *(f"        {name}={getattr(self, name)!r}," for name in names),

@@ -317,7 +317,7 @@ def place(module_name: str) -> tuple[int, str]:
     """(floor, wing) of a module of jaxpage, of `tools` or of `pallas_kernels`; floor -1 when the
     house has no such room.
     """
-    top, _, rest = module_name.partition(".")
+    top, _, inner = module_name.partition(".")
     if top == "tools":
         return 5, "tools"
     if top == "pallas_kernels":
@@ -327,7 +327,7 @@ def place(module_name: str) -> tuple[int, str]:
         return 4, PUBLIC
     if room in ROOMS:
         return ROOMS[room][:2]
-    return (0, GROUND) if "." not in rest else (-1, room)
+    return (0, GROUND) if "." not in inner else (-1, room)
 
 
 def room_of(module_name: str) -> str:
@@ -338,27 +338,27 @@ def violations(root: Path) -> list[str]:
     """Everything in `root` that breaks a law, as `file:line: what`."""
     modules = read_modules(root)
     known = {module.name for module in modules} | {module.package for module in modules}
-    found: list[str] = []
+    broken: list[str] = []
     for module in modules:
-        found += _house(module)
+        broken += _house(module)
         for item in imports(module, known):
-            found += [f"{module.path}:{item.line}: {text}" for text in _import_laws(module, item)]
-            found += [f"{module.path}:{item.line}: {text}" for text in _door_laws(module, item)]
-        found += [f"{module.path}:{line}: {text}" for line, text in _never(module)]
-        found += [f"{module.path}:{line}: {text}" for line, text in _fragments(module)]
-        found += [f"{module.path}:{line}: {text}" for line, text in _matmuls(module)]
-        found += [f"{module.path}:{line}: {text}" for line, text in _steps(module)]
-        found += [f"{module.path}:{line}: {text}" for line, text in _chains(module)]
-        found += [f"{module.path}:{line}: {text}" for line, text in _sizes(module)]
-        found += [
+            broken += [f"{module.path}:{item.line}: {text}" for text in _import_laws(module, item)]
+            broken += [f"{module.path}:{item.line}: {text}" for text in _door_laws(module, item)]
+        broken += [f"{module.path}:{line}: {text}" for line, text in _never(module)]
+        broken += [f"{module.path}:{line}: {text}" for line, text in _fragments(module)]
+        broken += [f"{module.path}:{line}: {text}" for line, text in _matmuls(module)]
+        broken += [f"{module.path}:{line}: {text}" for line, text in _steps(module)]
+        broken += [f"{module.path}:{line}: {text}" for line, text in _chains(module)]
+        broken += [f"{module.path}:{line}: {text}" for line, text in _sizes(module)]
+        broken += [
             f"{module.path}:{line}: {name} {text}"
             for line, name, text in widths(module)
             if (module.path, name) not in PUBLIC_FACES
         ]
-        found += [f"{module.path}:1: {text}" for text in _header(module)]
-    found += _records(modules)
-    found += _circles([module for module in modules if place(module.name)[0] < 5])
-    return [*found, *_foreign_comments(root)]
+        broken += [f"{module.path}:1: {text}" for text in _header(module)]
+    broken += _records(modules)
+    broken += _circles([module for module in modules if place(module.name)[0] < 5])
+    return [*broken, *_foreign_comments(root)]
 
 
 def _circles(modules: Sequence[Module]) -> list[str]:
@@ -417,14 +417,14 @@ def _comment_blocks(lines: list[str]) -> Iterator[tuple[int, str]]:
 
 
 def _house(module: Module) -> list[str]:
-    found = []
+    broken = []
     if place(module.name)[0] < 0:
-        found.append(f"{module.path}:1: no package of ROOMS: jaxpage/{place(module.name)[1]}/")
+        broken.append(f"{module.path}:1: no package of ROOMS: jaxpage/{place(module.name)[1]}/")
     if not ast.get_docstring(module.tree):
-        found.append(f"{module.path}:1: a module says in its docstring what lives here")
+        broken.append(f"{module.path}:1: a module says in its docstring what lives here")
     elif module.name in INNER_DOORS | {f"jaxpage.{room}" for room in DOORS}:
-        found += [f"{module.path}:1: {text}" for text in _door(module)]
-    return found
+        broken += [f"{module.path}:1: {text}" for text in _door(module)]
+    return broken
 
 
 def _door(module: Module) -> Iterator[str]:
@@ -681,12 +681,12 @@ def _records(modules: Sequence[Module]) -> Iterator[str]:
             return set()
         node = records[name][1]
         bases = (ast.unparse(base).partition("[")[0].rpartition(".")[2] for base in node.bases)
-        own = {
+        names = {
             ast.unparse(each.target)
             for each in node.body
             if isinstance(each, ast.AnnAssign) and "ClassVar" not in ast.unparse(each.annotation)
         }
-        return own.union(*map(fields_of, bases))
+        return names.union(*map(fields_of, bases))
 
     for name, (path, node) in records.items():
         if (count := len(fields_of(name))) > MAX_FIELDS:
@@ -710,14 +710,14 @@ def median_sizes(root: Path) -> tuple[float, float]:
 
 def third_party(root: Path) -> dict[str, str]:
     """Packages that the product imports, neither its own nor Python's, each with one place where."""
-    found: dict[str, str] = {}
+    packages: dict[str, str] = {}
     modules = [module for module in read_modules(root) if place(module.name)[0] < 5]
     for module in modules:
         for item in imports(module, set()):
             top = item.target.partition(".")[0]
             if top not in sys.stdlib_module_names and top not in ("jaxpage", "pallas_kernels"):
-                found.setdefault(top, f"{module.path}:{item.line}")
+                packages.setdefault(top, f"{module.path}:{item.line}")
         for name, line in imports_by_name(module):
             if not name.startswith("jaxpage"):
-                found.setdefault(name.partition(".")[0], f"{module.path}:{line}")
-    return found
+                packages.setdefault(name.partition(".")[0], f"{module.path}:{line}")
+    return packages

@@ -434,9 +434,9 @@ def simpler(case: Case) -> Iterator[Case]:
         yield dataclasses.replace(case, events=(*case.events[:index], *case.events[index + 1 :]))
     used = {event.model for event in case.events}
     for index, kind in enumerate(case.models):
-        rest = (*case.models[:index], *case.models[index + 1 :])
+        models = (*case.models[:index], *case.models[index + 1 :])
         if kind.name not in used:
-            yield dataclasses.replace(case, models=rest)
+            yield dataclasses.replace(case, models=models)
         for plain in (
             dataclasses.replace(kind, seconds=()),
             dataclasses.replace(kind, fails=kind.fails[1:]),

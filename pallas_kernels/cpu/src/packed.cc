@@ -438,6 +438,7 @@ JAXPAGE_DOT inline void make_words(const Source& source, int64_t begin, int64_t 
   }
 }
 
+// Multiplies the rows of a unit by some panels, a block of words after the other.
 template <typename Word, int kPanels>
 JAXPAGE_DOT void multiply_panels(const Packed& p, int64_t row, int64_t end_row,
                                  int64_t first_panel) {
