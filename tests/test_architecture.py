@@ -18,6 +18,7 @@ import jaxpage
 from jaxpage.serving.settings.server_config import ServerConfig
 from jaxpage.settings.engine_config import EngineConfig
 from tests.support import house, names, reach
+from tests.support.foreign_names import LANGUAGES, foreign_names
 from tests.support.sources import WHEEL, Module, door_names, imports, read_modules
 from tools import house as house_table
 from tools import mutate
@@ -144,10 +145,10 @@ def test_identifiers_have_the_words_of_the_field() -> None:
     assert not [word for word in names.TERMS if f"| {word.replace('_', ' ')} |" not in glossary]
 
 
-@pytest.mark.parametrize("language", names.LANGUAGES)
+@pytest.mark.parametrize("language", LANGUAGES)
 def test_other_languages_have_the_words_of_the_field(language: str) -> None:
     """No identifier has a word of `TERMS` or is a pronoun, in files that have a thousand names."""
-    places, count = names.foreign_names(ROOT, language)
+    places, count = foreign_names(ROOT, language)
     assert not places, "\n".join(places)
     assert count > 1000
 
@@ -163,10 +164,10 @@ def test_identifiers_of_other_languages_are_read(tmp_path: Path) -> None:
     (tmp_path / "pallas_kernels" / "a.cc").write_text(
         '#include "own.h"\nint kMost = 0x1p3; rest::Found own_(1);  // kept\n'
     )
-    script, count = names.foreign_names(tmp_path, "JavaScript")
+    script, count = foreign_names(tmp_path, "JavaScript")
     assert [place.split()[1] for place in script] == ["found", "mostBlocks", "one", "wanted"]
     assert count == 9
-    source, count = names.foreign_names(tmp_path, "C++")
+    source, count = foreign_names(tmp_path, "C++")
     assert [place.split()[1] for place in source] == ["Found", "kMost", "own_", "rest"]
     assert (source[1], count) == ("pallas_kernels/a.cc: kMost (max, or maximum)", 5)
 

@@ -25,7 +25,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs from any directory
 
-from tests.support.names import LANGUAGES, foreign_names, old_words, participles, pronouns
+from tests.support.foreign_names import LANGUAGES, foreign_names
+from tests.support.names import old_words, participles, pronouns
 from tests.support.reach import unreached
 from tests.support.sources import (
     DOCUMENTED,

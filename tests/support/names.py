@@ -11,7 +11,6 @@ import ast
 import re
 import tokenize
 from collections.abc import Collection, Iterator, Sequence
-from pathlib import Path
 
 from tests.support.sources import Function, Module
 
@@ -79,27 +78,20 @@ EXEMPT_NAMES = frozenset(
         "scaled_dot_product_attention",
     ]
 )
-_EXEMPT = re.compile(rf"(?:^|_)(?:{'|'.join(EXEMPT_NAMES - {'product', 'tell'})})(?=_|$)")
+EXEMPT = re.compile(rf"(?:^|_)(?:{'|'.join(EXEMPT_NAMES - {'product', 'tell'})})(?=_|$)")
 PRONOUNS = frozenset({"found", "given", "kept", "one", "own", "rest", "wanted"})
 _SHAPE = re.compile(r"(?:_[A-Z0-9]+)+$")
-# The sources in C++ and JavaScript: the endings of their files, and their folders.
-LANGUAGES = {
-    "C++": ((".cc", ".h"), ("pallas_kernels",)),
-    "JavaScript": ((".js", ".mjs"), ("jaxpage", "docs", "tests")),
-}
-# What has no identifiers in C++ and JavaScript: templates but for their braces, comments, includes,
-# texts, patterns and numbers.
-_NO_NAMES = re.compile(
-    r"(?P<template>`(?:\\.|[^`\\])*`)"
-    r"|//[^\n]*|/\*.*?\*/|^ *#include[^\n]*"
-    r'|"(?:\\.|[^"\\\n])*"|\'(?:\\.|[^\'\\\n])*\''
-    r"|(?:(?<=[(=,:!&|?{;\[] )|(?<=[(=,:!&|?{;\[]))/(?:\\.|\[(?:\\.|[^\]\\\n])*\]|[^/\\\[\n])+/\w*"
-    r"|\b\d[\w.']*",
-    re.DOTALL | re.MULTILINE,
-)
-_BRACES = re.compile(r"\$\{((?:[^{}]|\{[^{}]*\})*)\}")
-# A key of an object, which is followed by a colon, may be a field of a file or of an answer.
-_NAME = re.compile(r"[A-Za-z_]\w*+(?!:(?!:))")
+
+
+def words_pattern(allowed: Collection[str]) -> re.Pattern[str]:
+    """Returns what finds a word of `TERMS` in a name, those that are allowed left out."""
+    words = "|".join(word for word in TERMS if word not in allowed)
+    return re.compile(rf"(?:^|_)({words})(?=_|$)")
+
+
+def snake_case(name: str) -> str:
+    """Returns a name in lower case, with an underscore between its words."""
+    return re.sub("(?<=[a-z])(?=[A-Z])", "_", name).lower()
 
 
 def is_participle(name: str) -> bool:
@@ -149,76 +141,6 @@ def pronoun_names(modules: Sequence[Module]) -> list[str]:
     return places
 
 
-def old_words(modules: Sequence[Module], allowed: Collection[str] = ()) -> list[str]:
-    """Returns the identifiers with a word that stands for a term of the field.
-
-    The name of a test is a sentence, and has any words.
-
-    Args:
-        modules: The modules.
-        allowed: Words of the table that mean what they say in these modules.
-    """
-    pattern = _pattern(allowed)
-    places = []
-    for module in modules:
-        before = ""
-        for token in module.tokens:
-            is_exempt = token.string.startswith("test_") or (
-                before == "." and token.string in EXEMPT_NAMES
-            )
-            match = pattern.search(_EXEMPT.sub("", _snake(token.string)))
-            if match and token.type == tokenize.NAME and not is_exempt:
-                place = f"{module.path}:{token.start[0]}"
-                places.append(f"{place}: {token.string} ({TERMS[match[1]]})")
-            before = token.string
-    return places
-
-
-def foreign_names(root: Path, language: str) -> tuple[list[str], int]:
-    """Returns the identifiers of a language of `LANGUAGES` that have a word of `TERMS`, or are a
-    pronoun, and the number of all.
-
-    A name counts once for each file.
-    """
-    endings, folders = LANGUAGES[language]
-    pattern = _pattern(())
-    places = []
-    count = 0
-    paths = (path for folder in folders for path in sorted((root / folder).rglob("*")))
-    for path in (path for path in paths if path.suffix in endings):
-        names = sorted(set(foreign_identifiers(path.read_text(encoding="utf-8"))))
-        count += len(names)
-        for name in names:
-            snake = _snake(name).strip("_").removeprefix("k_")
-            match = pattern.search(_EXEMPT.sub("", snake))
-            if match or snake in PRONOUNS:
-                term = TERMS[match[1]] if match else "what it is"
-                places.append(f"{path.relative_to(root)}: {name} ({term})")
-    return places, count
-
-
-def foreign_identifiers(source: str) -> list[str]:
-    """Returns the identifiers of a source in C++ or JavaScript, keywords among them."""
-    return _NAME.findall(_NO_NAMES.sub(_code_of_braces, source))
-
-
-def _code_of_braces(match: re.Match[str]) -> str:
-    """Returns what a template computes; nothing of what is no template."""
-    braces = _BRACES.findall(match["template"] or "")
-    return " ".join(["", *(_NO_NAMES.sub(_code_of_braces, code) for code in braces), ""])
-
-
-def _pattern(allowed: Collection[str]) -> re.Pattern[str]:
-    """Returns what finds a word of `TERMS` in a name, those that are allowed left out."""
-    words = "|".join(word for word in TERMS if word not in allowed)
-    return re.compile(rf"(?:^|_)({words})(?=_|$)")
-
-
-def _snake(name: str) -> str:
-    """Returns a name in lower case, with an underscore between its words."""
-    return re.sub("(?<=[a-z])(?=[A-Z])", "_", name).lower()
-
-
 def place_counters(modules: Sequence[Module]) -> list[str]:
     """Returns the counters of `enumerate` and `range` that are called a place, not an index."""
     places = []
@@ -232,6 +154,31 @@ def place_counters(modules: Sequence[Module]) -> list[str]:
                 name = target.id if isinstance(target, ast.Name) else ""
                 if called in ("enumerate", "range") and name in ("place", "places"):
                     places.append(f"{module.path}:{target.lineno}: {name} (index)")
+    return places
+
+
+def old_words(modules: Sequence[Module], allowed: Collection[str] = ()) -> list[str]:
+    """Returns the identifiers with a word that stands for a term of the field.
+
+    The name of a test is a sentence, and has any words.
+
+    Args:
+        modules: The modules.
+        allowed: Words of the table that mean what they say in these modules.
+    """
+    pattern = words_pattern(allowed)
+    places = []
+    for module in modules:
+        before = ""
+        for token in module.tokens:
+            is_exempt = token.string.startswith("test_") or (
+                before == "." and token.string in EXEMPT_NAMES
+            )
+            match = pattern.search(EXEMPT.sub("", snake_case(token.string)))
+            if match and token.type == tokenize.NAME and not is_exempt:
+                place = f"{module.path}:{token.start[0]}"
+                places.append(f"{place}: {token.string} ({TERMS[match[1]]})")
+            before = token.string
     return places
 
 
