@@ -18,8 +18,8 @@ import jaxpage
 from jaxpage.serving.settings.server_config import ServerConfig
 from jaxpage.settings.engine_config import EngineConfig
 from tests.support import house, names, reach
-from tests.support.foreign_names import LANGUAGES, foreign_names
 from tests.support.sources import WHEEL, Module, door_names, imports, read_modules
+from tests.support.vague_names import LANGUAGES, foreign_names, place_counters, pronoun_names
 from tools import house as house_table
 from tools import mutate
 
@@ -108,7 +108,7 @@ def test_acts_are_verbs_and_locals_are_nouns() -> None:
     assert len(facts) <= 0.02 * num_functions, "\n".join(facts)
     vague, _ = names.pronouns(modules)
     assert not vague, "\n".join(vague)
-    vague = names.pronoun_names([*modules, *read_modules(ROOT, ("tools",))])
+    vague = pronoun_names([*modules, *read_modules(ROOT, ("tools",))])
     assert not vague, "\n".join(vague)
     house_modules = [module for module in modules if module.path.startswith("jaxpage/")]
     assert names.shared_classes(house_modules) == []
@@ -135,12 +135,12 @@ def test_identifiers_have_the_words_of_the_field() -> None:
     assert len(names.old_words([planted])) == 3
     source = "def _found(own_TD):\n    return OWN.kept + kept_ids + not_found"
     planted = Module("jaxpage/a.py", ast.parse(source), source)
-    assert len(names.pronoun_names([planted])) == 4
-    counters = names.place_counters(read_modules(ROOT, (*WHEEL, "tools", "examples", "tests")))
+    assert len(pronoun_names([planted])) == 4
+    counters = place_counters(read_modules(ROOT, (*WHEEL, "tools", "examples", "tests")))
     assert not counters, "\n".join(counters)
     source = "for place, _ in enumerate(x):\n    [place for place in range(place) for place in x]"
     planted = Module("jaxpage/a.py", ast.parse(source), source)
-    assert len(names.place_counters([planted])) == 2
+    assert len(place_counters([planted])) == 2
     glossary = (ROOT / "docs" / "glossary.md").read_text()
     assert not [word for word in names.TERMS if f"| {word.replace('_', ' ')} |" not in glossary]
 

@@ -25,7 +25,6 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs from any directory
 
-from tests.support.foreign_names import LANGUAGES, foreign_names
 from tests.support.names import old_words, participles, pronouns
 from tests.support.reach import unreached
 from tests.support.sources import (
@@ -40,6 +39,7 @@ from tests.support.sources import (
     read_modules,
     token_lines,
 )
+from tests.support.vague_names import LANGUAGES, foreign_names
 
 ROOT = Path(__file__).resolve().parents[1]
 LONG = 100  # characters

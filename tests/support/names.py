@@ -78,20 +78,7 @@ EXEMPT_NAMES = frozenset(
         "scaled_dot_product_attention",
     ]
 )
-EXEMPT = re.compile(rf"(?:^|_)(?:{'|'.join(EXEMPT_NAMES - {'product', 'tell'})})(?=_|$)")
 PRONOUNS = frozenset({"found", "given", "kept", "one", "own", "rest", "wanted"})
-_SHAPE = re.compile(r"(?:_[A-Z0-9]+)+$")
-
-
-def words_pattern(allowed: Collection[str]) -> re.Pattern[str]:
-    """Returns what finds a word of `TERMS` in a name, those that are allowed left out."""
-    words = "|".join(word for word in TERMS if word not in allowed)
-    return re.compile(rf"(?:^|_)({words})(?=_|$)")
-
-
-def snake_case(name: str) -> str:
-    """Returns a name in lower case, with an underscore between its words."""
-    return re.sub("(?<=[a-z])(?=[A-Z])", "_", name).lower()
 
 
 def is_participle(name: str) -> bool:
@@ -130,33 +117,6 @@ def pronouns(modules: Sequence[Module]) -> tuple[list[str], int]:
     return names, count
 
 
-def pronoun_names(modules: Sequence[Module]) -> list[str]:
-    """Returns the identifiers that are nothing but a pronoun, before the letters of a shape."""
-    places = []
-    for module in modules:
-        for token in module.tokens:
-            word = token.string if token.string.isupper() else _SHAPE.sub("", token.string)
-            if token.type == tokenize.NAME and word.strip("_").lower() in PRONOUNS:
-                places.append(f"{module.path}:{token.start[0]}: {token.string}")
-    return places
-
-
-def place_counters(modules: Sequence[Module]) -> list[str]:
-    """Returns the counters of `enumerate` and `range` that are called a place, not an index."""
-    places = []
-    for module in modules:
-        for node in module.nodes:
-            if isinstance(node, ast.For | ast.comprehension) and isinstance(node.iter, ast.Call):
-                called = ast.unparse(node.iter.func)
-                target = node.target
-                if called == "enumerate" and isinstance(target, ast.Tuple):
-                    target = target.elts[0]
-                name = target.id if isinstance(target, ast.Name) else ""
-                if called in ("enumerate", "range") and name in ("place", "places"):
-                    places.append(f"{module.path}:{target.lineno}: {name} (index)")
-    return places
-
-
 def old_words(modules: Sequence[Module], allowed: Collection[str] = ()) -> list[str]:
     """Returns the identifiers with a word that stands for a term of the field.
 
@@ -166,7 +126,9 @@ def old_words(modules: Sequence[Module], allowed: Collection[str] = ()) -> list[
         modules: The modules.
         allowed: Words of the table that mean what they say in these modules.
     """
-    pattern = words_pattern(allowed)
+    words = "|".join(word for word in TERMS if word not in allowed)
+    pattern = re.compile(rf"(?:^|_)({words})(?=_|$)")
+    exempt = re.compile(rf"(?:^|_)(?:{'|'.join(EXEMPT_NAMES - {'product', 'tell'})})(?=_|$)")
     places = []
     for module in modules:
         before = ""
@@ -174,10 +136,11 @@ def old_words(modules: Sequence[Module], allowed: Collection[str] = ()) -> list[
             is_exempt = token.string.startswith("test_") or (
                 before == "." and token.string in EXEMPT_NAMES
             )
-            match = pattern.search(EXEMPT.sub("", snake_case(token.string)))
-            if match and token.type == tokenize.NAME and not is_exempt:
-                place = f"{module.path}:{token.start[0]}"
-                places.append(f"{place}: {token.string} ({TERMS[match[1]]})")
+            if token.type == tokenize.NAME and not is_exempt:
+                snake = re.sub("(?<=[a-z])(?=[A-Z])", "_", token.string).lower()
+                if match := pattern.search(exempt.sub("", snake)):
+                    place = f"{module.path}:{token.start[0]}"
+                    places.append(f"{place}: {token.string} ({TERMS[match[1]]})")
             before = token.string
     return places
 
