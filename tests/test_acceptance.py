@@ -245,16 +245,16 @@ def draft_tokens(
             before: jax.Array,
             position: jax.Array,
             seed: jax.Array,
-            index: int = index,
+            place: int = index,
             parent: int = parent,
         ) -> jax.Array:
             scores_W = jnp.log(jnp.asarray(Q))[before]
             if shape.drawn:
                 words = jnp.stack([jnp.uint32(0), seed.astype(jnp.uint32)])
                 key = noise_key(words, jnp.int32(0), position + depths[1 + parent], shape.stream)
-                key = jax.random.fold_in(key, index) if shape.replaced else key
+                key = jax.random.fold_in(key, place) if shape.replaced else key
                 scores_W += jax.random.gumbel(key, (WIDTH,))
-            rank = 0 if shape.replaced else ranks[index]
+            rank = 0 if shape.replaced else ranks[place]
             return jnp.asarray(Q_IDS)[before][jnp.argsort(-scores_W)[rank]]
 
         columns.append(jax.vmap(draw)(before_B, position_B, seed_B))
