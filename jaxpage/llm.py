@@ -368,6 +368,7 @@ class LLM(DrivenModel):
         """Returns the outputs of requests whose updates come into a box."""
         outputs: dict[Handle, RequestOutput] = {}
         num_tokens = 0
+        # tqdm takes None for a bar that is shown on terminals alone.
         disable = None if use_tqdm else True
         with tqdm(total=len(handles), desc="Generating", unit="request", disable=disable) as bar:
             try:
@@ -379,6 +380,7 @@ class LLM(DrivenModel):
                         outputs[handle] = output
                         num_tokens += handle.num_output_tokens
                         bar.update()
+                        # The clock of the bar may not have moved yet.
                         rate = num_tokens / max(bar.format_dict["elapsed"], 1e-9)
                         bar.set_postfix_str(f"{rate:.0f} tokens/s", refresh=False)
             finally:
