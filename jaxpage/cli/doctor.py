@@ -99,6 +99,7 @@ def _model(model: str) -> Iterator[tuple[str, str]]:
     yield from _part("model", lambda: _checkpoint(model))
     yield from _part("pictures", lambda: _pictures(model))
     yield from _part("tokenizer", lambda: _tokenizer(model))
+    # An encoder takes no chats, so there is nothing to say about a template.
     if texts := list(_part("texts", lambda: _texts(model))):
         yield from texts
         return
@@ -158,6 +159,7 @@ def _nvidia_driver() -> Iterator[str]:
     advice = "steps may hang, which are CUDA graphs with loops and conditions: install"
     without = "--xla_gpu_enable_command_buffer= does without graphs"
     yield (
+        # A name takes 20 columns and a space. For an empty value `wrap` returns no line at all.
         f"{version} (warning: {advice} r{MIN_DRIVER} or newer, or XLA_FLAGS={without})"
         if is_old
         else version

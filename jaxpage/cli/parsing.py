@@ -106,6 +106,7 @@ def _complete_files(parser: argparse.ArgumentParser, files: dict[str, str]) -> N
             action.complete = files  # type: ignore[attr-defined]  # shtab looks for it here
 
 
+# argparse has no public name for this class.
 Commands = argparse._SubParsersAction
 
 
