@@ -50,6 +50,8 @@ class WorkItem:
 def _sharegpt(
     draw: np.random.Generator, count: int, max_input: int, max_output: int
 ) -> tuple[Lengths, Lengths]:
+    # The logarithm of a lognormal has the variance ln(1 + variation ** 2), and the mean is exp(mu +
+    # variance / 2).
     variance = np.log1p(SHAREGPT_INPUT_VARIATION**2)
     inputs = draw.lognormal(np.log(SHAREGPT_MEAN_INPUT) - variance / 2, np.sqrt(variance), count)
     outputs = draw.gamma(SHAREGPT_OUTPUT_SHAPE, SHAREGPT_MEAN_OUTPUT / SHAREGPT_OUTPUT_SHAPE, count)
@@ -118,6 +120,7 @@ def prefix_repetition(
     suffixes = make_workload(
         "random",
         num_prompts,
+        # The suffixes must not repeat the random numbers of the prefixes.
         seed=seed + 1,
         vocab_size=vocab_size,
         max_input=max_input - prefix_len,

@@ -129,6 +129,7 @@ async def _measure(
     }
     context |= {"arrivals": schedule, "goodput": goals or None, "config": capabilities or None}
     if earlier:
+        # JSON has no infinity: a result has None for requests that come all at once.
         rate = None if math.isinf(rates[0]) else rates[0]
         check_same_work(arguments.compare, earlier, {**context, "request_rate": rate})
     begin = perf_counter()
@@ -241,7 +242,9 @@ def _times(arguments: argparse.Namespace, work: Sequence[WorkItem], rate: float)
     if arguments.dataset == "trace":
         return [item.seconds or 0.0 for item in work]
     shape = arguments.burstiness
+    # With the scale 1 / shape the mean gap is 1, whatever the burstiness.
     gaps = np.random.default_rng(arguments.seed).gamma(shape, 1 / shape, len(work))
+    # At an infinite rate all requests arrive at 0.
     times: list[float] = (np.cumsum(gaps) / rate).tolist()
     return times
 

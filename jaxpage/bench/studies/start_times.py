@@ -91,6 +91,7 @@ def _start(config: EngineConfig, cache: Path) -> tuple[Phases, Phases]:
     cache.
     """
     variables = {**os.environ, "JAXPAGE_CACHE_DIR": str(cache)}
+    # There the first start could find executables, and would not be cold.
     variables.pop("JAX_COMPILATION_CACHE_DIR", None)
     command: Sequence[str] = [sys.executable, "-m", startup_process.__name__]
     began = time.time()
@@ -103,6 +104,7 @@ def _start(config: EngineConfig, cache: Path) -> tuple[Phases, Phases]:
         raise JaxpageError(
             f"A start failed with status {done.returncode}:\n{done.stderr.strip()[-2000:]}"
         )
+    # Libraries may print lines of their own before the answer.
     answer = json.loads(done.stdout.splitlines()[-1])
     if "error" in answer:
         raise JaxpageError(answer["error"])
