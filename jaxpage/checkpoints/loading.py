@@ -90,6 +90,7 @@ def load_sharded(
         target_dtype = filled.dtype(dtype)
         first, *_ = arrays
         array = first
+        # Orbax has restored whole tensors straight onto their devices.
         if not isinstance(first, jax.Array):
             array = jax.make_array_from_callback(
                 filled.weight.shape,

@@ -255,6 +255,7 @@ def _describe(
     config = check_config(directory, problems)
     if not config:
         return None
+    # Where the config does not say whether the head is tied, the tensors do.
     if leaves_tying_open(config):
         _, stored = read_layout(directory, Problems(directory))
         has_head = any("lm_head." in name for name in stored)

@@ -130,6 +130,8 @@ def _of_factors(file: GGUFFile, parameters: dict[str, Any], head_dim: int) -> di
 
 def _llama3_factors(scaling: dict[str, Any], theta: float, head_dim: int) -> np.ndarray:
     low, high, original = (scaling[name] for name in _LLAMA3)
+    # This is the formula of transformers (`_compute_llama3_parameters`), written as what divides
+    # each frequency: the factor for long wavelengths, 1 for short ones.
     wavelengths = 2 * math.pi * theta ** (np.arange(0, head_dim, 2) / head_dim)
     smooth = np.clip((original / wavelengths - low) / (high - low), 0.0, 1.0)
     return 1 / ((1 - smooth) / scaling["factor"] + smooth)

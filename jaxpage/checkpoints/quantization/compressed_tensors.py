@@ -174,6 +174,7 @@ def _exponents(size: int) -> StoredArray:
         return np.ldexp(np.float32(1), exponents.astype(np.int32) - 127).astype(np.float32)
 
     def check(exponents: np.ndarray) -> str | None:
+        # 255 is the NaN of E8M0.
         return "has scales that are not finite" if (exponents == 255).any() else None
 
     return StoredArray(
@@ -204,6 +205,7 @@ def _zero(bits: int, strategy: str, size: int | None, *, packed: bool) -> Stored
         codes = (
             decoding.unpack(np.ascontiguousarray(numbers.T), bits).T[:num_out].astype(np.float32)
         )
+        # Codes of eight bits are kept less 128, and so are their zeros.
         return codes if bits == 4 else codes - 128
 
     return StoredArray("weight_zero_point", shape, ("int32",) if packed else ("int8",), decode)

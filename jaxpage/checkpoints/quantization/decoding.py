@@ -18,6 +18,7 @@ def unpack(words: np.ndarray, bits: int) -> np.ndarray:
     The last axis has 32 / bits codes for each word.
     """
     shifts = np.arange(0, 32, bits, dtype=np.uint32)
+    # A shift of a signed word would fill it with ones from the left.
     codes = (words.view(np.uint32)[..., None] >> shifts) & np.uint32(2**bits - 1)
     return codes.reshape(*words.shape[:-1], -1).astype(np.uint8)
 

@@ -52,6 +52,7 @@ def read(config: QuantizationFields) -> Scheme:
         )
 
     def zeros(words: np.ndarray, num_out: int, num_in: int) -> np.ndarray:
+        # Codes of eight bits are kept less 128, and so are their zeros.
         return zero_codes(words).T.astype(np.float32) - (0 if bits == 4 else 128)
 
     values = StoredArray(
