@@ -80,7 +80,7 @@ class TokenLogprobs:
     top_logprobs: tuple[float, ...] = ()
     num_kept: int = 0
     kept: bytes = b""
-    # As bytes, unlike as arrays, they can be compared and hashed with the record.
+    # Bytes can be compared and hashed with the record, which arrays cannot.
     hidden_state: bytes = field(default=b"", repr=False)
 
 
