@@ -137,6 +137,7 @@ class JaxpageRollout(BaseRollout):
                 **_common_params(rollout_config),
                 max_tokens=rollout_config.max_tokens_to_generate,
                 stop_token_ids=list(eos_tokens or ()),
+                # If the caller names the tokens that end a text, the model's own do not.
                 ignore_eos=eos_tokens is not None,
                 seed=_seed_of(rollout_config.seed, index),
             )
@@ -359,6 +360,7 @@ def _seed_of(seed: Any, index: int) -> int | None:
         return None
     if isinstance(seed, jax.Array):
         data = jax.random.key_data(seed)
+        # A key of JAX is two words, and `jax.random.key(n)` has n in the last one.
         seed = np.asarray(data).ravel()[-1]
     return (int(seed) + index) % 2**32
 

@@ -166,6 +166,7 @@ def first_difference(
             return difference
         for name in ("text", "finish_reason", "stop_reason"):
             value = getattr(theirs, name)
+            # In Python True equals 1, and the receipt comes from a stranger.
             if value != ours[name] or type(value) is not type(ours[name]):
                 return Difference(place, computed, None, name, value, ours[name])
     return None
