@@ -51,8 +51,8 @@ class CallReader:
         # One of these follows a call whose closing marker is missing.
         follow = (form.opening, form.open, form.between + form.open, form.end, *tails)
         self._follow = tuple({marker for marker in follow if marker.strip()})
-        # A further call ends the one before it, also where its closing marker is missing. An opening
-        # that is no tag could be a part of any text.
+        # A further call ends the one before it, also where its closing marker is missing. Only a
+        # tag does so: other openings could be a part of any text.
         openings = (form.opening, form.between + form.open)
         self._openings = tuple(text for text in openings if re.match(r"\s*[<\[]", text))
         self._schema: Any = None  # of the arguments of the call, which references lead into

@@ -82,6 +82,7 @@ def windows(
         max_bytes: The longest line; a longer one is refused.
         url: The path that all lines must name; None allows all.
     """
+    # The caller adds the lines that are answered meanwhile, on another thread.
     done = dict(done)
     seen: set[str] = set()
     lines: list[Line | RefusedLine] = []

@@ -273,6 +273,7 @@ class Connection(H11Protocol):
             self.transport.close()
         else:
             event = h11.InformationalResponse(status_code=100, headers=[], reason=b"Continue")
+        # Bytes that still wait to be sent are a probe themselves.
         if event is not None and not self.transport.get_write_buffer_size():
             self.transport.write(self.conn.send(event) or b"")
         self._probe_seconds = min(4 * self._probe_seconds, MAX_PROBE_SECONDS)

@@ -111,6 +111,7 @@ class RuntimeAdapters:
         self._engine = engine
         self._context = context
         self._directory = directory
+        # Those of `lora_modules` have the numbers from 1 on.
         self._numbers = itertools.count(1 + len(context.adapters))
 
     def load(self, body: dict[str, Any]) -> Response:
