@@ -35,6 +35,7 @@ def card_of(files: ModelFiles, quantization: str | None) -> ModelCard:
     if files.rule is None:
         weights = [filled.weight for filled in plan.parameters]
     else:
+        # A quantised weight counts as the plain one of the model does.
         weights = list(model_weights(files.family, files.spec))
     stored = counts.most_common(1)[0][0] if counts else ""
     scheme = quantization or (files.quantization.name if files.quantization else None)

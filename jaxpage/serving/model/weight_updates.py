@@ -56,6 +56,7 @@ class Updating:
         self._driver = driver
         self._directory = directory
         self._hosts = hosts
+        # No second update waits for the first: it is refused.
         self._loading = Workers("weights", 1, 0)
         self._numbers = itertools.count()
 

@@ -457,6 +457,7 @@ class ModelTable(Generic[Model]):
     def _refuse(self, slot: Slot[Model], why: JaxpageError) -> None:
         for waiter in slot.waiters:
             if not waiter.done():
+                # Each has an error of its own, because raising an error changes its traceback.
                 error = type(why)(str(why))
                 error.__cause__ = why.__cause__
                 waiter.set_exception(error)
