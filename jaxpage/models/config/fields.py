@@ -115,6 +115,7 @@ class Fields(ConfigFields):
         """Returns the raw value of a field, under its name or its alias."""
         self._raise_outside()
         present = [key for key in self._names(name) if key in self.config]
+        # `repr` tells 1 from true, and lists cannot be members of a set.
         if len({repr(self.config[key]) for key in present}) > 1:
             values = " and ".join(f"{key} = {self.config[key]!r}" for key in present)
             self._instead(WrongField(f"{values} contradict each other"), name, self.config[name])

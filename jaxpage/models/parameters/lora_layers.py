@@ -126,4 +126,5 @@ def lora_targets(family: Family, spec: ModelSpec) -> dict[str, LoRATarget]:
     others = {
         other: target for name, target in targets.items() for other in other_names(family, name)
     }
+    # A name of a module wins over the same name of another module in other checkpoints.
     return others | targets

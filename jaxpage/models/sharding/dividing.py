@@ -74,6 +74,7 @@ def kv_of_shard(kv: KVSpec, sharding: Sharding) -> KVSpec:
         state
         and replace(
             state,
+            # A convolution alone has a width but no shape.
             shape=state.shape and (state.shape[0] // count, *state.shape[1:]),
             input_width=state.input_width // count,
         )
