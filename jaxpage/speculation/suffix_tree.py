@@ -115,6 +115,7 @@ class SuffixTree:
             if place is None:
                 edges[key] = _leaf(text, size)
                 count = 1
+                # Nothing is drafted after the empty run, so the root needs no list of what follows.
                 if node and best_counts[node]:
                     self._followers.setdefault(node, [best[node]]).append(token)
             else:
