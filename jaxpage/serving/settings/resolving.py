@@ -99,6 +99,7 @@ def of_several_hosts(engine: EngineConfig, server: ServerConfig) -> list[Jaxpage
         "prefix_cache_directory": engine.prefix_cache_directory,
         "lora_directory": server.lora_directory,
         "event_log with weights_directory": engine.event_log and server.weights_directory,
+        # False is its default.
         "enable_prompt_embeds": engine.enable_prompt_embeds or None,
     }
     errors += [

@@ -124,6 +124,7 @@ class Slot(Generic[Model]):
     def is_usable(self) -> bool:
         """Returns whether a request can run at once."""
         there = self.model is not None and not self.model.is_over and not self.is_asleep
+        # While others wait for the model, newcomers wait with them.
         return there and not self.is_closing and not self.is_requested
 
     @property
@@ -290,6 +291,7 @@ class ModelTable(Generic[Model]):
         while True:
             while self._jobs:
                 await self._jobs.popleft()()
+            # Nothing was awaited since the last look, so no job is missed.
             self._changed.clear()
             await self._changed.wait()
 
