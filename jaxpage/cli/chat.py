@@ -178,6 +178,7 @@ def _turn(llm: LLM, conversation: Conversation, question: str, report: Say) -> b
     said: list[str] = []
     try:
         prompt = llm.chat_prompt(conversation.messages(question))
+        # Closing the stream ends its request, also after Ctrl-C.
         with contextlib.closing(llm.stream(prompt, conversation.params)) as chunks:
             return print_stream(chunks, report, said).outputs[0].finish_reason != "error"
     finally:

@@ -160,6 +160,7 @@ def doctor(arguments: argparse.Namespace) -> None:
     for name, value in report(arguments.model):
         lines = [value]
         if sys.stdout.isatty():
+            # A name takes 20 columns and a space. For an empty value `wrap` returns no line at all.
             lines = textwrap.wrap(value, max(columns - 21, 20), break_on_hyphens=False) or [""]
         print(f"{name:<20} " + f"\n{'':<21}".join(lines))
 

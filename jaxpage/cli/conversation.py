@@ -311,6 +311,7 @@ def _read(path: Path) -> tuple[str | None, list[tuple[Any, str]]]:
         raise ValueError(f"{path} has no messages, each with a role and a text")
     system = said.pop(0)[1] if said and said[0][0] == "system" else None
     roles = [role for role, _ in said]
+    # The number of messages must be even, too: each question has its answer.
     if roles != ["user", "assistant"] * (len(said) // 2):
         raise ValueError(
             f"{path}: user and assistant must take turns, the user first; it has "

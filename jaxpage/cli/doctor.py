@@ -159,7 +159,6 @@ def _nvidia_driver() -> Iterator[str]:
     advice = "steps may hang, which are CUDA graphs with loops and conditions: install"
     without = "--xla_gpu_enable_command_buffer= does without graphs"
     yield (
-        # A name takes 20 columns and a space. For an empty value `wrap` returns no line at all.
         f"{version} (warning: {advice} r{MIN_DRIVER} or newer, or XLA_FLAGS={without})"
         if is_old
         else version

@@ -55,6 +55,7 @@ class Parser(argparse.ArgumentParser):
             return f"unexpected argument {word!r}; {self._of_words()}"
         if answer := answer_for_flag(word):
             return f"unknown argument {word!r}; {answer}"
+        # argparse has no public list of the flags of a parser.
         options = [option for action in self._actions for option in action.option_strings]
         close = close_names(
             word, [option for option in options if _negates(option) == _negates(word)], cutoff=0.7
