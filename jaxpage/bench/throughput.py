@@ -148,6 +148,7 @@ def changes_of(text: str) -> dict[str, Any]:
         UsageError: The text is something else.
     """
     changes = {}
+    # A comma within braces comes before a } without another { between.
     for part in re.split(r",(?![^{]*\})", text):
         name, equals, value = part.partition("=")
         if not equals:

@@ -54,6 +54,7 @@ def _sharegpt(
     # variance / 2).
     variance = np.log1p(SHAREGPT_INPUT_VARIATION**2)
     inputs = draw.lognormal(np.log(SHAREGPT_MEAN_INPUT) - variance / 2, np.sqrt(variance), count)
+    # The mean of a Gamma distribution is its shape times its scale.
     outputs = draw.gamma(SHAREGPT_OUTPUT_SHAPE, SHAREGPT_MEAN_OUTPUT / SHAREGPT_OUTPUT_SHAPE, count)
     return _whole(inputs, max_input), _whole(outputs, max_output)
 

@@ -95,6 +95,7 @@ def _start(config: EngineConfig, cache: Path) -> tuple[Phases, Phases]:
     variables.pop("JAX_COMPILATION_CACHE_DIR", None)
     command: Sequence[str] = [sys.executable, "-m", startup_process.__name__]
     began = time.time()
+    # Fetched models are in the cache of this process, and the other one has a cache of its own.
     model = str(resolve_model(config.model)) if config.model in FETCHABLE else config.model
     settings = json.dumps(config.replace(model=model, **NO_LOG).explicit_settings())
     done = subprocess.run(

@@ -97,6 +97,7 @@ def _q5_0(blocks: np.ndarray) -> np.ndarray:
 
 def _q6_k(blocks: np.ndarray) -> np.ndarray:
     low = _split(blocks[..., :128], 64)
+    # A byte has the upper two bits of four codes, each 32 after the one before.
     high = blocks[..., 128:192].reshape(*blocks.shape[:-1], 2, 32)
     high = np.concatenate([high >> shift & 3 for shift in (0, 2, 4, 6)], axis=-1).reshape(low.shape)
     return (low | high << 4).view(np.int8) - np.int8(32)

@@ -29,6 +29,7 @@ def read(config: QuantizationFields) -> Scheme:
     """Reads `quantization_config`."""
     bits = config.one_of("bits", (4, 8))
     size = config.group_size("group_size")
+    # Where all inputs share a scale their order does not matter.
     if config.flag("desc_act", False) and size is not None:
         config.refuse(
             "desc_act",
