@@ -379,6 +379,7 @@ class Fields(ConfigFields):
                 refused.append(
                     f"rope {name} = {parameters[name]!r} is not supported; attention_factor is"
                 )
+        # A dict cannot be asked for a value that has no hash, such as a list.
         if (kind := parameters["rope_type"]) in (*SCALINGS,):
             wrong += wrong_parameters(parameters, width)
         else:

@@ -200,6 +200,7 @@ class ShardingChecker:
 
         def note(path: Path, module: nnx.Module) -> nnx.Module | None:
             replacement = None if rule is None else rule(path, module)
+            # A layer that two devices can share has a sharded kind for any number of devices.
             if _inside(path, layers) is None and find_sharded_kind(module, 2):
                 layers[path] = module, replacement or module
             return replacement
