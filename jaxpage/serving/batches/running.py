@@ -84,6 +84,7 @@ class BatchRun:
         )
         try:
             async with asyncio.TaskGroup() as group:
+                # `next` returns None at the end, because no future takes a StopIteration.
                 while lines := await asyncio.to_thread(next, windows_of_lines, None):
                     for line in lines:
                         if isinstance(line, Line):

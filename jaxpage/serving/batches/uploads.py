@@ -69,6 +69,7 @@ def _parts(body: bytes, boundary: bytes) -> list[tuple[int, int]]:
     """
     parts: list[tuple[int, int]] = []
     start = len(boundary) if body.startswith(boundary) else -1
+    # Two hyphens follow the last boundary of a form.
     while start >= 0 and len(parts) <= _MAX_PARTS and not body.startswith(b"--", start):
         end = body.find(b"\r\n" + boundary, start)
         if end < 0:
