@@ -157,6 +157,7 @@ class _Writer:
     def write_text_or_call(self, marker: str, *, before: str) -> str:
         """Returns the whole grammar of a text, or of a call of which only the marker is held."""
         text, space = self._json({}), self._rule(_SPACE)
+        # In llguidance's language `<[*]>` is any token.
         start = f"start: {before}{space} ({text} | {self.literal(marker)} <[*]>*)"
         return "\n".join([start, *self._rules]) + "\n"
 
@@ -186,6 +187,7 @@ class _Writer:
                 continue
             for text in self._special_text.split(part):
                 if text in self._special:
+                    # Special tokens have no text there, and are named by their ids.
                     parts.append(f"<[{self._special[text]}]>")
                 elif text:
                     parts.append(json.dumps(text))

@@ -94,8 +94,7 @@ def _string(buffer: TextBuffer) -> Parser[str]:
     end = begin + 1
     while True:
         end = _end_of(_OF_STRING[quote], buffer.text, end)
-        following = buffer.text[end : end + 2]
-        if following[:1] == quote:
+        if buffer.text[end : end + 1] == quote:
             buffer.position = end + 1
             return buffer.text[begin : buffer.position]
         yield from buffer.more()
