@@ -55,6 +55,7 @@ Vector = npt.NDArray[np.float32]
 
 
 def _gelu(x: np.ndarray) -> np.ndarray:
+    # NumPy has no error function.
     return 0.5 * x * (1 + np.vectorize(math.erf, otypes=[float])(x / math.sqrt(2)))
 
 

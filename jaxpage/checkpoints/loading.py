@@ -254,6 +254,7 @@ def make_array_reader(
         for key in parents:
             branch = branch[key]
         remaining[info.name] -= 1
+        # The last reader takes the array out of the tree, so that its memory is free afterwards.
         return branch[last] if remaining[info.name] else branch.pop(last)
 
     return read

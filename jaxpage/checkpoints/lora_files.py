@@ -189,6 +189,7 @@ def make_adapter(
     """
     matrices = []
     for module in modules:
+        # Numbers that become infinite are reported below.
         with np.errstate(over="ignore"):
             a_RI, b_OR = scale_matrices(module, read(module.a), read(module.b))
         for info, array in ((module.a, a_RI), (module.b, b_OR)):

@@ -158,6 +158,7 @@ def _check_tiling(
 ) -> None:
     """Checks that the ranges follow one another from the end of the header to that of the file."""
     position = start
+    # An empty tensor may begin where another one does, and comes before it.
     for tensor in sorted(tensors.values(), key=lambda tensor: (tensor.offset, tensor.num_bytes)):
         if tensor.offset != position:
             kind = (

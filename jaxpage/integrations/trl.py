@@ -239,6 +239,7 @@ class JaxpageClient:
             save_file(self._weights, path / "model.safetensors")
             self._ask("/v1/update_weights", {"path": path.name, "mode": self._mode})
         except RuntimeError as error:
+            # The server would refuse these weights again; other failures may pass.
             if isinstance(error.__cause__, urllib.error.HTTPError) and error.__cause__.code == 400:
                 self._weights = {}
             raise
@@ -310,5 +311,6 @@ def _entries(choice: Mapping[str, Any]) -> list[tuple[list[int], list[float]]]:
 
 def _array(body: Mapping[str, Any]) -> npt.NDArray[Any]:
     """Returns an array of an answer."""
+    # The numbers are little-endian (docs/reference/wire-format.md).
     dtype = np.dtype(body["dtype"]).newbyteorder("<")
     return np.frombuffer(base64.b64decode(body["data"]), dtype).reshape(body["shape"])

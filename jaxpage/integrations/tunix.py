@@ -427,6 +427,7 @@ class TrainedModule(nnx.Module):
         """
         if cache is not None or attention_mask is None:
             raise UnsupportedError("the trained module takes an attention mask and no cache")
+        # Each token sees itself, and none sees padding.
         is_token_RC = jnp.diagonal(attention_mask, axis1=1, axis2=2)
         first_R1 = jnp.argmax(is_token_RC, axis=1)[:, None]
         indices_C = jnp.arange(input_tokens.shape[1])
