@@ -80,7 +80,6 @@ class TokenLogprobs:
     top_logprobs: tuple[float, ...] = ()
     num_kept: int = 0
     kept: bytes = b""
-    # Bytes can be compared and hashed with the record, which arrays cannot.
     hidden_state: bytes = field(default=b"", repr=False)
 
 

@@ -73,8 +73,8 @@ class TextBuffer:
     def forget(self) -> None:
         """Removes what was read but its last character, if it is much; nobody may go back then."""
         if self.position > _KEPT:
-            # `is_at_line` looks at the last character.
             self.num_forgotten += self.position - 1
+            # `is_at_line` looks at the last character.
             self.text = self.text[self.position - 1 :]
             self.position = 1
 

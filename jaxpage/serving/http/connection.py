@@ -117,6 +117,8 @@ class Connection(H11Protocol):
         super().connection_made(transport)
         self._read_at_most(MAX_BYTES_PER_TURN)
         self._address = str((self.client or ("",))[0])
+        # The limit of open files has room for twice as many, so that others can be told why
+        # (`descriptors`).
         if len(self.connections) > 2 * self._max_connections:
             transport.abort()
             return

@@ -122,6 +122,7 @@ class Limits:
             raise ApiError(
                 431, f"The headers have {num_bytes} bytes; at most {MAX_HEADER_BYTES} are read"
             )
+        # The parser has checked that it is a number.
         if int(headers.get("content-length", "0")) > maximum:
             raise _too_large(maximum)
 

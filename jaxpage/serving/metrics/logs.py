@@ -27,7 +27,6 @@ ACTIVITY_SECONDS = 10.0
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
 _NAME = re.compile(r"[A-Za-z0-9_.\[\]]{1,64}")  # the name of a parameter
 _METHODS = ("GET", "HEAD", "POST", "PUT", "DELETE", "OPTIONS", "PATCH")
-# A record has these by itself; all else came as `extra`.
 _OWN = frozenset(vars(logging.makeLogRecord({}))) | {
     "message",
     "asctime",

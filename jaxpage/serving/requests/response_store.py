@@ -157,8 +157,8 @@ class ResponseStore:
         with self._changing:
             self._expire()
             entry = self._kept.get(response_id)
-            # If the clock was set back, one may be over that is not the first.
             if entry is None or entry.owner != owner or self._is_over(entry):
+                # If the clock was set back, one may be over that is not the first.
                 return None
             self._used.move_to_end(response_id)
             return entry.stored
@@ -204,11 +204,11 @@ class ResponseStore:
             self._files.update(response_id)
 
     def _expire(self) -> None:
-        # All are kept for the same time, so the first that was stored is over first.
         while self._kept and self._is_over(next(iter(self._kept.values()))):
             self._remove(next(iter(self._kept)))
 
     def _is_over(self, entry: _KeptResponse) -> bool:
+        # All are kept for the same time, so the first that was stored is over first.
         return self._clock() - entry.stored_at >= self._seconds
 
     def _look_up(self, response_id: str) -> _KeptResponse | None:
