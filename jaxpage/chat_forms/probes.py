@@ -123,8 +123,8 @@ class Prober:
                 {"type": "text", "text": content},
             ]
         elif reasoning:
+            # A template reads one of these fields; which one is not known yet.
             fields |= dict.fromkeys(REASONING_FIELDS, reasoning)
-        # A template reads one of these fields; which one is not known yet.
         if calls and self.example:
             fields["content"] = "\n".join(filter(None, [content, *map(self._write_call, calls)]))
         elif calls:
