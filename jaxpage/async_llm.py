@@ -299,7 +299,7 @@ class AsyncLLM(DrivenModel):
         """
         loop = asyncio.get_running_loop()
 
-        # A verification waits for answers on a thread of its own, and its requests run on this loop.
+        # A verification waits on a thread of its own, and its requests run on this loop.
         def generate(prompts: Any, params: Any) -> list[RequestOutput]:
             outputs = self._whole(prompts, params)
             return asyncio.run_coroutine_threadsafe(outputs, loop).result()
