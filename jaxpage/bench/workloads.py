@@ -159,6 +159,7 @@ def chat(
         max_input=max_length,
         max_output=min(max_length, max_output),
     )
+    # The answers must not repeat the random numbers of the messages.
     draw = np.random.default_rng(seed + 1)
     work: list[WorkItem] = []
     for index, message in enumerate(messages[:num_prompts]):

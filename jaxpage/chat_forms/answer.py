@@ -343,6 +343,7 @@ class AnswerReader(BufferedReader):
         end = buffer.position
         yield from buffer.skip_space()
         character = yield from buffer.next_character()
+        # A backquote after the tag says that the text quotes the call.
         if is_alone and (character == "" or (end > begin and is_at_line and character != "`")):
             buffer.position = end
             return call

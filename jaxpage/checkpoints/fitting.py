@@ -371,6 +371,7 @@ def _of_other_sizes(
             fitting.setdefault(_module(piece.name), set()).add(fits)
             wrong += [] if fits else [piece]
     modules = {name for name, sizes in fitting.items() if len(sizes) == 2}
+    # Where no tensor of a module fits, the sizes of the model are wrong, and not those of groups.
     if 2 * len(modules) <= len(fitting) or {False} in fitting.values():
         return set()
     info = stored[wrong[0].name]

@@ -276,6 +276,7 @@ def check_config(config: Mapping[str, Any], problems: Problems) -> None:
             "is not supported: it changes the weights of the model; save the adapter as plain LoRA",
         )
     for name in sorted(config.keys() - REFUSED.keys() - KNOWN):
+        # PEFT writes all fields of its version; one that is null, false or empty is not in use.
         if config[name]:
             what = f"{quote(name)} = {quote(config[name])}"
             problems.add(f"{CONFIG}: {what} is not known, and may change what the adapter computes")

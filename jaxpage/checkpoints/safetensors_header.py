@@ -93,6 +93,7 @@ def read_header(file: Path, label: str, problems: Problems) -> dict[str, TensorI
         problems.add(f"{label}: cannot be read: {error.strerror}")
         return {}
     try:
+        # The format wants the brace as the first byte; only at the end may a header have spaces.
         if not raw.startswith(b"{"):
             raise ValueError("does not start with an object")
         header = parse_object(raw)

@@ -122,6 +122,7 @@ def _rewritten(schema: Any, *, is_merged: bool = False) -> Any:
     part = dict(schema)
     for name in _NAMED:
         if isinstance(held := part.get(name), dict):
+            # The `$ref` to a definition may stand beside bounds of its own.
             is_definition = name in ("$defs", "definitions")
             part[name] = {
                 key: _rewritten(inner, is_merged=is_definition) for key, inner in held.items()

@@ -221,6 +221,7 @@ class SuffixTree:
             continuation = self._texts[text][
                 index : min(index + num_tokens - len(token_ids), self._sizes[text])
             ]
+            # A run that occurred once has one continuation, whose tokens are as probable as it is.
             token_ids += continuation
             score += probability * len(continuation)
         return ScoredDraft(token_ids, None, score)

@@ -48,6 +48,7 @@ def run_serve(arguments: argparse.Namespace) -> int:
         UsageError: The flags do not fit together or do not fit the server.
     """
     goals = _check(arguments)
+    # A picture that cannot be drawn, or a file that cannot be read, is refused before the long run.
     draw = _plotter(arguments.plot) if arguments.plot else None
     path = arguments.compare
     earlier = read_baseline(path) if path else None

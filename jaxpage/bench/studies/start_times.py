@@ -46,6 +46,7 @@ def run_startup(arguments: argparse.Namespace, config: EngineConfig) -> None:
         tqdm(total=1 + arguments.starts, desc="Starting", unit="start") as bar,
     ):
         starts = []
+        # The first start finds an empty cache of executables and fills it; it is the cold one.
         for _ in range(1 + arguments.starts):
             starts.append(_start(config, Path(cache)))
             bar.update()

@@ -47,6 +47,7 @@ def resolve_both(
             for name in settings
             if name in other.model_fields and name not in names.model_fields
         ]:
+            # It is taken out, or `resolve_settings` would report it again, as unknown.
             problems.append(f"{settings.pop(name).place}: {name}: this setting is {there}")
     errors: list[JaxpageError] = [ConfigError("\n".join(problems))] if problems else []
     resolved: list[Any] = []
@@ -55,6 +56,7 @@ def resolve_both(
             resolved.append(resolve_settings(kind, values, by_hand, environment, overrides_origin))
         except (ConfigError, UnsupportedError) as error:
             errors.append(error)
+    # Both configurations must be whole for a comparison.
     if not errors:
         errors += _contradictions(resolved[0].config, resolved[1].config)
     if errors:

@@ -252,6 +252,7 @@ class ModelTable(Generic[Model]):
             try:
                 await self._put_to_sleep(self.slots[name], level)
             except Exception as error:
+                # The caller may have left, which cancels the future, or `stop` has answered it.
                 if not command.done():
                     command.set_exception(error)
             else:
