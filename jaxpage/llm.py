@@ -172,6 +172,7 @@ class LLM(DrivenModel):
             CheckpointError: Something does not fit; the message lists everything.
             TypeError: An argument has another type. The other errors are those of `LLM`.
         """
+        # `__init__` would open the files of a model, and here there are none.
         made = cls.__new__(cls)
         hooks = Hooks(progress=use_tqdm, verbose=verbose)
         opened = open_in_memory(config, parameters, tokenizer, settings, hooks, may_alias=may_alias)
@@ -384,6 +385,7 @@ class LLM(DrivenModel):
                         rate = num_tokens / max(bar.format_dict["elapsed"], 1e-9)
                         bar.set_postfix_str(f"{rate:.0f} tokens/s", refresh=False)
             finally:
+                # After an error or Ctrl-C the other requests would run on, and nobody reads them.
                 self._driver.end(handles)
         return [outputs[handle] for handle in handles]
 

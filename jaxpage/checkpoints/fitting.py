@@ -279,6 +279,7 @@ def same_bytes(info: TensorInfo, copy: TensorInfo) -> bool:
     """Returns whether two tensors in safetensors files have the same type, shape and bytes."""
     if (info.dtype, info.shape) != (copy.dtype, copy.shape):
         return False
+    # The bytes are compared and not the numbers, because a NaN is not equal to itself.
     first, second = (map_array(tensor).reshape(-1).view(np.uint8) for tensor in (info, copy))
     chunks = range(0, len(first), COMPARED_BYTES)
     return all(

@@ -278,6 +278,7 @@ def _describe(
     model = describe_model(directory, config.quantization)
     device = _place(arguments, config.gpu_memory_utilization)
     checker = ShardingChecker(model.family, model.spec, model.rule)
+    # A model is known by its number of weights, and not of packed codes and scales.
     unquantised = checker.weights if model.rule is None else model_weights(model.family, model.spec)
     if (vision := find_vision(config, model.family, model.config)) is not None:
         unquantised = [*unquantised, *model_weights(vision.family, vision.spec)]

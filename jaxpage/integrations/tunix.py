@@ -147,6 +147,7 @@ class JaxpageRollout(BaseRollout):
         outputs = [request.outputs[0] for request in requests]
         padded_RT = np.full((len(prompts), width), self.pad_id(), np.int32)
         for row, ids in zip(padded_RT, token_ids, strict=True):
+            # Tunix wants prompts that are padded on the left (`left_padded_prompt_tokens`).
             row[width - len(ids) :] = ids
         logprobs = list(map(_logprobs, outputs)) if rollout_config.return_logprobs else None
         tokens = [np.array(output.token_ids, np.int32) for output in outputs]

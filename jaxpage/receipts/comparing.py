@@ -24,6 +24,8 @@ _NAMES = {
     "flags": "the flags",
     "tokenizer": "a tokenizer with the hash",
 }
+# Another processor with the same instructions may give the same bits, so `verify` computes and
+# sees. The version of llguidance counts only with a grammar, and is compared for itself.
 _MAY_DIFFER = frozenset({"processor", "llguidance"})
 _NAMED_TENSORS = 3
 

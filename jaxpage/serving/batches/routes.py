@@ -127,6 +127,7 @@ class BatchRoutes:
                 f"endpoint must be {', '.join(URLS)}; got {show(endpoint)}",
                 param="endpoint",
             )
+        # The API of OpenAI has no other window.
         if body.get("completion_window") != "24h":
             raise ApiError(400, "completion_window must be '24h'", param="completion_window")
         record = {

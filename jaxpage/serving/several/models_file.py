@@ -84,6 +84,7 @@ class ModelEntry:
     def is_missing(self) -> bool:
         """Returns whether the model is a path, and nothing is there."""
         path = Path(self.engine.model).expanduser()
+        # Without such a beginning it may also be the name of a model on the hub.
         is_path = path.is_absolute() or self.engine.model.startswith((".", "~"))
         return is_path and not path.exists()
 
