@@ -156,8 +156,8 @@ class AsyncLLM(DrivenModel):
             request_id,
             receipt=receipt,
         )
-        # A caller may leave the loop early. Without `aclosing` only the garbage collector would close
-        # the inner generator, and its request would run on until then.
+        # A caller may leave the loop early. Without `aclosing` only the garbage collector would
+        # close the inner generator, and its request would run on until then.
         async with aclosing(outputs):
             async for output in outputs:
                 yield output
