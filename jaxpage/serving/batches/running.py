@@ -95,7 +95,7 @@ class BatchRun:
                         else:
                             await self._write(line.answer())
         except ExceptionGroup as errors:
-            # Callers know the kinds of single errors, and the later ones mostly follow from the first.
+            # Callers know kinds of single errors, and the later ones mostly follow from the first.
             raise errors.exceptions[0] from None
 
     async def _answer(self, line: Line) -> None:
