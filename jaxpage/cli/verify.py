@@ -15,7 +15,7 @@ from jaxpage.settings.sources import BUILT_IN
 
 EQUAL = 0
 DIFFERENT = 1
-UNKNOWN = 3
+UNKNOWN = 3  # 2 is the status of wrong use
 _STATUS = {"equal": EQUAL, "different": DIFFERENT, "unknown": UNKNOWN}
 
 

@@ -156,6 +156,7 @@ def run_roofline(arguments: argparse.Namespace, config: EngineConfig) -> None:
     max_length = min(
         spec.max_position_embeddings, config.max_model_len or spec.max_position_embeddings
     )
+    # So many tokens may follow the prompt of a row; see `start_decoding`.
     maximum = max_length - 4 * STEPS
     if maximum < 1:
         raise UsageError(

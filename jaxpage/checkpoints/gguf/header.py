@@ -26,8 +26,8 @@ from jaxpage.checkpoints.safetensors_header import TensorInfo
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
 MAX_HEADER_BYTES = 200_000_000
-MAX_RANK = 4
-_ALIGNMENT = 32
+MAX_RANK = 4  # GGML_MAX_DIMS of ggml
+_ALIGNMENT = 32  # by the specification, where a file has no general.alignment
 
 # The values of metadata by their number, as `struct` spells them.
 _SCALARS = {

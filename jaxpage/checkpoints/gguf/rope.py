@@ -28,6 +28,7 @@ _NEUTRAL = {
 _KNOWN = {"dimension_count", "freq_base", "freq_base_swa", "scale_linear"}
 # The base of layers with a window, where they have another; a file need not say so.
 _THETA_OF_WINDOWS = {"gemma3": 10_000.0}
+# The values of Llama 3.1; a file has only the factors that these make.
 _LLAMA3 = {
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,

@@ -48,6 +48,7 @@ class LoRASpec:
 
     def num_bytes(self, dtype: str) -> int:
         """Returns the bytes of the adapters of all slots, in a model of this type."""
+        # Several targets may be parts of one layer, whose slots count once.
         layers = {target.path: target for target in self.targets.values()}.values()
         numbers = sum(
             layer.num_layer_parts * layer.num_in + layer.num_layer_rows for layer in layers

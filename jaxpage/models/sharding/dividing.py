@@ -86,6 +86,7 @@ def kv_of_shard(kv: KVSpec, sharding: Sharding) -> KVSpec:
 
 
 def _goes_into(num_kv_heads: int, count: int) -> bool:
+    # With fewer heads than shards, several shards have a copy of the same head.
     return num_kv_heads % count == 0 or count % num_kv_heads == 0
 
 
