@@ -100,6 +100,7 @@ class SamplingMask:
     def token_ids(self) -> list[list[int]]:
         """Returns the ids for each token, as vLLM's `sampling_mask` has them."""
         parts = np.split(self.kept_token_ids, np.cumsum(self.num_kept)[:-1])
+        # Without any token `np.split` still returns one part, which is empty.
         return [part.tolist() for part in parts[: len(self.num_kept)]]
 
     def __add__(self, other: SamplingMask) -> SamplingMask:
@@ -195,6 +196,7 @@ class CompletionOutput:
     weights_versions: list[int] = field(default_factory=list)
     num_kept: list[int] | None = None
     sampling_mask: SamplingMask | None = None
+    # The comparison of two arrays is an array, which has no truth value.
     routed_experts: npt.NDArray[np.int16] | None = field(default=None, compare=False)
     hidden_states: npt.NDArray[np.float32] | None = field(default=None, compare=False)
 

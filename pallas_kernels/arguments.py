@@ -54,6 +54,7 @@ class Arguments:
         object.__setattr__(self, "options", options)
         for name in _TABLES:
             object.__setattr__(self, name, getattr(self, name).astype(jnp.int32))
+        # At least 1, also for a call without tokens: tiles are made for rows of this length.
         max_length = min(
             at_least_one("max_query_len", self.max_query_len), max(1, self.q_TNH.shape[0])
         )

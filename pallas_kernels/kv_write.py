@@ -216,6 +216,7 @@ def _check(
     num_kv_heads, width = k_pages.shape[2:]
     if v_TKH is not None and v_pages is None:
         num_kv_heads //= 2
+        # Heads are narrower than pages by zeros, which the write adds.
         if interleaved_width(k_TKH.shape[-1]) == width:
             width = k_TKH.shape[-1]
     want = (slots_T.shape[0], num_kv_heads, width)

@@ -96,6 +96,7 @@ def paged_attention(
         k_scale=k_scale,
         v_scale=v_scale,
         interleaved=interleaved,
+        # It is only a bound, so one that no row can exceed stands for none.
         max_query_len=sys.maxsize if max_query_len is None else max_query_len,
     )
     return attend_to_pages(
@@ -218,6 +219,7 @@ def _write_and_attend(
     of_write = {name: value for name, value in options.items() if name == "interpret"}
     pages = each.write(k_TKH, v_TKH, *old, **of_write)
     written: dict[str, Any] = dict(
+        # Pages that are not quantised come back without scales.
         zip(("k_pages", "v_pages", "k_scale", "v_scale"), pages, strict=False)
     )
     return _attend(each, dataclasses.replace(arguments, **written), **options), pages

@@ -69,8 +69,10 @@ class QueryTiles:
 def token_rows(context_len_B: jax.Array, query_start: jax.Array, num_tokens: int) -> TokenRows:
     """Returns the row and the position of each query token of a stream."""
     token_T = jnp.arange(num_tokens, dtype=query_start.dtype)
+    # One fused comparison; by default it is a loop, whose turns a GPU launches one by one.
     row_T = jnp.searchsorted(query_start[1:], token_T, side="right", method="compare_all")
     valid_T = token_T < query_start[-1]
+    # Padding after the last row counts to it, and is not valid.
     row_T = jnp.minimum(row_T, context_len_B.shape[0] - 1).astype(query_start.dtype)
     offset_T = token_T - query_start[row_T]
     first_T = context_len_B[row_T] - (query_start[row_T + 1] - query_start[row_T])
@@ -81,6 +83,7 @@ def num_query_tiles(arguments: Arguments, tile: int) -> int:
     """Returns R: as many tiles of `tile` tokens as any rows of these shapes can need."""
     num_tokens = arguments.q_TNH.shape[0]
     num_rows = arguments.context_len_B.shape[0]
+    # A row has one tile at most that is not full.
     return num_rows if arguments.max_query_len <= tile else num_tokens // tile + num_rows
 
 
@@ -102,6 +105,8 @@ def query_cut(arguments: Arguments, tile: int) -> QueryCut:
         row_R = jnp.searchsorted(
             tile_end_B, jnp.arange(num_tiles), side="right", method="compare_all"
         )
+        # Tiles after the last that is needed are given to the last row, of which they have no
+        # tokens.
         row_R = jnp.minimum(row_R, num_rows - 1)
     offset_R = (jnp.arange(num_tiles) - tile_start_B[row_R]) * tile
     origin_R = (arguments.context_len_B - query_len_B)[row_R]

@@ -25,6 +25,7 @@ def weights(likelihood: Float[Array, "..."]) -> tuple[Int[Array, "..."], Int[Arr
     bits = jax.lax.bitcast_convert_type(likelihood, jnp.int32)
     mantissa = (bits & 0x7FFFFF) | 0x800000
     shift = jnp.maximum(128 - (bits >> 23), 1)
+    # In a kernel a shift by 32 bits or more has no defined result.
     high = mantissa >> jnp.minimum(shift, 31)
     left = jnp.maximum(HALF - shift, 0)
     right = jnp.minimum(jnp.maximum(shift - HALF, 0), 31)

@@ -52,6 +52,7 @@ class Tiles:
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
+            # `isinstance` would take a bool for an int.
             if type(value) is not int:
                 raise TypeError(f"{name} must be an int, not {value!r}")
         for name, low, high in (

@@ -332,6 +332,16 @@ def test_texts_share_a_stream_with_those_of_similar_length() -> None:
         )
 
 
+@pytest.mark.parametrize("way", [attend_in_cpp, attend_in_xla])
+def test_options_that_no_encoder_computes_are_refused_by_name(way: Any) -> None:
+    packed, _ = pack_texts([(np.zeros(5, np.int32),) * 3], 32, 32)
+    inputs = split_inputs(jnp.asarray(packed), 32)
+    attend = way(inputs, 32, 32) if way is attend_in_cpp else way(inputs)
+    options = AttentionOptions(scale=1.0, logit_softcap=2.0, sinks=jnp.ones(2))
+    with pytest.raises(UnsupportedError, match="encoders does not compute logit_softcap, sinks$"):
+        attend(0, *jnp.ones((3, 32, 2, 16)), (), options)
+
+
 @pytest.mark.parametrize(
     ("dtype", "reach", "lengths"),
     few(

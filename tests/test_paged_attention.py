@@ -493,8 +493,8 @@ def test_refusals_name_the_argument():
         paged_attention(*case.arrays, scale=1.0, backend="nonsense")
     with pytest.raises(
         NotImplementedError,
-        match="scan: a tree mask with a sliding window; reference: a tree mask with a sliding "
-        "window",
+        match="scan: a tree mask with a sliding window; .*"
+        "reference: a tree mask with a sliding window",
     ):
         paged_attention(
             *case.arrays, scale=1.0, sliding_window=3, tree_mask_TQ=np.ones((5, 1), bool)

@@ -684,7 +684,7 @@ def test_refusals_name_the_argument():
     for error, message, arguments, options in (
         (
             ValueError,
-            "backend must be 'auto' or one of triton, .*, cpu, tpu, scan, reference, not 'xla'",
+            "backend must be 'auto' or one of triton, .*, reference, not 'xla'",
             (new, new, *pages, index),
             {"backend": "xla"},
         ),

@@ -24,6 +24,8 @@ from safetensors.numpy import load_file
 import jaxpage
 from jaxpage import LLM, AsyncLLM, BeamSearchParams, SamplingParams, cli
 from jaxpage.assembly import describe_engine
+from jaxpage.cli.flags import RECEIPT_SETTINGS
+from jaxpage.cli.verify import _settings_of
 from jaxpage.errors import CapacityError, ReceiptError, UnsupportedError
 from jaxpage.outputs import Logprob
 from jaxpage.receipts import check_receiptable, parse_receipt, read_receipt, verify
@@ -90,6 +92,10 @@ def test_an_answer_is_verified_alone_and_among_others(llm: LLM, name: str) -> No
     assert verdict.num_tokens == sum(len(output["token_ids"]) for output in body["outputs"]) > 0
     assert body["request"]["params"]["max_tokens"] <= 512
     assert not {"user", "cache_salt", "logprobs"} & body["request"]["params"].keys()
+
+
+def test_the_command_has_no_flag_for_what_a_receipt_decides(receipt):
+    assert {*_settings_of(parse_receipt(receipt))} <= {*RECEIPT_SETTINGS}
 
 
 def verify_in_a_process_of_its_own(path: Path) -> str:

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from jaxpage.device.rows import dense as dense_pass
+from jaxpage.errors import UnsupportedError
 from jaxpage.training import TrainableModel
 from pallas_kernels import AttentionOptions
 
@@ -127,6 +128,26 @@ def test_a_window_that_is_one_too_wide_is_seen(
 
     monkeypatch.setattr(dense_pass, "dense_attend", wrong)
     assert np.abs(model.log_probabilities(weights, ROWS) - expected).max() > 1e-3
+
+
+@pytest.mark.parametrize("name", [field.name for field in dataclasses.fields(AttentionOptions)])
+def test_an_option_of_attention_is_computed_or_refused_by_name(name: str) -> None:
+    q, k, v = np.random.default_rng(3).standard_normal((3, 6, 2, 4)).astype(np.float32)
+    values = {
+        **{"scale": 2.0, "logit_softcap": 0.5, "sinks": np.ones(2), "alibi_slopes": np.ones(2)},
+        **{"tree_mask_TQ": np.ones((6, 3), bool), "last_seen_T": np.full(6, 2)},
+    }
+
+    def attend(**options: Any) -> Any:
+        record = AttentionOptions(**{"scale": 1.0, **options})
+        return dense_pass.dense_attend(2)(0, q, k, v, None, record)[0]
+
+    try:
+        out = attend(**{name: values.get(name, 2)})
+    except UnsupportedError as error:
+        assert str(error) == f"attention over whole rows does not compute {name}"
+    else:
+        assert not np.array_equal(out, attend())
 
 
 def test_derivatives_of_experts_are_differences_in_float64(tmp_path: Path) -> None:

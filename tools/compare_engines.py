@@ -1,4 +1,6 @@
-"""Compares jaxpage with transformers, CTranslate2, llama.cpp and vLLM, each in its own process.
+"""Compares jaxpage with other engines, each in its own process.
+
+They are transformers, CTranslate2, llama.cpp, OpenVINO GenAI and vLLM.
 
 The engines get the same requests, uniform decode, and one long prompt. They are greedy, and every
 output is as long as was asked. Random weights cost as much as trained ones
@@ -8,7 +10,7 @@ not written to a file if other programs used the machine. An engine whose packag
 that does not run here, is left out with its error. Each may have a Python of its own, since its
 packages may need another version than jaxpage does best in:
 
-    pip install torch ctranslate2 llama-cpp-python gguf
+    pip install torch ctranslate2 llama-cpp-python openvino-genai gguf
     python tools/compare_engines.py models/llama-110m --python jaxpage=python3.12
     python tools/compare_engines.py models/llama-110m --write docs/benchmarks.md
     jaxpage fetch smollm2 && jaxpage convert smollm2 models/smollm2

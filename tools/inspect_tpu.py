@@ -50,7 +50,7 @@ DEMO: Mapping[str, Any] = json.loads((ROOT / "jaxpage" / "demo" / "config.json")
 MODELS: Mapping[str, tuple[Mapping[str, Any], int]] = {
     "demo": (DEMO, 65536),
     "Llama-3.2-1B": (LLAMA_3_2_1B, 16384),
-    "Llama-3-8B": (LLAMA_3_8B, 8192),
+    "Llama-3-8B": (LLAMA_3_8B, 32768),
 }
 KINDS = ("decode", "verify", "chunk")
 COLUMNS = (

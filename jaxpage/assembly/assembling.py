@@ -144,6 +144,8 @@ def assemble(opened: Opened, spec: EngineSpec, compiled: Compiled, hooks: Hooks)
         compiled.adapters,
         compiled.packed,
     )
+    # Weights that came from memory may be the caller's own arrays, which the engine must not
+    # delete.
     if files.plan.may_alias:
         runner.share_parameters()
     engine = Engine(
@@ -169,6 +171,7 @@ def assemble(opened: Opened, spec: EngineSpec, compiled: Compiled, hooks: Hooks)
         decoded = [bucket.num_rows for bucket in spec.menu.decode]
         hooks.show([describe_break_even(controller, decoded)])
     if (workspace_bytes := compiled.executables.workspace_bytes()) is not None:
+        # Pages beyond the pool are a drafter's scratch blocks, which the plan counts as workspace.
         workspace_bytes += mesh.num_bytes_of_device(compiled.pages) - spec.memory.pool_bytes
         spec = replace(spec, memory=replace(spec.memory, workspace_bytes=workspace_bytes))
         hooks.show([_of_cache(spec.memory, compiled.executables)])

@@ -70,9 +70,10 @@ def _warnings_of_model(
         if config.limit_images == 0 and getattr(files.family, "Vision", None) is not None:
             text = f"limit_images is 0, so this is the text model alone, without {not_loaded}:"
         yield f"{text} the checkpoint's {count} tensors for them are not loaded"
-    if files.quantization and layout.kv_cache_dtype == "auto" != files.quantization.kv_cache_dtype:
+    requested = "auto" if files.quantization is None else files.quantization.kv_cache_dtype
+    if layout.kv_cache_dtype == "auto" and requested != "auto":
         yield (
-            f"config.json asks for a KV cache in {files.quantization.kv_cache_dtype}, which "
+            f"config.json asks for a KV cache in {requested}, which "
             "a model with recurrent layers cannot have: "
             f"it stays in {layout.dtype}"
         )

@@ -155,6 +155,7 @@ def choose_dtype(requested: str, device: DeviceSpec, stored: str, family: Family
         )
     if requested != "auto":
         return requested
+    # On a CPU it becomes float32 below.
     if stored == "float16" and overflows and not device.is_cpu:
         stored = "bfloat16"
     if stored == "bfloat16" and not device.has_bfloat16:

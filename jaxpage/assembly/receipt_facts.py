@@ -56,6 +56,7 @@ def describe_engine(files: ModelFiles, spec: EngineSpec, tokenizer: Any | None) 
         code=hash_traced_code(),
         jax=package_version("jax"),
         jaxlib=package_version("jaxlib"),
+        # Only a request with a grammar depends on it: see `receipts.making`.
         llguidance=None,
         flags=xla_flags(),
         device=described.device.name,

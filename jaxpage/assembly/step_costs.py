@@ -41,6 +41,7 @@ def measure_costs(
     for bucket, step, far_step, (alone, *by_depth), far in zip(
         shapes, steps, far_steps, near_seconds, seconds[len(plans) :], strict=False
     ):
+        # Three depths are measured at most; what a level adds is the same for all.
         each = np.interp(range(1 + deepest), depths, by_depth).tolist() if deepest else ()
         near, distance = step.rows[0].start, far_step.rows[0].start - step.rows[0].start
         of_token = max(0.0, far - alone) / distance if distance else 0.0

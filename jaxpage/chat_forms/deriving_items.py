@@ -77,6 +77,7 @@ def derive_items(prober: Prober) -> ItemForms | None:
     lists = [value for value in values if value.encoding == "list"]
     for kind, form in forms.items():
         *_, others = form.values
+        # A list that is an element of a list has the markers of an element around it.
         inner = [replace(value, open=others.open, close=others.close) for value in lists]
         forms[kind] = replace(form, values=_merge([*form.values, *inner]))
     split = arguments.split
@@ -152,6 +153,7 @@ def _strings(arguments: _Arguments) -> list[ValueForm]:
     if parts is not None:
         encoding = _encoding(parts[1], quote=parts[0][-1:])
     if encoding in ("json", "python"):
+        # The quotes belong to the literal and not to the markers.
         opened, close = opened[:-1], close[1:]
     form = ValueForm(frozenset({"string"}), opened, close, encoding)
     if parts is not None and encoding == "raw" and parts[0].strip() != opened.strip():

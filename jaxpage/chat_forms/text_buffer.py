@@ -76,6 +76,7 @@ class TextBuffer:
         """Removes what was read but its last character, if it is much; nobody may go back then."""
         if self.position > _MAX_CHARACTERS:
             self.num_forgotten += self.position - 1
+            # `is_at_line` looks at the last character.
             self.text = self.text[self.position - 1 :]
             self.position = 1
 

@@ -90,6 +90,7 @@ def load_sharded(
         target_dtype = filled.dtype(dtype)
         first, *_ = arrays
         array = first
+        # Orbax has restored whole tensors straight onto their devices.
         if not isinstance(first, jax.Array):
             array = jax.make_array_from_callback(
                 filled.weight.shape,
@@ -253,6 +254,7 @@ def make_array_reader(
         for key in parents:
             branch = branch[key]
         remaining[info.name] -= 1
+        # The last reader takes the array out of the tree, so that its memory is free afterwards.
         return branch[last] if remaining[info.name] else branch.pop(last)
 
     return read

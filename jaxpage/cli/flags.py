@@ -54,7 +54,7 @@ PLANNED_SETTINGS = (
 # `jaxpage verify` takes these settings from the receipt.
 RECEIPT_SETTINGS = (
     *("attention_backend", "dtype", "kv_cache_dtype", "quantization", "seed"),
-    "tensor_parallel_reduction",
+    *("batch_invariant", "tensor_parallel_reduction"),
 )
 # Settings of the server that change its answers, for `jaxpage run-batch`.
 BATCH_SETTINGS = (

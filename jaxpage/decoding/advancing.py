@@ -57,6 +57,7 @@ def advance(plan: StepPlan, result: StepResult, strategies: Mapping[int, Strateg
     edits: list[Edit] = [] if result.scored is None else _scores(plan, result.scored)
     if result.routes is not None:
         edits += _routes(plan, result, result.routes)
+    # The rows of a request are adjacent in a plan, and so are its draws.
     for strategy, drawn in groupby(
         _that_count(plan, result), lambda item: strategies.get(item[1].sequence_id)
     ):

@@ -89,6 +89,7 @@ def _tokens_after(
     num_tokens = token_ids_T.shape[0]
     next_BQ = jnp.pad(paths_BQ[:, 1:], ((0, 0), (0, 1)), constant_values=-1)
     tokens_BQ = jnp.where(next_BQ >= 0, token_ids_T[next_BQ], drawn_B[:, None])
+    # JAX counts negative indices from the end; one past the last is dropped.
     indices_BQ = jnp.where(paths_BQ >= 0, paths_BQ, num_tokens)
     return jnp.zeros(num_tokens, jnp.int32).at[indices_BQ].set(tokens_BQ, mode="drop")
 
@@ -162,8 +163,10 @@ def _try(place: jax.Array, walk: _Walk, log_p_RV: jax.Array, inputs: StepInputs)
     """Accepts or rejects a draft that follows the last token of the path."""
     token_id = inputs.token_ids_T[place]
     before = walk.path_Q[walk.depth]
+    # Padding (-1) reads some token's entry below, and has a probability of 0.
     ids_W = inputs.q_ids_TW[place]
     q_W = jnp.where(walk.tried_V[ids_W], 0.0, inputs.q_TW[place])
+    # Nothing is left of q where all that it had was rejected; 0 / 0 would be NaN.
     q_W /= jnp.maximum(jnp.sum(q_W), jnp.finfo(jnp.float32).tiny)
     # It is 0 where the same draft was rejected before.
     q = jnp.sum(jnp.where(ids_W == token_id, q_W, 0.0))
@@ -181,6 +184,7 @@ def _try(place: jax.Array, walk: _Walk, log_p_RV: jax.Array, inputs: StepInputs)
             p_V=p_V, tried_V=walk.tried_V.at[token_id].set(True), num_tried=walk.num_tried + 1
         )
 
+    # `uniform < p / q`, without a division by q, which may be 0.
     return jax.lax.cond((q > 0) & (uniform * q < walk.p_V[token_id]), accept_drafts, reject_drafts)
 
 
@@ -188,6 +192,7 @@ def residual(
     p_V: Float[Array, "V"], ids_W: Int[Array, "W"], q_W: Float[Array, "W"]
 ) -> Float[Array, "V"]:
     """Returns max(p - q, 0), normalised; p where nothing remains, which only rounding can cause."""
+    # Padding (-1) must not take from the last token.
     left_V = jnp.maximum(p_V.at[ids_W].add(-q_W, mode="drop", wrap_negative_indices=False), 0.0)
     total = jnp.sum(left_V)
     return jnp.where(total > 0, left_V / total, p_V)
@@ -213,6 +218,8 @@ def typical(
     num_rows = inputs.query_start.shape[0] - 1
     index_T = jnp.arange(num_tokens)
     is_draft_T = parents_T >= 0
+    # Of the distribution that the draft was to follow. Tokens that are no drafts read some entry,
+    # which `is_fine_T` leaves out.
     entropy_T = each_row(_entropy, (log_p_RV,), by_row=by_row)[parents_T]
     log_p_T = log_p_RV[parents_T, inputs.token_ids_T]
     threshold_T = jnp.minimum(rule.posterior_threshold, rule.posterior_alpha * jnp.exp(-entropy_T))
@@ -231,10 +238,12 @@ def typical(
     best = functools.partial(jax.ops.segment_max, segment_ids=row_T, num_segments=num_rows)
     is_best_T = depth_T == best(depth_T)[row_T]
     is_best_T &= likelihood_T == best(jnp.where(is_best_T, likelihood_T, -jnp.inf))[row_T]
+    # The smallest index of the best, as the negative of a maximum.
     last_B = -best(jnp.where(is_best_T, -index_T, -num_tokens))
 
     def climb(_: jax.Array, state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         is_right_T, node_B = state
+        # The walk up a tree ends at -1, which stays where it is.
         is_right_T = is_right_T.at[node_B].set(True, mode="drop", wrap_negative_indices=False)
         return is_right_T, jnp.where(node_B >= 0, parents_T[node_B], -1)
 

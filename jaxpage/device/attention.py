@@ -128,9 +128,11 @@ def make_rotate_and_write(
         norms: HeadScales | None,
         /,
     ) -> tuple[jax.Array, LayerPages] | None:
+        # The kernel turns pairs (i, i + E) only, and writes to two arrays of pages.
         if angles.interleaved or layer_pages.v_pages is None:
             return None
         slots_T = inputs.slots_ZT[layer_groups[layer_index]]
+        # Where the product's segments are not added up yet, the kernel does that in passing.
         sums = trace_scope().segments_of(x_TF)
         q_TNH, written = rotate_and_write(
             sums.reshape(*sums.shape[:-1], -1, head_dim),

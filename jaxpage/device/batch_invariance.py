@@ -81,6 +81,7 @@ def with_ordered_sums(kernels: LayerKernels, backend: Backend) -> LayerKernels:
     rows = RowKernels(
         **{
             name: functools.partial(functions[name], interpret=backend.interpret)
+            # The first is `takes`, which is no kernel.
             for name in RowKernels._fields[1:]
         },
         takes=functions["takes"],
@@ -89,6 +90,8 @@ def with_ordered_sums(kernels: LayerKernels, backend: Backend) -> LayerKernels:
     def add_and_norm(
         x_TD: jax.Array, added_TD: jax.Array, *norm: Any
     ) -> tuple[jax.Array, jax.Array]:
+        # The kernel rounds the sum of segments to x's type; a product of another type was rounded
+        # to that.
         if added_TD.dtype == x_TD.dtype:
             added_TD = trace_scope().segments_of(added_TD)
         return rows.add_and_norm(x_TD, added_TD, *norm)
@@ -150,6 +153,7 @@ def _sums(jaxpr: Any) -> Iterator[str]:
     """Yields the places where a jaxpr adds up floats outside of kernels."""
     for equation in jaxpr.eqns:
         name = equation.primitive.name
+        # Our own kernels, whose sums have one order.
         if name == "pallas_call":
             continue
         dtype = equation.outvars[0].aval.dtype if equation.outvars else None

@@ -46,6 +46,8 @@ def use_compile_cache(directory: Path) -> bool:
         logger.warning("no compile cache at %s: %s", directory, error)
         return False
     jax.config.update("jax_compilation_cache_dir", str(directory))
+    # By default JAX keeps what took a second or more, and leaves out the many small ones of a
+    # start.
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
     return True

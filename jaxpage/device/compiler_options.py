@@ -69,6 +69,7 @@ def check_graphs(graphs: GraphSettings, platform: str) -> None:
             )
         if option in os.environ.get("XLA_FLAGS", ""):
             raise UnsupportedError(f"{setting}: XLA_FLAGS has {option} too; leave out one of them")
+        # XLA refuses an unknown option only when it compiles, so it compiles the smallest program.
         nothing = jax.jit(lambda x: x).lower(jax.ShapeDtypeStruct((), jnp.float32))
         try:
             nothing.compile({option: compiler_options(platform, graphs)[option]})

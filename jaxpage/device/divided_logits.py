@@ -71,6 +71,7 @@ def draw_from_parts(logits: Logits, inputs: StepInputs, *, by_row: bool) -> Int[
     size = local_RU.shape[1]
     draws = draws_of(inputs)
     first = place_of_device(sharding) * size
+    # The last device may have padding after the vocabulary, which must not win.
     local_RU = jnp.where(first + jnp.arange(size) < vocab_size, local_RU, -jnp.inf)
 
     def perturb(
@@ -84,6 +85,8 @@ def draw_from_parts(logits: Logits, inputs: StepInputs, *, by_row: bool) -> Int[
             noise_V = jax.random.gumbel(
                 noise_key(seed_2, sample_index, position), (vocab_size,), jnp.float32
             )
+            # Each device draws that of the whole row, so that a token's noise is what it is on one
+            # device.
             padded = jnp.pad(noise_V, (0, sharding.num_devices * size - vocab_size))
             return logits_U / temperature + jax.lax.dynamic_slice_in_dim(padded, first, size)
 
@@ -103,14 +106,17 @@ def _first_of_all(
     local_RU: jax.Array, largest_R: jax.Array, token_ids_R: jax.Array, sharding: Sharding
 ) -> Int[Array, "R"]:
     """Returns the best token of those that the devices found, in one exchange of a few numbers."""
+    # The two halves of `are_finite`: each device can say them of its part only.
     are_numbers_R = jnp.all(local_RU < jnp.inf, axis=1)
     are_any_R = jnp.any(local_RU > -jnp.inf, axis=1)
     local_4R = jnp.stack(
+        # Floats travel as their bits, so that one exchange has all four.
         [jax.lax.bitcast_convert_type(largest_R, jnp.int32), token_ids_R, are_numbers_R, are_any_R]
     )
     bits_NR, token_ids_NR, are_numbers_NR, are_any_NR = gather(local_4R[:, None], 1, sharding)
     largest_NR = jax.lax.bitcast_convert_type(bits_NR, jnp.float32)
     largest_R = jnp.max(largest_NR, axis=0)
+    # Of equal logits the first token wins, as in a draw from whole rows.
     best_R = jnp.min(
         jnp.where(largest_NR == largest_R, token_ids_NR, jnp.iinfo(jnp.int32).max), axis=0
     )

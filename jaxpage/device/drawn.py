@@ -158,6 +158,7 @@ def bits_of(values: jax.Array) -> jax.Array:
 
 def unpack_drawn(packed: npt.NDArray[np.int32], num_rows: int) -> Drawn:
     """Returns the first `num_rows` rows of one of a step's arrays, on the host."""
+    # A view as float32 needs rows without gaps.
     rows = np.ascontiguousarray(packed[:num_rows])
     first = _NUM_KEPT + 1
     num_candidates = (rows.shape[1] - first) // 2

@@ -65,6 +65,7 @@ class Embedder:
         self._page_dtype = page_dtype
         self._mesh = mesh
         self._steps: dict[int, Any] = {}  # by the positions that their pages have
+        # The second row is padding; see `buckets.MIN_ROWS`.
         self._bucket = Bucket(CHUNK_TOKENS, 2, CHUNK_TOKENS)
 
     def batches(self, lengths: Sequence[int]) -> list[list[int]]:
@@ -128,7 +129,7 @@ class Embedder:
     def _page_shapes(self, width: int) -> kv_pages.KVPages:
         layers = kv_pages.page_shapes(
             self._kv,
-            width + 1,
+            width + 1,  # the null block
             self._block_size,
             self._page_dtype,
             interleaved=self._options.attention_backend.interleaved,
@@ -174,6 +175,7 @@ def _pool(
         "max": rows_XRD[:, 3].max(axis=0),
         "mean": sum_D / len(counted),
         "mean_sqrt_len_tokens": sum_D / np.sqrt(len(counted)),
+        # Weights count from 1, positions from 0.
         "weightedmean": weighted_D / (sum(counted) + len(counted)),
         "lasttoken": rows_XRD[-1, 0],
     }

@@ -131,6 +131,7 @@ class TextEncoder:
         room = 0
         for place in sorted(range(len(lengths)), key=lambda place: -lengths[place]):
             taken = self._align(lengths[place])
+            # The largest stream bounds the number of texts, too.
             if taken > room or len(batches[-1]) == num_rows_of(self._size(self._maximum)):
                 batches.append([])
                 room = max(self._maximum, taken)
@@ -189,6 +190,7 @@ class TextEncoder:
         scores: list[Vector] = []
         for start in range(0, len(pooled), HEAD_ROWS):
             part = pooled[start : start + HEAD_ROWS]
+            # The head is compiled for this many texts only.
             rows = np.zeros((HEAD_ROWS, self._config.hidden_size), np.float32)
             rows[: len(part)] = part
             scores += list(

@@ -27,6 +27,7 @@ from jaxtyping import Array, Float
 from jaxpage.device.attention import attend_bidirectional, make_layer_kernels
 from jaxpage.device.hardware.backends import Backend
 from jaxpage.device.steps import StepOptions
+from jaxpage.errors import UnsupportedError
 from jaxpage.layers.context import Attend, AttentionOptions, ForwardContext, LayerPages
 from jaxpage.layers.trace_scope import LayerKernels, TraceScope
 from jaxpage.layers.weight_kinds import Packed, PackedCodes
@@ -159,6 +160,8 @@ def without_padding(kernels: LayerKernels, num_tokens: jax.Array) -> LayerKernel
         activation: str | None = None,
     ) -> jax.Array:
         if count_E is None and isinstance(weight, Packed):
+            # One group of experts whose rows are the texts: the kernel skips rows that no group
+            # counts.
             weight = weight._replace(panels=weight.panels[None])
             count_E = num_tokens[None]
         return kernels.multiply_packed(x_TI, weight, result, count_E, bias_O, activation)
@@ -184,9 +187,10 @@ def attend_in_cpp(inputs: EncoderInputs, num_tokens: int, max_length: int) -> At
     """Returns the operation that attention layers call, where the kernel for CPUs computes it.
 
     `AttentionOptions.sliding_window` is here the number of positions to both sides that a token
-    sees. Other options than it and the scale are not honoured, and no encoder has them.
+    sees. Other options than it and the scale are refused by name, and no encoder has them.
     """
     start_R = inputs.start_R
+    # A token is a block of one slot, so a text's table counts up from its start.
     block_table_RM = jnp.minimum(start_R[:, None] + jnp.arange(max_length), num_tokens - 1)
     # Rows without a text come last: they start and end where the last text ends.
     end = end_of_texts(inputs)
@@ -204,6 +208,7 @@ def attend_in_cpp(inputs: EncoderInputs, num_tokens: int, max_length: int) -> At
         if mixed is not None:
             return mixed
         last_T = inputs.length_R[row_T] - 1 if reach is None else index_T + reach
+        # A window counts the token itself; how far it sees ahead is in `last_seen_T`.
         window = None if reach is None else reach + 1
         arguments = Arguments(
             q_TNH=q_TNH,
@@ -254,6 +259,10 @@ def without_pages(attend: Callable[..., jax.Array]) -> Attend:
         options: AttentionOptions,
         /,
     ) -> tuple[jax.Array, LayerPages]:
+        if others := options.set_names - {"scale", "sliding_window"}:
+            raise UnsupportedError(
+                f"attention of encoders does not compute {', '.join(sorted(others))}"
+            )
         assert k_TKH is not None and v_TKH is not None, "an encoder's layers have all three"
         return attend(q_TNH, k_TKH, v_TKH, options), layer_pages
 
@@ -296,6 +305,7 @@ def attend_by_tiles(
         if options.sliding_window is not None:
             distance = jnp.abs(key_GK[:, None, None, :] - query_G1Q1)
             sees &= distance <= options.sliding_window
+        # The last tile of keys may go beyond the stream; those are not seen.
         index_GK = jnp.minimum(key_GK, num_tokens - 1)
         score_GNQK = multiply("GNQH,GKNH->GNQK", q_GNQH, k_TNH[index_GK]) * options.scale
         if bias_DN is not None:

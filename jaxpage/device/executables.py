@@ -129,6 +129,7 @@ class Executables:
         self._num_found_before = self._compilations.num_found
         started = time.monotonic()
         rests = target_only and options.drafter is not None
+        # A step that verifies has drafts, so a drafter that made them is on.
         alone = menu.decode + menu.chunk + menu.vectors if rests else ()
         # By bucket: the key of its second executable in the table.
         self._target_only = {bucket: f"target only {bucket}" for bucket in alone}
@@ -242,6 +243,7 @@ class Executables:
         neutral = self._neutral[bucket.num_processed]
         drafter = self.options.drafter
         is_off = draft_depth is None or (
+            # A drafter without layers keeps nothing of the step's tokens, so it has no work.
             draft_depth == 0 and drafter is not None and not drafter.num_layers
         )
         if is_off and bucket in self._target_only:

@@ -37,6 +37,7 @@ def to_host(arrays: Any, *, deletes: bool = True) -> Any:
 
     def move(array: jax.Array) -> HostArray:
         shards = array.addressable_shards
+        # A copy: on a CPU `np.asarray` would be a view of memory that `delete` gives back.
         parts = tuple((shard.device, np.array(shard.data)) for shard in shards)
         held = HostArray(array.shape, array.sharding, parts)
         if deletes:

@@ -66,15 +66,18 @@ def pack_modules(module: nnx.Module) -> Packings:
         packings[path] = Packing(num_rows, num_columns, count)
 
     def replacement(path: Path, each: nnx.Module) -> nnx.Module | None:
+        # Its weight is read as numbers (`weight_numbers`), never multiplied by an input.
         if isinstance(each, Linear) and not each.spec.multiplied:
             return None
         if isinstance(each, Codes) and not getattr(each, "int8_inputs", False):
             each.in_panels = True
             note((*path, "kernel"), each.kernel, 1)
+            # Arrays that outputs share have no row for each output, which a panel needs.
             for name in () if each.block_rows > 1 else ("scale", "zero", "minimum"):
                 if (parameter := getattr(each, name, None)) is not None:
                     note((*path, name), parameter, 1)
             return None
+        # Tables of positions are only looked up, where panels gain nothing.
         if isinstance(each, Embedding) and type(each) is Embedding and each.axis == "vocab":
             count = _numbers_of_word(each.table)
             if count is None:
@@ -107,6 +110,7 @@ def multiply_packed(
     activation: str | None = None,
 ) -> jax.Array:
     """Multiplies as `LayerKernels.multiply_packed`."""
+    # The kernels store these two types.
     made = jnp.bfloat16 if result == jnp.bfloat16 else jnp.float32
     if isinstance(weight, PackedCodes):
         codes = QuantizedWeight(*weight.codes)
@@ -195,6 +199,7 @@ def pack_weights(parameters: Any, packings: Packings, *, deletes: bool = True) -
 
 def panels_of_weights(parameters: Any, packings: Packings) -> Any:
     """Returns the tree of all parameters, with those weights in panels; it may be traced."""
+    # New dictionaries with the same arrays, so that the caller's tree stays as it is.
     tree = jax.tree.map(lambda array: array, parameters)
     for path, how in packings.items():
         branch = _branch(tree, path)
@@ -220,6 +225,7 @@ def unpack_weight(array: jax.Array, how: Packing) -> jax.Array:
 
 def _branch(tree: Any, path: Path) -> Any:
     for key in path[:-1]:
+        # A part may be missing, such as a drafter that is None.
         tree = tree.get(key) or {}
     return tree
 

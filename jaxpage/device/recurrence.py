@@ -168,6 +168,7 @@ def _update(
         ) -> tuple[jax.Array, jax.Array, Any]:
             state, out_TO, ready = carry
             position_B = from_B + step
+            # Also for rows without a token in this turn: their results are not selected below.
             new_state, out_BO = update(state, ready)
             is_there_B = position_B < to_B
             is_new_B = is_there_B & (position_B >= rows.first_B)
@@ -193,6 +194,7 @@ def _begin(rows: _Rows, pages: StatePages) -> jax.Array:
     """Returns the position of each row's first update; there is a state for all before it."""
     assert pages.num_seen is not None
     block_size = pages.inputs.shape[1]
+    # From position 0 on there is no block before; any answer makes the result 0.
     num_seen_B = pages.num_seen[_block_at(rows.table_BM, (rows.first_B - 1) // block_size)]
     return jnp.where(
         num_seen_B == rows.first_B, rows.first_B, rows.first_B // block_size * block_size

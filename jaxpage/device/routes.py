@@ -27,6 +27,7 @@ def routed_layers(model: nnx.Module) -> RoutedLayers | None:
     paths: list[Any] = [path for path, node in nnx.iter_graph(model) if isinstance(node, Router)]
     if not paths:
         return None
+    # The first number in a router's path is that of its layer.
     depth = next(index for index, part in enumerate(paths[0]) if isinstance(part, int))
     layers: Any = functools.reduce(getattr, map(str, paths[0][:depth]), model)
     return RoutedLayers(tuple(sorted(int(path[depth]) for path in paths)), len(layers))

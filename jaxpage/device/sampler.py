@@ -58,15 +58,14 @@ class DrawnFrom(NamedTuple):
 
 def draws_of(inputs: StepInputs) -> Draws:
     """Returns the parameters of the step's own draws."""
-    return Draws(
-        inputs.draws.temperature_R,
-        inputs.draws.top_k_R,
-        inputs.draws.top_p_R,
-        inputs.draws.min_p_R,
-        inputs.draws.seed_R2,
-        inputs.draws.sample_index_R,
-        inputs.draws.drawn_position_R,
-    )
+    draws = inputs.draws
+    return Draws(*_cuts_of(inputs), draws.seed_R2, draws.sample_index_R, draws.drawn_position_R)
+
+
+def _cuts_of(inputs: StepInputs) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """Returns what logits are divided by, and what cuts them off, in the order of `Draws`."""
+    draws = inputs.draws
+    return draws.temperature_R, draws.top_k_R, draws.top_p_R, draws.min_p_R
 
 
 class Stream:
@@ -85,6 +84,7 @@ def noise_key(
     seed_2: jax.Array, sample_index: jax.Array, position: jax.Array, stream: int | None = None
 ) -> jax.Array:
     """Returns the key of a draw's noise, or that of another stream's noise for the same draw."""
+    # Named, so that JAX's setting of a default generator changes no text.
     key = jax.random.wrap_key_data(seed_2, impl="threefry2x32")
     if stream is not None:
         key = jax.random.fold_in(key, stream)
@@ -290,13 +290,8 @@ def scale_logits(
 
     def scale_all() -> jax.Array:
         processed_RV = process_logits(logits_RV, inputs, processor_inputs, by_row=by_row)
-        cuts = (
-            inputs.draws.temperature_R,
-            inputs.draws.top_k_R,
-            inputs.draws.top_p_R,
-            inputs.draws.min_p_R,
-        )
-        scaled_RV: jax.Array = _each_draw(_scale_row, (processed_RV, *cuts), by_row=by_row)
+        rows = (processed_RV, *_cuts_of(inputs))
+        scaled_RV: jax.Array = _each_draw(_scale_row, rows, by_row=by_row)
         return scaled_RV
 
     if not by_row:
@@ -321,6 +316,7 @@ def draw_draft(
         log_q_V = _distribution(logits_V, temperature, *cutoffs, **options)
         log_q_W, ids_W = jax.lax.top_k(log_q_V[None], min(MAX_CANDIDATES, log_q_V.shape[0]))
         key = noise_key(seed_2, sample_index, position, Stream.DRAFT)
+        # It is negative where no token can be drawn; the target's draw says so, too.
         place = jnp.maximum(with_noise(log_q_W[0], key), 0)
         lacking = (0, MAX_CANDIDATES - ids_W.shape[1])
         padded_W = jnp.pad(ids_W[0].astype(jnp.int32), lacking, constant_values=-1)
@@ -376,14 +372,7 @@ def distributions(
     is_finite_B = are_finite(logits_BV)
     if not by_row:
         logits_BV = process_logits(logits_BV, inputs, processor_inputs, by_row=False)
-        rows = (
-            logits_BV,
-            inputs.draws.temperature_R,
-            inputs.draws.top_k_R,
-            inputs.draws.top_p_R,
-            inputs.draws.min_p_R,
-        )
-        log_p_BV = _each_draw(_distribution, rows, by_row=False)
+        log_p_BV = _each_draw(_distribution, (logits_BV, *_cuts_of(inputs)), by_row=False)
     else:
         if scaled_BV is None:
             scaled_BV = scale_logits(logits_BV, inputs, processor_inputs, by_row=True)
@@ -405,6 +394,7 @@ def _normalise(scaled_V: jax.Array, temperature: jax.Array) -> jax.Array:
         return jnp.where(place_V == _first_of_the_largest(scaled_V), 0.0, -jnp.inf)
 
     chosen_V = jax.lax.cond(temperature > 0.0, lambda: scaled_V, keep_first)
+    # A softmax without any finite logit is NaN.
     return jnp.where(jnp.isfinite(jnp.max(chosen_V)), jax.nn.log_softmax(chosen_V), -jnp.inf)
 
 

@@ -59,9 +59,9 @@ def _find(backend: Backend) -> SelectionKernels | None:
         if (selection := each.selection) is None:
             continue
         if each.refusal(device, Call(interpret=backend.interpret)) is None:
-            bound = functools.partial(functools.partial, interpret=backend.interpret)
+            bind = functools.partial(functools.partial, interpret=backend.interpret)
             return SelectionKernels(
-                bound(selection.cutoffs), bound(selection.top_candidates), log_sums_of(backend)
+                bind(selection.cutoffs), bind(selection.top_candidates), log_sums_of(backend)
             )
     return None
 

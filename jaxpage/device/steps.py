@@ -160,6 +160,7 @@ def _target_step(
         token_ids_R, paths, drawn, masks = _draw(logits, inputs, processor_inputs, bucket, options)
     last_B = last_of(paths) if bucket.verifies else jnp.arange(bucket.num_rows)
     scored = jnp.zeros((0, drawn.shape[1]), jnp.int32)
+    # Prompts are scored in chunk steps alone; see `BucketMenu.choose`.
     if bucket.max_query_len > 1 and not bucket.verifies:
         scored = _score(model, hidden_TD, inputs, drawn.shape[1], bucket, options)
     # The accepted drafts of a chain are in place. With trees there are no windows, so there is one
@@ -292,6 +293,7 @@ def _multi_step(
         # then is dropped.
         return index + 1, jnp.maximum(rows[0][:, 0], 0), pages, arrays
 
+    # Rows of padding may begin past the last token.
     start = jnp.int32(0), inputs.token_ids_T[jnp.minimum(first_B, num_tokens - 1)], pages
     arrays = jax.tree.map(
         lambda row: jnp.zeros((num_tokens, *row.shape[1:]), row.dtype),
@@ -420,6 +422,7 @@ def pool_step(
         counted_TD.sum(axis=0),
         (counted_TD * index_T1).sum(axis=0),
         jnp.where(counts_T1, hidden_TD, -jnp.inf).max(axis=0),
+        # The first True.
         hidden_TD[jnp.argmax(counts_T1[:, 0])],
     )
     return jnp.stack(rows), pages
@@ -439,6 +442,7 @@ def _run_model(
     `routes` gets the experts of the tokens; see `TraceScope`.
     """
     model = nnx.merge(options.graph, parameters)
+    # The shards of a layer are next to each other and in one group; `attend` counts layers.
     groups = options.layer_groups[: len(pages) : options.sharding.num_local]
     attend = make_attend(
         inputs, backend=options.attention_backend, bucket=bucket, layer_groups=groups

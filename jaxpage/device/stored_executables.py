@@ -113,6 +113,7 @@ class StoredExecutables:
             arguments: A tree like the executable's arguments, whatever the leaves are.
             result: A tree like its result.
         """
+        # JAX's structure of a call has keyword arguments, too, of which there are none.
         trees = jax.tree.structure((arguments, {})), jax.tree.structure(result)
         with self._lock:  # one thread makes what all names have in common
             path = self._path(compile_one)
@@ -227,6 +228,7 @@ def _read(path: Path) -> memoryview | None:
     except OSError:
         return None
     with contextlib.suppress(OSError):  # the file system may be read-only
+        # `_tidy` goes by this time.
         os.utime(path)
     if _digest(path, contents[_DIGEST_BYTES:]) != contents[:_DIGEST_BYTES]:
         logger.warning("%s is compiled again: its contents are not those that were written", path)
@@ -253,6 +255,7 @@ def _write(path: Path, compiled: Any, trees: tuple[Any, ...], choices: str) -> N
     contents = b"".join([*(size.to_bytes(_SIZE_BYTES, "little") for size in sizes), text, payload])
     temporary = path.with_name(f"{path.name}.{os.getpid()}.{threading.get_ident()}")
     try:
+        # Another start may read or write the same file: it is whole, or not there.
         temporary.write_bytes(_digest(path, contents) + contents)
         temporary.replace(path)
     finally:

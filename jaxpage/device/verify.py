@@ -61,6 +61,7 @@ def follow(
     num_tokens = parents_T.shape[0]
     index_T = jnp.arange(num_tokens)
     child_T = (
+        # The smallest of the right children counts. Tokens that are no drafts have the parent -1.
         jnp.full(num_tokens, num_tokens)
         .at[parents_T]
         .min(jnp.where(is_right_T, index_T, num_tokens), mode="drop", wrap_negative_indices=False)

@@ -56,6 +56,7 @@ def run_all(jobs: Jobs, progress: bool) -> dict[Bucket | str, Any]:
                 bar.set_postfix_str(str(futures[future]))
                 bar.update()
         except BaseException:
+            # Otherwise Ctrl-C would wait for all that is not compiled yet.
             pool.shutdown(wait=False, cancel_futures=True)
             raise
     return table

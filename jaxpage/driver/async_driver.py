@@ -42,6 +42,7 @@ MAX_ENTRIES = 2048
 _MIN_ENTRIES = 256  # for each of many requests that are submitted together
 
 
+# Equal for one loop, so that `send` makes one list of all its updates.
 @dataclass(frozen=True)
 class _Home:
     """Holds the event loop that reads requests; it is woken once for all updates of a turn."""
@@ -252,6 +253,7 @@ class AsyncDriver(Driver):
                 run.
             UnsupportedError: A beam search or `best_of` shows nothing before the end.
         """
+        # They finish in one step at best, and their outputs are then made in one turn.
         max_entries = max(_MIN_ENTRIES, MAX_ENTRIES // max(1, len(requests)))
         handles = [
             self.handle(
@@ -332,6 +334,7 @@ class AsyncDriver(Driver):
             async with asyncio.timeout(None if math.isinf(left) else left) as clock:
                 yield
         except TimeoutError:
+            # The work itself may raise a TimeoutError.
             if not clock.expired():
                 raise
             raise self.turns.too_late() from None

@@ -101,6 +101,7 @@ class Driver:
         self._thread: threading.Thread | None = None
         self.is_by_hand = True
         # The thread refers to the turns alone, so that a driver that is dropped ends.
+        # At the interpreter's exit `process._end_all` does this, and waits for the thread.
         weakref.finalize(self, self.turns.detach).atexit = False
 
     def start(self) -> None:
@@ -116,8 +117,6 @@ class Driver:
             True if there was anything to do.
         """
         return self.turns.turn(waits=False)
-
-    # The state of the driver.
 
     @property
     def healthy(self) -> bool:
@@ -217,6 +216,7 @@ class Driver:
         """
         turns = self.turns
         added: PendingAnswer[None] = PendingAnswer()
+        # On this thread and before the command, so that a full driver refuses at once.
         turns.take_places(handles)
         try:
             turns.post(Command(lambda engine: turns.accept(handles, name, added), added))
@@ -399,6 +399,7 @@ class Driver:
         """
         turns = self.turns
         answer = PendingAnswer[None]()
+        # Here and not in the command: from now on other threads may add nothing.
         turns.draining = turns.draining or ShuttingDown(f"{what} is shutting down")
         turns.post(Command(lambda engine: turns.begin_drain(answer), answer))
         return answer
@@ -426,6 +427,7 @@ class Driver:
         thread = self._thread
         turns.post(Command(turns.stop))
         if thread is None:
+            # There is no thread that would run the command to stop.
             if not turns.is_over:
                 turns.run()
             return True
@@ -460,11 +462,13 @@ class Driver:
         ends = math.inf if timeout is None else time.monotonic() + timeout
         while True:
             while self.is_by_hand and box.empty() and time.monotonic() < ends:
+                # Commands go first: one of them may be waited for, and needs no step.
                 if self.turns.run_commands() or self.step():
                     continue
                 if timeout is None:
                     raise RuntimeError("nothing is left to do, but what is waited for has not come")
                 break
+            # The time may be over already, and `get` refuses a timeout below 0.
             left = min(ends - time.monotonic(), WAKE_SECONDS)
             try:
                 return box.get(timeout=max(left, 0.0))
@@ -590,10 +594,12 @@ class EmbeddingHandle(AnsweringHandle):
         self.vectors: list[PendingAnswer[npt.NDArray[np.float32]]] = [
             PendingAnswer() for _ in prompts
         ]
+        # A handle has a request; the engine never gets this one (`begin`).
         super().__init__(turns, prompts[0], self.vectors)
         self._embedder = embedder
         self._prompts = prompts
         self._poolings = poolings
+        # Turned around, because batches are taken from the end.
         self._remaining = embedder.batches([len(prompt.token_ids) for prompt in prompts])[::-1]
         self._weights: Any = None
 

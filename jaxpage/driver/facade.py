@@ -208,13 +208,18 @@ class DrivenModel(BuiltModel):
     def _prepare_prefix(self, prefix: Any, cache_salt: str | None) -> PreparedRequest:
         """Prepares a prefix that is computed to be pinned."""
         params = SamplingParams(
-            temperature=0.0, max_tokens=2, ignore_eos=True, cache_salt=cache_salt
+            # It is pinned when its first token is drawn, so that one must not end it.
+            temperature=0.0,
+            max_tokens=2,
+            ignore_eos=True,
+            cache_salt=cache_salt,
         )
         requests = self._prepare(prefix, params)
         if len(requests) != 1:
             raise ValueError(f"pin_prefix takes one prefix, not {len(requests)}")
         length = len(requests[0].token_ids)
         max_length = self.max_model_len
+        # A prompt has a token after the prefix at least, and one more is drawn.
         if length + 2 > max_length:
             raise ValueError(
                 f"The prefix has {length} tokens, which leaves no room for a prompt after it: "
@@ -351,6 +356,7 @@ def prepare(
         return engine.prepare(prompt.text, expanded, checked, embedded)
     token_ids = prompt.token_ids
     if token_ids is None and processor is not None and prompt.text is not None:
+        # A text without pictures must not have markers of pictures.
         processor.check_text(prompt.text, 0)
     if token_ids is None:
         if engine.tokenizer is None:
@@ -432,6 +438,7 @@ class RequestStream(Iterator[RequestOutput]):
             if chunk.finished and self._new_receipt is not None:
                 chunk = replace(chunk, receipt=self._new_receipt(self._handle))
         finally:
+            # Any error ends the request, also Ctrl-C while it waits.
             if chunk is None or chunk.finished:
                 self.close()
         return chunk
@@ -450,6 +457,7 @@ class RequestStream(Iterator[RequestOutput]):
         self.close()
 
     def __del__(self) -> None:
+        # The attribute is missing where `__init__` failed early.
         if self.__dict__.get("_handle") is not None:
             self.close()
 
@@ -552,6 +560,7 @@ class Receipts:
                 has_adapter=request.lora is not None,
                 has_vectors=request.embedded is not None,
             )
+        # For its error: the answers of some engines have no receipts.
         _ = self.facts
         self.hash_weights()
 

@@ -319,6 +319,7 @@ class AbortedRequests:
 
     def keep(self, name: Hashable, request: PreparedRequest) -> None:
         """Keeps a request, in place of an older one with the same id."""
+        # Out and in again, so that it is the last to be dropped.
         self._requests.pop(name, None)
         self._requests[name] = request
         while len(self._requests) > self._maximum:

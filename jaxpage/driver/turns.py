@@ -191,8 +191,10 @@ class Turns:
             if not waits and self.inbox.empty():
                 return has_changed
             with contextlib.suppress(queue.Empty):
+                # A request has its deadline also in a pause, or while it waits for other weights.
                 self._run_command(self.inbox.get(timeout=seconds_to_deadline(self.live.values())))
         self.began = time.monotonic()
+        # Only those that are there now: whoever posts without end must not hold up the step.
         for _ in range(self.inbox.qsize()):
             self._run_command(self.inbox.get())
         self._end_what_is_late()
@@ -255,6 +257,7 @@ class Turns:
         failure = EngineFailed("The engine failed during generation")
         failure.__cause__ = error
         for handle in list(self.live.values()):
+            # Requests without a reporter are not in the engine: its failure does not touch them.
             if handle.reporter is not None:
                 self.end_one(handle, copy_error(failure))
         self.engine.abort_all()
@@ -290,6 +293,7 @@ class Turns:
         self.live.update((handle.request_id, handle) for handle in handles)
         self._later.add(added)
         if self._awaits_weights:
+            # Those get their last output now, and wait for no weights.
             self._begin([handle for handle in handles if handle.is_aborted])
         self._run_command(Command(lambda engine: self._begin(handles), waits_for_weights=True))
         return LATER
@@ -315,8 +319,10 @@ class Turns:
         """
         caller_waits = any(handle.added in self._later for handle in handles)
         failure = error if isinstance(error, JaxpageError) else EngineFailed("A request failed")
-        failure.__cause__ = failure.__cause__ if failure is error else error
+        if failure is not error:
+            failure.__cause__ = error
         for handle in handles:
+            # Its reader gets no last output, as if the engine never had the request.
             handle.reporter = None
             self.fail_later(handle.added, error)
             self.end_one(handle, None if caller_waits else copy_error(failure))
@@ -390,6 +396,7 @@ class Turns:
         """
         if handle.is_over:
             return
+        # This comes first, because `_offer` ends a request that has finished by calling this again.
         handle.is_over = True
         self._places.give_back(handle)
         if self.live.pop(handle.request_id, None) is not None:
@@ -521,6 +528,7 @@ class Turns:
         self._run_held()
 
     def _run_held(self) -> None:
+        # A new list takes those that must be held again.
         held = self._held
         self._held = []
         for command in held:
@@ -546,6 +554,7 @@ class Turns:
         self.refusal = error
         self.is_over = True
         # End this future before any reader gets its error.
+        # A future with None for its exception has ended well.
         self.ended.set_exception(error if isinstance(error, EngineFailed) else None)
         self._updates += [(handle, copy_error(error)) for handle in list(self.live.values())]
         self._send_updates()

@@ -66,6 +66,7 @@ class Adapters:
             known = self._read.get(requested.lora_path)
         version = adapter_version(directory)
         if known is None or known[0] != version:
+            # Without the lock: reading takes seconds, and other threads open adapters meanwhile.
             known = version, read_adapter(directory, self.spec)
         with self._lock:
             self._meant[requested.lora_int_id] = _meaning(requested)
@@ -148,9 +149,11 @@ class Adapters:
             if digest not in self._slots:
                 self._place(digest, self._free_slot(needed))
             self._slots.move_to_end(digest)
+        # The builder writes slots only where there are some.
         return self._slots if needed else NO_SLOTS
 
     def _place(self, digest: str, slot: int) -> None:
+        # Of a request that runs, because `_read` may have dropped it by now.
         adapter = next(adapter for adapter in self._held.values() if adapter.digest == digest)
         for path in self._paths:
             self._write(path, slot, adapter.layers.get(path))

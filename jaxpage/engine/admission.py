@@ -378,6 +378,7 @@ class Admission:
 
     def _check_token_ids(self, name: str, token_ids: Sequence[int]) -> None:
         for token_id in token_ids:
+            # `isinstance` would let a bool through.
             if type(token_id) is not int:
                 raise TypeError(f"{name} must hold integers, but has {token_id!r}")
             if not 0 <= token_id < self._vocab_size:
@@ -389,6 +390,7 @@ class Admission:
 
 def _check_length_penalty(beam: BeamSearchParams, max_length: int) -> None:
     try:
+        # A score is divided by this power, also where the penalty is negative.
         math.pow(max_length, abs(beam.length_penalty))
     except OverflowError:
         raise ValueError(

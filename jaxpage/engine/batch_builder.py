@@ -112,6 +112,7 @@ class BatchBuilder:
         self.vocab_size = vocab_size
         self.max_loras = max_loras
         self.vectors = vectors
+        # Without host blocks all pools are empty, so that any swap is refused.
         self.host_blocks = tuple(host_blocks) or (range(1, 1),) * len(blocks)
 
     def bucket_of(self, plan: StepPlan) -> Bucket:
@@ -217,6 +218,7 @@ class BatchBuilder:
         for index, row in enumerate(rows):
             for group, table in enumerate(row.block_tables):
                 tables[group, index, : len(table)] = table
+        # The first pool's ids begin at 1, as its arrays count.
         for group, blocks in enumerate(self.blocks[1:], start=1):
             tables[group] = _offset_ids(tables[group], blocks)
         row_T = np.repeat(np.arange(num_rows), lengths)
@@ -234,6 +236,7 @@ class BatchBuilder:
         """
         fields["parents_T"][:] = -1
         has_mask = fields["tree_mask_TU"].size > 0
+        # `query_start` is longer: it has rows of padding and the end of the stream.
         for first, row in zip(fields["query_start"].tolist(), rows, strict=False):
             depths = depths_of(row.parents)
             stop = first + len(depths)
@@ -256,7 +259,9 @@ class BatchBuilder:
         starts = fields["query_start"]
         fields["drawn_token_R"][:count] = [starts[sample.row] + sample.offset for sample in samples]
         fields["temperature_R"][:count] = [p.temperature for p in params]
+        # A larger number means the same, and might not fit into int32.
         fields["top_k_R"][:count] = [min(p.top_k, self.vocab_size) for p in params]
+        # 1 is off, and padding must ask for no cut-off.
         fields["top_p_R"][:] = 1.0
         fields["top_p_R"][:count] = [p.top_p for p in params]
         fields["min_p_R"][:count] = [p.min_p for p in params]
@@ -277,6 +282,7 @@ class BatchBuilder:
     def _fill_penalties(self, fields: dict[str, Any], samples: tuple[Sample, ...]) -> None:
         """Writes the penalties; only a step that has penalties reads them."""
         count = len(samples)
+        # A zero in padding would divide logits by zero.
         fields["repetition_penalty_R"][:] = 1.0
         fields["repetition_penalty_R"][:count] = [
             sample.params.repetition_penalty for sample in samples
@@ -393,6 +399,7 @@ def _moves(
     for group, pools in enumerate(zip(sources, destinations, strict=True)):
         first, stop = np.array([(pool.start, pool.stop) for pool in pools], np.int32).T
         group_ids = ids[((ids >= first) & (ids < stop)).all(axis=1)] - first + 1
+        # The size is 0 where nothing is swapped, which is no step for a range.
         for start in range(0, len(group_ids), max(1, size)):
             part = group_ids[start : start + size]
             moves.append((group, np.pad(part, ((0, size - len(part)), (0, 0)))))

@@ -272,12 +272,14 @@ class Engine:
             ValueError: The request id is in use; or what `compile_grammar` raises.
         """
         aborted = prepared.aborted
+        # A request that is continued keeps the seed that was drawn for it.
         request = (aborted and aborted.request) or self.admission.admit(request_id, prepared)
         grammar = prepared.grammar or self.compile_grammar(prepared.params)
         first_id = self._num_sequences
         sequence_ids = tuple(range(first_id, first_id + request.num_sequence_ids))
         group = begin_group(request, sequence_ids, self.weights_version, aborted)
         strategy = self._new_strategy(group, grammar)
+        # It may refuse the group, so nothing is noted before.
         self.scheduler.add(group)
         if aborted is not None:
             strategy = aborted.adopt(group, strategy)
@@ -550,6 +552,7 @@ class Engine:
         edits: list[Edit] = []
         for group in self.scheduler.running:
             ended = [sequence.sequence_id for sequence in group.unfinished]
+            # Samples that the first draw would have forked have an output, too.
             due = group.pending_forks
             edits += [
                 Fork(ended[0], child_id, index) for index, child_id in enumerate(due, start=1)

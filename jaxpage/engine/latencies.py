@@ -93,6 +93,7 @@ class Latencies:
         self._prompt_tokens.observe(len(group.request.prompt_token_ids))
         self._generation_tokens.observe(sum(num_tokens))
         if (max_length := max(num_tokens)) > 1:
+            # The time of the first token is that of the prompt.
             self._time_per_output_token.observe((last - first) / (max_length - 1))
 
     def snapshot(self) -> dict[str, Any]:

@@ -142,6 +142,7 @@ class Reporter:
     @property
     def _entries_per_token(self) -> int:
         params = self._group.request.params
+        # The token, its own log probability, and those of the most likely tokens.
         number = 1 if params.logprobs is None else 2 + params.logprobs
         return number + (params.top_k if params.return_sampling_mask else 0)
 
@@ -213,7 +214,10 @@ class Reporter:
         for sequence in cut_short or sequences:
             num_tokens = sequence.num_output_tokens
             score = hypothesis_score(
-                sequence.cumulative_logprob, max(num_tokens, 1), beam.length_penalty
+                # A beam that was cut short before its first token would be divided by a power of 0.
+                sequence.cumulative_logprob,
+                max(num_tokens, 1),
+                beam.length_penalty,
             )
             completions.append(
                 replace(self._completion(sequence, 0, 0), score=score if num_tokens else None)
@@ -307,6 +311,7 @@ class Reporter:
             zip(token.top_token_ids[:num_logprobs], token.top_logprobs[:num_logprobs], strict=True),
             start=1,
         ):
+            # The token itself may be among them, and stays the first entry.
             entries.setdefault(token_id, Logprob(logprob, rank, self._decode(token_id)))
         return entries
 

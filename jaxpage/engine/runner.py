@@ -81,6 +81,7 @@ class Runner:
 
     def run(self, batch: Batch) -> StepResult:
         """Runs a batch, its moves of blocks first, and returns what the step drew."""
+        # The order is that of `StepPlan`: what swaps out frees blocks that the same step fills.
         self.swap_out(batch.swap_out)
         self.swap_in(batch.swap_in)
         for group, pairs in batch.copies:
@@ -204,6 +205,7 @@ class Runner:
                 before = module[name]
                 parts = []  # vectors may still be computed with the array before, so it stays
                 for shard in before.addressable_shards:
+                    # A copy, because JAX's own arrays cannot be written.
                     numbers = np.array(shard.data)
                     device = (shard.index[0].start or 0) // place.shape[0]
                     numbers[slot - 1] = (
@@ -239,6 +241,7 @@ class Runner:
 
     def rebuild_pages(self) -> None:
         """Makes empty pages; the contents of the old ones are lost. The host's pages stay."""
+        # The old pages go first: there is no room for both.
         self._pages = ()
         self._pages = self._new_pages()
 

@@ -198,6 +198,7 @@ class StreamDetokenizer:
         if self._bytes.has_fallback:
             return self._push_byte(token_id, piece)
         whole = self._unfinished + piece
+        # `[1]` is the number of bytes that are decoded: what follows begins a character.
         self._unfinished = whole[codecs.utf_8_decode(whole, "replace", False)[1] :]
         return self._append([token_id])
 

@@ -75,6 +75,7 @@ class VectorSources:
         pictures = [
             source
             for span in embedded.spans
+            # A picture may fill several spans, and counts with the first.
             if not span.offset and isinstance(source := embedded.sources[span.key], Picture)
         ]
         if pictures:
@@ -129,8 +130,10 @@ class VectorSources:
         """
         if not self.takes_prompt_embeds:
             raise UnsupportedError(NOT_ENABLED)
+        # A number alone has no length; `complete` refuses it by its shape.
         rows = np.atleast_1d(self._in_type(values))
         about = f"prompt_embeds {rows.dtype} {rows.shape} "
+        # The same bytes in another shape or type are other vectors.
         key = hashlib.sha256(about.encode() + rows.tobytes()).digest()
         spans = (EmbeddedSpan(0, len(rows), key),)
         return (PLACEHOLDER_ID,) * len(rows), EmbeddedPrompt(spans, {key: Vectors(rows)})
@@ -143,6 +146,7 @@ class VectorSources:
         is_float = np.issubdtype(rows.dtype, np.floating) or rows.dtype.name == "bfloat16"
         if not is_float:
             raise ValueError(f"prompt_embeds must have floating-point numbers, got {rows.dtype}")
+        # What is too large for the type becomes infinite, and `_check` refuses it with the count.
         with np.errstate(over="ignore"):
             return np.ascontiguousarray(rows.astype(self.vectors.dtype, copy=False))
 

@@ -169,6 +169,7 @@ class Attention(nnx.Module):
     ) -> tuple[Float[Array, "T D"], LayerPages]:
         """Returns the output of the layer and its pages."""
         has_norms = (self.query_norm, self.key_norm, self.value_norm) != (None, None, None)
+        # Without that kernel norms are a call of their own, and the general way below has them.
         norms = None if context.rotate_and_write is None else self._head_scales()
         if self.rope is not None and self._is_plain and (norms is not None or not has_norms):
             return self._over_heads(*self._rotate(x_TI, layer_pages, context, norms), context)
@@ -197,6 +198,8 @@ class Attention(nnx.Module):
             )
             if written is not None:
                 return written[0], None, None, written[1]
+        # The kernel did not take these heads or angles, so norms and rotation follow here, in its
+        # order.
         num_keys = self.query_key_value.spec.parts[1].rows // self.head_dim
         if norms is not None:
             x_TMH = x_TF.reshape(len(x_TF), -1, self.head_dim)
@@ -222,6 +225,8 @@ class Attention(nnx.Module):
             q, *keys_and_values = jnp.split(fused, ends[:-1], axis=-1)
             q = self._with_gates(q, x_TI)
             return (
+                # With two parts the last one is the keys: they are the values, too, before their
+                # norm.
                 (q, keys_and_values[0], keys_and_values[-1]) if keys_and_values else (q, None, None)
             )
         num_tokens = fused.shape[0]
@@ -296,6 +301,7 @@ class Attention(nnx.Module):
             else None
             for norm in norms
         )
+        # The kernel takes one epsilon and one offset for queries and keys.
         if query is None or key is None or query[1:] != key[1:]:
             return None
         return HeadScales(query[0], *key)
@@ -313,6 +319,8 @@ class Attention(nnx.Module):
         """Returns the output for queries and keys that have been normed and rotated."""
         if self.temperature_tuning is not None:
             q_TNH = scale_by_position(q_TNH, context.positions_T, self.temperature_tuning)
+        # Only a step with vectors says how far the tokens of a picture see. Here each sees up to
+        # itself, which undoes that.
         is_bounded = not self.sees_ahead and context.vectors is not None
         options = AttentionOptions(
             scale=self.scale,
@@ -343,6 +351,7 @@ class Attention(nnx.Module):
     def _slopes(self, num_heads: int, place: jax.Array | int) -> jax.Array | None:
         if self.alibi_slopes is None:
             return None
+        # Slopes depend on a head's number in the whole model; a shard has those of its place.
         slopes_PN = jnp.asarray(self.alibi_slopes, jnp.float32).reshape(-1, num_heads)
         return jax.lax.dynamic_index_in_dim(slopes_PN, place, keepdims=False)
 
@@ -357,6 +366,7 @@ def scale_by_position(
 ) -> Float[Array, "T N H"]:
     """Returns queries scaled by their positions; see `Scores.temperature_tuning`."""
     rate, length, start = tuning
+    # In float32 whatever the model's type: bfloat16 has not every whole number beyond 256.
     position_T = (positions_T + start).astype(jnp.float32)
     factor_T = 1 + rate * jnp.log(1 + jnp.floor(position_T / length))
     return q_TNH * factor_T[:, None, None].astype(q_TNH.dtype)

@@ -169,11 +169,13 @@ class ForwardContext:
     vectors: tuple[Bool[Array, "T"], Float[Array, "T D"]] | None = None
     axes_AT: Int[Array, "A T"] | None = None
     deep_nTD: Float[Array, "n T D"] | None = None
+    # Arrays of a trace must not be used after it, so they are kept here and not in the layers.
     _angles: dict[Rope, Angles] = field(default_factory=dict, init=False, repr=False)
 
     def angles(self, rope: Rope) -> Angles:
         """Returns the angles of the positions, computed once for all layers that have this rope."""
         if rope not in self._angles:
+            # A model may have layers that turn by one axis, whatever pictures the prompt has.
             axes_AT = self.axes_AT if rope.axes else None
             self._angles[rope] = rope.angles(self.positions_T if axes_AT is None else axes_AT)
         return self._angles[rope]

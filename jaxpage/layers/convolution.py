@@ -33,6 +33,7 @@ def short_convolution(
     kernels = row_kernels(jnp.float32)
     if kernels is not None and kernels.convolve is not None:
         return kernels.convolve(inputs_BWC, kernel_WC, bias_C)
+    # A loop over places, because XLA may add up a sum in an order that depends on the other axes.
     mixed_BC: jax.Array = inputs_BWC[:, 0] * kernel_WC[:1]
     for index in range(1, kernel_WC.shape[0]):
         mixed_BC += inputs_BWC[:, index] * kernel_WC[index][None]

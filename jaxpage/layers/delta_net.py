@@ -174,6 +174,8 @@ class GatedDeltaNet(nnx.Module):
             # transformers saves three parts of equal size, even if keys and values differ in width.
             third = -(-widths.convolution_width // 3)
             equal = (third, third, widths.convolution_width - 2 * third)
+            # Each goes in front, because the first source is taken whose tensors are all there.
+            # Where the parts are of equal size, both ways are the same source.
             for parts in dict.fromkeys((equal, widths.parts)):
                 each = [
                     tensor(f"{name}.{part}_conv1d.weight", rows, *kernel)
@@ -182,6 +184,7 @@ class GatedDeltaNet(nnx.Module):
                 convolution.insert(0, concatenate(each))
         rate = tensor(f"{name}.A_log", heads)
         if widths.by_channel:
+            # Kimi Linear stores a rate for each head with axes of one around it.
             rate = Source((heads,), (Piece(f"{name}.A_log", (1, 1, heads, 1), (heads,), (0,)),))
         num_steps = heads * widths.decays
 
@@ -207,6 +210,7 @@ class GatedDeltaNet(nnx.Module):
         shape = (x_TD.shape[0], widths.value_heads, widths.value)
         activation = jax.nn.sigmoid if widths.by_channel else jax.nn.silu
         gate_TNH = activation(gate.astype(jnp.float32)).reshape(shape)
+        # Rounded before the norm, because transformers returns the recurrence in the model's type.
         gated_TNH = self.norm(out.astype(x_TD.dtype).reshape(shape)).astype(jnp.float32) * gate_TNH
         return self.output(gated_TNH.astype(x_TD.dtype).reshape(x_TD.shape[0], -1)), layer_pages
 
@@ -227,6 +231,7 @@ class GatedDeltaNet(nnx.Module):
         mixed, numbers = (
             each.reshape(num_tokens, widths.key_heads, -1) for each in (mixed, numbers)
         )
+        # The parts of one key head; values and gates are those of all its value heads.
         ends = [widths.key, 2 * widths.key, 2 * widths.key + widths.per_key * widths.value]
         q, k, v, gate = jnp.split(mixed, ends, axis=-1)
         parts = (q, k, v, *jnp.split(numbers, 2, axis=-1))
@@ -288,6 +293,9 @@ def _divide_by_length(x_BNK: Float[Array, "B N K"]) -> Float[Array, "B N K"]:
         squares = jnp.square(x_BNK).sum(axis=-1, keepdims=True)
         return x_BNK * jax.lax.rsqrt(squares + NORM_EPSILON)
     width = x_BNK.shape[-1]
+    # An RMS norm divides by the root of the mean of squares. With this scale, and an epsilon that
+    # is divided by the width as the squares are, it divides by the length: the kernel's sum has one
+    # order.
     scale_K = jnp.full(width, width**-0.5, x_BNK.dtype)
     rows = x_BNK.reshape(-1, width)
     return kernels.rms_norm(rows, scale_K, NORM_EPSILON / width, 0.0).reshape(x_BNK.shape)

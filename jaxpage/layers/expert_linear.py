@@ -141,6 +141,8 @@ class ExpertLinear(nnx.Module):
     ) -> Float[Array, "P O"] | None:
         """Multiplies each row by the weight of its expert; see `matmul_by_group`."""
         y_PO = matmul_by_group(x_PI, self.weight(...), expert_P, count_E)
+        # Rows that are no expert's have a number past the last one, which JAX clamps; nobody reads
+        # them.
         return y_PO if self.bias is None or y_PO is None else y_PO + self.bias[...][expert_P]
 
 
@@ -151,7 +153,7 @@ class MXFP4ExpertLinear(ExpertLinear):
     byte, the low nibble first, and `{name}_scales` [E, out, in / 32] with the exponents.
     """
 
-    in_panels = False
+    in_panels = False  # `pack_modules` of `device/packing.py` sets it.
     block_rows = 1
 
     def __init__(self, spec: ExpertLinearSpec):
@@ -175,6 +177,7 @@ class MXFP4ExpertLinear(ExpertLinear):
         blocks = (*leading, num_groups, MXFP4_GROUP // 2)
         self.kernel = declare("blocks", blocks, spec.num_in // 2, "uint8", Stored(("uint8",)))
         exponents = Stored(("uint8",), _powers_of_two, _wrong_exponents)
+        # bfloat16 has the exponents of float32, so every scale is exact in it.
         self.scale = declare("scales", (*leading, num_groups), num_groups, "bfloat16", exponents)
         self.bias = spec.declare_bias()
 
@@ -186,6 +189,7 @@ class MXFP4ExpertLinear(ExpertLinear):
 
 
 def _powers_of_two(exponents: np.ndarray) -> np.ndarray:
+    # An exponent is stored with 127 added to it (E8M0 of the MX formats); 255 stands for NaN.
     return np.ldexp(np.float32(1), exponents.astype(np.int32) - 127).astype(np.float32)
 
 

@@ -167,6 +167,8 @@ class Experts(nnx.Module):
         made_PD = self.down.of_sorted(self._between(both_PF), sorted_P, count_E)
         if made_PD is None:
             return None
+        # The kernel leaves rows of no expert undefined: they may be NaN, which no product with 0
+        # removes.
         return jnp.where(is_expert_TX[..., None], made_PD[place_P].reshape(*expert_TX.shape, -1), 0)
 
     def _run_by_tiles(
@@ -181,16 +183,20 @@ class Experts(nnx.Module):
         )
         expert_P = expert_TX.reshape(-1)  # P pairs of a token and an expert
         order_P = jnp.argsort(expert_P, stable=True)
+        # Pairs that are no expert's have a number past the last one: they are not counted, so no
+        # tile has them, and their results stay zero.
         count_E = jnp.bincount(expert_P, length=num_experts)
         first_E = jnp.cumsum(count_E) - count_E  # The first pair of each expert in that order.
         end_E = jnp.cumsum(-(-count_E // rows))  # The end of each expert's tiles.
         x_TD = jnp.concatenate([x_TD, jnp.zeros_like(x_TD[:1])])  # Padding takes the last row.
 
         def tile(index: jax.Array, out_PD: jax.Array) -> jax.Array:
+            # Comparing with all ends at once spares a loop of binary search inside this loop.
             expert = jnp.searchsorted(end_E, index, side="right", method="compare_all")
             place = (index - jnp.where(expert > 0, end_E[expert - 1], 0)) * rows + jnp.arange(rows)
             pair = jnp.where(
                 place < count_E[expert],
+                # The minimum only keeps places of padding within the array.
                 order_P[jnp.minimum(first_E[expert] + place, num_pairs - 1)],
                 num_pairs,
             )
@@ -198,6 +204,8 @@ class Experts(nnx.Module):
             return out_PD.at[pair].set(made, mode="drop")
 
         empty = jnp.zeros((num_pairs, x_TD.shape[1]), x_TD.dtype)
+        # The number of tiles depends on the choice of experts, so the loop has as many turns as
+        # needed.
         return jax.lax.fori_loop(0, end_E[-1], tile, empty).reshape(num_tokens, per_token, -1)
 
     def _between(self, both_PF: Float[Array, "P F2"]) -> Float[Array, "P F"]:
@@ -222,6 +230,7 @@ def _sort(
             return sorted_pairs
     expert_P = jnp.where(is_expert_TX, expert_TX, num_experts).reshape(-1)
     order_P = jnp.argsort(expert_P, stable=True)
+    # The inverse of a permutation, which spares a second sort.
     place_P = jnp.zeros_like(order_P).at[order_P].set(jnp.arange(len(order_P)), unique_indices=True)
     count_E = (expert_P == jnp.arange(num_experts)[:, None]).sum(axis=1)
     return x_TD[order_P // expert_TX.shape[1]], place_P, expert_P[order_P], count_E

@@ -25,6 +25,7 @@ def add_and_feed(
     If the second rows are a product, the call computes it, too.
     """
     run_fusion = fusion_kernel(x_TD.dtype)
+    # Exact types, because a derived layer may compute more than the kernel does.
     if run_fusion is None or type(norm) is not RMSNorm or norm.scale is None or norm.groups > 1:
         return None
     if type(mlp) is not GatedMLP or (name := name_in_kernels(mlp.activation)) is None:
@@ -33,6 +34,7 @@ def add_and_feed(
     for place, linear in ((1, mlp.gate_up), (3, mlp.down)):
         if type(linear) not in (PackedLinear, QuantizedLinear):
             return None
+        # The call has no stages for a bias, adapters or sums of another type.
         is_plain = linear.bias is None and linear.lora is None and linear.result is None
         weight = linear.weight
         if not is_plain or not takes(weight, x_TD.dtype):

@@ -79,5 +79,6 @@ def multiply_after_norm(
 def note_matmul(y_TO: jax.Array, x_TI: jax.Array, weight: Packed | PackedCodes) -> jax.Array:
     """Returns a product, which a kernel after it may compute in its own call."""
     if y_TO.dtype == x_TI.dtype and takes(weight, x_TI.dtype):
+        # Where types differ the product was rounded in between, which a stage would not do.
         trace_scope().matmuls[id(y_TO)] = (y_TO, x_TI, weight)
     return y_TO

@@ -114,6 +114,7 @@ class LatentAttention(nnx.Module):
         self.num_heads = num_heads
         self.widths = widths
         self.rope = rope
+        # By the width of the queries before absorption: the scores are the same numbers after it.
         self.scale = widths.query**-0.5 if scores.scale is None else scores.scale
         self.temperature_tuning = scores.temperature_tuning
         self.queries = projections.queries
@@ -132,6 +133,8 @@ class LatentAttention(nnx.Module):
         latent_TR, shared_TE = jnp.split(self.down(x_TD), [widths.rank], axis=-1)
         expand_OR = weight_numbers(self.expand.weight).astype(x_TD.dtype)
         expand_NOR = expand_OR.reshape(self.num_heads, widths.plain + widths.value, widths.rank)
+        # Scores q . (W c) are (W^T q) . c, so queries are multiplied once in place of all cached
+        # keys.
         absorbed_TNR = matmul_by_head(
             q_TNH[..., : widths.plain], expand_NOR[:, : widths.plain], transposed=True
         )

@@ -145,6 +145,8 @@ class Linear(nnx.Module):
             return y_TO
         y_TO = matmul(x_TI, self.weight, result=self.result)
         if self.bias is not None:
+            # Axes are written out everywhere: tests forbid JAX to add them
+            # (`numpy_rank_promotion`).
             y_TO = y_TO + self.bias[...][None, :]
         return activate(y_TO if self.lora is None else self.lora(x_TI, y_TO), activation)
 
@@ -152,6 +154,8 @@ class Linear(nnx.Module):
         """Returns the result where a kernel computes it at once; None where none does."""
         name = None if activation is None else name_in_kernels(activation)
         is_known = activation is None or name is not None
+        # Adapters come before the activation. Without a bias and an activation `matmul` is the
+        # call.
         if self.lora is not None or not is_known or (self.bias is None and activation is None):
             return None
         bias_O = None if self.bias is None else self.bias[...]

@@ -66,6 +66,7 @@ class LoRA(nnx.Module):
         def add(index: jax.Array, y_TO: jax.Array) -> jax.Array:
             slot = adapters.present[index]
             a, b = (
+                # Slots count from 1, because 0 stands for a token without an adapter.
                 jax.lax.dynamic_index_in_dim(of[...], slot - 1, keepdims=False)
                 for of in (self.a, self.b)
             )

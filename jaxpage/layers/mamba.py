@@ -153,7 +153,7 @@ class Mamba2(nnx.Module):
             factors = jnp.repeat(
                 jnp.array(spec.factors, projected.dtype),
                 jnp.array(spec.parts),
-                total_repeat_length=sum(spec.parts),
+                total_repeat_length=sum(spec.parts),  # a trace needs a length that is known
             )
             projected = projected * factors[None]
         gate, input_TE = jnp.split(projected, [spec.inner], axis=1)

@@ -62,6 +62,7 @@ class Mamba1Spec:
     @property
     def state(self) -> StateSpec:
         """Returns the shapes of the state; the input of a token has x, time steps, B and C."""
+        # The inputs have gone through the convolution, so an update looks back at none.
         return StateSpec((1, self.vector, self.inner), 2 * (self.inner + self.vector), 0)
 
     @property
@@ -103,6 +104,7 @@ class Mamba1(nnx.Module):
         dtype: DTypeLike,
     ):
         self.layer_index = layer_index
+        # Until the model gives it a number of its own: it is a second layer of the cache.
         self.convolution_index = layer_index
         self.spec = spec
         self.input = input
@@ -143,6 +145,7 @@ class Mamba1(nnx.Module):
             parts = [norm(part) for norm, part in zip(self.norms, parts, strict=True)]
         ranks_TR, *vectors = parts
         inputs = jnp.concatenate([x_TE, self.time_steps(ranks_TR), *vectors], axis=1)
+        # Here and not in `_prepare`, which runs for each token of a row.
         rate_VE = -jnp.exp(self.rate[...].astype(jnp.float32)).T
         prepare = functools.partial(self._prepare, rate_VE)
         recurrence = Recurrence(prepare, self._update, spec.state)

@@ -38,6 +38,7 @@ def matmul(
     if isinstance(weight, Grouped):
         return _kernels().multiply(x_TI, weight, result or x_TI.dtype)
     if isinstance(weight, Packed | PackedCodes):
+        # A call that begins with the norm gives rows of the input's type only.
         y_TO = None if result else multiply_after_norm(x_TI, weight)
         if y_TO is None:
             y_TO = _kernels().multiply_packed(x_TI, weight, result or x_TI.dtype, None)

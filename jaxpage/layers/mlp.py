@@ -21,6 +21,7 @@ class XIELU(nnx.Module):
         negative: The curvature of negative numbers, before a softplus and without the slope.
     """
 
+    # The constants beta and epsilon of xIELU, which no checkpoint changes.
     slope: float = 0.5
     epsilon: float = -1e-6
 
@@ -38,6 +39,8 @@ class XIELU(nnx.Module):
         )
         wide = x_TF.astype(jnp.float32)
         above = positive * wide * wide
+        # The minimum keeps the exponential of a large number finite, where the other formula is
+        # taken.
         below = (jnp.expm1(jnp.minimum(wide, self.epsilon)) - wide) * (self.slope + negative)
         return (jnp.where(wide > 0, above, below) + self.slope * wide).astype(x_TF.dtype)
 

@@ -155,6 +155,7 @@ def norm_of_sum(
 
 def _standardise(wide: jax.Array, epsilon: float) -> jax.Array:
     """Returns `(x - mean) / sqrt(variance + epsilon)`."""
+    # Two passes: the mean of squares less the square of the mean cancels where the mean is large.
     centred = wide - mean(wide)
     return centred * jax.lax.rsqrt(mean(jnp.square(centred)) + epsilon)
 

@@ -165,6 +165,7 @@ def parameter(
         axis if isinstance(axis, tuple) else ((axis, size),)
         for axis, size in zip(axes, shape, strict=True)
     ]
+    # Parts of one axis may share a name, as keys and values do; two axes may not.
     names = [name for axis in parts for name in {name for name, _ in axis} - {None}]
     if unknown := set(names) - AXES.keys():
         raise ValueError(f"axes {sorted(map(str, unknown))} are not among {', '.join(AXES)}")
@@ -174,6 +175,7 @@ def parameter(
         raise ValueError(f"axes {axes} do not add up to {shape}")
     if not callable(sources):
         sources = _check(sources, shape)
+    # A shape in place of numbers, so that a model of any size is made without memory.
     struct = jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
     return nnx.Param(cast(jax.Array, struct), axes=axes, sources=sources, keeps_dtype=keeps_dtype)
 
@@ -190,6 +192,7 @@ def sources_of(variable: nnx.Variable[Any]) -> tuple[Source, ...]:
 
 def _check(sources: Sequence[Source], shape: tuple[int, ...]) -> tuple[Source, ...]:
     for source in sources:
+        # The sizes are enough: the functions that make sources never let pieces overlap.
         if source.shape != shape or sum(
             math.prod(piece.shape) for piece in source.pieces
         ) != math.prod(shape):

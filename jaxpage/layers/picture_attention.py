@@ -16,6 +16,7 @@ from jaxpage.layers.trace_scope import trace_scope
 _MIN_QUERIES = 64
 _MAX_QUERIES = 512
 _MAX_SCORES = 2**26  # 256 MiB
+# The tiles of windows whose scores are in memory at once.
 _WINDOWS_AT_ONCE = 16
 _OUTSIDE = -1  # the number of no window
 _UNSEEN = -1e30  # the score of a patch that is not seen

@@ -72,6 +72,7 @@ class StoredArray:
             modules: Other names of the module, if it is one.
         """
         stored_shape = self.shape(num_out, num_in)
+        # Codes of quantised checkpoints are decoded by the format, which knows their order.
         transpose = transposed and self.rounded
         stored_shape = stored_shape[::-1] if transpose else stored_shape
 
@@ -83,6 +84,7 @@ class StoredArray:
         stored = Stored(self.dtypes, decode, self.check)
 
         def of_module(module: str) -> Source:
+            # The first is the name of the piece itself.
             aliases = tuple(
                 f"{name}.{end}" for name in (module, *modules) for end in (self.name, *self.aliases)
             )[1:]
@@ -192,6 +194,7 @@ class Quantized(nnx.Module):
 
         return parameter(
             (spec.num_out, num_columns),
+            # One scale for all inputs of an output is whole on each device that has a part of them.
             axes=(spec.output_axis, spec.input_axis if num_columns > 1 else None),
             dtype=jnp.dtype(dtype),
             sources=spec.sources(source_of),
@@ -266,5 +269,6 @@ class LinearOfParts(Linear):
         self, x_TI: Float[Array, "T I"], activation: str | None = None
     ) -> Float[Array, "T O"]:
         """Returns the joined results of the parts, with the tokens' adapters; see `Linear`."""
+        # Each part adds its own bias.
         y_TO = jnp.concatenate([part(x_TI) for part in self.parts], axis=1)
         return activate(y_TO if self.lora is None else self.lora(x_TI, y_TO), activation)

@@ -63,11 +63,14 @@ class QuantizedExpertLinear(ExpertLinear):
             source = array.source(spec.rows_of_part, spec.num_in, (rows, num_columns))
             return [
                 *spec.sources(source),
+                # Quantised checkpoints store each expert apart; stacked ones are rounded while they
+                # are loaded.
                 *([self._of_stacked(array, shape)] if array.rounded else []),
             ]
 
         return parameter(
             shape,
+            # The parts of that axis are counted in outputs, and would not add up to rows of blocks.
             axes=("expert", spec.output_axis if block_rows == 1 else None, spec.input_axis),
             dtype=jnp.dtype(dtype),
             sources=sources,
@@ -104,6 +107,8 @@ class QuantizedExpertLinear(ExpertLinear):
         if self.int8_inputs:
             return Scaled(values, scale[..., 0])
         scale_row_O = None
+        # A kernel for all experts finds the scale of an output by its row. For one expert scales
+        # are repeated, which is small beside its codes.
         if self.block_rows > 1 and expert is ...:
             scale_row_O = jnp.asarray(self._block_of_output())
         elif self.block_rows > 1:

@@ -31,6 +31,7 @@ class Rope:
             several axes (pictures); empty if there is one axis.
     """
 
+    # A tuple, because a rope is a key (`ForwardContext.angles`), which an array cannot be.
     frequencies: tuple[float, ...]
     attention_factor: float = 1.0
     interleaved: bool = False
@@ -84,6 +85,7 @@ class Angles:
         cos_T1E = self.cos_TE[:, None, :]
         sin_T1E = self.sin_TE[:, None, :]
         width = 2 * self.cos_TE.shape[1]
+        # A head may be wider than its pairs; the rest of it is not turned.
         wide = x_TNH[..., :width].astype(jnp.float32)
         if self.interleaved:
             first_TNE = wide[..., 0::2]

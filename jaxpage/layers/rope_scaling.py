@@ -43,6 +43,7 @@ def make_rope(
     }
     try:
         frequencies, factor = SCALINGS[rope_type](numbers, head_dim, max_position_embeddings)
+    # A division by zero, or a number too large for a float, of parameters that pass one by one.
     except ArithmeticError as error:
         raise CheckpointError(
             f"rope parameters {dict(parameters)} make no sense ({error})"
@@ -146,7 +147,9 @@ def _yarn_range(parameters: Mapping[str, Any], width: int, original: int) -> tup
         low = math.floor(low)
         high = math.ceil(high)
     low = float(max(low, 0))
+    # As in transformers, although a head has only half as many pairs as its width.
     high = float(min(high, width - 1))
+    # The ramp is divided by the difference.
     return low, high + 0.001 if low == high else high
 
 

@@ -112,6 +112,8 @@ class Router(nnx.Module):
             scores_TX, expert_TX = kernels.choose_experts(
                 logits_TE, correction_E, self.routing.per_token, sigmoid=self.routing.sigmoid
             )
+            # Where `_is_plain` is true, `_scale` reads no scores of other experts; logits fill
+            # their place.
             weight_TX = self._scale(scores_TX, logits_TE)
         else:
             expert_TX, weight_TX = jax.lax.platform_dependent(
@@ -139,6 +141,8 @@ class Router(nnx.Module):
         if routing.jitter is not None:
             return _each_among_close(logits_TE, routing.per_token, routing.jitter, requested_TX)
         scores_TE = _scores(logits_TE, sigmoid=routing.sigmoid)
+        # A correction is added to probabilities, and these are exponentials that are not divided
+        # yet.
         if self.correction is not None and not routing.sigmoid:
             scores_TE = scores_TE / _total(scores_TE)
         if requested_TX is not None:
@@ -234,9 +238,11 @@ def _each_among_close(
             expert_T1 = requested_TX[:, index : index + 1]
             best_T1 = jnp.take_along_axis(left_TE, expert_T1, axis=1)
         scale_TE = jnp.maximum(jnp.abs(logits_TE), best_T1)
+        # As in the paper's code; whatever it says of experts that were chosen before, they count 0.
         is_far_TE = (best_T1 - logits_TE) / scale_TE > 2 * jitter
         scores_TE = jnp.where(is_far_TE, 0.0, jnp.exp(left_TE - best_T1))
         experts.append(expert_T1)
+        # The score of the best one itself is exp(0).
         weights.append(1 / _total(scores_TE))
         is_chosen_TE = jnp.arange(logits_TE.shape[1])[None, :] == expert_T1
         left_TE = jnp.where(is_chosen_TE, -jnp.inf, left_TE)
@@ -265,6 +271,7 @@ def _total(x_TE: Float[Array, "T E"]) -> Float[Array, "T 1"]:
     width = x_TE.shape[1]
     if width == 1:
         return x_TE
+    # The largest power of two below the width: only the first halving meets padding.
     half = 1 << (width - 1).bit_length() - 1
     second_half = jnp.pad(x_TE[:, half:], ((0, 0), (0, 2 * half - width)))
     return _total(x_TE[:, :half] + second_half)

@@ -73,6 +73,7 @@ class ShardedAttention(nnx.Module):
         Raises:
             ConfigError: The product goes by groups of heads, and there are too few groups.
         """
+        # None where the product does not go by groups.
         groups = whole.num_groups and _whole_part(whole.num_groups, "groups of heads", sharding)
 
         def shard() -> Attention:
@@ -80,6 +81,8 @@ class ShardedAttention(nnx.Module):
             part.output = partial_of(whole.output, sharding)
             part.num_groups = groups
             if whole.norm_over_all_heads:
+                # They are over the heads of all shards: `__call__` computes them between the two
+                # halves.
                 part.query_norm = part.key_norm = None
             return part
 
@@ -122,6 +125,7 @@ class ShardedAttention(nnx.Module):
             count: The number of different parts that all shards have.
         """
         copies = self.sharding.num_shards // count
+        # Shards that are neighbours have copies of a head, which the norm must count once.
         every = gather(jnp.stack(parts, axis=1), 1, self.sharding)[:, ::copies]
         normed = norm(every.reshape(every.shape[0], -1)).reshape(every.shape)
         return [normed[:, place // copies] for place in self._places()]
@@ -161,6 +165,7 @@ class ShardedLatentAttention(_OfShards):
             part = shard_of(whole, sharding)
             part.num_heads = whole.num_heads // sharding.num_shards
             part.output = partial_of(whole.output, sharding)
+            # Every shard needs all of the latent.
             part.down = whole.down
             part.norm = whole.norm
             if isinstance(whole.queries, LatentQueries):
@@ -235,10 +240,12 @@ class ShardedEmbedding(nnx.Module):
     def __call__(self, ids_T: Int[Array, "T"]) -> Float[Array, "T D"]:
         """Returns the rows of these ids, each of which one shard has."""
         first = place_of_device(self.sharding) * self.sharding.num_local
+        # A device without a token's row gives zeros to the sum.
         embedding_TD: Any = 0
         for index, shard in enumerate(self.shards):
             row_T = ids_T - (first + index) * self.rows_of_shard
             is_own_T1 = ((row_T >= 0) & (row_T < self.rows_of_shard))[:, None]
+            # A negative index would count from the end; what is read here is not selected below.
             row_T = jnp.clip(row_T, 0, self.rows_of_shard - 1)
             embedding_TD = jnp.where(is_own_T1, shard(row_T), embedding_TD)
         return sum_over_devices(embedding_TD, self.sharding)
@@ -251,6 +258,7 @@ class ShardedEmbedding(nnx.Module):
         """
         logits = jnp.concatenate([shard.logits(hidden_BD) for shard in self.shards], axis=1)
         is_divided = trace_scope().divided_logits and self.sharding.num_devices > 1
+        # The cut is of the padding, which comes last because the last shard has it.
         return logits if is_divided else gather(logits, 1, self.sharding)[:, : self.num_rows]
 
 
@@ -307,6 +315,7 @@ def find_sharded_kind(
             return ShardedMLP
         case Embedding(axis="vocab"):
             return ShardedEmbedding
+        # Experts are whole on a device, so logical shards on one device change nothing of them.
         case Experts() if num_devices > 1:
             return ShardedExperts
     return None

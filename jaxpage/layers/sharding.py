@@ -104,6 +104,7 @@ class Sharding:
         size_of_part = self.size_of_part(axis, size)
         count = self.count(axis)
         if axis == "kv_heads":
+            # Where heads are fewer than shards, neighbours have the same one.
             place = place * min(count, self.num_kv_heads) // count
         return slice(min(place * size_of_part, size), min((place + 1) * size_of_part, size))
 
@@ -144,6 +145,8 @@ def total(parts: Sequence[jax.Array], sharding: Sharding) -> jax.Array:
     stacked = jax.lax.optimization_barrier(gather(jnp.stack(parts), 0, sharding))
     sums = list(stacked)
     while len(sums) > 1:
+        # The number of shards divides `LOGICAL_SHARDS`, a power of two, so none is without a
+        # partner.
         sums = [a + b for a, b in zip(sums[::2], sums[1::2], strict=True)]
     return sums[0]
 
@@ -181,6 +184,7 @@ def shard_of(
             for axis, whole_size in zip(of_axes, struct.shape, strict=True)
         ]
         parameter.set_value(jax.ShapeDtypeStruct(tuple(sizes), struct.dtype))
+        # The whole parameter is loaded and then divided, so a part names nothing.
         parameter.set_metadata(axes=(), sources=())
     return shard
 
@@ -209,6 +213,7 @@ def _group_size_of_shard(whole: Quantized, sharding: Sharding) -> int:
             f"tensor_parallel_size: {whole.spec.parts[0].name} has {num_in} inputs of which each {whole.group_size} share a scale, and "
             f"cannot be divided into {num_in // input_size} parts of {input_size}"
         )
+    # One scale for all inputs (`group_size` is their number) is that of each part.
     return min(whole.group_size, input_size)
 
 

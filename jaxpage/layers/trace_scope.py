@@ -167,6 +167,8 @@ class Routes:
 
     def request(self) -> jax.Array | None:
         """Returns the experts [T, X] that the next router is to choose; None if it decides."""
+        # Each router adds its choice to `chosen`, also one that was requested, so this is its
+        # number.
         return None if self._requested is None else self._requested[len(self.chosen)]
 
 
@@ -195,6 +197,8 @@ class TraceScope:
     adapters: TokenAdapters | None = None
     divided_logits: bool = False
     routes: Routes | None = None
+    # In these four, a value begins with the array whose id is its key: while that array is alive,
+    # no other one can get its id.
     sums: dict[int, tuple[jax.Array, jax.Array, jax.Array]] = field(
         default_factory=dict, init=False, repr=False
     )

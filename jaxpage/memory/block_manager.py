@@ -172,6 +172,8 @@ class BlockManager:
 
         This is the common case of a decoding sequence: the last block of 16 still has room.
         """
+        # For one or two groups a list takes half the time of a generator, and every sequence of
+        # every step asks.
         return all([group.can_write(sequence_id, position) for group in self.groups])
 
     def has_room(self, spans: Sequence[Span]) -> bool:
@@ -239,8 +241,6 @@ class BlockManager:
         if self.cached is not None:
             self.cached.renew(sequence_id)
 
-    # Prefixes that are computed already.
-
     @property
     def nothing(self) -> Prefix:
         """Returns the prefix of no tokens."""
@@ -285,6 +285,7 @@ class BlockManager:
             num_common = _num_common(token_ids, pin.token_ids, min(num_pinned, len(token_ids)))
             num_tokens = min(num_common - following, len(token_ids) - 1)
             if num_tokens < min(num_pinned - following, len(token_ids) - 1):
+                # The block in which they differ has other tokens of the pin after those in common.
                 num_tokens = num_tokens // self.block_size * self.block_size
             if num_tokens <= max_length.num_tokens:
                 continue
@@ -378,8 +379,6 @@ class BlockManager:
         if self.cached is not None:
             self.cached.clear()
 
-    # Swapping.
-
     @property
     def can_swap(self) -> bool:
         """Returns whether there is a pool of host blocks."""
@@ -429,8 +428,6 @@ class BlockManager:
         """
         return tuple(move for group in self.groups for move in group.swap_in(sequence_ids))
 
-    # Pins.
-
     def pin(self, pin_id: int, sequence_id: int, pin: Pin) -> None:
         """Keeps the first blocks of a sequence in place until `unpin`.
 
@@ -439,6 +436,7 @@ class BlockManager:
             sequence_id: The sequence whose first blocks hold the prefix.
             pin: The prefix.
         """
+        # A pin is block tables of its own, so blocks stay when the sequence ends.
         self.fork(sequence_id, pin_id)
         self.trim(pin_id, len(pin.token_ids))
         self.pins[pin_id] = pin
@@ -450,6 +448,7 @@ class BlockManager:
 
     def lose_pages(self) -> None:
         """Forgets all pins and the prefix cache, because what was in the blocks is gone."""
+        # A copy, because `unpin` takes from it.
         for pin_id in list(self.pins):
             self.unpin(pin_id)
         self.forget_cached()
@@ -467,8 +466,6 @@ class BlockManager:
         """Returns how many blocks of each group can be handed out while the pins stay in place."""
         counts = zip(self.groups, self.num_pinned_blocks, strict=True)
         return tuple(group.pool.num_usable - num_pinned for group, num_pinned in counts)
-
-    # Reports and tests.
 
     def usage(
         self,

@@ -69,6 +69,7 @@ class BlockPool:
         self._free = deque([*ordered, *sorted(free)])
         # The blocks that are free and kept, the least recently used first.
         self._cached: OrderedDict[int, None] = OrderedDict()
+        # By id. Those below `first` are of other pools, and stay as they are.
         self._is_kept = [False] * num_blocks
         self._ref_counts = [0] * num_blocks
 

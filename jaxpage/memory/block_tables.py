@@ -124,8 +124,6 @@ class BlockTables:
             table.frozen = tuple(table.blocks)
         return table.frozen
 
-    # Windows.
-
     def num_passed(self, num_tokens: int) -> int:
         """Returns how many leading blocks no token after the first `num_tokens` needs.
 
@@ -160,14 +158,13 @@ class BlockTables:
         """Gives up the blocks that no token after the first `num_tokens` can see any more."""
         if self.sliding_window is None or (table := self.tables.get(sequence_id)) is None:
             return
+        # From the back: passed blocks are at the front, so all before a null block are null, too.
         for index in range(min(self.num_passed(num_tokens), len(table.blocks)) - 1, -1, -1):
             if table.blocks[index] == NULL_BLOCK:
                 return
             self.pool.release(table.blocks[index])
             table.blocks[index] = NULL_BLOCK
             table.frozen = None
-
-    # Growth and sharing.
 
     def can_write(self, sequence_id: int, position: int) -> bool:
         """Returns whether the sequence can write this position without a new block.
@@ -231,6 +228,7 @@ class BlockTables:
         if num_new > self.pool.num_free:
             free = f"{self.pool.num_free} of {self.pool.num_usable} are free"
             raise CapacityError(f"{num_new} KV blocks are needed, {free}")
+        # It is noted below, once nothing can fail any more.
         table = self.tables.get(sequence_id) or Table([])
         if not 0 <= start < stop or start > len(table.blocks) * self.block_size:
             place = f"after {len(table.blocks)} blocks"
@@ -245,6 +243,7 @@ class BlockTables:
         copies = self._unshare(table.blocks, start, stop)
         while len(table.blocks) < self.blocks_for(stop):
             table.blocks.append(self._allocate())
+        # What is written from here on is not in the index.
         table.num_cached = min(table.num_cached, start // self.block_size)
         return copies
 
@@ -330,8 +329,6 @@ class BlockTables:
         table.blocks[place] = block
         table.frozen = None
 
-    # Swapping.
-
     def can_swap_out(self, sequence_ids: Sequence[int]) -> bool:
         """Returns whether there are host blocks for everything that these sequences hold."""
         return self.swapped.has_room(
@@ -348,6 +345,7 @@ class BlockTables:
         """
         tables = [self.tables[sequence_id].blocks for sequence_id in sequence_ids]
         moves = self.swapped.store(sequence_ids, tables)
+        # The first sequence comes last, because its head is what other requests may want again.
         for sequence_id in reversed(sequence_ids):
             self.release(sequence_id)
         return moves
@@ -361,6 +359,8 @@ class BlockTables:
             growth += self.blocks_for(stop) - len(table)
             if start % self.block_size:
                 written[table[-1]] += 1
+        # Of several sequences that write to a block, the last one owns it by then and needs no
+        # copy.
         return num_distinct(tables) + growth + sum(count - 1 for count in written.values())
 
     def swap_in(self, sequence_ids: Sequence[int]) -> Moves:

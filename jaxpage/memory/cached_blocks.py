@@ -63,6 +63,8 @@ class CachedBlocks:
         known_digests = self.index.extend(digests, token_ids, salt, num_blocks)[:num_blocks]
         blocks = self.index.match(known_digests, token_ids, salt)
         numbers = range(len(self._others))
+        # A shorter prefix has other blocks in the window, so it may hold where the longer one does
+        # not.
         while blocks and not all(self._has_attached(number, blocks) for number in numbers):
             blocks.pop()
         return (blocks, *(self._find_attached_blocks(number, blocks) for number in numbers))
@@ -140,6 +142,7 @@ class CachedBlocks:
         if block in (NULL_BLOCK, known):
             return
         if known is None:
+            # A fork may have attached it to another block: each has one holder.
             if not group.pool.is_kept(block):
                 self._attached[number][holder] = block
                 self._holders[number][block] = holder
@@ -167,6 +170,7 @@ class CachedBlocks:
         registered = self.index.register(block, digest, parent, token_ids)
         assert registered == block, "the content is known already"
         pool.keep(block)
+        # Free, and with content: it is the last of the cached blocks to be handed out.
         pool.release(block)
         return block
 

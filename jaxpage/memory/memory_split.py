@@ -106,6 +106,7 @@ def split_memory(
         internal_fragmentation_slots=num_used * block_size - num_known,
         free_slots=num_free_blocks * block_size,
         shared_blocks=_num_shared([*block_lists, *(blocks for blocks, _ in pinned)], num_used),
+        # Each entry of a table would be a block of its own if nothing were shared.
         saved_blocks=num_own - len(set().union(*block_lists) - {NULL_BLOCK}),
         unshared_blocks=num_own,
     )

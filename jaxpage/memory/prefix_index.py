@@ -163,6 +163,7 @@ class PrefixIndex:
                 parent = self._hash(parent + words_of(self.content(token_ids, index)).tobytes())
                 digests.append(parent)
             return digests
+        # The byte order is named, so that digests are the same on every machine that shares files.
         content = np.array(tokens, "<u4").tobytes()
         for start in range(0, 4 * (num_blocks - first) * size, 4 * size):
             parent = self._hash(parent + content[start : start + 4 * (size + following)])
@@ -170,6 +171,7 @@ class PrefixIndex:
         return digests
 
     def _root(self, salt: str | None) -> Digest:
+        # An empty salt is not the same as none.
         return self._hash(b"no salt" if salt is None else b"salt " + salt.encode())
 
     def match(

@@ -172,6 +172,7 @@ class AltUp(nnx.Module):
         self.correction = gemma_layers.whole_projection(count, at, "correction_coefs", count)
         self.scale = at.vector("correct_output_scale", width, "embed")
         self.active = config.states.active
+        # This is `router_input_scale` of transformers.
         self.input_scale = 1 / width
 
     def _modalities(self, x_TD: Float[Array, "T D"]) -> Float[Array, "T U"]:
@@ -239,6 +240,7 @@ class Gemma3nLayer(nnx.Module):
         normed_TD = self.attention_norm(x_TD)
         low_rank_TD = normed_TD + self.post_laurel_norm(self.high(self.low(normed_TD)))
         attended_TD, layer_pages = self.attention(normed_TD, layer_pages, context)
+        # transformers divides the sum of attention and LAuReL by the root of 2.
         added_TD = (x_TD + self.post_attention_norm(attended_TD) + low_rank_TD) * 0.5**0.5
         computed_TD = added_TD + self.post_mlp_norm(self.mlp(self.mlp_norm(added_TD)))
         states = self.altup.correct(predictions, computed_TD)

@@ -150,6 +150,7 @@ class PrefixFiles:
                 return None
             self._sizes.move_to_end(str(path))
         try:
+            # A link might lead to any file of the user.
             if not stat.S_ISREG(path.lstat().st_mode):
                 raise ValueError("it is no regular file")
             with safe_open(path, framework="numpy") as file:
@@ -158,6 +159,7 @@ class PrefixFiles:
                 contents: Contents = file.get_tensor("pages")
             if about != _about(block, contents) or token_ids.tolist() != block.words.tolist():
                 raise ValueError("its contents are not those of this block")
+            # The next start orders files by this time.
             os.utime(path)
         except FileNotFoundError:  # another process deleted it
             self._forget(path)
@@ -194,6 +196,7 @@ class PrefixFiles:
             written = save(tensors, _about(block, contents))
             try:
                 temporary.write_bytes(written)
+                # A process that reads the directory finds a whole file, or none.
                 temporary.replace(path)
             except OSError as error:
                 logger.warning(
@@ -203,6 +206,7 @@ class PrefixFiles:
                 self._give_up(block)
                 continue
             with self._lock:
+                # Another process that shares the directory may have written the block, too.
                 self._num_bytes += len(written) - self._sizes.pop(str(path), 0)
                 self._sizes[str(path)] = len(written)
                 self._pending.discard(block.digest)

@@ -58,6 +58,7 @@ class PrefixTier(Events):
         sequence = group.sequences[0]
         salt = group.request.prefix_salt
         size = self._index.block_size
+        # The last token is computed in any case: its logits are needed.
         num_blocks = (len(sequence.token_ids) - 1) // size
         content_ids = sequence.content_ids
         digests = self._index.extend(sequence.block_digests, content_ids, salt, num_blocks)[

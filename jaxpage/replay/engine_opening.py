@@ -129,6 +129,7 @@ def _prefix_tier(directory: Path, config: EngineConfig, built: Built) -> PrefixT
         [[about[name] for name in names], [about["config"][name] for name in _OF_BLOCKS], layout]
     )
     digest = hashlib.blake2b(key.encode(), digest_size=16).hexdigest()
+    # The file of swapped blocks is in the same directory and counts to its bytes.
     swapped_bytes = spec.memory.host_pool_bytes if spec.memory.swaps_to_file else 0
     files = PrefixFiles(directory, digest, config.prefix_cache_disk_bytes - swapped_bytes)
     engine = built.engine

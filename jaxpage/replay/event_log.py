@@ -76,6 +76,7 @@ class EventLog(Recorder):
         line = encode_record(record)
         try:
             while line:
+                # The system may take a part of the line only.
                 line = line[os.write(self._file, line) :]
         except OSError as error:
             self._end(error)
@@ -160,6 +161,7 @@ class LogReader(AbstractContextManager["LogReader"]):
 
     def take(self) -> None:
         """Goes on to the next record."""
+        # One byte more tells that a line is too long, without reading all of it.
         line = self._file.readline(MAX_LINE_BYTES + 1)
         self.next = None
         if not line:

@@ -228,6 +228,7 @@ def scrub(record: Record) -> Record:
             fields = {
                 name: value for name, value in record.items() if name not in ("logprobs", "scores")
             }
+            # A negative number says why no token was drawn, and tells nothing of a text.
             tokens = [token if token < 0 else None for token in record["tokens"]]
             return {**fields, "tokens": tokens, **({"edits": edits} if edits else {})}
     return record

@@ -160,7 +160,10 @@ def read_logged_config(
     }
     defaults = EngineConfig().model_dump()  # a value that equals its default counts as not given
     requested = {
-        name: value for name, value in logged["config"].items() if value != defaults.get(name, ...)
+        # `...` equals no value, so a setting of a later version stays and is refused by its name.
+        name: value
+        for name, value in logged["config"].items()
+        if value != defaults.get(name, ...)
     }
     settings = {**requested, **resolved, "kv_cache_memory_bytes": None, **NO_LOG}
     if "limit_images" not in logged["config"]:  # a log from before pictures
@@ -252,6 +255,7 @@ def weights_hash(parameters: Any, packed: Packings | None = None) -> str:
 
     def plain(path: tuple[Any, ...], leaf: Any) -> Any:
         keys = tuple(key.key for key in path)
+        # The paths of a model alone lack its key.
         size = sizes.get(keys) or sizes.get(("target", *keys))
         return unpack_weight(leaf, size) if size and isinstance(leaf, jax.Array) else leaf
 

@@ -163,6 +163,8 @@ class Recorder(Events):
         for row in plan.rows:
             known = self._tables.get(row.sequence_id) or ((),) * len(row.block_tables)
             for group, (before, table) in enumerate(zip(known, row.block_tables, strict=True)):
+                # A table is one tuple until it changes (`Table.frozen`), so no blocks are compared
+                # here.
                 if table is not before:
                     change = [row.sequence_id, len(table), *_find_changed_runs(before, table)]
                     if group:
@@ -296,6 +298,7 @@ def _paths(plan: StepPlan, result: StepResult) -> list[list[int]]:
     paths = []
     first = 0  # the place of the row's first token in the stream
     for row, path in zip(plan.rows, result.paths.tolist(), strict=True):
+        # A path begins with the known token, which is no draft, and ends with -1.
         paths.append([place - first for place in path if place > first])
         first += len(row.token_ids)
     return paths

@@ -117,6 +117,7 @@ def replay(
         follower = Replay(log, viewer)
         built = build_engine(config, Hooks(progress=progress, parts=follower.parts))
         try:
+            # As a log has it, where tuples are lists.
             ours = json.loads(encode_record(engine_header(config, built.engine, built.spec)))
             compare_engines(logged, ours, force=force)
             log.take()
@@ -183,6 +184,7 @@ class Replay:
                     ending = None
                     break
                 self._follow(record)
+                # `_compare` takes a record when the engine has made the same one.
                 if record is self._log.next:
                     self._differ(record, None)
                 if record["event"] == "end":
@@ -393,7 +395,7 @@ class _LoggedEnds(SamplingStrategy):
             # Either the text's error replaced the only token, or the draw after this one found no
             # token that it may draw.
             return [end] if num_tokens is None else [append, *ends]
-        return [append, end]  # if the grammar ended it, `own` has the same end
+        return [append, end]  # if the grammar ended it, `ends` has the same end
 
 
 class _LoggedBeams(BeamStrategy):

@@ -78,6 +78,7 @@ def blocks_alone(group: SequenceGroup, manager: BlockManager) -> Counts:
         prefix = manager.find_pinned(request.content_ids, request.prefix_salt)
         num_pinned = prefix.num_tokens // manager.block_size
     return tuple(
+        # A pinned block that falls out of a window is followed by one of the sequence's own.
         request.num_sequences * count - (num_pinned if tables.sliding_window is None else 0)
         for count, tables in zip(blocks, manager.groups, strict=True)
     )

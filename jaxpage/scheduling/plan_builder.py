@@ -88,6 +88,7 @@ class PlanBuilder:
                 for index, child_id in enumerate(group.pending_forks, start=1):
                     samples.append(sample._replace(sequence_id=child_id, sample_index=index))
                 samples.append(sample)
+            # Most rows have one token, for which a slice would take longer.
             token_ids: tuple[int, ...] = (known[start],)
             if num_tokens > 1:
                 token_ids = tuple(known[start : start + num_tokens])
@@ -103,6 +104,7 @@ class PlanBuilder:
                 row = row._replace(next_token_id=known[start + num_tokens])
             if draft := self.drafts.get(sequence.sequence_id):
                 row = _with_draft(row, draft)
+                # A row with drafts has no forks, so the last sample is its only one.
                 samples += make_draft_samples(samples[-1], draft, sequence, group.request)
             # Most rows decode, and no token of the prompt follows theirs.
             decodes = draws and num_tokens == 1
@@ -235,4 +237,5 @@ def suppression(request: Request, known: list[int]) -> tuple[bool, tuple[int, ..
         is_output = len(word) <= num_output + 1
         if is_output and word[:-1] == tuple(known[1 - len(word) :]):
             suppressed.add(word[-1])
+    # In one order, because logs have plans and compare them.
     return is_early, tuple(sorted(suppressed))

@@ -126,6 +126,7 @@ class ByPriority(FirstCome):
         while self._heap:
             rank, request_id = self._heap[0]
             group = self._groups.get(request_id)
+            # A group that has ended leaves its entry, and its id may be that of another one by now.
             if group is not None and self.rank(group) == rank:
                 return group
             heapq.heappop(self._heap)
@@ -209,6 +210,7 @@ class FairShare:
 
     def remove(self, group: SequenceGroup) -> None:
         """Takes a group out; a user without waiting groups becomes idle."""
+        # It came back by `put_back`, and waits among the preempted ones.
         if group.num_preemptions:
             self._preempted.remove(group)
             return
@@ -238,6 +240,7 @@ class FairShare:
         user = _user(group)
         if user in self._counters:
             return self._counters, user
+        # The counter was forgotten; see `MAX_IDLE`.
         self._idle.setdefault(user, self._level)
         return self._idle, user
 

@@ -175,6 +175,7 @@ class RunningSet:
         self._give_blocks_back(group)
         for sequence in group.unfinished:
             sequence.finish_reason = reason
+        # Before the samples are added: their ids are not in `sequences`.
         self.remove(group)
         # The samples that the first draw would have forked end with it.
         first = group.sequences[0]
@@ -199,8 +200,6 @@ class RunningSet:
     def served(self, group: SequenceGroup) -> None:
         """Notes that a group was given a token of output."""
         self._queue.served(group, 1)
-
-    # Admission.
 
     def admit_next(self, step: PlanBuilder) -> SequenceGroup | None:
         """Moves the first waiting group to the running ones if there is room for all that it knows.
@@ -269,8 +268,6 @@ class RunningSet:
         if last is not None and rank(group) < rank(last):
             self._running = dict(sorted(self._running.items(), key=lambda item: rank(item[1])))
 
-    # Preemption.
-
     def preempt_last(self, step: PlanBuilder | None) -> SequenceGroup:
         """Takes the blocks of the running group that ranks last, and puts it back to the queue.
 
@@ -303,8 +300,10 @@ class RunningSet:
             The ids of the requests among them that ran.
         """
         running = [request_id for request_id, group in self._running.items() if chosen(group)]
+        # The one that ranks last comes first, as `put_back` wants it.
         for request_id in reversed(running):
             self._preempt(request_id, None)
+        # Those that wait may have computed blocks in host memory.
         for request_id in self._was_preempted:
             if chosen(group := self._groups[request_id]) and request_id not in self._running:
                 self._give_blocks_back(group)
@@ -364,8 +363,6 @@ class RunningSet:
             elif sequence.sequence_id in manager.sequence_ids:
                 manager.release(sequence.sequence_id)
             sequence.num_computed_tokens = 0
-
-    # Invariants.
 
     def check(self) -> None:
         """Asserts that order, slots and blocks are what they have to be between two steps."""

@@ -28,6 +28,7 @@ Members = tuple[SequenceGroup, list[Sequence]]
 def decodes(sequences: list[Sequence]) -> bool:
     """Returns whether each sequence of a group has exactly one token left to compute."""
     return all(
+        # `num_pending_tokens` written out: this runs for every sequence in every step.
         [len(sequence.token_ids) - sequence.num_computed_tokens == 1 for sequence in sequences]
     )
 
@@ -203,6 +204,7 @@ class Scheduler:
         prompt = group.request.content_ids
         sequence = group.unfinished[0]
         assert sequence.num_computed_tokens >= len(prompt), "the prompt is not computed yet"
+        # First, because the room next to the pins is counted with it.
         manager.pin(pin_id, sequence.sequence_id, Pin(prompt, group.request.prefix_salt))
         others = [other for other in self._requests.groups if other is not group]
         try:
@@ -254,8 +256,6 @@ class Scheduler:
     def check(self) -> None:
         """Asserts what holds between two steps."""
         self._requests.check()
-
-    # Planning a step.
 
     def plan(self, drafts: Drafts = NO_DRAFTS) -> StepPlan | None:
         """Returns the next step, or None when there is nothing to do.
@@ -390,6 +390,7 @@ class Scheduler:
                 continue
             if not self.limits.trees:
                 draft = draft.first_branch()
+            # A token is drawn after the last draft.
             num_left = request.max_total_tokens - sequence.num_known_tokens - 1
             maximum = min(budget, self.limits.max_drafts(num_rows), num_left)
             budget -= self._add_draft(step, sequence, draft, maximum)
@@ -506,8 +507,6 @@ class Scheduler:
                 return True
         return False
 
-    # Committing a step.
-
     def commit(self, plan: StepPlan, edits: Iterable[Edit]) -> list[SequenceGroup]:
         """Books a step that happened: its rows are computed, then its edits apply in order.
 
@@ -519,6 +518,7 @@ class Scheduler:
             not count, because a draw always follows.
         """
         for row in plan.rows:
+            # Before the edits: a full block must be cached before a finish gives it up.
             if row.sequence_id in self._requests.sequences:
                 self._book(row, plan.step_id)
         touched: dict[str, SequenceGroup] = {}
@@ -546,6 +546,7 @@ class Scheduler:
         group, sequence = self._requests.sequences[row.sequence_id]
         start = row.start
         assert sequence.num_computed_tokens == start, f"step {step_id} is committed out of turn"
+        # Drafts that were right are counted with the edits that append them.
         stop = start + len(row.token_ids) - len(row.parents)
         sequence.num_computed_tokens = stop
         if self.block_manager.num_to_cache(stop) > self.block_manager.num_to_cache(start):

@@ -126,6 +126,7 @@ def check_float(
     if isinstance(value, bool) or not isinstance(value, Real):
         refuse(name, value, expected)
     try:
+        # An integer of Python may be larger than any float.
         number = float(value)
     except OverflowError:
         refuse(name, value, expected)

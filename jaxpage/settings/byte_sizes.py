@@ -20,10 +20,12 @@ def parse_bytes(text: str) -> int:
     Raises:
         ValueError: The text is no amount, it is 0, or it is a small number without a unit.
     """
+    # ASCII alone: `\d` would take the digits of other scripts, too.
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]*)", text.strip().lower(), re.ASCII)
     unit = _UNITS.get(match[2] or "b") if match else None
     if match is None or unit is None:
         raise ValueError(f"not an amount of memory such as 24GiB, 40GB or bytes: {text[:80]!r}")
+    # Exact, where a product of floats may be a byte off.
     num_bytes = int(Decimal(match[1]) * unit)
     if num_bytes < 1:
         raise ValueError(f"must be more than 0, got {text[:80]!r}")

@@ -26,6 +26,7 @@ def _as_bytes(value: Any) -> Any:
     """
     if isinstance(value, str):
         with contextlib.suppress(ValueError):
+            # Digits in quotes are refused like any number that is written as a text.
             if not value.strip().isdigit():
                 return parse_bytes(value)
         raise ValueError("must be a number of bytes or an amount such as 24GiB")
@@ -193,6 +194,7 @@ class Settings(BaseModel):
             elif item["type"] == "missing":
                 problems[name] = ["is required"]
             elif name in problems:
+                # The last part is what was given.
                 problems[name].insert(-1, f" or {message.removeprefix('must be ')}")
             else:
                 problems[name] = [message, f", got {show(item['input'])}"]

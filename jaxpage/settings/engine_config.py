@@ -21,6 +21,7 @@ from jaxpage.settings.from_vllm import answer_for_keyword
 from jaxpage.settings.speculative_config import SpeculativeConfig
 
 _MAX_BLOCK_SIZE = 128
+# Sizes and ids are int32 on the device.
 _Count = Annotated[int, Field(ge=1, lt=2**31)]
 _Name = Annotated[
     str,

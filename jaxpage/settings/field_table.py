@@ -220,7 +220,7 @@ PARAMETERS = (
     ),
     _field(
         "top_k",
-        Int(-1),
+        Int(-1),  # vLLM writes -1 for off
         {"ollama": Int(0), "messages": Int(0)},
         beams=(0, -1),
         flag="keep this many of the most likely tokens; 0: all",

@@ -127,6 +127,7 @@ def _asks_nothing(what: str, name: str, value: Any) -> bool:
     if value is False or (isinstance(value, str | list | tuple | dict) and not value):
         return True
     return any(
+        # In Python 1 equals True, and a number is not what a switch means.
         value == neutral and isinstance(value, bool) == isinstance(neutral, bool)
         for neutral in values or ()
     )

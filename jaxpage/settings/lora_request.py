@@ -41,6 +41,7 @@ class LoRARequest:
             return
         if not isinstance(self.lora_path, str | os.PathLike):
             raise TypeError(f"lora_path must be a path, got {self.lora_path!r:.80}")
+        # In one form, because requests are compared: a `Path` and its text name the same adapter.
         object.__setattr__(self, "lora_path", os.fspath(self.lora_path))
         if not self.lora_path:
             raise ValueError("lora_path must not be empty")

@@ -120,6 +120,8 @@ def resolve_settings(
     except InvalidSettings as error:
         raise ConfigError("\n".join([*wrong, *_locate(error.problems, origins)])) from None
     except UnsupportedSettings as error:
+        # The message also has the variables that could not be read, and these are no unsupported
+        # settings.
         refusal = ConfigError if wrong else UnsupportedError
         raise refusal("\n".join([*wrong, *_locate(error.problems, origins)])) from None
     if wrong:

@@ -23,6 +23,7 @@ BELONGS: Mapping[str, tuple[str, ...]] = MappingProxyType(
 )
 TYPICAL = ("typical_acceptance_posterior_threshold", "typical_acceptance_posterior_alpha")
 
+# Type checkers read no Literal that is computed.
 if TYPE_CHECKING:
     MethodName = str
 else:

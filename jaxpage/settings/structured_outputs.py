@@ -48,6 +48,7 @@ def check_structured_outputs(value: Any) -> tuple[str, str] | None:
     try:
         text = json.dumps(_check(name, kind, item), allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
+        # It is a refusal of `_check`, which has named the parameter already.
         if isinstance(error, ValueError) and name in str(error):
             raise
         refuse(name, item, "something that JSON can express")
@@ -76,6 +77,7 @@ def _parse(name: str, text: str) -> Any:
         raise ValueError(constant)
 
     try:
+        # Python would read NaN and Infinity, which are no JSON.
         return json.loads(text, parse_constant=no_number)
     except (ValueError, RecursionError):
         refuse(name, text, "valid JSON")

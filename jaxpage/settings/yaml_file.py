@@ -69,13 +69,17 @@ def check_keys(node: yaml.MappingNode) -> None:
 def _define(tag: str, pattern: str, first_characters: str, convert: Any) -> None:
     tag = f"tag:yaml.org,2002:{tag}"
     _StrictLoader.add_implicit_resolver(
-        tag, re.compile(rf"^(?:{pattern})$"), [*first_characters, ""]
+        # PyYAML finds patterns by the first character of a text; "" is that of an empty one.
+        tag,
+        re.compile(rf"^(?:{pattern})$"),
+        [*first_characters, ""],
     )
     _StrictLoader.add_constructor(tag, lambda _, node: convert(node.value))
 
 
 _define("null", "~|null|Null|NULL|", "~nN", lambda text: None)
 _define("bool", "true|True|TRUE|false|False|FALSE", "tTfF", lambda text: text.lower() == "true")
+# Python reads no integer of more than 4,300 digits.
 _define("int", "[-+]?[0-9]{1,4000}", "-+0123456789", int)
 _define(
     "float", r"[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?", "-+.0123456789", float

@@ -48,6 +48,7 @@ class ScriptedRequests:
         num_prompt_tokens = arrival.num_prompt_tokens
         self._num_requests += 1
         tokens = [PREFIX_TOKEN] * arrival.num_prefix_tokens
+        # No other request has this token, so only the common prefix is found in the cache.
         tokens += [ordinal] * (num_prompt_tokens - arrival.num_prefix_tokens)
         width = arrival.num_samples
         length = arrival.num_output_tokens
@@ -99,6 +100,7 @@ class ScriptedRequests:
             drafts = row.token_ids[1:] if row.parents else ()
             if any(draft != ordinal for draft in drafts[: sample.offset]):
                 continue
+            # A slice, because after the last draft comes nothing.
             is_drafted = drafts[sample.offset : sample.offset + 1] == (ordinal,)
             if sequence_id != row.sequence_id:
                 edits.append(Fork(row.sequence_id, sequence_id, sample.sample_index))

@@ -34,6 +34,8 @@ class ShapeCost:
         """Returns the seconds from the plan of a step to its draws."""
         num_rows = len(plan.rows)
         num_tokens = plan.num_tokens
+        # The decode steps were measured with a context of `SHORT_PROMPT`, which their time
+        # includes.
         context = sum(
             [
                 max(0, row.context_length - SHORT_PROMPT)
@@ -43,6 +45,7 @@ class ShapeCost:
         )
         if num_tokens == num_rows:
             fitting = [seconds for rows, seconds in self.decode if rows >= num_rows]
+            # Beyond the largest shape that was measured, the time grows with the size.
             step = fitting[0] if fitting else self.decode[-1][1] * num_rows / self.decode[-1][0]
         else:
             fitting = [

@@ -68,6 +68,7 @@ class Simulator:
             if plan is not None:
                 self._step(plan)
             else:
+                # Nothing runs until the next request arrives.
                 self._pass(self._arrivals[0].seconds, ())
         self.result.unfinished = [*self._arrival_of.values()]
         return self.result

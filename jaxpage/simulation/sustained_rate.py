@@ -123,6 +123,7 @@ def highest_rate(question: Question, seeds: Sequence[int] = SEEDS, *, near: floa
         high = 2 * high
         outcome = higher
     while high / low > PRECISION:
+        # The geometric mean, because the precision is a ratio.
         middle = (low * high) ** 0.5
         between = at_rate(question, middle, seeds)
         if between.is_sustained:

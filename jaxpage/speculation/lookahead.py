@@ -119,6 +119,7 @@ class Window:
             row.append(token_id)
         self.rows.append(row)
         self.num_known += 1
+        # Without its first row a full window begins one place later; any other gives up a column.
         if len(self.rows) > self._max_rows:
             del self.rows[0]
         else:

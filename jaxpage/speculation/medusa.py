@@ -51,7 +51,7 @@ def search(accuracies: Ordered[Ordered[float]], num_drafts: int) -> Choices:
     """
     choices: list[tuple[int, ...]] = []
     heap: list[tuple[float, tuple[int, ...]]] = [(-1.0, ())]  # the root
-    while heap and len(choices) <= num_drafts:
+    while heap and len(choices) <= num_drafts:  # the root is among the choices
         minus_probability, path = heapq.heappop(heap)
         choices.append(path)
         if len(path) < len(accuracies):

@@ -118,6 +118,7 @@ class ProposingSpeculator:
         """
         began = self._proposed = self._clock()
         self._refused = {}
+        # This begins a step of the controller, so it is called even where nothing is drafted.
         skips = self.controller is not None and self.controller.skips()
         if skips or self.has_failed or (self._sync is not None and self._sync.is_off):
             return NO_DRAFTS
@@ -248,6 +249,8 @@ class ProposingSpeculator:
             if row.parents
         }
         for sequence_id, (draft, num_left) in self._refused.items():
+            # What a grammar refused is known to be wrong only where all drafts before it were
+            # verified.
             if num_left == (len(verified[sequence_id].token_ids) if sequence_id in verified else 0):
                 verified[sequence_id] = draft
         for sequence_id, draft in verified.items():

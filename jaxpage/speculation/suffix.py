@@ -244,6 +244,7 @@ class _Shared:
         return written.tree
 
     def _turn(self) -> None:
+        # With a limit of 1 the young generation alone holds all that may be kept.
         self._old = self._young if self._max_texts > 1 else {}
         self._young = {}
         self._num_texts = self._num_edges = 0

@@ -83,7 +83,9 @@ class Candidates(NamedTuple):
         if ids_NW.shape[1] > MAX_CANDIDATES:
             raise ValueError(f"q has {ids_NW.shape[1]} tokens; {MAX_CANDIDATES} are possible")
         possible_NW = probabilities_NW > 0
+        # Written so that a NaN is refused, too: it is not 0 or more.
         is_positive = (probabilities_NW >= 0).all()
+        # The probabilities are float32, whose rounded sum is not exactly 1.
         if not is_positive or (abs(probabilities_NW.sum(axis=1) - 1) > 1e-3).any():
             raise ValueError("q has rows that are no distribution")
         if (possible_NW & ((ids_NW < 0) | (ids_NW >= vocab_size))).any():
@@ -146,6 +148,8 @@ class Draft(NamedTuple):
         if self.q is not None:
             self.q.check(self.token_ids[:num_tokens], vocab_size)
         count = 0
+        # A proposer may be a user's code, and its tuples may differ in length: the shorter one
+        # counts.
         for token_id, parent in zip(self.token_ids, self.parents, strict=False):
             is_possible = 0 <= token_id < vocab_size and -1 <= parent < count
             if count == num_tokens or not is_possible:

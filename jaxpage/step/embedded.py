@@ -59,6 +59,9 @@ class EmbeddedSpan(NamedTuple):
         key = self.key
         if self.is_whole:
             key = hashlib.sha256(key + b"%d %d" % (self.offset, self.length)).digest()
+        # The 1 keeps the number above every token id where a key begins with zeros. Rows that
+        # follow each other have numbers that do, so a span that was cut has those of its place in
+        # the source.
         first = (1 + int.from_bytes(key, "big") << 32) + self.offset
         return list(range(first, first + self.length))
 

@@ -51,6 +51,7 @@ class StepLimits:
     def max_drafts(self, num_rows: int) -> int:
         """Returns how many drafts a row may have in a step of this many decoding rows."""
         lengths = (length - 1 for rows, length in self.verified if rows >= num_rows)
+        # Where a step draws several tokens, those after the first are booked as drafts.
         return max(lengths, default=self.num_steps - 1)
 
     @property
@@ -61,6 +62,7 @@ class StepLimits:
     def draft_budget(self, num_rows: int) -> int:
         """Returns how many drafts all rows together may have in a step of decoding rows."""
         maximum = (tokens - num_rows for rows, tokens in self._streams if rows >= num_rows)
+        # See `max_drafts`: these are the placeholders of several steps.
         return max(maximum, default=num_rows * (self.num_steps - 1))
 
     def shape(self, num_rows: int, num_drafts: int) -> tuple[int, int]:
@@ -72,6 +74,8 @@ class StepLimits:
         """
         shapes = self._streams if num_drafts else [(rows, rows) for rows in self.decoded]
         num_tokens = num_rows + num_drafts
+        # The tokens come first, so that `min` finds the shape with the fewest of them: linear
+        # layers pay for tokens, padded ones included.
         fitting = ((tokens, rows) for rows, tokens in shapes if rows >= num_rows)
         large_enough = (shape for shape in fitting if shape[0] >= num_tokens)
         tokens, rows = min(large_enough, default=(num_tokens, num_rows))
@@ -83,4 +87,5 @@ class StepLimits:
 
     def holds_chunks_with(self, num_decoding: int) -> bool:
         """Returns whether a step with this many decoding rows has room for a longer row."""
+        # A decoding row takes one token and one row of the step.
         return self.mixed and num_decoding < min(self.max_tokens, self.max_chunk_rows)

@@ -159,6 +159,7 @@ class StepPlan:
     preempted: tuple[str, ...] = ()
     draft_depth: int | None = None
 
+    # It writes past `frozen`, into the dictionary of the instance.
     @cached_property
     def verifies(self) -> bool:
         """Returns whether any row has drafts; the placeholders of several steps are none."""
@@ -195,6 +196,8 @@ class StepPlan:
         return [sample.sequence_id for sample in self.samples] == drawing
 
 
+# -
+# `cached_property` writes past `frozen`, into the instance's dictionary.
 @dataclass(frozen=True)
 class StepResult:
     """The outcome of a step, with an entry for each of `StepPlan.samples`: R draws of B rows.

@@ -84,6 +84,7 @@ class Request:
         salt = self.params.cache_salt
         if self.lora is None:
             return salt
+        # A request without an adapter cannot have this salt, because callers' salts have no NUL.
         return f"\0{self.lora.digest}" + ("" if salt is None else f"\0{salt}")
 
     @property
@@ -136,6 +137,8 @@ class Request:
         return self.params.num_logprobs
 
 
+# Sequences are told apart by identity: two samples with equal tokens are not the same, and
+# comparing all tokens would take long.
 @dataclass(eq=False)
 class Sequence:
     """One sequence of a request: the tokens that are known, and how many of them are computed.
@@ -182,6 +185,7 @@ class Sequence:
     def goes_on_with(self, version: int) -> None:
         """Notes the version of the weights that draw its next tokens."""
         if self.weights[-1][0] == self.num_output_tokens:
+            # No token was drawn with the weights of this entry.
             self.weights.pop()
         self.weights.append((self.num_output_tokens, version))
 
@@ -190,6 +194,8 @@ class Sequence:
         versions: list[int] = []
         stops = [first for first, _ in self.weights[1:]] + [stop]
         for (first, version), after in zip(self.weights, stops, strict=True):
+            # The product is empty where the two spans do not overlap: a list times a negative
+            # number.
             versions += [version] * (min(after, stop) - max(first, start))
         return versions
 
@@ -292,6 +298,7 @@ class SequenceGroup:
     def sequence_ids(self) -> list[int]:
         """Returns all ids that are its own: of sequences, of forks to come, and reserved ones."""
         present = (sequence.sequence_id for sequence in self.sequences)
+        # Reserved ids are in use by sequences, too; each id is told once.
         return list(dict.fromkeys([*present, *self.pending_forks, *self.reserved_ids]))
 
     @property

@@ -62,6 +62,7 @@ class Strategy(Protocol):
 
 def refusal(draw: Draw) -> Finish:
     """Returns the end of a sequence for which no token could be drawn."""
+    # `NOT_FINITE` is the only other negative number.
     if draw.token_id == NOTHING_ALLOWED:
         reason = NO_TOKEN_LEFT
     else:

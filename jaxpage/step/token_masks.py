@@ -27,6 +27,7 @@ def mask_of(token_ids: Iterable[int], vocab_size: int) -> Mask:
     """Returns the mask of a set of token ids."""
     words = np.zeros(num_mask_words(vocab_size), np.uint32)
     ids = np.array(tuple(token_ids), np.uint32)
+    # `words[...] |= bits` would keep one id of a word only, because it stores to a place once.
     np.bitwise_or.at(words, ids // MASK_BITS, np.uint32(1) << ids % MASK_BITS)
     return words
 
@@ -43,5 +44,7 @@ def mask_of_ids(token_ids: TokenIds, vocab_size: int) -> Mask:
 
 def ids_of(mask: Mask) -> npt.NDArray[np.int32]:
     """Returns the ids of the tokens in a mask, in ascending order."""
+    # The least significant bit comes first in a byte, as it does in a word's bytes in memory on the
+    # little-endian machines that JAX runs on.
     bits = np.unpackbits(np.ascontiguousarray(mask).view(np.uint8), bitorder="little")
     return np.flatnonzero(bits).astype(np.int32)

@@ -49,6 +49,7 @@ def attend_bidirectional(
         k_TKH,
         v_TKH,
         segment_T.astype(jnp.int32),
+        # Attributes have the very types that C++ reads: a Python number would be a double.
         scale=np.float32(scale),
         reach=np.int64(-1 if reach is None else reach),
     )

@@ -95,6 +95,7 @@ def build(path: Path, sources: Path, chosen: Sequence[str]) -> None:
     Raises:
         RuntimeError: A command failed; the message has the compiler's words.
     """
+    # Beside the library, because a file is replaced at once on one file system only.
     with tempfile.TemporaryDirectory(dir=path.parent) as temporary:
         units = sorted(sources.glob("*.cc"))
         objects = [str(Path(temporary) / f"{unit.stem}.o") for unit in units]

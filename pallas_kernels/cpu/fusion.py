@@ -79,6 +79,7 @@ def run(
     for stage in stages:
         width = width // 2 if stage.operation == GATE else stage.num_out or width
         shape = jax.ShapeDtypeStruct((num_rows, width), x_TI.dtype)
+        # The sum is an array of its own: a later `add_sum` reads it.
         shapes += [shape] * (2 if stage.operation == ADD_AND_NORM else 1)
     call = jax.ffi.ffi_call("jaxpage_run_fusion", shapes, vmap_method="sequential")
     made: Sequence[jax.Array] = call(

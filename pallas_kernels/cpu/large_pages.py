@@ -36,6 +36,7 @@ class Blocks:
                 memory = mmap.mmap(-1, max(num_bytes, BYTES_OF_BLOCK), flags=private)
                 with contextlib.suppress(OSError):  # a kernel that is built without large pages
                     memory.madvise(mmap.MADV_HUGEPAGE)
+                # Only arrays refer to the memory, so it is given back with the last of them.
                 self._block = np.frombuffer(memory, np.uint8)
                 self._offset = 0
             part = self._block[self._offset : self._offset + num_bytes]

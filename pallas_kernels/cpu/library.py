@@ -123,6 +123,7 @@ def compile_library(name: str, flags: Sequence[str]) -> Path:
     if path.exists() and is_whole(path):
         return path
     with _alone_in(path.parent):
+        # Another process may have built it while this one waited.
         if (is_there := path.exists()) and is_whole(path):
             return path
         if is_there:

@@ -146,6 +146,7 @@ def operand_of_panels(
     """Returns a weight of numbers, or of int8 with scales; see `multiply_packed`."""
     if instructions is None:
         instructions = library.load().instructions.get(panels.dtype.name, library.NONE)
+    # A call has all its operands; one that is not there has no elements.
     nothing = jnp.zeros(0, jnp.float32)
     scales = nothing if scale_O is None else scale_O
     arrays = (panels if has_groups else panels[None], scales, nothing, nothing)
@@ -161,6 +162,7 @@ def operand_of_codes(
     has_groups: bool = False,
 ) -> Operand:
     """Returns a quantised weight for inputs of this number and type; see `multiply_quantized`."""
+    # The instructions multiply pairs of bfloat16, and a pair must not lie in two groups.
     if dtype != jnp.bfloat16 or num_in % 2 or weight.group_size % 2:
         instructions = library.NONE
     elif instructions is None:
@@ -213,6 +215,7 @@ def multiply_packed(
     """
     weight = operand_of_panels(panels, scale_O, instructions, has_groups=count_E is not None)
     shape = jax.ShapeDtypeStruct((x_TI.shape[0], num_out), result)
+    # The kernel has no axis of a batch: `vmap` calls it for each element.
     call = jax.ffi.ffi_call("jaxpage_multiply_packed", shape, vmap_method="sequential")
     y_TO: jax.Array = call(
         x_TI if scale_O is None else _float32_or_bfloat16(x_TI),

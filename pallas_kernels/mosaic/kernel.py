@@ -64,6 +64,8 @@ def entry(plan: Plan, operands: Operands) -> None:
         top_total = mg.SMEM((plan.consumers, 2, ROWS), jnp.float32)
     filled = mg.Barrier(num_arrivals=plan.copies, num_barriers=plan.stages)
     freed = mg.Barrier(num_arrivals=plan.consumers, num_barriers=plan.stages)
+    # These only describe memory: `run_scoped` gives each field its own, so keys and values share
+    # none.
     shared = Shared(
         q=queries,
         k=keys,
@@ -150,6 +152,7 @@ def _produce(
         start: Any = 0  # the first slot in the block
         if plan.context < plan.block_size:
             start = lax.rem((turns.begin + turn) * plan.context, jnp.int32(plan.block_size))
+            # Mosaic has to know it: tiles of shared memory have 8 rows.
             start = pl.multiple_of(start, 8)
         for pages, buffer, full, free in (
             (operands.k_pages, shared.k, shared.k_full, shared.k_free),
@@ -221,6 +224,7 @@ def _consume(
         mg.barrier_arrive(shared.k_free.at[slot])
         if not folded:
             scores = _scale(plan, scores)
+        # The first token's own position needs no mask in causal order, but a bit of a tree's mask.
         edge = end > first + (0 if plan.tree else 1)
         if plan.options.sliding_window is not None:
             edge |= position <= last - plan.options.sliding_window
@@ -260,6 +264,7 @@ def _consume(
         pl.when(consumer == 0)(lambda: _hand_over(plan, shared))
     if plan.splits == 1:
         inverse = 1.0 / jnp.where(total == 0.0, 1.0, total)  # a row that sees nothing gives zeros
+        # Nobody reads the queries any more, so their buffer takes the result to global memory.
         q[...] = (acc * lax.broadcast_in_dim(inverse, acc.shape, [0])).astype(plan.dtype)
         mg.commit_smem()
         mg.copy_smem_to_gmem(q.at[pl.ds(0, plan.rows_each)], operands.out.at[tile, head, used])
@@ -353,6 +358,7 @@ def _mask(
         return jnp.where(
             (place < 0) | ((place < 32 * TREE_WORDS) & ((bits & 1) == 1)), scores, -jnp.inf
         )
+    # G rows of a tile are the heads of one token.
     query = lax.div(_iota(scores.shape, 0) + consumer * ROWS, jnp.int32(plan.group)) + first
     seen = key <= query
     if plan.options.sliding_window is not None:

@@ -91,6 +91,7 @@ class Plan:
     def shared_bytes(self) -> int:
         """Returns the shared memory of a program, without barriers and Mosaic's own needs."""
         queries = self.consumers * ROWS * self.head_dim * 2
+        # Keys and values, of two bytes each.
         buffers = 4 * self.stages * self.context * self.head_dim
         partials = self.consumers * ROWS * 4 * (self.head_dim + 2) if self.splits > 1 else 0
         return queries + buffers + partials

@@ -66,6 +66,7 @@ def candidates(
         ]
         if shape is not None:
             fastest = find_measured_set(shape)
+            # A stable sort: all others stay in the order of `SETS`.
             sets.sort(key=lambda each: (each.name != fastest, shape.kind not in each.comes_first))
         return tuple(sets)
     if backend not in SETS:
@@ -102,6 +103,8 @@ def first_that_takes(
         try:
             if (reason := each.refusal(device, call)) is None:
                 result = pick(each)(*arguments, **options)
+                # Sets may share the function of an operation, and then nothing slower takes its
+                # place.
                 if any(pick(other) is not pick(each) for other in refused):
                     _warn_of_plain_xla(each, refusals)
                 return result

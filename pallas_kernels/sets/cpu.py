@@ -29,6 +29,7 @@ TYPES = ("float32", "bfloat16", "float16")
 
 def attend(arguments: Arguments) -> jax.Array:
     """Returns out_TNH in the queries' type."""
+    # XLA finds the functions by their names, which this registers.
     library.load()
     pages = _pages(arguments)
     call = jax.ffi.ffi_call("jaxpage_attend", _out_shape(arguments))
@@ -50,7 +51,10 @@ def write_and_attend(
         (_out_shape(arguments), *map(_shape, pages)),
         # XLA would copy an empty one, since a constant cannot be written to.
         input_output_aliases={
-            3 + index: 1 + index for index, each in enumerate(pages) if each.size
+            # Operands 3 to 6 are the pages and scales, and so are results 1 to 4.
+            3 + index: 1 + index
+            for index, each in enumerate(pages)
+            if each.size
         },
     )
     out_TNH, *written = call(

@@ -114,6 +114,7 @@ def _attend_in_splits(
 ) -> jax.Array:
     """Returns out_RQNH; the ends of splits depend only on the row's own context."""
     num_rows, table_width = table_RM.shape
+    # A split ends where a block ends, and a turn of the library at best.
     unit = block_size * -(-CONTEXT // block_size)
     minimum = _round_up(tiles.split_context, unit)
     num_splits = min(tiles.max_splits, -(-table_width * block_size // minimum))

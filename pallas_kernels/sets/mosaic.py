@@ -79,6 +79,8 @@ def attend(
         interpret: Simulates the GPU's threads, barriers and copies on CPU. That takes about half a
             second for each program that has something to see.
     """
+    # They are imported here, since Pallas takes a quarter of a second to import and a CPU needs
+    # none of it.
     from pallas_kernels.mosaic.jax_versions import mosaic_kernel
     from pallas_kernels.mosaic.kernel import entry
 
@@ -107,6 +109,7 @@ def attend(
     ]
 
     def paged_attention(*refs: Any) -> None:
+        # `Operands` has a place for every array, also for one that this call does not have.
         operands = list(refs) + [None] * (plan.splits == 1)
         for place, there in ((5, plan.tree), (6, plan.sinks)):
             if not there:
@@ -204,6 +207,7 @@ def _plan(arguments: Arguments, tiles: Tiles, cut: QueryTiles, interpret: bool) 
     consumers = tiles.query_rows // ROWS
     return Plan(
         consumers=consumers,
+        # Rows are copied in whole swizzled tiles, which have 8 rows.
         used_rows=-(-tokens * group // 8) * 8 if consumers == 1 else tiles.query_rows,
         context=tiles.context,
         stages=tiles.num_stages,
@@ -260,6 +264,7 @@ def _tree_words(arguments: Arguments, plan: Plan, cut: QueryTiles) -> jax.Array:
     query_len_T = (arguments.query_start[1:] - arguments.query_start[:-1])[row_T]
     mask = tree_mask_TQ & (jnp.arange(width)[None, :] < query_len_T[:, None])
     words = mask_words(jnp.pad(mask, ((0, 0), (0, _TREE_WIDTH - width))))
+    # All query heads of a token see the same.
     words_RXW = jnp.repeat(words[cut.token_RQ], plan.group, axis=1)
     missing = plan.consumers * ROWS - words_RXW.shape[1]
     return jnp.pad(words_RXW, ((0, 0), (0, missing), (0, 0))).swapaxes(1, 2)
@@ -308,6 +313,7 @@ def _reduce(
     top, total = (top_total[:, :, :, i, : plan.used_rows] for i in range(2))
     top = jnp.where(live, top, -jnp.inf)
     highest = top.max(axis=1, keepdims=True)
+    # Without a live split `highest` is -inf, and -inf minus -inf would be NaN.
     weight = jnp.where(live, jnp.exp2(top - jnp.where(jnp.isfinite(highest), highest, 0.0)), 0.0)
     total_RKX = jnp.sum(jnp.where(live, total, 0.0) * weight, axis=1)
     acc_RKXH = jnp.sum(jnp.where(live[..., None], acc_RZKXH, 0.0) * weight[..., None], axis=1)

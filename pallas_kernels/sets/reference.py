@@ -40,6 +40,7 @@ def visible_TC(arguments: Arguments, num_positions: int) -> jax.Array:
             position_C - (rows.position_T - rows.offset_T)[:, None]
         )  # the place of a context position among its row's query tokens
         width = tree_mask_TQ.shape[1]
+        # What is clipped is not used: `index_TC` says below which positions are in the mask.
         branch_TC = jnp.take_along_axis(tree_mask_TQ, jnp.clip(index_TC, 0, width - 1), axis=1)
         seen_TC = jnp.where(index_TC < 0, seen_TC, branch_TC & (index_TC < width))
         seen_TC &= position_C < arguments.context_len_B[rows.row_T][:, None]
@@ -86,6 +87,7 @@ def attend(arguments: Arguments) -> jax.Array:
     top = jnp.max(jnp.where(seen, scores, -jnp.inf), axis=-1, keepdims=True)
     sink = None if options.sinks is None else options.sinks.reshape(1, num_kv_heads, -1, 1)
     top = top if sink is None else jnp.maximum(top, sink)
+    # A token that sees nothing has -inf here, and -inf minus -inf would be NaN.
     top = jnp.where(jnp.isfinite(top), top, 0.0)
     weights = jnp.where(seen, jnp.exp(scores - top), 0.0)
     total = weights.sum(-1, keepdims=True)

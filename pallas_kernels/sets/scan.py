@@ -56,6 +56,7 @@ def attend(arguments: Arguments) -> jax.Array:
     num_kv_heads = arguments.num_kv_heads
     width = arguments.out_width
     group = arguments.group
+    # This drops the copy of a lone query that `_queries` made.
     out_RKAH = out_RKAH[:, :, : query_tile * group]
     out_RQNH = out_RKAH.reshape(num_tiles, num_kv_heads, query_tile, group, width).swapaxes(1, 2)
     out_TNH = out_RQNH.reshape(num_tiles, query_tile, -1, width)[tiles.tile_T, tiles.offset_T]
@@ -100,6 +101,7 @@ def _queries(arguments: Arguments, tiles: QueryTiles) -> jax.Array:
         .swapaxes(1, 2)
         .reshape(num_tiles, num_kv_heads, -1, width)
     )
+    # XLA multiplies a single row on another path, with other bits, so a lone query is doubled.
     return jnp.repeat(q, 2, axis=2) if q.shape[2] == 1 else q
 
 
@@ -119,6 +121,7 @@ def _online_softmax(arguments: Arguments, tiles: QueryTiles, q_RKAH: jax.Array) 
     window = options.sliding_window
     chunk = options.attention_chunk
     if window is not None or chunk is not None:
+        # Padding is at position -1, from which the loop would begin at the first tile.
         lowest_R = jnp.min(jnp.where(tiles.position_RQ < 0, last, tiles.position_RQ), axis=1)
         first_R = _first_seen(lowest_R, window, chunk)
         first = jnp.min(first_R).astype(jnp.int32)
@@ -162,7 +165,7 @@ def _online_softmax(arguments: Arguments, tiles: QueryTiles, q_RKAH: jax.Array) 
     total_RKA = jnp.zeros(shape)
     if options.sinks is not None:  # the softmax begins with them
         top_RKA = jnp.maximum(_of_queries(options.sinks, group, shape), MASKED)
-        total_RKA = jnp.ones(shape)
+        total_RKA = jnp.ones(shape)  # exp(sink - top), with the sink as the top
     start = (top_RKA, total_RKA, jnp.zeros((*shape, arguments.out_width)))
     _, total_RKA, out_RKAH = jax.lax.fori_loop(
         first // CONTEXT_TILE, last // CONTEXT_TILE + 1, body, start
@@ -200,6 +203,8 @@ def _sum_by_halves(x: jax.Array) -> jax.Array:
 
 def _pad_table(arguments: Arguments) -> jax.Array:
     """Returns the block table, widened with null blocks to whole tiles of the context."""
+    # `dynamic_slice` moves a slice that ends after the table back into it, so the last tile would
+    # have the positions of others.
     blocks_per_tile = max(1, CONTEXT_TILE // arguments.k_pages.shape[1])
     return jnp.pad(
         arguments.block_table_BM,
@@ -248,7 +253,11 @@ def _branch_tiles(arguments: Arguments) -> Callable[..., jax.Array]:
         source_RC = jnp.where(depth_RC < 0, position_C, first_R[:, None] + index_RC)
         block_size = pages.shape[1]
         block_RC = jnp.take_along_axis(
-            table_RM, jnp.minimum(source_RC // block_size, table_RM.shape[1] - 1), axis=1
+            # Positions after the end of the table are masked later. Here they only need a valid
+            # index.
+            table_RM,
+            jnp.minimum(source_RC // block_size, table_RM.shape[1] - 1),
+            axis=1,
         )
         return pages[block_RC, source_RC % block_size]
 
@@ -257,6 +266,7 @@ def _branch_tiles(arguments: Arguments) -> Callable[..., jax.Array]:
 
 def _supports(device: Any, call: Call) -> str | None:
     block_size = 1 if call.attention is None else call.attention.k_pages.shape[1]
+    # A tile of the context must be whole blocks, or a part of one block.
     if block_size & (block_size - 1) or block_size > 2 * CONTEXT_TILE:
         return f"blocks of {block_size} slots (powers of two up to {2 * CONTEXT_TILE} only)"
     return reference.supports(device, call)

@@ -64,6 +64,7 @@ def _attend(arguments: Arguments, *, kernel: Callable[..., jax.Array]) -> jax.Ar
         num_rows == 0, jnp.minimum(jnp.arange(indices_B.shape[0] + 1), 1), arguments.query_start
     )
     out_TNW = kernel(
+        # The pages have heads in whole lanes, which may be wider than the queries'.
         fill_up(arguments.q_TNH, arguments.k_pages.shape[3]),
         arguments.k_pages,
         jnp.maximum(length_B, 1).astype(jnp.int32),
@@ -92,6 +93,7 @@ def _without_blocks_before_the_window(arguments: Arguments) -> tuple[jax.Array, 
     block_size = arguments.k_pages.shape[1]
     position_B = length_B - jnp.diff(arguments.query_start)  # of the first query token
     num_hidden_B = jnp.maximum(position_B - window + 1, 0) // block_size
+    # The table keeps its width, so its end repeats the last block, after the end of the context.
     indices_BM = num_hidden_B[:, None] + jnp.arange(table_BM.shape[1])
     shifted_BM = jnp.take_along_axis(
         table_BM, jnp.minimum(indices_BM, table_BM.shape[1] - 1), axis=1

@@ -236,6 +236,7 @@ def _shape_and_programs(arguments: Arguments) -> tuple[Shape, int]:
     shape = shape_of(arguments)
     if arguments.options.value_width is None:
         return shape, 1
+    # The programs of a key/value head must have equally many query heads.
     group = next(
         size for size in range(min(LATENT_GROUP, shape.group), 0, -1) if shape.group % size == 0
     )
@@ -409,6 +410,7 @@ def _schedule(
         end_R,
         share_R,
     )
+    # A tile of padding has no turns, so its share may be 0.
     splits_R = (turns_R + share_R - 1) // jnp.maximum(share_R, 1)
     splits_T = jnp.where(cut.valid_T, splits_R[cut.tile_T], 0)
     return jnp.stack(fields, axis=1).astype(jnp.int32), splits_T.astype(jnp.int32)

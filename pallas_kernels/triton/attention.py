@@ -138,7 +138,9 @@ class Columns:
         )
         sizes = [(first, stop - first) for first, stop in cuts]
         return [
-            cls(jnp.arange(max(16, pl.next_power_of_2(size))), size, first) for first, size in sizes
+            # A side of a product in Triton has at least 16 numbers.
+            cls(jnp.arange(max(16, pl.next_power_of_2(size))), size, first)
+            for first, size in sizes
         ]
 
 
@@ -166,6 +168,7 @@ def kernel(  # type: ignore[no-untyped-def]
     segment = config.tiles.split_context // context  # in turns
     first = tile.begin // context
     origin = first // segment * segment if config.is_ordered else first
+    # With a window the first segment may begin before anything that the tile sees.
     first = jnp.maximum(origin + split * tile.share, first)
     stop = jnp.minimum(origin + (split + 1) * tile.share, pl.cdiv(tile.end, context))
 
@@ -241,6 +244,7 @@ def kernel(  # type: ignore[no-untyped-def]
         no_segment = jnp.full(size, LOWEST), jnp.zeros(size), zeros_AH
         carry: tuple[jax.Array, ...] = no_segment
         if config.folds or not config.is_ordered:  # or else `fold_splits` takes the sinks
+            # Only the first split has the sinks, or they would be counted once for each split.
             used_A = lanes.used_A & (split == 0)
             carry = *start(sinks_ref, lanes.head_A, used_A), zeros_AH
         if config.folds:
@@ -282,10 +286,13 @@ def _stretches(
     if config.query_tokens == 1 and not tree:
         return [(first, stop, True)]
     context = config.tiles.context
+    # With a tree mask a query token may not see those before it, only the context before all of
+    # them.
     all_see = tile.origin if tree else tile.position + 1
     stretches = []
     low = first
     if config.options.sliding_window is not None:
+        # From the begin of the last token's window on, every token of the tile sees all.
         last_begin = jnp.maximum(tile.position + tile.count - config.options.sliding_window, 0)
         low = jnp.clip(pl.cdiv(last_begin, context), first, stop)
         stretches = [(first, low, True)]
@@ -383,8 +390,10 @@ def _branch(tree_ref, tile: Tile, lanes: Lanes, index_C, context: int):  # type:
     word_C = index_C >> 5
     first_word = jnp.min(word_C)
     words_AC = jnp.zeros((lanes.token_A.shape[0], context), jnp.int32)
+    # A turn may begin within a word, so that its bits reach into one word more.
     for index in range(pl.cdiv(context, 32) + 1):
         word = first_word + index
+        # Positions before the row's query tokens have words below 0.
         inside_A = lanes.used_A & (word >= 0) & (word < tree_ref.shape[1])
         bits_A = tb.load(tree_ref.at[tile.token + lanes.token_A, word], mask=inside_A, other=0)
         words_AC = jnp.where((word_C == word)[None, :], bits_A[:, None], words_AC)

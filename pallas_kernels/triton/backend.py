@@ -61,6 +61,7 @@ def exp2_of(x: jax.Array, factor: float, minus: jax.Array, *, interpret: bool) -
         return jnp.exp2(x * factor - minus)
     bits = np.float32(factor).view(np.uint32)
     asm = f"{{ .reg .f32 t; fma.rn.f32 t, $1, 0f{bits:08X}, $2; ex2.approx.ftz.f32 $0, t; }}"
+    # The sign is changed here, since the instruction adds.
     args = [x, jnp.broadcast_to(-minus, x.shape)]
     shapes = [jax.ShapeDtypeStruct(x.shape, jnp.float32)]
     (result,) = plt.elementwise_inline_asm(

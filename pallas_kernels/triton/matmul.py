@@ -138,6 +138,7 @@ def kernel(  # type: ignore[no-untyped-def]
             if zero_ref is not None:
                 plain = plain - of_groups(zero_ref, turn)
             elif config.code == "int4" and minimum_ref is None:
+                # See `quantized_weight`: the codes 0 to 15 mean -8 to 7 then.
                 plain = plain - 8.0
             if config.scale_group is not None:
                 plain = plain * of_groups(scale_ref, turn)
@@ -176,6 +177,8 @@ def kernel(  # type: ignore[no-untyped-def]
         else:
             end = share if cut.splits == 1 else jnp.minimum((split + 1) * share, turns)
             sum_RO = lax.fori_loop(split * share, end, one_turn, empty)
+        # Ordered splits are scaled after their sum, as one program scales its whole sum: to scale
+        # each part would give other bits.
         has_whole_sum = cut.splits == 1 or not cut.is_ordered
         if scale_ref is not None and config.scale_group is None and has_whole_sum:
             scale_O = tb.load(scale_ref.at[group, scale_row_O, 0], mask=has_O, other=0)
@@ -246,6 +249,8 @@ def _place(count_ref: Any, tile: Any, rows: int, num_rows: int) -> tuple[Any, An
     at_E = jnp.arange(pl.next_power_of_2(num_groups))
     count_E = tb.load(count_ref.at[at_E], mask=at_E < num_groups, other=0)
     tiles_E = (count_E + rows - 1) // rows
+    # As many groups have all their tiles before this one. For a tile after all others it is the
+    # number of groups.
     group = jnp.sum((jnp.cumsum(tiles_E) <= tile).astype(jnp.int32))
 
     def total(values_E: Any, mask_E: Any) -> Any:
@@ -278,6 +283,7 @@ def _float8(bits: jax.Array) -> jax.Array:
     size = bits & 0x7F
     # Subnormal numbers have no hidden bit: it is added, and its value is subtracted again.
     is_small = size < 8
+    # An exponent of float8_e4m3fn is 7 more than it means, and one of float32 127 more.
     number = lax.bitcast_convert_type(
         (jnp.where(is_small, size + 8, size) << 20) + (120 << 23), jnp.float32
     )
@@ -394,6 +400,7 @@ def _prepare(
         converts=(has or FLOAT8_CAPABILITY) >= FLOAT8_CAPABILITY,
         interpret=interpret,
     )
+    # Every GPU can load bytes, even one without float8; `_decode` makes numbers of them.
     if values.dtype == jnp.float8_e4m3fn:
         values = lax.bitcast_convert_type(values, jnp.uint8)
     of_groups = (
@@ -414,6 +421,7 @@ def _scale_group(weight: QuantizedWeight, cut: Cut) -> int | None:
     size = weight.group_size
     num_in = weight.num_in
     if weight.scale_OJ.shape[-1] == 1:
+        # Zeros and minima are added before the product, so the scale cannot wait until after it.
         return None if weight.zero_OJ is None and weight.minimum_OJ is None else num_in
     if size % cut.depth and (cut.depth % size or size == 1):
         raise NotImplementedError(
@@ -448,6 +456,8 @@ def _sum_segments(operands: list[Any], config: Config) -> jax.Array:
         interpret=config.interpret,
     )
     if config.code in PACKED:
+        # The two codes of a byte are of neighbouring inputs. With the even inputs first and then
+        # the odd ones, a turn reads both kinds from adjacent places.
         x_PI = x_PI.reshape(num_rows, -1, 2).swapaxes(1, 2)
     out_ZPO: jax.Array = call(count_E, x_PI, values, *of_groups)
     return out_ZPO
@@ -494,6 +504,7 @@ def multiply(
     x_TI: jax.Array, weight: QuantizedWeight, result: DTypeLike, *, interpret: bool = False
 ) -> jax.Array:
     """Multiplies as `pallas_kernels.quantized_matmul` says."""
+    # With one scale for each output, XLA multiplies by the codes and makes no array of the weight.
     if x_TI.shape[0] <= MAX_ROWS and not has_scales_of_outputs(weight):
         try:
             return multiply_grouped(x_TI, stack(weight), None, result, interpret=interpret)

@@ -73,6 +73,7 @@ def heuristic(
 
 def num_tiles(num_rows: int, num_groups: int, rows: int) -> int:
     """Returns the largest possible number of tiles."""
+    # Each group that has rows may have one tile that is not full.
     return num_rows // rows + min(num_groups, num_rows)
 
 

@@ -71,6 +71,7 @@ def scatter_blocks(
 def _copy_rows(
     leaves: Leaves, num_rows: list[int], source: jax.Array, destination: jax.Array, interpret: bool
 ) -> Leaves:
+    # A launch moves arrays of one type, so that no value is taken apart on its way.
     copied = [leaf.reshape(rows, -1) for leaf, rows in zip(leaves, num_rows, strict=True)]
     for dtype in dict.fromkeys(leaf.dtype for leaf in leaves):
         for places in _batches([index for index, leaf in enumerate(leaves) if leaf.dtype == dtype]):
@@ -164,6 +165,8 @@ def _gather_kernel(source_ref, destination_ref, *refs, offsets: list[int], num_t
 
     @pl.when(moves)
     def _move() -> None:
+        # By definition a source outside the pages is clamped (`xla.move`), and a destination is
+        # left out.
         row = jnp.minimum(jnp.maximum(source, 0), leaf_refs[0].shape[0] - 1)
         for some in _in_flight(leaf_refs, offsets, staging_ref):
             columns = [_columns(leaf_ref, tile, num_tiles) for leaf_ref, _ in some]

@@ -46,6 +46,8 @@ def rotate_and_write(
     num_queries = num_all - 2 * num_keys
     padded_width = pl.next_power_of_2(width)
     alike = math.gcd(num_queries, num_keys)
+    # The largest power of two that divides both numbers of heads, so that the heads of a program
+    # are of one kind.
     heads = min(alike & -alike, max(1, TILE // padded_width))
     num_warps = max(1, min(8, heads * padded_width * jnp.dtype(dtype).itemsize // WARP_BYTES))
     if query_scale_H is not None:
@@ -66,6 +68,7 @@ def rotate_and_write(
         name="rotate_and_write",
         grid=(num_tokens, num_all // heads),
         out_shape=shapes,
+        # Four operands come before the pages, and the queries before them in the results.
         input_output_aliases={4 + index: 1 + index for index in range(len(pages))},
         num_warps=num_warps,
         num_stages=1,  # the kernel has no loop
@@ -161,6 +164,7 @@ def _turn(
     cos_1H, sin_1H = (
         load(ref.at[token, pair_1H], mask=is_rotated_1H, other=0.0) for ref in (cos_ref, sin_ref)
     )
+    # The other number of a pair is read again, since it may be in the registers of another thread.
     across_MH = fold_segments(x_ref, x_MH.dtype, (token, at_M1, other_1H), is_rotated_1H)
     across_MH = norm(across_MH, other_1H, is_rotated_1H).astype(jnp.float32) * sin_1H
     x_MH = norm(x_MH, at_1H, at_1H < x_ref.shape[-1])

@@ -12,7 +12,7 @@ from jax.experimental import pallas as pl
 from pallas_kernels.triton.backend import kernel_call, load, store
 from pallas_kernels.triton.rows import row_call, scores_of
 
-NO_EXPERT = 1 << 30
+NO_EXPERT = 1 << 30  # above all experts, for a minimum
 COLS = 1024  # the numbers of a row that a program copies
 # Each pair is compared with all, whose groups a program has in registers.
 MAX_PAIRS = 2048
@@ -134,6 +134,7 @@ def _gather(
         is_before_P = (group_P < group) | ((group_P == group) & (at_P < index))
         place = _number(has_P & is_before_P)
         store(place_ref.at[index], place)
+        # The programs of the row's other columns store the same numbers here.
         store(sorted_ref.at[place], group)
         x_I = load(x_ref.at[jax.lax.div(index, per_row), at_I], mask=at_I < width, other=0)
         store(out_ref.at[place, at_I], x_I, mask=at_I < width)

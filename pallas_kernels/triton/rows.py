@@ -61,6 +61,7 @@ def _silu(x: jax.Array) -> jax.Array:
 
 
 def _gelu_tanh(x: jax.Array) -> jax.Array:
+    # The first constant is sqrt(2 / pi).
     return 0.5 * x * (1.0 + jnp.tanh(0.7978845608028654 * (x + 0.044715 * x * x * x)))
 
 
@@ -169,10 +170,12 @@ def _norm_row(
     x_D = wide(x_ref, row)
     if added_ref is not None:
         added_D = fold_segments(added_ref, x_ref.dtype, (row, at_D), has_D)
+        # The norm is that of the rounded sum, with the same bits whether or not the sum is kept.
         x_D = (x_D + added_D.astype(jnp.float32)).astype(x_ref.dtype).astype(jnp.float32)
     if len(out_refs) == 2:
         tb.store(out_refs[0].at[row, at_D], x_D.astype(x_ref.dtype), mask=has_D)
     if is_centred:
+        # Padding must stay 0, or it would be counted in the variance.
         x_D = jnp.where(has_D, x_D - jnp.sum(x_D) / width, 0.0)
     x_D = x_D * lax.rsqrt(jnp.sum(x_D * x_D) / width + epsilon)
     if scale_ref is not None:
@@ -188,6 +191,7 @@ def fold_segments(ref: Any, dtype: DTypeLike, at: tuple[Any, ...], mask: Any) ->
 
     These are added up in order and rounded to the type, as `product.fold_kernel` does it.
     """
+    # Triton's lowering refuses `other` without a mask.
     other = None if mask is None else 0
     if len(ref.shape) == len(at):
         numbers: jax.Array = tb.load(ref.at[at], mask=mask, other=other)

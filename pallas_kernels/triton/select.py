@@ -215,6 +215,7 @@ def _at_least(
         numbers = [jnp.sum(each) for each in sums]
         return numbers, [number >= count for number in numbers]
 
+    # No number of the row is above the largest.
     high = key_of(largest) + 1
     first = tuple(key_of(largest - np.float32(distance)) for distance in (16.0, 7.0, 3.0))
     return _narrow(
@@ -301,6 +302,7 @@ def _narrow(
             bottom = value_of(low)
             top = value_of(high)
             values = [bottom + (top - bottom) * np.float32(share) for share in (0.25, 0.5, 0.75)]
+            # There is no distance from -inf to divide.
             divides = (turn <= by_value) & (low > LOWEST)
             tries = tuple(
                 jnp.where(divides, key_of(value), other)

@@ -53,6 +53,7 @@ def write(
         name="write_kv",
         grid=(num_tokens, pl.cdiv(num_heads, heads)),
         out_shape=[jax.ShapeDtypeStruct(array.shape, array.dtype) for array in outputs],
+        # The slots and the new arrays come before the pages in the operands.
         input_output_aliases={1 + len(new) + index: index for index in range(len(outputs))},
         num_warps=max(1, min(8, tile_bytes // WARP_BYTES)),
         num_stages=1,  # the kernel has no loop
@@ -87,6 +88,7 @@ def _kernel(slots_ref, *refs, num_new: int, heads: int, padded_width: int):  # t
     def _write() -> None:
         block = jax.lax.div(slot, block_size)
         offset = jax.lax.rem(slot, block_size)
+        # It is not strict, because `out_refs` has the scales after the pages.
         for new_ref, pages_ref, scale_ref in zip(new_refs, out_refs, scale_refs, strict=False):
             other = None if mask is None else 0.0
             x = load(new_ref.at[token, head[:, None], column[None, :]], mask=mask, other=other)
@@ -130,5 +132,6 @@ def quantize(x: jax.Array, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array]:
         rounded = jax.lax.bitcast_convert_type(scaled + TO_INTEGER, jnp.int32) - np.int32(
             TO_INTEGER.view(np.int32)
         )
+        # NaN has no code. Zero times its scale, which is not finite, is read as NaN again.
         return jnp.where(scaled == scaled, rounded, 0).astype(jnp.int8), scale
     return jax.lax.bitcast_convert_type(scaled.astype(jnp.float8_e4m3fn), dtype), scale

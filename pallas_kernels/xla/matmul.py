@@ -19,6 +19,7 @@ def multiply(x_TI: jax.Array, weight: QuantizedWeight, result: DTypeLike) -> jax
 
 def multiply_narrow(x_TI: jax.Array, weight: QuantizedWeight) -> jax.Array:
     """Multiplies on GPUs, where weights are rounded to the type of x for its fast product."""
+    # By default a GPU would round operands of float32 to TF32.
     precision = (
         jax.lax.Precision.HIGHEST if x_TI.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
     )

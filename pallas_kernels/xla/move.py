@@ -21,6 +21,8 @@ def copy_slots(leaves: Leaves, source: Int[Array, "n"], destination: Int[Array, 
     """Copies slots of all leaves; see `pallas_kernels.copy_slots`."""
     # Use two indices: if a reshaped array is read and then written, XLA copies all of it.
     num_slots = leaves[0].shape[0] * leaves[0].shape[1]
+    # A slot is clamped before it is cut into two indices: these would be clamped one by one, to
+    # another slot.
     source = jnp.clip(source, 0, num_slots - 1)
     return [
         _write(leaf, _place(leaf, destination), _read(leaf, _place(leaf, source)))

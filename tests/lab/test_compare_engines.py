@@ -11,6 +11,7 @@ import json
 import shlex
 import sys
 from collections.abc import Sequence
+from math import inf
 from pathlib import Path
 
 import pytest
@@ -19,9 +20,10 @@ from tests.support.engines import LLAMA
 from tests.support.random_checkpoints import random_checkpoint
 from tools import compare_engines
 from tools.compare_engines import measure
+from tools.lab.peers import task as task_module
 from tools.lab.peers.cases import CASES
 from tools.lab.peers.report import BEGIN, END, Best, best, replace_section, report
-from tools.lab.peers.task import Answer, Task
+from tools.lab.peers.task import Answer, Task, answer
 
 TRACE = [([1, 2, 3], 2), ([4], 4)]
 SIZES = argparse.Namespace(batches=[1, 8], context=20, steps=4, prompt=30, repeats=2, python=[])
@@ -42,11 +44,13 @@ def test_a_report_by_hand() -> None:
             "u": [_answer(4.0, 0.5, 1.0), _answer(4.0, 0.5, 1.0)],
             "sf": [_answer(5.0, 0.25, 2.0, 0.1, last=1), _answer(6.0, 0.25, 2.0, 0.1)],
         },
+        "vLLM": {"c": [_answer(4.0, inf, 0.5, inf), _answer(4.0, 0.5, inf, inf)]},
     }
     head, table = report(answers, "tiny", TRACE, SIZES).split("\n\n")
     sizes = "--num-prompts 2 --batches 1 8 --context 20 --steps 4 --prompt 30 --repeats 2"
     assert (
-        f"`python tools/compare_engines.py models/tiny --engines jaxpage llama.cpp {sizes}`" in head
+        f"`python tools/compare_engines.py models/tiny --engines jaxpage llama.cpp vLLM {sizes}`"
+        in head
     )
     assert "requests with lengths of `sharegpt`, 4 tokens in,\n6 out" in head
     assert "20 to 24, and of a prompt of 30 tokens" in head
@@ -56,7 +60,19 @@ def test_a_report_by_hand() -> None:
         "| 500.0 (500.0 to 500.0) | engine 1 |",
         "| llama.cpp | 2 (2 to 2) u | 0.62 | 2 of 2 | 250.0 (250.0 to 250.0) sf "
         "| 1000.0 (1000.0 to 1000.0) u | 100.0 (100.0 to 100.0) sf | engine 1 |",
+        "| vLLM | 2 (2 to 2) c | 0.62 | 2 of 2 | 500.0 (500.0 to 500.0) c "
+        "| 500.0 (500.0 to 500.0) c | not measured | engine 1 |",
     ]
+
+
+def test_a_difference_that_pauses_swallowed_is_not_measured(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The shorter of two runs takes longer here, so a step would take less than no time."""
+    monkeypatch.setattr(task_module, "_fastest", lambda generate, prompts, lengths: [2.0, 1.5])
+    task = Task("model", "float32", TRACE, [8], 20, 4, 30, 1, ["8 rows"])
+    answer(task, "engine 1", lambda prompts, lengths: [[1] * length for length in lengths])
+    assert Answer(**json.loads(capsys.readouterr().out)).seconds == {"8 rows": inf}
 
 
 def test_later_rounds_measure_what_a_mode_was_best_in() -> None:

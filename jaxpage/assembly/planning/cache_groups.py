@@ -73,6 +73,7 @@ def cache_groups(
     """
     kinds = _kinds(kvs, max_length, block_size)
     layer_bytes = [
+        # Only the model, which comes first, is in shards; each device has a drafter once.
         bytes_of_pages((layer,)) * (1 if index else num_shards)
         for index, kv in enumerate(kvs)
         for layer in page_shapes(kv, 1, block_size, dtype, interleaved=interleaved)
@@ -81,9 +82,11 @@ def cache_groups(
         block_size * math.prod(kv.heads_of(layer)) for kv in kvs for layer in range(kv.num_layers)
     ]
     groups = []
+    # The largest reach comes first, infinity before all.
     for kind in sorted(set(kinds), reverse=True):
         layers = tuple(index for index, of_layer in enumerate(kinds) if of_layer == kind)
         block_bytes = sum(layer_bytes[place] for place in layers)
+        # No attention kernel addresses states, so these bound no pool.
         maximum = 1 if kind.is_state else max(elements[place] for place in layers)
         window = None if kind.reach == math.inf else int(kind.reach)
         groups.append(CacheGroup(layers, window, block_bytes, maximum, kind.is_state))

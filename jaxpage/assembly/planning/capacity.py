@@ -60,6 +60,7 @@ def plan_memory(
         narrower_dtype="bfloat16" if described.layout.dtype == "float32" else None,
         utilization=1.0 if device.is_cpu else config.gpu_memory_utilization,
     )
+    # One block of the pool is the null block, which holds no token.
     if plan.blocks_for(plan.max_model_len) >= plan.num_blocks:
         if config.max_model_len is not None:
             raise CapacityError(
@@ -116,7 +117,7 @@ def _without_blocks(
     if drafting.kvs:
         scratch = drafting.pages(
             menu,
-            [0] * drafting.num_layers,
+            [0] * drafting.num_layers,  # without the pool: scratch blocks alone
             described.block_size,
             dtype,
             interleaved=described.interleaves_pages,
@@ -235,6 +236,7 @@ def _bytes_on_disk(prefix_cache_directory: str | None, maximum: int) -> int:
     if prefix_cache_directory is None:
         return 0
     directory = Path(prefix_cache_directory)
+    # The directory may be made later, on the disk of the nearest one that is there.
     there = next(path for path in (directory, *directory.absolute().parents) if path.is_dir())
     return min(maximum, shutil.disk_usage(there).free)
 

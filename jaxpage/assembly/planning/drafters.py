@@ -263,6 +263,7 @@ class ModelDrafterFiles:
         """Returns the drafter for this engine."""
         shape = tree_shape(engine.menu)
         choice = _choice(engine, shape)
+        # A drafter's layers come last.
         own_groups = engine.layer_groups[-self.kv.num_layers :]
         module = self.divide(engine.dtype, engine.sharding)
         engine.pack(module)
@@ -273,6 +274,7 @@ class ModelDrafterFiles:
 
 def _choice(engine: DraftedEngine, shape: TreeShape) -> Choice:
     """Returns how a drafter chooses its tokens under the acceptance rule of an engine."""
+    # Drafts of a tree are not drawn: siblings would have to be drawn without replacement.
     if engine.acceptance == "rejection" and shape.num_branches == 1:
         return "drawn"
     return "coupled" if engine.acceptance == "coupled" else "likeliest"

@@ -96,6 +96,7 @@ def plan_encoder_memory(described: Described) -> MemoryPlan:
     model = described.model
     tokens = encoder_sizes(described)[-1]
     wide = max(4 * model.hidden_size, getattr(model, "intermediate_size", 0))
+    # Scores are made for a tile of 64 keys at a time; see `KEY_TILE` of `device/encoder_step.py`.
     scores = 3 * tokens * model.num_query_heads * 64
     workspace_bytes = 4 * (6 * tokens * wide + scores)
     plan = MemoryPlan(
@@ -105,7 +106,7 @@ def plan_encoder_memory(described: Described) -> MemoryPlan:
         workspace_bytes=workspace_bytes,
         block_bytes=0,
         block_size=described.block_size,
-        num_blocks=2,
+        num_blocks=2,  # the null block and one more, without contents
         max_model_len=max_text_length(described),
     )
     if plan.free_bytes < 0:

@@ -292,6 +292,7 @@ def engine_spec_of(described: Described, *, swaps: bool = True) -> EngineSpec:
     sharding = choose_sharding(described)
     described.drafting.check_sharding(sharding)
     weights_bytes = (
+        # Each device has a whole drafter, and the plan divides the sum by their number.
         described.weights_bytes + described.drafting.num_bytes(layout.dtype) * sharding.num_devices
     )
     if described.vectors is not None:  # each device has the whole encoder
@@ -320,6 +321,7 @@ def engine_spec_of(described: Described, *, swaps: bool = True) -> EngineSpec:
     memory = plan_memory(
         described, weights_bytes, groups, menu, max_row_length=limits.max_row_length, swaps=swaps
     )
+    # The files of the prefix cache are moved by the executables that swap.
     if memory.num_host_blocks or config.prefix_cache_directory:
         menu = menu.swapping(memory.block_bytes)
     spec = EngineSpec(described, sharding, groups, menu, limits, memory)
@@ -437,6 +439,7 @@ def step_menu(
     if maximum is None:
         maximum = BATCHED_TOKENS_ON_CPU if device.is_cpu else BATCHED_TOKENS_ON_ACCELERATORS
         maximum = max(maximum, vectors.num_whole if vectors else 0)
+    # No step has fewer rows; see `buckets.MIN_ROWS`.
     maximum = max(maximum, 2)
     menu = make_menu(
         config.max_num_seqs,

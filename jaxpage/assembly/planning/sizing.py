@@ -96,6 +96,7 @@ class MemoryPlan:
 
         The null block is included.
         """
+        # As if every group had as many blocks as the first; and below, as if the others had none.
         minimum = num_bytes // self.block_bytes
         maximum = num_bytes // self.first_block_bytes
         return minimum + bisect.bisect_right(
@@ -304,6 +305,7 @@ def choose_num_host_blocks(
     )
     free = max(0, available - plan.num_devices * taken)
     if requested is None:
+        # One block of the host's is the null block.
         fitting = max(0, plan.max_blocks(int(free * HOST_SHARE) // plan.num_devices) - 1)
         return replace(plan, num_host_blocks=_halve(plan.num_blocks - 1, fitting))
     plan = replace(plan, num_host_blocks=requested)

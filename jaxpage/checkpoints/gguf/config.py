@@ -145,6 +145,7 @@ def _add_sizes(file: GGUFFile, config: dict[str, Any], problems: Problems) -> No
     else:
         config["rms_norm_eps"] = as_number(epsilon)
     table = file.tensors.get("token_embd.weight")
+    # Older files have no vocab_size; the token table has a row for each token.
     config["vocab_size"] = file.of_model("vocab_size") or (table.shape[0] if table else None)
 
 

@@ -28,6 +28,7 @@ _NEUTRAL = {
 _KNOWN = {"dimension_count", "freq_base", "freq_base_swa", "scale_linear"}
 # The base of layers with a window, where they have another; a file need not say so.
 _THETA_OF_WINDOWS = {"gemma3": 10_000.0}
+# The values of Llama 3.1; a file has only the factors that these make.
 _LLAMA3 = {
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
@@ -130,6 +131,8 @@ def _of_factors(file: GGUFFile, parameters: dict[str, Any], head_dim: int) -> di
 
 def _llama3_factors(scaling: dict[str, Any], theta: float, head_dim: int) -> np.ndarray:
     low, high, original = (scaling[name] for name in _LLAMA3)
+    # This is the formula of transformers (`_compute_llama3_parameters`), written as what divides
+    # each frequency: the factor for long wavelengths, 1 for short ones.
     wavelengths = 2 * math.pi * theta ** (np.arange(0, head_dim, 2) / head_dim)
     smooth = np.clip((original / wavelengths - low) / (high - low), 0.0, 1.0)
     return 1 / ((1 - smooth) / scaling["factor"] + smooth)

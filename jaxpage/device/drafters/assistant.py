@@ -59,6 +59,7 @@ class AssistantDrafter:
         growing = Growing(assistant.logits, self.shape, self.choice, target)
         ends = ends_of(target, None)
         token_B = target.inputs.draws.drawn_token_R[target.last_B]
+        # The first draft follows the target's own state; later ones the assistant's.
         state_BS = target.hidden_TD[token_B]
         width = self.shape.num_branches
         attend = _make_attend(target, ends, self.layer_groups, width)
@@ -88,6 +89,7 @@ class AssistantDrafter:
         nothing_BD = jnp.zeros(
             (len(ends.token_id_B), assistant.spec.decoder.hidden_size), target.hidden_TD.dtype
         )
+        # A loop of one round or none, as in `drafting._extend`.
         rounds = (target.depth > 0).astype(jnp.int32)
         tree = jax.lax.fori_loop(0, rounds, draft, growing.root(ends, nothing_BD, ()))
         return tree.candidates_BJGY, pages

@@ -101,6 +101,7 @@ def _extend(drafting: _DraftStep, pages: KVPages) -> tuple[Float[Array, "T D"], 
             return drafter(inputs.token_ids_T, None, pages, context)
         next_T = token_ids_R if target.bucket.verifies else _next_tokens(inputs, token_ids_R)
         context = replace(context, vectors=_next_vectors(target))
+        # A negative id says that nothing was drawn; that text ends, and any token will do.
         return drafter(jnp.maximum(next_T, 0), drafter.fuse(target.states), pages, context)
 
     shape = jax.eval_shape(compute, pages)[0]
@@ -162,6 +163,7 @@ def _draft_ahead(
     ends = ends_of(target, output_TD if takes_features else None)
 
     def follow_and_grow(level: jax.Array, tree: Tree) -> Tree:
+        # A drafter that takes features has its first level from `_extend`, so it is a token behind.
         tree = _follow(drafting, ends, tree, level - takes_features)
         return growing.grow(ends, tree, level)
 
@@ -195,6 +197,8 @@ def _follow(drafting: _DraftStep, ends: Ends, tree: Tree, index: Any) -> Tree:
     position_BX = jnp.broadcast_to(ends.position_B[:, None] + index, (num_rows, width))
     inputs = target.inputs._replace(
         slots_ZT=(
+            # The scratch blocks of a branch follow each other, so slots count on past the end of
+            # one.
             first_block_ZBX * block_size + ends.position_B[:, None] % block_size + index
         ).reshape(-1, count),
         block_table_ZBM=_scratch_tables(ends, first_block_ZBX, options, block_size),
@@ -228,6 +232,7 @@ def _inherit(
     offset_B1J = (ends.position_B % block_size)[:, None, None] + index_J
     num_groups = len(options.num_blocks)
     source, destination = (
+        # What is not written yet becomes slot 0 of the null block, copied to itself.
         jnp.where(index_J < index, block_ZBX[..., None] * block_size + offset_B1J, 0).reshape(
             num_groups, -1
         )
@@ -265,6 +270,7 @@ def _fork_last_blocks(
     index_B1 = jnp.minimum(ends.position_B // block_size, last)[:, None]
     source_ZB1 = jnp.take_along_axis(ends.block_table_ZBM, index_B1[None], axis=2)
     first_block = _first_blocks(ends.position_B.shape[0], options, block_size)
+    # Nothing is to be copied where the next token begins a block.
     begins_in_it = (ends.position_B % block_size > 0)[:, None]
     source, destination = (
         jnp.where(begins_in_it, block, 0).reshape(len(options.num_blocks), -1)

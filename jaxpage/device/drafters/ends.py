@@ -50,6 +50,7 @@ def ends_of(target: TargetStep, output_TD: jax.Array | None) -> Ends:
         row_B,
         inputs.block_table_ZBM[:, row_B],
         draws.position_R,
+        # A negative id says that nothing was drawn; drafts after it are never used.
         jnp.maximum(target.token_ids_R[last_B], 0),
         draws,
         None if output_TD is None else output_TD[token_B],

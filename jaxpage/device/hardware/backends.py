@@ -197,6 +197,7 @@ def _attention_set(
 ) -> str:
     chosen = ""
     num_tokens, num_rows = (
+        # Each of several steps is one of a token a row.
         (bucket.num_rows,) * 2 if bucket.num_steps > 1 else (bucket.num_tokens, bucket.num_rows)
     )
 
@@ -245,6 +246,8 @@ def _attention_set(
         else None
     )
     try:
+        # A trace without arrays: the sets are asked about the very arguments that a step gives
+        # them.
         jax.eval_shape(ask, query, *index, tree, pages)
     except NotImplementedError as refusal:
         raise UnsupportedError(f"attention_backend {backend.name!r}: {refusal}") from refusal
@@ -254,6 +257,7 @@ def _attention_set(
 def has_bfloat16(device: Any) -> bool:
     """Returns whether the device, a `jax.Device`, multiplies in bfloat16."""
     capability_of_device = capability(device) or (0, 0)
+    # No capability is that of a device which is no GPU of NVIDIA.
     return capability_of_device == (0, 0) or capability_of_device >= BFLOAT16_CAPABILITY
 
 

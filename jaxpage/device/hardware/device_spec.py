@@ -108,6 +108,7 @@ class DeviceSpec:
             return requested
         measured = (size for card, size in MEASURED_BLOCK_SIZES.items() if card in self.name)
         size = next(measured, USUAL_BLOCK_SIZE)
+        # The largest power of two that is no more than the tokens of a step.
         return size if max_tokens is None else min(size, 1 << (max_tokens.bit_length() - 1))
 
     def choose_kernels(

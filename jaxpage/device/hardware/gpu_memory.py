@@ -32,6 +32,7 @@ def open_devices(utilization: float) -> None:
     try:
         jax.devices()
     finally:
+        # JAX has read it; a process that is started later chooses for itself.
         del os.environ[VARIABLES[0]]
 
 
@@ -49,6 +50,7 @@ def share(limit: int, utilization: float) -> int:
         limit: The bytes that JAX's allocator may take.
         utilization: The share, 0 to 1.
     """
+    # The limit is `_fraction` of the card, so the quotient makes it a share of the whole card.
     return int(limit * (utilization if _fraction is None else min(1.0, utilization / _fraction)))
 
 

@@ -105,6 +105,8 @@ class DeviceMesh:
         """Returns this process's parts of an array that is divided along an axis, joined."""
         if self.is_one_process:
             return array
+        # In the order of the axis, whatever order JAX lists them in; `start` is None for a part
+        # that is the whole axis.
         parts = sorted(array.addressable_shards, key=lambda shard: shard.index[axis].start or 0)
         return np.concatenate([np.asarray(part.data) for part in parts], axis)
 
@@ -151,6 +153,7 @@ class DeviceMesh:
         One call makes all of them: a call for each array takes up to ten times as long.
         """
         leaves, tree = jax.tree.flatten(shapes)
+        # Shapes without places, which are in `places`, so that equal ones are one key of the cache.
         alike = tuple(jax.ShapeDtypeStruct(shape.shape, shape.dtype) for shape in leaves)
         sharding = SingleDeviceSharding(self.first)
         places = tuple(sharding if self.size == 1 else shape.sharding for shape in leaves)
@@ -191,7 +194,12 @@ class DeviceMesh:
             for tree in (arguments, results)
         )
         return jax.shard_map(
-            function, mesh=self._mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
+            # Kernels do not say along which axes their results vary, which JAX would check.
+            function,
+            mesh=self._mesh,
+            in_specs=in_specs,
+            out_specs=out_specs,
+            check_vma=False,
         )
 
 
@@ -240,6 +248,7 @@ def make_mesh(size: int = 1) -> DeviceMesh:
         raise ConfigError(
             f"tensor_parallel_size is {size}; {count} hosts need a multiple of {count}"
         )
+    # A process's devices are next to each other, so its parts of an array are one range.
     return DeviceMesh(tuple(sorted(devices[:size], key=lambda device: device.process_index)))
 
 

@@ -170,6 +170,8 @@ class BucketMenu:
             ValueError: No bucket holds the step.
         """
         max_length = max(query_lens)
+        # Such buckets have a draw for each token. Others have one for each row, so that several
+        # samples of one row need more rows.
         num_rows = max(len(query_lens), 0 if verifies or multi_step else num_draws)
         single = self.decode if max_length == 1 and not scores else self.chunk
         if takes_vectors:
@@ -233,6 +235,7 @@ def make_menu(
             trees=trees,
             q_width=q_width,
         )
+        # One row is enough here: with its drafts it has more than one token.
         for size in (1, *(bucket.num_rows for bucket in decode))
         for k in num_drafts
     ]

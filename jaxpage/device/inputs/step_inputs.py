@@ -243,7 +243,10 @@ def at_step(inputs: StepInputs, index: jax.Array, token_ids_B: jax.Array) -> Ste
     first_B = inputs.query_start[:-1]
     length_B = jnp.diff(inputs.query_start)
     index_B = jnp.minimum(
-        first_B + jnp.minimum(index, jnp.maximum(length_B - 1, 0)), inputs.token_ids_T.shape[0] - 1
+        # A row that has had all its steps stays at its last token; a row of padding may begin past
+        # the end.
+        first_B + jnp.minimum(index, jnp.maximum(length_B - 1, 0)),
+        inputs.token_ids_T.shape[0] - 1,
     )
     draws = jax.tree.map(lambda array: array[index_B], inputs.draws)
     positions_B = inputs.positions_T[index_B]
@@ -255,6 +258,7 @@ def at_step(inputs: StepInputs, index: jax.Array, token_ids_B: jax.Array) -> Ste
         axes_AT=inputs.axes_AT[:, index_B],
         slots_ZT=jnp.where(index < length_B, inputs.slots_ZT[:, index_B], 0),
         context_len_B=jnp.where(is_row_B, positions_B + 1, 0),
+        # Rows of padding come last, so the others are rows of one token, one after the other.
         query_start=jnp.append(0, jnp.cumsum(is_row_B)),
         scored_T=jnp.zeros_like(token_ids_B),
         lora_slot_T=jnp.where(is_row_B, inputs.lora_slot_T[index_B], 0),

@@ -19,6 +19,12 @@ from jaxpage.layers.matmul import matmul
 from jaxpage.layers.trace_scope import LayerKernels, Routes, TokenAdapters, TraceScope
 from jaxpage.layers.weight_kinds import Grouped
 
+# The options of attention that are computed here.
+_HONOURED = frozenset(
+    {"scale", "sliding_window", "attention_chunk", "logit_softcap", "value_width"}
+    | {"sinks", "alibi_slopes"}
+)
+
 
 def dense_logits(
     model: Any,
@@ -65,7 +71,12 @@ def dense_attend(num_rows: int) -> Attend:
         options: AttentionOptions,
         /,
     ) -> tuple[jax.Array, Any]:
+        if others := options.set_names - _HONOURED:
+            raise UnsupportedError(
+                f"attention over whole rows does not compute {', '.join(sorted(others))}"
+            )
         if k_TKH is None:
+            # The layer reads the keys and values of another one, which stand in for its pages.
             k_TKH, v_TKH = layer_pages
         assert k_TKH is not None
         sinks = options.sinks
@@ -97,6 +108,7 @@ def dense_attend(num_rows: int) -> Attend:
             scores = jnp.concatenate(
                 [scores, jnp.broadcast_to(of_heads, (*scores.shape[:-1], 1))], axis=-1
             )
+        # A sink takes its share of the softmax, and has no value.
         weights = jax.nn.softmax(scores, axis=-1)[..., :length]
         v = v[..., : options.value_width]
         out = jnp.einsum("rkgqc,rckh->rqkgh", weights, v, precision=jax.lax.Precision.HIGHEST)
@@ -116,6 +128,7 @@ def dense_recur(num_rows: int) -> Recur:
         padded = jnp.pad(x_RCE, ((0, 0), (lookback, 0), (0, 0)))
         update = recurrence.update
         if update is None or recurrence.state.shape is None:
+            # Without a state no token waits for the one before it, so all are computed at once.
             length = x_RCE.shape[1]
             inputs = [padded[:, index : index + length] for index in range(1 + lookback)]
             inputs_TWE = jnp.stack(inputs, axis=2).reshape(len(x_TE), 1 + lookback, -1)

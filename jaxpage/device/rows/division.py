@@ -89,6 +89,7 @@ class Division(NamedTuple):
         first_block_B = 1 + row_B * self.table_width
         positions_T = chunk * self.chunk + index_T
         table_BM = first_block_B[:, None] + np.arange(self.table_width)
+        # A row of padding, which `MIN_ROWS` may add, ends where it begins.
         ends_B = np.minimum(np.arange(len(row_B) + 1), self.rows_at_once) * self.chunk
         fields = {
             "token_ids_T": token_ids_T,

@@ -70,6 +70,7 @@ def logits_of_prompt(
         )
 
     compiled = jax.jit(step, donate_argnums=1)
+    # One block more than the prompt has: block 0 is the null block.
     shapes = page_shapes(
         spec.kv, width + 1, block_size, page_dtype, interleaved=backend.interleaved
     )

@@ -76,6 +76,8 @@ class RowModel:
         self._page_dtype = page_dtype
         self._by_row = jax.default_backend() == "cpu"
         # Operations that are not compiled together would be rounded in another way.
+        # Under `vmap` rows are computed one after another, in the shapes of steps and with their
+        # bits.
         self._compute = jax.custom_batching.sequential_vmap(jax.jit(self._compute_steps))
 
     def logits(self, parameters: Any, token_ids_RC: Int[Array, "R C"]) -> Float[Array, "R C V"]:

@@ -36,6 +36,7 @@ def vision_key(size: int) -> str:
 def sizes_for(spec: Any, max_rows: int) -> tuple[int, ...]:
     """Returns the numbers of patches that pictures of so many rows, or fewer, need."""
     sizes: tuple[int, ...] = spec.sizes
+    # The last size is the first that holds the largest picture.
     return sizes[: 1 + bisect.bisect_left(sizes, max_rows * spec.block**2)]
 
 

@@ -153,7 +153,10 @@ def chat_prompt(
         ]
     requested = [*(["tools"] if tools else []), *variables]
     if unknown := [
-        name for name in requested if not re.search(rf"\b{re.escape(name)}\b", template)
+        # A template ignores a variable that it does not name, and nothing is ignored silently.
+        name
+        for name in requested
+        if not re.search(rf"\b{re.escape(name)}\b", template)
     ]:
         raise ValueError(f"the model's chat template has no {', '.join(unknown)}")
     from jinja2 import TemplateError
@@ -265,6 +268,7 @@ def _pictures_of(data: Any) -> tuple[Any, ...]:
 
 def _valid_text(text: str) -> str:
     try:
+        # A lone surrogate, which JSON can spell, is a str that no tokenizer takes.
         text.encode()
     except UnicodeEncodeError as error:
         raise ValueError(

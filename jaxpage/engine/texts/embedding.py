@@ -25,6 +25,7 @@ class TextEmbedding:
     """
 
     # The parameters of a request whose prompt becomes a vector. Nothing is drawn after the prompt.
+    # Its prompt may be as long as `max_model_len`, because it is scored (`Admission._max_length`).
     params: ClassVar[SamplingParams] = SamplingParams(
         temperature=0.0, max_tokens=1, prompt_logprobs=0
     )
@@ -79,6 +80,7 @@ class TextEmbedding:
                 prefixed_prompts.append({"prompt": f"{before}{prompt.text}"})
                 poolings.append(prefixed)
             else:
+                # Token ids are taken as they are, without the model's default prompt.
                 text = {} if prompt.text is None else {"prompt": prompt.text}
                 prefixed_prompts.append({**text, "prompt_token_ids": list(prompt.token_ids)})
                 poolings.append(plain)
@@ -90,6 +92,7 @@ class TextEmbedding:
             return 0
         ids = self.tokenizer(prompt)["input_ids"]
         ends = set(getattr(self.tokenizer, "all_special_ids", ()))
+        # A special token at the end comes after the whole text, not after the prompt.
         return len(ids) - (1 if len(ids) > 1 and ids[-1] in ends else 0)
 
 

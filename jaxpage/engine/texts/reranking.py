@@ -91,6 +91,7 @@ class ByVectors:
         normalize = True if files.similarity == "cosine" else None
         vectors = [files.finish(vector, normalize).astype(np.float64) for vector in pooled]
         queries = list(dict.fromkeys(query for query, _ in pairs))
+        # The vectors of the documents follow those of the queries.
         of_query = dict(zip(queries, vectors, strict=False))
         return [
             _similarity(files.similarity, of_query[query], document)
@@ -248,6 +249,7 @@ def _logprobs(output: RequestOutput) -> dict[int, float]:
 
 
 def _sigmoid(value: float) -> float:
+    # Either form has the exponential of a number that is not positive, which cannot overflow.
     return 1 / (1 + math.exp(-value)) if value >= 0 else math.exp(value) / (1 + math.exp(value))
 
 

@@ -104,6 +104,7 @@ def request_lines(
     seen = False
     plan: Record = {"rows": []}
     for record in records_of(path, until):
+        # This comes before the record is followed, since it may end some of them.
         before = {
             sequence_id
             for sequence_id in walk.sequences
@@ -142,6 +143,7 @@ def first_difference(path: Path, other: Path, until: int | None = None) -> str |
     """
     plan: Record = {"rows": []}
     pairs = zip_longest(records_of(path, until), records_of(other, until))
+    # The header is line 1.
     for line, (ours, theirs) in enumerate(pairs, start=2):
         if ours is not None and ours["event"] == "plan":
             plan = ours

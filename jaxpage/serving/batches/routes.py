@@ -127,6 +127,7 @@ class BatchRoutes:
                 f"endpoint must be {', '.join(URLS)}; got {show(endpoint)}",
                 param="endpoint",
             )
+        # The API of OpenAI has no other window.
         if body.get("completion_window") != "24h":
             raise ApiError(400, "completion_window must be '24h'", param="completion_window")
         record = {
@@ -143,6 +144,7 @@ class BatchRoutes:
             "metadata": _labels(body.get("metadata")),
             "request_counts": {"total": 0, "completed": 0, "failed": 0},
         }
+        # The record changes as soon as the batch runs, and the answer shows it as it was made.
         answer = json_answer(record)
         forgotten = self._store.forget_ended_batch()
         await self._batches.add(record, owner)
@@ -172,6 +174,7 @@ class BatchRoutes:
 def _labels(metadata: Any) -> dict[str, str] | None:
     if metadata is None:
         return None
+    # The numbers are OpenAI's limits for metadata.
     if (
         not isinstance(metadata, dict)
         or len(metadata) > _MAX_LABELS

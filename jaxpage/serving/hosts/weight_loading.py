@@ -98,6 +98,7 @@ class WeightsOfFollower:
         try:
             return load_with_hash(self._built, directory, check_finite=record["check_finite"])
         except JaxpageError as error:
+            # Clients see the message, and not where the directory is.
             raise CheckpointError(str(error).replace(str(directory), record["path"])) from error
 
     def answer(self, number: int, loading: Future[LoadedWeights]) -> Record:

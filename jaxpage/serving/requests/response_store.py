@@ -158,6 +158,7 @@ class ResponseStore:
             self._expire()
             entry = self._entries.get(response_id)
             if entry is None or entry.owner != owner or self._is_over(entry):
+                # If the clock was set back, one may be over that is not the first.
                 return None
             self._used.move_to_end(response_id)
             return entry.stored
@@ -207,6 +208,7 @@ class ResponseStore:
             self._remove(next(iter(self._entries)))
 
     def _is_over(self, entry: _KeptResponse) -> bool:
+        # All are kept for the same time, so the first that was stored is over first.
         return self._clock() - entry.stored_at >= self._seconds
 
     def _look_up(self, response_id: str) -> _KeptResponse | None:

@@ -254,8 +254,10 @@ class Switchboard:
 
     async def _sleep(self, request: Request) -> Response:
         requested = await read_order(request, {"model", "level"})
+        # Values in a query are texts.
         if request.query_params.get("level") in ("1", "2"):
             requested["level"] = int(requested["level"])
+        # `True` is among the levels, because it equals 1.
         if (level := requested.get("level", 1)) not in SLEEP_LEVELS or isinstance(level, bool):
             raise ApiError(400, f"level must be 1 or 2, got {show(level)}", param="level")
         name = self._find_model(self._name_in(requested))

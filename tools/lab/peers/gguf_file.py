@@ -1,4 +1,4 @@
-"""Writes a Llama in Hugging Face's format as a GGUF file, for llama.cpp."""
+"""Writes a Llama in Hugging Face's format as a GGUF file, for llama.cpp and OpenVINO."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ import numpy as np
 import numpy.typing as npt
 from gguf.utility import LocalTensor, SafetensorsLocal
 
-TYPES = {
-    "float32": gguf.GGMLQuantizationType.F32,
-    "bfloat16": gguf.GGMLQuantizationType.BF16,
-    "int8": gguf.GGMLQuantizationType.Q8_0,
-    "int4": gguf.GGMLQuantizationType.Q4_1,
+TYPES = {  # for each type, that of the tensors and that of the file
+    "float32": (gguf.GGMLQuantizationType.F32, gguf.LlamaFileType.ALL_F32),
+    "float16": (gguf.GGMLQuantizationType.F16, gguf.LlamaFileType.MOSTLY_F16),
+    "bfloat16": (gguf.GGMLQuantizationType.BF16, gguf.LlamaFileType.MOSTLY_BF16),
+    "int8": (gguf.GGMLQuantizationType.Q8_0, gguf.LlamaFileType.MOSTLY_Q8_0),
+    "int4": (gguf.GGMLQuantizationType.Q4_1, gguf.LlamaFileType.MOSTLY_Q4_1),
 }
 _NAMES = {
     "self_attn.q_proj": "attn_q",
@@ -35,7 +36,9 @@ def write_gguf(model: Path, config: dict[str, Any], path: str, dtype: str) -> No
 
     Its rows of queries and keys are in the order of interleaved rotary embeddings.
     """
+    matrices, file_type = TYPES[dtype]
     writer = gguf.GGUFWriter(path, "llama")
+    writer.add_file_type(file_type)
     heads = config["num_attention_heads"]
     writer.add_block_count(config["num_hidden_layers"])
     writer.add_context_length(config["max_position_embeddings"])
@@ -55,7 +58,7 @@ def write_gguf(model: Path, config: dict[str, Any], path: str, dtype: str) -> No
                 values = _interleave(
                     values, heads if "q_proj" in name else config["num_key_value_heads"]
                 )
-            kind = TYPES[dtype] if values.ndim > 1 else gguf.GGMLQuantizationType.F32
+            kind = matrices if values.ndim > 1 else gguf.GGMLQuantizationType.F32
             writer.add_tensor(_rename(name), gguf.quants.quantize(values, kind), raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import math
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ Answers = dict[str, dict[str, list[Answer]]]  # by name of the case and by lette
 
 @dataclass(frozen=True)
 class Best:
-    """Holds a number of an engine in its best mode, in seconds.
+    """Holds a number of an engine in its best mode, in seconds; infinite if not measured.
 
     Attributes:
         median: The median of all rounds.
@@ -37,6 +38,8 @@ class Best:
 
     def milliseconds(self) -> str:
         """Returns a cell of the table, such as `4.8 (4.7 to 5.1) sf`."""
+        if math.isinf(self.median):
+            return "not measured"
         spread = f"({self.lowest * 1e3:.1f} to {self.highest * 1e3:.1f})"
         return f"{self.median * 1e3:.1f} {spread} {self.mode}".strip()
 
@@ -48,6 +51,7 @@ def best(modes: Mapping[str, Sequence[Answer]], number: str) -> Best:
         key=lambda letters: modes[letters][0].seconds[number],
     )
     seconds = [each.seconds[number] for each in modes[mode] if number in each.seconds]
+    seconds = [each for each in seconds if math.isfinite(each)] or [math.inf]
     return Best(median(seconds), min(seconds), max(seconds), mode)
 
 

@@ -6,6 +6,7 @@ Both are JSON: the task on standard input, the answer on the last line of standa
 from __future__ import annotations
 
 import json
+import math
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -70,7 +71,8 @@ class Answer:
         version: The version of the engine.
         outputs: The output tokens of each request of the trace, if it was asked for.
         seconds: The time of all requests of the trace, of the long prompt with the token after it,
-            and of a decode step for each number of rows, by name.
+            and of a decode step for each number of rows, by name. It is infinite where it could
+            not be measured.
     """
 
     version: str
@@ -87,8 +89,9 @@ def answer(task: Task, version: str, generate: Generate) -> None:
     """Runs what is wanted, and prints the answer.
 
     The fastest of some runs counts, since a pause of the machine only makes a run longer. A decode
-    step is the difference of two runs that differ in `steps` tokens of each output. Each number
-    begins with a short run that is not timed.
+    step is the difference of two runs that differ in `steps` tokens of each output; it is infinite
+    where pauses made the shorter run the longer one. Each number begins with a short run that is
+    not timed.
     """
     seconds = dict[str, float]()
     outputs: list[list[int]] = []
@@ -102,7 +105,7 @@ def answer(task: Task, version: str, generate: Generate) -> None:
             uniform = [_prompt(task.context, row) for row in range(rows)]
             generate([prompt[:3] for prompt in uniform], [FIRST_TOKENS] * rows)
             few, many = _fastest(generate, uniform, [2, 2 + task.steps])
-            seconds[rows_name(rows)] = (many - few) / task.steps
+            seconds[rows_name(rows)] = (many - few) / task.steps if many > few else math.inf
     if PROMPT in task.numbers:
         first_prompt = [_prompt(task.prompt, 0)]
         generate(first_prompt, [1])
