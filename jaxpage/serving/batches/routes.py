@@ -14,7 +14,7 @@ from starlette.routing import BaseRoute, Route
 
 from jaxpage.serving.batches.jobs import Batches
 from jaxpage.serving.batches.lines import URLS
-from jaxpage.serving.batches.store import Record
+from jaxpage.serving.batches.store import OPEN, Record
 from jaxpage.serving.batches.uploads import read_form
 from jaxpage.serving.http.answers import json_answer
 from jaxpage.serving.http.api_keys import owner_of
@@ -93,10 +93,8 @@ class BatchRoutes:
     async def _delete(self, request: Request) -> Response:
         record = self._find_file(request)
         for batch in self._store.every("batch"):
-            if batch["input_file_id"] == record["id"] and batch["status"] in (
-                "validating",
-                "in_progress",
-            ):
+            # A batch that a later start continues reads its input, whatever it does now.
+            if batch["input_file_id"] == record["id"] and batch["status"] in OPEN:
                 raise ApiError(
                     409,
                     f"The file is the input of {batch['id']}, which has not ended",
