@@ -52,6 +52,7 @@ _HOMES = {
 
 
 def __dir__() -> list[str]:
+    # Completion at a prompt must show names that nothing has loaded yet.
     return sorted({*globals(), *__all__})
 
 

@@ -156,6 +156,8 @@ class AsyncLLM(DrivenModel):
             request_id,
             receipt=receipt,
         )
+        # A caller may leave the loop early. Without `aclosing` only the garbage collector would
+        # close the inner generator, and its request would run on until then.
         async with aclosing(outputs):
             async for output in outputs:
                 yield output
@@ -244,6 +246,7 @@ class AsyncLLM(DrivenModel):
             raise ValueError(f"request_id {request_id!r} is running already")
         self._running[request_id] = handle = None
         try:
+            # A long prompt takes a tokenizer milliseconds, in which no other coroutine would run.
             request = await asyncio.to_thread(prepare)
             streams = _is_streamable(request)
             handle = self._driver.handle(request, stream=streams, name=request_id)
@@ -298,6 +301,7 @@ class AsyncLLM(DrivenModel):
         """
         loop = asyncio.get_running_loop()
 
+        # A verification waits on a thread of its own, and its requests run on this loop.
         def generate(prompts: Any, params: Any) -> list[RequestOutput]:
             outputs = self._whole(prompts, params)
             return asyncio.run_coroutine_threadsafe(outputs, loop).result()
@@ -546,6 +550,8 @@ class AsyncLLM(DrivenModel):
 
 
 def _is_streamable(request: PreparedRequest) -> bool:
+    # A beam search and `best_of` decide at their end which sequences are answers, so nothing can be
+    # shown before.
     params = request.params
     return not (isinstance(params, BeamSearchParams) or params.ranks)
 
@@ -553,6 +559,7 @@ def _is_streamable(request: PreparedRequest) -> bool:
 def _join(before: RequestOutput, delta: RequestOutput) -> RequestOutput:
     known = {output.index: output for output in before.outputs}
     outputs = [_join_outputs(known.get(output.index), output) for output in delta.outputs]
+    # Only one delta of a request has the log probabilities of the prompt.
     return replace(
         delta, outputs=outputs, prompt_logprobs=delta.prompt_logprobs or before.prompt_logprobs
     )

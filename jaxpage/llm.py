@@ -172,6 +172,7 @@ class LLM(DrivenModel):
             CheckpointError: Something does not fit; the message lists everything.
             TypeError: An argument has another type. The other errors are those of `LLM`.
         """
+        # `__init__` would open the files of a model, and here there are none.
         made = cls.__new__(cls)
         hooks = Hooks(progress=use_tqdm, verbose=verbose)
         opened = open_in_memory(config, parameters, tokenizer, settings, hooks, may_alias=may_alias)
@@ -368,6 +369,7 @@ class LLM(DrivenModel):
         """Returns the outputs of requests whose updates come into a box."""
         outputs: dict[Handle, RequestOutput] = {}
         num_tokens = 0
+        # tqdm takes None for a bar that is shown on terminals alone.
         disable = None if use_tqdm else True
         with tqdm(total=len(handles), desc="Generating", unit="request", disable=disable) as bar:
             try:
@@ -379,9 +381,11 @@ class LLM(DrivenModel):
                         outputs[handle] = output
                         num_tokens += handle.num_output_tokens
                         bar.update()
+                        # The clock of the bar may not have moved yet.
                         rate = num_tokens / max(bar.format_dict["elapsed"], 1e-9)
                         bar.set_postfix_str(f"{rate:.0f} tokens/s", refresh=False)
             finally:
+                # After an error or Ctrl-C the other requests would run on, and nobody reads them.
                 self._driver.end(handles)
         return [outputs[handle] for handle in handles]
 

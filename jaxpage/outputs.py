@@ -69,7 +69,7 @@ class TokenLogprobs:
         top_token_ids: The most likely tokens, in order.
         top_logprobs: Their log probabilities.
         num_kept: The number of tokens that could be drawn, with logprobs_mode="processed".
-        kept: The ids of these tokens as int32, with `return_sampling_mask`.
+        mask_ids: The ids of these tokens as int32, with `return_sampling_mask`.
         hidden_state: The numbers of the hidden state as float32, with `return_hidden_states`.
     """
 
@@ -79,7 +79,7 @@ class TokenLogprobs:
     top_token_ids: tuple[int, ...] = ()
     top_logprobs: tuple[float, ...] = ()
     num_kept: int = 0
-    kept: bytes = b""
+    mask_ids: bytes = b""
     hidden_state: bytes = field(default=b"", repr=False)
 
 
@@ -100,6 +100,7 @@ class SamplingMask:
     def token_ids(self) -> list[list[int]]:
         """Returns the ids for each token, as vLLM's `sampling_mask` has them."""
         parts = np.split(self.kept_token_ids, np.cumsum(self.num_kept)[:-1])
+        # Without any token `np.split` still returns one part, which is empty.
         return [part.tolist() for part in parts[: len(self.num_kept)]]
 
     def __add__(self, other: SamplingMask) -> SamplingMask:
@@ -195,6 +196,7 @@ class CompletionOutput:
     weights_versions: list[int] = field(default_factory=list)
     num_kept: list[int] | None = None
     sampling_mask: SamplingMask | None = None
+    # The comparison of two arrays is an array, which has no truth value.
     routed_experts: npt.NDArray[np.int16] | None = field(default=None, compare=False)
     hidden_states: npt.NDArray[np.float32] | None = field(default=None, compare=False)
 

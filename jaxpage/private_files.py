@@ -47,6 +47,8 @@ def lock_directory(directory: Path, setting: str) -> BinaryIO:
     except OSError as error:
         raise ConfigError(f"{setting}: cannot use {directory}: {error.strerror}") from None
     try:
+        # The system ends this lock with the process, however that ends, so that no stale lock is in
+        # the way.
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         lock.close()

@@ -209,6 +209,7 @@ class TrainableModel:
         keys = jax.random.split(jax.random.key(seed), len(modules))
         for module, key in zip(modules, keys, strict=True):
             target = self._lora.targets[module]
+            # peft draws A with torch's kaiming_uniform_(a=sqrt(5)), whose bound is this one.
             bound = target.num_in**-0.5
             name = f"base_model.model.{module}"
             shape = (rank, target.num_in)
@@ -242,6 +243,7 @@ class TrainableModel:
     def _choose_modules(self, target_modules: Sequence[str] | str) -> list[str]:
         """Returns the modules of these names, sorted; see `make_adapter`."""
         named = jax.eval_shape(self.named, self._rows.shapes)
+        # Biases and the weights of norms have one axis, and take no adapter.
         names = [name.removesuffix(".weight") for name, array in named.items() if array.ndim > 1]
         takers = sorted(self._lora.targets.keys() & names)
         if target_modules == "all-linear":
@@ -255,6 +257,7 @@ class TrainableModel:
             )
         chosen: set[str] = set()
         for end in target_modules:
+            # peft compares whole parts of a name, so that "proj" is no end of "q_proj".
             modules = {name for name in names if f".{name}".endswith(f".{end}")}
             if not modules:
                 last_names = sorted({name.rpartition(".")[2] for name in takers})
@@ -320,6 +323,8 @@ class TrainableModel:
             raise TypeError(
                 f"token_ids must be integers in rows [R, C], at least one of each; got {form}"
             )
+        # A traced array has no numbers yet, and of one that is divided over hosts this process has
+        # a part.
         if not isinstance(token_ids_RC, jax.core.Tracer) and token_ids_RC.is_fully_addressable:
             ids = np.asarray(token_ids)
             vocab_size = self._files.spec.vocab_size
@@ -335,10 +340,13 @@ class TrainableModel:
     def _with_adapter(self, parameters: Parameters, adapter: LoRAWeights) -> Parameters:
         """Returns the parameters with those of the adapter, which are zeros where it has none."""
         layers = layers_of_weights(adapter, self._lora, self.dtype)
+        # `insert` changes the dicts that it gets, and the caller's must stay as they are; arrays
+        # are not copied.
         tree: Parameters = jax.tree.map(lambda array: array, parameters)
         for path in dict.fromkeys(target.path for target in self._lora.targets.values()):
             for index, name in enumerate("ab"):
                 place = (*path, "lora", name)
+                # The first axis is that of the adapter slots, of which there is one here.
                 shape = entry_at(self._rows_with_adapter.shapes, place).shape[1:]
                 matrix = layers[path][index] if path in layers else jnp.zeros(shape, self.dtype)
                 insert(tree, place, matrix[None])

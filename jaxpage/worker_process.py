@@ -23,7 +23,7 @@ from jaxpage.errors import JaxpageError
 # This is added to the process's own deadline, because its start has to import modules and read
 # files. After it the process counts as dead.
 _GRACE_SECONDS = 30.0
-_PR_SET_PDEATHSIG = 1
+_PR_SET_PDEATHSIG = 1  # as in <linux/prctl.h>
 
 
 class WorkerGoneError(JaxpageError):
@@ -47,6 +47,8 @@ class WorkerProcess:
             module: The name of a module that reads lines of JSON and writes one for each.
             task: The name of the process in errors.
         """
+        # `-P` keeps the working directory off the path, where any json.py would be taken for
+        # Python's own, so the path has to name the package.
         path = [str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
         self._task = task
         self._process = subprocess.Popen(
@@ -58,6 +60,7 @@ class WorkerProcess:
             start_new_session=True,  # keeps Ctrl-C from it
         )
         self.kill = partial(_kill, self._process, os.getpid())
+        # The finalizer must not refer to this object, or the object would never be freed.
         self.close = weakref.finalize(self, _end, self._process, os.getpid())
 
     def say(self, line: str) -> None:
@@ -89,9 +92,12 @@ class WorkerProcess:
         # A program may have more files open than `select` can handle.
         with selectors.DefaultSelector() as selector:
             selector.register(self._process.stdout, selectors.EVENT_READ)
+            # The selector sees the pipe and not Python's buffer of it. That buffer is empty here,
+            # because a question has one line as its answer.
             if not selector.select(seconds + _GRACE_SECONDS):
                 raise JaxpageError(f"{self._task} does not answer")
         line = self._process.stdout.readline()
+        # At the end of the stream `readline` returns what there is of a line, or nothing.
         if not line.endswith("\n"):
             raise WorkerGoneError(f"{self._task} has ended, again and again")
         return json.loads(line)

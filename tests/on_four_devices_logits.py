@@ -64,9 +64,9 @@ def from_parts(
     part = jax.ShapeDtypeStruct((NUM_ROWS, padded.shape[1] // num_devices), np.float32)
     divided = mesh.shapes_of_whole(part, 1)
 
-    def draw(own_RU: jax.Array, packed: jax.Array) -> jax.Array:
+    def draw(local_RU: jax.Array, packed: jax.Array) -> jax.Array:
         return draw_from_parts(
-            Logits(own_RU, VOCAB, sharding), unpack(packed, BUCKET, TABLES), by_row=by_row
+            Logits(local_RU, VOCAB, sharding), unpack(packed, BUCKET, TABLES), by_row=by_row
         )
 
     placed = jax.device_put(padded, divided.sharding)

@@ -225,9 +225,9 @@ def depths_and_ranks(parents: tuple[int, ...]) -> tuple[list[int], list[int]]:
     parent.
     """
     depths, ranks = [0], [0]
-    for place, parent in enumerate(parents):
+    for index, parent in enumerate(parents):
         depths.append(depths[1 + parent] + 1)
-        ranks.append(list(parents[:place]).count(parent))
+        ranks.append(list(parents[:index]).count(parent))
     return depths, ranks
 
 
@@ -238,14 +238,14 @@ def draft_tokens(
     _, ranks = depths_and_ranks(shape.parents)
     depths, _ = depths_and_ranks(shape.parents)
     columns = [known_B]
-    for place, parent in enumerate(shape.parents, start=1):
+    for index, parent in enumerate(shape.parents, start=1):
         before_B = columns[1 + parent]
 
         def draw(
             before: jax.Array,
             position: jax.Array,
             seed: jax.Array,
-            place: int = place,
+            place: int = index,
             parent: int = parent,
         ) -> jax.Array:
             scores_W = jnp.log(jnp.asarray(Q))[before]
@@ -330,11 +330,11 @@ def processor_inputs_of(
         [sum(1 << token for token in np.flatnonzero(row)) for row in ALLOWED], jnp.uint32
     )
     histories = []
-    for place in range(num_tokens):
+    for node in range(num_tokens):
         path = []
-        while place:
-            path.append(token_ids_BQ[:, place])
-            place = 1 + parents[place - 1]
+        while node:
+            path.append(token_ids_BQ[:, node])
+            node = 1 + parents[node - 1]
         padding = [jnp.full(num_rows, VOCAB)] * (LENGTH + 8 - LENGTH - len(path))
         histories.append(jnp.concatenate([known_BC, jnp.stack([*path, *padding], axis=1)], axis=1))
     history_RC = jnp.stack(histories, axis=1).reshape(num_rows * num_tokens, -1)
@@ -450,9 +450,9 @@ def of_texts(follows: Callable[[tuple[int, ...]], np.ndarray]) -> np.ndarray:
     beginning.
     """
     joint = np.ones((VOCAB,) * LENGTH)
-    for place in range(LENGTH):
-        for output in itertools.product(range(VOCAB), repeat=place):
-            joint[output] *= follows(output).reshape(-1, *[1] * (LENGTH - 1 - place))
+    for index in range(LENGTH):
+        for output in itertools.product(range(VOCAB), repeat=index):
+            joint[output] *= follows(output).reshape(-1, *[1] * (LENGTH - 1 - index))
     return joint
 
 
@@ -566,7 +566,7 @@ def random_rows(seed: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     parents = np.full(ROWS * MAXIMUM, -1)
     for start, stop in itertools.pairwise(starts):
         parents[start + 1 : stop] = [
-            rng.integers(max(start, place - 3), place) for place in range(start + 1, stop)
+            rng.integers(max(start, index - 3), index) for index in range(start + 1, stop)
         ]
     return rng.integers(0, VOCAB, len(parents)), parents, starts
 
@@ -706,7 +706,7 @@ def best_path(
 
     It is None where rounding could decide.
     """
-    leaves = [place for place in range(len(tokens)) if place not in parents]
+    leaves = [index for index in range(len(tokens)) if index not in parents]
     paths: list[tuple[int, float, list[int]]] = []
     for leaf in leaves:
         path = [leaf]
@@ -811,9 +811,9 @@ class Drawing(Proposer):
         known = sequence.token_ids
         rng = np.random.default_rng([request.seed % 2**32, sequence.sample_index, *known])
         drafts: list[int] = []
-        for place, parent in enumerate(self.parents[:num_drafts]):
+        for index, parent in enumerate(self.parents[:num_drafts]):
             before = known[-1] if parent < 0 else drafts[parent]
-            siblings = [drafts[other] for other in range(place) if self.parents[other] == parent]
+            siblings = [drafts[other] for other in range(index) if self.parents[other] == parent]
             q = np.where(np.isin(self.tokens, siblings), 0.0, self.q[before].astype(np.float64))
             token_id = (
                 rng.choice(self.tokens, p=q / q.sum()) if self.draws else self.tokens[q.argmax()]
@@ -853,15 +853,15 @@ def log_probabilities(llm):
     outputs = llm.generate([[*PROMPT, *text] for text in texts], params, use_tqdm=False)
     values = [
         [
-            output.prompt_logprobs[len(PROMPT) + place][token_id].logprob
-            for place, token_id in enumerate(text)
+            output.prompt_logprobs[len(PROMPT) + index][token_id].logprob
+            for index, token_id in enumerate(text)
         ]
         for text, output in zip(texts, outputs, strict=True)
     ]
     joint = np.array(values).reshape(*[VOCAB] * LENGTH, LENGTH)
     return [
-        joint[(slice(None),) * (place + 1) + (0,) * (LENGTH - 1 - place) + (place,)]
-        for place in range(LENGTH)
+        joint[(slice(None),) * (index + 1) + (0,) * (LENGTH - 1 - index) + (index,)]
+        for index in range(LENGTH)
     ]
 
 

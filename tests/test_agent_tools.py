@@ -319,8 +319,8 @@ def test_a_conversation_is_accepted_if_each_call_is_new_and_each_result_is_the_f
         len(set(calls)) == len(calls)
         and len(set(results)) == len(results)
         and all(
-            ("call", each) in events[:place]
-            for place, (kind, each) in enumerate(events)
+            ("call", each) in events[:index]
+            for index, (kind, each) in enumerate(events)
             if kind == "result"
         )
     )

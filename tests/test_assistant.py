@@ -109,7 +109,7 @@ def difference(pair: Pair, form: str, directory: Path, *, later: int = 0) -> flo
             place: [array[0].numpy().transpose(1, 0, 2) for array in kv[kind]]
             for place, kind in zip(spec.places, kinds, strict=True)
         }
-        layers = [pages.get(place) for place in range(spec.first_layer)]
+        layers = [pages.get(index) for index in range(spec.first_layer)]
         for _ in range(NUM_DRAFTS):
             theirs = draft(pair, model, token, state, kv, len(prompt) - 1)
             position_T = jnp.array([len(prompt) - 1 + later])

@@ -10,11 +10,14 @@ import os
 import random
 import stat
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import openai
 import pytest
+from starlette.applications import Starlette
+from starlette.testclient import TestClient
 
 from jaxpage.cli import main
 from jaxpage.errors import ConfigError, EngineFailed
@@ -22,9 +25,11 @@ from jaxpage.serving.batches.in_process import InProcessAnswer
 from jaxpage.serving.batches.lines import URLS, Line, read_line
 from jaxpage.serving.batches.ordering import num_lines, windows
 from jaxpage.serving.batches.output_file import OutputFile
+from jaxpage.serving.batches.routes import BatchRoutes
 from jaxpage.serving.batches.running import BatchRun
-from jaxpage.serving.batches.store import Store
+from jaxpage.serving.batches.store import OPEN, Store
 from jaxpage.serving.batches.uploads import read_form
+from jaxpage.serving.http.api_keys import owner_of
 from jaxpage.serving.wire.errors import ApiError
 from tests.support.executables import when_used
 from tests.support.running import SMALL, demo_engine, serving, wait_until
@@ -51,7 +56,7 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("raw", "code", "text"), REFUSED, ids=[one[1] for one in REFUSED])
+@pytest.mark.parametrize(("raw", "code", "text"), REFUSED, ids=[case[1] for case in REFUSED])
 def test_a_line_that_asks_for_nothing_is_one_sentence(raw, code, text):
     refused = read_line(1, raw.encode(), {"seen"})
     assert not isinstance(refused, Line) and refused.code == code and text in refused.message
@@ -386,6 +391,21 @@ def test_texts_that_others_could_read_are_made_private_or_refused(tmp_path, monk
     monkeypatch.setattr(os, "geteuid", lambda: user + 1)
     with pytest.raises(ConfigError, match=r"cannot use .*batches: it belongs to another user"):
         Store(directory, MAX_BYTES)
+
+
+@pytest.mark.parametrize("status", OPEN)
+def test_the_input_of_a_batch_that_has_not_ended_stays(tmp_path, status):
+    """A batch that was killed while it ended is continued by the next start, from its input."""
+    store = Store(tmp_path / "batches", MAX_BYTES)
+    client = TestClient(Starlette(routes=BatchRoutes(SimpleNamespace(store=store)).routes))
+    store.write_file("in.jsonl", "batch", owner_of({}), "file-1", b"{}")
+    batch = {"id": "batch_1", "object": "batch", "created_at": 1, "input_file_id": "file-1"}
+    store.put({**batch, "status": status}, owner_of({}))
+    with pytest.raises(ApiError, match="the input of batch_1, which has not ended"):
+        client.delete("/v1/files/file-1")
+    store.put({**batch, "status": "completed"}, owner_of({}))
+    assert client.delete("/v1/files/file-1").json()["deleted"]
+    store.close()
 
 
 def test_a_batch_is_cancelled_and_bounds_are_kept(demo_build, client_of, tmp_path, monkeypatch):

@@ -72,7 +72,7 @@ def transformers_search(
     scores = result.sequences_scores.tolist() if beam.beam_width > 1 else [None]
     sequences = []
     for tokens in result.sequences[:, len(prompt) :].tolist():
-        end = next((place for place, token in enumerate(tokens) if token in ends), len(tokens) - 1)
+        end = next((index for index, token in enumerate(tokens) if token in ends), len(tokens) - 1)
         sequences.append(tokens[: end + 1])
     return list(zip(sequences, scores, strict=True))
 
@@ -146,7 +146,7 @@ def test_early_stopping_and_penalty_matter(models):
     reporting = [
         (
             each[
-                next(place for place in range(8) if hypotheses[0][place] != hypotheses[way][place])
+                next(index for index in range(8) if hypotheses[0][index] != hypotheses[way][index])
             ],
             beams[way],
         )

@@ -115,7 +115,7 @@ def _make_cached_and_free(pool: BlockPool) -> None:
 
 
 def _hold_and_free(pool: BlockPool) -> None:
-    pool._kept[1] = True
+    pool._is_kept[1] = True
 
 
 @pytest.mark.parametrize(

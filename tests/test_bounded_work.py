@@ -587,7 +587,7 @@ def test_the_texts_of_a_request_share_its_limits():
     error = refusal_of(reader.read, part, "messages[9].x")
     assert error.param == "messages[9].x" and "with the texts before it" in error.message
     arguments = {"name": "f", "arguments": f'{{"a": {part}}}'}
-    calls = [[{"id": str(place), "function": arguments}] for place in range(4)]
+    calls = [[{"id": str(index), "function": arguments}] for index in range(4)]
     messages = [USER, *({"role": "assistant", "tool_calls": each} for each in calls)]
     error = refusal_of(open_chat, {"model": "demo", "messages": messages}, context())
     assert error.param == "messages[3].tool_calls[0].function.arguments"

@@ -143,7 +143,7 @@ def answer(
     )
     if whole.startswith(prompt):
         return prompt, whole[len(prompt) :]
-    end = next(place for place in range(len(prompt)) if whole[place] != prompt[place])
+    end = next(index for index in range(len(prompt)) if whole[index] != prompt[index])
     while whole[end - 1] not in ">]\n":
         end -= 1
     return whole[:end], whole[end:]
@@ -298,7 +298,7 @@ def test_what_does_not_fit_is_content_however_it_is_cut(name, data):
 @pytest.mark.timeout(30)  # a reader that is not linear takes longer
 def test_a_long_text_of_markers_is_content_in_little_time(name, begin, unit):
     form, text = derive_form_of(TEMPLATES[name]).form, begin + unit * (40_000 // len(unit))
-    message = read(form, [text[place : place + 7] for place in range(0, len(text), 7)], "")
+    message = read(form, [text[index : index + 7] for index in range(0, len(text), 7)], "")
     assert (message["content"], message["tool_calls"]) == (text, [])
     assert read(form, [text], "") == message
 
@@ -580,7 +580,7 @@ def test_many_headers_without_calls_are_read_in_little_time():
     form = derive_form_of(TEMPLATES["channels"]).form
     for header in (' to=functions.look-up2<|message|>{"a": [', "<|channel|>"):
         text = ("<|end|><|start|>assistant" + header) * (40_000 // (25 + len(header)))
-        message = read(form, [text[place : place + 7] for place in range(0, len(text), 7)], "")
+        message = read(form, [text[index : index + 7] for index in range(0, len(text), 7)], "")
         assert read(form, [text], "") == message and message["tool_calls"] == []
 
 
@@ -1133,7 +1133,7 @@ def test_many_calls_in_reasoning_are_read_in_little_time(after):
     form = derive_form_of(TEMPLATES["object in tags, always thought"]).form
     call = '<call>{"name": "look-up2", "arguments": {}}</call>'
     text = (call + after) * (40_000 // len(call)) + "x"
-    message = read(form, [text[place : place + 7] for place in range(0, len(text), 7)], "<think>\n")
+    message = read(form, [text[index : index + 7] for index in range(0, len(text), 7)], "<think>\n")
     assert (message["reasoning_content"], message["tool_calls"]) == (text, [])
 
 

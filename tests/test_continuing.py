@@ -65,9 +65,9 @@ def prepare_seeded(llm: LLM, params: list[Any]) -> list[Any]:
 def begin(llm: LLM, requests: list[Any], names: list[str] | None = None) -> list[Any]:
     """Begins requests on an engine stepped by hand; returns lists that get their outputs."""
     handles = []
-    for place, request in enumerate(requests):
+    for index, request in enumerate(requests):
         updates: list[Any] = []
-        name = names[place] if names else None
+        name = names[index] if names else None
         handles.append((Handle(request, updates.extend, is_kept=True, name=name), updates))
     added = llm._driver.add([handle for handle, _ in handles])
     llm._driver.turns.run_commands()

@@ -108,9 +108,9 @@ def step(
     if tree:  # the first token has two children, and the others follow the second
         mask = np.zeros((num_tokens, MAX_LENGTH), bool)
         for start, count in zip(np.cumsum([0, *queries[:-1]]), queries, strict=True):
-            for place in range(count):
-                mask[start + place, : place + 1] = True
-                mask[start + place, 1] &= place < 2
+            for index in range(count):
+                mask[start + index, : index + 1] = True
+                mask[start + index, 1] &= index < 2
         options["tree_mask_TQ"] = mask
 
     q, table, context = jnp.asarray(case.q_TNH, dtype), case.block_table_BM, case.context_len_B
@@ -804,7 +804,7 @@ PACKED_MISTAKES = {
         "panel < end_panel - 1; ++panel) run(",
     ),
     "words with the high nibble first": ("both | both << 12", "both >> 4 | both << 16"),
-    "zeros are added": (": p.zero  ? -scale", ": p.zero  ? scale"),
+    "zeros are added": (": p.zero ? -scale", ": p.zero ? scale"),
     "a group with the scale of the first": (
         "p.scale, first_panel + i, group)",
         "p.scale, first_panel + i, 0)",
@@ -819,13 +819,13 @@ PACKED_MISTAKES = {
         "part + i < rows.num_parts; ++i)",
         "part + i + 1 < rows.num_parts; ++i)",
     ),
-    "sums of the first row's inputs": ("t * rows.numbers + index", "index"),
+    "sums of the first row's inputs": ("t * rows.sum_stride + index", "index"),
     "pairs with the high nibble first": ("(two | two << 12)", "(two >> 4 | two << 16)"),
     "pairs of one input": ("bytes_at(at + kOutputsOfPanel)", "bytes_at(at)"),
     "codes of fp4 that are not doubled": ("scale * 0.5f : scale", "scale : scale"),
     "an input beside the largest number of its row": (
-        "for (int64_t i = first; i < end; ++i) most",
-        "for (int64_t i = 0; i < p.num_in; ++i) most",
+        "for (int64_t i = first; i < end; ++i) max_bits",
+        "for (int64_t i = 0; i < p.num_in; ++i) max_bits",
     ),
     "the middle of codes is kept": ("has_sums ? 0 :", "true ? 0 :"),
     "a large group in one part": ("p.group_size > kMaxInputsOfPart ?", "false ?"),
@@ -841,9 +841,8 @@ ROW_MISTAKES = {
     "gates and ups change places": ("load<Stored>(gates + p.width", "load<Stored>(gates"),
     "a sigmoid of gates": ("return x / (splat", "return splat(1.0f) / (splat"),
     "gates without their last vector": (
-        "i < p.width; i += kLanes)\n    store<Stored>(out, i, p.width,\n                  "
-        "activated",
-        "i + kLanes <= p.width; i += kLanes)\n    store<Stored>(out, i, p.width, activated",
+        "i < p.width; i += kLanes)\n    store<Stored>(out, i, p.width,\n                  activate",
+        "i + kLanes <= p.width; i += kLanes)\n    store<Stored>(out, i, p.width, activate",
     ),
     "a norm without its offset": (
         "(load(p.scale_type, p.scale, i, p.width) + offset)",
@@ -864,12 +863,12 @@ ROW_MISTAKES = {
 ENCODER_MISTAKES = {
     "biases of the first outputs": ("p.bias + output,", "p.bias,"),
     "a product without its activation": (
-        "value = activated(kActivation, value)",
-        "value = activated(Activation::kNone, value)",
+        "value = activate(kActivation, value)",
+        "value = activate(Activation::kNone, value)",
     ),
     "an error function that ends too soon": ("max(splat(-4.0f)", "max(splat(-2.0f)"),
     "a variance with what fills up a row": (
-        "last = select(ascending()",
+        "last = select(lane_indices()",
         "last = select(splat(0.0f)",
     ),
     "a mean without the last vectors": (
@@ -881,8 +880,8 @@ ENCODER_MISTAKES = {
         "numbers[i] = of_row(p.x, i);",
     ),
     "keys of the first head": ("head * a.num_kv_heads / a.num_heads", "0"),
-    "one key too few to the right": ("own + a.reach + 1)", "own + a.reach)"),
-    "one key too few to the left": ("own - a.reach);", "own - a.reach + 1);"),
+    "one key too few to the right": ("column + a.reach + 1)", "column + a.reach)"),
+    "one key too few to the left": ("column - a.reach);", "column - a.reach + 1);"),
     "scores of keys that are not there": (
         "for (int64_t i = end / kLanes * kLanes; i < num_columns; i += kLanes) hide(i);",
         "",
@@ -891,7 +890,7 @@ ENCODER_MISTAKES = {
         "for (int64_t i = 0; i < begin; i += kLanes) hide(i);",
         "",
     ),
-    "values of the first keys": ("seen.values + begin * kLanes", "seen.values"),
+    "values of the first keys": ("visible.values + begin * kLanes", "visible.values"),
     "sums of values begin anew": (
         "begin ? raw_at<Vec>(sums.at(t, v * kLanes)) : Vec{}",
         "Vec{}",
@@ -910,7 +909,7 @@ MISTAKES = {
     "a tree is taken for a chain": ("unit.branch = branch;", "unit.branch = nullptr;"),
     "a block that never ends": ("a.block_size - 1 - (position + j) % a.block_size", "kTile"),
     "tiles that tokens see differently are shared": (
-        "if (own.begin != begin || own.end != end) break;",
+        "if (token_tile.begin != begin || token_tile.end != end) break;",
         "",
     ),
     "keys of other numbers": ("keys[(i * kLanes + lane)", "keys[(i * kLanes + kLanes - 1 - lane)"),
@@ -920,7 +919,10 @@ MISTAKES = {
         "slope = a.slopes ? a.slopes[head]",
         "slope = a.slopes ? a.slopes[a.num_heads - 1 - head]",
     ),
-    "distances from the block": ("tile.position + group - own", "group % a.block_size - own"),
+    "distances from the block": (
+        "tile.position + group - query_position",
+        "group % a.block_size - query_position",
+    ),
     "sums are left in registers": (
         "acc[h][i]);\n    }\n  }\n  for (int h = 0; h < kHeads; ++h)\n"
         "    for (int i = 0; i < kVecs; ++i) heads[h].acc[first + i] = acc[h][i];",
@@ -968,7 +970,7 @@ TILE_MISTAKES = {
         "(lane <= block.last[h])",
         "(lane <= block.last[h] + 1)",
     ),
-    "weights of another head": ("sums[a.value_width][place])", "sums[a.value_width][0])"),
+    "weights of another head": ("sums[a.value_width][index])", "sums[a.value_width][0])"),
     "slopes of other heads in tiles": (
         "slope[lane] = a.slopes ? a.slopes[head]",
         "slope[lane] = a.slopes ? a.slopes[0]",
@@ -986,8 +988,8 @@ FUSION_MISTAKES = {
     "a group with the units of all before it": ("unit -= (group - 1)->end_unit", "unit -= 0"),
     "a fusion without its sum": ("p.added = sum_;", "p.added = x_.data;"),
     "a norm of rows before the last stage": (
-        "x_ = numbers_of(out);",
-        "x_.width = numbers_of(out).width;",
+        "x_ = as_matrix(out);",
+        "x_.width = as_matrix(out).width;",
     ),
     "inputs of another row": ("p.narrow[row * p.num_in + i]", "p.narrow[i]"),
     "inputs as they were": ("if (bytes) p.words = words;", ""),
@@ -1051,7 +1053,7 @@ def test_no_memory_beyond_the_arrays_is_touched(beyond: bool, tmp_path: Path) ->
     sources = tmp_path / "src"
     shutil.copytree(build.SOURCES, sources)
     if beyond:
-        text, check = (sources / "packed.cc").read_text(), "count == kOutputsOfPanel ? to : own"
+        text, check = (sources / "packed.cc").read_text(), "count == kOutputsOfPanel ? to : buffer"
         assert text.count(check) == 1
         (sources / "packed.cc").write_text(text.replace(check, "to"))
     libraries = [_of_compiler(name) for name in ("libasan.so", "libstdc++.so")]

@@ -341,18 +341,18 @@ def test_one_call_computes_fused_operations(kind: str, dtype: str) -> None:
         gated = rows.gate(multiply_packed(normed, gate_up[0], dtype, None), "silu")
         return added + multiply_packed(gated, down[0], dtype, None)
 
-    found = np.asarray(jax.jit(whole)(first, residual))
-    np.testing.assert_array_equal(found, jax.jit(parts)(first, residual))
+    fused = np.asarray(jax.jit(whole)(first, residual))
+    np.testing.assert_array_equal(fused, jax.jit(parts)(first, residual))
     for count in (0, 1, 2, 5):
         alone = jax.jit(whole)(first[300 - count :], residual[300 - count :])
-        np.testing.assert_array_equal(alone, found[300 - count :])
+        np.testing.assert_array_equal(alone, fused[300 - count :])
     added = np.asarray(first, np.float64) @ output[1].T + np.asarray(residual, np.float64)
     normed = added / np.sqrt(np.square(added).mean(axis=-1, keepdims=True) + 1e-3)
     both = normed * (np.asarray(scale, np.float64) + 1) @ gate_up[1].T
     gates, ups = both[:, :width], both[:, width:]
     exact = added + (gates / (1 + np.exp(-gates)) * ups) @ down[1].T
     rounded = 0.05 if kind == "int8" or dtype == "bfloat16" else 1e-4
-    assert np.abs(found - exact).max() <= rounded * np.abs(exact).max()
+    assert np.abs(fused - exact).max() <= rounded * np.abs(exact).max()
 
     def matmul(x: jax.Array) -> jax.Array:
         return run_fusion(x, [Norm(scale), Multiply(gate_up[0])], 1e-3, 1.0)

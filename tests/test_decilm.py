@@ -82,9 +82,9 @@ def test_tokens_are_those_of_a_llama_with_halves_that_do_nothing(tmp_path):
         logits = model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
         assert logits.argmax(-1).tolist() == tokens
         expected = logits.double().log_softmax(-1)
-        for place, entries in enumerate(logprobs):
+        for index, entries in enumerate(logprobs):
             for token, logprob in entries.items():
-                assert abs(logprob - float(expected[place, token])) < 1e-4
+                assert abs(logprob - float(expected[index, token])) < 1e-4
 
 
 @pytest.mark.parametrize(

@@ -105,11 +105,11 @@ def test_the_loss_on_held_out_text_is_what_a_trained_model_has(llm):
     )
     ids = llm.tokenizer(text)["input_ids"]
     total = 0.0
-    for place in range(1, len(ids)):
+    for index in range(1, len(ids)):
         output = complete(
-            llm, ids[:place], SamplingParams(temperature=0.0, max_tokens=1, logprobs=20)
+            llm, ids[:index], SamplingParams(temperature=0.0, max_tokens=1, logprobs=20)
         )
-        entry = output.logprobs[0].get(ids[place])
+        entry = output.logprobs[0].get(ids[index])
         total -= entry.logprob if entry else -9.0
     assert total / (len(ids) - 1) < 5.5 < np.log(len(llm.tokenizer))
 

@@ -70,7 +70,7 @@ def look_at_site(site: Path) -> None:
             links = page.locator("ul.search li > a").evaluate_all("all => all.map(one => one.href)")
             rooms = [link.removeprefix(f"file://{site}/").partition("/")[0] for link in links]
             assert rooms[0] in ("guides", "tutorials"), (word, links[:3])
-            last_guide = max(place for place, room in enumerate(rooms) if room == "guides")
+            last_guide = max(index for index, room in enumerate(rooms) if room == "guides")
             assert last_guide < rooms.index("decisions"), word
         too_wide = (
             "[...document.querySelectorAll('.table-wrapper')].filter(one => one.scrollWidth > "
@@ -218,10 +218,10 @@ def test_the_commands_of_a_tutorial_run(tutorial, tmp_path):
     bare["PATH"] = f"{tmp_path / 'env' / 'bin'}:{os.environ['PATH']}"
     subprocess.run(["pip", "install", "--quiet", ROOT], env=bare, check=True)
     parts = []
-    for place, (language, text) in enumerate(BLOCK.findall(tutorial.read_text(encoding="utf-8"))):
+    for index, (language, text) in enumerate(BLOCK.findall(tutorial.read_text(encoding="utf-8"))):
         if language == "python":
-            (tmp_path / f"block{place}.py").write_text(text)
-            text = f"python block{place}.py\n"
+            (tmp_path / f"block{index}.py").write_text(text)
+            text = f"python block{index}.py\n"
         parts.append(text)
     assert parts
     script = "set -euo pipefail\ntrap 'kill $(jobs -p) 2>/dev/null || true' EXIT\n" + "".join(parts)

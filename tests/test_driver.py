@@ -29,7 +29,7 @@ from jaxpage.device import to_device
 from jaxpage.driver import Driver, Handle, async_driver, turns
 from jaxpage.driver import driver as driver_module
 from jaxpage.driver.async_driver import AsyncDriver
-from jaxpage.driver.front import prepare
+from jaxpage.driver.facade import prepare
 from jaxpage.engine import WakingWeights
 from jaxpage.engine.calls import (
     Prompt,
@@ -626,7 +626,7 @@ class Witness:
         self.seen = []
 
     def batches(self, lengths):
-        return [[place] for place in range(len(lengths))]
+        return [[index] for index in range(len(lengths))]
 
     def embed(self, weights, prompts, poolings):
         self.seen.append(first := jax.tree.leaves(weights)[0])
@@ -644,7 +644,7 @@ def same_weights(engine):
 
 def weights_held_by(engine):
     """Returns the weights that a model that sleeps has kept."""
-    return WakingWeights(to_device(engine.runner.kept), engine.runner.num_sleeps)
+    return WakingWeights(to_device(engine.runner.host_parameters), engine.runner.num_sleeps)
 
 
 @contextmanager
@@ -1084,7 +1084,7 @@ class Lives(RuleBasedStateMachine):
     @rule()
     def wake(self):
         runner = self.engine.runner
-        if runner.kept is None:
+        if runner.host_parameters is None:
             self.driver.wake(WakingWeights(self.on_device(), runner.num_sleeps))
         else:
             self.driver.wake(weights_held_by(self.engine))

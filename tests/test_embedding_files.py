@@ -87,10 +87,10 @@ def write_files(
     """
     write_json(directory / "1_Pooling" / "config.json", pooling)
     modules = [TRANSFORMER, {"idx": 1, "path": "1_Pooling", "type": f"{package}.Pooling"}]
-    for place, layer in enumerate(layers, 2):
+    for index, layer in enumerate(layers, 2):
         kind = layer if isinstance(layer, str) else "Dense"
-        path = f"{place}_{kind}"
-        modules.append({"idx": place, "path": path, "type": f"{package}.{kind}"})
+        path = f"{index}_{kind}"
+        modules.append({"idx": index, "path": path, "type": f"{package}.{kind}"})
         if kind == "Dense":
             write_json(directory / path / "config.json", layer[0])
             save_file(layer[1], directory / path / "model.safetensors")
@@ -274,7 +274,7 @@ def test_prompts_come_before_texts_and_may_not_count(
     reranker = reranker_of(llm._embedding)
     assert isinstance(reranker, ByVectors)
     scores = {each.index: each.relevance_score for each in llm.rerank(QUERY, DOCUMENTS)}
-    near([scores[place] for place in range(3)], np.stack(vectors[1:]) @ vectors[0])
+    near([scores[index] for index in range(3)], np.stack(vectors[1:]) @ vectors[0])
     # A text that is neither query nor document comes after the default prompt; token ids do not.
     ids = llm.tokenizer(DOCUMENTS[1])["input_ids"]
     inputs = [DOCUMENTS[1], {"prompt": DOCUMENTS[1]}, ids]

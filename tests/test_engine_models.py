@@ -86,10 +86,10 @@ def assert_as_transformers(model: Any, name: str, prompts: Any, outputs: Any) ->
     for prompt, (tokens, logprobs) in zip(prompts, outputs, strict=True):
         logits = model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1].double()
         expected = logits.log_softmax(-1)
-        for place, entries in enumerate(logprobs):
+        for index, entries in enumerate(logprobs):
             for token, logprob in entries.items():
-                assert abs(logprob - float(expected[place, token])) < tolerance
-            assert max(entries.values()) > float(expected[place].max()) - tolerance
+                assert abs(logprob - float(expected[index, token])) < tolerance
+            assert max(entries.values()) > float(expected[index].max()) - tolerance
 
 
 def test_there_is_a_model_of_each_family():

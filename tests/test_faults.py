@@ -120,8 +120,8 @@ def _fetch(patch: pytest.MonkeyPatch, server: Running, injector: Injector) -> No
     pages are gone.
     """
     executables = server.loop.engine.runner.executables
-    front = InFront(executables, "step", lambda *step: injector.after(executables.step(*step)))
-    patch.setattr(server.loop.engine.runner, "executables", front)
+    wrapped = InFront(executables, "step", lambda *step: injector.after(executables.step(*step)))
+    patch.setattr(server.loop.engine.runner, "executables", wrapped)
 
 
 def _tokenise(patch: pytest.MonkeyPatch, server: Running, injector: Injector) -> None:

@@ -70,11 +70,11 @@ def test_arrays_have_the_bits_of_the_engine(mode, llm):
         assert logprobs.dtype == np.float32 and logprobs.tolist() == expected
         ids, top = array_of(choice["top_token_ids"]), array_of(choice["top_logprobs"])
         assert ids.shape == top.shape == (7, 8)
-        for place, entry in enumerate(completion.logprobs):
-            num_kept = int((ids[place] >= 0).sum())
-            assert num_kept == (completion.num_kept[place] if mode == "processed" else 8)
-            assert (top[place, num_kept:] == -np.inf).all() and (ids[place, num_kept:] == -1).all()
-            for token_id, logprob in zip(ids[place, :num_kept], top[place, :num_kept], strict=True):
+        for index, entry in enumerate(completion.logprobs):
+            num_kept = int((ids[index] >= 0).sum())
+            assert num_kept == (completion.num_kept[index] if mode == "processed" else 8)
+            assert (top[index, num_kept:] == -np.inf).all() and (ids[index, num_kept:] == -1).all()
+            for token_id, logprob in zip(ids[index, :num_kept], top[index, :num_kept], strict=True):
                 assert entry[int(token_id)].logprob == logprob
         has_counts = "num_kept" in choice
         assert has_counts == (mode == "processed")

@@ -26,7 +26,7 @@ from jaxpage.device.hardware import traced_code
 from jaxpage.device.hardware.backends import Backend, attention_sets
 from jaxpage.device.inputs.buckets import Bucket
 from jaxpage.device.pages.kv_pages import LayerPages
-from jaxpage.device.stored_executables import Found, StoredExecutables
+from jaxpage.device.stored_executables import StoredExecutable, StoredExecutables
 from jaxpage.device.waiting import Waiting
 from pallas_kernels.compat import DescribedGPU, describe_gpu
 from pallas_kernels.sets import fa3
@@ -98,7 +98,9 @@ def test_another_choice_has_another_text():
     assert "selected_algorithm" in choices_of(multiply(**WITHOUT_TRITON))
 
 
-def autotuning_of(entries: dict[Any, Any], device: Any = CARD, **from_files: Found) -> str | None:
+def autotuning_of(
+    entries: dict[Any, Any], device: Any = CARD, **from_files: StoredExecutable
+) -> str | None:
     """Returns the hash of a table of executables."""
     table = object.__new__(Executables)
     table._mesh = SimpleNamespace(first=device)
@@ -127,7 +129,7 @@ def test_the_hash_has_the_new_choices_of_a_file_that_does_not_load(tmp_path):
     """It is compiled again, and the choices in the file are of no executable that runs."""
     other = Program(HLO.replace('"3"', '"4"'))
     trees = jax.tree.structure(((), {})), jax.tree.structure(None)
-    found = Found(
+    stored = StoredExecutable(
         tmp_path / "damaged",
         memoryview(b"x"),
         0,
@@ -136,7 +138,7 @@ def test_the_hash_has_the_new_choices_of_a_file_that_does_not_load(tmp_path):
         [CARD],
         functools.partial(lambda: other),
     )
-    assert autotuning_of({}, **{"copy 0": found}) == autotuning_of({"copy 0": other})
+    assert autotuning_of({}, **{"copy 0": stored}) == autotuning_of({"copy 0": other})
 
 
 @needs_plugin
@@ -185,7 +187,7 @@ def test_a_file_has_the_executable_and_its_choices(tmp_path):
     compiled = stored.get(compile_one, (0, 0), 0)
     (path,) = tmp_path.iterdir()
     executable = stored.get(compile_one, (0, 0), 0)
-    assert isinstance(executable, Found) and stored.num_found == 1
+    assert isinstance(executable, StoredExecutable) and stored.num_found == 1
     assert executable.choices == choices_of(compiled) != ""
     assert executable.workspace_bytes == compiled.memory_analysis().temp_size_in_bytes
     assert compiled.runtime_executable().serialize() in path.read_bytes()
@@ -207,7 +209,7 @@ def find_foreign_file(directory: Path) -> tuple[Path, Any]:
 def test_what_does_not_load_is_compiled_again(tmp_path, caplog):
     """A CPU finds whole files with an executable for a GPU, as after a wrong name."""
     path, loaded = find_foreign_file(tmp_path)
-    assert isinstance(loaded, Found)
+    assert isinstance(loaded, StoredExecutable)
     assert loaded.load()(1.0) == jnp.sin(1.0)
     logger = stored_executables.logger.name
     (said,) = (record.getMessage() for record in caplog.records if record.name == logger)

@@ -110,7 +110,7 @@ def test_a_snapshot_is_what_the_tables_say(engine: Engine, seed: int) -> None:
         snapshot = json.loads(json.dumps(inspector.inspect(engine)))
         check_against_tables(snapshot, engine)
         check_against_stats(snapshot, engine.stats())
-        assert snapshot["compiles"]["total"] == engine.runner.executables.found[1]
+        assert snapshot["compiles"]["total"] == engine.runner.executables.num_found_of_all[1]
         for request in snapshot["requests"]:
             seen[request["state"]] += 1
             check_timeline(request, snapshot)

@@ -89,12 +89,9 @@ def admit(grammar: Any, schema: Any, texts: list[str]) -> list[str]:
         *[({"type": "string", "format": kind}, ['"x"'], ['"x"'])
           for kind in ("password", "binary", "path", "file-path")],
         ({"type": "integer", "format": "int64"}, ["5"], ["5"]),
-        ({"type": "string", "format": "uuid4"}, [json.dumps(one) for one in UUIDS],
-         [json.dumps(UUIDS[3])]),
-        ({"type": "string", "format": "uuid4", "pattern": "^0b"},
-         [json.dumps(one) for one in UUIDS], [json.dumps(UUIDS[3])]),
-        ({"type": "string", "format": "base64"}, ['""', '"YQ=="', '"YQ="', '"YWI="', '"a"'],
-         ['""', '"YQ=="', '"YWI="']),
+        ({"type": "string", "format": "uuid4"}, [json.dumps(uuid) for uuid in UUIDS], [json.dumps(UUIDS[3])]),
+        ({"type": "string", "format": "uuid4", "pattern": "^0b"}, [json.dumps(uuid) for uuid in UUIDS], [json.dumps(UUIDS[3])]),
+        ({"type": "string", "format": "base64"}, ['""', '"YQ=="', '"YQ="', '"YWI="', '"a"'], ['""', '"YQ=="', '"YWI="']),
         # zod 4 and pydantic write these.
         *[({"type": "object", "propertyNames": names, "additionalProperties": {"type": "integer"}},
            KEYS, ['{"a":1}', '{"xy":1}'])

@@ -70,7 +70,7 @@ MODELS: dict[str, Model] = {
 def draws_of(model: Model, text: list[int], draft: Draft) -> list[int]:
     return [
         model(text),
-        *(model([*text, *draft.path(place)]) for place in range(len(draft.token_ids))),
+        *(model([*text, *draft.path(index)]) for index in range(len(draft.token_ids))),
     ]
 
 
@@ -177,7 +177,7 @@ def differs_from_the_published(
         expected = {path[:size] for path in published.paths() for size in range(1, len(path) + 1)}
         num_tokens = published.step()
         draft, actual = step(proposer, group, model, sizes.num_drafts)
-        if {draft.path(place) for place in range(len(draft.token_ids))} != expected or len(
+        if {draft.path(index) for index in range(len(draft.token_ids))} != expected or len(
             draft.token_ids
         ) != len(expected):
             return f"the draft of step {number}"
@@ -289,8 +289,8 @@ def test_whatever_is_left_of_a_draft_the_window_goes_on(data, sizes, name):
         tokens = gained_tokens(draft, drawn)
         gone = data.draw(st.sets(st.integers(0, len(drawn) - 1), max_size=3))
         heard = [
-            (NOT_FINITE, NOTHING_ALLOWED)[place % 2] if place in gone else each
-            for place, each in enumerate(drawn)
+            (NOT_FINITE, NOTHING_ALLOWED)[index % 2] if index in gone else each
+            for index, each in enumerate(drawn)
         ]
         if data.draw(st.integers(0, 9)):
             proposer.learn_draws(sequence.sequence_id, len(text), draft, heard)
@@ -309,9 +309,9 @@ def test_whatever_is_left_of_a_draft_the_window_goes_on(data, sizes, name):
 def thin_out(draft: Draft, stays: list[bool]) -> Draft:
     places = {-1: -1}
     tokens, parents = [], []
-    for place, (token_id, parent) in enumerate(zip(draft.token_ids, draft.parents, strict=True)):
-        if stays[place] and parent in places:
-            places[place] = len(tokens)
+    for index, (token_id, parent) in enumerate(zip(draft.token_ids, draft.parents, strict=True)):
+        if stays[index] and parent in places:
+            places[index] = len(tokens)
             tokens.append(token_id)
             parents.append(places[parent])
     return Draft(tuple(tokens), tuple(parents))
@@ -326,7 +326,7 @@ def test_n_grams_come_first_in_a_draft_and_the_window_by_columns():
     def draft(num_drafts: int) -> list[tuple[int, ...]]:
         proposal = proposer.propose(group.request, group.sequences[0], num_drafts)
         assert proposal is not None
-        return [proposal.path(place) for place in range(len(proposal.token_ids))]
+        return [proposal.path(index) for index in range(len(proposal.token_ids))]
 
     ngrams = [(8,), (8, 9), (6,), (6, 7)]  # the latest first
     assert draft(9) == [*ngrams, (5,), (5, 6)]

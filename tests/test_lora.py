@@ -143,9 +143,9 @@ def test_tokens_and_logits_are_those_of_peft(model, llm):
     for index, (name, prompt, output) in enumerate(zip(names, prompts, outputs, strict=True)):
         tokens, logits = greedy_of_peft(model[0], name, prompt)
         assert output.outputs[0].token_ids == tokens
-        for place, row in enumerate(logits):
+        for number, row in enumerate(logits):
             np.testing.assert_allclose(
-                witness.logits[1 + index, len(prompt) + place], row, atol=1e-4
+                witness.logits[1 + index, len(prompt) + number], row, atol=1e-4
             )
     assert len({tuple(output.outputs[0].token_ids) for output in outputs[:3]}) == 3
 
@@ -444,8 +444,8 @@ def test_beside_a_quantised_weight(tmp_path):
         output = llm.generate(prompt_of(), GREEDY, False, lora_request=requested)[0].outputs[0]
     tokens, logits = greedy_of_peft(whole, "wide", prompt_of())
     assert output.token_ids == tokens
-    for place, row in enumerate(logits):
-        np.testing.assert_allclose(witness.logits[0, len(prompt_of()) + place], row, atol=1e-4)
+    for index, row in enumerate(logits):
+        np.testing.assert_allclose(witness.logits[0, len(prompt_of()) + index], row, atol=1e-4)
 
 
 def test_a_linear_layer_before_the_logits_takes_the_rows_adapters(tmp_path):
@@ -471,10 +471,10 @@ def test_a_linear_layer_before_the_logits_takes_the_rows_adapters(tmp_path):
             )
         with torch.no_grad(), nullcontext() if request else whole.disable_adapter():
             scored = torch.log_softmax(whole(torch.tensor([prompt])).logits[0].double(), 1)
-        for place, logprobs in enumerate(output.prompt_logprobs[1:]):
-            token_id = prompt[place + 1]
+        for index, logprobs in enumerate(output.prompt_logprobs[1:]):
+            token_id = prompt[index + 1]
             assert logprobs[token_id].logprob == pytest.approx(
-                float(scored[place, token_id]), abs=1e-4
+                float(scored[index, token_id]), abs=1e-4
             )
 
 

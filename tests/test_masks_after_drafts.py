@@ -226,7 +226,7 @@ def test_draws_behind_drafts_are_processed_as_behind_tokens():
     draft = Draft((5, 7, 6, 8, 7), (-1, -1, 0, 1, 3))
     root = sample_of(0, 1, sequence(), requested)
     actual = (root, *make_draft_samples(root, draft, sequence(), requested))
-    paths = [(), *(draft.path(place) for place in range(5))]
+    paths = [(), *(draft.path(index) for index in range(5))]
     expected = tuple(sample_of(0, 1, sequence(*path), requested) for path in paths)
     assert len({sample.suppressed_token_ids for sample in expected}) > 2, "nothing is told apart"
     arrays = [
@@ -260,7 +260,7 @@ TREES = st.integers(0, 9).flatmap(
         st.lists(
             st.sampled_from([-1, VOCAB]) | st.integers(0, VOCAB - 1), min_size=size, max_size=size
         ),
-        st.tuples(*(st.integers(-1, place - 1) for place in range(size))),
+        st.tuples(*(st.integers(-1, index - 1) for index in range(size))),
     )
 )
 
@@ -279,10 +279,10 @@ def test_what_stays_is_what_can_be(grammar_of, tree, regex):
     def can_be(path: tuple[int, ...]) -> bool:
         return grammar is None or one_by_one(lambda: Constraint(grammar, request()), path)[1]
 
-    expected = [draft.path(place) for place in range(len(token_ids)) if can_be(draft.path(place))]
+    expected = [draft.path(index) for index in range(len(token_ids)) if can_be(draft.path(index))]
     actual = drafts.get(7, Draft((), ()))
-    assert all(-1 <= parent < place for place, parent in enumerate(actual.parents))
-    assert [actual.path(place) for place in range(len(actual.token_ids))] == expected
+    assert all(-1 <= parent < index for index, parent in enumerate(actual.parents))
+    assert [actual.path(index) for index in range(len(actual.token_ids))] == expected
     assert (7 in drafts) == bool(expected)
 
 

@@ -257,7 +257,7 @@ def test_the_greedy_tree_is_the_best_of_all_trees(accuracies, num_drafts):
     best = max(mean_right(tree, accuracies) for tree in trees)
     tree = search(accuracies, num_drafts)
     assert len(set(tree)) == size and mean_right(tree, accuracies) == pytest.approx(best, abs=1e-9)
-    assert all(path[:-1] in ((), *tree[:place]) for place, path in enumerate(tree)), (
+    assert all(path[:-1] in ((), *tree[:index]) for index, path in enumerate(tree)), (
         "parents come first"
     )
     assert search(accuracies, num_drafts - 1) == tree[: num_drafts - 1]
@@ -440,7 +440,7 @@ def second_knows() -> list[Head]:
 def test_heads_that_know_are_right_each_time(plain, chains):
     text, _ = run(plain, GREEDY, PROMPTS[:1])
     ids = text[0][0][0]
-    assert list(ids) == [times(place)[PROMPTS[0][-1]] for place in range(1, 26)], (
+    assert list(ids) == [times(index)[PROMPTS[0][-1]] for index in range(1, 26)], (
         "the model is not the cycle it should be"
     )
     drafted, count = run(chains, GREEDY, PROMPTS[:1])

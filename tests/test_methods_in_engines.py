@@ -143,7 +143,7 @@ def test_stops_cut_inside_an_accepted_run(engines):
         temperature=1.5, max_tokens=30, ignore_eos=True, allowed_token_ids=[66, 67], seed=1, n=2
     )
     (output,) = engines("without").generate("ab", few, use_tqdm=False)
-    stops = sorted({output.outputs[0].text[place : place + 4] for place in range(5, 25)})
+    stops = sorted({output.outputs[0].text[index : index + 4] for index in range(5, 25)})
     requests = [dataclasses.replace(few, stop=(stop,)) for stop in stops]
     plain = everything(engines("without").generate(["ab"] * len(stops), requests, use_tqdm=False))
     llm = engines("roomy", "lookahead")

@@ -102,8 +102,8 @@ def fill(family: Any, spec: Any, state: Mapping[str, np.ndarray]) -> Parameters:
             tensor = state[names[0]]
             assert tensor.shape == piece.stored_shape, weight
             begins = zip(piece.offset, piece.shape, strict=True)
-            own = tensor.swapaxes(-1, -2) if piece.transpose else tensor
-            filled[tuple(slice(at, at + size) for at, size in begins)] = own.reshape(piece.shape)
+            values = tensor.swapaxes(-1, -2) if piece.transpose else tensor
+            filled[tuple(slice(at, at + size) for at, size in begins)] = values.reshape(piece.shape)
         place = parameters
         for key in weight.path[:-1]:
             place = place.setdefault(key, {})
@@ -193,8 +193,8 @@ def test_the_page_of_models_has_an_error_of_each_architecture():
 def test_decoders_have_as_many_layers_as_those_of_transformers():
     """EAGLE's heads count them; layers that share pages, or keep nothing, count as others do."""
     for name in MODELS:
-        own = config_of_transformers(config_json(name)).num_hidden_layers
-        assert read_spec(name)[1].kv.num_decoder_layers == own, name
+        num_layers = config_of_transformers(config_json(name)).num_hidden_layers
+        assert read_spec(name)[1].kv.num_decoder_layers == num_layers, name
 
 
 DIFFERENT_LAYERS = [
@@ -243,12 +243,12 @@ def test_auxiliary_hidden_states_are_the_hidden_states_of_transformers(name):
             token_ids_T, pages, context()
         )
 
-    (hidden, _, found), (plain, _, nothing) = forward(
+    (hidden, _, states_of_layers), (plain, _, nothing) = forward(
         fill(family, spec, state), jnp.asarray(token_ids, jnp.int32)
     )
     np.testing.assert_array_equal(hidden, plain)
     assert nothing == ()
-    for layer, states in zip(aux_layers, found, strict=True):
+    for layer, states in zip(aux_layers, states_of_layers, strict=True):
         np.testing.assert_allclose(states, expected[layer], atol=TOLERANCE)
         others = [other for number, other in enumerate(expected) if number != layer]
         assert min(np.abs(states - other).max() for other in others) > 100 * TOLERANCE
@@ -301,11 +301,11 @@ def test_every_parameter_says_its_axes_and_where_it_is_stored(name):
     family, spec, _, abstract = in_bfloat16(name)
     leaves, _ = jax.tree_util.tree_flatten_with_path(abstract)
     weights = model_weights(family, spec)
-    own = {weight.path for weight in weights if weight.dtype == "float32"}
-    assert all(path[-1] == "correction" for path in own)
-    assert {leaf.dtype for path, leaf in leaves if tuple(key.key for key in path) not in own} == {
-        jnp.dtype("bfloat16")
-    }
+    in_float32 = {weight.path for weight in weights if weight.dtype == "float32"}
+    assert all(path[-1] == "correction" for path in in_float32)
+    assert {
+        leaf.dtype for path, leaf in leaves if tuple(key.key for key in path) not in in_float32
+    } == {jnp.dtype("bfloat16")}
     assert {weight.path: weight.shape for weight in weights} == {
         tuple(key.key for key in path): leaf.shape for path, leaf in leaves
     }
@@ -354,8 +354,8 @@ def test_a_block_of_several_layers_is_held_once_and_goes_by_the_name_of_any_of_t
     first, other = (f"model.layers.{layer}.shared_transformer." for layer in (1, 3))
     assert sum(name.startswith(other) for name in state) > 5
     for left in (first, other):
-        found = fill(family, spec, {k: v for k, v in state.items() if not k.startswith(left)})
-        assert jax.tree.all(jax.tree.map(np.array_equal, found, expected))
+        filled = fill(family, spec, {k: v for k, v in state.items() if not k.startswith(left)})
+        assert jax.tree.all(jax.tree.map(np.array_equal, filled, expected))
     held = sum(leaf.size for leaf in jax.tree.leaves(expected))
     assert held == sum(each.numel() for each in make_model("zamba2-turns").parameters())
 
@@ -381,11 +381,11 @@ def test_kernels_of_queries_keys_and_values_may_be_apart():
     for key, value in state.items():
         if "conv1d" in key:
             parts = zip("qkv", np.split(value, ends), strict=True)
-            separate |= {key.replace("conv1d", f"{part}_conv1d"): own for part, own in parts}
+            separate |= {key.replace("conv1d", f"{part}_conv1d"): kernel for part, kernel in parts}
     whole = {key: value for key, value in state.items() if "conv1d" not in key}
     assert len(separate) == 6
-    found, expected = fill(family, spec, whole | separate), fill(family, spec, state)
-    assert jax.tree.all(jax.tree.map(np.array_equal, found, expected))
+    filled, expected = fill(family, spec, whole | separate), fill(family, spec, state)
+    assert jax.tree.all(jax.tree.map(np.array_equal, filled, expected))
 
 
 def test_corrections_that_files_of_a_x_k1_lack_are_zero():
@@ -400,8 +400,8 @@ def test_corrections_that_files_of_a_x_k1_lack_are_zero():
     assert np.abs(expected - corrected).max() > TOLERANCE
     lacking = {key: each for key, each in state.items() if "e_score_correction_bias" not in key}
     family, spec = read_spec(name, topk_method="greedy")
-    found = logits_of(family, spec, fill(family, spec, lacking), token_ids)
-    assert np.abs(found - expected).max() < TOLERANCE
+    ours = logits_of(family, spec, fill(family, spec, lacking), token_ids)
+    assert np.abs(ours - expected).max() < TOLERANCE
 
 
 def test_only_what_carries_nothing_may_be_left_unused():

@@ -208,7 +208,7 @@ def test_what_needs_the_host_may_come_back_in_a_step_that_decodes(engines):
             llm._engine.prepare(None, PROMPTS[0], REQUESTS[0]),
             llm._engine.prepare(None, [70, 71], hosted),
         )
-        _, reporter = [llm._engine.add(f"{place}", each) for place, each in enumerate(prepared)]
+        _, reporter = [llm._engine.add(f"{index}", each) for index, each in enumerate(prepared)]
         run_giving_way(llm._engine, 5)
         assert everything([reporter.whole()]) == expected, hosted
     invariants(llm)
@@ -221,8 +221,8 @@ def test_a_step_of_several_tokens_with_masks_is_refused(needs, engines):
     params = SamplingParams(allowed_token_ids=(5,)) if needs == "parameter" else SamplingParams()
     suppressed = (7,) if needs == "suppressed" else ()
     samples = [
-        Sample(0, place, 9, params, 0, 0, 1 + place, suppressed_token_ids=suppressed)
-        for place in range(2)
+        Sample(0, index, 9, params, 0, 0, 1 + index, suppressed_token_ids=suppressed)
+        for index in range(2)
     ]
     plan = StepPlan(1, (Row(9, 0, (3, PLACEHOLDER), ((1,),), parents=(0,)),), tuple(samples))
     masks = {1: mask_of((5,), builder.vocab_size)} if needs == "mask" else {}
@@ -250,9 +250,9 @@ def test_a_step_has_as_many_tokens_as_are_wanted(engines, monkeypatch):
 
 
 @pytest.mark.parametrize("include", [False, True])
-def test_a_stop_cuts_inside_a_step(include, engines, expected):
-    whole = expected[1][1][0]
-    texts = sorted({whole.text[place : place + 3] for place in range(len(whole.text) - 2)})
+def test_a_stop_cuts_inside_a_step(include, engines, want):
+    whole = want[1][1][0]
+    texts = sorted({whole.text[index : index + 3] for index in range(len(whole.text) - 2)})
     requests = [
         dataclasses.replace(REQUESTS[1], stop=(text,), include_stop_str_in_output=include)
         for text in texts
@@ -277,7 +277,7 @@ def test_who_gives_way_in_the_middle_goes_on(engine, engines, expected):
     for step in (2, 4, 5):
         prepared = [llm._engine.prepare(None, PROMPTS[index], REQUESTS[index]) for index in chosen]
         reporters = [
-            llm._engine.add(f"{step} {place}", each) for place, each in enumerate(prepared)
+            llm._engine.add(f"{step} {index}", each) for index, each in enumerate(prepared)
         ]
         run_giving_way(llm._engine, step)
         assert everything([reporter.whole() for reporter in reporters]) == [

@@ -150,10 +150,10 @@ def test_results_in_any_order_find_the_calls_of_their_names(data):
         assistant_message(*map(call_of, names)),
         *(result(tool_name=names[place]) for place in first),
     ]
-    ids = [f"call{place:05d}" for place in range(len(names))]
+    ids = [f"call{index:05d}" for index in range(len(names))]
     calls = [
-        {"id": ids[place], "type": "function", "function": {"name": name, "arguments": "{}"}}
-        for place, name in enumerate(names)
+        {"id": ids[index], "type": "function", "function": {"name": name, "arguments": "{}"}}
+        for index, name in enumerate(names)
     ]
     results = [
         {"role": "tool", "content": "r", "tool_call_id": ids[place], "name": names[place]}
@@ -313,8 +313,8 @@ def test_the_lines_of_a_stream_are_the_answer_wherever_they_are_cut(text, cuts, 
         parts = parts_of(open_ollama_chat({**body, "stream": stream}, reads_calls()), texts, reason)
         assert [part["done"] for part in parts] == [False] * (len(parts) - 1) + [True]
         message = join(parts)
-        for place, call in enumerate(message.get("tool_calls", [])):
-            assert call.pop("id") and call["function"]["index"] == place
+        for index, call in enumerate(message.get("tool_calls", [])):
+            assert call.pop("id") and call["function"]["index"] == index
         answers.append((message, parts[-1]["done_reason"], parts[-1]["eval_count"]))
         DIALECT.stream.new_frame()(parts[-1])
     assert answers[0] == answers[1]

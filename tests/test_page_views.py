@@ -262,7 +262,7 @@ def state(num_blocks: int = NUM_BLOCKS, *, num_requests: int = 40) -> dict[str, 
     per_request = min(25, (num_blocks - 1) // (2 * num_requests))
     for number in range(1, num_requests + 1):
         blocks = [
-            1 + (number * 7919 + place * 104_729) % (num_blocks - 1) for place in range(per_request)
+            1 + (number * 7919 + index * 104_729) % (num_blocks - 1) for index in range(per_request)
         ]
         for block in blocks:
             counts[block] += 1
@@ -532,7 +532,7 @@ def open_seeing(page: Any, files: str, takes_pictures: bool = True) -> list[Any]
 
 RED = ("red.png", "image/png", png_of("red"))
 BLUE = ("blue.png", "image/png", png_of("blue", (30, 200)))
-NOISE = bytes((7 * place * place) % 251 for place in range(32_000))
+NOISE = bytes((7 * index * index) % 251 for index in range(32_000))
 
 
 def test_pictures_are_chosen_dropped_and_pasted_and_taken_away(page: Any, files: str) -> None:

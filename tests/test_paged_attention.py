@@ -263,7 +263,7 @@ def test_tree_mask_takes_the_place_of_the_causal_order(backend):
 
 def random_tree(rng, num_tokens):
     """Returns the token before each token, -1 for the first."""
-    return [-1, *(int(rng.integers(max(0, place - 4), place)) for place in range(1, num_tokens))]
+    return [-1, *(int(rng.integers(max(0, index - 4), index)) for index in range(1, num_tokens))]
 
 
 def branch(parents, token):

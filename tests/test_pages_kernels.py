@@ -277,10 +277,10 @@ def check_rotation(dtype, pages_dtype, width=H):
         np.asarray(q, np.float64), expected[:, :N], rtol=tolerance, atol=tolerance
     )
     numbers = np.asarray(x, np.float32)
-    for place, (array, old) in enumerate(zip(actual, pages, strict=True)):
+    for index, (array, old) in enumerate(zip(actual, pages, strict=True)):
         slots_now, new = (np.asarray(each).reshape(P * S, K, -1) for each in (array, old))
         new = new.copy()
-        is_key, is_scale = place % 2 == 0, place > 1
+        is_key, is_scale = index % 2 == 0, index > 1
         for token, slot in enumerate(SLOTS):
             if S <= slot < P * S and not is_key:
                 new[slot] = quantize(numbers[token, N + K :], pages_dtype)[is_scale].reshape(K, -1)

@@ -220,7 +220,7 @@ def test_prompts_have_the_token_ids_of_transformers(name: str) -> None:
     for places in ((0,), (0, 1), (2, 0, 3), (3, 2, 1, 0), (1, 1)):
         chosen = [pictures[place] for place in places]
         between = ["One\n\n", "", " two \n", "\n\n"]
-        text = "".join(f"{between[place]}{marker}" for place in range(len(places))) + "\n\nEnd. "
+        text = "".join(f"{between[index]}{marker}" for index in range(len(places))) + "\n\nEnd. "
         expected, _ = oracle(text, chosen)
         token_ids, embedded = processor.expand(text, [processed[place] for place in places])
         assert token_ids == expected

@@ -354,20 +354,20 @@ class KeepsOwnBlockAfterAnothers(BlockManager):
         table, pool = group.tables[sequence_id], group.pool
         before = list(table.blocks)
         super().cache(sequence_id, num_computed, token_ids, digests, salt)
-        for place, block in enumerate(before):
-            if table.blocks[place] != block:
-                pool.release(table.blocks[place])
+        for index, block in enumerate(before):
+            if table.blocks[index] != block:
+                pool.release(table.blocks[index])
                 pool._free.remove(block)
                 pool._ref_counts[block] = 1
-                table.blocks[place], table.frozen = block, None
+                table.blocks[index], table.frozen = block, None
 
 
 class HashesWithoutParent(PrefixIndex):
     def extend(self, digests, token_ids, salt, num_blocks):
         size = self.block_size
-        for place in range(len(digests), num_blocks):
+        for index in range(len(digests), num_blocks):
             digests.append(
-                self._hash(repr((salt, token_ids[place * size : (place + 1) * size])).encode())
+                self._hash(repr((salt, token_ids[index * size : (index + 1) * size])).encode())
             )
         return digests
 

@@ -113,20 +113,20 @@ def check_oracle(llm, params):
         llm._engine.runner.executables = witness._real
         del llm._engine.builder.build
     total = 0.0
-    for place, token_id in enumerate(output.token_ids):
-        raw = witness.logits[first_id, len(PROMPT) + place]
-        expected = distribution(raw, params, output.token_ids[:place])
-        entries = output.logprobs[place]
+    for index, token_id in enumerate(output.token_ids):
+        raw = witness.logits[first_id, len(PROMPT) + index]
+        expected = distribution(raw, params, output.token_ids[:index])
+        entries = output.logprobs[index]
         assert entries[token_id].logprob == pytest.approx(expected[token_id], abs=CLOSE)
-        assert output.num_kept[place] == np.isfinite(expected).sum()
-        top = np.argsort(-expected, kind="stable")[: min(6, output.num_kept[place])]
+        assert output.num_kept[index] == np.isfinite(expected).sum()
+        top = np.argsort(-expected, kind="stable")[: min(6, output.num_kept[index])]
         assert set(entries) == {token_id, *top.tolist()}
         for other, entry in entries.items():
             assert entry.logprob == pytest.approx(expected[other], abs=CLOSE)
             assert entry.rank == 1 + (expected > expected[other]).sum()
         if output.sampling_mask is not None:
             assert (
-                output.sampling_mask.token_ids[place]
+                output.sampling_mask.token_ids[index]
                 == np.flatnonzero(np.isfinite(expected)).tolist()
             )
         total += entries[token_id].logprob
@@ -234,15 +234,15 @@ def test_a_cut_and_a_temperature_are_in_the_numbers(llm):
     params = with_mask(REQUESTS["all cuts"])
     (output,) = generate(llm, params)
     (raw,) = generate(llm, dataclasses.replace(params, logprobs_mode="raw", logprobs=20))
-    for place, ids in enumerate(output.sampling_mask.token_ids):
-        known = {t: entry.logprob for t, entry in raw.logprobs[place].items()}
+    for index, ids in enumerate(output.sampling_mask.token_ids):
+        known = {t: entry.logprob for t, entry in raw.logprobs[index].items()}
         if not set(ids) <= known.keys():
             continue
         scaled = np.array([known[t] for t in ids]) / params.temperature
-        expected = known[output.token_ids[place]] / params.temperature - np.log(
+        expected = known[output.token_ids[index]] / params.temperature - np.log(
             np.exp(scaled).sum()
         )
-        assert output.logprobs[place][output.token_ids[place]].logprob == pytest.approx(
+        assert output.logprobs[index][output.token_ids[index]].logprob == pytest.approx(
             expected, abs=CLOSE
         )
     assert min(map(len, output.sampling_mask.token_ids)) < 20, "no place was compared"

@@ -60,9 +60,9 @@ def write(group: SequenceGroup, token_ids: Iterable[int]) -> None:
 def look_up(text: Sequence[int], min_length: int, max_length: int, num_drafts: int) -> Draft | None:
     """Returns the drafts by definition: the longest match, of several the latest."""
     for length in range(max_length, min_length - 1, -1):
-        for place in range(len(text) - 1, length - 1, -1):
-            if text[place - length : place] == text[len(text) - length :]:
-                return chain(tuple(text[place : place + num_drafts]))
+        for index in range(len(text) - 1, length - 1, -1):
+            if text[index - length : index] == text[len(text) - length :]:
+                return chain(tuple(text[index : index + num_drafts]))
     return None
 
 
@@ -287,7 +287,7 @@ def test_suffix_decoding_says_the_best_of_what_the_definition_offers(
     shared = [written[0], written[0], written[2]]
     for which, num_new, token_id in steps:
         group = groups[which]
-        new = [(token_id + place) % 3 for place in range(num_new)]
+        new = [(token_id + index) % 3 for index in range(num_new)]
         write(group, new)
         for token in new:
             shared[which].append(which, token)
@@ -432,12 +432,12 @@ def test_sequences_without_room_for_a_tree_draft_from_what_others_wrote():
     large = make_group("large", 3, [*range(100, 200), 10, 11], max_tokens=99)
     assert ask(proposer, small, 4) == chain((7, 5))
     assert ask(proposer, large, 4) == chain((12, 13))
-    assert proposer._own[3].tree is None
+    assert proposer._own_trees[3].tree is None
     assert proposer._num_own_edges <= 50
     assert ask(proposer, small, 4) == chain((7, 5))
     for group in (small, large):
         proposer.forget(group)
-    assert (proposer._num_own_edges, proposer._own, proposer._shared._written) == (0, {}, {})
+    assert (proposer._num_own_edges, proposer._own_trees, proposer._shared._written) == (0, {}, {})
 
 
 def test_a_long_prompt_is_taken_in_over_several_steps_and_drafts_follow_when_it_is():
@@ -469,25 +469,25 @@ def test_so_many_are_right_as_was_asked_for_and_the_others_are_wrong():
     proposer = SyntheticProposer({(1,): [output]}, rates, vocab_size=VOCAB)
     group = make_group("a", 3, [1], max_tokens=9999)
     counts, drafts = [0] * 4, []
-    for place in range(5000):
+    for position in range(5000):
         draft = ask(proposer, group, 9)
         assert draft is not None and len(draft.token_ids) == 4
-        right = [a == b for a, b in zip(draft.token_ids, output[place:], strict=False)]
+        right = [a == b for a, b in zip(draft.token_ids, output[position:], strict=False)]
         assert right == sorted(right, reverse=True)
         for index, is_right in enumerate(right):
             counts[index] += is_right
         drafts.append(draft)
-        write(group, [output[place]])
+        write(group, [output[position]])
     for count, rate in zip(counts, rates, strict=True):
         assert abs(z(count, 5000, rate)) < 4
         assert abs(z(count, 5000, rate + 0.09)) > 4  # a rate that is not the one
     again = SyntheticProposer({(1,): [output]}, rates, vocab_size=VOCAB)
     other = SyntheticProposer({(1,): [output]}, rates, vocab_size=VOCAB, seed=1)
     numbers = [
-        each.num_right(3, place) for each in (proposer, again, other) for place in range(200)
+        each.num_right(3, index) for each in (proposer, again, other) for index in range(200)
     ]
     assert numbers[:200] == numbers[200:400] != numbers[400:]
-    assert [proposer.num_right(4, place) for place in range(200)] != numbers[:200]
+    assert [proposer.num_right(4, index) for index in range(200)] != numbers[:200]
 
 
 def z(count: int, total: int, rate: float) -> float:

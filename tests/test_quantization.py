@@ -378,8 +378,8 @@ def quantized_checkpoint(
         lists = {field: [] for field in ("ignore", "ignored_layers") if field in quantization}
         marked = {"lm_head": True} if quantization["quant_method"] in ("gptq", "awq") else {}
         quantization = {**quantization, **lists, **marked}
-    for place, key in enumerate(modules):
-        stored, weight = stored_at(place, name, *tensors.pop(key).shape)
+    for index, key in enumerate(modules):
+        stored, weight = stored_at(index, name, *tensors.pop(key).shape)
         exact[key] = weight
         tensors |= {
             f"{key.removesuffix('weight')}{suffix}": array for suffix, array in stored.items()
@@ -587,16 +587,16 @@ def assert_parts(numbers: Callable[..., list[np.ndarray]], exact: dict[str, np.n
         ("attention", "query_key_value"): [f"{attention}.{part}_proj.weight" for part in "qkv"],
         ("mlp", "gate_up"): [f"{mlp}.{part}_proj.weight" for part in ("gate", "up")],
     }.items():
-        for place, weight in enumerate(numbers("layers", 0, *path)):
-            expected = np.concatenate([np.split(exact[name], 2)[place] for name in modules])
+        for index, weight in enumerate(numbers("layers", 0, *path)):
+            expected = np.concatenate([np.split(exact[name], 2)[index] for name in modules])
             np.testing.assert_allclose(weight, expected, rtol=1e-6, atol=1e-9)
     for path, name in {
         ("attention", "output"): f"{attention}.o_proj.weight",
         ("mlp", "down"): f"{mlp}.down_proj.weight",
     }.items():
-        for place, weight in enumerate(numbers("layers", 0, *path)):
+        for index, weight in enumerate(numbers("layers", 0, *path)):
             np.testing.assert_allclose(
-                weight, np.split(exact[name], 2, axis=1)[place], rtol=1e-6, atol=1e-9
+                weight, np.split(exact[name], 2, axis=1)[index], rtol=1e-6, atol=1e-9
             )
 
 
@@ -1089,11 +1089,11 @@ def mixed_checkpoint(directory: Path, head: str | None = None) -> dict[str, np.n
         tensors |= {f"lm_head.{end}": array for end, array in stored.items()}
         of_head = {"lm_head.weight": weight}
     exact = {key: array for key, array in tensors.items() if key.endswith("_proj.weight")}
-    for place, key in enumerate(exact):
+    for index, key in enumerate(exact):
         module = key.split(".", 3)[3].removesuffix(".weight")
         algorithm = MIXED.get(module, MIXED.get(module.partition(".")[0]))
         if algorithm in MAKERS:
-            stored, exact[key] = stored_at(place, MAKERS[algorithm], *tensors.pop(key).shape)
+            stored, exact[key] = stored_at(index, MAKERS[algorithm], *tensors.pop(key).shape)
             tensors |= {
                 f"{key.removesuffix('weight')}{end}": array for end, array in stored.items()
             }
@@ -1131,7 +1131,7 @@ STATED: dict[str, tuple[Any, Any]] = {
         {
             **{"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION"},
             "config_groups": {
-                f"group_{place}": {
+                f"group_{index}": {
                     "weights": weights,
                     "targets": [
                         name
@@ -1145,7 +1145,7 @@ STATED: dict[str, tuple[Any, Any]] = {
                         if algorithm == "NVFP4" and name.endswith("mlp")
                     ],
                 }
-                for place, (algorithm, weights) in enumerate(
+                for index, (algorithm, weights) in enumerate(
                     {"FP8": FP8_WEIGHTS, "NVFP4": NVFP4_WEIGHTS}.items()
                 )
             },

@@ -251,8 +251,8 @@ def sum_all(inputs: np.ndarray, recurrence: Recurrence) -> np.ndarray:
     definition.
     """
     padded, state, results = np.pad(inputs, ((2, 0), (0, 0))), np.zeros((2, 3)), []
-    for place in range(len(inputs)):
-        x = 0.25 * padded[place] - 0.5 * padded[place + 1] + padded[place + 2]
+    for index in range(len(inputs)):
+        x = 0.25 * padded[index] - 0.5 * padded[index + 1] + padded[index + 2]
         if recurrence is STATELESS:
             results.append(x)
             continue

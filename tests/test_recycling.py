@@ -68,7 +68,7 @@ def test_drafts_are_what_was_likely_the_last_time_rank_by_rank(heard, tree, last
 
 def test_salts_that_nobody_uses_give_way(monkeypatch):
     monkeypatch.setattr(recycling, "MAX_TABLES", 2)
-    monkeypatch.setattr(recycling, "KEPT", 2)
+    monkeypatch.setattr(recycling, "MIN_IDLE_STEPS", 2)
     proposer = RecyclingProposer(VOCAB, tree=False)
 
     def drafts(*salts: str | None) -> list[bool]:

@@ -465,7 +465,7 @@ def test_a_response_that_fails_is_told_and_kept_with_what_it_has_said(
 ):
     store = ResponseStore(1 << 20, 60)
     text = thought + said + "".join("\n" + call for call in calls)
-    texts = [text[place : place + 5] for place in range(0, len(text), 5)] or [""]
+    texts = [text[index : index + 5] for index in range(0, len(text), 5)] or [""]
     exchange = open_exchange_of(request(tools=[LOOK, PATCH], stream=True), store.of_owner(""))
     scripts = [Scripted(texts)]
     said_before = [
@@ -765,7 +765,7 @@ class StoreMachine(RuleBasedStateMachine):
         # To find them would be to use them.
         present = [
             (response_id, stored.owner, stored.stored)
-            for response_id, stored in self.store._kept.items()
+            for response_id, stored in self.store._entries.items()
             if not self.store._is_over(stored)
         ]
         assert sorted(present) == sorted((entry[0], entry[1], entry[3]) for entry in self.expected)

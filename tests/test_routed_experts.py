@@ -95,10 +95,10 @@ def check_hidden_states(model, completion):
         logprobs = model.lm_head(torch.tensor(states)).log_softmax(-1).numpy()
     assert states.dtype == np.float32
     np.testing.assert_allclose(states, expected.numpy(), atol=1e-4)
-    for place, (token_id, entry) in enumerate(
+    for index, (token_id, entry) in enumerate(
         zip(completion.token_ids, completion.logprobs, strict=True)
     ):
-        assert logprobs[place, token_id] == pytest.approx(entry[token_id].logprob, abs=1e-5)
+        assert logprobs[index, token_id] == pytest.approx(entry[token_id].logprob, abs=1e-5)
 
 
 def test_the_experts_are_those_of_transformers(checkpoint, alone):

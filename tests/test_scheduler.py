@@ -74,17 +74,17 @@ def make_driver(
     limits = StepLimits(max_num_seqs, max_tokens, max_chunk_rows, mixed, verified, trees)
     groups = [
         tables_class(
-            BlockPool(num_blocks + place * (num_blocks - 1), first=1 + place * (num_blocks - 1)),
+            BlockPool(num_blocks + index * (num_blocks - 1), first=1 + index * (num_blocks - 1)),
             block_size,
             host_pool=BlockPool(
-                (place + 1) * num_host_blocks + 1, first=place * num_host_blocks + 1
+                (index + 1) * num_host_blocks + 1, first=index * num_host_blocks + 1
             )
             if num_host_blocks
             else None,
             sliding_window=window,
             max_tokens=limits.max_row_length,
         )
-        for place, window in enumerate(windows)
+        for index, window in enumerate(windows)
     ]
     index = index_class(block_size, num_following=num_following) if caching else None
     manager = manager_class(groups, index)

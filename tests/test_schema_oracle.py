@@ -165,18 +165,18 @@ def write(grammar: Any, matcher: Any, choice: random.Random) -> str | None:
     """Returns a text that the matcher admits, token by token; None if it does not end."""
     end_id = grammar[1]
     token_ids: list[int] = []
-    for place in range(MAX_TOKENS):
+    for index in range(MAX_TOKENS):
         allowed = np.flatnonzero(
             np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little")
         )
         assert not matcher.is_error(), matcher.get_error()
         assert len(allowed), "nothing is admitted, and the text is not over"
         if end_id in allowed and (
-            len(allowed) == 1 or place > CLOSING_TOKENS or choice.random() < 0.3
+            len(allowed) == 1 or index > CLOSING_TOKENS or choice.random() < 0.3
         ):
             return str(tokenizer().decode(token_ids))
         allowed = allowed[allowed != end_id]
-        if place > CLOSING_TOKENS and (closing := [each for each in allowed if _closes(each)]):
+        if index > CLOSING_TOKENS and (closing := [each for each in allowed if _closes(each)]):
             allowed = closing
         token_ids.append(int(allowed[choice.randrange(len(allowed))]))
         matcher.consume_token(token_ids[-1])

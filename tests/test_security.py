@@ -405,7 +405,7 @@ def test_what_clients_make_up_is_no_label(server, client):
 def test_unique_schemas_are_forgotten(server, client, witness, monkeypatch):
     def ask(number: int) -> None:
         properties = {
-            f"name_{number}_{place}": {"type": "string", "maxLength": 20} for place in range(20)
+            f"name_{number}_{index}": {"type": "string", "maxLength": 20} for index in range(20)
         }
         expected = {
             "json": {"type": "object", "properties": properties, "required": list(properties)}

@@ -478,13 +478,13 @@ def test_subscribers_know_what_the_cache_will_find(llm):
                 if event["parent_block_hash"] is not None
                 else ()
             )
-            for place, block_hash in enumerate(event["block_hashes"]):
-                prefix += tuple(event["token_ids"][16 * place : 16 * place + 16])
+            for index, block_hash in enumerate(event["block_hashes"]):
+                prefix += tuple(event["token_ids"][16 * index : 16 * index + 16])
                 known[prefix] = block_hash
             assert (event["block_size"], event["medium"], len(event["token_ids"])) == (
                 16,
                 "GPU",
-                16 * (place + 1),
+                16 * (index + 1),
             )
         else:
             gone = set(event.get("block_hashes", known.values()))

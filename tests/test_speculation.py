@@ -319,7 +319,7 @@ def test_a_stop_string_cuts_inside_an_accepted_run(include, engines, lone):
     and nothing follows.
     """
     (_, (whole,), *_), outputs = lone("without")[0][1], lone("without")[1]
-    stops = sorted({whole.text[place : place + 3] for place in range(len(whole.text) - 2)})
+    stops = sorted({whole.text[index : index + 3] for index in range(len(whole.text) - 2)})
     assert len(stops) > 8
     requests = tuple(
         dataclasses.replace(REQUESTS[1], stop=(stop,), include_stop_str_in_output=include)
@@ -570,7 +570,7 @@ def transposes_the_mask(mask_TU, parents):
 
 def sees_no_branch(mask_TU, parents):
     """Sees everything before it in the row, as in a chain."""
-    mask_TU[:, 0] = [2 ** (place + 1) - 1 for place in range(len(mask_TU))]
+    mask_TU[:, 0] = [2 ** (index + 1) - 1 for index in range(len(mask_TU))]
 
 
 def accepts_one_more(plan, result):

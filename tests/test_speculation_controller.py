@@ -165,7 +165,7 @@ def test_unequal_sequences_have_unequal_drafts():
     fixed = []
     for num_drafts in (0, *NUM_DRAFTS):
         every = [
-            expected_speed(A100, loop.limits, rates(place, 0), 32, num_drafts) for place in range(4)
+            expected_speed(A100, loop.limits, rates(index, 0), 32, num_drafts) for index in range(4)
         ]
         fixed.append(sum(every) / 4)
     assert actual > 1.1 * max(fixed)
@@ -237,7 +237,7 @@ def test_drafts_that_are_seldom_found_and_cost_the_host(num_rows, hits):
     never, is asked no more.
     """
     device = dataclasses.replace(CPU, draft=0.4e-3)
-    loop = SpeculativeLoop(device, Guesses(lambda place, step: (0.9,) * 7, found=hits), num_rows)
+    loop = SpeculativeLoop(device, Guesses(lambda place, step: (0.9,) * 7, hit_rate=hits), num_rows)
     loop.run(FEW_STEPS)
     actual = loop.run(600).tokens_per_second
     assert actual >= 0.97 * expected_speed(device, loop.limits, (), num_rows, 0)

@@ -483,10 +483,10 @@ class Verifying(Probabilities):
             fields["query_start"],
         )
         drawn = result.token_ids.copy()
-        for place in range(len(drawn)):
-            children = [child for child, parent in enumerate(parents) if parent == place]
-            if children and drawn[place] % 4:
-                drawn[place] = ids[children[drawn[place] % len(children)]]
+        for index in range(len(drawn)):
+            children = [child for child, parent in enumerate(parents) if parent == index]
+            if children and drawn[index] % 4:
+                drawn[index] = ids[children[drawn[index] % len(children)]]
         paths = np.full((batch.num_rows, batch.bucket.max_query_len), -1, np.int32)
         for row, first in enumerate(starts[: batch.num_rows].tolist()):
             place, depth = first, 0
@@ -527,8 +527,8 @@ def test_every_history_can_be_replayed_and_every_number_counts(
 
         records = records_of(path)
         places = [
-            (place, way)
-            for place, (record, following) in enumerate(itertools.pairwise(records))
+            (index, way)
+            for index, (record, following) in enumerate(itertools.pairwise(records))
             for name in ("drafts", "paths")
             for way in leaves(record.get(name, []), (name,))
             # a step that was not run shows no token

@@ -37,7 +37,7 @@ for drafting in engines[: int(sys.argv[2])]:
     assert all(page.is_deleted() for page in pages), "donated"
     executables = llm._engine.runner.executables
     texts = [[(one.token_ids, one.cumulative_logprob) for one in each.outputs] for each in outputs]
-    found.append({"texts": texts, "found": executables.found[0], "all": executables.found[1],
+    found.append({"texts": texts, "found": executables.num_found_of_all[0], "all": executables.num_found_of_all[1],
         "workspace": executables.workspace_bytes()})
 print(json.dumps(found))
 """

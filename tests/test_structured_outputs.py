@@ -1101,10 +1101,12 @@ def test_a_log_is_replayed_with_its_masks(directory, tmp_path, requests, lone):
     report = replay(path, progress=False)
     assert report.difference is None and report.ending is None and report.num_tokens > 100
     results = [
-        one for one in map(json.loads, path.read_text().splitlines()) if one["event"] == "result"
+        record
+        for record in map(json.loads, path.read_text().splitlines())
+        if record["event"] == "result"
     ]
     # of the last one; at a dead end nothing is drawn
-    assert sum(one["tokens"].count(-2) for one in results) == 1
+    assert sum(record["tokens"].count(-2) for record in results) == 1
 
 
 def test_grammars_of_every_printable_character(grammar_of, directory):

@@ -129,7 +129,7 @@ def of_maxtext(case: str, config: dict[str, Any], arrays: Arrays, scanned: bool)
     if not scanned:
         groups = {f"decoder.layers_{index}": [layer] for index, layer in enumerate(layers)}
     elif case == "gemma3":
-        groups = {f"decoder.layers.layers_{place}": layers[place:12:6] for place in range(6)}
+        groups = {f"decoder.layers.layers_{index}": layers[index:12:6] for index in range(6)}
         groups["decoder.layers_remainder.layers_0"] = layers[12:]
     else:
         groups = {"decoder.layers": layers}

@@ -88,9 +88,9 @@ def test_a_stream_cut_anywhere_is_the_whole(path):
     assert [{**each, "sequence_number": 0} for each in message] == [
         {**each, "sequence_number": 0} for each in chunks
     ]
-    assert read(path, [data[place : place + 1] for place in range(len(data))]) == whole
+    assert read(path, [data[index : index + 1] for index in range(len(data))]) == whole
     for size in (2, 7, 61):
-        parts = [data[place : place + size] for place in range(0, len(data), size)]
+        parts = [data[index : index + size] for index in range(0, len(data), size)]
         assert read(path, parts) == whole
 
 

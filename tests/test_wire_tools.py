@@ -175,7 +175,7 @@ ADVERSARIAL = [
 def test_a_long_text_takes_no_longer_than_it_is(name, unit):
     text = unit * (60_000 // len(unit))
     assert read_all(PARSERS[name](), [text])
-    assert read_all(PARSERS[name](), (text[place : place + 3] for place in range(0, len(text), 3)))
+    assert read_all(PARSERS[name](), (text[index : index + 3] for index in range(0, len(text), 3)))
 
 
 @given(st.text(max_size=30))

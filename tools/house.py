@@ -37,6 +37,7 @@ from tests.support.sources import (
     read_modules,
     token_lines,
 )
+from tests.support.vague_names import LANGUAGES, foreign_names
 
 ROOT = Path(__file__).resolve().parents[1]
 LONG = 100  # characters
@@ -91,6 +92,9 @@ def measure(root: Path) -> Table:
     table |= first_words(modules)
     table |= names(modules)
     table["identifiers with words that stand for terms of the field"] = len(old_words(modules))
+    for language in LANGUAGES:
+        places, _ = foreign_names(root, language)
+        table[f"{language}: identifiers with such words, or that are pronouns"] = len(places)
     num_tokens = {"wheel": count_tokens(modules)}
     for top in ("tools", "tests"):
         others = read_modules(root, (top,))

@@ -83,7 +83,7 @@ FIRST_TESTS = {
     "decoding/sampling": "stopping",
     "decoding/stop": "stopping",
     "driver/async_driver": "bounded_work",
-    "driver/front": "receipts",
+    "driver/facade": "receipts",
     "step/aborted": "parallel_sampling",
     "step/draft": "acceptance draft_scheduling",
     "step/embedded": "embedded_prompts qwen_vision",

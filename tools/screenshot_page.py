@@ -202,7 +202,7 @@ def take_large_pool(browser: Browser, address: str, scheme: str, out: Path) -> N
         post(
             page,
             [
-                [(7 * number + 13 * place) % 2000 + 5 for place in range(200 + 3 * number)]
+                [(7 * number + 13 * index) % 2000 + 5 for index in range(200 + 3 * number)]
                 for number in range(40)
             ],
         )

@@ -269,7 +269,7 @@ def _host_pages(spec: EngineSpec, mesh: DeviceMesh) -> list[HostPages]:
 
 
 def _of_cache(memory: MemoryPlan, executables: Executables) -> str:
-    num_found, total = executables.found
+    num_found, total = executables.num_found_of_all
     found_text = f"all {total}" if num_found == total else f"{num_found} of {total}"
     return (
         f"{found_text} executables were in the compile cache; workspace of the steps: "

@@ -128,8 +128,9 @@ def weights_for_waking(files: ModelFiles, spec: EngineSpec, runner: Runner) -> W
     Raises:
         CheckpointError: The checkpoint cannot be read again.
     """
-    num_sleeps = runner.num_sleeps  # before `kept`, which may become that of a later sleep
-    host_weights = runner.kept
+    # It is read before `host_parameters`, which may become those of a later sleep.
+    num_sleeps = runner.num_sleeps
+    host_weights = runner.host_parameters
     if host_weights is not None:
         return WakingWeights(to_device(host_weights), num_sleeps)
     adapters = adapters_of(files, spec)

@@ -50,6 +50,7 @@ def run_baseline(
         do_sample=False, pad_token_id=0
     )  # without an end-of-sequence id, only the lengths end a sequence
     loaded = time.perf_counter()
+    # Two tokens each take a prompt step and a decode step.
     _generate(model, [WorkItem(item.prompt_token_ids, 2) for item in workload[:2]])
     warmed = time.perf_counter()
     outputs: list[list[int]] = []

@@ -25,6 +25,7 @@ _Seconds = Annotated[float, Field(gt=0, lt=10**9)]
 class ComparedFields(BaseModel):
     """Holds the fields of a result that a comparison reads; a result may have others."""
 
+    # Without these, "1" would pass for a number, and NaN for a time.
     model_config = ConfigDict(strict=True, allow_inf_nan=False)
 
 
@@ -128,6 +129,7 @@ def read_result(path: str, kind: str, fields: type[ComparedFields]) -> dict[str,
     except ValidationError as error:
         first = error.errors()[0]
         name = ".".join(map(str, first["loc"]))
+        # pydantic says "Input should be a valid dictionary or instance of _Config".
         must = first["msg"].partition(" should ")[2].partition(" or instance of ")[0]
         wrong = f"{name} must {must}, got {show(first['input'])}"
         said = f"the file has no {name!r}" if first["type"] == "missing" else wrong
@@ -143,6 +145,7 @@ def check_same_work(path: str, baseline: Mapping[str, Any], work: Mapping[str, A
         baseline: The result in it.
         work: The known properties of the work, under the names of the result, and `model`.
     """
+    # The directory of the model may be another one on another machine.
     before = {**baseline, "model": Path(baseline["config"]["model"]).name}
     other = [
         f"{name} {before[name]!r}, now {value!r}"

@@ -51,6 +51,7 @@ def _cells(result: Mapping[str, Any], day: datetime.date) -> list[str]:
     commit = where["commit"]
     return [
         str(day),
+        # A commit that ends with + had changes, which must show after the cut.
         f"{commit[:7]}{'+' * commit.endswith('+')}" if commit else f"version {where['jaxpage']}",
         Path(result["config"]["model"]).name,
         f"{result['completed']} x {result['dataset']}, seed {result['seed']}, "

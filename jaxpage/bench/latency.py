@@ -105,6 +105,7 @@ def run_latency(arguments: argparse.Namespace, config: EngineConfig) -> None:
             WorkItem(tuple(prompt), arguments.output_len) for batch in prompts for prompt in batch
         ]
         arguments.baseline_batch_size = arguments.batch_size
+        # The baseline warms up by itself, so it gets the measured batches alone.
         beside = baseline(
             arguments, config, directory, items[-arguments.num_iters * arguments.batch_size :]
         )

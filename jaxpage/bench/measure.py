@@ -31,8 +31,8 @@ def warm_up(llm: LLM, workload: Sequence[WorkItem]) -> float:
     items = workload[: llm.config.max_num_seqs]
     prompts = [list(item.prompt_token_ids) for item in items]
     lengths = [
-        min(item.num_output_tokens, 1 + (len(items) // place).bit_length())
-        for place, item in enumerate(items, 1)
+        min(item.num_output_tokens, 1 + (len(items) // index).bit_length())
+        for index, item in enumerate(items, 1)
     ]
     llm.generate(prompts, [parameters(length) for length in lengths], use_tqdm=False)
     return time.perf_counter() - start

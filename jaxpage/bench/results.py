@@ -182,6 +182,7 @@ def print_result(result: Mapping[str, Any], arguments: argparse.Namespace) -> No
         for name in ("config", "environment")
         if result.get(name)
     }
+    # NaN and Infinity are no JSON, and most parsers refuse them.
     line = json.dumps({**result, **hashes}, allow_nan=False)
     if arguments.output_json:
         Path(arguments.output_json).write_text(line + "\n", encoding="utf-8")

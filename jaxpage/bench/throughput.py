@@ -64,6 +64,7 @@ def run_throughput(
     earlier = read_baseline(path) if path else None
     if earlier:
         check_same_work(path, earlier, _read_work(arguments, config))
+    # Two engines cannot write the same event log.
     unlogged = config.replace(**NO_LOG)
     others = [(text, unlogged.replace(**changes_of(text))) for text in arguments.versus]
     draw = _plotter(arguments.plot) if arguments.plot else None
@@ -147,6 +148,7 @@ def changes_of(text: str) -> dict[str, Any]:
         UsageError: The text is something else.
     """
     changes = {}
+    # A comma within braces comes before a } without another { between.
     for part in re.split(r",(?![^{]*\})", text):
         name, equals, value = part.partition("=")
         if not equals:

@@ -121,8 +121,10 @@ def _from_trace(entry: Any, vocab_size: int, seed: int) -> WorkItem:
         draw = np.random.default_rng((seed, int(hash_id)))
         tokens += draw.integers(0, vocab_size, TRACE_BLOCK).tolist()
     if len(tokens) < length:
+        # The entry is the seed, so that its tokens do not depend on its place in the file.
         draw = np.random.default_rng((seed, *json.dumps(entry, sort_keys=True).encode()))
         tokens += draw.integers(0, vocab_size, length - len(tokens)).tolist()
+    # The times of Mooncake's traces are milliseconds.
     return WorkItem(
         tuple(tokens[:length]), int(entry["output_length"]), float(entry["timestamp"]) / 1000
     )

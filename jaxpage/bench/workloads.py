@@ -50,8 +50,11 @@ class WorkItem:
 def _sharegpt(
     draw: np.random.Generator, count: int, max_input: int, max_output: int
 ) -> tuple[Lengths, Lengths]:
+    # The logarithm of a lognormal has the variance ln(1 + variation ** 2), and the mean is exp(mu +
+    # variance / 2).
     variance = np.log1p(SHAREGPT_INPUT_VARIATION**2)
     inputs = draw.lognormal(np.log(SHAREGPT_MEAN_INPUT) - variance / 2, np.sqrt(variance), count)
+    # The mean of a Gamma distribution is its shape times its scale.
     outputs = draw.gamma(SHAREGPT_OUTPUT_SHAPE, SHAREGPT_MEAN_OUTPUT / SHAREGPT_OUTPUT_SHAPE, count)
     return _whole(inputs, max_input), _whole(outputs, max_output)
 
@@ -118,6 +121,7 @@ def prefix_repetition(
     suffixes = make_workload(
         "random",
         num_prompts,
+        # The suffixes must not repeat the random numbers of the prefixes.
         seed=seed + 1,
         vocab_size=vocab_size,
         max_input=max_input - prefix_len,
@@ -155,6 +159,7 @@ def chat(
         max_input=max_length,
         max_output=min(max_length, max_output),
     )
+    # The answers must not repeat the random numbers of the messages.
     draw = np.random.default_rng(seed + 1)
     work: list[WorkItem] = []
     for index, message in enumerate(messages[:num_prompts]):

@@ -102,6 +102,7 @@ class AnswerReader(BufferedReader):
         self.reasoning.extend(num_space)
         emit = functools.partial(self._emit, "reasoning")
         trigger = "" if self._form is None else self._form.trigger
+        # Without a tag of its own a call has to be the whole answer, and reasoning comes before it.
         bare = "" if self._bare is None or not self._bare.has_tag else self._bare_marker
         markers = tuple({first_chunk(form.close), trigger, bare} - {""})
         space = ""
@@ -236,6 +237,7 @@ class AnswerReader(BufferedReader):
             yield from attempt(self._buffer, self._buffer.last_literal(reader.form.end))
         end = self._buffer.position
         yield from self._buffer.skip_space()
+        # The mark that ends the code follows: the call is quoted, and text.
         if (yield from self._buffer.next_character()) == "`":
             self._buffer.position = begin
             return False
@@ -269,6 +271,7 @@ class AnswerReader(BufferedReader):
         """Returns the call that follows another, or None."""
         form = reader.form
         betweens = [form.between]
+        # Models leave out the marker between two calls, too.
         if form.between.strip():
             betweens.append("")
         if form.payload != "items":
@@ -340,6 +343,7 @@ class AnswerReader(BufferedReader):
         end = buffer.position
         yield from buffer.skip_space()
         character = yield from buffer.next_character()
+        # A backquote after the tag says that the text quotes the call.
         if is_alone and (character == "" or (end > begin and is_at_line and character != "`")):
             buffer.position = end
             return call

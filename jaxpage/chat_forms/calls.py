@@ -51,7 +51,8 @@ class CallReader:
         # One of these follows a call whose closing marker is missing.
         follow = (form.opening, form.open, form.between + form.open, form.end, *tails)
         self._follow = tuple({marker for marker in follow if marker.strip()})
-        # A further call ends the one before it, also where its closing marker is missing.
+        # A further call ends the one before it, also where its closing marker is missing. Only a
+        # tag does so: other openings could be a part of any text.
         openings = (form.opening, form.between + form.open)
         self._openings = tuple(text for text in openings if re.match(r"\s*[<\[]", text))
         self._schema: Any = None  # of the arguments of the call, which references lead into
@@ -111,6 +112,7 @@ class CallReader:
             if not (yield from self._next_part_comes()):
                 raise
         else:
+            # Without a closing marker only what follows shows that the arguments are complete.
             if (
                 form.arguments is not None
                 and not close
@@ -272,6 +274,7 @@ class CallReader:
         stops = _first_chunks(value.open for value in form.values)
         end, _ = yield from self._buffer.find(stops, _MAX_NAME)
         key = self._buffer.text[self._buffer.position : end].strip()
+        # In a call as Python writes it, a bracket before the sign of a key begins another call.
         if not key or "\n" in key or ("(" in key and form.begin.strip() == "("):
             raise MismatchError
         self._buffer.position = end
@@ -289,11 +292,14 @@ class CallReader:
         buffer, begin = self._buffer, self._buffer.position
         follow = (form.between + form.open, end)
         allowed = types_of(schema, self._schema)
+        # One marker may begin as another does, so the longest is tried first.
         opens = sorted({value.open for value in form.values}, key=lambda open: -len(open.strip()))
         for opened in opens:
             if not (yield from fits(buffer, buffer.literal(opened, key=key, before_value=True))):
                 continue
             values = [value for value in form.values if value.open == opened]
+            # A bare text fits anything, so literals are tried before it. The second sort keeps
+            # their order.
             values.sort(key=lambda value: value.is_bare)
             if allowed is not None:
                 values.sort(key=lambda value: not value.types & allowed)

@@ -68,6 +68,7 @@ class ChatFormat:
         """
         schemas = None
         if tools is not None:
+            # A tool of the Responses API has the fields of `function` itself.
             functions = [tool.get("function", tool) for tool in tools]
             schemas = {
                 str(function.get("name")): function.get("parameters") for function in functions

@@ -44,6 +44,8 @@ def derive_calls(prober: Prober, text: TextForms) -> tuple[ToolForm, ContentForm
         begin, opened, close, between, end = split_list(*with_call_index(opening, between), after)
         form = replace(form, begin=begin, open=opened, close=close, between=between, end=end)
     elif opening.rstrip().endswith("[") and after.lstrip().startswith("]"):
+        # The template writes a list of one call in JSON, in which a comma would come before
+        # another.
         form = replace(form, begin=opening, between=",", end=after)
     else:
         form = replace(form, open=opening, close=after)

@@ -47,6 +47,7 @@ def _num_rendered(prober: Prober, way: SentReasoning) -> int:
     """Returns in how many of two answers a template renders reasoning: with content, with calls."""
     texts = [_render(prober, way, CONTENT, calls=False), _render(prober, way, "", calls=True)]
     return sum(
+        # In quotes it is a part of a printed list, and not rendered as reasoning.
         text.count(REASONING) == 1 and text[text.index(REASONING) - 1 :][:1] not in ("'", '"')
         for text in texts
     )

@@ -55,6 +55,7 @@ def _call_of(opened: str, space: str, text: str, more_space: str, close: str) ->
 
     An object of a tool or of another call than any is none, nor is one with further keys.
     """
+    # Such as <|tool_call_start|> and <|tool_call_end|>.
     if close == opened or not is_pair(re.sub(r"_?(start|begin)\b", "", opened), close):
         return None
     if any(name in text for name in (*NAMES, *KEYS)):

@@ -77,6 +77,7 @@ def derive_items(prober: Prober) -> ItemForms | None:
     lists = [value for value in values if value.encoding == "list"]
     for kind, form in forms.items():
         *_, others = form.values
+        # A list that is an element of a list has the markers of an element around it.
         inner = [replace(value, open=others.open, close=others.close) for value in lists]
         forms[kind] = replace(form, values=_merge([*form.values, *inner]))
     split = arguments.split
@@ -93,13 +94,13 @@ class _Arguments:
         prober: Renders answers.
         mid: The text between a key and a string.
         split: The markers of the list of arguments.
-        rest: The text after the only argument.
+        ending: The text after the only argument.
     """
 
     prober: Prober
     mid: str
     split: ListMarkers
-    rest: str
+    ending: str
 
     @classmethod
     def of(cls, prober: Prober) -> _Arguments | None:
@@ -125,9 +126,9 @@ class _Arguments:
     def region(self, value: Any) -> str | None:
         """Returns what is written between a key and the next item for a value, or None."""
         parts = _cut(self.prober.body([Call(NAMES[0], {KEYS[0]: value})]), [NAMES[0], KEYS[0]])
-        if parts is None or not parts[-1].endswith(self.rest):
+        if parts is None or not parts[-1].endswith(self.ending):
             return None
-        return parts[-1].removesuffix(self.rest)
+        return parts[-1].removesuffix(self.ending)
 
 
 def _cut(text: str | None, parts: Sequence[str]) -> list[str] | None:
@@ -152,6 +153,7 @@ def _strings(arguments: _Arguments) -> list[ValueForm]:
     if parts is not None:
         encoding = _encoding(parts[1], quote=parts[0][-1:])
     if encoding in ("json", "python"):
+        # The quotes belong to the literal and not to the markers.
         opened, close = opened[:-1], close[1:]
     form = ValueForm(frozenset({"string"}), opened, close, encoding)
     if parts is not None and encoding == "raw" and parts[0].strip() != opened.strip():

@@ -216,6 +216,7 @@ def _in_prompts(prompts: Sequence[str], header: str) -> Iterator[tuple[str, str]
     """Yields markers around reasoning that prompts may end with: both, or the opening one."""
     for prompt in prompts:
         tail = _after_header(prompt, header)
+        # Where the header is unknown, a tag further back may belong to the question.
         tags = list(TAG.finditer(tail if header else prompt[-40:]))
         if len(tags) >= 2 and header:
             yield tail[: tags[-1].start()].rstrip("\n"), tags[-1][0]

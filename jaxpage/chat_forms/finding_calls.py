@@ -86,6 +86,7 @@ def render_calls(prober: Prober, calls: Sequence[Call], **fields: str) -> Render
     if text is None:
         return None
     rendered_calls: list[RenderedCall] = []
+    # The name of the other call tells the object of one call from an object around both.
     for call, other in zip(calls, reversed(NAMES), strict=False):
         rendered = _find(text, call, other, rendered_calls[-1].end if rendered_calls else 0)
         if rendered is None:

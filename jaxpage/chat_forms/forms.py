@@ -372,6 +372,7 @@ HERMES = ToolForm(
     shape=f'{{"name": "{TOOL_NAME}", "arguments": {ARGUMENTS}}}',
     other_keys=("parameters",),
 )
+# Llama 3 writes <|python_tag|> or leaves it out, so that nothing of it need come (`first`).
 LLAMA3_JSON = ToolForm(
     "llama3_json",
     "object",

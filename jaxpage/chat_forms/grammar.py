@@ -30,7 +30,9 @@ from jaxpage.chat_forms.markers import (
 )
 from jaxpage.chat_forms.values import property_of, types_of
 
+# Templates of Mistral refuse an id that is not of nine letters and digits.
 _PATTERNS = {CALL_INDEX: "/[0-9]+/", CALL_ID: "/[a-zA-Z0-9]{9}/"}
+# With a limit, because a model could write white space for ever.
 _SPACE = r"/[ \n]{0,4}/"  # white space that may come before text and before a call
 _ANY_TEXT = r"/(.|\n)*/"
 _CONSTRAINT = "<|constrain|>"
@@ -155,6 +157,7 @@ class _Writer:
     def write_text_or_call(self, marker: str, *, before: str) -> str:
         """Returns the whole grammar of a text, or of a call of which only the marker is held."""
         text, space = self._json({}), self._rule(_SPACE)
+        # In llguidance's language `<[*]>` is any token.
         start = f"start: {before}{space} ({text} | {self.literal(marker)} <[*]>*)"
         return "\n".join([start, *self._rules]) + "\n"
 
@@ -168,6 +171,8 @@ class _Writer:
         text = self._special_text.split(PLACEHOLDER.split(marker)[0])[0]
         if not text:
             return f"{self._rule(_SPACE)} {self.literal(marker)}"
+        # `re.escape` writes a line break as a backslash and a break, which no line of a grammar can
+        # have.
         pattern = re.escape(text).replace("\\\n", "\\n").replace("/", "\\/")
         spaced = self._rule(f"{_SPACE[:-1]}{pattern}/")
         following = marker[len(text) :]
@@ -182,6 +187,7 @@ class _Writer:
                 continue
             for text in self._special_text.split(part):
                 if text in self._special:
+                    # Special tokens have no text there, and are named by their ids.
                     parts.append(f"<[{self._special[text]}]>")
                 elif text:
                     parts.append(json.dumps(text))
@@ -195,6 +201,7 @@ class _Writer:
         close = close.lstrip()
         if head := self._special_text.split(close)[0].rstrip():
             tail = close[len(head) :]
+            # llguidance ends the text of such a rule where its suffix comes for the first time.
             name = self._rule(_ANY_TEXT, f"[suffix={json.dumps(head)}]")
         else:
             # A special token is no text, so no text runs into it.
@@ -218,6 +225,7 @@ class _Writer:
             if form.arguments_as_text:
                 raise ValueError("the model writes arguments as text, which no grammar holds")
             before, _, after = form.shape.partition(ARGUMENTS)
+            # The quotes are in the shape.
             written = json.dumps(name, ensure_ascii=False)[1:-1]
             opened, closed = self.literal(before, written), self.literal(after, written)
             call = f"{opened} {self._json(schema)} {closed}"

@@ -14,6 +14,7 @@ from jaxpage.chat_forms.text_buffer import MismatchError, Parser, TextBuffer
 # Outside of strings: what numbers, words, and the punctuation between them are made of.
 _NEXT = re.compile(r"[\"'{}\[\]()]|[^\s\w.,:+\-]")
 # Models write line breaks in strings now and then, without escaping them.
+# The quantifiers are possessive: where the end of a string is missing, nothing is tried again.
 _OF_STRING = {
     '"': re.compile(r'[^"\\]*+(?:\\.[^"\\]*+)*+', re.DOTALL),
     "'": re.compile(r"[^'\\]*+(?:\\.[^'\\]*+)*+", re.DOTALL),
@@ -60,6 +61,8 @@ def read_nested_literal(
     """
     begin = buffer.position
     open_brackets: list[str] = []
+    # Only where `_NEXT` stops is the marker looked for, and brackets and quotes mean something
+    # else.
     may_close = close[:1] and _NEXT.match(close) and close[0] not in "[]{}()\"'"
     while True:
         match = _NEXT.search(buffer.text, buffer.position)
@@ -91,8 +94,7 @@ def _string(buffer: TextBuffer) -> Parser[str]:
     end = begin + 1
     while True:
         end = _end_of(_OF_STRING[quote], buffer.text, end)
-        following = buffer.text[end : end + 2]
-        if following[:1] == quote:
+        if buffer.text[end : end + 1] == quote:
             buffer.position = end + 1
             return buffer.text[begin : buffer.position]
         yield from buffer.more()
@@ -129,6 +131,8 @@ def read_json(text: str) -> Any:
         MismatchError: It is no JSON, or has a number that JSON does not have.
     """
     try:
+        # Not `strict`, because strings may have line breaks. NaN is no JSON, but Python's parser
+        # takes it.
         return json.loads(text, strict=False, parse_constant=_no_number, parse_float=_number)
     except (ValueError, RecursionError):
         raise MismatchError from None
@@ -146,6 +150,7 @@ def read_python(text: str) -> Any:
         raise MismatchError
     try:
         value = ast.literal_eval(text)
+        # Bytes, sets and complex numbers are literals of Python that JSON does not have.
         written = json.dumps(value, allow_nan=False)
     except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
         raise MismatchError from None

@@ -16,6 +16,7 @@ from jaxpage.chat_forms.markers import ARGUMENTS, CALL_ID, KEY, TOOL_NAME, commo
 # template refuses.
 Render = Callable[[list[dict[str, Any]], list[dict[str, Any]] | None, bool, Mapping[str, Any]], str]
 
+# The words are in no template, and no escaping changes them.
 CONTENT, REASONING, QUESTION, RESULT = "zqContent", "zqReasoning", "zqQuestion", "zqResult"
 NAMES = ("zqNameA", "zqNameB")
 KEYS = ("zqKeyA", "zqKeyB")
@@ -122,6 +123,7 @@ class Prober:
                 {"type": "text", "text": content},
             ]
         elif reasoning:
+            # A template reads one of these fields; which one is not known yet.
             fields |= dict.fromkeys(REASONING_FIELDS, reasoning)
         if calls and self.example:
             fields["content"] = "\n".join(filter(None, [content, *map(self._write_call, calls)]))
@@ -156,6 +158,7 @@ class Prober:
 
     def _render(self, messages: Sequence[dict[str, Any]], generates: bool) -> str | None:
         requested = [{"role": "user", "content": QUESTION}, *messages]
+        # The arguments are one text because the results are kept by it (`functools.cache`).
         return self.render(
             json.dumps([requested, list(self.tools) or None, generates, dict(self.variables)])
         )

@@ -30,7 +30,9 @@ T = TypeVar("T")
 Parser = Generator[None, None, T]
 # The id of a call, which may contain its name and its number.
 _ID = re.compile(r"[\w.:\-]+")
-_KEPT = 1 << 16  # characters that were read and are still held; they are removed all at once
+_MAX_CHARACTERS = (
+    1 << 16
+)  # characters that were read and are still held; they are removed all at once
 # Characters that attempts to read calls may read in vain. Text in which more of them fail, such as
 # a million opening markers without an end, has no calls from there on.
 _MAX_IN_VAIN = 1 << 23
@@ -72,8 +74,9 @@ class TextBuffer:
 
     def forget(self) -> None:
         """Removes what was read but its last character, if it is much; nobody may go back then."""
-        if self.position > _KEPT:
+        if self.position > _MAX_CHARACTERS:
             self.num_forgotten += self.position - 1
+            # `is_at_line` looks at the last character.
             self.text = self.text[self.position - 1 :]
             self.position = 1
 

@@ -89,6 +89,8 @@ def _resolve_reference(reference: str, root: Any) -> Any:
         return None
     target = root
     for part in reference[1:].split("/")[1:]:
+        # JSON Pointer (RFC 6901) writes "/" as ~1 and "~" as ~0; ~01 is "~1", so this order
+        # matters.
         name = part.replace("~1", "/").replace("~0", "~")
         target = target.get(name) if isinstance(target, dict) else None
     return target
@@ -118,6 +120,7 @@ def value_of(text: str, form: ValueForm, allowed: frozenset[str] | None) -> Any:
         form: How values of its types are written.
         allowed: The types that the tool's schema allows, or None if it does not say.
     """
+    # A form whose types the schema does not allow is read by its own types all the same.
     types = form.types & (allowed or form.types) or form.types
     string = html.unescape(text) if form.encoding == "xml" else text
     if types == {"string"}:

@@ -101,6 +101,7 @@ def check_config(directory: Path, problems: Problems) -> dict[str, Any]:
     if bring_code:
         _warn_of_code(directory, tuple(bring_code))
     with problems.collect():
+        # Only its errors count here: the ids are read later.
         _eos_token_ids(generation, config)
     if config:
         with problems.collect():
@@ -217,6 +218,7 @@ def _eos_token_ids(generation: Mapping[str, Any], config: Mapping[str, Any]) -> 
         ids = fields.get("eos_token_id")
         listed = [] if ids is None else ids if isinstance(ids, list) else [ids]
         for token_id in listed:
+            # Not `isinstance`, for which true is an int.
             if type(token_id) is not int or not 0 <= token_id <= MAX_LENGTH:
                 raise CheckpointError(f"{source}: eos_token_id {quote(token_id)} is not a token id")
         if ids is not None:

@@ -140,6 +140,7 @@ def _of_trainer(source: Path) -> ModelFiles | None:
     targets: dict[str, Any] = {}
     for name, info in stored.items():
         dtype = NUMPY_DTYPES.get(info.dtype, info.dtype)
+        # Orbax takes only the shape and the dtype from a target, so one element is enough memory.
         insert(targets, name.split("."), np.broadcast_to(np.empty((), dtype), info.shape))
     return open_parameters(read_config(source), restore_orbax(source, targets))
 

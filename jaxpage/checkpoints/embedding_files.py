@@ -55,6 +55,7 @@ Vector = npt.NDArray[np.float32]
 
 
 def _gelu(x: np.ndarray) -> np.ndarray:
+    # NumPy has no error function.
     return 0.5 * x * (1 + np.vectorize(math.erf, otypes=[float])(x / math.sqrt(2)))
 
 
@@ -63,6 +64,7 @@ ACTIVATIONS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
     "Identity": lambda x: x,
     "Tanh": np.tanh,
     "ReLU": lambda x: np.maximum(x, 0),
+    # exp(-x) would overflow for x far below 0, and `logaddexp` does not.
     "Sigmoid": lambda x: np.exp(-np.logaddexp(0, -x)),
     "SiLU": lambda x: x * np.exp(-np.logaddexp(0, -x)),
     "GELU": _gelu,
@@ -74,6 +76,7 @@ class Normalize(NamedTuple):
 
     def __call__(self, vector: np.ndarray) -> np.ndarray:
         """Returns the scaled vector; a vector of zeros stays as it is."""
+        # The least divisor is that of torch.nn.functional.normalize.
         return vector / max(float(np.linalg.norm(vector)), 1e-12)
 
 
@@ -302,9 +305,9 @@ def _read_modules(directory: Path) -> tuple[str, tuple[Dense | Normalize, ...]]:
         raise CheckpointError(f"{MODULES_FILE} has more than {MAX_MODULES} modules")
     pooling: str | None = None
     layers: list[Dense | Normalize] = []
-    for place, module in enumerate(modules):
+    for index, module in enumerate(modules):
         kind, path = _kind_and_path(module)
-        if place == 0:
+        if index == 0:
             if kind != "Transformer" or path:
                 raise CheckpointError(
                     f"{MODULES_FILE}: the first module must be the Transformer in the directory "
@@ -318,7 +321,7 @@ def _read_modules(directory: Path) -> tuple[str, tuple[Dense | Normalize, ...]]:
             layers.append(Normalize())
         elif kind != "Dropout":  # It changes training alone.
             raise CheckpointError(
-                f"{MODULES_FILE}: module {place} is {kind}, and supported are a Transformer, one "
+                f"{MODULES_FILE}: module {index} is {kind}, and supported are a Transformer, one "
                 "Pooling, and after it Dense, Dropout and Normalize"
             )
     if pooling is None:
@@ -390,6 +393,7 @@ def _read_dense(directory: Path, path: str) -> Dense:
         raise CheckpointError(f"{path}/{SINGLE}: linear.bias must have the shape {shape[:1]}")
     residual: np.ndarray | float | None = None
     if config.get("use_residual"):
+        # Between equal widths the library adds the input itself and has no weight for it.
         residual = tensors.get("residual.weight", 1.0)
         if np.shape(residual) != (() if shape[0] == shape[1] else shape):
             raise CheckpointError(f"{path}/{SINGLE}: residual.weight must have the shape {shape}")

@@ -150,6 +150,7 @@ def parse_list(file: Path, name: str) -> list[Any]:
     try:
         if (num_bytes := file.stat().st_size) > MAX_JSON_BYTES:
             raise CheckpointError(f"{quote(name)} is {num_bytes} bytes long")
+        # `parse_object` has all checks, and takes an object.
         items: Any = parse_object(b'{"list": ' + file.read_bytes() + b"}")["list"]
     except OSError as error:
         raise CheckpointError(f"{quote(name)} cannot be read: {_reason(error)}") from error

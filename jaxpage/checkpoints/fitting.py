@@ -279,6 +279,7 @@ def same_bytes(info: TensorInfo, copy: TensorInfo) -> bool:
     """Returns whether two tensors in safetensors files have the same type, shape and bytes."""
     if (info.dtype, info.shape) != (copy.dtype, copy.shape):
         return False
+    # The bytes are compared and not the numbers, because a NaN is not equal to itself.
     first, second = (map_array(tensor).reshape(-1).view(np.uint8) for tensor in (info, copy))
     chunks = range(0, len(first), COMPARED_BYTES)
     return all(
@@ -371,6 +372,7 @@ def _of_other_sizes(
             fitting.setdefault(_module(piece.name), set()).add(fits)
             wrong += [] if fits else [piece]
     modules = {name for name, sizes in fitting.items() if len(sizes) == 2}
+    # Where no tensor of a module fits, the sizes of the model are wrong, and not those of groups.
     if 2 * len(modules) <= len(fitting) or {False} in fitting.values():
         return set()
     info = stored[wrong[0].name]

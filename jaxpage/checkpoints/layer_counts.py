@@ -31,6 +31,7 @@ def layers_beyond(
     both: dict[str, int] = {}
     for stem in needed.keys() & layers.keys():
         model, checkpoint = (1 + max(numbers[stem]) for numbers in (needed, layers))
+        # Where a number is missing in between, tensors are missing and no layers.
         if model != checkpoint and (len(needed[stem]), len(layers[stem])) == (model, checkpoint):
             both[stem] = min(model, checkpoint)
             problems.add(

@@ -90,6 +90,7 @@ def load_sharded(
         target_dtype = filled.dtype(dtype)
         first, *_ = arrays
         array = first
+        # Orbax has restored whole tensors straight onto their devices.
         if not isinstance(first, jax.Array):
             array = jax.make_array_from_callback(
                 filled.weight.shape,
@@ -253,6 +254,7 @@ def make_array_reader(
         for key in parents:
             branch = branch[key]
         remaining[info.name] -= 1
+        # The last reader takes the array out of the tree, so that its memory is free afterwards.
         return branch[last] if remaining[info.name] else branch.pop(last)
 
     return read
@@ -276,7 +278,7 @@ def _load(
     total = plan.num_bytes(dtype)
     shown = None if progress else True
 
-    def one(filled: Filled) -> tuple[dict[Path, Any], int]:
+    def load_parameter(filled: Filled) -> tuple[dict[Path, Any], int]:
         return load(filled, [read(info) for _, info in filled.pieces])
 
     with (
@@ -285,7 +287,9 @@ def _load(
     ):
         # Dequantising is work for all cores. Others are read as fast as memory or disk can, and one
         # at a time needs the least memory.
-        for made, num_bytes in (pool.map if plan.layout == "gguf" else map)(one, plan.parameters):
+        for made, num_bytes in (pool.map if plan.layout == "gguf" else map)(
+            load_parameter, plan.parameters
+        ):
             for path, value in made.items():
                 insert(tree, path, value)
             bar.update(num_bytes)

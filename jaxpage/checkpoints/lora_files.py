@@ -189,6 +189,7 @@ def make_adapter(
     """
     matrices = []
     for module in modules:
+        # Numbers that become infinite are reported below.
         with np.errstate(over="ignore"):
             a_RI, b_OR = scale_matrices(module, read(module.a), read(module.b))
         for info, array in ((module.a, a_RI), (module.b, b_OR)):
@@ -275,6 +276,7 @@ def check_config(config: Mapping[str, Any], problems: Problems) -> None:
             "is not supported: it changes the weights of the model; save the adapter as plain LoRA",
         )
     for name in sorted(config.keys() - REFUSED.keys() - KNOWN):
+        # PEFT writes all fields of its version; one that is null, false or empty is not in use.
         if config[name]:
             what = f"{quote(name)} = {quote(config[name])}"
             problems.add(f"{CONFIG}: {what} is not known, and may change what the adapter computes")
@@ -341,6 +343,7 @@ def _rank(config: Mapping[str, Any], module: str) -> int:
 def _factor(config: Mapping[str, Any], module: str) -> float:
     alpha = _by_pattern(config.get("alpha_pattern"), module, config["lora_alpha"])
     rank = _rank(config, module)
+    # Rank-stabilised LoRA (Kalajdzievski, 2023) divides by the root of the rank.
     return alpha / math.sqrt(rank) if config.get("use_rslora") else alpha / rank
 
 
@@ -358,6 +361,7 @@ def _by_pattern(pattern: Mapping[str, float] | None, module: str, default: float
 
 
 def _is_number(value: Any) -> bool:
+    # This refuses NaN, too, and keeps the factor within float32.
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= 1e30
 
 
@@ -367,6 +371,7 @@ def _is_count(value: Any) -> bool:
 
 def _digest(layers: Mapping[Any, tuple[np.ndarray, np.ndarray]]) -> str:
     state = hashlib.blake2b(digest_size=32)
+    # Paths have names and numbers, which have no order among each other.
     for path in sorted(layers, key=str):
         state.update(repr(path).encode())
         for array in layers[path]:

@@ -177,6 +177,7 @@ def _differences(files: ModelFiles, described: ModelDescription) -> Iterator[tup
     elif described.quantization is not None:
         names = [name for name in FIELDS if name in there]
     elif described.spec != files.spec:
+        # Many fields may differ without effect; those count that change the spec by themselves.
         alone = [
             (
                 name,
@@ -224,6 +225,7 @@ def _open(directory: Path, quantization: str | None, *, compare: bool) -> ModelF
     problems = Problems(directory)
     described = _describe(directory, quantization, problems)
     layout, stored = read_layout(directory, problems)
+    # It is looked at only now, so that the error has the problems of config.json and of files.
     if described is None:
         problems.raise_if_any()
     assert described is not None
@@ -255,6 +257,7 @@ def _describe(
     config = check_config(directory, problems)
     if not config:
         return None
+    # Where the config does not say whether the head is tied, the tensors do.
     if leaves_tying_open(config):
         _, stored = read_layout(directory, Problems(directory))
         has_head = any("lm_head." in name for name in stored)

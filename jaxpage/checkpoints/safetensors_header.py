@@ -93,6 +93,7 @@ def read_header(file: Path, label: str, problems: Problems) -> dict[str, TensorI
         problems.add(f"{label}: cannot be read: {error.strerror}")
         return {}
     try:
+        # The format wants the brace as the first byte; only at the end may a header have spaces.
         if not raw.startswith(b"{"):
             raise ValueError("does not start with an object")
         header = parse_object(raw)
@@ -158,6 +159,7 @@ def _check_tiling(
 ) -> None:
     """Checks that the ranges follow one another from the end of the header to that of the file."""
     position = start
+    # An empty tensor may begin where another one does, and comes before it.
     for tensor in sorted(tensors.values(), key=lambda tensor: (tensor.offset, tensor.num_bytes)):
         if tensor.offset != position:
             kind = (

@@ -48,9 +48,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 0
         arguments = parser.parse_args(words)
         status: int = arguments.run(arguments) or 0
+        # A reader that has ended is noticed here, and not while Python exits.
         sys.stdout.flush()
         return status
     except BrokenPipeError:  # the reader of the output has ended
+        # Python flushes standard output once more at its exit, and would print an error there.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except KeyboardInterrupt:

@@ -6,17 +6,16 @@ from jaxpage.cli.flags import add_engine_flags
 from jaxpage.cli.parsing import Commands, Parser, add_command, add_model, lazily
 from jaxpage.cli.setting_flags import ENGINE_FLAGS
 
+# Other settings need an engine, which `bench kv-dtype` does not build.
 _KV_DTYPE_SETTINGS = {
-    *(
-        "model",
-        "tokenizer",
-        "revision",
-        "dtype",
-        "quantization",
-        "max_model_len",
-        "block_size",
-        "attention_backend",
-    ),
+    "model",
+    "tokenizer",
+    "revision",
+    "dtype",
+    "quantization",
+    "max_model_len",
+    "block_size",
+    "attention_backend",
 }
 
 
@@ -93,6 +92,7 @@ def _add_bench_throughput(kinds: Commands[Parser]) -> None:
         metavar="FILE",
         help="draw the use of the KV pool over time: .png, .svg or .pdf; needs jaxpage[plot]",
     )
+    # `--seed` is that of the workload.
     add_engine_flags(parser, without=("seed",))
     _add_output(parser)
     parser.set_defaults(run=lazily("commands", "bench_throughput"))
@@ -365,6 +365,8 @@ def _add_bench_roofline(kinds: Commands[Parser]) -> None:
         metavar="N",
         help="tokens before those that are decoded; default: 256",
     )
+    # max_num_seqs follows from --batches. All prompts are equal, so a prefix cache would save the
+    # work that is measured.
     add_engine_flags(parser, without=("max_num_seqs", "enable_prefix_caching"))
     _add_output(parser)
     parser.set_defaults(run=lazily("commands", "bench_roofline"))

@@ -137,6 +137,7 @@ def converse(llm: LLM, conversation: Conversation, reader: Reader, report: Say) 
         try:
             if (text := reader.read()) is None:
                 break
+            # The first line keeps its indentation, which matters in code.
             text = text.lstrip("\n").rstrip()
             if text.lstrip().startswith("/"):
                 if reply := conversation.command(text):
@@ -155,6 +156,7 @@ def _is_answered(llm: LLM, conversation: Conversation, question: str, report: Sa
         return _turn(llm, conversation, question, report)
     except (ValueError, TypeError, JaxpageError) as error:
         say(f"Not answered: {error}")
+        # A picture that is refused would be in the way of each later question, too.
         conversation.pictures.clear()
         return False
 
@@ -176,6 +178,7 @@ def _turn(llm: LLM, conversation: Conversation, question: str, report: Say) -> b
     said: list[str] = []
     try:
         prompt = llm.chat_prompt(conversation.messages(question))
+        # Closing the stream ends its request, also after Ctrl-C.
         with contextlib.closing(llm.stream(prompt, conversation.params)) as chunks:
             return print_stream(chunks, report, said).outputs[0].finish_reason != "error"
     finally:

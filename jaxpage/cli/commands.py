@@ -111,6 +111,8 @@ def plan(arguments: argparse.Namespace) -> int | None:
             raise UsageError(f"--{name.replace('_', '-')} goes with --slo ttft=MS,tpot=MS")
     if arguments.devices is not None and (arguments.devices < 1 or arguments.slo is not None):
         raise UsageError("--devices must be a number from 1 on, and does not go with --slo")
+    # They are taken out of the command line, because EngineConfig refuses values that cannot be
+    # run.
     planned = {
         name: vars(arguments).pop(name) for name in PLANNED_SETTINGS if name in vars(arguments)
     }
@@ -158,6 +160,7 @@ def doctor(arguments: argparse.Namespace) -> None:
     for name, value in report(arguments.model):
         lines = [value]
         if sys.stdout.isatty():
+            # A name takes 20 columns and a space. For an empty value `wrap` returns no line at all.
             lines = textwrap.wrap(value, max(columns - 21, 20), break_on_hyphens=False) or [""]
         print(f"{name:<20} " + f"\n{'':<21}".join(lines))
 
@@ -167,6 +170,7 @@ def bench_throughput(arguments: argparse.Namespace) -> int:
     from jaxpage.bench import run_throughput
 
     config = resolve_settings(arguments, without=("seed",)).config
+    # `bench` must not import `serving`, which is on the same floor (tests/test_architecture.py).
     return run_throughput(arguments, config, answer_batch=_answer_batch)
 
 

@@ -32,6 +32,7 @@ COMMANDS = {
     "/reset": ("", "begin a new conversation; the system message stays"),
     "/exit": ("", "end; so does Ctrl-D"),
 }
+# A conversation goes on with one answer.
 PARAMETERS = tuple(flag.setting for flag in SAMPLING_FLAGS if flag.setting != "n")
 MAX_FILE_BYTES = 16 * 2**20
 
@@ -232,6 +233,7 @@ class Conversation:
     def _save(self, path: Path) -> str:
         if any(not isinstance(said, str) for said, _ in self.turns):
             raise ValueError("a conversation with pictures cannot be saved")
+        # A mistyped name must not overwrite a file of another kind.
         if path.exists():
             try:
                 _read(path)
@@ -239,6 +241,7 @@ class Conversation:
                 raise ValueError(
                     f"{path} exists and is not a conversation; give another name"
                 ) from None
+        # Encoding may fail, so it comes before the opening, which empties the file.
         data = (
             json.dumps({"messages": self.messages()}, ensure_ascii=False, indent=2) + "\n"
         ).encode()
@@ -269,6 +272,7 @@ def help_text() -> str:
 def _value(name: str, text: str) -> Any:
     if text in ("null", "none"):
         return None
+    # A stop string may look like a number.
     if name == "stop":
         return [text]
     if name != "structured_outputs":
@@ -307,6 +311,7 @@ def _read(path: Path) -> tuple[str | None, list[tuple[Any, str]]]:
         raise ValueError(f"{path} has no messages, each with a role and a text")
     system = said.pop(0)[1] if said and said[0][0] == "system" else None
     roles = [role for role, _ in said]
+    # The number of messages must be even, too: each question has its answer.
     if roles != ["user", "assistant"] * (len(said) // 2):
         raise ValueError(
             f"{path}: user and assistant must take turns, the user first; it has "

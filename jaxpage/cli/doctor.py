@@ -99,6 +99,7 @@ def _model(model: str) -> Iterator[tuple[str, str]]:
     yield from _part("model", lambda: _checkpoint(model))
     yield from _part("pictures", lambda: _pictures(model))
     yield from _part("tokenizer", lambda: _tokenizer(model))
+    # An encoder takes no chats, so there is nothing to say about a template.
     if texts := list(_part("texts", lambda: _texts(model))):
         yield from texts
         return

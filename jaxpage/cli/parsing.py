@@ -55,6 +55,7 @@ class Parser(argparse.ArgumentParser):
             return f"unexpected argument {word!r}; {self._of_words()}"
         if answer := answer_for_flag(word):
             return f"unknown argument {word!r}; {answer}"
+        # argparse has no public list of the flags of a parser.
         options = [option for action in self._actions for option in action.option_strings]
         close = close_names(
             word, [option for option in options if _negates(option) == _negates(word)], cutoff=0.7
@@ -106,6 +107,7 @@ def _complete_files(parser: argparse.ArgumentParser, files: dict[str, str]) -> N
             action.complete = files  # type: ignore[attr-defined]  # shtab looks for it here
 
 
+# argparse has no public name for this class.
 Commands = argparse._SubParsersAction
 
 

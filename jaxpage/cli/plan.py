@@ -145,6 +145,7 @@ class Subject:
         except (CapacityError, ConfigError, UnsupportedError) as error:
             return Option(layout, refused, error=error)
         num_devices = layout.tensor_parallel_size
+        # With fewer KV heads than devices, several devices have a copy of the same head.
         num_copies = num_devices * spec.sharding.kv_heads_of_device // self.spec.kv.num_kv_heads
         return Option(layout, refused, spec.memory, num_copies, spec.attention)
 
@@ -192,6 +193,7 @@ def run(arguments: argparse.Namespace, config: EngineConfig, explicit: Mapping[s
     """
     subject, layout = _describe(arguments, config, explicit)
     chosen = subject.option(layout)
+    # No alternative would avoid these errors. After a CapacityError the tables show what would fit.
     if isinstance(chosen.error, ConfigError | UnsupportedError):
         raise chosen.error
     if isinstance(subject.spec, EncoderConfig):
@@ -276,6 +278,7 @@ def _describe(
     model = describe_model(directory, config.quantization)
     device = _place(arguments, config.gpu_memory_utilization)
     checker = ShardingChecker(model.family, model.spec, model.rule)
+    # A model is known by its number of weights, and not of packed codes and scales.
     unquantised = checker.weights if model.rule is None else model_weights(model.family, model.spec)
     if (vision := find_vision(config, model.family, model.config)) is not None:
         unquantised = [*unquantised, *model_weights(vision.family, vision.spec)]
@@ -327,6 +330,7 @@ def _place(arguments: argparse.Namespace, utilization: float) -> DeviceSpec:
             )
         return known.spec(utilization)
     if memory is None:
+        # The limit of JAX's allocator can only be set before JAX opens the device.
         open_devices(utilization)
         return DeviceSpec.of(jax.devices()[0], utilization)
     return DeviceSpec(
@@ -409,6 +413,7 @@ def _describe_choice(subject: Subject, chosen: Option) -> list[str]:
     if chosen.refused:
         rows.append(("this version", f"plans it and does not run it ({', '.join(chosen.refused)})"))
     users = _users(plan)
+    # One block of the pool is the null block, which no user has.
     if subject.device.is_cpu and plan.num_blocks - 1 == max_num_seqs * plan.blocks_for(
         plan.max_model_len
     ):

@@ -72,6 +72,7 @@ def run(arguments: argparse.Namespace, config: EngineConfig, explicit: Mapping[s
     slo = _check(arguments, config)
     spec, cost = _open(arguments, config, explicit)
     length = spec.memory.max_model_len
+    # Half of the context is left for the output, as in `bench throughput`.
     max_input = min(arguments.max_input, length // 2)
     max_output = min(arguments.max_output, length - max_input)
     question = Question(
@@ -106,6 +107,7 @@ def _check(arguments: argparse.Namespace, config: EngineConfig) -> dict[str, flo
             milliseconds = float(value)
         except ValueError:
             milliseconds = 0.0
+        # `not >` refuses NaN, too.
         if name not in ("ttft", "tpot", "e2el") or not milliseconds > 0:
             raise UsageError(f"--slo takes ttft=MS,tpot=MS,e2el=MS, got {part!r}")
         slo[name] = milliseconds / 1000
@@ -140,6 +142,7 @@ def _open(
             raise UsageError(f"--costs {error}") from None
         spec = spec_of(arguments, config, explicit)
     else:
+        # The steps that are measured must be those that `_scheduler` simulates.
         measured = {**explicit, "num_scheduler_steps": 1, "preemption_mode": "recompute"}
         config = config.replace(**measured, enable_prefix_caching=False, **NO_LOG)
         built = open_engine(config, Hooks(progress=not arguments.json))
@@ -158,6 +161,7 @@ def _scheduler(spec: EngineSpec, config: EngineConfig) -> PagedScheduler:
 
     The prompts of the trace share no prefix.
     """
+    # There is one cache group: `_open` refuses models with several.
     [blocks] = spec.blocks
     manager = BlockManager(
         [BlockTables(BlockPool(blocks.stop, first=blocks.start), spec.memory.block_size)], None
@@ -199,7 +203,7 @@ def _lines(
 def _cells(each: AtRate) -> tuple[str, ...]:
     return (
         f"{each.rate:,.4g}",
-        f"{each.kept:.1%}",
+        f"{each.share_within_slo:.1%}",
         f"{1000 * each.p99_ttft:.1f}",
         f"{1000 * each.p99_tpot:.1f}",
         f"{each.running:.1f}",

@@ -113,6 +113,7 @@ def engine_for_one(
         UsageError: The model has no tokenizer, or lacks a chat template that it needs. Nothing has
             been loaded then.
     """
+    # `--seed` is the seed of the request here, and not the engine's.
     settings = resolve_settings(arguments, without=("seed",))
     config = settings.config
     if settings.origins["max_num_seqs"] == BUILT_IN:

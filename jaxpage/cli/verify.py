@@ -15,7 +15,7 @@ from jaxpage.settings.sources import BUILT_IN
 
 EQUAL = 0
 DIFFERENT = 1
-UNKNOWN = 3
+UNKNOWN = 3  # 2 is the status of wrong use
 _STATUS = {"equal": EQUAL, "different": DIFFERENT, "unknown": UNKNOWN}
 
 
@@ -38,6 +38,7 @@ def verify(arguments: argparse.Namespace) -> int:
     has_width = settings.origins["max_num_seqs"] != BUILT_IN
     try:
         verdict = _verify(receipt, settings.config, arguments, is_named, has_width)
+    # A file that is no receipt is wrong use, with the status 2, and no verdict.
     except ReceiptError:
         raise
     except KeyboardInterrupt:
@@ -72,6 +73,8 @@ def _verify(
         changes["model"] = receipt.model
     if not has_width:
         params = receipt.request.params
+        # A receipt is somebody else's file, in which these may be missing, or true, which is an
+        # int.
         widths = [params.get("n"), params.get("best_of"), NUM_OTHERS + 1]
         changes["max_num_seqs"] = max(width for width in widths if type(width) is int)
     with engine(config.replace(**changes), quiet=arguments.quiet, verbose=arguments.verbose) as llm:

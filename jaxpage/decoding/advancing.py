@@ -57,6 +57,7 @@ def advance(plan: StepPlan, result: StepResult, strategies: Mapping[int, Strateg
     edits: list[Edit] = [] if result.scored is None else _scores(plan, result.scored)
     if result.routes is not None:
         edits += _routes(plan, result, result.routes)
+    # The rows of a request are adjacent in a plan, and so are its draws.
     for strategy, drawn in groupby(
         _that_count(plan, result), lambda item: strategies.get(item[1].sequence_id)
     ):
@@ -129,7 +130,7 @@ def _draw(result: StepResult, index: int, sample: Sample, drafted: bool) -> Draw
     if sample.params.logprobs_mode == "processed":
         logprobs = _of_kept(logprobs, result, index)
     if sample.params.return_sampling_mask and result.masks is not None:
-        logprobs = replace(logprobs, kept=ids_of(result.masks[index]).tobytes())
+        logprobs = replace(logprobs, mask_ids=ids_of(result.masks[index]).tobytes())
     if sample.params.return_hidden_states and result.hidden is not None:
         logprobs = replace(logprobs, hidden_state=result.hidden[index].tobytes())
     return Draw(sample.sequence_id, token_id, logprobs, drafted)

@@ -35,6 +35,8 @@ class Grammar:
         self._tokenizer = tokenizer
         self.vocab_size = vocab_size
         width = len(self.mask_of(())) * MASK_BITS
+        # The end of the grammar may lie beyond the mask, which is as wide as the model's
+        # vocabulary.
         self._no_text = self.mask_of(
             beyond for beyond in (*range(vocab_size, width), end_id) if beyond < width
         )

@@ -68,6 +68,7 @@ def _try_grammar(
     ready, _, _ = select.select([reader], [], [], _PATIENCE * seconds)
     report = os.read(reader, _MAX_REPORT) if ready else b""
     os.close(reader)
+    # The child was not waited for yet, so its id cannot be that of another process.
     os.kill(child, signal.SIGKILL)
     _, status = os.waitpid(child, 0)
     if report:

@@ -122,6 +122,7 @@ def _rewritten(schema: Any, *, is_merged: bool = False) -> Any:
     part = dict(schema)
     for name in _NAMED:
         if isinstance(held := part.get(name), dict):
+            # The `$ref` to a definition may stand beside bounds of its own.
             is_definition = name in ("$defs", "definitions")
             part[name] = {
                 key: _rewritten(inner, is_merged=is_definition) for key, inner in held.items()
@@ -156,6 +157,7 @@ def _inexact(value: Any) -> int | None:
     if isinstance(value, dict | list):
         inside = value.values() if isinstance(value, dict) else value
         return next((reason for part in inside if (reason := _inexact(part)) is not None), None)
+    # `float` raises an error for more than about 1.8e308.
     if (
         isinstance(value, int)
         and abs(value) > _MAXIMUM
@@ -196,6 +198,8 @@ def _rewrite_bounds(part: dict[str, Any], *, is_merged: bool) -> None:
             bound = part.get(name)
             if isinstance(bound, bool) or not isinstance(bound, int) or abs(bound) <= _MAXIMUM:
                 continue
+            # Drawn in to 2^53 such a bound still admits all exact numbers; a minimum above would
+            # admit none.
             if bound * sign < 0:
                 raise ValueError(
                     f"{name} is {bound}, which is beyond 2^53; bounds as far out are not supported"

@@ -67,6 +67,7 @@ def _restate_draft(part: dict[str, Any]) -> None:
 
 def _restate_counts(part: dict[str, Any]) -> None:
     for name in _COUNTS:
+        # JSON schema counts 2.0 as an integer since draft 6.
         if isinstance(count := part.get(name), float) and count == int(count):
             part[name] = int(count)
 
@@ -103,6 +104,7 @@ def _restate_property_names(part: dict[str, Any]) -> None:
         del part["propertyNames"]
         return
     properties = part.get("properties", {})
+    # No keyword says that a name must match two patterns.
     if (
         not isinstance(names, dict)
         or not isinstance(properties, dict)

@@ -60,6 +60,7 @@ class StopStrings:
             start = text.find(stop, max(0, len(self._recent) + 1 - len(stop)))
             if start >= 0:
                 stops.append((start + len(stop), start, stop))
+        # Of two with the same end, that with the smaller start is the longer one.
         return min(stops, default=None)
 
     def _num_to_hold(self, text: str) -> int:

@@ -21,27 +21,27 @@ class Logits(NamedTuple):
     """Holds the logits of a step's draws.
 
     Attributes:
-        own_RU: This device's columns, with padding after the last; all V columns where a model does
-            not divide its head.
+        local_RU: This device's columns, with padding after the last; all V columns where a model
+            does not divide its head.
         vocab_size: V, the columns of the whole.
         sharding: The division of the model.
     """
 
-    own_RU: Float[Array, "R U"]
+    local_RU: Float[Array, "R U"]
     vocab_size: int  # V
     sharding: Sharding
 
     @property
     def are_divided(self) -> bool:
         """Returns whether each device has only a part of the vocabulary."""
-        return self.own_RU.shape[1] != self.vocab_size
+        return self.local_RU.shape[1] != self.vocab_size
 
     def whole(self) -> Float[Array, "R V"]:
         """Returns the logits over the whole vocabulary, gathered from all devices."""
         return (
-            gather(self.own_RU, 1, self.sharding)[:, : self.vocab_size]
+            gather(self.local_RU, 1, self.sharding)[:, : self.vocab_size]
             if self.are_divided
-            else self.own_RU
+            else self.local_RU
         )
 
 
@@ -67,12 +67,12 @@ def draw_from_parts(logits: Logits, inputs: StepInputs, *, by_row: bool) -> Int[
     The devices exchange the largest logit that each has, and its place. The noise is that of a
     whole row, of which each device takes its part.
     """
-    own_RU, vocab_size, sharding = logits
-    size = own_RU.shape[1]
+    local_RU, vocab_size, sharding = logits
+    size = local_RU.shape[1]
     draws = draws_of(inputs)
     first = place_of_device(sharding) * size
     # The last device may have padding after the vocabulary, which must not win.
-    own_RU = jnp.where(first + jnp.arange(size) < vocab_size, own_RU, -jnp.inf)
+    local_RU = jnp.where(first + jnp.arange(size) < vocab_size, local_RU, -jnp.inf)
 
     def perturb(
         logits_U: jax.Array,
@@ -93,34 +93,34 @@ def draw_from_parts(logits: Logits, inputs: StepInputs, *, by_row: bool) -> Int[
         perturbed_U: jax.Array = jax.lax.cond(temperature > 0.0, noisy, lambda: logits_U)
         return perturbed_U
 
-    rows = own_RU, draws.temperature_R, draws.seed_R2, draws.sample_index_R, draws.position_R
+    rows = local_RU, draws.temperature_R, draws.seed_R2, draws.sample_index_R, draws.position_R
     is_random = inputs.flags[Flags.RANDOM] > 0
     perturbed_RU = jax.lax.cond(
-        is_random, lambda: each_row(perturb, rows, by_row=by_row), lambda: own_RU
+        is_random, lambda: each_row(perturb, rows, by_row=by_row), lambda: local_RU
     )
     largest_R, index_R = jax.vmap(largest_of)(perturbed_RU)
-    return _first_of_all(own_RU, largest_R, first + index_R, sharding)
+    return _first_of_all(local_RU, largest_R, first + index_R, sharding)
 
 
 def _first_of_all(
-    own_RU: jax.Array, largest_R: jax.Array, token_ids_R: jax.Array, sharding: Sharding
+    local_RU: jax.Array, largest_R: jax.Array, token_ids_R: jax.Array, sharding: Sharding
 ) -> Int[Array, "R"]:
     """Returns the best token of those that the devices found, in one exchange of a few numbers."""
     # The two halves of `are_finite`: each device can say them of its part only.
-    are_numbers_R = jnp.all(own_RU < jnp.inf, axis=1)
-    are_any_R = jnp.any(own_RU > -jnp.inf, axis=1)
-    own_4R = jnp.stack(
+    are_numbers_R = jnp.all(local_RU < jnp.inf, axis=1)
+    are_any_R = jnp.any(local_RU > -jnp.inf, axis=1)
+    local_4R = jnp.stack(
         # Floats travel as their bits, so that one exchange has all four.
         [jax.lax.bitcast_convert_type(largest_R, jnp.int32), token_ids_R, are_numbers_R, are_any_R]
     )
-    bits_NR, token_ids_NR, are_numbers_NR, are_any_NR = gather(own_4R[:, None], 1, sharding)
+    bits_NR, token_ids_NR, are_numbers_NR, are_any_NR = gather(local_4R[:, None], 1, sharding)
     largest_NR = jax.lax.bitcast_convert_type(bits_NR, jnp.float32)
     largest_R = jnp.max(largest_NR, axis=0)
     # Of equal logits the first token wins, as in a draw from whole rows.
-    found_R = jnp.min(
+    best_R = jnp.min(
         jnp.where(largest_NR == largest_R, token_ids_NR, jnp.iinfo(jnp.int32).max), axis=0
     )
-    found_R = jnp.where(jnp.isfinite(largest_R), found_R, NOTHING_ALLOWED)
+    best_R = jnp.where(jnp.isfinite(largest_R), best_R, NOTHING_ALLOWED)
     return jnp.where(
-        jnp.all(are_numbers_NR > 0, axis=0) & jnp.any(are_any_NR > 0, axis=0), found_R, NOT_FINITE
+        jnp.all(are_numbers_NR > 0, axis=0) & jnp.any(are_any_NR > 0, axis=0), best_R, NOT_FINITE
     )

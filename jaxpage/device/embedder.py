@@ -70,7 +70,7 @@ class Embedder:
 
     def batches(self, lengths: Sequence[int]) -> list[list[int]]:
         """Returns which prompts are computed together, by their places: each is by itself."""
-        return [[place] for place in range(len(lengths))]
+        return [[index] for index in range(len(lengths))]
 
     def embed(
         self, parameters: Any, prompts: Sequence[Sequence[int]], poolings: Sequence[TokenPooling]

@@ -35,7 +35,7 @@ from jaxpage.device.inputs.step_inputs import ProcessorInputs, processor_shapes,
 from jaxpage.device.moving import gather_blocks, scatter_blocks
 from jaxpage.device.pages.kv_pages import KVPages, in_groups
 from jaxpage.device.steps import StepOptions, StepOutput, copy_step, model_step
-from jaxpage.device.stored_executables import Found, StoredExecutables, workspace_bytes
+from jaxpage.device.stored_executables import StoredExecutable, StoredExecutables, workspace_bytes
 from jaxpage.device.waiting import Jobs, Waiting, run_all
 from jaxpage.settings.cuda_graphs import USUAL_GRAPHS, GraphSettings
 from pallas_kernels.compat import target_device
@@ -170,12 +170,12 @@ class Executables:
         self._workspace_bytes = max(map(_workspace_bytes, entries.values()))
         self._table = {
             key: Waiting(functools.partial(self._load, key, entry))
-            if isinstance(entry, Found)
+            if isinstance(entry, StoredExecutable)
             else entry
             for key, entry in entries.items()
         }
 
-    def _load(self, key: Bucket | str, entry: Found) -> Any:
+    def _load(self, key: Bucket | str, entry: StoredExecutable) -> Any:
         """Returns the executable of a file, of which the choices alone are kept."""
         executable = entry.load()
         self._choices[key] = entry.choices
@@ -223,7 +223,7 @@ class Executables:
         return self._compilations.count - self._num_before
 
     @property
-    def found(self) -> tuple[int, int]:
+    def num_found_of_all(self) -> tuple[int, int]:
         """Returns how many executables were in a cache, and how many there are.
 
         Where executables are kept as files, these are counted; else all that JAX compiled.
@@ -435,7 +435,7 @@ def _get(stored: StoredExecutables | None, job: functools.partial[Any]) -> Any:
 def _make(stored: StoredExecutables | None, job: functools.partial[Any]) -> Any:
     """Returns what a job compiles, or loads it."""
     executable = _get(stored, job)
-    return executable.load() if isinstance(executable, Found) else executable
+    return executable.load() if isinstance(executable, StoredExecutable) else executable
 
 
 def _trees(job: functools.partial[Any]) -> tuple[Any, Any]:
@@ -463,5 +463,7 @@ def _trees(job: functools.partial[Any]) -> tuple[Any, Any]:
 
 def _workspace_bytes(executable: Any) -> int:
     return (
-        executable.workspace_bytes if isinstance(executable, Found) else workspace_bytes(executable)
+        executable.workspace_bytes
+        if isinstance(executable, StoredExecutable)
+        else workspace_bytes(executable)
     )

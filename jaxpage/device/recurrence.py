@@ -76,7 +76,7 @@ def make_recur(inputs: StepInputs, *, layer_groups: tuple[int, ...], by_row: boo
         if not by_row:
             return _update(rows, out_TO, pages, recurrence)
 
-        def one(
+        def run_row(
             row: jax.Array, carry: tuple[jax.Array, StatePages]
         ) -> tuple[jax.Array, StatePages]:
             row_inputs = jax.tree.map(
@@ -86,7 +86,7 @@ def make_recur(inputs: StepInputs, *, layer_groups: tuple[int, ...], by_row: boo
 
         # Rows of padding come last.
         num_rows = jnp.max(jnp.where(length_B > 0, 1 + jnp.arange(len(length_B)), 0))
-        return jax.lax.fori_loop(0, num_rows, one, (out_TO, pages))
+        return jax.lax.fori_loop(0, num_rows, run_row, (out_TO, pages))
 
     return recur
 

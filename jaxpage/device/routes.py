@@ -28,7 +28,7 @@ def routed_layers(model: nnx.Module) -> RoutedLayers | None:
     if not paths:
         return None
     # The first number in a router's path is that of its layer.
-    depth = next(place for place, part in enumerate(paths[0]) if isinstance(part, int))
+    depth = next(index for index, part in enumerate(paths[0]) if isinstance(part, int))
     layers: Any = functools.reduce(getattr, map(str, paths[0][:depth]), model)
     return RoutedLayers(tuple(sorted(int(path[depth]) for path in paths)), len(layers))
 

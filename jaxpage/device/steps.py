@@ -154,8 +154,8 @@ def _target_step(
     model, hidden_TD, pages, states = _run_model(
         parameters, pages, inputs, bucket, options, vectors, routes
     )
-    own_RU = _logits_to_draw_from(model, hidden_TD, inputs, options, divided=True)
-    logits = Logits(own_RU, options.vocab_size, options.sharding)
+    local_RU = _logits_to_draw_from(model, hidden_TD, inputs, options, divided=True)
+    logits = Logits(local_RU, options.vocab_size, options.sharding)
     with jax.named_scope("sampling"):
         token_ids_R, paths, drawn, masks = _draw(logits, inputs, processor_inputs, bucket, options)
     last_B = last_of(paths) if bucket.verifies else jnp.arange(bucket.num_rows)

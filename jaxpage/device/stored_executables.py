@@ -48,7 +48,7 @@ _SIZE_BYTES = 8
 
 
 @dataclass
-class Found:
+class StoredExecutable:
     """An executable whose file is undamaged.
 
     Attributes:
@@ -106,7 +106,7 @@ class StoredExecutables:
         self._texts: dict[int, tuple[Any, str]] = {}
 
     def get(self, compile_one: functools.partial[Any], arguments: Any, result: Any) -> Any:
-        """Returns the stored executable as `Found`, or compiles it, stores it and returns it.
+        """Returns a `StoredExecutable`, or compiles the executable, stores it and returns it.
 
         Args:
             compile_one: The call that compiles it; the file's name follows from it.
@@ -123,7 +123,9 @@ class StoredExecutables:
             with self._lock:
                 self.num_found += 1
             workspace_bytes, choices, payload = _parts(contents)
-            return Found(path, payload, workspace_bytes, choices, trees, self._devices, compile_one)
+            return StoredExecutable(
+                path, payload, workspace_bytes, choices, trees, self._devices, compile_one
+            )
         compiled = compile_one()
         try:
             _write(path, compiled, trees, choices_of(compiled) if self._is_tuned else "")

@@ -47,8 +47,8 @@ def _select_log_probabilities(
     else:
         log_sum_B1 = kernels.log_sums(logits_BV, largest_B1[:, 0])[:, None]
     # A negative id says that nothing was drawn; its log probability is not read.
-    own_B1 = jnp.take_along_axis(logits_BV, jnp.maximum(token_ids_B, 0)[:, None], axis=1)
-    chosen_B1 = own_B1 - largest_B1 - log_sum_B1
+    logit_B1 = jnp.take_along_axis(logits_BV, jnp.maximum(token_ids_B, 0)[:, None], axis=1)
+    chosen_B1 = logit_B1 - largest_B1 - log_sum_B1
     # In the same operations as the token's own, so that rounding puts no equal token above it.
     ranks_B = 1 + jnp.sum(logits_BV - largest_B1 - log_sum_B1 > chosen_B1, axis=1, dtype=jnp.int32)
     count = min(NUM_CANDIDATES, logits_BV.shape[1])

@@ -113,14 +113,14 @@ def _cut(
     by_row: bool,
 ) -> jax.Array:
     """Returns the logits that the cut-off, top-p and min-p keep, and -inf for the others."""
-    kept_V = where_requested(
+    is_kept_V = where_requested(
         (top_p < 1.0) | (min_p > 0.0),
         requested,
         "top_p_or_min_p",
         lambda: _likely(logits_V, top_K, cutoff, top_p, min_p, requested, by_row=by_row),
         lambda: logits_V >= cutoff,
     )
-    return jnp.where(kept_V, logits_V, -jnp.inf)
+    return jnp.where(is_kept_V, logits_V, -jnp.inf)
 
 
 def _likely(
@@ -160,11 +160,11 @@ def _likely(
             jnp.any(reached_K), lambda: logits_V >= top_K[jnp.argmax(reached_K)], bisect
         )
 
-    kept_V = where_requested(
+    is_kept_V = where_requested(
         top_p < 1.0, requested, "top_p", nucleus, lambda: jnp.ones_like(logits_V, bool)
     )
-    kept_V &= (logits_V >= cutoff) & (likelihood_V >= min_p)
-    return kept_V | (likelihood_V == 1.0)  # the most likely token always stays
+    is_kept_V &= (logits_V >= cutoff) & (likelihood_V >= min_p)
+    return is_kept_V | (likelihood_V == 1.0)  # the most likely token always stays
 
 
 def _largest_cutoff(values_V: jax.Array, enough: Callable[[jax.Array], jax.Array]) -> jax.Array:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
         AwaitedHandle,  # follows a request that an event loop reads
     )
     from jaxpage.driver.driver import Driver  # takes the steps of an engine for many callers
-    from jaxpage.driver.front import (
+    from jaxpage.driver.facade import (
         SLEEP_LEVELS,  # are the levels at which a model sleeps
         DrivenModel,  # is the part that LLM and AsyncLLM have in common
         PinnedPrefix,  # is a prefix that an LLM keeps in place for its caller

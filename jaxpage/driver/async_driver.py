@@ -26,7 +26,7 @@ import numpy.typing as npt
 from jaxpage.assembly import Built
 from jaxpage.device import AnyEmbedder
 from jaxpage.driver.driver import COMMAND_SECONDS, Driver
-from jaxpage.driver.front import HeldPrefix, check_streamable
+from jaxpage.driver.facade import HeldPrefix, check_streamable
 from jaxpage.driver.handle import Handle, Update, copy_error
 from jaxpage.engine import Engine, PreparedRequest
 from jaxpage.errors import EngineFailed, JaxpageError

@@ -354,10 +354,10 @@ def _fill_tree_mask(mask_TU: npt.NDArray[np.uint32], parents: tuple[int, ...]) -
     #   t1    t2        t1   x  x
     #   |               t2   x     x       t2 and t1 are alternatives, so neither sees the other
     #   t3              t3   x  x     x
-    for place in range(len(mask_TU)):
-        if place:
-            mask_TU[place] = mask_TU[parents[place - 1]]
-        mask_TU[place, place // 32] |= np.uint32(1 << place % 32)
+    for index in range(len(mask_TU)):
+        if index:
+            mask_TU[index] = mask_TU[parents[index - 1]]
+        mask_TU[index, index // 32] |= np.uint32(1 << index % 32)
 
 
 def _num_scored(rows: tuple[Row, ...]) -> int:

@@ -493,7 +493,7 @@ class Engine:
                 "the weights were read for a sleep that another call has ended, and the engine "
                 "sleeps again: call wake_up again"
             )
-        were_dropped = self.runner.kept is None
+        were_dropped = self.runner.host_parameters is None
         self.runner.wake(weights.parameters)
         self.events.pages_rebuilt()
         if were_dropped and self.adapters is not None:

@@ -330,7 +330,7 @@ def _cuts(params: SamplingParams, tokens: list[TokenLogprobs]) -> dict[str, Any]
     if params.num_logprobs is not None and params.logprobs_mode == "processed":
         fields["num_kept"] = [token.num_kept for token in tokens]
     if params.return_sampling_mask:
-        kept_ids = [np.frombuffer(token.kept, np.int32) for token in tokens]
+        kept_ids = [np.frombuffer(token.mask_ids, np.int32) for token in tokens]
         fields["sampling_mask"] = SamplingMask(
             np.array([len(ids) for ids in kept_ids], np.int32),
             np.concatenate(kept_ids) if kept_ids else np.zeros(0, np.int32),

@@ -44,7 +44,7 @@ class Runner:
         executables: The table of executables.
         is_asleep: True while the device has neither weights nor pages.
         num_sleeps: How many times it has fallen asleep.
-        kept: The weights in the host's memory, while the runner sleeps with them; else None.
+        host_parameters: The weights in host memory, while the runner sleeps with them; else None.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class Runner:
         self.executables = executables
         self.is_asleep = False
         self.num_sleeps = 0
-        self.kept: Any | None = None
+        self.host_parameters: Any | None = None
         self._parameters = parameters
         # Arrays that were lent are never deleted: their memory is free when nobody refers to them.
         self._is_shared = False
@@ -226,7 +226,7 @@ class Runner:
             page.delete()
         self._pages = ()
         if keeps_weights:
-            self.kept = to_host(self._parameters, deletes=not self._is_shared)
+            self.host_parameters = to_host(self._parameters, deletes=not self._is_shared)
         self._drop_parameters()
         self.num_sleeps += 1
         # The last, because a thread that finds the runner asleep reads what was kept.
@@ -237,7 +237,7 @@ class Runner:
         self.rebuild_pages()
         self._parameters = parameters
         self.is_asleep = False
-        self.kept = None
+        self.host_parameters = None
 
     def rebuild_pages(self) -> None:
         """Makes empty pages; the contents of the old ones are lost. The host's pages stay."""

@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+# A template that takes texts and lists of parts asks which of the two a content is.
 _TESTS_OF_TEXT = re.compile(r"\bis\s+(not\s+)?(string|mapping|iterable|sequence)\b")
 _PLACES = ("image", "image_pil", "url", "path", "base64")  # of a picture in a part
 PICTURE_TYPES = ("image", "image_url", "image_pil")
@@ -41,6 +42,7 @@ def picture_in(part: Mapping[str, Any]) -> Any:
     value = part.get("image_url")
     if kind == "image_url" and value is not None:
         url = value.get("url") if isinstance(value, Mapping) else value
+        # The scheme of a URL may be in capitals (RFC 3986).
         if not isinstance(url, str) or url[:5].lower() != "data:":
             raise ValueError(
                 f"image_url must be a data URL (data:image/png;base64,...), got {url!r:.60}: "

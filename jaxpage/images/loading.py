@@ -105,6 +105,7 @@ def _decode(data: bytes, max_pixels: int) -> Image.Image:
     _check_size(picture.size, max_pixels)
     try:
         picture.load()
+    # A lack of memory is no fault of the picture.
     except MemoryError:
         raise
     except Exception as error:
@@ -134,6 +135,7 @@ def _as_seen(picture: Image.Image) -> Image.Image:
         raise
     except Exception as error:
         raise ValueError(f"the picture's EXIF data cannot be read: {error!s:.100}") from None
+    # A palette has no band A: its transparent colour is in `info`.
     if "A" in picture.getbands() or picture.info.get("transparency") is not None:
         picture = picture.convert("RGBA")
         background = Image.new("RGBA", picture.size, _WHITE)

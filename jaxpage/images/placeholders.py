@@ -68,6 +68,7 @@ class _TilesRule:
         self.marker = self.token = getattr(tokenizer, "image_token", None) or "<image>"
         self._border = getattr(tokenizer, "fake_image_token", None) or "<fake_token_around_image>"
         self._whole = getattr(tokenizer, "global_image_token", None) or "<global-img>"
+        # 169 is the default of transformers' Idefics3Processor.
         self._tile = self.token * int(settings.of_prompts.get("image_seq_len", 169))
 
     def text_of(self, arrays: _Arrays) -> str:
@@ -82,6 +83,7 @@ class _TilesRule:
             for row in range(1, num_rows + 1)
         ]
         whole = f"{self._border}{self._whole}{self._tile}{self._border}"
+        # There is a line break after each row of tiles, and one more before the whole picture.
         return "\n".join([*lines, "", whole]) if lines else whole
 
 
@@ -97,6 +99,7 @@ class _Gemma3Rule:
         self.marker = getattr(tokenizer, "boi_token", None) or "<start_of_image>"
         self.token = getattr(tokenizer, "image_token", None) or "<image_soft_token>"
         end = getattr(tokenizer, "eoi_token", None) or "<end_of_image>"
+        # 256 is the default of transformers' Gemma3Processor.
         tokens = self.token * int(settings.of_prompts.get("image_seq_length", 256))
         self._picture = f"\n\n{self.marker}{tokens}{end}\n\n"
 
@@ -136,6 +139,7 @@ class _RowsRule:
         self._break = str(fields.get("image_break_token", "[IMG_BREAK]"))
         self._end = str(fields.get("image_end_token", "[IMG_END]"))
         self._side = int(fields.get("patch_size", 16)) * int(fields.get("spatial_merge_size", 1))
+        # The processor makes both sides whole numbers of this, and rows need merged patches.
         self.options: Mapping[str, Any] = {"patch_size": self._side}
 
     def text_of(self, arrays: _Arrays) -> str:

@@ -32,6 +32,7 @@ def process_picture(
         ValueError: The processor refuses the picture, for instance because it is too narrow.
         UnsupportedError: This version of transformers does not have the processor.
     """
+    # A text can be the key of a cache, and a dict cannot.
     processor = _processor(settings.kind, json.dumps(settings.arguments, sort_keys=True))
     try:
         processed = processor(images=[picture], return_tensors="np", **options)

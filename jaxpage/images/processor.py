@@ -61,6 +61,7 @@ class PictureProcessor:
         self._marker_id = self._id_of(rule.marker)
 
     def _id_of(self, token: str) -> int:
+        # `convert_tokens_to_ids` would give the id of the unknown token in place of None.
         token_id = self._tokenizer.get_vocab().get(token)
         if token_id is None:
             raise ValueError(f"the tokenizer has no token {token!r} for pictures")
@@ -79,6 +80,7 @@ class PictureProcessor:
             TypeError: Something is no picture.
             ValueError: A picture is refused; the message names its place among them.
         """
+        # These import PIL, which an engine whose requests have no pictures does not need.
         from jaxpage.images.loading import load_picture
         from jaxpage.images.processing import process_picture
 
@@ -181,6 +183,7 @@ class PictureProcessor:
         for picture in pictures:
             rows = places[begin : begin + picture.picture.num_rows]
             begin += len(rows)
+            # Models such as Pixtral have another token at the end of each row of patches.
             cuts = np.flatnonzero(np.diff(rows) != 1) + 1
             offset = 0
             for run in np.split(rows, cuts):

@@ -18,6 +18,7 @@ def base64_in(url: str) -> str:
     Raises:
         ValueError: It is another URL.
     """
+    # A media type is short, and the pattern must not look for a comma in megabytes of base64.
     if (match := _DATA_URL.match(url[:1024])) is None:
         kind = re.match(r"[A-Za-z][A-Za-z0-9+.-]*(?=:)", url[:32])
         what = f"a URL of {kind[0]!r}" if kind and kind[0].lower() != "data" else show(url[:40])

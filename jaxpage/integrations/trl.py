@@ -202,6 +202,7 @@ class JaxpageClient:
             raise ValueError("weights_directory is needed to send weights to the server")
         if hasattr(weights, "detach"):  # numpy has no bfloat16, and float32 has all its numbers
             weights = weights.detach().cpu().float().numpy()
+        # The trainer goes on changing its own array.
         self._weights[name] = np.array(weights, order="C")
 
     def update_model_params(self, model: Any) -> None:
@@ -238,6 +239,7 @@ class JaxpageClient:
             save_file(self._weights, path / "model.safetensors")
             self._ask("/v1/update_weights", {"path": path.name, "mode": self._mode})
         except RuntimeError as error:
+            # The server would refuse these weights again; other failures may pass.
             if isinstance(error.__cause__, urllib.error.HTTPError) and error.__cause__.code == 400:
                 self._weights = {}
             raise
@@ -300,6 +302,7 @@ def _entries(choice: Mapping[str, Any]) -> list[tuple[list[int], list[float]]]:
     entries = []
     for pair, ids, logprobs in zip(drawn, top_ids, top_logprobs, strict=True):
         top = zip(ids, logprobs, strict=True)
+        # Where there are fewer tokens than were asked for, -1 fills the row.
         others = [other for other in top if other[0] not in (-1, pair[0])]
         ranked = sorted([pair, *others], key=lambda entry: -entry[1])
         entries.append(([token_id for token_id, _ in ranked], [logprob for _, logprob in ranked]))
@@ -308,5 +311,6 @@ def _entries(choice: Mapping[str, Any]) -> list[tuple[list[int], list[float]]]:
 
 def _array(body: Mapping[str, Any]) -> npt.NDArray[Any]:
     """Returns an array of an answer."""
+    # The numbers are little-endian (docs/reference/wire-format.md).
     dtype = np.dtype(body["dtype"]).newbyteorder("<")
     return np.frombuffer(base64.b64decode(body["data"]), dtype).reshape(body["shape"])

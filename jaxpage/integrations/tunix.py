@@ -137,6 +137,7 @@ class JaxpageRollout(BaseRollout):
                 **_common_params(rollout_config),
                 max_tokens=rollout_config.max_tokens_to_generate,
                 stop_token_ids=list(eos_tokens or ()),
+                # If the caller names the tokens that end a text, the model's own do not.
                 ignore_eos=eos_tokens is not None,
                 seed=_seed_of(rollout_config.seed, index),
             )
@@ -146,6 +147,7 @@ class JaxpageRollout(BaseRollout):
         outputs = [request.outputs[0] for request in requests]
         padded_RT = np.full((len(prompts), width), self.pad_id(), np.int32)
         for row, ids in zip(padded_RT, token_ids, strict=True):
+            # Tunix wants prompts that are padded on the left (`left_padded_prompt_tokens`).
             row[width - len(ids) :] = ids
         logprobs = list(map(_logprobs, outputs)) if rollout_config.return_logprobs else None
         tokens = [np.array(output.token_ids, np.int32) for output in outputs]
@@ -359,6 +361,7 @@ def _seed_of(seed: Any, index: int) -> int | None:
         return None
     if isinstance(seed, jax.Array):
         data = jax.random.key_data(seed)
+        # A key of JAX is two words, and `jax.random.key(n)` has n in the last one.
         seed = np.asarray(data).ravel()[-1]
     return (int(seed) + index) % 2**32
 
@@ -425,6 +428,7 @@ class TrainedModule(nnx.Module):
         """
         if cache is not None or attention_mask is None:
             raise UnsupportedError("the trained module takes an attention mask and no cache")
+        # Each token sees itself, and none sees padding.
         is_token_RC = jnp.diagonal(attention_mask, axis1=1, axis2=2)
         first_R1 = jnp.argmax(is_token_RC, axis=1)[:, None]
         indices_C = jnp.arange(input_tokens.shape[1])

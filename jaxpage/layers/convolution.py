@@ -35,8 +35,8 @@ def short_convolution(
         return kernels.convolve(inputs_BWC, kernel_WC, bias_C)
     # A loop over places, because XLA may add up a sum in an order that depends on the other axes.
     mixed_BC: jax.Array = inputs_BWC[:, 0] * kernel_WC[:1]
-    for place in range(1, kernel_WC.shape[0]):
-        mixed_BC += inputs_BWC[:, place] * kernel_WC[place][None]
+    for index in range(1, kernel_WC.shape[0]):
+        mixed_BC += inputs_BWC[:, index] * kernel_WC[index][None]
     return mixed_BC if bias_C is None else mixed_BC + bias_C[None]
 
 

@@ -137,8 +137,8 @@ class Experts(nnx.Module):
             return kernels.weighted_sum(out_TXD, weight_TX)
         total_TD = out_TXD[:, 0] * weight_TX[:, :1]
         # One order for all: XLA could choose another for a sum.
-        for place in range(1, expert_TX.shape[1]):
-            total_TD = total_TD + out_TXD[:, place] * weight_TX[:, place : place + 1]
+        for index in range(1, expert_TX.shape[1]):
+            total_TD = total_TD + out_TXD[:, index] * weight_TX[:, index : index + 1]
         return total_TD.astype(x_TD.dtype)
 
     def run(self, x_TD: Float[Array, "T D"], expert_TX: Int[Array, "T X"]) -> Float[Array, "T X D"]:
@@ -146,10 +146,10 @@ class Experts(nnx.Module):
 
         A number that is no expert's gives zeros.
         """
-        found_TXD = None
+        output_TXD = None
         if has_matmul_by_group(self.gate_up.weight(...)):
-            found_TXD = self._run_at_once(x_TD, expert_TX)
-        return self._run_by_tiles(x_TD, expert_TX) if found_TXD is None else found_TXD
+            output_TXD = self._run_at_once(x_TD, expert_TX)
+        return self._run_by_tiles(x_TD, expert_TX) if output_TXD is None else output_TXD
 
     def _run_at_once(
         self, x_TD: Float[Array, "T D"], expert_TX: Int[Array, "T X"]

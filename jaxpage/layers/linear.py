@@ -71,7 +71,7 @@ class LinearSpec:
     def declare(self, name: str, *columns: int) -> nnx.Param[jax.Array]:
         """Declares a parameter [out] or [out, in] that has this name in its checkpoint modules."""
 
-        def one(module: str, rows: int) -> Source:
+        def source_of(module: str, rows: int) -> Source:
             transpose = self.transposed and bool(columns)
             shape = (rows, *columns)
             return tensor(
@@ -80,7 +80,7 @@ class LinearSpec:
 
         axes = (self.output_axis, *(self.input_axis for _ in columns))
         return parameter(
-            (self.num_out, *columns), axes=axes, dtype=self.dtype, sources=self.sources(one)
+            (self.num_out, *columns), axes=axes, dtype=self.dtype, sources=self.sources(source_of)
         )
 
     def sources(self, make_source: Callable[[str, int], Source]) -> list[Source]:

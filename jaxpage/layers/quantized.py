@@ -181,7 +181,7 @@ class Quantized(nnx.Module):
     ) -> nnx.Param[jax.Array]:
         spec = self.spec
 
-        def one(module: str, num_rows: int) -> Source:
+        def source_of(module: str, num_rows: int) -> Source:
             shape = num_rows, num_columns
             return array.source(
                 num_rows,
@@ -197,7 +197,7 @@ class Quantized(nnx.Module):
             # One scale for all inputs of an output is whole on each device that has a part of them.
             axes=(spec.output_axis, spec.input_axis if num_columns > 1 else None),
             dtype=jnp.dtype(dtype),
-            sources=spec.sources(one),
+            sources=spec.sources(source_of),
             keeps_dtype=True,
         )
 

@@ -25,12 +25,12 @@ class Groups:
 
     Attributes:
         count: The number of groups.
-        kept: The number of groups that a token takes.
+        num_kept: The number of groups that a token takes.
         best: The number of a group's best experts whose ratings are added up to rate it.
     """
 
     count: int
-    kept: int
+    num_kept: int
     best: int
 
 
@@ -231,11 +231,11 @@ def _each_among_close(
     experts = []
     weights = []
     left_TE = logits_TE
-    for place in range(count):
+    for index in range(count):
         if requested_TX is None:
             best_T1, expert_T1 = jax.lax.top_k(left_TE, 1)
         else:
-            expert_T1 = requested_TX[:, place : place + 1]
+            expert_T1 = requested_TX[:, index : index + 1]
             best_T1 = jnp.take_along_axis(left_TE, expert_T1, axis=1)
         scale_TE = jnp.maximum(jnp.abs(logits_TE), best_T1)
         # As in the paper's code; whatever it says of experts that were chosen before, they count 0.
@@ -255,11 +255,11 @@ def _only_best(rated_TE: Float[Array, "T E"], groups: Groups) -> Float[Array, "T
     grouped = rated_TE.reshape(num_tokens, groups.count, -1)
     best = jax.lax.top_k(grouped, groups.best)[0]
     total = best[..., 0]
-    for place in range(1, groups.best):
-        total = total + best[..., place]
-    is_kept = jax.nn.one_hot(jax.lax.top_k(total, groups.kept)[1], groups.count, dtype=bool).any(
-        axis=1
-    )
+    for index in range(1, groups.best):
+        total = total + best[..., index]
+    is_kept = jax.nn.one_hot(
+        jax.lax.top_k(total, groups.num_kept)[1], groups.count, dtype=bool
+    ).any(axis=1)
     return jnp.where(is_kept[:, :, None], grouped, -jnp.inf).reshape(rated_TE.shape)
 
 

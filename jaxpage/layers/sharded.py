@@ -289,10 +289,10 @@ class ShardedExperts(Experts):
     def run(self, x_TD: jax.Array, expert_TX: jax.Array) -> jax.Array:
         """Returns the output of each chosen expert for each token, from all devices."""
         count = self.gate_up.spec.num_experts
-        own_TX = expert_TX - place_of_device(self.sharding) * count
+        local_TX = expert_TX - place_of_device(self.sharding) * count
         # Experts of other devices get a number that is no expert's here.
-        own_TX = jnp.where((own_TX >= 0) & (own_TX < count), own_TX, count)
-        return sum_over_devices(super().run(x_TD, own_TX), self.sharding)
+        local_TX = jnp.where((local_TX >= 0) & (local_TX < count), local_TX, count)
+        return sum_over_devices(super().run(x_TD, local_TX), self.sharding)
 
 
 def find_sharded_kind(

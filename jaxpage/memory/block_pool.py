@@ -70,7 +70,7 @@ class BlockPool:
         # The blocks that are free and kept, the least recently used first.
         self._cached: OrderedDict[int, None] = OrderedDict()
         # By id. Those below `first` are of other pools, and stay as they are.
-        self._kept = [False] * num_blocks
+        self._is_kept = [False] * num_blocks
         self._ref_counts = [0] * num_blocks
 
     @property
@@ -94,11 +94,11 @@ class BlockPool:
 
     def is_kept(self, block: int) -> bool:
         """Returns whether the block's content is kept, so that nothing may write into it."""
-        return self._kept[block]
+        return self._is_kept[block]
 
     def is_writable(self, block: int) -> bool:
         """Returns whether the one sequence that refers to the block may write into it."""
-        return self._ref_counts[block] == 1 and not self._kept[block]
+        return self._ref_counts[block] == 1 and not self._is_kept[block]
 
     def allocate(self) -> int:
         """Takes a free block, which has one reference then; ask `num_free` first."""
@@ -107,19 +107,19 @@ class BlockPool:
             block = self._free.popleft()
         else:
             block, _ = self._cached.popitem(last=False)
-            self._kept[block] = False
+            self._is_kept[block] = False
         self._ref_counts[block] = 1
         return block
 
     def keep(self, block: int) -> None:
         """Keeps the content of a used block until the block is handed out for new content."""
         assert self._ref_counts[block] > 0, f"block {block} is not in use and cannot be kept"
-        self._kept[block] = True
+        self._is_kept[block] = True
 
     def unkeep(self, block: int) -> None:
         """Keeps the content of a block no longer; if the block is free, it is like any other."""
-        assert self._kept[block], f"block {block} is not kept"
-        self._kept[block] = False
+        assert self._is_kept[block], f"block {block} is not kept"
+        self._is_kept[block] = False
         if self._ref_counts[block] == 0:
             del self._cached[block]
             self._free.append(block)
@@ -132,7 +132,7 @@ class BlockPool:
     def share(self, block: int) -> None:
         """Adds a reference to a used block, or the first one to a cached block."""
         if self._ref_counts[block] == 0:
-            assert self._kept[block], f"block {block} is not in use and cannot be shared"
+            assert self._is_kept[block], f"block {block} is not in use and cannot be shared"
             del self._cached[block]
         self._ref_counts[block] += 1
 
@@ -141,7 +141,7 @@ class BlockPool:
         assert self._ref_counts[block] > 0, f"block {block} is not in use and cannot be released"
         self._ref_counts[block] -= 1
         if self._ref_counts[block] == 0:
-            if self._kept[block]:
+            if self._is_kept[block]:
                 self._cached[block] = None
             else:
                 self._free.append(block)
@@ -150,7 +150,7 @@ class BlockPool:
         """Keeps no content any longer; references stay as they are."""
         self._free.extend(self._cached)
         self._cached.clear()
-        self._kept = [False] * self.num_blocks
+        self._is_kept = [False] * self.num_blocks
 
     def cached_blocks(self) -> list[int]:
         """Returns the free blocks whose content is kept, the next to be handed out first."""
@@ -158,7 +158,7 @@ class BlockPool:
 
     def kept_blocks(self) -> list[int]:
         """Returns the blocks whose content is kept, in use or free, in ascending order."""
-        return list(itertools.compress(range(self.num_blocks), self._kept))
+        return list(itertools.compress(range(self.num_blocks), self._is_kept))
 
     def ref_counts(self) -> list[int]:
         """Returns the reference count of every block; the null block has none."""

@@ -159,11 +159,11 @@ class BlockTables:
         if self.sliding_window is None or (table := self.tables.get(sequence_id)) is None:
             return
         # From the back: passed blocks are at the front, so all before a null block are null, too.
-        for place in range(min(self.num_passed(num_tokens), len(table.blocks)) - 1, -1, -1):
-            if table.blocks[place] == NULL_BLOCK:
+        for index in range(min(self.num_passed(num_tokens), len(table.blocks)) - 1, -1, -1):
+            if table.blocks[index] == NULL_BLOCK:
                 return
-            self.pool.release(table.blocks[place])
-            table.blocks[place] = NULL_BLOCK
+            self.pool.release(table.blocks[index])
+            table.blocks[index] = NULL_BLOCK
             table.frozen = None
 
     def can_write(self, sequence_id: int, position: int) -> bool:
@@ -315,7 +315,7 @@ class BlockTables:
         """
         if sequence_id in self.tables:
             raise ValueError(f"sequence {sequence_id} has a block table already")
-        not_kept = (place for place, block in enumerate(blocks) if not self.pool.is_kept(block))
+        not_kept = (index for index, block in enumerate(blocks) if not self.pool.is_kept(block))
         num_cached = next(not_kept, len(blocks))
         self._share(blocks)
         self.tables[sequence_id] = Table(list(blocks), num_cached)

@@ -113,15 +113,15 @@ class CachedBlocks:
         size = index.block_size
         num_full = (num_computed - index.num_following) // size
         index.extend(digests, token_ids, salt, num_full)
-        for place in range(table.num_cached, num_full):
-            block = table.blocks[place]
-            parent = table.blocks[place - 1] if place else salt
+        for block_index in range(table.num_cached, num_full):
+            block = table.blocks[block_index]
+            parent = table.blocks[block_index - 1] if block_index else salt
             if block == NULL_BLOCK:
                 return  # the block fell out of the window before it could be cached
-            content = index.content(token_ids, place)
+            content = index.content(token_ids, block_index)
             if block in index and index.entry(block).token_ids != content:
                 return  # a fork has the block, too, and another token after it
-            known = index.register(block, digests[place], parent, content)
+            known = index.register(block, digests[block_index], parent, content)
             if known is None:
                 return  # the block before it is not in the index any more
             if known == block:
@@ -129,15 +129,15 @@ class CachedBlocks:
             elif first.pool.ref_count(block) > 1:
                 return  # a fork has the block, too, and would keep it after the block of another
             else:
-                first.replace(sequence_id, place, known)
+                first.replace(sequence_id, block_index, known)
             for number in range(len(self._others)):
-                self._attach(number, sequence_id, place, known)
-            table.num_cached = place + 1
+                self._attach(number, sequence_id, block_index, known)
+            table.num_cached = block_index + 1
 
-    def _attach(self, number: int, sequence_id: int, place: int, holder: int) -> None:
+    def _attach(self, number: int, sequence_id: int, index: int, holder: int) -> None:
         """Attaches another group's block of a sequence to a block of the first group."""
         group = self._others[number]
-        block = group.tables[sequence_id].blocks[place]
+        block = group.tables[sequence_id].blocks[index]
         known = self._attached[number].get(holder)
         if block in (NULL_BLOCK, known):
             return
@@ -148,7 +148,7 @@ class CachedBlocks:
                 self._holders[number][block] = holder
                 group.pool.keep(block)
         elif group.pool.ref_count(block) == 1:
-            group.replace(sequence_id, place, known)
+            group.replace(sequence_id, index, known)
 
     @property
     def has_room(self) -> bool:

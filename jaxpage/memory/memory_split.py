@@ -89,10 +89,10 @@ def split_memory(
     for blocks, num_computed, num_known in (*tables, *held):
         num_full = num_computed // block_size
         full.update(blocks[:num_full])
-        for place in range(num_full, len(blocks)):
-            start = place * block_size
-            _raise_to(computed_slots, blocks[place], min(max(num_computed - start, 0), block_size))
-            _raise_to(known_slots, blocks[place], min(max(num_known - start, 0), block_size))
+        for index in range(num_full, len(blocks)):
+            start = index * block_size
+            _raise_to(computed_slots, blocks[index], min(max(num_computed - start, 0), block_size))
+            _raise_to(known_slots, blocks[index], min(max(num_known - start, 0), block_size))
     partly = known_slots.keys() - full
     num_full = len(full) - 1
     num_used = num_full + len(partly)

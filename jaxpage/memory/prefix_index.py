@@ -159,8 +159,8 @@ class PrefixIndex:
         following = self.num_following
         tokens = token_ids[first * size : num_blocks * size + following]
         if has_vectors(tokens):
-            for place in range(first, num_blocks):
-                parent = self._hash(parent + words_of(self.content(token_ids, place)).tobytes())
+            for index in range(first, num_blocks):
+                parent = self._hash(parent + words_of(self.content(token_ids, index)).tobytes())
                 digests.append(parent)
             return digests
         # The byte order is named, so that digests are the same on every machine that shares files.
@@ -189,9 +189,9 @@ class PrefixIndex:
         """
         blocks: list[int] = []
         parent: Parent = salt
-        for place, digest in enumerate(digests):
+        for index, digest in enumerate(digests):
             block = self._block_of.get(digest)
-            if block is None or not self._holds(block, parent, self.content(token_ids, place)):
+            if block is None or not self._holds(block, parent, self.content(token_ids, index)):
                 break
             blocks.append(block)
             parent = block

@@ -50,6 +50,7 @@ class DeepseekV2Config(ExpertsConfig):
         count_field="n_routed_experts",
         count=64,
         per_token=REQUIRED,
+        # This is the default of transformers' class, which no published file has.
         width=1407,
         normalized=False,
         shared_count=("n_shared_experts", 2),

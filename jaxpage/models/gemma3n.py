@@ -172,6 +172,7 @@ class AltUp(nnx.Module):
         self.correction = gemma_layers.whole_projection(count, at, "correction_coefs", count)
         self.scale = at.vector("correct_output_scale", width, "embed")
         self.active = config.states.active
+        # This is `router_input_scale` of transformers.
         self.input_scale = 1 / width
 
     def _modalities(self, x_TD: Float[Array, "T D"]) -> Float[Array, "T U"]:
@@ -183,12 +184,12 @@ class AltUp(nnx.Module):
         share_TS = self.prediction(self._modalities(state_UTD[self.active]))
         count = len(state_UTD)
         predictions = []
-        for place in range(count):
+        for index in range(count):
             total_TD = jnp.zeros_like(state_UTD[0])
             for other in range(count):
-                share = place * count + other
+                share = index * count + other
                 total_TD = total_TD + state_UTD[other] * share_TS[:, share : share + 1]
-            predictions.append(total_TD + state_UTD[place])
+            predictions.append(total_TD + state_UTD[index])
         return predictions
 
     def correct(self, predictions: list[Array], computed_TD: Float[Array, "T D"]) -> list[Array]:
@@ -196,8 +197,8 @@ class AltUp(nnx.Module):
         share_TU = self.correction(self._modalities(computed_TD)) + 1.0
         lacking_TD = computed_TD - predictions[self.active]
         return [
-            lacking_TD * share_TU[:, place : place + 1] + each
-            for place, each in enumerate(predictions)
+            lacking_TD * share_TU[:, index : index + 1] + each
+            for index, each in enumerate(predictions)
         ]
 
 
@@ -239,14 +240,15 @@ class Gemma3nLayer(nnx.Module):
         normed_TD = self.attention_norm(x_TD)
         low_rank_TD = normed_TD + self.post_laurel_norm(self.high(self.low(normed_TD)))
         attended_TD, layer_pages = self.attention(normed_TD, layer_pages, context)
+        # transformers divides the sum of attention and LAuReL by the root of 2.
         added_TD = (x_TD + self.post_attention_norm(attended_TD) + low_rank_TD) * 0.5**0.5
         computed_TD = added_TD + self.post_mlp_norm(self.mlp(self.mlp_norm(added_TD)))
         states = self.altup.correct(predictions, computed_TD)
         gate_TD = states[self.states.active]
         if self.states.scales_active:
             gate_TD = gate_TD * self.altup.scale[...][None]
-        given_TD = self.input(gate_TD, input_TI)
-        return jnp.stack([states[0], *(each + given_TD for each in states[1:])]), layer_pages
+        change_TD = self.input(gate_TD, input_TI)
+        return jnp.stack([states[0], *(each + change_TD for each in states[1:])]), layer_pages
 
 
 class Gemma3n(gemma.Gemma2, config=Gemma3nConfig):
@@ -304,5 +306,5 @@ def _match_size(x_TD: Float[Array, "T D"], other_TD: Float[Array, "T D"]) -> Flo
     """Returns the state with the root mean square of another one."""
     wide_TD = x_TD.astype(jnp.float32)
     size_T1 = jnp.sqrt(mean(jnp.square(other_TD.astype(jnp.float32))))
-    own_T1 = jnp.sqrt(jnp.maximum(mean(jnp.square(wide_TD)), MIN_SQUARE))
-    return (wide_TD * size_T1 / own_T1).astype(x_TD.dtype)
+    rms_T1 = jnp.sqrt(jnp.maximum(mean(jnp.square(wide_TD)), MIN_SQUARE))
+    return (wide_TD * size_T1 / rms_T1).astype(x_TD.dtype)

@@ -155,6 +155,7 @@ def _heads_by_layer(
     default = dict(zip(("num_key_value_heads", "head_dim"), default_heads, strict=True))
     alike = True
     for layer, kind in enumerate(types):
+        # A change of another field is a third entry, and refused below.
         of_layer = {**default, **changes.get(layer, {})}
         pairs = tuple(of_layer.values())
         if layer == types.index(kind) and len(pairs) == 2:
@@ -259,5 +260,6 @@ class Gemma4(gemma.Gemma2, config=Gemma4Config):
             return self.layers
         if context.vectors is not None:
             is_vector_T, _ = context.vectors
+            # transformers gives pictures the inputs of the padding token.
             token_ids_T = jax.numpy.where(is_vector_T, self.config.inputs.padding_id, token_ids_T)
         return gemma_layers.bind_inputs(self.layers, self.inputs(token_ids_T, hidden_TD))

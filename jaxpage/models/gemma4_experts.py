@@ -76,6 +76,7 @@ class Gemma4Experts(nnx.Module):
             correction=tensor(f"{router}.correction", count),
             dtype=dtype,
         )
+        # Its learned scale is a vector of the router.
         self.router_norm = norms.rms_norm(config, None)
         self.router_scale = (layer / "router").vector("scale", width, "embed")
         self.factor = (layer / "router").vector("per_expert_scale", count)

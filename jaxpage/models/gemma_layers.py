@@ -103,7 +103,7 @@ def find_shared_layers(fields: Fields, types: tuple[str, ...], default: int) -> 
         )
         fields.note_wrong(text, num_kv_shared_layers=0)
         return tuple(range(len(types)))
-    last = {kind: place for place, kind in enumerate(types_with_pages)}
+    last = {kind: index for index, kind in enumerate(types_with_pages)}
     return (*range(len(types_with_pages)), *(last[kind] for kind in types[len(types_with_pages) :]))
 
 
@@ -156,6 +156,8 @@ class PerLayerInputs(nnx.Module):
         """Returns the inputs of all layers."""
         shape = (len(token_ids_T), -1, self.input_width)
         of_embedding = self.norm((self.projection(embedded_TD) * self.scale).reshape(shape))
+        # Like the token table of Gemma this one is scaled by the root of its width. The factor of
+        # the sum is `per_layer_input_scale` of transformers.
         of_token = self.table(token_ids_T).reshape(shape) * self.input_width**0.5
         return (of_embedding + of_token) * 2.0**-0.5
 
@@ -217,6 +219,7 @@ def gemma4_attention(config: Gemma4LayersConfig, index: int, at: Scope) -> Atten
         rope=config.rope_of(index),
         norms=HeadNorms(query_norm, key_norm, value_norm),
         scores=Scores(
+            # The norms of queries and keys take the place of the factor 1 / sqrt(head width).
             scale=1.0,
             sliding_window=config.kv.sliding_windows[form.place],
             sees_ahead=form.sees_ahead,

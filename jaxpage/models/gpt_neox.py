@@ -154,7 +154,7 @@ class AttentionInParts(Attention):
         num_tokens = fused.shape[0]
         parts = fused.reshape(num_tokens, self.num_groups, 3, -1)
         # Values come before keys in a part, as in the code that CodeGen was trained with.
-        q, v, k = (parts[:, :, place].reshape(num_tokens, -1) for place in range(3))
+        q, v, k = (parts[:, :, index].reshape(num_tokens, -1) for index in range(3))
         return q, k, v
 
 

@@ -48,6 +48,8 @@ class GptOssConfig(ExpertsConfig):
         """Returns what the fields say."""
         types = layer_windows.layer_types(fields, 2)
         limit = fields.number("swiglu_limit", 7.0)
+        # GELU is about `x * sigmoid(1.702 x)` (Hendrycks and Gimpel, 2016). This factor and the
+        # limit are constants in OpenAI's code.
         swiglu = ClampedSwiGLU(limit, fields.number("swiglu_alpha", 1.702))
         return cls.from_fields(
             fields,

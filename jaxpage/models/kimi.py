@@ -94,6 +94,7 @@ class KimiLinearConfig(ExpertsConfig):
         widths = LatentDefaults(query_rank=None).read_widths(fields)
         return cls.from_fields(
             fields,
+            # Multi-head latent attention keeps one latent per token, which all heads share.
             num_kv_heads=1,
             head_dim=widths.cached,
             kv={

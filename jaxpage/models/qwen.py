@@ -337,6 +337,7 @@ class Qwen3_5MoeConfig(HybridConfig, ExpertsConfig):
     @classmethod
     def complete(cls, config: Mapping[str, Any]) -> Mapping[str, Any]:
         """Returns the config without the axes of positions."""
+        # Every layer has experts, but the field of dense layers has no default.
         return {"intermediate_size": 1, **without_axes(config)}
 
 

@@ -99,10 +99,10 @@ class PrefixFiles:
         Raises:
             ConfigError: The directory cannot be used.
         """
-        self._own = directory / key
+        self._directory_of_key = directory / key
         self._max_bytes = max_bytes
         try:
-            make_private(self._own)
+            make_private(self._directory_of_key)
             if directory.stat().st_uid != os.geteuid():
                 raise PermissionError(errno.EPERM, "it belongs to another user")
             files = _find_files(directory)
@@ -235,7 +235,7 @@ class PrefixFiles:
             self._num_bytes -= self._sizes.pop(str(path), 0)
 
     def _path(self, digest: bytes) -> Path:
-        return self._own / f"{digest.hex()}{_SUFFIX}"
+        return self._directory_of_key / f"{digest.hex()}{_SUFFIX}"
 
 
 def _find_files(directory: Path) -> list[tuple[str, int]]:

@@ -107,8 +107,8 @@ class PrefixTier(Events):
 
     def _blocks(self, digests: Sequence[bytes], token_ids: Sequence[int]) -> Iterator[StoredBlock]:
         """Yields a sequence's full blocks."""
-        for place, (before, digest) in enumerate(itertools.pairwise([b"", *digests])):
-            yield StoredBlock(digest, before, self._index.content(token_ids, place))
+        for index, (before, digest) in enumerate(itertools.pairwise([b"", *digests])):
+            yield StoredBlock(digest, before, self._index.content(token_ids, index))
 
     def weights_replaced(self, update: WeightsUpdate) -> None:
         """Stops reading and writing, because the files belong to the old weights."""

@@ -24,6 +24,8 @@ _NAMES = {
     "flags": "the flags",
     "tokenizer": "a tokenizer with the hash",
 }
+# Another processor with the same instructions may give the same bits, so `verify` computes and
+# sees. The version of llguidance counts only with a grammar, and is compared for itself.
 _MAY_DIFFER = frozenset({"processor", "llguidance"})
 _NAMED_TENSORS = 3
 
@@ -160,14 +162,15 @@ def first_difference(
     """
     if len(answers) != len(receipt.outputs):
         return Difference(0, computed, None, "outputs", len(receipt.outputs), len(answers))
-    for place, (theirs, ours) in enumerate(zip(receipt.outputs, answers, strict=True)):
-        difference = _difference_of_tokens(place, theirs, ours, computed)
+    for index, (theirs, ours) in enumerate(zip(receipt.outputs, answers, strict=True)):
+        difference = _difference_of_tokens(index, theirs, ours, computed)
         if difference is not None:
             return difference
         for name in ("text", "finish_reason", "stop_reason"):
             value = getattr(theirs, name)
+            # In Python True equals 1, and the receipt comes from a stranger.
             if value != ours[name] or type(value) is not type(ours[name]):
-                return Difference(place, computed, None, name, value, ours[name])
+                return Difference(index, computed, None, name, value, ours[name])
     return None
 
 

@@ -26,6 +26,7 @@ MAX_PROBLEMS = 3  # the most that one error tells
 Hash = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 Text = Annotated[str, Field(max_length=4096)]
 TokenId = Annotated[int, Field(ge=0, le=INT32_MAX)]
+# Without `fail_fast` a million wrong items would make a million errors.
 TokenIds = Annotated[list[TokenId], Field(fail_fast=True, max_length=2**20)]
 # The bits of a float32, the most significant digit first.
 Bits = Annotated[str, Field(pattern=r"^[0-9a-f]{8}$")]
@@ -209,10 +210,10 @@ def parse_receipt(body: Any) -> Receipt:
         receipt = Receipt.model_validate(body)
     except (ValidationError, RecursionError) as error:
         _refuse(error)
-    for place, output in enumerate(receipt.outputs):
+    for index, output in enumerate(receipt.outputs):
         if len(output.token_ids) != len(output.logprobs):
             raise ReceiptError(
-                f"outputs.{place} of the receipt has {len(output.token_ids)} tokens and "
+                f"outputs.{index} of the receipt has {len(output.token_ids)} tokens and "
                 f"{len(output.logprobs)} log probabilities"
             )
     return receipt
@@ -268,6 +269,7 @@ def _constant(name: str) -> NoReturn:
 
 
 def _integer(digits: str) -> int:
+    # A seed of 64 bits has 20 digits; Python takes quadratic time for a number of very many.
     if len(digits) > 20:
         raise ValueError(f"a number has {len(digits)} digits")
     return int(digits)

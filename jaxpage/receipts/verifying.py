@@ -51,6 +51,7 @@ def verify(
         requests = [(request.prompt_token_ids, params), *batch]
         try:
             outputs = generate([prompt for prompt, _ in requests], [each for _, each in requests])
+        # An engine with the same facts has taken the request before, so a refusal is a difference.
         except ValueError as error:
             refusal = f"this engine refuses the request of the receipt: {error}"
             return Verification("different", (refusal,))

@@ -123,7 +123,7 @@ class WeightsOfUpdates:
     """
 
     def __init__(self, log: str | os.PathLike[str], directories: Sequence[Path] = ()) -> None:
-        self._kept = weights_of_log(log)
+        self._log_directory = weights_of_log(log)
         self._directories = directories
         self._checksums: dict[Path, str] = {}  # of the directories that were read
 
@@ -134,11 +134,15 @@ class WeightsOfUpdates:
             EventLogError: Nothing was kept, and no directory is given.
         """
         checksum = update.get("checksum")
-        if checksum and not self._directories and not (self._kept / str(checksum)).is_dir():
+        if (
+            checksum
+            and not self._directories
+            and not (self._log_directory / str(checksum)).is_dir()
+        ):
             raise EventLogError(
                 f"the log has an update to weights with the checksum {checksum}, and no arrays of "
-                f"them in {self._kept}: name a directory with these weights (--weights), or record "
-                "the log with event_log_weights"
+                f"them in {self._log_directory}: name a directory with these weights (--weights), "
+                "or record the log with event_log_weights"
             )
 
     def load(self, built: Built, record: Record) -> Update:
@@ -159,7 +163,7 @@ class WeightsOfUpdates:
         if checksum is None:  # a model that woke from sleep read its own checkpoint again
             return Update(self._load(built, built.model), mode, None)
         problems = []
-        for path in (self._kept / checksum, *self._directories):
+        for path in (self._log_directory / checksum, *self._directories):
             known = self._checksums.get(path, checksum)
             if known == checksum and path.is_dir():
                 try:

@@ -189,8 +189,8 @@ class Replay:
                     self._differ(record, None)
                 if record["event"] == "end":
                     ending = None
-        except Differs as found:
-            difference = str(found)
+        except Differs as differs:
+            difference = str(differs)
             ending = None
         except _EndsInside as step:
             ending = f"The log ends in the middle of step {step}"
@@ -509,7 +509,7 @@ def _draft(
     if not multi_step and not all(0 <= token_id < vocab_size for token_id in draft.token_ids):
         raise ValueError(f"token ids are 0 to {vocab_size - 1}, got {show(token_ids)}")
     if len(draft.parents) != len(draft.token_ids) or not all(
-        -1 <= p < place for place, p in enumerate(draft.parents)
+        -1 <= p < index for index, p in enumerate(draft.parents)
     ):
         raise ValueError(
             f"each of {len(draft.token_ids)} needs a parent before it or -1, got {show(parents)}"

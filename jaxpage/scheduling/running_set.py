@@ -425,12 +425,12 @@ class RunningSet:
         num_full = sequence.num_computed_tokens // manager.block_size
         content_ids = sequence.content_ids
         table = manager.groups[0].tables[sequence.sequence_id]
-        for place, block in enumerate(table.blocks):
+        for number, block in enumerate(table.blocks):
             if block in index:
-                assert place < num_full, f"{name} will write into the cached block {block}"
-                num_own = None if place < table.num_cached else manager.block_size
+                assert number < num_full, f"{name} will write into the cached block {block}"
+                num_own = None if number < table.num_cached else manager.block_size
                 known = index.entry(block).token_ids[:num_own]
-                content = index.content(content_ids, place)[:num_own]
+                content = index.content(content_ids, number)[:num_own]
                 assert known == content, f"{name}: block {block} lies"
 
 

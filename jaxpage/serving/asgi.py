@@ -47,6 +47,8 @@ class Application:
             if self._batches is not None:
                 self._batches.start()
             await send({"type": "lifespan.startup.complete"})
+        # Batches stop before the engine that answers them, and the stores close when it writes no
+        # more.
         if self._batches is not None:
             await self._batches.stop()
         await asyncio.to_thread(self._driver.stop)

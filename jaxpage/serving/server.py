@@ -78,6 +78,7 @@ def run_app(
     if not has_ended:
         logger.critical("an engine is still at work; the process ends without it")
         os._exit(1)
+    # Python waits for the threads of a pool at its exit, also for one that loads a model.
     if is_loading():
         os._exit(status)
     return status
@@ -295,6 +296,7 @@ def _handle_signals(handle: Callable[[int], None]) -> Iterator[None]:
     finally:
         for number in handlers:
             loop.remove_signal_handler(number)
+            # The loop has put back the default, and not what was there before.
             signal.signal(number, before[number])
 
 

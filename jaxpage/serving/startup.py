@@ -216,12 +216,14 @@ def how_to_ask(address: str, context: ModelContext, *, has_keys: bool, has_page:
     begin = "import os; " if has_keys else ""
     if address.startswith("unix:"):
         path_of_socket = address.removeprefix("unix:")
+        # curl and httpx want a host in the address, also where they connect to a socket.
         url = "http://localhost"
         curl = f"curl --unix-socket {shlex.quote(path_of_socket)}"
         begin += "import httpx; "
         transport = f"httpx.HTTPTransport(uds={path_of_socket!r})"
         client = f", http_client=httpx.Client(transport={transport})"
     header = f' -H "Authorization: Bearer ${API_KEY_VARIABLE}"' if has_keys else ""
+    # OpenAI's client refuses to be made without a key, so it gets a word that the server ignores.
     api_key = f'os.environ["{API_KEY_VARIABLE}"]' if has_keys else '"none"'
     lines = [
         f"The server is at {place_of(address, '/v1')}, the model is called {context.model_names[0]}. Ctrl-C ends it.",

@@ -53,7 +53,7 @@ class AtRate:
 
     Attributes:
         rate: The requests per second.
-        kept: The share of the requests that keep the SLO.
+        share_within_slo: The share of the requests that keep the SLO.
         p99_ttft: The 99th percentile of the time to the first token.
         p99_tpot: The 99th percentile of the time per later token.
         running: The mean number of running requests.
@@ -62,7 +62,7 @@ class AtRate:
     """
 
     rate: float
-    kept: float
+    share_within_slo: float
     p99_ttft: float
     p99_tpot: float
     running: float
@@ -72,7 +72,7 @@ class AtRate:
     @property
     def is_sustained(self) -> bool:
         """Returns whether nearly all requests keep the SLO."""
-        return self.kept >= SUSTAINED
+        return self.share_within_slo >= SUSTAINED
 
 
 def at_rate(question: Question, rate: float, seeds: Sequence[int] = SEEDS) -> AtRate:

@@ -33,6 +33,7 @@ class AheadProposer(DeviceProposer):
             candidates.shape[1], -1
         )
         scores = bits.view(np.float32)
+        # A stable order keeps a candidate before those that continue it where the scores are equal.
         best = np.argsort(-scores, kind="stable")[:num_drafts]
         places = best[scores[best] > -np.inf].tolist()
         drafted = {-1: -1} | {place: index for index, place in enumerate(places)}

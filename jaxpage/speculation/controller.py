@@ -58,11 +58,11 @@ class Acceptance:
     def __init__(self, first_rate: float) -> None:
         # By place: [accepted, seen].
         self._all = [[FIRST_WEIGHT, FIRST_WEIGHT], [FIRST_WEIGHT * first_rate, FIRST_WEIGHT]]
-        self._own: dict[int, list[list[float]]] = {}
+        self._by_sequence: dict[int, list[list[float]]] = {}
 
     def add(self, sequence_id: int, place: int, accepted: float) -> None:
         """Counts what came of one place of a sequence's drafts."""
-        for counts in (self._all, self._own.setdefault(sequence_id, [])):
+        for counts in (self._all, self._by_sequence.setdefault(sequence_id, [])):
             counts += [[0.0, 0.0] for _ in range(len(counts), 1 + place)]
             counts[place][0] += accepted - counts[place][0] / MEMORY
             counts[place][1] += 1.0 - counts[place][1] / MEMORY
@@ -70,18 +70,18 @@ class Acceptance:
     def average(self, num_places: int) -> list[float]:
         """Returns the rates of all sequences together, by place."""
         rates: list[float] = []
-        for place in range(num_places):
-            accepted, seen = self._all[place] if place < len(self._all) else (0.0, 0.0)
+        for index in range(num_places):
+            accepted, seen = self._all[index] if index < len(self._all) else (0.0, 0.0)
             rates.append(
                 accepted / seen
-                if place < 2
+                if index < 2
                 else (accepted + FIRST_WEIGHT * rates[-1]) / (seen + FIRST_WEIGHT)
             )
         return rates
 
     def rates(self, sequence_id: int, average: Sequence[float]) -> list[float]:
         """Returns the rates of one sequence, by place; it starts from the average of all."""
-        counts_of_sequence = self._own.get(sequence_id, [])
+        counts_of_sequence = self._by_sequence.get(sequence_id, [])
         rates = [
             (counts[0] + PRIOR * rate) / (counts[1] + PRIOR)
             for counts, rate in zip(counts_of_sequence, average, strict=False)
@@ -91,7 +91,7 @@ class Acceptance:
     def forget(self, sequence_ids: Iterable[int]) -> None:
         """Forgets sequences that have ended."""
         for sequence_id in sequence_ids:
-            self._own.pop(sequence_id, None)
+            self._by_sequence.pop(sequence_id, None)
 
 
 class _Node(NamedTuple):
@@ -131,6 +131,7 @@ class Controller:
             depths: The depths to which a device drafter may draft; empty if there is none.
         """
         self.costs = Costs()
+        # A unit counts accepted drafts; its first rate is that of one.
         self.acceptance = Acceptance(0.5 if unit == 1 else 1.0)
         self.is_on = False
         self.depth = 0  # the draft depth of this step, whose drafts are for the next
@@ -205,6 +206,7 @@ class Controller:
         wait, probe = self._due(options, chosen)
         if planned in options and ready:
             chosen = self._begin_probe(options[planned])
+        # A probe without drafts needs nothing from the step before it.
         elif wait <= 0 and (ready is None or probe is none):
             chosen = self._begin_probe(probe)
         elif wait <= 0:
@@ -231,9 +233,11 @@ class Controller:
         for sequence_id, draft in drafts.items():
             self._parents = draft.parents
             rates = self.acceptance.rates(sequence_id, average)
+            # These drafts are there, so the chance to find them is 1.
             nodes += _nodes(
                 sequence_id, draft.parents if self._unit == 1 else (-1,), [1.0, *rates[1:]]
             )
+        # A probe runs its shape even if it loses time, and a unit is not divided.
         if self._probe is None and self._unit == 1:
             # The draft depth of the step does not depend on how many drafts it verifies.
             depth = self.depth if self.depths else None
@@ -281,6 +285,7 @@ class Controller:
         self._last_run[shape] = self._step
         if num_requested := sum(self._requested.values()):
             each = asking * self._unit / num_requested
+            # A pause of the host while drafts are asked for says nothing of their cost.
             self._asking += (
                 GAIN * (min(each, 4 * self._asking) - self._asking) if self._asking else each
             )
@@ -298,6 +303,7 @@ class Controller:
             num_drafts = 1
             while num_drafts <= maximum:
                 shapes.append(self._limits.shape(num_rows, num_drafts))
+                # This is the first number of drafts that the last shape does not hold.
                 num_drafts = shapes[-1][1] - num_rows + 1
             self._shapes_by_rows[num_rows] = [shape for shape in shapes if shape in self.costs]
         return self._shapes_by_rows[num_rows]
@@ -339,10 +345,12 @@ class Controller:
                     [node.weight * node.probability for node in reached], initial=float(num_rows)
                 )
             )
+            # A step for which no draft is found has the shape without drafts.
             probability = 1.0 - math.prod(
                 [1.0 - node.weight for node in reached if node.depth == 1]
             )
             for shape in shapes:
+                # A sum of weights that should be a whole number may be a little above it.
                 count = bisect_right(weights, (shape[1] - num_rows) / self._unit + 1e-9)
                 cost = (
                     seconds + probability * (self.costs.of(shape, depth) - seconds) + asking * count

@@ -76,7 +76,8 @@ class DrafterSync:
 
     def _choose(self, plan: StepPlan, others_wait: bool) -> int | None:
         if self.is_off:
-            # It waits for a new request, of which it can compute all tokens.
+            # The count stops above 0 until there is a new request, of which it can compute all
+            # tokens.
             self._steps_off -= self._steps_off > 1 or any(
                 row.sequence_id not in self._seen for row in plan.rows
             )
@@ -111,6 +112,7 @@ class DrafterSync:
                 ):
                     self._stale.add(row.sequence_id)
                 self._stale_blocks.difference_update(table[begun:])
+            # Their tokens may now be in other blocks.
             if (plan.swap_in or plan.copies) and row.sequence_id in self._stale:
                 self._stale_blocks.update(table)
             self._seen.add(row.sequence_id)

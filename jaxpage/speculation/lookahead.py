@@ -119,6 +119,7 @@ class Window:
             row.append(token_id)
         self.rows.append(row)
         self.num_known += 1
+        # Without its first row a full window begins one place later; any other gives up a column.
         if len(self.rows) > self._max_rows:
             del self.rows[0]
         else:
@@ -202,7 +203,7 @@ class LookaheadProposer(Proposer):
         if drafted is None or drafted.window.num_known != num_known_tokens:
             return  # it has ended, or others drafted
         places = {
-            key: place for place, key in enumerate(zip(draft.parents, draft.token_ids, strict=True))
+            key: index for index, key in enumerate(zip(draft.parents, draft.token_ids, strict=True))
         }
         ends = (_follow(path, places) for path in drafted.window.paths())
         after = [None if end is None else token_ids[1 + end] for end in ends]

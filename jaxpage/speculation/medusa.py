@@ -51,7 +51,7 @@ def search(accuracies: Ordered[Ordered[float]], num_drafts: int) -> Choices:
     """
     choices: list[tuple[int, ...]] = []
     heap: list[tuple[float, tuple[int, ...]]] = [(-1.0, ())]  # the root
-    while heap and len(choices) <= num_drafts:
+    while heap and len(choices) <= num_drafts:  # the root is among the choices
         minus_probability, path = heapq.heappop(heap)
         choices.append(path)
         if len(path) < len(accuracies):
@@ -99,7 +99,7 @@ class MedusaProposer(DeviceProposer):
     def __init__(self, choices: Choices) -> None:
         """Takes the tree; in `choices` every path comes after the one that it continues."""
         super().__init__()
-        places = {path: place for place, path in enumerate(choices)} | {(): -1}
+        places = {path: index for index, path in enumerate(choices)} | {(): -1}
         self._parents = tuple(places[path[:-1]] for path in choices)
         self._heads = np.array([len(path) - 1 for path in choices])
         self._ranks = np.array([path[-1] for path in choices])

@@ -84,6 +84,7 @@ def find(token_ids: TokenIds, min_length: int, max_length: int) -> int | None:
     ):
         return latest + 1  # a text that goes in circles ends here
     for length in range(1, max_length):
+        # A longer match could only be at the same place.
         if length >= min_length and len(ends) == 1:
             break
         longer = ends[ends.searchsorted(length) :]

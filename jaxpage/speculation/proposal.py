@@ -60,6 +60,7 @@ class DeviceProposer(Proposer):
         """Keeps the candidates of a step."""
         if not plan.draft_depth or result.draft_candidates is None:
             return
+        # A draft has a larger index than the one that it continues, so this is the last of a path.
         last = (
             range(len(plan.samples)) if result.paths is None else result.paths.max(axis=1).tolist()
         )

@@ -24,7 +24,7 @@ from jaxpage.step.request import Request, Sequence
 NUM_RECYCLED = 8  # W: tokens that are kept for each token
 # The most tables for salts, besides the one without. With 128,000 tokens a table takes 4 MB.
 MAX_TABLES = 16
-KEPT = 64  # steps without use after which a table may be given to another salt
+MIN_IDLE_STEPS = 64  # steps without use after which a table may be given to another salt
 MAX_LEVELS = 6  # tokens ahead that a tree goes
 
 # The shape of trees: how often the first token of a row comes next, the second, and so on, with the
@@ -52,7 +52,7 @@ class RecyclingProposer(Proposer):
             if tree
             else best_only(MAX_DRAFTS, MAX_DRAFTS)
         )
-        places = {path: place for place, path in enumerate(choices)} | {(): -1}
+        places = {path: index for index, path in enumerate(choices)} | {(): -1}
         # For each draft: the place of the one before it, and its rank among those after that one.
         self._template = [(places[path[:-1]], path[-1]) for path in choices]
         # By salt; the one that was used last is at the end.
@@ -105,7 +105,7 @@ class RecyclingProposer(Proposer):
         width = top_ids_BW.shape[1]
         for salt in dict.fromkeys(salts):
             if (table_VW := self._table(salt)) is not None:
-                draws = [place for place, each in enumerate(salts) if each == salt]
+                draws = [index for index, each in enumerate(salts) if each == salt]
                 table_VW[np.array(token_ids)[draws], :width] = top_ids_BW[draws]
 
     def _table(self, salt: str | None) -> npt.NDArray[np.int32] | None:
@@ -117,7 +117,7 @@ class RecyclingProposer(Proposer):
         if table is None:
             others = [each for each in self._tables if each is not None]
             if salt is not None and len(others) >= MAX_TABLES:
-                if self._step - self._tables[others[0]].used < KEPT:
+                if self._step - self._tables[others[0]].used < MIN_IDLE_STEPS:
                     return None
                 del self._tables[others[0]]
             table = self._tables[salt] = _Table(

@@ -118,6 +118,7 @@ class ProposingSpeculator:
         """
         began = self._proposed = self._clock()
         self._refused = {}
+        # This begins a step of the controller, so it is called even where nothing is drafted.
         skips = self.controller is not None and self.controller.skips()
         if skips or self.has_failed or (self._sync is not None and self._sync.is_off):
             return NO_DRAFTS
@@ -248,6 +249,8 @@ class ProposingSpeculator:
             if row.parents
         }
         for sequence_id, (draft, num_left) in self._refused.items():
+            # What a grammar refused is known to be wrong only where all drafts before it were
+            # verified.
             if num_left == (len(verified[sequence_id].token_ids) if sequence_id in verified else 0):
                 verified[sequence_id] = draft
         for sequence_id, draft in verified.items():
@@ -293,9 +296,9 @@ def _admit(sequence_id: int, draft: Draft, strategy: Strategy) -> Draft:
     try:
         if draft.q is not None or strategy.mask(sequence_id) is None:
             return draft  # the usual case
-        for place, parent in enumerate(draft.parents):
-            if parent in places and strategy.mask(sequence_id, draft.path(place)) is not None:
-                places[place] = len(places) - 1
+        for index, parent in enumerate(draft.parents):
+            if parent in places and strategy.mask(sequence_id, draft.path(index)) is not None:
+                places[index] = len(places) - 1
     except Exception:  # other requests are not affected
         logger.exception("nothing is drafted for sequence %d", sequence_id)
         return Draft((), ())
@@ -316,10 +319,10 @@ def _right(draft: Draft, token_ids: Iterable[int]) -> set[int]:
     path: set[int] = set()
     last = -1
     for token_id in token_ids:
-        for place, parent in enumerate(draft.parents):
-            if parent == last and draft.token_ids[place] == token_id:
-                path.add(place)
-                last = place
+        for index, parent in enumerate(draft.parents):
+            if parent == last and draft.token_ids[index] == token_id:
+                path.add(index)
+                last = index
                 break
         else:
             break

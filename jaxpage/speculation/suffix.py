@@ -26,7 +26,7 @@ SHARED_EDGES = 1 << 21  # in the trees that sequences share; with more, the olde
 
 
 @dataclass
-class _Own:
+class _OwnTree:
     """Holds a sequence's tokens, prompt and output."""
 
     tree: SuffixTree | None
@@ -79,7 +79,7 @@ class SuffixProposer(Proposer):
         self._branches = tree
         self._own_edges = own_edges
         self._at_once = at_once
-        self._own: dict[int, _Own] = {}  # by sequence id
+        self._own_trees: dict[int, _OwnTree] = {}  # by sequence id
         self._num_own_edges = 0
         self._shared = _Shared(settings, shared_edges)
         self._round = 0
@@ -101,31 +101,31 @@ class SuffixProposer(Proposer):
     def forget(self, group: SequenceGroup) -> None:
         """Keeps the answers of a request that has ended, and forgets its sequences."""
         for sequence in group.sequences:
-            if sequence.sequence_id in self._own:
+            if sequence.sequence_id in self._own_trees:
                 self._shared.take(group.request.params.cache_salt, sequence, self._at_once)
         for sequence_id in group.sequence_ids:
             self._shared.end(sequence_id)
-            state = self._own.pop(sequence_id, None)
+            state = self._own_trees.pop(sequence_id, None)
             if state is not None and state.tree is not None:
                 self._num_own_edges -= len(state.tree)
 
-    def _look_up(self, sequence: Sequence) -> _Own:
+    def _look_up(self, sequence: Sequence) -> _OwnTree:
         """Returns what is known of a sequence that is asked for drafts.
 
         A round ends when a sequence is asked for a second time.
         """
-        state = self._own.get(sequence.sequence_id)
+        state = self._own_trees.get(sequence.sequence_id)
         if state is None:
             tree = SuffixTree(self._settings.max_tree_depth)
             tree.begin(sequence.token_ids)
-            state = self._own[sequence.sequence_id] = _Own(tree)
+            state = self._own_trees[sequence.sequence_id] = _OwnTree(tree)
         elif state.requested == self._round:
             self._round += 1
             self._left = self._at_once
         state.requested = self._round
         return state
 
-    def _grow(self, state: _Own, token_ids: list[int]) -> bool:
+    def _grow(self, state: _OwnTree, token_ids: list[int]) -> bool:
         """Takes in what there is time for; returns whether the sequence's tree then has all."""
         tree = state.tree
         if tree is None:
@@ -244,6 +244,7 @@ class _Shared:
         return written.tree
 
     def _turn(self) -> None:
+        # With a limit of 1 the young generation alone holds all that may be kept.
         self._old = self._young if self._max_texts > 1 else {}
         self._young = {}
         self._num_texts = self._num_edges = 0

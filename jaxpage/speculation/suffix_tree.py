@@ -115,6 +115,7 @@ class SuffixTree:
             if place is None:
                 edges[key] = _leaf(text, size)
                 count = 1
+                # Nothing is drafted after the empty run, so the root needs no list of what follows.
                 if node and best_counts[node]:
                     self._followers.setdefault(node, [best[node]]).append(token)
             else:
@@ -220,6 +221,7 @@ class SuffixTree:
             continuation = self._texts[text][
                 index : min(index + num_tokens - len(token_ids), self._sizes[text])
             ]
+            # A run that occurred once has one continuation, whose tokens are as probable as it is.
             token_ids += continuation
             score += probability * len(continuation)
         return ScoredDraft(token_ids, None, score)

@@ -164,5 +164,5 @@ class EmbeddedPrompt:
 
     def text_ids(self, token_ids: Sequence[int]) -> tuple[int, ...]:
         """Returns the tokens that no span fills, in order."""
-        filled = {place for span in self.spans for place in range(span.start, span.stop)}
-        return tuple(token_id for place, token_id in enumerate(token_ids) if place not in filled)
+        filled = {index for span in self.spans for index in range(span.start, span.stop)}
+        return tuple(token_id for index, token_id in enumerate(token_ids) if index not in filled)

@@ -52,8 +52,8 @@ def write_and_attend(
         # XLA would copy an empty one, since a constant cannot be written to.
         input_output_aliases={
             # Operands 3 to 6 are the pages and scales, and so are results 1 to 4.
-            3 + place: 1 + place
-            for place, each in enumerate(pages)
+            3 + index: 1 + index
+            for index, each in enumerate(pages)
             if each.size
         },
     )
@@ -73,7 +73,7 @@ def write_and_attend(
     ]
     problems += [] if arguments.k_scale is None else written[2:]
     if arguments.v_pages is None:
-        return out_TNH, tuple(None if place % 2 else each for place, each in enumerate(problems))
+        return out_TNH, tuple(None if index % 2 else each for index, each in enumerate(problems))
     return out_TNH, tuple(problems)
 
 

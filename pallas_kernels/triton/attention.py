@@ -370,15 +370,15 @@ def _scores(scores_AC: jax.Array, k_scale_C: jax.Array | None, config: Config) -
 
 def _find_visible(tile: Tile, lanes: Lanes, position_C, tree_ref, config: Config):  # type: ignore[no-untyped-def]
     """Returns which of the positions each lane sees."""
-    own_A = tile.position + lanes.token_A
+    query_A = tile.position + lanes.token_A
     if tree_ref is None:
-        seen_AC = position_C[None, :] <= own_A[:, None]
+        seen_AC = position_C[None, :] <= query_A[:, None]
     else:
         index_C = position_C - tile.origin  # the place among the query tokens of the row
         branch_AC = _branch(tree_ref, tile, lanes, index_C, config.tiles.context)
         seen_AC = branch_AC | (index_C < 0)[None, :]
     if config.options.sliding_window is not None:
-        seen_AC &= position_C[None, :] > own_A[:, None] - config.options.sliding_window
+        seen_AC &= position_C[None, :] > query_A[:, None] - config.options.sliding_window
     return seen_AC
 
 
@@ -389,12 +389,12 @@ def _branch(tree_ref, tile: Tile, lanes: Lanes, index_C, context: int):  # type:
     """
     word_C = index_C >> 5
     first_word = jnp.min(word_C)
-    found_AC = jnp.zeros((lanes.token_A.shape[0], context), jnp.int32)
+    words_AC = jnp.zeros((lanes.token_A.shape[0], context), jnp.int32)
     # A turn may begin within a word, so that its bits reach into one word more.
     for index in range(pl.cdiv(context, 32) + 1):
         word = first_word + index
         # Positions before the row's query tokens have words below 0.
         inside_A = lanes.used_A & (word >= 0) & (word < tree_ref.shape[1])
         bits_A = tb.load(tree_ref.at[tile.token + lanes.token_A, word], mask=inside_A, other=0)
-        found_AC = jnp.where((word_C == word)[None, :], bits_A[:, None], found_AC)
-    return ((found_AC >> (index_C & 31)[None, :]) & 1) != 0
+        words_AC = jnp.where((word_C == word)[None, :], bits_A[:, None], words_AC)
+    return ((words_AC >> (index_C & 31)[None, :]) & 1) != 0

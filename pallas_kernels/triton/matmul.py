@@ -120,13 +120,13 @@ def kernel(  # type: ignore[no-untyped-def]
             num_groups = 1 if ref.shape[2] == 1 else max(1, cut.depth // size)
             at_J = turn * cut.depth // size + jnp.arange(num_groups)
             mask = has_O[:, None] & (at_J < ref.shape[2])[None, :]
-            found_OJ = tb.load(
+            value_OJ = tb.load(
                 ref.at[group, scale_row_O[:, None], at_J[None, :]], mask=mask, other=0
             ).astype(jnp.float32)
             if num_groups == 1:
-                return found_OJ
+                return value_OJ
             repeated = jnp.broadcast_to(
-                found_OJ[:, :, None], (cut.cols, num_groups, width // num_groups)
+                value_OJ[:, :, None], (cut.cols, num_groups, width // num_groups)
             )
             return repeated.reshape(cut.cols, width)
 

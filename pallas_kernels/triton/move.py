@@ -74,7 +74,7 @@ def _copy_rows(
     # A launch moves arrays of one type, so that no value is taken apart on its way.
     copied = [leaf.reshape(rows, -1) for leaf, rows in zip(leaves, num_rows, strict=True)]
     for dtype in dict.fromkeys(leaf.dtype for leaf in leaves):
-        for places in _batches([place for place, leaf in enumerate(leaves) if leaf.dtype == dtype]):
+        for places in _batches([index for index, leaf in enumerate(leaves) if leaf.dtype == dtype]):
             some = [copied[place] for place in places]
             staging = _gather(some, source, destination, dtype, interpret)
             for place, new in zip(

@@ -129,13 +129,13 @@ def _kernel(
         def _write() -> None:
             pages_ref = page_refs[place]
             at_K1 = at_M1 - first
-            kept_MH = numbers_MH
+            stored_MH = numbers_MH
             if num_pages == 4:
-                kept_MH, scale_M = quantize(numbers_MH.astype(jnp.float32), pages_ref.dtype)
+                stored_MH, scale_M = quantize(numbers_MH.astype(jnp.float32), pages_ref.dtype)
                 key = head - first + jnp.arange(heads)
                 store(page_refs[2 + place].at[block, in_block, key], scale_M)
-            kept_MH = kept_MH.astype(pages_ref.dtype)
-            store(pages_ref.at[block, in_block, at_K1, at_1H], kept_MH, mask=has_1H)
+            stored_MH = stored_MH.astype(pages_ref.dtype)
+            store(pages_ref.at[block, in_block, at_K1, at_1H], stored_MH, mask=has_1H)
 
     write(0, rotated_MH)
     write(1, x_MH)

@@ -166,10 +166,10 @@ def _cutoffs_kernel(  # type: ignore[no-untyped-def]
         def min_kept(x_X: jax.Array, _: jax.Array, min_X: jax.Array) -> jax.Array:
             scaled_X = scale(x_X)
             likelihood_X = likelihood_of(scaled_X, cutoff)
-            kept_X = (scaled_X >= cutoff) & (likelihood_X >= nucleus) & (likelihood_X >= min_p)
+            is_kept_X = (scaled_X >= cutoff) & (likelihood_X >= nucleus) & (likelihood_X >= min_p)
             # The most likely token stays, whatever the cut-offs are.
-            kept_X |= is_likely & (likelihood_X == 1.0)
-            return jnp.where(kept_X, jnp.minimum(min_X, x_X), min_X)
+            is_kept_X |= is_likely & (likelihood_X == 1.0)
+            return jnp.where(is_kept_X, jnp.minimum(min_X, x_X), min_X)
 
         min_X = turns(min_kept, jnp.full(tile, jnp.inf, jnp.float32))
         store(min_ref.at[row], jnp.min(min_X))

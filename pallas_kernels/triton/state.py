@@ -144,9 +144,9 @@ def _convolve(
     at_C = pl.program_id(1) * cols + jnp.arange(cols)
     has_C = at_C < out_ref.shape[1]
     total_C = jnp.zeros(cols, jnp.float32)
-    for place in range(num_places):
-        input_C = tb.load(inputs_ref.at[row, place, at_C], mask=has_C, other=0.0)
-        total_C += input_C * tb.load(kernel_ref.at[place, at_C], mask=has_C, other=0.0)
+    for index in range(num_places):
+        input_C = tb.load(inputs_ref.at[row, index, at_C], mask=has_C, other=0.0)
+        total_C += input_C * tb.load(kernel_ref.at[index, at_C], mask=has_C, other=0.0)
     if bias_ref is not None:
         total_C += tb.load(bias_ref.at[at_C], mask=has_C, other=0.0)
     tb.store(out_ref.at[row, at_C], total_C, mask=has_C)

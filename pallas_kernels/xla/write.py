@@ -34,8 +34,8 @@ def _write_pages(
 ) -> tuple[jax.Array, jax.Array | None]:
     if scale is None:
         return _write(pages, new_TKH, slots_T), None
-    kept_TKH, scale_TK = quantize(new_TKH, pages.dtype)
-    return _write(pages, kept_TKH, slots_T), _write(scale, scale_TK, slots_T)
+    stored_TKH, scale_TK = quantize(new_TKH, pages.dtype)
+    return _write(pages, stored_TKH, slots_T), _write(scale, scale_TK, slots_T)
 
 
 def _write(

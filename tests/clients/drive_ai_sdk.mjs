@@ -26,7 +26,7 @@ await main(async (address, route, stream, tool) => {
   const texts = [];
   for (const question of QUESTIONS) {
     messages.push({ role: "user", content: question });
-    const asked = {
+    const body = {
       model: MODELS[route](address),
       system: SYSTEM,
       messages,
@@ -37,11 +37,11 @@ await main(async (address, route, stream, tool) => {
     let answer;
     if (stream) {
       const errors = [];
-      answer = streamText({ ...asked, onError: ({ error }) => errors.push(error) });
+      answer = streamText({ ...body, onError: ({ error }) => errors.push(error) });
       await answer.consumeStream();
       if (errors.length) throw errors[0];
     } else {
-      answer = await generateText(asked);
+      answer = await generateText(body);
     }
     messages.push(...(await answer.response).messages);
     texts.push(await answer.text);

@@ -11,7 +11,7 @@ await main(async (address, route, stream, tool) => {
   for (const question of QUESTIONS) {
     messages.push({ role: "user", content: question });
     for (;;) {
-      const asked = {
+      const body = {
         model: "demo",
         max_tokens: 4096,
         system: SYSTEM,
@@ -20,8 +20,8 @@ await main(async (address, route, stream, tool) => {
         thinking: { type: "adaptive" },
       };
       const answer = stream
-        ? await client.messages.stream(asked).finalMessage()
-        : await client.messages.create(asked);
+        ? await client.messages.stream(body).finalMessage()
+        : await client.messages.create(body);
       messages.push({ role: "assistant", content: answer.content });
       const of = (type) => answer.content.filter((block) => block.type === type);
       reasoning.push(...of("thinking").map((block) => block.thinking));

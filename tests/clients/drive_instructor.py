@@ -46,10 +46,10 @@ def converse(address: str, route: str, stream: bool, tool: Weather) -> dict[str,
             **limits,
         }
         if stream:
-            *_, found = client.create_partial(**requested)
+            *_, call = client.create_partial(**requested)
         else:
-            found = client.create(**requested)
-        tool.call("get_weather", found.model_dump())
+            call = client.create(**requested)
+        tool.call("get_weather", call.model_dump())
     return {"texts": []}
 
 

@@ -11,16 +11,16 @@ await main(async (address, route, stream, tool) => {
     messages.push({ role: "user", content: question });
     for (;;) {
       const tools = [{ type: "function", function: FUNCTION }];
-      const asked = { model: "demo", messages, tools, think: true, stream };
+      const body = { model: "demo", messages, tools, think: true, stream };
       let message = { role: "assistant", content: "", thinking: "", tool_calls: [] };
       if (stream) {
-        for await (const part of await client.chat(asked)) {
+        for await (const part of await client.chat(body)) {
           message.content += part.message.content ?? "";
           message.thinking += part.message.thinking ?? "";
           message.tool_calls.push(...(part.message.tool_calls ?? []));
         }
       } else {
-        message = (await client.chat(asked)).message;
+        message = (await client.chat(body)).message;
       }
       messages.push(message);
       reasoning.push(message.thinking);

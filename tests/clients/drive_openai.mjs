@@ -30,7 +30,7 @@ async function responses(client, stream, tool) {
   for (const question of QUESTIONS) {
     input.push({ role: "user", content: question });
     for (;;) {
-      const asked = {
+      const body = {
         model: "demo",
         instructions: SYSTEM,
         input,
@@ -39,8 +39,8 @@ async function responses(client, stream, tool) {
         include: ["reasoning.encrypted_content"],
       };
       const answer = stream
-        ? await client.responses.stream(asked).finalResponse()
-        : await client.responses.create(asked);
+        ? await client.responses.stream(body).finalResponse()
+        : await client.responses.create(body);
       input.push(...answer.output);
       const calls = answer.output.filter((item) => item.type === "function_call");
       for (const call of calls) {

@@ -381,11 +381,11 @@ def test_ranks_are_those_of_guesses_made_one_by_one(
         """Returns the first tokens and then zeros, so that all of these have one shape."""
         return np.where(np.arange(10) < length, tokens, 0)
 
-    for place in range(1, 10):
+    for index in range(1, 10):
         for draft in range(acceptance.DRAFTS):
-            about = place + 1 + draft
+            about = index + 1 + draft
             if about >= 10:
-                assert ranks[0, place, draft] > 48
+                assert ranks[0, index, draft] > 48
                 continue
             logits = {
                 "draft": lambda p, d: draft_model.logits(teacher, params, know(p + 1 + d))[
@@ -400,11 +400,11 @@ def test_ranks_are_those_of_guesses_made_one_by_one(
                 "mtp": lambda p, d: step_by_step(
                     name, teacher, params, know(p + 1 + d)[0], p - 1 + d, d
                 ),
-            }[name](place, draft)
+            }[name](index, draft)
             words = np.arange(48) if name in ("draft", "mtp") else FREQUENT
             order = words[np.argsort(-np.asarray(logits), kind="stable")].tolist()
             token = int(tokens[0, about])
             if token in order:
-                assert ranks[0, place, draft] == order.index(token)
+                assert ranks[0, index, draft] == order.index(token)
             else:
-                assert ranks[0, place, draft] >= len(FREQUENT)
+                assert ranks[0, index, draft] >= len(FREQUENT)

@@ -283,7 +283,7 @@ def test_a_simulation_plans_what_an_engine_plans(checkpoint: Path, mode: str) ->
                     n=arrival.num_samples, max_tokens=arrival.num_output_tokens, ignore_eos=True
                 )
                 token_ids = [
-                    1 + (index + place) % 200 for place in range(arrival.num_prompt_tokens)
+                    1 + (index + number) % 200 for number in range(arrival.num_prompt_tokens)
                 ]
                 engine.add(str(index), engine.prepare(None, token_ids, params))
             engine.step()

@@ -326,13 +326,13 @@ def main() -> None:
     parser.add_argument("--port", type=int, default=8123)
     parser.add_argument("--max-model-len", type=int, default=131_072)
     parser.add_argument("--log", type=Path, help="a directory for the requests and their answers")
-    given = parser.parse_args()
+    arguments = parser.parse_args()
     os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", tempfile.gettempdir())  # nothing is compiled
     with (
         tempfile.TemporaryDirectory() as parent,
         SharedExecutables().in_use(optimized=False),
         agent_server(
-            Path(parent) / "demo", max_model_len=given.max_model_len, port=given.port
+            Path(parent) / "demo", max_model_len=arguments.max_model_len, port=arguments.port
         ) as server,
     ):
         print(server.address, flush=True)
@@ -340,13 +340,13 @@ def main() -> None:
         while not threading.Event().wait(0.5):
             while server.errors:
                 print(server.errors.pop(0), flush=True)
-            for number in range(num_written, len(server.seen) if given.log else 0):
+            for number in range(num_written, len(server.seen) if arguments.log else 0):
                 seen = server.seen[number]
                 if not seen.status:
                     break
                 name = seen.path.strip("/").replace("/", "_")
                 text = f"{seen.path} {seen.status}\n{seen.headers}\n{seen.body.decode()}\n\n"
-                (given.log / f"{number:03}_{name}.txt").write_text(text + seen.answer.decode())
+                (arguments.log / f"{number:03}_{name}.txt").write_text(text + seen.answer.decode())
                 num_written = number + 1
 
 

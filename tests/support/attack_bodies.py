@@ -71,8 +71,10 @@ def kinds_of(document: dict[str, Any]) -> tuple[list[Attack], list[Attack], list
     """
     plain: list[Attack] = []
     constructs: list[Attack] = [
-        Attack(one.name, one.path, one.make, one.num_connections, one.sending, one.content_type)  # type: ignore[arg-type]
-        for one in MULTIPLIED
+        Attack(
+            each.name, each.path, each.make, each.num_connections, each.sending, each.content_type
+        )  # type: ignore[arg-type]
+        for each in MULTIPLIED
     ]
     whole: list[Attack] = []
     for path, methods in document["paths"].items():
@@ -81,8 +83,8 @@ def kinds_of(document: dict[str, Any]) -> tuple[list[Attack], list[Attack], list
         if "post" not in methods:
             continue
         schema = methods["post"]["requestBody"]["content"]["application/json"]["schema"]
-        for one in schema.get("anyOf", [schema]):
-            fields = RequestFields(document, path, one)
+        for each in schema.get("anyOf", [schema]):
+            fields = RequestFields(document, path, each)
             for attack in fields.attacks():
                 (constructs if "construct " in attack.name else plain).append(attack)
         whole += [
@@ -122,10 +124,10 @@ class RequestFields:
 
     def plain(self) -> dict[str, Any]:
         """Returns a request that is nothing special."""
-        found: dict[str, Any] = self._base(self._schema, "")
+        body: dict[str, Any] = self._base(self._schema, "")
         if "options" in self.properties:
-            found["options"] = {"num_predict": NUM_TOKENS}
-        return found
+            body["options"] = {"num_predict": NUM_TOKENS}
+        return body
 
     def _multiples(self, field: str) -> Iterator[tuple[str, dict[str, Any], int]]:
         n = {"n": NUM_SEQUENCES} if "n" in self.properties and field != "n" else {}
@@ -149,7 +151,7 @@ class RequestFields:
 
     def _takes_texts(self) -> bool:
         branches = self._branches(self.properties[self.content])
-        return any(one.get("items", {}).get("type") == "string" for one in branches)
+        return any(branch.get("items", {}).get("type") == "string" for branch in branches)
 
     def _resolved(self, schema: dict[str, Any]) -> dict[str, Any]:
         while "$ref" in schema:
@@ -162,54 +164,54 @@ class RequestFields:
         members = schema.get("anyOf") or schema.get("oneOf")
         if members is None:
             return [] if schema.get("type") == "null" else [schema]
-        return [one for member in members for one in self._branches(member)]
+        return [branch for member in members for branch in self._branches(member)]
 
     def _base(self, schema: dict[str, Any], name: str) -> Any:
         branches = self._branches(schema)
         users = [
-            one
-            for one in branches
-            if "user" in json.dumps(one.get("properties", {}).get("role", ""))
+            branch
+            for branch in branches
+            if "user" in json.dumps(branch.get("properties", {}).get("role", ""))
         ]
-        one = (users or branches)[0]
-        if "const" in one or "enum" in one:
+        branch = (users or branches)[0]
+        if "const" in branch or "enum" in branch:
             return (
-                one["const"]
-                if "const" in one
-                else ("user" if "user" in one["enum"] else one["enum"][0])
+                branch["const"]
+                if "const" in branch
+                else ("user" if "user" in branch["enum"] else branch["enum"][0])
             )
-        kind = one.get("type")
+        kind = branch.get("type")
         if kind == "object":
-            expected = {*one.get("required", ()), *CONTENT_FIELDS, *LENGTH_FIELDS}
+            expected = {*branch.get("required", ()), *CONTENT_FIELDS, *LENGTH_FIELDS}
             return {
                 field: self._base(inner, field)
-                for field, inner in one.get("properties", {}).items()
+                for field, inner in branch.get("properties", {}).items()
                 if field in expected
             }
         if kind == "array":
-            return [self._base(one.get("items", {}), name)]
+            return [self._base(branch.get("items", {}), name)]
         plain: dict[Any, Any] = {
-            "string": "name" if "pattern" in one else PROMPT,
+            "string": "name" if "pattern" in branch else PROMPT,
             "boolean": False,
             "number": 1.0,
         }
-        return plain.get(kind, NUM_TOKENS if name in LENGTH_FIELDS else one.get("minimum", 1))
+        return plain.get(kind, NUM_TOKENS if name in LENGTH_FIELDS else branch.get("minimum", 1))
 
     def _extremes(self, schema: dict[str, Any], name: str, level: int) -> Iterator[Extreme]:
-        for one in self._branches(schema):
-            if "const" in one or "enum" in one:
-                for value in [one["const"]] if "const" in one else one["enum"]:
+        for branch in self._branches(schema):
+            if "const" in branch or "enum" in branch:
+                for value in [branch["const"]] if "const" in branch else branch["enum"]:
                     yield f"{value!r}", lambda value=value: value
                 continue
-            kind = one.get("type")
+            kind = branch.get("type")
             if kind == "object":
-                yield from self._objects(one, name, level)
+                yield from self._objects(branch, name, level)
             elif kind == "array":
-                yield from self._arrays(one, name, level)
+                yield from self._arrays(branch, name, level)
             elif kind == "string":
-                yield from _texts(one)
+                yield from _texts(branch)
             elif kind in ("integer", "number"):
-                yield from _numbers(one)
+                yield from _numbers(branch)
             elif kind == "boolean":
                 yield from (("true", lambda: True), ("false", lambda: False))
             else:
@@ -274,7 +276,7 @@ def _texts(schema: dict[str, Any]) -> Iterator[Extreme]:
 
 
 def _numbers(schema: dict[str, Any]) -> Iterator[Extreme]:
-    found: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "2^63": 2**63,
         "-2^63": -(2**63),
         "400 digits": 10**400,
@@ -282,15 +284,15 @@ def _numbers(schema: dict[str, Any]) -> Iterator[Extreme]:
         "-1": -1,
         "1.5": 1.5,
     }
-    found |= {"smallest": 5e-324, "largest": 1.7e308}
+    fields |= {"smallest": 5e-324, "largest": 1.7e308}
     for bound in ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"):
         if bound in schema:
-            found |= {
+            fields |= {
                 bound: schema[bound],
                 f"below {bound}": schema[bound] - 1,
                 f"above {bound}": schema[bound] + 1,
             }
-    for label, value in found.items():
+    for label, value in fields.items():
         yield label, lambda value=value: value
 
 

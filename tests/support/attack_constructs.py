@@ -77,9 +77,9 @@ SCHEMAS: dict[str, Callable[[], Any]] = {
         "$ref": "#/$defs/a",
         "$defs": {"a": _object(l={"$ref": "#/$defs/a"}, r={"$ref": "#/$defs/a"})},
     },
-    "doubling objects": lambda: _doubling(40, lambda one: _object(l=one, r=one)),
-    "doubling all of": lambda: _doubling(40, lambda one: {"allOf": [one, one]}),
-    "doubling any of": lambda: _doubling(40, lambda one: {"anyOf": [one, one]}),
+    "doubling objects": lambda: _doubling(40, lambda inner: _object(l=inner, r=inner)),
+    "doubling all of": lambda: _doubling(40, lambda inner: {"allOf": [inner, inner]}),
+    "doubling any of": lambda: _doubling(40, lambda inner: {"anyOf": [inner, inner]}),
     "many items": lambda: {"type": "array", "items": TEXT, "minItems": 20_000},
     "items of items": lambda: {
         "type": "array",

@@ -101,14 +101,14 @@ def quantized(x: np.ndarray, dtype: str) -> tuple[np.ndarray, np.ndarray]:
     scaled = x / scale[..., None]
     if dtype == "int8":
         return np.rint(scaled).astype(np.int8), scale
-    kept = scaled.astype(E4M3)
-    return (kept.view(np.uint8) if dtype == "uint8" else kept), scale
+    stored = scaled.astype(E4M3)
+    return (stored.view(np.uint8) if dtype == "uint8" else stored), scale
 
 
-def dequantized(kept: np.ndarray, scale: np.ndarray | None) -> np.ndarray:
+def dequantized(stored: np.ndarray, scale: np.ndarray | None) -> np.ndarray:
     """Returns the numbers that codes stand for, in float64."""
-    kept = kept.view(E4M3) if kept.dtype == np.uint8 else kept
-    wide = kept.astype(np.float64)
+    stored = stored.view(E4M3) if stored.dtype == np.uint8 else stored
+    wide = stored.astype(np.float64)
     return wide if scale is None else wide * scale[..., None].astype(np.float64)
 
 

@@ -45,7 +45,7 @@ def naive_search(
             tokens, total = scored[place]
             if tokens[-1] in ends or length == max_tokens:
                 done.append(Found(tokens, total / length**beam.length_penalty))
-        done = sorted(done, key=lambda found: found.score, reverse=True)[:width]
+        done = sorted(done, key=lambda hypothesis: hypothesis.score, reverse=True)[:width]
         live = [scored[place] for place in order if scored[place][0][-1] not in ends][:width]
         if not live or length == max_tokens:
             break
@@ -64,17 +64,17 @@ def all_hypotheses(
     logprobs_of: LogprobsOf, length_penalty: float, ends: Collection[int], max_tokens: int
 ) -> list[Found]:
     """Returns every hypothesis that there is, the best first."""
-    found: list[Found] = []
+    hypotheses: list[Found] = []
 
     def visit(tokens: tuple[int, ...], total: float) -> None:
         if tokens and (tokens[-1] in ends or len(tokens) == max_tokens):
-            found.append(Found(tokens, total / len(tokens) ** length_penalty))
+            hypotheses.append(Found(tokens, total / len(tokens) ** length_penalty))
             return
         for token, logprob in enumerate(logprobs_of(tokens)):
             visit((*tokens, token), total + float(logprob))
 
     visit((), 0.0)
-    return sorted(found, key=lambda one: one.score, reverse=True)
+    return sorted(hypotheses, key=lambda hypothesis: hypothesis.score, reverse=True)
 
 
 def random_logprobs(key: object, num_token_ids: int, spread: float = 2.0) -> np.ndarray:

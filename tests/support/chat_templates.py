@@ -292,11 +292,11 @@ UNCLEAR = _template(_each("{{ f.name }} {{ f.arguments | length }}"))
 
 
 def template_with_form(
-    example: str, *, tools: str = "{{ t | string }}\n", rest: str = "", said: str = ""
+    example: str, *, tools: str = "{{ t | string }}\n", call: str = "", said: str = ""
 ) -> str:
     """Returns a template that tells how calls are written, and passes over those of a message.
 
-    `tools` writes a tool, `rest` a call, and `said` the content, if it is not written as it is.
+    `tools` writes a tool, `call` a call, and `said` the content, if it is not written as it is.
     """
     listed = "<tools>\n{% for t in tools %}" + tools + "{% endfor %}</tools>\n\n"
     shown = (
@@ -307,7 +307,7 @@ def template_with_form(
         + "<|im_end|>\n{% endif %}"
     )
     skipped = "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n{% endif %}"
-    return _template(rest, tools=shown, said=said or "{{ m.content }}", opened=skipped)
+    return _template(call, tools=shown, said=said or "{{ m.content }}", opened=skipped)
 
 
 _HERMES = '<tool_call>\n{"name": <function-name>, "arguments": <args-json-object>}\n</tool_call>'
@@ -356,7 +356,7 @@ UNTOLD = {
     ),
 }
 # It renders calls in another way than it tells, and the model has learnt what is rendered.
-REPORTED_OTHERWISE = template_with_form(_HERMES, rest=_each("\n<call>" + _JSON + "</call>"))
+REPORTED_OTHERWISE = template_with_form(_HERMES, call=_each("\n<call>" + _JSON + "</call>"))
 
 _SHOWS = (
     "{% if tools %}<tools>{% for t in tools %}{{ t | tojson }}{% endfor %}</tools>MARK\n{% endif %}"

@@ -212,12 +212,12 @@ def class_fields(model_type: str) -> Config:
 @functools.cache
 def bases(family: str | None) -> dict[str, list[str]]:
     """Returns the names of `MODELS` by architecture, of one module of a family or of all."""
-    found: dict[str, list[str]] = {}
+    names: dict[str, list[str]] = {}
     for name in MODELS:
         architecture = config_json(name)["architectures"][0]
         if family in (None, FAMILY_OF[architecture], architecture):
-            found.setdefault(architecture, []).append(name)
-    return found
+            names.setdefault(architecture, []).append(name)
+    return names
 
 
 def random_cases(rng: random.Random, family: str | None) -> Iterator[Case]:
@@ -253,10 +253,12 @@ def random_case(rng: random.Random, names: list[str]) -> Case:
     dropped = [name for name in left if rng.random() < share]
     # A field that goes by another name is not there twice.
     dropped += [_other_name(model_type, name) for name in renamed]
-    kept = {name: value for name, value in changed.items() if name not in (*_FORM, *dropped)}
+    changed_fields = {
+        name: value for name, value in changed.items() if name not in (*_FORM, *dropped)
+    }
     files = tuple(name for name in FILES if rng.random() < 0.12)
     seed = rng.randrange(2**31)
-    return Case(base, kept, tuple(dropped), files, seed, rng.random() < 0.06)
+    return Case(base, changed_fields, tuple(dropped), files, seed, rng.random() < 0.06)
 
 
 def random_value(rng: random.Random, name: str, default: Any, config: Config) -> Any:
@@ -302,8 +304,8 @@ def _other_name(model_type: str, name: str) -> str:
     both = {**kind.attribute_map, **{value: key for key, value in kind.attribute_map.items()}}
     # A GLM config may say the width of its heads, which is no other name of a size. Zamba 2's class
     # counts the layers that have a block without the other name.
-    kept = name == "head_dim" or (model_type, name) == ("zamba2", "layers_block_type")
-    return name if kept else both.get(name, name)
+    is_same = name == "head_dim" or (model_type, name) == ("zamba2", "layers_block_type")
+    return name if is_same else both.get(name, name)
 
 
 def random_rope(rng: random.Random, config: Config, default: Config) -> Config:
@@ -313,8 +315,8 @@ def random_rope(rng: random.Random, config: Config, default: Config) -> Config:
     if "full_attention" in default:
         if rng.random() < 0.5:
             both = {"full_attention": numbers, "sliding_attention": {"rope_type": "default"}}
-            kept = {kind: each for kind, each in both.items() if rng.random() < 0.8}
-            return {"rope_parameters": kept, "rope_scaling": None}
+            by_kind = {kind: each for kind, each in both.items() if rng.random() < 0.8}
+            return {"rope_parameters": by_kind, "rope_scaling": None}
         return {"rope_parameters": None, "rope_scaling": numbers, "rope_theta": 300.0}
     if rng.random() < 0.3:
         numbers["type"] = numbers.pop("rope_type")

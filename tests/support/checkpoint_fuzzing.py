@@ -163,8 +163,8 @@ def _compared(
         token_ids = token_ids[: files.spec.max_position_embeddings]
         expected = _logits(model, token_ids)
         parameters = load_weights(files.plan, "float32", np.asarray)
-        found = logits_of(files.family, files.spec, parameters, token_ids.numpy(), rule=files.rule)
-        distance = float(np.abs(found - expected).max())
+        ours = logits_of(files.family, files.spec, parameters, token_ids.numpy(), rule=files.rule)
+        distance = float(np.abs(ours - expected).max())
         allowed = _tolerance(model, token_ids, expected, 0)
         if not distance <= allowed:
             # Where two experts are nearly as likely, one move need not exchange them.
@@ -214,12 +214,12 @@ def _in_engine(directory: Path, model: Any, prompt: list[int], allowed: float) -
         output = llm.generate([prompt], params, use_tqdm=False)[0].outputs[0]
     with torch.no_grad():
         both = model(torch.tensor([[*prompt, *output.token_ids[:1]]])).logits[0, -2:]
-    for place, (logits, given) in enumerate(zip(both, output.logprobs or (), strict=True)):
+    for index, (logits, candidates) in enumerate(zip(both, output.logprobs or (), strict=True)):
         expected = torch.log_softmax(logits.float(), -1)
-        for token_id, one in (given or {}).items():
-            if abs(one.logprob - float(expected[token_id])) > 4 * allowed:
+        for token_id, candidate in (candidates or {}).items():
+            if abs(candidate.logprob - float(expected[token_id])) > 4 * allowed:
                 return (
-                    f"log probability {place} of token {token_id} in an engine is {one.logprob}, "
+                    f"log probability {index} of token {token_id} in an engine is {candidate.logprob}, "
                     f"and {float(expected[token_id])} of transformers"
                 )
     return ""

@@ -19,9 +19,9 @@ KEPT = ("architectures", "model_type")
 def completed(config: Mapping[str, Any]) -> Config | None:
     """Returns the config with all defaults of transformers' class; None if that refuses it."""
     # The class changes the objects that it is given.
-    given = copy.deepcopy({name: value for name, value in config.items() if name not in KEPT})
+    values = copy.deepcopy({name: value for name, value in config.items() if name not in KEPT})
     try:
-        whole = CONFIG_MAPPING[config["model_type"]](**given).to_dict()
+        whole = CONFIG_MAPPING[config["model_type"]](**values).to_dict()
     except Exception:  # of what is left out other fields may make no sense
         return None
     # This counts draft layers in the files, and without it there are none.
@@ -51,32 +51,34 @@ def difference(config: Config) -> str | None:
     if leaves_tying_open(config):  # The files decide, of which there are none here.
         tied = whole["tie_word_embeddings"]
         config = {**config, "tie_word_embeddings": tied}
-    found, expected = read(config), read(whole)
-    while isinstance(found, str) and found.endswith(" is missing"):
-        name = found.split()[1]
+    values, expected = read(config), read(whole)
+    while isinstance(values, str) and values.endswith(" is missing"):
+        name = values.split()[1]
         if isinstance(text := config.get("text_config"), dict):
             config = {**config, "text_config": {**text, name: whole["text_config"][name]}}
         else:
-            own = CONFIG_MAPPING[config["model_type"]].attribute_map.get(name, name)
-            config = {**config, own: whole[own]}
-        found = read(config)
+            attribute = CONFIG_MAPPING[config["model_type"]].attribute_map.get(name, name)
+            config = {**config, attribute: whole[attribute]}
+        values = read(config)
     # Two statements of one thing that differ are refused here on purpose. So are a field that the
     # class drops, because whoever wrote it expects something of it, and a width of heads that the
     # class rounds down.
-    is_refused = isinstance(found, str) and (
+    is_refused = isinstance(values, str) and (
         isinstance(expected, str)
-        or "contradict each other" in found
-        or " does not divide " in found
-        or any(name in found and whole.get(name) != value for name, value in config.items())
+        or "contradict each other" in values
+        or " does not divide " in values
+        or any(name in values and whole.get(name) != value for name, value in config.items())
     )
-    return None if is_refused or found == expected else f"{config}\n{_separate(found, expected)}"
+    return None if is_refused or values == expected else f"{config}\n{_separate(values, expected)}"
 
 
-def _separate(found: Any, expected: Any) -> str:
+def _separate(actual: Any, expected: Any) -> str:
     """Returns what is read of a config and of the completed one: of specs what differs."""
-    if type(found) is not type(expected) or isinstance(found, str):
-        return f"{found}\nwith all defaults: {expected}"
-    pairs = [(name, value, getattr(expected, name)) for name, value in vars(found).items()]
+    if type(actual) is not type(expected) or isinstance(actual, str):
+        return f"{actual}\nwith all defaults: {expected}"
+    pairs = [(name, value, getattr(expected, name)) for name, value in vars(actual).items()]
     return "\n".join(
-        f"{name}: {one}\nwith all defaults: {other}" for name, one, other in pairs if one != other
+        f"{name}: {ours}\nwith all defaults: {other}"
+        for name, ours, other in pairs
+        if ours != other
     )

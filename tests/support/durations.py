@@ -54,11 +54,11 @@ def is_of_this_python() -> bool:
     return version.split(".")[:2] == platform.python_version().split(".")[:2]
 
 
-def write(found: dict[str, Record]) -> None:
+def write(records: dict[str, Record]) -> None:
     """Keeps what is there of files that did not run and still exist."""
     files = {
         name: record
-        for name, record in {**read(), **found}.items()
+        for name, record in {**read(), **records}.items()
         if (PATH.parent / name).exists()
     }
     machine = {

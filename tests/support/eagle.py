@@ -206,8 +206,8 @@ def write(
 ) -> Path:
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps(config))
-    kept = {
+    saved = {
         name: np.ascontiguousarray(value) for name, value in tensors.items() if name not in without
     }
-    save_file(kept, directory / "model.safetensors")
+    save_file(saved, directory / "model.safetensors")
     return directory

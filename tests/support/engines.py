@@ -222,7 +222,10 @@ def tokens_of(outputs: list[RequestOutput]) -> list[tuple[list[int], list[dict[i
     return [
         (
             output.outputs[0].token_ids,
-            [{t: e.logprob for t, e in one.items()} for one in output.outputs[0].logprobs or []],
+            [
+                {t: e.logprob for t, e in entry.items()}
+                for entry in output.outputs[0].logprobs or []
+            ],
         )
         for output in outputs
     ]

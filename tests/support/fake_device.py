@@ -126,8 +126,8 @@ def scores_alone(request: Request, window: int | None = None) -> list[TokenLogpr
     """Returns what the tokens of the prompt must get, all but the first."""
     prompt = request.prompt_token_ids
     return [
-        score(prompt[max(0, place - (window or place)) : place], prompt[place])
-        for place in range(1, len(prompt))
+        score(prompt[max(0, index - (window or index)) : index], prompt[index])
+        for index in range(1, len(prompt))
     ]
 
 
@@ -206,12 +206,12 @@ class FakeDevice:
         """Returns the drafts of a row: each in the slot of its place, and after its parent."""
         known = row.start + len(row.token_ids) - len(row.parents)
         contexts = [self.context(table, known)]
-        for place, parent in enumerate(row.parents, 1):
-            contexts.append(hash((contexts[parent], row.token_ids[place])))
-            block, slot = self.place(table, row.start + place)
+        for index, parent in enumerate(row.parents, 1):
+            contexts.append(hash((contexts[parent], row.token_ids[index])))
+            block, slot = self.place(table, row.start + index)
             self.slots[block][slot], self.contexts[block][slot] = (
-                row.token_ids[place],
-                contexts[place],
+                row.token_ids[index],
+                contexts[index],
             )
 
     def verify(self, row: Row, drawn: list[int]) -> list[int]:
@@ -221,15 +221,17 @@ class FakeDevice:
         """
         path = [0]
         while right := [
-            place
-            for place, parent in enumerate(row.parents, 1)
-            if parent == path[-1] and row.token_ids[place] == drawn[parent]
+            index
+            for index, parent in enumerate(row.parents, 1)
+            if parent == path[-1] and row.token_ids[index] == drawn[parent]
         ]:
             path.append(right[0])
         for table in row.block_tables:
             places = [self.place(table, row.start + place) for place in path]
-            kept = [(self.slots[block][slot], self.contexts[block][slot]) for block, slot in places]
-            for depth, (token_id, context) in enumerate(kept):
+            stored = [
+                (self.slots[block][slot], self.contexts[block][slot]) for block, slot in places
+            ]
+            for depth, (token_id, context) in enumerate(stored):
                 block, slot = self.place(table, row.start + depth)
                 self.slots[block][slot], self.contexts[block][slot] = token_id, context
         return path
@@ -578,16 +580,16 @@ def check_limits(
         if known_until == sequence.num_known_tokens:
             reaching[index] = row.sequence_id
     # the last draw of a row is its own sequence's
-    own = {sample.row: sample.sequence_id for sample in plan.samples}
+    sampled = {sample.row: sample.sequence_id for sample in plan.samples}
     first = [
         sample.sequence_id
         for sample in plan.samples
         if not (plan.rows[sample.row].parents and sample.offset)
     ]
-    assert own == reaching and len(set(first)) == len(first)
+    assert sampled == reaching and len(set(first)) == len(first)
     queue = scheduler._requests._queue
     first_come = isinstance(queue, FirstCome) and not isinstance(queue, ByPriority)
-    order = {sequence_id: place if first_come else 0 for place, sequence_id in enumerate(sequences)}
+    order = {sequence_id: index if first_come else 0 for index, sequence_id in enumerate(sequences)}
     decoding_first = []
     for row in plan.rows:
         # a prompt of one token may be taken for either kind

@@ -217,7 +217,9 @@ class Case:
         lines += [f"# {line}" for line in self.story()]
         lines += ["with run_cases() as failure:"]
         lines += ["    from tests.support.fuzz_cases import Ask, Case, Event", ""]
-        names = [one.name for one in dataclasses.fields(Case) if one.name not in ("asks", "events")]
+        names = [
+            each.name for each in dataclasses.fields(Case) if each.name not in ("asks", "events")
+        ]
         lines += [
             "    case = Case(",
             *(f"        {name}={getattr(self, name)!r}," for name in names),
@@ -564,8 +566,8 @@ def smaller_cases(case: Case) -> Iterator[Case]:
     if half > 1:
         for events in (case.events[:half], case.events[half:]):
             yield with_used_asks(dataclasses.replace(case, events=events))
-    for place in range(len(case.events)):
-        events = (*case.events[:place], *case.events[place + 1 :])
+    for index in range(len(case.events)):
+        events = (*case.events[:index], *case.events[index + 1 :])
         yield with_used_asks(dataclasses.replace(case, events=events))
     if case.num_engines > 1:
         on_first = tuple(dataclasses.replace(event, engine=0) for event in case.events)
@@ -573,17 +575,17 @@ def smaller_cases(case: Case) -> Iterator[Case]:
     if (first := min((event.at for event in case.events), default=0)) > 0:
         events = tuple(dataclasses.replace(event, at=event.at - first) for event in case.events)
         yield dataclasses.replace(case, events=events)
-    for place, event in enumerate(case.events):
+    for index, event in enumerate(case.events):
         for smaller in _smaller_events(event):
-            events = (*case.events[:place], smaller, *case.events[place + 1 :])
+            events = (*case.events[:index], smaller, *case.events[index + 1 :])
             yield with_used_asks(dataclasses.replace(case, events=events))
     for name in case.settings:
         if name not in NEEDED:
             settings = {other: value for other, value in case.settings.items() if other != name}
             yield dataclasses.replace(case, settings=settings)
-    for place, ask in enumerate(case.asks):
+    for index, ask in enumerate(case.asks):
         for smaller_ask in _smaller_asks(ask):
-            asks = (*case.asks[:place], smaller_ask, *case.asks[place + 1 :])
+            asks = (*case.asks[:index], smaller_ask, *case.asks[index + 1 :])
             yield dataclasses.replace(case, asks=asks)
 
 

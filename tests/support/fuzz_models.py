@@ -97,7 +97,7 @@ MODELS: dict[str, Model] = {
 }
 
 
-def other_weights(own: Mapping[str, Any], number: int) -> dict[str, np.ndarray]:
+def other_weights(weights: Mapping[str, Any], number: int) -> dict[str, np.ndarray]:
     """Returns a set of weights: 0 is the model's own, and each other differs in every matrix.
 
     A tensor depends on its name, its own values and the number alone, so two engines of a model get
@@ -107,7 +107,7 @@ def other_weights(own: Mapping[str, Any], number: int) -> dict[str, np.ndarray]:
         own: The weights of the checkpoint by name.
         number: The number of the set.
     """
-    return {name: _changed(name, np.asarray(value), number) for name, value in own.items()}
+    return {name: _changed(name, np.asarray(value), number) for name, value in weights.items()}
 
 
 def _changed(name: str, values: np.ndarray, number: int) -> np.ndarray:

@@ -180,8 +180,8 @@ class Fuzzer:
         if event.name in ("score", "embed") and actor.result is not None:
             versions = range(actor.first_version, actor.last_version + 1)
             sets = {actor.engine.weights[version] for version in versions}
-            alone = [plain.numbers(event.name, asks, event.details, one) for one in sets]
-            if not any(_are_close(actor.result, one, self.tolerance) for one in alone):
+            alone = [plain.numbers(event.name, asks, event.details, each) for each in sets]
+            if not any(_are_close(actor.result, each, self.tolerance) for each in alone):
                 return f"{actor.result!r}, and alone {alone!r}"
         return ""
 
@@ -208,10 +208,10 @@ class Fuzzer:
             )
         if _updates_met(actor, version):
             return self._continued_differs(performance, actor, ask, output)
-        if any({*one.weights_versions} - {version} for one in output.outputs):
+        if any({*each.weights_versions} - {version} for each in output.outputs):
             return f"tokens of other versions than {version}"
         expected = self.plain(performance.case).output(ask, actor.engine.weights[version])
-        aborted = [one for one in output.outputs if one.finish_reason == "abort"]
+        aborted = [each for each in output.outputs if each.finish_reason == "abort"]
         if aborted and not performance.is_aborted(actor):
             return "it was aborted, and nobody asked for that"
         if actor.must_abort and not aborted:
@@ -288,17 +288,14 @@ class Fuzzer:
         """
         if len(actual or ()) != len(alone or ()):
             return f"{len(actual or ())} log probabilities, and alone {len(alone or ())}"
-        for place, (ours, theirs) in enumerate(zip(actual or (), alone or (), strict=True)):
+        for index, (ours, theirs) in enumerate(zip(actual or (), alone or (), strict=True)):
             for token, logprob in (ours or {}).items():
                 other = (theirs or {}).get(token, logprob)
                 if abs(logprob.logprob - other.logprob) > self.tolerance:
-                    return (
-                        f"log probability {place} of token {token} is {logprob.logprob!r}, and "
-                        f"alone {other.logprob!r}"
-                    )
+                    return f"log probability {index} of token {token} is {logprob.logprob!r}, and alone {other.logprob!r}"
                 if not self._ranks_agree(logprob.rank, other.rank):
                     return (
-                        f"rank {place} of token {token} is {logprob.rank}, and alone {other.rank}"
+                        f"rank {index} of token {token} is {logprob.rank}, and alone {other.rank}"
                     )
         return ""
 
@@ -345,7 +342,7 @@ class PlainEngine:
         if number == self._set:
             return
         if self._own is None:
-            self._own = {name: np.array(one) for name, one in self.llm.parameters().items()}
+            self._own = {name: np.array(each) for name, each in self.llm.parameters().items()}
         self.llm.update_parameters(other_weights(self._own, number))
         self._set = number
 
@@ -426,8 +423,8 @@ def _joined(chunks: Sequence[RequestOutput]) -> RequestOutput:
     """Returns the output that chunks are the parts of."""
     outputs = []
     for last in chunks[-1].outputs:
-        parts = [one for chunk in chunks for one in chunk.outputs if one.index == last.index]
-        logprobs = [one for part in parts for one in part.logprobs or ()]
+        parts = [each for chunk in chunks for each in chunk.outputs if each.index == last.index]
+        logprobs = [each for part in parts for each in part.logprobs or ()]
         reasons = [part for part in parts if part.finish_reason]
         outputs.append(
             CompletionOutput(
@@ -561,8 +558,8 @@ def _reported(
     kind = _kind(problem)
 
     def fails(smaller: Case) -> str:
-        found = fuzzer.failure(smaller)
-        return found if _kind(found) == kind else ""
+        failure = fuzzer.failure(smaller)
+        return failure if _kind(failure) == kind else ""
 
     small = shrunk(case, fails, seconds=seconds)
     report(f"\n{fuzzer.failure(small) or problem}\n\n{small.program()}")

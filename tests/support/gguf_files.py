@@ -55,22 +55,22 @@ def write_gguf(
     architecture = config["model_type"].removesuffix("_text")
     writer = gguf.GGUFWriter(path, architecture)
     heads = config["num_attention_heads"]
-    found: dict[str, tuple[str, Any]] = {
+    fields: dict[str, tuple[str, Any]] = {
         f"{architecture}.{key}": (type_, config[name]) for name, (key, type_) in _METADATA.items()
     }
     head_dim = config.get("head_dim") or config["hidden_size"] // heads
-    found[f"{architecture}.attention.key_length"] = ("uint32", head_dim)
-    found[f"{architecture}.attention.value_length"] = ("uint32", head_dim)
-    found[f"{architecture}.rope.freq_base"] = ("float32", config.get("rope_theta", 10000.0))
+    fields[f"{architecture}.attention.key_length"] = ("uint32", head_dim)
+    fields[f"{architecture}.attention.value_length"] = ("uint32", head_dim)
+    fields[f"{architecture}.rope.freq_base"] = ("float32", config.get("rope_theta", 10000.0))
     for name, key in _OF_GEMMA.items():
         if name in config:
-            found[f"{architecture}.{key}"] = (
+            fields[f"{architecture}.{key}"] = (
                 "float32" if name.endswith("capping") else "uint32",
                 config[name],
             )
     if architecture == "llama":
-        found["llama.rope.dimension_count"] = ("uint32", head_dim)
-    for key, (type_, value) in {**found, **(metadata or {})}.items():
+        fields["llama.rope.dimension_count"] = ("uint32", head_dim)
+    for key, (type_, value) in {**fields, **(metadata or {})}.items():
         if key != left_out:
             getattr(writer, f"add_{type_}")(key, value)
     names = gguf.get_tensor_name_map(_number(architecture), config["num_hidden_layers"])
@@ -80,8 +80,10 @@ def write_gguf(
             values = values + 1
         if architecture == "llama" and ("q_proj" in name or "k_proj" in name):
             values = _permuted(values, heads if "q_proj" in name else config["num_key_value_heads"])
-        own = next((one for part, one in (kinds or {}).items() if part in name), kind)
-        add_tensor(writer, names.get_name(name, try_suffixes=(".weight", ".bias")), values, own)
+        kind_of_part = next((each for part, each in (kinds or {}).items() if part in name), kind)
+        add_tensor(
+            writer, names.get_name(name, try_suffixes=(".weight", ".bias")), values, kind_of_part
+        )
     for name, values in (added or {}).items():
         add_tensor(writer, name, values, "F32")
     writer.write_header_to_file()
@@ -124,7 +126,7 @@ def byte_level_vocabulary(
 ) -> tuple[dict[str, int], list[tuple[str, str]]]:
     """Returns `letters`, by default those of all bytes, and `words` put together from the left."""
     letters = sorted(ByteLevel.alphabet() if letters is None else letters)
-    vocabulary = {"<|end|>": 0, **{letter: place + 1 for place, letter in enumerate(letters)}}
+    vocabulary = {"<|end|>": 0, **{letter: index + 1 for index, letter in enumerate(letters)}}
     merges = []
     for word in words:
         ((spelled, _),) = ByteLevel(add_prefix_space=False, use_regex=False).pre_tokenize_str(word)
@@ -145,7 +147,7 @@ def sentence_piece(words: list[str]) -> dict[str, tuple[str, Any]]:
     pieces = [word[:end] for word in words for end in range(2, len(word) + 1)]
     pieces += [word[start:] for word in words for start in range(1, len(word) - 1)]
     pieces = list(dict.fromkeys([*pieces, *letters]))
-    scores = [0.0] * len(tokens) + [-float(place) for place in range(len(pieces))]
+    scores = [0.0] * len(tokens) + [-float(index) for index in range(len(pieces))]
     return {
         "tokenizer.ggml.model": ("string", "llama"),
         "tokenizer.ggml.pre": ("string", "default"),

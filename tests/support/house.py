@@ -33,7 +33,7 @@ from tests.support.sources import (
 # The packages ("rooms") of jaxpage: the layer ("floor") and the side ("wing", of host or device) of
 # each, and which others of its layer and below it may import. Modules in no package are of layer 0
 # (errors, outputs, shapes) or of the public interface (llm).
-GROUND, WEST, EAST, HALL, FRONT = "ground", "host", "device", "hall", "front"
+GROUND, WEST, EAST, HALL, PUBLIC = "ground", "host", "device", "hall", "public"
 ROOMS: dict[str, tuple[int, str, set[str]]] = {
     "settings": (0, GROUND, set()),
     "step": (0, GROUND, {"settings"}),
@@ -60,11 +60,11 @@ _BELOW = set(ROOMS)
 ROOMS |= {"driver": (3, HALL, _BELOW - {"replay"})}
 _BELOW = set(ROOMS)
 ROOMS |= {
-    "simulation": (4, FRONT, _BELOW | {"bench"}),
-    "bench": (4, FRONT, _BELOW),
-    "serving": (4, FRONT, _BELOW),
-    "integrations": (4, FRONT, {"settings"}),
-    "cli": (4, FRONT, _BELOW | {"bench", "serving", "simulation"}),
+    "simulation": (4, PUBLIC, _BELOW | {"bench"}),
+    "bench": (4, PUBLIC, _BELOW),
+    "serving": (4, PUBLIC, _BELOW),
+    "integrations": (4, PUBLIC, {"settings"}),
+    "cli": (4, PUBLIC, _BELOW | {"bench", "serving", "simulation"}),
 }
 # Rooms that other rooms enter through their `__init__`, which has a word about each name.
 DOORS = {
@@ -113,7 +113,7 @@ INNER_DOORS = {
     "jaxpage.models.sharding",
     "jaxpage.replay.reading",
 }
-FRONT_DOORS = {"__init__", "__main__", "answer_forms", "async_llm", "llm", "training"}
+PUBLIC_MODULES = {"__init__", "__main__", "answer_forms", "async_llm", "llm", "training"}
 # The room of the object that a name stands for. Others go one dot through it.
 OBJECTS = {
     "built": "assembly",
@@ -318,17 +318,17 @@ def place(module_name: str) -> tuple[int, str]:
 
     The floor is -1 when the house has no such room.
     """
-    top, _, rest = module_name.partition(".")
+    top, _, inner = module_name.partition(".")
     if top == "tools":
         return 5, "tools"
     if top == "pallas_kernels":
         return 0, "kernels"
     room = room_of(module_name)
-    if room in FRONT_DOORS:
-        return 4, FRONT
+    if room in PUBLIC_MODULES:
+        return 4, PUBLIC
     if room in ROOMS:
         return ROOMS[room][:2]
-    return (0, GROUND) if "." not in rest else (-1, room)
+    return (0, GROUND) if "." not in inner else (-1, room)
 
 
 def room_of(module_name: str) -> str:
@@ -339,27 +339,27 @@ def violations(root: Path) -> list[str]:
     """Returns everything in `root` that breaks a law, as `file:line: what`."""
     modules = read_modules(root)
     known = {module.name for module in modules} | {module.package for module in modules}
-    found: list[str] = []
+    broken: list[str] = []
     for module in modules:
-        found += _house(module)
+        broken += _house(module)
         for item in imports(module, known):
-            found += [f"{module.path}:{item.line}: {text}" for text in _import_laws(module, item)]
-            found += [f"{module.path}:{item.line}: {text}" for text in _door_laws(module, item)]
-        found += [f"{module.path}:{line}: {text}" for line, text in _never(module)]
-        found += [f"{module.path}:{line}: {text}" for line, text in _fragments(module)]
-        found += [f"{module.path}:{line}: {text}" for line, text in _matmuls(module)]
-        found += [f"{module.path}:{line}: {text}" for line, text in _steps(module)]
-        found += [f"{module.path}:{line}: {text}" for line, text in _chains(module)]
-        found += [f"{module.path}:{line}: {text}" for line, text in _sizes(module)]
-        found += [
+            broken += [f"{module.path}:{item.line}: {text}" for text in _import_laws(module, item)]
+            broken += [f"{module.path}:{item.line}: {text}" for text in _door_laws(module, item)]
+        broken += [f"{module.path}:{line}: {text}" for line, text in _never(module)]
+        broken += [f"{module.path}:{line}: {text}" for line, text in _fragments(module)]
+        broken += [f"{module.path}:{line}: {text}" for line, text in _matmuls(module)]
+        broken += [f"{module.path}:{line}: {text}" for line, text in _steps(module)]
+        broken += [f"{module.path}:{line}: {text}" for line, text in _chains(module)]
+        broken += [f"{module.path}:{line}: {text}" for line, text in _sizes(module)]
+        broken += [
             f"{module.path}:{line}: {name} {text}"
             for line, name, text in widths(module)
             if (module.path, name) not in PUBLIC_FACES
         ]
-        found += [f"{module.path}:1: {text}" for text in _header(module)]
-    found += _records(modules)
-    found += _circles([module for module in modules if place(module.name)[0] < 5])
-    return [*found, *_foreign_comments(root)]
+        broken += [f"{module.path}:1: {text}" for text in _header(module)]
+    broken += _records(modules)
+    broken += _circles([module for module in modules if place(module.name)[0] < 5])
+    return [*broken, *_foreign_comments(root)]
 
 
 def _circles(modules: Sequence[Module]) -> list[str]:
@@ -418,14 +418,14 @@ def _comment_blocks(lines: list[str]) -> Iterator[tuple[int, str]]:
 
 
 def _house(module: Module) -> list[str]:
-    found = []
+    broken = []
     if place(module.name)[0] < 0:
-        found.append(f"{module.path}:1: no package of ROOMS: jaxpage/{place(module.name)[1]}/")
+        broken.append(f"{module.path}:1: no package of ROOMS: jaxpage/{place(module.name)[1]}/")
     if not ast.get_docstring(module.tree):
-        found.append(f"{module.path}:1: a module says in its docstring what lives here")
+        broken.append(f"{module.path}:1: a module says in its docstring what lives here")
     elif module.name in INNER_DOORS | {f"jaxpage.{room}" for room in DOORS}:
-        found += [f"{module.path}:1: {text}" for text in _door(module)]
-    return found
+        broken += [f"{module.path}:1: {text}" for text in _door(module)]
+    return broken
 
 
 def _door(module: Module) -> Iterator[str]:
@@ -494,7 +494,7 @@ def _floor_laws(importer: str, target: str, floor: int, wing: str) -> Iterator[s
     elif {wing, target_wing} == {WEST, EAST}:
         yield f"the {wing} side imports {target} of the {target_wing} side"
     elif wing == "tools":
-        open_to_it = target_wing in (FRONT, "tools") or importer.startswith(LABORATORIES)
+        open_to_it = target_wing in (PUBLIC, "tools") or importer.startswith(LABORATORIES)
         if not open_to_it:
             yield f"tools import the front door only, not {target}"
     else:
@@ -696,12 +696,12 @@ def _records(modules: Sequence[Module]) -> Iterator[str]:
             return set()
         node = records[name][1]
         bases = (ast.unparse(base).partition("[")[0].rpartition(".")[2] for base in node.bases)
-        own = {
+        names = {
             ast.unparse(each.target)
             for each in node.body
             if isinstance(each, ast.AnnAssign) and "ClassVar" not in ast.unparse(each.annotation)
         }
-        return own.union(*map(fields_of, bases))
+        return names.union(*map(fields_of, bases))
 
     for name, (path, node) in records.items():
         if (count := len(fields_of(name))) > MAX_FIELDS:
@@ -724,17 +724,15 @@ def median_sizes(root: Path) -> tuple[float, float]:
 
 
 def third_party(root: Path) -> dict[str, str]:
-    """Returns packages that the product imports, neither its own nor Python's, each with one place
-    where.
-    """
-    found: dict[str, str] = {}
+    """Packages that the product imports, neither its own nor Python's, each with one place where."""
+    packages: dict[str, str] = {}
     modules = [module for module in read_modules(root) if place(module.name)[0] < 5]
     for module in modules:
         for item in imports(module, set()):
             top = item.target.partition(".")[0]
             if top not in sys.stdlib_module_names and top not in ("jaxpage", "pallas_kernels"):
-                found.setdefault(top, f"{module.path}:{item.line}")
+                packages.setdefault(top, f"{module.path}:{item.line}")
         for name, line in imports_by_name(module):
             if not name.startswith("jaxpage"):
-                found.setdefault(name.partition(".")[0], f"{module.path}:{line}")
-    return found
+                packages.setdefault(name.partition(".")[0], f"{module.path}:{line}")
+    return packages

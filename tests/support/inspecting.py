@@ -36,8 +36,8 @@ def run_crowd(
 def _request(
     rng: random.Random, prefix: list[int]
 ) -> tuple[list[int], SamplingParams | BeamSearchParams]:
-    own = [rng.randrange(1, 257) for _ in range(rng.randrange(1, 60))]
-    prompt = prefix[: rng.choice([0, 20, 50])] + own
+    ending = [rng.randrange(1, 257) for _ in range(rng.randrange(1, 60))]
+    prompt = prefix[: rng.choice([0, 20, 50])] + ending
     if rng.random() < 0.25:
         return prompt, BeamSearchParams(3, max_tokens=rng.randrange(2, 45))
     n, salt = rng.choice([1, 1, 1, 3]), rng.choice([None, None, "salt"])

@@ -231,8 +231,8 @@ def _best(situation: Situation) -> bool:
 
 
 def _cut_at(text_of_bare: str, stop: str, *, included: bool) -> str:
-    before, found, _ = text_of_bare.partition(stop)
-    return before + (found if included else "")
+    before, match, _ = text_of_bare.partition(stop)
+    return before + (match if included else "")
 
 
 def _stops_at_string(situation: Situation, *, included: bool = False) -> bool:
@@ -444,7 +444,7 @@ def _cell(
 ) -> str:
     plain = engines.plain(kind(**base))
     value, beside = (
-        given(plain) if callable(given) else given for given in (case.value, case.beside)
+        setting(plain) if callable(setting) else setting for setting in (case.value, case.beside)
     )
     params = kind(**{**base, **beside, name: value})
     try:

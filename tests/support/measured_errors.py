@@ -19,8 +19,8 @@ WRITE = "pytest -n 0 -m '' tests/test_models.py -k logits_are_those_of_transform
 
 def read() -> dict[str, Any]:
     """Returns the version of transformers, and the greatest difference by the model's name."""
-    found: dict[str, Any] = json.loads(PATH.read_text())
-    return found
+    errors: dict[str, Any] = json.loads(PATH.read_text())
+    return errors
 
 
 def write(errors: dict[str, float]) -> None:
@@ -39,9 +39,9 @@ def greatest(errors: dict[str, float], architecture: str) -> str:
 
     Where none was measured it is nothing.
     """
-    found = [
+    measured = [
         error
         for name, error in errors.items()
         if config_json(name)["architectures"] == [architecture]
     ]
-    return f"{max(found):.1e}" if found else ""
+    return f"{max(measured):.1e}" if measured else ""

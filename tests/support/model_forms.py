@@ -416,10 +416,10 @@ FORMS: dict[str, dict[str, Fields]] = {
 
 def forms_of_registry(known: dict[str, tuple[str, Fields]]) -> dict[str, tuple[str, Fields]]:
     """Returns an entry for each form; a family that has no form and is not known gets "plain"."""
-    found = {}
+    registered = {}
     seen = {model_type.removesuffix("_text") for model_type, _ in known.values()}
     for module in dict.fromkeys(FAMILY_OF.values()):
         forms = FORMS.get(module, {} if module in seen else {"plain": {}})
         for form, fields in forms.items():
-            found[f"{module.replace('_', '-')}-{form}"] = module, fields
-    return found
+            registered[f"{module.replace('_', '-')}-{form}"] = module, fields
+    return registered

@@ -99,19 +99,21 @@ class Head(torch.nn.Module):
             layer, start = "mtp.layers.0.", "mtp."
             names = "fc pre_fc_norm_embedding pre_fc_norm_hidden norm"
         values = [each.weight.float() for each in (self.fc, self.enorm, self.hnorm)]
-        found = {
+        tensors = {
             f"{start}{name}.weight": value
             for name, value in zip(
                 names.split(), [*values, decoder.pop("norm.weight")], strict=True
             )
         }
         if numbered:  # copies of the model's tables
-            found[f"{layer}embed_tokens.weight"] = decoder["embed_tokens.weight"]
-            found[f"{layer}shared_head.head.weight"] = self.table.weight.float()
+            tensors[f"{layer}embed_tokens.weight"] = decoder["embed_tokens.weight"]
+            tensors[f"{layer}shared_head.head.weight"] = self.table.weight.float()
         for name, value in decoder.items():
             if name.startswith("layers.0."):
-                found |= _experts(layer + name.removeprefix("layers.0."), value, separate)
-        return {name: np.ascontiguousarray(value.detach().numpy()) for name, value in found.items()}
+                tensors |= _experts(layer + name.removeprefix("layers.0."), value, separate)
+        return {
+            name: np.ascontiguousarray(value.detach().numpy()) for name, value in tensors.items()
+        }
 
 
 def _experts(name: str, value: Any, separate: bool) -> dict[str, Any]:

@@ -43,6 +43,7 @@ TERMS = {
     "chance": "probability",
     "chances": "probabilities",
     "fewest": "min",
+    "front": "facade",
     "head_width": "head_dim",
     "least": "min, or minimum",
     "leave": "detach, or end",
@@ -74,6 +75,7 @@ EXEMPT_NAMES = frozenset(
     [
         "at_least",
         "at_most",
+        "in_front",
         "longest_first",
         "look_up",
         "most_common",

@@ -243,12 +243,12 @@ class PlayedEngine:
                 )
 
 
-def set_of(weights: Weights, own: Weights) -> int:
+def set_of(weights: Weights, weights_before: Weights) -> int:
     """Returns the number of the set that weights are of."""
-    name = next(name for name, value in own.items() if np.ndim(value) > 1)
+    name = next(name for name, value in weights_before.items() if np.ndim(value) > 1)
     value = np.asarray(weights[name])
-    sets = (other_weights({name: own[name]}, number)[name] for number in range(NUM_SETS))
-    return next(number for number, one in enumerate(sets) if np.array_equal(one, value))
+    sets = (other_weights({name: weights_before[name]}, number)[name] for number in range(NUM_SETS))
+    return next(number for number, each in enumerate(sets) if np.array_equal(each, value))
 
 
 class Performance:
@@ -462,8 +462,8 @@ class Performance:
                 weights = await engine.call("parameters")
                 engine.held.append(weights)
             case "update":
-                given, form, mode = event.details
-                weights = engine.given_weights(given, form)
+                weights_set, form, mode = event.details
+                weights = engine.given_weights(weights_set, form)
                 actor.result = await engine.call("update_parameters", weights, mode=mode)
             case "sleep":
                 level, num_turns = event.details

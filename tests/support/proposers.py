@@ -55,8 +55,8 @@ class PastTheEnd(Proposer):
 
     def propose(self, request: Request, sequence: Sequence, num_drafts: int) -> Draft | None:
         output = self.outputs[request.prompt_token_ids][sequence.sample_index]
-        rest = list(output[sequence.num_output_tokens :][:num_drafts])
-        return chain((*rest, *[output[-1]] * (num_drafts - len(rest))))
+        token_ids = list(output[sequence.num_output_tokens :][:num_drafts])
+        return chain((*token_ids, *[output[-1]] * (num_drafts - len(token_ids))))
 
 
 def any_length(vocab_size: int) -> Double:

@@ -57,7 +57,7 @@ def _order(name: str) -> tuple[int, int, bool, str]:
     """Sorts tables first, then layer by layer, then what is left; the weight before the bias."""
     layer = next((int(part) for part in name.split(".") if part.isdigit()), None)
     parts = (_OUTSIDE if layer is None else _INSIDE).split()
-    place = next((place for place, part in enumerate(parts) if part in name), len(parts))
+    place = next((index for index, part in enumerate(parts) if part in name), len(parts))
     last = layer is None and place == len(parts)
     return (10**6 if last else -1 if layer is None else layer), place, name.endswith("bias"), name
 

@@ -23,15 +23,15 @@ def request_bytes(method: str, path: str, body: Any = None, **headers: str) -> b
     content = (
         b"" if body is None else body if isinstance(body, bytes) else json.dumps(body).encode()
     )
-    found = {
+    fields = {
         "Host": "localhost",
         **{name.replace("_", "-"): value for name, value in headers.items()},
     }
     if body is not None:
-        found = {"Content-Type": "application/json", "Content-Length": str(len(content)), **found}
+        fields = {"Content-Type": "application/json", "Content-Length": str(len(content)), **fields}
     lines = [
         f"{method} {path} HTTP/1.1",
-        *(f"{name}: {value}" for name, value in found.items() if value),
+        *(f"{name}: {value}" for name, value in fields.items() if value),
     ]
     return "\r\n".join([*lines, "", ""]).encode() + content
 

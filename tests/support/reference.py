@@ -48,13 +48,13 @@ def python_page(text: str) -> str:
 
     Each has the first sentence of its docstring.
     """
-    before, _, rest = text.partition(MADE)
-    _, _, after = rest.partition(END)
+    before, _, after_begin = text.partition(MADE)
+    _, _, after = after_begin.partition(END)
     public = [name for name in jaxpage.__all__ if not name.startswith("_")]
     lines = list(_table(("from `jaxpage`", "what it is"), _said(jaxpage, public)))
     for kind in (LLM, AsyncLLM):
         members = dict.fromkeys(
-            name for one in kind.__mro__[:-1] for name in vars(one) if not name.startswith("_")
+            name for base in kind.__mro__[:-1] for name in vars(base) if not name.startswith("_")
         )
         lines += _table((f"of `{kind.__name__}`", "what it does"), _said(kind, members))
     lines += _table(("from `jaxpage.errors`", "what it is"), _said(errors, _classes_of(errors)))
@@ -243,8 +243,8 @@ def _commands(parser: argparse.ArgumentParser) -> Iterator[tuple[str, argparse.A
     if not nested:
         yield parser.prog, parser
     for action in nested:
-        for one in dict.fromkeys(action.choices.values()):
-            yield from _commands(one)
+        for command in dict.fromkeys(action.choices.values()):
+            yield from _commands(command)
 
 
 def _own_actions(parser: argparse.ArgumentParser) -> list[argparse.Action]:

@@ -187,7 +187,7 @@ def _experts(family: Any, cases: list[str]) -> str:
     taken = [
         name
         for name, scheme in schemes.items()
-        if all(scheme.rule(*one) is not None for one in experts)
+        if all(scheme.rule(*expert) is not None for expert in experts)
     ]
     return "all formats" if len(taken) == len(schemes) else ", ".join(taken)
 

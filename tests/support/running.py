@@ -71,8 +71,8 @@ def wait_until(
 
 
 def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as found:
-        port: int = found.getsockname()[1]
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port: int = listener.getsockname()[1]
         return port
 
 
@@ -240,9 +240,9 @@ class Promises:
         assert metrics(self._client)["jaxpage_compile_total"] == self._compiled
 
     def _is_idle(self) -> bool:
-        found = metrics(self._client)
-        return found["jaxpage_num_blocks_free"] == found["jaxpage_num_blocks_total"] and not (
-            found["jaxpage_num_requests_running"] or found["jaxpage_num_requests_waiting"]
+        values = metrics(self._client)
+        return values["jaxpage_num_blocks_free"] == values["jaxpage_num_blocks_total"] and not (
+            values["jaxpage_num_requests_running"] or values["jaxpage_num_requests_waiting"]
         )
 
     def _completed(self) -> Any:
@@ -255,11 +255,11 @@ def metrics(client: httpx.Client) -> dict[str, float]:
     """Returns values by name; by name and value of the label where there is one beside the model's
     name.
     """
-    found = {}
+    values = {}
     for family in text_string_to_metric_families(client.get("/metrics").text):
         for sample in family.samples:
             labels = [
                 value for name, value in sorted(sample.labels.items()) if name != "model_name"
             ]
-            found["/".join([sample.name, *labels])] = sample.value
-    return found
+            values["/".join([sample.name, *labels])] = sample.value
+    return values

@@ -70,7 +70,7 @@ class Guesses(Proposer):
         if rng.integers(2):
             return chain(tokens)
         return Draft(
-            tokens, tuple(int(rng.integers(-1, place)) if place else -1 for place in range(length))
+            tokens, tuple(int(rng.integers(-1, index)) if index else -1 for index in range(length))
         )
 
 

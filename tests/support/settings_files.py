@@ -123,9 +123,9 @@ def _strings(text: str) -> list[str]:
 
 
 def keywords(text: str) -> str:
-    """Returns the source of jaxpage/settings/engine_settings.py with today's keywords."""
-    before, _, rest = text.partition(f"    {BEGIN}\n")
-    _, _, after = rest.partition(f"    {END}\n")
+    """Returns the source of jaxpage/settings/engine_settings.py with the keywords that there are."""
+    before, _, after_begin = text.partition(f"    {BEGIN}\n")
+    _, _, after = after_begin.partition(f"    {END}\n")
     return "".join([before, f"    {BEGIN}\n", *_keywords(), f"    {END}\n", after])
 
 

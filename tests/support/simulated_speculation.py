@@ -65,20 +65,20 @@ class ShapedDevice:
 
 
 class Guesses(Proposer):
-    """A proposer whose drafts are right as often as `rates` says. `found`: how often it has any."""
+    """A proposer whose drafts are right as often as `rates` says. `hit_rate`: how often it has any."""
 
-    def __init__(self, rates: Rates, found: float = 1.0, seed: int = 0) -> None:
+    def __init__(self, rates: Rates, hit_rate: float = 1.0, seed: int = 0) -> None:
         self.step = 0
         self.num_requested = 0  # drafts
         self.num_ready = MAX_DRAFTS  # drafts that were made before they are asked for
         self.places: dict[int, int] = {}  # in the batch, by sequence id
         self._rates = rates
-        self._found = found
+        self._hit_rate = hit_rate
         self._random = np.random.default_rng(seed)
 
     def propose(self, request: Request, sequence: Sequence, num_drafts: int) -> Draft | None:
         self.num_requested += num_drafts
-        if self._random.random() >= self._found:
+        if self._random.random() >= self._hit_rate:
             return None
         rates = self._rates(self.places[sequence.sequence_id], self.step)[
             : min(num_drafts, self.num_ready)

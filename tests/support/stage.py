@@ -191,7 +191,7 @@ class Stage:
         """Runs all tasks, in order, until each of them waits for an engine or has ended."""
         while True:
             self._loop.run_until_complete(self._run_ready())
-            waiter = next((one for one in self._waiters if one.may_go_on), None)
+            waiter = next((each for each in self._waiters if each.may_go_on), None)
             if waiter is None:
                 return
             waiter.future.set_result(True)
@@ -227,7 +227,9 @@ class Stage:
 
     def _pass_time(self) -> bool:
         """Lets an hour pass, and returns whether anything waited for that."""
-        late = [one for one in self._waiters if one.timeout is not None and not one.future.done()]
+        late = [
+            each for each in self._waiters if each.timeout is not None and not each.future.done()
+        ]
         for waiter in late:
             waiter.future.set_result(False)
         has_timers = bool(self._loop._scheduled)  # type: ignore[attr-defined]

@@ -11,18 +11,16 @@ import pytest
 USUAL_EXAMPLES = 40  # of hypothesis, in the usual profile of tests/conftest.py
 
 
-def few(cases: Iterable[Any], kept: Collection[Any]) -> list[Any]:
-    """Returns parameters of a test: those that are kept, as they are, and the others marked
-    `sweep`.
-
-    Each of `kept` must be a case.
+def few(cases: Iterable[Any], chosen: Collection[Any]) -> list[Any]:
+    """Parameters of a test: those that are kept, as they are, and the others marked `sweep`. Each
+    of `kept` must be a case.
     """
     cases = list(cases)
-    if missing := [case for case in kept if case not in cases]:
+    if missing := [case for case in chosen if case not in cases]:
         raise ValueError(f"no such cases: {missing}; there are {cases}")
     return [
         case
-        if case in kept
+        if case in chosen
         else pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.sweep)
         for case in cases
     ]

@@ -23,7 +23,7 @@ def rates_of(mean_length: float, num_drafts: int) -> tuple[float, ...]:
         raise ValueError(
             f"mean_length={mean_length} must be from 1 to {1 + num_drafts}, for {num_drafts} drafts"
         )
-    return tuple(min(1.0, max(0.0, mean_length - 1 - place)) for place in range(num_drafts))
+    return tuple(min(1.0, max(0.0, mean_length - 1 - index)) for index in range(num_drafts))
 
 
 class SyntheticProposer(Proposer):

@@ -429,14 +429,14 @@ async def _live(case: Case) -> None:
 
 
 def simpler(case: Case) -> Iterator[Case]:
-    """Yields cases with one thing less."""
-    for place in range(len(case.events)):
-        yield dataclasses.replace(case, events=(*case.events[:place], *case.events[place + 1 :]))
+    """Cases with one thing less."""
+    for index in range(len(case.events)):
+        yield dataclasses.replace(case, events=(*case.events[:index], *case.events[index + 1 :]))
     used = {event.model for event in case.events}
-    for place, kind in enumerate(case.models):
-        rest = (*case.models[:place], *case.models[place + 1 :])
+    for index, kind in enumerate(case.models):
+        models = (*case.models[:index], *case.models[index + 1 :])
         if kind.name not in used:
-            yield dataclasses.replace(case, models=rest)
+            yield dataclasses.replace(case, models=models)
         for plain in (
             dataclasses.replace(kind, seconds=()),
             dataclasses.replace(kind, fails=kind.fails[1:]),
@@ -446,9 +446,9 @@ def simpler(case: Case) -> Iterator[Case]:
         ):
             if plain != kind:
                 yield dataclasses.replace(
-                    case, models=(*case.models[:place], plain, *case.models[place + 1 :])
+                    case, models=(*case.models[:index], plain, *case.models[index + 1 :])
                 )
-    for place, event in enumerate(case.events):
+    for index, event in enumerate(case.events):
         for plain_event in (
             dataclasses.replace(event, keep_alive=None),
             dataclasses.replace(event, level=1),
@@ -457,7 +457,7 @@ def simpler(case: Case) -> Iterator[Case]:
         ):
             if plain_event != event:
                 yield dataclasses.replace(
-                    case, events=(*case.events[:place], plain_event, *case.events[place + 1 :])
+                    case, events=(*case.events[:index], plain_event, *case.events[index + 1 :])
                 )
     if case.stops_at < math.inf:
         yield dataclasses.replace(case, stops_at=math.inf)

@@ -36,13 +36,13 @@ class Terminal:
         without control sequences.
         """
         deadline = time.monotonic() + WAIT_SECONDS
-        while (found := self.written.find(text, self._at)) < 0:
+        while (start := self.written.find(text, self._at)) < 0:
             left = max(0.0, deadline - time.monotonic())
             assert select.select([self._descriptor], [], [], left)[0], (
                 f"no {text!r} in {self.written[self._at :]!r}"
             )
             assert self._more(), f"it ended without {text!r}: {self.written[self._at :]!r}"
-        came, self._at = self.written[self._at : found], found + len(text)
+        came, self._at = self.written[self._at : start], start + len(text)
         return _CONTROL.sub("", came)
 
     def press(self, keys: str) -> None:

@@ -59,8 +59,8 @@ def _bpe(end: str) -> models.BPE:
     for byte in BYTES:
         vocabulary[letters[byte]] = len(vocabulary)
     for piece in PIECES:
-        left, *rest = (letters[byte] for byte in piece.encode())
-        for right in rest:
+        left, *letters_after = (letters[byte] for byte in piece.encode())
+        for right in letters_after:
             if left + right not in vocabulary:
                 vocabulary[left + right] = len(vocabulary)
                 merges.append((left, right))

@@ -62,19 +62,19 @@ def admits(held: tuple[str, str], text: str) -> bool:
 
 
 def context(**settings: Any) -> ModelContext:
-    given: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "model_names": (MODEL, "other-name"),
         "max_model_len": 512,
         "vocab_size": VOCAB_SIZE,
     }
-    given |= {"tokenizer": chatml(), "system_fingerprint": "fp_0"}
+    fields |= {"tokenizer": chatml(), "system_fingerprint": "fp_0"}
     parsers = [settings.pop(name, "none") for name in ("tool_parser", "reasoning_parser")]
     if parsers != ["none", "none"]:
         derived = ChatFormat()
         if "auto" in parsers:
-            derived = derive_form(settings.get("tokenizer", given["tokenizer"])).form
-        given["chat_format"] = choose_form(derived, *parsers)
-    return ModelContext(**{**given, **settings})
+            derived = derive_form(settings.get("tokenizer", fields["tokenizer"])).form
+        fields["chat_format"] = choose_form(derived, *parsers)
+    return ModelContext(**{**fields, **settings})
 
 
 def prompt_of(
@@ -96,7 +96,7 @@ class Scripted:
 
     def __post_init__(self) -> None:
         self.token_ids = self.token_ids or [
-            (7 * place) % VOCAB_SIZE for place in range(len(self.texts))
+            (7 * index) % VOCAB_SIZE for index in range(len(self.texts))
         ]
 
 
@@ -160,19 +160,19 @@ def deltas(whole: RequestOutput, scripts: Sequence[Scripted]) -> Iterator[Reques
     """
     for step in range(max(len(script.texts) for script in scripts)):
         completions = []
-        for one, script in zip(whole.outputs, scripts, strict=True):
+        for output, script in zip(whole.outputs, scripts, strict=True):
             is_over = step >= len(script.texts) - 1
             new = slice(step, step + 1)
             completions.append(
                 replace(
-                    one,
+                    output,
                     text="".join(script.texts[new]),
-                    token_ids=one.token_ids[new],
-                    logprobs=None if one.logprobs is None else one.logprobs[new],
+                    token_ids=output.token_ids[new],
+                    logprobs=None if output.logprobs is None else output.logprobs[new],
                     finish_reason=script.finish_reason if is_over else None,
                     stop_reason=script.stop_reason if is_over else None,
                 )
             )
-        finished = all(one.finish_reason for one in completions)
+        finished = all(output.finish_reason for output in completions)
         of_prompt = whole.prompt_logprobs if step == 0 else None
         yield replace(whole, outputs=completions, finished=finished, prompt_logprobs=of_prompt)

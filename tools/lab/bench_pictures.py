@@ -172,8 +172,8 @@ def _print_row(
     minimum = np.full((2, 2), np.inf)
     for _ in range(rounds):
         pixels = picture()
-        for place, call in enumerate((ours, theirs)):
-            minimum[place] = np.minimum(minimum[place], time_once(call, pixels))
+        for index, call in enumerate((ours, theirs)):
+            minimum[index] = np.minimum(minimum[index], time_once(call, pixels))
     numbers = " | ".join(f"{1e3 * number:.0f}" for number in minimum.ravel())
     ratios = " | ".join(f"{ratio:.2f}" for ratio in minimum[1] / minimum[0])
     print(f"| {name} | {numbers} | {ratios} |", flush=True)

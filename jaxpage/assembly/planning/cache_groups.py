@@ -74,8 +74,8 @@ def cache_groups(
     kinds = _kinds(kvs, max_length, block_size)
     layer_bytes = [
         # Only the model, which comes first, is in shards; each device has a drafter once.
-        bytes_of_pages((layer,)) * (1 if place else num_shards)
-        for place, kv in enumerate(kvs)
+        bytes_of_pages((layer,)) * (1 if index else num_shards)
+        for index, kv in enumerate(kvs)
         for layer in page_shapes(kv, 1, block_size, dtype, interleaved=interleaved)
     ]
     elements = [
@@ -84,7 +84,7 @@ def cache_groups(
     groups = []
     # The largest reach comes first, infinity before all.
     for kind in sorted(set(kinds), reverse=True):
-        layers = tuple(place for place, of_layer in enumerate(kinds) if of_layer == kind)
+        layers = tuple(index for index, of_layer in enumerate(kinds) if of_layer == kind)
         block_bytes = sum(layer_bytes[place] for place in layers)
         # No attention kernel addresses states, so these bound no pool.
         maximum = 1 if kind.is_state else max(elements[place] for place in layers)
@@ -121,5 +121,5 @@ def _kinds(kvs: Sequence[KVSpec], max_length: int, block_size: int) -> list[_Kin
 
 def group_of_layers(groups: Sequence[CacheGroup]) -> tuple[int, ...]:
     """Returns the place of each layer's cache group."""
-    places = {layer: place for place, group in enumerate(groups) for layer in group.layers}
+    places = {layer: index for index, group in enumerate(groups) for layer in group.layers}
     return tuple(places[layer] for layer in sorted(places))

@@ -68,6 +68,7 @@ def _of(answer: TimedAnswer) -> dict[str, float]:
     last = answer.outputs[-1]
     return {
         "ttft": first - answer.due,
+        # An answer of one token has no other tokens; with 0 it keeps any goal.
         "tpot": (last - first) / max(1, answer.num_output_tokens - 1),
         "e2el": last - answer.due,
     }
@@ -115,6 +116,7 @@ def goals_of(words: Sequence[str]) -> dict[str, float]:
             milliseconds = float(value)
         except ValueError:
             milliseconds = 0.0
+        # `not >` refuses NaN, too.
         if name not in GOALS or not milliseconds > 0:
             raise UsageError(
                 f"--goodput takes NAME:MILLISECONDS with {', '.join(GOALS)}, got {word!r}"

@@ -67,7 +67,9 @@ class Client:
         self._host = url.hostname
         self._is_secure = url.scheme == "https"
         self._port = url.port or (443 if self._is_secure else 80)
+        # Users also give the address as clients of OpenAI take it, and the paths here have /v1.
         self._path = url.path.rstrip("/").removesuffix("/v1")
+        # The variable is also the server's, and may hold several keys, separated by commas.
         key = os.environ.get("JAXPAGE_API_KEY", "").partition(",")[0] or os.environ.get(
             "OPENAI_API_KEY", ""
         )
@@ -148,6 +150,7 @@ class Client:
             event: Any
             while not isinstance(event := connection.next_event(), h11.EndOfMessage):
                 if event is h11.NEED_DATA:
+                    # Empty bytes tell h11 that the server has closed the connection.
                     connection.receive_data(await reader.read(READ_BYTES))
                 elif isinstance(event, h11.Response):
                     status = event.status_code
@@ -165,6 +168,7 @@ async def _events(parts: AsyncIterator[bytes]) -> AsyncGenerator[dict[str, Any],
     """Yields the JSON objects of server-sent events, up to [DONE]."""
     buffer = b""
     async for part in parts:
+        # A part of the body may end in the middle of a line.
         *lines, buffer = (buffer + part).split(b"\n")
         for line in lines:
             data = line.removeprefix(b"data: ")

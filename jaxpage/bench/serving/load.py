@@ -78,12 +78,12 @@ class Load:
         tasks: list[asyncio.Task[TimedAnswer]] = []
         with tqdm(total=len(self._work), desc=self._title, unit="request", disable=None) as bar:
             for index in range(len(self._work)):
-                tasks.append(asyncio.ensure_future(self._one(index, start, tasks)))
+                tasks.append(asyncio.ensure_future(self._run_request(index, start, tasks)))
                 tasks[-1].add_done_callback(lambda _: bar.update())
             answers = await asyncio.gather(*tasks)
         return answers, start
 
-    async def _one(
+    async def _run_request(
         self, index: int, start: float, tasks: Sequence[asyncio.Task[TimedAnswer]]
     ) -> TimedAnswer:
         item = self._work[index]

@@ -48,6 +48,7 @@ def run_serve(arguments: argparse.Namespace) -> int:
         UsageError: The flags do not fit together or do not fit the server.
     """
     goals = _check(arguments)
+    # A picture that cannot be drawn, or a file that cannot be read, is refused before the long run.
     draw = _plotter(arguments.plot) if arguments.plot else None
     path = arguments.compare
     earlier = read_baseline(path) if path else None
@@ -129,6 +130,7 @@ async def _measure(
     }
     context |= {"arrivals": schedule, "goodput": goals or None, "config": capabilities or None}
     if earlier:
+        # JSON has no infinity: a result has None for requests that come all at once.
         rate = None if math.isinf(rates[0]) else rates[0]
         check_same_work(arguments.compare, earlier, {**context, "request_rate": rate})
     begin = perf_counter()
@@ -241,7 +243,9 @@ def _times(arguments: argparse.Namespace, work: Sequence[WorkItem], rate: float)
     if arguments.dataset == "trace":
         return [item.seconds or 0.0 for item in work]
     shape = arguments.burstiness
+    # With the scale 1 / shape the mean gap is 1, whatever the burstiness.
     gaps = np.random.default_rng(arguments.seed).gamma(shape, 1 / shape, len(work))
+    # At an infinite rate all requests arrive at 0.
     times: list[float] = (np.cumsum(gaps) / rate).tolist()
     return times
 

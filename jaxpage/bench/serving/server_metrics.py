@@ -107,4 +107,5 @@ def parse(text: str) -> dict[str, float]:
             for prefix in _PREFIXES:
                 if sample.name.startswith(prefix):
                     values[prefix][sample.name.removeprefix(prefix)] += sample.value
+    # The last one counts, which is jaxpage's own prefix.
     return {name: value for prefix in reversed(_PREFIXES) for name, value in values[prefix].items()}

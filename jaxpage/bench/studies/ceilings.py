@@ -38,6 +38,7 @@ def bandwidth(num_bytes: int) -> float:
     parts = np.array_split(np.asarray(array), num_cores)
     vector = np.ones(WIDTH, np.float32)
     with ThreadPoolExecutor(num_cores) as pool:
+        # NumPy releases the GIL in a product, so that the threads read at the same time.
         runs.append(lambda: list(pool.map(lambda part: part @ vector, parts)))
         return 4.0 * rows * WIDTH / min(fastest(run, REPEATS) for run in runs)
 

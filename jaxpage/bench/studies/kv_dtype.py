@@ -69,6 +69,7 @@ def run_kv_dtype(arguments: argparse.Namespace, config: EngineConfig) -> None:
         columns[kv_cache_dtype] = {
             **differences(exact_TV, logits_TV, token_ids),
             "bytes_per_token": block_bytes / block_size,
+            # One block is the null block, which no sequence has.
             "sequences_per_gib": (2**30 // block_bytes - 1) // -(-max_length // block_size),
         }
     print(
@@ -111,6 +112,7 @@ def differences(exact_TV: Logits, logits_TV: Logits, token_ids: Sequence[int]) -
 
 
 def _log_softmax(logits_TV: Logits) -> npt.NDArray[np.float64]:
+    # In float32 the rounding of the sums would be as large as small divergences.
     shifted_TV = logits_TV.astype(np.float64) - logits_TV.max(-1, keepdims=True)
     logprobs_TV: npt.NDArray[np.float64] = shifted_TV - np.log(
         np.exp(shifted_TV).sum(-1, keepdims=True)

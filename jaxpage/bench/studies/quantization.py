@@ -64,6 +64,7 @@ def run_quantization(arguments: argparse.Namespace, config: EngineConfig) -> Non
     exact_TV: Logits | None = None
     columns: dict[str, dict[str, float]] = {}
     for quantization in tqdm(_quantizations(files.directory), desc="Measuring", unit="model"):
+        # All rows have the same prompt (`start_request`), which a prefix cache would compute once.
         requested = config.replace(
             quantization=quantization, dtype=dtype, enable_prefix_caching=False
         )
@@ -133,5 +134,6 @@ def _decoding_rates(config: EngineConfig, batches: list[int]) -> dict[str, float
             engine.step()
             seconds.append(time.perf_counter() - started)
         engine.abort_all()
+        # The first half of the steps is the warm-up.
         rates[f"tokens_per_second_{num_rows}"] = num_rows / statistics.median(seconds[STEPS:])
     return rates

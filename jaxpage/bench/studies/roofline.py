@@ -118,6 +118,7 @@ def matmul_weights(
         dtype: The type of weights that are not quantised.
         rule: The rule that says which modules have quantised weights.
     """
+    # A token reads one row of the token table. A tied table is multiplied as the head, too.
     looked_up = 0 if spec.tie_word_embeddings else spec.vocab_size * spec.hidden_size
     number = sum(weight.size for weight in _tables(family, spec, None)) - looked_up
     return MatmulWeights(
@@ -155,6 +156,7 @@ def run_roofline(arguments: argparse.Namespace, config: EngineConfig) -> None:
     max_length = min(
         spec.max_position_embeddings, config.max_model_len or spec.max_position_embeddings
     )
+    # So many tokens may follow the prompt of a row; see `start_decoding`.
     maximum = max_length - 4 * STEPS
     if maximum < 1:
         raise UsageError(
@@ -162,6 +164,7 @@ def run_roofline(arguments: argparse.Namespace, config: EngineConfig) -> None:
         )
     if arguments.context > maximum:
         raise UsageError(f"--context must be at most {maximum}: max_model_len is {max_length}")
+    # All prompts are equal (`start_request`), and a prefix cache would leave nothing to compute.
     config = config.replace(num_scheduler_steps=1, enable_prefix_caching=False, **NO_LOG)
     built = open_engine(config, Hooks(progress=True))
     engine = built.engine

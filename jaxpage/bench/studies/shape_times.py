@@ -55,6 +55,7 @@ def measure_shapes(built: Built) -> ShapeTimes:
     chunk = tuple(
         (tokens, num_rows, _computing(engine, tokens)) for tokens, num_rows in sorted(sizes.items())
     )
+    # Noise may make the difference negative.
     return ShapeTimes(decode, chunk, max(0.0, beyond / (num_long * max(1, long - SHORT_PROMPT))))
 
 

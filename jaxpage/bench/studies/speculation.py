@@ -34,7 +34,7 @@ from jaxpage.settings.speculative_methods import METHODS, Method
 from jaxpage.tables import align
 
 NONE = "none"
-ORACLE = "oracle"  # drafts what the run without drafts gave; see `bench/oracle.py`
+ORACLE = "oracle"  # drafts what the run without drafts gave; see `oracle.py`
 ALONE = NONE, ""
 # Another engine without drafts. The difference of the two is noise and not an effect of drafts.
 CONTROL = NONE, "again"

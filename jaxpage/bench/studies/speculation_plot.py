@@ -34,7 +34,7 @@ def draw(cells: Sequence[Cell]) -> Figure:
     for axes, batch in zip(panels, batches, strict=True):
         for index, way in enumerate(ways):
             bars = axes.bar(
-                [place + index * height for place in range(len(tasks))],
+                [number + index * height for number in range(len(tasks))],
                 [ratios.get((batch, task, way), 0.0) for task in tasks],
                 width=height,
                 color=COLOURS[index % len(COLOURS)],
@@ -45,7 +45,7 @@ def draw(cells: Sequence[Cell]) -> Figure:
         axes.set_ylabel("1 sequence" if batch == 1 else f"{batch} sequences")
         axes.spines[["top", "right"]].set_visible(False)
     middle = 0.4 - height / 2
-    panels[-1].set_xticks([place + middle for place in range(len(tasks))], tasks)
+    panels[-1].set_xticks([index + middle for index in range(len(tasks))], tasks)
     figure.supylabel("tokens per second, as a ratio to no drafts", fontsize=9)
     figure.legend(loc="outside upper left", ncols=len(ways), frameon=False, fontsize=9)
     return figure

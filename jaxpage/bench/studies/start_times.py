@@ -46,6 +46,7 @@ def run_startup(arguments: argparse.Namespace, config: EngineConfig) -> None:
         tqdm(total=1 + arguments.starts, desc="Starting", unit="start") as bar,
     ):
         starts = []
+        # The first start finds an empty cache of executables and fills it; it is the cold one.
         for _ in range(1 + arguments.starts):
             starts.append(_start(config, Path(cache)))
             bar.update()
@@ -91,9 +92,11 @@ def _start(config: EngineConfig, cache: Path) -> tuple[Phases, Phases]:
     cache.
     """
     variables = {**os.environ, "JAXPAGE_CACHE_DIR": str(cache)}
+    # There the first start could find executables, and would not be cold.
     variables.pop("JAX_COMPILATION_CACHE_DIR", None)
     command: Sequence[str] = [sys.executable, "-m", startup_process.__name__]
     began = time.time()
+    # Fetched models are in the cache of this process, and the other one has a cache of its own.
     model = str(resolve_model(config.model)) if config.model in FETCHABLE else config.model
     settings = json.dumps(config.replace(model=model, **NO_LOG).explicit_settings())
     done = subprocess.run(
@@ -103,6 +106,7 @@ def _start(config: EngineConfig, cache: Path) -> tuple[Phases, Phases]:
         raise JaxpageError(
             f"A start failed with status {done.returncode}:\n{done.stderr.strip()[-2000:]}"
         )
+    # Libraries may print lines of their own before the answer.
     answer = json.loads(done.stdout.splitlines()[-1])
     if "error" in answer:
         raise JaxpageError(answer["error"])

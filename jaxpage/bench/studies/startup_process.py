@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 
+# The parent subtracts its own time, and two processes have only the wall clock in common.
 _BEGAN = time.time()
 
 import json

@@ -133,6 +133,7 @@ def _spec(
         problems.add(
             f"config.json: num_kv_shared_layers is {stated}, and must be num_hidden_layers, {layers}"
         )
+    # The family takes no 0 rows, and without such inputs their number does not matter.
     usual = {"num_kv_shared_layers": 0, **_FIXED, "vocab_size_per_layer_input": 1}
     described: Any = check_spec(family, {**config, **usual}, problems)
     centroids = _centroids(config, problems)

@@ -154,7 +154,9 @@ def _spec(
         "tokens": (target.spec.vocab_size, decoder.hidden_size),
         "head": (known, decoder.hidden_size),
     }
-    tables = {name: _own(name, shape, stored, target, problems) for name, shape in shapes.items()}
+    tables = {
+        name: _has_table(name, shape, stored, target, problems) for name, shape in shapes.items()
+    }
     spec = EagleSpec(
         decoder=decoder,
         table_rows=known,
@@ -214,7 +216,7 @@ def _check_sizes(
             problems.add(f"config.json: {name} is {config.field(name)!r}, but {what}")
 
 
-def _own(
+def _has_table(
     name: str,
     shape: tuple[int, int],
     stored: dict[str, TensorInfo],

@@ -141,6 +141,7 @@ def _spec(
     heads = {int(match["head"] or match["table"]) for match in matches}
     layers = {int(match["layer"]) for match in matches if match["layer"]}
     if not heads:
+        # With no tensors and a problem, the files could not be read, which has been said.
         if stored or not problems:
             problems.add(
                 "no tensor has a name of Medusa heads: neither 0.0.linear.weight nor "
@@ -159,6 +160,7 @@ def _spec(
         layout="medusa" if is_authors else "vllm",
         num_heads=len(heads),
         num_layers=len(layers),
+        # The layers of Medusa's authors always have a bias; in vLLM's format the config decides.
         bias=is_authors or config.get("medusa_fc_bias") is True,
         one_table=not is_authors and config.get("original_lm_head") is True,
         table_rows=vocab_size,
@@ -193,6 +195,7 @@ def _accuracies(
 
 def _are_shares(row: Any) -> bool:
     """Returns whether these are shares of one whole, which rounding may have exceeded a little."""
+    # `isinstance` would take true and false of JSON for numbers.
     numbers = isinstance(row, list) and all(type(share) in (int, float) for share in row)
     return numbers and len(row) > 0 and min(row) >= 0 and sum(row) <= 1.001
 

@@ -77,8 +77,8 @@ def resolve_model(
         ConfigError: The revision is of a model that is not on the hub.
     """
     name = os.fspath(model)
-    local = _own(name) or Path(name).expanduser()
-    if _own(name) and os.path.isdir(name) and local.resolve() != Path(name).resolve():
+    local = _packaged_path(name) or Path(name).expanduser()
+    if _packaged_path(name) and os.path.isdir(name) and local.resolve() != Path(name).resolve():
         whose = "packaged with jaxpage" if name in PACKAGED else "of `jaxpage fetch`"
         logger.warning(
             "model = %r is the model %s; for the directory of that name use %r",
@@ -120,11 +120,11 @@ def is_own_name(text: str) -> bool:
 
 def local_model(name: str) -> Path | None:
     """Returns the path of a model on this machine, or None; the hub and its cache are not asked."""
-    path = _own(name) or Path(name).expanduser()
+    path = _packaged_path(name) or Path(name).expanduser()
     return path if name and (os.path.isdir(path) or is_gguf_file(path)) else None
 
 
-def _own(name: str) -> Path | None:
+def _packaged_path(name: str) -> Path | None:
     """Returns the place of a model whose name is jaxpage's own; None for other names."""
     if name == "demo-vision":
         return DEMO_VISION

@@ -31,7 +31,7 @@ ARCHITECTURES = {
 _MODEL_TYPES = {"gemma3": "gemma3_text"}  # The model type in config.json, where it is another.
 _GEMMA = {"attention.sliding_window": "sliding_window"}
 # The keys that only one architecture has, and their names in config.json.
-_OWN = {
+_KEYS_BY_ARCHITECTURE = {
     "gemma2": {
         **_GEMMA,
         "attn_logit_softcapping": "attn_logit_softcapping",
@@ -145,6 +145,7 @@ def _add_sizes(file: GGUFFile, config: dict[str, Any], problems: Problems) -> No
     else:
         config["rms_norm_eps"] = as_number(epsilon)
     table = file.tensors.get("token_embd.weight")
+    # Older files have no vocab_size; the token table has a row for each token.
     config["vocab_size"] = file.of_model("vocab_size") or (table.shape[0] if table else None)
 
 
@@ -172,7 +173,7 @@ def _add_others(file: GGUFFile, config: dict[str, Any]) -> None:
     config["tie_word_embeddings"] = "output.weight" not in file.tensors
     config["dtype"] = _dtype(file)
     config["attention_bias"] = "blk.0.attn_q.bias" in file.tensors
-    fields = _OWN.get(file.architecture, {})
+    fields = _KEYS_BY_ARCHITECTURE.get(file.architecture, {})
     config |= {
         name: as_number(value)
         for key, name in fields.items()
@@ -196,7 +197,7 @@ def _check_others(file: GGUFFile, problems: Problems) -> None:
         known = name in {
             *_SIZES,
             *_OPTIONAL,
-            *_OWN.get(file.architecture, {}),
+            *_KEYS_BY_ARCHITECTURE.get(file.architecture, {}),
             "attention.value_length",
         }
         known = known or name.startswith("rope.")

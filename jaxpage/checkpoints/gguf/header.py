@@ -26,8 +26,8 @@ from jaxpage.checkpoints.safetensors_header import TensorInfo
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
 MAX_HEADER_BYTES = 200_000_000
-MAX_RANK = 4
-_ALIGNMENT = 32
+MAX_RANK = 4  # GGML_MAX_DIMS of ggml
+_ALIGNMENT = 32  # by the specification, where a file has no general.alignment
 
 # The values of metadata by their number, as `struct` spells them.
 _SCALARS = {
@@ -136,8 +136,10 @@ def as_number(value: Any) -> Any:
         return float(str(np.float32(value))) if isinstance(value, float) else value
 
 
+# The last argument is the time of the last change, so that a changed file is read again.
 @functools.lru_cache(maxsize=2)  # a model, and one that drafts for it
 def _read(path: Path, num_bytes: int, _: int) -> GGUFFile:
+    # The magic number and the version have 4 bytes each, the two counts 8 each.
     if num_bytes < 24:
         return GGUFFile(metadata_problems=(f"{num_bytes} bytes are too short for a GGUF file",))
     metadata: dict[str, Any] = {}
@@ -256,6 +258,7 @@ def _check(
             metadata,
             metadata_problems=(f"general.alignment is {quote(alignment)}, not a power of two",),
         )
+    # The data begin at the next multiple of the alignment, as GGUF's specification says.
     start = end + -end % alignment
     problems = []
     tensors: dict[str, GGUFTensor] = {}

@@ -28,6 +28,7 @@ _NEUTRAL = {
 _KNOWN = {"dimension_count", "freq_base", "freq_base_swa", "scale_linear"}
 # The base of layers with a window, where they have another; a file need not say so.
 _THETA_OF_WINDOWS = {"gemma3": 10_000.0}
+# The values of Llama 3.1; a file has only the factors that these make.
 _LLAMA3 = {
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
@@ -41,18 +42,18 @@ def rope_parameters(file: GGUFFile, head_dim: int) -> dict[str, Any]:
     Raises:
         UnsupportedError: The file asks for something that is not computed here.
     """
-    scaling = {key: value for key, value in _own(file).items() if key.startswith(_PREFIX)}
+    scaling = {key: value for key, value in _own_fields(file).items() if key.startswith(_PREFIX)}
     values = {key.removeprefix(_PREFIX): as_number(value) for key, value in scaling.items()}
     kind = values.pop("type", "none")
     factor = values.pop("factor", None)
     values.pop("finetuned", None)  # says how the model was trained
     if unknown := [
         key
-        for key in _own(file)
+        for key in _own_fields(file)
         if key.removeprefix("rope.") not in _KNOWN and not key.startswith(_PREFIX)
     ]:
         raise UnsupportedError(
-            f"{file.architecture}.{unknown[0]} = {quote(_own(file)[unknown[0]])} is not supported"
+            f"{file.architecture}.{unknown[0]} = {quote(_own_fields(file)[unknown[0]])} is not supported"
         )
     linear = as_number(file.of_model("rope.scale_linear"))  # in old files
     if kind == "none" and linear not in (None, 1.0):
@@ -93,7 +94,7 @@ def rope_parameters(file: GGUFFile, head_dim: int) -> dict[str, Any]:
     return {"full_attention": parameters, "sliding_attention": of_windows}
 
 
-def _own(file: GGUFFile) -> dict[str, Any]:
+def _own_fields(file: GGUFFile) -> dict[str, Any]:
     prefix = f"{file.architecture}."
     fields = {
         key.removeprefix(prefix): value
@@ -130,6 +131,8 @@ def _of_factors(file: GGUFFile, parameters: dict[str, Any], head_dim: int) -> di
 
 def _llama3_factors(scaling: dict[str, Any], theta: float, head_dim: int) -> np.ndarray:
     low, high, original = (scaling[name] for name in _LLAMA3)
+    # This is the formula of transformers (`_compute_llama3_parameters`), written as what divides
+    # each frequency: the factor for long wavelengths, 1 for short ones.
     wavelengths = 2 * math.pi * theta ** (np.arange(0, head_dim, 2) / head_dim)
     smooth = np.clip((original / wavelengths - low) / (high - low), 0.0, 1.0)
     return 1 / ((1 - smooth) / scaling["factor"] + smooth)

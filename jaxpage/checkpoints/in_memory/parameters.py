@@ -172,6 +172,8 @@ def _fit(
     problems: Problems,
 ) -> LoadPlan:
     refused = {name: problem for name, array in arrays.items() if (problem := find_flaw(array))}
+    # A refused array keeps its name among the stored ones, so that it is not reported as missing,
+    # too.
     stored = {name: TensorInfo(name, "", (), PLACE, 0, 0) for name in refused} | array_headers(
         {name: array for name, array in arrays.items() if name not in refused}
     )
@@ -278,6 +280,7 @@ def check_finite_parts(plan: LoadPlan, parts: Mapping[LayerPath, Sequence[jax.Ar
 
 def _parts(plan: LoadPlan, filled: Filled, array: Any) -> Iterator[tuple[str, Any]]:
     """Yields the tensors of the checkpoint that a parameter's array consists of."""
+    # The pieces of a module are named by its paths, and the weight has the names of the checkpoint.
     pieces = [piece for piece, _ in filled.pieces]
     for piece in filled.weight.sources[0].pieces if plan.layout == "module" else pieces:
         part = array[

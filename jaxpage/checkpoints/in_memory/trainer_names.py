@@ -190,6 +190,7 @@ def _gemma(norms: Mapping[str, str]) -> tuple[Row, ...]:
         ("attn.q_einsum.w", "self_attn.q_proj.weight", _heads),
         ("attn.kv_einsum.w", "self_attn.k_proj.weight", _part(0, _heads)),
         ("attn.kv_einsum.w", "self_attn.v_proj.weight", _part(1, _heads)),
+        # Gemma's code has one product for all three where each query head has a KV head of its own.
         *(
             ("attn.qkv_einsum.w", f"self_attn.{x}_proj.weight", _part(index, _heads))
             for index, x in qkv

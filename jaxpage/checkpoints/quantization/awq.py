@@ -15,6 +15,8 @@ from jaxpage.layers.quantized import StoredArray, WeightFormat
 NAME = "awq"
 SIZE_FIELDS = "group_size"
 EXCLUDED_FIELD = "modules_to_not_convert"
+# Kernels as those of FasterTransformer turn the nibbles i and i + 4 of a word into two numbers at
+# once, so neighbours are kept that far apart.
 ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # Output i of eight is this nibble of its word.
 
 

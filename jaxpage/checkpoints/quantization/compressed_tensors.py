@@ -55,6 +55,7 @@ def read(config: QuantizationFields) -> Scheme:
         """
         if any(_is_named(names, entry) for entry in ignore):
             return None
+        # A target may also be a class of PyTorch, and all products here are of this one.
         targets = [target for target in by_target if _is_named(names, target)] or ["Linear"]
         return by_target.get(min(targets, key=lambda target: (target not in names, target)))
 
@@ -85,6 +86,7 @@ def _form(group: QuantizationFields, config: QuantizationFields) -> WeightFormat
     name = (group if group.config.get("format") else config).one_of("format", _QUANTIZED)
     weights = group.part("weights")
     if name == "nvfp4-pack-quantized":
+        # The file has the number by which the scales were multiplied before they were rounded.
         scale = decoding.nvfp4_scale("weight_scale", "weight_global_scale", (1,), divides=True)
         return WeightFormat(
             "fp4",
@@ -93,8 +95,10 @@ def _form(group: QuantizationFields, config: QuantizationFields) -> WeightFormat
             group_size=decoding.NVFP4_GROUP,
         )
     strategy = weights.one_of("strategy", ("tensor", "channel", "group", "block"))
+    # Only the order "group", which is not here, changes which inputs share a scale.
     weights.one_of("actorder", (None, False, "weight", "static"))
     size = weights.group_size("group_size", all_inputs=False) if strategy == "group" else None
+    # Groups of 32 and these scales are those of the OCP's specification of MX formats.
     if name == "mxfp4-pack-quantized":
         return WeightFormat(
             "fp4", decoding.describe_packed_bytes("weight_packed"), _exponents(32), group_size=32
@@ -156,6 +160,7 @@ def _describe_packing(bits: int) -> StoredArray:
     """Returns little-endian words, whose bytes are codes in order; four bits are packed as here."""
 
     def decode(words: np.ndarray, num_out: int, num_in: int) -> np.ndarray:
+        # The last word of a row may have room left.
         codes = np.ascontiguousarray(words).view(np.uint8)[:, : num_in * bits // 8]
         return codes if bits == 4 else decoding.to_signed(codes)
 
@@ -174,6 +179,7 @@ def _exponents(size: int) -> StoredArray:
         return np.ldexp(np.float32(1), exponents.astype(np.int32) - 127).astype(np.float32)
 
     def check(exponents: np.ndarray) -> str | None:
+        # 255 is the NaN of E8M0.
         return "has scales that are not finite" if (exponents == 255).any() else None
 
     return StoredArray(
@@ -204,6 +210,7 @@ def _zero(bits: int, strategy: str, size: int | None, *, packed: bool) -> Stored
         codes = (
             decoding.unpack(np.ascontiguousarray(numbers.T), bits).T[:num_out].astype(np.float32)
         )
+        # Codes of eight bits are kept less 128, and so are their zeros.
         return codes if bits == 4 else codes - 128
 
     return StoredArray("weight_zero_point", shape, ("int32",) if packed else ("int8",), decode)

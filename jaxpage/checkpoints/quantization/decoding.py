@@ -18,6 +18,7 @@ def unpack(words: np.ndarray, bits: int) -> np.ndarray:
     The last axis has 32 / bits codes for each word.
     """
     shifts = np.arange(0, 32, bits, dtype=np.uint32)
+    # A shift of a signed word would fill it with ones from the left.
     codes = (words.view(np.uint32)[..., None] >> shifts) & np.uint32(2**bits - 1)
     return codes.reshape(*words.shape[:-1], -1).astype(np.uint8)
 
@@ -29,6 +30,7 @@ def nibbles(codes: np.ndarray) -> np.ndarray:
 
 def to_signed(codes: np.ndarray) -> np.ndarray:
     """Returns unsigned codes of eight bits, less 128."""
+    # With its highest bit flipped a byte, read as signed, is 128 less.
     return (codes ^ np.uint8(128)).view(np.int8)
 
 
@@ -91,6 +93,7 @@ def nvfp4_scale(name: str, whole: str, shape: tuple[int, ...], *, divides: bool)
         return scale / factor if divides else scale * factor
 
     def check(numbers: np.ndarray) -> str | None:
+        # In float8 the scale of a group of very small numbers may be 0.
         return (
             "has scales that are not finite"
             if not np.isfinite(np.asarray(numbers, np.float32)).all()

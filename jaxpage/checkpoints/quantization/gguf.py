@@ -97,6 +97,7 @@ def _q5_0(blocks: np.ndarray) -> np.ndarray:
 
 def _q6_k(blocks: np.ndarray) -> np.ndarray:
     low = _split(blocks[..., :128], 64)
+    # A byte has the upper two bits of four codes, each 32 after the one before.
     high = blocks[..., 128:192].reshape(*blocks.shape[:-1], 2, 32)
     high = np.concatenate([high >> shift & 3 for shift in (0, 2, 4, 6)], axis=-1).reshape(low.shape)
     return (low | high << 4).view(np.int8) - np.int8(32)
@@ -112,6 +113,8 @@ def _q4_k(blocks: np.ndarray, place: int) -> np.ndarray:
 
     Each has six bits, and is multiplied by the number in half precision at that place.
     """
+    # In 12 bytes ggml packs eight scales and eight minima (`get_scale_min_k4`): four of each have
+    # six bits in a byte, whose upper two bits are those of the other four.
     parts = np.split(blocks[..., 4:16], 3, axis=-1)
     scale_and_min = parts[place]
     codes = parts[2] >> 4 if place else parts[2] & 15
@@ -153,6 +156,7 @@ def _format(
     )
 
 
+# Blocks are laid out as in the structures `block_q8_0`, `block_q4_0` and so on of ggml-common.h.
 FORMATS = {
     "Q8_0": _format("int8", (32, 34), 32, lambda blocks: blocks[..., 2:].view(np.int8), _half(0)),
     "Q4_0": _format("int4", (32, 18), 32, _q4(2, 16), _half(0)),
@@ -166,6 +170,7 @@ FORMATS = {
         32,
         _q4(16, 32),
         lambda blocks: _q4_k(blocks, 0),
+        # The minimum of Q4_K is subtracted, and that of a format here is added.
         lambda blocks: -_q4_k(blocks, 1),
         scale_dtype="float32",
     ),

@@ -29,6 +29,7 @@ def read(config: QuantizationFields) -> Scheme:
     """Reads `quantization_config`."""
     bits = config.one_of("bits", (4, 8))
     size = config.group_size("group_size")
+    # Where all inputs share a scale their order does not matter.
     if config.flag("desc_act", False) and size is not None:
         config.refuse(
             "desc_act",
@@ -52,6 +53,7 @@ def read(config: QuantizationFields) -> Scheme:
         )
 
     def zeros(words: np.ndarray, num_out: int, num_in: int) -> np.ndarray:
+        # Codes of eight bits are kept less 128, and so are their zeros.
         return zero_codes(words).T.astype(np.float32) - (0 if bits == 4 else 128)
 
     values = StoredArray(

@@ -55,6 +55,7 @@ def read(config: QuantizationFields) -> Scheme:
     excluded = config.names(EXCLUDED_FIELD, "exclude_modules")
 
     def form_of(*names: str) -> WeightFormat | None:
+        # The lists of ModelOpt also have patterns as a shell knows them, such as `lm_head*`.
         is_excluded = any(
             matches(name, excluded) or any(fnmatch.fnmatchcase(name, each) for each in excluded)
             for name in names

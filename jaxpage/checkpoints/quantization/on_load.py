@@ -22,6 +22,7 @@ GROUP_SIZE = 32
 def int8_scale(weight: np.ndarray, num_out: int, num_in: int) -> np.ndarray:
     """Returns the scale of each output."""
     maximum = np.abs(np.asarray(weight, np.float32)).max(axis=1, keepdims=True)
+    # Zeros alone have the code 0 with any scale, and a scale of 0 could not be divided by.
     return np.where(maximum > 0, maximum / np.float32(127), np.float32(1))
 
 
@@ -46,6 +47,7 @@ def int4_codes(weight: np.ndarray, num_out: int, num_in: int) -> np.ndarray:
     """Returns the codes of four bits, two in a byte."""
     groups = np.asarray(weight, np.float32).reshape(num_out, -1, GROUP_SIZE)
     scaled = groups / int4_scale(weight, num_out, num_in)[..., None]
+    # A number as great as that of the code -8, but of the other sign, would need the code 8.
     return decoding.nibbles(
         np.clip(np.rint(scaled) + 8, 0, 15).astype(np.uint8).reshape(num_out, num_in)
     )

@@ -59,6 +59,7 @@ class QuantizationFields(ConfigFields):
         """Returns the value of a field, which must be one of the choices."""
         value = default if self.config.get(name) is None else self.config[name]
         for choice in choices:
+            # In Python true equals 1, and 8.0 equals 8.
             if value == choice and isinstance(value, type(choice)):
                 return choice
         named = ", ".join(map(repr, choices))

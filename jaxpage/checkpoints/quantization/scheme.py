@@ -240,6 +240,7 @@ def matches(name: str, patterns: Sequence[str]) -> bool:
 
     An entry may be its full name, the name of a module that it is in, or a pattern `re:...`.
     """
+    # Between dots a name matches whole parts alone: "gate" is none of "gate_proj".
     return any(
         re.match(pattern[3:], name) is not None
         if pattern.startswith("re:")

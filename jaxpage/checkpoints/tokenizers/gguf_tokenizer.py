@@ -76,6 +76,7 @@ def gguf_tokenizer(path: Path) -> PreTrainedTokenizerFast | None:
     return PreTrainedTokenizerFast(
         tokenizer_object=backend,
         chat_template=_chat_template(path, metadata),
+        # Where nothing is said, some versions of transformers remove spaces before punctuation.
         clean_up_tokenization_spaces=False,
         add_bos_token=bool(metadata_of_tokenizer.get("add_bos_token", adds_bos))
         and special["bos_token"] is not None,
@@ -100,6 +101,7 @@ def _byte_level(path: Path, metadata: Mapping[str, Any], vocabulary: dict[str, i
         cuts.append(pre_tokenizers.Digits(individual_digits=True))
     cuts.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=rule not in _SPLITS))
     backend.pre_tokenizer = pre_tokenizers.Sequence(cuts)
+    # The tokenizer.json of Qwen2 normalises so, and the metadata of GGUF has no word for it.
     if _SPLITS.get(rule) == _QWEN2:
         backend.normalizer = normalizers.NFC()
     backend.decoder = decoders.ByteLevel()
@@ -120,6 +122,7 @@ def sentence_piece(
             path, f"{_KEY}scores has not one number for each of the {len(vocabulary)} tokens"
         )
     merges = _merges_by_score(vocabulary, scores)
+    # The type 2 is that of the unknown token, as in SentencePiece.
     unknown = next(
         (
             token

@@ -112,6 +112,7 @@ class StoredTokenizer:
         return self.backend_tokenizer.get_vocab_size(with_added_tokens=True)
 
     def __bool__(self) -> bool:
+        # By `__len__` each `if tokenizer` would count the vocabulary; transformers has this, too.
         return True
 
     def __getattr__(self, name: str) -> Any:
@@ -221,6 +222,7 @@ def _read(path: Path) -> tuple[Tokenizer, Facts] | None:
 def _write(path: Path, backend: Tokenizer, facts: Facts) -> None:
     """Writes a tokenizer to a file; where this fails, transformers loads it at the next start."""
     contents = f"{json.dumps(facts._asdict())}\n{backend.to_str()}".encode()
+    # Several programs and threads may keep the same tokenizer at the same time.
     temporary = path.with_name(f"{path.name}.{os.getpid()}.{threading.get_ident()}")
     try:
         make_private(path.parent)

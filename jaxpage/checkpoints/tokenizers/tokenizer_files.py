@@ -148,6 +148,7 @@ def stored_form(tokenizer: Any) -> tuple[Tokenizer, Facts] | None:
     ):
         return None
     backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
+    # transformers cuts and pads where a call asks for it, whatever tokenizer.json says.
     backend.no_truncation()
     backend.no_padding()
     facts = Facts(

@@ -130,7 +130,7 @@ def dense_recur(num_rows: int) -> Recur:
         if update is None or recurrence.state.shape is None:
             # Without a state no token waits for the one before it, so all are computed at once.
             length = x_RCE.shape[1]
-            inputs = [padded[:, place : place + length] for place in range(1 + lookback)]
+            inputs = [padded[:, index : index + length] for index in range(1 + lookback)]
             inputs_TWE = jnp.stack(inputs, axis=2).reshape(len(x_TE), 1 + lookback, -1)
             return recurrence.prepare(inputs_TWE), layer_pages
 

@@ -74,9 +74,9 @@ def normalise(prompts: Any) -> list[Prompt]:
     """
     prompts = as_list(prompts)
     if isinstance(prompts, str | dict) or _is_token_ids(prompts):
-        return [_one(prompts)]
+        return [_read_prompt(prompts)]
     if isinstance(prompts, list | tuple):
-        return [_one(prompt) for prompt in prompts]
+        return [_read_prompt(prompt) for prompt in prompts]
     raise TypeError(f"prompts must be {FORMS}; got {type(prompts).__name__}")
 
 
@@ -216,7 +216,7 @@ def _join_parts(content: Sequence[Any], pictures: list[Any]) -> Any:
     return "\n".join(part["text"] for part in parts)
 
 
-def _one(prompt: Any) -> Prompt:
+def _read_prompt(prompt: Any) -> Prompt:
     if isinstance(prompt, str):
         return Prompt(_valid_text(prompt), None)
     if isinstance(prompt, dict):
@@ -242,7 +242,7 @@ def _from_dict(prompt: dict[str, Any]) -> Prompt:
         raise TypeError(f"'prompt' must be a string; got {text!r:.80}")
     if token_ids is not None and not isinstance(token_ids, list | tuple):
         raise TypeError(f"'prompt_token_ids' must be a list of integers; got {token_ids!r:.80}")
-    ids = None if token_ids is None else _one(token_ids).token_ids
+    ids = None if token_ids is None else _read_prompt(token_ids).token_ids
     pictures = _pictures_of(prompt.get("multi_modal_data"))
     return Prompt(None if text is None else _valid_text(text), ids, pictures=pictures)
 

@@ -42,7 +42,7 @@ class Truncation(NamedTuple):
         """
         sequences = encoding.sequence_ids
         texts = [
-            [place for place, sequence in enumerate(sequences) if sequence == number]
+            [index for index, sequence in enumerate(sequences) if sequence == number]
             for number in range(encoding.n_sequences)
         ]
         num_special = sequences.count(None)
@@ -59,7 +59,7 @@ class Truncation(NamedTuple):
             for text, length in zip(texts, lengths, strict=True)
             for place in _cut(text, length, side)
         }
-        return [place for place, number in enumerate(sequences) if number is None or place in left]
+        return [index for index, number in enumerate(sequences) if number is None or index in left]
 
     def _side_of(self, tokenizer: Any) -> str:
         if self.side is not None:

@@ -67,6 +67,7 @@ class ExpertDefaults:
         width = fields.integer(self.width_field, self.width)
         choice = {**self.routing, **(routing or {})}
         if self.groups is not None:
+            # DeepSeek-V3 and its successors rate a group by the sum of its two best experts.
             choice["groups"] = read_groups(
                 fields, count, best=2, default=self.groups, per_token=self.per_token
             )

@@ -115,6 +115,7 @@ class Fields(ConfigFields):
         """Returns the raw value of a field, under its name or its alias."""
         self._raise_outside()
         present = [key for key in self._names(name) if key in self.config]
+        # `repr` tells 1 from true, and lists cannot be members of a set.
         if len({repr(self.config[key]) for key in present}) > 1:
             values = " and ".join(f"{key} = {self.config[key]!r}" for key in present)
             self._instead(WrongField(f"{values} contradict each other"), name, self.config[name])
@@ -378,6 +379,7 @@ class Fields(ConfigFields):
                 refused.append(
                     f"rope {name} = {parameters[name]!r} is not supported; attention_factor is"
                 )
+        # A dict cannot be asked for a value that has no hash, such as a list.
         if (kind := parameters["rope_type"]) in (*SCALINGS,):
             wrong += wrong_parameters(parameters, width)
         else:

@@ -50,7 +50,7 @@ class Sections:
                 for number in range(num_pairs)
                 for axis in [number % NUM_AXES]
             )
-        each = ([place % NUM_AXES] * size for place, size in enumerate(sections))
+        each = ([index % NUM_AXES] * size for index, size in enumerate(sections))
         axes = tuple(itertools.chain.from_iterable(each))
         return axes if len(axes) == num_pairs else ()
 

@@ -158,6 +158,7 @@ class Assistant(nnx.Module):
             target_pages: The pages of the target's layers, which stay as they are.
             context: The context; its `attend` gets the numbers of the target's layers.
         """
+        # Gemma scales embeddings by the root of the width, here that of the target.
         embedded_TS = self.tokens(token_ids_T) * self.spec.target_width**0.5
         both = jnp.concatenate([embedded_TS, state_TS], axis=-1)
         layers: list[Any] = list(self.layers)

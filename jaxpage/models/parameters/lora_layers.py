@@ -48,6 +48,7 @@ class LoRASpec:
 
     def num_bytes(self, dtype: str) -> int:
         """Returns the bytes of the adapters of all slots, in a model of this type."""
+        # Several targets may be parts of one layer, whose slots count once.
         layers = {target.path: target for target in self.targets.values()}.values()
         numbers = sum(
             layer.num_layer_parts * layer.num_in + layer.num_layer_rows for layer in layers
@@ -126,4 +127,5 @@ def lora_targets(family: Family, spec: ModelSpec) -> dict[str, LoRATarget]:
     others = {
         other: target for name, target in targets.items() for other in other_names(family, name)
     }
+    # A name of a module wins over the same name of another module in other checkpoints.
     return others | targets

@@ -36,6 +36,7 @@ def replace_modules(module: nnx.Module, rule: Rule, path: Path = ()) -> None:
 def _replace_modules(
     module: nnx.Module, rule: Rule, path: Path, errors: list[CheckpointError]
 ) -> None:
+    # These are copies, because the loop changes the module.
     children: dict[Any, Any] = (
         dict(enumerate(module)) if isinstance(module, nnx.List) else dict(vars(module))
     )

@@ -74,6 +74,7 @@ def kv_of_shard(kv: KVSpec, sharding: Sharding) -> KVSpec:
         state
         and replace(
             state,
+            # A convolution alone has a width but no shape.
             shape=state.shape and (state.shape[0] // count, *state.shape[1:]),
             input_width=state.input_width // count,
         )
@@ -85,6 +86,7 @@ def kv_of_shard(kv: KVSpec, sharding: Sharding) -> KVSpec:
 
 
 def _goes_into(num_kv_heads: int, count: int) -> bool:
+    # With fewer heads than shards, several shards have a copy of the same head.
     return num_kv_heads % count == 0 or count % num_kv_heads == 0
 
 
@@ -199,6 +201,7 @@ class ShardingChecker:
 
         def note(path: Path, module: nnx.Module) -> nnx.Module | None:
             replacement = None if rule is None else rule(path, module)
+            # A layer that two devices can share has a sharded kind for any number of devices.
             if _inside(path, layers) is None and find_sharded_kind(module, 2):
                 layers[path] = module, replacement or module
             return replacement

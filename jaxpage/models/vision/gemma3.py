@@ -101,5 +101,6 @@ class Projector(nnx.Module):
     def __call__(self, state_PE: Float[Array, "P E"]) -> Float[Array, "R D"]:
         """Returns the rows of all blocks."""
         blocks = state_PE.reshape(-1, self.num_patches, state_PE.shape[-1])
+        # PyTorch's AvgPool2d adds up in float32, too, and rounds only the mean.
         mean_RE = jnp.mean(blocks.astype(jnp.float32), axis=1).astype(state_PE.dtype)
         return matmul(self.norm(mean_RE), self.kernel[...])

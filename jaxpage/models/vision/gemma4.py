@@ -275,6 +275,7 @@ class BlockMeans(nnx.Module):
         """Returns a row for each block."""
         width = state_PE.shape[-1]
         blocks = state_PE.reshape(-1, self.num_patches, width).astype(jnp.float32)
+        # transformers rounds the mean to the model's type before it goes on in float32.
         mean_RE = blocks.mean(axis=1).astype(state_PE.dtype).astype(jnp.float32) * math.sqrt(width)
         if self.standard:
             bias_E, scale_E = (each[...].astype(jnp.float32) for each in self.standard)

@@ -90,6 +90,7 @@ def _two_entries(index_P: Integers, size: int, side: int) -> tuple[Integers, Flo
     exact_P = index_P.astype(np.float32) * np.float32(side - 1) / np.float32(max(size - 1, 1))
     entry_P2 = np.floor(exact_P)[:, None] + np.arange(2, dtype=np.float32)
     share_P2 = np.maximum(1 - np.abs(exact_P[:, None] - entry_P2), 0)
+    # An entry behind the last one has a share of 0, but its index must be valid.
     return np.minimum(entry_P2, side - 1).astype(np.int32), share_P2
 
 
@@ -131,6 +132,8 @@ def rotary_positions(
             )
         row_column_2R = grid.block_places()
         step_T[start : last + 1] = 0
+        # What follows begins after the longer side, which may leave a gap on the axis of the
+        # shorter one.
         step_T[last] = max(grid.height, grid.width) // grid.merge
         offset_3T[1:, start : last + 1] = row_column_2R
     begin_T = np.cumsum(step_T, dtype=np.int32) - step_T

@@ -73,6 +73,7 @@ class PixtralConfig(vision_config.VisionConfig):
             tower=tower,
             hidden_size=vision_config.text_width(config),
             block=block,
+            # A processor rounds each side up to whole blocks, so the side may exceed `image_size`.
             sizes=patches.size_menu((-(-tower.side // block) * block) ** 2, block),
             rope_theta=theta,
             joined_epsilon=text_fields.number("rms_norm_eps", epsilon),

@@ -112,6 +112,7 @@ class QwenVisionConfig(vision_config.VisionConfig):
         """
         num_heads = fields.integer("num_heads", usual.num_heads)
         size = fields.integer(width, usual.hidden_size)
+        # Each of two axes turns pairs of a head.
         if size % (4 * num_heads):
             text = f"{num_heads} heads of {size} numbers cannot turn by rows and columns"
             fields.note_wrong(text, **{width: 64, "num_heads": 1})
@@ -232,6 +233,7 @@ def _read_rope(fields: vision_config.VisionFields, head_dim: int) -> Rope:
         fields.note_unsupported(text, rope_parameters=None)
         parameters = {}
     plain = {"rope_type": "default", "rope_theta": parameters.get("rope_theta", 10_000.0)}
+    # A rotation without scaling is the same for any number of positions.
     rope, _ = make_rope(plain, head_dim=head_dim // 2, max_position_embeddings=1)
     each = rope.frequencies
     return Rope((*each, *each), axes=(0,) * len(each) + (1,) * len(each))

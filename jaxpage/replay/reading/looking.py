@@ -151,8 +151,8 @@ def first_difference(path: Path, other: Path, until: int | None = None) -> str |
             if ours != theirs:
                 place = f"First difference: step {(ours or theirs or {}).get('step')} (line {line})"
                 differ(place, ours, theirs, plan, names=(os.fspath(path), os.fspath(other)))
-        except Differs as found:
-            return str(found)
+        except Differs as differs:
+            return str(differs)
     return None
 
 

@@ -115,9 +115,11 @@ class Batches:
         """
         if record["status"] not in ("validating", "in_progress"):
             return record
+        # `_run` learns from the status why its task was cancelled, so the status comes first.
         writing = self._change(record, "cancelling")
         if self._running is not None and self._running[0] == record["id"]:
             self._running[1].cancel()
+        # The record may change again while it is written.
         cancelled = dict(record)
         await writing
         return cancelled
@@ -164,6 +166,7 @@ class Batches:
     async def _run(self, record: Record, output: OutputFile, total: int) -> None:
         def report() -> None:
             self._count(record, output.counts, total)
+            # The size is that of all files, so it is not looked up for each line.
             if output.counts.lines % 64 == 0 and self.store.num_bytes > self.store.max_bytes:
                 raise BatchFailed(
                     "storage_full", "The answers do not fit into the server's storage"
@@ -185,6 +188,7 @@ class Batches:
         try:
             await running
         except asyncio.CancelledError:
+            # A client cancels the inner task alone; at a shutdown this task is cancelled, too.
             this_task = asyncio.current_task()
             is_stopped = this_task is not None and this_task.cancelling()
             if record["status"] != "cancelling" or is_stopped:
@@ -215,11 +219,13 @@ class Batches:
             else:
                 self.store.content(file_id).unlink()
         await self._change(record, "cancelled" if record["status"] == "cancelling" else "completed")
+        # A batch that goes on after a kill needs its answers, so they go last.
         await asyncio.to_thread(answers.unlink, missing_ok=True)
 
     async def _fail(self, record: Record, code: str, message: str) -> None:
         problem = {"code": code, "message": scrub(message), "line": None, "param": None}
         record["errors"] = {"object": "list", "data": [problem]}
+        # The disk may be what failed.
         with contextlib.suppress(OSError):
             await self._change(record, "failed")
             await asyncio.to_thread(self.store.answers(record["id"]).unlink, missing_ok=True)

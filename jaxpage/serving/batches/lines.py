@@ -73,6 +73,7 @@ def line_id(number: int, raw: bytes) -> str:
         number: The number of the line in its file, from 1 on.
         raw: The bytes of the line.
     """
+    # The last line of a file may have a line break or none.
     digest = hashlib.blake2s(raw.strip(), digest_size=6).hexdigest()
     return f"batch_req_{number}_{digest}"
 

@@ -29,6 +29,8 @@ def number_lines(file: BinaryIO, max_bytes: int) -> Iterator[tuple[int, bytes]]:
     while raw := file.readline(max_bytes + 1):
         number += 1
         line = raw
+        # The rest of a line that is too long is passed over, so that the numbers of later ones are
+        # right.
         while len(line) > max_bytes and not line.endswith(b"\n"):
             line = file.readline(max_bytes + 1)
         if raw.strip():
@@ -82,6 +84,7 @@ def windows(
         max_bytes: The longest line; a longer one is refused.
         url: The path that all lines must name; None allows all.
     """
+    # The caller adds the lines that are answered meanwhile, on another thread.
     done = dict(done)
     seen: set[str] = set()
     lines: list[Line | RefusedLine] = []

@@ -54,6 +54,7 @@ class Counts:
         if response is None or response["status_code"] != 200:
             self.errors += 1
             return
+        # /v1/responses has other names for these numbers than the other paths.
         usage = response["body"].get("usage") or {}
         self.prompt_tokens += usage.get("prompt_tokens", usage.get("input_tokens", 0))
         self.completion_tokens += usage.get("completion_tokens", usage.get("output_tokens", 0))
@@ -81,6 +82,7 @@ class OutputFile:
         """
         self.path = path
         try:
+            # Nothing may be cut before the lock says that no other process writes the file.
             self._file = open_private(path, "a+b")
         except OSError as error:
             raise ConfigError(f"cannot write {path}: {error.strerror}") from None
@@ -101,6 +103,7 @@ class OutputFile:
         self._file.seek(0)
         end = 0
         for number, line in enumerate(self._file, start=1):
+            # A kill has cut the last answer, which is removed; its line will be answered again.
             if not line.endswith(b"\n"):
                 break
             try:

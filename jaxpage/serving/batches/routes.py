@@ -14,7 +14,7 @@ from starlette.routing import BaseRoute, Route
 
 from jaxpage.serving.batches.jobs import Batches
 from jaxpage.serving.batches.lines import URLS
-from jaxpage.serving.batches.store import Record
+from jaxpage.serving.batches.store import OPEN, Record
 from jaxpage.serving.batches.uploads import read_form
 from jaxpage.serving.http.answers import json_answer
 from jaxpage.serving.http.api_keys import owner_of
@@ -93,10 +93,8 @@ class BatchRoutes:
     async def _delete(self, request: Request) -> Response:
         record = self._find_file(request)
         for batch in self._store.every("batch"):
-            if batch["input_file_id"] == record["id"] and batch["status"] in (
-                "validating",
-                "in_progress",
-            ):
+            # A batch that a later start continues reads its input, whatever it does now.
+            if batch["input_file_id"] == record["id"] and batch["status"] in OPEN:
                 raise ApiError(
                     409,
                     f"The file is the input of {batch['id']}, which has not ended",
@@ -127,6 +125,7 @@ class BatchRoutes:
                 f"endpoint must be {', '.join(URLS)}; got {show(endpoint)}",
                 param="endpoint",
             )
+        # The API of OpenAI has no other window.
         if body.get("completion_window") != "24h":
             raise ApiError(400, "completion_window must be '24h'", param="completion_window")
         record = {
@@ -143,6 +142,7 @@ class BatchRoutes:
             "metadata": _labels(body.get("metadata")),
             "request_counts": {"total": 0, "completed": 0, "failed": 0},
         }
+        # The record changes as soon as the batch runs, and the answer shows it as it was made.
         answer = json_answer(record)
         forgotten = self._store.forget_ended_batch()
         await self._batches.add(record, owner)
@@ -172,6 +172,7 @@ class BatchRoutes:
 def _labels(metadata: Any) -> dict[str, str] | None:
     if metadata is None:
         return None
+    # The numbers are OpenAI's limits for metadata.
     if (
         not isinstance(metadata, dict)
         or len(metadata) > _MAX_LABELS

@@ -84,14 +84,18 @@ class BatchRun:
         )
         try:
             async with asyncio.TaskGroup() as group:
+                # `next` returns None at the end, because no future takes a StopIteration.
                 while lines := await asyncio.to_thread(next, windows_of_lines, None):
                     for line in lines:
                         if isinstance(line, Line):
+                            # The place is taken before the task is made: a window of lines would
+                            # else be as many tasks.
                             await self._places.acquire()
                             group.create_task(self._answer(line))
                         else:
                             await self._write(line.answer())
         except ExceptionGroup as errors:
+            # Callers know kinds of single errors, and the later ones mostly follow from the first.
             raise errors.exceptions[0] from None
 
     async def _answer(self, line: Line) -> None:
@@ -116,6 +120,7 @@ class BatchRun:
             pause = min(2 * pause, _MAX_PAUSE_SECONDS)
 
     async def _write(self, line: bytes) -> None:
+        # A large line is written on another thread, where no other line may come into it.
         async with self._writing:
             if len(line) <= LARGE_LINE_BYTES:
                 self._output.append(line)

@@ -221,6 +221,7 @@ class Store:
 
     def delete_files(self, record: Record) -> None:
         """Deletes the files of a record that is forgotten."""
+        # A write that has begun would else bring the file of the record back.
         with self._writing:
             (self._directory / f"{record['id']}.json").unlink(missing_ok=True)
             self.content(record["id"]).unlink(missing_ok=True)

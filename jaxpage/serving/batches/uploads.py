@@ -39,6 +39,7 @@ def read_form(content_type: str, body: bytes) -> dict[str, FormPart]:
     fields: dict[str, FormPart] = {}
     for start, end in _parts(body, b"--" + boundary.encode()):
         # The empty line may be where the head would begin, so that there are no headers.
+        # Two bytes are the line break after the boundary, four the empty line.
         empty_line = body.find(b"\r\n\r\n", start, min(end, start + 2 + _MAX_HEADER_BYTES + 4))
         if empty_line < 0:
             raise ApiError(400, "A part of the form has no headers, or too long ones")
@@ -68,6 +69,7 @@ def _parts(body: bytes, boundary: bytes) -> list[tuple[int, int]]:
     """
     parts: list[tuple[int, int]] = []
     start = len(boundary) if body.startswith(boundary) else -1
+    # Two hyphens follow the last boundary of a form.
     while start >= 0 and len(parts) <= _MAX_PARTS and not body.startswith(b"--", start):
         end = body.find(b"\r\n" + boundary, start)
         if end < 0:

@@ -47,6 +47,7 @@ class KVEvents(Events, CacheObserver):
             return
         if has_vectors(entry.token_ids):
             return
+        # The hashes in vLLM's events are integers of 64 bits.
         self._hashes[block] = block_hash = int.from_bytes(entry.digest[:8], "big")
         if parent is None or self._last_block != parent:
             self._events.append(

@@ -44,7 +44,7 @@ class KVPublisher:
         self._topic = topic.encode()
         self._number = 0
         self._waiting: queue.SimpleQueue[Batch | None] = queue.SimpleQueue()
-        self._kept: deque[tuple[int, bytes]] = deque(maxlen=NUM_KEPT)
+        self._published: deque[tuple[int, bytes]] = deque(maxlen=NUM_KEPT)
         self._context = zmq.Context()
         self._sending = self._bind("kv_events", zmq.PUB, endpoint)
         self._replaying = (
@@ -90,7 +90,7 @@ class KVPublisher:
 
     def _publish(self, batch: Batch) -> None:
         packed = msgpack.packb(batch)
-        self._kept.append((self._number, packed))
+        self._published.append((self._number, packed))
         self._sending.send_multipart([self._topic, self._number.to_bytes(8, "big"), packed])
         self._number += 1
 
@@ -101,7 +101,7 @@ class KVPublisher:
         """
         match socket.recv_multipart():
             case [who, b"", bytes(first)] if len(first) == 8:
-                for number, packed in self._kept:
+                for number, packed in self._published:
                     if number >= int.from_bytes(first, "big"):
                         socket.send_multipart([who, b"", number.to_bytes(8, "big"), packed])
                 socket.send_multipart([who, b"", END, b""])

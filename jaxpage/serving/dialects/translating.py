@@ -109,12 +109,12 @@ def parts_of(choice: Mapping[str, Any]) -> Iterator[AnswerPart]:
     for kind, name in (("reasoning", "reasoning_content"), ("content", "content")):
         if text := said.get(name):
             yield AnswerPart(kind, text)
-    for place, call in enumerate(said.get("tool_calls", ())):
+    for index, call in enumerate(said.get("tool_calls", ())):
         kind = "custom" if "custom" in call else "function"
         called = call[kind]
         text = called["input" if kind == "custom" else "arguments"]
         yield AnswerPart(
-            kind, text, call.get("index", place), call.get("id", ""), called.get("name", "")
+            kind, text, call.get("index", index), call.get("id", ""), called.get("name", "")
         )
 
 

@@ -73,6 +73,7 @@ class Channel:
         self._lines.close()
         self._connection.close()
 
+    # The way is in the code, so that no line can be sent back to its sender.
     def _code(self, way: bytes, number: int, line: bytes) -> bytes:
         return _digest(self._key, way, str(number).encode(), line).encode()
 
@@ -95,6 +96,7 @@ def greet_follower(connection: socket.socket, secret: bytes) -> tuple[int, Chann
     nonce = secrets.token_hex(16)
     _say(connection, {"nonce": nonce})
     theirs = _receive_line(connection, {"nonce": str, "rank": int, "code": str})
+    # Both sides have chosen a part of this, so that no answer of an earlier greeting fits.
     about = f"{nonce} {theirs['nonce']} {theirs['rank']}".encode()
     if not hmac.compare_digest(
         theirs["code"].encode(), _digest(secret, b"follower", about).encode()
@@ -128,6 +130,7 @@ def greet_leader(connection: socket.socket, secret: bytes, rank: int) -> Channel
 
 
 def _key(secret: bytes, about: bytes) -> bytes:
+    # The word makes codes of lines and of greetings differ, whatever is in them.
     return hmac.digest(secret, b"lines\0" + about, "sha256")
 
 

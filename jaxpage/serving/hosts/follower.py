@@ -146,6 +146,7 @@ class Follower:
 
     def _came(self, record: Record) -> None:
         """Takes a record of this engine; the record of a plan comes before the device begins."""
+        # The other record came as JSON, in which a tuple is a list.
         ours = json.loads(encode_record(record))
         if self._theirs is None:
             self._ours.append(ours)

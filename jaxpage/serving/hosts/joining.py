@@ -59,6 +59,7 @@ def join(engine: EngineConfig, server: ServerConfig) -> dict[int, Channel]:
     secret = read_secret(server)
     host, port = coordinator_of(server)
     about = _about(engine, server)
+    # The port itself is that of jax.distributed.
     if server.host_rank:
         channels = {0: _join_leader(host, port + 1, secret, server.host_rank, about)}
     else:
@@ -169,6 +170,7 @@ def _check_same(said: Sequence[Record], advice: str = "") -> None:
 def coordinator_of(server: ServerConfig) -> tuple[str, int]:
     """Returns the host and the port of the setting `coordinator`."""
     host, _, port = (server.coordinator or "").rpartition(":")
+    # An address of IPv6 is written in brackets before its port.
     return host.strip("[]"), int(port)
 
 
@@ -185,6 +187,7 @@ def _join_followers(
         ) from None
     with listener:
         while len(channels) < num_hosts - 1:
+            # A socket with the timeout 0 does not wait at all, and one below 0 is an error.
             listener.settimeout(max(0.1, deadline - time.monotonic()))
             try:
                 connection, address = listener.accept()
@@ -298,6 +301,7 @@ def model_hash(model: Path) -> str:
         else [path for path in sorted(model.rglob("*")) if path.is_file()]
     )
     names = ["" if path == model else path.relative_to(model).as_posix() for path in paths]
+    # hashlib releases the GIL while it hashes.
     with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
         digests = pool.map(_file_hash, paths)
         facts = [

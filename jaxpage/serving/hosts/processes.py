@@ -54,6 +54,7 @@ def join_processes(
         RuntimeError: The processes do not come together in time.
     """
     atexit.register(_end_alone)  # it runs before JAX's own, which was registered on import
+    # Not every version of JAX has collectives among the CPUs of several processes by itself.
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     # The service would keep SIGTERM from ending a process.
     jax.config.update("jax_enable_preemption_service", False)

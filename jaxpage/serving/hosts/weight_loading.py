@@ -73,7 +73,7 @@ class WeightsOfFollower:
         self._built = built
         self._directory = directory
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="jaxpage-weights")
-        self._kept: dict[int, LoadedWeights] = {}  # by the number of the update
+        self._loaded: dict[int, LoadedWeights] = {}  # by the number of the update
         self._forgotten: set[int] = set()  # updates that may still be loaded here
 
     def load(self, record: Record, report: Callable[[Record], None]) -> None:
@@ -98,6 +98,7 @@ class WeightsOfFollower:
         try:
             return load_with_hash(self._built, directory, check_finite=record["check_finite"])
         except JaxpageError as error:
+            # Clients see the message, and not where the directory is.
             raise CheckpointError(str(error).replace(str(directory), record["path"])) from error
 
     def answer(self, number: int, loading: Future[LoadedWeights]) -> Record:
@@ -109,7 +110,7 @@ class WeightsOfFollower:
             return {"event": "loaded", "why": why}
         loaded = loading.result()
         if number not in self._forgotten:
-            self._kept[number] = loaded
+            self._loaded[number] = loaded
         return {"event": "loaded", "checksum": loaded.checksum}
 
     def take(self, checksum: str | None) -> Any:
@@ -118,13 +119,13 @@ class WeightsOfFollower:
         Raises:
             Differs: They are not here.
         """
-        for number, loaded in self._kept.items():
+        for number, loaded in self._loaded.items():
             if loaded.checksum == checksum:
-                del self._kept[number]
+                del self._loaded[number]
                 return loaded.weights
         raise Differs(f"rank 0 has taken weights that this rank has not loaded (hash {checksum})")
 
     def forget(self, number: int) -> None:
         """Drops the weights of an update that has ended, also if they are still being loaded."""
-        self._kept.pop(number, None)
+        self._loaded.pop(number, None)
         self._forgotten.add(number)

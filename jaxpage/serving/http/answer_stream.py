@@ -18,6 +18,7 @@ from jaxpage.serving.dialects.registry import dialect_of
 from jaxpage.serving.wire.errors import ApiError
 from jaxpage.serving.wire.exchange import Exchange
 
+# By default nginx, as a proxy, would hold back parts of a stream until they fill its buffer.
 _HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 # So often the clock looks whether a request that is not read yet asks for a stream.
 _CHECK_SECONDS = 1.0

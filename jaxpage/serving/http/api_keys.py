@@ -57,6 +57,7 @@ class ApiKeys:
             return False
         digest = _digest(key.strip())
         scope.setdefault("state", {})["owner"] = digest.hex()[:32]
+        # The list compares all keys; a generator would stop at the first one that fits.
         return any([hmac.compare_digest(digest, known) for known in self._digests])
 
 

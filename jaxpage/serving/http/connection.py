@@ -117,6 +117,8 @@ class Connection(H11Protocol):
         super().connection_made(transport)
         self._read_at_most(MAX_BYTES_PER_TURN)
         self._address = str((self.client or ("",))[0])
+        # The limit of open files has room for twice as many, so that others can be told why
+        # (`descriptors`).
         if len(self.connections) > 2 * self._max_connections:
             transport.abort()
             return
@@ -273,6 +275,7 @@ class Connection(H11Protocol):
             self.transport.close()
         else:
             event = h11.InformationalResponse(status_code=100, headers=[], reason=b"Continue")
+        # Bytes that still wait to be sent are a probe themselves.
         if event is not None and not self.transport.get_write_buffer_size():
             self.transport.write(self.conn.send(event) or b"")
         self._probe_seconds = min(4 * self._probe_seconds, MAX_PROBE_SECONDS)

@@ -56,6 +56,7 @@ def check_origin(headers: Headers, *, may_be_link: bool = False) -> None:
     Raises:
         ApiError: A page of another origin has sent the request.
     """
+    # The server itself speaks no TLS.
     own_origin = f"http://{headers.get('host')}"
     if any(origin != own_origin for origin in headers.getlist("origin")):
         raise ApiError(

@@ -80,6 +80,7 @@ def _unix_socket(path: str) -> Iterator[socket.socket]:
             if os.path.lexists(path):
                 if not stat.S_ISSOCK(os.lstat(path).st_mode):
                     raise ConfigError(f"cannot listen on {place}: it is a file of another kind")
+                # A program that is no jaxpage server takes no lock, and its socket must stay.
                 if _answers(path):
                     raise ConfigError(f"cannot listen on {place}: another program listens there")
                 os.unlink(path)
@@ -88,6 +89,7 @@ def _unix_socket(path: str) -> Iterator[socket.socket]:
         except BlockingIOError:
             raise ConfigError(f"cannot listen on {place}: another server uses it") from None
         except OSError as error:
+            # Python refuses a path that is too long for the kernel itself, without an error number.
             why = error.strerror or f"{error}; the path has {len(os.fsencode(path))} bytes"
             raise ConfigError(f"cannot listen on {place}: {why}") from None
         stack.callback(_remove, path)

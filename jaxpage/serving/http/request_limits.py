@@ -105,6 +105,8 @@ class Limits:
             await self._app(scope, receive_limited, send)
         finally:
             self._num_held -= num_bytes
+            # malloc_trim looks through all freed memory, so it runs once when many bodies have
+            # gone.
             if self._max_held > _WORTH_GIVING_BACK and self._num_held < _WORTH_GIVING_BACK // 4:
                 self._max_held = 0
                 asyncio.get_running_loop().run_in_executor(None, give_memory_back)
@@ -120,6 +122,7 @@ class Limits:
             raise ApiError(
                 431, f"The headers have {num_bytes} bytes; at most {MAX_HEADER_BYTES} are read"
             )
+        # The parser has checked that it is a number.
         if int(headers.get("content-length", "0")) > maximum:
             raise _too_large(maximum)
 

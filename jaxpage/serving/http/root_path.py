@@ -24,6 +24,7 @@ class BelowRootPath:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Passes a request on."""
         path = scope["path"].removeprefix(self._prefix)
+        # The path /llmx begins with the prefix /llm, too, and is another one.
         if path != scope["path"] and path.startswith("/"):
             raw_path = scope["raw_path"].removeprefix(self._prefix.encode())
             scope = {**scope, "path": path, "raw_path": raw_path}

@@ -296,6 +296,7 @@ class _RecordView:
         num_blocks: int = self._engine["num_blocks"]
         first_block = num_blocks
         groups = []
+        # The first group is the pool of `num_blocks`; the inspector lists the others after it.
         for index, (window, size) in enumerate(self._engine.get("cache_groups", [])[1:], start=1):
             counts = _count_references(tables, index, range(first_block, first_block + size))
             groups.append(

@@ -233,6 +233,7 @@ class _Feed:
                     "seconds_per_step": self._pace.seconds,
                     "can_be_slow": self._can_be_slow,
                 }
+                # The time is another one in each snapshot, and no change to show.
                 content = {**snapshot, "clock": None}
                 if content != self._content:
                     self._content = content

@@ -146,7 +146,7 @@ def _vectors(embedded: EmbeddedPrompt) -> list[list[int]]:
 
 
 def _compiles(executables: Executables) -> Snapshot:
-    _, total = executables.found
+    _, total = executables.num_found_of_all
     return {"total": total, "seconds": round(executables.compile_seconds, 3)}
 
 

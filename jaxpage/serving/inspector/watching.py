@@ -54,6 +54,7 @@ class Timeline:
         """
         self.close(began)
         last = self.segments[-1] if self.segments else None
+        # Several sequences of a request may have a row in the same step.
         goes_on = self.last_step == step or (kind == "decode" and self.last_step == step - 1)
         if last is not None and last[0] == kind and (goes_on or len(self.segments) >= MAX_SEGMENTS):
             last[2] = ended

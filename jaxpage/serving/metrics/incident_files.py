@@ -38,6 +38,7 @@ def open_incidents(built: Built, engine: EngineConfig, server: ServerConfig) -> 
     if server.incident_steps is None:
         return None
     directory = Path(server.incident_directory)
+    # A file can be made in a directory only with both rights.
     if not os.access(directory, os.W_OK | os.X_OK):
         raise ConfigError(
             f"incident_directory: {directory} is not a directory that can be written to"

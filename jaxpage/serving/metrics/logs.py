@@ -27,7 +27,7 @@ ACTIVITY_SECONDS = 10.0
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
 _NAME = re.compile(r"[A-Za-z0-9_.\[\]]{1,64}")  # the name of a parameter
 _METHODS = ("GET", "HEAD", "POST", "PUT", "DELETE", "OPTIONS", "PATCH")
-_OWN = frozenset(vars(logging.makeLogRecord({}))) | {
+_FIELDS_OF_RECORDS = frozenset(vars(logging.makeLogRecord({}))) | {
     "message",
     "asctime",
     "taskName",
@@ -192,7 +192,7 @@ def _escape(text: str) -> str:
 
 
 def _extra(record: logging.LogRecord) -> dict[str, Any]:
-    return {name: value for name, value in vars(record).items() if name not in _OWN}
+    return {name: value for name, value in vars(record).items() if name not in _FIELDS_OF_RECORDS}
 
 
 def _fields(record: logging.LogRecord) -> str:

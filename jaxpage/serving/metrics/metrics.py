@@ -117,6 +117,7 @@ def join_expositions(each: Iterable[tuple[ServerMetrics, Mapping[str, Any]]]) ->
                 first.samples += family.samples
     registry = CollectorRegistry()
     registry.register(_Collected([*joined.values(), build]))
+    # It registers itself.
     ProcessCollector(registry=registry)
     return generate_latest(registry)
 

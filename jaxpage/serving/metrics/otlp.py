@@ -44,6 +44,7 @@ class Spans:
         """
         self._exporter = exporter
         resource = Resource.create()
+        # The SDK gives this name where no variable OTEL_... names the service.
         if str(resource.attributes[SERVICE_NAME]).startswith("unknown_service"):
             resource = resource.merge(Resource({SERVICE_NAME: "jaxpage"}))
         self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)

@@ -174,6 +174,7 @@ class RequestRecord(Untraced):
     @property
     def error(self) -> str | None:
         """Returns the kind of error with which the request ended; None if it was answered."""
+        # It goes first, because a stream that fails has sent status 200 before.
         if self._failure is not None:
             return self._failure
         if not self.is_whole:

@@ -111,6 +111,7 @@ class RuntimeAdapters:
         self._engine = engine
         self._context = context
         self._directory = directory
+        # Those of `lora_modules` have the numbers from 1 on.
         self._numbers = itertools.count(1 + len(context.adapters))
 
     def load(self, body: dict[str, Any]) -> Response:
@@ -147,6 +148,7 @@ class RuntimeAdapters:
             self._directory, path, setting="lora_directory", param="lora_path"
         )
         before = served.get(name)
+        # A number is never used again, since running requests keep the adapter of an old one.
         requested = LoRARequest(name, next(self._numbers), None if in_place else str(inside))
         if in_place and before is not None and before.lora_path is None:
             requested = before  # requests that are being prepared still find its number

@@ -31,10 +31,12 @@ def card_of(files: ModelFiles, quantization: str | None) -> ModelCard:
     counts: Counter[str] = Counter()
     for filled in plan.parameters:
         for _, info in filled.pieces:
+            # Tensors of GGUF files have a kind, and those of safetensors a dtype.
             counts[str(getattr(info, "kind", info.dtype))] += filled.weight.size
     if files.rule is None:
         weights = [filled.weight for filled in plan.parameters]
     else:
+        # A quantised weight counts as the plain one of the model does.
         weights = list(model_weights(files.family, files.spec))
     stored = counts.most_common(1)[0][0] if counts else ""
     scheme = quantization or (files.quantization.name if files.quantization else None)
@@ -67,6 +69,7 @@ def _digest(path: Path) -> str:
     digest = hashlib.sha256()
     for file in _first_files(path):
         size = file.stat().st_size
+        # No file name can have a NUL, so names and sizes cannot run into each other.
         digest.update(f"{file.relative_to(path)}\0{size}\0".encode())
         with file.open("rb") as content:
             digest.update(content.read(_SAMPLE_BYTES))
@@ -88,6 +91,7 @@ def _files(path: Path) -> Iterator[Path]:
         yield path
         return
     for directory, folders, names in os.walk(path):
+        # `os.walk` goes on into the folders that are left in its list, in their order.
         folders[:] = sorted(name for name in folders if not name.startswith("."))
         for name in sorted(names):
             if not name.startswith(".") and (file := Path(directory) / name).is_file():

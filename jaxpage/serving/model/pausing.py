@@ -73,6 +73,7 @@ def pause_routes(
         order = await read_order(request, naming)
         try:
             await asyncio.wrap_future(driver_of(order).resume())
+        # It is a RuntimeError too, but is answered otherwise.
         except ShuttingDown:
             raise
         except RuntimeError as error:

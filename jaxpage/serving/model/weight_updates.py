@@ -56,6 +56,7 @@ class Updating:
         self._driver = driver
         self._directory = directory
         self._hosts = hosts
+        # No second update waits for the first: it is refused.
         self._loading = Workers("weights", 1, 0)
         self._numbers = itertools.count()
 
@@ -94,6 +95,7 @@ class Updating:
             )
             version = await self._driver.replace_weights(loaded.weights, mode, loaded.checksum)
         except (CheckpointError, UnsupportedError) as error:
+            # Clients see the path that they gave, and not the one on this machine.
             message = str(error).replace(str(path), body["path"])
             raise ApiError(400, message, param="path", limit=MAX_PROBLEMS_CHARACTERS).quoting(
                 body
@@ -102,6 +104,7 @@ class Updating:
             raise ApiError(
                 409, "Other weights are on their way already", code="conflict"
             ) from error
+        # It is a RuntimeError too, but is answered otherwise.
         except ShuttingDown:
             raise
         except RuntimeError as error:

@@ -110,6 +110,7 @@ class Generating:
         except Exception as error:
             raise self._failure_of(error) from error
         finally:
+            # A client that left, or an error in one answer, must not leave the others running.
             for handle in submitted:
                 handle.cancel()
 

@@ -132,7 +132,7 @@ class ResponseStore:
         self._clock = clock
         self._changing = threading.Lock()
         # In the order in which they were stored, and in which they were last used.
-        self._kept: OrderedDict[str, _KeptResponse] = OrderedDict()
+        self._entries: OrderedDict[str, _KeptResponse] = OrderedDict()
         self._used: OrderedDict[str, None] = OrderedDict()
         self._num_bytes = 0
         self._files = (
@@ -156,8 +156,9 @@ class ResponseStore:
         """Returns a response, which counts as used now; None if the owner has none with the id."""
         with self._changing:
             self._expire()
-            entry = self._kept.get(response_id)
+            entry = self._entries.get(response_id)
             if entry is None or entry.owner != owner or self._is_over(entry):
+                # If the clock was set back, one may be over that is not the first.
                 return None
             self._used.move_to_end(response_id)
             return entry.stored
@@ -167,14 +168,14 @@ class ResponseStore:
         with self._changing:
             self._expire()
             self._add(response_id, _KeptResponse(owner, self._clock(), stored))
-            if self._files is not None and response_id in self._kept:
+            if self._files is not None and response_id in self._entries:
                 self._files.update(response_id)
 
     def delete(self, response_id: str, owner: str) -> bool:
         """Deletes a response; returns False if the owner has none with the id."""
         with self._changing:
             self._expire()
-            entry = self._kept.get(response_id)
+            entry = self._entries.get(response_id)
             if entry is None or entry.owner != owner or self._is_over(entry):
                 return False
             self._remove(response_id)
@@ -191,26 +192,27 @@ class ResponseStore:
             return
         while self._num_bytes + num_bytes > self.max_bytes:
             self._remove(next(iter(self._used)))
-        self._kept[response_id] = entry
+        self._entries[response_id] = entry
         self._used[response_id] = None
         self._num_bytes += num_bytes
 
     def _remove(self, response_id: str) -> None:
-        entry = self._kept.pop(response_id)
+        entry = self._entries.pop(response_id)
         del self._used[response_id]
         self._num_bytes -= entry.stored.num_bytes
         if self._files is not None:
             self._files.update(response_id)
 
     def _expire(self) -> None:
-        while self._kept and self._is_over(next(iter(self._kept.values()))):
-            self._remove(next(iter(self._kept)))
+        while self._entries and self._is_over(next(iter(self._entries.values()))):
+            self._remove(next(iter(self._entries)))
 
     def _is_over(self, entry: _KeptResponse) -> bool:
+        # All are kept for the same time, so the first that was stored is over first.
         return self._clock() - entry.stored_at >= self._seconds
 
     def _look_up(self, response_id: str) -> _KeptResponse | None:
-        return self._kept.get(response_id)
+        return self._entries.get(response_id)
 
 
 class _OfOwner:

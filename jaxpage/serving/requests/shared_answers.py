@@ -51,6 +51,7 @@ class Shared(Generic[_Answer]):
         if left > 0:
             await asyncio.sleep(left)
         self._began = time.monotonic()
+        # Whoever asks from here on gets the next answer, as this one may be older than the call.
         self._last = self._next
         self._next = None
         return await self._make()

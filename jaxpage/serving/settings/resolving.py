@@ -47,6 +47,7 @@ def resolve_both(
             for name in settings
             if name in other.model_fields and name not in names.model_fields
         ]:
+            # It is taken out, or `resolve_settings` would report it again, as unknown.
             problems.append(f"{settings.pop(name).place}: {name}: this setting is {there}")
     errors: list[JaxpageError] = [ConfigError("\n".join(problems))] if problems else []
     resolved: list[Any] = []
@@ -55,6 +56,7 @@ def resolve_both(
             resolved.append(resolve_settings(kind, values, by_hand, environment, overrides_origin))
         except (ConfigError, UnsupportedError) as error:
             errors.append(error)
+    # Both configurations must be whole for a comparison.
     if not errors:
         errors += _contradictions(resolved[0].config, resolved[1].config)
     if errors:
@@ -99,6 +101,7 @@ def of_several_hosts(engine: EngineConfig, server: ServerConfig) -> list[Jaxpage
         "prefix_cache_directory": engine.prefix_cache_directory,
         "lora_directory": server.lora_directory,
         "event_log with weights_directory": engine.event_log and server.weights_directory,
+        # False is its default.
         "enable_prompt_embeds": engine.enable_prompt_embeds or None,
     }
     errors += [

@@ -403,4 +403,5 @@ class ServerConfig(Settings):
         try:
             return ipaddress.ip_address(self.host).is_loopback
         except ValueError:
+            # Other names are not looked up: where they lead may change.
             return self.host == "localhost"

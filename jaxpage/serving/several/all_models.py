@@ -22,6 +22,7 @@ class Models:
     def __init__(self, table: ModelTable[ServedModel]) -> None:
         self._table = table
         self.ended: Future[None] = Future()
+        # A running future cannot be cancelled, so nobody who awaits it ends it for the others.
         self.ended.set_running_or_notify_cancel()
 
     def start(self) -> None:
@@ -44,6 +45,7 @@ class Models:
     def stop(self, timeout: float | None = None) -> bool:
         """Ends all models; returns False if one is still in a step."""
         models = [slot.model for slot in self._table.slots.values() if slot.model is not None]
+        # The list has each model stopped, where a generator would end at the first False.
         have_ended = all([model.stop(timeout) for model in models])
         if not self.ended.done():
             self.ended.set_result(None)

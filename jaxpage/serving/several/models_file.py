@@ -84,6 +84,7 @@ class ModelEntry:
     def is_missing(self) -> bool:
         """Returns whether the model is a path, and nothing is there."""
         path = Path(self.engine.model).expanduser()
+        # Without such a beginning it may also be the name of a model on the hub.
         is_path = path.is_absolute() or self.engine.model.startswith((".", "~"))
         return is_path and not path.exists()
 
@@ -142,8 +143,8 @@ def _entry(value: Any, place: str, keep_alive: str | float, server: ServerConfig
     of_server = {name: engine_settings.pop(name) for name in OF_A_MODEL if name in engine_settings}
     engine = _fields(EngineConfig, {"model": fields.model, **engine_settings}, place)
     shared = {
-        name: engine_settings
-        for name, engine_settings in server.explicit_settings().items()
+        name: setting
+        for name, setting in server.explicit_settings().items()
         if name != "models_file"
     }
     server_settings = _fields(

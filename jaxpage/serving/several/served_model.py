@@ -164,6 +164,7 @@ def _hooks(name: str, num_bytes: int) -> Hooks:
         config = spec.config
         sizes = ("num_blocks", "kv_cache_memory_bytes")
         explicit = [name for name in sizes if getattr(config, name) is not None]
+        # A size that the user has set is refused, and never made smaller in silence.
         if maximum < MIN_BLOCKS or explicit:
             what = (
                 f"the pool of {explicit[0]} takes {mib(memory.pool_bytes)}"

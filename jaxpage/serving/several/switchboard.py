@@ -132,7 +132,7 @@ class Switchboard:
             Route("/is_sleeping", self._is_sleeping),
             *pause_routes(self._driver_of, {"model"}),
             Route("/v1/models", self._list),
-            Route("/v1/models/{name:path}", self._one),
+            Route("/v1/models/{name:path}", self._show_model),
             Route("/v1/capabilities", self._capable),
             Route("/health", self._health),
             Route("/ready", self._ready),
@@ -254,8 +254,10 @@ class Switchboard:
 
     async def _sleep(self, request: Request) -> Response:
         requested = await read_order(request, {"model", "level"})
+        # Values in a query are texts.
         if request.query_params.get("level") in ("1", "2"):
             requested["level"] = int(requested["level"])
+        # `True` is among the levels, because it equals 1.
         if (level := requested.get("level", 1)) not in SLEEP_LEVELS or isinstance(level, bool):
             raise ApiError(400, f"level must be 1 or 2, got {show(level)}", param="level")
         name = self._find_model(self._name_in(requested))
@@ -307,7 +309,7 @@ class Switchboard:
     async def _list(self, request: Request) -> Response:
         return json_answer({"object": "list", "data": [self._card(name) for name in self._models]})
 
-    async def _one(self, request: Request) -> Response:
+    async def _show_model(self, request: Request) -> Response:
         name = request.path_params["name"]
         self._find_model(name)
         return json_answer(self._card(name))

@@ -124,6 +124,7 @@ class Slot(Generic[Model]):
     def is_usable(self) -> bool:
         """Returns whether a request can run at once."""
         there = self.model is not None and not self.model.is_over and not self.is_asleep
+        # While others wait for the model, newcomers wait with them.
         return there and not self.is_closing and not self.is_requested
 
     @property
@@ -251,6 +252,7 @@ class ModelTable(Generic[Model]):
             try:
                 await self._put_to_sleep(self.slots[name], level)
             except Exception as error:
+                # The caller may have left, which cancels the future, or `stop` has answered it.
                 if not command.done():
                     command.set_exception(error)
             else:
@@ -290,6 +292,7 @@ class ModelTable(Generic[Model]):
         while True:
             while self._jobs:
                 await self._jobs.popleft()()
+            # Nothing was awaited since the last look, so no job is missed.
             self._changed.clear()
             await self._changed.wait()
 
@@ -457,6 +460,7 @@ class ModelTable(Generic[Model]):
     def _refuse(self, slot: Slot[Model], why: JaxpageError) -> None:
         for waiter in slot.waiters:
             if not waiter.done():
+                # Each has an error of its own, because raising an error changes its traceback.
                 error = type(why)(str(why))
                 error.__cause__ = why.__cause__
                 waiter.set_exception(error)

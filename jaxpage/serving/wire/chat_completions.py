@@ -206,12 +206,12 @@ class ChatAnswer(Answer):
         )
         if not parts and has_tokens:
             parts = [{}]
-        for place, said in enumerate(parts):
+        for number, said in enumerate(parts):
             # Which part a token belongs to is not known; the first has them all.
-            tokens = [] if place else completion.token_ids
+            tokens = [] if number else completion.token_ids
             more = self._end(replace(completion, stop_reason=None, token_ids=tokens), None)
             choices.append(
-                {"index": index, "delta": said, "logprobs": None if place else logprobs, **more}
+                {"index": index, "delta": said, "logprobs": None if number else logprobs, **more}
             )
         if completion.finish_reason is not None:
             # The end has a chunk of its own, as in OpenAI's streams: OpenAI's client takes a call

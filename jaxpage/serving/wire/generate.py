@@ -222,10 +222,10 @@ def _logprob_arrays(entries: list[Entry], token_ids: list[int], num_top: int) ->
         return arrays
     top_ids = np.full((len(entries), num_top), NO_TOKEN, np.int32)
     top = np.full((len(entries), num_top), -np.inf, np.float32)
-    for place, entry in enumerate(entries):
+    for index, entry in enumerate(entries):
         ranked = sorted(entry.items(), key=lambda item: item[1].rank)[:num_top]
-        top_ids[place, : len(ranked)] = [token_id for token_id, _ in ranked]
-        top[place, : len(ranked)] = [logprob.logprob for _, logprob in ranked]
+        top_ids[index, : len(ranked)] = [token_id for token_id, _ in ranked]
+        top[index, : len(ranked)] = [logprob.logprob for _, logprob in ranked]
     return {**arrays, "top_token_ids": array_body(top_ids), "top_logprobs": array_body(top)}
 
 

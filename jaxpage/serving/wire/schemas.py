@@ -235,8 +235,8 @@ def problem_of_pattern(pattern: Any) -> str | None:
     in_class = False
     escaped = False
     may_repeat = False
-    for place, character in enumerate(pattern):
-        if not (escaped or in_class) and _BEYOND_REGULAR.match(pattern, place):
+    for index, character in enumerate(pattern):
+        if not (escaped or in_class) and _BEYOND_REGULAR.match(pattern, index):
             return IS_NOT_REGULAR
         if escaped or in_class:
             in_class = in_class and (escaped or character != "]")

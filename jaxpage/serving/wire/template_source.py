@@ -10,7 +10,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 # The renderer itself gives a template these names.
-_GIVEN = {
+_VARIABLES = {
     "messages",
     "tools",
     "documents",
@@ -59,6 +59,6 @@ def variables_of(template: str) -> frozenset[str]:
         return frozenset()
     return frozenset(
         name
-        for name in names - _GIVEN - _ENVIRONMENT.globals.keys()
+        for name in names - _VARIABLES - _ENVIRONMENT.globals.keys()
         if not name.endswith(("_token", "_now", "_tokens"))
     )

@@ -172,9 +172,9 @@ def _check_calls(messages: Sequence[Message]) -> None:
     has_result: dict[str, bool] = {}  # by the ids of the calls so far
     for index, message in enumerate(messages):
         if isinstance(message, AssistantMessage):
-            for place, call in enumerate(message.tool_calls or []):
+            for number, call in enumerate(message.tool_calls or []):
                 if call.id in has_result:
-                    path = f"messages[{index}].tool_calls[{place}].id"
+                    path = f"messages[{index}].tool_calls[{number}].id"
                     raise _refuse_call(path, call.id, "is the id of an earlier call")
                 has_result[call.id] = False
         if isinstance(message, ToolMessage):

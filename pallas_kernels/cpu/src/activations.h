@@ -29,7 +29,7 @@ static inline Vec erf(Vec x) {
   return x * above / below;
 }
 
-inline Vec activated(Activation activation, Vec x) {
+inline Vec activate(Activation activation, Vec x) {
   switch (activation) {
     case Activation::kNone: return x;
     // `exp` takes numbers up to 88.
@@ -43,7 +43,7 @@ inline Vec activated(Activation activation, Vec x) {
 
 // Calls run(activation) with the activation as a constant.
 template <typename Run>
-inline void for_activation(Activation activation, const Run& run) {
+inline void dispatch_activation(Activation activation, const Run& run) {
   switch (activation) {
     case Activation::kNone: return run(std::integral_constant<Activation, Activation::kNone>());
     case Activation::kSilu: return run(std::integral_constant<Activation, Activation::kSilu>());

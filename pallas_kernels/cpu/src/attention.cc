@@ -25,13 +25,13 @@ void write_quantized(const Attention& a, const void* from, int64_t token, void* 
     const int64_t source = (token * a.num_kv_heads + head) * a.head_dim;
     const int64_t target = (slot * a.num_kv_heads + head) * a.head_dim;
     // Zero times NaN or infinity is NaN, so the sum of zeros finds them.
-    Vec most = splat(0.0f), zeros = splat(0.0f);
+    Vec maxima = splat(0.0f), zeros = splat(0.0f);
     for (int64_t i = 0; i < a.head_dim; i += kLanes) {
       const Vec v = load(a.query_type, from, source + i);
-      most = max(most, max(v, -v));
+      maxima = max(maxima, max(v, -v));
       zeros += v * splat(0.0f);
     }
-    float scale = largest(most) * inverse;
+    float scale = max_lane(maxima) * inverse;
     scale = scale > 0x1p-100f ? scale : 0x1p-100f;
     if (sum(zeros) != 0.0f) scale = std::numeric_limits<float>::quiet_NaN();
     scales[slot * a.num_kv_heads + head] = scale;
@@ -62,7 +62,7 @@ template <typename Page, int kHeads, int kVecs>
 void score(const Attention& a, Head* heads, const Tile& tile, const void* k_pages, int group) {
   const int vecs = kVecs ? kVecs : static_cast<int>(a.head_dim / kLanes);
   // In registers where the width is known.
-  Vec q[kHeads][kVecs ? kVecs : 1], products[kHeads][kLanes];
+  Vec q[kHeads][kVecs ? kVecs : 1], lane_sums[kHeads][kLanes];
   for (int h = 0; h < kHeads; ++h)
     for (int i = 0; i < kVecs; ++i) q[h][i] = heads[h].q[i];
   for (int lane = 0; lane < kLanes; ++lane) {
@@ -78,10 +78,10 @@ void score(const Attention& a, Head* heads, const Tile& tile, const void* k_page
           sum_of[h] = multiply_add(kVecs ? q[h][i] : heads[h].q[i], key, sum_of[h]);
       }
     }
-    for (int h = 0; h < kHeads; ++h) products[h][lane] = sum_of[h];
+    for (int h = 0; h < kHeads; ++h) lane_sums[h][lane] = sum_of[h];
   }
   for (int h = 0; h < kHeads; ++h) {
-    Store<F32>::at(heads[h].scores + group, sums(products[h]));
+    Store<F32>::at(heads[h].scores + group, sum_each(lane_sums[h]));
   }
 }
 
@@ -116,7 +116,7 @@ void add(const Attention& a, Head* heads, const Tile& tile, const void* v_pages,
 }
 
 template <typename Page, int kHeads>
-Steps steps_of_width(const Attention& a) {
+Steps choose_steps_of_width(const Attention& a) {
   const bool is_usual = a.head_dim == a.value_width;
   if (is_usual && a.head_dim == 4 * kLanes) return {score<Page, kHeads, 4>, add<Page, kHeads>};
   if (is_usual && a.head_dim == 8 * kLanes) return {score<Page, kHeads, 8>, add<Page, kHeads>};
@@ -126,7 +126,7 @@ Steps steps_of_width(const Attention& a) {
 
 // Calls run(page) with the type of the pages.
 template <typename Run>
-void for_page(Type type, const Run& run) {
+void dispatch_page(Type type, const Run& run) {
   switch (type) {
     case Type::kF32: return run(F32());
     case Type::kBF16: return run(BF16());
@@ -138,7 +138,7 @@ void for_page(Type type, const Run& run) {
 
 // Calls run(count) with the number of query heads, at most kMaxHeads, as a constant.
 template <typename Run>
-void for_heads(int64_t count, const Run& run) {
+void dispatch_heads(int64_t count, const Run& run) {
   switch (count) {
     case 1: return run(std::integral_constant<int, 1>());
     case 2: return run(std::integral_constant<int, 2>());
@@ -147,14 +147,14 @@ void for_heads(int64_t count, const Run& run) {
   }
 }
 
-Steps steps_of(const Attention& a, int64_t num_heads) {
-  Steps found;
-  for_page(a.page_type, [&](auto page) {
-    for_heads(num_heads, [&](auto heads) {
-      found = steps_of_width<decltype(page), decltype(heads)::value>(a);
+Steps choose_steps(const Attention& a, int64_t num_heads) {
+  Steps steps;
+  dispatch_page(a.page_type, [&](auto page) {
+    dispatch_heads(num_heads, [&](auto heads) {
+      steps = choose_steps_of_width<decltype(page), decltype(heads)::value>(a);
     });
   });
-  return found;
+  return steps;
 }
 
 // Computes `num_heads` query heads of each key/value head of a unit, from its `offset`-th on. What
@@ -170,9 +170,9 @@ void attend_heads(const Attention& a, const Unit& unit, int64_t offset, int64_t 
     return (unit.kv_begin + i / num_heads) * group_size + offset + i % num_heads;
   };
   for (int64_t i = 0; i < count * num_heads; ++i)
-    heads[i].start(a, unit, head_of(i)), heads[i].take(a, unit, head_of(i));
+    heads[i].start(a, unit, head_of(i)), heads[i].load_query(a, unit, head_of(i));
 
-  const Steps steps = steps_of(a, num_heads);
+  const Steps steps = choose_steps(a, num_heads);
   const int64_t width = bytes_of_head(a), stride = a.num_kv_heads * width;
   const char* const k_pages = static_cast<const char*>(a.k_pages) + unit.kv_begin * width;
   const char* const v_pages = static_cast<const char*>(a.v_pages) + unit.kv_begin * width;
@@ -232,8 +232,8 @@ void read_tile(const Attention& a, const Tile& tile, const void* k_pages, const 
 }
 
 // Computes the products of some queries with a tile's positions, as far as they belong to the
-// numbers lane, lane + kStep, ... They are added as `sums` adds lanes, so that a score has the bits
-// of `score`.
+// numbers lane, lane + kStep, ... They are added as `sum_each` adds lanes, so that a score has the
+// bits of `score`.
 template <int kStep, int kHeads>
 inline __attribute__((always_inline)) void add_lanes(const Vec* keys, const float* const* q,
                                                      int64_t width, int lane,
@@ -245,17 +245,17 @@ inline __attribute__((always_inline)) void add_lanes(const Vec* keys, const floa
     for (int h = 0; h < kHeads; ++h)
       for (int i = 0; i < kVecsAtOnce; ++i) sum[h][i] += other[h][i];
   } else {
-    Vec own[kHeads][kVecsAtOnce];
+    Vec lane_sums[kHeads][kVecsAtOnce];
     for (int h = 0; h < kHeads; ++h)
-      for (int i = 0; i < kVecsAtOnce; ++i) own[h][i] = splat(0.0f);
+      for (int i = 0; i < kVecsAtOnce; ++i) lane_sums[h][i] = splat(0.0f);
     for (int64_t number = lane; number < width; number += kLanes)
       for (int i = 0; i < kVecsAtOnce; ++i) {
         const Vec key = keys[number * kVecsOfTile + i];
         for (int h = 0; h < kHeads; ++h)
-          own[h][i] = multiply_add(splat(q[h][number]), key, own[h][i]);
+          lane_sums[h][i] = multiply_add(splat(q[h][number]), key, lane_sums[h][i]);
       }
     for (int h = 0; h < kHeads; ++h)
-      for (int i = 0; i < kVecsAtOnce; ++i) sum[h][i] = own[h][i];
+      for (int i = 0; i < kVecsAtOnce; ++i) sum[h][i] = lane_sums[h][i];
   }
 }
 
@@ -316,33 +316,34 @@ void attend_together(const Attention& a, const Unit* units, int num_tokens) {
   for (int i = 0; i < num_heads; ++i) {
     const Unit& unit = units[i / group_size];
     const int64_t head = kv_head * group_size + i % group_size;
-    heads[i].start(a, unit, head), heads[i].take(a, unit, head);
+    heads[i].start(a, unit, head), heads[i].load_query(a, unit, head);
   }
-  const Unit all = all_of(units, num_tokens);
-  Tile tile, own;
+  const Unit all = join_units(units, num_tokens);
+  Tile tile, token_tile;
   for (int64_t position = all.first / kTile * kTile; position <= all.last; position += kTile) {
     tile.find(a, all, position);
-    for_page(a.page_type, [&](auto page) {
+    dispatch_page(a.page_type, [&](auto page) {
       read_tile<decltype(page)>(a, tile, k_pages, v_pages, keys, values);
     });
     for (int i = 0; i < num_heads; i += kMaxHeads)
-      for_heads(std::min(kMaxHeads, num_heads - i),
-                [&](auto some) { score_tile<decltype(some)::value>(a, heads + i, keys); });
-    own = tile;
+      dispatch_heads(std::min(kMaxHeads, num_heads - i),
+                     [&](auto some) { score_tile<decltype(some)::value>(a, heads + i, keys); });
+    token_tile = tile;
     for (int t = 0; t < num_tokens; ++t) {
-      own.see(units[t]);
-      if (own.begin >= own.end) continue;
-      for (int i = t * group_size; i < (t + 1) * group_size; ++i) heads[i].weigh(a, own, kv_head);
+      token_tile.see(units[t]);
+      if (token_tile.begin >= token_tile.end) continue;
+      for (int i = t * group_size; i < (t + 1) * group_size; ++i)
+        heads[i].weigh(a, token_tile, kv_head);
     }
     for (int i = 0, count; i < num_heads; i += count) {
-      own.see(units[i / group_size]);
-      const int begin = own.begin, end = own.end;
+      token_tile.see(units[i / group_size]);
+      const int begin = token_tile.begin, end = token_tile.end;
       for (count = 1; count < kMaxHeads && i + count < num_heads; ++count) {
-        own.see(units[(i + count) / group_size]);
-        if (own.begin != begin || own.end != end) break;
+        token_tile.see(units[(i + count) / group_size]);
+        if (token_tile.begin != begin || token_tile.end != end) break;
       }
       if (begin < end)
-        for_heads(count, [&](auto some) {
+        dispatch_heads(count, [&](auto some) {
           add_tile<decltype(some)::value>(a, heads + i, values, begin, end);
         });
     }
@@ -374,16 +375,16 @@ void write(const Attention& a, int64_t token) {
   }
 }
 
-Unit unit_of(const Attention& a, int64_t row, int64_t token, int64_t kv_begin, int64_t kv_end,
-             int32_t* branch) {
+Unit make_unit(const Attention& a, int64_t row, int64_t token, int64_t kv_begin, int64_t kv_end,
+               int32_t* branch) {
   const int64_t num_queries = a.query_start[row + 1] - a.query_start[row];
   const int64_t num_before = a.context_len[row] - num_queries;
   Unit unit{row,        token,  kv_begin, kv_end, 0, num_before + token - a.query_start[row],
             num_before, nullptr};
   if (a.tree_mask) {
     int32_t depth = 0;
-    for (int64_t place = 0; place < num_queries && place < a.mask_width; ++place)
-      if (a.tree_mask[token * a.mask_width + place]) branch[depth++] = static_cast<int32_t>(place);
+    for (int64_t index = 0; index < num_queries && index < a.mask_width; ++index)
+      if (a.tree_mask[token * a.mask_width + index]) branch[depth++] = static_cast<int32_t>(index);
     unit.branch = branch;
     unit.last = num_before + depth - 1;
   }
@@ -398,7 +399,7 @@ Unit unit_of(const Attention& a, int64_t row, int64_t token, int64_t kv_begin, i
 
 void attend(const Attention& a, int64_t row, int64_t token, int64_t kv_begin, int64_t kv_end) {
   int32_t branch[kMaxDrafts];
-  const Unit unit = unit_of(a, row, token, kv_begin, kv_end, branch);
+  const Unit unit = make_unit(a, row, token, kv_begin, kv_end, branch);
   a.with_tiles ? attend_tiles(a, &unit, 1) : attend_unit(a, unit);
 }
 
@@ -406,7 +407,7 @@ void attend_chunk(const Attention& a, int64_t row, int64_t token, int64_t num_to
                   int64_t kv_head) {
   Unit units[kTokensOfTiles];
   for (int64_t t = 0; t < num_tokens; ++t)
-    units[t] = unit_of(a, row, token + t, kv_head, kv_head + 1, nullptr);
+    units[t] = make_unit(a, row, token + t, kv_head, kv_head + 1, nullptr);
   (a.with_tiles ? attend_tiles : attend_together)(a, units, static_cast<int>(num_tokens));
 }
 

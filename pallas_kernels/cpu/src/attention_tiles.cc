@@ -36,11 +36,11 @@ constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
 // Holds the shape of the tiles of a call. They are let go at the end: other code uses the
 // registers, too.
-class Configured {
+class TileConfig {
  public:
   // Tiles 4 to 6 have the rows of few heads. With many heads tiles 6 and 7 have one row: ones, and
   // the sums of weights.
-  JAXPAGE_AMX explicit Configured(bool are_few, int num_heads) {
+  JAXPAGE_AMX explicit TileConfig(bool are_few, int num_heads) {
     alignas(64) uint8_t config[64] = {1};
     for (int i = 0; i < 8; ++i) {
       config[16 + 2 * i] = kBytesOfRow;
@@ -48,31 +48,31 @@ class Configured {
     }
     _tile_loadconfig(config);
   }
-  JAXPAGE_AMX ~Configured() { _tile_release(); }
+  JAXPAGE_AMX ~TileConfig() { _tile_release(); }
 };
 
-// Returns 2^x within 3e-6 of it: a polynomial of what x is above a whole number. 2^0 is `one`
-// exactly, and 2^-inf is 0.
-inline Vec rough_power_of_two(Vec x, float one = 1.0f) {
+// Returns 2^x within 3e-6 of it: a polynomial of what x is above a whole number. 2^0 is
+// `power_of_zero` exactly, and 2^-inf is 0.
+inline Vec rough_power_of_two(Vec x, float power_of_zero = 1.0f) {
   const Vec part = (Vec)_mm512_reduce_ps((__m512)x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
   Vec y = splat(1.3426689431e-2f);
   y = multiply_add(y, part, splat(5.2242465317e-2f));
   y = multiply_add(y, part, splat(2.4128021300e-1f));
   y = multiply_add(y, part, splat(6.9304484129e-1f));
-  y = multiply_add(y, part, splat(one));
+  y = multiply_add(y, part, splat(power_of_zero));
   return (Vec)_mm512_scalef_ps((__m512)y, (__m512)x);
 }
 
 // Returns 2^x and 2^y in bfloat16, those of y in the upper halves. Half of the last bit that stays
 // is added, so that what is cut off was rounded.
-inline Vec weights_of(Vec x, Vec y) {
-  constexpr float kOne = 1.0f + 0x1p-8f;
-  return as_float(as_bits(rough_power_of_two(x, kOne)) >> 16 |
-                  (as_bits(rough_power_of_two(y, kOne)) & 0xffff0000u));
+inline Vec make_weights(Vec x, Vec y) {
+  constexpr float kPowerOfZero = 1.0f + 0x1p-8f;
+  return as_float(as_bits(rough_power_of_two(x, kPowerOfZero)) >> 16 |
+                  (as_bits(rough_power_of_two(y, kPowerOfZero)) & 0xffff0000u));
 }
 
 // Returns the larger lanes; b where a is NaN.
-inline Vec larger(Vec a, Vec b) { return (Vec)_mm512_max_ps((__m512)a, (__m512)b); }
+inline Vec max_lanes(Vec a, Vec b) { return (Vec)_mm512_max_ps((__m512)a, (__m512)b); }
 
 // Holds what the query heads of a call have in common.
 struct Softmax {
@@ -84,10 +84,10 @@ struct Softmax {
         factor(is_plain ? a.scale * kLog2E : kLog2E) {}
 
   // Returns the scores of products: with all but the factor.
-  Vec score(const Attention& a, Vec product, Vec slope, Vec distance) const {
-    if (is_plain) return product;
-    Vec score = product * splat(a.scale);
-    if (a.softcap > 0.0f) score = capped(a, score);
+  Vec score(const Attention& a, Vec raw_score, Vec slope, Vec distance) const {
+    if (is_plain) return raw_score;
+    Vec score = raw_score * splat(a.scale);
+    if (a.softcap > 0.0f) score = cap_scores(a, score);
     return multiply_add(slope, distance, score);
   }
 };
@@ -95,28 +95,28 @@ struct Softmax {
 // Holds up to 16 query heads, one in each lane: their positions, what they see, and the largest
 // score so far, as a logarithm.
 struct Block {
-  Vec most, slope, own;
+  Vec max_scores, slope, positions;
   Int first, last;
   int count;
   int64_t begin, end;                // what any of them sees
   int64_t begin_of_all, end_of_all;  // what all of them see
 
   // Adds a head; the first one begins the block.
-  void add(const Attention& a, const Unit& unit, int64_t head, int place) {
-    if (place == 0) begin = begin_of_all = unit.first, end = end_of_all = unit.last + 1;
+  void add(const Attention& a, const Unit& unit, int64_t head, int index) {
+    if (index == 0) begin = begin_of_all = unit.first, end = end_of_all = unit.last + 1;
     begin = std::min(begin, unit.first);
     end = std::max(end, unit.last + 1);
     begin_of_all = std::max(begin_of_all, unit.first);
     end_of_all = std::min(end_of_all, unit.last + 1);
     // Lanes without a head see what the last one sees.
-    for (int lane = place; lane < kLanes; ++lane) {
-      most[lane] = a.sinks ? std::max(a.sinks[head] * kLog2E, kLowest) : kLowest;
+    for (int lane = index; lane < kLanes; ++lane) {
+      max_scores[lane] = a.sinks ? std::max(a.sinks[head] * kLog2E, kLowest) : kLowest;
       slope[lane] = a.slopes ? a.slopes[head] : 0.0f;
-      own[lane] = static_cast<float>(unit.last);
+      positions[lane] = static_cast<float>(unit.last);
       first[lane] = static_cast<int32_t>(unit.first);
       last[lane] = static_cast<int32_t>(unit.last);
     }
-    count = place + 1;
+    count = index + 1;
   }
 };
 
@@ -163,7 +163,7 @@ bool read_values(const Attention& a, const Tile& tile, const char* pages, int64_
                ? _mm512_loadu_si512(pages + tile.slots[j] * page_stride + i * 32)
                : __m512i{};
   };
-  __m512i most = {};
+  __m512i maxima = {};
   for (int half = tile.begin / kHalf; half * kHalf < tile.end; ++half)
     for (int64_t i = 0; i < vecs; i += 2) {
       Vec* const to = values + (half * vecs + i) * kRowsOfTile;
@@ -174,12 +174,12 @@ bool read_values(const Attention& a, const Tile& tile, const char* pages, int64_
         to[kRowsOfTile + pair] = (Vec)_mm512_unpackhi_epi16(low, high);
         if (kAreFew) continue;
         const __m512i sizes = _mm512_set1_epi16(0x7fff);
-        most = _mm512_max_epu16(most, _mm512_and_si512(low, sizes));
-        most = _mm512_max_epu16(most, _mm512_and_si512(high, sizes));
+        maxima = _mm512_max_epu16(maxima, _mm512_and_si512(low, sizes));
+        maxima = _mm512_max_epu16(maxima, _mm512_and_si512(high, sizes));
       }
       if (!kAreFew) transpose(to), transpose(to + kRowsOfTile);
     }
-  return _mm512_cmpge_epu16_mask(most, _mm512_set1_epi16(0x7f80)) == 0;
+  return _mm512_cmpge_epu16_mask(maxima, _mm512_set1_epi16(0x7f80)) == 0;
 }
 
 // Computes the products of the query heads of a block with the positions from `begin` to `end`.
@@ -203,30 +203,30 @@ JAXPAGE_AMX inline void multiply(const Attention& a, const Vec* keys, const Vec*
 
 // Makes weights of the scores of few heads, [16 heads, words of a tile].
 JAXPAGE_AMX void weigh_few(const Attention& a, const Softmax& softmax, Block& block, int64_t start,
-                           int begin, int end, Vec* products, Vec* made, Vec* sums) {
+                           int begin, int end, Vec* raw_scores, Vec* weights, Vec* sums) {
   const int64_t vecs = a.value_width / kLanes + 1;
-  for (int j = begin; j < end; j += kLanes) transpose(products + j);
+  for (int j = begin; j < end; j += kLanes) transpose(raw_scores + j);
   for (int h = 0; h < block.count; ++h) {
-    Vec scores[kVecsOfTile], largest_of = splat(-kInfinity);
+    Vec scores[kVecsOfTile], largest_lanes = splat(-kInfinity);
     for (int j = begin, i = 0; j < end; j += kLanes, ++i) {
-      const Vec position = splat(static_cast<float>(start + j)) + ascending();
-      const Int lane = to_int(ascending()) + static_cast<int32_t>(start + j);
+      const Vec position = splat(static_cast<float>(start + j)) + lane_indices();
+      const Int lane = to_int(lane_indices()) + static_cast<int32_t>(start + j);
       const Int is_seen = (lane >= block.first[h]) & (lane <= block.last[h]);
-      scores[i] =
-          softmax.score(a, products[j + h], splat(block.slope[h]), position - splat(block.own[h]));
+      scores[i] = softmax.score(a, raw_scores[j + h], splat(block.slope[h]),
+                                position - splat(block.positions[h]));
       scores[i] = select(is_seen, scores[i], splat(-kInfinity));
-      largest_of = larger(scores[i], largest_of);
+      largest_lanes = max_lanes(scores[i], largest_lanes);
     }
-    const float before = block.most[h], score = largest(largest_of) * softmax.factor,
-                most = score > before + kStep ? score : before;
-    block.most[h] = most;
-    const float correction = rough_power_of_two(splat(before - most))[0];
+    const float before = block.max_scores[h], score = max_lane(largest_lanes) * softmax.factor,
+                max_score = score > before + kStep ? score : before;
+    block.max_scores[h] = max_score;
+    const float correction = rough_power_of_two(splat(before - max_score))[0];
     for (int64_t i = 0; i < vecs && correction != 1.0f; ++i)
       sums[h * vecs + i] *= splat(correction);
     const Vec factor = splat(softmax.factor);
     for (int j = begin, i = 0; j < end; j += kHalf, i += 2)
-      made[j / 2 + h] = weights_of(multiply_add(scores[i], factor, splat(-most)),
-                                   multiply_add(scores[i + 1], factor, splat(-most)));
+      weights[j / 2 + h] = make_weights(multiply_add(scores[i], factor, splat(-max_score)),
+                                        multiply_add(scores[i + 1], factor, splat(-max_score)));
   }
 }
 
@@ -295,27 +295,27 @@ JAXPAGE_AMX void weigh_many(const Attention& a, const Softmax& softmax, Block& b
       const Int position = Int{} + static_cast<int32_t>(start + j);
       const Int is_seen = (position >= block.first) & (position <= block.last);
       const Vec score = softmax.score(a, scores[j], block.slope,
-                                      splat(static_cast<float>(start + j)) - block.own);
+                                      splat(static_cast<float>(start + j)) - block.positions);
       scores[j] = select(is_seen, score, splat(-kInfinity));
     }
-  Vec most[4];
-  for (int i = 0; i < 4; ++i) most[i] = splat(-kInfinity);
+  Vec maxima[4];
+  for (int i = 0; i < 4; ++i) maxima[i] = splat(-kInfinity);
   for (int j = begin; j < end; j += 4)
-    for (int i = 0; i < 4; ++i) most[i] = larger(scores[j + i], most[i]);
-  for (int i = 0; i < 2; ++i) most[i] = larger(most[i], most[i + 2]);
-  const Vec factor = splat(softmax.factor), before = block.most,
-            score = larger(most[0], most[1]) * factor;
+    for (int i = 0; i < 4; ++i) maxima[i] = max_lanes(scores[j + i], maxima[i]);
+  for (int i = 0; i < 2; ++i) maxima[i] = max_lanes(maxima[i], maxima[i + 2]);
+  const Vec factor = splat(softmax.factor), before = block.max_scores,
+            score = max_lanes(maxima[0], maxima[1]) * factor;
   const Int is_larger = score > before + splat(kStep);
   if (_mm512_movepi32_mask((__m512i)is_larger)) {
-    block.most = select(is_larger, score, before);
-    const Vec correction = rough_power_of_two(before - block.most);
+    block.max_scores = select(is_larger, score, before);
+    const Vec correction = rough_power_of_two(before - block.max_scores);
     for (int64_t i = 0; i <= a.value_width; ++i) sums[i] *= correction;
   }
-  const Vec offset = -block.most;
+  const Vec offset = -block.max_scores;
   for (int half = begin; half < end; half += kHalf)
     for (int j = half; j < half + kRowsOfTile; ++j)
-      weights[j - half / 2] = weights_of(multiply_add(scores[j], factor, offset),
-                                         multiply_add(scores[j + kRowsOfTile], factor, offset));
+      weights[j - half / 2] = make_weights(multiply_add(scores[j], factor, offset),
+                                           multiply_add(scores[j + kRowsOfTile], factor, offset));
 }
 
 // Stores the result of a head: its sums by that of its weights.
@@ -385,7 +385,7 @@ JAXPAGE_AMX bool attend_heads(const Attention& a, const Unit* units, int num_tok
   // By its address: that of a thread's own variable would be asked for again and again.
   static thread_local const std::unique_ptr<Scratch> of_thread(new Scratch);
   Scratch& scratch = *of_thread;
-  const Unit all = all_of(units, num_tokens);
+  const Unit all = join_units(units, num_tokens);
   const Softmax softmax(a);
   const int per_token = static_cast<int>(a.num_heads / a.num_kv_heads),
             num_heads = num_tokens * per_token,
@@ -399,25 +399,25 @@ JAXPAGE_AMX bool attend_heads(const Attention& a, const Unit* units, int num_tok
   scratch.values.resize(2 * vecs * kRowsOfTile);
   scratch.keys.resize(kTile * words / kLanes);
   for (Vec& each : scratch.ones) each = as_float(Bits{} + 0x3f803f80u);
-  // Calls run(block, place in it, unit, head) for each query head.
+  // Calls run(block, index in it, unit, head) for each query head.
   const auto for_each_head = [&](const auto& run) {
     for (int kv = 0; kv < num_kv_heads; ++kv)
       for (int i = 0; i < num_heads; ++i)
         run(kv * num_blocks + i / kRowsOfTile, i % kRowsOfTile, units[i / per_token],
             (all.kv_begin + kv) * per_token + i % per_token);
   };
-  for_each_head([&](int block, int place, const Unit& unit, int64_t head) {
-    scratch.blocks[block].add(a, unit, head, place);
+  for_each_head([&](int block, int index, const Unit& unit, int64_t head) {
+    scratch.blocks[block].add(a, unit, head, index);
     Vec* const sums = scratch.sums.data() + block * sums_of_block;
-    if (a.sinks && kAreFew) sums[place * (vecs + 1) + vecs] = splat(1.0f);
-    if (a.sinks && !kAreFew) sums[a.value_width][place] = 1.0f;
+    if (a.sinks && kAreFew) sums[index * (vecs + 1) + vecs] = splat(1.0f);
+    if (a.sinks && !kAreFew) sums[a.value_width][index] = 1.0f;
     const char* from = static_cast<const char*>(a.q) + (unit.token * a.num_heads + head) * width;
     for (int64_t k = 0; k < words; k += kRowsOfTile)
-      scratch.queries[block * words + k + place] = raw_at<Vec>(from + k * 4);
+      scratch.queries[block * words + k + index] = raw_at<Vec>(from + k * 4);
   });
   for (int64_t k = 0; k < num_kv_heads * num_blocks * words; k += kRowsOfTile)
     transpose(scratch.queries.data() + k);
-  const Configured configured(kAreFew, num_heads);
+  const TileConfig configured(kAreFew, num_heads);
   Tile tile;
   for (int64_t position = all.first / kTile * kTile; position <= all.last; position += kTile) {
     tile.find(a, all, position);
@@ -439,16 +439,16 @@ JAXPAGE_AMX bool attend_heads(const Attention& a, const Unit* units, int num_tok
                            scratch);
     }
   }
-  for_each_head([&](int block, int place, const Unit& unit, int64_t head) {
+  for_each_head([&](int block, int index, const Unit& unit, int64_t head) {
     Vec* const sums = scratch.sums.data() + block * sums_of_block;
     const int64_t at = (unit.token * a.num_heads + head) * a.value_width;
     if (kAreFew) {
-      const Vec* const first = sums + place * (vecs + 1);
+      const Vec* const first = sums + index * (vecs + 1);
       store_head(a, first, 1, first[vecs], at);
       return;
     }
-    for (int64_t i = 0; i < vecs && place == 0; ++i) transpose(sums + i * kRowsOfTile);
-    store_head(a, sums + place, kRowsOfTile, splat(sums[a.value_width][place]), at);
+    for (int64_t i = 0; i < vecs && index == 0; ++i) transpose(sums + i * kRowsOfTile);
+    store_head(a, sums + index, kRowsOfTile, splat(sums[a.value_width][index]), at);
   });
   return true;
 }

@@ -9,7 +9,7 @@ namespace jaxpage {
 constexpr int64_t kQueriesOfUnit = 384;
 
 // Letters as in pallas_kernels: T tokens, N query heads, K key/value heads, H head width.
-struct BothWays {
+struct Bidirectional {
   const float* q;  // [T, N, H]
   const float* k;  // [T, K, H]
   const float* v;
@@ -19,10 +19,10 @@ struct BothWays {
   int64_t reach;  // how far a token sees to both sides; -1: all of its text
 };
 
-struct BothWaysKernels {
+struct BidirectionalKernels {
   // The unit of work: the queries [first, last) of a head, at most kQueriesOfUnit, in the text
   // [begin, end).
-  void (*attend)(const BothWays&, int64_t begin, int64_t end, int64_t first, int64_t last,
+  void (*attend)(const Bidirectional&, int64_t begin, int64_t end, int64_t first, int64_t last,
                  int64_t head);
 };
 

@@ -20,7 +20,7 @@
 namespace jaxpage {
 
 namespace JAXPAGE_ISA {
-extern const BothWaysKernels kBothWays;
+extern const BidirectionalKernels kBidirectional;
 extern const Kernels kKernels;
 extern const PackedKernels kPacked;
 extern const RowKernels kRows;
@@ -30,8 +30,8 @@ namespace {
 
 namespace ffi = xla::ffi;
 
-bool type_of(ffi::DataType given, bool is_page, Type* type) {
-  switch (given) {
+bool type_of(ffi::DataType element_type, bool is_page, Type* type) {
+  switch (element_type) {
     case ffi::DataType::F32: *type = Type::kF32; return true;
     case ffi::DataType::BF16: *type = Type::kBF16; return true;
     case ffi::DataType::F16: *type = Type::kF16; return true;
@@ -49,9 +49,9 @@ constexpr int64_t kSumsInCache = 400'000;  // bytes of queries and sums
 using Pages = ffi::Result<ffi::AnyBuffer>;
 using Scales = ffi::Result<ffi::Buffer<ffi::F32>>;
 
-// The best instructions for words of this type that the processor has and the kernels are built
-// for.
-Instructions best(Type type) {
+// Returns the best instructions for words of this type that the processor has and the kernels are
+// built for.
+Instructions best_instructions(Type type) {
 #if defined(__AVX512F__) && defined(__linux__)
   if (type == Type::kBF16 ? !__builtin_cpu_supports("avx512bf16")
                           : type != Type::kI8 || !__builtin_cpu_supports("avx512vnni"))
@@ -70,12 +70,13 @@ Instructions best(Type type) {
 }
 
 // Reads the pages, behind the writes of `slots` where there are any.
-ffi::Error run(ffi::ThreadPool& pool, Attention& a, ffi::AnyBuffer& q, ffi::AnyBuffer& k_pages,
-               ffi::Buffer<ffi::F32>& k_scale, ffi::Buffer<ffi::F32>& v_scale, int64_t num_written,
-               ffi::Buffer<ffi::S32>& block_table, ffi::Buffer<ffi::S32>& context_len,
-               ffi::Buffer<ffi::S32>& query_start, ffi::Buffer<ffi::PRED>& tree_mask,
-               ffi::Buffer<ffi::S32>& last_seen, ffi::Buffer<ffi::F32>& sinks,
-               ffi::Buffer<ffi::F32>& slopes, ffi::AnyBuffer& out) {
+ffi::Error run_attention(ffi::ThreadPool& pool, Attention& a, ffi::AnyBuffer& q,
+                         ffi::AnyBuffer& k_pages, ffi::Buffer<ffi::F32>& k_scale,
+                         ffi::Buffer<ffi::F32>& v_scale, int64_t num_written,
+                         ffi::Buffer<ffi::S32>& block_table, ffi::Buffer<ffi::S32>& context_len,
+                         ffi::Buffer<ffi::S32>& query_start, ffi::Buffer<ffi::PRED>& tree_mask,
+                         ffi::Buffer<ffi::S32>& last_seen, ffi::Buffer<ffi::F32>& sinks,
+                         ffi::Buffer<ffi::F32>& slopes, ffi::AnyBuffer& out) {
   if (!type_of(q.element_type(), false, &a.query_type) ||
       !type_of(k_pages.element_type(), true, &a.page_type))
     return ffi::Error::InvalidArgument("the types of queries or pages are not known here");
@@ -118,9 +119,9 @@ ffi::Error run(ffi::ThreadPool& pool, Attention& a, ffi::AnyBuffer& q, ffi::AnyB
   if (num_queries > a.num_tokens) num_queries = a.num_tokens;
   const bool is_paired = a.query_type == Type::kBF16 && a.page_type == Type::kBF16 &&
                          a.head_dim % 32 == 0 && a.value_width % 32 == 0;
-  a.with_tiles = is_paired && best(Type::kBF16) == kTiles;
+  a.with_tiles = is_paired && best_instructions(Type::kBF16) == kTiles;
   const Kernels& k = JAXPAGE_ISA::kKernels;
-  in_parallel(pool, num_written, 16, [&](int64_t token) { k.write(a, token); });
+  run_in_parallel(pool, num_written, 16, [&](int64_t token) { k.write(a, token); });
   const int64_t item = a.num_heads * a.value_width * (a.query_type == Type::kF32 ? 4 : 2);
   std::memset(static_cast<char*>(a.out) + num_queries * item, 0,
               (a.num_tokens - num_queries) * item);  // padding
@@ -133,39 +134,43 @@ ffi::Error run(ffi::ThreadPool& pool, Attention& a, ffi::AnyBuffer& q, ffi::AnyB
   const int64_t heads_of_thread = num_queries * a.num_kv_heads / (2 * pool.num_threads());
   const int64_t side_by_side =
       std::clamp<int64_t>(std::min(heads_in_cache, heads_of_thread), 1, a.num_kv_heads);
-  const auto up = [](int64_t count, int64_t divisor) { return (count + divisor - 1) / divisor; };
+  const auto ceil_divide = [](int64_t count, int64_t divisor) {
+    return (count + divisor - 1) / divisor;
+  };
   // Tiles read keys and values once for all queries of a unit, whose sums stay in the second cache.
   const int64_t bytes_of_query = group_size * (4 * a.value_width + 2 * a.head_dim);
-  const auto of_tiles = [&](int64_t queries) {
-    const int64_t of_thread = up(queries * a.num_kv_heads, 2 * pool.num_threads());
-    return std::clamp<int64_t>(std::min(kSumsInCache / bytes_of_query, up(of_thread, 16) * 16), 1,
-                               kTokensOfTiles);
+  const auto tokens_of_tiles = [&](int64_t queries) {
+    const int64_t of_thread = ceil_divide(queries * a.num_kv_heads, 2 * pool.num_threads());
+    return std::clamp<int64_t>(
+        std::min(kSumsInCache / bytes_of_query, ceil_divide(of_thread, 16) * 16), 1,
+        kTokensOfTiles);
   };
-  const auto of_chunk = [&](int64_t queries) -> int64_t {
+  const auto tokens_of_chunk = [&](int64_t queries) -> int64_t {
     if (a.tree_mask) return 1;
-    return a.with_tiles ? of_tiles(queries) : std::max<int64_t>(1, kHeadsOfChunk / group_size);
+    return a.with_tiles ? tokens_of_tiles(queries)
+                        : std::max<int64_t>(1, kHeadsOfChunk / group_size);
   };
   // Tiles share already what two queries read.
   const int64_t few = a.with_tiles && !a.tree_mask ? 2 : kQueriesOfChunk;
   const auto heads_of_unit = [&](int64_t queries) { return queries < few ? side_by_side : 1; };
   const auto queries_of_unit = [&](int64_t queries) {
-    return queries < few ? 1 : of_chunk(queries);
+    return queries < few ? 1 : tokens_of_chunk(queries);
   };
   std::vector<int64_t> first_query(a.num_rows + 1), first_unit(a.num_rows + 1);
   for (int64_t row = 0; row < a.num_rows; ++row) {
     first_query[row + 1] = std::min<int64_t>(a.query_start[row + 1], num_queries);
     const int64_t queries = first_query[row + 1] - first_query[row];
-    first_unit[row + 1] = first_unit[row] + up(queries, queries_of_unit(queries)) *
-                                                up(a.num_kv_heads, heads_of_unit(queries));
+    first_unit[row + 1] = first_unit[row] + ceil_divide(queries, queries_of_unit(queries)) *
+                                                ceil_divide(a.num_kv_heads, heads_of_unit(queries));
   }
-  in_parallel(pool, first_unit[a.num_rows], 1, [&](int64_t unit) {
+  run_in_parallel(pool, first_unit[a.num_rows], 1, [&](int64_t unit) {
     const int64_t row =
         std::upper_bound(first_unit.begin(), first_unit.end(), unit) - first_unit.begin() - 1;
     const int64_t queries = first_query[row + 1] - first_query[row], heads = heads_of_unit(queries),
                   at_once = queries_of_unit(queries);
-    const int64_t own = unit - first_unit[row], of_head = up(queries, at_once),
-                  kv_begin = own / of_head * heads;
-    const int64_t query = own % of_head * at_once, token = first_query[row] + query;
+    const int64_t unit_of_row = unit - first_unit[row], of_head = ceil_divide(queries, at_once),
+                  kv_begin = unit_of_row / of_head * heads;
+    const int64_t query = unit_of_row % of_head * at_once, token = first_query[row] + query;
     if (at_once > 1) k.attend_chunk(a, row, token, std::min(at_once, queries - query), kv_begin);
     else k.attend(a, row, token, kv_begin, std::min(kv_begin + heads, a.num_kv_heads));
   });
@@ -201,8 +206,8 @@ ffi::Error write_and_attend(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuff
   a.window = window;
   a.chunk = chunk;
   a.value_width = value_width;
-  return run(pool, a, q, k_in, k_scale_in, v_scale_in, slots.element_count(), block_table,
-             context_len, query_start, tree_mask, last_seen, sinks, slopes, *out);
+  return run_attention(pool, a, q, k_in, k_scale_in, v_scale_in, slots.element_count(), block_table,
+                       context_len, query_start, tree_mask, last_seen, sinks, slopes, *out);
 }
 
 ffi::Error attend(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k_pages,
@@ -221,8 +226,8 @@ ffi::Error attend(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k_pages
   a.window = window;
   a.chunk = chunk;
   a.value_width = value_width;
-  return run(pool, a, q, k_pages, k_scale, v_scale, 0, block_table, context_len, query_start,
-             tree_mask, last_seen, sinks, slopes, *out);
+  return run_attention(pool, a, q, k_pages, k_scale, v_scale, 0, block_table, context_len,
+                       query_start, tree_mask, last_seen, sinks, slopes, *out);
 }
 
 ffi::Error attend_bidirectional(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> q,
@@ -230,7 +235,7 @@ ffi::Error attend_bidirectional(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> q,
                                 ffi::Buffer<ffi::S32> segments,
                                 ffi::Result<ffi::Buffer<ffi::F32>> out, float scale,
                                 int64_t reach) {
-  BothWays a{};
+  Bidirectional a{};
   const auto qd = q.dimensions(), kd = k.dimensions(), vd = v.dimensions();
   if (qd.size() != 3 || kd.size() != 3 || vd.size() != 3 || kd[1] == 0 || qd[1] % kd[1] ||
       qd[0] != kd[0] || qd[2] != kd[2] || kd[1] != vd[1] || vd[0] != kd[0] || vd[2] != kd[2] ||
@@ -251,7 +256,7 @@ ffi::Error attend_bidirectional(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> q,
   };
   std::vector<Unit> units;
   const int32_t* segment = segments.typed_data();
-  int64_t most_numbers = 1;
+  int64_t max_numbers = 1;
   for (int64_t begin = 0, end; begin < qd[0]; begin = end) {
     for (end = begin + 1; end < qd[0] && segment[end] == segment[begin];) ++end;
     if (segment[begin] < 0) {
@@ -259,23 +264,23 @@ ffi::Error attend_bidirectional(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> q,
       std::memset(a.out + begin * width, 0, (end - begin) * width * sizeof(float));
       continue;
     }
-    most_numbers = std::max(most_numbers, (end - begin) * a.head_dim);
+    max_numbers = std::max(max_numbers, (end - begin) * a.head_dim);
     for (int64_t first = begin; first < end; first += kQueriesOfUnit)
       for (int64_t head = 0; head < a.num_heads; ++head)
         units.push_back({begin, end, first, std::min(first + kQueriesOfUnit, end), head});
   }
   const int64_t count = units.size();
   const int64_t at_once = std::clamp<int64_t>(
-      std::min(kNumbersOfUnit / most_numbers, count / (4 * pool.num_threads())), 1, 16);
-  in_parallel(pool, count, at_once, [&](int64_t index) {
+      std::min(kNumbersOfUnit / max_numbers, count / (4 * pool.num_threads())), 1, 16);
+  run_in_parallel(pool, count, at_once, [&](int64_t index) {
     const Unit& unit = units[index];
-    JAXPAGE_ISA::kBothWays.attend(a, unit.begin, unit.end, unit.first, unit.last, unit.head);
+    JAXPAGE_ISA::kBidirectional.attend(a, unit.begin, unit.end, unit.first, unit.last, unit.head);
   });
   return ffi::Error::Success();
 }
 
 // A product, and where the weights of its groups are.
-struct Product {
+struct Matmul {
   Packed p;
   // The weight, the scales and the zeros of a group are so many bytes after those of the one
   // before.
@@ -287,7 +292,7 @@ struct Product {
 
 // Holds the words that products multiply by, of one product after the other, for the thread that
 // calls.
-class Prepared {
+class InputBuffers {
  public:
   // Makes room for the rows of a product, before any memory is given.
   void reserve(const Packed& p) {
@@ -321,18 +326,20 @@ class Prepared {
   std::vector<int32_t> sums_;
 };
 
-Prepared& prepared() {
-  static thread_local Prepared of_thread;
+InputBuffers& input_buffers() {
+  static thread_local InputBuffers of_thread;
   return of_thread;
 }
 
 // Adds the phases in which rows are multiplied.
-void add_phases(Product m, std::vector<Phase>& phases) {
+void add_phases(Matmul m, std::vector<Phase>& phases) {
   Packed& p = m.p;
-  prepared().add_phase(p, phases);
+  input_buffers().add_phase(p, phases);
   const PackedKernels& k = JAXPAGE_ISA::kPacked;
-  const auto up = [](int64_t count, int64_t divisor) { return (count + divisor - 1) / divisor; };
-  const int64_t num_panels = up(p.num_out, kOutputsOfPanel);
+  const auto ceil_divide = [](int64_t count, int64_t divisor) {
+    return (count + divisor - 1) / divisor;
+  };
+  const int64_t num_panels = ceil_divide(p.num_out, kOutputsOfPanel);
   struct Group {
     int64_t index, row, end_row, end_unit;
   };
@@ -340,7 +347,7 @@ void add_phases(Product m, std::vector<Phase>& phases) {
   int64_t row = 0, num_units = 0;
   for (int64_t index = 0; index < m.num_groups; ++index) {
     const int64_t end = m.counts ? std::clamp(row + m.counts[index], row, p.num_rows) : p.num_rows;
-    num_units += up(end - row, kRowsAtOnce) * up(num_panels, k.panels_at_once);
+    num_units += ceil_divide(end - row, kRowsAtOnce) * ceil_divide(num_panels, k.panels_at_once);
     if (end > row) groups.push_back({index, row, end, num_units});
     row = end;
   }
@@ -348,36 +355,36 @@ void add_phases(Product m, std::vector<Phase>& phases) {
   std::memset(static_cast<char*>(p.out) + row * bytes_of_result, 0,
               (p.num_rows - row) * bytes_of_result);
   // Units of the same panels are neighbours, so that a thread reads these once.
-  phases.push_back({num_units, 1, [m, k, num_panels, up, groups = std::move(groups)](int64_t unit) {
-                      auto group = groups.begin();
-                      while (group->end_unit <= unit) ++group;
-                      const int64_t blocks = up(group->end_row - group->row, kRowsAtOnce);
-                      if (group != groups.begin()) unit -= (group - 1)->end_unit;
-                      const int64_t row = group->row + unit % blocks * kRowsAtOnce,
-                                    panel = unit / blocks * k.panels_at_once;
-                      const auto after = [&](const void* array, int64_t bytes) {
-                        return array ? static_cast<const char*>(array) + group->index * bytes
-                                     : nullptr;
-                      };
-                      Packed own = m.p;
-                      own.panels = after(own.panels, m.bytes_of_group);
-                      own.scale = after(own.scale, m.bytes_of_scales);
-                      own.minimum = after(own.minimum, m.bytes_of_scales);
-                      own.zero = after(own.zero, m.bytes_of_zeros);
-                      k.multiply(own, row, std::min(row + kRowsAtOnce, group->end_row), panel,
-                                 std::min(panel + k.panels_at_once, num_panels));
-                    }});
+  phases.push_back(
+      {num_units, 1, [m, k, num_panels, ceil_divide, groups = std::move(groups)](int64_t unit) {
+         auto group = groups.begin();
+         while (group->end_unit <= unit) ++group;
+         const int64_t blocks = ceil_divide(group->end_row - group->row, kRowsAtOnce);
+         if (group != groups.begin()) unit -= (group - 1)->end_unit;
+         const int64_t row = group->row + unit % blocks * kRowsAtOnce,
+                       panel = unit / blocks * k.panels_at_once;
+         const auto after = [&](const void* array, int64_t bytes) {
+           return array ? static_cast<const char*>(array) + group->index * bytes : nullptr;
+         };
+         Packed group_packed = m.p;
+         group_packed.panels = after(group_packed.panels, m.bytes_of_group);
+         group_packed.scale = after(group_packed.scale, m.bytes_of_scales);
+         group_packed.minimum = after(group_packed.minimum, m.bytes_of_scales);
+         group_packed.zero = after(group_packed.zero, m.bytes_of_zeros);
+         k.multiply(group_packed, row, std::min(row + kRowsAtOnce, group->end_row), panel,
+                    std::min(panel + k.panels_at_once, num_panels));
+       }});
 }
 
 // Rows of numbers, as an operation reads them.
-struct Numbers {
+struct Matrix {
   ffi::DataType type;
   const void* data;
   int64_t num_rows, width;
 };
 
 // Gives a product its inputs. Those of bfloat16 may be multiplied in float32.
-bool read_inputs(Packed& p, const Numbers& x, bool in_float32) {
+bool read_inputs(Packed& p, const Matrix& x, bool in_float32) {
   p.num_rows = x.num_rows;
   p.num_in = x.width;
   p.x = x.data;
@@ -389,7 +396,7 @@ bool read_inputs(Packed& p, const Numbers& x, bool in_float32) {
 }
 
 // Describes a product with a weight in panels whose scales are of outputs.
-ffi::Error read_packed(Product& m, const Numbers& x, const ffi::AnyBuffer& panels,
+ffi::Error read_packed(Matmul& m, const Matrix& x, const ffi::AnyBuffer& panels,
                        const ffi::AnyBuffer& scale, ffi::AnyBuffer& out, int64_t instructions) {
   Packed& p = m.p;
   const auto pd = panels.dimensions(), od = out.dimensions();
@@ -398,7 +405,7 @@ ffi::Error read_packed(Product& m, const Numbers& x, const ffi::AnyBuffer& panel
       p.type == Type::kF8 || !read_inputs(p, x, p.type != Type::kBF16) ||
       (p.narrow && p.type == Type::kF32) ||
       (!p.out_is_float && out.element_type() != ffi::DataType::BF16) ||
-      scale.element_type() != ffi::DataType::F32 || instructions > best(p.type))
+      scale.element_type() != ffi::DataType::F32 || instructions > best_instructions(p.type))
     return ffi::Error::InvalidArgument("no kernel for a product of these types");
   const int64_t numbers = p.type == Type::kF32 ? 1 : p.type == Type::kBF16 ? 2 : 4;
   if (od.size() != 2 || pd.size() != 5 || od[0] != x.num_rows || pd[3] != kOutputsOfPanel ||
@@ -420,10 +427,11 @@ ffi::Error read_packed(Product& m, const Numbers& x, const ffi::AnyBuffer& panel
 
 // Describes a product with codes in panels. Scales, zeros and minima are in panels as codes are;
 // with `scale_row`, which all groups share, they are as they were.
-ffi::Error read_coded(Product& m, const Numbers& x, const ffi::AnyBuffer& panels,
+ffi::Error read_coded(Matmul& m, const Matrix& x, const ffi::AnyBuffer& panels,
                       const ffi::AnyBuffer& scale, const ffi::AnyBuffer& zero,
                       const ffi::AnyBuffer& minimum, const ffi::Buffer<ffi::S32>* scale_row,
-                      ffi::AnyBuffer& out, Code code, int64_t group_size, int64_t instructions) {
+                      ffi::AnyBuffer& out, CodeFormat code, int64_t group_size,
+                      int64_t instructions) {
   Packed& p = m.p;
   const auto pd = panels.dimensions(), sd = scale.dimensions(), od = out.dimensions();
   if (od.size() != 2 || pd.size() != 5 || sd.size() < 3)
@@ -433,11 +441,11 @@ ffi::Error read_coded(Product& m, const Numbers& x, const ffi::AnyBuffer& panels
   p.group_size = group_size;
   p.num_out = od[1];
   p.num_groups = scale_row ? sd[sd.size() - 1] : sd[2];
-  const int64_t codes = p.code == Code::kInt4 || p.code == Code::kFloat4 ? 2 : 1;
+  const int64_t codes = p.code == CodeFormat::kInt4 || p.code == CodeFormat::kFloat4 ? 2 : 1;
   p.out_is_float = out.element_type() == ffi::DataType::F32;
   if (!type_of(scale.element_type(), false, &p.scale_type) ||
       minimum.element_type() != scale.element_type() || zero.element_type() != ffi::DataType::F32 ||
-      (scale_row && p.scale_type != Type::kF32) || instructions > best(Type::kBF16) ||
+      (scale_row && p.scale_type != Type::kF32) || instructions > best_instructions(Type::kBF16) ||
       !read_inputs(p, x, !instructions) ||
       (!p.out_is_float && out.element_type() != ffi::DataType::BF16))
     return ffi::Error::InvalidArgument("no kernel for a product of these types");
@@ -468,12 +476,12 @@ ffi::Error read_coded(Product& m, const Numbers& x, const ffi::AnyBuffer& panels
 }
 
 // Multiplies rows by the weight of their group. Without counts there is one group.
-ffi::Error multiply(ffi::ThreadPool& pool, Product& m, const ffi::Buffer<ffi::S32>& counts) {
+ffi::Error multiply(ffi::ThreadPool& pool, Matmul& m, const ffi::Buffer<ffi::S32>& counts) {
   const size_t num_counts = counts.element_count();
   if (num_counts ? num_counts != static_cast<size_t>(m.num_groups) : m.num_groups != 1)
     return ffi::Error::InvalidArgument("the shapes of a weight in panels do not fit");
   m.counts = num_counts ? counts.typed_data() : nullptr;
-  prepared().reserve(m.p);
+  input_buffers().reserve(m.p);
   std::vector<Phase> phases;
   add_phases(m, phases);
   run_phases(pool, std::move(phases));
@@ -481,7 +489,7 @@ ffi::Error multiply(ffi::ThreadPool& pool, Product& m, const ffi::Buffer<ffi::S3
 }
 
 // Returns the rows of an array with two axes; an array with others has no rows that fit.
-Numbers numbers_of(const ffi::AnyBuffer& x) {
+Matrix as_matrix(const ffi::AnyBuffer& x) {
   const auto d = x.dimensions();
   return {x.element_type(), x.untyped_data(), d.size() == 2 ? d[0] : -1, d.size() == 2 ? d[1] : -1};
 }
@@ -490,9 +498,8 @@ ffi::Error multiply_packed(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffe
                            ffi::AnyBuffer scale, ffi::Buffer<ffi::F32> bias,
                            ffi::Buffer<ffi::S32> counts, ffi::Result<ffi::AnyBuffer> out,
                            int64_t instructions, int64_t activation) {
-  Product m{};
-  if (auto error = read_packed(m, numbers_of(x), panels, scale, *out, instructions);
-      error.failure())
+  Matmul m{};
+  if (auto error = read_packed(m, as_matrix(x), panels, scale, *out, instructions); error.failure())
     return error;
   if (bias.element_count() &&
       (bias.element_count() != static_cast<size_t>(m.p.num_out) || m.num_groups != 1))
@@ -507,10 +514,10 @@ ffi::Error multiply_coded(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer
                           ffi::Buffer<ffi::S32> scale_row, ffi::Buffer<ffi::S32> counts,
                           ffi::Result<ffi::AnyBuffer> out, int64_t code, int64_t group_size,
                           int64_t instructions) {
-  Product m{};
-  if (auto error = read_coded(m, numbers_of(x), panels, scale, zero, minimum,
+  Matmul m{};
+  if (auto error = read_coded(m, as_matrix(x), panels, scale, zero, minimum,
                               scale_row.element_count() ? &scale_row : nullptr, *out,
-                              static_cast<Code>(code), group_size, instructions);
+                              static_cast<CodeFormat>(code), group_size, instructions);
       error.failure())
     return error;
   return multiply(pool, m, counts);
@@ -519,7 +526,7 @@ ffi::Error multiply_coded(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer
 typedef void (*RowKernel)(const Rows&, int64_t row);
 
 // Gives rows their memory, of the same type before and after.
-ffi::Error give_memory(Rows& p, ffi::DataType type, const void* x, ffi::AnyBuffer& out) {
+ffi::Error set_arrays(Rows& p, ffi::DataType type, const void* x, ffi::AnyBuffer& out) {
   if (!type_of(type, false, &p.type) || p.type == Type::kF16 || out.element_type() != type)
     return ffi::Error::InvalidArgument("no kernel for rows of these types");
   p.x = x;
@@ -527,16 +534,16 @@ ffi::Error give_memory(Rows& p, ffi::DataType type, const void* x, ffi::AnyBuffe
   return ffi::Error::Success();
 }
 
-Phase phase_of(const Rows& p, RowKernel kernel, int64_t num_rows) {
+Phase make_phase(const Rows& p, RowKernel kernel, int64_t num_rows) {
   return {num_rows, std::max<int64_t>(1, kNumbersOfUnit / std::max<int64_t>(1, p.width)),
           [p, kernel](int64_t row) { kernel(p, row); }};
 }
 
-ffi::Error each_row(ffi::ThreadPool& pool, Rows& p, RowKernel kernel, int64_t num_rows,
+ffi::Error run_rows(ffi::ThreadPool& pool, Rows& p, RowKernel kernel, int64_t num_rows,
                     ffi::AnyBuffer& x, ffi::Result<ffi::AnyBuffer>& out) {
-  if (auto error = give_memory(p, x.element_type(), x.untyped_data(), *out); error.failure())
+  if (auto error = set_arrays(p, x.element_type(), x.untyped_data(), *out); error.failure())
     return error;
-  run_phases(pool, {phase_of(p, kernel, num_rows)});
+  run_phases(pool, {make_phase(p, kernel, num_rows)});
   return ffi::Error::Success();
 }
 
@@ -548,7 +555,7 @@ ffi::Error gate(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::Result<ffi::AnyBuff
     return ffi::Error::InvalidArgument("the shapes of gates do not fit");
   p.width = od[1];
   p.activation = static_cast<Activation>(activation);
-  return each_row(pool, p, JAXPAGE_ISA::kRows.gate, xd[0], x, out);
+  return run_rows(pool, p, JAXPAGE_ISA::kRows.gate, xd[0], x, out);
 }
 
 ffi::Error norm_rows(ffi::ThreadPool& pool, Rows& p, ffi::AnyBuffer& x, ffi::AnyBuffer& scale,
@@ -562,7 +569,7 @@ ffi::Error norm_rows(ffi::ThreadPool& pool, Rows& p, ffi::AnyBuffer& x, ffi::Any
   p.scale = scale.untyped_data();
   p.epsilon = epsilon;
   p.offset = offset;
-  return each_row(pool, p, JAXPAGE_ISA::kRows.rms_norm, xd[0], x, out);
+  return run_rows(pool, p, JAXPAGE_ISA::kRows.rms_norm, xd[0], x, out);
 }
 
 ffi::Error rms_norm(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer scale,
@@ -608,12 +615,12 @@ ffi::Error layer_norm(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer add
   p.bias = data(bias);
   p.epsilon = epsilon;
   p.offset = offset;
-  return each_row(pool, p, JAXPAGE_ISA::kRows.layer_norm, xd[0], x, out);
+  return run_rows(pool, p, JAXPAGE_ISA::kRows.layer_norm, xd[0], x, out);
 }
 
-ffi::Error turn_heads(ffi::ThreadPool& pool, Rows& p, int64_t num_tokens, ffi::AnyBuffer& x,
-                      ffi::Buffer<ffi::F32>& cos, ffi::Buffer<ffi::F32>& sin,
-                      ffi::Result<ffi::AnyBuffer>& out) {
+ffi::Error rotate_heads(ffi::ThreadPool& pool, Rows& p, int64_t num_tokens, ffi::AnyBuffer& x,
+                        ffi::Buffer<ffi::F32>& cos, ffi::Buffer<ffi::F32>& sin,
+                        ffi::Result<ffi::AnyBuffer>& out) {
   const auto cd = cos.dimensions(), od = out->dimensions();
   const int64_t heads_of_token = p.num_heads + 2 * p.num_keys;
   if (cd.size() != 2 || cd[0] != num_tokens || 2 * cd[1] > p.width ||
@@ -624,7 +631,7 @@ ffi::Error turn_heads(ffi::ThreadPool& pool, Rows& p, int64_t num_tokens, ffi::A
   p.num_pairs = cd[1];
   p.cos = cos.typed_data();
   p.sin = sin.typed_data();
-  return each_row(pool, p, JAXPAGE_ISA::kRows.rotate, num_tokens * heads_of_token, x, out);
+  return run_rows(pool, p, JAXPAGE_ISA::kRows.rotate, num_tokens * heads_of_token, x, out);
 }
 
 ffi::Error rotate(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::Buffer<ffi::F32> cos,
@@ -634,7 +641,7 @@ ffi::Error rotate(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::Buffer<ffi::F32> 
   if (xd.size() != 3) return ffi::Error::InvalidArgument("the shapes of a rotation do not fit");
   p.num_heads = xd[1];
   p.width = xd[2];
-  return turn_heads(pool, p, xd[0], x, cos, sin, out);
+  return rotate_heads(pool, p, xd[0], x, cos, sin, out);
 }
 
 ffi::Error split_and_rotate(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::Buffer<ffi::F32> cos,
@@ -653,7 +660,7 @@ ffi::Error split_and_rotate(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::Buffer<
   p.width = qd[2];
   p.keys = keys->untyped_data();
   p.values = values->untyped_data();
-  return turn_heads(pool, p, xd[0], x, cos, sin, queries);
+  return rotate_heads(pool, p, xd[0], x, cos, sin, queries);
 }
 
 // Names the operation of a stage, on the rows that the one before it made.
@@ -678,7 +685,7 @@ class Fusion {
  public:
   Fusion(const ffi::AnyBuffer& x, const ffi::RemainingArgs& args, const ffi::RemainingRets& rets,
          float epsilon, float offset)
-      : args_(args), rets_(rets), x_(numbers_of(x)), epsilon_(epsilon), offset_(offset) {}
+      : args_(args), rets_(rets), x_(as_matrix(x)), epsilon_(epsilon), offset_(offset) {}
 
   ffi::Error read(const Stage& stage) {
     const size_t operation = static_cast<size_t>(stage.operation);
@@ -687,31 +694,31 @@ class Fusion {
         next_ret_ + kNumRets[operation] > rets_.size())
       return ffi::Error::InvalidArgument("a fusion lacks arrays");
     ffi::AnyBuffer out = ret(kNumRets[operation] - 1);
-    if (auto error = stage.operation == Operation::kMultiply ? read_product(stage, out)
+    if (auto error = stage.operation == Operation::kMultiply ? read_matmul(stage, out)
                                                              : read_rows(stage, out);
         error.failure())
       return error;
     next_arg_ += kNumArgs[operation];
     next_ret_ += kNumRets[operation];
-    x_ = numbers_of(out);
+    x_ = as_matrix(out);
     return ffi::Error::Success();
   }
 
   // All products are prepared in the same memory, one after the other.
   std::vector<Phase> phases() const {
     for (const Part& part : parts_)
-      if (!part.kernel) prepared().reserve(part.product.p);
+      if (!part.kernel) input_buffers().reserve(part.matmul.p);
     std::vector<Phase> phases;
     for (const Part& part : parts_) {
-      if (part.kernel) phases.push_back(phase_of(part.rows, part.kernel, x_.num_rows));
-      else add_phases(part.product, phases);
+      if (part.kernel) phases.push_back(make_phase(part.rows, part.kernel, x_.num_rows));
+      else add_phases(part.matmul, phases);
     }
     return phases;
   }
 
  private:
   struct Part {
-    Product product;
+    Matmul matmul;
     Rows rows;
     RowKernel kernel;  // null for a product
   };
@@ -719,12 +726,12 @@ class Fusion {
   ffi::AnyBuffer arg(size_t i) const { return *args_.get<ffi::AnyBuffer>(next_arg_ + i); }
   ffi::AnyBuffer ret(size_t i) const { return **rets_.get<ffi::AnyBuffer>(next_ret_ + i); }
 
-  ffi::Error read_product(const Stage& stage, ffi::AnyBuffer& out) {
-    Product m{};
+  ffi::Error read_matmul(const Stage& stage, ffi::AnyBuffer& out) {
+    Matmul m{};
     const auto [code, group_size, instructions] = stage.numbers;
     if (auto error = code < 0 ? read_packed(m, x_, arg(0), arg(1), out, instructions)
                               : read_coded(m, x_, arg(0), arg(1), arg(2), arg(3), nullptr, out,
-                                           static_cast<Code>(code), group_size, instructions);
+                                           static_cast<CodeFormat>(code), group_size, instructions);
         error.failure())
       return error;
     if (m.num_groups != 1)
@@ -740,7 +747,7 @@ class Fusion {
     p.width = stage.operation == Operation::kGate ? x_.width / 2 : x_.width;
     p.epsilon = epsilon_;
     p.offset = offset_;
-    if (!are_rows(out, p.width))
+    if (!have_rows(out, p.width))
       return ffi::Error::InvalidArgument("the shapes of a fusion do not fit");
     if (stage.operation == Operation::kGate) {
       kernel = k.gate;
@@ -761,25 +768,25 @@ class Fusion {
     if (stage.operation == Operation::kAddAndNorm) {
       const ffi::AnyBuffer added = arg(0);
       ffi::AnyBuffer both = ret(0);
-      if (!are_rows(added, p.width) || !are_rows(both, p.width))
+      if (!have_rows(added, p.width) || !have_rows(both, p.width))
         return ffi::Error::InvalidArgument("the shapes of a sum do not fit");
       p.added = added.untyped_data();
       p.sum = sum_ = both.untyped_data();
       sum_width_ = p.width;
     }
     parts_.push_back({{}, p, kernel});
-    return give_memory(parts_.back().rows, x_.type, x_.data, out);
+    return set_arrays(parts_.back().rows, x_.type, x_.data, out);
   }
 
-  bool are_rows(const ffi::AnyBuffer& array, int64_t width) const {
-    const Numbers numbers = numbers_of(array);
+  bool have_rows(const ffi::AnyBuffer& array, int64_t width) const {
+    const Matrix numbers = as_matrix(array);
     return numbers.type == x_.type && numbers.num_rows == x_.num_rows && numbers.width == width;
   }
 
   ffi::RemainingArgs args_;
   ffi::RemainingRets rets_;
   size_t next_arg_ = 0, next_ret_ = 0;
-  Numbers x_;  // what the last stage made
+  Matrix x_;  // what the last stage made
   void* sum_ = nullptr;
   int64_t sum_width_ = 0;
   float epsilon_, offset_;
@@ -806,7 +813,7 @@ ffi::Error run_fusion(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::RemainingArgs
 }  // namespace
 
 extern "C" int jaxpage_instructions(bool of_int8) {
-  return best(of_int8 ? Type::kI8 : Type::kBF16);
+  return best_instructions(of_int8 ? Type::kI8 : Type::kBF16);
 }
 
 #define JAXPAGE_READ(binding)          \

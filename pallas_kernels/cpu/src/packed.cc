@@ -49,28 +49,29 @@ constexpr int64_t kWordsOfBlock = 1024;
 constexpr int64_t kTileWordsOfBlock = 256;
 
 // Reads a word of the weight. It has kSteps parts, which are added one after the other: `part`
-// gives one of them, `add` adds its product with x. As words of type Made they are read as parts.
+// gives one of them, `add` adds its product with x. As words of type PartWord they are read as
+// parts.
 struct FloatWord {
   typedef float X;
   typedef Floats Sum;
-  typedef FloatWord Made;
+  typedef FloatWord PartWord;
   static constexpr int kSteps = 1;
   static constexpr bool kHasTiles = false;
   static Words part(Words w, int) { return w; }
-  static Sum add(Sum sum, X x, Words w) { return add_product(each(x), (Floats)w, sum); }
+  static Sum add(Sum sum, X x, Words w) { return multiply_add_part(splat_part(x), (Floats)w, sum); }
 };
 
 // Reads two numbers of bfloat16, which are made float; x has been.
-struct PairWord : FloatWord {
+struct BFloat16Word : FloatWord {
   static constexpr int kSteps = 2;
   static Words part(Words w, int step) { return step ? w & 0xffff0000u : w << 16; }
 };
 
 // Reads two numbers of 16 bits.
-struct ShortsWord {
+struct Int16Word {
   typedef uint32_t X;
   typedef Ints Sum;
-  typedef ShortsWord Made;
+  typedef Int16Word PartWord;
   static constexpr int kSteps = 1;
   static constexpr bool kHasTiles = false;
   static Words part(Words w, int) { return w; }
@@ -87,7 +88,7 @@ struct ShortsWord {
 };
 
 // Reads four numbers of int8 as two pairs of 16 bits: the numbers 0 and 2, then 1 and 3.
-struct FourWord : ShortsWord {
+struct Int8Word : Int16Word {
   static constexpr int kSteps = 2;
   static Words part(Words w, int step) {
     typedef int16_t Shorts __attribute__((vector_size(kBytes)));
@@ -99,10 +100,10 @@ struct FourWord : ShortsWord {
 // Multiplies four numbers of int8 by one instruction. It takes one factor without a sign: w + 128,
 // which is w with its highest bit flipped. So a sum has 128 times that of x too much, which `store`
 // subtracts.
-struct FourDot {
+struct Int8Dot {
   typedef uint32_t X;
   typedef Ints Sum;
-  typedef FourDot Made;
+  typedef Int8Dot PartWord;
   static constexpr int kSteps = 1;
   static constexpr bool kHasTiles = true;
   static Words part(Words w, int) { return w ^ 0x80808080u; }
@@ -112,10 +113,10 @@ struct FourDot {
 };
 
 // Multiplies two numbers of bfloat16 by one instruction.
-struct PairDot {
+struct BFloat16Dot {
   typedef uint32_t X;
   typedef Floats Sum;
-  typedef PairDot Made;
+  typedef BFloat16Dot PartWord;
   static constexpr int kSteps = 1, kInputs = 2;
   static constexpr bool kHasTiles = true;
   static Words part(Words w, int) { return w; }
@@ -132,18 +133,18 @@ struct PairDot {
 constexpr int kWordsOfTile = 16, kRowsOfTile = 16;
 
 // The numbers of tiles are written into the instructions.
-#define JAXPAGE_ADD_TILES(sum, rows, weight)          \
-  if constexpr (std::is_same<Word, PairDot>::value) { \
-    _tile_dpbf16ps(sum, rows, weight);                \
-  } else {                                            \
-    _tile_dpbssd(sum, rows, weight);                  \
+#define JAXPAGE_ADD_TILES(sum, rows, weight)              \
+  if constexpr (std::is_same<Word, BFloat16Dot>::value) { \
+    _tile_dpbf16ps(sum, rows, weight);                    \
+  } else {                                                \
+    _tile_dpbssd(sum, rows, weight);                      \
   }
 
 // The rows of the tiles of this thread. They are set when they change, and let go at the end of a
 // unit: other code uses the registers, too.
 class TileRows {
  public:
-  // For `amx_square`; for `amx_tile` next_count is 0.
+  // For `multiply_amx_square`; for `multiply_amx_tile` next_count is 0.
   JAXPAGE_AMX void set(int count, int next_count) {
     if (count == count_ && next_count == next_count_) return;
     count_ = count;
@@ -195,11 +196,11 @@ JAXPAGE_AMX inline void store_sums(uint32_t* const (&sums)[4]) {
   }
 }
 
-// Does what `tile` does, for whole tiles of words.
+// Does what `multiply_tile` does, for whole tiles of words.
 template <typename Word, int kPanels>
-JAXPAGE_AMX void amx_tile(TileRows& tile_rows, int count, const uint32_t* x, int64_t num_words,
-                          const uint32_t* w, int64_t panel, int64_t begin, int64_t end,
-                          uint32_t* total) {
+JAXPAGE_AMX void multiply_amx_tile(TileRows& tile_rows, int count, const uint32_t* x,
+                                   int64_t num_words, const uint32_t* w, int64_t panel,
+                                   int64_t begin, int64_t end, uint32_t* total) {
   tile_rows.set(count, 0);
   uint32_t* const sums[4] = {total, total + kOutputsOfPanel, total + 2 * kOutputsOfPanel,
                              total + 3 * kOutputsOfPanel};
@@ -227,9 +228,9 @@ JAXPAGE_AMX void amx_tile(TileRows& tile_rows, int count, const uint32_t* x, int
 // Does the same for two tiles of rows and two panels: with four tiles of sums, each tile that is
 // loaded is used twice.
 template <typename Word>
-JAXPAGE_AMX void amx_square(TileRows& tile_rows, int count, int next_count, const uint32_t* x,
-                            int64_t num_words, const uint32_t* w, int64_t panel, int64_t begin,
-                            int64_t end, uint32_t* total) {
+JAXPAGE_AMX void multiply_amx_square(TileRows& tile_rows, int count, int next_count,
+                                     const uint32_t* x, int64_t num_words, const uint32_t* w,
+                                     int64_t panel, int64_t begin, int64_t end, uint32_t* total) {
   tile_rows.set(count, next_count);
   const uint32_t* next_x = x + count * num_words;
   uint32_t* next = total + count * kMaxColumns;
@@ -255,11 +256,11 @@ class TileRows {};
 
 // Reads the words of some panels, each of which begins `panel` words after the one before it. The
 // words that follow are fetched some time before: at the end of these panels, those of the next.
-struct Stored {
+struct WordReader {
   const uint32_t* first;
   int64_t panel, last_fetched, to_next;
 
-  Stored(const uint32_t* first, int64_t panel, int64_t num_words, int num_panels)
+  WordReader(const uint32_t* first, int64_t panel, int64_t num_words, int num_panels)
       : first(first),
         panel(panel),
         last_fetched(num_words - kWordsAhead),
@@ -277,8 +278,8 @@ struct Stored {
 
 // Adds products with some words of some panels to sums, which are in `total`.
 template <typename Word, int kRows, int kPanels, typename Source>
-JAXPAGE_DOT inline void tile(const typename Word::X* x, int64_t num_words, const Source& w,
-                             int64_t begin, int64_t end, uint32_t* total) {
+JAXPAGE_DOT inline void multiply_tile(const typename Word::X* x, int64_t num_words, const Source& w,
+                                      int64_t begin, int64_t end, uint32_t* total) {
   constexpr int kVectors = kPanels * kParts;
   typename Word::Sum sum[kRows][kVectors];
   for (int t = 0; t < kRows; ++t)
@@ -304,17 +305,17 @@ JAXPAGE_DOT inline void tile(const typename Word::X* x, int64_t num_words, const
       std::memcpy(total + t * kMaxColumns + v * kNativeLanes, &sum[t][v], kBytes);
 }
 
-// Calls `tile` with the number of rows as a constant, so that its sums are registers.
+// Calls `multiply_tile` with the number of rows as a constant, so that its sums are registers.
 template <typename Word, int kPanels, typename Source>
-JAXPAGE_DOT void rows(int count, const typename Word::X* x, int64_t num_words, const Source& w,
-                      int64_t begin, int64_t end, uint32_t* total) {
+JAXPAGE_DOT void multiply_rows(int count, const typename Word::X* x, int64_t num_words,
+                               const Source& w, int64_t begin, int64_t end, uint32_t* total) {
   switch (count) {
-    case 1: return tile<Word, 1, kPanels>(x, num_words, w, begin, end, total);
-    case 2: return tile<Word, 2, kPanels>(x, num_words, w, begin, end, total);
-    case 3: return tile<Word, 3, kPanels>(x, num_words, w, begin, end, total);
-    case 4: return tile<Word, 4, kPanels>(x, num_words, w, begin, end, total);
-    case 5: return tile<Word, 5, kPanels>(x, num_words, w, begin, end, total);
-    default: return tile<Word, kMaxRows, kPanels>(x, num_words, w, begin, end, total);
+    case 1: return multiply_tile<Word, 1, kPanels>(x, num_words, w, begin, end, total);
+    case 2: return multiply_tile<Word, 2, kPanels>(x, num_words, w, begin, end, total);
+    case 3: return multiply_tile<Word, 3, kPanels>(x, num_words, w, begin, end, total);
+    case 4: return multiply_tile<Word, 4, kPanels>(x, num_words, w, begin, end, total);
+    case 5: return multiply_tile<Word, 5, kPanels>(x, num_words, w, begin, end, total);
+    default: return multiply_tile<Word, kMaxRows, kPanels>(x, num_words, w, begin, end, total);
   }
 }
 
@@ -333,27 +334,27 @@ inline void store(const Packed& p, int64_t row, int64_t output, const uint32_t* 
             splat(p.row_scale[row]) * scale;
   }
   if (bias) value += *bias;
-  value = activated(kActivation, value);
+  value = activate(kActivation, value);
   // The last panel may have fewer outputs: its vector is stored here first, and a part of it
   // copied.
-  alignas(64) char own[64];
+  alignas(64) char buffer[64];
   char* to = static_cast<char*>(p.out) + at * bytes;
-  char* first = count == kOutputsOfPanel ? to : own;
+  char* first = count == kOutputsOfPanel ? to : buffer;
   if (p.out_is_float) Store<F32>::at(reinterpret_cast<float*>(first), value);
   else Store<BF16>::at(reinterpret_cast<uint16_t*>(first), value);
-  if (first == own) std::memcpy(to, own, count * bytes);
+  if (first == buffer) std::memcpy(to, buffer, count * bytes);
 }
 
 // Does the same for all rows of a unit, in tiles of nearly equal numbers of rows: 7 rows are 3 and
 // 4, not 6 and 1. x begins with the first of them.
 template <typename Word, int kPanels, typename Source>
-JAXPAGE_DOT void all_rows(int64_t num_rows, const typename Word::X* x, int64_t num_words,
-                          const Source& w, int64_t begin, int64_t end, uint32_t* total) {
+JAXPAGE_DOT void multiply_in_tiles(int64_t num_rows, const typename Word::X* x, int64_t num_words,
+                                   const Source& w, int64_t begin, int64_t end, uint32_t* total) {
   const int64_t num_tiles = (num_rows + kMaxRows - 1) / kMaxRows;
   for (int64_t i = 0; i < num_tiles; ++i) {
     const int64_t first = i * num_rows / num_tiles, count = (i + 1) * num_rows / num_tiles - first;
-    rows<Word, kPanels>(count, x + first * num_words * Word::kSteps, num_words, w, begin, end,
-                        total + first * kMaxColumns);
+    multiply_rows<Word, kPanels>(count, x + first * num_words * Word::kSteps, num_words, w, begin,
+                                 end, total + first * kMaxColumns);
   }
 }
 
@@ -377,15 +378,15 @@ void store(const Packed& p, int64_t row, int64_t end_row, int64_t panel, const u
   const auto run = [&](auto activation) {
     store<kPanels, activation>(p, row, end_row, panel, total);
   };
-  for_activation(p.activation, run);
+  dispatch_activation(p.activation, run);
 }
 
 // Adds products with the words [begin, end) to the sums of all rows of a unit. With tiles, words
 // that fill none are multiplied as others are.
 template <typename Word, int kPanels>
-JAXPAGE_DOT void words(TileRows& tile_rows, int instructions, int64_t num_rows,
-                       const typename Word::X* x, int64_t num_words, const uint32_t* w,
-                       int64_t panel, int64_t begin, int64_t end, uint32_t* total) {
+JAXPAGE_DOT void multiply_words(TileRows& tile_rows, int instructions, int64_t num_rows,
+                                const typename Word::X* x, int64_t num_words, const uint32_t* w,
+                                int64_t panel, int64_t begin, int64_t end, uint32_t* total) {
 #if defined(__AVX512F__)
   if constexpr (Word::kHasTiles)
     if (instructions == kTiles) {
@@ -393,24 +394,25 @@ JAXPAGE_DOT void words(TileRows& tile_rows, int instructions, int64_t num_rows,
                     count = (num_rows + kRowsOfTile - 1) / kRowsOfTile;
       for (int64_t i = 0; i < count && begin < whole; ++i) {
         const int64_t first = i * num_rows / count, last = (i + 1) * num_rows / count;
-        const uint32_t* own = x + first * num_words;
+        const uint32_t* x_rows = x + first * num_words;
         uint32_t* sums = total + first * kMaxColumns;
         if (kPanels == kMaxPanels && i + 1 < count) {
           const int64_t next = (++i + 1) * num_rows / count;
           for (int p = 0; p < kPanels; p += 2)
-            amx_square<Word>(tile_rows, last - first, next - last, own, num_words, w + p * panel,
-                             panel, begin, whole, sums + p * kOutputsOfPanel);
+            multiply_amx_square<Word>(tile_rows, last - first, next - last, x_rows, num_words,
+                                      w + p * panel, panel, begin, whole,
+                                      sums + p * kOutputsOfPanel);
         } else {
-          amx_tile<Word, kPanels>(tile_rows, last - first, own, num_words, w, panel, begin, whole,
-                                  sums);
+          multiply_amx_tile<Word, kPanels>(tile_rows, last - first, x_rows, num_words, w, panel,
+                                           begin, whole, sums);
         }
       }
       if (whole == end) return;
       begin = whole;
     }
 #endif
-  all_rows<Word, kPanels>(num_rows, x, num_words, Stored(w, panel, num_words, kPanels), begin, end,
-                          total);
+  multiply_in_tiles<Word, kPanels>(num_rows, x, num_words, WordReader(w, panel, num_words, kPanels),
+                                   begin, end, total);
 }
 
 // The words of a panel in a buffer, which stays in the first cache.
@@ -422,7 +424,7 @@ constexpr int64_t kWordsOfBuffer = 64, kPanelOfBuffer = kWordsOfBuffer * kOutput
 constexpr int64_t kMaxInputsOfPart = 128, kInputsOfPart = 32;
 static_assert(kMaxInputsOfPart <= 2 * kWordsOfBuffer, "a part is made at once");
 
-// Writes the parts of some words of some panels into a buffer, as words of type Made.
+// Writes the parts of some words of some panels into a buffer, as words of type PartWord.
 template <typename Word, int kPanels, typename Source>
 JAXPAGE_DOT inline void make_words(const Source& source, int64_t begin, int64_t end,
                                    uint32_t* buffer) {
@@ -436,16 +438,18 @@ JAXPAGE_DOT inline void make_words(const Source& source, int64_t begin, int64_t 
   }
 }
 
+// Multiplies the rows of a unit by some panels, a block of words after the other.
 template <typename Word, int kPanels>
-JAXPAGE_DOT void panels(const Packed& p, int64_t row, int64_t end_row, int64_t first_panel) {
-  typedef typename Word::Made Made;
+JAXPAGE_DOT void multiply_panels(const Packed& p, int64_t row, int64_t end_row,
+                                 int64_t first_panel) {
+  typedef typename Word::PartWord PartWord;
   constexpr int kSteps = Word::kSteps;
   alignas(64) static thread_local uint32_t total[kRowsAtOnce * kMaxColumns];
   alignas(64) uint32_t buffer[kPanels * kPanelOfBuffer];
   const int64_t panel = p.num_words * kOutputsOfPanel, num_rows = end_row - row;
   const auto* x = static_cast<const typename Word::X*>(p.words) + row * p.num_words * kSteps;
   const uint32_t* w = static_cast<const uint32_t*>(p.panels) + first_panel * panel;
-  const bool in_buffer = !std::is_same<Word, Made>::value && num_rows > kMaxRowsOfWords;
+  const bool in_buffer = !std::is_same<Word, PartWord>::value && num_rows > kMaxRowsOfWords;
   const int64_t block = in_buffer                  ? kWordsOfBuffer / kSteps
                         : p.instructions == kTiles ? kTileWordsOfBlock
                                                    : kWordsOfBlock;
@@ -454,21 +458,23 @@ JAXPAGE_DOT void panels(const Packed& p, int64_t row, int64_t end_row, int64_t f
   do {
     const int64_t end = std::min(begin + block, p.num_words);
     if (in_buffer) {
-      make_words<Word, kPanels>(Stored(w, panel, p.num_words, kPanels), begin, end, buffer);
+      make_words<Word, kPanels>(WordReader(w, panel, p.num_words, kPanels), begin, end, buffer);
       const uint32_t* from = buffer - begin * kSteps * kOutputsOfPanel;  // where word 0 would be
-      words<Made, kPanels>(tile_rows, p.instructions, num_rows, x, p.num_words * kSteps, from,
-                           kPanelOfBuffer, begin * kSteps, end * kSteps, total);
+      multiply_words<PartWord, kPanels>(tile_rows, p.instructions, num_rows, x,
+                                        p.num_words * kSteps, from, kPanelOfBuffer, begin * kSteps,
+                                        end * kSteps, total);
     } else {
-      words<Word, kPanels>(tile_rows, p.instructions, num_rows, x, p.num_words, w, panel, begin,
-                           end, total);
+      multiply_words<Word, kPanels>(tile_rows, p.instructions, num_rows, x, p.num_words, w, panel,
+                                    begin, end, total);
     }
     begin = end;
   } while (begin < p.num_words);
   store<kPanels>(p, row, end_row, first_panel, total);
 }
 
-// A vector of the scales, zeros or minima of a group of inputs, one of each output of a panel.
-inline Vec of_group(const Packed& p, Type type, const void* values, int64_t panel, int64_t group) {
+// Reads the scales, zeros or minima of a group of inputs: a vector, one of each output of a panel.
+inline Vec read_group(const Packed& p, Type type, const void* values, int64_t panel,
+                      int64_t group) {
   if (!p.scale_row) {
     const int64_t at = (panel * p.num_groups + group) * kOutputsOfPanel;
     __builtin_prefetch(static_cast<const char*>(values) +
@@ -477,18 +483,18 @@ inline Vec of_group(const Packed& p, Type type, const void* values, int64_t pane
     if (type == Type::kBF16) return Load<BF16>::at(static_cast<const uint16_t*>(values) + at);
     return Load<F16>::at(static_cast<const uint16_t*>(values) + at);
   }
-  float found[kLanes] = {};
+  float gathered[kLanes] = {};
   for (int lane = 0; lane < kLanes && panel * kOutputsOfPanel + lane < p.num_out; ++lane)
-    found[lane] = static_cast<const float*>(
+    gathered[lane] = static_cast<const float*>(
         values)[p.scale_row[panel * kOutputsOfPanel + lane] * p.num_groups + group];
-  return raw_at<Vec>(found);
+  return raw_at<Vec>(gathered);
 }
 
-// Returns the numbers of codes.
-template <Code code>
-inline Floats number(Ints bits) {
-  if constexpr (code == Code::kFloat8) return F8::number((Words)bits);
-  if constexpr (code != Code::kFloat4) return __builtin_convertvector(bits, Floats);
+// Makes numbers of codes.
+template <CodeFormat code>
+inline Floats decode(Ints bits) {
+  if constexpr (code == CodeFormat::kFloat8) return F8::decode((Words)bits);
+  if constexpr (code != CodeFormat::kFloat4) return __builtin_convertvector(bits, Floats);
   // From 2 on a code has an exponent in two bits and one bit after the point; 1 is a half.
   const Ints size = bits & 7;
   const Floats value =
@@ -498,51 +504,51 @@ inline Floats number(Ints bits) {
 
 // Reads a code of eight bits, or two of four bits, which are made float; x is. From codes of int4
 // `middle` is subtracted.
-template <Code code, int middle>
+template <CodeFormat code, int middle>
 struct CodeWord : FloatWord {
-  static constexpr int kSteps = code == Code::kInt4 || code == Code::kFloat4 ? 2 : 1,
+  static constexpr int kSteps = code == CodeFormat::kInt4 || code == CodeFormat::kFloat4 ? 2 : 1,
                        kInputs = kSteps;
   static Words part(Words w, int step) {
     if constexpr (kSteps == 2) w = step ? w >> 4 : w & 15;
-    return (Words)number<code>((Ints)w - middle);
+    return (Words)decode<code>((Ints)w - middle);
   }
 };
 
 // Reads the codes of some panels, from a word on.
-template <Code code>
-struct Codes {
+template <CodeFormat code>
+struct CodeReader {
   const uint8_t* first;
   int64_t panel;  // the bytes of one
-  Codes from(int64_t word) const { return {first + word * kOutputsOfPanel, panel}; }
+  CodeReader from(int64_t word) const { return {first + word * kOutputsOfPanel, panel}; }
   Words at(int v, int64_t k) const {
     const uint8_t* at =
         first + v / kParts * panel + k * kOutputsOfPanel + v % kParts * kNativeLanes;
     if (v % kParts == 0) __builtin_prefetch(at + kCodesAhead * kOutputsOfPanel);
-    if constexpr (code == Code::kInt8)
+    if constexpr (code == CodeFormat::kInt8)
       return (Words)widen_part(reinterpret_cast<const int8_t*>(at));
     return (Words)widen_part(at);
   }
 };
 
 #if defined(__AVX2__)
-struct CodePair : ShortsWord {
+struct CodePairWord : Int16Word {
   static constexpr int kInputs = 2;
 };
 
 // Reads the codes of two inputs at a time as pairs of 16 bits; those of fp4 are doubled, and whole
 // numbers then.
-template <Code code>
-struct CodePairs {
-  static constexpr int64_t kBytesOfWord = kOutputsOfPanel * (code == Code::kInt8 ? 2 : 1);
+template <CodeFormat code>
+struct ShortPairReader {
+  static constexpr int64_t kBytesOfWord = kOutputsOfPanel * (code == CodeFormat::kInt8 ? 2 : 1);
   const uint8_t* first;
   int64_t panel;
-  CodePairs from(int64_t word) const { return {first + word * kBytesOfWord, panel}; }
+  ShortPairReader from(int64_t word) const { return {first + word * kBytesOfWord, panel}; }
   Words at(int v, int64_t k) const {
     const uint8_t* at = first + v / kParts * panel + k * kBytesOfWord + v % kParts * kNativeLanes;
     if (v % kParts == 0) __builtin_prefetch(at + kCodesAhead * kOutputsOfPanel);
-    if constexpr (code == Code::kInt8)
+    if constexpr (code == CodeFormat::kInt8)
       return widen_pairs(bytes_at(at), bytes_at(at + kOutputsOfPanel));
-    if constexpr (code == Code::kInt4) {
+    if constexpr (code == CodeFormat::kInt4) {
       const Words two = (Words)widen_part(at);
       return (two | two << 12) & 0x000f000fu;
     }
@@ -556,24 +562,24 @@ struct CodePairs {
 
 // Calls run(code) with the code as a constant.
 template <typename Run>
-void for_code(Code code, const Run& run) {
+void dispatch_code(CodeFormat code, const Run& run) {
   switch (code) {
-    case Code::kInt8: return run(std::integral_constant<Code, Code::kInt8>());
-    case Code::kInt4: return run(std::integral_constant<Code, Code::kInt4>());
-    case Code::kFloat8: return run(std::integral_constant<Code, Code::kFloat8>());
-    case Code::kFloat4: return run(std::integral_constant<Code, Code::kFloat4>());
+    case CodeFormat::kInt8: return run(std::integral_constant<CodeFormat, CodeFormat::kInt8>());
+    case CodeFormat::kInt4: return run(std::integral_constant<CodeFormat, CodeFormat::kInt4>());
+    case CodeFormat::kFloat8: return run(std::integral_constant<CodeFormat, CodeFormat::kFloat8>());
+    case CodeFormat::kFloat4: return run(std::integral_constant<CodeFormat, CodeFormat::kFloat4>());
   }
 }
 
 #if defined(__AVX512F__)
 // Returns the numbers of the codes of four bits, in bfloat16, twice: where they are looked up, the
 // fifth bit of an index belongs to another code.
-__m512i numbers_of(const Packed& p) {
-  if (p.code != Code::kInt4 && p.code != Code::kFloat4) return __m512i{};
-  const Int bits = to_int(ascending());
-  const Vec numbers = p.code == Code::kFloat4
-                          ? number<Code::kFloat4>(bits)
-                          : number<Code::kInt4>(bits) - splat(p.zero || p.minimum ? 0.0f : 8.0f);
+__m512i tabulate_codes(const Packed& p) {
+  if (p.code != CodeFormat::kInt4 && p.code != CodeFormat::kFloat4) return __m512i{};
+  const Int bits = to_int(lane_indices());
+  const Vec numbers = p.code == CodeFormat::kFloat4 ? decode<CodeFormat::kFloat4>(bits)
+                                                    : decode<CodeFormat::kInt4>(bits) -
+                                                          splat(p.zero || p.minimum ? 0.0f : 8.0f);
   uint16_t table[32];
   for (int i = 0; i < 32; ++i) table[i] = static_cast<uint16_t>(as_bits(numbers)[i % kLanes] >> 16);
   return raw_at<__m512i>(table);
@@ -581,21 +587,21 @@ __m512i numbers_of(const Packed& p) {
 
 // Makes words of two numbers of bfloat16 of the codes of some panels. They are exact: no code has
 // more than eight bits.
-template <Code code>
-struct Coded {
-  static constexpr bool kOfNibbles = code == Code::kInt4 || code == Code::kFloat4;
+template <CodeFormat code>
+struct BFloat16PairReader {
+  static constexpr bool kOfNibbles = code == CodeFormat::kInt4 || code == CodeFormat::kFloat4;
   static constexpr int64_t kBytesOfWord = kOutputsOfPanel * (kOfNibbles ? 1 : 2);
   const uint8_t* first;
   int64_t num_words;
   __m512i numbers;
 
-  Coded(const Packed& p, __m512i numbers, int64_t panel)
+  BFloat16PairReader(const Packed& p, __m512i numbers, int64_t panel)
       : first(static_cast<const uint8_t*>(p.panels) + panel * p.num_words * kBytesOfWord),
         num_words(p.num_words),
         numbers(numbers) {}
 
-  Coded from(int64_t word) const {
-    Coded source = *this;
+  BFloat16PairReader from(int64_t word) const {
+    BFloat16PairReader source = *this;
     source.first += word * kBytesOfWord;
     return source;
   }
@@ -607,7 +613,7 @@ struct Coded {
       const Bits both = as_bits(widen(from));
       return (Words)_mm512_permutexvar_epi16((__m512i)(both | both << 12), numbers);
     } else {
-      typedef typename std::conditional<code == Code::kInt8, I8, F8>::type Number;
+      typedef typename std::conditional<code == CodeFormat::kInt8, I8, F8>::type Number;
       const auto* codes = reinterpret_cast<const typename Number::type*>(from);
       return (Words)(as_bits(Load<Number>::at(codes)) >> 16 |
                      (as_bits(Load<Number>::at(codes + kOutputsOfPanel)) & 0xffff0000u));
@@ -620,7 +626,7 @@ struct Coded {
 // of them by codes, which would be made float one by one. Codes of fp8 are no whole numbers.
 bool rounds_inputs(const Packed& p) {
 #if defined(__AVX2__)
-  return p.is_coded && p.narrow && p.code != Code::kFloat8 && p.num_in % 2 == 0 &&
+  return p.is_coded && p.narrow && p.code != CodeFormat::kFloat8 && p.num_in % 2 == 0 &&
          p.group_size % 2 == 0 &&
          (p.group_size <= kMaxInputsOfPart || p.group_size % kInputsOfPart == 0);
 #else
@@ -650,25 +656,25 @@ int64_t bytes_of_row(const Packed& p) {
 // Holds where the rows are that are multiplied by codes. A rounded row is followed by the scales of
 // its parts, and by their sums.
 template <typename Word>
-struct CodedRows {
+struct RowsOfCodes {
   static constexpr bool kRounded = std::is_same<typename Word::Sum, Ints>::value;
   int64_t inputs, size, num_words, num_parts, parts_of_group;  // words of a part, and of a row
-  int64_t stride, numbers;  // from a row to the next: of x, and of scales and sums
+  int64_t x_stride, sum_stride;  // from a row to the next: of x, and of scales and sums
   const typename Word::X* x;
   const float *scale, *sum;
 
-  CodedRows(const Packed& p, int64_t row)
+  RowsOfCodes(const Packed& p, int64_t row)
       : inputs(inputs_of_part(p)),
         size(inputs / Word::kInputs),
         num_words(p.num_in / Word::kInputs),
         num_parts(parts_of_row(p)),
         parts_of_group(p.group_size / inputs),
-        stride(kRounded ? bytes_of_row(p) / 4 : num_words),
-        numbers(kRounded ? stride : num_parts),
+        x_stride(kRounded ? bytes_of_row(p) / 4 : num_words),
+        sum_stride(kRounded ? x_stride : num_parts),
         x(static_cast<const typename Word::X*>(kRounded ? p.words : p.x) +
-          row * stride * Word::kSteps),
+          row * x_stride * Word::kSteps),
         scale(kRounded ? reinterpret_cast<const float*>(x) + num_words : nullptr),
-        sum(kRounded ? scale + num_parts : static_cast<const float*>(p.words) + row * numbers) {}
+        sum(kRounded ? scale + num_parts : static_cast<const float*>(p.words) + row * sum_stride) {}
 };
 
 // Adds the sums of a part, which are in `part`, to those of all parts: scaled, and with what its
@@ -680,12 +686,13 @@ void add_part(const Packed& p, const Rows& rows, int64_t num_rows, int64_t first
   const bool has_sums = p.minimum || p.zero;
 #pragma GCC unroll kMaxPanels
   for (int i = 0; i < kPanels; ++i) {
-    const Vec scale = of_group(p, p.scale_type, p.scale, first_panel + i, group);
-    const Vec offset = p.minimum ? of_group(p, p.scale_type, p.minimum, first_panel + i, group)
-                       : p.zero  ? -scale * of_group(p, Type::kF32, p.zero, first_panel + i, group)
-                                 : Vec{};
+    const Vec scale = read_group(p, p.scale_type, p.scale, first_panel + i, group);
+    const Vec offset = p.minimum ? read_group(p, p.scale_type, p.minimum, first_panel + i, group)
+                       : p.zero ? -scale * read_group(p, Type::kF32, p.zero, first_panel + i, group)
+                                : Vec{};
     for (int64_t t = 0; t < num_rows; ++t) {
-      const int64_t at = t * kMaxColumns + i * kOutputsOfPanel, of_row = t * rows.numbers + index;
+      const int64_t at = t * kMaxColumns + i * kOutputsOfPanel,
+                    of_row = t * rows.sum_stride + index;
       Vec sum = raw_at<Vec>(part + at);
       if constexpr (Rows::kRounded) {
         const int32_t excess = has_sums ? 0 : reinterpret_cast<const int32_t*>(rows.sum)[of_row];
@@ -703,15 +710,15 @@ void add_part(const Packed& p, const Rows& rows, int64_t num_rows, int64_t first
 // all rows. With AMX and few rows, some small groups take each step one after the other, so that
 // no step waits for the one before it.
 template <typename Word, int kPanels, typename Source>
-JAXPAGE_DOT void many_rows_of_codes(const Packed& p, int64_t row, int64_t end_row,
-                                    int64_t first_panel, const Source& source) {
-  typedef typename Word::Made Made;
+JAXPAGE_DOT void multiply_codes_of_many_rows(const Packed& p, int64_t row, int64_t end_row,
+                                             int64_t first_panel, const Source& source) {
+  typedef typename Word::PartWord PartWord;
   constexpr int64_t kSteps = Word::kSteps, kWords = kWordsOfBuffer / kSteps,
                     kSums = kRowsAtOnce * kMaxColumns, kMaxParts = 4;
   alignas(64) static thread_local uint32_t total[kSums], sums[kMaxParts * kSums];
   alignas(64) uint32_t buffer[kPanels * kPanelOfBuffer];
   const int64_t num_rows = end_row - row;
-  const CodedRows<Word> rows(p, row);
+  const RowsOfCodes<Word> rows(p, row);
   const int64_t size = rows.size, at_once = num_rows > kMaxRows
                                                 ? 1
                                                 : std::clamp<int64_t>(kWords / size, 1, kMaxParts);
@@ -727,9 +734,10 @@ JAXPAGE_DOT void many_rows_of_codes(const Packed& p, int64_t row, int64_t end_ro
         const uint32_t* from = buffer + (i * size - begin) * kSteps *
                                             kOutputsOfPanel;  // where the part's word 0 would be
         const int64_t stop = std::min(end - i * size, size);
-        words<Made, kPanels>(tile_rows, p.instructions, num_rows,
-                             rows.x + (first + i * size) * kSteps, rows.stride * kSteps, from,
-                             kPanelOfBuffer, begin * kSteps, stop * kSteps, sums + i * kSums);
+        multiply_words<PartWord, kPanels>(tile_rows, p.instructions, num_rows,
+                                          rows.x + (first + i * size) * kSteps,
+                                          rows.x_stride * kSteps, from, kPanelOfBuffer,
+                                          begin * kSteps, stop * kSteps, sums + i * kSums);
       }
     }
     for (int64_t i = 0; i < at_once && part + i < rows.num_parts; ++i)
@@ -740,54 +748,57 @@ JAXPAGE_DOT void many_rows_of_codes(const Packed& p, int64_t row, int64_t end_ro
 
 // Does the same for few rows: the words of a part are multiplied as they are made.
 template <typename Word, int kPanels, typename Source>
-JAXPAGE_DOT void few_rows_of_codes(const Packed& p, int64_t row, int64_t end_row,
-                                   int64_t first_panel, const Source& source) {
+JAXPAGE_DOT void multiply_codes_of_few_rows(const Packed& p, int64_t row, int64_t end_row,
+                                            int64_t first_panel, const Source& source) {
   constexpr int64_t kSums = kMaxRowsOfWords * kMaxColumns;
   alignas(64) uint32_t total[kSums] = {}, sums[kSums];
-  const CodedRows<Word> rows(p, row);
+  const RowsOfCodes<Word> rows(p, row);
   for (int64_t part = 0; part < rows.num_parts; ++part) {
     const int64_t first = part * rows.size, count = std::min(rows.size, rows.num_words - first);
-    all_rows<Word, kPanels>(end_row - row, rows.x + first * Word::kSteps, rows.stride,
-                            source.from(first), 0, count, sums);
+    multiply_in_tiles<Word, kPanels>(end_row - row, rows.x + first * Word::kSteps, rows.x_stride,
+                                     source.from(first), 0, count, sums);
     add_part<kPanels>(p, rows, end_row - row, first_panel, part, sums, total);
   }
   store<kPanels>(p, row, end_row, first_panel, total);
 }
 
 template <typename Word, int kPanels, typename Source>
-void of_codes(const Packed& p, int64_t row, int64_t end_row, int64_t panel, const Source& source) {
+void multiply_codes(const Packed& p, int64_t row, int64_t end_row, int64_t panel,
+                    const Source& source) {
   end_row - row <= kMaxRowsOfWords&& p.instructions != kTiles
-      ? few_rows_of_codes<Word, kPanels>(p, row, end_row, panel, source)
-      : many_rows_of_codes<Word, kPanels>(p, row, end_row, panel, source);
+      ? multiply_codes_of_few_rows<Word, kPanels>(p, row, end_row, panel, source)
+      : multiply_codes_of_many_rows<Word, kPanels>(p, row, end_row, panel, source);
 }
 
 template <int kPanels>
-void of_codes(const Packed& p, int64_t row, int64_t end_row, int64_t panel) {
+void multiply_codes(const Packed& p, int64_t row, int64_t end_row, int64_t panel) {
 #if defined(__AVX512F__)
   if (p.instructions)
-    return for_code(p.code, [&](auto code) {
-      const Coded<decltype(code)::value> source(p, numbers_of(p), panel);
-      of_codes<PairDot, kPanels>(p, row, end_row, panel, source);
+    return dispatch_code(p.code, [&](auto code) {
+      const BFloat16PairReader<decltype(code)::value> source(p, tabulate_codes(p), panel);
+      multiply_codes<BFloat16Dot, kPanels>(p, row, end_row, panel, source);
     });
 #endif
-  for_code(p.code, [&](auto code) {
-    constexpr Code kCode = decltype(code)::value;
-    constexpr int kMiddle = kCode == Code::kInt4 ? 8 : 0;
+  dispatch_code(p.code, [&](auto code) {
+    constexpr CodeFormat kCode = decltype(code)::value;
+    constexpr int kMiddle = kCode == CodeFormat::kInt4 ? 8 : 0;
     const int64_t bytes = p.num_in / CodeWord<kCode, 0>::kInputs * kOutputsOfPanel;
     const auto* first = static_cast<const uint8_t*>(p.panels) + panel * bytes;
 #if defined(__AVX2__)
     if (rounds_inputs(p))
-      return of_codes<CodePair, kPanels>(p, row, end_row, panel, CodePairs<kCode>{first, bytes});
+      return multiply_codes<CodePairWord, kPanels>(p, row, end_row, panel,
+                                                   ShortPairReader<kCode>{first, bytes});
 #endif
-    const Codes<kCode> source{first, bytes};
-    if (p.zero || p.minimum) of_codes<CodeWord<kCode, 0>, kPanels>(p, row, end_row, panel, source);
-    else of_codes<CodeWord<kCode, kMiddle>, kPanels>(p, row, end_row, panel, source);
+    const CodeReader<kCode> source{first, bytes};
+    if (p.zero || p.minimum)
+      multiply_codes<CodeWord<kCode, 0>, kPanels>(p, row, end_row, panel, source);
+    else multiply_codes<CodeWord<kCode, kMiddle>, kPanels>(p, row, end_row, panel, source);
   });
 }
 
 // Calls run(count, first) with the number of panels that are multiplied together, as a constant.
 template <typename Word, typename Run>
-void for_panels(int64_t num_rows, int64_t panel, int64_t end_panel, const Run& run) {
+void for_panel_groups(int64_t num_rows, int64_t panel, int64_t end_panel, const Run& run) {
   // Sums of integers take one cycle, and wait for nothing.
   constexpr bool kWaits = std::is_same<typename Word::Sum, Floats>::value;
   if (kWaits && num_rows <= kFewRows && panel + kMaxPanels <= end_panel)
@@ -799,26 +810,27 @@ void for_panels(int64_t num_rows, int64_t panel, int64_t end_panel, const Run& r
 
 template <typename Word>
 void multiply(const Packed& p, int64_t row, int64_t end_row, int64_t panel, int64_t end_panel) {
-  for_panels<Word>(end_row - row, panel, end_panel,
-                   [&](auto count, int64_t first) { panels<Word, count>(p, row, end_row, first); });
+  for_panel_groups<Word>(end_row - row, panel, end_panel, [&](auto count, int64_t first) {
+    multiply_panels<Word, count>(p, row, end_row, first);
+  });
 }
 
 void multiply(const Packed& p, int64_t row, int64_t end_row, int64_t panel, int64_t end_panel) {
   if (p.is_coded)
-    return for_panels<FloatWord>(end_row - row, panel, end_panel, [&](auto count, int64_t first) {
-      of_codes<count>(p, row, end_row, first);
-    });
+    return for_panel_groups<FloatWord>(
+        end_row - row, panel, end_panel,
+        [&](auto count, int64_t first) { multiply_codes<count>(p, row, end_row, first); });
   if (p.type == Type::kF32) return multiply<FloatWord>(p, row, end_row, panel, end_panel);
   if (p.type == Type::kI8) {
 #if defined(__AVX512F__)
-    if (p.instructions) return multiply<FourDot>(p, row, end_row, panel, end_panel);
+    if (p.instructions) return multiply<Int8Dot>(p, row, end_row, panel, end_panel);
 #endif
-    return multiply<FourWord>(p, row, end_row, panel, end_panel);
+    return multiply<Int8Word>(p, row, end_row, panel, end_panel);
   }
 #if defined(__AVX512F__)
-  if (p.instructions) return multiply<PairDot>(p, row, end_row, panel, end_panel);
+  if (p.instructions) return multiply<BFloat16Dot>(p, row, end_row, panel, end_panel);
 #endif
-  multiply<PairWord>(p, row, end_row, panel, end_panel);
+  multiply<BFloat16Word>(p, row, end_row, panel, end_panel);
 }
 
 // Rounds a row to eight bits as `round_inputs` of jaxpage/layers/matmul.py does, with the same
@@ -827,18 +839,18 @@ void round_row(const Packed& p, int64_t row, void* words) {
   const auto* x = static_cast<const float*>(p.x) + row * p.num_in;
   const auto at = [&](int64_t i) {
     if (i + kLanes <= p.num_in) return raw_at<Vec>(x + i);
-    Vec rest = {};
-    std::memcpy(&rest, x + i, (p.num_in - i) * 4);
-    return rest;
+    Vec tail = {};
+    std::memcpy(&tail, x + i, (p.num_in - i) * 4);
+    return tail;
   };
-  Vec most = {};
+  Vec maxima = {};
   for (int64_t i = 0; i < p.num_in; i += kLanes) {
     const Vec size = as_float(as_bits(at(i)) & 0x7fffffffu);
-    most = select((size > most) | (size != size), size, most);
+    maxima = select((size > maxima) | (size != size), size, maxima);
   }
   float largest = 0;
   for (int lane = 0; lane < kLanes; ++lane)
-    if (most[lane] > largest || most[lane] != most[lane]) largest = most[lane];
+    if (maxima[lane] > largest || maxima[lane] != maxima[lane]) largest = maxima[lane];
   float scale = largest * (1.0f / 127);
   if (scale < 0x1p-100f) scale = 0x1p-100f;
   p.row_scale[row] = scale;
@@ -859,7 +871,7 @@ void round_row(const Packed& p, int64_t row, void* words) {
       for (int lane = 0; lane < kLanes; ++lane) bytes[lane] = static_cast<int8_t>(n[lane]);
       std::memcpy(static_cast<int8_t*>(words) + i, bytes, count);
     } else {
-      int16_t pairs[kLanes];  // as `FourWord` has them
+      int16_t pairs[kLanes];  // as `Int8Word` has them
       for (int lane = 0; lane < kLanes; lane += 4) {
         pairs[lane] = static_cast<int16_t>(n[lane]);
         pairs[lane + 1] = static_cast<int16_t>(n[lane + 2]);
@@ -897,15 +909,15 @@ void round_parts(const Packed& p, int64_t row, char* words) {
   const int64_t size = inputs_of_part(p), num_parts = parts_of_row(p);
   auto* scales = reinterpret_cast<float*>(words + p.num_in * 2);
   float* sums = scales + num_parts;
-  const int32_t middle = p.code == Code::kInt4 ? 8 : 0;
+  const int32_t middle = p.code == CodeFormat::kInt4 ? 8 : 0;
   for (int64_t part = 0; part < num_parts; ++part) {
     const int64_t first = part * size, end = std::min(first + size, p.num_in);
-    uint16_t most = 0;
-    for (int64_t i = first; i < end; ++i) most = std::max<uint16_t>(most, x[i] & 0x7fff);
+    uint16_t max_bits = 0;
+    for (int64_t i = first; i < end; ++i) max_bits = std::max<uint16_t>(max_bits, x[i] & 0x7fff);
     // 2^15 times the scale is the next power of two after the largest number; but no scale is less
     // than 2^-125, so that its inverse is a number.
-    const bool is_finite = most < 0x7f80;
-    const int exponent = std::max(most >> 7, 16) - 14 - 127;
+    const bool is_finite = max_bits < 0x7f80;
+    const int exponent = std::max(max_bits >> 7, 16) - 14 - 127;
     const float scale = is_finite ? std::ldexp(1.0f, exponent) : NAN,
                 inverse = std::ldexp(1.0f, -exponent);
     int32_t sum = 0;
@@ -915,7 +927,7 @@ void round_parts(const Packed& p, int64_t row, char* words) {
       rounded[i] = static_cast<int16_t>(static_cast<int32_t>(whole));
       sum += rounded[i];
     }
-    scales[part] = p.code == Code::kFloat4 ? scale * 0.5f : scale;  // codes are doubled
+    scales[part] = p.code == CodeFormat::kFloat4 ? scale * 0.5f : scale;  // codes are doubled
     if (p.zero || p.minimum) sums[part] = static_cast<float>(sum) * scale;
     else reinterpret_cast<int32_t*>(sums)[part] = middle * sum;
   }

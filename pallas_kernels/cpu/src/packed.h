@@ -22,7 +22,7 @@ constexpr int64_t kRowsAtOnce = 96;  // a multiple of the rows of every tile
 enum Instructions : int { kNone, kDot, kTiles };
 
 // How a weight of few bits is stored. Of two codes in a byte the low nibble is of the first input.
-enum class Code : int64_t { kInt8, kInt4, kFloat8, kFloat4 };
+enum class CodeFormat : int64_t { kInt8, kInt4, kFloat8, kFloat4 };
 
 // Letters as in pallas_kernels: T rows, I inputs, O outputs, J groups of inputs that share a scale.
 // P panels, K words of inputs.
@@ -54,7 +54,7 @@ struct Packed {
   // With codes, which are made float32, with instructions bfloat16, or pairs of 16 bits where x is
   // rounded; a group is scaled when it is summed:
   bool is_coded;
-  Code code;
+  CodeFormat code;
   Type scale_type;  // of scales and minima
   // These numbers of float are subtracted from the codes. Null subtracts 8 from the codes of kInt4,
   // and nothing from others.

@@ -23,20 +23,20 @@ namespace jaxpage {
 
 // XLA's threads flush subnormal numbers to zero and the thread that calls may not: a row's bits
 // must not tell who computed it.
-class FlushedSubnormals {
+class FlushSubnormals {
  public:
 #if defined(__x86_64__)
-  FlushedSubnormals() : before_(_mm_getcsr()) { _mm_setcsr(before_ | 0x8040); }
-  ~FlushedSubnormals() { _mm_setcsr(before_); }
+  FlushSubnormals() : before_(_mm_getcsr()) { _mm_setcsr(before_ | 0x8040); }
+  ~FlushSubnormals() { _mm_setcsr(before_); }
 
  private:
   unsigned int before_;
 #elif defined(__aarch64__)
-  FlushedSubnormals() {
+  FlushSubnormals() {
     asm volatile("mrs %0, fpcr" : "=r"(before_));
     asm volatile("msr fpcr, %0" ::"r"(before_ | (1ull << 24)));
   }
-  ~FlushedSubnormals() { asm volatile("msr fpcr, %0" ::"r"(before_)); }
+  ~FlushSubnormals() { asm volatile("msr fpcr, %0" ::"r"(before_)); }
 
  private:
   uint64_t before_;
@@ -55,7 +55,7 @@ inline void pause() {
 // shorter than sleeping and being woken some times. Other threads that could run on this core go
 // first. Returns whether it came.
 template <typename Until>
-bool soon(std::chrono::microseconds while_, const Until& until) {
+bool spin_until(std::chrono::microseconds while_, const Until& until) {
   const auto end = std::chrono::steady_clock::now() + while_;
   do {
     for (int i = 0; i < 32; ++i) {
@@ -76,9 +76,9 @@ struct Phase {
 // Holds what a call shares with threads that help it. A phase begins when all units of the one
 // before are done, whoever did them: so a call waits for no thread that has not come. One that
 // starts late finds nothing to do, perhaps when the call has returned.
-class Shared {
+class SharedCall {
  public:
-  Shared(std::vector<Phase> phases, int64_t num_threads)
+  SharedCall(std::vector<Phase> phases, int64_t num_threads)
       : phases_(std::move(phases)),
         num_ranges_(num_threads),
         num_done_(phases_.size()),
@@ -91,11 +91,11 @@ class Shared {
   }
 
   void take_part() {
-    FlushedSubnormals flushed;
-    const int64_t place = num_threads_.fetch_add(1);
+    FlushSubnormals flushed;
+    const int64_t thread = num_threads_.fetch_add(1);
     for (size_t i = 0; i < phases_.size(); ++i) {
       if (i) wait(i - 1);
-      take_part(i, place);
+      take_part(i, thread);
     }
   }
 
@@ -109,29 +109,29 @@ class Shared {
     int64_t end;
   };
 
-  Range& range(size_t phase, int64_t place) {
-    return ranges_[phase * num_ranges_ + place % num_ranges_];
+  Range& range(size_t phase, int64_t thread) {
+    return ranges_[phase * num_ranges_ + thread % num_ranges_];
   }
 
-  void take_part(size_t phase, int64_t place) {
-    const Phase& own = phases_[phase];
+  void take_part(size_t phase, int64_t thread) {
+    const Phase& current = phases_[phase];
     int64_t num_done = 0;
     for (int64_t i = 0; i < num_ranges_; ++i) {
-      Range& from = range(phase, place + i);
-      for (int64_t first; (first = from.next.fetch_add(own.at_once)) < from.end;)
-        for (int64_t unit = first; unit < from.end && unit < first + own.at_once; ++unit) {
-          own.work(unit);
+      Range& from = range(phase, thread + i);
+      for (int64_t first; (first = from.next.fetch_add(current.at_once)) < from.end;)
+        for (int64_t unit = first; unit < from.end && unit < first + current.at_once; ++unit) {
+          current.work(unit);
           ++num_done;
         }
     }
-    if (num_done == 0 || num_done_[phase].fetch_add(num_done) + num_done < own.count) return;
+    if (num_done == 0 || num_done_[phase].fetch_add(num_done) + num_done < current.count) return;
     std::lock_guard<std::mutex> lock(mutex_);
     done_.notify_all();
   }
 
   void wait(size_t phase) {
     const auto all_done = [&] { return num_done_[phase].load() == phases_[phase].count; };
-    if (soon(std::chrono::microseconds(20), all_done)) return;
+    if (spin_until(std::chrono::microseconds(20), all_done)) return;
     std::unique_lock<std::mutex> lock(mutex_);
     done_.wait(lock, all_done);
   }
@@ -150,12 +150,12 @@ class Shared {
 // it, with the other core idle.
 class Helpers {
  public:
-  void help(std::shared_ptr<Shared> shared) {
+  void help(std::shared_ptr<SharedCall> shared) {
     shared->take_part();
     num_staying_.fetch_add(1);
-    for (int64_t seen = num_calls_.load();
-         soon(std::chrono::microseconds(100), [&] { return num_calls_.load() != seen; });) {
-      seen = num_calls_.load();
+    for (int64_t last_call = num_calls_.load(); spin_until(
+             std::chrono::microseconds(100), [&] { return num_calls_.load() != last_call; });) {
+      last_call = num_calls_.load();
       shared = std::atomic_load(&last_);
       shared->take_part();
     }
@@ -163,14 +163,14 @@ class Helpers {
   }
 
   // Gives those who stayed another call. Returns how many they are.
-  int64_t call(const std::shared_ptr<Shared>& shared) {
+  int64_t call(const std::shared_ptr<SharedCall>& shared) {
     std::atomic_store(&last_, shared);
     num_calls_.fetch_add(1);
     return num_staying_.load();
   }
 
  private:
-  std::shared_ptr<Shared> last_;
+  std::shared_ptr<SharedCall> last_;
   std::atomic<int64_t> num_calls_{0}, num_staying_{0};
 };
 
@@ -183,18 +183,18 @@ inline Helpers& helpers() {
 // Runs phases one after the other, on the calling thread and on those of the pool that are free.
 // Returns when all work has returned.
 inline void run_phases(xla::ffi::ThreadPool& pool, std::vector<Phase> phases) {
-  int64_t wanted = 0;
+  int64_t num_helpers = 0;
   for (const Phase& phase : phases)
-    wanted = std::max(wanted, (phase.count + phase.at_once - 1) / phase.at_once - 1);
-  wanted = std::min<int64_t>(wanted, pool.num_threads() - 1);
-  if (wanted <= 0) {
-    FlushedSubnormals flushed;
+    num_helpers = std::max(num_helpers, (phase.count + phase.at_once - 1) / phase.at_once - 1);
+  num_helpers = std::min<int64_t>(num_helpers, pool.num_threads() - 1);
+  if (num_helpers <= 0) {
+    FlushSubnormals flushed;
     for (const Phase& phase : phases)
       for (int64_t unit = 0; unit < phase.count; ++unit) phase.work(unit);
     return;
   }
-  auto shared = std::make_shared<Shared>(std::move(phases), wanted + 1);
-  for (int64_t i = helpers().call(shared); i < wanted; ++i)
+  auto shared = std::make_shared<SharedCall>(std::move(phases), num_helpers + 1);
+  for (int64_t i = helpers().call(shared); i < num_helpers; ++i)
     pool.Schedule([shared] { helpers().help(shared); });
   shared->take_part();
   shared->wait();
@@ -202,7 +202,7 @@ inline void run_phases(xla::ffi::ThreadPool& pool, std::vector<Phase> phases) {
 
 // Calls work(i) for i of [0, count), each once; see `run_phases`.
 template <typename Work>
-void in_parallel(xla::ffi::ThreadPool& pool, int64_t count, int64_t at_once, const Work& work) {
+void run_in_parallel(xla::ffi::ThreadPool& pool, int64_t count, int64_t at_once, const Work& work) {
   run_phases(pool, {{count, at_once, std::ref(work)}});
 }
 

@@ -15,9 +15,9 @@ inline Vec load(const void* x, int64_t at, int64_t end) {
   typedef typename Stored::type Number;
   const Number* from = static_cast<const Number*>(x) + at;
   if (at + kLanes <= end) return Load<Stored>::at(from);
-  Number rest[kLanes] = {};
-  std::memcpy(rest, from, (end - at) * sizeof(Number));
-  return Load<Stored>::at(rest);
+  Number tail[kLanes] = {};
+  std::memcpy(tail, from, (end - at) * sizeof(Number));
+  return Load<Stored>::at(tail);
 }
 
 inline Vec load(Type type, const void* x, int64_t at, int64_t end) {
@@ -31,9 +31,9 @@ inline void store(void* out, int64_t at, int64_t end, Vec value) {
   typedef typename Stored::type Number;
   Number* to = static_cast<Number*>(out) + at;
   if (at + kLanes <= end) return Store<Stored>::at(to, value);
-  Number rest[kLanes];
-  Store<Stored>::at(rest, value);
-  std::memcpy(to, rest, (end - at) * sizeof(Number));
+  Number tail[kLanes];
+  Store<Stored>::at(tail, value);
+  std::memcpy(to, tail, (end - at) * sizeof(Number));
 }
 
 template <typename Stored>
@@ -43,7 +43,7 @@ void gate(const Rows& p, int64_t row) {
   Number* out = static_cast<Number*>(p.out) + row * p.width;
   for (int64_t i = 0; i < p.width; i += kLanes)
     store<Stored>(out, i, p.width,
-                  activated(p.activation, load<Stored>(gates, i, p.width)) *
+                  activate(p.activation, load<Stored>(gates, i, p.width)) *
                       load<Stored>(gates + p.width, i, p.width));
 }
 
@@ -68,9 +68,9 @@ void rms_norm(const Rows& p, int64_t row) {
   }
   // Four sums, because one alone would wait for each addition before it.
   Vec squares[4] = {};
-  for (int64_t i = 0, place = 0; i < p.width; i += kLanes, place = (place + 1) % 4) {
+  for (int64_t i = 0, turn = 0; i < p.width; i += kLanes, turn = (turn + 1) % 4) {
     const Vec numbers = load<Stored>(x, i, p.width);
-    squares[place] = multiply_add(numbers, numbers, squares[place]);
+    squares[turn] = multiply_add(numbers, numbers, squares[turn]);
   }
   const float mean = sum((squares[0] + squares[1]) + (squares[2] + squares[3])) / p.width;
   const Vec factor = splat(1.0f / std::sqrt(mean + p.epsilon)), offset = splat(p.offset);
@@ -82,11 +82,11 @@ void rms_norm(const Rows& p, int64_t row) {
 
 // Returns the sum of all lanes of some vectors. It has four sums for the same reason.
 template <typename Part>
-inline float sum_of(int64_t num_vectors, const Part& part) {
+inline float sum_vectors(int64_t num_vectors, const Part& part) {
   Vec sums[4] = {};
   int64_t i = 0;
   for (; i + 4 <= num_vectors; i += 4)
-    for (int place = 0; place < 4; ++place) sums[place] += part(i + place);
+    for (int turn = 0; turn < 4; ++turn) sums[turn] += part(i + turn);
   for (; i < num_vectors; ++i) sums[0] += part(i);
   return sum((sums[0] + sums[1]) + (sums[2] + sums[3]));
 }
@@ -98,25 +98,25 @@ void layer_norm(const Rows& p, int64_t row) {
   const int64_t width = p.width, num_vectors = (width + kLanes - 1) / kLanes, first = row * width;
   of_thread.resize(num_vectors);
   Vec* const numbers = of_thread.data();
-  const auto of_row = [&](const void* array, int64_t i) {
+  const auto read_row = [&](const void* array, int64_t i) {
     return load<Stored>(static_cast<const Number*>(array) + first, i * kLanes, width);
   };
   for (int64_t i = 0; i < num_vectors; ++i) {
-    numbers[i] = of_row(p.x, i);
+    numbers[i] = read_row(p.x, i);
     if (!p.added) continue;
     Number rounded[kLanes];
-    Store<Stored>::at(rounded, numbers[i] + of_row(p.added, i));
+    Store<Stored>::at(rounded, numbers[i] + read_row(p.added, i));
     numbers[i] = Load<Stored>::at(rounded);
     if (p.sum) store<Stored>(static_cast<Number*>(p.sum) + first, i * kLanes, width, numbers[i]);
   }
-  const Vec mean = splat(sum_of(num_vectors, [&](int64_t i) { return numbers[i]; }) / width);
+  const Vec mean = splat(sum_vectors(num_vectors, [&](int64_t i) { return numbers[i]; }) / width);
   for (int64_t i = 0; i < num_vectors; ++i) numbers[i] -= mean;
   if (const int64_t count = width % kLanes) {
     Vec& last = numbers[num_vectors - 1];
-    last = select(ascending() < splat(static_cast<float>(count)), last, Vec{});
+    last = select(lane_indices() < splat(static_cast<float>(count)), last, Vec{});
   }
   const float variance =
-      sum_of(num_vectors, [&](int64_t i) { return numbers[i] * numbers[i]; }) / width;
+      sum_vectors(num_vectors, [&](int64_t i) { return numbers[i] * numbers[i]; }) / width;
   const Vec factor = splat(1.0f / std::sqrt(variance + p.epsilon)), offset = splat(p.offset);
   Number* out = static_cast<Number*>(p.out) + first;
   for (int64_t i = 0; i < num_vectors; ++i) {

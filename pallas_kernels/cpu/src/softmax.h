@@ -49,7 +49,7 @@ inline void store(Type type, void* array, int64_t index, Vec value) {
 // other, as they will stand when they are accepted.
 struct Unit {
   int64_t row, token, kv_begin, kv_end, first, last, num_before;
-  const int32_t* branch;  // places in the row, or null: every position is where it says
+  const int32_t* branch;  // indices in the row, or null: every position is where it says
 
   int64_t slot(const Attention& a, int64_t position) const {
     if (branch && position >= num_before) position = num_before + branch[position - num_before];
@@ -58,12 +58,12 @@ struct Unit {
 };
 
 // Returns scores that stay between -softcap and softcap.
-inline Vec capped(const Attention& a, Vec score) {
+inline Vec cap_scores(const Attention& a, Vec score) {
   return tanh(score / splat(a.softcap)) * splat(a.softcap);
 }
 
 // Returns a unit that sees what some tokens of a row see together.
-inline Unit all_of(const Unit* units, int num_tokens) {
+inline Unit join_units(const Unit* units, int num_tokens) {
   Unit all = units[num_tokens - 1];
   for (int t = 0; t < num_tokens; ++t) {
     if (units[t].first < all.first) all.first = units[t].first;
@@ -92,8 +92,8 @@ struct Tile {
     for (int j = begin; j < end;) {  // none where the unit sees nothing here
       slots[j] = unit.slot(a, position + j);
       // The positions after it, as far as its block goes, need no division.
-      int64_t left = unit.branch ? 0 : a.block_size - 1 - (position + j) % a.block_size;
-      for (++j; left > 0 && j < end; --left, ++j) slots[j] = slots[j - 1] + 1;
+      int64_t num_left = unit.branch ? 0 : a.block_size - 1 - (position + j) % a.block_size;
+      for (++j; num_left > 0 && j < end; --num_left, ++j) slots[j] = slots[j - 1] + 1;
     }
   }
 
@@ -110,20 +110,20 @@ struct Tile {
 struct Head {
   Vec q[kMaxVecs], acc[kMaxVecs];
   float scores[kTile] __attribute__((aligned(64)));
-  float most, total, slope;
-  int64_t own;  // the query token's position
+  float max_score, total, slope;
+  int64_t query_position;  // the query token's position
 
   void start(const Attention& a, const Unit& unit, int64_t head) {
     for (int64_t i = 0; i < a.value_width; i += kLanes) acc[i / kLanes] = splat(0.0f);
     // A sink is a score without a value, which every query sees.
-    most = a.sinks ? a.sinks[head] : -std::numeric_limits<float>::infinity();
+    max_score = a.sinks ? a.sinks[head] : -std::numeric_limits<float>::infinity();
     total = a.sinks ? 1.0f : 0.0f;
     slope = a.slopes ? a.slopes[head] : 0.0f;
-    own = unit.last;
+    query_position = unit.last;
   }
 
   // Takes the query's numbers, scaled: scores need no factor then.
-  void take(const Attention& a, const Unit& unit, int64_t head) {
+  void load_query(const Attention& a, const Unit& unit, int64_t head) {
     for (int64_t i = 0; i < a.head_dim; i += kLanes)
       q[i / kLanes] = load(a.query_type, a.q, (unit.token * a.num_heads + head) * a.head_dim + i) *
                       splat(a.scale);
@@ -145,29 +145,32 @@ struct Head {
         scores[j] *= a.k_scale[tile.slots[j] * a.num_kv_heads + kv_head];
     if (a.softcap > 0.0f)
       for (int group = from; group < end; group += kLanes)
-        Store<F32>::at(scores + group, capped(a, raw_at<Vec>(scores + group)));
+        Store<F32>::at(scores + group, cap_scores(a, raw_at<Vec>(scores + group)));
     if (slope != 0.0f)
       for (int group = from; group < end; group += kLanes) {
-        const Vec distance = splat(static_cast<float>(tile.position + group - own)) + ascending();
+        const Vec distance =
+            splat(static_cast<float>(tile.position + group - query_position)) + lane_indices();
         Store<F32>::at(scores + group,
                        multiply_add(splat(slope), distance, raw_at<Vec>(scores + group)));
       }
     for (int j = from; j < begin; ++j) scores[j] = -std::numeric_limits<float>::infinity();
     for (int j = end; j % kLanes; ++j) scores[j] = -std::numeric_limits<float>::infinity();
-    Vec most_of = splat(most);
+    Vec max_scores = splat(max_score);
     for (int group = from; group < end; group += kLanes)
-      most_of = max(raw_at<Vec>(scores + group), most_of);
-    const float largest = jaxpage::JAXPAGE_ISA::largest(most_of);
+      max_scores = max(raw_at<Vec>(scores + group), max_scores);
+    const float largest = max_lane(max_scores);
     // The first tile finds nothing to correct, and later ones not often.
-    const bool is_same = most == largest;
-    const float correction = is_same ? 1.0f : total == 0.0f ? 0.0f : exp(splat(most - largest))[0];
+    const bool is_same = max_score == largest;
+    const float correction = is_same         ? 1.0f
+                             : total == 0.0f ? 0.0f
+                                             : exp(splat(max_score - largest))[0];
     Vec added = splat(0.0f);
     for (int group = from; group < end; group += kLanes) {
       const Vec weight = exp(raw_at<Vec>(scores + group) - splat(largest));
       Store<F32>::at(scores + group, weight);
       added += weight;
     }
-    most = largest;
+    max_score = largest;
     total = total * correction + sum(added);
     for (int64_t i = 0; i < a.value_width && !is_same; i += kLanes)
       acc[i / kLanes] *= splat(correction);

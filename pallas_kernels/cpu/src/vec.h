@@ -62,19 +62,19 @@ inline auto join_parts(const Run& run, std::integer_sequence<int, i...>) {
   else return Long<decltype(run(0))>{run(i)...};
 }
 template <typename Run>
-inline auto by_parts(const Run& run) {
+inline auto map_parts(const Run& run) {
   return join_parts(run, std::make_integer_sequence<int, kParts>());
 }
 
 #define JAXPAGE_BY_PARTS(op)                                                             \
   template <typename Native, typename Other>                                             \
   inline auto operator op(const Long<Native>& a, const Long<Other>& b) {                 \
-    return by_parts([&](int i) { return a.part[i] op b.part[i]; });                      \
+    return map_parts([&](int i) { return a.part[i] op b.part[i]; });                     \
   }                                                                                      \
   template <typename Native, typename Number,                                            \
             typename = typename std::enable_if<std::is_arithmetic<Number>::value>::type> \
   inline auto operator op(const Long<Native>& a, Number b) {                             \
-    return by_parts([&](int i) { return a.part[i] op b; });                              \
+    return map_parts([&](int i) { return a.part[i] op b; });                             \
   }
 JAXPAGE_BY_PARTS(+)
 JAXPAGE_BY_PARTS(-)
@@ -93,7 +93,7 @@ JAXPAGE_BY_PARTS(!=)
 
 template <typename Native>
 inline auto operator-(const Long<Native>& a) {
-  return by_parts([&](int i) { return -a.part[i]; });
+  return map_parts([&](int i) { return -a.part[i]; });
 }
 template <typename Native>
 inline auto& operator+=(Long<Native>& a, const Long<Native>& b) {
@@ -112,7 +112,7 @@ inline auto& operator*=(Long<Native>& a, const Long<Native>& b) {
 template <typename Raw>
 inline Raw raw_at(const void* from) {
   if constexpr (kParts > 1 && sizeof(Raw) == 4 * kLanes) {
-    return by_parts([&](int i) {
+    return map_parts([&](int i) {
       return raw_at<decltype(part_of(Raw(), 0))>(static_cast<const char*>(from) + i * kBytes);
     });
   } else {
@@ -125,27 +125,27 @@ inline Raw raw_at(const void* from) {
 // These take the bits as they are.
 template <typename From>
 inline Vec as_float(const From& x) {
-  return by_parts([&](int i) { return (Floats)part_of(x, i); });
+  return map_parts([&](int i) { return (Floats)part_of(x, i); });
 }
 template <typename From>
 inline Int as_int(const From& x) {
-  return by_parts([&](int i) { return (Ints)part_of(x, i); });
+  return map_parts([&](int i) { return (Ints)part_of(x, i); });
 }
 template <typename From>
 inline Bits as_bits(const From& x) {
-  return by_parts([&](int i) { return (Words)part_of(x, i); });
+  return map_parts([&](int i) { return (Words)part_of(x, i); });
 }
 // These convert numbers.
 inline Vec to_float(const Int& x) {
-  return by_parts([&](int i) { return __builtin_convertvector(part_of(x, i), Floats); });
+  return map_parts([&](int i) { return __builtin_convertvector(part_of(x, i), Floats); });
 }
 inline Int to_int(const Vec& x) {
-  return by_parts([&](int i) { return __builtin_convertvector(part_of(x, i), Ints); });
+  return map_parts([&](int i) { return __builtin_convertvector(part_of(x, i), Ints); });
 }
 
 // Returns a vector of this number. `Floats{} + x` would add zero to it: that makes 0 of -0, and so
 // it is an addition.
-inline Floats each(float x) {
+inline Floats splat_part(float x) {
 #if defined(__AVX512F__)
   return (Floats)_mm512_set1_ps(x);
 #elif defined(__AVX2__)
@@ -155,21 +155,21 @@ inline Floats each(float x) {
 #endif
 }
 inline Vec splat(float x) {
-  return by_parts([&](int) { return each(x); });
+  return map_parts([&](int) { return splat_part(x); });
 }
 
-inline Vec ascending() {
+inline Vec lane_indices() {
   static constexpr float kNumbers[kLanes] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
   return raw_at<Vec>(kNumbers);
 }
 
 inline Vec select(const Int& mask, const Vec& a, const Vec& b) {
-  return by_parts([&](int i) { return part_of(mask, i) ? part_of(a, i) : part_of(b, i); });
+  return map_parts([&](int i) { return part_of(mask, i) ? part_of(a, i) : part_of(b, i); });
 }
 inline Vec max(const Vec& a, const Vec& b) { return select(a > b, a, b); }
 
 // Returns x * w + sum, rounded once.
-inline Floats add_product(Floats x, Floats w, Floats sum) {
+inline Floats multiply_add_part(Floats x, Floats w, Floats sum) {
 #if defined(__AVX512F__)
   return (Floats)_mm512_fmadd_ps((__m512)x, (__m512)w, (__m512)sum);
 #elif defined(__AVX2__)
@@ -183,7 +183,8 @@ inline Floats add_product(Floats x, Floats w, Floats sum) {
 }
 // Returns a * b + c, rounded once.
 inline Vec multiply_add(const Vec& a, const Vec& b, const Vec& c) {
-  return by_parts([&](int i) { return add_product(part_of(a, i), part_of(b, i), part_of(c, i)); });
+  return map_parts(
+      [&](int i) { return multiply_add_part(part_of(a, i), part_of(b, i), part_of(c, i)); });
 }
 
 // Reads integers of 8 or 16 bits and makes those of 32 bits of them. GCC 12 makes scalar
@@ -213,7 +214,7 @@ inline Ints widen_part(const Number* x) {
 #endif
 template <typename Number>
 inline Int widen(const Number* x) {
-  return by_parts([&](int i) { return widen_part(x + i * kNativeLanes); });
+  return map_parts([&](int i) { return widen_part(x + i * kNativeLanes); });
 }
 
 #if defined(__AVX2__)
@@ -252,7 +253,7 @@ struct I8 {
 };
 struct F8 {  // float8_e4m3fn, as its bits
   typedef uint8_t type;
-  static Floats number(Words bits) {
+  static Floats decode(Words bits) {
     const Words sign = (bits & 0x80u) << 24, magnitude = bits & 0x7fu;
     const Floats subnormal = __builtin_convertvector((Ints)magnitude, Floats) * 0x1p-9f;
     Floats value = magnitude < 8u ? subnormal : (Floats)((magnitude << 20) + (120u << 23));
@@ -277,7 +278,7 @@ struct Load<F16> {
 #if defined(__AVX512F__)
     return (Vec)_mm512_cvtph_ps(raw_at<__m256i>(x));
 #elif defined(__F16C__)
-    return by_parts([&](int i) { return (Floats)_mm256_cvtph_ps(raw_at<__m128i>(x + 8 * i)); });
+    return map_parts([&](int i) { return (Floats)_mm256_cvtph_ps(raw_at<__m128i>(x + 8 * i)); });
 #else
     // Subnormal numbers are made of integers: XLA's threads may take subnormal operands for zero.
     Bits bits = as_bits(widen(x));
@@ -315,7 +316,7 @@ struct Load<I8> {
 template <>
 struct Load<F8> {
   static Vec at(const uint8_t* x) {
-    return by_parts([&](int i) { return F8::number((Words)widen_part(x + i * kNativeLanes)); });
+    return map_parts([&](int i) { return F8::decode((Words)widen_part(x + i * kNativeLanes)); });
   }
 };
 
@@ -422,7 +423,7 @@ inline Floats zip_part(Floats a, Floats b, std::integer_sequence<int, lane...>) 
 // turns, or the odd ones.
 template <int step, bool is_high>
 inline Vec zip(const Vec& a, const Vec& b) {
-  return by_parts([&](int i) {
+  return map_parts([&](int i) {
     if constexpr (step < kNativeLanes) {
       return zip_part<step, is_high>(part_of(a, i), part_of(b, i), NativeLanes());
     } else {
@@ -440,7 +441,7 @@ inline void add_halves(Vec* v) {
 
 // Returns the sum of the lanes of each of 16 vectors: lane i of the result is of vector i, whatever
 // the others hold.
-inline Vec sums(Vec* v) {
+inline Vec sum_each(Vec* v) {
   add_halves<8>(v);
   add_halves<4>(v);
   add_halves<2>(v);
@@ -485,7 +486,7 @@ inline float combine_lanes(const Vec& v, const Combine& combine) {
 inline float sum(const Vec& v) {
   return combine_lanes(v, [](Floats a, Floats b) { return a + b; });
 }
-inline float largest(const Vec& v) {
+inline float max_lane(const Vec& v) {
   return combine_lanes(v, [](Floats a, Floats b) { return a > b ? a : b; });
 }
 
@@ -496,15 +497,15 @@ static inline Vec exp(Vec x) {
   x = select(is_zero, splat(-87.3f), x);
   Vec magic = splat(12582912.0f);  // 1.5 * 2^23: the sum rounds to an integer
   Vec whole = multiply_add(x, splat(1.44269504088896341f), magic) - magic;
-  Vec rest = multiply_add(whole, splat(-0.693359375f), x);
-  rest = multiply_add(whole, splat(2.12194440e-4f), rest);
+  Vec remainder = multiply_add(whole, splat(-0.693359375f), x);
+  remainder = multiply_add(whole, splat(2.12194440e-4f), remainder);
   Vec y = splat(1.9875691500e-4f);
-  y = multiply_add(y, rest, splat(1.3981999507e-3f));
-  y = multiply_add(y, rest, splat(8.3334519073e-3f));
-  y = multiply_add(y, rest, splat(4.1665795894e-2f));
-  y = multiply_add(y, rest, splat(1.6666665459e-1f));
-  y = multiply_add(y, rest, splat(5.0000001201e-1f));
-  y = multiply_add(y, rest * rest, rest) + splat(1.0f);
+  y = multiply_add(y, remainder, splat(1.3981999507e-3f));
+  y = multiply_add(y, remainder, splat(8.3334519073e-3f));
+  y = multiply_add(y, remainder, splat(4.1665795894e-2f));
+  y = multiply_add(y, remainder, splat(1.6666665459e-1f));
+  y = multiply_add(y, remainder, splat(5.0000001201e-1f));
+  y = multiply_add(y, remainder * remainder, remainder) + splat(1.0f);
   Int exponent = to_int(whole);
   Vec power = as_float((exponent + 127) << 23);
   return select(is_zero, splat(0.0f), y * power);

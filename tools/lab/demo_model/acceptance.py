@@ -81,8 +81,8 @@ def make_samples(teacher: Teacher, tokenizer: Tokenizer, seed: int) -> list[Samp
 
 def ranks_of(logits_BTV: jax.Array, tokens_BT: jax.Array) -> jax.Array:
     """Returns for each position how many tokens are more likely than the token of the text."""
-    own_BT1 = jnp.take_along_axis(logits_BTV, tokens_BT[..., None], -1)
-    return (logits_BTV > own_BT1).sum(-1)
+    logit_BT1 = jnp.take_along_axis(logits_BTV, tokens_BT[..., None], -1)
+    return (logits_BTV > logit_BT1).sum(-1)
 
 
 def _whole(logits_BTV: jax.Array, token_map: np.ndarray, vocabulary: int) -> jax.Array:
@@ -221,7 +221,7 @@ def share_of_new_4_grams(sample: Sample) -> float:
     """Returns the share of 4-grams that are new in their row; 1 where no row repeats itself."""
     total, new = 0, 0
     for row, begin, end in zip(sample.tokens_BT, sample.begins_B, sample.ends_B, strict=True):
-        grams = [tuple(row[place : place + 4]) for place in range(begin, end - 3)]
+        grams = [tuple(row[index : index + 4]) for index in range(begin, end - 3)]
         total, new = total + len(grams), new + len(set(grams))
     return round(new / total, 2)
 

@@ -203,7 +203,7 @@ def seconds(multiply: Callable[..., jax.Array], spec: MatmulSpec, small: bool) -
     weights = [make_weight(spec, seed) for seed in range(NUM_WEIGHTS)]
     count_E = jnp.asarray(counts(spec), jnp.int32)
 
-    def one(x_PI: jax.Array, arrays: list[Any], index: int) -> jax.Array:
+    def run_matmul(x_PI: jax.Array, arrays: list[Any], index: int) -> jax.Array:
         array = arrays[index]
         if spec.code is None:
             return multiply(x_PI, array, count_E)
@@ -212,7 +212,9 @@ def seconds(multiply: Callable[..., jax.Array], spec: MatmulSpec, small: bool) -
             x_PI, QuantizedWeight(values, scale, zero, spec.code, spec.group_size), count_E
         )
 
-    return _seconds(one, spec, [weight[:3] if spec.code else weight for weight in weights], small)
+    return _seconds(
+        run_matmul, spec, [weight[:3] if spec.code else weight for weight in weights], small
+    )
 
 
 def dense_seconds(spec: MatmulSpec, small: bool) -> float:

@@ -84,12 +84,12 @@ class _plain:
         self.scale = None if scale is None else np.asarray(scale)
 
     def __call__(self, block_C: np.ndarray, slot_C: np.ndarray, head: int) -> np.ndarray:
-        kept_CH = self.pages[block_C, slot_C, head]
+        stored_CH = self.pages[block_C, slot_C, head]
         if self.scale is None:
-            return kept_CH.astype(np.float64)
-        eight_bits = kept_CH.dtype == np.int8
+            return stored_CH.astype(np.float64)
+        eight_bits = stored_CH.dtype == np.int8
         numbers_CH = (
-            kept_CH.astype(np.float64) if eight_bits else float8_e4m3fn(kept_CH.view(np.uint8))
+            stored_CH.astype(np.float64) if eight_bits else float8_e4m3fn(stored_CH.view(np.uint8))
         )
         return numbers_CH * self.scale[block_C, slot_C, head].astype(np.float64)[:, None]
 

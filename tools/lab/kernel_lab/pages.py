@@ -32,12 +32,12 @@ from tools.lab.kernel_lab.timing import median_of_rounds
 # The kernel sets that write and move pages with kernels of their own. The other sets use the
 # definition's, or those of one of these.
 _DEFINED = SETS[DEFINITION].write
-_OWN = {
+_KERNEL_NAMES = {
     each.write: name
     for name, each in reversed(SETS.items())
     if inspect.unwrap(each.write) is not _DEFINED
 }
-KERNELS = tuple(name for name in _OWN.values() if name in KERNEL_BACKENDS)
+KERNELS = tuple(name for name in _KERNEL_NAMES.values() if name in KERNEL_BACKENDS)
 PAGE_DTYPES = ("bfloat16", "float32", "int8", "uint8")
 NUM_CALLS = 50  # calls of a timed program
 

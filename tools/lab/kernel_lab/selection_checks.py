@@ -99,8 +99,10 @@ def _is_right(
             likelihood_V == 1.0
         )
 
-    kept_V = logits_V >= minimum
-    return bool((kept_V >= mask_of(-MASS_ERROR)).all() and (kept_V <= mask_of(MASS_ERROR)).all())
+    is_kept_V = logits_V >= minimum
+    return bool(
+        (is_kept_V >= mask_of(-MASS_ERROR)).all() and (is_kept_V <= mask_of(MASS_ERROR)).all()
+    )
 
 
 def _top_candidates(top_candidates: Callable[..., Any], vocab_size: int) -> Finding:
@@ -183,8 +185,8 @@ def _seconds(run: Callable[[jax.Array], jax.Array], logits_RV: jax.Array, num_ca
     """Times one call among many, each of which waits for the one before it."""
 
     def program(logits_RV: jax.Array) -> jax.Array:
-        def turn(_: jax.Array, found_R: jax.Array) -> jax.Array:
-            _, now_RV = jax.lax.optimization_barrier((found_R, logits_RV))
+        def turn(_: jax.Array, previous_R: jax.Array) -> jax.Array:
+            _, now_RV = jax.lax.optimization_barrier((previous_R, logits_RV))
             return run(now_RV)
 
         return jax.lax.fori_loop(0, num_calls, turn, jnp.zeros(logits_RV.shape[0]))

@@ -55,12 +55,12 @@ def main() -> None:
         result.
         """
         batch.n_tokens = len(tokens)
-        for place, (token_id, position, sequence, draws) in enumerate(tokens):
-            batch.token[place], batch.pos[place], batch.logits[place] = token_id, position, draws
-            batch.n_seq_id[place], batch.seq_id[place][0] = 1, sequence
+        for index, (token_id, position, sequence, draws) in enumerate(tokens):
+            batch.token[index], batch.pos[index], batch.logits[index] = token_id, position, draws
+            batch.n_seq_id[index], batch.seq_id[index][0] = 1, sequence
         if llama_cpp.llama_decode(context, batch):
             raise RuntimeError("llama_decode failed")
-        drawn = [place for place, token in enumerate(tokens) if token[3]]
+        drawn = [index for index, token in enumerate(tokens) if token[3]]
         logits = (llama_cpp.llama_get_logits_ith(context, place) for place in drawn)
         return [int(np.ctypeslib.as_array(each, (vocab_size,)).argmax()) for each in logits]
 

@@ -131,7 +131,7 @@ def read_task() -> Task:
 
 
 def _prompt(length: int, row: int) -> list[int]:
-    return [(7 * row + 3 * place) % 251 + 3 for place in range(length)]
+    return [(7 * row + 3 * index) % 251 + 3 for index in range(length)]
 
 
 def _time(

@@ -57,11 +57,11 @@ async function messageOf(response) {
  */
 export async function* messages(response) {
   const decoder = new TextDecoder();
-  let rest = "";
+  let buffer = "";
   for await (const bytes of chunksOf(response.body)) {
-    rest += decoder.decode(bytes, { stream: true });
-    const events = rest.split(/\r?\n\r?\n/);
-    rest = events.pop();
+    buffer += decoder.decode(bytes, { stream: true });
+    const events = buffer.split(/\r?\n\r?\n/);
+    buffer = events.pop();
     for (const event of events) {
       const data = event
         .split(/\r?\n/)
@@ -87,7 +87,7 @@ async function next(reader) {
 }
 
 /** Returns the JSON of an answer that comes at once. Raises ApiError where it breaks off. */
-export async function whole(response) {
+export async function readJson(response) {
   try {
     return await response.json();
   } catch (error) {

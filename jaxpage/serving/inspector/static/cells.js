@@ -1,9 +1,9 @@
 // Draws KV blocks as cells, each with what it is, whose, and how far it is filled.
 
-import { requestColor, themed } from "./colors.js";
+import { requestColor, themeVariable } from "./colors.js";
 
 /** Draws a cell as the legend shows it. */
-export function drawWhole(context, block, size) {
+export function drawWithCount(context, block, size) {
   drawCell(context, block, 1, 1, size, block.isWritten);
   drawCount(context, block, 1, 1, size);
 }
@@ -13,7 +13,7 @@ export function drawCell(context, block, x, y, size, isWritten) {
   context.save();
   context.beginPath();
   context.roundRect(x, y, size, size, radius);
-  context.fillStyle = themed(
+  context.fillStyle = themeVariable(
     block.kind === "used" ? "cell-used" : block.kind === "cached" ? "cell-cached" : "cell-free",
   );
   context.fill();
@@ -22,14 +22,14 @@ export function drawCell(context, block, x, y, size, isWritten) {
   if (block.kind === "used") drawOwners(context, block, x, y, size);
   if (size >= 8) drawVectors(context, block, x, y, size);
   if (block.kind === "cached" || block.kind === "null")
-    drawHatch(context, x, y, size, themed(block.kind === "null" ? "line" : "cached-line"));
-  if (block.kept && size >= 8) drawFold(context, x, y, size);
+    drawHatch(context, x, y, size, themeVariable(block.kind === "null" ? "line" : "cached-line"));
+  if (block.isCached && size >= 8) drawFold(context, x, y, size);
   context.restore();
-  if (block.pinned) outline(context, x + 1, y + 1, size - 2, themed("ink"), 2);
+  if (block.pinned) outline(context, x + 1, y + 1, size - 2, themeVariable("ink"), 2);
   else if (size >= 8)
-    outline(context, x, y, size, themed(block.kind === "used" ? "cell-edge" : "line"), 1);
+    outline(context, x, y, size, themeVariable(block.kind === "used" ? "cell-edge" : "line"), 1);
   if (isWritten && size >= 8) {
-    context.fillStyle = themed("ink");
+    context.fillStyle = themeVariable("ink");
     context.fillRect(x + size * 0.2, y + size - 3, size * 0.6, 2);
   }
   context.restore();
@@ -63,9 +63,9 @@ function drawVectors(context, { vectors, slots }, x, y, size) {
   const height = Math.max(3, Math.round(size * 0.24));
   for (const { from, to } of vectors) {
     const [left, width] = [x + (size * from) / slots, (size * (to - from)) / slots];
-    context.fillStyle = themed("cell-used");
+    context.fillStyle = themeVariable("cell-used");
     context.fillRect(left, y, width, height + 1);
-    context.fillStyle = themed("picture");
+    context.fillStyle = themeVariable("picture");
     context.fillRect(left, y, width, height);
   }
 }
@@ -85,7 +85,7 @@ function drawHatch(context, x, y, size, color) {
 /** Draws a folded corner: the prefix cache knows what is in the block. */
 function drawFold(context, x, y, size) {
   const fold = Math.max(4, size * 0.3);
-  context.fillStyle = themed("ink");
+  context.fillStyle = themeVariable("ink");
   context.globalAlpha *= 0.75;
   context.beginPath();
   context.moveTo(x + size - fold, y);
@@ -97,13 +97,13 @@ function drawFold(context, x, y, size) {
 /** Draws the reference count, where there is more than one reference. */
 export function drawCount(context, { refCount }, x, y, size) {
   if (refCount < 2 || size < 14) return;
-  context.font = `700 ${Math.round(size * 0.5)}px ${themed("font")}`;
+  context.font = `700 ${Math.round(size * 0.5)}px ${themeVariable("font")}`;
   context.textAlign = "center";
   context.textBaseline = "middle";
   context.lineWidth = 3;
-  context.strokeStyle = themed("card");
+  context.strokeStyle = themeVariable("card");
   context.strokeText(refCount, x + size / 2, y + size / 2 + 1);
-  context.fillStyle = themed("ink");
+  context.fillStyle = themeVariable("ink");
   context.fillText(refCount, x + size / 2, y + size / 2 + 1);
 }
 

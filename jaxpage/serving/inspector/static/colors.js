@@ -5,7 +5,7 @@ let cache = null;
 export const forgetTheme = () => (cache = null);
 
 /** Returns the style sheet's variable of this name, such as "ink" for --ink. */
-export function themed(name) {
+export function themeVariable(name) {
   cache ??= { style: getComputedStyle(document.documentElement), values: new Map() };
   if (!cache.values.has(name))
     cache.values.set(name, cache.style.getPropertyValue(`--${name}`).trim());
@@ -17,9 +17,9 @@ export function themed(name) {
  * together look different. Pins (0) have none.
  */
 export function requestColor(number, alpha = 1) {
-  const chroma = number ? themed("request-chroma") : 0;
+  const chroma = number ? themeVariable("request-chroma") : 0;
   const hue = (112.5 + 137.508 * number) % 360;
-  return `oklch(${themed("request-lightness")} ${chroma} ${hue.toFixed(1)} / ${alpha})`;
+  return `oklch(${themeVariable("request-lightness")} ${chroma} ${hue.toFixed(1)} / ${alpha})`;
 }
 
 /** How strong the segments of a timeline are drawn, from quiet to loud. */

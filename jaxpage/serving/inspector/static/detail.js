@@ -4,7 +4,7 @@ import { count, el } from "./dom.js";
 import { requestColor } from "./colors.js";
 import { nameOf, vectorsIn, vectorsText } from "./snapshot.js";
 
-const MOST_ENTRIES = 64; // of a block table
+const MAX_ENTRIES = 64; // of a block table
 const MAX_IDS = 64; // of a prompt
 
 /** Returns elements that describe a block, a request, or what can be pointed at. */
@@ -29,8 +29,8 @@ export function describe(block, request, snapshot) {
 }
 
 function describeBlock(block, size) {
-  const rest = block.known - block.filled;
-  const reserved = rest > 0 ? `, ${rest} more are reserved for known tokens` : "";
+  const numReserved = block.known - block.filled;
+  const reserved = numReserved > 0 ? `, ${numReserved} more are reserved for known tokens` : "";
   const facts = {
     null: "is the null block: padding tokens write to it, and it is never allocated.",
     free: "is free.",
@@ -48,13 +48,14 @@ function describeBlock(block, size) {
       : forks.size > 1
         ? " Requests with a common prefix share it."
         : " Sequences of one request share it; it is copied before one of them writes to it.";
-  const kept = block.kept && block.kind === "used" ? " It is full and in the prefix cache." : "";
+  const inCache =
+    block.isCached && block.kind === "used" ? " It is full and in the prefix cache." : "";
   const name = block.isHost ? "Host block" : "Block";
   const vectors = block.vectors
-    .map((span) => `Slots ${span.from} to ${span.to - 1}: ${ownVectors(span)}. `)
+    .map((span) => `Slots ${span.from} to ${span.to - 1}: ${describeVectors(span)}. `)
     .join("");
   return [
-    el("p", {}, el("b", {}, `${name} ${block.id}`), ` ${facts[block.kind]}${shared}${kept}`),
+    el("p", {}, el("b", {}, `${name} ${block.id}`), ` ${facts[block.kind]}${shared}${inCache}`),
     vectors ? el("p", {}, vectors.trim()) : null,
   ].filter(Boolean);
 }
@@ -70,10 +71,10 @@ function describeRequest(request) {
   ].filter(Boolean);
 }
 
-const ownVectors = (span) => `${vectorsText(span)}, of request #${span.request.number}`;
+const describeVectors = (span) => `${vectorsText(span)}, of request #${span.request.number}`;
 
-function positions({ place, sequence, pin }, size) {
-  const first = place * size;
+function positions({ index, sequence, pin }, size) {
+  const first = index * size;
   return `positions ${first}–${Math.min(first + size, sequence?.known ?? pin.tokens) - 1}`;
 }
 
@@ -84,7 +85,7 @@ function dotOf({ request }) {
 }
 
 function storyOf(request) {
-  const found = request.cached_tokens
+  const hit = request.cached_tokens
     ? `, ${request.cached_tokens} of them from the prefix cache`
     : "";
   const numPictures = Math.max(0, ...(request.vectors ?? []).map(([, , picture]) => picture));
@@ -99,7 +100,7 @@ function storyOf(request) {
     : "";
   const ended = request.reasons ? `; ended: ${request.reasons.join(", ")}` : "";
   return (
-    `is ${request.state}: ${count(request.prompt_tokens, "token")} of prompt${pictures}${found}, ` +
+    `is ${request.state}: ${count(request.prompt_tokens, "token")} of prompt${pictures}${hit}, ` +
     `at most ${request.max_total_tokens} in total${kind}${gave}${ended}.`
   );
 }
@@ -109,14 +110,14 @@ export function tableStrip(reference, here, snapshot) {
   const { sequence, pin } = reference;
   const isOnHost = Boolean(sequence?.host_blocks.length);
   const table = isOnHost ? sequence.host_blocks : (pin ?? sequence).blocks;
-  const place = here ? reference.place : -1;
-  const first = Math.max(0, Math.min(place - MOST_ENTRIES / 2, table.length - MOST_ENTRIES));
-  const entries = table.slice(first, first + MOST_ENTRIES).map((id, index) => {
+  const marked = here ? reference.index : -1;
+  const first = Math.max(0, Math.min(marked - MAX_ENTRIES / 2, table.length - MAX_ENTRIES));
+  const entries = table.slice(first, first + MAX_ENTRIES).map((id, index) => {
     const size = snapshot.pool.block_size;
     const position = (first + index) * size;
     const vectors = vectorsIn(reference.request ?? {}, position, position + size);
     const title = [`from position ${position}`, ...vectors.map(vectorsText)].join("; ");
-    const isHere = first + index === place ? "here " : "";
+    const isHere = first + index === marked ? "here " : "";
     return el(
       "li",
       { class: `${isHere}${vectors.length ? "picture" : ""}`, title },
@@ -124,14 +125,14 @@ export function tableStrip(reference, here, snapshot) {
     );
   });
   const before = first > 0 ? [el("li", { class: "muted" }, "…")] : [];
-  const behind = first + MOST_ENTRIES < table.length ? [el("li", { class: "muted" }, "…")] : [];
+  const after = first + MAX_ENTRIES < table.length ? [el("li", { class: "muted" }, "…")] : [];
   const label = `Block table of ${nameOf(reference)}${isOnHost ? " in host memory" : ""}`;
   const nothing = table.length ? [] : [el("li", { class: "muted" }, "no blocks")];
   return el(
     "div",
     { class: "table" },
     el("span", {}, dotOf(reference), nameOf(reference)),
-    el("ol", { "aria-label": label }, ...before, ...entries, ...behind, ...nothing),
+    el("ol", { "aria-label": label }, ...before, ...entries, ...after, ...nothing),
     here ? el("span", { class: "muted" }, positions(reference, snapshot.pool.block_size)) : null,
   );
 }

@@ -21,7 +21,7 @@ export const count = (number, noun) =>
   `${number.toLocaleString("en")} ${noun}${number === 1 ? "" : "s"}`;
 
 /** Fits a canvas to its box, sharp on every screen. Returns its context, in CSS pixels. */
-export function fitted(canvas, height) {
+export function fitCanvas(canvas, height) {
   const width = canvas.clientWidth;
   const scale = window.devicePixelRatio || 1;
   const [w, h] = [Math.round(width * scale), Math.round(height * scale)];

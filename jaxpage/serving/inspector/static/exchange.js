@@ -37,7 +37,7 @@ export class Exchange {
     this.first = null; // when the first token came
     this.columns = names.map(newColumn);
     this.note = el("p", { class: "note mono", role: "status" }, "waiting…");
-    const said = prompt.map(({ role, content, pictures = [] }) =>
+    const messages = prompt.map(({ role, content, pictures = [] }) =>
       el(
         "div",
         { class: `said ${role}` },
@@ -50,7 +50,7 @@ export class Exchange {
     this.element = el(
       "article",
       { class: `exchange ${isChat ? "of-chat" : ""}`, "aria-busy": "true" },
-      ...said,
+      ...messages,
       columns,
       this.note,
     );
@@ -96,7 +96,7 @@ export class Exchange {
         column.reason.textContent = REASONS[choice.finish_reason] ?? choice.finish_reason;
     }
     if (usage) this.numTokens = usage.completion_tokens;
-    this.tell();
+    this.report();
   }
 
   grow(column, text, tokens) {
@@ -141,7 +141,7 @@ export class Exchange {
     this.draw(true);
   }
 
-  tell(ending = "") {
+  report(ending = "") {
     if (this.first === null) return;
     const wait = `first after ${Math.round(this.first - this.began)} ms`;
     const seconds = (this.last - (this.isBeam ? this.began : this.first)) / 1000;
@@ -158,7 +158,7 @@ export class Exchange {
 
   end(ending, isProblem = false) {
     if (this.first === null) this.note.textContent = ending || "no tokens";
-    else this.tell(ending);
+    else this.report(ending);
     this.problem = isProblem ? ending : "";
     this.close(isProblem);
   }

@@ -3,8 +3,8 @@
 // pointer, touch or keyboard.
 
 import { drawArrow, drawCell, drawCount, outline } from "./cells.js";
-import { fitted } from "./dom.js";
-import { themed } from "./colors.js";
+import { fitCanvas } from "./dom.js";
+import { themeVariable } from "./colors.js";
 
 // The steps of the zoom: the size of a cell and the gap after it.
 const SIZES = [34, 30, 26, 22, 19, 16, 13, 11, 9, 7, 5, 4];
@@ -24,14 +24,14 @@ export class BlockGrid {
     this.box = this.extent.parentElement;
     this.box.style.maxHeight = `${maxHeight}px`;
     this.blocks = [];
-    this.places = new Map(); // by block id
+    this.indices = new Map(); // by block id
     this.size = null; // the zoom; null: as large as fits, if that is readable
     this.marked = null; // a Set of block ids; the others step back
     this.paths = []; // block tables of what is marked: {ids, color}
     this.copies = []; // {from, to, since}
     this.written = new Set();
     this.cursor = null;
-    this.laidOut = [0, 0]; // the places that were in the box when it was drawn last, from and up to
+    this.drawnRange = [0, 0]; // the indices in the box when it was drawn last, from and up to
     this.frame = 0;
     canvas.addEventListener("pointermove", (event) =>
       onPoint(this.blockAt(event.offsetX, event.offsetY)),
@@ -53,7 +53,7 @@ export class BlockGrid {
       blocks.length !== this.blocks.length ||
       blocks.some(({ id }, index) => id !== this.blocks[index].id)
     )
-      this.places = new Map(blocks.map(({ id }, index) => [id, index]));
+      this.indices = new Map(blocks.map(({ id }, index) => [id, index]));
     this.blocks = blocks;
     this.written = written;
     const now = performance.now();
@@ -84,7 +84,7 @@ export class BlockGrid {
    */
   zoom(direction) {
     const middle = Math.floor((this.box.scrollTop + this.height / 2) / this.pitch) * this.columns;
-    const at = SIZES.indexOf(this.least);
+    const at = SIZES.indexOf(this.minSize);
     this.size = direction ? SIZES[Math.min(Math.max(at - direction, 0), SIZES.length - 1)] : null;
     this.draw();
     this.box.scrollTop = Math.floor(middle / this.columns) * this.pitch - this.height / 2;
@@ -138,7 +138,7 @@ export class BlockGrid {
 
   /** Scrolls to a block, or to the next one that is shown. */
   scrollTo(id) {
-    const index = this.places.get(id) ?? this.blocks.findIndex((block) => block.id >= id);
+    const index = this.indices.get(id) ?? this.blocks.findIndex((block) => block.id >= id);
     const row = Math.floor((index < 0 ? this.blocks.length : index) / this.columns);
     this.box.scrollTop = row * this.pitch - this.height / 2;
   }
@@ -148,25 +148,25 @@ export class BlockGrid {
     const fits = (size) =>
       Math.ceil(this.blocks.length / Math.max(1, Math.floor(width / size))) * size <=
       this.maxHeight;
-    this.least = this.size ?? SIZES.find((size) => size === READABLE || fits(size));
-    this.columns = Math.max(1, Math.floor(width / this.least));
+    this.minSize = this.size ?? SIZES.find((size) => size === READABLE || fits(size));
+    this.columns = Math.max(1, Math.floor(width / this.minSize));
     // Rows are as wide as the box, unless there is less than one.
-    this.pitch = this.blocks.length < this.columns ? this.least : (width - 1) / this.columns;
-    this.cell = Math.floor(this.pitch) - (this.least > 15 ? 4 : this.least > 8 ? 2 : 1);
-    const whole = Math.max(1, Math.ceil(this.blocks.length / this.columns)) * this.pitch + 2;
-    this.height = Math.min(whole, this.maxHeight);
-    this.extent.style.height = `${whole}px`;
+    this.pitch = this.blocks.length < this.columns ? this.minSize : (width - 1) / this.columns;
+    this.cell = Math.floor(this.pitch) - (this.minSize > 15 ? 4 : this.minSize > 8 ? 2 : 1);
+    const fullHeight = Math.max(1, Math.ceil(this.blocks.length / this.columns)) * this.pitch + 2;
+    this.height = Math.min(fullHeight, this.maxHeight);
+    this.extent.style.height = `${fullHeight}px`;
     const first = Math.floor(this.box.scrollTop / this.pitch) * this.columns;
-    const behind = Math.ceil((this.box.scrollTop + this.height) / this.pitch) * this.columns;
-    this.laidOut = [Math.max(0, first), behind];
+    const end = Math.ceil((this.box.scrollTop + this.height) / this.pitch) * this.columns;
+    this.drawnRange = [Math.max(0, first), end];
   }
 
   /**
-   * Returns the places in the box, from and up to: of the blocks that there are, which may be fewer
-   * than were drawn.
+   * Returns the indices of the blocks in the box, from and up to: of the blocks that there are,
+   * which may be fewer than were drawn.
    */
   get sight() {
-    return this.laidOut.map((place) => Math.min(place, this.blocks.length));
+    return this.drawnRange.map((index) => Math.min(index, this.blocks.length));
   }
 
   blockAt(x, y) {
@@ -184,7 +184,7 @@ export class BlockGrid {
 
   /** Returns the middle of a block's cell; null where it is not shown. */
   center(id) {
-    const index = this.places.get(id);
+    const index = this.indices.get(id);
     if (index === undefined) return null;
     const [x, y] = this.corner(index);
     return [x + this.cell / 2, y + this.cell / 2];
@@ -193,7 +193,7 @@ export class BlockGrid {
   draw() {
     if (!this.canvas.clientWidth) return;
     this.layout();
-    const context = fitted(this.canvas, this.height);
+    const context = fitCanvas(this.canvas, this.height);
     const inSight = this.blocks
       .slice(...this.sight)
       .map((block, index) => [block, this.sight[0] + index]);
@@ -215,7 +215,7 @@ export class BlockGrid {
 
   frameCell(context, index, color) {
     const [x, y] = this.corner(index);
-    outline(context, x - 1, y - 1, this.cell + 2, themed(color), 2);
+    outline(context, x - 1, y - 1, this.cell + 2, themeVariable(color), 2);
   }
 
   /**
@@ -247,8 +247,8 @@ export class BlockGrid {
       if (age > FADE_MS || !start || !end) continue;
       if (since !== Infinity) fading = true;
       context.globalAlpha = still.matches ? 1 : 1 - age / FADE_MS;
-      drawArrow(context, start, end, this.cell, themed("copy"));
-      this.frameCell(context, this.places.get(to), "copy");
+      drawArrow(context, start, end, this.cell, themeVariable("copy"));
+      this.frameCell(context, this.indices.get(to), "copy");
     }
     context.globalAlpha = 1;
     if (fading) this.redraw();

@@ -1,7 +1,7 @@
 // The legends: cells and lines as the page draws them, each with its name.
 
-import { $, el, fitted } from "./dom.js";
-import { drawWhole } from "./cells.js";
+import { $, el, fitCanvas } from "./dom.js";
+import { drawWithCount } from "./cells.js";
 import { drawTimeline } from "./timeline.js";
 
 const SIZE = 20;
@@ -23,14 +23,14 @@ const BLOCKS = [
     {
       ...USED,
       refCount: 3,
-      kept: true,
+      isCached: true,
       references: [{ request: { number: 1 } }, { request: { number: 2 } }],
     },
     "shared by requests",
   ],
-  [{ ...USED, kept: true }, "folded corner: in the prefix cache"],
+  [{ ...USED, isCached: true }, "folded corner: in the prefix cache"],
   [
-    { ...USED, kind: "cached", refCount: 0, kept: true, references: [] },
+    { ...USED, kind: "cached", refCount: 0, isCached: true, references: [] },
     "free, still in the prefix cache",
   ],
   [{ ...USED, kind: "free", refCount: 0, references: [] }, "free"],
@@ -48,7 +48,7 @@ const LINES = [
 
 export function drawLegends() {
   const cells = BLOCKS.map(([block, text]) => [
-    drawn("swatch", (canvas) => drawWhole(fitted(canvas, SIZE + 2), block, SIZE)),
+    makeCanvas("swatch", (canvas) => drawWithCount(fitCanvas(canvas, SIZE + 2), block, SIZE)),
     text,
   ]);
   const arrow = [el("span", { class: "arrow", "aria-hidden": "true" }, "↷"), "copy-on-write"];
@@ -56,14 +56,14 @@ export function drawLegends() {
   const line = (kind) => (canvas) =>
     drawTimeline(canvas, { number: 1, timeline: [[kind, 0, 1, 0]] }, { from: 0, to: 1, now: 1 });
   $("timeline-legend").replaceChildren(
-    ...LINES.map(([kind, text]) => item([drawn("swatch-line", line(kind)), text])),
+    ...LINES.map(([kind, text]) => item([makeCanvas("swatch-line", line(kind)), text])),
   );
 }
 
 const item = ([swatch, text]) => el("li", {}, swatch, text);
 
 /** Makes a canvas that is drawn once it has a size. */
-function drawn(style, draw) {
+function makeCanvas(style, draw) {
   const canvas = el("canvas", { class: style, "aria-hidden": "true" });
   new ResizeObserver(() => canvas.clientWidth && draw(canvas)).observe(canvas);
   return canvas;

@@ -29,13 +29,13 @@ export class Live {
   }
 
   /** Returns whether the model is one of several: only those have a state. */
-  get isOneOfSeveral() {
+  get isOfSeveral() {
     return this.card?.state !== undefined;
   }
 
   /** Returns a path of the engine that is followed. */
   pathOf(path) {
-    return this.isOneOfSeveral ? `${path}?model=${encodeURIComponent(this.engine)}` : path;
+    return this.isOfSeveral ? `${path}?model=${encodeURIComponent(this.engine)}` : path;
   }
 
   choose(id) {
@@ -54,9 +54,12 @@ export class Live {
   /** Asks for at least so many seconds for each step, as long as this page is connected. */
   async setPace(seconds) {
     this.pace = seconds;
-    const shown = new Promise((resolve) => (this.connected = resolve));
+    const firstSnapshot = new Promise((resolve) => (this.connected = resolve));
     this.again();
-    await Promise.race([shown, new Promise((resolve) => setTimeout(resolve, MS_OF_A_CHANGE))]);
+    await Promise.race([
+      firstSnapshot,
+      new Promise((resolve) => setTimeout(resolve, MS_OF_A_CHANGE)),
+    ]);
   }
 
   async follow() {
@@ -92,8 +95,8 @@ export class Live {
       this.onModels(data);
       if (ABSENT.includes(this.card.state)) return;
       const facts = await (await request("/v1/capabilities", { signal })).json();
-      const own = this.isOneOfSeveral ? facts.models[this.engine] : facts;
-      if (own?.model) this.onFacts(own);
+      const modelFacts = this.isOfSeveral ? facts.models[this.engine] : facts;
+      if (modelFacts?.model) this.onFacts(modelFacts);
     } catch (error) {
       // 404 comes from a server of the page's files alone, which may still have snapshots.
       if (error.status !== 404) throw error;
@@ -111,7 +114,7 @@ export class Live {
       this.take(snapshot);
       this.connected();
     }
-    if (!this.isOneOfSeveral) throw new ApiError("The server ended the connection.", 0);
+    if (!this.isOfSeveral) throw new ApiError("The server ended the connection.", 0);
   }
 
   /** Draws a snapshot. An error in drawing is told as what it is, and ends no stream. */

@@ -3,7 +3,7 @@
 
 import { el } from "./dom.js";
 
-const MOST_CHARACTERS = 200_000; // a longer text is shown as it is
+const MAX_CHARACTERS = 200_000; // a longer text is shown as it is
 const MAX_LEVELS = 6; // of lists and quotes in each other
 const SAFE_ADDRESS = /^(?:https?:|mailto:)/i;
 const BARE_ADDRESS = /https?:\/\/[^\s<>()[\]"'`]+[^\s<>()[\]"'`.,;:!?*_]/y;
@@ -26,7 +26,7 @@ const STYLES = [
  * closed at the end or were plain.
  */
 export function markdown(text) {
-  if (text.length > MOST_CHARACTERS) return [el("p", {}, text)];
+  if (text.length > MAX_CHARACTERS) return [el("p", {}, text)];
   return blocks(text.split("\n"), 0);
 }
 
@@ -57,13 +57,13 @@ function blockAt(lines, at, level) {
     ];
   if (RULE.test(line)) return [el("hr"), at + 1];
   if (level < MAX_LEVELS && QUOTE.test(line)) {
-    const end = behind(lines, at, (one) => QUOTE.test(one));
+    const end = findEnd(lines, at, (candidate) => QUOTE.test(candidate));
     return [
       el(
         "blockquote",
         {},
         ...blocks(
-          lines.slice(at, end).map((one) => one.replace(QUOTE, "")),
+          lines.slice(at, end).map((quoted) => quoted.replace(QUOTE, "")),
           level + 1,
         ),
       ),
@@ -74,21 +74,25 @@ function blockAt(lines, at, level) {
   if (isTable(lines, at)) return table(lines, at);
   const end = Math.max(
     at + 1,
-    behind(lines, at, (one, index) => one.trim() && (index === at || !begins(lines, index))),
+    findEnd(
+      lines,
+      at,
+      (candidate, index) => candidate.trim() && (index === at || !begins(lines, index)),
+    ),
   );
   return [el("p", {}, ...inline(lines.slice(at, end).join("\n").trim())), end];
 }
 
 /** Returns what a heading says, without the number signs that may close it. */
-function headingText(rest) {
-  const text = rest.trim();
+function headingText(content) {
+  const text = content.trim();
   let end = text.length;
   while (text[end - 1] === "#") end -= 1;
   return end === 0 || /\s/.test(text[end - 1]) ? text.slice(0, end).trim() : text;
 }
 
 /** Returns the first line from `at` on that does not fulfil a condition. */
-function behind(lines, at, condition) {
+function findEnd(lines, at, condition) {
   let end = at;
   while (end < lines.length && condition(lines[end], end)) end += 1;
   return end;
@@ -103,7 +107,7 @@ function begins(lines, at) {
 }
 
 function fencedCode(lines, at, [, mark, language]) {
-  const end = behind(
+  const end = findEnd(
     lines,
     at + 1,
     (line) => !(line.trim().startsWith(mark) && line.trim().replaceAll(mark[0], "") === ""),
@@ -119,7 +123,7 @@ function list(lines, at, level) {
   const [, indent, first] = ITEM.exec(lines[at]);
   const isOrdered = first !== undefined;
   const items = [];
-  for (let next = at; next < lines.length; next = behind(lines, at, (line) => !line.trim())) {
+  for (let next = at; next < lines.length; next = findEnd(lines, at, (line) => !line.trim())) {
     const item = ITEM.exec(lines[next]);
     if (
       !item ||
@@ -131,13 +135,13 @@ function list(lines, at, level) {
     at = next;
     const width = item[0].length;
     const inside = (line, index) => index === at || isInside(lines, index, indent.length);
-    const end = behind(lines, at, inside);
-    const own = lines
+    const end = findEnd(lines, at, inside);
+    const inner = lines
       .slice(at, end)
       .map((line, index) =>
         index ? line.slice(Math.min(width, line.search(/\S|$/))) : line.slice(width),
       );
-    const content = blocks(own, level + 1);
+    const content = blocks(inner, level + 1);
     const isTight = content.length && content[0].tagName === "P";
     items.push(
       el("li", {}, ...(isTight ? [...content[0].childNodes, ...content.slice(1)] : content)),
@@ -154,7 +158,7 @@ function list(lines, at, level) {
  * Returns whether a line goes on with an item: it is indented further, or blank before such a line.
  */
 function isInside(lines, at, indent) {
-  const next = behind(lines, at, (line) => !line.trim());
+  const next = findEnd(lines, at, (line) => !line.trim());
   return next < lines.length && lines[next].search(/\S/) > indent && next - at < 3;
 }
 
@@ -173,13 +177,13 @@ function isTable(lines, at) {
 }
 
 function table(lines, at) {
-  const end = behind(lines, at + 2, (line) => line.includes("|"));
+  const end = findEnd(lines, at + 2, (line) => line.includes("|"));
   const row = (line, tag) =>
     el("tr", {}, ...cellsOf(line).map((cell) => el(tag, {}, ...inline(cell))));
   const body = el("tbody", {}, ...lines.slice(at + 2, end).map((line) => row(line, "td")));
-  const whole = el("table", {}, el("thead", {}, row(lines[at], "th")), body);
+  const element = el("table", {}, el("thead", {}, row(lines[at], "th")), body);
   return [
-    el("div", { class: "wide", tabindex: "0", role: "group", "aria-label": "Table" }, whole),
+    el("div", { class: "wide", tabindex: "0", role: "group", "aria-label": "Table" }, element),
     end,
   ];
 }
@@ -195,10 +199,10 @@ function inline(text, level = 0) {
     nodes.push(node);
   };
   for (let at = 0; at < text.length;) {
-    const found = level < MAX_LEVELS ? spanAt(text, at, level, dead) : null;
-    if (found) {
-      add(found[0]);
-      at = found[1];
+    const span = level < MAX_LEVELS ? spanAt(text, at, level, dead) : null;
+    if (span) {
+      add(span[0]);
+      at = span[1];
     } else {
       const escaped = text[at] === "\\" && /[!-/:-@[-`{-~]/.test(text[at + 1] ?? "");
       plain += text[at + (escaped ? 1 : 0)];
@@ -238,7 +242,7 @@ function codeAt(text, at, dead) {
     ticks,
     at + ticks.length,
     dead,
-    (place) => text[place - 1] !== "`" && text[place + ticks.length] !== "`",
+    (end) => text[end - 1] !== "`" && text[end + ticks.length] !== "`",
   );
   if (end < 0) return [document.createTextNode(ticks), at + ticks.length];
   return [el("code", {}, text.slice(at + ticks.length, end).trim()), end + ticks.length];
@@ -257,7 +261,7 @@ function styledAt(text, at, level, dead) {
   const style = STYLES.find(([mark]) => text.startsWith(mark, at));
   if (!style) return null;
   const [mark, tag, inner] = style;
-  const isWord = (place) => /[\p{L}\p{N}]/u.test(text[place] ?? "");
+  const isWord = (index) => /[\p{L}\p{N}]/u.test(text[index] ?? "");
   const from = at + mark.length;
   if (/\s|^$/.test(text[from] ?? "") || (mark[0] === "_" && isWord(at - 1))) return null;
   const isFit = (end) =>
@@ -276,9 +280,9 @@ const LINK =
 
 function linkAt(text, at, level) {
   LINK.lastIndex = at;
-  const found = LINK.exec(text);
-  if (!found) return null;
-  const [whole, label, address] = found;
+  const match = LINK.exec(text);
+  if (!match) return null;
+  const [whole, label, address] = match;
   const words = label ? inline(label, level + 1) : [document.createTextNode(address)];
   return [
     SAFE_ADDRESS.test(address) ? link(address, words) : el("span", {}, ...words),
@@ -289,8 +293,8 @@ function linkAt(text, at, level) {
 function addressAt(text, at) {
   if (/\w/.test(text[at - 1] ?? "")) return null;
   BARE_ADDRESS.lastIndex = at;
-  const found = BARE_ADDRESS.exec(text);
-  return found ? [link(found[0], [found[0]]), at + found[0].length] : null;
+  const match = BARE_ADDRESS.exec(text);
+  return match ? [link(match[0], [match[0]]), at + match[0].length] : null;
 }
 
 const link = (address, words) =>

@@ -1,8 +1,8 @@
 // The whole block pool in a strip: where in it the cells in sight lie. Shown while not all of them
 // are.
 
-import { fitted } from "./dom.js";
-import { requestColor, themed } from "./colors.js";
+import { fitCanvas } from "./dom.js";
+import { requestColor, themeVariable } from "./colors.js";
 
 const MAX_SIDE = 6; // of a block, in px
 const MIN_SIDE = 1; // below it several blocks share a cell
@@ -15,10 +15,10 @@ export class Minimap {
     this.grid = grid;
     this.blocks = [];
     const go = ({ offsetX, offsetY }) => {
-      const place =
+      const cell =
         Math.max(0, Math.floor((offsetY - MARGIN) / this.side)) * this.columns +
         Math.floor(offsetX / this.side);
-      const block = this.blocks[Math.min(place * this.perCell, this.blocks.length - 1)];
+      const block = this.blocks[Math.min(cell * this.perCell, this.blocks.length - 1)];
       if (block) grid.scrollTo(block.id);
     };
     canvas.addEventListener("pointerdown", (event) => {
@@ -36,11 +36,11 @@ export class Minimap {
   }
 
   draw() {
-    const [first, behind] = this.grid.sight;
-    this.canvas.hidden = behind - first >= this.blocks.length;
+    const [first, end] = this.grid.sight;
+    this.canvas.hidden = end - first >= this.blocks.length;
     if (this.canvas.hidden || !this.canvas.clientWidth) return;
     const height = this.layout();
-    const context = fitted(this.canvas, height);
+    const context = fitCanvas(this.canvas, height);
     const colors = new Map();
     const colorOf = (block) => {
       const number = block.references[0]?.request?.number ?? 0;
@@ -49,11 +49,11 @@ export class Minimap {
     };
     const cells = Math.ceil(this.blocks.length / this.perCell);
     for (let start = 0; start < cells;) {
-      const [color, isPale] = this.lookOf(start, colorOf);
+      const [color, isPale] = this.styleOf(start, colorOf);
       let end = start + 1;
       const endOfRow = (Math.floor(start / this.columns) + 1) * this.columns;
       const isSame = ([other, pale]) => other === color && pale === isPale;
-      while (end < Math.min(endOfRow, cells) && isSame(this.lookOf(end, colorOf))) end += 1;
+      while (end < Math.min(endOfRow, cells) && isSame(this.styleOf(end, colorOf))) end += 1;
       context.globalAlpha = isPale ? 0.3 : 1;
       context.fillStyle = color;
       if (color)
@@ -81,10 +81,10 @@ export class Minimap {
   }
 
   /**
-   * Returns the look of a cell: the colour of the block that is marked or most in use, and whether
+   * Returns the style of a cell: the colour of the block that is marked or most in use, and whether
    * others are meant.
    */
-  lookOf(cell, colorOf) {
+  styleOf(cell, colorOf) {
     const rank = (block) =>
       this.marked?.has(block.id) ? 4 : ({ used: 3, cached: 2 }[block.kind] ?? 1);
     let best = this.blocks[cell * this.perCell];
@@ -93,22 +93,26 @@ export class Minimap {
       if (other && rank(other) > rank(best)) best = other;
     }
     const color =
-      best.kind === "used" ? colorOf(best) : best.kind === "cached" ? themed("cached-line") : "";
+      best.kind === "used"
+        ? colorOf(best)
+        : best.kind === "cached"
+          ? themeVariable("cached-line")
+          : "";
     return [color, Boolean(this.marked) && !this.marked.has(best.id)];
   }
 
   /** Draws a frame around what the grid has in sight. */
   frameSight(context) {
-    const [first, behind] = this.grid.sight;
-    if (first >= behind) return;
+    const [first, end] = this.grid.sight;
+    if (first >= end) return;
     const origin = this.blocks[0].id;
     const rowOf = (block) =>
       Math.floor((block.id - origin) / this.perCell / this.columns) * this.side;
     const [top, bottom] = [
       rowOf(this.grid.blocks[first]),
-      rowOf(this.grid.blocks[behind - 1]) + this.side,
+      rowOf(this.grid.blocks[end - 1]) + this.side,
     ];
-    context.strokeStyle = themed("accent");
+    context.strokeStyle = themeVariable("accent");
     context.lineWidth = 2;
     context.strokeRect(1, top + 1, this.canvas.clientWidth - 2, bottom - top + 2 * MARGIN - 2);
   }

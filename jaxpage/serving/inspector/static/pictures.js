@@ -40,16 +40,16 @@ export class Pictures {
   }
 
   async add(files) {
-    this.tell("");
+    this.report("");
     for (const file of files) {
       try {
         const item = await read(file);
         const reason = this.refusal([...this.items, item]);
-        if (reason) return this.tell(reason);
+        if (reason) return this.report(reason);
         this.items.push(item);
         this.show();
       } catch {
-        return this.tell(`${file.name} cannot be read as a PNG, JPEG, WebP or GIF picture.`);
+        return this.report(`${file.name} cannot be read as a PNG, JPEG, WebP or GIF picture.`);
       }
     }
   }
@@ -59,11 +59,11 @@ export class Pictures {
     if (!items.length) return "";
     if (!this.facts?.model.takes_pictures) return "This model takes no pictures.";
     if (!this.isChat()) return "Pictures are sent in a chat: choose Chat.";
-    const { max_pictures: most, max_body_bytes: bytes } = this.facts.limits;
+    const { max_pictures: maximum, max_body_bytes: bytes } = this.facts.limits;
     const before = this.history().flatMap(({ content }) => partsOf(content));
     const number = items.length + before.filter(({ type }) => type === "image_url").length;
-    if (number > most)
-      return `The conversation would have ${count(number, "picture")}; the most are ${most}.`;
+    if (number > maximum)
+      return `The conversation would have ${count(number, "picture")}; the most are ${maximum}.`;
     const size = JSON.stringify([before, items.map(({ url }) => url)]).length;
     if (size > bytes)
       return (
@@ -75,11 +75,11 @@ export class Pictures {
 
   /** Says why the pictures that are there cannot be sent. Returns whether they can. */
   check() {
-    this.tell(this.refusal(this.items));
+    this.report(this.refusal(this.items));
     return !$("picture-problem").textContent;
   }
 
-  tell(text) {
+  report(text) {
     $("picture-problem").textContent = text;
     $("picture-problem").hidden = !text;
   }
@@ -87,7 +87,7 @@ export class Pictures {
   /** Replaces the pictures: none once they are sent, or those that could not be. */
   set(items) {
     this.items = items;
-    this.tell("");
+    this.report("");
     this.show();
   }
 

@@ -6,8 +6,8 @@ import { requestColor } from "./colors.js";
 import { rowsOf } from "./tokens.js";
 
 const MAX_ROWS = 64;
-const MOST_DRAWS = 24;
-const MOST_BLOCKS = 48;
+const MAX_DRAWS = 24;
+const MAX_BLOCKS = 48;
 const HEAD = ["Request", "Sequence", "Positions", "Query tokens", "Block table"];
 
 /** Returns elements that show the plan of a snapshot's last step. */
@@ -41,9 +41,9 @@ function nameOf(number) {
 }
 
 function rowOf([number, id, start, tokens, drafts], blocks, accepted) {
-  const kept = accepted === undefined ? "" : `, ${accepted} accepted`;
-  const query = drafts ? `${tokens} (${drafts} drafts${kept})` : String(tokens);
-  const table = blocks.length > MOST_BLOCKS ? ["…", ...blocks.slice(-MOST_BLOCKS)] : blocks;
+  const acceptance = accepted === undefined ? "" : `, ${accepted} accepted`;
+  const query = drafts ? `${tokens} (${drafts} drafts${acceptance})` : String(tokens);
+  const table = blocks.length > MAX_BLOCKS ? ["…", ...blocks.slice(-MAX_BLOCKS)] : blocks;
   const text = table.length ? table.map((block) => block || "–").join(" ") : "released";
   const cells = [
     nameOf(number),
@@ -96,7 +96,7 @@ function drawsOf({ draws, results, rows }) {
           "probabilities of requests with logprobs, and of beam searches.",
       ),
     ];
-  const items = known.slice(0, MOST_DRAWS).map((draw) => {
+  const items = known.slice(0, MAX_DRAWS).map((draw) => {
     const row = rows[draws[draw.index]];
     const rank = draw.rank > 0 ? `, rank ${draw.rank}` : "";
     const name = el(

@@ -2,9 +2,9 @@
 // conversation.
 
 import { $, el } from "./dom.js";
-import { ApiError, messages, request, whole } from "./api.js";
+import { ApiError, messages, readJson, request } from "./api.js";
 import { Exchange } from "./exchange.js";
-import { keep, kept } from "./kept.js";
+import { loadConversation, saveConversation } from "./storage.js";
 import { Pictures, contentOf } from "./pictures.js";
 
 const NUM_ALTERNATIVES = 5;
@@ -69,7 +69,7 @@ export class Playground {
 
   keep() {
     const { model, kind, isChosen, history, exchanges } = this;
-    keep({
+    saveConversation({
       model,
       kind,
       isChosen,
@@ -80,7 +80,7 @@ export class Playground {
 
   /** Shows again what was there before the page was loaded again. */
   restore() {
-    const before = kept();
+    const before = loadConversation();
     if (!before) return this.showStart();
     this.model = before.model;
     this.history = before.history;
@@ -165,13 +165,13 @@ export class Playground {
    * where the model has none.
    */
   showDefaults() {
-    const own = this.isChat ? this.ofChat : {};
-    for (const id in NEUTRAL) $(id).placeholder = this.stated[id] ?? own[id] ?? NEUTRAL[id];
+    const defaults = this.isChat ? this.ofChat : {};
+    for (const id in NEUTRAL) $(id).placeholder = this.stated[id] ?? defaults[id] ?? NEUTRAL[id];
     const parts = [
       ...Object.entries(this.stated).map(
         ([name, value]) => `${name} ${value} (generation_config.json)`,
       ),
-      ...Object.entries(own).map(([name, value]) => `${name} ${value} (default of chats)`),
+      ...Object.entries(defaults).map(([name, value]) => `${name} ${value} (default of chats)`),
     ];
     $("defaults").textContent = parts.length ? `Empty fields: ${parts.join(", ")}` : "";
   }
@@ -248,7 +248,7 @@ export class Playground {
     try {
       const response = await request(path, { body, signal });
       if (body.stream) for await (const chunk of messages(response)) add(chunk);
-      else add(await whole(response));
+      else add(await readJson(response));
       exchange.end("");
     } catch (error) {
       if (error.name !== "AbortError" && !(error instanceof ApiError)) throw error;
@@ -270,9 +270,9 @@ export class Playground {
 
   /** Returns the request with this text, or the content of a chat's message, and the fields. */
   body(content) {
-    const own = this.isChat ? this.ofChat : {};
+    const defaults = this.isChat ? this.ofChat : {};
     const number = (id) =>
-      $(id).disabled ? undefined : $(id).value === "" ? own[id] : Number($(id).value);
+      $(id).disabled ? undefined : $(id).value === "" ? defaults[id] : Number($(id).value);
     const isBeam = $("search").value === "beam";
     const n = number("n");
     const body = {

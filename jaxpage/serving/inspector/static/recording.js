@@ -11,7 +11,7 @@ export class Recording {
   constructor(text, fileName = "snapshots") {
     this.lines = text.split("\n");
     this.isTorn = this.lines.pop() !== ""; // a killed process leaves a last line without its end
-    const { log, incident } = checkedHeader(parsed(this.lines, 0), fileName);
+    const { log, incident } = checkHeader(parseLine(this.lines, 0), fileName);
     this.name = log ?? fileName;
     this.about = incident?.reason ?? null;
     if (this.lines.length < 2) throw new Error("it has no snapshots");
@@ -47,7 +47,7 @@ export class Recording {
    * much memory.
    */
   at(moment) {
-    const snapshot = parsed(this.lines, moment + 1);
+    const snapshot = parseLine(this.lines, moment + 1);
     if (!snapshot?.pool || !Array.isArray(snapshot.requests)) {
       throw new Error(`line ${moment + 2} is not a snapshot`);
     }
@@ -56,7 +56,7 @@ export class Recording {
 }
 
 /** Returns the JSON of a line, or null. */
-function parsed(lines, index) {
+function parseLine(lines, index) {
   try {
     return JSON.parse(lines[index]);
   } catch {
@@ -64,7 +64,7 @@ function parsed(lines, index) {
   }
 }
 
-function checkedHeader(header, fileName) {
+function checkHeader(header, fileName) {
   if (header?.event === "header") {
     throw new Error(
       "it is an event log, and this page shows its snapshots. This command writes them: jaxpage " +

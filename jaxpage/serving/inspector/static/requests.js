@@ -80,7 +80,7 @@ export class RequestList {
   }
 
   newRow(number) {
-    const own = { request: number };
+    const target = { request: number };
     const part = (name) => el("span", { class: name });
     const [dot, name, state, tokens] = [
       part("dot"),
@@ -91,18 +91,18 @@ export class RequestList {
     const canvas = el("canvas", { class: "timeline", "aria-hidden": "true" });
     const past = part("past muted");
     const row = { number, canvas, dot, name, state, tokens, past };
-    const point = () => this.onPoint(own);
-    const leave = () => this.leave(row);
+    const point = () => this.onPoint(target);
+    const clear = () => this.clearPoint(row);
     const button = el(
       "button",
       {
         type: "button",
         "aria-describedby": "timeline-keys",
-        click: () => this.onChoose(own),
+        click: () => this.onChoose(target),
         pointerenter: point,
-        pointerleave: leave,
+        pointerleave: clear,
         focus: point,
-        blur: leave,
+        blur: clear,
         keydown: (event) => this.onKey(event, row),
       },
       dot,
@@ -113,8 +113,8 @@ export class RequestList {
     );
     for (const kind of ["pointermove", "pointerdown"])
       canvas.addEventListener(kind, (event) => this.pointAt(row, this.indexAt(row, event.offsetX)));
-    canvas.addEventListener("pointerleave", leave);
-    canvas.addEventListener("click", () => this.onChoose(own));
+    canvas.addEventListener("pointerleave", clear);
+    canvas.addEventListener("click", () => this.onChoose(target));
     Object.assign(row, {
       button,
       item: el("li", {}, button, el("div", { class: "lane" }, canvas, past)),
@@ -146,7 +146,7 @@ export class RequestList {
     );
   }
 
-  leave(row) {
+  clearPoint(row) {
     if (this.segment?.number === row.number) this.segment = null;
     if (row.request) this.draw(row);
     hideTip();
@@ -177,13 +177,13 @@ export class RequestList {
 
 /** Returns from when to when the timelines are drawn. */
 function spanOf(shown, clock) {
-  const [least, most] = WINDOW[clock.unit];
+  const [minSpan, maxSpan] = WINDOW[clock.unit];
   const open = shown.filter(({ state }) => state !== "finished");
   const starts = (open.length ? open : shown).map(({ timeline }) => timeline[0]?.[1] ?? clock.now);
   // The end of the request that went on for longest.
   const end = Math.max(...shown.map(({ timeline }) => timeline.at(-1)?.[2] ?? clock.now));
-  const from = Math.max(Math.min(end, ...starts), end - most);
-  return { from, to: Math.max(end, from + least), now: clock.now };
+  const from = Math.max(Math.min(end, ...starts), end - maxSpan);
+  return { from, to: Math.max(end, from + minSpan), now: clock.now };
 }
 
 /** Returns how long a request took that ended before the time that is shown, and how long ago. */

@@ -11,9 +11,9 @@ const NONE = Object.freeze([]); // the references and the vectors of a block tha
 export function ofGroup(snapshot, group) {
   if (!group) return snapshot;
   const { pool } = snapshot;
-  const { num_blocks, first_block, ref_counts, kept } = pool.further_groups[group - 1];
-  const pick = ({ further_blocks, ...rest }) => ({
-    ...rest,
+  const { num_blocks, first_block, ref_counts, kept: cachedIds } = pool.further_groups[group - 1];
+  const pick = ({ further_blocks, ...fields }) => ({
+    ...fields,
     blocks: further_blocks?.[group - 1] ?? [],
     host_blocks: [],
   });
@@ -32,7 +32,7 @@ export function ofGroup(snapshot, group) {
       num_host_blocks: 0,
       first_block,
       ref_counts,
-      kept,
+      kept: cachedIds,
       pins: pool.pins.map(pick),
     },
     requests,
@@ -45,27 +45,34 @@ export function ofGroup(snapshot, group) {
  * references and its flags.
  */
 export function blocksOf(snapshot) {
-  const { num_blocks, block_size, first_block: first = 0, ref_counts, kept, pins } = snapshot.pool;
+  const {
+    num_blocks,
+    block_size,
+    first_block: first = 0,
+    ref_counts,
+    kept: cachedIds,
+    pins,
+  } = snapshot.pool;
   const blocks = Array.from({ length: num_blocks }, (_, index) => ({
     id: first + index,
     kind: first + index === 0 ? "null" : ref_counts[index] ? "used" : "free",
     refCount: ref_counts[index],
-    references: NONE, // {request, sequence, place}; of a pin {pin, place}
-    kept: false,
+    references: NONE, // {request, sequence, index}; of a pin {pin, index}
+    isCached: false,
     pinned: false,
     slots: block_size,
     filled: 0, // slots whose keys and values are computed
     known: 0, // slots whose token is known
     vectors: NONE, // slots that a picture fills: {request, from, to, picture, row}
   }));
-  for (const id of kept) {
-    blocks[id - first].kept = true;
+  for (const id of cachedIds) {
+    blocks[id - first].isCached = true;
     if (blocks[id - first].kind === "free") blocks[id - first].kind = "cached";
   }
   const refer = (id, reference, computed, known) => {
     if (id === 0) return; // stands for what fell out of a sliding window
     const block = blocks[id - first];
-    const before = reference.place * block_size;
+    const before = reference.index * block_size;
     if (block.references === NONE) block.references = [];
     block.references.push(reference);
     block.filled = Math.max(block.filled, clamp(computed - before, block_size));
@@ -73,20 +80,20 @@ export function blocksOf(snapshot) {
   };
   for (const request of snapshot.requests)
     for (const sequence of request.sequences) {
-      sequence.blocks.forEach((id, place) =>
-        refer(id, { request, sequence, place }, sequence.computed, sequence.known),
+      sequence.blocks.forEach((id, index) =>
+        refer(id, { request, sequence, index }, sequence.computed, sequence.known),
       );
-      placeVectors(request, block_size, (place) => blocks[(sequence.blocks[place] || NaN) - first]);
+      noteVectors(request, block_size, (index) => blocks[(sequence.blocks[index] || NaN) - first]);
     }
   for (const pin of pins)
-    pin.blocks.forEach((id, place) => {
-      refer(id, { pin, place }, pin.tokens, pin.tokens);
+    pin.blocks.forEach((id, index) => {
+      refer(id, { pin, index }, pin.tokens, pin.tokens);
       if (id) blocks[id - first].pinned = true;
     });
   return blocks;
 }
 
-const clamp = (value, most) => Math.min(Math.max(value, 0), most);
+const clamp = (value, max) => Math.min(Math.max(value, 0), max);
 
 /**
  * Returns what vectors of a request have at positions `start` to `stop` - 1 of its prompt: {from,
@@ -108,19 +115,19 @@ export function vectorsText({ from, to, picture, row }) {
   return `${source}, rows ${row} to ${row + to - from - 1}`;
 }
 
-/** Notes at the blocks of a sequence which slots vectors fill. blockOf(place): may be undefined. */
-function placeVectors(request, size, blockOf) {
-  const places = new Set(
+/** Notes at the blocks of a sequence which slots vectors fill. blockOf(index): may be undefined. */
+function noteVectors(request, size, blockOf) {
+  const indices = new Set(
     (request.vectors ?? NONE).flatMap(([position, length]) => {
       const first = Math.floor(position / size);
       const last = Math.floor((position + length - 1) / size);
       return Array.from({ length: last - first + 1 }, (_, index) => first + index);
     }),
   );
-  for (const place of places) {
-    const block = blockOf(place);
+  for (const index of indices) {
+    const block = blockOf(index);
     if (!block || block.vectors.some((known) => known.request === request)) continue;
-    const spans = vectorsIn(request, place * size, (place + 1) * size);
+    const spans = vectorsIn(request, index * size, (index + 1) * size);
     block.vectors = [...block.vectors, ...spans.map((span) => ({ request, ...span }))];
   }
 }
@@ -157,15 +164,15 @@ export function hostBlocksOf(snapshot) {
   const size = snapshot.pool.block_size;
   for (const request of snapshot.requests)
     for (const sequence of request.sequences) {
-      sequence.host_blocks.forEach((id, place) => {
+      sequence.host_blocks.forEach((id, index) => {
         if (!id) return;
         const block = blocks[id - 1];
         block.kind = "used";
         block.refCount += 1;
-        block.references.push({ request, sequence, place });
+        block.references.push({ request, sequence, index });
         block.filled = block.known = size;
       });
-      placeVectors(request, size, (place) => blocks[(sequence.host_blocks[place] || NaN) - 1]);
+      noteVectors(request, size, (index) => blocks[(sequence.host_blocks[index] || NaN) - 1]);
     }
   return blocks;
 }

@@ -1,7 +1,7 @@
 // The last step: its bucket, whose tokens are in it, what is padding, and the steps before it.
 
-import { $, count, el, fitted } from "./dom.js";
-import { requestColor, themed } from "./colors.js";
+import { $, count, el, fitCanvas } from "./dom.js";
+import { requestColor, themeVariable } from "./colors.js";
 import { planOf } from "./plan.js";
 import { hideTip, showTip } from "./tip.js";
 
@@ -125,7 +125,7 @@ function drawStep(canvas, step) {
       (size) => Math.ceil(total / Math.floor(width / size)) * size <= 72,
     ) ?? 2;
   const columns = Math.floor(width / pitch);
-  const context = fitted(canvas, Math.ceil(total / columns) * pitch + 2);
+  const context = fitCanvas(canvas, Math.ceil(total / columns) * pitch + 2);
   const size = pitch - (pitch > 5 ? 2 : 1);
   for (let index = 0; index < total; index++) {
     const [x, y] = [1 + (index % columns) * pitch, 1 + Math.floor(index / columns) * pitch];
@@ -146,9 +146,9 @@ function drawToken(context, number, isDraft) {
 }
 
 function drawPadding(context, x, y, size) {
-  context.fillStyle = themed("cell-free");
+  context.fillStyle = themeVariable("cell-free");
   context.fill();
-  context.strokeStyle = themed("cached-line");
+  context.strokeStyle = themeVariable("cached-line");
   context.lineWidth = 1;
   context.beginPath();
   context.moveTo(x + 2, y + size - 2);
@@ -161,17 +161,17 @@ function drawPadding(context, x, y, size) {
  * square roots, so that decodes are seen.
  */
 function drawHistory(canvas, shown, chosen) {
-  const context = fitted(canvas, HEIGHT);
-  const most = Math.sqrt(Math.max(16, ...shown.map(([, , tokens]) => tokens)));
+  const context = fitCanvas(canvas, HEIGHT);
+  const maxRoot = Math.sqrt(Math.max(16, ...shown.map(([, , tokens]) => tokens)));
   shown.forEach(([step, tokens, bucket], index) => {
     const [x, full, filled] = [
       index * PITCH,
-      (Math.sqrt(bucket) / most) * HEIGHT,
-      (Math.sqrt(tokens) / most) * HEIGHT,
+      (Math.sqrt(bucket) / maxRoot) * HEIGHT,
+      (Math.sqrt(tokens) / maxRoot) * HEIGHT,
     ];
-    context.fillStyle = themed("cached-line");
+    context.fillStyle = themeVariable("cached-line");
     context.fillRect(x, HEIGHT - full, PITCH - 1.5, full);
-    context.fillStyle = themed(step === chosen ? "ink" : "accent");
+    context.fillStyle = themeVariable(step === chosen ? "ink" : "accent");
     context.fillRect(x, HEIGHT - filled, PITCH - 1.5, filled);
   });
 }

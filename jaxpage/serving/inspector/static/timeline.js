@@ -1,8 +1,8 @@
 // The course of a request: segments [kind, start, end or null, tokens], as
 // jaxpage/serving/inspector/watching.py keeps them.
 
-import { count, fitted } from "./dom.js";
-import { requestColor, segmentAlpha, themed } from "./colors.js";
+import { count, fitCanvas } from "./dom.js";
+import { requestColor, segmentAlpha, themeVariable } from "./colors.js";
 
 const HEIGHT = 18;
 
@@ -44,11 +44,11 @@ export function segmentAt(timeline, time, now) {
  */
 export function drawTimeline(canvas, request, { from, to, now }, chosen = -1) {
   const height = HEIGHT;
-  const context = fitted(canvas, height);
+  const context = fitCanvas(canvas, height);
   const width = canvas.clientWidth;
   const x = (time) => ((time - from) / Math.max(to - from, 1e-9)) * width;
   const color = requestColor(request.number);
-  context.fillStyle = themed("line");
+  context.fillStyle = themeVariable("line");
   const [first, last] = [request.timeline[0], request.timeline.at(-1)];
   if (first) context.fillRect(x(first[1]), height / 2 - 0.5, x(last[2] ?? now) - x(first[1]), 1);
   request.timeline.forEach(([kind, start, end], index) => {
@@ -74,13 +74,13 @@ export function drawTimeline(canvas, request, { from, to, now }, chosen = -1) {
 }
 
 function frame(context, left, right, height) {
-  context.strokeStyle = themed("ink");
+  context.strokeStyle = themeVariable("ink");
   context.lineWidth = 1.5;
   context.strokeRect(left + 0.75, 0.75, Math.max(right - left - 1.5, 2), height - 1.5);
 }
 
 function drawWaiting(context, kind, left, right, height) {
-  context.strokeStyle = kind === "queued" ? themed("muted") : themed(kind);
+  context.strokeStyle = kind === "queued" ? themeVariable("muted") : themeVariable(kind);
   context.lineWidth = 1.5;
   context.setLineDash(kind === "queued" ? [2, 3] : kind === "preempted" ? [5, 3] : []);
   context.beginPath();

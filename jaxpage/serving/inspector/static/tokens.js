@@ -13,7 +13,7 @@ export function tokensOf(logprobs) {
     return logprobs.content.map(({ token, logprob, top_logprobs }) => ({
       token,
       logprob,
-      top: (top_logprobs ?? []).map((one) => [one.token, one.logprob]),
+      top: (top_logprobs ?? []).map((alternative) => [alternative.token, alternative.logprob]),
     }));
   return (logprobs?.tokens ?? []).map((token, index) => ({
     token,
@@ -28,14 +28,18 @@ export function tokensOf(logprobs) {
  */
 export function spansOf(text, tokens) {
   const spelled = tokens.map(({ token }) => token).join("") === text;
-  const parts = spelled ? tokens.map((one) => [one.token, [one]]) : text ? [[text, tokens]] : [];
-  return parts.map(([part, own]) => {
-    if (!own.length) return el("span", {}, part);
-    const probability = Math.exp(Math.min(...own.map(({ logprob }) => logprob ?? 0)));
+  const parts = spelled
+    ? tokens.map((entry) => [entry.token, [entry]])
+    : text
+      ? [[text, tokens]]
+      : [];
+  return parts.map(([part, covered]) => {
+    if (!covered.length) return el("span", {}, part);
+    const probability = Math.exp(Math.min(...covered.map(({ logprob }) => logprob ?? 0)));
     const show = ({ currentTarget }) =>
       showTip(
         currentTarget.getClientRects()[0] ?? currentTarget.getBoundingClientRect(),
-        ...rowsOf(own),
+        ...rowsOf(covered),
       );
     const span = el(
       "span",
@@ -63,17 +67,17 @@ export function rowsOf(tokens) {
     const listed =
       top.some(([other]) => other === token) || logprob === null ? top : [[token, logprob], ...top];
     return listed
-      .filter(([, one]) => one !== null)
+      .filter(([, value]) => value !== null)
       .sort((a, b) => b[1] - a[1])
-      .map(([other, one]) => {
+      .map(([other, value]) => {
         const bar = el("span", { class: "tip-bar" });
-        bar.style.width = `${Math.max(2, 90 * Math.exp(one))}px`;
+        bar.style.width = `${Math.max(2, 90 * Math.exp(value))}px`;
         return el(
           "div",
           { class: other === token ? "tip-row chosen" : "tip-row" },
           el("code", {}, visible(other)),
           bar,
-          percent(one),
+          percent(value),
         );
       });
   });

@@ -11,7 +11,7 @@ const STORY =
 const SECONDS_PER_STEP = 0.25;
 const LENGTH = 40; // tokens that a preset generates
 const TOKENS_OF_A_STEP = 256; // of a server that does not say it
-const MOST_TOKENS = 4096; // a preset that computes more is asked for twice
+const MAX_TOKENS = 4096; // a preset that computes more is asked for twice
 const SAYING = "Little by little the bird builds its nest.";
 
 /**
@@ -87,7 +87,7 @@ const PRESETS = [
     },
     outcome: (requests, tour) =>
       `${count(tour.numCopies, "block")} copied on write; at most ` +
-      `${count(tour.mostShared, "block")} shared at a time.`,
+      `${count(tour.maxShared, "block")} shared at a time.`,
   },
   {
     name: "Force a preemption",
@@ -151,14 +151,14 @@ const PRESETS = [
 function crowdOf({ model, limits }, { block_size: size, num_blocks }) {
   const usable = num_blocks - 1;
   const growth = 3 * size;
-  const most = Math.floor(model.max_model_len / size); // blocks of a request
-  const numRequests = Math.max(2, Math.ceil((usable + 1) / most));
+  const maxBlocks = Math.floor(model.max_model_len / size); // blocks of a request
+  const numRequests = Math.max(2, Math.ceil((usable + 1) / maxBlocks));
   const tooMany =
     `the pool has room for all ${limits.max_num_seqs} requests that can run at once; start the ` +
-    `server with fewer --num-blocks, such as ${Math.max(8, 2 * most)}`;
+    `server with fewer --num-blocks, such as ${Math.max(8, 2 * maxBlocks)}`;
   if (numRequests > Math.min(limits.max_num_seqs, 16)) return { why: tooMany };
   // The blocks of a request at its end: those of all are together more than there are.
-  const each = Math.min(most, Math.ceil((usable + 1) / numRequests) + 1);
+  const each = Math.min(maxBlocks, Math.ceil((usable + 1) / numRequests) + 1);
   const numTokens = each * size - growth;
   if (numTokens < 1) return { why: `the pool has only ${usable} blocks` };
   return { numRequests, numTokens, growth };
@@ -194,7 +194,7 @@ export class Tour {
     );
     $("presets").replaceChildren(...this.buttons);
     $("tour-stop").addEventListener("click", () => this.running?.abort());
-    $("tour-run").addEventListener("click", () => this.start(this.asked));
+    $("tour-run").addEventListener("click", () => this.start(this.requested));
   }
 
   focus() {
@@ -225,8 +225,8 @@ export class Tour {
     for (const [number, from, to] of copies)
       if (number > this.firstStep) this.copies.add(`${number} ${from} ${to}`);
     this.numSteps = history.filter(([number]) => number > this.firstStep).length;
-    this.mostShared = Math.max(
-      this.mostShared,
+    this.maxShared = Math.max(
+      this.maxShared,
       pool.ref_counts.filter((references) => references > 1).length,
     );
   }
@@ -278,9 +278,9 @@ export class Tour {
     if (this.running) return;
     const why = this.whyNot(preset);
     const [, prompts, generated] = why ? [0, 0, 0] : this.costOf(preset);
-    const isMuch = prompts + generated > MOST_TOKENS;
-    this.asked = preset;
-    this.tell("");
+    const isMuch = prompts + generated > MAX_TOKENS;
+    this.requested = preset;
+    this.report("");
     $("tour-run").hidden = !isMuch;
     if (!why && !isMuch) return this.start(preset);
     $("tour-text").textContent = why
@@ -289,7 +289,7 @@ export class Tour {
   }
 
   /** Shows what came of a preset. */
-  tell(text, isProblem = false) {
+  report(text, isProblem = false) {
     $("tour-outcome").textContent = text;
     $("tour-outcome").classList.toggle("problem", isProblem);
   }
@@ -297,10 +297,10 @@ export class Tour {
   async start(preset) {
     $("tour-run").hidden = true;
     $("tour-text").textContent = preset.seen;
-    this.tell("");
+    this.report("");
     this.firstStep = this.snapshot.step?.step ?? 0;
     this.copies = new Set();
-    this.numSteps = this.mostShared = 0;
+    this.numSteps = this.maxShared = 0;
     const before = Math.max(0, ...this.snapshot.requests.map(({ number }) => number));
     this.busy(new AbortController());
     try {
@@ -308,12 +308,12 @@ export class Tour {
       await this.applyPace();
       await preset.run(this);
       const requests = await this.finishedSince(before);
-      if (this.running.signal.aborted) this.tell("Stopped.");
-      else if (this.problem) this.tell(`A request failed: ${this.problem}`, true);
-      else this.tell(requests.length ? preset.outcome(requests, this) : "");
+      if (this.running.signal.aborted) this.report("Stopped.");
+      else if (this.problem) this.report(`A request failed: ${this.problem}`, true);
+      else this.report(requests.length ? preset.outcome(requests, this) : "");
     } catch (error) {
       if (!(error instanceof ApiError)) throw error;
-      this.tell(error.message, true);
+      this.report(error.message, true);
     } finally {
       this.busy(null);
       await this.applyPace();
@@ -348,7 +348,7 @@ export class Tour {
    * so they are one HTTP request.
    */
   send(title, body, { shown = body.prompt, names } = {}) {
-    const whole = {
+    const fullBody = {
       model: this.playground.model,
       stream: true,
       stream_options: body.stream === false ? undefined : { include_usage: true },
@@ -356,7 +356,7 @@ export class Tour {
     };
     let onText = null;
     const first = new Promise((resolve) => (onText = resolve));
-    const ended = this.playground.run("/v1/completions", whole, {
+    const ended = this.playground.run("/v1/completions", fullBody, {
       prompt: [{ role: "prompt", content: shown }],
       title,
       names,

@@ -2,7 +2,7 @@
 // ones.
 
 import { $, count, el } from "./dom.js";
-import { requestColor, themed } from "./colors.js";
+import { requestColor, themeVariable } from "./colors.js";
 import { BlockGrid } from "./grid.js";
 import { Minimap } from "./minimap.js";
 import { RequestList } from "./requests.js";
@@ -11,8 +11,8 @@ import { blocksOf, countsOf, hostBlocksOf, ofGroup } from "./snapshot.js";
 import { describe, tableStrip } from "./detail.js";
 import { drawLegends } from "./legend.js";
 
-const MOST_PATHS = 8;
-const MOST_SHOWN = 1024; // a larger pool begins with the blocks in use
+const MAX_PATHS = 8;
+const MAX_SHOWN = 1024; // a larger pool begins with the blocks in use
 
 export class InspectorView {
   /** Calls onStep(step) when a step of a log was chosen. */
@@ -25,12 +25,12 @@ export class InspectorView {
     this.pointed = null;
     this.chosen = null; // the same, where it was clicked
     this.detail = null; // the element that describes it
-    const grid = (id, maxHeight, kind, rest = {}) =>
+    const grid = (id, maxHeight, kind, options = {}) =>
       new BlockGrid($(id), {
         maxHeight,
         onPoint: (block) => this.point(block && { [kind]: block.id }),
         onChoose: (block) => this.choose(block && { [kind]: block.id }),
-        ...rest,
+        ...options,
       });
     this.grid = grid("grid", 330, "block", { onView: () => this.minimap.draw() });
     this.minimap = new Minimap($("minimap"), this.grid);
@@ -100,7 +100,7 @@ export class InspectorView {
       ...groups.map(([text], index) => el("option", { value: index }, `${index + 1}: ${text}`)),
     );
     $("group-label").hidden = groups.length < 2;
-    $(pool.num_blocks > MOST_SHOWN ? "shown-used" : "shown-all").checked = true;
+    $(pool.num_blocks > MAX_SHOWN ? "shown-used" : "shown-all").checked = true;
     this.hadHost = false;
     $("host").open = false;
   }
@@ -121,14 +121,14 @@ export class InspectorView {
     $("nothing").hidden = shown.length > 0;
     this.grid.box.hidden = !shown.length && !this.grid.box.contains(document.activeElement);
     this.grid.show(shown, {
-      written: this.written(),
+      written: this.writtenBlocks(),
       copies: recent.map(([, from, to]) => [from, to]),
       keep: this.isLive,
     });
   }
 
   /** Returns the blocks that the last step wrote to. */
-  written() {
+  writtenBlocks() {
     const { step, requests, pool } = this.snapshot;
     const tables = new Map(
       requests.flatMap(({ sequences }) => sequences.map(({ id, blocks }) => [id, blocks])),
@@ -136,8 +136,8 @@ export class InspectorView {
     const written = new Set();
     for (const [, id, start, tokens] of step?.rows ?? []) {
       const last = Math.floor((start + tokens - 1) / pool.block_size);
-      for (let place = Math.floor(start / pool.block_size); place <= last; place++)
-        written.add(tables.get(id)?.[place]);
+      for (let index = Math.floor(start / pool.block_size); index <= last; index++)
+        written.add(tables.get(id)?.[index]);
     }
     return written;
   }
@@ -228,7 +228,7 @@ export class InspectorView {
     const marked = new Set(tables.flat());
     if (what?.block != null) marked.add(what.block);
     const paths = references
-      .slice(0, MOST_PATHS)
+      .slice(0, MAX_PATHS)
       .map(({ request: owner }, index) => ({ ids: tables[index], color: pathColor(owner) }));
     const isMarked = marked.size > 0 && references.length > 0;
     this.grid.mark(isMarked ? marked : null, paths);
@@ -236,7 +236,7 @@ export class InspectorView {
     const hosts = new Set(references.flatMap(({ sequence }) => sequence?.host_blocks ?? []));
     this.hostGrid.mark(hosts.size ? hosts : null, []);
     const strips = references
-      .slice(0, MOST_PATHS)
+      .slice(0, MAX_PATHS)
       .map((reference) => tableStrip(reference, block, this.snapshot));
     const detail = el(
       "div",
@@ -252,5 +252,5 @@ export class InspectorView {
 
 const pathColor = (request) =>
   request
-    ? `color-mix(in oklab, ${requestColor(request.number)} 55%, ${themed("ink")})`
-    : themed("ink");
+    ? `color-mix(in oklab, ${requestColor(request.number)} 55%, ${themeVariable("ink")})`
+    : themeVariable("ink");

@@ -81,31 +81,31 @@ def _xla_launch(message: Message) -> Kernel | None:
 
     The message is {2: {2: {1: image}, 4: name}, 4: {1: threads in x, y, z}, 6: shared bytes}.
     """
-    spec = _message(_one(message, 2))
-    if spec is None or not isinstance(name := _one(spec, 4), bytes):
+    spec = _message(_field(message, 2))
+    if spec is None or not isinstance(name := _field(spec, 4), bytes):
         return None
-    held = _message(_one(spec, 2))
-    image = None if held is None else _one(held, 1)
+    held = _message(_field(spec, 2))
+    image = None if held is None else _field(held, 1)
     if not isinstance(image, bytes) or not image.startswith(ELF):
         return None
     (machine,) = (machine for machine in machines(image) if machine.name == name.decode())
     threads = 1
-    for size in (_message(_one(_message(_one(message, 4)) or {}, 1)) or {}).values():
+    for size in (_message(_field(_message(_field(message, 4)) or {}, 1)) or {}).values():
         threads *= int(size[0])
-    shared = _one(message, 6)
+    shared = _field(message, 6)
     return Kernel(machine, threads, int(shared) if isinstance(shared, int) else 0, image)
 
 
 def _mosaic_launch(message: Message) -> Kernel | None:
     """Reads Mosaic's resources of jax 0.11 or later: {8: image, 9: name, 10: shared bytes}."""
-    image, name, shared = (_one(message, field) for field in (8, 9, 10))
+    image, name, shared = (_field(message, field) for field in (8, 9, 10))
     if not isinstance(image, bytes) or not isinstance(name, bytes) or not image.startswith(ELF):
         return None
     (machine,) = (machine for machine in machines(image) if machine.name == name.decode())
     return Kernel(machine, None, int(shared) if isinstance(shared, int) else 0, image)
 
 
-def _one(message: Message, field: int) -> int | bytes | None:
+def _field(message: Message, field: int) -> int | bytes | None:
     values = message.get(field, [])
     return values[0] if len(values) == 1 else None
 

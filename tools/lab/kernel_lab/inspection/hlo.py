@@ -37,19 +37,21 @@ class Instruction:
     opcode: str
     sizes: tuple[int, ...]  # bytes of its result, or of each part of it
     is_root: bool
-    rest: str  # operands and attributes
+    arguments: str  # operands and attributes
 
     @property
     def kernel(self) -> str | None:
         """Returns the name of the Pallas kernel that the instruction calls, or None."""
         target = (
-            _attribute(self.rest, "custom_call_target") if self.opcode == "custom-call" else None
+            _attribute(self.arguments, "custom_call_target")
+            if self.opcode == "custom-call"
+            else None
         )
         if target not in _KERNEL_TARGETS:
             return None
         # The operation's name is "jit(f)/.../name/pallas_call", or ends in mpmd_map, which holds
         # Mosaic's kernels.
-        path = (_attribute(self.rest, "op_name") or "").split("/")
+        path = (_attribute(self.arguments, "op_name") or "").split("/")
         return path[-2] if len(path) > 1 else target
 
 
@@ -124,7 +126,7 @@ def _makes(
         or item.opcode.endswith(("-done", "-update"))
     ):
         return
-    if item.opcode == "custom-call" and "output_to_operand_aliasing" in item.rest:
+    if item.opcode == "custom-call" and "output_to_operand_aliasing" in item.arguments:
         # A kernel with large outputs both new and aliased would pass here; the temporary memory
         # shows it.
         return
@@ -156,11 +158,11 @@ def _endings(computation: Computation) -> list[Instruction]:
 
 
 def _operands(item: Instruction) -> list[str]:
-    return re.findall(r"%([\w.\-$]+)", item.rest[: _closing(item.rest)])
+    return re.findall(r"%([\w.\-$]+)", item.arguments[: _closing(item.arguments)])
 
 
 def _fusions(item: Instruction) -> list[str]:
-    return re.findall(r"\bcalls=%?([\w.\-$]+)", item.rest) if item.opcode == "fusion" else []
+    return re.findall(r"\bcalls=%?([\w.\-$]+)", item.arguments) if item.opcode == "fusion" else []
 
 
 def _instruction(match: re.Match[str]) -> Instruction:
@@ -176,10 +178,10 @@ def _instruction(match: re.Match[str]) -> Instruction:
 def _closing(text: str) -> int:
     """Returns the position where the parenthesis that opens the text is closed."""
     depth = 0
-    for place, letter in enumerate(text):
+    for index, letter in enumerate(text):
         depth += (letter == "(") - (letter == ")")
         if depth == 0:
-            return place
+            return index
     return len(text)
 
 
