@@ -724,7 +724,9 @@ def median_sizes(root: Path) -> tuple[float, float]:
 
 
 def third_party(root: Path) -> dict[str, str]:
-    """Packages that the product imports, neither its own nor Python's, each with one place where."""
+    """Returns packages that the product imports, neither its own nor Python's, each with one place
+    where.
+    """
     packages: dict[str, str] = {}
     modules = [module for module in read_modules(root) if place(module.name)[0] < 5]
     for module in modules:

@@ -12,8 +12,10 @@ USUAL_EXAMPLES = 40  # of hypothesis, in the usual profile of tests/conftest.py
 
 
 def few(cases: Iterable[Any], chosen: Collection[Any]) -> list[Any]:
-    """Parameters of a test: those that are kept, as they are, and the others marked `sweep`. Each
-    of `kept` must be a case.
+    """Returns parameters of a test: those that are kept, as they are, and the others marked
+    `sweep`.
+
+    Each of `kept` must be a case.
     """
     cases = list(cases)
     if missing := [case for case in chosen if case not in cases]:

@@ -429,7 +429,7 @@ async def _live(case: Case) -> None:
 
 
 def simpler(case: Case) -> Iterator[Case]:
-    """Cases with one thing less."""
+    """Yields cases with one thing less."""
     for index in range(len(case.events)):
         yield dataclasses.replace(case, events=(*case.events[:index], *case.events[index + 1 :]))
     used = {event.model for event in case.events}
