@@ -607,6 +607,14 @@ PLANTED = [
         + "".join(f"    b{place}: int\n" for place in range(10)),
         "B has 21 fields; 20 are enough",
     ),
+    (
+        "jaxpage/models/a.py",
+        "class A:\n    make: ClassVar[Callable[..., int]] = staticmethod(len)\n    size: int\n"
+        + "".join(f"    a{place}: ClassVar[int]\n" for place in range(8))
+        + "class B(A):\n    make = staticmethod(sum)\n"
+        + "".join(f"    b{place} = 1\n" for place in range(8)),
+        "B has 16 class attributes; 15 are enough",
+    ),
 ]
 
 
