@@ -31,6 +31,7 @@ class Block(nnx.Module):
           ──┬── mlp_norm ── mlp ── post_mlp_norm ── (+) ──
             └─────────────────────────────────────────┘
 
+    Kernels compute several of these in one call, which find in `layers.producers` what came before.
     Each norm may be None. If `is_parallel` is True, both halves take x: the second one takes what
     the first one takes, unless it has a norm of its own.
     """
@@ -75,8 +76,9 @@ class Block(nnx.Module):
         x_TD, normed_TD = keep_and_norm(self.attention_norm, x_TD)
         attended_TD, layer_pages = self.attention(normed_TD, layer_pages, context)
         attended_TD = self._scale(_apply(self.post_attention_norm, attended_TD))
-        if not self.is_parallel and self.post_mlp_norm is None and self.residual_scale == 1.0:
-            output_TD = add_and_feed(self.mlp_norm, self.mlp, x_TD, attended_TD)
+        if not self.is_parallel and self.post_mlp_norm is None:
+            factor = self.residual_scale
+            output_TD = add_and_feed(self.mlp_norm, self.mlp, x_TD, attended_TD, factor)
             if output_TD is not None:
                 return output_TD, layer_pages
         if self.is_parallel:
