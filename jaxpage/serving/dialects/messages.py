@@ -9,7 +9,13 @@ from typing import Any
 
 from pydantic_core import from_json
 
-from jaxpage.serving.dialects.dialect import Dialect, StreamForm
+from jaxpage.serving.dialects.dialect import (
+    ClientHabits,
+    Dialect,
+    GenerationPath,
+    StreamForm,
+    TransformPath,
+)
 from jaxpage.serving.dialects.messages_body import NAMES, translate
 from jaxpage.serving.dialects.messages_fields import (
     DOCUMENT,
@@ -203,10 +209,10 @@ DIALECT = Dialect(
     beginnings=("/v1/messages",),
     error=_write_error,
     stream=StreamForm(new_frame=name_events),
-    exchanges={"/v1/messages": open_message},
-    transforms={"/v1/messages/count_tokens": count_tokens},
-    operations={"/v1/messages": "chat"},
+    paths={
+        "/v1/messages": GenerationPath(open_message),
+        "/v1/messages/count_tokens": TransformPath(count_tokens),
+    },
     document=DOCUMENT,
-    key_header=b"x-api-key",
-    id_header="request-id",
+    habits=ClientHabits(key_header=b"x-api-key", id_header="request-id"),
 )

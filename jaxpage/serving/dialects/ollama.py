@@ -10,7 +10,18 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-from jaxpage.serving.dialects.dialect import Description, Dialect, ModelList, Stay, StreamForm
+from jaxpage.serving.dialects.dialect import (
+    ClientHabits,
+    Description,
+    Dialect,
+    GenerationPath,
+    ModelList,
+    Stay,
+    StreamForm,
+    TransformPath,
+    VectorsPath,
+    VersionPath,
+)
 from jaxpage.serving.dialects.ollama_answers import (
     OllamaAnswer,
     OllamaLoaded,
@@ -211,7 +222,7 @@ def _with_served_name(body: dict[str, Any], context: ModelContext) -> dict[str, 
     """Returns the request with the name by which the model is served."""
     name = body.get("model")
     if isinstance(name, str) and name not in (*context.model_names, *context.adapters):
-        return {**body, "model": DIALECT.plain_name(name)}
+        return {**body, "model": DIALECT.habits.plain_name(name)}
     return body
 
 
@@ -299,29 +310,30 @@ def _write_error(error: ApiError) -> dict[str, Any]:
 DIALECT = Dialect(
     beginnings=("/api/",),
     error=_write_error,
-    # White space may precede the JSON of a line, and a line always follows.
-    stream=StreamForm(new_frame=lines, media_type="application/x-ndjson", comment=b" "),
-    streams_by_default=True,
-    exchanges={"/api/chat": open_ollama_chat, "/api/generate": open_ollama_generate},
-    vectors={"/api/embed": open_ollama_embed, "/api/embeddings": open_ollama_embeddings},
-    transforms={"/api/show": show_ollama},
-    descriptions={"/api/show": Description(about_ollama, show_ollama)},
-    lists={
+    stream=StreamForm(
+        new_frame=lines,
+        media_type="application/x-ndjson",
+        # White space may precede the JSON of a line, and a line always follows.
+        comment=b" ",
+        is_default=True,
+    ),
+    paths={
+        "/api/chat": GenerationPath(open_ollama_chat),
+        "/api/generate": GenerationPath(open_ollama_generate, "text_completion"),
+        "/api/embed": VectorsPath(open_ollama_embed),
+        "/api/embeddings": VectorsPath(open_ollama_embeddings),
+        "/api/show": TransformPath(show_ollama, Description(about_ollama, show_ollama)),
         "/api/tags": ModelList(is_of_loaded=False, write=write_tags),
         "/api/ps": ModelList(is_of_loaded=True, write=write_loaded),
+        "/api/version": VersionPath(OLLAMA_VERSION),
     },
-    operations={
-        "/api/chat": "chat",
-        "/api/generate": "text_completion",
-        "/api/embed": "embeddings",
-        "/api/embeddings": "embeddings",
-    },
-    versions={"/api/version": OLLAMA_VERSION},
     document=DOCUMENT,
-    # Ollama takes JSON under any media type, and its clients and the curl lines of its
-    # documentation rely on this.
-    takes_any_media_type=True,
-    # Clients add a tag to the name, which is "latest" if the user gave none.
-    plain_name=lambda name: name.removesuffix(":latest"),
-    read_stay=_read_stay,
+    habits=ClientHabits(
+        # Ollama takes JSON under any media type, and its clients and the curl lines of its
+        # documentation rely on this.
+        takes_any_media_type=True,
+        # Clients add a tag to the name, which is "latest" if the user gave none.
+        plain_name=lambda name: name.removesuffix(":latest"),
+        read_stay=_read_stay,
+    ),
 )

@@ -10,7 +10,7 @@ import time
 from typing import Any
 
 from jaxpage.outputs import RequestOutput
-from jaxpage.serving.dialects.dialect import Dialect, StreamForm
+from jaxpage.serving.dialects.dialect import ConversationPath, Dialect, StreamForm
 from jaxpage.serving.dialects.responses_fields import DOCUMENT, ResponsesRequest
 from jaxpage.serving.dialects.responses_items import ChatMessage, encode_reasoning
 from jaxpage.serving.dialects.responses_requests import (
@@ -322,9 +322,7 @@ def _fail(error: ApiError, exchange: Exchange | None) -> list[dict[str, Any]]:
 
 DIALECT = Dialect(
     beginnings=("/v1/responses",),
-    fail=_fail,
-    stream=StreamForm(new_frame=number_events),
-    conversations={"/v1/responses": open_response},
-    operations={"/v1/responses": "chat"},
+    stream=StreamForm(new_frame=number_events, fail=_fail),
+    paths={"/v1/responses": ConversationPath(open_response, is_for_batches=True)},
     document=DOCUMENT,
 )
