@@ -570,6 +570,11 @@ PLANTED = [
         "the door has 21 names; 20 are enough",
     ),
     (
+        "jaxpage/memory/inner/__init__.py",
+        "\n".join(f"from jaxpage.memory.c import lives{place}  # lives" for place in range(21)),
+        "the door has 21 names; 20 are enough",
+    ),
+    (
         "jaxpage/engine/engine.py",
         "from typing import TYPE_CHECKING\nfrom jaxpage.memory import D\n"
         "if TYPE_CHECKING:\n    import jaxpage.engine.other",
