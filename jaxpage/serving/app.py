@@ -79,7 +79,7 @@ from jaxpage.serving.settings.server_config import ServerConfig
 from jaxpage.serving.wire.body import parse_object
 from jaxpage.serving.wire.context import ModelContext, unknown_model
 from jaxpage.serving.wire.embeddings import open_embeddings
-from jaxpage.serving.wire.errors import ApiError
+from jaxpage.serving.wire.errors import ApiError, quotes
 from jaxpage.serving.wire.exchange import (
     LOAD_SECONDS,
     Exchange,
@@ -218,7 +218,7 @@ class Server:
         body = parse_object(raw)
         stream = stream_of(scope)
         stream.is_requested = stream.dialect.is_for_stream(scope["path"], body)
-        exchange = opened(body, self._context)
+        exchange = quotes(opened)(body, self._context)
         exchange.load_seconds = scope["state"].get(LOAD_SECONDS, 0.0)
         if self._logs_requests:
             logger.info("request", extra={"id": exchange.id, "body": body})
@@ -231,7 +231,7 @@ class Server:
         raw = await json_body(scope, receive)
 
         def transform_body() -> ASGIApp:
-            result = transform(parse_object(raw), self._context)
+            result = quotes(transform)(parse_object(raw), self._context)
             return whole_answer(result.body, make_ignored_header(result.ignored_fields))
 
         async def answer_request() -> None:

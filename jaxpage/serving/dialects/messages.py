@@ -26,7 +26,7 @@ from jaxpage.serving.dialects.translating import AnswerBlock, InBlocks
 from jaxpage.serving.wire.chat_completions import open_chat
 from jaxpage.serving.wire.context import ModelContext
 from jaxpage.serving.wire.encoding import name_events
-from jaxpage.serving.wire.errors import ApiError, quotes
+from jaxpage.serving.wire.errors import ApiError
 from jaxpage.serving.wire.reading import read
 from jaxpage.serving.wire.tokenizing import Transformed, count_prompt
 
@@ -34,7 +34,6 @@ from jaxpage.serving.wire.tokenizing import Transformed, count_prompt
 _SIGNATURE = "bm90IHNpZ25lZA=="
 
 
-@quotes
 def open_message(body: dict[str, Any], context: ModelContext) -> MessageAnswer:
     """Returns the exchange of a request to POST /v1/messages.
 
@@ -45,7 +44,6 @@ def open_message(body: dict[str, Any], context: ModelContext) -> MessageAnswer:
     return MessageAnswer(request, context, ignored)
 
 
-@quotes
 def count_tokens(body: dict[str, Any], context: ModelContext) -> Transformed:
     """Returns the number of tokens of the prompt that a message would have.
 

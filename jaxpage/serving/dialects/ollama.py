@@ -56,7 +56,7 @@ from jaxpage.serving.wire.completions import open_completion
 from jaxpage.serving.wire.context import ModelContext
 from jaxpage.serving.wire.embeddings import EmbeddingAnswer, open_embeddings
 from jaxpage.serving.wire.encoding import lines
-from jaxpage.serving.wire.errors import ApiError, quotes
+from jaxpage.serving.wire.errors import ApiError
 from jaxpage.serving.wire.keep_alive import keep_alive_seconds
 from jaxpage.serving.wire.reading import is_neutral, read
 from jaxpage.serving.wire.templates import may_reason
@@ -71,7 +71,6 @@ _OPTIONS = names_in("ollama")
 _PENALTIES = ("repeat_penalty", "presence_penalty", "frequency_penalty")
 
 
-@quotes
 def open_ollama_chat(body: dict[str, Any], context: ModelContext) -> OllamaAnswer | OllamaLoaded:
     """Returns the exchange of a request to POST /api/chat.
 
@@ -113,7 +112,6 @@ def _tools(request: OllamaChatRequest, context: ModelContext) -> dict[str, Any]:
     return {"tools": tools}
 
 
-@quotes
 def open_ollama_generate(
     body: dict[str, Any], context: ModelContext
 ) -> OllamaAnswer | OllamaLoaded:
@@ -141,7 +139,6 @@ def open_ollama_generate(
     return OllamaAnswer(open_chat, requested, context, request, ignored, names)
 
 
-@quotes
 def open_ollama_embed(body: dict[str, Any], context: ModelContext) -> EmbeddingAnswer:
     """Returns the `EmbeddingAnswer` of a request to POST /api/embed.
 
@@ -160,7 +157,6 @@ def open_ollama_embed(body: dict[str, Any], context: ModelContext) -> EmbeddingA
     )
 
 
-@quotes
 def open_ollama_embeddings(body: dict[str, Any], context: ModelContext) -> EmbeddingAnswer:
     """Returns the `EmbeddingAnswer` of a request to POST /api/embeddings.
 
@@ -197,7 +193,6 @@ def _embedding(
     return answer
 
 
-@quotes
 def show_ollama(
     body: dict[str, Any], context: ModelContext, about: Mapping[str, Any] | None = None
 ) -> Transformed:

@@ -29,7 +29,7 @@ from jaxpage.serving.requests.response_store import (
 from jaxpage.serving.wire.chat_completions import open_chat
 from jaxpage.serving.wire.context import ModelContext
 from jaxpage.serving.wire.encoding import encode_parts, number_events
-from jaxpage.serving.wire.errors import ApiError, quotes
+from jaxpage.serving.wire.errors import ApiError
 from jaxpage.serving.wire.exchange import Exchange
 from jaxpage.serving.wire.reading import read
 from jaxpage.serving.wire.relaxing import name_paths
@@ -37,7 +37,6 @@ from jaxpage.serving.wire.relaxing import name_paths
 _PREFIXES = {"reasoning": "rs", "content": "msg", "function": "fc", "custom": "ctc"}
 
 
-@quotes
 def open_response(
     body: dict[str, Any], context: ModelContext, responses: OwnerResponses = KEEPS_NOTHING
 ) -> ResponseAnswer:

@@ -12,7 +12,7 @@ from jaxpage.chat_forms import AnswerPiece, PieceParser
 from jaxpage.outputs import RequestMetrics, RequestOutput
 from jaxpage.serving.wire.answering import Answer, prompt_logprobs_body
 from jaxpage.serving.wire.context import ModelContext
-from jaxpage.serving.wire.errors import ApiError, quotes
+from jaxpage.serving.wire.errors import ApiError
 from jaxpage.serving.wire.logprobs import TextOffsets, chat_logprobs
 from jaxpage.serving.wire.prompt_request import PromptRequest
 from jaxpage.serving.wire.reading import read
@@ -28,7 +28,6 @@ from jaxpage.serving.wire.tool_choice import ToolUse, tool_use
 from jaxpage.settings.sampling_params import BeamSearchParams, SamplingParams
 
 
-@quotes
 def open_chat(body: dict[str, Any], context: ModelContext) -> ChatAnswer:
     """Returns the exchange of a request to POST /v1/chat/completions.
 

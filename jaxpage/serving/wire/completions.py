@@ -9,7 +9,7 @@ from typing import Any
 from jaxpage.outputs import RequestOutput
 from jaxpage.serving.wire.answering import Answer, prompt_logprobs_body
 from jaxpage.serving.wire.context import ModelContext
-from jaxpage.serving.wire.errors import ApiError, quotes
+from jaxpage.serving.wire.errors import ApiError
 from jaxpage.serving.wire.logprobs import Entries, TextOffsets, completion_logprobs
 from jaxpage.serving.wire.prompt_request import PromptRequest, prompts_of
 from jaxpage.serving.wire.reading import read
@@ -25,7 +25,6 @@ from jaxpage.settings.sampling_params import BeamSearchParams, SamplingParams
 DEFAULT_MAX_TOKENS = 16
 
 
-@quotes
 def open_completion(body: dict[str, Any], context: ModelContext) -> CompletionAnswer:
     """Returns the exchange of a request to POST /v1/completions.
 
